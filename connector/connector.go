@@ -1,0 +1,171 @@
+// Package connector is the contract between an inference engine and a KV connector.
+//
+// It imports only the standard library, starts no goroutine and does no I/O. Rule numbers such as
+// SCHED-02 refer to docs/spec.
+//
+// A connector has two sides. The [Scheduler] side decides: how many tokens of a request's KV cache
+// it could supply. The [Worker] side moves bytes between the engine's paged cache and wherever the
+// connector keeps them. Both are blocking Go; the host, which sits between engine and connector,
+// makes them asynchronous, pins the blocks of every running call, gives each call a deadline and
+// checks every answer. Connectors that are plain key-value stores implement [Store] alone and let
+// package sdk make both sides of it.
+//
+// Everything else is optional, one small interface a power, each tied to one [Capability] bit:
+//
+//	what the connector wants to do                             implement   bit       side
+//	choose itself what is loaded and saved                     Planner     CanPlan   scheduler
+//	keep finished blocks until consumers have fetched them     Holder      CanHold   scheduler
+//	forget everything on request                               Resetter    CanReset  scheduler
+//
+// An engine never asserts for these itself: [As] also honours proxies that have all methods but
+// support only some.
+package connector
+
+import (
+	"context"
+	"time"
+)
+
+type (
+	// RequestID names one request inside one engine. Ids may be reused once the request has ended.
+	RequestID string
+	// BlockID is a slot of the engine's paged cache. The same ID means the same slot in every
+	// segment of the block's group.
+	BlockID int32
+	// HoldID names one hold of one engine epoch.
+	HoldID uint64
+	// Ticket is what a consumer needs to find a producer's blocks: the plugin's own bytes, after
+	// the host has verified and removed its signed envelope. Connectors must not trust more of it
+	// than they would trust a peer that holds the ticket key.
+	Ticket []byte
+)
+
+// Block names one block of one group. Key is zero while the block is partial: it then has no
+// content address and cannot be stored by key (rule KEY-04).
+type Block struct {
+	Key   BlockKey
+	ID    BlockID
+	Group uint16
+}
+
+// Query asks what a connector could load for a request. An empty Request is a cache probe: it must
+// leave no trace (rule SCHED-03).
+type Query struct {
+	Request  RequestID
+	Tokens   int        // length of the prompt in tokens
+	Keys     []BlockKey // the prompt's full blocks, in order, from token 0; owned by the caller
+	Computed int        // leading tokens the engine already has, a multiple of the block size
+	Ticket   Ticket     // nil unless a router brought one
+}
+
+// Match answers one Query. The zero Match is a miss.
+type Match struct {
+	Tokens int    // tokens beyond Query.Computed that a Load would fill now
+	Groups uint32 // bit g set: group g is part of the offer; 0 means all groups
+	Async  bool   // the request waits outside the batch until its load is reported
+	Later  bool   // not known yet, ask again; the host bounds how long (rule SCHED-05)
+}
+
+// Transfer moves blocks of one request. Blocks is in prefix order and owned by the caller, which
+// keeps the blocks pinned until the call that carries the Transfer has returned.
+type Transfer struct {
+	Request RequestID
+	From    int // first token that Blocks covers
+	Tokens  int // tokens that Blocks covers; a partial last block holds fewer than BlockTokens
+	Blocks  []Block
+	Ticket  Ticket // loads only: the ticket of the Query that was matched
+	Extra   []byte // from the Planner of this connector to its Worker, carried unread
+}
+
+// Step tells a Planner what the engine decided in one scheduling step.
+type Step struct {
+	ID        uint64
+	Arrived   []Query     // requests that entered the engine
+	Admitted  []Transfer  // blocks allocated for matches: where a load would write
+	Computed  []Transfer  // blocks whose KV this step completed
+	Preempted []RequestID // requests that lost their blocks and will be matched again
+	Ended     []Ended
+}
+
+// Plan is a Planner's answer: the transfers to run. Each must be one of the Step's, or a prefix,
+// suffix or subset of its blocks; the host drops and counts anything else (rule PLAN-01).
+type Plan struct {
+	Loads, Saves []Transfer
+}
+
+// Reason says why a request ended.
+type Reason uint8
+
+// The reasons. The numbers are part of the wire protocol and never reused.
+const (
+	ReasonStop   Reason = 1 + iota // an end-of-sequence token or a stop string
+	ReasonLength                   // the token limit
+	ReasonAbort                    // the client went away or cancelled
+	ReasonError                    // the engine gave up on it
+)
+
+// Ended reports the end of a request, exactly once for each one that arrived, also when it never
+// had a block (rule STEP-02).
+type Ended struct {
+	Request RequestID
+	Reason  Reason
+	Tokens  int // tokens whose KV is valid in Blocks
+	Blocks  []Block
+}
+
+// Hold is a Holder's wish to keep the blocks of one ended request. The zero Hold frees them at
+// once. The host owns the hold: it releases it when all Consumers have fetched, when TTL has passed
+// without renewal, or at shutdown.
+type Hold struct {
+	ID        HoldID
+	TTL       time.Duration // 0: the host's default
+	Consumers int           // how many must report it in Consumed; 0 means 1
+	Weak      bool          // blocks may be evicted meanwhile; consumers notice by digest
+	Ticket    []byte        // what a consumer's connector needs; the host signs it
+}
+
+// A Scheduler decides what could be loaded. The host calls it from one goroutine at a time and it
+// must not touch KV bytes.
+type Scheduler interface {
+	// Match answers every query, in order (rule SCHED-01). It has no side effects a later Match
+	// could observe (SCHED-02) and may be called many times for one request. A miss is the zero
+	// Match, not an error; any error counts as a miss for all queries, ErrBusy as Later.
+	Match(ctx context.Context, queries []Query) ([]Match, error)
+	// Close releases what the side holds. The host calls it once, after the last call returned.
+	Close() error
+}
+
+// A Worker moves bytes. Calls arrive concurrently, one per Transfer.
+type Worker interface {
+	// Load fills the blocks of t. It returns only when nothing can write them any more (rule
+	// WORK-04); ctx ends the wait, not the pin. A *BlockError names the blocks that did not
+	// arrive, all others did; any other error fails the whole Transfer.
+	Load(ctx context.Context, t *Transfer, kv *KV) error
+	// Save stores the blocks of t. When it returns nil they can be matched (rule WORK-05). It may
+	// be cancelled at any moment.
+	Save(ctx context.Context, t *Transfer, kv *KV) error
+	// Close releases what the side holds. The host calls it once, after the last call returned.
+	Close() error
+}
+
+// A Planner chooses what is loaded and saved (capability CanPlan). Without it the host loads what
+// was admitted and saves what was computed.
+type Planner interface {
+	// Plan answers one Step. Steps arrive in order; empty ones are left out.
+	Plan(ctx context.Context, s *Step) (*Plan, error)
+}
+
+// A Holder keeps blocks of ended requests for consumers (capability CanHold).
+type Holder interface {
+	// Finish answers each Ended with a Hold, in order.
+	Finish(ctx context.Context, ended []Ended) ([]Hold, error)
+	// Consumed waits until at least one hold was fetched by a consumer and reports it, once for
+	// each consumer.
+	Consumed(ctx context.Context) ([]HoldID, error)
+}
+
+// A Resetter forgets all cached blocks (capability CanReset).
+type Resetter interface {
+	// Reset reports whether every block is gone. After (true, nil) no earlier block matches.
+	Reset(ctx context.Context) (emptied bool, err error)
+}

@@ -1,0 +1,46 @@
+package connector
+
+import (
+	"errors"
+	"fmt"
+)
+
+// What a caller can act on. Each survives the wire: errors.Is holds on both sides (rule ERR-01).
+var (
+	// ErrBusy asks for a retry inside the deadline.
+	ErrBusy = errors.New("busy, try again")
+	// ErrGone says that the bytes or the peer will not come back: recompute.
+	ErrGone = errors.New("gone")
+	// ErrIncompatible says that model, shape, layout, protocol or config do not fit: refuse at open.
+	ErrIncompatible = errors.New("incompatible")
+	// ErrCorrupt says that bytes are damaged: drop them and recompute.
+	ErrCorrupt = errors.New("corrupt")
+)
+
+// BlockError says which blocks of a Load or Save failed. All others succeeded.
+type BlockError struct {
+	Blocks []BlockID
+	Err    error
+}
+
+// Error implements error.
+func (e *BlockError) Error() string {
+	return fmt.Sprintf("%d blocks %v: %v", len(e.Blocks), e.Blocks, e.Err)
+}
+
+// Unwrap gives the cause.
+func (e *BlockError) Unwrap() error { return e.Err }
+
+// ItemError says which items of a Store call failed, by index. All others succeeded.
+type ItemError struct {
+	Items []int
+	Err   error
+}
+
+// Error implements error.
+func (e *ItemError) Error() string {
+	return fmt.Sprintf("%d items %v: %v", len(e.Items), e.Items, e.Err)
+}
+
+// Unwrap gives the cause.
+func (e *ItemError) Unwrap() error { return e.Err }

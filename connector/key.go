@@ -1,0 +1,124 @@
+package connector
+
+import (
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"hash"
+)
+
+type (
+	// BlockKey is the content address of a full block: a hash chained over its whole prefix.
+	BlockKey [32]byte
+	// StoreKey is the content address of one shard of one block in one byte layout.
+	StoreKey [32]byte
+	// Fingerprint is a hash of everything that must be equal on both ends of a transfer.
+	Fingerprint [32]byte
+)
+
+// String is the key in hex.
+func (k BlockKey) String() string { return hex.EncodeToString(k[:]) }
+
+// String is the key in hex.
+func (k StoreKey) String() string { return hex.EncodeToString(k[:]) }
+
+// String is the fingerprint's first 8 bytes in hex, enough for messages.
+func (f Fingerprint) String() string { return hex.EncodeToString(f[:8]) }
+
+// NewFingerprint hashes named fields. Each is length-prefixed, so no two field lists collide by
+// concatenation (rule KEY-01).
+func NewFingerprint(domain string, fields ...string) Fingerprint {
+	h := sha256.New()
+	writeField(h, []byte(domain))
+	for _, f := range fields {
+		writeField(h, []byte(f))
+	}
+	return Fingerprint(h.Sum(nil))
+}
+
+// KeySpace is everything besides token ids that decides whether two requests may share KV blocks.
+// Two spaces that differ in any field never share a key (rule KEY-02).
+type KeySpace struct {
+	Model       Fingerprint // weights, dtype, rope, adapters
+	Salt        string      // tenant or cache_salt of the request
+	LoRAName    string
+	LoRAContent string   // hash of the adapter's weights
+	Multimodal  []string // content ids of images and the like, in prompt order
+	Secret      []byte   // tenant secret; when set keys are HMACs and cannot be guessed
+}
+
+// Root is the parent of a request's first block.
+func (s *KeySpace) Root() BlockKey {
+	h := s.hash("kvport/root/1")
+	writeField(h, s.Model[:])
+	writeField(h, []byte(s.Salt))
+	writeField(h, []byte(s.LoRAName))
+	writeField(h, []byte(s.LoRAContent))
+	writeCount(h, len(s.Multimodal))
+	for _, m := range s.Multimodal {
+		writeField(h, []byte(m))
+	}
+	return BlockKey(h.Sum(nil))
+}
+
+// Next is the key of the block that holds tokens and follows the block with key parent.
+func (s *KeySpace) Next(parent BlockKey, tokens []int32) BlockKey {
+	h := s.hash("kvport/block/1")
+	writeField(h, parent[:])
+	buf := make([]byte, 0, 4*len(tokens))
+	for _, t := range tokens {
+		buf = binary.LittleEndian.AppendUint32(buf, uint32(t))
+	}
+	writeField(h, buf)
+	return BlockKey(h.Sum(nil))
+}
+
+// Keys gives the keys of all full blocks of a prompt, in order.
+func (s *KeySpace) Keys(tokens []int32, blockTokens int) []BlockKey {
+	keys := make([]BlockKey, 0, len(tokens)/blockTokens)
+	parent := s.Root()
+	for i := blockTokens; i <= len(tokens); i += blockTokens {
+		parent = s.Next(parent, tokens[i-blockTokens:i])
+		keys = append(keys, parent)
+	}
+	return keys
+}
+
+func (s *KeySpace) hash(domain string) hash.Hash {
+	h := sha256.New()
+	if len(s.Secret) > 0 {
+		h = hmac.New(sha256.New, s.Secret)
+	}
+	writeField(h, []byte(domain))
+	return h
+}
+
+// Shard is one rank's part of a block.
+type Shard struct {
+	Rank, World  int
+	First, Count int // range of the group's segments; Count 0 means all
+}
+
+// NewStoreKey derives the key under which a Store keeps one shard of one block (rule KEY-03).
+func NewStoreKey(k BlockKey, shape Fingerprint, group uint16, shard Shard) StoreKey {
+	h := sha256.New()
+	writeField(h, []byte("kvport/store/1"))
+	writeField(h, k[:])
+	writeField(h, shape[:])
+	for _, n := range []int{int(group), shard.Rank, shard.World, shard.First, shard.Count} {
+		writeCount(h, n)
+	}
+	return StoreKey(h.Sum(nil))
+}
+
+func writeField(h hash.Hash, b []byte) {
+	writeCount(h, len(b))
+	h.Write(b)
+}
+
+func writeCount(h hash.Hash, n int) {
+	var b [8]byte
+	binary.LittleEndian.PutUint64(b[:], uint64(n))
+	h.Write(b[:])
+}

@@ -1,0 +1,108 @@
+package connector
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+)
+
+// Role is the part an engine plays: kv_role of the transfer config.
+type Role uint8
+
+// The roles. The numbers are part of the wire protocol and never reused.
+const (
+	RoleProducer Role = 1 + iota // computes and saves, never loads
+	RoleConsumer                 // loads, never saves
+	RoleBoth
+)
+
+// ParseRole reads kv_producer, kv_consumer or kv_both.
+func ParseRole(s string) (Role, error) {
+	for r := RoleProducer; r <= RoleBoth; r++ {
+		if r.String() == s {
+			return r, nil
+		}
+	}
+	return 0, fmt.Errorf("%q is none of kv_producer, kv_consumer, kv_both: %w", s, ErrIncompatible)
+}
+
+// String is the role as the transfer config spells it.
+func (r Role) String() string {
+	switch r {
+	case RoleProducer:
+		return "kv_producer"
+	case RoleConsumer:
+		return "kv_consumer"
+	case RoleBoth:
+		return "kv_both"
+	}
+	return fmt.Sprintf("role %d", uint8(r))
+}
+
+// Loads reports whether the role may load.
+func (r Role) Loads() bool { return r == RoleConsumer || r == RoleBoth }
+
+// Saves reports whether the role may save.
+func (r Role) Saves() bool { return r == RoleProducer || r == RoleBoth }
+
+// Env is what a host gives a side when it opens it. Everything a side needs is known by then: no
+// side is ever half open.
+type Env struct {
+	Engine      string // id of the engine, unique in the deployment
+	Epoch       uint64 // differs in every life of the engine
+	Role        Role
+	Rank, World int         // place in the tensor-parallel group; the scheduler side has rank 0
+	Model       Fingerprint // both fingerprints must be equal on both ends of a transfer
+	Shape       Fingerprint
+	Layout      Layout
+	Log         *slog.Logger // never nil
+}
+
+// Scope says who can see what a connector stores.
+type Scope uint8
+
+// The scopes. The numbers are part of the wire protocol and never reused.
+const (
+	ScopeEngine Scope = 1 + iota // this engine only, as long as the plugin lives
+	ScopeNode                    // every engine on this host with the same config
+	ScopeShared                  // every engine that reaches the same backend
+)
+
+// String is the scope's name.
+func (s Scope) String() string {
+	switch s {
+	case ScopeEngine:
+		return "engine"
+	case ScopeNode:
+		return "node"
+	case ScopeShared:
+		return "shared"
+	}
+	return fmt.Sprintf("scope %d", uint8(s))
+}
+
+// Info is what a connector says of itself for one config, before any side opens.
+type Info struct {
+	Name         string // the connector's canonical name
+	Capabilities Capability
+	Layouts      []string // byte layouts it needs; empty means any
+	Groups       bool     // it handles caches of several groups
+	Scope        Scope
+	Lossy        bool // loaded bytes may differ from saved ones: the host refuses it by default
+}
+
+// Plugin is one connector, ready to be served as a process or opened in process.
+type Plugin struct {
+	Name        string   // kv_connector value it answers to
+	Aliases     []string // further values
+	Version     string
+	Environment []string        // names of environment variables it wants to see; nothing else is passed
+	Schema      json.RawMessage // JSON Schema of its kv_connector_extra_config
+	// Describe checks a config and says what the connector would do with it. It has no side
+	// effects. Config errors name the field and wrap ErrIncompatible.
+	Describe func(ctx context.Context, config json.RawMessage) (Info, error)
+	// Scheduler and Worker open one side. Sides open in any order, and either may be opened alone.
+	Scheduler func(ctx context.Context, env Env, config json.RawMessage) (Scheduler, error)
+	Worker    func(ctx context.Context, env Env, config json.RawMessage) (Worker, error)
+}
