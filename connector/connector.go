@@ -74,6 +74,7 @@ type Transfer struct {
 	Tokens  int // tokens that Blocks covers; a partial last block holds fewer than BlockTokens
 	Blocks  []Block
 	Ticket  Ticket // loads only: the ticket of the Query that was matched
+	Replace bool   // saves only: what is stored under these keys was found damaged, write it anew
 	Extra   []byte // from the Planner of this connector to its Worker, carried unread
 }
 
@@ -109,7 +110,8 @@ const (
 type Ended struct {
 	Request RequestID
 	Reason  Reason
-	Tokens  int // tokens whose KV is valid in Blocks
+	Tokens  int  // tokens whose KV is valid in Blocks
+	Remote  bool // a consumer was announced: a Holder keeps the blocks and gives a ticket
 	Blocks  []Block
 }
 

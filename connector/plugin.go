@@ -94,11 +94,12 @@ type Info struct {
 
 // Plugin is one connector, ready to be served as a process or opened in process.
 type Plugin struct {
-	Name        string   // kv_connector value it answers to
-	Aliases     []string // further values
-	Version     string
-	Environment []string        // names of environment variables it wants to see; nothing else is passed
-	Schema      json.RawMessage // JSON Schema of its kv_connector_extra_config
+	Name         string   // kv_connector value it answers to
+	Aliases      []string // further values
+	Version      string
+	Environment  []string        // names of environment variables it wants to see; nothing else is passed
+	Capabilities Capability      // what it can do with some config; Describe says it for one
+	Schema       json.RawMessage // JSON Schema of its kv_connector_extra_config
 	// Describe checks a config and says what the connector would do with it. It has no side
 	// effects. Config errors name the field and wrap ErrIncompatible.
 	Describe func(ctx context.Context, config json.RawMessage) (Info, error)

@@ -27,8 +27,9 @@ type Store interface {
 // those of the Layout and equal on every call for the same key. The slices are valid until the
 // call returns.
 type Item struct {
-	Key   StoreKey
-	Spans [][]byte
+	Key     StoreKey
+	Replace bool // Put only: what is stored under Key was found damaged, write it anew (rule STORE-06)
+	Spans   [][]byte
 }
 
 // Size is the total length of the item's spans in bytes.

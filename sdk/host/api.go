@@ -1,0 +1,64 @@
+package host
+
+import (
+	"log/slog"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Engine is what a host must know of the engine it serves.
+type Engine struct {
+	ID     string // unique in the deployment; empty: the host makes one
+	Model  connector.Fingerprint
+	Shape  connector.Fingerprint
+	Layout connector.Layout // with digest segments, see WithDigests
+	Ranks  []*Region        // the paged cache of each rank
+}
+
+// Options are a host's dependencies.
+type Options struct {
+	PluginPath []string // folders in which to look for kvport-* binaries, in order
+	Log        *slog.Logger
+	Metrics    prometheus.Registerer
+}
+
+// EventKind says what happened.
+type EventKind uint8
+
+// The kinds of events. For every Transfer of a Step there is exactly one Loaded or Saved, for every
+// Ended exactly one Finished, whatever faults occur (rule HOST-01).
+const (
+	Loaded   EventKind = 1 + iota // an Admitted transfer is over
+	Saved                         // a Computed transfer is over
+	Finished                      // an Ended request is dealt with
+	Released                      // the hold announced by an earlier Finished is over
+	Answered                      // a Match that answered Later may know more now
+)
+
+// Event tells the engine's loop about the end of something it handed to the host. When it arrives
+// nothing can write or read the blocks on behalf of that transfer any more.
+type Event struct {
+	Kind    EventKind
+	Request connector.RequestID
+	Step    uint64              // the Step.ID that started it
+	Blocks  []connector.BlockID // no longer pinned by this transfer or hold
+	Failed  []connector.BlockID // Loaded: to be recomputed. Saved: not stored
+	Held    bool                // Finished: Blocks is empty and stays pinned until Released
+	Ticket  []byte              // Finished of a Remote request: signed, for the consumer
+	Err     error               // why Failed is not empty, for logs and metrics
+}
+
+// Health is what /health says of a host.
+type Health struct {
+	Connector string        `json:"connector"`
+	State     string        `json:"state"` // ready, restarting, broken
+	PID       int           `json:"pid"`
+	Restarts  int           `json:"restarts"`
+	Error     string        `json:"error,omitempty"`
+	Since     time.Duration `json:"since_ns"`
+	Pending   int           `json:"pending"` // transfers running
+	Held      int           `json:"held"`    // holds open
+}
