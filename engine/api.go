@@ -1,0 +1,51 @@
+// Package engine runs a model: it takes requests, schedules them over the paged KV cache, asks the
+// connector's host what it can load, and streams tokens back.
+package engine
+
+import (
+	"errors"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/sample"
+)
+
+// Errors that a front end turns into answers of its own.
+var (
+	// ErrTooLong says that prompt and MaxTokens exceed what the model or the cache can hold.
+	ErrTooLong = errors.New("request is too long")
+	// ErrOverloaded says that too many requests wait; the client may retry.
+	ErrOverloaded = errors.New("too many requests")
+	// ErrClosed says that the engine is shutting down.
+	ErrClosed = errors.New("engine is shutting down")
+	// ErrLoadFailed ends a request whose KV could not be loaded under load failure policy "fail".
+	ErrLoadFailed = errors.New("KV load failed")
+)
+
+// Request is one generation.
+type Request struct {
+	ID        connector.RequestID // unique among live requests; the engine refuses a duplicate
+	Prompt    []int32             // at least one token; owned by the engine after Submit
+	Params    sample.Params
+	MaxTokens int  // generated tokens at most
+	IgnoreEOS bool // go on after a stop token
+	Salt      string
+	Ticket    []byte // signed ticket of a producer (P/D, decode side); nil if none
+	Remote    bool   // P/D, prefill side: a consumer will fetch the KV, give a ticket at the end
+}
+
+// Output is a piece of a generation. The last one has Reason or Err set.
+type Output struct {
+	Tokens []int32          // new tokens, in order
+	Reason connector.Reason // 0 while the request runs
+	Err    error            // set when Reason is ReasonError
+	Usage  Usage            // complete in the last Output, running totals before
+	Ticket []byte           // last Output of a Remote request, if there is anything to fetch
+}
+
+// Usage says where the KV of a request's prompt came from, in tokens.
+type Usage struct {
+	Prompt    int // length of the prompt
+	Generated int
+	Local     int // from the engine's own prefix cache
+	External  int // loaded through the connector
+}
