@@ -56,7 +56,7 @@ func Sample(logits []float32, p Params, position int) int32 {
 	if p.TopP > 0 && p.TopP < 1 {
 		kept, total = nucleus(kept, p.TopP, total)
 	}
-	left := draw(p.Seed, position) * total
+	left := float64(draw(p.Seed, position) * total) // the conversion keeps compilers from fusing
 	for _, c := range kept {
 		if left -= c.weight; left < 0 {
 			return c.id
