@@ -1,0 +1,128 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"runtime"
+	"syscall"
+
+	"github.com/kvport/kvport/internal/cluster"
+)
+
+// pair is a prefill engine, a decode engine and the router in front of them.
+type pair struct {
+	prefill, decode, router *cluster.Process
+}
+
+func (p *pair) stop(ctx context.Context) error {
+	var errs []error
+	for _, process := range []*cluster.Process{p.router, p.decode, p.prefill} {
+		if process != nil {
+			errs = append(errs, process.Stop(ctx))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (d *demo) startPair(ctx context.Context) (p *pair, err error) {
+	p = &pair{}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, p.stop(ctx))
+		}
+	}()
+	if p.prefill, err = d.serve(ctx, "prefill", "kv_producer"); err != nil {
+		return nil, err
+	}
+	if p.decode, err = d.serve(ctx, "decode", "kv_consumer"); err != nil {
+		return nil, err
+	}
+	p.router, err = cluster.Start(ctx, d.log, "router", filepath.Join(d.bin, "kvport"), "route", "--port", "0",
+		"--prefill", p.prefill.URL, "--decode", p.decode.URL)
+	return p, err
+}
+
+// split computes the same answers with prefill and decode apart.
+func (d *demo) split(ctx context.Context, prompts []prompt) (err error) {
+	fmt.Printf("2/3  prefill engine + decode engine + router, %s as a process of its own\n", d.connector)
+	p, err := d.startPair(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, p.stop(ctx)) }()
+	for i, prompt := range prompts {
+		r := &d.rows[i]
+		if err := d.firstTurn(ctx, p, r, prompt.text); err != nil {
+			return err
+		}
+		if r.got2, err = d.complete(ctx, p.router.URL, prompt.secondTurn(r.got.Text)); err != nil {
+			return err
+		}
+		fmt.Printf("     %-24s %5d tokens from the prefill engine, first token after %v, %s\n",
+			r.name, r.external, r.got.TTFT.Round(1e6), r.verdict())
+	}
+	fmt.Println("3/3  the decode engine's plugin is killed with SIGKILL while it loads")
+	return d.kill(ctx, p, killPrompt(prompts))
+}
+
+// firstTurn sends a prompt that no cache has seen and reads from the decode engine's metrics what
+// was loaded for it.
+func (d *demo) firstTurn(ctx context.Context, p *pair, r *row, text string) error {
+	before, err := d.client.Metrics(ctx, p.decode.URL)
+	if err != nil {
+		return err
+	}
+	if r.got, err = d.complete(ctx, p.router.URL, text); err != nil {
+		return err
+	}
+	after, err := d.client.Metrics(ctx, p.decode.URL)
+	if err != nil {
+		return err
+	}
+	delta := func(name, label string) float64 { return after.Sum(name, label) - before.Sum(name, label) }
+	r.external = int(delta("kvport_prompt_tokens_total", `source="external"`))
+	r.bytes = int64(delta("kvport_transfer_bytes_total", `direction="load"`))
+	r.seconds = delta("kvport_transfer_seconds_sum", `direction="load"`)
+	return nil
+}
+
+// killAfter is how much of a load the plugin has read when it is killed: surely some, not all.
+const killAfter = 2 << 20
+
+// kill sends a prompt and kills the decode engine's plugin once it has read part of the KV.
+func (d *demo) kill(ctx context.Context, p *pair, text string) error {
+	plugins := cluster.Plugins(p.decode.PID())
+	if len(plugins) != 1 {
+		return fmt.Errorf("the decode engine has %d plugin processes, want 1", len(plugins))
+	}
+	start := cluster.BytesRead(plugins[0])
+	answered := make(chan error, 1)
+	go func() {
+		var err error
+		d.killed.got, err = d.complete(ctx, p.router.URL, text)
+		answered <- err
+	}()
+	for cluster.BytesRead(plugins[0])-start < killAfter {
+		select {
+		case err := <-answered:
+			return errors.Join(errors.New("the load was over before the plugin could be killed"), err)
+		default:
+			runtime.Gosched()
+		}
+	}
+	if err := syscall.Kill(plugins[0], syscall.SIGKILL); err != nil {
+		return fmt.Errorf("kill plugin: %w", err)
+	}
+	if err := <-answered; err != nil {
+		return err
+	}
+	metrics, err := d.client.Metrics(ctx, p.decode.URL)
+	if err != nil {
+		return err
+	}
+	d.kills = int(metrics.Sum("kvport_plugin_restarts_total"))
+	fmt.Printf("     killed pid %d, %d restart, answer %s\n", plugins[0], d.kills, d.killed.verdict())
+	return nil
+}

@@ -1,0 +1,100 @@
+package cluster
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+)
+
+// Children lists the pids of the live children of pid, zombies left out.
+func Children(pid int) []int {
+	var out []int
+	tasks, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
+	for _, task := range tasks {
+		data, err := os.ReadFile(task)
+		if err != nil {
+			continue
+		}
+		for _, field := range strings.Fields(string(data)) {
+			if child, err := strconv.Atoi(field); err == nil && Alive(child) {
+				out = append(out, child)
+			}
+		}
+	}
+	return out
+}
+
+// Plugins lists the pids of the plugin processes of an engine.
+func Plugins(engine int) []int {
+	var out []int
+	for _, child := range Children(engine) {
+		if strings.HasPrefix(command(child), "kvport-") {
+			out = append(out, child)
+		}
+	}
+	return out
+}
+
+func command(pid int) string {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil {
+		return ""
+	}
+	name, _, _ := bytes.Cut(data, []byte{0})
+	return filepath.Base(string(name))
+}
+
+// Alive reports whether a process exists and is no zombie.
+func Alive(pid int) bool {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return false
+	}
+	_, rest, found := bytes.Cut(data, []byte(") "))
+	return found && len(rest) > 0 && rest[0] != 'Z' && rest[0] != 'X'
+}
+
+// BytesRead is how much a process has read so far by read calls, from cache or disk.
+func BytesRead(pid int) int64 {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/io", pid))
+	if err != nil {
+		return 0
+	}
+	for line := range strings.Lines(string(data)) {
+		if value, found := strings.CutPrefix(line, "rchar: "); found {
+			n, _ := strconv.ParseInt(strings.TrimSpace(value), 10, 64)
+			return n
+		}
+	}
+	return 0
+}
+
+// Resources counts what a process holds.
+type Resources struct {
+	Children int
+	Files    int // open descriptors that are neither sockets nor shared memory
+	Sockets  int
+	Shared   int // descriptors of memfds
+}
+
+// Usage counts what a process holds at this moment.
+func Usage(pid int) Resources {
+	r := Resources{Children: len(Children(pid))}
+	fds, _ := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	for _, fd := range fds {
+		target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, fd.Name()))
+		switch {
+		case err != nil:
+		case strings.HasPrefix(target, "socket:"):
+			r.Sockets++
+		case strings.HasPrefix(target, "/memfd:"):
+			r.Shared++
+		default:
+			r.Files++
+		}
+	}
+	return r
+}
