@@ -1,0 +1,220 @@
+package archtest
+
+import (
+	"bytes"
+	"go/ast"
+	"go/token"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// checkLeaks keeps the types of internal packages out of the exported API of public ones: strangers
+// could neither name nor make them.
+func checkLeaks(t *Tree, _ *Policy, report reporter) {
+	for _, f := range t.Files {
+		if !f.Public() || f.Generated {
+			continue
+		}
+		names := importNames(f)
+		for _, decl := range f.AST.Decls {
+			for _, typ := range exportedTypes(decl) {
+				eachSelector(typ, func(sel *ast.SelectorExpr) {
+					folder, local := t.local(qualifier(sel, names))
+					if local && strings.Contains("/"+folder+"/", "/internal/") {
+						report(f.Path, t.line(sel), "exported API mentions %s of the internal package %s", sel.Sel.Name, folder)
+					}
+				})
+			}
+		}
+	}
+}
+
+// exportedTypes are the type expressions of a declaration that other packages see.
+func exportedTypes(decl ast.Decl) []ast.Node {
+	var types []ast.Node
+	switch decl := decl.(type) {
+	case *ast.FuncDecl:
+		if exportedFunc(decl) {
+			types = append(types, decl.Type)
+		}
+	case *ast.GenDecl:
+		for _, spec := range decl.Specs {
+			switch spec := spec.(type) {
+			case *ast.TypeSpec:
+				if spec.Name.IsExported() {
+					types = append(types, spec.Type)
+				}
+			case *ast.ValueSpec:
+				if spec.Type != nil && slices.ContainsFunc(spec.Names, (*ast.Ident).IsExported) {
+					types = append(types, spec.Type)
+				}
+			}
+		}
+	}
+	return types
+}
+
+// eachSelector calls visit for every pkg.Name in a type, unexported struct fields apart.
+func eachSelector(typ ast.Node, visit func(*ast.SelectorExpr)) {
+	ast.Inspect(typ, func(node ast.Node) bool {
+		switch node := node.(type) {
+		case *ast.StructType:
+			for _, field := range node.Fields.List {
+				if len(field.Names) == 0 || slices.ContainsFunc(field.Names, (*ast.Ident).IsExported) {
+					eachSelector(field.Type, visit)
+				}
+			}
+			return false
+		case *ast.SelectorExpr:
+			visit(node)
+		}
+		return true
+	})
+}
+
+// checkNames keeps the names of connectors where connectors are: everything else must treat them
+// alike.
+func checkNames(t *Tree, p *Policy, report reporter) {
+	homes := t.connectorNames() // name to the folder names that declare it
+	for _, f := range t.Files {
+		if f.Test || underAny(f.Folder, p.NameFolders) {
+			continue
+		}
+		for _, name := range sortedKeys(homes) {
+			if slices.ContainsFunc(homes[name], func(x string) bool {
+				return under(f.Folder, "connectors/"+x) || under(f.Folder, "plugins/"+x)
+			}) {
+				continue
+			}
+			pattern := nameIn(name)
+			for i, line := range bytes.Split(t.Texts[f.Path], []byte("\n")) {
+				if pattern.Match(line) {
+					report(f.Path, i+1, "names the connector %q, which belongs to connectors/%s", name, homes[name][0])
+				}
+			}
+		}
+	}
+	for folder := range t.packages(func(f *File) bool { return !f.Test && under(f.Folder, "connectors") }) {
+		x := strings.Split(folder, "/")[1]
+		if !slices.ContainsFunc(sortedKeys(homes), func(name string) bool { return slices.Contains(homes[name], x) }) {
+			report(folder, 0, "declares no connector name that this rule can see: write Name in a Plugin literal")
+		}
+	}
+}
+
+// nameIn finds a connector's name in a line: as a word where it says that it is one, otherwise
+// only as a whole string.
+func nameIn(name string) *regexp.Regexp {
+	if strings.Contains(name, "Connector") {
+		return regexp.MustCompile(`\b` + regexp.QuoteMeta(name) + `\b`)
+	}
+	return regexp.MustCompile(regexp.QuoteMeta(strconv.Quote(name)))
+}
+
+// connectorNames finds the names that connectors declare: Name and Aliases of every literal of a
+// type called Plugin in connectors/X and plugins/X, written as strings or as constants.
+func (t *Tree) connectorNames() map[string][]string {
+	homes := map[string][]string{}
+	packages := t.packages(func(f *File) bool {
+		return !f.Test && (strings.HasPrefix(f.Folder, "connectors/") || strings.HasPrefix(f.Folder, "plugins/"))
+	})
+	for _, folder := range sortedKeys(packages) {
+		x := strings.Split(folder, "/")[1]
+		constants := stringConstants(packages[folder])
+		for _, f := range packages[folder] {
+			ast.Inspect(f.AST, func(node ast.Node) bool {
+				if lit, ok := node.(*ast.CompositeLit); ok && typeName(lit.Type) == "Plugin" {
+					for _, name := range declaredNames(lit, constants) {
+						if !slices.Contains(homes[name], x) {
+							homes[name] = append(homes[name], x)
+						}
+					}
+				}
+				return true
+			})
+		}
+	}
+	return homes
+}
+
+// declaredNames are the strings in the fields Name and Aliases of a Plugin literal.
+func declaredNames(lit *ast.CompositeLit, constants map[string]string) []string {
+	var names []string
+	for _, element := range lit.Elts {
+		kv, ok := element.(*ast.KeyValueExpr)
+		if !ok || !isIdent(kv.Key, "Name") && !isIdent(kv.Key, "Aliases") {
+			continue
+		}
+		ast.Inspect(kv.Value, func(node ast.Node) bool {
+			switch node := node.(type) {
+			case *ast.BasicLit:
+				if s, err := strconv.Unquote(node.Value); err == nil {
+					names = append(names, s)
+				}
+			case *ast.Ident:
+				if s, ok := constants[node.Name]; ok {
+					names = append(names, s)
+				}
+			}
+			return true
+		})
+	}
+	return names
+}
+
+// typeName is the last part of a type's name.
+func typeName(typ ast.Expr) string {
+	switch typ := typ.(type) {
+	case *ast.Ident:
+		return typ.Name
+	case *ast.SelectorExpr:
+		return typ.Sel.Name
+	}
+	return ""
+}
+
+// stringConstants are a package's constants with a literal string, by name.
+func stringConstants(files []*File) map[string]string {
+	constants := map[string]string{}
+	for _, f := range files {
+		for _, decl := range f.AST.Decls {
+			gen, ok := decl.(*ast.GenDecl)
+			if !ok || gen.Tok != token.CONST {
+				continue
+			}
+			for _, spec := range gen.Specs {
+				value := spec.(*ast.ValueSpec) //nolint:forcetypeassert // go/ast: a constant declaration holds nothing else
+				for i, name := range value.Names {
+					if i < len(value.Values) {
+						addString(constants, name.Name, value.Values[i])
+					}
+				}
+			}
+		}
+	}
+	return constants
+}
+
+func addString(constants map[string]string, name string, value ast.Expr) {
+	if lit, ok := value.(*ast.BasicLit); ok && lit.Kind == token.STRING {
+		if s, err := strconv.Unquote(lit.Value); err == nil {
+			constants[name] = s
+		}
+	}
+}
+
+// machinePath is an absolute path that exists on one machine only.
+var machinePath = regexp.MustCompile("(?:^|[\\s\"'`(=:,<])/(?:work|farm|home|root)/")
+
+// checkMachinePaths reads every text file, not only Go.
+func checkMachinePaths(t *Tree, _ *Policy, report reporter) {
+	for _, name := range sortedKeys(t.Texts) {
+		for i, line := range bytes.Split(t.Texts[name], []byte("\n")) {
+			if machinePath.Match(line) {
+				report(name, i+1, "absolute path of one machine: %s", bytes.TrimSpace(line[:min(len(line), 120)]))
+			}
+		}
+	}
+}

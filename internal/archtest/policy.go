@@ -1,0 +1,138 @@
+package archtest
+
+import (
+	"maps"
+	"slices"
+)
+
+// Policy is what the rules check against. Folders are relative to the root of the tree.
+type Policy struct {
+	// Imports says which folders of the module a folder may import. A row covers its folder and
+	// everything below; the most specific row wins, and a folder without a row is a violation.
+	// A "*" in a row stands for one path element. Folders under one row, with the same "*", may
+	// import each other. An allowed folder means exactly that one, with "/..." everything below
+	// too; its "*" is what the row's "*" stands for; "..." is the whole module; a leading "!"
+	// takes away what stands before it.
+	Imports map[string][]string
+	// Tests is what the tests of any folder may import besides their row.
+	Tests []string
+	// Heavy maps an import path (and everything below) to the rows whose folders may import it.
+	Heavy map[string][]string
+	// StdOnly are the rows whose folders import nothing from outside the module and the standard
+	// library, tests apart.
+	StdOnly []string
+	// Modules are the folders that may be modules of their own.
+	Modules []string
+
+	// FileLines, FunctionLines, Complexity, Parameters are the limits of every Go file that is
+	// not generated.
+	FileLines, FunctionLines, Complexity, Parameters int
+	// Methods is the limit of an interface in the folders of Core, PublicMethods in other public
+	// packages.
+	Methods, PublicMethods int
+	Core                   []string
+	// Budgets limit the lines of several folders together.
+	Budgets []Budget
+
+	// Untyped are the files and folders where map[string]any may stand: the JSON edge.
+	Untyped []string
+	// Panics are the folders besides commands where panic may be called.
+	Panics []string
+	// NameFolders are the folders besides a connector's own where its name may appear.
+	NameFolders []string
+}
+
+// Budget limits the non-test, non-generated lines of some folders together.
+type Budget struct {
+	Name    string
+	Folders []string // with everything below; "*" is one path element: then each match has the limit for itself
+	Except  []string // folders that do not count
+	Lines   int
+}
+
+// Kvport is the policy of this repository: DESIGN's import table and the limits of CONTRIBUTING.md.
+func Kvport() *Policy {
+	return &Policy{
+		Imports: kvportImports(),
+		Tests:   []string{"internal/cluster", "sdk", "sdk/host", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
+		Heavy: map[string][]string{
+			"github.com/hashicorp/go-plugin": {"sdk", "sdk/host", "proto", "internal/wire"},
+			"google.golang.org/grpc":         {"sdk", "sdk/host", "proto", "internal/wire"},
+			"C":                              {"native/*"},
+		},
+		StdOnly: []string{"connector", "engine/kvcache", "engine/sched", "engine/sample", "internal/archtest"},
+		Modules: []string{"tools"},
+
+		FileLines: 500, FunctionLines: 70, Complexity: 15, Parameters: 5,
+		Methods: 4, PublicMethods: 5,
+		Core: []string{"connector", "pipe", "lookupbuffer", "sdk"},
+		Budgets: []Budget{
+			{Name: "engine core", Folders: []string{"engine/sched", "engine/kvcache", "engine/model", "engine/sample"}, Except: []string{"engine/model/kernel", "engine/model/sim"}, Lines: 2499},
+			{Name: "main of a plugin", Folders: []string{"plugins/*"}, Lines: 20},
+			{Name: "minimal example", Folders: []string{"examples/minimal"}, Lines: 100},
+		},
+		Untyped:     []string{"engine/server", "engine/router"},
+		NameFolders: []string{"docs", "examples", "bench"},
+	}
+}
+
+// kvportImports is the import table of DESIGN section 3.
+func kvportImports() map[string][]string {
+	host := []string{"connector", "sdk/host", "internal/fault"}
+	return map[string][]string{
+		"connector": {},
+		"proto":     {},
+		"native/*":  {},
+
+		"internal/archtest": {},
+		"internal/cluster":  {}, // runs the binaries, so it needs none of the packages
+		"internal/shm":      {},
+		"internal/fault":    {},
+		"internal/digest":   {"connector"},
+		"internal/ticket":   {"connector"},
+		"internal/wire":     {"connector", "proto/..."},
+
+		"pipe":           {"connector"},
+		"pipe/*":         {"connector", "pipe"},
+		"pipe/shm":       {"connector", "pipe", "internal/shm"},
+		"pipe/ucx":       {"connector", "pipe", "native/ucx"},
+		"pipe/nccl":      {"connector", "pipe", "native/nccl"},
+		"lookupbuffer":   {"connector", "pipe"},
+		"connectors/*":   {"connector", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
+		"multiconnector": {"connector"},
+
+		"sdk":            {"connector", "pipe", "lookupbuffer", "proto/...", "internal/wire", "internal/shm", "internal/fault"},
+		"sdk/host":       {"connector", "multiconnector", "proto/...", "internal/...", "!internal/archtest"},
+		"sdk/host/agent": {"connector", "sdk/host", "proto/...", "internal/wire", "internal/shm"},
+		"plugins/*":      {"sdk", "connectors/*"},
+		"plugins/multi":  {"sdk", "sdk/host", "multiconnector"},
+		"conformance":    {"connector", "pipe", "lookupbuffer", "sdk", "sdk/host"},
+
+		"engine":              slices.Concat(host, engineParts()),
+		"engine/*":            host,
+		"engine/gguf":         {},
+		"engine/kvcache":      {"connector"},
+		"engine/model":        {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
+		"engine/model/kernel": {"engine/gguf"},
+		"engine/model/sim":    {"connector", "engine/model"},
+		"engine/router":       {"connector"},
+		"engine/sample":       {},
+		"engine/sched":        {"connector", "engine/kvcache"},
+		"engine/server":       slices.Concat(host, engineParts(), []string{"engine"}),
+		"engine/tokenizer":    {"engine/gguf"},
+
+		"bench":            {"...", "!connectors/...", "!plugins/...", "!cmd/...", "!examples/..."},
+		"cmd/kvport":       {"...", "!connectors/...", "!plugins/...", "!examples/..."},
+		"examples":         {"connector", "pipe", "lookupbuffer", "sdk"},
+		"examples/demo":    {"internal/cluster"},
+		"examples/minimal": {"connector", "sdk"},
+	}
+}
+
+// engineParts are the packages that the engine's loop and its HTTP front put together.
+func engineParts() []string {
+	return []string{"engine/gguf", "engine/kvcache", "engine/model", "engine/model/sim", "engine/sample", "engine/sched", "engine/tokenizer"}
+}
+
+// sortedKeys makes walks over a map the same in every run.
+func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }
