@@ -1,0 +1,140 @@
+package acceptance
+
+import (
+	"fmt"
+	"runtime"
+	"slices"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/internal/cluster"
+)
+
+// patient raises the breaker so that many deaths in a row are survived, and shortens the deadline
+// after which a hanging transfer costs the plugin its life.
+const patient = `,"kvport":{"breaker":{"deaths":1000},"deadlines":{"transfer":"1s"}}`
+
+// TestPluginKilled: the decode engine's plugin dies or stops while it loads; no token is wrong, no
+// request is lost, nothing is left behind.
+func TestPluginKilled(t *testing.T) {
+	faults := slices.Concat(slices.Repeat([]syscall.Signal{syscall.SIGKILL}, *flagKills), slices.Repeat([]syscall.Signal{syscall.SIGSTOP}, *flagStops))
+	prompts := texts(t, *flagSeed+1000, len(faults), 2400, 3200)
+	r := newRig(t)
+	want := single.answers(r, prompts)
+	p := r.serve("prefill", r.config("kv_producer", "", ""))
+	d := r.serve("decode", r.config("kv_consumer", "", patient))
+	router := r.route(p, d)
+
+	warmUp := texts(t, *flagSeed+2000, 1, 400, 400)
+	r.all(router.URL, warmUp, 1)
+	r.idle(d)
+	before := settled(t, d)
+
+	got := make([]*cluster.Completion, len(faults))
+	for i, signal := range faults {
+		got[i] = r.strike(router, d, prompts[i], signal)
+	}
+	same(t, fmt.Sprintf("%d kills and %d stops in mid-load", *flagKills, *flagStops), want, got)
+
+	r.idle(d)
+	r.idle(p)
+	m := r.metrics(d)
+	restarts := m.Sum("kvport_plugin_restarts_total")
+	t.Logf("restarts: %.0f, blocks pinned: %.0f, held: %.0f", restarts, m.Sum("kvport_blocks", `state="pinned"`), m.Sum("kvport_blocks", `state="held"`))
+	require.GreaterOrEqual(t, restarts, float64(len(faults)))
+	require.Eventually(t, func() bool { return cluster.Usage(d.PID()) == before }, 10*time.Second, 50*time.Millisecond,
+		"resources of the engine: before %+v, after %+v", before, cluster.Usage(d.PID()))
+	t.Logf("resources of the decode engine before and after: %+v", before)
+}
+
+// strike sends a prompt through the router and signals the decode engine's plugin once it has read
+// part of the prompt's KV. It returns the answer.
+func (r *rig) strike(router, d *cluster.Process, prompt string, signal syscall.Signal) *cluster.Completion {
+	r.Helper()
+	var plugin int
+	require.Eventually(r, func() bool {
+		plugins := cluster.Plugins(d.PID())
+		if len(plugins) == 1 {
+			plugin = plugins[0]
+		}
+		return len(plugins) == 1
+	}, 10*time.Second, time.Millisecond, "no plugin runs")
+	type answer struct {
+		completion *cluster.Completion
+		err        error
+	}
+	answered := make(chan answer, 1)
+	start := cluster.BytesRead(plugin)
+	go func() {
+		c, err := r.complete(router.URL, prompt)
+		answered <- answer{c, err}
+	}()
+	for cluster.BytesRead(plugin)-start < 2<<20 {
+		select {
+		case a := <-answered:
+			require.NoError(r, a.err)
+			require.NoError(r, errTooLate)
+		default:
+			runtime.Gosched()
+		}
+	}
+	require.NoError(r, syscall.Kill(plugin, signal))
+	a := <-answered
+	require.NoError(r, a.err, "the request was lost after %v", signal)
+	require.Eventually(r, func() bool { return !cluster.Alive(plugin) }, 10*time.Second, time.Millisecond, "plugin %d lives on after %v", plugin, signal)
+	return a.completion
+}
+
+// settled waits until the process's resources stay the same for a while.
+func settled(t *testing.T, p *cluster.Process) cluster.Resources {
+	t.Helper()
+	last, since := cluster.Usage(p.PID()), time.Now()
+	require.Eventually(t, func() bool {
+		if now := cluster.Usage(p.PID()); now != last {
+			last, since = now, time.Now()
+		}
+		return time.Since(since) > 500*time.Millisecond
+	}, 15*time.Second, 20*time.Millisecond)
+	return last
+}
+
+// TestEngineKilled: a plugin does not outlive its engine by more than a second.
+func TestEngineKilled(t *testing.T) {
+	r := newRig(t)
+	node := r.serveModel("sim", "engine", r.config("kv_both", "", ""))
+	r.all(node.URL, texts(t, *flagSeed, 2, 100, 200), 2)
+	plugins := cluster.Plugins(node.PID())
+	require.Len(t, plugins, 1)
+	killed := time.Now()
+	node.Kill()
+	require.Eventually(t, func() bool { return !cluster.Alive(plugins[0]) }, time.Second, time.Millisecond, "orphan %d", plugins[0])
+	t.Logf("plugin %d gone after %v", plugins[0], time.Since(killed))
+}
+
+// TestDrain: SIGTERM lets a running request finish, then everything is gone.
+func TestDrain(t *testing.T) {
+	r := newRig(t)
+	prompt := texts(t, *flagSeed+3000, 1, 300, 400)
+	want := single.answers(r, prompt)
+	node := r.serve("engine", r.config("kv_both", "", ""))
+	plugins := cluster.Plugins(node.PID())
+	require.Len(t, plugins, 1)
+	got := make(chan *cluster.Completion, 1)
+	go func() {
+		c, err := r.complete(node.URL, prompt[0])
+		if err != nil {
+			t.Errorf("the running request was lost: %v", err)
+		}
+		got <- c
+	}()
+	require.Eventually(t, func() bool { return r.metrics(node).Sum("kvport_requests", `state="running"`) == 1 }, 10*time.Second, time.Millisecond)
+	started := time.Now()
+	r.stop(node)
+	t.Logf("drained in %v", time.Since(started))
+	require.Less(t, time.Since(started), 12*time.Second)
+	same(t, "request running at SIGTERM", want, []*cluster.Completion{<-got})
+	require.False(t, cluster.Alive(plugins[0]), "plugin %d is left", plugins[0])
+}
