@@ -9,6 +9,8 @@ PYTHON    ?= python3
 TOOL      := $(GO) tool -modfile=tools/go.mod
 VERSION   ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 BUILD     := $(GO) build -trimpath -buildvcs=false -ldflags '-X main.version=$(VERSION)'
+# What protocol v1 was when it was last generated: messages may only grow from there.
+GOLDEN    := proto/kvport/v1/v1.binpb
 PLUGINS   := $(patsubst plugins/%/,%,$(sort $(wildcard plugins/*/)))
 
 # A package's tests run at most this many at once; each may use every core itself.
@@ -56,13 +58,16 @@ conform: build ## run the conformance suite against every plugin
 bench: deps ## run the Go benchmarks; BENCH=REGEXP picks
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
 
-lint: ## golangci-lint and buf lint, at the versions of tools/go.mod (the first run compiles them)
+lint: ## golangci-lint, buf lint and buf breaking, at the versions of tools/go.mod (the first run compiles them)
 	$(TOOL) golangci-lint config verify
 	$(TOOL) golangci-lint run --timeout 10m ./...
 	$(TOOL) buf lint proto
+	$(TOOL) buf breaking proto --against $(GOLDEN)
 
-generate: ## write generated code again: protobuf, kernels
+generate: ## write generated code again: protobuf (which may only grow), kernels
+	$(TOOL) buf breaking proto --against $(GOLDEN)
 	$(TOOL) buf generate proto --template proto/buf.gen.yaml
+	$(TOOL) buf build proto --as-file-descriptor-set --exclude-source-info -o $(GOLDEN)
 	$(GO) generate ./...
 
 clean: ## remove what build and demo wrote; the model in .deps/model stays

@@ -84,13 +84,14 @@ func kvportImports() map[string][]string {
 		"proto":     {},
 		"native/*":  {},
 
-		"internal/archtest": {},
-		"internal/cluster":  {}, // runs the binaries, so it needs none of the packages
-		"internal/shm":      {},
-		"internal/fault":    {},
-		"internal/digest":   {"connector"},
-		"internal/ticket":   {"connector"},
-		"internal/wire":     {"connector", "proto/..."},
+		"internal/archtest":   {},
+		"internal/cluster":    {}, // runs the binaries, so it needs none of the packages
+		"internal/acceptance": {},
+		"internal/shm":        {},
+		"internal/fault":      {},
+		"internal/digest":     {"connector"},
+		"internal/ticket":     {"connector"},
+		"internal/wire":       {"connector", "proto/..."},
 
 		"pipe":           {"connector"},
 		"pipe/*":         {"connector", "pipe"},
