@@ -1,0 +1,143 @@
+// Package kernel computes the parts of a transformer on a CPU, with the same bits everywhere.
+//
+// What makes results independent of batch, chunk, block size, threads and instruction set:
+//   - every output of a matrix product is one float32 FMA chain over k = 0..K-1; vector lanes are outputs;
+//   - a reduction runs in 16 lanes by index (a dot product: by dimension; a softmax: by position) whose
+//     sums are added in a fixed tree;
+//   - a query sees the keys of positions 0..p in position order, alone or in a chunk, and its values are
+//     one FMA chain for each dimension;
+//   - exp is our own polynomial.
+//
+// The portable path emulates FMA exactly. It is the reference; the assembly must agree with it bit by bit.
+package kernel
+
+import (
+	"fmt"
+	"math"
+	"runtime"
+)
+
+//go:generate go run gen.go
+
+// Lanes is what the length of every vector must be a multiple of.
+const Lanes = 16
+
+// HeadDims lists the supported attention head sizes.
+func HeadDims() []int { return []int{64, 128} }
+
+// Options choose how a Compute works. They never change results.
+type Options struct {
+	Threads  int  // 0: one for each CPU
+	Portable bool // use plain Go even where assembly could run
+}
+
+// Compute runs kernels on a few threads. Its methods are called by one goroutine at a time.
+type Compute struct {
+	isa     *isa
+	pool    *pool
+	scratch []scratch // one for each thread
+}
+
+// scratch is a thread's memory. It lives here because what is passed to assembly through a function
+// value escapes to the heap.
+type scratch struct {
+	scores []float32
+	lanes  [Lanes]float32
+}
+
+// isa is one implementation of the kernels. All have the same bits. Slice lengths are multiples of
+// Lanes unless told otherwise.
+type isa struct {
+	name string
+	// matMul computes panels [from,to) of rows [row,end) of y = x*W.
+	matMul func(y []float32, ldy int, x []float32, w *Matrix, t tile)
+	// dots writes scale * (q·key) for len(scores) keys that lie stride numbers apart. len(q) is a head's.
+	dots func(scores, q, keys []float32, stride int, scale float32)
+	// weigh adds p[i]*value[i] to acc, values stride numbers apart. len(acc) is a head's, len(p) any.
+	weigh func(acc, p, values []float32, stride int)
+	// expSum replaces s by exp(s-top) and adds element i to sum[i%16].
+	expSum func(s []float32, top float32, sum *[Lanes]float32)
+	// siluMul writes gate/(1+exp(-gate)) * up.
+	siluMul func(dst, gate, up []float32)
+	add     func(dst, x []float32)
+	// sumSquares chains x[i]*x[i] into lanes[i%16].
+	sumSquares func(x []float32, lanes *[Lanes]float32)
+	// scaleMul writes x*scale*w.
+	scaleMul func(dst, x, w []float32, scale float32)
+	// rotate writes x[i]*cos[i] + x[i^1]*sin[i].
+	rotate func(x, cos, sin []float32)
+}
+
+// New starts the threads of a Compute.
+func New(o Options) (*Compute, error) {
+	if o.Threads < 0 || o.Threads > 1024 {
+		return nil, fmt.Errorf("threads is %d, want 0 to 1024", o.Threads)
+	}
+	if o.Threads == 0 {
+		o.Threads = runtime.GOMAXPROCS(0)
+	}
+	c := &Compute{isa: portable(), scratch: make([]scratch, o.Threads)}
+	if fast := native(); fast != nil && !o.Portable {
+		c.isa = fast
+	}
+	c.pool = newPool(o.Threads)
+	return c, nil
+}
+
+// Name is the instruction set in use, for logs.
+func (c *Compute) Name() string { return c.isa.name }
+
+// Threads is the number of threads in use.
+func (c *Compute) Threads() int { return len(c.scratch) }
+
+// Close stops the threads and returns when they are gone.
+func (c *Compute) Close() { c.pool.close() }
+
+// Run calls f for parts of [0,n), each at most grain long, on all threads and returns when all are
+// done. f must not call methods of c that run in parallel themselves.
+func (c *Compute) Run(n, grain int, f func(thread, from, to int)) { c.pool.run(n, grain, f) }
+
+// RMSNorm writes x / rms(x) * w. It is not parallel: call it from Run.
+func (c *Compute) RMSNorm(thread int, dst, x, w []float32, eps float32) {
+	lanes := &c.scratch[thread].lanes
+	c.isa.sumSquares(x, lanes)
+	mean := tree(lanes) / float32(len(x))
+	scale := 1 / float32(math.Sqrt(float64(mean+eps))) // the float64 root rounds to the exact float32 one
+	c.isa.scaleMul(dst, x, w, scale)
+}
+
+// Add adds x to dst. Not parallel.
+func (c *Compute) Add(dst, x []float32) { c.isa.add(dst, x) }
+
+// SiLUMul writes silu(gate) * up; dst may be gate. Not parallel.
+func (c *Compute) SiLUMul(dst, gate, up []float32) { c.isa.siluMul(dst, gate, up) }
+
+// Rotate turns each head of x (a multiple of the length of cos) by the angles of one position, as
+// written by [Angles]. Not parallel.
+func (c *Compute) Rotate(x, cos, sin []float32) {
+	for ; len(x) > 0; x = x[len(cos):] {
+		c.isa.rotate(x[:len(cos)], cos, sin)
+	}
+}
+
+// Angles writes the rotary embedding of a position for a head of len(cos): pairs (2i,2i+1) turn by
+// position * base^(-2i/dim). Cosine and signed sine are written for both of a pair.
+func Angles(cos, sin []float32, position int, base float64) {
+	for i := 0; i < len(cos); i += 2 {
+		angle := float64(position) * math.Pow(base, -float64(i)/float64(len(cos)))
+		c, s := float32(math.Cos(angle)), float32(math.Sin(angle))
+		cos[i], cos[i+1] = c, c
+		sin[i], sin[i+1] = -s, s
+	}
+}
+
+// tree adds 16 lanes pairwise: halves of 8, 4, 2, 1.
+func tree(l *[Lanes]float32) float32 {
+	t := *l
+	for half := Lanes / 2; half > 0; half /= 2 {
+		for i := range half {
+			t[i] += t[i+half]
+		}
+	}
+	return t[0]
+}
