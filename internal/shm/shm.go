@@ -1,0 +1,137 @@
+// Package shm is memory that two processes share: sealed memfds.
+//
+// The engine creates a region, seals its size and hands the descriptor to a plugin, which maps it
+// only after it has seen the seals. Without them either end could truncate the file and the other
+// would die of SIGBUS at its next access.
+package shm
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// MaxSize is the largest region in bytes: what a mapping of a 47-bit address space can hold with
+// room to spare. It keeps a peer's number from overflowing an int.
+const MaxSize = 1 << 45
+
+// seals are what both ends rely on: the size is fixed, and so is this set.
+const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+
+// Region is one mapped piece of shared memory. Its methods are safe for concurrent use, but no
+// slice of Bytes may be used once Close was called.
+type Region struct {
+	mu   sync.Mutex
+	data []byte
+	size int64
+	file *os.File // nil where the descriptor belongs to somebody else
+}
+
+// Create makes a zeroed region of size bytes under a name that shows in /proc. All its pages are
+// allocated before it returns, so that a lack of memory is an error here and not a SIGBUS later.
+func Create(name string, size int64) (*Region, error) {
+	if size <= 0 || size > MaxSize {
+		return nil, fmt.Errorf("shared memory %q: size %d, want 1..%d bytes", name, size, int64(MaxSize))
+	}
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return nil, fmt.Errorf("shared memory %q: %w", name, os.NewSyscallError("memfd_create", err))
+	}
+	file := os.NewFile(uintptr(fd), "memfd:"+name)
+	data, err := prepare(fd, size)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("shared memory %q of %d bytes: %w", name, size, err), file.Close())
+	}
+	return &Region{data: data, size: size, file: file}, nil
+}
+
+// prepare sizes, allocates, seals and maps a fresh memfd.
+func prepare(fd int, size int64) ([]byte, error) {
+	if err := unix.Ftruncate(fd, size); err != nil {
+		return nil, os.NewSyscallError("ftruncate", err)
+	}
+	if err := retry(func() error { return unix.Fallocate(fd, 0, 0, size) }); err != nil {
+		return nil, os.NewSyscallError("fallocate", err)
+	}
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
+		return nil, os.NewSyscallError("fcntl F_ADD_SEALS", err)
+	}
+	return mmap(fd, size)
+}
+
+// Map maps the region behind fd, which the caller keeps and may close at once. It refuses, with
+// ErrIncompatible, a descriptor that is not a memfd sealed by Create or whose size is not size. The
+// descriptor is marked close-on-exec, so that no child process inherits the cache.
+func Map(fd int, size int64) (*Region, error) {
+	if size <= 0 || size > MaxSize {
+		return nil, fmt.Errorf("shared memory fd %d: size %d, want 1..%d bytes: %w", fd, size, int64(MaxSize), connector.ErrIncompatible)
+	}
+	got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err != nil {
+		return nil, fmt.Errorf("shared memory fd %d is no sealable memfd (%w): %w", fd, err, connector.ErrIncompatible)
+	}
+	if got&seals != seals {
+		return nil, fmt.Errorf("shared memory fd %d: seals are %#x, want %#x: %w", fd, got, seals, connector.ErrIncompatible)
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, fmt.Errorf("shared memory fd %d: %w", fd, os.NewSyscallError("fstat", err))
+	}
+	if st.Size != size {
+		return nil, fmt.Errorf("shared memory fd %d is %d bytes, want %d: %w", fd, st.Size, size, connector.ErrIncompatible)
+	}
+	unix.CloseOnExec(fd)
+	data, err := mmap(fd, size)
+	if err != nil {
+		return nil, fmt.Errorf("shared memory fd %d: %w", fd, err)
+	}
+	return &Region{data: data, size: size}, nil
+}
+
+func mmap(fd int, size int64) ([]byte, error) {
+	data, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_POPULATE)
+	return data, os.NewSyscallError("mmap", err)
+}
+
+// retry runs call until no signal interrupts it.
+func retry(call func() error) error {
+	for {
+		if err := call(); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+// Bytes is the whole region, in place; nil once it is closed.
+func (r *Region) Bytes() []byte {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.data
+}
+
+// Size is the region's length in bytes, also after Close.
+func (r *Region) Size() int64 { return r.size }
+
+// File is the descriptor of a region made by Create, to hand to another process; it stays the
+// region's own. It is nil for a mapped region.
+func (r *Region) File() *os.File { return r.file }
+
+// Close unmaps the region and closes its descriptor. Calls after the first do nothing.
+func (r *Region) Close() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.data == nil {
+		return nil
+	}
+	err := os.NewSyscallError("munmap", unix.Munmap(r.data))
+	r.data = nil
+	if r.file != nil {
+		err = errors.Join(err, r.file.Close())
+	}
+	return err
+}

@@ -1,0 +1,242 @@
+package wire
+
+import (
+	"math"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// QueriesToProto converts the argument of Match.
+func QueriesToProto(qs []connector.Query) *kvportv1.MatchRequest {
+	return &kvportv1.MatchRequest{Queries: each(qs, queryToProto)}
+}
+
+// QueriesFromProto converts the argument of Match.
+func QueriesFromProto(m *kvportv1.MatchRequest) ([]connector.Query, error) {
+	return list("match.queries", m.GetQueries(), MaxQueries, queryFromProto)
+}
+
+func queryToProto(q *connector.Query) *kvportv1.Query {
+	return &kvportv1.Query{
+		Request: string(q.Request), Tokens: count(q.Tokens), Keys: keysToProto(q.Keys),
+		Computed: count(q.Computed), Ticket: q.Ticket,
+	}
+}
+
+func queryFromProto(m *kvportv1.Query) (connector.Query, error) {
+	q := connector.Query{Request: connector.RequestID(m.GetRequest()), Ticket: ticket(m.GetTicket())}
+	if err := short("request", m.GetRequest(), MaxName); err != nil {
+		return q, err
+	}
+	if err := short("ticket", m.GetTicket(), MaxTicket); err != nil {
+		return q, err
+	}
+	var err error
+	if q.Tokens, err = tokens("tokens", m.GetTokens()); err != nil {
+		return q, err
+	}
+	if q.Computed, err = tokens("computed", m.GetComputed()); err != nil {
+		return q, err
+	}
+	if q.Computed > q.Tokens {
+		return q, malformed("computed is %d of %d tokens", q.Computed, q.Tokens)
+	}
+	q.Keys, err = keysFromProto(m.GetKeys())
+	return q, err
+}
+
+// ticket keeps nil apart from nothing: proto does not.
+func ticket(b []byte) connector.Ticket {
+	if len(b) == 0 {
+		return nil
+	}
+	return b
+}
+
+// MatchesToProto converts the answer of Match.
+func MatchesToProto(ms []connector.Match) *kvportv1.MatchResponse {
+	return &kvportv1.MatchResponse{Matches: each(ms, func(m *connector.Match) *kvportv1.Match {
+		return &kvportv1.Match{Tokens: count(m.Tokens), Groups: m.Groups, Async: m.Async, Later: m.Later}
+	})}
+}
+
+// MatchesFromProto converts the answer of Match to want queries (rule SCHED-01).
+func MatchesFromProto(m *kvportv1.MatchResponse, want int) ([]connector.Match, error) {
+	if len(m.GetMatches()) != want {
+		return nil, malformed("match: %d answers to %d queries", len(m.GetMatches()), want)
+	}
+	return list("match.matches", m.GetMatches(), want, func(m *kvportv1.Match) (connector.Match, error) {
+		n, err := tokens("tokens", m.GetTokens())
+		return connector.Match{Tokens: n, Groups: m.GetGroups(), Async: m.GetAsync(), Later: m.GetLater()}, err
+	})
+}
+
+// TransferToProto converts a Transfer.
+func TransferToProto(t *connector.Transfer) *kvportv1.Transfer {
+	return &kvportv1.Transfer{
+		Request: string(t.Request), From: count(t.From), Tokens: count(t.Tokens), Blocks: BlocksToProto(t.Blocks),
+		Ticket: t.Ticket, Extra: t.Extra, Replace: t.Replace,
+	}
+}
+
+// TransferFromProto converts a Transfer.
+func TransferFromProto(m *kvportv1.Transfer) (*connector.Transfer, error) {
+	t, err := transferFromProto(m)
+	if err != nil {
+		return nil, err
+	}
+	return &t, nil
+}
+
+func transferFromProto(m *kvportv1.Transfer) (connector.Transfer, error) {
+	t := connector.Transfer{
+		Request: connector.RequestID(m.GetRequest()), Ticket: ticket(m.GetTicket()),
+		Extra: ticket(m.GetExtra()), Replace: m.GetReplace(),
+	}
+	if err := short("request", m.GetRequest(), MaxName); err != nil {
+		return t, err
+	}
+	if err := short("ticket", m.GetTicket(), MaxTicket); err != nil {
+		return t, err
+	}
+	if err := short("extra", m.GetExtra(), MaxExtra); err != nil {
+		return t, err
+	}
+	var err error
+	if t.From, err = tokens("from", m.GetFrom()); err != nil {
+		return t, err
+	}
+	if t.Tokens, err = tokens("tokens", m.GetTokens()); err != nil {
+		return t, err
+	}
+	t.Blocks, err = BlocksFromProto(m.GetBlocks())
+	return t, err
+}
+
+// EndedToProto converts the argument of Finish.
+func EndedToProto(ended []connector.Ended) *kvportv1.FinishRequest {
+	return &kvportv1.FinishRequest{Ended: each(ended, endedToProto)}
+}
+
+// EndedFromProto converts the argument of Finish.
+func EndedFromProto(m *kvportv1.FinishRequest) ([]connector.Ended, error) {
+	return list("finish.ended", m.GetEnded(), MaxQueries, endedFromProto)
+}
+
+func endedToProto(e *connector.Ended) *kvportv1.Ended {
+	return &kvportv1.Ended{
+		Request: string(e.Request), Reason: kvportv1.Reason(e.Reason), Tokens: count(e.Tokens),
+		Blocks: BlocksToProto(e.Blocks), Remote: e.Remote,
+	}
+}
+
+func endedFromProto(m *kvportv1.Ended) (connector.Ended, error) {
+	e := connector.Ended{Request: connector.RequestID(m.GetRequest()), Reason: connector.Reason(m.GetReason()), Remote: m.GetRemote()}
+	if m.GetReason() < kvportv1.Reason_REASON_STOP || m.GetReason() > kvportv1.Reason_REASON_ERROR {
+		return e, malformed("reason is %d", m.GetReason())
+	}
+	if err := short("request", m.GetRequest(), MaxName); err != nil {
+		return e, err
+	}
+	var err error
+	if e.Tokens, err = tokens("tokens", m.GetTokens()); err != nil {
+		return e, err
+	}
+	e.Blocks, err = BlocksFromProto(m.GetBlocks())
+	return e, err
+}
+
+// HoldsToProto converts the answer of Finish.
+func HoldsToProto(holds []connector.Hold) *kvportv1.FinishResponse {
+	return &kvportv1.FinishResponse{Holds: each(holds, func(h *connector.Hold) *kvportv1.Hold {
+		ttl := (h.TTL + time.Millisecond - 1) / time.Millisecond
+		if h.TTL < 0 {
+			ttl = math.MaxInt64 // refused
+		}
+		return &kvportv1.Hold{Id: uint64(h.ID), TtlMs: uint64(ttl), Consumers: count(h.Consumers), Weak: h.Weak, Ticket: h.Ticket}
+	})}
+}
+
+// HoldsFromProto converts the answer of Finish to want ended requests. A TTL beyond MaxHold is
+// refused.
+func HoldsFromProto(m *kvportv1.FinishResponse, want int) ([]connector.Hold, error) {
+	if len(m.GetHolds()) != want {
+		return nil, malformed("finish: %d answers to %d ended requests", len(m.GetHolds()), want)
+	}
+	return list("finish.holds", m.GetHolds(), want, func(m *kvportv1.Hold) (connector.Hold, error) {
+		h := connector.Hold{ID: connector.HoldID(m.GetId()), Weak: m.GetWeak(), Ticket: ticket(m.GetTicket())}
+		if m.GetTtlMs() > uint64(MaxHold/time.Millisecond) || m.GetConsumers() > MaxConsumers {
+			return h, malformed("ttl_ms is %d, consumers %d", m.GetTtlMs(), m.GetConsumers())
+		}
+		h.TTL, h.Consumers = time.Duration(m.GetTtlMs())*time.Millisecond, int(m.GetConsumers())
+		return h, short("ticket", m.GetTicket(), MaxTicket)
+	})
+}
+
+// ConsumedToProto converts the answer of Consumed.
+func ConsumedToProto(ids []connector.HoldID) *kvportv1.ConsumedResponse {
+	return &kvportv1.ConsumedResponse{Holds: each(ids, func(id *connector.HoldID) uint64 { return uint64(*id) })}
+}
+
+// ConsumedFromProto converts the answer of Consumed. That the holds exist is for the host to check.
+func ConsumedFromProto(m *kvportv1.ConsumedResponse) ([]connector.HoldID, error) {
+	return list("consumed.holds", m.GetHolds(), MaxBlocks, func(id uint64) (connector.HoldID, error) {
+		return connector.HoldID(id), nil
+	})
+}
+
+// StepToProto converts the argument of Plan.
+func StepToProto(s *connector.Step) *kvportv1.Step {
+	return &kvportv1.Step{
+		Id: s.ID, Arrived: each(s.Arrived, queryToProto),
+		Admitted: each(s.Admitted, TransferToProto), Computed: each(s.Computed, TransferToProto),
+		Preempted: each(s.Preempted, func(r *connector.RequestID) string { return string(*r) }),
+		Ended:     each(s.Ended, endedToProto),
+	}
+}
+
+// StepFromProto converts the argument of Plan.
+func StepFromProto(m *kvportv1.Step) (*connector.Step, error) {
+	s := &connector.Step{ID: m.GetId()}
+	var err error
+	if s.Arrived, err = list("plan.arrived", m.GetArrived(), MaxQueries, queryFromProto); err != nil {
+		return nil, err
+	}
+	if s.Admitted, err = list("plan.admitted", m.GetAdmitted(), MaxQueries, transferFromProto); err != nil {
+		return nil, err
+	}
+	if s.Computed, err = list("plan.computed", m.GetComputed(), MaxQueries, transferFromProto); err != nil {
+		return nil, err
+	}
+	if s.Preempted, err = list("plan.preempted", m.GetPreempted(), MaxQueries, requestFromProto); err != nil {
+		return nil, err
+	}
+	s.Ended, err = list("plan.ended", m.GetEnded(), MaxQueries, endedFromProto)
+	return s, err
+}
+
+func requestFromProto(s string) (connector.RequestID, error) {
+	return connector.RequestID(s), short("request", s, MaxName)
+}
+
+// PlanToProto converts the answer of Plan; nil is an empty one.
+func PlanToProto(p *connector.Plan) *kvportv1.Plan {
+	if p == nil {
+		return &kvportv1.Plan{}
+	}
+	return &kvportv1.Plan{Loads: each(p.Loads, TransferToProto), Saves: each(p.Saves, TransferToProto)}
+}
+
+// PlanFromProto converts the answer of Plan. That its transfers are the step's is for the host to
+// check (rule PLAN-01).
+func PlanFromProto(m *kvportv1.Plan) (*connector.Plan, error) {
+	p := &connector.Plan{}
+	var err error
+	if p.Loads, err = list("plan.loads", m.GetLoads(), 2*MaxQueries, transferFromProto); err != nil {
+		return nil, err
+	}
+	p.Saves, err = list("plan.saves", m.GetSaves(), 2*MaxQueries, transferFromProto)
+	return p, err
+}

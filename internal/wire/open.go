@@ -1,0 +1,215 @@
+package wire
+
+import (
+	"encoding/json"
+	"math"
+	"math/bits"
+
+	"github.com/kvport/kvport/connector"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// Open is the first message of a session. Env.Log is not carried.
+type Open struct {
+	Side    kvportv1.Side
+	Env     connector.Env
+	Regions []Region // worker side only
+	Config  json.RawMessage
+}
+
+// Region is memory of the paged cache: a descriptor number in the plugin process and its size.
+type Region struct {
+	FD   int
+	Size int64
+}
+
+// OpenToProto converts an Open.
+func OpenToProto(o *Open) *kvportv1.Open {
+	return &kvportv1.Open{
+		Side: o.Side, Engine: o.Env.Engine, Epoch: o.Env.Epoch, Role: kvportv1.Role(o.Env.Role),
+		Rank: count(o.Env.Rank), World: count(o.Env.World), Model: o.Env.Model[:], Shape: o.Env.Shape[:],
+		Layout: LayoutToProto(&o.Env.Layout), Config: o.Config,
+		Regions: each(o.Regions, func(r *Region) *kvportv1.Region {
+			return &kvportv1.Region{Fd: count(r.FD), Size: uint64(r.Size)}
+		}),
+	}
+}
+
+// OpenFromProto converts an Open and checks that its parts fit each other: a worker's layout lies
+// within its regions, a scheduler has none.
+func OpenFromProto(m *kvportv1.Open) (*Open, error) {
+	if m.GetSide() != kvportv1.Side_SIDE_SCHEDULER && m.GetSide() != kvportv1.Side_SIDE_WORKER {
+		return nil, malformed("open.side is %d", m.GetSide())
+	}
+	env, err := envFromProto(m)
+	if err != nil {
+		return nil, err
+	}
+	if err := short("open.config", m.GetConfig(), MaxConfig); err != nil {
+		return nil, err
+	}
+	o := &Open{Side: m.GetSide(), Env: *env, Config: m.GetConfig()}
+	if o.Regions, err = list("open.regions", m.GetRegions(), MaxRegions, regionFromProto); err != nil {
+		return nil, err
+	}
+	if o.Side == kvportv1.Side_SIDE_SCHEDULER {
+		if len(o.Regions) > 0 || env.Rank != 0 {
+			return nil, malformed("open: a scheduler side with %d regions and rank %d", len(o.Regions), env.Rank)
+		}
+		return o, nil
+	}
+	sizes := make([]int64, len(o.Regions))
+	for i, r := range o.Regions {
+		sizes[i] = r.Size
+	}
+	return o, env.Layout.Validate(sizes)
+}
+
+func envFromProto(m *kvportv1.Open) (*connector.Env, error) {
+	if m.GetEngine() == "" {
+		return nil, malformed("open.engine is empty")
+	}
+	if err := short("open.engine", m.GetEngine(), MaxName); err != nil {
+		return nil, err
+	}
+	if m.GetRole() < kvportv1.Role_ROLE_PRODUCER || m.GetRole() > kvportv1.Role_ROLE_BOTH {
+		return nil, malformed("open.role is %d", m.GetRole())
+	}
+	if m.GetWorld() == 0 || m.GetWorld() > MaxWorld || m.GetRank() >= m.GetWorld() {
+		return nil, malformed("open: rank %d of %d, limit %d", m.GetRank(), m.GetWorld(), MaxWorld)
+	}
+	env := &connector.Env{
+		Engine: m.GetEngine(), Epoch: m.GetEpoch(), Role: connector.Role(m.GetRole()),
+		Rank: int(m.GetRank()), World: int(m.GetWorld()),
+	}
+	for _, f := range []struct {
+		name string
+		from []byte
+		to   *connector.Fingerprint
+	}{{"open.model", m.GetModel(), &env.Model}, {"open.shape", m.GetShape(), &env.Shape}} {
+		if len(f.from) != len(f.to) {
+			return nil, malformed("%s has %d bytes, want %d", f.name, len(f.from), len(f.to))
+		}
+		copy(f.to[:], f.from)
+	}
+	layout, err := LayoutFromProto(m.GetLayout())
+	if err != nil {
+		return nil, err
+	}
+	env.Layout = *layout
+	return env, nil
+}
+
+func regionFromProto(m *kvportv1.Region) (Region, error) {
+	if m.GetFd() > math.MaxInt32 || m.GetSize() == 0 || m.GetSize() > math.MaxInt64 {
+		return Region{}, malformed("fd %d of %d bytes", m.GetFd(), m.GetSize())
+	}
+	return Region{FD: int(m.GetFd()), Size: int64(m.GetSize())}, nil
+}
+
+// LayoutToProto converts a Layout.
+func LayoutToProto(l *connector.Layout) *kvportv1.Layout {
+	return &kvportv1.Layout{
+		Name: l.Name, Blocks: count(l.Blocks),
+		Groups: each(l.Groups, func(g *connector.Group) *kvportv1.Group {
+			return &kvportv1.Group{BlockTokens: count(g.BlockTokens), Policy: kvportv1.Policy(g.Policy), Trailing: count(g.Trailing)}
+		}),
+		Segments: each(l.Segments, func(s *connector.Segment) *kvportv1.Segment {
+			return &kvportv1.Segment{
+				Layer: int32(s.Layer), Group: uint32(s.Group), Region: uint32(s.Region),
+				Offset: uint64(s.Offset), BlockStride: uint64(s.BlockStride), Bytes: uint64(s.Bytes),
+			}
+		}),
+	}
+}
+
+// LayoutFromProto converts a Layout. That it fits its regions is for Layout.Validate to check.
+func LayoutFromProto(m *kvportv1.Layout) (*connector.Layout, error) {
+	if m.GetBlocks() == 0 || m.GetBlocks() > connector.MaxBlocks {
+		return nil, malformed("layout.blocks is %d, limit %d", m.GetBlocks(), connector.MaxBlocks)
+	}
+	if err := short("layout.name", m.GetName(), MaxName); err != nil {
+		return nil, err
+	}
+	l := &connector.Layout{Name: m.GetName(), Blocks: int(m.GetBlocks())}
+	var err error
+	if l.Groups, err = list("layout.groups", m.GetGroups(), connector.MaxGroups, groupFromProto); err != nil {
+		return nil, err
+	}
+	l.Segments, err = list("layout.segments", m.GetSegments(), connector.MaxSegments, segmentFromProto)
+	return l, err
+}
+
+func groupFromProto(m *kvportv1.Group) (connector.Group, error) {
+	if m.GetBlockTokens() == 0 || m.GetBlockTokens() > MaxTokens || m.GetTrailing() > connector.MaxBlocks {
+		return connector.Group{}, malformed("block_tokens is %d, trailing %d", m.GetBlockTokens(), m.GetTrailing())
+	}
+	if p := m.GetPolicy(); p < kvportv1.Policy_POLICY_ALL || p > kvportv1.Policy_POLICY_TRAILING {
+		return connector.Group{}, malformed("policy is %d", p)
+	}
+	return connector.Group{BlockTokens: int(m.GetBlockTokens()), Policy: connector.Policy(m.GetPolicy()), Trailing: int(m.GetTrailing())}, nil
+}
+
+func segmentFromProto(m *kvportv1.Segment) (connector.Segment, error) {
+	if m.GetGroup() >= connector.MaxGroups || m.GetRegion() >= MaxRegions {
+		return connector.Segment{}, malformed("group %d, region %d", m.GetGroup(), m.GetRegion())
+	}
+	if max(m.GetOffset(), m.GetBlockStride(), m.GetBytes()) > math.MaxInt64 {
+		return connector.Segment{}, malformed("offset %d, stride %d, bytes %d", m.GetOffset(), m.GetBlockStride(), m.GetBytes())
+	}
+	return connector.Segment{
+		Layer: int(m.GetLayer()), Group: uint16(m.GetGroup()), Region: uint16(m.GetRegion()),
+		Offset: int64(m.GetOffset()), BlockStride: int64(m.GetBlockStride()), Bytes: int64(m.GetBytes()),
+	}, nil
+}
+
+// CapabilitiesToProto lists the bits of c (rule CAP-01).
+func CapabilitiesToProto(c connector.Capability) []kvportv1.Capability {
+	var out []kvportv1.Capability
+	for ; c != 0; c &= c - 1 {
+		out = append(out, kvportv1.Capability(bits.TrailingZeros64(uint64(c))+1))
+	}
+	return out
+}
+
+// CapabilitiesFromProto is the set of all values this build knows. Others belong to a newer peer.
+func CapabilitiesFromProto(m []kvportv1.Capability) connector.Capability {
+	var c connector.Capability
+	for _, v := range m {
+		if _, known := kvportv1.Capability_name[int32(v)]; known && v > 0 {
+			c |= 1 << (v - 1)
+		}
+	}
+	return c
+}
+
+// InfoToProto answers a Describe.
+func InfoToProto(info *connector.Info) *kvportv1.DescribeResponse {
+	return &kvportv1.DescribeResponse{
+		Name: info.Name, Capabilities: CapabilitiesToProto(info.Capabilities), Layouts: info.Layouts,
+		Groups: info.Groups, Scope: kvportv1.Scope(info.Scope), Lossy: info.Lossy,
+	}
+}
+
+// InfoFromProto is the answer to a Describe. The error may be the plugin's own.
+func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
+	if m.GetError() != nil {
+		return connector.Info{}, ErrorFromProto(m.GetError())
+	}
+	if m.GetName() == "" {
+		return connector.Info{}, malformed("describe: name is empty")
+	}
+	if err := short("describe: name", m.GetName(), MaxName); err != nil {
+		return connector.Info{}, err
+	}
+	if s := m.GetScope(); s < kvportv1.Scope_SCOPE_ENGINE || s > kvportv1.Scope_SCOPE_SHARED {
+		return connector.Info{}, malformed("describe: scope is %d", s)
+	}
+	layouts, err := list("describe: layouts", m.GetLayouts(), MaxRegions, nameFromProto)
+	return connector.Info{
+		Name: m.GetName(), Capabilities: CapabilitiesFromProto(m.GetCapabilities()), Layouts: layouts,
+		Groups: m.GetGroups(), Scope: connector.Scope(m.GetScope()), Lossy: m.GetLossy(),
+	}, err
+}
+
+func nameFromProto(s string) (string, error) { return s, short("name", s, MaxName) }

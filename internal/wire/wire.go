@@ -1,0 +1,165 @@
+// Package wire turns the contract's types into messages of the plugin protocol and back.
+//
+// The XToProto functions trust their argument, which comes from our own process. The XFromProto
+// functions trust nothing: what they return is within the limits below, or they return an error
+// that wraps ErrMalformed and names the field. They keep no part of the message but its byte
+// slices, which the result may alias.
+package wire
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/hashicorp/go-plugin"
+	"google.golang.org/grpc"
+
+	"github.com/kvport/kvport/connector"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// ProtocolVersion is the version of the protocol, as go-plugin negotiates it.
+const ProtocolVersion = 1
+
+// PluginName is the one entry of the go-plugin plugin set.
+const PluginName = "kvport"
+
+// The cookie by which a plugin knows that a host started it. It is no security measure.
+const (
+	CookieKey   = "KVPORT_PLUGIN"
+	CookieValue = "b1f0e4a6c7d94b0f9b7e6f4a5d3c2810"
+)
+
+// The limits of a message. A receiver refuses what exceeds them before it allocates for it.
+const (
+	MaxMessage   = 16 << 20 // bytes of one message
+	MaxConfig    = 4 << 20  // bytes of a connector's config
+	MaxName      = 1 << 10  // bytes of a request id, engine id or name
+	MaxTicket    = 64 << 10 // bytes of a ticket
+	MaxExtra     = 1 << 20  // bytes of Transfer.Extra
+	MaxText      = 4 << 10  // bytes of an error's message; longer ones are cut
+	MaxTokens    = 1 << 30  // tokens of a request
+	MaxBlocks    = 1 << 17  // blocks or keys of one transfer or query
+	MaxQueries   = 1 << 14  // queries, transfers or ended requests of one message
+	MaxConsumers = 1 << 20  // consumers of a hold
+	MaxRegions   = 64       // regions of a rank
+	MaxWorld     = 1 << 12  // ranks of an engine
+	MaxHold      = 24 * time.Hour
+)
+
+// ErrMalformed says that a peer's message breaks the protocol.
+var ErrMalformed = fmt.Errorf("malformed message: %w", connector.ErrIncompatible)
+
+// malformed reports a broken field.
+func malformed(format string, args ...any) error {
+	return fmt.Errorf("%s: %w", fmt.Sprintf(format, args...), ErrMalformed)
+}
+
+// Handshake is what both ends give go-plugin.
+func Handshake() plugin.HandshakeConfig {
+	return plugin.HandshakeConfig{ProtocolVersion: ProtocolVersion, MagicCookieKey: CookieKey, MagicCookieValue: CookieValue}
+}
+
+// Plugin is the go-plugin entry of both ends. A plugin sets Server; a host leaves it nil and gets
+// the *grpc.ClientConn from Dispense.
+type Plugin struct {
+	plugin.NetRPCUnsupportedPlugin
+	Server kvportv1.PluginServer
+}
+
+// GRPCServer implements plugin.GRPCPlugin.
+func (p *Plugin) GRPCServer(_ *plugin.GRPCBroker, s *grpc.Server) error {
+	kvportv1.RegisterPluginServer(s, p.Server)
+	return nil
+}
+
+// GRPCClient implements plugin.GRPCPlugin.
+func (p *Plugin) GRPCClient(_ context.Context, _ *plugin.GRPCBroker, conn *grpc.ClientConn) (any, error) {
+	return conn, nil
+}
+
+// ServerOptions are a plugin's limits.
+func ServerOptions() []grpc.ServerOption {
+	return []grpc.ServerOption{grpc.MaxRecvMsgSize(MaxMessage), grpc.MaxSendMsgSize(MaxMessage), grpc.ForceServerCodecV2(Codec())}
+}
+
+// DialOptions are a host's limits.
+func DialOptions() []grpc.DialOption {
+	return []grpc.DialOption{grpc.WithDefaultCallOptions(
+		grpc.MaxCallRecvMsgSize(MaxMessage), grpc.MaxCallSendMsgSize(MaxMessage), grpc.ForceCodecV2(Codec()))}
+}
+
+// Timeout is the timeout_us of a call that runs under ctx: 0 without a deadline, 1 for one that
+// has passed.
+func Timeout(ctx context.Context) uint64 {
+	deadline, ok := ctx.Deadline()
+	if !ok {
+		return 0
+	}
+	return uint64(max(1, time.Until(deadline).Microseconds()))
+}
+
+// WithTimeout is the context of a call that arrived with timeout_us. It can always be cancelled.
+func WithTimeout(ctx context.Context, us uint64) (context.Context, context.CancelFunc) {
+	if us == 0 {
+		return context.WithCancel(ctx)
+	}
+	return context.WithTimeout(ctx, time.Duration(min(us, math.MaxInt64/1000))*time.Microsecond)
+}
+
+// count is n as the wire carries it. What does not fit becomes a number that every receiver
+// refuses.
+func count(n int) uint32 {
+	if n < 0 || n > math.MaxUint32 {
+		return math.MaxUint32
+	}
+	return uint32(n)
+}
+
+// list converts one list, refusing a longer one than limit before it allocates.
+func list[M, T any](field string, in []M, limit int, convert func(M) (T, error)) ([]T, error) {
+	if len(in) > limit {
+		return nil, malformed("%s has %d entries, limit %d", field, len(in), limit)
+	}
+	if len(in) == 0 {
+		return nil, nil
+	}
+	out := make([]T, len(in))
+	for i, m := range in {
+		v, err := convert(m)
+		if err != nil {
+			return nil, fmt.Errorf("%s[%d]: %w", field, i, err)
+		}
+		out[i] = v
+	}
+	return out, nil
+}
+
+// each converts one list of our own.
+func each[T, M any](in []T, convert func(*T) M) []M {
+	if len(in) == 0 {
+		return nil
+	}
+	out := make([]M, len(in))
+	for i := range in {
+		out[i] = convert(&in[i])
+	}
+	return out
+}
+
+// tokens checks a count of tokens.
+func tokens(field string, n uint32) (int, error) {
+	if n > MaxTokens {
+		return 0, malformed("%s is %d, limit %d", field, n, MaxTokens)
+	}
+	return int(n), nil
+}
+
+// short checks the length of a string or byte slice.
+func short[S string | []byte](field string, s S, limit int) error {
+	if len(s) > limit {
+		return malformed("%s has %d bytes, limit %d", field, len(s), limit)
+	}
+	return nil
+}
