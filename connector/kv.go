@@ -54,39 +54,48 @@ const (
 // Validate checks the layout against regions of the given sizes in bytes. Errors wrap
 // ErrIncompatible and name the field.
 func (l *Layout) Validate(regions []int64) error {
-	bad := func(format string, args ...any) error {
-		return fmt.Errorf("layout: %s: %w", fmt.Sprintf(format, args...), ErrIncompatible)
-	}
-	if l.Blocks <= 0 || l.Blocks > MaxBlocks {
-		return bad("blocks is %d, want 1..%d", l.Blocks, MaxBlocks)
-	}
-	if len(l.Groups) == 0 || len(l.Groups) > MaxGroups {
-		return bad("%d groups, want 1..%d", len(l.Groups), MaxGroups)
-	}
-	if len(l.Segments) == 0 || len(l.Segments) > MaxSegments {
-		return bad("%d segments, want 1..%d", len(l.Segments), MaxSegments)
+	switch {
+	case l.Blocks <= 0 || l.Blocks > MaxBlocks:
+		return badLayout("blocks is %d, want 1..%d", l.Blocks, MaxBlocks)
+	case len(l.Groups) == 0 || len(l.Groups) > MaxGroups:
+		return badLayout("%d groups, want 1..%d", len(l.Groups), MaxGroups)
+	case len(l.Segments) == 0 || len(l.Segments) > MaxSegments:
+		return badLayout("%d segments, want 1..%d", len(l.Segments), MaxSegments)
 	}
 	for i, g := range l.Groups {
 		if g.BlockTokens <= 0 {
-			return bad("groups[%d].block_tokens is %d", i, g.BlockTokens)
+			return badLayout("groups[%d].block_tokens is %d", i, g.BlockTokens)
 		}
 		if g.Policy != PolicyAll && (g.Policy != PolicyTrailing || g.Trailing <= 0) {
-			return bad("groups[%d].policy is %d with trailing %d", i, g.Policy, g.Trailing)
+			return badLayout("groups[%d].policy is %d with trailing %d", i, g.Policy, g.Trailing)
 		}
 	}
-	for i, s := range l.Segments {
-		if int(s.Group) >= len(l.Groups) || int(s.Region) >= len(regions) {
-			return bad("segments[%d] names group %d and region %d", i, s.Group, s.Region)
-		}
-		if s.Offset < 0 || s.Bytes <= 0 || s.BlockStride < s.Bytes {
-			return bad("segments[%d] has offset %d, bytes %d, stride %d", i, s.Offset, s.Bytes, s.BlockStride)
-		}
-		size := regions[s.Region]
-		if s.Bytes > size || s.Offset > size-s.Bytes || int64(l.Blocks-1) > (size-s.Bytes-s.Offset)/s.BlockStride {
-			return bad("segments[%d] ends beyond region %d of %d bytes", i, s.Region, size)
+	for i := range l.Segments {
+		if err := l.validateSegment(i, regions); err != nil {
+			return err
 		}
 	}
 	return nil
+}
+
+// validateSegment makes sure that every block of segment i lies inside its region.
+func (l *Layout) validateSegment(i int, regions []int64) error {
+	s := l.Segments[i]
+	if int(s.Group) >= len(l.Groups) || int(s.Region) >= len(regions) {
+		return badLayout("segments[%d] names group %d and region %d", i, s.Group, s.Region)
+	}
+	if s.Offset < 0 || s.Bytes <= 0 || s.BlockStride < s.Bytes {
+		return badLayout("segments[%d] has offset %d, bytes %d, stride %d", i, s.Offset, s.Bytes, s.BlockStride)
+	}
+	size := regions[s.Region]
+	if s.Bytes > size || s.Offset > size-s.Bytes || int64(l.Blocks-1) > (size-s.Bytes-s.Offset)/s.BlockStride {
+		return badLayout("segments[%d] ends beyond region %d of %d bytes", i, s.Region, size)
+	}
+	return nil
+}
+
+func badLayout(format string, args ...any) error {
+	return fmt.Errorf("layout: %s: %w", fmt.Sprintf(format, args...), ErrIncompatible)
 }
 
 // BlockBytes is the size of one block of a group over all its segments, digest included.
