@@ -1,0 +1,325 @@
+package model
+
+import (
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"strconv"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/gguf"
+	"github.com/kvport/kvport/engine/model/kernel"
+)
+
+// DType is how weights are kept in memory.
+type DType = kernel.DType
+
+// The weight types. F16 is faster at decoding; the two give different tokens and never share KV.
+const (
+	F32 = kernel.F32
+	F16 = kernel.F16
+)
+
+// Options of a model that computes. Only DType changes results.
+type Options struct {
+	Threads  int          // 0: one for each CPU
+	DType    DType        // F32 or F16
+	Portable bool         // use plain Go even where assembly could run
+	Log      *slog.Logger // nil: none
+}
+
+// arithmetic names what decides the bits of a KV cache besides the weights. Change it with the kernels.
+const arithmetic = "kvport/llama/1"
+
+// Load reads a Llama-family model from a GGUF file. The file is not needed once it returns. Errors name
+// what is not supported and wrap connector.ErrIncompatible, or gguf.ErrFormat or gguf.ErrMissing.
+func Load(path string, o Options) (Model, error) {
+	f, err := gguf.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	m, err := fromGGUF(f, o)
+	if err := errors.Join(err, f.Close()); err != nil {
+		return nil, fmt.Errorf("load model %s: %w", path, err)
+	}
+	return m, nil
+}
+
+// config is the shape of a Llama-family model.
+type config struct {
+	hidden, feed, vocab      int
+	heads, kvHeads, headDim  int
+	layerCount, maxPositions int
+	ropeBase                 float64
+	epsilon                  float32
+}
+
+func (c *config) kvDim() int { return c.kvHeads * c.headDim }
+
+func fromGGUF(f *gguf.File, o Options) (Model, error) {
+	if o.DType != F32 && o.DType != F16 {
+		return nil, fmt.Errorf("dtype %d is neither f32 nor f16: %w", o.DType, connector.ErrIncompatible)
+	}
+	c, err := readConfig(f)
+	if err != nil {
+		return nil, err
+	}
+	b := &builder{file: f, config: c, dtype: o.DType}
+	if b.compute, err = kernel.New(kernel.Options{Threads: o.Threads, Portable: o.Portable}); err != nil {
+		return nil, err
+	}
+	if b.memory, err = kernel.NewMemory(c.matrixBytes(o.DType)); err != nil {
+		b.compute.Close()
+		return nil, err
+	}
+	m := b.model()
+	if b.err != nil {
+		return nil, errors.Join(b.err, m.Close())
+	}
+	m.spec = c.spec(f, o.DType)
+	if o.Log != nil {
+		o.Log.Info("model loaded", "name", m.spec.Name, "layers", c.layerCount, "dtype", o.DType.String(),
+			"kernels", b.compute.Name(), "threads", b.compute.Threads(), "weights", m.spec.Weights.String())
+	}
+	return m, nil
+}
+
+func (c *config) spec(f *gguf.File, d DType) Spec {
+	name, err := f.String("general.name")
+	if err != nil {
+		name = "llama"
+	}
+	content := sha256.Sum256(f.Data())
+	return Spec{
+		Name: name, Vocab: c.vocab, MaxTokens: c.maxPositions, Layers: c.layerCount,
+		Weights: connector.NewFingerprint(arithmetic, string(content[:]), d.String(),
+			strconv.FormatFloat(c.ropeBase, 'g', -1, 64)),
+		ByteShape: fmt.Sprintf("f32[k|v][slot][%d][%d]", c.kvHeads, c.headDim),
+	}
+}
+
+// readConfig reads and checks the metadata.
+func readConfig(f *gguf.File) (config, error) {
+	arch, err := f.String("general.architecture")
+	if err != nil {
+		return config{}, err
+	}
+	if arch != "llama" {
+		return config{}, fmt.Errorf("general.architecture is %q, only llama is supported: %w", arch, connector.ErrIncompatible)
+	}
+	r := &metadata{file: f}
+	c := config{
+		hidden:       r.integer("llama.embedding_length"),
+		feed:         r.integer("llama.feed_forward_length"),
+		heads:        r.integer("llama.attention.head_count"),
+		layerCount:   r.integer("llama.block_count"),
+		maxPositions: r.integer("llama.context_length"),
+		epsilon:      float32(r.number("llama.attention.layer_norm_rms_epsilon", 0)),
+		ropeBase:     r.number("llama.rope.freq_base", 10000),
+	}
+	c.kvHeads = r.integerOr("llama.attention.head_count_kv", c.heads)
+	if r.err != nil {
+		return config{}, r.err
+	}
+	if c.heads > 0 {
+		c.headDim = r.integerOr("llama.attention.key_length", c.hidden/c.heads)
+	}
+	embedding, err := f.Tensor("token_embd.weight")
+	if err != nil {
+		return config{}, err
+	}
+	c.vocab = embedding.Rows()
+	return c, errors.Join(r.err, c.check(), r.refuse(c.headDim))
+}
+
+// metadata reads numbers and keeps the first error.
+type metadata struct {
+	file *gguf.File
+	err  error
+}
+
+// limit keeps products of shapes far from overflow.
+const limit = 1 << 20
+
+func (r *metadata) integer(key string) int {
+	n, err := r.file.Uint(key)
+	if err == nil && (n == 0 || n > limit) {
+		err = fmt.Errorf("metadata key %q is %d, want 1 to %d: %w", key, n, limit, gguf.ErrFormat)
+	}
+	if r.err == nil {
+		r.err = err
+	}
+	return int(min(n, limit))
+}
+
+func (r *metadata) integerOr(key string, missing int) int {
+	if _, err := r.file.Uint(key); errors.Is(err, gguf.ErrMissing) {
+		return missing
+	}
+	return r.integer(key)
+}
+
+func (r *metadata) number(key string, missing float64) float64 {
+	v, err := r.file.Float(key)
+	if errors.Is(err, gguf.ErrMissing) && missing != 0 {
+		return missing
+	}
+	if err == nil && !(v > 0 && !math.IsInf(v, 0)) {
+		err = fmt.Errorf("metadata key %q is %v, want a positive number: %w", key, v, gguf.ErrFormat)
+	}
+	if r.err == nil {
+		r.err = err
+	}
+	return v
+}
+
+// refuse names what the file asks for and this package does not do.
+func (r *metadata) refuse(headDim int) error {
+	unsupported := func(format string, args ...any) error {
+		return fmt.Errorf("%s is not supported: %w", fmt.Sprintf(format, args...), connector.ErrIncompatible)
+	}
+	if n := r.integerOr("llama.rope.dimension_count", headDim); n != headDim {
+		return unsupported("rotary embedding of %d of %d dimensions", n, headDim)
+	}
+	if n := r.integerOr("llama.attention.value_length", headDim); n != headDim {
+		return unsupported("llama.attention.value_length %d beside keys of %d", n, headDim)
+	}
+	if kind, err := r.file.String("llama.rope.scaling.type"); err == nil && kind != "none" {
+		return unsupported("llama.rope.scaling.type %q", kind)
+	}
+	if _, err := r.file.Uint("llama.expert_count"); err == nil {
+		return unsupported("a mixture of experts (llama.expert_count)")
+	}
+	for _, name := range []string{"rope_freqs.weight", "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight"} {
+		if r.file.Has(name) {
+			return unsupported("tensor %q", name)
+		}
+	}
+	return r.err
+}
+
+func (c *config) check() error {
+	bad := func(format string, args ...any) error {
+		return fmt.Errorf("%s: %w", fmt.Sprintf(format, args...), connector.ErrIncompatible)
+	}
+	supported := false
+	for _, d := range kernel.HeadDims() {
+		supported = supported || d == c.headDim
+	}
+	switch {
+	case !supported:
+		return bad("attention heads of %d dimensions, supported are %v", c.headDim, kernel.HeadDims())
+	case c.heads%c.kvHeads != 0:
+		return bad("%d attention heads do not divide by %d KV heads", c.heads, c.kvHeads)
+	case c.hidden%32 != 0 || c.feed%32 != 0:
+		return bad("embedding_length %d and feed_forward_length %d, want multiples of 32", c.hidden, c.feed)
+	case c.layerCount > 1<<12:
+		return bad("%d layers, supported are %d", c.layerCount, 1<<12)
+	}
+	return nil
+}
+
+func (c *config) matrixBytes(d DType) int {
+	size := func(n, k int) int { return kernel.MatrixBytes(n, k, d) }
+	q := c.heads * c.headDim
+	perLayer := size(q+2*c.kvDim(), c.hidden) + size(c.hidden, q) + size(2*c.feed, c.hidden) + size(c.hidden, c.feed)
+	return c.layerCount*perLayer + size(c.vocab, c.hidden)
+}
+
+// builder makes a model from tensors and keeps the first error.
+type builder struct {
+	config
+	file    *gguf.File
+	dtype   DType
+	compute *kernel.Compute
+	memory  *kernel.Memory
+	err     error
+}
+
+func (b *builder) model() *llama {
+	m := &llama{config: b.config, compute: b.compute, memory: b.memory}
+	output := "output.weight"
+	if !b.file.Has(output) {
+		output = "token_embd.weight" // tied
+	}
+	q, kv := b.heads*b.headDim, b.kvDim()
+	for i := 0; i < b.layerCount && b.err == nil; i++ {
+		name := func(part string) string { return fmt.Sprintf("blk.%d.%s.weight", i, part) }
+		m.layers = append(m.layers, layer{
+			attentionNorm: b.vector(name("attn_norm")),
+			feedNorm:      b.vector(name("ffn_norm")),
+			qkv: b.matrix(b.hidden, b.tensor(name("attn_q"), q, b.hidden),
+				b.tensor(name("attn_k"), kv, b.hidden), b.tensor(name("attn_v"), kv, b.hidden)),
+			attentionOut: b.matrix(q, b.tensor(name("attn_output"), b.hidden, q)),
+			gateUp: b.matrix(b.hidden, b.tensor(name("ffn_gate"), b.feed, b.hidden),
+				b.tensor(name("ffn_up"), b.feed, b.hidden)),
+			down: b.matrix(b.feed, b.tensor(name("ffn_down"), b.hidden, b.feed)),
+		})
+	}
+	m.norm = b.vector("output_norm.weight")
+	m.head = b.matrix(b.hidden, b.tensor(output, b.vocab, b.hidden))
+	if t := b.tensor("token_embd.weight", b.vocab, b.hidden); t != nil {
+		m.embedding = t.Clone()
+	}
+	if b.err == nil {
+		m.cos, m.sin = b.angles()
+	}
+	return m
+}
+
+func (b *builder) tensor(name string, rows, cols int) *gguf.Tensor {
+	if b.err != nil {
+		return nil
+	}
+	t, err := b.file.Tensor(name)
+	if err != nil {
+		b.err = err
+		return nil
+	}
+	if t.Rows() != rows || t.Cols() != cols {
+		b.err = fmt.Errorf("tensor %q has shape %v, want [%d %d]: %w", name, t.Dims, cols, rows, gguf.ErrFormat)
+		return nil
+	}
+	return t
+}
+
+func (b *builder) vector(name string) []float32 {
+	v := make([]float32, b.hidden)
+	if t := b.tensor(name, 1, b.hidden); t != nil {
+		t.Row(v, 0)
+	}
+	return v
+}
+
+// matrix packs the rows of tensors one after the other; all have rows of cols.
+func (b *builder) matrix(cols int, parts ...*gguf.Tensor) *kernel.Matrix {
+	if b.err != nil {
+		return nil
+	}
+	rows := 0
+	for _, t := range parts {
+		rows += t.Rows()
+	}
+	return b.compute.Pack(b.memory, rows, cols, b.dtype, func(dst []float32, row int) {
+		for _, t := range parts {
+			if row < t.Rows() {
+				t.Row(dst, row)
+				return
+			}
+			row -= t.Rows()
+		}
+	})
+}
+
+func (b *builder) angles() (cos, sin []float32) {
+	n := b.headDim
+	cos, sin = make([]float32, b.maxPositions*n), make([]float32, b.maxPositions*n)
+	b.compute.Run(b.maxPositions, 64, func(_, from, to int) {
+		for p := from; p < to; p++ {
+			kernel.Angles(row(cos, p, n), row(sin, p, n), p, b.ropeBase)
+		}
+	})
+	return cos, sin
+}

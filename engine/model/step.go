@@ -1,0 +1,147 @@
+package model
+
+import (
+	"fmt"
+	"slices"
+	"unsafe"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/model/kernel"
+)
+
+// step is the state of one Forward. Its buffers are kept from step to step.
+type step struct {
+	kv     *connector.KV
+	chunks []Chunk
+	rows   []rowRef
+	wanted []wantedRow
+	caches []kernel.Cache // of each chunk, in the current layer
+	layers []int          // segment of each layer
+
+	x, y, out, qkv, gateUp, active []float32 // a row for each token
+	all                            []float32 // logits
+}
+
+// rowRef is a token of the batch.
+type rowRef struct {
+	token    int32
+	position int
+	chunk    int
+}
+
+// wantedRow is a row whose logits are wanted.
+type wantedRow struct {
+	row    int
+	logits []float32
+}
+
+// begin checks a batch and lays it out in rows. Nothing is written to the cache.
+func (s *step) begin(m *llama, batch *Batch, kv *connector.KV) error {
+	if err := s.useCache(m, kv); err != nil {
+		return err
+	}
+	s.chunks, s.rows, s.wanted = batch.Chunks, s.rows[:0], s.wanted[:0]
+	s.caches = slices.Grow(s.caches[:0], len(s.chunks))[:len(s.chunks)]
+	for i := range s.chunks {
+		c := &s.chunks[i]
+		if err := s.check(m, c); err != nil {
+			return fmt.Errorf("chunk %d: %w", i, err)
+		}
+		for j, token := range c.Tokens {
+			s.rows = append(s.rows, rowRef{token: token, position: c.Start + j, chunk: i})
+		}
+		for j, logits := range c.Logits {
+			s.wanted = append(s.wanted, wantedRow{row: len(s.rows) - len(c.Logits) + j, logits: logits})
+		}
+		s.caches[i].BlockTokens = kv.Layout().Groups[0].BlockTokens
+		s.caches[i].KVHeads, s.caches[i].HeadDim = m.kvHeads, m.headDim
+	}
+	n := len(s.rows)
+	s.x, s.out = grow(s.x, n*m.hidden), grow(s.out, n*m.hidden)
+	s.y = grow(s.y, max(n, logitRows)*max(m.hidden, m.heads*m.headDim))
+	s.qkv = grow(s.qkv, n*(m.heads*m.headDim+2*m.kvDim()))
+	s.gateUp, s.active = grow(s.gateUp, n*2*m.feed), grow(s.active, n*m.feed)
+	return nil
+}
+
+// useCache finds the layers' segments in a cache; the last cache's are remembered.
+func (s *step) useCache(m *llama, kv *connector.KV) error {
+	if s.kv == kv {
+		return nil
+	}
+	layout := kv.Layout()
+	want := m.Layout(layout.Groups[0].BlockTokens, layout.Blocks)
+	segments := make([]int, len(m.layers))
+	found := 0
+	for i, seg := range layout.Segments {
+		if seg.Layer == connector.DigestLayer || seg.Group != 0 {
+			continue
+		}
+		if seg.Layer < 0 || seg.Layer >= len(segments) || seg.Bytes != want.Segments[0].Bytes || (seg.Offset|seg.BlockStride)%4 != 0 {
+			return fmt.Errorf("cache segment %d (layer %d, %d bytes) is not of this model's layout: %w",
+				i, seg.Layer, seg.Bytes, connector.ErrIncompatible)
+		}
+		segments[seg.Layer] = i
+		found++
+	}
+	if found != len(segments) {
+		return fmt.Errorf("cache has %d layers, the model %d: %w", found, len(segments), connector.ErrIncompatible)
+	}
+	s.kv, s.layers = kv, segments
+	return nil
+}
+
+func (s *step) check(m *llama, c *Chunk) error {
+	end := c.Start + len(c.Tokens)
+	size := s.kv.Layout().Groups[0].BlockTokens
+	switch {
+	case len(c.Tokens) == 0 || c.Start < 0 || end > m.spec.MaxTokens:
+		return fmt.Errorf("%d tokens from position %d, the model handles 1 to %d", len(c.Tokens), c.Start, m.spec.MaxTokens)
+	case len(c.Blocks) != 1 || len(c.Blocks[0])*size < end:
+		return fmt.Errorf("block tables do not cover %d positions in one group", end)
+	case len(c.Logits) > len(c.Tokens):
+		return fmt.Errorf("logits of %d positions wanted, %d computed", len(c.Logits), len(c.Tokens))
+	}
+	for _, t := range c.Tokens {
+		if t < 0 || int(t) >= m.spec.Vocab {
+			return fmt.Errorf("token %d is not in the vocabulary of %d", t, m.spec.Vocab)
+		}
+	}
+	for _, b := range c.Blocks[0][:(end+size-1)/size] {
+		if b < 0 || int(b) >= s.kv.Layout().Blocks {
+			return fmt.Errorf("block %d is not in the cache", b)
+		}
+	}
+	for _, l := range c.Logits {
+		if len(l) != m.spec.Vocab {
+			return fmt.Errorf("logits slice of %d, the vocabulary has %d", len(l), m.spec.Vocab)
+		}
+	}
+	return nil
+}
+
+// views points the chunks' caches at layer l.
+func (s *step) views(l int) {
+	for i := range s.chunks {
+		c := &s.chunks[i]
+		size := s.caches[i].BlockTokens
+		blocks := s.caches[i].Blocks[:0]
+		for _, b := range c.Blocks[0][:(c.Start+len(c.Tokens)+size-1)/size] {
+			blocks = append(blocks, floats(s.kv.View(s.layers[l], b)))
+		}
+		s.caches[i].Blocks = blocks
+	}
+}
+
+// floats is a view of bytes as numbers; useCache has checked the alignment.
+func floats(b []byte) []float32 {
+	return unsafe.Slice((*float32)(unsafe.Pointer(unsafe.SliceData(b))), len(b)/4)
+}
+
+// grow gives a slice of length n, with old content or none.
+func grow(x []float32, n int) []float32 {
+	if cap(x) < n {
+		return make([]float32, n)
+	}
+	return x[:n]
+}
