@@ -1,0 +1,307 @@
+package sharedstorage
+
+import (
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// The folder holds 16 x 16 shards named by the key's first two hex digits, each with one file a
+// block, and a folder for files that are being written:
+//
+//	PATH/3/f/3f09…    64 hex digits, the store key
+//	PATH/tmp/…        renamed into a shard when complete
+//
+// Every folder below PATH is opened through an os.Root, so that no symbolic link leads out of it.
+// Files are opened by a name of hex digits inside an open folder, never by a path.
+const (
+	shards   = 256
+	tmpName  = "tmp"
+	staleTmp = 10 * time.Minute // a temporary file this old belongs to nobody any more
+)
+
+// errStale says that the folder was removed under us.
+var errStale = errors.New("folder was removed")
+
+// dir is one opening of the folder.
+type dir struct {
+	path     string
+	identity os.FileInfo
+	root     *os.Root
+	tmp      *os.File // nil when read-only
+	shard    [shards]atomic.Pointer[os.File]
+
+	mu      sync.Mutex
+	retired []*os.File // shards that were removed; others may still use the descriptors
+}
+
+// openDir opens the folder at path, and unless readOnly makes it when it is missing.
+func openDir(path string, readOnly bool) (*dir, error) {
+	if !readOnly {
+		if err := os.MkdirAll(path, 0o700); err != nil && !unwritable(err) {
+			return nil, err
+		}
+	}
+	root, err := os.OpenRoot(path)
+	if err != nil {
+		return nil, err
+	}
+	d := &dir{path: path, root: root}
+	if d.identity, err = root.Stat("."); err != nil {
+		return nil, errors.Join(err, root.Close())
+	}
+	if readOnly {
+		return d, nil
+	}
+	if err := root.Mkdir(tmpName, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		if unwritable(err) {
+			return d, nil
+		}
+		return nil, errors.Join(err, root.Close())
+	}
+	if d.tmp, err = d.openFolder(tmpName); err != nil {
+		return nil, errors.Join(err, root.Close())
+	}
+	return d, nil
+}
+
+// openFolder opens a folder below the root, not following a link.
+func (d *dir) openFolder(name string) (*os.File, error) {
+	return d.root.OpenFile(name, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
+}
+
+// close closes every descriptor. No call may be running.
+func (d *dir) close() error {
+	errs := []error{d.root.Close()}
+	if d.tmp != nil {
+		errs = append(errs, d.tmp.Close())
+	}
+	for i := range d.shard {
+		if f := d.shard[i].Load(); f != nil {
+			errs = append(errs, f.Close())
+		}
+	}
+	for _, f := range d.retired {
+		errs = append(errs, f.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// current reports whether the folder is still the one at its path.
+func (d *dir) current() bool {
+	now, err := os.Stat(d.path)
+	return err == nil && os.SameFile(now, d.identity)
+}
+
+// folder gives the open shard n. With make it creates it when it is missing, otherwise the error
+// is fs.ErrNotExist.
+func (d *dir) folder(n int, make bool) (*os.File, error) {
+	if f := d.shard[n].Load(); f != nil {
+		return f, nil
+	}
+	name := fmt.Sprintf("%x/%x", n>>4, n&15)
+	f, err := d.openFolder(name)
+	if errors.Is(err, fs.ErrNotExist) && make {
+		if err := d.root.MkdirAll(name, 0o700); err != nil {
+			return nil, err
+		}
+		f, err = d.openFolder(name)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if !d.shard[n].CompareAndSwap(nil, f) {
+		_ = f.Close()
+		return d.folder(n, make)
+	}
+	return f, nil
+}
+
+// forget makes the next call open shard n anew.
+func (d *dir) forget(n int, f *os.File) {
+	if d.shard[n].CompareAndSwap(f, nil) {
+		d.mu.Lock()
+		d.retired = append(d.retired, f)
+		d.mu.Unlock()
+	}
+}
+
+// forgetRemoved forgets all shards that were removed.
+func (d *dir) forgetRemoved() {
+	for n := range d.shard {
+		f := d.shard[n].Load()
+		if f == nil {
+			continue
+		}
+		if st, err := stat(f, ""); err != nil || st.Nlink == 0 {
+			d.forget(n, f)
+		}
+	}
+}
+
+// open opens the file of a key for reading; st describes it. Whatever is no regular file counts as
+// damaged, and opening it has no effect: O_NONBLOCK keeps a FIFO from waiting for a writer.
+func (d *dir) open(k connector.StoreKey) (fd int, st *unix.Stat_t, err error) {
+	f, err := d.folder(int(k[0]), false)
+	if err != nil {
+		return -1, nil, err
+	}
+	fd, err = retry(func() (int, error) {
+		return unix.Openat(int(f.Fd()), fileName(k), unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	})
+	if errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ENXIO) { // a link, a socket
+		return -1, nil, fmt.Errorf("%s is no regular file: %w", fileName(k), connector.ErrCorrupt)
+	}
+	if err != nil {
+		return -1, nil, fmt.Errorf("open block file: %w", err)
+	}
+	st = new(unix.Stat_t)
+	if err := unix.Fstat(fd, st); err != nil {
+		return -1, nil, errors.Join(fmt.Errorf("stat block file: %w", err), unix.Close(fd))
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		_ = unix.Close(fd)
+		return -1, nil, fmt.Errorf("%s is no regular file: %w", fileName(k), connector.ErrCorrupt)
+	}
+	return fd, st, nil
+}
+
+// size is the length of the key's file, or false when there is none.
+func (d *dir) size(k connector.StoreKey) (int64, bool) {
+	f, err := d.folder(int(k[0]), false)
+	if err != nil {
+		return 0, false
+	}
+	st, err := stat(f, fileName(k))
+	if err != nil || st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return 0, false
+	}
+	return st.Size, true
+}
+
+// remove deletes the key's file; one that is not there is fine.
+func (d *dir) remove(k connector.StoreKey) {
+	if f, err := d.folder(int(k[0]), false); err == nil {
+		_ = unix.Unlinkat(int(f.Fd()), fileName(k), 0)
+	}
+}
+
+// create opens a new temporary file for writing.
+func (d *dir) create(name string) (int, error) {
+	if d.tmp == nil {
+		return -1, fmt.Errorf("make a file in %s: %w", d.path, unix.EROFS)
+	}
+	fd, err := retry(func() (int, error) {
+		return unix.Openat(int(d.tmp.Fd()), name, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+	})
+	if errors.Is(err, unix.ENOENT) {
+		return -1, errStale
+	}
+	if err != nil {
+		return -1, fmt.Errorf("make a file in %s: %w", d.path, err)
+	}
+	return fd, nil
+}
+
+// publish gives a complete temporary file its name, over whatever had it.
+func (d *dir) publish(name string, k connector.StoreKey, sync bool) error {
+	for {
+		f, err := d.folder(int(k[0]), true)
+		if err != nil {
+			return err
+		}
+		err = unix.Renameat(int(d.tmp.Fd()), name, int(f.Fd()), fileName(k))
+		if errors.Is(err, unix.ENOENT) {
+			if st, serr := stat(f, ""); serr == nil && st.Nlink == 0 {
+				d.forget(int(k[0]), f)
+				continue
+			}
+			return errStale
+		}
+		if err == nil && sync {
+			err = f.Sync()
+		}
+		if err != nil {
+			return fmt.Errorf("rename block file: %w", err)
+		}
+		return nil
+	}
+}
+
+// discard removes a temporary file.
+func (d *dir) discard(name string) { _ = unix.Unlinkat(int(d.tmp.Fd()), name, 0) }
+
+// sweep removes temporary files that crashed writers left.
+func (d *dir) sweep(now time.Time) (removed int) {
+	if d.tmp == nil {
+		return 0
+	}
+	f, err := d.openFolder(tmpName) // a fresh descriptor: reading moves its position
+	if err != nil {
+		return 0
+	}
+	defer f.Close()
+	for {
+		entries, err := f.ReadDir(1024)
+		for _, e := range entries {
+			st, serr := stat(f, e.Name())
+			if serr != nil || st.Mode&unix.S_IFMT == unix.S_IFDIR || now.Sub(time.Unix(st.Mtim.Unix())) < staleTmp {
+				continue
+			}
+			if unix.Unlinkat(int(f.Fd()), e.Name(), 0) == nil {
+				removed++
+			}
+		}
+		if err != nil || len(entries) == 0 {
+			return removed
+		}
+	}
+}
+
+// stat describes a name in a folder, or the folder itself when name is empty, not following links.
+func stat(f *os.File, name string) (st unix.Stat_t, err error) {
+	flags := unix.AT_SYMLINK_NOFOLLOW
+	if name == "" {
+		flags |= unix.AT_EMPTY_PATH
+	}
+	_, err = retry(func() (int, error) { return 0, unix.Fstatat(int(f.Fd()), name, &st, flags) })
+	return st, err
+}
+
+// retry runs a system call again when a signal interrupted it.
+func retry(call func() (int, error)) (int, error) {
+	for {
+		n, err := call()
+		if !errors.Is(err, unix.EINTR) {
+			return n, err
+		}
+	}
+}
+
+// unwritable reports whether an error says that the folder cannot be written at all.
+func unwritable(err error) bool {
+	return errors.Is(err, unix.EROFS) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.EPERM)
+}
+
+// fileName is the name of a key's file.
+func fileName(k connector.StoreKey) string { return hex.EncodeToString(k[:]) }
+
+// parseName is the key of a file name in shard n.
+func parseName(n int, name string) (k connector.StoreKey, ok bool) {
+	if len(name) != 2*len(k) {
+		return k, false
+	}
+	if _, err := hex.Decode(k[:], []byte(name)); err != nil || int(k[0]) != n || fileName(k) != name {
+		return k, false
+	}
+	return k, true
+}
