@@ -1,0 +1,201 @@
+package host
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// ErrConfig is wrapped by every error that a changed config, binary or flag could cure. Commands
+// exit with code 2 on it.
+var ErrConfig = errors.New("config")
+
+// FailurePolicy says what becomes of a request whose blocks could not be loaded.
+type FailurePolicy string
+
+// The values of kv_load_failure_policy.
+const (
+	PolicyRecompute FailurePolicy = "recompute"
+	PolicyFail      FailurePolicy = "fail"
+)
+
+// Config is a decoded --kv-transfer-config.
+type Config struct {
+	Connector     string // name or alias of the plugin
+	Role          connector.Role
+	EngineID      string // empty: the host makes one
+	BufferDevice  string // empty: where the region is
+	FailurePolicy FailurePolicy
+	Extra         json.RawMessage // kv_connector_extra_config, the plugin's own; "{}" when absent
+	ModulePath    string          // a plugin binary to use instead of searching for one
+	Settings      Settings
+	Warnings      []string // keys of other systems that were accepted and have no effect
+}
+
+// ParseConfig reads the argument of --kv-transfer-config: JSON, or @FILE with JSON in it. Decoding
+// is strict. Errors wrap ErrConfig and name the field, or line and column.
+func ParseConfig(arg string) (*Config, error) {
+	data, where := []byte(arg), "kv-transfer-config"
+	if path, isFile := strings.CutPrefix(arg, "@"); isFile {
+		var err error
+		if data, err = readBounded(path, maxConfigBytes); err != nil {
+			return nil, fmt.Errorf("%w: kv-transfer-config: %w", ErrConfig, err)
+		}
+		where = path
+	}
+	c, err := parseConfig(data)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %s: %w", ErrConfig, where, err)
+	}
+	return c, nil
+}
+
+func parseConfig(data []byte) (*Config, error) {
+	if err := checkJSON(data); err != nil {
+		return nil, err
+	}
+	c := &Config{
+		FailurePolicy: PolicyRecompute,
+		Extra:         json.RawMessage("{}"),
+		Settings:      DefaultSettings(),
+	}
+	var role string
+	fields := []field{
+		{"kv_connector", text(&c.Connector)},
+		{"kv_role", text(&role)},
+		{"engine_id", text(&c.EngineID)},
+		{"kv_buffer_device", oneOf(&c.BufferDevice, "cpu")},
+		{"kv_load_failure_policy", oneOf(&c.FailurePolicy, PolicyRecompute, PolicyFail)},
+		{"kv_connector_extra_config", object(&c.Extra)},
+		{"kv_connector_module_path", text(&c.ModulePath)},
+		{"kvport", func(raw json.RawMessage) error { return c.Settings.decode(raw) }},
+	}
+	warn := func(key string) bool {
+		known := foreign(key)
+		if known {
+			c.Warnings = append(c.Warnings, fmt.Sprintf("%s: accepted for compatibility, has no effect", key))
+		}
+		return known
+	}
+	if err := decodeObject(data, fields, warn); err != nil {
+		return nil, err
+	}
+	if c.Connector == "" {
+		return nil, errors.New("kv_connector is required")
+	}
+	if role == "" {
+		return nil, errors.New("kv_role is required: kv_producer, kv_consumer or kv_both")
+	}
+	var err error
+	if c.Role, err = connector.ParseRole(role); err != nil {
+		return nil, fmt.Errorf("kv_role: %s is none of kv_producer, kv_consumer, kv_both", quote(role))
+	}
+	return c, nil
+}
+
+// foreign reports keys that vLLM's and LMCache's users have in their configs and that mean nothing
+// here.
+func foreign(key string) bool {
+	switch key {
+	case "kv_ip", "kv_port", "kv_rank", "kv_parallel_size", "kv_buffer_size", "enable_permute_local_kv":
+		return true
+	}
+	return strings.HasPrefix(key, "lmcache.") || strings.HasPrefix(key, "lmcache_")
+}
+
+func (s *Settings) decode(raw json.RawMessage) error {
+	fields := []field{
+		{"ticket_key_file", text(&s.TicketKeyFile)},
+		{"peers", texts(&s.Peers)},
+		{"trust", s.decodeTrust},
+		{"plugin_sha256", s.decodeHash},
+		{"tenant_secret_file", text(&s.TenantSecretFile)},
+		{"allow_lossy", boolean(&s.AllowLossy)},
+		{"deadlines", func(raw json.RawMessage) error { return decodeObject(raw, s.Deadlines.fields(), nil) }},
+		{"heartbeat", func(raw json.RawMessage) error {
+			return decodeObject(raw, []field{
+				{"interval", duration(&s.Heartbeat.Interval)},
+				{"limit", duration(&s.Heartbeat.Limit)},
+			}, nil)
+		}},
+		{"breaker", func(raw json.RawMessage) error {
+			return decodeObject(raw, []field{
+				{"deaths", positive(&s.Breaker.Deaths)},
+				{"window", duration(&s.Breaker.Window)},
+				{"cooldown", duration(&s.Breaker.Cooldown)},
+				{"backoff_min", duration(&s.Breaker.BackoffMin)},
+				{"backoff_max", duration(&s.Breaker.BackoffMax)},
+			}, nil)
+		}},
+	}
+	return decodeObject(raw, fields, nil)
+}
+
+func (d *Deadlines) fields() []field {
+	return []field{
+		{"handshake", duration(&d.Handshake)},
+		{"match", duration(&d.Match)},
+		{"later", duration(&d.Later)},
+		{"transfer", duration(&d.Transfer)},
+		{"transfer_per_gib", duration(&d.TransferPerGiB)},
+		{"save", duration(&d.Save)},
+		{"plan", duration(&d.Plan)},
+		{"finish", duration(&d.Finish)},
+		{"grace", duration(&d.Grace)},
+		{"hold", duration(&d.Hold)},
+		{"hold_max", duration(&d.HoldMax)},
+		{"drain", duration(&d.Drain)},
+	}
+}
+
+func (s *Settings) decodeTrust(raw json.RawMessage) error {
+	var v string
+	if err := text(&v)(raw); err != nil {
+		return err
+	}
+	switch v {
+	case string(TrustInPlace):
+		s.Trust = TrustInPlace
+		return nil
+	case "staged", "read-only":
+		return fmt.Errorf("%q is not built yet, only %q", v, TrustInPlace)
+	}
+	return fmt.Errorf("%s is not a trust level, use %q", quote(v), TrustInPlace)
+}
+
+func (s *Settings) decodeHash(raw json.RawMessage) error {
+	var v string
+	if err := text(&v)(raw); err != nil {
+		return err
+	}
+	v = strings.ToLower(v)
+	if len(v) != 64 || strings.Trim(v, "0123456789abcdef") != "" {
+		return fmt.Errorf("%s is not a SHA-256 in hex (64 digits)", quote(v))
+	}
+	s.PluginSHA256 = v
+	return nil
+}
+
+func readBounded(path string, limit int64) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	if st, err := f.Stat(); err != nil || !st.Mode().IsRegular() {
+		return nil, fmt.Errorf("%s is not a regular file", path)
+	}
+	data, err := io.ReadAll(io.LimitReader(f, limit+1))
+	if err != nil {
+		return nil, err
+	}
+	if int64(len(data)) > limit {
+		return nil, fmt.Errorf("%s is larger than %d bytes", path, limit)
+	}
+	return data, nil
+}

@@ -1,0 +1,300 @@
+package host
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"strconv"
+	"time"
+
+	"github.com/agnivade/levenshtein"
+)
+
+// field is one key of a JSON object and what to do with its value.
+type field struct {
+	name string
+	set  func(json.RawMessage) error
+}
+
+// decodeObject gives each value of a JSON object to its field. Names must match exactly, case
+// included. A key without a field is an error unless accept says that it may stay.
+func decodeObject(raw json.RawMessage, fields []field, accept func(string) bool) error {
+	dec := json.NewDecoder(bytes.NewReader(raw))
+	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
+		return fmt.Errorf("must be a JSON object, not %s", kindOf(raw))
+	}
+	for dec.More() {
+		t, err := dec.Token()
+		if err != nil {
+			return err
+		}
+		key, _ := t.(string)
+		var value json.RawMessage
+		if err := dec.Decode(&value); err != nil {
+			return err
+		}
+		i := indexOf(fields, key)
+		switch {
+		case i >= 0:
+			if err := fields[i].set(value); err != nil {
+				return fieldError(key, err)
+			}
+		case accept == nil || !accept(key):
+			return fmt.Errorf("unknown field %s%s", quote(key), didYouMean(key, names(fields)))
+		}
+	}
+	return nil
+}
+
+// nested is an error below a field, so that fields can be joined with dots.
+type nested struct {
+	path string
+	err  error
+}
+
+func (e *nested) Error() string { return e.path + ": " + e.err.Error() }
+func (e *nested) Unwrap() error { return e.err }
+
+func fieldError(key string, err error) error {
+	var n *nested
+	if errors.As(err, &n) {
+		return &nested{path: key + "." + n.path, err: n.err}
+	}
+	return &nested{path: key, err: err}
+}
+
+func indexOf(fields []field, name string) int {
+	for i := range fields {
+		if fields[i].name == name {
+			return i
+		}
+	}
+	return -1
+}
+
+func names(fields []field) []string {
+	out := make([]string, len(fields))
+	for i := range fields {
+		out[i] = fields[i].name
+	}
+	return out
+}
+
+// didYouMean suggests the nearest of the known names, if one is near.
+func didYouMean(name string, known []string) string {
+	const longest = 64 // comparing is quadratic
+	best, dist := "", len(name)/3+2
+	for _, k := range known {
+		if len(name) > longest {
+			break
+		}
+		if d := levenshtein.ComputeDistance(name, k); d < dist {
+			best, dist = k, d
+		}
+	}
+	if best == "" {
+		return ""
+	}
+	return fmt.Sprintf(", did you mean %q?", best)
+}
+
+// quote is strconv.Quote, shortened so that a message stays a line.
+func quote(s string) string {
+	const most = 80
+	if len(s) > most {
+		return strconv.Quote(s[:most]) + "..."
+	}
+	return strconv.Quote(s)
+}
+
+func kindOf(raw json.RawMessage) string {
+	switch b := bytes.TrimSpace(raw); {
+	case len(b) == 0:
+		return "nothing"
+	case b[0] == '{':
+		return "an object"
+	case b[0] == '[':
+		return "an array"
+	case b[0] == '"':
+		return "a string"
+	case b[0] == 't', b[0] == 'f':
+		return "a boolean"
+	case b[0] == 'n':
+		return "null"
+	default:
+		return "a number"
+	}
+}
+
+func decodeAs[T any](raw json.RawMessage, want string, prefixes string) (T, error) {
+	var v T
+	b := bytes.TrimSpace(raw)
+	if len(b) == 0 || !bytes.ContainsRune([]byte(prefixes), rune(b[0])) {
+		return v, fmt.Errorf("must be %s, not %s", want, kindOf(raw))
+	}
+	if err := json.Unmarshal(b, &v); err != nil {
+		return v, fmt.Errorf("must be %s", want)
+	}
+	return v, nil
+}
+
+func text(to *string) func(json.RawMessage) error {
+	return func(raw json.RawMessage) (err error) {
+		*to, err = decodeAs[string](raw, "a string", `"`)
+		return err
+	}
+}
+
+func boolean(to *bool) func(json.RawMessage) error {
+	return func(raw json.RawMessage) (err error) {
+		*to, err = decodeAs[bool](raw, "true or false", "tf")
+		return err
+	}
+}
+
+func positive(to *int) func(json.RawMessage) error {
+	return func(raw json.RawMessage) (err error) {
+		*to, err = decodeAs[int](raw, "a whole number", "-0123456789")
+		if err == nil && *to <= 0 {
+			err = fmt.Errorf("is %d, must be positive", *to)
+		}
+		return err
+	}
+}
+
+func texts(to *[]string) func(json.RawMessage) error {
+	return func(raw json.RawMessage) error {
+		list, err := decodeAs[[]json.RawMessage](raw, "an array of strings", "[")
+		if err != nil {
+			return err
+		}
+		for i, item := range list {
+			var s string
+			if err := text(&s)(item); err != nil {
+				return fmt.Errorf("[%d] %w", i, err)
+			}
+			*to = append(*to, s)
+		}
+		return nil
+	}
+}
+
+func oneOf[S ~string](to *S, values ...S) func(json.RawMessage) error {
+	return func(raw json.RawMessage) error {
+		var s string
+		if err := text(&s)(raw); err != nil {
+			return err
+		}
+		for _, v := range values {
+			if string(v) == s {
+				*to = v
+				return nil
+			}
+		}
+		return fmt.Errorf("%s is none of %q", quote(s), values)
+	}
+}
+
+func object(to *json.RawMessage) func(json.RawMessage) error {
+	return func(raw json.RawMessage) error {
+		if b := bytes.TrimSpace(raw); len(b) == 0 || b[0] != '{' {
+			return fmt.Errorf("must be a JSON object, not %s", kindOf(raw))
+		}
+		*to = bytes.Clone(raw)
+		return nil
+	}
+}
+
+// duration reads "250ms" or a number of seconds.
+func duration(to *time.Duration) func(json.RawMessage) error {
+	const want = `a duration such as "250ms", or a number of seconds`
+	return func(raw json.RawMessage) error {
+		d := time.Duration(0)
+		if b := bytes.TrimSpace(raw); len(b) > 0 && b[0] == '"' {
+			var s string
+			if err := text(&s)(raw); err != nil {
+				return err
+			}
+			var err error
+			if d, err = time.ParseDuration(s); err != nil {
+				return fmt.Errorf("%s is not %s", quote(s), want)
+			}
+		} else {
+			seconds, err := decodeAs[float64](raw, want, "-0123456789")
+			if err != nil {
+				return err
+			}
+			d = time.Duration(seconds * float64(time.Second))
+		}
+		if d <= 0 || d > 24*time.Hour {
+			return fmt.Errorf("is %s, must be positive and at most 24h", d)
+		}
+		*to = d
+		return nil
+	}
+}
+
+// checkJSON refuses what encoding/json would let pass or explain badly: no value, several values,
+// keys given twice, bad syntax without a position.
+func checkJSON(data []byte) error {
+	if len(bytes.TrimSpace(data)) == 0 {
+		return errors.New("is empty, must be a JSON object")
+	}
+	var syntax *json.SyntaxError
+	if err := json.Unmarshal(data, new(json.RawMessage)); errors.As(err, &syntax) {
+		line, column := position(data, syntax.Offset)
+		return fmt.Errorf("line %d, column %d: %w", line, column, err)
+	} else if err != nil {
+		return err
+	}
+	return checkKeys(data)
+}
+
+// checkKeys finds keys that an object has twice: readers disagree which of them counts.
+func checkKeys(data []byte) error {
+	type frame struct {
+		keys map[string]bool // nil in an array
+		key  bool            // the next token is a key
+	}
+	var stack []frame
+	dec := json.NewDecoder(bytes.NewReader(data))
+	for {
+		t, err := dec.Token()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		top := len(stack) - 1
+		if s, ok := t.(string); ok && top >= 0 && stack[top].keys != nil && stack[top].key {
+			if stack[top].keys[s] {
+				line, column := position(data, dec.InputOffset())
+				return fmt.Errorf("line %d, column %d: field %s is given twice", line, column, quote(s))
+			}
+			stack[top].keys[s], stack[top].key = true, false
+			continue
+		}
+		switch t {
+		case json.Delim('{'):
+			stack = append(stack, frame{keys: map[string]bool{}, key: true})
+			continue
+		case json.Delim('['):
+			stack = append(stack, frame{})
+			continue
+		case json.Delim('}'), json.Delim(']'):
+			stack, top = stack[:top], top-1
+		}
+		if top >= 0 {
+			stack[top].key = true
+		}
+	}
+}
+
+// position gives line and column, from 1, of the byte before offset.
+func position(data []byte, offset int64) (line, column int) {
+	before := data[:min(max(offset-1, 0), int64(len(data)))]
+	return bytes.Count(before, []byte("\n")) + 1, len(before) - bytes.LastIndexByte(before, '\n')
+}

@@ -1,0 +1,88 @@
+package host
+
+import "time"
+
+// Settings are the host's own settings: the object "kvport" of the transfer config.
+type Settings struct {
+	TicketKeyFile    string   // key that signs tickets; empty: one shared by this user's engines on this machine
+	Peers            []string // engines beyond loopback that may be talked to
+	Trust            Trust
+	PluginSHA256     string // the plugin binary must have this hash, in hex; empty: any
+	TenantSecretFile string // makes digests and keys keyed MACs
+	AllowLossy       bool   // accept a connector whose loaded bytes may differ from the saved ones
+	Deadlines        Deadlines
+	Heartbeat        Heartbeat
+	Breaker          Breaker
+}
+
+// Trust says what a plugin may touch.
+type Trust string
+
+// TrustInPlace maps the paged cache into the plugin. It is the only level built so far.
+const TrustInPlace Trust = "in-place"
+
+// Deadlines bound every call. None may be zero.
+type Deadlines struct {
+	Handshake      time.Duration // from start to the first answer
+	Match          time.Duration // how long Match itself waits before it answers Later
+	Later          time.Duration // how long a match may stay Later before it is a miss
+	Transfer       time.Duration // a load, besides TransferPerGiB
+	TransferPerGiB time.Duration
+	Save           time.Duration
+	Plan           time.Duration
+	Finish         time.Duration // from the end of a request until its Finished
+	Grace          time.Duration // from a passed deadline until the plugin is killed
+	Hold           time.Duration // TTL of a hold that names none
+	HoldMax        time.Duration // the longest TTL a plugin may ask for
+	Drain          time.Duration // how long Close waits for transfers
+}
+
+// Heartbeat says how a hung plugin is noticed.
+type Heartbeat struct {
+	Interval time.Duration
+	Limit    time.Duration // an answer that takes longer is the plugin's last
+}
+
+// Breaker says when a plugin that keeps dying is left alone.
+type Breaker struct {
+	Deaths     int
+	Window     time.Duration
+	Cooldown   time.Duration // then one start is tried
+	BackoffMin time.Duration // wait before the first restart, doubled each time
+	BackoffMax time.Duration
+}
+
+// DefaultSettings are the defaults of every setting: the one place that has them.
+func DefaultSettings() Settings {
+	return Settings{
+		Trust: TrustInPlace,
+		Deadlines: Deadlines{
+			Handshake:      5 * time.Second,
+			Match:          200 * time.Microsecond,
+			Later:          2 * time.Second,
+			Transfer:       5 * time.Second,
+			TransferPerGiB: time.Second,
+			Save:           30 * time.Second,
+			Plan:           2 * time.Second,
+			Finish:         5 * time.Second,
+			Grace:          500 * time.Millisecond,
+			Hold:           30 * time.Second,
+			HoldMax:        10 * time.Minute,
+			Drain:          10 * time.Second,
+		},
+		Heartbeat: Heartbeat{Interval: 250 * time.Millisecond, Limit: 2 * time.Second},
+		Breaker: Breaker{
+			Deaths: 5, Window: 30 * time.Second, Cooldown: 30 * time.Second,
+			BackoffMin: 10 * time.Millisecond, BackoffMax: time.Second,
+		},
+	}
+}
+
+// Bounds that are not settings.
+const (
+	maxConfigBytes = 4 << 20 // of a transfer config
+	maxMessage     = 8 << 20 // of a control message, either way
+	maxManifest    = 1 << 20 // of a manifest, in bytes
+	maxCorruptKeys = 1 << 16 // damaged keys remembered until they are saved anew
+	manifestWait   = 5 * time.Second
+)

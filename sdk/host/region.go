@@ -1,0 +1,52 @@
+package host
+
+import (
+	"fmt"
+	"os"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/internal/shm"
+)
+
+// Region is the memory of one rank's paged cache: a sealed memfd that plugins map, so that blocks
+// never have to be copied to them. It cannot be resized by anyone.
+type Region struct {
+	mem *shm.Region
+}
+
+// NewRegion makes a region of size bytes, mapped and touched.
+func NewRegion(size int64) (*Region, error) {
+	mem, err := shm.Create("kvport-cache", size)
+	if err != nil {
+		return nil, fmt.Errorf("cache region of %d bytes: %w", size, err)
+	}
+	return &Region{mem: mem}, nil
+}
+
+// Bytes is the whole region, in place. It must not be used after Close.
+func (r *Region) Bytes() []byte { return r.mem.Bytes() }
+
+// Size is the region's length in bytes.
+func (r *Region) Size() int64 { return r.mem.Size() }
+
+// Close unmaps the region. Plugins that still run keep their own mapping.
+func (r *Region) Close() error { return r.mem.Close() }
+
+// file is the region's memfd; it stays the region's.
+func (r *Region) file() *os.File { return r.mem.File() }
+
+// WithDigests adds room for the host's digests to a layout, one segment for each group, behind
+// everything else in region 0. It returns the layout to serve and the size in bytes of the region
+// that holds it.
+func WithDigests(l connector.Layout) (connector.Layout, int64) {
+	return digest.WithSegments(l, regionEnd(&l))
+}
+
+func regionEnd(l *connector.Layout) int64 {
+	var end int64
+	for _, s := range l.Segments {
+		end = max(end, s.Offset+int64(l.Blocks-1)*s.BlockStride+s.Bytes)
+	}
+	return end
+}
