@@ -1,0 +1,63 @@
+package router
+
+import "github.com/prometheus/client_golang/prometheus"
+
+// outcome says how a request ended, as a label of kvport_router_requests_total.
+type outcome string
+
+const (
+	disaggregated outcome = "disaggregated" // served by D with a ticket of P
+	plain         outcome = "plain"         // served by D alone
+	clientError   outcome = "client_error"  // refused by the router or an instance: 4xx
+	aborted       outcome = "aborted"       // the client went away
+	overloaded    outcome = "overloaded"    // too many requests
+	unavailable   outcome = "unavailable"   // no decode instance
+	upstreamError outcome = "upstream_error"
+	broken        outcome = "broken" // the answer ended in the middle of a stream
+)
+
+type metrics struct {
+	requests *prometheus.CounterVec
+	retries  *prometheus.CounterVec
+	up       *prometheus.GaugeVec
+	ttft     prometheus.Histogram
+	inFlight prometheus.Gauge
+}
+
+func newMetrics(reg prometheus.Registerer) (*metrics, error) {
+	m := &metrics{
+		requests: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_router_requests_total", Help: "Requests by how they ended.",
+		}, []string{"outcome"}),
+		retries: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_router_retries_total", Help: "Attempts that failed before the first byte and were made again elsewhere, or given up.",
+		}, []string{"role"}),
+		up: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "kvport_router_instance_up", Help: "1 if the instance answers health checks and takes requests.",
+		}, []string{"instance", "role"}),
+		ttft: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "kvport_router_ttft_seconds", Help: "From a request's arrival to the first byte of its answer.",
+			Buckets: prometheus.ExponentialBuckets(0.001, 2, 18),
+		}),
+		inFlight: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "kvport_router_requests_in_flight", Help: "Requests being served.",
+		}),
+	}
+	if reg == nil {
+		return m, nil
+	}
+	for _, c := range []prometheus.Collector{m.requests, m.retries, m.up, m.ttft, m.inFlight} {
+		if err := reg.Register(c); err != nil {
+			return nil, err
+		}
+	}
+	return m, nil
+}
+
+func (m *metrics) setUp(instance string, r role, isUp bool) {
+	v := 0.0
+	if isUp {
+		v = 1
+	}
+	m.up.WithLabelValues(instance, r.String()).Set(v)
+}

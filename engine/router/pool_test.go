@@ -1,0 +1,93 @@
+package router
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"strings"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+type roundTrip func(*http.Request) (*http.Response, error)
+
+func (f roundTrip) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+func status(code int) (*http.Response, error) {
+	return &http.Response{StatusCode: code, Body: io.NopCloser(strings.NewReader("{}"))}, nil
+}
+
+func TestWatch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		answers := []func(*http.Request) (*http.Response, error){
+			func(*http.Request) (*http.Response, error) { return status(200) },
+			func(*http.Request) (*http.Response, error) { return status(503) },
+			func(*http.Request) (*http.Response, error) { return status(500) },
+			func(*http.Request) (*http.Response, error) { return nil, syscall.ECONNREFUSED },
+			func(*http.Request) (*http.Response, error) { return nil, errors.New("reset") },
+			func(r *http.Request) (*http.Response, error) { // hangs until the probe's deadline
+				<-r.Context().Done()
+				return nil, r.Context().Err()
+			},
+		}
+		var at []time.Duration
+		var got []probe
+		start := time.Now()
+		ctx, cancel := context.WithCancel(t.Context())
+		c := checker{interval: time.Second, timeout: 3 * time.Second, client: &http.Client{Transport: roundTrip(func(r *http.Request) (*http.Response, error) {
+			require.Equal(t, "/base/health", r.URL.Path)
+			at = append(at, time.Since(start))
+			return answers[len(at)-1](r)
+		})}}
+		u, err := url.Parse("http://x/base")
+		require.NoError(t, err)
+		c.watch(ctx, u, func(p probe) {
+			if got = append(got, p); len(got) == len(answers) {
+				cancel()
+			}
+		})
+		require.Equal(t, []probe{healthy, leaving, silent, refused, silent, silent}, got)
+		require.Zero(t, at[0])
+		for i := 1; i < len(at); i++ {
+			gap := at[i] - at[i-1]
+			require.True(t, gap >= 800*time.Millisecond && gap <= 1200*time.Millisecond, "probe %d came after %v", i, gap)
+		}
+		require.Equal(t, 3*time.Second, time.Since(start)-at[5], "a hanging probe ends at its timeout")
+	})
+}
+
+// Three silent probes end the life of what runs on an instance, and a good one begins a new life.
+func TestLostInstance(t *testing.T) {
+	m, err := newMetrics(nil)
+	require.NoError(t, err)
+	u, err := url.Parse("http://x")
+	require.NoError(t, err)
+	p := newPool(nil, []*url.URL{u}, slog.New(slog.DiscardHandler), m)
+	first, ok := p.pick(decode, map[int]bool{})
+	require.True(t, ok)
+	ctx, release := tie(t.Context(), first.life)
+	defer release()
+	p.probed(0, leaving)
+	require.NoError(t, ctx.Err(), "a draining instance finishes what it has")
+	p.probed(0, silent)
+	p.probed(0, silent)
+	require.NoError(t, ctx.Err())
+	p.probed(0, silent)
+	<-ctx.Done()
+	require.ErrorIs(t, context.Cause(ctx), errLost)
+	_, ok = p.pick(decode, map[int]bool{})
+	require.False(t, ok)
+	p.probed(0, healthy)
+	second, ok := p.pick(decode, map[int]bool{})
+	require.True(t, ok)
+	require.NoError(t, second.life.Err())
+	p.close()
+	require.Error(t, second.life.Err())
+}

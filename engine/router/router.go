@@ -1,0 +1,257 @@
+// Package router spreads requests over prefill and decode instances: prompt to P, its answer's
+// kv_transfer_params to D, D's tokens to the client, as vLLM's proxies do it.
+//
+// A request is retried on another instance as long as the client has not seen a byte of its answer.
+// Without a prefill instance the decode instances serve alone.
+package router
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/url"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+)
+
+// Config says what a Router routes to. Zero values of all but Decode mean the defaults named.
+type Config struct {
+	Prefill []string // base URLs; none: decode instances serve alone
+	Decode  []string // base URLs, at least one
+
+	HealthInterval time.Duration // between probes of an instance; 1 s
+	HealthTimeout  time.Duration // of one probe; 3 s
+	PrefillTimeout time.Duration // of one prefill attempt, after which another instance is tried; 2 min
+	Attempts       int           // decode attempts of one request at most; 3
+	MaxBody        int64         // bytes of a request body at most; 8 MiB
+	MaxInFlight    int           // requests at once at most; 1024
+
+	Transport http.RoundTripper     // nil: a transport for many connections to few hosts
+	Log       *slog.Logger          // nil: none
+	Metrics   prometheus.Registerer // nil: not registered
+	Gatherer  prometheus.Gatherer   // what /metrics shows; nil: no /metrics
+}
+
+// maxAnswer bounds an answer that is not streamed, in bytes. It is held whole, so that a connection
+// that breaks in the middle of it can still be retried.
+const maxAnswer = 64 << 20
+
+// Router is an http.Handler. Run must be running for it to notice instances that come back.
+type Router struct {
+	config   Config
+	client   *http.Client
+	pool     *pool
+	metrics  *metrics
+	mux      *http.ServeMux
+	slots    chan struct{} // one for each request in flight
+	draining atomic.Bool
+}
+
+// New makes a Router. Errors name the URL that is wrong.
+func New(c Config) (*Router, error) {
+	prefills, err := parseURLs("prefill", c.Prefill)
+	if err != nil {
+		return nil, err
+	}
+	decodes, err := parseURLs("decode", c.Decode)
+	if err != nil {
+		return nil, err
+	}
+	if len(decodes) == 0 {
+		return nil, errors.New("no decode instance given")
+	}
+	c = withDefaults(c)
+	m, err := newMetrics(c.Metrics)
+	if err != nil {
+		return nil, err
+	}
+	r := &Router{
+		config: c, metrics: m, pool: newPool(prefills, decodes, c.Log, m),
+		client: &http.Client{Transport: c.Transport, CheckRedirect: noRedirect},
+		mux:    http.NewServeMux(), slots: make(chan struct{}, c.MaxInFlight),
+	}
+	r.mux.HandleFunc("POST /v1/completions", r.generate)
+	r.mux.HandleFunc("POST /v1/chat/completions", r.generate)
+	r.mux.HandleFunc("GET /v1/models", r.models)
+	r.mux.HandleFunc("GET /health", r.health)
+	paths := map[string]string{"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET", "/health": "GET"}
+	if c.Gatherer != nil {
+		r.mux.Handle("GET /metrics", promhttp.HandlerFor(c.Gatherer, promhttp.HandlerOpts{}))
+		paths["/metrics"] = "GET"
+	}
+	for path, method := range paths {
+		r.mux.HandleFunc(path, func(w http.ResponseWriter, req *http.Request) {
+			w.Header().Set("Allow", method)
+			refuse(w, http.StatusMethodNotAllowed, "method_not_allowed", fmt.Sprintf("%s wants %s, not %s", path, method, req.Method))
+		})
+	}
+	r.mux.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
+		refuse(w, http.StatusNotFound, "not_found", fmt.Sprintf("there is no %s", req.URL.Path))
+	})
+	return r, nil
+}
+
+func parseURLs(role string, list []string) ([]*url.URL, error) {
+	var urls []*url.URL
+	for _, s := range list {
+		u, err := url.Parse(s)
+		if err != nil {
+			return nil, fmt.Errorf("%s URL: %w", role, err)
+		}
+		if (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.RawQuery != "" || u.User != nil {
+			return nil, fmt.Errorf("%s URL %q: want http://HOST:PORT", role, s)
+		}
+		urls = append(urls, u)
+	}
+	return urls, nil
+}
+
+func withDefaults(c Config) Config {
+	setDefault(&c.HealthInterval, time.Second)
+	setDefault(&c.HealthTimeout, 3*time.Second)
+	setDefault(&c.PrefillTimeout, 2*time.Minute)
+	setDefault(&c.Attempts, 3)
+	setDefault(&c.MaxBody, 8<<20)
+	setDefault(&c.MaxInFlight, 1024)
+	if c.Log == nil {
+		c.Log = slog.New(slog.DiscardHandler)
+	}
+	if c.Transport == nil {
+		c.Transport = &http.Transport{
+			DialContext:         (&net.Dialer{Timeout: 5 * time.Second}).DialContext,
+			MaxIdleConnsPerHost: 256, IdleConnTimeout: 90 * time.Second,
+			DisableCompression: true, // bytes pass through as they are
+		}
+	}
+	return c
+}
+
+func setDefault[T comparable](v *T, value T) {
+	var zero T
+	if *v == zero {
+		*v = value
+	}
+}
+
+// noRedirect keeps a redirect from sending a prompt to a host that nobody configured.
+func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+
+// ServeHTTP implements http.Handler.
+func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.mux.ServeHTTP(w, req) }
+
+// Run probes the instances until ctx ends. It returns when nothing that it started is left.
+func (r *Router) Run(ctx context.Context) {
+	var wg sync.WaitGroup
+	c := checker{client: r.client, interval: r.config.HealthInterval, timeout: r.config.HealthTimeout}
+	for i, u := range r.pool.urls {
+		wg.Go(func() { c.watch(ctx, u, func(p probe) { r.pool.probed(i, p) }) })
+	}
+	wg.Wait()
+}
+
+// Drain makes /health say 503 and refuses new requests. Running ones go on.
+func (r *Router) Drain() { r.draining.Store(true) }
+
+// Close ends what still runs and closes idle connections.
+func (r *Router) Close() {
+	r.Drain()
+	r.pool.close()
+	r.client.CloseIdleConnections()
+}
+
+// generate serves completions and chat completions.
+func (r *Router) generate(w http.ResponseWriter, req *http.Request) {
+	c := &call{
+		router: r, w: w, path: req.URL.Path, id: newID(), started: time.Now(),
+		failed: make(map[int]bool),
+	}
+	w.Header().Set("X-Request-Id", c.id)
+	result := r.admit(c, req)
+	r.metrics.requests.WithLabelValues(string(result)).Inc()
+	r.config.Log.Debug("request", "id", c.id, "label", req.Header.Get("X-Request-Id"), "path", c.path,
+		"outcome", string(result), "seconds", time.Since(c.started).Seconds())
+}
+
+// admit refuses what cannot be served and runs the rest.
+func (r *Router) admit(c *call, req *http.Request) outcome {
+	if r.draining.Load() {
+		refuse(c.w, http.StatusServiceUnavailable, "draining", "the router is shutting down")
+		return unavailable
+	}
+	select {
+	case r.slots <- struct{}{}:
+		defer func() { <-r.slots }()
+	default:
+		refuse(c.w, http.StatusTooManyRequests, "overloaded", fmt.Sprintf("%d requests are running already", cap(r.slots)))
+		return overloaded
+	}
+	r.metrics.inFlight.Inc()
+	defer r.metrics.inFlight.Dec()
+	body, err := io.ReadAll(http.MaxBytesReader(c.w, req.Body, r.config.MaxBody))
+	var tooLarge *http.MaxBytesError
+	switch {
+	case errors.As(err, &tooLarge):
+		refuse(c.w, http.StatusRequestEntityTooLarge, "request_too_large", fmt.Sprintf("request body is over %d bytes", tooLarge.Limit))
+		return clientError
+	case err != nil:
+		refuse(c.w, http.StatusBadRequest, "bad_request", "request body: "+err.Error())
+		return clientError
+	}
+	if c.body, err = parse(body); err != nil {
+		refuse(c.w, http.StatusBadRequest, "bad_request", err.Error())
+		return clientError
+	}
+	c.header = forwarded(req.Header)
+	c.header.Set("X-Request-Id", c.id)
+	c.header.Set("Content-Type", "application/json")
+	return c.run(req.Context())
+}
+
+// models passes /v1/models on to the first decode instance that answers.
+func (r *Router) models(w http.ResponseWriter, req *http.Request) {
+	c := &call{router: r, w: w, path: req.URL.Path, id: newID(), started: time.Now(), failed: make(map[int]bool)}
+	c.header = forwarded(req.Header)
+	c.header.Set("X-Request-Id", c.id)
+	c.method = http.MethodGet
+	w.Header().Set("X-Request-Id", c.id)
+	c.run(req.Context())
+}
+
+// health tells a load balancer in front, and a person, what the router sees.
+func (r *Router) health(w http.ResponseWriter, _ *http.Request) {
+	list, available := r.pool.health()
+	answer := struct {
+		Status    string           `json:"status"` // ok, degraded (no prefill instance), unavailable, draining
+		Instances []InstanceHealth `json:"instances"`
+	}{"ok", list}
+	code := http.StatusOK
+	switch {
+	case r.draining.Load():
+		answer.Status, code = "draining", http.StatusServiceUnavailable
+	case available[decode] == 0:
+		answer.Status, code = "unavailable", http.StatusServiceUnavailable
+	case available[prefill] == 0 && len(r.config.Prefill) > 0:
+		answer.Status = "degraded"
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	_ = json.NewEncoder(w).Encode(answer) // a client that left needs no answer
+}
+
+// newID is 128 random bits.
+func newID() string {
+	var id [16]byte
+	_, _ = rand.Read(id[:]) // never fails, says its documentation
+	return hex.EncodeToString(id[:])
+}

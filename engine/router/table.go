@@ -1,0 +1,113 @@
+package router
+
+// role is the part an instance plays for the router.
+type role uint8
+
+const (
+	prefill role = iota
+	decode
+	roles // how many there are
+)
+
+// String names the role in logs and metrics.
+func (r role) String() string {
+	if r == prefill {
+		return "prefill"
+	}
+	return "decode"
+}
+
+// state is what the router believes of an instance.
+type state uint8
+
+const (
+	up       state = iota // also before the first probe: trying is how a router finds out soonest
+	suspect               // a request failed there since the last good probe; used when none is up
+	draining              // it answers, but wants no new requests
+	down                  // it does not answer probes
+)
+
+// String names the state in /health.
+func (s state) String() string {
+	return [...]string{"up", "suspect", "draining", "down"}[s]
+}
+
+// probe is the result of one health check.
+type probe uint8
+
+const (
+	healthy probe = iota
+	leaving       // 503: the instance drains
+	refused       // nobody listens
+	silent        // no answer in time, a broken one, or another status
+)
+
+// silences is how many silent probes in a row mean that an instance is down. A busy instance may
+// miss one; a refused connection is certain at once.
+const silences = 3
+
+// table knows the instances and picks among them. It has no clock and does no I/O.
+type table struct {
+	instances []instance
+	next      [roles]int // where the next round of picking starts, an index into instances
+}
+
+type instance struct {
+	role    role
+	state   state
+	silence int // silent probes in a row
+}
+
+// pick chooses an instance of the role that is not in tried: the next one that is up, else the next
+// suspect.
+func (t *table) pick(r role, tried map[int]bool) (index int, ok bool) {
+	for _, want := range []state{up, suspect} {
+		for k := range t.instances {
+			i := (t.next[r] + k) % len(t.instances)
+			if in := t.instances[i]; in.role == r && in.state == want && !tried[i] {
+				t.next[r] = i + 1
+				return i, true
+			}
+		}
+	}
+	return 0, false
+}
+
+// probed takes the result of a health check and reports whether the state changed.
+func (t *table) probed(i int, p probe) (changed bool) {
+	in := &t.instances[i]
+	before := in.state
+	if p != silent {
+		in.silence = 0
+	}
+	switch p {
+	case healthy:
+		in.state = up
+	case leaving:
+		in.state = draining
+	case refused:
+		in.state = down
+	case silent:
+		if in.silence++; in.silence >= silences {
+			in.state = down
+		}
+	}
+	return in.state != before
+}
+
+// failed takes note that a request to the instance failed in a way that blames it.
+func (t *table) failed(i int) {
+	if in := &t.instances[i]; in.state == up {
+		in.state = suspect
+	}
+}
+
+// available counts the instances of a role that pick could return.
+func (t *table) available(r role) (n int) {
+	for _, in := range t.instances {
+		if in.role == r && in.state <= suspect {
+			n++
+		}
+	}
+	return n
+}

@@ -1,0 +1,116 @@
+package router
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+)
+
+func twoByTwo() *table {
+	return &table{instances: []instance{{role: prefill}, {role: prefill}, {role: decode}, {role: decode}}}
+}
+
+func TestPickGoesRound(t *testing.T) {
+	tb := twoByTwo()
+	var got []int
+	for range 3 {
+		for _, r := range []role{prefill, decode} {
+			i, ok := tb.pick(r, nil)
+			require.True(t, ok)
+			got = append(got, i)
+		}
+	}
+	require.Equal(t, []int{0, 2, 1, 3, 0, 2}, got)
+}
+
+func TestPickPrefersUpThenSuspect(t *testing.T) {
+	tb := twoByTwo()
+	tb.failed(2)
+	for range 3 {
+		i, ok := tb.pick(decode, nil)
+		require.True(t, ok)
+		require.Equal(t, 3, i, "the one that is up")
+	}
+	i, ok := tb.pick(decode, map[int]bool{3: true})
+	require.True(t, ok)
+	require.Equal(t, 2, i, "a suspect is better than none")
+	_, ok = tb.pick(decode, map[int]bool{2: true, 3: true})
+	require.False(t, ok)
+}
+
+func TestProbes(t *testing.T) {
+	tests := []struct {
+		probes []probe
+		want   state
+	}{
+		{nil, up},
+		{[]probe{refused}, down},
+		{[]probe{leaving}, draining},
+		{[]probe{silent, silent}, up},
+		{[]probe{silent, silent, silent}, down},
+		{[]probe{silent, silent, healthy, silent, silent}, up},
+		{[]probe{refused, healthy}, up},
+		{[]probe{leaving, silent, silent, silent}, down},
+		{[]probe{leaving, healthy}, up},
+	}
+	for _, tt := range tests {
+		t.Run(fmt.Sprint(tt.probes), func(t *testing.T) {
+			tb := &table{instances: []instance{{role: decode}}}
+			for _, p := range tt.probes {
+				before := tb.instances[0].state
+				require.Equal(t, tb.probed(0, p), tb.instances[0].state != before)
+			}
+			require.Equal(t, tt.want, tb.instances[0].state)
+			_, ok := tb.pick(decode, nil)
+			require.Equal(t, tt.want <= suspect, ok)
+		})
+	}
+}
+
+func TestSuspectRecoversByProbe(t *testing.T) {
+	tb := &table{instances: []instance{{role: decode}}}
+	tb.failed(0)
+	require.Equal(t, suspect, tb.instances[0].state)
+	require.True(t, tb.probed(0, healthy))
+	require.Equal(t, up, tb.instances[0].state)
+	tb.probed(0, refused)
+	tb.failed(0)
+	require.Equal(t, down, tb.instances[0].state, "a failed request does not make a dead instance better")
+}
+
+// Whatever happens: pick gives an instance of the role, untried and usable, exactly if there is one,
+// and one that is up if there is one.
+func TestPickProperty(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		tb := &table{}
+		for range rapid.IntRange(1, 6).Draw(t, "instances") {
+			tb.instances = append(tb.instances, instance{role: role(rapid.IntRange(0, 1).Draw(t, "role"))})
+		}
+		index := rapid.IntRange(0, len(tb.instances)-1)
+		for range rapid.IntRange(1, 40).Draw(t, "events") {
+			switch rapid.IntRange(0, 2).Draw(t, "event") {
+			case 0:
+				tb.failed(index.Draw(t, "failed"))
+			case 1:
+				tb.probed(index.Draw(t, "probed"), probe(rapid.IntRange(0, 3).Draw(t, "probe")))
+			}
+			r := role(rapid.IntRange(0, 1).Draw(t, "pick"))
+			tried := rapid.MapOf(index, rapid.Just(true)).Draw(t, "tried")
+			best, free := down, 0
+			for i, in := range tb.instances {
+				if in.role == r && !tried[i] && in.state <= suspect {
+					best, free = min(best, in.state), free+1
+				}
+			}
+			i, ok := tb.pick(r, tried)
+			if ok != (free > 0) {
+				t.Fatalf("pick says %v with %d usable", ok, free)
+			}
+			if ok && (tb.instances[i].role != r || tried[i] || tb.instances[i].state != best) {
+				t.Fatalf("picked %d of %+v, tried %v", i, tb.instances, tried)
+			}
+		}
+	})
+}
