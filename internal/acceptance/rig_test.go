@@ -77,6 +77,10 @@ type rig struct {
 }
 
 func newRig(t *testing.T) *rig {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("runs the real model: left out with -short, which the race stage uses")
+	}
 	return &rig{T: t, store: filepath.Join(t.TempDir(), "blocks")}
 }
 

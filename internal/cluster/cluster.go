@@ -39,7 +39,8 @@ type Process struct {
 // line, prefixed with name; log may be nil. The process gets SIGKILL if this one dies.
 func Start(ctx context.Context, log io.Writer, name, binary string, args ...string) (*Process, error) {
 	p := &Process{Name: name, logs: &tail{name: name, out: log}, done: make(chan struct{})}
-	p.cmd = exec.Command(binary, args...)
+	// The process outlives ctx, which only bounds the start.
+	p.cmd = exec.CommandContext(context.WithoutCancel(ctx), binary, args...)
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	p.cmd.Stderr = p.logs
 	stdout, err := p.cmd.StdoutPipe()

@@ -18,7 +18,7 @@ func Children(pid int) []int {
 		if err != nil {
 			continue
 		}
-		for _, field := range strings.Fields(string(data)) {
+		for field := range strings.FieldsSeq(string(data)) {
 			if child, err := strconv.Atoi(field); err == nil && Alive(child) {
 				out = append(out, child)
 			}
