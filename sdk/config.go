@@ -1,0 +1,234 @@
+package sdk
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"reflect"
+	"slices"
+	"strings"
+
+	"github.com/agnivade/levenshtein"
+	"github.com/invopop/jsonschema"
+	validator "github.com/santhosh-tekuri/jsonschema/v6"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// SchemaOf is the JSON Schema of a config struct. Field names come from `json` tags; a field's text,
+// default and limits from `jsonschema` tags:
+//
+//	Path string `json:"shared_storage_path" jsonschema:"required,description=folder of the blocks"`
+//	Max  int64  `json:"max_bytes" jsonschema:"default=0,minimum=0,description=size cap; 0 means none"`
+//
+// It is what --manifest prints and what [DecodeConfig] enforces. C is a struct that does not contain
+// itself.
+func SchemaOf[C any]() json.RawMessage {
+	data, err := json.Marshal(reflectConfig[C]())
+	if err != nil { // a default that JSON cannot express; DecodeConfig reports it
+		return nil
+	}
+	return data
+}
+
+// DecodeConfig reads a kv_connector_extra_config strictly. No config at all is an empty object.
+// Fields that are absent get their default; an unknown, missing or ill-typed one, or one outside the
+// limits of its tag, is an error that names it and wraps ErrIncompatible. If *C or C has a method
+// Validate() error it is called last.
+func DecodeConfig[C any](raw json.RawMessage) (C, error) {
+	var c C
+	if err := decodeConfig(raw, reflectConfig[C](), &c); err != nil {
+		return c, fmt.Errorf("kv_connector_extra_config: %w: %w", err, connector.ErrIncompatible)
+	}
+	return c, nil
+}
+
+func reflectConfig[C any]() *jsonschema.Schema {
+	r := &jsonschema.Reflector{Anonymous: true, DoNotReference: true, RequiredFromJSONSchemaTags: true}
+	return r.ReflectFromType(reflect.TypeFor[C]())
+}
+
+func decodeConfig(raw json.RawMessage, schema *jsonschema.Schema, into any) error {
+	raw = bytes.TrimSpace(raw)
+	if len(raw) == 0 {
+		raw = json.RawMessage("{}")
+	}
+	if err := checkSyntax(raw); err != nil {
+		return err
+	}
+	if err := checkFields(raw, schema, ""); err != nil {
+		return err
+	}
+	defaults, err := json.Marshal(defaultsOf(schema))
+	if err != nil {
+		return fmt.Errorf("default in a jsonschema tag: %w", err)
+	}
+	if err := json.Unmarshal(defaults, into); err != nil {
+		return fmt.Errorf("default in a jsonschema tag: %w", describe(err))
+	}
+	if err := json.Unmarshal(raw, into); err != nil {
+		return describe(err)
+	}
+	if err := checkLimits(raw, schema); err != nil {
+		return err
+	}
+	if v, ok := into.(interface{ Validate() error }); ok {
+		return v.Validate()
+	}
+	return nil
+}
+
+// checkSyntax wants one JSON object and says where it stops being one.
+func checkSyntax(raw []byte) error {
+	var object map[string]json.RawMessage
+	err := json.Unmarshal(raw, &object)
+	var syntax *json.SyntaxError
+	var kind *json.UnmarshalTypeError
+	switch {
+	case errors.As(err, &syntax):
+		return fmt.Errorf("bad JSON at byte %d: %w", syntax.Offset, err)
+	case errors.As(err, &kind):
+		return fmt.Errorf("is a JSON %s, want an object", kind.Value)
+	case err == nil && object == nil:
+		return errors.New("is null, want an object")
+	}
+	return err
+}
+
+// checkFields refuses fields that the schema lacks, and wants those it requires. Unlike
+// encoding/json it minds the case of names.
+func checkFields(raw json.RawMessage, schema *jsonschema.Schema, path string) error {
+	if schema.Items != nil {
+		var items []json.RawMessage
+		if json.Unmarshal(raw, &items) != nil {
+			return nil // ill-typed: decoding says so
+		}
+		for i, item := range items {
+			if err := checkFields(item, schema.Items, fmt.Sprintf("%s[%d]", path, i)); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	var object map[string]json.RawMessage
+	if schema.Properties == nil || json.Unmarshal(raw, &object) != nil || object == nil {
+		return nil
+	}
+	var names []string
+	for p := schema.Properties.Oldest(); p != nil; p = p.Next() {
+		names = append(names, p.Key)
+		if value, present := object[p.Key]; present {
+			if err := checkFields(value, p.Value, join(path, p.Key)); err != nil {
+				return err
+			}
+		}
+	}
+	for _, name := range schema.Required {
+		if _, present := object[name]; !present {
+			return fmt.Errorf("%s is missing", join(path, name))
+		}
+	}
+	for name := range object {
+		if !slices.Contains(names, name) {
+			return unknownField(join(path, name), name, names)
+		}
+	}
+	return nil
+}
+
+func unknownField(path, name string, known []string) error {
+	best, distance := "", 1+max(2, len(name)/3)
+	for _, k := range known {
+		if d := levenshtein.ComputeDistance(strings.ToLower(name), strings.ToLower(k)); d < distance {
+			best, distance = k, d
+		}
+	}
+	if best != "" {
+		return fmt.Errorf("unknown field %q, did you mean %q?", path, best)
+	}
+	return fmt.Errorf("unknown field %q, known are %s", path, strings.Join(known, ", "))
+}
+
+// defaultsOf collects the defaults of a schema as an object of the same shape.
+func defaultsOf(schema *jsonschema.Schema) map[string]json.RawMessage {
+	out := map[string]json.RawMessage{}
+	for p := schema.Properties.Oldest(); p != nil; p = p.Next() {
+		var value json.RawMessage
+		var err error
+		switch {
+		case p.Value.Default != nil:
+			value, err = json.Marshal(p.Value.Default)
+		case p.Value.Properties != nil:
+			if inner := defaultsOf(p.Value); len(inner) > 0 {
+				value, err = json.Marshal(inner)
+			}
+		}
+		if err == nil && value != nil {
+			out[p.Key] = value
+		}
+	}
+	return out
+}
+
+// checkLimits enforces what else the schema says: minimum, maximum, enum, pattern and the like.
+func checkLimits(raw []byte, schema *jsonschema.Schema) error {
+	text, err := json.Marshal(schema)
+	if err != nil {
+		return fmt.Errorf("schema: %w", err)
+	}
+	doc, err := validator.UnmarshalJSON(bytes.NewReader(text))
+	if err != nil {
+		return fmt.Errorf("schema: %w", err)
+	}
+	const name = "config.json"
+	compiler := validator.NewCompiler()
+	if err := compiler.AddResource(name, doc); err != nil {
+		return fmt.Errorf("schema: %w", err)
+	}
+	compiled, err := compiler.Compile(name)
+	if err != nil {
+		return fmt.Errorf("schema: %w", err)
+	}
+	instance, err := validator.UnmarshalJSON(bytes.NewReader(raw))
+	if err != nil {
+		return err
+	}
+	return firstViolation(compiled.Validate(instance))
+}
+
+// firstViolation turns the validator's tree of errors into one line that names the field.
+func firstViolation(err error) error {
+	var v *validator.ValidationError
+	if !errors.As(err, &v) {
+		return err
+	}
+	for len(v.Causes) > 0 {
+		v = v.Causes[0]
+	}
+	_, reason, found := strings.Cut(v.Error(), "': ")
+	if !found {
+		reason = v.Error()
+	}
+	return fmt.Errorf("%s: %s", strings.Join(v.InstanceLocation, "."), reason)
+}
+
+// describe says in words what encoding/json found.
+func describe(err error) error {
+	var kind *json.UnmarshalTypeError
+	if errors.As(err, &kind) && kind.Field != "" {
+		return fmt.Errorf("%s is a JSON %s, want %s", kind.Field, kind.Value, kind.Type)
+	}
+	if errors.Is(err, io.ErrUnexpectedEOF) {
+		return errors.New("bad JSON: it ends too early")
+	}
+	return err
+}
+
+func join(path, name string) string {
+	if path == "" {
+		return name
+	}
+	return path + "." + name
+}
