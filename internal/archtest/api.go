@@ -114,7 +114,7 @@ func nameIn(name string) *regexp.Regexp {
 }
 
 // connectorNames finds the names that connectors declare: Name and Aliases of every literal of a
-// type called Plugin in connectors/X and plugins/X, written as strings or as constants.
+// declaring type in connectors/X and plugins/X, written as strings or as constants.
 func (t *Tree) connectorNames() map[string][]string {
 	homes := map[string][]string{}
 	packages := t.packages(func(f *File) bool {
@@ -125,7 +125,7 @@ func (t *Tree) connectorNames() map[string][]string {
 		constants := stringConstants(packages[folder])
 		for _, f := range packages[folder] {
 			ast.Inspect(f.AST, func(node ast.Node) bool {
-				if lit, ok := node.(*ast.CompositeLit); ok && typeName(lit.Type) == "Plugin" {
+				if lit, ok := node.(*ast.CompositeLit); ok && slices.Contains(declaring, typeName(lit.Type)) {
 					for _, name := range declaredNames(lit, constants) {
 						if !slices.Contains(homes[name], x) {
 							homes[name] = append(homes[name], x)
@@ -139,7 +139,7 @@ func (t *Tree) connectorNames() map[string][]string {
 	return homes
 }
 
-// declaredNames are the strings in the fields Name and Aliases of a Plugin literal.
+// declaredNames are the strings in the fields Name and Aliases of such a literal.
 func declaredNames(lit *ast.CompositeLit, constants map[string]string) []string {
 	var names []string
 	for _, element := range lit.Elts {

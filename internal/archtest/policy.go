@@ -137,3 +137,6 @@ func engineParts() []string {
 
 // sortedKeys makes walks over a map the same in every run.
 func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }
+
+// declaring are the types whose literals name a connector: connector.Plugin and sdk.Definition.
+var declaring = []string{"Plugin", "Definition"}
