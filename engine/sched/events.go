@@ -1,0 +1,213 @@
+package sched
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Commit completes the step that Schedule planned: the chunks' KV is computed, and sampled[i] is the
+// token after chunk i (ignored where none was wanted). It returns what the host must know now, nil
+// if nothing.
+func (s *Scheduler) Commit(sampled []int32) *connector.Step {
+	for i, c := range s.chunks {
+		r := c.seq
+		r.computed += len(c.Tokens)
+		s.completed(r)
+		if !c.Sample {
+			continue
+		}
+		token := sampled[i]
+		r.tokens = append(r.tokens, token)
+		r.extendKeys(s.cfg.BlockTokens)
+		switch {
+		case slices.Contains(r.Stops, token):
+			s.end(r, connector.ReasonStop, nil, token)
+		case r.generated() == r.MaxTokens:
+			s.end(r, connector.ReasonLength, nil, token)
+		default:
+			s.outputs = append(s.outputs, r.output(token))
+		}
+	}
+	s.chunks = s.chunks[:0]
+	return s.takeStep()
+}
+
+// Fail ends the requests of the planned step: computing them failed and left their KV undefined.
+func (s *Scheduler) Fail(err error) *connector.Step {
+	for _, c := range s.chunks {
+		s.end(c.seq, connector.ReasonError, fmt.Errorf("%w: %w", ErrCompute, err))
+	}
+	s.chunks = s.chunks[:0]
+	return s.takeStep()
+}
+
+// completed publishes the blocks that became full by computing, and offers them to be saved.
+func (s *Scheduler) completed(r *seq) {
+	from, full := r.full, r.computed/s.cfg.BlockTokens
+	if full == from {
+		return
+	}
+	s.publish(r, full)
+	if !s.cfg.Role.Saves() || len(r.Keys) < full {
+		return
+	}
+	first, end := from*s.cfg.BlockTokens, full*s.cfg.BlockTokens
+	blocks := r.blocks(first, end, s.cfg.BlockTokens)
+	s.hand('s', r, &handover{blocks: blocks})
+	r.saves++
+	s.step.Computed = append(s.step.Computed, connector.Transfer{
+		Request: r.ID, From: first, Tokens: end - first, Blocks: blocks, Replace: first < r.replace,
+	})
+}
+
+// publish makes a request's complete blocks findable, up to the given number.
+func (s *Scheduler) publish(r *seq, full int) {
+	if s.cfg.PrefixCaching {
+		for g, table := range r.table {
+			for i := r.full; i < min(full, len(r.Keys)); i++ {
+				s.pool.Publish(table[i], uint16(g), r.Keys[i])
+			}
+		}
+	}
+	r.full = full
+}
+
+// Loaded says that a load is over: the blocks in failed hold nothing, all others are filled. corrupt
+// says that what failed was there but damaged. What the host reports twice, or was never given, is
+// ignored here and below.
+func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connector.BlockID, corrupt bool) {
+	h := s.taken(handle{'l', step, id})
+	if h == nil || h.seq.state != loading {
+		return // unknown, or aborted meanwhile
+	}
+	r, valid := h.seq, h.to
+	for _, table := range r.table {
+		for i := h.from / s.cfg.BlockTokens; i*s.cfg.BlockTokens < valid; i++ {
+			if slices.Contains(failed, table[i]) {
+				valid = i * s.cfg.BlockTokens
+			}
+		}
+	}
+	r.computed, r.state = valid, ready
+	if r.generated() == 0 {
+		r.external = valid - h.from
+	}
+	s.stats.LoadedTokens += valid - h.from
+	s.publish(r, valid/s.cfg.BlockTokens)
+	if len(failed) == 0 {
+		return
+	}
+	s.stats.FailedLoads++
+	r.barred = valid == h.from
+	if corrupt {
+		r.replace = h.to
+	}
+	if s.cfg.FailLoads {
+		s.end(r, connector.ReasonError, ErrLoadFailed)
+	}
+}
+
+// Saved says that a save is over.
+func (s *Scheduler) Saved(step uint64, id connector.RequestID) {
+	if h := s.taken(handle{'s', step, id}); h != nil {
+		h.seq.saves--
+		s.settle(h.seq)
+	}
+}
+
+// Finished says that the host has dealt with an ended request. If held, its blocks are kept until
+// Released. ticket is for the consumer of a Remote request.
+func (s *Scheduler) Finished(step uint64, id connector.RequestID, held bool, ticket []byte) {
+	h := s.handed[handle{'e', step, id}]
+	if h == nil {
+		return
+	}
+	if held {
+		for _, b := range h.blocks {
+			s.pool.Hold(b.ID)
+		}
+		s.handed[handle{'h', step, id}] = h
+	}
+	s.taken(handle{'e', step, id})
+	h.seq.finished, h.seq.last.Ticket = true, ticket
+	s.settle(h.seq)
+}
+
+// Released says that a hold is over.
+func (s *Scheduler) Released(step uint64, id connector.RequestID) {
+	key := handle{'h', step, id}
+	if h := s.handed[key]; h != nil {
+		delete(s.handed, key)
+		for _, b := range slices.Backward(h.blocks) {
+			s.pool.Unhold(b.ID)
+		}
+	}
+}
+
+// end ends a request: the host is told, its blocks are dropped, and unless a ticket is to come the
+// client hears of it.
+func (s *Scheduler) end(r *seq, reason connector.Reason, err error, tokens ...int32) {
+	s.queue, s.running = remove(s.queue, r), remove(s.running, r)
+	r.last = r.output(tokens...)
+	r.last.Reason, r.last.Err = reason, err
+	r.state = withheld
+	remote := r.Remote && (reason == connector.ReasonStop || reason == connector.ReasonLength) && s.cfg.Role != 0
+	if s.cfg.Role != 0 {
+		blocks := r.blocks(0, r.computed, s.cfg.BlockTokens)
+		s.hand('e', r, &handover{blocks: blocks})
+		s.step.Ended = append(s.step.Ended, connector.Ended{
+			Request: r.ID, Reason: reason, Tokens: r.computed, Remote: remote, Blocks: blocks,
+		})
+	}
+	s.release(r)
+	if !remote {
+		s.emitLast(r)
+	}
+}
+
+// settle lets the last output of a Remote request go once its consumer can find everything: the
+// ticket is there and all saves are over.
+func (s *Scheduler) settle(r *seq) {
+	if r.state == withheld && r.finished && r.saves == 0 {
+		s.emitLast(r)
+	}
+}
+
+func (s *Scheduler) emitLast(r *seq) {
+	r.state = gone
+	delete(s.live, r.ID)
+	s.outputs = append(s.outputs, r.last)
+}
+
+// hand pins blocks for something that the coming step gives to the host.
+func (s *Scheduler) hand(kind byte, r *seq, h *handover) {
+	h.seq = r
+	for _, b := range h.blocks {
+		s.pool.Pin(b.ID)
+	}
+	s.handed[handle{kind, s.step.ID, r.ID}] = h
+}
+
+// taken ends a handover and drops its pins. It returns nil for one that is not open.
+func (s *Scheduler) taken(key handle) *handover {
+	h := s.handed[key]
+	if h != nil {
+		delete(s.handed, key)
+		for _, b := range slices.Backward(h.blocks) {
+			s.pool.Unpin(b.ID)
+		}
+	}
+	return h
+}
+
+// takeStep gives what has gathered for the host since the last step, nil if nothing.
+func (s *Scheduler) takeStep() *connector.Step {
+	st := s.step
+	if len(st.Arrived)+len(st.Admitted)+len(st.Computed)+len(st.Preempted)+len(st.Ended) == 0 {
+		return nil
+	}
+	s.step = connector.Step{ID: st.ID + 1}
+	return &st
+}

@@ -1,0 +1,116 @@
+package sched
+
+import (
+	"errors"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Why a request ended with connector.ReasonError.
+var (
+	// ErrLoadFailed says that KV could not be loaded and Config.FailLoads is set.
+	ErrLoadFailed = errors.New("KV load failed")
+	// ErrCompute says that the model's Forward failed.
+	ErrCompute = errors.New("computing failed")
+)
+
+// Request is one generation, as the scheduler sees it. All slices belong to the scheduler.
+type Request struct {
+	ID        connector.RequestID
+	Prompt    []int32
+	Space     *connector.KeySpace  // nil: its blocks have no keys
+	Keys      []connector.BlockKey // of the prompt's full blocks in Space
+	MaxTokens int                  // generated tokens at most, at least 1
+	Stops     []int32              // tokens that end the generation
+	Ticket    []byte               // signed, nil if none
+	Remote    bool                 // withhold the last output until the host has a ticket for it
+}
+
+// Output is news of one request. The last one has Reason set.
+type Output struct {
+	Request   connector.RequestID
+	Tokens    []int32
+	Reason    connector.Reason
+	Err       error // with connector.ReasonError
+	Ticket    []byte
+	Generated int // tokens so far
+	Local     int // prompt tokens found in the prefix cache
+	External  int // prompt tokens loaded
+}
+
+// state is where a request is in its life. Requests that hold blocks are loading, ready or running.
+type state uint8
+
+const (
+	waiting  state = iota // in the queue, without blocks
+	loading               // in the queue, parked until its load is over
+	ready                 // in the queue, loaded, until there is a place in the batch
+	running               // in the batch
+	withheld              // ended, but its last output waits for the host
+	gone
+)
+
+// seq is the scheduler's side of a request.
+type seq struct {
+	Request
+	arrival uint64 // order of arrival; the oldest is never preempted for a younger one
+	state   state
+
+	tokens   []int32 // prompt and generated
+	table    [][]connector.BlockID
+	computed int // leading tokens whose KV is in the table's blocks
+	full     int // leading blocks that were complete already: found, loaded or reported as computed
+
+	asked   int             // Computed of the question that match answers, -1: none
+	match   connector.Match // the connector's offer
+	barred  bool            // a load left nothing valid: asking again would end the same way
+	replace int             // tokens before this one were found damaged in the store
+
+	local, external int
+
+	// Once withheld: what the last output waits for.
+	saves    int // saves in flight, counted all life long
+	finished bool
+	last     Output
+}
+
+// todo is the number of tokens to compute before the next one can be sampled.
+func (r *seq) todo() int { return len(r.tokens) - r.computed }
+
+// generated is the number of tokens sampled so far.
+func (r *seq) generated() int { return len(r.tokens) - len(r.Prompt) }
+
+// extendKeys gives keys to the blocks that generated tokens have filled.
+func (r *seq) extendKeys(blockTokens int) {
+	if r.Space == nil {
+		return
+	}
+	for n := len(r.Keys); (n+1)*blockTokens <= len(r.tokens); n++ {
+		parent := r.Space.Root()
+		if n > 0 {
+			parent = r.Keys[n-1]
+		}
+		r.Keys = append(r.Keys, r.Space.Next(parent, r.tokens[n*blockTokens:(n+1)*blockTokens]))
+	}
+}
+
+// blocks lists the blocks of tokens [from, to), group by group. A block that is not full in it has
+// no key.
+func (r *seq) blocks(from, to, blockTokens int) []connector.Block {
+	var list []connector.Block
+	for g, table := range r.table {
+		for i := from / blockTokens; i*blockTokens < to; i++ {
+			b := connector.Block{ID: table[i], Group: uint16(g)}
+			if (i+1)*blockTokens <= to && i < len(r.Keys) {
+				b.Key = r.Keys[i]
+			}
+			list = append(list, b)
+		}
+	}
+	return list
+}
+
+// output is the request's news: some tokens, with totals.
+func (r *seq) output(tokens ...int32) Output {
+	return Output{Request: r.ID, Tokens: tokens, Generated: r.generated(), Local: r.local, External: r.external}
+}

@@ -1,0 +1,280 @@
+// Package sched decides what an engine computes next: which requests run, on which blocks of the
+// cache, and what the connector's host is told.
+//
+// A Scheduler is a pure state machine: it has no clock, no goroutine, no randomness and does no I/O.
+// The engine's loop feeds it and carries out what it decides:
+//
+//	for {
+//		Add, Abort, Loaded, Saved, Finished, Released, Answered   what happened meanwhile
+//		Questions -> ask the connector -> Answer
+//		Schedule  -> step for the host, chunks for the model
+//		Commit    <- sampled tokens; -> step for the host
+//		Outputs   -> news for the clients
+//	}
+//
+// Requests are served in order of arrival. Running ones come first, decodes before prefills; then
+// waiting ones are admitted while there are places, blocks and tokens left in the step. An admitted
+// request gets the blocks of all its tokens at once, so that neither a prefill nor a load can get
+// stuck half way. A request whose KV is being loaded is parked and takes part again when the load is
+// over. When a running request needs one more block and there is none, the newest request loses its
+// blocks and starts over, matched anew; but if blocks come back on their own, because transfers that
+// pin them will end, the request waits instead.
+//
+// Blocks are published in the prefix cache only when their KV is complete: computed ones in Commit,
+// loaded ones in Loaded.
+package sched
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/kvcache"
+)
+
+// Config is fixed for the life of a scheduler.
+type Config struct {
+	BlockTokens      int
+	Groups           int // block tables of a request
+	MaxBatchedTokens int // tokens in one step at most
+	MaxSeqs          int // requests in one step at most
+	PrefixCaching    bool
+	Role             connector.Role // 0: there is no connector
+	FailLoads        bool           // end requests whose load failed, instead of recomputing
+}
+
+// Stats are totals since the start.
+type Stats struct {
+	Preemptions  int
+	Loads        int // admissions with a load
+	FailedLoads  int // loads of which at least one block failed
+	LoadedTokens int // prompt or recomputed tokens that arrived valid
+}
+
+// Scheduler is the state machine. It is for one goroutine.
+type Scheduler struct {
+	cfg     Config
+	pool    *kvcache.Pool
+	live    map[connector.RequestID]*seq
+	queue   []*seq // waiting, loading and ready, by arrival
+	running []*seq // by arrival
+	arrived uint64
+
+	chunks  []Chunk // what Schedule planned and Commit completes
+	step    connector.Step
+	handed  map[handle]*handover
+	outputs []Output
+	stats   Stats
+}
+
+// handle names something the host was given and will report the end of.
+type handle struct {
+	kind    byte // 'l'oad, 's'ave, 'e'nd, 'h'old
+	step    uint64
+	request connector.RequestID
+}
+
+// handover is what is kept for the host until then.
+type handover struct {
+	seq    *seq
+	blocks []connector.Block
+	from   int // loads: the tokens that are being filled
+	to     int
+}
+
+// New makes a scheduler over an empty cache. Groups below 1 means 1.
+func New(cfg Config, pool *kvcache.Pool) *Scheduler {
+	cfg.Groups = max(cfg.Groups, 1)
+	return &Scheduler{
+		cfg: cfg, pool: pool, step: connector.Step{ID: 1},
+		live: map[connector.RequestID]*seq{}, handed: map[handle]*handover{},
+	}
+}
+
+// Add takes a request in. It refuses one whose id is in use, and one that the cache cannot hold even
+// when it is alone.
+func (s *Scheduler) Add(req Request) error {
+	if s.live[req.ID] != nil {
+		return fmt.Errorf("request %s is running already", req.ID)
+	}
+	if s.handed[handle{'e', s.step.ID, req.ID}] != nil {
+		return fmt.Errorf("request %s is just ending, use another id", req.ID) // the host could not tell the two apart
+	}
+	if need := s.blocksFor(len(req.Prompt)+req.MaxTokens) * s.cfg.Groups; need > s.pool.Size() {
+		return fmt.Errorf("request %s needs %d blocks, the cache has %d", req.ID, need, s.pool.Size())
+	}
+	s.arrived++
+	r := &seq{Request: req, arrival: s.arrived, tokens: slices.Clone(req.Prompt), asked: -1}
+	s.live[r.ID] = r
+	s.queue = append(s.queue, r)
+	if s.cfg.Role != 0 {
+		s.step.Arrived = append(s.step.Arrived, connector.Query{Request: r.ID, Tokens: len(r.tokens), Keys: r.Keys})
+	}
+	return nil
+}
+
+// Abort ends a request in whatever state it is; unknown ids are ignored.
+func (s *Scheduler) Abort(id connector.RequestID, reason connector.Reason, err error) {
+	r := s.live[id]
+	switch {
+	case r == nil:
+	case r.state != withheld:
+		s.end(r, reason, err)
+	case reason == connector.ReasonAbort || reason == connector.ReasonError:
+		r.last.Reason, r.last.Err = reason, err // nobody waits for the ticket any more
+		s.emitLast(r)
+	}
+}
+
+// Live is the number of requests whose last output is still to come.
+func (s *Scheduler) Live() int { return len(s.live) }
+
+// Waiting is the number of requests in the queue, parked ones included.
+func (s *Scheduler) Waiting() int { return len(s.queue) }
+
+// Running is the number of requests in the batch.
+func (s *Scheduler) Running() int { return len(s.running) }
+
+// Stats gives the totals.
+func (s *Scheduler) Stats() Stats { return s.stats }
+
+// Outputs takes the news since the last call.
+func (s *Scheduler) Outputs() []Output {
+	out := s.outputs
+	s.outputs = nil
+	return out
+}
+
+// Forget empties the prefix cache: what is computed or loaded from now on is all that is found.
+func (s *Scheduler) Forget() {
+	s.pool.Forget()
+	for _, r := range s.queue {
+		r.asked = -1
+	}
+}
+
+// A Question is to be put to the connector, and its answer given to Answer.
+type Question struct {
+	Query  connector.Query
+	Ticket []byte // signed
+}
+
+// Questions lists what must be known before more requests can be admitted. Asking again changes
+// nothing; answered ones are left out until the request's local prefix changes.
+func (s *Scheduler) Questions() []Question {
+	var list []Question
+	slots := s.slots()
+	for _, r := range s.queue {
+		if slots == 0 {
+			break
+		}
+		if r.state != waiting || r.match.Later {
+			continue
+		}
+		slots--
+		if hit := s.localHit(r); s.mustAsk(r, hit) {
+			list = append(list, Question{
+				Query:  connector.Query{Request: r.ID, Tokens: len(r.tokens), Keys: r.Keys, Computed: hit},
+				Ticket: r.Ticket,
+			})
+		}
+	}
+	return list
+}
+
+// Answer is the connector's answer to a question; computed is the question's Computed. A request
+// that gets the answer Later is passed over until Answered.
+func (s *Scheduler) Answer(id connector.RequestID, computed int, m connector.Match) {
+	if r := s.live[id]; r != nil && r.state == waiting {
+		r.asked, r.match = computed, m
+	}
+}
+
+// Answered says that a request whose answer was Later can be asked again.
+func (s *Scheduler) Answered(id connector.RequestID) {
+	if r := s.live[id]; r != nil && r.match.Later {
+		r.asked, r.match = -1, connector.Match{}
+	}
+}
+
+// Later lists the requests whose answer was Later.
+func (s *Scheduler) Later() []connector.RequestID {
+	var list []connector.RequestID
+	for _, r := range s.queue {
+		if r.match.Later {
+			list = append(list, r.ID)
+		}
+	}
+	return list
+}
+
+// mustAsk reports whether a request cannot be admitted before the connector has been asked.
+func (s *Scheduler) mustAsk(r *seq, hit int) bool {
+	return s.cfg.Role.Loads() && !r.barred && r.asked != hit && hit < s.maxHit(r)
+}
+
+// maxHit is how many tokens may come from elsewhere in whole blocks: one token at least must be
+// computed to have logits to sample from.
+func (s *Scheduler) maxHit(r *seq) int {
+	return (len(r.tokens) - 1) / s.cfg.BlockTokens * s.cfg.BlockTokens
+}
+
+// localHit is the length of the request's prefix that is in the prefix cache, in tokens.
+func (s *Scheduler) localHit(r *seq) int {
+	n := 0
+	for n < s.maxHit(r) && s.cached(r, n/s.cfg.BlockTokens) != nil {
+		n += s.cfg.BlockTokens
+	}
+	return n
+}
+
+// cached finds block i of a request in the prefix cache, one id for each group, or nil.
+func (s *Scheduler) cached(r *seq, i int) []connector.BlockID {
+	if !s.cfg.PrefixCaching || i >= len(r.Keys) {
+		return nil
+	}
+	ids := make([]connector.BlockID, s.cfg.Groups)
+	for g := range ids {
+		id, ok := s.pool.Lookup(uint16(g), r.Keys[i])
+		if !ok {
+			return nil
+		}
+		ids[g] = id
+	}
+	return ids
+}
+
+// slots is how many more requests may get blocks: the batch has MaxSeqs places, and as many
+// requests again may be parked, so that loads run ahead of free places.
+func (s *Scheduler) slots() int {
+	places := s.cfg.MaxSeqs - len(s.running) - s.queued(ready)
+	return max(0, min(places, 2*s.cfg.MaxSeqs-s.holders()))
+}
+
+// holders is the number of requests that have blocks.
+func (s *Scheduler) holders() int { return len(s.running) + s.queued(ready) + s.queued(loading) }
+
+func (s *Scheduler) queued(in state) int {
+	n := 0
+	for _, r := range s.queue {
+		if r.state == in {
+			n++
+		}
+	}
+	return n
+}
+
+func (s *Scheduler) blocksFor(tokens int) int {
+	return (tokens + s.cfg.BlockTokens - 1) / s.cfg.BlockTokens
+}
+
+// insert puts a request where its arrival places it.
+func insert(list []*seq, r *seq) []*seq {
+	at, _ := slices.BinarySearchFunc(list, r, func(a, b *seq) int { return cmp.Compare(a.arrival, b.arrival) })
+	return slices.Insert(list, at, r)
+}
+
+func remove(list []*seq, r *seq) []*seq {
+	return slices.DeleteFunc(list, func(o *seq) bool { return o == r })
+}

@@ -1,0 +1,206 @@
+package sched
+
+import (
+	"slices"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Chunk is a run of tokens of one request to be computed. The slices belong to the scheduler and are
+// valid until Commit.
+type Chunk struct {
+	Request connector.RequestID
+	Tokens  []int32
+	Start   int                   // position of the first
+	Blocks  [][]connector.BlockID // by group
+	Sample  bool                  // the token after the last one is wanted
+
+	seq *seq
+}
+
+// Schedule plans one step: chunks for the model, and what the host must know before they are
+// computed (nil if nothing). After chunks were computed Commit or Fail must follow. Without chunks
+// there is nothing to do until something happens, or until Questions are answered.
+func (s *Scheduler) Schedule() ([]Chunk, *connector.Step) {
+	s.chunks = s.chunks[:0]
+	budget := s.cfg.MaxBatchedTokens
+	for _, r := range slices.Clone(s.running) { // decodes; preemption shortens the list meanwhile
+		if r.state == running && r.todo() == 1 && budget > 0 && s.grow(r) {
+			budget -= s.plan(r, budget)
+		}
+	}
+	for _, r := range s.running { // prefills
+		if r.todo() > 1 && budget > 0 {
+			budget -= s.plan(r, budget)
+		}
+	}
+	s.admit(budget)
+	return s.chunks, s.takeStep()
+}
+
+// plan adds as much of a request to the step as budget allows and returns how much that is.
+func (s *Scheduler) plan(r *seq, budget int) int {
+	n := min(r.todo(), budget)
+	s.chunks = append(s.chunks, Chunk{
+		Request: r.ID, Tokens: r.tokens[r.computed : r.computed+n], Start: r.computed,
+		Blocks: r.table, Sample: n == r.todo(), seq: r,
+	})
+	return n
+}
+
+// grow gives a running request the block its next token needs. It preempts newer requests for it,
+// unless blocks come back on their own: then, or when the request itself is the newest, it returns
+// false.
+func (s *Scheduler) grow(r *seq) bool {
+	for s.missing(r) > s.pool.Available() {
+		if s.pool.Settling() > 0 {
+			return false
+		}
+		victim := s.newest()
+		s.preempt(victim)
+		if victim == r {
+			return false
+		}
+	}
+	s.allocate(r)
+	return true
+}
+
+// newest is the youngest request that can lose its blocks: one that is being loaded cannot.
+func (s *Scheduler) newest() *seq {
+	victim := s.running[len(s.running)-1]
+	for _, r := range s.queue {
+		if r.state == ready && r.arrival > victim.arrival {
+			victim = r
+		}
+	}
+	return victim
+}
+
+// preempt takes a request's blocks away. It starts over as if it had just arrived with the tokens it
+// has by now; sampling is a function of seed and position, so it goes on as it would have.
+func (s *Scheduler) preempt(r *seq) {
+	s.stats.Preemptions++
+	s.release(r)
+	s.running = remove(s.running, r)
+	if r.state == running {
+		s.queue = insert(s.queue, r)
+	}
+	r.state, r.asked = waiting, -1
+	if s.cfg.Role != 0 {
+		s.step.Preempted = append(s.step.Preempted, r.ID)
+	}
+}
+
+// admit brings queued requests into the batch, in order of arrival, while there are places, blocks
+// and tokens left. A request that must be asked about first, or whose answer was Later, is passed
+// over; one that does not fit keeps those behind it waiting, so that it gets its turn.
+func (s *Scheduler) admit(budget int) {
+	slots, full := s.slots(), false
+	for _, r := range slices.Clone(s.queue) {
+		if budget == 0 {
+			return
+		}
+		switch {
+		case r.state == ready && len(s.running) < s.cfg.MaxSeqs:
+		case r.state != waiting || r.match.Later || full || slots == 0:
+			continue
+		case s.mustAsk(r, s.localHit(r)):
+			continue
+		default:
+			if full = !s.place(r); full {
+				continue
+			}
+			slots--
+			if r.state == loading {
+				continue
+			}
+		}
+		s.queue = remove(s.queue, r)
+		s.running = insert(s.running, r)
+		r.state = running
+		budget -= s.plan(r, budget)
+	}
+}
+
+// place gives a waiting request all blocks it needs and starts its load, or changes nothing and
+// returns false. Beyond its own it leaves a block for each request that has some, to grow into.
+func (s *Scheduler) place(r *seq) bool {
+	hit := s.localHit(r)
+	r.table = make([][]connector.BlockID, s.cfg.Groups)
+	for i := range hit / s.cfg.BlockTokens {
+		for g, id := range s.cached(r, i) {
+			s.pool.Ref(id)
+			r.table[g] = append(r.table[g], id)
+		}
+	}
+	if s.missing(r)+s.holders() > s.pool.Available() {
+		s.release(r)
+		return false
+	}
+	s.allocate(r)
+	r.computed, r.full = hit, hit/s.cfg.BlockTokens
+	if r.generated() == 0 {
+		r.local, r.external = hit, 0
+	}
+	if end := s.offered(r, hit); end > hit {
+		s.load(r, hit, end)
+	}
+	return true
+}
+
+// offered is where the connector's offer ends, in tokens. Whole blocks stay whole and leave at least
+// one token to compute. Only a producer that the request has a ticket of can offer part of a block:
+// partial blocks have no key.
+func (s *Scheduler) offered(r *seq, hit int) int {
+	if !s.cfg.Role.Loads() || r.barred || r.asked != hit || r.match.Tokens <= 0 {
+		return hit
+	}
+	end := min(hit+min(r.match.Tokens, len(r.tokens)), len(r.tokens))
+	if r.Ticket == nil || end%s.cfg.BlockTokens == 0 {
+		return min(end/s.cfg.BlockTokens*s.cfg.BlockTokens, s.maxHit(r))
+	}
+	return min(end, len(r.tokens)-1)
+}
+
+// load parks a request until the host has filled tokens [from, to).
+func (s *Scheduler) load(r *seq, from, to int) {
+	blocks := r.blocks(from, to, s.cfg.BlockTokens)
+	s.hand('l', r, &handover{blocks: blocks, from: from, to: to})
+	s.step.Admitted = append(s.step.Admitted, connector.Transfer{Request: r.ID, From: from, Tokens: to - from, Blocks: blocks})
+	s.stats.Loads++
+	r.state = loading
+}
+
+// missing is the number of blocks a request lacks for the tokens it has.
+func (s *Scheduler) missing(r *seq) int {
+	n := 0
+	for _, t := range r.table {
+		n += s.blocksFor(len(r.tokens)) - len(t)
+	}
+	return n
+}
+
+// allocate gives a request the blocks it lacks; the caller has made sure that they are there.
+func (s *Scheduler) allocate(r *seq) {
+	for g := range r.table {
+		for len(r.table[g]) < s.blocksFor(len(r.tokens)) {
+			id, ok := s.pool.Alloc()
+			if !ok {
+				return
+			}
+			r.table[g] = append(r.table[g], id)
+		}
+	}
+}
+
+// release drops a request's references, the tail's first: it is reused first, since a prefix is
+// worth more than what follows it.
+func (s *Scheduler) release(r *seq) {
+	for _, table := range r.table {
+		for _, id := range slices.Backward(table) {
+			s.pool.Unref(id)
+		}
+	}
+	r.table, r.computed, r.full = nil, 0, 0
+}
