@@ -71,6 +71,9 @@ func (t *Tensor) Rows() int {
 	return n
 }
 
+// Raw is the tensor's encoded data. The caller must not change it.
+func (t *Tensor) Raw() []byte { return t.data }
+
 // Clone copies the tensor's data, so that it outlives its file.
 func (t *Tensor) Clone() *Tensor {
 	c := *t

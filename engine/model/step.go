@@ -92,11 +92,12 @@ func (s *step) useCache(m *llama, kv *connector.KV) error {
 }
 
 func (s *step) check(m *llama, c *Chunk) error {
+	if len(c.Tokens) == 0 || c.Start < 0 || c.Start > m.spec.MaxTokens-len(c.Tokens) {
+		return fmt.Errorf("%d tokens from position %d, the model handles 1 to %d", len(c.Tokens), c.Start, m.spec.MaxTokens)
+	}
 	end := c.Start + len(c.Tokens)
 	size := s.kv.Layout().Groups[0].BlockTokens
 	switch {
-	case len(c.Tokens) == 0 || c.Start < 0 || end > m.spec.MaxTokens:
-		return fmt.Errorf("%d tokens from position %d, the model handles 1 to %d", len(c.Tokens), c.Start, m.spec.MaxTokens)
 	case len(c.Blocks) != 1 || len(c.Blocks[0])*size < end:
 		return fmt.Errorf("block tables do not cover %d positions in one group", end)
 	case len(c.Logits) > len(c.Tokens):

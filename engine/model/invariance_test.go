@@ -1,0 +1,92 @@
+package model
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// requireInvariant computes the same tokens in many ways: all logits of all positions must have the same
+// bits. load makes the model with the given options.
+func requireInvariant(t *testing.T, load func(Options) Model, d DType, tokens []int32) [][]float32 {
+	one := load(Options{Threads: 1, DType: d})
+	two := load(Options{Threads: 2, DType: d})
+	want := logits(t, one, tokens, len(tokens), 16)
+	requireSame(t, want, logits(t, two, tokens, len(tokens), 16), "2 threads")
+	for _, chunk := range []int{1, 7, 64} {
+		requireSame(t, want, logits(t, two, tokens, chunk, 16), label("chunks of ", chunk))
+	}
+	for _, block := range []int{32, 64} {
+		requireSame(t, want, logits(t, one, tokens, 64, block), label("blocks of ", block))
+	}
+	// One of eight sequences, each with another length, in uneven chunks.
+	const place = 3
+	var texts [][]int32
+	for i := range 8 {
+		texts = append(texts, randomTokens(uint64(i), 20+3*i, one.Spec().Vocab))
+	}
+	texts[place] = tokens
+	kv := newKV(t, two, 16, 64)
+	seqs := newSequences(kv, 5, texts...)
+	forward(t, two, kv, seqs, 5, 1, 9, 31)
+	requireSame(t, want, seqs[place].logits, "batch of 8")
+	requireSame(t, logits(t, one, texts[7], len(texts[7]), 16), seqs[7].logits, "another of the batch")
+	return want
+}
+
+func TestTinyInvariance(t *testing.T) {
+	for _, d := range []DType{F32, F16} {
+		t.Run(d.String(), func(t *testing.T) {
+			tokens := randomTokens(1, 150, 259)
+			load := func(o Options) Model { return loadTiny(t, o) }
+			want := requireInvariant(t, load, d, tokens)
+			plain := loadTiny(t, Options{Threads: 2, DType: d, Portable: true})
+			requireSame(t, want, logits(t, plain, tokens, len(tokens), 16), "portable")
+			requireSame(t, want, logits(t, plain, tokens, 7, 32), "portable, chunks of 7, blocks of 32")
+		})
+	}
+}
+
+func TestRealInvariance(t *testing.T) {
+	text := readRecording(t).texts()[1]
+	tokens := append(append([]int32(nil), text...), text...)
+	for _, d := range []DType{F16, F32} {
+		t.Run(d.String(), func(t *testing.T) {
+			want := requireInvariant(t, func(o Options) Model { return loadReal(t, o) }, d, tokens)
+			plain := loadReal(t, Options{Threads: 2, DType: d, Portable: true})
+			requireSame(t, want[:6], logits(t, plain, tokens[:6], 6, 16), "portable")
+		})
+	}
+}
+
+// TestTinyDependsOnEverything: a model whose logits ignore part of the prefix could not find lost blocks.
+func TestTinyDependsOnEverything(t *testing.T) {
+	m := loadTiny(t, Options{Threads: 1})
+	tokens := randomTokens(2, 64, 259)
+	want := logits(t, m, tokens, 64, 16)[63]
+	for p := range 63 {
+		changed := append([]int32(nil), tokens...)
+		changed[p] = (changed[p] + 1) % 259
+		require.NotEqual(t, want, logits(t, m, changed, 64, 16)[63], "token %d does not matter", p)
+	}
+}
+
+// TestPrefixReuse moves the KV of a prefix block by block into another cache and goes on from there.
+func TestPrefixReuse(t *testing.T) {
+	m := loadTiny(t, Options{Threads: 2})
+	tokens := randomTokens(3, 100, 259)
+	const prefix = 77
+	p, d := newKV(t, m, 16, 16), newKV(t, m, 16, 32)
+	from := newSequences(p, 1, tokens)[0]
+	b := &Batch{Chunks: []Chunk{from.chunk(prefix, 259)}}
+	require.NoError(t, m.Forward(b, p))
+	to := newSequences(d, 2, tokens)[0]
+	to.done = prefix
+	for s := range p.Layout().Segments {
+		for i := range (prefix + 15) / 16 {
+			copy(d.View(s, to.blocks[i]), p.View(s, from.blocks[i]))
+		}
+	}
+	require.NoError(t, m.Forward(&Batch{Chunks: []Chunk{to.chunk(100, 259)}}, d))
+	requireSame(t, logits(t, m, tokens, 100, 16)[prefix:], to.logits, "after a moved prefix")
+}
