@@ -78,6 +78,9 @@ func (m *llama) Forward(batch *Batch, kv *connector.KV) error {
 	if err := s.begin(m, batch, kv); err != nil {
 		return fmt.Errorf("forward: %w", err)
 	}
+	if len(s.rows) == 0 {
+		return nil
+	}
 	m.embed(s)
 	for l := range m.layers {
 		if err := m.layer(l, s, batch); err != nil {

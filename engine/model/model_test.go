@@ -95,19 +95,19 @@ func TestForwardRefuses(t *testing.T) {
 	kv := newKV(t, m, 16, 4)
 	table := func(ids ...connector.BlockID) [][]connector.BlockID { return [][]connector.BlockID{ids} }
 	for name, c := range map[string]Chunk{
-		"no tokens":         {Blocks: table(0)},
-		"negative start":    {Tokens: []int32{1}, Start: -1, Blocks: table(0)},
-		"too long":          {Tokens: []int32{1}, Start: 4096, Blocks: table(0)},
-		"token too high":    {Tokens: []int32{259}, Blocks: table(0)},
-		"negative token":    {Tokens: []int32{-1}, Blocks: table(0)},
-		"no blocks":         {Tokens: []int32{1}},
-		"short table":       {Tokens: []int32{1}, Start: 16, Blocks: table(0)},
-		"two groups":        {Tokens: []int32{1}, Blocks: append(table(0), table(0)...)},
-		"block beyond":      {Tokens: []int32{1}, Blocks: table(4)},
-		"negative block":    {Tokens: []int32{1}, Blocks: table(-1)},
-		"too many logits":   {Tokens: []int32{1}, Blocks: table(0), Logits: make([][]float32, 2)},
-		"logits too short":  {Tokens: []int32{1}, Blocks: table(0), Logits: [][]float32{make([]float32, 258)}},
-		"start overflows":   {Tokens: []int32{1}, Start: math.MaxInt, Blocks: table(0)},
+		"no tokens":        {Blocks: table(0)},
+		"negative start":   {Tokens: []int32{1}, Start: -1, Blocks: table(0)},
+		"too long":         {Tokens: []int32{1}, Start: 4096, Blocks: table(0)},
+		"token too high":   {Tokens: []int32{259}, Blocks: table(0)},
+		"negative token":   {Tokens: []int32{-1}, Blocks: table(0)},
+		"no blocks":        {Tokens: []int32{1}},
+		"short table":      {Tokens: []int32{1}, Start: 16, Blocks: table(0)},
+		"two groups":       {Tokens: []int32{1}, Blocks: append(table(0), table(0)...)},
+		"block beyond":     {Tokens: []int32{1}, Blocks: table(4)},
+		"negative block":   {Tokens: []int32{1}, Blocks: table(-1)},
+		"too many logits":  {Tokens: []int32{1}, Blocks: table(0), Logits: make([][]float32, 2)},
+		"logits too short": {Tokens: []int32{1}, Blocks: table(0), Logits: [][]float32{make([]float32, 258)}},
+		"start overflows":  {Tokens: []int32{1}, Start: math.MaxInt, Blocks: table(0)},
 	} {
 		require.Error(t, m.Forward(&Batch{Chunks: []Chunk{c}}, kv), name)
 	}
