@@ -7,6 +7,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/sample"
+	"github.com/kvport/kvport/engine/sched"
 )
 
 // Errors that a front end turns into answers of its own.
@@ -18,7 +19,12 @@ var (
 	// ErrClosed says that the engine is shutting down.
 	ErrClosed = errors.New("engine is shutting down")
 	// ErrLoadFailed ends a request whose KV could not be loaded under load failure policy "fail".
-	ErrLoadFailed = errors.New("KV load failed")
+	ErrLoadFailed = sched.ErrLoadFailed
+	// ErrInvalid says that a request's fields make no sense; the message names the field.
+	ErrInvalid = errors.New("invalid request")
+	// ErrStop, as the cause with which the context of a Submit is cancelled, ends the request with
+	// ReasonStop instead of ReasonAbort: the caller found a stop string and has all it wants.
+	ErrStop = errors.New("stopped by the caller")
 )
 
 // Request is one generation.
@@ -33,9 +39,9 @@ type Request struct {
 	Remote    bool   // P/D, prefill side: a consumer will fetch the KV, give a ticket at the end
 }
 
-// Output is a piece of a generation. The last one has Reason or Err set.
+// Output is a piece of a generation. The last one has Reason set, and Err too if that is ReasonError.
 type Output struct {
-	Tokens []int32          // new tokens, in order
+	Tokens []int32          // new tokens, in order; a stop token that ends the generation is the last of them
 	Reason connector.Reason // 0 while the request runs
 	Err    error            // set when Reason is ReasonError
 	Usage  Usage            // complete in the last Output, running totals before

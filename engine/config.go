@@ -1,0 +1,112 @@
+package engine
+
+import (
+	"fmt"
+	"log/slog"
+	"slices"
+	"strconv"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/model"
+	"github.com/kvport/kvport/engine/tokenizer"
+	"github.com/kvport/kvport/sdk/host"
+)
+
+// Config is what an engine is made of. Only Model and Tokenizer are required.
+type Config struct {
+	Model     model.Model         // the caller closes it, after the engine
+	Tokenizer tokenizer.Tokenizer // for its stop tokens
+
+	BlockSize        int  // tokens of a block; default 16
+	NumBlocks        int  // blocks of the cache; default: enough for 4 sequences of MaxModelLen
+	MaxModelLen      int  // longest sequence, prompt and generation together; default: what model and cache can hold
+	MaxBatchedTokens int  // tokens computed in one step at most; default 512
+	MaxSeqs          int  // sequences in one step at most; default 16
+	MaxWaiting       int  // requests that may wait before Submit answers ErrOverloaded; default 1024
+	PrefixCaching    bool // keep full blocks of ended requests for prompts that start alike
+
+	Connector  *host.Config // nil: no connector
+	PluginPath []string     // folders in which to look for plugins
+	Log        *slog.Logger // nil: slog.Default()
+	Metrics    prometheus.Registerer
+}
+
+// withDefaults fills in what was left out and refuses what cannot work, naming the field.
+func (c Config) withDefaults() (Config, error) {
+	if c.Model == nil || c.Tokenizer == nil {
+		return c, fmt.Errorf("engine config: model and tokenizer are required")
+	}
+	spec := c.Model.Spec()
+	for _, f := range []struct {
+		name    string
+		value   *int
+		initial int
+	}{
+		{"block size", &c.BlockSize, 16},
+		{"max batched tokens", &c.MaxBatchedTokens, 512},
+		{"max sequences", &c.MaxSeqs, 16},
+		{"max waiting", &c.MaxWaiting, 1024},
+		{"max model length", &c.MaxModelLen, spec.MaxTokens},
+		{"number of blocks", &c.NumBlocks, 0},
+	} {
+		if *f.value < 0 {
+			return c, fmt.Errorf("engine config: %s is %d, want a positive number", f.name, *f.value)
+		}
+		if *f.value == 0 {
+			*f.value = f.initial
+		}
+	}
+	if c.MaxModelLen > spec.MaxTokens {
+		return c, fmt.Errorf("engine config: max model length is %d, but model %s handles at most %d tokens", c.MaxModelLen, spec.Name, spec.MaxTokens)
+	}
+	if c.NumBlocks == 0 {
+		c.NumBlocks = 4 * ((c.MaxModelLen + c.BlockSize - 1) / c.BlockSize)
+	}
+	c.MaxModelLen = min(c.MaxModelLen, c.NumBlocks*c.BlockSize)
+	if c.Log == nil {
+		c.Log = slog.Default()
+	}
+	if c.Metrics == nil {
+		c.Metrics = prometheus.NewRegistry()
+	}
+	return c, nil
+}
+
+// shape is the fingerprint of a block's byte layout: engines whose shapes differ cannot exchange
+// blocks even if they run the same model.
+func (c Config) shape(layout connector.Layout) connector.Fingerprint {
+	fields := []string{c.Model.Spec().ByteShape, strconv.Itoa(c.BlockSize), "ranks", "1"}
+	for _, s := range layout.Segments {
+		fields = append(fields, fmt.Sprintf("layer %d group %d bytes %d", s.Layer, s.Group, s.Bytes))
+	}
+	return connector.NewFingerprint("kvport/shape/1", slices.Clip(fields)...)
+}
+
+// Info is what a front end must know to check requests and to say what it serves.
+type Info struct {
+	Model       string // the model's name
+	Vocab       int    // token ids are 0..Vocab-1
+	MaxModelLen int    // prompt and generation together
+	BlockSize   int
+	NumBlocks   int
+	Connector   string // empty: none
+}
+
+// Health is what /health says of an engine.
+type Health struct {
+	Running int          `json:"running"` // requests in the batch
+	Waiting int          `json:"waiting"` // requests that wait, parked loads included
+	Blocks  Blocks       `json:"blocks"`
+	Closing bool         `json:"closing,omitempty"`
+	Host    *host.Health `json:"connector,omitempty"` // nil without a connector
+}
+
+// Blocks counts the slots of the cache by state; the four add up to all of them.
+type Blocks struct {
+	Free   int `json:"free"`   // reusable, cached content included
+	Used   int `json:"used"`   // belong to requests
+	Pinned int `json:"pinned"` // a running transfer reads or writes them
+	Held   int `json:"held"`   // kept for consumers
+}

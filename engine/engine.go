@@ -1,0 +1,249 @@
+package engine
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/kvcache"
+	"github.com/kvport/kvport/engine/sched"
+	"github.com/kvport/kvport/sdk/host"
+)
+
+// Engine is one running engine. Its methods are safe for concurrent use.
+//
+// One goroutine, the loop, owns the scheduler, the cache and the model. Everybody else leaves it
+// functions to run in the inbox and hears from it through channels.
+type Engine struct {
+	cfg    Config
+	info   Info
+	space  connector.KeySpace // of requests without salt
+	region *host.Region
+	host   *host.Host // nil: no connector
+	wake   chan struct{}
+	done   chan struct{} // closed when the loop has ended
+	once   sync.Once     // Close
+	closed error
+
+	mu      sync.Mutex
+	inbox   []func(*loop)
+	live    map[connector.RequestID]*stream
+	closing bool
+	health  Health
+}
+
+// New starts an engine. Errors name the field of Config, or come from the connector's host. The
+// caller ends the engine with Close, then closes the model.
+func New(ctx context.Context, cfg Config) (*Engine, error) {
+	cfg, err := cfg.withDefaults()
+	if err != nil {
+		return nil, err
+	}
+	spec := cfg.Model.Spec()
+	layout, size := host.WithDigests(cfg.Model.Layout(cfg.BlockSize, cfg.NumBlocks))
+	m, err := newMetrics(cfg.Metrics)
+	if err != nil {
+		return nil, err
+	}
+	region, err := host.NewRegion(size)
+	if err != nil {
+		return nil, fmt.Errorf("%d blocks of %d tokens: %w", cfg.NumBlocks, cfg.BlockSize, err)
+	}
+	e := &Engine{
+		cfg: cfg, region: region, space: connector.KeySpace{Model: spec.Weights},
+		info: Info{
+			Model: spec.Name, Vocab: spec.Vocab, MaxModelLen: cfg.MaxModelLen,
+			BlockSize: cfg.BlockSize, NumBlocks: cfg.NumBlocks,
+		},
+		wake: make(chan struct{}, 1), done: make(chan struct{}),
+		live: map[connector.RequestID]*stream{},
+	}
+	kv, err := connector.NewKV(layout, [][]byte{region.Bytes()})
+	if err == nil {
+		err = e.openHost(ctx, layout)
+	}
+	if err != nil {
+		return nil, errors.Join(err, region.Close())
+	}
+	l := newLoop(e, kv, m)
+	l.observe()
+	go l.run()
+	return e, nil
+}
+
+// openHost starts the connector, if there is one.
+func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err error) {
+	c := e.cfg.Connector
+	if c == nil {
+		return nil
+	}
+	if path := c.Settings.TenantSecretFile; path != "" {
+		secret, err := os.ReadFile(path)
+		if err != nil {
+			return fmt.Errorf("%w: tenant_secret_file: %w", host.ErrConfig, err)
+		}
+		if e.space.Secret = bytes.TrimSpace(secret); len(e.space.Secret) == 0 {
+			return fmt.Errorf("%w: tenant_secret_file: %s is empty", host.ErrConfig, path)
+		}
+	}
+	e.host, err = host.Open(ctx, c, host.Engine{
+		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Layout: layout, Ranks: []*host.Region{e.region},
+	}, host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics})
+	if err != nil {
+		return err
+	}
+	e.info.Connector = e.host.Info().Name
+	return nil
+}
+
+// Info says what the engine serves. It never changes.
+func (e *Engine) Info() Info { return e.info }
+
+// Health says how the engine and its connector are.
+func (e *Engine) Health() Health {
+	e.mu.Lock()
+	h := e.health
+	h.Closing = e.closing
+	e.mu.Unlock()
+	if e.host != nil {
+		state := e.host.Health()
+		h.Host = &state
+	}
+	return h
+}
+
+// Submit starts a generation. Its outputs come on the channel, which is closed after the last one,
+// the one with Reason set; a reader that falls behind gets several at once. When ctx is done the
+// request ends with ReasonAbort, or ReasonStop if the cause is ErrStop. Errors wrap ErrInvalid,
+// ErrTooLong, ErrOverloaded or ErrClosed; then there is no channel.
+func (e *Engine) Submit(ctx context.Context, req Request) (<-chan Output, error) {
+	if err := e.check(&req); err != nil {
+		return nil, err
+	}
+	space := e.space
+	space.Salt = req.Salt
+	seq := sched.Request{
+		ID: req.ID, Prompt: req.Prompt, MaxTokens: req.MaxTokens, Ticket: req.Ticket, Remote: req.Remote,
+	}
+	if e.cfg.PrefixCaching || e.host != nil {
+		seq.Space, seq.Keys = &space, space.Keys(req.Prompt, e.cfg.BlockSize) // hashed here, off the loop
+	}
+	if !req.IgnoreEOS {
+		seq.Stops = e.cfg.Tokenizer.Stops()
+	}
+	st := &stream{ctx: ctx, id: req.ID, params: req.Params, prompt: len(req.Prompt), since: time.Now(), out: make(chan Output, 1)}
+	if err := e.register(st); err != nil {
+		return nil, err
+	}
+	// If ctx ends before the loop has seen the request, add notices.
+	st.unwatch = context.AfterFunc(ctx, func() { e.do(func(l *loop) { l.abort(st) }) })
+	e.do(func(l *loop) { l.add(st, seq) })
+	return st.out, nil
+}
+
+// check refuses a request that cannot be served.
+func (e *Engine) check(req *Request) error {
+	outside := func(t int32) bool { return t < 0 || int(t) >= e.info.Vocab }
+	switch {
+	case req.ID == "":
+		return fmt.Errorf("%w: id is empty", ErrInvalid)
+	case len(req.Prompt) == 0:
+		return fmt.Errorf("%w: prompt is empty", ErrInvalid)
+	case req.MaxTokens < 1:
+		return fmt.Errorf("%w: max_tokens is %d, want at least 1", ErrInvalid, req.MaxTokens)
+	case len(req.Prompt) > e.info.MaxModelLen || req.MaxTokens > e.info.MaxModelLen-len(req.Prompt):
+		return fmt.Errorf("%w: prompt of %d tokens and max_tokens %d, together at most %d",
+			ErrTooLong, len(req.Prompt), req.MaxTokens, e.info.MaxModelLen)
+	case slices.ContainsFunc(req.Prompt, outside):
+		return fmt.Errorf("%w: prompt has a token outside 0..%d", ErrInvalid, e.info.Vocab-1)
+	}
+	if err := req.Params.Validate(); err != nil {
+		return fmt.Errorf("%w: %w", ErrInvalid, err)
+	}
+	return nil
+}
+
+func (e *Engine) register(st *stream) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	switch {
+	case e.closing:
+		return ErrClosed
+	case e.live[st.id] != nil:
+		return fmt.Errorf("%w: id %s is in use", ErrInvalid, st.id)
+	case len(e.live) >= e.cfg.MaxWaiting+e.cfg.MaxSeqs:
+		return fmt.Errorf("%w: %d are waiting or running", ErrOverloaded, len(e.live))
+	}
+	e.live[st.id] = st
+	return nil
+}
+
+// do leaves the loop a function to run between two steps.
+func (e *Engine) do(f func(*loop)) {
+	e.mu.Lock()
+	e.inbox = append(e.inbox, f)
+	e.mu.Unlock()
+	select {
+	case e.wake <- struct{}{}:
+	default: // it will look anyway
+	}
+}
+
+// Reset empties the prefix cache and the connector. Requests in flight go on with what they have.
+// An error means that the connector, or part of it, still has earlier blocks.
+func (e *Engine) Reset(ctx context.Context) error {
+	forgotten := make(chan struct{})
+	e.do(func(l *loop) {
+		l.sched.Forget()
+		close(forgotten)
+	})
+	select {
+	case <-forgotten:
+	case <-e.done:
+		return ErrClosed
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	if e.host == nil {
+		return nil
+	}
+	emptied, err := e.host.Reset(ctx)
+	if err == nil && !emptied {
+		err = errors.New("the connector kept some of its blocks")
+	}
+	return err
+}
+
+// Close refuses new requests and lets those in flight end. When ctx is done first, the rest ends with
+// ErrClosed. Afterwards the connector is gone, the cache is unmapped and no goroutine is left.
+func (e *Engine) Close(ctx context.Context) error {
+	e.once.Do(func() {
+		e.mu.Lock()
+		e.closing = true
+		e.mu.Unlock()
+		e.do(func(l *loop) { l.closing = true })
+		select {
+		case <-e.done:
+		case <-ctx.Done():
+			e.do((*loop).abortAll)
+			<-e.done
+		}
+		if e.host != nil {
+			e.closed = e.host.Close(ctx)
+		}
+		e.closed = errors.Join(e.closed, e.region.Close())
+	})
+	return e.closed
+}
+
+// blocks is a pool's account.
+func blocks(p *kvcache.Pool) Blocks {
+	n := p.Counts()
+	return Blocks{Free: n[kvcache.Free], Used: n[kvcache.Used], Pinned: n[kvcache.Pinned], Held: n[kvcache.Held]}
+}

@@ -1,0 +1,261 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/kvcache"
+	"github.com/kvport/kvport/engine/model"
+	"github.com/kvport/kvport/engine/sample"
+	"github.com/kvport/kvport/engine/sched"
+	"github.com/kvport/kvport/sdk/host"
+)
+
+// askAgain is how long a request whose match is not known yet waits at most before it is asked about
+// again. The host says when asking is worthwhile; this is for answers that got lost.
+const askAgain = 100 * time.Millisecond
+
+// loop is the goroutine that runs an engine.
+type loop struct {
+	e       *Engine
+	sched   *sched.Scheduler
+	pool    *kvcache.Pool
+	kv      *connector.KV
+	events  <-chan host.Event // nil without a connector
+	metrics *metrics
+	streams map[connector.RequestID]*stream
+	closing bool
+	batch   model.Batch
+	logits  [][]float32 // one for each place in the batch
+	sampled []int32
+}
+
+func newLoop(e *Engine, kv *connector.KV, m *metrics) *loop {
+	cfg := sched.Config{
+		BlockTokens: e.cfg.BlockSize, Groups: len(kv.Layout().Groups),
+		MaxBatchedTokens: e.cfg.MaxBatchedTokens, MaxSeqs: e.cfg.MaxSeqs, PrefixCaching: e.cfg.PrefixCaching,
+	}
+	l := &loop{e: e, pool: kvcache.New(e.cfg.NumBlocks), kv: kv, metrics: m, streams: map[connector.RequestID]*stream{}}
+	if e.host != nil {
+		cfg.Role = e.cfg.Connector.Role
+		cfg.FailLoads = e.cfg.Connector.FailurePolicy == host.PolicyFail
+		l.events = e.host.Events()
+	}
+	l.sched = sched.New(cfg, l.pool)
+	for range e.cfg.MaxSeqs {
+		l.logits = append(l.logits, make([]float32, e.info.Vocab))
+	}
+	return l
+}
+
+// run steps until the engine is closed. Without anything to compute it waits: for a request, an
+// abort, or an event of the host.
+func (l *loop) run() {
+	defer close(l.e.done)
+	for !l.finished() {
+		l.receive()
+		l.ask()
+		if !l.step() && len(l.sched.Questions()) == 0 && !l.finished() {
+			l.wait()
+		}
+	}
+}
+
+// finished reports whether the engine is closing and every request has had its last output.
+func (l *loop) finished() bool {
+	l.e.mu.Lock()
+	defer l.e.mu.Unlock()
+	return l.closing && len(l.e.live) == 0
+}
+
+// receive takes in what happened since the last step.
+func (l *loop) receive() {
+	l.e.mu.Lock()
+	inbox := l.e.inbox
+	l.e.inbox = nil
+	l.e.mu.Unlock()
+	for _, f := range inbox {
+		f(l)
+	}
+	for {
+		select {
+		case ev, open := <-l.events:
+			l.event(ev, open)
+		default:
+			return
+		}
+	}
+}
+
+func (l *loop) wait() {
+	var again <-chan time.Time
+	later := l.sched.Later()
+	if len(later) > 0 {
+		timer := time.NewTimer(askAgain)
+		defer timer.Stop()
+		again = timer.C
+	}
+	select {
+	case <-l.e.wake:
+	case ev, open := <-l.events:
+		l.event(ev, open)
+	case <-again:
+		for _, id := range later {
+			l.sched.Answered(id)
+		}
+	}
+}
+
+func (l *loop) event(ev host.Event, open bool) {
+	if !open {
+		l.events = nil
+		return
+	}
+	switch ev.Kind {
+	case host.Loaded:
+		l.sched.Loaded(ev.Step, ev.Request, ev.Failed, errors.Is(ev.Err, connector.ErrCorrupt))
+	case host.Saved:
+		l.sched.Saved(ev.Step, ev.Request)
+	case host.Finished:
+		l.sched.Finished(ev.Step, ev.Request, ev.Held, ev.Ticket)
+	case host.Released:
+		l.sched.Released(ev.Step, ev.Request)
+	case host.Answered:
+		l.sched.Answered(ev.Request)
+	}
+}
+
+// ask puts the scheduler's questions to the connector. Each takes 200 microseconds at most.
+func (l *loop) ask() {
+	for _, q := range l.sched.Questions() {
+		l.sched.Answer(q.Query.Request, q.Query.Computed, l.e.host.Match(q.Query, q.Ticket))
+	}
+}
+
+// step carries out one step of the schedule. It reports whether anything was computed.
+func (l *loop) step() bool {
+	chunks, st := l.sched.Schedule()
+	l.tell(st) // loads start while the model computes
+	if len(chunks) > 0 {
+		l.tell(l.compute(chunks)) // saves only afterwards: the blocks are complete now
+	}
+	for _, out := range l.sched.Outputs() {
+		l.deliver(out)
+	}
+	l.observe()
+	return len(chunks) > 0
+}
+
+func (l *loop) tell(st *connector.Step) {
+	if st != nil {
+		l.e.host.Step(st)
+	}
+}
+
+// compute runs the model over the chunks and samples. If the model fails, the requests of this step
+// end with its error and the engine lives on.
+func (l *loop) compute(chunks []sched.Chunk) *connector.Step {
+	start := time.Now()
+	l.batch.Chunks, l.sampled = l.batch.Chunks[:0], l.sampled[:0]
+	for i, c := range chunks {
+		chunk := model.Chunk{Tokens: c.Tokens, Start: c.Start, Blocks: c.Blocks}
+		if c.Sample {
+			chunk.Logits = l.logits[i : i+1]
+		}
+		l.batch.Chunks = append(l.batch.Chunks, chunk)
+	}
+	if err := l.e.cfg.Model.Forward(&l.batch, l.kv); err != nil {
+		l.e.cfg.Log.Error("the model failed", "error", err, "requests", len(chunks))
+		return l.sched.Fail(err)
+	}
+	for i, c := range chunks {
+		var token int32
+		if c.Sample {
+			token = sample.Sample(l.logits[i], l.streams[c.Request].params, c.Start+len(c.Tokens))
+		}
+		l.sampled = append(l.sampled, token)
+	}
+	l.metrics.step.Observe(time.Since(start).Seconds())
+	return l.sched.Commit(l.sampled)
+}
+
+// add takes in a submitted request.
+func (l *loop) add(st *stream, seq sched.Request) {
+	l.streams[st.id] = st
+	if err := l.sched.Add(seq); err != nil {
+		l.deliver(sched.Output{Request: st.id, Reason: connector.ReasonError, Err: err})
+		return
+	}
+	if st.ctx.Err() != nil {
+		l.abort(st)
+	}
+}
+
+// abort ends a request whose context is done.
+func (l *loop) abort(st *stream) {
+	switch {
+	case l.streams[st.id] != st: // over, or not taken in yet
+	case errors.Is(context.Cause(st.ctx), ErrStop):
+		l.sched.Abort(st.id, connector.ReasonStop, nil)
+	default:
+		l.sched.Abort(st.id, connector.ReasonAbort, nil)
+	}
+}
+
+// abortAll ends what is left when the time to drain is over.
+func (l *loop) abortAll() {
+	for id := range l.streams {
+		l.sched.Abort(id, connector.ReasonError, ErrClosed)
+	}
+}
+
+// deliver passes a request's news on to its client.
+func (l *loop) deliver(o sched.Output) {
+	st := l.streams[o.Request]
+	usage := Usage{Prompt: st.prompt, Generated: o.Generated, Local: o.Local, External: o.External}
+	l.metrics.output(st, o)
+	st.send(Output{Tokens: o.Tokens, Reason: o.Reason, Err: o.Err, Ticket: o.Ticket, Usage: usage})
+	if o.Reason == 0 {
+		return
+	}
+	st.unwatch()
+	close(st.out)
+	delete(l.streams, o.Request)
+	l.e.mu.Lock()
+	delete(l.e.live, o.Request)
+	l.e.mu.Unlock()
+}
+
+// observe makes the state of the step visible.
+func (l *loop) observe() {
+	h := Health{Running: l.sched.Running(), Waiting: l.sched.Waiting(), Blocks: blocks(l.pool)}
+	l.metrics.state(h, l.sched.Stats())
+	l.e.mu.Lock()
+	l.e.health = h
+	l.e.mu.Unlock()
+}
+
+// stream is a request's way back to its client.
+type stream struct {
+	ctx     context.Context
+	id      connector.RequestID
+	params  sample.Params
+	prompt  int       // length
+	since   time.Time // of Submit
+	last    time.Time // of the last token, zero before the first
+	out     chan Output
+	unwatch func() bool
+}
+
+// send never blocks: what the client has not read yet is taken back and sent again with the news.
+// The loop is the only sender, so the channel's one place is free then.
+func (st *stream) send(o Output) {
+	select {
+	case unread := <-st.out:
+		o.Tokens = append(unread.Tokens, o.Tokens...)
+	default:
+	}
+	st.out <- o
+}
