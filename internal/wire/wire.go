@@ -61,16 +61,16 @@ func Handshake() plugin.HandshakeConfig {
 	return plugin.HandshakeConfig{ProtocolVersion: ProtocolVersion, MagicCookieKey: CookieKey, MagicCookieValue: CookieValue}
 }
 
-// Plugin is the go-plugin entry of both ends. A plugin sets Server; a host leaves it nil and gets
+// Plugin is the go-plugin entry of both ends. A plugin sets Service; a host leaves it nil and gets
 // the *grpc.ClientConn from Dispense.
 type Plugin struct {
 	plugin.NetRPCUnsupportedPlugin
-	Server kvportv1.PluginServer
+	Service kvportv1.PluginServer
 }
 
 // GRPCServer implements plugin.GRPCPlugin.
 func (p *Plugin) GRPCServer(_ *plugin.GRPCBroker, s *grpc.Server) error {
-	kvportv1.RegisterPluginServer(s, p.Server)
+	kvportv1.RegisterPluginServer(s, p.Service)
 	return nil
 }
 

@@ -1,0 +1,230 @@
+package sdk
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// side is one opened half of the connector: one of scheduler and worker is set.
+type side struct {
+	scheduler connector.Scheduler
+	worker    connector.Worker
+	kv        *connector.KV
+	log       *slog.Logger
+	close     func() error // closes the half, then frees its memory
+}
+
+// callName is the call's name in logs and errors.
+func callName(m *kvportv1.SessionRequest) string {
+	switch m.GetCall().(type) {
+	case *kvportv1.SessionRequest_Open:
+		return "open"
+	case *kvportv1.SessionRequest_Match:
+		return "match"
+	case *kvportv1.SessionRequest_Plan:
+		return "plan"
+	case *kvportv1.SessionRequest_Load:
+		return "load"
+	case *kvportv1.SessionRequest_Save:
+		return "save"
+	case *kvportv1.SessionRequest_Finish:
+		return "finish"
+	case *kvportv1.SessionRequest_Consumed:
+		return "consumed"
+	case *kvportv1.SessionRequest_Reset_:
+		return "reset"
+	}
+	return "close"
+}
+
+// dispatch runs one call and fills its answer.
+func (s *session) dispatch(c *call, answer *kvportv1.SessionResponse) error {
+	if open, ok := c.request.GetCall().(*kvportv1.SessionRequest_Open); ok {
+		opened, err := s.open(c.ctx, open.Open)
+		answer.Result = &kvportv1.SessionResponse_Opened{Opened: opened}
+		return err
+	}
+	s.mu.Lock()
+	side := s.side
+	s.mu.Unlock()
+	switch {
+	case side == nil:
+		return fmt.Errorf("%s: the side is not open: %w", callName(c.request), connector.ErrIncompatible)
+	case side.worker != nil:
+		return callWorker(c, side, answer)
+	}
+	return callScheduler(c, side.scheduler, answer)
+}
+
+func callWorker(c *call, w *side, answer *kvportv1.SessionResponse) error {
+	var move func(context.Context, *connector.Transfer, *connector.KV) error
+	var m *kvportv1.Transfer
+	switch request := c.request.GetCall().(type) {
+	case *kvportv1.SessionRequest_Load:
+		move, m = w.worker.Load, request.Load
+	case *kvportv1.SessionRequest_Save:
+		move, m = w.worker.Save, request.Save
+	default:
+		return fmt.Errorf("%s is not for a worker side: %w", callName(c.request), connector.ErrIncompatible)
+	}
+	t, err := wire.TransferFromProto(m)
+	if err != nil {
+		return err
+	}
+	for _, b := range t.Blocks {
+		if int(b.ID) >= w.kv.Layout().Blocks || int(b.Group) >= len(w.kv.Layout().Groups) {
+			return fmt.Errorf("block %d of group %d is not in the cache: %w", b.ID, b.Group, connector.ErrIncompatible)
+		}
+	}
+	answer.Result = &kvportv1.SessionResponse_Moved{Moved: &kvportv1.Moved{}}
+	return move(c.ctx, t, w.kv)
+}
+
+func callScheduler(c *call, scheduler connector.Scheduler, answer *kvportv1.SessionResponse) error {
+	switch request := c.request.GetCall().(type) {
+	case *kvportv1.SessionRequest_Match:
+		queries, err := wire.QueriesFromProto(request.Match)
+		if err != nil {
+			return err
+		}
+		matches, err := scheduler.Match(c.ctx, queries)
+		answer.Result = &kvportv1.SessionResponse_Match{Match: wire.MatchesToProto(matches)}
+		return err
+	case *kvportv1.SessionRequest_Plan:
+		return callPlan(c.ctx, scheduler, request.Plan, answer)
+	case *kvportv1.SessionRequest_Finish:
+		return callFinish(c.ctx, scheduler, request.Finish, answer)
+	case *kvportv1.SessionRequest_Consumed:
+		holder, err := power[connector.Holder](scheduler, connector.CanHold)
+		if err != nil {
+			return err
+		}
+		ids, err := holder.Consumed(c.ctx)
+		answer.Result = &kvportv1.SessionResponse_Consumed{Consumed: wire.ConsumedToProto(ids)}
+		return err
+	case *kvportv1.SessionRequest_Reset_:
+		resetter, err := power[connector.Resetter](scheduler, connector.CanReset)
+		if err != nil {
+			return err
+		}
+		emptied, err := resetter.Reset(c.ctx)
+		answer.Result = &kvportv1.SessionResponse_Reset_{Reset_: &kvportv1.ResetResponse{Emptied: emptied}}
+		return err
+	}
+	return fmt.Errorf("%s is not for a scheduler side: %w", callName(c.request), connector.ErrIncompatible)
+}
+
+func callPlan(ctx context.Context, scheduler connector.Scheduler, m *kvportv1.Step, answer *kvportv1.SessionResponse) error {
+	planner, err := power[connector.Planner](scheduler, connector.CanPlan)
+	if err != nil {
+		return err
+	}
+	step, err := wire.StepFromProto(m)
+	if err != nil {
+		return err
+	}
+	plan, err := planner.Plan(ctx, step)
+	answer.Result = &kvportv1.SessionResponse_Plan{Plan: wire.PlanToProto(plan)}
+	return err
+}
+
+func callFinish(ctx context.Context, scheduler connector.Scheduler, m *kvportv1.FinishRequest, answer *kvportv1.SessionResponse) error {
+	holder, err := power[connector.Holder](scheduler, connector.CanHold)
+	if err != nil {
+		return err
+	}
+	ended, err := wire.EndedFromProto(m)
+	if err != nil {
+		return err
+	}
+	holds, err := holder.Finish(ctx, ended)
+	answer.Result = &kvportv1.SessionResponse_Finish{Finish: wire.HoldsToProto(holds)}
+	return err
+}
+
+// power is the optional interface T of a side.
+func power[T any](v any, c connector.Capability) (T, error) {
+	t, ok := connector.As[T](v)
+	if !ok {
+		return t, fmt.Errorf("the connector cannot %v: %w", c, connector.ErrIncompatible)
+	}
+	return t, nil
+}
+
+// open opens the session's side.
+func (s *session) open(ctx context.Context, m *kvportv1.Open) (*kvportv1.Opened, error) {
+	o, err := wire.OpenFromProto(m)
+	if err != nil {
+		return nil, err
+	}
+	o.Env.Log = s.log.With("engine", o.Env.Engine, "side", "scheduler")
+	var opened *side
+	var capabilities connector.Capability
+	if o.Side == kvportv1.Side_SIDE_WORKER {
+		o.Env.Log = s.log.With("engine", o.Env.Engine, "side", "worker", "rank", o.Env.Rank)
+		if opened, err = s.openWorker(ctx, o); err == nil {
+			capabilities = connector.CapabilitiesOf(opened.worker)
+		}
+	} else if opened, err = s.openScheduler(ctx, o); err == nil {
+		capabilities = connector.CapabilitiesOf(opened.scheduler)
+	}
+	if err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	s.side, opened.log = opened, o.Env.Log
+	s.mu.Unlock()
+	return &kvportv1.Opened{Capabilities: wire.CapabilitiesToProto(capabilities)}, nil
+}
+
+func (s *session) openScheduler(ctx context.Context, o *wire.Open) (*side, error) {
+	if s.server.plugin.Scheduler == nil {
+		return nil, fmt.Errorf("connector %s has no scheduler side: %w", s.server.plugin.Name, connector.ErrIncompatible)
+	}
+	scheduler, err := s.server.plugin.Scheduler(ctx, o.Env, o.Config)
+	if err == nil && scheduler == nil {
+		err = fmt.Errorf("connector %s opened a nil scheduler: %w", s.server.plugin.Name, connector.ErrIncompatible)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &side{scheduler: scheduler, close: scheduler.Close}, nil
+}
+
+func (s *session) openWorker(ctx context.Context, o *wire.Open) (_ *side, err error) {
+	if s.server.plugin.Worker == nil {
+		return nil, fmt.Errorf("connector %s has no worker side: %w", s.server.plugin.Name, connector.ErrIncompatible)
+	}
+	views, free, err := s.server.regions.acquire(o.Regions)
+	if err != nil {
+		return nil, err
+	}
+	opened := false
+	defer func() { // also after a panic
+		if !opened {
+			err = errors.Join(err, free())
+		}
+	}()
+	kv, err := connector.NewKV(o.Env.Layout, views)
+	if err != nil {
+		return nil, err
+	}
+	worker, err := s.server.plugin.Worker(ctx, o.Env, o.Config)
+	if err == nil && worker == nil {
+		err = fmt.Errorf("connector %s opened a nil worker: %w", s.server.plugin.Name, connector.ErrIncompatible)
+	}
+	if err != nil {
+		return nil, err
+	}
+	opened = true
+	return &side{worker: worker, kv: kv, close: func() (err error) {
+		defer func() { err = errors.Join(err, free()) }() // also when Close panics
+		return worker.Close()
+	}}, nil
+}

@@ -1,0 +1,89 @@
+package sdk
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/shm"
+	"github.com/kvport/kvport/internal/wire"
+)
+
+// regions maps each piece of shared memory once for all sessions of the process.
+type regions struct {
+	mu     sync.Mutex
+	mapped map[fileID]*sharedRegion
+}
+
+// fileID tells memfds apart; descriptor numbers are reused.
+type fileID struct{ device, inode uint64 }
+
+type sharedRegion struct {
+	region *shm.Region
+	refs   int
+}
+
+// acquire maps all regions of a session, in order. free unmaps those that nobody else uses.
+func (r *regions) acquire(want []wire.Region) (_ [][]byte, free func() error, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var ids []fileID
+	free = func() error { return r.release(ids) }
+	views := make([][]byte, 0, len(want))
+	for i, w := range want {
+		id, region, err := r.one(w)
+		if err != nil {
+			r.mu.Unlock()
+			err = errors.Join(fmt.Errorf("regions[%d]: %w", i, err), free())
+			r.mu.Lock()
+			return nil, nil, err
+		}
+		ids = append(ids, id)
+		views = append(views, region.Bytes())
+	}
+	return views, free, nil
+}
+
+// one takes a reference on the region behind a descriptor, mapping it if it is new. The caller holds
+// the lock.
+func (r *regions) one(w wire.Region) (fileID, *shm.Region, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(w.FD, &st); err != nil {
+		return fileID{}, nil, fmt.Errorf("fd %d: %w: %w", w.FD, os.NewSyscallError("fstat", err), connector.ErrIncompatible)
+	}
+	id := fileID{st.Dev, st.Ino}
+	if shared := r.mapped[id]; shared != nil {
+		if shared.region.Size() != w.Size {
+			return id, nil, fmt.Errorf("fd %d is %d bytes, want %d: %w", w.FD, shared.region.Size(), w.Size, connector.ErrIncompatible)
+		}
+		shared.refs++
+		return id, shared.region, nil
+	}
+	region, err := shm.Map(w.FD, w.Size)
+	if err != nil {
+		return id, nil, err
+	}
+	if r.mapped == nil {
+		r.mapped = map[fileID]*sharedRegion{}
+	}
+	r.mapped[id] = &sharedRegion{region: region, refs: 1}
+	return id, region, nil
+}
+
+func (r *regions) release(ids []fileID) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var errs []error
+	for _, id := range ids {
+		shared := r.mapped[id]
+		if shared.refs--; shared.refs == 0 {
+			delete(r.mapped, id)
+			errs = append(errs, shared.region.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
