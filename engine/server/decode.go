@@ -1,0 +1,398 @@
+package server
+
+import (
+	"bytes"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+
+	"github.com/kvport/kvport/engine/sample"
+	"github.com/kvport/kvport/engine/tokenizer"
+)
+
+// Limits of one request besides the size of its body.
+const (
+	maxPrompts   = 64
+	maxStops     = 16
+	maxStopBytes = 1024
+	maxMessages  = 4096
+	maxTicket    = 64 << 10 // bytes, decoded
+	maxTokens    = 1 << 24  // above what any model can hold, and safe to add up
+)
+
+// params are the fields that completions and chat completions share.
+type params struct {
+	model      string
+	sampling   sample.Params
+	maxTokens  int // 0: not given
+	stops      []string
+	ignoreEOS  bool
+	stream     bool
+	usage      bool // stream_options.include_usage
+	tokenIDs   bool // return_token_ids
+	salt       string
+	remote     bool
+	ticket     []byte
+	unexpected int // fields that nobody here knows
+}
+
+// completionRequest is the body of /v1/completions.
+type completionRequest struct {
+	params
+	prompts []prompt
+}
+
+// prompt is text, or tokens if text is empty and tokens is not.
+type prompt struct {
+	text   string
+	tokens []int32
+}
+
+// chatRequest is the body of /v1/chat/completions.
+type chatRequest struct {
+	params
+	messages []tokenizer.Message
+}
+
+// object is a JSON object whose fields are taken out one by one; what is left is unknown. The first
+// error sticks.
+type object struct {
+	fields map[string]json.RawMessage
+	err    *Error
+}
+
+func parseObject(body []byte) (*object, *Error) {
+	o := &object{}
+	err := json.Unmarshal(body, &o.fields)
+	var syntax *json.SyntaxError
+	switch {
+	case errors.As(err, &syntax):
+		return nil, invalid("", "invalid_json", "request body is not JSON: %v at byte %d", err, syntax.Offset)
+	case err != nil || o.fields == nil:
+		return nil, invalid("", "invalid_json", "request body: want a JSON object")
+	}
+	return o, nil
+}
+
+// raw takes a field out; false if it is absent or null.
+func (o *object) raw(name string) (json.RawMessage, bool) {
+	value, ok := o.fields[name]
+	delete(o.fields, name)
+	value = bytes.TrimSpace(value)
+	return value, ok && !bytes.Equal(value, []byte("null"))
+}
+
+func (o *object) fail(err *Error) {
+	if o.err == nil {
+		o.err = err
+	}
+}
+
+// take decodes a field into dst and reports whether it was there. want says in words what it holds.
+func take[T any](o *object, name, want string, dst *T) bool {
+	raw, ok := o.raw(name)
+	if !ok {
+		return false
+	}
+	if json.Unmarshal(raw, dst) != nil {
+		o.fail(wrongType(name, want))
+		return false
+	}
+	return true
+}
+
+func decodeCompletion(body []byte) (*completionRequest, *Error) {
+	o, err := parseObject(body)
+	if err != nil {
+		return nil, err
+	}
+	r := &completionRequest{}
+	raw, ok := o.raw("prompt")
+	if !ok {
+		return nil, invalid("prompt", "missing_required_parameter", "prompt: is required")
+	}
+	if r.prompts, err = decodePrompts(raw); err != nil {
+		return nil, err
+	}
+	var echo bool
+	if take(o, "echo", "a boolean", &echo) && echo {
+		o.fail(unsupported("echo", "is not supported"))
+	}
+	o.onlyNumber("best_of", 1)
+	if raw, ok := o.raw("logprobs"); ok && string(raw) != "false" {
+		o.fail(unsupported("logprobs", "are not supported, got %s", clip(raw)))
+	}
+	var suffix string
+	if take(o, "suffix", "a string", &suffix) && suffix != "" {
+		o.fail(unsupported("suffix", "is not supported"))
+	}
+	r.params = o.params()
+	if len(r.prompts) > 1 && (r.remote || r.ticket != nil) {
+		o.fail(unsupported("kv_transfer_params", "describe one prompt, the request has %d", len(r.prompts)))
+	}
+	return r, o.err
+}
+
+func decodeChat(body []byte) (*chatRequest, *Error) {
+	o, err := parseObject(body)
+	if err != nil {
+		return nil, err
+	}
+	r := &chatRequest{}
+	raw, ok := o.raw("messages")
+	if !ok {
+		return nil, invalid("messages", "missing_required_parameter", "messages: is required")
+	}
+	if r.messages, err = decodeMessages(raw); err != nil {
+		return nil, err
+	}
+	var logprobs bool
+	if take(o, "logprobs", "a boolean", &logprobs) && logprobs {
+		o.fail(unsupported("logprobs", "are not supported"))
+	}
+	o.onlyNumber("top_logprobs", 0)
+	var tools []json.RawMessage
+	if take(o, "tools", "a list", &tools) && len(tools) > 0 {
+		o.fail(unsupported("tools", "are not supported"))
+	}
+	var format struct {
+		Type string `json:"type"`
+	}
+	if take(o, "response_format", "an object", &format) && format.Type != "text" {
+		o.fail(unsupported("response_format", "only text is supported"))
+	}
+	r.params = o.params()
+	if r.maxTokens == 0 { // the newer name of max_tokens
+		r.maxTokens = o.count("max_completion_tokens")
+	}
+	o.raw("max_completion_tokens")
+	r.unexpected = len(o.fields)
+	return r, o.err
+}
+
+// params takes the fields that all generations share.
+func (o *object) params() (p params) {
+	take(o, "model", "a string", &p.model)
+	o.raw("user")
+	p.sampling = o.sampling()
+	p.maxTokens = o.count("max_tokens")
+	p.stops = o.stops()
+	take(o, "ignore_eos", "a boolean", &p.ignoreEOS)
+	take(o, "stream", "a boolean", &p.stream)
+	var options struct {
+		Usage bool `json:"include_usage"`
+	}
+	if take(o, "stream_options", "an object with the boolean include_usage", &options) {
+		p.usage = options.Usage
+	}
+	take(o, "return_token_ids", "a boolean", &p.tokenIDs)
+	take(o, "cache_salt", "a string", &p.salt)
+	o.transfer(&p)
+	o.onlyNumber("n", 1)
+	for _, name := range []string{"min_tokens", "presence_penalty", "frequency_penalty", "min_p"} {
+		o.onlyNumber(name, 0)
+	}
+	o.onlyNumber("repetition_penalty", 1)
+	var bias map[string]json.RawMessage
+	if take(o, "logit_bias", "an object", &bias) && len(bias) > 0 {
+		o.fail(unsupported("logit_bias", "is not supported"))
+	}
+	p.unexpected = len(o.fields)
+	return p
+}
+
+func (o *object) sampling() sample.Params {
+	p := sample.Params{Temperature: 1, TopP: 1, Seed: rand.Uint64()}
+	take(o, "temperature", "a number", &p.Temperature)
+	if take(o, "top_p", "a number", &p.TopP) && p.TopP <= 0 {
+		o.fail(wrongValue("top_p", "is %v, want above 0 and at most 1", p.TopP))
+	}
+	take(o, "top_k", "an integer", &p.TopK)
+	if p.TopK == -1 { // vLLM's way to say all
+		p.TopK = 0
+	}
+	var seed int64
+	if take(o, "seed", "an integer", &seed) {
+		p.Seed = uint64(seed)
+	}
+	if err := p.Validate(); err != nil {
+		field, _, _ := strings.Cut(err.Error(), " ")
+		o.fail(invalid(field, "invalid_value", "%v", err))
+	}
+	return p
+}
+
+// count takes a positive number of tokens; 0 if it is absent.
+func (o *object) count(name string) (n int) {
+	if take(o, name, "an integer", &n) && (n < 1 || n > maxTokens) {
+		o.fail(wrongValue(name, "is %d, want 1 to %d", n, maxTokens))
+	}
+	return n
+}
+
+// onlyNumber takes a number that may have one value only.
+func (o *object) onlyNumber(name string, only float64) {
+	var n float64
+	if take(o, name, "a number", &n) && n != only {
+		o.fail(unsupported(name, "is %v, only %v is supported", n, only))
+	}
+}
+
+// stops takes a string or a list of strings.
+func (o *object) stops() []string {
+	raw, ok := o.raw("stop")
+	if !ok {
+		return nil
+	}
+	var one string
+	list := []string{}
+	if json.Unmarshal(raw, &one) == nil {
+		list = append(list, one)
+	} else if json.Unmarshal(raw, &list) != nil {
+		o.fail(wrongType("stop", "a string or a list of strings"))
+		return nil
+	}
+	if len(list) > maxStops {
+		o.fail(wrongValue("stop", "has %d strings, at most %d are allowed", len(list), maxStops))
+	}
+	for _, s := range list {
+		if s == "" || len(s) > maxStopBytes {
+			o.fail(wrongValue("stop", "a string has %d bytes, want 1 to %d", len(s), maxStopBytes))
+		}
+	}
+	return list
+}
+
+// transfer takes kv_transfer_params. Only our own ticket says where KV is: hosts and ports in a
+// client's JSON are never used.
+func (o *object) transfer(p *params) {
+	raw, ok := o.raw("kv_transfer_params")
+	if !ok {
+		return
+	}
+	t := &object{}
+	if json.Unmarshal(raw, &t.fields) != nil {
+		o.fail(wrongType("kv_transfer_params", "an object"))
+		return
+	}
+	take(t, "do_remote_decode", "a boolean", &p.remote)
+	var load bool
+	take(t, "do_remote_prefill", "a boolean", &load)
+	var ticket string
+	take(t, "kvport_ticket", "a base64 string", &ticket)
+	if t.err != nil {
+		o.fail(&Error{t.err.Status, t.err.Kind, "kv_transfer_params." + t.err.Param, t.err.Code, "kv_transfer_params." + t.err.Message})
+		return
+	}
+	const name = "kv_transfer_params.kvport_ticket"
+	if ticket == "" {
+		return
+	}
+	if len(ticket) > base64.StdEncoding.EncodedLen(maxTicket) {
+		o.fail(wrongValue(name, "is over %d bytes", maxTicket))
+		return
+	}
+	var err error
+	if p.ticket, err = base64.StdEncoding.DecodeString(ticket); err != nil {
+		o.fail(wrongValue(name, "%v", err))
+	}
+}
+
+// decodePrompts reads a string, a list of strings, a list of token ids, or a list of such lists.
+func decodePrompts(raw json.RawMessage) ([]prompt, *Error) {
+	var text string
+	var texts []string
+	var tokens []int32
+	var lists [][]int32
+	prompts := []prompt{}
+	switch {
+	case json.Unmarshal(raw, &text) == nil:
+		prompts = append(prompts, prompt{text: text})
+	case json.Unmarshal(raw, &texts) == nil:
+		for _, t := range texts {
+			prompts = append(prompts, prompt{text: t})
+		}
+	case bytes.Contains(raw, []byte("null")): // decodes into anything, a token id too
+		return nil, wrongType("prompt", promptTypes)
+	case json.Unmarshal(raw, &tokens) == nil:
+		prompts = append(prompts, prompt{tokens: tokens})
+	case json.Unmarshal(raw, &lists) == nil:
+		for _, t := range lists {
+			prompts = append(prompts, prompt{tokens: t})
+		}
+	default:
+		return nil, wrongType("prompt", promptTypes)
+	}
+	if len(prompts) > maxPrompts {
+		return nil, wrongValue("prompt", "has %d prompts, at most %d are allowed", len(prompts), maxPrompts)
+	}
+	empty := func(p prompt) bool { return p.text == "" && len(p.tokens) == 0 }
+	if len(prompts) == 0 || slices.ContainsFunc(prompts, empty) {
+		return nil, wrongValue("prompt", "is empty")
+	}
+	return prompts, nil
+}
+
+const promptTypes = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
+
+func decodeMessages(raw json.RawMessage) ([]tokenizer.Message, *Error) {
+	var list []map[string]json.RawMessage
+	if json.Unmarshal(raw, &list) != nil {
+		return nil, wrongType("messages", "a list of objects")
+	}
+	if len(list) == 0 || len(list) > maxMessages {
+		return nil, wrongValue("messages", "has %d messages, want 1 to %d", len(list), maxMessages)
+	}
+	messages := make([]tokenizer.Message, len(list))
+	for i, fields := range list {
+		at := fmt.Sprintf("messages[%d]", i)
+		m := &object{fields: fields}
+		if !take(m, "role", "a string", &messages[i].Role) || messages[i].Role == "" {
+			return nil, wrongType(at+".role", "a string that is not empty")
+		}
+		var err *Error
+		if messages[i].Content, err = decodeContent(m, at+".content"); err != nil {
+			return nil, err
+		}
+	}
+	return messages, nil
+}
+
+// decodeContent reads a string, or a list of text parts.
+func decodeContent(m *object, at string) (string, *Error) {
+	raw, ok := m.raw("content")
+	if !ok {
+		return "", nil
+	}
+	var text string
+	if json.Unmarshal(raw, &text) == nil {
+		return text, nil
+	}
+	var parts []struct {
+		Type string  `json:"type"`
+		Text *string `json:"text"`
+	}
+	if json.Unmarshal(raw, &parts) != nil {
+		return "", wrongType(at, "a string or a list of text parts")
+	}
+	texts := make([]string, len(parts))
+	for i, p := range parts {
+		if p.Type != "text" || p.Text == nil {
+			return "", unsupported(fmt.Sprintf("%s[%d]", at, i), "only parts of type text are supported")
+		}
+		texts[i] = *p.Text
+	}
+	return strings.Join(texts, "\n"), nil
+}
+
+// clip shortens a value for an error message.
+func clip(raw json.RawMessage) string {
+	if len(raw) > 40 {
+		return string(raw[:40]) + "..."
+	}
+	return string(raw)
+}

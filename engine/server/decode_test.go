@@ -1,0 +1,182 @@
+package server
+
+import (
+	"encoding/json"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/engine/tokenizer"
+)
+
+func TestDecodeCompletion(t *testing.T) {
+	r, err := decodeCompletion([]byte(`{"model":"m","prompt":"hi","max_tokens":7,"temperature":0.5,"top_p":0.9,"top_k":40,"seed":-1,
+		"stop":["a","b"],"ignore_eos":true,"stream":true,"stream_options":{"include_usage":true},"return_token_ids":true,
+		"cache_salt":"s","user":"u","n":1,"best_of":1,"echo":false,"logprobs":null,"min_tokens":0,"presence_penalty":0,
+		"kv_transfer_params":{"do_remote_decode":true,"kvport_ticket":"AAEC","remote_host":"evil","remote_port":1,"x":2},
+		"x_one":1,"x_two":{}}`))
+	require.Nil(t, err)
+	require.Equal(t, []prompt{{text: "hi"}}, r.prompts)
+	p := r.params
+	require.Equal(t, "m", p.model)
+	require.Equal(t, 7, p.maxTokens)
+	require.Equal(t, 0.5, p.sampling.Temperature)
+	require.Equal(t, 0.9, p.sampling.TopP)
+	require.Equal(t, 40, p.sampling.TopK)
+	require.Equal(t, ^uint64(0), p.sampling.Seed)
+	require.Equal(t, []string{"a", "b"}, p.stops)
+	require.True(t, p.ignoreEOS && p.stream && p.usage && p.tokenIDs && p.remote)
+	require.Equal(t, "s", p.salt)
+	require.Equal(t, []byte{0, 1, 2}, p.ticket)
+	require.Equal(t, 2, p.unexpected)
+}
+
+func TestDecodeDefaults(t *testing.T) {
+	r, err := decodeCompletion([]byte(`{"prompt":[1,2],"top_k":-1,"stop":"x","seed":null}`))
+	require.Nil(t, err)
+	require.Equal(t, []prompt{{tokens: []int32{1, 2}}}, r.prompts)
+	require.Equal(t, 1.0, r.sampling.Temperature)
+	require.Zero(t, r.sampling.TopK)
+	require.Zero(t, r.maxTokens)
+	require.Equal(t, []string{"x"}, r.stops)
+	other, err := decodeCompletion([]byte(`{"prompt":"x"}`))
+	require.Nil(t, err)
+	require.NotEqual(t, other.sampling.Seed, r.sampling.Seed, "without a seed every request draws its own")
+}
+
+func TestDecodePrompts(t *testing.T) {
+	for raw, want := range map[string][]prompt{
+		`"a"`:       {{text: "a"}},
+		`["a","b"]`: {{text: "a"}, {text: "b"}},
+		`["null"]`:  {{text: "null"}},
+		`[7]`:       {{tokens: []int32{7}}},
+		`[[7],[8]]`: {{tokens: []int32{7}}, {tokens: []int32{8}}},
+	} {
+		got, err := decodePrompts(json.RawMessage(raw))
+		require.Nil(t, err, raw)
+		require.Equal(t, want, got, raw)
+	}
+	for _, raw := range []string{`""`, `[]`, `[""]`, `["a",null]`, `[1,null]`, `[[]]`, `[1,"a"]`, `[1.5]`, `[2147483648]`, `{}`, `7`, `true`, `[[[1]]]`} {
+		_, err := decodePrompts(json.RawMessage(raw))
+		require.NotNil(t, err, raw)
+		require.Equal(t, "prompt", err.Param, raw)
+	}
+}
+
+func TestDecodeChat(t *testing.T) {
+	r, err := decodeChat([]byte(`{"messages":[{"role":"system","content":"be"},{"role":"user","name":"x","content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]},
+		{"role":"assistant","content":null}],"max_completion_tokens":5,"logprobs":false,"tools":[],"response_format":{"type":"text"},"zz":1}`))
+	require.Nil(t, err)
+	require.Equal(t, []tokenizer.Message{{Role: "system", Content: "be"}, {Role: "user", Content: "a\nb"}, {Role: "assistant"}}, r.messages)
+	require.Equal(t, 5, r.maxTokens)
+	require.Equal(t, 1, r.unexpected)
+}
+
+// Every wrong field is refused by name.
+func TestDecodeRefuses(t *testing.T) {
+	tests := []struct{ fields, param, code string }{
+		{`"max_tokens":"7"`, "max_tokens", "invalid_type"},
+		{`"max_tokens":1.5`, "max_tokens", "invalid_type"},
+		{`"max_tokens":0`, "max_tokens", "invalid_value"},
+		{`"max_tokens":-1`, "max_tokens", "invalid_value"},
+		{`"max_tokens":1e30`, "max_tokens", "invalid_type"},
+		{`"max_tokens":9999999999`, "max_tokens", "invalid_value"},
+		{`"temperature":"hot"`, "temperature", "invalid_type"},
+		{`"temperature":-1`, "temperature", "invalid_value"},
+		{`"top_p":0`, "top_p", "invalid_value"},
+		{`"top_p":1.1`, "top_p", "invalid_value"},
+		{`"top_k":-2`, "top_k", "invalid_value"},
+		{`"seed":"x"`, "seed", "invalid_type"},
+		{`"stop":7`, "stop", "invalid_type"},
+		{`"stop":["a",7]`, "stop", "invalid_type"},
+		{`"stop":[""]`, "stop", "invalid_value"},
+		{`"stop":["` + strings.Repeat(`a","`, maxStops) + `b"]`, "stop", "invalid_value"},
+		{`"stop":"` + strings.Repeat("x", maxStopBytes+1) + `"`, "stop", "invalid_value"},
+		{`"n":2`, "n", "unsupported_value"},
+		{`"n":"1"`, "n", "invalid_type"},
+		{`"stream":1`, "stream", "invalid_type"},
+		{`"stream_options":{"include_usage":1}`, "stream_options", "invalid_type"},
+		{`"ignore_eos":"yes"`, "ignore_eos", "invalid_type"},
+		{`"return_token_ids":0`, "return_token_ids", "invalid_type"},
+		{`"cache_salt":1`, "cache_salt", "invalid_type"},
+		{`"model":1`, "model", "invalid_type"},
+		{`"min_tokens":3`, "min_tokens", "unsupported_value"},
+		{`"presence_penalty":0.5`, "presence_penalty", "unsupported_value"},
+		{`"repetition_penalty":1.1`, "repetition_penalty", "unsupported_value"},
+		{`"logit_bias":{"1":2}`, "logit_bias", "unsupported_value"},
+		{`"kv_transfer_params":[]`, "kv_transfer_params", "invalid_type"},
+		{`"kv_transfer_params":{"do_remote_decode":1}`, "kv_transfer_params.do_remote_decode", "invalid_type"},
+		{`"kv_transfer_params":{"kvport_ticket":7}`, "kv_transfer_params.kvport_ticket", "invalid_type"},
+		{`"kv_transfer_params":{"kvport_ticket":"%%"}`, "kv_transfer_params.kvport_ticket", "invalid_value"},
+		{`"kv_transfer_params":{"kvport_ticket":"` + strings.Repeat("AAAA", maxTicket/3+2) + `"}`, "kv_transfer_params.kvport_ticket", "invalid_value"},
+	}
+	for _, tt := range tests {
+		_, err := decodeCompletion([]byte(`{"prompt":"x",` + tt.fields + `}`))
+		require.NotNil(t, err, tt.fields)
+		require.Equal(t, [2]string{tt.param, tt.code}, [2]string{err.Param, err.Code}, tt.fields)
+		require.Contains(t, err.Message, tt.param)
+		require.Less(t, len(err.Message), 300)
+		_, err = decodeChat([]byte(`{"messages":[{"role":"user","content":"x"}],` + tt.fields + `}`))
+		require.NotNil(t, err, tt.fields)
+		require.Equal(t, tt.param, err.Param)
+	}
+	only := []struct {
+		chat        bool
+		body, param string
+	}{
+		{false, `{}`, "prompt"},
+		{false, `{"prompt":null}`, "prompt"},
+		{false, `{"prompt":"x","echo":true}`, "echo"},
+		{false, `{"prompt":"x","logprobs":3}`, "logprobs"},
+		{false, `{"prompt":"x","suffix":"y"}`, "suffix"},
+		{false, `{"prompt":"x","best_of":2}`, "best_of"},
+		{false, `{"prompt":["x","y"],"kv_transfer_params":{"do_remote_decode":true}}`, "kv_transfer_params"},
+		{true, `{}`, "messages"},
+		{true, `{"messages":[]}`, "messages"},
+		{true, `{"messages":"hi"}`, "messages"},
+		{true, `{"messages":[{"content":"x"}]}`, "messages[0].role"},
+		{true, `{"messages":[{"role":"user","content":1}]}`, "messages[0].content"},
+		{true, `{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}`, "messages[0].content[0]"},
+		{true, `{"messages":[{"role":"user","content":"x"}],"logprobs":true}`, "logprobs"},
+		{true, `{"messages":[{"role":"user","content":"x"}],"top_logprobs":2}`, "top_logprobs"},
+		{true, `{"messages":[{"role":"user","content":"x"}],"tools":[{}]}`, "tools"},
+		{true, `{"messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_object"}}`, "response_format"},
+		{true, `{"messages":[{"role":"user","content":"x"}],"max_completion_tokens":0}`, "max_completion_tokens"},
+		{false, `[]`, ""}, {false, `null`, ""}, {false, `{"prompt":"x"} {}`, ""}, {false, `{"prompt":`, ""}, {true, ``, ""},
+	}
+	for _, tt := range only {
+		var err *Error
+		if tt.chat {
+			_, err = decodeChat([]byte(tt.body))
+		} else {
+			_, err = decodeCompletion([]byte(tt.body))
+		}
+		require.NotNil(t, err, tt.body)
+		require.Equal(t, tt.param, err.Param, tt.body)
+		require.Equal(t, 400, err.Status)
+	}
+}
+
+func FuzzDecode(f *testing.F) {
+	f.Add([]byte(`{"prompt":[[1],[2]],"stop":["a"],"kv_transfer_params":{"kvport_ticket":"AA=="}}`))
+	f.Add([]byte(`{"messages":[{"role":"user","content":[{"type":"text","text":"x"}]}],"max_completion_tokens":3}`))
+	f.Fuzz(func(t *testing.T, body []byte) {
+		if r, err := decodeCompletion(body); err == nil {
+			require.NotEmpty(t, r.prompts)
+			require.NoError(t, r.sampling.Validate())
+			require.LessOrEqual(t, len(r.ticket), maxTicket+2)
+			for _, p := range r.prompts {
+				require.True(t, p.text != "" || len(p.tokens) > 0)
+			}
+		} else {
+			require.Equal(t, 400, err.Status)
+		}
+		if r, err := decodeChat(body); err == nil {
+			require.NotEmpty(t, r.messages)
+			require.GreaterOrEqual(t, r.maxTokens, 0)
+		} else {
+			require.Equal(t, 400, err.Status)
+		}
+	})
+}

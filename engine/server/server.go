@@ -1,0 +1,387 @@
+// Package server puts an engine behind the HTTP API of OpenAI, as far as text goes: completions and
+// chat completions, whole or streamed, with the fields that vLLM adds for prefill/decode.
+package server
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"os"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine"
+	"github.com/kvport/kvport/engine/tokenizer"
+)
+
+// Engine is what a Server needs of an engine; *engine.Engine has it.
+type Engine interface {
+	// Submit starts a request that ends with ctx at the latest. The channel is closed after the last
+	// Output.
+	Submit(ctx context.Context, r engine.Request) (<-chan engine.Output, error)
+	// Health says how the engine and its connector do.
+	Health() engine.Health
+	// Reset empties the prefix cache, the connector's too if it can.
+	Reset(ctx context.Context) error
+	// Info says what the engine serves. It never changes.
+	Info() engine.Info
+}
+
+// Config says what a Server serves. Zero values of the limits mean the defaults named.
+type Config struct {
+	Engine    Engine
+	Tokenizer tokenizer.Tokenizer
+	ModelName string // what clients call the model
+	EngineID  string // told to consumers; empty: not told
+
+	MaxBody      int64         // bytes of a request body at most; 8 MiB
+	MaxInFlight  int           // requests at once at most; 256
+	BodyTimeout  time.Duration // to receive a whole body; 30 s
+	WriteTimeout time.Duration // for a client to take one piece of an answer; 30 s
+
+	Log      *slog.Logger          // nil: none
+	Metrics  prometheus.Registerer // nil: not registered
+	Gatherer prometheus.Gatherer   // what /metrics shows; nil: no /metrics
+}
+
+// errLeft ends a request whose client is gone.
+var errLeft = errors.New("client went away")
+
+// maxTokenBytes is more than any token's text has: a prompt of more bytes per allowed token need not
+// be tokenized to know that it is too long.
+const maxTokenBytes = 256
+
+// Server is an http.Handler. It does not own the engine.
+type Server struct {
+	config   Config
+	info     engine.Info
+	stops    []int32
+	metrics  *metrics
+	mux      *http.ServeMux
+	slots    chan struct{} // one for each request in flight
+	draining atomic.Bool
+	started  time.Time
+}
+
+// New makes a Server.
+func New(c Config) (*Server, error) {
+	if c.Engine == nil || c.Tokenizer == nil || c.ModelName == "" {
+		return nil, errors.New("server config: engine, tokenizer and model name are required")
+	}
+	setDefault(&c.MaxBody, 8<<20)
+	setDefault(&c.MaxInFlight, 256)
+	setDefault(&c.BodyTimeout, 30*time.Second)
+	setDefault(&c.WriteTimeout, 30*time.Second)
+	if c.Log == nil {
+		c.Log = slog.New(slog.DiscardHandler)
+	}
+	m, err := newMetrics(c.Metrics)
+	if err != nil {
+		return nil, err
+	}
+	s := &Server{
+		config: c, info: c.Engine.Info(), stops: c.Tokenizer.Stops(), metrics: m,
+		slots: make(chan struct{}, c.MaxInFlight), started: time.Now(),
+	}
+	s.mux = s.routes()
+	return s, nil
+}
+
+func setDefault[T comparable](v *T, value T) {
+	var zero T
+	if *v == zero {
+		*v = value
+	}
+}
+
+func (s *Server) routes() *http.ServeMux {
+	mux := http.NewServeMux()
+	methods := map[string]string{}
+	handle := func(method, path string, h http.HandlerFunc) {
+		mux.HandleFunc(method+" "+path, h)
+		methods[path] = method
+	}
+	handle("POST", "/v1/completions", s.generate(false))
+	handle("POST", "/v1/chat/completions", s.generate(true))
+	handle("GET", "/v1/models", s.models)
+	handle("GET", "/v1/models/{model...}", s.models)
+	handle("GET", "/health", s.health)
+	handle("POST", "/reset_prefix_cache", s.reset)
+	if s.config.Gatherer != nil {
+		handle("GET", "/metrics", promhttp.HandlerFor(s.config.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
+	}
+	for path, method := range methods {
+		mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Allow", method)
+			e := &Error{http.StatusMethodNotAllowed, "invalid_request_error", "", "method_not_allowed", fmt.Sprintf("%s wants %s, not %s", r.URL.Path, method, r.Method)}
+			e.Write(w)
+		})
+	}
+	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+		e := &Error{http.StatusNotFound, "invalid_request_error", "", "not_found", "there is no " + r.URL.Path}
+		e.Write(w)
+	})
+	return mux
+}
+
+// ServeHTTP implements http.Handler.
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) { s.mux.ServeHTTP(w, r) }
+
+// Drain makes /health say 503 and refuses new requests. Running ones go on.
+func (s *Server) Drain() { s.draining.Store(true) }
+
+// exchange is one generation request on its way through the server.
+type exchange struct {
+	id     string // 128 random bits; a client's own id is a label only
+	chat   bool
+	params params
+	jobs   []job
+}
+
+func (s *Server) generate(chat bool) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		x := &exchange{id: newID(), chat: chat}
+		label := label(r.Header.Get("X-Request-Id"), x.id)
+		w.Header().Set("X-Request-Id", label)
+		began := time.Now()
+		err := s.serve(w, r, x)
+		_ = http.NewResponseController(w).SetWriteDeadline(time.Time{}) // not for the next request on this connection
+		code := "200"
+		var e *Error
+		switch {
+		case errors.Is(err, errLeft):
+			code = "499"
+		case err != nil:
+			e = asError(err)
+			code = fmt.Sprint(e.Status)
+			e.Write(w)
+		}
+		s.metrics.requests.WithLabelValues(r.URL.Path, code).Inc()
+		s.metrics.seconds.WithLabelValues(r.URL.Path).Observe(time.Since(began).Seconds())
+		s.config.Log.Debug("request", "id", x.id, "label", label, "path", r.URL.Path, "code", code, "err", err)
+	}
+}
+
+// serve answers one request. An error means that nothing was written yet, or that the client left.
+func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) error {
+	if s.draining.Load() {
+		return errDraining()
+	}
+	select {
+	case s.slots <- struct{}{}:
+		defer func() { <-s.slots }()
+	default:
+		return fmt.Errorf("%w: %d are running already", engine.ErrOverloaded, cap(s.slots))
+	}
+	s.metrics.inFlight.Inc()
+	defer s.metrics.inFlight.Dec()
+	body, err := s.readBody(w, r)
+	if err != nil {
+		return err
+	}
+	if err := s.decode(x, body); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(r.Context())
+	pieces, err := s.start(ctx, x.jobs)
+	if err != nil {
+		cancel()
+		return err
+	}
+	defer func() {
+		cancel()
+		for range pieces { // until the engine has let go of the request
+		}
+	}()
+	a := s.newWriter(w, x)
+	if x.params.stream {
+		err = a.stream(pieces)
+	} else {
+		err = a.whole(pieces)
+	}
+	if err != nil && r.Context().Err() != nil {
+		return errLeft // the engine's word for it is an abort
+	}
+	return err
+}
+
+// readBody reads a body within its limits of size and time.
+func (s *Server) readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
+	control := http.NewResponseController(w)
+	_ = control.SetReadDeadline(time.Now().Add(s.config.BodyTimeout)) // a recorder in a test has none
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, s.config.MaxBody))
+	if err == nil {
+		_ = control.SetReadDeadline(time.Time{}) // from here on a read only notices that the client left
+		return body, nil
+	}
+	w.Header().Set("Connection", "close") // the deadline stays, so that nothing waits for the rest
+	var tooLarge *http.MaxBytesError
+	switch {
+	case errors.As(err, &tooLarge):
+		return nil, &Error{http.StatusRequestEntityTooLarge, "invalid_request_error", "", "request_too_large", fmt.Sprintf("request body is over %d bytes", tooLarge.Limit)}
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return nil, &Error{http.StatusRequestTimeout, "invalid_request_error", "", "request_timeout", fmt.Sprintf("request body took over %v", s.config.BodyTimeout)}
+	}
+	return nil, invalid("", "bad_request", "request body: %v", err)
+}
+
+// decode fills in the exchange from a request body.
+func (s *Server) decode(x *exchange, body []byte) error {
+	var prompts []prompt
+	field := "prompt"
+	if x.chat {
+		c, err := decodeChat(body)
+		if err != nil {
+			return err
+		}
+		text, chatErr := s.config.Tokenizer.Chat(c.messages)
+		if chatErr != nil {
+			return invalid("messages", "invalid_value", "messages: %v", chatErr)
+		}
+		x.params, prompts, field = c.params, []prompt{{text: text}}, "messages"
+	} else {
+		c, err := decodeCompletion(body)
+		if err != nil {
+			return err
+		}
+		x.params, prompts = c.params, c.prompts
+	}
+	s.metrics.unknownFields.Add(float64(x.params.unexpected))
+	if name := x.params.model; name != "" && name != "default" && name != s.config.ModelName {
+		return &Error{http.StatusNotFound, "invalid_request_error", "model", "model_not_found", fmt.Sprintf("there is no model %q here, only %q", name, s.config.ModelName)}
+	}
+	for i, p := range prompts {
+		j, err := s.job(x, p, field)
+		if err != nil {
+			return err
+		}
+		j.request.ID = connector.RequestID(fmt.Sprintf("%s-%d", x.id, i))
+		x.jobs = append(x.jobs, j)
+	}
+	return nil
+}
+
+// defaultTokens is max_tokens of a completion that does not say: OpenAI's default. Chat goes on as
+// long as the model can.
+const defaultTokens = 16
+
+// job checks one prompt and makes the engine's request of it.
+func (s *Server) job(x *exchange, p prompt, field string) (job, error) {
+	limit := s.info.MaxModelLen
+	tokens := p.tokens
+	if tokens == nil {
+		if len(p.text) > limit*maxTokenBytes {
+			return job{}, invalid(field, "context_length_exceeded", "%s: %d bytes of text cannot fit into the model's %d tokens", field, len(p.text), limit)
+		}
+		var err error
+		if tokens, err = s.config.Tokenizer.Encode(p.text, true); err != nil {
+			return job{}, invalid(field, "invalid_value", "%s: %v", field, err)
+		}
+	}
+	known := func(t int32) bool { return t >= 0 && int(t) < s.info.Vocab }
+	if i := slices.IndexFunc(tokens, func(t int32) bool { return !known(t) }); i >= 0 {
+		return job{}, wrongValue(field, "token %d is %d, want 0 to %d", i, tokens[i], s.info.Vocab-1)
+	}
+	n := x.params.maxTokens
+	switch {
+	case n == 0 && x.chat:
+		n = max(1, limit-len(tokens))
+	case n == 0:
+		n = max(1, min(defaultTokens, limit-len(tokens)))
+	}
+	if len(tokens)+n > limit {
+		return job{}, invalid(field, "context_length_exceeded",
+			"this model's maximum context length is %d tokens; the request has %d tokens in %s and wants %d more", limit, len(tokens), field, n)
+	}
+	return job{stops: x.params.stops, prompt: slices.Clone(tokens), request: engine.Request{
+		Prompt: tokens, Params: x.params.sampling, MaxTokens: n, IgnoreEOS: x.params.ignoreEOS,
+		Salt: x.params.salt, Ticket: x.params.ticket, Remote: x.params.remote,
+	}}, nil
+}
+
+// model is an entry of /v1/models.
+type model struct {
+	ID          string `json:"id"`
+	Object      string `json:"object"`
+	Created     int64  `json:"created"`
+	OwnedBy     string `json:"owned_by"`
+	MaxModelLen int    `json:"max_model_len"`
+}
+
+func (s *Server) models(w http.ResponseWriter, r *http.Request) {
+	m := model{s.config.ModelName, "model", s.started.Unix(), "kvport", s.info.MaxModelLen}
+	var err error
+	switch name := r.PathValue("model"); name {
+	case "":
+		err = s.sendJSON(w, http.StatusOK, struct {
+			Object string  `json:"object"`
+			Data   []model `json:"data"`
+		}{"list", []model{m}})
+	case s.config.ModelName:
+		err = s.sendJSON(w, http.StatusOK, m)
+	default:
+		err = &Error{http.StatusNotFound, "invalid_request_error", "model", "model_not_found", fmt.Sprintf("there is no model %q here, only %q", name, m.ID)}
+	}
+	if err != nil {
+		asError(err).Write(w)
+	}
+}
+
+// health answers 200 as long as the engine serves, also when it has lost its connector.
+func (s *Server) health(w http.ResponseWriter, _ *http.Request) {
+	h := s.config.Engine.Health()
+	answer := struct {
+		Status string `json:"status"` // ok, degraded (connector not ready), draining
+		Model  string `json:"model"`
+		engine.Health
+	}{"ok", s.config.ModelName, h}
+	code := http.StatusOK
+	switch {
+	case h.Closing || s.draining.Load():
+		answer.Status, code = "draining", http.StatusServiceUnavailable
+	case h.Host != nil && h.Host.State != "ready":
+		answer.Status = "degraded"
+	}
+	if err := s.sendJSON(w, code, answer); err != nil {
+		asError(err).Write(w)
+	}
+}
+
+func (s *Server) reset(w http.ResponseWriter, r *http.Request) {
+	err := s.config.Engine.Reset(r.Context())
+	if err == nil {
+		err = s.sendJSON(w, http.StatusOK, struct {
+			Reset bool `json:"reset"`
+		}{true})
+	}
+	if err != nil {
+		asError(err).Write(w)
+	}
+}
+
+// label is the client's id if it can stand in a header and a log line.
+func label(given, own string) string {
+	bad := func(r rune) bool { return r <= ' ' || r > '~' }
+	if given == "" || len(given) > 128 || strings.ContainsFunc(given, bad) {
+		return own
+	}
+	return given
+}
+
+// newID is 128 random bits.
+func newID() string {
+	var id [16]byte
+	_, _ = rand.Read(id[:]) // never fails, says its documentation
+	return hex.EncodeToString(id[:])
+}
