@@ -22,7 +22,7 @@ const (
 
 // Config is the kv_connector_extra_config of this connector.
 type Config struct {
-	Path     string `json:"shared_storage_path" jsonschema:"minLength=1,description=Folder that holds the blocks; made when it is missing. Several engines may use one."`
+	Path     string `json:"shared_storage_path" jsonschema:"required,minLength=1,description=Folder that holds the blocks; made when it is missing. Several engines may use one."`
 	MaxBytes int64  `json:"max_bytes,omitempty" jsonschema:"minimum=0,default=0,description=Size cap in bytes. Blocks that were not used for longest go first. 0: no cap."`
 	ReadOnly bool   `json:"read_only,omitempty" jsonschema:"default=false,description=Never write: neither save nor evict nor remove damaged files."`
 	Fsync    bool   `json:"fsync,omitempty" jsonschema:"default=false,description=Flush every block to the disk before it becomes visible. Not needed for correctness."`

@@ -1,0 +1,139 @@
+package conformance
+
+import (
+	"context"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+)
+
+func storeCases() []Case {
+	return []Case{
+		storeCase("reopen", "STORE-01", "What was saved is there after sides closed and opened again.", reopen),
+		storeCase("all-ranks", "STORE-03", "A block is offered only when both ranks have saved it.", allRanks),
+		storeCase("two-engines", "STORE-04", "Two engines save the same blocks while both load them.", twoEngines),
+		storeCase("put-twice", "STORE-05", "Saving again what is stored succeeds and changes nothing.", putTwice),
+		storeCase("replace", "STORE-06", "A Save with Replace writes over what is stored.", replace),
+	}
+}
+
+func reopen(r *rig) {
+	e := r.engine(setup{})
+	keys := e.keys(3)
+	e.save(blocks(0, keys...)...)
+	to := blocks(6, keys...)
+
+	r.must(e.closeWorker(0), "close the worker side")
+	e.openWorker(0)
+	e.wipe(0, to...)
+	r.equal(3, e.match(keys...), "blocks offered after the worker side opened again")
+	r.must(e.load(to...), "load after the worker side opened again")
+	e.holds(to...)
+	if r.info.Scope == connector.ScopeEngine {
+		return
+	}
+	e.closeAll()
+	r.must(e.inst.Close(), "end the connector")
+	next := r.engine(setup{})
+	next.wipe(0, to...)
+	r.equal(3, next.match(keys...), "blocks offered to the next life of the engine")
+	r.must(next.load(to...), "load in the next life of the engine")
+	next.holds(to...)
+}
+
+func allRanks(r *rig) {
+	e := r.engine(setup{world: 2})
+	keys := e.keys(2)
+	bs := blocks(0, keys...)
+	e.fill(bs...)
+	t := transfer(bs)
+	for rank := range e.workers {
+		r.equal(0, e.match(keys...), "blocks offered when %d of 2 ranks have saved", rank)
+		r.must(e.moveRank(r.Context(), rank, &t, true), "save on rank %d", rank)
+	}
+	r.equal(2, e.match(keys...), "blocks offered when both ranks have saved")
+}
+
+func twoEngines(r *rig) {
+	const rounds, n = 10, 4
+	a := r.engine(setup{})
+	b := a.peer()
+	for round := range rounds {
+		keys := a.keys(n)
+		var wg sync.WaitGroup
+		from, to := blocks(0, keys...), blocks(n, keys...)
+		for _, e := range []*engine{a, b} {
+			e.fill(from...)
+			e.wipe(0, to...)
+		}
+		if a == b {
+			b = nil
+		}
+		errs := make([]error, 3)
+		save := transfer(from)
+		load := transfer(to)
+		wg.Go(func() { errs[0] = a.workers[0].Save(r.Context(), &save, a.kv[0]) })
+		if b != nil {
+			wg.Go(func() { errs[1] = b.workers[0].Save(r.Context(), &save, b.kv[0]) })
+			wg.Go(func() { errs[2] = b.workers[0].Load(r.Context(), &load, b.kv[0]) })
+		} else {
+			wg.Go(func() { errs[1] = a.workers[0].Save(r.Context(), &save, a.kv[0]) })
+			wg.Go(func() { errs[2] = a.workers[0].Load(r.Context(), &load, a.kv[0]) })
+			b = a
+		}
+		wg.Wait()
+		for i, err := range errs[:2] {
+			r.must(err, "round %d: save %d", round, i)
+		}
+		if errs[2] == nil {
+			b.holds(to...) // whatever it found was whole
+		}
+		r.equal(n, a.match(keys...), "blocks offered to one engine")
+		r.equal(n, b.match(keys...), "blocks offered to the other")
+		r.must(a.load(to...), "load")
+		a.holds(to...)
+	}
+}
+
+func putTwice(r *rig) {
+	e := r.engine(setup{})
+	keys := e.keys(3)
+	e.save(blocks(0, keys...)...)
+	peer := e.peer()
+	for _, other := range []*engine{e, peer} {
+		other.fill(blocks(4, keys...)...)
+		r.must(other.saveOnly(r.Context(), transfer(blocks(4, keys...))), "save what is stored already")
+		r.equal(3, other.match(keys...), "blocks offered")
+		to := blocks(8, keys...)
+		other.wipe(0, to...)
+		r.must(other.load(to...), "load")
+		other.holds(to...)
+	}
+}
+
+func replace(r *rig) {
+	e := r.engine(setup{})
+	keys := e.keys(2)
+	from, to := blocks(0, keys...), blocks(4, keys...)
+	// What is stored is damaged: other bytes than those that belong under the keys.
+	e.wipe(0x5A, from...)
+	r.must(e.saveOnly(r.Context(), transfer(from)), "save")
+	e.fill(from...)
+	t := transfer(from)
+	t.Replace = true
+	r.must(e.saveReplace(r.Context(), t), "save with Replace")
+	e.wipe(0, to...)
+	r.must(e.load(to...), "load")
+	e.holds(to...)
+	r.equal(2, e.match(keys...), "blocks offered")
+}
+
+// saveReplace saves past the Planner: the host decides on its own to replace what is damaged.
+func (e *engine) saveReplace(ctx context.Context, t connector.Transfer) error {
+	for rank := range e.workers {
+		if err := e.moveRank(ctx, rank, &t, true); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,247 @@
+package conformance
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+func workCases() []Case {
+	return []Case{
+		storeCase("round-trip", "WORK-01", "What one engine saves another loads byte for byte.", roundTrip),
+		storeCase("partial-load", "WORK-02", "A load of absent blocks names exactly those and fills the others.", partialLoad),
+		storeCase("load-granted", "WORK-03", "A load changes no block but its own.", loadGranted),
+		storeCase("load-ends", "WORK-04", "After a load returned, also a cancelled one, nothing writes its blocks.", loadEnds),
+		storeCase("visible", "WORK-05", "What was saved is offered at once, also where it was absent before.", visible),
+		storeCase("save-reads", "WORK-06", "A save changes nothing in the cache.", saveReads),
+		storeCase("done-context", "WORK-07", "Calls whose context is done return within 2 s.", doneContext),
+		storeCase("cancelled-save", "WORK-08", "Whatever a cancelled save left behind is whole.", cancelledSave),
+		storeCase("concurrent", "WORK-09", "Loads and saves of the same blocks run at the same time.", concurrent),
+		storeCase("error-kind", "ERR-02", "A load of an absent block fails with ErrGone.", errorKind),
+	}
+}
+
+func roundTrip(r *rig) {
+	a := r.engine(setup{})
+	b := a.peer()
+	keys := a.keys(5)
+	a.save(blocks(0, keys...)...)
+	r.equal(5, b.match(keys...), "blocks offered")
+	to := []connector.Block{{Key: keys[0], ID: 17}, {Key: keys[1], ID: 9}, {Key: keys[2], ID: 12}, {Key: keys[3], ID: 23}, {Key: keys[4], ID: 6}}
+	b.wipe(0, to...)
+	r.must(b.load(to...), "load")
+	b.holds(to...)
+	r.equal(5, a.match(keys...), "blocks offered after they were loaded")
+}
+
+func partialLoad(r *rig) {
+	e := r.engine(setup{})
+	keys := e.keys(5)
+	e.save(blocks(0, keys[1], keys[3])...)
+	to := blocks(6, keys...)
+	e.wipe(0, to...)
+	e.failed(e.load(to...), 6, 8, 10)
+	e.holds(to[1], to[3])
+}
+
+func loadGranted(r *rig) {
+	e := r.engine(setup{})
+	keys := e.keys(2)
+	e.save(blocks(0, keys...)...)
+	to := []connector.Block{{Key: keys[0], ID: 7}, {Key: keys[1], ID: 11}}
+	granted := map[connector.BlockID]bool{7: true, 11: true}
+	before := e.memory()
+	r.must(e.load(to...), "load")
+	was, err := connector.NewKV(e.env.Layout, before[:1])
+	r.must(err, "cache")
+	for _, s := range e.kv[0].Segments(0) {
+		for id := range connector.BlockID(slots) {
+			if at := firstDifference(was.View(s, id), e.kv[0].View(s, id)); at >= 0 && !granted[id] {
+				r.Errorf("byte %d of block %d in segment %d was changed; the load was of 7 and 11", at, id, s)
+			}
+		}
+	}
+}
+
+func loadEnds(r *rig) {
+	const settle = 150 * time.Millisecond
+	e := r.engine(setup{})
+	keys := e.keys(4)
+	e.save(blocks(0, keys...)...)
+	for n := range 5 {
+		to := blocks(4+4*n, keys...)
+		ctx, cancel := context.WithTimeout(r.Context(), time.Duration(e.rand.IntN(500))*time.Microsecond)
+		if n == 0 {
+			cancel()
+		}
+		if n == 4 {
+			ctx = r.Context() // one that is not cancelled
+		}
+		_ = e.loadTicket(ctx, to, nil) // it may have been in time
+		cancel()
+		e.wipe(0xEE, to...) // the blocks are another request's now
+	}
+	e.pause(settle)
+	for id := connector.BlockID(4); id < 24; id++ {
+		for _, s := range e.kv[0].Segments(0) {
+			for i, b := range e.kv[0].View(s, id) {
+				if b != 0xEE {
+					r.Errorf("byte %d of block %d in segment %d was written after the load had returned", i, id, s)
+					return
+				}
+			}
+		}
+	}
+}
+
+func visible(r *rig) {
+	a := r.engine(setup{})
+	b := a.peer()
+	for range 5 {
+		keys := a.keys(2)
+		r.equal(0, a.match(keys...), "blocks offered before the save")
+		r.equal(0, b.match(keys...), "blocks offered to another engine before the save")
+		a.save(blocks(0, keys...)...)
+		r.equal(2, a.match(keys...), "blocks offered after the save")
+		r.equal(2, b.match(keys...), "blocks offered to another engine after the save")
+	}
+}
+
+func saveReads(r *rig) {
+	e := r.engine(setup{})
+	bs := blocks(3, e.keys(4)...)
+	e.fill(bs...)
+	before := e.memory()
+	r.must(e.saveOnly(r.Context(), transfer(bs)), "save")
+	if at := firstDifference(before[0], e.inst.Memory[0]); at >= 0 {
+		r.Errorf("byte %d of the region was changed by a save", at)
+	}
+}
+
+func doneContext(r *rig) {
+	e := r.engine(setup{})
+	keys := e.keys(2)
+	e.save(blocks(0, keys...)...)
+	ctx, cancel := context.WithCancel(r.Context())
+	cancel()
+	load, save := transfer(blocks(4, keys...)), transfer(blocks(0, keys...))
+	var loadErr error
+	calls := []struct {
+		name string
+		run  func()
+	}{
+		{"Match", func() { _, _ = e.scheduler.Match(ctx, []connector.Query{query(keys)}) }},
+		{"Save", func() { _ = e.workers[0].Save(ctx, &save, e.kv[0]) }},
+		{"Load", func() { loadErr = e.workers[0].Load(ctx, &load, e.kv[0]) }},
+	}
+	e.wipe(0, load.Blocks...)
+	for _, c := range calls {
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			c.run()
+		}()
+		select {
+		case <-done:
+		case <-time.After(soon):
+			r.Errorf("%s with a done context has not returned after %v", c.name, soon)
+			return
+		}
+	}
+	if loadErr == nil {
+		e.holds(load.Blocks...)
+	}
+	r.equal(2, e.match(keys...), "blocks offered afterwards")
+}
+
+func cancelledSave(r *rig) {
+	e := r.engine(setup{})
+	half := slots / 2
+	for n := range 12 {
+		keys := e.keys(half)
+		from, to := blocks(0, keys...), blocks(half, keys...)
+		e.fill(from...)
+		ctx, cancel := context.WithTimeout(r.Context(), time.Duration(e.rand.IntN(1500))*time.Microsecond)
+		if n%4 == 0 {
+			cancel()
+		}
+		t := transfer(from)
+		err := e.workers[0].Save(ctx, &t, e.kv[0])
+		cancel()
+		var part *connector.BlockError
+		if err != nil && !errors.As(err, &part) && ctx.Err() == nil {
+			r.must(err, "save")
+		}
+		found := e.match(keys...)
+		if err == nil {
+			r.equal(half, found, "blocks offered after a save that succeeded")
+		}
+		if found > half {
+			r.must(fmt.Errorf("%d blocks offered of %d", found, half), "match")
+		}
+		if found == 0 {
+			continue
+		}
+		e.wipe(0, to...)
+		r.must(e.load(to[:found]...), "load of what a cancelled save left")
+		e.holds(to[:found]...)
+	}
+}
+
+func concurrent(r *rig) {
+	const loaders, rounds = 4, 15
+	e := r.engine(setup{})
+	keys := e.keys(4)
+	from := blocks(0, keys...)
+	e.save(from...)
+	var wg sync.WaitGroup
+	errs := make([]error, loaders+2)
+	for n := range 2 {
+		t := transfer(from)
+		t.Replace = n == 1
+		wg.Go(func() {
+			for range rounds {
+				errs[loaders+n] = errors.Join(errs[loaders+n], e.workers[0].Save(r.Context(), &t, e.kv[0]))
+			}
+		})
+	}
+	for n := range loaders {
+		to := blocks(4+4*n, keys...)
+		t := transfer(to)
+		wg.Go(func() {
+			for range rounds {
+				e.wipe(0, to...)
+				if errs[n] = e.workers[0].Load(r.Context(), &t, e.kv[0]); errs[n] != nil {
+					return
+				}
+				for _, b := range to {
+					if d := e.differs(b); d != "" {
+						errs[n] = errors.New(d)
+						return
+					}
+				}
+			}
+		})
+	}
+	wg.Wait()
+	for _, err := range errs {
+		if err != nil {
+			r.Errorf("%v", err)
+		}
+	}
+}
+
+func errorKind(r *rig) {
+	e := r.engine(setup{})
+	keys := e.keys(1)
+	err := e.load(blocks(0, keys...)...)
+	if err == nil {
+		r.Errorf("the load of an absent block succeeds")
+	} else if !errors.Is(err, connector.ErrGone) {
+		r.Errorf("error %q does not wrap ErrGone", err)
+	}
+}

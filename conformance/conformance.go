@@ -1,0 +1,103 @@
+// Package conformance checks that a connector keeps the contract of package connector.
+//
+// Every case tests one numbered rule of docs/spec. The same cases run in process, over the wire and
+// on a binary:
+//
+//	func TestConformance(t *testing.T) {
+//		conformance.Run(t, conformance.InProcess(plugin, config))
+//	}
+//
+//	results := conformance.Check(ctx, conformance.Binary(path, config), conformance.Options{})
+//
+// A case that needs an optional power is skipped for connectors without it. A [Profile] names the
+// cases that a kind of connector must pass: there, skipped is failed.
+package conformance
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// A Profile is a kind of connector, and with it the cases that it must pass.
+type Profile string
+
+// The profiles.
+const (
+	// Store is a connector that keeps blocks by content address.
+	Store Profile = "store"
+	// Groups is a Store that serves caches of several groups.
+	Groups Profile = "groups"
+	// Power is a connector with every optional power: a Planner, Holder and Resetter.
+	Power Profile = "power"
+)
+
+// Profiles lists all profiles.
+func Profiles() []Profile { return []Profile{Store, Groups, Power} }
+
+// ParseProfile reads a profile's name.
+func ParseProfile(s string) (Profile, error) {
+	if p := Profile(s); slices.Contains(Profiles(), p) {
+		return p, nil
+	}
+	names := make([]string, 0, len(Profiles()))
+	for _, p := range Profiles() {
+		names = append(names, string(p))
+	}
+	return "", fmt.Errorf("unknown profile %q, known are %s", s, strings.Join(names, ", "))
+}
+
+// A Case checks one rule of docs/spec.
+type Case struct {
+	ID       string               // never reused
+	Rule     string               // the number of the rule, such as STORE-02
+	Text     string               // what the case does, one sentence
+	Profiles []Profile            // the kinds of connectors for which it is required
+	Needs    connector.Capability // the case is skipped without them
+	Groups   bool                 // the case is skipped unless Info.Groups
+	Run      func(T, Harness)
+}
+
+// T is the part of testing.TB that a case needs, so that a command can run cases too.
+type T interface {
+	// Context ends with the case's deadline.
+	Context() context.Context
+	// Helper marks the caller as a helper.
+	Helper()
+	// Errorf reports a failure; the case goes on.
+	Errorf(format string, args ...any)
+	// FailNow ends the case as failed.
+	FailNow()
+	// Skipf ends the case as one that does not apply, saying why.
+	Skipf(format string, args ...any)
+}
+
+// Cases lists every case, in the order in which they run.
+func Cases() []Case {
+	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases())
+}
+
+// Status is how a case ended.
+type Status string
+
+// The statuses.
+const (
+	Pass Status = "pass"
+	Fail Status = "fail"
+	Skip Status = "skip"
+)
+
+// Failed lists the results that failed, as one error; nil if none did.
+func Failed(results []Result) error {
+	var errs []error
+	for _, r := range results {
+		if r.Status == Fail {
+			errs = append(errs, fmt.Errorf("%s (%s): %s", r.ID, r.Rule, strings.Join(r.Log, "; ")))
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,82 @@
+package conformance
+
+import "github.com/kvport/kvport/connector"
+
+// Sizes of the segments. They are all different and none divides another, so that a connector that
+// takes one for the other is found out.
+var segmentBytes = []int64{96, 160, 72}
+
+const (
+	gap         = 24 // guard bytes between blocks and segments
+	digestBytes = 16 // a segment, as a host's digest segment has them
+)
+
+// interleaved puts all segments of block 0 before those of block 1, with gaps.
+func interleaved(blocks int) connector.Layout {
+	stride := int64(gap)
+	for _, n := range segmentBytes {
+		stride += n + gap
+	}
+	l := connector.Layout{Name: "interleaved", Blocks: blocks, Groups: []connector.Group{{BlockTokens: blockTokens, Policy: connector.PolicyAll}}}
+	at := int64(gap)
+	for i, n := range segmentBytes {
+		l.Segments = append(l.Segments, connector.Segment{Layer: i, Offset: at, BlockStride: stride, Bytes: n})
+		at += n + gap
+	}
+	return withDigest(l, 0)
+}
+
+// planes gives each segment an array of its own, with gaps between the blocks. The last layer's
+// array comes first.
+func planes(blocks int) connector.Layout {
+	l := connector.Layout{Name: "planes", Blocks: blocks, Groups: []connector.Group{{BlockTokens: blockTokens, Policy: connector.PolicyAll}}}
+	l.Segments = make([]connector.Segment, len(segmentBytes))
+	at := int64(gap)
+	for i := len(segmentBytes) - 1; i >= 0; i-- {
+		n := segmentBytes[i]
+		l.Segments[i] = connector.Segment{Layer: i, Offset: at, BlockStride: n + gap, Bytes: n}
+		at += int64(blocks)*(n+gap) + gap
+	}
+	return withDigest(l, 0)
+}
+
+// dense has no gaps at all.
+func dense(blocks int) connector.Layout {
+	l := connector.Layout{Name: "dense", Blocks: blocks, Groups: []connector.Group{{BlockTokens: blockTokens, Policy: connector.PolicyAll}}}
+	var at int64
+	for i, n := range segmentBytes {
+		l.Segments = append(l.Segments, connector.Segment{Layer: i, Offset: at, BlockStride: n, Bytes: n})
+		at += int64(blocks) * n
+	}
+	return withDigest(l, 0)
+}
+
+// twoGroups is planes with the last layer in a group of its own.
+func twoGroups(blocks int) connector.Layout {
+	l := planes(blocks)
+	l.Name = "two groups"
+	l.Groups = append(l.Groups, connector.Group{BlockTokens: blockTokens, Policy: connector.PolicyTrailing, Trailing: 2})
+	l.Segments[len(segmentBytes)-1].Group = 1
+	return withDigest(l, 1)
+}
+
+// withDigest adds a group's digest segment behind everything, as a host does.
+func withDigest(l connector.Layout, group uint16) connector.Layout {
+	var n int64
+	for _, s := range l.Segments {
+		if s.Group == group && s.Layer != connector.DigestLayer {
+			n += digestBytes
+		}
+	}
+	l.Segments = append(l.Segments, connector.Segment{Layer: connector.DigestLayer, Group: group, Offset: (end(&l) + 63) &^ 63, BlockStride: n, Bytes: n})
+	return l
+}
+
+// end is the size of the region a layout needs, with a gap behind.
+func end(l *connector.Layout) int64 {
+	var n int64
+	for _, s := range l.Segments {
+		n = max(n, s.Offset+int64(l.Blocks-1)*s.BlockStride+s.Bytes)
+	}
+	return n + gap
+}

@@ -1,0 +1,86 @@
+package conformance
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"time"
+)
+
+// snapshot is what a process held at one moment.
+type snapshot struct {
+	goroutines int
+	fds        int
+	children   int
+}
+
+// warmUp makes the runtime open what it opens once and keeps, such as its poller, and the
+// goroutines that come with it.
+func warmUp() {
+	if r, w, err := os.Pipe(); err == nil {
+		_, _ = r.Close(), w.Close()
+	}
+}
+
+func takeSnapshot() snapshot {
+	return snapshot{goroutines: runtime.NumGoroutine(), fds: openFiles(0), children: children()}
+}
+
+// waitForLeaks gives what is closed in the background time to go and says what stayed.
+func (s snapshot) waitForLeaks(limit time.Duration) string {
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	end := time.Now().Add(limit)
+	for {
+		leak := s.leaks(takeSnapshot())
+		if leak == "" || time.Now().After(end) {
+			return leak
+		}
+		<-tick.C
+	}
+}
+
+func (s snapshot) leaks(now snapshot) string {
+	var out []string
+	for _, l := range []struct {
+		what        string
+		before, now int
+	}{
+		{"goroutines", s.goroutines, now.goroutines},
+		{"file descriptors", s.fds, now.fds},
+		{"processes", s.children, now.children},
+	} {
+		if l.now > l.before {
+			out = append(out, fmt.Sprintf("%d %s more than before", l.now-l.before, l.what))
+		}
+	}
+	return strings.Join(out, ", ")
+}
+
+// openFiles counts the descriptors of a process; pid 0 is this one.
+func openFiles(pid int) int {
+	dir := "/proc/self/fd"
+	if pid != 0 {
+		dir = fmt.Sprintf("/proc/%d/fd", pid)
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return 0
+	}
+	return len(entries)
+}
+
+// children counts the processes that this one started and that are not reaped.
+func children() int {
+	n := 0
+	lists, _ := filepath.Glob("/proc/self/task/*/children")
+	for _, l := range lists {
+		b, err := os.ReadFile(l)
+		if err == nil {
+			n += len(strings.Fields(string(b)))
+		}
+	}
+	return n
+}

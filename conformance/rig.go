@@ -1,0 +1,435 @@
+package conformance
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"log/slog"
+	"math/rand/v2"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+const (
+	blockTokens = 4
+	slots       = 24                    // blocks of each rank's cache, but for large cases
+	soon        = 2 * time.Second       // what "soon" means in the rules
+	askAgain    = 10 * time.Millisecond // between two Matches while the answer is Later
+	guardByte   = 0xA5                  // fills everything that is no block
+)
+
+// rig is what one case works with.
+type rig struct {
+	T
+	h        Harness
+	settings settings
+	rand     *rand.Rand
+	info     connector.Info
+	closers  []func() error
+	epoch    uint64
+}
+
+// rigged makes a Case's Run of a function that works on a rig, and closes what it opened.
+func rigged(needs connector.Capability, groups bool, body func(*rig)) func(T, Harness) {
+	return func(t T, h Harness) {
+		r := &rig{T: t, h: h, settings: settings{log: slog.New(slog.DiscardHandler)}}
+		if s, ok := h.(seeded); ok {
+			r.settings = s.settings
+		}
+		r.rand = rand.New(rand.NewPCG(r.settings.seed, 0))
+		defer r.close()
+		i := r.start(1, 64)
+		info, err := i.Describe(r.Context(), h.Config())
+		r.must(err, "describe")
+		r.info = info
+		if lacks := needs &^ info.Capabilities; lacks != 0 {
+			r.Skipf("the connector does not offer %v", lacks)
+		}
+		if groups && !info.Groups {
+			r.Skipf("the connector does not serve caches of several groups")
+		}
+		body(r)
+	}
+}
+
+func (r *rig) close() {
+	for n := len(r.closers) - 1; n >= 0; n-- {
+		if err := r.closers[n](); err != nil {
+			r.Errorf("close: %v", err)
+		}
+	}
+}
+
+// must ends the case if err is not nil.
+func (r *rig) must(err error, format string, args ...any) {
+	r.Helper()
+	if err != nil {
+		r.Errorf("%s: %v", fmt.Sprintf(format, args...), err)
+		r.FailNow()
+	}
+}
+
+// start starts the connector anew.
+func (r *rig) start(ranks int, size int64) *Instance {
+	r.Helper()
+	i, err := r.h.Start(r.Context(), ranks, size)
+	r.must(err, "start")
+	i.Close = once(i.Close)
+	r.closers = append(r.closers, i.Close)
+	return i
+}
+
+// engine is one engine with its connector open.
+type engine struct {
+	*rig
+	inst      *Instance
+	env       connector.Env
+	kv        []*connector.KV // of each rank
+	scheduler connector.Scheduler
+	workers   []connector.Worker // of each rank
+	steps     uint64
+}
+
+// setup says how an engine differs from the plain one.
+type setup struct {
+	world  int    // ranks; 0: 1
+	shape  string // other: another byte layout
+	model  string
+	layout *connector.Layout
+}
+
+// engine opens an engine in an instance of its own.
+func (r *rig) engine(s setup) *engine {
+	r.Helper()
+	e := r.closed(s)
+	e.openAll()
+	return e
+}
+
+// closed makes an engine whose sides are not open yet.
+func (r *rig) closed(s setup) *engine {
+	r.Helper()
+	layout := interleaved(slots)
+	if s.layout != nil {
+		layout = *s.layout
+	}
+	if len(r.info.Layouts) > 0 {
+		layout.Name = r.info.Layouts[0]
+	}
+	world := max(1, s.world)
+	e := &engine{rig: r, inst: r.start(world, end(&layout))}
+	r.epoch++
+	e.env = connector.Env{
+		Engine: fmt.Sprintf("conformance-%d", r.epoch), Epoch: r.epoch, Role: connector.RoleBoth, World: world,
+		Model: connector.NewFingerprint("conformance model", r.settings.salt, s.model),
+		Shape: connector.NewFingerprint("conformance shape", r.settings.salt, s.shape, fmt.Sprint(world)),
+		Log:   r.settings.log, Layout: layout,
+	}
+	for rank, mem := range e.inst.Memory {
+		for i := range mem {
+			mem[i] = guardByte
+		}
+		kv, err := connector.NewKV(layout, [][]byte{mem})
+		r.must(err, "cache of rank %d", rank)
+		e.kv = append(e.kv, kv)
+	}
+	e.workers = make([]connector.Worker, world)
+	return e
+}
+
+// peer is an engine that must see what e saved: another one if Scope reaches it, else e itself.
+func (e *engine) peer() *engine {
+	e.Helper()
+	if e.info.Scope == connector.ScopeEngine {
+		return e
+	}
+	layout := e.env.Layout
+	p := e.closed(setup{world: e.env.World, layout: &layout})
+	p.env.Model, p.env.Shape = e.env.Model, e.env.Shape
+	p.openAll()
+	return p
+}
+
+func (e *engine) openAll() {
+	e.Helper()
+	e.openScheduler()
+	for rank := range e.workers {
+		e.openWorker(rank)
+	}
+}
+
+func (e *engine) openScheduler() {
+	e.Helper()
+	s, err := e.inst.Scheduler(e.Context(), e.env, e.h.Config())
+	e.must(err, "open the scheduler side")
+	e.scheduler = s
+	e.closers = append(e.closers, func() error { return e.closeScheduler() })
+}
+
+func (e *engine) openWorker(rank int) {
+	e.Helper()
+	env := e.env
+	env.Rank = rank
+	w, err := e.inst.Worker(e.Context(), env, e.h.Config())
+	e.must(err, "open the worker side of rank %d", rank)
+	e.workers[rank] = w
+	e.closers = append(e.closers, func() error { return e.closeWorker(rank) })
+}
+
+func (e *engine) closeScheduler() error {
+	s := e.scheduler
+	e.scheduler = nil
+	if s == nil {
+		return nil
+	}
+	return s.Close()
+}
+
+func (e *engine) closeWorker(rank int) error {
+	w := e.workers[rank]
+	e.workers[rank] = nil
+	if w == nil {
+		return nil
+	}
+	return w.Close()
+}
+
+func (e *engine) closeAll() {
+	e.Helper()
+	for rank := range e.workers {
+		e.must(e.closeWorker(rank), "close the worker side of rank %d", rank)
+	}
+	e.must(e.closeScheduler(), "close the scheduler side")
+}
+
+// keys makes the keys of a fresh prompt of n full blocks.
+func (e *engine) keys(n int) []connector.BlockKey {
+	tokens := make([]int32, n*blockTokens)
+	for i := range tokens {
+		tokens[i] = int32(e.rand.Uint32() >> 1)
+	}
+	space := connector.KeySpace{Model: e.env.Model}
+	return space.Keys(tokens, blockTokens)
+}
+
+// blocks places keys in the slots from first on.
+func blocks(first int, keys ...connector.BlockKey) []connector.Block {
+	out := make([]connector.Block, len(keys))
+	for i, k := range keys {
+		out[i] = connector.Block{Key: k, ID: connector.BlockID(first + i)}
+	}
+	return out
+}
+
+func transfer(bs []connector.Block) connector.Transfer {
+	return connector.Transfer{Request: "request", Tokens: len(bs) * blockTokens, Blocks: bs}
+}
+
+// stream is the content of one segment of one block: a function of what makes it unique.
+func (e *engine) stream(b connector.Block, rank, segment int) *rand.Rand {
+	h := fnv.New64a()
+	_, _ = h.Write(b.Key[:])
+	place := binary.LittleEndian.AppendUint64(nil, e.settings.seed)
+	return rand.New(rand.NewPCG(h.Sum64(), binary.LittleEndian.Uint64(place)^uint64(b.Group)<<40^uint64(rank)<<20^uint64(segment)))
+}
+
+// fill writes a block's content on every rank.
+func (e *engine) fill(bs ...connector.Block) {
+	for rank, kv := range e.kv {
+		for _, b := range bs {
+			for _, s := range kv.Segments(b.Group) {
+				content := e.stream(b, rank, s)
+				for i, view := 0, kv.View(s, b.ID); i < len(view); i++ {
+					view[i] = byte(content.Uint32())
+				}
+			}
+		}
+	}
+}
+
+// wipe overwrites blocks with one byte on every rank.
+func (e *engine) wipe(with byte, bs ...connector.Block) {
+	for _, kv := range e.kv {
+		for _, b := range bs {
+			for _, s := range kv.Segments(b.Group) {
+				view := kv.View(s, b.ID)
+				for i := range view {
+					view[i] = with
+				}
+			}
+		}
+	}
+}
+
+// differs says where a block does not hold its content; "" when it does.
+func (e *engine) differs(b connector.Block) string {
+	for rank, kv := range e.kv {
+		for _, s := range kv.Segments(b.Group) {
+			content := e.stream(b, rank, s)
+			for i, have := range kv.View(s, b.ID) {
+				if have != byte(content.Uint32()) {
+					return fmt.Sprintf("block %d, group %d, rank %d: byte %d of segment %d is wrong", b.ID, b.Group, rank, i, s)
+				}
+			}
+		}
+	}
+	return ""
+}
+
+// holds fails the case for each block that does not hold its content.
+func (e *engine) holds(bs ...connector.Block) {
+	e.Helper()
+	for _, b := range bs {
+		if d := e.differs(b); d != "" {
+			e.Errorf("%s", d)
+		}
+	}
+}
+
+// memory is a copy of every rank's cache.
+func (e *engine) memory() [][]byte {
+	out := make([][]byte, len(e.inst.Memory))
+	for r, m := range e.inst.Memory {
+		out[r] = bytes.Clone(m)
+	}
+	return out
+}
+
+// save fills blocks and saves them on every rank.
+func (e *engine) save(bs ...connector.Block) {
+	e.Helper()
+	e.fill(bs...)
+	e.must(e.saveOnly(e.Context(), transfer(bs)), "save")
+}
+
+// saveOnly saves on every rank what lies in the blocks.
+func (e *engine) saveOnly(ctx context.Context, t connector.Transfer) error {
+	return e.move(ctx, t, true)
+}
+
+// load loads blocks on every rank; the error is that of the first rank that failed.
+func (e *engine) load(bs ...connector.Block) error {
+	return e.loadTicket(e.Context(), bs, nil)
+}
+
+func (e *engine) loadTicket(ctx context.Context, bs []connector.Block, ticket connector.Ticket) error {
+	t := transfer(bs)
+	t.Ticket = ticket
+	return e.move(ctx, t, false)
+}
+
+// move is what a host does with a transfer: it asks the Planner, if there is one, and runs what it
+// answers on every rank.
+func (e *engine) move(ctx context.Context, t connector.Transfer, save bool) error {
+	todo := []connector.Transfer{t}
+	if planner, ok := connector.As[connector.Planner](e.scheduler); ok {
+		e.steps++
+		step := &connector.Step{ID: e.steps, Admitted: todo}
+		if save {
+			step = &connector.Step{ID: e.steps, Computed: todo}
+		}
+		plan, err := planner.Plan(ctx, step)
+		if err != nil {
+			return fmt.Errorf("plan: %w", err)
+		}
+		todo = plan.Loads
+		if save {
+			todo = plan.Saves
+		}
+	}
+	for i := range todo {
+		for rank := range e.workers {
+			if err := e.moveRank(ctx, rank, &todo[i], save); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (e *engine) moveRank(ctx context.Context, rank int, t *connector.Transfer, save bool) error {
+	if save {
+		return e.workers[rank].Save(ctx, t, e.kv[rank])
+	}
+	return e.workers[rank].Load(ctx, t, e.kv[rank])
+}
+
+// query is a prompt of full blocks and three more tokens.
+func query(keys []connector.BlockKey) connector.Query {
+	return connector.Query{Request: "request", Tokens: len(keys)*blockTokens + 3, Keys: keys}
+}
+
+// match asks for one prompt and gives the blocks that are offered.
+func (e *engine) match(keys ...connector.BlockKey) int {
+	e.Helper()
+	return e.ask(query(keys))[0].Tokens / blockTokens
+}
+
+// ask asks as a host does: again while the answer is Later or busy.
+func (e *engine) ask(qs ...connector.Query) []connector.Match {
+	e.Helper()
+	for end := time.Now().Add(soon); ; {
+		ms, err := e.scheduler.Match(e.Context(), qs)
+		if err == nil && len(ms) != len(qs) {
+			e.must(fmt.Errorf("%d answers to %d queries", len(ms), len(qs)), "match")
+		}
+		again := errors.Is(err, connector.ErrBusy)
+		if err != nil && !again {
+			e.must(err, "match")
+		}
+		for _, m := range ms {
+			again = again || m.Later
+		}
+		if !again {
+			return ms
+		}
+		if time.Now().After(end) {
+			e.must(errors.New("no answer but Later"), "match")
+		}
+		e.pause(askAgain)
+	}
+}
+
+// pause waits, or ends the case when its time is over.
+func (e *engine) pause(d time.Duration) {
+	select {
+	case <-time.After(d):
+	case <-e.Context().Done():
+		e.must(e.Context().Err(), "waiting")
+	}
+}
+
+// failed wants an error that names exactly the blocks.
+func (e *engine) failed(err error, want ...connector.BlockID) {
+	e.Helper()
+	var be *connector.BlockError
+	if !errors.As(err, &be) {
+		e.Errorf("got error %v, want a BlockError for blocks %v", err, want)
+		return
+	}
+	missing := map[connector.BlockID]bool{}
+	for _, id := range want {
+		missing[id] = true
+	}
+	for _, id := range be.Blocks {
+		if !missing[id] {
+			e.Errorf("the error names block %d, want %v", id, want)
+		}
+		delete(missing, id)
+	}
+	if len(missing) > 0 {
+		e.Errorf("the error names blocks %v, want %v", be.Blocks, want)
+	}
+}
+
+// equal fails the case if an int is not what it should be.
+func (r *rig) equal(want, got int, format string, args ...any) {
+	r.Helper()
+	if want != got {
+		r.Errorf("%s: got %d, want %d", fmt.Sprintf(format, args...), got, want)
+	}
+}

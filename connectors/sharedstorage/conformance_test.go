@@ -1,0 +1,31 @@
+package sharedstorage_test
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/sharedstorage"
+	"github.com/kvport/kvport/sdk"
+)
+
+func plugin() connector.Plugin {
+	d := sdk.Definition{Name: sharedstorage.Name, Aliases: []string{sharedstorage.Alias}, Version: "test", Scope: sharedstorage.Scope}
+	return sdk.FromStore(d, sharedstorage.Open)
+}
+
+func config(t *testing.T) json.RawMessage {
+	t.Helper()
+	b, err := os.ReadFile(filepath.Join("..", "..", "plugins", "sharedstorage", "conform.json"))
+	require.NoError(t, err)
+	return b
+}
+
+func TestInProcess(t *testing.T) {
+	conformance.Run(t, conformance.InProcess(plugin(), config(t)))
+}
