@@ -47,16 +47,13 @@ func Sample(logits []float32, p Params, position int) int32 {
 	if math.IsInf(top, 0) || math.IsNaN(top) {
 		return best
 	}
-	kept := candidates(logits, p.TopK)
-	total := 0.0
-	for i := range kept {
-		kept[i].weight = exp((float64(kept[i].logit) - top) / p.Temperature)
-		total += kept[i].weight
+	d := distribution{logits: logits, top: top, temperature: p.Temperature}
+	u := draw(p.Seed, position)
+	if p.TopK == 0 && (p.TopP == 0 || p.TopP == 1) {
+		return d.pick(u)
 	}
-	if p.TopP > 0 && p.TopP < 1 {
-		kept, total = nucleus(kept, p.TopP, total)
-	}
-	left := float64(draw(p.Seed, position) * total) // the conversion keeps compilers from fusing
+	kept, total := d.restrict(p)
+	left := float64(u * total) // the conversion keeps compilers from fusing
 	for _, c := range kept {
 		if left -= c.weight; left < 0 {
 			return c.id
@@ -76,6 +73,57 @@ func Greedy(logits []float32) int32 {
 	return int32(best)
 }
 
+// distribution gives each token the weight exp((logit-top)/temperature); top is the highest logit.
+type distribution struct {
+	logits           []float32
+	top, temperature float64
+}
+
+func (d *distribution) weight(logit float32) float64 {
+	if logit != logit { // NaN
+		return 0
+	}
+	return exp((float64(logit) - d.top) / d.temperature)
+}
+
+// run is how many tokens are summed at a time.
+const run = 256
+
+func (d *distribution) sum(first int) (sum float64) {
+	for _, v := range d.logits[first:min(first+run, len(d.logits))] {
+		sum += d.weight(v)
+	}
+	return sum
+}
+
+// pick finds the token at share u of all weight, in the order of ids. It sums once, by runs, and looks
+// into only one of them.
+func (d *distribution) pick(u float64) int32 {
+	sums := make([]float64, 0, 1024)
+	total := 0.0
+	for first := 0; first < len(d.logits); first += run {
+		sums = append(sums, d.sum(first))
+		total += sums[len(sums)-1]
+	}
+	left, first := float64(u*total), 0
+	for first/run < len(sums)-1 && left >= sums[first/run] {
+		left -= sums[first/run]
+		first += run
+	}
+	last := int32(0)
+	for i, v := range d.logits[first:min(first+run, len(d.logits))] {
+		w := d.weight(v)
+		if w > 0 {
+			last = int32(first + i)
+		}
+		if left -= w; left < 0 {
+			return last
+		}
+	}
+	return last // rounding left a remainder
+}
+
+// candidate is a token that may be chosen.
 type candidate struct {
 	id     int32
 	logit  float32
@@ -90,13 +138,42 @@ func byLogit(a, b candidate) int {
 	return cmp.Compare(a.id, b.id)
 }
 
-// candidates lists the k likeliest tokens, or all if k is 0.
-func candidates(logits []float32, k int) []candidate {
-	if k == 0 || k > len(logits) {
-		k = len(logits)
+// restrict gives the tokens that top-k and then top-p leave, likeliest first, and their weight.
+func (d *distribution) restrict(p Params) (kept []candidate, total float64) {
+	if p.TopK > 0 {
+		kept = candidates(d.logits, p.TopK, float32(math.Inf(-1)))
+	} else {
+		for first := 0; first < len(d.logits); first += run {
+			total += d.sum(first)
+		}
+		// Tokens so unlikely that all of them together fit into the rest are not among the likeliest: most
+		// of a vocabulary need not be sorted. Taking a few too many changes nothing.
+		small := (1 - p.TopP) * total / float64(len(d.logits))
+		kept = candidates(d.logits, len(d.logits), float32(d.top+d.temperature*math.Log(small)-0.01))
 	}
-	kept := make([]candidate, 0, min(2*k, len(logits)))
-	floor := float32(math.Inf(-1))
+	slices.SortFunc(kept, byLogit)
+	sum := 0.0
+	for i := range kept {
+		kept[i].weight = d.weight(kept[i].logit)
+		sum += kept[i].weight
+	}
+	if p.TopK > 0 {
+		total = sum
+	}
+	if p.TopP == 0 || p.TopP == 1 {
+		return kept, total
+	}
+	sum = 0
+	for i, c := range kept {
+		if sum += c.weight; sum >= p.TopP*total {
+			return kept[:i+1], sum
+		}
+	}
+	return kept, sum
+}
+
+// candidates lists the k likeliest tokens above floor, in any order.
+func candidates(logits []float32, k int, floor float32) (kept []candidate) {
 	for id, v := range logits {
 		if !(v > floor) { // NaN, impossible, or an equal with a higher id
 			continue
@@ -113,22 +190,6 @@ func candidates(logits []float32, k int) []candidate {
 		kept = kept[:k]
 	}
 	return kept
-}
-
-// nucleus keeps the shortest run of likeliest tokens that holds share p of the total weight.
-func nucleus(kept []candidate, p, total float64) ([]candidate, float64) {
-	// Tokens so small that all of them together fit into the rest cannot be part of it: most of a
-	// vocabulary need not be sorted.
-	small := (1 - p) * total / float64(len(kept))
-	kept = slices.DeleteFunc(kept, func(c candidate) bool { return c.weight < small })
-	slices.SortFunc(kept, byLogit)
-	sum := 0.0
-	for i, c := range kept {
-		if sum += c.weight; sum >= p*total {
-			return kept[:i+1], sum
-		}
-	}
-	return kept, sum
 }
 
 // draw is uniform in [0,1): two rounds of the splitmix64 finaliser over seed and position.
@@ -152,9 +213,9 @@ func exp(x float64) float64 {
 	const ln2hi, ln2lo = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 	n := math.RoundToEven(x * math.Log2E)
 	r := math.FMA(-n, ln2lo, math.FMA(-n, ln2hi, x))
-	sum := 1.0
-	for k := 14.0; k >= 1; k-- { // Taylor by Horner: |r| <= 0.35, so the rest is below 1e-18
-		sum = math.FMA(sum, r/k, 1)
+	sum := 1.0 / 479001600 // 1/12!
+	for _, c := range [...]float64{1. / 39916800, 1. / 3628800, 1. / 362880, 1. / 40320, 1. / 5040, 1. / 720, 1. / 120, 1. / 24, 1. / 6, 0.5, 1, 1} {
+		sum = math.FMA(sum, r, c) // Taylor by Horner: |r| <= 0.35, so the rest is below 2e-16
 	}
-	return math.Ldexp(sum, int(n))
+	return sum * math.Float64frombits(uint64(int64(n)+1023)<<52)
 }

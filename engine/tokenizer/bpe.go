@@ -1,183 +1,198 @@
 package tokenizer
 
 import (
+	"container/heap"
 	"errors"
 	"fmt"
+	"regexp"
 	"slices"
+	"unicode"
+	"unicode/utf8"
 
 	"github.com/kvport/kvport/engine/gguf"
-	bpe "github.com/ollama/ollama/tokenizer"
 )
-
-// pretokenizer is the regular expression by which text is split before merging, for each value of
-// tokenizer.ggml.pre that we know. Each matches every character: the library's way of chaining several
-// expressions repeats text after the second gap (ollama 0.17.4), so smollm's two (first every digit alone,
-// then GPT-2's on what lies between) are written as one here.
-func pretokenizer(name string) (string, bool) {
-	switch name {
-	case "smollm":
-		return `\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+`, true
-	case "gpt-2", "default", "":
-		return `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`, true
-	}
-	return "", false
-}
 
 // FromGGUF reads the tokenizer and the chat template of a model file. The file is not needed once it
 // returns. Errors name the metadata key and wrap gguf.ErrMissing or gguf.ErrFormat.
 func FromGGUF(f *gguf.File) (Tokenizer, error) {
-	t, err := readVocabulary(f)
+	t, err := newBPE(f)
 	if err != nil {
-		return nil, fmt.Errorf("tokenizer: %w", err)
-	}
-	source, err := f.String("tokenizer.chat_template")
-	if errors.Is(err, gguf.ErrMissing) {
-		return t, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("tokenizer: %w", err)
-	}
-	if t.template, err = parseTemplate(source, t.text(t.bos), t.text(t.eos)); err != nil {
 		return nil, fmt.Errorf("tokenizer: %w", err)
 	}
 	return t, nil
 }
 
-// none is the id of a token that the vocabulary does not have.
-const none = -1
-
-// pair is a byte-level BPE. The library recognises the vocabulary's special tokens always, so there is
-// one encoder with them and one without.
-type pair struct {
-	plain, special bpe.BytePairEncoding
-	values         []string
-	bytes          [][]byte
-	bos, eos       int32
-	addBOS         bool
-	stops          []int32
-	template       *template
+// bpe is a byte-level BPE: text is cut at special tokens, then into words, and in each word the pair of
+// neighbours with the lowest rank is merged, the leftmost of equals, until no pair is left. Bytes that
+// the vocabulary lacks are left out, as in llama.cpp.
+//
+// It is our own because ollama's (0.17.4) gave other ids than llama.cpp: it repeats text when it splits
+// by more than one expression and merges equals in any order.
+type bpe struct {
+	*vocabulary
+	words       words
+	plain, full *regexp.Regexp // special tokens in text: only user-defined ones, all
+	bytes       [][]byte
+	bos         int32
+	addBOS      bool
+	stops       []int32
+	template    *template // nil if the model has none
 }
 
-func readVocabulary(f *gguf.File) (*pair, error) {
-	if model, err := f.String("tokenizer.ggml.model"); err != nil || model != "gpt2" {
-		return nil, errors.Join(err, fmt.Errorf("tokenizer.ggml.model is %q, only gpt2 (byte-level BPE) is supported: %w", model, gguf.ErrFormat))
+func newBPE(f *gguf.File) (*bpe, error) {
+	kind, err := f.String("tokenizer.ggml.model")
+	if err != nil {
+		return nil, err
+	}
+	if kind != "gpt2" {
+		return nil, fmt.Errorf("tokenizer.ggml.model is %q, only gpt2 (byte-level BPE) is supported: %w", kind, gguf.ErrFormat)
 	}
 	pre, err := f.String("tokenizer.ggml.pre")
 	if err != nil && !errors.Is(err, gguf.ErrMissing) {
 		return nil, err
 	}
-	expression, ok := pretokenizer(pre)
-	if !ok {
-		return nil, fmt.Errorf("tokenizer.ggml.pre %q is not supported: %w", pre, gguf.ErrFormat)
-	}
-	t := &pair{}
-	if t.values, err = f.Strings("tokenizer.ggml.tokens"); err != nil {
+	t := &bpe{}
+	if t.words, err = newWords(pre); err != nil {
 		return nil, err
 	}
-	merges, err := f.Strings("tokenizer.ggml.merges")
-	if err != nil {
+	if t.vocabulary, err = readVocabulary(f); err != nil {
 		return nil, err
 	}
-	types, err := f.Ints("tokenizer.ggml.token_type")
-	if err != nil {
-		return nil, err
-	}
-	if len(types) != len(t.values) {
-		return nil, fmt.Errorf("tokenizer.ggml.token_type has %d entries, tokens %d: %w", len(types), len(t.values), gguf.ErrFormat)
-	}
-	if err := t.readSpecial(f); err != nil {
-		return nil, err
-	}
-	t.decode(types)
-	plain := slices.Clone(types)
-	for i, kind := range plain {
-		if kind == bpe.TOKEN_TYPE_CONTROL {
-			plain[i] = bpe.TOKEN_TYPE_UNUSED
-		}
-	}
-	encoder := func(types []int32) bpe.BytePairEncoding {
-		return bpe.NewBytePairEncoding(&bpe.Vocabulary{Values: t.values, Types: types, Merges: merges}, expression)
-	}
-	t.plain, t.special = encoder(plain), encoder(types)
-	return t, nil
+	t.bytes = t.decode()
+	t.plain, t.full = t.special(typeUserDefined), t.special(typeUserDefined, typeControl)
+	return t, t.readSpecial(f)
 }
 
-// readSpecial finds the tokens that begin and end a text.
-func (t *pair) readSpecial(f *gguf.File) (err error) {
-	id := func(key string) int32 {
-		n, e := f.Uint(key)
-		if errors.Is(e, gguf.ErrMissing) {
-			return none
-		}
-		if e == nil && n >= uint64(len(t.values)) {
-			e = fmt.Errorf("%s is %d, the vocabulary has %d: %w", key, n, len(t.values), gguf.ErrFormat)
-		}
-		if e != nil {
-			err = errors.Join(err, e)
-			return none
-		}
-		return int32(n)
+// readSpecial reads which tokens begin and end a text, and the chat template, which writes them.
+func (t *bpe) readSpecial(f *gguf.File) error {
+	bos, err1 := t.token(f, "tokenizer.ggml.bos_token_id")
+	eos, err2 := t.token(f, "tokenizer.ggml.eos_token_id")
+	eot, err3 := t.token(f, "tokenizer.ggml.eot_token_id")
+	if err := errors.Join(err1, err2, err3); err != nil {
+		return err
 	}
-	t.bos, t.eos = id("tokenizer.ggml.bos_token_id"), id("tokenizer.ggml.eos_token_id")
-	for _, stop := range []int32{t.eos, id("tokenizer.ggml.eot_token_id")} {
+	t.bos = bos
+	for _, stop := range []int32{eos, eot} {
 		if stop != none && !slices.Contains(t.stops, stop) {
 			t.stops = append(t.stops, stop)
 		}
 	}
-	if add, e := f.Bool("tokenizer.ggml.add_bos_token"); e == nil {
-		t.addBOS = add && t.bos != none
+	add, err := f.Bool("tokenizer.ggml.add_bos_token")
+	if err != nil && !errors.Is(err, gguf.ErrMissing) {
+		return err
 	}
+	t.addBOS = add && bos != none
+	source, err := f.String("tokenizer.chat_template")
+	if errors.Is(err, gguf.ErrMissing) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	t.template, err = parseTemplate(source, t.text(bos), t.text(eos))
 	return err
 }
 
-// decode finds the bytes of every token. In the vocabulary a byte is written as a printable character.
-func (t *pair) decode(types []int32) {
-	t.bytes = make([][]byte, len(t.values))
-	for i, v := range t.values {
-		switch types[i] {
-		case bpe.TOKEN_TYPE_CONTROL, bpe.TOKEN_TYPE_UNUSED:
-			continue
-		case bpe.TOKEN_TYPE_USER_DEFINED:
-			t.bytes[i] = []byte(v)
-			continue
-		}
-		text := make([]byte, 0, len(v))
-		for _, r := range v {
-			text = append(text, byteOf(r))
-		}
-		t.bytes[i] = text
-	}
-}
-
-// byteOf undoes GPT-2's byte alphabet: printable bytes are themselves, the others come from 256 upwards.
-func byteOf(r rune) byte {
-	switch {
-	case r == 0x143:
-		return 0xad
-	case r >= 0x121 && r <= 0x142:
-		return byte(r - 0x121 + 0x7f)
-	}
-	return byte(r) // 0x100 to 0x120 stand for 0 to 0x20
-}
-
 // Encode implements [Tokenizer].
-func (t *pair) Encode(text string, special bool) ([]int32, error) {
-	encoder := &t.plain
+func (t *bpe) Encode(text string, special bool) ([]int32, error) {
+	expression := t.plain
 	if special {
-		encoder = &t.special
+		expression = t.full
 	}
-	ids, err := encoder.Encode(text, false)
-	if err != nil {
-		return nil, fmt.Errorf("tokenize: %w", err)
+	var ids []int32
+	at := 0
+	if expression != nil {
+		for _, found := range expression.FindAllStringIndex(text, -1) {
+			ids = t.encode(ids, text[at:found[0]])
+			ids = append(ids, t.id(text[found[0]:found[1]]))
+			at = found[1]
+		}
 	}
+	ids = t.encode(ids, text[at:])
 	if t.addBOS && (len(ids) == 0 || ids[0] != t.bos) {
 		ids = append([]int32{t.bos}, ids...)
 	}
 	return ids, nil
 }
 
+// encode appends the ids of text without special tokens.
+func (t *bpe) encode(ids []int32, text string) []int32 {
+	for len(text) > 0 {
+		n := t.words.next(text)
+		ids = t.merge(ids, text[:n])
+		text = text[n:]
+	}
+	return ids
+}
+
+// part is a token of a word under work, in a list by position.
+type part struct{ id, previous, next int32 }
+
+// candidate is a merge that was possible when it was found.
+type candidate struct {
+	merge
+	left, right     int32 // positions
+	leftID, rightID int32
+}
+
+// candidates is a heap: lowest rank first, leftmost of equals.
+type candidates []candidate
+
+func (c candidates) Len() int { return len(c) }
+func (c candidates) Less(i, j int) bool {
+	return c[i].rank < c[j].rank || c[i].rank == c[j].rank && c[i].left < c[j].left
+}
+func (c candidates) Swap(i, j int) { c[i], c[j] = c[j], c[i] }
+func (c *candidates) Push(x any)   { *c = append(*c, x.(candidate)) }
+func (c *candidates) Pop() any {
+	last := (*c)[len(*c)-1]
+	*c = (*c)[:len(*c)-1]
+	return last
+}
+
+// merge appends the ids of one word.
+func (t *bpe) merge(ids []int32, word string) []int32 {
+	parts := make([]part, len(word))
+	for i := range parts {
+		parts[i] = part{id: t.alphabet[word[i]], previous: int32(i) - 1, next: int32(i) + 1}
+	}
+	parts[len(parts)-1].next = none
+	var found candidates
+	look := func(left, right int32) {
+		if left == none || right == none {
+			return
+		}
+		a, b := parts[left].id, parts[right].id
+		if m, ok := t.merges[[2]int32{a, b}]; ok {
+			heap.Push(&found, candidate{m, left, right, a, b})
+		}
+	}
+	for i := range parts {
+		look(int32(i), parts[i].next)
+	}
+	for len(found) > 0 {
+		c := heap.Pop(&found).(candidate)
+		left, right := &parts[c.left], &parts[c.right]
+		if left.id != c.leftID || right.id != c.rightID || left.next != c.right {
+			continue // one of them is part of something else by now
+		}
+		left.id, left.next, right.id = c.id, right.next, none
+		if left.next != none {
+			parts[left.next].previous = c.left
+		}
+		look(left.previous, c.left)
+		look(c.left, left.next)
+	}
+	for at := int32(0); at != none; at = parts[at].next {
+		if parts[at].id != none {
+			ids = append(ids, parts[at].id)
+		}
+	}
+	return ids
+}
+
 // Bytes implements [Tokenizer].
-func (t *pair) Bytes(token int32) []byte {
+func (t *bpe) Bytes(token int32) []byte {
 	if token < 0 || int(token) >= len(t.bytes) {
 		return nil
 	}
@@ -185,19 +200,49 @@ func (t *pair) Bytes(token int32) []byte {
 }
 
 // Stops implements [Tokenizer].
-func (t *pair) Stops() []int32 { return slices.Clone(t.stops) }
+func (t *bpe) Stops() []int32 { return slices.Clone(t.stops) }
 
 // Chat implements [Tokenizer].
-func (t *pair) Chat(messages []Message) (string, error) {
+func (t *bpe) Chat(messages []Message) (string, error) {
 	if t.template == nil {
 		return "", errors.New("chat: the model file has no chat template (tokenizer.chat_template); send a plain completion instead")
 	}
 	return t.template.render(messages)
 }
 
-func (t *pair) text(token int32) string {
-	if token == none {
-		return ""
+// words splits text into the pieces that are merged for themselves.
+type words struct {
+	expression *regexp.Regexp
+	digits     bool // a digit is a word, and text on either side of it does not see across
+}
+
+// space is Unicode white space; \s is only ASCII in Go.
+const space = `\t-\r \x{85}\p{Z}`
+
+// newWords knows the splitters by tokenizer.ggml.pre. GPT-2's expression ends in \s+(?!\S)|\s+: of white
+// space before a word all but the last character. Go has no look-ahead; next does that part.
+func newWords(pre string) (words, error) {
+	const start, end = `^(?:'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|`, `| ?[^` + space + `\p{L}\p{N}]+|[` + space + `]+)`
+	switch pre {
+	case "smollm":
+		return words{regexp.MustCompile(start + `\p{N}` + end), true}, nil
+	case "gpt-2", "default", "":
+		return words{regexp.MustCompile(start + ` ?\p{N}+` + end), false}, nil
 	}
-	return t.values[token]
+	return words{}, fmt.Errorf("tokenizer.ggml.pre %q is not supported: %w", pre, gguf.ErrFormat)
+}
+
+// next is the length of the first word of text.
+func (w words) next(text string) int {
+	found := w.expression.FindStringIndex(text)
+	if found == nil {
+		return 1 // cannot be: every character is in one of the classes
+	}
+	n := found[1]
+	last, size := utf8.DecodeLastRuneInString(text[:n])
+	follower, _ := utf8.DecodeRuneInString(text[n:])
+	if !unicode.IsSpace(last) || n == size || n == len(text) || w.digits && unicode.IsNumber(follower) {
+		return n
+	}
+	return n - size
 }
