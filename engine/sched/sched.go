@@ -122,7 +122,7 @@ func (s *Scheduler) Abort(id connector.RequestID, reason connector.Reason, err e
 	case r.state != withheld:
 		s.end(r, reason, err)
 	case reason == connector.ReasonAbort || reason == connector.ReasonError:
-		r.last.Reason, r.last.Err = reason, err // nobody waits for the ticket any more
+		r.last.Reason, r.last.Err, r.last.Ticket = reason, err, nil // nobody waits for it any more
 		s.emitLast(r)
 	}
 }

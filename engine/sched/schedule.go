@@ -96,23 +96,20 @@ func (s *Scheduler) preempt(r *seq) {
 // and tokens left. A request that must be asked about first, or whose answer was Later, is passed
 // over; one that does not fit keeps those behind it waiting, so that it gets its turn.
 func (s *Scheduler) admit(budget int) {
-	slots, full := s.slots(), false
+	full := s.slots() == 0
 	for _, r := range slices.Clone(s.queue) {
 		if budget == 0 {
 			return
 		}
 		switch {
 		case r.state == ready && len(s.running) < s.cfg.MaxSeqs:
-		case r.state != waiting || r.match.Later || full || slots == 0:
+		case r.state != waiting || r.match.Later || full:
 			continue
 		case s.mustAsk(r, s.localHit(r)):
 			continue
 		default:
-			if full = !s.place(r); full {
-				continue
-			}
-			slots--
-			if r.state == loading {
+			if full = !s.place(r); full || r.state == loading {
+				full = full || s.slots() == 0
 				continue
 			}
 		}
@@ -120,6 +117,7 @@ func (s *Scheduler) admit(budget int) {
 		s.running = insert(s.running, r)
 		r.state = running
 		budget -= s.plan(r, budget)
+		full = full || s.slots() == 0
 	}
 }
 

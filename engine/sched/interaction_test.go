@@ -1,0 +1,224 @@
+package sched
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/cockroachdb/datadriven"
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/kvcache"
+)
+
+// TestInteraction plays the scenarios of testdata, transcripts of what the loop tells the scheduler
+// and what the scheduler decides. Run with -rewrite after a change, then read the difference.
+func TestInteraction(t *testing.T) {
+	datadriven.Walk(t, "testdata", func(t *testing.T, path string) {
+		var s *script
+		datadriven.RunTest(t, path, func(t *testing.T, d *datadriven.TestData) string {
+			if d.Cmd == "new" {
+				s = newScript(t, d)
+				return ""
+			}
+			s.out.Reset()
+			s.run(t, d)
+			require.NoError(t, s.pool.Check())
+			if s.out.Len() == 0 {
+				return "ok"
+			}
+			return s.out.String()
+		})
+	})
+}
+
+// script is one scenario.
+type script struct {
+	s       *Scheduler
+	pool    *kvcache.Pool
+	out     strings.Builder
+	answers map[string]connector.Match // what the connector says, a miss otherwise
+	steps   map[string]uint64          // last step that gave the host a load, save or end of a request
+}
+
+func newScript(t *testing.T, d *datadriven.TestData) *script {
+	cfg := Config{BlockTokens: 4, MaxBatchedTokens: 16, MaxSeqs: 4}
+	blocks, role := 16, ""
+	d.MaybeScanArgs(t, "budget", &cfg.MaxBatchedTokens)
+	d.MaybeScanArgs(t, "seqs", &cfg.MaxSeqs)
+	d.MaybeScanArgs(t, "blocks", &blocks)
+	cfg.PrefixCaching, cfg.FailLoads = d.HasArg("cache"), d.HasArg("fail")
+	if d.MaybeScanArgs(t, "role", &role); role != "" {
+		var err error
+		cfg.Role, err = connector.ParseRole(role)
+		require.NoError(t, err)
+	}
+	s := &script{pool: kvcache.New(blocks), answers: map[string]connector.Match{}, steps: map[string]uint64{}}
+	s.s = New(cfg, s.pool)
+	return s
+}
+
+func (s *script) run(t *testing.T, d *datadriven.TestData) {
+	var id string
+	if len(d.CmdArgs) > 0 && len(d.CmdArgs[0].Vals) == 0 {
+		id = d.CmdArgs[0].Key
+	}
+	rid := connector.RequestID(id)
+	switch d.Cmd {
+	case "add":
+		s.add(t, d, rid)
+	case "offer": // the connector's answer from now on
+		var m connector.Match
+		d.MaybeScanArgs(t, "tokens", &m.Tokens)
+		m.Later = d.HasArg("later")
+		s.answers[id] = m
+	case "step":
+		s.step(d.HasArg("broken"))
+	case "loaded":
+		var failed []int
+		d.MaybeScanArgs(t, "failed", &failed)
+		var ids []connector.BlockID
+		for _, b := range failed {
+			ids = append(ids, connector.BlockID(b))
+		}
+		s.s.Loaded(s.steps["load "+id], rid, ids, d.HasArg("corrupt"))
+	case "saved":
+		s.s.Saved(s.steps["save "+id], rid)
+	case "finished":
+		s.s.Finished(s.steps["end "+id], rid, d.HasArg("held"), []byte("ticket"))
+	case "released":
+		s.s.Released(s.steps["end "+id], rid)
+	case "answered":
+		s.s.Answered(rid)
+	case "abort":
+		s.s.Abort(rid, connector.ReasonAbort, nil)
+	case "forget":
+		s.s.Forget()
+	case "blocks":
+		n := s.pool.Counts()
+		fmt.Fprintf(&s.out, "free %d used %d pinned %d held %d\n", n[0], n[1], n[2], n[3])
+	default:
+		t.Fatalf("unknown command %s", d.Cmd)
+	}
+	if d.Cmd != "step" {
+		s.outputs()
+	}
+}
+
+// add submits a prompt: letters, one token each.
+func (s *script) add(t *testing.T, d *datadriven.TestData, id connector.RequestID) {
+	req := Request{ID: id, Space: &connector.KeySpace{}, MaxTokens: 8, Remote: d.HasArg("remote")}
+	for _, c := range strings.TrimSpace(d.Input) {
+		req.Prompt = append(req.Prompt, c)
+	}
+	req.Keys = req.Space.Keys(req.Prompt, 4)
+	d.MaybeScanArgs(t, "max", &req.MaxTokens)
+	if d.HasArg("ticket") {
+		req.Ticket = []byte("ticket")
+	}
+	if err := s.s.Add(req); err != nil {
+		fmt.Fprintln(&s.out, err)
+	}
+}
+
+// step is one round of the loop. The model's next token is the upper case of the last one.
+func (s *script) step(broken bool) {
+	for _, q := range s.s.Questions() {
+		m := s.answers[string(q.Query.Request)]
+		fmt.Fprintf(&s.out, "ask %s beyond %d of %d: ", q.Query.Request, q.Query.Computed, q.Query.Tokens)
+		if m.Later {
+			fmt.Fprintln(&s.out, "later")
+		} else {
+			fmt.Fprintln(&s.out, m.Tokens)
+		}
+		s.s.Answer(q.Query.Request, q.Query.Computed, m)
+	}
+	chunks, st := s.s.Schedule()
+	s.tell(st)
+	var sampled []int32
+	for _, c := range chunks {
+		text := make([]rune, len(c.Tokens))
+		for i, t := range c.Tokens {
+			text[i] = t
+		}
+		next := ""
+		if c.Sample {
+			next = " ->"
+		}
+		fmt.Fprintf(&s.out, "compute %s @%d %s %v%s\n", c.Request, c.Start, string(text), c.Blocks[0], next)
+		sampled = append(sampled, []rune(strings.ToUpper(string(text[len(text)-1:])))[0])
+	}
+	switch {
+	case len(chunks) == 0:
+		fmt.Fprintln(&s.out, "idle")
+	case broken:
+		s.tell(s.s.Fail(errors.New("broken")))
+	default:
+		s.tell(s.s.Commit(sampled))
+	}
+	s.outputs()
+}
+
+func (s *script) tell(st *connector.Step) {
+	if st == nil {
+		return
+	}
+	ids := func(blocks []connector.Block) string {
+		var list []string
+		for _, b := range blocks {
+			text := fmt.Sprint(b.ID)
+			if b.Key == (connector.BlockKey{}) {
+				text += "?"
+			}
+			list = append(list, text)
+		}
+		return "[" + strings.Join(list, " ") + "]"
+	}
+	for _, q := range st.Arrived {
+		fmt.Fprintf(&s.out, "  host: %s arrived\n", q.Request)
+	}
+	for _, r := range st.Preempted {
+		fmt.Fprintf(&s.out, "  host: %s preempted\n", r)
+	}
+	for _, x := range st.Admitted {
+		s.steps["load "+string(x.Request)] = st.ID
+		fmt.Fprintf(&s.out, "  host: load %s %d..%d %s\n", x.Request, x.From, x.From+x.Tokens, ids(x.Blocks))
+	}
+	for _, x := range st.Computed {
+		s.steps["save "+string(x.Request)] = st.ID
+		how := "save"
+		if x.Replace {
+			how = "save anew"
+		}
+		fmt.Fprintf(&s.out, "  host: %s %s %d..%d %s\n", how, x.Request, x.From, x.From+x.Tokens, ids(x.Blocks))
+	}
+	for _, e := range st.Ended {
+		s.steps["end "+string(e.Request)] = st.ID
+		remote := ""
+		if e.Remote {
+			remote = " for a consumer"
+		}
+		fmt.Fprintf(&s.out, "  host: %s ended, reason %d, %d tokens %s%s\n", e.Request, e.Reason, e.Tokens, ids(e.Blocks), remote)
+	}
+}
+
+func (s *script) outputs() {
+	for _, o := range s.s.Outputs() {
+		fmt.Fprintf(&s.out, "  %s: ", o.Request)
+		for _, t := range o.Tokens {
+			fmt.Fprintf(&s.out, "%c ", t)
+		}
+		if o.Reason != 0 {
+			fmt.Fprintf(&s.out, "end, reason %d, %d generated, %d local, %d external", o.Reason, o.Generated, o.Local, o.External)
+		}
+		if o.Err != nil {
+			fmt.Fprintf(&s.out, ", %v", o.Err)
+		}
+		if o.Ticket != nil {
+			fmt.Fprintf(&s.out, ", %s", o.Ticket)
+		}
+		fmt.Fprintln(&s.out)
+	}
+}

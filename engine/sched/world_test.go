@@ -1,0 +1,478 @@
+package sched
+
+import (
+	"fmt"
+	"hash/fnv"
+	"math/rand/v2"
+	"slices"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/kvcache"
+)
+
+// world is everything around a scheduler in a simulation: clients, a model and a host, all driven
+// from one seed. The cache holds a tag in each slot: the hash of the tokens up to there. The model
+// refuses to read a slot whose tag is not that of its own prefix, the host one that changed while it
+// was pinned, so that any block that is reused, published or run too early shows.
+type world struct {
+	rng     *rand.Rand
+	cfg     Config
+	faults  bool
+	pool    *kvcache.Pool
+	s       *Scheduler
+	tags    [][]uint64 // of each block, each slot
+	store   map[connector.BlockKey]bool
+	clients map[connector.RequestID]*client
+	ops     []*op
+	next    int
+	log     uint64 // hash of all outputs
+	steps   int
+	seen    map[string]int // how often what happened
+}
+
+type client struct {
+	req      Request
+	tokens   []int32 // prompt and what came back
+	final    []Output
+	arrived  int
+	ended    int
+	aborted  bool
+	ticketed bool
+}
+
+// op is something the host has to report the end of.
+type op struct {
+	kind     byte // l, s, e, h, a(nswer)
+	step     uint64
+	transfer connector.Transfer
+	ended    connector.Ended
+	request  connector.RequestID
+	want     [][]uint64 // content that must not change while it is pinned
+}
+
+const (
+	prime   = 1099511628211
+	garbage = 0xbad
+)
+
+func chain(h uint64, t int32) uint64 { return (h ^ uint64(t+1)) * prime }
+
+func tagOf(tokens []int32) uint64 {
+	h := uint64(14695981039346656037)
+	for _, t := range tokens {
+		h = chain(h, t)
+	}
+	return h
+}
+
+// sampled is what the model would say after tokens: a few values, so that prefixes repeat.
+func sampled(tokens []int32) int32 { return int32(tagOf(tokens) >> 40 % 50) }
+
+func newWorld(seed uint64) *world {
+	rng := rand.New(rand.NewPCG(seed, 77))
+	w := &world{
+		rng: rng, faults: true,
+		cfg: Config{
+			BlockTokens: 1 + rng.IntN(5), Groups: 1 + rng.IntN(2), MaxBatchedTokens: 1 + rng.IntN(24), MaxSeqs: 1 + rng.IntN(5),
+			PrefixCaching: rng.IntN(4) > 0, Role: connector.Role(rng.IntN(4)), FailLoads: rng.IntN(8) == 0,
+		},
+		store: map[connector.BlockKey]bool{}, clients: map[connector.RequestID]*client{}, seen: map[string]int{},
+	}
+	w.pool = kvcache.New(w.cfg.Groups * (2 + rng.IntN(31)))
+	w.tags = make([][]uint64, w.pool.Size())
+	for i := range w.tags {
+		w.tags[i] = make([]uint64, w.cfg.BlockTokens)
+	}
+	w.s = New(w.cfg, w.pool)
+	return w
+}
+
+// submit adds a client whose prompt shares a prefix with others.
+func (w *world) submit() error {
+	w.next++
+	room := w.pool.Size() / w.cfg.Groups * w.cfg.BlockTokens
+	c := &client{}
+	n := 1 + w.rng.IntN(max(1, room*2/3))
+	for i := range n {
+		c.req.Prompt = append(c.req.Prompt, int32(i%7))
+	}
+	if at := w.rng.IntN(n); w.rng.IntN(2) == 0 {
+		c.req.Prompt[at] = 8 + w.rng.Int32N(3)
+	}
+	c.req.ID = connector.RequestID(fmt.Sprintf("r%d", w.next))
+	c.req.MaxTokens = 1 + w.rng.IntN(max(1, min(12, room-n)))
+	c.req.Remote = w.rng.IntN(4) == 0
+	c.req.Space = &connector.KeySpace{}
+	c.req.Keys = c.req.Space.Keys(c.req.Prompt, w.cfg.BlockTokens)
+	if w.rng.IntN(3) == 0 {
+		c.req.Stops = []int32{3, 4, 5, 6}
+	}
+	if c.ticketed = w.rng.IntN(4) == 0; c.ticketed {
+		c.req.Ticket = []byte("t")
+	}
+	c.tokens = slices.Clone(c.req.Prompt)
+	w.clients[c.req.ID] = c
+	err := w.s.Add(c.req)
+	if n+c.req.MaxTokens > room {
+		if err == nil {
+			return fmt.Errorf("%s does not fit but was taken", c.req.ID)
+		}
+		delete(w.clients, c.req.ID)
+		return nil
+	}
+	return err
+}
+
+// turn is one round of the engine's loop with random events before it. Without faults it reports
+// whether anything is left to do.
+func (w *world) turn() (busy bool, err error) {
+	w.steps++
+	for len(w.ops) > 0 && w.rng.IntN(3) > 0 {
+		if err := w.report(w.rng.IntN(len(w.ops))); err != nil {
+			return false, err
+		}
+	}
+	if w.faults && w.rng.IntN(12) == 0 {
+		w.abort()
+	}
+	if w.faults && w.rng.IntN(60) == 0 {
+		w.s.Forget()
+	}
+	for _, q := range w.s.Questions() {
+		w.s.Answer(q.Query.Request, q.Query.Computed, w.match(q))
+	}
+	chunks, st := w.s.Schedule()
+	if err := w.take(st); err != nil {
+		return false, err
+	}
+	if len(chunks) > 0 {
+		if err := w.compute(chunks); err != nil {
+			return false, err
+		}
+	}
+	if err := w.outputs(); err != nil {
+		return false, err
+	}
+	idle := len(chunks) == 0 && len(w.s.Questions()) == 0
+	if idle && len(w.ops) == 0 && w.s.Live() > 0 {
+		return false, fmt.Errorf("stuck: %d requests live, nothing to compute and nothing to wait for", w.s.Live())
+	}
+	busy = !idle || len(w.ops) > 0 || w.s.Live() > 0
+	if idle && len(w.ops) > 0 {
+		if err := w.report(w.rng.IntN(len(w.ops))); err != nil {
+			return false, err
+		}
+	}
+	return busy, w.account()
+}
+
+func (w *world) abort() {
+	var ids []connector.RequestID
+	for id := range w.s.live {
+		ids = append(ids, id)
+	}
+	if slices.Sort(ids); len(ids) > 0 {
+		id := ids[w.rng.IntN(len(ids))]
+		w.seen[fmt.Sprintf("abort in state %d", w.s.live[id].state)]++
+		w.clients[id].aborted = true
+		w.s.Abort(id, connector.ReasonAbort, nil)
+	}
+}
+
+// match answers a question: with what the store has, what a ticket promises, or less helpfully.
+func (w *world) match(q Question) connector.Match {
+	n := 0
+	for i, k := range q.Query.Keys {
+		if !w.store[k] {
+			break
+		}
+		n = (i + 1) * w.cfg.BlockTokens
+	}
+	if q.Ticket != nil {
+		n = q.Query.Tokens
+	}
+	if w.rng.IntN(6) == 0 {
+		w.seen["later"]++
+		w.ops = append(w.ops, &op{kind: 'a', request: q.Query.Request})
+		return connector.Match{Later: true}
+	}
+	if w.faults && w.rng.IntN(10) == 0 {
+		return connector.Match{Tokens: w.rng.IntN(2 * q.Query.Tokens), Async: true} // a wild claim
+	}
+	if n <= q.Query.Computed {
+		return connector.Match{}
+	}
+	return connector.Match{Tokens: n - q.Query.Computed, Async: true}
+}
+
+// take gives the host a step: every load starts by spoiling its blocks, everything else remembers
+// what its blocks hold.
+func (w *world) take(st *connector.Step) error {
+	if st == nil {
+		return nil
+	}
+	if w.cfg.Role == 0 {
+		return fmt.Errorf("a step without a host")
+	}
+	for _, q := range st.Arrived {
+		w.clients[q.Request].arrived++
+	}
+	for _, t := range st.Admitted {
+		if !w.cfg.Role.Loads() || t.Tokens <= 0 || len(t.Blocks) == 0 {
+			return fmt.Errorf("load of %d tokens with role %v", t.Tokens, w.cfg.Role)
+		}
+		for _, b := range t.Blocks {
+			for i := range w.tags[b.ID] {
+				w.tags[b.ID][i] = garbage
+			}
+		}
+		w.ops = append(w.ops, &op{kind: 'l', step: st.ID, request: t.Request, transfer: t})
+	}
+	for _, t := range st.Computed {
+		if !w.cfg.Role.Saves() {
+			return fmt.Errorf("save with role %v", w.cfg.Role)
+		}
+		if err := w.check(t.Request, t.From, t.Tokens, t.Blocks); err != nil {
+			return fmt.Errorf("computed: %w", err)
+		}
+		w.ops = append(w.ops, &op{kind: 's', step: st.ID, request: t.Request, transfer: t, want: w.snapshot(t.Blocks)})
+	}
+	for _, e := range st.Ended {
+		c := w.clients[e.Request]
+		if c.ended++; c.arrived != 1 || c.ended != 1 {
+			return fmt.Errorf("%s arrived %d times, ended %d times", e.Request, c.arrived, c.ended)
+		}
+		if err := w.check(e.Request, 0, e.Tokens, e.Blocks); err != nil {
+			return fmt.Errorf("ended: %w", err)
+		}
+		w.ops = append(w.ops, &op{kind: 'e', step: st.ID, request: e.Request, ended: e, want: w.snapshot(e.Blocks)})
+	}
+	return nil
+}
+
+// check verifies that blocks hold the KV of a request's tokens [from, from+n).
+func (w *world) check(id connector.RequestID, from, n int, blocks []connector.Block) error {
+	bt := w.cfg.BlockTokens
+	per := len(blocks) / w.cfg.Groups
+	for k, b := range blocks {
+		for i := range bt {
+			at := (from/bt+k%max(per, 1))*bt + i
+			if at >= from+n {
+				break
+			}
+			tokens := w.clients[id].tokens
+			if want := tagOf(tokens[:at+1]); w.tags[b.ID][i] != want {
+				return fmt.Errorf("%s: block %d does not hold position %d", id, b.ID, at)
+			}
+		}
+	}
+	return nil
+}
+
+func (w *world) snapshot(blocks []connector.Block) (tags [][]uint64) {
+	for _, b := range blocks {
+		tags = append(tags, slices.Clone(w.tags[b.ID]))
+	}
+	return tags
+}
+
+// report ends one of the host's operations, now and then twice.
+func (w *world) report(i int) error {
+	o := w.ops[i]
+	w.ops = slices.Delete(w.ops, i, i+1)
+	blocks := o.transfer.Blocks
+	if o.kind == 'e' || o.kind == 'h' {
+		blocks = o.ended.Blocks
+	}
+	if o.want != nil && !slices.EqualFunc(o.want, w.snapshot(blocks), slices.Equal) {
+		return fmt.Errorf("%c of %s: a pinned block changed", o.kind, o.request)
+	}
+	for range 1 + w.rng.IntN(2) {
+		switch o.kind {
+		case 'a':
+			w.s.Answered(o.request)
+		case 'l':
+			w.loaded(o)
+		case 's':
+			w.s.Saved(o.step, o.request)
+			for _, b := range blocks {
+				w.store[b.Key] = w.rng.IntN(8) > 0
+			}
+		case 'e':
+			held := len(o.ended.Blocks) > 0 && w.rng.IntN(3) == 0
+			w.s.Finished(o.step, o.request, held, []byte("ticket of "+o.request))
+			if held {
+				w.seen["hold"]++
+				w.ops = append(w.ops, &op{kind: 'h', step: o.step, request: o.request, ended: o.ended, want: o.want})
+			}
+			return nil // the second report must not bring a second hold
+		case 'h':
+			w.s.Released(o.step, o.request)
+		}
+	}
+	return nil
+}
+
+// loaded fills the blocks of a load, or some of them.
+func (w *world) loaded(o *op) {
+	t, c := o.transfer, w.clients[o.request]
+	var failed []connector.BlockID
+	per := len(t.Blocks) / w.cfg.Groups
+	for k, b := range t.Blocks {
+		first := t.From + k%per*w.cfg.BlockTokens
+		if w.faults && w.rng.IntN(6) == 0 || first >= len(c.tokens) || (b.Key != connector.BlockKey{} && !w.store[b.Key] && !c.ticketed) {
+			failed = append(failed, b.ID)
+			continue
+		}
+		for i := range w.cfg.BlockTokens {
+			if at := first + i; at < t.From+t.Tokens {
+				w.tags[b.ID][i] = tagOf(c.tokens[:at+1])
+			}
+		}
+	}
+	if len(failed) > 0 {
+		w.seen["failed load"]++
+	}
+	w.s.Loaded(o.step, o.request, failed, w.rng.IntN(2) == 0)
+	o.transfer.Blocks = nil // a second report writes nothing
+}
+
+// compute is the model: it reads all KV a chunk attends to and writes that of its tokens.
+func (w *world) compute(chunks []Chunk) error {
+	total, tokens, seen := 0, []int32{}, map[connector.RequestID]bool{}
+	for _, c := range chunks {
+		all := w.clients[c.Request].tokens
+		if seen[c.Request] || !slices.Equal(c.Tokens, all[c.Start:c.Start+len(c.Tokens)]) || c.Sample != (c.Start+len(c.Tokens) == len(all)) {
+			return fmt.Errorf("%s: wrong chunk at %d", c.Request, c.Start)
+		}
+		seen[c.Request] = true
+		total += len(c.Tokens)
+		for _, table := range c.Blocks {
+			for at := range c.Start + len(c.Tokens) {
+				slot := &w.tags[table[at/w.cfg.BlockTokens]][at%w.cfg.BlockTokens]
+				want := tagOf(all[:at+1])
+				if at >= c.Start {
+					*slot = want
+				} else if *slot != want {
+					return fmt.Errorf("%s attends to a wrong block at position %d", c.Request, at)
+				}
+			}
+		}
+		tokens = append(tokens, sampled(all))
+	}
+	if total > w.cfg.MaxBatchedTokens || len(chunks) > w.cfg.MaxSeqs {
+		return fmt.Errorf("step of %d tokens and %d requests", total, len(chunks))
+	}
+	if w.faults && w.rng.IntN(80) == 0 {
+		w.seen["compute failed"]++
+		for _, c := range chunks {
+			w.clients[c.Request].aborted = true
+		}
+		return w.take(w.s.Fail(fmt.Errorf("broken")))
+	}
+	// The host checks blocks against the clients' tokens, which have the sampled one by then.
+	for i, c := range chunks {
+		if cl := w.clients[c.Request]; c.Sample {
+			cl.tokens = append(cl.tokens, tokens[i])
+		}
+	}
+	return w.take(w.s.Commit(tokens))
+}
+
+// outputs checks the news: each request's tokens, exactly one end, and nothing after it.
+func (w *world) outputs() error {
+	for _, o := range w.s.Outputs() {
+		c := w.clients[o.Request]
+		if len(c.final) > 0 {
+			return fmt.Errorf("%s: output after the end", o.Request)
+		}
+		h := fnv.New64a()
+		fmt.Fprint(h, w.log, o.Request, o.Tokens, o.Reason)
+		w.log = h.Sum64()
+		if o.Reason == 0 {
+			continue
+		}
+		c.final = append(c.final, o)
+		w.seen[fmt.Sprintf("reason %d", o.Reason)]++
+		n := len(c.tokens) - len(c.req.Prompt)
+		ok := o.Generated == n && o.Local+o.External < len(c.req.Prompt)+1
+		switch o.Reason {
+		case connector.ReasonLength:
+			ok = ok && n == c.req.MaxTokens
+		case connector.ReasonStop:
+			ok = ok && slices.Contains(c.req.Stops, c.tokens[len(c.tokens)-1])
+		case connector.ReasonAbort:
+			ok = ok && c.aborted
+		case connector.ReasonError:
+			ok = ok && (c.aborted || w.cfg.FailLoads)
+		}
+		normal := o.Reason == connector.ReasonLength || o.Reason == connector.ReasonStop
+		if ok = ok && (string(o.Ticket) == "ticket of "+string(o.Request)) == (normal && c.req.Remote && w.cfg.Role != 0); !ok {
+			return fmt.Errorf("%s: wrong end %+v after %d tokens", o.Request, o, n)
+		}
+	}
+	return nil
+}
+
+// account compares the pool with what requests and host own.
+func (w *world) account() error {
+	if err := w.pool.Check(); err != nil {
+		return err
+	}
+	owned := map[connector.BlockID]bool{}
+	for _, r := range w.s.live {
+		for _, table := range r.table {
+			for _, id := range table {
+				owned[id] = true
+			}
+		}
+	}
+	for _, h := range w.s.handed {
+		for _, b := range h.blocks {
+			owned[b.ID] = true
+		}
+	}
+	if w.pool.Available()+len(owned) != w.pool.Size() {
+		return fmt.Errorf("%d blocks free, %d owned, %d in all", w.pool.Available(), len(owned), w.pool.Size())
+	}
+	return nil
+}
+
+// over checks that nothing is left.
+func (w *world) over() error {
+	for id, c := range w.clients {
+		if len(c.final) != 1 || w.cfg.Role != 0 && (c.arrived != 1 || c.ended != 1) {
+			return fmt.Errorf("%s: %d ends, told the host %d and %d times", id, len(c.final), c.arrived, c.ended)
+		}
+	}
+	if w.pool.Available() != w.pool.Size() || len(w.s.handed) > 0 || len(w.s.queue)+len(w.s.running) > 0 {
+		return fmt.Errorf("%d of %d blocks free, %d handovers open", w.pool.Available(), w.pool.Size(), len(w.s.handed))
+	}
+	return nil
+}
+
+// play runs one seed: a storm of requests and faults, then quiet until everything has ended.
+func play(seed uint64) (*world, error) {
+	w := newWorld(seed)
+	for range 30 + w.rng.IntN(60) {
+		if w.rng.IntN(3) == 0 {
+			if err := w.submit(); err != nil {
+				return w, err
+			}
+		}
+		if _, err := w.turn(); err != nil {
+			return w, err
+		}
+	}
+	w.faults = false
+	for range 20_000 {
+		busy, err := w.turn()
+		if err != nil {
+			return w, err
+		}
+		if !busy {
+			return w, w.over()
+		}
+	}
+	return w, fmt.Errorf("still %d requests live long after the last fault", w.s.Live())
+}
