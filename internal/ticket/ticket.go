@@ -1,0 +1,167 @@
+// Package ticket signs what a producer tells a consumer about the blocks it holds.
+//
+// A ticket travels through routers and clients, which must not be able to make or change one. It is
+// an [Envelope] around the bytes of the producer's plugin, signed with a key that the engines of a
+// deployment share. A [Guard] at the consumer refuses tickets of another model, of a former life of
+// the producer, and those that were used too often. It does so without comparing clocks of two
+// hosts: that a lease is over is for the producer to say.
+package ticket
+
+import (
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Limits of a ticket in bytes.
+const (
+	MaxEngine = 1 << 10
+	MaxPlugin = 64 << 10
+	MaxSize   = headSize + MaxEngine + MaxPlugin + sha256.Size
+	minKey    = 32
+)
+
+// MaxConsumers bounds how often one ticket may be used.
+const MaxConsumers = 1 << 20
+
+// Why a ticket is refused. A wrong fingerprint is connector.ErrIncompatible.
+var (
+	ErrForged   = errors.New("ticket is damaged or not signed with our key")
+	ErrReplayed = errors.New("ticket was used more often than it allows")
+	ErrStale    = errors.New("ticket is of an earlier life of its engine")
+)
+
+// version is the first byte of a ticket; what follows it depends on it.
+const version = 1
+
+// headSize is the length of the fixed part: version, epoch, hold, tokens, consumers, lease, both
+// fingerprints, nonce, lengths of engine and plugin bytes.
+const headSize = 1 + 8 + 8 + 4 + 4 + 8 + 32 + 32 + 16 + 4 + 4
+
+// Envelope is what a ticket says.
+type Envelope struct {
+	Engine       string // id of the producer
+	Epoch        uint64 // of the producer; later lives have greater ones
+	Hold         connector.HoldID
+	Tokens       int // tokens whose KV the blocks hold
+	Model, Shape connector.Fingerprint
+	Lease        time.Duration // from issue; the producer frees the blocks after it, unless renewed
+	Consumers    int           // how often it may be used; 0 means once
+	Nonce        [16]byte      // tells tickets apart; zero: Seal draws one
+	Plugin       []byte        // for the consumer's connector, uninterpreted
+}
+
+// Seal signs e. A zero e.Nonce is replaced by a random one. Errors name the field that is out of
+// range and wrap ErrIncompatible.
+func Seal(key []byte, e *Envelope) ([]byte, error) {
+	if err := checkKey(key); err != nil {
+		return nil, err
+	}
+	if err := e.check(); err != nil {
+		return nil, err
+	}
+	if e.Nonce == ([16]byte{}) {
+		if _, err := rand.Read(e.Nonce[:]); err != nil {
+			return nil, fmt.Errorf("ticket nonce: %w", err)
+		}
+	}
+	out := make([]byte, 0, headSize+len(e.Engine)+len(e.Plugin)+sha256.Size)
+	out = append(out, version)
+	out = binary.BigEndian.AppendUint64(out, e.Epoch)
+	out = binary.BigEndian.AppendUint64(out, uint64(e.Hold))
+	out = binary.BigEndian.AppendUint32(out, uint32(e.Tokens))
+	out = binary.BigEndian.AppendUint32(out, uint32(e.Consumers))
+	out = binary.BigEndian.AppendUint64(out, uint64(e.Lease))
+	out = append(append(append(out, e.Model[:]...), e.Shape[:]...), e.Nonce[:]...)
+	out = binary.BigEndian.AppendUint32(out, uint32(len(e.Engine)))
+	out = binary.BigEndian.AppendUint32(out, uint32(len(e.Plugin)))
+	out = append(append(out, e.Engine...), e.Plugin...)
+	return append(out, sign(key, out)...), nil
+}
+
+// Open verifies a ticket and reads it. The result shares no memory with data. Whatever is wrong with
+// data is ErrForged: a stranger learns nothing from the difference.
+func Open(key, data []byte) (*Envelope, error) {
+	if err := checkKey(key); err != nil {
+		return nil, err
+	}
+	if len(data) < headSize+sha256.Size || len(data) > MaxSize {
+		return nil, ErrForged
+	}
+	body, mac := data[:len(data)-sha256.Size], data[len(data)-sha256.Size:]
+	if !hmac.Equal(mac, sign(key, body)) || body[0] != version {
+		return nil, ErrForged
+	}
+	r := reader{body[1:]}
+	e := &Envelope{Epoch: r.u64(), Hold: connector.HoldID(r.u64())}
+	tokens, consumers, lease := r.u32(), r.u32(), r.u64()
+	copy(e.Model[:], r.next(len(e.Model)))
+	copy(e.Shape[:], r.next(len(e.Shape)))
+	copy(e.Nonce[:], r.next(len(e.Nonce)))
+	engine, plugin := r.u32(), r.u32()
+	if uint64(engine)+uint64(plugin) != uint64(len(r.rest)) || tokens > math.MaxInt32 || lease > math.MaxInt64 {
+		return nil, ErrForged
+	}
+	e.Tokens, e.Consumers, e.Lease = int(tokens), int(consumers), time.Duration(lease)
+	e.Engine = string(r.next(int(engine)))
+	if plugin > 0 {
+		e.Plugin = append([]byte(nil), r.next(int(plugin))...)
+	}
+	if e.check() != nil {
+		return nil, ErrForged
+	}
+	return e, nil
+}
+
+// check says whether the fields are within their limits.
+func (e *Envelope) check() error {
+	var field string
+	switch {
+	case e.Engine == "" || len(e.Engine) > MaxEngine:
+		field = "engine"
+	case e.Tokens < 0 || e.Tokens > math.MaxInt32:
+		field = "tokens"
+	case e.Consumers < 0 || e.Consumers > MaxConsumers:
+		field = "consumers"
+	case e.Lease < 0:
+		field = "lease"
+	case len(e.Plugin) > MaxPlugin:
+		field = "plugin"
+	default:
+		return nil
+	}
+	return fmt.Errorf("ticket: %s is out of range: %w", field, connector.ErrIncompatible)
+}
+
+func checkKey(key []byte) error {
+	if len(key) < minKey {
+		return fmt.Errorf("ticket key has %d bytes, want at least %d: %w", len(key), minKey, connector.ErrIncompatible)
+	}
+	return nil
+}
+
+func sign(key, body []byte) []byte {
+	mac := hmac.New(sha256.New, key)
+	mac.Write([]byte("kvport/ticket\x00"))
+	mac.Write(body)
+	return mac.Sum(nil)
+}
+
+// reader takes fixed-size fields off a slice whose length was checked.
+type reader struct{ rest []byte }
+
+func (r *reader) next(n int) []byte {
+	b := r.rest[:n]
+	r.rest = r.rest[n:]
+	return b
+}
+
+func (r *reader) u32() uint32 { return binary.BigEndian.Uint32(r.next(4)) }
+func (r *reader) u64() uint64 { return binary.BigEndian.Uint64(r.next(8)) }
