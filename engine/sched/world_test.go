@@ -38,6 +38,7 @@ type client struct {
 	ended    int
 	aborted  bool
 	ticketed bool
+	barred   bool // a load left nothing: there must be no other
 }
 
 // op is something the host has to report the end of.
@@ -221,6 +222,9 @@ func (w *world) take(st *connector.Step) error {
 		if !w.cfg.Role.Loads() || t.Tokens <= 0 || len(t.Blocks) == 0 {
 			return fmt.Errorf("load of %d tokens with role %v", t.Tokens, w.cfg.Role)
 		}
+		if w.clients[t.Request].barred {
+			return fmt.Errorf("%s: another load after one that left nothing", t.Request)
+		}
 		for _, b := range t.Blocks {
 			for i := range w.tags[b.ID] {
 				w.tags[b.ID][i] = garbage
@@ -287,12 +291,15 @@ func (w *world) report(i int) error {
 	if o.want != nil && !slices.EqualFunc(o.want, w.snapshot(blocks), slices.Equal) {
 		return fmt.Errorf("%c of %s: a pinned block changed", o.kind, o.request)
 	}
+	if o.kind == 'l' {
+		w.loaded(o)
+		w.s.Loaded(o.step, o.request, nil, false) // a second report must change nothing
+		return nil
+	}
 	for range 1 + w.rng.IntN(2) {
 		switch o.kind {
 		case 'a':
 			w.s.Answered(o.request)
-		case 'l':
-			w.loaded(o)
 		case 's':
 			w.s.Saved(o.step, o.request)
 			for _, b := range blocks {
@@ -333,8 +340,8 @@ func (w *world) loaded(o *op) {
 	if len(failed) > 0 {
 		w.seen["failed load"]++
 	}
+	c.barred = c.barred || len(failed) > 0 && slices.Contains(failed, t.Blocks[0].ID)
 	w.s.Loaded(o.step, o.request, failed, w.rng.IntN(2) == 0)
-	o.transfer.Blocks = nil // a second report writes nothing
 }
 
 // compute is the model: it reads all KV a chunk attends to and writes that of its tokens.
@@ -342,7 +349,7 @@ func (w *world) compute(chunks []Chunk) error {
 	total, tokens, seen := 0, []int32{}, map[connector.RequestID]bool{}
 	for _, c := range chunks {
 		all := w.clients[c.Request].tokens
-		if seen[c.Request] || !slices.Equal(c.Tokens, all[c.Start:c.Start+len(c.Tokens)]) || c.Sample != (c.Start+len(c.Tokens) == len(all)) {
+		if len(c.Tokens) == 0 || seen[c.Request] || !slices.Equal(c.Tokens, all[c.Start:c.Start+len(c.Tokens)]) || c.Sample != (c.Start+len(c.Tokens) == len(all)) {
 			return fmt.Errorf("%s: wrong chunk at %d", c.Request, c.Start)
 		}
 		seen[c.Request] = true
@@ -407,6 +414,8 @@ func (w *world) outputs() error {
 			ok = ok && (c.aborted || w.cfg.FailLoads)
 		}
 		normal := o.Reason == connector.ReasonLength || o.Reason == connector.ReasonStop
+		saving := slices.ContainsFunc(w.ops, func(x *op) bool { return x.kind == 's' && x.request == o.Request })
+		ok = ok && !(normal && c.req.Remote && saving)
 		if ok = ok && (string(o.Ticket) == "ticket of "+string(o.Request)) == (normal && c.req.Remote && w.cfg.Role != 0); !ok {
 			return fmt.Errorf("%s: wrong end %+v after %d tokens", o.Request, o, n)
 		}
