@@ -1,0 +1,121 @@
+// Command kvport serves a model, routes requests to prefill and decode instances, and checks
+// connector plugins.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvport/kvport/sdk/host"
+)
+
+// version is set by the linker.
+var version = "unknown"
+
+// Exit codes.
+const (
+	exitOK      = 0
+	exitFailure = 1
+	exitUsage   = 2 // a changed flag, config or binary could cure it
+)
+
+func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
+
+// run executes one command line and gives its exit code.
+func run(args []string, stdout, stderr io.Writer) int {
+	ctx, stop := untilSignal(stderr)
+	defer stop()
+	root := newRoot(stdout, stderr)
+	root.SetArgs(args)
+	err := root.ExecuteContext(ctx)
+	if err == nil {
+		return exitOK
+	}
+	if !errors.Is(err, errSilent) {
+		fmt.Fprintln(stderr, "kvport: "+brief(err.Error()))
+	}
+	var f *failure
+	if errors.As(err, &f) && !errors.Is(err, host.ErrConfig) {
+		return exitFailure
+	}
+	return exitUsage
+}
+
+func newRoot(stdout, stderr io.Writer) *cobra.Command {
+	root := &cobra.Command{
+		Use:   "kvport",
+		Short: "An inference engine with pluggable KV-cache connectors",
+		// Errors are a line or two; who wants the usage asks for it.
+		SilenceUsage: true, SilenceErrors: true,
+		Version: version,
+		Args:    cobra.NoArgs,
+		RunE:    func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	root.SetVersionTemplate("kvport {{.Version}}\n")
+	root.CompletionOptions.DisableDefaultCmd = true
+	root.AddCommand(newServe(), newRoute(), newConform())
+	return root
+}
+
+// failure marks an error of a command at work, as opposed to one of its flags or config.
+type failure struct{ err error }
+
+func (f *failure) Error() string { return f.err.Error() }
+func (f *failure) Unwrap() error { return f.err }
+
+// errSilent ends a command with a failure that it has already told.
+var errSilent = errors.New("failed")
+
+// fail marks err, if any, as a failure.
+func fail(err error) error {
+	if err == nil {
+		return nil
+	}
+	return &failure{err}
+}
+
+// brief keeps an error message to two lines of reasonable length: it may quote a config of a megabyte.
+func brief(message string) string {
+	const limit = 1000
+	lines := strings.SplitN(strings.TrimSpace(message), "\n", 3)
+	lines = lines[:min(len(lines), 2)]
+	for i, line := range lines {
+		if len(line) > limit {
+			lines[i] = strings.ToValidUTF8(line[:limit], "") + "..."
+		}
+	}
+	return strings.Join(lines, "\n")
+}
+
+// untilSignal gives a context that ends with the first SIGINT or SIGTERM. The second one ends the
+// process.
+func untilSignal(stderr io.Writer) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(context.Background())
+	signals := make(chan os.Signal, 2)
+	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	go func() {
+		select {
+		case <-signals:
+			cancel()
+		case <-ctx.Done():
+			return
+		}
+		s := <-signals
+		fmt.Fprintf(stderr, "kvport: %v again, not waiting any longer\n", s)
+		os.Exit(exitFailure)
+	}()
+	return ctx, func() {
+		signal.Stop(signals)
+		cancel()
+	}
+}

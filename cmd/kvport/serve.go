@@ -1,0 +1,236 @@
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/cobra"
+
+	"github.com/kvport/kvport/engine"
+	"github.com/kvport/kvport/engine/gguf"
+	"github.com/kvport/kvport/engine/model"
+	"github.com/kvport/kvport/engine/model/sim"
+	"github.com/kvport/kvport/engine/server"
+	"github.com/kvport/kvport/engine/tokenizer"
+	"github.com/kvport/kvport/sdk/host"
+)
+
+type serveFlags struct {
+	listenFlags
+	model, servedName string
+	dtype             string
+	threads           int
+	blockSize         int
+	numBlocks         int
+	maxModelLen       int
+	maxBatchedTokens  int
+	maxSeqs           int
+	prefixCaching     bool
+	tensorParallel    int
+	transferConfig    string
+	pluginPath        []string
+	logLevel          string
+}
+
+func newServe() *cobra.Command {
+	f := &serveFlags{}
+	cmd := &cobra.Command{
+		Use:   "serve --model FILE|tiny-random|sim",
+		Short: "Serve a model over OpenAI's HTTP API",
+		Args:  cobra.NoArgs,
+		RunE:  func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
+	}
+	flags := cmd.Flags()
+	flags.StringVar(&f.model, "model", "", "GGUF file; or tiny-random or sim, two models that need none")
+	flags.StringVar(&f.servedName, "served-model-name", "", "name of the model in the API (default the file's name)")
+	flags.StringVar(&f.dtype, "dtype", "f16", "precision of weights: f16 or f32")
+	flags.IntVar(&f.threads, "threads", 0, "threads that compute (default one for each CPU)")
+	flags.IntVar(&f.blockSize, "block-size", 16, "tokens of a KV block")
+	flags.IntVar(&f.numBlocks, "num-blocks", 0, "blocks of the KV cache (default from memory)")
+	flags.IntVar(&f.maxModelLen, "max-model-len", 0, "tokens of prompt and answer together (default what the model can)")
+	flags.IntVar(&f.maxBatchedTokens, "max-num-batched-tokens", 0, "tokens of one step at most (default 512)")
+	flags.IntVar(&f.maxSeqs, "max-num-seqs", 0, "sequences of one step at most (default 16)")
+	flags.BoolVar(&f.prefixCaching, "enable-prefix-caching", true, "reuse the KV of prompts that start alike")
+	flags.IntVar(&f.tensorParallel, "tensor-parallel-size", 1, "ranks")
+	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it")
+	flags.StringSliceVar(&f.pluginPath, "plugin-path", nil, "folders with kvport-* plugins, before KVPORT_PLUGIN_PATH and this binary's own")
+	f.add(cmd, 8000)
+	addLogLevel(cmd, &f.logLevel)
+	return cmd
+}
+
+func (f *serveFlags) run(cmd *cobra.Command) error {
+	if err := f.check(); err != nil {
+		return err
+	}
+	if err := setLog(cmd.ErrOrStderr(), f.logLevel); err != nil {
+		return err
+	}
+	transfer, err := f.transfer(cmd.Flags().Changed("kv-transfer-config"))
+	if err != nil {
+		return err
+	}
+	l, keys, err := f.listen()
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	m, tok, err := f.open()
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	registry := newRegistry()
+	e, err := engine.New(cmd.Context(), f.config(m, tok, transfer, registry))
+	if err != nil {
+		if cmd.Context().Err() != nil {
+			return fail(fmt.Errorf("interrupted while starting: %w", err))
+		}
+		return err
+	}
+	c := server.Config{
+		Engine: e, Tokenizer: tok, ModelName: f.name(m), Log: slog.Default(), Metrics: registry, Gatherer: registry,
+	}
+	if transfer != nil {
+		c.EngineID = transfer.EngineID
+	}
+	s, err := server.New(c)
+	if err != nil {
+		return fail(errors.Join(err, e.Close(cmd.Context())))
+	}
+	info := e.Info()
+	slog.Info("serving", "model", c.ModelName, "blocks", info.NumBlocks, "block_size", info.BlockSize,
+		"max_model_len", info.MaxModelLen, "connector", info.Connector, "version", version)
+	deadline, err := serveHTTP(cmd.Context(), cmd, l, s, keys)
+	ctx, cancel := context.WithDeadline(context.Background(), deadline)
+	defer cancel()
+	return fail(errors.Join(err, e.Close(ctx)))
+}
+
+// check refuses flags that cannot work, before anything is loaded.
+func (f *serveFlags) check() error {
+	switch {
+	case f.model == "":
+		return errors.New("--model is required: a GGUF file, tiny-random or sim")
+	case f.dtype != "f16" && f.dtype != "f32":
+		return fmt.Errorf("--dtype is %q, want f16 or f32", f.dtype)
+	case f.tensorParallel != 1:
+		return fmt.Errorf("--tensor-parallel-size is %d, only 1 is built yet", f.tensorParallel)
+	case f.blockSize < 1:
+		return fmt.Errorf("--block-size is %d, want at least 1", f.blockSize)
+	}
+	for _, n := range []struct {
+		flag  string
+		value int
+	}{
+		{"threads", f.threads}, {"num-blocks", f.numBlocks}, {"max-model-len", f.maxModelLen},
+		{"max-num-batched-tokens", f.maxBatchedTokens}, {"max-num-seqs", f.maxSeqs},
+	} {
+		if n.value < 0 {
+			return fmt.Errorf("--%s is %d, want a positive number", n.flag, n.value)
+		}
+	}
+	return nil
+}
+
+// transfer reads --kv-transfer-config; nil if the flag is not given. Given as an empty string it is
+// an error like any other bad config.
+func (f *serveFlags) transfer(given bool) (*host.Config, error) {
+	if !given {
+		return nil, nil
+	}
+	c, err := host.ParseConfig(f.transferConfig)
+	if err != nil {
+		return nil, err
+	}
+	for _, w := range c.Warnings {
+		slog.Warn("kv-transfer-config: " + w)
+	}
+	if c.EngineID == "" { // made here, since it is also told to consumers
+		var id [16]byte
+		_, _ = rand.Read(id[:]) // never fails, says its documentation
+		c.EngineID = hex.EncodeToString(id[:])
+	}
+	return c, nil
+}
+
+// open loads the model and its tokenizer.
+func (f *serveFlags) open() (model.Model, tokenizer.Tokenizer, error) {
+	options := model.Options{Threads: f.threads, DType: model.F16, Log: slog.Default()}
+	if f.dtype == "f32" {
+		options.DType = model.F32
+	}
+	switch f.model {
+	case "sim":
+		m, err := sim.New(sim.Options{})
+		return m, tokenizer.Bytes(), err
+	case "tiny-random":
+		m, err := model.Tiny(0, options)
+		return m, tokenizer.Bytes(), err
+	}
+	file, err := gguf.Open(f.model)
+	if err != nil {
+		return nil, nil, fmt.Errorf("--model: %w", err)
+	}
+	tok, err := tokenizer.FromGGUF(file)
+	if err = errors.Join(err, file.Close()); err != nil {
+		return nil, nil, fmt.Errorf("--model %s: %w", f.model, err)
+	}
+	m, err := model.Load(f.model, options)
+	if err != nil {
+		return nil, nil, fmt.Errorf("--model %s: %w", f.model, err)
+	}
+	return m, tok, nil
+}
+
+// name is what clients call the model.
+func (f *serveFlags) name(m model.Model) string {
+	switch {
+	case f.servedName != "":
+		return f.servedName
+	case f.model == "sim" || f.model == "tiny-random":
+		return f.model
+	}
+	if base := strings.TrimSuffix(filepath.Base(f.model), ".gguf"); base != "" {
+		return base
+	}
+	return m.Spec().Name
+}
+
+func (f *serveFlags) config(m model.Model, tok tokenizer.Tokenizer, transfer *host.Config, metrics prometheus.Registerer) engine.Config {
+	c := engine.Config{
+		Model: m, Tokenizer: tok,
+		BlockSize: f.blockSize, NumBlocks: f.numBlocks, MaxModelLen: f.maxModelLen,
+		MaxBatchedTokens: f.maxBatchedTokens, MaxSeqs: f.maxSeqs, PrefixCaching: f.prefixCaching,
+		Connector: transfer, PluginPath: f.pluginFolders(), Log: slog.Default(), Metrics: metrics,
+	}
+	if c.NumBlocks == 0 {
+		c.NumBlocks = blocksInMemory(m, f.blockSize, f.maxModelLen)
+	}
+	return c
+}
+
+// pluginFolders are where plugins are looked for, in order.
+func (f *serveFlags) pluginFolders() []string {
+	folders := f.pluginPath
+	for _, folder := range filepath.SplitList(os.Getenv("KVPORT_PLUGIN_PATH")) {
+		if folder != "" {
+			folders = append(folders, folder)
+		}
+	}
+	if self, err := os.Executable(); err == nil {
+		if real, err := filepath.EvalSymlinks(self); err == nil {
+			self = real
+		}
+		folders = append(folders, filepath.Dir(self))
+	}
+	return folders
+}
