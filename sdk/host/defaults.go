@@ -81,8 +81,12 @@ func DefaultSettings() Settings {
 // Bounds that are not settings.
 const (
 	maxConfigBytes = 4 << 20 // of a transfer config
-	maxMessage     = 8 << 20 // of a control message, either way
 	maxManifest    = 1 << 20 // of a manifest, in bytes
 	maxCorruptKeys = 1 << 16 // damaged keys remembered until they are saved anew
 	manifestWait   = 5 * time.Second
+	maxAsks        = 64                     // queries of one Match call
+	matchFresh     = 250 * time.Millisecond // an answer may be used again this long
+	retryMin       = 5 * time.Millisecond   // after ErrBusy and Later, doubled each time
+	retryMax       = 200 * time.Millisecond
+	readerWait     = time.Second // for the last events to be read
 )

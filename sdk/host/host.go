@@ -2,90 +2,386 @@ package host
 
 import (
 	"context"
-	"encoding/json"
+	"crypto/rand"
+	"encoding/hex"
 	"errors"
-
-	"google.golang.org/grpc"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/book"
 )
 
-var errEarly = errors.New("signatures only; the body follows")
+// Host is one connector at work for one engine. Match, Step and Events are for the engine's loop;
+// the other methods may be called from anywhere.
+type Host struct {
+	cfg     *Config
+	eng     Engine
+	opts    Options
+	log     *slog.Logger
+	epoch   uint64
+	prog    *program
+	env     []string // names of environment variables of the plugin
+	info    connector.Info
+	caps    connector.Capability // of the scheduler side
+	ranks   []*rank
+	tickets *ticketOffice
+	metrics *metrics
+	events  *eventQueue
+	since   time.Time
 
-// Host is one connector at work for one engine.
-type Host struct{}
+	mu       sync.Mutex // guards all below; never held across a call to the plugin
+	book     *book.Book
+	gen      *generation // nil while none is up
+	requests map[connector.RequestID]*asked
+	waiter   *waiter
+	restarts int
+	broken   bool
+	lastErr  error
+	drained  chan struct{} // closed when the book is idle after Close
+	quiet    []chan struct{}
 
-// Open starts the connector that cfg names and opens both of its sides.
+	closing   chan struct{}  // closed by Close
+	left      chan struct{}  // closed when the supervisor has ended
+	nudge     chan struct{}  // the next deadline may have changed
+	work      sync.WaitGroup // supervisor and timer
+	closeOnce sync.Once
+	closeErr  error
+}
+
+// Open starts the connector that cfg names, checks that it fits the engine, and opens both of its
+// sides. ctx bounds the opening. What a changed config or binary would cure wraps ErrConfig; nothing
+// is left behind then. From then on a plugin that dies is restarted, and the host answers without
+// it meanwhile.
 func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, error) {
-	return nil, errEarly
+	h := &Host{
+		cfg: cfg, eng: eng, opts: opts, log: opts.Log, since: time.Now(),
+		requests: map[connector.RequestID]*asked{},
+		drained:  make(chan struct{}), closing: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
+	}
+	if h.log == nil {
+		h.log = slog.New(slog.DiscardHandler)
+	}
+	for _, w := range cfg.Warnings {
+		h.log.Warn("kv-transfer-config: " + w)
+	}
+	if err := h.identify(); err != nil {
+		return nil, err
+	}
+	if err := h.openRanks(); err != nil {
+		return nil, err
+	}
+	first, err := h.firstStart(ctx)
+	if err != nil {
+		return nil, err
+	}
+	h.events = newEventQueue()
+	h.caps = first.caps
+	h.book = book.New(h.bookConfig())
+	h.work.Add(2)
+	go h.supervise(first)
+	go h.watchClock()
+	return h, nil
 }
 
-// Match asks what could be loaded for a request. It returns within 200 microseconds.
-func (h *Host) Match(q connector.Query, ticket []byte) connector.Match { return connector.Match{} }
-
-// Step hands over what the engine decided in one step; it never blocks.
-func (h *Host) Step(s *connector.Step) {}
-
-// Events is how the host reports; closed after Close.
-func (h *Host) Events() <-chan Event { return nil }
-
-// Reset makes the connector forget everything.
-func (h *Host) Reset(ctx context.Context) (bool, error) { return false, errEarly }
-
-// Health is the state of the plugin.
-func (h *Host) Health() Health { return Health{} }
-
-// Info is what the connector says of itself.
-func (h *Host) Info() connector.Info { return connector.Info{} }
-
-// Close drains until ctx ends, then kills.
-func (h *Host) Close(ctx context.Context) error { return errEarly }
-
-// LaunchOptions say what a plugin process gets.
-type LaunchOptions struct {
-	Regions []*Region
+// identify gives the engine a name, if it has none, and this life of it a number.
+func (h *Host) identify() error {
+	var b [8]byte
+	if _, err := rand.Read(b[:]); err != nil {
+		return err
+	}
+	h.epoch = uint64(time.Now().UnixNano()) // a name that grows from life to life; never read as a time
+	switch {
+	case h.cfg.EngineID != "":
+		h.eng.ID = h.cfg.EngineID
+	case h.eng.ID == "":
+		h.eng.ID = hex.EncodeToString(b[:])
+	}
+	var err error
+	h.tickets, err = openTicketOffice(h.cfg.Settings.TicketKeyFile, h.eng, h.epoch)
+	if err != nil {
+		return fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
+	}
+	return nil
 }
 
-// Process is one running plugin.
-type Process struct{ *Remote }
-
-// Launch starts a plugin binary.
-func Launch(ctx context.Context, path string, opts LaunchOptions) (*Process, error) {
-	return nil, errEarly
+// firstStart finds the plugin, starts it, asks what it would do and opens it.
+func (h *Host) firstStart(ctx context.Context) (*generation, error) {
+	prog, manifest, err := resolve(ctx, h.cfg, h.opts.PluginPath)
+	if err != nil {
+		return nil, err
+	}
+	h.prog, h.env = prog, manifest.Environment
+	if h.metrics, err = newMetrics(h.opts.Metrics, manifest.Name); err != nil {
+		return nil, errors.Join(fmt.Errorf("metrics: %w", err), prog.close())
+	}
+	g, err := h.start(ctx, 1)
+	if err != nil {
+		h.metrics.close()
+		return nil, errors.Join(err, prog.close())
+	}
+	return g, nil
 }
 
-// PID is the process id.
-func (p *Process) PID() int { return 0 }
-
-// Done is closed once the process is gone and reaped.
-func (p *Process) Done() <-chan struct{} { return nil }
-
-// Err says why it ended.
-func (p *Process) Err() error { return errEarly }
-
-// Kill kills and reaps it.
-func (p *Process) Kill() {}
-
-// Close ends it gracefully within ctx, else kills.
-func (p *Process) Close(ctx context.Context) error { return errEarly }
-
-// Remote speaks to a plugin over a connection.
-type Remote struct{}
-
-// Connect makes a Remote of any connection; regions are passed by their fd in this process.
-func Connect(conn grpc.ClientConnInterface, regions []*Region) *Remote { return nil }
-
-// Describe asks the plugin what it would do with config.
-func (r *Remote) Describe(ctx context.Context, config json.RawMessage) (connector.Info, error) {
-	return connector.Info{}, errEarly
+// describe asks the connector what it would do with its config and checks that the engine can live
+// with that.
+func (h *Host) describe(ctx context.Context, r *Remote) error {
+	info, err := r.Describe(ctx, h.cfg.Extra)
+	if err != nil {
+		return fmt.Errorf("%w: kv_connector_extra_config: %w", ErrConfig, err)
+	}
+	layout := &h.eng.Layout
+	fits := len(info.Layouts) == 0
+	for _, l := range info.Layouts {
+		fits = fits || l == layout.Name
+	}
+	switch {
+	case !fits:
+		return fmt.Errorf("%w: %s needs one of the layouts %q, this engine has %q", ErrConfig, info.Name, info.Layouts, layout.Name)
+	case len(layout.Groups) > 1 && !info.Groups:
+		return fmt.Errorf("%w: %s cannot handle a cache of %d groups", ErrConfig, info.Name, len(layout.Groups))
+	case info.Lossy && !h.cfg.Settings.AllowLossy:
+		return fmt.Errorf("%w: %s may load other bytes than were saved; set kvport.allow_lossy to accept that", ErrConfig, info.Name)
+	}
+	h.info = info
+	return nil
 }
 
-// OpenScheduler opens the scheduler side.
-func (r *Remote) OpenScheduler(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Scheduler, error) {
-	return nil, errEarly
+func (h *Host) bookConfig() book.Config {
+	d := &h.cfg.Settings.Deadlines
+	c := book.Config{
+		Ranks: len(h.ranks), Role: h.cfg.Role, Groups: h.eng.Layout.Groups, Can: h.caps,
+		Later: d.Later, Fresh: matchFresh, Transfer: d.Transfer, TransferPerGiB: d.TransferPerGiB,
+		Save: d.Save, Plan: d.Plan, Finish: d.Finish, Grace: d.Grace, Hold: d.Hold, HoldMax: d.HoldMax,
+		BackoffMin: retryMin, BackoffMax: retryMax, CorruptKeys: maxCorruptKeys,
+	}
+	for g := range h.eng.Layout.Groups {
+		c.BlockBytes = append(c.BlockBytes, h.eng.Layout.BlockBytes(uint16(g))*int64(len(h.ranks)))
+	}
+	return c
 }
 
-// OpenWorker opens the worker side of rank env.Rank, whose cache is regions[env.Rank].
-func (r *Remote) OpenWorker(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error) {
-	return nil, errEarly
+// Info is what the connector said of itself.
+func (h *Host) Info() connector.Info { return h.info }
+
+// Events is how the host reports. The queue behind it is unbounded, so the host never waits for the
+// reader. It is closed after Close, when all events were read or Close gave up on the reader.
+func (h *Host) Events() <-chan Event { return h.events.out }
+
+// Step hands over what the engine decided in one step. It never blocks. s is the host's from now
+// on, and the blocks of its transfers stay untouched by the engine until their events arrive.
+func (h *Host) Step(s *connector.Step) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.do(h.book.Step(time.Now(), s))
+	for i := range s.Ended {
+		delete(h.requests, s.Ended[i].Request)
+	}
+}
+
+// Reset makes the connector forget every block. It waits for saves that are under way, at most
+// until ctx ends. emptied is true only if no block that was ever saved can be matched any more; it
+// is false for a connector that cannot reset.
+func (h *Host) Reset(ctx context.Context) (emptied bool, err error) {
+	if h.caps&connector.CanReset == 0 {
+		return false, nil
+	}
+	if err := h.waitForSaves(ctx); err != nil {
+		return false, fmt.Errorf("reset: saves are under way: %w", err)
+	}
+	type result struct {
+		emptied bool
+		err     error
+	}
+	answer := make(chan result, 1)
+	h.mu.Lock()
+	g := h.gen
+	if g == nil {
+		h.mu.Unlock()
+		return false, fmt.Errorf("reset: the plugin is not running: %w", connector.ErrGone)
+	}
+	g.enqueue(job{deadline: deadlineOf(ctx, h.cfg.Settings.Deadlines.Save), run: func(ctx context.Context, s connector.Scheduler) error {
+		r, _ := connector.As[connector.Resetter](s)
+		emptied, err := r.Reset(ctx)
+		answer <- result{emptied, err}
+		return err
+	}, drop: func() { answer <- result{false, errLost} }})
+	h.mu.Unlock()
+	select {
+	case r := <-answer:
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		h.do(h.book.Forget(time.Now()))
+		return r.emptied && r.err == nil && !h.book.Saving(), r.err
+	case <-ctx.Done():
+		return false, fmt.Errorf("reset: %w", ctx.Err())
+	}
+}
+
+func deadlineOf(ctx context.Context, otherwise time.Duration) time.Time {
+	if d, ok := ctx.Deadline(); ok {
+		return d
+	}
+	return time.Now().Add(otherwise)
+}
+
+func (h *Host) waitForSaves(ctx context.Context) error {
+	h.mu.Lock()
+	if !h.book.Saving() {
+		h.mu.Unlock()
+		return nil
+	}
+	quiet := make(chan struct{})
+	h.quiet = append(h.quiet, quiet)
+	h.mu.Unlock()
+	select {
+	case <-quiet:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// Health says how the plugin is.
+func (h *Host) Health() Health {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	s := Health{
+		Connector: h.info.Name, State: "restarting", Restarts: h.restarts,
+		Since: time.Since(h.since), Pending: h.book.Pending(), Held: h.book.Held(),
+	}
+	switch {
+	case h.gen != nil:
+		s.State, s.PID = "ready", h.gen.proc.PID()
+	case h.broken:
+		s.State = "broken"
+	}
+	if h.lastErr != nil && s.State != "ready" {
+		s.Error = h.lastErr.Error()
+	}
+	return s
+}
+
+// Close lets running transfers end, until ctx is done or the drain deadline passes, and then ends
+// the plugin. Every Step gets its events, and afterwards no process, descriptor, socket or
+// goroutine is left. The engine's regions stay open; they are the engine's.
+func (h *Host) Close(ctx context.Context) error {
+	h.closeOnce.Do(func() { h.closeErr = h.close(ctx) })
+	return h.closeErr
+}
+
+func (h *Host) close(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, h.cfg.Settings.Deadlines.Drain)
+	defer cancel()
+	h.mu.Lock()
+	close(h.closing)
+	h.do(h.book.Close(time.Now()))
+	h.mu.Unlock()
+	var err error
+	select {
+	case <-h.drained:
+	case <-ctx.Done():
+		err = fmt.Errorf("close: transfers were still running: %w", ctx.Err())
+	}
+	h.mu.Lock()
+	g := h.gen
+	h.mu.Unlock()
+	if g != nil {
+		g.end(ctx, err == nil)
+	}
+	h.work.Wait()
+	h.events.close(readerWait)
+	h.metrics.close()
+	_ = h.prog.close()
+	return err
+}
+
+// do carries out what the book decided. The caller holds mu. Nothing here waits.
+func (h *Host) do(actions []book.Action) {
+	for _, a := range actions {
+		switch a := a.(type) {
+		case book.Tell:
+			h.tell(&a.Event)
+		case book.Move:
+			h.startMove(&a)
+		case book.Ask:
+			h.startAsk(&a)
+		case book.Plan:
+			h.startPlan(&a)
+		case book.Finish:
+			h.startFinish(&a)
+		case book.CancelCall:
+			if h.gen != nil {
+				h.gen.cancelCall(a.ID)
+			}
+		case book.Kill:
+			if h.gen != nil && h.gen.n == a.Gen {
+				h.gen.fail(fmt.Errorf("%s", a.Reason))
+			}
+		}
+	}
+	h.metrics.observe(h.book.Counters())
+	if len(h.quiet) > 0 && !h.book.Saving() {
+		for _, q := range h.quiet {
+			close(q)
+		}
+		h.quiet = nil
+	}
+	h.noteIdle()
+	select {
+	case h.nudge <- struct{}{}:
+	default:
+	}
+}
+
+func (h *Host) noteIdle() {
+	select {
+	case <-h.closing:
+	default:
+		return
+	}
+	select {
+	case <-h.drained:
+	default:
+		if h.book.Idle() {
+			close(h.drained)
+		}
+	}
+}
+
+// watchClock lets the book know when a deadline has passed.
+func (h *Host) watchClock() {
+	defer h.work.Done()
+	timer := time.NewTimer(time.Hour)
+	defer timer.Stop()
+	for {
+		h.mu.Lock()
+		next, due := h.book.Next()
+		h.mu.Unlock()
+		wait := time.Hour
+		if due {
+			wait = time.Until(next)
+		}
+		timer.Reset(wait)
+		select {
+		case <-h.left:
+			return
+		case <-h.nudge:
+		case <-timer.C:
+			h.mu.Lock()
+			h.do(h.book.Tick(time.Now()))
+			h.mu.Unlock()
+		}
+	}
+}
+
+func (h *Host) isClosing() bool {
+	select {
+	case <-h.closing:
+		return true
+	default:
+		return false
+	}
 }

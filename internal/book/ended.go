@@ -1,0 +1,198 @@
+package book
+
+import (
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+type finishState uint8
+
+const (
+	notAsked finishState = iota
+	asked
+	answered
+)
+
+// ending is a request that has ended and whose Finished is due.
+type ending struct {
+	id       uint64
+	gen      uint64
+	req      *request
+	step     uint64
+	ended    connector.Ended
+	deadline time.Time
+	finish   finishState
+	call     CallID
+	hold     connector.Hold
+}
+
+// hold is blocks of an ended request that stay for consumers.
+type hold struct {
+	id        connector.HoldID
+	gen       uint64
+	req       connector.RequestID
+	step      uint64
+	blocks    []connector.BlockID
+	consumers int
+	deadline  time.Time
+}
+
+func (b *Book) addEnding(now time.Time, step uint64, ended *connector.Ended) *ending {
+	r := b.request(ended.Request)
+	b.cancelLoads(now, r)
+	r.match.told = false // nobody waits for an answer any more
+	b.forgetMatch(r)
+	delete(b.requests, ended.Request) // the id may be used again from now on
+	e := &ending{id: b.id(), req: r, step: step, ended: *ended, deadline: now.Add(b.cfg.Finish)}
+	r.ending = e
+	b.endings[e.id] = e
+	b.wakes.at(e.deadline)
+	return e
+}
+
+// finishReady goes on with ended requests: a Holder is asked once the saves of a request with a
+// consumer are over, everything else is finished.
+func (b *Book) finishReady(now time.Time, list []*ending) {
+	call := Finish{Gen: b.gen}
+	var batch []*ending
+	for _, e := range list {
+		if b.endings[e.id] == nil || e.finish != notAsked || e.ended.Remote && e.req.saves > 0 {
+			continue
+		}
+		if b.cfg.Can&connector.CanHold == 0 || b.state != up || b.closed {
+			b.finishEnding(now, e)
+			continue
+		}
+		batch = append(batch, e)
+		call.Ended = append(call.Ended, e.ended)
+	}
+	if len(batch) == 0 {
+		return
+	}
+	call.ID, call.Deadline = CallID(b.id()), now.Add(b.cfg.Finish)
+	for _, e := range batch {
+		e.finish, e.call, e.gen = asked, call.ID, b.gen
+		if e.deadline.Before(call.Deadline) {
+			call.Deadline = e.deadline
+		}
+	}
+	b.finishes[call.ID] = batch
+	b.emit(call)
+}
+
+// FinishAnswered brings the holds for the requests of a Finish call, in order, or an error.
+func (b *Book) FinishAnswered(now time.Time, id CallID, holds []connector.Hold, err error) []Action {
+	batch := b.finishes[id]
+	if batch == nil {
+		b.counters.Unknown++
+		return nil
+	}
+	if err == nil && len(holds) != len(batch) {
+		b.counters.Violations++
+		err = errViolation
+	}
+	if err != nil {
+		holds = nil
+	}
+	b.answerFinish(now, id, holds)
+	return b.take()
+}
+
+func (b *Book) answerFinish(now time.Time, id CallID, holds []connector.Hold) {
+	batch := b.finishes[id]
+	delete(b.finishes, id)
+	for i, e := range batch {
+		if b.endings[e.id] == nil {
+			continue // its deadline has passed
+		}
+		e.finish = answered
+		if i < len(holds) {
+			e.hold = holds[i]
+		}
+		b.finishEnding(now, e)
+	}
+}
+
+// finishEnding reports an ended request, once.
+func (b *Book) finishEnding(now time.Time, e *ending) {
+	if b.endings[e.id] == nil {
+		return
+	}
+	delete(b.endings, e.id)
+	e.req.ending = nil
+	h := b.checked(e)
+	ev := Event{Kind: Finished, Request: e.ended.Request, Step: e.step, Remote: e.ended.Remote, Hold: h}
+	if h.ID != 0 && !h.Weak && len(e.ended.Blocks) > 0 {
+		ev.Held = true
+		b.keep(now, e, h)
+	} else {
+		ev.Blocks = ids(e.ended.Blocks)
+	}
+	if e.ended.Remote {
+		ev.Tokens = b.available(e, h)
+	}
+	b.emit(Tell{ev})
+}
+
+// checked is the hold of an ending, or none if it breaks the contract.
+func (b *Book) checked(e *ending) connector.Hold {
+	h := e.hold
+	if h.ID == 0 {
+		return connector.Hold{}
+	}
+	if b.holds[h.ID] != nil || h.TTL < 0 || h.Consumers < 0 {
+		b.counters.Violations++
+		return connector.Hold{}
+	}
+	if h.TTL == 0 {
+		h.TTL = b.cfg.Hold
+	}
+	h.TTL, h.Consumers = min(h.TTL, b.cfg.HoldMax), max(h.Consumers, 1)
+	return h
+}
+
+func (b *Book) keep(now time.Time, e *ending, h connector.Hold) {
+	kept := &hold{
+		id: h.ID, gen: e.gen, req: e.ended.Request, step: e.step, blocks: ids(e.ended.Blocks),
+		consumers: h.Consumers, deadline: now.Add(h.TTL),
+	}
+	b.holds[h.ID] = kept
+	b.wakes.at(kept.deadline)
+}
+
+// available counts the leading tokens that a consumer can get: all that a Holder keeps, or what was
+// stored, or will have been when the saves still under way are over.
+func (b *Book) available(e *ending, h connector.Hold) int {
+	if h.ID != 0 {
+		return e.ended.Tokens
+	}
+	if b.cfg.Can&connector.CanHold != 0 || !b.cfg.Role.Saves() {
+		return 0
+	}
+	n := e.ended.Tokens
+	for from := range e.req.unsaved {
+		n = min(n, from)
+	}
+	return n - n%b.unit()
+}
+
+// Consumed says that a consumer has fetched each of these holds of generation gen.
+func (b *Book) Consumed(gen uint64, list []connector.HoldID) []Action {
+	for _, id := range list {
+		h := b.holds[id]
+		if h == nil || h.gen != gen {
+			b.counters.Unknown++
+			continue
+		}
+		if h.consumers--; h.consumers == 0 {
+			b.release(h, ReleasedConsumed)
+		}
+	}
+	return b.take()
+}
+
+func (b *Book) release(h *hold, reason string) {
+	delete(b.holds, h.id)
+	b.emit(Tell{Event{Kind: Released, Request: h.req, Step: h.step, Blocks: h.blocks, Reason: reason}})
+}

@@ -1,0 +1,288 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/book"
+)
+
+// generation is one life of the plugin with all its sides open.
+type generation struct {
+	h       *Host
+	n       uint64
+	proc    *Process
+	sched   connector.Scheduler
+	workers []connector.Worker
+	caps    connector.Capability
+
+	life    context.Context // ends when no more calls are wanted
+	retire  context.CancelFunc
+	work    sync.WaitGroup                     // every goroutine that may touch blocks or call the plugin
+	cancels map[book.CallID]context.CancelFunc // guarded by h.mu
+
+	mu     sync.Mutex
+	jobs   []job
+	ended  bool // no more jobs
+	wake   chan struct{}
+	polite bool // ended because the host closed
+}
+
+// job is one call of the scheduler side. Its calls are made one at a time, in order.
+type job struct {
+	ask      *askJob // several are sent as one Match
+	deadline time.Time
+	run      func(ctx context.Context, s connector.Scheduler) error
+	drop     func() // called instead when the plugin is gone; may be nil
+}
+
+// start launches the plugin and opens its sides.
+func (h *Host) start(ctx context.Context, n uint64) (*generation, error) {
+	d := &h.cfg.Settings.Deadlines
+	proc, err := launch(ctx, h.prog, LaunchOptions{
+		Regions: h.eng.Ranks, Log: h.log, Environment: h.env, Handshake: d.Handshake,
+		Heartbeat: h.cfg.Settings.Heartbeat, Violated: h.violation,
+	})
+	if err != nil {
+		return nil, err
+	}
+	g := &generation{
+		h: h, n: n, proc: proc, cancels: map[book.CallID]context.CancelFunc{}, wake: make(chan struct{}, 1),
+	}
+	g.life, g.retire = context.WithCancel(context.Background())
+	ctx, cancel := context.WithTimeout(ctx, d.Handshake)
+	defer cancel()
+	if err := g.open(ctx); err != nil {
+		g.abandon()
+		return nil, err
+	}
+	return g, nil
+}
+
+func (g *generation) open(ctx context.Context) error {
+	h := g.h
+	if g.n == 1 {
+		if err := h.describe(ctx, g.proc.Remote); err != nil {
+			return err
+		}
+	}
+	env := connector.Env{
+		Engine: h.eng.ID, Epoch: h.epoch, Role: h.cfg.Role, World: len(h.ranks),
+		Model: h.eng.Model, Shape: h.eng.Shape, Layout: h.eng.Layout, Log: h.log,
+	}
+	var err error
+	if g.sched, err = g.proc.OpenScheduler(ctx, env, h.cfg.Extra); err != nil {
+		return fmt.Errorf("%w: %s: %w", ErrConfig, h.info.Name, err)
+	}
+	g.caps = h.info.Capabilities & connector.CapabilitiesOf(g.sched)
+	for rank := range h.ranks {
+		env.Rank = rank
+		w, err := g.proc.OpenWorker(ctx, env, h.cfg.Extra)
+		if err != nil {
+			return fmt.Errorf("%w: %s: %w", ErrConfig, h.info.Name, err)
+		}
+		g.workers = append(g.workers, w)
+	}
+	return nil
+}
+
+// abandon ends a generation that was never in use.
+func (g *generation) abandon() {
+	g.retire()
+	g.proc.Kill()
+}
+
+// serve starts the goroutines of a generation.
+func (g *generation) serve() {
+	g.work.Add(1)
+	go g.callScheduler()
+	if g.caps&connector.CanHold != 0 {
+		g.work.Add(1)
+		go g.watchHolds()
+	}
+	sides := []any{g.sched}
+	for _, w := range g.workers {
+		sides = append(sides, w)
+	}
+	for _, side := range sides {
+		if s, ok := side.(interface{ gone() <-chan struct{} }); ok {
+			g.work.Add(1)
+			go g.watchSide(s.gone())
+		}
+	}
+}
+
+// watchSide ends a plugin that ends one of its sides: its calls have no answers any more, and only
+// the end of the process says that their blocks are free.
+func (g *generation) watchSide(gone <-chan struct{}) {
+	defer g.work.Done()
+	select {
+	case <-gone:
+		g.down(errors.New("the plugin ended a session"))
+	case <-g.life.Done():
+	}
+}
+
+// down takes a generation out of use and kills its process. It must not be called with h.mu held.
+func (g *generation) down(reason error) {
+	g.h.mu.Lock()
+	defer g.h.mu.Unlock()
+	g.fail(reason)
+	g.h.do(g.h.book.Down(time.Now(), g.n))
+}
+
+// fail kills the process; the rest follows from its death.
+func (g *generation) fail(reason error) {
+	g.mu.Lock()
+	polite := g.polite
+	g.mu.Unlock()
+	if !polite {
+		g.proc.kill(reason)
+	}
+}
+
+// end closes a generation because the host closes: politely if nothing runs.
+func (g *generation) end(ctx context.Context, polite bool) {
+	g.mu.Lock()
+	g.polite = polite
+	g.mu.Unlock()
+	if !polite {
+		g.proc.kill(errors.New("the host closes"))
+		return
+	}
+	g.retire()
+	g.stopJobs()
+	g.work.Wait()
+	for _, w := range g.workers {
+		_ = w.Close()
+	}
+	_ = g.sched.Close()
+	_ = g.proc.Close(ctx)
+}
+
+// finished waits for the end of the process and of every goroutine that works for it.
+func (g *generation) finished() {
+	<-g.proc.Done()
+	g.retire()
+	g.stopJobs()
+	g.work.Wait()
+}
+
+func (g *generation) stopJobs() {
+	g.mu.Lock()
+	g.ended = true
+	g.mu.Unlock()
+	g.signal()
+}
+
+func (g *generation) signal() {
+	select {
+	case g.wake <- struct{}{}:
+	default:
+	}
+}
+
+// enqueue adds a call of the scheduler side. It never waits.
+func (g *generation) enqueue(j job) {
+	g.mu.Lock()
+	ended := g.ended
+	if !ended {
+		g.jobs = append(g.jobs, j)
+	}
+	g.mu.Unlock()
+	if ended {
+		if j.drop != nil {
+			j.drop()
+		}
+		return
+	}
+	g.signal()
+}
+
+// callScheduler makes the calls of the scheduler side, one at a time.
+func (g *generation) callScheduler() {
+	defer g.work.Done()
+	dead := false
+	for {
+		g.mu.Lock()
+		batch, ended := g.jobs, g.ended
+		g.jobs = nil
+		g.mu.Unlock()
+		for len(batch) > 0 {
+			if dead {
+				if batch[0].drop != nil {
+					batch[0].drop()
+				}
+				batch = batch[1:]
+				continue
+			}
+			var err error
+			batch, err = g.callNext(batch)
+			if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
+				dead = true
+				g.down(fmt.Errorf("scheduler side: %w", err))
+			}
+		}
+		if ended {
+			return
+		}
+		<-g.wake
+	}
+}
+
+// callNext makes the first call of batch, or of all leading asks together, and returns the rest.
+func (g *generation) callNext(batch []job) ([]job, error) {
+	j, rest := batch[0], batch[1:]
+	if j.ask == nil {
+		ctx, cancel := context.WithDeadline(g.life, j.deadline)
+		defer cancel()
+		return rest, j.run(ctx, g.sched)
+	}
+	asks := []*askJob{j.ask}
+	for len(rest) > 0 && rest[0].ask != nil && len(asks) < maxAsks {
+		asks, rest = append(asks, rest[0].ask), rest[1:]
+	}
+	ctx, cancel := context.WithTimeout(g.life, g.h.cfg.Settings.Deadlines.Later)
+	defer cancel()
+	return rest, g.h.askAll(ctx, g.sched, asks)
+}
+
+// cancelCall ends the wait of a call. The caller holds h.mu.
+func (g *generation) cancelCall(id book.CallID) {
+	if cancel := g.cancels[id]; cancel != nil {
+		cancel()
+	}
+}
+
+// watchHolds learns what consumers have fetched.
+func (g *generation) watchHolds() {
+	defer g.work.Done()
+	holder, ok := connector.As[connector.Holder](g.sched)
+	for ok && g.life.Err() == nil {
+		ids, err := holder.Consumed(g.life)
+		switch {
+		case err == nil:
+			g.h.mu.Lock()
+			g.h.do(g.h.book.Consumed(g.n, ids))
+			g.h.mu.Unlock()
+		case errors.Is(err, errLost), errors.Is(err, errUnanswered):
+			return
+		default:
+			pause(g.life, retryMax)
+		}
+	}
+}
+
+// pause waits, but not beyond the end of ctx.
+func pause(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}

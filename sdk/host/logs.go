@@ -1,0 +1,104 @@
+package host
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+)
+
+// What a plugin may write to our log: a burst, and lines per second after it.
+const (
+	logBurst = 200
+	logRate  = 50
+	logLine  = 4 << 10 // bytes of one line; longer ones are cut
+)
+
+// pluginLog passes a plugin's lines on to slog, a bounded number of them.
+type pluginLog struct {
+	log  *slog.Logger
+	name string // of the binary, under which go-plugin passes the plugin's own lines
+
+	mu      sync.Mutex
+	tokens  float64
+	filled  time.Time
+	dropped int
+}
+
+func newPluginLog(log *slog.Logger, name string) *pluginLog {
+	return &pluginLog{log: log, name: name, tokens: logBurst, filled: time.Now()}
+}
+
+// hclog makes the logger that go-plugin wants.
+func (p *pluginLog) hclog() hclog.Logger {
+	l := hclog.NewInterceptLogger(&hclog.LoggerOptions{Level: hclog.Debug, Output: io.Discard})
+	l.RegisterSink(p)
+	return l
+}
+
+// Accept implements hclog.SinkAdapter. What go-plugin itself has to say is for debugging only: our
+// own supervisor reports deaths.
+func (p *pluginLog) Accept(name string, level hclog.Level, msg string, args ...any) {
+	to := slog.LevelDebug
+	if name == p.name {
+		to = levels(level)
+	}
+	p.write(to, msg, args)
+}
+
+func levels(l hclog.Level) slog.Level {
+	switch l {
+	case hclog.Error:
+		return slog.LevelError
+	case hclog.Warn:
+		return slog.LevelWarn
+	case hclog.Info:
+		return slog.LevelInfo
+	default:
+		return slog.LevelDebug
+	}
+}
+
+// Write implements io.Writer for what the plugin prints.
+func (p *pluginLog) Write(b []byte) (int, error) {
+	for line := range strings.Lines(string(b)) {
+		p.write(slog.LevelInfo, strings.TrimRight(line, "\r\n"), nil)
+	}
+	return len(b), nil
+}
+
+func (p *pluginLog) write(level slog.Level, msg string, args []any) {
+	if !p.log.Enabled(context.Background(), level) {
+		return
+	}
+	dropped, ok := p.admit(time.Now())
+	if !ok {
+		return
+	}
+	if dropped > 0 {
+		p.log.Warn("plugin writes too much, lines dropped", "dropped", dropped)
+	}
+	if len(msg) > logLine {
+		msg = msg[:logLine] + "..."
+	}
+	p.log.Log(context.Background(), level, msg, args...)
+}
+
+// admit is a token bucket. It reports how many lines were dropped before this one.
+func (p *pluginLog) admit(now time.Time) (dropped int, ok bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.tokens = min(logBurst, p.tokens+now.Sub(p.filled).Seconds()*logRate)
+	p.filled = now
+	if p.tokens < 1 {
+		p.dropped++
+		return 0, false
+	}
+	p.tokens--
+	dropped, p.dropped = p.dropped, 0
+	return dropped, true
+}

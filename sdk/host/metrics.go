@@ -1,0 +1,105 @@
+package host
+
+import (
+	"errors"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/kvport/kvport/internal/book"
+)
+
+// metrics are the host's. They work without a registry too.
+type metrics struct {
+	bytes      *prometheus.CounterVec // connector, direction
+	seconds    *prometheus.HistogramVec
+	failed     *prometheus.CounterVec
+	refused    *prometheus.CounterVec // reason
+	released   *prometheus.CounterVec // reason
+	restarts   prometheus.Counter
+	integrity  prometheus.Counter
+	violations prometheus.Counter
+	retries    prometheus.Counter
+	kills      prometheus.Counter
+	match      prometheus.Histogram
+
+	name       string
+	seen       book.Counters
+	registry   prometheus.Registerer
+	registered []prometheus.Collector
+}
+
+func newMetrics(registry prometheus.Registerer, name string) (*metrics, error) {
+	own := prometheus.Labels{"connector": name}
+	counter := func(name, help string) prometheus.Counter {
+		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help, ConstLabels: own})
+	}
+	m := &metrics{
+		name: name, registry: registry,
+		bytes: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_transfer_bytes_total", Help: "KV bytes moved, of blocks that did not fail.",
+		}, []string{"connector", "direction"}),
+		seconds: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name: "kvport_transfer_seconds", Help: "Time from a step to the end of its transfer.",
+			Buckets: prometheus.ExponentialBuckets(1e-4, 4, 10),
+		}, []string{"connector", "direction"}),
+		failed: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_transfer_failed_blocks_total", Help: "Blocks that could not be loaded or saved.",
+		}, []string{"connector", "direction"}),
+		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_tickets_refused_total", Help: "Tickets that were not accepted.",
+		}, []string{"reason"}),
+		released: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_holds_released_total", Help: "Holds that are over.",
+		}, []string{"reason"}),
+		restarts:   counter("kvport_plugin_restarts_total", "Plugin processes started after the first."),
+		integrity:  counter("kvport_integrity_failures_total", "Loaded blocks that were not what was saved."),
+		violations: counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
+		retries:    counter("kvport_transfer_retries_total", "Transfer calls that were started again."),
+		kills:      counter("kvport_plugin_deadline_kills_total", "Plugins killed for a passed transfer deadline."),
+		match: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "kvport_match_seconds", Help: "Time the engine's loop spent in Match.", ConstLabels: own,
+			Buckets: prometheus.ExponentialBuckets(1e-6, 4, 8),
+		}),
+	}
+	if registry == nil {
+		return m, nil
+	}
+	for _, c := range []prometheus.Collector{
+		m.bytes, m.seconds, m.failed, m.refused, m.released, m.restarts, m.integrity, m.violations, m.retries, m.kills, m.match,
+	} {
+		if err := registry.Register(c); err != nil {
+			m.close()
+			return nil, errors.Join(errors.New("two hosts on one registry"), err)
+		}
+		m.registered = append(m.registered, c)
+	}
+	for _, direction := range []string{"load", "save"} { // show zeros from the start
+		m.bytes.WithLabelValues(name, direction)
+		m.failed.WithLabelValues(name, direction)
+	}
+	return m, nil
+}
+
+// moved counts the end of a transfer.
+func (m *metrics) moved(direction string, e *book.Event) {
+	m.bytes.WithLabelValues(m.name, direction).Add(float64(e.Bytes))
+	m.failed.WithLabelValues(m.name, direction).Add(float64(len(e.Failed)))
+	if len(e.Blocks) > 0 {
+		m.seconds.WithLabelValues(m.name, direction).Observe(e.Took.Seconds())
+	}
+}
+
+// observe adds what the book has counted since the last time.
+func (m *metrics) observe(c book.Counters) {
+	m.violations.Add(float64(c.Violations - m.seen.Violations + c.Unknown - m.seen.Unknown))
+	m.retries.Add(float64(c.Retries - m.seen.Retries))
+	m.kills.Add(float64(c.Kills - m.seen.Kills))
+	m.seen = c
+}
+
+func (m *metrics) close() {
+	for _, c := range m.registered {
+		m.registry.Unregister(c)
+	}
+	m.registered = nil
+}

@@ -1,0 +1,330 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+	"github.com/hashicorp/go-plugin"
+	pluginrunner "github.com/hashicorp/go-plugin/runner"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+
+	"github.com/kvport/kvport/internal/wire"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// LaunchOptions say what a plugin process gets. The zero value is usable.
+type LaunchOptions struct {
+	Regions     []*Region // the paged cache of each rank
+	Log         *slog.Logger
+	Environment []string      // names of environment variables that are passed on, if set; nothing else is
+	Handshake   time.Duration // 0: the default
+	Heartbeat   Heartbeat     // zero: the default
+	Violated    func(what string)
+}
+
+// firstRegionFD is the descriptor number of the first region in the plugin.
+const firstRegionFD = 3
+
+// Process is one life of a plugin. It is watched, and killed when it hangs, but not restarted.
+type Process struct {
+	*Remote
+	client *plugin.Client
+	run    *runner
+	dir    string // of its socket
+	conns  connections
+
+	mu     sync.Mutex
+	reason error // why we killed it
+	end    error
+
+	beats sync.WaitGroup
+	done  chan struct{}
+}
+
+// Launch starts a plugin binary and waits until it answers. ctx bounds the start only. Errors wrap
+// ErrConfig and name the binary; nothing of a failed start is left behind.
+func Launch(ctx context.Context, path string, opts LaunchOptions) (*Process, error) {
+	if err := checkExecutable(path); err != nil {
+		return nil, fmt.Errorf("%w: plugin: %w", ErrConfig, err)
+	}
+	return launch(ctx, &program{path: path}, opts)
+}
+
+func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, error) {
+	defaults := DefaultSettings()
+	if opts.Log == nil {
+		opts.Log = slog.New(slog.DiscardHandler)
+	}
+	if opts.Handshake <= 0 {
+		opts.Handshake = defaults.Deadlines.Handshake
+	}
+	if opts.Heartbeat.Interval <= 0 || opts.Heartbeat.Limit <= 0 {
+		opts.Heartbeat = defaults.Heartbeat
+	}
+	p := &Process{done: make(chan struct{})}
+	err := p.prepare(prog, &opts)
+	if err == nil {
+		err = p.start(ctx, prog, &opts)
+	}
+	if err != nil {
+		p.cleanup()
+		return nil, fmt.Errorf("%w: plugin %s: %w", ErrConfig, prog.path, err)
+	}
+	p.violated = opts.Violated
+	go p.watch()
+	p.beats.Add(1)
+	go p.beat(opts.Heartbeat)
+	return p, nil
+}
+
+// prepare makes the socket folder, the runner and go-plugin's client.
+func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
+	if p.dir, err = os.MkdirTemp("", "kvport-plugin-"); err != nil { // MkdirTemp makes it 0700
+		return err
+	}
+	cmd := prog.command(context.Background())
+	for _, name := range opts.Environment {
+		if v, set := os.LookupEnv(name); set {
+			cmd.Env = append(cmd.Env, name+"="+v)
+		}
+	}
+	inherit, err := dupRegions(opts.Regions)
+	if err != nil {
+		return err
+	}
+	if p.run, err = newRunner(cmd, inherit); err != nil {
+		return err
+	}
+	log := newPluginLog(opts.Log.With("plugin", filepath.Base(prog.path)), filepath.Base(prog.path))
+	p.client = plugin.NewClient(&plugin.ClientConfig{
+		HandshakeConfig:  wire.Handshake(),
+		Plugins:          plugin.PluginSet{wire.PluginName: &wire.Plugin{}},
+		AllowedProtocols: []plugin.Protocol{plugin.ProtocolGRPC},
+		AutoMTLS:         true,
+		SkipHostEnv:      true,
+		StartTimeout:     opts.Handshake,
+		UnixSocketConfig: &plugin.UnixSocketConfig{TempDir: p.dir},
+		Logger:           log.hclog(),
+		SyncStdout:       log,
+		SyncStderr:       log,
+		GRPCDialOptions:  append(wire.DialOptions(), p.conns.capture()),
+		RunnerFunc: func(_ hclog.Logger, spec *exec.Cmd, _ string) (pluginrunner.Runner, error) {
+			cmd.Env = append(cmd.Env, spec.Env...)
+			return p.run, nil
+		},
+	})
+	return nil
+}
+
+// dupRegions gives the plugin descriptors of its own, so that the engine's stay the engine's.
+func dupRegions(regions []*Region) ([]*os.File, error) {
+	var files []*os.File
+	for _, r := range regions {
+		fd, err := unix.FcntlInt(r.file().Fd(), unix.F_DUPFD_CLOEXEC, 0)
+		if err != nil {
+			for _, f := range files {
+				_ = f.Close()
+			}
+			return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
+		}
+		files = append(files, os.NewFile(uintptr(fd), "region"))
+	}
+	return files, nil
+}
+
+// start runs the handshake. Whatever hangs in it is ended by killing the process.
+func (p *Process) start(ctx context.Context, prog *program, opts *LaunchOptions) error {
+	ctx, cancel := context.WithTimeout(ctx, opts.Handshake)
+	defer cancel()
+	unhook := context.AfterFunc(ctx, p.run.kill)
+	err := p.connect(ctx, opts.Regions)
+	if !unhook() || ctx.Err() != nil {
+		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			return fmt.Errorf("no handshake within %s, it was killed", opts.Handshake)
+		}
+		return ctx.Err()
+	}
+	return err
+}
+
+func (p *Process) connect(ctx context.Context, regions []*Region) error {
+	protocol, err := p.client.Client()
+	if err != nil {
+		return fmt.Errorf("handshake: %w", oneLine(err))
+	}
+	raw, err := protocol.Dispense(wire.PluginName)
+	if err != nil {
+		return err
+	}
+	conn, ok := raw.(grpc.ClientConnInterface)
+	if !ok {
+		return fmt.Errorf("handshake gave a %T", raw)
+	}
+	p.Remote = &Remote{client: kvportv1.NewPluginClient(conn)}
+	for i, r := range regions {
+		p.regions = append(p.regions, wire.Region{FD: firstRegionFD + i, Size: r.Size()})
+	}
+	if err := p.Heartbeat(ctx); err != nil {
+		return fmt.Errorf("first heartbeat: %w", err)
+	}
+	return nil
+}
+
+// PID is the process id.
+func (p *Process) PID() int { return p.run.id() }
+
+// Done is closed when the process is gone, reaped and cleaned up after: nothing of it can touch a
+// block any more.
+func (p *Process) Done() <-chan struct{} { return p.done }
+
+// Err says how the process ended. It is nil while it lives and after a Close that it obeyed.
+func (p *Process) Err() error {
+	select {
+	case <-p.done:
+		return p.end
+	default:
+		return nil
+	}
+}
+
+// Kill ends the process with SIGKILL and waits until it is reaped.
+func (p *Process) Kill() {
+	p.kill(errors.New("killed by the host"))
+	<-p.done
+}
+
+// kill does not wait. The first reason counts.
+func (p *Process) kill(reason error) {
+	p.mu.Lock()
+	if p.reason == nil {
+		p.reason = reason
+	}
+	p.mu.Unlock()
+	p.run.kill()
+}
+
+// Close asks the process to end, and kills it when ctx is done first. Sides must be closed before.
+func (p *Process) Close(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, closePatience)
+	defer cancel()
+	unhook := context.AfterFunc(ctx, func() { p.kill(fmt.Errorf("it did not end when asked: %w", ctx.Err())) })
+	defer unhook()
+	if protocol, err := p.client.Client(); err == nil {
+		// This waits for the plugin without a deadline: the kill above is what bounds it.
+		_ = protocol.Close()
+	}
+	<-p.done
+	return p.end
+}
+
+// watch waits for the end and cleans up.
+func (p *Process) watch() {
+	<-p.run.reaped
+	p.mu.Lock()
+	p.end = p.run.status()
+	if p.reason != nil {
+		p.end = errors.Join(p.reason, p.end)
+	}
+	p.mu.Unlock()
+	p.cleanup()
+	close(p.done)
+}
+
+// cleanup ends the process, if one was started, and removes all that belonged to it. go-plugin's
+// Kill is called only on a dead process: on a hung one it would wait for ever.
+func (p *Process) cleanup() {
+	if p.run != nil && p.run.id() != 0 {
+		p.run.kill()
+		<-p.run.reaped
+	}
+	if p.client != nil {
+		p.client.Kill()
+	}
+	p.conns.close()
+	p.beats.Wait()
+	if p.run != nil && p.run.id() == 0 {
+		p.run.closeFiles()
+	}
+	if p.dir != "" {
+		_ = os.RemoveAll(p.dir)
+	}
+}
+
+// beat asks for a sign of life again and again, and kills a plugin that gives none.
+func (p *Process) beat(h Heartbeat) {
+	defer p.beats.Done()
+	ticker := time.NewTicker(h.Interval)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-p.run.reaped:
+			return
+		case <-ticker.C:
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), h.Limit)
+		err := p.Heartbeat(ctx)
+		cancel()
+		if err != nil {
+			p.kill(fmt.Errorf("no heartbeat within %s: %w", h.Limit, err))
+			return
+		}
+	}
+}
+
+// connections are those that go-plugin opened. It forgets the connection of a plugin that dies
+// between handshake and first call, so we close them all.
+type connections struct {
+	mu     sync.Mutex
+	list   []*grpc.ClientConn
+	closed bool
+}
+
+// capture notes the connection of every stream. go-plugin opens streams before it returns.
+func (c *connections) capture() grpc.DialOption {
+	return grpc.WithChainStreamInterceptor(func(
+		ctx context.Context, desc *grpc.StreamDesc, conn *grpc.ClientConn, method string, next grpc.Streamer, opts ...grpc.CallOption,
+	) (grpc.ClientStream, error) {
+		c.note(conn)
+		return next(ctx, desc, conn, method, opts...)
+	})
+}
+
+func (c *connections) note(conn *grpc.ClientConn) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		_ = conn.Close()
+	} else if !slices.Contains(c.list, conn) {
+		c.list = append(c.list, conn)
+	}
+}
+
+func (c *connections) close() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.closed = true
+	for _, conn := range c.list {
+		_ = conn.Close()
+	}
+}
+
+// oneLine keeps the first line of an error that would fill a screen.
+func oneLine(err error) error {
+	line := err.Error()
+	for i, c := range line {
+		if c == '\n' {
+			return errors.New(line[:i])
+		}
+	}
+	return err
+}

@@ -1,0 +1,99 @@
+package host
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// program is a binary that can be started. A pinned one is a sealed copy in memory of the bytes
+// that were hashed, so nobody can swap the file between the check and the start.
+type program struct {
+	path string
+	copy *os.File // nil unless pinned
+}
+
+// firstFreeFD is above every descriptor that a plugin is given. A child's descriptors are moved
+// into place before exec, and the copy's must not be overwritten by that.
+const firstFreeFD = 256
+
+// openProgram opens a binary; with a hash its content must match.
+func openProgram(path, hash string) (*program, error) {
+	if hash == "" {
+		return &program{path: path}, nil
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	sealed, got, err := sealCopy(f)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	if got != hash {
+		return nil, errors.Join(fmt.Errorf("%s has SHA-256 %s, the config wants %s", path, got, hash), sealed.Close())
+	}
+	return &program{path: path, copy: sealed}, nil
+}
+
+// sealCopy copies a file into memory that nobody can change any more and hashes the copy.
+func sealCopy(f *os.File) (sealed *os.File, hash string, err error) {
+	fd, err := unix.MemfdCreate("kvport-plugin", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return nil, "", os.NewSyscallError("memfd_create", err)
+	}
+	mem := os.NewFile(uintptr(fd), "memfd:kvport-plugin")
+	defer mem.Close()
+	if _, err := io.Copy(mem, f); err != nil {
+		return nil, "", err
+	}
+	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	if _, err := unix.FcntlInt(mem.Fd(), unix.F_ADD_SEALS, seals); err != nil {
+		return nil, "", os.NewSyscallError("fcntl F_ADD_SEALS", err)
+	}
+	h := sha256.New()
+	if _, err := io.Copy(h, io.NewSectionReader(mem, 0, 1<<62)); err != nil {
+		return nil, "", err
+	}
+	// A file that is open for writing cannot be executed: open it again for reading only.
+	readOnly, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", mem.Fd()))
+	if err != nil {
+		return nil, "", err
+	}
+	defer readOnly.Close()
+	high, err := unix.FcntlInt(readOnly.Fd(), unix.F_DUPFD_CLOEXEC, firstFreeFD)
+	if err != nil {
+		return nil, "", os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
+	}
+	return os.NewFile(uintptr(high), "memfd:kvport-plugin"), hex.EncodeToString(h.Sum(nil)), nil
+}
+
+// command prepares a start in a process group of its own that dies with the thread that starts it,
+// with an empty environment.
+func (p *program) command(ctx context.Context, args ...string) *exec.Cmd {
+	file := p.path
+	if p.copy != nil {
+		file = fmt.Sprintf("/proc/self/fd/%d", p.copy.Fd())
+	}
+	cmd := exec.CommandContext(ctx, file, args...)
+	cmd.Args[0] = p.path
+	cmd.Env = []string{}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	return cmd
+}
+
+func (p *program) close() error {
+	if p.copy == nil {
+		return nil
+	}
+	return p.copy.Close()
+}

@@ -1,0 +1,217 @@
+package host
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// How long a proxy waits after ctx is done before it takes the plugin for hung, and how long Close
+// may take.
+const (
+	schedulerPatience = 500 * time.Millisecond
+	closePatience     = 2 * time.Second
+)
+
+// Remote is a plugin at the other end of a connection. The sides that it opens are the connector's,
+// seen through the wire: a Load or Save returns only when the plugin has answered or the connection
+// is gone.
+type Remote struct {
+	client     kvportv1.PluginClient
+	regions    []wire.Region // by rank, as the plugin knows them
+	violations atomic.Int64
+	violated   func(what string) // nil: only counted
+}
+
+// Connect makes a Remote of any connection, such as one in memory. The plugin must run in this
+// process or have inherited the regions under the same descriptor numbers. regions[r] is the cache
+// of rank r.
+func Connect(conn grpc.ClientConnInterface, regions []*Region) *Remote {
+	r := &Remote{client: kvportv1.NewPluginClient(conn)}
+	for _, m := range regions {
+		r.regions = append(r.regions, wire.Region{FD: int(m.file().Fd()), Size: m.Size()})
+	}
+	return r
+}
+
+// Violations counts answers that broke the protocol so far.
+func (r *Remote) Violations() int64 { return r.violations.Load() }
+
+func (r *Remote) violation(what string) {
+	r.violations.Add(1)
+	if r.violated != nil {
+		r.violated(what)
+	}
+}
+
+// Describe asks what the connector would do with a config. It has no side effects. Errors of the
+// config name the field.
+func (r *Remote) Describe(ctx context.Context, config json.RawMessage) (connector.Info, error) {
+	answer, err := r.client.Describe(ctx, &kvportv1.DescribeRequest{Config: config})
+	if err != nil {
+		return connector.Info{}, fmt.Errorf("describe: %w: %w", connector.ErrGone, err)
+	}
+	if answer.GetError() != nil {
+		return connector.Info{}, wire.ErrorFromProto(answer.GetError())
+	}
+	return wire.InfoFromProto(answer)
+}
+
+// Heartbeat asks for a sign of life.
+func (r *Remote) Heartbeat(ctx context.Context) error {
+	_, err := r.client.Heartbeat(ctx, &kvportv1.HeartbeatRequest{})
+	return err
+}
+
+// OpenScheduler opens the scheduler side. The result implements connector.Partial; ask it for
+// optional interfaces with connector.As.
+func (r *Remote) OpenScheduler(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Scheduler, error) {
+	env.Rank = 0
+	s, err := openSession(ctx, r.client, &wire.Open{Side: kvportv1.Side_SIDE_SCHEDULER, Env: env, Config: config}, r.violation)
+	if err != nil {
+		return nil, fmt.Errorf("scheduler side: %w", err)
+	}
+	return &schedulerProxy{s}, nil
+}
+
+// OpenWorker opens the worker side of rank env.Rank. The plugin maps that rank's region itself, so
+// the KV that is passed to Load and Save later is not used.
+func (r *Remote) OpenWorker(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error) {
+	if env.Rank < 0 || env.Rank >= len(r.regions) {
+		return nil, fmt.Errorf("worker side: rank %d has no region: %w", env.Rank, connector.ErrIncompatible)
+	}
+	open := &wire.Open{
+		Side: kvportv1.Side_SIDE_WORKER, Env: env, Config: config,
+		Regions: r.regions[env.Rank : env.Rank+1],
+	}
+	s, err := openSession(ctx, r.client, open, r.violation)
+	if err != nil {
+		return nil, fmt.Errorf("worker side of rank %d: %w", env.Rank, err)
+	}
+	return &workerProxy{s}, nil
+}
+
+// schedulerProxy is the scheduler side with every optional method; Capabilities says which work.
+type schedulerProxy struct{ *session }
+
+// Match implements connector.Scheduler.
+func (p *schedulerProxy) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
+	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Match{Match: wire.QueriesToProto(queries)}}
+	r, err := p.call(ctx, req, schedulerPatience)
+	if err != nil {
+		return nil, err
+	}
+	if r.GetMatch() == nil {
+		return nil, p.broken("match", wrongAnswer("match"))
+	}
+	matches, err := wire.MatchesFromProto(r.GetMatch(), len(queries))
+	return matches, p.broken("match", err)
+}
+
+// Plan implements connector.Planner.
+func (p *schedulerProxy) Plan(ctx context.Context, s *connector.Step) (*connector.Plan, error) {
+	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Plan{Plan: wire.StepToProto(s)}}
+	r, err := p.call(ctx, req, schedulerPatience)
+	if err != nil {
+		return nil, err
+	}
+	if r.GetPlan() == nil {
+		return nil, p.broken("plan", wrongAnswer("plan"))
+	}
+	plan, err := wire.PlanFromProto(r.GetPlan())
+	return plan, p.broken("plan", err)
+}
+
+// Finish implements connector.Holder.
+func (p *schedulerProxy) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Finish{Finish: wire.EndedToProto(ended)}}
+	r, err := p.call(ctx, req, schedulerPatience)
+	if err != nil {
+		return nil, err
+	}
+	if r.GetFinish() == nil {
+		return nil, p.broken("finish", wrongAnswer("finish"))
+	}
+	holds, err := wire.HoldsFromProto(r.GetFinish(), len(ended))
+	return holds, p.broken("finish", err)
+}
+
+// Consumed implements connector.Holder.
+func (p *schedulerProxy) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Consumed{Consumed: &kvportv1.ConsumedRequest{}}}
+	r, err := p.call(ctx, req, schedulerPatience)
+	if err != nil {
+		return nil, err
+	}
+	if r.GetConsumed() == nil {
+		return nil, p.broken("consumed", wrongAnswer("consumed"))
+	}
+	ids, err := wire.ConsumedFromProto(r.GetConsumed())
+	return ids, p.broken("consumed", err)
+}
+
+// Reset implements connector.Resetter.
+func (p *schedulerProxy) Reset(ctx context.Context) (bool, error) {
+	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Reset_{Reset_: &kvportv1.ResetRequest{}}}
+	r, err := p.call(ctx, req, schedulerPatience)
+	if err != nil {
+		return false, err
+	}
+	if r.GetReset_() == nil {
+		return false, p.broken("reset", wrongAnswer("reset"))
+	}
+	return r.GetReset_().GetEmptied(), nil
+}
+
+// Close implements connector.Scheduler.
+func (p *schedulerProxy) Close() error {
+	ctx, cancel := context.WithTimeout(context.Background(), closePatience)
+	defer cancel()
+	return p.close(ctx)
+}
+
+// broken counts an answer that breaks the protocol and passes its error on.
+func (s *session) broken(call string, err error) error {
+	if err != nil {
+		s.violated(call + ": " + err.Error())
+	}
+	return err
+}
+
+// workerProxy is the worker side of one rank.
+type workerProxy struct{ *session }
+
+// Load implements connector.Worker.
+func (p *workerProxy) Load(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
+	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Load{Load: wire.TransferToProto(t)}})
+}
+
+// Save implements connector.Worker.
+func (p *workerProxy) Save(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
+	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Save{Save: wire.TransferToProto(t)}})
+}
+
+// move waits for the answer however long it takes: the end of ctx ends the plugin's wait, but only
+// its answer says that the blocks are untouched from now on.
+func (p *workerProxy) move(ctx context.Context, req *kvportv1.SessionRequest) error {
+	r, err := p.call(ctx, req, forever)
+	if err == nil && r.GetMoved() == nil {
+		err = p.broken("load or save", wrongAnswer("load or save"))
+	}
+	return err
+}
+
+// Close implements connector.Worker.
+func (p *workerProxy) Close() error {
+	ctx, cancel := context.WithTimeout(context.Background(), closePatience)
+	defer cancel()
+	return p.close(ctx)
+}

@@ -1,0 +1,173 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"io"
+	"os"
+	"os/exec"
+	"runtime"
+	"strconv"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// runner starts a plugin process, notices its death and reaps it. It takes the place of go-plugin's
+// own runner, which passes on our standard input and waits for the pipes before it waits for the
+// process.
+type runner struct {
+	cmd            *exec.Cmd
+	stdout, stderr *os.File
+	childEnds      []*os.File // closed once the child has them
+
+	mu     sync.Mutex
+	pid    int  // 0 until started
+	gone   bool // reaped: the pid may belong to somebody else
+	err    error
+	reaped chan struct{}
+}
+
+// drainWait is how long a dead plugin's last output is read. A child of the plugin that got away
+// could hold the pipes open for ever.
+const drainWait = 200 * time.Millisecond
+
+// newRunner takes a command whose output is not set. It owns childEnds.
+func newRunner(cmd *exec.Cmd, inherit []*os.File) (*runner, error) {
+	r := &runner{cmd: cmd, childEnds: inherit, reaped: make(chan struct{})}
+	outR, outW, err := os.Pipe()
+	if err != nil {
+		r.closeFiles()
+		return nil, err
+	}
+	r.stdout, r.childEnds = outR, append(r.childEnds, outW)
+	errR, errW, err := os.Pipe()
+	if err != nil {
+		r.closeFiles()
+		return nil, err
+	}
+	r.stderr, r.childEnds = errR, append(r.childEnds, errW)
+	cmd.Stdout, cmd.Stderr, cmd.ExtraFiles = outW, errW, inherit
+	return r, nil
+}
+
+func (r *runner) closeFiles() {
+	for _, f := range append(r.childEnds, r.stdout, r.stderr) {
+		if f != nil {
+			_ = f.Close()
+		}
+	}
+}
+
+// Start implements go-plugin's runner.Runner.
+func (r *runner) Start(context.Context) error {
+	started := make(chan error)
+	go r.keep(started)
+	return <-started
+}
+
+// keep starts the process, waits for its death and reaps it. The kernel kills a child with
+// Pdeathsig when the thread that started it ends, so this goroutine keeps its thread as long as the
+// child lives. Waiting on that thread with WNOWAIT shows the death as early as a pidfd would; the
+// dead process still keeps its number then, so that its group can be killed safely.
+func (r *runner) keep(started chan<- error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	err := r.cmd.Start()
+	for _, f := range r.childEnds {
+		_ = f.Close()
+	}
+	r.childEnds = nil
+	if err != nil {
+		r.closeFiles()
+		started <- err
+		return
+	}
+	pid := r.cmd.Process.Pid
+	r.mu.Lock()
+	r.pid = pid
+	r.mu.Unlock()
+	started <- nil
+	for {
+		err := unix.Waitid(unix.P_PID, pid, nil, unix.WEXITED|unix.WNOWAIT, nil)
+		if !errors.Is(err, unix.EINTR) {
+			break
+		}
+	}
+	r.mu.Lock()
+	_ = unix.Kill(-pid, unix.SIGKILL)
+	r.err = r.cmd.Wait()
+	r.gone = true
+	r.mu.Unlock()
+	deadline := time.Now().Add(drainWait)
+	_ = r.stdout.SetReadDeadline(deadline)
+	_ = r.stderr.SetReadDeadline(deadline)
+	close(r.reaped)
+}
+
+// kill ends the process and its group with SIGKILL. It does not wait.
+func (r *runner) kill() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.pid != 0 && !r.gone {
+		_ = unix.Kill(-r.pid, unix.SIGKILL)
+	}
+}
+
+// status is how the process ended; nil before and after a clean exit.
+func (r *runner) status() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.err
+}
+
+func (r *runner) id() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.pid
+}
+
+// Wait implements go-plugin's runner.AttachedRunner. It is called once, when the output is read.
+func (r *runner) Wait(context.Context) error {
+	<-r.reaped
+	return errors.Join(r.status(), r.stdout.Close(), r.stderr.Close())
+}
+
+// Kill implements go-plugin's runner.AttachedRunner.
+func (r *runner) Kill(context.Context) error {
+	r.kill()
+	return nil
+}
+
+// ID implements go-plugin's runner.AttachedRunner.
+func (r *runner) ID() string {
+	if pid := r.id(); pid != 0 {
+		return strconv.Itoa(pid)
+	}
+	return ""
+}
+
+// Stdout implements go-plugin's runner.Runner.
+func (r *runner) Stdout() io.ReadCloser { return r.stdout }
+
+// Stderr implements go-plugin's runner.Runner.
+func (r *runner) Stderr() io.ReadCloser { return r.stderr }
+
+// Name implements go-plugin's runner.Runner.
+func (r *runner) Name() string { return r.cmd.Args[0] }
+
+// Diagnose implements go-plugin's runner.Runner.
+func (r *runner) Diagnose(context.Context) string {
+	return "it must call sdk.Serve and print nothing before"
+}
+
+// PluginToHost implements go-plugin's runner.AddrTranslator.
+func (r *runner) PluginToHost(network, addr string) (string, string, error) {
+	return network, addr, nil
+}
+
+// HostToPlugin implements go-plugin's runner.AddrTranslator.
+func (r *runner) HostToPlugin(network, addr string) (string, string, error) {
+	return network, addr, nil
+}

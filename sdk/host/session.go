@@ -1,0 +1,205 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// errLost says that a call has no answer because the connection is gone. The plugin may still be
+// alive and touch the blocks of the call: they come back when its process has been reaped.
+var errLost = fmt.Errorf("the connection to the plugin is gone: %w", connector.ErrGone)
+
+// errUnanswered says that a plugin has not answered long after it was told to stop. It is hung.
+var errUnanswered = errors.New("no answer from the plugin")
+
+// reply is one message of a session.
+type reply = kvportv1.SessionResponse
+
+// session is one side of one rank on its own stream. Calls are concurrent; each gets exactly one
+// answer or errLost.
+type session struct {
+	stream   grpc.BidiStreamingClient[kvportv1.SessionRequest, reply]
+	stop     context.CancelFunc
+	caps     connector.Capability
+	violated func(what string)
+
+	sending sync.Mutex
+	last    atomic.Uint64
+
+	mu    sync.Mutex
+	calls map[uint64]chan *reply // nil once lost
+	cause error
+
+	lost   chan struct{} // closed when no answer will come any more
+	closed sync.Once
+}
+
+// openSession opens a side. ctx bounds the opening, not the life of the session.
+func openSession(ctx context.Context, client kvportv1.PluginClient, open *wire.Open, violated func(string)) (*session, error) {
+	life, stop := context.WithCancel(context.Background())
+	unhook := context.AfterFunc(ctx, stop)
+	stream, err := client.Session(life)
+	if err != nil {
+		stop()
+		return nil, fmt.Errorf("open session: %w: %w", connector.ErrGone, err)
+	}
+	s := &session{
+		stream: stream, stop: stop, violated: violated,
+		calls: map[uint64]chan *reply{}, lost: make(chan struct{}),
+	}
+	go s.read()
+	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Open{Open: wire.OpenToProto(open)}}
+	answer, err := s.call(ctx, req, 0)
+	if err == nil && answer.GetOpened() == nil {
+		err = wrongAnswer("open")
+	}
+	if err == nil && !unhook() {
+		err = context.Cause(ctx)
+	}
+	if err != nil {
+		stop()
+		<-s.lost
+		return nil, err
+	}
+	s.caps = wire.CapabilitiesFromProto(answer.GetOpened().GetCapabilities())
+	return s, nil
+}
+
+func wrongAnswer(call string) error {
+	return fmt.Errorf("the answer to %s is of another kind: %w", call, wire.ErrMalformed)
+}
+
+// Capabilities implements connector.Partial.
+func (s *session) Capabilities() connector.Capability { return s.caps }
+
+// gone is closed when no answer will come any more.
+func (s *session) gone() <-chan struct{} { return s.lost }
+
+// forever makes call wait until the plugin has answered or is gone.
+const forever time.Duration = -1
+
+// call sends one request and waits for its answer. When ctx is done the plugin is told, and given
+// patience more time to answer.
+func (s *session) call(ctx context.Context, req *kvportv1.SessionRequest, patience time.Duration) (*reply, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	req.Id, req.TimeoutUs = s.last.Add(1), wire.Timeout(ctx)
+	answer := make(chan *reply, 1)
+	if !s.expect(req.Id, answer) {
+		return nil, s.lostError()
+	}
+	if err := s.send(req); err != nil {
+		s.stop()
+		<-s.lost
+		return nil, s.lostError()
+	}
+	select {
+	case r := <-answer:
+		return r, wire.ErrorFromProto(r.GetError())
+	case <-s.lost:
+		return s.orLost(answer)
+	case <-ctx.Done():
+	}
+	go s.cancel(req.Id) // sending blocks when the plugin does not read
+	var late <-chan time.Time
+	if patience != forever {
+		timer := time.NewTimer(patience)
+		defer timer.Stop()
+		late = timer.C
+	}
+	select {
+	case r := <-answer:
+		return r, wire.ErrorFromProto(r.GetError())
+	case <-s.lost:
+		return s.orLost(answer)
+	case <-late:
+		return nil, fmt.Errorf("%w: %w", errUnanswered, ctx.Err())
+	}
+}
+
+// orLost prefers an answer that came just before the end.
+func (s *session) orLost(answer <-chan *reply) (*reply, error) {
+	select {
+	case r := <-answer:
+		return r, wire.ErrorFromProto(r.GetError())
+	default:
+		return nil, s.lostError()
+	}
+}
+
+func (s *session) cancel(id uint64) {
+	_ = s.send(&kvportv1.SessionRequest{
+		Id:   s.last.Add(1),
+		Call: &kvportv1.SessionRequest_Cancel{Cancel: &kvportv1.Cancel{Call: id}},
+	})
+}
+
+func (s *session) send(req *kvportv1.SessionRequest) error {
+	s.sending.Lock()
+	defer s.sending.Unlock()
+	return s.stream.Send(req)
+}
+
+func (s *session) expect(id uint64, answer chan *reply) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.calls == nil {
+		return false
+	}
+	s.calls[id] = answer
+	return true
+}
+
+func (s *session) lostError() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return fmt.Errorf("%w: %w", errLost, s.cause)
+}
+
+// read hands each answer to its call, until the stream ends.
+func (s *session) read() {
+	for {
+		r, err := s.stream.Recv()
+		if err != nil {
+			s.mu.Lock()
+			s.calls, s.cause = nil, err
+			s.mu.Unlock()
+			s.stop()
+			close(s.lost)
+			return
+		}
+		s.mu.Lock()
+		answer, known := s.calls[r.GetId()]
+		delete(s.calls, r.GetId())
+		s.mu.Unlock()
+		if !known {
+			s.violated("answer to a call that does not exist or was answered before")
+			continue
+		}
+		answer <- r
+	}
+}
+
+// close closes the side and the stream. No call may be running. It gives the plugin until ctx ends.
+func (s *session) close(ctx context.Context) (err error) {
+	s.closed.Do(func() {
+		req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Close{Close: &kvportv1.Close{}}}
+		if _, err = s.call(ctx, req, 0); errors.Is(err, errLost) {
+			err = nil // nothing is left to close
+		}
+		s.stop()
+		<-s.lost
+	})
+	return err
+}

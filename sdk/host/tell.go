@@ -1,0 +1,98 @@
+package host
+
+import (
+	"errors"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/book"
+	"github.com/kvport/kvport/internal/ticket"
+)
+
+// tell passes an event of the book on to the engine. The caller holds mu.
+func (h *Host) tell(b *book.Event) {
+	e := Event{
+		Request: b.Request, Step: b.Step, Blocks: b.Blocks, Failed: b.Failed, Held: b.Held, Err: b.Err,
+	}
+	switch b.Kind {
+	case book.Loaded:
+		e.Kind = Loaded
+		h.metrics.moved("load", b)
+	case book.Saved:
+		e.Kind = Saved
+		h.metrics.moved("save", b)
+	case book.Finished:
+		e.Kind = Finished
+		e.Ticket = h.seal(b)
+	case book.Released:
+		e.Kind = Released
+		h.metrics.released.WithLabelValues(b.Reason).Inc()
+	case book.Answered:
+		e.Kind = Answered
+	}
+	h.events.put(e)
+}
+
+// seal makes the ticket of a finished request that a consumer may fetch, if there is anything.
+func (h *Host) seal(b *book.Event) []byte {
+	if !b.Remote || b.Tokens <= 0 {
+		return nil
+	}
+	lease := b.Hold.TTL
+	if lease == 0 {
+		lease = h.cfg.Settings.Deadlines.HoldMax
+	}
+	signed, err := h.tickets.seal(&ticket.Envelope{
+		Hold: b.Hold.ID, Tokens: b.Tokens, Lease: lease, Consumers: max(b.Hold.Consumers, 1), Plugin: b.Hold.Ticket,
+	})
+	if err != nil {
+		h.log.Error("ticket cannot be signed, the consumer will compute", "request", b.Request, "error", err)
+		return nil
+	}
+	return signed
+}
+
+// ticketOffice signs and verifies tickets for one engine.
+type ticketOffice struct {
+	key   []byte
+	eng   Engine
+	epoch uint64
+	guard *ticket.Guard
+}
+
+func openTicketOffice(keyFile string, eng Engine, epoch uint64) (*ticketOffice, error) {
+	o := &ticketOffice{eng: eng, epoch: epoch, guard: ticket.NewGuard(eng.Model, eng.Shape)}
+	var err error
+	if keyFile != "" {
+		o.key, err = ticket.LoadKey(keyFile)
+	} else {
+		o.key, err = ticket.SharedKey()
+	}
+	return o, err
+}
+
+func (o *ticketOffice) seal(e *ticket.Envelope) ([]byte, error) {
+	e.Engine, e.Epoch, e.Model, e.Shape = o.eng.ID, o.epoch, o.eng.Model, o.eng.Shape
+	return ticket.Seal(o.key, e)
+}
+
+// verify opens the ticket that a request brought, or says why it is refused: in one word for
+// metrics, and at length.
+func (o *ticketOffice) verify(signed []byte, request connector.RequestID) (e *ticket.Envelope, reason string, err error) {
+	e, err = ticket.Open(o.key, signed)
+	if err == nil {
+		err = o.guard.Check(e, request)
+	}
+	switch {
+	case err == nil:
+		return e, "", nil
+	case errors.Is(err, ticket.ErrForged):
+		return nil, "forged", err
+	case errors.Is(err, ticket.ErrReplayed):
+		return nil, "replayed", err
+	case errors.Is(err, ticket.ErrStale):
+		return nil, "stale", err
+	case errors.Is(err, connector.ErrIncompatible):
+		return nil, "incompatible", err
+	}
+	return nil, "other", err
+}

@@ -1,0 +1,163 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/book"
+	"github.com/kvport/kvport/internal/digest"
+)
+
+// rank is one rank's paged cache as the host uses it: to make and check digests.
+type rank struct {
+	kv     *connector.KV
+	hasher *digest.Hasher
+	hands  chan struct{} // as many digests are computed at once as there are cores; shared by all ranks
+}
+
+// openRanks checks the layout and wraps the regions.
+func (h *Host) openRanks() error {
+	layout := &h.eng.Layout
+	if len(h.eng.Ranks) == 0 {
+		return fmt.Errorf("engine has no ranks: %w", connector.ErrIncompatible)
+	}
+	digests := make([]bool, len(layout.Groups))
+	for _, s := range layout.Segments {
+		if s.Layer == connector.DigestLayer && int(s.Group) < len(digests) {
+			digests[s.Group] = true
+		}
+	}
+	for g, has := range digests {
+		if !has {
+			return fmt.Errorf("layout: group %d has no digest segment, see WithDigests: %w", g, connector.ErrIncompatible)
+		}
+	}
+	secret, err := h.secret()
+	if err != nil {
+		return err
+	}
+	hands := make(chan struct{}, runtime.GOMAXPROCS(0))
+	for i, r := range h.eng.Ranks {
+		kv, err := connector.NewKV(*layout, [][]byte{r.Bytes()})
+		if err != nil {
+			return fmt.Errorf("rank %d: %w", i, err)
+		}
+		shard := connector.Shard{Rank: i, World: len(h.eng.Ranks)}
+		h.ranks = append(h.ranks, &rank{
+			kv: kv, hasher: digest.New(h.eng.Model, h.eng.Shape, shard, secret), hands: hands,
+		})
+	}
+	return nil
+}
+
+func (h *Host) secret() ([]byte, error) {
+	path := h.cfg.Settings.TenantSecretFile
+	if path == "" {
+		return nil, nil
+	}
+	secret, err := os.ReadFile(path)
+	if err == nil && len(secret) == 0 {
+		err = fmt.Errorf("%s is empty", path)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: kvport.tenant_secret_file: %w", ErrConfig, err)
+	}
+	return secret, nil
+}
+
+// startMove runs a load or save on one rank. The caller holds mu.
+func (h *Host) startMove(a *book.Move) {
+	g := h.gen
+	ctx, cancel := context.WithDeadline(context.Background(), a.Deadline)
+	g.cancels[a.ID] = cancel
+	g.work.Add(1)
+	go func() {
+		defer g.work.Done()
+		defer cancel()
+		out := h.move(ctx, g, a)
+		if out.Lost {
+			g.down(errors.New("worker side: the connection is gone"))
+		}
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		delete(g.cancels, a.ID)
+		h.do(h.book.Moved(time.Now(), a.ID, out))
+	}()
+}
+
+// move makes the digests of what is saved and checks those of what was loaded, while the bytes are
+// hot.
+func (h *Host) move(ctx context.Context, g *generation, a *book.Move) book.Outcome {
+	r, w, t := h.ranks[a.Rank], g.workers[a.Rank], a.Transfer
+	if a.Kind == book.Save {
+		if err := r.makeDigests(t.Blocks); err != nil {
+			return book.Outcome{Err: err}
+		}
+		err := w.Save(ctx, t, r.kv)
+		return book.Outcome{Err: err, Lost: errors.Is(err, errLost)}
+	}
+	err := w.Load(ctx, t, r.kv)
+	if errors.Is(err, errLost) {
+		return book.Outcome{Err: err, Lost: true}
+	}
+	out := book.Outcome{Err: err, Corrupt: r.checkDigests(t.Blocks, err)}
+	damaged := len(out.Corrupt)
+	if errors.Is(err, connector.ErrCorrupt) {
+		damaged += failedCount(t, err)
+	}
+	if damaged > 0 {
+		h.metrics.integrity.Add(float64(damaged))
+		h.log.Warn("damaged blocks, they are computed anew", "connector", h.info.Name, "request", t.Request, "blocks", damaged)
+	}
+	return out
+}
+
+func failedCount(t *connector.Transfer, err error) int {
+	var some *connector.BlockError
+	if errors.As(err, &some) && len(some.Blocks) > 0 {
+		return len(some.Blocks)
+	}
+	return len(t.Blocks)
+}
+
+func (r *rank) makeDigests(blocks []connector.Block) error {
+	r.hands <- struct{}{}
+	defer func() { <-r.hands }()
+	for _, b := range blocks {
+		if b.Key == (connector.BlockKey{}) {
+			continue // partial: nothing can be stored under a key
+		}
+		if err := r.hasher.Make(r.kv, b); err != nil {
+			return fmt.Errorf("digest of block %d: %w", b.ID, err)
+		}
+	}
+	return nil
+}
+
+// checkDigests gives the blocks that should have arrived and are not what was saved.
+func (r *rank) checkDigests(blocks []connector.Block, err error) []connector.BlockID {
+	missing := map[connector.BlockID]bool{}
+	if err != nil {
+		var some *connector.BlockError
+		if !errors.As(err, &some) || len(some.Blocks) == 0 {
+			return nil // nothing arrived
+		}
+		for _, id := range some.Blocks {
+			missing[id] = true
+		}
+	}
+	r.hands <- struct{}{}
+	defer func() { <-r.hands }()
+	var corrupt []connector.BlockID
+	for _, b := range blocks {
+		if !missing[b.ID] && r.hasher.Check(r.kv, b) != nil {
+			corrupt = append(corrupt, b.ID)
+		}
+	}
+	return corrupt
+}
