@@ -91,6 +91,7 @@ func kvportImports() map[string][]string {
 		"internal/fault":      {},
 		"internal/digest":     {"connector"},
 		"internal/ticket":     {"connector"},
+		"internal/book":       {"connector"},
 		"internal/wire":       {"connector", "proto/..."},
 
 		"pipe":           {"connector"},

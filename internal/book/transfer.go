@@ -263,33 +263,34 @@ func (b *Book) cancelLoads(now time.Time, r *request) {
 	}
 }
 
+// opReaped goes on with an op whose calls of a generation will never answer: with the next
+// generation, once, unless the op itself was at fault, or not at all.
 func (b *Book) opReaped(now time.Time, o *op, gen uint64) {
-	hit := false
-	for _, c := range o.calls {
-		hit = hit || c.gen == gen && (c.state == running || c.state == lost)
-	}
-	if !hit {
+	if !slices.ContainsFunc(o.calls, func(c *call) bool { return c.stuck(gen) }) {
 		return
 	}
-	again := !o.guilty && !o.retried && !o.canceled && !b.closed && b.state != broken && now.Before(o.deadline)
+	given := o.guilty || o.retried || o.canceled || b.closed || b.state == broken || !now.Before(o.deadline)
 	o.retried = true
 	for _, c := range o.calls {
-		if c.gen != gen || c.state != running && c.state != lost {
+		if !c.stuck(gen) {
 			continue
 		}
 		delete(b.calls, c.id)
-		if again {
-			c.state = ready
-			b.counters.Retries++
+		if given {
+			c.state = over
+			o.fail(c.part.Blocks, connector.ErrGone)
 			continue
 		}
-		c.state = over
-		o.fail(c.part.Blocks, connector.ErrGone)
+		c.state = ready
+		b.counters.Retries++
 	}
-	if again {
-		b.startReady(now, o)
-	}
+	b.startReady(now, o)
 	b.endIfOver(now, o)
+}
+
+// stuck says that the call waits for an answer of generation gen.
+func (c *call) stuck(gen uint64) bool {
+	return c.gen == gen && (c.state == running || c.state == lost)
 }
 
 func (b *Book) tickOp(now time.Time, o *op) {

@@ -3,11 +3,13 @@ package host
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -18,7 +20,21 @@ import (
 )
 
 // Manifest is what a plugin says of itself when it is run with --manifest.
-type Manifest = wire.Manifest
+type Manifest struct {
+	Name             string          `json:"name"`
+	Aliases          []string        `json:"aliases"`
+	Version          string          `json:"version"`
+	ProtocolVersions []int           `json:"protocol_versions"`
+	Capabilities     []string        `json:"capabilities"`
+	Environment      []string        `json:"environment"` // names of the variables it wants to see
+	Scope            string          `json:"scope,omitempty"`
+	ConfigSchema     json.RawMessage `json:"config_schema,omitempty"`
+}
+
+// Answers reports whether kv_connector may call the plugin by name.
+func (m *Manifest) Answers(name string) bool {
+	return m.Name == name || slices.Contains(m.Aliases, name)
+}
 
 // Binary is a plugin on disk.
 type Binary struct {
@@ -147,7 +163,8 @@ func readManifest(ctx context.Context, p *program) (*Manifest, error) {
 	if !m.Speaks(wire.ProtocolVersion) {
 		return nil, fmt.Errorf("%s speaks protocol versions %v, this host speaks %d: rebuild the older one", p.path, m.ProtocolVersions, wire.ProtocolVersion)
 	}
-	return m, nil
+	own := Manifest(*m)
+	return &own, nil
 }
 
 // onOwnThread runs f where the death signal of a child it starts is tied to a thread that lives as

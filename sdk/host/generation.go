@@ -251,10 +251,21 @@ func (g *generation) callNext(batch []job) ([]job, error) {
 	return rest, g.h.askAll(ctx, g.sched, asks)
 }
 
-// cancelCall ends the wait of a call. The caller holds h.mu.
+// cancelCall ends the wait of a call. The caller holds h.mu; g may be nil.
 func (g *generation) cancelCall(id book.CallID) {
+	if g == nil {
+		return
+	}
 	if cancel := g.cancels[id]; cancel != nil {
 		cancel()
+	}
+}
+
+// killFor ends the process if it is the one that the book means. The caller holds h.mu; g may be
+// nil.
+func (g *generation) killFor(k book.Kill) {
+	if g != nil && g.n == k.Gen {
+		g.fail(errors.New(k.Reason))
 	}
 }
 

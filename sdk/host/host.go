@@ -313,22 +313,12 @@ func (h *Host) do(actions []book.Action) {
 		case book.Finish:
 			h.startFinish(&a)
 		case book.CancelCall:
-			if h.gen != nil {
-				h.gen.cancelCall(a.ID)
-			}
+			h.gen.cancelCall(a.ID)
 		case book.Kill:
-			if h.gen != nil && h.gen.n == a.Gen {
-				h.gen.fail(fmt.Errorf("%s", a.Reason))
-			}
+			h.gen.killFor(a)
 		}
 	}
 	h.metrics.observe(h.book.Counters())
-	if len(h.quiet) > 0 && !h.book.Saving() {
-		for _, q := range h.quiet {
-			close(q)
-		}
-		h.quiet = nil
-	}
 	h.noteIdle()
 	select {
 	case h.nudge <- struct{}{}:
@@ -336,7 +326,14 @@ func (h *Host) do(actions []book.Action) {
 	}
 }
 
+// noteIdle tells those who wait for transfers to end.
 func (h *Host) noteIdle() {
+	if len(h.quiet) > 0 && !h.book.Saving() {
+		for _, q := range h.quiet {
+			close(q)
+		}
+		h.quiet = nil
+	}
 	select {
 	case <-h.closing:
 	default:

@@ -8,7 +8,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"sync"
 	"time"
 
@@ -41,7 +40,6 @@ type Process struct {
 	client *plugin.Client
 	run    *runner
 	dir    string // of its socket
-	conns  connections
 
 	mu     sync.Mutex
 	reason error // why we killed it
@@ -117,7 +115,7 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 		Logger:           log.hclog(),
 		SyncStdout:       log,
 		SyncStderr:       log,
-		GRPCDialOptions:  append(wire.DialOptions(), p.conns.capture()),
+		GRPCDialOptions:  wire.DialOptions(),
 		RunnerFunc: func(_ hclog.Logger, spec *exec.Cmd, _ string) (pluginrunner.Runner, error) {
 			cmd.Env = append(cmd.Env, spec.Env...)
 			return p.run, nil
@@ -159,6 +157,7 @@ func (p *Process) start(ctx context.Context, prog *program, opts *LaunchOptions)
 
 func (p *Process) connect(ctx context.Context, regions []*Region) error {
 	protocol, err := p.client.Client()
+	close(p.run.connected)
 	if err != nil {
 		return fmt.Errorf("handshake: %w", oneLine(err))
 	}
@@ -250,7 +249,6 @@ func (p *Process) cleanup() {
 	if p.client != nil {
 		p.client.Kill()
 	}
-	p.conns.close()
 	p.beats.Wait()
 	if p.run != nil && p.run.id() == 0 {
 		p.run.closeFiles()
@@ -278,43 +276,6 @@ func (p *Process) beat(h Heartbeat) {
 			p.kill(fmt.Errorf("no heartbeat within %s: %w", h.Limit, err))
 			return
 		}
-	}
-}
-
-// connections are those that go-plugin opened. It forgets the connection of a plugin that dies
-// between handshake and first call, so we close them all.
-type connections struct {
-	mu     sync.Mutex
-	list   []*grpc.ClientConn
-	closed bool
-}
-
-// capture notes the connection of every stream. go-plugin opens streams before it returns.
-func (c *connections) capture() grpc.DialOption {
-	return grpc.WithChainStreamInterceptor(func(
-		ctx context.Context, desc *grpc.StreamDesc, conn *grpc.ClientConn, method string, next grpc.Streamer, opts ...grpc.CallOption,
-	) (grpc.ClientStream, error) {
-		c.note(conn)
-		return next(ctx, desc, conn, method, opts...)
-	})
-}
-
-func (c *connections) note(conn *grpc.ClientConn) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.closed {
-		_ = conn.Close()
-	} else if !slices.Contains(c.list, conn) {
-		c.list = append(c.list, conn)
-	}
-}
-
-func (c *connections) close() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.closed = true
-	for _, conn := range c.list {
-		_ = conn.Close()
 	}
 }
 

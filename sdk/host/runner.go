@@ -27,6 +27,10 @@ type runner struct {
 	gone   bool // reaped: the pid may belong to somebody else
 	err    error
 	reaped chan struct{}
+
+	// connected is closed when go-plugin has made its connection or given up. Told of the death
+	// while it connects, it would forget the connection without closing it.
+	connected chan struct{}
 }
 
 // drainWait is how long a dead plugin's last output is read. A child of the plugin that got away
@@ -35,7 +39,7 @@ const drainWait = 200 * time.Millisecond
 
 // newRunner takes a command whose output is not set. It owns childEnds.
 func newRunner(cmd *exec.Cmd, inherit []*os.File) (*runner, error) {
-	r := &runner{cmd: cmd, childEnds: inherit, reaped: make(chan struct{})}
+	r := &runner{cmd: cmd, childEnds: inherit, reaped: make(chan struct{}), connected: make(chan struct{})}
 	outR, outW, err := os.Pipe()
 	if err != nil {
 		r.closeFiles()
@@ -131,6 +135,7 @@ func (r *runner) id() int {
 // Wait implements go-plugin's runner.AttachedRunner. It is called once, when the output is read.
 func (r *runner) Wait(context.Context) error {
 	<-r.reaped
+	<-r.connected
 	return errors.Join(r.status(), r.stdout.Close(), r.stderr.Close())
 }
 
