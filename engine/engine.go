@@ -234,12 +234,27 @@ func (e *Engine) Close(ctx context.Context) error {
 			e.do((*loop).abortAll)
 			<-e.done
 		}
-		if e.host != nil {
-			e.closed = e.host.Close(ctx)
-		}
-		e.closed = errors.Join(e.closed, e.region.Close())
+		e.closed = errors.Join(e.closeHost(ctx), e.region.Close())
 	})
 	return e.closed
+}
+
+// closeHost ends the connector. Events of what was still running have no meaning any more, but the
+// host waits for somebody to take them.
+func (e *Engine) closeHost(ctx context.Context) error {
+	if e.host == nil {
+		return nil
+	}
+	drained := make(chan struct{})
+	go func() {
+		defer close(drained)
+		for range e.host.Events() {
+			continue
+		}
+	}()
+	err := e.host.Close(ctx)
+	<-drained
+	return err
 }
 
 // blocks is a pool's account.

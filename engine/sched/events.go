@@ -183,7 +183,7 @@ func (s *Scheduler) emitLast(r *seq) {
 
 // hand pins blocks for something that the coming step gives to the host.
 func (s *Scheduler) hand(kind byte, r *seq, h *handover) {
-	h.seq = r
+	h.seq, h.blocks = r, slices.Clone(h.blocks) // the step is the host's from now on
 	for _, b := range h.blocks {
 		s.pool.Pin(b.ID)
 	}
