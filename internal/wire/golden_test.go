@@ -1,0 +1,131 @@
+package wire
+
+import (
+	"flag"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protodesc"
+	"google.golang.org/protobuf/types/descriptorpb"
+
+	"github.com/kvport/kvport/connector"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+const golden = "../../proto/kvport/v1/v1.binpb"
+
+var update = flag.Bool("update", false, "write the golden descriptor again; breaking changes are still refused")
+
+// Protocol 1 is frozen: fields, values and methods are only added. The golden descriptor is what it
+// was frozen at.
+func TestGoldenDescriptor(t *testing.T) {
+	data, err := os.ReadFile(golden)
+	require.NoError(t, err)
+	var set descriptorpb.FileDescriptorSet
+	require.NoError(t, proto.Unmarshal(data, &set))
+	require.Len(t, set.File, 1)
+	frozen, current := set.File[0], protodesc.ToFileDescriptorProto(kvportv1.File_kvport_v1_plugin_proto)
+
+	require.Empty(t, breaks(frozen, current), "protocol 1 would break")
+	if *update {
+		data, err := proto.MarshalOptions{Deterministic: true}.Marshal(&descriptorpb.FileDescriptorSet{File: []*descriptorpb.FileDescriptorProto{current}})
+		require.NoError(t, err)
+		require.NoError(t, os.WriteFile(golden, data, 0o644))
+		return
+	}
+	require.Empty(t, breaks(current, frozen), "what was added is not in the golden descriptor: go test ./internal/wire -run Golden -update")
+}
+
+// breaks lists what of before is missing or different in after.
+func breaks(before, after *descriptorpb.FileDescriptorProto) []string {
+	have := flatten(after)
+	var lost []string
+	for name, what := range flatten(before) {
+		if have[name] != what {
+			lost = append(lost, name+" was "+what+", is "+have[name])
+		}
+	}
+	return lost
+}
+
+// flatten gives every field, enum value and method by its full name and number.
+func flatten(f *descriptorpb.FileDescriptorProto) map[string]string {
+	out := map[string]string{}
+	for _, m := range f.MessageType {
+		out[m.GetName()] = "message"
+		for _, field := range m.Field {
+			out[m.GetName()+"."+field.GetName()] = strings.Join([]string{
+				field.GetLabel().String(), field.GetType().String(), field.GetTypeName(),
+				string(rune('0' + field.GetNumber())), field.GetJsonName(),
+			}, " ")
+		}
+	}
+	for _, e := range f.EnumType {
+		for _, v := range e.Value {
+			out[e.GetName()+"."+v.GetName()] = "value " + string(rune('0'+v.GetNumber()))
+		}
+	}
+	for _, s := range f.Service {
+		for _, m := range s.Method {
+			out[s.GetName()+"."+m.GetName()] = m.String()
+		}
+	}
+	return out
+}
+
+func TestBreaksAreSeen(t *testing.T) {
+	current := protodesc.ToFileDescriptorProto(kvportv1.File_kvport_v1_plugin_proto)
+	for name, change := range map[string]func(*descriptorpb.FileDescriptorProto){
+		"field removed": func(f *descriptorpb.FileDescriptorProto) { f.MessageType[0].Field = f.MessageType[0].Field[1:] },
+		"field renumbered": func(f *descriptorpb.FileDescriptorProto) {
+			f.MessageType[0].Field[0].Number = proto.Int32(30)
+		},
+		"type changed": func(f *descriptorpb.FileDescriptorProto) {
+			f.MessageType[0].Field[0].Type = descriptorpb.FieldDescriptorProto_TYPE_BYTES.Enum()
+		},
+		"value removed":  func(f *descriptorpb.FileDescriptorProto) { f.EnumType[0].Value = f.EnumType[0].Value[:1] },
+		"method removed": func(f *descriptorpb.FileDescriptorProto) { f.Service[0].Method = nil },
+	} {
+		changed := proto.Clone(current).(*descriptorpb.FileDescriptorProto)
+		change(changed)
+		require.NotEmpty(t, breaks(current, changed), name)
+	}
+	added := proto.Clone(current).(*descriptorpb.FileDescriptorProto)
+	added.MessageType[0].Field = append(added.MessageType[0].Field, &descriptorpb.FieldDescriptorProto{Name: proto.String("new"), Number: proto.Int32(40)})
+	require.Empty(t, breaks(current, added))
+}
+
+// Rule CAP-01: value n of the enum is bit n-1, under the same name.
+func TestEnumIsCapabilityBit(t *testing.T) {
+	var all connector.Capability
+	for number, name := range kvportv1.Capability_name {
+		if number == 0 {
+			continue
+		}
+		bit := connector.Capability(1) << (number - 1)
+		require.Equal(t, strings.ToLower(strings.TrimPrefix(name, "CAPABILITY_")), bit.String())
+		all |= bit
+	}
+	require.Equal(t, connector.CanPlan|connector.CanHold|connector.CanReset, all)
+	require.NotContains(t, all.String(), "bit")
+	require.Contains(t, (all + 1).String(), "bit", "a bit of package connector has no enum value")
+}
+
+// The other enums carry the contract's own numbers.
+func TestEnumsAreContractNumbers(t *testing.T) {
+	require.EqualValues(t, connector.RoleProducer, kvportv1.Role_ROLE_PRODUCER)
+	require.EqualValues(t, connector.RoleConsumer, kvportv1.Role_ROLE_CONSUMER)
+	require.EqualValues(t, connector.RoleBoth, kvportv1.Role_ROLE_BOTH)
+	require.EqualValues(t, connector.ScopeEngine, kvportv1.Scope_SCOPE_ENGINE)
+	require.EqualValues(t, connector.ScopeNode, kvportv1.Scope_SCOPE_NODE)
+	require.EqualValues(t, connector.ScopeShared, kvportv1.Scope_SCOPE_SHARED)
+	require.EqualValues(t, connector.PolicyAll, kvportv1.Policy_POLICY_ALL)
+	require.EqualValues(t, connector.PolicyTrailing, kvportv1.Policy_POLICY_TRAILING)
+	require.EqualValues(t, connector.ReasonStop, kvportv1.Reason_REASON_STOP)
+	require.EqualValues(t, connector.ReasonLength, kvportv1.Reason_REASON_LENGTH)
+	require.EqualValues(t, connector.ReasonAbort, kvportv1.Reason_REASON_ABORT)
+	require.EqualValues(t, connector.ReasonError, kvportv1.Reason_REASON_ERROR)
+}
