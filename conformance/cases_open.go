@@ -88,15 +88,13 @@ func sides(r *rig) {
 	r.equal(0, alone.match(keys...), "blocks offered by a scheduler side alone")
 	alone.closeAll()
 
-	if r.info.Capabilities&connector.CanPlan == 0 {
-		alone = r.closed(setup{})
-		alone.openWorker(0)
-		alone.save(blocks(0, keys...)...)
-		alone.wipe(0, blocks(4, keys...)...)
-		r.must(alone.load(blocks(4, keys...)...), "load by a worker side alone")
-		alone.holds(blocks(4, keys...)...)
-		alone.closeAll()
-	}
+	alone = r.closed(setup{})
+	alone.openWorker(0)
+	alone.save(blocks(0, keys...)...)
+	alone.wipe(0, blocks(4, keys...)...)
+	r.must(alone.load(blocks(4, keys...)...), "load by a worker side alone")
+	alone.holds(blocks(4, keys...)...)
+	alone.closeAll()
 	for _, workerFirst := range []bool{true, false} {
 		e := r.closed(setup{})
 		if workerFirst {

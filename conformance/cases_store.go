@@ -72,12 +72,12 @@ func twoEngines(r *rig) {
 		errs := make([]error, 3)
 		save := transfer(from)
 		load := transfer(to)
-		wg.Go(func() { errs[0] = a.workers[0].Save(r.Context(), &save, a.kv[0]) })
+		wg.Go(func() { errs[0] = a.moveRank(r.Context(), 0, &save, true) })
 		if b != nil {
-			wg.Go(func() { errs[1] = b.workers[0].Save(r.Context(), &save, b.kv[0]) })
+			wg.Go(func() { errs[1] = b.moveRank(r.Context(), 0, &save, true) })
 			wg.Go(func() { errs[2] = b.workers[0].Load(r.Context(), &load, b.kv[0]) })
 		} else {
-			wg.Go(func() { errs[1] = a.workers[0].Save(r.Context(), &save, a.kv[0]) })
+			wg.Go(func() { errs[1] = a.moveRank(r.Context(), 0, &save, true) })
 			wg.Go(func() { errs[2] = a.workers[0].Load(r.Context(), &load, a.kv[0]) })
 			b = a
 		}

@@ -205,7 +205,7 @@ func concurrent(r *rig) {
 		t.Replace = n == 1
 		wg.Go(func() {
 			for range rounds {
-				errs[loaders+n] = errors.Join(errs[loaders+n], e.workers[0].Save(r.Context(), &t, e.kv[0]))
+				errs[loaders+n] = errors.Join(errs[loaders+n], e.moveRank(r.Context(), 0, &t, true))
 			}
 		})
 	}
@@ -215,7 +215,7 @@ func concurrent(r *rig) {
 		wg.Go(func() {
 			for range rounds {
 				e.wipe(0, to...)
-				if errs[n] = e.workers[0].Load(r.Context(), &t, e.kv[0]); errs[n] != nil {
+				if errs[n] = e.moveRank(r.Context(), 0, &t, false); errs[n] != nil {
 					return
 				}
 				for _, b := range to {

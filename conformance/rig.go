@@ -351,11 +351,18 @@ func (e *engine) move(ctx context.Context, t connector.Transfer, save bool) erro
 	return nil
 }
 
+// moveRank runs one transfer on one rank, again while the connector is busy.
 func (e *engine) moveRank(ctx context.Context, rank int, t *connector.Transfer, save bool) error {
+	call := e.workers[rank].Load
 	if save {
-		return e.workers[rank].Save(ctx, t, e.kv[rank])
+		call = e.workers[rank].Save
 	}
-	return e.workers[rank].Load(ctx, t, e.kv[rank])
+	for end := time.Now().Add(soon); ; e.pause(askAgain) {
+		err := call(ctx, t, e.kv[rank])
+		if !errors.Is(err, connector.ErrBusy) || time.Now().After(end) {
+			return err
+		}
+	}
 }
 
 // query is a prompt of full blocks and three more tokens.

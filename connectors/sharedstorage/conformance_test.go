@@ -29,3 +29,7 @@ func config(t *testing.T) json.RawMessage {
 func TestInProcess(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(plugin(), config(t)))
 }
+
+func TestOverTheWire(t *testing.T) {
+	conformance.Run(t, conformance.Wire(plugin(), config(t)))
+}

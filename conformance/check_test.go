@@ -1,0 +1,181 @@
+package conformance
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"encoding/xml"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// run runs one case of the test's own.
+func run(t *testing.T, deadline time.Duration, body func(T, Harness)) Result {
+	t.Helper()
+	c := Case{ID: "case", Rule: "RULE-01", Text: "It works.", Run: body}
+	warmUp()
+	return checkCase(t.Context(), c, InProcess(connector.Plugin{}, nil), settings{deadline: deadline})
+}
+
+func TestOutcomes(t *testing.T) {
+	require.Equal(t, Pass, run(t, time.Minute, func(T, Harness) {}).Status)
+
+	r := run(t, time.Minute, func(c T, _ Harness) {
+		c.Errorf("first %d", 1)
+		c.Errorf("second")
+	})
+	require.Equal(t, Fail, r.Status)
+	require.Equal(t, []string{"first 1", "second"}, r.Log)
+
+	r = run(t, time.Minute, func(c T, _ Harness) {
+		c.Errorf("no use to go on")
+		c.FailNow()
+		c.Errorf("went on")
+	})
+	require.Equal(t, []string{"no use to go on"}, r.Log)
+
+	r = run(t, time.Minute, func(c T, _ Harness) { c.Skipf("does not apply") })
+	require.Equal(t, Skip, r.Status)
+
+	r = run(t, time.Minute, func(c T, _ Harness) {
+		c.Errorf("failed before")
+		c.Skipf("does not apply")
+	})
+	require.Equal(t, Fail, r.Status, "a failure stays one")
+
+	r = run(t, time.Minute, func(T, Harness) { panic("ouch") })
+	require.Equal(t, Fail, r.Status)
+	require.Contains(t, r.Log[0], "panic: ouch")
+}
+
+func TestHangFailsTheCaseOnly(t *testing.T) {
+	if testing.Short() {
+		t.Skip("waits for the grace time of a hung case")
+	}
+	end := make(chan struct{})
+	defer close(end)
+	r := run(t, 10*time.Millisecond, func(c T, _ Harness) {
+		<-end
+		c.Errorf("after the report")
+	})
+	require.Equal(t, Fail, r.Status)
+	require.Len(t, r.Log, 1)
+	require.Contains(t, r.Log[0], "still running")
+	require.Contains(t, r.Log[0], "TestHangFailsTheCaseOnly", "the report says where")
+}
+
+func TestDeadlineEndsTheCase(t *testing.T) {
+	r := run(t, 10*time.Millisecond, func(c T, _ Harness) {
+		<-c.Context().Done()
+		c.Errorf("%v", c.Context().Err())
+	})
+	require.Equal(t, []string{context.DeadlineExceeded.Error()}, r.Log)
+}
+
+func TestLeaksAreSeen(t *testing.T) {
+	before := takeSnapshot()
+	end := make(chan struct{})
+	go func() { <-end }()
+	f, err := os.Open(os.DevNull)
+	require.NoError(t, err)
+	leak := before.waitForLeaks(0)
+	require.Contains(t, leak, "1 goroutines more")
+	require.Contains(t, leak, "1 file descriptors more")
+	close(end)
+	require.NoError(t, f.Close())
+	require.Empty(t, before.waitForLeaks(grace))
+}
+
+func TestHarnessFolder(t *testing.T) {
+	newHarness := InProcess(connector.Plugin{}, json.RawMessage(`{"a": "@TMP@/x", "b": "@TMP@"}`))
+	first, err := newHarness()
+	require.NoError(t, err)
+	second, err := newHarness()
+	require.NoError(t, err)
+	var config struct{ A, B string }
+	require.NoError(t, json.Unmarshal(first.Config(), &config))
+	require.DirExists(t, config.B)
+	require.Equal(t, config.B+"/x", config.A)
+	require.NotEqual(t, string(first.Config()), string(second.Config()))
+	require.NoError(t, first.Close())
+	require.NoError(t, second.Close())
+	require.NoDirExists(t, config.B)
+
+	plain, err := InProcess(connector.Plugin{}, nil)()
+	require.NoError(t, err)
+	require.JSONEq(t, "{}", string(plain.Config()))
+	require.NoError(t, plain.Close())
+}
+
+func TestHarnessThatCannotStart(t *testing.T) {
+	rs := Check(t.Context(), func() (Harness, error) { return nil, errors.New("no room") }, Options{Only: []string{"probe", "computed"}})
+	require.Len(t, rs, 2)
+	for _, r := range rs {
+		require.Equal(t, Fail, r.Status)
+		require.Equal(t, []string{"start: no room"}, r.Log)
+	}
+	require.ErrorContains(t, Failed(rs), "no room")
+}
+
+// A connector that offers nothing passes nothing: skipped is failed where a profile requires it.
+func TestSkippedIsFailedInAProfile(t *testing.T) {
+	plugin := connector.Plugin{Describe: func(context.Context, json.RawMessage) (connector.Info, error) {
+		return connector.Info{Name: "nothing", Scope: connector.ScopeEngine}, nil
+	}}
+	only := Options{Only: []string{"hold-order"}}
+	require.Equal(t, Skip, Check(t.Context(), InProcess(plugin, nil), only)[0].Status)
+	only.Profiles = []Profile{Power}
+	r := Check(t.Context(), InProcess(plugin, nil), only)[0]
+	require.Equal(t, Fail, r.Status)
+	require.Contains(t, r.Log[1], "profile power requires this case")
+}
+
+func sample() []Result {
+	return []Result{
+		{ID: "a", Rule: "WORK-01", Text: "One.", Status: Pass, Took: 1500 * time.Millisecond},
+		{ID: "b", Rule: "WORK-02", Text: "Two.", Status: Fail, Log: []string{"line <1>", "line 2\nline 3"}},
+		{ID: "c", Rule: "HOLD-01", Text: "Three.", Status: Skip, Log: []string{"not offered"}},
+	}
+}
+
+func TestWriteText(t *testing.T) {
+	var b bytes.Buffer
+	require.NoError(t, WriteText(&b, sample()))
+	require.Equal(t, `pass  WORK-01     a                     One.
+fail  WORK-02     b                     Two.
+      line <1>
+      line 2
+      line 3
+skip  HOLD-01     c                     Three.
+      not offered
+1 passed, 1 failed, 1 skipped
+`, b.String())
+}
+
+func TestWriteJSON(t *testing.T) {
+	var b bytes.Buffer
+	require.NoError(t, WriteJSON(&b, sample()))
+	lines := strings.Split(strings.TrimSpace(b.String()), "\n")
+	require.Len(t, lines, 3)
+	require.JSONEq(t, `{"id": "a", "rule": "WORK-01", "status": "pass", "log": []}`, lines[0])
+	require.JSONEq(t, `{"id": "b", "rule": "WORK-02", "status": "fail", "log": ["line <1>", "line 2\nline 3"]}`, lines[1])
+}
+
+func TestWriteJUnit(t *testing.T) {
+	var b bytes.Buffer
+	require.NoError(t, WriteJUnit(&b, "kvport-x", sample()))
+	var back junitSuite
+	require.NoError(t, xml.Unmarshal(b.Bytes(), &back))
+	require.Equal(t, "kvport-x", back.Name)
+	require.Equal(t, []int{3, 1, 1}, []int{back.Tests, back.Failures, back.Skipped})
+	require.Equal(t, "1.500", back.Time)
+	require.Equal(t, "line <1>\nline 2\nline 3", back.Cases[1].Failure.Text)
+	require.Equal(t, "not offered", back.Cases[2].Skipped.Text)
+}

@@ -1,0 +1,165 @@
+package mutants
+
+import (
+	"context"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Mutant is a wrong connector.
+type Mutant struct {
+	Name string // what is wrong with it
+	Case string // the case of package conformance that must find out
+	// Plugin makes the connector.
+	Plugin func() connector.Plugin
+}
+
+// All lists every mutant, at least one for each case.
+func All() []Mutant {
+	var out []Mutant
+	for _, list := range [][]fault{openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults()} {
+		for _, f := range list {
+			out = append(out, Mutant{Name: f.name, Case: f.caseID, Plugin: func() connector.Plugin {
+				b := newBackend()
+				var w wrappers
+				f.plant(b, &w)
+				return b.plugin(w)
+			}})
+		}
+	}
+	return out
+}
+
+// fault is one way to be wrong, planted in the reference.
+type fault struct {
+	name, caseID string
+	plant        func(*backend, *wrappers)
+}
+
+// badScheduler is a scheduler side with some calls replaced.
+type badScheduler struct {
+	*scheduler
+	match    func(context.Context, []connector.Query) ([]connector.Match, error)
+	plan     func(context.Context, *connector.Step) (*connector.Plan, error)
+	finish   func(context.Context, []connector.Ended) ([]connector.Hold, error)
+	consumed func(context.Context) ([]connector.HoldID, error)
+	reset    func(context.Context) (bool, error)
+}
+
+// Match implements connector.Scheduler.
+func (s *badScheduler) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+	if s.match != nil {
+		return s.match(ctx, qs)
+	}
+	return s.scheduler.Match(ctx, qs)
+}
+
+// Plan implements connector.Planner.
+func (s *badScheduler) Plan(ctx context.Context, step *connector.Step) (*connector.Plan, error) {
+	if s.plan != nil {
+		return s.plan(ctx, step)
+	}
+	return s.scheduler.Plan(ctx, step)
+}
+
+// Finish implements connector.Holder.
+func (s *badScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+	if s.finish != nil {
+		return s.finish(ctx, ended)
+	}
+	return s.scheduler.Finish(ctx, ended)
+}
+
+// Consumed implements connector.Holder.
+func (s *badScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	if s.consumed != nil {
+		return s.consumed(ctx)
+	}
+	return s.scheduler.Consumed(ctx)
+}
+
+// Reset implements connector.Resetter.
+func (s *badScheduler) Reset(ctx context.Context) (bool, error) {
+	if s.reset != nil {
+		return s.reset(ctx)
+	}
+	return s.scheduler.Reset(ctx)
+}
+
+// badWorker is a worker side with some calls replaced.
+type badWorker struct {
+	*worker
+	load, save func(context.Context, *connector.Transfer, *connector.KV) error
+	close      func() error
+}
+
+// Load implements connector.Worker.
+func (w *badWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	if w.load != nil {
+		return w.load(ctx, t, kv)
+	}
+	return w.worker.Load(ctx, t, kv)
+}
+
+// Save implements connector.Worker.
+func (w *badWorker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	if w.save != nil {
+		return w.save(ctx, t, kv)
+	}
+	return w.worker.Save(ctx, t, kv)
+}
+
+// Close implements connector.Worker.
+func (w *badWorker) Close() error {
+	if w.close != nil {
+		return w.close()
+	}
+	return w.worker.Close()
+}
+
+// onMatch plants a Match.
+func onMatch(f func(s *scheduler, qs []connector.Query) []connector.Match) func(*backend, *wrappers) {
+	return func(_ *backend, w *wrappers) {
+		w.scheduler = func(s *scheduler) connector.Scheduler {
+			return &badScheduler{scheduler: s, match: func(_ context.Context, qs []connector.Query) ([]connector.Match, error) {
+				return f(s, qs), nil
+			}}
+		}
+	}
+}
+
+// call is one Load or Save.
+type call struct {
+	*worker
+	ctx context.Context
+	t   *connector.Transfer
+	kv  *connector.KV
+}
+
+// onLoad plants a Load.
+func onLoad(f func(call) error) func(*backend, *wrappers) {
+	return func(_ *backend, w *wrappers) {
+		w.worker = func(k *worker) connector.Worker {
+			return &badWorker{worker: k, load: func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+				return f(call{k, ctx, t, kv})
+			}}
+		}
+	}
+}
+
+// onSave plants a Save.
+func onSave(f func(call) error) func(*backend, *wrappers) {
+	return func(_ *backend, w *wrappers) {
+		w.worker = func(k *worker) connector.Worker {
+			return &badWorker{worker: k, save: func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+				return f(call{k, ctx, t, kv})
+			}}
+		}
+	}
+}
+
+// rightLoad loads as the reference does.
+func (c call) rightLoad() error { return c.worker.Load(c.ctx, c.t, c.kv) }
+
+// rightSave saves as the reference does.
+func (c call) rightSave() error { return c.worker.Save(c.ctx, c.t, c.kv) }

@@ -1,0 +1,137 @@
+package conformance
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk"
+	"github.com/kvport/kvport/sdk/host"
+)
+
+// regions makes the caches of an engine's ranks in memory that a connector can map.
+func regions(ranks int, size int64) (made []*host.Region, views [][]byte, err error) {
+	for range ranks {
+		r, err := host.NewRegion(size)
+		if err != nil {
+			return nil, nil, errors.Join(err, closeRegions(made))
+		}
+		made, views = append(made, r), append(views, r.Bytes())
+	}
+	return made, views, nil
+}
+
+func closeRegions(rs []*host.Region) error {
+	var errs []error
+	for _, r := range rs {
+		errs = append(errs, r.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Wire runs the connector in this process, but behind the protocol: everything but the process
+// boundary is as in production. For @TMP@ see InProcess.
+func Wire(p connector.Plugin, config json.RawMessage) Maker {
+	return func() (Harness, error) {
+		b, err := newBase(config)
+		return &loopback{b, p}, err
+	}
+}
+
+type loopback struct {
+	base
+	plugin connector.Plugin
+}
+
+// Start implements Harness.
+func (h *loopback) Start(_ context.Context, ranks int, size int64) (*Instance, error) {
+	made, views, err := regions(ranks, size)
+	if err != nil {
+		return nil, err
+	}
+	conn, stop, err := sdk.Loopback(h.plugin, nil)
+	if err != nil {
+		return nil, errors.Join(err, closeRegions(made))
+	}
+	remote := host.Connect(conn, made)
+	return &Instance{
+		Describe: remote.Describe, Scheduler: remote.OpenScheduler, Worker: remote.OpenWorker, Memory: views,
+		Close: func() error {
+			err := stop()
+			if n := remote.Violations(); n > 0 {
+				err = errors.Join(err, fmt.Errorf("%d answers broke the protocol", n))
+			}
+			return errors.Join(err, closeRegions(made))
+		},
+	}, nil
+}
+
+// exitWait is how long a plugin process may take to end when it is asked to.
+const exitWait = 5 * time.Second
+
+// Binary runs the plugin binary at path as a process of its own for each engine, as production
+// does. For @TMP@ see InProcess.
+func Binary(path string, config json.RawMessage) Maker {
+	return func() (Harness, error) {
+		b, err := newBase(config)
+		return &process{base: b, path: path}, err
+	}
+}
+
+type process struct {
+	base
+	path string
+
+	mu      sync.Mutex
+	running []*host.Process
+}
+
+// Start implements Harness.
+func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, error) {
+	manifest, err := host.ReadManifest(ctx, h.path)
+	if err != nil {
+		return nil, err
+	}
+	made, views, err := regions(ranks, size)
+	if err != nil {
+		return nil, err
+	}
+	p, err := host.Launch(ctx, h.path, host.LaunchOptions{
+		Regions: made, Environment: manifest.Environment, Log: slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		return nil, errors.Join(err, closeRegions(made))
+	}
+	h.mu.Lock()
+	h.running = append(h.running, p)
+	h.mu.Unlock()
+	return &Instance{
+		Describe: p.Describe, Scheduler: p.OpenScheduler, Worker: p.OpenWorker, Memory: views, PID: p.PID(),
+		Close: func() error {
+			ctx, cancel := context.WithTimeout(context.Background(), exitWait)
+			defer cancel()
+			err := p.Close(ctx)
+			if n := p.Violations(); n > 0 {
+				err = errors.Join(err, fmt.Errorf("%d answers broke the protocol", n))
+			}
+			return errors.Join(err, closeRegions(made))
+		},
+	}, nil
+}
+
+// Close implements Harness. It also ends the processes that a case which hangs has left running.
+func (h *process) Close() error {
+	h.mu.Lock()
+	running := h.running
+	h.mu.Unlock()
+	for _, p := range running {
+		p.Kill()
+		<-p.Done()
+	}
+	return h.base.Close()
+}

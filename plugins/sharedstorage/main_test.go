@@ -1,0 +1,57 @@
+package main
+
+import (
+	"encoding/json"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/connectors/sharedstorage"
+)
+
+func binary(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "kvport-sharedstorage")
+	output, err := exec.Command("go", "build", "-buildvcs=false", "-ldflags", "-X main.version=1.2.3", "-o", path, ".").CombinedOutput()
+	require.NoError(t, err, "%s", output)
+	return path
+}
+
+func TestBinary(t *testing.T) {
+	config, err := os.ReadFile("conform.json")
+	require.NoError(t, err)
+	conformance.Run(t, conformance.Binary(binary(t), config))
+}
+
+func TestManifest(t *testing.T) {
+	out, err := exec.Command(binary(t), "--manifest").Output()
+	require.NoError(t, err)
+	var manifest struct {
+		Name    string   `json:"name"`
+		Aliases []string `json:"aliases"`
+		Version string   `json:"version"`
+		Schema  struct {
+			Required   []string `json:"required"`
+			Properties map[string]struct {
+				Type        string `json:"type"`
+				Description string `json:"description"`
+			} `json:"properties"`
+		} `json:"config_schema"`
+	}
+	require.NoError(t, json.Unmarshal(out, &manifest))
+	require.Equal(t, sharedstorage.Name, manifest.Name)
+	require.Equal(t, []string{sharedstorage.Alias}, manifest.Aliases)
+	require.Equal(t, "1.2.3", manifest.Version)
+	require.Equal(t, []string{"shared_storage_path"}, manifest.Schema.Required)
+	for name, typ := range map[string]string{
+		"shared_storage_path": "string", "max_bytes": "integer", "read_only": "boolean", "fsync": "boolean", "workers": "integer",
+	} {
+		require.Equal(t, typ, manifest.Schema.Properties[name].Type, name)
+		require.NotEmpty(t, manifest.Schema.Properties[name].Description, name)
+	}
+	require.Len(t, manifest.Schema.Properties, 5)
+}
