@@ -165,8 +165,23 @@ func TestRow(t *testing.T) {
 	}
 }
 
+// refused is a file and what its error must say.
+type refused struct {
+	data []byte
+	want string
+}
+
+func requireRefused(t *testing.T, cases map[string]refused) {
+	t.Helper()
+	for name, c := range cases {
+		_, err := Parse(c.data)
+		require.ErrorIs(t, err, ErrFormat, name)
+		require.ErrorContains(t, err, c.want, name)
+	}
+}
+
 // TestRefused: hostile and unsupported files give errors, not panics or allocations.
-func TestRefused(t *testing.T) {
+func TestRefusedMetadata(t *testing.T) {
 	le := binary.LittleEndian
 	head := func(version uint32, tensors, entries uint64) []byte {
 		b := le.AppendUint32([]byte("GGUF"), version)
@@ -177,30 +192,15 @@ func TestRefused(t *testing.T) {
 		b := append(le.AppendUint64(head(3, 0, 1), 1), 'k')
 		return append(append(le.AppendUint32(b, uint32(k)), rest...), room...)
 	}
-	tensor := func(kind Type, dims []int, bytes int) []byte {
-		w := &Writer{}
-		w.Tensor("blk.0.w", kind, dims, make([]byte, bytes))
-		return w.Bytes()
-	}
 	twice := &Writer{}
 	twice.String("k", "a")
 	twice.String("k", "b")
-	twins := &Writer{}
-	twins.Tensor("t", F32, []int{1}, make([]byte, 4))
-	twins.Tensor("t", F32, []int{1}, make([]byte, 4))
 	odd := &Writer{}
 	odd.Uint32("general.alignment", 24)
 	kind := &Writer{}
 	kind.String("general.alignment", "32")
-	coarse := &Writer{}
-	coarse.Uint32("general.alignment", 4096)
-	coarse.Tensor("a", F32, []int{1}, make([]byte, 4))
-	coarse.Tensor("b", F32, []int{1}, make([]byte, 8192))
 	huge := le.AppendUint64(nil, 1<<62)
-	for name, c := range map[string]struct {
-		data []byte
-		want string
-	}{
+	requireRefused(t, map[string]refused{
 		"empty":                {nil, "no GGUF magic"},
 		"magic":                {append([]byte("GGML"), room...), "magic"},
 		"version":              {append(head(2, 0, 0), room...), "version 2"},
@@ -216,29 +216,43 @@ func TestRefused(t *testing.T) {
 		"array beyond":         {entry(kindArray, append(le.AppendUint32(nil, uint32(kindU32)), le.AppendUint64(nil, 1000)...)...), "bytes wanted"},
 		"strings beyond":       {entry(kindArray, append(le.AppendUint32(nil, uint32(kindString)), huge...)...), "bytes wanted"},
 		"key twice":            {twice.Bytes(), `"k" twice`},
-		"tensor twice":         {twins.Bytes(), `"t" twice`},
-		"unsupported":          {tensor(12, []int{256}, 144), `"blk.0.w" has type Q4_K`},
-		"unknown tensor type":  {tensor(77, []int{256}, 144), "number 77"},
-		"no dimensions":        {tensor(F32, nil, 4), "0 dimensions"},
-		"five dimensions":      {tensor(F32, []int{1, 1, 1, 1, 1}, 4), "5 dimensions"},
-		"zero dimension":       {tensor(F32, []int{4, 0}, 4), "impossible"},
-		"overflow":             {tensor(F32, []int{1 << 40, 1 << 40}, 4), "impossible"},
-		"broken block":         {tensor(Q4_1, []int{48}, 40), "multiple of 32"},
-		"tensor beyond":        {tensor(F32, []int{1000}, 4), "beyond the file"},
 		"alignment":            {odd.Bytes(), "general.alignment is 24"},
 		"alignment type":       {kind.Bytes(), "general.alignment"},
-		"misaligned":           {append(coarse.Bytes(), make([]byte, 8192)...), "not aligned to 4096"},
 		"cut in the metadata":  {sample().Bytes()[:60], "more than"},
 		"cut in a description": {sample().Bytes()[:260], ""},
-	} {
-		_, err := Parse(c.data)
-		require.ErrorIs(t, err, ErrFormat, name)
-		require.ErrorContains(t, err, c.want, name)
-	}
+	})
 	_, err := Open(filepath.Join(t.TempDir(), "absent"))
 	require.ErrorIs(t, err, os.ErrNotExist)
 	_, err = Open(t.TempDir())
 	require.ErrorIs(t, err, ErrFormat)
+}
+
+// TestRefusedTensors: unsupported ones are named.
+func TestRefusedTensors(t *testing.T) {
+	tensor := func(kind Type, dims []int, bytes int) []byte {
+		w := &Writer{}
+		w.Tensor("blk.0.w", kind, dims, make([]byte, bytes))
+		return w.Bytes()
+	}
+	twins := &Writer{}
+	twins.Tensor("t", F32, []int{1}, make([]byte, 4))
+	twins.Tensor("t", F32, []int{1}, make([]byte, 4))
+	coarse := &Writer{}
+	coarse.Uint32("general.alignment", 4096)
+	coarse.Tensor("a", F32, []int{1}, make([]byte, 4))
+	coarse.Tensor("b", F32, []int{1}, make([]byte, 8192))
+	requireRefused(t, map[string]refused{
+		"tensor twice":        {twins.Bytes(), `"t" twice`},
+		"unsupported":         {tensor(12, []int{256}, 144), `"blk.0.w" has type Q4_K`},
+		"unknown tensor type": {tensor(77, []int{256}, 144), "number 77"},
+		"no dimensions":       {tensor(F32, nil, 4), "0 dimensions"},
+		"five dimensions":     {tensor(F32, []int{1, 1, 1, 1, 1}, 4), "5 dimensions"},
+		"zero dimension":      {tensor(F32, []int{4, 0}, 4), "impossible"},
+		"overflow":            {tensor(F32, []int{1 << 40, 1 << 40}, 4), "impossible"},
+		"broken block":        {tensor(Q4_1, []int{48}, 40), "multiple of 32"},
+		"tensor beyond":       {tensor(F32, []int{1000}, 4), "beyond the file"},
+		"misaligned":          {append(coarse.Bytes(), make([]byte, 8192)...), "not aligned to 4096"},
+	})
 }
 
 // FuzzParse: any input gives a file whose values and tensors can all be read, or an error.

@@ -171,7 +171,8 @@ func (m *llama) attend(s *step) {
 			r := s.rows[t]
 			q := row(s.qkv, t, m.heads*m.headDim+2*m.kvDim())
 			out := row(s.y, t, m.heads*m.headDim)
-			m.compute.Attend(thread, row(out, head, group), row(q, head, group), &s.caches[r.chunk], head, r.position)
+			m.compute.Attend(thread, row(out, head, group), row(q, head, group), &s.caches[r.chunk],
+				kernel.Query{Head: head, Position: r.position})
 		}
 	})
 }

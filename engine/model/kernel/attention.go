@@ -25,41 +25,52 @@ func (c *Cache) Put(position int, key, value []float32) {
 // masked is a score whose exp is 0.
 const masked = -1e30
 
-// Attend computes, for the queries of one position that share KV head head, the softmax-weighted sum of
-// the values at positions 0..position. q and out hold those heads side by side. It is not parallel: call
-// it from Run.
-func (c *Compute) Attend(thread int, out, q []float32, cache *Cache, head, position int) {
-	n, dim := position+1, cache.HeadDim
+// Query says whose attention is computed: the queries of Position that share the KV head Head.
+type Query struct{ Head, Position int }
+
+// Attend computes the softmax-weighted sum of the values at positions 0 to at.Position. q and out hold
+// the query heads side by side. It is not parallel: call it from Run.
+func (c *Compute) Attend(thread int, out, q []float32, cache *Cache, at Query) {
 	s := &c.scratch[thread]
-	padded := (n + Lanes - 1) / Lanes * Lanes
-	s.scores = slices.Grow(s.scores[:0], padded)[:padded]
-	for ; len(q) > 0; q, out = q[dim:], out[dim:] {
-		c.attendHead(s, out[:dim], q[:dim], cache, head, n)
+	size, dim, stride, n := cache.BlockTokens, cache.HeadDim, cache.KVHeads*cache.HeadDim, at.Position+1
+	heads, row := len(q)/dim, (n+Lanes-1)/Lanes*Lanes
+	s.scores = slices.Grow(s.scores[:0], heads*row)[:heads*row]
+	s.totals = slices.Grow(s.totals[:0], heads)[:heads]
+
+	clear(out)
+	for h := range heads {
+		s.totals[h] = c.softmax(s, s.scores[h*row:(h+1)*row], q[h*dim:(h+1)*dim], cache, at)
+	}
+	for from := 0; from < n; from += size {
+		values := cache.Blocks[from/size][size*stride+at.Head*dim:]
+		c.isa.weigh(out, dim, weights{s.scores[from:], row, min(size, n-from)}, values, stride)
+	}
+	for h := range heads {
+		inverse := 1 / s.totals[h]
+		for i := range out[h*dim : (h+1)*dim] {
+			out[h*dim+i] *= inverse
+		}
 	}
 }
 
-func (c *Compute) attendHead(s *scratch, out, q []float32, cache *Cache, head, n int) {
-	size, dim, stride := cache.BlockTokens, cache.HeadDim, cache.KVHeads*cache.HeadDim
+// softmax writes one head's numerators for every position, 0 beyond the last, and returns their sum.
+func (c *Compute) softmax(s *scratch, scores, q []float32, cache *Cache, at Query) float32 {
+	size, dim, stride, n := cache.BlockTokens, cache.HeadDim, cache.KVHeads*cache.HeadDim, at.Position+1
 	scale := float32(1 / math.Sqrt(float64(dim)))
 	for from := 0; from < n; from += size {
-		keys := cache.Blocks[from/size][head*dim:]
-		c.isa.dots(s.scores[from:min(from+size, n)], q, keys, stride, scale)
+		keys := cache.Blocks[from/size][at.Head*dim:]
+		end := min(from+size, n)
+		if size%Lanes == 0 {
+			end = min(from+size, len(scores)) // slots beyond the position are masked below
+		}
+		c.isa.dots(scores[from:end], q, keys, stride, scale)
 	}
-	top := slices.Max(s.scores[:n])
-	for i := n; i < len(s.scores); i++ {
-		s.scores[i] = masked
+	for i := n; i < len(scores); i++ {
+		scores[i] = masked
 	}
+	c.isa.top(scores, &s.lanes)
+	top := slices.Max(s.lanes[:])
 	s.lanes = [Lanes]float32{}
-	c.isa.expSum(s.scores, top, &s.lanes)
-	total := tree(&s.lanes)
-
-	clear(out)
-	for from := 0; from < n; from += size {
-		values := cache.Blocks[from/size][size*stride+head*dim:]
-		c.isa.weigh(out, s.scores[from:min(from+size, n)], values, stride)
-	}
-	inverse := 1 / total
-	for i := range out {
-		out[i] *= inverse
-	}
+	c.isa.expSum(scores, top, &s.lanes)
+	return tree(&s.lanes)
 }

@@ -25,22 +25,9 @@ func native() *isa {
 				matMulTiles(y, ldy, x, t, panels{at(w.float), w.K, 4, float, rowFloat})
 			}
 		},
-		dots: func(scores, q, keys []float32, stride int, scale float32) {
-			_ = keys[(len(scores)-1)*stride+len(q)-1]
-			if len(q) == 64 {
-				dots64(at(q), at(keys), len(scores), uintptr(stride)*4, at(scores), scale)
-			} else {
-				dots128(at(q), at(keys), len(scores), uintptr(stride)*4, at(scores), scale)
-			}
-		},
-		weigh: func(acc, p, values []float32, stride int) {
-			_ = values[(len(p)-1)*stride+len(acc)-1]
-			if len(acc) == 64 {
-				weigh64(at(p), at(values), len(p), uintptr(stride)*4, at(acc))
-			} else {
-				weigh128(at(p), at(values), len(p), uintptr(stride)*4, at(acc))
-			}
-		},
+		dots:  dotsAVX512,
+		weigh: weighAVX512,
+		top:   func(s []float32, lanes *[Lanes]float32) { top(at(s), len(s)/Lanes, pointer(lanes)) },
 		expSum: func(s []float32, top float32, sum *[Lanes]float32) {
 			expSum(at(s), len(s)/Lanes, top, pointer(sum))
 		},
@@ -67,10 +54,52 @@ func native() *isa {
 // at is the address of a slice that is not empty.
 func at[T any](s []T) pointer { return pointer(&s[0]) }
 
+func dotsAVX512(scores, q, keys []float32, stride int, scale float32) {
+	_ = keys[(len(scores)-1)*stride+len(q)-1]
+	many, one := dots64, dot64
+	if len(q) == 128 {
+		many, one = dots128, dot128
+	}
+	whole := len(scores) / Lanes * Lanes
+	if whole > 0 {
+		many(at(q), at(keys), whole/Lanes, uintptr(stride)*4, at(scores), scale)
+	}
+	if rest := scores[whole:]; len(rest) > 0 {
+		one(at(q), at(keys[whole*stride:]), len(rest), uintptr(stride)*4, at(rest), scale)
+	}
+}
+
+func weighAVX512(acc []float32, dim int, p weights, values []float32, stride int) {
+	heads := len(acc) / dim
+	_, _ = values[(p.n-1)*stride+dim-1], p.scores[(heads-1)*p.row+p.n-1]
+	row, step := uintptr(p.row)*4, uintptr(stride)*4
+	most := maxHeads * 64 / dim
+	for first := 0; first < heads; first += most {
+		s, v, a := at(p.scores[first*p.row:]), at(values), at(acc[first*dim:])
+		switch n := min(most, heads-first); {
+		case dim == 64 && n == 1:
+			weigh64x1(s, row, v, p.n, step, a)
+		case dim == 64 && n == 2:
+			weigh64x2(s, row, v, p.n, step, a)
+		case dim == 64 && n == 3:
+			weigh64x3(s, row, v, p.n, step, a)
+		case dim == 64:
+			weigh64x4(s, row, v, p.n, step, a)
+		case n == 1:
+			weigh128x1(s, row, v, p.n, step, a)
+		default:
+			weigh128x2(s, row, v, p.n, step, a)
+		}
+	}
+}
+
+// maxHeads is how many heads of 64 the generated kernels weigh at a time.
+const maxHeads = 4
+
 // maxRows is the height of the tallest generated tile.
 const maxRows = 12
 
-type tileFunc func(k int, x pointer, ldx uintptr, panel pointer, y pointer, ldy uintptr)
+type tileFunc func(k int, x, panel, y pointer, ldy uintptr)
 
 // panels are packed weights with the kernels for their type; tiles[r-1] computes r rows.
 type panels struct {
@@ -83,7 +112,7 @@ type panels struct {
 
 func matMulTiles(y []float32, ldy int, x []float32, t tile, p panels) {
 	_, _ = x[t.end*p.k-1], y[(t.end-1)*ldy+t.to*panelWidth-1]
-	ldx, ldyBytes := uintptr(p.k)*4, uintptr(ldy)*4
+	ldyBytes := uintptr(ldy) * 4
 	stride := uintptr(p.k) * panelWidth * p.size
 	i := t.from
 	if t.end-t.row == 1 {
@@ -94,7 +123,7 @@ func matMulTiles(y []float32, ldy int, x []float32, t tile, p panels) {
 	for ; i < t.to; i++ {
 		panel := unsafe.Add(p.weights, uintptr(i)*stride)
 		for r := t.row; r < t.end; r += maxRows {
-			p.tiles[min(maxRows, t.end-r)-1](p.k, at(x[r*p.k:]), ldx, panel, at(y[r*ldy+i*panelWidth:]), ldyBytes)
+			p.tiles[min(maxRows, t.end-r)-1](p.k, at(x[r*p.k:]), panel, at(y[r*ldy+i*panelWidth:]), ldyBytes)
 		}
 	}
 }

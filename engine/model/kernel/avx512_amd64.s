@@ -2,14 +2,14 @@
 
 #include "textflag.h"
 
-// func tile1Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile1Float(SB), NOSPLIT, $0-48
+// func tile1Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile1Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 loop:
@@ -27,14 +27,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile2Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile2Float(SB), NOSPLIT, $0-48
+// func tile2Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile2Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
@@ -60,14 +60,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile3Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile3Float(SB), NOSPLIT, $0-48
+// func tile3Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile3Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
@@ -101,14 +101,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile4Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile4Float(SB), NOSPLIT, $0-48
+// func tile4Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile4Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	VPXORD Z0, Z0, Z0
@@ -153,14 +153,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile5Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile5Float(SB), NOSPLIT, $0-48
+// func tile5Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile5Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	VPXORD Z0, Z0, Z0
@@ -213,14 +213,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile6Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile6Float(SB), NOSPLIT, $0-48
+// func tile6Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile6Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	VPXORD Z0, Z0, Z0
@@ -281,14 +281,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile7Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile7Float(SB), NOSPLIT, $0-48
+// func tile7Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile7Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -360,14 +360,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile8Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile8Float(SB), NOSPLIT, $0-48
+// func tile8Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile8Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -447,14 +447,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile9Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile9Float(SB), NOSPLIT, $0-48
+// func tile9Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile9Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -542,14 +542,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile10Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile10Float(SB), NOSPLIT, $0-48
+// func tile10Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile10Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -648,14 +648,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile11Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile11Float(SB), NOSPLIT, $0-48
+// func tile11Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile11Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -762,14 +762,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile12Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile12Float(SB), NOSPLIT, $0-48
+// func tile12Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile12Float(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -926,14 +926,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile1Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile1Half(SB), NOSPLIT, $0-48
+// func tile1Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile1Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 loop:
@@ -951,14 +951,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile2Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile2Half(SB), NOSPLIT, $0-48
+// func tile2Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile2Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
@@ -984,14 +984,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile3Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile3Half(SB), NOSPLIT, $0-48
+// func tile3Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile3Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
@@ -1025,14 +1025,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile4Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile4Half(SB), NOSPLIT, $0-48
+// func tile4Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile4Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	VPXORD Z0, Z0, Z0
@@ -1077,14 +1077,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile5Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile5Half(SB), NOSPLIT, $0-48
+// func tile5Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile5Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	VPXORD Z0, Z0, Z0
@@ -1137,14 +1137,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile6Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile6Half(SB), NOSPLIT, $0-48
+// func tile6Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile6Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	VPXORD Z0, Z0, Z0
@@ -1205,14 +1205,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile7Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile7Half(SB), NOSPLIT, $0-48
+// func tile7Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile7Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -1284,14 +1284,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile8Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile8Half(SB), NOSPLIT, $0-48
+// func tile8Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile8Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -1371,14 +1371,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile9Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile9Half(SB), NOSPLIT, $0-48
+// func tile9Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile9Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -1466,14 +1466,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile10Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile10Half(SB), NOSPLIT, $0-48
+// func tile10Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile10Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -1572,14 +1572,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile11Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile11Half(SB), NOSPLIT, $0-48
+// func tile11Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile11Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -1686,14 +1686,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile12Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile12Half(SB), NOSPLIT, $0-48
+// func tile12Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile12Half(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
-	MOVQ ldx+16(FP), AX
-	MOVQ panel+24(FP), DI
-	MOVQ y+32(FP), SI
-	MOVQ ldy+40(FP), BX
+	MOVQ panel+16(FP), DI
+	MOVQ y+24(FP), SI
+	MOVQ ldy+32(FP), BX
+	LEAQ (CX*4), AX
 	LEAQ (R8)(AX*2), R9
 	ADDQ AX, R9
 	LEAQ (R9)(AX*2), R10
@@ -1870,6 +1870,142 @@ TEXT ·dots64(SB), NOSPLIT, $0-44
 	VMOVUPS 64(R8), Z17
 	VMOVUPS 128(R8), Z18
 	VMOVUPS 192(R8), Z19
+	LEAQ (AX)(AX*1), BX
+	LEAQ (BX)(AX*1), DX
+loop:
+	LEAQ (DI)(AX*4), R9
+	LEAQ (R9)(AX*4), R10
+	LEAQ (R10)(AX*4), R11
+	VMULPS (DI), Z16, Z4
+	VFMADD231PS 64(DI), Z17, Z4
+	VFMADD231PS 128(DI), Z18, Z4
+	VFMADD231PS 192(DI), Z19, Z4
+	VMULPS (R9), Z16, Z5
+	VFMADD231PS 64(R9), Z17, Z5
+	VFMADD231PS 128(R9), Z18, Z5
+	VFMADD231PS 192(R9), Z19, Z5
+	VMULPS (R10), Z16, Z6
+	VFMADD231PS 64(R10), Z17, Z6
+	VFMADD231PS 128(R10), Z18, Z6
+	VFMADD231PS 192(R10), Z19, Z6
+	VMULPS (R11), Z16, Z7
+	VFMADD231PS 64(R11), Z17, Z7
+	VFMADD231PS 128(R11), Z18, Z7
+	VFMADD231PS 192(R11), Z19, Z7
+	VSHUFF64X2 $0x44, Z5, Z4, Z10
+	VSHUFF64X2 $0xee, Z5, Z4, Z11
+	VADDPS Z11, Z10, Z8
+	VSHUFF64X2 $0x44, Z7, Z6, Z10
+	VSHUFF64X2 $0xee, Z7, Z6, Z11
+	VADDPS Z11, Z10, Z9
+	VSHUFF64X2 $0x88, Z9, Z8, Z10
+	VSHUFF64X2 $0xdd, Z9, Z8, Z11
+	VADDPS Z11, Z10, Z0
+	VMULPS (DI)(AX*1), Z16, Z4
+	VFMADD231PS 64(DI)(AX*1), Z17, Z4
+	VFMADD231PS 128(DI)(AX*1), Z18, Z4
+	VFMADD231PS 192(DI)(AX*1), Z19, Z4
+	VMULPS (R9)(AX*1), Z16, Z5
+	VFMADD231PS 64(R9)(AX*1), Z17, Z5
+	VFMADD231PS 128(R9)(AX*1), Z18, Z5
+	VFMADD231PS 192(R9)(AX*1), Z19, Z5
+	VMULPS (R10)(AX*1), Z16, Z6
+	VFMADD231PS 64(R10)(AX*1), Z17, Z6
+	VFMADD231PS 128(R10)(AX*1), Z18, Z6
+	VFMADD231PS 192(R10)(AX*1), Z19, Z6
+	VMULPS (R11)(AX*1), Z16, Z7
+	VFMADD231PS 64(R11)(AX*1), Z17, Z7
+	VFMADD231PS 128(R11)(AX*1), Z18, Z7
+	VFMADD231PS 192(R11)(AX*1), Z19, Z7
+	VSHUFF64X2 $0x44, Z5, Z4, Z10
+	VSHUFF64X2 $0xee, Z5, Z4, Z11
+	VADDPS Z11, Z10, Z8
+	VSHUFF64X2 $0x44, Z7, Z6, Z10
+	VSHUFF64X2 $0xee, Z7, Z6, Z11
+	VADDPS Z11, Z10, Z9
+	VSHUFF64X2 $0x88, Z9, Z8, Z10
+	VSHUFF64X2 $0xdd, Z9, Z8, Z11
+	VADDPS Z11, Z10, Z1
+	VMULPS (DI)(BX*1), Z16, Z4
+	VFMADD231PS 64(DI)(BX*1), Z17, Z4
+	VFMADD231PS 128(DI)(BX*1), Z18, Z4
+	VFMADD231PS 192(DI)(BX*1), Z19, Z4
+	VMULPS (R9)(BX*1), Z16, Z5
+	VFMADD231PS 64(R9)(BX*1), Z17, Z5
+	VFMADD231PS 128(R9)(BX*1), Z18, Z5
+	VFMADD231PS 192(R9)(BX*1), Z19, Z5
+	VMULPS (R10)(BX*1), Z16, Z6
+	VFMADD231PS 64(R10)(BX*1), Z17, Z6
+	VFMADD231PS 128(R10)(BX*1), Z18, Z6
+	VFMADD231PS 192(R10)(BX*1), Z19, Z6
+	VMULPS (R11)(BX*1), Z16, Z7
+	VFMADD231PS 64(R11)(BX*1), Z17, Z7
+	VFMADD231PS 128(R11)(BX*1), Z18, Z7
+	VFMADD231PS 192(R11)(BX*1), Z19, Z7
+	VSHUFF64X2 $0x44, Z5, Z4, Z10
+	VSHUFF64X2 $0xee, Z5, Z4, Z11
+	VADDPS Z11, Z10, Z8
+	VSHUFF64X2 $0x44, Z7, Z6, Z10
+	VSHUFF64X2 $0xee, Z7, Z6, Z11
+	VADDPS Z11, Z10, Z9
+	VSHUFF64X2 $0x88, Z9, Z8, Z10
+	VSHUFF64X2 $0xdd, Z9, Z8, Z11
+	VADDPS Z11, Z10, Z2
+	VMULPS (DI)(DX*1), Z16, Z4
+	VFMADD231PS 64(DI)(DX*1), Z17, Z4
+	VFMADD231PS 128(DI)(DX*1), Z18, Z4
+	VFMADD231PS 192(DI)(DX*1), Z19, Z4
+	VMULPS (R9)(DX*1), Z16, Z5
+	VFMADD231PS 64(R9)(DX*1), Z17, Z5
+	VFMADD231PS 128(R9)(DX*1), Z18, Z5
+	VFMADD231PS 192(R9)(DX*1), Z19, Z5
+	VMULPS (R10)(DX*1), Z16, Z6
+	VFMADD231PS 64(R10)(DX*1), Z17, Z6
+	VFMADD231PS 128(R10)(DX*1), Z18, Z6
+	VFMADD231PS 192(R10)(DX*1), Z19, Z6
+	VMULPS (R11)(DX*1), Z16, Z7
+	VFMADD231PS 64(R11)(DX*1), Z17, Z7
+	VFMADD231PS 128(R11)(DX*1), Z18, Z7
+	VFMADD231PS 192(R11)(DX*1), Z19, Z7
+	VSHUFF64X2 $0x44, Z5, Z4, Z10
+	VSHUFF64X2 $0xee, Z5, Z4, Z11
+	VADDPS Z11, Z10, Z8
+	VSHUFF64X2 $0x44, Z7, Z6, Z10
+	VSHUFF64X2 $0xee, Z7, Z6, Z11
+	VADDPS Z11, Z10, Z9
+	VSHUFF64X2 $0x88, Z9, Z8, Z10
+	VSHUFF64X2 $0xdd, Z9, Z8, Z11
+	VADDPS Z11, Z10, Z3
+	VUNPCKLPD Z1, Z0, Z10
+	VUNPCKHPD Z1, Z0, Z11
+	VADDPS Z11, Z10, Z4
+	VUNPCKLPD Z3, Z2, Z10
+	VUNPCKHPD Z3, Z2, Z11
+	VADDPS Z11, Z10, Z5
+	VSHUFPS $0x88, Z5, Z4, Z10
+	VSHUFPS $0xdd, Z5, Z4, Z11
+	VADDPS Z11, Z10, Z6
+	VMULPS Z31, Z6, Z6
+	VMOVUPS Z6, (SI)
+	LEAQ (R11)(AX*4), DI
+	ADDQ $64, SI
+	DECQ CX
+	JNZ loop
+	VZEROUPPER
+	RET
+
+// func dot64(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+TEXT ·dot64(SB), NOSPLIT, $0-44
+	MOVQ q+0(FP), R8
+	MOVQ keys+8(FP), DI
+	MOVQ n+16(FP), CX
+	MOVQ stride+24(FP), AX
+	MOVQ scores+32(FP), SI
+	VBROADCASTSS scale+40(FP), Z31
+	VMOVUPS 0(R8), Z16
+	VMOVUPS 64(R8), Z17
+	VMOVUPS 128(R8), Z18
+	VMOVUPS 192(R8), Z19
 loop:
 	VMULPS (DI), Z16, Z0
 	VFMADD231PS 64(DI), Z17, Z0
@@ -1892,23 +2028,28 @@ loop:
 	VZEROUPPER
 	RET
 
-// func weigh64(p unsafe.Pointer, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
-TEXT ·weigh64(SB), NOSPLIT, $0-40
+// func weigh64x1(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh64x1(SB), NOSPLIT, $0-48
 	MOVQ p+0(FP), R8
-	MOVQ values+8(FP), DI
-	MOVQ n+16(FP), CX
-	MOVQ stride+24(FP), AX
-	MOVQ acc+32(FP), SI
+	MOVQ row+8(FP), BX
+	MOVQ values+16(FP), DI
+	MOVQ n+24(FP), CX
+	MOVQ stride+32(FP), AX
+	MOVQ acc+40(FP), SI
 	VMOVUPS 0(SI), Z0
 	VMOVUPS 64(SI), Z1
 	VMOVUPS 128(SI), Z2
 	VMOVUPS 192(SI), Z3
 loop:
-	VBROADCASTSS (R8), Z31
-	VFMADD231PS 0(DI), Z31, Z0
-	VFMADD231PS 64(DI), Z31, Z1
-	VFMADD231PS 128(DI), Z31, Z2
-	VFMADD231PS 192(DI), Z31, Z3
+	VBROADCASTSS (R8), Z28
+	VMOVUPS 0(DI), Z24
+	VFMADD231PS Z24, Z28, Z0
+	VMOVUPS 64(DI), Z25
+	VFMADD231PS Z25, Z28, Z1
+	VMOVUPS 128(DI), Z26
+	VFMADD231PS Z26, Z28, Z2
+	VMOVUPS 192(DI), Z27
+	VFMADD231PS Z27, Z28, Z3
 	ADDQ AX, DI
 	ADDQ $4, R8
 	DECQ CX
@@ -1920,8 +2061,391 @@ loop:
 	VZEROUPPER
 	RET
 
+// func weigh64x2(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh64x2(SB), NOSPLIT, $0-48
+	MOVQ p+0(FP), R8
+	MOVQ row+8(FP), BX
+	MOVQ values+16(FP), DI
+	MOVQ n+24(FP), CX
+	MOVQ stride+32(FP), AX
+	MOVQ acc+40(FP), SI
+	VMOVUPS 0(SI), Z0
+	VMOVUPS 64(SI), Z1
+	VMOVUPS 128(SI), Z2
+	VMOVUPS 192(SI), Z3
+	VMOVUPS 256(SI), Z4
+	VMOVUPS 320(SI), Z5
+	VMOVUPS 384(SI), Z6
+	VMOVUPS 448(SI), Z7
+loop:
+	VBROADCASTSS (R8), Z28
+	VBROADCASTSS (R8)(BX*1), Z29
+	VMOVUPS 0(DI), Z24
+	VFMADD231PS Z24, Z28, Z0
+	VFMADD231PS Z24, Z29, Z4
+	VMOVUPS 64(DI), Z25
+	VFMADD231PS Z25, Z28, Z1
+	VFMADD231PS Z25, Z29, Z5
+	VMOVUPS 128(DI), Z26
+	VFMADD231PS Z26, Z28, Z2
+	VFMADD231PS Z26, Z29, Z6
+	VMOVUPS 192(DI), Z27
+	VFMADD231PS Z27, Z28, Z3
+	VFMADD231PS Z27, Z29, Z7
+	ADDQ AX, DI
+	ADDQ $4, R8
+	DECQ CX
+	JNZ loop
+	VMOVUPS Z0, 0(SI)
+	VMOVUPS Z1, 64(SI)
+	VMOVUPS Z2, 128(SI)
+	VMOVUPS Z3, 192(SI)
+	VMOVUPS Z4, 256(SI)
+	VMOVUPS Z5, 320(SI)
+	VMOVUPS Z6, 384(SI)
+	VMOVUPS Z7, 448(SI)
+	VZEROUPPER
+	RET
+
+// func weigh64x3(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh64x3(SB), NOSPLIT, $0-48
+	MOVQ p+0(FP), R8
+	MOVQ row+8(FP), BX
+	MOVQ values+16(FP), DI
+	MOVQ n+24(FP), CX
+	MOVQ stride+32(FP), AX
+	MOVQ acc+40(FP), SI
+	VMOVUPS 0(SI), Z0
+	VMOVUPS 64(SI), Z1
+	VMOVUPS 128(SI), Z2
+	VMOVUPS 192(SI), Z3
+	VMOVUPS 256(SI), Z4
+	VMOVUPS 320(SI), Z5
+	VMOVUPS 384(SI), Z6
+	VMOVUPS 448(SI), Z7
+	VMOVUPS 512(SI), Z8
+	VMOVUPS 576(SI), Z9
+	VMOVUPS 640(SI), Z10
+	VMOVUPS 704(SI), Z11
+loop:
+	VBROADCASTSS (R8), Z28
+	VBROADCASTSS (R8)(BX*1), Z29
+	VBROADCASTSS (R8)(BX*2), Z30
+	VMOVUPS 0(DI), Z24
+	VFMADD231PS Z24, Z28, Z0
+	VFMADD231PS Z24, Z29, Z4
+	VFMADD231PS Z24, Z30, Z8
+	VMOVUPS 64(DI), Z25
+	VFMADD231PS Z25, Z28, Z1
+	VFMADD231PS Z25, Z29, Z5
+	VFMADD231PS Z25, Z30, Z9
+	VMOVUPS 128(DI), Z26
+	VFMADD231PS Z26, Z28, Z2
+	VFMADD231PS Z26, Z29, Z6
+	VFMADD231PS Z26, Z30, Z10
+	VMOVUPS 192(DI), Z27
+	VFMADD231PS Z27, Z28, Z3
+	VFMADD231PS Z27, Z29, Z7
+	VFMADD231PS Z27, Z30, Z11
+	ADDQ AX, DI
+	ADDQ $4, R8
+	DECQ CX
+	JNZ loop
+	VMOVUPS Z0, 0(SI)
+	VMOVUPS Z1, 64(SI)
+	VMOVUPS Z2, 128(SI)
+	VMOVUPS Z3, 192(SI)
+	VMOVUPS Z4, 256(SI)
+	VMOVUPS Z5, 320(SI)
+	VMOVUPS Z6, 384(SI)
+	VMOVUPS Z7, 448(SI)
+	VMOVUPS Z8, 512(SI)
+	VMOVUPS Z9, 576(SI)
+	VMOVUPS Z10, 640(SI)
+	VMOVUPS Z11, 704(SI)
+	VZEROUPPER
+	RET
+
+// func weigh64x4(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh64x4(SB), NOSPLIT, $0-48
+	MOVQ p+0(FP), R8
+	MOVQ row+8(FP), BX
+	MOVQ values+16(FP), DI
+	MOVQ n+24(FP), CX
+	MOVQ stride+32(FP), AX
+	MOVQ acc+40(FP), SI
+	LEAQ (R8)(BX*1), R9
+	VMOVUPS 0(SI), Z0
+	VMOVUPS 64(SI), Z1
+	VMOVUPS 128(SI), Z2
+	VMOVUPS 192(SI), Z3
+	VMOVUPS 256(SI), Z4
+	VMOVUPS 320(SI), Z5
+	VMOVUPS 384(SI), Z6
+	VMOVUPS 448(SI), Z7
+	VMOVUPS 512(SI), Z8
+	VMOVUPS 576(SI), Z9
+	VMOVUPS 640(SI), Z10
+	VMOVUPS 704(SI), Z11
+	VMOVUPS 768(SI), Z12
+	VMOVUPS 832(SI), Z13
+	VMOVUPS 896(SI), Z14
+	VMOVUPS 960(SI), Z15
+loop:
+	VBROADCASTSS (R8), Z28
+	VBROADCASTSS (R8)(BX*1), Z29
+	VBROADCASTSS (R8)(BX*2), Z30
+	VBROADCASTSS (R9)(BX*2), Z31
+	VMOVUPS 0(DI), Z24
+	VFMADD231PS Z24, Z28, Z0
+	VFMADD231PS Z24, Z29, Z4
+	VFMADD231PS Z24, Z30, Z8
+	VFMADD231PS Z24, Z31, Z12
+	VMOVUPS 64(DI), Z25
+	VFMADD231PS Z25, Z28, Z1
+	VFMADD231PS Z25, Z29, Z5
+	VFMADD231PS Z25, Z30, Z9
+	VFMADD231PS Z25, Z31, Z13
+	VMOVUPS 128(DI), Z26
+	VFMADD231PS Z26, Z28, Z2
+	VFMADD231PS Z26, Z29, Z6
+	VFMADD231PS Z26, Z30, Z10
+	VFMADD231PS Z26, Z31, Z14
+	VMOVUPS 192(DI), Z27
+	VFMADD231PS Z27, Z28, Z3
+	VFMADD231PS Z27, Z29, Z7
+	VFMADD231PS Z27, Z30, Z11
+	VFMADD231PS Z27, Z31, Z15
+	ADDQ AX, DI
+	ADDQ $4, R8
+	ADDQ $4, R9
+	DECQ CX
+	JNZ loop
+	VMOVUPS Z0, 0(SI)
+	VMOVUPS Z1, 64(SI)
+	VMOVUPS Z2, 128(SI)
+	VMOVUPS Z3, 192(SI)
+	VMOVUPS Z4, 256(SI)
+	VMOVUPS Z5, 320(SI)
+	VMOVUPS Z6, 384(SI)
+	VMOVUPS Z7, 448(SI)
+	VMOVUPS Z8, 512(SI)
+	VMOVUPS Z9, 576(SI)
+	VMOVUPS Z10, 640(SI)
+	VMOVUPS Z11, 704(SI)
+	VMOVUPS Z12, 768(SI)
+	VMOVUPS Z13, 832(SI)
+	VMOVUPS Z14, 896(SI)
+	VMOVUPS Z15, 960(SI)
+	VZEROUPPER
+	RET
+
 // func dots128(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
 TEXT ·dots128(SB), NOSPLIT, $0-44
+	MOVQ q+0(FP), R8
+	MOVQ keys+8(FP), DI
+	MOVQ n+16(FP), CX
+	MOVQ stride+24(FP), AX
+	MOVQ scores+32(FP), SI
+	VBROADCASTSS scale+40(FP), Z31
+	VMOVUPS 0(R8), Z16
+	VMOVUPS 64(R8), Z17
+	VMOVUPS 128(R8), Z18
+	VMOVUPS 192(R8), Z19
+	VMOVUPS 256(R8), Z20
+	VMOVUPS 320(R8), Z21
+	VMOVUPS 384(R8), Z22
+	VMOVUPS 448(R8), Z23
+	LEAQ (AX)(AX*1), BX
+	LEAQ (BX)(AX*1), DX
+loop:
+	LEAQ (DI)(AX*4), R9
+	LEAQ (R9)(AX*4), R10
+	LEAQ (R10)(AX*4), R11
+	VMULPS (DI), Z16, Z4
+	VFMADD231PS 64(DI), Z17, Z4
+	VFMADD231PS 128(DI), Z18, Z4
+	VFMADD231PS 192(DI), Z19, Z4
+	VFMADD231PS 256(DI), Z20, Z4
+	VFMADD231PS 320(DI), Z21, Z4
+	VFMADD231PS 384(DI), Z22, Z4
+	VFMADD231PS 448(DI), Z23, Z4
+	VMULPS (R9), Z16, Z5
+	VFMADD231PS 64(R9), Z17, Z5
+	VFMADD231PS 128(R9), Z18, Z5
+	VFMADD231PS 192(R9), Z19, Z5
+	VFMADD231PS 256(R9), Z20, Z5
+	VFMADD231PS 320(R9), Z21, Z5
+	VFMADD231PS 384(R9), Z22, Z5
+	VFMADD231PS 448(R9), Z23, Z5
+	VMULPS (R10), Z16, Z6
+	VFMADD231PS 64(R10), Z17, Z6
+	VFMADD231PS 128(R10), Z18, Z6
+	VFMADD231PS 192(R10), Z19, Z6
+	VFMADD231PS 256(R10), Z20, Z6
+	VFMADD231PS 320(R10), Z21, Z6
+	VFMADD231PS 384(R10), Z22, Z6
+	VFMADD231PS 448(R10), Z23, Z6
+	VMULPS (R11), Z16, Z7
+	VFMADD231PS 64(R11), Z17, Z7
+	VFMADD231PS 128(R11), Z18, Z7
+	VFMADD231PS 192(R11), Z19, Z7
+	VFMADD231PS 256(R11), Z20, Z7
+	VFMADD231PS 320(R11), Z21, Z7
+	VFMADD231PS 384(R11), Z22, Z7
+	VFMADD231PS 448(R11), Z23, Z7
+	VSHUFF64X2 $0x44, Z5, Z4, Z10
+	VSHUFF64X2 $0xee, Z5, Z4, Z11
+	VADDPS Z11, Z10, Z8
+	VSHUFF64X2 $0x44, Z7, Z6, Z10
+	VSHUFF64X2 $0xee, Z7, Z6, Z11
+	VADDPS Z11, Z10, Z9
+	VSHUFF64X2 $0x88, Z9, Z8, Z10
+	VSHUFF64X2 $0xdd, Z9, Z8, Z11
+	VADDPS Z11, Z10, Z0
+	VMULPS (DI)(AX*1), Z16, Z4
+	VFMADD231PS 64(DI)(AX*1), Z17, Z4
+	VFMADD231PS 128(DI)(AX*1), Z18, Z4
+	VFMADD231PS 192(DI)(AX*1), Z19, Z4
+	VFMADD231PS 256(DI)(AX*1), Z20, Z4
+	VFMADD231PS 320(DI)(AX*1), Z21, Z4
+	VFMADD231PS 384(DI)(AX*1), Z22, Z4
+	VFMADD231PS 448(DI)(AX*1), Z23, Z4
+	VMULPS (R9)(AX*1), Z16, Z5
+	VFMADD231PS 64(R9)(AX*1), Z17, Z5
+	VFMADD231PS 128(R9)(AX*1), Z18, Z5
+	VFMADD231PS 192(R9)(AX*1), Z19, Z5
+	VFMADD231PS 256(R9)(AX*1), Z20, Z5
+	VFMADD231PS 320(R9)(AX*1), Z21, Z5
+	VFMADD231PS 384(R9)(AX*1), Z22, Z5
+	VFMADD231PS 448(R9)(AX*1), Z23, Z5
+	VMULPS (R10)(AX*1), Z16, Z6
+	VFMADD231PS 64(R10)(AX*1), Z17, Z6
+	VFMADD231PS 128(R10)(AX*1), Z18, Z6
+	VFMADD231PS 192(R10)(AX*1), Z19, Z6
+	VFMADD231PS 256(R10)(AX*1), Z20, Z6
+	VFMADD231PS 320(R10)(AX*1), Z21, Z6
+	VFMADD231PS 384(R10)(AX*1), Z22, Z6
+	VFMADD231PS 448(R10)(AX*1), Z23, Z6
+	VMULPS (R11)(AX*1), Z16, Z7
+	VFMADD231PS 64(R11)(AX*1), Z17, Z7
+	VFMADD231PS 128(R11)(AX*1), Z18, Z7
+	VFMADD231PS 192(R11)(AX*1), Z19, Z7
+	VFMADD231PS 256(R11)(AX*1), Z20, Z7
+	VFMADD231PS 320(R11)(AX*1), Z21, Z7
+	VFMADD231PS 384(R11)(AX*1), Z22, Z7
+	VFMADD231PS 448(R11)(AX*1), Z23, Z7
+	VSHUFF64X2 $0x44, Z5, Z4, Z10
+	VSHUFF64X2 $0xee, Z5, Z4, Z11
+	VADDPS Z11, Z10, Z8
+	VSHUFF64X2 $0x44, Z7, Z6, Z10
+	VSHUFF64X2 $0xee, Z7, Z6, Z11
+	VADDPS Z11, Z10, Z9
+	VSHUFF64X2 $0x88, Z9, Z8, Z10
+	VSHUFF64X2 $0xdd, Z9, Z8, Z11
+	VADDPS Z11, Z10, Z1
+	VMULPS (DI)(BX*1), Z16, Z4
+	VFMADD231PS 64(DI)(BX*1), Z17, Z4
+	VFMADD231PS 128(DI)(BX*1), Z18, Z4
+	VFMADD231PS 192(DI)(BX*1), Z19, Z4
+	VFMADD231PS 256(DI)(BX*1), Z20, Z4
+	VFMADD231PS 320(DI)(BX*1), Z21, Z4
+	VFMADD231PS 384(DI)(BX*1), Z22, Z4
+	VFMADD231PS 448(DI)(BX*1), Z23, Z4
+	VMULPS (R9)(BX*1), Z16, Z5
+	VFMADD231PS 64(R9)(BX*1), Z17, Z5
+	VFMADD231PS 128(R9)(BX*1), Z18, Z5
+	VFMADD231PS 192(R9)(BX*1), Z19, Z5
+	VFMADD231PS 256(R9)(BX*1), Z20, Z5
+	VFMADD231PS 320(R9)(BX*1), Z21, Z5
+	VFMADD231PS 384(R9)(BX*1), Z22, Z5
+	VFMADD231PS 448(R9)(BX*1), Z23, Z5
+	VMULPS (R10)(BX*1), Z16, Z6
+	VFMADD231PS 64(R10)(BX*1), Z17, Z6
+	VFMADD231PS 128(R10)(BX*1), Z18, Z6
+	VFMADD231PS 192(R10)(BX*1), Z19, Z6
+	VFMADD231PS 256(R10)(BX*1), Z20, Z6
+	VFMADD231PS 320(R10)(BX*1), Z21, Z6
+	VFMADD231PS 384(R10)(BX*1), Z22, Z6
+	VFMADD231PS 448(R10)(BX*1), Z23, Z6
+	VMULPS (R11)(BX*1), Z16, Z7
+	VFMADD231PS 64(R11)(BX*1), Z17, Z7
+	VFMADD231PS 128(R11)(BX*1), Z18, Z7
+	VFMADD231PS 192(R11)(BX*1), Z19, Z7
+	VFMADD231PS 256(R11)(BX*1), Z20, Z7
+	VFMADD231PS 320(R11)(BX*1), Z21, Z7
+	VFMADD231PS 384(R11)(BX*1), Z22, Z7
+	VFMADD231PS 448(R11)(BX*1), Z23, Z7
+	VSHUFF64X2 $0x44, Z5, Z4, Z10
+	VSHUFF64X2 $0xee, Z5, Z4, Z11
+	VADDPS Z11, Z10, Z8
+	VSHUFF64X2 $0x44, Z7, Z6, Z10
+	VSHUFF64X2 $0xee, Z7, Z6, Z11
+	VADDPS Z11, Z10, Z9
+	VSHUFF64X2 $0x88, Z9, Z8, Z10
+	VSHUFF64X2 $0xdd, Z9, Z8, Z11
+	VADDPS Z11, Z10, Z2
+	VMULPS (DI)(DX*1), Z16, Z4
+	VFMADD231PS 64(DI)(DX*1), Z17, Z4
+	VFMADD231PS 128(DI)(DX*1), Z18, Z4
+	VFMADD231PS 192(DI)(DX*1), Z19, Z4
+	VFMADD231PS 256(DI)(DX*1), Z20, Z4
+	VFMADD231PS 320(DI)(DX*1), Z21, Z4
+	VFMADD231PS 384(DI)(DX*1), Z22, Z4
+	VFMADD231PS 448(DI)(DX*1), Z23, Z4
+	VMULPS (R9)(DX*1), Z16, Z5
+	VFMADD231PS 64(R9)(DX*1), Z17, Z5
+	VFMADD231PS 128(R9)(DX*1), Z18, Z5
+	VFMADD231PS 192(R9)(DX*1), Z19, Z5
+	VFMADD231PS 256(R9)(DX*1), Z20, Z5
+	VFMADD231PS 320(R9)(DX*1), Z21, Z5
+	VFMADD231PS 384(R9)(DX*1), Z22, Z5
+	VFMADD231PS 448(R9)(DX*1), Z23, Z5
+	VMULPS (R10)(DX*1), Z16, Z6
+	VFMADD231PS 64(R10)(DX*1), Z17, Z6
+	VFMADD231PS 128(R10)(DX*1), Z18, Z6
+	VFMADD231PS 192(R10)(DX*1), Z19, Z6
+	VFMADD231PS 256(R10)(DX*1), Z20, Z6
+	VFMADD231PS 320(R10)(DX*1), Z21, Z6
+	VFMADD231PS 384(R10)(DX*1), Z22, Z6
+	VFMADD231PS 448(R10)(DX*1), Z23, Z6
+	VMULPS (R11)(DX*1), Z16, Z7
+	VFMADD231PS 64(R11)(DX*1), Z17, Z7
+	VFMADD231PS 128(R11)(DX*1), Z18, Z7
+	VFMADD231PS 192(R11)(DX*1), Z19, Z7
+	VFMADD231PS 256(R11)(DX*1), Z20, Z7
+	VFMADD231PS 320(R11)(DX*1), Z21, Z7
+	VFMADD231PS 384(R11)(DX*1), Z22, Z7
+	VFMADD231PS 448(R11)(DX*1), Z23, Z7
+	VSHUFF64X2 $0x44, Z5, Z4, Z10
+	VSHUFF64X2 $0xee, Z5, Z4, Z11
+	VADDPS Z11, Z10, Z8
+	VSHUFF64X2 $0x44, Z7, Z6, Z10
+	VSHUFF64X2 $0xee, Z7, Z6, Z11
+	VADDPS Z11, Z10, Z9
+	VSHUFF64X2 $0x88, Z9, Z8, Z10
+	VSHUFF64X2 $0xdd, Z9, Z8, Z11
+	VADDPS Z11, Z10, Z3
+	VUNPCKLPD Z1, Z0, Z10
+	VUNPCKHPD Z1, Z0, Z11
+	VADDPS Z11, Z10, Z4
+	VUNPCKLPD Z3, Z2, Z10
+	VUNPCKHPD Z3, Z2, Z11
+	VADDPS Z11, Z10, Z5
+	VSHUFPS $0x88, Z5, Z4, Z10
+	VSHUFPS $0xdd, Z5, Z4, Z11
+	VADDPS Z11, Z10, Z6
+	VMULPS Z31, Z6, Z6
+	VMOVUPS Z6, (SI)
+	LEAQ (R11)(AX*4), DI
+	ADDQ $64, SI
+	DECQ CX
+	JNZ loop
+	VZEROUPPER
+	RET
+
+// func dot128(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+TEXT ·dot128(SB), NOSPLIT, $0-44
 	MOVQ q+0(FP), R8
 	MOVQ keys+8(FP), DI
 	MOVQ n+16(FP), CX
@@ -1962,13 +2486,14 @@ loop:
 	VZEROUPPER
 	RET
 
-// func weigh128(p unsafe.Pointer, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
-TEXT ·weigh128(SB), NOSPLIT, $0-40
+// func weigh128x1(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh128x1(SB), NOSPLIT, $0-48
 	MOVQ p+0(FP), R8
-	MOVQ values+8(FP), DI
-	MOVQ n+16(FP), CX
-	MOVQ stride+24(FP), AX
-	MOVQ acc+32(FP), SI
+	MOVQ row+8(FP), BX
+	MOVQ values+16(FP), DI
+	MOVQ n+24(FP), CX
+	MOVQ stride+32(FP), AX
+	MOVQ acc+40(FP), SI
 	VMOVUPS 0(SI), Z0
 	VMOVUPS 64(SI), Z1
 	VMOVUPS 128(SI), Z2
@@ -1978,15 +2503,23 @@ TEXT ·weigh128(SB), NOSPLIT, $0-40
 	VMOVUPS 384(SI), Z6
 	VMOVUPS 448(SI), Z7
 loop:
-	VBROADCASTSS (R8), Z31
-	VFMADD231PS 0(DI), Z31, Z0
-	VFMADD231PS 64(DI), Z31, Z1
-	VFMADD231PS 128(DI), Z31, Z2
-	VFMADD231PS 192(DI), Z31, Z3
-	VFMADD231PS 256(DI), Z31, Z4
-	VFMADD231PS 320(DI), Z31, Z5
-	VFMADD231PS 384(DI), Z31, Z6
-	VFMADD231PS 448(DI), Z31, Z7
+	VBROADCASTSS (R8), Z28
+	VMOVUPS 0(DI), Z24
+	VFMADD231PS Z24, Z28, Z0
+	VMOVUPS 64(DI), Z25
+	VFMADD231PS Z25, Z28, Z1
+	VMOVUPS 128(DI), Z26
+	VFMADD231PS Z26, Z28, Z2
+	VMOVUPS 192(DI), Z27
+	VFMADD231PS Z27, Z28, Z3
+	VMOVUPS 256(DI), Z24
+	VFMADD231PS Z24, Z28, Z4
+	VMOVUPS 320(DI), Z25
+	VFMADD231PS Z25, Z28, Z5
+	VMOVUPS 384(DI), Z26
+	VFMADD231PS Z26, Z28, Z6
+	VMOVUPS 448(DI), Z27
+	VFMADD231PS Z27, Z28, Z7
 	ADDQ AX, DI
 	ADDQ $4, R8
 	DECQ CX
@@ -1999,6 +2532,80 @@ loop:
 	VMOVUPS Z5, 320(SI)
 	VMOVUPS Z6, 384(SI)
 	VMOVUPS Z7, 448(SI)
+	VZEROUPPER
+	RET
+
+// func weigh128x2(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh128x2(SB), NOSPLIT, $0-48
+	MOVQ p+0(FP), R8
+	MOVQ row+8(FP), BX
+	MOVQ values+16(FP), DI
+	MOVQ n+24(FP), CX
+	MOVQ stride+32(FP), AX
+	MOVQ acc+40(FP), SI
+	VMOVUPS 0(SI), Z0
+	VMOVUPS 64(SI), Z1
+	VMOVUPS 128(SI), Z2
+	VMOVUPS 192(SI), Z3
+	VMOVUPS 256(SI), Z4
+	VMOVUPS 320(SI), Z5
+	VMOVUPS 384(SI), Z6
+	VMOVUPS 448(SI), Z7
+	VMOVUPS 512(SI), Z8
+	VMOVUPS 576(SI), Z9
+	VMOVUPS 640(SI), Z10
+	VMOVUPS 704(SI), Z11
+	VMOVUPS 768(SI), Z12
+	VMOVUPS 832(SI), Z13
+	VMOVUPS 896(SI), Z14
+	VMOVUPS 960(SI), Z15
+loop:
+	VBROADCASTSS (R8), Z28
+	VBROADCASTSS (R8)(BX*1), Z29
+	VMOVUPS 0(DI), Z24
+	VFMADD231PS Z24, Z28, Z0
+	VFMADD231PS Z24, Z29, Z8
+	VMOVUPS 64(DI), Z25
+	VFMADD231PS Z25, Z28, Z1
+	VFMADD231PS Z25, Z29, Z9
+	VMOVUPS 128(DI), Z26
+	VFMADD231PS Z26, Z28, Z2
+	VFMADD231PS Z26, Z29, Z10
+	VMOVUPS 192(DI), Z27
+	VFMADD231PS Z27, Z28, Z3
+	VFMADD231PS Z27, Z29, Z11
+	VMOVUPS 256(DI), Z24
+	VFMADD231PS Z24, Z28, Z4
+	VFMADD231PS Z24, Z29, Z12
+	VMOVUPS 320(DI), Z25
+	VFMADD231PS Z25, Z28, Z5
+	VFMADD231PS Z25, Z29, Z13
+	VMOVUPS 384(DI), Z26
+	VFMADD231PS Z26, Z28, Z6
+	VFMADD231PS Z26, Z29, Z14
+	VMOVUPS 448(DI), Z27
+	VFMADD231PS Z27, Z28, Z7
+	VFMADD231PS Z27, Z29, Z15
+	ADDQ AX, DI
+	ADDQ $4, R8
+	DECQ CX
+	JNZ loop
+	VMOVUPS Z0, 0(SI)
+	VMOVUPS Z1, 64(SI)
+	VMOVUPS Z2, 128(SI)
+	VMOVUPS Z3, 192(SI)
+	VMOVUPS Z4, 256(SI)
+	VMOVUPS Z5, 320(SI)
+	VMOVUPS Z6, 384(SI)
+	VMOVUPS Z7, 448(SI)
+	VMOVUPS Z8, 512(SI)
+	VMOVUPS Z9, 576(SI)
+	VMOVUPS Z10, 640(SI)
+	VMOVUPS Z11, 704(SI)
+	VMOVUPS Z12, 768(SI)
+	VMOVUPS Z13, 832(SI)
+	VMOVUPS Z14, 896(SI)
+	VMOVUPS Z15, 960(SI)
 	VZEROUPPER
 	RET
 
@@ -2061,6 +2668,21 @@ loop:
 	DECQ CX
 	JNZ loop
 	VMOVUPS Z31, (SI)
+	VZEROUPPER
+	RET
+
+// func top(s unsafe.Pointer, n int, lanes unsafe.Pointer)
+TEXT ·top(SB), NOSPLIT, $0-24
+	MOVQ s+0(FP), DI
+	MOVQ n+8(FP), CX
+	MOVQ lanes+16(FP), SI
+	VMOVUPS (DI), Z0
+loop:
+	VMAXPS (DI), Z0, Z0
+	ADDQ $64, DI
+	DECQ CX
+	JNZ loop
+	VMOVUPS Z0, (SI)
 	VZEROUPPER
 	RET
 

@@ -15,7 +15,7 @@ func BenchmarkMatMul(b *testing.B) {
 				rows, n, k := shape[0], shape[1], shape[2]
 				b.Run(fmt.Sprintf("%s/%dx%dx%d/threads=%d", d, rows, n, k, threads), func(b *testing.B) {
 					c := newCompute(b, threads, false)
-					w := pack(b, c, random(r, n*k), n, k, d)
+					w := pack(b, c, random(r, n*k), k, d)
 					x, y := random(r, rows*k), make([]float32, rows*w.Stride())
 					for b.Loop() {
 						c.MatMul(y, x, rows, w)
@@ -37,7 +37,7 @@ func BenchmarkAttend(b *testing.B) {
 	}
 	q, out := random(r, group*dim), make([]float32, group*dim)
 	for b.Loop() {
-		c.Attend(0, out, q, cache, 1, position)
+		c.Attend(0, out, q, cache, Query{1, position})
 	}
 }
 
@@ -46,7 +46,7 @@ func BenchmarkPortable(b *testing.B) {
 	r := rand.New(rand.NewPCG(3, 3))
 	const rows, n, k = 8, 576, 576
 	c := newCompute(b, 1, true)
-	w := pack(b, c, random(r, n*k), n, k, F32)
+	w := pack(b, c, random(r, n*k), k, F32)
 	x, y := random(r, rows*k), make([]float32, rows*n)
 	for b.Loop() {
 		c.MatMul(y, x, rows, w)

@@ -41,7 +41,8 @@ type Compute struct {
 // scratch is a thread's memory. It lives here because what is passed to assembly through a function
 // value escapes to the heap.
 type scratch struct {
-	scores []float32
+	scores []float32 // of each head
+	totals []float32
 	lanes  [Lanes]float32
 }
 
@@ -51,10 +52,12 @@ type isa struct {
 	name string
 	// matMul computes panels [from,to) of rows [row,end) of y = x*W.
 	matMul func(y []float32, ldy int, x []float32, w *Matrix, t tile)
-	// dots writes scale * (q·key) for len(scores) keys that lie stride numbers apart. len(q) is a head's.
+	// dots writes scale * (q·key) for len(scores) keys, any number, that lie stride numbers apart.
 	dots func(scores, q, keys []float32, stride int, scale float32)
-	// weigh adds p[i]*value[i] to acc, values stride numbers apart. len(acc) is a head's, len(p) any.
-	weigh func(acc, p, values []float32, stride int)
+	// weigh adds p[i]*value[i] to the heads of dim numbers in acc, values stride numbers apart.
+	weigh func(acc []float32, dim int, p weights, values []float32, stride int)
+	// top writes the maximum of all s[i], i%16 = l, to lane l.
+	top func(s []float32, lanes *[Lanes]float32)
 	// expSum replaces s by exp(s-top) and adds element i to sum[i%16].
 	expSum func(s []float32, top float32, sum *[Lanes]float32)
 	// siluMul writes gate/(1+exp(-gate)) * up.
@@ -66,6 +69,12 @@ type isa struct {
 	scaleMul func(dst, x, w []float32, scale float32)
 	// rotate writes x[i]*cos[i] + x[i^1]*sin[i].
 	rotate func(x, cos, sin []float32)
+}
+
+// weights are n softmax numerators for each head, heads row numbers apart.
+type weights struct {
+	scores []float32
+	row, n int
 }
 
 // New starts the threads of a Compute.

@@ -7,62 +7,62 @@ import "unsafe"
 // tile1Float computes 1 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile1Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile1Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile2Float computes 2 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile2Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile2Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile3Float computes 3 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile3Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile3Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile4Float computes 4 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile4Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile4Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile5Float computes 5 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile5Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile5Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile6Float computes 6 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile6Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile6Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile7Float computes 7 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile7Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile7Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile8Float computes 8 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile8Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile8Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile9Float computes 9 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile9Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile9Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile10Float computes 10 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile10Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile10Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile11Float computes 11 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile11Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile11Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile12Float computes 12 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile12Float(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile12Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // rowFloat computes one row of four panels that lie stride bytes apart.
 //
@@ -72,92 +72,127 @@ func rowFloat(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y 
 // tile1Half computes 1 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile1Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile1Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile2Half computes 2 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile2Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile2Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile3Half computes 3 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile3Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile3Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile4Half computes 4 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile4Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile4Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile5Half computes 5 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile5Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile5Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile6Half computes 6 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile6Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile6Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile7Half computes 7 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile7Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile7Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile8Half computes 8 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile8Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile8Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile9Half computes 9 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile9Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile9Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile10Half computes 10 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile10Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile10Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile11Half computes 11 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile11Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile11Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // tile12Half computes 12 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile12Half(k int, x unsafe.Pointer, ldx uintptr, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile12Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
 // rowHalf computes one row of four panels that lie stride bytes apart.
 //
 //go:noescape
 func rowHalf(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y unsafe.Pointer)
 
-// dots64 writes scale * (q · key) for n keys that lie stride bytes apart.
+// dots64 writes scale * (q · key) for n*16 keys that lie stride bytes apart.
 //
 //go:noescape
 func dots64(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
 
-// weigh64 adds p[i] * value[i] to acc for n values that lie stride bytes apart.
+// dot64 writes scale * (q · key) for n keys that lie stride bytes apart.
 //
 //go:noescape
-func weigh64(p unsafe.Pointer, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+func dot64(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
 
-// dots128 writes scale * (q · key) for n keys that lie stride bytes apart.
+// weigh64x1 adds p[i] * value[i] to acc for 1 heads.
+//
+//go:noescape
+func weigh64x1(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+
+// weigh64x2 adds p[i] * value[i] to acc for 2 heads.
+//
+//go:noescape
+func weigh64x2(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+
+// weigh64x3 adds p[i] * value[i] to acc for 3 heads.
+//
+//go:noescape
+func weigh64x3(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+
+// weigh64x4 adds p[i] * value[i] to acc for 4 heads.
+//
+//go:noescape
+func weigh64x4(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+
+// dots128 writes scale * (q · key) for n*16 keys that lie stride bytes apart.
 //
 //go:noescape
 func dots128(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
 
-// weigh128 adds p[i] * value[i] to acc for n values that lie stride bytes apart.
+// dot128 writes scale * (q · key) for n keys that lie stride bytes apart.
 //
 //go:noescape
-func weigh128(p unsafe.Pointer, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+func dot128(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+
+// weigh128x1 adds p[i] * value[i] to acc for 1 heads.
+//
+//go:noescape
+func weigh128x1(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+
+// weigh128x2 adds p[i] * value[i] to acc for 2 heads.
+//
+//go:noescape
+func weigh128x2(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
 
 // expSum replaces n*16 scores by exp(score-top) and adds them to the 16 lanes of sum.
 //
 //go:noescape
 func expSum(s unsafe.Pointer, n int, top float32, sum unsafe.Pointer)
+
+// top writes 16 lanes of maxima over n*16 numbers.
+//
+//go:noescape
+func top(s unsafe.Pointer, n int, lanes unsafe.Pointer)
 
 // siluMul writes gate/(1+exp(-gate)) * up for n*16 numbers.
 //

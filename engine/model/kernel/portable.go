@@ -10,7 +10,7 @@ import (
 // portable is the reference: plain Go, exact float32 FMA.
 func portable() *isa {
 	return &isa{
-		name: "portable", matMul: matMulPortable, dots: dotsPortable, weigh: weighPortable, expSum: expSumPortable,
+		name: "portable", matMul: matMulPortable, dots: dotsPortable, weigh: weighPortable, top: topPortable, expSum: expSumPortable,
 		siluMul: siluMulPortable, add: addPortable, sumSquares: sumSquaresPortable, scaleMul: scaleMulPortable,
 		rotate: rotatePortable,
 	}
@@ -84,11 +84,21 @@ func dotsPortable(scores, q, keys []float32, stride int, scale float32) {
 	}
 }
 
-func weighPortable(acc, p, values []float32, stride int) {
-	for i, weight := range p {
-		for d, v := range values[i*stride : i*stride+len(acc)] {
-			acc[d] = fma(weight, v, acc[d])
+func weighPortable(acc []float32, dim int, p weights, values []float32, stride int) {
+	for h := range len(acc) / dim {
+		head := acc[h*dim : (h+1)*dim]
+		for i, weight := range p.scores[h*p.row:][:p.n] {
+			for d, v := range values[i*stride : i*stride+dim] {
+				head[d] = fma(weight, v, head[d])
+			}
 		}
+	}
+}
+
+func topPortable(s []float32, lanes *[Lanes]float32) {
+	copy(lanes[:], s)
+	for i, v := range s {
+		lanes[i%Lanes] = max(lanes[i%Lanes], v)
 	}
 }
 
