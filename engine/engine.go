@@ -21,15 +21,16 @@ import (
 // One goroutine, the loop, owns the scheduler, the cache and the model. Everybody else leaves it
 // functions to run in the inbox and hears from it through channels.
 type Engine struct {
-	cfg    Config
-	info   Info
-	space  connector.KeySpace // of requests without salt
-	region *host.Region
-	host   *host.Host // nil: no connector
-	wake   chan struct{}
-	done   chan struct{} // closed when the loop has ended
-	once   sync.Once     // Close
-	closed error
+	cfg     Config
+	info    Info
+	space   connector.KeySpace // of requests without salt
+	metrics *metrics
+	region  *host.Region
+	host    *host.Host // nil: no connector
+	wake    chan struct{}
+	done    chan struct{} // closed when the loop has ended
+	once    sync.Once     // Close
+	closed  error
 
 	mu      sync.Mutex
 	inbox   []func(*loop)
@@ -53,10 +54,11 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	region, err := host.NewRegion(size)
 	if err != nil {
+		m.close()
 		return nil, fmt.Errorf("%d blocks of %d tokens: %w", cfg.NumBlocks, cfg.BlockSize, err)
 	}
 	e := &Engine{
-		cfg: cfg, region: region, space: connector.KeySpace{Model: spec.Weights},
+		cfg: cfg, metrics: m, region: region, space: connector.KeySpace{Model: spec.Weights},
 		info: Info{
 			Model: spec.Name, Vocab: spec.Vocab, MaxModelLen: cfg.MaxModelLen,
 			BlockSize: cfg.BlockSize, NumBlocks: cfg.NumBlocks,
@@ -69,9 +71,10 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 		err = e.openHost(ctx, layout)
 	}
 	if err != nil {
+		m.close()
 		return nil, errors.Join(err, region.Close())
 	}
-	l := newLoop(e, kv, m)
+	l := newLoop(e, kv)
 	l.observe()
 	go l.run()
 	return e, nil
@@ -235,6 +238,7 @@ func (e *Engine) Close(ctx context.Context) error {
 			<-e.done
 		}
 		e.closed = errors.Join(e.closeHost(ctx), e.region.Close())
+		e.metrics.close()
 	})
 	return e.closed
 }

@@ -32,12 +32,12 @@ type loop struct {
 	sampled []int32
 }
 
-func newLoop(e *Engine, kv *connector.KV, m *metrics) *loop {
+func newLoop(e *Engine, kv *connector.KV) *loop {
 	cfg := sched.Config{
 		BlockTokens: e.cfg.BlockSize, Groups: len(kv.Layout().Groups),
 		MaxBatchedTokens: e.cfg.MaxBatchedTokens, MaxSeqs: e.cfg.MaxSeqs, PrefixCaching: e.cfg.PrefixCaching,
 	}
-	l := &loop{e: e, pool: kvcache.New(e.cfg.NumBlocks), kv: kv, metrics: m, streams: map[connector.RequestID]*stream{}}
+	l := &loop{e: e, pool: kvcache.New(e.cfg.NumBlocks), kv: kv, metrics: e.metrics, streams: map[connector.RequestID]*stream{}}
 	if e.host != nil {
 		cfg.Role = e.cfg.Connector.Role
 		cfg.FailLoads = e.cfg.Connector.FailurePolicy == host.PolicyFail

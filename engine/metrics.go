@@ -16,6 +16,8 @@ type metrics struct {
 	blocks, load                  *prometheus.GaugeVec
 	first, next, step             prometheus.Histogram
 	seen                          sched.Stats
+	registry                      prometheus.Registerer
+	registered                    []prometheus.Collector
 }
 
 // newMetrics registers the figures; it fails if another engine has registered the same ones.
@@ -33,6 +35,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		return prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, []string{label})
 	}
 	m := &metrics{
+		registry:  reg,
 		prompt:    counters("kvport_prompt_tokens_total", "Prompt tokens of requests that got a first token, by where their KV came from.", "source"),
 		requests:  counters("kvport_requests_total", "Requests that ended, by reason.", "reason"),
 		generated: counter("kvport_generated_tokens_total", "Tokens generated."),
@@ -51,10 +54,18 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		m.prompt, m.requests, m.generated, m.preempted, m.badLoad, m.blocks, m.load, m.first, m.next, m.step,
 	} {
 		if err := reg.Register(c); err != nil {
+			m.close()
 			return nil, fmt.Errorf("metrics: %w", err)
 		}
+		m.registered = append(m.registered, c)
 	}
 	return m, nil
+}
+
+func (m *metrics) close() {
+	for _, c := range m.registered {
+		m.registry.Unregister(c)
+	}
 }
 
 // output counts a request's news.
