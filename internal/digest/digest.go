@@ -108,8 +108,8 @@ func (h *Hasher) bind(to *[bindingSize]byte, b *Binding, size int) {
 // Make computes the digests of a full block and writes them into its digest segment. Errors wrap
 // ErrIncompatible.
 func (h *Hasher) Make(kv *connector.KV, b connector.Block) error {
-	return h.each(kv, b, func(sum, stored []byte, _ int) error {
-		copy(stored, sum)
+	return h.each(kv, b, func(sum [Size]byte, stored []byte, _ int) error {
+		copy(stored, sum[:])
 		return nil
 	})
 }
@@ -117,8 +117,8 @@ func (h *Hasher) Make(kv *connector.KV, b connector.Block) error {
 // Check compares a full block with the digests in its digest segment. Damage is ErrCorrupt and
 // names the block and the first damaged layer; a block that has no digests is ErrIncompatible.
 func (h *Hasher) Check(kv *connector.KV, b connector.Block) error {
-	return h.each(kv, b, func(sum, stored []byte, layer int) error {
-		if subtle.ConstantTimeCompare(sum, stored) == 0 {
+	return h.each(kv, b, func(sum [Size]byte, stored []byte, layer int) error {
+		if subtle.ConstantTimeCompare(sum[:], stored) == 0 {
 			return fmt.Errorf("block %d of group %d, layer %d: digest differs: %w", b.ID, b.Group, layer, connector.ErrCorrupt)
 		}
 		return nil
@@ -126,7 +126,7 @@ func (h *Hasher) Check(kv *connector.KV, b connector.Block) error {
 }
 
 // each visits the computed and the stored digest of every segment of a block.
-func (h *Hasher) each(kv *connector.KV, b connector.Block, visit func(sum, stored []byte, layer int) error) error {
+func (h *Hasher) each(kv *connector.KV, b connector.Block, visit func(sum [Size]byte, stored []byte, layer int) error) error {
 	if b.Key == (connector.BlockKey{}) {
 		return fmt.Errorf("block %d of group %d is partial, it has no digest: %w", b.ID, b.Group, connector.ErrIncompatible)
 	}
@@ -148,7 +148,7 @@ func (h *Hasher) each(kv *connector.KV, b connector.Block, visit func(sum, store
 		}
 		bind.Layer = layers[s].Layer
 		sum := h.Sum(kv.View(s, b.ID), bind)
-		if err := visit(sum[:], digests[bind.Segment*Size:][:Size], bind.Layer); err != nil {
+		if err := visit(sum, digests[bind.Segment*Size:][:Size], bind.Layer); err != nil {
 			return err
 		}
 		bind.Segment++

@@ -1,0 +1,325 @@
+package ticket
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/kvport/kvport/connector"
+)
+
+var (
+	key   = bytes.Repeat([]byte{7}, 32)
+	model = connector.NewFingerprint("model")
+	shape = connector.NewFingerprint("shape")
+)
+
+func envelope() *Envelope {
+	return &Envelope{
+		Engine: "p-0", Epoch: 5, Hold: 9, Tokens: 100, Model: model, Shape: shape,
+		Lease: 30 * time.Second, Consumers: 1, Nonce: [16]byte{1}, Plugin: []byte("plugin bytes"),
+	}
+}
+
+func seal(t require.TestingT, e *Envelope) []byte {
+	data, err := Seal(key, e)
+	require.NoError(t, err)
+	return data
+}
+
+func TestRoundTrip(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		e := &Envelope{
+			Engine: "x" + rapid.StringN(0, -1, MaxEngine-1).Draw(t, "engine"), Epoch: rapid.Uint64().Draw(t, "epoch"),
+			Hold: connector.HoldID(rapid.Uint64().Draw(t, "hold")), Tokens: rapid.IntRange(0, math.MaxInt32).Draw(t, "tokens"),
+			Lease: time.Duration(rapid.Int64Min(0).Draw(t, "lease")), Consumers: rapid.IntRange(0, MaxConsumers).Draw(t, "consumers"),
+		}
+		copy(e.Model[:], rapid.SliceOf(rapid.Byte()).Draw(t, "model"))
+		copy(e.Nonce[:], rapid.SliceOf(rapid.Byte()).Draw(t, "nonce"))
+		if p := rapid.SliceOfN(rapid.Byte(), 0, 100).Draw(t, "plugin"); len(p) > 0 {
+			e.Plugin = p
+		}
+		got, err := Open(key, seal(t, e))
+		require.NoError(t, err)
+		require.Equal(t, e, got)
+	})
+}
+
+func TestSealDrawsNonce(t *testing.T) {
+	a, b := envelope(), envelope()
+	a.Nonce, b.Nonce = [16]byte{}, [16]byte{}
+	require.NotEqual(t, seal(t, a), seal(t, b))
+	require.NotEqual(t, a.Nonce, b.Nonce)
+}
+
+func TestLimits(t *testing.T) {
+	e := envelope()
+	e.Engine, e.Plugin = strings.Repeat("e", MaxEngine), make([]byte, MaxPlugin)
+	data := seal(t, e)
+	require.Len(t, data, MaxSize)
+	_, err := Open(key, data)
+	require.NoError(t, err)
+	for field, change := range map[string]func(*Envelope){
+		"engine": func(e *Envelope) { e.Engine += "e" }, "tokens": func(e *Envelope) { e.Tokens = -1 },
+		"consumers": func(e *Envelope) { e.Consumers = MaxConsumers + 1 }, "lease": func(e *Envelope) { e.Lease = -1 },
+		"plugin": func(e *Envelope) { e.Plugin = make([]byte, MaxPlugin+1) },
+	} {
+		changed := *e
+		change(&changed)
+		_, err := Seal(key, &changed)
+		require.ErrorIs(t, err, connector.ErrIncompatible, field)
+		require.ErrorContains(t, err, field)
+	}
+	_, err = Seal(key[:31], envelope())
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	_, err = Open(nil, data)
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+}
+
+// No byte of a ticket can be changed, dropped or added, and no other key opens it.
+func TestForged(t *testing.T) {
+	data := seal(t, envelope())
+	for i := range data {
+		bad := bytes.Clone(data)
+		bad[i] ^= 1
+		_, err := Open(key, bad)
+		require.ErrorIs(t, err, ErrForged, "byte %d changed", i)
+		_, err = Open(key, data[:i])
+		require.ErrorIs(t, err, ErrForged, "cut at %d", i)
+	}
+	for name, bad := range map[string][]byte{
+		"longer": append(bytes.Clone(data), 0), "nothing": nil, "huge": make([]byte, MaxSize+1),
+	} {
+		_, err := Open(key, bad)
+		require.ErrorIs(t, err, ErrForged, name)
+	}
+	_, err := Open(bytes.Repeat([]byte{8}, 32), data)
+	require.ErrorIs(t, err, ErrForged, "other key")
+}
+
+// Also a body that is signed with our key is read strictly.
+func TestSignedNonsense(t *testing.T) {
+	resign := func(change func([]byte)) []byte {
+		data := seal(t, envelope())
+		body := data[:len(data)-32]
+		change(body)
+		return append(body, sign(key, body)...)
+	}
+	for name, change := range map[string]func([]byte){
+		"version":   func(b []byte) { b[0] = 2 },
+		"tokens":    func(b []byte) { binary.BigEndian.PutUint32(b[17:], math.MaxUint32) },
+		"consumers": func(b []byte) { binary.BigEndian.PutUint32(b[21:], math.MaxUint32) },
+		"lease":     func(b []byte) { binary.BigEndian.PutUint64(b[25:], math.MaxUint64) },
+		"engine":    func(b []byte) { binary.BigEndian.PutUint32(b[113:], math.MaxUint32) },
+		"plugin":    func(b []byte) { binary.BigEndian.PutUint32(b[117:], 3) },
+	} {
+		_, err := Open(key, resign(change))
+		require.ErrorIs(t, err, ErrForged, name)
+	}
+	_, err := Open(key, resign(func([]byte) {}))
+	require.NoError(t, err)
+}
+
+func TestGuardCountsUses(t *testing.T) {
+	g := NewGuard(model, shape)
+	e := envelope()
+	e.Consumers = 2
+	for range 72 { // one request is matched many times
+		require.NoError(t, g.Check(e, "a"))
+	}
+	require.NoError(t, g.Check(e, "b"))
+	require.ErrorIs(t, g.Check(e, "c"), ErrReplayed)
+	require.NoError(t, g.Check(e, "a"), "a refusal does not end what was allowed")
+
+	once := envelope()
+	once.Nonce, once.Consumers = [16]byte{2}, 0
+	require.NoError(t, g.Check(once, "a"))
+	require.ErrorIs(t, g.Check(once, "b"), ErrReplayed)
+}
+
+func TestGuardRefusesOthers(t *testing.T) {
+	g := NewGuard(model, shape)
+	e := envelope()
+	e.Model = shape
+	require.ErrorIs(t, g.Check(e, "a"), connector.ErrIncompatible)
+	e = envelope()
+	e.Shape = model
+	require.ErrorIs(t, g.Check(e, "a"), connector.ErrIncompatible)
+}
+
+func TestGuardRefusesFormerLives(t *testing.T) {
+	g := NewGuard(model, shape)
+	ticket := func(engine string, epoch uint64, nonce byte) *Envelope {
+		e := envelope()
+		e.Engine, e.Epoch, e.Nonce = engine, epoch, [16]byte{nonce}
+		return e
+	}
+	require.NoError(t, g.Check(ticket("p", 5, 1), "a"))
+	require.NoError(t, g.Check(ticket("p", 6, 2), "b"))
+	require.ErrorIs(t, g.Check(ticket("p", 5, 3), "c"), ErrStale)
+	require.ErrorIs(t, g.Check(ticket("p", 5, 1), "a"), ErrStale, "also one that was good before")
+	require.NoError(t, g.Check(ticket("q", 1, 4), "d"), "each engine has its own lives")
+}
+
+func TestGuardForgetsAfterTheLease(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := NewGuard(model, shape)
+		e := envelope()
+		e.Lease = time.Hour
+		require.NoError(t, g.Check(e, "a"))
+		time.Sleep(2 * time.Hour) // the bubble's clock
+		require.ErrorIs(t, g.Check(e, "b"), ErrReplayed)
+		time.Sleep(time.Second)
+		require.NoError(t, g.Check(e, "b"), "the producer has long released the hold")
+		require.Len(t, g.byNonce, 1)
+		require.Equal(t, 1, g.uses)
+	})
+}
+
+func TestGuardIsBounded(t *testing.T) {
+	g := NewGuard(model, shape)
+	e := envelope()
+	for i := range uint64(maxUses + 100) {
+		binary.BigEndian.PutUint64(e.Nonce[:], i+1)
+		e.Engine = "p" + string(rune('a'+i%5000))
+		require.NoError(t, g.Check(e, "a"))
+	}
+	require.LessOrEqual(t, len(g.byNonce), maxUses)
+	require.Equal(t, len(g.byNonce), g.order.Len())
+	require.LessOrEqual(t, len(g.epochs), maxEngines)
+	require.ErrorIs(t, g.Check(e, "b"), ErrReplayed, "the newest are still known")
+
+	many := envelope() // one ticket cannot fill it either
+	many.Consumers = MaxConsumers
+	for i := range maxUses + 100 {
+		require.NoError(t, g.Check(many, connector.RequestID(strings.Repeat("x", i%7)+string(rune(i+0x10000)))))
+	}
+	require.LessOrEqual(t, g.uses, maxUses)
+}
+
+func TestGuardInParallel(t *testing.T) {
+	g := NewGuard(model, shape)
+	e := envelope()
+	e.Consumers = 3
+	var all sync.WaitGroup
+	var mu sync.Mutex
+	allowed := 0
+	for i := range 16 {
+		all.Go(func() {
+			if g.Check(e, connector.RequestID(rune('a'+i))) == nil {
+				mu.Lock()
+				allowed++
+				mu.Unlock()
+			}
+		})
+	}
+	all.Wait()
+	require.Equal(t, 3, allowed)
+}
+
+func TestLoadKey(t *testing.T) {
+	dir := t.TempDir()
+	write := func(name, content string, mode os.FileMode) string {
+		path := filepath.Join(dir, name)
+		require.NoError(t, os.WriteFile(path, []byte(content), mode))
+		require.NoError(t, os.Chmod(path, mode))
+		return path
+	}
+	secret := strings.Repeat("k", 32)
+	a, err := LoadKey(write("a", secret, 0o600))
+	require.NoError(t, err)
+	require.Len(t, a, 32)
+	b, err := LoadKey(write("b", " "+secret+"\n", 0o400))
+	require.NoError(t, err)
+	require.Equal(t, a, b)
+	c, err := LoadKey(write("c", secret+"x", 0o600))
+	require.NoError(t, err)
+	require.NotEqual(t, a, c)
+
+	fifo := filepath.Join(dir, "fifo")
+	require.NoError(t, syscall.Mkfifo(fifo, 0o600))
+	for want, path := range map[string]string{
+		"31 bytes": write("short", secret[1:], 0o600), "chmod 600": write("open", secret, 0o640),
+		"larger than": write("large", strings.Repeat("k", maxKeyFile+1), 0o600),
+		"no regular":  fifo,
+	} {
+		_, err := LoadKey(path)
+		require.ErrorIs(t, err, connector.ErrIncompatible, want)
+		require.ErrorContains(t, err, want)
+		require.ErrorContains(t, err, path)
+	}
+	_, err = LoadKey(filepath.Join(dir, "none"))
+	require.ErrorIs(t, err, os.ErrNotExist)
+}
+
+func TestSharedKey(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("XDG_RUNTIME_DIR", dir)
+	keys := make([][]byte, 8)
+	var all sync.WaitGroup
+	for i := range keys {
+		all.Go(func() {
+			k, err := SharedKey()
+			if err != nil {
+				t.Error(err)
+			}
+			keys[i] = k
+		})
+	}
+	all.Wait()
+	for _, k := range keys {
+		require.Equal(t, keys[0], k, "whoever comes first makes the key of all")
+	}
+	entries, err := os.ReadDir(filepath.Join(dir, "kvport"))
+	require.NoError(t, err)
+	require.Len(t, entries, 1, "no temporary file is left")
+	info, err := os.Stat(filepath.Join(dir, "kvport", "ticket.key"))
+	require.NoError(t, err)
+	require.Equal(t, os.FileMode(0o600), info.Mode().Perm())
+
+	require.NoError(t, os.Chmod(filepath.Join(dir, "kvport"), 0o755))
+	_, err = SharedKey()
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.NoError(t, os.RemoveAll(filepath.Join(dir, "kvport")))
+	require.NoError(t, os.Symlink(t.TempDir(), filepath.Join(dir, "kvport")))
+	_, err = SharedKey()
+	require.ErrorIs(t, err, connector.ErrIncompatible, "a link that somebody else may have put there")
+
+	t.Setenv("XDG_RUNTIME_DIR", "")
+	t.Setenv("TMPDIR", t.TempDir())
+	k, err := SharedKey()
+	require.NoError(t, err)
+	require.NotEqual(t, keys[0], k)
+}
+
+func FuzzOpen(f *testing.F) {
+	f.Add(seal(f, envelope()), false)
+	f.Add(seal(f, &Envelope{Engine: "e"}), true)
+	f.Fuzz(func(t *testing.T, data []byte, signed bool) {
+		if signed { // reach the parser behind the signature
+			data = append(bytes.Clone(data), sign(key, data)...)
+		}
+		e, err := Open(key, data)
+		if err != nil {
+			require.ErrorIs(t, err, ErrForged)
+			return
+		}
+		if e.Nonce == ([16]byte{}) {
+			return // Seal would draw another
+		}
+		again, err := Seal(key, e)
+		require.NoError(t, err)
+		require.Equal(t, data, again, "there is one encoding")
+	})
+}
