@@ -1,0 +1,281 @@
+// Command plugin is a connector for the host's own tests: it keeps blocks as files in a folder and
+// misbehaves on request.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk"
+)
+
+// config says where blocks are kept and what goes wrong.
+type config struct {
+	Dir     string `json:"dir" jsonschema:"description=where blocks are kept"`
+	Fault   string `json:"fault" jsonschema:"description=what goes wrong"`
+	At      int64  `json:"at" jsonschema:"description=from which call on"`
+	Once    bool   `json:"once" jsonschema:"description=only in the first process"`
+	Lossy   bool   `json:"lossy" jsonschema:"description=say so"`
+	Layout  string `json:"layout" jsonschema:"description=the one layout it needs"`
+	SlowMS  int    `json:"slow_ms" jsonschema:"description=time that a load takes"`
+	MatchMS int    `json:"match_ms" jsonschema:"description=time that a match takes"`
+}
+
+func main() {
+	switch filepath.Base(os.Args[0]) {
+	case "kvport-hang":
+		if len(os.Args) == 1 {
+			select {}
+		}
+	case "kvport-hangmanifest":
+		select {}
+	case "kvport-talks":
+		if len(os.Args) == 1 {
+			fmt.Println("hello")
+			select {}
+		}
+	}
+	sdk.Serve(connector.Plugin{
+		Name: "TestConnector", Aliases: []string{"TestAlias"}, Version: "1", Environment: []string{"KVPORT_TEST_SEEN"},
+		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset,
+		Schema:       sdk.SchemaOf[config](),
+		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
+			c, err := sdk.DecodeConfig[config](raw)
+			info := connector.Info{Name: "TestConnector", Capabilities: connector.CanReset, Scope: connector.ScopeNode, Lossy: c.Lossy}
+			if c.Layout != "" {
+				info.Layouts = []string{c.Layout}
+			}
+			if c.Fault == "plan" {
+				info.Capabilities |= connector.CanPlan
+			}
+			if c.Fault == "hold" {
+				info.Capabilities |= connector.CanHold
+			}
+			return info, err
+		},
+		Scheduler: func(_ context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
+			c, err := sdk.DecodeConfig[config](raw)
+			s := &side{config: c, env: env}
+			switch c.Fault {
+			case "plan":
+				return &planner{scheduler{s}}, err
+			case "hold":
+				return &holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}, err
+			}
+			return &scheduler{s}, err
+		},
+		Worker: func(_ context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
+			c, err := sdk.DecodeConfig[config](raw)
+			if os.Getenv("HOME") != "" {
+				err = fmt.Errorf("the environment is not empty: %q", os.Environ())
+			}
+			return &worker{&side{config: c, env: env}}, err
+		},
+	})
+}
+
+type side struct {
+	config
+	env   connector.Env
+	calls atomic.Int64
+}
+
+// due counts a call and says whether it goes wrong.
+func (s *side) due(fault string) bool {
+	if s.Fault != fault || s.calls.Add(1) < s.At {
+		return false
+	}
+	if s.Once {
+		f, err := os.OpenFile(filepath.Join(s.Dir, "happened"), os.O_CREATE|os.O_EXCL, 0o600)
+		if err != nil {
+			return false
+		}
+		_ = f.Close()
+	}
+	return true
+}
+
+func (s *side) path(k connector.BlockKey, rank int) string {
+	return filepath.Join(s.Dir, fmt.Sprintf("%s.%d", k, rank))
+}
+
+func (s *side) Close() error { return nil }
+
+type scheduler struct{ *side }
+
+func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+	time.Sleep(time.Duration(s.MatchMS) * time.Millisecond)
+	switch {
+	case s.due("hang_match"):
+		select {}
+	case s.due("crash_match"):
+		os.Exit(3)
+	case s.due("busy_match"):
+		return nil, connector.ErrBusy
+	}
+	out := make([]connector.Match, len(qs))
+	for i, q := range qs {
+		n := 0
+		for _, k := range q.Keys {
+			if _, err := os.Stat(s.path(k, s.env.World-1)); err != nil {
+				break
+			}
+			n++
+		}
+		out[i].Tokens = max(n*s.env.Layout.Groups[0].BlockTokens-q.Computed, 0)
+		switch {
+		case s.due("more"):
+			out[i].Tokens = q.Tokens + 1
+		case s.due("groups"):
+			out[i].Groups = 1 << 30
+		}
+	}
+	return out, nil
+}
+
+func (s *scheduler) Reset(context.Context) (bool, error) {
+	files, err := os.ReadDir(s.Dir)
+	for _, f := range files {
+		err = os.Remove(filepath.Join(s.Dir, f.Name()))
+	}
+	return err == nil, err
+}
+
+// planner plans the loads and saves it is offered, less the last block of each.
+type planner struct{ scheduler }
+
+func (p *planner) Plan(_ context.Context, s *connector.Step) (*connector.Plan, error) {
+	cut := func(in []connector.Transfer) (out []connector.Transfer) {
+		for _, t := range in {
+			n := p.env.Layout.Groups[0].BlockTokens
+			if len(t.Blocks) > 1 {
+				t.Blocks, t.Tokens, t.Extra = t.Blocks[:len(t.Blocks)-1], t.Tokens-n, []byte("planned")
+				out = append(out, t)
+			}
+		}
+		return out
+	}
+	return &connector.Plan{Loads: cut(s.Admitted), Saves: append(cut(s.Computed), connector.Transfer{
+		Request: "invented", Tokens: 16, Blocks: []connector.Block{{ID: 1}},
+	})}, nil
+}
+
+// holder keeps what ends remotely until the file "fetched" appears.
+type holder struct {
+	scheduler
+	mu       sync.Mutex
+	last     connector.HoldID
+	consumed chan connector.HoldID
+}
+
+func (h *holder) Finish(_ context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	out := make([]connector.Hold, len(ended))
+	for i, e := range ended {
+		if e.Remote {
+			h.last++
+			out[i] = connector.Hold{ID: h.last, Ticket: []byte("ticket of " + e.Request)}
+			if strings.HasPrefix(string(e.Request), "fetched") {
+				h.consumed <- h.last
+			}
+		}
+	}
+	return out, nil
+}
+
+func (h *holder) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	select {
+	case id := <-h.consumed:
+		return []connector.HoldID{id, 4711}, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+type worker struct{ *side }
+
+func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	time.Sleep(time.Duration(w.SlowMS) * time.Millisecond)
+	switch {
+	case w.due("hang_load"):
+		select {}
+	case w.due("wait_load"):
+		<-ctx.Done()
+		return ctx.Err()
+	case w.due("panic_load"):
+		panic("as told")
+	case w.due("crash_load"):
+		os.Exit(3)
+	case w.due("busy_load"):
+		if w.calls.Load() < w.At+3 {
+			return connector.ErrBusy
+		}
+	case w.due("lie_load"):
+		return nil
+	case w.due("foreign"):
+		return &connector.BlockError{Blocks: []connector.BlockID{t.Blocks[0].ID + 1000}, Err: connector.ErrGone}
+	}
+	var missing []connector.BlockID
+	for _, b := range t.Blocks {
+		spans, err := kv.Spans(b)
+		if err != nil {
+			return err
+		}
+		data, err := os.ReadFile(w.path(b.Key, w.env.Rank))
+		if err != nil {
+			missing = append(missing, b.ID)
+			continue
+		}
+		if w.due("damage") {
+			data[0] ^= 1
+		}
+		for _, s := range spans {
+			data = data[copy(s, data):]
+		}
+	}
+	if missing != nil {
+		return &connector.BlockError{Blocks: missing, Err: connector.ErrGone}
+	}
+	return nil
+}
+
+func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	switch {
+	case w.due("hang_save"):
+		select {}
+	case w.due("crash_save"):
+		os.Exit(3)
+	case w.due("fail_save"):
+		return &connector.BlockError{Blocks: []connector.BlockID{t.Blocks[len(t.Blocks)-1].ID}, Err: connector.ErrGone}
+	}
+	for _, b := range t.Blocks {
+		spans, err := kv.Spans(b)
+		if err != nil {
+			return err
+		}
+		path := w.path(b.Key, w.env.Rank)
+		if _, err := os.Stat(path); err == nil && !t.Replace {
+			continue
+		}
+		var data []byte
+		for _, s := range spans {
+			data = append(data, s...)
+		}
+		if err := os.WriteFile(path+".new", data, 0o600); err != nil {
+			return err
+		}
+		if err := os.Rename(path+".new", path); err != nil {
+			return err
+		}
+	}
+	return nil
+}
