@@ -36,8 +36,9 @@ func (k kind) size() uint64 {
 		return 4
 	case kindU64, kindI64, kindF64:
 		return 8
+	default:
+		return 0
 	}
-	return 0
 }
 
 // value is a metadata value, still encoded.
@@ -95,8 +96,9 @@ func (f *File) Float(key string) (float64, error) {
 		return float64(math.Float32frombits(binary.LittleEndian.Uint32(v.raw))), nil
 	case kindF64:
 		return math.Float64frombits(binary.LittleEndian.Uint64(v.raw)), nil
+	default:
+		return 0, wrongType(key, "number")
 	}
-	return 0, wrongType(key, "number")
 }
 
 // Bool is a truth value.
@@ -168,6 +170,7 @@ func (k kind) integer(raw []byte) (int64, bool) {
 	case kindU64, kindI64:
 		n := int64(le.Uint64(raw))
 		return n, k == kindI64 || n >= 0
+	default:
+		return 0, false
 	}
-	return 0, false
 }

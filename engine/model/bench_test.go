@@ -59,8 +59,10 @@ func benchDecode(b *testing.B, m Model, n int) {
 		if err := m.Forward(prompt, kv); err != nil {
 			b.Fatal(err)
 		}
-		batch.Chunks = append(batch.Chunks, Chunk{Tokens: []int32{int32(i)}, Start: context, Blocks: table,
-			Logits: [][]float32{make([]float32, m.Spec().Vocab)}})
+		batch.Chunks = append(batch.Chunks, Chunk{
+			Tokens: []int32{int32(i)}, Start: context, Blocks: table,
+			Logits: [][]float32{make([]float32, m.Spec().Vocab)},
+		})
 	}
 	for b.Loop() {
 		if err := m.Forward(batch, kv); err != nil {

@@ -136,7 +136,7 @@ func randomTokens(seed uint64, n, vocab int) []int32 {
 
 func requireSame(t testing.TB, want, got [][]float32, what string) {
 	t.Helper()
-	require.Equal(t, len(want), len(got), what)
+	require.Len(t, got, len(want), what)
 	for p := range want {
 		for i := range want[p] {
 			if math.Float32bits(want[p][i]) != math.Float32bits(got[p][i]) {

@@ -31,8 +31,10 @@ func newReference(t *testing.T, path string) *reference {
 		require.NoError(t, err)
 		return int(n)
 	}
-	r := &reference{t: t, file: f, hidden: integer("llama.embedding_length"), feed: integer("llama.feed_forward_length"),
-		heads: integer("llama.attention.head_count"), kv: integer("llama.attention.head_count_kv"), layer: integer("llama.block_count")}
+	r := &reference{
+		t: t, file: f, hidden: integer("llama.embedding_length"), feed: integer("llama.feed_forward_length"),
+		heads: integer("llama.attention.head_count"), kv: integer("llama.attention.head_count_kv"), layer: integer("llama.block_count"),
+	}
 	r.base, err = f.Float("llama.rope.freq_base")
 	require.NoError(t, err)
 	r.eps, err = f.Float("llama.attention.layer_norm_rms_epsilon")
@@ -223,7 +225,7 @@ func TestRealAgainstReferences(t *testing.T) {
 		limit float64
 	}{{F32, 1e-3}, {F16, 0.05}} {
 		m := loadReal(t, Options{DType: c.d})
-		worst, clear := 0.0, 0
+		worst, decided := 0.0, 0
 		for i, text := range texts {
 			got := logits(t, m, text, len(text), 16)
 			got = got[len(got)-positions:]
@@ -233,16 +235,16 @@ func TestRealAgainstReferences(t *testing.T) {
 				}
 				best, margin := winner(exact[i][p])
 				if margin > 1 {
-					clear++
+					decided++
 					require.Equal(t, best, rec.Runs[i].Steps[p].Token, "llama.cpp, text %d position %d, margin %.2f", i, p, margin)
 					ours, _ := winner(got[p])
 					require.Equal(t, best, ours)
 				}
 			}
 		}
-		t.Logf("%s: largest difference from float64 %.2g, llama.cpp agrees on %d clear positions", c.d, worst, clear)
+		t.Logf("%s: largest difference from float64 %.2g, llama.cpp agrees on %d clear positions", c.d, worst, decided)
 		require.Less(t, worst, c.limit)
-		require.Greater(t, clear, positions, "too few clear positions to mean anything")
+		require.Greater(t, decided, positions, "too few clear positions to mean anything")
 	}
 }
 

@@ -1,7 +1,6 @@
 package tokenizer
 
 import (
-	"container/heap"
 	"errors"
 	"fmt"
 	"regexp"
@@ -135,19 +134,41 @@ type candidate struct {
 	leftID, rightID int32
 }
 
-// candidates is a heap: lowest rank first, leftmost of equals.
+// before says which of two merges is done first: the lower rank, the leftmost of equals.
+func (c candidate) before(d candidate) bool {
+	return c.rank < d.rank || c.rank == d.rank && c.left < d.left
+}
+
+// candidates is a binary heap: no element comes before its parent.
 type candidates []candidate
 
-func (c candidates) Len() int { return len(c) }
-func (c candidates) Less(i, j int) bool {
-	return c[i].rank < c[j].rank || c[i].rank == c[j].rank && c[i].left < c[j].left
+func (c *candidates) push(x candidate) {
+	h := append(*c, x)
+	for i := len(h) - 1; i > 0 && h[i].before(h[(i-1)/2]); i = (i - 1) / 2 {
+		h[i], h[(i-1)/2] = h[(i-1)/2], h[i]
+	}
+	*c = h
 }
-func (c candidates) Swap(i, j int) { c[i], c[j] = c[j], c[i] }
-func (c *candidates) Push(x any)   { *c = append(*c, x.(candidate)) }
-func (c *candidates) Pop() any {
-	last := (*c)[len(*c)-1]
-	*c = (*c)[:len(*c)-1]
-	return last
+
+// pop removes the first.
+func (c *candidates) pop() candidate {
+	h := *c
+	first, last := h[0], len(h)-1
+	h[0] = h[last]
+	h = h[:last]
+	for i := 0; 2*i+1 < last; {
+		child := 2*i + 1
+		if child+1 < last && h[child+1].before(h[child]) {
+			child++
+		}
+		if !h[child].before(h[i]) {
+			break
+		}
+		h[i], h[child] = h[child], h[i]
+		i = child
+	}
+	*c = h
+	return first
 }
 
 // merge appends the ids of one word.
@@ -164,14 +185,14 @@ func (t *bpe) merge(ids []int32, word string) []int32 {
 		}
 		a, b := parts[left].id, parts[right].id
 		if m, ok := t.merges[[2]int32{a, b}]; ok {
-			heap.Push(&found, candidate{m, left, right, a, b})
+			found.push(candidate{m, left, right, a, b})
 		}
 	}
 	for i := range parts {
 		look(int32(i), parts[i].next)
 	}
 	for len(found) > 0 {
-		c := heap.Pop(&found).(candidate)
+		c := found.pop()
 		left, right := &parts[c.left], &parts[c.right]
 		if left.id != c.leftID || right.id != c.rightID || left.next != c.right {
 			continue // one of them is part of something else by now

@@ -84,7 +84,7 @@ type tile struct{ from, to, row, end int }
 // rowBlock is how many rows of x are multiplied by a panel before the next: they stay in the L2 cache.
 const rowBlock = 240
 
-// MatMul writes rows rows of y = x*W. x has rows of K, y has rows of w.Stride(), of which the first N
+// MatMul computes y = x*W for the given number of rows. x has rows of K, y has rows of w.Stride(), of which the first N
 // are outputs.
 func (c *Compute) MatMul(y, x []float32, rows int, w *Matrix) {
 	panels := w.panels()
