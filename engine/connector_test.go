@@ -142,9 +142,9 @@ func TestPluginDies(t *testing.T) {
 	cfg.PrefixCaching = false
 	d := start(t, shared(t, cfg, connector.RoleBoth, dir, settings))
 	rng := rand.New(rand.NewPCG(5, 5))
-	loaded, hits := 0, 0
+	loaded, hits, pid := 0, 0, 0
 	for round := range 12 {
-		pid := livePID(t, d)
+		pid = livePID(t, d, pid)
 		signal := syscall.SIGKILL
 		if round%6 == 5 {
 			signal = syscall.SIGSTOP
@@ -168,17 +168,17 @@ func TestPluginDies(t *testing.T) {
 	require.Positive(t, loaded)
 	require.Greater(t, hits, 6)
 	require.GreaterOrEqual(t, d.metric(t, "kvport_plugin_restarts_total", ""), 11.0)
-	livePID(t, d)
+	livePID(t, d, pid)
 	requireIdle(t, d)
 	t.Logf("%d plugins killed or stopped, %d tokens loaded", hits, loaded)
 }
 
-// livePID waits until the plugin runs.
-func livePID(t testing.TB, r *rig) (pid int) {
+// livePID waits until a plugin runs, another one than old.
+func livePID(t testing.TB, r *rig, old int) (pid int) {
 	require.Eventually(t, func() bool {
 		h := r.Health().Host
 		pid = h.PID
-		return h.State == "ready"
+		return h.State == "ready" && pid != old
 	}, 10*time.Second, time.Millisecond)
 	return pid
 }
@@ -299,7 +299,7 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 	cycle := func() {
 		r := start(t, shared(t, cfg, connector.RoleBoth, dir, ""))
-		pid := livePID(t, r)
+		pid := livePID(t, r, 0)
 		out := submit(t, r, Request{ID: "a", Prompt: []int32{1, 2, 3}, MaxTokens: 200, IgnoreEOS: true})
 		r.stop(t)
 		require.Len(t, collect(out).tokens, 200)
