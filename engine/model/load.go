@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
-	"strconv"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/gguf"
@@ -78,7 +77,7 @@ func fromGGUF(f *gguf.File, o Options) (Model, error) {
 	if b.err != nil {
 		return nil, errors.Join(b.err, m.Close())
 	}
-	m.spec = c.spec(f, o.DType)
+	m.spec = m.describe(f, o.DType)
 	if o.Log != nil {
 		o.Log.Info("model loaded", "name", m.spec.Name, "layers", c.layerCount, "dtype", o.DType.String(),
 			"kernels", b.compute.Name(), "threads", b.compute.Threads(), "weights", m.spec.Weights.String())
@@ -86,17 +85,20 @@ func fromGGUF(f *gguf.File, o Options) (Model, error) {
 	return m, nil
 }
 
-func (c *config) spec(f *gguf.File, d DType) Spec {
+// describe makes the Spec. The rotary angles are part of the fingerprint as numbers: Go's cosine may differ
+// in the last bit between architectures, and then their caches must not be mixed.
+func (m *llama) describe(f *gguf.File, d DType) Spec {
 	name, err := f.String("general.name")
 	if err != nil {
 		name = "llama"
 	}
-	content := sha256.Sum256(f.Data())
+	content, angles := sha256.Sum256(f.Data()), sha256.New()
+	angles.Write(bytesOf(m.cos))
+	angles.Write(bytesOf(m.sin))
 	return Spec{
-		Name: name, Vocab: c.vocab, MaxTokens: c.maxPositions, Layers: c.layerCount,
-		Weights: connector.NewFingerprint(arithmetic, string(content[:]), d.String(),
-			strconv.FormatFloat(c.ropeBase, 'g', -1, 64)),
-		ByteShape: fmt.Sprintf("f32[k|v][slot][%d][%d]", c.kvHeads, c.headDim),
+		Name: name, Vocab: m.vocab, MaxTokens: m.maxPositions, Layers: m.layerCount,
+		Weights:   connector.NewFingerprint(arithmetic, string(content[:]), d.String(), string(angles.Sum(nil))),
+		ByteShape: fmt.Sprintf("f32[k|v][slot][%d][%d]", m.kvHeads, m.headDim),
 	}
 }
 

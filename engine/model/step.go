@@ -139,6 +139,11 @@ func floats(b []byte) []float32 {
 	return unsafe.Slice((*float32)(unsafe.Pointer(unsafe.SliceData(b))), len(b)/4)
 }
 
+// bytesOf is a view of numbers as bytes.
+func bytesOf(x []float32) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(x))), 4*len(x))
+}
+
 // grow gives a slice of length n, with old content or none.
 func grow(x []float32, n int) []float32 {
 	if cap(x) < n {

@@ -154,7 +154,7 @@ func TestExp(t *testing.T) {
 	}
 	require.Zero(t, exp(-800))
 	require.Zero(t, exp(math.Inf(-1)))
-	require.Equal(t, 1.0, exp(0))
+	require.InDelta(t, 1, exp(0), 0)
 }
 
 func BenchmarkSample(b *testing.B) {
@@ -163,8 +163,10 @@ func BenchmarkSample(b *testing.B) {
 	for i := range logits {
 		logits[i] = float32(r.NormFloat64() * 3)
 	}
-	for name, p := range map[string]Params{"greedy": {}, "temperature": {Temperature: 0.8},
-		"top_p": {Temperature: 0.8, TopP: 0.95}, "top_k": {Temperature: 0.8, TopK: 50}} {
+	for name, p := range map[string]Params{
+		"greedy": {}, "temperature": {Temperature: 0.8},
+		"top_p": {Temperature: 0.8, TopP: 0.95}, "top_k": {Temperature: 0.8, TopK: 50},
+	} {
 		b.Run(name, func(b *testing.B) {
 			for i := 0; b.Loop(); i++ {
 				Sample(logits, p, i)
