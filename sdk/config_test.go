@@ -1,0 +1,108 @@
+package sdk
+
+import (
+	"encoding/json"
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/santhosh-tekuri/jsonschema/v6"
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+type testConfig struct {
+	Path  string `json:"shared_storage_path" jsonschema:"required,description=folder of the blocks"`
+	Max   int64  `json:"max_bytes" jsonschema:"default=1024,minimum=0,description=size cap in bytes"`
+	Mode  string `json:"mode" jsonschema:"default=fast,enum=fast,enum=safe"`
+	Sync  bool   `json:"sync" jsonschema:"default=true"`
+	Limit struct {
+		Rate float64 `json:"rate" jsonschema:"default=0.5"`
+	} `json:"limit"`
+	Peers []struct {
+		Name string `json:"name"`
+	} `json:"peers"`
+	validated bool
+}
+
+func (c *testConfig) Validate() error {
+	c.validated = true
+	if c.Path == "/" {
+		return errors.New("shared_storage_path must not be the root")
+	}
+	return nil
+}
+
+func TestDecodeConfig(t *testing.T) {
+	c, err := DecodeConfig[testConfig](json.RawMessage(`{"shared_storage_path": "/d"}`))
+	require.NoError(t, err)
+	want := testConfig{Path: "/d", Max: 1024, Mode: "fast", Sync: true, validated: true}
+	want.Limit.Rate = 0.5
+	require.Equal(t, want, c)
+
+	c, err = DecodeConfig[testConfig](json.RawMessage(` {"shared_storage_path": "/d", "max_bytes": 0, "sync": false, "mode": "safe",
+		"limit": {"rate": 2}, "peers": [{"name": "a"}]} `))
+	require.NoError(t, err)
+	require.Equal(t, "a", c.Peers[0].Name)
+	require.True(t, c.Max == 0 && !c.Sync && c.Mode == "safe" && c.Limit.Rate == 2)
+}
+
+func TestDecodeConfigRefuses(t *testing.T) {
+	for _, c := range []struct{ raw, want string }{
+		{``, `shared_storage_path is missing`},
+		{`{}`, `shared_storage_path is missing`},
+		{`null`, `null, want an object`},
+		{`[]`, `JSON array, want an object`},
+		{`"x"`, `JSON string, want an object`},
+		{`{"shared_storage_path": "/d",}`, `bad JSON at byte 30`},
+		{`{"shared_storage_path": "/d"`, `unexpected end`},
+		{`{"shared_storage_path": "/d"} {}`, `bad JSON at byte 31`},
+		{`{"shared_storage_path": "/d", "shared_storag_path": 1}`, `unknown field "shared_storag_path", did you mean "shared_storage_path"?`},
+		{`{"shared_storage_path": "/d", "Max_Bytes": 1}`, `unknown field "Max_Bytes", did you mean "max_bytes"?`},
+		{`{"shared_storage_path": "/d", "zzzzzzzz": 1}`, `unknown field "zzzzzzzz", known are shared_storage_path, max_bytes`},
+		{`{"shared_storage_path": "/d", "limit": {"rat": 1}}`, `unknown field "limit.rat", did you mean "rate"?`},
+		{`{"shared_storage_path": "/d", "peers": [{}, {"nam": "a"}]}`, `unknown field "peers[1].nam"`},
+		{`{"shared_storage_path": 7}`, `shared_storage_path is a JSON number, want string`},
+		{`{"shared_storage_path": "/d", "max_bytes": "1"}`, `max_bytes is a JSON string, want int64`},
+		{`{"shared_storage_path": "/d", "max_bytes": 1.5}`, `max_bytes`},
+		{`{"shared_storage_path": "/d", "limit": {"rate": "x"}}`, `limit.rate is a JSON string`},
+		{`{"shared_storage_path": "/d", "max_bytes": -1}`, `max_bytes: minimum`},
+		{`{"shared_storage_path": "/d", "mode": "slow"}`, `mode: value must be one of`},
+		{`{"shared_storage_path": "/"}`, `must not be the root`},
+	} {
+		_, err := DecodeConfig[testConfig](json.RawMessage(c.raw))
+		require.ErrorIs(t, err, connector.ErrIncompatible, c.raw)
+		require.ErrorContains(t, err, c.want, c.raw)
+		require.NotContains(t, err.Error(), "\n", c.raw)
+	}
+}
+
+func TestSchemaOf(t *testing.T) {
+	raw := SchemaOf[testConfig]()
+	doc, err := jsonschema.UnmarshalJSON(strings.NewReader(string(raw)))
+	require.NoError(t, err)
+	compiler := jsonschema.NewCompiler()
+	require.NoError(t, compiler.AddResource("s.json", doc))
+	_, err = compiler.Compile("s.json")
+	require.NoError(t, err, "a schema that validators accept")
+	for _, want := range []string{`"description":"folder of the blocks"`, `"default":1024`, `"required":["shared_storage_path"]`, `"enum":["fast","safe"]`} {
+		require.Contains(t, string(raw), want)
+	}
+	require.NotContains(t, string(raw), "$ref")
+	require.NotContains(t, string(raw), "validated")
+}
+
+func FuzzDecodeConfig(f *testing.F) {
+	f.Add([]byte(`{"shared_storage_path": "/d", "max_bytes": 3, "peers": [{"name": "a"}]}`))
+	f.Add([]byte(`{"limit": null}`))
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		c, err := DecodeConfig[testConfig](raw)
+		if err != nil {
+			require.ErrorIs(t, err, connector.ErrIncompatible)
+			return
+		}
+		require.True(t, c.Max >= 0 && c.validated)
+		require.True(t, json.Valid(raw))
+	})
+}
