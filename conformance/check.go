@@ -12,6 +12,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/kvport/kvport/connector"
 )
 
 // Options change how Check runs. The zero value runs every case and requires the profile store.
@@ -43,29 +45,10 @@ type Result struct {
 // Check runs the cases one after another and returns a Result for each, in order. A case that hangs
 // fails and is left behind: its goroutines stay until the connector lets go of them.
 func Check(ctx context.Context, newHarness Maker, o Options) []Result {
-	if o.Deadline == 0 {
-		o.Deadline = defaultDeadline
-	}
-	if o.Profiles == nil {
-		o.Profiles = []Profile{Store}
-	}
-	if o.Log == nil {
-		o.Log = slog.New(slog.DiscardHandler)
-	}
-	salt := make([]byte, 16)
-	_, _ = rand.Read(salt) // never fails
-	warmUp()
 	var results []Result
-	for _, c := range Cases() {
-		if o.Only != nil && !slices.Contains(o.Only, c.ID) {
-			continue
-		}
-		r := checkCase(ctx, c, newHarness, settings{seed: o.Seed, salt: hex.EncodeToString(salt) + c.ID, log: o.Log, deadline: o.Deadline})
-		for _, p := range o.Profiles {
-			if r.Status == Skip && slices.Contains(c.Profiles, p) {
-				r.Status, r.Log = Fail, append(r.Log, fmt.Sprintf("profile %s requires this case", p))
-			}
-		}
+	s := o.prepare(ctx, newHarness)
+	for _, c := range o.cases() {
+		r := o.judge(c, checkCase(ctx, c, newHarness, s))
 		if o.Progress != nil {
 			o.Progress(r)
 		}
@@ -77,22 +60,63 @@ func Check(ctx context.Context, newHarness Maker, o Options) []Result {
 // Run runs every case as a subtest and requires the profiles; none means Store.
 func Run(t *testing.T, newHarness Maker, profiles ...Profile) {
 	t.Helper()
-	for _, c := range Cases() {
+	o := Options{Profiles: profiles}
+	s := o.prepare(t.Context(), newHarness)
+	for _, c := range o.cases() {
 		t.Run(c.ID, func(t *testing.T) {
-			for _, r := range Check(t.Context(), newHarness, Options{Only: []string{c.ID}, Profiles: profiles}) {
-				for _, line := range r.Log {
-					t.Log(line)
-				}
-				switch r.Status {
-				case Fail:
-					t.Errorf("rule %s: %s", r.Rule, r.Text)
-				case Skip:
-					t.SkipNow()
-				case Pass:
-				}
+			r := o.judge(c, checkCase(t.Context(), c, newHarness, s))
+			for _, line := range r.Log {
+				t.Log(line)
+			}
+			switch r.Status {
+			case Fail:
+				t.Errorf("rule %s: %s", r.Rule, r.Text)
+			case Skip:
+				t.SkipNow()
+			case Pass:
 			}
 		})
 	}
+}
+
+// cases are those to run.
+func (o *Options) cases() []Case {
+	return slices.DeleteFunc(Cases(), func(c Case) bool { return o.Only != nil && !slices.Contains(o.Only, c.ID) })
+}
+
+// prepare fills in the defaults and asks the connector what it is. If that fails every case will
+// ask, and say so.
+func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
+	if o.Deadline == 0 {
+		o.Deadline = defaultDeadline
+	}
+	if len(o.Profiles) == 0 {
+		o.Profiles = []Profile{Store}
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	salt := make([]byte, 16)
+	_, _ = rand.Read(salt) // never fails
+	s := settings{seed: o.Seed, salt: hex.EncodeToString(salt), log: o.Log, deadline: o.Deadline}
+	warmUp()
+	checkCase(ctx, Case{Run: func(t T, h Harness) {
+		r := newRig(t, h)
+		defer r.close()
+		info := r.describe()
+		s.info = &info
+	}}, newHarness, s)
+	return s
+}
+
+// judge fails a case that was skipped although a profile requires it.
+func (o *Options) judge(c Case, r Result) Result {
+	for _, p := range o.Profiles {
+		if r.Status == Skip && slices.Contains(c.Profiles, p) {
+			r.Status, r.Log = Fail, append(r.Log, fmt.Sprintf("profile %s requires this case", p))
+		}
+	}
+	return r
 }
 
 // settings is what a run gives its cases.
@@ -101,6 +125,7 @@ type settings struct {
 	salt     string
 	log      *slog.Logger
 	deadline time.Duration
+	info     *connector.Info // nil: not known
 }
 
 // seeded is a Harness that carries the run's settings to the case.
@@ -112,6 +137,7 @@ type seeded struct {
 // checkCase runs one case and waits until everything it started is gone, or its time is over.
 func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result {
 	start := time.Now()
+	s.salt += c.ID
 	ctx, cancel := context.WithTimeout(ctx, s.deadline)
 	defer cancel()
 	rec := &recorder{ctx: ctx, status: Pass}

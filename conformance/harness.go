@@ -36,8 +36,9 @@ type Instance struct {
 	Close  func() error // ends the connector; all sides are closed
 }
 
-// placeholder in a config string stands for a fresh folder, as in plugins/*/conform.json.
-const placeholder = "@TMP@"
+// placeholders in a config's strings stand for a folder that every case gets anew; see
+// plugins/*/conform.json.
+const placeholder, shellPlaceholder = "@TMP@", "${TMP}"
 
 // base is what all harnesses share: the config and its folder.
 type base struct {
@@ -49,8 +50,9 @@ func newBase(config json.RawMessage) (base, error) {
 	if len(config) == 0 {
 		config = json.RawMessage("{}")
 	}
-	b := base{config: config}
-	if !strings.Contains(string(config), placeholder) {
+	text := strings.ReplaceAll(string(config), shellPlaceholder, placeholder)
+	b := base{config: json.RawMessage(text)}
+	if !strings.Contains(text, placeholder) {
 		return b, nil
 	}
 	dir, err := os.MkdirTemp("", "kvport-conform-")
@@ -62,7 +64,7 @@ func newBase(config json.RawMessage) (base, error) {
 		return b, errors.Join(err, os.RemoveAll(dir))
 	}
 	b.dir = dir
-	b.config = json.RawMessage(strings.ReplaceAll(string(config), placeholder, strings.Trim(string(quoted), `"`)))
+	b.config = json.RawMessage(strings.ReplaceAll(text, placeholder, strings.Trim(string(quoted), `"`)))
 	return b, nil
 }
 
@@ -77,7 +79,7 @@ func (b base) Close() error {
 	return os.RemoveAll(b.dir)
 }
 
-// InProcess runs the connector without a process boundary. The string @TMP@ in the config stands
+// InProcess runs the connector without a process boundary. @TMP@ (or ${TMP}) in the config stands
 // for a folder that each case gets anew.
 func InProcess(p connector.Plugin, config json.RawMessage) Maker {
 	return func() (Harness, error) {

@@ -71,21 +71,33 @@ func (h *loopback) Start(_ context.Context, ranks int, size int64) (*Instance, e
 	}, nil
 }
 
-// exitWait is how long a plugin process may take to end when it is asked to.
-const exitWait = 5 * time.Second
+const (
+	exitWait     = 5 * time.Second // for a plugin process to end when it is asked to
+	manifestWait = 10 * time.Second
+)
 
 // Binary runs the plugin binary at path as a process of its own for each engine, as production
 // does. For @TMP@ see InProcess.
 func Binary(path string, config json.RawMessage) Maker {
+	environment := sync.OnceValues(func() ([]string, error) {
+		ctx, cancel := context.WithTimeout(context.Background(), manifestWait)
+		defer cancel()
+		m, err := host.ReadManifest(ctx, path)
+		if err != nil {
+			return nil, err
+		}
+		return m.Environment, nil
+	})
 	return func() (Harness, error) {
 		b, err := newBase(config)
-		return &process{base: b, path: path}, err
+		return &process{base: b, path: path, environment: environment}, err
 	}
 }
 
 type process struct {
 	base
-	path string
+	path        string
+	environment func() ([]string, error) // the variables that the manifest asks for
 
 	mu      sync.Mutex
 	running []*host.Process
@@ -93,7 +105,7 @@ type process struct {
 
 // Start implements Harness.
 func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, error) {
-	manifest, err := host.ReadManifest(ctx, h.path)
+	environment, err := h.environment()
 	if err != nil {
 		return nil, err
 	}
@@ -102,7 +114,7 @@ func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, 
 		return nil, err
 	}
 	p, err := host.Launch(ctx, h.path, host.LaunchOptions{
-		Regions: made, Environment: manifest.Environment, Log: slog.New(slog.DiscardHandler),
+		Regions: made, Environment: environment, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		return nil, errors.Join(err, closeRegions(made))

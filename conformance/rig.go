@@ -36,24 +36,38 @@ type rig struct {
 // rigged makes a Case's Run of a function that works on a rig, and closes what it opened.
 func rigged(needs connector.Capability, groups bool, body func(*rig)) func(T, Harness) {
 	return func(t T, h Harness) {
-		r := &rig{T: t, h: h, settings: settings{log: slog.New(slog.DiscardHandler)}}
-		if s, ok := h.(seeded); ok {
-			r.settings = s.settings
-		}
-		r.rand = rand.New(rand.NewPCG(r.settings.seed, 0))
+		r := newRig(t, h)
 		defer r.close()
-		i := r.start(1, 64)
-		info, err := i.Describe(r.Context(), h.Config())
-		r.must(err, "describe")
-		r.info = info
-		if lacks := needs &^ info.Capabilities; lacks != 0 {
+		if r.settings.info != nil {
+			r.info = *r.settings.info
+		} else {
+			r.info = r.describe()
+		}
+		if lacks := needs &^ r.info.Capabilities; lacks != 0 {
 			r.Skipf("the connector does not offer %v", lacks)
 		}
-		if groups && !info.Groups {
+		if groups && !r.info.Groups {
 			r.Skipf("the connector does not serve caches of several groups")
 		}
 		body(r)
 	}
+}
+
+func newRig(t T, h Harness) *rig {
+	r := &rig{T: t, h: h, settings: settings{log: slog.New(slog.DiscardHandler)}}
+	if s, ok := h.(seeded); ok {
+		r.settings = s.settings
+	}
+	r.rand = rand.New(rand.NewPCG(r.settings.seed, 0))
+	return r
+}
+
+// describe asks what the connector is.
+func (r *rig) describe() connector.Info {
+	r.Helper()
+	info, err := r.start(1, 64).Describe(r.Context(), r.h.Config())
+	r.must(err, "describe")
+	return info
 }
 
 func (r *rig) close() {

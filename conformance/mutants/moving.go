@@ -12,7 +12,9 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-func workFaults() []fault {
+func workFaults() []fault { return append(loadFaults(), saveFaults()...) }
+
+func loadFaults() []fault {
 	return []fault{
 		{"loads with a flipped bit", "round-trip", onLoad(func(c call) error {
 			err := c.rightLoad()
@@ -52,6 +54,21 @@ func workFaults() []fault {
 			}
 			return err
 		})},
+		hangs(),
+		oneAtATime(),
+		{"fails without a reason", "error-kind", onLoad(func(c call) error {
+			var missing *connector.BlockError
+			err := c.rightLoad()
+			if errors.As(err, &missing) {
+				missing.Err = errors.New("sorry")
+			}
+			return err
+		})},
+	}
+}
+
+func saveFaults() []fault {
+	return []fault{
 		{"acknowledges saves it has not done yet", "visible", onSave(func(c call) error {
 			t := *c.t
 			t.Blocks = slices.Clone(t.Blocks)
@@ -65,7 +82,6 @@ func workFaults() []fault {
 			clear(c.kv.View(c.kv.Segments(c.t.Blocks[0].Group)[0], c.t.Blocks[0].ID))
 			return err
 		})},
-		hangs(),
 		{"stores half a block when cancelled", "cancelled-save", onSave(func(c call) error {
 			if c.ctx.Err() != nil {
 				for _, b := range c.t.Blocks {
@@ -73,15 +89,6 @@ func workFaults() []fault {
 				}
 			}
 			return c.rightSave()
-		})},
-		oneAtATime(),
-		{"fails without a reason", "error-kind", onLoad(func(c call) error {
-			var missing *connector.BlockError
-			err := c.rightLoad()
-			if errors.As(err, &missing) {
-				missing.Err = errors.New("sorry")
-			}
-			return err
 		})},
 	}
 }

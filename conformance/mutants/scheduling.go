@@ -82,21 +82,7 @@ func matchFaults() []fault {
 				return out
 			})(b, w)
 		}},
-		{"remembers what a probe found absent", "probe", func(b *backend, w *wrappers) {
-			absent := map[connector.BlockKey]bool{}
-			onMatch(func(s *scheduler, qs []connector.Query) []connector.Match {
-				out := make([]connector.Match, len(qs))
-				for i, q := range qs {
-					out[i] = s.match(q, func(k connector.BlockKey) bool {
-						if q.Request == "" && !s.present(k) {
-							absent[k] = true
-						}
-						return !absent[k] && s.present(k)
-					})
-				}
-				return out
-			})(b, w)
-		}},
+		rememberingProbes(),
 		{"counts from the start of the prompt", "computed", onMatch(func(s *scheduler, qs []connector.Query) []connector.Match {
 			out := make([]connector.Match, len(qs))
 			for i, q := range qs {
@@ -138,6 +124,25 @@ func matchFaults() []fault {
 			return out
 		})},
 	}
+}
+
+// rememberingProbes takes what a probe did not find for absent from then on.
+func rememberingProbes() fault {
+	return fault{"remembers what a probe found absent", "probe", func(b *backend, w *wrappers) {
+		absent := map[connector.BlockKey]bool{}
+		onMatch(func(s *scheduler, qs []connector.Query) []connector.Match {
+			out := make([]connector.Match, len(qs))
+			for i, q := range qs {
+				out[i] = s.match(q, func(k connector.BlockKey) bool {
+					if q.Request == "" && !s.present(k) {
+						absent[k] = true
+					}
+					return !absent[k] && s.present(k)
+				})
+			}
+			return out
+		})(b, w)
+	}}
 }
 
 // onSchedule plants a scheduler side.

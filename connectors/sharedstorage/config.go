@@ -7,12 +7,8 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// What the connector answers to and who sees what it stores.
-const (
-	Name  = "SharedStorageConnector"
-	Alias = "ExampleConnector" // its name since vLLM 0.12
-	Scope = connector.ScopeShared
-)
+// Scope says that every engine which opens the same folder sees the same blocks.
+const Scope = connector.ScopeShared
 
 // The defaults and limits of Config.
 const (

@@ -15,7 +15,7 @@ import (
 )
 
 func plugin() connector.Plugin {
-	d := sdk.Definition{Name: sharedstorage.Name, Aliases: []string{sharedstorage.Alias}, Version: "test", Scope: sharedstorage.Scope}
+	d := sdk.Definition{Name: "shared storage in a test", Version: "test", Scope: sharedstorage.Scope}
 	return sdk.FromStore(d, sharedstorage.Open)
 }
 

@@ -9,6 +9,7 @@ import (
 var version = "dev" // set by the linker
 
 func main() {
-	d := sdk.Definition{Name: sharedstorage.Name, Aliases: []string{sharedstorage.Alias}, Version: version, Scope: sharedstorage.Scope}
+	// The alias is its name since vLLM 0.12.
+	d := sdk.Definition{Name: "SharedStorageConnector", Aliases: []string{"ExampleConnector"}, Version: version, Scope: sharedstorage.Scope}
 	sdk.Serve(sdk.FromStore(d, sharedstorage.Open))
 }

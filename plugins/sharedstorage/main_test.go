@@ -10,7 +10,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
-	"github.com/kvport/kvport/connectors/sharedstorage"
 )
 
 func binary(t *testing.T) string {
@@ -43,8 +42,8 @@ func TestManifest(t *testing.T) {
 		} `json:"config_schema"`
 	}
 	require.NoError(t, json.Unmarshal(out, &manifest))
-	require.Equal(t, sharedstorage.Name, manifest.Name)
-	require.Equal(t, []string{sharedstorage.Alias}, manifest.Aliases)
+	require.Equal(t, "SharedStorageConnector", manifest.Name)
+	require.Equal(t, []string{"ExampleConnector"}, manifest.Aliases)
 	require.Equal(t, "1.2.3", manifest.Version)
 	require.Equal(t, []string{"shared_storage_path"}, manifest.Schema.Required)
 	for name, typ := range map[string]string{
