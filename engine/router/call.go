@@ -190,11 +190,15 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 	return attempt{done: done}, true
 }
 
+// lastEvent ends every complete stream.
+const lastEvent = "data: [DONE]\n\n"
+
 // stream passes events on as they come. The first bytes decide: before them the request can still
 // go elsewhere, after them a broken stream can only be ended with an error event.
 func (c *call) stream(ctx context.Context, d target, resp *http.Response, served outcome) (attempt, bool) {
 	control := http.NewResponseController(c.w)
 	buffer := make([]byte, 32<<10)
+	var tail []byte // the end of what was passed on
 	for begun := false; ; {
 		n, err := resp.Body.Read(buffer)
 		if n > 0 && !begun {
@@ -211,9 +215,13 @@ func (c *call) stream(ctx context.Context, d target, resp *http.Response, served
 			if werr != nil {
 				return attempt{done: aborted}, true
 			}
+			tail = append(tail, buffer[max(0, n-len(lastEvent)):n]...)
+			tail = tail[max(0, len(tail)-len(lastEvent)):]
 		}
 		switch {
 		case err == nil:
+		case string(tail) == lastEvent:
+			return attempt{done: served}, true // clients leave here, and may be faster than the instance's EOF
 		case !begun:
 			c.blame(ctx, d, fmt.Errorf("stream ended before its first byte: %w", err))
 			return attempt{}, true

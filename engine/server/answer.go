@@ -218,40 +218,41 @@ func (a *writer) chunkObject() string {
 func (a *writer) chunks(p *piece) []answer {
 	first := !a.begun[p.index]
 	a.begun[p.index] = true
-	var list []choice
+	list := a.choices(p, first)
+	out := make([]answer, len(list))
+	for i, c := range list {
+		out[i] = a.base
+		out[i].Object = a.chunkObject()
+		if a.params.usage {
+			out[i].Usage = json.RawMessage("null")
+		}
+		c.Index = p.index
+		if a.params.tokenIDs && first && i == 0 {
+			a.setPrompt(&out[i], &c)
+		}
+		if p.last() && i == len(list)-1 {
+			c.FinishReason = p.reason()
+			out[i].TransferParams = a.transferParams()
+		}
+		out[i].Choices = []choice{c}
+	}
+	return out
+}
+
+// choices are what the events of one piece hold.
+func (a *writer) choices(p *piece, first bool) (list []choice) {
 	if a.chat && first {
 		empty := ""
 		list = append(list, choice{Delta: &message{"assistant", &empty}})
 	}
-	if shown := a.params.tokenIDs && len(p.tokens) > 0; p.text != "" || shown || (!a.chat && p.last()) {
+	shown := a.params.tokenIDs && len(p.tokens) > 0
+	if p.text != "" || shown || (!a.chat && p.last()) {
 		list = append(list, a.content(p))
 	}
 	if a.chat && p.last() {
 		list = append(list, choice{Delta: &message{}})
 	}
-	var out []answer
-	for i, c := range list {
-		c.Index = p.index
-		body := a.base
-		body.Object = a.chunkObject()
-		if a.params.usage {
-			body.Usage = json.RawMessage("null")
-		}
-		if a.params.tokenIDs && first && i == 0 {
-			a.setPrompt(&body, &c)
-		}
-		if p.last() && i == len(list)-1 {
-			reason := p.finish
-			if p.err != nil {
-				reason = "error"
-			}
-			c.FinishReason = &reason
-			body.TransferParams = a.transferParams()
-		}
-		body.Choices = []choice{c}
-		out = append(out, body)
-	}
-	return out
+	return list
 }
 
 func (a *writer) content(p *piece) (c choice) {

@@ -121,6 +121,10 @@ func TestDecodeRefuses(t *testing.T) {
 		require.NotNil(t, err, tt.fields)
 		require.Equal(t, tt.param, err.Param)
 	}
+}
+
+// What only one of the endpoints has is refused there.
+func TestDecodeRefusesPerEndpoint(t *testing.T) {
 	only := []struct {
 		chat        bool
 		body, param string

@@ -31,6 +31,15 @@ type piece struct {
 // last reports whether nothing of the choice follows.
 func (p *piece) last() bool { return p.finish != "" || p.err != nil }
 
+// reason is the finish_reason of a last piece.
+func (p *piece) reason() *string {
+	reason := p.finish
+	if p.err != nil {
+		reason = "error"
+	}
+	return &reason
+}
+
 // start submits all jobs and merges what comes of them. The channel is closed when all are over, which
 // they soon are once ctx ends; until then it must be read. On an error nothing runs.
 func (s *Server) start(ctx context.Context, jobs []job) (<-chan piece, error) {

@@ -1,0 +1,181 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/internal/cluster"
+)
+
+// start runs kvport until the test ends, when it must go in good order.
+func start(t *testing.T, args ...string) *cluster.Process {
+	t.Helper()
+	path, err := exec.LookPath("kvport")
+	require.NoError(t, err)
+	p, err := cluster.Start(t.Context(), nil, args[0], path, args...)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+		defer cancel()
+		if err := p.Stop(ctx); err != nil {
+			t.Errorf("%v\n%s", err, p.Logs())
+		}
+	})
+	return p
+}
+
+func config(role, dir string) string {
+	return fmt.Sprintf(`{"kv_connector":"Demo","kv_role":%q,"engine_id":%q,"kv_ip":"127.0.0.1","kv_connector_extra_config":{"dir":%q}}`, role, role, dir)
+}
+
+func do(t *testing.T, method, url, body string, header ...string) (int, string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), method, url, strings.NewReader(body))
+	require.NoError(t, err)
+	for i := 0; i < len(header); i += 2 {
+		req.Header.Set(header[i], header[i+1])
+	}
+	resp, err := http.DefaultClient.Do(req)
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	data, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	return resp.StatusCode, string(data)
+}
+
+// The whole chain as an operator starts it: router, prefill engine, decode engine and a plugin for
+// each give the tokens of a single engine, from KV that was loaded.
+func TestPrefillDecode(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "blocks")
+	single := start(t, "serve", "--model", "sim", "--port", "0")
+	p := start(t, "serve", "--model", "sim", "--port", "0", "--kv-transfer-config", config("kv_producer", dir))
+	d := start(t, "serve", "--model", "sim", "--port", "0", "--kv-transfer-config", config("kv_consumer", dir))
+	r := start(t, "route", "--port", "0", "--prefill", p.URL, "--decode", d.URL)
+	var client cluster.Client
+	for i := range 8 {
+		request := cluster.Request{Prompt: strings.Repeat(fmt.Sprintf("prompt %d says ", i), 10+i), MaxTokens: 32, IgnoreEOS: true}
+		want, err := client.Complete(t.Context(), single.URL, request)
+		require.NoError(t, err)
+		got, err := client.Complete(t.Context(), r.URL, request)
+		require.NoError(t, err)
+		require.True(t, want.Equal(got), "prompt %d: %v, want %v", i, got.Tokens, want.Tokens)
+		require.GreaterOrEqual(t, got.Cached, got.Prompt-16, "prompt %d", i)
+	}
+	m, err := client.Metrics(t.Context(), d.URL)
+	require.NoError(t, err)
+	require.Positive(t, m.Sum("kvport_prompt_tokens_total", `source="external"`))
+	require.Eventually(t, func() bool { // an answer comes a little before it is counted
+		m, err := client.Metrics(t.Context(), r.URL)
+		return err == nil && m.Sum("kvport_router_requests_total", `outcome="disaggregated"`) == 8
+	}, 10*time.Second, 10*time.Millisecond)
+
+	code, body := do(t, "GET", d.URL+"/health", "")
+	require.Equal(t, 200, code)
+	require.Contains(t, body, `"connector":"DemoConnector","state":"ready"`)
+}
+
+// A signal lets running requests finish and then ends the process with exit code 0.
+func TestDrain(t *testing.T) {
+	p := start(t, "serve", "--model", "sim", "--port", "0")
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.URL+"/v1/completions",
+		strings.NewReader(`{"prompt":"hello","max_tokens":2000,"ignore_eos":true,"stream":true,"return_token_ids":true}`))
+	require.NoError(t, err)
+	resp, err := http.DefaultClient.Do(req)
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	lines := bufio.NewReader(resp.Body)
+	_, err = lines.ReadString('\n')
+	require.NoError(t, err)
+	require.NoError(t, p.Signal(syscall.SIGTERM))
+	rest, err := io.ReadAll(lines)
+	require.NoError(t, err)
+	require.True(t, strings.HasSuffix(string(rest), "data: [DONE]\n\n"))
+	require.Contains(t, string(rest), `"finish_reason":"length"`)
+	<-p.Done()
+}
+
+// A second signal does not wait.
+func TestSecondSignal(t *testing.T) {
+	path, err := exec.LookPath("kvport")
+	require.NoError(t, err)
+	p, err := cluster.Start(t.Context(), nil, "serve", path, "serve", "--model", "sim", "--port", "0", "--max-num-batched-tokens", "1")
+	require.NoError(t, err)
+	defer p.Kill()
+	// A request whose client does not read keeps the process draining.
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.URL+"/v1/completions",
+		strings.NewReader(`{"prompt":"hello","max_tokens":8000,"ignore_eos":true,"stream":true,"return_token_ids":true}`))
+	require.NoError(t, err)
+	resp, err := http.DefaultClient.Do(req)
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	_, err = bufio.NewReader(resp.Body).ReadString('\n')
+	require.NoError(t, err)
+	require.NoError(t, p.Signal(syscall.SIGINT))
+	require.Eventually(t, func() bool { return strings.Contains(p.Logs(), "draining") }, 10*time.Second, time.Millisecond)
+	require.NoError(t, p.Signal(syscall.SIGINT))
+	select {
+	case <-p.Done():
+	case <-time.After(5 * time.Second):
+		t.Fatal("still draining after the second signal")
+	}
+}
+
+func TestAPIKey(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "keys")
+	require.NoError(t, os.WriteFile(file, []byte("alpha\n\n  beta \n"), 0o600))
+	p := start(t, "serve", "--model", "sim", "--host", "0.0.0.0", "--port", "0", "--api-key-file", file, "--served-model-name", "m")
+	_, port, _ := strings.Cut(strings.TrimPrefix(p.URL, "http://"), "]")
+	if port == "" {
+		_, port, _ = strings.Cut(strings.TrimPrefix(p.URL, "http://"), ":")
+		port = ":" + port
+	}
+	url := "http://127.0.0.1" + port
+	for header, want := range map[string]int{
+		"": 401, "Bearer": 401, "Bearer gamma": 401, "Basic alpha": 401, "alpha": 401, "Bearer alph": 401,
+		"Bearer alpha": 200, "bearer beta": 200,
+	} {
+		code, body := do(t, "GET", url+"/v1/models", "", "Authorization", header)
+		require.Equal(t, want, code, header)
+		if want == 401 {
+			var e struct{ Error struct{ Code string } }
+			require.NoError(t, json.Unmarshal([]byte(body), &e))
+			require.Equal(t, "invalid_api_key", e.Error.Code)
+		} else {
+			require.Contains(t, body, `"id":"m"`)
+		}
+		code, _ = do(t, "GET", url+"/metrics", "", "Authorization", header)
+		require.Equal(t, want, code)
+		code, _ = do(t, "GET", url+"/health", "", "Authorization", header)
+		require.Equal(t, 200, code, "a load balancer needs no key")
+	}
+}
+
+func TestBrief(t *testing.T) {
+	require.Equal(t, "a\nb", brief("a\nb\nc\n"))
+	require.Len(t, brief(strings.Repeat("é", 5000)), 1003)
+}
+
+func TestReadObject(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "c.json")
+	require.NoError(t, os.WriteFile(file, []byte(" {\"a\":1}\n"), 0o600))
+	got, err := readObject("@" + file)
+	require.NoError(t, err)
+	require.JSONEq(t, `{"a":1}`, string(got))
+	for _, bad := range []string{"", "null", "[]", "{", "@nowhere", "@" + filepath.Dir(file)} {
+		_, err := readObject(bad)
+		require.Error(t, err, bad)
+	}
+}

@@ -1,0 +1,129 @@
+package router
+
+import (
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+)
+
+// Every way in which a prefill instance can fail leads to another one, and without any to a plain
+// request.
+func TestPrefillFaults(t *testing.T) {
+	faults := map[string]http.HandlerFunc{
+		"reset": reset(""), "cut": reset("HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"), "500": code(500), "503": code(503), "429": code(429),
+	}
+	for name, fault := range faults {
+		t.Run(name, func(t *testing.T) {
+			bad, good, d := serveInstance(t, fault), serveInstance(t, ticket("G")), serveInstance(t, tokens)
+			f := serveRouter(t, Config{Prefill: urls(bad, good), Decode: urls(d)})
+			resp, _ := post(t, f.URL+"/v1/completions", doc)
+			require.Equal(t, 200, resp.StatusCode)
+			require.Contains(t, string(d.requests()[0].body["kv_transfer_params"]), `"G"`)
+			require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.retries.WithLabelValues("prefill")))
+		})
+	}
+	t.Run("all refuse", func(t *testing.T) {
+		d := serveInstance(t, tokens)
+		f := serveRouter(t, Config{Prefill: []string{refusing(t), refusing(t)}, Decode: urls(d)})
+		resp, text := post(t, f.URL+"/v1/completions", doc)
+		require.Equal(t, 200, resp.StatusCode)
+		require.Contains(t, text, "[DONE]")
+		require.NotContains(t, d.requests()[0].body, "kv_transfer_params", "a client's own params are dropped")
+		require.Equal(t, 1.0, f.outcomes(t, plain))
+	})
+	t.Run("nothing kept", func(t *testing.T) {
+		p, d := serveInstance(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":null}`) }), serveInstance(t, tokens)
+		f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d)})
+		post(t, f.URL+"/v1/completions", doc)
+		require.NotContains(t, d.requests()[0].body, "kv_transfer_params")
+	})
+	t.Run("not JSON", func(t *testing.T) {
+		p, d := serveInstance(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `<html>`) }), serveInstance(t, tokens)
+		f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d)})
+		resp, _ := post(t, f.URL+"/v1/completions", doc)
+		require.Equal(t, 200, resp.StatusCode)
+		require.NotContains(t, d.requests()[0].body, "kv_transfer_params")
+	})
+	t.Run("400 is the client's", func(t *testing.T) {
+		p, d := serveInstance(t, code(400)), serveInstance(t, tokens)
+		f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d)})
+		resp, text := post(t, f.URL+"/v1/completions", doc)
+		require.Equal(t, 400, resp.StatusCode)
+		require.JSONEq(t, `{"error":{"code":"400"}}`, text)
+		require.Empty(t, d.requests())
+		require.Equal(t, 1.0, f.outcomes(t, clientError))
+	})
+}
+
+// A decode instance that fails before its first byte is replaced; a ticket that it may have used is
+// not given to the next.
+func TestDecodeFaults(t *testing.T) {
+	head := "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+	tests := []struct {
+		name  string
+		fault http.HandlerFunc
+		again bool // a new ticket
+	}{
+		{"reset", reset(""), true},
+		{"500", code(500), true},
+		{"503", code(503), false},
+		{"429", code(429), false},
+		{"headers only", reset(head), true},
+		{"whole answer cut", reset("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"), true},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			p := serveInstance(t, ticket("second"), ticket("first"))
+			bad, good := serveInstance(t, tt.fault), serveInstance(t, tokens)
+			f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(bad, good)})
+			resp, text := post(t, f.URL+"/v1/completions", doc)
+			require.Equal(t, 200, resp.StatusCode)
+			require.Equal(t, "data: {\"n\":1}\n\ndata: [DONE]\n\n", text)
+			require.Len(t, bad.requests(), 1)
+			want := `"first"`
+			if tt.again {
+				want = `"second"`
+			}
+			require.Contains(t, string(good.requests()[0].body["kv_transfer_params"]), want)
+			require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.retries.WithLabelValues("decode")))
+			require.Equal(t, 1.0, f.outcomes(t, disaggregated))
+		})
+	}
+	t.Run("refused keeps the ticket", func(t *testing.T) {
+		p, good := serveInstance(t, ticket("second"), ticket("first")), serveInstance(t, tokens)
+		f := serveRouter(t, Config{Prefill: urls(p), Decode: []string{refusing(t), good.URL}})
+		resp, _ := post(t, f.URL+"/v1/completions", doc)
+		require.Equal(t, 200, resp.StatusCode)
+		require.Contains(t, string(good.requests()[0].body["kv_transfer_params"]), `"first"`)
+	})
+	t.Run("all refuse", func(t *testing.T) {
+		p := serveInstance(t, ticket("T"))
+		f := serveRouter(t, Config{Prefill: urls(p), Decode: []string{refusing(t), refusing(t)}})
+		resp, text := post(t, f.URL+"/v1/completions", doc)
+		require.Equal(t, 503, resp.StatusCode)
+		require.Equal(t, "1", resp.Header.Get("Retry-After"))
+		require.Contains(t, text, `"no_decode_instance"`)
+		require.Equal(t, 1.0, f.outcomes(t, unavailable))
+	})
+	t.Run("last refusal is passed on", func(t *testing.T) {
+		f := serveRouter(t, Config{Decode: urls(serveInstance(t, code(429)), serveInstance(t, code(429)))})
+		resp, text := post(t, f.URL+"/v1/completions", doc)
+		require.Equal(t, 429, resp.StatusCode)
+		require.JSONEq(t, `{"error":{"code":"429"}}`, text)
+	})
+	t.Run("cut in the middle", func(t *testing.T) {
+		bad := serveInstance(t, reset(head+"e\r\ndata: {\"n\":1}\n\r\n"))
+		other := serveInstance(t, tokens)
+		f := serveRouter(t, Config{Decode: urls(bad, other)})
+		resp, text := post(t, f.URL+"/v1/completions", doc)
+		require.Equal(t, 200, resp.StatusCode)
+		require.True(t, strings.HasPrefix(text, "data: {\"n\":1}\n\n\ndata: {\"error\":"), "got %q", text)
+		require.NotContains(t, text, "[DONE]")
+		require.Empty(t, other.requests(), "the client has seen bytes: too late for another")
+		require.Equal(t, 1.0, f.outcomes(t, broken))
+	})
+}
