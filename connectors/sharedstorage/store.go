@@ -133,19 +133,20 @@ func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int,
 	return found, nil
 }
 
-// present reports whether a key's file is on disk.
+// present reports whether a key's file is on disk, of whatever size: that a file is damaged is found,
+// reported and mended by the Get that reads it.
 func (s *Store) present(k connector.StoreKey) bool {
 	now := time.Now()
 	if s.index.has(k, now) {
 		return true
 	}
-	size, ok := int64(0), false
+	ok := false
 	s.mu.RLock()
 	if s.dir != nil {
-		size, ok = s.dir.size(k)
+		_, ok = s.dir.size(k)
 	}
 	s.mu.RUnlock()
-	if !ok || size < headerSize {
+	if !ok {
 		return false
 	}
 	s.index.add(k, now)
