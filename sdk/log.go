@@ -11,7 +11,7 @@ const maxLogText = 16 << 10
 // newLogHandler writes slog records as the JSON lines that go-plugin's host understands, so that
 // levels and attributes survive the trip over stderr.
 func newLogHandler(w io.Writer) slog.Handler {
-	return slog.NewJSONHandler(w, &slog.HandlerOptions{Level: slog.LevelDebug, ReplaceAttr: hclogAttr})
+	return slog.NewJSONHandler(w, &slog.HandlerOptions{Level: slog.LevelDebug - 4, ReplaceAttr: hclogAttr})
 }
 
 func hclogAttr(groups []string, a slog.Attr) slog.Attr {
