@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/rogpeppe/go-internal/testscript"
@@ -35,10 +34,7 @@ func demoPlugin() {
 		}))
 }
 
-type folder struct {
-	dir string
-	mu  sync.Mutex
-}
+type folder struct{ dir string }
 
 func (f *folder) path(k connector.StoreKey) string { return filepath.Join(f.dir, k.String()) }
 
@@ -55,8 +51,8 @@ func (f *folder) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, 
 	return found, nil
 }
 
-func (f *folder) Get(_ context.Context, items []connector.Item) error {
-	for _, it := range items {
+func (f *folder) Get(ctx context.Context, items []connector.Item) error {
+	return each(ctx, items, func(it connector.Item) error {
 		data, err := os.ReadFile(f.path(it.Key))
 		if err != nil {
 			return fmt.Errorf("%w: %w", connector.ErrGone, err)
@@ -64,28 +60,41 @@ func (f *folder) Get(_ context.Context, items []connector.Item) error {
 		for _, span := range it.Spans {
 			data = data[copy(span, data):]
 		}
-	}
-	return nil
+		return nil
+	})
 }
 
-func (f *folder) Put(_ context.Context, items []connector.Item) error {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	for _, it := range items {
-		path := f.path(it.Key)
-		if err := os.WriteFile(path+".new", bytes.Join(it.Spans, nil), 0o600); err != nil {
+func (f *folder) Put(ctx context.Context, items []connector.Item) error {
+	return each(ctx, items, func(it connector.Item) error {
+		file, err := os.CreateTemp(f.dir, "new")
+		if err != nil {
 			return err
 		}
-		if err := os.Rename(path+".new", path); err != nil {
+		_, err = file.Write(bytes.Join(it.Spans, nil))
+		if err = errors.Join(err, file.Close()); err != nil {
 			return err
+		}
+		return os.Rename(file.Name(), f.path(it.Key))
+	})
+}
+
+func each(ctx context.Context, items []connector.Item, do func(connector.Item) error) error {
+	failed := &connector.ItemError{}
+	for i, it := range items {
+		if err := errors.Join(ctx.Err(), do(it)); err != nil {
+			failed.Items, failed.Err = append(failed.Items, i), err
 		}
 	}
-	return nil
+	if failed.Items == nil {
+		return nil
+	}
+	return failed
 }
 
 func (f *folder) Close() error { return nil }
 
 func TestScripts(t *testing.T) {
+	t.Parallel()
 	tmp, err := os.MkdirTemp("", "kvport")
 	require.NoError(t, err)
 	t.Cleanup(func() {
