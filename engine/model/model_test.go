@@ -1,6 +1,8 @@
 package model
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"math"
 	"testing"
@@ -176,4 +178,20 @@ func TestRefusedFiles(t *testing.T) {
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 	_, err = Tiny(1, Options{Threads: -1})
 	require.ErrorContains(t, err, "threads")
+}
+
+// TestPinned: the same bits in every release, on every machine. When a change of the arithmetic is meant,
+// change the constant arithmetic with it: it keeps the caches of old and new engines apart.
+func TestPinned(t *testing.T) {
+	for d, want := range map[DType][2]string{
+		F32: {"9588fef1563635ae", "6741a092d1485412"},
+		F16: {"7466077be5f5acae", "f6ec3b2a40d3052a"},
+	} {
+		m := loadTiny(t, Options{Threads: 1, DType: d})
+		h := sha256.New()
+		for _, l := range logits(t, m, randomTokens(9, 50, 259), 50, 16) {
+			h.Write(bytesOf(l))
+		}
+		require.Equal(t, want, [2]string{m.Spec().Weights.String(), hex.EncodeToString(h.Sum(nil)[:8])}, d.String())
+	}
 }
