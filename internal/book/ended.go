@@ -40,8 +40,8 @@ type hold struct {
 
 func (b *Book) addEnding(now time.Time, step uint64, ended *connector.Ended) *ending {
 	r := b.request(ended.Request)
-	b.cancelLoads(now, r)
 	r.match.told = false // nobody waits for an answer any more
+	b.cancelLoads(now, r)
 	b.forgetMatch(r)
 	delete(b.requests, ended.Request) // the id may be used again from now on
 	e := &ending{id: b.id(), req: r, step: step, ended: *ended, deadline: now.Add(b.cfg.Finish)}

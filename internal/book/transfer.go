@@ -65,7 +65,13 @@ func (b *Book) Step(now time.Time, s *connector.Step) []Action {
 	for i := range s.Arrived {
 		b.request(s.Arrived[i].Request).arrived = true
 	}
-	var ops []*op
+	for _, id := range s.Preempted {
+		if r := b.requests[id]; r != nil {
+			b.cancelLoads(now, r)
+			b.forgetMatch(r)
+		}
+	}
+	var ops []*op // after the preempted ones: a request may have got new blocks in the same step
 	for _, t := range s.Admitted {
 		ops = append(ops, b.addOp(now, Load, s.ID, t))
 	}
@@ -73,12 +79,6 @@ func (b *Book) Step(now time.Time, s *connector.Step) []Action {
 		ops = append(ops, b.addOp(now, Save, s.ID, t))
 	}
 	ops = slices.DeleteFunc(ops, func(o *op) bool { return o == nil })
-	for _, id := range s.Preempted {
-		if r := b.requests[id]; r != nil {
-			b.cancelLoads(now, r)
-			b.forgetMatch(r)
-		}
-	}
 	b.planOrStart(now, s, ops)
 	var ended []*ending
 	for i := range s.Ended {
