@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
-	"runtime"
 	"syscall"
 
 	"github.com/kvport/kvport/internal/cluster"
@@ -88,41 +87,30 @@ func (d *demo) firstTurn(ctx context.Context, p *pair, r *row, text string) erro
 	return nil
 }
 
-// killAfter is how much of a load the plugin has read when it is killed: surely some, not all.
-const killAfter = 2 << 20
-
 // kill sends a prompt and kills the decode engine's plugin once it has read part of the KV.
 func (d *demo) kill(ctx context.Context, p *pair, text string) error {
 	plugins := cluster.Plugins(p.decode.PID())
 	if len(plugins) != 1 {
 		return fmt.Errorf("the decode engine has %d plugin processes, want 1", len(plugins))
 	}
-	start := cluster.BytesRead(plugins[0])
-	answered := make(chan error, 1)
-	go func() {
-		var err error
-		d.killed.got, err = d.complete(ctx, p.router.URL, text)
-		answered <- err
-	}()
-	for cluster.BytesRead(plugins[0])-start < killAfter {
-		select {
-		case err := <-answered:
-			return errors.Join(errors.New("the load was over before the plugin could be killed"), err)
-		default:
-			runtime.Gosched()
-		}
-	}
-	if err := syscall.Kill(plugins[0], syscall.SIGKILL); err != nil {
-		return fmt.Errorf("kill plugin: %w", err)
-	}
-	if err := <-answered; err != nil {
+	answered := make(chan struct{})
+	var lost error
+	err := d.client.StrikeLoad(ctx, p.decode, plugins[0], syscall.SIGKILL, func() <-chan struct{} {
+		go func() {
+			defer close(answered)
+			d.killed.got, lost = d.complete(ctx, p.router.URL, text)
+		}()
+		return answered
+	})
+	<-answered
+	if err = errors.Join(err, lost); err != nil {
 		return err
 	}
-	metrics, err := d.client.Metrics(ctx, p.decode.URL)
+	health, err := d.client.Health(ctx, p.decode.URL)
 	if err != nil {
 		return err
 	}
-	d.kills = int(metrics.Sum("kvport_plugin_restarts_total"))
+	d.kills = health.Connector.Restarts
 	fmt.Printf("     killed pid %d, %d restart, answer %s\n", plugins[0], d.kills, d.killed.verdict())
 	return nil
 }

@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/internal/cluster"
 )
 
 // blockFiles lists the stored blocks.
@@ -58,10 +60,12 @@ var damages = []struct {
 // the tokens are right.
 func TestDamagedBlocks(t *testing.T) {
 	r := newRig(t)
-	prompts := texts(t, *flagSeed+4000, 4, 700, 900)
-	want := single.answers(r, prompts)
+	prompts, want := r.unaligned(texts(t, *flagSeed+4000, 8, 700, 900), 4)
 	p := r.serve("prefill", r.config("kv_producer", "", ""))
-	r.all(p.URL, prompts, 1)
+	for _, prompt := range prompts { // one token: the answer's blocks are not stored
+		_, err := r.client.Complete(t.Context(), p.URL, cluster.Request{Prompt: prompt, MaxTokens: 1})
+		require.NoError(t, err)
+	}
 	r.idle(p)
 	r.stop(p)
 	files := r.blockFiles()
@@ -71,7 +75,6 @@ func TestDamagedBlocks(t *testing.T) {
 	rng := rand.New(rand.NewPCG(*flagSeed, 1))
 	counted := func() float64 { return r.metrics(d).Sum("kvport_integrity_failures_total") }
 	require.Zero(t, counted())
-	// The first block of every prompt is read by every request for that prompt.
 	seen, kinds := 0.0, map[string]int{}
 	for n := 0; n < *flagDamages; {
 		batch := min(4, *flagDamages-n)
@@ -91,6 +94,19 @@ func TestDamagedBlocks(t *testing.T) {
 	t.Logf("%d damages of %d kinds, %v integrity failures counted: %v", *flagDamages, len(kinds), seen, kinds)
 	same(t, "restored", want, r.all(d.URL, prompts, 4))
 	require.Equal(t, seen, counted(), "blocks that are whole again are not counted")
+}
+
+// unaligned picks n prompts that do not end with a full block: then every stored block of a prompt is
+// read by the next request for it.
+func (r *rig) unaligned(prompts []string, n int) (picked []string, want []*cluster.Completion) {
+	r.Helper()
+	for i, c := range single.answers(r, prompts) {
+		if c.Prompt%16 != 0 && len(picked) < n {
+			picked, want = append(picked, prompts[i]), append(want, c)
+		}
+	}
+	require.Len(r, picked, n)
+	return picked, want
 }
 
 func (r *rig) damage(rng *rand.Rand, path, otherPath string, kinds map[string]int) (restore func()) {

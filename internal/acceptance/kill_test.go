@@ -1,8 +1,8 @@
 package acceptance
 
 import (
+	"errors"
 	"fmt"
-	"runtime"
 	"slices"
 	"syscall"
 	"testing"
@@ -21,21 +21,27 @@ const patient = `,"kvport":{"breaker":{"deaths":1000},"deadlines":{"transfer":"1
 // request is lost, nothing is left behind.
 func TestPluginKilled(t *testing.T) {
 	faults := slices.Concat(slices.Repeat([]syscall.Signal{syscall.SIGKILL}, *flagKills), slices.Repeat([]syscall.Signal{syscall.SIGSTOP}, *flagStops))
-	prompts := texts(t, *flagSeed+1000, len(faults), 2400, 3200)
 	r := newRig(t)
-	want := single.answers(r, prompts)
+	node := r.serve("single", "")
 	p := r.serve("prefill", r.config("kv_producer", "", ""))
-	d := r.serve("decode", r.config("kv_consumer", "", patient))
+	d := r.serve("decode", r.config("kv_consumer", `,"workers":1`, patient))
 	router := r.route(p, d)
-
-	warmUp := texts(t, *flagSeed+2000, 1, 400, 400)
-	r.all(router.URL, warmUp, 1)
+	r.all(router.URL, texts(t, *flagSeed+2000, 1, 400, 400), 1)
 	r.idle(d)
 	before := settled(t, d)
 
-	got := make([]*cluster.Completion, len(faults))
+	var got, want []*cluster.Completion
 	for i, signal := range faults {
-		got[i] = r.strike(router, d, prompts[i], signal)
+		for try := uint64(0); len(got) == i; try++ {
+			require.Less(t, try, uint64(5), "five loads in a row were over before the fault")
+			prompt := texts(t, *flagSeed+1000*try+uint64(i)+100, 1, 3600, 4400)
+			answer, err := r.strike(router, d, prompt[0], signal)
+			if errors.Is(err, cluster.ErrTooLate) {
+				continue
+			}
+			require.NoError(t, err)
+			got, want = append(got, answer), append(want, r.all(node.URL, prompt, 1)...)
+		}
 	}
 	same(t, fmt.Sprintf("%d kills and %d stops in mid-load", *flagKills, *flagStops), want, got)
 
@@ -46,52 +52,40 @@ func TestPluginKilled(t *testing.T) {
 		m = r.metrics(d)
 		return m.Sum("kvport_plugin_restarts_total") >= float64(len(faults))
 	}, 10*time.Second, 20*time.Millisecond)
-	// Every fault met a load: it failed, or it was started again on the next plugin.
-	lost := m.Sum("kvport_failed_loads_total") + m.Sum("kvport_transfer_retries_total")
-	require.GreaterOrEqual(t, lost, float64(len(faults)))
-	t.Logf("restarts: %.0f, loads lost or retried: %.0f, blocks pinned: %.0f, held: %.0f", m.Sum("kvport_plugin_restarts_total"),
-		lost, m.Sum("kvport_blocks", `state="pinned"`), m.Sum("kvport_blocks", `state="held"`))
+	t.Logf("restarts: %.0f, loads that failed: %.0f, started again: %.0f, blocks pinned: %.0f, held: %.0f", m.Sum("kvport_plugin_restarts_total"),
+		m.Sum("kvport_failed_loads_total"), m.Sum("kvport_transfer_retries_total"), m.Sum("kvport_blocks", `state="pinned"`), m.Sum("kvport_blocks", `state="held"`))
 	require.Eventually(t, func() bool { return cluster.Usage(d.PID()) == before }, 10*time.Second, 50*time.Millisecond,
 		"resources of the engine: before %+v, after %+v", before, cluster.Usage(d.PID()))
 	t.Logf("resources of the decode engine before and after: %+v", before)
 }
 
-// strike sends a prompt through the router and signals the decode engine's plugin once it has read
-// part of the prompt's KV. It returns the answer.
-func (r *rig) strike(router, d *cluster.Process, prompt string, signal syscall.Signal) *cluster.Completion {
+// strike sends a prompt through the router and signals the decode engine's plugin in the middle of
+// the load. It returns the answer.
+func (r *rig) strike(router, d *cluster.Process, prompt string, signal syscall.Signal) (answer *cluster.Completion, err error) {
 	r.Helper()
-	var plugin int
+	plugin := 0
 	require.Eventually(r, func() bool {
-		plugins := cluster.Plugins(d.PID())
-		if len(plugins) == 1 {
-			plugin = plugins[0]
+		h, err := r.client.Health(r.Context(), d.URL)
+		if err == nil && h.Connector.State == "ready" {
+			plugin = h.Connector.PID
 		}
-		return len(plugins) == 1
-	}, 10*time.Second, time.Millisecond, "no plugin runs")
-	type answer struct {
-		completion *cluster.Completion
-		err        error
+		return plugin != 0
+	}, 10*time.Second, 5*time.Millisecond, "no plugin runs")
+	answered := make(chan struct{})
+	var lost error
+	err = r.client.StrikeLoad(r.Context(), d, plugin, signal, func() <-chan struct{} {
+		go func() {
+			defer close(answered)
+			answer, lost = r.complete(router.URL, prompt)
+		}()
+		return answered
+	})
+	<-answered
+	require.NoError(r, lost, "the request was lost after %v", signal)
+	if err == nil {
+		require.Eventually(r, func() bool { return !cluster.Alive(plugin) }, 10*time.Second, time.Millisecond, "plugin %d lives on after %v", plugin, signal)
 	}
-	answered := make(chan answer, 1)
-	start := cluster.BytesRead(plugin)
-	go func() {
-		c, err := r.complete(router.URL, prompt)
-		answered <- answer{c, err}
-	}()
-	for cluster.BytesRead(plugin)-start < 2<<20 {
-		select {
-		case a := <-answered:
-			require.NoError(r, a.err)
-			require.NoError(r, errTooLate)
-		default:
-			runtime.Gosched()
-		}
-	}
-	require.NoError(r, syscall.Kill(plugin, signal))
-	a := <-answered
-	require.NoError(r, a.err, "the request was lost after %v", signal)
-	require.Eventually(r, func() bool { return !cluster.Alive(plugin) }, 10*time.Second, time.Millisecond, "plugin %d lives on after %v", plugin, signal)
-	return a.completion
+	return answer, err
 }
 
 // settled waits until the process's resources stay the same for a while.

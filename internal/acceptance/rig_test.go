@@ -7,7 +7,6 @@ package acceptance
 
 import (
 	"context"
-	"errors"
 	"flag"
 	"fmt"
 	"math/rand/v2"
@@ -244,6 +243,3 @@ func (o *oracle) answers(r *rig, prompts []string) []*cluster.Completion {
 	}
 	return out
 }
-
-// errTooLate says that a fault came after the moment it was meant for.
-var errTooLate = errors.New("the load was over before the fault")
