@@ -32,6 +32,8 @@ type generation struct {
 	polite bool // ended because the host closed
 }
 
+var errClosing = errors.New("the host closes")
+
 // job is one call of the scheduler side. Its calls are made one at a time, in order.
 type job struct {
 	ask      *askJob // several are sent as one Match
@@ -151,7 +153,7 @@ func (g *generation) end(ctx context.Context, polite bool) {
 	g.polite = polite
 	g.mu.Unlock()
 	if !polite {
-		g.proc.kill(errors.New("the host closes"))
+		g.proc.kill(errClosing)
 		return
 	}
 	g.retire()

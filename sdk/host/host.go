@@ -43,7 +43,8 @@ type Host struct {
 	drained  chan struct{} // closed when the book is idle after Close
 	quiet    []chan struct{}
 
-	closing   chan struct{}  // closed by Close
+	life      context.Context // ends with Close
+	leave     context.CancelFunc
 	left      chan struct{}  // closed when the supervisor has ended
 	nudge     chan struct{}  // the next deadline may have changed
 	work      sync.WaitGroup // supervisor and timer
@@ -59,8 +60,9 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	h := &Host{
 		cfg: cfg, eng: eng, opts: opts, log: opts.Log, since: time.Now(),
 		requests: map[connector.RequestID]*asked{},
-		drained:  make(chan struct{}), closing: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
+		drained:  make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
+	h.life, h.leave = context.WithCancel(context.Background())
 	if h.log == nil {
 		h.log = slog.New(slog.DiscardHandler)
 	}
@@ -80,6 +82,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	h.events = newEventQueue()
 	h.caps = first.caps
 	h.book = book.New(h.bookConfig())
+	h.install(first)
 	h.work.Add(2)
 	go h.supervise(first)
 	go h.watchClock()
@@ -276,7 +279,7 @@ func (h *Host) close(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, h.cfg.Settings.Deadlines.Drain)
 	defer cancel()
 	h.mu.Lock()
-	close(h.closing)
+	h.leave()
 	h.do(h.book.Close(time.Now()))
 	h.mu.Unlock()
 	var err error
@@ -334,9 +337,7 @@ func (h *Host) noteIdle() {
 		}
 		h.quiet = nil
 	}
-	select {
-	case <-h.closing:
-	default:
+	if !h.isClosing() {
 		return
 	}
 	select {
@@ -374,11 +375,4 @@ func (h *Host) watchClock() {
 	}
 }
 
-func (h *Host) isClosing() bool {
-	select {
-	case <-h.closing:
-		return true
-	default:
-		return false
-	}
-}
+func (h *Host) isClosing() bool { return h.life.Err() != nil }

@@ -1,25 +1,15 @@
 package host
 
 import (
-	"context"
 	"time"
 
 	"github.com/kvport/kvport/internal/book"
 )
 
-// supervise keeps a plugin running until the host closes.
+// supervise keeps a plugin running until the host closes. g is at work already.
 func (h *Host) supervise(g *generation) {
 	defer h.work.Done()
 	defer close(h.left)
-	ctx, cancel := context.WithCancel(context.Background())
-	defer cancel()
-	go func() {
-		select {
-		case <-h.closing:
-			cancel()
-		case <-ctx.Done():
-		}
-	}()
 	b := h.cfg.Settings.Breaker
 	breaker := &book.Breaker{
 		Deaths: b.Deaths, Window: b.Window, Cooldown: b.Cooldown, BackoffMin: b.BackoffMin, BackoffMax: b.BackoffMax,
@@ -28,7 +18,7 @@ func (h *Host) supervise(g *generation) {
 	for {
 		if g != nil {
 			began := time.Now()
-			h.live(g)
+			h.outlive(g)
 			if time.Since(began) > b.Window {
 				breaker.Proved()
 			}
@@ -40,28 +30,31 @@ func (h *Host) supervise(g *generation) {
 			h.do(h.book.Broken(time.Now()))
 		}
 		h.mu.Unlock()
-		pause(ctx, wait)
+		pause(h.life, wait)
 		if h.isClosing() {
 			return
 		}
 		n++
 		var err error
-		if g, err = h.start(ctx, n); err != nil {
+		if g, err = h.start(h.life, n); err != nil {
 			g = nil
 			h.mu.Lock()
 			h.lastErr = err
 			h.mu.Unlock()
 			h.log.Warn("plugin does not start", "connector", h.info.Name, "error", err)
+			continue
 		}
+		h.install(g)
 	}
 }
 
-// live serves one generation from its start to the moment when nothing of it is left.
-func (h *Host) live(g *generation) {
+// install puts a generation to work, or ends it if the host closes.
+func (h *Host) install(g *generation) {
 	h.mu.Lock()
+	defer h.mu.Unlock()
 	if h.isClosing() {
-		h.mu.Unlock()
-		g.abandon()
+		g.retire()
+		g.proc.kill(errClosing)
 		return
 	}
 	h.gen, h.broken = g, false
@@ -71,9 +64,11 @@ func (h *Host) live(g *generation) {
 	}
 	g.serve()
 	h.do(h.book.Up(time.Now(), g.n))
-	h.mu.Unlock()
 	h.log.Info("plugin is up", "connector", h.info.Name, "pid", g.proc.PID(), "generation", g.n)
+}
 
+// outlive waits until nothing of a generation is left and settles its accounts.
+func (h *Host) outlive(g *generation) {
 	<-g.proc.Done()
 	h.mu.Lock()
 	h.do(h.book.Down(time.Now(), g.n))
