@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -133,7 +134,7 @@ func TestBothRoles(t *testing.T) {
 
 // TestPluginDies kills and stops the plugin while requests run.
 func TestPluginDies(t *testing.T) {
-	const settings = `{"breaker": {"deaths": 1000}, "heartbeat": {"interval": "20ms", "limit": "500ms"}}`
+	const settings = `{"breaker": {"deaths": 1000, "backoff_max": "20ms"}, "heartbeat": {"interval": "20ms", "limit": "500ms"}}`
 	cfg := simConfig(t)
 	reqs := requests(16)
 	want := tokensOf(start(t, cfg).ask(t, reqs, 1))
@@ -318,4 +319,29 @@ func TestConnectorDoesNotStart(t *testing.T) {
 	cfg.PluginPath = []string{t.TempDir()}
 	_, err := New(t.Context(), cfg)
 	require.ErrorIs(t, err, host.ErrConfig)
+}
+
+// TestWaitsWithoutSpinning looks at the processor time of an engine that has nothing to compute:
+// without requests, and with one that waits for a plugin that has stopped.
+func TestWaitsWithoutSpinning(t *testing.T) {
+	r := start(t, shared(t, simConfig(t), connector.RoleBoth, storage(t), ""))
+	spent := func() time.Duration {
+		var before, after syscall.Rusage
+		require.NoError(t, syscall.Getrusage(syscall.RUSAGE_SELF, &before))
+		<-time.After(300 * time.Millisecond)
+		require.NoError(t, syscall.Getrusage(syscall.RUSAGE_SELF, &after))
+		return time.Duration(after.Utime.Nano() - before.Utime.Nano() + after.Stime.Nano() - before.Stime.Nano())
+	}
+	pid := livePID(t, r, 0)
+	require.Less(t, spent(), 100*time.Millisecond, "idle")
+	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
+	require.Eventually(t, func() bool {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		return err == nil && strings.Contains(string(stat), ") T ")
+	}, 5*time.Second, time.Millisecond, "the plugin has not stopped")
+	out := submit(t, r, Request{ID: "a", Prompt: make([]int32, 100), MaxTokens: 4, IgnoreEOS: true})
+	require.Less(t, spent(), 100*time.Millisecond, "waiting for an answer")
+	require.Equal(t, 1, r.Health().Waiting)
+	require.Len(t, collect(out).tokens, 4)
+	requireIdle(t, r)
 }

@@ -216,16 +216,17 @@ func (l *loop) deliver(o sched.Output) {
 	st := l.streams[o.Request]
 	usage := Usage{Prompt: st.prompt, Generated: o.Generated, Local: o.Local, External: o.External}
 	l.metrics.output(st, o)
-	st.send(Output{Tokens: o.Tokens, Reason: o.Reason, Err: o.Err, Ticket: o.Ticket, Usage: usage})
-	if o.Reason == 0 {
-		return
+	if o.Reason != 0 { // first, so that a client that has the last output can use the id again
+		st.unwatch()
+		delete(l.streams, o.Request)
+		l.e.mu.Lock()
+		delete(l.e.live, o.Request)
+		l.e.mu.Unlock()
 	}
-	st.unwatch()
-	close(st.out)
-	delete(l.streams, o.Request)
-	l.e.mu.Lock()
-	delete(l.e.live, o.Request)
-	l.e.mu.Unlock()
+	st.send(Output{Tokens: o.Tokens, Reason: o.Reason, Err: o.Err, Ticket: o.Ticket, Usage: usage})
+	if o.Reason != 0 {
+		close(st.out)
+	}
 }
 
 // observe makes the state of the step visible.
