@@ -72,15 +72,10 @@ func loadEnds(r *rig) {
 	e := r.engine(setup{})
 	keys := e.keys(4)
 	e.save(blocks(0, keys...)...)
-	for n := range 5 {
+	// Cancelled before it begins, early, in the middle, late; the last one is not cancelled.
+	for n, limit := range []time.Duration{0, 200 * time.Microsecond, time.Millisecond, 5 * time.Millisecond, soon} {
 		to := blocks(4+4*n, keys...)
-		ctx, cancel := context.WithTimeout(r.Context(), time.Duration(e.rand.IntN(500))*time.Microsecond)
-		if n == 0 {
-			cancel()
-		}
-		if n == 4 {
-			ctx = r.Context() // one that is not cancelled
-		}
+		ctx, cancel := context.WithTimeout(r.Context(), limit)
 		_ = e.loadTicket(ctx, to, nil) // it may have been in time
 		cancel()
 		e.wipe(0xEE, to...) // the blocks are another request's now
@@ -130,13 +125,14 @@ func doneContext(r *rig) {
 	cancel()
 	load, save := transfer(blocks(4, keys...)), transfer(blocks(0, keys...))
 	var loadErr error
+	scheduler, worker, kv := e.scheduler, e.workers[0], e.kv[0] // a call that hangs outlives the case
 	calls := []struct {
 		name string
 		run  func()
 	}{
-		{"Match", func() { _, _ = e.scheduler.Match(ctx, []connector.Query{query(keys)}) }},
-		{"Save", func() { _ = e.workers[0].Save(ctx, &save, e.kv[0]) }},
-		{"Load", func() { loadErr = e.workers[0].Load(ctx, &load, e.kv[0]) }},
+		{"Match", func() { _, _ = scheduler.Match(ctx, []connector.Query{query(keys)}) }},
+		{"Save", func() { _ = worker.Save(ctx, &save, kv) }},
+		{"Load", func() { loadErr = worker.Load(ctx, &load, kv) }},
 	}
 	e.wipe(0, load.Blocks...)
 	for _, c := range calls {

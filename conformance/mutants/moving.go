@@ -45,14 +45,17 @@ func loadFaults() []fault {
 			}
 			return c.rightLoad()
 		})},
-		{"returns before the bytes are there when cancelled", "load-ends", onLoad(func(c call) error {
-			err := c.rightLoad()
-			if c.ctx.Err() != nil {
-				late := c
-				late.ctx = context.Background()
-				time.AfterFunc(40*time.Millisecond, func() { _ = late.rightLoad() })
+		{"gives up on its transport when cancelled, which goes on", "load-ends", onLoad(func(c call) error {
+			late := c
+			late.ctx = context.Background()
+			transport := time.AfterFunc(60*time.Millisecond, func() { _ = late.rightLoad() })
+			select {
+			case <-c.ctx.Done():
+				return c.ctx.Err()
+			case <-time.After(20 * time.Millisecond):
+				transport.Stop()
+				return c.rightLoad()
 			}
-			return err
 		})},
 		hangs(),
 		oneAtATime(),
