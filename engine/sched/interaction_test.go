@@ -70,20 +70,13 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 	case "add":
 		s.add(t, d, rid)
 	case "offer": // the connector's answer from now on
-		var m connector.Match
+		m := connector.Match{Later: d.HasArg("later")}
 		d.MaybeScanArgs(t, "tokens", &m.Tokens)
-		m.Later = d.HasArg("later")
 		s.answers[id] = m
 	case "step":
 		s.step(d.HasArg("broken"))
 	case "loaded":
-		var failed []int
-		d.MaybeScanArgs(t, "failed", &failed)
-		var ids []connector.BlockID
-		for _, b := range failed {
-			ids = append(ids, connector.BlockID(b))
-		}
-		s.s.Loaded(s.steps["load "+id], rid, ids, d.HasArg("corrupt"))
+		s.s.Loaded(s.steps["load "+id], rid, blockIDs(t, d, "failed"), d.HasArg("corrupt"))
 	case "saved":
 		s.s.Saved(s.steps["save "+id], rid)
 	case "finished":
@@ -105,6 +98,15 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 	if d.Cmd != "step" {
 		s.outputs()
 	}
+}
+
+func blockIDs(t *testing.T, d *datadriven.TestData, arg string) (ids []connector.BlockID) {
+	var list []int
+	d.MaybeScanArgs(t, arg, &list)
+	for _, b := range list {
+		ids = append(ids, connector.BlockID(b))
+	}
+	return ids
 }
 
 // add submits a prompt: letters, one token each.

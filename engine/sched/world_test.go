@@ -41,16 +41,6 @@ type client struct {
 	barred   bool // a load left nothing: there must be no other
 }
 
-// op is something the host has to report the end of.
-type op struct {
-	kind     byte // l, s, e, h, a(nswer)
-	step     uint64
-	transfer connector.Transfer
-	ended    connector.Ended
-	request  connector.RequestID
-	want     [][]uint64 // content that must not change while it is pinned
-}
-
 const (
 	prime   = 1099511628211
 	garbage = 0xbad
@@ -124,13 +114,44 @@ func (w *world) submit() error {
 	return err
 }
 
-// turn is one round of the engine's loop with random events before it. Without faults it reports
-// whether anything is left to do.
+// turn is one round of the engine's loop, after random events. It reports whether anything is left.
 func (w *world) turn() (busy bool, err error) {
 	w.steps++
-	for len(w.ops) > 0 && w.rng.IntN(3) > 0 {
+	if err := w.disturb(); err != nil {
+		return false, err
+	}
+	for _, q := range w.s.Questions() {
+		w.s.Answer(q.Query.Request, q.Query.Computed, w.match(q))
+	}
+	chunks, st := w.s.Schedule()
+	err = w.take(st)
+	if err == nil && len(chunks) > 0 {
+		err = w.compute(chunks)
+	}
+	if err == nil {
+		err = w.outputs()
+	}
+	if err != nil {
+		return false, err
+	}
+	idle := len(chunks) == 0 && len(w.s.Questions()) == 0
+	busy = !idle || len(w.ops) > 0 || w.s.Live() > 0
+	if idle && busy {
+		if len(w.ops) == 0 {
+			return false, fmt.Errorf("stuck: %d requests live, nothing to compute and nothing to wait for", w.s.Live())
+		}
 		if err := w.report(w.rng.IntN(len(w.ops))); err != nil {
 			return false, err
+		}
+	}
+	return busy, w.account()
+}
+
+// disturb lets the host end some of its operations, a client go away, or the cache be reset.
+func (w *world) disturb() error {
+	for len(w.ops) > 0 && w.rng.IntN(3) > 0 {
+		if err := w.report(w.rng.IntN(len(w.ops))); err != nil {
+			return err
 		}
 	}
 	if w.faults && w.rng.IntN(12) == 0 {
@@ -139,32 +160,7 @@ func (w *world) turn() (busy bool, err error) {
 	if w.faults && w.rng.IntN(60) == 0 {
 		w.s.Forget()
 	}
-	for _, q := range w.s.Questions() {
-		w.s.Answer(q.Query.Request, q.Query.Computed, w.match(q))
-	}
-	chunks, st := w.s.Schedule()
-	if err := w.take(st); err != nil {
-		return false, err
-	}
-	if len(chunks) > 0 {
-		if err := w.compute(chunks); err != nil {
-			return false, err
-		}
-	}
-	if err := w.outputs(); err != nil {
-		return false, err
-	}
-	idle := len(chunks) == 0 && len(w.s.Questions()) == 0
-	if idle && len(w.ops) == 0 && w.s.Live() > 0 {
-		return false, fmt.Errorf("stuck: %d requests live, nothing to compute and nothing to wait for", w.s.Live())
-	}
-	busy = !idle || len(w.ops) > 0 || w.s.Live() > 0
-	if idle && len(w.ops) > 0 {
-		if err := w.report(w.rng.IntN(len(w.ops))); err != nil {
-			return false, err
-		}
-	}
-	return busy, w.account()
+	return nil
 }
 
 func (w *world) abort() {
@@ -180,192 +176,19 @@ func (w *world) abort() {
 	}
 }
 
-// match answers a question: with what the store has, what a ticket promises, or less helpfully.
-func (w *world) match(q Question) connector.Match {
-	n := 0
-	for i, k := range q.Query.Keys {
-		if !w.store[k] {
-			break
-		}
-		n = (i + 1) * w.cfg.BlockTokens
-	}
-	if q.Ticket != nil {
-		n = q.Query.Tokens
-	}
-	if w.rng.IntN(6) == 0 {
-		w.seen["later"]++
-		w.ops = append(w.ops, &op{kind: 'a', request: q.Query.Request})
-		return connector.Match{Later: true}
-	}
-	if w.faults && w.rng.IntN(10) == 0 {
-		return connector.Match{Tokens: w.rng.IntN(2 * q.Query.Tokens), Async: true} // a wild claim
-	}
-	if n <= q.Query.Computed {
-		return connector.Match{}
-	}
-	return connector.Match{Tokens: n - q.Query.Computed, Async: true}
-}
-
-// take gives the host a step: every load starts by spoiling its blocks, everything else remembers
-// what its blocks hold.
-func (w *world) take(st *connector.Step) error {
-	if st == nil {
-		return nil
-	}
-	if w.cfg.Role == 0 {
-		return fmt.Errorf("a step without a host")
-	}
-	for _, q := range st.Arrived {
-		w.clients[q.Request].arrived++
-	}
-	for _, t := range st.Admitted {
-		if !w.cfg.Role.Loads() || t.Tokens <= 0 || len(t.Blocks) == 0 {
-			return fmt.Errorf("load of %d tokens with role %v", t.Tokens, w.cfg.Role)
-		}
-		if w.clients[t.Request].barred {
-			return fmt.Errorf("%s: another load after one that left nothing", t.Request)
-		}
-		for _, b := range t.Blocks {
-			for i := range w.tags[b.ID] {
-				w.tags[b.ID][i] = garbage
-			}
-		}
-		w.ops = append(w.ops, &op{kind: 'l', step: st.ID, request: t.Request, transfer: t})
-	}
-	for _, t := range st.Computed {
-		if !w.cfg.Role.Saves() {
-			return fmt.Errorf("save with role %v", w.cfg.Role)
-		}
-		if err := w.check(t.Request, t.From, t.Tokens, t.Blocks); err != nil {
-			return fmt.Errorf("computed: %w", err)
-		}
-		w.ops = append(w.ops, &op{kind: 's', step: st.ID, request: t.Request, transfer: t, want: w.snapshot(t.Blocks)})
-	}
-	for _, e := range st.Ended {
-		c := w.clients[e.Request]
-		if c.ended++; c.arrived != 1 || c.ended != 1 {
-			return fmt.Errorf("%s arrived %d times, ended %d times", e.Request, c.arrived, c.ended)
-		}
-		if err := w.check(e.Request, 0, e.Tokens, e.Blocks); err != nil {
-			return fmt.Errorf("ended: %w", err)
-		}
-		w.ops = append(w.ops, &op{kind: 'e', step: st.ID, request: e.Request, ended: e, want: w.snapshot(e.Blocks)})
-	}
-	return nil
-}
-
-// check verifies that blocks hold the KV of a request's tokens [from, from+n).
-func (w *world) check(id connector.RequestID, from, n int, blocks []connector.Block) error {
-	bt := w.cfg.BlockTokens
-	per := len(blocks) / w.cfg.Groups
-	for k, b := range blocks {
-		for i := range bt {
-			at := (from/bt+k%max(per, 1))*bt + i
-			if at >= from+n {
-				break
-			}
-			tokens := w.clients[id].tokens
-			if want := tagOf(tokens[:at+1]); w.tags[b.ID][i] != want {
-				return fmt.Errorf("%s: block %d does not hold position %d", id, b.ID, at)
-			}
-		}
-	}
-	return nil
-}
-
-func (w *world) snapshot(blocks []connector.Block) (tags [][]uint64) {
-	for _, b := range blocks {
-		tags = append(tags, slices.Clone(w.tags[b.ID]))
-	}
-	return tags
-}
-
-// report ends one of the host's operations, now and then twice.
-func (w *world) report(i int) error {
-	o := w.ops[i]
-	w.ops = slices.Delete(w.ops, i, i+1)
-	blocks := o.transfer.Blocks
-	if o.kind == 'e' || o.kind == 'h' {
-		blocks = o.ended.Blocks
-	}
-	if o.want != nil && !slices.EqualFunc(o.want, w.snapshot(blocks), slices.Equal) {
-		return fmt.Errorf("%c of %s: a pinned block changed", o.kind, o.request)
-	}
-	if o.kind == 'l' {
-		w.loaded(o)
-		w.s.Loaded(o.step, o.request, nil, false) // a second report must change nothing
-		return nil
-	}
-	for range 1 + w.rng.IntN(2) {
-		switch o.kind {
-		case 'a':
-			w.s.Answered(o.request)
-		case 's':
-			w.s.Saved(o.step, o.request)
-			for _, b := range blocks {
-				w.store[b.Key] = w.rng.IntN(8) > 0
-			}
-		case 'e':
-			held := len(o.ended.Blocks) > 0 && w.rng.IntN(3) == 0
-			w.s.Finished(o.step, o.request, held, []byte("ticket of "+o.request))
-			if held {
-				w.seen["hold"]++
-				w.ops = append(w.ops, &op{kind: 'h', step: o.step, request: o.request, ended: o.ended, want: o.want})
-			}
-			return nil // the second report must not bring a second hold
-		case 'h':
-			w.s.Released(o.step, o.request)
-		}
-	}
-	return nil
-}
-
-// loaded fills the blocks of a load, or some of them.
-func (w *world) loaded(o *op) {
-	t, c := o.transfer, w.clients[o.request]
-	var failed []connector.BlockID
-	per := len(t.Blocks) / w.cfg.Groups
-	for k, b := range t.Blocks {
-		first := t.From + k%per*w.cfg.BlockTokens
-		if w.faults && w.rng.IntN(6) == 0 || first >= len(c.tokens) || (b.Key != connector.BlockKey{} && !w.store[b.Key] && !c.ticketed) {
-			failed = append(failed, b.ID)
-			continue
-		}
-		for i := range w.cfg.BlockTokens {
-			if at := first + i; at < t.From+t.Tokens {
-				w.tags[b.ID][i] = tagOf(c.tokens[:at+1])
-			}
-		}
-	}
-	if len(failed) > 0 {
-		w.seen["failed load"]++
-	}
-	c.barred = c.barred || len(failed) > 0 && slices.Contains(failed, t.Blocks[0].ID)
-	w.s.Loaded(o.step, o.request, failed, w.rng.IntN(2) == 0)
-}
-
 // compute is the model: it reads all KV a chunk attends to and writes that of its tokens.
 func (w *world) compute(chunks []Chunk) error {
 	total, tokens, seen := 0, []int32{}, map[connector.RequestID]bool{}
 	for _, c := range chunks {
-		all := w.clients[c.Request].tokens
-		if len(c.Tokens) == 0 || seen[c.Request] || !slices.Equal(c.Tokens, all[c.Start:c.Start+len(c.Tokens)]) || c.Sample != (c.Start+len(c.Tokens) == len(all)) {
-			return fmt.Errorf("%s: wrong chunk at %d", c.Request, c.Start)
+		if seen[c.Request] {
+			return fmt.Errorf("%s: two chunks", c.Request)
 		}
 		seen[c.Request] = true
 		total += len(c.Tokens)
-		for _, table := range c.Blocks {
-			for at := range c.Start + len(c.Tokens) {
-				slot := &w.tags[table[at/w.cfg.BlockTokens]][at%w.cfg.BlockTokens]
-				want := tagOf(all[:at+1])
-				if at >= c.Start {
-					*slot = want
-				} else if *slot != want {
-					return fmt.Errorf("%s attends to a wrong block at position %d", c.Request, at)
-				}
-			}
+		if err := w.forward(&c); err != nil {
+			return err
 		}
-		tokens = append(tokens, sampled(all))
+		tokens = append(tokens, sampled(w.clients[c.Request].tokens))
 	}
 	if total > w.cfg.MaxBatchedTokens || len(chunks) > w.cfg.MaxSeqs {
 		return fmt.Errorf("step of %d tokens and %d requests", total, len(chunks))
@@ -386,6 +209,25 @@ func (w *world) compute(chunks []Chunk) error {
 	return w.take(w.s.Commit(tokens))
 }
 
+func (w *world) forward(c *Chunk) error {
+	all, end := w.clients[c.Request].tokens, c.Start+len(c.Tokens)
+	if len(c.Tokens) == 0 || !slices.Equal(c.Tokens, all[c.Start:end]) || c.Sample != (end == len(all)) {
+		return fmt.Errorf("%s: wrong chunk at %d", c.Request, c.Start)
+	}
+	for _, table := range c.Blocks {
+		for at := range end {
+			slot := &w.tags[table[at/w.cfg.BlockTokens]][at%w.cfg.BlockTokens]
+			want := tagOf(all[:at+1])
+			if at >= c.Start {
+				*slot = want
+			} else if *slot != want {
+				return fmt.Errorf("%s attends to a wrong block at position %d", c.Request, at)
+			}
+		}
+	}
+	return nil
+}
+
 // outputs checks the news: each request's tokens, exactly one end, and nothing after it.
 func (w *world) outputs() error {
 	for _, o := range w.s.Outputs() {
@@ -402,25 +244,35 @@ func (w *world) outputs() error {
 		c.final = append(c.final, o)
 		w.seen[fmt.Sprintf("reason %d", o.Reason)]++
 		n := len(c.tokens) - len(c.req.Prompt)
-		ok := o.Generated == n && o.Local+o.External < len(c.req.Prompt)+1
-		switch o.Reason {
-		case connector.ReasonLength:
-			ok = ok && n == c.req.MaxTokens
-		case connector.ReasonStop:
-			ok = ok && slices.Contains(c.req.Stops, c.tokens[len(c.tokens)-1])
-		case connector.ReasonAbort:
-			ok = ok && c.aborted
-		case connector.ReasonError:
-			ok = ok && (c.aborted || w.cfg.FailLoads)
-		}
-		normal := o.Reason == connector.ReasonLength || o.Reason == connector.ReasonStop
-		saving := slices.ContainsFunc(w.ops, func(x *op) bool { return x.kind == 's' && x.request == o.Request })
-		ok = ok && !(normal && c.req.Remote && saving)
-		if ok = ok && (string(o.Ticket) == "ticket of "+string(o.Request)) == (normal && c.req.Remote && w.cfg.Role != 0); !ok {
+		if o.Generated != n || o.Local+o.External >= len(c.req.Prompt) || !w.mayEnd(c, o) || !w.ticketFits(c, o) {
 			return fmt.Errorf("%s: wrong end %+v after %d tokens", o.Request, o, n)
 		}
 	}
 	return nil
+}
+
+// mayEnd reports whether a request has reason to end as it did.
+func (w *world) mayEnd(c *client, o Output) bool {
+	switch o.Reason {
+	case connector.ReasonLength:
+		return o.Generated == c.req.MaxTokens
+	case connector.ReasonStop:
+		return slices.Contains(c.req.Stops, c.tokens[len(c.tokens)-1])
+	case connector.ReasonAbort:
+		return c.aborted
+	}
+	return c.aborted || w.cfg.FailLoads
+}
+
+// ticketFits reports whether a request that has a consumer, and only that, has a ticket, after the
+// last of its saves.
+func (w *world) ticketFits(c *client, o Output) bool {
+	normal := o.Reason == connector.ReasonLength || o.Reason == connector.ReasonStop
+	if !normal || !c.req.Remote || w.cfg.Role == 0 {
+		return o.Ticket == nil
+	}
+	saving := slices.ContainsFunc(w.ops, func(x *op) bool { return x.kind == 's' && x.request == o.Request })
+	return string(o.Ticket) == "ticket of "+string(o.Request) && !saving
 }
 
 // account compares the pool with what requests and host own.

@@ -35,16 +35,22 @@ func prompt(rng *rand.Rand, n int) []int32 {
 	return tokens
 }
 
+// cache is a cache with a sequence's block table.
+type cache struct {
+	*connector.KV
+	table []connector.BlockID
+}
+
 // run computes tokens in chunks and returns the logits of every position.
-func run(t testing.TB, m *Model, kv *connector.KV, table []connector.BlockID, tokens []int32, chunk func() int) [][]float32 {
+func run(t testing.TB, m *Model, kv cache, tokens []int32, chunk func() int) [][]float32 {
 	var all [][]float32
 	for at := 0; at < len(tokens); {
 		n := min(chunk(), len(tokens)-at)
-		c := model.Chunk{Tokens: tokens[at : at+n], Start: at, Blocks: [][]connector.BlockID{table}}
+		c := model.Chunk{Tokens: tokens[at : at+n], Start: at, Blocks: [][]connector.BlockID{kv.table}}
 		for range n {
 			c.Logits = append(c.Logits, make([]float32, vocab))
 		}
-		require.NoError(t, m.Forward(&model.Batch{Chunks: []model.Chunk{c}}, kv))
+		require.NoError(t, m.Forward(&model.Batch{Chunks: []model.Chunk{c}}, kv.KV))
 		all = append(all, c.Logits...)
 		at += n
 	}
@@ -64,7 +70,7 @@ func TestLogitsDependOnTokensAlone(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	m := newModel(t, Options{})
 	tokens := prompt(rng, 150)
-	want := run(t, m, newCache(t, m, 16, 10), table(rng, 10), tokens, func() int { return len(tokens) })
+	want := run(t, m, cache{newCache(t, m, 16, 10), table(rng, 10)}, tokens, func() int { return len(tokens) })
 	for _, blockTokens := range []int{1, 7, 16, 64, 150} {
 		for _, chunk := range []int{1, 7, 64, 0} {
 			t.Run(fmt.Sprintf("block %d chunk %d", blockTokens, chunk), func(t *testing.T) {
@@ -75,7 +81,7 @@ func TestLogitsDependOnTokensAlone(t *testing.T) {
 					}
 					return chunk
 				}
-				require.Equal(t, want, run(t, m, newCache(t, m, blockTokens, n), table(rng, n), tokens, size))
+				require.Equal(t, want, run(t, m, cache{newCache(t, m, blockTokens, n), table(rng, n)}, tokens, size))
 			})
 		}
 	}
@@ -91,7 +97,7 @@ func TestBatchEqualsOneByOne(t *testing.T) {
 	for i := range 8 {
 		tokens := prompt(rng, 1+rng.IntN(80))
 		own := ids[i*5 : i*5+5]
-		alone := run(t, m, newCache(t, m, 16, 40), own, tokens, func() int { return 80 })
+		alone := run(t, m, cache{newCache(t, m, 16, 40), own}, tokens, func() int { return 80 })
 		want = append(want, alone[len(alone)-1])
 		batch.Chunks = append(batch.Chunks, model.Chunk{
 			Tokens: tokens, Blocks: [][]connector.BlockID{own}, Logits: [][]float32{make([]float32, vocab)},
@@ -110,7 +116,7 @@ func TestEveryWrongByteShows(t *testing.T) {
 	kv := newCache(t, m, 4, 4)
 	ids := table(rng, 4)
 	tokens := prompt(rng, 14)
-	run(t, m, kv, ids, tokens, func() int { return 14 })
+	run(t, m, cache{kv, ids}, tokens, func() int { return 14 })
 	next := func() []float32 {
 		logits := make([]float32, vocab)
 		require.NoError(t, m.Forward(&model.Batch{Chunks: []model.Chunk{{
@@ -144,7 +150,7 @@ func TestBytesDependOnWholePrefix(t *testing.T) {
 	b[3] ^= 1
 	kvs := [2]*connector.KV{newCache(t, m, 16, 2), newCache(t, m, 16, 2)}
 	for i, tokens := range [][]int32{a, b} {
-		run(t, m, kvs[i], []connector.BlockID{0, 1}, tokens, func() int { return 32 })
+		run(t, m, cache{kvs[i], []connector.BlockID{0, 1}}, tokens, func() int { return 32 })
 	}
 	for segment := range kvs[0].Layout().Segments {
 		require.NotEqual(t, kvs[0].View(segment, 1), kvs[1].View(segment, 1), "layer %d", segment)
@@ -176,7 +182,7 @@ func BenchmarkDecode1000(b *testing.B) {
 	m := newModel(b, Options{})
 	kv := newCache(b, m, 16, 64)
 	ids := table(rng, 64)
-	run(b, m, kv, ids, prompt(rng, 1000), func() int { return 1000 })
+	run(b, m, cache{kv, ids}, prompt(rng, 1000), func() int { return 1000 })
 	batch := &model.Batch{Chunks: []model.Chunk{{
 		Tokens: []int32{65}, Start: 1000, Blocks: [][]connector.BlockID{ids}, Logits: [][]float32{make([]float32, vocab)},
 	}}}

@@ -1,0 +1,189 @@
+package sched
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// op is something the host has to report the end of.
+type op struct {
+	kind     byte // l, s, e, h, a(nswer)
+	step     uint64
+	transfer connector.Transfer
+	ended    connector.Ended
+	request  connector.RequestID
+	want     [][]uint64 // content that must not change while it is pinned
+}
+
+// match answers a question: with what the store has, what a ticket promises, or less helpfully.
+func (w *world) match(q Question) connector.Match {
+	n := 0
+	for i, k := range q.Query.Keys {
+		if !w.store[k] {
+			break
+		}
+		n = (i + 1) * w.cfg.BlockTokens
+	}
+	if q.Ticket != nil {
+		n = q.Query.Tokens
+	}
+	if w.rng.IntN(6) == 0 {
+		w.seen["later"]++
+		w.ops = append(w.ops, &op{kind: 'a', request: q.Query.Request})
+		return connector.Match{Later: true}
+	}
+	if w.faults && w.rng.IntN(10) == 0 {
+		return connector.Match{Tokens: w.rng.IntN(2 * q.Query.Tokens), Async: true} // a wild claim
+	}
+	if n <= q.Query.Computed {
+		return connector.Match{}
+	}
+	return connector.Match{Tokens: n - q.Query.Computed, Async: true}
+}
+
+// take gives the host a step: every load starts by spoiling its blocks, everything else remembers
+// what its blocks hold.
+func (w *world) take(st *connector.Step) error {
+	if st == nil {
+		return nil
+	}
+	if w.cfg.Role == 0 {
+		return fmt.Errorf("a step without a host")
+	}
+	for _, q := range st.Arrived {
+		w.clients[q.Request].arrived++
+	}
+	for _, t := range st.Admitted {
+		if err := w.startLoad(st.ID, t); err != nil {
+			return err
+		}
+	}
+	for _, t := range st.Computed {
+		if !w.cfg.Role.Saves() {
+			return fmt.Errorf("save with role %v", w.cfg.Role)
+		}
+		if err := w.check(t.Request, t.From, t.Tokens, t.Blocks); err != nil {
+			return fmt.Errorf("computed: %w", err)
+		}
+		w.ops = append(w.ops, &op{kind: 's', step: st.ID, request: t.Request, transfer: t, want: w.snapshot(t.Blocks)})
+	}
+	for _, e := range st.Ended {
+		c := w.clients[e.Request]
+		if c.ended++; c.arrived != 1 || c.ended != 1 {
+			return fmt.Errorf("%s arrived %d times, ended %d times", e.Request, c.arrived, c.ended)
+		}
+		if err := w.check(e.Request, 0, e.Tokens, e.Blocks); err != nil {
+			return fmt.Errorf("ended: %w", err)
+		}
+		w.ops = append(w.ops, &op{kind: 'e', step: st.ID, request: e.Request, ended: e, want: w.snapshot(e.Blocks)})
+	}
+	return nil
+}
+
+func (w *world) startLoad(step uint64, t connector.Transfer) error {
+	if !w.cfg.Role.Loads() || t.Tokens <= 0 || len(t.Blocks) == 0 {
+		return fmt.Errorf("load of %d tokens with role %v", t.Tokens, w.cfg.Role)
+	}
+	if w.clients[t.Request].barred {
+		return fmt.Errorf("%s: another load after one that left nothing", t.Request)
+	}
+	for _, b := range t.Blocks {
+		for i := range w.tags[b.ID] {
+			w.tags[b.ID][i] = garbage
+		}
+	}
+	w.ops = append(w.ops, &op{kind: 'l', step: step, request: t.Request, transfer: t})
+	return nil
+}
+
+// check verifies that blocks hold the KV of a request's tokens [from, from+n).
+func (w *world) check(id connector.RequestID, from, n int, blocks []connector.Block) error {
+	bt := w.cfg.BlockTokens
+	per := len(blocks) / w.cfg.Groups
+	for k, b := range blocks {
+		for i := range bt {
+			at := (from/bt+k%max(per, 1))*bt + i
+			if at >= from+n {
+				break
+			}
+			tokens := w.clients[id].tokens
+			if want := tagOf(tokens[:at+1]); w.tags[b.ID][i] != want {
+				return fmt.Errorf("%s: block %d does not hold position %d", id, b.ID, at)
+			}
+		}
+	}
+	return nil
+}
+
+func (w *world) snapshot(blocks []connector.Block) (tags [][]uint64) {
+	for _, b := range blocks {
+		tags = append(tags, slices.Clone(w.tags[b.ID]))
+	}
+	return tags
+}
+
+// report ends one of the host's operations, now and then twice.
+func (w *world) report(i int) error {
+	o := w.ops[i]
+	w.ops = slices.Delete(w.ops, i, i+1)
+	blocks := o.transfer.Blocks
+	if o.kind == 'e' || o.kind == 'h' {
+		blocks = o.ended.Blocks
+	}
+	if o.want != nil && !slices.EqualFunc(o.want, w.snapshot(blocks), slices.Equal) {
+		return fmt.Errorf("%c of %s: a pinned block changed", o.kind, o.request)
+	}
+	if o.kind == 'l' {
+		w.loaded(o)
+		w.s.Loaded(o.step, o.request, nil, false) // a second report must change nothing
+		return nil
+	}
+	for range 1 + w.rng.IntN(2) {
+		switch o.kind {
+		case 'a':
+			w.s.Answered(o.request)
+		case 's':
+			w.s.Saved(o.step, o.request)
+			for _, b := range blocks {
+				w.store[b.Key] = w.rng.IntN(8) > 0
+			}
+		case 'e':
+			held := len(o.ended.Blocks) > 0 && w.rng.IntN(3) == 0
+			w.s.Finished(o.step, o.request, held, []byte("ticket of "+o.request))
+			if held {
+				w.seen["hold"]++
+				w.ops = append(w.ops, &op{kind: 'h', step: o.step, request: o.request, ended: o.ended, want: o.want})
+			}
+			return nil // the second report must not bring a second hold
+		case 'h':
+			w.s.Released(o.step, o.request)
+		}
+	}
+	return nil
+}
+
+// loaded fills the blocks of a load, or some of them.
+func (w *world) loaded(o *op) {
+	t, c := o.transfer, w.clients[o.request]
+	var failed []connector.BlockID
+	per := len(t.Blocks) / w.cfg.Groups
+	for k, b := range t.Blocks {
+		first := t.From + k%per*w.cfg.BlockTokens
+		if w.faults && w.rng.IntN(6) == 0 || first >= len(c.tokens) || (b.Key != connector.BlockKey{} && !w.store[b.Key] && !c.ticketed) {
+			failed = append(failed, b.ID)
+			continue
+		}
+		for i := range w.cfg.BlockTokens {
+			if at := first + i; at < t.From+t.Tokens {
+				w.tags[b.ID][i] = tagOf(c.tokens[:at+1])
+			}
+		}
+	}
+	if len(failed) > 0 {
+		w.seen["failed load"]++
+	}
+	c.barred = c.barred || len(failed) > 0 && slices.Contains(failed, t.Blocks[0].ID)
+	w.s.Loaded(o.step, o.request, failed, w.rng.IntN(2) == 0)
+}
