@@ -24,6 +24,11 @@ func Reference() connector.Plugin {
 	return newBackend().plugin(wrappers{})
 }
 
+// Private is the Reference with Scope engine: what it stores ends with its process.
+func Private() connector.Plugin {
+	return newBackend().plugin(wrappers{info: func(i *connector.Info) { i.Scope = connector.ScopeEngine }})
+}
+
 func newBackend() *backend {
 	return &backend{blocks: map[connector.StoreKey][]byte{}, holds: map[connector.HoldID]*hold{}, key: connector.NewStoreKey}
 }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"fmt"
 	"io"
 	"os"
@@ -16,13 +15,13 @@ import (
 )
 
 func TestOverTheWire(t *testing.T) {
-	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(testConfig)))
+	conformance.Run(t, conformance.Wire(plugin(), testConfig(t)))
 }
 
 func TestBinary(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "kvport-minimal")
 	build(t, ".", path)
-	conformance.Run(t, conformance.Binary(path, json.RawMessage(testConfig)))
+	conformance.Run(t, conformance.Binary(path, testConfig(t)))
 }
 
 // A connector lives in a module of its own, as a stranger's would: nothing it needs is internal.
@@ -46,7 +45,7 @@ func TestModuleOfItsOwn(t *testing.T) {
 
 	path := filepath.Join(dir, "kvport-minimal")
 	build(t, dir, path)
-	conformance.Run(t, conformance.Binary(path, json.RawMessage(testConfig)))
+	conformance.Run(t, conformance.Binary(path, testConfig(t)))
 }
 
 func build(t *testing.T, dir, out string) {

@@ -2,19 +2,27 @@ package main
 
 import (
 	"encoding/json"
+	"os"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
 )
 
-const testConfig = `{"dir": "@TMP@/kv"}`
+func testConfig(t *testing.T) json.RawMessage {
+	t.Helper()
+	b, err := os.ReadFile("conform.json")
+	require.NoError(t, err)
+	return b
+}
 
 func plugin() connector.Plugin {
 	return sdk.FromStore(sdk.Definition{Name: "MinimalConnector", Version: "1", Scope: connector.ScopeShared}, open)
 }
 
 func TestInProcess(t *testing.T) {
-	conformance.Run(t, conformance.InProcess(plugin(), json.RawMessage(testConfig)))
+	conformance.Run(t, conformance.InProcess(plugin(), testConfig(t)))
 }

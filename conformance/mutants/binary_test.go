@@ -1,0 +1,119 @@
+package mutants_test
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/conformance/mutants"
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk"
+)
+
+// The test binary is a plugin when it is called by a plugin's name.
+func TestMain(m *testing.M) {
+	switch filepath.Base(os.Args[0]) {
+	case "kvport-private":
+		sdk.Serve(mutants.Private())
+	case "kvport-crashes":
+		sdk.Serve(changed(func(context.Context) error {
+			os.Exit(3)
+			return nil
+		}))
+	case "kvport-hangs":
+		sdk.Serve(changed(func(context.Context) error { select {} }))
+	}
+	os.Exit(m.Run())
+}
+
+// changed is a connector whose Load runs instead.
+func changed(instead func(context.Context) error) connector.Plugin {
+	p := mutants.Private()
+	worker := p.Worker
+	p.Worker = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error) {
+		w, err := worker(ctx, env, config)
+		return &changedWorker{w, instead}, err
+	}
+	return p
+}
+
+type changedWorker struct {
+	connector.Worker
+	instead func(context.Context) error
+}
+
+// Load implements connector.Worker.
+func (w *changedWorker) Load(ctx context.Context, _ *connector.Transfer, _ *connector.KV) error {
+	return w.instead(ctx)
+}
+
+// plugin copies the test binary to a plugin's name.
+func plugin(t *testing.T, name string) string {
+	t.Helper()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	in, err := os.Open(self)
+	require.NoError(t, err)
+	defer in.Close()
+	path := filepath.Join(t.TempDir(), name)
+	out, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o700)
+	require.NoError(t, err)
+	_, err = io.Copy(out, in)
+	require.NoError(t, err)
+	require.NoError(t, out.Close())
+	return path
+}
+
+func TestPrivateInProcess(t *testing.T) {
+	conformance.Run(t, conformance.InProcess(mutants.Private(), nil), conformance.Profiles()...)
+}
+
+// Every power works across the process boundary.
+func TestPrivateAsBinary(t *testing.T) {
+	conformance.Run(t, conformance.Binary(plugin(t, "kvport-private"), nil), conformance.Profiles()...)
+}
+
+func check(t *testing.T, path string, deadline time.Duration, id string) conformance.Result {
+	t.Helper()
+	results := conformance.Check(t.Context(), conformance.Binary(path, nil), conformance.Options{Only: []string{id}, Deadline: deadline})
+	require.Len(t, results, 1)
+	require.Equal(t, conformance.Fail, results[0].Status)
+	return results[0]
+}
+
+// A plugin that dies fails the case, and the next one starts a new process.
+func TestPluginThatCrashes(t *testing.T) {
+	path := plugin(t, "kvport-crashes")
+	r := check(t, path, time.Minute, "round-trip")
+	require.Contains(t, r.Log[0], "load: ")
+	require.Less(t, r.Took, 10*time.Second)
+	results := conformance.Check(t.Context(), conformance.Binary(path, nil), conformance.Options{Only: []string{"match-repeat"}})
+	require.Equal(t, conformance.Pass, results[0].Status, "%v", results[0].Log)
+}
+
+// A plugin that hangs fails the case after its deadline; its process does not stay.
+func TestPluginThatHangs(t *testing.T) {
+	r := check(t, plugin(t, "kvport-hangs"), 500*time.Millisecond, "round-trip")
+	require.Less(t, r.Took, 30*time.Second)
+	children, err := filepath.Glob("/proc/self/task/*/children")
+	require.NoError(t, err)
+	for _, c := range children {
+		b, err := os.ReadFile(c)
+		if err == nil {
+			require.Empty(t, string(b), "a process was left behind")
+		}
+	}
+}
+
+func TestNoPlugin(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "kvport-missing")
+	r := check(t, path, time.Minute, "round-trip")
+	require.Contains(t, r.Log[0], "kvport-missing")
+}
