@@ -1,6 +1,7 @@
 package connector
 
 import (
+	"encoding/binary"
 	"math"
 	"testing"
 
@@ -121,22 +122,27 @@ func TestKVIsBoundsChecked(t *testing.T) {
 }
 
 func FuzzLayout(f *testing.F) {
-	f.Add(int64(1024), 4, int64(0), int64(100), int64(60), uint16(0), uint16(0))
-	f.Add(int64(1024), 2, int64(math.MaxInt64), int64(math.MaxInt64), int64(math.MaxInt64), uint16(0), uint16(0))
-	f.Fuzz(func(t *testing.T, size int64, blocks int, offset, stride, bytes int64, group, region uint16) {
-		if size < 0 || size > 1<<16 {
+	seed := func(numbers ...uint64) (raw []byte) {
+		for _, n := range numbers {
+			raw = binary.LittleEndian.AppendUint64(raw, n)
+		}
+		return append(raw, 0, 0)
+	}
+	f.Add(uint16(1024), 4, seed(0, 100, 60))
+	f.Add(uint16(1024), 2, seed(math.MaxInt64, math.MaxInt64, math.MaxInt64))
+	f.Fuzz(func(t *testing.T, size uint16, blocks int, raw []byte) {
+		if len(raw) < 26 {
 			return
 		}
-		l := Layout{
-			Blocks: blocks, Groups: []Group{{BlockTokens: 1, Policy: PolicyAll}},
-			Segments: []Segment{{Group: group, Region: region, Offset: offset, BlockStride: stride, Bytes: bytes}},
-		}
+		number := func(i int) int64 { return int64(binary.LittleEndian.Uint64(raw[8*i:])) }
+		segment := Segment{Offset: number(0), BlockStride: number(1), Bytes: number(2), Group: uint16(raw[24]), Region: uint16(raw[25])}
+		l := Layout{Blocks: blocks, Groups: []Group{{BlockTokens: 1, Policy: PolicyAll}}, Segments: []Segment{segment}}
 		kv, err := NewKV(l, [][]byte{make([]byte, size)})
 		if err != nil {
 			require.ErrorIs(t, err, ErrIncompatible)
 			return
 		}
-		require.Len(t, kv.View(0, BlockID(blocks-1)), int(bytes))
+		require.Len(t, kv.View(0, BlockID(blocks-1)), int(segment.Bytes))
 		require.Nil(t, kv.View(0, BlockID(blocks)))
 	})
 }

@@ -44,9 +44,9 @@ func callName(m *kvportv1.SessionRequest) string {
 }
 
 // dispatch runs one call and fills its answer.
-func (s *session) dispatch(c *call, answer *kvportv1.SessionResponse) error {
+func (s *session) dispatch(ctx context.Context, c *call, answer *kvportv1.SessionResponse) error {
 	if open, ok := c.request.GetCall().(*kvportv1.SessionRequest_Open); ok {
-		opened, err := s.open(c.ctx, open.Open)
+		opened, err := s.open(ctx, open.Open)
 		answer.Result = &kvportv1.SessionResponse_Opened{Opened: opened}
 		return err
 	}
@@ -57,12 +57,12 @@ func (s *session) dispatch(c *call, answer *kvportv1.SessionResponse) error {
 	case side == nil:
 		return fmt.Errorf("%s: the side is not open: %w", callName(c.request), connector.ErrIncompatible)
 	case side.worker != nil:
-		return callWorker(c, side, answer)
+		return callWorker(ctx, c, side, answer)
 	}
-	return callScheduler(c, side.scheduler, answer)
+	return callScheduler(ctx, c, side.scheduler, answer)
 }
 
-func callWorker(c *call, w *side, answer *kvportv1.SessionResponse) error {
+func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionResponse) error {
 	var move func(context.Context, *connector.Transfer, *connector.KV) error
 	var m *kvportv1.Transfer
 	switch request := c.request.GetCall().(type) {
@@ -83,29 +83,29 @@ func callWorker(c *call, w *side, answer *kvportv1.SessionResponse) error {
 		}
 	}
 	answer.Result = &kvportv1.SessionResponse_Moved{Moved: &kvportv1.Moved{}}
-	return move(c.ctx, t, w.kv)
+	return move(ctx, t, w.kv)
 }
 
-func callScheduler(c *call, scheduler connector.Scheduler, answer *kvportv1.SessionResponse) error {
+func callScheduler(ctx context.Context, c *call, scheduler connector.Scheduler, answer *kvportv1.SessionResponse) error {
 	switch request := c.request.GetCall().(type) {
 	case *kvportv1.SessionRequest_Match:
 		queries, err := wire.QueriesFromProto(request.Match)
 		if err != nil {
 			return err
 		}
-		matches, err := scheduler.Match(c.ctx, queries)
+		matches, err := scheduler.Match(ctx, queries)
 		answer.Result = &kvportv1.SessionResponse_Match{Match: wire.MatchesToProto(matches)}
 		return err
 	case *kvportv1.SessionRequest_Plan:
-		return callPlan(c.ctx, scheduler, request.Plan, answer)
+		return callPlan(ctx, scheduler, request.Plan, answer)
 	case *kvportv1.SessionRequest_Finish:
-		return callFinish(c.ctx, scheduler, request.Finish, answer)
+		return callFinish(ctx, scheduler, request.Finish, answer)
 	case *kvportv1.SessionRequest_Consumed:
 		holder, err := power[connector.Holder](scheduler, connector.CanHold)
 		if err != nil {
 			return err
 		}
-		ids, err := holder.Consumed(c.ctx)
+		ids, err := holder.Consumed(ctx)
 		answer.Result = &kvportv1.SessionResponse_Consumed{Consumed: wire.ConsumedToProto(ids)}
 		return err
 	case *kvportv1.SessionRequest_Reset_:
@@ -113,7 +113,7 @@ func callScheduler(c *call, scheduler connector.Scheduler, answer *kvportv1.Sess
 		if err != nil {
 			return err
 		}
-		emptied, err := resetter.Reset(c.ctx)
+		emptied, err := resetter.Reset(ctx)
 		answer.Result = &kvportv1.SessionResponse_Reset_{Reset_: &kvportv1.ResetResponse{Emptied: emptied}}
 		return err
 	}

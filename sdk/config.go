@@ -101,19 +101,15 @@ func checkSyntax(raw []byte) error {
 // encoding/json it minds the case of names.
 func checkFields(raw json.RawMessage, schema *jsonschema.Schema, path string) error {
 	if schema.Items != nil {
-		var items []json.RawMessage
-		if json.Unmarshal(raw, &items) != nil {
-			return nil // ill-typed: decoding says so
-		}
-		for i, item := range items {
+		for i, item := range items(raw) {
 			if err := checkFields(item, schema.Items, fmt.Sprintf("%s[%d]", path, i)); err != nil {
 				return err
 			}
 		}
 		return nil
 	}
-	var object map[string]json.RawMessage
-	if schema.Properties == nil || json.Unmarshal(raw, &object) != nil || object == nil {
+	object := fields(raw)
+	if schema.Properties == nil || object == nil {
 		return nil
 	}
 	var names []string
@@ -136,6 +132,20 @@ func checkFields(raw json.RawMessage, schema *jsonschema.Schema, path string) er
 		}
 	}
 	return nil
+}
+
+// items are the elements of a JSON array; none if it is something else, which decoding reports.
+func items(raw json.RawMessage) []json.RawMessage {
+	var list []json.RawMessage
+	_ = json.Unmarshal(raw, &list)
+	return list
+}
+
+// fields are the members of a JSON object; nil if it is something else, which decoding reports.
+func fields(raw json.RawMessage) map[string]json.RawMessage {
+	var object map[string]json.RawMessage
+	_ = json.Unmarshal(raw, &object)
+	return object
 }
 
 func unknownField(path, name string, known []string) error {

@@ -16,9 +16,9 @@ import (
 )
 
 // Loopback serves p in this process, on a connection in memory, so that a connector can be tested
-// through the protocol: give the connection to host.Connect. close ends the connection and waits
+// through the protocol: give the connection to host.Connect. stop ends the connection and waits
 // until every session has closed its side. A nil log drops everything.
-func Loopback(p connector.Plugin, log *slog.Logger) (conn *grpc.ClientConn, close func() error, err error) {
+func Loopback(p connector.Plugin, log *slog.Logger) (conn *grpc.ClientConn, stop func() error, err error) {
 	listener := bufconn.Listen(1 << 20)
 	server := NewServer(p, log)
 	g := grpc.NewServer(wire.ServerOptions()...)

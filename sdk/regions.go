@@ -64,6 +64,9 @@ func (r *regions) one(w wire.Region) (fileID, *shm.Region, error) {
 		return id, shared.region, nil
 	}
 	region, err := shm.Map(w.FD, w.Size)
+	if errors.Is(err, shm.ErrIncompatible) {
+		err = fmt.Errorf("%w: %w", err, connector.ErrIncompatible)
+	}
 	if err != nil {
 		return id, nil, err
 	}

@@ -3,6 +3,7 @@ package sdk
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -170,9 +171,11 @@ func TestOrphanExits(t *testing.T) {
 		defer close(ended)
 		_, _ = io.Copy(io.Discard, stdout)
 	}()
+	limit, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
 	select {
 	case <-ended:
-	case <-time.After(10 * time.Second):
+	case <-limit.Done():
 		t.Error("the orphan lives")
 		if process, err := os.FindProcess(pid); err == nil {
 			_ = process.Kill()

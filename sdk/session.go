@@ -30,9 +30,8 @@ type session struct {
 	server *Server
 	stream grpc.BidiStreamingServer[kvportv1.SessionRequest, kvportv1.SessionResponse]
 	log    *slog.Logger
-	ctx    context.Context // parent of all calls
-	cancel context.CancelFunc
-	lane   chan *call
+	cancel context.CancelFunc // ends the context of all calls
+	lane   chan func()
 	closed chan struct{} // the side was closed on request
 
 	sending sync.Mutex // stream.Send is not safe for concurrent use
@@ -49,29 +48,30 @@ type session struct {
 // call is one request that was not answered yet.
 type call struct {
 	request *kvportv1.SessionRequest
-	ctx     context.Context
 	cancel  context.CancelFunc
 }
 
 func newSession(s *Server, stream grpc.BidiStreamingServer[kvportv1.SessionRequest, kvportv1.SessionResponse]) *session {
-	ctx, cancel := context.WithCancel(stream.Context())
 	return &session{
-		server: s, stream: stream, log: s.log, ctx: ctx, cancel: cancel,
-		lane: make(chan *call, maxCalls), closed: make(chan struct{}), running: map[uint64]*call{},
+		server: s, stream: stream, log: s.log,
+		lane: make(chan func(), maxCalls), closed: make(chan struct{}), running: map[uint64]*call{},
 	}
 }
 
 // run serves the session to its end. The order of the ends matters: calls first, then the side,
 // then its memory.
 func (s *session) run() error {
+	ctx, cancel := context.WithCancel(s.stream.Context())
+	defer cancel()
+	s.cancel = cancel
 	var laneDone sync.WaitGroup
 	laneDone.Go(func() {
-		for c := range s.lane {
-			s.serve(c)
+		for serve := range s.lane {
+			serve()
 		}
 	})
 	read := make(chan error, 1)
-	go func() { read <- s.read() }()
+	go func() { read <- s.read(ctx) }()
 	var err error
 	select {
 	case err = <-read:
@@ -104,7 +104,7 @@ func (s *session) logger() *slog.Logger {
 }
 
 // read takes messages until the stream ends or the peer breaks the protocol.
-func (s *session) read() error {
+func (s *session) read(ctx context.Context) error {
 	for {
 		m, err := s.stream.Recv()
 		switch {
@@ -113,7 +113,7 @@ func (s *session) read() error {
 		case err != nil:
 			return err
 		}
-		err = s.accept(m)
+		err = s.accept(ctx, m)
 		switch {
 		case errors.Is(err, wire.ErrMalformed):
 			s.log.Error("session ended: the host broke the protocol", "error", err)
@@ -125,7 +125,7 @@ func (s *session) read() error {
 }
 
 // accept starts one call or says why not. ErrMalformed means that the peer broke the protocol.
-func (s *session) accept(m *kvportv1.SessionRequest) error {
+func (s *session) accept(ctx context.Context, m *kvportv1.SessionRequest) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	_, first := m.GetCall().(*kvportv1.SessionRequest_Open)
@@ -150,14 +150,14 @@ func (s *session) accept(m *kvportv1.SessionRequest) error {
 	case len(s.running) >= maxCalls:
 		return fmt.Errorf("%d calls are running: %w", len(s.running), connector.ErrBusy)
 	}
-	s.start(m)
+	s.start(ctx, m)
 	return nil
 }
 
 // start runs one call where it belongs. The caller holds the lock.
-func (s *session) start(m *kvportv1.SessionRequest) {
-	c := &call{request: m}
-	c.ctx, c.cancel = wire.WithTimeout(s.ctx, m.GetTimeoutUs())
+func (s *session) start(ctx context.Context, m *kvportv1.SessionRequest) {
+	ctx, cancel := wire.WithTimeout(ctx, m.GetTimeoutUs())
+	c := &call{request: m, cancel: cancel}
 	s.running[m.GetId()] = c
 	switch m.GetCall().(type) {
 	case *kvportv1.SessionRequest_Close:
@@ -165,20 +165,20 @@ func (s *session) start(m *kvportv1.SessionRequest) {
 		s.closer.Go(func() { s.serveClose(c) })
 	case *kvportv1.SessionRequest_Match, *kvportv1.SessionRequest_Plan, *kvportv1.SessionRequest_Finish, *kvportv1.SessionRequest_Reset_:
 		s.calls.Add(1)
-		s.lane <- c // never full: it holds as many as may run
+		s.lane <- func() { s.serve(ctx, c) } // never full: it holds as many as may run
 	default:
 		s.calls.Add(1)
-		go s.serve(c)
+		go s.serve(ctx, c)
 	}
 }
 
 // serve runs one call and answers it.
-func (s *session) serve(c *call) {
+func (s *session) serve(ctx context.Context, c *call) {
 	defer s.calls.Done()
 	answer := &kvportv1.SessionResponse{}
-	err := c.ctx.Err() // it may have been cancelled while it waited for its turn
+	err := ctx.Err() // it may have been cancelled while it waited for its turn
 	if err == nil {
-		err = s.server.call(s.logger(), callName(c.request), func() error { return s.dispatch(c, answer) })
+		err = s.server.call(s.logger(), callName(c.request), func() error { return s.dispatch(ctx, c, answer) })
 	}
 	s.finish(c, answer, err)
 }

@@ -107,7 +107,8 @@ func testLayout() connector.Layout {
 	return connector.Layout{
 		Name: "test", Blocks: 8, Groups: []connector.Group{{BlockTokens: 4, Policy: connector.PolicyAll}},
 		Segments: []connector.Segment{
-			{Layer: 0, Offset: 0, BlockStride: 32, Bytes: 16}, {Layer: 1, Offset: 16, BlockStride: 32, Bytes: 16},
+			{Layer: 0, Offset: 0, BlockStride: 32, Bytes: 16},
+			{Layer: 1, Offset: 16, BlockStride: 32, Bytes: 16},
 			{Layer: connector.DigestLayer, Offset: 256, BlockStride: 16, Bytes: 16},
 		},
 	}
@@ -274,7 +275,7 @@ func TestStoreErrors(t *testing.T) {
 		fail(&connector.ItemError{Items: items, Err: connector.ErrGone})
 		err := w.Load(t.Context(), tr, kv)
 		require.ErrorIs(t, err, connector.ErrGone)
-		require.False(t, errors.As(err, &failed))
+		require.NotErrorAs(t, err, &failed)
 	}
 	bad := &connector.Transfer{Blocks: []connector.Block{{Key: connector.BlockKey{1}, ID: 8}}}
 	require.ErrorIs(t, w.Load(t.Context(), bad, kv), connector.ErrIncompatible)

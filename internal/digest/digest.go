@@ -44,8 +44,9 @@ const bindingSize = 32 + 8 + 8 + 8 + 8 + 8 + 8 + sha256.Size
 
 // Hasher makes and checks the digests of one rank's cache. It is safe for concurrent use.
 type Hasher struct {
-	scope [sha256.Size]byte // of all that is the same for every block
-	macs  *sync.Pool        // of *keyed; nil without a secret
+	scope  [sha256.Size]byte // of all that is the same for every block
+	secret []byte
+	macs   sync.Pool // of *keyed, with a secret only
 }
 
 // keyed is the reusable state of one keyed computation.
@@ -65,17 +66,13 @@ func New(model, shape connector.Fingerprint, shard connector.Shard, secret []byt
 	for _, n := range []int{shard.Rank, shard.World, shard.First, shard.Count} {
 		buf = binary.LittleEndian.AppendUint64(buf, uint64(n))
 	}
-	h := &Hasher{scope: sha256.Sum256(buf)}
-	if len(secret) > 0 {
-		secret = slices.Clone(secret)
-		h.macs = &sync.Pool{New: func() any { return &keyed{mac: hmac.New(sha256.New, secret)} }}
-	}
+	h := &Hasher{scope: sha256.Sum256(buf), secret: slices.Clone(secret)}
 	return h
 }
 
 // Sum is the digest of one segment of one block.
 func (h *Hasher) Sum(data []byte, b Binding) [Size]byte {
-	if h.macs != nil {
+	if len(h.secret) > 0 {
 		return h.keyedSum(data, &b)
 	}
 	var buf [Size + bindingSize]byte
@@ -86,7 +83,10 @@ func (h *Hasher) Sum(data []byte, b Binding) [Size]byte {
 }
 
 func (h *Hasher) keyedSum(data []byte, b *Binding) [Size]byte {
-	k := h.macs.Get().(*keyed)
+	k, ok := h.macs.Get().(*keyed)
+	if !ok {
+		k = &keyed{mac: hmac.New(sha256.New, h.secret)}
+	}
 	defer h.macs.Put(k)
 	k.mac.Reset()
 	h.bind(&k.buf, b, len(data))

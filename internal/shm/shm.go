@@ -12,13 +12,14 @@ import (
 	"sync"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/kvport/kvport/connector"
 )
 
 // MaxSize is the largest region in bytes: what a mapping of a 47-bit address space can hold with
 // room to spare. It keeps a peer's number from overflowing an int.
 const MaxSize = 1 << 45
+
+// ErrIncompatible says that a descriptor is not the sealed memory that was announced.
+var ErrIncompatible = errors.New("not the announced shared memory")
 
 // seals are what both ends rely on: the size is fixed, and so is this set.
 const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
@@ -69,21 +70,21 @@ func prepare(fd int, size int64) ([]byte, error) {
 // descriptor is marked close-on-exec, so that no child process inherits the cache.
 func Map(fd int, size int64) (*Region, error) {
 	if size <= 0 || size > MaxSize {
-		return nil, fmt.Errorf("shared memory fd %d: size %d, want 1..%d bytes: %w", fd, size, int64(MaxSize), connector.ErrIncompatible)
+		return nil, fmt.Errorf("shared memory fd %d: size %d, want 1..%d bytes: %w", fd, size, int64(MaxSize), ErrIncompatible)
 	}
 	got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
-		return nil, fmt.Errorf("shared memory fd %d is no sealable memfd (%w): %w", fd, err, connector.ErrIncompatible)
+		return nil, fmt.Errorf("shared memory fd %d is no sealable memfd (%w): %w", fd, err, ErrIncompatible)
 	}
 	if got&seals != seals {
-		return nil, fmt.Errorf("shared memory fd %d: seals are %#x, want %#x: %w", fd, got, seals, connector.ErrIncompatible)
+		return nil, fmt.Errorf("shared memory fd %d: seals are %#x, want %#x: %w", fd, got, seals, ErrIncompatible)
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return nil, fmt.Errorf("shared memory fd %d: %w", fd, os.NewSyscallError("fstat", err))
 	}
 	if st.Size != size {
-		return nil, fmt.Errorf("shared memory fd %d is %d bytes, want %d: %w", fd, st.Size, size, connector.ErrIncompatible)
+		return nil, fmt.Errorf("shared memory fd %d is %d bytes, want %d: %w", fd, st.Size, size, ErrIncompatible)
 	}
 	unix.CloseOnExec(fd)
 	data, err := mmap(fd, size)

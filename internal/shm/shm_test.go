@@ -9,8 +9,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
-
-	"github.com/kvport/kvport/connector"
 )
 
 func create(t *testing.T, size int64) *Region {
@@ -85,7 +83,7 @@ func TestMapRefuses(t *testing.T) {
 		"negative fd":   {-1, 4096},
 	} {
 		_, err := Map(c.fd, c.size)
-		require.ErrorIs(t, err, connector.ErrIncompatible, name)
+		require.ErrorIs(t, err, ErrIncompatible, name)
 	}
 }
 

@@ -1,7 +1,6 @@
 package ticket
 
 import (
-	"container/list"
 	"fmt"
 	"sync"
 	"time"
@@ -24,8 +23,8 @@ type Guard struct {
 	model, shape connector.Fingerprint
 
 	mu      sync.Mutex
-	byNonce map[[16]byte]*list.Element
-	order   list.List // of *seen, by first sight
+	byNonce map[[16]byte]*seen
+	order   []*seen // by first sight
 	uses    int
 	epochs  map[string]uint64 // of each engine, the newest seen
 }
@@ -40,7 +39,7 @@ type seen struct {
 
 // NewGuard makes the guard of an engine with the given fingerprints.
 func NewGuard(model, shape connector.Fingerprint) *Guard {
-	return &Guard{model: model, shape: shape, byNonce: map[[16]byte]*list.Element{}, epochs: map[string]uint64{}}
+	return &Guard{model: model, shape: shape, byNonce: map[[16]byte]*seen{}, epochs: map[string]uint64{}}
 }
 
 // Check counts one use of a ticket by a request of ours. The same request may check it again at no
@@ -60,12 +59,11 @@ func (g *Guard) Check(e *Envelope, request connector.RequestID) error {
 	if newest, known := g.epochs[e.Engine]; known && e.Epoch < newest {
 		return fmt.Errorf("engine %q: %w", e.Engine, ErrStale)
 	}
-	element := g.byNonce[e.Nonce]
-	if element == nil {
-		element = g.order.PushBack(&seen{nonce: e.Nonce, by: map[connector.RequestID]struct{}{}, first: now, keep: max(minMemory, 2*min(e.Lease, 24*time.Hour))})
-		g.byNonce[e.Nonce] = element
+	s := g.byNonce[e.Nonce]
+	if s == nil {
+		s = &seen{nonce: e.Nonce, by: map[connector.RequestID]struct{}{}, first: now, keep: max(minMemory, 2*min(e.Lease, 24*time.Hour))}
+		g.byNonce[e.Nonce], g.order = s, append(g.order, s)
 	}
-	s := element.Value.(*seen)
 	if _, again := s.by[request]; again {
 		return nil
 	}
@@ -92,12 +90,12 @@ func (g *Guard) sawEpoch(e *Envelope) {
 
 // forget drops the tickets that are over, and the oldest while there are too many.
 func (g *Guard) forget(now time.Time) {
-	for front := g.order.Front(); front != nil; front = g.order.Front() {
-		s := front.Value.(*seen)
+	for len(g.order) > 0 {
+		s := g.order[0]
 		if g.uses < maxUses && now.Sub(s.first) <= s.keep {
 			return
 		}
-		g.order.Remove(front)
+		g.order = g.order[1:]
 		delete(g.byNonce, s.nonce)
 		g.uses -= len(s.by)
 	}

@@ -68,29 +68,37 @@ func (s *sizer) message(b []byte, d protoreflect.MessageDescriptor, depth int) e
 
 // field counts one value. f is nil for a field of a newer peer, which is kept as bytes.
 func (s *sizer) field(value []byte, kind protowire.Type, f protoreflect.FieldDescriptor, depth int) error {
-	switch {
-	case f == nil:
-		s.objects++
-	case kind == protowire.BytesType && f.Message() != nil:
+	if f != nil && f.Message() != nil && kind == protowire.BytesType {
 		s.objects++
 		inner, _ := protowire.ConsumeBytes(value)
 		if err := s.message(inner, f.Message(), depth+1); err != nil {
 			return err
 		}
-	case kind == protowire.BytesType && f.IsList() && (f.Kind() == protoreflect.StringKind || f.Kind() == protoreflect.BytesKind):
-		s.objects++
-	case kind == protowire.BytesType && f.IsList():
-		inner, _ := protowire.ConsumeBytes(value)
-		for _, c := range inner { // one byte of each varint has no continuation bit
-			if c < 0x80 {
-				s.numbers++
-			}
-		}
-	case f.IsList():
-		s.numbers++
+	} else {
+		s.scalar(value, kind, f)
 	}
 	if s.objects > maxObjects || s.numbers > maxNumbers {
 		return malformed("%d parts and %d numbers, limits %d and %d", s.objects, s.numbers, maxObjects, maxNumbers)
 	}
 	return nil
+}
+
+// scalar counts one value that is no message.
+func (s *sizer) scalar(value []byte, kind protowire.Type, f protoreflect.FieldDescriptor) {
+	switch {
+	case f == nil:
+		s.objects++
+	case !f.IsList():
+	case kind != protowire.BytesType:
+		s.numbers++
+	case f.Kind() == protoreflect.StringKind || f.Kind() == protoreflect.BytesKind:
+		s.objects++
+	default: // packed: one byte of each number has no continuation bit
+		inner, _ := protowire.ConsumeBytes(value)
+		for _, c := range inner {
+			if c < 0x80 {
+				s.numbers++
+			}
+		}
+	}
 }

@@ -55,8 +55,7 @@ func ErrorToProto(err error) *kvportv1.Error {
 			break
 		}
 	}
-	var blocks *connector.BlockError
-	if errors.As(err, &blocks) {
+	if blocks, ok := errors.AsType[*connector.BlockError](err); ok {
 		if blocks.Err != nil {
 			m.Message = text(blocks.Err.Error())
 		}

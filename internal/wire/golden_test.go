@@ -3,6 +3,7 @@ package wire
 import (
 	"flag"
 	"os"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -59,13 +60,13 @@ func flatten(f *descriptorpb.FileDescriptorProto) map[string]string {
 		for _, field := range m.Field {
 			out[m.GetName()+"."+field.GetName()] = strings.Join([]string{
 				field.GetLabel().String(), field.GetType().String(), field.GetTypeName(),
-				string(rune('0' + field.GetNumber())), field.GetJsonName(),
+				strconv.Itoa(int(field.GetNumber())), field.GetJsonName(),
 			}, " ")
 		}
 	}
 	for _, e := range f.EnumType {
 		for _, v := range e.Value {
-			out[e.GetName()+"."+v.GetName()] = "value " + string(rune('0'+v.GetNumber()))
+			out[e.GetName()+"."+v.GetName()] = "value " + strconv.Itoa(int(v.GetNumber()))
 		}
 	}
 	for _, s := range f.Service {
@@ -81,7 +82,7 @@ func TestBreaksAreSeen(t *testing.T) {
 	for name, change := range map[string]func(*descriptorpb.FileDescriptorProto){
 		"field removed": func(f *descriptorpb.FileDescriptorProto) { f.MessageType[0].Field = f.MessageType[0].Field[1:] },
 		"field renumbered": func(f *descriptorpb.FileDescriptorProto) {
-			f.MessageType[0].Field[0].Number = proto.Int32(30)
+			f.MessageType[0].Field[0].Number = new(int32(30))
 		},
 		"type changed": func(f *descriptorpb.FileDescriptorProto) {
 			f.MessageType[0].Field[0].Type = descriptorpb.FieldDescriptorProto_TYPE_BYTES.Enum()
@@ -94,7 +95,7 @@ func TestBreaksAreSeen(t *testing.T) {
 		require.NotEmpty(t, breaks(current, changed), name)
 	}
 	added := proto.Clone(current).(*descriptorpb.FileDescriptorProto)
-	added.MessageType[0].Field = append(added.MessageType[0].Field, &descriptorpb.FieldDescriptorProto{Name: proto.String("new"), Number: proto.Int32(40)})
+	added.MessageType[0].Field = append(added.MessageType[0].Field, &descriptorpb.FieldDescriptorProto{Name: new("new"), Number: new(int32(40))})
 	require.Empty(t, breaks(current, added))
 }
 

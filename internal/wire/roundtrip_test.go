@@ -1,6 +1,7 @@
 package wire
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"math"
@@ -145,7 +146,7 @@ func TestAnswersRoundTrip(t *testing.T) {
 		require.NoError(t, err)
 		require.Len(t, gotHolds, len(holds))
 		for i := range holds {
-			require.EqualValues(t, holds[i].Ticket, gotHolds[i].Ticket)
+			require.True(t, bytes.Equal(holds[i].Ticket, gotHolds[i].Ticket))
 			holds[i].Ticket, gotHolds[i].Ticket = nil, nil
 		}
 		require.Equal(t, holds, gotHolds)
