@@ -160,11 +160,17 @@ func (r *rig) metrics(p *cluster.Process) cluster.Metrics {
 	return m
 }
 
-// same compares answers token by token and reports how many tokens were compared.
+// same compares answers token by token and logs how many tokens were compared.
 func same(t *testing.T, what string, want, got []*cluster.Completion) {
 	t.Helper()
+	t.Logf("%s: %d prompts, %d tokens compared, 0 differ", what, len(want), compare(t, what, want, got))
+}
+
+// compare fails the test if a token differs, and counts them.
+func compare(t *testing.T, what string, want, got []*cluster.Completion) (tokens int) {
+	t.Helper()
 	require.Len(t, got, len(want))
-	tokens, differ := 0, 0
+	differ := 0
 	for i := range want {
 		require.NotEmpty(t, want[i].Tokens)
 		require.Len(t, got[i].Tokens, len(want[i].Tokens), "%s: prompt %d", what, i)
@@ -175,8 +181,8 @@ func same(t *testing.T, what string, want, got []*cluster.Completion) {
 			}
 		}
 	}
-	t.Logf("%s: %d prompts, %d tokens compared, %d differ", what, len(want), tokens, differ)
-	require.Zero(t, differ, "%s: differing tokens", what)
+	require.Zero(t, differ, "%s: differing tokens, of %d", what, tokens)
+	return tokens
 }
 
 // idle waits until the engine runs nothing and holds no block for a transfer.

@@ -72,24 +72,26 @@ func BytesRead(pid int) int64 {
 	return 0
 }
 
-// Resources counts what a process holds.
+// Resources counts what a process holds. TCP connections are left out: they are its clients' to keep.
 type Resources struct {
 	Children int
 	Files    int // open descriptors that are neither sockets nor shared memory
-	Sockets  int
+	Sockets  int // unix sockets
 	Shared   int // descriptors of memfds
 }
 
 // Usage counts what a process holds at this moment.
 func Usage(pid int) Resources {
 	r := Resources{Children: len(Children(pid))}
+	unix := unixSockets(pid)
 	fds, _ := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
 	for _, fd := range fds {
 		target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, fd.Name()))
 		switch {
 		case err != nil:
-		case strings.HasPrefix(target, "socket:"):
+		case unix[target]:
 			r.Sockets++
+		case strings.HasPrefix(target, "socket:"):
 		case strings.HasPrefix(target, "/memfd:"):
 			r.Shared++
 		default:
@@ -97,4 +99,16 @@ func Usage(pid int) Resources {
 		}
 	}
 	return r
+}
+
+// unixSockets are the unix sockets of a process's network namespace, as its descriptors name them.
+func unixSockets(pid int) map[string]bool {
+	out := map[string]bool{}
+	data, _ := os.ReadFile(fmt.Sprintf("/proc/%d/net/unix", pid))
+	for line := range strings.Lines(string(data)) {
+		if fields := strings.Fields(line); len(fields) >= 7 {
+			out["socket:["+fields[6]+"]"] = true
+		}
+	}
+	return out
 }
