@@ -140,7 +140,10 @@ func (e *Engine) Submit(ctx context.Context, req Request) (<-chan Output, error)
 	if !req.IgnoreEOS {
 		seq.Stops = e.cfg.Tokenizer.Stops()
 	}
-	st := &stream{ctx: ctx, id: req.ID, params: req.Params, prompt: len(req.Prompt), since: time.Now(), out: make(chan Output, 1)}
+	st := &stream{
+		id: req.ID, params: req.Params, prompt: len(req.Prompt), since: time.Now(), out: make(chan Output, 1),
+		cause: func() error { return context.Cause(ctx) },
+	}
 	if err := e.register(st); err != nil {
 		return nil, err
 	}

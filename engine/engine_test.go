@@ -57,7 +57,8 @@ func (r *rig) stop(t testing.TB) {
 }
 
 // metric is a counter's or gauge's value, summed over the series that have the given label value.
-func (r *rig) metric(t testing.TB, name, label string) (sum float64) {
+func (r *rig) metric(t testing.TB, name, label string) int {
+	sum := 0.0
 	families, err := r.reg.Gather()
 	require.NoError(t, err)
 	for _, f := range families {
@@ -71,7 +72,7 @@ func (r *rig) metric(t testing.TB, name, label string) (sum float64) {
 			}
 		}
 	}
-	return sum
+	return int(sum)
 }
 
 // result is a whole generation.
@@ -251,7 +252,8 @@ func TestAborts(t *testing.T) {
 					cancel() // before it was taken in
 				}
 				out, err := r.Submit(ctx, req)
-				if !assert.NoError(t, err) {
+				if err != nil {
+					assert.Fail(t, "submit", err)
 					return
 				}
 				var got result
@@ -272,7 +274,7 @@ func TestAborts(t *testing.T) {
 		}
 		wg.Wait()
 	}
-	aborted := int(r.metric(t, "kvport_requests_total", "abort"))
+	aborted := r.metric(t, "kvport_requests_total", "abort")
 	t.Logf("%d of 320 requests aborted", aborted)
 	require.Greater(t, aborted, 20)
 	requireIdle(t, r)
@@ -326,9 +328,9 @@ func TestUsage(t *testing.T) {
 	require.Equal(t, Usage{Prompt: 33, Generated: 5}, collect(submit(t, r, req)).last.Usage, "another salt shares nothing")
 	req.Prompt, req.Salt = req.Prompt[:32], ""
 	require.Equal(t, Usage{Prompt: 32, Generated: 5, Local: 16}, collect(submit(t, r, req)).last.Usage, "one token must be computed")
-	require.EqualValues(t, 20, r.metric(t, "kvport_generated_tokens_total", ""))
-	require.EqualValues(t, 48, r.metric(t, "kvport_prompt_tokens_total", "local_cache"))
-	require.EqualValues(t, 33+1+33+16, r.metric(t, "kvport_prompt_tokens_total", "local_compute"))
+	require.Equal(t, 20, r.metric(t, "kvport_generated_tokens_total", ""))
+	require.Equal(t, 48, r.metric(t, "kvport_prompt_tokens_total", "local_cache"))
+	require.Equal(t, 33+1+33+16, r.metric(t, "kvport_prompt_tokens_total", "local_compute"))
 }
 
 func TestRefusals(t *testing.T) {

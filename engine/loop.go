@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"context"
 	"errors"
 	"time"
 
@@ -188,7 +187,7 @@ func (l *loop) add(st *stream, seq sched.Request) {
 		l.deliver(sched.Output{Request: st.id, Reason: connector.ReasonError, Err: err})
 		return
 	}
-	if st.ctx.Err() != nil {
+	if st.cause() != nil {
 		l.abort(st)
 	}
 }
@@ -197,7 +196,7 @@ func (l *loop) add(st *stream, seq sched.Request) {
 func (l *loop) abort(st *stream) {
 	switch {
 	case l.streams[st.id] != st: // over, or not taken in yet
-	case errors.Is(context.Cause(st.ctx), ErrStop):
+	case errors.Is(st.cause(), ErrStop):
 		l.sched.Abort(st.id, connector.ReasonStop, nil)
 	default:
 		l.sched.Abort(st.id, connector.ReasonAbort, nil)
@@ -240,13 +239,13 @@ func (l *loop) observe() {
 
 // stream is a request's way back to its client.
 type stream struct {
-	ctx     context.Context
 	id      connector.RequestID
 	params  sample.Params
 	prompt  int       // length
 	since   time.Time // of Submit
 	last    time.Time // of the last token, zero before the first
 	out     chan Output
+	cause   func() error // why its context is done, nil while it is not
 	unwatch func() bool
 }
 

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"unicode"
 
 	"github.com/cockroachdb/datadriven"
 	"github.com/stretchr/testify/require"
@@ -61,11 +62,8 @@ func newScript(t *testing.T, d *datadriven.TestData) *script {
 }
 
 func (s *script) run(t *testing.T, d *datadriven.TestData) {
-	var id string
-	if len(d.CmdArgs) > 0 && len(d.CmdArgs[0].Vals) == 0 {
-		id = d.CmdArgs[0].Key
-	}
-	rid := connector.RequestID(id)
+	rid := subject(d)
+	id := string(rid)
 	switch d.Cmd {
 	case "add":
 		s.add(t, d, rid)
@@ -109,6 +107,14 @@ func blockIDs(t *testing.T, d *datadriven.TestData, arg string) (ids []connector
 	return ids
 }
 
+// subject is the request that a command is about: its first argument.
+func subject(d *datadriven.TestData) connector.RequestID {
+	if len(d.CmdArgs) > 0 && len(d.CmdArgs[0].Vals) == 0 {
+		return connector.RequestID(d.CmdArgs[0].Key)
+	}
+	return ""
+}
+
 // add submits a prompt: letters, one token each.
 func (s *script) add(t *testing.T, d *datadriven.TestData, id connector.RequestID) {
 	req := Request{ID: id, Space: &connector.KeySpace{}, MaxTokens: 8, Remote: d.HasArg("remote")}
@@ -141,16 +147,13 @@ func (s *script) step(broken bool) {
 	s.tell(st)
 	var sampled []int32
 	for _, c := range chunks {
-		text := make([]rune, len(c.Tokens))
-		for i, t := range c.Tokens {
-			text[i] = t
-		}
+		text := string(c.Tokens)
 		next := ""
 		if c.Sample {
 			next = " ->"
 		}
-		fmt.Fprintf(&s.out, "compute %s @%d %s %v%s\n", c.Request, c.Start, string(text), c.Blocks[0], next)
-		sampled = append(sampled, []rune(strings.ToUpper(string(text[len(text)-1:])))[0])
+		fmt.Fprintf(&s.out, "compute %s @%d %s %v%s\n", c.Request, c.Start, text, c.Blocks[0], next)
+		sampled = append(sampled, unicode.ToUpper(c.Tokens[len(c.Tokens)-1]))
 	}
 	switch {
 	case len(chunks) == 0:

@@ -260,8 +260,10 @@ func (w *world) mayEnd(c *client, o Output) bool {
 		return slices.Contains(c.req.Stops, c.tokens[len(c.tokens)-1])
 	case connector.ReasonAbort:
 		return c.aborted
+	case connector.ReasonError:
+		return c.aborted || w.cfg.FailLoads
 	}
-	return c.aborted || w.cfg.FailLoads
+	return false
 }
 
 // ticketFits reports whether a request that has a consumer, and only that, has a ticket, after the
