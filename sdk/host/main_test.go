@@ -91,12 +91,15 @@ func (o rigOptions) config(t *testing.T) *Config {
 	for k, v := range o.extra {
 		extra[k] = v
 	}
+	settings := map[string]any{"heartbeat": map[string]any{"limit": "1m"}} // a busy machine is no fault
+	for k, v := range o.settings {
+		settings[k] = v
+	}
 	arg, err := json.Marshal(map[string]any{
-		"kv_connector": "TestConnector", "kv_role": o.role, "kv_connector_extra_config": extra, "kvport": o.settings,
+		"kv_connector": "TestConnector", "kv_role": o.role, "kv_connector_extra_config": extra, "kvport": settings,
 		"engine_id": o.engine, "kv_connector_module_path": o.path,
 	})
 	require.NoError(t, err)
-	arg = bytes.ReplaceAll(arg, []byte(`"kvport":null`), []byte(`"kvport":{}`))
 	c, err := ParseConfig(string(arg))
 	require.NoError(t, err)
 	return c

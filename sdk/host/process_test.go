@@ -1,0 +1,264 @@
+package host
+
+import (
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+func testPlugin() string { return filepath.Join(pluginFolder, "kvport-test") }
+
+func TestFind(t *testing.T) {
+	empty := t.TempDir()
+	for _, name := range []string{"TestConnector", "TestAlias"} {
+		b, err := Find([]string{empty, "/does/not/exist", pluginFolder}, name)
+		require.NoError(t, err)
+		require.Equal(t, testPlugin(), b.Path)
+		require.Equal(t, "TestConnector", b.Manifest.Name)
+		require.Equal(t, []string{"KVPORT_TEST_SEEN"}, b.Manifest.Environment)
+	}
+	_, err := Find([]string{empty, pluginFolder}, "TestConector")
+	require.ErrorIs(t, err, ErrConfig)
+	require.ErrorContains(t, err, `did you mean "TestConnector"?`)
+	require.ErrorContains(t, err, empty)
+	_, err = Find(nil, "X")
+	require.ErrorIs(t, err, ErrConfig)
+	require.ErrorContains(t, err, "no plugin folder is set")
+
+	broken := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(broken, "kvport-broken"), []byte("#!/bin/sh\necho no\n"), 0o755))
+	require.NoError(t, os.WriteFile(filepath.Join(broken, "kvport-data"), []byte("x"), 0o644))
+	require.NoError(t, os.Mkdir(filepath.Join(broken, "kvport-folder"), 0o755))
+	_, err = Find([]string{broken}, "X")
+	require.ErrorContains(t, err, "kvport-broken --manifest")
+	require.NotContains(t, err.Error(), "kvport-data")
+	list, err := List([]string{pluginFolder, broken})
+	require.Error(t, err)
+	require.Len(t, list, 1)
+}
+
+func TestManifestThatHangs(t *testing.T) {
+	leaks := watchLeaks(t)
+	path := alias(t, "kvport-hangmanifest")
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	_, err := ReadManifest(ctx, path)
+	require.ErrorContains(t, err, path)
+	require.ErrorContains(t, err, "gave no answer")
+	leaks()
+}
+
+func TestLaunchFailures(t *testing.T) {
+	for name, want := range map[string]string{
+		"kvport-hang":  "no handshake within 400ms, it was killed",
+		"kvport-talks": "Unrecognized remote plugin message: hello",
+	} {
+		t.Run(name, func(t *testing.T) {
+			leaks := watchLeaks(t)
+			path := alias(t, name)
+			began := time.Now()
+			_, err := Launch(t.Context(), path, LaunchOptions{Handshake: 400 * time.Millisecond})
+			require.ErrorIs(t, err, ErrConfig)
+			require.ErrorContains(t, err, path)
+			require.ErrorContains(t, err, want)
+			require.NotContains(t, err.Error(), "\n")
+			require.Less(t, time.Since(began), 5*time.Second)
+			leaks()
+		})
+	}
+	for path, want := range map[string]string{
+		"/does/not/exist": "no such file", pluginFolder: "not a regular file", "process_test.go": "not executable",
+	} {
+		_, err := Launch(t.Context(), path, LaunchOptions{})
+		require.ErrorIs(t, err, ErrConfig)
+		require.ErrorContains(t, err, want)
+	}
+	leaks := watchLeaks(t)
+	path := filepath.Join(t.TempDir(), "kvport-text")
+	require.NoError(t, os.WriteFile(path, []byte("no program"), 0o755))
+	_, err := Launch(t.Context(), path, LaunchOptions{})
+	require.ErrorIs(t, err, ErrConfig)
+	leaks()
+}
+
+// A host that opens a plugin which hangs at start is back within the handshake deadline.
+func TestOpenHangingPlugin(t *testing.T) {
+	leaks := watchLeaks(t)
+	o := rigOptions{path: alias(t, "kvport-hang"), settings: map[string]any{"deadlines": map[string]any{"handshake": "300ms"}}}
+	cfg, eng, opts := o.build(t)
+	_, err := Open(t.Context(), cfg, eng, opts)
+	require.ErrorIs(t, err, ErrConfig)
+	require.ErrorContains(t, err, "no handshake within 300ms")
+	cfg.ModulePath = "/does/not/exist"
+	_, err = Open(t.Context(), cfg, eng, opts)
+	require.ErrorIs(t, err, ErrConfig)
+	require.ErrorContains(t, err, "kv_connector_module_path")
+	cfg.ModulePath, cfg.Connector = testPlugin(), "Other"
+	_, err = Open(t.Context(), cfg, eng, opts)
+	require.ErrorIs(t, err, ErrConfig)
+	require.ErrorContains(t, err, `answers to ["TestConnector" "TestAlias"]`)
+	leaks()
+}
+
+func TestProcessLife(t *testing.T) {
+	leaks := watchLeaks(t)
+	t.Setenv("HOME", "/seen-by-nobody")
+	t.Setenv("KVPORT_TEST_SEEN", "yes")
+	p, err := Launch(t.Context(), testPlugin(), LaunchOptions{Environment: []string{"KVPORT_TEST_SEEN"}})
+	require.NoError(t, err)
+	env, err := os.ReadFile("/proc/" + strconv.Itoa(p.PID()) + "/environ")
+	require.NoError(t, err)
+	require.Contains(t, string(env), "KVPORT_TEST_SEEN=yes")
+	require.NotContains(t, string(env), "HOME=")
+	require.NotContains(t, string(env), "PATH=")
+	info, err := p.Describe(t.Context(), json.RawMessage(`{}`))
+	require.NoError(t, err)
+	require.Equal(t, "TestConnector", info.Name)
+	require.NoError(t, p.Err())
+	require.NoError(t, p.Close(t.Context()))
+	<-p.Done()
+	require.NoError(t, p.Err())
+
+	p, err = Launch(t.Context(), testPlugin(), LaunchOptions{})
+	require.NoError(t, err)
+	p.Kill()
+	p.Kill()
+	require.ErrorContains(t, p.Err(), "killed by the host")
+	require.ErrorIs(t, syscall.Kill(p.PID(), 0), syscall.ESRCH)
+
+	p, err = Launch(t.Context(), testPlugin(), LaunchOptions{})
+	require.NoError(t, err)
+	require.NoError(t, syscall.Kill(p.PID(), syscall.SIGSTOP))
+	began := time.Now()
+	require.Error(t, p.Close(t.Context()), "a stopped plugin cannot obey")
+	require.Less(t, time.Since(began), 2*closePatience)
+	leaks()
+}
+
+// Kills at every moment of a start leave nothing behind.
+func TestKillWhileStarting(t *testing.T) {
+	leaks := watchLeaks(t)
+	for i := range 25 {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(i)*3*time.Millisecond)
+		p, err := Launch(ctx, testPlugin(), LaunchOptions{})
+		cancel()
+		if err == nil {
+			p.Kill()
+		} else {
+			require.ErrorIs(t, err, ErrConfig)
+		}
+	}
+	leaks()
+}
+
+func TestPinnedBinary(t *testing.T) {
+	path := alias(t, "kvport-pinned")
+	data, err := os.ReadFile(path)
+	require.NoError(t, err)
+	sum := sha256.Sum256(data)
+	hash := hex.EncodeToString(sum[:])
+
+	leaks := watchLeaks(t)
+	p, err := openProgram(path, hash)
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(path+".new", []byte("#!/bin/sh\nexit 1\n"), 0o755))
+	require.NoError(t, os.Rename(path+".new", path)) // swapped after the check
+	m, err := readManifest(t.Context(), p)
+	require.NoError(t, err)
+	require.Equal(t, "TestConnector", m.Name)
+	region, err := NewRegion(4096)
+	require.NoError(t, err)
+	proc, err := launch(t.Context(), p, LaunchOptions{Regions: []*Region{region, region, region}})
+	require.NoError(t, err)
+	require.NoError(t, proc.Close(t.Context()))
+	require.NoError(t, p.close())
+	require.NoError(t, region.Close())
+
+	_, err = openProgram(path, hash)
+	require.ErrorContains(t, err, hash)
+	leaks()
+
+	o := rigOptions{settings: map[string]any{"plugin_sha256": strings.Repeat("0", 64)}}
+	cfg, eng, opts := o.build(t)
+	_, err = Open(t.Context(), cfg, eng, opts)
+	require.ErrorIs(t, err, ErrConfig)
+	require.ErrorContains(t, err, "kvport.plugin_sha256")
+	cfg.Settings.PluginSHA256 = hash
+	h, err := Open(t.Context(), cfg, eng, opts)
+	require.NoError(t, err)
+	require.NoError(t, h.Close(t.Context()))
+	leaks()
+}
+
+// The plugin dies with its host, however the host dies.
+func TestHostDeathKillsPlugin(t *testing.T) {
+	if os.Getenv("KVPORT_TEST_HOST") != "" {
+		p, err := Launch(context.Background(), os.Getenv("KVPORT_TEST_HOST"), LaunchOptions{})
+		require.NoError(t, err)
+		_, _ = os.Stdout.WriteString("pid " + strconv.Itoa(p.PID()) + "\n")
+		select {}
+	}
+	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestHostDeathKillsPlugin$")
+	cmd.Env = append(os.Environ(), "KVPORT_TEST_HOST="+testPlugin())
+	out, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	line, err := bufio.NewReader(out).ReadString('\n')
+	require.NoError(t, err)
+	pid, err := strconv.Atoi(strings.TrimSpace(strings.TrimPrefix(line, "pid ")))
+	require.NoError(t, err)
+	require.NoError(t, syscall.Kill(pid, 0))
+	require.NoError(t, cmd.Process.Kill())
+	_ = cmd.Wait()
+	require.Eventually(t, func() bool { return gone(pid) }, 2*time.Second, time.Millisecond)
+}
+
+// gone reports whether a process has ended, reaped or not.
+func gone(pid int) bool {
+	stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		return true
+	}
+	_, rest, _ := strings.Cut(string(stat), ") ")
+	return strings.HasPrefix(rest, "Z")
+}
+
+func TestLogRate(t *testing.T) {
+	p := newPluginLog(nil, "x")
+	now := p.filled
+	for range logBurst {
+		_, ok := p.admit(now)
+		require.True(t, ok)
+	}
+	for range 10 {
+		_, ok := p.admit(now)
+		require.False(t, ok)
+	}
+	dropped, ok := p.admit(now.Add(time.Second))
+	require.True(t, ok)
+	require.Equal(t, 10, dropped)
+}
+
+func TestWithDigestsHasRoomForAll(t *testing.T) {
+	l := connector.Layout{
+		Blocks: 3, Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}, {BlockTokens: 8, Policy: connector.PolicyAll}},
+		Segments: []connector.Segment{{Group: 0, BlockStride: 100, Bytes: 90}, {Layer: 1, Group: 1, Offset: 300, BlockStride: 50, Bytes: 50}},
+	}
+	with, size := WithDigests(l)
+	require.NoError(t, with.Validate([]int64{size}))
+	require.Len(t, with.Segments, 4)
+}
