@@ -10,6 +10,7 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"time"
 
@@ -26,8 +27,9 @@ import (
 const stopTimeout = 5 * time.Second
 
 // Serve is the whole main function of a plugin process: it serves p to the host that started it, and
-// does not return. With --manifest it prints what p is, with --version its version; started by hand
-// it says who should start it and exits with code 2.
+// does not return. It ends when the host says so, hangs up or dies, not by SIGINT or SIGTERM. With
+// --manifest it prints what p is, with --version its version; started by hand it says who should
+// start it and exits with code 2.
 func Serve(p connector.Plugin) {
 	// Descriptors that the host passed must not reach processes that the connector starts: those
 	// could write into the cache after our death.
@@ -41,6 +43,9 @@ func Serve(p connector.Plugin) {
 
 // serve talks to the host until it hangs up.
 func serve(p connector.Plugin) {
+	// Service managers send SIGTERM to all processes at once. The engine then drains, for which it
+	// needs us, and stops us when it is done.
+	signal.Notify(make(chan os.Signal, 1), unix.SIGTERM)
 	stderr := os.Stderr // go-plugin replaces it
 	log := slog.New(newLogHandler(stderr))
 	slog.SetDefault(log)

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -118,6 +119,8 @@ func TestServeProcess(t *testing.T) {
 	l := p.session()
 	answer := l.call(openCall(kvportv1.Side_SIDE_WORKER, wire.Region{FD: 3, Size: region.Size()}))
 	require.NotNil(t, answer.GetOpened(), "%v", answer.GetError())
+	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM)) // meant for the engine, which drains
+	require.NoError(t, cmd.Process.Signal(syscall.SIGINT))
 	region.Bytes()[32] = 77
 	block := connector.Block{Key: connector.BlockKey{1}, ID: 1}
 	save := loadCall(block)

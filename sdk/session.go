@@ -118,6 +118,8 @@ func (s *session) read(ctx context.Context) error {
 		case errors.Is(err, wire.ErrMalformed):
 			s.log.Error("session ended: the host broke the protocol", "error", err)
 			return status.Error(codes.InvalidArgument, err.Error())
+		case ctx.Err() != nil: // the session is over, nobody may write to the stream
+			return ctx.Err()
 		case err != nil:
 			s.send(&kvportv1.SessionResponse{Id: m.GetId(), Error: wire.ErrorToProto(err)})
 		}

@@ -197,7 +197,7 @@ func TestGuardIsBounded(t *testing.T) {
 		require.NoError(t, g.Check(e, "a"))
 	}
 	require.LessOrEqual(t, len(g.byNonce), maxUses)
-	require.Equal(t, len(g.byNonce), len(g.order))
+	require.Len(t, g.order, len(g.byNonce))
 	require.LessOrEqual(t, len(g.epochs), maxEngines)
 	require.ErrorIs(t, g.Check(e, "b"), ErrReplayed, "the newest are still known")
 
