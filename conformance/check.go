@@ -34,10 +34,10 @@ const (
 
 // Result is one case's outcome.
 type Result struct {
-	ID     string        // of the case
-	Rule   string        // of docs/spec
-	Text   string        // what the case does
-	Status Status        //
+	ID     string // of the case
+	Rule   string // of docs/spec
+	Text   string // what the case does
+	Status Status
 	Log    []string      // why it failed or was skipped
 	Took   time.Duration // with start and close of the connector
 }

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"strings"
-	"sync"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -104,9 +103,4 @@ func (h *inProcess) Start(_ context.Context, ranks int, size int64) (*Instance, 
 		i.Memory[r] = make([]byte, size)
 	}
 	return i, nil
-}
-
-// once makes close run a single time, whoever calls it.
-func once(close func() error) func() error {
-	return sync.OnceValue(close)
 }

@@ -9,6 +9,7 @@ import (
 	"hash/fnv"
 	"log/slog"
 	"math/rand/v2"
+	"sync"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -92,7 +93,7 @@ func (r *rig) start(ranks int, size int64) *Instance {
 	r.Helper()
 	i, err := r.h.Start(r.Context(), ranks, size)
 	r.must(err, "start")
-	i.Close = once(i.Close)
+	i.Close = sync.OnceValue(i.Close)
 	r.closers = append(r.closers, i.Close)
 	return i
 }

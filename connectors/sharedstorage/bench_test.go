@@ -2,51 +2,67 @@ package sharedstorage
 
 import (
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
 )
 
-// Each size is measured twice: the store, and beside it, in the same run, what the file system can
-// do with one plain file a block.
+// Every round saves and loads a set of blocks twice, once by the store and once as plain files of
+// the os package, write then rename: the limit. The two take turns within each block, so that
+// whatever disturbs the machine disturbs both. Reported are the medians and their ratio.
 func BenchmarkStore(b *testing.B) {
-	for _, layer := range []int{48 << 10, 1 << 20} {
+	for _, size := range []int{48 << 10, 1 << 20} {
 		const blocks, layers = 32, 4
+		lengths := append(slices.Repeat([]int{size / layers}, layers), 16)
 		items := make([]connector.Item, blocks)
-		lengths := make([]int, layers)
-		for i := range lengths {
-			lengths[i] = layer / layers
-		}
 		for n := range items {
-			items[n] = item(n, append(lengths, 16)...)
+			items[n] = item(n, lengths...)
 			items[n].Replace = true
 		}
 		s, err := newStore(slog.New(slog.DiscardHandler), Config{Path: b.TempDir(), Workers: 1})
 		require.NoError(b, err)
 		plain := b.TempDir()
-		run := func(name string, do func(connector.Item) error) {
-			b.Run(fmt.Sprintf("%s/%dKiB", name, layer>>10), func(b *testing.B) {
-				b.SetBytes(int64(items[0].Size()) * blocks)
+		pair := func(name string, store, limit func(connector.Item) error) {
+			b.Run(fmt.Sprintf("%s/%dKiB", name, size>>10), func(b *testing.B) {
+				b.SetBytes(2 * blocks * int64(items[0].Size()))
+				var took [2][]time.Duration
 				for b.Loop() {
-					for _, it := range items {
-						if err := do(it); err != nil {
-							b.Fatal(err)
+					for n, it := range items {
+						for turn := range 2 {
+							which := (n + turn) % 2
+							start := time.Now()
+							if err := [2]func(connector.Item) error{store, limit}[which](it); err != nil {
+								b.Fatal(err)
+							}
+							took[which] = append(took[which], time.Since(start))
 						}
 					}
 				}
+				ours, theirs := median(took[0]), median(took[1])
+				b.ReportMetric(float64(items[0].Size())/ours.Seconds()/1e9, "GB/s")
+				b.ReportMetric(float64(items[0].Size())/theirs.Seconds()/1e9, "limit-GB/s")
+				b.ReportMetric(theirs.Seconds()/ours.Seconds(), "ratio")
 			})
 		}
-		run("save", func(it connector.Item) error { return s.Put(b.Context(), []connector.Item{it}) })
-		run("save-limit", func(it connector.Item) error { return plainWrite(plain, it) })
-		run("load", func(it connector.Item) error { return s.Get(b.Context(), []connector.Item{it}) })
-		run("load-limit", func(it connector.Item) error { return plainRead(plain, it) })
+		pair("save", func(it connector.Item) error { return s.Put(b.Context(), []connector.Item{it}) },
+			func(it connector.Item) error { return plainWrite(plain, it) })
+		pair("load", func(it connector.Item) error { return s.Get(b.Context(), []connector.Item{it}) },
+			func(it connector.Item) error { return plainRead(plain, it) })
 		require.NoError(b, s.Close())
 	}
+}
+
+func median(d []time.Duration) time.Duration {
+	slices.Sort(d)
+	return d[len(d)/2]
 }
 
 func plainWrite(dir string, it connector.Item) error {
@@ -72,7 +88,7 @@ func plainRead(dir string, it connector.Item) error {
 		return err
 	}
 	for _, s := range it.Spans {
-		if _, err := f.Read(s); err != nil {
+		if _, err := io.ReadFull(f, s); err != nil {
 			return err
 		}
 	}

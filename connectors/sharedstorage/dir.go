@@ -203,7 +203,7 @@ func (d *dir) create(name string) (int, error) {
 	fd, err := retry(func() (int, error) {
 		return unix.Openat(int(d.tmp.Fd()), name, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 	})
-	if errors.Is(err, unix.ENOENT) {
+	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESTALE) { // ESTALE: the same on NFS
 		return -1, errStale
 	}
 	if err != nil {
