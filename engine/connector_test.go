@@ -19,6 +19,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/model/sim"
 	"github.com/kvport/kvport/sdk/host"
 )
 
@@ -172,6 +173,61 @@ func TestPluginDies(t *testing.T) {
 	livePID(t, d, pid)
 	requireIdle(t, d)
 	t.Logf("%d plugins killed or stopped, %d tokens loaded", hits, loaded)
+}
+
+// TestProducerLosesItsPlugin kills the plugin while a producer saves: every prefill is answered, and
+// the consumer recomputes what was not saved.
+func TestProducerLosesItsPlugin(t *testing.T) {
+	cfg := simConfig(t)
+	cfg.PrefixCaching = false
+	reqs := requests(16)
+	want := tokensOf(start(t, cfg).ask(t, reqs, 1))
+	dir := storage(t)
+	p := start(t, shared(t, cfg, connector.RoleProducer, dir, `{"breaker": {"deaths": 1000, "backoff_max": "20ms"}}`))
+	d := start(t, shared(t, cfg, connector.RoleConsumer, dir, ""))
+	rng := rand.New(rand.NewPCG(6, 6))
+	pid := 0
+	for round := range 6 {
+		pid = livePID(t, p, pid)
+		delay := time.NewTimer(time.Duration(rng.IntN(20_000)) * time.Microsecond)
+		hit := make(chan error)
+		go func() {
+			<-delay.C
+			hit <- syscall.Kill(pid, syscall.SIGKILL)
+		}()
+		for i := range reqs {
+			reqs[i].Salt = fmt.Sprint("round ", round) // nothing of the last round is found
+		}
+		decode := prefill(t, p, reqs)
+		require.NoError(t, <-hit)
+		require.Equal(t, want, tokensOf(d.ask(t, decode, 8)), "round %d", round)
+	}
+	requireIdle(t, p)
+	requireIdle(t, d)
+}
+
+// TestOtherWeights has two models on one directory: neither may find the other's blocks.
+func TestOtherWeights(t *testing.T) {
+	reqs := requests(8)
+	dir := storage(t)
+	for seed := range uint64(2) {
+		cfg := simConfig(t)
+		m, err := sim.New(sim.Options{Seed: seed, Layers: 3, BytesPerToken: 32})
+		require.NoError(t, err)
+		cfg.Model, cfg.PrefixCaching, cfg.MaxModelLen = m, false, 1024
+		want := tokensOf(start(t, cfg).ask(t, reqs, 1))
+		r := start(t, shared(t, cfg, connector.RoleBoth, dir, ""))
+		for i := range reqs {
+			reqs[i].Salt = fmt.Sprint(i) // nor those of another tenant
+		}
+		got := r.ask(t, reqs, 8)
+		require.Equal(t, want, tokensOf(got))
+		require.Zero(t, external(got))
+		requireIdle(t, r)
+		again := r.ask(t, reqs, 8)
+		require.Equal(t, want, tokensOf(again))
+		require.Positive(t, external(again))
+	}
 }
 
 // livePID waits until a plugin runs, another one than old.

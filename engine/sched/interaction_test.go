@@ -50,6 +50,7 @@ func newScript(t *testing.T, d *datadriven.TestData) *script {
 	d.MaybeScanArgs(t, "budget", &cfg.MaxBatchedTokens)
 	d.MaybeScanArgs(t, "seqs", &cfg.MaxSeqs)
 	d.MaybeScanArgs(t, "blocks", &blocks)
+	d.MaybeScanArgs(t, "groups", &cfg.Groups)
 	cfg.PrefixCaching, cfg.FailLoads = d.HasArg("cache"), d.HasArg("fail")
 	if d.MaybeScanArgs(t, "role", &role); role != "" {
 		var err error
@@ -69,7 +70,10 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 		s.add(t, d, rid)
 	case "offer": // the connector's answer from now on
 		m := connector.Match{Later: d.HasArg("later")}
+		var groups int
 		d.MaybeScanArgs(t, "tokens", &m.Tokens)
+		d.MaybeScanArgs(t, "groups", &groups)
+		m.Groups = uint32(groups)
 		s.answers[id] = m
 	case "step":
 		s.step(d.HasArg("broken"))
@@ -105,6 +109,15 @@ func blockIDs(t *testing.T, d *datadriven.TestData, arg string) (ids []connector
 		ids = append(ids, connector.BlockID(b))
 	}
 	return ids
+}
+
+// tables shows block tables, one after the other.
+func tables(list [][]connector.BlockID) string {
+	var text []string
+	for _, t := range list {
+		text = append(text, fmt.Sprint(t))
+	}
+	return strings.Join(text, "")
 }
 
 // subject is the request that a command is about: its first argument.
@@ -152,7 +165,7 @@ func (s *script) step(broken bool) {
 		if c.Sample {
 			next = " ->"
 		}
-		fmt.Fprintf(&s.out, "compute %s @%d %s %v%s\n", c.Request, c.Start, text, c.Blocks[0], next)
+		fmt.Fprintf(&s.out, "compute %s @%d %s %v%s\n", c.Request, c.Start, text, tables(c.Blocks), next)
 		sampled = append(sampled, unicode.ToUpper(c.Tokens[len(c.Tokens)-1]))
 	}
 	switch {

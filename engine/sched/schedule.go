@@ -151,7 +151,9 @@ func (s *Scheduler) place(r *seq) bool {
 // one token to compute. Only a producer that the request has a ticket of can offer part of a block:
 // partial blocks have no key.
 func (s *Scheduler) offered(r *seq, hit int) int {
-	if !s.cfg.Role.Loads() || r.barred || r.asked != hit || r.match.Tokens <= 0 {
+	all := uint32(1)<<s.cfg.Groups - 1
+	everyGroup := r.match.Groups == 0 || r.match.Groups&all == all // no use in some layers' KV alone
+	if !s.cfg.Role.Loads() || r.barred || r.asked != hit || r.match.Tokens <= 0 || !everyGroup {
 		return hit
 	}
 	end := min(hit+min(r.match.Tokens, len(r.tokens)), len(r.tokens))
