@@ -12,7 +12,7 @@ import (
 	"github.com/kvport/kvport/conformance"
 )
 
-func binary(t *testing.T) string {
+func binaryPath(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "kvport-sharedstorage")
 	output, err := exec.Command("go", "build", "-buildvcs=false", "-ldflags", "-X main.version=1.2.3", "-o", path, ".").CombinedOutput()
@@ -23,11 +23,11 @@ func binary(t *testing.T) string {
 func TestBinary(t *testing.T) {
 	config, err := os.ReadFile("conform.json")
 	require.NoError(t, err)
-	conformance.Run(t, conformance.Binary(binary(t), config))
+	conformance.Run(t, conformance.Binary(binaryPath(t), config))
 }
 
 func TestManifest(t *testing.T) {
-	out, err := exec.Command(binary(t), "--manifest").Output()
+	out, err := exec.Command(binaryPath(t), "--manifest").Output()
 	require.NoError(t, err)
 	var manifest struct {
 		Name    string   `json:"name"`
