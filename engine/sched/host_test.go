@@ -14,6 +14,7 @@ type op struct {
 	transfer connector.Transfer
 	ended    connector.Ended
 	request  connector.RequestID
+	client   *client    // the one that had the id then
 	want     [][]uint64 // content that must not change while it is pinned
 }
 
@@ -67,7 +68,7 @@ func (w *world) take(st *connector.Step) error {
 		if err := w.check(t.Request, t.From, t.Tokens, t.Blocks); err != nil {
 			return fmt.Errorf("computed: %w", err)
 		}
-		w.ops = append(w.ops, &op{kind: 's', step: st.ID, request: t.Request, transfer: t, want: w.snapshot(t.Blocks)})
+		w.ops = append(w.ops, &op{kind: 's', step: st.ID, request: t.Request, client: w.clients[t.Request], transfer: t, want: w.snapshot(t.Blocks)})
 	}
 	for _, e := range st.Ended {
 		c := w.clients[e.Request]
@@ -94,7 +95,7 @@ func (w *world) startLoad(step uint64, t connector.Transfer) error {
 			w.tags[b.ID][i] = garbage
 		}
 	}
-	w.ops = append(w.ops, &op{kind: 'l', step: step, request: t.Request, transfer: t})
+	w.ops = append(w.ops, &op{kind: 'l', step: step, request: t.Request, client: w.clients[t.Request], transfer: t})
 	return nil
 }
 
@@ -166,7 +167,7 @@ func (w *world) report(i int) error {
 
 // loaded fills the blocks of a load, or some of them.
 func (w *world) loaded(o *op) {
-	t, c := o.transfer, w.clients[o.request]
+	t, c := o.transfer, o.client
 	var failed []connector.BlockID
 	per := len(t.Blocks) / w.cfg.Groups
 	for k, b := range t.Blocks {

@@ -3,6 +3,7 @@ package sched
 import (
 	"fmt"
 	"hash/fnv"
+	"maps"
 	"math/rand/v2"
 	"slices"
 
@@ -23,6 +24,7 @@ type world struct {
 	tags    [][]uint64 // of each block, each slot
 	store   map[connector.BlockKey]bool
 	clients map[connector.RequestID]*client
+	past    []*client // whose id is in use again
 	ops     []*op
 	next    int
 	log     uint64 // hash of all outputs
@@ -91,6 +93,11 @@ func (w *world) submit() error {
 		c.req.Prompt[at] = 8 + w.rng.Int32N(3)
 	}
 	c.req.ID = connector.RequestID(fmt.Sprintf("r%d", w.next))
+	old := w.clients[connector.RequestID(fmt.Sprintf("r%d", 1+w.rng.IntN(w.next)))]
+	if old != nil && len(old.final) > 0 && old.ended == old.arrived { // its transfers may still run
+		w.seen["id used again"]++
+		c.req.ID = old.req.ID
+	}
 	c.req.MaxTokens = 1 + w.rng.IntN(max(1, min(12, room-n)))
 	c.req.Remote = w.rng.IntN(4) == 0
 	c.req.Space = &connector.KeySpace{}
@@ -102,15 +109,17 @@ func (w *world) submit() error {
 		c.req.Ticket = []byte("t")
 	}
 	c.tokens = slices.Clone(c.req.Prompt)
-	w.clients[c.req.ID] = c
 	err := w.s.Add(c.req)
 	if n+c.req.MaxTokens > room {
 		if err == nil {
 			return fmt.Errorf("%s does not fit but was taken", c.req.ID)
 		}
-		delete(w.clients, c.req.ID)
 		return nil
 	}
+	if w.clients[c.req.ID] != nil {
+		w.past = append(w.past, old)
+	}
+	w.clients[c.req.ID] = c
 	return err
 }
 
@@ -273,7 +282,7 @@ func (w *world) ticketFits(c *client, o Output) bool {
 	if !normal || !c.req.Remote || w.cfg.Role == 0 {
 		return o.Ticket == nil
 	}
-	saving := slices.ContainsFunc(w.ops, func(x *op) bool { return x.kind == 's' && x.request == o.Request })
+	saving := slices.ContainsFunc(w.ops, func(x *op) bool { return x.kind == 's' && x.client == c })
 	return string(o.Ticket) == "ticket of "+string(o.Request) && !saving
 }
 
@@ -303,9 +312,9 @@ func (w *world) account() error {
 
 // over checks that nothing is left.
 func (w *world) over() error {
-	for id, c := range w.clients {
+	for _, c := range slices.Concat(w.past, slices.Collect(maps.Values(w.clients))) {
 		if len(c.final) != 1 || w.cfg.Role != 0 && (c.arrived != 1 || c.ended != 1) {
-			return fmt.Errorf("%s: %d ends, told the host %d and %d times", id, len(c.final), c.arrived, c.ended)
+			return fmt.Errorf("%s: %d ends, told the host %d and %d times", c.req.ID, len(c.final), c.arrived, c.ended)
 		}
 	}
 	if w.pool.Available() != w.pool.Size() || len(w.s.handed) > 0 || len(w.s.queue)+len(w.s.running) > 0 {
