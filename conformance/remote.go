@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"path/filepath"
 	"sync"
 	"time"
 
@@ -79,6 +80,9 @@ const (
 // Binary runs the plugin binary at path as a process of its own for each engine, as production
 // does. For @TMP@ see InProcess.
 func Binary(path string, config json.RawMessage) Maker {
+	if abs, err := filepath.Abs(path); err == nil {
+		path = abs // a bare name means a file here, not one on PATH
+	}
 	environment := sync.OnceValues(func() ([]string, error) {
 		ctx, cancel := context.WithTimeout(context.Background(), manifestWait)
 		defer cancel()

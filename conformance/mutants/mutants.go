@@ -16,7 +16,7 @@ type Mutant struct {
 
 // All lists every mutant, at least one for each case.
 func All() []Mutant {
-	var out []Mutant
+	out := badStores()
 	for _, list := range [][]fault{openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults()} {
 		for _, f := range list {
 			out = append(out, Mutant{Name: f.name, Case: f.caseID, Plugin: func() connector.Plugin {

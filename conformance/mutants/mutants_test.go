@@ -18,6 +18,10 @@ func TestReferenceOverTheWire(t *testing.T) {
 	conformance.Run(t, conformance.Wire(mutants.Reference(), nil), conformance.Profiles()...)
 }
 
+func TestStoreReference(t *testing.T) {
+	conformance.Run(t, conformance.InProcess(mutants.StoreReference(), nil))
+}
+
 // Every mutant fails the case that is named for its fault, and every case has a mutant.
 func TestMutantsAreCaught(t *testing.T) {
 	uncovered := map[string]bool{}

@@ -1,0 +1,232 @@
+package mutants
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk"
+)
+
+// memory is a correct Store.
+type memory struct {
+	mu     sync.Mutex
+	blocks map[connector.StoreKey][]byte
+}
+
+// Lookup implements connector.Store.
+func (m *memory) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	found := make([]int, len(runs))
+	for i, keys := range runs {
+		for found[i] < len(keys) && m.blocks[keys[found[i]]] != nil {
+			found[i]++
+		}
+	}
+	return found, nil
+}
+
+// Get implements connector.Store.
+func (m *memory) Get(ctx context.Context, items []connector.Item) error {
+	failed := &connector.ItemError{}
+	for i, it := range items {
+		m.mu.Lock()
+		data, err := m.blocks[it.Key], ctx.Err()
+		m.mu.Unlock()
+		if err == nil && data == nil {
+			err = connector.ErrGone
+		}
+		if err != nil {
+			failed.Items, failed.Err = append(failed.Items, i), err
+			continue
+		}
+		for _, s := range it.Spans {
+			data = data[copy(s, data):]
+		}
+	}
+	if failed.Err != nil {
+		return failed
+	}
+	return nil
+}
+
+// Put implements connector.Store.
+func (m *memory) Put(ctx context.Context, items []connector.Item) error {
+	for _, it := range items {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		data := slices.Concat(it.Spans...)
+		m.mu.Lock()
+		if m.blocks[it.Key] == nil || it.Replace {
+			m.blocks[it.Key] = data
+		}
+		m.mu.Unlock()
+	}
+	return nil
+}
+
+// Close implements connector.Store.
+func (m *memory) Close() error { return nil }
+
+// badStore is a Store with some calls replaced.
+type badStore struct {
+	*memory
+	lookup   func([][]connector.StoreKey) ([]int, error)
+	get, put func(context.Context, []connector.Item) error
+	close    func() error
+}
+
+// Lookup implements connector.Store.
+func (s *badStore) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	if s.lookup != nil {
+		return s.lookup(runs)
+	}
+	return s.memory.Lookup(ctx, runs)
+}
+
+// Get implements connector.Store.
+func (s *badStore) Get(ctx context.Context, items []connector.Item) error {
+	if s.get != nil {
+		return s.get(ctx, items)
+	}
+	return s.memory.Get(ctx, items)
+}
+
+// Put implements connector.Store.
+func (s *badStore) Put(ctx context.Context, items []connector.Item) error {
+	if s.put != nil {
+		return s.put(ctx, items)
+	}
+	return s.memory.Put(ctx, items)
+}
+
+// Close implements connector.Store.
+func (s *badStore) Close() error {
+	if s.close != nil {
+		return s.close()
+	}
+	return s.memory.Close()
+}
+
+// storePlugin makes a connector of a Store that change made wrong. Engines share the blocks.
+func storePlugin(change func(*badStore)) connector.Plugin {
+	m := &memory{blocks: map[connector.StoreKey][]byte{}}
+	d := sdk.Definition{Name: "StoreConnector", Version: "1", Scope: connector.ScopeNode}
+	return sdk.FromStore(d, func(context.Context, connector.Env, config) (connector.Store, error) {
+		s := &badStore{memory: m}
+		change(s)
+		return s, nil
+	})
+}
+
+// StoreReference is a correct connector made of a Store in memory.
+func StoreReference() connector.Plugin { return storePlugin(func(*badStore) {}) }
+
+func mutant(name, caseID string, change func(*badStore)) Mutant {
+	return Mutant{Name: name, Case: caseID, Plugin: func() connector.Plugin { return storePlugin(change) }}
+}
+
+// badStores are the faults that authors of a Store can make.
+func badStores() []Mutant { return append(badReaders(), badWriters()...) }
+
+func badReaders() []Mutant {
+	return []Mutant{
+		mutant("a store that counts keys behind a hole", "prefix-hole", func(s *badStore) {
+			s.lookup = func(runs [][]connector.StoreKey) ([]int, error) {
+				s.mu.Lock()
+				defer s.mu.Unlock()
+				found := make([]int, len(runs))
+				for i, keys := range runs {
+					for _, k := range keys {
+						if s.blocks[k] != nil {
+							found[i]++
+						}
+					}
+				}
+				return found, nil
+			}
+		}),
+		mutant("a store that answers its first run only", "batch-order", func(s *badStore) {
+			s.lookup = func(runs [][]connector.StoreKey) ([]int, error) {
+				found, err := s.memory.Lookup(context.Background(), runs[:1])
+				return append(found, make([]int, len(runs)-1)...), err
+			}
+		}),
+		mutant("a store that gives up at the first absent item", "partial-load", func(s *badStore) {
+			s.get = func(ctx context.Context, items []connector.Item) error {
+				var missing *connector.ItemError
+				err := s.memory.Get(ctx, items)
+				if errors.As(err, &missing) {
+					missing.Items = missing.Items[:1]
+				}
+				return err
+			}
+		}),
+		mutant("a store that reads what it does not have as zeros", "other-key", func(s *badStore) {
+			s.get = func(ctx context.Context, items []connector.Item) error {
+				var missing *connector.ItemError
+				if err := s.memory.Get(ctx, items); !errors.As(err, &missing) {
+					return err
+				}
+				for _, i := range missing.Items {
+					for _, span := range items[i].Spans {
+						clear(span)
+					}
+				}
+				return nil
+			}
+		}),
+	}
+}
+
+func badWriters() []Mutant {
+	return []Mutant{
+		mutant("a store that never overwrites", "replace", func(s *badStore) {
+			s.put = func(ctx context.Context, items []connector.Item) error {
+				for _, it := range items {
+					it.Replace = false
+					if err := s.memory.Put(ctx, []connector.Item{it}); err != nil {
+						return err
+					}
+				}
+				return nil
+			}
+		}),
+		mutant("a store that shows blocks before they are whole", "cancelled-save", func(s *badStore) {
+			s.put = func(ctx context.Context, items []connector.Item) error {
+				if ctx.Err() != nil {
+					items = slices.Clone(items)
+					for i := range items {
+						items[i].Spans = items[i].Spans[:1]
+					}
+				}
+				return s.memory.Put(context.WithoutCancel(ctx), items)
+			}
+		}),
+		mutant("a store that forgets when it closes", "reopen", func(s *badStore) {
+			s.close = func() error {
+				s.mu.Lock()
+				defer s.mu.Unlock()
+				clear(s.blocks)
+				return nil
+			}
+		}),
+		mutant("a store that evicts what was just stored", "visible", func(s *badStore) {
+			s.put = func(ctx context.Context, items []connector.Item) error {
+				err := s.memory.Put(ctx, items)
+				s.mu.Lock()
+				defer s.mu.Unlock()
+				for k := range s.blocks {
+					if len(s.blocks) > 1 {
+						delete(s.blocks, k)
+					}
+				}
+				return err
+			}
+		}),
+	}
+}
