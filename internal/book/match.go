@@ -86,8 +86,8 @@ func (b *Book) Match(now time.Time, id connector.RequestID) connector.Match {
 		b.beginLater(now, m)
 		return connector.Match{Later: true}
 	}
-	tokens := min(m.end, b.limit(&m.query)) - m.query.Computed
-	tokens -= tokens % b.unit()
+	end := min(m.end, b.limit(&m.query))
+	tokens := end - end%b.unit() - m.query.Computed
 	if !m.known || tokens <= 0 {
 		return connector.Match{}
 	}
@@ -135,8 +135,8 @@ func (b *Book) Matched(now time.Time, id CallID, answer connector.Match, err err
 	if err != nil {
 		answer = connector.Match{Later: errors.Is(err, connector.ErrBusy)}
 	}
-	if answer.Tokens > 0 {
-		m.end, m.groups = m.asked.Computed+answer.Tokens, answer.Groups
+	if end := m.asked.Computed + answer.Tokens; err == nil && (!answer.Later || end > m.end) {
+		m.end, m.groups = end, answer.Groups
 	}
 	if answer.Later || m.end < min(m.need, b.limit(&m.query)) {
 		m.wait = min(max(2*m.wait, b.cfg.BackoffMin), b.cfg.BackoffMax)

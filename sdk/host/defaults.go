@@ -5,7 +5,7 @@ import "time"
 // Settings are the host's own settings: the object "kvport" of the transfer config.
 type Settings struct {
 	TicketKeyFile    string   // key that signs tickets; empty: one shared by this user's engines on this machine
-	Peers            []string // engines beyond loopback that may be talked to
+	Peers            []string // ids of the engines whose tickets are accepted; empty: all that have the key
 	Trust            Trust
 	PluginSHA256     string // the plugin binary must have this hash, in hex; empty: any
 	TenantSecretFile string // makes digests and keys keyed MACs

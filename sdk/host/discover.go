@@ -201,17 +201,21 @@ func firstLine(b []byte) string {
 // resolve finds the binary that a config asks for and pins its content if a hash is given. The
 // caller closes the program.
 func resolve(ctx context.Context, cfg *Config, paths []string) (*program, *Manifest, error) {
-	path := cfg.ModulePath
-	if path == "" {
+	path, hash := cfg.ModulePath, cfg.Settings.PluginSHA256
+	switch {
+	case path == "" && hash != "":
+		return findPinned(ctx, cfg, paths)
+	case path == "":
 		b, err := Find(paths, cfg.Connector)
 		if err != nil {
 			return nil, nil, err
 		}
 		path = b.Path
-	} else if err := checkExecutable(path); err != nil {
+	}
+	if err := checkExecutable(path); err != nil {
 		return nil, nil, fmt.Errorf("%w: kv_connector_module_path: %w", ErrConfig, err)
 	}
-	p, err := openProgram(path, cfg.Settings.PluginSHA256)
+	p, err := openProgram(path, hash)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: %w", ErrConfig, err)
 	}
@@ -223,4 +227,27 @@ func resolve(ctx context.Context, cfg *Config, paths []string) (*program, *Manif
 		return nil, nil, errors.Join(fmt.Errorf("%w: %w", ErrConfig, err), p.close())
 	}
 	return p, m, nil
+}
+
+// findPinned looks for the binary with the wanted content. Nothing else is run, not even for its
+// manifest.
+func findPinned(ctx context.Context, cfg *Config, paths []string) (*program, *Manifest, error) {
+	var wrong []string
+	for _, dir := range paths {
+		for _, path := range executables(dir) {
+			p, err := openProgram(path, cfg.Settings.PluginSHA256)
+			if err != nil {
+				wrong = append(wrong, filepath.Base(path))
+				continue
+			}
+			m, err := readManifest(ctx, p)
+			if err == nil && m.Answers(cfg.Connector) {
+				return p, m, nil
+			}
+			_ = p.close()
+			wrong = append(wrong, filepath.Base(path))
+		}
+	}
+	return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: no plugin %s with SHA-256 %s (looked in %s; others: %s)", ErrConfig,
+		quote(cfg.Connector), cfg.Settings.PluginSHA256, strings.Join(paths, ", "), strings.Join(wrong, ", "))
 }

@@ -103,7 +103,7 @@ func (h *Host) identify() error {
 		h.eng.ID = hex.EncodeToString(b[:])
 	}
 	var err error
-	h.tickets, err = openTicketOffice(h.cfg.Settings.TicketKeyFile, h.eng, h.epoch)
+	h.tickets, err = openTicketOffice(&h.cfg.Settings, h.eng, h.epoch)
 	if err != nil {
 		return fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
 	}
@@ -149,6 +149,9 @@ func (h *Host) describe(ctx context.Context, r *Remote) error {
 		return fmt.Errorf("%w: %s may load other bytes than were saved; set kvport.allow_lossy to accept that", ErrConfig, info.Name)
 	}
 	h.info = info
+	if info.Lossy {
+		h.log.Warn("loaded blocks are not verified: the connector may change their bytes", "connector", info.Name)
+	}
 	return nil
 }
 

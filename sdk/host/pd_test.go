@@ -76,8 +76,32 @@ func TestRefusedTickets(t *testing.T) {
 	require.InDelta(t, 2, d.metric("kvport_tickets_refused_total"), 0, "replayed")
 	other.match(query("x", ks), ticket)
 	require.InDelta(t, 1, other.metric("kvport_tickets_refused_total"), 0, "other shape")
+	picky := newRig(t, rigOptions{dir: dir, settings: map[string]any{"peers": []string{"somebody"}}})
+	picky.match(query("x", ks), ticket)
+	require.InDelta(t, 1, picky.metric("kvport_tickets_refused_total"), 0, "not a peer")
 	d.match(query("z", ks), []byte("rubbish"))
 	require.InDelta(t, 3, d.metric("kvport_tickets_refused_total"), 0)
+}
+
+// A ticket promises nothing that the engine does not have already.
+func TestTicketCoveredLocally(t *testing.T) {
+	dir := t.TempDir()
+	p := newRig(t, rigOptions{dir: dir})
+	d := newRig(t, rigOptions{dir: dir, settings: map[string]any{"deadlines": map[string]any{"later": "1m"}}})
+	ks := keys(1, 4)
+	p.save("a", ks[:2], 0)
+	ticket := p.end("a", 33, true).Ticket
+	q := query("x", ks)
+	q.Computed = 32
+	require.Equal(t, connector.Match{}, d.match(q, ticket))
+}
+
+func TestLossyIsNotVerified(t *testing.T) {
+	r := newRig(t, rigOptions{extra: map[string]any{"lossy": true, "fault": "damage"}, settings: map[string]any{"allow_lossy": true}})
+	ks := keys(1, 1)
+	r.save("a", ks, 0)
+	require.NoError(t, r.load("b", ks, 4).Err)
+	require.False(t, r.same(blocksOf(ks, 4)))
 }
 
 func TestHolds(t *testing.T) {

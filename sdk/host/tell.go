@@ -2,6 +2,8 @@ package host
 
 import (
 	"errors"
+	"fmt"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/book"
@@ -54,16 +56,17 @@ func (h *Host) seal(b *book.Event) []byte {
 // ticketOffice signs and verifies tickets for one engine.
 type ticketOffice struct {
 	key   []byte
+	peers []string // whose tickets are accepted; empty: of all who have the key
 	eng   Engine
 	epoch uint64
 	guard *ticket.Guard
 }
 
-func openTicketOffice(keyFile string, eng Engine, epoch uint64) (*ticketOffice, error) {
-	o := &ticketOffice{eng: eng, epoch: epoch, guard: ticket.NewGuard(eng.Model, eng.Shape)}
+func openTicketOffice(s *Settings, eng Engine, epoch uint64) (*ticketOffice, error) {
+	o := &ticketOffice{peers: s.Peers, eng: eng, epoch: epoch, guard: ticket.NewGuard(eng.Model, eng.Shape)}
 	var err error
-	if keyFile != "" {
-		o.key, err = ticket.LoadKey(keyFile)
+	if s.TicketKeyFile != "" {
+		o.key, err = ticket.LoadKey(s.TicketKeyFile)
 	} else {
 		o.key, err = ticket.SharedKey()
 	}
@@ -79,6 +82,9 @@ func (o *ticketOffice) seal(e *ticket.Envelope) ([]byte, error) {
 // metrics, and at length.
 func (o *ticketOffice) verify(signed []byte, request connector.RequestID) (e *ticket.Envelope, reason string, err error) {
 	e, err = ticket.Open(o.key, signed)
+	if err == nil && len(o.peers) > 0 && !slices.Contains(o.peers, e.Engine) {
+		return nil, "peer", fmt.Errorf("engine %q is not among kvport.peers", e.Engine)
+	}
 	if err == nil {
 		err = o.guard.Check(e, request)
 	}

@@ -105,7 +105,10 @@ func (h *Host) move(ctx context.Context, g *generation, a *book.Move) book.Outco
 	if errors.Is(err, errLost) {
 		return book.Outcome{Err: err, Lost: true}
 	}
-	out := book.Outcome{Err: err, Corrupt: r.checkDigests(t.Blocks, err)}
+	out := book.Outcome{Err: err}
+	if !h.info.Lossy {
+		out.Corrupt = r.checkDigests(t.Blocks, err)
+	}
 	damaged := len(out.Corrupt)
 	if errors.Is(err, connector.ErrCorrupt) {
 		damaged += failedCount(t, err)
