@@ -223,26 +223,23 @@ func (s *Scheduler) maxHit(r *seq) int {
 // localHit is the length of the request's prefix that is in the prefix cache, in tokens.
 func (s *Scheduler) localHit(r *seq) int {
 	n := 0
-	for n < s.maxHit(r) && s.cached(r, n/s.cfg.BlockTokens) != nil {
+	for s.cfg.PrefixCaching && n < s.maxHit(r) && s.cached(r, n/s.cfg.BlockTokens) {
 		n += s.cfg.BlockTokens
 	}
 	return n
 }
 
-// cached finds block i of a request in the prefix cache, one id for each group, or nil.
-func (s *Scheduler) cached(r *seq, i int) []connector.BlockID {
-	if !s.cfg.PrefixCaching || i >= len(r.Keys) {
-		return nil
-	}
-	ids := make([]connector.BlockID, s.cfg.Groups)
-	for g := range ids {
-		id, ok := s.pool.Lookup(uint16(g), r.Keys[i])
-		if !ok {
-			return nil
+// cached reports whether the prefix cache has block i of a request, in every group.
+func (s *Scheduler) cached(r *seq, i int) bool {
+	for g := range s.cfg.Groups {
+		if i >= len(r.Keys) {
+			return false
 		}
-		ids[g] = id
+		if _, ok := s.pool.Lookup(uint16(g), r.Keys[i]); !ok {
+			return false
+		}
 	}
-	return ids
+	return true
 }
 
 // slots is how many more requests may get blocks: the batch has MaxSeqs places, and as many

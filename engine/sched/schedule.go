@@ -126,8 +126,9 @@ func (s *Scheduler) admit(budget int) {
 func (s *Scheduler) place(r *seq) bool {
 	hit := s.localHit(r)
 	r.table = make([][]connector.BlockID, s.cfg.Groups)
-	for i := range hit / s.cfg.BlockTokens {
-		for g, id := range s.cached(r, i) {
+	for g := range r.table {
+		for _, key := range r.Keys[:hit/s.cfg.BlockTokens] {
+			id, _ := s.pool.Lookup(uint16(g), key)
 			s.pool.Ref(id)
 			r.table[g] = append(r.table[g], id)
 		}
