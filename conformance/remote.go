@@ -119,6 +119,8 @@ func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, 
 	}
 	p, err := host.Launch(ctx, h.path, host.LaunchOptions{
 		Regions: made, Environment: environment, Log: slog.New(slog.DiscardHandler),
+		// The case's deadline says when a plugin hangs, so that a slow machine cannot.
+		Heartbeat: host.Heartbeat{Interval: time.Hour, Limit: time.Hour},
 	})
 	if err != nil {
 		return nil, errors.Join(err, closeRegions(made))

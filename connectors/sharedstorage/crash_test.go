@@ -1,4 +1,4 @@
-package main
+package sharedstorage_test
 
 import (
 	"context"
@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"log/slog"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"testing"
 	"time"
@@ -89,7 +90,9 @@ func fill(view []byte, k connector.BlockKey) {
 // its temporary files are no block.
 func TestKilledWhileSaving(t *testing.T) {
 	const kills = 8
-	path := binaryPath(t)
+	path := filepath.Join(t.TempDir(), "kvport-sharedstorage")
+	output, err := exec.Command("go", "build", "-buildvcs=false", "-o", path, "../../plugins/sharedstorage").CombinedOutput()
+	require.NoError(t, err, "%s", output)
 	folder := t.TempDir()
 	config, err := json.Marshal(map[string]string{"shared_storage_path": folder})
 	require.NoError(t, err)
