@@ -230,6 +230,39 @@ func TestOtherWeights(t *testing.T) {
 	}
 }
 
+// TestTenantSecrets has tenants on one directory: only those with the same secret share blocks.
+func TestTenantSecrets(t *testing.T) {
+	reqs := requests(4)
+	dir := storage(t)
+	var want [][]int32
+	for i, secret := range []string{"a secret of at least thirty-two bytes", "another one of at least thirty-two bytes", "a secret of at least thirty-two bytes"} {
+		file := filepath.Join(t.TempDir(), "secret")
+		require.NoError(t, os.WriteFile(file, []byte(secret), 0o600))
+		cfg := shared(t, simConfig(t), connector.RoleBoth, dir, "")
+		cfg.Connector.Settings.TenantSecretFile, cfg.PrefixCaching = file, false
+		r := start(t, cfg)
+		got := r.ask(t, reqs, 4)
+		if i == 0 {
+			want = tokensOf(got)
+		}
+		require.Equal(t, want, tokensOf(got))
+		require.Equal(t, i == 2, external(got) > 0, "engine %d", i)
+		requireIdle(t, r)
+		r.stop(t)
+	}
+}
+
+// TestResetWithConnector: a connector that cannot forget makes Reset say so; the engine's own cache
+// is empty all the same.
+func TestResetWithConnector(t *testing.T) {
+	r := start(t, shared(t, simConfig(t), connector.RoleProducer, storage(t), ""))
+	req := Request{ID: "a", Prompt: make([]int32, 100), MaxTokens: 1}
+	collect(submit(t, r, req))
+	require.Equal(t, 96, collect(submit(t, r, req)).last.Usage.Local)
+	require.ErrorContains(t, r.Reset(t.Context()), "kept")
+	require.Zero(t, collect(submit(t, r, req)).last.Usage.Local)
+}
+
 // livePID waits until a plugin runs, another one than old.
 func livePID(t testing.TB, r *rig, old int) (pid int) {
 	require.Eventually(t, func() bool {

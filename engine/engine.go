@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -87,12 +86,9 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 		return nil
 	}
 	if path := c.Settings.TenantSecretFile; path != "" {
-		secret, err := os.ReadFile(path)
-		if err != nil {
-			return fmt.Errorf("%w: tenant_secret_file: %w", host.ErrConfig, err)
-		}
-		if e.space.Secret = bytes.TrimSpace(secret); len(e.space.Secret) == 0 {
-			return fmt.Errorf("%w: tenant_secret_file: %s is empty", host.ErrConfig, path)
+		// The host reads it too, for digests, and refuses an empty one.
+		if e.space.Secret, err = os.ReadFile(path); err != nil {
+			return fmt.Errorf("%w: kvport.tenant_secret_file: %w", host.ErrConfig, err)
 		}
 	}
 	e.host, err = host.Open(ctx, c, host.Engine{
