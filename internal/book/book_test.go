@@ -415,3 +415,30 @@ func TestBreakerOpensAndTriesAgain(t *testing.T) {
 	_, broken = b.Died(now.Add(91 * time.Second))
 	require.False(t, broken)
 }
+
+func TestLostPlanEndsItsTransfers(t *testing.T) {
+	b := newBench(t, func(c *Config) { c.Can = connector.CanPlan })
+	b.start(Load, 2)
+	id := one[Plan](b).ID
+	b.got(b.Down(b.now, 1))
+	require.Len(t, b.event().Failed, 2)
+	b.got(b.Planned(b.now, id, &connector.Plan{}, nil))
+	b.quiet()
+	b.got(b.Up(b.now, 2))
+	b.start(Load, 2)
+	b.after(b.cfg.Plan)
+	require.ErrorIs(t, all[Tell](b)[0].Event.Err, context.DeadlineExceeded)
+}
+
+func TestReapedConcernsOneGeneration(t *testing.T) {
+	b := newBench(t, nil)
+	b.got(b.Down(b.now, 1))
+	b.got(b.Up(b.now, 2))
+	b.start(Load, 2)
+	m := one[Move](b)
+	b.got(b.Reaped(b.now, 1))
+	b.quiet()
+	require.Len(t, b.Pins(), 2)
+	b.done(m, Outcome{})
+	require.Empty(t, b.event().Failed)
+}

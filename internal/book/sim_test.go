@@ -107,6 +107,7 @@ func (w *world) do(input string, actions []Action) {
 			w.plans[a.ID] = a
 		case Move:
 			require.True(w.t, w.live && a.Gen == w.gen, "a call needs a living plugin")
+			w.granted(a)
 			w.moves[a.ID] = a
 		case Finish:
 			require.True(w.t, w.live && a.Gen == w.gen)
@@ -121,6 +122,20 @@ func (w *world) do(input string, actions []Action) {
 	if due, ok := w.b.Next(); ok && len(w.b.ops) > 0 {
 		require.False(w.t, due.IsZero())
 	}
+}
+
+// granted checks that a call touches only blocks of one transfer that is not over.
+func (w *world) granted(m Move) {
+	for k, blocks := range w.blocks {
+		if k.kind == kindOf(m) && k.request == m.Transfer.Request && w.told[k] == 0 && within(m.Transfer.Blocks, blocks) {
+			return
+		}
+	}
+	require.Fail(w.t, "a call touches what it was not granted", "%+v", *m.Transfer)
+}
+
+func within(blocks []connector.Block, list []connector.BlockID) bool {
+	return !slices.ContainsFunc(blocks, func(b connector.Block) bool { return !slices.Contains(list, b.ID) })
 }
 
 func (w *world) tell(e *Event) {
