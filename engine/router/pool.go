@@ -20,11 +20,11 @@ type target struct {
 	index int
 	role  role
 	url   *url.URL
-	life  context.Context // ends when the instance is found down
+	life  context.Context // ends when the instance is found hanging
 }
 
 // pool is the table with what it needs to be used from many goroutines: a lock, and a context for
-// each instance that ends when it goes down.
+// each instance that ends when it hangs.
 type pool struct {
 	log     *slog.Logger
 	metrics *metrics
@@ -79,14 +79,16 @@ func (p *pool) failed(t target) {
 func (p *pool) probed(i int, result probe) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if !p.table.probed(i, result) {
-		return
-	}
+	changed := p.table.probed(i, result)
 	in := p.table.instances[i]
-	if in.state == down {
+	switch {
+	case in.hangs():
 		p.lives[i].end(errLost)
-	} else if p.lives[i].ctx.Err() != nil {
+	case in.state != down && p.lives[i].ctx.Err() != nil:
 		p.lives[i] = newLife()
+	}
+	if !changed {
+		return
 	}
 	p.metrics.setUp(p.urls[i].String(), in.role, in.state == up)
 	p.log.Info("instance changed state", "instance", p.urls[i].String(), "role", in.role.String(), "state", in.state.String())

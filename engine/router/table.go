@@ -58,6 +58,11 @@ type instance struct {
 	silence int // silent probes in a row
 }
 
+// hangs reports whether the requests that run on the instance are lost. Those of an instance that
+// refuses connections are not: it may be finishing them before it ends, and if it is dead already
+// their connections break by themselves.
+func (in *instance) hangs() bool { return in.state == down && in.silence >= silences }
+
 // pick chooses an instance of the role that is not in tried: the next one that is up, else the next
 // suspect.
 func (t *table) pick(r role, tried map[int]bool) (index int, ok bool) {
