@@ -20,8 +20,7 @@ type generation struct {
 	workers []connector.Worker
 	caps    connector.Capability
 
-	life    context.Context // ends when no more calls are wanted
-	retire  context.CancelFunc
+	retire  context.CancelFunc                 // ends the calls that wait; nil before serve
 	work    sync.WaitGroup                     // every goroutine that may touch blocks or call the plugin
 	cancels map[book.CallID]context.CancelFunc // guarded by h.mu
 
@@ -55,7 +54,6 @@ func (h *Host) start(ctx context.Context, n uint64) (*generation, error) {
 	g := &generation{
 		h: h, n: n, proc: proc, cancels: map[book.CallID]context.CancelFunc{}, wake: make(chan struct{}, 1),
 	}
-	g.life, g.retire = context.WithCancel(context.Background())
 	ctx, cancel := context.WithTimeout(ctx, d.Handshake)
 	defer cancel()
 	if err := g.open(ctx); err != nil {
@@ -94,17 +92,18 @@ func (g *generation) open(ctx context.Context) error {
 
 // abandon ends a generation that was never in use.
 func (g *generation) abandon() {
-	g.retire()
 	g.proc.Kill()
 }
 
 // serve starts the goroutines of a generation.
 func (g *generation) serve() {
+	var life context.Context
+	life, g.retire = context.WithCancel(context.Background())
 	g.work.Add(1)
-	go g.callScheduler()
+	go g.callScheduler(life)
 	if g.caps&connector.CanHold != 0 {
 		g.work.Add(1)
-		go g.watchHolds()
+		go g.watchHolds(life)
 	}
 	sides := []any{g.sched}
 	for _, w := range g.workers {
@@ -113,19 +112,19 @@ func (g *generation) serve() {
 	for _, side := range sides {
 		if s, ok := side.(interface{ gone() <-chan struct{} }); ok {
 			g.work.Add(1)
-			go g.watchSide(s.gone())
+			go g.watchSide(life, s.gone())
 		}
 	}
 }
 
 // watchSide ends a plugin that ends one of its sides: its calls have no answers any more, and only
 // the end of the process says that their blocks are free.
-func (g *generation) watchSide(gone <-chan struct{}) {
+func (g *generation) watchSide(life context.Context, gone <-chan struct{}) {
 	defer g.work.Done()
 	select {
 	case <-gone:
 		g.down(errors.New("the plugin ended a session"))
-	case <-g.life.Done():
+	case <-life.Done():
 	}
 }
 
@@ -169,7 +168,9 @@ func (g *generation) end(ctx context.Context, polite bool) {
 // finished waits for the end of the process and of every goroutine that works for it.
 func (g *generation) finished() {
 	<-g.proc.Done()
-	g.retire()
+	if g.retire != nil {
+		g.retire()
+	}
 	g.stopJobs()
 	g.work.Wait()
 }
@@ -206,7 +207,7 @@ func (g *generation) enqueue(j job) {
 }
 
 // callScheduler makes the calls of the scheduler side, one at a time.
-func (g *generation) callScheduler() {
+func (g *generation) callScheduler(life context.Context) {
 	defer g.work.Done()
 	dead := false
 	for {
@@ -223,7 +224,7 @@ func (g *generation) callScheduler() {
 				continue
 			}
 			var err error
-			batch, err = g.callNext(batch)
+			batch, err = g.callNext(life, batch)
 			if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
 				dead = true
 				g.down(fmt.Errorf("scheduler side: %w", err))
@@ -237,10 +238,10 @@ func (g *generation) callScheduler() {
 }
 
 // callNext makes the first call of batch, or of all leading asks together, and returns the rest.
-func (g *generation) callNext(batch []job) ([]job, error) {
+func (g *generation) callNext(life context.Context, batch []job) ([]job, error) {
 	j, rest := batch[0], batch[1:]
 	if j.ask == nil {
-		ctx, cancel := context.WithDeadline(g.life, j.deadline)
+		ctx, cancel := context.WithDeadline(life, j.deadline)
 		defer cancel()
 		return rest, j.run(ctx, g.sched)
 	}
@@ -248,7 +249,7 @@ func (g *generation) callNext(batch []job) ([]job, error) {
 	for len(rest) > 0 && rest[0].ask != nil && len(asks) < maxAsks {
 		asks, rest = append(asks, rest[0].ask), rest[1:]
 	}
-	ctx, cancel := context.WithTimeout(g.life, g.h.cfg.Settings.Deadlines.Later)
+	ctx, cancel := context.WithTimeout(life, g.h.cfg.Settings.Deadlines.Later)
 	defer cancel()
 	return rest, g.h.askAll(ctx, g.sched, asks)
 }
@@ -272,11 +273,11 @@ func (g *generation) killFor(k book.Kill) {
 }
 
 // watchHolds learns what consumers have fetched.
-func (g *generation) watchHolds() {
+func (g *generation) watchHolds(life context.Context) {
 	defer g.work.Done()
 	holder, ok := connector.As[connector.Holder](g.sched)
-	for ok && g.life.Err() == nil {
-		ids, err := holder.Consumed(g.life)
+	for ok && life.Err() == nil {
+		ids, err := holder.Consumed(life)
 		switch {
 		case err == nil:
 			g.h.mu.Lock()
@@ -285,7 +286,7 @@ func (g *generation) watchHolds() {
 		case errors.Is(err, errLost), errors.Is(err, errUnanswered):
 			return
 		default:
-			pause(g.life, retryMax)
+			pause(life, retryMax)
 		}
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -43,11 +44,11 @@ type Host struct {
 	drained  chan struct{} // closed when the book is idle after Close
 	quiet    []chan struct{}
 
-	life      context.Context // ends with Close
-	leave     context.CancelFunc
-	left      chan struct{}  // closed when the supervisor has ended
-	nudge     chan struct{}  // the next deadline may have changed
-	work      sync.WaitGroup // supervisor and timer
+	closing   atomic.Bool
+	leave     context.CancelFunc // ends the context that starts run under
+	left      chan struct{}      // closed when the supervisor has ended
+	nudge     chan struct{}      // the next deadline may have changed
+	work      sync.WaitGroup     // supervisor and timer
 	closeOnce sync.Once
 	closeErr  error
 }
@@ -62,7 +63,6 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 		requests: map[connector.RequestID]*asked{},
 		drained:  make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
-	h.life, h.leave = context.WithCancel(context.Background())
 	if h.log == nil {
 		h.log = slog.New(slog.DiscardHandler)
 	}
@@ -82,9 +82,11 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	h.events = newEventQueue()
 	h.caps = first.caps
 	h.book = book.New(h.bookConfig())
+	var life context.Context
+	life, h.leave = context.WithCancel(context.Background())
 	h.install(first)
 	h.work.Add(2)
-	go h.supervise(first)
+	go h.supervise(life, first)
 	go h.watchClock()
 	return h, nil
 }
@@ -282,6 +284,7 @@ func (h *Host) close(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, h.cfg.Settings.Deadlines.Drain)
 	defer cancel()
 	h.mu.Lock()
+	h.closing.Store(true)
 	h.leave()
 	h.do(h.book.Close(time.Now()))
 	h.mu.Unlock()
@@ -340,7 +343,7 @@ func (h *Host) noteIdle() {
 		}
 		h.quiet = nil
 	}
-	if !h.isClosing() {
+	if !h.closing.Load() {
 		return
 	}
 	select {
@@ -377,5 +380,3 @@ func (h *Host) watchClock() {
 		}
 	}
 }
-
-func (h *Host) isClosing() bool { return h.life.Err() != nil }

@@ -143,6 +143,7 @@ func TestProcessLife(t *testing.T) {
 	p, err = Launch(t.Context(), testPlugin(), LaunchOptions{})
 	require.NoError(t, err)
 	require.NoError(t, syscall.Kill(p.PID(), syscall.SIGSTOP))
+	require.Eventually(t, func() bool { return state(p.PID()) == "T" }, 5*time.Second, time.Millisecond)
 	began := time.Now()
 	require.Error(t, p.Close(t.Context()), "a stopped plugin cannot obey")
 	require.Less(t, time.Since(began), 2*closePatience)
@@ -228,13 +229,16 @@ func TestHostDeathKillsPlugin(t *testing.T) {
 }
 
 // gone reports whether a process has ended, reaped or not.
-func gone(pid int) bool {
+func gone(pid int) bool { return state(pid) == "" || state(pid) == "Z" }
+
+// state is the letter that ps shows; empty if there is no such process.
+func state(pid int) string {
 	stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 	if err != nil {
-		return true
+		return ""
 	}
 	_, rest, _ := strings.Cut(string(stat), ") ")
-	return strings.HasPrefix(rest, "Z")
+	return rest[:min(1, len(rest))]
 }
 
 func TestLogRate(t *testing.T) {

@@ -1,13 +1,14 @@
 package host
 
 import (
+	"context"
 	"time"
 
 	"github.com/kvport/kvport/internal/book"
 )
 
 // supervise keeps a plugin running until the host closes. g is at work already.
-func (h *Host) supervise(g *generation) {
+func (h *Host) supervise(life context.Context, g *generation) {
 	defer h.work.Done()
 	defer close(h.left)
 	b := h.cfg.Settings.Breaker
@@ -25,18 +26,18 @@ func (h *Host) supervise(g *generation) {
 		}
 		wait, broken := breaker.Died(time.Now())
 		h.mu.Lock()
-		if h.broken = broken; broken && !h.isClosing() {
+		if h.broken = broken; broken && !h.closing.Load() {
 			h.log.Error("plugin keeps dying, it is left alone for a while", "connector", h.info.Name, "pause", wait)
 			h.do(h.book.Broken(time.Now()))
 		}
 		h.mu.Unlock()
-		pause(h.life, wait)
-		if h.isClosing() {
+		pause(life, wait)
+		if h.closing.Load() {
 			return
 		}
 		n++
 		var err error
-		if g, err = h.start(h.life, n); err != nil {
+		if g, err = h.start(life, n); err != nil {
 			g = nil
 			h.mu.Lock()
 			h.lastErr = err
@@ -52,8 +53,7 @@ func (h *Host) supervise(g *generation) {
 func (h *Host) install(g *generation) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.isClosing() {
-		g.retire()
+	if h.closing.Load() {
 		g.proc.kill(errClosing)
 		return
 	}
@@ -78,7 +78,7 @@ func (h *Host) outlive(g *generation) {
 	defer h.mu.Unlock()
 	h.gen = nil
 	h.lastErr = g.proc.Err()
-	if !h.isClosing() {
+	if !h.closing.Load() {
 		h.log.Warn("plugin is gone", "connector", h.info.Name, "pid", g.proc.PID(), "error", h.lastErr)
 	}
 	h.do(h.book.Reaped(time.Now(), g.n))
