@@ -77,6 +77,9 @@ func TestPrivateInProcess(t *testing.T) {
 
 // Every power works across the process boundary.
 func TestPrivateAsBinary(t *testing.T) {
+	if testing.Short() {
+		t.Skip("some 80 processes, each with the race detector in make race; make test runs them")
+	}
 	conformance.Run(t, conformance.Binary(plugin(t, "kvport-private"), nil), conformance.Profiles()...)
 }
 
