@@ -114,7 +114,7 @@ func New(cfg Config) *Book {
 func (b *Book) Up(now time.Time, gen uint64) []Action {
 	b.state, b.gen = up, gen
 	for _, o := range sorted(b.ops) {
-		b.startReady(now, o)
+		b.startReady(o)
 	}
 	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
 		b.askAgain(now, b.requests[id])

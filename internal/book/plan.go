@@ -18,7 +18,7 @@ func (b *Book) planOrStart(now time.Time, s *connector.Step, ops []*op) {
 	if b.cfg.Can&connector.CanPlan == 0 {
 		for _, o := range ops {
 			b.split(o, []*connector.Transfer{&o.t})
-			b.startReady(now, o)
+			b.startReady(o)
 		}
 		return
 	}
@@ -86,7 +86,7 @@ func (b *Book) Planned(now time.Time, id CallID, plan *connector.Plan, err error
 			b.failReady(now, o, connector.ErrGone)
 			continue
 		}
-		b.startReady(now, o)
+		b.startReady(o)
 		b.endIfOver(now, o)
 	}
 	return b.take()

@@ -130,7 +130,7 @@ func (b *Book) split(o *op, parts []*connector.Transfer) {
 	}
 }
 
-func (b *Book) startReady(now time.Time, o *op) {
+func (b *Book) startReady(o *op) {
 	if b.state != up {
 		return
 	}
@@ -284,7 +284,7 @@ func (b *Book) opReaped(now time.Time, o *op, gen uint64) {
 		c.state = ready
 		b.counters.Retries++
 	}
-	b.startReady(now, o)
+	b.startReady(o)
 	b.endIfOver(now, o)
 }
 
@@ -307,7 +307,7 @@ func (b *Book) tickOp(now time.Time, o *op) {
 			b.counters.Retries++
 		}
 	}
-	b.startReady(now, o)
+	b.startReady(o)
 }
 
 // killLate ends the generations that let a transfer miss its deadline: its blocks come back only

@@ -58,8 +58,7 @@ func (e *nested) Error() string { return e.path + ": " + e.err.Error() }
 func (e *nested) Unwrap() error { return e.err }
 
 func fieldError(key string, err error) error {
-	var n *nested
-	if errors.As(err, &n) {
+	if n, ok := errors.AsType[*nested](err); ok {
 		return &nested{path: key + "." + n.path, err: n.err}
 	}
 	return &nested{path: key, err: err}
@@ -211,7 +210,7 @@ func object(to *json.RawMessage) func(json.RawMessage) error {
 func duration(to *time.Duration) func(json.RawMessage) error {
 	const want = `a duration such as "250ms", or a number of seconds`
 	return func(raw json.RawMessage) error {
-		d := time.Duration(0)
+		var d time.Duration
 		if b := bytes.TrimSpace(raw); len(b) > 0 && b[0] == '"' {
 			var s string
 			if err := text(&s)(raw); err != nil {

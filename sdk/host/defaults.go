@@ -86,7 +86,7 @@ const (
 	manifestWait   = 5 * time.Second
 	maxAsks        = 64                     // queries of one Match call
 	matchFresh     = 250 * time.Millisecond // an answer may be used again this long
-	retryMin       = 5 * time.Millisecond   // after ErrBusy and Later, doubled each time
-	retryMax       = 200 * time.Millisecond
+	firstRetry     = 5 * time.Millisecond   // after ErrBusy and Later, doubled each time
+	slowestRetry   = 200 * time.Millisecond
 	readerWait     = time.Second // for the last events to be read
 )

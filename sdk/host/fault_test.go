@@ -2,6 +2,7 @@ package host
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -80,7 +81,7 @@ func TestLoadFaults(t *testing.T) {
 			if c.want != nil {
 				require.ErrorIs(t, e.Err, c.want)
 			}
-			if c.want == connector.ErrCorrupt {
+			if errors.Is(c.want, connector.ErrCorrupt) {
 				require.InDelta(t, 3, r.metric("kvport_integrity_failures_total"), 0)
 			}
 			require.Equal(t, c.violations, r.metric("kvport_plugin_violations_total") > 0)
@@ -310,5 +311,5 @@ func TestCloseWhileHanging(t *testing.T) {
 	require.ErrorIs(t, r.closeNow(), context.DeadlineExceeded)
 	require.Less(t, time.Since(began), 3*time.Second)
 	r.exactlyOnce(3, 0)
-	r.Host.closeErr = nil // the cleanup closes again
+	r.closeErr = nil // the cleanup closes again
 }

@@ -286,7 +286,7 @@ func (g *generation) watchHolds(life context.Context) {
 		case errors.Is(err, errLost), errors.Is(err, errUnanswered):
 			return
 		default:
-			pause(life, retryMax)
+			pause(life, slowestRetry)
 		}
 	}
 }

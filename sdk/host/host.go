@@ -163,7 +163,7 @@ func (h *Host) bookConfig() book.Config {
 		Ranks: len(h.ranks), Role: h.cfg.Role, Groups: h.eng.Layout.Groups, Can: h.caps,
 		Later: d.Later, Fresh: matchFresh, Transfer: d.Transfer, TransferPerGiB: d.TransferPerGiB,
 		Save: d.Save, Plan: d.Plan, Finish: d.Finish, Grace: d.Grace, Hold: d.Hold, HoldMax: d.HoldMax,
-		BackoffMin: retryMin, BackoffMax: retryMax, CorruptKeys: maxCorruptKeys,
+		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
 	}
 	for g := range h.eng.Layout.Groups {
 		c.BlockBytes = append(c.BlockBytes, h.eng.Layout.BlockBytes(uint16(g))*int64(len(h.ranks)))

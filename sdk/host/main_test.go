@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -88,13 +89,9 @@ func (o rigOptions) config(t *testing.T) *Config {
 		o.role = "kv_both"
 	}
 	extra := map[string]any{"dir": o.dir}
-	for k, v := range o.extra {
-		extra[k] = v
-	}
+	maps.Copy(extra, o.extra)
 	settings := map[string]any{"heartbeat": map[string]any{"limit": "1m"}} // a busy machine is no fault
-	for k, v := range o.settings {
-		settings[k] = v
-	}
+	maps.Copy(settings, o.settings)
 	arg, err := json.Marshal(map[string]any{
 		"kv_connector": "TestConnector", "kv_role": o.role, "kv_connector_extra_config": extra, "kvport": settings,
 		"engine_id": o.engine, "kv_connector_module_path": o.path,

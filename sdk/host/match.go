@@ -43,7 +43,7 @@ func (h *Host) Match(q connector.Query, ticket []byte) connector.Match {
 		return h.probe(q, patience)
 	}
 	h.mu.Lock()
-	known := h.note(&q, ticket)
+	known := h.remember(&q, ticket)
 	if known.denied {
 		h.mu.Unlock()
 		return connector.Match{}
@@ -76,9 +76,9 @@ func await(ready <-chan struct{}, d time.Duration) bool {
 	}
 }
 
-// note remembers a request, verifies its ticket the first time, and makes q's slices ours. The
+// remember keeps a request, verifies its ticket the first time, and makes q's slices ours. The
 // caller holds mu.
-func (h *Host) note(q *connector.Query, ticket []byte) *asked {
+func (h *Host) remember(q *connector.Query, ticket []byte) *asked {
 	a := h.requests[q.Request]
 	if a == nil {
 		a = &asked{}
@@ -175,32 +175,36 @@ func (h *Host) askAll(ctx context.Context, s connector.Scheduler, asks []*askJob
 
 // startPlan sends a step to the scheduler side. The caller holds mu.
 func (h *Host) startPlan(a *book.Plan) {
-	id, step := a.ID, a.Step
-	h.gen.enqueue(job{deadline: a.Deadline, run: func(ctx context.Context, s connector.Scheduler) error {
+	h.call(a.Deadline, func(ctx context.Context, s connector.Scheduler) (note, error) {
 		planner, _ := connector.As[connector.Planner](s)
-		plan, err := planner.Plan(ctx, step)
-		if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
-			return err
-		}
-		h.mu.Lock()
-		defer h.mu.Unlock()
-		h.do(h.book.Planned(time.Now(), id, plan, err))
-		return nil
-	}})
+		plan, err := planner.Plan(ctx, a.Step)
+		return func(now time.Time) []book.Action { return h.book.Planned(now, a.ID, plan, err) }, err
+	})
 }
 
 // startFinish sends ended requests to the scheduler side. The caller holds mu.
 func (h *Host) startFinish(a *book.Finish) {
-	id, ended := a.ID, a.Ended
-	h.gen.enqueue(job{deadline: a.Deadline, run: func(ctx context.Context, s connector.Scheduler) error {
+	h.call(a.Deadline, func(ctx context.Context, s connector.Scheduler) (note, error) {
 		holder, _ := connector.As[connector.Holder](s)
-		holds, err := holder.Finish(ctx, ended)
+		holds, err := holder.Finish(ctx, a.Ended)
+		return func(now time.Time) []book.Action { return h.book.FinishAnswered(now, a.ID, holds, err) }, err
+	})
+}
+
+// note gives an answer to the book.
+type note func(now time.Time) []book.Action
+
+// call makes a call of the scheduler side and notes its answer, unless none came: then the
+// generation is at its end, and the book learns that.
+func (h *Host) call(deadline time.Time, f func(ctx context.Context, s connector.Scheduler) (note, error)) {
+	h.gen.enqueue(job{deadline: deadline, run: func(ctx context.Context, s connector.Scheduler) error {
+		answer, err := f(ctx, s)
 		if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
 			return err
 		}
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		h.do(h.book.FinishAnswered(time.Now(), id, holds, err))
+		h.do(answer(time.Now()))
 		return nil
 	}})
 }

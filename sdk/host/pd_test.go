@@ -166,7 +166,7 @@ func TestProbe(t *testing.T) {
 	r.save("a", ks, 0)
 	require.Equal(t, 32, r.Match(query("", ks), nil).Tokens)
 	require.Equal(t, 0, r.Match(query("", keys(2, 2)), nil).Tokens)
-	require.Len(t, r.requests, 0)
+	require.Empty(t, r.requests)
 }
 
 func TestStepAfterClose(t *testing.T) {

@@ -72,7 +72,7 @@ func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, e
 	p := &Process{done: make(chan struct{})}
 	err := p.prepare(prog, &opts)
 	if err == nil {
-		err = p.start(ctx, prog, &opts)
+		err = p.start(ctx, &opts)
 	}
 	if err != nil {
 		p.cleanup()
@@ -141,7 +141,7 @@ func dupRegions(regions []*Region) ([]*os.File, error) {
 }
 
 // start runs the handshake. Whatever hangs in it is ended by killing the process.
-func (p *Process) start(ctx context.Context, prog *program, opts *LaunchOptions) error {
+func (p *Process) start(ctx context.Context, opts *LaunchOptions) error {
 	ctx, cancel := context.WithTimeout(ctx, opts.Handshake)
 	defer cancel()
 	unhook := context.AfterFunc(ctx, p.run.kill)

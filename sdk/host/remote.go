@@ -105,70 +105,62 @@ type schedulerProxy struct{ *session }
 // Match implements connector.Scheduler.
 func (p *schedulerProxy) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Match{Match: wire.QueriesToProto(queries)}}
-	r, err := p.call(ctx, req, schedulerPatience)
-	if err != nil {
-		return nil, err
-	}
-	if r.GetMatch() == nil {
-		return nil, p.broken("match", wrongAnswer("match"))
-	}
-	matches, err := wire.MatchesFromProto(r.GetMatch(), len(queries))
-	return matches, p.broken("match", err)
+	return ask(ctx, p.session, "match", req, func(r *reply) ([]connector.Match, error) {
+		return wire.MatchesFromProto(r.GetMatch(), len(queries)) // one of another kind has too few
+	})
 }
 
 // Plan implements connector.Planner.
 func (p *schedulerProxy) Plan(ctx context.Context, s *connector.Step) (*connector.Plan, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Plan{Plan: wire.StepToProto(s)}}
-	r, err := p.call(ctx, req, schedulerPatience)
-	if err != nil {
-		return nil, err
-	}
-	if r.GetPlan() == nil {
-		return nil, p.broken("plan", wrongAnswer("plan"))
-	}
-	plan, err := wire.PlanFromProto(r.GetPlan())
-	return plan, p.broken("plan", err)
+	return ask(ctx, p.session, "plan", req, func(r *reply) (*connector.Plan, error) {
+		if r.GetPlan() == nil {
+			return nil, wrongAnswer("plan")
+		}
+		return wire.PlanFromProto(r.GetPlan())
+	})
 }
 
 // Finish implements connector.Holder.
 func (p *schedulerProxy) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Finish{Finish: wire.EndedToProto(ended)}}
-	r, err := p.call(ctx, req, schedulerPatience)
-	if err != nil {
-		return nil, err
-	}
-	if r.GetFinish() == nil {
-		return nil, p.broken("finish", wrongAnswer("finish"))
-	}
-	holds, err := wire.HoldsFromProto(r.GetFinish(), len(ended))
-	return holds, p.broken("finish", err)
+	return ask(ctx, p.session, "finish", req, func(r *reply) ([]connector.Hold, error) {
+		return wire.HoldsFromProto(r.GetFinish(), len(ended)) // one of another kind has too few
+	})
 }
 
 // Consumed implements connector.Holder.
 func (p *schedulerProxy) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Consumed{Consumed: &kvportv1.ConsumedRequest{}}}
-	r, err := p.call(ctx, req, schedulerPatience)
-	if err != nil {
-		return nil, err
-	}
-	if r.GetConsumed() == nil {
-		return nil, p.broken("consumed", wrongAnswer("consumed"))
-	}
-	ids, err := wire.ConsumedFromProto(r.GetConsumed())
-	return ids, p.broken("consumed", err)
+	return ask(ctx, p.session, "consumed", req, func(r *reply) ([]connector.HoldID, error) {
+		if r.GetConsumed() == nil {
+			return nil, wrongAnswer("consumed")
+		}
+		return wire.ConsumedFromProto(r.GetConsumed())
+	})
 }
 
 // Reset implements connector.Resetter.
 func (p *schedulerProxy) Reset(ctx context.Context) (bool, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Reset_{Reset_: &kvportv1.ResetRequest{}}}
-	r, err := p.call(ctx, req, schedulerPatience)
+	return ask(ctx, p.session, "reset", req, func(r *reply) (bool, error) {
+		if r.GetReset_() == nil {
+			return false, wrongAnswer("reset")
+		}
+		return r.GetReset_().GetEmptied(), nil
+	})
+}
+
+// ask makes one call of the scheduler side and reads the answer. One that breaks the protocol is
+// counted.
+func ask[T any](ctx context.Context, s *session, name string, req *kvportv1.SessionRequest, read func(*reply) (T, error)) (T, error) {
+	r, err := s.call(ctx, req, schedulerPatience)
 	if err != nil {
-		return false, err
+		var none T
+		return none, err
 	}
-	if r.GetReset_() == nil {
-		return false, p.broken("reset", wrongAnswer("reset"))
-	}
-	return r.GetReset_().GetEmptied(), nil
+	v, err := read(r)
+	return v, s.broken(name, err)
 }
 
 // Close implements connector.Scheduler.

@@ -75,9 +75,7 @@ func (h *Host) startMove(a *book.Move) {
 	g := h.gen
 	ctx, cancel := context.WithDeadline(context.Background(), a.Deadline)
 	g.cancels[a.ID] = cancel
-	g.work.Add(1)
-	go func() {
-		defer g.work.Done()
+	g.work.Go(func() {
 		defer cancel()
 		out := h.move(ctx, g, a)
 		if out.Lost {
@@ -87,7 +85,7 @@ func (h *Host) startMove(a *book.Move) {
 		defer h.mu.Unlock()
 		delete(g.cancels, a.ID)
 		h.do(h.book.Moved(time.Now(), a.ID, out))
-	}()
+	})
 }
 
 // move makes the digests of what is saved and checks those of what was loaded, while the bytes are
