@@ -209,6 +209,9 @@ func TestKillUnderLoad(t *testing.T) {
 	if testing.Short() {
 		kills = 10
 	}
+	if os.Getenv("KVPORT_SOAK") != "" {
+		kills = 1000
+	}
 	r := newRig(t, rigOptions{
 		ranks: 2, extra: map[string]any{"slow_ms": 1},
 		settings: map[string]any{"breaker": map[string]any{"deaths": 1000, "backoff_max": "10ms"}},

@@ -31,7 +31,7 @@ type Host struct {
 	tickets *ticketOffice
 	metrics *metrics
 	events  *eventQueue
-	since   time.Time
+	broke   atomic.Uint64 // answers that broke the protocol
 
 	mu       sync.Mutex // guards all below; never held across a call to the plugin
 	book     *book.Book
@@ -40,6 +40,7 @@ type Host struct {
 	waiter   *waiter
 	restarts int
 	broken   bool
+	since    time.Time // of the last change of the state
 	lastErr  error
 	drained  chan struct{} // closed when the book is idle after Close
 	quiet    []chan struct{}
@@ -59,7 +60,7 @@ type Host struct {
 // it meanwhile.
 func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, error) {
 	h := &Host{
-		cfg: cfg, eng: eng, opts: opts, log: opts.Log, since: time.Now(),
+		cfg: cfg, eng: eng, opts: opts, log: opts.Log,
 		requests: map[connector.RequestID]*asked{},
 		drained:  make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}

@@ -87,6 +87,16 @@ func TestLaunchFailures(t *testing.T) {
 		require.ErrorIs(t, err, ErrConfig)
 		require.ErrorContains(t, err, want)
 	}
+	t.Run("long TMPDIR", func(t *testing.T) {
+		long := filepath.Join(t.TempDir(), strings.Repeat("x", 100))
+		require.NoError(t, os.Mkdir(long, 0o700))
+		t.Setenv("TMPDIR", long)
+		_, err := Launch(t.Context(), testPlugin(), LaunchOptions{})
+		require.ErrorContains(t, err, "set TMPDIR")
+		left, err := os.ReadDir(long)
+		require.NoError(t, err)
+		require.Empty(t, left)
+	})
 	leaks := watchLeaks(t)
 	path := filepath.Join(t.TempDir(), "kvport-text")
 	require.NoError(t, os.WriteFile(path, []byte("no program"), 0o755))
