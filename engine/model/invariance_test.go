@@ -4,6 +4,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/engine/model/kernel"
 )
 
 // requireInvariant computes the same tokens in many ways: all logits of all positions must have the same
@@ -40,9 +42,11 @@ func TestTinyInvariance(t *testing.T) {
 			tokens := randomTokens(1, 150, 259)
 			load := func(o Options) Model { return loadTiny(t, o) }
 			want := requireInvariant(t, load, d, tokens)
-			plain := loadTiny(t, Options{Threads: 2, DType: d, Portable: true})
-			requireSame(t, want, logits(t, plain, tokens, len(tokens), 16), "portable")
-			requireSame(t, want, logits(t, plain, tokens, 7, 32), "portable, chunks of 7, blocks of 32")
+			for _, isa := range kernel.Supported() {
+				m := loadTiny(t, Options{Threads: 2, DType: d, ISA: isa})
+				requireSame(t, want, logits(t, m, tokens, len(tokens), 16), isa.String())
+				requireSame(t, want, logits(t, m, tokens, 7, 32), label(isa, ", chunks of 7, blocks of 32"))
+			}
 		})
 	}
 }
@@ -53,8 +57,14 @@ func TestRealInvariance(t *testing.T) {
 	for _, d := range []DType{F16, F32} {
 		t.Run(d.String(), func(t *testing.T) {
 			want := requireInvariant(t, func(o Options) Model { return loadReal(t, o) }, d, tokens)
-			plain := loadReal(t, Options{Threads: 2, DType: d, Portable: true})
-			requireSame(t, want[:6], logits(t, plain, tokens[:6], 6, 16), "portable")
+			for _, isa := range kernel.Supported() {
+				some := tokens
+				if isa == kernel.Portable {
+					some = tokens[:6] // it takes a second for each
+				}
+				m := loadReal(t, Options{Threads: 2, DType: d, ISA: isa})
+				requireSame(t, want[:len(some)], logits(t, m, some, len(some), 16), isa.String())
+			}
 		})
 	}
 }

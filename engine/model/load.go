@@ -21,12 +21,15 @@ const (
 	F16 = kernel.F16
 )
 
+// ISA is the instruction set that the kernels use. All give the same bits.
+type ISA = kernel.ISA
+
 // Options of a model that computes. Only DType changes results.
 type Options struct {
-	Threads  int          // 0: one for each CPU
-	DType    DType        // F32 or F16
-	Portable bool         // use plain Go even where assembly could run
-	Log      *slog.Logger // nil: none
+	Threads int          // 0: one for each CPU
+	DType   DType        // F32 or F16
+	ISA     ISA          // kernel.Auto: the fastest that this machine can run
+	Log     *slog.Logger // nil: none
 }
 
 // arithmetic names what decides the bits of a KV cache besides the weights. Change it with the kernels.
@@ -66,7 +69,7 @@ func fromGGUF(f *gguf.File, o Options) (Model, error) {
 		return nil, err
 	}
 	b := &builder{file: f, config: c, dtype: o.DType}
-	if b.compute, err = kernel.New(kernel.Options{Threads: o.Threads, Portable: o.Portable}); err != nil {
+	if b.compute, err = kernel.New(kernel.Options{Threads: o.Threads, ISA: o.ISA}); err != nil {
 		return nil, err
 	}
 	if b.memory, err = kernel.NewMemory(c.matrixBytes(o.DType)); err != nil {
@@ -80,7 +83,7 @@ func fromGGUF(f *gguf.File, o Options) (Model, error) {
 	m.spec = m.describe(f, o.DType)
 	if o.Log != nil {
 		o.Log.Info("model loaded", "name", m.spec.Name, "layers", c.layerCount, "dtype", o.DType.String(),
-			"kernels", b.compute.Name(), "threads", b.compute.Threads(), "weights", m.spec.Weights.String())
+			"kernels", b.compute.ISA().String(), "threads", b.compute.Threads(), "weights", m.spec.Weights.String())
 	}
 	return m, nil
 }

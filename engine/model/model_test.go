@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/gguf"
+	"github.com/kvport/kvport/engine/model/kernel"
 )
 
 func TestSpec(t *testing.T) {
@@ -18,7 +19,7 @@ func TestSpec(t *testing.T) {
 	s := m.Spec()
 	require.Equal(t, "tiny-random", s.Name)
 	require.Equal(t, []int{259, 4096, 4}, []int{s.Vocab, s.MaxTokens, s.Layers})
-	require.Equal(t, s, loadTiny(t, Options{Threads: 2, Portable: true}).Spec(), "how it computes is no part of the model")
+	require.Equal(t, s, loadTiny(t, Options{Threads: 2, ISA: kernel.Portable}).Spec(), "how it computes is no part of the model")
 	require.NotEqual(t, s.Weights, loadTiny(t, Options{DType: F16}).Spec().Weights)
 	other, err := Tiny(testSeed+1, Options{})
 	require.NoError(t, err)

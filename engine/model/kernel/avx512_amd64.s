@@ -2,8 +2,8 @@
 
 #include "textflag.h"
 
-// func tile1Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile1Float(SB), NOSPLIT, $0-40
+// func tile1FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile1FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -27,8 +27,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile2Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile2Float(SB), NOSPLIT, $0-40
+// func tile2FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile2FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -60,8 +60,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile3Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile3Float(SB), NOSPLIT, $0-40
+// func tile3FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile3FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -101,8 +101,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile4Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile4Float(SB), NOSPLIT, $0-40
+// func tile4FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile4FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -153,8 +153,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile5Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile5Float(SB), NOSPLIT, $0-40
+// func tile5FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile5FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -213,8 +213,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile6Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile6Float(SB), NOSPLIT, $0-40
+// func tile6FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile6FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -281,8 +281,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile7Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile7Float(SB), NOSPLIT, $0-40
+// func tile7FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile7FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -360,8 +360,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile8Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile8Float(SB), NOSPLIT, $0-40
+// func tile8FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile8FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -447,8 +447,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile9Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile9Float(SB), NOSPLIT, $0-40
+// func tile9FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile9FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -542,8 +542,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile10Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile10Float(SB), NOSPLIT, $0-40
+// func tile10FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile10FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -648,8 +648,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile11Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile11Float(SB), NOSPLIT, $0-40
+// func tile11FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile11FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -762,8 +762,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile12Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile12Float(SB), NOSPLIT, $0-40
+// func tile12FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile12FloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -884,8 +884,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func rowFloat(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y unsafe.Pointer)
-TEXT ·rowFloat(SB), NOSPLIT, $0-40
+// func rowFloatZ(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y unsafe.Pointer)
+TEXT ·rowFloatZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panels+16(FP), DI
@@ -926,8 +926,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile1Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile1Half(SB), NOSPLIT, $0-40
+// func tile1HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile1HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -951,8 +951,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile2Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile2Half(SB), NOSPLIT, $0-40
+// func tile2HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile2HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -984,8 +984,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile3Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile3Half(SB), NOSPLIT, $0-40
+// func tile3HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile3HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -1025,8 +1025,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile4Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile4Half(SB), NOSPLIT, $0-40
+// func tile4HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile4HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -1077,8 +1077,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile5Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile5Half(SB), NOSPLIT, $0-40
+// func tile5HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile5HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -1137,8 +1137,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile6Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile6Half(SB), NOSPLIT, $0-40
+// func tile6HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile6HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -1205,8 +1205,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile7Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile7Half(SB), NOSPLIT, $0-40
+// func tile7HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile7HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -1284,8 +1284,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile8Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile8Half(SB), NOSPLIT, $0-40
+// func tile8HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile8HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -1371,8 +1371,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile9Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile9Half(SB), NOSPLIT, $0-40
+// func tile9HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile9HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -1466,8 +1466,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile10Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile10Half(SB), NOSPLIT, $0-40
+// func tile10HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile10HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -1572,8 +1572,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile11Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile11Half(SB), NOSPLIT, $0-40
+// func tile11HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile11HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -1686,8 +1686,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func tile12Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
-TEXT ·tile12Half(SB), NOSPLIT, $0-40
+// func tile12HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+TEXT ·tile12HalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panel+16(FP), DI
@@ -1808,8 +1808,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func rowHalf(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y unsafe.Pointer)
-TEXT ·rowHalf(SB), NOSPLIT, $0-40
+// func rowHalfZ(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y unsafe.Pointer)
+TEXT ·rowHalfZ(SB), NOSPLIT, $0-40
 	MOVQ k+0(FP), CX
 	MOVQ x+8(FP), R8
 	MOVQ panels+16(FP), DI
@@ -1826,18 +1826,22 @@ TEXT ·rowHalf(SB), NOSPLIT, $0-40
 	VPXORD Z7, Z7, Z7
 loop:
 	VBROADCASTSS (R8), Z31
+	PREFETCHT0 2048(DI)
 	VCVTPH2PS (DI), Z16
 	VCVTPH2PS 32(DI), Z17
 	VFMADD231PS Z16, Z31, Z0
 	VFMADD231PS Z17, Z31, Z1
+	PREFETCHT0 2048(DI)(AX*1)
 	VCVTPH2PS (DI)(AX*1), Z18
 	VCVTPH2PS 32(DI)(AX*1), Z19
 	VFMADD231PS Z18, Z31, Z2
 	VFMADD231PS Z19, Z31, Z3
+	PREFETCHT0 2048(R9)
 	VCVTPH2PS (R9), Z20
 	VCVTPH2PS 32(R9), Z21
 	VFMADD231PS Z20, Z31, Z4
 	VFMADD231PS Z21, Z31, Z5
+	PREFETCHT0 2048(R9)(AX*1)
 	VCVTPH2PS (R9)(AX*1), Z22
 	VCVTPH2PS 32(R9)(AX*1), Z23
 	VFMADD231PS Z22, Z31, Z6
@@ -1858,8 +1862,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func dots64(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
-TEXT ·dots64(SB), NOSPLIT, $0-44
+// func dots64Z(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+TEXT ·dots64Z(SB), NOSPLIT, $0-44
 	MOVQ q+0(FP), R8
 	MOVQ keys+8(FP), DI
 	MOVQ n+16(FP), CX
@@ -1994,8 +1998,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func dot64(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
-TEXT ·dot64(SB), NOSPLIT, $0-44
+// func dot64Z(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+TEXT ·dot64Z(SB), NOSPLIT, $0-44
 	MOVQ q+0(FP), R8
 	MOVQ keys+8(FP), DI
 	MOVQ n+16(FP), CX
@@ -2028,8 +2032,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func weigh64x1(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
-TEXT ·weigh64x1(SB), NOSPLIT, $0-48
+// func weigh64x1Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh64x1Z(SB), NOSPLIT, $0-48
 	MOVQ p+0(FP), R8
 	MOVQ row+8(FP), BX
 	MOVQ values+16(FP), DI
@@ -2061,8 +2065,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func weigh64x2(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
-TEXT ·weigh64x2(SB), NOSPLIT, $0-48
+// func weigh64x2Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh64x2Z(SB), NOSPLIT, $0-48
 	MOVQ p+0(FP), R8
 	MOVQ row+8(FP), BX
 	MOVQ values+16(FP), DI
@@ -2107,8 +2111,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func weigh64x3(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
-TEXT ·weigh64x3(SB), NOSPLIT, $0-48
+// func weigh64x3Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh64x3Z(SB), NOSPLIT, $0-48
 	MOVQ p+0(FP), R8
 	MOVQ row+8(FP), BX
 	MOVQ values+16(FP), DI
@@ -2166,8 +2170,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func weigh64x4(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
-TEXT ·weigh64x4(SB), NOSPLIT, $0-48
+// func weigh64x4Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh64x4Z(SB), NOSPLIT, $0-48
 	MOVQ p+0(FP), R8
 	MOVQ row+8(FP), BX
 	MOVQ values+16(FP), DI
@@ -2240,8 +2244,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func dots128(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
-TEXT ·dots128(SB), NOSPLIT, $0-44
+// func dots128Z(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+TEXT ·dots128Z(SB), NOSPLIT, $0-44
 	MOVQ q+0(FP), R8
 	MOVQ keys+8(FP), DI
 	MOVQ n+16(FP), CX
@@ -2444,8 +2448,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func dot128(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
-TEXT ·dot128(SB), NOSPLIT, $0-44
+// func dot128Z(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+TEXT ·dot128Z(SB), NOSPLIT, $0-44
 	MOVQ q+0(FP), R8
 	MOVQ keys+8(FP), DI
 	MOVQ n+16(FP), CX
@@ -2486,8 +2490,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func weigh128x1(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
-TEXT ·weigh128x1(SB), NOSPLIT, $0-48
+// func weigh128x1Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh128x1Z(SB), NOSPLIT, $0-48
 	MOVQ p+0(FP), R8
 	MOVQ row+8(FP), BX
 	MOVQ values+16(FP), DI
@@ -2535,8 +2539,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func weigh128x2(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
-TEXT ·weigh128x2(SB), NOSPLIT, $0-48
+// func weigh128x2Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+TEXT ·weigh128x2Z(SB), NOSPLIT, $0-48
 	MOVQ p+0(FP), R8
 	MOVQ row+8(FP), BX
 	MOVQ values+16(FP), DI
@@ -2623,8 +2627,8 @@ DATA expConst<>+40(SB)/4, $-87.0
 DATA expConst<>+44(SB)/4, $88.0
 GLOBL expConst<>(SB), RODATA|NOPTR, $48
 
-// func expSum(s unsafe.Pointer, n int, top float32, sum unsafe.Pointer)
-TEXT ·expSum(SB), NOSPLIT, $0-32
+// func expSumZ(s unsafe.Pointer, n int, top float32, sum unsafe.Pointer)
+TEXT ·expSumZ(SB), NOSPLIT, $0-32
 	MOVQ s+0(FP), DI
 	MOVQ n+8(FP), CX
 	VBROADCASTSS top+16(FP), Z30
@@ -2671,8 +2675,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func top(s unsafe.Pointer, n int, lanes unsafe.Pointer)
-TEXT ·top(SB), NOSPLIT, $0-24
+// func topZ(s unsafe.Pointer, n int, lanes unsafe.Pointer)
+TEXT ·topZ(SB), NOSPLIT, $0-24
 	MOVQ s+0(FP), DI
 	MOVQ n+8(FP), CX
 	MOVQ lanes+16(FP), SI
@@ -2686,8 +2690,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func siluMul(dst unsafe.Pointer, gate unsafe.Pointer, up unsafe.Pointer, n int)
-TEXT ·siluMul(SB), NOSPLIT, $0-32
+// func siluMulZ(dst unsafe.Pointer, gate unsafe.Pointer, up unsafe.Pointer, n int)
+TEXT ·siluMulZ(SB), NOSPLIT, $0-32
 	MOVQ dst+0(FP), BX
 	MOVQ gate+8(FP), DI
 	MOVQ up+16(FP), SI
@@ -2737,8 +2741,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func add(dst unsafe.Pointer, x unsafe.Pointer, n int)
-TEXT ·add(SB), NOSPLIT, $0-24
+// func addZ(dst unsafe.Pointer, x unsafe.Pointer, n int)
+TEXT ·addZ(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), DI
 	MOVQ x+8(FP), SI
 	MOVQ n+16(FP), CX
@@ -2753,8 +2757,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func sumSquares(x unsafe.Pointer, n int, lanes unsafe.Pointer)
-TEXT ·sumSquares(SB), NOSPLIT, $0-24
+// func sumSquaresZ(x unsafe.Pointer, n int, lanes unsafe.Pointer)
+TEXT ·sumSquaresZ(SB), NOSPLIT, $0-24
 	MOVQ x+0(FP), SI
 	MOVQ n+8(FP), CX
 	MOVQ lanes+16(FP), DI
@@ -2769,8 +2773,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func scaleMul(dst unsafe.Pointer, x unsafe.Pointer, w unsafe.Pointer, n int, scale float32)
-TEXT ·scaleMul(SB), NOSPLIT, $0-36
+// func scaleMulZ(dst unsafe.Pointer, x unsafe.Pointer, w unsafe.Pointer, n int, scale float32)
+TEXT ·scaleMulZ(SB), NOSPLIT, $0-36
 	MOVQ dst+0(FP), DI
 	MOVQ x+8(FP), SI
 	MOVQ w+16(FP), BX
@@ -2788,8 +2792,8 @@ loop:
 	VZEROUPPER
 	RET
 
-// func rotate(x unsafe.Pointer, cos unsafe.Pointer, sin unsafe.Pointer, n int)
-TEXT ·rotate(SB), NOSPLIT, $0-32
+// func rotateZ(x unsafe.Pointer, cos unsafe.Pointer, sin unsafe.Pointer, n int)
+TEXT ·rotateZ(SB), NOSPLIT, $0-32
 	MOVQ x+0(FP), DI
 	MOVQ cos+8(FP), SI
 	MOVQ sin+16(FP), BX

@@ -17,7 +17,7 @@ import (
 	"runtime"
 )
 
-//go:generate go run gen.go
+//go:generate go run gen.go gen_avx2.go
 
 // Lanes is what the length of every vector must be a multiple of.
 const Lanes = 16
@@ -27,8 +27,8 @@ func HeadDims() []int { return []int{64, 128} }
 
 // Options choose how a Compute works. They never change results.
 type Options struct {
-	Threads  int  // 0: one for each CPU
-	Portable bool // use plain Go even where assembly could run
+	Threads int // 0: one for each CPU
+	ISA     ISA // what this machine cannot run is an error of New
 }
 
 // Compute runs kernels on a few threads. Its methods are called by one goroutine at a time.
@@ -49,7 +49,7 @@ type scratch struct {
 // isa is one implementation of the kernels. All have the same bits. Slice lengths are multiples of
 // Lanes unless told otherwise.
 type isa struct {
-	name string
+	id ISA
 	// matMul computes panels [from,to) of rows [row,end) of y = x*W.
 	matMul func(y []float32, ldy int, x []float32, w *Matrix, t tile)
 	// dots writes scale * (q·key) for len(scores) keys, any number, that lie stride numbers apart.
@@ -85,16 +85,17 @@ func New(o Options) (*Compute, error) {
 	if o.Threads == 0 {
 		o.Threads = runtime.GOMAXPROCS(0)
 	}
-	c := &Compute{isa: portable(), scratch: make([]scratch, o.Threads)}
-	if fast := native(); fast != nil && !o.Portable {
-		c.isa = fast
+	kernels, err := choose(o.ISA)
+	if err != nil {
+		return nil, err
 	}
+	c := &Compute{isa: kernels, scratch: make([]scratch, o.Threads)}
 	c.pool = newPool(o.Threads)
 	return c, nil
 }
 
-// Name is the instruction set in use, for logs.
-func (c *Compute) Name() string { return c.isa.name }
+// ISA is the instruction set in use, never Auto.
+func (c *Compute) ISA() ISA { return c.isa.id }
 
 // Threads is the number of threads in use.
 func (c *Compute) Threads() int { return len(c.scratch) }

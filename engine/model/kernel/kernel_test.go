@@ -15,9 +15,9 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-func newCompute(t testing.TB, threads int, plain bool) *Compute {
+func newCompute(t testing.TB, threads int, id ISA) *Compute {
 	t.Helper()
-	c, err := New(Options{Threads: threads, Portable: plain})
+	c, err := New(Options{Threads: threads, ISA: id})
 	require.NoError(t, err)
 	t.Cleanup(c.Close)
 	return c
@@ -118,14 +118,18 @@ func TestHalf(t *testing.T) {
 	require.Equal(t, uint16(0x7e00), toHalf(float32(math.NaN())))
 }
 
-// TestMatMul compares every tile height, both weight types and both paths with float64.
+// TestMatMul compares every tile height, both weight types and every instruction set with float64.
 func TestMatMul(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 4))
 	const n, k, most = 7*panelWidth - 5, 48, 27
 	w, x := random(r, n*k), random(r, most*k)
-	reference, two, fast := newCompute(t, 1, true), newCompute(t, 2, false), newCompute(t, 1, false)
+	reference := newCompute(t, 1, Portable)
+	var others []*Compute
+	for _, id := range Supported() {
+		others = append(others, newCompute(t, 1, id), newCompute(t, 2, id))
+	}
 	for _, d := range []DType{F32, F16} {
-		m := pack(t, two, w, k, d)
+		m := pack(t, others[1], w, k, d)
 		want := make([]float32, most*m.Stride())
 		reference.MatMul(want, x, most, m)
 		for i := range most {
@@ -143,10 +147,10 @@ func TestMatMul(t *testing.T) {
 			}
 		}
 		for rows := 1; rows <= most; rows++ {
-			for _, c := range []*Compute{fast, two} {
+			for _, c := range others {
 				got := make([]float32, rows*m.Stride())
 				c.MatMul(got, x, rows, m)
-				requireSameBits(t, want[:rows*m.Stride()], got, fmt.Sprint(c.Name(), d, rows))
+				requireSameBits(t, want[:rows*m.Stride()], got, fmt.Sprint(c.ISA(), d, rows))
 			}
 		}
 	}
@@ -156,22 +160,35 @@ func TestMatMul(t *testing.T) {
 func TestRowBlocks(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
 	const n, k, rows = 64, 16, rowBlock + 13
-	c := newCompute(t, 2, false)
-	m, x := pack(t, c, random(r, n*k), k, F32), random(r, rows*k)
-	all, one := make([]float32, rows*n), make([]float32, n)
-	c.MatMul(all, x, rows, m)
-	for i := range rows {
-		c.MatMul(one, x[i*k:], 1, m)
-		requireSameBits(t, one, all[i*n:(i+1)*n], fmt.Sprint("row ", i))
+	for _, id := range Supported() {
+		c := newCompute(t, 2, id)
+		m, x := pack(t, c, random(r, n*k), k, F32), random(r, rows*k)
+		all, one := make([]float32, rows*n), make([]float32, n)
+		c.MatMul(all, x, rows, m)
+		for i := range rows {
+			c.MatMul(one, x[i*k:], 1, m)
+			requireSameBits(t, one, all[i*n:(i+1)*n], fmt.Sprint(id, " row ", i))
+		}
 	}
 }
 
-func TestElementwise(t *testing.T) {
-	r := rand.New(rand.NewPCG(7, 8))
-	plain, fast := portable(), native()
-	if fast == nil {
+// assembly lists the kernels that are compared with the portable ones.
+func assembly(t *testing.T) []*isa {
+	all := native()
+	if len(all) == 0 {
 		t.Skip("this machine runs the portable path only")
 	}
+	return all
+}
+
+func TestElementwise(t *testing.T) {
+	for _, fast := range assembly(t) {
+		t.Run(fast.id.String(), func(t *testing.T) { testElementwise(t, fast) })
+	}
+}
+
+func testElementwise(t *testing.T, fast *isa) {
+	r, plain := rand.New(rand.NewPCG(7, 8)), portable()
 	for range 200 {
 		n := Lanes * (1 + r.IntN(9))
 		x, u, w := random(r, n), random(r, n), random(r, n)
@@ -205,6 +222,54 @@ func TestElementwise(t *testing.T) {
 	}
 }
 
+// TestExpBits walks over the whole range of exp and its two ends, number by number where it is cut off.
+func TestExpBits(t *testing.T) {
+	var x []float32
+	for v := float32(-90); v <= 90; v += 0.00093 {
+		x = append(x, v)
+	}
+	for _, v := range []float32{-87, -86.99, 88, 0} {
+		for from := range 300 {
+			x = append(x, math.Float32frombits(math.Float32bits(v)+uint32(from)), math.Float32frombits(math.Float32bits(v)-uint32(from)))
+		}
+	}
+	x = append(x, float32(math.Inf(1)), float32(math.Inf(-1)), math.MaxFloat32, -math.MaxFloat32)
+	for len(x)%Lanes != 0 {
+		x = append(x, 0)
+	}
+	want := make([]float32, len(x))
+	for i, v := range x {
+		want[i] = v
+		if math.IsNaN(float64(v)) {
+			want[i], x[i] = 0, 0
+		}
+	}
+	expSumPortable(want, 0, new([Lanes]float32))
+	for _, fast := range assembly(t) {
+		got := append([]float32(nil), x...)
+		fast.expSum(got, 0, new([Lanes]float32))
+		requireSameBits(t, want, got, fast.id.String())
+		got = make([]float32, Lanes)
+		got[5] = float32(math.NaN())
+		fast.expSum(got, 0, new([Lanes]float32))
+		require.True(t, math.IsNaN(float64(got[5])), "%v hides a NaN", fast.id)
+		require.InDelta(t, 1, got[6], 0)
+	}
+}
+
+// TestISA: what is asked for is what runs, and what cannot run is refused.
+func TestISA(t *testing.T) {
+	all := Supported()
+	require.Equal(t, Portable, all[len(all)-1])
+	require.Equal(t, all[0], newCompute(t, 1, Auto).ISA())
+	for _, id := range all {
+		require.Equal(t, id, newCompute(t, 1, id).ISA())
+	}
+	_, err := New(Options{ISA: 99})
+	require.ErrorContains(t, err, "ISA(99)")
+	require.ErrorContains(t, err, "portable")
+}
+
 func TestExp(t *testing.T) {
 	for x := float32(-87); x <= 88; x += 0.00371 {
 		require.InEpsilon(t, math.Exp(float64(x)), exp(x), 3e-7, "exp(%v)", x)
@@ -230,14 +295,14 @@ func TestAttend(t *testing.T) {
 					at := p * kvHeads * dim
 					cache.Put(p, keys[at:at+kvHeads*dim], values[at:at+kvHeads*dim])
 				}
-				for _, plain := range []bool{true, false} {
-					c, got := newCompute(t, 1, plain), make([]float32, group*dim)
+				for _, id := range Supported() {
+					c, got := newCompute(t, 1, id), make([]float32, group*dim)
 					c.Attend(0, got, q, cache, Query{1, position})
 					if want == nil {
 						want = got
 						requireNear(t, exactAttention(q, keys, values, cache, 1), got)
 					}
-					requireSameBits(t, want, got, fmt.Sprint(c.Name(), dim, position, size))
+					requireSameBits(t, want, got, fmt.Sprint(id, dim, position, size))
 				}
 			}
 		}
@@ -293,7 +358,7 @@ func requireNear(t *testing.T, want []float64, got []float32) {
 
 func TestRMSNormAndRotate(t *testing.T) {
 	r := rand.New(rand.NewPCG(11, 12))
-	c := newCompute(t, 1, false)
+	c := newCompute(t, 1, Auto)
 	x, w, got := random(r, 96), random(r, 96), make([]float32, 96)
 	c.RMSNorm(0, got, x, w, 1e-5)
 	squares := 0.0

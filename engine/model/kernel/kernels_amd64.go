@@ -4,217 +4,347 @@ package kernel
 
 import "unsafe"
 
-// tile1Float computes 1 rows of one panel of 32 outputs.
+// tile1FloatZ computes 1 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile1Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile1FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile2Float computes 2 rows of one panel of 32 outputs.
+// tile2FloatZ computes 2 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile2Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile2FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile3Float computes 3 rows of one panel of 32 outputs.
+// tile3FloatZ computes 3 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile3Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile3FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile4Float computes 4 rows of one panel of 32 outputs.
+// tile4FloatZ computes 4 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile4Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile4FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile5Float computes 5 rows of one panel of 32 outputs.
+// tile5FloatZ computes 5 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile5Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile5FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile6Float computes 6 rows of one panel of 32 outputs.
+// tile6FloatZ computes 6 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile6Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile6FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile7Float computes 7 rows of one panel of 32 outputs.
+// tile7FloatZ computes 7 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile7Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile7FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile8Float computes 8 rows of one panel of 32 outputs.
+// tile8FloatZ computes 8 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile8Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile8FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile9Float computes 9 rows of one panel of 32 outputs.
+// tile9FloatZ computes 9 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile9Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile9FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile10Float computes 10 rows of one panel of 32 outputs.
+// tile10FloatZ computes 10 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile10Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile10FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile11Float computes 11 rows of one panel of 32 outputs.
+// tile11FloatZ computes 11 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile11Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile11FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile12Float computes 12 rows of one panel of 32 outputs.
+// tile12FloatZ computes 12 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile12Float(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile12FloatZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// rowFloat computes one row of four panels that lie stride bytes apart.
+// rowFloatZ computes one row of four panels that lie stride bytes apart.
 //
 //go:noescape
-func rowFloat(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y unsafe.Pointer)
+func rowFloatZ(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y unsafe.Pointer)
 
-// tile1Half computes 1 rows of one panel of 32 outputs.
+// tile1HalfZ computes 1 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile1Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile1HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile2Half computes 2 rows of one panel of 32 outputs.
+// tile2HalfZ computes 2 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile2Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile2HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile3Half computes 3 rows of one panel of 32 outputs.
+// tile3HalfZ computes 3 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile3Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile3HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile4Half computes 4 rows of one panel of 32 outputs.
+// tile4HalfZ computes 4 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile4Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile4HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile5Half computes 5 rows of one panel of 32 outputs.
+// tile5HalfZ computes 5 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile5Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile5HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile6Half computes 6 rows of one panel of 32 outputs.
+// tile6HalfZ computes 6 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile6Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile6HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile7Half computes 7 rows of one panel of 32 outputs.
+// tile7HalfZ computes 7 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile7Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile7HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile8Half computes 8 rows of one panel of 32 outputs.
+// tile8HalfZ computes 8 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile8Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile8HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile9Half computes 9 rows of one panel of 32 outputs.
+// tile9HalfZ computes 9 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile9Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile9HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile10Half computes 10 rows of one panel of 32 outputs.
+// tile10HalfZ computes 10 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile10Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile10HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile11Half computes 11 rows of one panel of 32 outputs.
+// tile11HalfZ computes 11 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile11Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile11HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// tile12Half computes 12 rows of one panel of 32 outputs.
+// tile12HalfZ computes 12 rows of one panel of 32 outputs.
 //
 //go:noescape
-func tile12Half(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+func tile12HalfZ(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
 
-// rowHalf computes one row of four panels that lie stride bytes apart.
+// rowHalfZ computes one row of four panels that lie stride bytes apart.
 //
 //go:noescape
-func rowHalf(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y unsafe.Pointer)
+func rowHalfZ(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y unsafe.Pointer)
 
-// dots64 writes scale * (q · key) for n*16 keys that lie stride bytes apart.
+// dots64Z writes scale * (q · key) for n*16 keys that lie stride bytes apart.
 //
 //go:noescape
-func dots64(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+func dots64Z(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
 
-// dot64 writes scale * (q · key) for n keys that lie stride bytes apart.
+// dot64Z writes scale * (q · key) for n keys that lie stride bytes apart.
 //
 //go:noescape
-func dot64(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+func dot64Z(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
 
-// weigh64x1 adds p[i] * value[i] to acc for 1 heads.
+// weigh64x1Z adds p[i] * value[i] to acc for 1 heads.
 //
 //go:noescape
-func weigh64x1(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+func weigh64x1Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
 
-// weigh64x2 adds p[i] * value[i] to acc for 2 heads.
+// weigh64x2Z adds p[i] * value[i] to acc for 2 heads.
 //
 //go:noescape
-func weigh64x2(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+func weigh64x2Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
 
-// weigh64x3 adds p[i] * value[i] to acc for 3 heads.
+// weigh64x3Z adds p[i] * value[i] to acc for 3 heads.
 //
 //go:noescape
-func weigh64x3(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+func weigh64x3Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
 
-// weigh64x4 adds p[i] * value[i] to acc for 4 heads.
+// weigh64x4Z adds p[i] * value[i] to acc for 4 heads.
 //
 //go:noescape
-func weigh64x4(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+func weigh64x4Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
 
-// dots128 writes scale * (q · key) for n*16 keys that lie stride bytes apart.
+// dots128Z writes scale * (q · key) for n*16 keys that lie stride bytes apart.
 //
 //go:noescape
-func dots128(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+func dots128Z(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
 
-// dot128 writes scale * (q · key) for n keys that lie stride bytes apart.
+// dot128Z writes scale * (q · key) for n keys that lie stride bytes apart.
 //
 //go:noescape
-func dot128(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+func dot128Z(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
 
-// weigh128x1 adds p[i] * value[i] to acc for 1 heads.
+// weigh128x1Z adds p[i] * value[i] to acc for 1 heads.
 //
 //go:noescape
-func weigh128x1(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+func weigh128x1Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
 
-// weigh128x2 adds p[i] * value[i] to acc for 2 heads.
+// weigh128x2Z adds p[i] * value[i] to acc for 2 heads.
 //
 //go:noescape
-func weigh128x2(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+func weigh128x2Z(p unsafe.Pointer, row uintptr, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
 
-// expSum replaces n*16 scores by exp(score-top) and adds them to the 16 lanes of sum.
+// expSumZ replaces n*16 scores by exp(score-top) and adds them to the 16 lanes of sum.
 //
 //go:noescape
-func expSum(s unsafe.Pointer, n int, top float32, sum unsafe.Pointer)
+func expSumZ(s unsafe.Pointer, n int, top float32, sum unsafe.Pointer)
 
-// top writes 16 lanes of maxima over n*16 numbers.
+// topZ writes 16 lanes of maxima over n*16 numbers.
 //
 //go:noescape
-func top(s unsafe.Pointer, n int, lanes unsafe.Pointer)
+func topZ(s unsafe.Pointer, n int, lanes unsafe.Pointer)
 
-// siluMul writes gate/(1+exp(-gate)) * up for n*16 numbers.
+// siluMulZ writes gate/(1+exp(-gate)) * up for n*16 numbers.
 //
 //go:noescape
-func siluMul(dst unsafe.Pointer, gate unsafe.Pointer, up unsafe.Pointer, n int)
+func siluMulZ(dst unsafe.Pointer, gate unsafe.Pointer, up unsafe.Pointer, n int)
 
-// add adds n*16 numbers to dst.
+// addZ adds n*16 numbers to dst.
 //
 //go:noescape
-func add(dst unsafe.Pointer, x unsafe.Pointer, n int)
+func addZ(dst unsafe.Pointer, x unsafe.Pointer, n int)
 
-// sumSquares writes 16 lanes of FMA chains over the squares of n*16 numbers.
+// sumSquaresZ writes 16 lanes of FMA chains over the squares of n*16 numbers.
 //
 //go:noescape
-func sumSquares(x unsafe.Pointer, n int, lanes unsafe.Pointer)
+func sumSquaresZ(x unsafe.Pointer, n int, lanes unsafe.Pointer)
 
-// scaleMul writes x * scale * w for n*16 numbers.
+// scaleMulZ writes x * scale * w for n*16 numbers.
 //
 //go:noescape
-func scaleMul(dst unsafe.Pointer, x unsafe.Pointer, w unsafe.Pointer, n int, scale float32)
+func scaleMulZ(dst unsafe.Pointer, x unsafe.Pointer, w unsafe.Pointer, n int, scale float32)
 
-// rotate turns n*8 pairs of x by cosines and signed sines that are written out for both of a pair.
+// rotateZ turns n*8 pairs of x by cosines and signed sines that are written out for both of a pair.
 //
 //go:noescape
-func rotate(x unsafe.Pointer, cos unsafe.Pointer, sin unsafe.Pointer, n int)
+func rotateZ(x unsafe.Pointer, cos unsafe.Pointer, sin unsafe.Pointer, n int)
+
+// tile1FloatY computes 1 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile1FloatY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// tile2FloatY computes 2 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile2FloatY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// tile3FloatY computes 3 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile3FloatY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// tile4FloatY computes 4 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile4FloatY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// tile5FloatY computes 5 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile5FloatY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// tile6FloatY computes 6 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile6FloatY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// rowFloatY computes one row of two panels that lie stride bytes apart.
+//
+//go:noescape
+func rowFloatY(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y unsafe.Pointer)
+
+// tile1HalfY computes 1 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile1HalfY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// tile2HalfY computes 2 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile2HalfY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// tile3HalfY computes 3 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile3HalfY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// tile4HalfY computes 4 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile4HalfY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// tile5HalfY computes 5 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile5HalfY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// tile6HalfY computes 6 rows of one panel of 32 outputs.
+//
+//go:noescape
+func tile6HalfY(k int, x unsafe.Pointer, panel unsafe.Pointer, y unsafe.Pointer, ldy uintptr)
+
+// rowHalfY computes one row of two panels that lie stride bytes apart.
+//
+//go:noescape
+func rowHalfY(k int, x unsafe.Pointer, panels unsafe.Pointer, stride uintptr, y unsafe.Pointer)
+
+// dots64Y writes scale * (q · key) for n*8 keys that lie stride bytes apart.
+//
+//go:noescape
+func dots64Y(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+
+// dot64Y writes scale * (q · key) for n keys that lie stride bytes apart.
+//
+//go:noescape
+func dot64Y(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+
+// dots128Y writes scale * (q · key) for n*8 keys that lie stride bytes apart.
+//
+//go:noescape
+func dots128Y(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+
+// dot128Y writes scale * (q · key) for n keys that lie stride bytes apart.
+//
+//go:noescape
+func dot128Y(q unsafe.Pointer, keys unsafe.Pointer, n int, stride uintptr, scores unsafe.Pointer, scale float32)
+
+// weigh64Y adds p[i] * value[i] to 64 numbers of acc.
+//
+//go:noescape
+func weigh64Y(p unsafe.Pointer, values unsafe.Pointer, n int, stride uintptr, acc unsafe.Pointer)
+
+// expSumY replaces n*16 scores by exp(score-top) and adds them to the 16 lanes of sum.
+//
+//go:noescape
+func expSumY(s unsafe.Pointer, n int, top float32, sum unsafe.Pointer)
+
+// topY writes 16 lanes of maxima over n*16 numbers.
+//
+//go:noescape
+func topY(s unsafe.Pointer, n int, lanes unsafe.Pointer)
+
+// siluMulY writes gate/(1+exp(-gate)) * up for n*16 numbers.
+//
+//go:noescape
+func siluMulY(dst unsafe.Pointer, gate unsafe.Pointer, up unsafe.Pointer, n int)
+
+// addY adds n*16 numbers to dst.
+//
+//go:noescape
+func addY(dst unsafe.Pointer, x unsafe.Pointer, n int)
+
+// sumSquaresY writes 16 lanes of FMA chains over the squares of n*16 numbers.
+//
+//go:noescape
+func sumSquaresY(x unsafe.Pointer, n int, lanes unsafe.Pointer)
+
+// scaleMulY writes x * scale * w for n*16 numbers.
+//
+//go:noescape
+func scaleMulY(dst unsafe.Pointer, x unsafe.Pointer, w unsafe.Pointer, n int, scale float32)
+
+// rotateY turns n*8 pairs of x by cosines and signed sines that are written out for both of a pair.
+//
+//go:noescape
+func rotateY(x unsafe.Pointer, cos unsafe.Pointer, sin unsafe.Pointer, n int)

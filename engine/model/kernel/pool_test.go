@@ -11,7 +11,7 @@ import (
 // after the workers have parked.
 func TestPool(t *testing.T) {
 	for _, threads := range []int{1, 2, 5} {
-		c := newCompute(t, threads, true)
+		c := newCompute(t, threads, Portable)
 		busy := make([]atomic.Bool, threads)
 		var twice atomic.Bool
 		for round := range 2000 {
@@ -51,10 +51,10 @@ func TestOptions(t *testing.T) {
 		_, err := New(Options{Threads: threads})
 		require.ErrorContains(t, err, "threads")
 	}
-	c := newCompute(t, 3, true)
+	c := newCompute(t, 3, Portable)
 	require.Equal(t, 3, c.Threads())
-	require.Equal(t, "portable", c.Name())
-	require.Positive(t, newCompute(t, 0, false).Threads())
+	require.Equal(t, Portable, c.ISA())
+	require.Positive(t, newCompute(t, 0, Auto).Threads())
 	require.Equal(t, "f16", F16.String())
 	require.Equal(t, "f32", F32.String())
 }

@@ -10,7 +10,7 @@ import (
 // portable is the reference: plain Go, exact float32 FMA.
 func portable() *isa {
 	return &isa{
-		name: "portable", matMul: matMulPortable, dots: dotsPortable, weigh: weighPortable, top: topPortable, expSum: expSumPortable,
+		id: Portable, matMul: matMulPortable, dots: dotsPortable, weigh: weighPortable, top: topPortable, expSum: expSumPortable,
 		siluMul: siluMulPortable, add: addPortable, sumSquares: sumSquaresPortable, scaleMul: scaleMulPortable,
 		rotate: rotatePortable,
 	}
