@@ -46,20 +46,48 @@ type Binary struct {
 const pluginPrefix = "kvport-"
 
 // Find looks for the plugin that answers to name, a connector's name or alias, among the kvport-*
-// executables of the given folders. The first match in order wins. Errors wrap ErrConfig and say
-// where it looked, what it found, and which known name is nearest.
+// executables of the given folders. Of several the first in the order of the folders wins, but one
+// whose file is called like the connector goes before all others: then nothing else is run. Errors
+// wrap ErrConfig and say where it looked, what it found, and which known name is nearest.
 func Find(paths []string, name string) (*Binary, error) {
-	candidates, manifests, errs := readAll(paths)
+	return find(context.Background(), paths, name)
+}
+
+func find(ctx context.Context, paths []string, name string) (*Binary, error) {
+	var named, others []string
+	for _, path := range candidates(paths) {
+		if namedAfter(path, name) {
+			named = append(named, path)
+		} else {
+			others = append(others, path)
+		}
+	}
+	first, b := probe(ctx, named, name)
+	if b != nil {
+		return b, nil
+	}
+	second, b := probe(ctx, others, name)
+	if b != nil {
+		return b, nil
+	}
+	return nil, notFound(paths, name, append(first, second...))
+}
+
+// namedAfter reports whether a file is called like a connector: kvport-disk for DiskConnector.
+func namedAfter(path, name string) bool {
+	lower := strings.ToLower(name)
+	base := strings.TrimPrefix(filepath.Base(path), pluginPrefix)
+	return base == lower || base == strings.TrimSuffix(lower, "connector")
+}
+
+func notFound(paths []string, name string, found []Found) error {
 	var known, broken []string
-	for i, m := range manifests {
-		if m == nil {
-			broken = append(broken, errs[i].Error())
+	for _, f := range found {
+		if f.Err != nil {
+			broken = append(broken, f.Err.Error())
 			continue
 		}
-		if m.Answers(name) {
-			return &Binary{Path: candidates[i], Manifest: *m}, nil
-		}
-		known = append(append(known, m.Name), m.Aliases...)
+		known = append(append(known, f.Manifest.Name), f.Manifest.Aliases...)
 	}
 	looked := "no plugin folder is set"
 	if len(paths) > 0 {
@@ -69,38 +97,89 @@ func Find(paths []string, name string) (*Binary, error) {
 	if len(broken) > 0 {
 		err = fmt.Errorf("%w; skipped: %s", err, strings.Join(broken, "; "))
 	}
-	return nil, err
+	return err
 }
 
-// List describes every plugin of the given folders. Errors name the binaries that could not be
-// asked; the others are listed nevertheless.
-func List(paths []string) ([]Binary, error) {
-	candidates, manifests, errs := readAll(paths)
-	var list []Binary
-	for i, m := range manifests {
-		if m != nil {
-			list = append(list, Binary{Path: candidates[i], Manifest: *m})
+// probe asks all candidates at once. When one answers to name, those before it in order have
+// settleWait to do so too; the rest is not waited for. Without a winner it returns all answers.
+func probe(ctx context.Context, paths []string, name string) ([]Found, *Binary) {
+	ctx, cancel := context.WithCancel(ctx)
+	found := make([]Found, len(paths))
+	answers := make(chan int, len(paths))
+	var group errgroup.Group
+	defer func() {
+		cancel() // kills who still runs
+		_ = group.Wait()
+	}()
+	for i, path := range paths {
+		group.Go(func() error {
+			found[i] = look(ctx, path)
+			answers <- i
+			return nil
+		})
+	}
+	var settled <-chan time.Time // nil, which never comes, until there is a winner
+	best, done := len(paths), make([]bool, len(paths))
+	for ahead := 0; ahead < best; {
+		select {
+		case i := <-answers:
+			done[i] = true
+			if m := found[i].Manifest; m != nil && m.Answers(name) && i < best {
+				best = i
+				if settled == nil {
+					settled = time.After(settleWait)
+				}
+			}
+		case <-settled:
+			ahead = best
+		}
+		for ahead < best && done[ahead] {
+			ahead++
 		}
 	}
-	return list, errors.Join(errs...)
+	if best == len(paths) {
+		return found, nil
+	}
+	return nil, &Binary{Path: paths[best], Manifest: *found[best].Manifest}
 }
 
-// readAll asks every candidate for its manifest, a few at a time.
-func readAll(paths []string) (candidates []string, manifests []*Manifest, errs []error) {
-	for _, dir := range paths {
-		candidates = append(candidates, executables(dir)...)
-	}
-	manifests, errs = make([]*Manifest, len(candidates)), make([]error, len(candidates))
+// Found is a file that is called like a plugin: Manifest is what it says of itself, or Err says why
+// it is none.
+type Found struct {
+	Path     string
+	Manifest *Manifest
+	Err      error
+}
+
+// List asks every kvport-* executable of the given folders for its manifest, in order.
+func List(ctx context.Context, paths []string) []Found {
+	files := candidates(paths)
+	found := make([]Found, len(files))
 	var group errgroup.Group
-	group.SetLimit(4)
-	for i, path := range candidates {
+	for i, path := range files {
 		group.Go(func() error {
-			manifests[i], errs[i] = ReadManifest(context.Background(), path)
+			found[i] = look(ctx, path)
 			return nil
 		})
 	}
 	_ = group.Wait() // each error is kept in its place
-	return candidates, manifests, errs
+	return found
+}
+
+func look(ctx context.Context, path string) Found {
+	m, err := ReadManifest(ctx, path)
+	return Found{Path: path, Manifest: m, Err: err}
+}
+
+// candidates are the files that could be plugins, in the order of the folders, each once.
+func candidates(paths []string) []string {
+	var files []string
+	for i, dir := range paths {
+		if !slices.Contains(paths[:i], dir) {
+			files = append(files, executables(dir)...)
+		}
+	}
+	return files
 }
 
 // executables lists the plugins of a folder by name. A folder that cannot be read has none.
@@ -150,8 +229,11 @@ func readManifest(ctx context.Context, p *program) (*Manifest, error) {
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = time.Second
 	err := onOwnThread(cmd.Run)
-	if ctx.Err() != nil {
+	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 		return nil, fmt.Errorf("%s --manifest gave no answer within %s", p.path, manifestWait)
+	}
+	if ctx.Err() != nil {
+		return nil, fmt.Errorf("%s --manifest: %w", p.path, ctx.Err())
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%s --manifest: %w%s", p.path, err, firstLine(complaint.Bytes()))
@@ -206,7 +288,7 @@ func resolve(ctx context.Context, cfg *Config, paths []string) (*program, *Manif
 	case path == "" && hash != "":
 		return findPinned(ctx, cfg, paths)
 	case path == "":
-		b, err := Find(paths, cfg.Connector)
+		b, err := find(ctx, paths, cfg.Connector)
 		if err != nil {
 			return nil, nil, err
 		}
@@ -233,20 +315,18 @@ func resolve(ctx context.Context, cfg *Config, paths []string) (*program, *Manif
 // manifest.
 func findPinned(ctx context.Context, cfg *Config, paths []string) (*program, *Manifest, error) {
 	var wrong []string
-	for _, dir := range paths {
-		for _, path := range executables(dir) {
-			p, err := openProgram(path, cfg.Settings.PluginSHA256)
-			if err != nil {
-				wrong = append(wrong, filepath.Base(path))
-				continue
-			}
-			m, err := readManifest(ctx, p)
-			if err == nil && m.Answers(cfg.Connector) {
-				return p, m, nil
-			}
-			_ = p.close()
+	for _, path := range candidates(paths) {
+		p, err := openProgram(path, cfg.Settings.PluginSHA256)
+		if err != nil {
 			wrong = append(wrong, filepath.Base(path))
+			continue
 		}
+		m, err := readManifest(ctx, p)
+		if err == nil && m.Answers(cfg.Connector) {
+			return p, m, nil
+		}
+		_ = p.close()
+		wrong = append(wrong, filepath.Base(path))
 	}
 	return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: no plugin %s with SHA-256 %s (looked in %s; others: %s)", ErrConfig,
 		quote(cfg.Connector), cfg.Settings.PluginSHA256, strings.Join(paths, ", "), strings.Join(wrong, ", "))

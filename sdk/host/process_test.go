@@ -46,9 +46,11 @@ func TestFind(t *testing.T) {
 	_, err = Find([]string{broken}, "X")
 	require.ErrorContains(t, err, "kvport-broken --manifest")
 	require.NotContains(t, err.Error(), "kvport-data")
-	list, err := List([]string{pluginFolder, broken})
-	require.Error(t, err)
-	require.Len(t, list, 1)
+	list := List(t.Context(), []string{pluginFolder, broken, pluginFolder})
+	require.Len(t, list, 2)
+	require.Equal(t, "TestConnector", list[0].Manifest.Name)
+	require.ErrorContains(t, list[1].Err, "kvport-broken --manifest")
+	require.Nil(t, list[1].Manifest)
 }
 
 func TestManifestThatHangs(t *testing.T) {

@@ -157,7 +157,7 @@ func (r *runner) ID() string {
 func (r *runner) Stdout() io.ReadCloser { return r.stdout }
 
 // Stderr implements go-plugin's runner.Runner.
-func (r *runner) Stderr() io.ReadCloser { return r.stderr }
+func (r *runner) Stderr() io.ReadCloser { return newPlainLines(r.stderr) }
 
 // Name implements go-plugin's runner.Runner.
 func (r *runner) Name() string { return r.cmd.Args[0] }

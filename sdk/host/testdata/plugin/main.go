@@ -29,6 +29,15 @@ type config struct {
 	MatchMS int    `json:"match_ms" jsonschema:"description=time that a match takes"`
 }
 
+// badLog looks like lines of hclog and is none.
+const badLog = `{"@message":1}
+{"@message":null,"@level":[]}
+ {"@level":{}}
+{"@message":"x","@timestamp":7}
+{"@message":"good","@level":"warn"}
+null
+`
+
 func main() {
 	switch filepath.Base(os.Args[0]) {
 	case "kvport-hang":
@@ -37,6 +46,8 @@ func main() {
 		}
 	case "kvport-hangmanifest":
 		select {}
+	case "kvport-badlog":
+		fmt.Fprint(os.Stderr, badLog)
 	case "kvport-talks":
 		if len(os.Args) == 1 {
 			fmt.Println("hello")

@@ -1,0 +1,47 @@
+package host
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// say makes a plugin that has a manifest and nothing else.
+func say(t *testing.T, path, name string) string {
+	t.Helper()
+	script := fmt.Sprintf("#!/bin/sh\necho ran >> '%s.ran'\necho '{\"name\":%q,\"protocol_versions\":[1]}'\n", path, name)
+	require.NoError(t, os.WriteFile(path, []byte(script), 0o755))
+	return path
+}
+
+// Files of other plugins that hang or break do not delay a start, and which one is found does not
+// depend on who answers first.
+func TestFindAmongBadNeighbours(t *testing.T) {
+	leaks := watchLeaks(t)
+	hanging, first, second := filepath.Dir(alias(t, "kvport-hangmanifest")), t.TempDir(), t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(first, "kvport-aaa"), []byte("#!/bin/sh\nexit 1\n"), 0o755))
+	one := say(t, filepath.Join(first, "kvport-one"), "SharedName")
+	say(t, filepath.Join(second, "kvport-two"), "SharedName")
+	disk := say(t, filepath.Join(second, "kvport-disk"), "DiskConnector")
+	liar := say(t, filepath.Join(first, "kvport-zzz"), "DiskConnector")
+	for range 5 {
+		b, err := Find([]string{first, second}, "SharedName")
+		require.NoError(t, err)
+		require.Equal(t, one, b.Path, "the first folder wins")
+	}
+	require.NoError(t, os.Remove(liar+".ran"))
+	began := time.Now()
+	b, err := Find([]string{hanging, first, second}, "DiskConnector")
+	require.NoError(t, err)
+	require.Equal(t, disk, b.Path, "the file that is called like the connector wins")
+	require.NoFileExists(t, liar+".ran", "nobody else was asked")
+	b, err = Find([]string{hanging, first, second}, "SharedName")
+	require.NoError(t, err)
+	require.Equal(t, one, b.Path)
+	require.Less(t, time.Since(began), manifestWait, "a hanging neighbour is not waited for")
+	leaks()
+}

@@ -1,0 +1,89 @@
+package host
+
+import (
+	"bufio"
+	"bytes"
+	"io"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"testing/iotest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestPlainLines(t *testing.T) {
+	long := strings.Repeat("x", 3*logLine)
+	for in, want := range map[string]string{
+		"":                                 "",
+		"hello":                            "hello\n",
+		"a\n\nb\r\n":                       "a\n\nb\n",
+		`{"@message":"m","@level":"warn"}`: `{"@message":"m","@level":"warn"}` + "\n",
+		`{"@message":1}`:                   `plugin: {"@message":1}` + "\n",
+		"  {\"@level\" : null}\n[ERROR] e": "plugin:   {\"@level\" : null}\n[ERROR] e\n",
+		`{"@message":"m","@message":{}}`:   `plugin: {"@message":"m","@message":{}}` + "\n",
+		`{"@timestamp":[]}`:                `plugin: {"@timestamp":[]}` + "\n",
+		`{"\u0040message":1}`:              `plugin: {"\u0040message":1}` + "\n",
+		`{"@message":1`:                    `{"@message":1` + "\n", // not JSON at all
+		`{"other":1}`:                      `{"other":1}` + "\n",
+		"null\n[]":                         "null\n[]\n",
+		"a\n" + long + "\nb":               "a\n" + long[:2*logLine] + "\nb\n",
+		`{"@level":1}` + strings.Repeat(" ", 9e3): `plugin: {"@level":1}` + strings.Repeat(" ", 2*logLine-12) + "\n",
+	} {
+		for _, r := range []io.Reader{strings.NewReader(in), iotest.OneByteReader(strings.NewReader(in))} {
+			got, err := io.ReadAll(newPlainLines(io.NopCloser(r)))
+			require.NoError(t, err)
+			require.Equal(t, want, string(got), in)
+		}
+	}
+	_, err := io.ReadAll(newPlainLines(io.NopCloser(iotest.ErrReader(io.ErrUnexpectedEOF))))
+	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
+}
+
+// Whatever comes in, every line that comes out is one that go-plugin can read.
+func FuzzPlainLines(f *testing.F) {
+	for _, seed := range []string{`{"@message":1}`, "{\"@level\":\n\"x\"}\r", `{"@timestamp":"","@timestamp":3}`, "\t{}"} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, in []byte) {
+		lines := bufio.NewScanner(newPlainLines(io.NopCloser(bytes.NewReader(in))))
+		for lines.Scan() {
+			require.True(t, harmless(lines.Bytes()), "%q", lines.Text())
+		}
+		require.NoError(t, lines.Err())
+	})
+}
+
+// syncBuffer is a log that several goroutines write.
+type syncBuffer struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (b *syncBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.Write(p)
+}
+
+func (b *syncBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.String()
+}
+
+// A plugin cannot bring its engine down by what it writes to standard error.
+func TestHostileStderr(t *testing.T) {
+	leaks := watchLeaks(t)
+	var log syncBuffer
+	p, err := Launch(t.Context(), alias(t, "kvport-badlog"), LaunchOptions{
+		Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug})),
+	})
+	require.NoError(t, err)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "msg=good") }, 5*time.Second, time.Millisecond)
+	require.Contains(t, log.String(), `plugin: {\"@message\":1}`)
+	require.NoError(t, p.Close(t.Context()))
+	leaks()
+}
