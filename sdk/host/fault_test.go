@@ -144,6 +144,7 @@ func TestStoppedPluginIsKilled(t *testing.T) {
 	r.save("a", ks, 0)
 	pid := r.Health().PID
 	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
+	require.Eventually(t, func() bool { return state(pid) == "T" }, 5*time.Second, time.Millisecond)
 	e := r.load("b", ks, 10) // runs on the next plugin
 	require.NoError(t, e.Err)
 	require.ErrorIs(t, syscall.Kill(pid, 0), syscall.ESRCH)

@@ -32,7 +32,7 @@ type LaunchOptions struct {
 }
 
 // maxSocketDir leaves room for the names that go-plugin adds: a socket's path has 107 bytes.
-const maxSocketDir = 64
+const maxSocketDir = 68
 
 // firstRegionFD is the descriptor number of the first region in the plugin.
 const firstRegionFD = 3
@@ -116,7 +116,7 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 		AllowedProtocols: []plugin.Protocol{plugin.ProtocolGRPC},
 		AutoMTLS:         true,
 		SkipHostEnv:      true,
-		StartTimeout:     opts.Handshake,
+		StartTimeout:     2 * opts.Handshake, // ours is shorter and kills
 		UnixSocketConfig: &plugin.UnixSocketConfig{TempDir: p.dir},
 		Logger:           log.hclog(),
 		SyncStdout:       log,
