@@ -109,12 +109,17 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 	if p.run, err = newRunner(cmd, inherit); err != nil {
 		return err
 	}
+	clientTLS, certificate, err := newClientTLS()
+	if err != nil {
+		return err
+	}
+	cmd.Env = append(cmd.Env, clientCertKey+"="+string(certificate))
 	log := newPluginLog(opts.Log.With("plugin", filepath.Base(prog.path)), filepath.Base(prog.path))
 	p.client = plugin.NewClient(&plugin.ClientConfig{
 		HandshakeConfig:  wire.Handshake(),
 		Plugins:          plugin.PluginSet{wire.PluginName: &wire.Plugin{}},
 		AllowedProtocols: []plugin.Protocol{plugin.ProtocolGRPC},
-		AutoMTLS:         true,
+		TLSConfig:        clientTLS,
 		SkipHostEnv:      true,
 		StartTimeout:     2 * opts.Handshake, // ours is shorter and kills
 		UnixSocketConfig: &plugin.UnixSocketConfig{TempDir: p.dir},
