@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"reflect"
 	"slices"
 	"strings"
@@ -35,12 +36,12 @@ func SchemaOf[C any]() json.RawMessage {
 
 // DecodeConfig reads a kv_connector_extra_config strictly. No config at all is an empty object.
 // Fields that are absent get their default; an unknown, missing or ill-typed one, or one outside the
-// limits of its tag, is an error that names it and wraps ErrIncompatible. If *C or C has a method
-// Validate() error it is called last.
+// limits of its tag, is an error that names it and wraps ErrIncompatible; which config it is about the
+// host adds. If *C or C has a method Validate() error it is called last.
 func DecodeConfig[C any](raw json.RawMessage) (C, error) {
 	var c C
 	if err := decodeConfig(raw, reflectConfig[C](), &c); err != nil {
-		return c, fmt.Errorf("kv_connector_extra_config: %w: %w", err, connector.ErrIncompatible)
+		return c, fmt.Errorf("%w: %w", err, connector.ErrIncompatible)
 	}
 	return c, nil
 }
@@ -58,7 +59,7 @@ func decodeConfig(raw json.RawMessage, schema *jsonschema.Schema, into any) erro
 	if err := checkSyntax(raw); err != nil {
 		return err
 	}
-	if err := checkFields(raw, schema, ""); err != nil {
+	if err := checkFields(raw, schema); err != nil {
 		return err
 	}
 	defaults, err := json.Marshal(defaultsOf(schema))
@@ -97,38 +98,68 @@ func checkSyntax(raw []byte) error {
 	return err
 }
 
-// checkFields refuses fields that the schema lacks, and wants those it requires. Unlike
-// encoding/json it minds the case of names.
-func checkFields(raw json.RawMessage, schema *jsonschema.Schema, path string) error {
+// checkFields refuses fields that the schema lacks, and wants those it requires. A misspelt name comes
+// first: it is why another one is missing. Unlike encoding/json it minds the case of names.
+func checkFields(raw json.RawMessage, schema *jsonschema.Schema) error {
+	if err := walk(raw, schema, "", known); err != nil {
+		return err
+	}
+	return walk(raw, schema, "", complete)
+}
+
+// object is a JSON object of a config and what the schema says of it.
+type object struct {
+	path   string
+	fields map[string]json.RawMessage
+	schema *jsonschema.Schema
+}
+
+// walk calls check for every object of a config, from the outside in.
+func walk(raw json.RawMessage, schema *jsonschema.Schema, path string, check func(*object) error) error {
 	if schema.Items != nil {
 		for i, item := range items(raw) {
-			if err := checkFields(item, schema.Items, fmt.Sprintf("%s[%d]", path, i)); err != nil {
+			if err := walk(item, schema.Items, fmt.Sprintf("%s[%d]", path, i), check); err != nil {
 				return err
 			}
 		}
 		return nil
 	}
-	object := fields(raw)
-	if schema.Properties == nil || object == nil {
+	o := &object{path: path, fields: fields(raw), schema: schema}
+	if schema.Properties == nil || o.fields == nil {
 		return nil
 	}
-	var names []string
+	if err := check(o); err != nil {
+		return err
+	}
 	for p := schema.Properties.Oldest(); p != nil; p = p.Next() {
-		names = append(names, p.Key)
-		if value, present := object[p.Key]; present {
-			if err := checkFields(value, p.Value, join(path, p.Key)); err != nil {
+		if value, present := o.fields[p.Key]; present {
+			if err := walk(value, p.Value, join(path, p.Key), check); err != nil {
 				return err
 			}
 		}
 	}
-	for _, name := range schema.Required {
-		if _, present := object[name]; !present {
-			return fmt.Errorf("%s is missing", join(path, name))
+	return nil
+}
+
+// known refuses a field that the schema lacks.
+func known(o *object) error {
+	var names []string
+	for p := o.schema.Properties.Oldest(); p != nil; p = p.Next() {
+		names = append(names, p.Key)
+	}
+	for _, name := range slices.Sorted(maps.Keys(o.fields)) {
+		if !slices.Contains(names, name) {
+			return unknownField(join(o.path, name), name, names)
 		}
 	}
-	for name := range object {
-		if !slices.Contains(names, name) {
-			return unknownField(join(path, name), name, names)
+	return nil
+}
+
+// complete wants the fields that the schema requires.
+func complete(o *object) error {
+	for _, name := range o.schema.Required {
+		if _, present := o.fields[name]; !present {
+			return fmt.Errorf("%s is missing", join(o.path, name))
 		}
 	}
 	return nil
