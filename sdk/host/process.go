@@ -31,9 +31,6 @@ type LaunchOptions struct {
 	Violated    func(what string)
 }
 
-// maxSocketDir leaves room for the names that go-plugin adds: a socket's path has 107 bytes.
-const maxSocketDir = 68
-
 // firstRegionFD is the descriptor number of the first region in the plugin.
 const firstRegionFD = 3
 
@@ -90,11 +87,8 @@ func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, e
 
 // prepare makes the socket folder, the runner and go-plugin's client.
 func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
-	if p.dir, err = os.MkdirTemp("", "kvport-plugin-"); err != nil { // MkdirTemp makes it 0700
+	if p.dir, err = SocketDir(); err != nil {
 		return err
-	}
-	if len(p.dir) > maxSocketDir {
-		return fmt.Errorf("the temporary folder %s is too long for a socket's path, set TMPDIR to a shorter one", p.dir)
 	}
 	cmd := prog.command(context.Background())
 	for _, name := range opts.Environment {
