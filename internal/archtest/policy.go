@@ -92,6 +92,7 @@ func kvportImports() map[string][]string {
 		"internal/digest":     {"connector"},
 		"internal/ticket":     {"connector"},
 		"internal/book":       {"connector"},
+		"internal/vllmtrace":  {"connector"},
 		"internal/wire":       {"connector", "proto/..."},
 
 		"pipe":           {"connector"},
@@ -125,6 +126,7 @@ func kvportImports() map[string][]string {
 
 		"bench":            {"...", "!connectors/...", "!plugins/...", "!cmd/...", "!examples/..."},
 		"cmd/kvport":       {"...", "!connectors/...", "!plugins/...", "!examples/..."},
+		"docs":             {},
 		"examples":         {"connector", "pipe", "lookupbuffer", "sdk"},
 		"examples/demo":    {"internal/cluster"},
 		"examples/minimal": {"connector", "sdk"},
