@@ -69,7 +69,7 @@ func Load(root string) (*Tree, error) {
 			}
 			return nil
 		}
-		if !d.Type().IsRegular() {
+		if !d.Type().IsRegular() || rel == ".git" { // a work tree's .git is a file
 			return nil
 		}
 		return t.add(file, rel)
