@@ -12,8 +12,18 @@ import (
 func TestFieldsNeverCollide(t *testing.T) {
 	prints := map[connector.Fingerprint][]string{}
 	for _, fields := range [][]string{
-		{}, {""}, {"", ""}, {"a"}, {"ab"}, {"a", "b"}, {"", "ab"}, {"ab", ""}, {"a", "", "b"}, {"a\x00b"},
-		{"\x01\x00\x00\x00\x00\x00\x00\x00a"}, {"a\x01\x00\x00\x00\x00\x00\x00\x00b"},
+		{},
+		{""},
+		{"", ""},
+		{"a"},
+		{"ab"},
+		{"a", "b"},
+		{"", "ab"},
+		{"ab", ""},
+		{"a", "", "b"},
+		{"a\x00b"},
+		{"\x01\x00\x00\x00\x00\x00\x00\x00a"},
+		{"a\x01\x00\x00\x00\x00\x00\x00\x00b"},
 	} {
 		for _, domain := range []string{"d", "da", ""} {
 			f := connector.NewFingerprint(domain, fields...)
@@ -24,8 +34,15 @@ func TestFieldsNeverCollide(t *testing.T) {
 	}
 	roots := map[connector.BlockKey]bool{}
 	for _, s := range []connector.KeySpace{
-		{Salt: "ab"}, {Salt: "a", LoRAName: "b"}, {LoRAName: "ab"}, {LoRAName: "a", LoRAContent: "b"}, {LoRAContent: "ab"},
-		{Multimodal: []string{"ab"}}, {Multimodal: []string{"a", "b"}}, {Multimodal: []string{"", "ab"}}, {LoRAContent: "a", Multimodal: []string{"b"}},
+		{Salt: "ab"},
+		{Salt: "a", LoRAName: "b"},
+		{LoRAName: "ab"},
+		{LoRAName: "a", LoRAContent: "b"},
+		{LoRAContent: "ab"},
+		{Multimodal: []string{"ab"}},
+		{Multimodal: []string{"a", "b"}},
+		{Multimodal: []string{"", "ab"}},
+		{LoRAContent: "a", Multimodal: []string{"b"}},
 	} {
 		require.False(t, roots[s.Root()], "%+v", s)
 		roots[s.Root()] = true

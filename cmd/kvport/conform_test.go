@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"encoding/xml"
-	"errors"
 	"os/exec"
 	"strings"
 	"testing"
@@ -25,7 +24,7 @@ func conform(t *testing.T, args ...string) (stdout, stderr string, code int) {
 	if err := cmd.Run(); err != nil {
 		var exit *exec.ExitError
 		require.ErrorAs(t, err, &exit)
-		require.False(t, errors.Is(err, exec.ErrNotFound))
+		require.NotErrorIs(t, err, exec.ErrNotFound)
 		code = exit.ExitCode()
 	}
 	return out.String(), errs.String(), code

@@ -18,11 +18,11 @@ func addLogLevel(cmd *cobra.Command, level *string) {
 
 // setLog makes the default logger: text on a terminal, else JSON, to w.
 func setLog(w io.Writer, level string) error {
-	var min slog.Level
-	if err := min.UnmarshalText([]byte(strings.ToUpper(level))); err != nil {
+	var least slog.Level
+	if err := least.UnmarshalText([]byte(strings.ToUpper(level))); err != nil {
 		return fmt.Errorf("--log-level is %q, want debug, info, warn or error", level)
 	}
-	options := &slog.HandlerOptions{Level: min}
+	options := &slog.HandlerOptions{Level: least}
 	if f, ok := w.(*os.File); ok && isTerminal(f) {
 		slog.SetDefault(slog.New(slog.NewTextHandler(w, options)))
 		return nil

@@ -95,7 +95,7 @@ func (f *folder) Close() error { return nil }
 
 func TestScripts(t *testing.T) {
 	t.Parallel()
-	tmp, err := os.MkdirTemp("", "kvport")
+	tmp, err := os.MkdirTemp("", "kvport") //nolint:usetesting // short: unix sockets lie below it
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		left, err := os.ReadDir(tmp)

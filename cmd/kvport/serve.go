@@ -227,8 +227,8 @@ func (f *serveFlags) pluginFolders() []string {
 		}
 	}
 	if self, err := os.Executable(); err == nil {
-		if real, err := filepath.EvalSymlinks(self); err == nil {
-			self = real
+		if target, err := filepath.EvalSymlinks(self); err == nil {
+			self = target
 		}
 		folders = append(folders, filepath.Dir(self))
 	}

@@ -102,15 +102,15 @@ func (d *dir) current() bool {
 	return err == nil && os.SameFile(now, d.identity)
 }
 
-// folder gives the open shard n. With make it creates it when it is missing, otherwise the error
+// folder gives the open shard n. With create it makes it when it is missing, otherwise the error
 // is fs.ErrNotExist.
-func (d *dir) folder(n int, make bool) (*os.File, error) {
+func (d *dir) folder(n int, create bool) (*os.File, error) {
 	if f := d.shard[n].Load(); f != nil {
 		return f, nil
 	}
 	name := fmt.Sprintf("%x/%x", n>>4, n&15)
 	f, err := d.openFolder(name)
-	if errors.Is(err, fs.ErrNotExist) && make {
+	if errors.Is(err, fs.ErrNotExist) && create {
 		if err := d.root.MkdirAll(name, 0o700); err != nil {
 			return nil, err
 		}
@@ -121,7 +121,7 @@ func (d *dir) folder(n int, make bool) (*os.File, error) {
 	}
 	if !d.shard[n].CompareAndSwap(nil, f) {
 		_ = f.Close()
-		return d.folder(n, make)
+		return d.folder(n, create)
 	}
 	return f, nil
 }

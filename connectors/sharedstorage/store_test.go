@@ -306,8 +306,7 @@ func TestDamagedFilesAreFoundAndRemoved(t *testing.T) {
 	}
 	for bit := range headerSize * 8 {
 		if bit%37 == 0 {
-			damage["bit "+string(rune('0'+bit/1000))+string(rune('0'+bit/100%10))+string(rune('0'+bit/10%10))+string(rune('0'+bit%10))] =
-				func(b []byte) []byte { b[bit/8] ^= 1 << (bit % 8); return b }
+			damage["bit "+string(rune('0'+bit/1000))+string(rune('0'+bit/100%10))+string(rune('0'+bit/10%10))+string(rune('0'+bit%10))] = func(b []byte) []byte { b[bit/8] ^= 1 << (bit % 8); return b }
 		}
 	}
 	for name, change := range damage {

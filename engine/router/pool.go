@@ -20,7 +20,7 @@ type target struct {
 	index int
 	role  role
 	url   *url.URL
-	life  context.Context // ends when the instance is found hanging
+	life  context.Context //nolint:containedctx // ends when the instance is found hanging, for each attempt on it
 }
 
 // pool is the table with what it needs to be used from many goroutines: a lock, and a context for

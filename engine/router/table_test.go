@@ -56,7 +56,7 @@ func TestProbes(t *testing.T) {
 		{[]probe{leaving, healthy}, up},
 	}
 	for _, tt := range tests {
-		t.Run(fmt.Sprint(tt.probes), func(t *testing.T) {
+		t.Run(fmt.Sprintf("%v", tt.probes), func(t *testing.T) {
 			tb := &table{instances: []instance{{role: decode}}}
 			for _, p := range tt.probes {
 				before := tb.instances[0].state

@@ -147,7 +147,11 @@ func TestDecodeRefusesPerEndpoint(t *testing.T) {
 		{true, `{"messages":[{"role":"user","content":"x"}],"tools":[{}]}`, "tools"},
 		{true, `{"messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_object"}}`, "response_format"},
 		{true, `{"messages":[{"role":"user","content":"x"}],"max_completion_tokens":0}`, "max_completion_tokens"},
-		{false, `[]`, ""}, {false, `null`, ""}, {false, `{"prompt":"x"} {}`, ""}, {false, `{"prompt":`, ""}, {true, ``, ""},
+		{false, `[]`, ""},
+		{false, `null`, ""},
+		{false, `{"prompt":"x"} {}`, ""},
+		{false, `{"prompt":`, ""},
+		{true, ``, ""},
 	}
 	for _, tt := range only {
 		var err *Error

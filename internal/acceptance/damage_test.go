@@ -49,7 +49,7 @@ var damages = []struct {
 	{"empty", func(*rand.Rand, []byte, []byte) []byte { return nil }},
 	{"grown", func(rng *rand.Rand, data, _ []byte) []byte { return append(data, byte(rng.Int())) }},
 	{"another block's file", func(_ *rand.Rand, _, other []byte) []byte { return other }},
-	{"another block's tail", func(rng *rand.Rand, data, other []byte) []byte {
+	{"another block's tail", func(_ *rand.Rand, data, other []byte) []byte {
 		at := len(data) / 2
 		copy(data[at:], other[at:])
 		return data
