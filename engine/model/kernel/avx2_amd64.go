@@ -6,6 +6,7 @@ func avx2ISA() *isa {
 		half:  panelRoutines{2, []tileFunc{tile1HalfY, tile2HalfY, tile3HalfY, tile4HalfY, tile5HalfY, tile6HalfY}, rowHalfY, 2},
 		dots:  dotsAVX2, weigh: weighAVX2,
 		top: topY, expSum: expSumY, siluMul: siluMulY, add: addY, sumSquares: sumSquaresY, scaleMul: scaleMulY, rotate: rotateY,
+		peak: peakY, lanes: 8,
 	}
 	return r.isa(AVX2)
 }

@@ -6,6 +6,7 @@ func avx512() *isa {
 		half:  panelRoutines{2, tilesHalf(), rowHalfZ, 4},
 		dots:  dotsAVX512, weigh: weighAVX512,
 		top: topZ, expSum: expSumZ, siluMul: siluMulZ, add: addZ, sumSquares: sumSquaresZ, scaleMul: scaleMulZ, rotate: rotateZ,
+		peak: peakZ, lanes: 16,
 	}
 	return r.isa(AVX512)
 }

@@ -25,6 +25,7 @@ func narrow() *generator {
 	g.weighY()
 	g.softmaxY()
 	g.elementwiseY()
+	g.peak(peakChains)
 	return g
 }
 

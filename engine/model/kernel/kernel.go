@@ -69,6 +69,8 @@ type isa struct {
 	scaleMul func(dst, x, w []float32, scale float32)
 	// rotate writes x[i]*cos[i] + x[i^1]*sin[i].
 	rotate func(x, cos, sin []float32)
+	// peak repeats FMA instructions n times and says how many operations that were.
+	peak func(n int) float64
 }
 
 // weights are n softmax numerators for each head, heads row numbers apart.
@@ -128,6 +130,15 @@ func (c *Compute) Rotate(x, cos, sin []float32) {
 	for ; len(x) > 0; x = x[len(cos):] {
 		c.isa.rotate(x[:len(cos)], cos, sin)
 	}
+}
+
+// Peak keeps the FMA units of the calling thread as busy as they can be, for n rounds, and gives the number of
+// floating-point operations. Its speed is the limit of every kernel, for benchmarks.
+func (c *Compute) Peak(n int) float64 {
+	if n <= 0 {
+		return 0
+	}
+	return c.isa.peak(n)
 }
 
 // Angles writes the rotary embedding of a position for a head of len(cos): pairs (2i,2i+1) turn by

@@ -264,7 +264,9 @@ func TestISA(t *testing.T) {
 	require.Equal(t, all[0], newCompute(t, 1, Auto).ISA())
 	for _, id := range all {
 		require.Equal(t, id, newCompute(t, 1, id).ISA())
+		require.Positive(t, newCompute(t, 1, id).Peak(1000))
 	}
+	require.Zero(t, newCompute(t, 1, Auto).Peak(0))
 	_, err := New(Options{ISA: 99})
 	require.ErrorContains(t, err, "ISA(99)")
 	require.ErrorContains(t, err, "portable")

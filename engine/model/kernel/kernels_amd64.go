@@ -219,6 +219,11 @@ func scaleMulZ(dst unsafe.Pointer, x unsafe.Pointer, w unsafe.Pointer, n int, sc
 //go:noescape
 func rotateZ(x unsafe.Pointer, cos unsafe.Pointer, sin unsafe.Pointer, n int)
 
+// peakZ computes n times 12 FMA instructions.
+//
+//go:noescape
+func peakZ(n int)
+
 // tile1FloatY computes 1 rows of one panel of 32 outputs.
 //
 //go:noescape
@@ -348,3 +353,8 @@ func scaleMulY(dst unsafe.Pointer, x unsafe.Pointer, w unsafe.Pointer, n int, sc
 //
 //go:noescape
 func rotateY(x unsafe.Pointer, cos unsafe.Pointer, sin unsafe.Pointer, n int)
+
+// peakY computes n times 12 FMA instructions.
+//
+//go:noescape
+func peakY(n int)

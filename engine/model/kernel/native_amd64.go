@@ -36,7 +36,12 @@ type routines struct {
 	sumSquares func(x pointer, n int, lanes pointer)
 	scaleMul   func(dst, x, w pointer, n int, scale float32)
 	rotate     func(x, cos, sin pointer, n int)
+	peak       func(n int)
+	lanes      int // of a register
 }
+
+// peakChains is how many FMA instructions the generated peak repeats.
+const peakChains = 12
 
 // panelRoutines multiply rows by panels of one type of weights.
 type panelRoutines struct {
@@ -81,6 +86,10 @@ func (r *routines) isa(id ISA) *isa {
 		rotate: func(x, cos, sin []float32) {
 			_, _ = cos[len(x)-1], sin[len(x)-1]
 			r.rotate(at(x), at(cos), at(sin), len(x)/Lanes)
+		},
+		peak: func(n int) float64 {
+			r.peak(n)
+			return 2 * peakChains * float64(r.lanes) * float64(n)
 		},
 	}
 }

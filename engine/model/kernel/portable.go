@@ -12,7 +12,7 @@ func portable() *isa {
 	return &isa{
 		id: Portable, matMul: matMulPortable, dots: dotsPortable, weigh: weighPortable, top: topPortable, expSum: expSumPortable,
 		siluMul: siluMulPortable, add: addPortable, sumSquares: sumSquaresPortable, scaleMul: scaleMulPortable,
-		rotate: rotatePortable,
+		rotate: rotatePortable, peak: peakPortable,
 	}
 }
 
@@ -160,4 +160,12 @@ func rotatePortable(x, cos, sin []float32) {
 		pair[1] = fma(b, cos[1], float32(a*sin[1]))
 		cos, sin = cos[2:], sin[2:]
 	}
+}
+
+func peakPortable(n int) float64 {
+	var x float32
+	for range n {
+		x = fma(x, x, x)
+	}
+	return 2 * float64(n)
 }
