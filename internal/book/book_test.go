@@ -350,6 +350,15 @@ func TestRemoteEndWaitsForItsSaves(t *testing.T) {
 	require.Equal(t, Finished, b.event().Kind, "nobody waits")
 }
 
+func TestHoldWithoutConsumerIsRefused(t *testing.T) {
+	b := newBench(t, func(c *Config) { c.Can = connector.CanHold })
+	b.end(40, false)
+	b.got(b.FinishAnswered(b.now, one[Finish](b).ID, []connector.Hold{{ID: 7}}, nil))
+	require.False(t, b.event().Held)
+	require.Equal(t, 1, b.Counters().Violations)
+	require.True(t, b.Idle())
+}
+
 func TestHoldIsReleasedOnce(t *testing.T) {
 	holding := func(c *Config) { c.Can = connector.CanHold }
 	hold := connector.Hold{ID: 7, Consumers: 2, Ticket: []byte("t")}

@@ -135,13 +135,14 @@ func (b *Book) finishEnding(now time.Time, e *ending) {
 	b.emit(Tell{ev})
 }
 
-// checked is the hold of an ending, or none if it breaks the contract.
+// checked is the hold of an ending, or none if it breaks the contract: a hold without a consumer (rule
+// HOLD-01), under an id in use, or with numbers that mean nothing.
 func (b *Book) checked(e *ending) connector.Hold {
 	h := e.hold
 	if h.ID == 0 {
 		return connector.Hold{}
 	}
-	if b.holds[h.ID] != nil || h.TTL < 0 || h.Consumers < 0 {
+	if !e.ended.Remote || b.holds[h.ID] != nil || h.TTL < 0 || h.Consumers < 0 {
 		b.counters.Violations++
 		return connector.Hold{}
 	}
