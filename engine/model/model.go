@@ -13,6 +13,7 @@ type Spec struct {
 	Vocab     int // size of a logits vector
 	MaxTokens int // longest sequence the model can handle
 	Layers    int
+	Ranks     int                   // caches over which the KV is spread; 0 means 1, more only for a Sharded model
 	Weights   connector.Fingerprint // weights, dtype, rope: becomes Env.Model
 	ByteShape string                // byte-layout id of a block besides its size: goes into Env.Shape
 }
@@ -31,6 +32,14 @@ type Model interface {
 	Close() error
 }
 
+// Sharded is a Model that can be spread over several ranks. Each has a cache of its own, all with the
+// same layout and the same block tables, and holds its share of every token's KV.
+type Sharded interface {
+	Model
+	// ForwardRanks is Forward over the caches of all ranks, in order of rank.
+	ForwardRanks(batch *Batch, ranks []*connector.KV) error
+}
+
 // Batch is one step's work.
 type Batch struct {
 	Chunks []Chunk
@@ -41,9 +50,11 @@ type Batch struct {
 
 // Chunk is a run of consecutive tokens of one sequence.
 type Chunk struct {
-	Tokens []int32               // the new tokens; not empty
-	Start  int                   // position of Tokens[0]; the KV of all earlier positions is in Blocks
-	Blocks [][]connector.BlockID // block table of each group, covering Start+len(Tokens) positions
+	Tokens []int32 // the new tokens; not empty
+	Start  int     // position of Tokens[0]; the KV of all earlier positions is in Blocks
+	// Blocks is the block table of each group, covering Start+len(Tokens) positions. Blocks that a
+	// group of policy trailing does not need any more at Start may be -1.
+	Blocks [][]connector.BlockID
 	// Logits is where the logits of the chunk's last len(Logits) positions go, Vocab floats each;
 	// empty when none are wanted.
 	Logits [][]float32

@@ -15,6 +15,7 @@ func (s *Scheduler) Commit(sampled []int32) *connector.Step {
 		r := c.seq
 		r.computed += len(c.Tokens)
 		s.completed(r)
+		s.slide(r)
 		if !c.Sample {
 			continue
 		}
@@ -54,7 +55,7 @@ func (s *Scheduler) completed(r *seq) {
 		return
 	}
 	first, end := from*s.cfg.BlockTokens, full*s.cfg.BlockTokens
-	blocks := r.blocks(first, end, s.cfg.BlockTokens)
+	blocks := s.blocks(r, first, end, true)
 	s.hand('s', r, &handover{blocks: blocks})
 	r.saves++
 	s.step.Computed = append(s.step.Computed, connector.Transfer{
@@ -67,7 +68,9 @@ func (s *Scheduler) publish(r *seq, full int) {
 	if s.cfg.PrefixCaching {
 		for g, table := range r.table {
 			for i := r.full; i < min(full, len(r.Keys)); i++ {
-				s.pool.Publish(table[i], uint16(g), r.Keys[i])
+				if table[i] != none {
+					s.pool.Publish(table[i], uint16(g), r.Keys[i])
+				}
 			}
 		}
 	}
@@ -82,19 +85,13 @@ func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connect
 	if h == nil || h.seq.state != loading {
 		return // unknown, or aborted meanwhile
 	}
-	r, valid := h.seq, h.to
-	for _, table := range r.table {
-		for i := h.from / s.cfg.BlockTokens; i*s.cfg.BlockTokens < valid; i++ {
-			if slices.Contains(failed, table[i]) {
-				valid = i * s.cfg.BlockTokens
-			}
-		}
-	}
+	r, valid := h.seq, s.valid(h, failed)
 	r.computed, r.state = valid, ready
 	if r.generated() == 0 {
 		r.external = valid - h.from
 	}
 	s.stats.LoadedTokens += valid - h.from
+	s.slide(r)
 	s.publish(r, valid/s.cfg.BlockTokens)
 	if len(failed) == 0 {
 		return
@@ -107,6 +104,31 @@ func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connect
 	if s.cfg.FailLoads {
 		s.end(r, connector.ReasonError, ErrLoadFailed)
 	}
+}
+
+// valid is how far a request can go on after a load of which some blocks failed: to where every
+// group has the blocks that it needs.
+func (s *Scheduler) valid(h *handover, failed []connector.BlockID) int {
+	bad := make(map[connector.BlockID]bool, len(failed))
+	for _, id := range failed {
+		bad[id] = true
+	}
+	first := h.from / s.cfg.BlockTokens
+	usable := func(end int) bool {
+		for g, table := range h.seq.table {
+			for i := max(first, s.first(g, end)); i < s.blocksFor(end); i++ {
+				if i < s.first(g, h.to) || bad[table[i]] {
+					return false // not part of the load, or failed
+				}
+			}
+		}
+		return true
+	}
+	end := h.to
+	for end > h.from && !usable(end) {
+		end = (end - 1) / s.cfg.BlockTokens * s.cfg.BlockTokens
+	}
+	return end
 }
 
 // Saved says that a save is over.
@@ -155,7 +177,7 @@ func (s *Scheduler) end(r *seq, reason connector.Reason, err error, tokens ...in
 	r.state = withheld
 	remote := r.Remote && (reason == connector.ReasonStop || reason == connector.ReasonLength) && s.cfg.Role != 0
 	if s.cfg.Role != 0 {
-		blocks := r.blocks(0, r.computed, s.cfg.BlockTokens)
+		blocks := s.blocks(r, 0, r.computed, false)
 		s.hand('e', r, &handover{blocks: blocks})
 		s.step.Ended = append(s.step.Ended, connector.Ended{
 			Request: r.ID, Reason: reason, Tokens: r.computed, Remote: remote, Blocks: blocks,

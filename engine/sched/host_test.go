@@ -20,13 +20,7 @@ type op struct {
 
 // match answers a question: with what the store has, what a ticket promises, or less helpfully.
 func (w *world) match(q Question) connector.Match {
-	n := 0
-	for i, k := range q.Query.Keys {
-		if !w.store[k] {
-			break
-		}
-		n = (i + 1) * w.cfg.BlockTokens
-	}
+	n := w.stored(q.Query)
 	if q.Ticket != nil {
 		n = q.Query.Tokens
 	}
@@ -42,6 +36,23 @@ func (w *world) match(q Question) connector.Match {
 		return connector.Match{}
 	}
 	return connector.Match{Tokens: n - q.Query.Computed, Async: true}
+}
+
+// stored is how far a request could go on with what the store has of every group.
+func (w *world) stored(q connector.Query) int {
+	size := w.cfg.BlockTokens
+	for end := len(q.Keys); end > q.Computed/size; end-- {
+		whole := true
+		for g := range w.cfg.Groups {
+			for i := max(q.Computed/size, w.reach(g, end*size)); i < end; i++ {
+				whole = whole && w.store[stored{uint16(g), q.Keys[i]}]
+			}
+		}
+		if whole {
+			return end * size
+		}
+	}
+	return q.Computed
 }
 
 // take gives the host a step: every load starts by spoiling its blocks, everything else remembers
@@ -101,21 +112,47 @@ func (w *world) startLoad(step uint64, t connector.Transfer) error {
 
 // check verifies that blocks hold the KV of a request's tokens [from, from+n).
 func (w *world) check(id connector.RequestID, from, n int, blocks []connector.Block) error {
-	bt := w.cfg.BlockTokens
-	per := len(blocks) / w.cfg.Groups
-	for k, b := range blocks {
+	bt, tokens := w.cfg.BlockTokens, w.clients[id].tokens
+	for k, first := range w.places(from+n, blocks) {
+		b := blocks[k]
 		for i := range bt {
-			at := (from/bt+k%max(per, 1))*bt + i
+			at := first + i
 			if at >= from+n {
 				break
 			}
-			tokens := w.clients[id].tokens
 			if want := tagOf(tokens[:at+1]); w.tags[b.ID][i] != want {
-				return fmt.Errorf("%s: block %d does not hold position %d", id, b.ID, at)
+				return fmt.Errorf("%s: block %d of group %d does not hold position %d", id, b.ID, b.Group, at)
 			}
 		}
 	}
+	for g := range w.cfg.Groups { // all that is needed to go on is there
+		need := (from+n+bt-1)/bt - max(from/bt, w.reach(g, from+n))
+		if have := count(blocks, uint16(g)); n > 0 && have < need {
+			return fmt.Errorf("%s: %d blocks of group %d, want %d", id, have, g, need)
+		}
+	}
 	return nil
+}
+
+// places gives the first position of each block of a transfer: those of a group end where the
+// transfer does.
+func (w *world) places(end int, blocks []connector.Block) []int {
+	list, seen := make([]int, len(blocks)), map[uint16]int{}
+	last := (end + w.cfg.BlockTokens - 1) / w.cfg.BlockTokens
+	for k, b := range blocks {
+		list[k] = (last - count(blocks, b.Group) + seen[b.Group]) * w.cfg.BlockTokens
+		seen[b.Group]++
+	}
+	return list
+}
+
+func count(blocks []connector.Block, group uint16) (n int) {
+	for _, b := range blocks {
+		if b.Group == group {
+			n++
+		}
+	}
+	return n
 }
 
 func (w *world) snapshot(blocks []connector.Block) (tags [][]uint64) {
@@ -148,7 +185,7 @@ func (w *world) report(i int) error {
 		case 's':
 			w.s.Saved(o.step, o.request)
 			for _, b := range blocks {
-				w.store[b.Key] = w.rng.IntN(8) > 0
+				w.store[stored{b.Group, b.Key}] = w.rng.IntN(8) > 0
 			}
 		case 'e':
 			held := len(o.ended.Blocks) > 0 && w.rng.IntN(3) == 0
@@ -169,10 +206,10 @@ func (w *world) report(i int) error {
 func (w *world) loaded(o *op) {
 	t, c := o.transfer, o.client
 	var failed []connector.BlockID
-	per := len(t.Blocks) / w.cfg.Groups
-	for k, b := range t.Blocks {
-		first := t.From + k%per*w.cfg.BlockTokens
-		if w.faults && w.rng.IntN(6) == 0 || first >= len(c.tokens) || (b.Key != connector.BlockKey{} && !w.store[b.Key] && !c.ticketed) {
+	for k, first := range w.places(t.From+t.Tokens, t.Blocks) {
+		b := t.Blocks[k]
+		absent := b.Key != connector.BlockKey{} && !w.store[stored{b.Group, b.Key}] && !c.ticketed
+		if w.faults && w.rng.IntN(6) == 0 || first >= len(c.tokens) || absent {
 			failed = append(failed, b.ID)
 			continue
 		}

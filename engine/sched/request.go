@@ -50,6 +50,9 @@ const (
 	gone
 )
 
+// none stands in a block table for a block that its group does not need any more.
+const none connector.BlockID = -1
+
 // seq is the scheduler's side of a request.
 type seq struct {
 	Request
@@ -92,22 +95,6 @@ func (r *seq) extendKeys(blockTokens int) {
 		}
 		r.Keys = append(r.Keys, r.Space.Next(parent, r.tokens[n*blockTokens:(n+1)*blockTokens]))
 	}
-}
-
-// blocks lists the blocks of tokens [from, to), group by group. A block that is not full in it has
-// no key.
-func (r *seq) blocks(from, to, blockTokens int) []connector.Block {
-	var list []connector.Block
-	for g, table := range r.table {
-		for i := from / blockTokens; i*blockTokens < to; i++ {
-			b := connector.Block{ID: table[i], Group: uint16(g)}
-			if (i+1)*blockTokens <= to && i < len(r.Keys) {
-				b.Key = r.Keys[i]
-			}
-			list = append(list, b)
-		}
-	}
-	return list
 }
 
 // output is the request's news: some tokens, with totals.

@@ -22,6 +22,10 @@
 //
 // Blocks are published in the prefix cache only when their KV is complete: computed ones in Commit,
 // loaded ones in Loaded.
+//
+// A request has a block table for each group. Of a group with a window only the last blocks are
+// needed to go on: earlier ones are given up as soon as they are out of reach, and a hit in the
+// prefix cache or a load does without them.
 package sched
 
 import (
@@ -36,9 +40,10 @@ import (
 // Config is fixed for the life of a scheduler.
 type Config struct {
 	BlockTokens      int
-	Groups           int // block tables of a request
-	MaxBatchedTokens int // tokens in one step at most
-	MaxSeqs          int // requests in one step at most
+	Groups           int   // block tables of a request
+	Trailing         []int // by group: how many of the last full blocks are needed to go on; 0 or left out: all
+	MaxBatchedTokens int   // tokens in one step at most
+	MaxSeqs          int   // requests in one step at most
 	PrefixCaching    bool
 	Role             connector.Role // 0: there is no connector
 	FailLoads        bool           // end requests whose load failed, instead of recomputing
@@ -220,26 +225,47 @@ func (s *Scheduler) maxHit(r *seq) int {
 	return (len(r.tokens) - 1) / s.cfg.BlockTokens * s.cfg.BlockTokens
 }
 
-// localHit is the length of the request's prefix that is in the prefix cache, in tokens.
+// localHit is the length of the longest prefix of the request, in tokens, of which the prefix cache
+// has all that every group needs to go on.
 func (s *Scheduler) localHit(r *seq) int {
-	n := 0
-	for s.cfg.PrefixCaching && n < s.maxHit(r) && s.cached(r, n/s.cfg.BlockTokens) {
-		n += s.cfg.BlockTokens
+	hit, size := 0, s.cfg.BlockTokens
+	if !s.cfg.PrefixCaching {
+		return 0
 	}
-	return n
+	var row [connector.MaxGroups]int // how many cached blocks follow each other, by group
+	for i := range min(s.maxHit(r)/size, len(r.Keys)) {
+		whole := true
+		for g := range s.cfg.Groups {
+			row[g]++
+			if _, ok := s.pool.Lookup(uint16(g), r.Keys[i]); !ok {
+				row[g] = 0
+			}
+			whole = whole && row[g] > i-s.first(g, (i+1)*size)
+			if row[g] == 0 && s.trailing(g) == 0 {
+				return hit
+			}
+		}
+		if whole {
+			hit = (i + 1) * size
+		}
+	}
+	return hit
 }
 
-// cached reports whether the prefix cache has block i of a request, in every group.
-func (s *Scheduler) cached(r *seq, i int) bool {
-	for g := range s.cfg.Groups {
-		if i >= len(r.Keys) {
-			return false
-		}
-		if _, ok := s.pool.Lookup(uint16(g), r.Keys[i]); !ok {
-			return false
-		}
+// trailing is how many of its last full blocks a group needs to go on, 0 for all.
+func (s *Scheduler) trailing(group int) int {
+	if group < len(s.cfg.Trailing) {
+		return s.cfg.Trailing[group]
 	}
-	return true
+	return 0
+}
+
+// first is the first block that a group needs to go on behind the given number of tokens.
+func (s *Scheduler) first(group, tokens int) int {
+	if n := s.trailing(group); n > 0 {
+		return max(0, tokens/s.cfg.BlockTokens-n)
+	}
+	return 0
 }
 
 // slots is how many more requests may get blocks: the batch has MaxSeqs places, and as many

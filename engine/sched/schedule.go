@@ -12,7 +12,7 @@ type Chunk struct {
 	Request connector.RequestID
 	Tokens  []int32
 	Start   int                   // position of the first
-	Blocks  [][]connector.BlockID // by group
+	Blocks  [][]connector.BlockID // by group; -1 where a block is not needed any more
 	Sample  bool                  // the token after the last one is wanted
 
 	seq *seq
@@ -127,9 +127,12 @@ func (s *Scheduler) place(r *seq) bool {
 	hit := s.localHit(r)
 	r.table = make([][]connector.BlockID, s.cfg.Groups)
 	for g := range r.table {
-		for _, key := range r.Keys[:hit/s.cfg.BlockTokens] {
-			id, _ := s.pool.Lookup(uint16(g), key)
-			s.pool.Ref(id)
+		for i, key := range r.Keys[:hit/s.cfg.BlockTokens] {
+			id := none
+			if i >= s.first(g, hit) {
+				id, _ = s.pool.Lookup(uint16(g), key)
+				s.pool.Ref(id)
+			}
 			r.table[g] = append(r.table[g], id)
 		}
 	}
@@ -164,9 +167,10 @@ func (s *Scheduler) offered(r *seq, hit int) int {
 	return min(end, len(r.tokens)-1)
 }
 
-// load parks a request until the host has filled tokens [from, to).
+// load parks a request until the host has filled tokens [from, to). It gets blocks for all of them,
+// so that it can compute them if the load fails, but only those are loaded that it needs to go on.
 func (s *Scheduler) load(r *seq, from, to int) {
-	blocks := r.blocks(from, to, s.cfg.BlockTokens)
+	blocks := s.blocks(r, from, to, false)
 	s.hand('l', r, &handover{blocks: blocks, from: from, to: to})
 	s.step.Admitted = append(s.step.Admitted, connector.Transfer{Request: r.ID, From: from, Tokens: to - from, Blocks: blocks})
 	s.stats.Loads++
@@ -200,8 +204,41 @@ func (s *Scheduler) allocate(r *seq) {
 func (s *Scheduler) release(r *seq) {
 	for _, table := range r.table {
 		for _, id := range slices.Backward(table) {
-			s.pool.Unref(id)
+			if id != none {
+				s.pool.Unref(id)
+			}
 		}
 	}
 	r.table, r.computed, r.full = nil, 0, 0
+}
+
+// slide drops the blocks that no group needs any more. In a table they are always the first ones.
+func (s *Scheduler) slide(r *seq) {
+	for g, table := range r.table {
+		for i := s.first(g, r.computed) - 1; i >= 0 && table[i] != none; i-- {
+			s.pool.Unref(table[i])
+			table[i] = none
+		}
+	}
+}
+
+// blocks lists a request's blocks of tokens [from, to), group by group: all that it has, or those
+// that it needs to go on behind them. A block that is not full in it has no key.
+func (s *Scheduler) blocks(r *seq, from, to int, all bool) []connector.Block {
+	var list []connector.Block
+	size := s.cfg.BlockTokens
+	for g, table := range r.table {
+		i := from / size
+		if !all {
+			i = max(i, s.first(g, to))
+		}
+		for ; i*size < to; i++ {
+			b := connector.Block{ID: table[i], Group: uint16(g)}
+			if (i+1)*size <= to && i < len(r.Keys) {
+				b.Key = r.Keys[i]
+			}
+			list = append(list, b)
+		}
+	}
+	return list
 }

@@ -22,7 +22,7 @@ type world struct {
 	pool    *kvcache.Pool
 	s       *Scheduler
 	tags    [][]uint64 // of each block, each slot
-	store   map[connector.BlockKey]bool
+	store   map[stored]bool
 	clients map[connector.RequestID]*client
 	past    []*client // whose id is in use again
 	ops     []*op
@@ -41,6 +41,12 @@ type client struct {
 	aborted  bool
 	ticketed bool
 	barred   bool // a load left nothing: there must be no other
+}
+
+// stored names what a connector can have: a block of a group.
+type stored struct {
+	group uint16
+	key   connector.BlockKey
 }
 
 const (
@@ -69,7 +75,10 @@ func newWorld(seed uint64) *world {
 			BlockTokens: 1 + rng.IntN(5), Groups: 1 + rng.IntN(2), MaxBatchedTokens: 1 + rng.IntN(24), MaxSeqs: 1 + rng.IntN(5),
 			PrefixCaching: rng.IntN(4) > 0, Role: connector.Role(rng.IntN(4)), FailLoads: rng.IntN(8) == 0,
 		},
-		store: map[connector.BlockKey]bool{}, clients: map[connector.RequestID]*client{}, seen: map[string]int{},
+		store: map[stored]bool{}, clients: map[connector.RequestID]*client{}, seen: map[string]int{},
+	}
+	for range w.cfg.Groups {
+		w.cfg.Trailing = append(w.cfg.Trailing, max(0, rng.IntN(5)-1)) // 0: all
 	}
 	w.pool = kvcache.New(w.cfg.Groups * (2 + rng.IntN(31)))
 	w.tags = make([][]uint64, w.pool.Size())
@@ -223,8 +232,8 @@ func (w *world) forward(c *Chunk) error {
 	if len(c.Tokens) == 0 || !slices.Equal(c.Tokens, all[c.Start:end]) || c.Sample != (end == len(all)) {
 		return fmt.Errorf("%s: wrong chunk at %d", c.Request, c.Start)
 	}
-	for _, table := range c.Blocks {
-		for at := range end {
+	for g, table := range c.Blocks {
+		for at := w.reach(g, c.Start) * w.cfg.BlockTokens; at < end; at++ {
 			slot := &w.tags[table[at/w.cfg.BlockTokens]][at%w.cfg.BlockTokens]
 			want := tagOf(all[:at+1])
 			if at >= c.Start {
@@ -235,6 +244,14 @@ func (w *world) forward(c *Chunk) error {
 		}
 	}
 	return nil
+}
+
+// reach is the first block that a group attends to behind some tokens.
+func (w *world) reach(group, tokens int) int {
+	if n := w.cfg.Trailing[group]; n > 0 {
+		return max(0, tokens/w.cfg.BlockTokens-n)
+	}
+	return 0
 }
 
 // outputs checks the news: each request's tokens, exactly one end, and nothing after it.
@@ -295,7 +312,9 @@ func (w *world) account() error {
 	for _, r := range w.s.live {
 		for _, table := range r.table {
 			for _, id := range table {
-				owned[id] = true
+				if id != none {
+					owned[id] = true
+				}
 			}
 		}
 	}

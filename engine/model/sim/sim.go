@@ -1,15 +1,19 @@
 // Package sim is a model without arithmetic, for tests of everything around a model. Its KV bytes
-// are a function of prefix, layer and position, and its tokens a function of every KV byte of the
-// prefix, read from the cache at every step: a wrong byte anywhere is a wrong token.
+// are a function of prefix, layer, position and rank, and its tokens a function of every KV byte
+// that attention reaches, on all ranks, read from the cache at every step: a wrong byte anywhere is
+// a wrong token.
 //
 // The data flow is a transformer's. Layer by layer, position by position, a hidden value becomes KV
-// bytes, and the hidden value of the next layer depends on the KV of all positions up to its own.
+// bytes on every rank; what the ranks see of the positions up to this one is put together (the
+// all-reduce) and makes the hidden value of the next layer. Layers take turns in the groups: those
+// of the first attend to everything, those of the others to a window.
 package sim
 
 import (
 	"encoding/binary"
 	"fmt"
-	"strconv"
+	"slices"
+	"sync"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/model"
@@ -21,72 +25,48 @@ const (
 	eos   = 257
 )
 
-// Options shape a sim model. The zero value is a small one.
-type Options struct {
-	Layers        int    // default 4
-	BytesPerToken int    // KV bytes of one token in one layer, a multiple of 8; default 64
-	MaxTokens     int    // default 8192
-	Seed          uint64 // two seeds are two sets of weights
-}
-
 // Model is a sim model.
 type Model struct {
 	o      Options
-	hidden []uint64 // of the chunk's tokens, on their way through the layers
+	hidden []uint64   // of the batch's tokens, on their way through the layers
+	seen   [][]uint64 // what each rank's attention gives for them
 }
 
-var _ model.Model = (*Model)(nil)
+var _ model.Sharded = (*Model)(nil)
 
 // New makes a sim model. Errors name the option.
 func New(o Options) (*Model, error) {
-	for _, f := range []struct {
-		name    string
-		value   *int
-		initial int
-	}{{"layers", &o.Layers, 4}, {"bytes per token", &o.BytesPerToken, 64}, {"max tokens", &o.MaxTokens, 8192}} {
-		if *f.value == 0 {
-			*f.value = f.initial
-		}
-		if *f.value < 0 {
-			return nil, fmt.Errorf("sim: %s is %d, want a positive number", f.name, *f.value)
-		}
+	o, err := o.withDefaults()
+	if err != nil {
+		return nil, fmt.Errorf("sim: %w", err)
 	}
-	if o.BytesPerToken%8 != 0 {
-		return nil, fmt.Errorf("sim: bytes per token is %d, want a multiple of 8", o.BytesPerToken)
-	}
-	return &Model{o: o}, nil
+	return &Model{o: o, seen: make([][]uint64, o.Ranks)}, nil
 }
 
 // Spec implements model.Model.
 func (m *Model) Spec() model.Spec {
 	return model.Spec{
-		Name: "sim", Vocab: vocab, MaxTokens: m.o.MaxTokens, Layers: m.o.Layers,
-		Weights:   connector.NewFingerprint("kvport/sim/1", strconv.FormatUint(m.o.Seed, 10), strconv.Itoa(m.o.Layers)),
+		Name: "sim", Vocab: vocab, MaxTokens: m.o.MaxTokens, Layers: m.o.Layers, Ranks: m.o.Ranks,
+		Weights:   connector.NewFingerprint("kvport/sim/2", fmt.Sprint(m.o.Seed, m.o.Layers, m.o.Groups, m.o.Window)),
 		ByteShape: fmt.Sprintf("sim/%d", m.o.BytesPerToken),
 	}
-}
-
-// Layout implements model.Model: one segment a layer, one after the other.
-func (m *Model) Layout(blockTokens, blocks int) connector.Layout {
-	l := connector.Layout{
-		Name: "sim", Blocks: blocks, Groups: []connector.Group{{BlockTokens: blockTokens, Policy: connector.PolicyAll}},
-	}
-	size := int64(blockTokens) * int64(m.o.BytesPerToken)
-	for layer := range m.o.Layers {
-		l.Segments = append(l.Segments, connector.Segment{
-			Layer: layer, Offset: int64(layer) * int64(blocks) * size, BlockStride: size, Bytes: size,
-		})
-	}
-	return l
 }
 
 // Close implements model.Model.
 func (m *Model) Close() error { return nil }
 
-// Forward implements model.Model.
+// Forward implements model.Model for one rank.
 func (m *Model) Forward(b *model.Batch, kv *connector.KV) error {
+	return m.ForwardRanks(b, []*connector.KV{kv})
+}
+
+// ForwardRanks implements model.Sharded.
+func (m *Model) ForwardRanks(b *model.Batch, ranks []*connector.KV) error {
+	if len(ranks) != m.o.Ranks {
+		return fmt.Errorf("%d caches for %d ranks", len(ranks), m.o.Ranks)
+	}
 	for i := range b.Chunks {
-		if err := m.check(&b.Chunks[i], kv); err != nil {
+		if err := m.check(&b.Chunks[i], ranks[0]); err != nil {
 			return fmt.Errorf("chunk %d: %w", i, err)
 		}
 	}
@@ -96,11 +76,8 @@ func (m *Model) Forward(b *model.Batch, kv *connector.KV) error {
 			m.hidden = append(m.hidden, mix(m.o.Seed, uint64(t)))
 		}
 	}
-	for segment, s := range kv.Layout().Segments {
-		if s.Layer < 0 {
-			continue // the host's digests
-		}
-		if err := m.layer(b, kv, segment); err != nil {
+	for layer := range m.o.Layers {
+		if err := m.layer(b, ranks, layer); err != nil {
 			return err
 		}
 	}
@@ -114,67 +91,140 @@ func (m *Model) Forward(b *model.Batch, kv *connector.KV) error {
 	return nil
 }
 
-// layer takes all chunks through one layer.
-func (m *Model) layer(b *model.Batch, kv *connector.KV, segment int) error {
-	s := &kv.Layout().Segments[segment]
+// layer takes all chunks through one layer: every rank by itself, then all together.
+func (m *Model) layer(b *model.Batch, ranks []*connector.KV, layer int) error {
 	if b.BeforeLayer != nil {
-		if err := b.BeforeLayer(s.Layer); err != nil {
+		if err := b.BeforeLayer(layer); err != nil {
 			return err
 		}
 	}
-	h := m.hidden
-	for _, c := range b.Chunks {
-		p := paged{kv: kv, segment: segment, table: c.Blocks[s.Group], width: m.o.BytesPerToken}
-		m.attend(s.Layer, &p, c.Start, h[:len(c.Tokens)])
-		h = h[len(c.Tokens):]
+	var others sync.WaitGroup
+	for rank := 1; rank < len(ranks); rank++ {
+		others.Go(func() { m.rank(b, ranks[rank], layer, rank) })
+	}
+	m.rank(b, ranks[0], layer, 0)
+	others.Wait()
+	for i, h := range m.hidden {
+		for _, seen := range m.seen {
+			h = mix(h, seen[i])
+		}
+		m.hidden[i] = h
 	}
 	if b.AfterLayer != nil {
-		return b.AfterLayer(s.Layer)
+		return b.AfterLayer(layer)
 	}
 	return nil
 }
 
-// attend reads the KV of all earlier positions, writes that of the new ones and replaces their
-// hidden values.
-func (m *Model) attend(layer int, p *paged, start int, hidden []uint64) {
-	seen, chain := uint64(layer), uint64(0)
-	for at := range start {
-		token := p.at(at)
-		seen = absorb(seen, token)
-		chain = binary.LittleEndian.Uint64(token)
+// rank is one rank's part of a layer. Ranks share nothing but the hidden values, which they only
+// read.
+func (m *Model) rank(b *model.Batch, kv *connector.KV, layer, rank int) {
+	m.seen[rank] = slices.Grow(m.seen[rank][:0], len(m.hidden))[:len(m.hidden)]
+	segments := kv.Layout().Segments
+	p := paged{kv: kv, window: m.o.window(layer)}
+	for i := range segments {
+		if segments[i].Layer == layer {
+			p.segments = append(p.segments, i)
+		}
+	}
+	group := segments[p.segments[0]].Group
+	p.perBlock = kv.Layout().Groups[group].BlockTokens
+	h, seen := m.hidden, m.seen[rank]
+	for _, c := range b.Chunks {
+		n := len(c.Tokens)
+		p.table, p.number = c.Blocks[group], 0
+		p.attend(mix(uint64(layer), uint64(rank)), c.Start, h[:n], seen[:n])
+		h, seen = h[n:], seen[n:]
+	}
+}
+
+// paged finds the KV of positions in one layer of one rank's cache.
+type paged struct {
+	kv       *connector.KV
+	segments []int // the layer's, in layout order
+	window   int   // positions that attention reaches, its own included; 0: all
+	perBlock int   // tokens
+	table    []connector.BlockID
+	parts    [][]byte // of the block that was looked up last
+	number   int      // its index in the table plus 1
+}
+
+// attend reads the KV of all earlier positions in reach, writes that of the new ones and gives what
+// each sees.
+func (p *paged) attend(place uint64, start int, hidden, seen []uint64) {
+	sum, chain := uint64(0), place
+	for at := p.reach(start); at < start; at++ {
+		sum += p.read(place, at)
+	}
+	if start > 0 {
+		chain = p.first(start - 1)
 	}
 	for i, h := range hidden {
+		at := start + i
 		// The chain through the first word makes the bytes of the first layer, too, depend on the
 		// whole prefix and not on the token alone.
 		chain = mix(chain, h)
-		token := p.at(start + i)
-		expand(token, chain)
-		seen = absorb(seen, token)
-		hidden[i] = mix(h, seen)
+		p.write(at, chain)
+		sum += p.read(place, at)
+		seen[i] = sum
+		for out := p.reach(at); out < p.reach(at+1); out++ {
+			sum -= p.read(place, out)
+		}
 	}
 }
 
-// paged finds the KV of a position in the cache.
-type paged struct {
-	kv      *connector.KV
-	segment int
-	table   []connector.BlockID
-	width   int
-	block   []byte // of the last look-up
-	number  int    // its index in the table plus 1
-	perPage int
+// reach is the first position that attention at a position reaches.
+func (p *paged) reach(at int) int {
+	if p.window == 0 {
+		return 0
+	}
+	return max(0, at-p.window+1)
 }
 
-func (p *paged) at(position int) []byte {
-	if p.perPage == 0 {
-		l := p.kv.Layout()
-		p.perPage = l.Groups[l.Segments[p.segment].Group].BlockTokens
+// at gives the views of the block with a position, and the position's place in it.
+func (p *paged) at(position int) (parts [][]byte, slot int) {
+	if n := position / p.perBlock; n+1 != p.number {
+		p.parts, p.number = p.parts[:0], n+1
+		for _, s := range p.segments {
+			p.parts = append(p.parts, p.kv.View(s, p.table[n]))
+		}
 	}
-	if n := position / p.perPage; n+1 != p.number {
-		p.block, p.number = p.kv.View(p.segment, p.table[n]), n+1
+	return p.parts, position % p.perBlock
+}
+
+// read is a digest of a token's KV. For a given place it is a bijection in each word, so that no
+// change of a single word goes unseen.
+func (p *paged) read(place uint64, at int) uint64 {
+	parts, slot := p.at(at)
+	x := mix(place, uint64(at))
+	for _, part := range parts {
+		width := len(part) / p.perBlock
+		token := part[slot*width:][:width]
+		for i := 0; i < len(token); i += 8 {
+			x = (x ^ binary.LittleEndian.Uint64(token[i:])) * 0x9e3779b97f4a7c15
+			x ^= x >> 32
+		}
 	}
-	from := position % p.perPage * p.width
-	return p.block[from : from+p.width]
+	return x
+}
+
+// first is the first word of a token's KV.
+func (p *paged) first(at int) uint64 {
+	parts, slot := p.at(at)
+	return binary.LittleEndian.Uint64(parts[0][slot*(len(parts[0])/p.perBlock):])
+}
+
+// write fills a token's KV from its first word.
+func (p *paged) write(at int, word uint64) {
+	parts, slot := p.at(at)
+	for _, part := range parts {
+		width := len(part) / p.perBlock
+		token := part[slot*width:][:width]
+		for i := 0; i < len(token); i += 8 {
+			binary.LittleEndian.PutUint64(token[i:], word)
+			word = mix(word, 1)
+		}
+	}
 }
 
 // check refuses a chunk that does not fit its block tables or the model.
@@ -191,9 +241,10 @@ func (m *Model) check(c *model.Chunk, kv *connector.KV) error {
 		if len(table)*l.Groups[g].BlockTokens < end {
 			return fmt.Errorf("group %d has %d blocks for %d tokens", g, len(table), end)
 		}
-		for _, id := range table {
-			if id < 0 || int(id) >= l.Blocks {
-				return fmt.Errorf("group %d names block %d of %d", g, id, l.Blocks)
+		first := (&paged{window: m.o.window(g)}).reach(c.Start) / l.Groups[g].BlockTokens
+		for i, id := range table {
+			if unused := id == -1 && i < first; !unused && (id < 0 || int(id) >= l.Blocks) {
+				return fmt.Errorf("group %d names block %d of %d at place %d", g, id, l.Blocks, i)
 			}
 		}
 	}
@@ -217,24 +268,6 @@ func fill(logits []float32, hidden uint64) {
 	}
 	if hidden%100 == 0 {
 		logits[eos] += 8
-	}
-}
-
-// absorb folds a token's KV into what was seen before. For a given past it is a bijection in each
-// word, so that no change of a single word goes unseen.
-func absorb(seen uint64, token []byte) uint64 {
-	for i := 0; i < len(token); i += 8 {
-		seen = (seen ^ binary.LittleEndian.Uint64(token[i:])) * 0x9e3779b97f4a7c15
-		seen ^= seen >> 32
-	}
-	return seen
-}
-
-// expand fills a token's KV from one word, which is the first.
-func expand(token []byte, word uint64) {
-	for i := 0; i < len(token); i += 8 {
-		binary.LittleEndian.PutUint64(token[i:], word)
-		word = mix(word, uint64(i))
 	}
 }
 

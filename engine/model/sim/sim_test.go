@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"bytes"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -19,13 +20,27 @@ func newModel(t testing.TB, o Options) *Model {
 }
 
 func newCache(t testing.TB, m *Model, blockTokens, blocks int) *connector.KV {
-	l := m.Layout(blockTokens, blocks)
-	last := l.Segments[len(l.Segments)-1]
-	size := last.Offset + int64(blocks)*last.BlockStride
-	kv, err := connector.NewKV(l, [][]byte{make([]byte, size)})
-	require.NoError(t, err)
-	return kv
+	return newCaches(t, m, blockTokens, blocks)[0]
 }
+
+// newCaches makes a cache for every rank. What is no block's is filled with guard bytes.
+func newCaches(t testing.TB, m *Model, blockTokens, blocks int) []*connector.KV {
+	l := m.Layout(blockTokens, blocks)
+	var size int64
+	for _, s := range l.Segments {
+		size = max(size, s.Offset+int64(blocks)*s.BlockStride)
+	}
+	caches := make([]*connector.KV, m.Spec().Ranks)
+	for rank := range caches {
+		var err error
+		caches[rank], err = connector.NewKV(l, [][]byte{bytes.Repeat([]byte{guard}, int(size))})
+		require.NoError(t, err)
+	}
+	return caches
+}
+
+// guard is what memory holds that nobody has written.
+const guard = 0xA5
 
 func prompt(rng *rand.Rand, n int) []int32 {
 	tokens := make([]int32, n)
@@ -158,7 +173,9 @@ func TestBytesDependOnWholePrefix(t *testing.T) {
 }
 
 func TestRefusesWhatDoesNotFit(t *testing.T) {
-	for _, o := range []Options{{Layers: -1}, {BytesPerToken: 12}, {MaxTokens: -3}} {
+	for _, o := range []Options{
+		{Layers: -1}, {BytesPerToken: 24}, {MaxTokens: -3}, {Ranks: -1}, {Groups: 5}, {Window: 1}, {Stride: "diagonal"}, {Ranks: 65},
+	} {
 		_, err := New(o)
 		require.Error(t, err)
 	}
