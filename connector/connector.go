@@ -66,8 +66,10 @@ type Match struct {
 	Later  bool   // not known yet, ask again; the host bounds how long (rule SCHED-05)
 }
 
-// Transfer moves blocks of one request. Blocks is in prefix order and owned by the caller, which
-// keeps the blocks pinned until the call that carries the Transfer has returned.
+// Transfer moves blocks of one request. Blocks is in prefix order, group by group, and owned by the
+// caller, which keeps the blocks pinned until the call that carries the Transfer has returned. The
+// blocks of each group end with the last token; a group of PolicyTrailing may have fewer of them
+// (rule GROUP-01).
 type Transfer struct {
 	Request RequestID
 	From    int // first token that Blocks covers

@@ -17,6 +17,7 @@ type Definition struct {
 	Version     string
 	Environment []string // environment variables that the process needs; nothing else is passed
 	Scope       connector.Scope
+	Groups      bool // the Store takes blocks of different sizes: it can serve caches of several groups
 }
 
 // FromStore makes a connector of a Store. C is the struct of its config, see [DecodeConfig].
@@ -24,9 +25,11 @@ type Definition struct {
 // open is called once for each engine epoch and config; both sides and all ranks share the Store,
 // which is closed with the last of them. Its Env is that of the side that came first, so Rank means
 // nothing to it. Full blocks are stored under a key for each rank and count as present only if every
-// rank's part is (rule STORE-03); partial blocks have no key and are recomputed.
+// rank's part is (rule STORE-03); partial blocks have no key and are recomputed. Blocks of different
+// groups have different keys. A prefix counts as present if every block is that its groups need to go
+// on behind it (rule GROUP-02): all, or the last ones.
 func FromStore[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (connector.Store, error)) connector.Plugin {
-	stores := &stores{open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
+	stores := &stores{groups: d.Groups, open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
 		config, err := DecodeConfig[C](raw)
 		if err != nil {
 			return nil, err
@@ -37,7 +40,7 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			_, err := DecodeConfig[C](raw)
-			return connector.Info{Name: d.Name, Scope: d.Scope}, err
+			return connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups}, err
 		},
 		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			side, err := stores.side(ctx, env, raw)
@@ -68,8 +71,8 @@ type storeSide struct {
 func (s *storeSide) Close() error { return s.free() }
 
 func (s *stores) side(ctx context.Context, env connector.Env, raw json.RawMessage) (storeSide, error) {
-	if n := len(env.Layout.Groups); n != 1 || env.Layout.Groups[0].Policy != connector.PolicyAll {
-		return storeSide{}, fmt.Errorf("the cache has %d groups, a store needs one of full attention: %w", n, connector.ErrIncompatible)
+	if err := s.fits(env.Layout.Groups); err != nil {
+		return storeSide{}, err
 	}
 	if env.Log == nil {
 		env.Log = slog.New(slog.DiscardHandler)
@@ -78,54 +81,116 @@ func (s *stores) side(ctx context.Context, env connector.Env, raw json.RawMessag
 	return storeSide{env: env, log: env.Log, store: store, free: free}, err
 }
 
+// fits refuses caches whose groups a Store cannot serve.
+func (s *stores) fits(groups []connector.Group) error {
+	switch n := len(groups); {
+	case n == 0:
+		return fmt.Errorf("the cache has no group: %w", connector.ErrIncompatible)
+	case !s.groups && (n > 1 || groups[0].Policy != connector.PolicyAll):
+		return fmt.Errorf("the cache has %d groups, this store needs one of full attention: %w", n, connector.ErrIncompatible)
+	}
+	for i, g := range groups {
+		if g.BlockTokens != groups[0].BlockTokens {
+			return fmt.Errorf("group %d has blocks of %d tokens, group 0 of %d; a store needs them equal: %w",
+				i, g.BlockTokens, groups[0].BlockTokens, connector.ErrIncompatible)
+		}
+	}
+	return nil
+}
+
 type storeScheduler struct{ storeSide }
 
-// Match implements connector.Scheduler: it looks up the blocks that the engine lacks, one run of
-// keys for each query and rank.
+// Match implements connector.Scheduler.
 func (s *storeScheduler) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
 	matches := make([]connector.Match, len(queries))
 	if !s.env.Role.Loads() {
 		return matches, nil
 	}
-	blockTokens, world := s.env.Layout.Groups[0].BlockTokens, max(1, s.env.World)
-	var runs [][]connector.StoreKey
-	var asked []int // the query of every run, world runs each
+	blockTokens := s.env.Layout.Groups[0].BlockTokens
+	searches := make([]*search, len(queries))
 	for i, q := range queries {
-		if first := q.Computed / blockTokens; first < len(q.Keys) {
-			runs = append(runs, s.keys(q.Keys[first:], world)...)
-			asked = append(asked, i)
-		}
+		first := min(q.Computed/blockTokens, len(q.Keys))
+		searches[i] = &search{keys: q.Keys, first: first, end: len(q.Keys), fresh: true}
 	}
-	if len(runs) == 0 {
-		return matches, nil
-	}
-	found, err := s.lookup(ctx, runs)
-	if err != nil {
+	if err := s.find(ctx, searches); err != nil {
 		return nil, err
 	}
-	for n, i := range asked {
-		blocks := found[n*world]
-		for _, f := range found[n*world : (n+1)*world] {
-			blocks = min(blocks, f)
-		}
-		q := &queries[i]
-		if tokens := (q.Computed/blockTokens+blocks)*blockTokens - q.Computed; blocks > 0 && tokens > 0 {
+	for i, found := range searches {
+		if tokens := found.end*blockTokens - queries[i].Computed; found.end > found.first && tokens > 0 {
 			matches[i] = connector.Match{Tokens: tokens, Async: true}
 		}
 	}
 	return matches, nil
 }
 
-// keys derives the keys of every rank's part of some blocks, one run for each rank.
-func (s *storeScheduler) keys(blocks []connector.BlockKey, world int) [][]connector.StoreKey {
-	runs := make([][]connector.StoreKey, world)
-	for rank := range runs {
-		runs[rank] = make([]connector.StoreKey, len(blocks))
-		for i, k := range blocks {
-			runs[rank][i] = connector.NewStoreKey(k, s.env.Shape, 0, connector.Shard{Rank: rank, World: world})
+// search looks for the longest prefix of a query that a request could go on from: with every block
+// of the groups of full attention, and the last ones before its end of the others, on all ranks.
+type search struct {
+	keys  []connector.BlockKey
+	first int  // blocks before it the engine has
+	end   int  // no longer prefix will do
+	fresh bool // nothing was looked up yet
+	done  bool
+}
+
+// find narrows all searches down, each round with one Lookup for all of them. A round ends a search
+// or makes its prefix shorter; when everything is there, one is enough.
+func (s *storeScheduler) find(ctx context.Context, searches []*search) error {
+	for {
+		var l lookups
+		for _, q := range searches {
+			if !q.done && q.end > q.first {
+				s.add(&l, q)
+			}
+		}
+		if len(l.runs) == 0 {
+			return nil
+		}
+		found, err := s.lookup(ctx, l.runs)
+		if err != nil {
+			return err
+		}
+		for i, q := range l.owner {
+			if n := l.from[i] + found[i]; found[i] < len(l.runs[i]) && n < q.end {
+				q.end, q.done = n, false
+			}
 		}
 	}
-	return runs
+}
+
+// lookups is one round: runs of keys, whose they are, and the block that each begins with.
+type lookups struct {
+	runs  [][]connector.StoreKey
+	owner []*search
+	from  []int
+}
+
+// add asks whether the prefix that a search has come to is there. It is, unless a run ends early.
+func (s *storeScheduler) add(l *lookups, q *search) {
+	for g, group := range s.env.Layout.Groups {
+		first := q.first
+		switch {
+		case group.Policy == connector.PolicyTrailing:
+			first = max(first, q.end-group.Trailing)
+		case !q.fresh:
+			continue // known from the first round
+		}
+		for rank := range max(1, s.env.World) {
+			l.runs = append(l.runs, s.keys(q.keys[first:q.end], uint16(g), rank))
+			l.owner, l.from = append(l.owner, q), append(l.from, first)
+		}
+	}
+	q.fresh, q.done = false, true
+}
+
+// keys derives the keys of one rank's part of some blocks.
+func (s *storeScheduler) keys(blocks []connector.BlockKey, group uint16, rank int) []connector.StoreKey {
+	run := make([]connector.StoreKey, len(blocks))
+	shard := connector.Shard{Rank: rank, World: max(1, s.env.World)}
+	for i, k := range blocks {
+		run[i] = connector.NewStoreKey(k, s.env.Shape, group, shard)
+	}
+	return run
 }
 
 func (s *storeScheduler) lookup(ctx context.Context, runs [][]connector.StoreKey) (found []int, err error) {

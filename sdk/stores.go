@@ -14,7 +14,8 @@ import (
 
 // stores keeps one Store for each engine epoch and config. The zero value with open set is ready.
 type stores struct {
-	open func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error)
+	open   func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error)
+	groups bool // Definition.Groups
 
 	mu    sync.Mutex
 	byKey map[storeID]*sharedStore

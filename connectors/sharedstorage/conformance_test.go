@@ -15,7 +15,7 @@ import (
 )
 
 func plugin() connector.Plugin {
-	d := sdk.Definition{Name: "shared storage in a test", Version: "test", Scope: sharedstorage.Scope}
+	d := sdk.Definition{Name: "shared storage in a test", Version: "test", Scope: sharedstorage.Scope, Groups: true}
 	return sdk.FromStore(d, sharedstorage.Open)
 }
 

@@ -10,6 +10,6 @@ var version = "dev" // set by the linker
 
 func main() {
 	// The alias is its name since vLLM 0.12.
-	d := sdk.Definition{Name: "SharedStorageConnector", Aliases: []string{"ExampleConnector"}, Version: version, Scope: sharedstorage.Scope}
+	d := sdk.Definition{Name: "SharedStorageConnector", Aliases: []string{"ExampleConnector"}, Version: version, Scope: sharedstorage.Scope, Groups: true}
 	sdk.Serve(sdk.FromStore(d, sharedstorage.Open))
 }
