@@ -39,6 +39,9 @@ func (c Config) withDefaults() (Config, error) {
 		return c, fmt.Errorf("engine config: model and tokenizer are required")
 	}
 	spec := c.Model.Spec()
+	if _, sharded := c.Model.(model.Sharded); spec.Ranks > 1 && !sharded {
+		return c, fmt.Errorf("engine config: model %s cannot be spread over %d ranks", spec.Name, spec.Ranks)
+	}
 	for _, f := range []struct {
 		name    string
 		value   *int
@@ -61,10 +64,19 @@ func (c Config) withDefaults() (Config, error) {
 	if c.MaxModelLen > spec.MaxTokens {
 		return c, fmt.Errorf("engine config: max model length is %d, but model %s handles at most %d tokens", c.MaxModelLen, spec.Name, spec.MaxTokens)
 	}
-	if c.NumBlocks == 0 {
-		c.NumBlocks = 4 * ((c.MaxModelLen + c.BlockSize - 1) / c.BlockSize)
+	groups := c.Model.Layout(c.BlockSize, 1).Groups
+	for g := range groups {
+		if n := groups[g].BlockTokens; n != c.BlockSize {
+			return c, fmt.Errorf("engine config: model %s has blocks of %d tokens in group %d, want %d in all", spec.Name, n, g, c.BlockSize)
+		}
 	}
-	c.MaxModelLen = min(c.MaxModelLen, c.NumBlocks*c.BlockSize)
+	if c.NumBlocks == 0 {
+		c.NumBlocks = 4 * len(groups) * ((c.MaxModelLen + c.BlockSize - 1) / c.BlockSize)
+	}
+	c.MaxModelLen = min(c.MaxModelLen, c.NumBlocks/len(groups)*c.BlockSize)
+	if c.MaxModelLen == 0 {
+		return c, fmt.Errorf("engine config: number of blocks is %d, want one at least for each of %d groups", c.NumBlocks, len(groups))
+	}
 	if c.Log == nil {
 		c.Log = slog.Default()
 	}
@@ -77,7 +89,8 @@ func (c Config) withDefaults() (Config, error) {
 // shape is the fingerprint of a block's byte layout: engines whose shapes differ cannot exchange
 // blocks even if they run the same model.
 func (c Config) shape(layout connector.Layout) connector.Fingerprint {
-	fields := []string{c.Model.Spec().ByteShape, strconv.Itoa(c.BlockSize), "ranks", "1"}
+	spec := c.Model.Spec()
+	fields := []string{spec.ByteShape, strconv.Itoa(c.BlockSize), "ranks", strconv.Itoa(max(1, spec.Ranks))}
 	for _, s := range layout.Segments {
 		fields = append(fields, fmt.Sprintf("layer %d group %d bytes %d", s.Layer, s.Group, s.Bytes))
 	}

@@ -24,8 +24,8 @@ type Engine struct {
 	info    Info
 	space   connector.KeySpace // of requests without salt
 	metrics *metrics
-	region  *host.Region
-	host    *host.Host // nil: no connector
+	regions []*host.Region // the cache of each rank
+	host    *host.Host     // nil: no connector
 	wake    chan struct{}
 	done    chan struct{} // closed when the loop has ended
 	once    sync.Once     // Close
@@ -51,13 +51,13 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 	if err != nil {
 		return nil, err
 	}
-	region, err := host.NewRegion(size)
+	regions, ranks, err := newCaches(layout, size, max(1, spec.Ranks))
 	if err != nil {
 		m.close()
 		return nil, fmt.Errorf("%d blocks of %d tokens: %w", cfg.NumBlocks, cfg.BlockSize, err)
 	}
 	e := &Engine{
-		cfg: cfg, metrics: m, region: region, space: connector.KeySpace{Model: spec.Weights},
+		cfg: cfg, metrics: m, regions: regions, space: connector.KeySpace{Model: spec.Weights},
 		info: Info{
 			Model: spec.Name, Vocab: spec.Vocab, MaxModelLen: cfg.MaxModelLen,
 			BlockSize: cfg.BlockSize, NumBlocks: cfg.NumBlocks,
@@ -65,18 +65,39 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 		wake: make(chan struct{}, 1), done: make(chan struct{}),
 		live: map[connector.RequestID]*stream{},
 	}
-	kv, err := connector.NewKV(layout, [][]byte{region.Bytes()})
-	if err == nil {
-		err = e.openHost(ctx, layout)
-	}
-	if err != nil {
+	if err := e.openHost(ctx, layout); err != nil {
 		m.close()
-		return nil, errors.Join(err, region.Close())
+		return nil, errors.Join(err, closeAll(regions))
 	}
-	l := newLoop(e, kv)
+	l := newLoop(e, ranks)
 	l.observe()
 	go l.run()
 	return e, nil
+}
+
+// newCaches makes the memory of every rank's cache and the view of it. All ranks have one layout.
+func newCaches(layout connector.Layout, size int64, ranks int) (regions []*host.Region, kv []*connector.KV, err error) {
+	for range ranks {
+		region, err := host.NewRegion(size)
+		if err != nil {
+			return nil, nil, errors.Join(err, closeAll(regions))
+		}
+		regions = append(regions, region)
+		view, err := connector.NewKV(layout, [][]byte{region.Bytes()})
+		if err != nil {
+			return nil, nil, errors.Join(err, closeAll(regions))
+		}
+		kv = append(kv, view)
+	}
+	return regions, kv, nil
+}
+
+func closeAll(regions []*host.Region) error {
+	var errs []error
+	for _, r := range regions {
+		errs = append(errs, r.Close())
+	}
+	return errors.Join(errs...)
 }
 
 // openHost starts the connector, if there is one.
@@ -92,7 +113,7 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 		}
 	}
 	e.host, err = host.Open(ctx, c, host.Engine{
-		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Layout: layout, Ranks: []*host.Region{e.region},
+		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Layout: layout, Ranks: e.regions,
 	}, host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics})
 	if err != nil {
 		return err
@@ -236,7 +257,7 @@ func (e *Engine) Close(ctx context.Context) error {
 			e.do((*loop).abortAll)
 			<-e.done
 		}
-		e.closed = errors.Join(e.closeHost(ctx), e.region.Close())
+		e.closed = errors.Join(e.closeHost(ctx), closeAll(e.regions))
 		e.metrics.close()
 	})
 	return e.closed

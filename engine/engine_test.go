@@ -337,7 +337,7 @@ func TestRefusals(t *testing.T) {
 	cfg := simConfig(t)
 	cfg.MaxModelLen, cfg.MaxWaiting, cfg.MaxSeqs = 100, 1, 1
 	r := start(t, cfg)
-	good := Request{ID: "a", Prompt: []int32{1}, MaxTokens: 99}
+	good := Request{ID: "a", Prompt: []int32{1}, MaxTokens: 99, IgnoreEOS: true}
 	for name, c := range map[string]struct {
 		change func(*Request)
 		want   error

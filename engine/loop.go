@@ -21,7 +21,7 @@ type loop struct {
 	e       *Engine
 	sched   *sched.Scheduler
 	pool    *kvcache.Pool
-	kv      *connector.KV
+	ranks   []*connector.KV   // the cache of each rank
 	events  <-chan host.Event // nil without a connector
 	metrics *metrics
 	streams map[connector.RequestID]*stream
@@ -31,12 +31,20 @@ type loop struct {
 	sampled []int32
 }
 
-func newLoop(e *Engine, kv *connector.KV) *loop {
+func newLoop(e *Engine, ranks []*connector.KV) *loop {
+	groups := ranks[0].Layout().Groups
 	cfg := sched.Config{
-		BlockTokens: e.cfg.BlockSize, Groups: len(kv.Layout().Groups),
+		BlockTokens: e.cfg.BlockSize, Groups: len(groups),
 		MaxBatchedTokens: e.cfg.MaxBatchedTokens, MaxSeqs: e.cfg.MaxSeqs, PrefixCaching: e.cfg.PrefixCaching,
 	}
-	l := &loop{e: e, pool: kvcache.New(e.cfg.NumBlocks), kv: kv, metrics: e.metrics, streams: map[connector.RequestID]*stream{}}
+	for _, g := range groups {
+		trailing := 0 // all
+		if g.Policy == connector.PolicyTrailing {
+			trailing = g.Trailing
+		}
+		cfg.Trailing = append(cfg.Trailing, trailing)
+	}
+	l := &loop{e: e, pool: kvcache.New(e.cfg.NumBlocks), ranks: ranks, metrics: e.metrics, streams: map[connector.RequestID]*stream{}}
 	if e.host != nil {
 		cfg.Role = e.cfg.Connector.Role
 		cfg.FailLoads = e.cfg.Connector.FailurePolicy == host.PolicyFail
@@ -165,7 +173,7 @@ func (l *loop) compute(chunks []sched.Chunk) *connector.Step {
 		}
 		l.batch.Chunks = append(l.batch.Chunks, chunk)
 	}
-	if err := l.e.cfg.Model.Forward(&l.batch, l.kv); err != nil {
+	if err := l.forward(); err != nil {
 		l.e.cfg.Log.Error("the model failed", "error", err, "requests", len(chunks))
 		return l.sched.Fail(err)
 	}
@@ -178,6 +186,13 @@ func (l *loop) compute(chunks []sched.Chunk) *connector.Step {
 	}
 	l.metrics.step.Observe(time.Since(start).Seconds())
 	return l.sched.Commit(l.sampled)
+}
+
+func (l *loop) forward() error {
+	if m, sharded := l.e.cfg.Model.(model.Sharded); sharded {
+		return m.ForwardRanks(&l.batch, l.ranks)
+	}
+	return l.e.cfg.Model.Forward(&l.batch, l.ranks[0])
 }
 
 // add takes in a submitted request.

@@ -29,6 +29,23 @@ func groupKey(env *connector.Env, k connector.BlockKey, group, rank int) connect
 	return connector.NewStoreKey(k, env.Shape, uint16(group), connector.Shard{Rank: rank, World: 2})
 }
 
+// longest tries all prefixes and counts the blocks behind first.
+func (m *memory) longest(env *connector.Env, keys []connector.BlockKey, first int) int {
+	for end := len(keys); end > first; end-- {
+		whole := true
+		for i := first; i < end; i++ {
+			for part := range 4 {
+				needed := part/2 == 0 || i >= end-2
+				whole = whole && (!needed || m.data[groupKey(env, keys[i], part/2, part%2)] != nil)
+			}
+		}
+		if whole {
+			return end - first
+		}
+	}
+	return 0
+}
+
 // A match is the longest prefix behind which every group can go on, on every rank; it is compared
 // with that found by trying all.
 func TestStoreGroups(t *testing.T) {
@@ -46,28 +63,14 @@ func TestStoreGroups(t *testing.T) {
 		holes := rng.IntN(4)
 		for i := range keys {
 			keys[i] = connector.BlockKey{byte(rng.Int()), byte(rng.Int()), byte(rng.Int()), 1}
-			for g := range 2 {
-				for rank := range 2 {
-					if holes == 0 || rng.IntN(12) >= holes {
-						m.data[groupKey(&env, keys[i], g, rank)] = [][]byte{{1}}
-					}
+			for part := range 4 {
+				if holes == 0 || rng.IntN(12) >= holes {
+					m.data[groupKey(&env, keys[i], part/2, part%2)] = [][]byte{{1}}
 				}
 			}
 		}
 		first := rng.IntN(len(keys) + 1)
-		has := func(i, g int) bool {
-			return m.data[groupKey(&env, keys[i], g, 0)] != nil && m.data[groupKey(&env, keys[i], g, 1)] != nil
-		}
-		want := 0
-		for end := len(keys); end > first && want == 0; end-- {
-			whole := true
-			for i := first; i < end; i++ {
-				whole = whole && has(i, 0) && (i < end-2 || has(i, 1))
-			}
-			if whole {
-				want = (end - first) * 4
-			}
-		}
+		want := m.longest(&env, keys, first) * 4
 		lookups.Store(0)
 		q := connector.Query{Request: "r", Tokens: len(keys)*4 + 1, Keys: keys, Computed: first * 4}
 		got, err := s.Match(t.Context(), []connector.Query{q, {Request: "empty", Tokens: 3}, q})

@@ -23,8 +23,9 @@ func blocksInMemory(m model.Model, blockSize, maxModelLen int) int {
 	if maxModelLen == 0 || maxModelLen > m.Spec().MaxTokens {
 		maxModelLen = m.Spec().MaxTokens
 	}
-	wanted := cacheSequences * ((maxModelLen + blockSize - 1) / blockSize)
-	_, block := host.WithDigests(m.Layout(blockSize, 1))
+	layout, block := host.WithDigests(m.Layout(blockSize, 1))
+	block *= int64(max(1, m.Spec().Ranks))
+	wanted := cacheSequences * len(layout.Groups) * ((maxModelLen + blockSize - 1) / blockSize)
 	budget := int64(cacheLimit)
 	if available := availableMemory(); available > 0 {
 		budget = min(budget, available/cacheShare)

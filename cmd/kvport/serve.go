@@ -49,7 +49,7 @@ func newServe() *cobra.Command {
 		RunE:  func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
 	flags := cmd.Flags()
-	flags.StringVar(&f.model, "model", "", "GGUF file; or tiny-random or sim, two models that need none")
+	flags.StringVar(&f.model, "model", "", "GGUF file; or tiny-random or sim, two models that need none (sim:groups=2,window=64,stride=blocks,... chooses what its cache is like)")
 	flags.StringVar(&f.servedName, "served-model-name", "", "name of the model in the API (default the file's name)")
 	flags.StringVar(&f.dtype, "dtype", "f16", "precision of weights: f16 or f32")
 	flags.IntVar(&f.threads, "threads", 0, "threads that compute (default one for each CPU)")
@@ -59,7 +59,7 @@ func newServe() *cobra.Command {
 	flags.IntVar(&f.maxBatchedTokens, "max-num-batched-tokens", 0, "tokens of one step at most (default 512)")
 	flags.IntVar(&f.maxSeqs, "max-num-seqs", 0, "sequences of one step at most (default 16)")
 	flags.BoolVar(&f.prefixCaching, "enable-prefix-caching", true, "reuse the KV of prompts that start alike")
-	flags.IntVar(&f.tensorParallel, "tensor-parallel-size", 1, "ranks")
+	flags.IntVar(&f.tensorParallel, "tensor-parallel-size", 1, "ranks, each with a cache and a connector session of its own; more than 1 with sim only")
 	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it")
 	flags.StringSliceVar(&f.pluginPath, "plugin-path", nil, "folders with kvport-* plugins, before KVPORT_PLUGIN_PATH and this binary's own")
 	f.add(cmd, 8000)
@@ -122,8 +122,10 @@ func (f *serveFlags) check() error {
 		return errors.New("--model is required: a GGUF file, tiny-random or sim")
 	case f.dtype != "f16" && f.dtype != "f32":
 		return fmt.Errorf("--dtype is %q, want f16 or f32", f.dtype)
-	case f.tensorParallel != 1:
-		return fmt.Errorf("--tensor-parallel-size is %d, only 1 is built yet", f.tensorParallel)
+	case f.tensorParallel < 1:
+		return fmt.Errorf("--tensor-parallel-size is %d, want at least 1", f.tensorParallel)
+	case f.tensorParallel > 1 && f.kind() != "sim":
+		return fmt.Errorf("--tensor-parallel-size is %d, but only the model sim can be spread over ranks", f.tensorParallel)
 	case f.blockSize < 1:
 		return fmt.Errorf("--block-size is %d, want at least 1", f.blockSize)
 	}
@@ -162,15 +164,29 @@ func (f *serveFlags) transfer(given bool) (*host.Config, error) {
 	return c, nil
 }
 
+// kind is the model without the options that sim takes behind a colon.
+func (f *serveFlags) kind() string {
+	if strings.HasPrefix(f.model, "sim:") {
+		return "sim"
+	}
+	return f.model
+}
+
 // open loads the model and its tokenizer.
 func (f *serveFlags) open() (model.Model, tokenizer.Tokenizer, error) {
 	options := model.Options{Threads: f.threads, DType: model.F16, Log: slog.Default()}
 	if f.dtype == "f32" {
 		options.DType = model.F32
 	}
-	switch f.model {
+	switch f.kind() {
 	case "sim":
-		m, err := sim.New(sim.Options{})
+		_, text, _ := strings.Cut(f.model, ":")
+		o, err := sim.ParseOptions(text)
+		if err != nil {
+			return nil, nil, fmt.Errorf("--model: %w", err)
+		}
+		o.Ranks = f.tensorParallel
+		m, err := sim.New(o)
 		return m, tokenizer.Bytes(), err
 	case "tiny-random":
 		m, err := model.Tiny(0, options)
@@ -196,8 +212,8 @@ func (f *serveFlags) name(m model.Model) string {
 	switch {
 	case f.servedName != "":
 		return f.servedName
-	case f.model == "sim" || f.model == "tiny-random":
-		return f.model
+	case f.kind() == "sim" || f.model == "tiny-random":
+		return f.kind()
 	}
 	if base := strings.TrimSuffix(filepath.Base(f.model), ".gguf"); base != "" {
 		return base

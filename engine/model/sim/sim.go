@@ -238,19 +238,29 @@ func (m *Model) check(c *model.Chunk, kv *connector.KV) error {
 		return fmt.Errorf("%d block tables, want %d", len(c.Blocks), len(l.Groups))
 	}
 	for g, table := range c.Blocks {
-		if len(table)*l.Groups[g].BlockTokens < end {
-			return fmt.Errorf("group %d has %d blocks for %d tokens", g, len(table), end)
-		}
-		first := (&paged{window: m.o.window(g)}).reach(c.Start) / l.Groups[g].BlockTokens
-		for i, id := range table {
-			if unused := id == -1 && i < first; !unused && (id < 0 || int(id) >= l.Blocks) {
-				return fmt.Errorf("group %d names block %d of %d at place %d", g, id, l.Blocks, i)
-			}
+		if err := m.checkTable(l, g, table, c.Start, end); err != nil {
+			return fmt.Errorf("group %d %w", g, err)
 		}
 	}
 	for _, t := range c.Tokens {
 		if t < 0 || t >= vocab {
 			return fmt.Errorf("token %d, want 0..%d", t, vocab-1)
+		}
+	}
+	return nil
+}
+
+// checkTable refuses a block table that does not cover tokens up to end, or in which blocks are gone
+// that attention from start on reaches.
+func (m *Model) checkTable(l *connector.Layout, group int, table []connector.BlockID, start, end int) error {
+	size := l.Groups[group].BlockTokens
+	if len(table)*size < end {
+		return fmt.Errorf("has %d blocks for %d tokens", len(table), end)
+	}
+	first := (&paged{window: m.o.window(group)}).reach(start) / size
+	for i, id := range table {
+		if unused := id == -1 && i < first; !unused && (id < 0 || int(id) >= l.Blocks) {
+			return fmt.Errorf("names block %d of %d at place %d", id, l.Blocks, i)
 		}
 	}
 	return nil
