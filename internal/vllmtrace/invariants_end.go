@@ -1,7 +1,6 @@
 package vllmtrace
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 )
@@ -226,30 +225,36 @@ func inv54(s *state, c *Call) error {
 	return nil
 }
 
-// inv55: a hash stands for one prefix.
+// inv55: a hash stands for one prefix: it has one place in a chain, behind one other hash.
 func inv55(s *state, c *Call) error {
 	b, ok := c.Body.(*MetaCall)
 	if !ok {
 		return nil
 	}
-	at := func(id string, block int, hash string) error {
-		r := s.of(id)
-		i := slices.Index(r.table, block)
-		if was, known := s.places[hash]; known && i >= 0 && was.index != i {
-			return fmt.Errorf("hash %s is block %d of a prompt and block %d of %s", hash, was.index, i, id)
-		}
-		return nil
-	}
-	var errs []error
-	for _, v := range b.Saves {
-		errs = append(errs, at(v.Request, v.Block, v.Hash))
-	}
+	refs := slices.Clone(b.Saves)
 	for _, l := range b.Loads {
 		for i, block := range l.Blocks {
-			errs = append(errs, at(l.Request, block, l.Hashes[i]))
+			refs = append(refs, SaveRef{l.Request, block, l.Hashes[i]})
 		}
 	}
-	return errors.Join(errs...)
+	here := map[string]place{} // named by this very step
+	for _, v := range refs {
+		r := s.of(v.Request)
+		i := slices.Index(r.table, v.Block)
+		if i < 0 {
+			continue
+		}
+		now := place{i, r.hashes[i-1]}
+		was, known := s.places[v.Hash]
+		if !known {
+			was, known = here[v.Hash]
+		}
+		if known && (was.index != i || was.parent != "" && now.parent != "" && was.parent != now.parent) {
+			return fmt.Errorf("hash %s is block %d behind %q, and block %d behind %q of %s", v.Hash, was.index, was.parent, i, now.parent, v.Request)
+		}
+		here[v.Hash] = now
+	}
+	return nil
 }
 
 // inv63: what was loaded are the bytes that were saved.
