@@ -79,3 +79,28 @@ func TestLinks(t *testing.T) {
 	}
 	require.Positive(t, links)
 }
+
+// TestAcceptanceCommands: every test that docs/acceptance.md names exists in the folder it names.
+func TestAcceptanceCommands(t *testing.T) {
+	data, err := os.ReadFile("acceptance.md")
+	require.NoError(t, err)
+	command := regexp.MustCompile("`go test \\./(\\S+)( -run (\\S+))? -v`")
+	found := command.FindAllStringSubmatch(string(data), -1)
+	require.NotEmpty(t, found)
+	for _, m := range found {
+		sources, err := filepath.Glob(filepath.Join("..", m[1], "*_test.go"))
+		require.NoError(t, err)
+		require.NotEmpty(t, sources, m[0])
+		var code strings.Builder
+		for _, path := range sources {
+			data, err := os.ReadFile(path)
+			require.NoError(t, err)
+			code.Write(data)
+		}
+		pattern := strings.NewReplacer("'", "", `\|`, "|").Replace(m[3])
+		require.Regexp(t, `(?m)^func Test\w*`, code.String(), m[0])
+		for part := range strings.SplitSeq(pattern, "|") {
+			require.Regexp(t, `(?m)^func (Test)?\w*`+strings.TrimPrefix(part, "Test"), code.String(), m[0])
+		}
+	}
+}
