@@ -23,7 +23,7 @@ SOAKERS    = $(shell grep -rl --include='*_test.go' KVPORT_SOAK . | xargs -r -n1
 .DEFAULT_GOAL := help
 .PHONY: deps build demo test soak race fuzz conform bench lint generate clean help
 
-deps: ## fetch the demo model (93 MB, pinned by hash) and the Go modules
+deps: ## fetch the demo model (93 MB), Python packages of tests (20 MB), all pinned by hash, and the Go modules
 	@$(PYTHON) scripts/deps.py
 	@$(GO) mod download
 

