@@ -221,6 +221,8 @@ func (e *Engine) do(f func(*loop)) {
 // Reset empties the prefix cache and the connector. Requests in flight go on with what they have.
 // An error means that the connector, or part of it, still has earlier blocks.
 func (e *Engine) Reset(ctx context.Context) error {
+	kept := e.resetHost(ctx)
+	// Only now: until the connector was empty its blocks could still come into the prefix cache.
 	forgotten := make(chan struct{})
 	e.do(func(l *loop) {
 		l.sched.Forget()
@@ -228,11 +230,15 @@ func (e *Engine) Reset(ctx context.Context) error {
 	})
 	select {
 	case <-forgotten:
+		return kept
 	case <-e.done:
 		return ErrClosed
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+}
+
+func (e *Engine) resetHost(ctx context.Context) error {
 	if e.host == nil {
 		return nil
 	}

@@ -92,6 +92,9 @@ func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connect
 	}
 	s.stats.LoadedTokens += valid - h.from
 	s.slide(r)
+	if r.private {
+		r.full, r.private = valid/s.cfg.BlockTokens, false
+	}
 	s.publish(r, valid/s.cfg.BlockTokens)
 	if len(failed) == 0 {
 		return

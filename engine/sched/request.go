@@ -68,6 +68,7 @@ type seq struct {
 	match   connector.Match // the connector's offer
 	barred  bool            // a load left nothing valid: asking again would end the same way
 	replace int             // tokens before this one were found damaged in the store
+	private bool            // the load under way began before Forget: what it brings is not published
 
 	local, external int
 

@@ -151,11 +151,12 @@ func (s *Scheduler) Outputs() []Output {
 	return out
 }
 
-// Forget empties the prefix cache: what is computed or loaded from now on is all that is found.
+// Forget empties the prefix cache: what is computed from now on, and brought by loads that begin from
+// now on, is all that is found.
 func (s *Scheduler) Forget() {
 	s.pool.Forget()
 	for _, r := range s.queue {
-		r.asked = -1
+		r.asked, r.private = -1, r.state == loading
 	}
 }
 

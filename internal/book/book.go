@@ -86,6 +86,7 @@ type Book struct {
 type request struct {
 	id      connector.RequestID
 	match   match
+	ticket  connector.Ticket // of its queries: its loads carry it
 	arrived bool
 	denied  bool // a load left nothing valid, do not offer it again
 	saves   int  // saves under way

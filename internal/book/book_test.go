@@ -451,3 +451,15 @@ func TestReapedConcernsOneGeneration(t *testing.T) {
 	b.done(m, Outcome{})
 	require.Empty(t, b.event().Failed)
 }
+
+// A consumer's connector finds the producer's blocks by the ticket of the query that was matched.
+func TestLoadsCarryTheTicket(t *testing.T) {
+	b := newBench(t, nil)
+	_, actions := b.Query(b.now, connector.Query{Request: "r", Tokens: 33, Ticket: connector.Ticket("found at p")}, 0)
+	b.got(actions)
+	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{Tokens: 32}, nil))
+	b.start(Load, 2)
+	require.Equal(t, connector.Ticket("found at p"), one[Move](b).Transfer.Ticket)
+	b.start(Save, 1)
+	require.Nil(t, one[Move](b).Transfer.Ticket)
+}

@@ -34,7 +34,7 @@ type match struct {
 func (b *Book) Query(now time.Time, q connector.Query, need int) (wait bool, actions []Action) {
 	r := b.request(q.Request)
 	m := &r.match
-	m.query, m.need = q, need
+	m.query, m.need, r.ticket = q, need, q.Ticket
 	switch {
 	case b.hopeless(r), m.open, m.known && (m.spent || now.Sub(m.at) < b.cfg.Fresh):
 		return false, b.take()

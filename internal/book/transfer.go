@@ -98,6 +98,7 @@ func (b *Book) addOp(now time.Time, kind Kind, step uint64, t connector.Transfer
 		o.req.saves++
 		o.deadline = now.Add(b.cfg.Save)
 	} else {
+		o.t.Ticket = o.req.ticket
 		gib := float64(b.bytes(t.Blocks)) / (1 << 30)
 		o.deadline = now.Add(b.cfg.Transfer + time.Duration(gib*float64(b.cfg.TransferPerGiB)))
 	}
