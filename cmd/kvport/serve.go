@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"path/filepath"
 	"strings"
 
@@ -61,7 +60,7 @@ func newServe() *cobra.Command {
 	flags.BoolVar(&f.prefixCaching, "enable-prefix-caching", true, "reuse the KV of prompts that start alike")
 	flags.IntVar(&f.tensorParallel, "tensor-parallel-size", 1, "ranks, each with a cache and a connector session of its own; more than 1 with sim only")
 	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it")
-	flags.StringSliceVar(&f.pluginPath, "plugin-path", nil, "folders with kvport-* plugins, before KVPORT_PLUGIN_PATH and this binary's own")
+	addPluginPath(flags, &f.pluginPath)
 	f.add(cmd, 8000)
 	addLogLevel(cmd, &f.logLevel)
 	return cmd
@@ -226,27 +225,10 @@ func (f *serveFlags) config(m model.Model, tok tokenizer.Tokenizer, transfer *ho
 		Model: m, Tokenizer: tok,
 		BlockSize: f.blockSize, NumBlocks: f.numBlocks, MaxModelLen: f.maxModelLen,
 		MaxBatchedTokens: f.maxBatchedTokens, MaxSeqs: f.maxSeqs, PrefixCaching: f.prefixCaching,
-		Connector: transfer, PluginPath: f.pluginFolders(), Log: slog.Default(), Metrics: metrics,
+		Connector: transfer, PluginPath: pluginFolders(f.pluginPath), Log: slog.Default(), Metrics: metrics,
 	}
 	if c.NumBlocks == 0 {
 		c.NumBlocks = blocksInMemory(m, f.blockSize, f.maxModelLen)
 	}
 	return c
-}
-
-// pluginFolders are where plugins are looked for, in order.
-func (f *serveFlags) pluginFolders() []string {
-	folders := f.pluginPath
-	for _, folder := range filepath.SplitList(os.Getenv("KVPORT_PLUGIN_PATH")) {
-		if folder != "" {
-			folders = append(folders, folder)
-		}
-	}
-	if self, err := os.Executable(); err == nil {
-		if target, err := filepath.EvalSymlinks(self); err == nil {
-			self = target
-		}
-		folders = append(folders, filepath.Dir(self))
-	}
-	return folders
 }
