@@ -52,7 +52,7 @@ race: deps build ## every test under the race detector; tests of the real model 
 fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ_TOTAL=SECONDS caps them all together
 	@GO="$(GO)" FUZZTIME="$(FUZZTIME)" scripts/fuzz.sh
 
-conform: build ## run the conformance suite against every plugin
+conform: deps build ## run the conformance suite against every plugin
 	@PLUGINS="$(PLUGINS)" scripts/conform.sh
 
 bench: deps ## run the Go benchmarks; BENCH=REGEXP picks

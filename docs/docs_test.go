@@ -13,8 +13,9 @@ import (
 )
 
 var (
-	goBlock = regexp.MustCompile("(?s)```go\n(.*?)```")
-	link    = regexp.MustCompile(`\]\(([^)#][^)]*)\)`)
+	block = regexp.MustCompile("(?s)```(go|python)\n(.*?)```")
+	fence = regexp.MustCompile("(?s)```.*?```")
+	link  = regexp.MustCompile(`\]\(([^)#][^)]*)\)`)
 )
 
 // pages are all Markdown files of the repository.
@@ -38,35 +39,40 @@ func files(t *testing.T, suffix string) []string {
 	return out
 }
 
-// TestGoBlocks: Go code in the documentation is cut from files that are compiled.
-func TestGoBlocks(t *testing.T) {
-	var code strings.Builder
-	for _, path := range files(t, ".go") {
-		data, err := os.ReadFile(path)
-		require.NoError(t, err)
-		code.Write(data)
-	}
-	blocks := 0
+// TestCodeBlocks: code in the documentation is cut from files that are compiled or run by tests.
+func TestCodeBlocks(t *testing.T) {
+	code := map[string]string{"go": read(t, files(t, ".go")), "python": read(t, files(t, ".py"))}
+	blocks := map[string]int{}
 	for _, page := range pages(t) {
-		data, err := os.ReadFile(page)
-		require.NoError(t, err)
-		for _, m := range goBlock.FindAllStringSubmatch(string(data), -1) {
-			blocks++
-			if !strings.Contains(code.String(), m[1]) {
-				t.Errorf("%s shows code that is in no Go file:\n%s", page, m[1])
+		for _, m := range block.FindAllStringSubmatch(read(t, []string{page}), -1) {
+			blocks[m[1]]++
+			if !strings.Contains(code[m[1]], m[2]) {
+				t.Errorf("%s shows code that is in no %s file:\n%s", page, m[1], m[2])
 			}
 		}
 	}
-	require.Positive(t, blocks)
+	require.Positive(t, blocks["go"])
+	require.Positive(t, blocks["python"])
+}
+
+// read is the text of some files, one after another.
+func read(t *testing.T, paths []string) string {
+	t.Helper()
+	var all strings.Builder
+	for _, path := range paths {
+		data, err := os.ReadFile(path)
+		require.NoError(t, err)
+		all.Write(data)
+	}
+	return all.String()
 }
 
 // TestLinks: relative links lead somewhere.
 func TestLinks(t *testing.T) {
 	links := 0
 	for _, page := range pages(t) {
-		data, err := os.ReadFile(page)
-		require.NoError(t, err)
-		for _, m := range link.FindAllStringSubmatch(string(data), -1) {
+		text := fence.ReplaceAllString(read(t, []string{page}), "")
+		for _, m := range link.FindAllStringSubmatch(text, -1) {
 			target, _, _ := strings.Cut(m[1], "#")
 			if target == "" || strings.Contains(target, "://") {
 				continue

@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -84,7 +85,7 @@ func (r *rig) build(folder, to string) {
 // serve starts an engine with a connector; without a path, with none.
 func (r *rig) serve(name, connector, path, role string) *cluster.Process {
 	r.Helper()
-	args := []string{"serve", "--model", "sim", "--port", "0"}
+	args := []string{"serve", "--model", "sim", "--port", "0", "--enable-prefix-caching=false"}
 	if path != "" {
 		config := fmt.Sprintf(`{"kv_connector":%q,"kv_connector_module_path":%q,"kv_role":%q,"kv_connector_extra_config":{"dir":%q}}`,
 			connector, path, role, r.store)
@@ -133,7 +134,6 @@ func (r *rig) external(p *cluster.Process) float64 {
 	m, err := r.client.Metrics(r.Context(), p.URL)
 	require.NoError(r, err)
 	require.Zero(r, m.Sum("kvport_integrity_failures_total"))
-	require.Zero(r, m.Sum("kvport_plugin_restarts_total"))
 	return m.Sum("kvport_prompt_tokens_total", `source="external"`)
 }
 
@@ -179,4 +179,27 @@ func TestSharesBlocksWithGo(t *testing.T) {
 	require.Equal(t, want, r.tokens(reader.URL, list))
 	require.Greater(t, r.external(reader), 0.8*float64(size))
 	r.stop(reader)
+}
+
+// The plugin is killed between prompts; the engine goes on with the next one and the same tokens.
+func TestPluginDies(t *testing.T) {
+	path, r := plugin(t), newRig(t)
+	list, size := prompts()
+	engine := r.serve("both", "PyStoreConnector", path, "kv_both")
+	want := r.tokens(engine.URL, list)
+	plugins := cluster.Children(engine.PID())
+	require.Len(t, plugins, 1)
+	require.NoError(t, syscall.Kill(plugins[0], syscall.SIGKILL))
+	require.Equal(t, want, r.tokens(engine.URL, list))
+	require.Equal(t, want, r.tokens(engine.URL, list))
+	require.Greater(t, r.external(engine), 0.8*float64(size))
+	m, err := r.client.Metrics(t.Context(), engine.URL)
+	require.NoError(t, err)
+	require.EqualValues(t, 1, m.Sum("kvport_plugin_restarts_total"))
+	require.False(t, cluster.Alive(plugins[0]))
+
+	require.Len(t, cluster.Children(engine.PID()), 1)
+	next := cluster.Children(engine.PID())[0]
+	engine.Kill() // takes the plugin with it
+	require.Eventually(t, func() bool { return !cluster.Alive(next) }, 5*time.Second, 10*time.Millisecond)
 }
