@@ -94,6 +94,7 @@ func kvportImports() map[string][]string {
 		"internal/book":       {"connector"},
 		"internal/vllmtrace":  {"connector"},
 		"internal/wire":       {"connector", "proto/..."},
+		"internal/simulate":   {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/book", "internal/ticket"},
 
 		"pipe":           {"connector"},
 		"pipe/*":         {"connector", "pipe"},

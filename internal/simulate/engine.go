@@ -1,0 +1,278 @@
+package simulate
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/kvcache"
+	"github.com/kvport/kvport/engine/sched"
+)
+
+// engine is one life after another of an inference engine: the scheduler and the cache's accounts are
+// the real ones, its loop is that of package engine, the model computes tags.
+type engine struct {
+	w     *World
+	index int
+	name  string
+	epoch uint64 // grows with every life
+	life  uint16 // unique in the world
+	gen   uint16 // resets begun in this life
+	empty uint16 // the generation that began with the last successful reset
+	role  connector.Role
+
+	pool    *kvcache.Pool
+	sched   *sched.Scheduler
+	mem     [][]cell // by rank and block
+	host    *host    // nil without a connector
+	streams map[connector.RequestID]*stream
+	askAt   time.Time // when requests told Later are asked about again at the latest; zero: not waiting
+	old     []connector.RequestID
+
+	forget, willBeEmpty bool // the connector's part of a reset is over, and went well
+}
+
+// stream is one request at an engine.
+type stream struct {
+	client *client
+	id     connector.RequestID
+	req    sched.Request
+	tokens []int32  // prompt and what was sampled
+	prefix []uint64 // of tokens
+	gen    uint16   // of the engine's last successful reset when the request arrived
+	aborts bool
+}
+
+func (e *engine) start() {
+	o := &e.w.opt
+	e.epoch++
+	e.w.lives++
+	e.life, e.gen, e.empty, e.forget, e.askAt = e.w.lives, 0, 0, false, time.Time{}
+	e.pool = kvcache.New(o.Blocks)
+	e.sched = sched.New(sched.Config{
+		BlockTokens: o.BlockTokens, Groups: o.Groups, Trailing: o.windows(), MaxBatchedTokens: o.MaxBatchedTokens, MaxSeqs: o.MaxSeqs,
+		PrefixCaching: o.PrefixCaching, Role: e.role, FailLoads: o.FailLoads,
+	}, e.pool)
+	e.mem = newMemory(o.Ranks, o.Blocks, o.BlockTokens)
+	e.streams = map[connector.RequestID]*stream{}
+	if e.role != 0 {
+		e.host = newHost(e)
+	}
+}
+
+// restart ends a life and begins the next. Nothing of the old one is left: its plugin dies with it
+// and its memory is unmapped. Clients see their connections break.
+func (e *engine) restart() {
+	for _, id := range sortedKeys(e.streams) {
+		e.w.router.lost(e.streams[id].client, e)
+	}
+	if e.host != nil {
+		e.host.vanish()
+	}
+	e.start()
+}
+
+// submit takes in a request of a client.
+func (e *engine) submit(c *client, id connector.RequestID, n int, ticket []byte, remote bool) error {
+	space := &connector.KeySpace{Salt: c.salt}
+	st := &stream{client: c, id: id, tokens: append([]int32(nil), c.prompt...), gen: e.empty}
+	st.prefix = prefixes(nil, st.tokens)
+	st.req = sched.Request{
+		ID: id, Prompt: c.prompt, Space: space, Keys: e.w.keys(space, c.prompt), MaxTokens: n, Ticket: ticket, Remote: remote,
+	}
+	return e.add(st)
+}
+
+func (e *engine) add(st *stream) error {
+	if e.streams[st.id] != nil {
+		return fmt.Errorf("id %s is in use", st.id)
+	}
+	req := st.req
+	req.Keys = append([]connector.BlockKey(nil), req.Keys...)
+	if err := e.sched.Add(req); err != nil {
+		return err
+	}
+	e.streams[st.id] = st
+	return nil
+}
+
+func (e *engine) abort(id connector.RequestID) {
+	if st := e.streams[id]; st != nil {
+		st.aborts = true
+		e.sched.Abort(id, connector.ReasonAbort, nil)
+	}
+}
+
+// turn is one round of the engine's loop. It takes at most events of the host's events; fast is how many questions
+// the plugin answers while the loop waits for it. It reports whether anything was computed.
+func (e *engine) turn(events, fast int) bool {
+	if e.host != nil {
+		e.host.deliver(events)
+	}
+	e.finishReset()
+	for _, q := range e.sched.Questions() {
+		fast--
+		e.sched.Answer(q.Query.Request, q.Query.Computed, e.host.match(q.Query, q.Ticket, fast >= 0))
+	}
+	chunks, st := e.sched.Schedule()
+	e.tell(st)
+	if len(chunks) > 0 {
+		e.tell(e.compute(chunks))
+	}
+	for _, out := range e.sched.Outputs() {
+		e.output(out)
+	}
+	e.wait(len(chunks) > 0)
+	return len(chunks) > 0
+}
+
+// wait sees to it that requests told Later are asked about again.
+func (e *engine) wait(busy bool) {
+	if e.role == 0 || busy {
+		e.askAt = time.Time{}
+		return
+	}
+	later := e.sched.Later()
+	switch {
+	case len(later) == 0:
+		e.askAt = time.Time{}
+	case e.askAt.IsZero():
+		e.askAt = e.w.now.Add(100 * time.Millisecond)
+	case !e.w.now.Before(e.askAt):
+		for _, id := range later {
+			e.sched.Answered(id)
+		}
+		e.askAt = time.Time{}
+	}
+}
+
+func (e *engine) tell(st *connector.Step) {
+	if st != nil {
+		e.host.step(st)
+	}
+}
+
+// compute is the model: it reads the KV of everything a chunk attends to and writes that of its
+// tokens. Here is where wrong KV would become a wrong token.
+func (e *engine) compute(chunks []sched.Chunk) *connector.Step {
+	sample := make([]int32, len(chunks))
+	for i, c := range chunks {
+		st := e.streams[c.Request]
+		if st == nil {
+			e.w.fail('g', "%s computes %s, which it does not serve", e.name, c.Request)
+			return nil
+		}
+		last := e.forward(st, &c)
+		if !c.Sample {
+			continue
+		}
+		sample[i] = sampled(last)
+		st.tokens = append(st.tokens, sample[i])
+		st.prefix = prefixes(st.prefix, st.tokens)
+	}
+	if e.w.tracing() {
+		e.w.say("%s computes %s", e.name, describeChunks(chunks))
+	}
+	return e.sched.Commit(sample)
+}
+
+func (e *engine) forward(st *stream, c *sched.Chunk) uint64 {
+	bt := e.w.opt.BlockTokens
+	end := c.Start + len(c.Tokens)
+	e.w.stats.Tokens += len(c.Tokens)
+	for rank := range e.mem {
+		for g, table := range c.Blocks {
+			for at := e.w.opt.first(g, c.Start) * bt; at < end; at++ {
+				slot := &e.mem[rank][table[at/bt]].tags[at%bt]
+				want := kvOf(st.prefix[at], g, rank)
+				switch {
+				case at >= c.Start:
+					*slot = tag{want, e.life, e.gen}
+				case slot.kv != want:
+					e.w.fail('b', "%s: %s attends to block %d at position %d, rank %d, group %d: it holds the KV of another prefix, or none",
+						e.name, st.id, table[at/bt], at, rank, g)
+					return 0
+				case at%bt == bt-1 && slot.life == e.life && slot.gen < st.gen:
+					e.w.fail('b', "%s: %s attends to block %d at position %d, computed before a reset that was over when the request arrived",
+						e.name, st.id, table[at/bt], at)
+					return 0
+				}
+			}
+		}
+	}
+	return st.prefix[end-1]
+}
+
+// output passes a request's news on to the router.
+func (e *engine) output(o sched.Output) {
+	st := e.streams[o.Request]
+	if st == nil {
+		e.w.fail('d', "%s has news of %s, which is over", e.name, o.Request)
+		return
+	}
+	e.w.mix('o', uint64(e.index), hash(string(o.Request)), uint64(o.Reason), uint64(o.Generated), uint64(len(o.Tokens)))
+	e.w.stats.Local += o.Local
+	e.w.stats.External += o.External
+	if o.Reason != 0 {
+		delete(e.streams, o.Request)
+		e.old = append(e.old, o.Request)
+		if len(e.old) > 8 {
+			e.old = e.old[1:]
+		}
+	}
+	if o.Reason == connector.ReasonAbort && !st.aborts {
+		e.w.fail('g', "%s: %s was aborted and nobody asked for it", e.name, o.Request)
+	}
+	if o.Reason == connector.ReasonError && !(errors.Is(o.Err, sched.ErrLoadFailed) && e.w.opt.FailLoads) {
+		e.w.fail('g', "%s: %s ends with an error: %v", e.name, o.Request, o.Err)
+	}
+	if e.w.tracing() {
+		e.w.say("%s -> %s: %s", e.name, o.Request, describeOutput(&o))
+	}
+	e.w.router.news(st, e, &o)
+}
+
+func describeOutput(o *sched.Output) string {
+	s := fmt.Sprintf("tokens %v", o.Tokens)
+	if o.Reason != 0 {
+		s += fmt.Sprintf(", ends: %s, %d local, %d external", reasonName(o.Reason), o.Local, o.External)
+	}
+	if o.Ticket != nil {
+		s += ", with a ticket"
+	}
+	return s
+}
+
+func reasonName(r connector.Reason) string {
+	return [...]string{"", "stop", "length", "abort", "error"}[min(r, 4)]
+}
+
+func describeChunks(chunks []sched.Chunk) string {
+	s := ""
+	for i, c := range chunks {
+		if i > 0 {
+			s += ", "
+		}
+		s += fmt.Sprintf("%s[%d:%d]", c.Request, c.Start, c.Start+len(c.Tokens))
+	}
+	return s
+}
+
+// check compares the accounts of the cache with each other and with what the host has pinned.
+func (e *engine) check() {
+	if err := e.pool.Check(); err != nil {
+		e.w.fail('a', "%s: %v", e.name, err)
+		return
+	}
+	n, sum := e.pool.Counts(), 0
+	for _, k := range n {
+		sum += k
+	}
+	if sum != e.pool.Size() || e.pool.Available() != n[kvcache.Free] {
+		e.w.fail('a', "%s: %v blocks in all, the cache has %d", e.name, n, e.pool.Size())
+	}
+	if e.host != nil {
+		e.host.check()
+	}
+}

@@ -1,0 +1,98 @@
+package simulate
+
+import (
+	"errors"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Mutant is a way to be wrong, taken from an incident of a serving system. It changes what the layer
+// between the real parts does; the real parts are always as they are.
+type Mutant uint8
+
+// The mutants.
+const (
+	Sound Mutant = iota // no mutant
+	FreeOnAbort
+	FreeAtDeadline
+	NoFence
+	NoDeadline
+	OldAnswers
+	DoubleFinish
+	LostFinish
+	NoDigest
+	ErrorIsSuccess
+	PartIsWhole
+	RankIgnored
+	PublishEarly
+	AckBeforeSave
+	RetryUnpinned
+	RetryForever
+	LaterForever
+	DoubleUnpin
+	FreeHeld
+	HoldForever
+	ResetLies
+	ResetInHaste
+	AcceptForged
+	AcceptReplayed
+	AcceptStale
+	KeyOfBlockAlone
+	mutants
+)
+
+// MutantInfo says what a mutant does and where it was seen.
+type MutantInfo struct {
+	Mutant   Mutant
+	Name     string
+	Does     string
+	Incident string
+}
+
+// Mutants lists them all.
+func Mutants() []MutantInfo {
+	return []MutantInfo{
+		{FreeOnAbort, "free-on-abort", "a cancelled load is over at once, though the plugin still writes", "sglang#24527, vllm#32255, dynamo#826"},
+		{FreeAtDeadline, "free-at-deadline", "pins are dropped when a deadline passes, not when the call is over", "vllm#55470"},
+		{NoFence, "no-fence", "a dead plugin's blocks are reused before the process is reaped", "vllm#56104"},
+		{NoDeadline, "no-deadline", "a call that never answers is waited for", "SGLang's 300 s, vllm#46283"},
+		{OldAnswers, "no-generation", "the answer of a former generation counts for the present one", "vllm#53095"},
+		{DoubleFinish, "duplicate-finish", "the end of a request is reported twice", "vllm#46240"},
+		{LostFinish, "lost-finish", "the end of a request is not reported when the plugin is down", "vllm#46283"},
+		{NoDigest, "no-digest", "loaded bytes are not checked", "vllm#52234"},
+		{ErrorIsSuccess, "error-is-success", "a load that failed counts as done", "LMCache#4991, smg#2382"},
+		{PartIsWhole, "part-is-whole", "blocks that did not arrive are overlooked", "vllm#49250"},
+		{RankIgnored, "rank-ignored", "only rank 0 decides whether a load went well", "vllm#56104"},
+		{PublishEarly, "publish-early", "a load counts as done when it begins", "Mooncake#4239"},
+		{AckBeforeSave, "ack-before-save", "a save is over before the plugin has read its blocks", "vllm#21570"},
+		{RetryUnpinned, "retry-unpinned", "calls are tried again after their pins are gone", "sglang#35049"},
+		{RetryForever, "retry-for-ever", "a load that left nothing is offered again and again", "no denylist: vllm#49250"},
+		{LaterForever, "later-for-ever", "a match stays unknown without a limit", "local-inference-lab/vllm#191"},
+		{DoubleUnpin, "double-unpin", "the pins of a save are dropped twice", "vllm-ascend#15990"},
+		{FreeHeld, "free-held", "held blocks are free at once", "vllm#21570"},
+		{HoldForever, "hold-for-ever", "a hold whose time is over stays", "vllm#41269, vllm#58222"},
+		{ResetLies, "reset-lies", "a reset is reported done and the store still serves", "vllm#57727"},
+		{ResetInHaste, "reset-in-haste", "a reset does not wait for saves under way", "vllm#57727, vllm#42695"},
+		{AcceptForged, "accept-forged", "the signature of a ticket is not checked", "vllm#52234, vllm#47843"},
+		{AcceptReplayed, "accept-replayed", "a ticket can be used any number of times", "sglang#40125"},
+		{AcceptStale, "accept-stale", "tickets of a producer's former life are taken", "vllm#49238"},
+		{KeyOfBlockAlone, "key-of-block-alone", "a block's key says nothing of what stands before it", "vllm#53194, lmdeploy#4930"},
+	}
+}
+
+func (w *World) is(m Mutant) bool { return w.opt.Mutant == m }
+
+// overlooks is what wrong hosts make of the answer to a load. It reports whether the blocks count as
+// they are.
+func (h *host) overlooks(m *move) bool {
+	var some *connector.BlockError
+	named := errors.As(m.out.Err, &some)
+	switch {
+	case h.w.is(RankIgnored) && m.Rank > 0:
+	case h.w.is(PartIsWhole) && named, h.w.is(ErrorIsSuccess) && m.out.Err != nil && !named:
+	default:
+		return h.w.is(NoDigest)
+	}
+	m.out.Err = nil
+	return true
+}

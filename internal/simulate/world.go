@@ -1,0 +1,220 @@
+package simulate
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// World is one deployment at one moment of virtual time.
+type World struct {
+	opt     Options
+	now     time.Time
+	steps   int
+	engines []*engine
+	store   *store
+	router  *routing
+	key     []byte // signs tickets
+	office  ledger // what was issued and accepted
+	lives   uint16
+	quiet   bool // no more faults: everything must come to its end
+
+	violation *Violation
+	digest    uint64
+	stats     Stats
+}
+
+// Violation is a broken invariant. The rules are:
+//
+//	a  the accounts of the cache agree: every block is free or owned, no count is negative
+//	b  attention reads the KV of its own prefix, and none from before a finished reset
+//	c  a plugin touches a block only while its transfer's pins are open
+//	d  every operation has exactly one end, and nothing after it
+//	e  a hold is released when its time is over
+//	f  in the end everything is free: requests, blocks, pins, holds, calls
+//	g  the client's tokens are those of a single engine without faults, or a prefix of them and a clean error
+//	h  a run is a function of its seed
+//	i  when faults stop, everything ends in bounded time
+//	t  no forged, stale or replayed ticket is accepted
+//	p  nothing panics
+type Violation struct {
+	Rule byte
+	Step int // of the script; len(script) and more: after its end
+	Text string
+}
+
+// Error implements error.
+func (v *Violation) Error() string {
+	return fmt.Sprintf("step %d, rule (%c): %s", v.Step, v.Rule, v.Text)
+}
+
+// Stats are what happened in a world, to see that the faults did happen.
+type Stats struct {
+	Tokens, Local, External           int // computed; found; loaded
+	Requests, Answered, Broken, Gone  int // clients: whole answers, clean errors, left
+	Loads, Saves, Damaged, LoadFailed int
+	Crashes, Hangs, Kills, Restarts   int
+	Holds, Expired, Consumed          int
+	Refused                           int // tickets
+	Resets, EngineRestarts, Faults    int
+	Preemptions, Unknown, BookRetries int
+	StoreFaults, Misses, Late, Reused int
+}
+
+func (s *Stats) add(t *Stats) {
+	pairs := s.fields()
+	for i, v := range t.fields() {
+		*pairs[i].n += *v.n
+	}
+}
+
+type field struct {
+	name string
+	n    *int
+}
+
+func (s *Stats) fields() []field {
+	return []field{
+		{"tokens computed", &s.Tokens}, {"found", &s.Local}, {"loaded", &s.External},
+		{"requests", &s.Requests}, {"answered", &s.Answered}, {"broken off", &s.Broken}, {"left", &s.Gone},
+		{"loads", &s.Loads}, {"saves", &s.Saves}, {"blocks found damaged", &s.Damaged}, {"loads failed", &s.LoadFailed},
+		{"plugin crashes", &s.Crashes}, {"hangs", &s.Hangs}, {"kills", &s.Kills}, {"plugin restarts", &s.Restarts},
+		{"holds", &s.Holds}, {"expired", &s.Expired}, {"consumed", &s.Consumed}, {"tickets refused", &s.Refused},
+		{"resets", &s.Resets}, {"engine restarts", &s.EngineRestarts}, {"faulty messages", &s.Faults},
+		{"preemptions", &s.Preemptions}, {"answers nobody waited for", &s.Unknown}, {"calls retried", &s.BookRetries},
+		{"store faults", &s.StoreFaults}, {"misses", &s.Misses}, {"later", &s.Late}, {"ids reused", &s.Reused},
+	}
+}
+
+// newWorld builds a deployment in which every plugin is up.
+func newWorld(o Options) *World {
+	w := &World{
+		opt: o, now: time.Unix(0, 0), store: newStore(), key: []byte("a key of at least thirty-two bytes"),
+		office: newLedger(), digest: basis,
+	}
+	w.router = newRouting(w)
+	for i := range o.Prefills + o.Decodes {
+		name := fmt.Sprintf("d%d", i-o.Prefills)
+		if i < o.Prefills {
+			name = fmt.Sprintf("p%d", i)
+		}
+		e := &engine{w: w, index: i, name: name, role: o.role(i)}
+		w.engines = append(w.engines, e)
+		e.start()
+	}
+	return w
+}
+
+// fail notes the first violation.
+func (w *World) fail(rule byte, format string, args ...any) {
+	if w.violation == nil {
+		w.violation = &Violation{rule, w.steps, fmt.Sprintf(format, args...)}
+		w.say("VIOLATION (%c): %s", rule, w.violation.Text)
+	}
+}
+
+func (w *World) tracing() bool { return w.opt.Trace != nil }
+
+// say writes a line of the transcript. Callers on hot paths ask tracing first.
+func (w *World) say(format string, args ...any) {
+	if w.opt.Trace == nil {
+		return
+	}
+	t := w.now.Sub(time.Unix(0, 0))
+	_, _ = io.WriteString(w.opt.Trace, fmt.Sprintf("%8.3fs %s\n", t.Seconds(), fmt.Sprintf(format, args...)))
+}
+
+// mix adds to the digest of the run.
+func (w *World) mix(values ...uint64) {
+	h := w.digest
+	for _, v := range values {
+		h = (h ^ v) * prime
+		h ^= h >> 31
+	}
+	w.digest = h
+}
+
+func hash(s string) uint64 {
+	h := uint64(basis)
+	for i := range len(s) {
+		h = (h ^ uint64(s[i])) * prime
+	}
+	return h
+}
+
+// keys are those of a prompt's full blocks.
+func (w *World) keys(space *connector.KeySpace, tokens []int32) []connector.BlockKey {
+	if w.opt.Mutant != KeyOfBlockAlone {
+		return space.Keys(tokens, w.opt.BlockTokens)
+	}
+	var keys []connector.BlockKey
+	for i := w.opt.BlockTokens; i <= len(tokens); i += w.opt.BlockTokens {
+		keys = append(keys, space.Next(space.Root(), tokens[i-w.opt.BlockTokens:i]))
+	}
+	return keys
+}
+
+// advance lets time pass, everything that is due happening at its time.
+func (w *World) advance(d time.Duration) {
+	end := w.now.Add(d)
+	for range 10_000 {
+		first := end
+		var next *host
+		for _, e := range w.engines {
+			if e.host == nil {
+				continue
+			}
+			if t, ok := e.host.next(); ok && t.Before(first) {
+				first, next = t, e.host
+			}
+		}
+		if next == nil {
+			w.now = end
+			return
+		}
+		if first.After(w.now) {
+			w.now = first
+		}
+		next.fire()
+		if w.violation != nil {
+			return
+		}
+	}
+	w.fail('i', "timers fire for ever")
+}
+
+// idleUntil is when something would happen by itself, if anything would.
+func (w *World) idleUntil() (time.Time, bool) {
+	var first time.Time
+	found := false
+	consider := func(t time.Time) {
+		if !found || t.Before(first) {
+			first, found = t, true
+		}
+	}
+	for _, e := range w.engines {
+		if e.host != nil {
+			if t, ok := e.host.next(); ok {
+				consider(t)
+			}
+		}
+		if !e.askAt.IsZero() {
+			consider(e.askAt)
+		}
+	}
+	return first, found
+}
+
+// checkAll verifies what must hold after every step.
+func (w *World) checkAll() {
+	for _, e := range w.engines {
+		e.check()
+	}
+}
+
+func sortedKeys[K cmp.Ordered, V any](m map[K]V) []K { return slices.Sorted(maps.Keys(m)) }
