@@ -63,7 +63,7 @@ func newRoot(stdout, stderr io.Writer) *cobra.Command {
 	root.SetErr(stderr)
 	root.SetVersionTemplate("kvport {{.Version}}\n")
 	root.CompletionOptions.DisableDefaultCmd = true
-	root.AddCommand(newServe(), newRoute(), newConform(), newPlugins(), newDoctor())
+	root.AddCommand(newServe(), newRoute(), newConform(), newPlugins(), newDoctor(), newSim())
 	return root
 }
 

@@ -232,7 +232,7 @@ func (w *World) round(n int) (busy bool) {
 		busy = e.turn(1000, n%3) || busy
 		w.after()
 	}
-	return busy
+	return busy || len(w.router.wants) > 0
 }
 
 // atRest reports whether nothing is left to wait for.
@@ -288,7 +288,7 @@ func (w *World) unfinished() string {
 type Report struct {
 	Seeds, Steps int
 	Failed       []Result // in the order of their seeds
-	Digest       uint64   // of all seeds' digests, in order
+	Digest       uint64   // of all seeds' digests
 	Stats        Stats
 }
 
@@ -314,20 +314,38 @@ func Run(first uint64, n, steps, failed int) Report {
 		})
 	}
 	wg.Wait()
-	r := Report{Digest: basis}
+	var r Report
 	for i := range results {
 		if !played[i] {
 			continue
 		}
 		r.Seeds++
 		r.Steps += results[i].Steps
-		r.Digest = (r.Digest ^ results[i].Digest) * prime
+		r.Digest += (results[i].Digest ^ results[i].Seed) * prime
 		r.Stats.add(&results[i].Stats)
 		if results[i].Violation != nil {
 			r.Failed = append(r.Failed, results[i])
 		}
 	}
 	return r
+}
+
+// Add sums up two reports of different seeds.
+func (r *Report) Add(t *Report) {
+	r.Seeds += t.Seeds
+	r.Steps += t.Steps
+	r.Failed = append(r.Failed, t.Failed...)
+	r.Digest += t.Digest
+	r.Stats.add(&t.Stats)
+}
+
+// Map gives how often what happened, by name.
+func (s *Stats) Map() map[string]int {
+	m := map[string]int{}
+	for _, f := range s.fields() {
+		m[f.name] = *f.n
+	}
+	return m
 }
 
 // String lists what happened, for people.
