@@ -134,9 +134,20 @@ func (s *state) apply(c *Call) {
 		r := s.of(b.Request.ID)
 		r.ended, r.owed, r.running = true, b.Delay, false
 		r.both = b.Delay && r.load != nil
+	case *BlocksCall:
+		if c.Kind == SaveOver {
+			s.endSave(b)
+		}
 	default:
 		s.applyWorker(c)
 	}
+}
+
+func (s *state) endSave(b *BlocksCall) {
+	for _, block := range b.Blocks {
+		delete(s.saving[block], b.Request)
+	}
+	s.changed++
 }
 
 // applyWorker takes the calls that frame a step of the worker side.
@@ -155,16 +166,11 @@ func (s *state) applyWorker(c *Call) {
 				s.pinSave(v)
 			}
 		}
-	case SaveOver:
-		b := c.Body.(*BlocksCall)
-		for _, block := range b.Blocks {
-			delete(s.saving[block], b.Request)
-		}
-		s.changed++
 	case Clear:
 		s.worker = workerState{}
 	case Shutdown:
 		s.down[c.Side] = true
+	default: // nothing changes
 	}
 }
 
@@ -177,12 +183,9 @@ func (s *state) pinSave(v SaveRef) {
 
 func (s *state) applyAlloc(b *AllocCall) {
 	r := s.of(b.Request.ID)
-	known := 0
+	known := len(r.table)
 	if r.lookup != nil && r.alloc == nil {
-		known = r.lookup.Computed / s.blockSize
-		r.fresh = nil
-	} else {
-		known = len(r.table)
+		known, r.fresh = r.lookup.Computed/s.blockSize, nil
 	}
 	r.table = nil
 	if len(b.Blocks) > 0 {

@@ -146,6 +146,7 @@ func inv31(s *state, c *Call) error {
 		if s.worker.bound {
 			return errors.New("metadata of the step before is still bound")
 		}
+	default: // may come at any time
 	}
 	return nil
 }

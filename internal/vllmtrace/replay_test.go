@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"maps"
 	"os"
 	"os/exec"
@@ -52,6 +53,8 @@ type rig struct {
 	store string
 	kvs   []*connector.KV
 	seen  map[host.EventKind]int
+
+	tolerant bool // the replay ends before its time
 }
 
 // newRig opens a host for the cache of a trace. The sizes of blocks are divided by scale; their
@@ -98,7 +101,11 @@ func (r *rig) open(engine string) {
 		"kv_connector_extra_config":{"shared_storage_path":%s},"kvport":{"heartbeat":{"limit":"1m"}}}`, engine, extra))
 	require.NoError(r.t, err)
 	leaks := goleak.IgnoreCurrent()
-	r.host, err = host.Open(r.t.Context(), cfg, r.eng, host.Options{PluginPath: []string{pluginFolder}, Metrics: prometheus.NewRegistry()})
+	opts := host.Options{PluginPath: []string{pluginFolder}, Metrics: prometheus.NewRegistry()}
+	if testing.Verbose() {
+		opts.Log = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
+	}
+	r.host, err = host.Open(r.t.Context(), cfg, r.eng, opts)
 	require.NoError(r.t, err)
 	r.t.Cleanup(func() {
 		late := 0
@@ -111,7 +118,7 @@ func (r *rig) open(engine string) {
 		}()
 		require.NoError(r.t, r.host.Close(context.WithoutCancel(r.t.Context())))
 		<-done
-		require.Zero(r.t, late, "events that nobody waited for")
+		require.True(r.t, late == 0 || r.tolerant, "%d events that nobody waited for", late)
 		require.NoError(r.t, goleak.Find(leaks))
 	})
 }

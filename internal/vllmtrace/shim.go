@@ -100,9 +100,9 @@ type Shim struct {
 	traced    map[string]*OutputCall // how the trace's loads ended, see fates
 	fates     []map[string]*OutputCall
 	flights   map[string]*flight
-	local     map[string]*AllocCall // the trace loads them, we compute
-	finished  map[string]bool       // Finished has come
-	saves     map[string]int        // under way
+	local     map[string]*AllocCall           // the trace loads them, we compute
+	finished  map[string]bool                 // Finished has come
+	saves     map[string][]connector.Transfer // under way
 	answered  map[string]bool
 	lastSeen  *ResultsCall
 	invalid   []int
@@ -114,7 +114,7 @@ func Replay(log *Log, chains Chains, host Host, engine Engine, opts Options) (*R
 	s := &Shim{
 		host: host, engine: engine, opts: opts, chains: chains, source: log, src: newState(log),
 		flights: map[string]*flight{}, local: map[string]*AllocCall{}, finished: map[string]bool{},
-		saves: map[string]int{}, answered: map[string]bool{}, lastLooks: map[string]*LookupCall{},
+		saves: map[string][]connector.Transfer{}, answered: map[string]bool{}, lastLooks: map[string]*LookupCall{},
 	}
 	s.out.Log, s.out.Mapped = &Log{Async: true}, map[Kind]int{}
 	s.dst = newState(s.out.Log)
@@ -232,7 +232,10 @@ func (s *Shim) lookup(c *Call) error {
 	}
 	id := b.Request.ID
 	if b.Tokens > 0 {
-		if err := s.waitSaves(func() bool { return len(s.saves) == 0 }); err != nil {
+		size := max(s.dst.blockSize, 1)
+		keys := s.keys(id, (b.Computed+b.Tokens)/size)
+		stored := func() bool { return !s.saving(keys) }
+		if err := s.until(stored); err != nil { // the trace's connector had stored them by now
 			return err
 		}
 	}
@@ -258,6 +261,20 @@ func (s *Shim) lookup(c *Call) error {
 			}
 		}
 	}
+}
+
+// saving says that a save of one of these keys is under way.
+func (s *Shim) saving(keys []connector.BlockKey) bool {
+	for _, list := range s.saves {
+		for _, t := range list {
+			for _, k := range t.Blocks {
+				if slices.Contains(keys, k.Key) {
+					return true
+				}
+			}
+		}
+	}
+	return false
 }
 
 // alloc turns an allocation with external tokens into a load, if the host made that offer. Otherwise

@@ -48,7 +48,7 @@ func (s *Shim) buildMeta(c *Call) error {
 		s.step.Preempted = append(s.step.Preempted, connector.RequestID(id))
 	}
 	s.computed = nil
-	s.predict(c.Step, &m)
+	s.predict(&m)
 	s.meta = &m
 	s.step.ID = 2 * uint64(c.Step)
 	step := s.step
@@ -61,7 +61,7 @@ func (s *Shim) buildMeta(c *Call) error {
 }
 
 // predict fills in the saves of a step: the blocks that it will have completed.
-func (s *Shim) predict(step int, m *MetaCall) {
+func (s *Shim) predict(m *MetaCall) {
 	tables, from := map[string][]int{}, map[string]int{}
 	for _, n := range m.New {
 		tables[n.ID], from[n.ID] = slices.Concat(n.Blocks...), n.Computed
@@ -156,7 +156,8 @@ func (s *Shim) waitSave(c *Call) error {
 	s.engine.Write(s.forward())
 	if len(s.computed) > 0 {
 		for _, t := range s.computed {
-			s.saves[string(t.Request)]++
+			id := string(t.Request)
+			s.saves[id] = append(s.saves[id], t)
 			s.out.Saves++
 			s.out.Blocks += len(t.Blocks)
 		}
@@ -234,7 +235,7 @@ func (s *Shim) results(c *Call) error {
 
 // freed says that nothing of an ended request is under way.
 func (s *Shim) freed(id string) bool {
-	return s.finished[id] && s.saves[id] == 0 && s.flights[id] == nil
+	return s.finished[id] && len(s.saves[id]) == 0 && s.flights[id] == nil
 }
 
 func (s *Shim) until(enough func() bool) error {
@@ -279,13 +280,7 @@ func (s *Shim) take() error {
 	case Loaded:
 		return s.loaded(id, &e)
 	case Saved:
-		if s.saves[id] == 0 || len(e.Failed) > 0 {
-			return fmt.Errorf("a save of %s is over, %d are under way, blocks %v failed", id, s.saves[id], e.Failed)
-		}
-		if s.saves[id]--; s.saves[id] == 0 {
-			delete(s.saves, id)
-		}
-		s.note(SaveOver, &BlocksCall{Request: id, Blocks: numbers(e.Blocks)})
+		return s.saved(id, &e)
 	case Finished:
 		if r := s.dst.of(id); s.finished[id] || !r.ended || r.sent {
 			return fmt.Errorf("finished %s, which has not ended or was finished before", id)
@@ -296,6 +291,22 @@ func (s *Shim) take() error {
 	default:
 		return fmt.Errorf("unknown event %d for %s", e.Kind, id)
 	}
+	return nil
+}
+
+// saved notes the end of a save, which must be one of those under way.
+func (s *Shim) saved(id string, e *Event) error {
+	list := s.saves[id]
+	i := slices.IndexFunc(list, func(t connector.Transfer) bool {
+		return slices.EqualFunc(t.Blocks, e.Blocks, func(k connector.Block, id connector.BlockID) bool { return k.ID == id })
+	})
+	if i < 0 || len(e.Failed) > 0 {
+		return fmt.Errorf("a save of %s is over, of blocks %v, failed %v; %d are under way", id, e.Blocks, e.Failed, len(list))
+	}
+	if s.saves[id] = slices.Delete(list, i, i+1); len(s.saves[id]) == 0 {
+		delete(s.saves, id)
+	}
+	s.note(SaveOver, &BlocksCall{Request: id, Blocks: numbers(e.Blocks)})
 	return nil
 }
 
