@@ -51,6 +51,7 @@ type (
 		Kind     Kind
 		Rank     int
 		Transfer *connector.Transfer
+		Slots    []connector.BlockID // the landing slot of each block; nil without landing memory
 		Deadline time.Time
 	}
 	// Finish sends ended requests to the scheduler side; FinishAnswered brings the holds.

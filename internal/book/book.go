@@ -40,6 +40,7 @@ type Config struct {
 	BackoffMin     time.Duration // between retries of one call, doubled each time
 	BackoffMax     time.Duration
 	CorruptKeys    int // damaged keys remembered
+	Slots          int // of landing memory on each rank; 0: calls touch the cache itself
 }
 
 // Counters are what the book has seen, for metrics and tests.
@@ -78,6 +79,8 @@ type Book struct {
 	killed   map[uint64]bool // generations told to die and not reaped yet
 	corrupt  corruptKeys
 	wakes    wakes
+	landing  *Landing // nil without landing memory
+	lines    []line   // calls that wait for slots
 	out      []Action
 	counters Counters
 }
@@ -96,7 +99,7 @@ type request struct {
 
 // New makes an empty book with no plugin up.
 func New(cfg Config) *Book {
-	return &Book{
+	b := &Book{
 		cfg:      cfg,
 		ops:      map[uint64]*op{},
 		calls:    map[CallID]*call{},
@@ -109,6 +112,10 @@ func New(cfg Config) *Book {
 		killed:   map[uint64]bool{},
 		corrupt:  corruptKeys{limit: cfg.CorruptKeys, keys: map[connector.BlockKey]struct{}{}},
 	}
+	if cfg.Slots > 0 {
+		b.landing, b.lines = NewLanding(cfg.Ranks, cfg.Slots), make([]line, 2*cfg.Ranks)
+	}
+	return b
 }
 
 // Up says that generation gen is ready for calls. Generations grow.

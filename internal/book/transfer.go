@@ -17,6 +17,7 @@ var (
 	errLate       = fmt.Errorf("transfer deadline: %w", context.DeadlineExceeded)
 	errViolation  = fmt.Errorf("the connector's answer breaks the contract: %w", connector.ErrIncompatible)
 	errRole       = errors.New("the role does not load")
+	errLanding    = errors.New("more blocks than landing memory holds: raise kvport.landing_bytes")
 )
 
 type callState uint8
@@ -58,6 +59,8 @@ type call struct {
 	state   callState
 	wait    time.Duration // last back-off
 	retryAt time.Time
+	slots   []connector.BlockID // of landing memory, while it may touch them
+	waiting bool                // in line for slots
 }
 
 // Step takes what the engine decided. The book owns s from now on.
@@ -124,6 +127,9 @@ func (b *Book) addOp(now time.Time, kind Kind, step uint64, t connector.Transfer
 
 // split makes the calls of an op: every part on every rank.
 func (b *Book) split(o *op, parts []*connector.Transfer) {
+	if b.landing != nil {
+		parts = b.divide(o, parts)
+	}
 	for _, p := range parts {
 		for rank := range b.cfg.Ranks {
 			o.calls = append(o.calls, &call{op: o, part: p, rank: rank})
@@ -132,22 +138,32 @@ func (b *Book) split(o *op, parts []*connector.Transfer) {
 }
 
 func (b *Book) startReady(o *op) {
+	if b.landing != nil {
+		b.queue(o)
+		b.startQueued()
+		return
+	}
 	if b.state != up {
 		return
 	}
 	for _, c := range o.calls {
-		if c.state != ready {
-			continue
+		if c.state == ready {
+			b.start(c)
 		}
-		c.state, c.id, c.gen = running, CallID(b.id()), b.gen
-		b.calls[c.id] = c
-		if o.kind == Save && !c.part.Replace && b.corrupt.any(c.part.Blocks) {
-			p := *c.part
-			p.Replace = true
-			c.part = &p
-		}
-		b.emit(Move{ID: c.id, Gen: c.gen, Kind: o.kind, Rank: c.rank, Transfer: c.part, Deadline: o.deadline})
 	}
+}
+
+func (b *Book) start(c *call) {
+	c.state, c.id, c.gen = running, CallID(b.id()), b.gen
+	b.calls[c.id] = c
+	if c.op.kind == Save && !c.part.Replace && b.corrupt.any(c.part.Blocks) {
+		p := *c.part
+		p.Replace = true
+		c.part = &p
+	}
+	b.emit(Move{
+		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
+	})
 }
 
 // Moved says that a call of the worker side has returned.
@@ -163,15 +179,18 @@ func (b *Book) Moved(now time.Time, id CallID, out Outcome) []Action {
 		return b.take()
 	}
 	o := c.op
+	b.vacate(c)
 	retryAt := now.Add(min(max(2*c.wait, b.cfg.BackoffMin), b.cfg.BackoffMax))
 	if errors.Is(out.Err, connector.ErrBusy) && !o.canceled && !b.closed && b.state != broken && retryAt.Before(o.deadline) {
 		c.state, c.wait, c.retryAt = backoff, retryAt.Sub(now), retryAt
 		b.wakes.at(retryAt)
+		b.startQueued()
 		return b.take()
 	}
 	c.state = over
 	b.judge(c, out)
 	b.endIfOver(now, o)
+	b.startQueued()
 	return b.take()
 }
 
@@ -277,6 +296,7 @@ func (b *Book) opReaped(now time.Time, o *op, gen uint64) {
 			continue
 		}
 		delete(b.calls, c.id)
+		b.vacate(c)
 		if given {
 			c.state = over
 			o.fail(c.part.Blocks, connector.ErrGone)

@@ -67,6 +67,9 @@ func newWorld(t *testing.T, seed uint64) *world {
 		caps |= connector.CanHold
 	}
 	cfg := testConfig()
+	if rng.IntN(2) == 0 {
+		cfg.Slots = 1 + rng.IntN(8)
+	}
 	cfg.Can, cfg.Ranks, cfg.Role = caps, 1+rng.IntN(3), connector.Role(1+rng.IntN(3))
 	return &world{
 		t: t, rng: rng, b: New(cfg), cfg: cfg, now: time.Unix(0, 0),
@@ -106,6 +109,7 @@ func (w *world) do(input string, actions []Action) {
 		case Move:
 			require.True(w.t, w.live && a.Gen == w.gen, "a call needs a living plugin")
 			w.granted(a)
+			w.slotted(a)
 			w.moves[a.ID] = a
 		case Finish:
 			require.True(w.t, w.live && a.Gen == w.gen)
@@ -476,6 +480,7 @@ func (w *world) drain() {
 	require.Equal(w.t, w.due, w.told)
 	require.Empty(w.t, w.held)
 	require.Empty(w.t, w.b.Pins())
+	require.Zero(w.t, w.b.LandingUsed())
 	require.Empty(w.t, w.b.requests)
 	for _, c := range w.b.calls {
 		require.Fail(w.t, "a call is left", "%+v of %+v", *c, *c.op)
