@@ -61,4 +61,10 @@ type Health struct {
 	Since     time.Duration `json:"since_ns"`
 	Pending   int           `json:"pending"` // transfers running
 	Held      int           `json:"held"`    // holds open
+	Trust     Trust         `json:"trust"`
+
+	// Slots of landing memory on all ranks, and those that transfers have; 0 where the plugin maps
+	// the cache.
+	LandingSlots int `json:"landing_slots,omitempty"`
+	LandingUsed  int `json:"landing_used,omitempty"`
 }

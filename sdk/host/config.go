@@ -113,6 +113,7 @@ func (s *Settings) decode(raw json.RawMessage) error {
 		{"ticket_key_file", text(&s.TicketKeyFile)},
 		{"peers", texts(&s.Peers)},
 		{"trust", s.decodeTrust},
+		{"landing_bytes", positive(&s.LandingBytes)},
 		{"plugin_sha256", s.decodeHash},
 		{"tenant_secret_file", text(&s.TenantSecretFile)},
 		{"allow_lossy", boolean(&s.AllowLossy)},
@@ -158,14 +159,14 @@ func (s *Settings) decodeTrust(raw json.RawMessage) error {
 	if err := text(&v)(raw); err != nil {
 		return err
 	}
-	switch v {
-	case string(TrustInPlace):
-		s.Trust = TrustInPlace
+	switch Trust(v) {
+	case TrustInPlace, TrustStaged:
+		s.Trust = Trust(v)
 		return nil
-	case "staged", "read-only":
-		return fmt.Errorf("%q is not built yet, only %q", v, TrustInPlace)
+	case "read-only":
+		return fmt.Errorf("%q is not built yet, only %q and %q", v, TrustInPlace, TrustStaged)
 	}
-	return fmt.Errorf("%s is not a trust level, use %q", quote(v), TrustInPlace)
+	return fmt.Errorf("%s is not a trust level, use %q or %q", quote(v), TrustInPlace, TrustStaged)
 }
 
 func (s *Settings) decodeHash(raw json.RawMessage) error {

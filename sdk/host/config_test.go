@@ -61,7 +61,7 @@ func TestParseConfigErrors(t *testing.T) {
 		ok + `,"kv_connector_extra_config":[]}`:            "kv_connector_extra_config: must be a JSON object, not an array",
 		ok + `,"kv_load_failure_policy":"retry"}`:          `"retry" is none of ["recompute" "fail"]`,
 		ok + `,"kv_buffer_device":"cuda"}`:                 `kv_buffer_device: "cuda" is none of`,
-		ok + `,"kvport":{"trust":"staged"}}`:               `kvport.trust: "staged" is not built yet`,
+		ok + `,"kvport":{"trust":"read-only"}}`:            `kvport.trust: "read-only" is not built yet`,
 		ok + `,"kvport":{"trust":"full"}}`:                 "is not a trust level",
 		ok + `,"kvport":{"deadlines":{"tranfer":"1s"}}}`:   `kvport.deadlines: unknown field "tranfer", did you mean "transfer"?`,
 		ok + `,"kvport":{"deadlines":{"save":"soon"}}}`:    `kvport.deadlines.save: "soon" is not a duration`,

@@ -7,6 +7,7 @@ type Settings struct {
 	TicketKeyFile    string   // key that signs tickets; empty: one shared by this user's engines on this machine
 	Peers            []string // ids of the engines whose tickets are accepted; empty: all that have the key
 	Trust            Trust
+	LandingBytes     int    // staged: landing memory of each rank, in bytes
 	PluginSHA256     string // the plugin binary must have this hash, in hex; empty: any
 	TenantSecretFile string // makes digests and keys keyed MACs
 	AllowLossy       bool   // accept a connector whose loaded bytes may differ from the saved ones
@@ -18,8 +19,11 @@ type Settings struct {
 // Trust says what a plugin may touch.
 type Trust string
 
-// TrustInPlace maps the paged cache into the plugin. It is the only level built so far.
-const TrustInPlace Trust = "in-place"
+// The levels.
+const (
+	TrustInPlace Trust = "in-place" // the plugin maps the paged cache
+	TrustStaged  Trust = "staged"   // it maps landing memory: the host copies saves out and verified loads in
+)
 
 // Deadlines bound every call. None may be zero.
 type Deadlines struct {
@@ -55,7 +59,7 @@ type Breaker struct {
 // DefaultSettings are the defaults of every setting: the one place that has them.
 func DefaultSettings() Settings {
 	return Settings{
-		Trust: TrustInPlace,
+		Trust: TrustInPlace, LandingBytes: 64 << 20,
 		Deadlines: Deadlines{
 			Handshake:      5 * time.Second,
 			Match:          200 * time.Microsecond,

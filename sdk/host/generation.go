@@ -44,8 +44,9 @@ type job struct {
 // start launches the plugin and opens its sides.
 func (h *Host) start(ctx context.Context, n uint64) (*generation, error) {
 	d := &h.cfg.Settings.Deadlines
+	regions, _ := h.mapped()
 	proc, err := launch(ctx, h.prog, LaunchOptions{
-		Regions: h.eng.Ranks, Log: h.log, Environment: h.env, Handshake: d.Handshake,
+		Regions: regions, Log: h.log, Environment: h.env, Handshake: d.Handshake,
 		Heartbeat: h.cfg.Settings.Heartbeat, Violated: h.violation,
 	})
 	if err != nil {
@@ -79,6 +80,8 @@ func (g *generation) open(ctx context.Context) error {
 		return fmt.Errorf("%w: %s: %w", ErrConfig, h.info.Name, err)
 	}
 	g.caps = h.info.Capabilities & connector.CapabilitiesOf(g.sched)
+	// The scheduler side hears of the cache's blocks, a worker of those in the memory it maps.
+	_, env.Layout = h.mapped()
 	for rank := range h.ranks {
 		env.Rank = rank
 		w, err := g.proc.OpenWorker(ctx, env, h.cfg.Extra)

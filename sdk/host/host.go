@@ -28,6 +28,7 @@ type Host struct {
 	info    connector.Info
 	caps    connector.Capability // of the scheduler side
 	ranks   []*rank
+	lands   *connector.Layout // of landing memory; nil: the plugin maps the cache
 	tickets *ticketOffice
 	metrics *metrics
 	events  *eventQueue
@@ -78,7 +79,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	}
 	first, err := h.firstStart(ctx)
 	if err != nil {
-		return nil, err
+		return nil, errors.Join(err, h.closeLanding())
 	}
 	h.events = newEventQueue()
 	h.caps = first.caps
@@ -120,7 +121,7 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 		return nil, err
 	}
 	h.prog, h.env = prog, manifest.Environment
-	if h.metrics, err = newMetrics(h.opts.Metrics, manifest.Name); err != nil {
+	if h.metrics, err = newMetrics(h.opts.Metrics, manifest.Name, h.cfg.Settings.Trust); err != nil {
 		return nil, errors.Join(fmt.Errorf("metrics: %w", err), prog.close())
 	}
 	g, err := h.start(ctx, 1)
@@ -148,6 +149,9 @@ func (h *Host) describe(ctx context.Context, r *Remote) error {
 		return fmt.Errorf("%w: %s needs one of the layouts %q, this engine has %q", ErrConfig, info.Name, info.Layouts, layout.Name)
 	case len(layout.Groups) > 1 && !info.Groups:
 		return fmt.Errorf("%w: %s cannot handle a cache of %d groups", ErrConfig, info.Name, len(layout.Groups))
+	case h.lands != nil && info.Capabilities&connector.CanHold != 0:
+		return fmt.Errorf("%w: kvport.trust: %s keeps finished blocks in the cache for its peers, at level %q it cannot read them; use %q",
+			ErrConfig, info.Name, TrustStaged, TrustInPlace)
 	case info.Lossy && !h.cfg.Settings.AllowLossy:
 		return fmt.Errorf("%w: %s may load other bytes than were saved; set kvport.allow_lossy to accept that", ErrConfig, info.Name)
 	}
@@ -165,6 +169,7 @@ func (h *Host) bookConfig() book.Config {
 		Later: d.Later, Fresh: matchFresh, Transfer: d.Transfer, TransferPerGiB: d.TransferPerGiB,
 		Save: d.Save, Plan: d.Plan, Finish: d.Finish, Grace: d.Grace, Hold: d.Hold, HoldMax: d.HoldMax,
 		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
+		Slots: h.slots(),
 	}
 	for g := range h.eng.Layout.Groups {
 		c.BlockBytes = append(c.BlockBytes, h.eng.Layout.BlockBytes(uint16(g))*int64(len(h.ranks)))
@@ -260,6 +265,7 @@ func (h *Host) Health() Health {
 	s := Health{
 		Connector: h.info.Name, State: "restarting", Restarts: h.restarts,
 		Since: time.Since(h.since), Pending: h.book.Pending(), Held: h.book.Held(),
+		Trust: h.cfg.Settings.Trust, LandingSlots: h.slots() * len(h.ranks), LandingUsed: h.book.LandingUsed(),
 	}
 	switch {
 	case h.gen != nil:
@@ -305,7 +311,7 @@ func (h *Host) close(ctx context.Context) error {
 	h.events.close(readerWait)
 	h.metrics.close()
 	_ = h.prog.close()
-	return err
+	return errors.Join(err, h.closeLanding())
 }
 
 // do carries out what the book decided. The caller holds mu. Nothing here waits.
@@ -329,6 +335,7 @@ func (h *Host) do(actions []book.Action) {
 		}
 	}
 	h.metrics.observe(h.book.Counters())
+	h.metrics.landing.Set(float64(h.book.LandingUsed()))
 	h.noteIdle()
 	select {
 	case h.nudge <- struct{}{}:

@@ -94,6 +94,9 @@ func (o rigOptions) config(t *testing.T) *Config {
 	extra := map[string]any{"dir": o.dir}
 	maps.Copy(extra, o.extra)
 	settings := map[string]any{"heartbeat": map[string]any{"limit": "1m"}} // a busy machine is no fault
+	if trust := os.Getenv(trustVariable); trust != "" {
+		settings["trust"], settings["landing_bytes"] = trust, landingBytes(12)
+	}
 	maps.Copy(settings, o.settings)
 	arg, err := json.Marshal(map[string]any{
 		"kv_connector": "TestConnector", "kv_role": o.role, "kv_connector_extra_config": extra, "kvport": settings,

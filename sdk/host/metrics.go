@@ -21,6 +21,9 @@ type metrics struct {
 	retries    prometheus.Counter
 	kills      prometheus.Counter
 	match      prometheus.Histogram
+	copied     *prometheus.CounterVec // connector, direction
+	landing    prometheus.Gauge
+	info       prometheus.Gauge
 
 	name       string
 	seen       book.Counters
@@ -28,7 +31,7 @@ type metrics struct {
 	registered []prometheus.Collector
 }
 
-func newMetrics(registry prometheus.Registerer, name string) (*metrics, error) {
+func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metrics, error) {
 	own := prometheus.Labels{"connector": name}
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help, ConstLabels: own})
@@ -56,16 +59,28 @@ func newMetrics(registry prometheus.Registerer, name string) (*metrics, error) {
 		violations: counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
 		retries:    counter("kvport_transfer_retries_total", "Transfer calls that were started again."),
 		kills:      counter("kvport_plugin_deadline_kills_total", "Plugins killed for a passed transfer deadline."),
+		copied: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_landing_copied_bytes_total", Help: "KV bytes copied between cache and landing memory (trust level staged).",
+		}, []string{"connector", "direction"}),
+		landing: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "kvport_landing_slots_used", Help: "Slots of landing memory that transfers have.", ConstLabels: own,
+		}),
+		info: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "kvport_connector_info", Help: "1 for the trust level at which the connector runs.",
+			ConstLabels: prometheus.Labels{"connector": name, "trust": string(trust)},
+		}),
 		match: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: "kvport_match_seconds", Help: "Time the engine's loop spent in Match.", ConstLabels: own,
 			Buckets: prometheus.ExponentialBuckets(1e-6, 4, 8),
 		}),
 	}
+	m.info.Set(1)
 	if registry == nil {
 		return m, nil
 	}
 	for _, c := range []prometheus.Collector{
 		m.bytes, m.seconds, m.failed, m.refused, m.released, m.restarts, m.integrity, m.violations, m.retries, m.kills, m.match,
+		m.copied, m.landing, m.info,
 	} {
 		if err := registry.Register(c); err != nil {
 			m.close()

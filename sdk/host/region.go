@@ -17,9 +17,18 @@ type Region struct {
 
 // NewRegion makes a region of size bytes, mapped and touched.
 func NewRegion(size int64) (*Region, error) {
-	mem, err := shm.Create("kvport-cache", size)
+	r, err := newRegion("kvport-cache", size)
 	if err != nil {
 		return nil, fmt.Errorf("cache region of %d bytes: %w", size, err)
+	}
+	return r, nil
+}
+
+// newRegion makes a region under a name that shows in /proc.
+func newRegion(name string, size int64) (*Region, error) {
+	mem, err := shm.Create(name, size)
+	if err != nil {
+		return nil, err
 	}
 	return &Region{mem: mem}, nil
 }

@@ -15,9 +15,10 @@ import (
 
 // rank is one rank's paged cache as the host uses it: to make and check digests.
 type rank struct {
-	kv     *connector.KV
-	hasher *digest.Hasher
-	hands  chan struct{} // as many digests are computed at once as there are cores; shared by all ranks
+	kv      *connector.KV
+	landing *landing // nil: the plugin maps the cache
+	hasher  *digest.Hasher
+	hands   chan struct{} // as many digests are computed at once as there are cores; shared by all ranks
 }
 
 // openRanks checks the layout and wraps the regions.
@@ -52,7 +53,7 @@ func (h *Host) openRanks() error {
 			kv: kv, hasher: digest.New(h.eng.Model, h.eng.Shape, shard, secret), hands: hands,
 		})
 	}
-	return nil
+	return h.openLanding()
 }
 
 func (h *Host) secret() ([]byte, error) {
@@ -96,10 +97,10 @@ func (h *Host) move(ctx context.Context, g *generation, a *book.Move) book.Outco
 		if err := r.makeDigests(t.Blocks); err != nil {
 			return book.Outcome{Err: err}
 		}
-		err := w.Save(ctx, t, r.kv)
+		err := h.save(ctx, r, w, a)
 		return book.Outcome{Err: err, Lost: errors.Is(err, errLost)}
 	}
-	err := w.Load(ctx, t, r.kv)
+	err := h.load(ctx, r, w, a)
 	if errors.Is(err, errLost) {
 		return book.Outcome{Err: err, Lost: true}
 	}
@@ -116,6 +117,50 @@ func (h *Host) move(ctx context.Context, g *generation, a *book.Move) book.Outco
 		h.log.Warn("damaged blocks, they are computed anew", "connector", h.info.Name, "request", t.Request, "blocks", damaged)
 	}
 	return out
+}
+
+// save lets a worker read the blocks of a move: in the cache, or a copy of them. Their digests were
+// made in the cache, so what the plugin does to the copy is found when the blocks are loaded.
+func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *book.Move) error {
+	if r.landing == nil {
+		return w.Save(ctx, a.Transfer, r.kv)
+	}
+	s := &stage{t: a.Transfer, slots: a.Slots}
+	r.busy(func() { s.out(r.landing.kv, r.kv) })
+	h.metrics.copied.WithLabelValues(h.metrics.name, "save").Add(r.size(a.Transfer.Blocks))
+	return s.back(w.Save(ctx, s.landed(), r.landing.kv))
+}
+
+// load lets a worker fill the blocks of a move: in the cache, or in landing memory, from where what
+// arrived is copied. Digests are checked in the cache, after the copy.
+func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *book.Move) error {
+	if r.landing == nil {
+		return w.Load(ctx, a.Transfer, r.kv)
+	}
+	s := &stage{t: a.Transfer, slots: a.Slots}
+	err := w.Load(ctx, s.landed(), r.landing.kv)
+	if errors.Is(err, errLost) {
+		return err
+	}
+	r.busy(func() { s.in(r.kv, r.landing.kv, err) })
+	h.metrics.copied.WithLabelValues(h.metrics.name, "load").Add(r.size(a.Transfer.Blocks))
+	return s.back(err)
+}
+
+// busy runs what keeps a core busy.
+func (r *rank) busy(f func()) {
+	r.hands <- struct{}{}
+	defer func() { <-r.hands }()
+	f()
+}
+
+// size is the length of some blocks in bytes.
+func (r *rank) size(blocks []connector.Block) float64 {
+	n := int64(0)
+	for _, b := range blocks {
+		n += r.kv.Layout().BlockBytes(b.Group)
+	}
+	return float64(n)
 }
 
 func failedCount(t *connector.Transfer, err error) int {

@@ -256,7 +256,22 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	if missing != nil {
 		return &connector.BlockError{Blocks: missing, Err: connector.ErrGone}
 	}
+	if w.due("flip_load") {
+		go flip(t, kv)
+	}
 	return nil
+}
+
+// flip goes on writing the blocks of a transfer that is over.
+func flip(t *connector.Transfer, kv *connector.KV) {
+	for {
+		for _, b := range t.Blocks {
+			view := kv.View(0, b.ID)
+			for i := range view {
+				view[i] ^= 1
+			}
+		}
+	}
 }
 
 func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
