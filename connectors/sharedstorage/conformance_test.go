@@ -33,3 +33,7 @@ func TestInProcess(t *testing.T) {
 func TestOverTheWire(t *testing.T) {
 	conformance.Run(t, conformance.Wire(plugin(), config(t)))
 }
+
+func TestStaged(t *testing.T) {
+	conformance.Run(t, conformance.Staged(conformance.Wire(plugin(), config(t))))
+}
