@@ -5,17 +5,18 @@ import (
 	"slices"
 )
 
-// inv10: a lookup has no effect and gives the same answer until something has changed.
+// inv10: a lookup has no effect and gives the same answer until something has changed. "Ask again"
+// is allowed in between (invariant 12): a host asks anew when its answer has got old.
 func inv10(s *state, c *Call) error {
 	b, ok := c.Body.(*LookupCall)
-	if !ok {
+	if !ok || b.Later {
 		return nil
 	}
 	r := s.of(b.Request.ID)
 	if r.lookup == nil || r.lookup.Later || r.lookupAt != s.changed || r.lookup.Computed != b.Computed || r.alloc != nil {
 		return nil
 	}
-	if r.lookup.Tokens != b.Tokens || b.Later {
+	if r.lookup.Tokens != b.Tokens {
 		return fmt.Errorf("request %s: %d tokens, and before %d", b.Request.ID, b.Tokens, r.lookup.Tokens)
 	}
 	return nil

@@ -98,7 +98,7 @@ func (r *rig) open(engine string) {
 	extra, err := json.Marshal(r.store)
 	require.NoError(r.t, err)
 	cfg, err := host.ParseConfig(fmt.Sprintf(`{"kv_connector":"ExampleConnector","kv_role":"kv_both","engine_id":%q,
-		"kv_connector_extra_config":{"shared_storage_path":%s},"kvport":{"heartbeat":{"limit":"1m"}}}`, engine, extra))
+		"kv_connector_extra_config":{"shared_storage_path":%s},"kvport":{"heartbeat":{"limit":"1m"},"deadlines":{"later":"1m","transfer":"1m","save":"1m","finish":"1m"}}}`, engine, extra)) // a busy machine is no fault
 	require.NoError(r.t, err)
 	leaks := goleak.IgnoreCurrent()
 	opts := host.Options{PluginPath: []string{pluginFolder}, Metrics: prometheus.NewRegistry()}

@@ -70,6 +70,25 @@ func TestTableEqualsCode(t *testing.T) {
 	t.Logf("68 invariants: %d checked on sequences of calls, %d by other tests, %d not checkable yet", here, elsewhere, nowhere)
 }
 
+// The page says of every call that can be read what becomes of it, and the shim does something for it.
+func TestEveryCallIsDocumented(t *testing.T) {
+	data, err := os.ReadFile("../../docs/spec/vllm-invariants.md")
+	require.NoError(t, err)
+	page := map[Kind]bool{}
+	for _, m := range regexp.MustCompile("(?m)^\\| `([a-z_]+)` \\| .+ \\|$").FindAllStringSubmatch(string(data), -1) {
+		page[Kind(m[1])] = true
+	}
+	code, handled := map[Kind]bool{}, (&Shim{}).handlers()
+	for _, side := range []Side{SchedulerSide, WorkerSide} {
+		for kind := range decodersOf(side) {
+			code[kind] = true
+			require.NotNil(t, handled[kind], kind)
+		}
+	}
+	require.Equal(t, code, page)
+	t.Logf("%d kinds of calls", len(page))
+}
+
 // requireTest makes sure that the test which a row names exists.
 func requireTest(t *testing.T, r specRow) {
 	t.Helper()
