@@ -198,8 +198,8 @@ func (p *proc) answerAsk(id connector.RequestID) {
 	}
 }
 
-// doMove does some blocks of a load or save.
-func (p *proc) doMove(m *move, d *dice, f Fault) {
+// doMove does up to n blocks of a load or save.
+func (p *proc) doMove(m *move, n int, d *dice, f Fault) {
 	if !m.begun {
 		m.begun = true
 		if m.Kind == book.Save && !p.h.w.is(AckBeforeSave) {
@@ -215,7 +215,7 @@ func (p *proc) doMove(m *move, d *dice, f Fault) {
 		return
 	}
 	blocks := m.Transfer.Blocks
-	for n := 1 + d.n(len(blocks)); n > 0 && m.done < len(blocks); n-- {
+	for ; n > 0 && m.done < len(blocks); n-- {
 		if !p.touch(m, blocks[m.done], m.done, d, f) {
 			return
 		}

@@ -286,7 +286,8 @@ func (p *proc) work(d *dice, f Fault) {
 		p.doJob(p.jobs[0], d, f)
 		return
 	}
-	p.doMove(todo[i], d, f)
+	m := todo[i]
+	p.doMove(m, 1+d.n(len(m.Transfer.Blocks)), d, f)
 }
 
 func (p *proc) crash() {

@@ -230,9 +230,25 @@ func (w *World) round(n int) (busy bool) {
 			}
 		}
 		busy = e.turn(1000, n%3) || busy
+		if e.host != nil {
+			busy = busy || e.host.proc.busy()
+		}
 		w.after()
 	}
 	return busy || len(w.router.wants) > 0
+}
+
+// busy reports whether a plugin can go on with something.
+func (p *proc) busy() bool {
+	if p == nil || p.dying || !p.hung.IsZero() {
+		return false
+	}
+	for _, m := range p.moves {
+		if !m.stuck {
+			return true
+		}
+	}
+	return len(p.jobs) > 0 && !p.jobs[0].stuck
 }
 
 // atRest reports whether nothing is left to wait for.

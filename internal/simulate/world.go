@@ -169,7 +169,8 @@ func (w *World) advance(d time.Duration) {
 			if e.host == nil {
 				continue
 			}
-			if t, ok := e.host.next(); ok && t.Before(first) {
+			t, ok := e.host.next()
+			if ok && !t.After(first) && (next == nil || t.Before(first)) {
 				first, next = t, e.host
 			}
 		}
