@@ -14,6 +14,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvport/kvport/bench"
 	"github.com/kvport/kvport/sdk/host"
 )
 
@@ -27,7 +28,10 @@ const (
 	exitUsage   = 2 // a changed flag, config or binary could cure it
 )
 
-func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
+func main() {
+	bench.ServePlugin()
+	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
+}
 
 // run executes one command line and gives its exit code.
 func run(args []string, stdout, stderr io.Writer) int {
@@ -63,7 +67,7 @@ func newRoot(stdout, stderr io.Writer) *cobra.Command {
 	root.SetErr(stderr)
 	root.SetVersionTemplate("kvport {{.Version}}\n")
 	root.CompletionOptions.DisableDefaultCmd = true
-	root.AddCommand(newServe(), newRoute(), newConform(), newPlugins(), newDoctor(), newSim())
+	root.AddCommand(newServe(), newRoute(), newConform(), newBench(), newPlugins(), newDoctor(), newSim())
 	return root
 }
 

@@ -15,12 +15,13 @@ import (
 	"github.com/rogpeppe/go-internal/testscript"
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/bench"
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
 )
 
 func TestMain(m *testing.M) {
-	testscript.Main(m, map[string]func(){"kvport": main, "kvport-demo": demoPlugin})
+	testscript.Main(m, map[string]func(){"kvport": main, "kvport-demo": demoPlugin, "kvport-bench-memory": bench.ServePlugin})
 }
 
 // demoPlugin is a connector that keeps blocks as files in a folder.

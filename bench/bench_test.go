@@ -1,0 +1,158 @@
+package bench
+
+import (
+	"bytes"
+	"math"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+)
+
+// pluginFolder holds the shared storage plugin.
+var pluginFolder string
+
+func TestMain(m *testing.M) {
+	ServePlugin()
+	dir, err := os.MkdirTemp("", "benchtest")
+	if err != nil {
+		panic(err)
+	}
+	pluginFolder = dir
+	build := exec.Command("go", "build", "-o", filepath.Join(dir, "kvport-sharedstorage"), "../plugins/sharedstorage")
+	if out, err := build.CombinedOutput(); err != nil {
+		panic(string(out))
+	}
+	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
+		if err := os.RemoveAll(dir); err != nil {
+			panic(err)
+		}
+		os.Exit(code)
+	}))
+}
+
+func self(t *testing.T) string {
+	t.Helper()
+	path, err := os.Executable()
+	require.NoError(t, err)
+	return path
+}
+
+// collect gives an Emit and the rows that it got.
+func collect() (Emit, *[]Row) {
+	rows := new([]Row)
+	return func(r Row) error { *rows = append(*rows, r); return nil }, rows
+}
+
+func requireRows(t *testing.T, rows []Row, names ...string) {
+	t.Helper()
+	byName := map[string]Row{}
+	for _, r := range rows {
+		require.NotContains(t, byName, r.Name)
+		byName[r.Name] = r
+	}
+	for _, name := range names {
+		require.Contains(t, byName, name)
+		require.NotNil(t, byName[name].Value, name)
+	}
+}
+
+func TestTransfer(t *testing.T) {
+	emit, rows := collect()
+	dir := t.TempDir()
+	require.NoError(t, Transfer(t.Context(), TransferOptions{
+		Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Quick: true, Emit: emit,
+	}))
+	requireRows(t, *rows, "save 48 KB", "load+digest 48 KB x 32", "save+digest 737 KB", "load 8 MB", "op round trip, stream",
+		"file save 737 KB", "file load 8 MB", "lookup of 32 keys, warm", "plugin restart after kill -9")
+	for _, r := range *rows {
+		if r.Unit == "absent" {
+			require.Contains(t, r.Name, "safetensors")
+			require.Contains(t, r.Name, "no --peer-python")
+			require.Nil(t, r.OK)
+			continue
+		}
+		require.Positive(t, *r.Value, r.Name)
+		require.Positive(t, *r.Limit, r.Name)
+		require.Positive(t, *r.Ratio, r.Name)
+	}
+	left, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Empty(t, left, "stored blocks are removed")
+}
+
+func TestEngine(t *testing.T) {
+	emit, rows := collect()
+	require.NoError(t, Engine(t.Context(), EngineOptions{
+		Model: tiny, PluginPath: []string{pluginFolder}, Dir: t.TempDir(), Threads: 2, Quick: true, Emit: emit,
+	}))
+	requireRows(t, *rows, "decode batch 1, 2 threads", "decode batch 8, 2 threads", "first token of a hit, 64 tokens",
+		"digests of a hit, share of first token", "added to a step without transfers")
+	text := new(bytes.Buffer)
+	for _, r := range *rows {
+		require.NoError(t, Text(text)(r))
+	}
+	require.Contains(t, text.String(), "llama.cpp (no --peer-python)")
+	require.Contains(t, text.String(), "prefill 64, 1 thread (tiny-random has no file)")
+}
+
+func TestTransferWithoutPlugin(t *testing.T) {
+	emit, _ := collect()
+	err := Transfer(t.Context(), TransferOptions{Self: filepath.Join(t.TempDir(), "none"), Quick: true, Emit: emit})
+	require.ErrorContains(t, err, "no such file")
+}
+
+// TestPeer uses an interpreter without the packages, which is the usual one.
+func TestPeer(t *testing.T) {
+	python, err := exec.LookPath("python3")
+	if err != nil {
+		t.Skip("no python3")
+	}
+	p, err := StartPeer(python, "none.gguf", 1)
+	require.NoError(t, err)
+	for range 2 {
+		_, err = p.ask("nonsense")
+		require.ErrorIs(t, err, errAbsent)
+		require.ErrorContains(t, err, "KeyError")
+	}
+	require.NoError(t, p.Close())
+	_, err = p.ask("prefill", 1)
+	require.Error(t, err)
+	require.NotErrorIs(t, err, errAbsent)
+
+	_, err = StartPeer(filepath.Join(t.TempDir(), "python"), "", 1)
+	require.ErrorContains(t, err, "start the peer")
+	_, err = (*Peer)(nil).ask("prefill")
+	require.ErrorIs(t, err, errAbsent)
+	require.NoError(t, (*Peer)(nil).Close())
+}
+
+func TestRows(t *testing.T) {
+	out := new(bytes.Buffer)
+	emit := JSON(out)
+	rows := []Row{
+		faster("a", 10, 0.123456, 0.1, "GB/s")(atLeast(0.9)),
+		faster("b", 0, 8, 10, "GB/s")(atLeast(0.9)),
+		shorter("c", 0, 30, 10, "us")(atMost(20)),
+		shorter("d", 0, 10, math.NaN(), "us")(budget{}),
+		absent("e", "why"),
+	}
+	for _, r := range rows {
+		require.NoError(t, emit(r))
+	}
+	require.Equal(t, `{"name":"a","bytes":10,"value":0.1235,"unit":"GB/s","limit":0.1,"ratio":1.235,"budget":"ratio >= 0.9","ok":true}
+{"name":"b","bytes":0,"value":8,"unit":"GB/s","limit":10,"ratio":0.8,"budget":"ratio >= 0.9","ok":false}
+{"name":"c","bytes":0,"value":30,"unit":"us","limit":10,"ratio":0.3333,"budget":"value <= 20","ok":false}
+{"name":"d","bytes":0,"value":10,"unit":"us","limit":null,"ratio":null,"budget":"","ok":null}
+{"name":"e (why)","bytes":0,"value":null,"unit":"absent","limit":null,"ratio":null,"budget":"","ok":null}
+`, out.String())
+	got, err := Read(out)
+	require.NoError(t, err)
+	require.Equal(t, rows, got)
+	_, err = Read(bytes.NewBufferString(`{"name":"a"}{"nome":"b"}`))
+	require.ErrorContains(t, err, "row 2")
+	require.Equal(t, []string{"yes", "NO", "-"}, []string{rows[0].Verdict(), rows[1].Verdict(), rows[4].Verdict()})
+}

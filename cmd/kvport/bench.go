@@ -1,0 +1,79 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvport/kvport/bench"
+)
+
+type benchFlags struct {
+	model, format, dir, python string
+	folders                    []string
+	threads                    int
+	quick                      bool
+}
+
+func newBench() *cobra.Command {
+	f := &benchFlags{}
+	cmd := &cobra.Command{
+		Use:   "bench engine|transfer",
+		Short: "Measure the engine or block transfer beside what limits them",
+		Args:  cobra.ExactArgs(1), ValidArgs: []string{"engine", "transfer"},
+		RunE: func(cmd *cobra.Command, args []string) error { return f.run(cmd, args[0]) },
+	}
+	flags := cmd.Flags()
+	flags.StringVar(&f.format, "format", "text", "text or json (a line a row)")
+	flags.StringVar(&f.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF file or tiny-random; engine only")
+	flags.IntVar(&f.threads, "threads", 0, "threads that compute (default one for each CPU)")
+	flags.StringVar(&f.dir, "dir", "", "folder for stored blocks (default the system's for temporary files)")
+	flags.StringVar(&f.python, "peer-python", "", "Python with xllamacpp or safetensors, to measure these beside kvport (default: not measured)")
+	addPluginPath(flags, &f.folders)
+	flags.BoolVar(&f.quick, "quick", false, "a few rounds, to see that it works; the numbers mean nothing")
+	return cmd
+}
+
+func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
+	emit, isFormat := map[string]bench.Emit{"text": bench.Text(cmd.OutOrStdout()), "json": bench.JSON(cmd.OutOrStdout())}[f.format]
+	switch {
+	case !isFormat:
+		return fmt.Errorf("--format is %q, want text or json", f.format)
+	case what != "engine" && what != "transfer":
+		return fmt.Errorf("bench %q is neither engine nor transfer", what)
+	case f.threads < 0:
+		return fmt.Errorf("--threads is %d, want a positive number", f.threads)
+	}
+	if what == "engine" && f.model != "tiny-random" {
+		if _, err := os.Stat(f.model); err != nil {
+			return fmt.Errorf("--model: %w", err)
+		}
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return fail(err)
+	}
+	var peer *bench.Peer
+	if f.python != "" {
+		model, err := filepath.Abs(f.model)
+		if err != nil {
+			return fail(err)
+		}
+		if peer, err = bench.StartPeer(f.python, model, f.threads); err != nil {
+			return fmt.Errorf("--peer-python: %w", err)
+		}
+	}
+	defer func() { err = errors.Join(err, fail(peer.Close())) }()
+	if what == "engine" {
+		return fail(bench.Engine(cmd.Context(), bench.EngineOptions{
+			Model: f.model, PluginPath: pluginFolders(f.folders), Dir: f.dir,
+			Threads: f.threads, Peer: peer, Quick: f.quick, Emit: emit,
+		}))
+	}
+	return fail(bench.Transfer(cmd.Context(), bench.TransferOptions{
+		Self: self, PluginPath: pluginFolders(f.folders), Dir: f.dir, Peer: peer, Quick: f.quick, Emit: emit,
+	}))
+}
