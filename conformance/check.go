@@ -16,13 +16,13 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Options change how Check runs. The zero value runs every case and requires the profile store.
+// Options change how Check runs. The zero value checks the profile store.
 type Options struct {
 	Profiles []Profile     // a required case that is skipped has failed; nil: Store
 	Seed     uint64        // of sizes, orders and bytes; keys differ in every run
 	Log      *slog.Logger  // what the connector's sides log; nil: nothing
 	Deadline time.Duration // of one case; 0: 60 s
-	Only     []string      // ids of the cases to run; nil: all
+	Only     []string      // ids of the cases to run; nil: those of the profiles
 	Progress func(Result)  // called after each case
 }
 
@@ -79,9 +79,15 @@ func Run(t *testing.T, newHarness Maker, profiles ...Profile) {
 	}
 }
 
-// cases are those to run.
+// cases are those to run: what the profiles require, and what the connector may offer besides.
 func (o *Options) cases() []Case {
-	return slices.DeleteFunc(Cases(), func(c Case) bool { return o.Only != nil && !slices.Contains(o.Only, c.ID) })
+	return slices.DeleteFunc(Cases(), func(c Case) bool {
+		if o.Only != nil {
+			return !slices.Contains(o.Only, c.ID)
+		}
+		required := slices.ContainsFunc(o.Profiles, func(p Profile) bool { return slices.Contains(c.Profiles, p) })
+		return !required && c.Needs == 0 && !c.Groups
+	})
 }
 
 // prepare fills in the defaults and asks the connector what it is. If that fails every case will
@@ -112,7 +118,7 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 // judge fails a case that was skipped although a profile requires it.
 func (o *Options) judge(c Case, r Result) Result {
 	for _, p := range o.Profiles {
-		if r.Status == Skip && slices.Contains(c.Profiles, p) {
+		if r.Status == Skip && !c.Optional && slices.Contains(c.Profiles, p) {
 			r.Status, r.Log = Fail, append(r.Log, fmt.Sprintf("profile %s requires this case", p))
 		}
 	}
@@ -162,7 +168,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 		rec.Errorf("the connector does not close")
 		hung = true
 	}
-	if !hung {
+	if !hung && !rec.failed() { // a case that gave up has left things
 		if leak := before.waitForLeaks(grace); leak != "" {
 			rec.Errorf("left after the case: %s", leak)
 		}
@@ -239,6 +245,12 @@ func (r *recorder) note(s Status, line string) {
 		r.status = s
 	}
 	r.log = append(r.log, line)
+}
+
+func (r *recorder) failed() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.status == Fail
 }
 
 func (r *recorder) result(c Case, start time.Time) Result {

@@ -7,7 +7,10 @@ import (
 	"encoding/xml"
 	"errors"
 	"os"
+	"path/filepath"
+	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -135,6 +138,52 @@ func TestSkippedIsFailedInAProfile(t *testing.T) {
 	r := Check(t.Context(), InProcess(plugin, nil), only)[0]
 	require.Equal(t, Fail, r.Status)
 	require.Contains(t, r.Log[1], "profile power requires this case")
+}
+
+// Only the cases of the profiles run, besides those of powers that the connector may offer.
+func TestProfilesChooseCases(t *testing.T) {
+	for _, profile := range Profiles() {
+		o := Options{Profiles: []Profile{profile}}
+		for _, c := range o.cases() {
+			require.True(t, slices.Contains(c.Profiles, profile) || c.Needs != 0 || c.Groups, "%s: %s", profile, c.ID)
+		}
+	}
+	require.Len(t, (&Options{Profiles: Profiles()}).cases(), len(Cases()))
+	require.Len(t, (&Options{Profiles: []Profile{Store}, Only: []string{"kill-save"}}).cases(), 1)
+}
+
+// What asks for something of the machine or the config is never failed for being skipped, and a
+// process-level case is, where the harness has no process.
+func TestOptionalCases(t *testing.T) {
+	plugin := connector.Plugin{Describe: func(context.Context, json.RawMessage) (connector.Info, error) {
+		return connector.Info{Name: "nothing", Scope: connector.ScopeEngine}, nil
+	}}
+	o := Options{Only: []string{"by-hand", "flipped", "disk-full"}, Profiles: []Profile{Lifecycle, Fault}}
+	got := map[string]Status{}
+	for _, r := range Check(t.Context(), InProcess(plugin, nil), o) {
+		got[r.ID] = r.Status
+		require.NotEmpty(t, r.Log)
+	}
+	require.Equal(t, map[string]Status{"by-hand": Fail, "flipped": Skip, "disk-full": Skip}, got)
+}
+
+// The folder is on a disk of its own, whose size and mode change, and which goes with its helper.
+func TestSmallDisk(t *testing.T) {
+	d, err := newSmallDisk("size=64k")
+	if err != nil {
+		t.Skip("this machine permits no file system of our own: ", err)
+	}
+	file := filepath.Join(d.path, "file")
+	require.ErrorIs(t, os.WriteFile(file, make([]byte, 1<<20), 0o600), syscall.ENOSPC)
+	require.NoError(t, os.Remove(file))
+	require.NoError(t, d.remount("size=4m"))
+	require.NoError(t, os.WriteFile(file, make([]byte, 1<<20), 0o600))
+	require.NoError(t, d.remount("ro"))
+	require.ErrorIs(t, os.WriteFile(file, nil, 0o600), syscall.EROFS)
+	require.Error(t, d.remount("no-such-option"))
+	require.NoError(t, d.close())
+	require.NoDirExists(t, d.path)
+	require.NoDirExists(t, d.dir)
 }
 
 func sample() []Result {

@@ -9,8 +9,9 @@
 //
 //	results := conformance.Check(ctx, conformance.Binary(path, config), conformance.Options{})
 //
-// A case that needs an optional power is skipped for connectors without it. A [Profile] names the
-// cases that a kind of connector must pass: there, skipped is failed.
+// A [Profile] names the cases that a kind of connector must pass. Only the cases of the chosen
+// profiles run, and skipped is failed there; besides, the cases of optional powers run wherever the
+// connector offers the power.
 package conformance
 
 import (
@@ -30,14 +31,21 @@ type Profile string
 const (
 	// Store is a connector that keeps blocks by content address.
 	Store Profile = "store"
+	// Lifecycle is what every plugin promises about opening, closing, starting and ending.
+	Lifecycle Profile = "lifecycle"
+	// MultiRank is a Store that serves engines of several ranks.
+	MultiRank Profile = "multirank"
 	// Groups is a Store that serves caches of several groups.
 	Groups Profile = "groups"
+	// Fault is a Store that survives faults of its process, its backend and its callers. It needs a
+	// harness that runs a binary.
+	Fault Profile = "fault"
 	// Power is a connector with every optional power: a Planner, Holder and Resetter.
 	Power Profile = "power"
 )
 
 // Profiles lists all profiles.
-func Profiles() []Profile { return []Profile{Store, Groups, Power} }
+func Profiles() []Profile { return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power} }
 
 // ParseProfile reads a profile's name.
 func ParseProfile(s string) (Profile, error) {
@@ -59,6 +67,7 @@ type Case struct {
 	Profiles []Profile            // the kinds of connectors for which it is required
 	Needs    connector.Capability // the case is skipped without them
 	Groups   bool                 // the case is skipped unless Info.Groups
+	Optional bool                 // it asks for something of the machine or the config: skipped is not failed
 	Run      func(T, Harness)
 }
 
@@ -78,7 +87,8 @@ type T interface {
 
 // Cases lists every case, in the order in which they run.
 func Cases() []Case {
-	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases())
+	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(),
+		lifeCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases())
 }
 
 // Status is how a case ended.

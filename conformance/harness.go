@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk/host"
 )
 
 // A Harness starts a connector with one config. Every case gets its own.
@@ -33,6 +34,40 @@ type Instance struct {
 	Memory [][]byte     // the cache of each rank
 	PID    int          // the connector's process, for counting its resources; 0: this one
 	Close  func() error // ends the connector; all sides are closed
+
+	Process Process      // the connector's process, to be hurt; nil: it runs in this one
+	Logged  func() int64 // lines logged so far by its process; nil: all lines go to Env.Log
+
+	killed bool // by the case: how it ended is no error
+}
+
+// A Process is a connector's process, as far as a case of a fault needs it. Signals go to its PID.
+type Process interface {
+	// PID is its number.
+	PID() int
+	// Heartbeat asks for a sign of life.
+	Heartbeat(ctx context.Context) error
+	// Done is closed when the process was reaped.
+	Done() <-chan struct{}
+}
+
+// A Manifester is a Harness that knows what the plugin says of itself before it is started.
+type Manifester interface {
+	// Manifest is what the plugin prints when it is run with --manifest.
+	Manifest(ctx context.Context) (*host.Manifest, error)
+}
+
+// A Backend is a Harness whose config names a folder (@TMP@) in which the connector keeps what it
+// stores. Cases of faults damage what is in it.
+type Backend interface {
+	// Folder is its path; "" when the config names none.
+	Folder() string
+}
+
+// A Runner is a Harness of a program that can be started by hand.
+type Runner interface {
+	// Program is its path.
+	Program() string
 }
 
 // placeholders in a config's strings stand for a folder that every case gets anew; see
@@ -70,6 +105,9 @@ func newBase(config json.RawMessage) (base, error) {
 // Config implements Harness.
 func (b base) Config() json.RawMessage { return b.config }
 
+// Folder implements Backend.
+func (b base) Folder() string { return b.dir }
+
 // Close implements Harness.
 func (b base) Close() error {
 	if b.dir == "" {
@@ -90,6 +128,19 @@ func InProcess(p connector.Plugin, config json.RawMessage) Maker {
 type inProcess struct {
 	base
 	plugin connector.Plugin
+}
+
+// Manifest implements Manifester.
+func (h *inProcess) Manifest(context.Context) (*host.Manifest, error) {
+	return manifestOf(&h.plugin), nil
+}
+
+// manifestOf is what a plugin prints when it is run with --manifest.
+func manifestOf(p *connector.Plugin) *host.Manifest {
+	return &host.Manifest{
+		Name: p.Name, Aliases: p.Aliases, Version: p.Version, Environment: p.Environment, ConfigSchema: p.Schema,
+		Capabilities: strings.FieldsFunc(p.Capabilities.String(), func(c rune) bool { return c == ',' }),
+	}
 }
 
 // Start implements Harness.

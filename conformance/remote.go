@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -49,6 +50,11 @@ type loopback struct {
 	plugin connector.Plugin
 }
 
+// Manifest implements Manifester.
+func (h *loopback) Manifest(context.Context) (*host.Manifest, error) {
+	return manifestOf(&h.plugin), nil
+}
+
 // Start implements Harness.
 func (h *loopback) Start(_ context.Context, ranks int, size int64) (*Instance, error) {
 	made, views, err := regions(ranks, size)
@@ -83,33 +89,35 @@ func Binary(path string, config json.RawMessage) Maker {
 	if abs, err := filepath.Abs(path); err == nil {
 		path = abs // a bare name means a file here, not one on PATH
 	}
-	environment := sync.OnceValues(func() ([]string, error) {
+	manifest := sync.OnceValues(func() (*host.Manifest, error) {
 		ctx, cancel := context.WithTimeout(context.Background(), manifestWait)
 		defer cancel()
-		m, err := host.ReadManifest(ctx, path)
-		if err != nil {
-			return nil, err
-		}
-		return m.Environment, nil
+		return host.ReadManifest(ctx, path)
 	})
 	return func() (Harness, error) {
 		b, err := newBase(config)
-		return &process{base: b, path: path, environment: environment}, err
+		return &process{base: b, path: path, manifest: manifest}, err
 	}
 }
 
 type process struct {
 	base
-	path        string
-	environment func() ([]string, error) // the variables that the manifest asks for
+	path     string
+	manifest func() (*host.Manifest, error)
 
 	mu      sync.Mutex
 	running []*host.Process
 }
 
+// Manifest implements Manifester.
+func (h *process) Manifest(context.Context) (*host.Manifest, error) { return h.manifest() }
+
+// Program implements Runner.
+func (h *process) Program() string { return h.path }
+
 // Start implements Harness.
 func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, error) {
-	environment, err := h.environment()
+	manifest, err := h.manifest()
 	if err != nil {
 		return nil, err
 	}
@@ -117,8 +125,9 @@ func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, 
 	if err != nil {
 		return nil, err
 	}
+	lines := &lineCounter{}
 	p, err := host.Launch(ctx, h.path, host.LaunchOptions{
-		Regions: made, Environment: environment, Log: slog.New(slog.DiscardHandler),
+		Regions: made, Environment: manifest.Environment, Log: slog.New(lines),
 		// The case's deadline says when a plugin hangs, so that a slow machine cannot.
 		Heartbeat: host.Heartbeat{Interval: time.Hour, Limit: time.Hour},
 	})
@@ -129,7 +138,8 @@ func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, 
 	h.running = append(h.running, p)
 	h.mu.Unlock()
 	return &Instance{
-		Describe: p.Describe, Scheduler: p.OpenScheduler, Worker: p.OpenWorker, Memory: views, PID: p.PID(),
+		Describe: p.Describe, Scheduler: p.OpenScheduler, Worker: p.OpenWorker, Memory: views,
+		PID: p.PID(), Process: p, Logged: lines.count.Load,
 		Close: func() error {
 			ctx, cancel := context.WithTimeout(context.Background(), exitWait)
 			defer cancel()
@@ -153,3 +163,21 @@ func (h *process) Close() error {
 	}
 	return h.base.Close()
 }
+
+// lineCounter is a slog.Handler that counts what an operator would see.
+type lineCounter struct{ count atomic.Int64 }
+
+// Enabled implements slog.Handler.
+func (c *lineCounter) Enabled(_ context.Context, l slog.Level) bool { return l >= slog.LevelInfo }
+
+// Handle implements slog.Handler.
+func (c *lineCounter) Handle(context.Context, slog.Record) error {
+	c.count.Add(1)
+	return nil
+}
+
+// WithAttrs implements slog.Handler.
+func (c *lineCounter) WithAttrs([]slog.Attr) slog.Handler { return c }
+
+// WithGroup implements slog.Handler.
+func (c *lineCounter) WithGroup(string) slog.Handler { return c }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"hash/fnv"
@@ -32,6 +33,7 @@ type rig struct {
 	info     connector.Info
 	closers  []func() error
 	epoch    uint64
+	config   json.RawMessage
 }
 
 // rigged makes a Case's Run of a function that works on a rig, and closes what it opened.
@@ -55,7 +57,7 @@ func rigged(needs connector.Capability, groups bool, body func(*rig)) func(T, Ha
 }
 
 func newRig(t T, h Harness) *rig {
-	r := &rig{T: t, h: h, settings: settings{log: slog.New(slog.DiscardHandler)}}
+	r := &rig{T: t, h: h, config: h.Config(), settings: settings{log: slog.New(slog.DiscardHandler)}}
 	if s, ok := h.(seeded); ok {
 		r.settings = s.settings
 	}
@@ -94,7 +96,12 @@ func (r *rig) start(ranks int, size int64) *Instance {
 	i, err := r.h.Start(r.Context(), ranks, size)
 	r.must(err, "start")
 	i.Close = sync.OnceValue(i.Close)
-	r.closers = append(r.closers, i.Close)
+	r.closers = append(r.closers, func() error {
+		if err := i.Close(); !i.killed {
+			return err
+		}
+		return nil
+	})
 	return i
 }
 
@@ -179,7 +186,7 @@ func (e *engine) openAll() {
 
 func (e *engine) openScheduler() {
 	e.Helper()
-	s, err := e.inst.Scheduler(e.Context(), e.env, e.h.Config())
+	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
 	e.must(err, "open the scheduler side")
 	e.scheduler = s
 	e.closers = append(e.closers, func() error { return e.closeScheduler() })
@@ -189,7 +196,7 @@ func (e *engine) openWorker(rank int) {
 	e.Helper()
 	env := e.env
 	env.Rank = rank
-	w, err := e.inst.Worker(e.Context(), env, e.h.Config())
+	w, err := e.inst.Worker(e.Context(), env, e.config)
 	e.must(err, "open the worker side of rank %d", rank)
 	e.workers[rank] = w
 	e.closers = append(e.closers, func() error { return e.closeWorker(rank) })

@@ -212,6 +212,8 @@ func TestProfiles(t *testing.T) {
 		}
 	}
 	require.GreaterOrEqual(t, count[Store], 20)
+	require.GreaterOrEqual(t, count[Fault], 20)
+	require.GreaterOrEqual(t, len(Cases()), 60)
 	require.Len(t, count, len(Profiles()))
 	_, err := ParseProfile("stroe")
 	require.ErrorContains(t, err, `unknown profile "stroe"`)

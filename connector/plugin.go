@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"math"
 )
 
 // Role is the part an engine plays: kv_role of the transfer config.
@@ -57,6 +58,31 @@ type Env struct {
 	Shape       Fingerprint
 	Layout      Layout
 	Log         *slog.Logger // never nil
+}
+
+// Validate reports the first field that no engine could mean. That the layout fits the memory is for
+// NewKV to check. Errors name the field and wrap ErrIncompatible (rule LIFE-02).
+func (e *Env) Validate() error {
+	bad := func(format string, args ...any) error {
+		return fmt.Errorf("%s: %w", fmt.Sprintf(format, args...), ErrIncompatible)
+	}
+	switch {
+	case e.Engine == "":
+		return bad("engine is empty")
+	case e.Role < RoleProducer || e.Role > RoleBoth:
+		return bad("role is %d", uint8(e.Role))
+	case e.World < 1 || e.Rank < 0 || e.Rank >= e.World:
+		return bad("rank %d of %d", e.Rank, e.World)
+	}
+	regions := 1
+	for _, s := range e.Layout.Segments {
+		regions = max(regions, int(s.Region)+1)
+	}
+	sizes := make([]int64, regions)
+	for i := range sizes {
+		sizes[i] = math.MaxInt64
+	}
+	return e.Layout.Validate(sizes)
 }
 
 // Scope says who can see what a connector stores.

@@ -40,6 +40,9 @@ type sharedStore struct {
 // acquire opens the Store of an engine's epoch and config, or joins the open one. free gives it
 // back; the last one to do so closes it and gets its error.
 func (s *stores) acquire(ctx context.Context, env connector.Env, raw json.RawMessage) (_ connector.Store, free func() error, _ error) {
+	if err := env.Validate(); err != nil {
+		return nil, nil, err
+	}
 	id := storeID{env.Engine, env.Epoch, sha256.Sum256(raw)}
 	for {
 		e, first, closing := s.join(id)

@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"io"
 	"os"
+	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"testing"
 	"time"
@@ -22,6 +24,15 @@ func TestMain(m *testing.M) {
 	switch filepath.Base(os.Args[0]) {
 	case "kvport-private":
 		sdk.Serve(mutants.Private())
+	case "kvport-files":
+		sdk.Serve(mutants.Files())
+	case "kvport-files-service":
+		if len(os.Environ()) > 0 && os.Getenv("PLUGIN_CLIENT_CERT") == "" && len(os.Args) == 1 {
+			os.Exit(0) // started by hand
+		}
+		sdk.Serve(mutants.Files())
+	case "kvport-files-daemon":
+		daemon()
 	case "kvport-crashes":
 		sdk.Serve(changed(func(context.Context) error {
 			os.Exit(3)
@@ -31,6 +42,27 @@ func TestMain(m *testing.M) {
 		sdk.Serve(changed(func(context.Context) error { select {} }))
 	}
 	os.Exit(m.Run())
+}
+
+// daemon serves from a child process, which does not see our parent die.
+func daemon() {
+	if len(os.Args) > 1 || os.Getenv("KVPORT_TEST_CHILD") != "" {
+		sdk.Serve(mutants.Files())
+	}
+	signal.Ignore(os.Interrupt)
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Args[0] = os.Args[0]
+	cmd.Env = append(os.Environ(), "KVPORT_TEST_CHILD=1")
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	for fd := uintptr(3); fd < 8; fd++ {
+		if f := os.NewFile(fd, "inherited"); f != nil {
+			cmd.ExtraFiles = append(cmd.ExtraFiles, f)
+		}
+	}
+	if err := cmd.Run(); err != nil {
+		os.Exit(1)
+	}
+	os.Exit(0)
 }
 
 // changed is a connector whose Load runs instead.
@@ -72,7 +104,7 @@ func plugin(t *testing.T, name string) string {
 }
 
 func TestPrivateInProcess(t *testing.T) {
-	conformance.Run(t, conformance.InProcess(mutants.Private(), nil), conformance.Profiles()...)
+	conformance.Run(t, conformance.InProcess(mutants.Private(), nil), inProcess()...)
 }
 
 // Every power works across the process boundary.
@@ -81,6 +113,15 @@ func TestPrivateAsBinary(t *testing.T) {
 		t.Skip("some 80 processes, each with the race detector in make race; make test runs them")
 	}
 	conformance.Run(t, conformance.Binary(plugin(t, "kvport-private"), nil), conformance.Profiles()...)
+}
+
+// A connector whose blocks outlive its process survives every fault.
+func TestFilesAsBinary(t *testing.T) {
+	if testing.Short() {
+		t.Skip("some 150 processes, each with the race detector in make race; make test runs them")
+	}
+	conformance.Run(t, conformance.Binary(plugin(t, "kvport-files"), filesConfig()),
+		conformance.Store, conformance.Lifecycle, conformance.MultiRank, conformance.Fault)
 }
 
 func check(t *testing.T, path string, deadline time.Duration, id string) conformance.Result {

@@ -199,7 +199,7 @@ func storeFaults() []fault {
 		{"asks rank 0 only", "all-ranks", onMatch(func(s *scheduler, qs []connector.Query) []connector.Match {
 			out := make([]connector.Match, len(qs))
 			for i, q := range qs {
-				out[i] = s.match(q, func(k connector.BlockKey) bool {
+				out[i] = s.match(q, func(_ int, k connector.BlockKey) bool {
 					_, ok := s.backend.get(s.backend.key(k, s.env.Shape, 0, connector.Shard{World: s.env.World}))
 					return ok
 				})

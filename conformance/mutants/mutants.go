@@ -12,12 +12,20 @@ type Mutant struct {
 	Case string // the case of package conformance that must find out
 	// Plugin makes the connector.
 	Plugin func() connector.Plugin
+	Config string // of the connector; "" is {}
+	// Program is the name of the binary that serves it, where the fault shows only in a process of
+	// its own; else "".
+	Program string
 }
 
 // All lists every mutant, at least one for each case.
 func All() []Mutant {
-	out := badStores()
-	for _, list := range [][]fault{openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults()} {
+	out := append(badStores(), fileMutants()...)
+	lists := [][]fault{
+		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(),
+		lifeFaults(), rankFaults(), rankOrderFaults(), groupFaults(), hostileFaults(),
+	}
+	for _, list := range lists {
 		for _, f := range list {
 			out = append(out, Mutant{Name: f.name, Case: f.caseID, Plugin: func() connector.Plugin {
 				b := newBackend()

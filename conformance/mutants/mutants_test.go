@@ -1,6 +1,7 @@
 package mutants_test
 
 import (
+	"encoding/json"
 	"slices"
 	"testing"
 
@@ -10,17 +11,51 @@ import (
 	"github.com/kvport/kvport/conformance/mutants"
 )
 
+// Profiles that need no process of the connector's own.
+func inProcess() []conformance.Profile {
+	return []conformance.Profile{conformance.Store, conformance.MultiRank, conformance.Groups, conformance.Power}
+}
+
+// needDisk lists the cases that a machine may not permit.
+func needDisk() []string { return []string{"disk-full", "read-only-disk"} }
+
 func TestReferenceInProcess(t *testing.T) {
-	conformance.Run(t, conformance.InProcess(mutants.Reference(), nil), conformance.Profiles()...)
+	conformance.Run(t, conformance.InProcess(mutants.Reference(), nil), inProcess()...)
 }
 
 func TestReferenceOverTheWire(t *testing.T) {
-	conformance.Run(t, conformance.Wire(mutants.Reference(), nil), conformance.Profiles()...)
+	conformance.Run(t, conformance.Wire(mutants.Reference(), nil), inProcess()...)
 }
 
 func TestStoreReference(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(mutants.StoreReference(), nil))
 }
+
+// What runs in this process passes or says that it needs one of its own; nothing else is skipped.
+func TestFaultsInProcess(t *testing.T) {
+	var only []string
+	for _, c := range conformance.Cases() {
+		if slices.Contains(c.Profiles, conformance.Fault) || slices.Contains(c.Profiles, conformance.Lifecycle) {
+			only = append(only, c.ID)
+		}
+	}
+	count := map[conformance.Status]int{}
+	for _, newHarness := range []conformance.Maker{
+		conformance.InProcess(mutants.Files(), filesConfig()), conformance.Wire(mutants.Files(), filesConfig()),
+	} {
+		for _, r := range conformance.Check(t.Context(), newHarness, conformance.Options{Only: only}) {
+			require.NotEqual(t, conformance.Fail, r.Status, "%s: %v", r.ID, r.Log)
+			if r.Status == conformance.Skip && !slices.Contains(needDisk(), r.ID) {
+				require.Contains(t, r.Log[0], "kvport conform runs", r.ID)
+			}
+			count[r.Status]++
+		}
+	}
+	t.Logf("%d passed, %d skipped", count[conformance.Pass], count[conformance.Skip])
+	require.Greater(t, count[conformance.Pass], 50)
+}
+
+func filesConfig() json.RawMessage { return json.RawMessage(`{"dir": "@TMP@/kv"}`) }
 
 // Every mutant fails the case that is named for its fault, and every case has a mutant.
 func TestMutantsAreCaught(t *testing.T) {
@@ -33,17 +68,25 @@ func TestMutantsAreCaught(t *testing.T) {
 	for _, m := range all {
 		delete(uncovered, m.Case)
 		t.Run(m.Case+"/"+m.Name, func(t *testing.T) {
-			newHarness := conformance.InProcess(m.Plugin(), nil)
+			newHarness := conformance.InProcess(m.Plugin(), json.RawMessage(m.Config))
 			if m.Case == "load-ends" {
 				// Its late write is a data race by definition. Through the protocol, in memory that
 				// is mapped twice, the race detector does not see it, but the case must.
 				newHarness = conformance.Wire(m.Plugin(), nil)
 			}
-			results := conformance.Check(t.Context(), newHarness, conformance.Options{
-				Only: []string{m.Case}, Seed: 7, Profiles: conformance.Profiles(),
-			})
+			if m.Program != "" {
+				if testing.Short() {
+					t.Skip("a process; make test runs it")
+				}
+				newHarness = conformance.Binary(plugin(t, m.Program), json.RawMessage(m.Config))
+			}
+			results := conformance.Check(t.Context(), newHarness, conformance.Options{Only: []string{m.Case}, Seed: 7})
 			require.Len(t, results, 1)
-			require.Equal(t, conformance.Fail, results[0].Status, "nobody noticed")
+			if results[0].Status == conformance.Skip && slices.Contains(needDisk(), m.Case) {
+				t.Skip(results[0].Log[0])
+			}
+			require.Equal(t, conformance.Fail, results[0].Status, "nobody noticed: %v", results[0].Log)
+			t.Log(results[0].Log[0])
 			require.NotContains(t, results[0].Log[0], "panic", "it must fail by its rule, not by accident")
 			caught++
 		})

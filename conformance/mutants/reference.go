@@ -39,6 +39,8 @@ type wrappers struct {
 	worker    func(*worker) connector.Worker
 	info      func(*connector.Info)
 	decode    func(json.RawMessage) error
+	check     func(*connector.Env) error
+	describe  func()
 }
 
 type config struct{}
@@ -53,6 +55,9 @@ func (b *backend) plugin(w wrappers) connector.Plugin {
 	if w.decode == nil {
 		w.decode = decode
 	}
+	if w.check == nil {
+		w.check = (*connector.Env).Validate
+	}
 	return connector.Plugin{
 		Name: "ReferenceConnector", Version: "1", Capabilities: allPowers, Schema: sdk.SchemaOf[config](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
@@ -60,10 +65,13 @@ func (b *backend) plugin(w wrappers) connector.Plugin {
 			if w.info != nil {
 				w.info(&info)
 			}
+			if w.describe != nil {
+				w.describe()
+			}
 			return info, w.decode(raw)
 		},
 		Scheduler: func(_ context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
-			if err := w.decode(raw); err != nil {
+			if err := errors.Join(w.decode(raw), w.check(&env)); err != nil {
 				return nil, err
 			}
 			s := &scheduler{backend: b, env: env}
@@ -73,7 +81,7 @@ func (b *backend) plugin(w wrappers) connector.Plugin {
 			return s, nil
 		},
 		Worker: func(_ context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
-			if err := w.decode(raw); err != nil {
+			if err := errors.Join(w.decode(raw), w.check(&env)); err != nil {
 				return nil, err
 			}
 			k := &worker{backend: b, env: env}
@@ -131,17 +139,15 @@ func (s *scheduler) consumed() chan connector.HoldID {
 	return s.fetched
 }
 
-// present reports whether every rank's shard of every group's block is stored.
-func (s *scheduler) present(k connector.BlockKey) bool {
+// present reports whether every rank's shard of a group's block is stored.
+func (s *scheduler) present(group int, k connector.BlockKey) bool {
 	if k == (connector.BlockKey{}) {
 		return false
 	}
-	for g := range s.env.Layout.Groups {
-		for rank := range s.env.World {
-			shard := connector.Shard{Rank: rank, World: s.env.World}
-			if _, ok := s.backend.get(s.backend.key(k, s.env.Shape, uint16(g), shard)); !ok {
-				return false
-			}
+	for rank := range s.env.World {
+		shard := connector.Shard{Rank: rank, World: s.env.World}
+		if _, ok := s.backend.get(s.backend.key(k, s.env.Shape, uint16(group), shard)); !ok {
+			return false
 		}
 	}
 	return true
@@ -156,16 +162,47 @@ func (s *scheduler) Match(_ context.Context, queries []connector.Query) ([]conne
 	return out, nil
 }
 
-func (s *scheduler) match(q connector.Query, present func(connector.BlockKey) bool) connector.Match {
+// match offers the longest prefix that every group with policy all has and of which every other
+// group has the last blocks that it needs.
+func (s *scheduler) match(q connector.Query, present func(group int, k connector.BlockKey) bool) connector.Match {
 	size := s.env.Layout.Groups[0].BlockTokens
-	n := q.Computed / size
-	for n < len(q.Keys) && present(q.Keys[n]) {
+	first := q.Computed / size
+	n := first
+	for n < len(q.Keys) && s.all(q.Keys[n], present) {
 		n++
+	}
+	for n > first && !s.trailing(q.Keys[first:n], present) {
+		n--
 	}
 	if tokens := n*size - q.Computed; tokens > 0 {
 		return connector.Match{Tokens: tokens, Async: true}
 	}
 	return connector.Match{}
+}
+
+// all reports whether every group with policy all has a block.
+func (s *scheduler) all(k connector.BlockKey, present func(int, connector.BlockKey) bool) bool {
+	for g, group := range s.env.Layout.Groups {
+		if group.Policy == connector.PolicyAll && !present(g, k) {
+			return false
+		}
+	}
+	return true
+}
+
+// trailing reports whether every group with policy trailing has the last blocks of an offer.
+func (s *scheduler) trailing(offer []connector.BlockKey, present func(int, connector.BlockKey) bool) bool {
+	for g, group := range s.env.Layout.Groups {
+		if group.Policy != connector.PolicyTrailing {
+			continue
+		}
+		for _, k := range offer[max(0, len(offer)-group.Trailing):] {
+			if !present(g, k) {
+				return false
+			}
+		}
+	}
+	return true
 }
 
 // Plan implements connector.Planner.

@@ -39,17 +39,30 @@ func openFaults() []fault {
 			}
 		}},
 		{"leaks a descriptor in every side", "close-frees", func(_ *backend, w *wrappers) {
-			var mu sync.Mutex
-			var kept []*os.File
+			open := leak()
 			w.scheduler = func(s *scheduler) connector.Scheduler {
-				mu.Lock()
-				defer mu.Unlock()
-				if f, err := os.Open(os.DevNull); err == nil {
-					kept = append(kept, f)
-				}
+				open()
 				return s
 			}
 		}},
+	}
+}
+
+// leak opens a file in each call but the first few.
+func leak() func() {
+	const few = 3
+	var mu sync.Mutex
+	var kept []*os.File
+	calls := 0
+	return func() {
+		mu.Lock()
+		defer mu.Unlock()
+		if calls++; calls <= few {
+			return
+		}
+		if f, err := os.Open(os.DevNull); err == nil {
+			kept = append(kept, f)
+		}
 	}
 }
 
@@ -116,7 +129,7 @@ func matchFaults() []fault {
 			size := s.env.Layout.Groups[0].BlockTokens
 			for i, q := range qs {
 				for n := q.Computed / size; n < len(q.Keys); n++ {
-					if s.present(q.Keys[n]) {
+					if s.present(0, q.Keys[n]) {
 						out[i] = connector.Match{Tokens: out[i].Tokens + size, Async: true}
 					}
 				}
@@ -133,11 +146,11 @@ func rememberingProbes() fault {
 		onMatch(func(s *scheduler, qs []connector.Query) []connector.Match {
 			out := make([]connector.Match, len(qs))
 			for i, q := range qs {
-				out[i] = s.match(q, func(k connector.BlockKey) bool {
-					if q.Request == "" && !s.present(k) {
+				out[i] = s.match(q, func(g int, k connector.BlockKey) bool {
+					if q.Request == "" && !s.present(g, k) {
 						absent[k] = true
 					}
-					return !absent[k] && s.present(k)
+					return !absent[k] && s.present(g, k)
 				})
 			}
 			return out

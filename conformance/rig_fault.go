@@ -1,0 +1,303 @@
+package conformance
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// harness is the case's Harness as its Maker made it, to be asked for what it offers besides.
+func (r *rig) harness() Harness {
+	if s, ok := r.h.(seeded); ok {
+		return s.Harness
+	}
+	return r.h
+}
+
+// folder is where the connector keeps what it stores. Without one the case does not apply.
+func (r *rig) folder() string {
+	r.Helper()
+	if b, ok := r.harness().(Backend); ok && b.Folder() != "" {
+		return b.Folder()
+	}
+	r.Skipf("the config names no folder (@TMP@) that could be damaged")
+	return ""
+}
+
+// process is the connector's process. Without one the case does not apply.
+func (e *engine) process() Process {
+	e.Helper()
+	if e.inst.Process == nil {
+		e.Skipf("the connector runs in this process; kvport conform runs it in its own")
+	}
+	return e.inst.Process
+}
+
+// signal sends a signal to the connector's process.
+func (e *engine) signal(s syscall.Signal) {
+	e.Helper()
+	e.must(syscall.Kill(e.process().PID(), s), "send %v", s)
+}
+
+// kill ends the connector's process with SIGKILL and waits until it is reaped.
+func (e *engine) kill() {
+	e.Helper()
+	p := e.process()
+	e.inst.killed = true
+	e.signal(syscall.SIGKILL)
+	select {
+	case <-p.Done():
+	case <-e.Context().Done():
+		e.must(e.Context().Err(), "waiting for the death of process %d", p.PID())
+	}
+}
+
+// life opens the next life of an engine, in an instance of its own, with the same model, layout and
+// ranks.
+func (e *engine) life() *engine {
+	e.Helper()
+	layout := e.env.Layout
+	n := e.closed(setup{world: e.env.World, layout: &layout})
+	n.env.Model, n.env.Shape = e.env.Model, e.env.Shape
+	n.openAll()
+	return n
+}
+
+// survived opens the next life of an engine. The first sure blocks must be there, as far as Scope
+// says so; whatever else is offered must be whole; and everything can be saved and loaded again.
+func (e *engine) survived(keys []connector.BlockKey, sure int) {
+	e.Helper()
+	n := e.life()
+	if e.info.Scope == connector.ScopeEngine {
+		sure = 0
+	}
+	found := n.match(keys...)
+	if found < sure || found > len(keys) {
+		e.Errorf("%d of %d blocks are offered to the next life, %d were acknowledged", found, len(keys), sure)
+	}
+	n.whole(keys[:min(found, len(keys))], 0)
+	n.save(blocks(0, keys...)...)
+	e.equal(len(keys), n.match(keys...), "blocks offered after they were saved again")
+	n.whole(keys, 0)
+	n.closeAll()
+	e.must(n.inst.Close(), "end of the next life")
+}
+
+// whole loads blocks into the slots from first on and wants them to hold their content.
+func (e *engine) whole(keys []connector.BlockKey, first int) {
+	e.Helper()
+	if len(keys) == 0 {
+		return
+	}
+	to := blocks(first, keys...)
+	e.wipe(0x11, to...)
+	e.must(e.load(to...), "load of %d blocks that were offered", len(keys))
+	e.holds(to...)
+}
+
+// returns runs a call and fails the case if it has not returned soon after its context ended.
+func (e *engine) returns(what string, limit time.Duration, call func(context.Context) error) error {
+	e.Helper()
+	ctx, cancel := context.WithTimeout(e.Context(), limit)
+	defer cancel()
+	done := make(chan error, 1)
+	go func() { done <- call(ctx) }()
+	select {
+	case err := <-done:
+		return err
+	case <-time.After(limit + soon):
+		e.Errorf("%s has not returned %v after the end of its context", what, soon)
+		e.FailNow()
+		return nil
+	}
+}
+
+// tryMatch asks for a prompt once. Any error is a miss.
+func (e *engine) tryMatch(keys []connector.BlockKey) int {
+	e.Helper()
+	offered := 0
+	_ = e.returns("Match", soon, func(ctx context.Context) error {
+		ms, err := e.scheduler.Match(ctx, []connector.Query{query(keys)})
+		if err == nil && len(ms) == 1 {
+			offered = ms[0].Tokens / blockTokens
+		}
+		return err
+	})
+	return offered
+}
+
+// tryMove loads or saves on rank 0 once.
+func (e *engine) tryMove(t connector.Transfer, save bool) error {
+	e.Helper()
+	worker, kv := e.workers[0], e.kv[0]
+	if save {
+		return e.returns("Save", soon, func(ctx context.Context) error { return worker.Save(ctx, &t, kv) })
+	}
+	return e.returns("Load", soon, func(ctx context.Context) error { return worker.Load(ctx, &t, kv) })
+}
+
+// eventually asks again and again until check gives "".
+func (e *engine) eventually(limit time.Duration, check func() string) {
+	e.Helper()
+	for end := time.Now().Add(limit); ; e.pause(10 * askAgain) {
+		wrong := check()
+		if wrong == "" {
+			return
+		}
+		if time.Now().After(end) {
+			e.Errorf("after %v: %s", limit, wrong)
+			return
+		}
+	}
+}
+
+// sealed fills blocks and puts the digests of their bytes into the digest segments, as a host does.
+func (e *engine) sealed(bs ...connector.Block) {
+	e.fill(bs...)
+	for rank := range e.kv {
+		for _, b := range bs {
+			for _, s := range e.kv[rank].Segments(b.Group) {
+				if e.env.Layout.Segments[s].Layer == connector.DigestLayer {
+					copy(e.kv[rank].View(s, b.ID), e.digests(rank, b))
+				}
+			}
+		}
+	}
+}
+
+// digests are the digests of a block's bytes on one rank, bound to its key, group and rank.
+func (e *engine) digests(rank int, b connector.Block) []byte {
+	var out []byte
+	for _, s := range e.kv[rank].Segments(b.Group) {
+		if e.env.Layout.Segments[s].Layer == connector.DigestLayer {
+			continue
+		}
+		h := sha256.New()
+		h.Write(b.Key[:])
+		h.Write(binary.LittleEndian.AppendUint64(nil, uint64(b.Group)<<40|uint64(rank)<<20|uint64(s)))
+		h.Write(e.kv[rank].View(s, b.ID))
+		out = append(out, h.Sum(nil)[:digestBytes]...)
+	}
+	return out
+}
+
+// fits reports whether a block's digests are those of its bytes: a host that finds otherwise drops
+// the block.
+func (e *engine) fits(b connector.Block) bool {
+	for rank := range e.kv {
+		for _, s := range e.kv[rank].Segments(b.Group) {
+			if e.env.Layout.Segments[s].Layer == connector.DigestLayer && string(e.kv[rank].View(s, b.ID)) != string(e.digests(rank, b)) {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// right reports whether a block holds its sealed content. It overwrites the slot spare.
+func (e *engine) right(b connector.Block, spare connector.BlockID) bool {
+	want := b
+	want.ID = spare
+	e.sealed(want)
+	for rank := range e.kv {
+		for _, s := range e.kv[rank].Segments(b.Group) {
+			if firstDifference(e.kv[rank].View(s, spare), e.kv[rank].View(s, b.ID)) >= 0 {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// judged loads sealed blocks of a damaged backend. Each must be right, or be named by an error that
+// a host can act on, or have digests that tell. It gives the number that were right.
+func (e *engine) judged(keys []connector.BlockKey) (intact int) {
+	e.Helper()
+	to := blocks(0, keys...)
+	e.wipe(0x33, to...)
+	err := e.tryMove(transfer(to), false)
+	failed := map[connector.BlockID]bool{}
+	if err != nil {
+		if !errors.Is(err, connector.ErrGone) && !errors.Is(err, connector.ErrCorrupt) && !errors.Is(err, connector.ErrBusy) {
+			e.Errorf("error %q wraps none of ErrGone, ErrCorrupt and ErrBusy", err)
+		}
+		var part *connector.BlockError
+		if !errors.As(err, &part) {
+			return 0
+		}
+		for _, id := range part.Blocks {
+			failed[id] = true
+		}
+	}
+	for _, b := range to {
+		switch {
+		case failed[b.ID]:
+		case e.right(b, slots-1):
+			intact++
+		case e.fits(b):
+			e.Errorf("block %d holds wrong bytes with digests that fit them", b.ID)
+		}
+	}
+	return intact
+}
+
+// mended saves blocks anew, as a host does after damage, and wants them back.
+func (e *engine) mended(keys []connector.BlockKey) {
+	e.Helper()
+	from := blocks(0, keys...)
+	t := transfer(from)
+	t.Replace = true
+	e.eventually(recovery, func() string {
+		e.sealed(from...)
+		if err := e.tryMove(t, true); err != nil {
+			return fmt.Sprintf("save: %v", err)
+		}
+		if n := e.tryMatch(keys); n != len(keys) {
+			return fmt.Sprintf("%d of %d blocks are offered", n, len(keys))
+		}
+		to := blocks(len(keys), keys...)
+		e.wipe(0, to...)
+		if err := e.tryMove(transfer(to), false); err != nil {
+			return fmt.Sprintf("load: %v", err)
+		}
+		for _, b := range to {
+			if !e.right(b, slots-1) {
+				return fmt.Sprintf("block %d is wrong", b.ID)
+			}
+		}
+		return ""
+	})
+}
+
+// recovery is how long a connector may need to work again after its backend does.
+const recovery = 15 * time.Second
+
+// logged counts the lines that the connector logs from now on.
+func (e *engine) logged() func() int64 {
+	lines := &lineCounter{}
+	e.env.Log = slog.New(lines)
+	return func() int64 {
+		n := lines.count.Load()
+		if e.inst.Logged != nil {
+			n += e.inst.Logged()
+		}
+		return n
+	}
+}
+
+// together runs n calls at once and waits for all.
+func together(n int, call func(i int)) {
+	var wg sync.WaitGroup
+	for i := range n {
+		wg.Go(func() { call(i) })
+	}
+	wg.Wait()
+}
