@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
 # Runs `kvport conform` on every plugin named in PLUGINS and on the examples. A plugin that
-# needs a config keeps one that works in plugins/NAME/conform.json; @TMP@ in it becomes a fresh
-# folder. Exits non-zero if any plugin failed.
+# needs a config keeps one that works in its folder's conform.json; @TMP@ in it becomes a fresh
+# folder in every case. The plugins that we ship must pass PROFILES. Exits non-zero if any failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
+PROFILES=${PROFILES:-store lifecycle multirank groups fault}
 passed=0 failed=0
-conform() { # NAME FOLDER [BINARY]
-	local config='{}' scratch="$tmp/$1"
-	mkdir "$scratch"
-	if [ -f "$2/conform.json" ]; then
-		config=$(sed "s|@TMP@|$scratch|g" "$2/conform.json")
-	fi
-	echo "conform: kvport-$1"
-	if bin/kvport conform --config "$config" "${3:-bin/kvport-$1}"; then
+conform() { # NAME FOLDER BINARY PROFILE...
+	local name=$1 config='{}' binary=$3 profiles=()
+	[ ! -f "$2/conform.json" ] || config=@$2/conform.json
+	for profile in "${@:4}"; do
+		profiles+=(--profile "$profile")
+	done
+	echo "conform: kvport-$name: ${*:4}"
+	if bin/kvport conform --config "$config" "${profiles[@]}" "$binary"; then
 		passed=$((passed + 1))
 	else
 		failed=$((failed + 1))
@@ -23,9 +22,10 @@ conform() { # NAME FOLDER [BINARY]
 }
 
 for name in ${PLUGINS:-}; do
-	conform "$name" "plugins/$name"
+	# shellcheck disable=SC2086 # one word a profile
+	conform "$name" "plugins/$name" "bin/kvport-$name" $PROFILES
 done
-conform minimal examples/minimal
-conform pystore examples/python examples/python/kvport-pystore
+conform minimal examples/minimal bin/kvport-minimal store lifecycle multirank
+conform pystore examples/python examples/python/kvport-pystore store multirank
 echo "conform: $passed passed, $failed failed"
 [ "$failed" -eq 0 ]

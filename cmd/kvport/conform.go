@@ -34,7 +34,7 @@ func newConform() *cobra.Command {
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&f.config, "config", "{}", "the plugin's kv_connector_extra_config as JSON, or @FILE; ${TMP} in it becomes a fresh folder in every case")
-	flags.StringSliceVar(&f.profiles, "profile", nil, "kind of connector, whose required cases must all run: "+profileNames()+" (default store)")
+	flags.StringSliceVar(&f.profiles, "profile", []string{string(conformance.Store)}, "kind of connector, whose cases must all run; may be repeated: "+profileNames())
 	flags.StringVar(&f.format, "format", "text", "text, json (a line a case) or junit")
 	flags.Uint64Var(&f.seed, "seed", 1, "of sizes, orders and bytes")
 	return cmd
@@ -63,6 +63,10 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	config, err := readObject(f.config)
 	if err != nil {
 		return fmt.Errorf("--config: %w", err)
+	}
+	// A bare name means a file here, as in every other path, not one on PATH.
+	if binary, err = filepath.Abs(binary); err != nil {
+		return err
 	}
 	// What cannot even say its name is no plugin: not worth twenty failed cases.
 	manifest, err := host.ReadManifest(cmd.Context(), binary)
