@@ -78,6 +78,9 @@ type Transfer struct {
 	Ticket  Ticket // loads only: the ticket of the Query that was matched
 	Replace bool   // saves only: what is stored under these keys was found damaged, write it anew
 	Extra   []byte // from the Planner of this connector to its Worker, carried unread
+	// Tail is the content address of what a partial last block holds in its producer's cache, so that
+	// the host can tell whether that arrived (rule KEY-09). It stays with the host: connectors see zero.
+	Tail BlockKey
 }
 
 // Step tells a Planner what the engine decided in one scheduling step.
@@ -115,6 +118,7 @@ type Ended struct {
 	Tokens  int  // tokens whose KV is valid in Blocks
 	Remote  bool // a consumer was announced: a Holder keeps the blocks and gives a ticket
 	Blocks  []Block
+	Tail    BlockKey // as in Transfer
 }
 
 // Hold is a Holder's wish to keep the blocks of one ended request. The zero Hold frees them at

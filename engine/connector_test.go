@@ -38,10 +38,13 @@ func run(m *testing.M) int {
 	}
 	defer os.RemoveAll(dir)
 	plugins = dir
-	build := exec.Command("go", "build", "-o", filepath.Join(dir, "kvport-sharedstorage"), "github.com/kvport/kvport/plugins/sharedstorage")
-	if out, err := build.CombinedOutput(); err != nil {
-		fmt.Fprintf(os.Stderr, "building the plugin: %v\n%s", err, out)
-		return 1
+	for name, pkg := range map[string]string{
+		"kvport-sharedstorage": "github.com/kvport/kvport/plugins/sharedstorage", "kvport-hold": "./testdata/plugin",
+	} {
+		if out, err := exec.Command("go", "build", "-o", filepath.Join(dir, name), pkg).CombinedOutput(); err != nil {
+			fmt.Fprintf(os.Stderr, "building the plugin: %v\n%s", err, out)
+			return 1
+		}
 	}
 	code := m.Run()
 	if err := goleak.Find(); err != nil {

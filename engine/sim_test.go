@@ -197,6 +197,7 @@ func TestRanksAreOfOneShape(t *testing.T) {
 		r := start(t, shared(t, cfg, connector.RoleBoth, dir, ""))
 		got := r.ask(t, reqs, 1)
 		require.Equal(t, want, tokensOf(got))
+		requireIdle(t, r) // all is saved
 		warm := r.ask(t, []Request{{ID: "again", Prompt: reqs[3].Prompt, MaxTokens: 1, Params: sample.Params{}}}, 1)
 		require.Positive(t, external(warm))
 		r.stop(t)

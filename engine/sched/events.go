@@ -15,7 +15,7 @@ func (s *Scheduler) Commit(sampled []int32) *connector.Step {
 		r := c.seq
 		r.computed += len(c.Tokens)
 		s.completed(r)
-		s.slide(r)
+		s.slide(r, r.computed-1) // the consumer of a Remote request computes the last token itself
 		if !c.Sample {
 			continue
 		}
@@ -91,7 +91,7 @@ func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connect
 		r.external = valid - h.from
 	}
 	s.stats.LoadedTokens += valid - h.from
-	s.slide(r)
+	s.slide(r, valid)
 	if r.private {
 		r.full, r.private = valid/s.cfg.BlockTokens, false
 	}
@@ -180,11 +180,13 @@ func (s *Scheduler) end(r *seq, reason connector.Reason, err error, tokens ...in
 	r.state = withheld
 	remote := r.Remote && (reason == connector.ReasonStop || reason == connector.ReasonLength) && s.cfg.Role != 0
 	if s.cfg.Role != 0 {
-		blocks := s.blocks(r, 0, r.computed, false)
+		blocks := s.blocks(r, 0, r.computed, true)
 		s.hand('e', r, &handover{blocks: blocks})
-		s.step.Ended = append(s.step.Ended, connector.Ended{
-			Request: r.ID, Reason: reason, Tokens: r.computed, Remote: remote, Blocks: blocks,
-		})
+		ended := connector.Ended{Request: r.ID, Reason: reason, Tokens: r.computed, Remote: remote, Blocks: blocks}
+		if remote && r.computed%s.cfg.BlockTokens != 0 {
+			ended.Tail = r.tail(r.computed/s.cfg.BlockTokens, r.computed, s.cfg.BlockTokens)
+		}
+		s.step.Ended = append(s.step.Ended, ended)
 	}
 	s.release(r)
 	if !remote {

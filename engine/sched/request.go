@@ -98,6 +98,19 @@ func (r *seq) extendKeys(blockTokens int) {
 	}
 }
 
+// tail is the content address of a block's leading tokens, as far as they go before end; zero if the
+// request's blocks have no keys.
+func (r *seq) tail(block, end, blockTokens int) connector.BlockKey {
+	if r.Space == nil || block > len(r.Keys) {
+		return connector.BlockKey{}
+	}
+	parent := r.Space.Root()
+	if block > 0 {
+		parent = r.Keys[block-1]
+	}
+	return r.Space.Next(parent, r.tokens[block*blockTokens:min(end, (block+1)*blockTokens)])
+}
+
 // output is the request's news: some tokens, with totals.
 func (r *seq) output(tokens ...int32) Output {
 	return Output{Request: r.ID, Tokens: tokens, Generated: r.generated(), Local: r.local, External: r.external}

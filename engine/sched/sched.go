@@ -217,7 +217,8 @@ func (s *Scheduler) Later() []connector.RequestID {
 
 // mustAsk reports whether a request cannot be admitted before the connector has been asked.
 func (s *Scheduler) mustAsk(r *seq, hit int) bool {
-	return s.cfg.Role.Loads() && !r.barred && r.asked != hit && hit < s.maxHit(r)
+	more := hit < s.maxHit(r) || r.Ticket != nil && hit < len(r.tokens)-1 // a producer may offer part of a block
+	return s.cfg.Role.Loads() && !r.barred && r.asked != hit && more
 }
 
 // maxHit is how many tokens may come from elsewhere in whole blocks: one token at least must be

@@ -145,34 +145,40 @@ func (s *Scheduler) place(r *seq) bool {
 	if r.generated() == 0 {
 		r.local, r.external = hit, 0
 	}
-	if end := s.offered(r, hit); end > hit {
-		s.load(r, hit, end)
+	if end, held := s.offered(r, hit); end > hit {
+		s.load(r, end, held)
 	}
 	return true
 }
 
-// offered is where the connector's offer ends, in tokens. Whole blocks stay whole and leave at least
-// one token to compute. Only a producer that the request has a ticket of can offer part of a block:
-// partial blocks have no key.
-func (s *Scheduler) offered(r *seq, hit int) int {
+// offered is where the connector's offer ends, in tokens, and how much of it to load. Whole blocks stay
+// whole and leave at least one token to compute. Only a producer that the request has a ticket of can
+// offer part of a block: partial blocks have no key.
+func (s *Scheduler) offered(r *seq, hit int) (end, held int) {
 	all := uint32(1)<<s.cfg.Groups - 1
 	everyGroup := r.match.Groups == 0 || r.match.Groups&all == all // no use in some layers' KV alone
 	if !s.cfg.Role.Loads() || r.barred || r.asked != hit || r.match.Tokens <= 0 || !everyGroup {
-		return hit
+		return hit, hit
 	}
-	end := min(hit+min(r.match.Tokens, len(r.tokens)), len(r.tokens))
-	if r.Ticket == nil || end%s.cfg.BlockTokens == 0 {
-		return min(end/s.cfg.BlockTokens*s.cfg.BlockTokens, s.maxHit(r))
+	held = min(hit+min(r.match.Tokens, len(r.tokens)), len(r.tokens))
+	if r.Ticket != nil && (held%s.cfg.BlockTokens != 0 || held == len(r.tokens)) {
+		return min(held, len(r.tokens)-1), held
 	}
-	return min(end, len(r.tokens)-1)
+	return min(held/s.cfg.BlockTokens*s.cfg.BlockTokens, s.maxHit(r)), held
 }
 
-// load parks a request until the host has filled tokens [from, to). It gets blocks for all of them,
-// so that it can compute them if the load fails, but only those are loaded that it needs to go on.
-func (s *Scheduler) load(r *seq, from, to int) {
+// load parks a request until the host has filled its tokens up to one. It has blocks for all of them,
+// so that it can compute them if the load fails, but only those are loaded that it needs to go on. The
+// producer's last block may hold more than is used of it.
+func (s *Scheduler) load(r *seq, to, held int) {
+	from := r.computed
 	blocks := s.blocks(r, from, to, false)
 	s.hand('l', r, &handover{blocks: blocks, from: from, to: to})
-	s.step.Admitted = append(s.step.Admitted, connector.Transfer{Request: r.ID, From: from, Tokens: to - from, Blocks: blocks})
+	t := connector.Transfer{Request: r.ID, From: from, Tokens: to - from, Blocks: blocks}
+	if to%s.cfg.BlockTokens != 0 {
+		t.Tail = r.tail(to/s.cfg.BlockTokens, held, s.cfg.BlockTokens)
+	}
+	s.step.Admitted = append(s.step.Admitted, t)
 	s.stats.Loads++
 	r.state = loading
 }
@@ -212,10 +218,11 @@ func (s *Scheduler) release(r *seq) {
 	r.table, r.computed, r.full = nil, 0, 0
 }
 
-// slide drops the blocks that no group needs any more. In a table they are always the first ones.
-func (s *Scheduler) slide(r *seq) {
+// slide drops the blocks that no group needs any more behind the given number of tokens. In a table
+// they are always the first ones.
+func (s *Scheduler) slide(r *seq, tokens int) {
 	for g, table := range r.table {
-		for i := s.first(g, r.computed) - 1; i >= 0 && table[i] != none; i-- {
+		for i := s.first(g, tokens) - 1; i >= 0 && table[i] != none; i-- {
 			s.pool.Unref(table[i])
 			table[i] = none
 		}
@@ -233,6 +240,9 @@ func (s *Scheduler) blocks(r *seq, from, to int, all bool) []connector.Block {
 			i = max(i, s.first(g, to))
 		}
 		for ; i*size < to; i++ {
+			if table[i] == none {
+				continue
+			}
 			b := connector.Block{ID: table[i], Group: uint16(g)}
 			if (i+1)*size <= to && i < len(r.Keys) {
 				b.Key = r.Keys[i]

@@ -68,10 +68,18 @@ func gcd(a, b int) int {
 }
 
 // limit is how many leading tokens may come from elsewhere: at least one is left to compute, and a
-// load ends with a full block.
+// load ends with a full block. What a Holder keeps may end anywhere; there the engine leaves one.
 func (b *Book) limit(q *connector.Query) int {
+	if b.held(q) {
+		return q.Tokens
+	}
 	n := max(q.Tokens-1, 0)
 	return n - n%b.unit()
+}
+
+// held says that a query is about what a Holder keeps.
+func (b *Book) held(q *connector.Query) bool {
+	return q.Ticket != nil && b.cfg.Can&connector.CanHold != 0
 }
 
 // Match answers the last Query of a request. It waits for nothing.
@@ -87,7 +95,10 @@ func (b *Book) Match(now time.Time, id connector.RequestID) connector.Match {
 		return connector.Match{Later: true}
 	}
 	end := min(m.end, b.limit(&m.query))
-	tokens := end - end%b.unit() - m.query.Computed
+	if !b.held(&m.query) {
+		end -= end % b.unit()
+	}
+	tokens := end - m.query.Computed
 	if !m.known || tokens <= 0 {
 		return connector.Match{}
 	}

@@ -34,7 +34,8 @@ type askJob struct {
 // takes longer is Later, an Answered event tells when to ask again, and after the Later deadline it
 // is a miss. Asking often costs little. ticket is the signed one that a router brought, or nil; it
 // is verified once for each request, and a refused one is as good as none. The caller keeps q.Keys.
-// An offer always leaves at least one token to compute and ends with a full block.
+// An offer leaves at least one token to compute and ends with a full block; but one of what a Holder
+// keeps may end anywhere, with the prompt too: then the engine computes the last token all the same.
 func (h *Host) Match(q connector.Query, ticket []byte) connector.Match {
 	began := time.Now()
 	defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
@@ -184,6 +185,7 @@ func (h *Host) startPlan(a *book.Plan) {
 
 // startFinish sends ended requests to the scheduler side. The caller holds mu.
 func (h *Host) startFinish(a *book.Finish) {
+	h.makeTails(a.Ended)
 	h.call(a.Deadline, func(ctx context.Context, s connector.Scheduler) (note, error) {
 		holder, _ := connector.As[connector.Holder](s)
 		holds, err := holder.Finish(ctx, a.Ended)

@@ -106,7 +106,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *book.Move) book.Outco
 	}
 	out := book.Outcome{Err: err}
 	if !h.info.Lossy {
-		out.Corrupt = r.checkDigests(t.Blocks, err)
+		out.Corrupt = r.checkDigests(content(t.Blocks, t.Tail), err)
 	}
 	damaged := len(out.Corrupt)
 	if errors.Is(err, connector.ErrCorrupt) {
