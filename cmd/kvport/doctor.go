@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -67,8 +66,8 @@ func (f *doctorFlags) run(cmd *cobra.Command) error {
 	}
 	var checks []check
 	for _, part := range []func() []check{
-		checkKernel, checkCPU, checkLimits, checkSpace, checkClock,
-		func() []check { return []check{checkSocket(), checkKey(config), f.checkPort()} },
+		func() []check { return checkKernel(cmd.Context()) }, checkCPU, checkLimits, checkSpace, checkClock,
+		func() []check { return []check{checkSocket(), checkKey(config), f.checkPort(cmd.Context())} },
 		func() []check { return f.checkModel(cmd.Flags().Changed("model")) },
 		func() []check { return f.checkPlugins(cmd.Context(), config) },
 	} {
@@ -131,9 +130,10 @@ func checkKey(config *host.Config) check {
 	return result(name, "this user's engines share one in a private folder", err, "remove what is in its place, or set kvport.ticket_key_file in --kv-transfer-config")
 }
 
-func (f *doctorFlags) checkPort() check {
+func (f *doctorFlags) checkPort(ctx context.Context) check {
 	const name = "port"
-	l, err := net.Listen("tcp", net.JoinHostPort(f.host, strconv.Itoa(f.port)))
+	var listen net.ListenConfig
+	l, err := listen.Listen(ctx, "tcp", net.JoinHostPort(f.host, strconv.Itoa(f.port)))
 	if err != nil {
 		mend := "give another --port, or end the process that has it: ss -ltnp"
 		if f.port == 0 {
@@ -225,7 +225,7 @@ func (f *doctorFlags) checkConfig(ctx context.Context, config *host.Config) chec
 	}
 	ctx, cancel := context.WithTimeout(ctx, verifyWait)
 	defer cancel()
-	v := &verification{binary: b, config: json.RawMessage(config.Extra)}
+	v := &verification{binary: b, config: config.Extra}
 	defer v.cleanup()
 	if _, err := v.handshake(ctx); err != nil {
 		return result(name, "", err, "plugins verify says more")

@@ -6,10 +6,13 @@ import (
 	"slices"
 )
 
-// addPluginPath adds --plugin-path, whose folders pluginFolders takes.
-func addPluginPath(flags interface {
+// flagSet takes a flag that is a list.
+type flagSet interface {
 	StringSliceVar(p *[]string, name string, value []string, usage string)
-}, folders *[]string) {
+}
+
+// addPluginPath adds --plugin-path, whose folders pluginFolders takes.
+func addPluginPath(flags flagSet, folders *[]string) {
 	flags.StringSliceVar(folders, "plugin-path", nil, "folders with kvport-* plugins, before KVPORT_PLUGIN_PATH and this binary's own")
 }
 

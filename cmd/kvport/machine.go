@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"os/exec"
@@ -18,7 +19,7 @@ import (
 )
 
 // checkKernel tries each thing that kvport asks of the kernel.
-func checkKernel() []check {
+func checkKernel(ctx context.Context) []check {
 	const newer = "use Linux 5.10 or newer; in a container, let its seccomp profile pass the call"
 	release := "unknown"
 	var name unix.Utsname
@@ -41,14 +42,14 @@ func checkKernel() []check {
 		err = unix.Close(fd)
 	}
 	checks = append(checks, result("pidfd", "pidfd_open works", err, newer).warn())
-	return append(checks, result("death signal", "PR_SET_PDEATHSIG works: plugins die with their engine", tryDeathSignal(), newer))
+	return append(checks, result("death signal", "PR_SET_PDEATHSIG works: plugins die with their engine", tryDeathSignal(ctx), newer))
 }
 
 // tryDeathSignal starts this program as plugins are started.
-func tryDeathSignal() error {
+func tryDeathSignal(ctx context.Context) error {
 	runtime.LockOSThread() // the child would die with the thread
 	defer runtime.UnlockOSThread()
-	cmd := exec.Command("/proc/self/exe", "--version")
+	cmd := exec.CommandContext(ctx, "/proc/self/exe", "--version")
 	cmd.Args[0] = os.Args[0]
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	return cmd.Run()
@@ -76,7 +77,7 @@ func checkProc() check {
 	if err == nil {
 		_, err = os.Stat("/proc/meminfo")
 	}
-	return result("/proc", "is mounted", err, "mount it: mount -t proc proc /proc")
+	return result("/proc", "is mounted", err, "mount it: mount -t proc none /proc")
 }
 
 // checkMemfdExec: pinned plugins are run from sealed memory.

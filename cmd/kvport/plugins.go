@@ -169,8 +169,14 @@ func writeManifest(w io.Writer, b *host.Binary, hash string) error {
 	}
 	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	for _, line := range [][2]string{
-		{"name", m.Name}, {"aliases", list(m.Aliases)}, {"version", m.Version}, {"binary", b.Path}, {"sha256", hash},
-		{"protocol versions", numbers(m.ProtocolVersions)}, {"capabilities", list(m.Capabilities)}, {"scope", scope},
+		{"name", m.Name},
+		{"aliases", list(m.Aliases)},
+		{"version", m.Version},
+		{"binary", b.Path},
+		{"sha256", hash},
+		{"protocol versions", numbers(m.ProtocolVersions)},
+		{"capabilities", list(m.Capabilities)},
+		{"scope", scope},
 		{"environment it sees", list(m.Environment)},
 	} {
 		fmt.Fprintf(table, "%s\t%s\n", line[0], printable(line[1]))

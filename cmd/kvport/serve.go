@@ -132,8 +132,11 @@ func (f *serveFlags) check() error {
 		flag  string
 		value int
 	}{
-		{"threads", f.threads}, {"num-blocks", f.numBlocks}, {"max-model-len", f.maxModelLen},
-		{"max-num-batched-tokens", f.maxBatchedTokens}, {"max-num-seqs", f.maxSeqs},
+		{"threads", f.threads},
+		{"num-blocks", f.numBlocks},
+		{"max-model-len", f.maxModelLen},
+		{"max-num-batched-tokens", f.maxBatchedTokens},
+		{"max-num-seqs", f.maxSeqs},
 	} {
 		if n.value < 0 {
 			return fmt.Errorf("--%s is %d, want a positive number", n.flag, n.value)

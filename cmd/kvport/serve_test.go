@@ -126,9 +126,11 @@ func TestSecondSignal(t *testing.T) {
 	require.NoError(t, p.Signal(syscall.SIGINT))
 	require.Eventually(t, func() bool { return strings.Contains(p.Logs(), "draining") }, 10*time.Second, time.Millisecond)
 	require.NoError(t, p.Signal(syscall.SIGINT))
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
 	select {
 	case <-p.Done():
-	case <-time.After(5 * time.Second):
+	case <-ctx.Done():
 		t.Fatal("still draining after the second signal")
 	}
 }

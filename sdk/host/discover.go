@@ -118,19 +118,21 @@ func probe(ctx context.Context, paths []string, name string) ([]Found, *Binary) 
 			return nil
 		})
 	}
-	var settled <-chan time.Time // nil, which never comes, until there is a winner
+	settled := time.NewTimer(settleWait)
+	settled.Stop() // until there is a winner
+	defer settled.Stop()
 	best, done := len(paths), make([]bool, len(paths))
 	for ahead := 0; ahead < best; {
 		select {
 		case i := <-answers:
 			done[i] = true
 			if m := found[i].Manifest; m != nil && m.Answers(name) && i < best {
-				best = i
-				if settled == nil {
-					settled = time.After(settleWait)
+				if best == len(paths) {
+					settled.Reset(settleWait)
 				}
+				best = i
 			}
-		case <-settled:
+		case <-settled.C:
 			ahead = best
 		}
 		for ahead < best && done[ahead] {
