@@ -205,6 +205,9 @@ func (p *proc) doMove(m *move, n int, d *dice, f Fault) {
 		if m.Kind == book.Save && !p.h.w.is(AckBeforeSave) {
 			p.h.makeDigests(m)
 		}
+		if m.Kind == book.Save {
+			p.h.copyOut(m)
+		}
 	}
 	if f == faultStuck {
 		m.stuck = true
@@ -266,12 +269,15 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *dice, f Fault) bool {
 		h.w.fail('c', "%s: the plugin %s block %d for a %s of %s, which is over for the engine", h.e.name, what, b.ID, m.Kind, m.Transfer.Request)
 		return false
 	}
-	c := &h.e.mem[m.Rank][b.ID]
+	c := h.seen(m, i)
 	if m.Kind == book.Save {
 		p.save(m, b, c, d, f)
 		return true
 	}
 	if f == faultNothing {
+		for at := range c.tags {
+			c.tags[at].life = 0 // what it held before may be right by chance; nobody served it
+		}
 		return true
 	}
 	from, ok := p.source(m, b, i)
@@ -285,12 +291,10 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *dice, f Fault) bool {
 		copy(c.tags, from.tags[:len(from.tags)/2])
 		c.sum = from.sum
 	case faultWrong:
-		copy(c.tags, from.tags)
+		c.set(from)
 		c.tags[d.n(len(c.tags))].kv ^= 1 << d.n(64)
-		c.sum = from.sum
 	default:
-		copy(c.tags, from.tags)
-		c.sum = from.sum
+		c.set(from)
 	}
 	return true
 }
@@ -404,6 +408,7 @@ func (h *host) moved(p *proc, m *move) {
 	}
 	h.remember(m.ID)
 	if m.Kind == book.Load {
+		h.copyIn(m)
 		if !h.overlooks(m) {
 			m.out.Corrupt = h.checkDigests(m)
 		}

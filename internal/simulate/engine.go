@@ -25,6 +25,7 @@ type engine struct {
 	pool    *kvcache.Pool
 	sched   *sched.Scheduler
 	mem     [][]cell // by rank and block
+	landing [][]cell // by rank and slot, at trust level staged
 	host    *host    // nil without a connector
 	streams map[connector.RequestID]*stream
 	askAt   time.Time // when requests told Later are asked about again at the latest; zero: not waiting
@@ -55,6 +56,7 @@ func (e *engine) start() {
 		PrefixCaching: o.PrefixCaching, Role: e.role, FailLoads: o.FailLoads,
 	}, e.pool)
 	e.mem = newMemory(o.Ranks, o.Blocks, o.BlockTokens)
+	e.landing = newMemory(o.Ranks, o.Slots, o.BlockTokens)
 	e.streams = map[connector.RequestID]*stream{}
 	if e.role != 0 {
 		e.host = newHost(e)

@@ -33,6 +33,7 @@ type host struct {
 	holds  map[duty]*lease
 	answer []book.CallID // of calls that were answered, for answers that come again
 	late   []*move       // of generations that are gone; only a mutant looks at them
+	slots  [][]*move     // by rank and landing slot: the call that it was given to last
 }
 
 // asked is what the host keeps of a request between its first match and its end.
@@ -83,6 +84,10 @@ func newHost(e *engine) *host {
 			BackoffMin: 10 * time.Millisecond, BackoffMax: time.Second,
 		},
 	}
+	h.slots = make([][]*move, o.Ranks)
+	for r := range h.slots {
+		h.slots[r] = make([]*move, o.Slots)
+	}
 	h.book = book.New(o.bookConfig(h.role, h.can))
 	h.up()
 	return h
@@ -131,6 +136,7 @@ func (h *host) start(a *book.Move) {
 	if a.Gen != h.proc.n {
 		h.w.fail('c', "%s sends a %s of generation %d to generation %d", h.e.name, a.Kind, a.Gen, h.proc.n)
 	}
+	h.occupy(m)
 	h.proc.moves = append(h.proc.moves, m)
 	if a.Kind == book.Save && h.w.is(AckBeforeSave) {
 		m.reported = true

@@ -63,14 +63,37 @@ func (l *ledger) tamper(t []byte, d *dice, f Fault) []byte {
 	switch f {
 	case faultLost:
 		return nil
-	case faultTwice, faultPartial, faultForeign, faultLater:
-		return other // replayed, of another prompt, or of an earlier life
+	case faultLater, faultBusy, faultStuck:
+		if old := l.stale(d); old != nil {
+			return old
+		}
+		return other
+	case faultTwice, faultPartial, faultForeign:
+		return other // replayed, or of another prompt
 	case faultWrong, faultHalf, faultWild:
 		bad := append([]byte(nil), other...)
 		bad[d.n(len(bad))] ^= 1 << d.n(8)
 		return bad
 	}
 	return t
+}
+
+// stale picks a ticket of a life that is over, of an engine that has issued tickets since.
+func (l *ledger) stale(d *dice) []byte {
+	newest := map[string]uint64{}
+	for _, i := range l.issued {
+		newest[i.engine] = i.epoch
+	}
+	var old []*issued
+	for _, i := range l.issued {
+		if i.epoch < newest[i.engine] {
+			old = append(old, i)
+		}
+	}
+	if len(old) == 0 {
+		return nil
+	}
+	return old[d.n(len(old))].signed
 }
 
 // accepted checks that a ticket which an engine took is genuine, of its issuer's newest known life, and not used up.

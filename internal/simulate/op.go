@@ -27,7 +27,7 @@ const (
 func weights(rough int) [kinds]int {
 	return [kinds]int{
 		opTurn: 300, opWork: 220, opAnswer: 200, opTick: 90, opSubmit: 45, opRoute: 80, opAbort: 5 + 8*rough, opConsume: 15,
-		opGhost: 4 * rough, opCrash: 3 * rough, opStore: 8 * rough, opReset: 2, opRestart: rough,
+		opGhost: 4 * rough, opCrash: 3 * rough, opStore: 8 * rough, opReset: 5, opRestart: rough,
 	}
 }
 
@@ -36,26 +36,27 @@ type Fault uint8
 
 // The faults. Each applies to what it makes sense for and is nothing for the rest.
 const (
-	faultNone    Fault = iota
-	faultCrash         // the process dies in the middle
-	faultHang          // the process stops
-	faultStuck         // this call alone never answers
-	faultBusy          // ErrBusy
-	faultError         // some other error
-	faultNothing       // says done and wrote or stored nothing
-	faultHalf          // says done with half of a block written
-	faultWrong         // says done and wrote other bytes
-	faultPartial       // names a block that did not arrive
-	faultForeign       // names blocks that were not its business, or answers for more or fewer than asked
-	faultWild          // claims what cannot be; loads: ErrCorrupt
-	faultLater         // does not know yet
-	faultTwice         // the answer comes again
-	faultLost          // the message is lost
+	faultNone     Fault = iota
+	faultCrash          // the process dies in the middle
+	faultHang           // the process stops
+	faultStuck          // this call alone never answers
+	faultBusy           // ErrBusy
+	faultError          // some other error
+	faultNothing        // says done and wrote or stored nothing
+	faultHalf           // says done with half of a block written
+	faultWrong          // says done and wrote other bytes
+	faultPartial        // names a block that did not arrive
+	faultForeign        // names blocks that were not its business, or answers for more or fewer than asked
+	faultWild           // claims what cannot be; loads: ErrCorrupt
+	faultLater          // does not know yet
+	faultScribble       // the plugin writes where it has no business: anywhere in landing memory
+	faultTwice          // the answer comes again
+	faultLost           // the message is lost
 	faults
 )
 
 var faultNames = [faults]string{
-	"", "crash", "hang", "stuck", "busy", "error", "nothing", "half", "wrong", "partial", "foreign", "wild", "later", "twice", "lost",
+	"", "crash", "hang", "stuck", "busy", "error", "nothing", "half", "wrong", "partial", "foreign", "wild", "later", "scribble", "twice", "lost",
 }
 
 // String names the fault; none is empty.

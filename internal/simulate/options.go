@@ -29,6 +29,7 @@ type Options struct {
 	Decodes  int // at least 1
 	Medium   Medium
 	Planner  bool
+	Slots    int  // of landing memory on each rank: trust level staged; 0: in place
 	AllBoth  bool // every engine loads and saves
 
 	BlockTokens, Blocks, Groups, Ranks int
@@ -58,6 +59,9 @@ func draw(seed uint64) Options {
 		o.Medium = Medium(1 + r.IntN(2))
 	}
 	o.Window = max(0, r.IntN(6)-2)
+	if r.IntN(3) == 0 {
+		o.Slots = 1 + r.IntN(12)
+	}
 	o.Blocks = o.Groups * (3 + r.IntN(22))
 	o.Prefills, o.Decodes = r.IntN(3), 1+r.IntN(2)
 	if o.Medium == ThroughHolds {
@@ -72,7 +76,7 @@ func draw(seed uint64) Options {
 // bookConfig has the deadlines that hosts have by default.
 func (o *Options) bookConfig(role connector.Role, can connector.Capability) book.Config {
 	c := book.Config{
-		Ranks: o.Ranks, Role: role, Can: can,
+		Ranks: o.Ranks, Role: role, Can: can, Slots: o.Slots,
 		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
 		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
 		Hold: 30 * time.Second, HoldMax: 10 * time.Minute,

@@ -273,6 +273,8 @@ func (p *proc) work(d *dice, f Fault) {
 	}
 	i := d.n(n)
 	switch f {
+	case faultScribble:
+		p.scribble(d)
 	case faultCrash:
 		p.crash()
 		return

@@ -141,6 +141,10 @@ func (r *routing) decode(c *client, d *dice, f Fault) {
 	c.attempts++
 	t := c.ticket
 	c.ticket = nil
+	if f == faultNone && r.w.opt.Rough > 1 && !r.w.quiet && d.n(8) == 0 { // routers and clients are not to be trusted
+		f = []Fault{faultLater, faultTwice, faultWrong, faultLost}[d.n(4)]
+		r.w.stats.Faults++
+	}
 	if r.hand(c, r.w.engines[i], c.max, r.w.office.tamper(t, d, f), d) {
 		c.phase = decoding
 		return

@@ -14,7 +14,7 @@ import (
 // TestTranscripts plays the scenarios of testdata. They are documentation first: what everybody does
 // and says when one thing goes wrong. Run with -rewrite after a change, then read the difference.
 //
-//	new medium=store|holds prefills=N decodes=N blocks=N size=N ranks=N groups=N window=N seqs=N batch=N [both planner fail nocache] mutant=NAME
+//	new medium=store|holds prefills=N decodes=N blocks=N size=N ranks=N groups=N window=N slots=N seqs=N batch=N [both planner fail nocache] mutant=NAME
 //	client prompt=(1,2,3) max=N      a client comes
 //	route [fault=NAME]               the router takes the next step for everybody who waits for it
 //	turn ENGINE [fast]               the engine's loop goes round; fast: the plugin answers questions at once
@@ -23,6 +23,7 @@ import (
 //	answer ENGINE [scheduler] [fault=NAME]     the plugin's answers reach the host, or only those of the scheduler side
 //	consume ENGINE                   the plugin reports what was fetched
 //	crash ENGINE, hang ENGINE        the plugin's process
+//	scribble ENGINE                  the plugin writes where it likes in landing memory
 //	leave N                          the client goes away
 //	store WHAT                       lose, damage, swap: the oldest stored block, or the oldest two
 //	reset ENGINE, restart ENGINE
@@ -72,7 +73,7 @@ func (s *story) begin(t *testing.T, d *datadriven.TestData) {
 	d.MaybeScanArgs(t, "mutant", &mutant)
 	for name, n := range map[string]*int{
 		"prefills": &o.Prefills, "decodes": &o.Decodes, "blocks": &o.Blocks, "size": &o.BlockTokens, "ranks": &o.Ranks,
-		"groups": &o.Groups, "window": &o.Window, "seqs": &o.MaxSeqs, "batch": &o.MaxBatchedTokens,
+		"groups": &o.Groups, "window": &o.Window, "slots": &o.Slots, "seqs": &o.MaxSeqs, "batch": &o.MaxBatchedTokens,
 	} {
 		d.MaybeScanArgs(t, name, n)
 	}
@@ -155,6 +156,11 @@ func (s *story) engine(t *testing.T, d *datadriven.TestData, fault Fault) {
 		e.host.proc.consume(fault)
 	case "crash":
 		e.host.proc.crash()
+	case "scribble":
+		for slot := range e.landing[0] {
+			e.landing[0][slot].tags[0].kv ^= 1
+		}
+		s.w.say("%s: the plugin writes all over landing memory", e.name)
 	case "hang":
 		e.host.proc.hung = s.w.now
 		s.w.say("%s: plugin hangs", e.name)
