@@ -10,7 +10,7 @@ import (
 )
 
 func TestReferenceStaged(t *testing.T) {
-	conformance.Run(t, conformance.Staged(conformance.Wire(mutants.Reference(), nil)), conformance.Profiles()...)
+	conformance.Run(t, conformance.Staged(conformance.Wire(mutants.Reference(), nil)), inProcess()...)
 }
 
 // What a connector writes after its Load has returned ends in landing memory: at level staged the
