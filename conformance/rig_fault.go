@@ -16,10 +16,17 @@ import (
 
 // harness is the case's Harness as its Maker made it, to be asked for what it offers besides.
 func (r *rig) harness() Harness {
-	if s, ok := r.h.(seeded); ok {
-		return s.Harness
+	h := r.h
+	for {
+		switch wrapped := h.(type) {
+		case seeded:
+			h = wrapped.Harness
+		case *staged:
+			h = wrapped.Harness
+		default:
+			return h
+		}
 	}
-	return r.h
 }
 
 // folder is where the connector keeps what it stores. Without one the case does not apply.
