@@ -402,9 +402,26 @@ func (b *Book) settleLoad(o *op) {
 	if len(o.t.Blocks) == 0 || o.canceled {
 		return
 	}
-	if _, bad := o.failed[o.t.Blocks[0].ID]; bad {
+	if b.leftNothing(o) {
 		o.req.denied = true
 	}
+}
+
+// leftNothing says that a request cannot go on from anything that a load brought: the first block of a
+// group is missing, or one of a group that needs only the last ones.
+func (b *Book) leftNothing(o *op) bool {
+	var seen [connector.MaxGroups]bool
+	for _, k := range o.t.Blocks {
+		if int(k.Group) >= len(b.cfg.Groups) {
+			continue
+		}
+		_, bad := o.failed[k.ID]
+		if bad && (!seen[k.Group] || b.cfg.Groups[k.Group].Policy == connector.PolicyTrailing) {
+			return true
+		}
+		seen[k.Group] = true
+	}
+	return false
 }
 
 // settleSave notes which tokens of the request a consumer will not find.
