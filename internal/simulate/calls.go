@@ -275,9 +275,7 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *dice, f Fault) bool {
 		return true
 	}
 	if f == faultNothing {
-		for at := range c.tags {
-			c.tags[at].life = 0 // what it held before may be right by chance; nobody served it
-		}
+		c.orphan()
 		return true
 	}
 	from, ok := p.source(m, b, i)
@@ -288,6 +286,7 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *dice, f Fault) bool {
 	}
 	switch f {
 	case faultHalf:
+		c.orphan()
 		copy(c.tags, from.tags[:len(from.tags)/2])
 		c.sum = from.sum
 	case faultWrong:

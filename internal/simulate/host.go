@@ -104,6 +104,7 @@ func (h *host) do(actions []book.Action) {
 		case book.Plan:
 			h.send(&job{plan: &a, id: a.ID, deadline: a.Deadline})
 		case book.Finish:
+			h.makeTails(a.Ended)
 			h.send(&job{finish: &a, id: a.ID, deadline: a.Deadline})
 		case book.Move:
 			h.start(&a)
@@ -394,7 +395,9 @@ func (h *host) checkMatch(q *connector.Query, m connector.Match) {
 	if m.Later || m.Tokens == 0 {
 		return
 	}
-	if m.Tokens < 0 || m.Tokens+q.Computed >= q.Tokens || m.Tokens%h.w.opt.BlockTokens != 0 {
+	held := q.Ticket != nil && h.can&connector.CanHold != 0 // what a Holder keeps may end anywhere
+	whole := m.Tokens+q.Computed < q.Tokens && m.Tokens%h.w.opt.BlockTokens == 0
+	if m.Tokens < 0 || m.Tokens+q.Computed > q.Tokens || !held && !whole {
 		h.w.fail('c', "%s: match of %d tokens beyond %d for a prompt of %d", h.e.name, m.Tokens, q.Computed, q.Tokens)
 	}
 }
@@ -443,33 +446,6 @@ func (h *host) check() {
 	if c.Unknown < 0 || c.Violations < 0 {
 		h.w.fail('d', "%s: counters %+v", h.e.name, c)
 	}
-}
-
-// makeDigests is what the host does before a plugin may read blocks.
-func (h *host) makeDigests(m *move) {
-	for _, b := range m.Transfer.Blocks {
-		if b.Key != (connector.BlockKey{}) {
-			c := &h.e.mem[m.Rank][b.ID]
-			c.sum = c.digest(b, m.Rank)
-		}
-	}
-}
-
-// checkDigests gives the blocks that should have arrived and are not what was saved.
-func (h *host) checkDigests(m *move) []connector.BlockID {
-	missing, some := failedBlocks(m.out.Err)
-	if m.out.Err != nil && !some {
-		return nil
-	}
-	var bad []connector.BlockID
-	for _, b := range m.Transfer.Blocks {
-		c := &h.e.mem[m.Rank][b.ID]
-		if !missing[b.ID] && (b.Key == (connector.BlockKey{}) || c.sum != c.digest(b, m.Rank)) {
-			bad = append(bad, b.ID)
-		}
-	}
-	h.w.stats.Damaged += len(bad)
-	return bad
 }
 
 // resubmit is an engine without a denylist: it tries the whole request again.

@@ -57,6 +57,14 @@ func (h *host) copyIn(m *move) {
 	}
 }
 
+// orphan forgets where the content of a block came from: what a load leaves in it may be the right KV by
+// chance, but no cache has served it.
+func (c *cell) orphan() {
+	for i := range c.tags {
+		c.tags[i].life = 0
+	}
+}
+
 func (c *cell) set(from *cell) {
 	copy(c.tags, from.tags)
 	c.sum = from.sum
