@@ -20,6 +20,9 @@ BENCH     ?= .
 # The packages whose acceptance tests have a full count.
 SOAKERS    = $(shell grep -rl --include='*_test.go' KVPORT_SOAK . | xargs -r -n1 dirname | sort -u)
 
+# The packages whose tests need failpoints.
+FAULTED   := ./internal/fault ./internal/faultsuite
+
 .DEFAULT_GOAL := help
 .PHONY: deps build demo test soak race fuzz conform bench lint generate clean help
 
@@ -41,10 +44,12 @@ demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAM
 
 test: deps build ## every test, short counts (at most 20 minutes on 2 cores)
 	$(GO) test -p $(TEST_P) -timeout 20m ./...
+	$(GO) test -tags kvport_fault -v -timeout 20m $(FAULTED)
 
 soak: deps build ## the acceptance tests with their full counts, printed
 	@test -n "$(SOAKERS)" || { echo "soak: no test reads KVPORT_SOAK" >&2; exit 1; }
 	KVPORT_SOAK=1 $(GO) test -p 1 -count 1 -v -timeout 3h $(SOAKERS)
+	KVPORT_SOAK=1 $(GO) test -tags kvport_fault -count 1 -v -timeout 3h $(FAULTED)
 
 race: deps build ## every test under the race detector; tests of the real model run only without -short
 	CGO_ENABLED=1 $(GO) test -race -short -p $(TEST_P) -timeout 20m ./...

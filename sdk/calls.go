@@ -7,6 +7,7 @@ import (
 	"log/slog"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
@@ -67,11 +68,18 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 	var m *kvportv1.Transfer
 	switch request := c.request.GetCall().(type) {
 	case *kvportv1.SessionRequest_Load:
+		fault.Crash("sdk.load")
 		move, m = w.worker.Load, request.Load
+		defer fault.Crash("sdk.loaded")
 	case *kvportv1.SessionRequest_Save:
+		fault.Crash("sdk.save")
 		move, m = w.worker.Save, request.Save
+		defer fault.Crash("sdk.saved")
 	default:
 		return fmt.Errorf("%s is not for a worker side: %w", callName(c.request), connector.ErrIncompatible)
+	}
+	if err := fault.Point("sdk.move"); err != nil {
+		return err
 	}
 	t, err := wire.TransferFromProto(m)
 	if err != nil {
@@ -93,7 +101,11 @@ func callScheduler(ctx context.Context, c *call, scheduler connector.Scheduler, 
 		if err != nil {
 			return err
 		}
+		if err := fault.Point("sdk.match"); err != nil {
+			return err
+		}
 		matches, err := scheduler.Match(ctx, queries)
+		fault.Crash("sdk.matched")
 		answer.Result = &kvportv1.SessionResponse_Match{Match: wire.MatchesToProto(matches)}
 		return err
 	case *kvportv1.SessionRequest_Plan:
@@ -106,6 +118,7 @@ func callScheduler(ctx context.Context, c *call, scheduler connector.Scheduler, 
 			return err
 		}
 		ids, err := holder.Consumed(ctx)
+		fault.Crash("sdk.consumed")
 		answer.Result = &kvportv1.SessionResponse_Consumed{Consumed: wire.ConsumedToProto(ids)}
 		return err
 	case *kvportv1.SessionRequest_Reset_:
@@ -143,7 +156,11 @@ func callFinish(ctx context.Context, scheduler connector.Scheduler, m *kvportv1.
 	if err != nil {
 		return err
 	}
+	if err := fault.Point("sdk.hold"); err != nil {
+		return err
+	}
 	holds, err := holder.Finish(ctx, ended)
+	fault.Crash("sdk.held")
 	answer.Result = &kvportv1.SessionResponse_Finish{Finish: wire.HoldsToProto(holds)}
 	return err
 }
@@ -164,6 +181,9 @@ func (s *session) open(ctx context.Context, m *kvportv1.Open) (*kvportv1.Opened,
 		return nil, err
 	}
 	o.Env.Log = s.log.With("engine", o.Env.Engine, "side", "scheduler")
+	if err := fault.Point("sdk.open"); err != nil {
+		return nil, err
+	}
 	var opened *side
 	var capabilities connector.Capability
 	if o.Side == kvportv1.Side_SIDE_WORKER {
@@ -177,6 +197,7 @@ func (s *session) open(ctx context.Context, m *kvportv1.Open) (*kvportv1.Opened,
 	if err != nil {
 		return nil, err
 	}
+	fault.Crash("sdk.opened")
 	s.mu.Lock()
 	s.side, opened.log = opened, o.Env.Log
 	s.mu.Unlock()

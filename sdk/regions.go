@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/wire"
 )
@@ -63,7 +64,11 @@ func (r *regions) one(w wire.Region) (fileID, *shm.Region, error) {
 		shared.refs++
 		return id, shared.region, nil
 	}
+	if err := fault.Point("sdk.region.map"); err != nil {
+		return id, nil, err
+	}
 	region, err := shm.Map(w.FD, w.Size)
+	fault.Crash("sdk.region.mapped")
 	if errors.Is(err, shm.ErrIncompatible) {
 		err = fmt.Errorf("%w: %w", err, connector.ErrIncompatible)
 	}
@@ -84,6 +89,7 @@ func (r *regions) release(ids []fileID) error {
 	for _, id := range ids {
 		shared := r.mapped[id]
 		if shared.refs--; shared.refs == 0 {
+			fault.Crash("sdk.region.unmap")
 			delete(r.mapped, id)
 			errs = append(errs, shared.region.Close())
 		}

@@ -20,6 +20,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/wire"
 )
 
@@ -52,6 +53,7 @@ func serve(p connector.Plugin) {
 	if err := watchParent(func() { os.Exit(1) }); err != nil {
 		log.Warn("cannot watch the host, an orphan would notice its death by its connection only", "error", err)
 	}
+	fault.Crash("sdk.serve")
 	server := NewServer(p, log)
 	plugin.Serve(&plugin.ServeConfig{
 		HandshakeConfig: wire.Handshake(),

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
@@ -58,6 +59,7 @@ func (s *Server) Stop(ctx context.Context) error {
 
 // Describe implements kvportv1.PluginServer.
 func (s *Server) Describe(ctx context.Context, m *kvportv1.DescribeRequest) (*kvportv1.DescribeResponse, error) {
+	fault.Crash("sdk.describe")
 	var info connector.Info
 	err := s.call(s.log, "describe", func() (err error) {
 		switch {
@@ -77,6 +79,7 @@ func (s *Server) Describe(ctx context.Context, m *kvportv1.DescribeRequest) (*kv
 
 // Heartbeat implements kvportv1.PluginServer.
 func (s *Server) Heartbeat(_ context.Context, m *kvportv1.HeartbeatRequest) (*kvportv1.HeartbeatResponse, error) {
+	fault.Crash("sdk.heartbeat")
 	return &kvportv1.HeartbeatResponse{Sequence: m.GetSequence(), Panics: s.panics.Load()}, nil
 }
 

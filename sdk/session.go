@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
@@ -199,6 +200,7 @@ func (s *session) serveClose(c *call) {
 	side := s.side
 	s.side = nil
 	s.mu.Unlock()
+	fault.Crash("sdk.close")
 	var err error
 	if side != nil {
 		err = s.server.call(side.log, "close", side.close)
@@ -213,6 +215,7 @@ func (s *session) finish(c *call, answer *kvportv1.SessionResponse, err error) {
 	s.mu.Lock()
 	delete(s.running, c.request.GetId())
 	s.mu.Unlock()
+	fault.Crash("sdk.answer")
 	answer.Id = c.request.GetId()
 	if err != nil {
 		answer.Error, answer.Result = wire.ErrorToProto(err), nil

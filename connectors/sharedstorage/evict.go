@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/fault"
 )
 
 const (
@@ -137,6 +138,7 @@ func (b *budget) evict(d *dir, files []file) []connector.StoreKey {
 		if b.used <= b.max-b.max/slack {
 			break
 		}
+		fault.Crash("store.evict")
 		d.remove(f.key)
 		b.used -= f.size
 		gone = append(gone, f.key)

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/fault"
 )
 
 // A block file is one header and then the spans, back to back. The header says what the file must
@@ -109,6 +110,9 @@ func readItem(fd int, size int64, it connector.Item) error {
 	if size != headerSize+int64(want.bytes) {
 		return fmt.Errorf("block file: %d bytes, want %d: %w", size, headerSize+want.bytes, connector.ErrCorrupt)
 	}
+	if err := fault.Point("store.get.read"); err != nil {
+		return fmt.Errorf("read block file: %w", err)
+	}
 	var raw [headerSize]byte
 	n, err := vectored(unix.Preadv, fd, buffers(raw[:], it.Spans))
 	if errors.Is(err, io.ErrUnexpectedEOF) {
@@ -126,6 +130,9 @@ func readItem(fd int, size int64, it connector.Item) error {
 
 // writeItem writes the whole block file of an item.
 func writeItem(fd int, it connector.Item) error {
+	if err := fault.Point("store.put.write"); err != nil {
+		return fmt.Errorf("write block file: %w", err)
+	}
 	if _, err := vectored(unix.Pwritev, fd, buffers(headerOf(it).encode(), it.Spans)); err != nil {
 		return fmt.Errorf("write block file: %w", err)
 	}

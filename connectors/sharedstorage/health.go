@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/fault"
 )
 
 // with runs op on the open folder. When op finds that the folder was removed it is made again and
@@ -71,6 +72,9 @@ func (s *Store) reopen(old *dir) error {
 		s.log.Warn("opening the folder again", "shared_storage_path", s.config.Path)
 	}
 	s.index.clear()
+	if err := fault.Point("store.reopen"); err != nil {
+		return err
+	}
 	d, err := openDir(s.config.Path, s.config.ReadOnly)
 	if err != nil {
 		s.retryAt, s.wait = time.Now().Add(s.wait), min(2*s.wait, longestWait)

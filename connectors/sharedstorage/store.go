@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/fault"
 )
 
 const (
@@ -75,6 +76,9 @@ func newStore(log *slog.Logger, config Config) (*Store, error) {
 		return nil, err
 	}
 	config = config.withDefaults()
+	if err := fault.Point("store.open"); err != nil {
+		return nil, err
+	}
 	d, err := openDir(config.Path, config.ReadOnly)
 	if err != nil {
 		return nil, fmt.Errorf("shared_storage_path %s: %w: %w", config.Path, err, connector.ErrIncompatible)
@@ -86,6 +90,7 @@ func newStore(log *slog.Logger, config Config) (*Store, error) {
 		slots: make(chan struct{}, config.Workers), write: writeItem, wait: firstWait,
 		budget: budget{max: config.MaxBytes},
 	}
+	fault.Crash("store.open.sweep")
 	s.stale.Add(uint64(d.sweep(time.Now())))
 	return s, nil
 }
@@ -113,6 +118,9 @@ func (s *Store) Close() error {
 
 // Lookup implements connector.Store.
 func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	if err := fault.Point("store.lookup"); err != nil {
+		return nil, err
+	}
 	found := make([]int, len(runs))
 	missed := false
 	for i, keys := range runs {
@@ -168,15 +176,21 @@ func (s *Store) Get(ctx context.Context, items []connector.Item) error {
 }
 
 func (s *Store) get(d *dir, it connector.Item) error {
+	if err := fault.Point("store.get.open"); err != nil {
+		return err
+	}
 	fd, st, err := d.open(it.Key)
 	if err == nil {
+		fault.Crash("store.get.opened")
 		err = readItem(fd, st.Size, it)
 		if err == nil && !s.config.ReadOnly && time.Since(time.Unix(st.Mtim.Unix())) > touchAfter {
 			_ = unix.Futimes(fd, now()) // a hint for eviction; the block was read
 		}
 		_ = unix.Close(fd)
 	}
+	fault.Crash("store.get.done")
 	if errors.Is(err, connector.ErrCorrupt) {
+		fault.Crash("store.get.remove")
 		s.corrupt.Add(1)
 		s.log.Warn("damaged block file", "key", fileName(it.Key), "error", err, "removed", !s.config.ReadOnly)
 		if !s.config.ReadOnly {
@@ -213,6 +227,9 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 }
 
 func (s *Store) put(d *dir, it connector.Item) error {
+	if err := fault.Point("store.put.begin"); err != nil {
+		return err
+	}
 	size := headerSize + int64(it.Size())
 	if have, ok := d.size(it.Key); ok && have == size && !it.Replace {
 		s.known.Add(1)
@@ -238,19 +255,31 @@ func (s *Store) put(d *dir, it connector.Item) error {
 // temporary file does not stay.
 func (s *Store) writeFile(d *dir, it connector.Item) error {
 	name := fmt.Sprintf("%s-%d", s.writer, s.serial.Add(1))
+	if err := fault.Point("store.put.create"); err != nil {
+		return err
+	}
 	fd, err := d.create(name)
 	if err != nil {
 		return err
 	}
+	fault.Crash("store.put.created")
 	err = s.write(fd, it)
+	if err == nil {
+		err = fault.Point("store.put.written")
+	}
 	if err == nil && s.config.Fsync {
 		err = unix.Fdatasync(fd)
 	}
 	err = errors.Join(err, unix.Close(fd))
 	if err == nil {
+		err = fault.Point("store.put.rename")
+	}
+	if err == nil {
 		err = d.publish(name, it.Key, s.config.Fsync)
+		fault.Crash("store.put.renamed")
 	}
 	if err != nil {
+		fault.Crash("store.put.discard")
 		d.discard(name)
 	}
 	return err

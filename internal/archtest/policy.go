@@ -87,6 +87,7 @@ func kvportImports() map[string][]string {
 		"internal/archtest":   {},
 		"internal/cluster":    {}, // runs the binaries, so it needs none of the packages
 		"internal/acceptance": {},
+		"internal/faultsuite": {"connector", "engine", "engine/model/sim", "engine/tokenizer", "sdk/host", "internal/fault"},
 		"internal/shm":        {},
 		"internal/fault":      {},
 		"internal/digest":     {"connector"},
@@ -106,7 +107,7 @@ func kvportImports() map[string][]string {
 		"multiconnector": {"connector"},
 
 		"sdk":            {"connector", "pipe", "lookupbuffer", "proto/...", "internal/wire", "internal/shm", "internal/fault"},
-		"sdk/host":       {"connector", "multiconnector", "proto/...", "internal/...", "!internal/archtest"},
+		"sdk/host":       {"connector", "multiconnector", "proto/...", "internal/...", "!internal/archtest", "!internal/faultsuite"},
 		"sdk/host/agent": {"connector", "sdk/host", "proto/...", "internal/wire", "internal/shm"},
 		"plugins/*":      {"sdk", "connectors/*"},
 		"plugins/multi":  {"sdk", "sdk/host", "multiconnector"},

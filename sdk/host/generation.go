@@ -9,6 +9,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/book"
+	"github.com/kvport/kvport/internal/fault"
 )
 
 // generation is one life of the plugin with all its sides open.
@@ -66,6 +67,9 @@ func (h *Host) start(ctx context.Context, n uint64) (*generation, error) {
 
 func (g *generation) open(ctx context.Context) error {
 	h := g.h
+	if err := fault.Point("host.open"); err != nil {
+		return err
+	}
 	if g.n == 1 {
 		if err := h.describe(ctx, g.proc.Remote); err != nil {
 			return err
@@ -81,6 +85,7 @@ func (g *generation) open(ctx context.Context) error {
 	}
 	g.caps = h.info.Capabilities & connector.CapabilitiesOf(g.sched)
 	// The scheduler side hears of the cache's blocks, a worker of those in the memory it maps.
+	fault.Crash("host.open.worker")
 	_, env.Layout = h.mapped()
 	for rank := range h.ranks {
 		env.Rank = rank
@@ -90,6 +95,7 @@ func (g *generation) open(ctx context.Context) error {
 		}
 		g.workers = append(g.workers, w)
 	}
+	fault.Crash("host.open.done")
 	return nil
 }
 

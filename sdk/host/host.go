@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/book"
+	"github.com/kvport/kvport/internal/fault"
 )
 
 // Host is one connector at work for one engine. Match, Step and Events are for the engine's loop;
@@ -291,6 +292,7 @@ func (h *Host) close(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, h.cfg.Settings.Deadlines.Drain)
 	defer cancel()
 	h.mu.Lock()
+	fault.Crash("host.close")
 	h.closing.Store(true)
 	h.leave()
 	h.do(h.book.Close(time.Now()))
@@ -308,6 +310,7 @@ func (h *Host) close(ctx context.Context) error {
 		g.end(ctx, err == nil)
 	}
 	h.work.Wait()
+	fault.Crash("host.closed")
 	h.events.close(readerWait)
 	h.metrics.close()
 	_ = h.prog.close()

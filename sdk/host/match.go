@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/book"
+	"github.com/kvport/kvport/internal/fault"
 )
 
 // asked is what the host keeps of a request between its first Match and its end.
@@ -160,7 +161,11 @@ func (h *Host) askAll(ctx context.Context, s connector.Scheduler, asks []*askJob
 	for i, a := range asks {
 		queries[i] = a.query
 	}
+	fault.Crash("host.match")
 	matches, err := s.Match(ctx, queries)
+	if err == nil {
+		err = fault.Point("host.matched")
+	}
 	if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
 		return err
 	}
@@ -188,7 +193,11 @@ func (h *Host) startFinish(a *book.Finish) {
 	h.makeTails(a.Ended)
 	h.call(a.Deadline, func(ctx context.Context, s connector.Scheduler) (note, error) {
 		holder, _ := connector.As[connector.Holder](s)
+		fault.Crash("host.hold")
 		holds, err := holder.Finish(ctx, a.Ended)
+		if err == nil {
+			err = fault.Point("host.held")
+		}
 		return func(now time.Time) []book.Action { return h.book.FinishAnswered(now, a.ID, holds, err) }, err
 	})
 }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -17,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
+	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
@@ -70,7 +72,10 @@ func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, e
 		opts.Heartbeat = defaults.Heartbeat
 	}
 	p := &Process{done: make(chan struct{})}
-	err := p.prepare(prog, &opts)
+	err := fault.Point("host.handshake.start")
+	if err == nil {
+		err = p.prepare(prog, &opts)
+	}
 	if err == nil {
 		err = p.start(ctx, &opts)
 	}
@@ -78,6 +83,7 @@ func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, e
 		p.cleanup()
 		return nil, fmt.Errorf("%w: plugin %s: %w", ErrConfig, prog.path, err)
 	}
+	fault.Crash("host.handshake.done")
 	p.violated = opts.Violated
 	go p.watch()
 	p.beats.Add(1)
@@ -91,7 +97,7 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 		return err
 	}
 	cmd := prog.command(context.Background())
-	for _, name := range opts.Environment {
+	for _, name := range slices.Concat(opts.Environment, fault.Environment()) {
 		if v, set := os.LookupEnv(name); set {
 			cmd.Env = append(cmd.Env, name+"="+v)
 		}
@@ -178,6 +184,7 @@ func (p *Process) connect(ctx context.Context, regions []*Region) error {
 	for i, r := range regions {
 		p.regions = append(p.regions, wire.Region{FD: firstRegionFD + i, Size: r.Size()})
 	}
+	fault.Crash("host.handshake.connected")
 	if err := p.Heartbeat(ctx); err != nil {
 		return fmt.Errorf("first heartbeat: %w", err)
 	}

@@ -6,6 +6,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/shm"
 )
 
@@ -26,6 +27,9 @@ func NewRegion(size int64) (*Region, error) {
 
 // newRegion makes a region under a name that shows in /proc.
 func newRegion(name string, size int64) (*Region, error) {
+	if err := fault.Point("host.region"); err != nil {
+		return nil, err
+	}
 	mem, err := shm.Create(name, size)
 	if err != nil {
 		return nil, err

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/internal/book"
+	"github.com/kvport/kvport/internal/fault"
 )
 
 // supervise keeps a plugin running until the host closes. g is at work already.
@@ -35,6 +36,7 @@ func (h *Host) supervise(life context.Context, g *generation) {
 		if h.closing.Load() {
 			return
 		}
+		fault.Crash("host.restart.start")
 		n++
 		var err error
 		if g, err = h.start(life, n); err != nil {
@@ -59,6 +61,7 @@ func (h *Host) install(g *generation) {
 	}
 	h.gen, h.broken, h.since = g, false, time.Now()
 	if g.n > 1 {
+		fault.Crash("host.restart.up")
 		h.restarts++
 		h.metrics.restarts.Inc()
 	}
@@ -76,6 +79,7 @@ func (h *Host) outlive(g *generation) {
 	g.finished()
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	fault.Crash("host.restart.reaped")
 	h.gen, h.since = nil, time.Now()
 	h.lastErr = g.proc.Err()
 	if !h.closing.Load() {

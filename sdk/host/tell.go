@@ -7,6 +7,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/book"
+	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/ticket"
 )
 
@@ -26,6 +27,7 @@ func (h *Host) tell(b *book.Event) {
 		e.Kind = Finished
 		e.Ticket = h.seal(b)
 	case book.Released:
+		fault.Crash("host.hold.release")
 		e.Kind = Released
 		h.metrics.released.WithLabelValues(b.Reason).Inc()
 	case book.Answered:
@@ -74,6 +76,9 @@ func openTicketOffice(s *Settings, eng Engine, epoch uint64) (*ticketOffice, err
 }
 
 func (o *ticketOffice) seal(e *ticket.Envelope) ([]byte, error) {
+	if err := fault.Point("host.ticket.seal"); err != nil {
+		return nil, err
+	}
 	e.Engine, e.Epoch, e.Model, e.Shape = o.eng.ID, o.epoch, o.eng.Model, o.eng.Shape
 	return ticket.Seal(o.key, e)
 }
@@ -81,6 +86,9 @@ func (o *ticketOffice) seal(e *ticket.Envelope) ([]byte, error) {
 // verify opens the ticket that a request brought, or says why it is refused: in one word for
 // metrics, and at length.
 func (o *ticketOffice) verify(signed []byte, request connector.RequestID) (e *ticket.Envelope, reason string, err error) {
+	if err = fault.Point("host.ticket.verify"); err != nil {
+		return nil, "other", err
+	}
 	e, err = ticket.Open(o.key, signed)
 	if err == nil && len(o.peers) > 0 && !slices.Contains(o.peers, e.Engine) {
 		return nil, "peer", fmt.Errorf("engine %q is not among kvport.peers", e.Engine)

@@ -11,6 +11,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/book"
 	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/internal/fault"
 )
 
 // rank is one rank's paged cache as the host uses it: to make and check digests.
@@ -94,11 +95,20 @@ func (h *Host) startMove(a *book.Move) {
 func (h *Host) move(ctx context.Context, g *generation, a *book.Move) book.Outcome {
 	r, w, t := h.ranks[a.Rank], g.workers[a.Rank], a.Transfer
 	if a.Kind == book.Save {
-		if err := r.makeDigests(t.Blocks); err != nil {
+		err := fault.Point("host.save")
+		if err == nil {
+			err = r.makeDigests(t.Blocks)
+		}
+		if err != nil {
 			return book.Outcome{Err: err}
 		}
-		err := h.save(ctx, r, w, a)
+		fault.Crash("host.save.digested")
+		err = h.save(ctx, r, w, a)
+		fault.Crash("host.saved")
 		return book.Outcome{Err: err, Lost: errors.Is(err, errLost)}
+	}
+	if err := fault.Point("host.load"); err != nil {
+		return book.Outcome{Err: err}
 	}
 	err := h.load(ctx, r, w, a)
 	if errors.Is(err, errLost) {
@@ -108,6 +118,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *book.Move) book.Outco
 	if !h.info.Lossy {
 		out.Corrupt = r.checkDigests(content(t.Blocks, t.Tail), err)
 	}
+	fault.Crash("host.load.checked")
 	damaged := len(out.Corrupt)
 	if errors.Is(err, connector.ErrCorrupt) {
 		damaged += failedCount(t, err)
@@ -127,6 +138,7 @@ func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *book.Mo
 	}
 	s := &stage{t: a.Transfer, slots: a.Slots}
 	r.busy(func() { s.out(r.landing.kv, r.kv) })
+	fault.Crash("host.save.copied")
 	h.metrics.copied.WithLabelValues(h.metrics.name, "save").Add(r.size(a.Transfer.Blocks))
 	return s.back(w.Save(ctx, s.landed(), r.landing.kv))
 }
@@ -142,7 +154,9 @@ func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *book.Mo
 	if errors.Is(err, errLost) {
 		return err
 	}
+	fault.Crash("host.load.answered")
 	r.busy(func() { s.in(r.kv, r.landing.kv, err) })
+	fault.Crash("host.load.copied")
 	h.metrics.copied.WithLabelValues(h.metrics.name, "load").Add(r.size(a.Transfer.Blocks))
 	return s.back(err)
 }
