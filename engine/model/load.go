@@ -30,6 +30,8 @@ type Options struct {
 	DType   DType        // F32 or F16
 	ISA     ISA          // kernel.Auto: the fastest that this machine can run
 	Log     *slog.Logger // nil: none
+	// Images keeps the packed weights, for a quick start the next time; the zero value keeps none.
+	Images kernel.Images
 }
 
 // arithmetic names what decides the bits of a KV cache besides the weights. Change it with the kernels.
@@ -72,30 +74,42 @@ func fromGGUF(f *gguf.File, o Options) (Model, error) {
 	if b.compute, err = kernel.New(kernel.Options{Threads: o.Threads, ISA: o.ISA}); err != nil {
 		return nil, err
 	}
-	if b.memory, err = kernel.NewMemory(c.matrixBytes(o.DType)); err != nil {
-		b.compute.Close()
-		return nil, err
+	content := sha256.Sum256(f.Data())
+	image := imageName(content, o.DType)
+	bytes := c.matrixBytes(o.DType)
+	start := "from its image"
+	if b.memory, err = o.Images.Open(image, bytes); err != nil {
+		start = "packed"
+		if b.memory, err = kernel.NewMemory(bytes); err != nil {
+			b.compute.Close()
+			return nil, err
+		}
 	}
 	m := b.model()
 	if b.err != nil {
 		return nil, errors.Join(b.err, m.Close())
 	}
-	m.spec = m.describe(f, o.DType)
+	m.spec = m.describe(f, content, o.DType)
+	if start == "packed" {
+		if err := o.Images.Save(image, b.memory, bytes); err != nil && o.Log != nil {
+			o.Log.Warn("packed weights are not kept, the next start will be slower", "folder", o.Images.Dir, "error", err)
+		}
+	}
 	if o.Log != nil {
 		o.Log.Info("model loaded", "name", m.spec.Name, "layers", c.layerCount, "dtype", o.DType.String(),
-			"kernels", b.compute.ISA().String(), "threads", b.compute.Threads(), "weights", m.spec.Weights.String())
+			"kernels", b.compute.ISA().String(), "threads", b.compute.Threads(), "weights", m.spec.Weights.String(), "weights_were", start)
 	}
 	return m, nil
 }
 
 // describe makes the Spec. The rotary angles are part of the fingerprint as numbers: Go's cosine may differ
 // in the last bit between architectures, and then their caches must not be mixed.
-func (m *llama) describe(f *gguf.File, d DType) Spec {
+func (m *llama) describe(f *gguf.File, content [sha256.Size]byte, d DType) Spec {
 	name, err := f.String("general.name")
 	if err != nil {
 		name = "llama"
 	}
-	content, angles := sha256.Sum256(f.Data()), sha256.New()
+	angles := sha256.New()
 	angles.Write(bytesOf(m.cos))
 	angles.Write(bytesOf(m.sin))
 	return Spec{
@@ -103,6 +117,11 @@ func (m *llama) describe(f *gguf.File, d DType) Spec {
 		Weights:   connector.NewFingerprint(arithmetic, string(content[:]), d.String(), string(angles.Sum(nil))),
 		ByteShape: fmt.Sprintf("f32[k|v][slot][%d][%d]", m.kvHeads, m.headDim),
 	}
+}
+
+// imageName names the packed weights of a file: its content and the order of its matrices decide them.
+func imageName(content [sha256.Size]byte, d DType) string {
+	return fmt.Sprintf("%x", connector.NewFingerprint("kvport/llama/image/1", string(content[:]), d.String()))
 }
 
 // readConfig reads and checks the metadata.

@@ -43,7 +43,8 @@ func MatrixBytes(n, k int, d DType) int {
 	return (n + panelWidth - 1) / panelWidth * panelWidth * k * size
 }
 
-// Pack builds a matrix in memory of m; row writes one row of weights and is called on all threads at once.
+// Pack builds a matrix in memory of m; row writes one row of weights and is called on all threads at once,
+// or not at all if the memory came from an image.
 func (c *Compute) Pack(m *Memory, n, k int, d DType, row func(dst []float32, row int)) *Matrix {
 	w := &Matrix{N: n, K: k}
 	size := w.Stride() * k
@@ -51,6 +52,9 @@ func (c *Compute) Pack(m *Memory, n, k int, d DType, row func(dst []float32, row
 		w.half = m.half(size)
 	} else {
 		w.float = m.float(size)
+	}
+	if m.full {
+		return w
 	}
 	c.Run(w.panels(), 1, func(_, from, to int) {
 		buf := make([]float32, k)

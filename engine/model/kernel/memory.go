@@ -5,6 +5,7 @@ import "unsafe"
 // Memory holds the weights of a model, outside the garbage collector's reach.
 type Memory struct {
 	data, free []byte
+	full       bool // it came from an image: the matrices are there already
 	release    func([]byte) error
 }
 
