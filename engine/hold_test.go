@@ -32,7 +32,7 @@ func peered(t testing.TB, cfg Config, role connector.Role, dir, extra string) Co
 
 // sockets is a folder whose name is short enough for sockets.
 func sockets(t testing.TB) string {
-	dir, err := os.MkdirTemp("", "kvp")
+	dir, err := os.MkdirTemp("", "kvp") //nolint:usetesting // the names of tests make paths too long for sockets
 	require.NoError(t, err)
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	return dir

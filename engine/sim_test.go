@@ -44,8 +44,12 @@ func TestSpreadModels(t *testing.T) {
 		ranks, groups int
 		p, d          sim.Stride
 	}{
-		{3, 2, sim.ByLayer, sim.ByBlock}, {3, 2, sim.ByBlock, sim.ByShared}, {3, 2, sim.ByPlane, sim.ByPlane},
-		{3, 2, sim.ByShared, sim.ByLayer}, {2, 1, sim.ByBlock, sim.ByLayer}, {1, 3, sim.ByShared, sim.ByShared},
+		{3, 2, sim.ByLayer, sim.ByBlock},
+		{3, 2, sim.ByBlock, sim.ByShared},
+		{3, 2, sim.ByPlane, sim.ByPlane},
+		{3, 2, sim.ByShared, sim.ByLayer},
+		{2, 1, sim.ByBlock, sim.ByLayer},
+		{1, 3, sim.ByShared, sim.ByShared},
 	} {
 		t.Run(fmt.Sprintf("%d ranks %d groups %s to %s", c.ranks, c.groups, c.p, c.d), func(t *testing.T) {
 			want := tokensOf(start(t, spreadConfig(t, c.ranks, c.groups, c.d)).ask(t, reqs, 1))
