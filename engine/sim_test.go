@@ -37,8 +37,14 @@ func fullBlocks(reqs []Request) (tokens int) {
 }
 
 // TestSpreadModels has prefill and decode engines of several ranks and groups exchange blocks, the
-// two with different strides where the shape allows.
+// two with different strides where the shape allows, at both trust levels.
 func TestSpreadModels(t *testing.T) {
+	for _, trust := range []host.Trust{host.TrustInPlace, host.TrustStaged} {
+		t.Run(string(trust), func(t *testing.T) { spreadModels(t, fmt.Sprintf(`{"trust": %q}`, trust)) })
+	}
+}
+
+func spreadModels(t *testing.T, settings string) {
 	reqs := requests(16)
 	for _, c := range []struct {
 		ranks, groups int
@@ -54,11 +60,11 @@ func TestSpreadModels(t *testing.T) {
 		t.Run(fmt.Sprintf("%d ranks %d groups %s to %s", c.ranks, c.groups, c.p, c.d), func(t *testing.T) {
 			want := tokensOf(start(t, spreadConfig(t, c.ranks, c.groups, c.d)).ask(t, reqs, 1))
 			dir := storage(t)
-			p := start(t, shared(t, spreadConfig(t, c.ranks, c.groups, c.p), connector.RoleProducer, dir, ""))
+			p := start(t, shared(t, spreadConfig(t, c.ranks, c.groups, c.p), connector.RoleProducer, dir, settings))
 			decode := prefill(t, p, reqs)
 			cfg := spreadConfig(t, c.ranks, c.groups, c.d)
 			cfg.PrefixCaching = false
-			d := start(t, shared(t, cfg, connector.RoleConsumer, dir, ""))
+			d := start(t, shared(t, cfg, connector.RoleConsumer, dir, settings))
 			got := d.ask(t, decode, 8)
 			require.Equal(t, want, tokensOf(got))
 			require.Equal(t, fullBlocks(reqs), external(got), "every full block came from the producer")

@@ -20,7 +20,7 @@ var spreadArgs = []string{"--tensor-parallel-size", "3", "--max-model-len", "204
 func spread(stride string) string { return "sim:groups=2,window=100,layers=6,seed=5,stride=" + stride }
 
 // TestSpread: a model of three ranks and two groups, whose blocks lie in memory in every way there
-// is, goes through prefill, decode and router; single nodes, other strides and damaged shards give
+// is, goes through prefill, decode and router at both trust levels; single nodes, other strides and damaged shards give
 // the same tokens.
 func TestSpread(t *testing.T) {
 	r := newRig(t)
@@ -31,11 +31,14 @@ func TestSpread(t *testing.T) {
 	single := r.serveModel(spread("layers"), "one rank", "")
 	require.NotEqual(t, want[0].Tokens, r.all(single.URL, prompts[:1], 1)[0].Tokens, "ranks should show in the tokens")
 	r.stop(single)
-	for _, c := range []struct{ p, d string }{{"layers", "blocks"}, {"blocks", "shared"}, {"planes", "planes"}, {"shared", "layers"}} {
-		t.Run(c.p+" to "+c.d, func(t *testing.T) {
+	const staged = `,"kvport":{"trust":"staged"}`
+	for _, c := range []struct{ p, d, trust string }{
+		{"layers", "blocks", ""}, {"blocks", "shared", staged}, {"planes", "planes", ""}, {"planes", "planes", staged}, {"shared", "layers", ""},
+	} {
+		t.Run(fmt.Sprintf("%s to %s, staged %t", c.p, c.d, c.trust == staged), func(t *testing.T) {
 			r := newRig(t)
-			p := r.serveModel(spread(c.p), "prefill", r.config("kv_producer", "", ""), spreadArgs...)
-			d := r.serveModel(spread(c.d), "decode", r.config("kv_consumer", "", ""), append(spreadArgs, "--enable-prefix-caching=false")...)
+			p := r.serveModel(spread(c.p), "prefill", r.config("kv_producer", "", c.trust), spreadArgs...)
+			d := r.serveModel(spread(c.d), "decode", r.config("kv_consumer", "", c.trust), append(spreadArgs, "--enable-prefix-caching=false")...)
 			router := r.route(p, d)
 			got := r.all(router.URL, prompts, 4)
 			same(t, c.p+" to "+c.d, want, got)
