@@ -82,9 +82,8 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 	if err != nil {
 		return nil, err
 	}
-	options := host.LaunchOptions{
-		Regions: []*host.Region{l.region}, Heartbeat: host.Heartbeat{Interval: time.Second, Limit: time.Minute}, // a busy machine is no fault
-	}
+	options := patient()
+	options.Regions = []*host.Region{l.region}
 	if l.process, err = host.Launch(ctx, o.binary, options); err != nil {
 		return nil, err
 	}
@@ -93,6 +92,11 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 	}
 	l.worker, err = l.process.OpenWorker(ctx, env, raw)
 	return l, err
+}
+
+// patient launches plugins that nobody watches: a busy machine is no fault.
+func patient() host.LaunchOptions {
+	return host.LaunchOptions{Handshake: time.Minute, Heartbeat: host.Heartbeat{Interval: time.Hour, Limit: time.Minute}}
 }
 
 func (l *link) layout(digests bool) (connector.Layout, int64) {

@@ -48,6 +48,9 @@ func (t *transfer) files(ctx context.Context, binary string, s shape) (err error
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	stored := filepath.Join(dir, "stored")
+	if err := warm(ctx, binary, stored); err != nil {
+		return err
+	}
 	o := linkOptions{binary: binary, config: storageConfig{stored}, shape: s, bytes: 16 * s.block()}
 	l, err := openLink(ctx, o)
 	if err != nil {
@@ -82,6 +85,16 @@ func (t *transfer) files(ctx context.Context, binary string, s shape) (err error
 		}
 	}
 	return nil
+}
+
+// warm stores many small blocks, so that the folders below dir are there.
+func warm(ctx context.Context, binary, dir string) (err error) {
+	l, err := openLink(ctx, linkOptions{binary: binary, config: storageConfig{dir}, shape: shape{"warm", 1, 64, 1000}, bytes: 1})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, l.close()) }()
+	return l.save(ctx, l.transfer(0, 0))
 }
 
 func (t *transfer) emitFiles(name string, s shape, all []took, peer took) error {
@@ -198,7 +211,7 @@ func (t *transfer) restart(ctx context.Context) (err error) {
 		}
 		restarts = append(restarts, time.Since(begin))
 		begin = time.Now()
-		p, err := host.Launch(ctx, t.memory, host.LaunchOptions{})
+		p, err := host.Launch(ctx, t.memory, patient())
 		if err != nil {
 			return err
 		}

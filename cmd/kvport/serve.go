@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"path/filepath"
 	"strings"
 
@@ -16,6 +17,7 @@ import (
 	"github.com/kvport/kvport/engine"
 	"github.com/kvport/kvport/engine/gguf"
 	"github.com/kvport/kvport/engine/model"
+	"github.com/kvport/kvport/engine/model/kernel"
 	"github.com/kvport/kvport/engine/model/sim"
 	"github.com/kvport/kvport/engine/server"
 	"github.com/kvport/kvport/engine/tokenizer"
@@ -33,6 +35,7 @@ type serveFlags struct {
 	maxBatchedTokens  int
 	maxSeqs           int
 	prefixCaching     bool
+	weightCache       bool
 	tensorParallel    int
 	transferConfig    string
 	pluginPath        []string
@@ -57,6 +60,7 @@ func newServe() *cobra.Command {
 	flags.IntVar(&f.maxModelLen, "max-model-len", 0, "tokens of prompt and answer together (default what the model can)")
 	flags.IntVar(&f.maxBatchedTokens, "max-num-batched-tokens", 0, "tokens of one step at most (default 512)")
 	flags.IntVar(&f.maxSeqs, "max-num-seqs", 0, "sequences of one step at most (default 16)")
+	flags.BoolVar(&f.weightCache, "weight-cache", true, "keep packed weights in the user's cache folder, for a quick start the next time")
 	flags.BoolVar(&f.prefixCaching, "enable-prefix-caching", true, "reuse the KV of prompts that start alike")
 	flags.IntVar(&f.tensorParallel, "tensor-parallel-size", 1, "ranks, each with a cache and a connector session of its own; more than 1 with sim only")
 	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it")
@@ -202,11 +206,23 @@ func (f *serveFlags) open() (model.Model, tokenizer.Tokenizer, error) {
 	if err = errors.Join(err, file.Close()); err != nil {
 		return nil, nil, fmt.Errorf("--model %s: %w", f.model, err)
 	}
+	if f.weightCache {
+		options.Images = weightImages()
+	}
 	m, err := model.Load(f.model, options)
 	if err != nil {
 		return nil, nil, fmt.Errorf("--model %s: %w", f.model, err)
 	}
 	return m, tok, nil
+}
+
+// weightImages is where packed weights are kept; nowhere if this user has no cache folder.
+func weightImages() kernel.Images {
+	dir, err := os.UserCacheDir()
+	if err != nil {
+		return kernel.Images{}
+	}
+	return kernel.Images{Dir: filepath.Join(dir, "kvport")}
 }
 
 // name is what clients call the model.

@@ -1,0 +1,88 @@
+package report
+
+import (
+	"bytes"
+	"encoding/xml"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/bench"
+)
+
+const docs = "../../docs"
+
+// TestDocs: the page and its plots are what the measurements beside them say.
+func TestDocs(t *testing.T) {
+	files, err := Files(docs)
+	require.NoError(t, err)
+	require.Len(t, files, 1+len(Kinds()))
+	for name, want := range files {
+		got, err := os.ReadFile(filepath.Join(docs, name))
+		require.NoError(t, err)
+		require.Equal(t, string(want), string(got), "docs/%s is stale, run go generate ./bench/report", name)
+	}
+	for _, kind := range Kinds() {
+		require.Contains(t, string(files["benchmarks.md"]), "](benchmarks/"+kind+".svg)")
+	}
+}
+
+func ptr[T any](v T) *T { return &v }
+
+func rows() []bench.Row {
+	return []bench.Row{
+		{Name: "fast <1>", Value: ptr(9.0), Unit: "GB/s", Limit: ptr(10.0), Ratio: ptr(0.9), Budget: "ratio >= 0.9", OK: ptr(true)},
+		{Name: "slow 1", Value: ptr(1.0), Unit: "GB/s", Limit: ptr(10.0), Ratio: ptr(0.1), Budget: "ratio >= 0.9", OK: ptr(false)},
+		{Name: "slow 2", Value: ptr(1.0), Unit: "GB/s", Limit: ptr(1e6), Ratio: ptr(1e-6), Budget: "ratio >= 0.9", OK: ptr(false)},
+		{Name: "peer (none)", Unit: "absent"},
+	}
+}
+
+func TestTable(t *testing.T) {
+	table, err := Table(rows(), []reason{{"slow *", "tired."}})
+	require.NoError(t, err)
+	require.Contains(t, table, "| slow 1 | 1 GB/s | 10 | 0.1 | ratio >= 0.9 | NO |\n")
+	require.Contains(t, table, "| peer (none) | - absent | - | - | - | - |\n")
+	require.Equal(t, 1, strings.Count(table, "tired."))
+	_, err = Table(rows(), []reason{{"slow 1", "tired."}})
+	require.ErrorContains(t, err, `"slow 2"`)
+}
+
+func TestPlot(t *testing.T) {
+	plot := Plot(rows())
+	require.Equal(t, plot, Plot(rows()))
+	require.Contains(t, string(plot), "fast &lt;1&gt;")
+	require.NotContains(t, string(plot), "peer")
+	for d := xml.NewDecoder(bytes.NewReader(plot)); ; {
+		if _, err := d.Token(); err == io.EOF {
+			break
+		} else {
+			require.NoError(t, err)
+		}
+	}
+}
+
+func TestFilesErrors(t *testing.T) {
+	dir := t.TempDir()
+	_, err := Files(dir)
+	require.ErrorContains(t, err, "benchmarks.md")
+	write := func(name, content string) {
+		require.NoError(t, os.MkdirAll(filepath.Join(dir, "benchmarks"), 0o755))
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(content), 0o644))
+	}
+	write("benchmarks.md", "# Benchmarks\n")
+	write("benchmarks/reasons.txt", "no colon\n")
+	_, err = Files(dir)
+	require.ErrorContains(t, err, "is not PATTERN: REASON")
+	write("benchmarks/reasons.txt", "a: b\n")
+	write("benchmarks/engine.jsonl", `{"name":1}`)
+	_, err = Files(dir)
+	require.ErrorContains(t, err, "engine.jsonl: row 1")
+	write("benchmarks/engine.jsonl", `{"name":"x"}`)
+	_, err = Files(dir)
+	require.ErrorContains(t, err, "engine begins")
+}
