@@ -111,7 +111,7 @@ func TestPeer(t *testing.T) {
 	if err != nil {
 		t.Skip("no python3")
 	}
-	p, err := StartPeer(python, "none.gguf", 1)
+	p, err := StartPeer(t.Context(), python, "none.gguf", 1)
 	require.NoError(t, err)
 	for range 2 {
 		_, err = p.ask("nonsense")
@@ -123,7 +123,7 @@ func TestPeer(t *testing.T) {
 	require.Error(t, err)
 	require.NotErrorIs(t, err, errAbsent)
 
-	_, err = StartPeer(filepath.Join(t.TempDir(), "python"), "", 1)
+	_, err = StartPeer(t.Context(), filepath.Join(t.TempDir(), "python"), "", 1)
 	require.ErrorContains(t, err, "start the peer")
 	_, err = (*Peer)(nil).ask("prefill")
 	require.ErrorIs(t, err, errAbsent)

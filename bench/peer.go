@@ -2,6 +2,7 @@ package bench
 
 import (
 	"bufio"
+	"context"
 	_ "embed"
 	"errors"
 	"fmt"
@@ -27,11 +28,12 @@ type Peer struct {
 var errAbsent = errors.New("absent")
 
 // StartPeer starts an interpreter; with 0 threads it gets one for each CPU, and model is the GGUF file that llama.cpp is to load when it is first asked.
-func StartPeer(python, model string, threads int) (*Peer, error) {
+// The interpreter is killed when ctx ends.
+func StartPeer(ctx context.Context, python, model string, threads int) (*Peer, error) {
 	if threads == 0 {
 		threads = runtime.GOMAXPROCS(0)
 	}
-	p := &Peer{cmd: exec.Command(python, "-c", peerScript, model, strconv.Itoa(threads))}
+	p := &Peer{cmd: exec.CommandContext(ctx, python, "-c", peerScript, model, strconv.Itoa(threads))}
 	out, err := p.cmd.StdoutPipe()
 	if err != nil {
 		return nil, err

@@ -3,6 +3,7 @@ package report
 import (
 	"bytes"
 	"encoding/xml"
+	"errors"
 	"io"
 	"os"
 	"path/filepath"
@@ -31,13 +32,11 @@ func TestDocs(t *testing.T) {
 	}
 }
 
-func ptr[T any](v T) *T { return &v }
-
 func rows() []bench.Row {
 	return []bench.Row{
-		{Name: "fast <1>", Value: ptr(9.0), Unit: "GB/s", Limit: ptr(10.0), Ratio: ptr(0.9), Budget: "ratio >= 0.9", OK: ptr(true)},
-		{Name: "slow 1", Value: ptr(1.0), Unit: "GB/s", Limit: ptr(10.0), Ratio: ptr(0.1), Budget: "ratio >= 0.9", OK: ptr(false)},
-		{Name: "slow 2", Value: ptr(1.0), Unit: "GB/s", Limit: ptr(1e6), Ratio: ptr(1e-6), Budget: "ratio >= 0.9", OK: ptr(false)},
+		{Name: "fast <1>", Value: new(9.0), Unit: "GB/s", Limit: new(10.0), Ratio: new(0.9), Budget: "ratio >= 0.9", OK: new(true)},
+		{Name: "slow 1", Value: new(1.0), Unit: "GB/s", Limit: new(10.0), Ratio: new(0.1), Budget: "ratio >= 0.9", OK: new(false)},
+		{Name: "slow 2", Value: new(1.0), Unit: "GB/s", Limit: new(1e6), Ratio: new(1e-6), Budget: "ratio >= 0.9", OK: new(false)},
 		{Name: "peer (none)", Unit: "absent"},
 	}
 }
@@ -58,11 +57,11 @@ func TestPlot(t *testing.T) {
 	require.Contains(t, string(plot), "fast &lt;1&gt;")
 	require.NotContains(t, string(plot), "peer")
 	for d := xml.NewDecoder(bytes.NewReader(plot)); ; {
-		if _, err := d.Token(); err == io.EOF {
+		_, err := d.Token()
+		if errors.Is(err, io.EOF) {
 			break
-		} else {
-			require.NoError(t, err)
 		}
+		require.NoError(t, err)
 	}
 }
 

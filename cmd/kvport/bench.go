@@ -62,7 +62,7 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 		if err != nil {
 			return fail(err)
 		}
-		if peer, err = bench.StartPeer(f.python, model, f.threads); err != nil {
+		if peer, err = bench.StartPeer(cmd.Context(), f.python, model, f.threads); err != nil {
 			return fmt.Errorf("--peer-python: %w", err)
 		}
 	}

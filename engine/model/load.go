@@ -2,6 +2,7 @@ package model
 
 import (
 	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -121,7 +122,8 @@ func (m *llama) describe(f *gguf.File, content [sha256.Size]byte, d DType) Spec 
 
 // imageName names the packed weights of a file: its content and the order of its matrices decide them.
 func imageName(content [sha256.Size]byte, d DType) string {
-	return fmt.Sprintf("%x", connector.NewFingerprint("kvport/llama/image/1", string(content[:]), d.String()))
+	name := connector.NewFingerprint("kvport/llama/image/1", string(content[:]), d.String())
+	return hex.EncodeToString(name[:])
 }
 
 // readConfig reads and checks the metadata.
