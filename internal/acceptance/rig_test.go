@@ -2,7 +2,8 @@
 // processes, and faults that are shown to have happened. Every test compares tokens with those of a
 // single node that has no connector.
 //
-// Flags after -args change what is run: -prompts, -tokens, -seed, -model, -kills, -stops, -damages.
+// Flags after -args change what is run: -prompts, -tokens, -seed, -model, -kills, -stops, -damages, and those of
+// the campaigns on sim: -simkills, -simstops, -simdamages, -tickets.
 package acceptance
 
 import (
