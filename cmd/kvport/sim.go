@@ -58,7 +58,7 @@ func (f *simFlags) run(cmd *cobra.Command) error {
 		o := simulate.Draw(f.seed)
 		o.Trace = out
 		if v := simulate.Play(o, f.steps).Violation; v != nil {
-			return fail(v)
+			return fail(errors.New(v.String()))
 		}
 		return nil
 	case f.mutants:

@@ -20,6 +20,7 @@ func (p *proc) doJob(j *job, d *dice, f Fault) {
 		j.err = connector.ErrBusy
 	case faultError:
 		j.err = errBackend
+	default:
 	}
 	j.answered = true
 	switch {
@@ -57,6 +58,7 @@ func (p *proc) lookup(q *connector.Query, d *dice, f Fault) connector.Match {
 		m.Tokens = d.n(2*q.Tokens) - 5
 	case faultForeign:
 		m.Groups = uint32(1 << d.n(9))
+	default:
 	}
 	return m
 }
@@ -82,6 +84,7 @@ func pickSome(offered []connector.Transfer, d *dice, f Fault) (out []connector.T
 			t.From, t.Tokens = d.n(9)-4, d.n(99)-9
 		case faultTwice:
 			out = append(out, t)
+		default:
 		}
 		out = append(out, t)
 	}
@@ -103,6 +106,7 @@ func (p *proc) finish(ended []connector.Ended, d *dice, f Fault) []connector.Hol
 				hold.TTL = -1
 			case faultTwice:
 				hold.ID = max(1, p.last-1)
+			default:
 			}
 		}
 		list = append(list, hold)
@@ -244,6 +248,7 @@ func (m *move) refusal(d *dice, f Fault) error {
 		return &connector.BlockError{Blocks: []connector.BlockID{connector.BlockID(1000 + d.n(9))}, Err: connector.ErrGone}
 	case faultWild:
 		return connector.ErrCorrupt
+	default:
 	}
 	if m.canceled && d.n(2) == 0 {
 		return errCanceled
@@ -313,6 +318,7 @@ func (p *proc) save(m *move, b connector.Block, c *cell, d *dice, f Fault) {
 		torn.tags[d.n(len(torn.tags))].kv ^= 1 << d.n(64)
 		p.h.w.store.put(k, torn, m.Transfer.Replace)
 		return
+	default:
 	}
 	p.h.w.store.put(k, c, m.Transfer.Replace)
 }
@@ -390,6 +396,7 @@ func (p *proc) consume(f Fault) {
 		list = append(list, list...)
 	case faultForeign:
 		list = append(list, 999)
+	default:
 	}
 	p.h.do(p.h.book.Consumed(p.n, list))
 }

@@ -3,6 +3,7 @@ package simulate
 import (
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -226,7 +227,7 @@ func (e *engine) output(o sched.Output) {
 	if o.Reason == connector.ReasonAbort && !st.aborts {
 		e.w.fail('g', "%s: %s was aborted and nobody asked for it", e.name, o.Request)
 	}
-	if o.Reason == connector.ReasonError && !(errors.Is(o.Err, sched.ErrLoadFailed) && e.w.opt.FailLoads) {
+	if o.Reason == connector.ReasonError && (!errors.Is(o.Err, sched.ErrLoadFailed) || !e.w.opt.FailLoads) {
 		e.w.fail('g', "%s: %s ends with an error: %v", e.name, o.Request, o.Err)
 	}
 	if e.w.tracing() {
@@ -251,14 +252,11 @@ func reasonName(r connector.Reason) string {
 }
 
 func describeChunks(chunks []sched.Chunk) string {
-	s := ""
+	parts := make([]string, len(chunks))
 	for i, c := range chunks {
-		if i > 0 {
-			s += ", "
-		}
-		s += fmt.Sprintf("%s[%d:%d]", c.Request, c.Start, c.Start+len(c.Tokens))
+		parts[i] = fmt.Sprintf("%s[%d:%d]", c.Request, c.Start, c.Start+len(c.Tokens))
 	}
-	return s
+	return strings.Join(parts, ", ")
 }
 
 // check compares the accounts of the cache with each other and with what the host has pinned.

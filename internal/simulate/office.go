@@ -74,6 +74,7 @@ func (l *ledger) tamper(t []byte, d *dice, f Fault) []byte {
 		bad := append([]byte(nil), other...)
 		bad[d.n(len(bad))] ^= 1 << d.n(8)
 		return bad
+	default:
 	}
 	return t
 }

@@ -254,12 +254,7 @@ func (p *proc) work(d *dice, f Fault) {
 	if !p.hung.IsZero() {
 		return
 	}
-	var todo []*move
-	for _, m := range p.moves {
-		if !m.answered && !m.stuck {
-			todo = append(todo, m)
-		}
-	}
+	todo := p.todo()
 	n := len(todo)
 	head := len(p.jobs) > 0 && !p.jobs[0].answered && !p.jobs[0].stuck && !p.dying
 	if head {
@@ -283,6 +278,7 @@ func (p *proc) work(d *dice, f Fault) {
 		p.hung = p.h.w.now
 		p.h.w.say("%s: plugin hangs", p.h.e.name)
 		return
+	default:
 	}
 	if i == len(todo) {
 		p.doJob(p.jobs[0], d, f)
@@ -290,6 +286,16 @@ func (p *proc) work(d *dice, f Fault) {
 	}
 	m := todo[i]
 	p.doMove(m, 1+d.n(len(m.Transfer.Blocks)), d, f)
+}
+
+// todo lists the calls of the worker side that the plugin can go on with.
+func (p *proc) todo() (list []*move) {
+	for _, m := range p.moves {
+		if !m.answered && !m.stuck {
+			list = append(list, m)
+		}
+	}
+	return list
 }
 
 func (p *proc) crash() {

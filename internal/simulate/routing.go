@@ -85,7 +85,7 @@ func (r *routing) submit(d *dice) {
 	r.enter(prompt, salt, 1+d.n(max(1, min(10, room-n-1))))
 }
 
-func (r *routing) enter(prompt []int32, salt string, n int) *client {
+func (r *routing) enter(prompt []int32, salt string, n int) {
 	r.w.stats.Requests++
 	c := &client{n: r.w.stats.Requests, prompt: prompt, salt: salt, max: n, want: oracle(prompt, n), tried: map[int]bool{}}
 	c.phase = toDecode
@@ -95,7 +95,6 @@ func (r *routing) enter(prompt []int32, salt string, n int) *client {
 	r.live = append(r.live, c)
 	r.wants = append(r.wants, c)
 	r.w.say("client %d: %d tokens %v, wants %d", c.n, len(prompt), prompt, n)
-	return c
 }
 
 // route takes the next step for one client.

@@ -139,6 +139,7 @@ func (h *host) apply(op Op, d *dice) {
 		p.consume(op.Fault)
 	case opCrash:
 		p.crash()
+	default:
 	}
 }
 

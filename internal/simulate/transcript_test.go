@@ -156,6 +156,19 @@ func (s *story) engine(t *testing.T, d *datadriven.TestData, fault Fault) {
 		e.host.proc.consume(fault)
 	case "crash":
 		e.host.proc.crash()
+	case "reset":
+		e.reset()
+	case "restart":
+		s.w.say("%s dies and starts again", e.name)
+		e.restart()
+	default:
+		s.misbehave(t, d.Cmd, e)
+	}
+}
+
+// misbehave is a plugin that does what none should, and a look at the blocks.
+func (s *story) misbehave(t *testing.T, what string, e *engine) {
+	switch what {
 	case "scribble":
 		for slot := range e.landing[0] {
 			e.landing[0][slot].tags[0].kv ^= 1
@@ -164,11 +177,6 @@ func (s *story) engine(t *testing.T, d *datadriven.TestData, fault Fault) {
 	case "hang":
 		e.host.proc.hung = s.w.now
 		s.w.say("%s: plugin hangs", e.name)
-	case "reset":
-		e.reset()
-	case "restart":
-		s.w.say("%s dies and starts again", e.name)
-		e.restart()
 	case "ghost":
 		before := e.host.book.Counters().Unknown
 		for seed := range dice(100) {
@@ -179,7 +187,7 @@ func (s *story) engine(t *testing.T, d *datadriven.TestData, fault Fault) {
 		n := e.pool.Counts()
 		fmt.Fprintf(&s.out, "%s: %d free, %d used, %d pinned, %d held\n", e.name, n[0], n[1], n[2], n[3])
 	default:
-		t.Fatalf("unknown command %s", d.Cmd)
+		t.Fatalf("unknown command %s", what)
 	}
 }
 

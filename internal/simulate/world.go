@@ -48,8 +48,8 @@ type Violation struct {
 	Text string
 }
 
-// Error implements error.
-func (v *Violation) Error() string {
+// String tells the step, the rule and what happened.
+func (v *Violation) String() string {
 	return fmt.Sprintf("step %d, rule (%c): %s", v.Step, v.Rule, v.Text)
 }
 
@@ -80,14 +80,35 @@ type field struct {
 
 func (s *Stats) fields() []field {
 	return []field{
-		{"tokens computed", &s.Tokens}, {"found", &s.Local}, {"loaded", &s.External},
-		{"requests", &s.Requests}, {"answered", &s.Answered}, {"broken off", &s.Broken}, {"left", &s.Gone},
-		{"loads", &s.Loads}, {"saves", &s.Saves}, {"blocks found damaged", &s.Damaged}, {"loads failed", &s.LoadFailed},
-		{"plugin crashes", &s.Crashes}, {"hangs", &s.Hangs}, {"kills", &s.Kills}, {"plugin restarts", &s.Restarts},
-		{"holds", &s.Holds}, {"expired", &s.Expired}, {"consumed", &s.Consumed}, {"tickets refused", &s.Refused},
-		{"resets", &s.Resets}, {"engine restarts", &s.EngineRestarts}, {"faulty messages", &s.Faults},
-		{"preemptions", &s.Preemptions}, {"answers nobody waited for", &s.Unknown}, {"calls retried", &s.BookRetries},
-		{"store faults", &s.StoreFaults}, {"misses", &s.Misses}, {"later", &s.Late}, {"ids reused", &s.Reused},
+		{"tokens computed", &s.Tokens},
+		{"found", &s.Local},
+		{"loaded", &s.External},
+		{"requests", &s.Requests},
+		{"answered", &s.Answered},
+		{"broken off", &s.Broken},
+		{"left", &s.Gone},
+		{"loads", &s.Loads},
+		{"saves", &s.Saves},
+		{"blocks found damaged", &s.Damaged},
+		{"loads failed", &s.LoadFailed},
+		{"plugin crashes", &s.Crashes},
+		{"hangs", &s.Hangs},
+		{"kills", &s.Kills},
+		{"plugin restarts", &s.Restarts},
+		{"holds", &s.Holds},
+		{"expired", &s.Expired},
+		{"consumed", &s.Consumed},
+		{"tickets refused", &s.Refused},
+		{"resets", &s.Resets},
+		{"engine restarts", &s.EngineRestarts},
+		{"faulty messages", &s.Faults},
+		{"preemptions", &s.Preemptions},
+		{"answers nobody waited for", &s.Unknown},
+		{"calls retried", &s.BookRetries},
+		{"store faults", &s.StoreFaults},
+		{"misses", &s.Misses},
+		{"later", &s.Late},
+		{"ids reused", &s.Reused},
 	}
 }
 
