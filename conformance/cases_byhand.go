@@ -66,7 +66,7 @@ func hostDeath(r *rig) {
 	output, input, err := os.Pipe()
 	r.must(err, "pipe")
 	defer output.Close()
-	cmd := exec.Command("/bin/sh", "-c", `"$0" & echo $! >&2; wait`, path)
+	cmd := exec.CommandContext(r.Context(), "/bin/sh", "-c", `"$0" & echo $! >&2; wait`, path)
 	cmd.Env = strings.FieldsFunc(string(environment), func(c rune) bool { return c == 0 })
 	cmd.Stdout = input
 	pids, err := cmd.StderrPipe()

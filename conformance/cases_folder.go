@@ -3,6 +3,7 @@ package conformance
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 
@@ -38,7 +39,7 @@ func away(r *rig, instead func(path string) error) {
 	hidden := folder + ".away"
 	r.must(os.Rename(folder, hidden), "move the folder away")
 	restore := func() error {
-		if _, err := os.Stat(hidden); err != nil {
+		if _, err := os.Stat(hidden); errors.Is(err, fs.ErrNotExist) {
 			return nil // done
 		}
 		return errors.Join(os.RemoveAll(folder), os.Rename(hidden, folder))

@@ -28,7 +28,7 @@ func in(group uint16, bs []connector.Block) []connector.Block {
 
 // bothAll is two groups, each with policy all.
 func bothAll() connector.Layout {
-	l := twoGroups(slots)
+	l := twoGroups()
 	l.Groups[1] = connector.Group{BlockTokens: blockTokens, Policy: connector.PolicyAll}
 	return l
 }
@@ -48,7 +48,7 @@ func groupMissing(r *rig) {
 }
 
 func groupTrailing(r *rig) {
-	layout := twoGroups(slots) // the second group needs its last 2 blocks
+	layout := twoGroups() // the second group needs its last 2 blocks
 	e := r.engine(setup{layout: &layout})
 	keys := e.keys(6)
 	e.save(blocks(0, keys...)...)
@@ -101,7 +101,7 @@ func mixed(blocks int) connector.Layout {
 }
 
 func groupRanks(r *rig) {
-	layout := twoGroups(slots)
+	layout := twoGroups()
 	e := r.engine(setup{world: ranks, layout: &layout})
 	keys := e.keys(2)
 	from := append(blocks(0, keys...), in(1, blocks(0, keys...))...)

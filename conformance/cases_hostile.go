@@ -33,8 +33,14 @@ func hostileBlocks(r *rig) {
 	keys := e.keys(2)
 	e.save(blocks(0, keys...)...)
 	bad := []connector.Block{
-		{ID: slots}, {ID: slots + 1}, {ID: math.MaxInt32}, {ID: -1}, {ID: math.MinInt32},
-		{ID: 1, Group: 1}, {ID: 1, Group: 31}, {ID: 1, Group: math.MaxUint16},
+		{ID: slots},
+		{ID: slots + 1},
+		{ID: math.MaxInt32},
+		{ID: -1},
+		{ID: math.MinInt32},
+		{ID: 1, Group: 1},
+		{ID: 1, Group: 31},
+		{ID: 1, Group: math.MaxUint16},
 	}
 	before := e.memory()
 	for _, b := range bad {
@@ -98,8 +104,12 @@ func hostileTicket(r *rig) {
 	for i := range garbage {
 		garbage[i] = byte(e.rand.Uint32())
 	}
-	tickets := [][]byte{{0}, {1, 0, 0, 0, 0, 0, 0, 0}, garbage[:8], garbage[:100], garbage, []byte("{}"),
-		[]byte(`{"remote_host":"127.0.0.1","remote_port":1,"remote_block_ids":[0,1]}`), bytes.Repeat([]byte{0xFF}, 64)}
+	tickets := [][]byte{
+		{0},
+		{1, 0, 0, 0, 0, 0, 0, 0},
+		garbage[:8], garbage[:100], garbage, []byte("{}"),
+		[]byte(`{"remote_host":"127.0.0.1","remote_port":1,"remote_block_ids":[0,1]}`), bytes.Repeat([]byte{0xFF}, 64),
+	}
 	for i, ticket := range tickets {
 		q := query(absent)
 		q.Ticket = ticket

@@ -83,7 +83,7 @@ func otherRank(r *rig) {
 }
 
 func otherGroup(r *rig) {
-	layout := twoGroups(slots)
+	layout := twoGroups()
 	e := r.engine(setup{layout: &layout})
 	var from, to []connector.Block
 	keys := e.keys(3)

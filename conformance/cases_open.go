@@ -133,7 +133,7 @@ func closeFrees(r *rig) {
 		}
 	}
 	grown := ""
-	for wait := 0; wait < 100; wait++ {
+	for range 100 {
 		f, g := held()
 		if grown = ""; f > fds+tolerance {
 			grown = fmt.Sprintf("from %d to %d file descriptors", fds, f)

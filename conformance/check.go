@@ -207,7 +207,7 @@ func runCase(c Case, rec *recorder, h Harness) {
 
 // recorder is the T of a command. After result was taken it ignores what a case left behind says.
 type recorder struct {
-	ctx context.Context
+	ctx context.Context //nolint:containedctx // what T.Context gives
 
 	mu     sync.Mutex
 	status Status

@@ -52,8 +52,8 @@ func dense(blocks int) connector.Layout {
 }
 
 // twoGroups is planes with the last layer in a group of its own.
-func twoGroups(blocks int) connector.Layout {
-	l := planes(blocks)
+func twoGroups() connector.Layout {
+	l := planes(slots)
 	l.Name = "two groups"
 	l.Groups = append(l.Groups, connector.Group{BlockTokens: blockTokens, Policy: connector.PolicyTrailing, Trailing: 2})
 	l.Segments[len(segmentBytes)-1].Group = 1

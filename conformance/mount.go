@@ -2,6 +2,7 @@ package conformance
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -42,7 +43,7 @@ func newSmallDisk(options string) (*smallDisk, error) {
 	if d.dir, err = os.MkdirTemp("", "kvport-conform-"); err != nil {
 		return nil, err
 	}
-	d.cmd = exec.Command("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", holder, d.dir, options)
+	d.cmd = exec.CommandContext(context.Background(), "unshare", "--user", "--map-root-user", "--mount", "sh", "-c", holder, d.dir, options)
 	var said strings.Builder
 	d.cmd.Stderr = &said
 	in, inErr := d.cmd.StdinPipe()

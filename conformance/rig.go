@@ -10,6 +10,7 @@ import (
 	"hash/fnv"
 	"log/slog"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
@@ -74,8 +75,8 @@ func (r *rig) describe() connector.Info {
 }
 
 func (r *rig) close() {
-	for n := len(r.closers) - 1; n >= 0; n-- {
-		if err := r.closers[n](); err != nil {
+	for _, v := range slices.Backward(r.closers) {
+		if err := v(); err != nil {
 			r.Errorf("close: %v", err)
 		}
 	}

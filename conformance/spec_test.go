@@ -104,7 +104,7 @@ func TestOtherRulesHaveTests(t *testing.T) {
 		if r.fields["owner"] == "plugin" {
 			continue
 		}
-		for _, check := range strings.Split(r.fields["checked by"], ", ") {
+		for check := range strings.SplitSeq(r.fields["checked by"], ", ") {
 			folder, name, ok := strings.Cut(check, " ")
 			require.True(t, ok, "%s: %q, want a folder and a test", r.id, check)
 			files, err := filepath.Glob(filepath.Join("..", filepath.FromSlash(folder), "*_test.go"))

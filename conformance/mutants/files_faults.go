@@ -227,18 +227,24 @@ func tornFaults() []fileFault {
 				lock := b.path(it.Key) + ".lock"
 				err := claim(lock)
 				for n := 0; errors.Is(err, fs.ErrExist) && n < 200; n++ {
-					<-time.After(time.Millisecond)
+					pause(time.Millisecond)
 					err = claim(lock)
 				}
 				if err != nil {
 					return err
 				}
-				<-time.After(200 * time.Microsecond)
+				pause(200 * time.Microsecond)
 				return errors.Join(b.files.put(it), os.Remove(lock))
 			}
 			return nil
 		}},
 	}
+}
+
+// pause waits, to make a window of time wide enough to be found.
+func pause(d time.Duration) {
+	t := time.NewTimer(d)
+	<-t.C
 }
 
 // claim makes a file that must not exist.
@@ -267,7 +273,7 @@ func (b *badFiles) aside(k connector.StoreKey, call func() error) error {
 	if err := os.Rename(from, to); err != nil {
 		return call()
 	}
-	<-time.After(time.Millisecond)
+	pause(time.Millisecond)
 	err := os.Rename(to, from)
 	return errors.Join(err, call())
 }
@@ -283,7 +289,7 @@ func (b *badFiles) inPlace(it connector.Item) error {
 	if _, err := f.Write(data[:len(data)/2]); err != nil {
 		return err
 	}
-	<-time.After(300 * time.Microsecond)
+	pause(300 * time.Microsecond)
 	_, err = f.Write(data[len(data)/2:])
 	return err
 }

@@ -16,10 +16,10 @@ import (
 func hostileFaults() []fault {
 	return append(inputFaults(), []fault{
 		{"takes a passed deadline for a load that is done", "past-deadline", onLoad(func(c call) error {
-			if c.ctx.Err() != nil {
-				return nil
+			if c.ctx.Err() == nil {
+				return c.rightLoad()
 			}
-			return c.rightLoad()
+			return nil
 		})},
 		{"calls a cancelled load done", "cancel-storm", onLoad(func(c call) error {
 			if errors.Is(c.ctx.Err(), context.Canceled) {
@@ -142,7 +142,7 @@ func lifeFaults() []fault {
 					},
 					close: func() error {
 						if cancelled.Load() {
-							<-time.After(2500 * time.Millisecond)
+							pause(2500 * time.Millisecond)
 						}
 						return nil
 					},

@@ -49,20 +49,19 @@ func loadFaults() []fault {
 			late := c
 			late.ctx = context.Background()
 			transport := time.AfterFunc(60*time.Millisecond, func() { _ = late.rightLoad() })
-			select {
-			case <-c.ctx.Done():
+			soon, cancel := context.WithTimeout(c.ctx, 20*time.Millisecond)
+			defer cancel()
+			if <-soon.Done(); c.ctx.Err() != nil {
 				return c.ctx.Err()
-			case <-time.After(20 * time.Millisecond):
-				transport.Stop()
-				return c.rightLoad()
 			}
+			transport.Stop()
+			return c.rightLoad()
 		})},
 		hangs(),
 		oneAtATime(),
 		{"fails without a reason", "error-kind", onLoad(func(c call) error {
-			var missing *connector.BlockError
 			err := c.rightLoad()
-			if errors.As(err, &missing) {
+			if missing, ok := errors.AsType[*connector.BlockError](err); ok {
 				missing.Err = errors.New("sorry")
 			}
 			return err

@@ -139,7 +139,7 @@ func onMatch(f func(s *scheduler, qs []connector.Query) []connector.Match) func(
 // call is one Load or Save.
 type call struct {
 	*worker
-	ctx context.Context
+	ctx context.Context //nolint:containedctx // the arguments of a call, for the time of the call
 	t   *connector.Transfer
 	kv  *connector.KV
 }
@@ -167,7 +167,7 @@ func onSave(f func(call) error) func(*backend, *wrappers) {
 }
 
 // rightLoad loads as the reference does.
-func (c call) rightLoad() error { return c.worker.Load(c.ctx, c.t, c.kv) }
+func (c call) rightLoad() error { return c.Load(c.ctx, c.t, c.kv) }
 
 // rightSave saves as the reference does.
-func (c call) rightSave() error { return c.worker.Save(c.ctx, c.t, c.kv) }
+func (c call) rightSave() error { return c.Save(c.ctx, c.t, c.kv) }

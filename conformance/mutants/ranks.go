@@ -49,9 +49,8 @@ func rankFaults() []fault {
 func rankOrderFaults() []fault {
 	return []fault{
 		{"names all blocks when one is absent", "rank-fails", onLoad(func(c call) error {
-			var missing *connector.BlockError
 			err := c.rightLoad()
-			if errors.As(err, &missing) {
+			if missing, ok := errors.AsType[*connector.BlockError](err); ok {
 				missing.Blocks = nil
 				for _, b := range c.t.Blocks {
 					missing.Blocks = append(missing.Blocks, b.ID)

@@ -158,9 +158,8 @@ func badReaders() []Mutant {
 		}),
 		mutant("a store that gives up at the first absent item", "partial-load", func(s *badStore) {
 			s.get = func(ctx context.Context, items []connector.Item) error {
-				var missing *connector.ItemError
 				err := s.memory.Get(ctx, items)
-				if errors.As(err, &missing) {
+				if missing, ok := errors.AsType[*connector.ItemError](err); ok {
 					missing.Items = missing.Items[:1]
 				}
 				return err

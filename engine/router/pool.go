@@ -36,7 +36,7 @@ type pool struct {
 }
 
 type life struct {
-	ctx context.Context
+	ctx context.Context //nolint:containedctx // ends with the instance, not with a call
 	end context.CancelCauseFunc
 }
 

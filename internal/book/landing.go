@@ -65,7 +65,7 @@ func (l *Landing) Used() int {
 	return n
 }
 
-// Divide cuts a transfer into parts of at most most blocks, each with blocks of one group that
+// Divide cuts a transfer into parts no larger than most, each with blocks of one group that
 // follow one another; a transfer that is small enough stays whole. Parts share t's blocks.
 func Divide(t *connector.Transfer, groups []connector.Group, most int) []*connector.Transfer {
 	if len(t.Blocks) <= most {

@@ -46,7 +46,8 @@ func TestDivide(t *testing.T) {
 		"even":    {connector.Transfer{From: 32, Tokens: 64, Blocks: list(0, 5, 4)}, 2, []part{{32, 32, 5, 2}, {64, 32, 7, 2}}},
 		"partial": {connector.Transfer{Tokens: 37, Blocks: list(0, 0, 3)}, 2, []part{{0, 32, 0, 2}, {32, 5, 2, 1}}},
 		"groups": {
-			connector.Transfer{Tokens: 128, Blocks: append(list(0, 0, 8), list(1, 20, 2)...)}, 6,
+			connector.Transfer{Tokens: 128, Blocks: append(list(0, 0, 8), list(1, 20, 2)...)},
+			6,
 			[]part{{0, 96, 0, 6}, {96, 32, 6, 2}, {64, 64, 20, 2}},
 		},
 	} {
