@@ -48,7 +48,9 @@ func Crash(name string) { _ = Point(name) }
 // Point is a place named name at which a test build may return an error, stop or kill the process.
 func Point(name string) error {
 	if hook, ok := hooks.Load(name); ok {
-		return hook.(func() error)()
+		if f, ok := hook.(func() error); ok {
+			return f()
+		}
 	}
 	folder := os.Getenv(Folder)
 	if folder == "" {

@@ -91,8 +91,7 @@ func (x *trial) do(dir string) error {
 		return err
 	}
 	err := x.once(fault.Folder+"="+hits, fault.Orders+"="+x.orders)
-	var exit *exec.ExitError
-	if errors.As(err, &exit) {
+	if exit, ok := errors.AsType[*exec.ExitError](err); ok {
 		status, ok := exit.Sys().(syscall.WaitStatus)
 		x.killed = ok && status.Signaled() && status.Signal() == syscall.SIGKILL
 	}
@@ -133,7 +132,7 @@ func (x *trial) once(environment ...string) error {
 		if time.Now().After(deadline) {
 			return errors.Join(err, fmt.Errorf("left behind: %s", left))
 		}
-		<-time.After(time.Millisecond)
+		pause()
 	}
 }
 

@@ -72,7 +72,7 @@ func work() error {
 		err = errors.Join(err, w.end(n))
 	}
 	if err == nil {
-		fmt.Printf("tokens %d external %d failed_saves %d\n", w.compared, w.external, w.failed)
+		fmt.Fprintf(os.Stdout, "tokens %d external %d failed_saves %d\n", w.compared, w.external, w.failed)
 	}
 	return err
 }
@@ -265,6 +265,13 @@ func (w *workload) removeStore() (err error) {
 	return err
 }
 
+// pause lets others go on for a moment.
+func pause() {
+	timer := time.NewTimer(time.Millisecond)
+	defer timer.Stop()
+	<-timer.C
+}
+
 // restart kills an engine's plugin and waits for the next.
 func (w *workload) restart(n *node) error {
 	deadline := time.Now().Add(15 * time.Second)
@@ -283,7 +290,7 @@ func (w *workload) restart(n *node) error {
 		if time.Now().After(deadline) {
 			return fmt.Errorf("the plugin is not back: %+v", *h)
 		}
-		<-time.After(time.Millisecond)
+		pause()
 	}
 }
 
@@ -320,7 +327,7 @@ func (w *workload) end(n *node) error {
 		if time.Now().After(deadline) {
 			return fmt.Errorf("blocks are not free: %+v", h)
 		}
-		<-time.After(time.Millisecond)
+		pause()
 	}
 	w.count(n)
 	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Second)
