@@ -47,8 +47,10 @@ type Process struct {
 	reason error // why we killed it
 	end    error
 
-	beats sync.WaitGroup
-	done  chan struct{}
+	beats   sync.WaitGroup
+	beating context.Context //nolint:containedctx // done when no more heartbeats are asked for
+	silence context.CancelFunc
+	done    chan struct{}
 }
 
 // Launch starts a plugin binary and waits until it answers. ctx bounds the start only. Errors wrap
@@ -72,6 +74,7 @@ func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, e
 		opts.Heartbeat = defaults.Heartbeat
 	}
 	p := &Process{done: make(chan struct{})}
+	p.beating, p.silence = context.WithCancel(context.Background())
 	err := fault.Point("host.handshake.start")
 	if err == nil {
 		err = p.prepare(prog, &opts)
@@ -230,6 +233,9 @@ func (p *Process) Close(ctx context.Context) error {
 	defer cancel()
 	unhook := context.AfterFunc(ctx, func() { p.kill(fmt.Errorf("it did not end when asked: %w", ctx.Err())) })
 	defer unhook()
+	// A heartbeat that the end overtakes would look like one that was missed.
+	p.silence()
+	p.beats.Wait()
 	if protocol, err := p.client.Client(); err == nil {
 		// This waits for the plugin without a deadline: the kill above is what bounds it.
 		_ = protocol.Close()
@@ -261,6 +267,7 @@ func (p *Process) cleanup() {
 	if p.client != nil {
 		p.client.Kill()
 	}
+	p.silence()
 	p.beats.Wait()
 	if p.run != nil && p.run.id() == 0 {
 		p.run.closeFiles()
@@ -279,12 +286,14 @@ func (p *Process) beat(h Heartbeat) {
 		select {
 		case <-p.run.reaped:
 			return
+		case <-p.beating.Done():
+			return
 		case <-ticker.C:
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), h.Limit)
+		ctx, cancel := context.WithTimeout(p.beating, h.Limit)
 		err := p.Heartbeat(ctx)
 		cancel()
-		if err != nil {
+		if err != nil && p.beating.Err() == nil {
 			p.kill(fmt.Errorf("no heartbeat within %s: %w", h.Limit, err))
 			return
 		}
