@@ -26,8 +26,11 @@ func TestTrustLevels(t *testing.T) {
 	for _, c := range []struct {
 		model   string
 		prompts int
-		narrow  int // bytes of landing memory: 4 blocks and padding
+		narrow  int // bytes of landing memory: a few blocks and padding
 	}{
+		{"sim:groups=2,window=64,stride=blocks", *flagPrompts / 2, 40 << 10},
+		{"sim:groups=2,window=64,stride=planes", *flagPrompts / 2, 40 << 10},
+		{"sim:groups=2,window=64,stride=shared", *flagPrompts / 2, 40 << 10},
 		{"sim", 2 * *flagPrompts, 4*4*(1024+16) + 5*64},
 		{model(t), min(3, *flagPrompts), 4 << 20},
 	} {
@@ -36,7 +39,7 @@ func TestTrustLevels(t *testing.T) {
 			if strings.Contains(level, "%d") {
 				level = fmt.Sprintf(level, c.narrow)
 			}
-			if c.model != "sim" && name != "staged, narrow" {
+			if !strings.HasPrefix(c.model, "sim") && name != "staged, narrow" {
 				continue // the others are compared on sim; in-place on the real model is TestEqualTokens
 			}
 			t.Run(filepath.Base(c.model)+"/"+name, func(t *testing.T) { testLevel(newRig(t), c.model, level, prompts) })
@@ -46,14 +49,19 @@ func TestTrustLevels(t *testing.T) {
 
 func testLevel(r *rig, model, level string, prompts []string) {
 	r.Helper()
-	node := r.serveModel(model, "single", "")
+	var ranks []string
+	if strings.HasPrefix(model, "sim:") {
+		ranks = []string{"--tensor-parallel-size", "3"}
+	}
+	uncached := append([]string{"--enable-prefix-caching=false"}, ranks...)
+	node := r.serveModel(model, "single", "", ranks...)
 	want := r.all(node.URL, prompts, 4)
 	r.stop(node)
-	p := r.serveModel(model, "prefill", r.config("kv_producer", "", level))
-	d := r.serveModel(model, "decode", r.config("kv_consumer", "", level), "--enable-prefix-caching=false")
+	p := r.serveModel(model, "prefill", r.config("kv_producer", "", level), ranks...)
+	d := r.serveModel(model, "decode", r.config("kv_consumer", "", level), uncached...)
 	router := r.route(p, d)
 	same(r.T, "P/D", want, r.all(router.URL, prompts, 4))
-	both := r.serveModel(model, "both", r.config("kv_both", "", level), "--enable-prefix-caching=false")
+	both := r.serveModel(model, "both", r.config("kv_both", "", level), uncached...)
 	same(r.T, "kv_both, warm", want, r.all(both.URL, prompts, 4))
 	for _, engine := range []*cluster.Process{p, d, both} {
 		r.idle(engine)
