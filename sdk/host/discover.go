@@ -225,12 +225,17 @@ func ReadManifest(ctx context.Context, path string) (*Manifest, error) {
 func readManifest(ctx context.Context, p *program) (*Manifest, error) {
 	ctx, cancel := context.WithTimeout(ctx, manifestWait)
 	defer cancel()
-	var out, complaint limitedBuffer
+	ctx, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	out, complaint := limitedBuffer{full: stop}, limitedBuffer{full: stop}
 	cmd := p.command(ctx, "--manifest")
 	cmd.Stdout, cmd.Stderr = &out, &complaint
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = time.Second
 	err := onOwnThread(cmd.Run)
+	if errors.Is(context.Cause(ctx), errFlood) {
+		return nil, fmt.Errorf("%s --manifest %w, it was killed", p.path, errFlood)
+	}
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 		return nil, fmt.Errorf("%s --manifest gave no answer within %s", p.path, manifestWait)
 	}
@@ -238,9 +243,9 @@ func readManifest(ctx context.Context, p *program) (*Manifest, error) {
 		return nil, fmt.Errorf("%s --manifest: %w", p.path, ctx.Err())
 	}
 	if err != nil {
-		return nil, fmt.Errorf("%s --manifest: %w%s", p.path, err, firstLine(complaint.Bytes()))
+		return nil, fmt.Errorf("%s --manifest: %w%s", p.path, err, firstLine(complaint.kept.Bytes()))
 	}
-	m, err := wire.ParseManifest(out.Bytes())
+	m, err := wire.ParseManifest(out.kept.Bytes())
 	if err != nil {
 		return nil, fmt.Errorf("%s --manifest: %w", p.path, err)
 	}
@@ -263,15 +268,25 @@ func onOwnThread(f func() error) error {
 	return <-done
 }
 
-// limitedBuffer keeps the first maxManifest bytes and drops the rest.
-type limitedBuffer struct{ bytes.Buffer }
+// errFlood is why a plugin that prints without end is killed.
+var errFlood = errors.New("prints more than 1 MiB")
+
+// limitedBuffer keeps the first maxManifest bytes and takes no more. The bytes are in a named field:
+// an embedded buffer would lend it a ReadFrom, by which io.Copy goes around the limit.
+type limitedBuffer struct {
+	kept bytes.Buffer
+	full context.CancelCauseFunc // told when there is more
+}
 
 // Write implements io.Writer.
 func (b *limitedBuffer) Write(p []byte) (int, error) {
-	if room := maxManifest - b.Len(); room > 0 {
-		b.Buffer.Write(p[:min(room, len(p))])
+	room := maxManifest - b.kept.Len()
+	if len(p) <= room {
+		return b.kept.Write(p)
 	}
-	return len(p), nil
+	b.kept.Write(p[:room])
+	b.full(errFlood)
+	return room, errFlood
 }
 
 func firstLine(b []byte) string {

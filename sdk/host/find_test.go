@@ -2,8 +2,10 @@ package host
 
 import (
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -45,3 +47,28 @@ func TestFindAmongBadNeighbours(t *testing.T) {
 	require.Less(t, time.Since(began), manifestWait, "a hanging neighbour is not waited for")
 	leaks()
 }
+
+// A plugin that prints without end for its manifest is killed when it has printed too much, whichever
+// output it floods, and takes no more memory than that.
+func TestManifestThatFloods(t *testing.T) {
+	leaks := watchLeaks(t)
+	for _, to := range []string{"1", "2"} {
+		path := filepath.Join(t.TempDir(), "kvport-flood")
+		require.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\nwhile :; do echo "+strings.Repeat("x", 4096)+" >&"+to+"; done\n"), 0o755))
+		_, err := ReadManifest(t.Context(), path)
+		require.ErrorContains(t, err, path+" --manifest prints more than 1 MiB")
+	}
+	var why error
+	b := limitedBuffer{full: func(err error) { why = err }}
+	n, err := io.Copy(&b, io.LimitReader(zeros{}, 64<<20))
+	require.ErrorIs(t, err, errFlood)
+	require.ErrorIs(t, why, errFlood)
+	require.EqualValues(t, maxManifest, n)
+	require.Equal(t, maxManifest, b.kept.Len())
+	leaks()
+}
+
+// zeros is a reader without an end.
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { return len(p), nil }
