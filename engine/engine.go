@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"sync"
 	"time"
@@ -106,11 +105,9 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 	if c == nil {
 		return nil
 	}
-	if path := c.Settings.TenantSecretFile; path != "" {
-		// The host reads it too, for digests, and refuses an empty one.
-		if e.space.Secret, err = os.ReadFile(path); err != nil {
-			return fmt.Errorf("%w: kvport.tenant_secret_file: %w", host.ErrConfig, err)
-		}
+	// The host reads it too, for digests.
+	if e.space.Secret, err = c.Settings.TenantSecret(); err != nil {
+		return err
 	}
 	e.host, err = host.Open(ctx, c, host.Engine{
 		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Layout: layout, Ranks: e.regions,

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -96,23 +95,16 @@ func writeResults(w io.Writer, format, name string, results []conformance.Result
 	return conformance.WriteText(w, results)
 }
 
-// maxConfig bounds a config file, in bytes.
+// maxConfig bounds a config or key file, in bytes.
 const maxConfig = 1 << 20
 
 // readObject reads a JSON object, or @FILE with one in it.
 func readObject(arg string) (json.RawMessage, error) {
 	data := []byte(arg)
 	if path, isFile := strings.CutPrefix(arg, "@"); isFile {
-		file, err := os.Open(filepath.Clean(path))
-		if err != nil {
+		var err error
+		if data, err = host.ReadFile(path, maxConfig); err != nil {
 			return nil, err
-		}
-		defer file.Close()
-		if data, err = io.ReadAll(io.LimitReader(file, maxConfig+1)); err != nil {
-			return nil, err
-		}
-		if len(data) > maxConfig {
-			return nil, fmt.Errorf("%s is larger than %d bytes", path, maxConfig)
 		}
 	}
 	var object map[string]json.RawMessage

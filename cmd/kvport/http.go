@@ -1,7 +1,7 @@
 package main
 
 import (
-	"bufio"
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"crypto/subtle"
@@ -18,6 +18,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvport/kvport/engine/server"
+	"github.com/kvport/kvport/sdk/host"
 )
 
 // drainTime is how long a signalled process may take to finish what it has.
@@ -110,23 +111,18 @@ func serveHTTP(ctx context.Context, cmd *cobra.Command, l net.Listener, h front,
 type keyring struct{ hashes [][sha256.Size]byte }
 
 func readKeys(path string) (*keyring, error) {
-	file, err := os.Open(path)
+	data, err := host.ReadFile(path, maxConfig)
 	if err != nil {
 		return nil, err
 	}
-	defer file.Close()
-	if st, err := file.Stat(); err == nil && st.Mode().Perm()&0o077 != 0 {
+	if st, err := os.Stat(path); err == nil && st.Mode().Perm()&0o077 != 0 {
 		slog.Warn("API key file can be read by others", "file", path, "mode", st.Mode().Perm().String())
 	}
 	k := &keyring{}
-	lines := bufio.NewScanner(file)
-	for lines.Scan() {
-		if key := strings.TrimSpace(lines.Text()); key != "" {
-			k.hashes = append(k.hashes, sha256.Sum256([]byte(key)))
+	for line := range bytes.Lines(data) {
+		if key := bytes.TrimSpace(line); len(key) > 0 {
+			k.hashes = append(k.hashes, sha256.Sum256(key))
 		}
-	}
-	if err := lines.Err(); err != nil {
-		return nil, err
 	}
 	if len(k.hashes) == 0 {
 		return nil, errors.New(path + " has no keys")

@@ -264,7 +264,7 @@ func fieldNotes(s *jsonschema.Schema) []string {
 
 // fileHash is the SHA-256 of a file, in the form of kvport.plugin_sha256.
 func fileHash(path string) (string, error) {
-	file, err := os.Open(path)
+	file, err := host.OpenFile(path)
 	if err != nil {
 		return "", err
 	}

@@ -37,7 +37,7 @@ type File struct {
 
 // Open maps and parses a file. Close unmaps it; no tensor may be used after that.
 func Open(path string) (*File, error) {
-	file, err := os.Open(path)
+	file, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0) // a FIFO must not block us
 	if err != nil {
 		return nil, fmt.Errorf("open model: %w", err)
 	}
@@ -46,8 +46,11 @@ func Open(path string) (*File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open model: %w", err)
 	}
-	if !info.Mode().IsRegular() || info.Size() < headerBytes {
-		return nil, fmt.Errorf("model %s: too short or no regular file: %w", path, ErrFormat)
+	if !info.Mode().IsRegular() {
+		return nil, fmt.Errorf("model: %s is not a regular file: %w", path, ErrFormat)
+	}
+	if info.Size() < headerBytes {
+		return nil, fmt.Errorf("model %s: too short: %w", path, ErrFormat)
 	}
 	data, err := unix.Mmap(int(file.Fd()), 0, int(info.Size()), unix.PROT_READ, unix.MAP_PRIVATE)
 	if err != nil {

@@ -4,8 +4,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"os"
 	"strings"
 
 	"github.com/kvport/kvport/connector"
@@ -43,7 +41,7 @@ func ParseConfig(arg string) (*Config, error) {
 	data, where := []byte(arg), "kv-transfer-config"
 	if path, isFile := strings.CutPrefix(arg, "@"); isFile {
 		var err error
-		if data, err = readBounded(path, maxConfigBytes); err != nil {
+		if data, err = ReadFile(path, maxConfigBytes); err != nil {
 			return nil, fmt.Errorf("%w: kv-transfer-config: %w", ErrConfig, err)
 		}
 		where = path
@@ -180,23 +178,4 @@ func (s *Settings) decodeHash(raw json.RawMessage) error {
 	}
 	s.PluginSHA256 = v
 	return nil
-}
-
-func readBounded(path string, limit int64) ([]byte, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	if st, err := f.Stat(); err != nil || !st.Mode().IsRegular() {
-		return nil, fmt.Errorf("%s is not a regular file", path)
-	}
-	data, err := io.ReadAll(io.LimitReader(f, limit+1))
-	if err != nil {
-		return nil, err
-	}
-	if int64(len(data)) > limit {
-		return nil, fmt.Errorf("%s is larger than %d bytes", path, limit)
-	}
-	return data, nil
 }

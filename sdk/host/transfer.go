@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"runtime"
 	"time"
 
@@ -39,7 +38,7 @@ func (h *Host) openRanks() error {
 			return fmt.Errorf("layout: group %d has no digest segment, see WithDigests: %w", g, connector.ErrIncompatible)
 		}
 	}
-	secret, err := h.secret()
+	secret, err := h.cfg.Settings.TenantSecret()
 	if err != nil {
 		return err
 	}
@@ -55,21 +54,6 @@ func (h *Host) openRanks() error {
 		})
 	}
 	return h.openLanding()
-}
-
-func (h *Host) secret() ([]byte, error) {
-	path := h.cfg.Settings.TenantSecretFile
-	if path == "" {
-		return nil, nil
-	}
-	secret, err := os.ReadFile(path)
-	if err == nil && len(secret) == 0 {
-		err = fmt.Errorf("%s is empty", path)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("%w: kvport.tenant_secret_file: %w", ErrConfig, err)
-	}
-	return secret, nil
 }
 
 // startMove runs a load or save on one rank. The caller holds mu.
