@@ -60,6 +60,9 @@ func (h *Host) start(ctx context.Context, n uint64) (*generation, error) {
 	defer cancel()
 	if err := g.open(ctx); err != nil {
 		g.abandon()
+		if silent(err) {
+			err = fmt.Errorf("%w: plugin %s: %w", ErrConfig, proc.path, proc.run.blame("", err))
+		}
 		return nil, err
 	}
 	return g, nil
@@ -81,7 +84,7 @@ func (g *generation) open(ctx context.Context) error {
 	}
 	var err error
 	if g.sched, err = g.proc.OpenScheduler(ctx, env, h.cfg.Extra); err != nil {
-		return fmt.Errorf("%w: %s: %w", ErrConfig, h.info.Name, err)
+		return openError(ctx, h.info.Name, err)
 	}
 	g.caps = h.info.Capabilities & connector.CapabilitiesOf(g.sched)
 	// The scheduler side hears of the cache's blocks, a worker of those in the memory it maps.
@@ -91,12 +94,23 @@ func (g *generation) open(ctx context.Context) error {
 		env.Rank = rank
 		w, err := g.proc.OpenWorker(ctx, env, h.cfg.Extra)
 		if err != nil {
-			return fmt.Errorf("%w: %s: %w", ErrConfig, h.info.Name, err)
+			return openError(ctx, h.info.Name, err)
 		}
 		g.workers = append(g.workers, w)
 	}
 	fault.Crash("host.open.done")
 	return nil
+}
+
+// openError says that a side did not open. Which plugin it was is said by start if there was no answer.
+func openError(ctx context.Context, name string, err error) error {
+	switch {
+	case !silent(err):
+		return fmt.Errorf("%w: %s: %w", ErrConfig, name, err)
+	case outOfTime(ctx):
+		return fmt.Errorf("open: no answer in time: %w", err)
+	}
+	return fmt.Errorf("open: %w", err)
 }
 
 // abandon ends a generation that was never in use.

@@ -137,6 +137,9 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 // with that.
 func (h *Host) describe(ctx context.Context, r *Remote) error {
 	info, err := r.Describe(ctx, h.cfg.Extra)
+	if silent(err) {
+		return err // start says which plugin it was
+	}
 	if err != nil {
 		return fmt.Errorf("%w: kv_connector_extra_config: %w", ErrConfig, err)
 	}

@@ -4,11 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -42,6 +44,7 @@ type Process struct {
 	client *plugin.Client
 	run    *runner
 	dir    string // of its socket
+	path   string // of its binary
 
 	mu     sync.Mutex
 	reason error // why we killed it
@@ -73,7 +76,7 @@ func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, e
 	if opts.Heartbeat.Interval <= 0 || opts.Heartbeat.Limit <= 0 {
 		opts.Heartbeat = defaults.Heartbeat
 	}
-	p := &Process{done: make(chan struct{})}
+	p := &Process{done: make(chan struct{}), path: prog.path}
 	p.beating, p.silence = context.WithCancel(context.Background())
 	err := fault.Point("host.handshake.start")
 	if err == nil {
@@ -84,6 +87,9 @@ func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, e
 	}
 	if err != nil {
 		p.cleanup()
+		if p.run != nil {
+			err = p.run.blame("", err)
+		}
 		return nil, fmt.Errorf("%w: plugin %s: %w", ErrConfig, prog.path, err)
 	}
 	fault.Crash("host.handshake.done")
@@ -128,7 +134,7 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 		UnixSocketConfig: &plugin.UnixSocketConfig{TempDir: p.dir},
 		Logger:           log.hclog(),
 		SyncStdout:       log,
-		SyncStderr:       log,
+		SyncStderr:       io.MultiWriter(log, p.run.lines),
 		GRPCDialOptions:  wire.DialOptions(),
 		RunnerFunc: func(_ hclog.Logger, spec *exec.Cmd, _ string) (pluginrunner.Runner, error) {
 			cmd.Env = append(cmd.Env, spec.Env...)
@@ -173,7 +179,7 @@ func (p *Process) connect(ctx context.Context, regions []*Region) error {
 	protocol, err := p.client.Client()
 	close(p.run.connected)
 	if err != nil {
-		return fmt.Errorf("handshake: %w", oneLine(err))
+		return fmt.Errorf("handshake: %w", shakeError(err))
 	}
 	raw, err := protocol.Dispense(wire.PluginName)
 	if err != nil {
@@ -300,13 +306,17 @@ func (p *Process) beat(h Heartbeat) {
 	}
 }
 
-// oneLine keeps the first line of an error that would fill a screen.
-func oneLine(err error) error {
-	line := err.Error()
-	for i, c := range line {
-		if c == '\n' {
-			return errors.New(line[:i])
-		}
+// shakeError makes one line of go-plugin's error, which would fill a screen.
+func shakeError(err error) error {
+	const garbage = "Unrecognized remote plugin message:"
+	line, _, _ := strings.Cut(err.Error(), "\n")
+	said, ok := strings.CutPrefix(line, garbage)
+	said = strings.TrimSpace(said)
+	switch {
+	case ok && said == "":
+		return errors.New("it did not say on standard output where it listens: it must call sdk.Serve")
+	case ok:
+		return fmt.Errorf("%s %s: it must call sdk.Serve and print nothing before", garbage, quote(said))
 	}
-	return err
+	return errors.New(line)
 }

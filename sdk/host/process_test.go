@@ -67,7 +67,9 @@ func TestManifestThatHangs(t *testing.T) {
 func TestLaunchFailures(t *testing.T) {
 	for name, want := range map[string]string{
 		"kvport-hang":  "no handshake within 400ms, it was killed",
-		"kvport-talks": "Unrecognized remote plugin message: hello",
+		"kvport-talks": `Unrecognized remote plugin message: "hello": it must call sdk.Serve`,
+		"kvport-exits": `handshake: it did not say on standard output where it listens: it must call sdk.Serve; ` +
+			`its process ended: exit status 3; its last line on standard error: "no licence"`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			leaks := watchLeaks(t)

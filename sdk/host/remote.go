@@ -57,7 +57,10 @@ func (r *Remote) violation(what string) {
 func (r *Remote) Describe(ctx context.Context, config json.RawMessage) (connector.Info, error) {
 	answer, err := r.client.Describe(ctx, &kvportv1.DescribeRequest{Config: config})
 	if err != nil {
-		return connector.Info{}, fmt.Errorf("describe: %w: %w", connector.ErrGone, err)
+		if outOfTime(ctx) {
+			return connector.Info{}, fmt.Errorf("describe: %w in time: %w", errUnanswered, connector.ErrGone)
+		}
+		return connector.Info{}, fmt.Errorf("describe: %w: %w", errLost, err)
 	}
 	if answer.GetError() != nil {
 		return connector.Info{}, wire.ErrorFromProto(answer.GetError())

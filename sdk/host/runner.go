@@ -20,11 +20,13 @@ import (
 type runner struct {
 	cmd            *exec.Cmd
 	stdout, stderr *os.File
-	childEnds      []*os.File // closed once the child has them
+	lines          *plainLines // of stderr
+	childEnds      []*os.File  // closed once the child has them
 
 	mu     sync.Mutex
 	pid    int  // 0 until started
 	gone   bool // reaped: the pid may belong to somebody else
+	killed bool // by us
 	err    error
 	reaped chan struct{}
 
@@ -52,6 +54,7 @@ func newRunner(cmd *exec.Cmd, inherit []*os.File) (*runner, error) {
 		return nil, err
 	}
 	r.stderr, r.childEnds = errR, append(r.childEnds, errW)
+	r.lines = newPlainLines(errR)
 	cmd.Stdout, cmd.Stderr, cmd.ExtraFiles = outW, errW, inherit
 	return r, nil
 }
@@ -115,6 +118,7 @@ func (r *runner) kill() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.pid != 0 && !r.gone {
+		r.killed = true
 		_ = unix.Kill(-r.pid, unix.SIGKILL)
 	}
 }
@@ -157,7 +161,7 @@ func (r *runner) ID() string {
 func (r *runner) Stdout() io.ReadCloser { return r.stdout }
 
 // Stderr implements go-plugin's runner.Runner.
-func (r *runner) Stderr() io.ReadCloser { return newPlainLines(r.stderr) }
+func (r *runner) Stderr() io.ReadCloser { return r.lines }
 
 // Name implements go-plugin's runner.Runner.
 func (r *runner) Name() string { return r.cmd.Args[0] }

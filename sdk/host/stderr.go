@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"sync"
 )
 
 // plainLines stands between a plugin's standard error and go-plugin, which takes any JSON object for a
@@ -16,6 +17,9 @@ type plainLines struct {
 	in  *bufio.Reader
 	out bytes.Buffer // lines that go-plugin has not read yet
 	err error
+
+	mu   sync.Mutex
+	last string // line that says most
 }
 
 func newPlainLines(r io.ReadCloser) *plainLines {
@@ -38,6 +42,7 @@ func (p *plainLines) fill() {
 	line, err := p.in.ReadSlice('\n')
 	if len(line) > 0 {
 		line = bytes.TrimRight(line, "\r\n")
+		p.note(string(line))
 		if !harmless(line) {
 			p.out.WriteString("plugin: ") // after which no line is JSON
 		}

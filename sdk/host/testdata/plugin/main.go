@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -48,6 +49,11 @@ func main() {
 		select {}
 	case "kvport-badlog":
 		fmt.Fprint(os.Stderr, badLog)
+	case "kvport-exits":
+		if len(os.Args) == 1 {
+			fmt.Fprintln(os.Stderr, "no licence")
+			os.Exit(3)
+		}
 	case "kvport-talks":
 		if len(os.Args) == 1 {
 			fmt.Println("hello")
@@ -60,6 +66,7 @@ func main() {
 		Schema:       sdk.SchemaOf[config](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			c, err := sdk.DecodeConfig[config](raw)
+			failEarly(c.Fault, "describe")
 			info := connector.Info{Name: "TestConnector", Capabilities: connector.CanReset, Scope: connector.ScopeNode, Lossy: c.Lossy}
 			if c.Layout != "" {
 				info.Layouts = []string{c.Layout}
@@ -74,6 +81,7 @@ func main() {
 		},
 		Scheduler: func(_ context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			c, err := sdk.DecodeConfig[config](raw)
+			failEarly(c.Fault, "open")
 			s := &side{config: c, env: env}
 			switch c.Fault {
 			case "plan":
@@ -91,6 +99,17 @@ func main() {
 			return &worker{&side{config: c, env: env}}, err
 		},
 	})
+}
+
+// failEarly ends or hangs a process in the phase that the fault names.
+func failEarly(fault, phase string) {
+	switch fault {
+	case "exit_" + phase:
+		_, _ = syscall.Write(2, []byte("no licence to "+phase+"\n")) // os.Stderr goes over the connection, that ends
+		os.Exit(3)
+	case "hang_" + phase:
+		select {}
+	}
 }
 
 type side struct {
