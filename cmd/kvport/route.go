@@ -56,6 +56,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	registry := newRegistry()
 	r, err := router.New(router.Config{
 		Prefill: f.prefill, Decode: f.decode, Log: slog.Default(), Metrics: registry, Gatherer: registry,
+		OwnKeys: f.apiKeyFile != "",
 	})
 	if err != nil {
 		return err

@@ -83,6 +83,7 @@ func (c *call) giveUp(ctx context.Context, last *answer) outcome {
 
 // reply passes an instance's whole answer on.
 func (c *call) reply(a *answer) outcome {
+	c.awaitClient(c.router.config.WriteTimeout)
 	copyHeader(c.w.Header(), a.header)
 	c.w.WriteHeader(a.status)
 	_, _ = c.w.Write(a.body) // a client that left needs no answer
@@ -208,6 +209,7 @@ func (c *call) stream(ctx context.Context, d target, resp *http.Response, served
 			c.router.metrics.ttft.Observe(time.Since(c.started).Seconds())
 		}
 		if n > 0 {
+			c.awaitClient(c.router.config.WriteTimeout)
 			_, werr := c.w.Write(buffer[:n])
 			if werr == nil {
 				werr = control.Flush()
@@ -240,8 +242,18 @@ func (c *call) stream(ctx context.Context, d target, resp *http.Response, served
 // cut ends a stream whose instance failed. No [DONE] follows: a client that overlooks the event still
 // sees a stream cut short. The empty line ends an event that may have been cut in the middle.
 func (c *call) cut() {
+	c.awaitClient(c.router.config.WriteTimeout)
 	event := encodeError("server_error", "upstream_error", "the decode instance failed in the middle of the answer")
 	_, _ = fmt.Fprintf(c.w, "\n\ndata: %s\n\n", event) // a client that left needs no answer
+}
+
+// awaitClient bounds how long the client may take for the next piece of its answer; 0 is for ever.
+func (c *call) awaitClient(limit time.Duration) {
+	var deadline time.Time
+	if limit > 0 {
+		deadline = time.Now().Add(limit)
+	}
+	_ = http.NewResponseController(c.w).SetWriteDeadline(deadline) // a recorder in a test has none
 }
 
 // send makes one upstream request.

@@ -17,6 +17,8 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"os"
+	"path"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -36,6 +38,10 @@ type Config struct {
 	Attempts       int           // decode attempts of one request at most; 3
 	MaxBody        int64         // bytes of a request body at most; 8 MiB
 	MaxInFlight    int           // requests at once at most; 1024
+	BodyTimeout    time.Duration // to receive a whole body; 30 s
+	WriteTimeout   time.Duration // for a client to take one piece of an answer; 30 s
+
+	OwnKeys bool // the front checked Authorization itself: it is not passed on
 
 	Transport http.RoundTripper     // nil: a transport for many connections to few hosts
 	Log       *slog.Logger          // nil: none
@@ -84,8 +90,9 @@ func New(c Config) (*Router, error) {
 	r.mux.HandleFunc("POST /v1/completions", r.generate)
 	r.mux.HandleFunc("POST /v1/chat/completions", r.generate)
 	r.mux.HandleFunc("GET /v1/models", r.models)
+	r.mux.HandleFunc("GET /v1/models/{model...}", r.models)
 	r.mux.HandleFunc("GET /health", r.health)
-	paths := map[string]string{"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET", "/health": "GET"}
+	paths := map[string]string{"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET", "/v1/models/{model...}": "GET", "/health": "GET"}
 	if c.Gatherer != nil {
 		r.mux.Handle("GET /metrics", promhttp.HandlerFor(c.Gatherer, promhttp.HandlerOpts{}))
 		paths["/metrics"] = "GET"
@@ -93,7 +100,7 @@ func New(c Config) (*Router, error) {
 	for path, method := range paths {
 		r.mux.HandleFunc(path, func(w http.ResponseWriter, req *http.Request) {
 			w.Header().Set("Allow", method)
-			refuse(w, http.StatusMethodNotAllowed, "method_not_allowed", fmt.Sprintf("%s wants %s, not %s", path, method, req.Method))
+			refuse(w, http.StatusMethodNotAllowed, "method_not_allowed", fmt.Sprintf("%s wants %s, not %s", req.URL.Path, method, req.Method))
 		})
 	}
 	r.mux.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
@@ -124,6 +131,8 @@ func withDefaults(c Config) Config {
 	setDefault(&c.Attempts, 3)
 	setDefault(&c.MaxBody, 8<<20)
 	setDefault(&c.MaxInFlight, 1024)
+	setDefault(&c.BodyTimeout, 30*time.Second)
+	setDefault(&c.WriteTimeout, 30*time.Second)
 	if c.Log == nil {
 		c.Log = slog.New(slog.DiscardHandler)
 	}
@@ -178,6 +187,7 @@ func (r *Router) generate(w http.ResponseWriter, req *http.Request) {
 	}
 	w.Header().Set("X-Request-Id", c.id)
 	result := r.admit(c, req)
+	c.awaitClient(0) // not for the next request on this connection
 	r.metrics.requests.WithLabelValues(string(result)).Inc()
 	r.config.Log.Debug("request", "id", c.id, "label", req.Header.Get("X-Request-Id"), "path", c.path,
 		"outcome", string(result), "seconds", time.Since(c.started).Seconds())
@@ -198,34 +208,65 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 	}
 	r.metrics.inFlight.Inc()
 	defer r.metrics.inFlight.Dec()
-	body, err := io.ReadAll(http.MaxBytesReader(c.w, req.Body, r.config.MaxBody))
-	var tooLarge *http.MaxBytesError
-	switch {
-	case errors.As(err, &tooLarge):
-		refuse(c.w, http.StatusRequestEntityTooLarge, "request_too_large", fmt.Sprintf("request body is over %d bytes", tooLarge.Limit))
-		return clientError
-	case err != nil:
-		refuse(c.w, http.StatusBadRequest, "bad_request", "request body: "+err.Error())
+	body, refusal := r.readBody(c.w, req)
+	if refusal != nil {
+		c.awaitClient(r.config.WriteTimeout)
+		refusal(c.w)
 		return clientError
 	}
+	var err error
 	if c.body, err = parse(body); err != nil {
 		refuse(c.w, http.StatusBadRequest, "bad_request", err.Error())
 		return clientError
 	}
-	c.header = forwarded(req.Header)
-	c.header.Set("X-Request-Id", c.id)
+	c.header = r.upstreamHeader(req, c.id)
 	c.header.Set("Content-Type", "application/json")
 	return c.run(req.Context())
 }
 
-// models passes /v1/models on to the first decode instance that answers.
+// readBody reads a body within its limits of size and time, or gives the answer that refuses it.
+func (r *Router) readBody(w http.ResponseWriter, req *http.Request) (body []byte, refusal func(http.ResponseWriter)) {
+	control := http.NewResponseController(w)
+	_ = control.SetReadDeadline(time.Now().Add(r.config.BodyTimeout)) // a recorder in a test has none
+	body, err := io.ReadAll(http.MaxBytesReader(w, req.Body, r.config.MaxBody))
+	if err == nil {
+		_ = control.SetReadDeadline(time.Time{}) // from here on a read only notices that the client left
+		return body, nil
+	}
+	w.Header().Set("Connection", "close") // the deadline stays, so that nothing waits for the rest
+	status, code, message := http.StatusBadRequest, "bad_request", "request body: "+err.Error()
+	var tooLarge *http.MaxBytesError
+	switch {
+	case errors.As(err, &tooLarge):
+		status, code, message = http.StatusRequestEntityTooLarge, "request_too_large", fmt.Sprintf("request body is over %d bytes", tooLarge.Limit)
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		status, code, message = http.StatusRequestTimeout, "request_timeout", fmt.Sprintf("request body took over %v", r.config.BodyTimeout)
+	}
+	return nil, func(w http.ResponseWriter) { refuse(w, status, code, message) }
+}
+
+// upstreamHeader is what instances get of a request's headers.
+func (r *Router) upstreamHeader(req *http.Request, id string) http.Header {
+	h := forwarded(req.Header)
+	h.Set("X-Request-Id", id)
+	if r.config.OwnKeys {
+		h.Del("Authorization")
+	}
+	return h
+}
+
+// models passes /v1/models and what is below it on to the first decode instance that answers.
 func (r *Router) models(w http.ResponseWriter, req *http.Request) {
-	c := &call{router: r, w: w, path: req.URL.Path, id: newID(), started: time.Now(), failed: make(map[int]bool)}
-	c.header = forwarded(req.Header)
-	c.header.Set("X-Request-Id", c.id)
+	if path.Clean(req.URL.Path) != req.URL.Path { // escaped dots must not lead elsewhere on an instance
+		refuse(w, http.StatusNotFound, "not_found", fmt.Sprintf("there is no %s", req.URL.Path))
+		return
+	}
+	c := &call{router: r, w: w, path: req.URL.EscapedPath(), id: newID(), started: time.Now(), failed: make(map[int]bool)}
+	c.header = r.upstreamHeader(req, c.id)
 	c.method = http.MethodGet
 	w.Header().Set("X-Request-Id", c.id)
 	c.run(req.Context())
+	c.awaitClient(0) // not for the next request on this connection
 }
 
 // health tells a load balancer in front, and a person, what the router sees.
