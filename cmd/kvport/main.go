@@ -11,6 +11,7 @@ import (
 	"os/signal"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -101,6 +102,10 @@ func brief(message string) string {
 	return strings.Join(lines, "\n")
 }
 
+// sameSignal is how soon after the first signal another one counts as the same: timeout(1) and some
+// shells send theirs to the process and then to its group.
+const sameSignal = time.Second
+
 // untilSignal gives a context that ends with the first SIGINT or SIGTERM. The second one ends the
 // process.
 func untilSignal(stderr io.Writer) (context.Context, context.CancelFunc) {
@@ -108,18 +113,31 @@ func untilSignal(stderr io.Writer) (context.Context, context.CancelFunc) {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
 	go func() {
-		select {
-		case <-signals:
-			cancel()
-		case <-ctx.Done():
-			return
+		if s := secondSignal(ctx, cancel, signals); s != nil {
+			fmt.Fprintf(stderr, "kvport: %v again, not waiting any longer\n", s)
+			os.Exit(exitFailure)
 		}
-		s := <-signals
-		fmt.Fprintf(stderr, "kvport: %v again, not waiting any longer\n", s)
-		os.Exit(exitFailure)
 	}()
 	return ctx, func() {
 		signal.Stop(signals)
 		cancel()
 	}
+}
+
+// secondSignal calls cancel at the first signal and returns at the second; nil if ctx ends before
+// the first one.
+func secondSignal(ctx context.Context, cancel func(), signals <-chan os.Signal) os.Signal {
+	select {
+	case <-signals:
+	case <-ctx.Done():
+		return nil
+	}
+	first := time.Now()
+	cancel()
+	for s := range signals {
+		if time.Since(first) >= sameSignal {
+			return s
+		}
+	}
+	return nil
 }

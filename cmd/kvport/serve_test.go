@@ -125,6 +125,9 @@ func TestSecondSignal(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, p.Signal(syscall.SIGINT))
 	require.Eventually(t, func() bool { return strings.Contains(p.Logs(), "draining") }, 10*time.Second, time.Millisecond)
+	require.NoError(t, p.Signal(syscall.SIGINT)) // the same one, as far as the process can tell
+	<-time.After(sameSignal + 100*time.Millisecond)
+	require.NotContains(t, p.Logs(), "not waiting any longer")
 	require.NoError(t, p.Signal(syscall.SIGINT))
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 	defer cancel()
