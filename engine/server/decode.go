@@ -159,17 +159,10 @@ func decodeChat(body []byte) (*chatRequest, *Error) {
 	if take(o, "tools", "a list", &tools) && len(tools) > 0 {
 		o.fail(unsupported("tools", "are not supported"))
 	}
-	var format struct {
-		Type string `json:"type"`
-	}
-	if take(o, "response_format", "an object", &format) && format.Type != "text" {
-		o.fail(unsupported("response_format", "only text is supported"))
-	}
 	r.params = o.params()
-	if r.maxTokens == 0 { // the newer name of max_tokens
-		r.maxTokens = o.count("max_completion_tokens")
+	if n := o.count("max_completion_tokens"); n != 0 { // the newer name of max_tokens
+		r.maxTokens = n
 	}
-	o.raw("max_completion_tokens")
 	r.unexpected = len(o.fields)
 	return r, o.err
 }
@@ -201,6 +194,12 @@ func (o *object) params() (p params) {
 	if take(o, "logit_bias", "an object", &bias) && len(bias) > 0 {
 		o.fail(unsupported("logit_bias", "is not supported"))
 	}
+	var format struct {
+		Type string `json:"type"`
+	}
+	if take(o, "response_format", "an object", &format) && format.Type != "text" {
+		o.fail(unsupported("response_format", "only text is supported"))
+	}
 	p.unexpected = len(o.fields)
 	return p
 }
@@ -208,7 +207,7 @@ func (o *object) params() (p params) {
 func (o *object) sampling() sample.Params {
 	p := sample.Params{Temperature: 1, TopP: 1, Seed: rand.Uint64()}
 	take(o, "temperature", "a number", &p.Temperature)
-	if take(o, "top_p", "a number", &p.TopP) && p.TopP <= 0 {
+	if take(o, "top_p", "a number", &p.TopP) && !(p.TopP > 0 && p.TopP <= 1) {
 		o.fail(wrongValue("top_p", "is %v, want above 0 and at most 1", p.TopP))
 	}
 	take(o, "top_k", "an integer", &p.TopK)
@@ -216,7 +215,7 @@ func (o *object) sampling() sample.Params {
 		p.TopK = 0
 	}
 	var seed int64
-	if take(o, "seed", "an integer", &seed) {
+	if take(o, "seed", "an integer from -2^63 to 2^63-1", &seed) {
 		p.Seed = uint64(seed)
 	}
 	if err := p.Validate(); err != nil {
@@ -228,7 +227,7 @@ func (o *object) sampling() sample.Params {
 
 // count takes a positive number of tokens; 0 if it is absent.
 func (o *object) count(name string) (n int) {
-	if take(o, name, "an integer", &n) && (n < 1 || n > maxTokens) {
+	if take(o, name, fmt.Sprintf("an integer from 1 to %d", maxTokens), &n) && (n < 1 || n > maxTokens) {
 		o.fail(wrongValue(name, "is %d, want 1 to %d", n, maxTokens))
 	}
 	return n

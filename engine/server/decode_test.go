@@ -147,6 +147,9 @@ func TestDecodeRefusesPerEndpoint(t *testing.T) {
 		{true, `{"messages":[{"role":"user","content":"x"}],"tools":[{}]}`, "tools"},
 		{true, `{"messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_object"}}`, "response_format"},
 		{true, `{"messages":[{"role":"user","content":"x"}],"max_completion_tokens":0}`, "max_completion_tokens"},
+		{true, `{"messages":[{"role":"user","content":"x"}],"max_completion_tokens":5,"max_tokens":"x"}`, "max_tokens"},
+		{true, `{"messages":[{"role":"user","content":"x"}],"max_completion_tokens":"x","max_tokens":5}`, "max_completion_tokens"},
+		{false, `{"prompt":"x","response_format":{"type":"json_object"}}`, "response_format"},
 		{false, `[]`, ""},
 		{false, `null`, ""},
 		{false, `{"prompt":"x"} {}`, ""},
@@ -187,4 +190,28 @@ func FuzzDecode(f *testing.F) {
 			require.Equal(t, 400, err.Status)
 		}
 	})
+}
+
+// Of two limits the newer field is the one that counts.
+func TestMaxCompletionTokensWins(t *testing.T) {
+	r, err := decodeChat([]byte(`{"messages":[{"role":"user","content":"x"}],"max_tokens":3,"max_completion_tokens":5}`))
+	require.Nil(t, err)
+	require.Equal(t, 5, r.maxTokens)
+	require.Zero(t, r.unexpected)
+}
+
+// A number that is too large for its field is told the range.
+func TestRangesAreTold(t *testing.T) {
+	for fields, want := range map[string]string{
+		`"max_tokens":1e30`:           "max_tokens: want an integer from 1 to 16777216",
+		`"max_tokens":99999999`:       "1 to 16777216",
+		`"seed":18446744073709551615`: "seed: want an integer from -2^63 to 2^63-1",
+		`"top_p":0`:                   "want above 0 and at most 1",
+		`"top_p":1.1`:                 "want above 0 and at most 1",
+		`"top_p":-1`:                  "want above 0 and at most 1",
+	} {
+		_, err := decodeCompletion([]byte(`{"prompt":"x",` + fields + `}`))
+		require.NotNil(t, err, fields)
+		require.Contains(t, err.Message, want)
+	}
 }
