@@ -466,3 +466,11 @@ func TestBadConfig(t *testing.T) {
 		require.ErrorContains(t, err, name)
 	}
 }
+
+// Places that no step fills cost nothing.
+func TestManyPlaces(t *testing.T) {
+	cfg := simConfig(t)
+	want := tokensOf(start(t, cfg).ask(t, requests(4), 4))
+	cfg.MaxSeqs = 1 << 40
+	require.Equal(t, want, tokensOf(start(t, cfg).ask(t, requests(4), 4)))
+}

@@ -27,7 +27,7 @@ type loop struct {
 	streams map[connector.RequestID]*stream
 	closing bool
 	batch   model.Batch
-	logits  [][]float32 // one for each place in the batch
+	logits  [][]float32 // one for each place in the largest batch so far
 	sampled []int32
 }
 
@@ -51,9 +51,6 @@ func newLoop(e *Engine, ranks []*connector.KV) *loop {
 		l.events = e.host.Events()
 	}
 	l.sched = sched.New(cfg, l.pool)
-	for range e.cfg.MaxSeqs {
-		l.logits = append(l.logits, make([]float32, e.info.Vocab))
-	}
 	return l
 }
 
@@ -166,6 +163,9 @@ func (l *loop) tell(st *connector.Step) {
 func (l *loop) compute(chunks []sched.Chunk) *connector.Step {
 	start := time.Now()
 	l.batch.Chunks, l.sampled = l.batch.Chunks[:0], l.sampled[:0]
+	for len(l.logits) < len(chunks) {
+		l.logits = append(l.logits, make([]float32, l.e.info.Vocab))
+	}
 	for i, c := range chunks {
 		chunk := model.Chunk{Tokens: c.Tokens, Start: c.Start, Blocks: c.Blocks}
 		if c.Sample {

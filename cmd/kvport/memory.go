@@ -2,6 +2,8 @@ package main
 
 import (
 	"bufio"
+	"fmt"
+	"math"
 	"os"
 	"strconv"
 	"strings"
@@ -33,8 +35,42 @@ func blocksInMemory(m model.Model, blockSize, maxModelLen int) int {
 	return max(1, int(min(int64(wanted), budget/max(1, block))))
 }
 
+// poolBytes is at least what the engine keeps about a block besides its content, in bytes.
+const poolBytes = 64
+
+// checkSizes refuses sizes that the model or this machine cannot have.
+func (f *serveFlags) checkSizes(m model.Model) error {
+	limit := m.Spec().MaxTokens
+	if f.maxModelLen > 0 {
+		limit = min(limit, f.maxModelLen)
+	}
+	if limit = max(limit, defaultBlockSize); f.blockSize > limit {
+		return fmt.Errorf("--block-size is %d, want 1 to %d: no sequence is longer", f.blockSize, limit)
+	}
+	if f.numBlocks == 0 {
+		return nil
+	}
+	layout, block := host.WithDigests(m.Layout(f.blockSize, 1))
+	groups := len(layout.Groups)
+	if f.numBlocks/groups*f.blockSize < 2 {
+		return fmt.Errorf("--num-blocks is %d, which holds no sequence of 2 tokens: want at least %d", f.numBlocks, (1+f.blockSize)/f.blockSize*groups)
+	}
+	block = max(1, block)*int64(max(1, m.Spec().Ranks)) + poolBytes
+	memory := meminfo("MemTotal")
+	if memory == 0 {
+		memory = math.MaxInt64
+	}
+	if most := memory / block; int64(f.numBlocks) > most {
+		return fmt.Errorf("--num-blocks is %d, at %d bytes each more than this machine has memory for: want at most %d", f.numBlocks, block, most)
+	}
+	return nil
+}
+
 // availableMemory is what the kernel says could be allocated without swapping; 0 if it does not say.
-func availableMemory() int64 {
+func availableMemory() int64 { return meminfo("MemAvailable") }
+
+// meminfo is a value of /proc/meminfo in bytes; 0 if it is not there.
+func meminfo(name string) int64 {
 	file, err := os.Open("/proc/meminfo")
 	if err != nil {
 		return 0
@@ -42,7 +78,7 @@ func availableMemory() int64 {
 	defer file.Close()
 	lines := bufio.NewScanner(file)
 	for lines.Scan() {
-		rest, found := strings.CutPrefix(lines.Text(), "MemAvailable:")
+		rest, found := strings.CutPrefix(lines.Text(), name+":")
 		if !found {
 			continue
 		}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -42,6 +43,14 @@ type serveFlags struct {
 	logLevel          string
 }
 
+// Limits of flags that no model and no machine has a say in.
+const (
+	defaultBlockSize = 16
+	maxThreads       = 1 << 10
+	maxBatch         = 1 << 20 // tokens of a step
+	maxSequences     = 1 << 12 // of a step
+)
+
 func newServe() *cobra.Command {
 	f := &serveFlags{}
 	cmd := &cobra.Command{
@@ -55,7 +64,7 @@ func newServe() *cobra.Command {
 	flags.StringVar(&f.servedName, "served-model-name", "", "name of the model in the API (default the file's name)")
 	flags.StringVar(&f.dtype, "dtype", "f16", "precision of weights: f16 or f32")
 	flags.IntVar(&f.threads, "threads", 0, "threads that compute (default one for each CPU)")
-	flags.IntVar(&f.blockSize, "block-size", 16, "tokens of a KV block")
+	flags.IntVar(&f.blockSize, "block-size", defaultBlockSize, "tokens of a KV block")
 	flags.IntVar(&f.numBlocks, "num-blocks", 0, "blocks of the KV cache (default from memory)")
 	flags.IntVar(&f.maxModelLen, "max-model-len", 0, "tokens of prompt and answer together (default what the model can)")
 	flags.IntVar(&f.maxBatchedTokens, "max-num-batched-tokens", 0, "tokens of one step at most (default 512)")
@@ -91,6 +100,9 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 		return err
 	}
 	defer m.Close()
+	if err := f.checkSizes(m); err != nil {
+		return err
+	}
 	registry := newRegistry()
 	e, err := engine.New(cmd.Context(), f.config(m, tok, transfer, registry))
 	if err != nil {
@@ -131,19 +143,24 @@ func (f *serveFlags) check() error {
 		return fmt.Errorf("--tensor-parallel-size is %d, but only the model sim can be spread over ranks", f.tensorParallel)
 	case f.blockSize < 1:
 		return fmt.Errorf("--block-size is %d, want at least 1", f.blockSize)
+	case f.maxModelLen == 1:
+		return errors.New("--max-model-len is 1, want at least 2: a prompt and an answer")
 	}
 	for _, n := range []struct {
-		flag  string
-		value int
+		flag        string
+		value, most int
 	}{
-		{"threads", f.threads},
-		{"num-blocks", f.numBlocks},
-		{"max-model-len", f.maxModelLen},
-		{"max-num-batched-tokens", f.maxBatchedTokens},
-		{"max-num-seqs", f.maxSeqs},
+		{"threads", f.threads, maxThreads},
+		{"num-blocks", f.numBlocks, math.MaxInt32}, // of a block id
+		{"max-model-len", f.maxModelLen, math.MaxInt},
+		{"max-num-batched-tokens", f.maxBatchedTokens, maxBatch},
+		{"max-num-seqs", f.maxSeqs, maxSequences},
 	} {
 		if n.value < 0 {
 			return fmt.Errorf("--%s is %d, want a positive number", n.flag, n.value)
+		}
+		if n.value > n.most {
+			return fmt.Errorf("--%s is %d, want at most %d", n.flag, n.value, n.most)
 		}
 	}
 	return nil
