@@ -41,10 +41,20 @@ func SchemaOf[C any]() json.RawMessage {
 func DecodeConfig[C any](raw json.RawMessage) (C, error) {
 	var c C
 	if err := decodeConfig(raw, reflectConfig[C](), &c); err != nil {
-		return c, fmt.Errorf("%w: %w", err, connector.ErrIncompatible)
+		return c, &configError{err}
 	}
 	return c, nil
 }
+
+// configError is an error of a config: it is ErrIncompatible and does not say so, since the field that
+// it names says more.
+type configError struct{ err error }
+
+func (e *configError) Error() string {
+	return strings.TrimSuffix(e.err.Error(), ": "+connector.ErrIncompatible.Error())
+}
+
+func (e *configError) Unwrap() []error { return []error{e.err, connector.ErrIncompatible} }
 
 func reflectConfig[C any]() *jsonschema.Schema {
 	r := &jsonschema.Reflector{Anonymous: true, DoNotReference: true, RequiredFromJSONSchemaTags: true}

@@ -2,7 +2,7 @@ package sdk
 
 import (
 	"encoding/json"
-	"errors"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -29,7 +29,7 @@ type testConfig struct {
 func (c *testConfig) Validate() error {
 	c.validated = true
 	if c.Path == "/" {
-		return errors.New("shared_storage_path must not be the root")
+		return fmt.Errorf("shared_storage_path must not be the root: %w", connector.ErrIncompatible)
 	}
 	return nil
 }
@@ -78,6 +78,7 @@ func TestDecodeConfigRefuses(t *testing.T) {
 		require.ErrorIs(t, err, connector.ErrIncompatible, c.raw)
 		require.ErrorContains(t, err, c.want, c.raw)
 		require.NotContains(t, err.Error(), "\n", c.raw)
+		require.NotContains(t, err.Error(), "incompatible", "the field says more")
 	}
 }
 

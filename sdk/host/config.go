@@ -32,7 +32,7 @@ type Config struct {
 	Extra         json.RawMessage // kv_connector_extra_config, the plugin's own; "{}" when absent
 	ModulePath    string          // a plugin binary to use instead of searching for one
 	Settings      Settings
-	Warnings      []string // keys of other systems that were accepted and have no effect
+	Warnings      []string // keys of other systems that were accepted and have no effect; the caller logs them
 }
 
 // ParseConfig reads the argument of --kv-transfer-config: JSON, or @FILE with JSON in it. Decoding
@@ -73,12 +73,12 @@ func parseConfig(data []byte) (*Config, error) {
 		{"kv_connector_module_path", text(&c.ModulePath)},
 		{"kvport", func(raw json.RawMessage) error { return c.Settings.decode(raw) }},
 	}
-	warn := func(key string) bool {
-		known := foreign(key)
+	warn := func(key string, value json.RawMessage) (bool, error) {
+		known, err := foreign(key, value)
 		if known {
 			c.Warnings = append(c.Warnings, fmt.Sprintf("%s: accepted for compatibility, has no effect", key))
 		}
-		return known
+		return known, err
 	}
 	if err := decodeObject(data, fields, warn); err != nil {
 		return nil, err
@@ -97,13 +97,21 @@ func parseConfig(data []byte) (*Config, error) {
 }
 
 // foreign reports keys that vLLM's and LMCache's users have in their configs and that mean nothing
-// here.
-func foreign(key string) bool {
+// here. A value that could not be theirs is an error: it is a mistake that those systems refuse.
+func foreign(key string, value json.RawMessage) (known bool, err error) {
 	switch key {
-	case "kv_ip", "kv_port", "kv_rank", "kv_parallel_size", "kv_buffer_size", "enable_permute_local_kv":
-		return true
+	case "kv_ip":
+		_, err = decodeAs[string](value, "a string", `"`)
+	case "kv_port":
+		_, err = decodeAs[json.RawMessage](value, "a number or a string", `"-0123456789`)
+	case "kv_rank", "kv_parallel_size", "kv_buffer_size":
+		_, err = decodeAs[float64](value, "a number", "-0123456789n")
+	case "enable_permute_local_kv":
+		_, err = decodeAs[bool](value, "true or false", "tf")
+	default:
+		return strings.HasPrefix(key, "lmcache.") || strings.HasPrefix(key, "lmcache_"), nil
 	}
-	return strings.HasPrefix(key, "lmcache.") || strings.HasPrefix(key, "lmcache_")
+	return true, err
 }
 
 func (s *Settings) decode(raw json.RawMessage) error {

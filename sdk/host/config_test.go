@@ -15,7 +15,7 @@ import (
 func TestParseConfig(t *testing.T) {
 	c, err := ParseConfig(`{
 		"kv_connector": "SharedStorageConnector", "kv_role": "kv_both", "engine_id": "e1", "kv_buffer_device": "cpu",
-		"kv_load_failure_policy": "fail", "kv_connector_module_path": "/x/kvport-y", "kv_ip": "127.0.0.1", "kv_port": 14579,
+		"kv_load_failure_policy": "fail", "kv_connector_module_path": "/x/kvport-y", "kv_ip": "127.0.0.1", "kv_port": 14579, "kv_rank": null, "kv_buffer_size": 1e9,
 		"lmcache.mp.host": "h", "kv_connector_extra_config": {"shared_storage_path": "/tmp/x", "Any": [1, null]},
 		"kvport": {"ticket_key_file": "k", "peers": ["a", "b"], "trust": "in-place", "tenant_secret_file": "s",
 			"plugin_sha256": "` + strings.Repeat("AB", 32) + `", "allow_lossy": true,
@@ -26,7 +26,7 @@ func TestParseConfig(t *testing.T) {
 	require.Equal(t, connector.RoleBoth, c.Role)
 	require.Equal(t, PolicyFail, c.FailurePolicy)
 	require.JSONEq(t, `{"shared_storage_path": "/tmp/x", "Any": [1, null]}`, string(c.Extra))
-	require.Len(t, c.Warnings, 3)
+	require.Len(t, c.Warnings, 5)
 	want := DefaultSettings()
 	want.TicketKeyFile, want.Peers, want.TenantSecretFile, want.AllowLossy = "k", []string{"a", "b"}, "s", true
 	want.PluginSHA256 = strings.Repeat("ab", 32)
@@ -59,8 +59,14 @@ func TestParseConfigErrors(t *testing.T) {
 		ok + `,"kv_role":"kv_both"}`:                       `field "kv_role" is given twice`,
 		ok + `,"kv_connector_extra_config":{"a":1,"a":2}}`: `field "a" is given twice`,
 		ok + `,"kv_connector_extra_config":[]}`:            "kv_connector_extra_config: must be a JSON object, not an array",
-		ok + `,"kv_load_failure_policy":"retry"}`:          `"retry" is none of ["recompute" "fail"]`,
-		ok + `,"kv_buffer_device":"cuda"}`:                 `kv_buffer_device: "cuda" is none of`,
+		ok + `,"kv_load_failure_policy":"retry"}`:          `is "retry", want "recompute" or "fail"`,
+		ok + `,"kv_buffer_device":"cuda"}`:                 `kv_buffer_device: is "cuda", want "cpu"`,
+		ok + `,"kv_ip":1}`:                                 "kv_ip: must be a string, not a number",
+		ok + `,"kv_port":[]}`:                              "kv_port: must be a number or a string, not an array",
+		ok + `,"kv_rank":"0"}`:                             "kv_rank: must be a number, not a string",
+		ok + `,"kv_parallel_size":{}}`:                     "kv_parallel_size: must be a number, not an object",
+		ok + `,"kv_buffer_size":true}`:                     "kv_buffer_size: must be a number, not a boolean",
+		"\xef\xbb\xbf" + ok + "}":                          "byte order mark",
 		ok + `,"kvport":{"trust":"read-only"}}`:            `kvport.trust: "read-only" is not built yet`,
 		ok + `,"kvport":{"trust":"full"}}`:                 "is not a trust level",
 		ok + `,"kvport":{"deadlines":{"tranfer":"1s"}}}`:   `kvport.deadlines: unknown field "tranfer", did you mean "transfer"?`,

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/agnivade/levenshtein"
@@ -20,7 +21,7 @@ type field struct {
 
 // decodeObject gives each value of a JSON object to its field. Names must match exactly, case
 // included. A key without a field is an error unless accept says that it may stay.
-func decodeObject(raw json.RawMessage, fields []field, accept func(string) bool) error {
+func decodeObject(raw json.RawMessage, fields []field, accept func(string, json.RawMessage) (bool, error)) error {
 	dec := json.NewDecoder(bytes.NewReader(raw))
 	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
 		return fmt.Errorf("must be a JSON object, not %s", kindOf(raw))
@@ -35,13 +36,16 @@ func decodeObject(raw json.RawMessage, fields []field, accept func(string) bool)
 		if err := dec.Decode(&value); err != nil {
 			return err
 		}
-		i := indexOf(fields, key)
+		known := true
+		if i := indexOf(fields, key); i >= 0 {
+			err = fields[i].set(value)
+		} else if known = accept != nil; known {
+			known, err = accept(key, value)
+		}
 		switch {
-		case i >= 0:
-			if err := fields[i].set(value); err != nil {
-				return fieldError(key, err)
-			}
-		case accept == nil || !accept(key):
+		case err != nil:
+			return fieldError(key, err)
+		case !known:
 			return fmt.Errorf("unknown field %s%s", quote(key), didYouMean(key, names(fields)))
 		}
 	}
@@ -192,8 +196,17 @@ func oneOf[S ~string](to *S, values ...S) func(json.RawMessage) error {
 				return nil
 			}
 		}
-		return fmt.Errorf("%s is none of %q", quote(s), values)
+		return fmt.Errorf("is %s, want %s", quote(s), alternatives(values))
 	}
+}
+
+// alternatives lists values as a sentence does.
+func alternatives[S ~string](values []S) string {
+	quoted := make([]string, len(values))
+	for i, v := range values {
+		quoted[i] = strconv.Quote(string(v))
+	}
+	return strings.Join(quoted, " or ")
 }
 
 func object(to *json.RawMessage) func(json.RawMessage) error {
@@ -240,6 +253,9 @@ func duration(to *time.Duration) func(json.RawMessage) error {
 func checkJSON(data []byte) error {
 	if len(bytes.TrimSpace(data)) == 0 {
 		return errors.New("is empty, must be a JSON object")
+	}
+	if bytes.HasPrefix(data, []byte("\xef\xbb\xbf")) {
+		return errors.New("begins with a byte order mark (EF BB BF): save it as UTF-8 without one")
 	}
 	var syntax *json.SyntaxError
 	if err := json.Unmarshal(data, new(json.RawMessage)); errors.As(err, &syntax) {

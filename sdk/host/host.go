@@ -46,6 +46,8 @@ type Host struct {
 	lastErr  error
 	drained  chan struct{} // closed when the book is idle after Close
 	quiet    []chan struct{}
+	badLoads complaints
+	badSaves complaints
 
 	closing   atomic.Bool
 	leave     context.CancelFunc // ends the context that starts run under
@@ -68,9 +70,6 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	}
 	if h.log == nil {
 		h.log = slog.New(slog.DiscardHandler)
-	}
-	for _, w := range cfg.Warnings {
-		h.log.Warn("kv-transfer-config: " + w)
 	}
 	if err := h.identify(); err != nil {
 		return nil, err

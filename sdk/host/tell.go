@@ -1,9 +1,11 @@
 package host
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/book"
@@ -20,9 +22,11 @@ func (h *Host) tell(b *book.Event) {
 	case book.Loaded:
 		e.Kind = Loaded
 		h.metrics.moved("load", b)
+		h.complain("load", &h.badLoads, b)
 	case book.Saved:
 		e.Kind = Saved
 		h.metrics.moved("save", b)
+		h.complain("save", &h.badSaves, b)
 	case book.Finished:
 		e.Kind = Finished
 		e.Ticket = h.seal(b)
@@ -34,6 +38,28 @@ func (h *Host) tell(b *book.Event) {
 		e.Kind = Answered
 	}
 	h.events.put(e)
+}
+
+// complaints says how often failed transfers of one direction were logged.
+type complaints struct {
+	next    time.Time // not before
+	dropped int       // since the last that was logged
+}
+
+// complain logs a transfer that failed, but not more than one a second: what fails once often fails
+// for every request. The end of a request that nobody waits for is no failure. The caller holds mu.
+func (h *Host) complain(direction string, c *complaints, b *book.Event) {
+	if len(b.Failed) == 0 || b.Err == nil || errors.Is(b.Err, context.Canceled) {
+		return
+	}
+	now := time.Now()
+	if now.Before(c.next) {
+		c.dropped++
+		return
+	}
+	h.log.Warn("transfer failed", "connector", h.info.Name, "direction", direction, "request", b.Request,
+		"blocks", len(b.Failed), "error", b.Err, "not_logged", c.dropped)
+	*c = complaints{next: now.Add(time.Second)}
 }
 
 // seal makes the ticket of a finished request that a consumer may fetch, if there is anything.

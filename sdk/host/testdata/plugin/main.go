@@ -299,6 +299,8 @@ func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.
 		select {}
 	case w.due("crash_save"):
 		os.Exit(3)
+	case w.due("full_save"):
+		return fmt.Errorf("write %s: %w", w.Dir, syscall.ENOSPC)
 	case w.due("fail_save"):
 		return &connector.BlockError{Blocks: []connector.BlockID{t.Blocks[len(t.Blocks)-1].ID}, Err: connector.ErrGone}
 	}
