@@ -227,6 +227,9 @@ func (d *dir) publish(name string, k connector.StoreKey, sync bool) error {
 			}
 			return errStale
 		}
+		if errors.Is(err, unix.EISDIR) && d.clear(f, fileName(k), name) == nil {
+			continue
+		}
 		if err == nil && sync {
 			err = f.Sync()
 		}
@@ -235,6 +238,16 @@ func (d *dir) publish(name string, k connector.StoreKey, sync bool) error {
 		}
 		return nil
 	}
+}
+
+// clear takes a folder away that lies where a block file belongs: an empty one is removed, another
+// is moved to tmp, since nobody knows whose it is.
+func (d *dir) clear(shard *os.File, name, temporary string) error {
+	err := unix.Unlinkat(int(shard.Fd()), name, unix.AT_REMOVEDIR)
+	if errors.Is(err, unix.ENOTEMPTY) || errors.Is(err, unix.EEXIST) {
+		err = unix.Renameat(int(shard.Fd()), name, int(d.tmp.Fd()), temporary+"-folder")
+	}
+	return err
 }
 
 // discard removes a temporary file.

@@ -58,6 +58,9 @@ func (s *Store) check() {
 func (s *Store) reopen(old *dir) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.closed {
+		return fmt.Errorf("%s was closed: %w", s.config.Path, connector.ErrGone)
+	}
 	if s.dir != old {
 		return nil
 	}
@@ -120,4 +123,16 @@ func (s *Store) lock(cause error) error {
 		s.log.Error("folder cannot be written: nothing is saved, stored blocks are still loaded", "error", cause)
 	}
 	return fmt.Errorf("%w: %w", ErrReadOnly, cause)
+}
+
+// unlock takes note that a save after the lock's time succeeded, so that the next failure is told
+// again. One that began before the lock says nothing.
+func (s *Store) unlock() {
+	s.health.Lock()
+	defer s.health.Unlock()
+	if s.locked.IsZero() || time.Now().Before(s.locked) {
+		return
+	}
+	s.locked = time.Time{}
+	s.log.Info("folder can be written again", "shared_storage_path", s.config.Path)
 }

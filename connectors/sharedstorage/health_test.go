@@ -103,6 +103,43 @@ func TestReadOnlyFolderIsNoticed(t *testing.T) {
 
 	s.write, s.locked = writeItem, time.Now() // as after the wait
 	put(t, s, item(2))
+	require.Equal(t, 1, strings.Count(log.String(), "can be written again"))
+	put(t, s, item(3))
+
+	s.write = func(int, connector.Item) error { return unix.EROFS }
+	require.ErrorIs(t, s.Put(t.Context(), []connector.Item{item(4)}), ErrReadOnly)
+	require.Equal(t, 2, strings.Count(log.String(), "cannot be written"), "the second time is told, too")
+}
+
+// A closed store stays closed: no call may open the folder again.
+func TestClosedStaysClosed(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "kv")
+	s := open(t, Config{Path: dir})
+	put(t, s, item(1))
+	require.NoError(t, s.Close())
+	require.NoError(t, os.RemoveAll(dir))
+	s.index.clear()
+	s.checked = time.Time{}
+	require.Equal(t, 0, lookup(t, s, 1))
+	require.ErrorIs(t, get(t, s, item(1)), connector.ErrGone)
+	require.ErrorIs(t, s.Put(t.Context(), []connector.Item{item(1)}), connector.ErrGone)
+	require.NoDirExists(t, dir)
+	require.Nil(t, s.dir)
+}
+
+// A folder in the place of a block file does not keep the block from being saved.
+func TestFolderInPlaceOfBlock(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, Config{Path: dir})
+	for n, inside := range []string{"", "somebody's"} {
+		path := s.pathOf(keyOf(n))
+		require.NoError(t, os.MkdirAll(filepath.Join(path, inside), 0o700))
+		put(t, s, item(n))
+		require.NoError(t, get(t, s, item(n)))
+	}
+	kept, err := filepath.Glob(filepath.Join(dir, tmpName, "*-folder", "somebody's"))
+	require.NoError(t, err)
+	require.Len(t, kept, 1)
 }
 
 func TestReadOnlyMount(t *testing.T) {

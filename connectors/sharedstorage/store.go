@@ -53,8 +53,9 @@ type Store struct {
 	write  func(fd int, it connector.Item) error // writeItem, but for tests
 	serial atomic.Uint64
 
-	mu  sync.RWMutex // held for reading while dir is used
-	dir *dir         // nil between a failed and the next attempt to open it
+	mu     sync.RWMutex // held for reading while dir is used
+	dir    *dir         // nil between a failed and the next attempt to open it
+	closed bool
 
 	health  sync.Mutex // guards the rest
 	checked time.Time
@@ -108,6 +109,7 @@ func (s *Store) Stats() Stats {
 func (s *Store) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.closed = true
 	if s.dir == nil {
 		return nil
 	}
@@ -247,6 +249,7 @@ func (s *Store) put(d *dir, it connector.Item) error {
 	s.budget.settle(size, err == nil)
 	if err == nil {
 		s.saved.Add(1)
+		s.unlock()
 	}
 	return err
 }

@@ -359,5 +359,15 @@ func FuzzDecode(f *testing.F) {
 		again, err := decode(h.encode())
 		require.NoError(t, err)
 		require.Equal(t, h, again)
+		require.Len(t, b, headerSize)
+		if want := headerOf(item(1)); h != want {
+			require.ErrorIs(t, h.check(want), connector.ErrCorrupt, "a sound header of another block")
+		}
+		for i := range b { // no damage of one bit passes
+			damaged := bytes.Clone(b)
+			damaged[i] ^= 1
+			_, err := decode(damaged)
+			require.ErrorIs(t, err, connector.ErrCorrupt)
+		}
 	})
 }
