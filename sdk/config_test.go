@@ -104,9 +104,12 @@ func FuzzDecodeConfig(f *testing.F) {
 		c, err := DecodeConfig[testConfig](raw)
 		if err != nil {
 			require.ErrorIs(t, err, connector.ErrIncompatible)
+			require.NotContains(t, err.Error(), "\n", "a message is a line")
 			return
 		}
 		require.True(t, c.Max >= 0 && c.validated)
+		require.Contains(t, []string{"fast", "safe"}, c.Mode)
+		require.NotEqual(t, "/", c.Path)
 		require.True(t, json.Valid(raw))
 	})
 }

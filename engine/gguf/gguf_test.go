@@ -277,10 +277,17 @@ func FuzzParse(f *testing.F) {
 			_, _ = file.Uint(key)
 			_, _ = file.Float(key)
 			_, _ = file.Bool(key)
-			_, _ = file.Strings(key)
-			_, _ = file.Ints(key)
+			if list, err := file.Strings(key); err == nil {
+				require.LessOrEqual(t, len(list), len(data)/8, "no more than the file holds")
+			}
+			if list, err := file.Ints(key); err == nil {
+				require.LessOrEqual(t, len(list), len(data)/4, "no more than the file holds")
+			}
+			require.LessOrEqual(t, len(key), MaxName)
 		}
 		for _, tensor := range file.tensors {
+			require.LessOrEqual(t, len(tensor.Raw()), len(data))
+			require.LessOrEqual(t, tensor.Cols()*tensor.Rows(), 2*len(data), "two numbers a byte at most")
 			row := make([]float32, tensor.Cols())
 			tensor.Row(row, 0)
 			tensor.Row(row, tensor.Rows()-1)

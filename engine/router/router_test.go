@@ -458,12 +458,21 @@ func FuzzParse(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte) {
 		body, err := parse(data)
 		if err != nil {
+			require.ErrorContains(t, err, "request body")
+			require.Nil(t, body)
 			return
 		}
 		p, err := parse(body.forPrefill().encode())
 		require.NoError(t, err)
 		require.Equal(t, "1", string(p["max_tokens"]))
-		body.several()
+		require.Equal(t, "false", string(p["stream"]))
+		require.Equal(t, remoteDecode, string(p["kv_transfer_params"]), "never the client's")
+		if body.several() {
+			require.Contains(t, body, "prompt")
+		}
+		plain, err := parse(body.forDecode(nil).encode())
+		require.NoError(t, err)
+		require.NotContains(t, plain, "kv_transfer_params", "never the client's")
 		for name := range body.forDecode(nil) {
 			require.Contains(t, body, name)
 		}

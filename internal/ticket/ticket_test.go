@@ -316,6 +316,10 @@ func FuzzOpen(f *testing.F) {
 			require.ErrorIs(t, err, ErrForged)
 			return
 		}
+		require.NoError(t, e.check())
+		require.LessOrEqual(t, len(e.Engine)+len(e.Plugin), len(data))
+		_, err = Open(bytes.Repeat([]byte{8}, 32), data)
+		require.ErrorIs(t, err, ErrForged, "another key")
 		if e.Nonce == ([16]byte{}) {
 			return // Seal would draw another
 		}

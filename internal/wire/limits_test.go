@@ -185,6 +185,33 @@ func TestCodecRefusesBombs(t *testing.T) {
 	require.True(t, proto.Equal(want, got))
 }
 
+// trip decodes what a stranger sent. A refusal is typed; what is accepted says the same after another
+// trip over the wire.
+func trip[M proto.Message, T any](t *testing.T, m M, from func(M) (T, error), to func(T) M) (got T, ok bool) {
+	t.Helper()
+	got, err := from(m)
+	if err != nil {
+		require.ErrorIs(t, err, connector.ErrIncompatible)
+		return got, false
+	}
+	again, err := from(over(t, to(got)))
+	require.NoError(t, err)
+	require.Equal(t, got, again)
+	return got, true
+}
+
+// saneTransfers checks transfers that were accepted from a message of so many bytes.
+func saneTransfers(t *testing.T, size int, list ...connector.Transfer) {
+	t.Helper()
+	for _, tr := range list {
+		require.True(t, tr.From >= 0 && tr.From <= MaxTokens && tr.Tokens >= 0 && tr.Tokens <= MaxTokens)
+		require.LessOrEqual(t, len(tr.Blocks), size/keySize, "no more than was sent")
+		for _, b := range tr.Blocks {
+			require.True(t, b.ID >= 0 && b.Group < connector.MaxGroups)
+		}
+	}
+}
+
 func FuzzSessionRequest(f *testing.F) {
 	for _, m := range []*kvportv1.SessionRequest{
 		{Id: 1, Call: &kvportv1.SessionRequest_Open{Open: OpenToProto(testOpen())}},
@@ -202,25 +229,27 @@ func FuzzSessionRequest(f *testing.F) {
 		if Codec().Unmarshal(mem.BufferSlice{mem.SliceBuffer(data)}, &m) != nil {
 			return
 		}
-		if o, err := OpenFromProto(m.GetOpen()); err == nil && o.Side == kvportv1.Side_SIDE_WORKER {
-			require.LessOrEqual(t, o.Env.Rank, o.Env.World)
-			require.NotEmpty(t, o.Regions)
+		if o, ok := trip(t, m.GetOpen(), OpenFromProto, OpenToProto); ok {
+			require.Less(t, o.Env.Rank, o.Env.World)
+			require.Equal(t, o.Side == kvportv1.Side_SIDE_WORKER, len(o.Regions) > 0)
 		}
-		if qs, err := QueriesFromProto(m.GetMatch()); err == nil {
-			for _, q := range qs {
-				require.True(t, q.Tokens >= q.Computed && q.Computed >= 0)
-			}
+		qs, _ := trip(t, m.GetMatch(), QueriesFromProto, QueriesToProto)
+		for _, q := range qs {
+			require.True(t, q.Tokens >= q.Computed && q.Computed >= 0)
+			require.LessOrEqual(t, len(q.Keys), len(data)/keySize, "no more than was sent")
 		}
 		for _, m := range []*kvportv1.Transfer{m.GetLoad(), m.GetSave()} {
-			if tr, err := TransferFromProto(m); err == nil {
-				require.True(t, tr.From >= 0 && tr.Tokens >= 0)
-				for _, b := range tr.Blocks {
-					require.True(t, b.ID >= 0 && b.Group < connector.MaxGroups)
-				}
+			if tr, ok := trip(t, m, TransferFromProto, TransferToProto); ok {
+				saneTransfers(t, len(data), *tr)
 			}
 		}
-		_, _ = StepFromProto(m.GetPlan())
-		_, _ = EndedFromProto(m.GetFinish())
+		if step, ok := trip(t, m.GetPlan(), StepFromProto, StepToProto); ok {
+			saneTransfers(t, len(data), append(step.Admitted, step.Computed...)...)
+		}
+		ended, _ := trip(t, m.GetFinish(), EndedFromProto, EndedToProto)
+		for _, e := range ended {
+			require.True(t, e.Tokens >= 0 && e.Reason >= connector.ReasonStop)
+		}
 	})
 }
 
@@ -242,15 +271,26 @@ func FuzzSessionResponse(f *testing.F) {
 		}
 		if err := ErrorFromProto(m.GetError()); err != nil {
 			require.NotEmpty(t, err.Error())
+			require.True(t, utf8.ValidString(err.Error()))
+			var some *connector.BlockError
+			if errors.As(err, &some) {
+				require.NotContains(t, some.Blocks, connector.BlockID(-1))
+				require.NotEmpty(t, some.Blocks)
+			}
 		}
-		if ms, err := MatchesFromProto(m.GetMatch(), 1); err == nil {
+		one := func(m *kvportv1.MatchResponse) ([]connector.Match, error) { return MatchesFromProto(m, 1) }
+		if ms, ok := trip(t, m.GetMatch(), one, MatchesToProto); ok {
 			require.True(t, len(ms) == 1 && ms[0].Tokens >= 0 && ms[0].Tokens <= MaxTokens)
 		}
-		if hs, err := HoldsFromProto(m.GetFinish(), 1); err == nil {
-			require.True(t, hs[0].TTL >= 0 && hs[0].TTL <= MaxHold)
+		held := func(m *kvportv1.FinishResponse) ([]connector.Hold, error) { return HoldsFromProto(m, 1) }
+		if hs, ok := trip(t, m.GetFinish(), held, HoldsToProto); ok {
+			require.True(t, len(hs) == 1 && hs[0].TTL >= 0 && hs[0].TTL <= MaxHold && hs[0].Consumers <= MaxConsumers)
 		}
-		_, _ = PlanFromProto(m.GetPlan())
-		_, _ = ConsumedFromProto(m.GetConsumed())
-		_ = CapabilitiesFromProto(m.GetOpened().GetCapabilities())
+		if plan, ok := trip(t, m.GetPlan(), PlanFromProto, PlanToProto); ok {
+			saneTransfers(t, len(data), append(plan.Loads, plan.Saves...)...)
+		}
+		trip(t, m.GetConsumed(), ConsumedFromProto, ConsumedToProto)
+		offered := CapabilitiesFromProto(m.GetOpened().GetCapabilities())
+		require.Zero(t, offered&^(connector.CanPlan|connector.CanHold|connector.CanReset), "only what we know")
 	})
 }

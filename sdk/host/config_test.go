@@ -1,6 +1,8 @@
 package host
 
 import (
+	"bytes"
+	"encoding/json"
 	"os"
 	"path/filepath"
 	"strings"
@@ -120,10 +122,18 @@ func FuzzParseConfig(f *testing.F) {
 		c, err := ParseConfig(arg)
 		if err != nil {
 			require.ErrorIs(t, err, ErrConfig)
+			require.Nil(t, c)
+			require.NotContains(t, err.Error(), "\n", "a message is a line")
+			require.Less(t, len(err.Error()), 2048)
 			return
 		}
 		require.NotEmpty(t, c.Connector)
 		require.NotZero(t, c.Role)
-		require.Positive(t, c.Settings.Deadlines.Save)
+		for _, d := range []time.Duration{c.Settings.Deadlines.Save, c.Settings.Heartbeat.Interval, c.Settings.Breaker.Window} {
+			require.True(t, d > 0 && d <= 24*time.Hour)
+		}
+		require.Positive(t, c.Settings.LandingBytes)
+		require.Contains(t, []FailurePolicy{PolicyRecompute, PolicyFail}, c.FailurePolicy)
+		require.True(t, json.Valid(c.Extra) && bytes.HasPrefix(bytes.TrimSpace(c.Extra), []byte("{")))
 	})
 }

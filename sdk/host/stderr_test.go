@@ -3,6 +3,7 @@ package host
 import (
 	"bufio"
 	"bytes"
+	"encoding/json"
 	"io"
 	"log/slog"
 	"strings"
@@ -51,6 +52,18 @@ func FuzzPlainLines(f *testing.F) {
 		lines := bufio.NewScanner(newPlainLines(io.NopCloser(bytes.NewReader(in))))
 		for lines.Scan() {
 			require.True(t, harmless(lines.Bytes()), "%q", lines.Text())
+			require.LessOrEqual(t, len(lines.Bytes()), 2*logLine+len("plugin: "))
+			var object map[string]json.RawMessage
+			if json.Unmarshal(lines.Bytes(), &object) != nil {
+				continue
+			}
+			for _, key := range []string{"@message", "@level", "@timestamp"} {
+				if value, ok := object[key]; ok { // what go-plugin takes for text without asking
+					var got any
+					require.NoError(t, json.Unmarshal(value, &got))
+					require.IsType(t, "", got, "%q", lines.Text())
+				}
+			}
 		}
 		require.NoError(t, lines.Err())
 	})
