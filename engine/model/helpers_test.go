@@ -23,12 +23,15 @@ const testSeed = 42
 // modelPath is the real model's file: KVPORT_MODEL, or where make deps puts it.
 func modelPath(t testing.TB) string {
 	t.Helper()
+	if testing.Short() {
+		t.Skip("runs the real model: left out with -short, which the race stage uses; make test runs it")
+	}
 	path := os.Getenv("KVPORT_MODEL")
 	if path == "" {
 		path = filepath.Join("..", "..", ".deps", "model", "SmolLM2-135M-Instruct.Q4_1.gguf")
 	}
 	if _, err := os.Stat(path); err != nil {
-		t.Skipf("THE REAL MODEL IS NOT TESTED: %v; run `make deps`, or set KVPORT_MODEL", err)
+		t.Fatalf("the real model is missing: %v; run `make deps`, or set KVPORT_MODEL", err)
 	}
 	return path
 }
