@@ -181,7 +181,7 @@ func watchLeaks(t *testing.T) func() {
 		require.NoError(t, goleak.Find(before))
 		require.Eventually(t, func() bool { return countFDs(t) <= fds }, 3*time.Second, 10*time.Millisecond, "descriptors: %d, had %d", countFDs(t), fds)
 		require.Equal(t, children, countChildren(t), "processes")
-		require.Equal(t, sockets, countSockets(t), "socket folders")
+		require.LessOrEqual(t, countSockets(t), sockets, "socket folders") // a host also removes those of killed ones
 	}
 }
 

@@ -43,8 +43,9 @@ type Process struct {
 	*Remote
 	client *plugin.Client
 	run    *runner
-	dir    string // of its socket
-	path   string // of its binary
+	dir    string   // of its socket
+	lock   *os.File // of dir, held as long as it is in use
+	path   string   // of its binary
 
 	mu     sync.Mutex
 	reason error // why we killed it
@@ -103,6 +104,9 @@ func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, e
 // prepare makes the socket folder, the runner and go-plugin's client.
 func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 	if p.dir, err = SocketDir(); err != nil {
+		return err
+	}
+	if p.lock, err = lockDir(p.dir); err != nil {
 		return err
 	}
 	cmd := prog.command(context.Background())
@@ -280,6 +284,9 @@ func (p *Process) cleanup() {
 	}
 	if p.dir != "" {
 		_ = os.RemoveAll(p.dir)
+	}
+	if p.lock != nil {
+		_ = p.lock.Close()
 	}
 }
 

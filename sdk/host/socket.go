@@ -19,7 +19,7 @@ func SocketDir() (string, error) { return socketDir(socketRoots()) }
 func socketDir(roots []string) (string, error) {
 	var failed error
 	for _, root := range roots {
-		dir, err := os.MkdirTemp(root, "kvport-plugin-")
+		dir, err := os.MkdirTemp(root, socketPrefix)
 		if err == nil && len(dir) <= maxSocketDir {
 			return dir, nil
 		}

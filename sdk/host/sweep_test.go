@@ -1,0 +1,74 @@
+package host
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// What a killed host leaves behind goes; what a host uses, or is just making, stays.
+func TestSweepSockets(t *testing.T) {
+	leaks := watchLeaks(t)
+	root := t.TempDir()
+	dir := func(name string, age time.Duration, lock bool) string {
+		path := filepath.Join(root, name)
+		require.NoError(t, os.Mkdir(path, 0o700))
+		if lock {
+			require.NoError(t, os.WriteFile(filepath.Join(path, lockName), nil, 0o600))
+			require.NoError(t, os.WriteFile(filepath.Join(path, "socket"), nil, 0o600))
+		}
+		then := time.Now().Add(-age)
+		require.NoError(t, os.Chtimes(path, then, then))
+		return path
+	}
+	gone := []string{dir("kvport-plugin-dead", time.Minute, true), dir("kvport-plugin-bare", 2*time.Hour, false)}
+	used := dir("kvport-plugin-used", time.Hour, true)
+	lock, err := lockDir(used)
+	require.NoError(t, err)
+	_, err = lockDir(used)
+	require.ErrorContains(t, err, "flock "+used)
+	stay := []string{
+		used, dir("kvport-plugin-new", 0, true), dir("kvport-plugin-newbare", time.Minute, false), dir("kvport-other", 2*time.Hour, true),
+		filepath.Join(root, "kvport-plugin-link"), filepath.Join(root, "kvport-plugin-file"),
+	}
+	require.NoError(t, os.Symlink(dir("target", 2*time.Hour, true), stay[4]))
+	require.NoError(t, os.WriteFile(stay[5], nil, 0o600))
+	require.Equal(t, 2, sweepSockets([]string{"/does/not/exist", root}, time.Now()))
+	for _, path := range gone {
+		require.NoDirExists(t, path)
+	}
+	for _, path := range stay {
+		_, err := os.Lstat(path)
+		require.NoError(t, err)
+	}
+	require.NoError(t, lock.Close())
+	require.Equal(t, 1, sweepSockets([]string{root}, time.Now().Add(time.Minute))-1, "used, and new")
+	leaks()
+}
+
+// The folder of a plugin that runs is in use, however old it is; opening a host sweeps.
+func TestRunningPluginKeepsItsFolder(t *testing.T) {
+	root := t.TempDir()
+	t.Setenv("TMPDIR", root)
+	left := filepath.Join(root, "kvport-plugin-left")
+	require.NoError(t, os.Mkdir(left, 0o700))
+	require.NoError(t, os.WriteFile(filepath.Join(left, lockName), nil, 0o600))
+	then := time.Now().Add(-time.Minute)
+	require.NoError(t, os.Chtimes(left, then, then))
+	o := rigOptions{}
+	cfg, eng, opts := o.build(t)
+	h, err := Open(t.Context(), cfg, eng, opts)
+	require.NoError(t, err)
+	require.NoDirExists(t, left)
+	r := &rig{Host: h, t: t}
+	r.mu.Lock()
+	dir := r.gen.proc.dir
+	r.mu.Unlock()
+	require.False(t, abandoned(dir, time.Now().Add(24*time.Hour)))
+	require.DirExists(t, dir)
+	require.NoError(t, r.closeNow())
+	require.NoDirExists(t, dir)
+}
