@@ -175,21 +175,45 @@ func FuzzDecode(f *testing.F) {
 	f.Fuzz(func(t *testing.T, body []byte) {
 		if r, err := decodeCompletion(body); err == nil {
 			require.NotEmpty(t, r.prompts)
-			require.NoError(t, r.sampling.Validate())
-			require.LessOrEqual(t, len(r.ticket), maxTicket+2)
 			for _, p := range r.prompts {
 				require.True(t, p.text != "" || len(p.tokens) > 0)
 			}
+			require.LessOrEqual(t, len(r.prompts), maxPrompts)
+			saneParams(t, &r.params)
 		} else {
-			require.Equal(t, 400, err.Status)
+			refused(t, err)
 		}
 		if r, err := decodeChat(body); err == nil {
 			require.NotEmpty(t, r.messages)
-			require.GreaterOrEqual(t, r.maxTokens, 0)
+			for _, m := range r.messages {
+				require.NotEmpty(t, m.Role)
+			}
+			saneParams(t, &r.params)
 		} else {
-			require.Equal(t, 400, err.Status)
+			refused(t, err)
 		}
 	})
+}
+
+// saneParams checks what the generation takes as given.
+func saneParams(t *testing.T, p *params) {
+	t.Helper()
+	require.NoError(t, p.sampling.Validate())
+	require.True(t, p.maxTokens >= 0 && p.maxTokens <= maxTokens)
+	require.LessOrEqual(t, len(p.ticket), maxTicket+2)
+	require.LessOrEqual(t, len(p.stops), maxStops)
+	for _, s := range p.stops {
+		require.True(t, s != "" && len(s) <= maxStopBytes)
+	}
+}
+
+// refused checks that the client is told in a message of bounded size what it did wrong.
+func refused(t *testing.T, err *Error) {
+	t.Helper()
+	require.Equal(t, 400, err.Status)
+	require.NotEmpty(t, err.Message)
+	require.NotEmpty(t, err.Code)
+	require.Less(t, len(err.Message), 1024)
 }
 
 // Of two limits the newer field is the one that counts.
