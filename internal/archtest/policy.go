@@ -86,7 +86,7 @@ func kvportImports() map[string][]string {
 
 		"internal/archtest":   {},
 		"internal/cluster":    {}, // runs the binaries, so it needs none of the packages
-		"internal/acceptance": {},
+		"internal/acceptance": {"connector"},
 		"internal/faultsuite": {"connector", "engine", "engine/model/sim", "engine/tokenizer", "sdk/host", "internal/fault"},
 		"internal/shm":        {},
 		"internal/fault":      {},
