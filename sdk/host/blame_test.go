@@ -2,8 +2,12 @@ package host
 
 import (
 	"io"
+	"os"
+	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -51,4 +55,19 @@ func TestLastLine(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, want, p.lastLine(), in)
 	}
+}
+
+// A plugin that comes back as another one is not put to work; when it is the old one again, it is.
+func TestReplacedPluginIsRefused(t *testing.T) {
+	r := newRig(t, rigOptions{settings: map[string]any{"breaker": map[string]any{"deaths": 1000}}})
+	mark := filepath.Join(r.dir, "replaced")
+	require.NoError(t, os.WriteFile(mark, nil, 0o600))
+	require.NoError(t, syscall.Kill(r.Health().PID, syscall.SIGKILL))
+	require.Eventually(t, func() bool {
+		return strings.Contains(r.Health().Error, testPlugin()+" has become another plugin")
+	}, 10*time.Second, time.Millisecond)
+	require.Contains(t, r.Health().Error, "incompatible")
+	require.NotEqual(t, "ready", r.Health().State)
+	require.NoError(t, os.Remove(mark))
+	require.Eventually(t, func() bool { return r.Health().State == "ready" }, 10*time.Second, time.Millisecond)
 }

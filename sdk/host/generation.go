@@ -77,6 +77,8 @@ func (g *generation) open(ctx context.Context) error {
 		if err := h.describe(ctx, g.proc.Remote); err != nil {
 			return err
 		}
+	} else if err := h.describeAgain(ctx, g.proc.Remote); err != nil {
+		return err
 	}
 	env := connector.Env{
 		Engine: h.eng.ID, Epoch: h.epoch, Role: h.cfg.Role, World: len(h.ranks),

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -166,6 +167,21 @@ func (h *Host) describe(ctx context.Context, r *Remote) error {
 		h.log.Warn("loaded blocks are not verified: the connector may change their bytes", "connector", info.Name)
 	}
 	return nil
+}
+
+// describeAgain checks that a plugin that was started anew is what the first one was: its binary may
+// have been replaced, and the engine is built for what the first one said.
+func (h *Host) describeAgain(ctx context.Context, r *Remote) error {
+	now, err := r.Describe(ctx, h.cfg.Extra)
+	if err != nil {
+		return err
+	}
+	was := &h.info
+	if now.Name == was.Name && slices.Equal(now.Layouts, was.Layouts) && now.Groups == was.Groups &&
+		now.Lossy == was.Lossy && now.Scope == was.Scope {
+		return nil
+	}
+	return fmt.Errorf("%s has become another plugin, start the engine anew or put the old binary back: %w", h.prog.path, connector.ErrIncompatible)
 }
 
 func (h *Host) bookConfig() book.Config {

@@ -68,6 +68,9 @@ func main() {
 			c, err := sdk.DecodeConfig[config](raw)
 			failEarly(c.Fault, "describe")
 			info := connector.Info{Name: "TestConnector", Capabilities: connector.CanReset, Scope: connector.ScopeNode, Lossy: c.Lossy}
+			if _, err := os.Stat(filepath.Join(c.Dir, "replaced")); err == nil {
+				info.Groups = true // as another binary might say
+			}
 			if c.Layout != "" {
 				info.Layouts = []string{c.Layout}
 			}
