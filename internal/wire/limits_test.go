@@ -272,8 +272,7 @@ func FuzzSessionResponse(f *testing.F) {
 		if err := ErrorFromProto(m.GetError()); err != nil {
 			require.NotEmpty(t, err.Error())
 			require.True(t, utf8.ValidString(err.Error()))
-			var some *connector.BlockError
-			if errors.As(err, &some) {
+			if some, ok := errors.AsType[*connector.BlockError](err); ok {
 				require.NotContains(t, some.Blocks, connector.BlockID(-1))
 				require.NotEmpty(t, some.Blocks)
 			}
