@@ -233,7 +233,7 @@ func tornFaults() []fileFault {
 				if err != nil {
 					return err
 				}
-				pause(200 * time.Microsecond)
+				pause(5 * time.Millisecond) // long enough for the kill to come while the lock is held
 				return errors.Join(b.files.put(it), os.Remove(lock))
 			}
 			return nil
