@@ -73,7 +73,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 		h.log = slog.New(slog.DiscardHandler)
 	}
 	if n := sweepSockets(socketRoots(), time.Now()); n > 0 {
-		h.log.Info("removed socket folders of engines that were killed", "folders", n)
+		h.log.Debug("removed socket folders of engines that were killed", "folders", n)
 	}
 	if err := h.identify(); err != nil {
 		return nil, err
