@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protodesc"
+	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/types/descriptorpb"
 
 	"github.com/kvport/kvport/connector"
@@ -25,19 +26,24 @@ var update = flag.Bool("update", false, "write the golden descriptor again; brea
 func TestGoldenDescriptor(t *testing.T) {
 	data, err := os.ReadFile(golden)
 	require.NoError(t, err)
-	var set descriptorpb.FileDescriptorSet
+	var set, now descriptorpb.FileDescriptorSet
 	require.NoError(t, proto.Unmarshal(data, &set))
-	require.Len(t, set.File, 1)
-	frozen, current := set.File[0], protodesc.ToFileDescriptorProto(kvportv1.File_kvport_v1_plugin_proto)
-
-	require.Empty(t, breaks(frozen, current), "protocol 1 would break")
+	for _, file := range []protoreflect.FileDescriptor{kvportv1.File_kvport_v1_plugin_proto, kvportv1.File_kvport_v1_agent_proto} {
+		now.File = append(now.File, protodesc.ToFileDescriptorProto(file))
+	}
+	require.Len(t, set.File, len(now.File))
+	for i, current := range now.File {
+		require.Equal(t, current.GetName(), set.File[i].GetName())
+		require.Empty(t, breaks(set.File[i], current), "protocol 1 would break")
+		if !*update {
+			require.Empty(t, breaks(current, set.File[i]), "what was added is not in the golden descriptor: go test ./internal/wire -run Golden -update")
+		}
+	}
 	if *update {
-		data, err := proto.MarshalOptions{Deterministic: true}.Marshal(&descriptorpb.FileDescriptorSet{File: []*descriptorpb.FileDescriptorProto{current}})
+		data, err := proto.MarshalOptions{Deterministic: true}.Marshal(&now)
 		require.NoError(t, err)
 		require.NoError(t, os.WriteFile(golden, data, 0o644))
-		return
 	}
-	require.Empty(t, breaks(current, frozen), "what was added is not in the golden descriptor: go test ./internal/wire -run Golden -update")
 }
 
 // breaks lists what of before is missing or different in after.
