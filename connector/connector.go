@@ -52,8 +52,8 @@ type Block struct {
 // leave no trace (rule SCHED-03).
 type Query struct {
 	Request  RequestID
-	Tokens   int        // length of the prompt in tokens
-	Keys     []BlockKey // the prompt's full blocks, in order, from token 0; owned by the caller
+	Tokens   int        // tokens of the request so far: its prompt, after a preemption its output too
+	Keys     []BlockKey // full blocks of those tokens, in order, from token 0; owned by the caller
 	Computed int        // leading tokens the engine already has, a multiple of the block size
 	Ticket   Ticket     // nil unless a router brought one
 }
@@ -83,9 +83,12 @@ type Transfer struct {
 	Tail BlockKey
 }
 
-// Step tells a Planner what the engine decided in one scheduling step.
+// Step tells a Planner what the engine decided, and what it has computed. An engine that learns the
+// two at different times sends several Steps for one of its own: decisions first, Computed when it is
+// true. So a Planner must not take one Step for one forward pass. Computed may come in any later Step
+// as long as the blocks keep their content, also after a preemption: saves end by themselves.
 type Step struct {
-	ID        uint64
+	ID        uint64      // ascends; of no other meaning
 	Arrived   []Query     // requests that entered the engine
 	Admitted  []Transfer  // blocks allocated for matches: where a load would write
 	Computed  []Transfer  // blocks whose KV this step completed

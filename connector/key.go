@@ -85,6 +85,19 @@ func (s *KeySpace) Keys(tokens []int32, blockTokens int) []BlockKey {
 	return keys
 }
 
+// Foreign is the key of a full block to which an engine that chains hashes itself gave hash. engine
+// names the engine and its way of hashing, such as "vllm/sha256": hashes made in two ways never share
+// a key. The space gives model, salt and secret; that a hash covers its whole prefix, with whatever
+// else decides who may share it, is the engine's affair.
+func (s *KeySpace) Foreign(engine string, hash []byte) BlockKey {
+	h := s.hash("kvport/foreign/1")
+	root := s.Root()
+	writeField(h, root[:])
+	writeField(h, []byte(engine))
+	writeField(h, hash)
+	return BlockKey(h.Sum(nil))
+}
+
 func (s *KeySpace) hash(domain string) hash.Hash {
 	h := sha256.New()
 	if len(s.Secret) > 0 {

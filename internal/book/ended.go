@@ -178,6 +178,19 @@ func (b *Book) available(e *ending, h connector.Hold) int {
 	return n - n%b.unit()
 }
 
+// Promise counts the leading tokens of a request that is about to end which a consumer will be able to
+// get when the saves under way are over; none from a Holder, which must be asked.
+func (b *Book) Promise(ended *connector.Ended) int {
+	r := b.requests[ended.Request]
+	if r == nil {
+		r = &request{}
+	}
+	if b.closed || b.state == broken {
+		return 0
+	}
+	return b.available(&ending{req: r, ended: *ended}, connector.Hold{})
+}
+
 // Consumed says that a consumer has fetched each of these holds of generation gen.
 func (b *Book) Consumed(gen uint64, list []connector.HoldID) []Action {
 	for _, id := range list {

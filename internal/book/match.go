@@ -21,6 +21,7 @@ type match struct {
 	end     int    // tokens from 0 that can be had, if known; the best so far, if open
 	groups  uint32 // as the connector said
 	at      time.Time
+	renewed time.Time // when ask was sent, if an answer is known
 	told    bool      // the engine was told Later
 	until   time.Time // when Later ends; zero: not begun
 	spent   bool      // Later has ended once, it will not begin again
@@ -38,10 +39,28 @@ func (b *Book) Query(now time.Time, q connector.Query, need int) (wait bool, act
 	switch {
 	case b.hopeless(r), m.open, m.known && (m.spent || now.Sub(m.at) < b.cfg.Fresh):
 		return false, b.take()
+	case m.known && b.renew(now, r):
+		return false, b.take()
 	}
-	*m = match{query: q, need: need, open: true, spent: m.spent}
+	*m = match{query: q, asked: m.asked, need: need, ask: m.ask, open: true, spent: m.spent}
 	b.askAgain(now, r)
 	return m.ask != 0, b.take()
+}
+
+// renew asks anew what got old, and says whether the old answer may be given meanwhile: not for longer
+// than a fresh one may be. A request that was told Later would be passed over by its engine, although
+// nothing has changed most of the time.
+func (b *Book) renew(now time.Time, r *request) bool {
+	m := &r.match
+	if m.ask != 0 {
+		return now.Sub(m.renewed) < b.cfg.Fresh
+	}
+	if b.state != up {
+		return false
+	}
+	m.renewed = now
+	b.ask(r)
+	return true
 }
 
 // hopeless says that the answer is a miss without asking.
@@ -122,8 +141,14 @@ func (b *Book) askAgain(now time.Time, r *request) {
 	if b.state != up {
 		return
 	}
-	m.ask, m.retryAt = CallID(b.id()), time.Time{}
-	m.asked = m.query
+	m.retryAt = time.Time{}
+	b.ask(r)
+}
+
+// ask sends the last query of a request.
+func (b *Book) ask(r *request) {
+	m := &r.match
+	m.ask, m.asked = CallID(b.id()), m.query
 	b.asks[m.ask] = r
 	b.emit(Ask{ID: m.ask, Gen: b.gen, Query: m.asked})
 }
@@ -139,6 +164,9 @@ func (b *Book) Matched(now time.Time, id CallID, answer connector.Match, err err
 	delete(b.asks, id)
 	m := &r.match
 	m.ask = 0
+	if !m.open { // the old answer ends here
+		m.open, m.known, m.end, m.groups = true, false, 0, 0
+	}
 	if err == nil && !b.sound(&m.asked, answer) {
 		b.counters.Violations++
 		err = errViolation
@@ -191,10 +219,10 @@ func (b *Book) tickMatch(now time.Time, r *request) {
 // giveUpMatch makes an open question a miss.
 func (b *Book) giveUpMatch(r *request) {
 	m := &r.match
+	b.cancelAsk(m)
 	if !m.open {
 		return
 	}
-	b.cancelAsk(m)
 	m.end = 0
 	b.settleMatch(m.at, r)
 }

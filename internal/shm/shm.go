@@ -94,6 +94,22 @@ func Map(fd int, size int64) (*Region, error) {
 	return &Region{data: data, size: size}, nil
 }
 
+// Adopt maps the region behind a descriptor that another process made and sent, and keeps the file,
+// which is the region's own from now on; it is closed on an error too. The rules are those of Map. All
+// pages are allocated first, as by Create.
+func Adopt(file *os.File, size int64) (*Region, error) {
+	fd := int(file.Fd())
+	r, err := Map(fd, size)
+	if err != nil {
+		return nil, errors.Join(err, file.Close())
+	}
+	r.file = file
+	if err := retry(func() error { return unix.Fallocate(fd, 0, 0, size) }); err != nil {
+		return nil, errors.Join(fmt.Errorf("shared memory fd %d: %w", fd, os.NewSyscallError("fallocate", err)), r.Close())
+	}
+	return r, nil
+}
+
 func mmap(fd int, size int64) ([]byte, error) {
 	data, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_POPULATE)
 	return data, os.NewSyscallError("mmap", err)
@@ -118,7 +134,7 @@ func (r *Region) Bytes() []byte {
 // Size is the region's length in bytes, also after Close.
 func (r *Region) Size() int64 { return r.size }
 
-// File is the descriptor of a region made by Create, to hand to another process; it stays the
+// File is the descriptor of a region made by Create or Adopt, to hand to another process; it stays the
 // region's own. It is nil for a mapped region.
 func (r *Region) File() *os.File { return r.file }
 

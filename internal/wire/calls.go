@@ -58,7 +58,7 @@ func ticket(b []byte) connector.Ticket {
 // MatchesToProto converts the answer of Match.
 func MatchesToProto(ms []connector.Match) *kvportv1.MatchResponse {
 	return &kvportv1.MatchResponse{Matches: each(ms, func(m *connector.Match) *kvportv1.Match {
-		return &kvportv1.Match{Tokens: count(m.Tokens), Groups: m.Groups, Async: m.Async, Later: m.Later}
+		return MatchToProto(*m)
 	})}
 }
 

@@ -11,9 +11,14 @@ import (
 
 // Engine is what a host must know of the engine it serves.
 type Engine struct {
-	ID     string // unique in the deployment; empty: the host makes one
-	Model  connector.Fingerprint
-	Shape  connector.Fingerprint
+	ID    string // unique in the deployment; empty: the host makes one
+	Model connector.Fingerprint
+	Shape connector.Fingerprint
+
+	// ShapeText is what the shape is made of (dtype, layout, kernel), for messages; may be empty. At most
+	// 1 KiB of it goes into tickets.
+	ShapeText string
+
 	Layout connector.Layout // with digest segments, see WithDigests
 	Ranks  []*Region        // the paged cache of each rank
 }
@@ -23,6 +28,11 @@ type Options struct {
 	PluginPath []string // folders in which to look for kvport-* binaries, in order
 	Log        *slog.Logger
 	Metrics    prometheus.Registerer
+
+	// Started, unless nil, is told of every process of the plugin before a side of it is opened, so
+	// before it is asked to touch a block. pidfd is only lent for the call. An error ends the process,
+	// and its start with that error.
+	Started func(pid, pidfd int) error
 }
 
 // EventKind says what happened.

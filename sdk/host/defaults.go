@@ -11,6 +11,7 @@ type Settings struct {
 	PluginSHA256     string // the plugin binary must have this hash, in hex; empty: any
 	TenantSecretFile string // makes digests and keys keyed MACs
 	AllowLossy       bool   // accept a connector whose loaded bytes may differ from the saved ones
+	AllowWeakHashes  bool   // agent: accept an engine whose block hashes could collide or differ between processes
 	Deadlines        Deadlines
 	Heartbeat        Heartbeat
 	Breaker          Breaker

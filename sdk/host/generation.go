@@ -48,7 +48,7 @@ func (h *Host) start(ctx context.Context, n uint64) (*generation, error) {
 	regions, _ := h.mapped()
 	proc, err := launch(ctx, h.prog, LaunchOptions{
 		Regions: regions, Log: h.log, Environment: h.env, Handshake: d.Handshake,
-		Heartbeat: h.cfg.Settings.Heartbeat, Violated: h.violation,
+		Heartbeat: h.cfg.Settings.Heartbeat, Violated: h.violation, Started: h.opts.Started,
 	})
 	if err != nil {
 		return nil, err

@@ -156,11 +156,9 @@ func (h *Host) describe(ctx context.Context, r *Remote) error {
 		return fmt.Errorf("%w: %s needs one of the layouts %q, this engine has %q", ErrConfig, info.Name, info.Layouts, layout.Name)
 	case len(layout.Groups) > 1 && !info.Groups:
 		return fmt.Errorf("%w: %s cannot handle a cache of %d groups", ErrConfig, info.Name, len(layout.Groups))
-	case h.lands != nil && info.Capabilities&connector.CanHold != 0:
-		return fmt.Errorf("%w: kvport.trust: %s keeps finished blocks in the cache for its peers, at level %q it cannot read them; use %q",
-			ErrConfig, info.Name, TrustStaged, TrustInPlace)
-	case info.Lossy && !h.cfg.Settings.AllowLossy:
-		return fmt.Errorf("%w: %s may load other bytes than were saved; set kvport.allow_lossy to accept that", ErrConfig, info.Name)
+	}
+	if err := accepts(h.cfg, &info); err != nil {
+		return err
 	}
 	h.info = info
 	if info.Lossy {

@@ -33,6 +33,7 @@ type LaunchOptions struct {
 	Handshake   time.Duration // 0: the default
 	Heartbeat   Heartbeat     // zero: the default
 	Violated    func(what string)
+	Started     func(pid, pidfd int) error // see Options
 }
 
 // firstRegionFD is the descriptor number of the first region in the plugin.
@@ -122,6 +123,7 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 	if p.run, err = newRunner(cmd, inherit); err != nil {
 		return err
 	}
+	p.run.announce = opts.Started
 	clientTLS, certificate, err := newClientTLS()
 	if err != nil {
 		return err

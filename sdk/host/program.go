@@ -30,7 +30,7 @@ func openProgram(path, hash string) (*program, error) {
 	if hash == "" {
 		return &program{path: path}, nil
 	}
-	f, err := os.Open(path)
+	f, err := OpenFile(path)
 	if err != nil {
 		return nil, err
 	}

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"errors"
 	"fmt"
 	"os"
 
@@ -33,6 +34,20 @@ func newRegion(name string, size int64) (*Region, error) {
 	mem, err := shm.Create(name, size)
 	if err != nil {
 		return nil, err
+	}
+	return &Region{mem: mem}, nil
+}
+
+// OpenRegion makes a region of a sealed memfd of size bytes that another process made. file is the
+// region's own from now on, and closed on an error too. Errors wrap connector.ErrIncompatible where
+// the file is not such memory.
+func OpenRegion(file *os.File, size int64) (*Region, error) {
+	mem, err := shm.Adopt(file, size)
+	if errors.Is(err, shm.ErrIncompatible) {
+		return nil, fmt.Errorf("cache region: %w: %w", err, connector.ErrIncompatible)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("cache region: %w", err)
 	}
 	return &Region{mem: mem}, nil
 }

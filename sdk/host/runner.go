@@ -3,6 +3,7 @@ package host
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
@@ -33,6 +34,9 @@ type runner struct {
 	// connected is closed when go-plugin has made its connection or given up. Told of the death
 	// while it connects, it would forget the connection without closing it.
 	connected chan struct{}
+
+	pidfd    int                        // -1 until started
+	announce func(pid, pidfd int) error // may be nil
 }
 
 // drainWait is how long a dead plugin's last output is read. A child of the plugin that got away
@@ -41,7 +45,7 @@ const drainWait = 200 * time.Millisecond
 
 // newRunner takes a command whose output is not set. It owns childEnds.
 func newRunner(cmd *exec.Cmd, inherit []*os.File) (*runner, error) {
-	r := &runner{cmd: cmd, childEnds: inherit, reaped: make(chan struct{}), connected: make(chan struct{})}
+	r := &runner{cmd: cmd, childEnds: inherit, reaped: make(chan struct{}), connected: make(chan struct{}), pidfd: -1}
 	outR, outW, err := os.Pipe()
 	if err != nil {
 		r.closeFiles()
@@ -56,6 +60,7 @@ func newRunner(cmd *exec.Cmd, inherit []*os.File) (*runner, error) {
 	r.stderr, r.childEnds = errR, append(r.childEnds, errW)
 	r.lines = newPlainLines(errR)
 	cmd.Stdout, cmd.Stderr, cmd.ExtraFiles = outW, errW, inherit
+	cmd.SysProcAttr.PidFD = &r.pidfd
 	return r, nil
 }
 
@@ -71,7 +76,26 @@ func (r *runner) closeFiles() {
 func (r *runner) Start(context.Context) error {
 	started := make(chan error)
 	go r.keep(started)
-	return <-started
+	err := <-started
+	if err != nil {
+		return err
+	}
+	defer func() { _ = unix.Close(r.pidfd) }()
+	if r.announce == nil {
+		return nil
+	}
+	if r.pidfd < 0 {
+		err = errors.New("this kernel has no pidfds")
+	} else {
+		err = r.announce(r.id(), r.pidfd)
+	}
+	if err != nil {
+		r.kill()
+		<-r.reaped
+		_, _ = r.stdout.Close(), r.stderr.Close() // Wait will not be called
+		return fmt.Errorf("the plugin's start could not be announced: %w", err)
+	}
+	return nil
 }
 
 // keep starts the process, waits for its death and reaps it. The kernel kills a child with

@@ -81,6 +81,17 @@ func (h *Host) seal(b *book.Event) []byte {
 	return signed
 }
 
+// Ticket makes the ticket of a request that is about to end and has a consumer, before its saves are
+// over: it promises all full blocks that are valid, and the consumer's host waits for them, within its
+// own limits. To be called before the Step that ends the request. It is nil where there is nothing to
+// promise: for a role that does not save, and for a connector that holds blocks, whose ticket comes
+// with Finished.
+func (h *Host) Ticket(e *connector.Ended) []byte {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.seal(&book.Event{Request: e.Request, Remote: true, Tokens: h.book.Promise(e)})
+}
+
 // ticketOffice signs and verifies tickets for one engine.
 type ticketOffice struct {
 	key   []byte

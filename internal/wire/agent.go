@@ -1,0 +1,189 @@
+package wire
+
+import (
+	"encoding/binary"
+	"fmt"
+	"io"
+	"math"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/kvport/kvport/connector"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// AgentVersion is the version of the protocol between an agent and the processes of an engine.
+const AgentVersion = 1
+
+// frameHead is the length that goes before each frame.
+const frameHead = 4
+
+// Attach is the first message of a process of a foreign engine.
+type Attach struct {
+	Side         kvportv1.Side
+	Engine       string
+	Rank, World  int
+	Model, Shape connector.Fingerprint // ranks only, as all below
+	ShapeText    string
+	Layout       connector.Layout
+	Region       int64 // bytes
+	Hashes       string
+}
+
+// ReadFrame reads one frame of the agent protocol. It allocates as the bytes arrive, not for what the
+// peer says. io.EOF is the end between two frames; a frame that is cut off is io.ErrUnexpectedEOF, one
+// beyond MaxMessage wraps ErrMalformed.
+func ReadFrame(r io.Reader) ([]byte, error) {
+	var head [frameHead]byte
+	if _, err := io.ReadFull(r, head[:]); err != nil {
+		return nil, err
+	}
+	size := binary.LittleEndian.Uint32(head[:])
+	if size == 0 || size > MaxMessage {
+		return nil, malformed("frame of %d bytes, want 1..%d", size, MaxMessage)
+	}
+	const step = 64 << 10
+	frame := make([]byte, 0, min(int(size), step))
+	for len(frame) < int(size) {
+		n := min(int(size)-len(frame), max(step, len(frame)))
+		at := len(frame)
+		frame = append(frame, make([]byte, n)...)
+		if _, err := io.ReadFull(r, frame[at:]); err != nil {
+			return nil, unexpected(err)
+		}
+	}
+	return frame, nil
+}
+
+func unexpected(err error) error {
+	if err == io.EOF { //nolint:errorlint // ReadFull gives it bare
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
+
+// AgentFrame encodes a message of the agent protocol with its length before it.
+func AgentFrame(m proto.Message) ([]byte, error) {
+	out, err := proto.MarshalOptions{}.MarshalAppend(make([]byte, frameHead, 256), m)
+	if err != nil {
+		return nil, fmt.Errorf("frame: %w", err)
+	}
+	if len(out)-frameHead > MaxMessage {
+		return nil, malformed("frame of %d bytes, limit %d", len(out)-frameHead, MaxMessage)
+	}
+	binary.LittleEndian.PutUint32(out, uint32(len(out)-frameHead))
+	return out, nil
+}
+
+// AgentCallFromFrame decodes what a process of an engine sent. One that holds no call this build
+// knows, or whose id does not fit the call, wraps ErrMalformed.
+func AgentCallFromFrame(frame []byte) (*kvportv1.AgentCall, error) {
+	m := &kvportv1.AgentCall{}
+	if err := CheckSize(frame, m.ProtoReflect().Descriptor()); err != nil {
+		return nil, err
+	}
+	if err := proto.Unmarshal(frame, m); err != nil {
+		return nil, fmt.Errorf("call: %w: %w", err, ErrMalformed)
+	}
+	if m.GetCall() == nil {
+		return nil, malformed("call %d is of no known kind", m.GetId())
+	}
+	if _, step := m.GetCall().(*kvportv1.AgentCall_Step); step != (m.GetId() == 0) {
+		return nil, malformed("a %T has id %d: a step has none, every other call has one", m.GetCall(), m.GetId())
+	}
+	return m, nil
+}
+
+// AgentAnswerFromFrame decodes what an agent sent. Errors wrap ErrMalformed.
+func AgentAnswerFromFrame(frame []byte) (*kvportv1.AgentAnswer, error) {
+	m := &kvportv1.AgentAnswer{}
+	if err := CheckSize(frame, m.ProtoReflect().Descriptor()); err != nil {
+		return nil, err
+	}
+	if err := proto.Unmarshal(frame, m); err != nil {
+		return nil, fmt.Errorf("answer: %w: %w", err, ErrMalformed)
+	}
+	return m, nil
+}
+
+// AttachFromProto converts an Attach and checks that a rank's layout, with the digests that will be
+// added, can lie within its region; that it does is for the agent to see. Errors name the field.
+func AttachFromProto(m *kvportv1.AgentAttach) (*Attach, error) {
+	if m.GetVersion() != AgentVersion {
+		return nil, malformed("attach.version is %d, this agent speaks %d: use engine shim and kvport of one release", m.GetVersion(), AgentVersion)
+	}
+	a := &Attach{Side: m.GetSide(), Engine: m.GetEngine(), ShapeText: text(m.GetShapeText()), Hashes: m.GetHashes()}
+	if a.Engine == "" {
+		return nil, malformed("attach.engine is empty")
+	}
+	for _, s := range []struct{ name, value string }{{"attach.engine", a.Engine}, {"attach.hashes", a.Hashes}} {
+		if err := short(s.name, s.value, MaxName); err != nil {
+			return nil, err
+		}
+	}
+	switch a.Side {
+	case kvportv1.Side_SIDE_SCHEDULER:
+		return a, nil
+	case kvportv1.Side_SIDE_WORKER:
+		return a, a.rank(m)
+	}
+	return nil, malformed("attach.side is %d", m.GetSide())
+}
+
+// rank reads what only a rank says.
+func (a *Attach) rank(m *kvportv1.AgentAttach) error {
+	if m.GetWorld() == 0 || m.GetWorld() > MaxWorld || m.GetRank() >= m.GetWorld() {
+		return malformed("attach: rank %d of %d, limit %d", m.GetRank(), m.GetWorld(), MaxWorld)
+	}
+	a.Rank, a.World = int(m.GetRank()), int(m.GetWorld())
+	if len(m.GetModel()) != len(a.Model) || len(m.GetShape()) != len(a.Shape) {
+		return malformed("attach: model has %d bytes and shape %d, want %d", len(m.GetModel()), len(m.GetShape()), len(a.Model))
+	}
+	copy(a.Model[:], m.GetModel())
+	copy(a.Shape[:], m.GetShape())
+	if a.Hashes == "" {
+		return malformed("attach.hashes is empty")
+	}
+	if m.GetRegion() == 0 || m.GetRegion() > math.MaxInt64 {
+		return malformed("attach.region is %d bytes", m.GetRegion())
+	}
+	a.Region = int64(m.GetRegion())
+	l, err := LayoutFromProto(m.GetLayout())
+	if err != nil {
+		return fmt.Errorf("attach: %w", err)
+	}
+	for i := range l.Segments {
+		if l.Segments[i].Layer < 0 {
+			return malformed("attach: layout.segments[%d].layer is %d: digests are the agent's to add", i, l.Segments[i].Layer)
+		}
+	}
+	a.Layout = *l
+	return l.Validate([]int64{a.Region})
+}
+
+// AttachToProto converts an Attach.
+func AttachToProto(a *Attach) *kvportv1.AgentAttach {
+	m := &kvportv1.AgentAttach{Version: AgentVersion, Side: a.Side, Engine: a.Engine}
+	if a.Side == kvportv1.Side_SIDE_WORKER {
+		m.Rank, m.World, m.Model, m.Shape, m.ShapeText = count(a.Rank), count(a.World), a.Model[:], a.Shape[:], a.ShapeText
+		m.Layout, m.Region, m.Hashes = LayoutToProto(&a.Layout), uint64(a.Region), a.Hashes
+	}
+	return m
+}
+
+// QueryFromProto converts one query.
+func QueryFromProto(m *kvportv1.Query) (connector.Query, error) { return queryFromProto(m) }
+
+// QueryToProto converts one query.
+func QueryToProto(q *connector.Query) *kvportv1.Query { return queryToProto(q) }
+
+// EndFromProto converts one ended request.
+func EndFromProto(m *kvportv1.Ended) (connector.Ended, error) { return endedFromProto(m) }
+
+// EndToProto converts one ended request.
+func EndToProto(e *connector.Ended) *kvportv1.Ended { return endedToProto(e) }
+
+// MatchToProto converts one match.
+func MatchToProto(m connector.Match) *kvportv1.Match {
+	return &kvportv1.Match{Tokens: count(m.Tokens), Groups: m.Groups, Async: m.Async, Later: m.Later}
+}

@@ -1,0 +1,58 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Inspect finds the plugin that cfg names and asks it what it would do with its config. Nothing is
+// opened and nothing is left behind. What a changed config or binary would cure wraps ErrConfig and
+// names the field.
+func Inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, error) {
+	var none connector.Info
+	if _, err := cfg.Settings.TenantSecret(); err != nil {
+		return none, err
+	}
+	if _, err := openTicketOffice(&cfg.Settings, Engine{}, 0); err != nil {
+		return none, fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
+	}
+	prog, manifest, err := resolve(ctx, cfg, opts.PluginPath)
+	if err != nil {
+		return none, err
+	}
+	d := &cfg.Settings.Deadlines
+	proc, err := launch(ctx, prog, LaunchOptions{
+		Log: opts.Log, Environment: manifest.Environment, Handshake: d.Handshake, Heartbeat: cfg.Settings.Heartbeat,
+	})
+	if err != nil {
+		return none, errors.Join(err, prog.close())
+	}
+	ctx, cancel := context.WithTimeout(ctx, d.Handshake)
+	defer cancel()
+	info, err := proc.Describe(ctx, cfg.Extra)
+	switch {
+	case silent(err):
+		err = fmt.Errorf("%w: plugin %s: %w", ErrConfig, proc.path, proc.run.blame("", err))
+	case err != nil:
+		err = fmt.Errorf("%w: kv_connector_extra_config: %w", ErrConfig, err)
+	default:
+		err = accepts(cfg, &info)
+	}
+	proc.Kill()
+	return info, errors.Join(err, prog.close())
+}
+
+// accepts checks what a connector says of itself against the settings.
+func accepts(cfg *Config, info *connector.Info) error {
+	switch {
+	case cfg.Settings.Trust == TrustStaged && info.Capabilities&connector.CanHold != 0:
+		return fmt.Errorf("%w: kvport.trust: %s keeps finished blocks in the cache for its peers, at level %q it cannot read them; use %q",
+			ErrConfig, info.Name, TrustStaged, TrustInPlace)
+	case info.Lossy && !cfg.Settings.AllowLossy:
+		return fmt.Errorf("%w: %s may load other bytes than were saved; set kvport.allow_lossy to accept that", ErrConfig, info.Name)
+	}
+	return nil
+}
