@@ -86,7 +86,7 @@ func (o *Options) cases() []Case {
 			return !slices.Contains(o.Only, c.ID)
 		}
 		required := slices.ContainsFunc(o.Profiles, func(p Profile) bool { return slices.Contains(c.Profiles, p) })
-		return !required && c.Needs == 0 && !c.Groups
+		return !required && c.Needs == 0 && !c.Groups && !c.Arena
 	})
 }
 

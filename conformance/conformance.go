@@ -40,7 +40,8 @@ const (
 	// Fault is a Store that survives faults of its process, its backend and its callers. It needs a
 	// harness that runs a binary.
 	Fault Profile = "fault"
-	// Power is a connector with every optional power: a Planner, Holder and Resetter.
+	// Power is a connector with every optional power: a Planner, Holder and Resetter that keeps
+	// blocks in an arena.
 	Power Profile = "power"
 )
 
@@ -67,6 +68,7 @@ type Case struct {
 	Profiles []Profile            // the kinds of connectors for which it is required
 	Needs    connector.Capability // the case is skipped without them
 	Groups   bool                 // the case is skipped unless Info.Groups
+	Arena    bool                 // the case is skipped unless Info.ArenaBytes
 	Optional bool                 // it asks for something of the machine or the config: skipped is not failed
 	Run      func(T, Harness)
 }
@@ -87,7 +89,7 @@ type T interface {
 
 // Cases lists every case, in the order in which they run.
 func Cases() []Case {
-	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(),
+	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(),
 		lifeCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases())
 }
 

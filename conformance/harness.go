@@ -1,6 +1,7 @@
 package conformance
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -31,9 +32,16 @@ type Instance struct {
 	Scheduler func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Scheduler, error)
 	// Worker opens the worker side of rank env.Rank, whose cache is Memory[env.Rank].
 	Worker func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error)
-	Memory [][]byte     // the cache of each rank
-	PID    int          // the connector's process, for counting its resources; 0: this one
-	Close  func() error // ends the connector; all sides are closed
+	Memory [][]byte // the cache of each rank
+	// Arena is what Describe asked for with the harness's config, to be opened with as Env.Arena;
+	// nil: none.
+	Arena []byte
+	// Again starts the connector anew for the same engine life: same Memory, same content of the
+	// arena. All sides of this Instance are closed, or its process is dead; its Memory and Arena
+	// stay until its Close, which comes after that of the new one.
+	Again func(ctx context.Context) (*Instance, error)
+	PID   int          // the connector's process, for counting its resources; 0: this one
+	Close func() error // ends the connector; all sides are closed
 
 	Process Process      // the connector's process, to be hurt; nil: it runs in this one
 	Logged  func() int64 // lines logged so far by its process; nil: all lines go to Env.Log
@@ -144,14 +152,40 @@ func manifestOf(p *connector.Plugin) *host.Manifest {
 }
 
 // Start implements Harness.
-func (h *inProcess) Start(_ context.Context, ranks int, size int64) (*Instance, error) {
-	i := &Instance{
-		Describe: h.plugin.Describe, Scheduler: h.plugin.Scheduler, Worker: h.plugin.Worker,
-		Memory: make([][]byte, ranks),
-		Close:  func() error { return nil },
+func (h *inProcess) Start(ctx context.Context, ranks int, size int64) (*Instance, error) {
+	memory := make([][]byte, ranks)
+	for r := range memory {
+		memory[r] = make([]byte, size)
 	}
-	for r := range i.Memory {
-		i.Memory[r] = make([]byte, size)
+	i := h.instance(memory)
+	if n := arenaBytes(ctx, i, h.config); n > 0 {
+		i.Arena = make([]byte, n)
 	}
 	return i, nil
+}
+
+func (h *inProcess) instance(memory [][]byte) *Instance {
+	i := &Instance{
+		Describe: h.plugin.Describe, Scheduler: h.plugin.Scheduler, Worker: h.plugin.Worker, Memory: memory,
+		Close: func() error { return nil },
+	}
+	i.Again = func(context.Context) (*Instance, error) {
+		again := h.instance(memory)
+		again.Arena = bytes.Clone(i.Arena)
+		for at := range i.Arena { // as in another process, the arena is elsewhere now
+			i.Arena[at] = guardByte
+		}
+		return again, nil
+	}
+	return i
+}
+
+// arenaBytes is how large an arena the connector asks for; 0 if it refuses the config, as its sides
+// will.
+func arenaBytes(ctx context.Context, i *Instance, config json.RawMessage) int64 {
+	info, err := i.Describe(ctx, config)
+	if err != nil {
+		return 0
+	}
+	return info.ArenaBytes
 }

@@ -55,25 +55,85 @@ func (h *loopback) Manifest(context.Context) (*host.Manifest, error) {
 	return manifestOf(&h.plugin), nil
 }
 
-// Start implements Harness.
-func (h *loopback) Start(_ context.Context, ranks int, size int64) (*Instance, error) {
+// engineMemory is what a host has for one life of an engine.
+type engineMemory struct {
+	regions []*host.Region
+	views   [][]byte
+	arena   *host.Arena
+}
+
+func newEngineMemory(ranks int, size int64) (*engineMemory, error) {
 	made, views, err := regions(ranks, size)
 	if err != nil {
 		return nil, err
 	}
-	conn, stop, err := sdk.Loopback(h.plugin, nil)
+	arena, err := host.NewArena()
 	if err != nil {
 		return nil, errors.Join(err, closeRegions(made))
 	}
-	remote := host.Connect(conn, made)
+	return &engineMemory{made, views, arena}, nil
+}
+
+// fit gives the connector the arena that it asks for.
+func (m *engineMemory) fit(ctx context.Context, i *Instance, config json.RawMessage) error {
+	if n := arenaBytes(ctx, i, config); n > 0 && m.arena.Size() == 0 {
+		if err := m.arena.Fit(n); err != nil {
+			return err
+		}
+	}
+	i.Arena = m.arena.Bytes()
+	return nil
+}
+
+func (m *engineMemory) close() error {
+	return errors.Join(closeRegions(m.regions), m.arena.Close())
+}
+
+// owned makes the instance of an engine's first plugin, which gives the memory back.
+func (m *engineMemory) owned(ctx context.Context, config json.RawMessage, start func(context.Context) (*Instance, error)) (*Instance, error) {
+	i, err := start(ctx)
+	if err != nil {
+		return nil, errors.Join(err, m.close())
+	}
+	end := i.Close
+	i.Close = func() error { return errors.Join(end(), m.close()) }
+	if err := m.fit(ctx, i, config); err != nil {
+		return nil, errors.Join(err, i.Close())
+	}
+	i.Again = func(ctx context.Context) (*Instance, error) {
+		again, err := start(ctx)
+		if err == nil {
+			again.Arena, again.Again = i.Arena, i.Again
+		}
+		return again, err
+	}
+	return i, nil
+}
+
+// Start implements Harness.
+func (h *loopback) Start(ctx context.Context, ranks int, size int64) (*Instance, error) {
+	m, err := newEngineMemory(ranks, size)
+	if err != nil {
+		return nil, err
+	}
+	return m.owned(ctx, h.config, func(context.Context) (*Instance, error) { return h.instance(m) })
+}
+
+func (h *loopback) instance(m *engineMemory) (*Instance, error) {
+	conn, stop, err := sdk.Loopback(h.plugin, nil)
+	if err != nil {
+		return nil, err
+	}
+	remote := host.Connect(conn, m.regions)
+	remote.UseArena(m.arena)
 	return &Instance{
-		Describe: remote.Describe, Scheduler: remote.OpenScheduler, Worker: remote.OpenWorker, Memory: views,
+		Describe: remote.Describe, Scheduler: remote.OpenScheduler, Worker: remote.OpenWorker, Memory: m.views,
 		Close: func() error {
 			err := stop()
 			if n := remote.Violations(); n > 0 {
 				err = errors.Join(err, fmt.Errorf("%d answers broke the protocol", n))
 			}
-			return errors.Join(err, closeRegions(made))
+			return err
 		},
 	}, nil
 }
@@ -121,24 +181,28 @@ func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, 
 	if err != nil {
 		return nil, err
 	}
-	made, views, err := regions(ranks, size)
+	m, err := newEngineMemory(ranks, size)
 	if err != nil {
 		return nil, err
 	}
+	return m.owned(ctx, h.config, func(ctx context.Context) (*Instance, error) { return h.instance(ctx, m, manifest) })
+}
+
+func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.Manifest) (*Instance, error) {
 	lines := &lineCounter{}
 	p, err := host.Launch(ctx, h.path, host.LaunchOptions{
-		Regions: made, Environment: manifest.Environment, Log: slog.New(lines),
+		Regions: m.regions, Arena: m.arena, Environment: manifest.Environment, Log: slog.New(lines),
 		// The case's deadline says when a plugin hangs, so that a slow machine cannot.
 		Heartbeat: host.Heartbeat{Interval: time.Hour, Limit: time.Hour},
 	})
 	if err != nil {
-		return nil, errors.Join(err, closeRegions(made))
+		return nil, err
 	}
 	h.mu.Lock()
 	h.running = append(h.running, p)
 	h.mu.Unlock()
 	return &Instance{
-		Describe: p.Describe, Scheduler: p.OpenScheduler, Worker: p.OpenWorker, Memory: views,
+		Describe: p.Describe, Scheduler: p.OpenScheduler, Worker: p.OpenWorker, Memory: m.views,
 		PID: p.PID(), Process: p, Logged: lines.count.Load,
 		Close: func() error {
 			ctx, cancel := context.WithTimeout(context.Background(), exitWait)
@@ -147,7 +211,7 @@ func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, 
 			if n := p.Violations(); n > 0 {
 				err = errors.Join(err, fmt.Errorf("%d answers broke the protocol", n))
 			}
-			return errors.Join(err, closeRegions(made))
+			return err
 		},
 	}, nil
 }

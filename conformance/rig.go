@@ -96,6 +96,11 @@ func (r *rig) start(ranks int, size int64) *Instance {
 	r.Helper()
 	i, err := r.h.Start(r.Context(), ranks, size)
 	r.must(err, "start")
+	return r.keep(i)
+}
+
+// keep ends an instance with the case.
+func (r *rig) keep(i *Instance) *Instance {
 	i.Close = sync.OnceValue(i.Close)
 	r.closers = append(r.closers, func() error {
 		if err := i.Close(); !i.killed {
@@ -150,7 +155,7 @@ func (r *rig) closed(s setup) *engine {
 		Engine: fmt.Sprintf("conformance-%d", r.epoch), Epoch: r.epoch, Role: connector.RoleBoth, World: world,
 		Model: connector.NewFingerprint("conformance model", r.settings.salt, s.model),
 		Shape: connector.NewFingerprint("conformance shape", r.settings.salt, s.shape, fmt.Sprint(world)),
-		Log:   r.settings.log, Layout: layout,
+		Log:   r.settings.log, Layout: layout, Arena: e.inst.Arena,
 	}
 	for rank, mem := range e.inst.Memory {
 		for i := range mem {
@@ -162,6 +167,18 @@ func (r *rig) closed(s setup) *engine {
 	}
 	e.workers = make([]connector.Worker, world)
 	return e
+}
+
+// again opens the engine's sides in the connector's next life, with the same cache and arena.
+func (e *engine) again() *engine {
+	e.Helper()
+	i, err := e.inst.Again(e.Context())
+	e.must(err, "start again")
+	n := *e
+	n.inst, n.env.Arena = e.keep(i), i.Arena
+	n.scheduler, n.workers = nil, make([]connector.Worker, len(e.workers))
+	n.openAll()
+	return &n
 }
 
 // peer is an engine that must see what e saved: another one if Scope reaches it, else e itself.

@@ -30,15 +30,28 @@ func (h *staged) Start(ctx context.Context, ranks int, size int64) (*Instance, e
 	if err != nil {
 		return nil, err
 	}
-	i := *inner
-	i.Memory = make([][]byte, ranks)
-	for r := range i.Memory {
-		i.Memory[r] = make([]byte, size)
+	memory := make([][]byte, ranks)
+	for r := range memory {
+		memory[r] = make([]byte, size)
 	}
+	return stage(inner, memory), nil
+}
+
+// stage puts landing memory between a connector and the cache.
+func stage(inner *Instance, memory [][]byte) *Instance {
+	i := *inner
+	i.Memory = memory
 	i.Worker = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error) {
 		return openStaged(ctx, inner, env, config)
 	}
-	return &i, nil
+	i.Again = func(ctx context.Context) (*Instance, error) {
+		again, err := inner.Again(ctx)
+		if err != nil {
+			return nil, err
+		}
+		return stage(again, memory), nil
+	}
+	return &i
 }
 
 // openStaged opens a worker side on landing memory. A cache that landing memory cannot stand for is

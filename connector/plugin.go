@@ -57,7 +57,13 @@ type Env struct {
 	Model       Fingerprint // both fingerprints must be equal on both ends of a transfer
 	Shape       Fingerprint
 	Layout      Layout
-	Log         *slog.Logger // never nil
+	// Arena is the memory that Info.ArenaBytes asked for, of exactly that size; nil if it asked for
+	// none. It belongs to the host: zeroed at the engine's start, the same bytes for all sides and
+	// ranks of one engine life, at another address in every process, and kept when the plugin dies
+	// or is replaced. Whoever wrote it before may have died in mid-write: nothing in it is to be
+	// trusted unverified (rules ARENA-01 to ARENA-04). It may be used until the side's Close returns.
+	Arena []byte
+	Log   *slog.Logger // never nil
 }
 
 // Validate reports the first field that no engine could mean. That the layout fits the memory is for
@@ -83,6 +89,15 @@ func (e *Env) Validate() error {
 		sizes[i] = math.MaxInt64
 	}
 	return e.Layout.Validate(sizes)
+}
+
+// CheckArena reports that a side was not given the arena that Info.ArenaBytes asked for. The error
+// wraps ErrIncompatible (rule ARENA-01).
+func (e *Env) CheckArena(want int64) error {
+	if int64(len(e.Arena)) != want {
+		return fmt.Errorf("arena of %d bytes, want %d: %w", len(e.Arena), want, ErrIncompatible)
+	}
+	return nil
 }
 
 // Scope says who can see what a connector stores.
@@ -116,6 +131,9 @@ type Info struct {
 	Groups       bool     // it handles caches of several groups
 	Scope        Scope
 	Lossy        bool // loaded bytes may differ from saved ones: the host refuses it by default
+	// ArenaBytes is how much memory the connector wants to have as Env.Arena, 0: none. The host
+	// allocates it once for each life of the engine and refuses what the machine does not have.
+	ArenaBytes int64
 }
 
 // Plugin is one connector, ready to be served as a process or opened in process.

@@ -184,24 +184,47 @@ func (s *session) open(ctx context.Context, m *kvportv1.Open) (*kvportv1.Opened,
 	if err := fault.Point("sdk.open"); err != nil {
 		return nil, err
 	}
-	var opened *side
-	var capabilities connector.Capability
-	if o.Side == kvportv1.Side_SIDE_WORKER {
-		o.Env.Log = s.log.With("engine", o.Env.Engine, "side", "worker", "rank", o.Env.Rank)
-		if opened, err = s.openWorker(ctx, o); err == nil {
-			capabilities = connector.CapabilitiesOf(opened.worker)
-		}
-	} else if opened, err = s.openScheduler(ctx, o); err == nil {
-		capabilities = connector.CapabilitiesOf(opened.scheduler)
-	}
+	opened, err := s.openInArena(ctx, o)
 	if err != nil {
 		return nil, err
+	}
+	capabilities := connector.CapabilitiesOf(opened.worker)
+	if opened.scheduler != nil {
+		capabilities = connector.CapabilitiesOf(opened.scheduler)
 	}
 	fault.Crash("sdk.opened")
 	s.mu.Lock()
 	s.side, opened.log = opened, o.Env.Log
 	s.mu.Unlock()
 	return &kvportv1.Opened{Capabilities: wire.CapabilitiesToProto(capabilities)}, nil
+}
+
+// openInArena opens a side with its arena mapped from before its opening until after its Close.
+func (s *session) openInArena(ctx context.Context, o *wire.Open) (opened *side, err error) {
+	var free func() error
+	if o.Env.Arena, free, err = s.server.regions.arena(o.Arena); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if opened == nil { // also after a panic
+			err = errors.Join(err, free())
+		}
+	}()
+	if o.Side == kvportv1.Side_SIDE_WORKER {
+		o.Env.Log = s.log.With("engine", o.Env.Engine, "side", "worker", "rank", o.Env.Rank)
+		opened, err = s.openWorker(ctx, o)
+	} else {
+		opened, err = s.openScheduler(ctx, o)
+	}
+	if err != nil {
+		return nil, err
+	}
+	closeSide := opened.close
+	opened.close = func() (err error) {
+		defer func() { err = errors.Join(err, free()) }() // also when Close panics
+		return closeSide()
+	}
+	return opened, nil
 }
 
 func (s *session) openScheduler(ctx context.Context, o *wire.Open) (*side, error) {

@@ -30,13 +30,31 @@ type sharedRegion struct {
 
 // acquire maps all regions of a session, in order. free unmaps those that nobody else uses.
 func (r *regions) acquire(want []wire.Region) (_ [][]byte, free func() error, err error) {
+	return r.acquireBy(want, shm.Map)
+}
+
+// arena maps the arena of a session; nil if it has none.
+func (r *regions) arena(want wire.Region) (_ []byte, free func() error, err error) {
+	if want.Size == 0 {
+		return nil, func() error { return nil }, nil
+	}
+	views, free, err := r.acquireBy([]wire.Region{want}, shm.MapOnDemand)
+	if err != nil {
+		return nil, nil, fmt.Errorf("arena: %w", err)
+	}
+	return views[0], free, nil
+}
+
+type mapper func(fd int, size int64) (*shm.Region, error)
+
+func (r *regions) acquireBy(want []wire.Region, mapIt mapper) (_ [][]byte, free func() error, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	var ids []fileID
 	free = func() error { return r.release(ids) }
 	views := make([][]byte, 0, len(want))
 	for i, w := range want {
-		id, region, err := r.one(w)
+		id, region, err := r.one(w, mapIt)
 		if err != nil {
 			r.mu.Unlock()
 			err = errors.Join(fmt.Errorf("regions[%d]: %w", i, err), free())
@@ -51,7 +69,7 @@ func (r *regions) acquire(want []wire.Region) (_ [][]byte, free func() error, er
 
 // one takes a reference on the region behind a descriptor, mapping it if it is new. The caller holds
 // the lock.
-func (r *regions) one(w wire.Region) (fileID, *shm.Region, error) {
+func (r *regions) one(w wire.Region, mapIt mapper) (fileID, *shm.Region, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(w.FD, &st); err != nil {
 		return fileID{}, nil, fmt.Errorf("fd %d: %w: %w", w.FD, os.NewSyscallError("fstat", err), connector.ErrIncompatible)
@@ -67,7 +85,7 @@ func (r *regions) one(w wire.Region) (fileID, *shm.Region, error) {
 	if err := fault.Point("sdk.region.map"); err != nil {
 		return id, nil, err
 	}
-	region, err := shm.Map(w.FD, w.Size)
+	region, err := mapIt(w.FD, w.Size)
 	fault.Crash("sdk.region.mapped")
 	if errors.Is(err, shm.ErrIncompatible) {
 		err = fmt.Errorf("%w: %w", err, connector.ErrIncompatible)

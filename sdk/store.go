@@ -28,8 +28,15 @@ type Definition struct {
 // rank's part is (rule STORE-03); partial blocks have no key and are recomputed. Blocks of different
 // groups have different keys. A prefix counts as present if every block is that its groups need to go
 // on behind it (rule GROUP-02): all, or the last ones.
+//
+// A config with a method ArenaBytes() int64 asks the host for that much memory, which open gets as
+// Env.Arena: the same bytes for every life of the plugin in one life of the engine, never to be
+// trusted unverified (rules ARENA-01 to ARENA-04). It may be used until the Store's Close returns.
 func FromStore[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (connector.Store, error)) connector.Plugin {
-	stores := &stores{groups: d.Groups, open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
+	stores := &stores{groups: d.Groups, arena: func(raw json.RawMessage) (int64, error) {
+		config, err := DecodeConfig[C](raw)
+		return arenaBytes(&config), err
+	}, open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
 		config, err := DecodeConfig[C](raw)
 		if err != nil {
 			return nil, err
@@ -39,8 +46,12 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 	return connector.Plugin{
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
-			_, err := DecodeConfig[C](raw)
-			return connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups}, err
+			config, err := DecodeConfig[C](raw)
+			info := connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups}
+			if err == nil {
+				info.ArenaBytes = arenaBytes(&config)
+			}
+			return info, err
 		},
 		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			side, err := stores.side(ctx, env, raw)
@@ -59,6 +70,14 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 	}
 }
 
+// arenaBytes is the arena that a config asks for.
+func arenaBytes(config any) int64 {
+	if c, ok := config.(interface{ ArenaBytes() int64 }); ok {
+		return c.ArenaBytes()
+	}
+	return 0
+}
+
 // storeSide is what both sides have in common.
 type storeSide struct {
 	env   connector.Env
@@ -72,6 +91,13 @@ func (s *storeSide) Close() error { return s.free() }
 
 func (s *stores) side(ctx context.Context, env connector.Env, raw json.RawMessage) (storeSide, error) {
 	if err := s.fits(env.Layout.Groups); err != nil {
+		return storeSide{}, err
+	}
+	arena, err := s.arena(raw)
+	if err != nil {
+		return storeSide{}, err
+	}
+	if err := env.CheckArena(arena); err != nil {
 		return storeSide{}, err
 	}
 	if env.Log == nil {

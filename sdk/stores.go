@@ -15,7 +15,8 @@ import (
 // stores keeps one Store for each engine epoch and config. The zero value with open set is ready.
 type stores struct {
 	open   func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error)
-	groups bool // Definition.Groups
+	groups bool                                     // Definition.Groups
+	arena  func(raw json.RawMessage) (int64, error) // the size that a config asks for
 
 	mu    sync.Mutex
 	byKey map[storeID]*sharedStore

@@ -24,6 +24,12 @@ func TestMain(m *testing.M) {
 	switch filepath.Base(os.Args[0]) {
 	case "kvport-private":
 		sdk.Serve(mutants.Private())
+	case "kvport-arena":
+		sdk.Serve(mutants.ArenaReference())
+	case "kvport-arena-none":
+		sdk.Serve(mutants.ArenaNone())
+	case "kvport-arena-torn":
+		sdk.Serve(mutants.ArenaTorn())
 	case "kvport-files":
 		sdk.Serve(mutants.Files())
 	case "kvport-files-service":
@@ -113,6 +119,11 @@ func TestPrivateAsBinary(t *testing.T) {
 		t.Skip("some 80 processes, each with the race detector in make race; make test runs them")
 	}
 	conformance.Run(t, conformance.Binary(plugin(t, "kvport-private"), nil), conformance.Profiles()...)
+}
+
+// What is kept in the arena outlives its process, as far as a Store of the sdk goes.
+func TestArenaAsBinary(t *testing.T) {
+	conformance.Run(t, conformance.Binary(plugin(t, "kvport-arena"), nil), conformance.Store)
 }
 
 // A connector whose blocks outlive its process survives every fault.

@@ -2,6 +2,7 @@ package mutants
 
 import (
 	"context"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -20,7 +21,7 @@ type Mutant struct {
 
 // All lists every mutant, at least one for each case.
 func All() []Mutant {
-	out := append(badStores(), fileMutants()...)
+	out := slices.Concat(badStores(), fileMutants(), arenaMutants())
 	lists := [][]fault{
 		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(),
 		lifeFaults(), rankFaults(), rankOrderFaults(), groupFaults(), hostileFaults(),

@@ -31,6 +31,11 @@ func TestStoreReference(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(mutants.StoreReference(), nil))
 }
 
+func TestArenaReference(t *testing.T) {
+	conformance.Run(t, conformance.InProcess(mutants.ArenaReference(), nil))
+	conformance.Run(t, conformance.Wire(mutants.ArenaReference(), nil))
+}
+
 // What runs in this process passes or says that it needs one of its own; nothing else is skipped.
 func TestFaultsInProcess(t *testing.T) {
 	// The sides of several lives would share one landing memory, which no host lets them.

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"unsafe"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
@@ -30,7 +31,10 @@ func Private() connector.Plugin {
 }
 
 func newBackend() *backend {
-	return &backend{blocks: map[connector.StoreKey][]byte{}, holds: map[connector.HoldID]*hold{}, key: connector.NewStoreKey}
+	return &backend{
+		blocks: map[connector.StoreKey][]byte{}, holds: map[connector.HoldID]*hold{}, key: connector.NewStoreKey,
+		arenas: map[*byte]*arenaLog{},
+	}
 }
 
 // wrappers change what the sides of a connector do. A nil field changes nothing.
@@ -56,12 +60,14 @@ func (b *backend) plugin(w wrappers) connector.Plugin {
 		w.decode = decode
 	}
 	if w.check == nil {
-		w.check = (*connector.Env).Validate
+		w.check = func(env *connector.Env) error { return errors.Join(env.Validate(), env.CheckArena(arenaSize)) }
 	}
 	return connector.Plugin{
 		Name: "ReferenceConnector", Version: "1", Capabilities: allPowers, Schema: sdk.SchemaOf[config](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
-			info := connector.Info{Name: "ReferenceConnector", Capabilities: allPowers, Groups: true, Scope: connector.ScopeNode}
+			info := connector.Info{
+				Name: "ReferenceConnector", Capabilities: allPowers, Groups: true, Scope: connector.ScopeNode, ArenaBytes: arenaSize,
+			}
 			if w.info != nil {
 				w.info(&info)
 			}
@@ -74,7 +80,7 @@ func (b *backend) plugin(w wrappers) connector.Plugin {
 			if err := errors.Join(w.decode(raw), w.check(&env)); err != nil {
 				return nil, err
 			}
-			s := &scheduler{backend: b, env: env}
+			s := &scheduler{backend: b, env: env, log: b.join(env.Arena)}
 			if w.scheduler != nil {
 				return w.scheduler(s), nil
 			}
@@ -84,7 +90,7 @@ func (b *backend) plugin(w wrappers) connector.Plugin {
 			if err := errors.Join(w.decode(raw), w.check(&env)); err != nil {
 				return nil, err
 			}
-			k := &worker{backend: b, env: env}
+			k := &worker{backend: b, env: env, log: b.join(env.Arena)}
 			if w.worker != nil {
 				return w.worker(k), nil
 			}
@@ -99,6 +105,7 @@ type backend struct {
 	blocks map[connector.StoreKey][]byte // spans back to back
 	holds  map[connector.HoldID]*hold
 	last   connector.HoldID
+	arenas map[*byte]*arenaLog // those in use
 
 	// key derives where a shard of a block is stored.
 	key func(connector.BlockKey, connector.Fingerprint, uint16, connector.Shard) connector.StoreKey
@@ -116,11 +123,39 @@ func (b *backend) get(k connector.StoreKey) ([]byte, bool) {
 	return data, ok
 }
 
-func (b *backend) put(k connector.StoreKey, data []byte, replace bool) {
+func (b *backend) put(k connector.StoreKey, data []byte, replace bool, log *arenaLog) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if _, known := b.blocks[k]; !known || replace {
 		b.blocks[k] = data
+		log.add(k, data)
+	}
+}
+
+// join gives the log in an arena, and what it holds to the backend. The last to leave forgets it.
+func (b *backend) join(arena []byte) *arenaLog {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	first := unsafe.SliceData(arena)
+	log := b.arenas[first]
+	if log == nil {
+		log = &arenaLog{mem: arena}
+		b.arenas[first] = log
+		log.recover(func(k connector.StoreKey, data []byte, sound bool) {
+			if sound {
+				b.blocks[k] = data
+			}
+		})
+	}
+	log.sides++
+	return log
+}
+
+func (b *backend) leave(log *arenaLog) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if log.sides--; log.sides == 0 {
+		delete(b.arenas, unsafe.SliceData(log.mem))
 	}
 }
 
@@ -128,6 +163,8 @@ func (b *backend) put(k connector.StoreKey, data []byte, replace bool) {
 type scheduler struct {
 	backend *backend
 	env     connector.Env
+	log     *arenaLog
+	left    sync.Once
 
 	once    sync.Once
 	fetched chan connector.HoldID // holds of this engine that were fetched
@@ -253,16 +290,24 @@ func (s *scheduler) Reset(context.Context) (bool, error) {
 	s.backend.mu.Lock()
 	defer s.backend.mu.Unlock()
 	clear(s.backend.blocks)
+	for _, log := range s.backend.arenas {
+		log.clear()
+	}
 	return true, nil
 }
 
 // Close implements connector.Scheduler.
-func (s *scheduler) Close() error { return nil }
+func (s *scheduler) Close() error {
+	s.left.Do(func() { s.backend.leave(s.log) })
+	return nil
+}
 
 // worker is the worker side.
 type worker struct {
 	backend *backend
 	env     connector.Env
+	log     *arenaLog
+	left    sync.Once
 }
 
 // key is where a block of this rank is stored.
@@ -335,10 +380,13 @@ func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.
 		if err != nil {
 			return err
 		}
-		w.backend.put(w.key(b), slices.Concat(spans...), t.Replace)
+		w.backend.put(w.key(b), slices.Concat(spans...), t.Replace, w.log)
 	}
 	return nil
 }
 
 // Close implements connector.Worker.
-func (w *worker) Close() error { return nil }
+func (w *worker) Close() error {
+	w.left.Do(func() { w.backend.leave(w.log) })
+	return nil
+}

@@ -62,13 +62,21 @@ func prepare(fd int, size int64) ([]byte, error) {
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
 		return nil, os.NewSyscallError("fcntl F_ADD_SEALS", err)
 	}
-	return mmap(fd, size)
+	return mmap(fd, size, unix.MAP_POPULATE)
 }
 
 // Map maps the region behind fd, which the caller keeps and may close at once. It refuses, with
 // ErrIncompatible, a descriptor that is not a memfd sealed by Create or whose size is not size. The
 // descriptor is marked close-on-exec, so that no child process inherits the cache.
 func Map(fd int, size int64) (*Region, error) {
+	return mapSealed(fd, size, unix.MAP_POPULATE)
+}
+
+// MapOnDemand is Map for memory of which little may be used soon: a page costs time when it is first
+// touched, not now.
+func MapOnDemand(fd int, size int64) (*Region, error) { return mapSealed(fd, size, 0) }
+
+func mapSealed(fd int, size int64, flags int) (*Region, error) {
 	if size <= 0 || size > MaxSize {
 		return nil, fmt.Errorf("shared memory fd %d: size %d, want 1..%d bytes: %w", fd, size, int64(MaxSize), ErrIncompatible)
 	}
@@ -87,7 +95,7 @@ func Map(fd int, size int64) (*Region, error) {
 		return nil, fmt.Errorf("shared memory fd %d is %d bytes, want %d: %w", fd, st.Size, size, ErrIncompatible)
 	}
 	unix.CloseOnExec(fd)
-	data, err := mmap(fd, size)
+	data, err := mmap(fd, size, flags)
 	if err != nil {
 		return nil, fmt.Errorf("shared memory fd %d: %w", fd, err)
 	}
@@ -110,8 +118,8 @@ func Adopt(file *os.File, size int64) (*Region, error) {
 	return r, nil
 }
 
-func mmap(fd int, size int64) ([]byte, error) {
-	data, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_POPULATE)
+func mmap(fd int, size int64, flags int) ([]byte, error) {
+	data, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|flags)
 	return data, os.NewSyscallError("mmap", err)
 }
 

@@ -132,3 +132,31 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 	require.Equal(t, before, descriptors(t))
 }
+
+func TestReservedMemory(t *testing.T) {
+	before := descriptors(t)
+	file, err := Reserve("test")
+	require.NoError(t, err)
+	const size = 2*4096 + 1
+	for _, wrong := range []int64{0, -1, MaxSize + 1} {
+		_, err := Fit(file, wrong)
+		require.Error(t, err)
+	}
+	require.NoError(t, file.Truncate(8)) // as somebody else might who has it
+	_, err = file.WriteAt([]byte("8 bytes."), 0)
+	require.NoError(t, err)
+	r, err := Fit(file, size)
+	require.NoError(t, err)
+	require.Equal(t, make([]byte, size), r.Bytes())
+	require.ErrorIs(t, file.Truncate(size+1), os.ErrPermission)
+	m, err := MapOnDemand(int(file.Fd()), size)
+	require.NoError(t, err)
+	r.Bytes()[size-1] = 7
+	require.Equal(t, byte(7), m.Bytes()[size-1])
+	_, err = Fit(file, size)
+	require.ErrorIs(t, err, os.ErrPermission, "once")
+	require.NoError(t, r.Close())
+	require.NoError(t, m.Close())
+	require.NoError(t, file.Close())
+	require.Equal(t, before, descriptors(t))
+}

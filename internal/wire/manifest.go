@@ -19,6 +19,7 @@ type Manifest struct {
 	Capabilities     []string        `json:"capabilities"`
 	Environment      []string        `json:"environment"`
 	Scope            string          `json:"scope,omitempty"` // empty where it depends on the config
+	ArenaBytes       int64           `json:"arena_bytes,omitempty"`
 	ConfigSchema     json.RawMessage `json:"config_schema,omitempty"`
 }
 
@@ -30,6 +31,7 @@ func NewManifest(p *connector.Plugin, info *connector.Info) *Manifest {
 	}
 	if info != nil {
 		m.Capabilities, m.Scope = capabilityNames(info.Capabilities), info.Scope.String()
+		m.ArenaBytes = info.ArenaBytes
 	}
 	return m
 }

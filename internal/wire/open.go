@@ -2,6 +2,7 @@ package wire
 
 import (
 	"encoding/json"
+	"fmt"
 	"math"
 	"math/bits"
 
@@ -14,6 +15,7 @@ type Open struct {
 	Side    kvportv1.Side
 	Env     connector.Env
 	Regions []Region // worker side only
+	Arena   Region   // of size 0: none. Env.Arena is not carried either
 	Config  json.RawMessage
 }
 
@@ -25,14 +27,20 @@ type Region struct {
 
 // OpenToProto converts an Open.
 func OpenToProto(o *Open) *kvportv1.Open {
-	return &kvportv1.Open{
+	m := &kvportv1.Open{
 		Side: o.Side, Engine: o.Env.Engine, Epoch: o.Env.Epoch, Role: kvportv1.Role(o.Env.Role),
 		Rank: count(o.Env.Rank), World: count(o.Env.World), Model: o.Env.Model[:], Shape: o.Env.Shape[:],
 		Layout: LayoutToProto(&o.Env.Layout), Config: o.Config,
-		Regions: each(o.Regions, func(r *Region) *kvportv1.Region {
-			return &kvportv1.Region{Fd: count(r.FD), Size: uint64(r.Size)}
-		}),
+		Regions: each(o.Regions, regionToProto),
 	}
+	if o.Arena.Size > 0 {
+		m.Arena = regionToProto(&o.Arena)
+	}
+	return m
+}
+
+func regionToProto(r *Region) *kvportv1.Region {
+	return &kvportv1.Region{Fd: count(r.FD), Size: uint64(r.Size)}
 }
 
 // OpenFromProto converts an Open and checks that its parts fit each other: a worker's layout lies
@@ -51,6 +59,11 @@ func OpenFromProto(m *kvportv1.Open) (*Open, error) {
 	o := &Open{Side: m.GetSide(), Env: *env, Config: m.GetConfig()}
 	if o.Regions, err = list("open.regions", m.GetRegions(), MaxRegions, regionFromProto); err != nil {
 		return nil, err
+	}
+	if m.GetArena() != nil {
+		if o.Arena, err = regionFromProto(m.GetArena()); err != nil {
+			return nil, fmt.Errorf("open.arena: %w", err)
+		}
 	}
 	if o.Side == kvportv1.Side_SIDE_SCHEDULER {
 		if len(o.Regions) > 0 || env.Rank != 0 {
@@ -188,7 +201,16 @@ func InfoToProto(info *connector.Info) *kvportv1.DescribeResponse {
 	return &kvportv1.DescribeResponse{
 		Name: info.Name, Capabilities: CapabilitiesToProto(info.Capabilities), Layouts: info.Layouts,
 		Groups: info.Groups, Scope: kvportv1.Scope(info.Scope), Lossy: info.Lossy,
+		ArenaBytes: arenaToProto(info.ArenaBytes),
 	}
+}
+
+// arenaToProto gives what every receiver refuses for a size that cannot be.
+func arenaToProto(n int64) uint64 {
+	if n < 0 {
+		return math.MaxUint64
+	}
+	return uint64(n)
 }
 
 // InfoFromProto is the answer to a Describe. The error may be the plugin's own.
@@ -205,10 +227,14 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 	if s := m.GetScope(); s < kvportv1.Scope_SCOPE_ENGINE || s > kvportv1.Scope_SCOPE_SHARED {
 		return connector.Info{}, malformed("describe: scope is %d", s)
 	}
+	if m.GetArenaBytes() > MaxArena {
+		return connector.Info{}, malformed("describe: arena_bytes is %d, limit %d", m.GetArenaBytes(), int64(MaxArena))
+	}
 	layouts, err := list("describe: layouts", m.GetLayouts(), MaxRegions, nameFromProto)
 	return connector.Info{
 		Name: m.GetName(), Capabilities: CapabilitiesFromProto(m.GetCapabilities()), Layouts: layouts,
 		Groups: m.GetGroups(), Scope: connector.Scope(m.GetScope()), Lossy: m.GetLossy(),
+		ArenaBytes: int64(m.GetArenaBytes()),
 	}, err
 }
 

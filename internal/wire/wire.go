@@ -44,6 +44,7 @@ const (
 	MaxQueries   = 1 << 14  // queries, transfers or ended requests of one message
 	MaxConsumers = 1 << 20  // consumers of a hold
 	MaxRegions   = 64       // regions of a rank
+	MaxArena     = 1 << 45  // bytes of an arena
 	MaxWorld     = 1 << 12  // ranks of an engine
 	MaxHold      = 24 * time.Hour
 )

@@ -77,4 +77,6 @@ type Health struct {
 	// the cache.
 	LandingSlots int `json:"landing_slots,omitempty"`
 	LandingUsed  int `json:"landing_used,omitempty"`
+
+	ArenaBytes int64 `json:"arena_bytes,omitempty"` // memory that the connector asked for
 }

@@ -120,6 +120,7 @@ func (s *Settings) decode(raw json.RawMessage) error {
 		{"peers", texts(&s.Peers)},
 		{"trust", s.decodeTrust},
 		{"landing_bytes", positive(&s.LandingBytes)},
+		{"arena_limit", positive(&s.ArenaLimit)},
 		{"plugin_sha256", s.decodeHash},
 		{"tenant_secret_file", text(&s.TenantSecretFile)},
 		{"allow_lossy", boolean(&s.AllowLossy)},

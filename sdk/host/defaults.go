@@ -8,6 +8,7 @@ type Settings struct {
 	Peers            []string // ids of the engines whose tickets are accepted; empty: all that have the key
 	Trust            Trust
 	LandingBytes     int    // staged: landing memory of each rank, in bytes
+	ArenaLimit       int    // the most bytes that a connector may have as its arena; 0: what the machine has free
 	PluginSHA256     string // the plugin binary must have this hash, in hex; empty: any
 	TenantSecretFile string // makes digests and keys keyed MACs
 	AllowLossy       bool   // accept a connector whose loaded bytes may differ from the saved ones

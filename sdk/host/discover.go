@@ -28,6 +28,7 @@ type Manifest struct {
 	Capabilities     []string        `json:"capabilities"`
 	Environment      []string        `json:"environment"` // names of the variables it wants to see
 	Scope            string          `json:"scope,omitempty"`
+	ArenaBytes       int64           `json:"arena_bytes,omitempty"` // memory that it asks the host for, with an empty config
 	ConfigSchema     json.RawMessage `json:"config_schema,omitempty"`
 }
 

@@ -47,7 +47,7 @@ func (h *Host) start(ctx context.Context, n uint64) (*generation, error) {
 	d := &h.cfg.Settings.Deadlines
 	regions, _ := h.mapped()
 	proc, err := launch(ctx, h.prog, LaunchOptions{
-		Regions: regions, Log: h.log, Environment: h.env, Handshake: d.Handshake,
+		Regions: regions, Arena: h.arena, Log: h.log, Environment: h.env, Handshake: d.Handshake,
 		Heartbeat: h.cfg.Settings.Heartbeat, Violated: h.violation, Started: h.opts.Started,
 	})
 	if err != nil {
@@ -82,7 +82,7 @@ func (g *generation) open(ctx context.Context) error {
 	}
 	env := connector.Env{
 		Engine: h.eng.ID, Epoch: h.epoch, Role: h.cfg.Role, World: len(h.ranks),
-		Model: h.eng.Model, Shape: h.eng.Shape, Layout: h.eng.Layout, Log: h.log,
+		Model: h.eng.Model, Shape: h.eng.Shape, Layout: h.eng.Layout, Arena: h.arena.Bytes(), Log: h.log,
 	}
 	var err error
 	if g.sched, err = g.proc.OpenScheduler(ctx, env, h.cfg.Extra); err != nil {

@@ -31,6 +31,7 @@ type Host struct {
 	caps    connector.Capability // of the scheduler side
 	ranks   []*rank
 	lands   *connector.Layout // of landing memory; nil: the plugin maps the cache
+	arena   *Arena            // empty if the connector asks for none
 	tickets *ticketOffice
 	metrics *metrics
 	events  *eventQueue
@@ -83,7 +84,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	}
 	first, err := h.firstStart(ctx)
 	if err != nil {
-		return nil, errors.Join(err, h.closeLanding())
+		return nil, errors.Join(err, h.closeArena(), h.closeLanding())
 	}
 	h.events = newEventQueue()
 	h.caps = first.caps
@@ -125,6 +126,9 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 		return nil, err
 	}
 	h.prog, h.env = prog, manifest.Environment
+	if h.arena, err = NewArena(); err != nil {
+		return nil, errors.Join(err, prog.close())
+	}
 	if h.metrics, err = newMetrics(h.opts.Metrics, manifest.Name, h.cfg.Settings.Trust); err != nil {
 		return nil, errors.Join(fmt.Errorf("metrics: %w", err), prog.close())
 	}
@@ -164,7 +168,7 @@ func (h *Host) describe(ctx context.Context, r *Remote) error {
 	if info.Lossy {
 		h.log.Warn("loaded blocks are not verified: the connector may change their bytes", "connector", info.Name)
 	}
-	return nil
+	return h.fitArena()
 }
 
 // describeAgain checks that a plugin that was started anew is what the first one was: its binary may
@@ -176,7 +180,7 @@ func (h *Host) describeAgain(ctx context.Context, r *Remote) error {
 	}
 	was := &h.info
 	if now.Name == was.Name && slices.Equal(now.Layouts, was.Layouts) && now.Groups == was.Groups &&
-		now.Lossy == was.Lossy && now.Scope == was.Scope {
+		now.Lossy == was.Lossy && now.Scope == was.Scope && now.ArenaBytes == was.ArenaBytes {
 		return nil
 	}
 	return fmt.Errorf("%s has become another plugin, start the engine anew or put the old binary back: %w", h.prog.path, connector.ErrIncompatible)
@@ -286,6 +290,7 @@ func (h *Host) Health() Health {
 		Connector: h.info.Name, State: "restarting", Restarts: h.restarts,
 		Since: time.Since(h.since), Pending: h.book.Pending(), Held: h.book.Held(),
 		Trust: h.cfg.Settings.Trust, LandingSlots: h.slots() * len(h.ranks), LandingUsed: h.book.LandingUsed(),
+		ArenaBytes: h.arena.Size(),
 	}
 	switch {
 	case h.gen != nil:
@@ -333,7 +338,7 @@ func (h *Host) close(ctx context.Context) error {
 	h.events.close(readerWait)
 	h.metrics.close()
 	_ = h.prog.close()
-	return errors.Join(err, h.closeLanding())
+	return errors.Join(err, h.closeArena(), h.closeLanding())
 }
 
 // do carries out what the book decided. The caller holds mu. Nothing here waits.

@@ -340,7 +340,7 @@ func (r *rig) match(q connector.Query, ticket []byte) connector.Match {
 	}
 }
 
-// metric is the sum of a counter over its labels.
+// metric is the sum of a counter or gauge over its labels.
 func (r *rig) metric(name string) float64 {
 	r.t.Helper()
 	families, err := r.metrics.Gather()
@@ -349,7 +349,7 @@ func (r *rig) metric(name string) float64 {
 	for _, f := range families {
 		for _, m := range f.GetMetric() {
 			if f.GetName() == name {
-				sum += m.GetCounter().GetValue()
+				sum += m.GetCounter().GetValue() + m.GetGauge().GetValue()
 			}
 		}
 	}

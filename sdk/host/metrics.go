@@ -24,6 +24,7 @@ type metrics struct {
 	copied     *prometheus.CounterVec // connector, direction
 	landing    prometheus.Gauge
 	info       prometheus.Gauge
+	arena      prometheus.Gauge
 
 	name       string
 	seen       book.Counters
@@ -65,6 +66,9 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		landing: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "kvport_landing_slots_used", Help: "Slots of landing memory that transfers have.", ConstLabels: own,
 		}),
+		arena: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "kvport_arena_bytes", Help: "Memory that the connector asked the host to keep for it.", ConstLabels: own,
+		}),
 		info: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "kvport_connector_info", Help: "1 for the trust level at which the connector runs.",
 			ConstLabels: prometheus.Labels{"connector": name, "trust": string(trust)},
@@ -80,7 +84,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 	}
 	for _, c := range []prometheus.Collector{
 		m.bytes, m.seconds, m.failed, m.refused, m.released, m.restarts, m.integrity, m.violations, m.retries, m.kills, m.match,
-		m.copied, m.landing, m.info,
+		m.copied, m.landing, m.info, m.arena,
 	} {
 		if err := registry.Register(c); err != nil {
 			m.close()

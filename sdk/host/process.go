@@ -28,6 +28,7 @@ import (
 // LaunchOptions say what a plugin process gets. The zero value is usable.
 type LaunchOptions struct {
 	Regions     []*Region // the paged cache of each rank
+	Arena       *Arena    // what sides may have as Env.Arena; nil: none
 	Log         *slog.Logger
 	Environment []string      // names of environment variables that are passed on, if set; nothing else is
 	Handshake   time.Duration // 0: the default
@@ -116,7 +117,7 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 			cmd.Env = append(cmd.Env, name+"="+v)
 		}
 	}
-	inherit, err := dupRegions(opts.Regions)
+	inherit, err := dupMemory(opts)
 	if err != nil {
 		return err
 	}
@@ -150,11 +151,18 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 	return nil
 }
 
-// dupRegions gives the plugin descriptors of its own, so that the engine's stay the engine's.
-func dupRegions(regions []*Region) ([]*os.File, error) {
-	var files []*os.File
-	for _, r := range regions {
-		fd, err := unix.FcntlInt(r.file().Fd(), unix.F_DUPFD_CLOEXEC, 0)
+// dupMemory gives the plugin descriptors of its own, of the regions and the arena, so that the
+// engine's stay the engine's.
+func dupMemory(opts *LaunchOptions) ([]*os.File, error) {
+	var memory, files []*os.File
+	for _, r := range opts.Regions {
+		memory = append(memory, r.file())
+	}
+	if opts.Arena != nil {
+		memory = append(memory, opts.Arena.file)
+	}
+	for _, m := range memory {
+		fd, err := unix.FcntlInt(m.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 		if err != nil {
 			for _, f := range files {
 				_ = f.Close()
@@ -171,7 +179,7 @@ func (p *Process) start(ctx context.Context, opts *LaunchOptions) error {
 	ctx, cancel := context.WithTimeout(ctx, opts.Handshake)
 	defer cancel()
 	unhook := context.AfterFunc(ctx, p.run.kill)
-	err := p.connect(ctx, opts.Regions)
+	err := p.connect(ctx, opts)
 	if !unhook() || ctx.Err() != nil {
 		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 			return fmt.Errorf("no handshake within %s, it was killed", opts.Handshake)
@@ -181,7 +189,7 @@ func (p *Process) start(ctx context.Context, opts *LaunchOptions) error {
 	return err
 }
 
-func (p *Process) connect(ctx context.Context, regions []*Region) error {
+func (p *Process) connect(ctx context.Context, opts *LaunchOptions) error {
 	protocol, err := p.client.Client()
 	close(p.run.connected)
 	if err != nil {
@@ -196,9 +204,10 @@ func (p *Process) connect(ctx context.Context, regions []*Region) error {
 		return fmt.Errorf("handshake gave a %T", raw)
 	}
 	p.Remote = &Remote{client: kvportv1.NewPluginClient(conn)}
-	for i, r := range regions {
+	for i, r := range opts.Regions {
 		p.regions = append(p.regions, wire.Region{FD: firstRegionFD + i, Size: r.Size()})
 	}
+	p.arena = arenaRef{opts.Arena, firstRegionFD + len(opts.Regions)}
 	fault.Crash("host.handshake.connected")
 	if err := p.Heartbeat(ctx); err != nil {
 		return fmt.Errorf("first heartbeat: %w", err)

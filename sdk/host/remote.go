@@ -27,6 +27,7 @@ const (
 type Remote struct {
 	client     kvportv1.PluginClient
 	regions    []wire.Region // by rank, as the plugin knows them
+	arena      arenaRef
 	violations atomic.Int64
 	violated   func(what string) // nil: only counted
 }
@@ -78,7 +79,12 @@ func (r *Remote) Heartbeat(ctx context.Context) error {
 // optional interfaces with connector.As.
 func (r *Remote) OpenScheduler(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Scheduler, error) {
 	env.Rank = 0
-	s, err := openSession(ctx, r.client, &wire.Open{Side: kvportv1.Side_SIDE_SCHEDULER, Env: env, Config: config}, r.violation)
+	arena, err := r.arena.region(env.Arena)
+	if err != nil {
+		return nil, fmt.Errorf("scheduler side: %w", err)
+	}
+	open := &wire.Open{Side: kvportv1.Side_SIDE_SCHEDULER, Env: env, Config: config, Arena: arena}
+	s, err := openSession(ctx, r.client, open, r.violation)
 	if err != nil {
 		return nil, fmt.Errorf("scheduler side: %w", err)
 	}
@@ -91,9 +97,13 @@ func (r *Remote) OpenWorker(ctx context.Context, env connector.Env, config json.
 	if env.Rank < 0 || env.Rank >= len(r.regions) {
 		return nil, fmt.Errorf("worker side: rank %d has no region: %w", env.Rank, connector.ErrIncompatible)
 	}
+	arena, err := r.arena.region(env.Arena)
+	if err != nil {
+		return nil, fmt.Errorf("worker side of rank %d: %w", env.Rank, err)
+	}
 	open := &wire.Open{
 		Side: kvportv1.Side_SIDE_WORKER, Env: env, Config: config,
-		Regions: r.regions[env.Rank : env.Rank+1],
+		Regions: r.regions[env.Rank : env.Rank+1], Arena: arena,
 	}
 	s, err := openSession(ctx, r.client, open, r.violation)
 	if err != nil {

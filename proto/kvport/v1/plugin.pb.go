@@ -515,6 +515,7 @@ type DescribeResponse struct {
 	Groups        bool                   `protobuf:"varint,5,opt,name=groups,proto3" json:"groups,omitempty"`
 	Scope         Scope                  `protobuf:"varint,6,opt,name=scope,proto3,enum=kvport.v1.Scope" json:"scope,omitempty"`
 	Lossy         bool                   `protobuf:"varint,7,opt,name=lossy,proto3" json:"lossy,omitempty"`
+	ArenaBytes    uint64                 `protobuf:"varint,8,opt,name=arena_bytes,json=arenaBytes,proto3" json:"arena_bytes,omitempty"` // 0: no arena
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -596,6 +597,13 @@ func (x *DescribeResponse) GetLossy() bool {
 		return x.Lossy
 	}
 	return false
+}
+
+func (x *DescribeResponse) GetArenaBytes() uint64 {
+	if x != nil {
+		return x.ArenaBytes
+	}
+	return 0
 }
 
 type HeartbeatRequest struct {
@@ -1127,6 +1135,7 @@ type Open struct {
 	Layout        *Layout                `protobuf:"bytes,9,opt,name=layout,proto3" json:"layout,omitempty"`
 	Regions       []*Region              `protobuf:"bytes,10,rep,name=regions,proto3" json:"regions,omitempty"` // worker side only
 	Config        []byte                 `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`   // JSON
+	Arena         *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`     // what Describe asked for; absent: none
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1238,7 +1247,15 @@ func (x *Open) GetConfig() []byte {
 	return nil
 }
 
-// Region is memory of the paged cache: a file descriptor that the plugin inherited.
+func (x *Open) GetArena() *Region {
+	if x != nil {
+		return x.Arena
+	}
+	return nil
+}
+
+// Region is memory of the paged cache, or an arena: a file descriptor that the plugin inherited. An
+// arena's outlives the plugin.
 type Region struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Fd            uint32                 `protobuf:"varint,1,opt,name=fd,proto3" json:"fd,omitempty"`
@@ -2633,7 +2650,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
 	"\x06blocks\x18\x03 \x03(\x05R\x06blocks\")\n" +
 	"\x0fDescribeRequest\x12\x16\n" +
-	"\x06config\x18\x01 \x01(\fR\x06config\"\xf9\x01\n" +
+	"\x06config\x18\x01 \x01(\fR\x06config\"\x9a\x02\n" +
 	"\x10DescribeResponse\x12&\n" +
 	"\x05error\x18\x01 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x129\n" +
@@ -2641,7 +2658,9 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\alayouts\x18\x04 \x03(\tR\alayouts\x12\x16\n" +
 	"\x06groups\x18\x05 \x01(\bR\x06groups\x12&\n" +
 	"\x05scope\x18\x06 \x01(\x0e2\x10.kvport.v1.ScopeR\x05scope\x12\x14\n" +
-	"\x05lossy\x18\a \x01(\bR\x05lossy\".\n" +
+	"\x05lossy\x18\a \x01(\bR\x05lossy\x12\x1f\n" +
+	"\varena_bytes\x18\b \x01(\x04R\n" +
+	"arenaBytes\".\n" +
 	"\x10HeartbeatRequest\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\"G\n" +
 	"\x11HeartbeatResponse\x12\x1a\n" +
@@ -2675,7 +2694,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05reset\x18\t \x01(\v2\x18.kvport.v1.ResetResponseH\x00R\x05reset\x12+\n" +
 	"\x06closed\x18\n" +
 	" \x01(\v2\x11.kvport.v1.ClosedH\x00R\x06closedB\b\n" +
-	"\x06result\"\xc4\x02\n" +
+	"\x06result\"\xed\x02\n" +
 	"\x04Open\x12#\n" +
 	"\x04side\x18\x01 \x01(\x0e2\x0f.kvport.v1.SideR\x04side\x12\x16\n" +
 	"\x06engine\x18\x02 \x01(\tR\x06engine\x12\x14\n" +
@@ -2688,7 +2707,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06layout\x18\t \x01(\v2\x11.kvport.v1.LayoutR\x06layout\x12+\n" +
 	"\aregions\x18\n" +
 	" \x03(\v2\x11.kvport.v1.RegionR\aregions\x12\x16\n" +
-	"\x06config\x18\v \x01(\fR\x06config\",\n" +
+	"\x06config\x18\v \x01(\fR\x06config\x12'\n" +
+	"\x05arena\x18\f \x01(\v2\x11.kvport.v1.RegionR\x05arena\",\n" +
 	"\x06Region\x12\x0e\n" +
 	"\x02fd\x18\x01 \x01(\rR\x02fd\x12\x12\n" +
 	"\x04size\x18\x02 \x01(\x04R\x04size\"q\n" +
@@ -2904,34 +2924,35 @@ var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	2,  // 24: kvport.v1.Open.role:type_name -> kvport.v1.Role
 	18, // 25: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
 	15, // 26: kvport.v1.Open.regions:type_name -> kvport.v1.Region
-	4,  // 27: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
-	16, // 28: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
-	17, // 29: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
-	0,  // 30: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
-	21, // 31: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
-	23, // 32: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
-	20, // 33: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
-	5,  // 34: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
-	20, // 35: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
-	21, // 36: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
-	25, // 37: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
-	25, // 38: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
-	26, // 39: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
-	25, // 40: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
-	25, // 41: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
-	26, // 42: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
-	31, // 43: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
-	8,  // 44: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
-	10, // 45: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
-	12, // 46: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
-	9,  // 47: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
-	11, // 48: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
-	13, // 49: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
-	47, // [47:50] is the sub-list for method output_type
-	44, // [44:47] is the sub-list for method input_type
-	44, // [44:44] is the sub-list for extension type_name
-	44, // [44:44] is the sub-list for extension extendee
-	0,  // [0:44] is the sub-list for field type_name
+	15, // 27: kvport.v1.Open.arena:type_name -> kvport.v1.Region
+	4,  // 28: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
+	16, // 29: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
+	17, // 30: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
+	0,  // 31: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
+	21, // 32: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
+	23, // 33: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
+	20, // 34: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
+	5,  // 35: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
+	20, // 36: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
+	21, // 37: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
+	25, // 38: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
+	25, // 39: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
+	26, // 40: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
+	25, // 41: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
+	25, // 42: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
+	26, // 43: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
+	31, // 44: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
+	8,  // 45: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
+	10, // 46: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
+	12, // 47: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
+	9,  // 48: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
+	11, // 49: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
+	13, // 50: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
+	48, // [48:51] is the sub-list for method output_type
+	45, // [45:48] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	45, // [45:45] is the sub-list for extension extendee
+	0,  // [0:45] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_plugin_proto_init() }

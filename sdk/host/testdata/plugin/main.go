@@ -28,6 +28,7 @@ type config struct {
 	Layout  string `json:"layout" jsonschema:"description=the one layout it needs"`
 	SlowMS  int    `json:"slow_ms" jsonschema:"description=time that a load takes"`
 	MatchMS int    `json:"match_ms" jsonschema:"description=time that a match takes"`
+	Arena   int64  `json:"arena" jsonschema:"description=bytes of the arena that it asks for; its first bytes count what was opened"`
 }
 
 // badLog looks like lines of hclog and is none.
@@ -71,6 +72,10 @@ func main() {
 			if _, err := os.Stat(filepath.Join(c.Dir, "replaced")); err == nil {
 				info.Groups = true // as another binary might say
 			}
+			info.ArenaBytes = c.Arena
+			if _, err := os.Stat(filepath.Join(c.Dir, "larger")); err == nil {
+				info.ArenaBytes++
+			}
 			if c.Layout != "" {
 				info.Layouts = []string{c.Layout}
 			}
@@ -85,6 +90,9 @@ func main() {
 		Scheduler: func(_ context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			c, err := sdk.DecodeConfig[config](raw)
 			failEarly(c.Fault, "open")
+			if err := count(&env, c.Arena, 0); err != nil {
+				return nil, err
+			}
 			s := &side{config: c, env: env}
 			switch c.Fault {
 			case "plan":
@@ -99,9 +107,23 @@ func main() {
 			if os.Getenv("HOME") != "" {
 				err = fmt.Errorf("the environment is not empty: %q", os.Environ())
 			}
+			if err := count(&env, c.Arena, 1+env.Rank); err != nil {
+				return nil, err
+			}
 			return &worker{&side{config: c, env: env}}, err
 		},
 	})
+}
+
+// count adds one to a byte of the arena.
+func count(env *connector.Env, size int64, at int) error {
+	if err := env.CheckArena(size); err != nil {
+		return err
+	}
+	if size > 0 {
+		env.Arena[at]++
+	}
+	return nil
 }
 
 // failEarly ends or hangs a process in the phase that the fault names.

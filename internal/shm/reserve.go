@@ -1,0 +1,41 @@
+package shm
+
+import (
+	"errors"
+	"fmt"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// Reserve makes a memfd that has no size yet, so that it can be handed to a process whose answer
+// says how large it is to be. The caller closes it.
+func Reserve(name string) (*os.File, error) {
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return nil, fmt.Errorf("shared memory %q: %w", name, os.NewSyscallError("memfd_create", err))
+	}
+	return os.NewFile(uintptr(fd), "memfd:"+name), nil
+}
+
+// Fit gives a reserved memfd its size, zeroed, allocated and sealed, so that a lack of memory is an
+// error here and not a SIGBUS later, and maps it on demand. Whoever else had the descriptor could
+// have sized it first: the size is checked after the seals. The file stays the caller's; the region
+// has no descriptor of its own.
+func Fit(file *os.File, size int64) (*Region, error) {
+	if size <= 0 || size > MaxSize {
+		return nil, fmt.Errorf("shared memory: size %d, want 1..%d bytes", size, int64(MaxSize))
+	}
+	fd := int(file.Fd())
+	if err := errors.Join(unix.Ftruncate(fd, 0), unix.Ftruncate(fd, size)); err != nil {
+		return nil, fmt.Errorf("shared memory of %d bytes: %w", size, os.NewSyscallError("ftruncate", err))
+	}
+	if err := retry(func() error { return unix.Fallocate(fd, 0, 0, size) }); err != nil {
+		_ = unix.Ftruncate(fd, 0)
+		return nil, fmt.Errorf("shared memory of %d bytes: %w", size, os.NewSyscallError("fallocate", err))
+	}
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
+		return nil, fmt.Errorf("shared memory of %d bytes: %w", size, os.NewSyscallError("fcntl F_ADD_SEALS", err))
+	}
+	return MapOnDemand(fd, size)
+}

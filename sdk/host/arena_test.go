@@ -1,0 +1,153 @@
+package host
+
+import (
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// countArenas counts this process's descriptors of arenas.
+func countArenas(t *testing.T) int {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/fd")
+	require.NoError(t, err)
+	n := 0
+	for _, e := range entries {
+		if target, err := os.Readlink("/proc/self/fd/" + e.Name()); err == nil && strings.Contains(target, "kvport-arena") {
+			n++
+		}
+	}
+	return n
+}
+
+// Rule ARENA-05: the size that was asked for, zeroed, sealed, the same bytes for all sides, at both
+// trust levels, and nothing left behind.
+func TestArena(t *testing.T) {
+	const size = 3<<12 + 5
+	for _, trust := range []Trust{TrustInPlace, TrustStaged} {
+		t.Run(string(trust), func(t *testing.T) {
+			before := countArenas(t)
+			r := newRig(t, rigOptions{
+				ranks: 2, extra: map[string]any{"arena": size},
+				settings: map[string]any{"trust": trust, "landing_bytes": landingBytes(12)},
+			})
+			want := make([]byte, size)
+			want[0], want[1], want[2] = 1, 1, 1 // scheduler, rank 0, rank 1
+			require.Equal(t, want, r.arena.Bytes())
+			require.EqualValues(t, size, r.Info().ArenaBytes)
+			require.EqualValues(t, size, r.Health().ArenaBytes)
+			require.InDelta(t, size, r.metric("kvport_arena_bytes"), 0)
+			require.ErrorIs(t, r.arena.file.Truncate(size+1), os.ErrPermission)
+			require.Error(t, r.arena.Fit(size), "once")
+			require.Equal(t, before+1, countArenas(t))
+			require.NoError(t, r.closeNow())
+			require.Equal(t, before, countArenas(t))
+		})
+	}
+}
+
+// A connector that asks for none gets none.
+func TestNoArena(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	require.Nil(t, r.arena.Bytes())
+	require.Zero(t, r.Health().ArenaBytes)
+	require.Zero(t, r.metric("kvport_arena_bytes"))
+}
+
+// Rule ARENA-05: every plugin of the engine's life finds what the ones before it wrote.
+func TestArenaOutlivesPlugins(t *testing.T) {
+	r := newRig(t, rigOptions{extra: map[string]any{"arena": 4096}, settings: map[string]any{"breaker": map[string]any{"deaths": 1000}}})
+	for life := 2; life <= 4; life++ {
+		pid := r.Health().PID
+		require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
+		require.Eventually(t, func() bool {
+			now := r.Health()
+			return now.State == "ready" && now.PID != pid
+		}, 10*time.Second, time.Millisecond)
+		require.EqualValues(t, life, r.arena.Bytes()[0])
+		require.EqualValues(t, life, r.arena.Bytes()[1])
+	}
+}
+
+// Rule ARENA-05: what the machine or the config does not permit is an error of the config.
+func TestArenaThatIsNotThere(t *testing.T) {
+	for name, c := range map[string]struct {
+		size  int64
+		limit int
+		want  string
+	}{
+		"beyond the machine": {1 << 44, 0, "asks for an arena of 17592186044416 bytes, this machine has free"},
+		"beyond the limit":   {4097, 4096, "asks for an arena of 4097 bytes, kvport.arena_limit permits 4096"},
+		"negative":           {-1, 0, "arena_bytes"},
+		"beyond any machine": {math.MaxInt64, 0, "arena_bytes"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			leaks := watchLeaks(t)
+			o := rigOptions{extra: map[string]any{"arena": c.size}}
+			if c.limit > 0 {
+				o.settings = map[string]any{"arena_limit": c.limit}
+			}
+			cfg, eng, opts := o.build(t)
+			_, err := Open(t.Context(), cfg, eng, opts)
+			require.ErrorIs(t, err, ErrConfig)
+			require.ErrorContains(t, err, c.want)
+			require.Zero(t, countArenas(t))
+			leaks()
+		})
+	}
+}
+
+// Rule ARENA-05: a plugin that comes back asking for another size is another plugin.
+func TestArenaOfAnotherSize(t *testing.T) {
+	r := newRig(t, rigOptions{extra: map[string]any{"arena": 4096}, settings: map[string]any{"breaker": map[string]any{"deaths": 1000}}})
+	require.NoError(t, os.WriteFile(filepath.Join(r.dir, "larger"), nil, 0o600))
+	require.NoError(t, syscall.Kill(r.Health().PID, syscall.SIGKILL))
+	require.Eventually(t, func() bool {
+		return strings.Contains(r.Health().Error, "has become another plugin")
+	}, 10*time.Second, time.Millisecond)
+	require.NoError(t, os.Remove(filepath.Join(r.dir, "larger")))
+	require.Eventually(t, func() bool { return r.Health().State == "ready" }, 10*time.Second, time.Millisecond)
+	require.EqualValues(t, 2, r.arena.Bytes()[0], "the same arena")
+}
+
+// Memory that is not the plugin's arena cannot be passed off as one.
+func TestForeignArena(t *testing.T) {
+	arena, err := NewArena()
+	require.NoError(t, err)
+	defer arena.Close()
+	p, err := Launch(t.Context(), testPlugin(), LaunchOptions{Arena: arena})
+	require.NoError(t, err)
+	defer p.Kill()
+	_, err = p.OpenScheduler(t.Context(), connector.Env{Arena: make([]byte, 8)}, nil)
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, "not this plugin's Arena")
+}
+
+func TestAvailableMemory(t *testing.T) {
+	write := func(root, name, text string) {
+		path := filepath.Join(root, name)
+		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o700))
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+	}
+	root := t.TempDir() + "/"
+	require.EqualValues(t, math.MaxInt64, availableMemory(root), "nobody says")
+	write(root, "proc/meminfo", "MemTotal: 9 kB\nMemAvailable:    1000 kB\n")
+	require.EqualValues(t, 1000<<10, availableMemory(root))
+	write(root, "sys/fs/cgroup/memory.max", "max\n")
+	write(root, "sys/fs/cgroup/memory.current", "100\n")
+	require.EqualValues(t, 1000<<10, availableMemory(root))
+	for limit, want := range map[int]int{4096: 3996, 50: 0} {
+		write(root, "sys/fs/cgroup/memory.max", fmt.Sprintf("%d\n", limit))
+		require.EqualValues(t, want, availableMemory(root))
+	}
+	require.Positive(t, availableMemory("/"))
+}
