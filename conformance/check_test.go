@@ -145,7 +145,7 @@ func TestProfilesChooseCases(t *testing.T) {
 	for _, profile := range Profiles() {
 		o := Options{Profiles: []Profile{profile}}
 		for _, c := range o.cases() {
-			require.True(t, slices.Contains(c.Profiles, profile) || c.Needs != 0 || c.Groups, "%s: %s", profile, c.ID)
+			require.True(t, slices.Contains(c.Profiles, profile) || c.Needs != 0 || c.Groups || c.Arena, "%s: %s", profile, c.ID)
 		}
 	}
 	require.Len(t, (&Options{Profiles: Profiles()}).cases(), len(Cases()))
