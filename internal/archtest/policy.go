@@ -97,13 +97,16 @@ func kvportImports() map[string][]string {
 		"internal/wire":       {"connector", "proto/..."},
 		"internal/simulate":   {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/book", "internal/ticket"},
 
-		"pipe":           {"connector"},
-		"pipe/*":         {"connector", "pipe"},
-		"pipe/shm":       {"connector", "pipe", "internal/shm"},
-		"pipe/ucx":       {"connector", "pipe", "native/ucx"},
-		"pipe/nccl":      {"connector", "pipe", "native/nccl"},
-		"lookupbuffer":   {"connector", "pipe"},
-		"connectors/*":   {"connector", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
+		"pipe":         {"connector"},
+		"pipe/*":       {"connector", "pipe"},
+		"pipe/shm":     {"connector", "pipe", "internal/shm"},
+		"pipe/ucx":     {"connector", "pipe", "native/ucx"},
+		"pipe/nccl":    {"connector", "pipe", "native/nccl"},
+		"lookupbuffer": {"connector", "pipe"},
+		"connectors/*": {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
+
+		"connectors/internal/*": {"connector", "internal/fault"}, // what several connectors share
+
 		"multiconnector": {"connector"},
 
 		"sdk":            {"connector", "pipe", "lookupbuffer", "proto/...", "internal/wire", "internal/shm", "internal/fault"},

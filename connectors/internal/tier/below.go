@@ -1,0 +1,273 @@
+package tier
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// LowerHeader is what a block has more in the lower tier: eight bytes before it with the time until
+// which it may be served.
+const LowerHeader = 8
+
+// below is the way to and from the lower tier. One goroutine writes behind, one fetches ahead.
+type below struct {
+	o      *Options
+	memory *memory
+	lower  connector.Store
+	gate   *sync.RWMutex // the Store's
+	c      counters
+	admit  *sketch // nil: every block
+	staged staging
+
+	queue chan job
+	ahead chan []*stage
+	stop  context.CancelFunc
+	done  sync.WaitGroup
+	ends  sync.Map // of blocks on their way up: key -> expiry
+}
+
+// job is a block to be written, or a sign that all before it are.
+type job struct {
+	key  connector.StoreKey
+	mark chan struct{}
+}
+
+const writeBatch = 16
+
+func newBelow(o *Options, m *memory, gate *sync.RWMutex) *below {
+	b := &below{
+		o: o, memory: m, lower: o.Lower, gate: gate, queue: make(chan job, o.WriteBehind), ahead: make(chan []*stage, 64),
+		staged: staging{most: 4 * o.Prefetch},
+	}
+	if o.AdmitAfter > 1 {
+		b.admit = newSketch(8 * m.slots)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	b.stop = cancel
+	b.done.Go(func() { b.write(ctx) })
+	b.done.Go(func() { b.fetch(ctx) })
+	return b
+}
+
+func (b *below) close() {
+	b.stop()
+	b.done.Wait()
+}
+
+// used notes that a block in memory was stored or loaded, and has it written to the lower tier once
+// that was often enough. The block is pinned.
+func (b *below) used(k connector.StoreKey, id uint32) {
+	if b.memory.lowered[id].Load() != notLowered {
+		return
+	}
+	if b.admit != nil && b.admit.add(k) < b.o.AdmitAfter {
+		b.c.notAdmitted.Add(1)
+		return
+	}
+	if !b.memory.lowered[id].CompareAndSwap(notLowered, lowering) {
+		return
+	}
+	select {
+	case b.queue <- job{key: k}:
+	default:
+		b.memory.lowered[id].Store(notLowered)
+		b.c.dropped.Add(1)
+	}
+}
+
+// write writes behind, several blocks in one call if there are.
+func (b *below) write(ctx context.Context) {
+	for {
+		var jobs []job
+		select {
+		case <-ctx.Done():
+			return
+		case j := <-b.queue:
+			jobs = append(jobs, j)
+		}
+		for len(jobs) < writeBatch && len(b.queue) > 0 {
+			jobs = append(jobs, <-b.queue)
+		}
+		b.writeJobs(ctx, jobs)
+		for _, j := range jobs {
+			if j.mark != nil {
+				close(j.mark)
+			}
+		}
+	}
+}
+
+// writeJobs writes blocks to the lower tier. It is a call like any other: after a Reset it finds none.
+func (b *below) writeJobs(ctx context.Context, jobs []job) {
+	b.gate.RLock()
+	defer b.gate.RUnlock()
+	var items []connector.Item
+	var ids []uint32
+	for _, j := range jobs {
+		if j.mark != nil {
+			continue
+		}
+		id, err := b.memory.acquire(j.key, -1, false)
+		if err != nil {
+			b.c.dropped.Add(1)
+			continue
+		}
+		h, _ := b.memory.header(id)
+		items = append(items, b.item(j.key, h.expires, b.memory.block(id, int(h.length))))
+		ids = append(ids, id)
+	}
+	if len(items) == 0 {
+		return
+	}
+	failed := failedItems(b.lower.Put(ctx, items), len(items))
+	for i, id := range ids {
+		state := uint32(isLowered)
+		if failed[i] != nil {
+			state = notLowered
+			b.c.errors.Add(1)
+		} else {
+			b.c.writeBacks.Add(1)
+			b.c.bytesIn.Add(uint64(items[i].Size()))
+		}
+		b.memory.lowered[id].CompareAndSwap(lowering, state)
+		b.memory.index.Release(id)
+	}
+}
+
+// item is a block as the lower tier gets it. One that expires replaces what may have expired there.
+func (b *below) item(k connector.StoreKey, expires int64, spans ...[]byte) connector.Item {
+	head := binary.LittleEndian.AppendUint64(nil, uint64(expires))
+	return connector.Item{Key: k, Replace: expires != 0, Spans: append([][]byte{head}, spans...)}
+}
+
+// replace writes blocks through that were found damaged, wherever that was.
+func (b *below) replace(ctx context.Context, items []connector.Item, expires []int64, errs []error) {
+	var again []connector.Item
+	for i, it := range items {
+		if !it.Replace || errs[i] != nil {
+			continue
+		}
+		b.staged.drop(it.Key)
+		var until int64
+		if expires != nil {
+			until = expires[i]
+		}
+		lower := b.item(it.Key, until, it.Spans...)
+		lower.Replace = true
+		again = append(again, lower)
+	}
+	if len(again) > 0 && b.lower.Put(ctx, again) != nil {
+		b.c.errors.Add(1) // memory has the right bytes
+	}
+}
+
+// get serves the items that memory does not have, from what was fetched ahead or from the lower tier.
+func (b *below) get(ctx context.Context, items []connector.Item, absent []int, errs []error) {
+	var rest []connector.Item
+	var index []int
+	for _, i := range absent {
+		it := items[i]
+		if b.fromStaged(ctx, it) {
+			errs[i] = nil
+			b.c.hits.Add(1)
+			b.c.bytesOut.Add(uint64(it.Size()))
+			continue
+		}
+		rest, index = append(rest, b.item(it.Key, 0, it.Spans...)), append(index, i)
+	}
+	if len(rest) == 0 {
+		return
+	}
+	failed := failedItems(b.lower.Get(ctx, rest), len(rest))
+	for j, i := range index {
+		errs[i] = failed[j]
+		if errs[i] == nil {
+			errs[i] = b.arrived(rest[j].Key, rest[j].Spans[0])
+		}
+		if errs[i] != nil {
+			b.c.misses.Add(1)
+			continue
+		}
+		b.c.hits.Add(1)
+		b.c.bytesOut.Add(uint64(items[i].Size()))
+	}
+}
+
+// arrived takes the time until which a block may be served from its head, and refuses what is too old.
+func (b *below) arrived(k connector.StoreKey, head []byte) error {
+	until := int64(binary.LittleEndian.Uint64(head))
+	if past(until) {
+		b.c.expired.Add(1)
+		return fmt.Errorf("%w: its time is over", errAbsent)
+	}
+	if until != 0 {
+		b.ends.Store(k, until)
+	}
+	return nil
+}
+
+// expiry gives and forgets what arrived has read.
+func (b *below) expiry(k connector.StoreKey) int64 {
+	if until, ok := b.ends.LoadAndDelete(k); ok {
+		return until.(int64) //nolint:forcetypeassert // arrived stores nothing else
+	}
+	return 0
+}
+
+// failedItems spreads the error of a call over its items.
+func failedItems(err error, n int) []error {
+	errs := make([]error, n)
+	if err == nil {
+		return errs
+	}
+	var items *connector.ItemError
+	if !errors.As(err, &items) || len(items.Items) == 0 {
+		for i := range errs {
+			errs[i] = err
+		}
+		return errs
+	}
+	for _, i := range items.Items {
+		if i >= 0 && i < n {
+			errs[i] = items.Err
+		}
+	}
+	return errs
+}
+
+// flush waits until all that is queued now was written.
+func (b *below) flush(ctx context.Context) error {
+	mark := make(chan struct{})
+	select {
+	case b.queue <- job{mark: mark}:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	select {
+	case <-mark:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// forget drops what waits and what was fetched. No call is running.
+func (b *below) forget() {
+	for {
+		select {
+		case j := <-b.queue:
+			if j.mark != nil {
+				close(j.mark)
+			}
+			continue
+		default:
+		}
+		break
+	}
+	b.staged.clear()
+}

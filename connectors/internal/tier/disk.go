@@ -1,0 +1,306 @@
+package tier
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/zeebo/xxh3"
+	"golang.org/x/sys/unix"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// DiskOptions say where a Disk keeps its blocks.
+type DiskOptions struct {
+	// Path is the folder of its file; made when it is missing. Several processes may use one folder:
+	// each has a file, and Bytes, for itself.
+	Path string
+	// Bytes is the largest size of the file. It is never exceeded.
+	Bytes int64
+	// SlotBytes is the size of the largest block, in a Store's lower tier with LowerHeader.
+	SlotBytes int64
+	// Policy is the eviction policy; "": LRU.
+	Policy string
+	// Changed is told when a block appears or leaves, as in Options.
+	Changed func(k connector.StoreKey, stored bool)
+	// Log is for what an operator should know; nil: nothing.
+	Log *slog.Logger
+}
+
+// Disk keeps blocks in the slots of one file. A block's digest is checked whenever it is read, so that
+// what a crash or the disk left of it is never served. It is safe for concurrent use.
+type Disk struct {
+	shape
+	o      DiskOptions
+	file   *os.File
+	index  *Index
+	c      counters
+	serial atomic.Uint64
+
+	gate      sync.RWMutex // held for reading by every call, so that Reset meets none
+	resetting bool
+
+	// The file's calls, replaced by tests.
+	readAt  func(b []byte, at int64) (int, error)
+	writeAt func(b []byte, at int64) (int, error)
+
+	full atomic.Int64 // until then, in Unix ms, nothing is written: the disk was full
+}
+
+// fullWait is how long a full disk is left alone.
+const fullWait = time.Second
+
+// OpenDisk opens the tier in a folder. Blocks that an earlier one left are there at once, if their
+// headers are whole. Errors wrap connector.ErrIncompatible and name the folder.
+func OpenDisk(o DiskOptions) (*Disk, error) {
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	d := &Disk{o: o, shape: fit(o.Bytes, o.SlotBytes)}
+	if o.SlotBytes < 1 || d.slots < 1 {
+		return nil, fmt.Errorf("%d bytes on disk have no room for a block of %d: %w", o.Bytes, o.SlotBytes, connector.ErrIncompatible)
+	}
+	var err error
+	if d.index, err = NewIndex(d.slots, o.Policy); err != nil {
+		return nil, err
+	}
+	if d.file, err = claim(o.Path, d.super()); err != nil {
+		return nil, fmt.Errorf("folder %s: %w: %w", o.Path, err, connector.ErrIncompatible)
+	}
+	d.readAt, d.writeAt = d.file.ReadAt, d.file.WriteAt
+	if err := d.restart(); err != nil {
+		return nil, errors.Join(fmt.Errorf("folder %s: %w: %w", o.Path, err, connector.ErrIncompatible), d.file.Close())
+	}
+	d.index.gone = d.gone
+	return d, nil
+}
+
+// Slots is the number of blocks that fit.
+func (d *Disk) Slots() int { return d.slots }
+
+// Stats gives the counts so far.
+func (d *Disk) Stats() Stats {
+	s := d.c.stats()
+	s.Blocks, s.Slots = uint64(d.index.Len()), uint64(d.slots)
+	return s
+}
+
+// gone is told of every block that leaves, before its slot has another use.
+func (d *Disk) gone(id uint32) {
+	if !d.resetting {
+		d.setState(id, stateFree)
+	}
+	d.changed(d.index.keys[id], false)
+}
+
+func (d *Disk) changed(k connector.StoreKey, stored bool) {
+	if d.o.Changed != nil {
+		d.o.Changed(k, stored)
+	}
+}
+
+// setState writes a slot's state. Should that fail, the digest still tells what the slot holds.
+func (d *Disk) setState(id, state uint32) {
+	b := [4]byte{byte(state), byte(state >> 8), byte(state >> 16), byte(state >> 24)}
+	if _, err := d.writeAt(b[:], d.headerAt(id)); err != nil {
+		d.c.errors.Add(1)
+	}
+}
+
+// Lookup implements connector.Store.
+func (d *Disk) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	found := make([]int, len(runs))
+	for i, keys := range runs {
+		for found[i] < len(keys) && d.index.Has(keys[found[i]]) {
+			found[i]++
+		}
+	}
+	return found, nil
+}
+
+// Get implements connector.Store. A block that cannot be read as it was written is forgotten.
+func (d *Disk) Get(ctx context.Context, items []connector.Item) error {
+	d.gate.RLock()
+	defer d.gate.RUnlock()
+	errs := make([]error, len(items))
+	for i, it := range items {
+		if errs[i] = ctx.Err(); errs[i] == nil {
+			errs[i] = d.get(it)
+		}
+	}
+	return itemError(errs)
+}
+
+func (d *Disk) get(it connector.Item) error {
+	id, ok := d.index.Acquire(it.Key, true)
+	if !ok {
+		d.c.misses.Add(1)
+		return fmt.Errorf("%v is not on disk: %w", it.Key, connector.ErrGone)
+	}
+	err := d.read(id, it)
+	if err == nil {
+		d.c.hits.Add(1)
+		d.c.bytesOut.Add(uint64(it.Size()))
+	} else if !errors.Is(err, connector.ErrIncompatible) {
+		d.index.Remove(it.Key)
+		d.c.misses.Add(1)
+		d.o.Log.Warn("block on disk is lost", "key", it.Key.String(), "error", err)
+	}
+	d.index.Release(id)
+	return err
+}
+
+func (d *Disk) read(id uint32, it connector.Item) error {
+	var b [headerSize]byte
+	var h header
+	if err := d.readFull(b[:], d.headerAt(id)); err != nil {
+		return err
+	}
+	if stateOf(b[:]) != stateReady || !h.decode(b[:]) || h.key != it.Key {
+		d.c.corrupt.Add(1)
+		return fmt.Errorf("slot %d has a damaged header: %w", id, connector.ErrCorrupt)
+	}
+	if int(h.length) != it.Size() {
+		return fmt.Errorf("block of %d bytes, stored are %d: %w", it.Size(), h.length, connector.ErrIncompatible)
+	}
+	at := d.slotAt(id)
+	sum := xxh3.New()
+	for _, s := range it.Spans {
+		if err := d.readFull(s, at); err != nil {
+			return err
+		}
+		_, _ = sum.Write(s) // never fails
+		at += int64(len(s))
+	}
+	if sum.Sum128() != h.data {
+		d.c.corrupt.Add(1)
+		return fmt.Errorf("slot %d holds other bytes than were written: %w", id, connector.ErrCorrupt)
+	}
+	return nil
+}
+
+// readFull reads all of b. A file that ends before is damaged; any other failure means that the block
+// is gone.
+func (d *Disk) readFull(b []byte, at int64) error {
+	n, err := d.readAt(b, at)
+	switch {
+	case n == len(b):
+		return nil
+	case errors.Is(err, io.EOF):
+		d.c.corrupt.Add(1)
+		return fmt.Errorf("the file ends too early: %w", connector.ErrCorrupt)
+	}
+	d.c.errors.Add(1)
+	return fmt.Errorf("%w: %w", err, connector.ErrGone)
+}
+
+// Put implements connector.Store.
+func (d *Disk) Put(ctx context.Context, items []connector.Item) error {
+	d.gate.RLock()
+	defer d.gate.RUnlock()
+	errs := make([]error, len(items))
+	for i, it := range items {
+		if errs[i] = ctx.Err(); errs[i] == nil {
+			errs[i] = d.put(it)
+		}
+	}
+	return itemError(errs)
+}
+
+func (d *Disk) put(it connector.Item) error {
+	size := it.Size()
+	switch {
+	case int64(size) > d.slotBytes:
+		return fmt.Errorf("block of %d bytes, slots have %d: %w", size, d.slotBytes, connector.ErrIncompatible)
+	case it.Replace:
+		d.index.Remove(it.Key)
+	case d.index.Has(it.Key):
+		d.index.Touch(it.Key)
+		d.c.known.Add(1)
+		return nil
+	}
+	if past(d.full.Load()) {
+		d.full.Store(0)
+	}
+	if d.full.Load() != 0 {
+		return errFull
+	}
+	id, v, err := d.index.Reserve(it.Key)
+	if err != nil {
+		d.c.allPinned.Add(1)
+		return err
+	}
+	if v.Evicted {
+		d.c.evicted.Add(1)
+	}
+	if err := d.write(id, it, size); err != nil {
+		d.index.Cancel(id)
+		d.failed(err)
+		return err
+	}
+	if !d.index.Commit(id, it.Key) { // somebody else was faster
+		d.setState(id, stateFree)
+		d.index.Cancel(id)
+		return nil
+	}
+	d.changed(it.Key, true)
+	d.c.stored.Add(1)
+	d.c.bytesIn.Add(uint64(size))
+	return nil
+}
+
+// write fills a free slot: its header says that it holds the block when all of it was written.
+func (d *Disk) write(id uint32, it connector.Item, size int) error {
+	h := header{length: uint32(size), generation: d.serial.Add(1), key: it.Key}
+	sum, at := xxh3.New(), d.slotAt(id)
+	for _, s := range it.Spans {
+		_, _ = sum.Write(s) // never fails
+		if _, err := d.writeAt(s, at); err != nil {
+			return err
+		}
+		at += int64(len(s))
+	}
+	h.data = sum.Sum128()
+	var b [headerSize]byte
+	h.encode(b[:])
+	putState(b[:], stateReady)
+	_, err := d.writeAt(b[:], d.headerAt(id))
+	return err
+}
+
+// failed counts a failed write and leaves a full disk alone for a while.
+func (d *Disk) failed(err error) {
+	d.c.errors.Add(1)
+	if !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) {
+		d.o.Log.Error("cannot write to the disk tier", "folder", d.o.Path, "error", err)
+		return
+	}
+	if d.full.Swap(time.Now().Add(fullWait).UnixMilli()) == 0 {
+		d.o.Log.Warn("the disk is full: blocks stay in memory only", "folder", d.o.Path)
+	}
+}
+
+// Reset implements connector.Resetter.
+func (d *Disk) Reset(context.Context) (emptied bool, err error) {
+	d.gate.Lock()
+	defer d.gate.Unlock()
+	d.resetting = true
+	for _, k := range d.index.Keys() {
+		d.index.Remove(k)
+	}
+	d.resetting = false
+	if err := d.file.Truncate(superSize); err != nil {
+		return false, fmt.Errorf("folder %s: %w", d.o.Path, err)
+	}
+	return true, nil
+}
+
+// Close implements connector.Store.
+func (d *Disk) Close() error { return d.file.Close() }

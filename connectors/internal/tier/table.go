@@ -1,0 +1,139 @@
+package tier
+
+import (
+	"hash/maphash"
+	"math/bits"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// table finds the entry of a key. It is cut into shards so that lookups seldom meet a change: one
+// excludes the other only within a shard. The table has five bytes a place, a number and a tag, and
+// probes linearly; the tags that a search passes lie side by side.
+type table struct {
+	seed   maphash.Seed
+	keys   []connector.StoreKey // of all entries; the entry's key does not change while it is in the table
+	shards []shard
+	bits   int
+}
+
+type shard struct {
+	sync.RWMutex
+	ids  []uint32
+	tags []uint8 // 0: free
+	n    int
+}
+
+const (
+	shardBits  = 6
+	shardLeast = 4096 // entries for which a shard is worth having
+)
+
+func newTable(keys []connector.StoreKey) *table {
+	t := &table{seed: maphash.MakeSeed(), keys: keys}
+	for t.bits < shardBits && len(keys)>>(t.bits+1) >= shardLeast {
+		t.bits++
+	}
+	t.shards = make([]shard, 1<<t.bits)
+	for i := range t.shards {
+		t.shards[i].resize(len(keys)>>t.bits + 1)
+	}
+	return t
+}
+
+// resize gives the shard room for n entries, filled to seven eighths.
+func (s *shard) resize(n int) {
+	places := n + n/7 + 2
+	s.ids, s.tags, s.n = make([]uint32, places), make([]uint8, places), 0
+}
+
+// hashOf is the hash of a key, another one in every process.
+func (t *table) hashOf(k *connector.StoreKey) uint64 { return maphash.Bytes(t.seed, k[:]) }
+
+func (t *table) shard(h uint64) *shard { return &t.shards[h>>(64-t.bits)] }
+
+func tagOf(h uint64) uint8 { return uint8(h&0xff) | 1 }
+
+func (t *table) home(s *shard, h uint64) int {
+	at, _ := bits.Mul64(h<<t.bits, uint64(len(s.ids)))
+	return int(at)
+}
+
+// find gives the entry of a key, or none.
+func (t *table) find(k *connector.StoreKey, h uint64) uint32 {
+	s := t.shard(h)
+	s.RLock()
+	defer s.RUnlock()
+	if at := t.place(s, k, h); at >= 0 {
+		return s.ids[at]
+	}
+	return none
+}
+
+// place is where in its shard a key stands, or -1.
+func (t *table) place(s *shard, k *connector.StoreKey, h uint64) int {
+	tag := tagOf(h)
+	for at := t.home(s, h); s.tags[at] != 0; at = s.after(at) {
+		if s.tags[at] == tag && t.keys[s.ids[at]] == *k {
+			return at
+		}
+	}
+	return -1
+}
+
+func (s *shard) after(at int) int {
+	if at++; at == len(s.tags) {
+		return 0
+	}
+	return at
+}
+
+// insert adds an entry whose key is in keys and not in the table.
+func (t *table) insert(id uint32, h uint64) {
+	s := t.shard(h)
+	s.Lock()
+	defer s.Unlock()
+	if s.n+1 >= len(s.tags)-len(s.tags)/16 {
+		t.grow(s)
+	}
+	t.put(s, id, h)
+}
+
+func (t *table) put(s *shard, id uint32, h uint64) {
+	at := t.home(s, h)
+	for s.tags[at] != 0 {
+		at = s.after(at)
+	}
+	s.ids[at], s.tags[at] = id, tagOf(h)
+	s.n++
+}
+
+// grow makes room in a shard that chance filled more than the others.
+func (t *table) grow(s *shard) {
+	ids, tags := s.ids, s.tags
+	s.resize(s.n + s.n/8 + 8)
+	for i, id := range ids {
+		if tags[i] != 0 {
+			t.put(s, id, t.hashOf(&t.keys[id]))
+		}
+	}
+}
+
+// remove takes a key out. Entries behind it move up, so that none becomes unreachable.
+func (t *table) remove(k *connector.StoreKey, h uint64) {
+	s := t.shard(h)
+	s.Lock()
+	defer s.Unlock()
+	hole := t.place(s, k, h)
+	if hole < 0 {
+		return
+	}
+	for at := s.after(hole); s.tags[at] != 0; at = s.after(at) {
+		if home := t.home(s, t.hashOf(&t.keys[s.ids[at]])); between(home, hole, at) {
+			s.ids[hole], s.tags[hole], hole = s.ids[at], s.tags[at], at
+		}
+	}
+	s.tags[hole] = 0
+	s.n--
+}

@@ -1,0 +1,39 @@
+package offload_test
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/offload"
+	"github.com/kvport/kvport/sdk"
+)
+
+func plugin() connector.Plugin {
+	d := sdk.Definition{Name: "offloading in a test", Version: "test", Scope: offload.Scope, Groups: true}
+	return sdk.FromStore(d, offload.Open)
+}
+
+func config(t *testing.T) json.RawMessage {
+	t.Helper()
+	b, err := os.ReadFile(filepath.Join("..", "..", "plugins", "offload", "conform.json"))
+	require.NoError(t, err)
+	return b
+}
+
+func TestInProcess(t *testing.T) {
+	conformance.Run(t, conformance.InProcess(plugin(), config(t)))
+}
+
+func TestOverTheWire(t *testing.T) {
+	conformance.Run(t, conformance.Wire(plugin(), config(t)))
+}
+
+func TestStaged(t *testing.T) {
+	conformance.Run(t, conformance.Staged(conformance.Wire(plugin(), config(t))))
+}

@@ -1,0 +1,64 @@
+// Package offload keeps KV blocks of one engine in the host's memory and, below it, on disk.
+//
+// The memory tier lies in an arena that the host owns, so that it survives the plugin: the next process
+// finds every block that was whole. The disk tier survives the engine too. What is lost, damaged or
+// evicted is a miss, and the engine computes it.
+package offload
+
+import (
+	"context"
+	"errors"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/tier"
+)
+
+// tiers is the library's store, named here so that its methods are the Store's.
+type tiers = tier.Store
+
+// Store is a connector.Store over the two tiers.
+type Store struct {
+	*tiers
+	disk  *tier.Disk // nil without a disk tier
+	piece int        // blocks
+}
+
+// Open opens the tiers of config for the engine of env. Errors name the config field and wrap
+// connector.ErrIncompatible.
+func Open(_ context.Context, env connector.Env, config Config) (connector.Store, error) {
+	if err := config.Validate(); err != nil {
+		return nil, err
+	}
+	config.warn(env.Log)
+	piece, err := config.piece(env.Layout.Groups)
+	if err != nil {
+		return nil, err
+	}
+	s := &Store{piece: piece}
+	o := config.options(&env)
+	if config.DiskPath != "" {
+		s.disk, err = tier.OpenDisk(tier.DiskOptions{
+			Path: config.DiskPath, Bytes: config.DiskBytes, SlotBytes: o.SlotBytes + tier.LowerHeader, Policy: o.Policy, Log: env.Log,
+		})
+		if err != nil {
+			return nil, err
+		}
+		o.Lower = s.disk
+	}
+	if s.tiers, err = tier.Open(o); err != nil {
+		if s.disk != nil {
+			err = errors.Join(err, s.disk.Close())
+		}
+		return nil, err
+	}
+	return s, nil
+}
+
+// Lookup implements connector.Store. What is found ends with a whole piece.
+func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	found, err := s.tiers.Lookup(ctx, runs)
+	for i := range found {
+		found[i] -= found[i] % s.piece
+	}
+	return found, err
+}
