@@ -81,6 +81,9 @@ func (c *Config) warn(log *slog.Logger) {
 			log.Warn("a field of vLLM's connector has no effect here", "field", f.name)
 		}
 	}
+	if c.CPUBlocks > 0 {
+		log.Warn("num_cpu_blocks: the memory tier is lost with the plugin's process; cpu_bytes_to_use keeps it")
+	}
 }
 
 // policy is the name that the library has for the policy.
@@ -113,11 +116,12 @@ func (c *Config) piece(groups []connector.Group) (int, error) {
 	return n, nil
 }
 
-// memoryBytes is the size of the memory tier for blocks of the given size.
-func (c *Config) memoryBytes(block int64) int64 {
+// ArenaBytes is how much memory the host is asked for. With num_cpu_blocks it is not known before there
+// is a cache: the memory is then the process's own and goes with it.
+func (c *Config) ArenaBytes() int64 {
 	switch {
 	case c.CPUBlocks > 0:
-		return tier.ArenaBytes(c.CPUBlocks, block)
+		return 0
 	case c.CPUBytes > 0:
 		return c.CPUBytes
 	}
@@ -132,9 +136,9 @@ func (c *Config) options(env *connector.Env) tier.Options {
 	}
 	largest := slices.Max(sizes)
 	return tier.Options{
-		SlotBytes: largest, SameSize: slices.Min(sizes) == largest, MemoryBytes: c.memoryBytes(largest), Policy: c.policy(),
+		SlotBytes: largest, SameSize: slices.Min(sizes) == largest, Policy: c.policy(),
 		StoreThreshold: c.StoreThreshold, Tracked: c.Tracker, TTL: time.Duration(c.TTL) * time.Second, TenantBytes: c.TenantBytes,
 		PinAfter: c.PinAfter, PinShare: float64(c.PinPercent) / 100, AdmitAfter: c.DiskAdmit, WriteBehind: c.DiskBehind,
-		Prefetch: c.DiskAhead, Workers: c.Workers, Log: env.Log,
+		Prefetch: c.DiskAhead, Workers: c.Workers, Log: env.Log, Memory: env.Arena, MemoryBytes: tier.ArenaBytes(c.CPUBlocks, largest),
 	}
 }

@@ -74,11 +74,11 @@ func OpenDisk(o DiskOptions) (*Disk, error) {
 	if d.file, err = claim(o.Path, d.super()); err != nil {
 		return nil, fmt.Errorf("folder %s: %w: %w", o.Path, err, connector.ErrIncompatible)
 	}
+	d.index.came, d.index.gone = func(id uint32) { d.changed(id, true) }, d.gone
 	d.readAt, d.writeAt = d.file.ReadAt, d.file.WriteAt
 	if err := d.restart(); err != nil {
 		return nil, errors.Join(fmt.Errorf("folder %s: %w: %w", o.Path, err, connector.ErrIncompatible), d.file.Close())
 	}
-	d.index.gone = d.gone
 	return d, nil
 }
 
@@ -97,12 +97,12 @@ func (d *Disk) gone(id uint32) {
 	if !d.resetting {
 		d.setState(id, stateFree)
 	}
-	d.changed(d.index.keys[id], false)
+	d.changed(id, false)
 }
 
-func (d *Disk) changed(k connector.StoreKey, stored bool) {
+func (d *Disk) changed(id uint32, stored bool) {
 	if d.o.Changed != nil {
-		d.o.Changed(k, stored)
+		d.o.Changed(d.index.keys[id], stored)
 	}
 }
 
@@ -219,9 +219,7 @@ func (d *Disk) put(it connector.Item) error {
 	switch {
 	case int64(size) > d.slotBytes:
 		return fmt.Errorf("block of %d bytes, slots have %d: %w", size, d.slotBytes, connector.ErrIncompatible)
-	case it.Replace:
-		d.index.Remove(it.Key)
-	case d.index.Has(it.Key):
+	case !it.Replace && d.index.Has(it.Key):
 		d.index.Touch(it.Key)
 		d.c.known.Add(1)
 		return nil
@@ -245,12 +243,7 @@ func (d *Disk) put(it connector.Item) error {
 		d.failed(err)
 		return err
 	}
-	if !d.index.Commit(id, it.Key) { // somebody else was faster
-		d.setState(id, stateFree)
-		d.index.Cancel(id)
-		return nil
-	}
-	d.changed(it.Key, true)
+	d.index.Commit(id, it.Key)
 	d.c.stored.Add(1)
 	d.c.bytesIn.Add(uint64(size))
 	return nil

@@ -28,6 +28,7 @@ type Index struct {
 	visible int
 	pins    map[uint32]int      // entries that may not go, and how often they are pinned
 	kept    map[uint32]struct{} // entries that Keep pinned
+	came    func(id uint32)     // told of an entry when it has become visible; nil: nobody
 	gone    func(id uint32)     // told of a visible entry before its key goes; nil: nobody
 }
 
@@ -177,28 +178,41 @@ func (x *Index) Unkeep(k connector.StoreKey) {
 	}
 }
 
-// Commit makes a reserved entry visible as k. It fails if k has become visible meanwhile; the entry is
-// still reserved then.
-func (x *Index) Commit(id uint32, k connector.StoreKey) bool {
+// Commit makes a reserved entry visible as k, in place of another entry that is. At no moment is k
+// not found then.
+func (x *Index) Commit(id uint32, k connector.StoreKey) { x.commit(id, k, 0) }
+
+func (x *Index) commit(id uint32, k connector.StoreKey, pins int) {
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	if x.table.find(&k, h) != none {
-		return false
-	}
 	x.keys[id] = k
-	x.table.insert(id, h)
+	if pins > 0 {
+		x.pins[id] += pins
+	}
+	if old := x.table.find(&k, h); old != none {
+		x.leave(old)
+		x.table.replace(&k, h, id)
+		x.drop(old)
+	} else {
+		x.table.insert(id, h)
+	}
 	x.policy.add(id, h)
 	x.visible++
-	return true
+	if x.came != nil {
+		x.came(id)
+	}
 }
 
-// commitPinned makes a reserved entry visible as k, which is not, and pins it.
-func (x *Index) commitPinned(id uint32, k connector.StoreKey) {
-	x.mu.Lock()
-	x.pins[id]++
-	x.mu.Unlock()
-	x.Commit(id, k)
+// drop takes an entry out that is in the table no more.
+func (x *Index) drop(id uint32) {
+	x.policy.remove(id)
+	x.visible--
+	if x.pins[id] > 0 {
+		x.entries.flags[id] = detached
+	} else {
+		x.recycle(id)
+	}
 }
 
 // adopt makes a free entry visible as k: what an earlier process left in the entry's slot.
@@ -227,13 +241,7 @@ func (x *Index) Remove(k connector.StoreKey) (id uint32, ok bool) {
 	}
 	x.leave(id)
 	x.table.remove(&k, h)
-	x.policy.remove(id)
-	x.visible--
-	if x.pins[id] > 0 {
-		x.entries.flags[id] = detached
-	} else {
-		x.recycle(id)
-	}
+	x.drop(id)
 	return id, true
 }
 

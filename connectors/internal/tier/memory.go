@@ -69,23 +69,22 @@ func newMemory(o *Options, c *counters) (*memory, error) {
 		m.expires = make([]atomic.Int64, a.slots)
 	}
 	m.serial.Store(a.generation)
+	index.came, index.gone = func(id uint32) { m.changed(id, true) }, m.gone
 	c.torn.Add(uint64(torn))
 	for _, f := range whole {
-		m.account(f.tenant, int64(f.length))
+		m.account(f.tenant, int64(f.length)) // what is there stays, over the quota or not
 		if m.expires != nil {
 			m.expires[f.id].Store(f.expires)
 		}
 		index.adopt(f.id, f.key)
-		m.changed(f.key, true)
 	}
 	c.adopted.Add(uint64(len(whole)))
-	index.gone = m.gone
 	return m, nil
 }
 
-func (m *memory) changed(k connector.StoreKey, stored bool) {
+func (m *memory) changed(id uint32, stored bool) {
 	if m.o.Changed != nil {
-		m.o.Changed(k, stored)
+		m.o.Changed(m.index.keys[id], stored)
 	}
 }
 
@@ -97,7 +96,7 @@ func (m *memory) gone(id uint32) {
 	m.clear(id)
 	m.lowered[id].Store(notLowered)
 	m.pins.forget(id)
-	m.changed(m.index.keys[id], false)
+	m.changed(id, false)
 }
 
 // account adds to what a tenant has; false if that is too much, and then nothing was added.
@@ -177,7 +176,6 @@ func (m *memory) begin(it connector.Item, size int, expires int64) (f *fill, kno
 	if m.o.Tenant != nil {
 		f.tenant = m.o.Tenant(it)
 	}
-	m.index.Remove(it.Key) // damaged or expired, if it is there
 	if !m.account(f.tenant, int64(size)) {
 		m.fillDone(f)
 		m.c.noQuota.Add(1)
@@ -221,8 +219,7 @@ func (m *memory) commit(f *fill, lowered uint32) {
 		m.expires[f.id].Store(f.expires)
 	}
 	m.lowered[f.id].Store(lowered)
-	m.changed(f.key, true)
-	m.index.commitPinned(f.id, f.key)
+	m.index.commit(f.id, f.key, 1)
 	m.c.stored.Add(1)
 	m.c.bytesIn.Add(uint64(len(f.slot)))
 }

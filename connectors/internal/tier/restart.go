@@ -131,7 +131,6 @@ func (d *Disk) restart() error {
 		}
 		d.serial.Store(f.generation)
 		d.index.adopt(f.id, f.key)
-		d.changed(f.key, true)
 		d.c.adopted.Add(1)
 	}
 	return nil

@@ -137,3 +137,13 @@ func (t *table) remove(k *connector.StoreKey, h uint64) {
 	s.tags[hole] = 0
 	s.n--
 }
+
+// replace lets a key that is in the table name another entry.
+func (t *table) replace(k *connector.StoreKey, h uint64, id uint32) {
+	s := t.shard(h)
+	s.Lock()
+	defer s.Unlock()
+	if at := t.place(s, k, h); at >= 0 {
+		s.ids[at] = id
+	}
+}
