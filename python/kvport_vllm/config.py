@@ -1,0 +1,166 @@
+"""vLLM's --kv-transfer-config, and the one inside it that `kvport serve` takes.
+
+The outer object is vLLM's: it names this class. kv_connector_extra_config is the inner one, exactly
+what kvport takes elsewhere; what it leaves out of kv_role, engine_id and kv_load_failure_policy comes
+from the outer one, so that nobody has to say anything twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ConfigError
+
+_SHARED = ("kv_role", "engine_id", "kv_load_failure_policy")
+_INVENTED = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}(_dp\d+)?")
+_MEMORY = ("auto", "adopt", "move", "mirror")
+_CHECK_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """The inner config, complete, and this package's own settings."""
+
+    text: str  # JSON, for kvport agent --kv-transfer-config
+    engine: str
+    role: str
+    binary: str
+    allow_weak_hashes: bool = False
+    socket_dir: str = ""  # empty: the user's runtime folder
+    memory: str = "auto"
+    transfer_seconds: float = 5.0  # deadline of one transfer, without its size
+    transfer_per_gib: float = 1.0
+
+    @property
+    def loads(self) -> bool:
+        """Whether this engine ever loads: a producer never does."""
+        return self.role != "kv_producer"
+
+    @property
+    def saves(self) -> bool:
+        """Whether this engine ever saves: a consumer never does."""
+        return self.role != "kv_consumer"
+
+
+def merge(outer: Any) -> Config:
+    """Make the inner config of vLLM's KVTransferConfig complete; errors name the field."""
+    inner = dict(outer.kv_connector_extra_config or {})
+    where = "kv_connector_extra_config"
+    if not isinstance(inner.get("kv_connector"), str):
+        raise ConfigError(
+            f"{where}.kv_connector: is missing; put the config of `kvport serve` here, such as "
+            '{"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {...}}'
+        )
+    for field in _SHARED:
+        if (value := _shared(outer, inner, field, where)) is not None:
+            inner[field] = value
+    own = _take_own(inner, where)
+    settings = inner.get("kvport") or {}
+    deadlines = settings.get("deadlines") or {} if isinstance(settings, dict) else {}
+    deadlines = deadlines if isinstance(deadlines, dict) else {}
+    return Config(
+        text=json.dumps(inner, sort_keys=True),
+        engine=str(inner.get("engine_id") or ""),
+        role=str(inner.get("kv_role") or ""),
+        binary=find_binary(),
+        transfer_seconds=seconds(deadlines.get("transfer"), 5.0),
+        transfer_per_gib=seconds(deadlines.get("transfer_per_gib"), 1.0),
+        **own,
+    )
+
+
+def _shared(outer: Any, inner: dict[str, Any], field: str, where: str) -> Any:
+    """Give the value of a field that both objects may have."""
+    theirs, mine = getattr(outer, field, None), inner.get(field)
+    if mine is None or theirs is None or mine == theirs:
+        return theirs if mine is None else mine
+    if field == "engine_id" and (invented := _INVENTED.fullmatch(str(theirs))):
+        # vLLM makes an id up where there is none, and gives data parallel ranks a suffix.
+        return str(mine) + (invented.group(1) or "")
+    raise ConfigError(f"{where}.{field}: is {mine!r}, but vLLM's own {field} is {theirs!r}; leave one out or make them equal")
+
+
+def _take_own(inner: dict[str, Any], where: str) -> dict[str, Any]:
+    """Take out of inner.kvport what means this package and not the host."""
+    settings = inner.get("kvport")
+    if not isinstance(settings, dict):
+        return {}
+    settings = dict(settings)
+    own: dict[str, Any] = {}
+    weak = settings.pop("allow_weak_hashes", False)
+    if not isinstance(weak, bool):
+        raise ConfigError(f"{where}.kvport.allow_weak_hashes: is {weak!r}, want true or false")
+    own["allow_weak_hashes"] = weak
+    folder = settings.pop("agent_socket_dir", "")
+    if not isinstance(folder, str):
+        raise ConfigError(f"{where}.kvport.agent_socket_dir: is {folder!r}, want a path")
+    own["socket_dir"] = folder
+    memory = settings.pop("memory", "auto")
+    if memory not in _MEMORY:
+        raise ConfigError(f"{where}.kvport.memory: is {memory!r}, want one of {', '.join(_MEMORY)}")
+    own["memory"] = memory
+    inner["kvport"] = settings
+    return own
+
+
+def seconds(value: Any, default: float) -> float:
+    """Read a duration as the host does; what it refuses is for its own check to say."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, str):
+        return default
+    units = {"ms": 1e-3, "us": 1e-6, "h": 3600.0, "m": 60.0, "s": 1.0}
+    total, rest = 0.0, value
+    while rest:
+        digits = len(rest) - len(rest.lstrip("0123456789."))
+        unit = next((u for u in units if rest[digits:].startswith(u)), None)
+        if not digits or unit is None:
+            return default
+        total += float(rest[:digits]) * units[unit]
+        rest = rest[digits + len(unit) :]
+    return total
+
+
+def find_binary() -> str:
+    """Find kvport: $KVPORT_BIN, beside the package (in the wheel), or on PATH."""
+    if named := os.environ.get("KVPORT_BIN"):
+        if not os.access(named, os.X_OK):
+            raise ConfigError(f"KVPORT_BIN: {named} is not an executable file")
+        return named
+    packaged = pathlib.Path(__file__).resolve().parent / "bin" / "kvport"
+    if os.access(packaged, os.X_OK):
+        return str(packaged)
+    if found := shutil.which("kvport"):
+        return found
+    raise ConfigError("no kvport binary: install the wheel that holds it, put kvport on PATH, or set KVPORT_BIN")
+
+
+@functools.lru_cache(maxsize=8)
+def _checked(binary: str, text: str) -> str:
+    command = [binary, "agent", "--check", "--kv-transfer-config", text]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{binary} did not answer a check of the config within {_CHECK_TIMEOUT:.0f} s"
+    if done.returncode == 0:
+        return ""
+    return (done.stderr or done.stdout).strip() or f"{binary} refused the config with status {done.returncode}"
+
+
+def check(config: Config) -> None:
+    """Let kvport itself check the inner config, plugin's part included."""
+    if error := _checked(config.binary, config.text):
+        raise ConfigError(f"kv_connector_extra_config: {error}")
+
+
+def check_early(outer: Any) -> None:
+    """Check all that can be known before a model loads."""
+    check(merge(outer))

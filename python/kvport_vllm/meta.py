@@ -1,0 +1,39 @@
+"""What the scheduler's side tells the workers, and what they tell back. Pickled by vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .vllm_api import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass
+class Load:
+    """A load that a step handed to the agent."""
+
+    request: str
+    step: int  # id of the Step message
+    life: int  # of the agent it went to; 0: it went nowhere
+    blocks: list[list[int]]  # by group
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """One engine step, for the workers."""
+
+    ack: int = 0  # this step completes blocks: answer with this number
+    loads: list[Load] = field(default_factory=list)
+    sent: list[str] = field(default_factory=list)  # requests whose delayed blocks are free
+    completes: list[list[int]] | None = None  # with ack: the blocks, by group, for a mirrored cache
+
+
+@dataclass
+class StepDone(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The steps whose completed blocks are true on a worker."""
+
+    acks: set[int]
+
+    def aggregate(self, other: Any) -> StepDone:
+        """Put the answers of two workers together; they ran the same step."""
+        return StepDone(self.acks | other.acks)

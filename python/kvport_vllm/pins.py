@@ -1,0 +1,123 @@
+"""Blocks that must not be given away while a plugin may read them.
+
+vLLM's pool counts references, so a pin is one more of them. Where the pool is out of reach, the
+request that owns the blocks is kept instead: see Delayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+
+class Pins:
+    """References that this connector holds, by what they are for. Each is dropped exactly once."""
+
+    def __init__(self) -> None:
+        """Begin without a pool; bind gives one."""
+        self.pool: Any = None
+        self._held: dict[Hashable, list[Any]] = {}
+
+    def bind(self, pool: Any) -> None:
+        """Take vLLM's BlockPool, if it is one that counts references."""
+        if all(hasattr(pool, name) for name in ("touch", "free_blocks", "blocks")):
+            self.pool = pool
+
+    def add(self, key: Hashable, ids: Iterable[int]) -> None:
+        """Hold blocks for a purpose, which may hold some already."""
+        if self.pool is None:
+            self._held.setdefault(key, [])
+            return
+        blocks = [self.pool.blocks[i] for i in ids]
+        self.pool.touch(blocks)
+        self._held.setdefault(key, []).extend(blocks)
+
+    def move(self, old: Hashable, new: Hashable, keep: set[int] | None = None) -> None:
+        """Go on holding for another purpose, of keep only where it is given."""
+        blocks = self._held.pop(old, None)
+        if blocks is None:
+            return
+        if keep is not None:
+            self._free([b for b in blocks if b.block_id not in keep])
+            blocks = [b for b in blocks if b.block_id in keep]
+        self._held.setdefault(new, []).extend(blocks)
+
+    def drop(self, key: Hashable) -> None:
+        """Let go of what is held for a purpose; nothing if nothing is."""
+        blocks = self._held.pop(key, None)
+        if blocks:
+            self._free(blocks)
+
+    def _free(self, blocks: list[Any]) -> None:
+        if blocks and self.pool is not None:
+            # The last block of a prefix first, as vLLM frees: it is the first to be evicted.
+            self.pool.free_blocks(reversed(blocks))
+
+    def drop_all(self) -> None:
+        """Let go of everything."""
+        for key in list(self._held):
+            self.drop(key)
+
+    def __len__(self) -> int:
+        """Count purposes for which blocks are held."""
+        return len(self._held)
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Say whether something is held for a purpose."""
+        return key in self._held
+
+    @property
+    def blocks(self) -> int:
+        """Count blocks held."""
+        return sum(len(b) for b in self._held.values())
+
+
+class Delayed:
+    """Ended requests that keep their blocks until nothing reads them: for engines without a pool to pin in."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._open: dict[str, int] = {}  # saves under way, by request
+        self._waiting: set[str] = set()  # ended
+        self._over: list[str] = []
+
+    def began(self, request: str) -> None:
+        """Note a save."""
+        self._open[request] = self._open.get(request, 0) + 1
+
+    def ended(self, request: str) -> None:
+        """Note the end of a save, or of a hold."""
+        left = self._open.get(request, 0) - 1
+        if left > 0:
+            self._open[request] = left
+            return
+        self._open.pop(request, None)
+        if request in self._waiting:
+            self._waiting.discard(request)
+            self._over.append(request)
+
+    def busy(self, request: str) -> bool:
+        """Say whether a request's blocks are being read."""
+        return request in self._open
+
+    def wait(self, request: str) -> bool:
+        """Keep an ended request's blocks if they are being read."""
+        if request not in self._open:
+            return False
+        self._waiting.add(request)
+        return True
+
+    def end_all(self) -> None:
+        """Note that nothing is read any more."""
+        self._open.clear()
+        self._over += sorted(self._waiting)
+        self._waiting.clear()
+
+    def take(self) -> list[str]:
+        """Give the requests whose blocks are free now, once each."""
+        over, self._over = self._over, []
+        return over
+
+    def __len__(self) -> int:
+        """Count requests that wait, or are to be told."""
+        return len(self._waiting) + len(self._over)

@@ -1,0 +1,366 @@
+"""The scheduler's side: what vLLM decides becomes Steps, what the agent answers becomes decisions."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from .events import Events
+from .keys import Keys
+from .link import Link, State
+from .lora import Adapters
+from .messages import ANSWERED, FINISHED, RELEASED, SAVED, message
+from .meta import Load, StepMetadata
+from .pins import Delayed, Pins
+from .saving import Saving
+from .stats import Counters
+from .tracking import Tracked, params_with, ticket_of, wants_remote
+
+log = logging.getLogger("vllm.kvport")
+
+_MATCH_WAIT = 0.005  # of a lookup: the scheduler stands still meanwhile
+_ASK_AGAIN = 0.1  # after this long without an answer
+_LATER_LIMIT = 10.0  # the host's own limit is far below; a stuck agent must not park a request for ever
+_MEMO = 0.02  # how long an answer to the very same question is good
+_FINISH_WAIT = 3.0  # for a ticket
+_RESET_WAIT = 10.0
+_PREEMPT_WAIT = 1.0  # for saves of preempted requests, where they cannot be pinned
+
+MISS: tuple[int, bool] = (0, False)
+
+
+class SchedulerSide:
+    """All of the connector that lives beside vLLM's scheduler. Used by its thread alone."""
+
+    def __init__(self, link: Link, block_tokens: int, groups: int, adapters: Adapters, events: Events) -> None:
+        """Take the connection, the tokens of a block and the number of KV cache groups."""
+        self.link = link
+        self.adapters = adapters
+        self.pins = Pins()
+        self.delayed = Delayed()
+        self.counters = Counters()
+        self.events = events
+        self.requests: dict[str, Tracked] = {}
+        self.loading: dict[str, Load] = {}  # until vLLM reports it over
+        self.saving = Saving(block_tokens, groups, self.pins, self.delayed, events)
+        self._block_tokens = block_tokens
+        self._step_type = message("Step")
+        self._step = self._step_type()
+        self._dirty = False  # the Step holds something
+        self._step_id = 0
+        self._new_loads: list[Load] = []
+        self._life = 0  # of the agent that knows our requests
+        self._lost = 0
+        self._down_answered = False
+
+    # -- requests come
+
+    def new_request(self, request: Any) -> None:
+        """Note a request; the agent hears of it with the next Step, and may look ahead."""
+        params = getattr(request, "kv_transfer_params", None)
+        tracked = Tracked(request, request.request_id, self._keys(request), ticket_of(params), wants_remote(params))
+        self.requests[tracked.id] = tracked
+        if self.link.life:
+            self._arrive(tracked)
+
+    def _keys(self, request: Any) -> Keys | None:
+        adapter = getattr(request, "lora_request", None)
+        if adapter is None:
+            return Keys()
+        try:
+            content = self.adapters.content(adapter)
+        except OSError as err:
+            log.warning("kvport: adapter %s cannot be read (%s): its requests stay local", adapter.lora_name, err)
+            return None
+        return Keys(content) if content is not None else None
+
+    def _arrive(self, tracked: Tracked) -> None:
+        if tracked.keys is None or tracked.told == self.link.life:
+            return  # without its adapter's content it has no keys: it comes later, or never
+        tracked.told = self.link.life
+        self._fill_query(self._step.arrived.add(), tracked, 0)
+        self._dirty = True
+
+    def _fill_query(self, query: Any, tracked: Tracked, computed: int) -> None:
+        request = tracked.request
+        query.request, query.tokens, query.computed = tracked.id, request.num_tokens, computed
+        if tracked.keys is not None:
+            query.keys = tracked.keys.joined(request.block_hashes)
+        query.ticket = tracked.ticket
+
+    # -- lookups
+
+    def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Answer get_num_new_matched_tokens: tokens beyond computed, always loaded asynchronously."""
+        if getattr(request, "skip_reading_prefix_cache", False) or not self._loads():
+            return MISS
+        tracked = self.requests.get(request.request_id)
+        if tracked is None:
+            self.new_request(request)
+            tracked = self.requests[request.request_id]
+        if tracked.denied or (tracked.keys is None and not self._adapter_known(tracked)):
+            return MISS if tracked.denied or not tracked.usable else (None, False)
+        tracked.asked_at = computed
+        now = time.monotonic()
+        if tracked.later_since and now < tracked.ask_again:
+            return None, False
+        question = (computed, len(request.block_hashes))
+        if tracked.memo == question and now < tracked.memo_until:
+            return self._offer(tracked, tracked.memo_tokens)
+        return self._ask(tracked, question, now)
+
+    def _loads(self) -> bool:
+        if self.link.life == 0:
+            self.poll()
+        return self.link.life != 0 and bool(self.link.attached.loads)
+
+    def _adapter_known(self, tracked: Tracked) -> bool:
+        try:
+            content = self.adapters.content(tracked.request.lora_request)
+        except OSError:
+            tracked.usable = False
+            return False
+        if content is None:
+            return False
+        tracked.keys = Keys(content)
+        self._arrive(tracked)
+        return True
+
+    def _ask(self, tracked: Tracked, question: tuple[int, int], now: float) -> tuple[int | None, bool]:
+        query = message("Query")()
+        self._fill_query(query, tracked, question[0])
+        self.counters.add("kvport_shim_lookups_total")
+        answer = self.link.call(_MATCH_WAIT, match=query)
+        if self.link.life == 0:
+            return MISS
+        if answer is None or answer.match.later:
+            return self._later(tracked, now)
+        tracked.later_since = 0.0
+        if answer.WhichOneof("result") != "match":
+            return MISS
+        tokens = max(0, min(answer.match.tokens, tracked.request.num_tokens - question[0]))
+        tracked.memo, tracked.memo_until, tracked.memo_tokens = question, now + _MEMO, tokens
+        return self._offer(tracked, tokens)
+
+    def _later(self, tracked: Tracked, now: float) -> tuple[int | None, bool]:
+        tracked.later_since = tracked.later_since or now
+        if now - tracked.later_since > _LATER_LIMIT:
+            tracked.later_since = 0.0
+            self.counters.add("kvport_shim_lookups_given_up_total")
+            return MISS
+        tracked.ask_again = now + _ASK_AGAIN
+        return None, False
+
+    @staticmethod
+    def _offer(tracked: Tracked, tokens: int) -> tuple[int, bool]:
+        tracked.later_since = 0.0
+        return (tokens, True) if tokens > 0 else MISS
+
+    # -- loads
+
+    def allocated(self, request: Any, tables: Any, external: int) -> None:
+        """Begin the load of a request that was given blocks; asked again without external tokens, do nothing."""
+        tracked = self.requests.get(request.request_id)
+        if tracked is None or external <= 0:
+            return
+        tracked.memo = None
+        first = tracked.asked_at // self._block_tokens
+        count = -(-external // self._block_tokens)
+        load = Load(tracked.id, 0, 0, [])
+        transfer = self._step.admitted.add(request=tracked.id, tokens=external, ticket=tracked.ticket)
+        setattr(transfer, "from", tracked.asked_at)
+        self.saving.fill(transfer.blocks, tracked, tables, first, first + count, load.blocks, tracked.asked_at + external)
+        self._new_loads.append(load)
+        self.loading[tracked.id] = load
+        tracked.have = max(tracked.have, (tracked.asked_at + external) // self._block_tokens)
+        self._dirty = True
+
+    # -- steps
+
+    def build(self, output: Any) -> StepMetadata:
+        """Answer build_connector_meta: send what was decided, and say what the workers must know."""
+        self.poll()
+        self._preempted(output)
+        meta = StepMetadata(sent=self.delayed.take())
+        if self.link.life and self.link.attached.saves:
+            self.saving.completes(output, self.requests, meta)
+        self.flush()
+        loads, self._new_loads = self._new_loads, []
+        meta.loads = loads
+        return meta
+
+    def emergency(self) -> StepMetadata:
+        """Answer build_connector_meta when something went wrong: no load may be forgotten."""
+        loads, self._new_loads = self._new_loads, []
+        return StepMetadata(loads=loads)
+
+    def _preempted(self, output: Any) -> None:
+        ids = getattr(output, "preempted_req_ids", None)
+        if not ids:
+            return
+        for request in sorted(ids):
+            if request in self.requests:
+                self._step.preempted.append(request)
+                self.requests[request].memo = None
+                self._dirty = True
+        if self.pins.pool is None:
+            self._wait_for_saves(ids)
+
+    def _wait_for_saves(self, ids: Any) -> None:
+        # Their blocks are given away in this very step, and nothing holds them.
+        deadline = time.monotonic() + _PREEMPT_WAIT
+        self.flush()
+        while any(self.delayed.busy(r) for r in ids) and time.monotonic() < deadline:
+            self.poll()
+            time.sleep(0.001)
+        if any(self.delayed.busy(r) for r in ids):
+            self.link.lose("saves of a preempted request did not end in time")
+
+    def flush(self) -> None:
+        """Send the Step if it holds something."""
+        if not self._dirty:
+            return
+        step, self._step, self._dirty = self._step, self._step_type(), False
+        self._step_id += 1
+        step.id = self._step_id
+        sent = self.link.send(step=step)
+        for load in self._new_loads:
+            if load.step == 0:
+                load.step, load.life = step.id, self.link.life if sent else 0
+        self.saving.sent(step.id, sent)
+
+    def step_over(self, output: Any) -> None:
+        """Take update_connector_output: completed blocks are true now, loads are over."""
+        self.poll()
+        done = getattr(output, "kv_connector_worker_meta", None)
+        if done is not None:
+            for ack in sorted(done.acks):
+                self._dirty |= self.saving.computed(ack, self._step)
+        invalid = output.invalid_block_ids or ()
+        failed = getattr(output, "failed_recving", None) or ()
+        for request in output.finished_recving or ():
+            self._load_over(request, invalid, failed)
+        if self._dirty and done is not None:
+            self.flush()
+
+    def _load_over(self, request: str, invalid: Any, failed: Any) -> None:
+        load = self.loading.pop(request, None)
+        tracked = self.requests.get(request)
+        if load is None or tracked is None:
+            return
+        bad = request in failed or any(b in invalid for ids in load.blocks for b in ids)
+        if not bad:
+            return
+        tracked.have = 0
+        first = load.blocks[0][0] if load.blocks and load.blocks[0] else None
+        # vLLM asks again at once, and would be offered the same blocks for ever.
+        tracked.denied = request in failed or len(load.blocks) > 1 or first in invalid or load.life != self.link.life
+        self.counters.add("kvport_shim_loads_failed_total")
+
+    # -- requests go
+
+    def finished(self, request: Any, tables: Any, reason: int, normal: bool) -> tuple[bool, dict[str, Any] | None]:
+        """Answer request_finished: whether blocks stay with the request, and what the response says."""
+        tracked = self.requests.pop(request.request_id, None)
+        if tracked is None:
+            return False, None
+        computed = max(0, min(request.num_computed_tokens, request.num_tokens - 1)) if normal else 0
+        self._dirty |= self.saving.request_over(tracked, self._step, normal)
+        params = None
+        told = self.link.life != 0 and tracked.told == self.link.life
+        if told and tracked.remote and normal:
+            params = self._finish_remote(tracked, tables, reason, computed)
+        elif told:
+            self._step.ended.add(request=tracked.id, reason=reason, tokens=computed)
+            self._dirty = True
+        delay = self.pins.pool is None and self.delayed.wait(tracked.id)
+        return delay, params
+
+    def _finish_remote(self, tracked: Tracked, tables: Any, reason: int, computed: int) -> dict[str, Any] | None:
+        self.flush()
+        ended = message("Ended")(request=tracked.id, reason=reason, tokens=computed, remote=True)
+        ids: list[list[int]] = []
+        self.saving.fill(ended.blocks, tracked, tables, 0, -(-computed // self._block_tokens), ids, computed)
+        self.saving.hold(tracked.id, ids)
+        answer = self.link.call(_FINISH_WAIT, finish=ended)
+        if answer is None:
+            # Whether it holds blocks we will not hear: the pin stays until Finished, or the agent's end.
+            log.warning("kvport: no ticket for request %s within %.0f s", tracked.id, _FINISH_WAIT)
+            return None
+        if answer.WhichOneof("result") != "finish":
+            self.saving.let_go(tracked.id)
+            return None
+        return params_with(answer.finish.ticket) if answer.finish.ticket else None
+
+    # -- what the agent says
+
+    def poll(self) -> None:
+        """Read what has come, without waiting."""
+        for event in self.link.poll():
+            self._take(event)
+        if self.link.lost != self._lost and self.link.state is not State.FENCING:
+            self._lost = self.link.lost
+            self._forget()
+        if self.link.life != self._life:
+            self._life = self.link.life
+            if self._life:
+                self._introduce()
+
+    def _take(self, event: Any) -> None:
+        kind = getattr(event, "kind", None)
+        if kind is None:
+            self.counters.take_state(event)
+        elif kind == SAVED:
+            self.saving.saved(event)
+        elif (kind == FINISHED and not event.held) or kind == RELEASED:
+            self.saving.let_go(event.request)
+        elif kind == ANSWERED and event.request in self.requests:
+            self.requests[event.request].ask_again = 0.0
+            self.requests[event.request].memo = None
+
+    def _forget(self) -> None:
+        """Let go of everything that the dead agent had: nothing of it can touch a block any more."""
+        self.saving.forget()
+        self.delayed.end_all()
+        self.counters.agent_lost()
+        self._step, self._dirty = self._without_history(), bool(self._new_loads)
+        for tracked in self.requests.values():
+            tracked.memo, tracked.later_since, tracked.have, tracked.told = None, 0.0, 0, 0
+
+    def _without_history(self) -> Any:
+        step = self._step_type()
+        for load, transfer in zip(self._new_loads, self._step.admitted, strict=False):
+            if load.step == 0:
+                step.admitted.add().CopyFrom(transfer)
+        return step
+
+    def _introduce(self) -> None:
+        """Tell a new agent of all live requests: each of them will end."""
+        for tracked in self.requests.values():
+            self._arrive(tracked)
+
+    # -- the rest
+
+    def busy(self) -> bool:
+        """Say whether the engine must go on stepping: somebody still reads blocks, or is to be told something."""
+        self.poll()
+        return bool(len(self.pins) or len(self.delayed) or self._dirty)
+
+    def reset(self) -> bool:
+        """Empty the connector's cache; False if it is not known to be empty."""
+        self.poll()
+        for tracked in self.requests.values():
+            tracked.memo, tracked.have = None, 0
+        answer = self.link.call(_RESET_WAIT, reset=message("ResetRequest")())
+        emptied = answer is not None and answer.WhichOneof("result") == "reset" and bool(answer.reset.emptied)
+        if emptied:
+            self.events.cleared()
+        return emptied
+
+    def close(self) -> None:
+        """Leave; what was held is held no more."""
+        self.flush()
+        self.link.close()
+        self.saving.forget()
+        self.adapters.close()

@@ -1,0 +1,78 @@
+"""What the scheduler's side knows of each live request."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from typing import Any
+
+from .keys import Keys
+
+TICKET = "kvport_ticket"
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request between on_new_request and request_finished."""
+
+    request: Any  # vLLM's Request, alive as long as this is
+    id: str
+    keys: Keys | None  # None: the adapter's content is not known yet
+    ticket: bytes = b""
+    remote: bool = False  # a consumer will come for its blocks
+    usable: bool = True  # False: nothing of it can be named outside of this engine
+    denied: bool = False  # a load left nothing valid: asking again would never end
+    told: int = 0  # life of the agent that knows of it
+    have: int = 0  # leading blocks that the connector has, or is being given
+    asked_at: int = 0  # computed tokens of the last lookup
+    later_since: float = 0.0  # 0: not waiting for an answer
+    ask_again: float = 0.0
+    memo: tuple[int, int] | None = None  # lookup that was answered: computed tokens, hashes
+    memo_until: float = 0.0
+    memo_tokens: int = 0
+    tables: list[list[int]] = field(default_factory=list)  # only where vLLM shows none
+
+
+@dataclass(slots=True)
+class Completion:
+    """Blocks of one request that one engine step completes."""
+
+    tracked: Tracked
+    first: int
+    end: int
+    ids: list[list[int]]  # by group, of blocks first..end
+
+
+def ticket_of(params: Any) -> bytes:
+    """Read the ticket of a request's kv_transfer_params; what is no ticket is none."""
+    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+        return b""
+    text = params.get(TICKET)
+    if not isinstance(text, str):
+        return b""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def params_with(ticket: bytes) -> dict[str, Any]:
+    """Make the kv_transfer_params of an answer, for whoever fetches this request's blocks.
+
+    The other fields are there because routers copy them; with a ticket nobody reads them.
+    """
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+        TICKET: base64.b64encode(ticket).decode("ascii"),
+    }
+
+
+def wants_remote(params: Any) -> bool:
+    """Say whether a router announced a consumer."""
+    return isinstance(params, dict) and bool(params.get("do_remote_decode"))

@@ -1,0 +1,143 @@
+"""A worker's side: loads that a step began are reported once, when nothing can write into their blocks any more."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .link import Link, State
+from .memory import Shared
+from .messages import LOADED
+from .meta import Load, StepDone, StepMetadata
+
+log = logging.getLogger("vllm.kvport")
+
+# Beyond the host's own deadlines, in which a transfer is retried and its plugin restarted.
+_SLACK = 20.0
+_MAX_EARLY = 4096
+
+
+@dataclass(slots=True)
+class _Pending:
+    load: Load
+    deadline: float
+
+
+class WorkerSide:
+    """All of the connector that lives beside a rank's model runner. Used by its thread alone."""
+
+    def __init__(self, link: Link, groups: int, transfer: float, per_gib: float) -> None:
+        """Take the connection and the host's deadline of a transfer, in seconds."""
+        self.link = link
+        self.shared: Shared | None = None
+        self.block_bytes = 0
+        self._groups = groups
+        self._transfer = transfer
+        self._per_gib = per_gib
+        self._pending: dict[tuple[str, int], _Pending] = {}
+        self._early: dict[tuple[int, str, int], list[int]] = {}  # ends of loads whose step is not here yet
+        self._sent: list[str] = []
+        self._acks: set[int] = set()
+        self._copy_out: Sequence[Sequence[int]] | None = None
+        self.invalid: set[int] = set()
+        self.failed: set[str] = set()
+
+    def bind(self, meta: StepMetadata) -> None:
+        """Take what the step began."""
+        if meta.ack:
+            self._acks.add(meta.ack)
+            self._copy_out = meta.completes
+        if meta.sent:
+            self._sent += meta.sent
+        for load in meta.loads:
+            blocks = sum(len(ids) for ids in load.blocks)
+            limit = 2 * (self._transfer + self._per_gib * blocks * self.block_bytes / (1 << 30)) + _SLACK
+            self._pending[load.request, load.step] = _Pending(load, time.monotonic() + limit)
+
+    def forward_over(self) -> None:
+        """Take wait_for_save: what the step computed is in the cache, and goes to the mirror if there is one."""
+        copies, self._copy_out = self._copy_out, None
+        if copies is not None and self.shared is not None and self.shared.mirror is not None:
+            self.shared.mirror.save(copies)
+
+    def done(self) -> StepDone | None:
+        """Answer build_connector_worker_meta: nothing, for a step that completed no block."""
+        if not self._acks:
+            return None
+        acks, self._acks = self._acks, set()
+        return StepDone(acks)
+
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """Give requests whose delayed blocks are free, that were loaded, and whose load failed as a whole."""
+        received: set[str] = set()
+        for event in self.link.poll():
+            if getattr(event, "kind", None) == LOADED:
+                self._loaded(event, received)
+        if self._pending:
+            self._check(received)
+        sent, self._sent = set(self._sent), []
+        failed, self.failed = self.failed & received, self.failed - received
+        return sent, received, failed
+
+    def _loaded(self, event: Any, received: set[str]) -> None:
+        pending = self._pending.pop((event.request, event.step), None)
+        if pending is None:
+            if len(self._early) < _MAX_EARLY:
+                self._early[self.link.life, event.request, event.step] = list(event.failed)
+            return
+        self._over(pending.load, list(event.failed), received)
+
+    def _over(self, load: Load, bad: list[int], received: set[str]) -> None:
+        received.add(load.request)
+        if bad:
+            log.warning("kvport: %d blocks of request %s could not be loaded", len(bad), load.request)
+        if self.shared is not None and self.shared.mirror is not None:
+            gone = set(bad)
+            self.shared.mirror.load([[b for b in ids if b not in gone] for ids in load.blocks])
+        if not bad:
+            return
+        if self._groups > 1:
+            self.failed.add(load.request)
+        else:
+            self.invalid.update(bad)
+
+    def _check(self, received: set[str]) -> None:
+        """End loads that nobody will report: of an agent that has ended, or stuck for too long."""
+        now = time.monotonic()
+        if self.link.state is not State.FENCING and any(now > p.deadline for p in self._pending.values()):
+            self.link.lose("a load is long past its deadline")
+        for key, pending in list(self._pending.items()):
+            life = pending.load.life
+            early = self._early.pop((life, *key), None)
+            if early is not None:
+                del self._pending[key]
+                self._over(pending.load, early, received)
+            elif self._nobody(life, now > pending.deadline):
+                del self._pending[key]
+                self._over(pending.load, [b for ids in pending.load.blocks for b in ids], received)
+        if not self._pending:
+            self._early = {key: bad for key, bad in self._early.items() if key[0] == self.link.life}
+
+    def _nobody(self, life: int, late: bool) -> bool:
+        """Say whether no process is left that could write for a load that went to this life of the agent."""
+        if life == 0 or life in self.link.fenced:
+            return True
+        if self.link.state is State.UP:
+            return life != self.link.life  # we are attached to its successor
+        return late and self.link.state is not State.FENCING
+
+    def take_invalid(self) -> set[int]:
+        """Give the blocks that could not be loaded, once."""
+        if not self.invalid:
+            return set()
+        invalid, self.invalid = self.invalid, set()
+        return invalid
+
+    def close(self) -> None:
+        """Leave; the memory goes with the process."""
+        self.link.close()
+        if self.shared is not None:
+            self.shared.memfd.close()
