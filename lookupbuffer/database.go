@@ -1,0 +1,224 @@
+package lookupbuffer
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
+)
+
+// KV is what a Database needs of a key-value database. Keys are 64 hexadecimal digits. Calls are made
+// concurrently.
+type KV interface {
+	// Exists reports for each key whether it is there.
+	Exists(ctx context.Context, keys []string) ([]bool, error)
+	// Get gives the value of a key, which the caller may keep. A key that is not there is connector.ErrGone.
+	Get(ctx context.Context, key string) ([]byte, error)
+	// Put stores a value, whole or not at all. It is not kept beyond the call. A database that is full
+	// says connector.ErrBusy.
+	Put(ctx context.Context, key string, value []byte) error
+	// Delete removes a key; one that is not there is no error.
+	Delete(ctx context.Context, key string) error
+}
+
+// DatabaseOptions are the options of a Database.
+type DatabaseOptions struct {
+	Keep  bool          // blocks stay after they were selected; the database evicts them by its own rules
+	Poll  time.Duration // how often a waiting selection asks; 0: 10 ms
+	Close func() error  // closes the database, after the last call; may be nil
+}
+
+// Database is a Buffer on top of a key-value database that other processes may use too. Within this
+// process all selections that run at the same time get a block; a selection in another process may
+// find that one here was faster, unless Keep is set.
+type Database struct {
+	kv     KV
+	o      DatabaseOptions
+	closed chan struct{}
+	once   sync.Once
+
+	mu      sync.Mutex
+	readers map[connector.StoreKey]*reading
+}
+
+// reading counts the selections of one key that run; the last one removes the block.
+type reading struct {
+	n     int
+	taken bool
+}
+
+// deleteTimeout is how long a selection that succeeded waits for its blocks to be removed.
+const deleteTimeout = time.Second
+
+// NewDatabase makes a Buffer of a database.
+func NewDatabase(kv KV, o DatabaseOptions) *Database {
+	if o.Poll <= 0 {
+		o.Poll = 10 * time.Millisecond
+	}
+	return &Database{kv: kv, o: o, closed: make(chan struct{}), readers: map[connector.StoreKey]*reading{}}
+}
+
+func (d *Database) over() error {
+	select {
+	case <-d.closed:
+		return ErrClosed
+	default:
+		return nil
+	}
+}
+
+// Lookup implements Buffer, with one question for all runs.
+func (d *Database) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	if err := d.over(); err != nil {
+		return nil, err
+	}
+	var names []string
+	for _, run := range runs {
+		for _, k := range run {
+			names = append(names, k.String())
+		}
+	}
+	found := make([]int, len(runs))
+	if len(names) == 0 {
+		return found, nil
+	}
+	there, err := d.kv.Exists(ctx, names)
+	if err == nil && len(there) != len(names) {
+		err = fmt.Errorf("the database answered for %d of %d keys: %w", len(there), len(names), connector.ErrIncompatible)
+	}
+	if err != nil {
+		return nil, err
+	}
+	for i, run := range runs {
+		mine := there[:len(run)]
+		there = there[len(run):]
+		if found[i] = slices.Index(mine, false); found[i] < 0 {
+			found[i] = len(run)
+		}
+	}
+	return found, nil
+}
+
+// Insert implements Buffer.
+func (d *Database) Insert(ctx context.Context, items []connector.Item) error {
+	var failed failures
+	for i, it := range items {
+		err := d.over()
+		if err == nil {
+			err = ctx.Err()
+		}
+		if err == nil {
+			err = d.insert(ctx, &it)
+		}
+		if err != nil {
+			failed.add(i, err)
+		}
+	}
+	return failed.error()
+}
+
+func (d *Database) insert(ctx context.Context, it *connector.Item) error {
+	name := it.Key.String()
+	if !it.Replace {
+		if there, err := d.kv.Exists(ctx, []string{name}); err == nil && len(there) == 1 && there[0] {
+			return nil
+		}
+	}
+	return d.kv.Put(ctx, name, bytes.Join(it.Spans, nil))
+}
+
+// DropSelect implements Buffer.
+func (d *Database) DropSelect(ctx context.Context, items []connector.Item) error {
+	var pending []int
+	for i := range items {
+		d.begin(items[i].Key)
+		pending = append(pending, i)
+	}
+	var failed failures
+	tick := time.NewTicker(d.o.Poll)
+	defer tick.Stop()
+	for len(pending) > 0 {
+		pending = slices.DeleteFunc(pending, func(i int) bool {
+			there, err := d.get(ctx, &items[i])
+			if err != nil {
+				failed.add(i, err)
+			}
+			if there || err != nil {
+				d.end(ctx, items[i].Key, there)
+			}
+			return there || err != nil
+		})
+		if len(pending) > 0 {
+			select {
+			case <-tick.C:
+			case <-ctx.Done():
+			case <-d.closed:
+			}
+		}
+	}
+	return failed.error()
+}
+
+// get places one block, if it is there.
+func (d *Database) get(ctx context.Context, it *connector.Item) (there bool, err error) {
+	if err := errors.Join(d.over(), ctx.Err()); err != nil {
+		return false, err
+	}
+	value, err := d.kv.Get(ctx, it.Key.String())
+	switch {
+	case errors.Is(err, connector.ErrGone):
+		return false, nil
+	case err == nil:
+		err = fits(it, len(value))
+	}
+	if err != nil {
+		return false, err
+	}
+	pipe.Copy(it.Spans, [][]byte{value})
+	return true, nil
+}
+
+func (d *Database) begin(k connector.StoreKey) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.readers[k] == nil {
+		d.readers[k] = &reading{}
+	}
+	d.readers[k].n++
+}
+
+// end ends one selection of a key; the last one removes what was taken. If that fails the block stays,
+// which costs room and nothing else.
+func (d *Database) end(ctx context.Context, k connector.StoreKey, taken bool) {
+	d.mu.Lock()
+	r := d.readers[k]
+	r.n--
+	r.taken = r.taken || taken
+	last := r.n == 0
+	if last {
+		delete(d.readers, k)
+	}
+	d.mu.Unlock()
+	if last && r.taken && !d.o.Keep {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), deleteTimeout)
+		defer cancel()
+		_ = d.kv.Delete(ctx, k.String())
+	}
+}
+
+// Close implements Buffer.
+func (d *Database) Close() (err error) {
+	d.once.Do(func() {
+		close(d.closed)
+		if d.o.Close != nil {
+			err = d.o.Close()
+		}
+	})
+	return err
+}

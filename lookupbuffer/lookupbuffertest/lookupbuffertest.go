@@ -1,0 +1,87 @@
+// Package lookupbuffertest checks that a buffer keeps the promises of package lookupbuffer. Authors of
+// buffers run it:
+//
+//	func TestBuffer(t *testing.T) {
+//		lookupbuffertest.Run(t, lookupbuffertest.Harness{Open: func(t lookupbuffertest.T) lookupbuffertest.Ends { ... }})
+//	}
+package lookupbuffertest
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/kvport/kvport/lookupbuffer"
+)
+
+// T is the part of testing.TB that a case needs.
+type T interface {
+	// Context ends with the case's deadline.
+	Context() context.Context
+	// Helper marks the caller as a helper.
+	Helper()
+	// Errorf reports a failure; the case goes on.
+	Errorf(format string, args ...any)
+	// FailNow ends the case as failed.
+	FailNow()
+	// Skipf ends the case as one that does not apply, saying why.
+	Skipf(format string, args ...any)
+	// Cleanup runs a function at the end of the case.
+	Cleanup(func())
+}
+
+// Ends are the two ends of one new, empty buffer; one value, unless they are in two processes.
+type Ends struct {
+	Insert lookupbuffer.Buffer // where blocks are put in
+	Select lookupbuffer.Buffer // where they are looked up and taken out
+}
+
+// Harness makes buffers for the suite.
+type Harness struct {
+	// Open makes a new buffer. The suite closes both ends.
+	Open func(t T) Ends
+	// Capacity is how many bytes the buffer holds, at least 1 MiB.
+	Capacity int
+	// Keep says that blocks stay after they were selected.
+	Keep bool
+}
+
+// How long things may take.
+const (
+	soon   = 5 * time.Second
+	moment = 50 * time.Millisecond
+)
+
+// A Case checks one promise.
+type Case struct {
+	Name string
+	Text string // what the case does, one sentence
+	Run  func(t T, h Harness)
+}
+
+// Run runs every case as a subtest.
+func Run(t *testing.T, h Harness) {
+	t.Helper()
+	for _, c := range Cases() {
+		t.Run(c.Name, func(t *testing.T) { c.Run(t, h) })
+	}
+}
+
+// Cases lists the suite.
+func Cases() []Case {
+	return []Case{
+		{"select", "What was inserted is selected, byte for byte, and is gone then.", selects},
+		{"lookup", "Lookup counts leading keys, for each run of a batch.", lookup},
+		{"select-waits", "A selection that comes first waits for its block.", selectWaits},
+		{"not-there", "A selection that ends names the blocks that did not come; the others are filled.", notThere},
+		{"cancelled-select", "A cancelled selection removes nothing.", cancelled},
+		{"failed-placement", "A block that does not fit where it should go stays.", failedPlacement},
+		{"two-selections", "Two selections that wait for one block both get it.", twoSelections},
+		{"full", "At capacity Insert does not wait, and what is found is whole.", full},
+		{"room-again", "When blocks were taken out there is room again.", roomAgain},
+		{"insert-twice", "A key that is there keeps its bytes, unless it is replaced.", insertTwice},
+		{"spans-returned", "What a caller does to its memory after Insert harms no block.", spansReturned},
+		{"close", "Close ends selections that wait.", closeWaiting},
+		{"at-once", "Inserts and selections at the same time mix nothing up.", atOnce},
+	}
+}

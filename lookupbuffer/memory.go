@@ -1,0 +1,354 @@
+package lookupbuffer
+
+import (
+	"container/list"
+	"context"
+	"fmt"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
+)
+
+// Options of a Memory.
+type Options struct {
+	Bytes  int64 // of all blocks together, at most
+	Refuse bool  // at capacity Insert fails with ErrBusy; otherwise the oldest blocks go
+	Keep   bool  // blocks stay after they were selected, until their room is needed
+}
+
+// Memory is a Buffer in this process's memory. It never takes more than Options.Bytes.
+type Memory struct {
+	o Options
+
+	mu      sync.Mutex
+	entries map[connector.StoreKey]*entry
+	order   list.List // of *entry that can be found, the oldest first
+	used    int64     // bytes of all entries, also those that only readers still have
+	spare   map[int][][]byte
+	spared  int64 // bytes in spare
+	waiters map[connector.StoreKey][]*waiter
+	closed  chan struct{}
+	over    bool
+}
+
+// entry is one block. Its bytes do not change as long as anybody can see it.
+type entry struct {
+	key     connector.StoreKey
+	data    []byte
+	readers int           // selections that copy it, or are about to
+	taken   bool          // a selection has succeeded: it goes with the last reader
+	place   *list.Element // nil: it cannot be found any more
+}
+
+// waiter is one item of a selection whose block is not there yet.
+type waiter struct {
+	got chan *entry // capacity 1; the entry has one reader more for it
+}
+
+// NewMemory makes an empty buffer.
+func NewMemory(o Options) *Memory {
+	return &Memory{
+		o: o, entries: map[connector.StoreKey]*entry{}, spare: map[int][][]byte{},
+		waiters: map[connector.StoreKey][]*waiter{}, closed: make(chan struct{}),
+	}
+}
+
+// Lookup implements Buffer.
+func (m *Memory) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.over {
+		return nil, ErrClosed
+	}
+	found := make([]int, len(runs))
+	for i, keys := range runs {
+		for found[i] < len(keys) && m.entries[keys[found[i]]] != nil {
+			found[i]++
+		}
+	}
+	return found, nil
+}
+
+// Insert implements Buffer.
+func (m *Memory) Insert(ctx context.Context, items []connector.Item) error {
+	var failed failures
+	for i := range items {
+		it := &items[i]
+		if err := m.insert(ctx, it); err != nil {
+			failed.add(i, err)
+		}
+	}
+	return failed.error()
+}
+
+func (m *Memory) insert(ctx context.Context, it *connector.Item) error {
+	if !it.Replace && m.has(it.Key) {
+		return nil
+	}
+	return m.Fill(ctx, it.Key, it.Size(), func(data []byte) error {
+		pipe.Copy([][]byte{data}, it.Spans)
+		return nil
+	})
+}
+
+func (m *Memory) has(k connector.StoreKey) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.entries[k] != nil && !m.over
+}
+
+// Fill puts one block of size bytes in that fill writes, in place of an older one of that key. Nobody
+// sees the block before fill has returned nil; on an error there is none. It never waits for room.
+func (m *Memory) Fill(ctx context.Context, k connector.StoreKey, size int, fill func(data []byte) error) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	e, err := m.reserve(k, size)
+	if err != nil {
+		return err
+	}
+	return m.publish(e, fill(e.data))
+}
+
+// publish lets an entry that was reserved be found, or gives it back if it could not be filled.
+func (m *Memory) publish(e *entry, err error) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	e.readers--
+	if err == nil && m.over {
+		err = ErrClosed
+	}
+	if err != nil {
+		m.free(e)
+		return err
+	}
+	if old := m.entries[e.key]; old != nil {
+		m.remove(old)
+	}
+	m.entries[e.key], e.place = e, m.order.PushBack(e)
+	e.readers += len(m.waiters[e.key]) // before anybody can remove it
+	for _, w := range m.waiters[e.key] {
+		w.got <- e
+	}
+	delete(m.waiters, e.key)
+	return nil
+}
+
+// abandon gives an entry back that was reserved and not filled. nil is none.
+func (m *Memory) abandon(e *entry) {
+	if e != nil {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		m.free(e)
+	}
+}
+
+// reserve takes the bytes of a block that is about to be written.
+func (m *Memory) reserve(k connector.StoreKey, size int) (*entry, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	n := int64(size)
+	switch {
+	case m.over:
+		return nil, ErrClosed
+	case n > m.o.Bytes:
+		return nil, fmt.Errorf("a block of %d bytes never fits into a buffer of %d: %w", n, m.o.Bytes, connector.ErrIncompatible)
+	}
+	for at := m.order.Front(); m.used+n > m.o.Bytes && at != nil && !m.o.Refuse; {
+		e, isEntry := at.Value.(*entry)
+		at = at.Next()
+		if isEntry && e.readers == 0 {
+			m.remove(e)
+		}
+	}
+	if m.used+n > m.o.Bytes {
+		return nil, fmt.Errorf("%d of %d bytes are in use: %w", m.used, m.o.Bytes, connector.ErrBusy)
+	}
+	m.used += n
+	return &entry{key: k, data: m.alloc(size), readers: 1}, nil
+}
+
+// alloc gives memory of size bytes, used before if there is some. The caller holds mu and has counted it.
+func (m *Memory) alloc(size int) []byte {
+	if free := m.spare[size]; len(free) > 0 {
+		data := free[len(free)-1]
+		m.spare[size] = free[:len(free)-1]
+		m.spared -= int64(size)
+		return data
+	}
+	if m.used+m.spared > m.o.Bytes {
+		clear(m.spare) // of sizes that nobody wants now
+		m.spared = 0
+	}
+	return make([]byte, size)
+}
+
+// remove makes an entry impossible to find. The caller holds mu.
+func (m *Memory) remove(e *entry) {
+	if e.place == nil {
+		return
+	}
+	m.order.Remove(e.place)
+	e.place = nil
+	delete(m.entries, e.key)
+	if e.readers == 0 {
+		m.free(e)
+	}
+}
+
+// free gives the memory of an entry that nobody sees back. The caller holds mu.
+func (m *Memory) free(e *entry) {
+	m.used -= int64(len(e.data))
+	m.spare[len(e.data)] = append(m.spare[len(e.data)], e.data)
+	m.spared += int64(len(e.data))
+	e.data = nil
+}
+
+// done ends one reading of an entry. taken says that the block was placed.
+func (m *Memory) done(e *entry, taken bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	e.readers--
+	e.taken = e.taken || taken
+	switch {
+	case e.readers > 0:
+	case e.place == nil:
+		m.free(e)
+	case e.taken && !m.o.Keep:
+		m.remove(e)
+	}
+}
+
+// Read shows the bytes of one block, in place, and reports whether it is there. They are valid during
+// the call only, and must not be changed. The block stays, whatever read returns, and is young again.
+func (m *Memory) Read(k connector.StoreKey, read func(data []byte) error) (found bool, err error) {
+	m.mu.Lock()
+	e := m.entries[k]
+	if e == nil || m.over {
+		m.mu.Unlock()
+		return false, nil
+	}
+	e.readers++
+	m.order.MoveToBack(e.place)
+	m.mu.Unlock()
+	defer m.done(e, false)
+	return true, read(e.data)
+}
+
+// DropSelect implements Buffer.
+func (m *Memory) DropSelect(ctx context.Context, items []connector.Item) error {
+	var failed failures
+	waiting := make([]*waiter, len(items)) // queued for all of them before it waits for the first
+	for i := range items {
+		e, w, err := m.find(items[i].Key)
+		if err == nil && e != nil {
+			err = m.take(ctx, e, &items[i])
+		}
+		waiting[i] = w
+		if err != nil {
+			failed.add(i, err)
+		}
+	}
+	for i, w := range waiting {
+		if w == nil {
+			continue
+		}
+		e, err := m.await(ctx, items[i].Key, w)
+		if err == nil {
+			err = m.take(ctx, e, &items[i])
+		}
+		if err != nil {
+			failed.add(i, err)
+		}
+	}
+	return failed.error()
+}
+
+// find gives an entry with one reader more, or a place in the queue for it.
+func (m *Memory) find(k connector.StoreKey) (*entry, *waiter, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.over {
+		return nil, nil, ErrClosed
+	}
+	if e := m.entries[k]; e != nil {
+		e.readers++
+		return e, nil, nil
+	}
+	w := &waiter{got: make(chan *entry, 1)}
+	m.waiters[k] = append(m.waiters[k], w)
+	return nil, w, nil
+}
+
+func (m *Memory) await(ctx context.Context, k connector.StoreKey, w *waiter) (*entry, error) {
+	select {
+	case e := <-w.got:
+		return e, nil
+	default: // a block that is there counts more than a context that has ended
+	}
+	var err error
+	select {
+	case e := <-w.got:
+		return e, nil
+	case <-m.closed:
+		err = ErrClosed
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	m.leave(k, w)
+	return nil, err
+}
+
+// leave takes a waiter off the queue. One that was served meanwhile gives the block back untaken.
+func (m *Memory) leave(k connector.StoreKey, w *waiter) {
+	m.mu.Lock()
+	queue := m.waiters[k]
+	for i, other := range queue {
+		if other == w {
+			m.waiters[k] = append(queue[:i:i], queue[i+1:]...)
+		}
+	}
+	if len(m.waiters[k]) == 0 {
+		delete(m.waiters, k)
+	}
+	m.mu.Unlock()
+	select {
+	case e := <-w.got:
+		m.done(e, false)
+	default:
+	}
+}
+
+// take copies an entry to where it is wanted and ends the reading.
+func (m *Memory) take(ctx context.Context, e *entry, it *connector.Item) error {
+	err := ctx.Err()
+	if err == nil {
+		err = fits(it, len(e.data))
+	}
+	if err == nil {
+		pipe.Copy(it.Spans, [][]byte{e.data})
+	}
+	m.done(e, err == nil)
+	return err
+}
+
+// Bytes is how much all blocks take now.
+func (m *Memory) Bytes() int64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.used
+}
+
+// Close implements Buffer.
+func (m *Memory) Close() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if !m.over {
+		m.over = true
+		close(m.closed)
+		clear(m.spare)
+		m.spared = 0
+	}
+	return nil
+}

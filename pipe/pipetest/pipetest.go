@@ -1,0 +1,103 @@
+// Package pipetest checks that a pipe keeps the promises of package pipe. Authors of pipes run it:
+//
+//	func TestPipe(t *testing.T) {
+//		pipetest.Run(t, pipetest.Harness{Open: func(t pipetest.T) pipetest.Ends { ... }})
+//	}
+//
+// The suite uses host memory from Harness.Alloc, so that transports which want registered memory can
+// hand out theirs, and asks for nothing beyond Pipe. What a transport can do besides (cut its
+// connection, kill a peer) it tells by the functions of Ends; cases that need more are skipped.
+package pipetest
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/kvport/kvport/pipe"
+)
+
+// T is the part of testing.TB that a case needs.
+type T interface {
+	// Context ends with the case's deadline.
+	Context() context.Context
+	// Helper marks the caller as a helper.
+	Helper()
+	// Errorf reports a failure; the case goes on.
+	Errorf(format string, args ...any)
+	// FailNow ends the case as failed.
+	FailNow()
+	// Skipf ends the case as one that does not apply, saying why.
+	Skipf(format string, args ...any)
+	// Cleanup runs a function at the end of the case.
+	Cleanup(func())
+}
+
+// Ends are the two ends of one new pipe and what can be done to it.
+type Ends struct {
+	Out, In pipe.Pipe // the sending and the receiving end; may be one value
+	// Cut breaks the connection under the pipe once, as a network does; the pipe must mend it by
+	// itself. nil: it has none to break, or does not promise to mend it.
+	Cut func()
+	// Kill ends the sending end's process, or does as if. nil: not possible.
+	Kill func()
+}
+
+// Harness makes pipes for the suite.
+type Harness struct {
+	// Open makes a new pipe. The suite closes both ends.
+	Open func(t T) Ends
+	// Alloc gives memory of n bytes that the pipe can send from and receive into. nil: make.
+	Alloc func(t T, n int) []byte
+	// Bound is how many bytes the pipe may hold between its ends at most. 0: 64 MiB.
+	Bound int
+	// Large is the size of the largest payload that is tried. 0: 8 MiB.
+	Large int
+}
+
+// The defaults of Harness, and how long things may take.
+const (
+	defaultBound = 64 << 20
+	defaultLarge = 8 << 20
+	soon         = 5 * time.Second
+	moment       = 50 * time.Millisecond
+)
+
+// A Case checks one promise.
+type Case struct {
+	Name string
+	Text string // what the case does, one sentence
+	Run  func(t T, h Harness)
+}
+
+// Run runs every case as a subtest.
+func Run(t *testing.T, h Harness) {
+	t.Helper()
+	for _, c := range Cases() {
+		t.Run(c.Name, func(t *testing.T) { c.Run(t, h) })
+	}
+}
+
+// Cases lists the suite.
+func Cases() []Case {
+	return []Case{
+		{"bytes", "Frames of many sizes and shapes arrive as they were sent.", bytesArrive},
+		{"order", "Frames arrive in the order in which they were sent.", inOrder},
+		{"large", "A frame larger than all buffers goes through.", large},
+		{"spans-returned", "What a caller does to its memory after Send harms no frame.", spansReturned},
+		{"in-place", "Nothing is written beside the spans that place gave.", inPlace},
+		{"refused-frame", "A frame that is refused is dropped, and the next one arrives.", refused},
+		{"wrong-room", "Spans of another length than the frame's are refused.", wrongRoom},
+		{"too-large", "A header or payload beyond the limits is refused, and the pipe works on.", tooLarge},
+		{"back-pressure", "A pipe that nobody reads takes a bounded number of bytes.", backPressure},
+		{"cancelled-send", "A Send whose context ends harms no other frame.", cancelledSend},
+		{"cancelled-recv", "A Recv whose context ends before a frame loses none.", cancelledRecv},
+		{"many-senders", "Frames of concurrent senders arrive whole, each sender's in order.", manySenders},
+		{"close-sender", "After the sender has closed, what was sent arrives, then ErrClosed.", closeSender},
+		{"close-receiver", "After the receiver has closed a Send ends with an error.", closeReceiver},
+		{"close-waiting", "Close ends calls that wait, at both ends.", closeWaiting},
+		{"close-twice", "Close may be called again.", closeTwice},
+		{"cut", "A connection that breaks at any moment loses no frame and delivers none twice.", cut},
+		{"killed-sender", "The death of the sender ends a waiting Recv, and no part of a frame arrives.", killed},
+	}
+}
