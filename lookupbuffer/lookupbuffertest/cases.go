@@ -24,7 +24,6 @@ type rig struct {
 }
 
 func open(t T, h Harness) *rig {
-	t.Helper()
 	r := &rig{T: t, Harness: h, Ends: h.Open(t), rand: rand.New(rand.NewPCG(1, 2))}
 	t.Cleanup(func() {
 		_ = r.Ends.Insert.Close()
@@ -69,7 +68,6 @@ func rooms(numbers ...uint64) []connector.Item {
 }
 
 func (r *rig) insert(numbers ...uint64) {
-	r.Helper()
 	items := make([]connector.Item, len(numbers))
 	for i, n := range numbers {
 		items[i] = item(n)
@@ -83,7 +81,6 @@ func (r *rig) insert(numbers ...uint64) {
 // found reports whether a block is there, or comes within some time: between two processes it is on
 // its way for a while.
 func (r *rig) found(number uint64, within time.Duration) bool {
-	r.Helper()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for end := time.Now().Add(within); ; {
@@ -103,7 +100,6 @@ func (r *rig) found(number uint64, within time.Duration) bool {
 
 // holds wants the blocks to be where they should have been placed.
 func (r *rig) holds(version byte, items []connector.Item, numbers ...uint64) {
-	r.Helper()
 	for i, n := range numbers {
 		require.True(r, bytes.Equal(content(n, version, blockBytes), bytes.Join(items[i].Spans, nil)), "block %d is not what was inserted", n)
 	}
@@ -111,7 +107,6 @@ func (r *rig) holds(version byte, items []connector.Item, numbers ...uint64) {
 
 // take selects blocks that are there.
 func (r *rig) take(numbers ...uint64) {
-	r.Helper()
 	ctx, cancel := context.WithTimeout(r.Context(), soon)
 	defer cancel()
 	to := rooms(numbers...)
@@ -121,7 +116,6 @@ func (r *rig) take(numbers ...uint64) {
 
 // failed wants an error that names the items.
 func (r *rig) failed(err, want error, items ...int) {
-	r.Helper()
 	require.ErrorIs(r, err, want)
 	var named *connector.ItemError
 	require.ErrorAs(r, err, &named)
@@ -164,7 +158,6 @@ func (r *rig) waiting(ctx context.Context, to []connector.Item) <-chan error {
 
 // end waits for a selection's end.
 func (r *rig) end(done <-chan error) error {
-	r.Helper()
 	select {
 	case err := <-done:
 		return err
@@ -176,7 +169,6 @@ func (r *rig) end(done <-chan error) error {
 
 // stays wants a selection to wait.
 func (r *rig) stays(done <-chan error) {
-	r.Helper()
 	select {
 	case err := <-done:
 		require.FailNow(r, "a selection does not wait for its block", "%v", err)
@@ -197,7 +189,6 @@ func selectWaits(t T, h Harness) {
 
 // insertUnseen inserts a block that a selection may take at once.
 func (r *rig) insertUnseen(number uint64) {
-	r.Helper()
 	require.NoError(r, r.Ends.Insert.Insert(r.Context(), []connector.Item{item(number)}))
 }
 

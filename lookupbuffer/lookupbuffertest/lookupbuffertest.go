@@ -11,19 +11,16 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kvport/kvport/lookupbuffer"
 )
 
 // T is the part of testing.TB that a case needs.
 type T interface {
+	require.TestingT // Errorf reports a failure, FailNow ends the case
 	// Context ends with the case's deadline.
 	Context() context.Context
-	// Helper marks the caller as a helper.
-	Helper()
-	// Errorf reports a failure; the case goes on.
-	Errorf(format string, args ...any)
-	// FailNow ends the case as failed.
-	FailNow()
 	// Skipf ends the case as one that does not apply, saying why.
 	Skipf(format string, args ...any)
 	// Cleanup runs a function at the end of the case.

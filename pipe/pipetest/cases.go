@@ -25,7 +25,6 @@ type rig struct {
 }
 
 func open(t T, h Harness) *rig {
-	t.Helper()
 	if h.Bound == 0 {
 		h.Bound = defaultBound
 	}
@@ -87,7 +86,6 @@ func (r *rig) recv(ctx context.Context) received {
 
 // arrives wants the next frame to be m.
 func (r *rig) arrives(m message) {
-	r.Helper()
 	ctx, cancel := context.WithTimeout(r.Context(), 2*soon)
 	defer cancel()
 	got := r.recv(ctx)
@@ -114,7 +112,6 @@ func (r *rig) background(f func() error) (wait func() error) {
 
 // transfer sends frames in the background and wants them to arrive.
 func (r *rig) transfer(ms ...message) {
-	r.Helper()
 	wait := r.background(func() error {
 		for _, m := range ms {
 			if err := r.send(m); err != nil {
