@@ -99,7 +99,6 @@ func (r *rig) background(f func() error) (wait func() error) {
 	done := make(chan error, 1)
 	go func() { done <- f() }()
 	return func() error {
-		r.Helper()
 		select {
 		case err := <-done:
 			return err
