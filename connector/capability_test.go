@@ -117,7 +117,7 @@ func TestErrorsUnwrap(t *testing.T) {
 	item := &ItemError{Items: []int{1}, Err: ErrBusy}
 	require.ErrorIs(t, item, ErrBusy)
 	require.EqualError(t, item, "1 items [1]: busy, try again")
-	all := []error{ErrBusy, ErrGone, ErrIncompatible, ErrCorrupt}
+	all := []error{ErrBusy, ErrGone, ErrIncompatible, ErrCorrupt, ErrDeclined}
 	for i, a := range all {
 		for j, b := range all {
 			require.Equal(t, i == j, errors.Is(a, b))

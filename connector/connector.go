@@ -78,6 +78,9 @@ type Transfer struct {
 	Ticket  Ticket // loads only: the ticket of the Query that was matched
 	Replace bool   // saves only: what is stored under these keys was found damaged, write it anew
 	Extra   []byte // from the Planner of this connector to its Worker, carried unread
+	// Tenant says whose request it is, for quotas: a hash, equal for equal tenants of one engine, from
+	// which the tenant cannot be told; 0: nobody's in particular.
+	Tenant uint64
 	// Tail is the content address of what a partial last block holds in its producer's cache, so that
 	// the host can tell whether that arrived (rule KEY-09). It stays with the host: connectors see zero.
 	Tail BlockKey

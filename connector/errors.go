@@ -15,6 +15,9 @@ var (
 	ErrIncompatible = errors.New("incompatible")
 	// ErrCorrupt says that bytes are damaged: drop them and recompute.
 	ErrCorrupt = errors.New("corrupt")
+	// ErrDeclined says that a connector chose not to store a block, by a quota or a threshold: it is
+	// no failure, and trying again at once is of no use.
+	ErrDeclined = errors.New("declined")
 )
 
 // BlockError says which blocks of a Load or Save failed. All others succeeded.

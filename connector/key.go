@@ -62,6 +62,16 @@ func (s *KeySpace) Root() BlockKey {
 	return BlockKey(h.Sum(nil))
 }
 
+// Tenant is Transfer.Tenant for requests of this space: 0 without a salt. A nil space has none.
+func (s *KeySpace) Tenant() uint64 {
+	if s == nil || s.Salt == "" {
+		return 0
+	}
+	h := s.hash("kvport/tenant/1")
+	writeField(h, []byte(s.Salt))
+	return binary.LittleEndian.Uint64(h.Sum(nil)) | 1
+}
+
 // Next is the key of the block that holds tokens and follows the block with key parent.
 func (s *KeySpace) Next(parent BlockKey, tokens []int32) BlockKey {
 	h := s.hash("kvport/block/1")

@@ -140,3 +140,13 @@ func BenchmarkKeys(b *testing.B) {
 		space.Keys(tokens, 16)
 	}
 }
+
+func TestTenants(t *testing.T) {
+	require.Zero(t, (*KeySpace)(nil).Tenant())
+	require.Zero(t, (&KeySpace{LoRAName: "adapter"}).Tenant())
+	a := (&KeySpace{Salt: "a"}).Tenant()
+	require.NotZero(t, a)
+	require.Equal(t, a, (&KeySpace{Salt: "a", LoRAName: "adapter"}).Tenant(), "a tenant's adapters count together")
+	require.NotEqual(t, a, (&KeySpace{Salt: "b"}).Tenant())
+	require.NotEqual(t, a, (&KeySpace{Salt: "a", Secret: []byte("secret")}).Tenant())
+}

@@ -16,7 +16,7 @@ type Store interface {
 	Get(ctx context.Context, items []Item) error
 	// Put stores every item; when it returns nil Lookup finds them. A key that is already there is
 	// not an error: equal keys mean equal bytes (rule STORE-05). An *ItemError names the items that
-	// were not stored.
+	// were not stored; ErrDeclined in it means that this is as the config wants it.
 	Put(ctx context.Context, items []Item) error
 	// Close releases what the store holds. No call is running or follows.
 	Close() error
@@ -28,7 +28,8 @@ type Store interface {
 // call returns.
 type Item struct {
 	Key     StoreKey
-	Replace bool // Put only: what is stored under Key was found damaged, write it anew (rule STORE-06)
+	Replace bool   // Put only: what is stored under Key was found damaged, write it anew (rule STORE-06)
+	Tenant  uint64 // as in Transfer
 	Spans   [][]byte
 }
 

@@ -18,6 +18,15 @@ type Definition struct {
 	Environment []string // environment variables that the process needs; nothing else is passed
 	Scope       connector.Scope
 	Groups      bool // the Store takes blocks of different sizes: it can serve caches of several groups
+	Reset       bool // the Store is a connector.Resetter too
+}
+
+// capabilities are those of the scheduler side.
+func (d *Definition) capabilities() connector.Capability {
+	if d.Reset {
+		return connector.CanReset
+	}
+	return 0
 }
 
 // FromStore makes a connector of a Store. C is the struct of its config, see [DecodeConfig].
@@ -45,9 +54,10 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 	}}
 	return connector.Plugin{
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
+		Capabilities: d.capabilities(),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			config, err := DecodeConfig[C](raw)
-			info := connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups}
+			info := connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.capabilities()}
 			if err == nil {
 				info.ArenaBytes = arenaBytes(&config)
 			}
@@ -58,7 +68,7 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 			if err != nil {
 				return nil, err
 			}
-			return &storeScheduler{side}, nil
+			return schedulerOf(d.Reset, side)
 		},
 		Worker: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
 			side, err := stores.side(ctx, env, raw)
@@ -125,6 +135,33 @@ func (s *stores) fits(groups []connector.Group) error {
 }
 
 type storeScheduler struct{ storeSide }
+
+// schedulerOf is the scheduler side of a store that can forget, or cannot.
+func schedulerOf(reset bool, side storeSide) (connector.Scheduler, error) {
+	if !reset {
+		return &storeScheduler{side}, nil
+	}
+	r, ok := connector.As[connector.Resetter](side.store)
+	if !ok {
+		return nil, errors.Join(fmt.Errorf("the store cannot reset, as it was declared: %w", connector.ErrIncompatible), side.Close())
+	}
+	return &resetScheduler{storeScheduler{side}, r}, nil
+}
+
+// resetScheduler is the scheduler side of a store that can forget.
+type resetScheduler struct {
+	storeScheduler
+	store connector.Resetter
+}
+
+// Reset implements connector.Resetter.
+func (s *resetScheduler) Reset(ctx context.Context) (emptied bool, err error) {
+	err = guard(s.log, "reset", func() (err error) {
+		emptied, err = s.store.Reset(ctx)
+		return err
+	})
+	return emptied, err
+}
 
 // Match implements connector.Scheduler.
 func (s *storeScheduler) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
@@ -295,7 +332,7 @@ func (w *storeWorker) items(t *connector.Transfer, kv *connector.KV) (items []co
 			return nil, nil, nil, err
 		}
 		key := connector.NewStoreKey(b.Key, w.env.Shape, b.Group, shard)
-		items = append(items, connector.Item{Key: key, Replace: t.Replace, Spans: spans})
+		items = append(items, connector.Item{Key: key, Replace: t.Replace, Tenant: t.Tenant, Spans: spans})
 		full = append(full, b.ID)
 	}
 	return items, full, partial, nil

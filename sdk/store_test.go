@@ -424,3 +424,40 @@ func TestStoreOpenIsRetriedAfterAnothersDeadline(t *testing.T) {
 	require.NoError(t, <-opened)
 	require.EqualValues(t, 2, opens.Load())
 }
+
+// forgetful is a store that can forget.
+type forgetful struct {
+	connector.Store
+	resets int
+}
+
+func (f *forgetful) Reset(context.Context) (bool, error) { f.resets++; return true, nil }
+
+func TestStoreThatResets(t *testing.T) {
+	store := &forgetful{Store: newMemory()}
+	for _, declared := range []bool{false, true} {
+		p := FromStore(Definition{Name: "forgetful", Scope: connector.ScopeEngine, Reset: declared}, func(context.Context, connector.Env, struct{}) (connector.Store, error) {
+			return store, nil
+		})
+		info, err := p.Describe(t.Context(), nil)
+		require.NoError(t, err)
+		require.Equal(t, declared, info.Capabilities == connector.CanReset)
+		s, err := p.Scheduler(t.Context(), testEnv(0, 1), nil)
+		require.NoError(t, err)
+		r, ok := connector.As[connector.Resetter](s)
+		require.Equal(t, declared, ok)
+		if ok {
+			emptied, err := r.Reset(t.Context())
+			require.NoError(t, err)
+			require.True(t, emptied)
+		}
+		require.NoError(t, s.Close())
+	}
+	require.Equal(t, 1, store.resets)
+
+	p := FromStore(Definition{Name: "not so", Scope: connector.ScopeEngine, Reset: true}, func(context.Context, connector.Env, struct{}) (connector.Store, error) {
+		return newMemory(), nil
+	})
+	_, err := p.Scheduler(t.Context(), testEnv(0, 1), nil)
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+}

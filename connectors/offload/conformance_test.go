@@ -15,7 +15,7 @@ import (
 )
 
 func plugin() connector.Plugin {
-	d := sdk.Definition{Name: "offloading in a test", Version: "test", Scope: offload.Scope, Groups: true}
+	d := sdk.Definition{Name: "offloading in a test", Version: "test", Scope: offload.Scope, Groups: true, Reset: true}
 	return sdk.FromStore(d, offload.Open)
 }
 

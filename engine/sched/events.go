@@ -59,7 +59,7 @@ func (s *Scheduler) completed(r *seq) {
 	s.hand('s', r, &handover{blocks: blocks})
 	r.saves++
 	s.step.Computed = append(s.step.Computed, connector.Transfer{
-		Request: r.ID, From: first, Tokens: end - first, Blocks: blocks, Replace: first < r.replace,
+		Request: r.ID, From: first, Tokens: end - first, Blocks: blocks, Replace: first < r.replace, Tenant: r.Space.Tenant(),
 	})
 }
 

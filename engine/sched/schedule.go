@@ -174,7 +174,7 @@ func (s *Scheduler) load(r *seq, to, held int) {
 	from := r.computed
 	blocks := s.blocks(r, from, to, false)
 	s.hand('l', r, &handover{blocks: blocks, from: from, to: to})
-	t := connector.Transfer{Request: r.ID, From: from, Tokens: to - from, Blocks: blocks}
+	t := connector.Transfer{Request: r.ID, From: from, Tokens: to - from, Blocks: blocks, Tenant: r.Space.Tenant()}
 	if to%s.cfg.BlockTokens != 0 {
 		t.Tail = r.tail(to/s.cfg.BlockTokens, held, s.cfg.BlockTokens)
 	}

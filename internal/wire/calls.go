@@ -77,7 +77,7 @@ func MatchesFromProto(m *kvportv1.MatchResponse, want int) ([]connector.Match, e
 func TransferToProto(t *connector.Transfer) *kvportv1.Transfer {
 	return &kvportv1.Transfer{
 		Request: string(t.Request), From: count(t.From), Tokens: count(t.Tokens), Blocks: BlocksToProto(t.Blocks),
-		Ticket: t.Ticket, Extra: t.Extra, Replace: t.Replace,
+		Ticket: t.Ticket, Extra: t.Extra, Replace: t.Replace, Tenant: t.Tenant,
 	}
 }
 
@@ -93,7 +93,7 @@ func TransferFromProto(m *kvportv1.Transfer) (*connector.Transfer, error) {
 func transferFromProto(m *kvportv1.Transfer) (connector.Transfer, error) {
 	t := connector.Transfer{
 		Request: connector.RequestID(m.GetRequest()), Ticket: ticket(m.GetTicket()),
-		Extra: ticket(m.GetExtra()), Replace: m.GetReplace(),
+		Extra: ticket(m.GetExtra()), Replace: m.GetReplace(), Tenant: m.GetTenant(),
 	}
 	if err := short("request", m.GetRequest(), MaxName); err != nil {
 		return t, err

@@ -28,6 +28,7 @@ func codes() []struct {
 		{kvportv1.ErrorCode_ERROR_CODE_CORRUPT, connector.ErrCorrupt},
 		{kvportv1.ErrorCode_ERROR_CODE_GONE, connector.ErrGone},
 		{kvportv1.ErrorCode_ERROR_CODE_BUSY, connector.ErrBusy},
+		{kvportv1.ErrorCode_ERROR_CODE_DECLINED, connector.ErrDeclined},
 		{kvportv1.ErrorCode_ERROR_CODE_DEADLINE, context.DeadlineExceeded},
 		{kvportv1.ErrorCode_ERROR_CODE_CANCELED, context.Canceled},
 	}

@@ -73,7 +73,7 @@ func genTransfer() *rapid.Generator[connector.Transfer] {
 		return connector.Transfer{
 			Request: connector.RequestID(rapid.String().Draw(t, "request")), From: someTokens().Draw(t, "from"), Tokens: someTokens().Draw(t, "tokens"),
 			Blocks: some(t, "blocks", genBlock()), Ticket: some(t, "ticket", rapid.Byte()), Replace: rapid.Bool().Draw(t, "replace"),
-			Extra: some(t, "extra", rapid.Byte()),
+			Extra: some(t, "extra", rapid.Byte()), Tenant: rapid.Uint64().Draw(t, "tenant"),
 		}
 	})
 }

@@ -9,6 +9,6 @@ import (
 var version = "dev" // set by the linker
 
 func main() {
-	d := sdk.Definition{Name: "OffloadingConnector", Version: version, Scope: offload.Scope, Groups: true}
+	d := sdk.Definition{Name: "OffloadingConnector", Version: version, Scope: offload.Scope, Groups: true, Reset: true}
 	sdk.Serve(sdk.FromStore(d, offload.Open))
 }

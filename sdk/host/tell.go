@@ -47,9 +47,10 @@ type complaints struct {
 }
 
 // complain logs a transfer that failed, but not more than one a second: what fails once often fails
-// for every request. The end of a request that nobody waits for is no failure. The caller holds mu.
+// for every request. The end of a request that nobody waits
+// for is no failure, nor is what a connector chose not to store. The caller holds mu.
 func (h *Host) complain(direction string, c *complaints, b *book.Event) {
-	if len(b.Failed) == 0 || b.Err == nil || errors.Is(b.Err, context.Canceled) {
+	if len(b.Failed) == 0 || b.Err == nil || errors.Is(b.Err, context.Canceled) || errors.Is(b.Err, connector.ErrDeclined) {
 		return
 	}
 	now := time.Now()

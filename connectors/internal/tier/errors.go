@@ -3,18 +3,20 @@ package tier
 import (
 	"errors"
 	"fmt"
+
+	"github.com/kvport/kvport/connector"
 )
 
 // Why a block was not stored. Put gives them inside a *connector.ItemError.
 var (
 	// ErrPinned says that every slot is in use at this moment.
-	ErrPinned = errors.New("all slots are pinned")
+	ErrPinned = fmt.Errorf("all slots are pinned: %w", connector.ErrDeclined)
 	// ErrThreshold says that the block was not offered often enough yet (Options.StoreThreshold).
-	ErrThreshold = errors.New("below the store threshold")
+	ErrThreshold = fmt.Errorf("below the store threshold: %w", connector.ErrDeclined)
 	errFull      = errors.New("the disk is full")
 	errAbsent    = errors.New("not stored")
 	// ErrQuota is what every *QuotaError is.
-	ErrQuota = errors.New("over quota")
+	ErrQuota = fmt.Errorf("over quota: %w", connector.ErrDeclined)
 )
 
 // QuotaError says that a tenant may not store a block.

@@ -170,12 +170,9 @@ func (m *memory) begin(it connector.Item, size int, expires int64) (f *fill, kno
 		m.fillMu.Unlock()
 		return nil, true, nil, nil
 	}
-	f = &fill{key: it.Key, expires: expires, done: make(chan struct{})}
+	f = &fill{key: it.Key, tenant: it.Tenant, expires: expires, done: make(chan struct{})}
 	m.fills[it.Key] = f.done
 	m.fillMu.Unlock()
-	if m.o.Tenant != nil {
-		f.tenant = m.o.Tenant(it)
-	}
 	if !m.account(f.tenant, int64(size)) {
 		m.fillDone(f)
 		m.c.noQuota.Add(1)

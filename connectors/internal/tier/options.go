@@ -46,8 +46,6 @@ type Options struct {
 	Prefetch int
 	// Workers is how many goroutines copy the blocks of one call; 0: two.
 	Workers int
-	// Tenant tells whose block an Item is; nil: all belong to one.
-	Tenant func(connector.Item) uint64
 	// Changed is told when a block appears in or leaves the memory tier. It must be quick and must not
 	// call the Store; nil: nobody is.
 	Changed func(k connector.StoreKey, stored bool)

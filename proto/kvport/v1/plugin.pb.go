@@ -349,6 +349,7 @@ const (
 	ErrorCode_ERROR_CODE_CANCELED     ErrorCode = 5
 	ErrorCode_ERROR_CODE_DEADLINE     ErrorCode = 6
 	ErrorCode_ERROR_CODE_PANIC        ErrorCode = 7 // the connector panicked; the sdk recovered
+	ErrorCode_ERROR_CODE_DECLINED     ErrorCode = 8 // not stored by choice: a quota, a threshold
 )
 
 // Enum value maps for ErrorCode.
@@ -362,6 +363,7 @@ var (
 		5: "ERROR_CODE_CANCELED",
 		6: "ERROR_CODE_DEADLINE",
 		7: "ERROR_CODE_PANIC",
+		8: "ERROR_CODE_DECLINED",
 	}
 	ErrorCode_value = map[string]int32{
 		"ERROR_CODE_UNSPECIFIED":  0,
@@ -372,6 +374,7 @@ var (
 		"ERROR_CODE_CANCELED":     5,
 		"ERROR_CODE_DEADLINE":     6,
 		"ERROR_CODE_PANIC":        7,
+		"ERROR_CODE_DECLINED":     8,
 	}
 )
 
@@ -1867,6 +1870,7 @@ type Transfer struct {
 	Ticket        []byte                 `protobuf:"bytes,5,opt,name=ticket,proto3" json:"ticket,omitempty"`
 	Extra         []byte                 `protobuf:"bytes,6,opt,name=extra,proto3" json:"extra,omitempty"`
 	Replace       bool                   `protobuf:"varint,7,opt,name=replace,proto3" json:"replace,omitempty"`
+	Tenant        uint64                 `protobuf:"fixed64,8,opt,name=tenant,proto3" json:"tenant,omitempty"` // whose request it is, for quotas; 0: nobody's in particular
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1948,6 +1952,13 @@ func (x *Transfer) GetReplace() bool {
 		return x.Replace
 	}
 	return false
+}
+
+func (x *Transfer) GetTenant() uint64 {
+	if x != nil {
+		return x.Tenant
+	}
+	return 0
 }
 
 type Ended struct {
@@ -2748,7 +2759,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05async\x18\x03 \x01(\bR\x05async\x12\x14\n" +
 	"\x05later\x18\x04 \x01(\bR\x05later\";\n" +
 	"\rMatchResponse\x12*\n" +
-	"\amatches\x18\x01 \x03(\v2\x10.kvport.v1.MatchR\amatches\"\xc3\x01\n" +
+	"\amatches\x18\x01 \x03(\v2\x10.kvport.v1.MatchR\amatches\"\xdb\x01\n" +
 	"\bTransfer\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x12\n" +
 	"\x04from\x18\x02 \x01(\rR\x04from\x12\x16\n" +
@@ -2756,7 +2767,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06blocks\x18\x04 \x01(\v2\x11.kvport.v1.BlocksR\x06blocks\x12\x16\n" +
 	"\x06ticket\x18\x05 \x01(\fR\x06ticket\x12\x14\n" +
 	"\x05extra\x18\x06 \x01(\fR\x05extra\x12\x18\n" +
-	"\areplace\x18\a \x01(\bR\areplace\"\xa7\x01\n" +
+	"\areplace\x18\a \x01(\bR\areplace\x12\x16\n" +
+	"\x06tenant\x18\b \x01(\x06R\x06tenant\"\xa7\x01\n" +
 	"\x05Ended\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12)\n" +
 	"\x06reason\x18\x02 \x01(\x0e2\x11.kvport.v1.ReasonR\x06reason\x12\x16\n" +
@@ -2825,7 +2837,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\vREASON_STOP\x10\x01\x12\x11\n" +
 	"\rREASON_LENGTH\x10\x02\x12\x10\n" +
 	"\fREASON_ABORT\x10\x03\x12\x10\n" +
-	"\fREASON_ERROR\x10\x04*\xce\x01\n" +
+	"\fREASON_ERROR\x10\x04*\xe7\x01\n" +
 	"\tErrorCode\x12\x1a\n" +
 	"\x16ERROR_CODE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fERROR_CODE_BUSY\x10\x01\x12\x13\n" +
@@ -2834,7 +2846,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x12ERROR_CODE_CORRUPT\x10\x04\x12\x17\n" +
 	"\x13ERROR_CODE_CANCELED\x10\x05\x12\x17\n" +
 	"\x13ERROR_CODE_DEADLINE\x10\x06\x12\x14\n" +
-	"\x10ERROR_CODE_PANIC\x10\a2\xdb\x01\n" +
+	"\x10ERROR_CODE_PANIC\x10\a\x12\x17\n" +
+	"\x13ERROR_CODE_DECLINED\x10\b2\xdb\x01\n" +
 	"\x06Plugin\x12C\n" +
 	"\bDescribe\x12\x1a.kvport.v1.DescribeRequest\x1a\x1b.kvport.v1.DescribeResponse\x12F\n" +
 	"\tHeartbeat\x12\x1b.kvport.v1.HeartbeatRequest\x1a\x1c.kvport.v1.HeartbeatResponse\x12D\n" +
