@@ -24,9 +24,11 @@ SOAKERS    = $(shell grep -rl --include='*_test.go' KVPORT_SOAK . | xargs -r -n1
 FAULTED   := ./internal/fault ./internal/faultsuite
 
 .DEFAULT_GOAL := help
-.PHONY: deps build demo test soak race fuzz conform bench lint generate clean help
+PY        := $(CURDIR)/.deps/venv/bin
 
-deps: ## fetch the demo model (93 MB), Python packages of tests (20 MB), all pinned by hash, and the Go modules
+.PHONY: deps build wheel demo test pytest pylint soak race fuzz conform bench lint generate clean help
+
+deps: ## fetch the demo model (93 MB), Python packages of tests (45 MB), all pinned by hash, and the Go modules
 	@$(PYTHON) scripts/deps.py
 	@$(GO) mod download
 
@@ -39,12 +41,22 @@ build: ## build bin/kvport and every plugin as bin/kvport-NAME
 	done
 	$(BUILD) -o bin/kvport-minimal ./examples/minimal
 
+wheel: build ## build dist/kvport_vllm-*.whl: the connector for vLLM with kvport and its plugins inside
+	@$(PYTHON) scripts/wheel.py
+
 demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAME and DEMO_ARGS='...' are passed on
 	@$(GO) run ./examples/demo $(if $(CONNECTOR),--connector $(CONNECTOR)) $(DEMO_ARGS)
 
 test: deps build ## every test, short counts (at most 20 minutes on 2 cores)
+	@$(MAKE) --no-print-directory pytest
 	$(GO) test -p $(TEST_P) -timeout 20m ./...
 	$(GO) test -tags kvport_fault -v -timeout 20m $(FAULTED)
+
+pytest: pylint ## the tests of python/, without vLLM; needs make deps build
+	cd python && $(PY)/python -m pytest
+
+pylint: ## ruff and mypy on python/; needs make deps
+	cd python && $(PY)/ruff check . && $(PY)/ruff format --check . && $(PY)/mypy
 
 soak: deps build ## the acceptance tests with their full counts, printed
 	@test -n "$(SOAKERS)" || { echo "soak: no test reads KVPORT_SOAK" >&2; exit 1; }
@@ -76,7 +88,7 @@ generate: ## write generated code again: protobuf (which may only grow), kernels
 	$(GO) generate ./...
 
 clean: ## remove what build and demo wrote; the model in .deps/model stays
-	rm -rf bin
+	rm -rf bin dist
 	rm -f .deps/*.json
 
 help: ## list the targets

@@ -74,7 +74,7 @@ def make_venv():
     if sys.version_info < VENV_PYTHON:
         print(f"deps: {VENV.relative_to(ROOT)} is left out, it needs Python 3.11 or later: the tests in Python will fail")
         return
-    print("deps: installing Python packages (20 MB)", flush=True)
+    print("deps: installing Python packages (45 MB)", flush=True)
     pip = [sys.executable, "-m", "pip", "--python", str(VENV), "install", "--disable-pip-version-check", "--quiet",
            "--require-hashes", "--only-binary=:all:", "-r", str(REQUIREMENTS)]
     for command in [sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV)], pip:
