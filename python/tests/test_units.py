@@ -1,0 +1,327 @@
+import base64
+import ctypes
+import hashlib
+import mmap
+import random
+import types
+
+import fakes
+import pytest
+
+from kvport_vllm import config, fingerprint, keys, layout, memory, stats, tracking
+from kvport_vllm.errors import ConfigError, UnsupportedError
+from kvport_vllm.layout import Group, View
+from kvport_vllm.lora import Adapters, with_adapter
+from kvport_vllm.messages import message
+from kvport_vllm.pins import Delayed, Pins
+
+B, L, H, N, C, ITEM = 5, 3, 2, 4, 8, 4  # blocks, layers, heads, tokens, content, bytes
+
+
+def views(order, base=1 << 20):
+    """Views of all layers in a layout named as vLLM names it, such as LBHNC."""
+    sizes = dict(zip("LBHNC", (L, B, H, N, C), strict=True))
+    strides, n = {}, ITEM
+    for axis in reversed(order):
+        strides[axis] = n
+        n *= sizes[axis]
+    return {f"l{i}": View(base + i * strides["L"], (B, H, N, C), tuple(strides[a] for a in "BHNC"), ITEM) for i in range(L)}
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_segments_cover_every_byte_once(order):
+    group = Group(("l0", "l1", "l2"), N)
+    segments = layout.segments_of([group], views(order), B, lambda a: a - (1 << 20))
+    seen = set()
+    for block in range(B):
+        for s in segments:
+            start = s.offset + block * s.stride
+            piece = set(range(start, start + s.bytes))
+            assert not piece & seen
+            seen |= piece
+    assert seen == set(range(L * B * H * N * C * ITEM))
+    assert len(segments) == (L * H if order in ("LHBNC", "BHLNC") else L)
+    message_ = layout.to_message("x", [group], segments, B)
+    assert message_.groups[0].block_tokens == N and len(message_.segments) == len(segments)
+
+
+def test_kernel_blocks_are_parts_of_a_block():
+    whole = views("LBHNC")["l0"]
+    half = View(whole.address, (2 * B, H, N // 2, C), (whole.strides[0] // 2, N // 2 * C * ITEM, C * ITEM, ITEM), ITEM)
+    assert list(layout.dense(half, B)) == [(whole.address, whole.strides[0], H * N * C * ITEM)]
+
+
+def test_layouts_that_are_refused():
+    with pytest.raises(UnsupportedError, match="blocks first"):
+        list(layout.dense(View(0, (2, 7, 3), (84, 12, 4), 4), 5))
+    with pytest.raises(UnsupportedError, match="overlaps"):
+        list(layout.dense(View(0, (5, 2, 8), (64, 4, 4), 4), 5))
+    with pytest.raises(UnsupportedError, match="no tensor"):
+        layout.segments_of([Group(("a",), 4)], {}, 5, lambda a: a)
+
+
+def group_of(spec, **more):
+    return fakes.KVCacheGroupSpec(layer_names=["a"], kv_cache_spec=spec, **more)
+
+
+def test_groups():
+    full = fakes.FullAttentionSpec(block_size=16, sliding_window=None)
+    window = fakes.SlidingWindowSpec(block_size=16, sliding_window=33)
+    got = layout.groups_of(fakes.KVCacheConfig(kv_cache_groups=[group_of(full), group_of(window)]))
+    assert [g.window for g in got] == [None, 33] and got[1].trailing == 3
+    for spec, text in (
+        (fakes.MambaSpec(block_size=16), "MambaSpec"),
+        (fakes.SlidingWindowSpec(block_size=32, sliding_window=9), r"\[16, 32\].*SlidingWindowSpec"),
+    ):
+        with pytest.raises(UnsupportedError, match=text):
+            layout.groups_of(fakes.KVCacheConfig(kv_cache_groups=[group_of(full), group_of(spec)]))
+
+
+def outer(**values):
+    base = {
+        "engine_id": "e",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"kv_connector": "SharedStorageConnector"},
+    }
+    return fakes.KVTransferConfig(**{**base, **values})
+
+
+@pytest.fixture
+def kvport(tmp_path, monkeypatch):
+    tool = tmp_path / "kvport"
+    tool.write_text("#!/bin/sh\necho 'config: kv_role: is bad' >&2\nexit 2\n")
+    tool.chmod(0o700)
+    monkeypatch.setenv("KVPORT_BIN", str(tool))
+    return tool
+
+
+def test_config_is_completed(kvport):
+    got = config.merge(outer(kv_role="kv_producer"))
+    assert (got.engine, got.role, got.loads, got.saves) == ("e", "kv_producer", False, True)
+    assert '"kv_load_failure_policy": "fail"' in got.text
+    with pytest.raises(ConfigError, match="kv_role: is bad"):
+        config.check(got)
+
+
+@pytest.mark.parametrize(
+    ("inner", "text"),
+    [
+        ({}, "kv_connector_extra_config.kv_connector"),
+        ({"kv_connector": "X", "kv_role": "kv_consumer"}, "kv_connector_extra_config.kv_role.*kv_both"),
+        ({"kv_connector": "X", "kv_load_failure_policy": "recompute"}, "kv_load_failure_policy"),
+        ({"kv_connector": "X", "kvport": {"memory": "x"}}, "kvport.memory"),
+        ({"kv_connector": "X", "kvport": {"allow_weak_hashes": 1}}, "kvport.allow_weak_hashes"),
+    ],
+)
+def test_config_errors_name_the_field(kvport, inner, text):
+    with pytest.raises(ConfigError, match=text):
+        config.merge(outer(kv_connector_extra_config=inner))
+
+
+def test_invented_engine_id_gives_way(kvport):
+    invented = "5e3c8d3e-4f0a-4b6e-9f9c-2b8c3a1d0e4f"
+    inner = {"kv_connector": "X", "engine_id": "mine"}
+    assert config.merge(outer(engine_id=invented, kv_connector_extra_config=inner)).engine == "mine"
+    assert config.merge(outer(engine_id=invented + "_dp1", kv_connector_extra_config=inner)).engine == "mine_dp1"
+    with pytest.raises(ConfigError, match="engine_id"):
+        config.merge(outer(engine_id="yours", kv_connector_extra_config=inner))
+
+
+def test_class_lookup_checks_the_config_early(kvport):
+    import kvport_vllm
+
+    def like_vllm(kv_transfer_config):
+        return kvport_vllm.KvportConnector
+
+    with pytest.raises(ConfigError, match="kv_role: is bad"):
+        like_vllm(outer())
+    assert kvport_vllm.KvportConnector.__name__ == "KvportConnector"  # no config in sight: checked later
+
+
+def test_durations():
+    assert [config.seconds(v, 9.0) for v in (2, "250ms", "1m30s", "x", None, True)] == [2.0, 0.25, 90.0, 9.0, 9.0, 9.0]
+
+
+def test_keys():
+    hashes = [bytes([i]) * 32 for i in range(3)]
+    plain = keys.Keys()
+    assert plain.joined(hashes) == b"".join(hashes) and plain.one(hashes, 3) == keys.PARTIAL
+    adapted = keys.Keys(b"content")
+    assert adapted.one(hashes, 1) == with_adapter(hashes[1], b"content") != hashes[1]
+    assert adapted.joined(hashes)[32:64] == adapted.one(hashes, 1)
+    assert keys.Keys().one([b"short"], 0) == hashlib.sha256(b"short").digest()
+    assert keys.check_algorithm("sha256_cbor", False) == "vllm/sha256_cbor"
+    with pytest.raises(UnsupportedError, match="xxhash"):
+        keys.check_algorithm("xxhash", False)
+    assert keys.check_algorithm("xxhash", True) == "vllm/xxhash"
+
+
+def test_tickets():
+    params = tracking.params_with(b"\x00ticket")
+    assert tracking.ticket_of(params) == b"\x00ticket" and params["do_remote_prefill"] is True
+    for bad in (
+        None,
+        [],
+        {},
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": True, "kvport_ticket": "*"},
+        {"do_remote_prefill": True, "kvport_ticket": 7},
+        {"kvport_ticket": base64.b64encode(b"x").decode()},
+    ):
+        assert tracking.ticket_of(bad) == b""
+    assert tracking.wants_remote({"do_remote_decode": True}) and not tracking.wants_remote(None)
+
+
+def test_pins_are_dropped_once():
+    pool, pins = fakes.BlockPool(10), Pins()
+    pins.bind(pool)
+    pins.add("a", [1, 2, 3])
+    pins.move("a", "b", {1, 2})
+    assert pool.pinned == 2 and "a" not in pins
+    pins.drop("b")
+    pins.drop("b")
+    pins.add("c", [4])
+    pins.drop_all()
+    assert pool.pinned == 0 and len(pins) == 0 and pool.touched == pool.freed
+
+
+def test_pool_that_counts_nothing_is_not_bound():
+    pins = Pins()
+    pins.bind(types.SimpleNamespace(touch=None))
+    assert pins.pool is None
+
+
+def test_delayed():
+    d = Delayed()
+    d.began("r")
+    d.began("r")
+    assert d.wait("r") and not d.wait("other")
+    d.ended("r")
+    assert d.take() == []
+    d.ended("r")
+    assert d.take() == ["r"] and d.take() == [] and len(d) == 0
+    d.began("x")
+    d.wait("x")
+    d.end_all()
+    assert d.take() == ["x"]
+
+
+def test_counters():
+    c = stats.Counters()
+    state = message("AgentState")()
+    state.counters.add(name="kvport_x_total", labels=["connector", "s"], value=5)
+    state.counters.add(name="kvport_g", value=2, gauge=True)
+    c.take_state(state)
+    c.take_state(state)
+    got = c.take()
+    assert got["counts"] == {stats.key_of("kvport_x_total", ["connector", "s"]): 5.0} and got["gauges"] == {"kvport_g": 2.0}
+    assert c.take() is None
+    c.agent_lost()
+    c.take_state(state)
+    assert stats.reduce(stats.merge(got, c.take()))["kvport_x_total"] == 10
+    assert stats.split_key(stats.key_of("n", ["a", "b"])) == ("n", ["a"], ["b"])
+
+
+def test_content_cache_reads_once(tmp_path):
+    weights = tmp_path / "m" / "w.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"one")
+    cache = fingerprint.ContentCache(tmp_path / "c")
+    first = fingerprint.content_of(weights.parent, cache)
+    assert fingerprint.content_of(weights.parent, fingerprint.ContentCache(tmp_path / "c")) == first
+    weights.write_bytes(b"two")
+    assert fingerprint.content_of(weights.parent, cache) != first
+    assert fingerprint.content_of(tmp_path / "none", cache) is None
+    assert fingerprint.digest(["a", "bc"]) != fingerprint.digest(["ab", "c"])
+
+
+def test_adapter_content(tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    adapters = Adapters(fingerprint.ContentCache(tmp_path / "cache"))
+    adapter = fakes.LoRARequest(lora_path=str(tmp_path), lora_name="a")
+    assert adapters.content(adapter) is None  # it is being read
+    (future,) = adapters._found.values()
+    future.result(10)
+    assert len(adapters.content(adapter)) == 32
+    broken = fakes.LoRARequest(lora_path=str(tmp_path / "none"), lora_name="b")
+    adapters.content(broken)
+    for f in adapters._found.values():
+        f.exception(10)
+    with pytest.raises(OSError, match="none"):
+        adapters.content(broken)
+    adapters.close()
+
+
+class Plain:
+    """A tensor of one layer over memory that is not torch's."""
+
+    def __init__(self, address, view, size):
+        self.address, self.the_view, self.size = address, view, size
+
+
+class PlainTensors:
+    def view(self, tensor):
+        return tensor.the_view
+
+    def storage(self, tensor):
+        return tensor.address, tensor.size
+
+    def on_host(self, tensor):
+        return True
+
+    def make_movable(self, tensor):
+        return tensor.address, tensor.size
+
+    def copy_out(self, tensor, block, ratio, into):
+        stride = tensor.the_view.strides[0] * ratio
+        into[:] = ctypes.string_at(tensor.the_view.address + block * stride, len(into))
+
+    def copy_in(self, tensor, block, ratio, data):
+        stride = tensor.the_view.strides[0] * ratio
+        ctypes.memmove(tensor.the_view.address + block * stride, bytes(data), len(data))
+
+
+def plain_cache(order="LBHNC"):
+    size = L * B * H * N * C * ITEM
+    area = mmap.mmap(-1, size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    area[:] = random.Random(1).randbytes(size)
+    caches = {n: Plain(address, v, size) for n, v in views(order, address).items()}
+    return area, caches, [Group(("l0", "l1", "l2"), N)]
+
+
+def test_move_keeps_content_and_shares_it():
+    area, caches, groups = plain_cache()
+    before = bytes(area)
+    shared = memory.share(PlainTensors(), caches, groups, B, None, "move")
+    assert bytes(area) == before == bytes(shared.memfd.map[: len(before)])
+    shared.memfd.map[7] = (before[7] + 1) % 256
+    assert area[7] == (before[7] + 1) % 256
+    assert shared.memfd.size >= layout.digest_room(len(before), shared.segments, B) - 1
+    shared.memfd.close()
+
+
+def test_mirror_copies_blocks_both_ways():
+    area, caches, groups = plain_cache()
+    shared = memory.share(PlainTensors(), caches, groups, B, None, "mirror")
+    shared.mirror.save([[2]])
+    s = shared.segments[1]
+    at = s.offset + 2 * s.stride
+    view = caches["l1"].the_view
+    assert shared.memfd.map[at : at + s.bytes] == ctypes.string_at(view.address + 2 * view.strides[0], s.bytes)
+    shared.memfd.map[at : at + s.bytes] = b"\x55" * s.bytes
+    shared.mirror.load([[2]])
+    assert ctypes.string_at(view.address + 2 * view.strides[0], s.bytes) == b"\x55" * s.bytes
+    assert area is not None
+    shared.memfd.close()
+
+
+def test_adopted_memory_is_recognised():
+    memfd = memory.Memfd(1 << 16)
+    caches = {n: Plain(memfd.address, v, 1 << 15) for n, v in views("BLHNC", memfd.address).items()}
+    shared = memory.share(PlainTensors(), caches, [Group(("l0", "l1", "l2"), N)], B, memfd, "auto")
+    assert shared.how == "adopt" and shared.memfd is memfd and min(s.offset for s in shared.segments) == 0
+    with pytest.raises(OSError, match="not permitted"):
+        memfd.map.resize(1 << 17)
+    memfd.close()
