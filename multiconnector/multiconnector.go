@@ -1,0 +1,147 @@
+// Package multiconnector makes one connector of several.
+//
+// The order of the children is their rank: a block is loaded from the first child that has it, and a
+// prefix may come from several, the first blocks from one and the next from another. What one child
+// fails to load the next one is asked for. What is saved goes to every child whose role saves.
+//
+// A [Multi] is a pure composite over the interfaces of package connector. It does not know what its
+// children are: package host hands it supervised plugin processes, a test hands it anything.
+package multiconnector
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// MaxChildren is the most children of one composite.
+const MaxChildren = 16
+
+// ErrFail marks the blocks that a child with Fail set could not load.
+var ErrFail = errors.New("the child's load failure policy is fail")
+
+// Child is what a composite knows of one child.
+type Child struct {
+	Name     string         // tags its tickets and errors; unique among its siblings
+	Role     connector.Role // what it takes part in
+	Info     connector.Info
+	Fail     bool          // what it fails to load is asked of no other child, its error wraps ErrFail
+	Patience time.Duration // how long one answer of its scheduler side is waited for; 0: DefaultPatience
+	Later    time.Duration // how long its Later is believed for one request; 0: as long as it says so
+}
+
+// DefaultPatience is how long a child may take over one answer before the others go on without it.
+const DefaultPatience = 100 * time.Millisecond
+
+// Multi is a composite. Both sides of all ranks of one engine share it.
+type Multi struct {
+	children []Child
+	info     connector.Info
+	routes   routes
+	seen     seen
+}
+
+// New checks that the children go together and folds what they say of themselves. Errors name the
+// child and wrap connector.ErrIncompatible. The slice stays the caller's.
+func New(name string, children []Child) (*Multi, error) {
+	info, err := Fold(name, children)
+	if err != nil {
+		return nil, err
+	}
+	m := &Multi{children: slices.Clone(children), info: info}
+	for i := range m.children {
+		if m.children[i].Patience <= 0 {
+			m.children[i].Patience = DefaultPatience
+		}
+	}
+	m.routes.request = map[connector.RequestID]route{}
+	return m, nil
+}
+
+// Info is what the composite says of itself.
+func (m *Multi) Info() connector.Info { return m.info }
+
+// Fold makes one Info of the children's:
+//
+//	capabilities   any: a power works as far as the children have it
+//	groups         all
+//	layouts        those that every child takes
+//	scope          the widest of the children that save, else the widest
+//	lossy          any
+//
+// Errors name the child and wrap connector.ErrIncompatible.
+func Fold(name string, children []Child) (connector.Info, error) {
+	info := connector.Info{Name: name, Groups: true, Scope: connector.ScopeEngine}
+	bad := func(format string, args ...any) (connector.Info, error) {
+		return connector.Info{}, fmt.Errorf("%s: %w", fmt.Sprintf(format, args...), connector.ErrIncompatible)
+	}
+	switch {
+	case len(children) == 0:
+		return bad("no children")
+	case len(children) > MaxChildren:
+		return bad("%d children, at most %d", len(children), MaxChildren)
+	}
+	saving := slices.ContainsFunc(children, func(c Child) bool { return c.Role.Saves() })
+	seen := map[string]bool{}
+	for i := range children {
+		c := &children[i]
+		if seen[c.Name] {
+			return bad("two children are called %q", c.Name)
+		}
+		seen[c.Name] = true
+		info.Capabilities |= c.Info.Capabilities
+		info.Groups = info.Groups && c.Info.Groups
+		info.Lossy = info.Lossy || c.Info.Lossy
+		if c.Role.Saves() || !saving {
+			info.Scope = max(info.Scope, c.Info.Scope)
+		}
+		both, ok := commonLayouts(info.Layouts, c.Info.Layouts)
+		if !ok {
+			return bad("%s needs one of the layouts %q, its siblings before it %q", c.Name, c.Info.Layouts, info.Layouts)
+		}
+		info.Layouts = both
+	}
+	return info, nil
+}
+
+// commonLayouts intersects two lists of which an empty one means any.
+func commonLayouts(a, b []string) (both []string, ok bool) {
+	switch {
+	case len(a) == 0:
+		return b, true
+	case len(b) == 0:
+		return a, true
+	}
+	for _, l := range a {
+		if slices.Contains(b, l) {
+			both = append(both, l)
+		}
+	}
+	return both, len(both) > 0
+}
+
+// Tags gives children of the given connectors names that both ends of a ticket agree on: the
+// connector's, with a number from the second of its kind on.
+func Tags(connectors []string) []string {
+	count := map[string]int{}
+	tags := make([]string, len(connectors))
+	for i, name := range connectors {
+		tags[i] = strings.ReplaceAll(name, "/", "_")
+		if count[name]++; count[name] > 1 {
+			tags[i] = fmt.Sprintf("%s#%d", tags[i], count[name])
+		}
+	}
+	return tags
+}
+
+// named puts a child's name before its error.
+func (c *Child) named(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%s: %w", c.Name, err)
+}

@@ -1,0 +1,237 @@
+package multiconnector
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// HoldTTL is how long a child's hold lasts that names no time.
+const HoldTTL = 30 * time.Second
+
+// maxRounds bounds how often the children are asked for one Match: once for each time that the prefix
+// goes on with another child.
+const maxRounds = 32
+
+// scheduler is the composite's scheduler side. It has every optional method; Capabilities says which
+// the children have.
+type scheduler struct {
+	*Multi
+	lanes  []*lane
+	caps   connector.Capability
+	unit   int // tokens in which parts from several children may meet
+	groups []connector.Group
+	ledger ledger
+	stop   context.CancelFunc
+	work   sync.WaitGroup
+}
+
+// Scheduler joins the scheduler sides of all children, in their order, for a cache of the given
+// groups. The result owns them.
+func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group) connector.Scheduler {
+	life, stop := context.WithCancel(context.Background())
+	s := &scheduler{Multi: m, unit: 1, groups: groups, stop: stop, ledger: newLedger()}
+	for _, g := range groups {
+		s.unit = s.unit / gcd(s.unit, g.BlockTokens) * g.BlockTokens
+	}
+	for i, side := range sides {
+		s.lanes = append(s.lanes, newLane(life, &m.children[i], side))
+		s.caps |= connector.CapabilitiesOf(side)
+		if holder, ok := connector.As[connector.Holder](side); ok {
+			s.work.Go(func() { s.watchHolds(life, i, holder) })
+		}
+	}
+	return s
+}
+
+func gcd(a, b int) int {
+	for b != 0 {
+		a, b = b, a%b
+	}
+	return a
+}
+
+// Capabilities implements connector.Partial.
+func (s *scheduler) Capabilities() connector.Capability { return s.caps }
+
+// search is one query on its way through the children.
+type search struct {
+	q       connector.Query
+	end     int // tokens from 0 that the segments cover
+	groups  uint32
+	async   bool
+	known   []answer // by child
+	later   []bool
+	segs    []segment
+	tickets []connector.Ticket
+}
+
+// answer is what a child has of a prefix: the tokens from from to end.
+type answer struct {
+	from, end int
+	groups    uint32
+	async     bool
+}
+
+// Match implements connector.Scheduler. All children are asked at once, and those that may go on
+// where the prefix found so far ends are asked again, until nobody can.
+func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+	list := make([]*search, len(qs))
+	for i := range qs {
+		list[i] = s.newSearch(&qs[i])
+	}
+	for range maxRounds {
+		if !s.round(ctx, list) {
+			break
+		}
+	}
+	out := make([]connector.Match, len(qs))
+	for i, f := range list {
+		out[i] = connector.Match{Tokens: f.end - f.q.Computed, Groups: f.groups, Async: f.async}
+		for _, later := range f.later {
+			out[i].Later = out[i].Later || later && f.end < f.q.Tokens-f.q.Tokens%s.unit
+		}
+		if f.q.Request != "" {
+			s.routes.set(f.q.Request, route{f.segs})
+			s.see(f)
+		}
+	}
+	return out, nil
+}
+
+func (s *scheduler) newSearch(q *connector.Query) *search {
+	f := &search{
+		q: *q, end: q.Computed, known: make([]answer, len(s.lanes)), later: make([]bool, len(s.lanes)),
+		tickets: make([]connector.Ticket, len(s.lanes)),
+	}
+	for i := range s.lanes {
+		f.known[i] = answer{from: -1}
+		f.tickets[i] = s.ticketOf(i, q.Ticket)
+	}
+	return f
+}
+
+// round asks every child that may know more and reports whether anything was found.
+func (s *scheduler) round(ctx context.Context, list []*search) bool {
+	asks := make([][]*search, len(s.lanes))
+	var work sync.WaitGroup
+	answers := make([][]connector.Match, len(s.lanes))
+	for i, l := range s.lanes {
+		var queries []connector.Query
+		for _, f := range list {
+			if s.worthAsking(f, i) {
+				asks[i] = append(asks[i], f)
+				q := f.q
+				q.Computed, q.Ticket = f.end, f.tickets[i]
+				queries = append(queries, q)
+			}
+		}
+		if len(queries) > 0 {
+			work.Go(func() { answers[i] = l.match(ctx, queries) })
+		}
+	}
+	work.Wait()
+	found := false
+	for i, fs := range asks {
+		for k, f := range fs {
+			m := answers[i][k]
+			f.known[i] = answer{from: f.end, end: f.end + m.Tokens, groups: m.Groups, async: m.Async}
+			f.later[i] = m.Later
+		}
+	}
+	for _, f := range list {
+		found = f.extend() || found
+	}
+	return found
+}
+
+// worthAsking says that a child may have more of a prefix than is known.
+func (s *scheduler) worthAsking(f *search, child int) bool {
+	switch {
+	case !s.children[child].Role.Loads(), f.end >= f.q.Tokens, f.end%s.unit != 0:
+		return false
+	case len(f.q.Keys) == 0 && f.tickets[child] == nil:
+		return false
+	}
+	return f.known[child].from < 0 || f.known[child].end < f.end && f.known[child].from < f.end
+}
+
+// extend lengthens the prefix by what is known, from the first child that can, and reports whether it
+// has.
+func (f *search) extend() bool {
+	before := f.end
+	for grown := true; grown; {
+		grown = false
+		for i, a := range f.known {
+			if a.from < 0 || a.from > f.end || a.end <= f.end || len(f.segs) > 0 && a.groups != f.groups {
+				continue
+			}
+			f.segs = append(f.segs, segment{i, a.end})
+			f.end, f.groups, f.async, grown = a.end, a.groups, f.async || a.async, true
+			break
+		}
+	}
+	return f.end > before
+}
+
+// see remembers what children of scope shared have, so that it is not sent to them again.
+func (s *scheduler) see(f *search) {
+	if len(s.groups) != 1 {
+		return // keys and blocks of several groups do not go one to one
+	}
+	for i, a := range f.known {
+		c := &s.children[i]
+		if a.end > a.from && c.Info.Scope == connector.ScopeShared && c.Role.Saves() {
+			first, last := a.from/s.unit, min(a.end/s.unit, len(f.q.Keys))
+			s.seen.add(i, f.q.Keys[min(first, last):last])
+		}
+	}
+}
+
+// Reset implements connector.Resetter. It is true only if every child has forgotten everything.
+func (s *scheduler) Reset(ctx context.Context) (emptied bool, err error) {
+	emptied = true
+	var errs []error
+	for i, l := range s.lanes {
+		if _, can := connector.As[connector.Resetter](l.side); !can {
+			emptied = false
+			continue
+		}
+		done := make(chan bool, 1)
+		err := l.try(ctx, untilDeadline(ctx), func(ctx context.Context, side connector.Scheduler) error {
+			r, _ := connector.As[connector.Resetter](side)
+			one, err := r.Reset(ctx)
+			done <- one
+			return err
+		})
+		emptied = err == nil && <-done && emptied
+		errs = append(errs, s.children[i].named(err))
+	}
+	s.routes.clear()
+	s.seen.clear()
+	return emptied, errors.Join(errs...)
+}
+
+// untilDeadline is the patience for calls that must not be given up early.
+func untilDeadline(ctx context.Context) time.Duration {
+	if d, ok := ctx.Deadline(); ok {
+		return time.Until(d)
+	}
+	return time.Hour
+}
+
+// Close implements connector.Scheduler.
+func (s *scheduler) Close() error {
+	s.stop()
+	s.work.Wait()
+	errs := make([]error, len(s.lanes))
+	var work sync.WaitGroup
+	for i, l := range s.lanes {
+		work.Go(func() { errs[i] = l.close() })
+	}
+	work.Wait()
+	return errors.Join(errs...)
+}

@@ -1,0 +1,273 @@
+package multiconnector
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// errLoading says why a block is not saved: a load still writes it.
+var errLoading = fmt.Errorf("the block is being loaded: %w", connector.ErrBusy)
+
+// worker is the composite's worker side of one rank.
+type worker struct {
+	*Multi
+	sides  []connector.Worker
+	groups []connector.Group
+
+	mu      sync.Mutex
+	loading map[blockName]int // blocks that loads may write now
+}
+
+// blockName names a slot of one group.
+type blockName struct {
+	group uint16
+	id    connector.BlockID
+}
+
+// Worker joins the worker sides of all children, in their order, of one rank. The result owns them.
+func (m *Multi) Worker(sides []connector.Worker, groups []connector.Group) connector.Worker {
+	return &worker{Multi: m, sides: sides, groups: groups, loading: map[blockName]int{}}
+}
+
+// Load implements connector.Worker. Every block is asked of the child that it is routed to, and when
+// that fails of the others, in order. It returns when no child can write any more.
+func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	w.mark(t, 1)
+	defer w.mark(t, -1)
+	l := &loading{worker: w, t: t, kv: kv, tried: make([]uint32, len(t.Blocks))}
+	if len(t.Extra) > 0 {
+		shares, err := unpackShares(t.Extra, len(w.children), len(t.Blocks))
+		if err != nil {
+			return err
+		}
+		l.planned(ctx, shares)
+	} else {
+		l.routed(ctx)
+	}
+	for len(l.left) > 0 && ctx.Err() == nil {
+		before := len(l.left)
+		if l.next(ctx); len(l.left) == before && !l.asked {
+			break
+		}
+	}
+	failed := append(l.given, l.left...)
+	if len(failed) == 0 {
+		return nil
+	}
+	return blockError(t, failed, errors.Join(l.errs...))
+}
+
+// loading is one Load on its way through the children.
+type loading struct {
+	*worker
+	t     *connector.Transfer
+	kv    *connector.KV
+	tried []uint32 // by block: the children that were asked
+	left  []int    // indexes of blocks that have not arrived
+	given []int    // blocks that nobody else is asked for
+	errs  []error
+	asked bool // the last round asked somebody
+}
+
+// planned runs the shares of a plan.
+func (l *loading) planned(ctx context.Context, shares []share) {
+	var asks []ask
+	for _, s := range shares {
+		part := *l.t
+		part.From, part.Tokens, part.Extra = s.from, s.tokens, s.extra
+		part.Blocks = make([]connector.Block, len(s.indexes))
+		for k, i := range s.indexes {
+			part.Blocks[k] = l.t.Blocks[i]
+		}
+		asks = append(asks, ask{s.child, s.indexes, []connector.Transfer{part}})
+	}
+	l.run(ctx, asks)
+}
+
+// routed asks the child that each block is routed to.
+func (l *loading) routed(ctx context.Context) {
+	to := l.routes.get(l.t.Request)
+	by := map[int][]int{}
+	for i, end := range ends(l.t, l.groups) {
+		child := l.owner(to, end)
+		if child < 0 || !l.children[child].Role.Loads() {
+			l.given = append(l.given, i)
+			continue
+		}
+		by[child] = append(by[child], i)
+	}
+	l.run(ctx, l.asks(by))
+	if len(l.given) > 0 && len(l.errs) == 0 {
+		l.errs = append(l.errs, fmt.Errorf("no child loads: %w", connector.ErrGone))
+	}
+}
+
+// next asks for what is left each block's next child in order.
+func (l *loading) next(ctx context.Context) {
+	by := map[int][]int{}
+	left := l.left
+	l.left = nil
+	for _, i := range left {
+		child := l.untried(i)
+		if child < 0 {
+			l.given = append(l.given, i)
+			continue
+		}
+		by[child] = append(by[child], i)
+	}
+	l.run(ctx, l.asks(by))
+}
+
+// untried is the first child that can be asked for a block and was not; -1 if there is none.
+func (l *loading) untried(block int) int {
+	for i := range l.children {
+		c := &l.children[i]
+		planner := c.Info.Capabilities&connector.CanPlan != 0 && len(l.t.Extra) > 0 // it loads only what it planned
+		if c.Role.Loads() && !planner && l.tried[block]&(1<<i) == 0 {
+			return i
+		}
+	}
+	return -1
+}
+
+// ask is what one child is asked for.
+type ask struct {
+	child   int
+	indexes []int
+	parts   []connector.Transfer
+}
+
+func (l *loading) asks(by map[int][]int) []ask {
+	var out []ask
+	for i := range l.children {
+		if len(by[i]) == 0 {
+			continue
+		}
+		parts := pick(l.t, by[i], l.groups)
+		for k := range parts {
+			parts[k].Extra = nil
+		}
+		out = append(out, ask{i, by[i], parts})
+	}
+	return out
+}
+
+// run loads from several children at once and notes what did not arrive.
+func (l *loading) run(ctx context.Context, asks []ask) {
+	l.asked = len(asks) > 0
+	bad := make([]map[connector.Block]bool, len(asks))
+	errs := make([]error, len(asks))
+	var work sync.WaitGroup
+	for i := range asks {
+		work.Go(func() { bad[i], errs[i] = l.one(ctx, &asks[i]) })
+	}
+	work.Wait()
+	for i := range asks {
+		c := &l.children[asks[i].child]
+		for _, k := range asks[i].indexes {
+			l.tried[k] |= 1 << asks[i].child
+			switch {
+			case !bad[i][l.t.Blocks[k]]:
+			case c.Fail:
+				l.given = append(l.given, k)
+			default:
+				l.left = append(l.left, k)
+			}
+		}
+		if errs[i] == nil {
+			continue
+		}
+		l.seen.lost(asks[i].child, l.t.Blocks)
+		if c.Fail {
+			errs[i] = errors.Join(errs[i], ErrFail)
+		}
+		l.errs = append(l.errs, c.named(errs[i]))
+	}
+}
+
+// one loads the parts of one child, one after the other.
+func (l *loading) one(ctx context.Context, a *ask) (bad map[connector.Block]bool, err error) {
+	bad = map[connector.Block]bool{}
+	for i := range a.parts {
+		part := a.parts[i]
+		part.Ticket = l.ticketOf(a.child, l.t.Ticket)
+		failed := l.sides[a.child].Load(ctx, &part, l.kv)
+		if failed != nil {
+			err = failed
+		}
+		for _, b := range failedBlocks(&part, failed) {
+			bad[b] = true
+		}
+	}
+	return bad, err
+}
+
+// failedBlocks are the blocks of a part that an error means.
+func failedBlocks(part *connector.Transfer, err error) []connector.Block {
+	if err == nil {
+		return nil
+	}
+	var some *connector.BlockError
+	if !errors.As(err, &some) || len(some.Blocks) == 0 {
+		return part.Blocks
+	}
+	named := map[connector.BlockID]bool{}
+	for _, id := range some.Blocks {
+		named[id] = true
+	}
+	var out []connector.Block
+	for _, b := range part.Blocks {
+		if named[b.ID] {
+			out = append(out, b)
+		}
+	}
+	if len(out) < len(named) {
+		return part.Blocks // it names others: nothing it says is worth anything
+	}
+	return out
+}
+
+// blockError names blocks of t. If it is all of them it says so with the cause alone.
+func blockError(t *connector.Transfer, indexes []int, cause error) error {
+	if cause == nil {
+		cause = connector.ErrGone
+	}
+	if len(indexes) == len(t.Blocks) {
+		return cause
+	}
+	failed := &connector.BlockError{Err: cause}
+	seen := map[connector.BlockID]bool{}
+	for _, i := range indexes {
+		if id := t.Blocks[i].ID; !seen[id] {
+			seen[id] = true
+			failed.Blocks = append(failed.Blocks, id)
+		}
+	}
+	return failed
+}
+
+func (w *worker) mark(t *connector.Transfer, by int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, b := range t.Blocks {
+		name := blockName{b.Group, b.ID}
+		if w.loading[name] += by; w.loading[name] == 0 {
+			delete(w.loading, name)
+		}
+	}
+}
+
+// Close implements connector.Worker.
+func (w *worker) Close() error {
+	errs := make([]error, len(w.sides))
+	var work sync.WaitGroup
+	for i, side := range w.sides {
+		work.Go(func() { errs[i] = w.children[i].named(side.Close()) })
+	}
+	work.Wait()
+	return errors.Join(errs...)
+}
