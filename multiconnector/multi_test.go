@@ -30,6 +30,7 @@ type shelf struct {
 	loadErr error
 	saveErr error
 	hang    chan struct{} // Match and Load wait for it to close
+	began   chan struct{} // closed when a Load waits
 	later   bool
 	resets  bool
 }
@@ -79,6 +80,9 @@ type hand struct{ *shelf }
 
 func (h hand) Load(_ context.Context, t *connector.Transfer, kv *connector.KV) error {
 	if h.hang != nil {
+		if h.began != nil {
+			close(h.began)
+		}
 		<-h.hang
 	}
 	h.mu.Lock()
@@ -297,24 +301,18 @@ func TestNotStoredBeforeLoaded(t *testing.T) {
 	ks := keys(2)
 	a, b := newShelf(ks...), newShelf()
 	r := newRig(t, nil, a, b)
-	a.hang = make(chan struct{})
+	a.hang, a.began = make(chan struct{}), make(chan struct{})
 	loaded := make(chan error, 1)
 	go func() { loaded <- r.worker.Load(t.Context(), transfer("r", ks[:1]), r.kv) }()
+	<-a.began
 	var some *connector.BlockError
-	require.Eventually(t, func() bool {
-		return connectorAs(r.worker.Save(t.Context(), transfer("r", ks), r.kv), &some)
-	}, 5*time.Second, time.Millisecond)
+	require.ErrorAs(t, r.worker.Save(t.Context(), transfer("r", ks), r.kv), &some)
 	require.Equal(t, []connector.BlockID{0}, some.Blocks)
+	require.NotContains(t, b.blocks, ks[0])
 	close(a.hang)
 	require.NoError(t, <-loaded)
 	require.NoError(t, r.worker.Save(t.Context(), transfer("r", ks), r.kv))
 	require.Equal(t, ks[0][0], b.blocks[ks[0]])
-}
-
-func connectorAs(err error, to **connector.BlockError) bool {
-	e, ok := err.(*connector.BlockError) //nolint:errorlint // exactly this
-	*to = e
-	return ok
 }
 
 // A child that hangs costs the others its patience once.

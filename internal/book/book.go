@@ -76,7 +76,8 @@ type Book struct {
 	requests map[connector.RequestID]*request
 	endings  map[uint64]*ending
 	holds    map[connector.HoldID]*hold
-	killed   map[uint64]bool // generations told to die and not reaped yet
+	early    map[connector.HoldID]int // consumers of holds that a running Finish may announce
+	killed   map[uint64]bool          // generations told to die and not reaped yet
 	corrupt  corruptKeys
 	wakes    wakes
 	landing  *Landing // nil without landing memory
@@ -109,6 +110,7 @@ func New(cfg Config) *Book {
 		requests: map[connector.RequestID]*request{},
 		endings:  map[uint64]*ending{},
 		holds:    map[connector.HoldID]*hold{},
+		early:    map[connector.HoldID]int{},
 		killed:   map[uint64]bool{},
 		corrupt:  corruptKeys{limit: cfg.CorruptKeys, keys: map[connector.BlockKey]struct{}{}},
 	}

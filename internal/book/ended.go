@@ -1,6 +1,8 @@
 package book
 
 import (
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -37,6 +39,9 @@ type hold struct {
 	consumers int
 	deadline  time.Time
 }
+
+// maxEarly bounds the reports about holds that are not announced yet.
+const maxEarly = 1 << 10
 
 func (b *Book) addEnding(now time.Time, step uint64, ended *connector.Ended) *ending {
 	r := b.request(ended.Request)
@@ -112,6 +117,7 @@ func (b *Book) answerFinish(now time.Time, id CallID, holds []connector.Hold) {
 		}
 		b.finishEnding(now, e)
 	}
+	b.fetchedEarly()
 }
 
 // finishEnding reports an ended request, once.
@@ -162,6 +168,26 @@ func (b *Book) keep(now time.Time, e *ending, h connector.Hold) {
 	b.wakes.at(kept.deadline)
 }
 
+// fetchedEarly counts the consumers that were reported before the answer that announces their hold.
+func (b *Book) fetchedEarly() {
+	for _, id := range slices.Sorted(maps.Keys(b.early)) {
+		if h := b.holds[id]; h != nil {
+			b.consume(h, b.early[id])
+			delete(b.early, id)
+		}
+	}
+	if len(b.finishes) == 0 {
+		b.counters.Unknown += len(b.early) // nobody announced them
+		clear(b.early)
+	}
+}
+
+func (b *Book) consume(h *hold, consumers int) {
+	if h.consumers -= consumers; h.consumers <= 0 {
+		b.release(h, ReleasedConsumed)
+	}
+}
+
 // available counts the leading tokens that a consumer can get: all that a Holder keeps, or what was
 // stored, or will have been when the saves still under way are over.
 func (b *Book) available(e *ending, h connector.Hold) int {
@@ -195,12 +221,13 @@ func (b *Book) Promise(ended *connector.Ended) int {
 func (b *Book) Consumed(gen uint64, list []connector.HoldID) []Action {
 	for _, id := range list {
 		h := b.holds[id]
-		if h == nil || h.gen != gen {
+		switch {
+		case h == nil && len(b.finishes) > 0 && gen == b.gen && len(b.early) < maxEarly:
+			b.early[id]++
+		case h == nil || h.gen != gen:
 			b.counters.Unknown++
-			continue
-		}
-		if h.consumers--; h.consumers == 0 {
-			b.release(h, ReleasedConsumed)
+		default:
+			b.consume(h, 1)
 		}
 	}
 	return b.take()

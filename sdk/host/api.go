@@ -64,7 +64,7 @@ type Event struct {
 // Health is what /health says of a host.
 type Health struct {
 	Connector string        `json:"connector"`
-	State     string        `json:"state"` // ready, restarting, broken
+	State     string        `json:"state"` // ready, degraded (some children are not ready), restarting, broken
 	PID       int           `json:"pid"`
 	Restarts  int           `json:"restarts"`
 	Error     string        `json:"error,omitempty"`
@@ -78,5 +78,6 @@ type Health struct {
 	LandingSlots int `json:"landing_slots,omitempty"`
 	LandingUsed  int `json:"landing_used,omitempty"`
 
-	ArenaBytes int64 `json:"arena_bytes,omitempty"` // memory that the connector asked for
+	ArenaBytes int64    `json:"arena_bytes,omitempty"` // memory that the connector asked for
+	Children   []Health `json:"children,omitempty"`    // of a MultiConnector, in order; Connector has the place too
 }

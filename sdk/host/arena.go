@@ -110,31 +110,33 @@ func (r *Remote) UseArena(a *Arena) { r.arena = arenaRef{a, int(a.file.Fd())} }
 
 // fitArena gives the connector the arena that it asks for, once in the life of the host, if the
 // config and the machine permit it.
-func (h *Host) fitArena() error {
-	want := h.info.ArenaBytes
+func (s *source) fitArena() error {
+	want := s.info.ArenaBytes
 	if want == 0 {
 		return nil
 	}
-	limit, of := int64(h.cfg.Settings.ArenaLimit), "kvport.arena_limit permits"
+	limit, of := int64(s.cfg.Settings.ArenaLimit), "kvport.arena_limit permits"
 	if free := availableMemory("/"); limit == 0 || free < limit {
 		limit, of = free, "this machine has free"
 	}
 	if want > limit {
-		return fmt.Errorf("%w: kv_connector_extra_config: %s asks for an arena of %d bytes, %s %d", ErrConfig, h.info.Name, want, of, limit)
+		return fmt.Errorf("%w: kv_connector_extra_config: %s asks for an arena of %d bytes, %s %d", ErrConfig, s.info.Name, want, of, limit)
 	}
-	if err := h.arena.Fit(want); err != nil {
-		return fmt.Errorf("%w: kv_connector_extra_config: %s asks for an arena of %d bytes: %w", ErrConfig, h.info.Name, want, err)
+	if err := s.arena.Fit(want); err != nil {
+		return fmt.Errorf("%w: kv_connector_extra_config: %s asks for an arena of %d bytes: %w", ErrConfig, s.info.Name, want, err)
 	}
-	h.metrics.arena.Set(float64(want))
+	if s.held != nil {
+		s.held(want)
+	}
 	return nil
 }
 
-// closeArena gives the arena back. No plugin may be at work.
-func (h *Host) closeArena() error {
-	if h.arena == nil {
-		return nil
+// arenaBytes is the memory that connectors have as arenas.
+func (h *Host) arenaBytes() int64 {
+	if h.family != nil {
+		return h.family.arenaBytes()
 	}
-	return h.arena.Close()
+	return h.src.arena.Size()
 }
 
 // availableMemory is how much memory can still be allocated without swapping, in bytes, also by the

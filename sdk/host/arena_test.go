@@ -42,12 +42,12 @@ func TestArena(t *testing.T) {
 			})
 			want := make([]byte, size)
 			want[0], want[1], want[2] = 1, 1, 1 // scheduler, rank 0, rank 1
-			require.Equal(t, want, r.arena.Bytes())
+			require.Equal(t, want, r.src.arena.Bytes())
 			require.EqualValues(t, size, r.Info().ArenaBytes)
 			require.EqualValues(t, size, r.Health().ArenaBytes)
 			require.InDelta(t, size, r.metric("kvport_arena_bytes"), 0)
-			require.ErrorIs(t, r.arena.file.Truncate(size+1), os.ErrPermission)
-			require.Error(t, r.arena.Fit(size), "once")
+			require.ErrorIs(t, r.src.arena.file.Truncate(size+1), os.ErrPermission)
+			require.Error(t, r.src.arena.Fit(size), "once")
 			require.Equal(t, before+1, countArenas(t))
 			require.NoError(t, r.closeNow())
 			require.Equal(t, before, countArenas(t))
@@ -58,7 +58,7 @@ func TestArena(t *testing.T) {
 // A connector that asks for none gets none.
 func TestNoArena(t *testing.T) {
 	r := newRig(t, rigOptions{})
-	require.Nil(t, r.arena.Bytes())
+	require.Nil(t, r.src.arena.Bytes())
 	require.Zero(t, r.Health().ArenaBytes)
 	require.Zero(t, r.metric("kvport_arena_bytes"))
 }
@@ -73,8 +73,8 @@ func TestArenaOutlivesPlugins(t *testing.T) {
 			now := r.Health()
 			return now.State == "ready" && now.PID != pid
 		}, 10*time.Second, time.Millisecond)
-		require.EqualValues(t, life, r.arena.Bytes()[0])
-		require.EqualValues(t, life, r.arena.Bytes()[1])
+		require.EqualValues(t, life, r.src.arena.Bytes()[0])
+		require.EqualValues(t, life, r.src.arena.Bytes()[1])
 	}
 }
 
@@ -116,7 +116,7 @@ func TestArenaOfAnotherSize(t *testing.T) {
 	}, 10*time.Second, time.Millisecond)
 	require.NoError(t, os.Remove(filepath.Join(r.dir, "larger")))
 	require.Eventually(t, func() bool { return r.Health().State == "ready" }, 10*time.Second, time.Millisecond)
-	require.EqualValues(t, 2, r.arena.Bytes()[0], "the same arena")
+	require.EqualValues(t, 2, r.src.arena.Bytes()[0], "the same arena")
 }
 
 // Memory that is not the plugin's arena cannot be passed off as one.

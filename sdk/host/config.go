@@ -31,6 +31,7 @@ type Config struct {
 	FailurePolicy FailurePolicy
 	Extra         json.RawMessage // kv_connector_extra_config, the plugin's own; "{}" when absent
 	ModulePath    string          // a plugin binary to use instead of searching for one
+	Children      []*Config       // of a MultiConnector that the host composes, in order
 	Settings      Settings
 	Warnings      []string // keys of other systems that were accepted and have no effect; the caller logs them
 }
@@ -62,6 +63,15 @@ func parseConfig(data []byte) (*Config, error) {
 		Extra:         json.RawMessage("{}"),
 		Settings:      DefaultSettings(),
 	}
+	if err := c.decode(data, 0); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// decode fills c, whose fields have their defaults, from a JSON object. depth counts the
+// MultiConnectors around it.
+func (c *Config) decode(data json.RawMessage, depth int) error {
 	var role string
 	fields := []field{
 		{"kv_connector", text(&c.Connector)},
@@ -81,19 +91,24 @@ func parseConfig(data []byte) (*Config, error) {
 		return known, err
 	}
 	if err := decodeObject(data, fields, warn); err != nil {
-		return nil, err
+		return err
 	}
 	if c.Connector == "" {
-		return nil, errors.New("kv_connector is required")
+		return errors.New("kv_connector is required")
 	}
 	if role == "" {
-		return nil, errors.New("kv_role is required: kv_producer, kv_consumer or kv_both")
+		return errors.New("kv_role is required: kv_producer, kv_consumer or kv_both")
 	}
 	var err error
 	if c.Role, err = connector.ParseRole(role); err != nil {
-		return nil, fmt.Errorf("kv_role: %s is none of kv_producer, kv_consumer, kv_both", quote(role))
+		return fmt.Errorf("kv_role: %s is none of kv_producer, kv_consumer, kv_both", quote(role))
 	}
-	return c, nil
+	if c.Connector == MultiName && c.ModulePath == "" {
+		if c.Children, err = parseChildren(c.Extra, c, depth+1); err != nil {
+			return fieldError("kv_connector_extra_config", err)
+		}
+	}
+	return nil
 }
 
 // foreign reports keys that vLLM's and LMCache's users have in their configs and that mean nothing

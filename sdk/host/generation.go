@@ -9,14 +9,13 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/book"
-	"github.com/kvport/kvport/internal/fault"
 )
 
-// generation is one life of the plugin with all its sides open.
+// generation is one life of the connector with all its sides open, at work for the book.
 type generation struct {
 	h       *Host
 	n       uint64
-	proc    *Process
+	proc    body
 	sched   connector.Scheduler
 	workers []connector.Worker
 	caps    connector.Capability
@@ -42,82 +41,26 @@ type job struct {
 	drop     func() // called instead when the plugin is gone; may be nil
 }
 
-// start launches the plugin and opens its sides.
-func (h *Host) start(ctx context.Context, n uint64) (*generation, error) {
-	d := &h.cfg.Settings.Deadlines
-	regions, _ := h.mapped()
-	proc, err := launch(ctx, h.prog, LaunchOptions{
-		Regions: regions, Arena: h.arena, Log: h.log, Environment: h.env, Handshake: d.Handshake,
-		Heartbeat: h.cfg.Settings.Heartbeat, Violated: h.violation, Started: h.opts.Started,
-	})
-	if err != nil {
-		return nil, err
-	}
-	g := &generation{
-		h: h, n: n, proc: proc, cancels: map[book.CallID]context.CancelFunc{}, wake: make(chan struct{}, 1),
-	}
-	ctx, cancel := context.WithTimeout(ctx, d.Handshake)
-	defer cancel()
-	if err := g.open(ctx); err != nil {
-		g.abandon()
-		if silent(err) {
-			err = fmt.Errorf("%w: plugin %s: %w", ErrConfig, proc.path, proc.run.blame("", err))
-		}
-		return nil, err
-	}
-	return g, nil
+// body is what a generation runs in: a process, or the family of a MultiConnector.
+type body interface {
+	// PID is the process id; 0 for several processes.
+	PID() int
+	// Done is closed when nothing of it can touch a block any more.
+	Done() <-chan struct{}
+	// Err says how it ended.
+	Err() error
+	// Close asks it to end and waits, until ctx is done at most; then it is killed.
+	Close(ctx context.Context) error
+	// kill ends it without waiting.
+	kill(reason error)
 }
 
-func (g *generation) open(ctx context.Context) error {
-	h := g.h
-	if err := fault.Point("host.open"); err != nil {
-		return err
+// generation puts a life of the plugin at the book's disposal.
+func (h *Host) generation(l *life) *generation {
+	return &generation{
+		h: h, n: l.n, proc: l.proc, sched: l.sched, workers: l.workers, caps: l.caps,
+		cancels: map[book.CallID]context.CancelFunc{}, wake: make(chan struct{}, 1),
 	}
-	if g.n == 1 {
-		if err := h.describe(ctx, g.proc.Remote); err != nil {
-			return err
-		}
-	} else if err := h.describeAgain(ctx, g.proc.Remote); err != nil {
-		return err
-	}
-	env := connector.Env{
-		Engine: h.eng.ID, Epoch: h.epoch, Role: h.cfg.Role, World: len(h.ranks),
-		Model: h.eng.Model, Shape: h.eng.Shape, Layout: h.eng.Layout, Arena: h.arena.Bytes(), Log: h.log,
-	}
-	var err error
-	if g.sched, err = g.proc.OpenScheduler(ctx, env, h.cfg.Extra); err != nil {
-		return openError(ctx, h.info.Name, err)
-	}
-	g.caps = h.info.Capabilities & connector.CapabilitiesOf(g.sched)
-	// The scheduler side hears of the cache's blocks, a worker of those in the memory it maps.
-	fault.Crash("host.open.worker")
-	_, env.Layout = h.mapped()
-	for rank := range h.ranks {
-		env.Rank = rank
-		w, err := g.proc.OpenWorker(ctx, env, h.cfg.Extra)
-		if err != nil {
-			return openError(ctx, h.info.Name, err)
-		}
-		g.workers = append(g.workers, w)
-	}
-	fault.Crash("host.open.done")
-	return nil
-}
-
-// openError says that a side did not open. Which plugin it was is said by start if there was no answer.
-func openError(ctx context.Context, name string, err error) error {
-	switch {
-	case !silent(err):
-		return fmt.Errorf("%w: %s: %w", ErrConfig, name, err)
-	case outOfTime(ctx):
-		return fmt.Errorf("open: no answer in time: %w", err)
-	}
-	return fmt.Errorf("open: %w", err)
-}
-
-// abandon ends a generation that was never in use.
-func (g *generation) abandon() {
-	g.proc.Kill()
 }
 
 // serve starts the goroutines of a generation.
@@ -130,16 +73,24 @@ func (g *generation) serve() {
 		g.work.Add(1)
 		go g.watchHolds(life)
 	}
-	sides := []any{g.sched}
-	for _, w := range g.workers {
+	for _, gone := range sessionsOf(g.sched, g.workers) {
+		g.work.Add(1)
+		go g.watchSide(life, gone)
+	}
+}
+
+// sessionsOf are channels that are closed when the plugin ends a session.
+func sessionsOf(sched connector.Scheduler, workers []connector.Worker) (gone []<-chan struct{}) {
+	sides := []any{sched}
+	for _, w := range workers {
 		sides = append(sides, w)
 	}
 	for _, side := range sides {
 		if s, ok := side.(interface{ gone() <-chan struct{} }); ok {
-			g.work.Add(1)
-			go g.watchSide(life, s.gone())
+			gone = append(gone, s.gone())
 		}
 	}
+	return gone
 }
 
 // watchSide ends a plugin that ends one of its sides: its calls have no answers any more, and only

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -25,13 +24,12 @@ type Host struct {
 	opts    Options
 	log     *slog.Logger
 	epoch   uint64
-	prog    *program
-	env     []string // names of environment variables of the plugin
+	src     *source // of plugin processes; nil: the children of a MultiConnector have theirs
+	family  *family // nil: there is one plugin
 	info    connector.Info
 	caps    connector.Capability // of the scheduler side
 	ranks   []*rank
 	lands   *connector.Layout // of landing memory; nil: the plugin maps the cache
-	arena   *Arena            // empty if the connector asks for none
 	tickets *ticketOffice
 	metrics *metrics
 	events  *eventQueue
@@ -84,7 +82,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	}
 	first, err := h.firstStart(ctx)
 	if err != nil {
-		return nil, errors.Join(err, h.closeArena(), h.closeLanding())
+		return nil, errors.Join(err, h.closeLanding())
 	}
 	h.events = newEventQueue()
 	h.caps = first.caps
@@ -121,69 +119,36 @@ func (h *Host) identify() error {
 
 // firstStart finds the plugin, starts it, asks what it would do and opens it.
 func (h *Host) firstStart(ctx context.Context) (*generation, error) {
-	prog, manifest, err := resolve(ctx, h.cfg, h.opts.PluginPath)
+	if len(h.cfg.Children) > 0 {
+		return h.firstFamily(ctx)
+	}
+	h.src = h.source(h.cfg)
+	h.src.violated, h.src.held = h.violation, func(n int64) { h.metrics.arena.Add(float64(n)) }
+	manifest, err := h.src.find(ctx, h.opts.PluginPath)
 	if err != nil {
 		return nil, err
 	}
-	h.prog, h.env = prog, manifest.Environment
-	if h.arena, err = NewArena(); err != nil {
-		return nil, errors.Join(err, prog.close())
-	}
 	if h.metrics, err = newMetrics(h.opts.Metrics, manifest.Name, h.cfg.Settings.Trust); err != nil {
-		return nil, errors.Join(fmt.Errorf("metrics: %w", err), prog.close())
+		return nil, errors.Join(fmt.Errorf("metrics: %w", err), h.src.close())
 	}
-	g, err := h.start(ctx, 1)
+	first, err := h.src.start(ctx, 1)
 	if err != nil {
 		h.metrics.close()
-		return nil, errors.Join(err, prog.close())
+		return nil, errors.Join(err, h.src.close())
 	}
-	return g, nil
+	h.info = h.src.info
+	if h.info.Lossy {
+		h.log.Warn("loaded blocks are not verified: the connector may change their bytes", "connector", h.info.Name)
+	}
+	return h.generation(first), nil
 }
 
-// describe asks the connector what it would do with its config and checks that the engine can live
-// with that.
-func (h *Host) describe(ctx context.Context, r *Remote) error {
-	info, err := r.Describe(ctx, h.cfg.Extra)
-	if silent(err) {
-		return err // start says which plugin it was
+// source is where the processes of the plugin that cfg names come from.
+func (h *Host) source(cfg *Config) *source {
+	regions, layout := h.mapped()
+	return &source{
+		cfg: cfg, eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout, started: h.opts.Started,
 	}
-	if err != nil {
-		return fmt.Errorf("%w: kv_connector_extra_config: %w", ErrConfig, err)
-	}
-	layout := &h.eng.Layout
-	fits := len(info.Layouts) == 0
-	for _, l := range info.Layouts {
-		fits = fits || l == layout.Name
-	}
-	switch {
-	case !fits:
-		return fmt.Errorf("%w: %s needs one of the layouts %q, this engine has %q", ErrConfig, info.Name, info.Layouts, layout.Name)
-	case len(layout.Groups) > 1 && !info.Groups:
-		return fmt.Errorf("%w: %s cannot handle a cache of %d groups", ErrConfig, info.Name, len(layout.Groups))
-	}
-	if err := accepts(h.cfg, &info); err != nil {
-		return err
-	}
-	h.info = info
-	if info.Lossy {
-		h.log.Warn("loaded blocks are not verified: the connector may change their bytes", "connector", info.Name)
-	}
-	return h.fitArena()
-}
-
-// describeAgain checks that a plugin that was started anew is what the first one was: its binary may
-// have been replaced, and the engine is built for what the first one said.
-func (h *Host) describeAgain(ctx context.Context, r *Remote) error {
-	now, err := r.Describe(ctx, h.cfg.Extra)
-	if err != nil {
-		return err
-	}
-	was := &h.info
-	if now.Name == was.Name && slices.Equal(now.Layouts, was.Layouts) && now.Groups == was.Groups &&
-		now.Lossy == was.Lossy && now.Scope == was.Scope && now.ArenaBytes == was.ArenaBytes {
-		return nil
-	}
-	return fmt.Errorf("%s has become another plugin, start the engine anew or put the old binary back: %w", h.prog.path, connector.ErrIncompatible)
 }
 
 func (h *Host) bookConfig() book.Config {
@@ -195,6 +160,7 @@ func (h *Host) bookConfig() book.Config {
 		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
 		Slots: h.slots(),
 	}
+	h.family.stretch(&c)
 	for g := range h.eng.Layout.Groups {
 		c.BlockBytes = append(c.BlockBytes, h.eng.Layout.BlockBytes(uint16(g))*int64(len(h.ranks)))
 	}
@@ -290,11 +256,12 @@ func (h *Host) Health() Health {
 		Connector: h.info.Name, State: "restarting", Restarts: h.restarts,
 		Since: time.Since(h.since), Pending: h.book.Pending(), Held: h.book.Held(),
 		Trust: h.cfg.Settings.Trust, LandingSlots: h.slots() * len(h.ranks), LandingUsed: h.book.LandingUsed(),
-		ArenaBytes: h.arena.Size(),
+		ArenaBytes: h.arenaBytes(),
 	}
 	switch {
 	case h.gen != nil:
 		s.State, s.PID = "ready", h.gen.proc.PID()
+		h.family.health(&s)
 	case h.broken:
 		s.State = "broken"
 	}
@@ -337,8 +304,7 @@ func (h *Host) close(ctx context.Context) error {
 	fault.Crash("host.closed")
 	h.events.close(readerWait)
 	h.metrics.close()
-	_ = h.prog.close()
-	return errors.Join(err, h.closeArena(), h.closeLanding())
+	return errors.Join(err, h.src.close(), h.closeLanding())
 }
 
 // do carries out what the book decided. The caller holds mu. Nothing here waits.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/multiconnector"
 )
 
 // Inspect finds the plugin that cfg names and asks it what it would do with its config. Nothing is
@@ -18,6 +19,14 @@ func Inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	}
 	if _, err := openTicketOffice(&cfg.Settings, Engine{}, 0); err != nil {
 		return none, fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
+	}
+	return inspect(ctx, cfg, opts)
+}
+
+func inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, error) {
+	var none connector.Info
+	if len(cfg.Children) > 0 {
+		return inspectChildren(ctx, cfg, opts)
 	}
 	prog, manifest, err := resolve(ctx, cfg, opts.PluginPath)
 	if err != nil {
@@ -43,6 +52,22 @@ func Inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	}
 	proc.Kill()
 	return info, errors.Join(err, prog.close())
+}
+
+// inspectChildren asks every child of a MultiConnector and folds the answers.
+func inspectChildren(ctx context.Context, cfg *Config, opts Options) (connector.Info, error) {
+	infos := make([]connector.Info, len(cfg.Children))
+	for i, c := range cfg.Children {
+		var err error
+		if infos[i], err = inspect(ctx, c, opts); err != nil {
+			return connector.Info{}, under(fmt.Sprintf("kv_connector_extra_config.connectors[%d]", i), err)
+		}
+	}
+	info, err := multiconnector.Fold(MultiName, childrenOf(cfg, infos))
+	if err != nil {
+		return info, fmt.Errorf("%w: kv_connector_extra_config.connectors: %w", ErrConfig, err)
+	}
+	return info, accepts(cfg, &info)
 }
 
 // accepts checks what a connector says of itself against the settings.

@@ -25,6 +25,7 @@ type metrics struct {
 	landing    prometheus.Gauge
 	info       prometheus.Gauge
 	arena      prometheus.Gauge
+	children   *childMetrics
 
 	name       string
 	seen       book.Counters
@@ -79,13 +80,14 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		}),
 	}
 	m.info.Set(1)
+	m.children = newChildMetrics()
 	if registry == nil {
 		return m, nil
 	}
-	for _, c := range []prometheus.Collector{
+	for _, c := range append(m.children.all(), []prometheus.Collector{
 		m.bytes, m.seconds, m.failed, m.refused, m.released, m.restarts, m.integrity, m.violations, m.retries, m.kills, m.match,
 		m.copied, m.landing, m.info, m.arena,
-	} {
+	}...) {
 		if err := registry.Register(c); err != nil {
 			m.close()
 			return nil, errors.Join(errors.New("two hosts on one registry"), err)

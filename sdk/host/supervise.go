@@ -8,46 +8,81 @@ import (
 	"github.com/kvport/kvport/internal/fault"
 )
 
-// supervise keeps a plugin running until the host closes. g is at work already.
-func (h *Host) supervise(life context.Context, g *generation) {
-	defer h.work.Done()
-	defer close(h.left)
-	b := h.cfg.Settings.Breaker
+// keeper keeps something running that can die: L is one life of it. All hooks are called from one
+// goroutine.
+type keeper[L any] struct {
+	start   func(ctx context.Context, n uint64) (L, error)
+	install func(L)
+	outlive func(L) // returns when nothing of it is left
+	died    func(pause time.Duration, broken bool)
+	failed  func(error) // it does not start
+	closing func() bool
+}
+
+// keep works until closing. first is installed already; n counts the lives.
+func (k *keeper[L]) keep(ctx context.Context, b Breaker, first L, n uint64) {
 	breaker := &book.Breaker{
 		Deaths: b.Deaths, Window: b.Window, Cooldown: b.Cooldown, BackoffMin: b.BackoffMin, BackoffMax: b.BackoffMax,
 	}
-	n := g.n
-	for {
-		if g != nil {
+	for now, alive := first, true; ; {
+		if alive {
 			began := time.Now()
-			h.outlive(g)
+			k.outlive(now)
 			if time.Since(began) > b.Window {
 				breaker.Proved()
 			}
 		}
 		wait, broken := breaker.Died(time.Now())
-		h.mu.Lock()
-		if h.broken = broken; broken && !h.closing.Load() {
-			h.log.Error("plugin keeps dying, it is left alone for a while", "connector", h.info.Name, "pause", wait)
-			h.do(h.book.Broken(time.Now()))
-		}
-		h.mu.Unlock()
-		pause(life, wait)
-		if h.closing.Load() {
+		k.died(wait, broken)
+		pause(ctx, wait)
+		if k.closing() {
 			return
 		}
 		fault.Crash("host.restart.start")
 		n++
-		var err error
-		if g, err = h.start(life, n); err != nil {
-			g = nil
+		next, err := k.start(ctx, n)
+		if alive = err == nil; !alive {
+			k.failed(err)
+			continue
+		}
+		now = next
+		k.install(now)
+	}
+}
+
+// supervise keeps a plugin running until the host closes. g is at work already.
+func (h *Host) supervise(life context.Context, g *generation) {
+	defer h.work.Done()
+	defer close(h.left)
+	k := keeper[*generation]{
+		start: func(ctx context.Context, n uint64) (*generation, error) {
+			l, err := h.src.start(ctx, n)
+			if err != nil {
+				return nil, err
+			}
+			return h.generation(l), nil
+		},
+		install: h.install,
+		outlive: h.outlive,
+		died:    h.died,
+		failed: func(err error) {
 			h.mu.Lock()
 			h.lastErr = err
 			h.mu.Unlock()
 			h.log.Warn("plugin does not start", "connector", h.info.Name, "error", err)
-			continue
-		}
-		h.install(g)
+		},
+		closing: h.closing.Load,
+	}
+	k.keep(life, h.cfg.Settings.Breaker, g, g.n)
+}
+
+// died notes that the plugin is gone and when it will be started again.
+func (h *Host) died(pause time.Duration, broken bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.broken = broken; broken && !h.closing.Load() {
+		h.log.Error("plugin keeps dying, it is left alone for a while", "connector", h.info.Name, "pause", pause)
+		h.do(h.book.Broken(time.Now()))
 	}
 }
 

@@ -65,7 +65,7 @@ func TestRunningPluginKeepsItsFolder(t *testing.T) {
 	require.NoDirExists(t, left)
 	r := &rig{Host: h, t: t}
 	r.mu.Lock()
-	dir := r.gen.proc.dir
+	dir := r.gen.proc.(*Process).dir
 	r.mu.Unlock()
 	require.False(t, abandoned(dir, time.Now().Add(24*time.Hour)))
 	require.DirExists(t, dir)

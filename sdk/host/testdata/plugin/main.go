@@ -178,14 +178,15 @@ func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connecto
 	}
 	out := make([]connector.Match, len(qs))
 	for i, q := range qs {
-		n := 0
-		for _, k := range q.Keys {
+		size := s.env.Layout.Groups[0].BlockTokens
+		n := min(q.Computed/size, len(q.Keys))
+		for _, k := range q.Keys[n:] {
 			if _, err := os.Stat(s.path(k, s.env.World-1)); err != nil {
 				break
 			}
 			n++
 		}
-		out[i].Tokens = max(n*s.env.Layout.Groups[0].BlockTokens-q.Computed, 0)
+		out[i].Tokens = max(n*size-q.Computed, 0)
 		switch {
 		case s.due("more"):
 			out[i].Tokens = q.Tokens + 1

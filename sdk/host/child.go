@@ -1,0 +1,368 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// child is one plugin of a MultiConnector, kept running. Its sides live as long as the family: while
+// the process is down a Match is a miss, and Load and Save fail with ErrGone.
+type child struct {
+	label   string // such as 1/SharedStorageConnector
+	src     *source
+	set     *Settings
+	log     *slog.Logger
+	metrics childCounters
+
+	mu      sync.Mutex
+	now     *life         // nil while none takes calls
+	changed chan struct{} // closed when now changes
+	lives   int
+	broken  bool
+	since   time.Time
+	lastErr error
+	holds   holdBook
+
+	closing atomic.Bool
+	leave   context.CancelFunc
+	left    chan struct{} // closed when the supervisor has ended
+	watch   sync.WaitGroup
+}
+
+// adopt keeps a child running whose first life is open.
+func (c *child) adopt(first *life) {
+	var ctx context.Context
+	ctx, c.leave = context.WithCancel(context.Background())
+	c.left, c.changed = make(chan struct{}), make(chan struct{})
+	c.holds = newHoldBook()
+	c.install(first)
+	k := keeper[*life]{
+		start: c.src.start, install: c.install, outlive: c.outlive, closing: c.closing.Load,
+		died: func(pause time.Duration, broken bool) {
+			c.mu.Lock()
+			c.broken = broken
+			c.mu.Unlock()
+			if broken && !c.closing.Load() {
+				c.log.Error("child keeps dying, it is left alone for a while", "child", c.label, "pause", pause)
+			}
+		},
+		failed: func(err error) {
+			c.mu.Lock()
+			c.lastErr = err
+			c.mu.Unlock()
+			c.log.Warn("child does not start", "child", c.label, "error", err)
+		},
+	}
+	go func() {
+		defer close(c.left)
+		k.keep(ctx, c.set.Breaker, first, first.n)
+	}()
+}
+
+func (c *child) install(l *life) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closing.Load() {
+		l.proc.kill(errClosing)
+		return
+	}
+	c.turn(l)
+	c.broken = false
+	c.lives++
+	if l.n > 1 {
+		c.metrics.restarts.Inc()
+	}
+	for _, gone := range sessionsOf(l.sched, l.workers) {
+		c.watch.Go(func() {
+			select {
+			case <-gone:
+				c.down(l, errors.New("the plugin ended a session"))
+			case <-l.proc.Done():
+			}
+		})
+	}
+	c.log.Info("child is up", "child", c.label, "pid", l.proc.PID(), "generation", l.n)
+}
+
+// turn makes l the life that takes calls. The caller holds mu.
+func (c *child) turn(l *life) {
+	c.now, c.since = l, time.Now()
+	close(c.changed)
+	c.changed = make(chan struct{})
+	if l != nil {
+		c.metrics.up.Set(1)
+	} else {
+		c.metrics.up.Set(0)
+	}
+}
+
+func (c *child) outlive(l *life) {
+	<-l.proc.Done()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.now == l {
+		c.turn(nil)
+	}
+	c.lastErr = l.proc.Err()
+	c.holds.lose(l.n)
+	if !c.closing.Load() {
+		c.log.Warn("child is gone", "child", c.label, "pid", l.proc.PID(), "error", c.lastErr)
+	}
+}
+
+// down takes a life out of use and kills its process.
+func (c *child) down(l *life, reason error) {
+	c.mu.Lock()
+	if c.now == l {
+		c.turn(nil)
+	}
+	c.mu.Unlock()
+	if !c.closing.Load() {
+		l.proc.kill(reason)
+	}
+}
+
+// current is the life that takes calls.
+func (c *child) current() (*life, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.now == nil {
+		return nil, fmt.Errorf("%s is not running: %w", c.label, connector.ErrGone)
+	}
+	return c.now, nil
+}
+
+// judge looks at the error of a call of the scheduler side: without an answer the process is at its
+// end.
+func (c *child) judge(l *life, err error) error {
+	if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
+		c.down(l, fmt.Errorf("scheduler side: %w", err))
+		return c.gone(err)
+	}
+	return err
+}
+
+// gone is what callers hear of a process that went away. It must not look like the end of the whole
+// connector.
+func (c *child) gone(err error) error {
+	return fmt.Errorf("%s went away (%v): %w", c.label, err, connector.ErrGone)
+}
+
+// health says how the process is.
+func (c *child) health() Health {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	h := Health{Connector: c.label, State: "restarting", Restarts: max(c.lives-1, 0), Since: time.Since(c.since), Trust: c.set.Trust}
+	switch {
+	case c.now != nil:
+		h.State, h.PID = "ready", c.now.proc.PID()
+	case c.broken:
+		h.State = "broken"
+	}
+	if c.lastErr != nil && h.State != "ready" {
+		h.Error = c.lastErr.Error()
+	}
+	return h
+}
+
+// close ends the process: politely until ctx is done. No call may be running, or it is killed.
+func (c *child) close(ctx context.Context, polite bool) error {
+	c.closing.Store(true)
+	c.leave()
+	c.mu.Lock()
+	l := c.now
+	c.now = nil
+	c.mu.Unlock()
+	var err error
+	switch {
+	case l == nil:
+	case polite:
+		for _, w := range l.workers {
+			_ = w.Close()
+		}
+		_ = l.sched.Close()
+		err = l.proc.Close(ctx)
+	default:
+		l.proc.kill(errClosing)
+		<-l.proc.Done()
+	}
+	<-c.left
+	c.watch.Wait()
+	return errors.Join(err, c.src.close())
+}
+
+// childScheduler is the scheduler side of a child, through all its lives.
+type childScheduler struct{ *child }
+
+// Capabilities implements connector.Partial.
+func (s childScheduler) Capabilities() connector.Capability { return s.src.info.Capabilities }
+
+// Match implements connector.Scheduler.
+func (s childScheduler) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+	return childCall(ctx, s.child, s.set.Deadlines.Later, func(ctx context.Context, l *life) ([]connector.Match, error) {
+		return l.sched.Match(ctx, qs)
+	})
+}
+
+// Plan implements connector.Planner.
+func (s childScheduler) Plan(ctx context.Context, step *connector.Step) (*connector.Plan, error) {
+	return childCall(ctx, s.child, s.set.Deadlines.Plan, func(ctx context.Context, l *life) (*connector.Plan, error) {
+		p, ok := connector.As[connector.Planner](l.sched)
+		if !ok {
+			return nil, connector.ErrIncompatible
+		}
+		return p.Plan(ctx, step)
+	})
+}
+
+// Finish implements connector.Holder.
+func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+	return childCall(ctx, s.child, s.set.Deadlines.Finish, func(ctx context.Context, l *life) ([]connector.Hold, error) {
+		h, ok := connector.As[connector.Holder](l.sched)
+		if !ok {
+			return nil, connector.ErrIncompatible
+		}
+		holds, err := h.Finish(ctx, ended)
+		if err != nil {
+			return nil, err
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for i := range holds {
+			holds[i].ID = s.holds.add(l.n, &holds[i], s.set.Deadlines.HoldMax)
+		}
+		return holds, nil
+	})
+}
+
+// Consumed implements connector.Holder. What a process kept that died is over.
+func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	for {
+		s.mu.Lock()
+		over, l, changed := s.holds.take(), s.now, s.changed
+		poll, cancel := context.WithCancel(ctx)
+		s.holds.interrupt = cancel
+		s.mu.Unlock()
+		if len(over) > 0 || ctx.Err() != nil {
+			cancel()
+			return over, ctx.Err()
+		}
+		var err error
+		if l == nil {
+			select {
+			case <-changed:
+			case <-poll.Done():
+			}
+		} else {
+			err = s.poll(poll, l)
+		}
+		interrupted := poll.Err() != nil
+		cancel()
+		if err != nil && !interrupted {
+			return nil, err
+		}
+	}
+}
+
+// poll asks one life once what consumers have fetched.
+func (s childScheduler) poll(ctx context.Context, l *life) error {
+	h, ok := connector.As[connector.Holder](l.sched)
+	if !ok {
+		return connector.ErrIncompatible
+	}
+	ids, err := h.Consumed(ctx)
+	switch {
+	case err == nil:
+		s.mu.Lock()
+		s.holds.consumed(l.n, ids)
+		s.mu.Unlock()
+	case errors.Is(err, errLost) || errors.Is(err, errUnanswered):
+		s.down(l, fmt.Errorf("scheduler side: %w", err))
+		return nil // its holds are over when it is reaped
+	}
+	return err
+}
+
+// Reset implements connector.Resetter.
+func (s childScheduler) Reset(ctx context.Context) (bool, error) {
+	return childCall(ctx, s.child, s.set.Deadlines.Save, func(ctx context.Context, l *life) (bool, error) {
+		r, ok := connector.As[connector.Resetter](l.sched)
+		if !ok {
+			return false, nil
+		}
+		return r.Reset(ctx)
+	})
+}
+
+// Close implements connector.Scheduler. The process is closed by its family.
+func (s childScheduler) Close() error { return nil }
+
+func childCall[T any](ctx context.Context, c *child, limit time.Duration, call func(context.Context, *life) (T, error)) (T, error) {
+	l, err := c.current()
+	if err != nil {
+		var none T
+		return none, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	v, err := call(ctx, l)
+	return v, c.judge(l, err)
+}
+
+// childWorker is the worker side of one rank of a child, through all its lives.
+type childWorker struct {
+	*child
+	rank int
+}
+
+// Load implements connector.Worker. It returns when no process of the child can write the blocks.
+func (w childWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	d := &w.set.Deadlines
+	bytes := int64(0)
+	for _, b := range t.Blocks {
+		bytes += w.src.layout.BlockBytes(b.Group)
+	}
+	limit := d.Transfer + time.Duration(float64(bytes)/(1<<30)*float64(d.TransferPerGiB))
+	return w.move(ctx, limit, "load", t, func(ctx context.Context, side connector.Worker) error { return side.Load(ctx, t, kv) })
+}
+
+// Save implements connector.Worker.
+func (w childWorker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	return w.move(ctx, w.set.Deadlines.Save, "save", t, func(ctx context.Context, side connector.Worker) error { return side.Save(ctx, t, kv) })
+}
+
+// move makes a call with a deadline. A child that misses it is killed, alone; the call returns when it
+// is gone.
+func (w childWorker) move(ctx context.Context, limit time.Duration, what string, t *connector.Transfer, call func(context.Context, connector.Worker) error) error {
+	l, err := w.current()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	end, _ := ctx.Deadline()
+	late := time.AfterFunc(time.Until(end)+w.set.Deadlines.Grace, func() {
+		w.metrics.kills.Inc()
+		w.down(l, fmt.Errorf("%s of request %q past its deadline", what, t.Request))
+		l.proc.kill(errClosing) // when closing, down leaves it alone
+	})
+	defer late.Stop()
+	err = call(ctx, l.workers[w.rank])
+	w.metrics.moved(what, t, err)
+	if !errors.Is(err, errLost) {
+		return err
+	}
+	w.down(l, errors.New("worker side: the connection is gone"))
+	<-l.proc.Done() // until then it may still touch the blocks
+	return w.gone(err)
+}
+
+// Close implements connector.Worker. The process is closed by its family.
+func (w childWorker) Close() error { return nil }

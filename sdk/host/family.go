@@ -1,0 +1,330 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/book"
+	"github.com/kvport/kvport/multiconnector"
+)
+
+// nest is what all children of a MultiConnector are given, however deep they are nested.
+type nest struct {
+	eng     Engine
+	epoch   uint64
+	log     *slog.Logger
+	regions []*Region        // that the children map, by rank
+	layout  connector.Layout // of those
+	paths   []string
+	metrics *childMetrics
+	started func(pid, pidfd int) error
+	held    func(bytes int64) // told how large each arena is
+}
+
+// family is the children of one MultiConnector and their composite. To the host it is a plugin that
+// never dies: its children do, and come back, one by one.
+type family struct {
+	cfg     *Config
+	multi   *multiconnector.Multi
+	members []member
+	groups  []connector.Group
+
+	ending sync.Once
+	end    error
+	done   chan struct{}
+}
+
+// member is one child: a plugin or a MultiConnector of its own.
+type member struct {
+	label  string
+	child  *child
+	family *family
+}
+
+// firstFamily starts all children of a MultiConnector.
+func (h *Host) firstFamily(ctx context.Context) (*generation, error) {
+	var err error
+	if h.metrics, err = newMetrics(h.opts.Metrics, MultiName, h.cfg.Settings.Trust); err != nil {
+		return nil, fmt.Errorf("metrics: %w", err)
+	}
+	regions, layout := h.mapped()
+	n := &nest{
+		eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout,
+		paths: h.opts.PluginPath, metrics: h.metrics.children, started: h.opts.Started,
+		held: func(n int64) { h.metrics.arena.Add(float64(n)) },
+	}
+	if h.family, err = n.open(ctx, h.cfg, "", "kv_connector_extra_config."); err != nil {
+		h.metrics.close()
+		return nil, err
+	}
+	h.info = h.family.multi.Info()
+	sched := h.family.scheduler()
+	g := h.generation(&life{n: 1, sched: sched, caps: connector.CapabilitiesOf(sched)})
+	g.proc = h.family
+	for rank := range h.ranks {
+		g.workers = append(g.workers, h.family.worker(rank))
+	}
+	return g, nil
+}
+
+// open starts the children of cfg. label is the place of the MultiConnector itself and path its
+// config's, both ending so that a child's can follow.
+func (n *nest) open(ctx context.Context, cfg *Config, label, path string) (*family, error) {
+	f := &family{cfg: cfg, members: make([]member, len(cfg.Children)), groups: n.eng.Layout.Groups, done: make(chan struct{})}
+	var group errgroup.Group
+	for i, c := range cfg.Children {
+		own := fmt.Sprintf("%s%d/", label, i)
+		at := fmt.Sprintf("%sconnectors[%d]", path, i)
+		group.Go(func() error {
+			m := &f.members[i]
+			m.label = own + c.Connector
+			var err error
+			if len(c.Children) > 0 {
+				m.family, err = n.open(ctx, c, own, at+".kv_connector_extra_config.")
+			} else {
+				m.child, err = n.start(ctx, c, m.label)
+				err = under(at, err)
+			}
+			return err
+		})
+	}
+	err := group.Wait()
+	if err == nil {
+		infos := make([]connector.Info, len(f.members))
+		for i := range infos {
+			infos[i] = f.members[i].info()
+		}
+		if f.multi, err = multiconnector.New(MultiName, childrenOf(cfg, infos)); err != nil {
+			err = fmt.Errorf("%w: %sconnectors: %w", ErrConfig, path, err)
+		}
+	}
+	if err != nil {
+		f.shut(ctx, false)
+		return nil, err
+	}
+	return f, nil
+}
+
+// start starts one child.
+func (n *nest) start(ctx context.Context, cfg *Config, label string) (*child, error) {
+	src := &source{
+		cfg: cfg, eng: n.eng, epoch: n.epoch, log: n.log, regions: n.regions, layout: n.layout, started: n.started, held: n.held,
+	}
+	if _, err := src.find(ctx, n.paths); err != nil {
+		return nil, err
+	}
+	first, err := src.start(ctx, 1)
+	if err != nil {
+		return nil, errors.Join(err, src.close())
+	}
+	if src.info.Lossy {
+		n.log.Warn("loaded blocks are not verified: the connector may change their bytes", "child", label)
+	}
+	c := &child{label: label, src: src, set: &cfg.Settings, log: n.log, metrics: n.metrics.of(label)}
+	c.adopt(first)
+	return c, nil
+}
+
+// childrenOf is what a composite must know of its children.
+func childrenOf(cfg *Config, infos []connector.Info) []multiconnector.Child {
+	names := make([]string, len(cfg.Children))
+	for i, c := range cfg.Children {
+		names[i] = c.Connector
+	}
+	out := make([]multiconnector.Child, len(names))
+	for i, tag := range multiconnector.Tags(names) {
+		c := cfg.Children[i]
+		d := &c.Settings.Deadlines
+		out[i] = multiconnector.Child{
+			Name: tag, Role: c.Role, Info: infos[i], Fail: c.FailurePolicy == PolicyFail,
+			Patience: max(d.Match, multiconnector.DefaultPatience), Later: d.Later,
+		}
+	}
+	return out
+}
+
+func (m *member) info() connector.Info {
+	if m.family != nil {
+		return m.family.multi.Info()
+	}
+	return m.child.src.info
+}
+
+// scheduler joins the scheduler sides of all children.
+func (f *family) scheduler() connector.Scheduler {
+	sides := make([]connector.Scheduler, len(f.members))
+	for i, m := range f.members {
+		if m.family != nil {
+			sides[i] = m.family.scheduler()
+		} else {
+			sides[i] = childScheduler{m.child}
+		}
+	}
+	return f.multi.Scheduler(sides, f.groups)
+}
+
+// worker joins the worker sides of one rank.
+func (f *family) worker(rank int) connector.Worker {
+	sides := make([]connector.Worker, len(f.members))
+	for i, m := range f.members {
+		if m.family != nil {
+			sides[i] = m.family.worker(rank)
+		} else {
+			sides[i] = childWorker{m.child, rank}
+		}
+	}
+	return f.multi.Worker(sides, f.groups)
+}
+
+// PID implements body: there is no one process.
+func (f *family) PID() int { return 0 }
+
+// Done implements body.
+func (f *family) Done() <-chan struct{} { return f.done }
+
+// Err implements body.
+func (f *family) Err() error {
+	select {
+	case <-f.done:
+		return f.end
+	default:
+		return nil
+	}
+}
+
+// Close implements body.
+func (f *family) Close(ctx context.Context) error {
+	f.shut(ctx, true)
+	<-f.done
+	return f.end
+}
+
+// kill implements body. Only the end of the host ends all children: one that lets a transfer miss its
+// deadline is killed alone, by the call that waits for it.
+func (f *family) kill(reason error) {
+	if errors.Is(reason, errClosing) {
+		go f.shut(context.Background(), false)
+	}
+}
+
+// shut ends every child.
+func (f *family) shut(ctx context.Context, polite bool) {
+	f.ending.Do(func() {
+		errs := make([]error, len(f.members))
+		var work sync.WaitGroup
+		for i, m := range f.members {
+			switch {
+			case m.child != nil:
+				work.Go(func() { errs[i] = m.child.close(ctx, polite) })
+			case m.family != nil:
+				work.Go(func() {
+					m.family.shut(ctx, polite)
+					<-m.family.done
+					errs[i] = m.family.end
+				})
+			}
+		}
+		work.Wait()
+		if polite {
+			f.end = errors.Join(errs...)
+		}
+		close(f.done)
+	})
+}
+
+// health adds the children's to that of the host. f may be nil.
+func (f *family) health(h *Health) {
+	if f == nil {
+		return
+	}
+	ready := 0
+	for _, m := range f.members {
+		var one Health
+		if m.family != nil {
+			one = Health{Connector: m.label, State: "ready", Trust: h.Trust}
+			m.family.health(&one)
+		} else {
+			one = m.child.health()
+		}
+		h.Children = append(h.Children, one)
+		h.Restarts += one.Restarts
+		if one.State == "ready" {
+			ready++
+		}
+	}
+	switch {
+	case ready == len(f.members):
+	case ready > 0 || slices.ContainsFunc(h.Children, func(c Health) bool { return c.State == "degraded" }):
+		h.State = "degraded"
+	default:
+		h.State = h.Children[0].State
+	}
+}
+
+// arenaBytes is the memory that all children have as arenas.
+func (f *family) arenaBytes() (n int64) {
+	for _, m := range f.members {
+		if m.family != nil {
+			n += m.family.arenaBytes()
+		} else {
+			n += m.child.src.arena.Size()
+		}
+	}
+	return n
+}
+
+// stretch gives a transfer as much time as it may take when one child after the other lets it down. f
+// may be nil.
+func (f *family) stretch(c *book.Config) {
+	if f == nil {
+		return
+	}
+	c.Transfer, c.TransferPerGiB, c.Save = f.sum()
+	c.Grace += c.Grace // the children's own kill comes first
+}
+
+func (f *family) sum() (load, perGiB, save time.Duration) {
+	for i, m := range f.members {
+		d := &f.cfg.Children[i].Settings.Deadlines
+		l, g, s := d.Transfer+2*d.Grace, d.TransferPerGiB, d.Save
+		if m.family != nil {
+			l, g, s = m.family.sum()
+		}
+		load, perGiB, save = load+l, perGiB+g, max(save, s)
+	}
+	return load, perGiB, save
+}
+
+// under says in a config error at which child it is.
+func under(path string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &childError{path: path, err: err}
+}
+
+type childError struct {
+	path string
+	err  error
+}
+
+// Error implements error. The word "config: " stays in front.
+func (e *childError) Error() string {
+	text, cut := strings.CutPrefix(e.err.Error(), ErrConfig.Error()+": ")
+	if !cut {
+		return e.path + ": " + text
+	}
+	return fmt.Sprintf("%v: %s: %s", ErrConfig, e.path, text)
+}
+
+// Unwrap gives the cause.
+func (e *childError) Unwrap() error { return e.err }

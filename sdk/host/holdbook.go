@@ -1,0 +1,110 @@
+package host
+
+import (
+	"context"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// holdBook numbers the holds of all lives of a child anew: every process counts from 1.
+type holdBook struct {
+	last connector.HoldID
+	own  map[connector.HoldID]*openHold
+	ids  map[plugHold]connector.HoldID
+	over []connector.HoldID
+
+	early     map[plugHold]int   // reported before the answer that announces them came
+	interrupt context.CancelFunc // ends the poll that runs; nil: none
+}
+
+// maxEarly bounds the reports about holds that are not announced yet.
+const maxEarly = 1 << 10
+
+// plugHold is a hold as the plugin names it.
+type plugHold struct {
+	life uint64
+	id   connector.HoldID
+}
+
+type openHold struct {
+	plugHold
+	consumers int
+	expires   time.Time
+}
+
+func newHoldBook() holdBook {
+	return holdBook{own: map[connector.HoldID]*openHold{}, ids: map[plugHold]connector.HoldID{}, early: map[plugHold]int{}}
+}
+
+// add takes on a hold and gives its own number; 0 for none.
+func (b *holdBook) add(life uint64, h *connector.Hold, longest time.Duration) connector.HoldID {
+	now := time.Now()
+	for id, o := range b.own {
+		if now.After(o.expires) {
+			b.drop(id, o)
+		}
+	}
+	if h.ID == 0 {
+		return 0
+	}
+	b.last++
+	o := &openHold{plugHold{life, h.ID}, max(h.Consumers, 1), now.Add(2 * longest)}
+	b.own[b.last], b.ids[o.plugHold] = o, b.last
+	own := b.last
+	for range b.early[o.plugHold] {
+		b.consumed(life, []connector.HoldID{h.ID})
+	}
+	delete(b.early, o.plugHold)
+	return own
+}
+
+func (b *holdBook) drop(id connector.HoldID, o *openHold) {
+	delete(b.own, id)
+	delete(b.ids, o.plugHold)
+}
+
+func (b *holdBook) consumed(life uint64, ids []connector.HoldID) {
+	for _, id := range ids {
+		own := b.ids[plugHold{life, id}]
+		o := b.own[own]
+		if o == nil {
+			if len(b.early) < maxEarly {
+				b.early[plugHold{life, id}]++
+			}
+			continue
+		}
+		b.finished(own)
+		if o.consumers--; o.consumers == 0 {
+			b.drop(own, o)
+		}
+	}
+}
+
+// lose ends the holds of a life.
+func (b *holdBook) lose(life uint64) {
+	for id, o := range b.own {
+		if o.life != life {
+			continue
+		}
+		for range o.consumers {
+			b.finished(id)
+		}
+		b.drop(id, o)
+	}
+	clear(b.early)
+}
+
+// finished notes one consumer of a hold and ends the poll, so that it is told.
+func (b *holdBook) finished(own connector.HoldID) {
+	b.over = append(b.over, own)
+	if b.interrupt != nil {
+		b.interrupt()
+	}
+}
+
+func (b *holdBook) take() []connector.HoldID {
+	over := b.over
+	b.over = nil
+	return over
+}
