@@ -434,52 +434,64 @@ func TestFold(t *testing.T) {
 // can make.
 func TestAgainstModel(t *testing.T) {
 	for seed := range uint64(300) {
-		rnd := rand.New(rand.NewPCG(seed, 1))
-		n := 1 + rnd.IntN(4)
-		ks := keys(1 + rnd.IntN(10))
-		shelves := make([]*shelf, n)
-		broken := make([]bool, n)
-		for i := range shelves {
-			shelves[i] = newShelf()
-			for _, k := range ks {
-				if rnd.IntN(2) == 0 {
-					shelves[i].blocks[k] = k[0]
-				}
+		modelRun(t, seed)
+	}
+}
+
+func modelRun(t *testing.T, seed uint64) {
+	t.Helper()
+	rnd := rand.New(rand.NewPCG(seed, 1))
+	n := 1 + rnd.IntN(4)
+	ks := keys(1 + rnd.IntN(10))
+	shelves := make([]*shelf, n)
+	broken := make([]bool, n)
+	for i := range shelves {
+		shelves[i] = newShelf()
+		for _, k := range ks {
+			if rnd.IntN(2) == 0 {
+				shelves[i].blocks[k] = k[0]
 			}
-			if broken[i] = rnd.IntN(4) == 0; broken[i] {
-				shelves[i].loadErr = fmt.Errorf("told to: %w", connector.ErrGone)
-			}
 		}
-		r := newRig(t, nil, shelves...)
-		offered := 0
-		for offered < len(ks) && slices.ContainsFunc(shelves, func(s *shelf) bool { return s.blocks[ks[offered]] != 0 }) {
-			offered++
+		if broken[i] = rnd.IntN(4) == 0; broken[i] {
+			shelves[i].loadErr = fmt.Errorf("told to: %w", connector.ErrGone)
 		}
-		if seed%2 == 0 { // without a Match there is no route
-			require.Equal(t, offered*blockTokens, r.match("r", ks).Tokens, "seed %d", seed)
+	}
+	r := newRig(t, nil, shelves...)
+	offered := 0
+	for offered < len(ks) && slices.ContainsFunc(shelves, func(s *shelf) bool { return s.blocks[ks[offered]] != 0 }) {
+		offered++
+	}
+	if seed%2 == 0 { // without a Match there is no route
+		require.Equal(t, offered*blockTokens, r.match("r", ks).Tokens, "seed %d", seed)
+	}
+	err := r.worker.Load(t.Context(), transfer("r", ks), r.kv)
+	r.expect(seed, ks, broken, err)
+}
+
+// expect checks that exactly the blocks failed that nobody could give.
+func (r *rig) expect(seed uint64, ks []connector.BlockKey, broken []bool, err error) {
+	t := r.t
+	t.Helper()
+	var want []connector.BlockID
+	for b, k := range ks {
+		arrived := false
+		for i, s := range r.shelves {
+			arrived = arrived || !broken[i] && s.blocks[k] != 0
 		}
-		err := r.worker.Load(t.Context(), transfer("r", ks), r.kv)
-		var want []connector.BlockID
-		for b, k := range ks {
-			arrived := false
-			for i, s := range shelves {
-				arrived = arrived || !broken[i] && s.blocks[k] != 0
-			}
-			if !arrived {
-				want = append(want, connector.BlockID(b))
-				continue
-			}
-			require.Equal(t, k[0], r.kv.View(0, connector.BlockID(b))[0], "seed %d block %d", seed, b)
+		if !arrived {
+			want = append(want, connector.BlockID(b))
+			continue
 		}
-		var some *connector.BlockError
-		switch {
-		case len(want) == 0:
-			require.NoError(t, err, "seed %d", seed)
-		case len(want) == len(ks):
-			require.ErrorIs(t, err, connector.ErrGone, "seed %d", seed)
-		default:
-			require.ErrorAs(t, err, &some, "seed %d", seed)
-			require.ElementsMatch(t, want, some.Blocks, "seed %d", seed)
-		}
+		require.Equal(t, k[0], r.kv.View(0, connector.BlockID(b))[0], "seed %d block %d", seed, b)
+	}
+	var some *connector.BlockError
+	switch {
+	case len(want) == 0:
+		require.NoError(t, err, "seed %d", seed)
+	case len(want) == len(ks):
+		require.ErrorIs(t, err, connector.ErrGone, "seed %d", seed)
+	default:
+		require.ErrorAs(t, err, &some, "seed %d", seed)
+		require.ElementsMatch(t, want, some.Blocks, "seed %d", seed)
 	}
 }

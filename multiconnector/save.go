@@ -14,34 +14,17 @@ import (
 // block counts as stored if a child has it that consumers reach (one of scope node or shared), or any
 // child where there is none such. A block that a load still writes is not stored.
 func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
-	stored := make([]bool, len(t.Blocks))
-	there := w.twice(t)
-	shares, err := w.saves(t, there)
+	stored := w.twice(t)
+	shares, err := w.saves(t, stored)
 	if err != nil {
 		return err
 	}
-	wide := w.reach(shares)
+	wide, busy := w.reach(shares), w.written(t)
 	var mu sync.Mutex
 	var work sync.WaitGroup
 	var errs []error
-	loads := w.written(t)
 	for _, s := range shares {
-		part := *t
-		part.From, part.Tokens, part.Extra, part.Blocks, part.Ticket = s.from, s.tokens, s.extra, nil, nil
-		for _, i := range s.indexes {
-			part.Blocks = append(part.Blocks, t.Blocks[i])
-		}
-		parts := []connector.Transfer{part}
-		indexes := s.indexes
-		if len(s.extra) == 0 {
-			indexes = without(s.indexes, loads)
-			parts = pick(t, indexes, w.groups)
-			for k := range parts {
-				parts[k].Extra = nil
-			}
-		} else if len(loads) > 0 {
-			continue // its bytes may mean any of the blocks
-		}
+		indexes, parts := w.partsOf(t, &s, busy)
 		work.Go(func() {
 			bad, err := w.saveParts(ctx, s.child, parts, kv)
 			mu.Lock()
@@ -55,19 +38,43 @@ func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.
 		})
 	}
 	work.Wait()
-	var failed []int
-	for i := range stored {
-		if !stored[i] && (len(t.Extra) > 0 || !there[i]) {
-			failed = append(failed, i)
-		}
-	}
-	if len(loads) > 0 {
+	if len(busy) > 0 {
 		errs = append(errs, errLoading)
 	}
+	failed := without(all(len(t.Blocks)), func(i int) bool { return stored[i] })
 	if len(failed) == 0 {
 		return nil // what some child could not store, another has
 	}
 	return blockError(t, failed, errors.Join(errs...))
+}
+
+// partsOf makes the transfers of one child, less the blocks that loads still write.
+func (w *worker) partsOf(t *connector.Transfer, s *share, busy map[int]bool) (indexes []int, parts []connector.Transfer) {
+	part := *t
+	part.From, part.Tokens, part.Extra, part.Blocks, part.Ticket = s.from, s.tokens, s.extra, nil, nil
+	if len(s.extra) == 0 {
+		indexes = without(s.indexes, func(i int) bool { return busy[i] })
+		if len(indexes) == 0 {
+			return nil, nil
+		}
+		part.Blocks, part.From, part.Tokens = t.Blocks, t.From, t.Tokens
+		return indexes, pick(&part, indexes, w.groups)
+	}
+	if len(busy) > 0 {
+		return nil, nil // the child's own bytes may mean any of the blocks
+	}
+	for _, i := range s.indexes {
+		part.Blocks = append(part.Blocks, t.Blocks[i])
+	}
+	return s.indexes, []connector.Transfer{part}
+}
+
+func all(n int) []int {
+	out := make([]int, n)
+	for i := range out {
+		out[i] = i
+	}
+	return out
 }
 
 // saves says which child gets which blocks.
@@ -101,7 +108,7 @@ func (w *worker) saves(t *connector.Transfer, skip []bool) ([]share, error) {
 func (w *worker) twice(t *connector.Transfer) []bool {
 	skip := make([]bool, len(t.Blocks))
 	for i, b := range t.Blocks {
-		skip[i] = !t.Replace && b.Key != (connector.BlockKey{}) && w.seen.any(b.Key)
+		skip[i] = len(t.Extra) == 0 && !t.Replace && b.Key != (connector.BlockKey{}) && w.seen.any(b.Key)
 	}
 	return skip
 }
@@ -134,17 +141,8 @@ func (w *worker) written(t *connector.Transfer) map[int]bool {
 	return out
 }
 
-func without(indexes []int, drop map[int]bool) []int {
-	if len(drop) == 0 {
-		return indexes
-	}
-	var out []int
-	for _, i := range indexes {
-		if !drop[i] {
-			out = append(out, i)
-		}
-	}
-	return out
+func without(indexes []int, drop func(int) bool) []int {
+	return slices.DeleteFunc(slices.Clone(indexes), drop)
 }
 
 func (w *worker) saveParts(ctx context.Context, child int, parts []connector.Transfer, kv *connector.KV) (bad map[connector.Block]bool, err error) {

@@ -15,7 +15,7 @@ import (
 // child is one plugin of a MultiConnector, kept running. Its sides live as long as the family: while
 // the process is down a Match is a miss, and Load and Save fail with ErrGone.
 type child struct {
-	label   string // such as 1/SharedStorageConnector
+	label   string // its place and name, such as 1/DiskConnector
 	src     *source
 	set     *Settings
 	log     *slog.Logger

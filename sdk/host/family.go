@@ -185,9 +185,6 @@ func (f *family) worker(rank int) connector.Worker {
 	return f.multi.Worker(sides, f.groups)
 }
 
-// PID implements body: there is no one process.
-func (f *family) PID() int { return 0 }
-
 // Done implements body.
 func (f *family) Done() <-chan struct{} { return f.done }
 

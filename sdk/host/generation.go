@@ -43,8 +43,6 @@ type job struct {
 
 // body is what a generation runs in: a process, or the family of a MultiConnector.
 type body interface {
-	// PID is the process id; 0 for several processes.
-	PID() int
 	// Done is closed when nothing of it can touch a block any more.
 	Done() <-chan struct{}
 	// Err says how it ended.
@@ -53,6 +51,14 @@ type body interface {
 	Close(ctx context.Context) error
 	// kill ends it without waiting.
 	kill(reason error)
+}
+
+// pid is the number of the generation's process; 0 for several.
+func (g *generation) pid() int {
+	if p, one := g.proc.(*Process); one {
+		return p.PID()
+	}
+	return 0
 }
 
 // generation puts a life of the plugin at the book's disposal.

@@ -260,7 +260,7 @@ func (h *Host) Health() Health {
 	}
 	switch {
 	case h.gen != nil:
-		s.State, s.PID = "ready", h.gen.proc.PID()
+		s.State, s.PID = "ready", h.gen.pid()
 		h.family.health(&s)
 	case h.broken:
 		s.State = "broken"

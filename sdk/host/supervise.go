@@ -102,7 +102,7 @@ func (h *Host) install(g *generation) {
 	}
 	g.serve()
 	h.do(h.book.Up(time.Now(), g.n))
-	h.log.Info("plugin is up", "connector", h.info.Name, "pid", g.proc.PID(), "generation", g.n)
+	h.log.Info("plugin is up", "connector", h.info.Name, "pid", g.pid(), "generation", g.n)
 }
 
 // outlive waits until nothing of a generation is left and settles its accounts.
@@ -118,7 +118,7 @@ func (h *Host) outlive(g *generation) {
 	h.gen, h.since = nil, time.Now()
 	h.lastErr = g.proc.Err()
 	if !h.closing.Load() {
-		h.log.Warn("plugin is gone", "connector", h.info.Name, "pid", g.proc.PID(), "error", h.lastErr)
+		h.log.Warn("plugin is gone", "connector", h.info.Name, "pid", g.pid(), "error", h.lastErr)
 	}
 	h.do(h.book.Reaped(time.Now(), g.n))
 }
