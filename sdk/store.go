@@ -29,7 +29,8 @@ func (d *Definition) capabilities() connector.Capability {
 	return 0
 }
 
-// FromStore makes a connector of a Store. C is the struct of its config, see [DecodeConfig].
+// FromStore makes a connector of a Store. C is the struct of its config, see [DecodeConfig]. If C has a
+// method Scope() connector.Scope, it says who sees the blocks with that config, instead of d.Scope.
 //
 // open is called once for each engine epoch and config; both sides and all ranks share the Store,
 // which is closed with the last of them. Its Env is that of the side that came first, so Rank means
@@ -58,8 +59,12 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			config, err := DecodeConfig[C](raw)
 			info := connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.capabilities()}
-			if err == nil {
-				info.ArenaBytes = arenaBytes(&config)
+			if err != nil {
+				return info, err
+			}
+			info.ArenaBytes = arenaBytes(&config)
+			if scoped, ok := any(config).(interface{ Scope() connector.Scope }); ok {
+				info.Scope = scoped.Scope()
 			}
 			return info, err
 		},

@@ -1,0 +1,202 @@
+// Package redistest runs a real Redis or Valkey server for tests and hurts it: it can be killed,
+// stopped, restarted empty, filled, and put behind a relay that delays, cuts and refuses.
+package redistest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+)
+
+// ProgramVariable is the environment variable that names the server's binary.
+const ProgramVariable = "KVPORT_REDIS_SERVER"
+
+const (
+	startTimeout = 20 * time.Second
+	probeEvery   = 5 * time.Millisecond
+)
+
+// ErrNoServer says that this machine has no server to run.
+var ErrNoServer = errors.New("no Redis or Valkey server: run make deps, install redis-server, or set " + ProgramVariable)
+
+// Programs are the server binaries of this machine, the preferred one first: that of the environment,
+// that of make deps, and those on the path.
+func Programs() []string {
+	if path := os.Getenv(ProgramVariable); path != "" {
+		return []string{path}
+	}
+	var found []string
+	if dir, err := os.Getwd(); err == nil {
+		for {
+			path := filepath.Join(dir, ".deps", "valkey", "valkey-server")
+			if info, err := os.Stat(path); err == nil && info.Mode()&0o100 != 0 {
+				found = append(found, path)
+				break
+			}
+			parent := filepath.Dir(dir)
+			if parent == dir {
+				break
+			}
+			dir = parent
+		}
+	}
+	for _, name := range []string{"valkey-server", "redis-server"} {
+		if path, err := exec.LookPath(name); err == nil {
+			found = append(found, path)
+		}
+	}
+	return found
+}
+
+// Server is a running server. Its methods are not for concurrent use.
+type Server struct {
+	Address string // host:port; stays the same over restarts
+
+	program string
+	args    []string
+	dir     string
+	cmd     *exec.Cmd
+	done    chan struct{} // closed when it was reaped
+}
+
+// Start runs the preferred server on a free port of this machine, with further arguments such as
+// "--requirepass", "x". It keeps nothing on disk and dies with this process.
+func Start(args ...string) (*Server, error) {
+	programs := Programs()
+	if len(programs) == 0 {
+		return nil, ErrNoServer
+	}
+	return StartProgram(programs[0], args...)
+}
+
+// StartProgram is Start with a certain binary.
+func StartProgram(program string, args ...string) (*Server, error) {
+	dir, err := os.MkdirTemp("", "kvport-redis-")
+	if err != nil {
+		return nil, err
+	}
+	s := &Server{program: program, args: args, dir: dir}
+	for attempt := 0; ; attempt++ {
+		s.Address, err = freeAddress()
+		if err == nil {
+			err = s.Restart()
+		}
+		if err == nil {
+			return s, nil
+		}
+		if attempt == 2 { // another process may have taken the port
+			return nil, errors.Join(err, os.RemoveAll(dir))
+		}
+	}
+}
+
+func freeAddress() (string, error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", err
+	}
+	return l.Addr().String(), l.Close()
+}
+
+// Restart starts the server anew, empty, on the same address. Kill comes first.
+func (s *Server) Restart() error {
+	_, port, err := net.SplitHostPort(s.Address)
+	if err != nil {
+		return err
+	}
+	args := append([]string{
+		"--port", port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", s.dir, "--daemonize", "no",
+		"--logfile", filepath.Join(s.dir, "log"), "--loglevel", "warning", "--io-threads", "1",
+	}, s.args...)
+	s.cmd = exec.CommandContext(context.Background(), s.program, args...)
+	s.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := s.cmd.Start(); err != nil {
+		return fmt.Errorf("start %s: %w", filepath.Base(s.program), err)
+	}
+	done := make(chan struct{})
+	s.done = done
+	cmd := s.cmd
+	go func() {
+		defer close(done)
+		_ = cmd.Wait()
+	}()
+	return s.ready()
+}
+
+// ready waits until the server takes connections.
+func (s *Server) ready() error {
+	for end := time.Now().Add(startTimeout); ; {
+		c, err := net.DialTimeout("tcp", s.Address, time.Second)
+		if err == nil {
+			return c.Close()
+		}
+		select {
+		case <-s.done:
+			log, _ := os.ReadFile(filepath.Join(s.dir, "log"))
+			return fmt.Errorf("%s ended: %s", filepath.Base(s.program), strings.TrimSpace(string(log)))
+		case <-time.After(probeEvery):
+		}
+		if time.Now().After(end) {
+			s.Kill()
+			return fmt.Errorf("%s does not listen: %w", filepath.Base(s.program), err)
+		}
+	}
+}
+
+// PID is the number of its process.
+func (s *Server) PID() int { return s.cmd.Process.Pid }
+
+// Kill ends the process with SIGKILL and waits until it is reaped. What was stored is lost.
+func (s *Server) Kill() {
+	_ = s.cmd.Process.Kill()
+	<-s.done
+}
+
+// Pause stops the process with SIGSTOP: it still takes connections, and answers nothing.
+func (s *Server) Pause() error { return s.cmd.Process.Signal(syscall.SIGSTOP) }
+
+// Resume continues it.
+func (s *Server) Resume() error { return s.cmd.Process.Signal(syscall.SIGCONT) }
+
+// Client is a client of the server itself, past any relay. The caller closes it.
+func (s *Server) Client() *redis.Client {
+	return redis.NewClient(&redis.Options{Addr: s.Address, Username: s.value("--user"), Password: s.value("--requirepass"), Protocol: 2, DisableIdentity: true})
+}
+
+// value is the argument behind a name, or empty.
+func (s *Server) value(name string) string {
+	for i := 0; i+1 < len(s.args); i++ {
+		if s.args[i] == name {
+			return s.args[i+1]
+		}
+	}
+	return ""
+}
+
+// Do runs one command on the server itself.
+func (s *Server) Do(ctx context.Context, args ...any) error {
+	c := s.Client()
+	return errors.Join(c.Do(ctx, args...).Err(), c.Close())
+}
+
+// Keys lists all keys of database 0.
+func (s *Server) Keys(ctx context.Context) ([]string, error) {
+	c := s.Client()
+	keys, err := c.Keys(ctx, "*").Result()
+	return keys, errors.Join(err, c.Close())
+}
+
+// Close ends the server and removes its folder.
+func (s *Server) Close() error {
+	s.Kill()
+	return os.RemoveAll(s.dir)
+}

@@ -1,0 +1,156 @@
+package remote
+
+import (
+	"context"
+	"crypto/tls"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+	"github.com/redis/go-redis/v9/maintnotifications"
+)
+
+// lane is a client that one call at a time uses. go-redis heeds a context's deadline, but not its
+// end before that, while it waits for an answer; a lane knows its connections and ends their waiting.
+// When a call has returned nothing reads from its connections any more, so nothing can write the
+// blocks that it was given.
+type lane struct {
+	client  redis.UniversalClient
+	scratch []byte // where the current call gathers values
+
+	mu    sync.Mutex
+	conns map[*conn]struct{}
+	over  bool // the current call has been cancelled
+}
+
+// newLane makes a client; it connects when it is used.
+func newLane(o *Options) *lane {
+	l := &lane{conns: map[*conn]struct{}{}}
+	dial := func(ctx context.Context, network, address string) (net.Conn, error) {
+		return l.dial(ctx, o, network, address)
+	}
+	if o.Cluster {
+		l.client = redis.NewClusterClient(&redis.ClusterOptions{
+			Addrs: o.Addresses, Dialer: dial, Username: o.Username, Password: o.Password,
+			ContextTimeoutEnabled: true, MaxRetries: -1, MaxRedirects: 3, DialerRetries: 1,
+			DialTimeout: o.Timeout, ReadTimeout: o.Timeout, WriteTimeout: o.Timeout,
+			PoolSize: 1, DisableIdentity: true, Protocol: 2,
+			MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
+		})
+		return l
+	}
+	l.client = redis.NewClient(&redis.Options{
+		Network: o.Network, Addr: o.Addresses[0], Dialer: dial, Username: o.Username, Password: o.Password, DB: o.DB,
+		ContextTimeoutEnabled: true, MaxRetries: -1, DialerRetries: 1,
+		DialTimeout: o.Timeout, ReadTimeout: o.Timeout, WriteTimeout: o.Timeout,
+		PoolSize: 1, DisableIdentity: true, Protocol: 2,
+		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
+	})
+	return l
+}
+
+// silent keeps go-redis from logging by itself: what goes wrong is in its errors.
+type silent struct{}
+
+// Printf implements go-redis' logger.
+func (silent) Printf(context.Context, string, ...any) {}
+
+func (l *lane) dial(ctx context.Context, o *Options, network, address string) (net.Conn, error) {
+	d := net.Dialer{Timeout: o.Timeout}
+	raw, err := d.DialContext(ctx, network, address)
+	if err != nil {
+		return nil, err
+	}
+	if o.TLS != nil {
+		config := o.TLS.Clone()
+		if config.ServerName == "" {
+			config.ServerName, _, _ = net.SplitHostPort(address)
+		}
+		secure := tls.Client(raw, config)
+		if err := secure.HandshakeContext(ctx); err != nil {
+			_ = raw.Close()
+			return nil, err
+		}
+		raw = secure
+	}
+	c := &conn{Conn: raw, lane: l}
+	l.mu.Lock()
+	l.conns[c] = struct{}{}
+	l.mu.Unlock()
+	return c, nil
+}
+
+// run does one call on the lane. When ctx ends, waiting for the server ends too.
+func (l *lane) run(ctx context.Context, call func(context.Context, *lane) error) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	told := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(told)
+		l.interrupt()
+	})
+	err := call(ctx, l)
+	if stop() {
+		return err
+	}
+	<-told
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.over = false
+	for c := range l.conns { // go-redis closes those that failed; the others are as good as before
+		_ = c.Conn.SetDeadline(time.Time{})
+	}
+	return err
+}
+
+// interrupt lets every read and write of the lane fail at once.
+func (l *lane) interrupt() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.over = true
+	for c := range l.conns {
+		_ = c.Conn.SetDeadline(past())
+	}
+}
+
+// past is a deadline that is over.
+func past() time.Time { return time.Unix(1, 0) }
+
+func (l *lane) close() error { return l.client.Close() }
+
+// conn is a connection of a lane, whose deadlines stay in the past after an interruption.
+type conn struct {
+	net.Conn
+	lane *lane
+}
+
+// NetConn is the connection below, which go-redis asks whether it is still open.
+func (c *conn) NetConn() net.Conn { return c.Conn }
+
+// SetDeadline implements net.Conn.
+func (c *conn) SetDeadline(t time.Time) error { return c.set(c.Conn.SetDeadline, t) }
+
+// SetReadDeadline implements net.Conn.
+func (c *conn) SetReadDeadline(t time.Time) error { return c.set(c.Conn.SetReadDeadline, t) }
+
+// SetWriteDeadline implements net.Conn.
+func (c *conn) SetWriteDeadline(t time.Time) error { return c.set(c.Conn.SetWriteDeadline, t) }
+
+func (c *conn) set(set func(time.Time) error, t time.Time) error {
+	c.lane.mu.Lock()
+	defer c.lane.mu.Unlock()
+	if c.lane.over {
+		t = past()
+	}
+	return set(t)
+}
+
+// Close implements net.Conn.
+func (c *conn) Close() error {
+	c.lane.mu.Lock()
+	delete(c.lane.conns, c)
+	c.lane.mu.Unlock()
+	return c.Conn.Close()
+}

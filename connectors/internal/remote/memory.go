@@ -1,0 +1,139 @@
+package remote
+
+import (
+	"container/list"
+	"context"
+	"fmt"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Memory is a connector.Store in this process, for where there is no server. It keeps at most so many
+// bytes; blocks that were not used for longest go first.
+type Memory struct {
+	limit int64
+
+	mu    sync.Mutex
+	bytes int64
+	order *list.List // of *entry, the last used one in front
+	byKey map[connector.StoreKey]*list.Element
+}
+
+// entry is one block. Its value never changes, so that it can be read without the lock.
+type entry struct {
+	key   connector.StoreKey
+	value []byte
+}
+
+// NewMemory makes an empty store of at most limit bytes.
+func NewMemory(limit int64) *Memory {
+	return &Memory{limit: limit, order: list.New(), byKey: map[connector.StoreKey]*list.Element{}}
+}
+
+// Lookup implements connector.Store.
+func (m *Memory) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	found := make([]int, len(runs))
+	for i, run := range runs {
+		for found[i] < len(run) && m.byKey[run[found[i]]] != nil {
+			found[i]++
+		}
+	}
+	return found, nil
+}
+
+// Get implements connector.Store.
+func (m *Memory) Get(ctx context.Context, items []connector.Item) error {
+	failed := &connector.ItemError{}
+	for i, it := range items {
+		err := ctx.Err()
+		if err == nil {
+			err = m.get(it)
+		}
+		if err != nil {
+			failed.Items, failed.Err = append(failed.Items, i), firstOf(failed.Err, err)
+		}
+	}
+	if len(failed.Items) == 0 {
+		return nil
+	}
+	return failed
+}
+
+func (m *Memory) get(it connector.Item) error {
+	m.mu.Lock()
+	e := m.byKey[it.Key]
+	if e == nil {
+		m.mu.Unlock()
+		return fmt.Errorf("%s is not stored: %w", short(it.Key), connector.ErrGone)
+	}
+	m.order.MoveToFront(e)
+	block, _ := e.Value.(*entry)
+	m.mu.Unlock()
+	value := block.value
+	if len(value) != headerSize+it.Size() {
+		return fmt.Errorf("value of %s has %d bytes, want %d: %w", short(it.Key), len(value), headerSize+it.Size(), connector.ErrCorrupt)
+	}
+	value = value[headerSize:]
+	for _, span := range it.Spans {
+		value = value[copy(span, value):]
+	}
+	return nil
+}
+
+// Put implements connector.Store.
+func (m *Memory) Put(ctx context.Context, items []connector.Item) error {
+	failed := &connector.ItemError{}
+	for i, it := range items {
+		err := ctx.Err()
+		if err == nil {
+			err = m.put(it)
+		}
+		if err != nil {
+			failed.Items, failed.Err = append(failed.Items, i), firstOf(failed.Err, err)
+		}
+	}
+	if len(failed.Items) == 0 {
+		return nil
+	}
+	return failed
+}
+
+func (m *Memory) put(it connector.Item) error {
+	m.mu.Lock()
+	e := m.byKey[it.Key]
+	if e != nil {
+		m.order.MoveToFront(e)
+	}
+	m.mu.Unlock()
+	if e != nil && !it.Replace {
+		return nil
+	}
+	size := int64(headerSize + it.Size())
+	if size > m.limit {
+		return fmt.Errorf("block of %d bytes, memory_bytes is %d: %w", it.Size(), m.limit, connector.ErrIncompatible)
+	}
+	block := &entry{key: it.Key, value: appendValue(make([]byte, 0, size), it)}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if e := m.byKey[it.Key]; e != nil {
+		m.remove(e)
+	}
+	for m.bytes+size > m.limit {
+		m.remove(m.order.Back())
+	}
+	m.byKey[it.Key] = m.order.PushFront(block)
+	m.bytes += size
+	return nil
+}
+
+func (m *Memory) remove(e *list.Element) {
+	block, _ := m.order.Remove(e).(*entry)
+	delete(m.byKey, block.key)
+	m.bytes -= int64(len(block.value))
+}
+
+// Close implements connector.Store.
+func (m *Memory) Close() error { return nil }

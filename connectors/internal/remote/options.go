@@ -1,0 +1,122 @@
+// Package remote keeps KV blocks in a Redis or Valkey server, or a cluster of them.
+//
+// A block is one value under one key: it is there as a whole or not at all, and one command reads or
+// writes it. Loads go from the socket into the paged cache without a copy in between; saves gather
+// the block once. Every call ends with its context, whatever the server does: a server that is
+// stopped, slow, full, restarted or gone costs the blocks that it was asked for, which are computed
+// instead.
+package remote
+
+import (
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// The limits and defaults of Options.
+const (
+	DefaultPrefix      = "kvport:"
+	DefaultTimeout     = 3 * time.Second
+	DefaultConnections = 4
+	MaxConnections     = 64
+	MaxValue           = 512 << 20 // what a server takes by default (proto-max-bulk-len)
+	DefaultMaxValue    = MaxValue
+)
+
+// Options say which server, how to reach it and how values are kept.
+type Options struct {
+	Network   string   // tcp or unix
+	Addresses []string // host:port, or one path; several are nodes of a cluster to begin with
+	Cluster   bool     // blocks are spread over the slots of a cluster
+	DB        int      // number of the database; 0 in a cluster
+
+	Username string      // ACL user; empty: the default user
+	Password string      // never logged and in no error
+	TLS      *tls.Config // nil: plain text
+
+	Prefix      string        // of every key
+	TTL         time.Duration // of a block since it was last saved; 0: until the server evicts it
+	Timeout     time.Duration // longest time of one call; a shorter context wins
+	Connections int           // calls at the same time, each on a connection of its own
+	MaxValue    int           // larger blocks are not stored, in bytes
+	Log         *slog.Logger  // nil: nothing is logged
+
+	// CredentialField names the config field or environment variable that the password came from, for
+	// errors.
+	CredentialField string
+}
+
+// withDefaults fills in what is zero.
+func (o Options) withDefaults() Options {
+	if o.Network == "" {
+		o.Network = "tcp"
+	}
+	if o.Timeout == 0 {
+		o.Timeout = DefaultTimeout
+	}
+	if o.Connections == 0 {
+		o.Connections = DefaultConnections
+	}
+	if o.MaxValue == 0 {
+		o.MaxValue = DefaultMaxValue
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	if o.CredentialField == "" {
+		o.CredentialField = "password"
+	}
+	return o
+}
+
+// validate reports the first option that cannot work.
+func (o *Options) validate() error {
+	bad := func(format string, args ...any) error {
+		return fmt.Errorf("%s: %w", fmt.Sprintf(format, args...), connector.ErrIncompatible)
+	}
+	switch {
+	case len(o.Addresses) == 0:
+		return bad("no address of a server")
+	case len(o.Addresses) > 1 && !o.Cluster:
+		return bad("%d addresses, want one unless it is a cluster", len(o.Addresses))
+	case o.DB < 0 || o.DB > 0 && o.Cluster:
+		return bad("database %d, want 0 in a cluster and 0 or more elsewhere", o.DB)
+	case o.TTL < 0 || o.TTL > 0 && o.TTL < time.Millisecond:
+		return bad("time to live is %v, want 0 or at least 1ms", o.TTL)
+	case o.Timeout < 0:
+		return bad("time-out is %v", o.Timeout)
+	case o.Connections < 1 || o.Connections > MaxConnections:
+		return bad("connections is %d, want 1..%d", o.Connections, MaxConnections)
+	case o.MaxValue < headerSize || o.MaxValue > MaxValue:
+		return bad("largest value is %d bytes, want %d..%d", o.MaxValue, headerSize, MaxValue)
+	}
+	return nil
+}
+
+// ErrPlain says that blocks would cross a network in plain text.
+var ErrPlain = errors.New("plain text beyond this machine")
+
+// Private reports whether what is sent to the servers cannot be read on a network: they are on this
+// machine or TLS is on. Names other than localhost count as far away. The error wraps ErrPlain.
+func (o *Options) Private() error {
+	if o.TLS != nil || o.Network == "unix" {
+		return nil
+	}
+	for _, address := range o.Addresses {
+		host, _, err := net.SplitHostPort(address)
+		if err != nil {
+			return fmt.Errorf("address %q: %w", address, err)
+		}
+		if ip, err := netip.ParseAddr(host); host == "localhost" || err == nil && ip.IsLoopback() {
+			continue
+		}
+		return fmt.Errorf("%s: %w", address, ErrPlain)
+	}
+	return nil
+}

@@ -1,0 +1,436 @@
+package remote
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/kvport/kvport/connector"
+)
+
+const (
+	batchBytes  = 4 << 20 // of one pipeline of values; a larger block goes alone
+	batchKeys   = 1024    // of one pipeline of questions
+	openTimeout = 2 * time.Second
+)
+
+// Stats counts what a Store did since it was opened.
+type Stats struct {
+	Loaded, Saved, Known    uint64 // values read, values written, saves of blocks that were there
+	Gone, Corrupt, Refused  uint64 // items that were not there, damaged, or not taken
+	BytesLoaded, BytesSaved uint64
+}
+
+// Store is a connector.Store on a server. Its memory is bounded: a connection gathers at most
+// batchBytes, or one block.
+type Store struct {
+	o      Options
+	health health
+	movers chan *lane // for values
+	asker  chan *lane // for questions, so that they do not wait behind values
+	all    []*lane
+
+	loaded, saved, known, gone, corrupt, refused, in, out atomic.Uint64
+}
+
+// Open connects to a server. One that refuses us or is of another kind is an error that names the
+// field and wraps connector.ErrIncompatible. One that cannot be reached is not: it is logged, and
+// blocks are computed until it can.
+func Open(ctx context.Context, o Options) (*Store, error) {
+	o = o.withDefaults()
+	if err := o.validate(); err != nil {
+		return nil, err
+	}
+	redis.SetLogger(silent{})
+	s := &Store{o: o, movers: make(chan *lane, o.Connections), asker: make(chan *lane, 1)}
+	s.health.log, s.health.where = o.Log, o.where()
+	for i := range o.Connections + 1 {
+		l := newLane(&s.o)
+		s.all = append(s.all, l)
+		if i == 0 {
+			s.asker <- l
+			continue
+		}
+		s.movers <- l
+	}
+	ctx, cancel := context.WithTimeout(ctx, min(openTimeout, o.Timeout))
+	defer cancel()
+	start := time.Now()
+	if err := s.hello(ctx); err != nil {
+		if bad := s.o.configError(err); bad != nil {
+			return nil, errors.Join(bad, s.Close())
+		}
+		s.health.failed(s.o.scrub(err), max(patience, time.Since(start)), time.Now())
+	}
+	return s, nil
+}
+
+// hello is the first contact: a question of the kind that will be asked, and how the server is set up.
+func (s *Store) hello(ctx context.Context) error {
+	return s.borrow(ctx, s.asker, func(ctx context.Context, l *lane) error {
+		c := l.client
+		if err := c.Exists(ctx, s.key(connector.StoreKey{})).Err(); err != nil {
+			return err
+		}
+		memory, err := c.Info(ctx, "memory").Result()
+		if err != nil {
+			return nil // a user that may not ask this may still store
+		}
+		policy, limit := infoField(memory, "maxmemory_policy"), infoField(memory, "maxmemory")
+		if limit == "0" && !s.o.Cluster {
+			s.o.Log.Warn("server has no memory limit, set maxmemory and an eviction policy such as allkeys-lru", "server", s.o.where())
+		}
+		s.o.Log.Info("connected", "server", s.o.where(), "maxmemory", limit, "policy", policy, "ttl", s.o.TTL, "tls", s.o.TLS != nil)
+		return nil
+	})
+}
+
+// infoField is the value of a field of an INFO answer.
+func infoField(info, name string) string {
+	for line := range strings.Lines(info) {
+		if value, ok := strings.CutPrefix(line, name+":"); ok {
+			return strings.TrimSpace(value)
+		}
+	}
+	return ""
+}
+
+// Stats gives the counts so far.
+func (s *Store) Stats() Stats {
+	return Stats{
+		Loaded: s.loaded.Load(), Saved: s.saved.Load(), Known: s.known.Load(), Gone: s.gone.Load(), Corrupt: s.corrupt.Load(),
+		Refused: s.refused.Load(), BytesLoaded: s.in.Load(), BytesSaved: s.out.Load(),
+	}
+}
+
+// Close implements connector.Store.
+func (s *Store) Close() error {
+	var errs []error
+	for _, l := range s.all {
+		errs = append(errs, l.close())
+	}
+	return errors.Join(errs...)
+}
+
+func (s *Store) key(k connector.StoreKey) string { return s.o.Prefix + k.String() }
+
+// borrow runs call on a free lane, within ctx and, once there is one, the configured time-out.
+func (s *Store) borrow(ctx context.Context, lanes chan *lane, call func(context.Context, *lane) error) error {
+	select {
+	case l := <-lanes:
+		defer func() { lanes <- l }()
+		ctx, cancel := context.WithTimeout(ctx, s.o.Timeout)
+		defer cancel()
+		return l.run(ctx, call)
+	case <-ctx.Done():
+		return errNoLane
+	}
+}
+
+// errNoLane says that a call's time was over before a connection was free.
+var errNoLane = errors.New("all connections are in use")
+
+// do is borrow that minds the server's health.
+func (s *Store) do(ctx context.Context, lanes chan *lane, call func(context.Context, *lane) error) error {
+	if err := s.health.ask(time.Now()); err != nil {
+		return err
+	}
+	start := time.Now()
+	err := s.borrow(ctx, lanes, call)
+	switch {
+	case err == nil:
+		s.health.worked(lanes == s.movers)
+	case !errors.Is(err, errNoLane) && !errors.Is(ctx.Err(), context.Canceled):
+		s.health.failed(s.o.scrub(err), time.Since(start), time.Now())
+	}
+	return err
+}
+
+// Lookup implements connector.Store. While the server is away nothing is found.
+func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	found := make([]int, len(runs))
+	keys := distinct(runs)
+	if len(keys) == 0 {
+		return found, nil
+	}
+	present, err := s.present(ctx, keys)
+	if err != nil {
+		if ctx.Err() == nil && causeOf(err) == causeBusy {
+			return nil, s.o.explain(ctx, err)
+		}
+		return found, ctx.Err()
+	}
+	for i, run := range runs {
+		for found[i] < len(run) && present[run[found[i]]] {
+			found[i]++
+		}
+	}
+	return found, nil
+}
+
+// distinct are the keys of all runs, each once, in order.
+func distinct(runs [][]connector.StoreKey) []connector.StoreKey {
+	var keys []connector.StoreKey
+	seen := map[connector.StoreKey]bool{}
+	for _, run := range runs {
+		for _, k := range run {
+			if !seen[k] {
+				seen[k] = true
+				keys = append(keys, k)
+			}
+		}
+	}
+	return keys
+}
+
+// present asks which keys are there, many in one round trip.
+func (s *Store) present(ctx context.Context, keys []connector.StoreKey) (map[connector.StoreKey]bool, error) {
+	present := make(map[connector.StoreKey]bool, len(keys))
+	for len(keys) > 0 {
+		part := keys[:min(batchKeys, len(keys))]
+		keys = keys[len(part):]
+		err := s.do(ctx, s.asker, func(ctx context.Context, l *lane) error {
+			pipe := l.client.Pipeline()
+			answers := make([]*redis.IntCmd, len(part))
+			for i, k := range part {
+				answers[i] = pipe.Exists(ctx, s.key(k))
+			}
+			if _, err := pipe.Exec(ctx); err != nil {
+				return err
+			}
+			for i, k := range part {
+				present[k] = answers[i].Val() == 1
+			}
+			return nil
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return present, nil
+}
+
+// Get implements connector.Store.
+func (s *Store) Get(ctx context.Context, items []connector.Item) error {
+	return s.each(ctx, items, func(part []connector.Item) []error {
+		errs := make([]error, len(part))
+		replies := make([]*scatter, len(part))
+		err := s.do(ctx, s.movers, func(ctx context.Context, l *lane) error {
+			pipe := l.client.Pipeline()
+			for i, it := range part {
+				replies[i] = newScatter(it)
+				_ = pipe.Process(ctx, redis.NewRawWriteToCmd(ctx, replies[i], "get", s.key(it.Key)))
+			}
+			_, err := pipe.Exec(ctx)
+			return s.answered(ctx, l.client, replies, err)
+		})
+		for i, r := range replies {
+			errs[i] = s.received(ctx, r, err)
+		}
+		return errs
+	})
+}
+
+// answered gives the error of a pipeline of GETs as a whole: one of the connection, or one that the
+// server answered to all alike. A cluster that has moved slots is asked where they are now.
+func (s *Store) answered(ctx context.Context, c redis.UniversalClient, replies []*scatter, err error) error {
+	if err != nil {
+		return err
+	}
+	for _, r := range replies {
+		if r.server == nil {
+			continue
+		}
+		if cluster, ok := c.(*redis.ClusterClient); ok && causeOfText(r.server.Error()) == causeMode {
+			cluster.ReloadState(ctx)
+			r.server = fmt.Errorf("TRYAGAIN %w", r.server)
+			continue
+		}
+		return answerError(r.server.Error())
+	}
+	return nil
+}
+
+// answerError is an error that the server gave, as go-redis has them.
+type answerError string
+
+// Error implements error.
+func (e answerError) Error() string { return string(e) }
+
+// RedisError implements redis.Error.
+func (answerError) RedisError() {}
+
+// received counts one reply and gives its error. all is that of the whole pipeline.
+func (s *Store) received(ctx context.Context, r *scatter, all error) error {
+	switch {
+	case r == nil:
+		return s.o.explain(ctx, all)
+	case r.err == nil:
+		s.loaded.Add(1)
+		s.in.Add(uint64(r.item.Size()))
+		return nil
+	case r.server != nil:
+		return s.o.explain(ctx, answerError(r.server.Error()))
+	case errors.Is(r.err, errNoReply):
+		if all == nil {
+			all = r.err
+		}
+		return s.o.explain(ctx, all)
+	case errors.Is(r.err, connector.ErrCorrupt):
+		s.corrupt.Add(1)
+	default:
+		s.gone.Add(1)
+	}
+	return r.err
+}
+
+// Put implements connector.Store. Blocks that are there are not sent again.
+func (s *Store) Put(ctx context.Context, items []connector.Item) error {
+	if err := s.health.room(time.Now()); err != nil {
+		s.refused.Add(uint64(len(items)))
+		return err
+	}
+	known, err := s.refresh(ctx, items)
+	if err != nil {
+		return s.o.explain(ctx, err)
+	}
+	return s.each(ctx, items, func(part []connector.Item) []error { return s.put(ctx, part, known) })
+}
+
+// refresh finds the blocks that are there already and lets their time to live begin anew.
+func (s *Store) refresh(ctx context.Context, items []connector.Item) (map[connector.StoreKey]bool, error) {
+	keys := make([]connector.StoreKey, 0, len(items))
+	for _, it := range items {
+		if !it.Replace {
+			keys = append(keys, it.Key)
+		}
+	}
+	if s.o.TTL == 0 || len(keys) == 0 {
+		return s.present(ctx, keys)
+	}
+	known := make(map[connector.StoreKey]bool, len(keys))
+	err := s.do(ctx, s.asker, func(ctx context.Context, l *lane) error {
+		pipe := l.client.Pipeline()
+		answers := make([]*redis.BoolCmd, len(keys))
+		for i, k := range keys {
+			answers[i] = pipe.PExpire(ctx, s.key(k), s.o.TTL)
+		}
+		_, err := pipe.Exec(ctx)
+		for i, k := range keys {
+			known[k] = answers[i].Val()
+		}
+		return err
+	})
+	return known, err
+}
+
+// put sends the blocks of one batch that the server does not have.
+func (s *Store) put(ctx context.Context, part []connector.Item, known map[connector.StoreKey]bool) []error {
+	errs := make([]error, len(part))
+	var todo []int
+	size := 0
+	for i, it := range part {
+		switch {
+		case known[it.Key] && !it.Replace:
+			s.known.Add(1)
+		case headerSize+it.Size() > s.o.MaxValue:
+			s.refused.Add(1)
+			errs[i] = fmt.Errorf("block of %d bytes is larger than the largest value, %d: %w", it.Size(), s.o.MaxValue, connector.ErrIncompatible)
+		default:
+			todo = append(todo, i)
+			size += headerSize + it.Size()
+		}
+	}
+	if len(todo) == 0 {
+		return errs
+	}
+	answers := make([]*redis.StatusCmd, len(todo))
+	err := s.do(ctx, s.movers, func(ctx context.Context, l *lane) error {
+		pipe := l.client.Pipeline()
+		gathered := slices.Grow(l.scratch[:0], size)
+		for n, i := range todo {
+			begin := len(gathered)
+			gathered = appendValue(gathered, part[i])
+			answers[n] = pipe.Set(ctx, s.key(part[i].Key), gathered[begin:], s.o.TTL)
+		}
+		l.scratch = gathered
+		_, err := pipe.Exec(ctx)
+		return err
+	})
+	for n, i := range todo {
+		cause := err
+		if answers[n] != nil {
+			cause = answers[n].Err()
+		}
+		if errs[i] = s.o.explain(ctx, cause); cause != nil {
+			s.refused.Add(1)
+			continue
+		}
+		s.saved.Add(1)
+		s.out.Add(uint64(part[i].Size()))
+	}
+	return errs
+}
+
+// each runs do for every batch of the items, on all lanes at once, and returns when all have ended.
+// The error is a *connector.ItemError that names the failed items.
+func (s *Store) each(ctx context.Context, items []connector.Item, do func([]connector.Item) []error) error {
+	ends := batches(items)
+	errs := make([]error, len(items))
+	var next atomic.Int64
+	work := func() {
+		for b := int(next.Add(1)) - 1; b < len(ends); b = int(next.Add(1)) - 1 {
+			begin := 0
+			if b > 0 {
+				begin = ends[b-1]
+			}
+			copy(errs[begin:ends[b]], do(items[begin:ends[b]]))
+		}
+	}
+	var wg sync.WaitGroup
+	for range min(s.o.Connections, len(ends)) - 1 {
+		wg.Go(work)
+	}
+	work()
+	wg.Wait()
+	failed := &connector.ItemError{}
+	for i, err := range errs {
+		if err != nil {
+			failed.Items = append(failed.Items, i)
+			failed.Err = firstOf(failed.Err, err)
+		}
+	}
+	if len(failed.Items) == 0 {
+		return nil
+	}
+	return failed
+}
+
+// batches divides items so that each part has at most batchBytes, or one item. It gives the ends.
+func batches(items []connector.Item) (ends []int) {
+	size := 0
+	for i, it := range items {
+		if size += it.Size(); size > batchBytes && i > 0 && (len(ends) == 0 || ends[len(ends)-1] < i) {
+			ends, size = append(ends, i), it.Size()
+		}
+	}
+	if len(items) > 0 {
+		ends = append(ends, len(items))
+	}
+	return ends
+}
+
+// firstOf keeps one error of many, corruption before any other: it is what must not be overlooked.
+func firstOf(have, err error) error {
+	if have == nil || errors.Is(err, connector.ErrCorrupt) && !errors.Is(have, connector.ErrCorrupt) {
+		return err
+	}
+	return have
+}

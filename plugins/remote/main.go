@@ -1,0 +1,15 @@
+// Kvport-remote serves the RemoteStoreConnector.
+package main
+
+import (
+	"github.com/kvport/kvport/connectors/remote"
+	"github.com/kvport/kvport/sdk"
+)
+
+var version = "dev" // set by the linker
+
+func main() {
+	d := sdk.Definition{Name: "RemoteStoreConnector", Aliases: []string{"RedisConnector", "ValkeyConnector"}, Version: version,
+		Environment: remote.Environment(), Scope: remote.Scope, Groups: true}
+	sdk.Serve(sdk.FromStore(d, remote.Open))
+}
