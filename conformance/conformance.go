@@ -43,10 +43,15 @@ const (
 	// Power is a connector with every optional power: a Planner, Holder and Resetter that keeps
 	// blocks in an arena.
 	Power Profile = "power"
+	// Remote is a Store on a server that other processes reach too, and that fails by itself. Its config
+	// names the server as @SERVER@, a Redis or Valkey server that the suite runs.
+	Remote Profile = "remote"
 )
 
 // Profiles lists all profiles.
-func Profiles() []Profile { return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power} }
+func Profiles() []Profile {
+	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote}
+}
 
 // ParseProfile reads a profile's name.
 func ParseProfile(s string) (Profile, error) {
@@ -90,7 +95,8 @@ type T interface {
 // Cases lists every case, in the order in which they run.
 func Cases() []Case {
 	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(),
-		lifeCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases())
+		lifeCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
+		remoteCases())
 }
 
 // Status is how a case ended.

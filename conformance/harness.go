@@ -82,10 +82,15 @@ type Runner interface {
 // plugins/*/conform.json.
 const placeholder, shellPlaceholder = "@TMP@", "${TMP}"
 
-// base is what all harnesses share: the config and its folder.
+// These stand for a Redis server that every case gets anew: its host:port, which is that of a relay in
+// front of it, and a file with the password that it wants.
+const serverPlaceholder, passwordPlaceholder = "@SERVER@", "@PASSWORD_FILE@"
+
+// base is what all harnesses share: the config, its folder and its server.
 type base struct {
 	config json.RawMessage
 	dir    string // "" when the config has no placeholder
+	server *server
 }
 
 func newBase(config json.RawMessage) (base, error) {
@@ -93,21 +98,35 @@ func newBase(config json.RawMessage) (base, error) {
 		config = json.RawMessage("{}")
 	}
 	text := strings.ReplaceAll(string(config), shellPlaceholder, placeholder)
-	b := base{config: json.RawMessage(text)}
-	if !strings.Contains(text, placeholder) {
-		return b, nil
+	var b base
+	if strings.Contains(text, placeholder) {
+		dir, err := os.MkdirTemp("", "kvport-conform-")
+		if err != nil {
+			return b, fmt.Errorf("folder for the config: %w", err)
+		}
+		b.dir = dir
+		text = strings.ReplaceAll(text, placeholder, inQuotes(dir))
 	}
-	dir, err := os.MkdirTemp("", "kvport-conform-")
-	if err != nil {
-		return b, fmt.Errorf("folder for the config: %w", err)
+	if strings.Contains(text, serverPlaceholder) {
+		s, err := newServer(strings.Contains(text, passwordPlaceholder))
+		if err != nil {
+			return b, errors.Join(fmt.Errorf("server for the config: %w", err), b.Close())
+		}
+		b.server = s
+		text = strings.ReplaceAll(text, serverPlaceholder, s.relay.Address())
+		text = strings.ReplaceAll(text, passwordPlaceholder, inQuotes(s.passwordFile()))
 	}
-	quoted, err := json.Marshal(dir)
-	if err != nil {
-		return b, errors.Join(err, os.RemoveAll(dir))
-	}
-	b.dir = dir
-	b.config = json.RawMessage(strings.ReplaceAll(text, placeholder, strings.Trim(string(quoted), `"`)))
+	b.config = json.RawMessage(text)
 	return b, nil
+}
+
+// inQuotes is a text as it stands between the quotes of a JSON string.
+func inQuotes(text string) string {
+	quoted, err := json.Marshal(text)
+	if err != nil {
+		return text
+	}
+	return string(quoted[1 : len(quoted)-1])
 }
 
 // Config implements Harness.
@@ -118,11 +137,18 @@ func (b base) Folder() string { return b.dir }
 
 // Close implements Harness.
 func (b base) Close() error {
-	if b.dir == "" {
-		return nil
+	var errs []error
+	if b.server != nil {
+		errs = append(errs, b.server.close())
 	}
-	return os.RemoveAll(b.dir)
+	if b.dir != "" {
+		errs = append(errs, os.RemoveAll(b.dir))
+	}
+	return errors.Join(errs...)
 }
+
+// remoteServer is the server of the config; nil when it names none.
+func (b base) remoteServer() *server { return b.server }
 
 // InProcess runs the connector without a process boundary. @TMP@ (or ${TMP}) in the config stands
 // for a folder that each case gets anew.

@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -118,7 +119,8 @@ func TestPrivateAsBinary(t *testing.T) {
 	if testing.Short() {
 		t.Skip("some 80 processes, each with the race detector in make race; make test runs them")
 	}
-	conformance.Run(t, conformance.Binary(plugin(t, "kvport-private"), nil), conformance.Profiles()...)
+	profiles := slices.DeleteFunc(conformance.Profiles(), func(p conformance.Profile) bool { return p == conformance.Remote })
+	conformance.Run(t, conformance.Binary(plugin(t, "kvport-private"), nil), profiles...)
 }
 
 // What is kept in the arena outlives its process, as far as a Store of the sdk goes.

@@ -15,6 +15,7 @@ type Relay struct {
 	mu     sync.Mutex
 	delay  time.Duration // of what the server sends
 	cutAt  int64         // bytes from the server until a connection is cut; 0: never
+	cutOut int64         // bytes to the server until a connection is cut; 0: never
 	cuts   int
 	refuse bool
 	pairs  map[*pair]struct{}
@@ -55,14 +56,22 @@ func (r *Relay) Delay(d time.Duration) {
 	r.delay = d
 }
 
-// CutAfter cuts every connection once that many more bytes came from the server; 0 ends that.
+// CutAfter cuts every connection through which more than that many bytes came from the server; 0 ends
+// that.
 func (r *Relay) CutAfter(n int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.cutAt = n
 }
 
-// Cuts is the number of connections that CutAfter has cut.
+// CutSentAfter cuts every connection that has sent more than that many bytes to the server; 0 ends that.
+func (r *Relay) CutSentAfter(n int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.cutOut = n
+}
+
+// Cuts is the number of connections that CutAfter and CutSentAfter have cut.
 func (r *Relay) Cuts() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -147,8 +156,8 @@ func (r *Relay) copy(p *pair, to, from net.Conn, answers bool) {
 		n, err := from.Read(buf)
 		c := chunk{data: buf[:n]}
 		more = err == nil
-		if answers && n > 0 {
-			c.due, more = r.hurt(&c, passed, more)
+		if n > 0 {
+			c.due, more = r.hurt(&c, passed, answers, more)
 			passed += int64(n)
 		}
 		chunks <- c
@@ -168,16 +177,20 @@ const (
 	inFlight   = 256 // chunks of a connection that are held back at most
 )
 
-// hurt delays and cuts what comes from a server. It reports whether the connection goes on.
-func (r *Relay) hurt(c *chunk, passed int64, more bool) (due time.Time, goOn bool) {
+// hurt delays what comes from a server, and cuts. It reports whether the connection goes on.
+func (r *Relay) hurt(c *chunk, passed int64, answers, more bool) (due time.Time, goOn bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if over := passed + int64(len(c.data)) - r.cutAt; r.cutAt > 0 && over > 0 {
+	limit, delay := r.cutOut, time.Duration(0)
+	if answers {
+		limit, delay = r.cutAt, r.delay
+	}
+	if over := passed + int64(len(c.data)) - limit; limit > 0 && over > 0 {
 		c.data = c.data[:max(0, len(c.data)-int(over))]
 		r.cuts++
 		more = false
 	}
-	return time.Now().Add(r.delay), more
+	return time.Now().Add(delay), more
 }
 
 // send writes chunks when they are due. After a failure it throws the rest away.

@@ -98,10 +98,7 @@ func (o *Options) explain(ctx context.Context, err error) error {
 	if err == nil {
 		return nil
 	}
-	switch {
-	case errors.Is(ctx.Err(), context.Canceled):
-		return fmt.Errorf("server %s: %w", o.where(), ctx.Err())
-	case ctx.Err() != nil:
+	if ctx.Err() != nil {
 		return fmt.Errorf("server %s: %w: %w", o.where(), ctx.Err(), connector.ErrGone)
 	}
 	clean := o.scrub(err)

@@ -14,7 +14,7 @@ const (
 	firstWait   = 100 * time.Millisecond // after the first failure to reach the server
 	longestWait = 2 * time.Second
 	fullWait    = time.Second // saves are refused after the server had no memory
-	patience    = 250 * time.Millisecond
+	patience    = time.Second // a server that is silent for so long in a call that was cut short counts as away
 )
 
 // errAway is why a call fails at once while the server is away.
@@ -59,9 +59,11 @@ func (h *health) room(now time.Time) error {
 	return nil
 }
 
-// failed takes note of what a call met that took so long.
-func (h *health) failed(err error, took time.Duration, now time.Time) {
+// failed takes note of what a call met, at whose end the server had been silent for so long. A call that
+// its caller cut short says nothing by itself.
+func (h *health) failed(err error, silent time.Duration, now time.Time) {
 	c := causeOf(err)
+	short := c == causeCaller || timeOut(err)
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	switch {
@@ -71,7 +73,7 @@ func (h *health) failed(err error, took time.Duration, now time.Time) {
 			h.full = true
 			h.log.Error("server has no memory left: nothing is saved, stored blocks are still loaded", "server", h.where)
 		}
-	case c == causeAway && !timeOut(err) || c == causeAway && took >= patience || c == causeRefused || c == causeMode:
+	case c == causeRefused, c == causeMode, c == causeAway && !short, short && silent >= patience:
 		h.lost(err, now)
 	}
 }

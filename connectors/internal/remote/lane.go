@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -18,6 +19,8 @@ import (
 type lane struct {
 	client  redis.UniversalClient
 	scratch []byte // where the current call gathers values
+
+	heard atomic.Int64 // when the server last sent something, in Unix nanoseconds
 
 	mu    sync.Mutex
 	conns map[*conn]struct{}
@@ -105,6 +108,11 @@ func (l *lane) run(ctx context.Context, call func(context.Context, *lane) error)
 	return err
 }
 
+// silent is how long the server has sent nothing, in a call that began at start.
+func (l *lane) silent(start time.Time) time.Duration {
+	return time.Since(time.Unix(0, max(start.UnixNano(), l.heard.Load())))
+}
+
 // interrupt lets every read and write of the lane fail at once.
 func (l *lane) interrupt() {
 	l.mu.Lock()
@@ -128,6 +136,15 @@ type conn struct {
 
 // NetConn is the connection below, which go-redis asks whether it is still open.
 func (c *conn) NetConn() net.Conn { return c.Conn }
+
+// Read implements net.Conn.
+func (c *conn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	if n > 0 {
+		c.lane.heard.Store(time.Now().UnixNano())
+	}
+	return n, err
+}
 
 // SetDeadline implements net.Conn.
 func (c *conn) SetDeadline(t time.Time) error { return c.set(c.Conn.SetDeadline, t) }

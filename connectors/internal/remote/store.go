@@ -62,19 +62,18 @@ func Open(ctx context.Context, o Options) (*Store, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, min(openTimeout, o.Timeout))
 	defer cancel()
-	start := time.Now()
 	if err := s.hello(ctx); err != nil {
 		if bad := s.o.configError(err); bad != nil {
 			return nil, errors.Join(bad, s.Close())
 		}
-		s.health.failed(s.o.scrub(err), max(patience, time.Since(start)), time.Now())
+		s.health.failed(s.o.scrub(err), patience, time.Now())
 	}
 	return s, nil
 }
 
 // hello is the first contact: a question of the kind that will be asked, and how the server is set up.
 func (s *Store) hello(ctx context.Context) error {
-	return s.borrow(ctx, s.asker, func(ctx context.Context, l *lane) error {
+	_, err := s.borrow(ctx, s.asker, func(ctx context.Context, l *lane) error {
 		c := l.client
 		if err := c.Exists(ctx, s.key(connector.StoreKey{})).Err(); err != nil {
 			return err
@@ -90,6 +89,7 @@ func (s *Store) hello(ctx context.Context) error {
 		s.o.Log.Info("connected", "server", s.o.where(), "maxmemory", limit, "policy", policy, "ttl", s.o.TTL, "tls", s.o.TLS != nil)
 		return nil
 	})
+	return err
 }
 
 // infoField is the value of a field of an INFO answer.
@@ -121,16 +121,19 @@ func (s *Store) Close() error {
 
 func (s *Store) key(k connector.StoreKey) string { return s.o.Prefix + k.String() }
 
-// borrow runs call on a free lane, within ctx and, once there is one, the configured time-out.
-func (s *Store) borrow(ctx context.Context, lanes chan *lane, call func(context.Context, *lane) error) error {
+// borrow runs call on a free lane, within ctx and, once there is one, the configured time-out. silent is
+// how long the server had sent nothing when it returned.
+func (s *Store) borrow(ctx context.Context, lanes chan *lane, call func(context.Context, *lane) error) (silent time.Duration, err error) {
 	select {
 	case l := <-lanes:
 		defer func() { lanes <- l }()
 		ctx, cancel := context.WithTimeout(ctx, s.o.Timeout)
 		defer cancel()
-		return l.run(ctx, call)
+		start := time.Now()
+		err := l.run(ctx, call)
+		return l.silent(start), err
 	case <-ctx.Done():
-		return errNoLane
+		return 0, errNoLane
 	}
 }
 
@@ -142,13 +145,12 @@ func (s *Store) do(ctx context.Context, lanes chan *lane, call func(context.Cont
 	if err := s.health.ask(time.Now()); err != nil {
 		return err
 	}
-	start := time.Now()
-	err := s.borrow(ctx, lanes, call)
+	silent, err := s.borrow(ctx, lanes, call)
 	switch {
 	case err == nil:
 		s.health.worked(lanes == s.movers)
-	case !errors.Is(err, errNoLane) && !errors.Is(ctx.Err(), context.Canceled):
-		s.health.failed(s.o.scrub(err), time.Since(start), time.Now())
+	case !errors.Is(err, errNoLane):
+		s.health.failed(s.o.scrub(err), silent, time.Now())
 	}
 	return err
 }

@@ -1,0 +1,449 @@
+package conformance
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+func remoteCase(id, rule, text string, body func(*rig, *server)) Case {
+	return Case{ID: id, Rule: rule, Text: text, Profiles: []Profile{Remote}, Run: rigged(0, false, func(r *rig) { body(r, r.remote()) })}
+}
+
+func remoteCases() []Case {
+	return []Case{
+		remoteCase("remote-stopped", "REMOTE-01", "The server is stopped and continued during calls that have a deadline.", remoteStopped),
+		remoteCase("remote-cancelled", "REMOTE-01", "Calls are cancelled while the server is stopped.", remoteCancelled),
+		remoteCase("remote-cut-load", "REMOTE-02", "Connections are cut in the middle of loads.", remoteCutLoad),
+		remoteCase("remote-cut-save", "REMOTE-02", "Connections are cut in the middle of saves.", remoteCutSave),
+		remoteCase("remote-restart", "REMOTE-03", "The server is killed and comes back empty.", remoteRestart),
+		remoteCase("remote-away", "REMOTE-03", "Connections are refused for a while; what was stored is there afterwards.", remoteAway),
+		remoteCase("remote-length", "REMOTE-04", "Values are shorter and longer than what was saved.", remoteLength),
+		remoteCase("remote-swapped", "REMOTE-04", "Each key has the value of another.", remoteSwapped),
+		remoteCase("remote-type", "REMOTE-04", "Lists lie under the keys.", remoteType),
+		remoteCase("remote-evicted", "REMOTE-05", "Some blocks go between Match and Load.", remoteEvicted),
+		remoteCase("remote-flushed", "REMOTE-05", "All blocks go between Match and Load.", remoteFlushed),
+		remoteCase("remote-full", "REMOTE-06", "The server has no memory left, and later it has.", remoteFull),
+		remoteCase("remote-slow", "REMOTE-07", "The server is 200 ms away.", remoteSlow),
+		remoteCase("remote-busy", "REMOTE-08", "The server answers everything with BUSY for a while.", remoteBusy),
+		remoteCase("remote-others", "REMOTE-09", "Others keep keys in the same server.", remoteOthers),
+		remoteCase("remote-outage-log", "LOG-01", "Fifty calls fail while the server is away.", remoteOutageLog),
+		remoteSecretCase(),
+	}
+}
+
+// stored saves n sealed blocks from slot 0 on.
+func (e *engine) stored(n int) []connector.BlockKey {
+	e.Helper()
+	keys := e.keys(n)
+	from := blocks(0, keys...)
+	e.sealed(from...)
+	e.must(e.saveOnly(e.Context(), transfer(from)), "save")
+	return keys
+}
+
+// strict loads sealed blocks: each that no error names must be right. It gives their number.
+func (e *engine) strict(keys []connector.BlockKey) int {
+	e.Helper()
+	to := blocks(0, keys...)
+	e.wipe(0x44, to...)
+	err := e.tryMove(transfer(to), false)
+	failed := map[connector.BlockID]bool{}
+	if err != nil {
+		e.acceptable("load", err)
+		part, ok := errors.AsType[*connector.BlockError](err)
+		if !ok {
+			return 0
+		}
+		for _, id := range part.Blocks {
+			failed[id] = true
+		}
+	}
+	intact := 0
+	for _, b := range to {
+		if failed[b.ID] {
+			continue
+		}
+		intact++
+		if !e.right(b, slots-1) {
+			e.Errorf("block %d is wrong, and no error names it (error: %v)", b.ID, err)
+		}
+	}
+	return intact
+}
+
+// acceptable wants an error that a host can act on.
+func (e *engine) acceptable(what string, err error) {
+	e.Helper()
+	if !errors.Is(err, connector.ErrGone) && !errors.Is(err, connector.ErrCorrupt) && !errors.Is(err, connector.ErrBusy) {
+		e.Errorf("%s: error %q wraps none of ErrGone, ErrCorrupt and ErrBusy", what, err)
+	}
+}
+
+// back waits until stored blocks are offered and right again.
+func (e *engine) back(keys []connector.BlockKey) {
+	e.Helper()
+	e.eventually(recovery, func() string {
+		if n := e.tryMatch(keys); n != len(keys) {
+			return fmt.Sprintf("%d of %d stored blocks are offered", n, len(keys))
+		}
+		if n := e.strict(keys); n != len(keys) {
+			return fmt.Sprintf("%d of %d stored blocks can be loaded", n, len(keys))
+		}
+		return ""
+	})
+}
+
+func remoteStopped(r *rig, s *server) {
+	e := r.engine(setup{})
+	keys := e.stored(4)
+	r.must(s.Pause(), "stop the server")
+	fresh := e.keys(2)
+	save := transfer(blocks(8, fresh...))
+	e.sealed(save.Blocks...)
+	// Each call returns soon after its deadline, which these check; none succeeds by magic.
+	if n := e.strict(keys); n > 0 {
+		r.Errorf("%d blocks were loaded from a stopped server", n)
+	}
+	if err := e.tryMove(save, true); err == nil {
+		r.Errorf("a save succeeded while the server was stopped")
+	}
+	e.tryMatch(keys)
+	r.must(s.Resume(), "continue the server")
+	e.back(keys)
+	e.mended(e.keys(3))
+}
+
+func remoteCancelled(r *rig, s *server) {
+	const calls = 8
+	e := r.engine(setup{})
+	keys := e.stored(4)
+	r.must(s.Pause(), "stop the server")
+	ctx, cancel := context.WithCancel(r.Context())
+	ended := make(chan int, calls)
+	go together(calls, func(i int) {
+		defer func() { ended <- i }()
+		t := transfer(blocks(2*i, keys[:2]...))
+		_ = e.workers[0].Load(ctx, &t, e.kv[0])
+	})
+	e.pause(20 * askAgain) // all wait for the server now
+	cancel()
+	limit := time.After(soon)
+	for n := range calls {
+		select {
+		case <-ended:
+		case <-limit:
+			r.Errorf("%d of %d cancelled loads have not returned after %v", calls-n, calls, soon)
+			r.must(s.Resume(), "continue the server")
+			r.FailNow()
+		}
+	}
+	before := e.memory()
+	r.must(s.Resume(), "continue the server")
+	e.pause(20 * askAgain)
+	for rank, m := range e.memory() {
+		if !bytes.Equal(before[rank], m) {
+			r.Errorf("the cache was written after the loads had returned")
+		}
+	}
+	e.back(keys)
+}
+
+func remoteCutLoad(r *rig, s *server) {
+	e := r.engine(setup{})
+	keys := e.stored(8)
+	for range 25 {
+		s.relay.CutAfter(1 + r.rand.Int64N(4000))
+		e.strict(keys)
+	}
+	s.relay.CutAfter(0)
+	if s.relay.Cuts() == 0 {
+		r.Errorf("no connection was cut, the case says nothing")
+	}
+	e.back(keys)
+}
+
+func remoteCutSave(r *rig, s *server) {
+	e := r.engine(setup{})
+	for range 15 {
+		keys := e.keys(4)
+		from := blocks(0, keys...)
+		e.sealed(from...)
+		t := transfer(from)
+		s.relay.CutSentAfter(1 + r.rand.Int64N(4000))
+		s.relay.Cut() // count anew
+		err := e.tryMove(t, true)
+		s.relay.CutSentAfter(0)
+		if err != nil {
+			e.acceptable("save", err)
+			continue
+		}
+		e.back(keys)
+	}
+	if s.relay.Cuts() == 0 {
+		r.Errorf("no connection was cut, the case says nothing")
+	}
+	e.mended(e.keys(3))
+}
+
+func remoteRestart(r *rig, s *server) {
+	e := r.engine(setup{})
+	keys := e.stored(4)
+	r.equal(4, e.match(keys...), "blocks offered")
+	s.Kill()
+	for range 3 {
+		e.tryMatch(keys)
+		if n := e.strict(keys); n > 0 {
+			r.Errorf("%d blocks were loaded from a dead server", n)
+		}
+	}
+	r.must(s.Restart(), "start the server again")
+	e.eventually(recovery, func() string {
+		if n := e.tryMatch(keys); n > 0 {
+			return fmt.Sprintf("%d blocks are offered that the server has lost", n)
+		}
+		return ""
+	})
+	e.mended(keys)
+}
+
+func remoteAway(r *rig, s *server) {
+	e := r.engine(setup{})
+	keys := e.stored(4)
+	s.relay.Refuse(true)
+	for range 5 {
+		e.tryMatch(keys)
+		e.strict(keys)
+		save := transfer(blocks(8, e.keys(2)...))
+		e.sealed(save.Blocks...)
+		if e.tryMove(save, true) == nil {
+			r.Errorf("a save succeeded while the server was away")
+		}
+	}
+	s.relay.Refuse(false)
+	e.back(keys)
+	e.mended(e.keys(3))
+}
+
+// damagedValues changes what is stored and wants the host's way out of it to work.
+func damagedValues(r *rig, s *server, change func(n int, value []byte) []byte) {
+	e := r.engine(setup{})
+	keys := e.stored(6)
+	r.values(s, change)
+	e.tryMatch(keys)
+	e.judged(keys)
+	e.mended(keys)
+}
+
+func remoteLength(r *rig, s *server) {
+	damagedValues(r, s, func(n int, value []byte) []byte {
+		switch n % 3 {
+		case 0:
+			return value[:r.rand.IntN(len(value))]
+		case 1:
+			return append(value, value...)
+		}
+		return []byte{}
+	})
+}
+
+func remoteSwapped(r *rig, s *server) {
+	var last []byte
+	damagedValues(r, s, func(_ int, value []byte) []byte {
+		was := last
+		if last = value; was == nil {
+			return value
+		}
+		return was
+	})
+}
+
+func remoteType(r *rig, s *server) {
+	e := r.engine(setup{})
+	keys := e.stored(4)
+	c := s.Client()
+	for _, k := range r.stringKeys(c) {
+		r.must(c.Del(r.Context(), k).Err(), "remove a value")
+		r.must(c.LPush(r.Context(), k, "somebody's list").Err(), "put a list in its place")
+	}
+	r.must(c.Close(), "close")
+	if n := e.strict(keys); n > 0 {
+		r.Errorf("%d blocks were made of lists", n)
+	}
+	e.mended(keys)
+}
+
+func remoteEvicted(r *rig, s *server) {
+	e := r.engine(setup{})
+	keys := e.stored(6)
+	r.equal(6, e.match(keys...), "blocks offered")
+	n := r.values(s, func(n int, value []byte) []byte {
+		if n%2 == 0 {
+			return nil
+		}
+		return value
+	})
+	lost(e, keys)
+	intact := e.strict(keys)
+	// A store that keeps a block in several values loses it with the first of them.
+	if n == len(keys) && intact != len(keys)/2 {
+		r.Errorf("%d of %d blocks were loaded when every second value was gone", intact, len(keys))
+	}
+	e.mended(keys)
+}
+
+// lost wants the error of a load that finds blocks missing to be one that asks for no retry.
+func lost(e *engine, keys []connector.BlockKey) {
+	e.Helper()
+	err := e.tryMove(transfer(blocks(0, keys...)), false)
+	if !errors.Is(err, connector.ErrGone) || errors.Is(err, connector.ErrBusy) {
+		e.Errorf("load of blocks that are gone: error %v, want one that wraps ErrGone and not ErrBusy", err)
+	}
+}
+
+func remoteFlushed(r *rig, s *server) {
+	e := r.engine(setup{})
+	keys := e.stored(4)
+	r.equal(4, e.match(keys...), "blocks offered")
+	r.do(r.Context(), s, "flushall")
+	lost(e, keys)
+	e.eventually(recovery, func() string {
+		if n := e.tryMatch(keys); n > 0 {
+			return fmt.Sprintf("%d blocks are offered that the server has lost", n)
+		}
+		return ""
+	})
+	e.mended(keys)
+}
+
+func remoteFull(r *rig, s *server) {
+	e := r.engine(setup{})
+	keys := e.stored(4)
+	r.do(r.Context(), s, "config", "set", "maxmemory-policy", "noeviction")
+	r.do(r.Context(), s, "config", "set", "maxmemory", "1")
+	for range 4 {
+		fresh := e.keys(2)
+		save := transfer(blocks(8, fresh...))
+		e.sealed(save.Blocks...)
+		if err := e.tryMove(save, true); err == nil {
+			r.equal(2, e.match(fresh...), "blocks offered after a save that a full server took")
+		} else {
+			e.acceptable("save", err)
+		}
+		r.equal(4, e.tryMatch(keys), "blocks offered by a full server")
+		r.equal(4, e.strict(keys), "blocks loaded from a full server")
+	}
+	r.do(r.Context(), s, "config", "set", "maxmemory", "0")
+	e.mended(e.keys(3))
+}
+
+func remoteSlow(r *rig, s *server) {
+	const away = 200 * time.Millisecond
+	e := r.engine(setup{})
+	keys := e.stored(4)
+	s.relay.Delay(away)
+	e.back(keys)
+	start := time.Now()
+	r.equal(4, e.strict(keys), "blocks loaded")
+	if took := time.Since(start); took < away || took > soon {
+		r.Errorf("a load took %v at a distance of %v", took, away)
+	}
+	e.mended(e.keys(3))
+}
+
+func remoteBusy(r *rig, s *server) {
+	e := r.engine(setup{})
+	keys := e.stored(4)
+	r.do(r.Context(), s, "config", "set", "lua-time-limit", "20")
+	ctx, cancel := context.WithTimeout(r.Context(), recovery)
+	defer cancel()
+	script := make(chan error, 1)
+	go func() { script <- s.Do(ctx, "eval", "while true do end", "0") }()
+	e.eventually(soon, func() string {
+		if err := s.Do(r.Context(), "ping"); err == nil || !strings.Contains(err.Error(), "BUSY") {
+			return fmt.Sprintf("the server is not busy: %v", err)
+		}
+		return ""
+	})
+	for range 3 {
+		e.tryMatch(keys)
+		if n := e.strict(keys); n > 0 {
+			r.Errorf("%d blocks were loaded from a server that answers BUSY", n)
+		}
+		save := transfer(blocks(8, e.keys(2)...))
+		e.sealed(save.Blocks...)
+		if err := e.tryMove(save, true); err == nil {
+			r.Errorf("a save succeeded on a server that answers BUSY")
+		} else {
+			e.acceptable("save", err)
+		}
+	}
+	r.do(r.Context(), s, "script", "kill")
+	<-script
+	e.back(keys)
+	e.mended(e.keys(3))
+}
+
+func remoteOthers(r *rig, s *server) {
+	c := s.Client()
+	defer func() { r.must(c.Close(), "close") }()
+	foreign := map[string]string{"session:1": "theirs", "kv": "", "block": strings.Repeat("x", 1000)}
+	for k, v := range foreign {
+		r.must(c.Set(r.Context(), k, v, 0).Err(), "somebody's key")
+	}
+	e := r.engine(setup{})
+	keys := e.stored(6)
+	e.mended(keys)
+	r.equal(0, e.tryMatch(e.keys(2)), "blocks offered that nobody saved")
+	e.closeAll()
+	for k, v := range foreign {
+		if have, err := c.Get(r.Context(), k).Result(); err != nil || have != v {
+			r.Errorf("key %s of somebody else has changed (error: %v)", k, err)
+		}
+	}
+}
+
+func remoteOutageLog(r *rig, s *server) {
+	const calls, most = 50, 15
+	e := r.closed(setup{})
+	count := e.logged()
+	e.openAll()
+	keys := e.stored(2)
+	before := count()
+	s.relay.Refuse(true)
+	for range calls {
+		e.tryMatch(keys)
+		e.strict(keys)
+	}
+	s.relay.Refuse(false)
+	if n := count() - before; n > most {
+		r.Errorf("%d lines were logged in %d calls to a server that was away, at most %d make sense", n, 2*calls, most)
+	}
+}
+
+// remoteSecretCase applies to connectors whose config names a file with a password.
+func remoteSecretCase() Case {
+	c := remoteCase("remote-secret", "REMOTE-10", "The password is wrong: opening fails, and nothing shows it.", func(r *rig, s *server) {
+		if s.password == "" {
+			r.Skipf("the config names no file with a password (@PASSWORD_FILE@)")
+		}
+		r.do(r.Context(), s, "config", "set", "requirepass", "another")
+		e := r.closed(setup{})
+		_, err := e.inst.Scheduler(r.Context(), e.env, e.config)
+		switch {
+		case err == nil:
+			r.Errorf("it opened with a wrong password")
+		case !errors.Is(err, connector.ErrIncompatible):
+			r.Errorf("open with a wrong password: error %q does not wrap ErrIncompatible", err)
+		case strings.Contains(err.Error(), s.password):
+			r.Errorf("the error of opening shows the password")
+		}
+	})
+	c.Optional = true
+	return c
+}

@@ -1,0 +1,117 @@
+package conformance
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"os"
+	"path/filepath"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/kvport/kvport/conformance/redistest"
+)
+
+// server is the real server that the connector under test stores its blocks in, behind a relay.
+type server struct {
+	*redistest.Server
+	relay    *redistest.Relay
+	dir      string
+	password string // "": it wants none
+}
+
+// newServer starts an empty server.
+func newServer(locked bool) (*server, error) {
+	dir, err := os.MkdirTemp("", "kvport-conform-")
+	if err != nil {
+		return nil, err
+	}
+	s := &server{dir: dir}
+	var args []string
+	if locked {
+		secret := make([]byte, 16)
+		_, _ = rand.Read(secret) // never fails
+		s.password = "pw-" + hex.EncodeToString(secret)
+		args = append(args, "--requirepass", s.password)
+	}
+	err = os.WriteFile(s.passwordFile(), []byte(s.password), 0o600)
+	if err == nil {
+		s.Server, err = redistest.Start(args...)
+	}
+	if err == nil {
+		s.relay, err = redistest.NewRelay(s.Address)
+	}
+	if err != nil {
+		return nil, errors.Join(err, s.close())
+	}
+	return s, nil
+}
+
+// passwordFile is where the connector finds the password.
+func (s *server) passwordFile() string { return filepath.Join(s.dir, "password") }
+
+func (s *server) close() error {
+	var errs []error
+	if s.relay != nil {
+		errs = append(errs, s.relay.Close())
+	}
+	if s.Server != nil {
+		errs = append(errs, s.Server.Close())
+	}
+	return errors.Join(append(errs, os.RemoveAll(s.dir))...)
+}
+
+// remote is the server of the connector under test. Without one the case does not apply.
+func (r *rig) remote() *server {
+	r.Helper()
+	if h, ok := r.harness().(interface{ remoteServer() *server }); ok && h.remoteServer() != nil {
+		return h.remoteServer()
+	}
+	r.Skipf("the config names no server (@SERVER@) that could be hurt")
+	return nil
+}
+
+// values gives every value that is stored to change, which returns what is stored instead; nil removes
+// it.
+func (r *rig) values(s *server, change func(n int, value []byte) []byte) int {
+	r.Helper()
+	c := s.Client()
+	defer func() { r.must(c.Close(), "close") }()
+	keys := r.stringKeys(c)
+	for n, k := range keys {
+		value, err := c.Get(r.Context(), k).Bytes()
+		r.must(err, "read a value")
+		if value = change(n, value); value == nil {
+			r.must(c.Del(r.Context(), k).Err(), "remove a value")
+			continue
+		}
+		r.must(c.Set(r.Context(), k, value, 0).Err(), "write a value")
+	}
+	return len(keys)
+}
+
+// stringKeys are the keys of all plain values. A connector that keeps its blocks in none cannot be hurt
+// this way.
+func (r *rig) stringKeys(c *redis.Client) (keys []string) {
+	r.Helper()
+	all, err := c.Keys(r.Context(), "*").Result()
+	r.must(err, "list keys")
+	for _, k := range all {
+		kind, err := c.Type(r.Context(), k).Result()
+		r.must(err, "type of a key")
+		if kind == "string" {
+			keys = append(keys, k)
+		}
+	}
+	if len(keys) == 0 {
+		r.Skipf("the server holds no plain values after a save")
+	}
+	return keys
+}
+
+// do runs one command on the server, past the relay.
+func (r *rig) do(ctx context.Context, s *server, args ...any) {
+	r.Helper()
+	r.must(s.Do(ctx, args...), "%v", args[0])
+}
