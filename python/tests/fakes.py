@@ -158,7 +158,7 @@ class KVConnectorTransferResults:
 
 def install():
     """Put the modules that the connector imports in place."""
-    empty = lambda name: type(name, (), {})  # noqa: E731
+    empty = lambda name: type(name, (), {})
     base = {
         "KVConnectorBase_V1": KVConnectorBase,
         "SupportsHMA": empty("SupportsHMA"),

@@ -5,6 +5,7 @@
 Run once for a new vLLM; the tests then say, without vLLM, what does not fit any more.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -74,10 +75,8 @@ def fields(owner):
     for base in owner.__mro__:
         names |= set(getattr(base, "__annotations__", {}))
         if base.__module__.startswith("vllm") and "__init__" in vars(base):
-            try:
+            with contextlib.suppress(OSError, TypeError):
                 names |= set(re.findall(r"\bself\.([a-z_]\w*)\s*(?::[^=\n]+)?=", inspect.getsource(base.__init__)))
-            except (OSError, TypeError):
-                pass
     if hasattr(owner, "__members__"):
         names |= set(owner.__members__)
     return sorted(n for n in names if not n.startswith("__"))

@@ -97,7 +97,7 @@ func (i *intake) Read(p []byte) (int, error) {
 	if n == 0 && err == nil {
 		err = io.EOF
 	}
-	return n, err
+	return max(n, 0), err // it is -1 where the peer was killed, which bufio does not take
 }
 
 func (i *intake) keep(oob []byte) {

@@ -1,0 +1,288 @@
+"""The connector with a real agent and plugin: what happens between calls, and when processes die."""
+
+import os
+import signal
+import statistics
+import time
+
+import fakes
+import pytest
+from engine import BLOCK_TOKENS, LAYERS, Engine, request
+
+from kvport_vllm.link import State
+
+LIMIT = 20.0
+
+
+@pytest.fixture
+def here(tmp_path, binaries, monkeypatch):
+    monkeypatch.setenv("KVPORT_BIN", str(binaries / "kvport"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path
+
+
+def until(what, text):
+    deadline = time.monotonic() + LIMIT
+    while not (got := what()):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.002)
+    return got
+
+
+def keys(n, tag=7):
+    return [bytes([tag, i]) * 16 for i in range(n)]
+
+
+def idle(engine):
+    def over():
+        engine.scheduler.update_connector_output(engine.step())
+        return not engine.scheduler.has_pending_push_work()
+
+    until(over, "the engine never goes idle")
+
+
+def compute(engine, r, blocks):
+    """Prefill a whole request in one step."""
+    engine.scheduler.on_new_request(r)
+    n = len(blocks) * BLOCK_TOKENS
+    engine.tables[r.request_id] = blocks
+    out = engine.step(
+        [(r.request_id, 0)], (), {r.request_id: n}, (), lambda: [engine.write(b, r.block_hashes[i]) for i, b in enumerate(blocks)]
+    )
+    r.num_computed_tokens = n
+    return out
+
+
+def lookup(engine, r, computed=0):
+    def ask():
+        got = engine.scheduler.get_num_new_matched_tokens(r, computed)
+        if got[0] is None:
+            engine.step()
+        return None if got[0] is None else [got]
+
+    return until(ask, "no answer")[0]
+
+
+def park(engine, r, blocks, tokens):
+    engine.tables[r.request_id] = blocks
+    engine.scheduler.update_state_after_alloc(r, fakes.KVCacheBlocks(get_block_ids=lambda: (blocks,)), tokens)
+
+
+def finish(engine, r, status="FINISHED_LENGTH_CAPPED"):
+    r.status = fakes.RequestStatus[status]
+    return engine.scheduler.request_finished_all_groups(r, (engine.tables.get(r.request_id, []),))
+
+
+def received(engine):
+    """Step until a load is over, and give that step's output."""
+
+    def step():
+        out = engine.step()
+        return out if out.finished_recving else None
+
+    return until(step, "the load never ends")
+
+
+def stored(engine, n=4, id_="a"):
+    r = request(id_, keys(n), n * BLOCK_TOKENS + 1)
+    engine.scheduler.update_connector_output(compute(engine, r, list(range(1, n + 1))))
+    idle(engine)
+    finish(engine, r)
+    idle(engine)
+
+
+def test_stored_blocks_come_back_in_another_engine(here):
+    first = Engine(here / "store", engine="one")
+    stored(first)
+    assert first.faults() == {} and first.pool.pinned == 0
+    first.close()
+    second = Engine(here / "store", engine="two")
+    r = request("b", keys(4), 4 * BLOCK_TOKENS + 1)
+    second.scheduler.on_new_request(r)
+    assert lookup(second, r) == (4 * BLOCK_TOKENS, True)
+    park(second, r, [9, 8, 7, 6], 4 * BLOCK_TOKENS)
+    out = received(second)
+    assert out.finished_recving == {"b"} and not out.invalid_block_ids and not out.failed_recving
+    assert all(second.holds(b, keys(4)[i]) for i, b in enumerate([9, 8, 7, 6]))
+    second.scheduler.update_connector_output(out)
+    assert second.step().finished_recving == set()  # once
+    skip = request("s", keys(4), 4 * BLOCK_TOKENS + 1, skip_reading_prefix_cache=True)
+    assert second.scheduler.get_num_new_matched_tokens(skip, 0) == (0, False)
+    assert second.faults() == {}
+    second.close()
+
+
+def test_ticket_reaches_the_consumer(here):
+    producer = Engine(here / "store", engine="p", role="kv_producer")
+    r = request("p1", keys(3), 3 * BLOCK_TOKENS + 1, kv_transfer_params={"do_remote_decode": True})
+    out = compute(producer, r, [1, 2, 3])
+    # vLLM ends a request before it says that the step is over.
+    delay, params = finish(producer, r)
+    producer.scheduler.update_connector_output(out)
+    assert delay is False and params["do_remote_prefill"] is True and params["kvport_ticket"]
+    consumer = Engine(here / "store", engine="d", role="kv_consumer")
+    c = request("d1", keys(3), 3 * BLOCK_TOKENS + 1, kv_transfer_params=params)
+    consumer.scheduler.on_new_request(c)
+    assert lookup(consumer, c) == (3 * BLOCK_TOKENS, True)
+    idle(producer)
+    assert producer.pool.pinned == 0 and producer.faults() == consumer.faults() == {}
+    assert producer.scheduler.get_num_new_matched_tokens(r, 0) == (0, False)  # a producer never loads
+    producer.close()
+    consumer.close()
+
+
+@pytest.mark.parametrize("victim", ["agent", "plugin"])
+def test_a_death_costs_a_load_and_nothing_else(here, victim):
+    engine = Engine(here / "store")
+    stored(engine)
+    for round_ in range(3):
+        r = request(f"k{round_}", keys(4), 4 * BLOCK_TOKENS + 1)
+        engine.scheduler.on_new_request(r)
+        until(lambda r=r: engine.step() and lookup(engine, r)[0], "the store is not offered again")
+        park(engine, r, [9, 8, 7, 6], 4 * BLOCK_TOKENS)
+        pids = list(engine.worker.worker.link._fence.pids)
+        os.kill(pids[0] if victim == "agent" else pids[-1], signal.SIGKILL)
+        out = received(engine)
+        good = [b for i, b in enumerate([9, 8, 7, 6]) if engine.holds(b, keys(4)[i])]
+        assert set(good) | out.invalid_block_ids >= {9, 8, 7, 6}
+        engine.scheduler.update_connector_output(out)
+        if 9 in out.invalid_block_ids:
+            assert lookup(engine, r) == (0, False)
+        finish(engine, r, "FINISHED_ABORTED")
+    until(lambda: engine.step() and engine.worker.worker.link.state is State.UP, "no new agent")
+    idle(engine)
+    assert engine.pool.pinned == 0 and engine.faults() == {}
+    engine.close()
+
+
+def test_pins_are_dropped_when_the_agent_dies(here):
+    engine = Engine(here / "store")
+    link = engine.scheduler.scheduler.link
+    r = request("a", keys(4), 4 * BLOCK_TOKENS + 1)
+    out = compute(engine, r, [1, 2, 3, 4])
+    assert engine.pool.pinned == 4
+    os.kill(link._fence.pids[0], signal.SIGSTOP)  # so that no Saved comes
+    engine.scheduler.update_connector_output(out)
+    assert engine.pool.pinned == 4 and engine.scheduler.has_pending_push_work()
+    os.kill(link._fence.pids[0], signal.SIGKILL)
+    idle(engine)
+    assert engine.pool.pinned == 0 and engine.faults() == {}
+    engine.close()
+
+
+def test_aborts_in_every_state(here):
+    engine = Engine(here / "store")
+    stored(engine)
+    waiting = request("w", keys(4), 4 * BLOCK_TOKENS + 1)
+    engine.scheduler.on_new_request(waiting)
+    assert finish(engine, waiting, "FINISHED_ABORTED") == (False, None)  # without a block
+    parked = request("x", keys(4), 4 * BLOCK_TOKENS + 1)
+    engine.scheduler.on_new_request(parked)
+    lookup(engine, parked)
+    park(engine, parked, [9, 8, 7, 6], 4 * BLOCK_TOKENS)
+    first = engine.step()
+    assert finish(engine, parked, "FINISHED_ABORTED") == (False, None)
+    if not first.finished_recving:  # its blocks stay held until then
+        until(lambda: "x" in engine.step().finished_recving, "an aborted load must end too")
+    running = request("y", keys(4, 8), 4 * BLOCK_TOKENS + 1)
+    out = compute(engine, running, [5, 4, 3, 2])
+    assert finish(engine, running, "FINISHED_ABORTED") == (False, None)
+    engine.scheduler.update_connector_output(out)
+    idle(engine)
+    assert engine.pool.pinned == 0 and engine.faults() == {}
+    engine.close()
+
+
+def test_without_a_pool_blocks_stay_with_their_request(here):
+    engine = Engine(here / "store", pool=False)
+    r = request("a", keys(2), 2 * BLOCK_TOKENS + 1)
+    out = compute(engine, r, [1, 2])
+    link = engine.scheduler.scheduler.link
+    os.kill(link._fence.pids[0], signal.SIGSTOP)
+    delay, _ = finish(engine, r)
+    engine.scheduler.update_connector_output(out)
+    assert delay is True
+    os.kill(link._fence.pids[0], signal.SIGCONT)
+    until(lambda: "a" in engine.step().finished_sending, "the blocks are never given back")
+    idle(engine)
+    assert engine.faults() == {}
+    engine.close()
+
+
+def test_mirror(here, monkeypatch):
+    import ctypes
+
+    from engine import Tensors
+
+    def out(self, tensor, block, ratio, into):
+        into[:] = ctypes.string_at(tensor.address + block * tensor.strides[0], len(into))
+
+    def back(self, tensor, block, ratio, data):
+        ctypes.memmove(tensor.address + block * tensor.strides[0], bytes(data), len(data))
+
+    monkeypatch.setattr(Tensors, "copy_out", out, raising=False)
+    monkeypatch.setattr(Tensors, "copy_in", back, raising=False)
+    monkeypatch.setattr("engine.memory.adopted", lambda *a: None)
+    monkeypatch.setattr("engine.memory.move", lambda *a: (_ for _ in ()).throw(OSError("no")))
+    engine = Engine(here / "store")
+    assert engine.worker.worker.shared.how == "mirror"
+    stored(engine)
+    r = request("b", keys(4), 4 * BLOCK_TOKENS + 1)
+    engine.scheduler.on_new_request(r)
+    assert lookup(engine, r)[0]
+    park(engine, r, [9, 8, 7, 6], 4 * BLOCK_TOKENS)
+    until(lambda: engine.step().finished_recving, "no load")
+    assert all(engine.holds(b, keys(4)[i]) for i, b in enumerate([9, 8, 7, 6]))
+    engine.close()
+
+
+def test_a_refused_start_says_why(here):
+    from kvport_vllm.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="shared_storage_pat"):
+        Engine(here / "store", kv_connector_extra_config={"shared_storage_pat": "x"})
+    with pytest.raises(ConfigError, match="NoSuchConnector"):
+        Engine(here / "store", kv_connector="NoSuchConnector")
+
+
+def test_an_idle_step_costs_next_to_nothing(here):
+    engine = Engine(here / "store")
+    requests = [request(f"r{i}", keys(1, i), BLOCK_TOKENS + 1) for i in range(8)]
+    for i, r in enumerate(requests):
+        engine.scheduler.update_connector_output(compute(engine, r, [1 + 2 * i]))
+        engine.tables[r.request_id].append(2 + 2 * i)
+    idle(engine)
+    cached = [(r.request_id, BLOCK_TOKENS + 1) for r in requests]
+    scheduled = {r.request_id: 1 for r in requests}
+    output = fakes.SchedulerOutput(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=fakes.CachedRequestData(
+            req_ids=[r for r, _ in cached], num_computed_tokens=[n for _, n in cached], resumed_req_ids=set(), new_block_ids=[None] * 8
+        ),
+        num_scheduled_tokens=scheduled,
+        preempted_req_ids=set(),
+        kv_connector_block_state=fakes.BlockState({}),
+    )
+    took, hooks = [], 0
+    for _ in range(2000):
+        start = time.perf_counter_ns()
+        meta = engine.scheduler.build_connector_meta(output)
+        engine.worker.bind_connector_metadata(meta)
+        engine.worker.start_load_kv(None)
+        for layer in range(LAYERS * 15):  # 30 layers
+            engine.worker.wait_for_layer_load(layer)
+            engine.worker.save_kv_layer(layer, None, None)
+        engine.worker.wait_for_save()
+        engine.worker.get_transfer_results(set())
+        engine.worker.get_block_ids_with_load_errors()
+        engine.worker.build_connector_worker_meta()
+        engine.scheduler.has_pending_push_work()
+        took.append((time.perf_counter_ns() - start) / 1000)
+        hooks = 9 + 2 * LAYERS * 15
+    assert meta.ack == 0 and not meta.loads
+    p50, p99 = statistics.median(took), statistics.quantiles(took, n=100)[98]
+    print(f"\nhooks of a decode step of 8 requests and 30 layers: {hooks} calls, p50 {p50:.0f} us, p99 {p99:.0f} us")
+    assert p50 < 1000  # the real bound is measured with vLLM; this is for what is quadratic by mistake
+    engine.close()
