@@ -85,18 +85,18 @@ func (e *engine) acceptable(what string, err error) {
 	}
 }
 
-// back waits until stored blocks are offered and right again.
+// back waits until stored blocks are offered and right again. If they are not in time the case ends.
 func (e *engine) back(keys []connector.BlockKey) {
 	e.Helper()
-	e.eventually(recovery, func() string {
-		if n := e.tryMatch(keys); n != len(keys) {
-			return fmt.Sprintf("%d of %d stored blocks are offered", n, len(keys))
+	for end := time.Now().Add(recovery); ; e.pause(askAgain) {
+		if offered := e.tryMatch(keys); offered == len(keys) && e.strict(keys) == len(keys) {
+			return
 		}
-		if n := e.strict(keys); n != len(keys) {
-			return fmt.Sprintf("%d of %d stored blocks can be loaded", n, len(keys))
+		if time.Now().After(end) {
+			e.Errorf("stored blocks are not offered and loaded again after %v", recovery)
+			e.FailNow()
 		}
-		return ""
-	})
+	}
 }
 
 func remoteStopped(r *rig, s *server) {
@@ -157,11 +157,12 @@ func remoteCancelled(r *rig, s *server) {
 func remoteCutLoad(r *rig, s *server) {
 	e := r.engine(setup{})
 	keys := e.stored(8)
-	for range 25 {
-		s.relay.CutAfter(1 + r.rand.Int64N(4000))
+	for range 15 {
+		s.relay.CutAfter(1 + r.rand.Int64N(6000))
 		e.strict(keys)
+		s.relay.CutAfter(0)
+		e.back(keys[:2])
 	}
-	s.relay.CutAfter(0)
 	if s.relay.Cuts() == 0 {
 		r.Errorf("no connection was cut, the case says nothing")
 	}
@@ -170,13 +171,14 @@ func remoteCutLoad(r *rig, s *server) {
 
 func remoteCutSave(r *rig, s *server) {
 	e := r.engine(setup{})
-	for range 15 {
+	before := e.stored(2)
+	for range 10 {
+		e.back(before) // it is connected
 		keys := e.keys(4)
 		from := blocks(0, keys...)
 		e.sealed(from...)
 		t := transfer(from)
 		s.relay.CutSentAfter(1 + r.rand.Int64N(4000))
-		s.relay.Cut() // count anew
 		err := e.tryMove(t, true)
 		s.relay.CutSentAfter(0)
 		if err != nil {

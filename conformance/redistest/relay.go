@@ -26,6 +26,7 @@ type Relay struct {
 type pair struct {
 	client, server net.Conn
 	once           sync.Once
+	sent, received int64 // bytes to and from the server since the last CutSentAfter or CutAfter; under the relay's lock
 }
 
 func (p *pair) close() {
@@ -56,19 +57,26 @@ func (r *Relay) Delay(d time.Duration) {
 	r.delay = d
 }
 
-// CutAfter cuts every connection through which more than that many bytes came from the server; 0 ends
-// that.
+// CutAfter cuts every connection through which more than that many bytes come from the server from now
+// on; 0 ends that.
 func (r *Relay) CutAfter(n int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.cutAt = n
+	for p := range r.pairs {
+		p.received = 0
+	}
 }
 
-// CutSentAfter cuts every connection that has sent more than that many bytes to the server; 0 ends that.
+// CutSentAfter cuts every connection that sends more than that many bytes to the server from now on; 0 ends
+// that.
 func (r *Relay) CutSentAfter(n int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.cutOut = n
+	for p := range r.pairs {
+		p.sent = 0
+	}
 }
 
 // Cuts is the number of connections that CutAfter and CutSentAfter have cut.
@@ -150,15 +158,13 @@ func (r *Relay) copy(p *pair, to, from net.Conn, answers bool) {
 		defer p.close()
 		r.send(to, chunks)
 	})
-	var passed int64
 	for more := true; more; {
 		buf := make([]byte, chunkBytes)
 		n, err := from.Read(buf)
 		c := chunk{data: buf[:n]}
 		more = err == nil
 		if n > 0 {
-			c.due, more = r.hurt(&c, passed, answers, more)
-			passed += int64(n)
+			c.due, more = r.hurt(p, &c, answers, more)
 		}
 		chunks <- c
 	}
@@ -178,14 +184,15 @@ const (
 )
 
 // hurt delays what comes from a server, and cuts. It reports whether the connection goes on.
-func (r *Relay) hurt(c *chunk, passed int64, answers, more bool) (due time.Time, goOn bool) {
+func (r *Relay) hurt(p *pair, c *chunk, answers, more bool) (due time.Time, goOn bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	limit, delay := r.cutOut, time.Duration(0)
+	passed, limit, delay := &p.sent, r.cutOut, time.Duration(0)
 	if answers {
-		limit, delay = r.cutAt, r.delay
+		passed, limit, delay = &p.received, r.cutAt, r.delay
 	}
-	if over := passed + int64(len(c.data)) - limit; limit > 0 && over > 0 {
+	*passed += int64(len(c.data))
+	if over := *passed - limit; limit > 0 && over > 0 {
 		c.data = c.data[:max(0, len(c.data)-int(over))]
 		r.cuts++
 		more = false
