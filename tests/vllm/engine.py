@@ -13,6 +13,8 @@ Calls, one JSON object a line on stdin; answers and results on stdout:
   {"op": "metrics"}          -> {"metrics": {name or name:source: value}}
   {"op": "pool"}             -> {"pool": {...}}: blocks in use, requests and what the scheduler holds
   {"op": "hooks", "on": b}   -> {"hooks": {...}}: what was measured since it was last switched on
+  {"op": "memory"}           -> {"memory": {"base": address, "bytes": n, "segment": bytes of one layer's part of a block}}
+  {"op": "peek", "n"}        -> {"peek": hex}: the cache's first bytes as vLLM's tensor has them
   {"op": "quit"}
 A result: {"id", "ids", "ttft", "latency" (s), "cached", "finish", "kvp"}.
 """
@@ -167,6 +169,23 @@ class Driver:
                        "refs": sum(b.ref_cnt for b in pool.blocks if not b.is_null), "requests": len(self.scheduler.requests),
                        "has_requests": self.scheduler.has_requests(), "idle": not self.engine.has_unfinished_requests()}})
 
+    def caches(self):
+        """The storage of all layers' caches."""
+        runner = self.core.model_executor.driver_worker.worker.model_runner
+        return runner.kv_caches[0]
+
+    def memory(self, _call):
+        """Where the paged cache lies."""
+        first = self.caches()
+        storage = first.untyped_storage()
+        tell({"memory": {"base": storage.data_ptr(), "bytes": storage.nbytes(), "segment": first[0].numel() * first.element_size()}})
+
+    def peek(self, call):
+        """The first bytes of the cache, read through vLLM's tensor."""
+        import torch
+
+        tell({"peek": bytes(self.caches().flatten().view(torch.uint8)[:call["n"]].tolist()).hex()})
+
     def measure(self, call):
         """Hand out what was measured, and switch."""
         tell({"hooks": self.hooks.steps})
@@ -183,7 +202,7 @@ class Driver:
     def run(self):
         """Serve calls, and step while there is anything to do."""
         ops = {"add": self.add, "abort": self.abort, "reset": self.reset, "metrics": self.metrics, "pool": self.pool,
-               "hooks": self.measure, "quit": self.quit}
+               "hooks": self.measure, "memory": self.memory, "peek": self.peek, "quit": self.quit}
         while True:
             busy = self.engine.has_unfinished_requests() or self.scheduler.has_requests()
             try:

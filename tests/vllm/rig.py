@@ -181,9 +181,9 @@ class Engine:
             time.sleep(0.1)
             self.run(nudge, 1)
 
-    def pids(self, word):
-        """Processes below the engine, or started by it in a session of their own, whose command has the word."""
-        return rigged(self.rig, self.process.pid, word)
+    def kin(self):
+        """Living processes below the engine, as {pid: command line}."""
+        return descendants(self.process.pid)
 
     def alive(self):
         """Whether the engine runs."""
@@ -199,11 +199,6 @@ class Engine:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.process.wait()
-
-
-def rigged(rig, pid, word):
-    """Living processes below pid with the word in their command line."""
-    return sorted(p for p, command in descendants(pid).items() if word in command)
 
 
 def tail(path, lines=25):
@@ -276,9 +271,9 @@ class Server:
         """Tokens that came from the connector until now."""
         return int(self.counter("vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"'))
 
-    def pids(self, word):
-        """Processes below this one with the word in their command line."""
-        return rigged(self.rig, self.process.pid, word)
+    def kin(self):
+        """Living processes below this one, as {pid: command line}."""
+        return descendants(self.process.pid)
 
     def alive(self):
         """Whether it runs."""

@@ -1,0 +1,222 @@
+"""Lines about equal tokens: every connector, both forms of vLLM, prefill and decode apart."""
+
+import contextlib
+import http.server
+import json
+import socketserver
+import threading
+import urllib.request
+
+from connectors import SHARED, configs
+from prompts import LENGTHS
+from rig import ROOT, Engine, Server, free_port, kvport, serve
+
+TOKENS = 32
+
+
+def full(prompts, block=32):
+    """Tokens that a connector can bring: whole blocks, never the last token."""
+    return sum((len(p) - 1) // block * block for p in prompts)
+
+
+class Texts:
+    """12 prompts and their second turn, with the tokens that vLLM alone answers."""
+
+    def __init__(self, rig, name="equal"):
+        self.first = rig.prompts.set(name, LENGTHS[:rig.options.prompts])
+        self.want = rig.options.baseline(self.first, TOKENS)
+        more = rig.prompts.set(name + " more", [40] * len(self.first))
+        self.second = [p + list(w.ids) + m for p, w, m in zip(self.first, self.want, more)]
+        self.want2 = rig.options.baseline(self.second, TOKENS)
+
+
+def three_ways(rig, engine, texts, label):
+    """Cold, warm and second turn on one engine."""
+    rig.equal(f"{label} cold", texts.want, engine.all(texts.first, TOKENS))
+    engine.reset()
+    before = engine.external()
+    rig.equal(f"{label} warm", texts.want, engine.all(texts.first, TOKENS))
+    got, most = engine.external() - before, full(texts.first)
+    rig.check(got >= 0.9 * most, f"{label} warm: {got} tokens came from the connector, want nearly {most}")
+    rig.count("external tokens", got)
+    engine.reset()
+    before = engine.external()
+    rig.equal(f"{label} second turn", texts.want2, engine.all(texts.second, TOKENS))
+    got = engine.external() - before
+    rig.check(got >= 0.9 * full(texts.first), f"{label} second turn: {got} tokens came from the connector")
+    rig.count("external tokens", got)
+
+
+def connectors(rig):
+    """Each connector on one engine, then on another process that finds what the first left."""
+    texts = Texts(rig)
+    for label, name, extra in configs(rig, ROOT):
+        engine = Engine(rig, label.replace(" ", "-"), kv=kvport(name, extra))
+        three_ways(rig, engine, texts, label)
+        engine.settle(rig.prompts.cut("nudge", 20))
+        engine.stop()
+        if label in SHARED:
+            engine = Engine(rig, label.replace(" ", "-") + "-later", kv=kvport(name, extra, role="kv_consumer"))
+            before = engine.external()
+            rig.equal(f"{label} in a later process", texts.want, engine.all(texts.first, TOKENS))
+            rig.check(engine.external() - before >= 0.9 * full(texts.first), f"{label}: a later process found little")
+            rig.count("external tokens", engine.external() - before)
+            engine.stop()
+        rig.count("connectors")
+
+
+def together(rig):
+    """Four requests at a time, twice, so that loads and saves overlap."""
+    texts = Texts(rig)
+    for label, name, extra in configs(rig, ROOT):
+        engine = Engine(rig, "batch-" + label.replace(" ", "-"), kv=kvport(name, extra))
+        rig.equal(f"{label} cold, 4 together", texts.want, engine.all(texts.first, TOKENS, together=4))
+        engine.reset()
+        rig.equal(f"{label} warm, 4 together", texts.want, engine.all(texts.first, TOKENS, together=4))
+        rig.check(engine.external() > 0.5 * full(texts.first), f"{label}: only {engine.external()} tokens came from the connector")
+        rig.count("external tokens", engine.external())
+        engine.stop()
+
+
+def pair(rig, start, label, name, extra):
+    """A prefill and a decode engine on one store."""
+    key = {"ticket_key_file": ticket_key(rig)}
+    p = start(rig, "p", kv=kvport(name, extra, role="kv_producer", kvport=key))
+    d = start(rig, "d", kv=kvport(name, extra, role="kv_consumer", kvport=key))
+    return p, d
+
+
+def ticket_key(rig):
+    """A key that both engines sign and check tickets with."""
+    path = rig.folder / "ticket.key"
+    if not path.exists():
+        path.write_bytes(bytes(range(32)))
+        path.chmod(0o600)
+    return str(path)
+
+
+ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None,
+       "remote_port": None}
+
+
+def disaggregated(rig):
+    """Prefill and decode in two processes; the first hands its kv_transfer_params to the second."""
+    texts = Texts(rig)
+    for label, name, extra in configs(rig, ROOT):
+        if label not in SHARED:
+            continue
+        p, d = pair(rig, Engine, label, name, extra)
+        for ids, want in zip(texts.first, texts.want):
+            handed = p.run(ids, 1, kvp=ASK)
+            rig.check(bool(handed.kvp and handed.kvp.get("kvport_ticket")), f"{label}: no ticket in {handed.kvp}")
+            rig.count("tickets")
+            rig.equal(f"{label} P/D", [want], [d.run(ids, TOKENS, kvp=handed.kvp)])
+        got, most = d.external(), full(texts.first)
+        rig.check(got >= 0.9 * most, f"{label} P/D: {got} tokens came over, want nearly {most}")
+        rig.count("external tokens", got)
+        p.stop()
+        d.stop()
+
+
+class VllmProxy:
+    """A proxy as in vLLM's examples: prefill with max_tokens=1, then its kv_transfer_params as they are to decode."""
+
+    def __init__(self, prefill, decode):
+        self.url = ""
+
+        def post(url, body):
+            request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                return json.load(answer)
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            """One request at a time."""
+
+            def do_POST(self):
+                """Both halves of a completion."""
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                first = post(prefill + self.path, {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": ASK})
+                answer = json.dumps(post(decode + self.path, {**body, "kv_transfer_params": first.get("kv_transfer_params")})).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_args):
+                """Say nothing."""
+
+        self.server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    # The same client as a server's.
+    post, complete, run, all = Server.post, Server.complete, Server.run, Server.all
+    name = "proxy"
+
+    def stop(self):
+        """Stop listening."""
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def served(rig):
+    """`vllm serve` in its normal form with several processes: cold, warm, second turn."""
+    texts = Texts(rig)
+    label, name, extra = configs(rig, ROOT)[0]
+    server = serve(rig, "serve", kv=kvport(name, extra))
+
+    def reset():
+        def done():
+            with contextlib.suppress(OSError):
+                status, answer = server.post("/reset_prefix_cache", {})
+                return status == 200 and answer is not False
+            return False
+
+        rig.until(done, "reset_prefix_cache")
+
+    server.post = reading(server)
+    server.reset = reset
+    three_ways(rig, server, texts, f"{label}, vllm serve")
+    lines = [line for line in server.get("/metrics").splitlines() if "kvport" in line and not line.startswith("#")]
+    rig.check(bool(lines), "no kvport metric on vLLM's /metrics")
+    rig.count("kvport metrics on vLLM's page", len({line.split("{")[0] for line in lines}))
+    server.stop()
+
+
+def reading(server):
+    """A post that accepts answers without JSON, as that of /reset_prefix_cache."""
+    plain = Server.post
+
+    def post(path, body, timeout=300):
+        if path != "/reset_prefix_cache":
+            return plain(server, path, body, timeout)
+        request = urllib.request.Request(server.url + path, b"", method="POST")
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return answer.status, answer.read().decode()
+
+    return post
+
+
+def routed(rig):
+    """Two `vllm serve`, prefill and decode, through `kvport route` and through a proxy as in vLLM's examples."""
+    texts = Texts(rig)
+    label, name, extra = next(c for c in configs(rig, ROOT) if c[0] in SHARED)
+    p, d = pair(rig, serve, label, name, extra)
+    before = 0
+    for way in "kvport route", "vLLM's proxy":
+        if way == "kvport route":
+            port = free_port()
+            front = Server(rig, "route", [str(ROOT / "bin" / "kvport"), "route", "--port", str(port), "--prefill", p.url, "--decode", d.url], port)
+        else:
+            front = VllmProxy(p.url, d.url)
+            rig.processes.append(front)
+        half = texts.first[before::2], texts.want[before::2]
+        rig.equal(f"P/D through {way}", half[1], front.all(half[0], TOKENS))
+        got = rig.until(lambda: d.external() - rig.counts.get("external tokens", 0), f"{way}: external tokens")
+        rig.check(got >= 0.9 * full(half[0]), f"{way}: {got} tokens came over, want nearly {full(half[0])}")
+        rig.count("external tokens", got)
+        front.stop()
+        before += 1
+    p.stop()
+    d.stop()

@@ -1,0 +1,101 @@
+"""Lines about time. Ratios of medians of alternating runs in one run, never absolute limits of one machine alone."""
+
+import statistics
+import sys
+import time
+
+from connectors import configs
+from equal import full
+from rig import ROOT, Engine, Server, free_port, kvport, tail
+
+LONG = 1350
+
+
+def spread(values):
+    """Median and quartiles in milliseconds."""
+    ms = [v * 1e3 for v in values]
+    q = statistics.quantiles(ms, n=4)
+    return f"{statistics.median(ms):.1f} ms (quartiles {q[0]:.1f} to {q[2]:.1f}, n {len(ms)})"
+
+
+def lmcache(rig):
+    """An engine with LMCache's connector in multi-process mode, and its server."""
+    folder, port = rig.options.deps / "lmcache", free_port()
+    env = {"PYTHONPATH": str(folder), "LMCACHE_DISABLE_BANNER": "1"}
+    # The way of transfer that works between its CPU engine and its server; chunks of 64 leave no more of this prompt
+    # to compute than blocks of 32 do.
+    command = [sys.executable, str(folder / "bin" / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1",
+               "--http-port", str(free_port()), "--chunk-size", "64", "--l1-size-gb", "1", "--eviction-policy", "LRU", "--disable-metrics",
+               "--supported-transfer-mode", "lmcache_driven"]
+    server = Server(rig, "lmcache-server", command, port, env=dict(env), ready="")
+    rig.until(lambda: "cache server is running" in tail(server.log, 200), "LMCache's server", timeout=60)
+    kv = {"kv_connector": "LMCacheMPConnector", "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector", "kv_role": "kv_both",
+          "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+                                        "lmcache.mp.mq_timeout": 20}}
+    return Engine(rig, "lmcache", kv=kv, hide="llvmlite", env=dict(env))
+
+
+def external(rig, engine, ids):
+    """The time to the first token of a hit in the connector, and what it answered; None if it was none."""
+    engine.reset()
+    before = engine.external()
+    result = engine.run(ids, 8)
+    hit = engine.external() - before
+    return (result if hit >= 0.9 * full([ids]) else None), hit
+
+
+def ttft(rig):
+    """vLLM's own prefix-cache hit, an external hit, LMCache's external hit, in turns."""
+    ids = rig.prompts.cut("long", LONG)
+    want = rig.options.baseline([ids], 8)
+    engines = {"alone": Engine(rig, "alone"), "LMCache": lmcache(rig)}
+    for label, name, extra in configs(rig, ROOT):
+        engines[label] = Engine(rig, "kvport-" + label.replace(" ", "-"), kv=kvport(name, extra))
+    for engine in engines.values():
+        rig.equal("cold", want, [engine.run(ids, 8)])
+    time.sleep(2)  # LMCache acknowledges a store before it can be found
+    times = {label: [] for label in engines}
+    for turn in range(rig.options.pairs + 2):
+        for label, engine in engines.items():
+            result, hit = (engine.run(ids, 8), 0) if label == "alone" else external(rig, engine, ids)
+            rig.check(result is not None, f"{label}: only {hit} tokens came from the connector")
+            rig.equal(label, want, [result])
+            if turn >= 2:  # the first two warm everything up
+                times[label].append(result.ttft)
+                rig.count(f"hits of {label}")
+    own, theirs = times.pop("alone"), times.pop("LMCache")
+    rig.show("vLLM's own hit", spread(own))
+    rig.show("LMCache", spread(theirs))
+    added = statistics.median([b - a for a, b in zip(own, theirs)])
+    rig.show("LMCache adds", f"{added * 1e3:.1f} ms")
+    failed = []
+    for label, values in times.items():
+        ours = statistics.median([b - a for a, b in zip(own, values)])
+        part = ours / statistics.median(own)
+        rig.show(label, spread(values))
+        rig.show(f"{label} adds", f"{ours * 1e3:.1f} ms, {part:.1%} of vLLM's own hit, {ours / added:.2f} of what LMCache adds")
+        failed += [f"{label} adds {part:.1%}, want at most 15 %"] if part > 0.15 else []
+        failed += [f"{label} adds {ours / added:.2f} of what LMCache adds, want at most a third"] if ours > added / 3 else []
+    rig.check(not failed, "; ".join(failed))
+
+
+def steps(rig):
+    """The hooks' share of decode steps: of a consumer, which has no transfers, and of an engine that saves now and then."""
+    label, name, extra = configs(rig, ROOT)[0]
+    ids = rig.prompts.cut("steps", 300)
+    for role in "kv_consumer", "kv_both":
+        engine = Engine(rig, role, kv=kvport(name, extra, role=role))
+        engine.run(rig.prompts.cut("warm up", 300), 8)
+        engine.ask("hooks", on=True)
+        engine.run(ids, 200)
+        measured = [s for s in engine.ask("hooks", on=False) if s["tokens"] and s["step"] > 0.002][2:]
+        added, took = [s["hooks"] for s in measured], [s["step"] for s in measured]
+        p50, part = statistics.median(added), statistics.median([a / t for a, t in zip(added, took)])
+        calls = statistics.median([s["calls"] for s in measured])
+        rig.show(f"{role}: added to a step", f"p50 {p50 * 1e6:.0f} us, p99 {statistics.quantiles(added, n=100)[98] * 1e6:.0f} us, {part:.3%} of "
+                 f"{statistics.median(took) * 1e3:.1f} ms; {calls:.0f} calls a step, n {len(measured)}")
+        middle = sorted(measured, key=lambda s: s["hooks"])[len(measured) // 2]
+        rig.notes.append(f"{role}, calls of the median step: " + ", ".join(f"{k} {n} ({s * 1e6:.0f} us)" for k, (n, s) in sorted(middle["names"].items())))
+        rig.check(p50 <= 150e-6 and part <= 0.01, f"{role}: {p50 * 1e6:.0f} us and {part:.2%} of a step, want at most 150 us and 1 %")
+        rig.count("steps measured", len(measured))
+        engine.stop()
