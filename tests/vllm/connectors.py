@@ -9,6 +9,7 @@ CONFIGS = {
     "SharedStorageConnector": {"SharedStorage": lambda dir_: {"shared_storage_path": f"{dir_}/store"}},
     "OffloadingConnector": {
         "Offloading memory": lambda _dir: {"cpu_bytes_to_use": 1 << 30},
+        "Offloading disk": lambda dir_: {"cpu_bytes_to_use": 64 << 20, "disk_path": f"{dir_}/disk", "disk_bytes": 2 << 30},
     },
 }
 # Those that another engine can read from: prefill and decode apart.

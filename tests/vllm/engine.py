@@ -10,7 +10,7 @@ Calls, one JSON object a line on stdin; answers and results on stdout:
   {"op": "add", "id", "ids": [token], "max": n, "kvp": kv_transfer_params}   -> a result when it ends
   {"op": "abort", "id"}      -> {"aborted": id}
   {"op": "reset"}            -> {"reset": true}: the engine's own prefix cache is empty
-  {"op": "metrics"}          -> {"metrics": {name or name:source: value}}
+  {"op": "metrics"}          -> {"metrics": {name or name:label,label: value}}
   {"op": "pool"}             -> {"pool": {...}}: blocks in use, requests and what the scheduler holds
   {"op": "hooks", "on": b}   -> {"hooks": {...}}: what was measured since it was last switched on
   {"op": "memory"}           -> {"memory": {"base": address, "bytes": n, "segment": bytes of one layer's part of a block}}
@@ -153,12 +153,15 @@ class Driver:
         tell({"reset": self.engine.reset_prefix_cache()})
 
     def metrics(self, _call):
-        """All plain counters and gauges."""
+        """All counters and gauges that vLLM and the connector show on /metrics, by name and labels."""
+        from prometheus_client import REGISTRY
+
         values = {}
-        for m in self.engine.get_metrics():
-            if getattr(m, "value", None) is not None:
-                source = m.labels.get("source") or m.labels.get("cache_source") if m.labels else None
-                values[m.name + (":" + source if source else "")] = m.value
+        for family in REGISTRY.collect():
+            for s in family.samples:
+                labels = ",".join(v for k, v in sorted(s.labels.items()) if k not in ("engine", "model_name"))
+                if s.name.startswith(("vllm:", "kvport")) and not s.name.endswith(("_bucket", "_created")):
+                    values[s.name + (":" + labels if labels else "")] = s.value
         tell({"metrics": values})
 
     def pool(self, _call):

@@ -167,7 +167,7 @@ class Engine:
 
     def external(self):
         """Tokens that came from the connector until now."""
-        return int(self.metrics().get("vllm:prompt_tokens_by_source:external_kv_transfer", 0))
+        return int(self.metrics().get("vllm:prompt_tokens_by_source_total:external_kv_transfer", 0))
 
     def settle(self, nudge, timeout=30):
         """Wait until no block is in use and the engine is idle; nudge is a prompt that makes it step."""

@@ -111,7 +111,7 @@ def main():
     names = [n for n in args.only.split(",") if n] or list(LINES)
     if unknown := [n for n in names if n not in LINES]:
         parser.error(f"no such line: {', '.join(unknown)}")
-    args.scratch = tempfile.mkdtemp(prefix="kvport-vllm-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    args.scratch = tempfile.mkdtemp(prefix="kvport-vllm-")
     os.environ["XDG_RUNTIME_DIR"] = args.scratch  # short, private and gone afterwards
     options, reports = Options(args), []
     for name in names:
