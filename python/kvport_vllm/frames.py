@@ -13,7 +13,7 @@ import struct
 
 _LENGTH = struct.Struct("<I")
 _CHUNK = 1 << 18
-_MAX_FDS = 16
+_ANCILLARY = socket.CMSG_SPACE(16 * 4)  # for 16 descriptors
 MAX_FRAME = 64 << 20
 # What may wait for a peer that does not read: far more than any engine has under way.
 MAX_UNSENT = 64 << 20
@@ -30,6 +30,7 @@ class Frames:
         """Take over a connected socket."""
         sock.setblocking(False)
         self.sock = sock
+        self._room = bytearray(_CHUNK)  # recvmsg would make one of this size at every call
         self._in = bytearray()
         self._out = bytearray()
         self._fds: collections.deque[int] = collections.deque()
@@ -88,20 +89,20 @@ class Frames:
             self.flush()
         while True:
             try:
-                data, ancillary, _, _ = self.sock.recvmsg(_CHUNK, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC)
+                size, ancillary, _, _ = self.sock.recvmsg_into([self._room], _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as err:
                 raise LostError(str(err)) from err
             self._take_fds(ancillary)
-            if not data:
+            if size == 0:
                 if self._in:
                     raise LostError("the agent left in the middle of a frame")
                 raise LostError("the agent left")
-            self._in += data
-            if len(data) < _CHUNK and not ancillary:
+            self._in += memoryview(self._room)[:size]
+            if size < _CHUNK and not ancillary:
                 break
-        return self._split()
+        return self._split() if self._in else []
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         for level, kind, data in ancillary:

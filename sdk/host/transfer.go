@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -170,17 +172,40 @@ func failedCount(t *connector.Transfer, err error) int {
 }
 
 func (r *rank) makeDigests(blocks []connector.Block) error {
-	r.hands <- struct{}{}
-	defer func() { <-r.hands }()
-	for _, b := range blocks {
+	errs := make([]error, len(blocks))
+	r.share(len(blocks), func(i int) {
+		b := blocks[i]
 		if b.Key == (connector.BlockKey{}) {
-			continue // partial: nothing can be stored under a key
+			return // partial: nothing can be stored under a key
 		}
 		if err := r.hasher.Make(r.kv, b); err != nil {
-			return fmt.Errorf("digest of block %d: %w", b.ID, err)
+			errs[i] = fmt.Errorf("digest of block %d: %w", b.ID, err)
+		}
+	})
+	return errors.Join(errs...)
+}
+
+// share runs f for 0 to n-1 on the cores that are free; on one it waits.
+func (r *rank) share(n int, f func(int)) {
+	var next atomic.Int64
+	work := func() {
+		for i := next.Add(1); i <= int64(n); i = next.Add(1) {
+			f(int(i - 1))
 		}
 	}
-	return nil
+	var others sync.WaitGroup
+	for range min(cap(r.hands), n) - 1 {
+		select {
+		case r.hands <- struct{}{}:
+			others.Go(func() {
+				defer func() { <-r.hands }()
+				work()
+			})
+		default:
+		}
+	}
+	r.busy(work)
+	others.Wait()
 }
 
 // checkDigests gives the blocks that should have arrived and are not what was saved.
@@ -195,11 +220,13 @@ func (r *rank) checkDigests(blocks []connector.Block, err error) []connector.Blo
 			missing[id] = true
 		}
 	}
-	r.hands <- struct{}{}
-	defer func() { <-r.hands }()
+	bad := make([]bool, len(blocks))
+	r.share(len(blocks), func(i int) {
+		bad[i] = !missing[blocks[i].ID] && r.hasher.Check(r.kv, blocks[i]) != nil
+	})
 	var corrupt []connector.BlockID
-	for _, b := range blocks {
-		if !missing[b.ID] && r.hasher.Check(r.kv, b) != nil {
+	for i, b := range blocks {
+		if bad[i] {
 			corrupt = append(corrupt, b.ID)
 		}
 	}

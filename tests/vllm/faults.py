@@ -249,14 +249,21 @@ class Damages:
         self.rig.count("kinds of damage")
 
 
+def other_isa():
+    """A kernel that this machine can run in bfloat16 and would not choose."""
+    import torch
+
+    return "vec" if torch.cpu._is_amx_tile_supported() else "vec16"
+
+
 def isa(rig):
     """A prefill engine with the kernel for other processors hands over to one with this one's."""
     name, extra = storage(rig)
-    half = {"dtype": "bfloat16"}
+    half, other = {"dtype": "bfloat16"}, other_isa()
     ids = rig.prompts.set("isa", [300, 600, 900])
     want = rig.options.baseline(ids, 16, engine=half)
     key = {"ticket_key_file": ticket_key(rig)}
-    p = Engine(rig, "p", kv=kvport(name, extra, role="kv_producer", kvport=key), engine=half, isa="vec")
+    p = Engine(rig, "p", kv=kvport(name, extra, role="kv_producer", kvport=key), engine=half, isa=other)
     handed = [p.run(x, 1, kvp=ASK) for x in ids]
     rig.check(all(h.kvp and h.kvp.get("kvport_ticket") for h in handed), "no ticket")
     stored = rig.until(lambda: len(find(extra["shared_storage_path"])), "stored blocks")
@@ -272,7 +279,7 @@ def isa(rig):
     rig.notes.append(lines[0][-300:])
     d.stop()
     # The same two with equal kernels, which shows that it was the kernel.
-    d = Engine(rig, "d-vec", kv=kvport(name, extra, role="kv_consumer", kvport=key), engine=half, isa="vec")
+    d = Engine(rig, "d-equal", kv=kvport(name, extra, role="kv_consumer", kvport=key), engine=half, isa=other)
     d.run(ids[0], 16, kvp=p.run(ids[0], 1, kvp=ASK).kvp)
     rig.check(d.external() >= 256, "engines with equal kernels do not share either")
     rig.count("tokens between engines with equal kernels", d.external())

@@ -108,6 +108,7 @@ def main():
     parser.add_argument("--baseline", type=pathlib.Path, help="file that keeps vLLM's own answers between runs, for development")
     parser.add_argument("--keep", action="store_true", help="keep the folders with logs")
     args = parser.parse_args()
+    args.deps = args.deps.absolute()
     names = [n for n in args.only.split(",") if n] or list(LINES)
     if unknown := [n for n in names if n not in LINES]:
         parser.error(f"no such line: {', '.join(unknown)}")
