@@ -150,3 +150,22 @@ func TestTenants(t *testing.T) {
 	require.NotEqual(t, a, (&KeySpace{Salt: "b"}).Tenant())
 	require.NotEqual(t, a, (&KeySpace{Salt: "a", Secret: []byte("secret")}).Tenant())
 }
+
+// Keys of foreign blocks are stored too: these are fixed, one by its description and one by its bytes.
+func TestForeignKeysAreFixed(t *testing.T) {
+	space := &KeySpace{Model: NewFingerprint("model", "weights", "f16"), Salt: "tenant"}
+	root := space.Root()
+	require.EqualValues(t, hashFields("kvport/foreign/1", string(root[:]), "vllm/sha256_cbor", "hash"), space.Foreign("vllm/sha256_cbor", []byte("hash")))
+	plain := &KeySpace{}
+	require.Equal(t, "7f045b9887d49e0c2590b07a56e196e6defbae139ec11239f5118b2f5b786b23", plain.Foreign("vllm/sha256", make([]byte, 32)).String())
+	secret := &KeySpace{Secret: []byte("s")}
+	seen := map[BlockKey]bool{}
+	for _, s := range []*KeySpace{space, plain, secret} {
+		for _, engine := range []string{"vllm/sha256", "vllm/sha256_cbor", "vllm/"} {
+			for _, hash := range []string{"", "hash", "sha256hash"} {
+				seen[s.Foreign(engine, []byte(hash))] = true
+			}
+		}
+	}
+	require.Len(t, seen, 27, "no two share a key")
+}

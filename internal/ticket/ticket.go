@@ -24,7 +24,8 @@ import (
 const (
 	MaxEngine = 1 << 10
 	MaxPlugin = 64 << 10
-	MaxSize   = headSize + MaxEngine + MaxPlugin + sha256.Size
+	MaxShape  = 1 << 10
+	MaxSize   = headSize + 4 + MaxEngine + MaxPlugin + MaxShape + sha256.Size
 	minKey    = 32
 )
 
@@ -38,8 +39,12 @@ var (
 	ErrStale    = errors.New("ticket is of an earlier life of its engine")
 )
 
-// version is the first byte of a ticket; what follows it depends on it.
-const version = 1
+// The first byte of a ticket, on which depends what follows it. One with a text of its shape has that
+// text at the end, and its length behind the others.
+const (
+	version       = 1
+	versionShaped = 2
+)
 
 // headSize is the length of the fixed part: version, epoch, hold, tokens, consumers, lease, both
 // fingerprints, nonce, lengths of engine and plugin bytes.
@@ -56,6 +61,7 @@ type Envelope struct {
 	Consumers    int           // how often it may be used; 0 means once
 	Nonce        [16]byte      // tells tickets apart; zero: Seal draws one
 	Plugin       []byte        // for the consumer's connector, uninterpreted
+	ShapeText    string        // what the shape is made of, for messages; may be empty
 }
 
 // Seal signs e. A zero e.Nonce is replaced by a random one. Errors name the field that is out of
@@ -72,8 +78,12 @@ func Seal(key []byte, e *Envelope) ([]byte, error) {
 			return nil, fmt.Errorf("ticket nonce: %w", err)
 		}
 	}
-	out := make([]byte, 0, headSize+len(e.Engine)+len(e.Plugin)+sha256.Size)
-	out = append(out, version)
+	out := make([]byte, 0, headSize+4+len(e.Engine)+len(e.Plugin)+len(e.ShapeText)+sha256.Size)
+	if e.ShapeText == "" {
+		out = append(out, version)
+	} else {
+		out = append(out, versionShaped)
+	}
 	out = binary.BigEndian.AppendUint64(out, e.Epoch)
 	out = binary.BigEndian.AppendUint64(out, uint64(e.Hold))
 	out = binary.BigEndian.AppendUint32(out, uint32(e.Tokens))
@@ -82,7 +92,10 @@ func Seal(key []byte, e *Envelope) ([]byte, error) {
 	out = append(append(append(out, e.Model[:]...), e.Shape[:]...), e.Nonce[:]...)
 	out = binary.BigEndian.AppendUint32(out, uint32(len(e.Engine)))
 	out = binary.BigEndian.AppendUint32(out, uint32(len(e.Plugin)))
-	out = append(append(out, e.Engine...), e.Plugin...)
+	if e.ShapeText != "" {
+		out = binary.BigEndian.AppendUint32(out, uint32(len(e.ShapeText)))
+	}
+	out = append(append(append(out, e.Engine...), e.Plugin...), e.ShapeText...)
 	return append(out, sign(key, out)...), nil
 }
 
@@ -96,7 +109,7 @@ func Open(key, data []byte) (*Envelope, error) {
 		return nil, ErrForged
 	}
 	body, mac := data[:len(data)-sha256.Size], data[len(data)-sha256.Size:]
-	if !hmac.Equal(mac, sign(key, body)) || body[0] != version {
+	if !hmac.Equal(mac, sign(key, body)) || body[0] != version && body[0] != versionShaped {
 		return nil, ErrForged
 	}
 	r := reader{body[1:]}
@@ -105,8 +118,11 @@ func Open(key, data []byte) (*Envelope, error) {
 	copy(e.Model[:], r.next(len(e.Model)))
 	copy(e.Shape[:], r.next(len(e.Shape)))
 	copy(e.Nonce[:], r.next(len(e.Nonce)))
-	engine, plugin := r.u32(), r.u32()
-	if uint64(engine)+uint64(plugin) != uint64(len(r.rest)) || tokens > math.MaxInt32 || lease > math.MaxInt64 {
+	engine, plugin, shape := r.u32(), r.u32(), uint32(0)
+	if body[0] == versionShaped && len(r.rest) >= 4 {
+		shape = r.u32()
+	}
+	if uint64(engine)+uint64(plugin)+uint64(shape) != uint64(len(r.rest)) || tokens > math.MaxInt32 || lease > math.MaxInt64 {
 		return nil, ErrForged
 	}
 	e.Tokens, e.Consumers, e.Lease = int(tokens), int(consumers), time.Duration(lease)
@@ -114,6 +130,7 @@ func Open(key, data []byte) (*Envelope, error) {
 	if plugin > 0 {
 		e.Plugin = append([]byte(nil), r.next(int(plugin))...)
 	}
+	e.ShapeText = string(r.rest)
 	if e.check() != nil {
 		return nil, ErrForged
 	}
@@ -134,6 +151,8 @@ func (e *Envelope) check() error {
 		field = "lease"
 	case len(e.Plugin) > MaxPlugin:
 		field = "plugin"
+	case len(e.ShapeText) > MaxShape:
+		field = "shape text"
 	default:
 		return nil
 	}

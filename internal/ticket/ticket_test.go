@@ -65,7 +65,7 @@ func TestSealDrawsNonce(t *testing.T) {
 
 func TestLimits(t *testing.T) {
 	e := envelope()
-	e.Engine, e.Plugin = strings.Repeat("e", MaxEngine), make([]byte, MaxPlugin)
+	e.Engine, e.Plugin, e.ShapeText = strings.Repeat("e", MaxEngine), make([]byte, MaxPlugin), strings.Repeat("s", MaxShape)
 	data := seal(t, e)
 	require.Len(t, data, MaxSize)
 	_, err := Open(key, data)
@@ -73,7 +73,8 @@ func TestLimits(t *testing.T) {
 	for field, change := range map[string]func(*Envelope){
 		"engine": func(e *Envelope) { e.Engine += "e" }, "tokens": func(e *Envelope) { e.Tokens = -1 },
 		"consumers": func(e *Envelope) { e.Consumers = MaxConsumers + 1 }, "lease": func(e *Envelope) { e.Lease = -1 },
-		"plugin": func(e *Envelope) { e.Plugin = make([]byte, MaxPlugin+1) },
+		"plugin":     func(e *Envelope) { e.Plugin = make([]byte, MaxPlugin+1) },
+		"shape text": func(e *Envelope) { e.ShapeText += "s" },
 	} {
 		changed := *e
 		change(&changed)

@@ -9,9 +9,11 @@ import (
 // Chains are the hashes of each request's full blocks, in order, as far as it had any.
 type Chains map[string][]string
 
-// Key is the content address of a foreign engine's block: its own hash, bound to the model.
+// Key is the content address of a block of the traced engine: its own hash, of which the trace has the
+// first 8 bytes in hex, bound to the model (ADR 0031).
 func Key(model connector.Fingerprint, hash string) connector.BlockKey {
-	return connector.BlockKey(connector.NewFingerprint("kvport/foreign-block/1", model.String(), hash))
+	space := connector.KeySpace{Model: model}
+	return space.Foreign("vllm/trace", []byte(hash))
 }
 
 // ChainsOf finds the hashes of all blocks. A trace names a hash where a block is saved or loaded;

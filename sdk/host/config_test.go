@@ -20,7 +20,7 @@ func TestParseConfig(t *testing.T) {
 		"kv_load_failure_policy": "fail", "kv_connector_module_path": "/x/kvport-y", "kv_ip": "127.0.0.1", "kv_port": 14579, "kv_rank": null, "kv_buffer_size": 1e9,
 		"lmcache.mp.host": "h", "kv_connector_extra_config": {"shared_storage_path": "/tmp/x", "Any": [1, null]},
 		"kvport": {"ticket_key_file": "k", "peers": ["a", "b"], "trust": "in-place", "tenant_secret_file": "s",
-			"plugin_sha256": "` + strings.Repeat("AB", 32) + `", "allow_lossy": true,
+			"plugin_sha256": "` + strings.Repeat("AB", 32) + `", "allow_lossy": true, "allow_weak_hashes": true,
 			"deadlines": {"transfer": "7s", "save": 1.5}, "heartbeat": {"interval": "1s", "limit": "3s"}, "breaker": {"deaths": 9}}
 	}`)
 	require.NoError(t, err)
@@ -31,6 +31,7 @@ func TestParseConfig(t *testing.T) {
 	require.Len(t, c.Warnings, 5)
 	want := DefaultSettings()
 	want.TicketKeyFile, want.Peers, want.TenantSecretFile, want.AllowLossy = "k", []string{"a", "b"}, "s", true
+	want.AllowWeakHashes = true
 	want.PluginSHA256 = strings.Repeat("ab", 32)
 	want.Deadlines.Transfer, want.Deadlines.Save = 7*time.Second, 1500*time.Millisecond
 	want.Heartbeat, want.Breaker.Deaths = Heartbeat{time.Second, 3 * time.Second}, 9

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -118,6 +119,7 @@ func (o *ticketOffice) seal(e *ticket.Envelope) ([]byte, error) {
 		return nil, err
 	}
 	e.Engine, e.Epoch, e.Model, e.Shape = o.eng.ID, o.epoch, o.eng.Model, o.eng.Shape
+	e.ShapeText = strings.ToValidUTF8(o.eng.ShapeText[:min(len(o.eng.ShapeText), ticket.MaxShape)], "")
 	return ticket.Seal(o.key, e)
 }
 
@@ -133,6 +135,9 @@ func (o *ticketOffice) verify(signed []byte, request connector.RequestID) (e *ti
 	}
 	if err == nil {
 		err = o.guard.Check(e, request)
+		if err != nil && e.Model == o.eng.Model && e.Shape != o.eng.Shape && e.ShapeText+o.eng.ShapeText != "" {
+			err = fmt.Errorf("%w: its blocks are made as %q, ours as %q", err, e.ShapeText, o.eng.ShapeText)
+		}
 	}
 	switch {
 	case err == nil:

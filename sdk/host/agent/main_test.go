@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -473,4 +474,30 @@ func ended(t *testing.T, pidfd *os.File) {
 		}
 	}
 	require.FailNow(t, "the process does not end")
+}
+
+// save stores blocks that rank 0 has computed.
+func (p *process) save(w *process, id string, hs []connector.BlockKey, first connector.BlockID) {
+	p.t.Helper()
+	tr := transfer(id, hs, first)
+	w.fill(tr.Blocks, 0)
+	p.step(&connector.Step{ID: 1, Arrived: []connector.Query{query(id, hs)}, Computed: []connector.Transfer{tr}})
+	e := p.event(saved, id)
+	require.Empty(p.t, e.GetFailed(), e.GetError())
+}
+
+// counter is the sum of a counter, as the next state gives it.
+func (p *process) counter(name string) float64 {
+	p.t.Helper()
+	p.mu.Lock()
+	p.seen = slices.DeleteFunc(p.seen, func(m *kvportv1.AgentAnswer) bool { return m.GetState() != nil })
+	p.mu.Unlock()
+	sum := 0.0
+	m := p.find("counters", func(m *kvportv1.AgentAnswer) bool { return len(m.GetState().GetCounters()) > 0 })
+	for _, c := range m.GetState().GetCounters() {
+		if c.GetName() == name {
+			sum += c.GetValue()
+		}
+	}
+	return sum
 }

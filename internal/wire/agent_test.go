@@ -1,0 +1,119 @@
+package wire
+
+import (
+	"bytes"
+	"encoding/binary"
+	"io"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+func agentAttach() *Attach {
+	return &Attach{
+		Side: kvportv1.Side_SIDE_WORKER, Engine: "e", Rank: 1, World: 2, Model: connector.NewFingerprint("m"),
+		Shape: connector.NewFingerprint("s"), ShapeText: "text", Region: 4096, Hashes: "vllm/sha256",
+		Layout: connector.Layout{
+			Name: "l", Blocks: 4, Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}},
+			Segments: []connector.Segment{{BlockStride: 512, Bytes: 256}, {Layer: 1, Offset: 256, BlockStride: 512, Bytes: 256}},
+		},
+	}
+}
+
+func frames(t testing.TB, calls ...*kvportv1.AgentCall) []byte {
+	t.Helper()
+	var all []byte
+	for _, c := range calls {
+		f, err := AgentFrame(c)
+		require.NoError(t, err)
+		all = append(all, f...)
+	}
+	return all
+}
+
+func TestAgentFrames(t *testing.T) {
+	want := agentAttach()
+	r := bytes.NewReader(frames(t,
+		&kvportv1.AgentCall{Id: 1, Call: &kvportv1.AgentCall_Attach{Attach: AttachToProto(want)}},
+		&kvportv1.AgentCall{Call: &kvportv1.AgentCall_Step{Step: StepToProto(&connector.Step{ID: 7})}},
+	))
+	frame, err := ReadFrame(r)
+	require.NoError(t, err)
+	call, err := AgentCallFromFrame(frame)
+	require.NoError(t, err)
+	got, err := AttachFromProto(call.GetAttach())
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+	frame, err = ReadFrame(r)
+	require.NoError(t, err)
+	call, err = AgentCallFromFrame(frame)
+	require.NoError(t, err)
+	require.Equal(t, uint64(7), call.GetStep().GetId())
+	_, err = ReadFrame(r)
+	require.ErrorIs(t, err, io.EOF)
+
+	for _, head := range []uint32{0, MaxMessage + 1, 1 << 31} {
+		_, err = ReadFrame(bytes.NewReader(binary.LittleEndian.AppendUint32(nil, head)))
+		require.ErrorIs(t, err, ErrMalformed)
+	}
+	for _, cut := range [][]byte{{1}, {1, 0, 0, 0}, {2, 0, 0, 0, 1}, binary.LittleEndian.AppendUint32(nil, MaxMessage)} {
+		_, err = ReadFrame(bytes.NewReader(cut))
+		require.ErrorIs(t, err, io.ErrUnexpectedEOF)
+	}
+	for _, c := range []*kvportv1.AgentCall{
+		{}, {Id: 1},
+		{Id: 1, Call: &kvportv1.AgentCall_Step{Step: &kvportv1.Step{}}},
+		{Call: &kvportv1.AgentCall_Detach{Detach: &kvportv1.AgentDetach{}}},
+	} {
+		_, err = AgentCallFromFrame(frames(t, c)[frameHead:])
+		require.ErrorIs(t, err, ErrMalformed)
+	}
+	old := AttachToProto(want)
+	old.Version = 2
+	_, err = AttachFromProto(old)
+	require.ErrorContains(t, err, "attach.version is 2")
+}
+
+// FuzzAgentCall: whatever a process sends, reading it does not panic, and what is accepted is within the
+// limits.
+func FuzzAgentCall(f *testing.F) {
+	f.Add(frames(f, &kvportv1.AgentCall{Id: 1, Call: &kvportv1.AgentCall_Attach{Attach: AttachToProto(agentAttach())}}))
+	f.Add(frames(f, &kvportv1.AgentCall{Call: &kvportv1.AgentCall_Step{Step: StepToProto(&connector.Step{ID: 1, Computed: []connector.Transfer{
+		{Request: "r", Tokens: 16, Blocks: []connector.Block{{ID: 1}}},
+	}})}}))
+	f.Add(frames(f, &kvportv1.AgentCall{Id: 2, Call: &kvportv1.AgentCall_Match{Match: QueryToProto(&connector.Query{Request: "r", Tokens: 3})}}))
+	f.Add(frames(f, &kvportv1.AgentCall{Id: 3, Call: &kvportv1.AgentCall_Finish{Finish: EndToProto(&connector.Ended{Request: "r", Reason: 1})}}))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		r := bytes.NewReader(data)
+		for {
+			frame, err := ReadFrame(r)
+			if err != nil {
+				return
+			}
+			call, err := AgentCallFromFrame(frame)
+			if err != nil {
+				require.ErrorIs(t, err, ErrMalformed)
+				continue
+			}
+			if m := call.GetAttach(); m != nil {
+				if a, err := AttachFromProto(m); err == nil && a.Side == kvportv1.Side_SIDE_WORKER {
+					require.NoError(t, a.Layout.Validate([]int64{a.Region}))
+				}
+			}
+			if m := call.GetMatch(); m != nil {
+				if q, err := QueryFromProto(m); err == nil {
+					require.LessOrEqual(t, q.Computed, q.Tokens)
+				}
+			}
+			if m := call.GetStep(); m != nil {
+				_, _ = StepFromProto(m)
+			}
+			if m := call.GetFinish(); m != nil {
+				_, _ = EndFromProto(m)
+			}
+		}
+	})
+}
