@@ -65,13 +65,13 @@ type server struct {
 	version uint64        // of seats and of who steps
 	settled uint64        // the version that the keeper has dealt with
 	retired []*host.Region
-	house   *house  // nil while the connector is not open
-	used    bool    // the scheduler has said something that the house keeps
-	waiting []*conn // schedulers whose answer waits for the keeper
-	guest   *guest  // the plugin's process; nil before the first
-	last    uint64  // the greatest id of a step
-	told    string  // state that was told last
-	failure error   // why the connector did not open
+	house   *house   // nil while the connector is not open
+	used    bool     // the scheduler has said something that the house keeps
+	waiting []*conn  // schedulers whose answer waits for the keeper
+	guests  []*guest // processes of plugins, as far as is known
+	last    uint64   // the greatest id of a step
+	told    string   // state that was told last
+	failure error    // why the connector did not open
 
 	wake chan struct{}
 	work sync.WaitGroup
@@ -297,8 +297,8 @@ func (s *server) disperse() {
 		retired = append(retired, seat.attach.region)
 	}
 	s.retired, s.seats = nil, map[int]*seat{}
-	if s.guest != nil {
-		s.guest.close()
+	for _, g := range s.guests {
+		g.close()
 	}
 	s.mu.Unlock()
 	for _, r := range retired {

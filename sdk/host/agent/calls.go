@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -179,8 +180,9 @@ func (s *server) sit(c *conn, id uint64, a *rankAttach) (replaced *conn) {
 // left nothing behind. The caller holds mu.
 func (s *server) greet(c *conn, id uint64, scheduler bool) (sent <-chan struct{}, err error) {
 	c.attachID = id
-	if s.guest != nil && !readable(int(s.guest.pidfd.Fd())) {
-		if sent, err = s.introduce(c); err != nil {
+	s.guests = slices.DeleteFunc(s.guests, (*guest).gone)
+	for _, g := range s.guests {
+		if sent, err = s.introduce(c, g); err != nil { // the last is sent last
 			return nil, err
 		}
 	}

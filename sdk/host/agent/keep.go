@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"reflect"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -16,13 +17,22 @@ import (
 	"github.com/kvport/kvport/sdk/host"
 )
 
-// guest is a plugin's process.
+// guest is a process of a plugin: a connector that is made of others has several.
 type guest struct {
 	pid   int
 	pidfd *os.File
 }
 
 func (g *guest) close() { _ = g.pidfd.Close() }
+
+// gone reports whether the process has ended, and lets go of it if so.
+func (g *guest) gone() bool {
+	ended := readable(int(g.pidfd.Fd()))
+	if ended {
+		g.close()
+	}
+	return ended
+}
 
 // keep opens and closes the connector as ranks come and go.
 func (s *server) keep(ctx context.Context) {
@@ -182,14 +192,13 @@ func (s *server) announce(pid, pidfd int) error {
 		return os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
 	}
 	s.mu.Lock()
-	if s.guest != nil {
-		s.guest.close()
-	}
-	s.guest = &guest{pid: pid, pidfd: os.NewFile(uintptr(fd), "pidfd")}
+	s.guests = slices.DeleteFunc(s.guests, (*guest).gone)
+	g := &guest{pid: pid, pidfd: os.NewFile(uintptr(fd), "pidfd")}
+	s.guests = append(s.guests, g)
 	conns := s.everybody()
 	sent := make([]<-chan struct{}, len(conns))
 	for i, c := range conns {
-		sent[i], err = s.introduce(c)
+		sent[i], err = s.introduce(c, g)
 		if err != nil {
 			s.mu.Unlock()
 			return err
@@ -199,7 +208,7 @@ func (s *server) announce(pid, pidfd int) error {
 	for i, c := range conns {
 		select {
 		case <-sent[i]:
-		case <-c.gone: // its places goes with it
+		case <-c.gone: // its place goes with it
 		case <-time.After(s.cfg.Transfer.Settings.Deadlines.Handshake / 2):
 			return fmt.Errorf("process %d: %w", c.pid, errSlow)
 		}
@@ -207,14 +216,14 @@ func (s *server) announce(pid, pidfd int) error {
 	return nil
 }
 
-// introduce queues the message about the plugin's process. The caller holds mu.
-func (s *server) introduce(c *conn) (sent <-chan struct{}, err error) {
-	fd, err := unix.FcntlInt(s.guest.pidfd.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+// introduce queues the message about a process of a plugin. The caller holds mu.
+func (s *server) introduce(c *conn, g *guest) (sent <-chan struct{}, err error) {
+	fd, err := unix.FcntlInt(g.pidfd.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
 	}
 	return c.post(&kvportv1.AgentAnswer{Result: &kvportv1.AgentAnswer_Plugin{Plugin: &kvportv1.AgentPlugin{
-		Pid: uint32(s.guest.pid), Name: s.cfg.Transfer.Connector,
+		Pid: uint32(g.pid), Name: s.cfg.Transfer.Connector,
 	}}}, os.NewFile(uintptr(fd), "pidfd")), nil
 }
 
