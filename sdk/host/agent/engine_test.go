@@ -2,6 +2,7 @@ package agent
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -196,4 +197,38 @@ func TestAgentKilledMidLoad(t *testing.T) {
 	require.True(t, w.same(blocksOf(hs, 10), 0))
 	require.NoError(t, b.Process.Signal(unix.SIGTERM))
 	require.NoError(t, b.ended(t), "exit code 0")
+}
+
+// processes counts running processes whose command line has all the words.
+func processes(t *testing.T, words ...string) (pids []string) {
+	t.Helper()
+	lines, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	require.NoError(t, err)
+	for _, path := range lines {
+		line, err := os.ReadFile(path)
+		all := err == nil
+		for _, w := range words {
+			all = all && strings.Contains(string(line), w)
+		}
+		if all {
+			pids = append(pids, strings.Split(path, "/")[2])
+		}
+	}
+	return pids
+}
+
+// ended waits until the process behind a pidfd has ended.
+func ended(t *testing.T, pidfd *os.File) {
+	t.Helper()
+	fds := []unix.PollFd{{Fd: int32(pidfd.Fd()), Events: unix.POLLIN}}
+	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); {
+		n, err := unix.Poll(fds, 1000)
+		if n == 1 {
+			return
+		}
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			require.NoError(t, err)
+		}
+	}
+	require.FailNow(t, "the process does not end")
 }

@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/binary"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -13,7 +12,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -441,40 +439,6 @@ const (
 	saved         = kvportv1.AgentEventKind_AGENT_EVENT_KIND_SAVED
 	finishedEvent = kvportv1.AgentEventKind_AGENT_EVENT_KIND_FINISHED
 )
-
-// processes counts running processes whose command line has all the words.
-func processes(t *testing.T, words ...string) (pids []string) {
-	t.Helper()
-	lines, err := filepath.Glob("/proc/[0-9]*/cmdline")
-	require.NoError(t, err)
-	for _, path := range lines {
-		line, err := os.ReadFile(path)
-		all := err == nil
-		for _, w := range words {
-			all = all && strings.Contains(string(line), w)
-		}
-		if all {
-			pids = append(pids, strings.Split(path, "/")[2])
-		}
-	}
-	return pids
-}
-
-// ended waits until the process behind a pidfd has ended.
-func ended(t *testing.T, pidfd *os.File) {
-	t.Helper()
-	fds := []unix.PollFd{{Fd: int32(pidfd.Fd()), Events: unix.POLLIN}}
-	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); {
-		n, err := unix.Poll(fds, 1000)
-		if n == 1 {
-			return
-		}
-		if err != nil && !errors.Is(err, unix.EINTR) {
-			require.NoError(t, err)
-		}
-	}
-	require.FailNow(t, "the process does not end")
-}
 
 // save stores blocks that rank 0 has computed.
 func (p *process) save(w *process, id string, hs []connector.BlockKey, first connector.BlockID) {
