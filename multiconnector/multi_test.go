@@ -156,7 +156,7 @@ func newRig(t *testing.T, change func([]multiconnector.Child), shelves ...*shelf
 	for i, s := range shelves {
 		scheds[i], workers[i] = s, hand{s}
 	}
-	r.sched, r.worker = m.Scheduler(scheds, groups()), m.Worker(workers, groups())
+	r.sched, r.worker = m.Scheduler(scheds, groups(), nil), m.Worker(workers, groups(), nil)
 	layout := connector.Layout{
 		Name: "test", Blocks: 64, Groups: groups(), Segments: []connector.Segment{{BlockStride: 1, Bytes: 1}},
 	}

@@ -27,13 +27,17 @@ type scheduler struct {
 	ledger ledger
 	stop   context.CancelFunc
 	work   sync.WaitGroup
+	closed func() error
+
+	closing  sync.Once
+	closeErr error
 }
 
 // Scheduler joins the scheduler sides of all children, in their order, for a cache of the given
-// groups. The result owns them.
-func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group) connector.Scheduler {
+// groups. The result owns them; closed, unless nil, is called after they were closed.
+func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group, closed func() error) connector.Scheduler {
 	life, stop := context.WithCancel(context.Background())
-	s := &scheduler{Multi: m, unit: 1, groups: groups, stop: stop, ledger: newLedger()}
+	s := &scheduler{Multi: m, unit: 1, groups: groups, stop: stop, closed: closed, ledger: newLedger()}
 	for _, g := range groups {
 		s.unit = s.unit / gcd(s.unit, g.BlockTokens) * g.BlockTokens
 	}
@@ -225,6 +229,11 @@ func untilDeadline(ctx context.Context) time.Duration {
 
 // Close implements connector.Scheduler.
 func (s *scheduler) Close() error {
+	s.closing.Do(func() { s.closeErr = s.close() })
+	return s.closeErr
+}
+
+func (s *scheduler) close() error {
 	s.stop()
 	s.work.Wait()
 	errs := make([]error, len(s.lanes))
@@ -233,5 +242,8 @@ func (s *scheduler) Close() error {
 		work.Go(func() { errs[i] = l.close() })
 	}
 	work.Wait()
+	if s.closed != nil {
+		errs = append(errs, s.closed())
+	}
 	return errors.Join(errs...)
 }

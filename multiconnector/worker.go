@@ -17,6 +17,10 @@ type worker struct {
 	*Multi
 	sides  []connector.Worker
 	groups []connector.Group
+	closed func() error
+
+	closing  sync.Once
+	closeErr error
 
 	mu      sync.Mutex
 	loading map[blockName]int // blocks that loads may write now
@@ -28,9 +32,10 @@ type blockName struct {
 	id    connector.BlockID
 }
 
-// Worker joins the worker sides of all children, in their order, of one rank. The result owns them.
-func (m *Multi) Worker(sides []connector.Worker, groups []connector.Group) connector.Worker {
-	return &worker{Multi: m, sides: sides, groups: groups, loading: map[blockName]int{}}
+// Worker joins the worker sides of all children, in their order, of one rank. The result owns them;
+// closed, unless nil, is called after they were closed.
+func (m *Multi) Worker(sides []connector.Worker, groups []connector.Group, closed func() error) connector.Worker {
+	return &worker{Multi: m, sides: sides, groups: groups, closed: closed, loading: map[blockName]int{}}
 }
 
 // Load implements connector.Worker. Every block is asked of the child that it is routed to, and when
@@ -263,11 +268,19 @@ func (w *worker) mark(t *connector.Transfer, by int) {
 
 // Close implements connector.Worker.
 func (w *worker) Close() error {
+	w.closing.Do(func() { w.closeErr = w.close() })
+	return w.closeErr
+}
+
+func (w *worker) close() error {
 	errs := make([]error, len(w.sides))
 	var work sync.WaitGroup
 	for i, side := range w.sides {
 		work.Go(func() { errs[i] = w.children[i].named(side.Close()) })
 	}
 	work.Wait()
+	if w.closed != nil {
+		errs = append(errs, w.closed())
+	}
 	return errors.Join(errs...)
 }

@@ -27,7 +27,10 @@ const PluginName = "kvport"
 
 // The cookie by which a plugin knows that a host started it. It is no security measure.
 const (
-	CookieKey   = "KVPORT_PLUGIN"
+	CookieKey = "KVPORT_PLUGIN"
+	// FenceKey names, in a plugin's environment, the descriptors that every process must hold that
+	// has the regions from the plugin.
+	FenceKey    = "KVPORT_FENCE"
 	CookieValue = "b1f0e4a6c7d94b0f9b7e6f4a5d3c2810"
 )
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"sync"
 	"sync/atomic"
@@ -29,6 +30,7 @@ type child struct {
 	since   time.Time
 	lastErr error
 	holds   holdBook
+	ended   map[<-chan struct{}]bool // sessions that we close
 
 	closing atomic.Bool
 	leave   context.CancelFunc
@@ -41,7 +43,7 @@ func (c *child) adopt(first *life) {
 	var ctx context.Context
 	ctx, c.leave = context.WithCancel(context.Background())
 	c.left, c.changed = make(chan struct{}), make(chan struct{})
-	c.holds = newHoldBook()
+	c.holds, c.ended = newHoldBook(), map[<-chan struct{}]bool{}
 	c.install(first)
 	k := keeper[*life]{
 		start: c.src.start, install: c.install, outlive: c.outlive, closing: c.closing.Load,
@@ -73,22 +75,41 @@ func (c *child) install(l *life) {
 		l.proc.kill(errClosing)
 		return
 	}
+	if !c.src.sides.match(l) {
+		l.proc.kill(errors.New("a side was opened or closed while it started"))
+		return
+	}
 	c.turn(l)
 	c.broken = false
 	c.lives++
 	if l.n > 1 {
 		c.metrics.restarts.Inc()
 	}
-	for _, gone := range sessionsOf(l.sched, l.workers) {
-		c.watch.Go(func() {
-			select {
-			case <-gone:
-				c.down(l, errors.New("the plugin ended a session"))
-			case <-l.proc.Done():
-			}
-		})
+	for _, side := range l.sides {
+		c.guard(l, side)
 	}
 	c.log.Info("child is up", "child", c.label, "pid", l.proc.PID(), "generation", l.n)
+}
+
+// guard kills a process that ends a session: its calls have no answers any more. The caller holds mu.
+func (c *child) guard(l *life, side io.Closer) {
+	gone := endOf(side)
+	if gone == nil {
+		return
+	}
+	c.watch.Go(func() {
+		select {
+		case <-gone:
+			c.mu.Lock()
+			asked := c.ended[gone]
+			delete(c.ended, gone)
+			c.mu.Unlock()
+			if !asked {
+				c.down(l, errors.New("the plugin ended a session"))
+			}
+		case <-l.proc.Done():
+		}
+	})
 }
 
 // turn makes l the life that takes calls. The caller holds mu.
@@ -129,14 +150,28 @@ func (c *child) down(l *life, reason error) {
 	}
 }
 
-// current is the life that takes calls.
-func (c *child) current() (*life, error) {
+// scheduler is a scheduler side of the life that takes calls.
+func (c *child) scheduler(number int) (*life, connector.Scheduler, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.now == nil {
-		return nil, fmt.Errorf("%s is not running: %w", c.label, connector.ErrGone)
+	if c.now == nil || c.now.scheduler(number) == nil {
+		return nil, nil, c.notRunning()
 	}
-	return c.now, nil
+	return c.now, c.now.scheduler(number), nil
+}
+
+// worker is a worker side, likewise.
+func (c *child) worker(number int) (*life, connector.Worker, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.now == nil || c.now.worker(number) == nil {
+		return nil, nil, c.notRunning()
+	}
+	return c.now, c.now.worker(number), nil
+}
+
+func (c *child) notRunning() error {
+	return fmt.Errorf("%s is not running: %w", c.label, connector.ErrGone)
 }
 
 // judge looks at the error of a call of the scheduler side: without an answer the process is at its
@@ -184,10 +219,9 @@ func (c *child) close(ctx context.Context, polite bool) error {
 	switch {
 	case l == nil:
 	case polite:
-		for _, w := range l.workers {
-			_ = w.Close()
+		for _, side := range l.sides {
+			_ = side.Close()
 		}
-		_ = l.sched.Close()
 		err = l.proc.Close(ctx)
 	default:
 		l.proc.kill(errClosing)
@@ -198,23 +232,75 @@ func (c *child) close(ctx context.Context, polite bool) error {
 	return errors.Join(err, c.src.close())
 }
 
+// open opens a side in this life and all that follow. A child that is down opens it when it comes
+// back.
+func (c *child) open(ctx context.Context, o opening) (side int, err error) {
+	o.env.Role = c.src.cfg.Role
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	side = c.src.sides.add(o)
+	if c.now == nil {
+		return side, nil
+	}
+	open, err := c.src.openSide(ctx, c.now, o)
+	if err != nil {
+		c.src.sides.remove(side)
+		return 0, err
+	}
+	c.now.sides[side] = open
+	c.guard(c.now, open)
+	return side, nil
+}
+
+// closeSide closes a side in the current life. The process goes on.
+func (c *child) closeSide(side int) error {
+	c.mu.Lock()
+	c.src.sides.remove(side)
+	var open io.Closer
+	if c.now != nil {
+		open = c.now.sides[side]
+		delete(c.now.sides, side)
+	}
+	if gone := endOf(open); gone != nil {
+		c.ended[gone] = true
+	}
+	c.mu.Unlock()
+	if open == nil {
+		return nil
+	}
+	return open.Close()
+}
+
+func (c *child) openScheduler(ctx context.Context, env connector.Env) (connector.Scheduler, error) {
+	side, err := c.open(ctx, opening{env: env})
+	return childScheduler{c, side}, err
+}
+
+func (c *child) openWorker(ctx context.Context, env connector.Env) (connector.Worker, error) {
+	side, err := c.open(ctx, opening{worker: true, env: env})
+	return childWorker{c, side}, err
+}
+
 // childScheduler is the scheduler side of a child, through all its lives.
-type childScheduler struct{ *child }
+type childScheduler struct {
+	*child
+	side int
+}
 
 // Capabilities implements connector.Partial.
 func (s childScheduler) Capabilities() connector.Capability { return s.src.info.Capabilities }
 
 // Match implements connector.Scheduler.
 func (s childScheduler) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
-	return childCall(ctx, s.child, s.set.Deadlines.Later, func(ctx context.Context, l *life) ([]connector.Match, error) {
-		return l.sched.Match(ctx, qs)
+	return childCall(ctx, s, s.set.Deadlines.Later, func(ctx context.Context, _ *life, side connector.Scheduler) ([]connector.Match, error) {
+		return side.Match(ctx, qs)
 	})
 }
 
 // Plan implements connector.Planner.
 func (s childScheduler) Plan(ctx context.Context, step *connector.Step) (*connector.Plan, error) {
-	return childCall(ctx, s.child, s.set.Deadlines.Plan, func(ctx context.Context, l *life) (*connector.Plan, error) {
-		p, ok := connector.As[connector.Planner](l.sched)
+	return childCall(ctx, s, s.set.Deadlines.Plan, func(ctx context.Context, _ *life, side connector.Scheduler) (*connector.Plan, error) {
+		p, ok := connector.As[connector.Planner](side)
 		if !ok {
 			return nil, connector.ErrIncompatible
 		}
@@ -224,8 +310,8 @@ func (s childScheduler) Plan(ctx context.Context, step *connector.Step) (*connec
 
 // Finish implements connector.Holder.
 func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
-	return childCall(ctx, s.child, s.set.Deadlines.Finish, func(ctx context.Context, l *life) ([]connector.Hold, error) {
-		h, ok := connector.As[connector.Holder](l.sched)
+	return childCall(ctx, s, s.set.Deadlines.Finish, func(ctx context.Context, l *life, side connector.Scheduler) ([]connector.Hold, error) {
+		h, ok := connector.As[connector.Holder](side)
 		if !ok {
 			return nil, connector.ErrIncompatible
 		}
@@ -247,6 +333,10 @@ func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error
 	for {
 		s.mu.Lock()
 		over, l, changed := s.holds.take(), s.now, s.changed
+		var side connector.Scheduler
+		if l != nil {
+			side = l.scheduler(s.side)
+		}
 		poll, cancel := context.WithCancel(ctx)
 		s.holds.interrupt = cancel
 		s.mu.Unlock()
@@ -255,13 +345,13 @@ func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error
 			return over, ctx.Err()
 		}
 		var err error
-		if l == nil {
+		if side == nil {
 			select {
 			case <-changed:
 			case <-poll.Done():
 			}
 		} else {
-			err = s.poll(poll, l)
+			err = s.poll(poll, l, side)
 		}
 		interrupted := poll.Err() != nil
 		cancel()
@@ -272,8 +362,8 @@ func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error
 }
 
 // poll asks one life once what consumers have fetched.
-func (s childScheduler) poll(ctx context.Context, l *life) error {
-	h, ok := connector.As[connector.Holder](l.sched)
+func (s childScheduler) poll(ctx context.Context, l *life, side connector.Scheduler) error {
+	h, ok := connector.As[connector.Holder](side)
 	if !ok {
 		return connector.ErrIncompatible
 	}
@@ -292,8 +382,8 @@ func (s childScheduler) poll(ctx context.Context, l *life) error {
 
 // Reset implements connector.Resetter.
 func (s childScheduler) Reset(ctx context.Context) (bool, error) {
-	return childCall(ctx, s.child, s.set.Deadlines.Save, func(ctx context.Context, l *life) (bool, error) {
-		r, ok := connector.As[connector.Resetter](l.sched)
+	return childCall(ctx, s, s.set.Deadlines.Save, func(ctx context.Context, _ *life, side connector.Scheduler) (bool, error) {
+		r, ok := connector.As[connector.Resetter](side)
 		if !ok {
 			return false, nil
 		}
@@ -301,25 +391,25 @@ func (s childScheduler) Reset(ctx context.Context) (bool, error) {
 	})
 }
 
-// Close implements connector.Scheduler. The process is closed by its family.
-func (s childScheduler) Close() error { return nil }
+// Close implements connector.Scheduler. The process goes on.
+func (s childScheduler) Close() error { return s.closeSide(s.side) }
 
-func childCall[T any](ctx context.Context, c *child, limit time.Duration, call func(context.Context, *life) (T, error)) (T, error) {
-	l, err := c.current()
+func childCall[T any](ctx context.Context, c childScheduler, limit time.Duration, call func(context.Context, *life, connector.Scheduler) (T, error)) (T, error) {
+	l, side, err := c.scheduler(c.side)
 	if err != nil {
 		var none T
 		return none, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	v, err := call(ctx, l)
+	v, err := call(ctx, l, side)
 	return v, c.judge(l, err)
 }
 
 // childWorker is the worker side of one rank of a child, through all its lives.
 type childWorker struct {
 	*child
-	rank int
+	side int
 }
 
 // Load implements connector.Worker. It returns when no process of the child can write the blocks.
@@ -341,7 +431,7 @@ func (w childWorker) Save(ctx context.Context, t *connector.Transfer, kv *connec
 // move makes a call with a deadline. A child that misses it is killed, alone; the call returns when it
 // is gone.
 func (w childWorker) move(ctx context.Context, limit time.Duration, what string, t *connector.Transfer, call func(context.Context, connector.Worker) error) error {
-	l, err := w.current()
+	l, side, err := w.worker(w.side)
 	if err != nil {
 		return err
 	}
@@ -354,7 +444,7 @@ func (w childWorker) move(ctx context.Context, limit time.Duration, what string,
 		l.proc.kill(errClosing) // when closing, down leaves it alone
 	})
 	defer late.Stop()
-	err = call(ctx, l.workers[w.rank])
+	err = call(ctx, side)
 	w.metrics.moved(what, t, err)
 	if !errors.Is(err, errLost) {
 		return err
@@ -364,5 +454,5 @@ func (w childWorker) move(ctx context.Context, limit time.Duration, what string,
 	return w.gone(err)
 }
 
-// Close implements connector.Worker. The process is closed by its family.
-func (w childWorker) Close() error { return nil }
+// Close implements connector.Worker. The process goes on.
+func (w childWorker) Close() error { return w.closeSide(w.side) }

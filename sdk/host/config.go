@@ -33,6 +33,7 @@ type Config struct {
 	ModulePath    string          // a plugin binary to use instead of searching for one
 	Children      []*Config       // of a MultiConnector that the host composes, in order
 	Settings      Settings
+	tag           string   // of a child: its name in tickets
 	Warnings      []string // keys of other systems that were accepted and have no effect; the caller logs them
 }
 

@@ -67,11 +67,37 @@ func (h *Host) firstFamily(ctx context.Context) (*generation, error) {
 		return nil, err
 	}
 	h.info = h.family.multi.Info()
-	sched := h.family.scheduler()
-	g := h.generation(&life{n: 1, sched: sched, caps: connector.CapabilitiesOf(sched)})
-	g.proc = h.family
-	for rank := range h.ranks {
-		g.workers = append(g.workers, h.family.worker(rank))
+	g, err := h.openFamily(ctx)
+	if err != nil {
+		h.family.shut(ctx, false)
+		h.metrics.close()
+		return nil, err
+	}
+	return g, nil
+}
+
+// openFamily opens the sides of all children.
+func (h *Host) openFamily(ctx context.Context) (*generation, error) {
+	ctx, cancel := context.WithTimeout(ctx, h.cfg.Settings.Deadlines.Handshake)
+	defer cancel()
+	regions, layout := h.mapped()
+	env := connector.Env{
+		Engine: h.eng.ID, Epoch: h.epoch, Role: h.cfg.Role, World: len(regions),
+		Model: h.eng.Model, Shape: h.eng.Shape, Layout: h.eng.Layout, Log: h.log,
+	}
+	sched, err := h.family.openScheduler(ctx, env, nil)
+	if err != nil {
+		return nil, err
+	}
+	g := h.newGeneration(1, h.family, sched)
+	env.Layout = layout
+	for rank := range regions {
+		env.Rank = rank
+		w, err := h.family.openWorker(ctx, env, nil)
+		if err != nil {
+			return nil, errors.Join(err, sched.Close())
+		}
+		g.workers = append(g.workers, w)
 	}
 	return g, nil
 }
@@ -136,16 +162,12 @@ func (n *nest) start(ctx context.Context, cfg *Config, label string) (*child, er
 
 // childrenOf is what a composite must know of its children.
 func childrenOf(cfg *Config, infos []connector.Info) []multiconnector.Child {
-	names := make([]string, len(cfg.Children))
-	for i, c := range cfg.Children {
-		names[i] = c.Connector
-	}
-	out := make([]multiconnector.Child, len(names))
-	for i, tag := range multiconnector.Tags(names) {
+	out := make([]multiconnector.Child, len(cfg.Children))
+	for i := range out {
 		c := cfg.Children[i]
 		d := &c.Settings.Deadlines
 		out[i] = multiconnector.Child{
-			Name: tag, Role: c.Role, Info: infos[i], Fail: c.FailurePolicy == PolicyFail,
+			Name: c.tag, Role: c.Role, Info: infos[i], Fail: c.FailurePolicy == PolicyFail,
 			Patience: max(d.Match, multiconnector.DefaultPatience), Later: d.Later,
 		}
 	}
@@ -157,32 +179,6 @@ func (m *member) info() connector.Info {
 		return m.family.multi.Info()
 	}
 	return m.child.src.info
-}
-
-// scheduler joins the scheduler sides of all children.
-func (f *family) scheduler() connector.Scheduler {
-	sides := make([]connector.Scheduler, len(f.members))
-	for i, m := range f.members {
-		if m.family != nil {
-			sides[i] = m.family.scheduler()
-		} else {
-			sides[i] = childScheduler{m.child}
-		}
-	}
-	return f.multi.Scheduler(sides, f.groups)
-}
-
-// worker joins the worker sides of one rank.
-func (f *family) worker(rank int) connector.Worker {
-	sides := make([]connector.Worker, len(f.members))
-	for i, m := range f.members {
-		if m.family != nil {
-			sides[i] = m.family.worker(rank)
-		} else {
-			sides[i] = childWorker{m.child, rank}
-		}
-	}
-	return f.multi.Worker(sides, f.groups)
 }
 
 // Done implements body.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"sync"
 	"time"
 
@@ -63,8 +64,17 @@ func (g *generation) pid() int {
 
 // generation puts a life of the plugin at the book's disposal.
 func (h *Host) generation(l *life) *generation {
+	g := h.newGeneration(l.n, l.proc, l.scheduler(h.src.sched))
+	g.caps &= h.src.info.Capabilities
+	for _, side := range h.src.workers {
+		g.workers = append(g.workers, l.worker(side))
+	}
+	return g
+}
+
+func (h *Host) newGeneration(n uint64, proc body, sched connector.Scheduler) *generation {
 	return &generation{
-		h: h, n: l.n, proc: l.proc, sched: l.sched, workers: l.workers, caps: l.caps,
+		h: h, n: n, proc: proc, sched: sched, caps: connector.CapabilitiesOf(sched),
 		cancels: map[book.CallID]context.CancelFunc{}, wake: make(chan struct{}, 1),
 	}
 }
@@ -79,24 +89,24 @@ func (g *generation) serve() {
 		g.work.Add(1)
 		go g.watchHolds(life)
 	}
-	for _, gone := range sessionsOf(g.sched, g.workers) {
-		g.work.Add(1)
-		go g.watchSide(life, gone)
+	list := []io.Closer{g.sched}
+	for _, w := range g.workers {
+		list = append(list, w)
+	}
+	for _, side := range list {
+		if gone := endOf(side); gone != nil {
+			g.work.Add(1)
+			go g.watchSide(life, gone)
+		}
 	}
 }
 
-// sessionsOf are channels that are closed when the plugin ends a session.
-func sessionsOf(sched connector.Scheduler, workers []connector.Worker) (gone []<-chan struct{}) {
-	sides := []any{sched}
-	for _, w := range workers {
-		sides = append(sides, w)
+// endOf is closed when the plugin ends the session of a side; nil for sides that have none.
+func endOf(side io.Closer) <-chan struct{} {
+	if s, ok := side.(interface{ gone() <-chan struct{} }); ok {
+		return s.gone()
 	}
-	for _, side := range sides {
-		if s, ok := side.(interface{ gone() <-chan struct{} }); ok {
-			gone = append(gone, s.gone())
-		}
-	}
-	return gone
+	return nil
 }
 
 // watchSide ends a plugin that ends one of its sides: its calls have no answers any more, and only

@@ -131,6 +131,7 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	if h.metrics, err = newMetrics(h.opts.Metrics, manifest.Name, h.cfg.Settings.Trust); err != nil {
 		return nil, errors.Join(fmt.Errorf("metrics: %w", err), h.src.close())
 	}
+	h.src.openAll()
 	first, err := h.src.start(ctx, 1)
 	if err != nil {
 		h.metrics.close()

@@ -57,6 +57,13 @@ func parseChildren(raw json.RawMessage, parent *Config, depth int) (children []*
 		}
 		children = append(children, c)
 	}
+	names := make([]string, len(children))
+	for i, c := range children {
+		names[i] = c.Connector
+	}
+	for i, tag := range multiconnector.Tags(names) {
+		children[i].tag = tag
+	}
 	return children, nil
 }
 

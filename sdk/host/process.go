@@ -121,7 +121,18 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 	if err != nil {
 		return err
 	}
-	if p.run, err = newRunner(cmd, inherit); err != nil {
+	fences, err := inheritedFences()
+	if err != nil {
+		closeAll(inherit)
+		return err
+	}
+	own, end, err := newFence()
+	if err != nil {
+		closeAll(append(inherit, fences...))
+		return err
+	}
+	cmd.Env = append(cmd.Env, fenceVariable(firstRegionFD+len(inherit), 1+len(fences)))
+	if p.run, err = newRunner(cmd, append(append(inherit, end), fences...), own); err != nil {
 		return err
 	}
 	p.run.announce = opts.Started
@@ -164,14 +175,18 @@ func dupMemory(opts *LaunchOptions) ([]*os.File, error) {
 	for _, m := range memory {
 		fd, err := unix.FcntlInt(m.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 		if err != nil {
-			for _, f := range files {
-				_ = f.Close()
-			}
+			closeAll(files)
 			return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
 		}
 		files = append(files, os.NewFile(uintptr(fd), "region"))
 	}
 	return files, nil
+}
+
+func closeAll(files []*os.File) {
+	for _, f := range files {
+		_ = f.Close()
+	}
 }
 
 // start runs the handshake. Whatever hangs in it is ended by killing the process.

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"os"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/fault"
@@ -14,7 +16,9 @@ import (
 // Region is the memory of one rank's paged cache: a sealed memfd that plugins map, so that blocks
 // never have to be copied to them. It cannot be resized by anyone.
 type Region struct {
-	mem *shm.Region
+	mem       *shm.Region // nil: inherited
+	inherited *os.File
+	size      int64 // of an inherited one
 }
 
 // NewRegion makes a region of size bytes, mapped and touched.
@@ -53,16 +57,51 @@ func OpenRegion(file *os.File, size int64) (*Region, error) {
 }
 
 // Bytes is the whole region, in place. It must not be used after Close.
-func (r *Region) Bytes() []byte { return r.mem.Bytes() }
+func (r *Region) Bytes() []byte {
+	if r.mem == nil {
+		return nil
+	}
+	return r.mem.Bytes()
+}
 
 // Size is the region's length in bytes.
-func (r *Region) Size() int64 { return r.mem.Size() }
+func (r *Region) Size() int64 {
+	if r.mem == nil {
+		return r.size
+	}
+	return r.mem.Size()
+}
 
 // Close unmaps the region. Plugins that still run keep their own mapping.
-func (r *Region) Close() error { return r.mem.Close() }
+func (r *Region) Close() error {
+	if r.mem == nil {
+		return nil // the descriptor is the process's
+	}
+	return r.mem.Close()
+}
 
 // file is the region's memfd; it stays the region's.
-func (r *Region) file() *os.File { return r.mem.File() }
+func (r *Region) file() *os.File {
+	if r.mem == nil {
+		return r.inherited
+	}
+	return r.mem.File()
+}
+
+// inheritedRegions are those that a plugin has from its host, in the order of the ranks: sealed memory
+// from the first descriptor on. They are not mapped.
+func inheritedRegions() []*Region {
+	const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	var out []*Region
+	for fd := firstRegionFD; ; fd++ {
+		got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+		var st unix.Stat_t
+		if err != nil || got&seals != seals || unix.Fstat(fd, &st) != nil {
+			return out
+		}
+		out = append(out, &Region{inherited: os.NewFile(uintptr(fd), "region"), size: st.Size})
+	}
+}
 
 // WithDigests adds room for the host's digests to a layout, one segment for each group, behind
 // everything else in region 0. It returns the layout to serve and the size in bytes of the region

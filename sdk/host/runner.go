@@ -23,6 +23,7 @@ type runner struct {
 	stdout, stderr *os.File
 	lines          *plainLines // of stderr
 	childEnds      []*os.File  // closed once the child has them
+	fence          *fence
 
 	mu     sync.Mutex
 	pid    int  // 0 until started
@@ -43,9 +44,9 @@ type runner struct {
 // could hold the pipes open for ever.
 const drainWait = 200 * time.Millisecond
 
-// newRunner takes a command whose output is not set. It owns childEnds.
-func newRunner(cmd *exec.Cmd, inherit []*os.File) (*runner, error) {
-	r := &runner{cmd: cmd, childEnds: inherit, reaped: make(chan struct{}), connected: make(chan struct{}), pidfd: -1}
+// newRunner takes a command whose output is not set. It owns what the child inherits, and the fence.
+func newRunner(cmd *exec.Cmd, inherit []*os.File, f *fence) (*runner, error) {
+	r := &runner{cmd: cmd, childEnds: inherit, fence: f, reaped: make(chan struct{}), connected: make(chan struct{}), pidfd: -1}
 	outR, outW, err := os.Pipe()
 	if err != nil {
 		r.closeFiles()
@@ -65,7 +66,7 @@ func newRunner(cmd *exec.Cmd, inherit []*os.File) (*runner, error) {
 }
 
 func (r *runner) closeFiles() {
-	for _, f := range append(r.childEnds, r.stdout, r.stderr) {
+	for _, f := range append(r.childEnds, r.stdout, r.stderr, r.fence.read) {
 		if f != nil {
 			_ = f.Close()
 		}
@@ -131,6 +132,7 @@ func (r *runner) keep(started chan<- error) {
 	r.err = r.cmd.Wait()
 	r.gone = true
 	r.mu.Unlock()
+	r.fence.wait()
 	deadline := time.Now().Add(drainWait)
 	_ = r.stdout.SetReadDeadline(deadline)
 	_ = r.stderr.SetReadDeadline(deadline)

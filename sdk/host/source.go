@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"slices"
 
@@ -24,19 +25,20 @@ type source struct {
 	held     func(bytes int64) // told how large the arena is; may be nil
 	violated func(what string)
 
-	prog  *program
-	arena *Arena   // empty if the connector asks for none
-	env   []string // names of environment variables of the plugin
-	info  connector.Info
+	sides   sides
+	sched   int   // the host's own sides: see openAll
+	workers []int // by rank
+	prog    *program
+	arena   *Arena   // empty if the connector asks for none
+	env     []string // names of environment variables of the plugin
+	info    connector.Info
 }
 
 // life is one process of a plugin with all its sides open.
 type life struct {
-	n       uint64
-	proc    *Process
-	sched   connector.Scheduler
-	workers []connector.Worker
-	caps    connector.Capability
+	n     uint64
+	proc  *Process
+	sides map[int]io.Closer
 }
 
 // find looks for the program.
@@ -99,28 +101,7 @@ func (s *source) open(ctx context.Context, l *life) error {
 	} else if err := s.describeAgain(ctx, l.proc.Remote); err != nil {
 		return err
 	}
-	env := connector.Env{
-		Engine: s.eng.ID, Epoch: s.epoch, Role: s.cfg.Role, World: len(s.regions),
-		Model: s.eng.Model, Shape: s.eng.Shape, Layout: s.eng.Layout, Arena: s.arena.Bytes(), Log: s.log,
-	}
-	var err error
-	if l.sched, err = l.proc.OpenScheduler(ctx, env, s.cfg.Extra); err != nil {
-		return openError(ctx, s.info.Name, err)
-	}
-	l.caps = s.info.Capabilities & connector.CapabilitiesOf(l.sched)
-	// The scheduler side hears of the cache's blocks, a worker of those in the memory it maps.
-	fault.Crash("host.open.worker")
-	env.Layout = s.layout
-	for rank := range s.regions {
-		env.Rank = rank
-		w, err := l.proc.OpenWorker(ctx, env, s.cfg.Extra)
-		if err != nil {
-			return openError(ctx, s.info.Name, err)
-		}
-		l.workers = append(l.workers, w)
-	}
-	fault.Crash("host.open.done")
-	return nil
+	return s.openSides(ctx, l)
 }
 
 // openError says that a side did not open. Which plugin it was is said by start if there was no answer.

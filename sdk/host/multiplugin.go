@@ -1,0 +1,256 @@
+package host
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+
+	"golang.org/x/sync/singleflight"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// pluginPathKey names folders with plugins.
+const pluginPathKey = "KVPORT_PLUGIN_PATH"
+
+// multiSchema is the JSON Schema of a MultiConnector's config.
+const multiSchema = `{
+  "$schema": "https://json-schema.org/draft/2020-12/schema",
+  "type": "object",
+  "properties": {
+    "connectors": {
+      "type": "array", "minItems": 1, "maxItems": 16,
+      "description": "transfer configs of the children, the one to load from first first; without engine_id",
+      "items": {"type": "object", "required": ["kv_connector", "kv_role"]}
+    }
+  },
+  "required": ["connectors"],
+  "additionalProperties": false
+}`
+
+// MultiPlugin is the MultiConnector as a plugin: the same composite that a host makes itself, for
+// engines whose host knows none. It looks for its children on KVPORT_PLUGIN_PATH and beside its own
+// binary. Its host's fence covers them: they hold it too. It must be made at the start of the
+// process, for the regions that the process inherits.
+func MultiPlugin(version string) connector.Plugin {
+	m := &multiPlugin{regions: inheritedRegions(), houses: map[string]*house{}}
+	return connector.Plugin{
+		Name: MultiName, Version: version, Environment: []string{pluginPathKey, "HOME", "TMPDIR"},
+		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset, Schema: json.RawMessage(multiSchema),
+		Describe: m.describe, Scheduler: m.scheduler, Worker: m.worker,
+	}
+}
+
+// multiPlugin is the houses of one process.
+type multiPlugin struct {
+	regions []*Region
+	asking  singleflight.Group
+
+	mu     sync.Mutex
+	houses map[string]*house // by engine, life and config
+}
+
+// house is the children of one engine with one config. It stands as long as a side is open.
+type house struct {
+	family *family
+	users  int
+}
+
+// incompatible makes a config error one of the contract.
+func incompatible(err error) error {
+	text := strings.TrimPrefix(err.Error(), ErrConfig.Error()+": ")
+	return fmt.Errorf("%s: %w", strings.TrimPrefix(text, "kv_connector_extra_config."), connector.ErrIncompatible)
+}
+
+func multiConfigOf(raw json.RawMessage) (*Config, error) {
+	c := &Config{Connector: MultiName, Role: connector.RoleBoth, Extra: raw, Settings: DefaultSettings()}
+	if err := checkJSON(raw); err != nil {
+		return nil, incompatible(err)
+	}
+	var err error
+	if c.Children, err = parseChildren(raw, c, 1); err != nil {
+		return nil, incompatible(err)
+	}
+	return c, nil
+}
+
+// pluginFolders are where the children's binaries are looked for.
+func pluginFolders() (folders []string) {
+	for _, folder := range filepath.SplitList(os.Getenv(pluginPathKey)) {
+		if folder != "" {
+			folders = append(folders, folder)
+		}
+	}
+	if self, err := os.Executable(); err == nil {
+		folders = append(folders, filepath.Dir(self))
+	}
+	return folders
+}
+
+func (m *multiPlugin) describe(ctx context.Context, raw json.RawMessage) (connector.Info, error) {
+	c, err := multiConfigOf(raw)
+	if err != nil {
+		return connector.Info{}, err
+	}
+	// Those who ask at once share an answer: each would start all the children.
+	answer, err, _ := m.asking.Do(string(raw), func() (any, error) {
+		return inspectChildren(ctx, c, Options{PluginPath: pluginFolders()})
+	})
+	info, ok := answer.(connector.Info)
+	if err != nil || !ok {
+		return connector.Info{}, incompatible(err)
+	}
+	return info, nil
+}
+
+// enter gives the house of an engine, built if it is new. leave must follow.
+func (m *multiPlugin) enter(ctx context.Context, env *connector.Env, raw json.RawMessage) (h *house, leave func() error, err error) {
+	c, err := multiConfigOf(raw)
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := env.Validate(); err != nil {
+		return nil, nil, err
+	}
+	narrow(c, env.Role)
+	if len(c.Children) == 0 {
+		return nil, nil, fmt.Errorf("connectors: none has a part in %s: %w", env.Role, connector.ErrIncompatible)
+	}
+	if env.World > len(m.regions) {
+		return nil, nil, fmt.Errorf("%d ranks, but %d regions: %w", env.World, len(m.regions), connector.ErrIncompatible)
+	}
+	key := fmt.Sprintf("%q %d %v %d %s", env.Engine, env.Epoch, env.Role, env.World, raw)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	h = m.houses[key]
+	if h == nil {
+		if h, err = m.build(ctx, env, c); err != nil {
+			return nil, nil, incompatible(err)
+		}
+		m.houses[key] = h
+	}
+	h.users++
+	return h, func() error { return m.leave(key, h) }, nil
+}
+
+func (m *multiPlugin) build(ctx context.Context, env *connector.Env, c *Config) (*house, error) {
+	n := &nest{
+		eng:   Engine{ID: env.Engine, Model: env.Model, Shape: env.Shape, Layout: env.Layout},
+		epoch: env.Epoch, log: env.Log, regions: m.regions[:env.World], layout: env.Layout, paths: pluginFolders(),
+		metrics: newChildMetrics(),
+	}
+	f, err := n.open(ctx, c, "", "")
+	return &house{family: f}, err
+}
+
+// leave ends the children when the last side of their engine has closed.
+func (m *multiPlugin) leave(key string, h *house) error {
+	m.mu.Lock()
+	h.users--
+	last := h.users == 0
+	if last {
+		delete(m.houses, key)
+	}
+	m.mu.Unlock()
+	if !last {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), closePatience)
+	defer cancel()
+	return h.family.Close(ctx)
+}
+
+// narrow leaves the children what of their roles the engine has.
+func narrow(c *Config, role connector.Role) {
+	var kept []*Config
+	for _, child := range c.Children {
+		loads, saves := child.Role.Loads() && role.Loads(), child.Role.Saves() && role.Saves()
+		switch {
+		case loads && saves:
+			child.Role = connector.RoleBoth
+		case loads:
+			child.Role = connector.RoleConsumer
+		case saves:
+			child.Role = connector.RoleProducer
+		default:
+			continue
+		}
+		if len(child.Children) > 0 {
+			if narrow(child, child.Role); len(child.Children) == 0 {
+				continue
+			}
+		}
+		kept = append(kept, child)
+	}
+	c.Children = kept
+}
+
+func (m *multiPlugin) scheduler(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
+	h, leave, err := m.enter(ctx, &env, raw)
+	if err != nil {
+		return nil, err
+	}
+	side, err := h.family.openScheduler(ctx, env, leave)
+	if err != nil {
+		return nil, errors.Join(incompatible(err), leave())
+	}
+	return side, nil
+}
+
+func (m *multiPlugin) worker(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
+	h, leave, err := m.enter(ctx, &env, raw)
+	if err != nil {
+		return nil, err
+	}
+	side, err := h.family.openWorker(ctx, env, leave)
+	if err != nil {
+		return nil, errors.Join(incompatible(err), leave())
+	}
+	return side, nil
+}
+
+// openScheduler opens the scheduler sides of all children and joins them; after is
+// called when they are closed.
+func (f *family) openScheduler(ctx context.Context, env connector.Env, after func() error) (connector.Scheduler, error) {
+	list := make([]connector.Scheduler, len(f.members))
+	for i, m := range f.members {
+		var err error
+		if m.family != nil {
+			list[i], err = m.family.openScheduler(ctx, env, nil)
+		} else {
+			list[i], err = m.child.openScheduler(ctx, env)
+		}
+		if err != nil {
+			for _, side := range list[:i] {
+				_ = side.Close()
+			}
+			return nil, under(fmt.Sprintf("connectors[%d]", i), err)
+		}
+	}
+	return f.multi.Scheduler(list, f.groups, after), nil
+}
+
+// openWorker opens the worker sides of one rank of all children and joins them.
+func (f *family) openWorker(ctx context.Context, env connector.Env, after func() error) (connector.Worker, error) {
+	list := make([]connector.Worker, len(f.members))
+	for i, m := range f.members {
+		var err error
+		if m.family != nil {
+			list[i], err = m.family.openWorker(ctx, env, nil)
+		} else {
+			list[i], err = m.child.openWorker(ctx, env)
+		}
+		if err != nil {
+			for _, side := range list[:i] {
+				_ = side.Close()
+			}
+			return nil, under(fmt.Sprintf("connectors[%d]", i), err)
+		}
+	}
+	return f.multi.Worker(list, f.groups, after), nil
+}
