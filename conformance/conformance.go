@@ -46,11 +46,13 @@ const (
 	// Remote is a Store on a server that other processes reach too, and that fails by itself. Its config
 	// names the server as @SERVER@, a Redis or Valkey server that the suite runs.
 	Remote Profile = "remote"
+	// Offload is a Store with a bounded tier in memory and one on disk, configured by vLLM's names.
+	Offload Profile = "offload"
 )
 
 // Profiles lists all profiles.
 func Profiles() []Profile {
-	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote}
+	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload}
 }
 
 // ParseProfile reads a profile's name.
@@ -96,7 +98,7 @@ type T interface {
 func Cases() []Case {
 	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(),
 		lifeCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
-		remoteCases())
+		remoteCases(), offloadCases())
 }
 
 // Status is how a case ended.

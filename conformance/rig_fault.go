@@ -16,15 +16,26 @@ import (
 
 // harness is the case's Harness as its Maker made it, to be asked for what it offers besides.
 func (r *rig) harness() Harness {
+	h, _ := r.unwrapped()
+	return h
+}
+
+// isStaged reports whether the connector runs at trust level staged.
+func (r *rig) isStaged() bool {
+	_, is := r.unwrapped()
+	return is
+}
+
+func (r *rig) unwrapped() (_ Harness, isStaged bool) {
 	h := r.h
 	for {
 		switch wrapped := h.(type) {
 		case seeded:
 			h = wrapped.Harness
 		case *staged:
-			h = wrapped.Harness
+			h, isStaged = wrapped.Harness, true
 		default:
-			return h
+			return h, isStaged
 		}
 	}
 }

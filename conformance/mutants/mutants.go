@@ -21,7 +21,7 @@ type Mutant struct {
 
 // All lists every mutant, at least one for each case.
 func All() []Mutant {
-	out := slices.Concat(badStores(), fileMutants(), arenaMutants(), remoteMutants())
+	out := slices.Concat(badStores(), fileMutants(), arenaMutants(), remoteMutants(), offloadMutants())
 	lists := [][]fault{
 		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(),
 		lifeFaults(), rankFaults(), rankOrderFaults(), groupFaults(), hostileFaults(),

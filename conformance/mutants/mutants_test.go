@@ -116,3 +116,8 @@ func TestMutantsHaveNames(t *testing.T) {
 	slices.Sort(names)
 	require.Len(t, slices.Compact(names), len(names))
 }
+
+func TestOffloadReference(t *testing.T) {
+	config := json.RawMessage(`{"disk_path":"@TMP@/tier","disk_bytes":65536}`)
+	conformance.Run(t, conformance.InProcess(mutants.Offload(""), config), conformance.Store, conformance.Offload)
+}

@@ -26,14 +26,18 @@ func config(t *testing.T) json.RawMessage {
 	return b
 }
 
+func profiles() []conformance.Profile {
+	return []conformance.Profile{conformance.Store, conformance.MultiRank, conformance.Groups, conformance.Offload}
+}
+
 func TestInProcess(t *testing.T) {
-	conformance.Run(t, conformance.InProcess(plugin(), config(t)))
+	conformance.Run(t, conformance.InProcess(plugin(), config(t)), profiles()...)
 }
 
 func TestOverTheWire(t *testing.T) {
-	conformance.Run(t, conformance.Wire(plugin(), config(t)))
+	conformance.Run(t, conformance.Wire(plugin(), config(t)), profiles()...)
 }
 
 func TestStaged(t *testing.T) {
-	conformance.Run(t, conformance.Staged(conformance.Wire(plugin(), config(t))))
+	conformance.Run(t, conformance.Staged(conformance.Wire(plugin(), config(t))), profiles()...)
 }

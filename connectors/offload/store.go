@@ -38,7 +38,7 @@ func Open(_ context.Context, env connector.Env, config Config) (connector.Store,
 	o := config.options(&env)
 	if config.DiskPath != "" {
 		s.disk, err = tier.OpenDisk(tier.DiskOptions{
-			Path: config.DiskPath, Bytes: config.DiskBytes, SlotBytes: o.SlotBytes + tier.LowerHeader, Policy: o.Policy, Log: env.Log,
+			Path: config.DiskPath, Bytes: config.DiskBytes, SlotBytes: o.SlotBytes + tier.LowerHeader, Policy: o.Policy, TTL: o.TTL > 0, Log: env.Log,
 		})
 		if err != nil {
 			return nil, err

@@ -23,7 +23,7 @@ func binaryPath(t *testing.T) string {
 func TestBinary(t *testing.T) {
 	config, err := os.ReadFile("conform.json")
 	require.NoError(t, err)
-	conformance.Run(t, conformance.Binary(binaryPath(t), config))
+	conformance.Run(t, conformance.Binary(binaryPath(t), config), conformance.Store, conformance.Lifecycle, conformance.MultiRank, conformance.Groups, conformance.Offload)
 }
 
 func TestManifest(t *testing.T) {

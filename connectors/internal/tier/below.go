@@ -90,7 +90,7 @@ func (b *below) write(ctx context.Context) {
 		case j := <-b.queue:
 			jobs = append(jobs, j)
 		}
-		for len(jobs) < writeBatch && len(b.queue) > 0 {
+		for len(jobs) < min(writeBatch, b.memory.slots/8) && len(b.queue) > 0 {
 			jobs = append(jobs, <-b.queue)
 		}
 		b.writeJobs(ctx, jobs)

@@ -2,6 +2,7 @@ package tier
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -28,6 +29,8 @@ type DiskOptions struct {
 	SlotBytes int64
 	// Policy is the eviction policy; "": LRU.
 	Policy string
+	// TTL says that blocks begin with a LowerHeader, and that those whose time is over are not found.
+	TTL bool
 	// Changed is told when a block appears or leaves, as in Options.
 	Changed func(k connector.StoreKey, stored bool)
 	// Log is for what an operator should know; nil: nothing.
@@ -38,11 +41,12 @@ type DiskOptions struct {
 // what a crash or the disk left of it is never served. It is safe for concurrent use.
 type Disk struct {
 	shape
-	o      DiskOptions
-	file   *os.File
-	index  *Index
-	c      counters
-	serial atomic.Uint64
+	o       DiskOptions
+	file    *os.File
+	index   *Index
+	c       counters
+	serial  atomic.Uint64
+	expires []atomic.Int64 // of each slot, in Unix ms; nil without TTL
 
 	gate      sync.RWMutex // held for reading by every call, so that Reset meets none
 	resetting bool
@@ -51,6 +55,7 @@ type Disk struct {
 	readAt  func(b []byte, at int64) (int, error)
 	writeAt func(b []byte, at int64) (int, error)
 
+	told atomic.Int64 // before that time, in Unix ms, no lost block is logged
 	full atomic.Int64 // until then, in Unix ms, nothing is written: the disk was full
 }
 
@@ -70,6 +75,9 @@ func OpenDisk(o DiskOptions) (*Disk, error) {
 	var err error
 	if d.index, err = NewIndex(d.slots, o.Policy); err != nil {
 		return nil, err
+	}
+	if o.TTL {
+		d.expires = make([]atomic.Int64, d.slots)
 	}
 	if d.file, err = claim(o.Path, d.super()); err != nil {
 		return nil, fmt.Errorf("folder %s: %w: %w", o.Path, err, connector.ErrIncompatible)
@@ -118,11 +126,17 @@ func (d *Disk) setState(id, state uint32) {
 func (d *Disk) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
 	found := make([]int, len(runs))
 	for i, keys := range runs {
-		for found[i] < len(keys) && d.index.Has(keys[found[i]]) {
+		for found[i] < len(keys) && d.has(keys[found[i]]) {
 			found[i]++
 		}
 	}
 	return found, nil
+}
+
+// has reports whether a block can be read, as far as is known.
+func (d *Disk) has(k connector.StoreKey) bool {
+	id := d.index.entry(k)
+	return id != none && (d.expires == nil || !past(d.expires[id].Load()))
 }
 
 // Get implements connector.Store. A block that cannot be read as it was written is forgotten.
@@ -139,22 +153,41 @@ func (d *Disk) Get(ctx context.Context, items []connector.Item) error {
 }
 
 func (d *Disk) get(it connector.Item) error {
-	id, ok := d.index.Acquire(it.Key, true)
-	if !ok {
-		d.c.misses.Add(1)
-		return fmt.Errorf("%v is not on disk: %w", it.Key, connector.ErrGone)
+	for {
+		id, ok := d.index.Acquire(it.Key, true)
+		if !ok {
+			d.c.misses.Add(1)
+			return fmt.Errorf("%v is not on disk: %w", it.Key, connector.ErrGone)
+		}
+		err := d.read(id, it)
+		if err == nil || errors.Is(err, connector.ErrIncompatible) {
+			d.index.Release(id)
+			d.c.hits.Add(1)
+			d.c.bytesOut.Add(uint64(it.Size()))
+			return err
+		}
+		same := d.index.forget(it.Key, id)
+		d.index.Release(id)
+		if same {
+			d.lost(it.Key, err)
+			return err
+		}
+		// Somebody else has written it meanwhile, and this was what it was before: look again.
 	}
-	err := d.read(id, it)
-	if err == nil {
-		d.c.hits.Add(1)
-		d.c.bytesOut.Add(uint64(it.Size()))
-	} else if !errors.Is(err, connector.ErrIncompatible) {
-		d.index.Remove(it.Key)
-		d.c.misses.Add(1)
-		d.o.Log.Warn("block on disk is lost", "key", it.Key.String(), "error", err)
+}
+
+// lost counts and tells that a block could not be read as it was written.
+func (d *Disk) lost(k connector.StoreKey, err error) {
+	d.c.misses.Add(1)
+	if errors.Is(err, connector.ErrCorrupt) {
+		d.c.corrupt.Add(1)
+	} else {
+		d.c.errors.Add(1)
 	}
-	d.index.Release(id)
-	return err
+	if now := time.Now().UnixMilli(); now >= d.told.Load() { // what is damaged once is so often
+		d.told.Store(now + time.Second.Milliseconds())
+		d.o.Log.Warn("a block on disk is lost", "folder", d.o.Path, "key", k.String(), "error", err)
+	}
 }
 
 func (d *Disk) read(id uint32, it connector.Item) error {
@@ -164,7 +197,6 @@ func (d *Disk) read(id uint32, it connector.Item) error {
 		return err
 	}
 	if stateOf(b[:]) != stateReady || !h.decode(b[:]) || h.key != it.Key {
-		d.c.corrupt.Add(1)
 		return fmt.Errorf("slot %d has a damaged header: %w", id, connector.ErrCorrupt)
 	}
 	if int(h.length) != it.Size() {
@@ -180,7 +212,6 @@ func (d *Disk) read(id uint32, it connector.Item) error {
 		at += int64(len(s))
 	}
 	if sum.Sum128() != h.data {
-		d.c.corrupt.Add(1)
 		return fmt.Errorf("slot %d holds other bytes than were written: %w", id, connector.ErrCorrupt)
 	}
 	return nil
@@ -194,10 +225,8 @@ func (d *Disk) readFull(b []byte, at int64) error {
 	case n == len(b):
 		return nil
 	case errors.Is(err, io.EOF):
-		d.c.corrupt.Add(1)
 		return fmt.Errorf("the file ends too early: %w", connector.ErrCorrupt)
 	}
-	d.c.errors.Add(1)
 	return fmt.Errorf("%w: %w", err, connector.ErrGone)
 }
 
@@ -219,7 +248,7 @@ func (d *Disk) put(it connector.Item) error {
 	switch {
 	case int64(size) > d.slotBytes:
 		return fmt.Errorf("block of %d bytes, slots have %d: %w", size, d.slotBytes, connector.ErrIncompatible)
-	case !it.Replace && d.index.Has(it.Key):
+	case !it.Replace && d.has(it.Key):
 		d.index.Touch(it.Key)
 		d.c.known.Add(1)
 		return nil
@@ -252,6 +281,10 @@ func (d *Disk) put(it connector.Item) error {
 // write fills a free slot: its header says that it holds the block when all of it was written.
 func (d *Disk) write(id uint32, it connector.Item, size int) error {
 	h := header{length: uint32(size), generation: d.serial.Add(1), key: it.Key}
+	if d.expires != nil && len(it.Spans) > 0 && len(it.Spans[0]) >= LowerHeader {
+		h.expires = int64(binary.LittleEndian.Uint64(it.Spans[0]))
+		d.expires[id].Store(h.expires)
+	}
 	sum, at := xxh3.New(), d.slotAt(id)
 	for _, s := range it.Spans {
 		_, _ = sum.Write(s) // never fails

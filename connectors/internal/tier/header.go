@@ -74,8 +74,10 @@ type shape struct {
 // fit is how many slots of the given size fit into total bytes.
 func fit(total, slotBytes int64) shape {
 	s := shape{slotBytes: slotBytes}
-	s.slots = int(max(0, (total-2*superSize)/(s.stride()+headerSize)))
-	s.slots = min(s.slots, MaxEntries)
+	s.slots = int(min(MaxEntries, max(0, (total-superSize)/(s.stride()+headerSize))))
+	for s.slots > 0 && need(s.slots, slotBytes) > total { // what aligning the slots costs
+		s.slots--
+	}
 	return s
 }
 

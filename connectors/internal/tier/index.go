@@ -245,6 +245,20 @@ func (x *Index) Remove(k connector.StoreKey) (id uint32, ok bool) {
 	return id, true
 }
 
+// forget removes a key if it still stands for the entry id.
+func (x *Index) forget(k connector.StoreKey, id uint32) bool {
+	h := x.table.hashOf(&k)
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.table.find(&k, h) != id {
+		return false
+	}
+	x.leave(id)
+	x.table.remove(&k, h)
+	x.drop(id)
+	return true
+}
+
 // Keys lists the visible keys, in no order.
 func (x *Index) Keys() []connector.StoreKey {
 	x.mu.Lock()

@@ -1,6 +1,7 @@
 package tier
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -129,30 +130,38 @@ func (m *memory) expired(id uint32) bool {
 	return at != 0 && at <= time.Now().UnixMilli()
 }
 
-// acquire pins a block of the given size until release. An error says why it cannot be served; a block
-// that turns out to be damaged is forgotten.
+// acquire pins a block of the given size until release; -1: of any. An error says why it cannot be
+// served; a block that turns out to be damaged is forgotten.
 func (m *memory) acquire(k connector.StoreKey, size int, use bool) (id uint32, err error) {
-	id, ok := m.index.Acquire(k, use)
-	if !ok {
-		return 0, errAbsent
-	}
-	h, ok := m.header(id)
-	switch {
-	case !ok || h.key != k:
-		err = fmt.Errorf("slot %d has a damaged header: %w", id, connector.ErrCorrupt)
-		m.c.torn.Add(1)
-	case m.expired(id):
-		err = errAbsent
-		m.c.expired.Add(1)
-	case size >= 0 && int(h.length) != size:
+	for {
+		id, ok := m.index.Acquire(k, use)
+		if !ok {
+			return 0, errAbsent
+		}
+		h, ok := m.header(id)
+		switch {
+		case !ok || h.key != k:
+			err = fmt.Errorf("slot %d has a damaged header: %w", id, connector.ErrCorrupt)
+		case m.expired(id):
+			err = errAbsent
+		case size >= 0 && int(h.length) != size:
+			m.index.Release(id)
+			return 0, fmt.Errorf("block of %d bytes, stored are %d: %w", size, h.length, connector.ErrIncompatible)
+		default:
+			return id, nil
+		}
+		same := m.index.forget(k, id)
 		m.index.Release(id)
-		return 0, fmt.Errorf("block of %d bytes, stored are %d: %w", size, h.length, connector.ErrIncompatible)
-	default:
-		return id, nil
+		if same {
+			if errors.Is(err, errAbsent) {
+				m.c.expired.Add(1)
+			} else {
+				m.c.torn.Add(1)
+			}
+			return 0, err
+		}
+		// Somebody else has written or removed it meanwhile: look again.
 	}
-	m.index.Remove(k)
-	m.index.Release(id)
-	return 0, err
 }
 
 // begin finds a slot for a block of size bytes. known: it is there already. A wait that is not nil ends

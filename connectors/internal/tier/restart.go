@@ -130,6 +130,9 @@ func (d *Disk) restart() error {
 			continue
 		}
 		d.serial.Store(f.generation)
+		if d.expires != nil {
+			d.expires[f.id].Store(f.expires)
+		}
 		d.index.adopt(f.id, f.key)
 		d.c.adopted.Add(1)
 	}

@@ -1,0 +1,368 @@
+package mutants
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk"
+)
+
+// OffloadConfig is the config of Offload: the fields of rule OFF-01.
+type OffloadConfig struct {
+	Blocks    int    `json:"num_cpu_blocks,omitempty" jsonschema:"minimum=0"`
+	Bytes     int64  `json:"cpu_bytes_to_use,omitempty" jsonschema:"minimum=0"`
+	Policy    string `json:"eviction_policy,omitempty" jsonschema:"enum=lru,enum=arc,enum=s3fifo"`
+	Piece     int    `json:"block_size,omitempty" jsonschema:"minimum=0"`
+	Threshold int    `json:"store_threshold,omitempty" jsonschema:"minimum=0"`
+	TTL       int    `json:"ttl_seconds,omitempty" jsonschema:"minimum=0"`
+	Quota     int64  `json:"tenant_bytes,omitempty" jsonschema:"minimum=0"`
+	DiskPath  string `json:"disk_path,omitempty"`
+	DiskBytes int64  `json:"disk_bytes,omitempty" jsonschema:"minimum=0"`
+	DiskAdmit int    `json:"disk_admit_after,omitempty" jsonschema:"minimum=0"`
+}
+
+// Offload is a connector with a tier in memory and one on disk that keeps the rules OFF-01 to OFF-13 in
+// the simplest way: one lock, one file a block, and LRU by every name. fault says what is wrong with
+// it; "" is nothing.
+func Offload(fault string) connector.Plugin {
+	d := sdk.Definition{Name: "OffloadReference", Version: "1", Scope: connector.ScopeEngine, Reset: true}
+	if fault == "lax" {
+		return sdk.FromStore(d, func(ctx context.Context, env connector.Env, c laxConfig) (connector.Store, error) {
+			return openOffload(fault)(ctx, env, OffloadConfig(c))
+		})
+	}
+	return sdk.FromStore(d, openOffload(fault))
+}
+
+// laxConfig is OffloadConfig without a check.
+type laxConfig OffloadConfig
+
+// Validate reports sizes that contradict each other.
+func (c OffloadConfig) Validate() error {
+	if c.Blocks > 0 && c.Bytes > 0 || c.DiskBytes > 0 && c.DiskPath == "" {
+		return fmt.Errorf("sizes of the tiers: %w", connector.ErrIncompatible)
+	}
+	return nil
+}
+
+// tiered is the Store of Offload.
+type tiered struct {
+	c     OffloadConfig
+	fault string
+	piece int
+
+	mu     sync.Mutex
+	memory map[connector.StoreKey]*kept
+	order  []connector.StoreKey // what memory gives up first
+	files  []connector.StoreKey // the same of the disk
+	offers map[connector.StoreKey]int
+	gone   int // evictions so far
+}
+
+// kept is one block.
+type kept struct {
+	data   []byte
+	tenant uint64
+	until  time.Time // zero: for ever
+}
+
+func openOffload(fault string) func(context.Context, connector.Env, OffloadConfig) (connector.Store, error) {
+	return func(_ context.Context, env connector.Env, c OffloadConfig) (connector.Store, error) {
+		s := &tiered{c: c, fault: fault, piece: 1, memory: map[connector.StoreKey]*kept{}, offers: map[connector.StoreKey]int{}}
+		if own := env.Layout.Groups[0].BlockTokens; c.Piece > 0 {
+			if c.Piece%own != 0 {
+				return nil, fmt.Errorf("block_size: %w", connector.ErrIncompatible)
+			}
+			s.piece = c.Piece / own
+		}
+		if c.Blocks == 0 {
+			s.c.Blocks = 4000
+		}
+		if c.DiskPath == "" {
+			return s, nil
+		}
+		if fault == "cold" {
+			_ = os.RemoveAll(c.DiskPath)
+		}
+		if err := os.MkdirAll(c.DiskPath, 0o700); err != nil {
+			return nil, fmt.Errorf("disk_path: %w: %w", err, connector.ErrIncompatible)
+		}
+		entries, err := os.ReadDir(c.DiskPath)
+		for _, e := range entries {
+			s.files = append(s.files, parseKey(e.Name()))
+		}
+		return s, err
+	}
+}
+
+func parseKey(name string) (k connector.StoreKey) {
+	if raw, err := hex.DecodeString(name); err == nil {
+		copy(k[:], raw)
+	}
+	return k
+}
+
+func (s *tiered) path(k connector.StoreKey) string { return filepath.Join(s.c.DiskPath, k.String()) }
+
+// Lookup implements connector.Store.
+func (s *tiered) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	found := make([]int, len(runs))
+	for i, keys := range runs {
+		for found[i] < len(keys) && (s.find(keys[found[i]], s.fault == "lookup") != nil || s.fault == "stale" && s.offers[keys[found[i]]] > 0) {
+			found[i]++
+		}
+		if s.fault != "pieces" {
+			found[i] -= found[i] % s.piece
+		}
+	}
+	return found, nil
+}
+
+// find gives a block from memory or disk; nil if there is none.
+func (s *tiered) find(k connector.StoreKey, promote bool) *kept {
+	b := s.memory[k]
+	if b == nil && slices.Contains(s.files, k) {
+		if b = s.read(k); b != nil && promote {
+			s.room(nil)
+			s.memory[k], s.order = b, append(s.order, k)
+		}
+	}
+	if b != nil && !b.until.IsZero() && time.Now().After(b.until) && s.fault != "ttl" {
+		return nil
+	}
+	return b
+}
+
+// read reads a file: its sum, its time, its bytes.
+func (s *tiered) read(k connector.StoreKey) *kept {
+	raw, err := os.ReadFile(s.path(k))
+	if err == nil && s.fault == "cut" && len(raw) < 500 {
+		raw = append(raw, make([]byte, 8192)...)
+		return &kept{data: raw[sha256.Size+8:]}
+	}
+	if err != nil || len(raw) < sha256.Size+8 {
+		return nil
+	}
+	body := raw[sha256.Size:]
+	if sum := sha256.Sum256(body); !bytes.Equal(sum[:], raw[:sha256.Size]) && s.fault != "unchecked" && s.fault != "cut" {
+		return nil
+	}
+	b := &kept{data: body[8:]}
+	if ms := int64(binary.LittleEndian.Uint64(body)); ms != 0 {
+		b.until = time.UnixMilli(ms)
+	}
+	return b
+}
+
+// Get implements connector.Store.
+func (s *tiered) Get(ctx context.Context, items []connector.Item) error {
+	return each(ctx, items, func(it connector.Item) error {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		b := s.find(it.Key, false)
+		if b == nil {
+			return connector.ErrGone
+		}
+		data := b.data
+		if s.fault == "unpinned" { // the slot's bytes at the end of the copy are those of its next block
+			before := s.gone
+			s.mu.Unlock()
+			<-time.After(3 * time.Millisecond)
+			s.mu.Lock()
+			for _, k := range s.order {
+				if s.gone != before && k != it.Key {
+					data = s.memory[k].data
+				}
+			}
+		}
+		if len(data) < it.Size() {
+			return connector.ErrCorrupt
+		}
+		for _, span := range it.Spans {
+			data = data[copy(span, data):]
+		}
+		s.use(it.Key)
+		return nil
+	})
+}
+
+// use makes a block the last that memory gives up.
+func (s *tiered) use(k connector.StoreKey) {
+	if i := slices.Index(s.order, k); i >= 0 && s.fault != "fifo" {
+		s.order = append(slices.Delete(s.order, i, i+1), k)
+	}
+}
+
+// Put implements connector.Store.
+func (s *tiered) Put(ctx context.Context, items []connector.Item) error {
+	var mine []connector.StoreKey
+	failed := &connector.ItemError{}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for i, it := range items {
+		err := ctx.Err()
+		if err == nil {
+			err = s.put(it, mine)
+		}
+		if err != nil {
+			failed.Items, failed.Err = append(failed.Items, i), err
+			continue
+		}
+		if s.fault != "own" {
+			mine = append(mine, it.Key)
+		}
+	}
+	if failed.Err != nil {
+		return failed
+	}
+	return nil
+}
+
+// declines says why a block is not to be stored; "" if it is.
+func (s *tiered) declines(it connector.Item) string {
+	if s.offers[it.Key]++; s.offers[it.Key] < s.c.Threshold {
+		return "threshold"
+	}
+	used := int64(it.Size())
+	for _, b := range s.memory {
+		if b.tenant == it.Tenant {
+			used += int64(len(b.data))
+		}
+	}
+	if s.c.Quota > 0 && used > s.c.Quota {
+		return "quota"
+	}
+	return ""
+}
+
+func (s *tiered) put(it connector.Item, mine []connector.StoreKey) error {
+	if s.find(it.Key, false) != nil && !it.Replace {
+		s.use(it.Key)
+		return nil
+	}
+	if why := s.declines(it); why != "" {
+		if s.fault == why {
+			return nil
+		}
+		return fmt.Errorf("%s: %w", why, connector.ErrDeclined)
+	}
+	if s.memory[it.Key] == nil && !s.room(mine) {
+		return fmt.Errorf("no room: %w", connector.ErrDeclined)
+	}
+	b := &kept{data: slices.Concat(it.Spans...), tenant: it.Tenant}
+	if s.c.TTL > 0 {
+		b.until = time.Now().Add(time.Duration(s.c.TTL) * time.Second)
+	}
+	if s.memory[it.Key] == nil {
+		s.order = append(s.order, it.Key)
+	}
+	s.memory[it.Key] = b
+	if s.c.DiskPath != "" && s.fault != "no spill" {
+		s.write(it.Key, b)
+	}
+	return nil
+}
+
+// room makes place in memory for one block, without the given ones.
+func (s *tiered) room(but []connector.StoreKey) bool {
+	if s.fault == "unbounded" {
+		return true
+	}
+	for len(s.order) >= s.c.Blocks {
+		i := slices.IndexFunc(s.order, func(k connector.StoreKey) bool { return !slices.Contains(but, k) })
+		if s.fault == "newest" {
+			i = len(s.order) - 1
+		}
+		if i < 0 {
+			return false
+		}
+		delete(s.memory, s.order[i])
+		s.order = slices.Delete(s.order, i, i+1)
+		s.gone++
+	}
+	return true
+}
+
+// write puts a block on disk, within the bound.
+func (s *tiered) write(k connector.StoreKey, b *kept) {
+	var until int64
+	if !b.until.IsZero() {
+		until = b.until.UnixMilli()
+	}
+	body := append(binary.LittleEndian.AppendUint64(nil, uint64(until)), b.data...)
+	sum := sha256.Sum256(body)
+	size := int64(len(sum) + len(body))
+	if i := slices.Index(s.files, k); i >= 0 {
+		s.files = slices.Delete(s.files, i, i+1)
+	}
+	for s.fault != "disk unbounded" && len(s.files) > 0 && int64(len(s.files)+1)*size > s.c.DiskBytes {
+		_ = os.Remove(s.path(s.files[0]))
+		s.files = s.files[1:]
+	}
+	if os.WriteFile(s.path(k), append(sum[:], body...), 0o600) == nil {
+		s.files = append(s.files, k)
+	}
+}
+
+// Reset implements connector.Resetter.
+func (s *tiered) Reset(context.Context) (bool, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	clear(s.memory)
+	s.order = nil
+	if s.fault == "half reset" {
+		return true, nil
+	}
+	var errs []error
+	for _, k := range s.files {
+		errs = append(errs, os.Remove(s.path(k)))
+	}
+	s.files = nil
+	return true, errors.Join(errs...)
+}
+
+// Close implements connector.Store.
+func (s *tiered) Close() error { return nil }
+
+// offloadMutants are the faults of a connector with tiers.
+func offloadMutants() (out []Mutant) {
+	for _, m := range []struct{ name, caseID, fault string }{
+		{"tiers whose config is not checked", "offload-config", "lax"},
+		{"a memory tier that grows", "offload-bound", "unbounded"},
+		{"a disk tier that grows", "offload-disk-bound", "disk unbounded"},
+		{"a full tier that takes nothing new", "offload-newest", "newest"},
+		{"a tier to which hits mean nothing", "offload-hot", "fifo"},
+		{"a tier that offers what it gave up", "offload-policies", "stale"},
+		{"a tier that gives up a block while it is loaded", "offload-pinned", "unpinned"},
+		{"a tier that gives up what the same call stored", "offload-acknowledged", "own"},
+		{"a memory tier that drops what it gives up", "offload-spill", "no spill"},
+		{"a disk tier that starts empty", "offload-restart", "cold"},
+		{"tiers that move a block when somebody asks for it", "offload-lookups", "lookup"},
+		{"a threshold that says nothing", "offload-threshold", "threshold"},
+		{"a quota that discards silently", "offload-quota", "quota"},
+		{"blocks that outlive their time", "offload-ttl", "ttl"},
+		{"a reset that leaves the disk", "offload-reset", "half reset"},
+		{"a disk tier that does not check what it reads", "offload-damaged", "unchecked"},
+		{"a disk tier that reads what is cut off as zeros", "offload-cut", "cut"},
+		{"hits that end in the middle of a piece", "offload-pieces", "pieces"},
+	} {
+		out = append(out, Mutant{
+			Name: m.name, Case: m.caseID, Config: `{"disk_path":"@TMP@/tier","disk_bytes":65536}`,
+			Plugin: func() connector.Plugin { return Offload(m.fault) },
+		})
+	}
+	return out
+}
