@@ -28,7 +28,7 @@ FAULTED   := ./internal/fault ./internal/faultsuite
 .DEFAULT_GOAL := help
 PY        := $(CURDIR)/.deps/venv/bin
 
-.PHONY: deps build wheel demo test pytest pylint soak race fuzz conform bench lint generate clean help
+.PHONY: deps build wheel demo test pytest pylint soak race fuzz conform bench lint vllm-test generate clean help
 
 deps: ## fetch the demo model (93 MB), a Valkey server (2 MB) and Python packages (45 MB) of tests, all pinned by hash, and the Go modules
 	@$(PYTHON) scripts/deps.py

@@ -3,6 +3,7 @@ package book
 import (
 	"context"
 	"errors"
+	"math"
 	"testing"
 	"time"
 
@@ -302,6 +303,16 @@ func TestCorruptKeysAreReplaced(t *testing.T) {
 	}
 	require.LessOrEqual(t, len(b.corrupt.keys), b.cfg.CorruptKeys)
 	require.LessOrEqual(t, len(b.corrupt.order), 2*b.cfg.CorruptKeys)
+}
+
+func TestDamagedBlocksAreNotOffered(t *testing.T) {
+	b := newBench(t, nil)
+	keys := []connector.BlockKey{{1}, {2}, {3}}
+	require.Equal(t, math.MaxInt, b.undamaged(keys))
+	b.remember([]connector.Block{{Key: keys[2]}})
+	require.Equal(t, 32, b.undamaged(keys))
+	b.corrupt.remove(keys[2])
+	require.Equal(t, math.MaxInt, b.undamaged(keys), "it was saved anew")
 }
 
 func TestEndCancelsLoads(t *testing.T) {

@@ -3,6 +3,7 @@ package book
 import (
 	"errors"
 	"maps"
+	"math"
 	"slices"
 	"time"
 
@@ -96,6 +97,16 @@ func (b *Book) limit(q *connector.Query) int {
 	return n - n%b.unit()
 }
 
+// undamaged is how many leading tokens are not known to be damaged where they are stored. Whoever asks
+// computes the rest, and the save of that mends it; an engine whose failure policy is fail would
+// otherwise fail at every request that begins so.
+func (b *Book) undamaged(keys []connector.BlockKey) int {
+	if i := b.corrupt.first(keys); i >= 0 {
+		return i * b.cfg.Groups[0].BlockTokens
+	}
+	return math.MaxInt
+}
+
 // held says that a query is about what a Holder keeps.
 func (b *Book) held(q *connector.Query) bool {
 	return q.Ticket != nil && b.cfg.Can&connector.CanHold != 0
@@ -115,6 +126,7 @@ func (b *Book) Match(now time.Time, id connector.RequestID) connector.Match {
 	}
 	end := min(m.end, b.limit(&m.query))
 	if !b.held(&m.query) {
+		end = min(end, b.undamaged(m.query.Keys))
 		end -= end % b.unit()
 	}
 	tokens := end - m.query.Computed

@@ -2,6 +2,7 @@ package book
 
 import (
 	"container/heap"
+	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -72,6 +73,17 @@ func (c *corruptKeys) add(k connector.BlockKey) {
 }
 
 func (c *corruptKeys) remove(k connector.BlockKey) { delete(c.keys, k) }
+
+// first is the index of the first damaged key, -1 if there is none.
+func (c *corruptKeys) first(keys []connector.BlockKey) int {
+	if len(c.keys) == 0 {
+		return -1
+	}
+	return slices.IndexFunc(keys, func(k connector.BlockKey) bool {
+		_, has := c.keys[k]
+		return has
+	})
+}
 
 func (c *corruptKeys) any(blocks []connector.Block) bool {
 	if len(c.keys) == 0 {
