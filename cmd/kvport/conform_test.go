@@ -52,7 +52,7 @@ func TestConformJSON(t *testing.T) {
 	}
 	cases := 0
 	for _, c := range conformance.Cases() {
-		if c.Needs != 0 || c.Groups || slices.Contains(c.Profiles, conformance.Store) {
+		if c.Needs != 0 || c.Groups || c.Arena || slices.Contains(c.Profiles, conformance.Store) {
 			cases++
 		}
 	}
