@@ -43,7 +43,7 @@ type EventKind uint8
 const (
 	Loaded   EventKind = 1 + iota // an Admitted transfer is over
 	Saved                         // a Computed transfer is over
-	Finished                      // an Ended request is dealt with
+	Finished                      // an Ended request is dealt with; its blocks are free when none of its events is outstanding
 	Released                      // the hold announced by an earlier Finished is over
 	Answered                      // a Match that answered Later may know more now
 )

@@ -93,7 +93,7 @@ type spawned struct {
 }
 
 // spawn starts kvport agent.
-func spawn(t *testing.T, transfer string) *spawned {
+func spawn(t testing.TB, transfer string) *spawned {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "a")
 	require.NoError(t, err)
@@ -119,7 +119,7 @@ func spawn(t *testing.T, transfer string) *spawned {
 }
 
 // ended waits for the end of the agent's process.
-func (s *spawned) ended(t *testing.T) error {
+func (s *spawned) ended(t testing.TB) error {
 	t.Helper()
 	select {
 	case err := <-s.over:
@@ -200,7 +200,7 @@ func TestAgentKilledMidLoad(t *testing.T) {
 }
 
 // processes counts running processes whose command line has all the words.
-func processes(t *testing.T, words ...string) (pids []string) {
+func processes(t testing.TB, words ...string) (pids []string) {
 	t.Helper()
 	lines, err := filepath.Glob("/proc/[0-9]*/cmdline")
 	require.NoError(t, err)
@@ -218,7 +218,7 @@ func processes(t *testing.T, words ...string) (pids []string) {
 }
 
 // ended waits until the process behind a pidfd has ended.
-func ended(t *testing.T, pidfd *os.File) {
+func ended(t testing.TB, pidfd *os.File) {
 	t.Helper()
 	fds := []unix.PollFd{{Fd: int32(pidfd.Fd()), Events: unix.POLLIN}}
 	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); {

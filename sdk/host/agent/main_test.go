@@ -97,7 +97,7 @@ type office struct {
 }
 
 // open starts an agent in this process and makes sure that nothing of it is left at the end.
-func open(t *testing.T, transfer string, change func(*limits)) *office {
+func open(t testing.TB, transfer string, change func(*limits)) *office {
 	t.Helper()
 	cfg, err := host.ParseConfig(transfer)
 	require.NoError(t, err)
@@ -136,7 +136,7 @@ func open(t *testing.T, transfer string, change func(*limits)) *office {
 	return o
 }
 
-func descriptors(t *testing.T) int {
+func descriptors(t testing.TB) int {
 	t.Helper()
 	entries, err := os.ReadDir("/proc/self/fd")
 	require.NoError(t, err)
@@ -144,7 +144,7 @@ func descriptors(t *testing.T) int {
 }
 
 // end waits until the agent has ended by itself.
-func (o *office) end(t *testing.T) {
+func (o *office) end(t testing.TB) {
 	t.Helper()
 	select {
 	case err := <-o.done:
@@ -158,7 +158,7 @@ func (o *office) end(t *testing.T) {
 // process is one process of a foreign engine, as its shim would be: a connection, what it has been
 // told, and the memory of its rank.
 type process struct {
-	t    *testing.T
+	t    testing.TB
 	conn *net.UnixConn
 	id   uint64
 	mem  []byte
@@ -171,7 +171,7 @@ type process struct {
 	over    chan struct{} // closed when the agent has ended the connection
 }
 
-func dial(t *testing.T, socket string) *process {
+func dial(t testing.TB, socket string) *process {
 	t.Helper()
 	c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: socket, Net: "unix"})
 	require.NoError(t, err)
@@ -280,7 +280,7 @@ func attachCall(a *wire.Attach) *kvportv1.AgentCall {
 }
 
 // scheduler attaches as the scheduler.
-func scheduler(t *testing.T, socket string) *process {
+func scheduler(t testing.TB, socket string) *process {
 	t.Helper()
 	p := dial(t, socket)
 	m := p.call(attachCall(&wire.Attach{Side: kvportv1.Side_SIDE_SCHEDULER, Engine: "e"}))
@@ -315,7 +315,7 @@ func (p *process) memory(size int64, seals int) {
 const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 
 // post attaches a rank without waiting for the answer.
-func worker(t *testing.T, socket string, a *wire.Attach) *process {
+func worker(t testing.TB, socket string, a *wire.Attach) *process {
 	t.Helper()
 	p := dial(t, socket)
 	p.memory(a.Region, seals)
