@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -221,7 +220,7 @@ func (s *Store) present(ctx context.Context, keys []connector.StoreKey) (map[con
 
 // Get implements connector.Store.
 func (s *Store) Get(ctx context.Context, items []connector.Item) error {
-	return s.each(ctx, items, func(part []connector.Item) []error {
+	return eachBatch(items, s.o.Connections, func(part []connector.Item) []error {
 		errs := make([]error, len(part))
 		replies := make([]*scatter, len(part))
 		err := s.do(ctx, s.movers, func(ctx context.Context, l *lane) error {
@@ -303,7 +302,7 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	if err != nil {
 		return s.o.explain(ctx, err)
 	}
-	return s.each(ctx, items, func(part []connector.Item) []error { return s.put(ctx, part, known) })
+	return eachBatch(items, s.o.Connections, func(part []connector.Item) []error { return s.put(ctx, part, known) })
 }
 
 // refresh finds the blocks that are there already and lets their time to live begin anew.
@@ -379,60 +378,4 @@ func (s *Store) put(ctx context.Context, part []connector.Item, known map[connec
 		s.out.Add(uint64(part[i].Size()))
 	}
 	return errs
-}
-
-// each runs do for every batch of the items, on all lanes at once, and returns when all have ended.
-// The error is a *connector.ItemError that names the failed items.
-func (s *Store) each(ctx context.Context, items []connector.Item, do func([]connector.Item) []error) error {
-	ends := batches(items)
-	errs := make([]error, len(items))
-	var next atomic.Int64
-	work := func() {
-		for b := int(next.Add(1)) - 1; b < len(ends); b = int(next.Add(1)) - 1 {
-			begin := 0
-			if b > 0 {
-				begin = ends[b-1]
-			}
-			copy(errs[begin:ends[b]], do(items[begin:ends[b]]))
-		}
-	}
-	var wg sync.WaitGroup
-	for range min(s.o.Connections, len(ends)) - 1 {
-		wg.Go(work)
-	}
-	work()
-	wg.Wait()
-	failed := &connector.ItemError{}
-	for i, err := range errs {
-		if err != nil {
-			failed.Items = append(failed.Items, i)
-			failed.Err = firstOf(failed.Err, err)
-		}
-	}
-	if len(failed.Items) == 0 {
-		return nil
-	}
-	return failed
-}
-
-// batches divides items so that each part has at most batchBytes, or one item. It gives the ends.
-func batches(items []connector.Item) (ends []int) {
-	size := 0
-	for i, it := range items {
-		if size += it.Size(); size > batchBytes && i > 0 && (len(ends) == 0 || ends[len(ends)-1] < i) {
-			ends, size = append(ends, i), it.Size()
-		}
-	}
-	if len(items) > 0 {
-		ends = append(ends, len(items))
-	}
-	return ends
-}
-
-// firstOf keeps one error of many, corruption before any other: it is what must not be overlooked.
-func firstOf(have, err error) error {
-	if have == nil || errors.Is(err, connector.ErrCorrupt) && !errors.Is(have, connector.ErrCorrupt) {
-		return err
-	}
-	return have
 }

@@ -24,13 +24,18 @@ const (
 
 // appendValue appends the value of an item to b.
 func appendValue(b []byte, it connector.Item) []byte {
-	b = append(b, magic...)
-	b = binary.LittleEndian.AppendUint64(b, uint64(it.Size()))
-	b = append(b, it.Key[:]...)
+	b = appendHeader(b, it)
 	for _, s := range it.Spans {
 		b = append(b, s...)
 	}
 	return b
+}
+
+// appendHeader appends the header of an item's value to b.
+func appendHeader(b []byte, it connector.Item) []byte {
+	b = append(b, magic...)
+	b = binary.LittleEndian.AppendUint64(b, uint64(it.Size()))
+	return append(b, it.Key[:]...)
 }
 
 // checkHeader says what is wrong with a value's header.

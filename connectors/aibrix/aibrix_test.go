@@ -1,0 +1,129 @@
+package aibrix_test
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/aibrix"
+	"github.com/kvport/kvport/sdk"
+)
+
+const prefix = "AIBRIX_KV_CACHE_OL_"
+
+func plugin() connector.Plugin {
+	d := sdk.Definition{Name: "AIBrix in a test", Version: "test", Scope: aibrix.Scope, Groups: true}
+	return sdk.FromStore(d, aibrix.Open)
+}
+
+// clean takes AIBrix's variables out of the environment for one test.
+func clean(t *testing.T) {
+	t.Helper()
+	for _, v := range os.Environ() {
+		if name, _, _ := strings.Cut(v, "="); strings.HasPrefix(name, prefix) {
+			t.Setenv(name, "")
+		}
+	}
+}
+
+// The defaults of aibrix-kvcache 0.8.0 (envs.py): L1 on, S3FIFO, 10 GiB, no L2.
+func TestDefaults(t *testing.T) {
+	clean(t)
+	info, err := plugin().Describe(t.Context(), nil)
+	require.NoError(t, err)
+	require.Equal(t, int64(10<<30), info.ArenaBytes)
+	require.Equal(t, connector.ScopeEngine, info.Scope)
+}
+
+func TestVariables(t *testing.T) {
+	for name, test := range map[string]struct {
+		env, config map[string]string
+		arena       int64
+		scope       connector.Scope
+		want        string // in the error
+	}{
+		"capacity":             {env: map[string]string{"L1_CACHE_CAPACITY_GB": "0.5"}, arena: 1 << 29},
+		"the config wins":      {env: map[string]string{"L1_CACHE_CAPACITY_GB": "7"}, config: map[string]string{"L1_CACHE_CAPACITY_GB": `"1"`}, arena: 1 << 30},
+		"a number":             {config: map[string]string{"L1_CACHE_CAPACITY_GB": `2`}, arena: 2 << 30},
+		"L2 alone":             {env: map[string]string{"L1_CACHE_ENABLED": "0", "L2_CACHE_BACKEND": "redis", "REDIS_URL": "redis://127.0.0.1:1"}, scope: connector.ScopeShared},
+		"both":                 {env: map[string]string{"L2_CACHE_BACKEND": "REDIS", "REDIS_URL": "redis://127.0.0.1:1"}, arena: 10 << 30},
+		"policy":               {env: map[string]string{"L1_CACHE_EVICTION_POLICY": "FIFO"}, want: prefix + `L1_CACHE_EVICTION_POLICY is "FIFO", want one of ["S3FIFO" "LRU"]`},
+		"enabled":              {env: map[string]string{"L1_CACHE_ENABLED": "maybe"}, want: prefix + "L1_CACHE_ENABLED is"},
+		"size":                 {env: map[string]string{"L1_CACHE_CAPACITY_GB": "ten"}, want: prefix + `L1_CACHE_CAPACITY_GB is "ten"`},
+		"no size":              {env: map[string]string{"L1_CACHE_CAPACITY_GB": "NaN"}, want: prefix + `L1_CACHE_CAPACITY_GB is "NaN"`},
+		"backend":              {env: map[string]string{"L2_CACHE_BACKEND": "INFINISTORE"}, want: prefix + `L2_CACHE_BACKEND is "INFINISTORE"`},
+		"ingestion":            {env: map[string]string{"L2_CACHE_INGESTION_TYPE": "EVICTED"}, want: prefix + `L2_CACHE_INGESTION_TYPE is "EVICTED"`},
+		"compression":          {env: map[string]string{"L2_CACHE_COMPRESSION": "zstd"}, want: prefix + `L2_CACHE_COMPRESSION is "ZSTD"`},
+		"device":               {env: map[string]string{"DEVICE": "cuda"}, want: prefix + `DEVICE is "CUDA"`},
+		"workers":              {env: map[string]string{"L2_CACHE_NUM_ASYNC_WORKERS": "0"}, want: prefix + `L2_CACHE_NUM_ASYNC_WORKERS is "0"`},
+		"nowhere":              {env: map[string]string{"L1_CACHE_ENABLED": "0"}, want: prefix + "L2_CACHE_BACKEND is not set"},
+		"no server":            {env: map[string]string{"L2_CACHE_BACKEND": "REDIS"}, want: prefix + "REDIS_URL is not set"},
+		"server without L2":    {env: map[string]string{"REDIS_URL": "redis://127.0.0.1:1"}, want: prefix + "REDIS_URL is set"},
+		"bad server":           {env: map[string]string{"L2_CACHE_BACKEND": "REDIS", "REDIS_URL": "redis://u:hunter2@h"}, want: prefix + "REDIS_URL has a user"},
+		"unknown config field": {config: map[string]string{"L1_CACHE_CAPACITY": `"1"`}, want: "unknown field"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			clean(t)
+			for k, v := range test.env {
+				t.Setenv(prefix+k, v)
+			}
+			config := map[string]json.RawMessage{}
+			for k, v := range test.config {
+				config[prefix+k] = json.RawMessage(v)
+			}
+			raw, err := json.Marshal(config)
+			require.NoError(t, err)
+			info, err := plugin().Describe(t.Context(), raw)
+			if test.want != "" {
+				require.ErrorIs(t, err, connector.ErrIncompatible)
+				require.ErrorContains(t, err, test.want)
+				require.NotContains(t, err.Error(), "hunter2")
+				return
+			}
+			require.NoError(t, err)
+			require.Equal(t, test.arena, info.ArenaBytes)
+			if test.scope == 0 {
+				test.scope = connector.ScopeEngine
+			}
+			require.Equal(t, test.scope, info.Scope)
+		})
+	}
+}
+
+// Every variable that is read is in the manifest, since a plugin sees no other.
+func TestEnvironmentIsDeclared(t *testing.T) {
+	declared := map[string]bool{}
+	for _, name := range aibrix.Environment() {
+		require.True(t, strings.HasPrefix(name, prefix), name)
+		require.False(t, declared[name], name)
+		declared[name] = true
+	}
+	schema := string(plugin().Schema)
+	for name := range declared {
+		if strings.Contains(schema, name) {
+			delete(declared, name)
+		}
+	}
+	require.True(t, declared[prefix+"REDIS_PASSWORD"], "a password is in no config")
+}
+
+func TestConformance(t *testing.T) {
+	clean(t)
+	config, err := os.ReadFile(filepath.Join("..", "..", "plugins", "aibrix", "conform.json"))
+	require.NoError(t, err)
+	conformance.Run(t, conformance.InProcess(plugin(), config))
+	conformance.Run(t, conformance.Wire(plugin(), config))
+}
+
+// With L2 alone the connector is a remote store like any other.
+func TestRemoteConformance(t *testing.T) {
+	clean(t)
+	config := `{"` + prefix + `L1_CACHE_ENABLED": "0", "` + prefix + `L2_CACHE_BACKEND": "REDIS", "` + prefix + `REDIS_URL": "redis://@SERVER@"}`
+	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(config)), conformance.Store, conformance.Remote)
+}

@@ -1,0 +1,303 @@
+// Package lmcache keeps KV blocks in tiers of memory, disk and a remote store, set up by the names of LMCache's
+// configuration (0.5.6): its file, its environment variables, and lmcache.* in the transfer config. The remote
+// store is Redis or Valkey, or LMCache's own cache server (lm://), whose protocol it speaks.
+package lmcache
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/remote"
+	"github.com/kvport/kvport/connectors/internal/tier"
+)
+
+// Scope says that only the engine that stored a block is sure to find it: what is below memory is written
+// behind. With a remote store alone it is another, see [Config.Scope].
+const Scope = connector.ScopeEngine
+
+// Config is the kv_connector_extra_config of this connector. What is empty here comes from the environment
+// (LMCACHE_CHUNK_SIZE and so on), then from the file that LMCACHE_CONFIG_FILE names, then from LMCache's defaults.
+type Config struct {
+	ChunkSize json.RawMessage `json:"lmcache.chunk_size,omitempty" jsonschema:"description=Tokens of a chunk: hits come in whole chunks. A multiple of the engine's block size; default 256."`
+	LocalCPU  json.RawMessage `json:"lmcache.local_cpu,omitempty" jsonschema:"description=Memory tier: true (default) or false."`
+	CPUSize   json.RawMessage `json:"lmcache.max_local_cpu_size,omitempty" jsonschema:"description=Its size in GiB; default 5."`
+	LocalDisk json.RawMessage `json:"lmcache.local_disk,omitempty" jsonschema:"description=Folder of the disk tier as a path or file:// URL; empty: none."`
+	DiskSize  json.RawMessage `json:"lmcache.max_local_disk_size,omitempty" jsonschema:"description=Its size in GiB."`
+	RemoteURL json.RawMessage `json:"lmcache.remote_url,omitempty" jsonschema:"description=Remote store: redis:// rediss:// redis-cluster:// resp:// unix:// or lm:// (LMCache's server); empty: none."`
+	Serde     json.RawMessage `json:"lmcache.remote_serde,omitempty" jsonschema:"description=naive: blocks are stored as they are."`
+	Policy    json.RawMessage `json:"lmcache.cache_policy,omitempty" jsonschema:"description=Which block goes when memory is full: LRU (default); ours besides: ARC and S3FIFO."`
+	Timeout   json.RawMessage `json:"lmcache.blocking_timeout_secs,omitempty" jsonschema:"description=Longest time of an exchange with the remote store in seconds; default 10."`
+
+	// What LMCache's connector knows besides.
+	UseNative json.RawMessage `json:"use_native,omitempty" jsonschema:"description=Of vLLM; no effect."`
+}
+
+// The environment variables that are no names of the configuration. LMCache reads user and password of
+// resp:// from these too.
+const (
+	fileVariable     = "LMCACHE_CONFIG_FILE"
+	usernameVariable = "LMCACHE_RESP_USERNAME"
+	passwordVariable = "LMCACHE_RESP_PASSWORD"
+)
+
+// variable is the environment variable of a name.
+func variable(name string) string { return "LMCACHE_" + strings.ToUpper(name) }
+
+// fields are the names that matter to us and what the config says of them.
+func (c *Config) fields() map[string]string {
+	fields := map[string]string{}
+	for name, raw := range map[string]json.RawMessage{
+		"chunk_size": c.ChunkSize, "local_cpu": c.LocalCPU, "max_local_cpu_size": c.CPUSize, "local_disk": c.LocalDisk, "max_local_disk_size": c.DiskSize,
+		"remote_url": c.RemoteURL, "remote_serde": c.Serde, "cache_policy": c.Policy, "blocking_timeout_secs": c.Timeout,
+	} {
+		fields[name] = strings.TrimPrefix(strings.Trim(string(raw), `"`), "null")
+	}
+	return fields
+}
+
+// Environment names the variables that the plugin reads, for its manifest.
+func Environment() []string {
+	names := []string{fileVariable, usernameVariable, passwordVariable}
+	for name := range (&Config{}).fields() {
+		names = append(names, variable(name))
+	}
+	for _, name := range without() {
+		names = append(names, variable(name))
+	}
+	slices.Sort(names)
+	return names
+}
+
+// maxFile bounds the configuration file, in bytes.
+const maxFile = 1 << 20
+
+// readFile reads the configuration file: a YAML mapping of names to plain values. It gives the values that
+// matter, and the names that have no effect.
+func readFile(path string) (values map[string]string, idle []string, err error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer f.Close()
+	data, err := io.ReadAll(io.LimitReader(f, maxFile+1))
+	if err == nil && len(data) > maxFile {
+		err = fmt.Errorf("%s is larger than %d bytes", path, maxFile)
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	var nodes map[string]yaml.Node
+	if err := yaml.Unmarshal(data, &nodes); err != nil {
+		return nil, nil, fmt.Errorf("%s: %w", path, err)
+	}
+	known := (&Config{}).fields()
+	values = map[string]string{}
+	for name, node := range nodes {
+		_, ours := known[name]
+		switch {
+		case slices.Contains(without(), name):
+			idle = append(idle, name)
+		case !ours:
+			return nil, nil, fmt.Errorf("%s: unknown name %q", path, name)
+		case node.Kind != yaml.ScalarNode:
+			return nil, nil, fmt.Errorf("%s: %s is no plain value", path, name)
+		case node.Tag != "!!null":
+			values[name] = node.Value
+		}
+	}
+	slices.Sort(idle)
+	return values, idle, nil
+}
+
+// settings are what config, environment and file come to.
+type settings struct {
+	chunk    int
+	memory   int64 // bytes; 0: none
+	policy   string
+	disk     string // folder; "": none
+	diskSize int64
+	remote   *remote.Options // nil: none
+	lm       bool            // remote is LMCache's server
+	idle     []string        // names that were set and have no effect
+}
+
+// Validate reports the first name that cannot work. Errors wrap connector.ErrIncompatible.
+func (c Config) Validate() error {
+	_, err := c.settings()
+	return err
+}
+
+// Scope implements what sdk.FromStore asks a config: who sees the blocks.
+func (c Config) Scope() connector.Scope {
+	if s, err := c.settings(); err == nil && s.memory == 0 && s.disk == "" {
+		return connector.ScopeShared
+	}
+	return Scope
+}
+
+// ArenaBytes is how much memory the host is asked for.
+func (c *Config) ArenaBytes() int64 {
+	s, err := c.settings()
+	if err != nil {
+		return 0
+	}
+	return s.memory
+}
+
+// source finds values and keeps the first error.
+type source struct {
+	config, file map[string]string
+	err          error
+}
+
+func (s *source) fail(name, format string, args ...any) {
+	if s.err == nil {
+		s.err = fmt.Errorf("lmcache.%s (%s) %s: %w", name, variable(name), fmt.Sprintf(format, args...), connector.ErrIncompatible)
+	}
+}
+
+func (s *source) text(name, byDefault string) string {
+	for _, v := range []string{s.config[name], os.Getenv(variable(name)), s.file[name]} {
+		if v = strings.TrimSpace(v); v != "" {
+			return v
+		}
+	}
+	return byDefault
+}
+
+func (s *source) number(name, byDefault string, low, high float64) float64 {
+	v := s.text(name, byDefault)
+	n, err := strconv.ParseFloat(v, 64)
+	if err != nil || !(n >= low && n <= high) {
+		s.fail(name, "is %q, want %g..%g", v, low, high)
+		return low
+	}
+	return n
+}
+
+// gib reads a size in GiB as bytes.
+func (s *source) gib(name, byDefault string) int64 {
+	return int64(s.number(name, byDefault, 0, 1<<20) * (1 << 30))
+}
+
+func (s *source) truth(name string, byDefault bool) bool {
+	switch v := strings.ToLower(s.text(name, strconv.FormatBool(byDefault))); v {
+	case "true", "1", "yes", "on":
+		return true
+	case "false", "0", "no", "off":
+		return false
+	default:
+		s.fail(name, "is %q, want true or false", v)
+		return byDefault
+	}
+}
+
+// settings reads config, environment and file.
+func (c Config) settings() (*settings, error) {
+	src := &source{config: c.fields()}
+	out := &settings{}
+	if path := os.Getenv(fileVariable); path != "" {
+		values, idle, err := readFile(path)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w: %w", fileVariable, err, connector.ErrIncompatible)
+		}
+		src.file, out.idle = values, idle
+	}
+	for _, name := range without() {
+		if os.Getenv(variable(name)) != "" {
+			out.idle = append(out.idle, variable(name))
+		}
+	}
+	out.read(src)
+	if src.err == nil && out.memory == 0 && out.disk == "" && out.remote == nil {
+		src.fail("local_cpu", "is false, and neither local_disk nor remote_url is set: there is nowhere to keep blocks")
+	}
+	return out, src.err
+}
+
+func (out *settings) read(src *source) {
+	out.chunk = int(src.number("chunk_size", "256", 1, 1<<20))
+	if src.truth("local_cpu", true) {
+		if out.memory = src.gib("max_local_cpu_size", "5"); out.memory == 0 {
+			src.fail("max_local_cpu_size", "is 0, but local_cpu is true")
+		}
+	}
+	switch v := strings.ToUpper(src.text("cache_policy", "LRU")); v {
+	case "LRU", "ARC", "S3FIFO":
+		out.policy = strings.ToLower(v)
+	default:
+		src.fail("cache_policy", "is %q, want LRU, ARC or S3FIFO", v)
+	}
+	if v := src.text("remote_serde", "naive"); v != "naive" {
+		src.fail("remote_serde", "is %q, want naive: blocks are stored as they are", v)
+	}
+	out.disk = strings.TrimPrefix(src.text("local_disk", ""), "file://")
+	out.diskSize = src.gib("max_local_disk_size", "0")
+	switch {
+	case out.disk == "":
+	case !filepath.IsAbs(out.disk):
+		src.fail("local_disk", "is %q, want an absolute path", out.disk)
+	case out.diskSize == 0:
+		src.fail("max_local_disk_size", "is 0, but local_disk is set")
+	}
+	timeout := src.number("blocking_timeout_secs", "10", 0.01, 600)
+	if url := src.text("remote_url", ""); url != "" {
+		out.readRemote(src, url, time.Duration(timeout*float64(time.Second)))
+	}
+}
+
+func (out *settings) readRemote(src *source, url string, timeout time.Duration) {
+	scheme, rest, _ := strings.Cut(url, "://")
+	out.lm = scheme == "lm"
+	if out.lm || scheme == "resp" {
+		if out.lm && !strings.Contains(rest, ":") {
+			src.fail("remote_url", "names no port, want lm://HOST:PORT")
+			return
+		}
+		url = "redis://" + strings.TrimSuffix(rest, "/")
+	}
+	o, err := remote.ParseURL(url)
+	if err != nil {
+		src.fail("remote_url", "%v; LMCache's other remote stores are not spoken, lm://HOST:PORT is", err)
+		return
+	}
+	o.Username, o.Password, o.CredentialField = os.Getenv(usernameVariable), os.Getenv(passwordVariable), passwordVariable
+	o.Prefix, o.Timeout = "kvport-lmcache:", timeout
+	out.remote = &o
+}
+
+// warn says what was set and has no effect, and what travels in plain text.
+func (out *settings) warn(log *slog.Logger) {
+	if len(out.idle) > 0 {
+		log.Warn("names of LMCache that have no effect here", "names", out.idle)
+	}
+	if out.remote == nil {
+		return
+	}
+	if err := out.remote.Private(); err != nil {
+		log.Warn("blocks travel without TLS", "name", "remote_url", "error", err)
+	}
+}
+
+// options are those of the memory tier for one engine.
+func (out *settings) options(env *connector.Env) tier.Options {
+	sizes := make([]int64, len(env.Layout.Groups))
+	for g := range sizes {
+		sizes[g] = env.Layout.BlockBytes(uint16(g))
+	}
+	return tier.Options{
+		SlotBytes: slices.Max(sizes), SameSize: slices.Min(sizes) == slices.Max(sizes), Policy: out.policy, AdmitAfter: 1, Prefetch: 16,
+		Memory: env.Arena, MemoryBytes: out.memory, Log: env.Log,
+	}
+}

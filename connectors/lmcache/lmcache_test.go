@@ -1,0 +1,145 @@
+package lmcache_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/lmcache"
+	"github.com/kvport/kvport/sdk"
+)
+
+func plugin() connector.Plugin {
+	d := sdk.Definition{Name: "LMCache in a test", Version: "test", Scope: lmcache.Scope, Groups: true}
+	return sdk.FromStore(d, lmcache.Open)
+}
+
+// clean takes LMCache's variables out of the environment for one test.
+func clean(t *testing.T) {
+	t.Helper()
+	for _, v := range os.Environ() {
+		if name, _, _ := strings.Cut(v, "="); strings.HasPrefix(name, "LMCACHE_") {
+			t.Setenv(name, "")
+		}
+	}
+}
+
+// Values come from the transfer config, then the environment, then the file, then LMCache's defaults.
+func TestWhereValuesComeFrom(t *testing.T) {
+	for name, test := range map[string]struct {
+		config, file string
+		env          map[string]string
+		arena        int64
+		scope        connector.Scope
+		want         string // in the error
+	}{
+		"defaults":        {arena: 5 << 30},
+		"file":            {file: "max_local_cpu_size: 2.5\nchunk_size: 64\nlocal_disk: null\nuse_layerwise: true\n", arena: 5 << 29},
+		"variable":        {file: "max_local_cpu_size: 2\n", env: map[string]string{"MAX_LOCAL_CPU_SIZE": "3"}, arena: 3 << 30},
+		"config":          {env: map[string]string{"MAX_LOCAL_CPU_SIZE": "3"}, config: `{"lmcache.max_local_cpu_size": 1}`, arena: 1 << 30},
+		"text":            {config: `{"lmcache.max_local_cpu_size": "1"}`, arena: 1 << 30},
+		"remote alone":    {config: `{"lmcache.local_cpu": false, "lmcache.remote_url": "lm://127.0.0.1:65432"}`, scope: connector.ScopeShared},
+		"remote by file":  {file: "local_cpu: False\nremote_url: \"redis://127.0.0.1:6379\"\nremote_serde: naive\n", scope: connector.ScopeShared},
+		"remote and CPU":  {config: `{"lmcache.remote_url": "resp://127.0.0.1:6379"}`, arena: 5 << 30},
+		"disk alone":      {config: `{"lmcache.local_cpu": "off", "lmcache.local_disk": "file:///x", "lmcache.max_local_disk_size": 1}`},
+		"nowhere":         {config: `{"lmcache.local_cpu": false}`, want: "there is nowhere to keep blocks"},
+		"chunk":           {env: map[string]string{"CHUNK_SIZE": "many"}, want: `lmcache.chunk_size (LMCACHE_CHUNK_SIZE) is "many"`},
+		"truth":           {config: `{"lmcache.local_cpu": "perhaps"}`, want: "lmcache.local_cpu (LMCACHE_LOCAL_CPU) is"},
+		"policy":          {config: `{"lmcache.cache_policy": "LFU"}`, want: `lmcache.cache_policy (LMCACHE_CACHE_POLICY) is "LFU"`},
+		"serde":           {config: `{"lmcache.remote_serde": "cachegen"}`, want: `lmcache.remote_serde (LMCACHE_REMOTE_SERDE) is "cachegen"`},
+		"disk size":       {config: `{"lmcache.local_disk": "/x"}`, want: "lmcache.max_local_disk_size (LMCACHE_MAX_LOCAL_DISK_SIZE) is 0"},
+		"disk path":       {config: `{"lmcache.local_disk": "x", "lmcache.max_local_disk_size": 1}`, want: `lmcache.local_disk (LMCACHE_LOCAL_DISK) is "x"`},
+		"other remote":    {config: `{"lmcache.remote_url": "mooncakestore://h:1"}`, want: `has the scheme "mooncakestore"`},
+		"lm without port": {config: `{"lmcache.remote_url": "lm://h"}`, want: "names no port"},
+		"secret":          {config: `{"lmcache.remote_url": "redis://u:hunter2@h"}`, want: "has a user or a password in it"},
+		"unknown in file": {file: "max_local_cpu_siez: 1\n", want: `unknown name "max_local_cpu_siez"`},
+		"list in file":    {file: "chunk_size: [1]\n", want: "chunk_size is no plain value"},
+		"no YAML":         {file: "\t{", want: "LMCACHE_CONFIG_FILE: "},
+		"unknown field":   {config: `{"lmcache.chunk": 1}`, want: "unknown field"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			clean(t)
+			for k, v := range test.env {
+				t.Setenv("LMCACHE_"+k, v)
+			}
+			if test.file != "" {
+				path := filepath.Join(t.TempDir(), "lmcache.yaml")
+				require.NoError(t, os.WriteFile(path, []byte(test.file), 0o600))
+				t.Setenv("LMCACHE_CONFIG_FILE", path)
+			}
+			info, err := plugin().Describe(t.Context(), json.RawMessage(test.config))
+			if test.want != "" {
+				require.ErrorIs(t, err, connector.ErrIncompatible)
+				require.ErrorContains(t, err, test.want)
+				require.NotContains(t, err.Error(), "hunter2")
+				return
+			}
+			require.NoError(t, err)
+			require.Equal(t, test.arena, info.ArenaBytes)
+			if test.scope == 0 {
+				test.scope = connector.ScopeEngine
+			}
+			require.Equal(t, test.scope, info.Scope)
+		})
+	}
+}
+
+func TestEnvironmentIsDeclared(t *testing.T) {
+	names := lmcache.Environment()
+	require.Len(t, slices.Compact(slices.Clone(names)), len(names))
+	for _, name := range []string{"LMCACHE_CONFIG_FILE", "LMCACHE_CHUNK_SIZE", "LMCACHE_REMOTE_URL", "LMCACHE_USE_LAYERWISE", "LMCACHE_RESP_PASSWORD"} {
+		require.Contains(t, names, name)
+	}
+}
+
+// Hits come in whole chunks.
+func TestChunks(t *testing.T) {
+	clean(t)
+	env := connector.Env{Layout: connector.Layout{
+		Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}}, Segments: []connector.Segment{{Bytes: 64}}, Blocks: 1,
+	}, Arena: nil}
+	open := func(chunk string) (connector.Store, error) {
+		config, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(fmt.Sprintf(`{"lmcache.chunk_size": %s, "lmcache.local_cpu": false, "lmcache.local_disk": %q, "lmcache.max_local_disk_size": 0.001}`,
+			chunk, t.TempDir())))
+		require.NoError(t, err)
+		env.Log = discard()
+		return lmcache.Open(t.Context(), env, config)
+	}
+	_, err := open("40")
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, "lmcache.chunk_size is 40, want a multiple of the engine's block size 16")
+	s, err := open("48")
+	require.NoError(t, err)
+	defer func() { require.NoError(t, s.Close()) }()
+	keys := make([]connector.StoreKey, 8)
+	for i := range keys {
+		keys[i][0] = byte(i + 1)
+		require.NoError(t, s.Put(t.Context(), []connector.Item{{Key: keys[i], Spans: [][]byte{make([]byte, 64)}}}))
+		found, err := s.Lookup(t.Context(), [][]connector.StoreKey{keys})
+		require.NoError(t, err)
+		require.Equal(t, (i+1)/3*3, found[0])
+	}
+}
+
+func TestConformance(t *testing.T) {
+	clean(t)
+	config, err := os.ReadFile(filepath.Join("..", "..", "plugins", "lmcache", "conform.json"))
+	require.NoError(t, err)
+	conformance.Run(t, conformance.InProcess(plugin(), config))
+	conformance.Run(t, conformance.Wire(plugin(), config))
+}
+
+// With a Redis server alone it is a remote store like any other.
+func TestRemoteConformance(t *testing.T) {
+	clean(t)
+	config := `{"lmcache.chunk_size": 4, "lmcache.local_cpu": false, "lmcache.remote_url": "redis://@SERVER@", "lmcache.blocking_timeout_secs": 3}`
+	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(config)), conformance.Store, conformance.Remote)
+}

@@ -1,0 +1,56 @@
+package lmcache_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"os/exec"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance"
+)
+
+func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }
+
+// pythonVariable names a Python that has LMCache 0.5.6 and torch, 2 GB that make deps does not fetch.
+const pythonVariable = "KVPORT_LMCACHE_PYTHON"
+
+// TestRealServer runs LMCache's own cache server and the profile store on it: what it speaks is what the
+// client speaks. Without LMCache the test says that it has not run; connectors/internal/remote then has only the
+// headers that were recorded from it.
+func TestRealServer(t *testing.T) {
+	python := os.Getenv(pythonVariable)
+	if python == "" {
+		t.Skipf("NOT RUN: set %s to a Python with lmcache==0.5.6 to run LMCache's server", pythonVariable)
+	}
+	clean(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	_, port, err := net.SplitHostPort(l.Addr().String())
+	require.NoError(t, err)
+	require.NoError(t, l.Close())
+	cmd := exec.CommandContext(t.Context(), python, "-m", "lmcache.v1.server", "127.0.0.1", port)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	cmd.Stderr = os.Stderr
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	})
+	require.Eventually(t, func() bool {
+		c, err := net.DialTimeout("tcp", "127.0.0.1:"+port, time.Second)
+		if err == nil {
+			_ = c.Close()
+		}
+		return err == nil
+	}, 2*time.Minute, 100*time.Millisecond)
+	config := fmt.Sprintf(`{"lmcache.chunk_size": 4, "lmcache.local_cpu": false, "lmcache.remote_url": "lm://127.0.0.1:%s"}`, port)
+	conformance.Run(t, conformance.InProcess(plugin(), json.RawMessage(config)))
+	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(config)), conformance.Store, conformance.MultiRank, conformance.Groups)
+}

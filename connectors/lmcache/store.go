@@ -1,0 +1,173 @@
+package lmcache
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/remote"
+	"github.com/kvport/kvport/connectors/internal/tier"
+)
+
+// Open opens the tiers for the engine of env. Errors name what of the configuration is wrong and wrap
+// connector.ErrIncompatible.
+func Open(ctx context.Context, env connector.Env, config Config) (connector.Store, error) {
+	s, err := config.settings()
+	if err != nil {
+		return nil, err
+	}
+	s.warn(env.Log)
+	piece, err := s.piece(env.Layout.Groups)
+	if err != nil {
+		return nil, err
+	}
+	o := s.options(&env)
+	lower, err := s.lower(ctx, &env, o)
+	if err != nil {
+		return nil, err
+	}
+	if s.memory == 0 {
+		return &chunked{lower, piece}, nil
+	}
+	o.Lower = lower
+	store, err := tier.Open(o)
+	if err != nil {
+		if lower != nil {
+			err = errors.Join(err, lower.Close())
+		}
+		return nil, err
+	}
+	return &chunked{store, piece}, nil
+}
+
+// piece is how many blocks of the engine a chunk has. A cache of several groups is served block by block.
+func (s *settings) piece(groups []connector.Group) (int, error) {
+	own := groups[0].BlockTokens
+	if s.chunk%own != 0 {
+		return 0, fmt.Errorf("lmcache.chunk_size is %d, want a multiple of the engine's block size %d: %w", s.chunk, own, connector.ErrIncompatible)
+	}
+	if len(groups) > 1 || groups[0].Policy != connector.PolicyAll {
+		return 1, nil
+	}
+	return s.chunk / own, nil
+}
+
+// lower opens what is below memory: disk, remote store, or both in this order; nil if neither.
+func (s *settings) lower(ctx context.Context, env *connector.Env, o tier.Options) (connector.Store, error) {
+	var disk connector.Store
+	if s.disk != "" {
+		d, err := tier.OpenDisk(tier.DiskOptions{Path: s.disk, Bytes: s.diskSize, SlotBytes: o.SlotBytes + tier.LowerHeader, Policy: s.policy, Log: env.Log})
+		if err != nil {
+			return nil, fmt.Errorf("lmcache.local_disk: %w", err)
+		}
+		disk = d
+	}
+	if s.remote == nil {
+		return disk, nil
+	}
+	far, err := s.openRemote(ctx, env)
+	switch {
+	case err != nil && disk != nil:
+		return nil, errors.Join(err, disk.Close())
+	case err != nil:
+		return nil, err
+	case disk == nil:
+		return far, nil
+	}
+	return &both{near: disk, far: far}, nil
+}
+
+func (s *settings) openRemote(ctx context.Context, env *connector.Env) (connector.Store, error) {
+	s.remote.Log = env.Log
+	if s.lm {
+		return remote.OpenLM(*s.remote)
+	}
+	return remote.Open(ctx, *s.remote)
+}
+
+// chunked is a Store whose hits end with a whole chunk.
+type chunked struct {
+	connector.Store
+	piece int // blocks
+}
+
+// Lookup implements connector.Store.
+func (c *chunked) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	found, err := c.Store.Lookup(ctx, runs)
+	for i := range found {
+		found[i] -= found[i] % c.piece
+	}
+	return found, err
+}
+
+// both is a Store over two: what the near one lacks comes from the far one, and what is saved goes to both.
+type both struct{ near, far connector.Store }
+
+// Lookup implements connector.Store.
+func (b *both) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	found, err := b.near.Lookup(ctx, runs)
+	if err != nil {
+		found = make([]int, len(runs))
+	}
+	rest := make([][]connector.StoreKey, len(runs))
+	for i, run := range runs {
+		rest[i] = run[found[i]:]
+	}
+	more, farErr := b.far.Lookup(ctx, rest)
+	if farErr != nil {
+		return found, err // what is near is still there
+	}
+	for i := range found {
+		found[i] += more[i]
+	}
+	return found, nil
+}
+
+// Get implements connector.Store.
+func (b *both) Get(ctx context.Context, items []connector.Item) error {
+	err := b.near.Get(ctx, items)
+	if err == nil {
+		return nil
+	}
+	missing := failedItems(err, len(items))
+	rest := make([]connector.Item, len(missing))
+	for i, n := range missing {
+		rest[i] = items[n]
+	}
+	if err = b.far.Get(ctx, rest); err == nil {
+		return nil
+	}
+	failed := &connector.ItemError{Err: err}
+	if part, ok := errors.AsType[*connector.ItemError](err); ok {
+		failed.Err = part.Err
+	}
+	for _, i := range failedItems(err, len(rest)) {
+		failed.Items = append(failed.Items, missing[i])
+	}
+	return failed
+}
+
+// failedItems are the items that an error of a Store with n items means.
+func failedItems(err error, n int) []int {
+	if part, ok := errors.AsType[*connector.ItemError](err); ok {
+		return part.Items
+	}
+	all := make([]int, n)
+	for i := range all {
+		all[i] = i
+	}
+	return all
+}
+
+// Put implements connector.Store. It succeeds if either store has taken the blocks.
+func (b *both) Put(ctx context.Context, items []connector.Item) error {
+	near, far := b.near.Put(ctx, items), b.far.Put(ctx, items)
+	if near == nil {
+		return nil
+	}
+	return far
+}
+
+// Close implements connector.Store.
+func (b *both) Close() error { return errors.Join(b.near.Close(), b.far.Close()) }

@@ -1,0 +1,14 @@
+// Kvport-aibrix serves the AIBrixOffloadingConnectorV1Type1.
+package main
+
+import (
+	"github.com/kvport/kvport/connectors/aibrix"
+	"github.com/kvport/kvport/sdk"
+)
+
+var version = "dev" // set by the linker
+
+func main() {
+	d := sdk.Definition{Name: "AIBrixOffloadingConnectorV1Type1", Version: version, Environment: aibrix.Environment(), Scope: aibrix.Scope, Groups: true}
+	sdk.Serve(sdk.FromStore(d, aibrix.Open))
+}
