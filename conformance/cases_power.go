@@ -213,25 +213,31 @@ func holdConsumed(r *rig) {
 func holdWaits(r *rig) {
 	e := r.engine(setup{})
 	holder := e.holder()
+	e.waits("Consumed", func(ctx context.Context) int {
+		ids, _ := holder.Consumed(ctx)
+		return len(ids)
+	})
+}
+
+// waits wants a long poll that has nothing to report to wait until its context is done.
+func (e *engine) waits(name string, poll func(ctx context.Context) int) {
+	e.Helper()
 	const wait = 100 * time.Millisecond
-	ctx, cancel := context.WithTimeout(r.Context(), wait)
+	ctx, cancel := context.WithTimeout(e.Context(), wait)
 	defer cancel()
 	start := time.Now()
-	done := make(chan []connector.HoldID, 1)
-	go func() {
-		ids, _ := holder.Consumed(ctx)
-		done <- ids
-	}()
+	done := make(chan int, 1)
+	go func() { done <- poll(ctx) }()
 	select {
-	case ids := <-done:
-		if len(ids) > 0 {
-			r.Errorf("Consumed gave %v, nothing was held", ids)
+	case n := <-done:
+		if n > 0 {
+			e.Errorf("%s gave %d, nothing had happened", name, n)
 		}
 		if took := time.Since(start); took < wait/2 {
-			r.Errorf("Consumed returned after %v with nothing to report; it must wait", took)
+			e.Errorf("%s returned after %v with nothing to report; it must wait", name, took)
 		}
 	case <-time.After(wait + soon):
-		r.Errorf("Consumed does not return when its context is done")
+		e.Errorf("%s does not return when its context is done", name)
 	}
 }
 

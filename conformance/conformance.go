@@ -40,8 +40,8 @@ const (
 	// Fault is a Store that survives faults of its process, its backend and its callers. It needs a
 	// harness that runs a binary.
 	Fault Profile = "fault"
-	// Power is a connector with every optional power: a Planner, Holder and Resetter that keeps
-	// blocks in an arena.
+	// Power is a connector with every optional power: a Planner, Holder, Resetter, StatsSource and
+	// EventSource that keeps blocks in an arena.
 	Power Profile = "power"
 	// Remote is a Store on a server that other processes reach too, and that fails by itself. Its config
 	// names the server as @SERVER@, a Redis or Valkey server that the suite runs.
@@ -96,7 +96,7 @@ type T interface {
 
 // Cases lists every case, in the order in which they run.
 func Cases() []Case {
-	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(),
+	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(), statCases(), eventCases(),
 		lifeCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
 		remoteCases(), offloadCases())
 }

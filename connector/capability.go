@@ -13,9 +13,11 @@ type Capability uint64
 
 // The optional interfaces.
 const (
-	CanPlan  Capability = 1 << iota // Planner
-	CanHold                         // Holder
-	CanReset                        // Resetter
+	CanPlan   Capability = 1 << iota // Planner
+	CanHold                          // Holder
+	CanReset                         // Resetter
+	CanStat                          // StatsSource
+	CanEvents                        // EventSource
 )
 
 // optional is the one table that ties an interface to its bit.
@@ -27,6 +29,8 @@ var optional = []struct {
 	{CanPlan, "plan", reflect.TypeFor[Planner]()},
 	{CanHold, "hold", reflect.TypeFor[Holder]()},
 	{CanReset, "reset", reflect.TypeFor[Resetter]()},
+	{CanStat, "stat", reflect.TypeFor[StatsSource]()},
+	{CanEvents, "events", reflect.TypeFor[EventSource]()},
 }
 
 // Partial is a proxy that has every method but supports only some: the host's end of a plugin, or

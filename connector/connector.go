@@ -16,6 +16,10 @@
 //	choose itself what is loaded and saved                     Planner     CanPlan   scheduler
 //	keep finished blocks until consumers have fetched them     Holder      CanHold   scheduler
 //	forget everything on request                               Resetter    CanReset  scheduler
+//	show numbers of its own among the host's metrics           StatsSource CanStat   scheduler
+//	tell which blocks come and go                              EventSource CanEvents scheduler
+//
+// Besides, a connector may ask for memory that outlives its process: [Info.ArenaBytes].
 //
 // An engine never asserts for these itself: [As] also honours proxies that have all methods but
 // support only some.

@@ -134,6 +134,8 @@ type Info struct {
 	// ArenaBytes is how much memory the connector wants to have as Env.Arena, 0: none. The host
 	// allocates it once for each life of the engine and refuses what the machine does not have.
 	ArenaBytes int64
+	// Stats are what a StatsSource counts, at most MaxStats. Validate says what names are fit.
+	Stats []StatInfo
 }
 
 // Plugin is one connector, ready to be served as a process or opened in process.

@@ -40,6 +40,10 @@ func callName(m *kvportv1.SessionRequest) string {
 		return "consumed"
 	case *kvportv1.SessionRequest_Reset_:
 		return "reset"
+	case *kvportv1.SessionRequest_Stats:
+		return "stats"
+	case *kvportv1.SessionRequest_Events:
+		return "events"
 	}
 	return "close"
 }
@@ -112,6 +116,31 @@ func callScheduler(ctx context.Context, c *call, scheduler connector.Scheduler, 
 		return callPlan(ctx, scheduler, request.Plan, answer)
 	case *kvportv1.SessionRequest_Finish:
 		return callFinish(ctx, scheduler, request.Finish, answer)
+	case *kvportv1.SessionRequest_Reset_:
+		resetter, err := power[connector.Resetter](scheduler, connector.CanReset)
+		if err != nil {
+			return err
+		}
+		emptied, err := resetter.Reset(ctx)
+		answer.Result = &kvportv1.SessionResponse_Reset_{Reset_: &kvportv1.ResetResponse{Emptied: emptied}}
+		return err
+	}
+	return callBeside(ctx, c, scheduler, answer)
+}
+
+// beside reports a call that is made at the same time as others of the scheduler side, and is ended
+// when that closes.
+func beside(m *kvportv1.SessionRequest) bool {
+	switch m.GetCall().(type) {
+	case *kvportv1.SessionRequest_Consumed, *kvportv1.SessionRequest_Stats, *kvportv1.SessionRequest_Events:
+		return true
+	}
+	return false
+}
+
+// callBeside runs a call that does not wait for its turn.
+func callBeside(ctx context.Context, c *call, scheduler connector.Scheduler, answer *kvportv1.SessionResponse) error {
+	switch c.request.GetCall().(type) {
 	case *kvportv1.SessionRequest_Consumed:
 		holder, err := power[connector.Holder](scheduler, connector.CanHold)
 		if err != nil {
@@ -121,13 +150,21 @@ func callScheduler(ctx context.Context, c *call, scheduler connector.Scheduler, 
 		fault.Crash("sdk.consumed")
 		answer.Result = &kvportv1.SessionResponse_Consumed{Consumed: wire.ConsumedToProto(ids)}
 		return err
-	case *kvportv1.SessionRequest_Reset_:
-		resetter, err := power[connector.Resetter](scheduler, connector.CanReset)
+	case *kvportv1.SessionRequest_Stats:
+		source, err := power[connector.StatsSource](scheduler, connector.CanStat)
 		if err != nil {
 			return err
 		}
-		emptied, err := resetter.Reset(ctx)
-		answer.Result = &kvportv1.SessionResponse_Reset_{Reset_: &kvportv1.ResetResponse{Emptied: emptied}}
+		stats, err := source.Stats(ctx)
+		answer.Result = &kvportv1.SessionResponse_Stats{Stats: wire.StatsToProto(stats)}
+		return err
+	case *kvportv1.SessionRequest_Events:
+		source, err := power[connector.EventSource](scheduler, connector.CanEvents)
+		if err != nil {
+			return err
+		}
+		events, err := source.Events(ctx)
+		answer.Result = &kvportv1.SessionResponse_Events{Events: wire.EventsToProto(events)}
 		return err
 	}
 	return fmt.Errorf("%s is not for a scheduler side: %w", callName(c.request), connector.ErrIncompatible)

@@ -24,8 +24,8 @@ const maxCalls = 1024
 
 // session is one stream: one side of one engine rank.
 //
-// A reader takes messages off the stream and never waits for the connector. Worker calls and
-// Consumed run each on a goroutine of their own; all other calls of a scheduler run one after the
+// A reader takes messages off the stream and never waits for the connector. Worker calls, Consumed,
+// Stats and Events run each on a goroutine of their own; all other calls of a scheduler run one after the
 // other, in the order in which they arrived, on the lane.
 type session struct {
 	server *Server
@@ -190,7 +190,7 @@ func (s *session) serve(ctx context.Context, c *call) {
 func (s *session) serveClose(c *call) {
 	s.mu.Lock()
 	for _, other := range s.running {
-		if _, poll := other.request.GetCall().(*kvportv1.SessionRequest_Consumed); poll {
+		if beside(other.request) {
 			other.cancel()
 		}
 	}

@@ -18,15 +18,14 @@ type Definition struct {
 	Environment []string // environment variables that the process needs; nothing else is passed
 	Scope       connector.Scope
 	Groups      bool // the Store takes blocks of different sizes: it can serve caches of several groups
-	Reset       bool // the Store is a connector.Resetter too
-}
+	Reset       bool // the Store is a connector.Resetter too; short for Capabilities with CanReset
 
-// capabilities are those of the scheduler side.
-func (d *Definition) capabilities() connector.Capability {
-	if d.Reset {
-		return connector.CanReset
-	}
-	return 0
+	// Capabilities are the optional powers of the Store that open gives: CanReset for a method Reset
+	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch
+	// ([Watchable]). A Store that lacks one of them does not open.
+	Capabilities connector.Capability
+	Stats        []connector.StatInfo // what Stats counts
+	Medium       string               // BlockEvent.Medium of its blocks, such as "disk"
 }
 
 // FromStore makes a connector of a Store. C is the struct of its config, see [DecodeConfig]. If C has a
@@ -43,7 +42,10 @@ func (d *Definition) capabilities() connector.Capability {
 // Env.Arena: the same bytes for every life of the plugin in one life of the engine, never to be
 // trusted unverified (rules ARENA-01 to ARENA-04). It may be used until the Store's Close returns.
 func FromStore[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (connector.Store, error)) connector.Plugin {
-	stores := &stores{groups: d.Groups, arena: func(raw json.RawMessage) (int64, error) {
+	if d.Reset {
+		d.Capabilities |= connector.CanReset
+	}
+	stores := &stores{definition: d, arena: func(raw json.RawMessage) (int64, error) {
 		config, err := DecodeConfig[C](raw)
 		return arenaBytes(&config), err
 	}, open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
@@ -55,10 +57,10 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 	}}
 	return connector.Plugin{
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
-		Capabilities: d.capabilities(),
+		Capabilities: d.Capabilities,
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			config, err := DecodeConfig[C](raw)
-			info := connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.capabilities()}
+			info := connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.Capabilities, Stats: d.Stats}
 			if err != nil {
 				return info, err
 			}
@@ -66,14 +68,14 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 			if scoped, ok := any(config).(interface{ Scope() connector.Scope }); ok {
 				info.Scope = scoped.Scope()
 			}
-			return info, err
+			return info, d.check()
 		},
 		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			side, err := stores.side(ctx, env, raw)
 			if err != nil {
 				return nil, err
 			}
-			return schedulerOf(d.Reset, side)
+			return &storeScheduler{side, d.Capabilities}, nil
 		},
 		Worker: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
 			side, err := stores.side(ctx, env, raw)
@@ -98,6 +100,7 @@ type storeSide struct {
 	env   connector.Env
 	log   *slog.Logger
 	store connector.Store
+	watch *watch       // nil without CanEvents
 	free  func() error // gives the reference to the store back
 }
 
@@ -118,8 +121,11 @@ func (s *stores) side(ctx context.Context, env connector.Env, raw json.RawMessag
 	if env.Log == nil {
 		env.Log = slog.New(slog.DiscardHandler)
 	}
-	store, free, err := s.acquire(ctx, env, raw)
-	return storeSide{env: env, log: env.Log, store: store, free: free}, err
+	shared, free, err := s.acquire(ctx, env, raw)
+	if err != nil {
+		return storeSide{}, err
+	}
+	return storeSide{env: env, log: env.Log, store: shared.store, watch: shared.watch, free: free}, nil
 }
 
 // fits refuses caches whose groups a Store cannot serve.
@@ -127,7 +133,7 @@ func (s *stores) fits(groups []connector.Group) error {
 	switch n := len(groups); {
 	case n == 0:
 		return fmt.Errorf("the cache has no group: %w", connector.ErrIncompatible)
-	case !s.groups && (n > 1 || groups[0].Policy != connector.PolicyAll):
+	case !s.definition.Groups && (n > 1 || groups[0].Policy != connector.PolicyAll):
 		return fmt.Errorf("the cache has %d groups, this store needs one of full attention: %w", n, connector.ErrIncompatible)
 	}
 	for i, g := range groups {
@@ -139,33 +145,9 @@ func (s *stores) fits(groups []connector.Group) error {
 	return nil
 }
 
-type storeScheduler struct{ storeSide }
-
-// schedulerOf is the scheduler side of a store that can forget, or cannot.
-func schedulerOf(reset bool, side storeSide) (connector.Scheduler, error) {
-	if !reset {
-		return &storeScheduler{side}, nil
-	}
-	r, ok := connector.As[connector.Resetter](side.store)
-	if !ok {
-		return nil, errors.Join(fmt.Errorf("the store cannot reset, as it was declared: %w", connector.ErrIncompatible), side.Close())
-	}
-	return &resetScheduler{storeScheduler{side}, r}, nil
-}
-
-// resetScheduler is the scheduler side of a store that can forget.
-type resetScheduler struct {
-	storeScheduler
-	store connector.Resetter
-}
-
-// Reset implements connector.Resetter.
-func (s *resetScheduler) Reset(ctx context.Context) (emptied bool, err error) {
-	err = guard(s.log, "reset", func() (err error) {
-		emptied, err = s.store.Reset(ctx)
-		return err
-	})
-	return emptied, err
+type storeScheduler struct {
+	storeSide
+	powers connector.Capability
 }
 
 // Match implements connector.Scheduler.
@@ -319,7 +301,7 @@ func (w *storeWorker) Save(ctx context.Context, t *connector.Transfer, kv *conne
 	if len(items) == 0 {
 		return nil
 	}
-	return blockError(guard(w.log, "put", func() error { return w.store.Put(ctx, items) }), blocks)
+	return blockError(w.put(ctx, items, t), blocks)
 }
 
 // items are the full blocks of a transfer, their ids, and the ids of the partial ones.

@@ -14,9 +14,9 @@ import (
 
 // stores keeps one Store for each engine epoch and config. The zero value with open set is ready.
 type stores struct {
-	open   func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error)
-	groups bool                                     // Definition.Groups
-	arena  func(raw json.RawMessage) (int64, error) // the size that a config asks for
+	open       func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error)
+	definition Definition
+	arena      func(raw json.RawMessage) (int64, error) // the size that a config asks for
 
 	mu    sync.Mutex
 	byKey map[storeID]*sharedStore
@@ -35,12 +35,13 @@ type sharedStore struct {
 	ready chan struct{} // closed when store or err is set
 	gone  chan struct{} // closed when it was closed and has left the table
 	store connector.Store
+	watch *watch // nil without CanEvents
 	err   error
 }
 
 // acquire opens the Store of an engine's epoch and config, or joins the open one. free gives it
 // back; the last one to do so closes it and gets its error.
-func (s *stores) acquire(ctx context.Context, env connector.Env, raw json.RawMessage) (_ connector.Store, free func() error, _ error) {
+func (s *stores) acquire(ctx context.Context, env connector.Env, raw json.RawMessage) (_ *sharedStore, free func() error, _ error) {
 	if err := env.Validate(); err != nil {
 		return nil, nil, err
 	}
@@ -63,7 +64,7 @@ func (s *stores) acquire(ctx context.Context, env connector.Env, raw json.RawMes
 		switch {
 		case closing:
 		case e.err == nil:
-			return e.store, sync.OnceValue(func() error { return s.release(id, e, env.Log) }), nil
+			return e, sync.OnceValue(func() error { return s.release(id, e, env.Log) }), nil
 		case first || ctx.Err() != nil || !isDone(e.err):
 			return nil, nil, e.err
 		}
@@ -110,6 +111,18 @@ func (s *stores) start(ctx context.Context, id storeID, e *sharedStore, env conn
 	})
 	if e.err == nil && e.store == nil {
 		e.err = fmt.Errorf("open gave no store: %w", connector.ErrIncompatible)
+	}
+	if e.err == nil {
+		if e.err = s.definition.has(e.store); e.err != nil {
+			e.err = errors.Join(e.err, guard(env.Log, "close", e.store.Close))
+		}
+	}
+	if e.err == nil && s.definition.Capabilities&connector.CanEvents != 0 {
+		e.watch = newWatch(&s.definition, &env)
+		e.err = guard(env.Log, "watch", func() error {
+			e.store.(Watchable).Watch(e.watch.removed) // has saw it
+			return nil
+		})
 	}
 	if e.err != nil {
 		e.store = nil

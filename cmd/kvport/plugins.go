@@ -167,6 +167,13 @@ func writeManifest(w io.Writer, b *host.Binary, hash string) error {
 	if scope == "" {
 		scope = "depends on the config"
 	}
+	arena := "none"
+	switch {
+	case m.ArenaBytes > 0:
+		arena = fmt.Sprintf("%d bytes", m.ArenaBytes)
+	case m.Scope == "": // it says nothing without a config
+		arena = "depends on the config"
+	}
 	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	for _, line := range [][2]string{
 		{"name", m.Name},
@@ -178,6 +185,8 @@ func writeManifest(w io.Writer, b *host.Binary, hash string) error {
 		{"capabilities", list(m.Capabilities)},
 		{"scope", scope},
 		{"environment it sees", list(m.Environment)},
+		{"arena", arena},
+		{"metrics of its own", list(m.Stats)},
 	} {
 		fmt.Fprintf(table, "%s\t%s\n", line[0], printable(line[1]))
 	}

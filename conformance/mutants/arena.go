@@ -24,8 +24,7 @@ const arenaSize = 1 << 20
 // record that was begun is none, and one that was damaged is passed over or ends the log.
 type arenaLog struct {
 	mem   []byte
-	end   int // of the records
-	sides int
+	end   int           // of the records
 	begun bool          // a mutant: the magic is written first
 	pause time.Duration // of a mutant, in the middle of a record
 }

@@ -78,7 +78,7 @@ func saveFaults() []fault {
 					return err
 				}
 				key, data := c.key(b), slices.Concat(spans...)
-				time.AfterFunc(40*time.Millisecond, func() { c.backend.put(key, data, false, &arenaLog{}) })
+				time.AfterFunc(40*time.Millisecond, func() { c.backend.put(key, data, false, &life{}) })
 			}
 			return nil
 		})},
@@ -90,7 +90,7 @@ func saveFaults() []fault {
 		{"stores half a block when cancelled", "cancelled-save", onSave(func(c call) error {
 			if c.ctx.Err() != nil {
 				for _, b := range c.t.Blocks {
-					c.backend.put(c.key(b), make([]byte, 100), false, c.log)
+					c.backend.put(c.key(b), make([]byte, 100), false, c.life)
 				}
 			}
 			return c.rightSave()

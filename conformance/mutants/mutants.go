@@ -23,7 +23,7 @@ type Mutant struct {
 func All() []Mutant {
 	out := slices.Concat(badStores(), fileMutants(), arenaMutants(), remoteMutants(), offloadMutants())
 	lists := [][]fault{
-		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(),
+		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(), statFaults(), eventFaults(),
 		lifeFaults(), rankFaults(), rankOrderFaults(), groupFaults(), hostileFaults(),
 	}
 	for _, list := range lists {
@@ -53,6 +53,8 @@ type badScheduler struct {
 	finish   func(context.Context, []connector.Ended) ([]connector.Hold, error)
 	consumed func(context.Context) ([]connector.HoldID, error)
 	reset    func(context.Context) (bool, error)
+	stats    func(context.Context) ([]connector.Stat, error)
+	events   func(context.Context) ([]connector.BlockEvent, error)
 }
 
 // Match implements connector.Scheduler.
@@ -93,6 +95,22 @@ func (s *badScheduler) Reset(ctx context.Context) (bool, error) {
 		return s.reset(ctx)
 	}
 	return s.scheduler.Reset(ctx)
+}
+
+// Stats implements connector.StatsSource.
+func (s *badScheduler) Stats(ctx context.Context) ([]connector.Stat, error) {
+	if s.stats != nil {
+		return s.stats(ctx)
+	}
+	return s.scheduler.Stats(ctx)
+}
+
+// Events implements connector.EventSource.
+func (s *badScheduler) Events(ctx context.Context) ([]connector.BlockEvent, error) {
+	if s.events != nil {
+		return s.events(ctx)
+	}
+	return s.scheduler.Events(ctx)
 }
 
 // badWorker is a worker side with some calls replaced.

@@ -17,7 +17,7 @@ import (
 )
 
 // allPowers is every optional interface.
-const allPowers = connector.CanPlan | connector.CanHold | connector.CanReset
+const allPowers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents
 
 // Reference is a correct connector with every optional power. It keeps blocks in memory; engines
 // that were opened with the same value see each other.
@@ -33,7 +33,7 @@ func Private() connector.Plugin {
 func newBackend() *backend {
 	return &backend{
 		blocks: map[connector.StoreKey][]byte{}, holds: map[connector.HoldID]*hold{}, key: connector.NewStoreKey,
-		arenas: map[*byte]*arenaLog{},
+		lives: map[*byte]*life{},
 	}
 }
 
@@ -66,7 +66,8 @@ func (b *backend) plugin(w wrappers) connector.Plugin {
 		Name: "ReferenceConnector", Version: "1", Capabilities: allPowers, Schema: sdk.SchemaOf[config](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			info := connector.Info{
-				Name: "ReferenceConnector", Capabilities: allPowers, Groups: true, Scope: connector.ScopeNode, ArenaBytes: arenaSize,
+				Name: "ReferenceConnector", Capabilities: allPowers, Groups: true, Scope: connector.ScopeNode,
+				ArenaBytes: arenaSize, Stats: statInfos(),
 			}
 			if w.info != nil {
 				w.info(&info)
@@ -80,7 +81,7 @@ func (b *backend) plugin(w wrappers) connector.Plugin {
 			if err := errors.Join(w.decode(raw), w.check(&env)); err != nil {
 				return nil, err
 			}
-			s := &scheduler{backend: b, env: env, log: b.join(env.Arena)}
+			s := &scheduler{backend: b, env: env, life: b.join(env.Arena)}
 			if w.scheduler != nil {
 				return w.scheduler(s), nil
 			}
@@ -90,7 +91,7 @@ func (b *backend) plugin(w wrappers) connector.Plugin {
 			if err := errors.Join(w.decode(raw), w.check(&env)); err != nil {
 				return nil, err
 			}
-			k := &worker{backend: b, env: env, log: b.join(env.Arena)}
+			k := &worker{backend: b, env: env, life: b.join(env.Arena)}
 			if w.worker != nil {
 				return w.worker(k), nil
 			}
@@ -105,7 +106,7 @@ type backend struct {
 	blocks map[connector.StoreKey][]byte // spans back to back
 	holds  map[connector.HoldID]*hold
 	last   connector.HoldID
-	arenas map[*byte]*arenaLog // those in use
+	lives  map[*byte]*life // those in use
 
 	// key derives where a shard of a block is stored.
 	key func(connector.BlockKey, connector.Fingerprint, uint16, connector.Shard) connector.StoreKey
@@ -123,39 +124,40 @@ func (b *backend) get(k connector.StoreKey) ([]byte, bool) {
 	return data, ok
 }
 
-func (b *backend) put(k connector.StoreKey, data []byte, replace bool, log *arenaLog) {
+func (b *backend) put(k connector.StoreKey, data []byte, replace bool, life *life) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if _, known := b.blocks[k]; !known || replace {
 		b.blocks[k] = data
-		log.add(k, data)
+		life.add(k, data)
 	}
 }
 
-// join gives the log in an arena, and what it holds to the backend. The last to leave forgets it.
-func (b *backend) join(arena []byte) *arenaLog {
+// join gives the life of an engine, known by its arena, and what that holds to the backend. The last
+// to leave forgets it.
+func (b *backend) join(arena []byte) *life {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	first := unsafe.SliceData(arena)
-	log := b.arenas[first]
-	if log == nil {
-		log = &arenaLog{mem: arena}
-		b.arenas[first] = log
-		log.recover(func(k connector.StoreKey, data []byte, sound bool) {
+	l := b.lives[first]
+	if l == nil {
+		l = newLife(arena)
+		b.lives[first] = l
+		l.recover(func(k connector.StoreKey, data []byte, sound bool) {
 			if sound {
 				b.blocks[k] = data
 			}
 		})
 	}
-	log.sides++
-	return log
+	l.sides++
+	return l
 }
 
-func (b *backend) leave(log *arenaLog) {
+func (b *backend) leave(l *life) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if log.sides--; log.sides == 0 {
-		delete(b.arenas, unsafe.SliceData(log.mem))
+	if l.sides--; l.sides == 0 {
+		delete(b.lives, unsafe.SliceData(l.mem))
 	}
 }
 
@@ -163,7 +165,7 @@ func (b *backend) leave(log *arenaLog) {
 type scheduler struct {
 	backend *backend
 	env     connector.Env
-	log     *arenaLog
+	life    *life
 	left    sync.Once
 
 	once    sync.Once
@@ -290,15 +292,17 @@ func (s *scheduler) Reset(context.Context) (bool, error) {
 	s.backend.mu.Lock()
 	defer s.backend.mu.Unlock()
 	clear(s.backend.blocks)
-	for _, log := range s.backend.arenas {
-		log.clear()
+	for _, l := range s.backend.lives {
+		l.clear()
+		clear(l.told)
+		l.tell(connector.BlocksCleared)
 	}
 	return true, nil
 }
 
 // Close implements connector.Scheduler.
 func (s *scheduler) Close() error {
-	s.left.Do(func() { s.backend.leave(s.log) })
+	s.left.Do(func() { s.backend.leave(s.life) })
 	return nil
 }
 
@@ -306,7 +310,7 @@ func (s *scheduler) Close() error {
 type worker struct {
 	backend *backend
 	env     connector.Env
-	log     *arenaLog
+	life    *life
 	left    sync.Once
 }
 
@@ -380,13 +384,14 @@ func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.
 		if err != nil {
 			return err
 		}
-		w.backend.put(w.key(b), slices.Concat(spans...), t.Replace, w.log)
+		w.backend.put(w.key(b), slices.Concat(spans...), t.Replace, w.life)
+		w.note(b)
 	}
 	return nil
 }
 
 // Close implements connector.Worker.
 func (w *worker) Close() error {
-	w.left.Do(func() { w.backend.leave(w.log) })
+	w.left.Do(func() { w.backend.leave(w.life) })
 	return nil
 }

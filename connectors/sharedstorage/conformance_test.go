@@ -15,7 +15,10 @@ import (
 )
 
 func plugin() connector.Plugin {
-	d := sdk.Definition{Name: "shared storage in a test", Version: "test", Scope: sharedstorage.Scope, Groups: true}
+	d := sdk.Definition{
+		Name: "shared storage in a test", Version: "test", Scope: sharedstorage.Scope, Groups: true,
+		Capabilities: sharedstorage.Capabilities, Stats: sharedstorage.StatInfos(), Medium: sharedstorage.Medium,
+	}
 	return sdk.FromStore(d, sharedstorage.Open)
 }
 

@@ -70,6 +70,13 @@ func (b *budget) settle(n int64, onDisk bool) {
 	}
 }
 
+// known is how many bytes there are, if that was ever found out.
+func (b *budget) known() (int64, bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.used, b.scanned
+}
+
 // forget makes the next reservation scan the folder.
 func (b *budget) forget() {
 	b.mu.Lock()

@@ -87,6 +87,7 @@ func (s *Store) reopen(old *dir) error {
 	s.budget.forget()
 	s.dir, s.wait = d, firstWait
 	s.reopened.Add(1)
+	s.removed(nil)
 	return nil
 }
 

@@ -27,7 +27,7 @@ func TestFolderDeletedWhileRunning(t *testing.T) {
 	require.ErrorIs(t, get(t, s, item(1)), connector.ErrGone)
 	put(t, s, item(2))
 	require.NoError(t, get(t, s, item(2)))
-	require.EqualValues(t, 1, s.Stats().Reopened)
+	require.EqualValues(t, 1, s.Counts().Reopened)
 }
 
 func TestFolderReplacedByAnotherEngine(t *testing.T) {
@@ -51,7 +51,7 @@ func TestShardDeletedWhileRunning(t *testing.T) {
 	again.Replace = true
 	put(t, s, again)
 	require.NoError(t, get(t, s, again))
-	require.Zero(t, s.Stats().Reopened)
+	require.Zero(t, s.Counts().Reopened)
 }
 
 func TestFolderCannotComeBack(t *testing.T) {
@@ -80,7 +80,7 @@ func TestReadOnlyByConfig(t *testing.T) {
 	require.Equal(t, 1, lookup(t, s, 1))
 	require.NoError(t, get(t, s, item(1)))
 	require.ErrorIs(t, s.Put(t.Context(), []connector.Item{item(2)}), ErrReadOnly)
-	require.EqualValues(t, 1, s.Stats().Refused)
+	require.EqualValues(t, 1, s.Counts().Refused)
 	after, _ := files(t, dir)
 	require.Equal(t, before, after)
 }
@@ -98,7 +98,7 @@ func TestReadOnlyFolderIsNoticed(t *testing.T) {
 		require.ErrorIs(t, s.Put(t.Context(), []connector.Item{item(10 + n)}), ErrReadOnly)
 	}
 	require.Equal(t, 1, strings.Count(log.String(), "cannot be written"))
-	require.EqualValues(t, 5, s.Stats().Refused)
+	require.EqualValues(t, 5, s.Counts().Refused)
 	require.NoError(t, get(t, s, item(1)))
 
 	s.write, s.locked = writeItem, time.Now() // as after the wait

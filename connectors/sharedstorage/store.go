@@ -35,13 +35,6 @@ const (
 // ErrReadOnly is the cause of every failed Put while the folder cannot be written.
 var ErrReadOnly = errors.New("shared storage is read-only")
 
-// Stats counts what a Store did since it was opened.
-type Stats struct {
-	Loaded, Saved, Known       uint64 // files read, files written, saves of blocks that were there
-	Corrupt, Evicted, Refused  uint64 // damaged files found, files evicted, saves refused as read-only
-	Reopened, StaleTemporaries uint64
-}
-
 // Store is a connector.Store over one folder.
 type Store struct {
 	config Config
@@ -63,7 +56,10 @@ type Store struct {
 	wait    time.Duration
 	locked  time.Time // until then Put is refused without an attempt
 
+	removed func([]connector.StoreKey) // of Watch
+
 	loaded, saved, known, corrupt, evicted, refused, reopened, stale atomic.Uint64
+	loadedBytes, savedBytes                                          atomic.Uint64
 }
 
 // Open opens the folder of config; env's log is used for what an operator should know. Errors name
@@ -89,20 +85,11 @@ func newStore(log *slog.Logger, config Config) (*Store, error) {
 	s := &Store{
 		config: config, log: log, dir: d, writer: hex.EncodeToString(id[:]),
 		slots: make(chan struct{}, config.Workers), write: writeItem, wait: firstWait,
-		budget: budget{max: config.MaxBytes},
+		budget: budget{max: config.MaxBytes}, removed: func([]connector.StoreKey) {},
 	}
 	fault.Crash("store.open.sweep")
 	s.stale.Add(uint64(d.sweep(time.Now())))
 	return s, nil
-}
-
-// Stats gives the counts so far.
-func (s *Store) Stats() Stats {
-	return Stats{
-		Loaded: s.loaded.Load(), Saved: s.saved.Load(), Known: s.known.Load(),
-		Corrupt: s.corrupt.Load(), Evicted: s.evicted.Load(), Refused: s.refused.Load(),
-		Reopened: s.reopened.Load(), StaleTemporaries: s.stale.Load(),
-	}
 }
 
 // Close implements connector.Store.
@@ -197,10 +184,12 @@ func (s *Store) get(d *dir, it connector.Item) error {
 		s.log.Warn("damaged block file", "key", fileName(it.Key), "error", err, "removed", !s.config.ReadOnly)
 		if !s.config.ReadOnly {
 			d.remove(it.Key)
+			s.removed([]connector.StoreKey{it.Key})
 		}
 	}
 	if err == nil {
 		s.loaded.Add(1)
+		s.loadedBytes.Add(uint64(headerSize + it.Size()))
 	}
 	return err
 }
@@ -242,6 +231,9 @@ func (s *Store) put(d *dir, it connector.Item) error {
 		s.index.drop(k)
 	}
 	s.evicted.Add(uint64(len(gone)))
+	if len(gone) > 0 {
+		s.removed(gone)
+	}
 	if err != nil {
 		return err
 	}
@@ -249,6 +241,7 @@ func (s *Store) put(d *dir, it connector.Item) error {
 	s.budget.settle(size, err == nil)
 	if err == nil {
 		s.saved.Add(1)
+		s.savedBytes.Add(uint64(size))
 		s.unlock()
 	}
 	return err

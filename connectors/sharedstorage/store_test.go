@@ -145,7 +145,7 @@ func TestKnownBlocksAreNotWrittenAgain(t *testing.T) {
 	s := open(t, Config{Path: t.TempDir()})
 	put(t, s, item(1))
 	put(t, s, item(1))
-	require.Equal(t, Stats{Saved: 1, Known: 1}, s.Stats())
+	require.Equal(t, Counts{Saved: 1, Known: 1, SavedBytes: uint64(headerSize + item(1).Size())}, s.Counts())
 
 	changed := item(1)
 	changed.Spans[0][5] ^= 1
@@ -165,7 +165,7 @@ func TestCrashLeftovers(t *testing.T) {
 		require.NoError(t, os.Chtimes(path, then, then))
 	}
 	again := open(t, Config{Path: dir})
-	require.EqualValues(t, 2, again.Stats().StaleTemporaries)
+	require.EqualValues(t, 2, again.Counts().StaleTemporaries)
 	names, _ := files(t, dir)
 	require.ElementsMatch(t, []string{filepath.Join(dir, tmpName, "alive"), s.pathOf(keyOf(1))}, names)
 }
@@ -199,8 +199,8 @@ func TestTwoStoresRaceOnOneFolder(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	require.Zero(t, stores[0].Stats().Corrupt+stores[1].Stats().Corrupt)
-	require.NotZero(t, stores[0].Stats().Evicted+stores[1].Stats().Evicted)
+	require.Zero(t, stores[0].Counts().Corrupt+stores[1].Counts().Corrupt)
+	require.NotZero(t, stores[0].Counts().Evicted+stores[1].Counts().Evicted)
 	names, _ := files(t, filepath.Join(dir, tmpName))
 	require.Empty(t, names)
 }
@@ -222,7 +222,7 @@ func TestEvictionKeepsTheCap(t *testing.T) {
 	require.Equal(t, 1, lookup(t, s, 0))
 	require.Equal(t, 0, lookup(t, s, 1))
 	require.Equal(t, 1, lookup(t, s, 24))
-	require.NotZero(t, s.Stats().Evicted)
+	require.NotZero(t, s.Counts().Evicted)
 
 	err := s.Put(t.Context(), []connector.Item{item(99, int(s.config.MaxBytes))})
 	require.ErrorContains(t, err, "max_bytes")
@@ -322,7 +322,7 @@ func TestDamagedFilesAreFoundAndRemoved(t *testing.T) {
 
 				s := open(t, Config{Path: dir, ReadOnly: readOnly})
 				require.ErrorIs(t, get(t, s, item(1)), connector.ErrCorrupt)
-				require.EqualValues(t, 1, s.Stats().Corrupt)
+				require.EqualValues(t, 1, s.Counts().Corrupt)
 				if readOnly {
 					require.FileExists(t, path)
 				} else {

@@ -116,7 +116,7 @@ func TestEnumIsCapabilityBit(t *testing.T) {
 		require.Equal(t, strings.ToLower(strings.TrimPrefix(name, "CAPABILITY_")), bit.String())
 		all |= bit
 	}
-	require.Equal(t, connector.CanPlan|connector.CanHold|connector.CanReset, all)
+	require.Equal(t, connector.CanPlan|connector.CanHold|connector.CanReset|connector.CanStat|connector.CanEvents, all)
 	require.NotContains(t, all.String(), "bit")
 	require.Contains(t, (all + 1).String(), "bit", "a bit of package connector has no enum value")
 }
@@ -135,4 +135,9 @@ func TestEnumsAreContractNumbers(t *testing.T) {
 	require.EqualValues(t, connector.ReasonLength, kvportv1.Reason_REASON_LENGTH)
 	require.EqualValues(t, connector.ReasonAbort, kvportv1.Reason_REASON_ABORT)
 	require.EqualValues(t, connector.ReasonError, kvportv1.Reason_REASON_ERROR)
+	require.EqualValues(t, connector.Counter, kvportv1.StatKind_STAT_KIND_COUNTER)
+	require.EqualValues(t, connector.Gauge, kvportv1.StatKind_STAT_KIND_GAUGE)
+	require.EqualValues(t, connector.BlocksStored, kvportv1.BlockEventKind_BLOCK_EVENT_KIND_STORED)
+	require.EqualValues(t, connector.BlocksRemoved, kvportv1.BlockEventKind_BLOCK_EVENT_KIND_REMOVED)
+	require.EqualValues(t, connector.BlocksCleared, kvportv1.BlockEventKind_BLOCK_EVENT_KIND_CLEARED)
 }

@@ -20,6 +20,7 @@ type Manifest struct {
 	Environment      []string        `json:"environment"`
 	Scope            string          `json:"scope,omitempty"` // empty where it depends on the config
 	ArenaBytes       int64           `json:"arena_bytes,omitempty"`
+	Stats            []string        `json:"stats,omitempty"` // names of its metrics, after kvport_connector_
 	ConfigSchema     json.RawMessage `json:"config_schema,omitempty"`
 }
 
@@ -32,6 +33,9 @@ func NewManifest(p *connector.Plugin, info *connector.Info) *Manifest {
 	if info != nil {
 		m.Capabilities, m.Scope = capabilityNames(info.Capabilities), info.Scope.String()
 		m.ArenaBytes = info.ArenaBytes
+		for _, s := range info.Stats {
+			m.Stats = append(m.Stats, s.Name)
+		}
 	}
 	return m
 }

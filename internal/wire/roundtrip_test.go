@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"fmt"
 	"math"
 	"strings"
 	"testing"
@@ -157,9 +158,18 @@ func TestAnswersRoundTrip(t *testing.T) {
 		require.Equal(t, ids, gotIDs)
 
 		info := connector.Info{
-			Name: "x" + rapid.StringN(0, 20, 100).Draw(t, "name"), Capabilities: connector.Capability(rapid.Uint64Range(0, 7).Draw(t, "capabilities")),
+			Name: "x" + rapid.StringN(0, 20, 100).Draw(t, "name"), Capabilities: connector.Capability(rapid.Uint64Range(0, 31).Draw(t, "capabilities")),
 			Layouts: some(t, "layouts", rapid.StringN(0, 20, 100)), Groups: rapid.Bool().Draw(t, "groups"),
 			Scope: connector.Scope(rapid.IntRange(1, 3).Draw(t, "scope")), Lossy: rapid.Bool().Draw(t, "lossy"),
+			ArenaBytes: rapid.Int64Range(0, MaxArena).Draw(t, "arena"),
+		}
+		for i := range rapid.IntRange(0, connector.MaxStats).Draw(t, "stats") {
+			info.Stats = append(info.Stats, connector.StatInfo{
+				Name: fmt.Sprintf("n%d_total", i), Kind: connector.Counter, Help: rapid.StringN(0, 20, 100).Draw(t, "help"),
+			})
+		}
+		if len(info.Stats) > 0 {
+			info.Stats[0] = connector.StatInfo{Name: "level", Kind: connector.Gauge, Labels: []string{"a", "b"}}
 		}
 		gotInfo, err := InfoFromProto(over(t, InfoToProto(&info)))
 		require.NoError(t, err)
@@ -239,5 +249,47 @@ func TestManifestRoundTrip(t *testing.T) {
 	for _, bad := range []string{``, `null`, `[]`, `{}`, `{"name":""}`, `{"name":"a/b"}`, `{"name":1}`, `{"name":"` + strings.Repeat("x", MaxName+1) + `"}`} {
 		_, err := ParseManifest([]byte(bad))
 		require.ErrorIs(t, err, ErrMalformed, bad)
+	}
+}
+
+func TestPowersRoundTrip(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		stats := some(t, "stats", rapid.Custom(func(t *rapid.T) connector.Stat {
+			return connector.Stat{
+				Name: "n_total", Value: rapid.Float64Range(-1e9, 1e9).Draw(t, "value"),
+			}
+		}))
+		for i := range stats {
+			if i%2 == 0 {
+				stats[i].Labels = []string{"a", ""}
+			}
+		}
+		gotStats, err := StatsFromProto(over(t, StatsToProto(stats)))
+		require.NoError(t, err)
+		require.Equal(t, stats, gotStats)
+
+		events := some(t, "events", rapid.Custom(func(t *rapid.T) connector.BlockEvent {
+			e := connector.BlockEvent{
+				Seq: rapid.Uint64().Draw(t, "seq"), Kind: connector.BlockEventKind(rapid.IntRange(1, 3).Draw(t, "kind")),
+				Medium: rapid.StringN(0, 20, connector.MaxMedium).Draw(t, "medium"), Scope: connector.Scope(rapid.IntRange(1, 3).Draw(t, "scope")),
+			}
+			if e.Kind != connector.BlocksCleared {
+				e.Keys = []connector.BlockKey{bytes32().Draw(t, "key")}
+			}
+			return e
+		}))
+		gotEvents, err := EventsFromProto(over(t, EventsToProto(events)))
+		require.NoError(t, err)
+		require.Equal(t, events, gotEvents)
+	})
+	o := testOpen()
+	o.Arena = Region{FD: 5, Size: 4096}
+	for _, side := range []kvportv1.Side{kvportv1.Side_SIDE_WORKER, kvportv1.Side_SIDE_SCHEDULER} {
+		if o.Side = side; side == kvportv1.Side_SIDE_SCHEDULER {
+			o.Regions, o.Env.Rank = nil, 0
+		}
+		got, err := OpenFromProto(over(t, OpenToProto(o)))
+		require.NoError(t, err)
+		require.Equal(t, o, got)
 	}
 }

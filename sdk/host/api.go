@@ -28,6 +28,10 @@ type Options struct {
 	PluginPath []string // folders in which to look for kvport-* binaries, in order
 	Log        *slog.Logger
 	Metrics    prometheus.Registerer
+	// BlockEvents gets what a connector with CanEvents says of its blocks; nil: it is not asked. The
+	// host never waits for the reader: what finds no room in the channel is dropped and counted, and
+	// the next report has Gap set. The host does not close it.
+	BlockEvents chan<- BlockReport
 
 	// Started, unless nil, is told of every process of the plugin before a side of it is opened, so
 	// before it is asked to touch a block. pidfd is only lent for the call. An error ends the process,

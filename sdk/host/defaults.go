@@ -96,4 +96,6 @@ const (
 	firstRetry     = 5 * time.Millisecond   // after ErrBusy and Later, doubled each time
 	slowestRetry   = 200 * time.Millisecond
 	readerWait     = time.Second // for the last events to be read
+	statsEvery     = time.Second // a connector is asked for its numbers
+	statsWait      = time.Second // for them
 )

@@ -29,6 +29,7 @@ type Manifest struct {
 	Environment      []string        `json:"environment"` // names of the variables it wants to see
 	Scope            string          `json:"scope,omitempty"`
 	ArenaBytes       int64           `json:"arena_bytes,omitempty"` // memory that it asks the host for, with an empty config
+	Stats            []string        `json:"stats,omitempty"`       // names of its metrics, after kvport_connector_
 	ConfigSchema     json.RawMessage `json:"config_schema,omitempty"`
 }
 

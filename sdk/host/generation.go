@@ -89,6 +89,14 @@ func (g *generation) serve() {
 		g.work.Add(1)
 		go g.watchHolds(life)
 	}
+	if g.caps&connector.CanStat != 0 {
+		g.work.Add(1)
+		go g.watchStats(life)
+	}
+	if g.caps&connector.CanEvents != 0 && g.h.news.out != nil {
+		g.work.Add(1)
+		go g.watchEvents(life)
+	}
 	list := []io.Closer{g.sched}
 	for _, w := range g.workers {
 		list = append(list, w)

@@ -33,6 +33,8 @@ type Host struct {
 	tickets *ticketOffice
 	metrics *metrics
 	events  *eventQueue
+	stats   *connectorStats
+	news    newsDesk
 	broke   atomic.Uint64 // answers that broke the protocol
 
 	mu       sync.Mutex // guards all below; never held across a call to the plugin
@@ -64,7 +66,8 @@ type Host struct {
 // it meanwhile.
 func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, error) {
 	h := &Host{
-		cfg: cfg, eng: eng, opts: opts, log: opts.Log,
+		cfg: cfg, eng: eng, opts: opts, log: opts.Log, news: newsDesk{out: opts.BlockEvents},
+		stats:    newConnectorStats("", nil),
 		requests: map[connector.RequestID]*asked{},
 		drained:  make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
@@ -141,7 +144,24 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	if h.info.Lossy {
 		h.log.Warn("loaded blocks are not verified: the connector may change their bytes", "connector", h.info.Name)
 	}
+	if err := h.showStats(); err != nil {
+		first.proc.Kill()
+		h.metrics.close()
+		return nil, errors.Join(err, h.src.close())
+	}
 	return h.generation(first), nil
+}
+
+// showStats makes metrics of what the connector declares.
+func (h *Host) showStats() error {
+	h.stats = newConnectorStats(h.info.Name, h.info.Stats)
+	if len(h.info.Stats) == 0 {
+		return nil
+	}
+	if err := h.metrics.add(h.stats); err != nil {
+		return fmt.Errorf("%w: the stats of %s cannot be metrics: %w", ErrConfig, h.info.Name, err)
+	}
+	return nil
 }
 
 // source is where the processes of the plugin that cfg names come from.

@@ -84,6 +84,7 @@ type rigOptions struct {
 	engine   string
 	shape    string
 	path     string
+	events   chan BlockReport
 }
 
 func (o rigOptions) config(t *testing.T) *Config {
@@ -131,7 +132,7 @@ func (o *rigOptions) build(t *testing.T) (*Config, Engine, Options) {
 		t.Cleanup(func() { require.NoError(t, r.Close()) })
 		eng.Ranks = append(eng.Ranks, r)
 	}
-	opts := Options{PluginPath: []string{pluginFolder}, Metrics: prometheus.NewRegistry()}
+	opts := Options{PluginPath: []string{pluginFolder}, Metrics: prometheus.NewRegistry(), BlockEvents: o.events}
 	if testing.Verbose() {
 		opts.Log = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	}

@@ -26,6 +26,8 @@ type metrics struct {
 	info       prometheus.Gauge
 	arena      prometheus.Gauge
 	children   *childMetrics
+	events     prometheus.Counter // of blocks
+	lost       prometheus.Counter
 
 	name       string
 	seen       book.Counters
@@ -61,6 +63,8 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		violations: counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
 		retries:    counter("kvport_transfer_retries_total", "Transfer calls that were started again."),
 		kills:      counter("kvport_plugin_deadline_kills_total", "Plugins killed for a passed transfer deadline."),
+		events:     counter("kvport_block_events_total", "Events of blocks that the connector has reported."),
+		lost:       counter("kvport_block_events_lost_total", "Events of blocks that were lost before anybody read them."),
 		copied: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvport_landing_copied_bytes_total", Help: "KV bytes copied between cache and landing memory (trust level staged).",
 		}, []string{"connector", "direction"}),
@@ -86,7 +90,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 	}
 	for _, c := range append(m.children.all(), []prometheus.Collector{
 		m.bytes, m.seconds, m.failed, m.refused, m.released, m.restarts, m.integrity, m.violations, m.retries, m.kills, m.match,
-		m.copied, m.landing, m.info, m.arena,
+		m.copied, m.landing, m.info, m.arena, m.events, m.lost,
 	}...) {
 		if err := registry.Register(c); err != nil {
 			m.close()
@@ -99,6 +103,18 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		m.failed.WithLabelValues(name, direction)
 	}
 	return m, nil
+}
+
+// add shows what else there is to show; close takes it away.
+func (m *metrics) add(c prometheus.Collector) error {
+	if m.registry == nil {
+		return nil
+	}
+	if err := m.registry.Register(c); err != nil {
+		return err
+	}
+	m.registered = append(m.registered, c)
+	return nil
 }
 
 // moved counts the end of a transfer.

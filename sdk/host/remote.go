@@ -164,6 +164,28 @@ func (p *schedulerProxy) Reset(ctx context.Context) (bool, error) {
 	})
 }
 
+// Stats implements connector.StatsSource.
+func (p *schedulerProxy) Stats(ctx context.Context) ([]connector.Stat, error) {
+	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Stats{Stats: &kvportv1.StatsRequest{}}}
+	return ask(ctx, p.session, "stats", req, func(r *reply) ([]connector.Stat, error) {
+		if r.GetStats() == nil {
+			return nil, wrongAnswer("stats")
+		}
+		return wire.StatsFromProto(r.GetStats())
+	})
+}
+
+// Events implements connector.EventSource.
+func (p *schedulerProxy) Events(ctx context.Context) ([]connector.BlockEvent, error) {
+	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Events{Events: &kvportv1.EventsRequest{}}}
+	return ask(ctx, p.session, "events", req, func(r *reply) ([]connector.BlockEvent, error) {
+		if r.GetEvents() == nil {
+			return nil, wrongAnswer("events")
+		}
+		return wire.EventsFromProto(r.GetEvents())
+	})
+}
+
 // ask makes one call of the scheduler side and reads the answer. One that breaks the protocol is
 // counted.
 func ask[T any](ctx context.Context, s *session, name string, req *kvportv1.SessionRequest, read func(*reply) (T, error)) (T, error) {

@@ -258,6 +258,7 @@ type AgentAnswer struct {
 	//	*AgentAnswer_Event
 	//	*AgentAnswer_Plugin
 	//	*AgentAnswer_State
+	//	*AgentAnswer_Blocks
 	Result        isAgentAnswer_Result `protobuf_oneof:"result"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -386,6 +387,15 @@ func (x *AgentAnswer) GetState() *AgentState {
 	return nil
 }
 
+func (x *AgentAnswer) GetBlocks() *AgentBlocks {
+	if x != nil {
+		if x, ok := x.Result.(*AgentAnswer_Blocks); ok {
+			return x.Blocks
+		}
+	}
+	return nil
+}
+
 type isAgentAnswer_Result interface {
 	isAgentAnswer_Result()
 }
@@ -422,6 +432,10 @@ type AgentAnswer_State struct {
 	State *AgentState `protobuf:"bytes,10,opt,name=state,proto3,oneof"` // to all, when it changes, and to the scheduler about once a second
 }
 
+type AgentAnswer_Blocks struct {
+	Blocks *AgentBlocks `protobuf:"bytes,11,opt,name=blocks,proto3,oneof"` // to the scheduler, when they come and go
+}
+
 func (*AgentAnswer_Attached) isAgentAnswer_Result() {}
 
 func (*AgentAnswer_Match) isAgentAnswer_Result() {}
@@ -437,6 +451,8 @@ func (*AgentAnswer_Event) isAgentAnswer_Result() {}
 func (*AgentAnswer_Plugin) isAgentAnswer_Result() {}
 
 func (*AgentAnswer_State) isAgentAnswer_Result() {}
+
+func (*AgentAnswer_Blocks) isAgentAnswer_Result() {}
 
 // AgentAttach says who is calling. A rank hands over the memory of its paged cache; the fd of the
 // region travels beside the frame. A rank that attaches again replaces its former self.
@@ -1027,6 +1043,59 @@ func (x *AgentCounter) GetGauge() bool {
 	return false
 }
 
+// AgentBlocks says which blocks of the connector came and went, to the scheduler.
+type AgentBlocks struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Gap           bool                   `protobuf:"varint,1,opt,name=gap,proto3" json:"gap,omitempty"`      // events before these were lost: nothing is known of this connector's blocks any more
+	Events        []*BlockEvent          `protobuf:"bytes,2,rep,name=events,proto3" json:"events,omitempty"` // keys are the connector's own
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentBlocks) Reset() {
+	*x = AgentBlocks{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentBlocks) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentBlocks) ProtoMessage() {}
+
+func (x *AgentBlocks) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentBlocks.ProtoReflect.Descriptor instead.
+func (*AgentBlocks) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *AgentBlocks) GetGap() bool {
+	if x != nil {
+		return x.Gap
+	}
+	return false
+}
+
+func (x *AgentBlocks) GetEvents() []*BlockEvent {
+	if x != nil {
+		return x.Events
+	}
+	return nil
+}
+
 var File_kvport_v1_agent_proto protoreflect.FileDescriptor
 
 const file_kvport_v1_agent_proto_rawDesc = "" +
@@ -1040,7 +1109,7 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x06finish\x18\x05 \x01(\v2\x10.kvport.v1.EndedH\x00R\x06finish\x12/\n" +
 	"\x05reset\x18\x06 \x01(\v2\x17.kvport.v1.ResetRequestH\x00R\x05reset\x120\n" +
 	"\x06detach\x18\a \x01(\v2\x16.kvport.v1.AgentDetachH\x00R\x06detachB\x06\n" +
-	"\x04call\"\xdf\x03\n" +
+	"\x04call\"\x91\x04\n" +
 	"\vAgentAnswer\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12&\n" +
 	"\x05error\x18\x02 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x126\n" +
@@ -1052,7 +1121,8 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x05event\x18\b \x01(\v2\x15.kvport.v1.AgentEventH\x00R\x05event\x120\n" +
 	"\x06plugin\x18\t \x01(\v2\x16.kvport.v1.AgentPluginH\x00R\x06plugin\x12-\n" +
 	"\x05state\x18\n" +
-	" \x01(\v2\x15.kvport.v1.AgentStateH\x00R\x05stateB\b\n" +
+	" \x01(\v2\x15.kvport.v1.AgentStateH\x00R\x05state\x120\n" +
+	"\x06blocks\x18\v \x01(\v2\x16.kvport.v1.AgentBlocksH\x00R\x06blocksB\b\n" +
 	"\x06result\"\xb4\x02\n" +
 	"\vAgentAttach\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12#\n" +
@@ -1098,7 +1168,10 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06labels\x18\x02 \x03(\tR\x06labels\x12\x14\n" +
 	"\x05value\x18\x03 \x01(\x01R\x05value\x12\x14\n" +
-	"\x05gauge\x18\x04 \x01(\bR\x05gauge*\xc8\x01\n" +
+	"\x05gauge\x18\x04 \x01(\bR\x05gauge\"N\n" +
+	"\vAgentBlocks\x12\x10\n" +
+	"\x03gap\x18\x01 \x01(\bR\x03gap\x12-\n" +
+	"\x06events\x18\x02 \x03(\v2\x15.kvport.v1.BlockEventR\x06events*\xc8\x01\n" +
 	"\x0eAgentEventKind\x12 \n" +
 	"\x1cAGENT_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17AGENT_EVENT_KIND_LOADED\x10\x01\x12\x1a\n" +
@@ -1120,7 +1193,7 @@ func file_kvport_v1_agent_proto_rawDescGZIP() []byte {
 }
 
 var file_kvport_v1_agent_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvport_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_kvport_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_kvport_v1_agent_proto_goTypes = []any{
 	(AgentEventKind)(0),   // 0: kvport.v1.AgentEventKind
 	(*AgentCall)(nil),     // 1: kvport.v1.AgentCall
@@ -1134,41 +1207,45 @@ var file_kvport_v1_agent_proto_goTypes = []any{
 	(*AgentPlugin)(nil),   // 9: kvport.v1.AgentPlugin
 	(*AgentState)(nil),    // 10: kvport.v1.AgentState
 	(*AgentCounter)(nil),  // 11: kvport.v1.AgentCounter
-	(*Query)(nil),         // 12: kvport.v1.Query
-	(*Step)(nil),          // 13: kvport.v1.Step
-	(*Ended)(nil),         // 14: kvport.v1.Ended
-	(*ResetRequest)(nil),  // 15: kvport.v1.ResetRequest
-	(*Error)(nil),         // 16: kvport.v1.Error
-	(*Match)(nil),         // 17: kvport.v1.Match
-	(*ResetResponse)(nil), // 18: kvport.v1.ResetResponse
-	(Side)(0),             // 19: kvport.v1.Side
-	(*Layout)(nil),        // 20: kvport.v1.Layout
+	(*AgentBlocks)(nil),   // 12: kvport.v1.AgentBlocks
+	(*Query)(nil),         // 13: kvport.v1.Query
+	(*Step)(nil),          // 14: kvport.v1.Step
+	(*Ended)(nil),         // 15: kvport.v1.Ended
+	(*ResetRequest)(nil),  // 16: kvport.v1.ResetRequest
+	(*Error)(nil),         // 17: kvport.v1.Error
+	(*Match)(nil),         // 18: kvport.v1.Match
+	(*ResetResponse)(nil), // 19: kvport.v1.ResetResponse
+	(Side)(0),             // 20: kvport.v1.Side
+	(*Layout)(nil),        // 21: kvport.v1.Layout
+	(*BlockEvent)(nil),    // 22: kvport.v1.BlockEvent
 }
 var file_kvport_v1_agent_proto_depIdxs = []int32{
 	3,  // 0: kvport.v1.AgentCall.attach:type_name -> kvport.v1.AgentAttach
-	12, // 1: kvport.v1.AgentCall.match:type_name -> kvport.v1.Query
-	13, // 2: kvport.v1.AgentCall.step:type_name -> kvport.v1.Step
-	14, // 3: kvport.v1.AgentCall.finish:type_name -> kvport.v1.Ended
-	15, // 4: kvport.v1.AgentCall.reset:type_name -> kvport.v1.ResetRequest
+	13, // 1: kvport.v1.AgentCall.match:type_name -> kvport.v1.Query
+	14, // 2: kvport.v1.AgentCall.step:type_name -> kvport.v1.Step
+	15, // 3: kvport.v1.AgentCall.finish:type_name -> kvport.v1.Ended
+	16, // 4: kvport.v1.AgentCall.reset:type_name -> kvport.v1.ResetRequest
 	6,  // 5: kvport.v1.AgentCall.detach:type_name -> kvport.v1.AgentDetach
-	16, // 6: kvport.v1.AgentAnswer.error:type_name -> kvport.v1.Error
+	17, // 6: kvport.v1.AgentAnswer.error:type_name -> kvport.v1.Error
 	4,  // 7: kvport.v1.AgentAnswer.attached:type_name -> kvport.v1.AgentAttached
-	17, // 8: kvport.v1.AgentAnswer.match:type_name -> kvport.v1.Match
+	18, // 8: kvport.v1.AgentAnswer.match:type_name -> kvport.v1.Match
 	5,  // 9: kvport.v1.AgentAnswer.finish:type_name -> kvport.v1.AgentFinished
-	18, // 10: kvport.v1.AgentAnswer.reset:type_name -> kvport.v1.ResetResponse
+	19, // 10: kvport.v1.AgentAnswer.reset:type_name -> kvport.v1.ResetResponse
 	7,  // 11: kvport.v1.AgentAnswer.detached:type_name -> kvport.v1.AgentDetached
 	8,  // 12: kvport.v1.AgentAnswer.event:type_name -> kvport.v1.AgentEvent
 	9,  // 13: kvport.v1.AgentAnswer.plugin:type_name -> kvport.v1.AgentPlugin
 	10, // 14: kvport.v1.AgentAnswer.state:type_name -> kvport.v1.AgentState
-	19, // 15: kvport.v1.AgentAttach.side:type_name -> kvport.v1.Side
-	20, // 16: kvport.v1.AgentAttach.layout:type_name -> kvport.v1.Layout
-	0,  // 17: kvport.v1.AgentEvent.kind:type_name -> kvport.v1.AgentEventKind
-	11, // 18: kvport.v1.AgentState.counters:type_name -> kvport.v1.AgentCounter
-	19, // [19:19] is the sub-list for method output_type
-	19, // [19:19] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	12, // 15: kvport.v1.AgentAnswer.blocks:type_name -> kvport.v1.AgentBlocks
+	20, // 16: kvport.v1.AgentAttach.side:type_name -> kvport.v1.Side
+	21, // 17: kvport.v1.AgentAttach.layout:type_name -> kvport.v1.Layout
+	0,  // 18: kvport.v1.AgentEvent.kind:type_name -> kvport.v1.AgentEventKind
+	11, // 19: kvport.v1.AgentState.counters:type_name -> kvport.v1.AgentCounter
+	22, // 20: kvport.v1.AgentBlocks.events:type_name -> kvport.v1.BlockEvent
+	21, // [21:21] is the sub-list for method output_type
+	21, // [21:21] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_agent_proto_init() }
@@ -1194,6 +1271,7 @@ func file_kvport_v1_agent_proto_init() {
 		(*AgentAnswer_Event)(nil),
 		(*AgentAnswer_Plugin)(nil),
 		(*AgentAnswer_State)(nil),
+		(*AgentAnswer_Blocks)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -1201,7 +1279,7 @@ func file_kvport_v1_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvport_v1_agent_proto_rawDesc), len(file_kvport_v1_agent_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   11,
+			NumMessages:   12,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

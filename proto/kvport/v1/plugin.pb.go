@@ -35,6 +35,8 @@ const (
 	Capability_CAPABILITY_PLAN        Capability = 1
 	Capability_CAPABILITY_HOLD        Capability = 2
 	Capability_CAPABILITY_RESET       Capability = 3
+	Capability_CAPABILITY_STAT        Capability = 4
+	Capability_CAPABILITY_EVENTS      Capability = 5
 )
 
 // Enum value maps for Capability.
@@ -44,12 +46,16 @@ var (
 		1: "CAPABILITY_PLAN",
 		2: "CAPABILITY_HOLD",
 		3: "CAPABILITY_RESET",
+		4: "CAPABILITY_STAT",
+		5: "CAPABILITY_EVENTS",
 	}
 	Capability_value = map[string]int32{
 		"CAPABILITY_UNSPECIFIED": 0,
 		"CAPABILITY_PLAN":        1,
 		"CAPABILITY_HOLD":        2,
 		"CAPABILITY_RESET":       3,
+		"CAPABILITY_STAT":        4,
+		"CAPABILITY_EVENTS":      5,
 	}
 )
 
@@ -405,6 +411,107 @@ func (ErrorCode) EnumDescriptor() ([]byte, []int) {
 	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{6}
 }
 
+type StatKind int32
+
+const (
+	StatKind_STAT_KIND_UNSPECIFIED StatKind = 0
+	StatKind_STAT_KIND_COUNTER     StatKind = 1
+	StatKind_STAT_KIND_GAUGE       StatKind = 2
+)
+
+// Enum value maps for StatKind.
+var (
+	StatKind_name = map[int32]string{
+		0: "STAT_KIND_UNSPECIFIED",
+		1: "STAT_KIND_COUNTER",
+		2: "STAT_KIND_GAUGE",
+	}
+	StatKind_value = map[string]int32{
+		"STAT_KIND_UNSPECIFIED": 0,
+		"STAT_KIND_COUNTER":     1,
+		"STAT_KIND_GAUGE":       2,
+	}
+)
+
+func (x StatKind) Enum() *StatKind {
+	p := new(StatKind)
+	*p = x
+	return p
+}
+
+func (x StatKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (StatKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvport_v1_plugin_proto_enumTypes[7].Descriptor()
+}
+
+func (StatKind) Type() protoreflect.EnumType {
+	return &file_kvport_v1_plugin_proto_enumTypes[7]
+}
+
+func (x StatKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use StatKind.Descriptor instead.
+func (StatKind) EnumDescriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{7}
+}
+
+type BlockEventKind int32
+
+const (
+	BlockEventKind_BLOCK_EVENT_KIND_UNSPECIFIED BlockEventKind = 0
+	BlockEventKind_BLOCK_EVENT_KIND_STORED      BlockEventKind = 1
+	BlockEventKind_BLOCK_EVENT_KIND_REMOVED     BlockEventKind = 2
+	BlockEventKind_BLOCK_EVENT_KIND_CLEARED     BlockEventKind = 3
+)
+
+// Enum value maps for BlockEventKind.
+var (
+	BlockEventKind_name = map[int32]string{
+		0: "BLOCK_EVENT_KIND_UNSPECIFIED",
+		1: "BLOCK_EVENT_KIND_STORED",
+		2: "BLOCK_EVENT_KIND_REMOVED",
+		3: "BLOCK_EVENT_KIND_CLEARED",
+	}
+	BlockEventKind_value = map[string]int32{
+		"BLOCK_EVENT_KIND_UNSPECIFIED": 0,
+		"BLOCK_EVENT_KIND_STORED":      1,
+		"BLOCK_EVENT_KIND_REMOVED":     2,
+		"BLOCK_EVENT_KIND_CLEARED":     3,
+	}
+)
+
+func (x BlockEventKind) Enum() *BlockEventKind {
+	p := new(BlockEventKind)
+	*p = x
+	return p
+}
+
+func (x BlockEventKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (BlockEventKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvport_v1_plugin_proto_enumTypes[8].Descriptor()
+}
+
+func (BlockEventKind) Type() protoreflect.EnumType {
+	return &file_kvport_v1_plugin_proto_enumTypes[8]
+}
+
+func (x BlockEventKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use BlockEventKind.Descriptor instead.
+func (BlockEventKind) EnumDescriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{8}
+}
+
 type Error struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Code          ErrorCode              `protobuf:"varint,1,opt,name=code,proto3,enum=kvport.v1.ErrorCode" json:"code,omitempty"`
@@ -519,6 +626,7 @@ type DescribeResponse struct {
 	Scope         Scope                  `protobuf:"varint,6,opt,name=scope,proto3,enum=kvport.v1.Scope" json:"scope,omitempty"`
 	Lossy         bool                   `protobuf:"varint,7,opt,name=lossy,proto3" json:"lossy,omitempty"`
 	ArenaBytes    uint64                 `protobuf:"varint,8,opt,name=arena_bytes,json=arenaBytes,proto3" json:"arena_bytes,omitempty"` // 0: no arena
+	Stats         []*StatInfo            `protobuf:"bytes,9,rep,name=stats,proto3" json:"stats,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -609,6 +717,82 @@ func (x *DescribeResponse) GetArenaBytes() uint64 {
 	return 0
 }
 
+func (x *DescribeResponse) GetStats() []*StatInfo {
+	if x != nil {
+		return x.Stats
+	}
+	return nil
+}
+
+// StatInfo declares one number that a connector shows.
+type StatInfo struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Help          string                 `protobuf:"bytes,2,opt,name=help,proto3" json:"help,omitempty"`
+	Kind          StatKind               `protobuf:"varint,3,opt,name=kind,proto3,enum=kvport.v1.StatKind" json:"kind,omitempty"`
+	Labels        []string               `protobuf:"bytes,4,rep,name=labels,proto3" json:"labels,omitempty"` // names
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StatInfo) Reset() {
+	*x = StatInfo{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StatInfo) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StatInfo) ProtoMessage() {}
+
+func (x *StatInfo) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StatInfo.ProtoReflect.Descriptor instead.
+func (*StatInfo) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *StatInfo) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *StatInfo) GetHelp() string {
+	if x != nil {
+		return x.Help
+	}
+	return ""
+}
+
+func (x *StatInfo) GetKind() StatKind {
+	if x != nil {
+		return x.Kind
+	}
+	return StatKind_STAT_KIND_UNSPECIFIED
+}
+
+func (x *StatInfo) GetLabels() []string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
 type HeartbeatRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sequence      uint64                 `protobuf:"varint,1,opt,name=sequence,proto3" json:"sequence,omitempty"`
@@ -618,7 +802,7 @@ type HeartbeatRequest struct {
 
 func (x *HeartbeatRequest) Reset() {
 	*x = HeartbeatRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[3]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -630,7 +814,7 @@ func (x *HeartbeatRequest) String() string {
 func (*HeartbeatRequest) ProtoMessage() {}
 
 func (x *HeartbeatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[3]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -643,7 +827,7 @@ func (x *HeartbeatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatRequest.ProtoReflect.Descriptor instead.
 func (*HeartbeatRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{3}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *HeartbeatRequest) GetSequence() uint64 {
@@ -663,7 +847,7 @@ type HeartbeatResponse struct {
 
 func (x *HeartbeatResponse) Reset() {
 	*x = HeartbeatResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[4]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -675,7 +859,7 @@ func (x *HeartbeatResponse) String() string {
 func (*HeartbeatResponse) ProtoMessage() {}
 
 func (x *HeartbeatResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[4]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -688,7 +872,7 @@ func (x *HeartbeatResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatResponse.ProtoReflect.Descriptor instead.
 func (*HeartbeatResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{4}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *HeartbeatResponse) GetSequence() uint64 {
@@ -721,6 +905,8 @@ type SessionRequest struct {
 	//	*SessionRequest_Reset_
 	//	*SessionRequest_Cancel
 	//	*SessionRequest_Close
+	//	*SessionRequest_Stats
+	//	*SessionRequest_Events
 	Call          isSessionRequest_Call `protobuf_oneof:"call"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -728,7 +914,7 @@ type SessionRequest struct {
 
 func (x *SessionRequest) Reset() {
 	*x = SessionRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[5]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -740,7 +926,7 @@ func (x *SessionRequest) String() string {
 func (*SessionRequest) ProtoMessage() {}
 
 func (x *SessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[5]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -753,7 +939,7 @@ func (x *SessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionRequest.ProtoReflect.Descriptor instead.
 func (*SessionRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{5}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *SessionRequest) GetId() uint64 {
@@ -867,6 +1053,24 @@ func (x *SessionRequest) GetClose() *Close {
 	return nil
 }
 
+func (x *SessionRequest) GetStats() *StatsRequest {
+	if x != nil {
+		if x, ok := x.Call.(*SessionRequest_Stats); ok {
+			return x.Stats
+		}
+	}
+	return nil
+}
+
+func (x *SessionRequest) GetEvents() *EventsRequest {
+	if x != nil {
+		if x, ok := x.Call.(*SessionRequest_Events); ok {
+			return x.Events
+		}
+	}
+	return nil
+}
+
 type isSessionRequest_Call interface {
 	isSessionRequest_Call()
 }
@@ -911,6 +1115,14 @@ type SessionRequest_Close struct {
 	Close *Close `protobuf:"bytes,12,opt,name=close,proto3,oneof"`
 }
 
+type SessionRequest_Stats struct {
+	Stats *StatsRequest `protobuf:"bytes,13,opt,name=stats,proto3,oneof"`
+}
+
+type SessionRequest_Events struct {
+	Events *EventsRequest `protobuf:"bytes,14,opt,name=events,proto3,oneof"`
+}
+
 func (*SessionRequest_Open) isSessionRequest_Call() {}
 
 func (*SessionRequest_Match) isSessionRequest_Call() {}
@@ -931,6 +1143,10 @@ func (*SessionRequest_Cancel) isSessionRequest_Call() {}
 
 func (*SessionRequest_Close) isSessionRequest_Call() {}
 
+func (*SessionRequest_Stats) isSessionRequest_Call() {}
+
+func (*SessionRequest_Events) isSessionRequest_Call() {}
+
 type SessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Id    uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -945,6 +1161,8 @@ type SessionResponse struct {
 	//	*SessionResponse_Consumed
 	//	*SessionResponse_Reset_
 	//	*SessionResponse_Closed
+	//	*SessionResponse_Stats
+	//	*SessionResponse_Events
 	Result        isSessionResponse_Result `protobuf_oneof:"result"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -952,7 +1170,7 @@ type SessionResponse struct {
 
 func (x *SessionResponse) Reset() {
 	*x = SessionResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[6]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -964,7 +1182,7 @@ func (x *SessionResponse) String() string {
 func (*SessionResponse) ProtoMessage() {}
 
 func (x *SessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[6]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -977,7 +1195,7 @@ func (x *SessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionResponse.ProtoReflect.Descriptor instead.
 func (*SessionResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{6}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *SessionResponse) GetId() uint64 {
@@ -1073,6 +1291,24 @@ func (x *SessionResponse) GetClosed() *Closed {
 	return nil
 }
 
+func (x *SessionResponse) GetStats() *StatsResponse {
+	if x != nil {
+		if x, ok := x.Result.(*SessionResponse_Stats); ok {
+			return x.Stats
+		}
+	}
+	return nil
+}
+
+func (x *SessionResponse) GetEvents() *EventsResponse {
+	if x != nil {
+		if x, ok := x.Result.(*SessionResponse_Events); ok {
+			return x.Events
+		}
+	}
+	return nil
+}
+
 type isSessionResponse_Result interface {
 	isSessionResponse_Result()
 }
@@ -1109,6 +1345,14 @@ type SessionResponse_Closed struct {
 	Closed *Closed `protobuf:"bytes,10,opt,name=closed,proto3,oneof"`
 }
 
+type SessionResponse_Stats struct {
+	Stats *StatsResponse `protobuf:"bytes,11,opt,name=stats,proto3,oneof"`
+}
+
+type SessionResponse_Events struct {
+	Events *EventsResponse `protobuf:"bytes,12,opt,name=events,proto3,oneof"`
+}
+
 func (*SessionResponse_Opened) isSessionResponse_Result() {}
 
 func (*SessionResponse_Match) isSessionResponse_Result() {}
@@ -1124,6 +1368,10 @@ func (*SessionResponse_Consumed) isSessionResponse_Result() {}
 func (*SessionResponse_Reset_) isSessionResponse_Result() {}
 
 func (*SessionResponse_Closed) isSessionResponse_Result() {}
+
+func (*SessionResponse_Stats) isSessionResponse_Result() {}
+
+func (*SessionResponse_Events) isSessionResponse_Result() {}
 
 type Open struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1145,7 +1393,7 @@ type Open struct {
 
 func (x *Open) Reset() {
 	*x = Open{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[7]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1157,7 +1405,7 @@ func (x *Open) String() string {
 func (*Open) ProtoMessage() {}
 
 func (x *Open) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[7]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1170,7 +1418,7 @@ func (x *Open) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Open.ProtoReflect.Descriptor instead.
 func (*Open) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{7}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Open) GetSide() Side {
@@ -1269,7 +1517,7 @@ type Region struct {
 
 func (x *Region) Reset() {
 	*x = Region{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[8]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1281,7 +1529,7 @@ func (x *Region) String() string {
 func (*Region) ProtoMessage() {}
 
 func (x *Region) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[8]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1294,7 +1542,7 @@ func (x *Region) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Region.ProtoReflect.Descriptor instead.
 func (*Region) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{8}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Region) GetFd() uint32 {
@@ -1322,7 +1570,7 @@ type Group struct {
 
 func (x *Group) Reset() {
 	*x = Group{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1334,7 +1582,7 @@ func (x *Group) String() string {
 func (*Group) ProtoMessage() {}
 
 func (x *Group) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1347,7 +1595,7 @@ func (x *Group) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Group.ProtoReflect.Descriptor instead.
 func (*Group) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{9}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Group) GetBlockTokens() uint32 {
@@ -1385,7 +1633,7 @@ type Segment struct {
 
 func (x *Segment) Reset() {
 	*x = Segment{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1397,7 +1645,7 @@ func (x *Segment) String() string {
 func (*Segment) ProtoMessage() {}
 
 func (x *Segment) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1410,7 +1658,7 @@ func (x *Segment) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Segment.ProtoReflect.Descriptor instead.
 func (*Segment) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{10}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Segment) GetLayer() int32 {
@@ -1467,7 +1715,7 @@ type Layout struct {
 
 func (x *Layout) Reset() {
 	*x = Layout{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1479,7 +1727,7 @@ func (x *Layout) String() string {
 func (*Layout) ProtoMessage() {}
 
 func (x *Layout) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1492,7 +1740,7 @@ func (x *Layout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Layout.ProtoReflect.Descriptor instead.
 func (*Layout) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{11}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Layout) GetName() string {
@@ -1532,7 +1780,7 @@ type Opened struct {
 
 func (x *Opened) Reset() {
 	*x = Opened{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1544,7 +1792,7 @@ func (x *Opened) String() string {
 func (*Opened) ProtoMessage() {}
 
 func (x *Opened) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1557,7 +1805,7 @@ func (x *Opened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Opened.ProtoReflect.Descriptor instead.
 func (*Opened) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{12}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Opened) GetCapabilities() []Capability {
@@ -1580,7 +1828,7 @@ type Blocks struct {
 
 func (x *Blocks) Reset() {
 	*x = Blocks{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1592,7 +1840,7 @@ func (x *Blocks) String() string {
 func (*Blocks) ProtoMessage() {}
 
 func (x *Blocks) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1605,7 +1853,7 @@ func (x *Blocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Blocks.ProtoReflect.Descriptor instead.
 func (*Blocks) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{13}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Blocks) GetKeys() []byte {
@@ -1642,7 +1890,7 @@ type Query struct {
 
 func (x *Query) Reset() {
 	*x = Query{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1654,7 +1902,7 @@ func (x *Query) String() string {
 func (*Query) ProtoMessage() {}
 
 func (x *Query) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1667,7 +1915,7 @@ func (x *Query) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Query.ProtoReflect.Descriptor instead.
 func (*Query) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{14}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Query) GetRequest() string {
@@ -1714,7 +1962,7 @@ type MatchRequest struct {
 
 func (x *MatchRequest) Reset() {
 	*x = MatchRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1726,7 +1974,7 @@ func (x *MatchRequest) String() string {
 func (*MatchRequest) ProtoMessage() {}
 
 func (x *MatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1739,7 +1987,7 @@ func (x *MatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MatchRequest.ProtoReflect.Descriptor instead.
 func (*MatchRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{15}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *MatchRequest) GetQueries() []*Query {
@@ -1761,7 +2009,7 @@ type Match struct {
 
 func (x *Match) Reset() {
 	*x = Match{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1773,7 +2021,7 @@ func (x *Match) String() string {
 func (*Match) ProtoMessage() {}
 
 func (x *Match) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1786,7 +2034,7 @@ func (x *Match) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Match.ProtoReflect.Descriptor instead.
 func (*Match) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{16}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Match) GetTokens() uint32 {
@@ -1826,7 +2074,7 @@ type MatchResponse struct {
 
 func (x *MatchResponse) Reset() {
 	*x = MatchResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1838,7 +2086,7 @@ func (x *MatchResponse) String() string {
 func (*MatchResponse) ProtoMessage() {}
 
 func (x *MatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1851,7 +2099,7 @@ func (x *MatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MatchResponse.ProtoReflect.Descriptor instead.
 func (*MatchResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{17}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *MatchResponse) GetMatches() []*Match {
@@ -1877,7 +2125,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1889,7 +2137,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1902,7 +2150,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{18}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Transfer) GetRequest() string {
@@ -1974,7 +2222,7 @@ type Ended struct {
 
 func (x *Ended) Reset() {
 	*x = Ended{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1986,7 +2234,7 @@ func (x *Ended) String() string {
 func (*Ended) ProtoMessage() {}
 
 func (x *Ended) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1999,7 +2247,7 @@ func (x *Ended) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ended.ProtoReflect.Descriptor instead.
 func (*Ended) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{19}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Ended) GetRequest() string {
@@ -2051,7 +2299,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2063,7 +2311,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2076,7 +2324,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{20}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Step) GetId() uint64 {
@@ -2131,7 +2379,7 @@ type Plan struct {
 
 func (x *Plan) Reset() {
 	*x = Plan{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2143,7 +2391,7 @@ func (x *Plan) String() string {
 func (*Plan) ProtoMessage() {}
 
 func (x *Plan) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2156,7 +2404,7 @@ func (x *Plan) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Plan.ProtoReflect.Descriptor instead.
 func (*Plan) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{21}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Plan) GetLoads() []*Transfer {
@@ -2181,7 +2429,7 @@ type Moved struct {
 
 func (x *Moved) Reset() {
 	*x = Moved{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2193,7 +2441,7 @@ func (x *Moved) String() string {
 func (*Moved) ProtoMessage() {}
 
 func (x *Moved) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2206,7 +2454,7 @@ func (x *Moved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Moved.ProtoReflect.Descriptor instead.
 func (*Moved) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
 }
 
 type FinishRequest struct {
@@ -2218,7 +2466,7 @@ type FinishRequest struct {
 
 func (x *FinishRequest) Reset() {
 	*x = FinishRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2230,7 +2478,7 @@ func (x *FinishRequest) String() string {
 func (*FinishRequest) ProtoMessage() {}
 
 func (x *FinishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2243,7 +2491,7 @@ func (x *FinishRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishRequest.ProtoReflect.Descriptor instead.
 func (*FinishRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *FinishRequest) GetEnded() []*Ended {
@@ -2266,7 +2514,7 @@ type Hold struct {
 
 func (x *Hold) Reset() {
 	*x = Hold{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2278,7 +2526,7 @@ func (x *Hold) String() string {
 func (*Hold) ProtoMessage() {}
 
 func (x *Hold) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2291,7 +2539,7 @@ func (x *Hold) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hold.ProtoReflect.Descriptor instead.
 func (*Hold) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Hold) GetId() uint64 {
@@ -2338,7 +2586,7 @@ type FinishResponse struct {
 
 func (x *FinishResponse) Reset() {
 	*x = FinishResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2350,7 +2598,7 @@ func (x *FinishResponse) String() string {
 func (*FinishResponse) ProtoMessage() {}
 
 func (x *FinishResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2363,7 +2611,7 @@ func (x *FinishResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishResponse.ProtoReflect.Descriptor instead.
 func (*FinishResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *FinishResponse) GetHolds() []*Hold {
@@ -2381,7 +2629,7 @@ type ConsumedRequest struct {
 
 func (x *ConsumedRequest) Reset() {
 	*x = ConsumedRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2393,7 +2641,7 @@ func (x *ConsumedRequest) String() string {
 func (*ConsumedRequest) ProtoMessage() {}
 
 func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2406,7 +2654,7 @@ func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedRequest.ProtoReflect.Descriptor instead.
 func (*ConsumedRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
 }
 
 type ConsumedResponse struct {
@@ -2418,7 +2666,7 @@ type ConsumedResponse struct {
 
 func (x *ConsumedResponse) Reset() {
 	*x = ConsumedResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2430,7 +2678,7 @@ func (x *ConsumedResponse) String() string {
 func (*ConsumedResponse) ProtoMessage() {}
 
 func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2443,7 +2691,7 @@ func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedResponse.ProtoReflect.Descriptor instead.
 func (*ConsumedResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ConsumedResponse) GetHolds() []uint64 {
@@ -2461,7 +2709,7 @@ type ResetRequest struct {
 
 func (x *ResetRequest) Reset() {
 	*x = ResetRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2473,7 +2721,7 @@ func (x *ResetRequest) String() string {
 func (*ResetRequest) ProtoMessage() {}
 
 func (x *ResetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2486,7 +2734,7 @@ func (x *ResetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRequest.ProtoReflect.Descriptor instead.
 func (*ResetRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
 }
 
 type ResetResponse struct {
@@ -2498,7 +2746,7 @@ type ResetResponse struct {
 
 func (x *ResetResponse) Reset() {
 	*x = ResetResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2510,7 +2758,7 @@ func (x *ResetResponse) String() string {
 func (*ResetResponse) ProtoMessage() {}
 
 func (x *ResetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2523,7 +2771,7 @@ func (x *ResetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetResponse.ProtoReflect.Descriptor instead.
 func (*ResetResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ResetResponse) GetEmptied() bool {
@@ -2531,6 +2779,304 @@ func (x *ResetResponse) GetEmptied() bool {
 		return x.Emptied
 	}
 	return false
+}
+
+type StatsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StatsRequest) Reset() {
+	*x = StatsRequest{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StatsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StatsRequest) ProtoMessage() {}
+
+func (x *StatsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
+func (*StatsRequest) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
+}
+
+// Stat is the present value of one number.
+type Stat struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Labels        []string               `protobuf:"bytes,2,rep,name=labels,proto3" json:"labels,omitempty"` // values, in the order of StatInfo.labels
+	Value         float64                `protobuf:"fixed64,3,opt,name=value,proto3" json:"value,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Stat) Reset() {
+	*x = Stat{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Stat) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Stat) ProtoMessage() {}
+
+func (x *Stat) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Stat.ProtoReflect.Descriptor instead.
+func (*Stat) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *Stat) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Stat) GetLabels() []string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+func (x *Stat) GetValue() float64 {
+	if x != nil {
+		return x.Value
+	}
+	return 0
+}
+
+type StatsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Stats         []*Stat                `protobuf:"bytes,1,rep,name=stats,proto3" json:"stats,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StatsResponse) Reset() {
+	*x = StatsResponse{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StatsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StatsResponse) ProtoMessage() {}
+
+func (x *StatsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
+func (*StatsResponse) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *StatsResponse) GetStats() []*Stat {
+	if x != nil {
+		return x.Stats
+	}
+	return nil
+}
+
+type EventsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EventsRequest) Reset() {
+	*x = EventsRequest{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EventsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EventsRequest) ProtoMessage() {}
+
+func (x *EventsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EventsRequest.ProtoReflect.Descriptor instead.
+func (*EventsRequest) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
+}
+
+// BlockEvent says that blocks can be matched now, or no longer.
+type BlockEvent struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Seq           uint64                 `protobuf:"varint,1,opt,name=seq,proto3" json:"seq,omitempty"` // one more than that of the event before; a gap: events were lost
+	Kind          BlockEventKind         `protobuf:"varint,2,opt,name=kind,proto3,enum=kvport.v1.BlockEventKind" json:"kind,omitempty"`
+	Keys          []byte                 `protobuf:"bytes,3,opt,name=keys,proto3" json:"keys,omitempty"`     // 32 bytes a block; none when cleared
+	Medium        string                 `protobuf:"bytes,4,opt,name=medium,proto3" json:"medium,omitempty"` // where they are: memory, disk, remote
+	Scope         Scope                  `protobuf:"varint,5,opt,name=scope,proto3,enum=kvport.v1.Scope" json:"scope,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BlockEvent) Reset() {
+	*x = BlockEvent{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BlockEvent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BlockEvent) ProtoMessage() {}
+
+func (x *BlockEvent) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
+func (*BlockEvent) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *BlockEvent) GetSeq() uint64 {
+	if x != nil {
+		return x.Seq
+	}
+	return 0
+}
+
+func (x *BlockEvent) GetKind() BlockEventKind {
+	if x != nil {
+		return x.Kind
+	}
+	return BlockEventKind_BLOCK_EVENT_KIND_UNSPECIFIED
+}
+
+func (x *BlockEvent) GetKeys() []byte {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *BlockEvent) GetMedium() string {
+	if x != nil {
+		return x.Medium
+	}
+	return ""
+}
+
+func (x *BlockEvent) GetScope() Scope {
+	if x != nil {
+		return x.Scope
+	}
+	return Scope_SCOPE_UNSPECIFIED
+}
+
+type EventsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Events        []*BlockEvent          `protobuf:"bytes,1,rep,name=events,proto3" json:"events,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EventsResponse) Reset() {
+	*x = EventsResponse{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EventsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EventsResponse) ProtoMessage() {}
+
+func (x *EventsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EventsResponse.ProtoReflect.Descriptor instead.
+func (*EventsResponse) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *EventsResponse) GetEvents() []*BlockEvent {
+	if x != nil {
+		return x.Events
+	}
+	return nil
 }
 
 // Cancel ends the wait of one call of the session: its context is done.
@@ -2543,7 +3089,7 @@ type Cancel struct {
 
 func (x *Cancel) Reset() {
 	*x = Cancel{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2555,7 +3101,7 @@ func (x *Cancel) String() string {
 func (*Cancel) ProtoMessage() {}
 
 func (x *Cancel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2568,7 +3114,7 @@ func (x *Cancel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cancel.ProtoReflect.Descriptor instead.
 func (*Cancel) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Cancel) GetCall() uint64 {
@@ -2587,7 +3133,7 @@ type Close struct {
 
 func (x *Close) Reset() {
 	*x = Close{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2599,7 +3145,7 @@ func (x *Close) String() string {
 func (*Close) ProtoMessage() {}
 
 func (x *Close) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2612,7 +3158,7 @@ func (x *Close) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Close.ProtoReflect.Descriptor instead.
 func (*Close) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
 }
 
 type Closed struct {
@@ -2623,7 +3169,7 @@ type Closed struct {
 
 func (x *Closed) Reset() {
 	*x = Closed{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2635,7 +3181,7 @@ func (x *Closed) String() string {
 func (*Closed) ProtoMessage() {}
 
 func (x *Closed) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2648,7 +3194,7 @@ func (x *Closed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Closed.ProtoReflect.Descriptor instead.
 func (*Closed) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
 }
 
 var File_kvport_v1_plugin_proto protoreflect.FileDescriptor
@@ -2661,7 +3207,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
 	"\x06blocks\x18\x03 \x03(\x05R\x06blocks\")\n" +
 	"\x0fDescribeRequest\x12\x16\n" +
-	"\x06config\x18\x01 \x01(\fR\x06config\"\x9a\x02\n" +
+	"\x06config\x18\x01 \x01(\fR\x06config\"\xc5\x02\n" +
 	"\x10DescribeResponse\x12&\n" +
 	"\x05error\x18\x01 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x129\n" +
@@ -2671,12 +3217,18 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05scope\x18\x06 \x01(\x0e2\x10.kvport.v1.ScopeR\x05scope\x12\x14\n" +
 	"\x05lossy\x18\a \x01(\bR\x05lossy\x12\x1f\n" +
 	"\varena_bytes\x18\b \x01(\x04R\n" +
-	"arenaBytes\".\n" +
+	"arenaBytes\x12)\n" +
+	"\x05stats\x18\t \x03(\v2\x13.kvport.v1.StatInfoR\x05stats\"s\n" +
+	"\bStatInfo\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04help\x18\x02 \x01(\tR\x04help\x12'\n" +
+	"\x04kind\x18\x03 \x01(\x0e2\x13.kvport.v1.StatKindR\x04kind\x12\x16\n" +
+	"\x06labels\x18\x04 \x03(\tR\x06labels\".\n" +
 	"\x10HeartbeatRequest\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\"G\n" +
 	"\x11HeartbeatResponse\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x16\n" +
-	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\x92\x04\n" +
+	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\xf7\x04\n" +
 	"\x0eSessionRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x1d\n" +
 	"\n" +
@@ -2691,8 +3243,10 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05reset\x18\n" +
 	" \x01(\v2\x17.kvport.v1.ResetRequestH\x00R\x05reset\x12+\n" +
 	"\x06cancel\x18\v \x01(\v2\x11.kvport.v1.CancelH\x00R\x06cancel\x12(\n" +
-	"\x05close\x18\f \x01(\v2\x10.kvport.v1.CloseH\x00R\x05closeB\x06\n" +
-	"\x04call\"\xd2\x03\n" +
+	"\x05close\x18\f \x01(\v2\x10.kvport.v1.CloseH\x00R\x05close\x12/\n" +
+	"\x05stats\x18\r \x01(\v2\x17.kvport.v1.StatsRequestH\x00R\x05stats\x122\n" +
+	"\x06events\x18\x0e \x01(\v2\x18.kvport.v1.EventsRequestH\x00R\x06eventsB\x06\n" +
+	"\x04call\"\xb9\x04\n" +
 	"\x0fSessionResponse\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12&\n" +
 	"\x05error\x18\x02 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x12+\n" +
@@ -2704,7 +3258,9 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\bconsumed\x18\b \x01(\v2\x1b.kvport.v1.ConsumedResponseH\x00R\bconsumed\x120\n" +
 	"\x05reset\x18\t \x01(\v2\x18.kvport.v1.ResetResponseH\x00R\x05reset\x12+\n" +
 	"\x06closed\x18\n" +
-	" \x01(\v2\x11.kvport.v1.ClosedH\x00R\x06closedB\b\n" +
+	" \x01(\v2\x11.kvport.v1.ClosedH\x00R\x06closed\x120\n" +
+	"\x05stats\x18\v \x01(\v2\x18.kvport.v1.StatsResponseH\x00R\x05stats\x123\n" +
+	"\x06events\x18\f \x01(\v2\x19.kvport.v1.EventsResponseH\x00R\x06eventsB\b\n" +
 	"\x06result\"\xed\x02\n" +
 	"\x04Open\x12#\n" +
 	"\x04side\x18\x01 \x01(\x0e2\x0f.kvport.v1.SideR\x04side\x12\x16\n" +
@@ -2801,17 +3357,36 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05holds\x18\x01 \x03(\x04R\x05holds\"\x0e\n" +
 	"\fResetRequest\")\n" +
 	"\rResetResponse\x12\x18\n" +
-	"\aemptied\x18\x01 \x01(\bR\aemptied\"\x1c\n" +
+	"\aemptied\x18\x01 \x01(\bR\aemptied\"\x0e\n" +
+	"\fStatsRequest\"H\n" +
+	"\x04Stat\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
+	"\x06labels\x18\x02 \x03(\tR\x06labels\x12\x14\n" +
+	"\x05value\x18\x03 \x01(\x01R\x05value\"6\n" +
+	"\rStatsResponse\x12%\n" +
+	"\x05stats\x18\x01 \x03(\v2\x0f.kvport.v1.StatR\x05stats\"\x0f\n" +
+	"\rEventsRequest\"\xa1\x01\n" +
+	"\n" +
+	"BlockEvent\x12\x10\n" +
+	"\x03seq\x18\x01 \x01(\x04R\x03seq\x12-\n" +
+	"\x04kind\x18\x02 \x01(\x0e2\x19.kvport.v1.BlockEventKindR\x04kind\x12\x12\n" +
+	"\x04keys\x18\x03 \x01(\fR\x04keys\x12\x16\n" +
+	"\x06medium\x18\x04 \x01(\tR\x06medium\x12&\n" +
+	"\x05scope\x18\x05 \x01(\x0e2\x10.kvport.v1.ScopeR\x05scope\"?\n" +
+	"\x0eEventsResponse\x12-\n" +
+	"\x06events\x18\x01 \x03(\v2\x15.kvport.v1.BlockEventR\x06events\"\x1c\n" +
 	"\x06Cancel\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\"\a\n" +
 	"\x05Close\"\b\n" +
-	"\x06Closed*h\n" +
+	"\x06Closed*\x94\x01\n" +
 	"\n" +
 	"Capability\x12\x1a\n" +
 	"\x16CAPABILITY_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fCAPABILITY_PLAN\x10\x01\x12\x13\n" +
 	"\x0fCAPABILITY_HOLD\x10\x02\x12\x14\n" +
-	"\x10CAPABILITY_RESET\x10\x03*A\n" +
+	"\x10CAPABILITY_RESET\x10\x03\x12\x13\n" +
+	"\x0fCAPABILITY_STAT\x10\x04\x12\x15\n" +
+	"\x11CAPABILITY_EVENTS\x10\x05*A\n" +
 	"\x04Side\x12\x14\n" +
 	"\x10SIDE_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eSIDE_SCHEDULER\x10\x01\x12\x0f\n" +
@@ -2847,7 +3422,16 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x13ERROR_CODE_CANCELED\x10\x05\x12\x17\n" +
 	"\x13ERROR_CODE_DEADLINE\x10\x06\x12\x14\n" +
 	"\x10ERROR_CODE_PANIC\x10\a\x12\x17\n" +
-	"\x13ERROR_CODE_DECLINED\x10\b2\xdb\x01\n" +
+	"\x13ERROR_CODE_DECLINED\x10\b*Q\n" +
+	"\bStatKind\x12\x19\n" +
+	"\x15STAT_KIND_UNSPECIFIED\x10\x00\x12\x15\n" +
+	"\x11STAT_KIND_COUNTER\x10\x01\x12\x13\n" +
+	"\x0fSTAT_KIND_GAUGE\x10\x02*\x8b\x01\n" +
+	"\x0eBlockEventKind\x12 \n" +
+	"\x1cBLOCK_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
+	"\x17BLOCK_EVENT_KIND_STORED\x10\x01\x12\x1c\n" +
+	"\x18BLOCK_EVENT_KIND_REMOVED\x10\x02\x12\x1c\n" +
+	"\x18BLOCK_EVENT_KIND_CLEARED\x10\x032\xdb\x01\n" +
 	"\x06Plugin\x12C\n" +
 	"\bDescribe\x12\x1a.kvport.v1.DescribeRequest\x1a\x1b.kvport.v1.DescribeResponse\x12F\n" +
 	"\tHeartbeat\x12\x1b.kvport.v1.HeartbeatRequest\x1a\x1c.kvport.v1.HeartbeatResponse\x12D\n" +
@@ -2865,8 +3449,8 @@ func file_kvport_v1_plugin_proto_rawDescGZIP() []byte {
 	return file_kvport_v1_plugin_proto_rawDescData
 }
 
-var file_kvport_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
-var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
+var file_kvport_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
+var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
 var file_kvport_v1_plugin_proto_goTypes = []any{
 	(Capability)(0),           // 0: kvport.v1.Capability
 	(Side)(0),                 // 1: kvport.v1.Side
@@ -2875,97 +3459,116 @@ var file_kvport_v1_plugin_proto_goTypes = []any{
 	(Policy)(0),               // 4: kvport.v1.Policy
 	(Reason)(0),               // 5: kvport.v1.Reason
 	(ErrorCode)(0),            // 6: kvport.v1.ErrorCode
-	(*Error)(nil),             // 7: kvport.v1.Error
-	(*DescribeRequest)(nil),   // 8: kvport.v1.DescribeRequest
-	(*DescribeResponse)(nil),  // 9: kvport.v1.DescribeResponse
-	(*HeartbeatRequest)(nil),  // 10: kvport.v1.HeartbeatRequest
-	(*HeartbeatResponse)(nil), // 11: kvport.v1.HeartbeatResponse
-	(*SessionRequest)(nil),    // 12: kvport.v1.SessionRequest
-	(*SessionResponse)(nil),   // 13: kvport.v1.SessionResponse
-	(*Open)(nil),              // 14: kvport.v1.Open
-	(*Region)(nil),            // 15: kvport.v1.Region
-	(*Group)(nil),             // 16: kvport.v1.Group
-	(*Segment)(nil),           // 17: kvport.v1.Segment
-	(*Layout)(nil),            // 18: kvport.v1.Layout
-	(*Opened)(nil),            // 19: kvport.v1.Opened
-	(*Blocks)(nil),            // 20: kvport.v1.Blocks
-	(*Query)(nil),             // 21: kvport.v1.Query
-	(*MatchRequest)(nil),      // 22: kvport.v1.MatchRequest
-	(*Match)(nil),             // 23: kvport.v1.Match
-	(*MatchResponse)(nil),     // 24: kvport.v1.MatchResponse
-	(*Transfer)(nil),          // 25: kvport.v1.Transfer
-	(*Ended)(nil),             // 26: kvport.v1.Ended
-	(*Step)(nil),              // 27: kvport.v1.Step
-	(*Plan)(nil),              // 28: kvport.v1.Plan
-	(*Moved)(nil),             // 29: kvport.v1.Moved
-	(*FinishRequest)(nil),     // 30: kvport.v1.FinishRequest
-	(*Hold)(nil),              // 31: kvport.v1.Hold
-	(*FinishResponse)(nil),    // 32: kvport.v1.FinishResponse
-	(*ConsumedRequest)(nil),   // 33: kvport.v1.ConsumedRequest
-	(*ConsumedResponse)(nil),  // 34: kvport.v1.ConsumedResponse
-	(*ResetRequest)(nil),      // 35: kvport.v1.ResetRequest
-	(*ResetResponse)(nil),     // 36: kvport.v1.ResetResponse
-	(*Cancel)(nil),            // 37: kvport.v1.Cancel
-	(*Close)(nil),             // 38: kvport.v1.Close
-	(*Closed)(nil),            // 39: kvport.v1.Closed
+	(StatKind)(0),             // 7: kvport.v1.StatKind
+	(BlockEventKind)(0),       // 8: kvport.v1.BlockEventKind
+	(*Error)(nil),             // 9: kvport.v1.Error
+	(*DescribeRequest)(nil),   // 10: kvport.v1.DescribeRequest
+	(*DescribeResponse)(nil),  // 11: kvport.v1.DescribeResponse
+	(*StatInfo)(nil),          // 12: kvport.v1.StatInfo
+	(*HeartbeatRequest)(nil),  // 13: kvport.v1.HeartbeatRequest
+	(*HeartbeatResponse)(nil), // 14: kvport.v1.HeartbeatResponse
+	(*SessionRequest)(nil),    // 15: kvport.v1.SessionRequest
+	(*SessionResponse)(nil),   // 16: kvport.v1.SessionResponse
+	(*Open)(nil),              // 17: kvport.v1.Open
+	(*Region)(nil),            // 18: kvport.v1.Region
+	(*Group)(nil),             // 19: kvport.v1.Group
+	(*Segment)(nil),           // 20: kvport.v1.Segment
+	(*Layout)(nil),            // 21: kvport.v1.Layout
+	(*Opened)(nil),            // 22: kvport.v1.Opened
+	(*Blocks)(nil),            // 23: kvport.v1.Blocks
+	(*Query)(nil),             // 24: kvport.v1.Query
+	(*MatchRequest)(nil),      // 25: kvport.v1.MatchRequest
+	(*Match)(nil),             // 26: kvport.v1.Match
+	(*MatchResponse)(nil),     // 27: kvport.v1.MatchResponse
+	(*Transfer)(nil),          // 28: kvport.v1.Transfer
+	(*Ended)(nil),             // 29: kvport.v1.Ended
+	(*Step)(nil),              // 30: kvport.v1.Step
+	(*Plan)(nil),              // 31: kvport.v1.Plan
+	(*Moved)(nil),             // 32: kvport.v1.Moved
+	(*FinishRequest)(nil),     // 33: kvport.v1.FinishRequest
+	(*Hold)(nil),              // 34: kvport.v1.Hold
+	(*FinishResponse)(nil),    // 35: kvport.v1.FinishResponse
+	(*ConsumedRequest)(nil),   // 36: kvport.v1.ConsumedRequest
+	(*ConsumedResponse)(nil),  // 37: kvport.v1.ConsumedResponse
+	(*ResetRequest)(nil),      // 38: kvport.v1.ResetRequest
+	(*ResetResponse)(nil),     // 39: kvport.v1.ResetResponse
+	(*StatsRequest)(nil),      // 40: kvport.v1.StatsRequest
+	(*Stat)(nil),              // 41: kvport.v1.Stat
+	(*StatsResponse)(nil),     // 42: kvport.v1.StatsResponse
+	(*EventsRequest)(nil),     // 43: kvport.v1.EventsRequest
+	(*BlockEvent)(nil),        // 44: kvport.v1.BlockEvent
+	(*EventsResponse)(nil),    // 45: kvport.v1.EventsResponse
+	(*Cancel)(nil),            // 46: kvport.v1.Cancel
+	(*Close)(nil),             // 47: kvport.v1.Close
+	(*Closed)(nil),            // 48: kvport.v1.Closed
 }
 var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	6,  // 0: kvport.v1.Error.code:type_name -> kvport.v1.ErrorCode
-	7,  // 1: kvport.v1.DescribeResponse.error:type_name -> kvport.v1.Error
+	9,  // 1: kvport.v1.DescribeResponse.error:type_name -> kvport.v1.Error
 	0,  // 2: kvport.v1.DescribeResponse.capabilities:type_name -> kvport.v1.Capability
 	3,  // 3: kvport.v1.DescribeResponse.scope:type_name -> kvport.v1.Scope
-	14, // 4: kvport.v1.SessionRequest.open:type_name -> kvport.v1.Open
-	22, // 5: kvport.v1.SessionRequest.match:type_name -> kvport.v1.MatchRequest
-	27, // 6: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
-	25, // 7: kvport.v1.SessionRequest.load:type_name -> kvport.v1.Transfer
-	25, // 8: kvport.v1.SessionRequest.save:type_name -> kvport.v1.Transfer
-	30, // 9: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
-	33, // 10: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
-	35, // 11: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
-	37, // 12: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
-	38, // 13: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
-	7,  // 14: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
-	19, // 15: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
-	24, // 16: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
-	28, // 17: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
-	29, // 18: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
-	32, // 19: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
-	34, // 20: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
-	36, // 21: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
-	39, // 22: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
-	1,  // 23: kvport.v1.Open.side:type_name -> kvport.v1.Side
-	2,  // 24: kvport.v1.Open.role:type_name -> kvport.v1.Role
-	18, // 25: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
-	15, // 26: kvport.v1.Open.regions:type_name -> kvport.v1.Region
-	15, // 27: kvport.v1.Open.arena:type_name -> kvport.v1.Region
-	4,  // 28: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
-	16, // 29: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
-	17, // 30: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
-	0,  // 31: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
-	21, // 32: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
-	23, // 33: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
-	20, // 34: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
-	5,  // 35: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
-	20, // 36: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
-	21, // 37: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
-	25, // 38: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
-	25, // 39: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
-	26, // 40: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
-	25, // 41: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
-	25, // 42: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
-	26, // 43: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
-	31, // 44: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
-	8,  // 45: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
-	10, // 46: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
-	12, // 47: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
-	9,  // 48: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
-	11, // 49: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
-	13, // 50: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
-	48, // [48:51] is the sub-list for method output_type
-	45, // [45:48] is the sub-list for method input_type
-	45, // [45:45] is the sub-list for extension type_name
-	45, // [45:45] is the sub-list for extension extendee
-	0,  // [0:45] is the sub-list for field type_name
+	12, // 4: kvport.v1.DescribeResponse.stats:type_name -> kvport.v1.StatInfo
+	7,  // 5: kvport.v1.StatInfo.kind:type_name -> kvport.v1.StatKind
+	17, // 6: kvport.v1.SessionRequest.open:type_name -> kvport.v1.Open
+	25, // 7: kvport.v1.SessionRequest.match:type_name -> kvport.v1.MatchRequest
+	30, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
+	28, // 9: kvport.v1.SessionRequest.load:type_name -> kvport.v1.Transfer
+	28, // 10: kvport.v1.SessionRequest.save:type_name -> kvport.v1.Transfer
+	33, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
+	36, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
+	38, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
+	46, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
+	47, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
+	40, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
+	43, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
+	9,  // 18: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
+	22, // 19: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
+	27, // 20: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
+	31, // 21: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
+	32, // 22: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
+	35, // 23: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
+	37, // 24: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
+	39, // 25: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
+	48, // 26: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
+	42, // 27: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
+	45, // 28: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
+	1,  // 29: kvport.v1.Open.side:type_name -> kvport.v1.Side
+	2,  // 30: kvport.v1.Open.role:type_name -> kvport.v1.Role
+	21, // 31: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
+	18, // 32: kvport.v1.Open.regions:type_name -> kvport.v1.Region
+	18, // 33: kvport.v1.Open.arena:type_name -> kvport.v1.Region
+	4,  // 34: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
+	19, // 35: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
+	20, // 36: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
+	0,  // 37: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
+	24, // 38: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
+	26, // 39: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
+	23, // 40: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
+	5,  // 41: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
+	23, // 42: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
+	24, // 43: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
+	28, // 44: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
+	28, // 45: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
+	29, // 46: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
+	28, // 47: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
+	28, // 48: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
+	29, // 49: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
+	34, // 50: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
+	41, // 51: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
+	8,  // 52: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
+	3,  // 53: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
+	44, // 54: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
+	10, // 55: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
+	13, // 56: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
+	15, // 57: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
+	11, // 58: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
+	14, // 59: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
+	16, // 60: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
+	58, // [58:61] is the sub-list for method output_type
+	55, // [55:58] is the sub-list for method input_type
+	55, // [55:55] is the sub-list for extension type_name
+	55, // [55:55] is the sub-list for extension extendee
+	0,  // [0:55] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_plugin_proto_init() }
@@ -2973,7 +3576,7 @@ func file_kvport_v1_plugin_proto_init() {
 	if File_kvport_v1_plugin_proto != nil {
 		return
 	}
-	file_kvport_v1_plugin_proto_msgTypes[5].OneofWrappers = []any{
+	file_kvport_v1_plugin_proto_msgTypes[6].OneofWrappers = []any{
 		(*SessionRequest_Open)(nil),
 		(*SessionRequest_Match)(nil),
 		(*SessionRequest_Plan)(nil),
@@ -2984,8 +3587,10 @@ func file_kvport_v1_plugin_proto_init() {
 		(*SessionRequest_Reset_)(nil),
 		(*SessionRequest_Cancel)(nil),
 		(*SessionRequest_Close)(nil),
+		(*SessionRequest_Stats)(nil),
+		(*SessionRequest_Events)(nil),
 	}
-	file_kvport_v1_plugin_proto_msgTypes[6].OneofWrappers = []any{
+	file_kvport_v1_plugin_proto_msgTypes[7].OneofWrappers = []any{
 		(*SessionResponse_Opened)(nil),
 		(*SessionResponse_Match)(nil),
 		(*SessionResponse_Plan)(nil),
@@ -2994,14 +3599,16 @@ func file_kvport_v1_plugin_proto_init() {
 		(*SessionResponse_Consumed)(nil),
 		(*SessionResponse_Reset_)(nil),
 		(*SessionResponse_Closed)(nil),
+		(*SessionResponse_Stats)(nil),
+		(*SessionResponse_Events)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvport_v1_plugin_proto_rawDesc), len(file_kvport_v1_plugin_proto_rawDesc)),
-			NumEnums:      7,
-			NumMessages:   33,
+			NumEnums:      9,
+			NumMessages:   40,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -63,7 +63,7 @@ func main() {
 	}
 	sdk.Serve(connector.Plugin{
 		Name: "TestConnector", Aliases: []string{"TestAlias"}, Version: "1", Environment: []string{"KVPORT_TEST_SEEN"},
-		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset,
+		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents,
 		Schema:       sdk.SchemaOf[config](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			c, err := sdk.DecodeConfig[config](raw)
@@ -85,6 +85,13 @@ func main() {
 			if c.Fault == "hold" {
 				info.Capabilities |= connector.CanHold
 			}
+			if strings.HasPrefix(c.Fault, "stat") {
+				info.Capabilities |= connector.CanStat
+				info.Stats = statInfos(c.Fault)
+			}
+			if c.Fault == "events" {
+				info.Capabilities |= connector.CanEvents
+			}
 			return info, err
 		},
 		Scheduler: func(_ context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
@@ -94,7 +101,12 @@ func main() {
 				return nil, err
 			}
 			s := &side{config: c, env: env}
+			if strings.HasPrefix(c.Fault, "stat") {
+				return &counter{scheduler: scheduler{s}}, err
+			}
 			switch c.Fault {
+			case "events":
+				return &teller{scheduler{s}}, err
 			case "plan":
 				return &planner{scheduler{s}}, err
 			case "hold":
@@ -257,6 +269,53 @@ func (h *holder) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 	}
 }
 
+func statInfos(fault string) []connector.StatInfo {
+	infos := []connector.StatInfo{
+		{Name: "calls_total", Help: "Calls.", Kind: connector.Counter, Labels: []string{"of"}},
+		{Name: "level", Help: "A level.", Kind: connector.Gauge},
+	}
+	if fault == "stat_bad_name" {
+		infos[0].Name = "Calls"
+	}
+	return infos
+}
+
+// counter shows how often it was asked.
+type counter struct {
+	scheduler
+	n float64
+}
+
+func (c *counter) Stats(context.Context) ([]connector.Stat, error) {
+	c.n++
+	stats := []connector.Stat{{Name: "calls_total", Labels: []string{"stats"}, Value: c.n}, {Name: "level", Value: 7}}
+	if c.Fault == "stat_many" {
+		stats = append(stats, connector.Stat{Name: "unknown"}, connector.Stat{Name: "level", Labels: []string{"one"}})
+		for i := range connector.MaxSamples - len(stats) {
+			stats = append(stats, connector.Stat{Name: "calls_total", Labels: []string{fmt.Sprint(c.n, i)}})
+		}
+	}
+	return stats, nil
+}
+
+// saved are the events of this process.
+var (
+	saved = make(chan connector.BlockEvent, 1024)
+	seq   atomic.Uint64
+)
+
+// teller tells of each block that was saved.
+type teller struct{ scheduler }
+
+func (t *teller) Events(ctx context.Context) ([]connector.BlockEvent, error) {
+	select {
+	case e := <-saved:
+		return []connector.BlockEvent{e}, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
 type worker struct{ *side }
 
 func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
@@ -348,6 +407,11 @@ func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.
 		}
 		if err := os.Rename(path+".new", path); err != nil {
 			return err
+		}
+		if w.Fault == "events" {
+			saved <- connector.BlockEvent{
+				Seq: seq.Add(1), Kind: connector.BlocksStored, Keys: []connector.BlockKey{b.Key}, Medium: "disk", Scope: connector.ScopeNode,
+			}
 		}
 	}
 	return nil

@@ -1,0 +1,126 @@
+package sdk
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// storePowers are the optional powers that a Store can have.
+const storePowers = connector.CanReset | connector.CanStat | connector.CanEvents
+
+// check reports what no Store can be.
+func (d *Definition) check() error {
+	if more := d.Capabilities &^ storePowers; more != 0 {
+		return fmt.Errorf("Definition.Capabilities: a Store has no part in %v: %w", more, connector.ErrIncompatible)
+	}
+	if (len(d.Stats) > 0) != (d.Capabilities&connector.CanStat != 0) {
+		return fmt.Errorf("Definition.Stats: %d of them, with capabilities %q: %w", len(d.Stats), d.Capabilities, connector.ErrIncompatible)
+	}
+	if len(d.Medium) > connector.MaxMedium {
+		return fmt.Errorf("Definition.Medium has %d bytes, limit %d: %w", len(d.Medium), connector.MaxMedium, connector.ErrIncompatible)
+	}
+	return connector.ValidateStats(d.Stats)
+}
+
+// has reports a power that the Definition claims and the Store lacks.
+func (d *Definition) has(store connector.Store) error {
+	var lacks connector.Capability
+	if _, ok := store.(connector.Resetter); !ok {
+		lacks |= connector.CanReset
+	}
+	if _, ok := store.(connector.StatsSource); !ok {
+		lacks |= connector.CanStat
+	}
+	if _, ok := store.(Watchable); !ok {
+		lacks |= connector.CanEvents
+	}
+	if lacks &= d.Capabilities; lacks != 0 {
+		return fmt.Errorf("Definition.Capabilities claims %v, the Store lacks its methods: %w", lacks, connector.ErrIncompatible)
+	}
+	return nil
+}
+
+// Capabilities implements connector.Partial.
+func (s *storeScheduler) Capabilities() connector.Capability { return s.powers }
+
+// Reset implements connector.Resetter.
+func (s *storeScheduler) Reset(ctx context.Context) (emptied bool, err error) {
+	store, err := power[connector.Resetter](s.store, connector.CanReset)
+	if err != nil {
+		return false, err
+	}
+	err = guard(s.log, "reset", func() (err error) {
+		emptied, err = store.Reset(ctx)
+		return err
+	})
+	if emptied && err == nil && s.watch != nil {
+		s.watch.cleared()
+	}
+	return emptied, err
+}
+
+// Stats implements connector.StatsSource.
+func (s *storeScheduler) Stats(ctx context.Context) (stats []connector.Stat, err error) {
+	store, err := power[connector.StatsSource](s.store, connector.CanStat)
+	if err != nil {
+		return nil, err
+	}
+	err = guard(s.log, "stats", func() (err error) {
+		stats, err = store.Stats(ctx)
+		return err
+	})
+	return stats, err
+}
+
+// Events implements connector.EventSource.
+func (s *storeScheduler) Events(ctx context.Context) ([]connector.BlockEvent, error) {
+	if s.watch == nil {
+		return nil, fmt.Errorf("the connector cannot %v: %w", connector.CanEvents, connector.ErrIncompatible)
+	}
+	return s.watch.events(ctx)
+}
+
+// put stores items. A watch is told of them before and after.
+func (w *storeWorker) put(ctx context.Context, items []connector.Item, t *connector.Transfer) error {
+	call := func() error { return guard(w.log, "put", func() error { return w.store.Put(ctx, items) }) }
+	if w.watch == nil {
+		return call()
+	}
+	watched, keys, index := w.watched(items, t)
+	w.watch.saving(watched, keys)
+	err := call()
+	var some *connector.ItemError
+	switch {
+	case err == nil:
+		w.watch.saved(watched, nil)
+	case errors.As(err, &some) && len(some.Items) > 0:
+		named := map[int]bool{}
+		for _, i := range some.Items {
+			named[i] = true
+		}
+		failed := map[int]bool{}
+		for at, i := range index {
+			failed[at] = named[i]
+		}
+		w.watch.saved(watched, failed)
+	}
+	return err
+}
+
+// watched are the items of groups that keep all blocks, their blocks' keys, and their indexes.
+func (w *storeWorker) watched(items []connector.Item, t *connector.Transfer) (out []connector.Item, keys []connector.BlockKey, index []int) {
+	groups, n := w.env.Layout.Groups, 0
+	for _, b := range t.Blocks {
+		if b.Key == (connector.BlockKey{}) {
+			continue
+		}
+		if len(groups) == 1 || groups[b.Group].Policy == connector.PolicyAll {
+			out, keys, index = append(out, items[n]), append(keys, b.Key), append(index, n)
+		}
+		n++
+	}
+	return out, keys, index
+}

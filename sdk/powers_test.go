@@ -1,0 +1,250 @@
+package sdk
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// powerful is a Store with every power that a Store can have.
+type powerful struct {
+	*memory
+	removed func([]connector.StoreKey)
+	resets  atomic.Int32
+}
+
+func (p *powerful) Watch(removed func([]connector.StoreKey)) { p.removed = removed }
+
+func (p *powerful) Reset(context.Context) (bool, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	clear(p.data)
+	return p.resets.Add(1) == 1, nil
+}
+
+func (p *powerful) Stats(context.Context) ([]connector.Stat, error) {
+	return []connector.Stat{{Name: "blocks", Value: float64(len(p.data))}}, nil
+}
+
+func powerfulDefinition() Definition {
+	return Definition{
+		Name: "Powerful", Version: "1", Scope: connector.ScopeNode, Groups: true, Medium: "memory", Capabilities: storePowers,
+		Stats: []connector.StatInfo{{Name: "blocks", Help: "Blocks stored.", Kind: connector.Gauge}},
+	}
+}
+
+func storeOf(d Definition, s connector.Store) connector.Plugin {
+	return FromStore(d, func(context.Context, connector.Env, struct{}) (connector.Store, error) { return s, nil })
+}
+
+func take(t *testing.T, s connector.Scheduler) []connector.BlockEvent {
+	t.Helper()
+	source, ok := connector.As[connector.EventSource](s)
+	require.True(t, ok)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	events, err := source.Events(ctx)
+	require.NoError(t, err)
+	return events
+}
+
+func TestStorePowers(t *testing.T) {
+	store := &powerful{memory: newMemory()}
+	p := storeOf(powerfulDefinition(), store)
+	info, err := p.Describe(t.Context(), nil)
+	require.NoError(t, err)
+	require.Equal(t, storePowers, info.Capabilities)
+	require.Equal(t, storePowers, p.Capabilities)
+	require.Equal(t, "blocks", info.Stats[0].Name)
+	scheduler, worker := open(t, p, testEnv(0, 1))
+	defer scheduler.Close()
+	defer worker.Close()
+	require.Equal(t, storePowers, connector.CapabilitiesOf(scheduler))
+	require.Zero(t, connector.CapabilitiesOf(worker))
+
+	bs, kv := blocks(3), testKV(t, 1)
+	require.NoError(t, worker.Save(t.Context(), &connector.Transfer{Blocks: bs}, kv))
+	require.Equal(t, []connector.BlockEvent{{
+		Seq: 1, Kind: connector.BlocksStored, Keys: keys(3), Medium: "memory", Scope: connector.ScopeNode,
+	}}, take(t, scheduler))
+	source, _ := connector.As[connector.StatsSource](scheduler)
+	stats, err := source.Stats(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, []connector.Stat{{Name: "blocks", Value: 3}}, stats)
+
+	resetter, _ := connector.As[connector.Resetter](scheduler)
+	for _, want := range []bool{true, false} {
+		emptied, err := resetter.Reset(t.Context())
+		require.NoError(t, err)
+		require.Equal(t, want, emptied)
+	}
+	events := take(t, scheduler)
+	require.Len(t, events, 1, "only what emptied clears")
+	require.Equal(t, connector.BlocksCleared, events[0].Kind)
+}
+
+// A power is what the Definition claims and the Store has: both or it does not open.
+func TestStorePowersAreClaimed(t *testing.T) {
+	d := powerfulDefinition()
+	_, err := storeOf(d, newMemory()).Scheduler(t.Context(), testEnv(0, 1), nil)
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, "claims reset,stat,events, the Store lacks its methods")
+
+	d.Capabilities, d.Stats = 0, nil
+	s, err := storeOf(d, &powerful{memory: newMemory()}).Scheduler(t.Context(), testEnv(0, 1), nil)
+	require.NoError(t, err)
+	defer s.Close()
+	require.Zero(t, connector.CapabilitiesOf(s))
+	require.Error(t, func() error { _, err := s.(connector.EventSource).Events(t.Context()); return err }())
+
+	for want, change := range map[string]func(*Definition){
+		"has no part in hold": func(d *Definition) { d.Capabilities |= connector.CanHold },
+		"Definition.Stats":    func(d *Definition) { d.Stats = nil },
+		"must be of a-z":      func(d *Definition) { d.Stats[0].Name = "A" },
+		"Definition.Medium":   func(d *Definition) { d.Medium = string(make([]byte, 65)) },
+	} {
+		d := powerfulDefinition()
+		change(&d)
+		_, err := storeOf(d, newMemory()).Describe(t.Context(), nil)
+		require.ErrorIs(t, err, connector.ErrIncompatible)
+		require.ErrorContains(t, err, want)
+	}
+}
+
+// Rule EVENT-01: a block is stored when all ranks have it, and removed with the first part.
+func TestWatchedRanks(t *testing.T) {
+	store := &powerful{memory: newMemory()}
+	p := storeOf(powerfulDefinition(), store)
+	scheduler, first := open(t, p, testEnv(0, 2))
+	defer scheduler.Close()
+	defer first.Close()
+	second, err := p.Worker(t.Context(), testEnv(1, 2), nil)
+	require.NoError(t, err)
+	defer second.Close()
+	bs, kv := blocks(2), testKV(t, 1)
+	save := func(w connector.Worker, bs ...connector.Block) {
+		require.NoError(t, w.Save(t.Context(), &connector.Transfer{Blocks: bs}, kv))
+	}
+	save(first, bs...)
+	save(second, bs[1])
+	save(second, bs[1], connector.Block{ID: 5}) // again, and a partial one
+	save(second, bs[0])
+	events := take(t, scheduler)
+	require.Len(t, events, 2)
+	require.Equal(t, keys(2)[1:], events[0].Keys)
+	require.Equal(t, keys(2)[:1], events[1].Keys)
+
+	shard := func(rank int) connector.StoreKey {
+		return connector.NewStoreKey(bs[0].Key, testEnv(0, 2).Shape, 0, connector.Shard{Rank: rank, World: 2})
+	}
+	store.removed([]connector.StoreKey{{1, 2, 3}, shard(1)})
+	store.removed([]connector.StoreKey{shard(0)}) // it is gone already
+	events = take(t, scheduler)
+	require.Len(t, events, 1)
+	require.Equal(t, connector.BlocksRemoved, events[0].Kind)
+	require.Equal(t, keys(1), events[0].Keys)
+	store.removed(nil)
+	require.Equal(t, connector.BlocksCleared, take(t, scheduler)[0].Kind)
+}
+
+// What goes while it is being saved is not reported as stored; what was not stored neither.
+func TestWatchedFailures(t *testing.T) {
+	store := &powerful{memory: newMemory()}
+	p := storeOf(powerfulDefinition(), store)
+	scheduler, worker := open(t, p, testEnv(0, 1))
+	defer scheduler.Close()
+	defer worker.Close()
+	bs, kv := blocks(3), testKV(t, 1)
+	fail := error(nil)
+	store.before = func(call string, _ int) error {
+		if call == "put" {
+			store.removed([]connector.StoreKey{connector.NewStoreKey(bs[0].Key, testEnv(0, 1).Shape, 0, connector.Shard{World: 1})})
+			return fail
+		}
+		return nil
+	}
+	save := func() error { return worker.Save(t.Context(), &connector.Transfer{Blocks: bs}, kv) }
+	fail = errors.New("disk")
+	require.Error(t, save())
+	fail = &connector.ItemError{Items: []int{1}, Err: connector.ErrBusy}
+	require.Error(t, save())
+	events := take(t, scheduler)
+	require.Len(t, events, 1)
+	require.Equal(t, keys(3)[2:], events[0].Keys)
+}
+
+// A watch is bounded in blocks and events, and what it drops shows.
+func TestWatchIsBounded(t *testing.T) {
+	env := testEnv(0, 1)
+	d := powerfulDefinition()
+	w := newWatch(&d, &env)
+	key := func(i int) (k [32]byte) {
+		k[0], k[1], k[2] = byte(i), byte(i>>8), byte(i>>16)
+		return k
+	}
+	const all = watchedBlocks + 100
+	for i := range all {
+		items, ks := []connector.Item{{Key: key(i)}}, []connector.BlockKey{key(i)}
+		w.saving(items, ks)
+		w.saved(items, nil)
+	}
+	require.Len(t, w.blocks, watchedBlocks)
+	require.Len(t, w.shards, watchedBlocks)
+	require.LessOrEqual(t, len(w.queue), connector.MaxEvents)
+	require.LessOrEqual(t, w.keys, waitingKeys)
+	events, err := w.events(t.Context())
+	require.NoError(t, err)
+	require.EqualValues(t, all+100, events[len(events)-1].Seq, "100 blocks were reported as removed")
+	require.Greater(t, events[0].Seq, uint64(1), "a gap")
+	removed := 0
+	for _, e := range events {
+		if e.Kind == connector.BlocksRemoved {
+			removed++
+		}
+	}
+	require.Equal(t, 100, removed)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err = w.events(ctx)
+	require.ErrorIs(t, err, context.Canceled)
+}
+
+type arenaTest struct {
+	Bytes int64 `json:"bytes"`
+}
+
+// ArenaBytes says what the test asks for.
+func (c arenaTest) ArenaBytes() int64 { return c.Bytes }
+
+// Rule ARENA-01: a Store gets the arena that its config asks for, on both sides, or does not open.
+func TestStoreArena(t *testing.T) {
+	var got []byte
+	p := FromStore(Definition{Name: "A", Scope: connector.ScopeEngine}, func(_ context.Context, env connector.Env, _ arenaTest) (connector.Store, error) {
+		got = env.Arena
+		return newMemory(), nil
+	})
+	config := json.RawMessage(`{"bytes": 64}`)
+	info, err := p.Describe(t.Context(), config)
+	require.NoError(t, err)
+	require.EqualValues(t, 64, info.ArenaBytes)
+	env := testEnv(0, 1)
+	for _, size := range []int{0, 63, 65} {
+		env.Arena = make([]byte, size)
+		_, err := p.Scheduler(t.Context(), env, config)
+		require.ErrorIs(t, err, connector.ErrIncompatible)
+		_, err = p.Worker(t.Context(), env, config)
+		require.ErrorIs(t, err, connector.ErrIncompatible)
+	}
+	env.Arena = make([]byte, 64)
+	s, err := p.Scheduler(t.Context(), env, config)
+	require.NoError(t, err)
+	require.Len(t, got, 64)
+	require.NoError(t, s.Close())
+}
