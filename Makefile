@@ -77,7 +77,7 @@ conform: deps build ## run the conformance suite against every plugin
 bench: deps ## run the Go benchmarks; BENCH=REGEXP picks
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
 
-vllm-test: build ## from nothing a real vLLM in .deps/vllm (6 GB), then kvport's promises under it; VLLM_ARGS='--only ttft' is passed on
+vllm-test: deps build ## from nothing a real vLLM in .deps/vllm (6 GB), then kvport's promises under it; VLLM_ARGS='--only ttft' is passed on
 	@$(PYTHON) scripts/vllm_setup.py --dir $(VLLM_DIR)
 	$(VLLM_DIR)/venv/bin/python tests/vllm/run.py --deps $(VLLM_DIR) $(VLLM_ARGS)
 

@@ -232,8 +232,9 @@ class SchedulerSide:
 
     def step_over(self, output: Any) -> None:
         """Take update_connector_output: completed blocks are true now, loads are over."""
-        self.poll()
         done = getattr(output, "kv_connector_worker_meta", None)
+        if done is not None or output.finished_recving:
+            self.poll()  # a step that completed nothing is heard of in the next build
         if done is not None:
             for ack in sorted(done.acks):
                 self._dirty |= self.saving.computed(ack, self._step)

@@ -18,6 +18,8 @@ log = logging.getLogger("vllm.kvport")
 # Beyond the host's own deadlines, in which a transfer is retried and its plugin restarted.
 _SLACK = 20.0
 _MAX_EARLY = 4096
+# A worker that waits for no load has nothing to hear: what the agent tells waits in the socket for so many steps.
+_LISTEN_EVERY = 8
 
 
 @dataclass(slots=True)
@@ -41,6 +43,7 @@ class WorkerSide:
         self._early: dict[tuple[int, str, int], list[int]] = {}  # ends of loads whose step is not here yet
         self._sent: list[str] = []
         self._acks: set[int] = set()
+        self._quiet = 0  # steps since the agent was listened to
         self._copy_out: Sequence[Sequence[int]] | None = None
         self.invalid: set[int] = set()
         self.failed: set[str] = set()
@@ -73,9 +76,12 @@ class WorkerSide:
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Give requests whose delayed blocks are free, that were loaded, and whose load failed as a whole."""
         received: set[str] = set()
-        for event in self.link.poll():
-            if getattr(event, "kind", None) == LOADED:
-                self._loaded(event, received)
+        self._quiet += 1
+        if self._pending or self._quiet >= _LISTEN_EVERY or self.link.state is not State.UP:
+            self._quiet = 0
+            for event in self.link.poll():
+                if getattr(event, "kind", None) == LOADED:
+                    self._loaded(event, received)
         if self._pending:
             self._check(received)
         sent, self._sent = set(self._sent), []

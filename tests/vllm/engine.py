@@ -105,7 +105,7 @@ class Driver:
         from vllm import EngineArgs, LLMEngine
 
         if config.get("isa"):
-            import vllm.v1.attention.backends.cpu_attn as cpu_attn
+            from vllm.v1.attention.backends import cpu_attn
 
             cpu_attn._get_attn_isa = lambda *_a, **_k: config["isa"]
         if config.get("hide"):

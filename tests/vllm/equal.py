@@ -7,9 +7,10 @@ import socketserver
 import threading
 import urllib.request
 
-from connectors import SHARED, configs
 from prompts import LENGTHS
 from rig import ROOT, Engine, Server, free_port, kvport, serve
+
+from connectors import SHARED, configs, storage
 
 TOKENS = 32
 
@@ -50,7 +51,7 @@ def three_ways(rig, engine, texts, label):
 def connectors(rig):
     """Each connector on one engine, then on another process that finds what the first left."""
     texts = Texts(rig)
-    for label, name, extra in configs(rig, ROOT):
+    for label, name, extra in configs(rig):
         engine = Engine(rig, label.replace(" ", "-"), kv=kvport(name, extra))
         three_ways(rig, engine, texts, label)
         engine.settle(rig.prompts.cut("nudge", 20))
@@ -68,7 +69,7 @@ def connectors(rig):
 def together(rig):
     """Four requests at a time, twice, so that loads and saves overlap."""
     texts = Texts(rig)
-    for label, name, extra in configs(rig, ROOT):
+    for label, name, extra in configs(rig):
         engine = Engine(rig, "batch-" + label.replace(" ", "-"), kv=kvport(name, extra))
         rig.equal(f"{label} cold, 4 together", texts.want, engine.all(texts.first, TOKENS, together=4))
         engine.reset()
@@ -102,9 +103,7 @@ ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id":
 def disaggregated(rig):
     """Prefill and decode in two processes; the first hands its kv_transfer_params to the second."""
     texts = Texts(rig)
-    for label, name, extra in configs(rig, ROOT):
-        if label not in SHARED:
-            continue
+    for label, name, extra in configs(rig, SHARED):
         p, d = pair(rig, Engine, label, name, extra)
         for ids, want in zip(texts.first, texts.want):
             handed = p.run(ids, 1, kvp=ASK)
@@ -163,7 +162,7 @@ class VllmProxy:
 def served(rig):
     """`vllm serve` in its normal form with several processes: cold, warm, second turn."""
     texts = Texts(rig)
-    label, name, extra = configs(rig, ROOT)[0]
+    label, name, extra = storage(rig)
     server = serve(rig, "serve", kv=kvport(name, extra))
 
     def reset():
@@ -201,7 +200,7 @@ def reading(server):
 def routed(rig):
     """Two `vllm serve`, prefill and decode, through `kvport route` and through a proxy as in vLLM's examples."""
     texts = Texts(rig)
-    label, name, extra = next(c for c in configs(rig, ROOT) if c[0] in SHARED)
+    label, name, extra = storage(rig)
     p, d = pair(rig, serve, label, name, extra)
     before = 0
     for way in "kvport route", "vLLM's proxy":

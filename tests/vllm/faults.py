@@ -7,19 +7,14 @@ import random
 import signal
 import time
 
-from connectors import configs
 from equal import ASK, full, ticket_key
-from rig import ROOT, Engine, Failed, kvport
+from rig import Engine, Failed, kvport
+
+from connectors import storage
 
 # Tests kill more often than a plugin may die before it is left alone.
 PATIENT = {"breaker": {"deaths": 1000, "cooldown": "1s", "backoff_min": "50ms", "backoff_max": "200ms"}}
 MET = 1 << 20  # bytes that a process must have read or written for a transfer to be under way
-
-
-def storage(rig):
-    """The shared storage connector: (name, config)."""
-    _, name, extra = next(c for c in configs(rig, ROOT) if c[0] == "SharedStorage")
-    return name, extra
 
 
 def process(engine, word):
@@ -70,7 +65,7 @@ def kill_rounds(rig):
 
 def kills(rig):
     """Kill and stop the plugin and kill the agent while four requests run."""
-    name, extra = storage(rig)
+    _, name, extra = storage(rig)
     engine = Engine(rig, "engine", kv=kvport(name, extra, kvport=PATIENT))
     rounds = kill_rounds(rig)
     saving = [r for r in rounds if not r[2]]
@@ -150,7 +145,7 @@ def spoil(path):
 
 def damage(rig):
     """Failed loads of every kind under both policies."""
-    name, extra = storage(rig)
+    _, name, extra = storage(rig)
     for policy in "recompute", "fail":
         settings = {**extra, "shared_storage_path": extra["shared_storage_path"] + policy}
         engine = Engine(rig, policy, kv=kvport(name, settings, policy=policy, kvport=PATIENT),
@@ -258,7 +253,7 @@ def other_isa():
 
 def isa(rig):
     """A prefill engine with the kernel for other processors hands over to one with this one's."""
-    name, extra = storage(rig)
+    _, name, extra = storage(rig)
     half, other = {"dtype": "bfloat16"}, other_isa()
     ids = rig.prompts.set("isa", [300, 600, 900])
     want = rig.options.baseline(ids, 16, engine=half)

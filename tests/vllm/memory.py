@@ -4,8 +4,9 @@ import mmap
 import os
 import pathlib
 
-from connectors import configs
-from rig import ROOT, Engine, kvport
+from rig import Engine, kvport
+
+from connectors import storage
 
 
 def mapping(pid, address):
@@ -31,7 +32,7 @@ def descriptor(pid, inode):
 
 def shared(rig):
     """Engine, plugin and this process map one memory; what the plugin loads is where vLLM computes."""
-    label, name, extra = next(c for c in configs(rig, ROOT) if c[0] == "SharedStorage")
+    _, name, extra = storage(rig)
     ids = rig.prompts.cut("zero copy", 700)
     want = rig.options.baseline([ids], 8)
     engine = Engine(rig, "engine", kv=kvport(name, extra))

@@ -4,13 +4,15 @@ import random
 import time
 
 from equal import full
-from faults import PATIENT, meet, moved, process, storage
+from faults import PATIENT, meet, moved, process
 from rig import Engine, kvport, serve
+
+from connectors import storage
 
 
 def pressure(rig):
     """66 blocks: preemptions, aborts at random times and of requests that load; afterwards every block is free."""
-    name, extra = storage(rig)
+    _, name, extra = storage(rig)
     few = {"num_gpu_blocks_override": 66}
     engine = Engine(rig, "engine", kv=kvport(name, extra, kvport=PATIENT), engine=few)
     nudge = rig.prompts.cut("nudge", 20)
@@ -73,7 +75,7 @@ def loading(rig, engine):
 
 def ranks(rig):
     """Tensor parallelism over three ranks, each with a region of its own (the model has 9 heads, so not two)."""
-    name, extra = storage(rig)
+    _, name, extra = storage(rig)
     ids = rig.prompts.set("ranks", [300, 600, 900])
     parallel = ["--tensor-parallel-size", "3"]
     alone = serve(rig, "alone", args=parallel)

@@ -4,9 +4,10 @@ import statistics
 import sys
 import time
 
-from connectors import configs
 from equal import full
-from rig import ROOT, Engine, Server, free_port, kvport, tail
+from rig import Engine, Server, free_port, kvport, tail
+
+from connectors import configs, storage
 
 LONG = 1350
 
@@ -49,7 +50,7 @@ def ttft(rig):
     ids = rig.prompts.cut("long", LONG)
     want = rig.options.baseline([ids], 8)
     engines = {"alone": Engine(rig, "alone"), "LMCache": lmcache(rig)}
-    for label, name, extra in configs(rig, ROOT):
+    for label, name, extra in configs(rig):
         engines[label] = Engine(rig, "kvport-" + label.replace(" ", "-"), kv=kvport(name, extra))
     for engine in engines.values():
         rig.equal("cold", want, [engine.run(ids, 8)])
@@ -81,7 +82,7 @@ def ttft(rig):
 
 def steps(rig):
     """The hooks' share of decode steps: of a consumer, which has no transfers, and of an engine that saves now and then."""
-    label, name, extra = configs(rig, ROOT)[0]
+    _, name, extra = storage(rig)
     ids = rig.prompts.cut("steps", 300)
     for role in "kv_consumer", "kv_both":
         engine = Engine(rig, role, kv=kvport(name, extra, role=role))

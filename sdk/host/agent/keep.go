@@ -140,6 +140,10 @@ func (a *rankAttach) differs(b *rankAttach) string {
 	return ""
 }
 
+// patience is how long a lookup waits at least before its answer is Later. The engine on the other side
+// comes back for it only with its next step, and that pause is longer.
+const patience = 2 * time.Millisecond
+
 // open opens the connector.
 func (s *server) open(ctx context.Context, eng *host.Engine, hashes string) (*house, error) {
 	began := time.Now()
@@ -147,7 +151,9 @@ func (s *server) open(ctx context.Context, eng *host.Engine, hashes string) (*ho
 	if err != nil {
 		return nil, err
 	}
-	h, err := host.Open(ctx, s.cfg.Transfer, *eng, host.Options{
+	transfer := *s.cfg.Transfer
+	transfer.Settings.Deadlines.Match = max(transfer.Settings.Deadlines.Match, patience)
+	h, err := host.Open(ctx, &transfer, *eng, host.Options{
 		PluginPath: s.cfg.PluginPath, Log: s.log, Metrics: s.ledger, Started: s.announce,
 	})
 	if err != nil {
