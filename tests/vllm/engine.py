@@ -110,8 +110,8 @@ class Driver:
             cpu_attn._get_attn_isa = lambda *_a, **_k: config["isa"]
         if config.get("hide"):
             hide(config["hide"])
-        args = dict(dtype="float32", max_model_len=2048, max_num_seqs=8, enforce_eager=True, block_size=32,
-                    kv_transfer_config=config.get("kv"), disable_log_stats=False)
+        args = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 8, "enforce_eager": True, "block_size": 32,
+                "kv_transfer_config": config.get("kv"), "disable_log_stats": False}
         args.update(config["engine"])
         self.engine = LLMEngine.from_engine_args(EngineArgs(**args))
         self.core = self.engine.engine_core.engine_core

@@ -1,6 +1,5 @@
 """Lines about equal tokens: every connector, both forms of vLLM, prefill and decode apart."""
 
-import contextlib
 import http.server
 import json
 import socketserver
@@ -164,18 +163,6 @@ def served(rig):
     texts = Texts(rig)
     label, name, extra = storage(rig)
     server = serve(rig, "serve", kv=kvport(name, extra))
-
-    def reset():
-        def done():
-            with contextlib.suppress(OSError):
-                status, answer = server.post("/reset_prefix_cache", {})
-                return status == 200 and answer is not False
-            return False
-
-        rig.until(done, "reset_prefix_cache")
-
-    server.post = reading(server)
-    server.reset = reset
     three_ways(rig, server, texts, f"{label}, vllm serve")
     lines = [line for line in server.get("/metrics").splitlines() if "kvport" in line and not line.startswith("#")]
     rig.check(bool(lines), "no kvport metric on vLLM's /metrics")
@@ -183,39 +170,23 @@ def served(rig):
     server.stop()
 
 
-def reading(server):
-    """A post that accepts answers without JSON, as that of /reset_prefix_cache."""
-    plain = Server.post
-
-    def post(path, body, timeout=300):
-        if path != "/reset_prefix_cache":
-            return plain(server, path, body, timeout)
-        request = urllib.request.Request(server.url + path, b"", method="POST")
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return answer.status, answer.read().decode()
-
-    return post
-
-
 def routed(rig):
     """Two `vllm serve`, prefill and decode, through `kvport route` and through a proxy as in vLLM's examples."""
     texts = Texts(rig)
     label, name, extra = storage(rig)
     p, d = pair(rig, serve, label, name, extra)
-    before = 0
-    for way in "kvport route", "vLLM's proxy":
+    for turn, way in enumerate(("kvport route", "vLLM's proxy")):
         if way == "kvport route":
             port = free_port()
             front = Server(rig, "route", [str(ROOT / "bin" / "kvport"), "route", "--port", str(port), "--prefill", p.url, "--decode", d.url], port)
         else:
             front = VllmProxy(p.url, d.url)
             rig.processes.append(front)
-        half = texts.first[before::2], texts.want[before::2]
+        half = texts.first[turn::2], texts.want[turn::2]
         rig.equal(f"P/D through {way}", half[1], front.all(half[0], TOKENS))
         got = rig.until(lambda: d.external() - rig.counts.get("external tokens", 0), f"{way}: external tokens")
         rig.check(got >= 0.9 * full(half[0]), f"{way}: {got} tokens came over, want nearly {full(half[0])}")
         rig.count("external tokens", got)
         front.stop()
-        before += 1
     p.stop()
     d.stop()

@@ -259,6 +259,10 @@ class Server:
         with ThreadPoolExecutor(together) as pool:
             return list(pool.map(lambda ids: self.run(ids, tokens), prompts))
 
+    def reset(self):
+        """Empty the engine's own prefix cache, once saves have let go of their blocks."""
+        self.rig.until(lambda: self.post("/reset_prefix_cache", {})[1].get("success"), f"{self.name}: resetting the prefix cache")
+
     def counter(self, name, *labels):
         """The sum of a counter of /metrics over the lines with all the labels."""
         total = 0.0
