@@ -121,13 +121,13 @@ func AttachFromProto(m *kvportv1.AgentAttach) (*Attach, error) {
 			return nil, err
 		}
 	}
-	switch a.Side {
-	case kvportv1.Side_SIDE_SCHEDULER:
+	if a.Side == kvportv1.Side_SIDE_SCHEDULER {
 		return a, nil
-	case kvportv1.Side_SIDE_WORKER:
-		return a, a.rank(m)
 	}
-	return nil, malformed("attach.side is %d", m.GetSide())
+	if a.Side != kvportv1.Side_SIDE_WORKER {
+		return nil, malformed("attach.side is %d", m.GetSide())
+	}
+	return a, a.rank(m)
 }
 
 // rank reads what only a rank says.

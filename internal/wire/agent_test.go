@@ -64,7 +64,8 @@ func TestAgentFrames(t *testing.T) {
 		require.ErrorIs(t, err, io.ErrUnexpectedEOF)
 	}
 	for _, c := range []*kvportv1.AgentCall{
-		{}, {Id: 1},
+		{},
+		{Id: 1},
 		{Id: 1, Call: &kvportv1.AgentCall_Step{Step: &kvportv1.Step{}}},
 		{Call: &kvportv1.AgentCall_Detach{Detach: &kvportv1.AgentDetach{}}},
 	} {

@@ -271,3 +271,21 @@ func TestTicketOfAnotherKernel(t *testing.T) {
 	require.NoError(t, da.ended(t))
 	require.Contains(t, da.log.String(), `its blocks are made as \"float32 block=16 isa=avx512\", ours as \"float32 block=16 isa=avx2\"`)
 }
+
+// A connector that is made of others has a process for each: all are announced, to who comes later too.
+func TestSeveralPlugins(t *testing.T) {
+	one, two := config(t.TempDir(), nil), config(t.TempDir(), nil)
+	strip := func(c string) string { return strings.Replace(c, `,"kvport":{"heartbeat":{"limit":"1m"}}`, "", 1) }
+	o := open(t, fmt.Sprintf(`{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":{"connectors":[%s,%s]}}`, strip(one), strip(two)), nil)
+	w := worker(t, o.socket, rankAt(0, 1))
+	w.attached()
+	w.announced(2)
+	s := scheduler(t, o.socket)
+	s.announced(2)
+	hs := hashes("a", 3)
+	s.save(w, "r", hs, 0)
+	require.Equal(t, 48, s.match(query("q", hs)))
+	s.step(&connector.Step{ID: 2, Admitted: []connector.Transfer{transfer("q", hs, 10)}})
+	require.Empty(t, s.event(loaded, "q").GetFailed())
+	require.True(t, w.same(blocksOf(hs, 10), 0))
+}

@@ -27,10 +27,10 @@ const engineVariable = "KVPORT_TEST_ENGINE"
 // playEngine attaches a scheduler and two ranks, says so, and waits to be killed.
 func playEngine() int {
 	if err := attachAll(os.Getenv(engineVariable)); err != nil {
-		fmt.Println(err)
+		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
-	fmt.Println("attached")
+	fmt.Fprintln(os.Stdout, "attached")
 	_, _ = io.Copy(io.Discard, os.Stdin)
 	return 0
 }
@@ -95,7 +95,7 @@ type spawned struct {
 // spawn starts kvport agent.
 func spawn(t testing.TB, transfer string) *spawned {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "a")
+	dir, err := os.MkdirTemp("", "a") //nolint:usetesting // of mode 0700, and short
 	require.NoError(t, err)
 	s := &spawned{socket: filepath.Join(dir, "s"), log: &strings.Builder{}, over: make(chan error, 1)}
 	s.Cmd = exec.Command(filepath.Join(bin, "kvport"), "agent", "--kv-transfer-config", transfer, "--socket", s.socket)

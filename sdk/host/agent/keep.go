@@ -59,23 +59,25 @@ func (s *server) keep(ctx context.Context) {
 // attach is answered nothing touches what was there before (rule AGENT-05).
 func (s *server) settle(ctx context.Context) (again bool) {
 	s.mu.Lock()
-	version := s.version
-	if s.settled == version {
+	if s.settled == s.version {
 		s.mu.Unlock()
 		return false
 	}
-	old, retired := s.house, s.retired
-	s.house, s.retired, s.used = nil, nil, false
+	old := s.house
+	s.house, s.used = nil, false
 	s.mu.Unlock()
 	if old != nil {
 		old.close(s.limits.drain)
 	}
+	s.mu.Lock()
+	version := s.version // who came while it was closed counts already
+	eng, hashes, err := s.engine()
+	retired := s.retired
+	s.retired = nil
+	s.mu.Unlock()
 	for _, r := range retired {
 		_ = r.Close()
 	}
-	s.mu.Lock()
-	eng, hashes, err := s.engine()
-	s.mu.Unlock()
 	var fresh *house
 	if err == nil && eng != nil {
 		fresh, err = s.open(ctx, eng, hashes)

@@ -2,6 +2,7 @@ package agent
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 
@@ -82,12 +83,8 @@ func checkHashes(name string, s *host.Settings) error {
 		return nil
 	}
 	engine, way, ok := strings.Cut(name, "/")
-	if ok && engine != "" {
-		for _, known := range strong() {
-			if way == known {
-				return nil
-			}
-		}
+	if ok && engine != "" && slices.Contains(strong(), way) {
+		return nil
 	}
 	return fmt.Errorf("attach.hashes is %q: block hashes must be cryptographic and the same in every process, want ENGINE/ one of %s (vLLM: --prefix-caching-hash-algo sha256_cbor, and PYTHONHASHSEED set); kvport.allow_weak_hashes accepts others: %w",
 		name, strings.Join(strong(), ", "), connector.ErrIncompatible)

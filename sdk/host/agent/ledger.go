@@ -72,12 +72,12 @@ func flatten(families []*dto.MetricFamily) []*kvportv1.AgentCounter {
 			add := func(suffix string, value float64, gauge bool) {
 				out = append(out, &kvportv1.AgentCounter{Name: f.GetName() + suffix, Labels: slices.Clone(labels), Value: value, Gauge: gauge})
 			}
-			switch f.GetType() {
-			case dto.MetricType_COUNTER:
+			switch { // a host has no other types
+			case m.GetCounter() != nil:
 				add("", m.GetCounter().GetValue(), false)
-			case dto.MetricType_GAUGE:
+			case m.GetGauge() != nil:
 				add("", m.GetGauge().GetValue(), true)
-			case dto.MetricType_HISTOGRAM:
+			case m.GetHistogram() != nil:
 				add("_sum", m.GetHistogram().GetSampleSum(), false)
 				add("_count", float64(m.GetHistogram().GetSampleCount()), false)
 			}

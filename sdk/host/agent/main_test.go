@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"os/exec"
@@ -77,9 +78,7 @@ func regionSize(l *connector.Layout) int64 {
 // config is a transfer config for shared storage in dir.
 func config(dir string, settings map[string]any) string {
 	all := map[string]any{"heartbeat": map[string]any{"limit": "1m"}} // a busy machine is no fault
-	for k, v := range settings {
-		all[k] = v
-	}
+	maps.Copy(all, settings)
 	c, err := json.Marshal(map[string]any{
 		"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": map[string]any{"shared_storage_path": dir}, "kvport": all,
 	})
@@ -106,7 +105,7 @@ func open(t testing.TB, transfer string, change func(*limits)) *office {
 	if change != nil {
 		change(&l)
 	}
-	dir, err := os.MkdirTemp("", "a")
+	dir, err := os.MkdirTemp("", "a") //nolint:usetesting // of mode 0700, and short
 	require.NoError(t, err)
 	leaks, fds := goleak.IgnoreCurrent(), descriptors(t)
 	o := &office{socket: filepath.Join(dir, "s"), done: make(chan error, 1)}
