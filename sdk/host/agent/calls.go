@@ -193,6 +193,7 @@ func (s *server) greet(c *conn, id uint64, scheduler bool) (sent <-chan struct{}
 		s.change()
 	default:
 		c.send(s.welcome(id, nil))
+		c.joined = true
 	}
 	return sent, nil
 }

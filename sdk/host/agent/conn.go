@@ -32,6 +32,7 @@ type conn struct {
 	fds      intake
 	pid      int
 	attachID uint64
+	joined   bool // its attach was answered: events are for it; guarded by the server's mu
 	wait     time.Duration
 	most     int
 

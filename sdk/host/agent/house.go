@@ -57,14 +57,14 @@ func (o *house) forward() {
 // tellEvent sends an event. The caller holds mu.
 func (s *server) tellEvent(e *host.Event) {
 	m := eventToProto(e)
-	if s.sched != nil {
+	if s.sched != nil && s.sched.joined {
 		s.sched.send(m)
 	}
 	if e.Kind != host.Loaded {
 		return
 	}
 	for _, seat := range s.seats {
-		if seat.conn != s.sched {
+		if seat.conn.joined {
 			seat.conn.send(m)
 		}
 	}

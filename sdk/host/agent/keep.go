@@ -64,12 +64,13 @@ func (s *server) settle(ctx context.Context) (again bool) {
 		return false
 	}
 	old := s.house
-	s.house, s.used = nil, false
+	s.house = nil
 	s.mu.Unlock()
 	if old != nil {
 		old.close(s.limits.drain)
 	}
 	s.mu.Lock()
+	s.used = false
 	version := s.version // who came while it was closed counts already
 	eng, hashes, err := s.engine()
 	retired := s.retired
@@ -171,11 +172,12 @@ func (s *server) answer(err error) {
 	for _, seat := range s.seats {
 		if seat.pending != 0 {
 			seat.conn.send(s.welcome(seat.pending, err))
-			seat.pending = 0
+			seat.pending, seat.conn.joined = 0, err == nil
 		}
 	}
 	for _, c := range s.waiting {
 		c.send(s.welcome(c.attachID, nil))
+		c.joined = true
 	}
 	s.waiting = nil
 }
