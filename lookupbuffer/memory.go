@@ -104,12 +104,35 @@ func (m *Memory) Fill(ctx context.Context, k connector.StoreKey, size int, fill 
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	e, err := m.reserve(k, size)
+	slot, err := m.Reserve(k, size)
 	if err != nil {
 		return err
 	}
-	return m.publish(e, fill(e.data))
+	return slot.Done(fill(slot.Bytes()))
 }
+
+// Slot is room for a block that is being written. Nobody sees the block before Done.
+type Slot struct {
+	memory *Memory
+	entry  *entry
+}
+
+// Reserve takes room for a block of size bytes, pushing older ones out if the options say so. It never
+// waits. Every Slot wants one call of Done.
+func (m *Memory) Reserve(k connector.StoreKey, size int) (*Slot, error) {
+	e, err := m.reserve(k, size)
+	if err != nil {
+		return nil, err
+	}
+	return &Slot{m, e}, nil
+}
+
+// Bytes is the memory to write. It is the buffer's again with Done.
+func (s *Slot) Bytes() []byte { return s.entry.data }
+
+// Done lets the block be found, in place of an older one of that key, or gives its room back if err
+// says that it could not be written. It returns err, or why the block was not put in.
+func (s *Slot) Done(err error) error { return s.memory.publish(s.entry, err) }
 
 // publish lets an entry that was reserved be found, or gives it back if it could not be filled.
 func (m *Memory) publish(e *entry, err error) error {
@@ -133,15 +156,6 @@ func (m *Memory) publish(e *entry, err error) error {
 	}
 	delete(m.waiters, e.key)
 	return nil
-}
-
-// abandon gives an entry back that was reserved and not filled. nil is none.
-func (m *Memory) abandon(e *entry) {
-	if e != nil {
-		m.mu.Lock()
-		defer m.mu.Unlock()
-		m.free(e)
-	}
 }
 
 // reserve takes the bytes of a block that is about to be written.

@@ -157,10 +157,12 @@ var errDropped = errors.New("not wanted")
 
 // pump receives one frame in place: into memory that m has set aside for it.
 func pump(ctx context.Context, in pipe.Pipe, m *Memory) error {
-	var e *entry
+	var slot *Slot
 	err := in.Recv(ctx, func(h []byte, size int) ([][]byte, error) {
-		m.abandon(e) // of a frame that the pipe lost half way
-		e = nil
+		if slot != nil { // of a frame that the pipe lost half way
+			_ = slot.Done(errDropped)
+			slot = nil
+		}
 		k, replace, err := parseItemHeader(h)
 		if err != nil {
 			return nil, err
@@ -168,13 +170,13 @@ func pump(ctx context.Context, in pipe.Pipe, m *Memory) error {
 		if !replace && m.has(k) {
 			return nil, errDropped
 		}
-		if e, err = m.reserve(k, size); err != nil {
+		if slot, err = m.Reserve(k, size); err != nil {
 			return nil, fmt.Errorf("%w: %w", errDropped, err)
 		}
-		return [][]byte{e.data}, nil
+		return [][]byte{slot.Bytes()}, nil
 	})
-	if e == nil {
+	if slot == nil {
 		return err
 	}
-	return m.publish(e, err)
+	return slot.Done(err)
 }

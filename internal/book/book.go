@@ -77,6 +77,7 @@ type Book struct {
 	endings  map[uint64]*ending
 	holds    map[connector.HoldID]*hold
 	early    map[connector.HoldID]int // consumers of holds that a running Finish may announce
+	weak     map[connector.HoldID]int // consumers that have not reported; they keep no blocks
 	killed   map[uint64]bool          // generations told to die and not reaped yet
 	corrupt  corruptKeys
 	wakes    wakes
@@ -111,6 +112,7 @@ func New(cfg Config) *Book {
 		endings:  map[uint64]*ending{},
 		holds:    map[connector.HoldID]*hold{},
 		early:    map[connector.HoldID]int{},
+		weak:     map[connector.HoldID]int{},
 		killed:   map[uint64]bool{},
 		corrupt:  corruptKeys{limit: cfg.CorruptKeys, keys: map[connector.BlockKey]struct{}{}},
 	}

@@ -134,6 +134,7 @@ func (b *Book) finishEnding(now time.Time, e *ending) {
 		b.keep(now, e, h)
 	} else {
 		ev.Blocks = ids(e.ended.Blocks)
+		b.keepWeak(h)
 	}
 	if e.ended.Remote {
 		ev.Tokens = b.available(e, h)
@@ -157,6 +158,20 @@ func (b *Book) checked(e *ending) connector.Hold {
 	}
 	h.TTL, h.Consumers = min(h.TTL, b.cfg.HoldMax), max(h.Consumers, 1)
 	return h
+}
+
+// maxWeak bounds the weak holds that are remembered. A report of one that was forgotten counts as unknown.
+const maxWeak = 1 << 14
+
+// keepWeak remembers a hold that keeps no blocks, so that its consumer is known when it reports.
+func (b *Book) keepWeak(h connector.Hold) {
+	if h.ID == 0 {
+		return
+	}
+	if len(b.weak) >= maxWeak {
+		clear(b.weak)
+	}
+	b.weak[h.ID] = h.Consumers
 }
 
 func (b *Book) keep(now time.Time, e *ending, h connector.Hold) {
@@ -221,7 +236,11 @@ func (b *Book) Promise(ended *connector.Ended) int {
 func (b *Book) Consumed(gen uint64, list []connector.HoldID) []Action {
 	for _, id := range list {
 		h := b.holds[id]
-		switch {
+		switch n := b.weak[id]; {
+		case h == nil && n == 1:
+			delete(b.weak, id)
+		case h == nil && n > 0:
+			b.weak[id]--
 		case h == nil && len(b.finishes) > 0 && gen == b.gen && len(b.early) < maxEarly:
 			b.early[id]++
 		case h == nil || h.gen != gen:

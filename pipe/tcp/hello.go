@@ -1,0 +1,140 @@
+package tcp
+
+import (
+	"crypto/ed25519"
+	"crypto/hkdf"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math/big"
+	"net"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// A connection begins with the dialer's hello (link, direction, frames delivered) and the listener's
+// answer (verdict, frames delivered). From then on frames flow in one direction, and acknowledgements
+// in the other.
+const (
+	helloMagic   = 0x6b767048 // "kvpH"
+	helloVersion = 1
+	helloSize    = 4 + 1 + 1 + 1 + 16 + 8
+	answerSize   = 4 + 1 + 8
+)
+
+// The listener's verdicts.
+const (
+	verdictNew     = 1 // a link that begins
+	verdictAgain   = 2 // a link that goes on
+	verdictUnknown = 3 // a link that is over: this end has forgotten it
+	verdictVersion = 4
+)
+
+type linkID [16]byte
+
+// hello is what a dialer says first.
+type hello struct {
+	link      linkID
+	outward   bool   // the dialer sends on this connection
+	again     bool   // the link existed before
+	delivered uint64 // frames that the dialer has received on it, where it receives
+}
+
+func (h *hello) encode() []byte {
+	b := binary.LittleEndian.AppendUint32(make([]byte, 0, helloSize), helloMagic)
+	b = append(b, helloVersion, flag(h.outward), flag(h.again))
+	b = append(b, h.link[:]...)
+	return binary.LittleEndian.AppendUint64(b, h.delivered)
+}
+
+func flag(set bool) byte {
+	if set {
+		return 1
+	}
+	return 0
+}
+
+// parseHello reads a hello. Errors wrap connector.ErrIncompatible.
+func parseHello(b []byte) (hello, error) {
+	if len(b) != helloSize || binary.LittleEndian.Uint32(b) != helloMagic || b[5] > 1 || b[6] > 1 {
+		return hello{}, fmt.Errorf("what connected is no kvport: %w", connector.ErrIncompatible)
+	}
+	if b[4] != helloVersion {
+		return hello{}, fmt.Errorf("peer speaks version %d, we %d: %w", b[4], helloVersion, connector.ErrIncompatible)
+	}
+	return hello{link: linkID(b[7:]), outward: b[5] == 1, again: b[6] == 1, delivered: binary.LittleEndian.Uint64(b[23:])}, nil
+}
+
+func encodeAnswer(verdict byte, delivered uint64) []byte {
+	b := append(binary.LittleEndian.AppendUint32(nil, helloMagic), verdict)
+	return binary.LittleEndian.AppendUint64(b, delivered)
+}
+
+// readAnswer reads the listener's verdict.
+func readAnswer(conn net.Conn) (verdict byte, delivered uint64, err error) {
+	var b [answerSize]byte
+	if _, err := io.ReadFull(conn, b[:]); err != nil {
+		return 0, 0, err
+	}
+	if binary.LittleEndian.Uint32(b[:]) != helloMagic {
+		return 0, 0, fmt.Errorf("what listens is no kvport: %w", connector.ErrIncompatible)
+	}
+	switch verdict = b[4]; verdict {
+	case verdictNew, verdictAgain:
+		return verdict, binary.LittleEndian.Uint64(b[5:]), nil
+	case verdictUnknown:
+		return verdict, 0, fmt.Errorf("the peer has forgotten the link: %w", connector.ErrGone)
+	}
+	return verdict, 0, fmt.Errorf("the peer refused us, verdict %d: %w", verdict, connector.ErrIncompatible)
+}
+
+// KeyTLS makes mutual TLS of a key that all peers share, at least 32 bytes of it: the key gives a key
+// pair, each side shows a certificate of it and wants to see one. Who does not have the key can neither
+// connect nor listen in its place.
+func KeyTLS(key []byte) (*tls.Config, error) {
+	if len(key) < 32 {
+		return nil, fmt.Errorf("shared key of %d bytes, want at least 32: %w", len(key), connector.ErrIncompatible)
+	}
+	seed, err := hkdf.Key(sha256.New, key, nil, "kvport/pipe/tcp/1", ed25519.SeedSize)
+	if err != nil {
+		return nil, err
+	}
+	private := ed25519.NewKeyFromSeed(seed)
+	public, ok := private.Public().(ed25519.PublicKey)
+	if !ok {
+		return nil, errors.New("shared key: no public key")
+	}
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "kvport peer"},
+		NotBefore: time.Unix(0, 0), NotAfter: time.Unix(1<<33, 0), // it is as old as the key
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, public, private)
+	if err != nil {
+		return nil, fmt.Errorf("shared key: %w", err)
+	}
+	return &tls.Config{
+		MinVersion: tls.VersionTLS13, ClientAuth: tls.RequireAnyClientCert,
+		Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: private}},
+		// Names and authorities mean nothing here: the key is what is checked, below, in both directions.
+		InsecureSkipVerify: true, //nolint:gosec // VerifyConnection does it
+		VerifyConnection: func(s tls.ConnectionState) error {
+			if len(s.PeerCertificates) == 0 || !public.Equal(s.PeerCertificates[0].PublicKey) {
+				return fmt.Errorf("the peer does not have our shared key: %w", connector.ErrIncompatible)
+			}
+			return nil
+		},
+	}, nil
+}
+
+// loopback reports whether only this host can reach an address.
+func loopback(a net.Addr) bool {
+	t, ok := a.(*net.TCPAddr)
+	return ok && t.IP.IsLoopback()
+}

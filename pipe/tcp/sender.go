@@ -1,0 +1,335 @@
+package tcp
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
+)
+
+// receiverClosed is an acknowledgement that says that no frame will be received any more.
+const receiverClosed = math.MaxUint64
+
+func writeNumber(conn net.Conn, n uint64) error {
+	var b [8]byte
+	binary.LittleEndian.PutUint64(b[:], n)
+	_, err := conn.Write(b[:])
+	return err
+}
+
+// sender is the sending end of a pipe: a queue of the frames of the Sends that wait, and a goroutine
+// that writes them.
+type sender struct {
+	*end
+	tasks sync.WaitGroup
+
+	queue []*outgoing // not acknowledged, in order; guarded by end.mu
+	next  uint64      // number of the next frame to write
+	wrote int         // frames of queue that were written to the current connection
+	bye   bool        // Close was called: the last frame is flagClose
+}
+
+// outgoing is one frame of one Send.
+type outgoing struct {
+	header  []byte
+	spans   [][]byte
+	number  uint64
+	flags   uint32
+	writing bool
+	gone    bool // its Send has returned: it is not written again
+	done    chan error
+}
+
+// end tells the Send how it went, the first time.
+func (o *outgoing) end(err error) {
+	select {
+	case o.done <- err:
+	default:
+	}
+}
+
+func newSender(e *end) *sender {
+	s := &sender{end: e, next: 1}
+	s.tasks.Go(s.run)
+	return s
+}
+
+// Recv implements pipe.Pipe.
+func (s *sender) Recv(context.Context, pipe.Place) error {
+	return fmt.Errorf("this end sends: %w", connector.ErrIncompatible)
+}
+
+// Send implements pipe.Pipe. It returns when the receiver has the frame.
+func (s *sender) Send(ctx context.Context, header []byte, spans [][]byte) error {
+	err := pipe.Check(len(header), int64(pipe.Size(spans)))
+	if err == nil {
+		err = ctx.Err()
+	}
+	if err != nil {
+		return fmt.Errorf("send: %w", err)
+	}
+	o := &outgoing{header: header, spans: spans, done: make(chan error, 1)}
+	if !s.network.NoDigest {
+		o.flags = flagDigest
+	}
+	if err := s.enqueue(ctx, o); err != nil {
+		return fmt.Errorf("send: %w", err)
+	}
+	select {
+	case err = <-o.done:
+	case <-ctx.Done():
+		s.withdraw(o)
+		select {
+		case err = <-o.done: // it was received at the last moment
+		default:
+			err = ctx.Err()
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("send: %w", err)
+	}
+	return nil
+}
+
+// enqueue waits for a place in the window.
+func (s *sender) enqueue(ctx context.Context, o *outgoing) error {
+	for {
+		s.mu.Lock()
+		err, change := s.err, s.change
+		switch {
+		case err != nil:
+		case s.bye:
+			err = pipe.ErrClosed
+		case len(s.queue) < window || o.flags&flagClose != 0:
+			s.queue = append(s.queue, o)
+			s.bye = o.flags&flagClose != 0
+			s.changed()
+			s.mu.Unlock()
+			return nil
+		}
+		s.mu.Unlock()
+		if err != nil {
+			return err
+		}
+		select {
+		case <-change:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// withdraw makes sure that nothing reads the memory of a frame any more.
+func (s *sender) withdraw(o *outgoing) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	o.gone = true
+	if o.writing {
+		s.breakLocked(s.conn)
+	}
+	for o.writing {
+		change := s.change
+		s.mu.Unlock()
+		<-change
+		s.mu.Lock()
+	}
+}
+
+// run writes frames, over one connection after another, until the pipe is over.
+func (s *sender) run() {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	s.tasks.Go(func() { // the pipe's end ends a dial
+		<-s.ended()
+		cancel()
+	})
+	for {
+		conn, peerHas, err := s.current(ctx, true)
+		if err != nil {
+			s.fail(s.over())
+			return
+		}
+		acks := make(chan struct{})
+		s.resume(peerHas)
+		go func() {
+			defer close(acks)
+			s.acknowledgements(conn)
+		}()
+		s.write(conn)
+		s.broken(conn)
+		<-acks
+	}
+}
+
+// ended is closed when the pipe is over.
+func (s *sender) ended() <-chan struct{} {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			s.mu.Lock()
+			err, change := s.err, s.change
+			s.mu.Unlock()
+			if err != nil {
+				return
+			}
+			<-change
+		}
+	}()
+	return done
+}
+
+// resume begins a connection with the first frame that the peer does not have.
+func (s *sender) resume(peerHas uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.acknowledged(peerHas)
+	kept := s.queue[:0]
+	s.next = peerHas + 1
+	for _, o := range s.queue {
+		if !o.gone {
+			o.number = 0
+			kept = append(kept, o)
+		}
+	}
+	s.queue, s.wrote = kept, 0
+}
+
+// acknowledged ends the Sends of frames up to a number. The caller holds mu.
+func (s *sender) acknowledged(number uint64) {
+	n := 0
+	for n < len(s.queue) && s.queue[n].number != 0 && s.queue[n].number <= number {
+		s.queue[n].end(nil)
+		n++
+	}
+	if n > 0 {
+		s.queue = s.queue[n:]
+		s.wrote = max(0, s.wrote-n)
+		s.changed()
+	}
+}
+
+// acknowledgements reads what the receiver says until the connection ends.
+func (s *sender) acknowledgements(conn net.Conn) {
+	defer s.broken(conn)
+	var b [8]byte
+	for {
+		if _, err := io.ReadFull(conn, b[:]); err != nil {
+			return
+		}
+		number := binary.LittleEndian.Uint64(b[:])
+		if number == receiverClosed {
+			s.finish(fmt.Errorf("the receiver has closed: %w", pipe.ErrClosed))
+			return
+		}
+		s.mu.Lock()
+		if number < s.next {
+			s.acknowledged(number)
+		}
+		s.mu.Unlock()
+	}
+}
+
+// write writes what is in the queue until the connection ends.
+func (s *sender) write(conn net.Conn) {
+	_, vector := conn.(*net.TCPConn)
+	w := frameWriter{conn: conn, vector: vector}
+	for {
+		o := s.first(conn)
+		if o == nil {
+			return
+		}
+		err := w.write(prefix{flags: o.flags, number: o.number, header: len(o.header), payload: pipe.Size(o.spans)}, o.header, o.spans)
+		s.mu.Lock()
+		o.writing = false
+		s.changed()
+		s.mu.Unlock()
+		if err != nil {
+			return
+		}
+	}
+}
+
+// first waits for a frame to write; nil when the connection is over.
+func (s *sender) first(conn net.Conn) *outgoing {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for {
+		if s.conn != conn || s.err != nil {
+			return nil
+		}
+		for s.wrote < len(s.queue) && s.queue[s.wrote].gone { // withdrawn before it was written
+			s.queue = append(s.queue[:s.wrote:s.wrote], s.queue[s.wrote+1:]...)
+			s.changed()
+		}
+		if s.wrote < len(s.queue) {
+			o := s.queue[s.wrote]
+			o.number, o.writing = s.next, true
+			s.next++
+			s.wrote++
+			return o
+		}
+		change := s.change
+		s.mu.Unlock()
+		<-change
+		s.mu.Lock()
+	}
+}
+
+// fail ends all Sends.
+func (s *sender) fail(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, o := range s.queue {
+		o.end(err)
+	}
+	s.queue = nil
+	s.changed()
+}
+
+// closePatience is how long Close waits for the receiver to know. It has every frame whose Send returned nil.
+const closePatience = 100 * time.Millisecond
+
+// Close implements pipe.Pipe: Sends that wait end with ErrClosed, and the receiver is told.
+func (s *sender) Close() error {
+	s.mu.Lock()
+	over := s.err != nil || s.bye
+	var last *outgoing
+	if !over {
+		kept := s.queue[:0]
+		for i, o := range s.queue {
+			o.end(pipe.ErrClosed)
+			o.gone = true
+			if i < s.wrote {
+				kept = append(kept, o)
+			}
+		}
+		s.queue, s.bye = kept, true
+		last = &outgoing{flags: flagClose, done: make(chan error, 1)}
+		s.queue = append(s.queue, last)
+		s.changed()
+	}
+	s.mu.Unlock()
+	if last != nil {
+		timer := time.NewTimer(closePatience)
+		defer timer.Stop()
+		select {
+		case err := <-last.done:
+			if err != nil && !errors.Is(err, pipe.ErrClosed) && !errors.Is(err, connector.ErrGone) {
+				return err
+			}
+		case <-timer.C:
+		}
+	}
+	s.finish(pipe.ErrClosed)
+	s.tasks.Wait()
+	return nil
+}

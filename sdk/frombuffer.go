@@ -1,0 +1,111 @@
+package sdk
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/lookupbuffer"
+)
+
+// selectPatience is how long a load waits for a block that was there a moment ago.
+const selectPatience = time.Second
+
+// FromBuffer makes a connector of a Buffer: producers insert what they compute, consumers select it. It
+// is [FromStore] for backends that give a block out once: all that is said there of keys, ranks, groups
+// and partial blocks holds here too. A load selects blocks that a match has found, and never waits for
+// one that was not: the engine computes it.
+func FromBuffer[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (lookupbuffer.Buffer, error)) connector.Plugin {
+	return FromStore(d, func(ctx context.Context, env connector.Env, config C) (connector.Store, error) {
+		b, err := open(ctx, env, config)
+		if err == nil && b == nil {
+			err = fmt.Errorf("open gave no buffer: %w", connector.ErrIncompatible)
+		}
+		if err != nil {
+			return nil, err
+		}
+		return &bufferStore{b}, nil
+	})
+}
+
+// bufferStore is a Buffer as a Store.
+type bufferStore struct{ buffer lookupbuffer.Buffer }
+
+// Lookup implements connector.Store.
+func (s *bufferStore) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	return s.buffer.Lookup(ctx, runs)
+}
+
+// Put implements connector.Store.
+func (s *bufferStore) Put(ctx context.Context, items []connector.Item) error {
+	return s.buffer.Insert(ctx, items)
+}
+
+// Get implements connector.Store.
+func (s *bufferStore) Get(ctx context.Context, items []connector.Item) error {
+	runs := make([][]connector.StoreKey, len(items))
+	for i := range items {
+		runs[i] = []connector.StoreKey{items[i].Key}
+	}
+	found, err := s.buffer.Lookup(ctx, runs)
+	if err == nil && len(found) != len(runs) {
+		err = fmt.Errorf("buffer answered %d of %d runs: %w", len(found), len(runs), connector.ErrIncompatible)
+	}
+	if err != nil {
+		return err
+	}
+	failed := &connector.ItemError{}
+	var there []connector.Item
+	var places []int
+	for i := range items {
+		if found[i] == 0 {
+			failed.Items, failed.Err = append(failed.Items, i), fmt.Errorf("block is not in the buffer any more: %w", connector.ErrGone)
+			continue
+		}
+		there, places = append(there, items[i]), append(places, i)
+	}
+	if err := s.take(ctx, there, places, failed); err != nil {
+		return err
+	}
+	if failed.Err != nil {
+		return failed
+	}
+	return nil
+}
+
+// take selects items that were there a moment ago; what another load was faster to take is gone.
+func (s *bufferStore) take(ctx context.Context, items []connector.Item, places []int, failed *connector.ItemError) error {
+	if len(items) == 0 {
+		return nil
+	}
+	waiting, cancel := context.WithTimeout(ctx, selectPatience)
+	defer cancel()
+	err := s.buffer.DropSelect(waiting, items)
+	if err == nil {
+		return nil
+	}
+	cause := err
+	if ctx.Err() == nil && waiting.Err() != nil && isDone(err) {
+		cause = fmt.Errorf("block was taken by another load: %w", connector.ErrGone)
+	}
+	var some *connector.ItemError
+	if !errors.As(err, &some) {
+		return cause
+	}
+	for _, i := range some.Items {
+		if i < 0 || i >= len(places) {
+			return fmt.Errorf("buffer named item %d of %d: %w", i, len(places), err)
+		}
+		failed.Items = append(failed.Items, places[i])
+	}
+	if cause == err { //nolint:errorlint // the very same one: say it without its list of items
+		cause = some.Err
+	}
+	failed.Err = cause
+	return nil
+}
+
+// Close implements connector.Store.
+func (s *bufferStore) Close() error { return s.buffer.Close() }

@@ -1,0 +1,216 @@
+package sdk
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
+)
+
+// Peers is what a connector made by [FromPipe] works with.
+type Peers struct {
+	Network pipe.Network // to the other engines' plugins
+	// Addresses are producers to ask for prompts that come without a ticket, in this order. A ticket
+	// names its producer itself.
+	Addresses []string
+	// Bytes is how much memory blocks may take that wait to be fetched, and those that have arrived; 0:
+	// 1 GiB. When it is full the oldest blocks go.
+	Bytes int64
+	// Wait is how long a consumer waits for a block that it has asked for; 0: 1.5 s. The host gives up
+	// waiting by itself after its deadline "later", 2 s.
+	Wait  time.Duration
+	Close func() error // closes the Network, after the last call; may be nil
+}
+
+// The defaults of Peers.
+const (
+	defaultPeerBytes = 1 << 30
+	defaultPeerWait  = 1500 * time.Millisecond
+)
+
+// FromPipe makes a connector of a pipe.Network. C is the struct of its config, see [DecodeConfig].
+//
+// Producers keep what they save in a bounded buffer and listen. The ticket of a request says where. A
+// consumer that is asked about a request with a ticket asks the producer for the blocks, answers Later,
+// and puts what arrives into a bounded buffer of its own, from which it loads: a pipe that ended in the
+// blocks themselves would stand still as soon as its first frame belonged to a request without blocks.
+// Whatever breaks (the connection, either process, a buffer that is full) costs the blocks that were on
+// their way, which are computed then; the next request dials again. Any number of consumers may ask any
+// number of producers. Keys, ranks, groups and partial blocks are as with [FromStore]; Scope is
+// ScopeEngine, since others see a block by ticket only, or if they name this engine in their config.
+func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (Peers, error)) connector.Plugin {
+	d.Scope = connector.ScopeEngine
+	stores := &stores{groups: d.Groups, open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
+		config, err := DecodeConfig[C](raw)
+		if err != nil {
+			return nil, err
+		}
+		peers, err := open(ctx, env, config)
+		if err != nil {
+			return nil, err
+		}
+		return openPeerStore(ctx, env, peers)
+	}, arena: func(json.RawMessage) (int64, error) { return 0, nil }}
+	return connector.Plugin{
+		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
+		Capabilities: connector.CanHold,
+		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
+			_, err := DecodeConfig[C](raw)
+			return connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: connector.CanHold}, err
+		},
+		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
+			side, peers, err := stores.peers(ctx, env, raw)
+			if err != nil {
+				return nil, err
+			}
+			return &pipeScheduler{storeScheduler{side}, peers}, nil
+		},
+		Worker: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
+			side, peers, err := stores.peers(ctx, env, raw)
+			if err != nil {
+				return nil, err
+			}
+			return &pipeWorker{storeWorker{side}, peers}, nil
+		},
+	}
+}
+
+// peers is side for stores that FromPipe made.
+func (s *stores) peers(ctx context.Context, env connector.Env, raw json.RawMessage) (storeSide, *peerStore, error) {
+	side, err := s.side(ctx, env, raw)
+	if err != nil {
+		return side, nil, err
+	}
+	peers, ok := side.store.(*peerStore)
+	if !ok {
+		return side, nil, errors.Join(fmt.Errorf("a store of type %T: %w", side.store, connector.ErrIncompatible), side.free())
+	}
+	return side, peers, nil
+}
+
+// pipeScheduler is the scheduler side.
+type pipeScheduler struct {
+	storeScheduler
+	peers *peerStore
+}
+
+// Match implements connector.Scheduler: it has what is missing sent, and offers what is there.
+func (s *pipeScheduler) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
+	waits := make([]bool, len(queries))
+	if s.env.Role.Loads() {
+		for i := range queries {
+			waits[i] = s.ask(&queries[i])
+		}
+	}
+	matches, err := s.storeScheduler.Match(ctx, queries)
+	if err != nil {
+		return nil, err
+	}
+	for i, q := range queries {
+		whole := q.Computed+matches[i].Tokens >= len(q.Keys)*s.env.Layout.Groups[0].BlockTokens
+		matches[i].Later = waits[i] && !whole
+	}
+	return matches, nil
+}
+
+// ask has the blocks of a prompt sent that are not here, and reports whether some are on their way. It
+// does nothing for a probe, which must leave no trace.
+func (s *pipeScheduler) ask(q *connector.Query) (waits bool) {
+	if q.Request == "" {
+		return false
+	}
+	addresses := s.peers.peers.Addresses
+	if t, err := parsePeerTicket(q.Ticket); err == nil {
+		addresses = []string{t.address}
+	}
+	first := min(q.Computed/s.env.Layout.Groups[0].BlockTokens, len(q.Keys))
+	if len(addresses) == 0 || first == len(q.Keys) {
+		return false
+	}
+	blocks, size := q.Keys[first:], int64(0)
+	for g := range s.env.Layout.Groups {
+		size += s.env.Layout.BlockBytes(uint16(g)) * int64(max(1, s.env.World))
+	}
+	if most := s.peers.peers.Bytes / 2 / max(1, size); int64(len(blocks)) > most { // leave room for other requests
+		blocks = blocks[:most]
+	}
+	var keys []connector.StoreKey
+	for g := range s.env.Layout.Groups {
+		for rank := range max(1, s.env.World) {
+			keys = append(keys, s.keys(blocks, uint16(g), rank)...)
+		}
+	}
+	return s.peers.fetch(addresses, keys)
+}
+
+// Finish implements connector.Holder. What was saved lies in the buffer, so the engine gets its blocks
+// back at once: the hold is weak.
+func (s *pipeScheduler) Finish(_ context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+	holds := make([]connector.Hold, len(ended))
+	for i, e := range ended {
+		if e.Remote && len(e.Blocks) > 0 && s.peers.listener != nil {
+			id := s.peers.holds.open()
+			holds[i] = connector.Hold{ID: id, Weak: true, Consumers: 1, Ticket: peerTicket{id, s.peers.listener.Address()}.encode()}
+		}
+	}
+	return holds, nil
+}
+
+// Consumed implements connector.Holder.
+func (s *pipeScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	return s.peers.holds.consumed(ctx)
+}
+
+// pipeWorker is the worker side of one rank.
+type pipeWorker struct {
+	storeWorker
+	peers *peerStore
+}
+
+// Load implements connector.Worker. The first rank tells the producer when it has all.
+func (w *pipeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	err := w.storeWorker.Load(ctx, t, kv)
+	if err != nil || w.env.Rank != 0 || len(t.Ticket) == 0 {
+		return err
+	}
+	if from, bad := parsePeerTicket(t.Ticket); bad == nil {
+		w.peers.fetched(from)
+	}
+	return nil
+}
+
+// openPeerStore starts what an engine's epoch needs: a listener if it saves.
+func openPeerStore(ctx context.Context, env connector.Env, peers Peers) (*peerStore, error) {
+	if peers.Network == nil {
+		return nil, fmt.Errorf("open gave no network: %w", connector.ErrIncompatible)
+	}
+	if peers.Bytes == 0 {
+		peers.Bytes = defaultPeerBytes
+	}
+	if peers.Wait == 0 {
+		peers.Wait = defaultPeerWait
+	}
+	log := env.Log
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	s := newPeerStore(peers, log)
+	if !env.Role.Saves() {
+		return s, nil
+	}
+	var err error
+	err = guard(log, "listen", func() error {
+		s.listener, err = peers.Network.Listen(ctx)
+		return err
+	})
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("listen: %w", err), s.Close())
+	}
+	s.tasks.Go(s.accept)
+	return s, nil
+}

@@ -1,0 +1,366 @@
+package sdk
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/lookupbuffer"
+	"github.com/kvport/kvport/pipe"
+)
+
+// wires is a Network for tests: links are pairs of queues, which a test can cut.
+type wires struct {
+	mu        sync.Mutex
+	listeners map[string]chan pipe.Link
+	made      []pipe.Link
+	dials     int
+	refuse    bool
+}
+
+type wireListener struct {
+	w       *wires
+	address string
+	links   chan pipe.Link
+	once    sync.Once
+	closed  chan struct{}
+}
+
+func (w *wires) Listen(context.Context) (pipe.Listener, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.listeners == nil {
+		w.listeners = map[string]chan pipe.Link{}
+	}
+	l := &wireListener{w: w, address: fmt.Sprintf("wire-%d", len(w.listeners)), links: make(chan pipe.Link, 8), closed: make(chan struct{})}
+	w.listeners[l.address] = l.links
+	return l, nil
+}
+
+func (w *wires) Dial(_ context.Context, address string) (pipe.Link, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.dials++
+	links := w.listeners[address]
+	if links == nil || w.refuse {
+		return pipe.Link{}, connector.ErrGone
+	}
+	there, back := newStrand(), newStrand()
+	a, b := pipe.Link{Out: there, In: back}, pipe.Link{Out: back, In: there}
+	w.made = append(w.made, a)
+	links <- b
+	return a, nil
+}
+
+func (w *wires) cut() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, l := range w.made {
+		_ = l.Close()
+	}
+	w.made = nil
+}
+
+func (l *wireListener) Address() string { return l.address }
+
+func (l *wireListener) Accept(ctx context.Context) (pipe.Link, error) {
+	select {
+	case link := <-l.links:
+		return link, nil
+	case <-l.closed:
+		return pipe.Link{}, pipe.ErrClosed
+	case <-ctx.Done():
+		return pipe.Link{}, ctx.Err()
+	}
+}
+
+func (l *wireListener) Close() error {
+	l.once.Do(func() {
+		close(l.closed)
+		l.w.mu.Lock()
+		defer l.w.mu.Unlock()
+		l.w.listeners[l.address] = nil
+	})
+	return nil
+}
+
+// strand is one direction; a frame passes from hand to hand.
+type strand struct {
+	frames chan [2][]byte
+	once   sync.Once
+	closed chan struct{}
+}
+
+func newStrand() *strand {
+	return &strand{frames: make(chan [2][]byte, 1), closed: make(chan struct{})}
+}
+
+func (w *strand) Send(ctx context.Context, header []byte, spans [][]byte) error {
+	payload := make([]byte, pipe.Size(spans))
+	pipe.Copy([][]byte{payload}, spans)
+	select {
+	case w.frames <- [2][]byte{append([]byte(nil), header...), payload}:
+		return nil
+	case <-w.closed:
+		return pipe.ErrClosed
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (w *strand) Recv(ctx context.Context, place pipe.Place) error {
+	select {
+	case f := <-w.frames:
+		spans, err := pipe.Ask(place, f[0], len(f[1]))
+		pipe.Copy(spans, [][]byte{f[1]})
+		return err
+	case <-w.closed:
+		return pipe.ErrClosed
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (w *strand) Close() error {
+	w.once.Do(func() { close(w.closed) })
+	return nil
+}
+
+// peerEngine is one engine's connector with a cache of 8 blocks of 64 bytes.
+type peerEngine struct {
+	*testing.T
+	scheduler connector.Scheduler
+	worker    connector.Worker
+	kv        *connector.KV
+	memory    []byte
+}
+
+func (w *wires) engine(t *testing.T, name string, role connector.Role, peers Peers) *peerEngine {
+	t.Helper()
+	peers.Network = w
+	type config struct{}
+	p := FromPipe(Definition{Name: "PipeConnector", Version: "1"}, func(context.Context, connector.Env, config) (Peers, error) {
+		return peers, nil
+	})
+	e := &peerEngine{T: t, memory: make([]byte, 512)}
+	layout := connector.Layout{
+		Blocks: 8, Groups: []connector.Group{{BlockTokens: 4, Policy: connector.PolicyAll}},
+		Segments: []connector.Segment{{BlockStride: 64, Bytes: 64}},
+	}
+	env := connector.Env{Engine: name, Epoch: 1, Role: role, World: 1, Layout: layout}
+	var err error
+	e.kv, err = connector.NewKV(layout, [][]byte{e.memory})
+	require.NoError(t, err)
+	e.scheduler, err = p.Scheduler(t.Context(), env, nil)
+	require.NoError(t, err)
+	e.worker, err = p.Worker(t.Context(), env, nil)
+	require.NoError(t, err)
+	t.Cleanup(e.close)
+	return e
+}
+
+func (e *peerEngine) close() {
+	if e.scheduler != nil {
+		require.NoError(e, e.scheduler.Close())
+		require.NoError(e, e.worker.Close())
+	}
+	e.scheduler = nil
+}
+
+func blocksAt(first int, keys ...byte) *connector.Transfer {
+	t := &connector.Transfer{Request: "r", Tokens: 4 * len(keys)}
+	for i, k := range keys {
+		t.Blocks = append(t.Blocks, connector.Block{Key: connector.BlockKey{k}, ID: connector.BlockID(first + i)})
+	}
+	return t
+}
+
+// save computes blocks and gives the ticket.
+func (e *peerEngine) save(keys ...byte) connector.Ticket {
+	e.Helper()
+	t := blocksAt(0, keys...)
+	for i, k := range keys {
+		for j := range 64 {
+			e.memory[64*i+j] = k + byte(j)
+		}
+	}
+	require.NoError(e, e.worker.Save(e.Context(), t, e.kv))
+	holder, ok := connector.As[connector.Holder](e.scheduler)
+	require.True(e, ok)
+	holds, err := holder.Finish(e.Context(), []connector.Ended{{Request: "r", Remote: true, Tokens: t.Tokens, Blocks: t.Blocks}})
+	require.NoError(e, err)
+	require.True(e, holds[0].Weak)
+	return holds[0].Ticket
+}
+
+func (e *peerEngine) match(request string, ticket connector.Ticket, keys ...byte) connector.Match {
+	e.Helper()
+	q := connector.Query{Request: connector.RequestID(request), Tokens: 4*len(keys) + 1, Ticket: ticket}
+	for _, k := range keys {
+		q.Keys = append(q.Keys, connector.BlockKey{k})
+	}
+	m, err := e.scheduler.Match(e.Context(), []connector.Query{q})
+	require.NoError(e, err)
+	return m[0]
+}
+
+// settled asks until the answer is not Later.
+func (e *peerEngine) settled(ticket connector.Ticket, keys ...byte) int {
+	e.Helper()
+	var m connector.Match
+	require.Eventually(e, func() bool {
+		m = e.match("r", ticket, keys...)
+		return !m.Later
+	}, 5*time.Second, time.Millisecond)
+	return m.Tokens / 4
+}
+
+func (e *peerEngine) load(ticket connector.Ticket, keys ...byte) {
+	e.Helper()
+	clear(e.memory)
+	t := blocksAt(0, keys...)
+	t.Ticket = ticket
+	require.NoError(e, e.worker.Load(e.Context(), t, e.kv))
+	for i, k := range keys {
+		for j := range 64 {
+			require.Equal(e, k+byte(j), e.memory[64*i+j])
+		}
+	}
+}
+
+// Two producers, two consumers: each ticket leads to its producer, everybody gets everything.
+func TestPipeManyPeers(t *testing.T) {
+	w := &wires{}
+	p := []*peerEngine{w.engine(t, "p0", connector.RoleProducer, Peers{}), w.engine(t, "p1", connector.RoleBoth, Peers{})}
+	d := []*peerEngine{w.engine(t, "d0", connector.RoleConsumer, Peers{}), w.engine(t, "d1", connector.RoleBoth, Peers{})}
+	tickets := []connector.Ticket{p[0].save(1, 2, 3), p[1].save(4, 5, 6)}
+	for i, keys := range [][]byte{{1, 2, 3}, {4, 5, 6}} {
+		for _, e := range d {
+			require.Equal(t, 3, e.settled(tickets[i], keys...))
+			e.load(tickets[i], keys...)
+			require.Equal(t, 3, e.settled(tickets[i], keys...), "a second request of the prefix")
+		}
+		holder, _ := connector.As[connector.Holder](p[i].scheduler)
+		ids, err := holder.Consumed(t.Context())
+		require.NoError(t, err)
+		require.Len(t, ids, 1, "one ticket was for one consumer")
+	}
+	require.Zero(t, p[0].match("r", tickets[1], 4, 5, 6), "a producer never loads")
+	require.Equal(t, 4, w.dials)
+	require.Equal(t, 2, d[0].settled(tickets[0], 1, 2, 99), "what the producer lacks ends the prefix")
+}
+
+func TestPipeAddressList(t *testing.T) {
+	w := &wires{}
+	a := w.engine(t, "p0", connector.RoleProducer, Peers{})
+	b := w.engine(t, "p1", connector.RoleProducer, Peers{})
+	a.save(1, 2)
+	b.save(1, 2, 3)
+	b.save(4)
+	d := w.engine(t, "d", connector.RoleConsumer, Peers{Addresses: []string{"nobody", "wire-0", "wire-1"}})
+	require.Equal(t, 4, d.settled(nil, 1, 2, 3, 4))
+	d.load(nil, 1, 2, 3, 4)
+	probe := d.match("", nil, 9)
+	require.Equal(t, connector.Match{}, probe, "a probe asks nobody")
+}
+
+// Nothing that breaks makes a consumer wait longer than it says, and the next request works.
+func TestPipeBreaks(t *testing.T) {
+	w := &wires{}
+	p := w.engine(t, "p", connector.RoleProducer, Peers{})
+	d := w.engine(t, "d", connector.RoleConsumer, Peers{Wait: 200 * time.Millisecond})
+	ticket := p.save(1, 2)
+	require.Equal(t, 2, d.settled(ticket, 1, 2))
+	w.cut()
+	ticket = p.save(3, 4)
+	require.Eventually(t, func() bool { return d.settled(ticket, 3, 4) == 2 }, 10*time.Second, 10*time.Millisecond, "after a cut")
+	d.load(ticket, 3, 4)
+
+	ticket = p.save(5)
+	p.close()
+	require.Zero(t, d.settled(ticket, 5), "a producer that is gone is a miss")
+	again := w.engine(t, "p", connector.RoleProducer, Peers{})
+	ticket = again.save(5)
+	require.Equal(t, 1, d.settled(ticket, 5), "the producer's next life")
+
+	require.Zero(t, d.settled(connector.Ticket("no ticket"), 77))
+	require.Zero(t, d.settled(nil, 77))
+}
+
+// A consumer's buffer that is too small for everything serves what fits, and never stands still.
+func TestPipeSmallBuffer(t *testing.T) {
+	w := &wires{}
+	p := w.engine(t, "p", connector.RoleProducer, Peers{})
+	d := w.engine(t, "d", connector.RoleConsumer, Peers{Bytes: 4 * 64, Wait: 200 * time.Millisecond})
+	ticket := p.save(1, 2, 3, 4, 5, 6)
+	require.Equal(t, 2, d.settled(ticket, 1, 2, 3, 4, 5, 6), "half of the buffer is for one request")
+	for range 3 {
+		ticket = p.save(11, 12)
+		require.Equal(t, 2, d.settled(ticket, 11, 12))
+		d.load(ticket, 11, 12)
+	}
+}
+
+func TestPipeMessages(t *testing.T) {
+	for _, m := range []*message{
+		{kind: kindWant, keys: []connector.StoreKey{{1}, {2}}}, {kind: kindGone, keys: []connector.StoreKey{{3}}},
+		{kind: kindFetched, hold: 7},
+	} {
+		header, payload := m.encode()
+		got, err := parseMessage(header, len(payload))
+		require.NoError(t, err)
+		require.NoError(t, got.parseKeys(payload))
+		require.Equal(t, m, got)
+	}
+	ticket := peerTicket{9, "host:1"}
+	got, err := parsePeerTicket(ticket.encode())
+	require.NoError(t, err)
+	require.Equal(t, ticket, got)
+}
+
+func FuzzPeerMessage(f *testing.F) {
+	for _, m := range []*message{{kind: kindWant}, {kind: kindBlock, key: connector.StoreKey{1}}, {kind: kindGone}, {kind: kindFetched, hold: 1 << 60}, {kind: 9}} {
+		header, _ := m.encode()
+		f.Add(header, 64)
+	}
+	f.Add([]byte{}, -1)
+	f.Add([]byte{1, 2}, 1<<30)
+	f.Fuzz(func(t *testing.T, header []byte, size int) {
+		if size < 0 {
+			return
+		}
+		m, err := parseMessage(header, size)
+		if err != nil {
+			require.ErrorIs(t, err, connector.ErrIncompatible)
+		} else {
+			again, _ := m.encode()
+			require.Equal(t, header, again)
+		}
+		if ticket, err := parsePeerTicket(header); err == nil {
+			require.Equal(t, header, ticket.encode())
+		}
+	})
+}
+
+func TestFromBuffer(t *testing.T) {
+	b := lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: 1 << 10})
+	s := &bufferStore{b}
+	item := func(k byte) connector.Item {
+		return connector.Item{Key: connector.StoreKey{k}, Spans: [][]byte{{k, k}}}
+	}
+	require.NoError(t, s.Put(t.Context(), []connector.Item{item(1), item(2)}))
+	began := time.Now()
+	err := s.Get(t.Context(), []connector.Item{item(1), item(3), item(2)})
+	require.ErrorIs(t, err, connector.ErrGone)
+	var failed *connector.ItemError
+	require.ErrorAs(t, err, &failed)
+	require.Equal(t, []int{1}, failed.Items)
+	require.Less(t, time.Since(began), selectPatience/2, "it does not wait for what nobody promised")
+	require.ErrorIs(t, s.Get(t.Context(), []connector.Item{item(1)}), connector.ErrGone, "it was given out")
+	require.NoError(t, s.Close())
+}

@@ -1,0 +1,188 @@
+package sdk
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
+)
+
+// What peers say to each other. The numbers are part of the protocol and never reused.
+const (
+	kindWant    byte = 1 + iota // consumer: the payload is keys of blocks to send
+	kindBlock                   // producer: the header names a block, the payload is it
+	kindGone                    // producer: the payload is keys of blocks that it does not have
+	kindFetched                 // consumer: the header names a hold whose blocks it has
+)
+
+const (
+	peerVersion = 1 // first byte of every header and ticket
+	keySize     = len(connector.StoreKey{})
+)
+
+// message is one frame between peers.
+type message struct {
+	kind byte
+	keys []connector.StoreKey // want, gone
+	key  connector.StoreKey   // block
+	hold connector.HoldID     // fetched
+}
+
+// encode gives header and payload, but for the payload of a block.
+func (m *message) encode() (header, payload []byte) {
+	header = []byte{peerVersion, m.kind}
+	switch m.kind {
+	case kindBlock:
+		header = append(header, m.key[:]...)
+	case kindFetched:
+		header = binary.LittleEndian.AppendUint64(header, uint64(m.hold))
+	case kindWant, kindGone:
+		payload = make([]byte, 0, len(m.keys)*keySize)
+		for _, k := range m.keys {
+			payload = append(payload, k[:]...)
+		}
+	}
+	return header, payload
+}
+
+// parseMessage reads a header and checks the payload's size. Errors wrap connector.ErrIncompatible.
+func parseMessage(header []byte, size int) (*message, error) {
+	bad := func() (*message, error) {
+		return nil, fmt.Errorf("message with %d bytes of header and %d of payload is none of ours: %w", len(header), size, connector.ErrIncompatible)
+	}
+	if len(header) < 2 || header[0] != peerVersion {
+		return bad()
+	}
+	m, rest := &message{kind: header[1]}, header[2:]
+	switch m.kind {
+	case kindWant, kindGone:
+		if len(rest) != 0 || size%keySize != 0 || size > maxWant*keySize {
+			return bad()
+		}
+	case kindBlock:
+		if len(rest) != keySize || size == 0 {
+			return bad()
+		}
+		m.key = connector.StoreKey(rest)
+	case kindFetched:
+		if len(rest) != 8 || size != 0 {
+			return bad()
+		}
+		m.hold = connector.HoldID(binary.LittleEndian.Uint64(rest))
+	default:
+		return bad()
+	}
+	return m, nil
+}
+
+// parseKeys reads the payload of want and gone.
+func (m *message) parseKeys(payload []byte) error {
+	if len(payload)%keySize != 0 {
+		return fmt.Errorf("%d bytes of keys: %w", len(payload), connector.ErrIncompatible)
+	}
+	for ; len(payload) > 0; payload = payload[keySize:] {
+		m.keys = append(m.keys, connector.StoreKey(payload[:keySize]))
+	}
+	return nil
+}
+
+// receiveMessage receives what a consumer says.
+func receiveMessage(ctx context.Context, in pipe.Pipe) (*message, error) {
+	var m *message
+	var payload []byte
+	err := in.Recv(ctx, func(header []byte, size int) (_ [][]byte, err error) {
+		if m, err = parseMessage(header, size); err != nil {
+			return nil, err
+		}
+		if m.kind == kindBlock {
+			return nil, fmt.Errorf("a consumer sent a block: %w", connector.ErrIncompatible)
+		}
+		payload = make([]byte, size)
+		return [][]byte{payload}, nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	return m, m.parseKeys(payload)
+}
+
+// peerTicket is what a consumer needs to find a producer: the plugin's part of a signed ticket.
+type peerTicket struct {
+	hold    connector.HoldID
+	address string
+}
+
+// maxAddress is the length of an address in a ticket.
+const maxAddress = 1024
+
+func (t peerTicket) encode() []byte {
+	return append(binary.LittleEndian.AppendUint64([]byte{peerVersion}, uint64(t.hold)), t.address...)
+}
+
+func parsePeerTicket(b []byte) (peerTicket, error) {
+	if len(b) < 10 || len(b) > 9+maxAddress || b[0] != peerVersion {
+		return peerTicket{}, fmt.Errorf("ticket of %d bytes is none of ours: %w", len(b), connector.ErrIncompatible)
+	}
+	return peerTicket{connector.HoldID(binary.LittleEndian.Uint64(b[1:])), string(b[9:])}, nil
+}
+
+// maxHolds bounds the holds that are remembered, and the reports that nobody has asked for.
+const maxHolds = 1 << 14
+
+// holdTable knows which holds were not fetched yet.
+type holdTable struct {
+	mu     sync.Mutex
+	last   uint64
+	waits  map[connector.HoldID]bool
+	order  []connector.HoldID
+	report chan connector.HoldID
+}
+
+func newHoldTable() *holdTable {
+	return &holdTable{last: rand.Uint64() >> 1, waits: map[connector.HoldID]bool{}, report: make(chan connector.HoldID, maxHolds)}
+}
+
+// open gives a new id. They begin anywhere, so that a plugin's next life uses others.
+func (h *holdTable) open() connector.HoldID {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.last++
+	id := connector.HoldID(h.last)
+	h.waits[id], h.order = true, append(h.order, id)
+	for len(h.order) > maxHolds {
+		delete(h.waits, h.order[0])
+		h.order = h.order[1:]
+	}
+	return id
+}
+
+// fetched notes that a consumer has fetched a hold; a second time, or of an unknown one, nothing.
+func (h *holdTable) fetched(id connector.HoldID) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.waits[id] {
+		delete(h.waits, id)
+		select {
+		case h.report <- id:
+		default: // the engine does not ask; weak holds end by themselves
+		}
+	}
+}
+
+// consumed waits for holds that were fetched.
+func (h *holdTable) consumed(ctx context.Context) ([]connector.HoldID, error) {
+	select {
+	case id := <-h.report:
+		ids := []connector.HoldID{id}
+		for len(h.report) > 0 {
+			ids = append(ids, <-h.report)
+		}
+		return ids, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}

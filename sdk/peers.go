@@ -1,0 +1,243 @@
+package sdk
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/lookupbuffer"
+	"github.com/kvport/kvport/pipe"
+)
+
+// Limits of what peers may cost.
+const (
+	maxLinks     = 256                    // accepted at a time
+	maxWant      = 2048                   // keys of one question
+	maxAsked     = 1 << 17                // keys that one producer is being asked for
+	askQueue     = 64                     // questions that wait to be sent to one producer
+	redialAfter  = 250 * time.Millisecond // after a failure
+	forgetGone   = 2 * time.Second        // then a producer is asked again for a block it did not have
+	sendPatience = 10 * time.Second       // for a peer that does not receive
+)
+
+// peerStore is the Store beneath FromPipe: one buffer for what this engine saved and what arrived from
+// others, a server for those who fetch, and a client for each producer.
+type peerStore struct {
+	peers    Peers
+	log      *slog.Logger
+	memory   *lookupbuffer.Memory
+	holds    *holdTable
+	listener pipe.Listener // nil: nothing is saved here
+
+	ctx    context.Context //nolint:containedctx // the store's life
+	cancel context.CancelFunc
+	tasks  sync.WaitGroup
+
+	mu        sync.Mutex
+	producers map[string]*producer
+	links     int // accepted and open
+}
+
+func newPeerStore(peers Peers, log *slog.Logger) *peerStore {
+	s := &peerStore{
+		peers: peers, log: log, holds: newHoldTable(), producers: map[string]*producer{},
+		memory: lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: peers.Bytes, Keep: true}),
+	}
+	s.ctx, s.cancel = context.WithCancel(context.Background())
+	return s
+}
+
+// Lookup implements connector.Store.
+func (s *peerStore) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	return s.memory.Lookup(ctx, runs)
+}
+
+// Put implements connector.Store.
+func (s *peerStore) Put(ctx context.Context, items []connector.Item) error {
+	return s.memory.Insert(ctx, items)
+}
+
+// Get implements connector.Store. It never waits.
+func (s *peerStore) Get(ctx context.Context, items []connector.Item) error {
+	failed := &connector.ItemError{}
+	for i, it := range items {
+		err := ctx.Err()
+		if err == nil {
+			var found bool
+			found, err = s.memory.Read(it.Key, func(data []byte) error {
+				if len(data) != it.Size() {
+					return fmt.Errorf("block of %d bytes, there is room for %d: %w", len(data), it.Size(), connector.ErrCorrupt)
+				}
+				pipe.Copy(it.Spans, [][]byte{data})
+				return nil
+			})
+			if err == nil && !found {
+				err = fmt.Errorf("block is not in the buffer any more: %w", connector.ErrGone)
+			}
+		}
+		if err != nil {
+			failed.Items, failed.Err = append(failed.Items, i), err
+		}
+	}
+	if failed.Err != nil {
+		return failed
+	}
+	return nil
+}
+
+// Close implements connector.Store.
+func (s *peerStore) Close() error {
+	s.cancel()
+	var err error
+	if s.listener != nil {
+		err = s.listener.Close()
+	}
+	s.tasks.Wait()
+	err = errors.Join(err, s.memory.Close())
+	if s.peers.Close != nil {
+		err = errors.Join(err, s.peers.Close())
+	}
+	return err
+}
+
+// accept serves consumers until the listener is closed.
+func (s *peerStore) accept() {
+	for {
+		link, err := s.listener.Accept(s.ctx)
+		if s.ctx.Err() != nil || errors.Is(err, pipe.ErrClosed) {
+			if err == nil {
+				_ = link.Close()
+			}
+			return
+		}
+		if err != nil {
+			s.log.Warn("a consumer could not connect", "error", err)
+			if !s.pause(redialAfter) {
+				return
+			}
+			continue
+		}
+		s.mu.Lock()
+		full := s.links >= maxLinks
+		if !full {
+			s.links++
+		}
+		s.mu.Unlock()
+		if full {
+			s.log.Warn("a consumer was refused: too many are connected", "limit", maxLinks)
+			_ = link.Close()
+			continue
+		}
+		s.tasks.Go(func() { s.serve(link) })
+	}
+}
+
+func (s *peerStore) pause(d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-s.ctx.Done():
+		return false
+	}
+}
+
+// serve answers one consumer until it goes away.
+func (s *peerStore) serve(link pipe.Link) {
+	defer func() {
+		_ = link.Close()
+		s.mu.Lock()
+		s.links--
+		s.mu.Unlock()
+	}()
+	for {
+		m, err := receiveMessage(s.ctx, link.In)
+		if err == nil {
+			err = s.answer(link.Out, m)
+		}
+		switch {
+		case err == nil:
+			continue
+		case s.ctx.Err() == nil && !errors.Is(err, pipe.ErrClosed):
+			s.log.Warn("a consumer is gone", "error", err)
+		}
+		return
+	}
+}
+
+func (s *peerStore) answer(out pipe.Pipe, m *message) error {
+	switch m.kind {
+	case kindWant:
+		var gone []connector.StoreKey
+		for _, k := range m.keys {
+			found, err := s.memory.Read(k, func(data []byte) error {
+				return s.send(out, &message{kind: kindBlock, key: k}, data)
+			})
+			if err != nil {
+				return err
+			}
+			if !found {
+				gone = append(gone, k)
+			}
+		}
+		if len(gone) > 0 {
+			return s.send(out, &message{kind: kindGone, keys: gone}, nil)
+		}
+		return nil
+	case kindFetched:
+		s.holds.fetched(m.hold)
+		return nil
+	}
+	return fmt.Errorf("a consumer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
+}
+
+// send sends one message, to a peer that may have stopped to receive.
+func (s *peerStore) send(out pipe.Pipe, m *message, block []byte) error {
+	ctx, cancel := context.WithTimeout(s.ctx, sendPatience)
+	defer cancel()
+	header, payload := m.encode()
+	if m.kind == kindBlock {
+		payload = block
+	}
+	return out.Send(ctx, header, [][]byte{payload})
+}
+
+// fetch has blocks sent that are not here, each by the first producer that has it, and reports whether
+// some are on their way.
+func (s *peerStore) fetch(addresses []string, keys []connector.StoreKey) (waits bool) {
+	missing := keys[:0:0]
+	for _, k := range keys {
+		if n, err := s.memory.Lookup(s.ctx, [][]connector.StoreKey{{k}}); err == nil && n[0] == 0 {
+			missing = append(missing, k)
+		}
+	}
+	for _, address := range addresses {
+		if len(missing) == 0 || s.listener != nil && address == s.listener.Address() {
+			break
+		}
+		p := s.producer(address)
+		if p == nil {
+			continue
+		}
+		var some bool
+		some, missing = p.ask(missing)
+		waits = waits || some
+	}
+	return waits
+}
+
+// fetched tells a producer that a consumer has all it wanted.
+func (s *peerStore) fetched(t peerTicket) {
+	if s.listener != nil && t.address == s.listener.Address() {
+		s.holds.fetched(t.hold)
+		return
+	}
+	if p := s.producer(t.address); p != nil {
+		p.enqueue(&message{kind: kindFetched, hold: t.hold})
+	}
+}

@@ -1,0 +1,349 @@
+package sdk
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/lookupbuffer"
+	"github.com/kvport/kvport/pipe"
+)
+
+// maxProducers bounds the producers that are remembered: each life of one has its own address.
+const maxProducers = 256
+
+// producer is another engine's plugin from which blocks are fetched.
+type producer struct {
+	store   *peerStore
+	address string
+	queue   chan *message
+	stop    chan struct{} // closed when it is forgotten
+
+	mu     sync.Mutex
+	asked  map[connector.StoreKey]asking
+	failed time.Time // of the last link
+}
+
+// asking is what is known of a block that was asked for and has not arrived.
+type asking struct {
+	at   time.Time // when it was asked for, or when it became known to be gone
+	gone bool
+}
+
+// producer finds or makes the client of one address; nil when there are too many or the store closes.
+func (s *peerStore) producer(address string) *producer {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := s.producers[address]
+	if p != nil || s.ctx.Err() != nil {
+		return p
+	}
+	if len(s.producers) >= maxProducers {
+		s.forgetProducer()
+	}
+	if len(s.producers) >= maxProducers {
+		s.log.Warn("too many producers are in use, one more is not asked", "address", address, "limit", maxProducers)
+		return nil
+	}
+	p = &producer{store: s, address: address, queue: make(chan *message, askQueue), stop: make(chan struct{}), asked: map[connector.StoreKey]asking{}}
+	s.producers[address] = p
+	s.tasks.Go(p.run)
+	return p
+}
+
+// forgetProducer gives up one whose link has failed. The caller holds mu.
+func (s *peerStore) forgetProducer() {
+	for address, p := range s.producers {
+		p.mu.Lock()
+		idle := !p.failed.IsZero() && len(p.asked) == 0
+		p.mu.Unlock()
+		if idle && len(p.queue) == 0 {
+			delete(s.producers, address)
+			close(p.stop)
+			return
+		}
+	}
+}
+
+// ask asks for blocks that nobody has asked for yet. It reports whether some are on their way, and which
+// this producer does not have.
+func (p *producer) ask(keys []connector.StoreKey) (waits bool, gone []connector.StoreKey) {
+	now := time.Now()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.failed.IsZero() && now.Sub(p.failed) < redialAfter {
+		return false, keys
+	}
+	if len(p.asked)+len(keys) > maxAsked {
+		p.forget(now)
+	}
+	var want []connector.StoreKey
+	for _, k := range keys {
+		switch p.known(k, now) {
+		case blockComes:
+			waits = true
+		case blockGone:
+			gone = append(gone, k)
+		case blockUnknown:
+			if len(p.asked)+len(want) < maxAsked {
+				want = append(want, k)
+			}
+		}
+	}
+	for len(want) > 0 {
+		n := min(len(want), maxWant)
+		if !p.enqueue(&message{kind: kindWant, keys: want[:n]}) {
+			return true, gone // too much waits already: ask again
+		}
+		for _, k := range want[:n] {
+			p.asked[k] = asking{at: now}
+		}
+		want, waits = want[n:], true
+	}
+	return waits, gone
+}
+
+// What a producer is known to do about a block.
+const (
+	blockUnknown = iota // it was not asked, or long ago
+	blockComes
+	blockGone // it does not have it, or did not send it in time
+)
+
+// known is what became of the last question for a block. The caller holds mu.
+func (p *producer) known(k connector.StoreKey, now time.Time) int {
+	a, asked := p.asked[k]
+	age, wait := now.Sub(a.at), p.store.peers.Wait
+	switch {
+	case !asked:
+		return blockUnknown
+	case !a.gone && age < wait:
+		return blockComes
+	case a.gone && age < forgetGone, !a.gone && age < wait+forgetGone:
+		return blockGone
+	}
+	return blockUnknown
+}
+
+// forget drops what is over. The caller holds mu.
+func (p *producer) forget(now time.Time) {
+	for k, a := range p.asked {
+		if now.Sub(a.at) > p.store.peers.Wait+forgetGone {
+			delete(p.asked, k)
+		}
+	}
+}
+
+func (p *producer) enqueue(m *message) bool {
+	select {
+	case p.queue <- m:
+		return true
+	default:
+		return false
+	}
+}
+
+// run sends questions as long as the store is open, over one link after another.
+func (p *producer) run() {
+	var link *producerLink
+	defer func() {
+		if link != nil {
+			link.close()
+		}
+	}()
+	for {
+		var m *message
+		var lost <-chan struct{}
+		if link != nil {
+			lost = link.done
+		}
+		select {
+		case m = <-p.queue:
+		case <-lost:
+		case <-p.stop:
+			return
+		case <-p.store.ctx.Done():
+			return
+		}
+		if link != nil && (m == nil || link.over()) {
+			link.close()
+			p.lost(link.err)
+			link = nil
+		}
+		if m != nil && !p.justFailed() {
+			link = p.tell(link, m)
+		}
+	}
+}
+
+// tell sends a question, over a new link if there is none, and gives the link if it still stands.
+func (p *producer) tell(link *producerLink, m *message) *producerLink {
+	var err error
+	if link == nil {
+		link, err = p.dial()
+	}
+	if err == nil {
+		err = p.store.send(link.Out, m, nil)
+	}
+	if err != nil {
+		if link != nil {
+			link.close()
+		}
+		p.lost(err)
+		return nil
+	}
+	return link
+}
+
+// justFailed reports whether it is too early to dial again; then what waits is gone.
+func (p *producer) justFailed() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return !p.failed.IsZero() && time.Since(p.failed) < redialAfter
+}
+
+// lost notes that nothing that was asked for will come.
+func (p *producer) lost(err error) {
+	if p.store.ctx.Err() != nil {
+		return
+	}
+	now := time.Now()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for k, a := range p.asked {
+		if !a.gone {
+			p.asked[k] = asking{at: now, gone: true}
+		}
+	}
+	if p.failed.IsZero() || now.Sub(p.failed) > time.Minute { // a failure that repeats is not logged each time
+		p.store.log.Warn("a producer cannot be reached, its blocks are computed", "address", p.address, "error", err)
+	}
+	p.failed = now
+}
+
+// producerLink is a link with the goroutine that receives from it.
+type producerLink struct {
+	pipe.Link
+	done chan struct{} // closed when nothing is received any more
+	err  error         // why, valid after done
+}
+
+func (l *producerLink) over() bool {
+	select {
+	case <-l.done:
+		return true
+	default:
+		return false
+	}
+}
+
+func (l *producerLink) close() {
+	_ = l.Close()
+	<-l.done
+}
+
+func (p *producer) dial() (*producerLink, error) {
+	ctx, cancel := context.WithTimeout(p.store.ctx, p.store.peers.Wait)
+	defer cancel()
+	var link pipe.Link
+	err := guard(p.store.log, "dial", func() (err error) {
+		link, err = p.store.peers.Network.Dial(ctx, p.address)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	l := &producerLink{Link: link, done: make(chan struct{})}
+	p.store.tasks.Go(func() {
+		defer close(l.done)
+		for l.err == nil {
+			l.err = guard(p.store.log, "receive", func() error { return p.receive(link.In) })
+		}
+	})
+	return l, nil
+}
+
+// errUnwanted refuses a frame; the link goes on.
+var errUnwanted = errors.New("not wanted")
+
+// receive takes one frame: a block goes where it will stay until it is loaded.
+func (p *producer) receive(in pipe.Pipe) error {
+	var m *message
+	var slot *lookupbuffer.Slot
+	var payload []byte
+	drop := func() {
+		if slot != nil {
+			_ = slot.Done(errUnwanted)
+			slot = nil
+		}
+	}
+	err := in.Recv(p.store.ctx, func(header []byte, size int) (spans [][]byte, err error) {
+		drop() // the frame may come a second time
+		if m, err = parseMessage(header, size); err != nil {
+			return nil, err
+		}
+		if m.kind == kindBlock {
+			if slot, err = p.room(m.key, size); err != nil {
+				return nil, err
+			}
+			return [][]byte{slot.Bytes()}, nil
+		}
+		payload = make([]byte, size)
+		return [][]byte{payload}, nil
+	})
+	if errors.Is(err, errUnwanted) {
+		return nil
+	}
+	if err != nil {
+		drop()
+		return err
+	}
+	switch m.kind {
+	case kindBlock:
+		err = slot.Done(nil)
+		p.mu.Lock()
+		delete(p.asked, m.key)
+		p.mu.Unlock()
+		return err
+	case kindGone:
+		return p.gone(m, payload)
+	}
+	return fmt.Errorf("a producer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
+}
+
+// room is where a block goes that was asked for.
+func (p *producer) room(k connector.StoreKey, size int) (*lookupbuffer.Slot, error) {
+	p.mu.Lock()
+	a, known := p.asked[k]
+	p.mu.Unlock()
+	if !known || a.gone {
+		return nil, errUnwanted
+	}
+	slot, err := p.store.memory.Reserve(k, size)
+	if err != nil {
+		p.mu.Lock()
+		p.asked[k] = asking{at: time.Now(), gone: true}
+		p.mu.Unlock()
+		return nil, fmt.Errorf("%w: %w", errUnwanted, err)
+	}
+	return slot, nil
+}
+
+// gone notes which blocks the producer does not have.
+func (p *producer) gone(m *message, payload []byte) error {
+	if err := m.parseKeys(payload); err != nil {
+		return err
+	}
+	now := time.Now()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, k := range m.keys {
+		if _, known := p.asked[k]; known {
+			p.asked[k] = asking{at: now, gone: true}
+		}
+	}
+	return nil
+}
