@@ -46,13 +46,17 @@ const (
 	// Remote is a Store on a server that other processes reach too, and that fails by itself. Its config
 	// names the server as @SERVER@, a Redis or Valkey server that the suite runs.
 	Remote Profile = "remote"
+	// Buffer is a connector whose backend gives each block out once, as a lookupbuffer.Buffer does.
+	Buffer Profile = "buffer"
+	// Pipe is a connector whose consumers get blocks from the producer that a ticket names.
+	Pipe Profile = "pipe"
 	// Offload is a Store with a bounded tier in memory and one on disk, configured by vLLM's names.
 	Offload Profile = "offload"
 )
 
 // Profiles lists all profiles.
 func Profiles() []Profile {
-	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload}
+	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe}
 }
 
 // ParseProfile reads a profile's name.
@@ -98,7 +102,7 @@ type T interface {
 func Cases() []Case {
 	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(), statCases(), eventCases(),
 		lifeCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
-		remoteCases(), offloadCases())
+		remoteCases(), offloadCases(), bufferCases(), pipeCases())
 }
 
 // Status is how a case ended.

@@ -15,6 +15,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -82,6 +83,21 @@ type Listener interface {
 	Accept(ctx context.Context) (Link, error)
 	// Close ends the waiting Accept. Links that were accepted stay open.
 	Close() error
+}
+
+// Peers is what a connector made by sdk.FromPipe works with.
+type Peers struct {
+	Network Network // to the other engines' plugins
+	// Addresses are producers to ask for prompts that come without a ticket, in this order. A ticket
+	// names its producer itself.
+	Addresses []string
+	// Bytes is how much memory blocks may take that wait to be fetched, and those that have arrived; 0:
+	// 1 GiB. When it is full the oldest blocks go.
+	Bytes int64
+	// Wait is how long a consumer waits for a block that it has asked for; 0: 1.5 s. The host gives up
+	// waiting by itself after its deadline "later", 2 s.
+	Wait  time.Duration
+	Close func() error // closes the Network, after the last call; may be nil
 }
 
 // Size is the length of spans together, in bytes.

@@ -12,22 +12,7 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// Peers is what a connector made by [FromPipe] works with.
-type Peers struct {
-	Network pipe.Network // to the other engines' plugins
-	// Addresses are producers to ask for prompts that come without a ticket, in this order. A ticket
-	// names its producer itself.
-	Addresses []string
-	// Bytes is how much memory blocks may take that wait to be fetched, and those that have arrived; 0:
-	// 1 GiB. When it is full the oldest blocks go.
-	Bytes int64
-	// Wait is how long a consumer waits for a block that it has asked for; 0: 1.5 s. The host gives up
-	// waiting by itself after its deadline "later", 2 s.
-	Wait  time.Duration
-	Close func() error // closes the Network, after the last call; may be nil
-}
-
-// The defaults of Peers.
+// The defaults of pipe.Peers.
 const (
 	defaultPeerBytes = 1 << 30
 	defaultPeerWait  = 1500 * time.Millisecond
@@ -43,7 +28,7 @@ const (
 // their way, which are computed then; the next request dials again. Any number of consumers may ask any
 // number of producers. Keys, ranks, groups and partial blocks are as with [FromStore]; Scope is
 // ScopeEngine, since others see a block by ticket only, or if they name this engine in their config.
-func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (Peers, error)) connector.Plugin {
+func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (pipe.Peers, error)) connector.Plugin {
 	d.Scope = connector.ScopeEngine
 	stores := &stores{groups: d.Groups, open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
 		config, err := DecodeConfig[C](raw)
@@ -185,7 +170,7 @@ func (w *pipeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connec
 }
 
 // openPeerStore starts what an engine's epoch needs: a listener if it saves.
-func openPeerStore(ctx context.Context, env connector.Env, peers Peers) (*peerStore, error) {
+func openPeerStore(ctx context.Context, env connector.Env, peers pipe.Peers) (*peerStore, error) {
 	if peers.Network == nil {
 		return nil, fmt.Errorf("open gave no network: %w", connector.ErrIncompatible)
 	}

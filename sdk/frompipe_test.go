@@ -140,11 +140,11 @@ type peerEngine struct {
 	memory    []byte
 }
 
-func (w *wires) engine(t *testing.T, name string, role connector.Role, peers Peers) *peerEngine {
+func (w *wires) engine(t *testing.T, name string, role connector.Role, peers pipe.Peers) *peerEngine {
 	t.Helper()
 	peers.Network = w
 	type config struct{}
-	p := FromPipe(Definition{Name: "PipeConnector", Version: "1"}, func(context.Context, connector.Env, config) (Peers, error) {
+	p := FromPipe(Definition{Name: "PipeConnector", Version: "1"}, func(context.Context, connector.Env, config) (pipe.Peers, error) {
 		return peers, nil
 	})
 	e := &peerEngine{T: t, memory: make([]byte, 512)}
@@ -236,8 +236,8 @@ func (e *peerEngine) load(ticket connector.Ticket, keys ...byte) {
 // Two producers, two consumers: each ticket leads to its producer, everybody gets everything.
 func TestPipeManyPeers(t *testing.T) {
 	w := &wires{}
-	p := []*peerEngine{w.engine(t, "p0", connector.RoleProducer, Peers{}), w.engine(t, "p1", connector.RoleBoth, Peers{})}
-	d := []*peerEngine{w.engine(t, "d0", connector.RoleConsumer, Peers{}), w.engine(t, "d1", connector.RoleBoth, Peers{})}
+	p := []*peerEngine{w.engine(t, "p0", connector.RoleProducer, pipe.Peers{}), w.engine(t, "p1", connector.RoleBoth, pipe.Peers{})}
+	d := []*peerEngine{w.engine(t, "d0", connector.RoleConsumer, pipe.Peers{}), w.engine(t, "d1", connector.RoleBoth, pipe.Peers{})}
 	tickets := []connector.Ticket{p[0].save(1, 2, 3), p[1].save(4, 5, 6)}
 	for i, keys := range [][]byte{{1, 2, 3}, {4, 5, 6}} {
 		for _, e := range d {
@@ -257,12 +257,12 @@ func TestPipeManyPeers(t *testing.T) {
 
 func TestPipeAddressList(t *testing.T) {
 	w := &wires{}
-	a := w.engine(t, "p0", connector.RoleProducer, Peers{})
-	b := w.engine(t, "p1", connector.RoleProducer, Peers{})
+	a := w.engine(t, "p0", connector.RoleProducer, pipe.Peers{})
+	b := w.engine(t, "p1", connector.RoleProducer, pipe.Peers{})
 	a.save(1, 2)
 	b.save(1, 2, 3)
 	b.save(4)
-	d := w.engine(t, "d", connector.RoleConsumer, Peers{Addresses: []string{"nobody", "wire-0", "wire-1"}})
+	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Addresses: []string{"nobody", "wire-0", "wire-1"}})
 	require.Equal(t, 4, d.settled(nil, 1, 2, 3, 4))
 	d.load(nil, 1, 2, 3, 4)
 	probe := d.match("", nil, 9)
@@ -272,8 +272,8 @@ func TestPipeAddressList(t *testing.T) {
 // Nothing that breaks makes a consumer wait longer than it says, and the next request works.
 func TestPipeBreaks(t *testing.T) {
 	w := &wires{}
-	p := w.engine(t, "p", connector.RoleProducer, Peers{})
-	d := w.engine(t, "d", connector.RoleConsumer, Peers{Wait: 200 * time.Millisecond})
+	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})
+	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Wait: 200 * time.Millisecond})
 	ticket := p.save(1, 2)
 	require.Equal(t, 2, d.settled(ticket, 1, 2))
 	w.cut()
@@ -284,7 +284,7 @@ func TestPipeBreaks(t *testing.T) {
 	ticket = p.save(5)
 	p.close()
 	require.Zero(t, d.settled(ticket, 5), "a producer that is gone is a miss")
-	again := w.engine(t, "p", connector.RoleProducer, Peers{})
+	again := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})
 	ticket = again.save(5)
 	require.Equal(t, 1, d.settled(ticket, 5), "the producer's next life")
 
@@ -295,8 +295,8 @@ func TestPipeBreaks(t *testing.T) {
 // A consumer's buffer that is too small for everything serves what fits, and never stands still.
 func TestPipeSmallBuffer(t *testing.T) {
 	w := &wires{}
-	p := w.engine(t, "p", connector.RoleProducer, Peers{})
-	d := w.engine(t, "d", connector.RoleConsumer, Peers{Bytes: 4 * 64, Wait: 200 * time.Millisecond})
+	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})
+	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Bytes: 4 * 64, Wait: 200 * time.Millisecond})
 	ticket := p.save(1, 2, 3, 4, 5, 6)
 	require.Equal(t, 2, d.settled(ticket, 1, 2, 3, 4, 5, 6), "half of the buffer is for one request")
 	for range 3 {

@@ -27,7 +27,7 @@ const (
 // peerStore is the Store beneath FromPipe: one buffer for what this engine saved and what arrived from
 // others, a server for those who fetch, and a client for each producer.
 type peerStore struct {
-	peers    Peers
+	peers    pipe.Peers
 	log      *slog.Logger
 	memory   *lookupbuffer.Memory
 	holds    *holdTable
@@ -42,7 +42,7 @@ type peerStore struct {
 	links     int // accepted and open
 }
 
-func newPeerStore(peers Peers, log *slog.Logger) *peerStore {
+func newPeerStore(peers pipe.Peers, log *slog.Logger) *peerStore {
 	s := &peerStore{
 		peers: peers, log: log, holds: newHoldTable(), producers: map[string]*producer{},
 		memory: lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: peers.Bytes, Keep: true}),

@@ -3,10 +3,12 @@ package p2p
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"os"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
 	"github.com/kvport/kvport/pipe/tcp"
 )
 
@@ -20,10 +22,16 @@ type Config struct {
 	Digest    bool     `json:"digest,omitempty"       jsonschema:"default=true,description=digest over every frame besides the host's own over every block"`
 }
 
+// Open makes the peers of a config, for sdk.FromPipe.
+func Open(_ context.Context, _ connector.Env, c Config) (pipe.Peers, error) {
+	network, err := c.network()
+	return pipe.Peers{Network: network, Addresses: c.Peers, Bytes: c.Bytes}, err
+}
+
 const maxKeyFile = 4 << 10
 
-// Network makes the network of a config. Errors name the field.
-func (c *Config) Network() (*tcp.Network, error) {
+// network makes the network of a config. Errors name the field.
+func (c *Config) network() (*tcp.Network, error) {
 	n := &tcp.Network{Address: c.Listen, Advertise: c.Advertise, NoDigest: !c.Digest}
 	if c.KeyFile == "" {
 		return n, nil

@@ -1,7 +1,6 @@
 package p2p
 
 import (
-	"context"
 	"encoding/json"
 	"os"
 	"path/filepath"
@@ -16,29 +15,26 @@ import (
 )
 
 func plugin() connector.Plugin {
-	return sdk.FromPipe(sdk.Definition{Name: "PipeConnector", Version: "1", Groups: true}, func(_ context.Context, _ connector.Env, c Config) (sdk.Peers, error) {
-		network, err := c.Network()
-		return sdk.Peers{Network: network, Addresses: c.Peers, Bytes: c.Bytes}, err
-	})
+	return sdk.FromPipe(sdk.Definition{Name: "PipeConnector", Version: "1", Groups: true}, Open)
 }
 
 func TestConformance(t *testing.T) {
-	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(`{}`)), conformance.Store, conformance.MultiRank, conformance.Groups)
+	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(`{}`)), conformance.Pipe, conformance.Store, conformance.MultiRank, conformance.Groups)
 }
 
 func TestKeyFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "key")
 	c := Config{KeyFile: path, Listen: "0.0.0.0:0"}
-	_, err := c.Network()
+	_, err := c.network()
 	require.ErrorIs(t, err, os.ErrNotExist)
 	require.NoError(t, os.WriteFile(path, []byte(strings.Repeat("k", 32)), 0o600))
-	n, err := c.Network()
+	n, err := c.network()
 	require.NoError(t, err)
 	l, err := n.Listen(t.Context())
 	require.NoError(t, err)
 	require.NoError(t, l.Close())
 	require.NoError(t, os.Chmod(path, 0o644))
-	_, err = c.Network()
+	_, err = c.network()
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 	require.ErrorContains(t, err, "key_file")
 }

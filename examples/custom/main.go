@@ -5,12 +5,12 @@ package main
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
-	"sync/atomic"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
@@ -23,8 +23,7 @@ type config struct {
 // side is both halves: they share the folder and nothing else.
 type side struct {
 	config
-	env   connector.Env
-	count atomic.Int64
+	env connector.Env
 }
 
 // Match offers the leading blocks of which every rank has its part.
@@ -70,7 +69,7 @@ func (s *side) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV
 // Save writes and renames, so that no block is ever half there.
 func (s *side) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	return s.each(ctx, t, kv, func(path string, spans [][]byte) error {
-		temporary := fmt.Sprintf("%s.%d.%d", path, os.Getpid(), s.count.Add(1))
+		temporary := path + rand.Text()
 		if err := os.WriteFile(temporary, bytes.Join(spans, nil), 0o600); err != nil {
 			return errors.Join(err, os.Remove(temporary))
 		}

@@ -94,8 +94,8 @@ func (l listener) Accept(ctx context.Context) (pipe.Link, error) {
 	return pipe.Link{Out: &socket{Conn: conn}, In: &socket{Conn: conn}}, lost(ctx, err)
 }
 
-func open(_ context.Context, _ connector.Env, c config) (sdk.Peers, error) {
-	return sdk.Peers{Network: network{c.Dir}}, os.MkdirAll(c.Dir, 0o700)
+func open(_ context.Context, _ connector.Env, c config) (pipe.Peers, error) {
+	return pipe.Peers{Network: network{c.Dir}}, os.MkdirAll(c.Dir, 0o700)
 }
 
 func main() {
