@@ -29,8 +29,8 @@ const (
 // number of producers. Keys, ranks, groups and partial blocks are as with [FromStore]; Scope is
 // ScopeEngine, since others see a block by ticket only, or if they name this engine in their config.
 func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (pipe.Peers, error)) connector.Plugin {
-	d.Scope = connector.ScopeEngine
-	stores := &stores{groups: d.Groups, open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
+	d.Scope, d.Capabilities, d.Reset = connector.ScopeEngine, 0, false
+	stores := &stores{definition: d, open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
 		config, err := DecodeConfig[C](raw)
 		if err != nil {
 			return nil, err
@@ -53,7 +53,7 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 			if err != nil {
 				return nil, err
 			}
-			return &pipeScheduler{storeScheduler{side}, peers}, nil
+			return &pipeScheduler{storeScheduler{side, connector.CanHold}, peers}, nil
 		},
 		Worker: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
 			side, peers, err := stores.peers(ctx, env, raw)
