@@ -7,13 +7,15 @@ from typing import Any
 
 from .vllm_api import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+UNSENT = -1  # step of a load that never gets into a message: it fails
+
 
 @dataclass
 class Load:
     """A load that a step handed to the agent."""
 
     request: str
-    step: int  # id of the Step message
+    step: int  # id of the Step message; 0: not sent yet, UNSENT: never
     life: int  # of the agent it went to; 0: it went nowhere
     blocks: list[list[int]]  # by group
 

@@ -133,7 +133,7 @@ class Saving:
         offered = Completion(tracked, first, valid, ids)
         transfer = step.computed.add(request=tracked.id, tokens=(valid - first) * self._block_tokens)
         setattr(transfer, "from", first * self._block_tokens)
-        self._fill(transfer.blocks, tracked, ids, first, valid * self._block_tokens)
+        self.fill(transfer.blocks, tracked, ids, first, valid * self._block_tokens)
         self._number += 1
         self._pins.move(key, ("save", self._number), set(self._real(ids)))
         self._unsent.append((self._number, offered))
@@ -210,13 +210,7 @@ class Saving:
 
     # -- messages
 
-    def fill(self, blocks: Any, tracked: Tracked, tables: Any, first: int, end: int, out: list[list[int]], to: int) -> None:
-        """Put blocks first..end of a request, up to token to, into a message, and their ids by group into out."""
-        for table in tables:
-            out.append(list(table[first:end]))
-        self._fill(blocks, tracked, out, first, to)
-
-    def _fill(self, blocks: Any, tracked: Tracked, ids: Sequence[Sequence[int]], first: int, to: int) -> None:
+    def fill(self, blocks: Any, tracked: Tracked, ids: Sequence[Sequence[int]], first: int, to: int) -> None:
         """Write columns, group by group. A block that is not full before token to has no key."""
         assert tracked.keys is not None
         hashes = tracked.request.block_hashes

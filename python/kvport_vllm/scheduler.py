@@ -11,7 +11,7 @@ from .keys import Keys
 from .link import Link, State
 from .lora import Adapters
 from .messages import ANSWERED, FINISHED, RELEASED, SAVED, message
-from .meta import Load, StepMetadata
+from .meta import UNSENT, Load, StepMetadata
 from .pins import Delayed, Pins
 from .saving import Saving
 from .stats import Counters
@@ -161,18 +161,22 @@ class SchedulerSide:
 
     def allocated(self, request: Any, tables: Any, external: int) -> None:
         """Begin the load of a request that was given blocks; asked again without external tokens, do nothing."""
-        tracked = self.requests.get(request.request_id)
-        if tracked is None or external <= 0:
+        if external <= 0:
             return
+        # From here on the request is parked: whatever goes wrong, its load must end.
+        load = Load(request.request_id, UNSENT, 0, [])
+        self._new_loads.append(load)
+        self.loading[load.request] = load
+        tracked = self.requests[load.request]
         tracked.memo = None
         first = tracked.asked_at // self._block_tokens
-        count = -(-external // self._block_tokens)
-        load = Load(tracked.id, 0, 0, [])
-        transfer = self._step.admitted.add(request=tracked.id, tokens=external, ticket=tracked.ticket)
+        end = -(-(tracked.asked_at + external) // self._block_tokens)
+        load.blocks.extend(list(table[first:end]) for table in tables)
+        transfer = message("Transfer")(request=tracked.id, tokens=external, ticket=tracked.ticket)
         setattr(transfer, "from", tracked.asked_at)
-        self.saving.fill(transfer.blocks, tracked, tables, first, first + count, load.blocks, tracked.asked_at + external)
-        self._new_loads.append(load)
-        self.loading[tracked.id] = load
+        self.saving.fill(transfer.blocks, tracked, load.blocks, first, tracked.asked_at + external)
+        self._step.admitted.append(transfer)
+        load.step = 0
         tracked.have = max(tracked.have, (tracked.asked_at + external) // self._block_tokens)
         self._dirty = True
 
@@ -281,8 +285,9 @@ class SchedulerSide:
     def _finish_remote(self, tracked: Tracked, tables: Any, reason: int, computed: int) -> dict[str, Any] | None:
         self.flush()
         ended = message("Ended")(request=tracked.id, reason=reason, tokens=computed, remote=True)
-        ids: list[list[int]] = []
-        self.saving.fill(ended.blocks, tracked, tables, 0, -(-computed // self._block_tokens), ids, computed)
+        end = -(-computed // self._block_tokens)
+        ids = [list(table[:end]) for table in tables]
+        self.saving.fill(ended.blocks, tracked, ids, 0, computed)
         self.saving.hold(tracked.id, ids)
         answer = self.link.call(_FINISH_WAIT, finish=ended)
         if answer is None:

@@ -15,6 +15,7 @@ from .lora import Adapters
 from .messages import SIDE_SCHEDULER, SIDE_WORKER, message
 from .scheduler import SchedulerSide
 from .spawn import Spawner
+from .vllm_api import HAS_FAILED_RECVING, HAS_WORKER_METADATA
 from .worker import WorkerSide
 
 log = logging.getLogger("vllm.kvport")
@@ -38,6 +39,10 @@ class Parts:
         self.groups = layout_.groups_of(kv_cache_config)
         self._hashes = keys.check_algorithm(vllm_config.cache_config.prefix_caching_hash_algo, config.allow_weak_hashes)
         self._check_hash_size()
+        if not HAS_WORKER_METADATA:
+            raise UnsupportedError("this vLLM has no KVConnectorWorkerMetadata: nothing would say when blocks are computed")
+        if len(self.groups) > 1 and not HAS_FAILED_RECVING:
+            raise UnsupportedError("this vLLM cannot be told of failed loads with several KV cache groups (no failed_recving)")
         self._content = fingerprint.ContentCache()
         self._context: Any = None
         self._attach: Any = None

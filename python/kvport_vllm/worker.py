@@ -46,7 +46,8 @@ class WorkerSide:
         self._quiet = 0  # steps since the agent was listened to
         self._copy_out: Sequence[Sequence[int]] | None = None
         self.invalid: set[int] = set()
-        self.failed: set[str] = set()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
 
     def bind(self, meta: StepMetadata) -> None:
         """Take what the step began."""
@@ -75,42 +76,50 @@ class WorkerSide:
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Give requests whose delayed blocks are free, that were loaded, and whose load failed as a whole."""
-        received: set[str] = set()
         self._quiet += 1
         if self._pending or self._quiet >= _LISTEN_EVERY or self.link.state is not State.UP:
             self._quiet = 0
             for event in self.link.poll():
                 if getattr(event, "kind", None) == LOADED:
-                    self._loaded(event, received)
+                    self._loaded(event)
         if self._pending:
-            self._check(received)
+            self._check()
+        if not (self._sent or self._received):
+            return set(), set(), set()
         sent, self._sent = set(self._sent), []
-        failed, self.failed = self.failed & received, self.failed - received
+        received, self._received = self._received, set()
+        failed, self._failed = self._failed, set()
         return sent, received, failed
 
-    def _loaded(self, event: Any, received: set[str]) -> None:
+    def _loaded(self, event: Any) -> None:
         pending = self._pending.pop((event.request, event.step), None)
-        if pending is None:
-            if len(self._early) < _MAX_EARLY:
-                self._early[self.link.life, event.request, event.step] = list(event.failed)
-            return
-        self._over(pending.load, list(event.failed), received)
+        if pending is not None:
+            self._over(pending.load, list(event.failed))
+        elif len(self._early) < _MAX_EARLY:
+            self._early[self.link.life, event.request, event.step] = list(event.failed)
 
-    def _over(self, load: Load, bad: list[int], received: set[str]) -> None:
-        received.add(load.request)
+    def _over(self, load: Load, bad: list[int]) -> None:
+        """Report a load, once: what is in self survives whatever is raised on the way."""
+        self._received.add(load.request)
+        if self.shared is not None and self.shared.mirror is not None and not self._copy_in(load, set(bad)):
+            bad = [b for ids in load.blocks for b in ids]
         if bad:
             log.warning("kvport: %d blocks of request %s could not be loaded", len(bad), load.request)
-        if self.shared is not None and self.shared.mirror is not None:
-            gone = set(bad)
-            self.shared.mirror.load([[b for b in ids if b not in gone] for ids in load.blocks])
-        if not bad:
-            return
-        if self._groups > 1:
-            self.failed.add(load.request)
+        if self._groups > 1 and bad:
+            self._failed.add(load.request)
         else:
             self.invalid.update(bad)
 
-    def _check(self, received: set[str]) -> None:
+    def _copy_in(self, load: Load, bad: set[int]) -> bool:
+        assert self.shared is not None and self.shared.mirror is not None
+        try:
+            self.shared.mirror.load([[b for b in ids if b not in bad] for ids in load.blocks])
+        except Exception:
+            log.exception("kvport: blocks of request %s could not be copied from the mirror", load.request)
+            return False
+        return True
+
+    def _check(self) -> None:
         """End loads that nobody will report: of an agent that has ended, or stuck for too long."""
         now = time.monotonic()
         if self.link.state is not State.FENCING and any(now > p.deadline for p in self._pending.values()):
@@ -120,12 +129,18 @@ class WorkerSide:
             early = self._early.pop((life, *key), None)
             if early is not None:
                 del self._pending[key]
-                self._over(pending.load, early, received)
+                self._over(pending.load, early)
             elif self._nobody(life, now > pending.deadline):
                 del self._pending[key]
-                self._over(pending.load, [b for ids in pending.load.blocks for b in ids], received)
+                self._fail(pending.load)
         if not self._pending:
             self._early = {key: bad for key, bad in self._early.items() if key[0] == self.link.life}
+
+    def _fail(self, load: Load) -> None:
+        blocks = [b for ids in load.blocks for b in ids]
+        if not blocks:  # nobody knows which blocks it was for: none of them can be used
+            self._failed.add(load.request)
+        self._over(load, blocks)
 
     def _nobody(self, life: int, late: bool) -> bool:
         """Say whether no process is left that could write for a load that went to this life of the agent."""
