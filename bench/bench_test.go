@@ -22,9 +22,11 @@ func TestMain(m *testing.M) {
 		panic(err)
 	}
 	pluginFolder = dir
-	build := exec.Command("go", "build", "-o", filepath.Join(dir, "kvport-sharedstorage"), "../plugins/sharedstorage")
-	if out, err := build.CombinedOutput(); err != nil {
-		panic(string(out))
+	for _, name := range []string{"sharedstorage", "offload"} {
+		build := exec.Command("go", "build", "-o", filepath.Join(dir, "kvport-"+name), "../plugins/"+name)
+		if out, err := build.CombinedOutput(); err != nil {
+			panic(string(out))
+		}
 	}
 	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
 		if err := os.RemoveAll(dir); err != nil {
@@ -67,7 +69,7 @@ func TestTransfer(t *testing.T) {
 		Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Quick: true, Emit: emit,
 	}))
 	requireRows(t, *rows, "save 48 KB", "load+digest 48 KB x 32", "save+digest 737 KB", "load 8 MB", "op round trip, stream",
-		"file save 737 KB", "file load 8 MB", "lookup of 32 keys, warm", "plugin restart after kill -9")
+		"offload save 1.41 MiB", "offload load+digest 8 MiB", "file save 737 KB", "file load 8 MB", "lookup of 32 keys, warm", "plugin restart after kill -9")
 	for _, r := range *rows {
 		if r.Unit == "absent" {
 			require.Contains(t, r.Name, "safetensors")

@@ -3,7 +3,7 @@ package tier
 // ghosts remember keys that were evicted, in two queues, by 31 bits of their hash. It is for policies
 // only: a false memory makes an eviction a little worse and nothing else.
 //
-// The table probes linearly and is four fifths full at most. Together it is 17 bytes an entry.
+// The table probes linearly and is five sixths full at most. Together it is 17 bytes an entry.
 type ghosts struct {
 	links
 	marks []uint32 // hash in the upper bits, queue in the lowest
@@ -13,7 +13,7 @@ type ghosts struct {
 }
 
 func newGhosts(n int) *ghosts {
-	g := &ghosts{links: newLinks(n), marks: make([]uint32, n), table: make([]uint32, n+n/4+2), free: newList()}
+	g := &ghosts{links: newLinks(n), marks: make([]uint32, n), table: make([]uint32, n+n/5+2), free: newList()}
 	g.clear()
 	return g
 }
