@@ -1,0 +1,198 @@
+package offload_test
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/tier"
+	"github.com/kvport/kvport/internal/cluster"
+)
+
+// binaries builds kvport and the plugin, and gives kvport's path.
+func binaries(t *testing.T) string {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("runs processes: left out with -short, which the race stage uses")
+	}
+	dir := t.TempDir()
+	for name, pkg := range map[string]string{"kvport": "cmd/kvport", "kvport-offload": "plugins/offload"} {
+		out, err := exec.Command("go", "build", "-buildvcs=false", "-o", filepath.Join(dir, name), "../../"+pkg).CombinedOutput()
+		require.NoError(t, err, "%s", out)
+	}
+	return filepath.Join(dir, "kvport")
+}
+
+func serve(t *testing.T, kvport, model, extra string, args ...string) *cluster.Process {
+	t.Helper()
+	all := []string{"serve", "--model", model, "--port", "0", "--enable-prefix-caching=false"}
+	if extra != "" {
+		all = append(all, "--kv-transfer-config", fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":%s}`, extra))
+	}
+	p, err := cluster.Start(t.Context(), nil, "engine", kvport, append(all, args...)...)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("last output:\n%s", p.Logs())
+		}
+		p.Kill()
+	})
+	return p
+}
+
+func stop(t *testing.T, p *cluster.Process) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	require.NoError(t, p.Stop(ctx))
+}
+
+// turn is one request of a conversation: which, and how much was said.
+type turn struct{ who, bytes int }
+
+// talk is many conversations that take turns; some people talk more than others. All that is said is
+// about so many blocks.
+func talk(seed uint64, people, blocks, turns int) (out []turn) {
+	rng := rand.New(rand.NewPCG(seed, 0))
+	said := make([]int, people)
+	most := blocks / people * 16
+	for range turns {
+		who := min(rng.IntN(people), rng.IntN(people))
+		said[who] = min(said[who]+16+rng.IntN(64), most)
+		out = append(out, turn{who, said[who]})
+	}
+	return out
+}
+
+// text is what a conversation has said, as many bytes.
+func text(who, bytes int) string {
+	return strings.Repeat(fmt.Sprintf("person %04d says. ", who), bytes/18+1)[:bytes]
+}
+
+// policySimulation is the policy alone: what a tier of n blocks would have had of each prompt.
+type policySimulation struct{ index *tier.Index }
+
+func (s *policySimulation) request(t *testing.T, who, blocks int) (hits int) {
+	t.Helper()
+	key := func(i int) (k connector.StoreKey) {
+		binary.LittleEndian.PutUint32(k[:], uint32(who+1))
+		binary.LittleEndian.PutUint32(k[4:], uint32(i))
+		return k
+	}
+	for hits < blocks && s.index.Has(key(hits)) {
+		hits++
+	}
+	for i := range hits {
+		s.index.Touch(key(i))
+	}
+	for i := hits; i < blocks; i++ {
+		if s.index.Has(key(i)) { // behind a hole: offered again, a use
+			s.index.Touch(key(i))
+			continue
+		}
+		id, _, err := s.index.Reserve(key(i))
+		require.NoError(t, err)
+		s.index.Commit(id, key(i))
+	}
+	return hits
+}
+
+// Many conversations whose working set is 20 times the device cache have the hit ratio of the policy.
+func TestHitRatioIsThePolicys(t *testing.T) {
+	const device, memory = 64, 320
+	kvport := binaries(t)
+	turns := talk(1, 48, 24*device, 1100)
+	said := map[int]int{}
+	for _, turn := range turns {
+		said[turn.who] = turn.bytes
+	}
+	working := 0
+	for _, bytes := range said {
+		working += bytes / 16
+	}
+	require.GreaterOrEqual(t, working, 20*device)
+	for _, policy := range []string{tier.LRU, tier.ARC, tier.S3FIFO} {
+		p := serve(t, kvport, "sim", fmt.Sprintf(`{"num_cpu_blocks":%d,"eviction_policy":%q}`, memory, policy), "--num-blocks", fmt.Sprint(device), "--max-model-len", fmt.Sprint(device*16))
+		index, err := tier.NewIndex(memory, policy)
+		require.NoError(t, err)
+		alone := policySimulation{index}
+		var client cluster.Client
+		want, tokens := 0, 0
+		for _, turn := range turns {
+			c, err := client.Complete(t.Context(), p.URL, cluster.Request{Prompt: text(turn.who, turn.bytes), MaxTokens: 1, IgnoreEOS: true})
+			require.NoError(t, err)
+			tokens += c.Prompt
+			hits := alone.request(t, turn.who, c.Prompt/16)
+			if hits*16 == c.Prompt {
+				hits-- // the last token is computed, and its block with it
+			}
+			want += 16 * hits
+		}
+		m, err := client.Metrics(t.Context(), p.URL)
+		require.NoError(t, err)
+		got := m.Sum("kvport_prompt_tokens_total", `source="external"`)
+		stop(t, p)
+		engine, pure := got/float64(tokens), float64(want)/float64(tokens)
+		t.Logf("%s: %d requests, %d prompt tokens, working set %d blocks, memory %d: hit ratio %.4f in the engine, %.4f in simulation",
+			policy, len(turns), tokens, working, memory, engine, pure)
+		require.InDelta(t, pure, engine, 0.01)
+		require.Positive(t, want)
+	}
+}
+
+// A conversation of many turns on the real model: no token differs, and it takes half the time at most.
+func TestManyTurns(t *testing.T) {
+	kvport := binaries(t)
+	model, err := filepath.Abs("../../.deps/model/SmolLM2-135M-Instruct.Q4_1.gguf")
+	require.NoError(t, err)
+	require.FileExists(t, model, "run make deps first")
+	turns := 14
+	if os.Getenv("KVPORT_SOAK") != "" {
+		turns = 40
+	}
+	var client cluster.Client
+	run := func(extra string, prompts []string) (answers []*cluster.Completion, took time.Duration) {
+		p := serve(t, kvport, model, extra, "--num-blocks", "128", "--max-model-len", "2048")
+		history := ""
+		begin := time.Now()
+		for _, say := range prompts {
+			history += say
+			c, err := client.Complete(t.Context(), p.URL, cluster.Request{Prompt: history, MaxTokens: 4, IgnoreEOS: true})
+			require.NoError(t, err)
+			answers = append(answers, c)
+			history += c.Text
+		}
+		took = time.Since(begin)
+		stop(t, p)
+		return answers, took
+	}
+	license, err := os.ReadFile("../../LICENSE")
+	require.NoError(t, err)
+	prompts := make([]string, turns)
+	for i := range prompts {
+		prompts[i] = string(license[100*i : 100*i+100])
+	}
+	prompts[0] = string(license[4000:5200]) + prompts[0]
+	want, slow := run("", prompts)
+	got, fast := run(`{"cpu_bytes_to_use":536870912}`, prompts)
+	compared, external := 0, 0
+	for i := range want {
+		require.Equal(t, want[i].Tokens, got[i].Tokens, "turn %d", i)
+		compared += len(want[i].Tokens)
+		external += got[i].Cached
+	}
+	t.Logf("%d turns, last prompt %d tokens: %d tokens compared, 0 differ; %v recomputing, %v offloading: %.1f x; %d prompt tokens from the cache",
+		turns, want[turns-1].Prompt, compared, slow, fast, float64(slow)/float64(fast), external)
+	require.Positive(t, external)
+	require.GreaterOrEqual(t, float64(slow)/float64(fast), 2.0)
+}
