@@ -15,7 +15,7 @@ import (
 )
 
 func plugin() connector.Plugin {
-	d := sdk.Definition{Name: "offloading in a test", Version: "test", Scope: offload.Scope, Groups: true, Reset: true}
+	d := sdk.Definition{Name: "offloading in a test", Version: "test", Scope: offload.Scope, Groups: true, Capabilities: offload.Capabilities, Stats: offload.StatInfos(), Medium: offload.Medium}
 	return sdk.FromStore(d, offload.Open)
 }
 

@@ -68,7 +68,7 @@ func talk(seed uint64, people, blocks, turns int) (out []turn) {
 	most := blocks / people * 16
 	for range turns {
 		who := min(rng.IntN(people), rng.IntN(people))
-		said[who] = min(said[who]+16+rng.IntN(64), most)
+		said[who] = min(said[who]+32+rng.IntN(96), most)
 		out = append(out, turn{who, said[who]})
 	}
 	return out
@@ -107,11 +107,24 @@ func (s *policySimulation) request(t *testing.T, who, blocks int) (hits int) {
 	return hits
 }
 
+// settled waits until the engine's saves are acknowledged.
+func settled(t *testing.T, client *cluster.Client, p *cluster.Process) {
+	t.Helper()
+	for end := time.Now().Add(10 * time.Second); ; {
+		m, err := client.Metrics(t.Context(), p.URL)
+		require.NoError(t, err)
+		if m.Sum("kvport_blocks", `state="pinned"`) == 0 {
+			return
+		}
+		require.True(t, time.Now().Before(end), "saves are not acknowledged")
+	}
+}
+
 // Many conversations whose working set is 20 times the device cache have the hit ratio of the policy.
 func TestHitRatioIsThePolicys(t *testing.T) {
 	const device, memory = 64, 320
 	kvport := binaries(t)
-	turns := talk(1, 48, 24*device, 1100)
+	turns := talk(1, 48, 24*device, 640)
 	said := map[int]int{}
 	for _, turn := range turns {
 		said[turn.who] = turn.bytes
@@ -131,6 +144,7 @@ func TestHitRatioIsThePolicys(t *testing.T) {
 		for _, turn := range turns {
 			c, err := client.Complete(t.Context(), p.URL, cluster.Request{Prompt: text(turn.who, turn.bytes), MaxTokens: 1, IgnoreEOS: true})
 			require.NoError(t, err)
+			settled(t, &client, p) // the next request finds all of this one's blocks, as in the simulation
 			tokens += c.Prompt
 			hits := alone.request(t, turn.who, c.Prompt/16)
 			if hits*16 == c.Prompt {

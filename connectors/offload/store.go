@@ -8,6 +8,7 @@ package offload
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/tier"
@@ -21,6 +22,8 @@ type Store struct {
 	*tiers
 	disk  *tier.Disk // nil without a disk tier
 	piece int        // blocks
+
+	removed atomic.Pointer[func([]connector.StoreKey)]
 }
 
 // Open opens the tiers of config for the engine of env. Errors name the config field and wrap
@@ -36,9 +39,15 @@ func Open(_ context.Context, env connector.Env, config Config) (connector.Store,
 	}
 	s := &Store{piece: piece}
 	o := config.options(&env)
+	o.Changed = func(k connector.StoreKey, stored bool) {
+		s.changed(k, stored, func(k connector.StoreKey) bool { return s.disk != nil && s.disk.Has(k) })
+	}
 	if config.DiskPath != "" {
 		s.disk, err = tier.OpenDisk(tier.DiskOptions{
 			Path: config.DiskPath, Bytes: config.DiskBytes, SlotBytes: o.SlotBytes + tier.LowerHeader, Policy: o.Policy, TTL: o.TTL > 0, Log: env.Log,
+			Changed: func(k connector.StoreKey, stored bool) {
+				s.changed(k, stored, func(k connector.StoreKey) bool { return s.tiers != nil && s.Has(k) })
+			},
 		})
 		if err != nil {
 			return nil, err

@@ -95,11 +95,29 @@ func (d *demo) complete(ctx context.Context, url, prompt string) (*cluster.Compl
 func (d *demo) serve(ctx context.Context, name, role string) (*cluster.Process, error) {
 	args := []string{"serve", "--model", d.model, "--port", "0", "--num-blocks", fmt.Sprint(d.blocks)}
 	if role != "" {
-		config := fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"engine_id":%q,"kv_connector_extra_config":{"shared_storage_path":%q}}`,
-			d.connector, role, name, d.store)
+		config := fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"engine_id":%q,"kv_connector_extra_config":%s}`,
+			d.connector, role, name, d.extra())
 		args = append(args, "--kv-transfer-config", config)
 	}
+	if role == both {
+		args = append(args, "--enable-prefix-caching=false") // so that what is loaded comes from the connector
+	}
 	return cluster.Start(ctx, d.log, name, filepath.Join(d.bin, "kvport"), args...)
+}
+
+// both is the role of an engine that saves and loads.
+const both = "kv_both"
+
+// alone reports whether the connector's blocks are for the engine that stored them: then the demo shows
+// one engine, and every prompt twice.
+func (o *options) alone() bool { return o.connector == "OffloadingConnector" }
+
+// extra is the config of the connector.
+func (d *demo) extra() string {
+	if d.alone() {
+		return `{"cpu_bytes_to_use":1073741824}`
+	}
+	return fmt.Sprintf(`{"shared_storage_path":%q}`, d.store)
 }
 
 // single computes every answer on one node without a connector.

@@ -124,7 +124,7 @@ func (d *demo) verdict() error {
 		errs = append(errs, errors.New("the plugin was killed, but the engine counted no restart"))
 	}
 	if len(errs) == 0 {
-		fmt.Printf("\nAll tokens equal; %d prompt tokens came from the prefill engine's KV cache.\n", external)
+		fmt.Printf("\nAll tokens equal; %d prompt tokens were loaded through %s.\n", external, d.connector)
 	}
 	return errors.Join(errs...)
 }

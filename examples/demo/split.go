@@ -10,15 +10,16 @@ import (
 	"github.com/kvport/kvport/internal/cluster"
 )
 
-// pair is a prefill engine, a decode engine and the router in front of them.
+// pair is a prefill engine, a decode engine and the router in front of them. One engine alone is both
+// the decode engine and the router.
 type pair struct {
 	prefill, decode, router *cluster.Process
 }
 
 func (p *pair) stop(ctx context.Context) error {
 	var errs []error
-	for _, process := range []*cluster.Process{p.router, p.decode, p.prefill} {
-		if process != nil {
+	for i, process := range []*cluster.Process{p.router, p.decode, p.prefill} {
+		if process != nil && (i > 0 || process != p.decode) {
 			errs = append(errs, process.Stop(ctx))
 		}
 	}
@@ -32,6 +33,11 @@ func (d *demo) startPair(ctx context.Context) (p *pair, err error) {
 			err = errors.Join(err, p.stop(ctx))
 		}
 	}()
+	if d.alone() {
+		p.decode, err = d.serve(ctx, "both", both)
+		p.router = p.decode
+		return p, err
+	}
 	if p.prefill, err = d.serve(ctx, "prefill", "kv_producer"); err != nil {
 		return nil, err
 	}
@@ -45,7 +51,13 @@ func (d *demo) startPair(ctx context.Context) (p *pair, err error) {
 
 // split computes the same answers with prefill and decode apart.
 func (d *demo) split(ctx context.Context, prompts []prompt) (err error) {
-	fmt.Printf("2/3  prefill engine + decode engine + router, %s as a process of its own\n", d.connector)
+	source := "prefill engine"
+	if d.alone() {
+		source = "memory tier"
+		fmt.Printf("2/3  one engine without a prefix cache, every prompt twice, %s as a process of its own\n", d.connector)
+	} else {
+		fmt.Printf("2/3  prefill engine + decode engine + router, %s as a process of its own\n", d.connector)
+	}
 	p, err := d.startPair(ctx)
 	if err != nil {
 		return err
@@ -59,16 +71,28 @@ func (d *demo) split(ctx context.Context, prompts []prompt) (err error) {
 		if r.got2, err = d.complete(ctx, p.router.URL, prompt.secondTurn(r.got.Text)); err != nil {
 			return err
 		}
-		fmt.Printf("     %-24s %5d tokens from the prefill engine, first token after %v, %s\n",
-			r.name, r.external, r.got.TTFT.Round(1e6), r.verdict())
+		fmt.Printf("     %-24s %5d tokens from the %s, first token after %v, %s\n",
+			r.name, r.external, source, r.got.TTFT.Round(1e6), r.verdict())
 	}
-	fmt.Println("3/3  the decode engine's plugin is killed with SIGKILL while it loads")
+	fmt.Println("3/3  the engine's plugin is killed with SIGKILL while it loads")
 	return d.kill(ctx, p, killPrompt(prompts))
+}
+
+// cold has one engine alone compute a prompt, so that it has something to load.
+func (d *demo) cold(ctx context.Context, p *pair, text string) error {
+	if !d.alone() {
+		return nil
+	}
+	_, err := d.complete(ctx, p.router.URL, text)
+	return err
 }
 
 // firstTurn sends a prompt that no cache has seen and reads from the decode engine's metrics what
 // was loaded for it.
 func (d *demo) firstTurn(ctx context.Context, p *pair, r *row, text string) error {
+	if err := d.cold(ctx, p, text); err != nil {
+		return err
+	}
 	before, err := d.client.Metrics(ctx, p.decode.URL)
 	if err != nil {
 		return err
@@ -92,6 +116,9 @@ func (d *demo) kill(ctx context.Context, p *pair, text string) error {
 	plugins := cluster.Plugins(p.decode.PID())
 	if len(plugins) != 1 {
 		return fmt.Errorf("the decode engine has %d plugin processes, want 1", len(plugins))
+	}
+	if err := d.cold(ctx, p, text); err != nil {
+		return err
 	}
 	answered := make(chan struct{})
 	var lost error

@@ -9,6 +9,9 @@ import (
 var version = "dev" // set by the linker
 
 func main() {
-	d := sdk.Definition{Name: "OffloadingConnector", Version: version, Scope: offload.Scope, Groups: true, Reset: true}
+	d := sdk.Definition{
+		Name: "OffloadingConnector", Version: version, Scope: offload.Scope, Groups: true,
+		Capabilities: offload.Capabilities, Stats: offload.StatInfos(), Medium: offload.Medium,
+	}
 	sdk.Serve(sdk.FromStore(d, offload.Open))
 }

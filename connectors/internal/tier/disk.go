@@ -139,6 +139,9 @@ func (d *Disk) has(k connector.StoreKey) bool {
 	return id != none && (d.expires == nil || !past(d.expires[id].Load()))
 }
 
+// Has reports whether a block is there. It may be called from Options.Changed of the tier above.
+func (d *Disk) Has(k connector.StoreKey) bool { return d.has(k) }
+
 // Get implements connector.Store. A block that cannot be read as it was written is forgotten.
 func (d *Disk) Get(ctx context.Context, items []connector.Item) error {
 	d.gate.RLock()

@@ -53,6 +53,9 @@ func Open(o Options) (*Store, error) {
 	return s, nil
 }
 
+// Has reports whether a block is in memory. It may be called from DiskOptions.Changed.
+func (s *Store) Has(k connector.StoreKey) bool { return s.memory.has(k) }
+
 // Slots is the number of blocks that fit into memory.
 func (s *Store) Slots() int { return s.memory.slots }
 
