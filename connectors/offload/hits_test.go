@@ -124,7 +124,7 @@ func settled(t *testing.T, client *cluster.Client, p *cluster.Process) {
 func TestHitRatioIsThePolicys(t *testing.T) {
 	const device, memory = 64, 320
 	kvport := binaries(t)
-	turns := talk(1, 48, 24*device, 640)
+	turns := talk(1, 48, 24*device, 800)
 	said := map[int]int{}
 	for _, turn := range turns {
 		said[turn.who] = turn.bytes
