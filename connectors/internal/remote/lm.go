@@ -207,9 +207,14 @@ func (s *LM) Get(ctx context.Context, items []connector.Item) error {
 		errs := make([]error, len(part))
 		done := 0
 		err := s.do(ctx, func(c *lmConn) error {
-			for ; done < len(part); done++ { // one at a time: the server answers in order and has no limit to what it sends
-				if _, err := c.Write(ask(lmGet, 0, part[done].Key)); err != nil {
-					return err
+			for asked := 0; done < len(part); done++ {
+				// Many questions at once: the server sends header and block in two packets, and waits for the
+				// first one's acknowledgement, which a question in between carries.
+				if done == asked {
+					asked = min(done+lmBatch, len(part))
+					if err := c.askFor(part[done:asked]); err != nil {
+						return err
+					}
 				}
 				r := newScatter(part[done])
 				if err := c.value(r); err != nil {
@@ -224,6 +229,16 @@ func (s *LM) Get(ctx context.Context, items []connector.Item) error {
 		}
 		return errs
 	})
+}
+
+// askFor sends a GET for each item.
+func (c *lmConn) askFor(items []connector.Item) error {
+	out := make([]byte, 0, len(items)*lmAskBytes)
+	for _, it := range items {
+		out = append(out, ask(lmGet, 0, it.Key)...)
+	}
+	_, err := c.Write(out)
+	return err
 }
 
 // value reads the answer to a GET into the spans of an item.

@@ -1,0 +1,89 @@
+package remote
+
+import (
+	"encoding/hex"
+	"io"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// These were written by lmcache 0.5.6 itself: ClientMetaMessage(PUT, key, 1000, BINARY, uint8, [1000,0,0,0]) and
+// the answer ServerMetaMessage(SUCCESS, 1000, BINARY, uint8, [1000,0,0,0]).
+const (
+	lmRecordedPut = "01000000e8030000040000000600000000000000e80300000000000000000000000000006b76706f72744031403040" +
+		"3037303730373037303730373037303730373037303730373037303730373037303730373037303730373037303730373037303730373037303730373037303740" +
+		"75696e7438"
+	lmRecordedAnswer = "c8000000e80300000400000006000000e803000000000000000000000000000000000000"
+)
+
+func sevens() (k connector.StoreKey) {
+	for i := range k {
+		k[i] = 7
+	}
+	return k
+}
+
+func TestLMHeaders(t *testing.T) {
+	got := ask(lmPut, 1000, sevens())
+	require.Len(t, got, lmAskBytes)
+	require.Equal(t, lmRecordedPut+strings.Repeat("20", lmAskBytes-len(lmRecordedPut)/2), hex.EncodeToString(got))
+
+	recorded, err := hex.DecodeString(lmRecordedAnswer)
+	require.NoError(t, err)
+	client, server := net.Pipe()
+	defer client.Close()
+	go func() {
+		defer server.Close()
+		_, _ = server.Write(recorded)
+		_, _ = server.Write([]byte("HTTP/1.1 400 Bad Request and so on, long enough"))
+	}()
+	c := &lmConn{Conn: client}
+	ok, length, err := c.answer()
+	require.NoError(t, err)
+	require.True(t, ok)
+	require.Equal(t, 1000, length)
+	_, _, err = c.answer()
+	require.ErrorIs(t, err, errAnswer)
+}
+
+// A server that takes connections and says nothing costs each call its own time.
+func TestLMSilentServer(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	accepted := make(chan net.Conn, 16)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			accepted <- c
+			go func() { _, _ = io.Copy(io.Discard, c) }()
+		}
+	}()
+	s, err := OpenLM(Options{Addresses: []string{l.Addr().String()}, Timeout: 50 * time.Millisecond})
+	require.NoError(t, err)
+	full, empty := items(2, 100)
+	start := time.Now()
+	require.ErrorIs(t, s.Get(t.Context(), empty), connector.ErrGone)
+	require.ErrorIs(t, s.Put(t.Context(), full), connector.ErrGone)
+	n, err := s.Lookup(t.Context(), [][]connector.StoreKey{keysOf(full)})
+	require.NoError(t, err)
+	require.Zero(t, n[0])
+	require.Less(t, time.Since(start), 2*time.Second)
+	require.NoError(t, s.Close())
+	require.NoError(t, l.Close())
+	<-done
+	close(accepted)
+	for c := range accepted {
+		require.NoError(t, c.Close())
+	}
+}
