@@ -92,15 +92,21 @@ func (h *health) lost(err error, now time.Time) {
 	h.retryAt = now.Add(h.wait)
 }
 
-// worked takes note that the server answered; saved, that it had room.
-func (h *health) worked(saved bool) {
+// worked takes note that the server answered.
+func (h *health) worked() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.away {
 		h.away = false
 		h.log.Info("server is back", "server", h.where)
 	}
-	if saved && h.full {
+}
+
+// roomy takes note that the server had room for values.
+func (h *health) roomy() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.full {
 		h.full, h.fullAt = false, time.Time{}
 		h.log.Info("server has room again", "server", h.where)
 	}

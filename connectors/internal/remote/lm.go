@@ -93,7 +93,7 @@ func (s *LM) do(ctx context.Context, call func(*lmConn) error) error {
 	start := time.Now()
 	err := s.on(ctx, c, call)
 	if err == nil {
-		s.health.worked(true)
+		s.health.worked()
 		return nil
 	}
 	c.close()

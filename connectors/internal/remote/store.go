@@ -147,7 +147,7 @@ func (s *Store) do(ctx context.Context, lanes chan *lane, call func(context.Cont
 	silent, err := s.borrow(ctx, lanes, call)
 	switch {
 	case err == nil:
-		s.health.worked(lanes == s.movers)
+		s.health.worked()
 	case !errors.Is(err, errNoLane):
 		s.health.failed(s.o.scrub(err), silent, time.Now())
 	}
@@ -161,7 +161,7 @@ func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int,
 	if len(keys) == 0 {
 		return found, nil
 	}
-	present, err := s.present(ctx, keys)
+	present, err := s.present(ctx, s.asker, keys)
 	if err != nil {
 		if ctx.Err() == nil && causeOf(err) == causeBusy {
 			return nil, s.o.explain(ctx, err)
@@ -192,12 +192,12 @@ func distinct(runs [][]connector.StoreKey) []connector.StoreKey {
 }
 
 // present asks which keys are there, many in one round trip.
-func (s *Store) present(ctx context.Context, keys []connector.StoreKey) (map[connector.StoreKey]bool, error) {
+func (s *Store) present(ctx context.Context, lanes chan *lane, keys []connector.StoreKey) (map[connector.StoreKey]bool, error) {
 	present := make(map[connector.StoreKey]bool, len(keys))
 	for len(keys) > 0 {
 		part := keys[:min(batchKeys, len(keys))]
 		keys = keys[len(part):]
-		err := s.do(ctx, s.asker, func(ctx context.Context, l *lane) error {
+		err := s.do(ctx, lanes, func(ctx context.Context, l *lane) error {
 			pipe := l.client.Pipeline()
 			answers := make([]*redis.IntCmd, len(part))
 			for i, k := range part {
@@ -314,10 +314,10 @@ func (s *Store) refresh(ctx context.Context, items []connector.Item) (map[connec
 		}
 	}
 	if s.o.TTL == 0 || len(keys) == 0 {
-		return s.present(ctx, keys)
+		return s.present(ctx, s.movers, keys)
 	}
 	known := make(map[connector.StoreKey]bool, len(keys))
-	err := s.do(ctx, s.asker, func(ctx context.Context, l *lane) error {
+	err := s.do(ctx, s.movers, func(ctx context.Context, l *lane) error {
 		pipe := l.client.Pipeline()
 		answers := make([]*redis.BoolCmd, len(keys))
 		for i, k := range keys {
@@ -365,6 +365,9 @@ func (s *Store) put(ctx context.Context, part []connector.Item, known map[connec
 		_, err := pipe.Exec(ctx)
 		return err
 	})
+	if err == nil {
+		s.health.roomy()
+	}
 	for n, i := range todo {
 		cause := err
 		if answers[n] != nil {
