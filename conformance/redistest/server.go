@@ -200,3 +200,24 @@ func (s *Server) Close() error {
 	s.Kill()
 	return os.RemoveAll(s.dir)
 }
+
+// Version is the server's name and version, such as valkey-9.1.2.
+func (s *Server) Version(ctx context.Context) (string, error) {
+	c := s.Client()
+	info, err := c.Info(ctx, "server").Result()
+	version := "redis-" + field(info, "redis_version")
+	if v := field(info, "valkey_version"); v != "" {
+		version = "valkey-" + v
+	}
+	return version, errors.Join(err, c.Close())
+}
+
+// field is the value of a field of an INFO answer.
+func field(info, name string) string {
+	for line := range strings.Lines(info) {
+		if value, ok := strings.CutPrefix(line, name+":"); ok {
+			return strings.TrimSpace(value)
+		}
+	}
+	return ""
+}

@@ -27,6 +27,10 @@ type lane struct {
 	over  bool // the current call has been cancelled
 }
 
+// poolSize is more than a lane ever uses, which is one connection to each server: after that many refused
+// connections in a row go-redis itself waits a second before it tries again, and we know better when to.
+const poolSize = 1 << 10
+
 // newLane makes a client; it connects when it is used.
 func newLane(o *Options) *lane {
 	l := &lane{conns: map[*conn]struct{}{}}
@@ -38,7 +42,7 @@ func newLane(o *Options) *lane {
 			Addrs: o.Addresses, Dialer: dial, Username: o.Username, Password: o.Password,
 			ContextTimeoutEnabled: true, MaxRetries: -1, MaxRedirects: 3, DialerRetries: 1,
 			DialTimeout: o.Timeout, ReadTimeout: o.Timeout, WriteTimeout: o.Timeout,
-			PoolSize: 1, DisableIdentity: true, Protocol: 2,
+			PoolSize: poolSize, DisableIdentity: true, Protocol: 2,
 			MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
 		})
 		return l
@@ -47,7 +51,7 @@ func newLane(o *Options) *lane {
 		Network: o.Network, Addr: o.Addresses[0], Dialer: dial, Username: o.Username, Password: o.Password, DB: o.DB,
 		ContextTimeoutEnabled: true, MaxRetries: -1, DialerRetries: 1,
 		DialTimeout: o.Timeout, ReadTimeout: o.Timeout, WriteTimeout: o.Timeout,
-		PoolSize: 1, DisableIdentity: true, Protocol: 2,
+		PoolSize: poolSize, DisableIdentity: true, Protocol: 2,
 		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
 	})
 	return l

@@ -90,8 +90,12 @@ func (s *LM) do(ctx context.Context, call func(*lmConn) error) error {
 	defer func() { s.conns <- c }()
 	ctx, cancel := context.WithTimeout(ctx, s.o.Timeout)
 	defer cancel()
-	start := time.Now()
+	start, used := time.Now(), c.Conn != nil
 	err := s.on(ctx, c, call)
+	if err != nil && used && ctx.Err() == nil { // the connection may have ended long ago, unnoticed
+		c.close()
+		err = s.on(ctx, c, call)
+	}
 	if err == nil {
 		s.health.worked()
 		return nil
@@ -207,6 +211,7 @@ func (s *LM) Get(ctx context.Context, items []connector.Item) error {
 		errs := make([]error, len(part))
 		done := 0
 		err := s.do(ctx, func(c *lmConn) error {
+			done = 0
 			for asked := 0; done < len(part); done++ {
 				// Many questions at once: the server sends header and block in two packets, and waits for the
 				// first one's acknowledgement, which a question in between carries.

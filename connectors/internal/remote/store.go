@@ -130,6 +130,9 @@ func (s *Store) borrow(ctx context.Context, lanes chan *lane, call func(context.
 		defer cancel()
 		start := time.Now()
 		err := l.run(ctx, call)
+		if causeOf(err) == causeAway && !timeOut(err) {
+			err = l.run(ctx, call) // on a new connection: the old one may have ended long ago, unnoticed
+		}
 		return l.silent(start), err
 	case <-ctx.Done():
 		return 0, errNoLane
