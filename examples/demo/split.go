@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"syscall"
+	"time"
 
 	"github.com/kvport/kvport/internal/cluster"
 )
@@ -74,7 +75,11 @@ func (d *demo) split(ctx context.Context, prompts []prompt) (err error) {
 		fmt.Printf("     %-24s %5d tokens from the %s, first token after %v, %s\n",
 			r.name, r.external, source, r.got.TTFT.Round(1e6), r.verdict())
 	}
-	fmt.Println("3/3  the engine's plugin is killed with SIGKILL while it loads")
+	if d.alone() {
+		fmt.Println("3/3  the plugin is killed with SIGKILL; the next one finds the blocks in the host's memory")
+		return d.replacePlugin(ctx, p, killPrompt(prompts))
+	}
+	fmt.Println("3/3  the decode engine's plugin is killed with SIGKILL while it loads")
 	return d.kill(ctx, p, killPrompt(prompts))
 }
 
@@ -117,9 +122,6 @@ func (d *demo) kill(ctx context.Context, p *pair, text string) error {
 	if len(plugins) != 1 {
 		return fmt.Errorf("the decode engine has %d plugin processes, want 1", len(plugins))
 	}
-	if err := d.cold(ctx, p, text); err != nil {
-		return err
-	}
 	answered := make(chan struct{})
 	var lost error
 	err := d.client.StrikeLoad(ctx, p.decode, plugins[0], syscall.SIGKILL, func() <-chan struct{} {
@@ -139,5 +141,53 @@ func (d *demo) kill(ctx context.Context, p *pair, text string) error {
 	}
 	d.kills = health.Connector.Restarts
 	fmt.Printf("     killed pid %d, %d restart, answer %s\n", plugins[0], d.kills, d.killed.verdict())
+	return nil
+}
+
+// replacePlugin kills the plugin between storing a prompt and loading it.
+func (d *demo) replacePlugin(ctx context.Context, p *pair, text string) error {
+	if err := d.cold(ctx, p, text); err != nil {
+		return err
+	}
+	plugins := cluster.Plugins(p.decode.PID())
+	if len(plugins) != 1 {
+		return fmt.Errorf("the engine has %d plugin processes, want 1", len(plugins))
+	}
+	if err := syscall.Kill(plugins[0], syscall.SIGKILL); err != nil {
+		return fmt.Errorf("kill plugin %d: %w", plugins[0], err)
+	}
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	for d.kills == 0 {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+		health, err := d.client.Health(ctx, p.decode.URL)
+		if err != nil {
+			return err
+		}
+		if health.Connector.State == "ready" {
+			d.kills = health.Connector.Restarts
+		}
+	}
+	before, err := d.client.Metrics(ctx, p.decode.URL)
+	if err != nil {
+		return err
+	}
+	if d.killed.got, err = d.complete(ctx, p.router.URL, text); err != nil {
+		return err
+	}
+	after, err := d.client.Metrics(ctx, p.decode.URL)
+	if err != nil {
+		return err
+	}
+	const name, label = "kvport_prompt_tokens_total", `source="external"`
+	d.killed.external = int(after.Sum(name, label) - before.Sum(name, label))
+	if d.killed.external == 0 {
+		return errors.New("nothing was loaded from the memory that outlived the plugin")
+	}
+	fmt.Printf("     killed pid %d, %d restart, %d tokens from the memory tier, answer %s\n", plugins[0], d.kills, d.killed.external, d.killed.verdict())
 	return nil
 }
