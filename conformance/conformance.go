@@ -43,6 +43,8 @@ const (
 	// Power is a connector with every optional power: a Planner, Holder, Resetter, StatsSource and
 	// EventSource that keeps blocks in an arena.
 	Power Profile = "power"
+	// MultiChildren is a connector made of others, which its config lists under "connectors".
+	MultiChildren Profile = "multi"
 	// Remote is a Store on a server that other processes reach too, and that fails by itself. Its config
 	// names the server as @SERVER@, a Redis or Valkey server that the suite runs.
 	Remote Profile = "remote"

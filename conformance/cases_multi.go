@@ -1,0 +1,334 @@
+package conformance
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// A case of profile multi works on a connector whose config lists children under "connectors". It
+// opens the connector with some of them only to see what each has.
+
+func multiCase(id, rule, text string, body func(*family)) Case {
+	return Case{ID: id, Rule: rule, Text: text, Profiles: []Profile{MultiChildren}, Run: rigged(0, false, withChildren(body))}
+}
+
+// heldCase is one for children that keep blocks for consumers.
+func heldCase(id, rule, text string, body func(*family)) Case {
+	return Case{
+		ID: id, Rule: rule, Text: text, Profiles: []Profile{MultiChildren}, Needs: connector.CanHold, Optional: true,
+		Run: rigged(connector.CanHold, false, withChildren(body)),
+	}
+}
+
+func multiCases() []Case {
+	return []Case{
+		multiCase("multi-engine-id", "MULTI-01", "A child with an engine_id is refused, and the error says which.", multiEngineID),
+		multiCase("multi-bad-list", "MULTI-01", "No list, an empty one and one with a child twice are refused, naming the field.", multiBadList),
+		multiCase("multi-depth", "MULTI-01", "A config nested 40 deep is refused.", multiDepth),
+		multiCase("multi-first", "MULTI-02", "A block that two children have is loaded from the first.", multiFirst),
+		multiCase("multi-producer", "MULTI-02", "A child that only saves is not loaded from.", multiProducer),
+		multiCase("multi-save-all", "MULTI-03", "What was saved every child has.", multiSaveAll),
+		multiCase("multi-consumer", "MULTI-03", "A child that only loads is not saved to.", multiConsumer),
+		multiCase("multi-replace", "MULTI-03", "A Save with Replace writes over what every child has.", multiReplace),
+		multiCase("multi-compose", "MULTI-04", "The first blocks come from one child and the next from another.", multiCompose),
+		multiCase("multi-alternate", "MULTI-04", "Blocks that lie with the children in turn make one prefix.", multiAlternate),
+		multiCase("multi-gap", "MULTI-04", "An offer ends at the first block that no child has.", multiGap),
+		multiCase("multi-second", "MULTI-05", "What the first child cannot load comes from the second, without a Match too.", multiSecond),
+		multiCase("multi-nobody", "MULTI-05", "A block that no child has is named, all others are filled.", multiNobody),
+		multiCase("multi-nested", "MULTI-06", "A child may be such a connector itself.", multiNested),
+		heldCase("multi-tickets", "MULTI-07", "A ticket has every child's: a consumer with any one of them can load by it.", multiTickets),
+		heldCase("multi-hold-last", "MULTI-07", "A hold is over when the last child's was fetched, not before.", multiHoldLast),
+	}
+}
+
+// family is a rig and the configs of the first two children.
+type family struct {
+	*rig
+	a, b map[string]json.RawMessage
+}
+
+func withChildren(body func(*family)) func(*rig) {
+	return func(r *rig) {
+		var c struct {
+			Connectors []map[string]json.RawMessage `json:"connectors"`
+		}
+		if json.Unmarshal(r.h.Config(), &c) != nil || len(c.Connectors) < 2 {
+			r.Skipf("the config does not list two children under connectors")
+		}
+		body(&family{r, c.Connectors[0], c.Connectors[1]})
+	}
+}
+
+// child is a child's config with some fields changed.
+func child(of map[string]json.RawMessage, fields ...string) map[string]json.RawMessage {
+	out := map[string]json.RawMessage{}
+	for k, v := range of {
+		out[k] = v
+	}
+	for i := 0; i+1 < len(fields); i += 2 {
+		quoted, _ := json.Marshal(fields[i+1]) // a string
+		out[fields[i]] = quoted
+	}
+	return out
+}
+
+func (f *family) configOf(children ...map[string]json.RawMessage) json.RawMessage {
+	f.Helper()
+	raw, err := json.Marshal(map[string]any{"connectors": children})
+	f.must(err, "config")
+	return raw
+}
+
+// of opens an engine whose connector has the given children.
+func (f *family) of(children ...map[string]json.RawMessage) *engine {
+	f.Helper()
+	r := *f.rig
+	r.config = f.configOf(children...)
+	e := r.engine(setup{})
+	f.closers, f.epoch = r.closers, r.epoch
+	e.rig = f.rig
+	return e
+}
+
+// refused wants a config to be refused by an error that has the given words.
+func (f *family) refused(config json.RawMessage, words ...string) {
+	f.Helper()
+	_, err := f.start(1, 64).Describe(f.Context(), config)
+	if !errors.Is(err, connector.ErrIncompatible) {
+		f.Errorf("config %.200s: got %v, want it refused as incompatible", config, err)
+		return
+	}
+	for _, w := range words {
+		if !strings.Contains(err.Error(), w) {
+			f.Errorf("config %.200s: the error does not say %q: %v", config, w, err)
+		}
+	}
+}
+
+func multiEngineID(f *family) {
+	f.refused(f.configOf(f.a, child(f.b, "engine_id", "mine")), "connectors[1]", "engine_id")
+	f.refused(f.configOf(child(f.a, "engine_id", "mine"), f.b), "connectors[0]", "engine_id")
+}
+
+func multiBadList(f *family) {
+	f.refused(json.RawMessage(`{}`), "connectors")
+	f.refused(json.RawMessage(`{"connectors":[]}`), "connectors")
+	f.refused(f.configOf(f.a, f.b, f.a), "connectors[2]")
+}
+
+func multiDepth(f *family) {
+	config := f.configOf(f.a)
+	for range 40 {
+		config = f.configOf(f.nest(config))
+	}
+	f.refused(config, "nested")
+}
+
+// nest makes a child of a whole config.
+func (f *family) nest(config json.RawMessage) map[string]json.RawMessage {
+	name, _ := json.Marshal(f.info.Name) // a string
+	return map[string]json.RawMessage{
+		"kv_connector": name, "kv_role": json.RawMessage(`"kv_both"`), "kv_connector_extra_config": config,
+	}
+}
+
+// damaged saves other bytes than belong under the keys.
+func (e *engine) damaged(bs ...connector.Block) {
+	e.Helper()
+	e.wipe(0x5A, bs...)
+	e.must(e.saveOnly(e.Context(), transfer(bs)), "save")
+}
+
+func multiFirst(f *family) {
+	a, b := f.of(f.a), f.of(f.b)
+	keys := a.keys(3)
+	a.save(blocks(0, keys...)...)
+	b.damaged(blocks(0, keys...)...)
+	both := f.of(f.a, f.b)
+	f.equal(3, both.match(keys...), "blocks offered")
+	to := blocks(6, keys...)
+	f.must(both.load(to...), "load")
+	both.holds(to...)
+	turned := f.of(f.b, f.a)
+	f.equal(3, turned.match(keys...), "blocks offered in the other order")
+	f.must(turned.load(to...), "load in the other order")
+	for _, k := range to {
+		if turned.differs(k) == "" {
+			f.Errorf("block %d came from the second child", k.ID)
+		}
+	}
+}
+
+func multiProducer(f *family) {
+	a := f.of(f.a)
+	keys := a.keys(2)
+	a.save(blocks(0, keys...)...)
+	e := f.of(child(f.a, "kv_role", "kv_producer"), f.b)
+	f.equal(0, e.match(keys...), "blocks offered from a child that only saves")
+	if err := e.load(blocks(6, keys...)...); err == nil {
+		f.Errorf("a child that only saves was loaded from")
+	}
+}
+
+func multiSaveAll(f *family) {
+	both := f.of(f.a, f.b)
+	keys := both.keys(3)
+	both.save(blocks(0, keys...)...)
+	for i, kid := range []map[string]json.RawMessage{f.a, f.b} {
+		e := f.of(kid)
+		f.equal(3, e.match(keys...), "blocks that child %d has", i)
+		f.must(e.load(blocks(6, keys...)...), "load from child %d", i)
+		e.holds(blocks(6, keys...)...)
+	}
+}
+
+func multiConsumer(f *family) {
+	e := f.of(f.a, child(f.b, "kv_role", "kv_consumer"))
+	keys := e.keys(2)
+	e.save(blocks(0, keys...)...)
+	f.equal(2, f.of(f.a).match(keys...), "blocks that the child has that saves")
+	f.equal(0, f.of(f.b).match(keys...), "blocks that the child has that only loads")
+}
+
+func multiReplace(f *family) {
+	both := f.of(f.a, f.b)
+	keys := both.keys(2)
+	both.damaged(blocks(0, keys...)...)
+	both.fill(blocks(0, keys...)...)
+	t := transfer(blocks(0, keys...))
+	t.Replace = true
+	f.must(both.saveOnly(f.Context(), t), "save with Replace")
+	for i, kid := range []map[string]json.RawMessage{f.a, f.b} {
+		e := f.of(kid)
+		f.must(e.load(blocks(6, keys...)...), "load from child %d", i)
+		e.holds(blocks(6, keys...)...)
+	}
+}
+
+// spread saves each block in the child that where says: a, b, or none.
+func (f *family) spread(where string) []connector.BlockKey {
+	f.Helper()
+	a, b := f.of(f.a), f.of(f.b)
+	keys := a.keys(len(where))
+	for i, w := range where {
+		switch w {
+		case 'a':
+			a.save(blocks(i, keys[i])...)
+		case 'b':
+			b.save(blocks(i, keys[i])...)
+		}
+	}
+	return keys
+}
+
+// found matches and loads a prefix in both orders of the children.
+func (f *family) found(where string, want int) {
+	f.Helper()
+	keys := f.spread(where)
+	for _, e := range []*engine{f.of(f.a, f.b), f.of(f.b, f.a)} {
+		f.equal(want, e.match(keys...), "blocks offered where children a and b have %q", where)
+		to := blocks(8, keys[:want]...)
+		e.wipe(0, to...)
+		f.must(e.load(to...), "load")
+		e.holds(to...)
+	}
+}
+
+func multiCompose(f *family)   { f.found("aabbb", 5) }
+func multiAlternate(f *family) { f.found("abbabab", 7) }
+func multiGap(f *family)       { f.found("ab-ab", 2) }
+
+func multiSecond(f *family) {
+	b := f.of(f.b)
+	keys := b.keys(3)
+	b.save(blocks(0, keys...)...)
+	e := f.of(f.a, f.b)
+	to := blocks(6, keys...)
+	e.wipe(0, to...)
+	f.must(e.load(to...), "load what only the second child has, without a Match")
+	e.holds(to...)
+}
+
+func multiNobody(f *family) {
+	keys := f.spread("ab-ba")
+	e := f.of(f.a, f.b)
+	to := blocks(8, keys...)
+	e.wipe(0, to...)
+	e.failed(e.load(to...), to[2].ID)
+	e.holds(to[0], to[1], to[3], to[4])
+}
+
+func multiNested(f *family) {
+	e := f.of(f.nest(f.configOf(f.a)), f.b)
+	keys := e.keys(2)
+	e.save(blocks(0, keys...)...)
+	f.equal(2, f.of(f.a).match(keys...), "blocks that the nested child has")
+	f.equal(2, f.of(f.b).match(keys...), "blocks that the other child has")
+	f.equal(2, e.match(keys...), "blocks offered")
+	f.must(e.load(blocks(6, keys...)...), "load")
+	e.holds(blocks(6, keys...)...)
+}
+
+// produced saves a prompt, ends its request and gives the hold.
+func (f *family) produced(p *engine) (connector.Hold, []connector.BlockKey) {
+	f.Helper()
+	keys := p.keys(3)
+	p.save(blocks(0, keys...)...)
+	hold := p.finish(ended("producer", blocks(0, keys...)))[0]
+	if hold.ID == 0 || len(hold.Ticket) == 0 {
+		f.Skipf("the children hold nothing for a consumer")
+	}
+	return hold, keys
+}
+
+// fetch loads by ticket into an engine with one of the children.
+func (f *family) fetch(kid map[string]json.RawMessage, hold connector.Hold, keys []connector.BlockKey) {
+	f.Helper()
+	d := f.of(kid)
+	q := query(keys)
+	q.Ticket = hold.Ticket
+	f.equal(3*blockTokens, d.ask(q)[0].Tokens, "tokens offered for the ticket")
+	to := blocks(6, keys...)
+	d.wipe(0, to...)
+	f.must(d.loadTicket(f.Context(), to, hold.Ticket), "load with the ticket")
+	d.holds(to...)
+}
+
+// consumed polls for a while.
+func (f *family) consumed(p *engine, wait time.Duration) []connector.HoldID {
+	f.Helper()
+	ctx, cancel := context.WithTimeout(f.Context(), wait)
+	defer cancel()
+	ids, err := p.holder().Consumed(ctx)
+	if err != nil && ctx.Err() == nil {
+		f.Errorf("consumed: %v", err)
+	}
+	return ids
+}
+
+func multiTickets(f *family) {
+	p := f.of(f.a, f.b)
+	hold, keys := f.produced(p)
+	f.fetch(f.b, hold, keys)
+	f.fetch(f.a, hold, keys)
+	if ids := f.consumed(p, soon); fmt.Sprint(ids) != fmt.Sprint([]connector.HoldID{hold.ID}) {
+		f.Errorf("both children's holds were fetched, Consumed gave %v, want [%d]", ids, hold.ID)
+	}
+}
+
+func multiHoldLast(f *family) {
+	p := f.of(f.a, f.b)
+	hold, keys := f.produced(p)
+	f.fetch(f.a, hold, keys)
+	if ids := f.consumed(p, 100*time.Millisecond); len(ids) > 0 {
+		f.Errorf("the hold is over, but one child still keeps the blocks")
+	}
+	f.fetch(f.b, hold, keys)
+	f.equal(1, len(f.consumed(p, soon)), "holds that are over when the last child's was fetched")
+}
