@@ -80,7 +80,7 @@ func child(of map[string]json.RawMessage, fields ...string) map[string]json.RawM
 
 func (f *family) configOf(children ...map[string]json.RawMessage) json.RawMessage {
 	f.Helper()
-	raw, err := json.Marshal(map[string]any{"connectors": children})
+	raw, err := json.Marshal(map[string][]map[string]json.RawMessage{"connectors": children})
 	f.must(err, "config")
 	return raw
 }

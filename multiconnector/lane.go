@@ -13,6 +13,9 @@ import (
 // errSlow says that a child has not answered in time. Its answer is not waited for any more.
 var errSlow = errors.New("no answer in time")
 
+// patiencePerKey is what a query's keys add to a child's patience.
+const patiencePerKey = 20 * time.Microsecond
+
 // maxLaters bounds the requests for which a lane remembers when Later began.
 const maxLaters = 1 << 12
 
@@ -24,7 +27,7 @@ type lane struct {
 	side  connector.Scheduler
 	life  context.Context //nolint:containedctx // of calls that nobody waits for any more
 	turn  chan struct{}   // full while a call runs
-	began atomic.Int64    // when the call that runs did, in Unix nanoseconds; 0: none runs
+	late  atomic.Int64    // when the call that runs becomes slow, in Unix nanoseconds; 0: none runs
 	work  sync.WaitGroup
 
 	mu     sync.Mutex
@@ -59,9 +62,9 @@ func (l *lane) try(ctx context.Context, patience time.Duration, f func(ctx conte
 	done := make(chan error, 1)
 	l.work.Go(func() {
 		defer cancel()
-		l.began.Store(time.Now().UnixNano())
+		l.late.Store(time.Now().Add(patience).UnixNano())
 		err := f(call, l.side)
-		l.began.Store(0)
+		l.late.Store(0)
 		<-l.turn
 		done <- err
 	})
@@ -77,14 +80,18 @@ func (l *lane) try(ctx context.Context, patience time.Duration, f func(ctx conte
 
 // slow reports whether a call has outlived the child's patience.
 func (l *lane) slow() bool {
-	began := l.began.Load()
-	return began != 0 && time.Since(time.Unix(0, began)) > l.child.Patience
+	late := l.late.Load()
+	return late != 0 && time.Now().UnixNano() > late
 }
 
 // match asks the child. A child that is slow or fails has nothing; ErrBusy is Later.
 func (l *lane) match(ctx context.Context, qs []connector.Query) []connector.Match {
 	got := make(chan []connector.Match, 1)
-	err := l.try(ctx, l.child.Patience, func(ctx context.Context, side connector.Scheduler) error {
+	patience := l.child.Patience
+	for i := range qs {
+		patience += time.Duration(len(qs[i].Keys)) * patiencePerKey
+	}
+	err := l.try(ctx, patience, func(ctx context.Context, side connector.Scheduler) error {
 		answers, err := side.Match(ctx, qs)
 		got <- answers
 		return err

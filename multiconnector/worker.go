@@ -61,9 +61,37 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	}
 	failed := append(l.given, l.left...)
 	if len(failed) == 0 {
+		l.release(ctx)
 		return nil
 	}
 	return blockError(t, failed, errors.Join(l.errs...))
+}
+
+// release tells the children that keep blocks for this ticket and were not chosen that nothing will
+// be fetched from them: by a Load without blocks, so that their producers need not wait for their
+// leases to end. Without a route nobody knows who was chosen.
+func (l *loading) release(ctx context.Context) {
+	if len(l.t.Ticket) == 0 {
+		return
+	}
+	chosen := map[int]bool{}
+	for _, tried := range l.tried {
+		for i := range l.children {
+			chosen[i] = chosen[i] || tried&(1<<i) != 0
+		}
+	}
+	for _, s := range l.routes.get(l.t.Request).segments {
+		chosen[s.child] = true
+	}
+	for i := range l.children {
+		c := &l.children[i]
+		if chosen[i] || !c.Role.Loads() || c.Info.Capabilities&connector.CanHold == 0 {
+			continue
+		}
+		if ticket := l.ticketOf(i, l.t.Ticket); ticket != nil {
+			_ = l.sides[i].Load(ctx, &connector.Transfer{Request: l.t.Request, From: l.t.From, Ticket: ticket}, l.kv) // or its lease ends
+		}
+	}
 }
 
 // loading is one Load on its way through the children.

@@ -23,6 +23,12 @@ func TestReferenceInProcess(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(mutants.Reference(), nil), inProcess()...)
 }
 
+func TestMultiReference(t *testing.T) {
+	profiles := []conformance.Profile{conformance.Store, conformance.MultiRank, conformance.Groups, conformance.MultiChildren}
+	conformance.Run(t, conformance.InProcess(mutants.MultiReference(), json.RawMessage(mutants.MultiConfig)), profiles...)
+	conformance.Run(t, conformance.Wire(mutants.MultiReference(), json.RawMessage(mutants.MultiConfig)), profiles...)
+}
+
 func TestReferenceOverTheWire(t *testing.T) {
 	conformance.Run(t, conformance.Wire(mutants.Reference(), nil), inProcess()...)
 }

@@ -114,7 +114,7 @@ func kvportImports() map[string][]string {
 		"sdk/host/agent": {"connector", "sdk/host", "proto/...", "internal/wire", "internal/shm"},
 		"plugins/*":      {"sdk", "connectors/*"},
 		"plugins/multi":  {"sdk", "sdk/host", "multiconnector"},
-		"conformance":    {"connector", "pipe", "lookupbuffer", "sdk", "sdk/host"},
+		"conformance":    {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "sdk/host"},
 
 		"engine":              slices.Concat(host, engineParts()),
 		"engine/*":            host,

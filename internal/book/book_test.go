@@ -471,6 +471,22 @@ func TestLoadsCarryTheTicket(t *testing.T) {
 	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{Tokens: 32}, nil))
 	b.start(Load, 2)
 	require.Equal(t, connector.Ticket("found at p"), one[Move](b).Transfer.Ticket)
+	b.done(one[Move](b), Outcome{})
 	b.start(Save, 1)
 	require.Nil(t, one[Move](b).Transfer.Ticket)
+}
+
+// Rule MULTI-08: what lies in a block that is being loaded is nobody's yet.
+func TestNotSavedWhileLoading(t *testing.T) {
+	b := newBench(t, nil)
+	b.start(Load, 2)
+	load := one[Move](b)
+	b.start(Save, 1)
+	e := b.event()
+	require.Equal(t, Saved, e.Kind)
+	require.Equal(t, e.Blocks, e.Failed)
+	require.ErrorIs(t, e.Err, errLoading)
+	b.done(load, Outcome{})
+	b.start(Save, 1)
+	require.Equal(t, Save, one[Move](b).Kind)
 }

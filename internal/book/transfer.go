@@ -17,6 +17,7 @@ var (
 	errLate       = fmt.Errorf("transfer deadline: %w", context.DeadlineExceeded)
 	errViolation  = fmt.Errorf("the connector's answer breaks the contract: %w", connector.ErrIncompatible)
 	errRole       = errors.New("the role does not load")
+	errLoading    = errors.New("a load still writes one of the blocks")
 	errLanding    = errors.New("more blocks than landing memory holds: raise kvport.landing_bytes")
 )
 
@@ -117,12 +118,38 @@ func (b *Book) addOp(now time.Time, kind Kind, step uint64, t connector.Transfer
 	case b.closed || b.state == broken:
 		o.fail(t.Blocks, connector.ErrGone)
 		b.endOp(now, o)
+	case kind == Save && b.loadingAny(t.Blocks):
+		o.fail(t.Blocks, errLoading)
+		b.endOp(now, o)
 	default:
 		b.wakes.at(o.deadline)
 		b.wakes.at(o.deadline.Add(b.cfg.Grace))
 		return o
 	}
 	return nil
+}
+
+// loadingAny reports whether a load may still write one of some blocks: what lies in such a block is
+// nobody's yet, and a store that took it would serve it (rule MULTI-08).
+func (b *Book) loadingAny(blocks []connector.Block) bool {
+	var wanted map[connector.Block]bool
+	for _, o := range b.ops {
+		if o.kind != Load {
+			continue
+		}
+		if wanted == nil {
+			wanted = make(map[connector.Block]bool, len(blocks))
+			for _, k := range blocks {
+				wanted[connector.Block{ID: k.ID, Group: k.Group}] = true
+			}
+		}
+		for _, k := range o.t.Blocks {
+			if wanted[connector.Block{ID: k.ID, Group: k.Group}] {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // split makes the calls of an op: every part on every rank.

@@ -27,7 +27,7 @@ func binaryPath(t *testing.T) string {
 func TestBinary(t *testing.T) {
 	config, err := os.ReadFile("conform.json")
 	require.NoError(t, err)
-	conformance.Run(t, conformance.Binary(binaryPath(t), config))
+	conformance.Run(t, conformance.Binary(binaryPath(t), config), conformance.Store, conformance.MultiChildren)
 }
 
 func TestManifest(t *testing.T) {

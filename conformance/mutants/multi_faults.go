@@ -1,0 +1,242 @@
+package mutants
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/multiconnector"
+)
+
+// multiMutants are the wrong connectors made of others.
+func multiMutants() []Mutant {
+	var out []Mutant
+	for _, m := range []struct {
+		name, caseID string
+		knobs        func() multiKnobs
+	}{
+		{"lets a child have an engine_id", "multi-engine-id", func() multiKnobs { return forgives("engine_id") }},
+		{"takes an empty list of children", "multi-bad-list", func() multiKnobs { return forgives("empty") }},
+		{"takes a child twice", "multi-bad-list", func() multiKnobs { return forgives("again") }},
+		{"does not bound nesting", "multi-depth", func() multiKnobs { return forgives("deep") }},
+		{"loads from the last child first", "multi-first", func() multiKnobs { return multiKnobs{jointWork: lastFirst} }},
+		{"loads from a child that only saves", "multi-producer", func() multiKnobs {
+			return multiKnobs{children: func(cs []multiconnector.Child) {
+				for i := range cs {
+					cs[i].Role = connector.RoleBoth
+				}
+			}}
+		}},
+		{"saves to the first child only", "multi-save-all", func() multiKnobs { return multiKnobs{worker: saves(func(i int) bool { return i == 0 })} }},
+		{"saves to the last child only", "multi-save-all", func() multiKnobs { return multiKnobs{worker: saves(func(i int) bool { return i == 1 })} }},
+		{"saves to a child that only loads", "multi-consumer", func() multiKnobs {
+			return multiKnobs{children: func(cs []multiconnector.Child) {
+				for i := range cs {
+					cs[i].Role = connector.RoleBoth
+				}
+			}}
+		}},
+		{"tells the first child alone to replace", "multi-replace", func() multiKnobs { return multiKnobs{worker: replacesFirst} }},
+		{"takes the whole prefix from one child", "multi-compose", func() multiKnobs { return multiKnobs{scheduler: fromZero} }},
+		{"asks children only near the begin of a prompt", "multi-alternate", func() multiKnobs { return multiKnobs{scheduler: nearOnly} }},
+		{"offers what lies behind a gap", "multi-gap", func() multiKnobs { return multiKnobs{joint: addsUp} }},
+		{"gives up after the first child", "multi-second", func() multiKnobs { return multiKnobs{children: failing} }},
+		{"names a block that has arrived", "multi-nobody", func() multiKnobs { return multiKnobs{jointWork: namesMore} }},
+		{"does not save to a nested child", "multi-nested", func() multiKnobs { return multiKnobs{worker: notNested} }},
+		{"hands a child another's ticket", "multi-tickets", func() multiKnobs { return multiKnobs{joint: swapsTickets} }},
+		{"counts the holds of two children as one", "multi-hold-last", func() multiKnobs { return multiKnobs{scheduler: firstCounts} }},
+	} {
+		out = append(out, Mutant{
+			Name: m.name, Case: m.caseID, Config: MultiConfig, Plugin: func() connector.Plugin { return multiPlugin(m.knobs()) },
+		})
+	}
+	return out
+}
+
+// forgives takes a config although an error with the given word was found in it.
+func forgives(word string) multiKnobs {
+	return multiKnobs{check: func(_ []shelfConfig, err error, _ int) error {
+		if err != nil && strings.Contains(err.Error(), word) {
+			return nil
+		}
+		return err
+	}}
+}
+
+// jointSide is a scheduler side of parts.
+type jointSide struct {
+	connector.Scheduler
+	connector.Holder
+	connector.Resetter
+	connector.Partial
+}
+
+func sideOf(s connector.Scheduler) jointSide {
+	h, _ := s.(connector.Holder)
+	r, _ := s.(connector.Resetter)
+	p, _ := s.(connector.Partial)
+	return jointSide{s, h, r, p}
+}
+
+// matching answers a Match in its own way.
+type matching struct {
+	connector.Scheduler
+	match func(ctx context.Context, qs []connector.Query) ([]connector.Match, error)
+}
+
+// Match implements connector.Scheduler.
+func (m matching) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+	return m.match(ctx, qs)
+}
+
+// fromZero asks a child as if nothing had been computed or found: without the begin it has nothing.
+func fromZero(_ int, s connector.Scheduler) connector.Scheduler {
+	side := sideOf(s)
+	side.Scheduler = matching{s, func(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+		whole := slices.Clone(qs)
+		for i := range whole {
+			whole[i].Computed = 0
+		}
+		out, err := s.Match(ctx, whole)
+		for i := range out {
+			out[i].Tokens = max(0, out[i].Tokens-qs[i].Computed)
+		}
+		return out, err
+	}}
+	return side
+}
+
+func nearOnly(_ int, s connector.Scheduler) connector.Scheduler {
+	side := sideOf(s)
+	side.Scheduler = matching{s, func(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+		out, err := s.Match(ctx, qs)
+		for i := range out {
+			if qs[i].Computed > 8 {
+				out[i] = connector.Match{}
+			}
+		}
+		return out, err
+	}}
+	return side
+}
+
+func addsUp(s connector.Scheduler) connector.Scheduler {
+	side := sideOf(s)
+	side.Scheduler = matching{s, func(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+		out, err := s.Match(ctx, qs)
+		for i := range out {
+			if out[i].Tokens > 0 {
+				out[i].Tokens = qs[i].Tokens - qs[i].Tokens%4 - qs[i].Computed
+			}
+		}
+		return out, err
+	}}
+	return side
+}
+
+// finishing changes the holds of a Finish.
+type finishing struct {
+	connector.Holder
+	change func([]connector.Hold)
+}
+
+// Finish implements connector.Holder.
+func (f finishing) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+	holds, err := f.Holder.Finish(ctx, ended)
+	f.change(holds)
+	return holds, err
+}
+
+func firstCounts(i int, s connector.Scheduler) connector.Scheduler {
+	side := sideOf(s)
+	side.Holder = finishing{side.Holder, func(holds []connector.Hold) {
+		for k := range holds {
+			holds[k].Weak = i > 0
+		}
+	}}
+	return side
+}
+
+func swapsTickets(s connector.Scheduler) connector.Scheduler {
+	side := sideOf(s)
+	swap := strings.NewReplacer("ShelfA", "ShelfB", "ShelfB", "ShelfA")
+	side.Holder = finishing{side.Holder, func(holds []connector.Hold) {
+		for k := range holds {
+			holds[k].Ticket = []byte(swap.Replace(string(holds[k].Ticket)))
+		}
+	}}
+	return side
+}
+
+// multiWorker is a worker side with calls of its own.
+type multiWorker struct {
+	connector.Worker
+	load, save func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error
+}
+
+// Load implements connector.Worker.
+func (w multiWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	if w.load != nil {
+		return w.load(ctx, t, kv)
+	}
+	return w.Worker.Load(ctx, t, kv)
+}
+
+// Save implements connector.Worker.
+func (w multiWorker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	if w.save != nil {
+		return w.save(ctx, t, kv)
+	}
+	return w.Worker.Save(ctx, t, kv)
+}
+
+func lastFirst(w connector.Worker, sides []connector.Worker) connector.Worker {
+	return multiWorker{Worker: w, load: func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+		if sides[len(sides)-1].Load(ctx, t, kv) == nil {
+			return nil
+		}
+		return w.Load(ctx, t, kv)
+	}}
+}
+
+// forgetting is a Save that does nothing.
+func forgetting(context.Context, *connector.Transfer, *connector.KV) error { return nil }
+
+func saves(wanted func(i int) bool) func(int, connector.Worker) connector.Worker {
+	return func(i int, w connector.Worker) connector.Worker {
+		if wanted(i) {
+			return w
+		}
+		return multiWorker{Worker: w, save: forgetting}
+	}
+}
+
+func notNested(_ int, w connector.Worker) connector.Worker {
+	if _, plain := w.(*worker); plain {
+		return w
+	}
+	return multiWorker{Worker: w, save: forgetting}
+}
+
+func replacesFirst(i int, w connector.Worker) connector.Worker {
+	return multiWorker{Worker: w, save: func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+		own := *t
+		own.Replace = t.Replace && i == 0
+		return w.Save(ctx, &own, kv)
+	}}
+}
+
+func failing(children []multiconnector.Child) { children[0].Fail = true }
+
+func namesMore(w connector.Worker, _ []connector.Worker) connector.Worker {
+	return multiWorker{Worker: w, load: func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+		err := w.Load(ctx, t, kv)
+		var some *connector.BlockError
+		if errors.As(err, &some) {
+			return &connector.BlockError{Blocks: append(slices.Clone(some.Blocks), t.Blocks[0].ID), Err: some.Err}
+		}
+		return err
+	}}
+}
