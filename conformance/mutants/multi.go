@@ -192,7 +192,7 @@ func (s *shelves) scheduler(m *multiconnector.Multi, list []shelfConfig, env *co
 			sides[i] = s.scheduler(inner, c.inner, env)
 		} else {
 			b := s.shelf(c.Connector)
-			sides[i] = shelfSide{&scheduler{backend: b, env: *env, log: b.join(nil)}}
+			sides[i] = shelfSide{&scheduler{backend: b, env: *env, life: b.join(nil)}}
 		}
 		if s.knobs.scheduler != nil {
 			sides[i] = s.knobs.scheduler(i, sides[i])
@@ -210,7 +210,7 @@ func (s *shelves) worker(m *multiconnector.Multi, list []shelfConfig, env *conne
 			sides[i] = s.worker(inner, c.inner, env)
 		} else {
 			b := s.shelf(c.Connector)
-			sides[i] = &worker{backend: b, env: *env, log: b.join(nil)}
+			sides[i] = &worker{backend: b, env: *env, life: b.join(nil)}
 		}
 		if s.knobs.worker != nil {
 			sides[i] = s.knobs.worker(i, sides[i])
