@@ -58,11 +58,7 @@ const (
 
 // Profiles lists all profiles.
 func Profiles() []Profile {
-<<<<<<< HEAD
-	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe}
-=======
-	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, MultiChildren}
->>>>>>> a4a9a7a (conformance: profile multi, 16 cases and their mutants; a block that is being loaded is not saved)
+	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe, MultiChildren}
 }
 
 // ParseProfile reads a profile's name.
@@ -108,11 +104,7 @@ type T interface {
 func Cases() []Case {
 	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(), statCases(), eventCases(),
 		lifeCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
-<<<<<<< HEAD
-		remoteCases(), offloadCases(), bufferCases(), pipeCases())
-=======
-		remoteCases(), offloadCases(), multiCases())
->>>>>>> a4a9a7a (conformance: profile multi, 16 cases and their mutants; a block that is being loaded is not saved)
+		remoteCases(), offloadCases(), bufferCases(), pipeCases(), multiCases())
 }
 
 // Status is how a case ended.

@@ -34,6 +34,9 @@ type Child struct {
 	Later    time.Duration // how long its Later is believed for one request; 0: as long as it says so
 }
 
+// powers are the optional interfaces that a composite passes on.
+const powers = connector.CanPlan | connector.CanHold | connector.CanReset
+
 // DefaultPatience is how long a child may take over one answer before the others go on without it.
 const DefaultPatience = 100 * time.Millisecond
 
@@ -93,7 +96,7 @@ func Fold(name string, children []Child) (connector.Info, error) {
 			return bad("two children are called %q", c.Name)
 		}
 		seen[c.Name] = true
-		info.Capabilities |= c.Info.Capabilities
+		info.Capabilities |= c.Info.Capabilities & powers
 		info.Groups = info.Groups && c.Info.Groups
 		info.Lossy = info.Lossy || c.Info.Lossy
 		if c.Role.Saves() || !saving {

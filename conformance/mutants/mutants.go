@@ -21,12 +21,7 @@ type Mutant struct {
 
 // All lists every mutant, at least one for each case.
 func All() []Mutant {
-<<<<<<< HEAD
-	out := slices.Concat(badStores(), fileMutants(), arenaMutants(), remoteMutants(), offloadMutants(), pipeMutants(), bufferMutants())
-=======
-	out := slices.Concat(badStores(), fileMutants(), arenaMutants(), remoteMutants(), offloadMutants())
-	out = append(out, multiMutants()...)
->>>>>>> a4a9a7a (conformance: profile multi, 16 cases and their mutants; a block that is being loaded is not saved)
+	out := slices.Concat(badStores(), fileMutants(), arenaMutants(), remoteMutants(), offloadMutants(), pipeMutants(), bufferMutants(), multiMutants())
 	lists := [][]fault{
 		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(), statFaults(), eventFaults(),
 		lifeFaults(), rankFaults(), rankOrderFaults(), groupFaults(), hostileFaults(),
