@@ -44,6 +44,8 @@ CONFIGS = {
         "Offloading disk": lambda _rig, folder: {"cpu_bytes_to_use": 64 << 20, "disk_path": str(folder / "disk"), "disk_bytes": 2 << 30},
     },
     "MultiConnector": {"Multi": multi},
+    "AIBrixOffloadingConnectorV1Type1": {"AIBrix": lambda _rig, _folder: {"AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB": "1"}},
+    "LMCacheConnectorV1": {"LMCache's formats": lambda _rig, _folder: {"lmcache.chunk_size": "32", "lmcache.max_local_cpu_size": "1"}},
     "RemoteStoreConnector": {"Remote": lambda rig, folder: {"url": f"unix://{Valkey(rig, folder).socket}"}},
 }
 # Those that another engine can read from: prefill and decode apart.
@@ -51,12 +53,11 @@ SHARED = ("SharedStorage", "Multi", "Remote")
 
 
 def manifests():
-    """The names of the plugins that are built."""
-    names = {}
-    for binary in sorted((ROOT / "bin").glob("kvport-*")):
-        done = subprocess.run([str(binary), "--manifest"], capture_output=True, text=True, check=False, timeout=20)
-        if done.returncode == 0:
-            names[json.loads(done.stdout)["name"]] = binary
+    """The names of the plugins of this repository."""
+    names = []
+    for folder in sorted((ROOT / "plugins").iterdir()):
+        done = subprocess.run([str(ROOT / "bin" / f"kvport-{folder.name}"), "--manifest"], capture_output=True, text=True, check=True, timeout=20)
+        names.append(json.loads(done.stdout)["name"])
     return names
 
 
@@ -74,5 +75,5 @@ def configs(rig, only=None):
             continue
         for label, make in CONFIGS[name].items():
             if rig.options.connector in ("", name, label) and (only is None or label in only):
-                out.append((label, name, make(rig, rig.folder / label.replace(" ", "-").lower())))
+                out.append((label, name, make(rig, rig.folder / label.replace(" ", "-").replace("'", "").lower())))
     return out

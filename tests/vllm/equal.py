@@ -19,6 +19,11 @@ def full(prompts, block=32):
     return sum((len(p) - 1) // block * block for p in prompts)
 
 
+def slug(label):
+    """A label as part of a file's name."""
+    return label.replace(" ", "-").replace("'", "")
+
+
 class Texts:
     """12 prompts and their second turn, with the tokens that vLLM alone answers."""
 
@@ -51,12 +56,12 @@ def connectors(rig):
     """Each connector on one engine, then on another process that finds what the first left."""
     texts = Texts(rig)
     for label, name, extra in configs(rig):
-        engine = Engine(rig, label.replace(" ", "-"), kv=kvport(name, extra))
+        engine = Engine(rig, slug(label), kv=kvport(name, extra))
         three_ways(rig, engine, texts, label)
         engine.settle(rig.prompts.cut("nudge", 20))
         engine.stop()
         if label in SHARED:
-            engine = Engine(rig, label.replace(" ", "-") + "-later", kv=kvport(name, extra, role="kv_consumer"))
+            engine = Engine(rig, slug(label) + "-later", kv=kvport(name, extra, role="kv_consumer"))
             before = engine.external()
             rig.equal(f"{label} in a later process", texts.want, engine.all(texts.first, TOKENS))
             rig.check(engine.external() - before >= 0.9 * full(texts.first), f"{label}: a later process found little")
@@ -69,7 +74,7 @@ def together(rig):
     """Four requests at a time, twice, so that loads and saves overlap."""
     texts = Texts(rig)
     for label, name, extra in configs(rig):
-        engine = Engine(rig, "batch-" + label.replace(" ", "-"), kv=kvport(name, extra))
+        engine = Engine(rig, "batch-" + slug(label), kv=kvport(name, extra))
         rig.equal(f"{label} cold, 4 together", texts.want, engine.all(texts.first, TOKENS, together=4))
         engine.reset()
         rig.equal(f"{label} warm, 4 together", texts.want, engine.all(texts.first, TOKENS, together=4))
