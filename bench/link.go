@@ -34,6 +34,7 @@ type link struct {
 	scheduler connector.Scheduler
 	worker    connector.Worker
 	region    *host.Region
+	arena     *host.Arena // nil: none
 	kv        *connector.KV
 	hasher    *digest.Hasher // nil: no digests
 	shape     shape
@@ -50,6 +51,7 @@ type linkOptions struct {
 	shape   shape
 	digests bool
 	bytes   int64 // of the cache; 0: cacheBytes
+	arena   bool  // the connector gets the memory that it asks for
 }
 
 func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
@@ -84,7 +86,16 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 	}
 	options := patient()
 	options.Regions = []*host.Region{l.region}
+	if o.arena {
+		if l.arena, err = host.NewArena(); err != nil {
+			return nil, err
+		}
+		options.Arena = l.arena
+	}
 	if l.process, err = host.Launch(ctx, o.binary, options); err != nil {
+		return nil, err
+	}
+	if env.Arena, err = l.fit(ctx, raw); err != nil {
 		return nil, err
 	}
 	if l.scheduler, err = l.process.OpenScheduler(ctx, env, raw); err != nil {
@@ -92,6 +103,21 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 	}
 	l.worker, err = l.process.OpenWorker(ctx, env, raw)
 	return l, err
+}
+
+// fit gives the connector the arena that it asks for, if it is to have one.
+func (l *link) fit(ctx context.Context, config json.RawMessage) ([]byte, error) {
+	if l.arena == nil {
+		return nil, nil
+	}
+	info, err := l.process.Describe(ctx, config)
+	if err != nil || info.ArenaBytes == 0 {
+		return nil, err
+	}
+	if err := l.arena.Fit(info.ArenaBytes); err != nil {
+		return nil, err
+	}
+	return l.arena.Bytes(), nil
 }
 
 // patient launches plugins that nobody watches: a busy machine is no fault.
@@ -135,6 +161,9 @@ func (l *link) close() error {
 	}
 	if l.region != nil {
 		errs = append(errs, l.region.Close())
+	}
+	if l.arena != nil {
+		errs = append(errs, l.arena.Close())
 	}
 	return errors.Join(errs...)
 }

@@ -13,17 +13,18 @@ import (
 
 type benchFlags struct {
 	model, format, dir, python string
+	server, peersDir           string
 	folders                    []string
 	threads                    int
-	quick                      bool
+	quick, peers               bool
 }
 
 func newBench() *cobra.Command {
 	f := &benchFlags{}
 	cmd := &cobra.Command{
-		Use:   "bench engine|transfer",
-		Short: "Measure the engine or block transfer beside what limits them",
-		Args:  cobra.ExactArgs(1), ValidArgs: []string{"engine", "transfer"},
+		Use:   "bench engine|transfer|store",
+		Short: "Measure the engine, block transfer or stores beside what limits them",
+		Args:  cobra.ExactArgs(1), ValidArgs: []string{"engine", "transfer", "store"},
 		RunE: func(cmd *cobra.Command, args []string) error { return f.run(cmd, args[0]) },
 	}
 	flags := cmd.Flags()
@@ -32,6 +33,9 @@ func newBench() *cobra.Command {
 	flags.IntVar(&f.threads, "threads", 0, "threads that compute (default one for each CPU)")
 	flags.StringVar(&f.dir, "dir", "", "folder for stored blocks (default the system's for temporary files)")
 	flags.StringVar(&f.python, "peer-python", "", "Python with xllamacpp or safetensors, to measure these beside kvport (default: not measured)")
+	flags.BoolVar(&f.peers, "peers", false, "measure other people's stores beside ours; store only")
+	flags.StringVar(&f.peersDir, "peers-dir", ".deps/peers", "what bench/peers/setup.py made; store only")
+	flags.StringVar(&f.server, "server", "", "binary of a Redis or Valkey server (default one of the PATH); store only")
 	addPluginPath(flags, &f.folders)
 	flags.BoolVar(&f.quick, "quick", false, "a few rounds, to see that it works; the numbers mean nothing")
 	return cmd
@@ -42,8 +46,8 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 	switch {
 	case !isFormat:
 		return fmt.Errorf("--format is %q, want text or json", f.format)
-	case what != "engine" && what != "transfer":
-		return fmt.Errorf("bench %q is neither engine nor transfer", what)
+	case what != "engine" && what != "transfer" && what != "store":
+		return fmt.Errorf("bench %q is neither engine nor transfer nor store", what)
 	case f.threads < 0:
 		return fmt.Errorf("--threads is %d, want a positive number", f.threads)
 	}
@@ -51,6 +55,12 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 		if _, err := os.Stat(f.model); err != nil {
 			return fmt.Errorf("--model: %w", err)
 		}
+	}
+	if what == "store" {
+		return fail(bench.Store(cmd.Context(), bench.StoreOptions{
+			PluginPath: pluginFolders(f.folders), Dir: f.dir, Server: f.server,
+			Peers: f.peers, PeersDir: f.peersDir, Quick: f.quick, Emit: emit,
+		}))
 	}
 	self, err := os.Executable()
 	if err != nil {

@@ -1,0 +1,151 @@
+package bench
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// redisServer is a Redis or Valkey server on this machine that keeps nothing on disk.
+type redisServer struct {
+	address string
+	cmd     *exec.Cmd
+	dir     string
+}
+
+// startRedis starts a server on a free port, with room for what the benchmark stores; the oldest blocks go.
+func startRedis(ctx context.Context, binary string) (_ *redisServer, err error) {
+	if binary, err = lookServer(binary); err != nil {
+		return nil, err
+	}
+	free, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
+	if err != nil {
+		return nil, err
+	}
+	s := &redisServer{address: free.Addr().String()}
+	if err := free.Close(); err != nil {
+		return nil, err
+	}
+	if s.dir, err = os.MkdirTemp("", "kvport-bench-"); err != nil {
+		return nil, err
+	}
+	_, port, _ := strings.Cut(s.address, ":")
+	s.cmd = exec.CommandContext(ctx, binary, "--port", port, "--bind", "127.0.0.1", "--dir", s.dir, "--save", "", "--appendonly", "no",
+		"--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru")
+	s.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := s.cmd.Start(); err != nil {
+		return nil, errors.Join(fmt.Errorf("start %s: %w", binary, err), os.RemoveAll(s.dir))
+	}
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	limit := time.After(20 * time.Second)
+	for {
+		if c, err := net.Dial("tcp", s.address); err == nil {
+			return s, c.Close()
+		}
+		select {
+		case <-ctx.Done():
+			return nil, errors.Join(ctx.Err(), s.close())
+		case <-limit:
+			return nil, errors.Join(fmt.Errorf("%s does not listen at %s after 20 s", binary, s.address), s.close())
+		case <-tick.C:
+		}
+	}
+}
+
+// close ends the server. A nil server has none.
+func (s *redisServer) close() error {
+	if s == nil {
+		return nil
+	}
+	err := s.cmd.Process.Kill()
+	_ = s.cmd.Wait() // killed, as we wanted
+	return errors.Join(err, os.RemoveAll(s.dir))
+}
+
+// rawRedis is the limit of remote stores: SET and GET of the same bytes over one connection, sent from where
+// they lie and received where they belong.
+type rawRedis struct {
+	hot
+	conn *net.TCPConn
+	in   *bufio.Reader
+}
+
+func redisLimit(s *store, l *link, _ string) (limit, error) {
+	c, err := net.Dial("tcp", s.server.address)
+	if err != nil {
+		return nil, err
+	}
+	tcp, ok := c.(*net.TCPConn)
+	if !ok {
+		return nil, errors.Join(errors.ErrUnsupported, c.Close())
+	}
+	return &rawRedis{hot: hot{link: l}, conn: tcp, in: bufio.NewReaderSize(c, 64<<10)}, nil
+}
+
+func rawKey(b connector.Block) string { return "raw:" + strconv.Itoa(int(b.ID)) }
+
+func (r *rawRedis) save(t *connector.Transfer, digests bool) error {
+	r.pass(t, digests)
+	for _, b := range t.Blocks {
+		k := rawKey(b)
+		out := net.Buffers{fmt.Appendf(nil, "*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n", len(k), k, r.link.shape.block())}
+		r.link.each(&connector.Transfer{Blocks: []connector.Block{b}}, func(part []byte) { out = append(out, part) })
+		out = append(out, []byte("\r\n"))
+		if _, err := out.WriteTo(r.conn); err != nil {
+			return err
+		}
+		if line, err := r.in.ReadString('\n'); err != nil || line != "+OK\r\n" {
+			return fmt.Errorf("SET: answer %q: %w", line, err)
+		}
+	}
+	return nil
+}
+
+func (r *rawRedis) load(t *connector.Transfer, digests bool) error {
+	for _, b := range t.Blocks {
+		k := rawKey(b)
+		if _, err := fmt.Fprintf(r.conn, "*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n", len(k), k); err != nil {
+			return err
+		}
+		line, err := r.in.ReadString('\n')
+		if err != nil {
+			return err
+		}
+		if strings.TrimSpace(line) == "$-1" { // never stored, or evicted: the next round has it
+			if err := r.save(&connector.Transfer{Blocks: []connector.Block{b}}, false); err != nil {
+				return err
+			}
+			continue
+		}
+		if line != fmt.Sprintf("$%d\r\n", r.link.shape.block()) {
+			return fmt.Errorf("GET: answer %q", line)
+		}
+		r.link.each(&connector.Transfer{Blocks: []connector.Block{b}}, func(part []byte) {
+			if err == nil {
+				_, err = io.ReadFull(r.in, part)
+			}
+		})
+		if err != nil {
+			return err
+		}
+		if _, err := r.in.Discard(2); err != nil {
+			return err
+		}
+	}
+	r.pass(t, digests)
+	return nil
+}
+
+func (r *rawRedis) close() error { return r.conn.Close() }

@@ -1,0 +1,263 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/sdk/host"
+)
+
+// StoreOptions say what Store works with.
+type StoreOptions struct {
+	PluginPath []string // where the plugins are that are measured: all of them
+	Dir        string   // folder of disk tiers; empty: the system's for temporary files
+	Server     string   // binary of a Redis or Valkey server; empty: one of the PATH
+	Peers      bool     // measure other people's stores beside ours
+	PeersDir   string   // what bench/peers/setup.py made
+	Quick      bool     // a few rounds, to see that it works
+	Emit       Emit
+}
+
+// store is one run of Store.
+type store struct {
+	StoreOptions
+	memory string       // a folder in memory
+	server *redisServer // nil: none, and why
+	why    string
+	peers  []*storePeer
+}
+
+// storeShapes are blocks of 64 tokens: those of the demo model in 16 bits, and those of a model of 8 billion
+// parameters with 8 KV heads. Many blocks in one transfer are what a prompt of some length makes.
+func storeShapes() []shape {
+	return []shape{
+		{"1.41 MiB", 30, 48 << 10, 1},
+		{"8 MiB", 32, 256 << 10, 1},
+		{"1.41 MiB x 16", 30, 48 << 10, 16},
+		{"8 MiB x 4", 32, 256 << 10, 4},
+	}
+}
+
+// Store measures every store connector that it finds, through its plugin process, beside what limits it, and
+// with Peers other people's stores. It emits a row for each thing as soon as it is known; what cannot be
+// measured is a row with the reason.
+func Store(ctx context.Context, o StoreOptions) (err error) {
+	s := &store{StoreOptions: o}
+	if s.memory, err = os.MkdirTemp(memoryFolder(), "kvport-bench-"); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(s.memory)) }()
+	if s.server, err = startRedis(ctx, o.Server); err != nil {
+		s.why = err.Error()
+	}
+	defer func() { err = errors.Join(err, s.server.close()) }()
+	if o.Peers {
+		if err := s.startPeers(ctx); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, s.closePeers()) }()
+	}
+	for _, found := range host.List(ctx, o.PluginPath) {
+		if found.Err != nil {
+			continue // no plugin; `kvport plugins list` says why
+		}
+		if err := s.connector(ctx, found); err != nil {
+			return fmt.Errorf("%s: %w", found.Manifest.Name, err)
+		}
+	}
+	if !o.Peers {
+		return nil
+	}
+	return s.compare(ctx)
+}
+
+// memoryFolder is where files are in memory, if this system has such a place.
+func memoryFolder() string {
+	const shm = "/dev/shm"
+	if info, err := os.Stat(shm); err == nil && info.IsDir() {
+		return shm
+	}
+	return ""
+}
+
+// connector measures one plugin in each of its set-ups.
+func (s *store) connector(ctx context.Context, found host.Found) error {
+	setups, why := s.setups(found.Manifest.Name)
+	if why != "" {
+		return s.Emit(absent(found.Manifest.Name, why))
+	}
+	for _, set := range setups {
+		if set.absent != "" {
+			if err := s.Emit(absent(set.name, set.absent)); err != nil {
+				return err
+			}
+			continue
+		}
+		for _, sh := range storeShapes() {
+			if sh.batch > 1 && !set.batches {
+				continue
+			}
+			if err := s.measure(ctx, found.Path, set, sh); err != nil {
+				return fmt.Errorf("%s, %s: %w", set.name, sh.name, err)
+			}
+		}
+	}
+	return nil
+}
+
+// measure is one connector in one set-up with one size.
+func (s *store) measure(ctx context.Context, binary string, set setup, sh shape) (err error) {
+	dir, err := os.MkdirTemp(set.dir, "store-")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	l, err := openLink(ctx, linkOptions{binary: binary, config: set.config(dir, sh), shape: sh, digests: true, arena: true, bytes: s.bytes(sh)})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, l.close()) }()
+	lim, err := set.limit(s, l, dir)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, lim.close()) }()
+	w := &walk{link: l, hasher: l.hasher, fresh: l.blocks / sh.batch}
+	for n := range w.fresh + set.warm(l) { // every page has been touched, and what is full stays so
+		if err := w.save(ctx, n, true); err != nil {
+			return err
+		}
+	}
+	saves, err := s.turns(set).measure(ctx,
+		func(n int) error { return w.save(ctx, n, false) }, func(n int) error { return lim.save(w.other(n), false) },
+		func(n int) error { return w.save(ctx, n, true) }, func(n int) error { return lim.save(w.other(n), true) })
+	if err != nil {
+		return err
+	}
+	if err := w.settle(ctx, set.later); err != nil {
+		return err
+	}
+	loads, err := s.turns(set).measure(ctx,
+		func(n int) error { return w.load(ctx, n, false) }, func(n int) error { return lim.load(w.other(n), false) },
+		func(n int) error { return w.load(ctx, n, true) }, func(n int) error { return lim.load(w.other(n), true) })
+	if err != nil {
+		return err
+	}
+	return s.emit(set, sh, saves, loads)
+}
+
+// bytes is how much memory a walk over the cache touches: it must not stay in the processor's caches.
+func (s *store) bytes(sh shape) int64 {
+	if s.Quick {
+		return 2 * int64(sh.batch) * sh.block()
+	}
+	return cacheBytes
+}
+
+func (s *store) turns(set setup) turns {
+	switch {
+	case s.Quick:
+		return turns{few: 2, budget: 1}
+	case set.files: // every round leaves blocks
+		return turns{few: 30, budget: 1}
+	}
+	return turns{few: 25, budget: 1500 * time.Millisecond}
+}
+
+func (s *store) emit(set setup, sh shape, saves, loads []took) error {
+	bytes := sh.block() * int64(sh.batch)
+	for _, way := range []struct {
+		name string
+		all  []took
+	}{{"store", saves}, {"load", loads}} {
+		for i, digest := range []string{"", "+digest"} {
+			ours, limit := way.all[2*i].speed(bytes), way.all[2*i+1].speed(bytes)
+			name := fmt.Sprintf("%s %s%s %s", set.name, way.name, digest, sh.name)
+			if err := s.Emit(faster(name, bytes, ours, limit, "GB/s")(set.budget)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// walk stores blocks that were never stored before and loads those that were last, a step a round, so that each
+// of them has left the processor's caches.
+type walk struct {
+	link   *link
+	hasher *digest.Hasher
+	fresh  int // steps after which the cache is walked through
+	stored int // steps
+}
+
+// place is a step's transfer of the content number at.
+func (w *walk) place(step, at int) *connector.Transfer {
+	return w.link.transfer(step, at*w.link.shape.batch)
+}
+
+// other is a step half a cache away: the limit's, which must not find what we have just touched.
+func (w *walk) other(n int) *connector.Transfer { return w.link.transfer(n+w.fresh/2, 0) }
+
+func (w *walk) save(ctx context.Context, _ int, digests bool) error {
+	w.link.hasher = nil
+	if digests {
+		w.link.hasher = w.hasher
+	}
+	t := w.place(w.stored, w.stored)
+	w.stored++
+	return w.link.save(ctx, t)
+}
+
+// load loads one of the last blocks to the place where it was.
+func (w *walk) load(ctx context.Context, n int, digests bool) error {
+	w.link.hasher = nil
+	if digests {
+		w.link.hasher = w.hasher
+	}
+	step := w.stored - w.fresh + n%w.fresh
+	return w.link.load(ctx, w.place(step, step))
+}
+
+// settle stores the last blocks once more, with digests, and where blocks are stored later waits until each is.
+func (w *walk) settle(ctx context.Context, later bool) error {
+	for range w.fresh {
+		if err := w.save(ctx, 0, true); err != nil {
+			return err
+		}
+		if later {
+			if err := w.pause(ctx); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// pause leaves a store that writes later time to do so.
+func (w *walk) pause(ctx context.Context) error {
+	select {
+	case <-time.After(time.Duration(w.link.shape.block()) * 4): // 0.25 GB/s
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// lookServer finds a Redis or Valkey server.
+func lookServer(path string) (string, error) {
+	if path != "" {
+		return path, nil
+	}
+	for _, name := range []string{"valkey-server", "redis-server"} {
+		if found, err := exec.LookPath(name); err == nil {
+			return found, nil
+		}
+	}
+	return "", errors.New("no Redis or Valkey server on the PATH, name one with --server")
+}
