@@ -135,8 +135,8 @@ func (s *store) measure(ctx context.Context, binary string, set setup, sh shape)
 		}
 	}
 	saves, err := s.turns(set).measure(ctx,
-		func(n int) error { return w.save(ctx, n, false) }, func(n int) error { return lim.save(w.other(n), false) },
-		func(n int) error { return w.save(ctx, n, true) }, func(n int) error { return lim.save(w.other(n), true) })
+		func(n int) error { return w.save(ctx, n, false) }, func(n int) error { return lim.save(w.other(2*n), false) },
+		func(n int) error { return w.save(ctx, n, true) }, func(n int) error { return lim.save(w.other(2*n+1), true) })
 	if err != nil {
 		return err
 	}
@@ -144,8 +144,8 @@ func (s *store) measure(ctx context.Context, binary string, set setup, sh shape)
 		return err
 	}
 	loads, err := s.turns(set).measure(ctx,
-		func(n int) error { return w.load(ctx, n, false) }, func(n int) error { return lim.load(w.other(n), false) },
-		func(n int) error { return w.load(ctx, n, true) }, func(n int) error { return lim.load(w.other(n), true) })
+		func(n int) error { return w.load(ctx, 2*n, false) }, func(n int) error { return lim.load(w.other(2*n), false) },
+		func(n int) error { return w.load(ctx, 2*n+1, true) }, func(n int) error { return lim.load(w.other(2*n+1), true) })
 	if err != nil {
 		return err
 	}

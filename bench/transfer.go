@@ -47,7 +47,7 @@ func Transfer(ctx context.Context, o TransferOptions) (err error) {
 	}
 	defer func() { err = errors.Join(err, remove()) }()
 	t.memory = path
-	for _, step := range []func(context.Context) error{t.blocks, t.offloads, t.roundTrip, t.storage, t.lookup, t.restart} {
+	for _, step := range []func(context.Context) error{t.blocks, t.roundTrip, t.storage, t.lookup, t.restart} {
 		if err := step(ctx); err != nil {
 			return err
 		}
