@@ -12,8 +12,8 @@ import (
 	"go.uber.org/goleak"
 )
 
-// pluginFolder holds the shared storage plugin.
-var pluginFolder string
+// pluginFolder holds the plugins of shared storage and offloading, remoteFolder that of remote stores.
+var pluginFolder, remoteFolder string
 
 func TestMain(m *testing.M) {
 	ServePlugin()
@@ -22,8 +22,9 @@ func TestMain(m *testing.M) {
 		panic(err)
 	}
 	pluginFolder = dir
-	for _, name := range []string{"sharedstorage", "offload"} {
-		build := exec.Command("go", "build", "-o", filepath.Join(dir, "kvport-"+name), "../plugins/"+name)
+	remoteFolder = filepath.Join(dir, "remote")
+	for name, folder := range map[string]string{"sharedstorage": dir, "offload": dir, "remote": remoteFolder} {
+		build := exec.Command("go", "build", "-o", filepath.Join(folder, "kvport-"+name), "../plugins/"+name)
 		if out, err := build.CombinedOutput(); err != nil {
 			panic(string(out))
 		}
@@ -69,7 +70,7 @@ func TestTransfer(t *testing.T) {
 		Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Quick: true, Emit: emit,
 	}))
 	requireRows(t, *rows, "save 48 KB", "load+digest 48 KB x 32", "save+digest 737 KB", "load 8 MB", "op round trip, stream",
-		"offload save 1.41 MiB", "offload load+digest 8 MiB", "file save 737 KB", "file load 8 MB", "lookup of 32 keys, warm", "plugin restart after kill -9")
+		"file save 737 KB", "file load 8 MB", "lookup of 32 keys, warm", "plugin restart after kill -9")
 	for _, r := range *rows {
 		if r.Unit == "absent" {
 			require.Contains(t, r.Name, "safetensors")
@@ -84,6 +85,36 @@ func TestTransfer(t *testing.T) {
 	left, err := os.ReadDir(dir)
 	require.NoError(t, err)
 	require.Empty(t, left, "stored blocks are removed")
+}
+
+// TestStore measures every plugin a little; whatever cannot be measured here is a row that says why.
+func TestStore(t *testing.T) {
+	emit, rows := collect()
+	dir := t.TempDir()
+	options := StoreOptions{PluginPath: []string{pluginFolder}, Dir: dir, Server: filepath.Join("..", ".deps", "valkey", "valkey-server"), Quick: true, Emit: emit}
+	require.NoError(t, Store(t.Context(), options))
+	requireRows(t, *rows, "offloading, memory store 1.41 MiB", "offloading, memory load+digest 8 MiB x 4", "offloading, disk load 8 MiB",
+		"shared storage, tmpfs store+digest 1.41 MiB")
+	for _, r := range *rows {
+		require.NotEqual(t, "absent", r.Unit, r.Name)
+		require.Positive(t, *r.Value, r.Name)
+		require.Positive(t, *r.Limit, r.Name)
+		require.Positive(t, *r.Ratio, r.Name)
+	}
+	left, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Empty(t, left, "stored blocks are removed")
+}
+
+// TestStoreWithoutServer: what needs a server is named, not left out in silence.
+func TestStoreWithoutServer(t *testing.T) {
+	emit, rows := collect()
+	options := StoreOptions{PluginPath: []string{remoteFolder}, Dir: t.TempDir(), Server: filepath.Join(t.TempDir(), "none"), Quick: true, Emit: emit}
+	require.NoError(t, Store(t.Context(), options))
+	require.Len(t, *rows, 1)
+	require.Equal(t, "absent", (*rows)[0].Unit)
+	require.Contains(t, (*rows)[0].Name, "remote store, redis (")
+	require.Contains(t, (*rows)[0].Name, "no such file")
 }
 
 func TestEngine(t *testing.T) {

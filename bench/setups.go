@@ -95,4 +95,3 @@ type (
 		URL string `json:"url"`
 	}
 )
-

@@ -17,7 +17,7 @@ import (
 type StoreOptions struct {
 	PluginPath []string // where the plugins are that are measured: all of them
 	Dir        string   // folder of disk tiers; empty: the system's for temporary files
-	Server     string   // binary of a Redis or Valkey server; empty: one of the PATH
+	Server     string   // binary of a Redis or Valkey server; empty: that of make deps, or one of the PATH
 	Peers      bool     // measure other people's stores beside ours
 	PeersDir   string   // what bench/peers/setup.py made
 	Quick      bool     // a few rounds, to see that it works
@@ -249,15 +249,21 @@ func (w *walk) pause(ctx context.Context) error {
 	}
 }
 
+// ownServer is what make deps installs.
+const ownServer = ".deps/valkey/valkey-server"
+
 // lookServer finds a Redis or Valkey server.
 func lookServer(path string) (string, error) {
 	if path != "" {
 		return path, nil
+	}
+	if _, err := os.Stat(ownServer); err == nil {
+		return ownServer, nil
 	}
 	for _, name := range []string{"valkey-server", "redis-server"} {
 		if found, err := exec.LookPath(name); err == nil {
 			return found, nil
 		}
 	}
-	return "", errors.New("no Redis or Valkey server on the PATH, name one with --server")
+	return "", errors.New("no Redis or Valkey server on the PATH, run make deps or name one with --server")
 }

@@ -35,7 +35,7 @@ func newBench() *cobra.Command {
 	flags.StringVar(&f.python, "peer-python", "", "Python with xllamacpp or safetensors, to measure these beside kvport (default: not measured)")
 	flags.BoolVar(&f.peers, "peers", false, "measure other people's stores beside ours; store only")
 	flags.StringVar(&f.peersDir, "peers-dir", ".deps/peers", "what bench/peers/setup.py made; store only")
-	flags.StringVar(&f.server, "server", "", "binary of a Redis or Valkey server (default one of the PATH); store only")
+	flags.StringVar(&f.server, "server", "", "binary of a Redis or Valkey server (default that of make deps, else one of the PATH); store only")
 	addPluginPath(flags, &f.folders)
 	flags.BoolVar(&f.quick, "quick", false, "a few rounds, to see that it works; the numbers mean nothing")
 	return cmd
