@@ -56,9 +56,14 @@ func run(m *testing.M) int {
 
 // shared is the config of an engine on a shared storage directory; extra fields overrule.
 func shared(t testing.TB, cfg Config, role connector.Role, dir, settings string) Config {
-	key := filepath.Join(dir, "..", "ticket.key")
+	return sharedWith(t, cfg, role, map[string]any{"shared_storage_path": dir}, settings)
+}
+
+// sharedWith is shared with further fields of the connector's own configuration.
+func sharedWith(t testing.TB, cfg Config, role connector.Role, fields map[string]any, settings string) Config {
+	key := filepath.Join(fields["shared_storage_path"].(string), "..", "ticket.key")
 	require.NoError(t, os.WriteFile(key, []byte("0123456789abcdef0123456789abcdef"), 0o600))
-	extra, err := json.Marshal(map[string]string{"shared_storage_path": dir})
+	extra, err := json.Marshal(fields)
 	require.NoError(t, err)
 	if settings == "" {
 		settings = "{}"
@@ -258,15 +263,27 @@ func TestTenantSecrets(t *testing.T) {
 	}
 }
 
-// TestResetWithConnector: a connector that cannot forget makes Reset say so; the engine's own cache
-// is empty all the same.
+// TestResetWithConnector: afterwards neither the engine nor the store knows a block; where the
+// connector kept its blocks Reset says so, and the engine's own cache is empty all the same.
 func TestResetWithConnector(t *testing.T) {
-	r := start(t, shared(t, simConfig(t), connector.RoleProducer, storage(t), ""))
+	dir := storage(t)
 	req := Request{ID: "a", Prompt: make([]int32, 100), MaxTokens: 1}
-	collect(submit(t, r, req))
-	require.Equal(t, 96, collect(submit(t, r, req)).last.Usage.Local)
+	usage := func(r *rig) Usage { return collect(submit(t, r, req)).last.Usage }
+	r := start(t, shared(t, simConfig(t), connector.RoleBoth, dir, ""))
+	require.Zero(t, usage(r).Local)
+	require.Equal(t, 96, usage(r).Local)
+	require.NoError(t, r.Reset(t.Context()))
+	got := usage(r)
+	require.Zero(t, got.Local+got.External)
+	r.stop(t)
+
+	r = start(t, sharedWith(t, simConfig(t), connector.RoleBoth, map[string]any{"shared_storage_path": dir, "read_only": true}, ""))
+	require.Equal(t, 96, usage(r).External)
+	require.Equal(t, 96, usage(r).Local)
 	require.ErrorContains(t, r.Reset(t.Context()), "kept")
-	require.Zero(t, collect(submit(t, r, req)).last.Usage.Local)
+	got = usage(r)
+	require.Zero(t, got.Local)
+	require.Equal(t, 96, got.External)
 }
 
 // livePID waits until a plugin runs, another one than old.

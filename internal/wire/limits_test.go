@@ -305,6 +305,7 @@ func FuzzSessionResponse(f *testing.F) {
 		}
 		trip(t, m.GetConsumed(), ConsumedFromProto, ConsumedToProto)
 		offered := CapabilitiesFromProto(m.GetOpened().GetCapabilities())
-		require.Zero(t, offered&^(connector.CanPlan|connector.CanHold|connector.CanReset), "only what we know")
+		const all = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents
+		require.Zero(t, offered&^all, "only what we know")
 	})
 }
