@@ -29,9 +29,10 @@ func (p *pair) stop(ctx context.Context) error {
 
 func (d *demo) startPair(ctx context.Context) (p *pair, err error) {
 	p = &pair{}
+	started := p // p is nil by then
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, p.stop(ctx))
+			err = errors.Join(err, started.stop(ctx))
 		}
 	}()
 	if d.alone() {

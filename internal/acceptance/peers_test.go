@@ -11,11 +11,19 @@ import (
 	"github.com/kvport/kvport/internal/cluster"
 )
 
+// peersModel is sim, unless -model says otherwise.
+func peersModel() string {
+	if *flagModel != "" {
+		return *flagModel
+	}
+	return "sim"
+}
+
 // pair is a prefill and a decode engine behind a router, with a connector given by its config.
 func (r *rig) pair(config string) (p, d, router *cluster.Process) {
 	r.Helper()
 	of := func(role string) string { return fmt.Sprintf(`{"kv_role":%q,%s}`, role, config) }
-	p, d = r.serveModel("sim", "prefill", of("kv_producer")), r.serveModel("sim", "decode", of("kv_consumer"))
+	p, d = r.serveModel(peersModel(), "prefill", of("kv_producer")), r.serveModel(peersModel(), "decode", of("kv_consumer"))
 	return p, d, r.route(p, d)
 }
 
@@ -24,7 +32,7 @@ func (r *rig) pair(config string) (p, d, router *cluster.Process) {
 func TestPeers(t *testing.T) {
 	r := newRig(t)
 	prompts := texts(t, *flagSeed, *flagPrompts, 400, 1200)
-	single := r.serveModel("sim", "single", "")
+	single := r.serveModel(peersModel(), "single", "")
 	want := r.all(single.URL, prompts, 4)
 	p, d, router := r.pair(`"kv_connector":"PipeConnector"`)
 	same(t, "P/D over TCP", want, r.all(router.URL, prompts, 4))
@@ -51,13 +59,13 @@ func TestPeers(t *testing.T) {
 func TestManyPeers(t *testing.T) {
 	r := newRig(t)
 	prompts := texts(t, *flagSeed, *flagPrompts, 400, 1200)
-	single := r.serveModel("sim", "single", "")
+	single := r.serveModel(peersModel(), "single", "")
 	want := r.all(single.URL, prompts, 4)
 	const config = `{"kv_connector":"PipeConnector","kv_role":%q}`
 	var urls [4]string
 	var consumers []*cluster.Process
 	for i, role := range []string{"kv_producer", "kv_producer", "kv_consumer", "kv_consumer"} {
-		e := r.serveModel("sim", fmt.Sprintf("%s %d", role, i), fmt.Sprintf(config, role))
+		e := r.serveModel(peersModel(), fmt.Sprintf("%s %d", role, i), fmt.Sprintf(config, role))
 		urls[i] = e.URL
 		if i >= 2 {
 			consumers = append(consumers, e)
@@ -76,7 +84,7 @@ func TestManyPeers(t *testing.T) {
 func TestExamples(t *testing.T) {
 	r := newRig(t)
 	prompts := texts(t, *flagSeed, 8, 400, 1200)
-	single := r.serveModel("sim", "single", "")
+	single := r.serveModel(peersModel(), "single", "")
 	want := r.all(single.URL, prompts, 4)
 	for name, connector := range map[string]string{"custom": "CustomExample", "database": "DatabaseExample", "p2p": "PeerExample"} {
 		t.Run(name, func(t *testing.T) {
