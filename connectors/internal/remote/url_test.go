@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
+	"log/slog"
 	"net"
 	"testing"
 
@@ -98,3 +100,5 @@ func FuzzReply(f *testing.F) {
 		}
 	})
 }
+
+func textLog(w io.Writer) *slog.Logger { return slog.New(slog.NewTextHandler(w, nil)) }

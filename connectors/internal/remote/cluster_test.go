@@ -1,0 +1,204 @@
+package remote
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"io"
+	"math/big"
+	"net"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance/redistest"
+	"github.com/kvport/kvport/connector"
+)
+
+// cluster starts two nodes that share the slots.
+func cluster(t *testing.T) (a, b *redistest.Server) {
+	t.Helper()
+	a, b = server(t, "--cluster-enabled", "yes"), server(t, "--cluster-enabled", "yes")
+	require.NoError(t, a.Do(t.Context(), "cluster", "addslotsrange", 0, 8191))
+	require.NoError(t, b.Do(t.Context(), "cluster", "addslotsrange", 8192, 16383))
+	host, port, err := net.SplitHostPort(b.Address)
+	require.NoError(t, err)
+	require.NoError(t, a.Do(t.Context(), "cluster", "meet", host, port))
+	require.Eventually(t, func() bool { return clusterOK(t, a) && clusterOK(t, b) }, 30*time.Second, 50*time.Millisecond)
+	return a, b
+}
+
+func clusterOK(t *testing.T, s *redistest.Server) bool {
+	t.Helper()
+	c := s.Client()
+	info, err := c.ClusterInfo(t.Context()).Result()
+	require.NoError(t, err)
+	require.NoError(t, c.Close())
+	return strings.Contains(info, "cluster_state:ok") && strings.Contains(info, "cluster_slots_ok:16384") && strings.Contains(info, "cluster_known_nodes:2")
+}
+
+// Blocks are spread over the nodes of a cluster, and found again when slots have moved.
+func TestCluster(t *testing.T) {
+	a, b := cluster(t)
+	s := open(t, Options{Addresses: []string{a.Address}, Cluster: true, Prefix: "c:"})
+	full, empty := items(40, 3000, 3000, 16)
+	require.NoError(t, s.Put(t.Context(), full))
+	require.Equal(t, 40, found(t, s, full))
+	require.NoError(t, s.Get(t.Context(), empty))
+	requireEqual(t, full, empty)
+	for _, node := range []*redistest.Server{a, b} {
+		keys, err := node.Keys(t.Context())
+		require.NoError(t, err)
+		require.Greater(t, len(keys), 5, "both nodes have blocks")
+		require.Less(t, len(keys), 35)
+	}
+
+	// All slots of b go to a, with what b forgets: those blocks are gone, the others are not.
+	kept, err := a.Keys(t.Context())
+	require.NoError(t, err)
+	id := nodeID(t, a)
+	require.NoError(t, b.Do(t.Context(), "flushall"))
+	for _, node := range []*redistest.Server{a, b} {
+		c := node.Client()
+		pipe := c.Pipeline()
+		for slot := 8192; slot < 16384; slot++ {
+			pipe.Do(t.Context(), "cluster", "setslot", slot, "node", id)
+		}
+		_, err := pipe.Exec(t.Context())
+		require.NoError(t, err)
+		require.NoError(t, c.Close())
+	}
+	require.Eventually(t, func() bool { return s.Put(t.Context(), full) == nil && s.Get(t.Context(), empty) == nil }, 20*time.Second, 50*time.Millisecond)
+	requireEqual(t, full, empty)
+	keys, err := a.Keys(t.Context())
+	require.NoError(t, err)
+	require.Len(t, keys, 40)
+	require.Subset(t, keys, kept)
+
+	// A client that knows nothing of clusters is told so.
+	_, err = Open(t.Context(), Options{Addresses: []string{b.Address}, Prefix: "c:"})
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, "redis-cluster://")
+}
+
+func nodeID(t *testing.T, s *redistest.Server) string {
+	t.Helper()
+	c := s.Client()
+	id, err := c.Do(t.Context(), "cluster", "myid").Text()
+	require.NoError(t, err)
+	require.NoError(t, c.Close())
+	return id
+}
+
+// A node that dies takes its blocks with it and no others.
+func TestClusterNodeDies(t *testing.T) {
+	a, b := cluster(t)
+	for _, node := range []*redistest.Server{a, b} {
+		require.NoError(t, node.Do(t.Context(), "config", "set", "cluster-require-full-coverage", "no"))
+	}
+	s := open(t, Options{Addresses: []string{a.Address, b.Address}, Cluster: true, Timeout: time.Second})
+	full, empty := items(20, 100, 16)
+	require.NoError(t, s.Put(t.Context(), full))
+	b.Kill()
+	start := time.Now()
+	err := s.Get(t.Context(), empty)
+	require.ErrorIs(t, err, connector.ErrGone)
+	require.Less(t, time.Since(start), 5*time.Second)
+	var failed *connector.ItemError
+	require.ErrorAs(t, err, &failed)
+	bad := map[int]bool{}
+	for _, i := range failed.Items {
+		bad[i] = true
+	}
+	for i := range full {
+		if !bad[i] {
+			requireEqual(t, full[i:i+1], empty[i:i+1])
+		}
+	}
+}
+
+// tlsFront ends TLS in front of a server that has none.
+func tlsFront(t *testing.T, target string) (address string, roots *x509.CertPool) {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	require.NoError(t, err)
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test"}, NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, DNSNames: []string{"cache.test"},
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
+	require.NoError(t, err)
+	parsed, err := x509.ParseCertificate(der)
+	require.NoError(t, err)
+	roots = x509.NewCertPool()
+	roots.AddCert(parsed)
+	l, err := tls.Listen("tcp", "127.0.0.1:0", &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}}, MinVersion: tls.VersionTLS12})
+	require.NoError(t, err)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() { join(c, target) })
+		}
+	})
+	t.Cleanup(func() {
+		require.NoError(t, l.Close())
+		wg.Wait()
+	})
+	return l.Addr().String(), roots
+}
+
+// join passes bytes on both ways until either end closes.
+func join(c net.Conn, target string) {
+	defer c.Close()
+	s, err := (&net.Dialer{}).DialContext(context.Background(), "tcp", target)
+	if err != nil {
+		return
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() { _, _ = io.Copy(s, c); _ = s.Close() })
+	_, _ = io.Copy(c, s)
+	_ = c.Close()
+	_ = s.Close()
+	wg.Wait()
+}
+
+func TestTLS(t *testing.T) {
+	srv := server(t)
+	address, roots := tlsFront(t, srv.Address)
+	s, err := Open(t.Context(), Options{Addresses: []string{address}, TLS: &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12}})
+	require.NoError(t, err)
+	full, empty := items(3, 1<<20, 16)
+	require.NoError(t, s.Put(t.Context(), full))
+	require.NoError(t, s.Get(t.Context(), empty))
+	requireEqual(t, full, empty)
+
+	require.NoError(t, srv.Pause())
+	ctx, cancel := context.WithCancel(t.Context())
+	time.AfterFunc(50*time.Millisecond, cancel)
+	start := time.Now()
+	require.ErrorIs(t, s.Get(ctx, empty), context.Canceled)
+	require.Less(t, time.Since(start), 2*time.Second, "cancelling reaches through TLS")
+	require.NoError(t, srv.Resume())
+	require.NoError(t, s.Close())
+
+	// A certificate that nobody we trust has signed, or of another name: nothing is sent.
+	for _, config := range []*tls.Config{{MinVersion: tls.VersionTLS12}, {RootCAs: roots, ServerName: "other.test", MinVersion: tls.VersionTLS12}} {
+		var log strings.Builder
+		s, err := Open(t.Context(), Options{Addresses: []string{address}, TLS: config, Log: textLog(&log)})
+		require.NoError(t, err)
+		require.Zero(t, found(t, s, full))
+		require.Contains(t, log.String(), "certificate")
+		require.NoError(t, s.Close())
+	}
+}
