@@ -33,6 +33,7 @@ type rig struct {
 	rand     *rand.Rand
 	info     connector.Info
 	closers  []func() error
+	opened   map[*engine]bool // its sides are closed with the case
 	epoch    uint64
 	config   json.RawMessage
 }
@@ -58,7 +59,7 @@ func rigged(needs connector.Capability, groups bool, body func(*rig)) func(T, Ha
 }
 
 func newRig(t T, h Harness) *rig {
-	r := &rig{T: t, h: h, config: h.Config(), settings: settings{log: slog.New(slog.DiscardHandler)}}
+	r := &rig{T: t, h: h, opened: map[*engine]bool{}, config: h.Config(), settings: settings{log: slog.New(slog.DiscardHandler)}}
 	if s, ok := h.(seeded); ok {
 		r.settings = s.settings
 	}
@@ -207,7 +208,7 @@ func (e *engine) openScheduler() {
 	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
 	e.must(err, "open the scheduler side")
 	e.scheduler = s
-	e.closers = append(e.closers, func() error { return e.closeScheduler() })
+	e.endWithCase()
 }
 
 func (e *engine) openWorker(rank int) {
@@ -217,7 +218,7 @@ func (e *engine) openWorker(rank int) {
 	w, err := e.inst.Worker(e.Context(), env, e.config)
 	e.must(err, "open the worker side of rank %d", rank)
 	e.workers[rank] = w
-	e.closers = append(e.closers, func() error { return e.closeWorker(rank) })
+	e.endWithCase()
 }
 
 func (e *engine) closeScheduler() error {

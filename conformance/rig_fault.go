@@ -319,3 +319,24 @@ func together(n int, call func(i int)) {
 	}
 	wg.Wait()
 }
+
+// endWithCase lets the case's end close what is open by then. Only closing is left to do there: nothing is
+// written that a call which the case gave up waiting for may read.
+func (e *engine) endWithCase() {
+	if e.opened[e] {
+		return
+	}
+	e.opened[e] = true
+	e.closers = append(e.closers, func() error {
+		var errs []error
+		for _, w := range e.workers {
+			if w != nil {
+				errs = append(errs, w.Close())
+			}
+		}
+		if e.scheduler != nil {
+			errs = append(errs, e.scheduler.Close())
+		}
+		return errors.Join(errs...)
+	})
+}

@@ -93,5 +93,9 @@ func hostPort(text string) (string, error) {
 	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
 		return "", fmt.Errorf("has the port %q, want 1..65535", port)
 	}
-	return net.JoinHostPort(u.Hostname(), port), nil
+	address := net.JoinHostPort(u.Hostname(), port)
+	if _, _, err := net.SplitHostPort(address); err != nil { // url.Parse lets a bracket pass that ends nothing
+		return "", errors.New("has no host that could be read, want such as redis://127.0.0.1:6379")
+	}
+	return address, nil
 }

@@ -40,6 +40,7 @@ func TestParseURL(t *testing.T) {
 		"h:1":                            "error: is no URL, want such as redis://127.0.0.1:6379",
 		"http://h":                       `error: has the scheme "http", want redis, rediss, redis-cluster, rediss-cluster or unix`,
 		"redis://":                       "error: has no host that could be read, want such as redis://127.0.0.1:6379",
+		"redis://]":                      "error: has no host that could be read, want such as redis://127.0.0.1:6379",
 		"redis://h:99999":                `error: has the port "99999", want 1..65535`,
 		"redis://a:1,b:2":                "error: names 2 servers; for a cluster write redis-cluster://",
 		"redis://h/x":                    "error: ends with something that is no number of a database (a cluster has only 0)",
