@@ -392,6 +392,7 @@ func TestDiskFaults(t *testing.T) {
 	require.ErrorIs(t, gets(t, s, 200), connector.ErrGone)
 	require.Positive(t, d.Stats().Errors)
 
+	require.NoError(t, s.Flush(t.Context())) // nobody is inside writeAt when it is replaced
 	calls := 0
 	d.writeAt = func([]byte, int64) (int, error) { calls++; return 0, syscall.ENOSPC }
 	for n := range uint64(20) {
