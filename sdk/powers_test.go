@@ -223,6 +223,30 @@ type arenaTest struct {
 // ArenaBytes says what the test asks for.
 func (c arenaTest) ArenaBytes() int64 { return c.Bytes }
 
+// Rules LIFE-03 and ARENA-02: one Store works in an arena, also when the engine's next life opens with it before the
+// last one has closed; another arena has another Store.
+func TestStoreForEachArena(t *testing.T) {
+	opened := 0
+	p := FromStore(Definition{Name: "A", Scope: connector.ScopeEngine}, func(context.Context, connector.Env, arenaTest) (connector.Store, error) {
+		opened++
+		return newMemory(), nil
+	})
+	env := testEnv(0, 1)
+	env.Arena = make([]byte, 64)
+	for range 3 {
+		s, err := p.Scheduler(t.Context(), env, json.RawMessage(`{"bytes": 64}`))
+		require.NoError(t, err)
+		defer func() { require.NoError(t, s.Close()) }()
+		env.Epoch++
+	}
+	require.Equal(t, 1, opened)
+	env.Arena = make([]byte, 64)
+	s, err := p.Scheduler(t.Context(), env, json.RawMessage(`{"bytes": 64}`))
+	require.NoError(t, err)
+	require.NoError(t, s.Close())
+	require.Equal(t, 2, opened)
+}
+
 // Rule ARENA-01: a Store gets the arena that its config asks for, on both sides, or does not open.
 func TestStoreArena(t *testing.T) {
 	var got []byte

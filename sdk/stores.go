@@ -12,7 +12,7 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// stores keeps one Store for each engine epoch and config. The zero value with open set is ready.
+// stores keeps one Store for each engine epoch and config, and only one for each arena. The zero value with open set is ready.
 type stores struct {
 	open       func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error)
 	definition Definition
@@ -26,6 +26,17 @@ type storeID struct {
 	engine string
 	epoch  uint64
 	config [sha256.Size]byte
+	arena  *byte // its first byte; nil without an arena
+}
+
+// storeOf says which Store serves a side. An arena has one user in a process, whatever lives of an engine open
+// with it: two Stores would both write its first slot.
+func storeOf(env *connector.Env, raw json.RawMessage) storeID {
+	id := storeID{engine: env.Engine, epoch: env.Epoch, config: sha256.Sum256(raw)}
+	if len(env.Arena) > 0 {
+		id.epoch, id.arena = 0, &env.Arena[0]
+	}
+	return id
 }
 
 // sharedStore is one Store and those who use it. It stays in the table until it is closed, so that
@@ -45,7 +56,7 @@ func (s *stores) acquire(ctx context.Context, env connector.Env, raw json.RawMes
 	if err := env.Validate(); err != nil {
 		return nil, nil, err
 	}
-	id := storeID{env.Engine, env.Epoch, sha256.Sum256(raw)}
+	id := storeOf(&env, raw)
 	for {
 		e, first, closing := s.join(id)
 		if first {
