@@ -29,9 +29,9 @@ type storeID struct {
 	arena  *byte // its first byte; nil without an arena
 }
 
-// storeOf says which Store serves a side. An arena has one user in a process, whatever lives of an engine open
+// storeKeyOf says which Store serves a side. An arena has one user in a process, whatever lives of an engine open
 // with it: two Stores would both write its first slot.
-func storeOf(env *connector.Env, raw json.RawMessage) storeID {
+func storeKeyOf(env *connector.Env, raw json.RawMessage) storeID {
 	id := storeID{engine: env.Engine, epoch: env.Epoch, config: sha256.Sum256(raw)}
 	if len(env.Arena) > 0 {
 		id.epoch, id.arena = 0, &env.Arena[0]
@@ -56,7 +56,7 @@ func (s *stores) acquire(ctx context.Context, env connector.Env, raw json.RawMes
 	if err := env.Validate(); err != nil {
 		return nil, nil, err
 	}
-	id := storeOf(&env, raw)
+	id := storeKeyOf(&env, raw)
 	for {
 		e, first, closing := s.join(id)
 		if first {
