@@ -119,10 +119,13 @@ func statCounters(r *rig) {
 func statSoon(r *rig) {
 	e := r.engine(setup{})
 	ctx, cancel := context.WithCancel(r.Context())
-	defer cancel()
 	ended := make(chan struct{})
 	keys := e.keys(4)
 	e.save(blocks(0, keys...)...)
+	defer func() { // also when the case gives up: its workers are closed then
+		cancel()
+		<-ended
+	}()
 	go func() {
 		defer close(ended)
 		together(4, func(i int) {
@@ -137,8 +140,6 @@ func statSoon(r *rig) {
 	for range 10 {
 		e.stats()
 	}
-	cancel()
-	<-ended
 }
 
 // news is what Events has said so far.

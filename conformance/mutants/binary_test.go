@@ -119,7 +119,8 @@ func TestPrivateAsBinary(t *testing.T) {
 	if testing.Short() {
 		t.Skip("some 80 processes, each with the race detector in make race; make test runs them")
 	}
-	profiles := slices.DeleteFunc(conformance.Profiles(), func(p conformance.Profile) bool { return p == conformance.Remote })
+	others := []conformance.Profile{conformance.Remote, conformance.Pipe, conformance.Offload, conformance.MultiChildren}
+	profiles := slices.DeleteFunc(conformance.Profiles(), func(p conformance.Profile) bool { return slices.Contains(others, p) })
 	conformance.Run(t, conformance.Binary(plugin(t, "kvport-private"), nil), profiles...)
 }
 
