@@ -29,11 +29,23 @@ def store(folder):
     return {"shared_storage_path": str(folder)}
 
 
-def multi(_rig, folder):
-    """Two children: a store of its own and shared storage."""
-    child = {"kv_role": "kv_both"}
-    return {"connectors": [{**child, "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28}},
-                           {**child, "kv_connector": "SharedStorageConnector", "kv_connector_extra_config": store(folder / "store")}]}
+def multi(rig, folder):
+    """Three children: a tier of its own that holds a few prompts, shared storage, and a remote store. rig.kvport gives them their roles."""
+    children = {"OffloadingConnector": {"cpu_bytes_to_use": 1 << 27}, "SharedStorageConnector": store(folder / "store"),
+                "RemoteStoreConnector": {"url": f"unix://{Valkey(rig, folder / 'valkey').socket}"}}
+    return {"connectors": [{"kv_connector": name, "kv_connector_extra_config": extra} for name, extra in children.items()]}
+
+
+def aibrix(rig, folder):
+    """AIBrix's two tiers, the second a Valkey server."""
+    return {"AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB": "1", "AIBRIX_KV_CACHE_OL_L2_CACHE_BACKEND": "REDIS",
+            "AIBRIX_KV_CACHE_OL_L2_CACHE_INGESTION_TYPE": "ALL", "AIBRIX_KV_CACHE_OL_CHUNK_SIZE": "32",
+            "AIBRIX_KV_CACHE_OL_REDIS_URL": f"unix://{Valkey(rig, folder).socket}"}
+
+
+def lmcache(rig, folder):
+    """LMCache's tiers, the last a Valkey server."""
+    return {"lmcache.chunk_size": "32", "lmcache.max_local_cpu_size": "1", "lmcache.remote_url": f"unix://{Valkey(rig, folder).socket}"}
 
 
 # Plugin by the name in its manifest: {label: what makes its config for a rig and a folder}.
@@ -44,12 +56,15 @@ CONFIGS = {
         "Offloading disk": lambda _rig, folder: {"cpu_bytes_to_use": 64 << 20, "disk_path": str(folder / "disk"), "disk_bytes": 2 << 30},
     },
     "MultiConnector": {"Multi": multi},
-    "AIBrixOffloadingConnectorV1Type1": {"AIBrix": lambda _rig, _folder: {"AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB": "1"}},
-    "LMCacheConnectorV1": {"LMCache's formats": lambda _rig, _folder: {"lmcache.chunk_size": "32", "lmcache.max_local_cpu_size": "1"}},
+    "AIBrixOffloadingConnectorV1Type1": {"AIBrix": aibrix},
+    "LMCacheConnectorV1": {"LMCache's formats": lmcache},
     "RemoteStoreConnector": {"Remote": lambda rig, folder: {"url": f"unix://{Valkey(rig, folder).socket}"}},
+    "PipeConnector": {"Pipe": lambda _rig, _folder: {"listen": "127.0.0.1:0", "buffer_bytes": 1 << 29}},
 }
-# Those that another engine can read from: prefill and decode apart.
-SHARED = ("SharedStorage", "Multi", "Remote")
+# Those that find what another engine has stored.
+SHARED = ("SharedStorage", "Multi", "AIBrix", "LMCache's formats", "Remote")
+# Those that only move blocks from a prefill engine to a decode engine.
+PEERS = ("Pipe",)
 
 
 def manifests():
@@ -67,13 +82,13 @@ def storage(rig):
 
 
 def configs(rig, only=None):
-    """(label, connector, extra config) of everything that can run; notes what is left out. With only, those labels."""
+    """(label, connector, extra config) of everything that one engine can use; notes what is left out. With only, those labels."""
     out = []
     for name in manifests():
         if name not in CONFIGS:
             rig.notes.append(f"{name} has no config in tests/vllm/connectors.py and was left out")
             continue
         for label, make in CONFIGS[name].items():
-            if rig.options.connector in ("", name, label) and (only is None or label in only):
+            if rig.options.connector in ("", name, label) and (label in only if only else label not in PEERS):
                 out.append((label, name, make(rig, rig.folder / label.replace(" ", "-").replace("'", "").lower())))
     return out

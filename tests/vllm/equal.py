@@ -9,7 +9,7 @@ import urllib.request
 from prompts import LENGTHS
 from rig import ROOT, Engine, Server, free_port, kvport, serve
 
-from connectors import SHARED, configs, storage
+from connectors import PEERS, SHARED, configs, storage
 
 TOKENS = 32
 
@@ -68,6 +68,7 @@ def connectors(rig):
             rig.count("external tokens", engine.external() - before)
             engine.stop()
         rig.count("connectors")
+        rig.say(f"{label} done")
 
 
 def together(rig):
@@ -81,6 +82,7 @@ def together(rig):
         rig.check(engine.external() > 0.5 * full(texts.first), f"{label}: only {engine.external()} tokens came from the connector")
         rig.count("external tokens", engine.external())
         engine.stop()
+        rig.say(f"{label} done")
 
 
 def pair(rig, start, label, name, extra):
@@ -107,7 +109,7 @@ ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id":
 def disaggregated(rig):
     """Prefill and decode in two processes; the first hands its kv_transfer_params to the second."""
     texts = Texts(rig)
-    for label, name, extra in configs(rig, SHARED):
+    for label, name, extra in configs(rig, SHARED + PEERS):
         p, d = pair(rig, Engine, label, name, extra)
         for ids, want in zip(texts.first, texts.want):
             handed = p.run(ids, 1, kvp=ASK)
@@ -117,8 +119,10 @@ def disaggregated(rig):
         got, most = d.external(), full(texts.first)
         rig.check(got >= 0.9 * most, f"{label} P/D: {got} tokens came over, want nearly {most}")
         rig.count("external tokens", got)
+        rig.count("connectors")
         p.stop()
         d.stop()
+        rig.say(f"{label} done")
 
 
 class VllmProxy:

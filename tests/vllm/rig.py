@@ -314,7 +314,7 @@ class Rig:
     """One line of acceptance: its processes, its folder, its counts."""
 
     def __init__(self, options, name):
-        self.options, self.name = options, name
+        self.options, self.name, self.begun = options, name, time.monotonic()
         self.model = options.deps / "model-f32"
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix=f"kvport-vllm-{name}-", dir=options.scratch))
         self.processes, self.counts, self.notes = [], {}, []
@@ -324,10 +324,14 @@ class Rig:
         """Add to a count that the report shows."""
         self.counts[what] = self.counts.get(what, 0) + n
 
+    def say(self, what):
+        """Print how far it is: a line takes minutes."""
+        print(f"  {time.monotonic() - self.begun:4.0f} s  {what}", flush=True)
+
     def show(self, what, value):
         """Put a measured value into the report."""
         self.counts[what] = value
-        print(f"  {what}: {value}", flush=True)
+        self.say(f"{what}: {value}")
 
     def check(self, ok, message):
         """Fail the line unless ok."""
@@ -361,6 +365,8 @@ class Rig:
 
 
 def kvport(connector, extra, role="kv_both", policy="recompute", **more):
-    """vLLM's --kv-transfer-config with a kvport connector inside."""
+    """vLLM's --kv-transfer-config with a kvport connector inside; children have its role."""
+    if "connectors" in extra:
+        extra = {"connectors": [{**child, "kv_role": role} for child in extra["connectors"]]}
     return {"kv_connector": "KvportConnector", "kv_connector_module_path": "kvport_vllm", "kv_role": role, "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {"kv_connector": connector, "kv_connector_extra_config": extra, **more}}
