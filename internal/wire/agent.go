@@ -28,6 +28,7 @@ type Attach struct {
 	Layout       connector.Layout
 	Region       int64 // bytes
 	Hashes       string
+	Events       bool // the scheduler wants to know which blocks come and go
 }
 
 // ReadFrame reads one frame of the agent protocol. It allocates as the bytes arrive, not for what the
@@ -147,7 +148,7 @@ func (a *Attach) rank(m *kvportv1.AgentAttach) error {
 	if m.GetRegion() == 0 || m.GetRegion() > math.MaxInt64 {
 		return malformed("attach.region is %d bytes", m.GetRegion())
 	}
-	a.Region = int64(m.GetRegion())
+	a.Region, a.Events = int64(m.GetRegion()), m.GetEvents()
 	l, err := LayoutFromProto(m.GetLayout())
 	if err != nil {
 		return fmt.Errorf("attach: %w", err)
@@ -167,6 +168,7 @@ func AttachToProto(a *Attach) *kvportv1.AgentAttach {
 	if a.Side == kvportv1.Side_SIDE_WORKER {
 		m.Rank, m.World, m.Model, m.Shape, m.ShapeText = count(a.Rank), count(a.World), a.Model[:], a.Shape[:], a.ShapeText
 		m.Layout, m.Region, m.Hashes = LayoutToProto(&a.Layout), uint64(a.Region), a.Hashes
+		m.Events = a.Events
 	}
 	return m
 }

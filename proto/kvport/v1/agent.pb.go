@@ -469,6 +469,7 @@ type AgentAttach struct {
 	Layout        *Layout                `protobuf:"bytes,9,opt,name=layout,proto3" json:"layout,omitempty"`                        // without digest segments: the agent adds its own
 	Region        uint64                 `protobuf:"varint,10,opt,name=region,proto3" json:"region,omitempty"`                      // size in bytes, with room for the digests: 16 bytes for each segment of each block, and 64
 	Hashes        string                 `protobuf:"bytes,11,opt,name=hashes,proto3" json:"hashes,omitempty"`                       // the engine's name for its block hashes, such as "vllm/sha256"
+	Events        bool                   `protobuf:"varint,12,opt,name=events,proto3" json:"events,omitempty"`                      // the scheduler wants AgentBlocks
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -578,6 +579,13 @@ func (x *AgentAttach) GetHashes() string {
 		return x.Hashes
 	}
 	return ""
+}
+
+func (x *AgentAttach) GetEvents() bool {
+	if x != nil {
+		return x.Events
+	}
+	return false
 }
 
 // AgentAttached answers when the side is known. The answer to the last rank comes when the connector
@@ -1043,11 +1051,12 @@ func (x *AgentCounter) GetGauge() bool {
 	return false
 }
 
-// AgentBlocks says which blocks of the connector came and went, to the scheduler.
+// AgentBlocks says which blocks of the connector came and went, to the scheduler. The first one, with
+// a gap, comes when a connector has opened that tells at all (capability events).
 type AgentBlocks struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Gap           bool                   `protobuf:"varint,1,opt,name=gap,proto3" json:"gap,omitempty"`      // events before these were lost: nothing is known of this connector's blocks any more
-	Events        []*BlockEvent          `protobuf:"bytes,2,rep,name=events,proto3" json:"events,omitempty"` // keys are the connector's own
+	Events        []*BlockEvent          `protobuf:"bytes,2,rep,name=events,proto3" json:"events,omitempty"` // keys are the engine's own, as its Steps named the blocks
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1123,7 +1132,7 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x05state\x18\n" +
 	" \x01(\v2\x15.kvport.v1.AgentStateH\x00R\x05state\x120\n" +
 	"\x06blocks\x18\v \x01(\v2\x16.kvport.v1.AgentBlocksH\x00R\x06blocksB\b\n" +
-	"\x06result\"\xb4\x02\n" +
+	"\x06result\"\xcc\x02\n" +
 	"\vAgentAttach\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12#\n" +
 	"\x04side\x18\x02 \x01(\x0e2\x0f.kvport.v1.SideR\x04side\x12\x16\n" +
@@ -1137,7 +1146,8 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x06layout\x18\t \x01(\v2\x11.kvport.v1.LayoutR\x06layout\x12\x16\n" +
 	"\x06region\x18\n" +
 	" \x01(\x04R\x06region\x12\x16\n" +
-	"\x06hashes\x18\v \x01(\tR\x06hashes\"m\n" +
+	"\x06hashes\x18\v \x01(\tR\x06hashes\x12\x16\n" +
+	"\x06events\x18\f \x01(\bR\x06events\"m\n" +
 	"\rAgentAttached\x12\x12\n" +
 	"\x04life\x18\x01 \x01(\x04R\x04life\x12\x1c\n" +
 	"\tconnector\x18\x02 \x01(\tR\tconnector\x12\x14\n" +

@@ -327,4 +327,5 @@ type rankAttach struct {
 	region       *host.Region
 	engine       string
 	hashes       string
+	events       bool // of blocks are wanted
 }

@@ -161,7 +161,7 @@ func (s *server) receive(a *wire.Attach, file *os.File) (*rankAttach, error) {
 	}
 	return &rankAttach{
 		rank: a.Rank, world: a.World, model: a.Model, shape: a.Shape, shapeText: a.ShapeText, layout: layout,
-		region: region, engine: a.Engine, hashes: a.Hashes,
+		region: region, engine: a.Engine, hashes: a.Hashes, events: a.Events,
 	}, nil
 }
 
@@ -192,10 +192,18 @@ func (s *server) greet(c *conn, id uint64, scheduler bool) (sent <-chan struct{}
 		s.waiting = append(s.waiting, c)
 		s.change()
 	default:
-		c.send(s.welcome(id, nil))
-		c.joined = true
+		s.seat(c, id)
 	}
 	return sent, nil
+}
+
+// seat answers a scheduler. The caller holds mu.
+func (s *server) seat(c *conn, id uint64) {
+	c.send(s.welcome(id, nil))
+	c.joined = true
+	if s.house.tells() {
+		c.send(blocksAnswer(true, nil))
+	}
 }
 
 // match answers a lookup. Without an open connector it is a miss.
@@ -243,6 +251,7 @@ func (s *server) hand(step *connector.Step) error {
 		return err
 	}
 	s.used = true
+	h.keys.remember(step)
 	h.keys.step(step)
 	h.host.Step(step)
 	return nil

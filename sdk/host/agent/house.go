@@ -3,6 +3,7 @@ package agent
 import (
 	"context"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -17,16 +18,25 @@ type house struct {
 	host   *host.Host
 	layout *connector.Layout
 	keys   *keyring
-	done   chan struct{} // closed when the last event was passed on
+	news   <-chan host.BlockReport // nil: nobody wants to know, or the connector does not tell
+	over   chan struct{}           // closed when the connector is closed
+	work   sync.WaitGroup          // done when the last event was passed on
 
 	tickets map[connector.RequestID]chan []byte // finish calls that wait; guarded by s.mu
 }
 
-func newHouse(s *server, h *host.Host, layout *connector.Layout, keys *keyring) *house {
-	o := &house{s: s, host: h, layout: layout, keys: keys, done: make(chan struct{}), tickets: map[connector.RequestID]chan []byte{}}
-	go o.forward()
+func newHouse(s *server, h *host.Host, layout *connector.Layout, keys *keyring, news <-chan host.BlockReport) *house {
+	o := &house{s: s, host: h, layout: layout, keys: keys, over: make(chan struct{}), tickets: map[connector.RequestID]chan []byte{}}
+	o.work.Go(o.forward)
+	if news != nil && h.Info().Capabilities&connector.CanEvents != 0 {
+		o.news = news
+		o.work.Go(o.publish)
+	}
 	return o
 }
+
+// tells reports whether events of blocks come from here. No house tells nothing.
+func (o *house) tells() bool { return o != nil && o.news != nil }
 
 // close ends the connector. Every Step has had its events then.
 func (o *house) close(patience time.Duration) {
@@ -35,12 +45,12 @@ func (o *house) close(patience time.Duration) {
 	if err := o.host.Close(ctx); err != nil {
 		o.s.log.Warn("connector is closed", "error", err)
 	}
-	<-o.done
+	close(o.over)
+	o.work.Wait()
 }
 
 // forward passes events on: a load's end to all, everything else to the scheduler.
 func (o *house) forward() {
-	defer close(o.done)
 	for e := range o.host.Events() {
 		o.s.mu.Lock()
 		if e.Kind == host.Finished {

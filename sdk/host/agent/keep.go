@@ -72,7 +72,7 @@ func (s *server) settle(ctx context.Context) (again bool) {
 	s.mu.Lock()
 	s.used = false
 	version := s.version // who came while it was closed counts already
-	eng, hashes, err := s.engine()
+	eng, first, err := s.engine()
 	retired := s.retired
 	s.retired = nil
 	s.mu.Unlock()
@@ -81,7 +81,7 @@ func (s *server) settle(ctx context.Context) (again bool) {
 	}
 	var fresh *house
 	if err == nil && eng != nil {
-		fresh, err = s.open(ctx, eng, hashes)
+		fresh, err = s.open(ctx, eng, first)
 	}
 	s.mu.Lock()
 	if s.version != version {
@@ -92,6 +92,9 @@ func (s *server) settle(ctx context.Context) (again bool) {
 		return true
 	}
 	s.settled, s.house, s.failure = version, fresh, err
+	if s.sched != nil && s.sched.joined && (old.tells() || fresh.tells()) {
+		s.sched.send(blocksAnswer(true, nil))
+	}
 	s.answer(err)
 	s.mu.Unlock()
 	s.tellState()
@@ -99,7 +102,7 @@ func (s *server) settle(ctx context.Context) (again bool) {
 }
 
 // engine puts together what the ranks have brought; nil as long as one is missing. The caller holds mu.
-func (s *server) engine() (*host.Engine, string, error) {
+func (s *server) engine() (*host.Engine, *rankAttach, error) {
 	var first *rankAttach
 	for _, seat := range s.seats {
 		if first == nil || seat.attach.rank < first.rank {
@@ -107,21 +110,21 @@ func (s *server) engine() (*host.Engine, string, error) {
 		}
 	}
 	if first == nil {
-		return nil, "", nil
+		return nil, nil, nil
 	}
 	for rank, seat := range s.seats {
 		if what := first.differs(seat.attach); what != "" {
-			return nil, "", fmt.Errorf("rank %d and rank %d differ in %s: %w", first.rank, rank, what, connector.ErrIncompatible)
+			return nil, nil, fmt.Errorf("rank %d and rank %d differ in %s: %w", first.rank, rank, what, connector.ErrIncompatible)
 		}
 	}
 	if len(s.seats) < first.world {
-		return nil, "", nil
+		return nil, nil, nil
 	}
 	eng := &host.Engine{ID: first.engine, Model: first.model, Shape: first.shape, ShapeText: first.shapeText, Layout: first.layout}
 	for rank := range first.world {
 		eng.Ranks = append(eng.Ranks, s.seats[rank].attach.region)
 	}
-	return eng, first.hashes, nil
+	return eng, first, nil
 }
 
 // differs names what two ranks of one engine must have in common and have not.
@@ -137,6 +140,8 @@ func (a *rankAttach) differs(b *rankAttach) string {
 		return fmt.Sprintf("shape (%s; %s)", a.shapeText, b.shapeText)
 	case a.hashes != b.hashes:
 		return "hashes"
+	case a.events != b.events:
+		return "events"
 	case !reflect.DeepEqual(a.layout, b.layout):
 		return "layout"
 	}
@@ -147,8 +152,8 @@ func (a *rankAttach) differs(b *rankAttach) string {
 // comes back for it only with its next step, and that pause is longer.
 const patience = 2 * time.Millisecond
 
-// open opens the connector.
-func (s *server) open(ctx context.Context, eng *host.Engine, hashes string) (*house, error) {
+// open opens the connector for ranks that all are as first is.
+func (s *server) open(ctx context.Context, eng *host.Engine, first *rankAttach) (*house, error) {
 	began := time.Now()
 	secret, err := s.cfg.Transfer.Settings.TenantSecret()
 	if err != nil {
@@ -156,15 +161,20 @@ func (s *server) open(ctx context.Context, eng *host.Engine, hashes string) (*ho
 	}
 	transfer := *s.cfg.Transfer
 	transfer.Settings.Deadlines.Match = max(transfer.Settings.Deadlines.Match, patience)
-	h, err := host.Open(ctx, &transfer, *eng, host.Options{
-		PluginPath: s.cfg.PluginPath, Log: s.log, Metrics: s.ledger, Started: s.announce,
-	})
+	opts := host.Options{PluginPath: s.cfg.PluginPath, Log: s.log, Metrics: s.ledger, Started: s.announce}
+	keys := newKeyring(connector.KeySpace{Model: eng.Model, Secret: secret}, first.hashes)
+	var reports chan host.BlockReport
+	if first.events {
+		reports = make(chan host.BlockReport, waitingReports)
+		opts.BlockEvents, keys.back = reports, newRecall()
+	}
+	h, err := host.Open(ctx, &transfer, *eng, opts)
 	if err != nil {
 		s.log.Error("the connector does not open", "error", err)
 		return nil, err
 	}
 	s.log.Info("connector is open", "connector", h.Info().Name, "ranks", len(eng.Ranks), "shape", eng.ShapeText, "took", time.Since(began))
-	return newHouse(s, h, &eng.Layout, newKeyring(connector.KeySpace{Model: eng.Model, Secret: secret}, hashes)), nil
+	return newHouse(s, h, &eng.Layout, keys, reports), nil
 }
 
 // answer answers all who wait for the keeper. The caller holds mu.
@@ -176,8 +186,7 @@ func (s *server) answer(err error) {
 		}
 	}
 	for _, c := range s.waiting {
-		c.send(s.welcome(c.attachID, nil))
-		c.joined = true
+		s.seat(c, c.attachID)
 	}
 	s.waiting = nil
 }

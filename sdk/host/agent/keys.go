@@ -16,6 +16,8 @@ type keyring struct {
 	space  connector.KeySpace
 	hashes string
 
+	back *recall // nil: nobody asks for hashes of keys
+
 	mu    sync.Mutex
 	known map[connector.BlockKey]connector.BlockKey
 }
@@ -69,6 +71,58 @@ func (k *keyring) step(s *connector.Step) {
 	for i := range s.Ended {
 		k.blocks(s.Ended[i].Blocks)
 	}
+}
+
+// remember notes whose keys are going to be saved, before step makes keys of hashes.
+func (k *keyring) remember(s *connector.Step) {
+	if k.back == nil {
+		return
+	}
+	for i := range s.Computed {
+		for _, b := range s.Computed[i].Blocks {
+			if b.Key != (connector.BlockKey{}) {
+				k.back.add(k.of(b.Key), b.Key)
+			}
+		}
+	}
+}
+
+// recall finds the hash of a key that was saved. It remembers the last half to whole of its limit,
+// more than a Store's watch does (sdk): what it has forgotten, others have too.
+type recall struct {
+	mu           sync.Mutex
+	fresh, older map[connector.BlockKey]connector.BlockKey
+}
+
+// maxRecalled bounds each half of what is recalled.
+const maxRecalled = 1 << 17
+
+func newRecall() *recall { return &recall{fresh: map[connector.BlockKey]connector.BlockKey{}} }
+
+func (r *recall) add(key, hash connector.BlockKey) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.fresh) >= maxRecalled {
+		r.older, r.fresh = r.fresh, map[connector.BlockKey]connector.BlockKey{}
+	}
+	r.fresh[key] = hash
+}
+
+// hashes turns keys into hashes and leaves out those that it does not know.
+func (r *recall) hashes(keys []connector.BlockKey) []connector.BlockKey {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	out := make([]connector.BlockKey, 0, len(keys))
+	for _, k := range keys {
+		hash, ok := r.fresh[k]
+		if !ok {
+			hash, ok = r.older[k]
+		}
+		if ok {
+			out = append(out, hash)
+		}
+	}
+	return out
 }
 
 // strong are the ways of hashing that are cryptographic and give the same in every process.
