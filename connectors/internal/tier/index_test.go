@@ -63,7 +63,8 @@ func TestIndexOfManyKeys(t *testing.T) {
 		idle, control, busy := took[0][2], took[1][2], took[2][2]
 		t.Logf("%s: %d keys, %.1f bytes a key, %.2f million lookups/s on one core; p99.9 %v idle, %v while another index evicts, %v while it does: %.2f x the control, %.2f x idle; %d evictions",
 			policy, n, size, rate/1e6, idle, control, busy, float64(busy)/float64(control), float64(busy)/float64(idle), evictions)
-		require.LessOrEqual(t, size, 64.0)
+		const fixed = 64 << 10 // what does not grow with the keys: allocations are rounded up, and the test itself has some
+		require.LessOrEqual(t, size, 64+fixed/float64(n))
 		require.Positive(t, evictions)
 		runtime.KeepAlive(x)
 	}

@@ -66,17 +66,17 @@ func newTable(keys []connector.StoreKey) *table {
 		t.bits++
 	}
 	t.shards = make([]shard, 1<<t.bits)
+	places := placesFor(len(keys)>>t.bits + 1)
+	ids, tags := make([]uint32, places<<t.bits), make([]uint8, places<<t.bits) // one piece: rounding up is costly
 	for i := range t.shards {
-		t.shards[i].resize(len(keys)>>t.bits + 1)
+		s, at := &t.shards[i], i*places
+		s.ids, s.tags = ids[at:at+places:at+places], tags[at:at+places:at+places]
 	}
 	return t
 }
 
-// resize gives the shard room for n entries, filled to eight ninths.
-func (s *shard) resize(n int) {
-	places := n + n/8 + 2
-	s.ids, s.tags, s.n = make([]uint32, places), make([]uint8, places), 0
-}
+// placesFor is the room for n entries, filled to eight ninths.
+func placesFor(n int) int { return n + n/8 + 2 }
 
 // hashOf is the hash of a key, another one in every process.
 func (t *table) hashOf(k *connector.StoreKey) uint64 { return maphash.Bytes(t.seed, k[:]) }
@@ -142,7 +142,8 @@ func (t *table) put(s *shard, id uint32, h uint64) {
 // grow makes room in a shard that chance filled more than the others.
 func (t *table) grow(s *shard) {
 	ids, tags := s.ids, s.tags
-	s.resize(s.n + s.n/8 + 8)
+	places := placesFor(s.n + s.n/8 + 8)
+	s.ids, s.tags, s.n = make([]uint32, places), make([]uint8, places), 0
 	for i, id := range ids {
 		if tags[i] != 0 {
 			t.put(s, id, t.hashOf(&t.keys[id]))
