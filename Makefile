@@ -28,9 +28,9 @@ FAULTED   := ./internal/fault ./internal/faultsuite
 .DEFAULT_GOAL := help
 PY        := $(CURDIR)/.deps/venv/bin
 
-.PHONY: deps build wheel demo test pytest pylint soak race fuzz conform bench lint vllm-test generate clean help
+.PHONY: deps build wheel demo test pytest pylint native-test native-abi soak race fuzz conform bench lint vllm-test generate clean help
 
-deps: ## fetch the demo model (93 MB), a Valkey server (2 MB) and Python packages (45 MB) of tests, all pinned by hash, and the Go modules
+deps: ## fetch the demo model (93 MB), a Valkey server (2 MB), NIXL (69 MB) and Python packages (62 MB) of tests, all pinned by hash, and the Go modules
 	@$(PYTHON) scripts/deps.py
 	@$(GO) mod download
 
@@ -59,6 +59,12 @@ pytest: pylint ## the tests of python/, without vLLM; needs make deps build
 
 pylint: ## ruff and mypy on python/; needs make deps
 	cd python && $(PY)/ruff check . && $(PY)/ruff format --check . && $(PY)/mypy
+
+native-test: deps ## the tests of native/, none skipped for want of a library
+	KVPORT_NATIVE_TEST=1 $(GO) test -count 1 -timeout 10m ./native/...
+
+native-abi: ## compile-time checks of native/ against the vendors' headers; needs gcc and cargo, which fetches one
+	@$(PYTHON) scripts/abi.py
 
 soak: deps build ## the acceptance tests with their full counts, printed
 	@test -n "$(SOAKERS)" || { echo "soak: no test reads KVPORT_SOAK" >&2; exit 1; }
@@ -98,4 +104,4 @@ clean: ## remove what build and demo wrote; the model in .deps/model stays
 	rm -f .deps/*.json
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))

