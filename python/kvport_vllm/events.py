@@ -1,60 +1,157 @@
-"""KV events: what the connector stores, published as vLLM publishes its own cache."""
+"""KV events: what the connector has, published as vLLM publishes its own cache.
+
+A block is described when it is offered. It is published when the connector says that it has it or,
+where the connector says nothing of its blocks, when its save is over; and taken back when the connector
+has it no longer, or nobody can know any more whether it has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .tracking import Completion
+
+STORED, REMOVED, CLEARED = 1, 2, 3  # kinds of BlockEvent
+KEY = 32
+# Less than the agent and the plugins remember, so that none of them forgets a block that is published.
+_MOST = 1 << 16
+# What vLLM calls the places that plugins name.
+_MEDIA = {"memory": "CPU", "disk": "STORAGE", "remote": "STORAGE"}
+_MEDIUM = "kvport"  # of a connector that does not say
+
+
+@dataclass(slots=True)
+class _Block:
+    name: Any  # vLLM's hash, as it is published
+    parent: Any
+    tokens: array[int]
+    adapter: tuple[Any, Any]  # id and name
+    media: set[str] = field(default_factory=set)  # where it was published
 
 
 class Events:
     """Events that wait to be taken. Blocks are named by vLLM's own hashes, as its other events are."""
 
-    def __init__(self, block_tokens: int, api: EventApi | None, medium: str = "kvport") -> None:
-        """Take vLLM's event types, or None where events are switched off."""
+    def __init__(self, block_tokens: int, api: EventApi | None, most: int = _MOST) -> None:
+        """Take vLLM's event types, or None where events are switched off, and how many blocks to know."""
         self._block_tokens = block_tokens
         self._api = api
-        self._medium = medium
+        self._most = most
+        self._known: OrderedDict[bytes, _Block] = OrderedDict()  # by key; what was offered last is last
+        self._told = False  # the connector tells of its blocks
         self._list: list[Any] = []
 
-    def stored(self, done: Completion, failed: set[int]) -> None:
-        """Publish the blocks of a save that is over, less those that were not stored."""
-        if self._api is None or not done.ids:
-            return
-        request = done.tracked.request
-        run: list[int] = []
-        for i, block in enumerate(done.ids[0], done.first):
-            if block in failed:
-                self._publish(request, run)
-                run = []
-            else:
-                run.append(i)
-        self._publish(request, run)
+    @property
+    def wanted(self) -> bool:
+        """Say whether anybody reads events."""
+        return self._api is not None
 
-    def _publish(self, request: Any, run: list[int]) -> None:
-        if not run or self._api is None:
+    # -- what is saved
+
+    def offered(self, done: Completion) -> None:
+        """Keep what an event needs of blocks that go out to be saved: the request may be over by then."""
+        if self._api is None or done.tracked.keys is None:
             return
-        size = self._block_tokens
+        request, size = done.tracked.request, self._block_tokens
         hashes = request.block_hashes
-        parent = self._api.external(hashes[run[0] - 1]) if run[0] else None
         adapter = getattr(request, "lora_request", None)
-        self._list.append(
-            self._api.stored(
-                block_hashes=[self._api.external(hashes[i]) for i in run],
-                parent_block_hash=parent,
-                token_ids=list(request.all_token_ids[run[0] * size : (run[-1] + 1) * size]),
-                block_size=size,
-                lora_id=getattr(adapter, "adapter_id", None),
-                medium=self._medium,
-                lora_name=getattr(adapter, "lora_name", None),
-            )
-        )
+        names = (getattr(adapter, "adapter_id", None), getattr(adapter, "lora_name", None))
+        for i in range(done.first, done.end):
+            key = done.tracked.keys.one(hashes, i)
+            if key in self._known:
+                self._known.move_to_end(key)
+                continue
+            parent = self._api.external(hashes[i - 1]) if i else None
+            tokens = array("q", request.all_token_ids[i * size : (i + 1) * size])
+            self._known[key] = _Block(self._api.external(hashes[i]), parent, tokens, names)
+        while len(self._known) > self._most:
+            _, block = self._known.popitem(last=False)
+            self._remove([block], block.media)
 
-    def cleared(self) -> None:
-        """Publish that everything is gone."""
-        if self._api is not None:
-            self._list.append(self._api.cleared())
+    def saved(self, done: Completion, failed: set[int]) -> None:
+        """Publish the blocks of a save that is over, of a connector that tells nothing itself."""
+        if self._api is None or self._told or not done.ids or done.tracked.keys is None:
+            return
+        hashes = done.tracked.request.block_hashes
+        keys = [done.tracked.keys.one(hashes, i) for i, block in enumerate(done.ids[0], done.first) if block not in failed]
+        self._store(keys, _MEDIUM)
+
+    # -- what the connector says
+
+    def report(self, blocks: Any) -> None:
+        """Take an AgentBlocks."""
+        if self._api is None:
+            return
+        if blocks.gap:
+            self._told = True
+            self.lost()
+        for event in blocks.events:
+            medium = _MEDIA.get(event.medium, event.medium or _MEDIUM)
+            keys = [bytes(event.keys[at : at + KEY]) for at in range(0, len(event.keys), KEY)]
+            if event.kind == STORED:
+                self._store(keys, medium)
+            elif event.kind == REMOVED:
+                self._remove([b for k in keys if (b := self._known.get(k)) is not None], {medium})
+            elif event.kind == CLEARED:
+                self.lost()
+
+    def lost(self) -> None:
+        """Take everything back: the connector is empty, or nobody knows what it has."""
+        by_medium: dict[str, list[_Block]] = {}
+        for block in self._known.values():
+            for medium in block.media:
+                by_medium.setdefault(medium, []).append(block)
+        for medium, blocks in by_medium.items():
+            self._remove(blocks, {medium})
+
+    def agent_lost(self) -> None:
+        """Take everything back, until the next agent's connector tells."""
+        self.lost()
+        self._told = False
+
+    # -- vLLM's events
+
+    def _store(self, keys: Sequence[bytes], medium: str) -> None:
+        for run in self._runs(keys, medium):
+            assert self._api is not None
+            self._list.append(
+                self._api.stored(
+                    block_hashes=[b.name for b in run],
+                    parent_block_hash=run[0].parent,
+                    token_ids=[t for b in run for t in b.tokens],
+                    block_size=self._block_tokens,
+                    lora_id=run[0].adapter[0],
+                    medium=medium,
+                    lora_name=run[0].adapter[1],
+                )
+            )
+
+    def _runs(self, keys: Sequence[bytes], medium: str) -> Iterator[list[_Block]]:
+        """Part blocks that are known and were not published yet into runs, each block the parent of the next."""
+        run: list[_Block] = []
+        for key in keys:
+            block = self._known.get(key)
+            if block is None or medium in block.media:
+                continue
+            block.media.add(medium)
+            if run and (block.parent != run[-1].name or block.adapter != run[-1].adapter):
+                yield run
+                run = []
+            run.append(block)
+        if run:
+            yield run
+
+    def _remove(self, blocks: Sequence[_Block], media: set[str]) -> None:
+        for medium in sorted(media):
+            gone = [b for b in blocks if medium in b.media]
+            for b in gone:
+                b.media.discard(medium)
+            if gone and self._api is not None:
+                self._list.append(self._api.removed(block_hashes=[b.name for b in gone], medium=medium))
 
     def take(self) -> list[Any]:
         """Give the events since the last call."""
@@ -65,10 +162,10 @@ class Events:
 class EventApi:
     """vLLM's event types."""
 
-    def __init__(self, stored: Callable[..., Any], cleared: Callable[[], Any], external: Callable[[bytes], Any]) -> None:
-        """Take the makers of BlockStored and AllBlocksCleared, and the public form of a hash."""
+    def __init__(self, stored: Callable[..., Any], removed: Callable[..., Any], external: Callable[[bytes], Any]) -> None:
+        """Take the makers of BlockStored and BlockRemoved, and the public form of a hash."""
         self.stored = stored
-        self.cleared = cleared
+        self.removed = removed
         self.external = external
 
 
@@ -77,7 +174,7 @@ def event_api(vllm_config: Any) -> EventApi | None:
     config = getattr(vllm_config, "kv_events_config", None)
     if config is None or not getattr(config, "enable_kv_cache_events", False):
         return None
-    from vllm.distributed.kv_events import AllBlocksCleared, BlockStored  # type: ignore[import-not-found,unused-ignore]
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored  # type: ignore[import-not-found,unused-ignore]
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash  # type: ignore[import-not-found,unused-ignore]
 
-    return EventApi(BlockStored, AllBlocksCleared, maybe_convert_block_hash)
+    return EventApi(BlockStored, BlockRemoved, maybe_convert_block_hash)

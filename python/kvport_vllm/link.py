@@ -182,6 +182,8 @@ class Link:
         kind = answer.WhichOneof("result")
         if kind == "event":
             self._inbox.append(answer.event)
+        elif kind == "blocks":
+            self._inbox.append(answer.blocks)
         elif kind == "plugin":
             self._take_plugin(answer.plugin)
         elif kind == "state":

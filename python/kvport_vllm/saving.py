@@ -137,6 +137,7 @@ class Saving:
         self._number += 1
         self._pins.move(key, ("save", self._number), set(self._real(ids)))
         self._unsent.append((self._number, offered))
+        self._events.offered(offered)
         self._delayed.began(tracked.id)
         tracked.have = valid
         return True
@@ -183,7 +184,7 @@ class Saving:
             del self._sent[event.step, event.request]
         self._pins.drop(("save", number))
         self._delayed.ended(event.request)
-        self._events.stored(done, set(event.failed))
+        self._events.saved(done, set(event.failed))
 
     # -- held for a consumer
 

@@ -316,7 +316,7 @@ class SchedulerSide:
     def _take(self, event: Any) -> None:
         kind = getattr(event, "kind", None)
         if kind is None:
-            self.counters.take_state(event)
+            self._take_news(event)
         elif kind == SAVED:
             self.saving.saved(event)
         elif (kind == FINISHED and not event.held) or kind == RELEASED:
@@ -325,11 +325,18 @@ class SchedulerSide:
             self.requests[event.request].ask_again = 0.0
             self.requests[event.request].memo = None
 
+    def _take_news(self, news: Any) -> None:
+        if news.DESCRIPTOR.name == "AgentBlocks":
+            self.events.report(news)
+        else:
+            self.counters.take_state(news)
+
     def _forget(self) -> None:
         """Let go of everything that the dead agent had: nothing of it can touch a block any more."""
         self.saving.forget()
         self.delayed.end_all()
         self.counters.agent_lost()
+        self.events.agent_lost()
         self._step, self._dirty = self._without_history(), bool(self._new_loads)
         for tracked in self.requests.values():
             tracked.memo, tracked.later_since, tracked.have, tracked.told = None, 0.0, 0, 0
@@ -361,7 +368,7 @@ class SchedulerSide:
         answer = self.link.call(_RESET_WAIT, reset=message("ResetRequest")())
         emptied = answer is not None and answer.WhichOneof("result") == "reset" and bool(answer.reset.emptied)
         if emptied:
-            self.events.cleared()
+            self.events.lost()
         return emptied
 
     def close(self) -> None:

@@ -129,6 +129,7 @@ class Parts:
         attach.shape, attach.shape_text = fingerprint.digest(["kvport/vllm-shape/1", text]), text
         attach.layout.CopyFrom(layout_.to_message(f"vllm/{name}", self.groups, shared.segments, blocks))
         attach.region = shared.memfd.size
+        attach.events = event_api(self._vllm) is not None
         return attach
 
     def _layout_name(self) -> str:

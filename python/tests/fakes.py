@@ -55,7 +55,7 @@ ParallelConfig = stub("ParallelConfig")
 CacheConfig = stub("CacheConfig")
 KVTransferConfig = stub("KVTransferConfig")
 BlockStored = stub("BlockStored")
-AllBlocksCleared = stub("AllBlocksCleared")
+BlockRemoved = stub("BlockRemoved")
 LoRARequest = stub("LoRARequest")
 RequestStatus = enum.Enum("RequestStatus", API["RequestStatus"]["fields"])
 
@@ -173,7 +173,7 @@ def install():
         KVConnectorStats=KVConnectorStats,
         KVConnectorPromMetrics=KVConnectorPromMetrics,
     )
-    module("vllm.distributed.kv_events", BlockStored=BlockStored, AllBlocksCleared=AllBlocksCleared)
+    module("vllm.distributed.kv_events", BlockStored=BlockStored, BlockRemoved=BlockRemoved)
     module("vllm.v1.core.kv_cache_utils", maybe_convert_block_hash=lambda h: h)
     module("prometheus_client", Counter=empty("Counter"), Gauge=empty("Gauge"))
 

@@ -26,7 +26,7 @@ CLASSES = [
     ("vllm.distributed.kv_transfer.kv_connector.v1.metrics", "KVConnectorStats"),
     ("vllm.distributed.kv_transfer.kv_connector.v1.metrics", "KVConnectorPromMetrics"),
     ("vllm.distributed.kv_events", "BlockStored"),
-    ("vllm.distributed.kv_events", "AllBlocksCleared"),
+    ("vllm.distributed.kv_events", "BlockRemoved"),
     ("vllm.v1.request", "Request"),
     ("vllm.v1.request", "RequestStatus"),
     ("vllm.v1.outputs", "KVConnectorOutput"),

@@ -114,6 +114,46 @@ def test_stored_blocks_come_back_in_another_engine(here):
     second.close()
 
 
+def test_events_say_what_the_connector_has(here):
+    room = 6 * LAYERS * 4096  # of files: fewer blocks than are stored
+    extra = {"shared_storage_path": str(here / "store"), "max_bytes": room}
+    engine = Engine(here / "store", kv_connector_extra_config=extra)
+    index, seen = set(), {"stored": 0, "removed": 0}
+
+    def told():
+        engine.scheduler.has_pending_push_work()  # reads what the agent has said
+        for e in engine.scheduler.take_events():
+            assert e.medium == "STORAGE"
+            if isinstance(e, fakes.BlockRemoved):
+                assert index >= set(e.block_hashes)
+                index.difference_update(e.block_hashes)
+                seen["removed"] += len(e.block_hashes)
+            else:
+                assert not index & set(e.block_hashes)
+                index.update(e.block_hashes)
+                seen["stored"] += len(e.block_hashes)
+        return seen
+
+    for i in range(8):
+        r = request(f"r{i}", keys(4, tag=i), 4 * BLOCK_TOKENS + 1)
+        engine.scheduler.update_connector_output(compute(engine, r, [1, 2, 3, 4]))
+        idle(engine)
+        finish(engine, r)
+        idle(engine)
+        until(lambda n=seen["stored"]: told()["stored"] > n, "no BlockStored")
+    until(lambda: told()["removed"] > 0, "no BlockRemoved although there is no room")
+    assert index and index <= {k for i in range(8) for k in keys(4, tag=i)}
+    assert engine.scheduler.reset_cache() is True
+    told()
+    assert index == set()
+    stored(engine, id_="after")
+    until(lambda: told() and index == set(keys(4)), "no BlockStored after a reset")
+    os.kill(engine.worker.worker.link._fence.pids[0], signal.SIGKILL)
+    until(lambda: told() and index == set(), "what a dead agent's connector had is still published")
+    assert engine.faults() == {}
+    engine.close()
+
+
 def test_ticket_reaches_the_consumer(here):
     producer = Engine(here / "store", engine="p", role="kv_producer")
     r = request("p1", keys(3), 3 * BLOCK_TOKENS + 1, kv_transfer_params={"do_remote_decode": True})
