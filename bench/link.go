@@ -95,7 +95,7 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 	if l.process, err = host.Launch(ctx, o.binary, options); err != nil {
 		return nil, err
 	}
-	if env.Arena, err = l.fit(ctx, raw); err != nil {
+	if env.Arena, err = l.fit(ctx, raw, &layout); err != nil {
 		return nil, err
 	}
 	if l.scheduler, err = l.process.OpenScheduler(ctx, env, raw); err != nil {
@@ -106,15 +106,15 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 }
 
 // fit gives the connector the arena that it asks for, if it is to have one.
-func (l *link) fit(ctx context.Context, config json.RawMessage) ([]byte, error) {
+func (l *link) fit(ctx context.Context, config json.RawMessage, layout *connector.Layout) ([]byte, error) {
 	if l.arena == nil {
 		return nil, nil
 	}
 	info, err := l.process.Describe(ctx, config)
-	if err != nil || info.ArenaBytes == 0 {
+	if err != nil || info.ArenaSize(layout, 1) == 0 {
 		return nil, err
 	}
-	if err := l.arena.Fit(info.ArenaBytes); err != nil {
+	if err := l.arena.Fit(info.ArenaSize(layout, 1)); err != nil {
 		return nil, err
 	}
 	return l.arena.Bytes(), nil

@@ -75,18 +75,21 @@ func (r *rig) tierConfig(f tierFields) json.RawMessage {
 	return b
 }
 
-// tiers opens an engine whose connector has this config, and no arena.
+// tiers opens an engine whose connector has this config.
 func (r *rig) tiers(f tierFields) *engine {
 	r.Helper()
-	e := r.closed(setup{})
-	e.tiered(f)
+	e := r.tiered(f)
+	e.openAll()
 	return e
 }
 
-func (e *engine) tiered(f tierFields) {
-	e.Helper()
-	e.config, e.env.Arena = e.tierConfig(f), nil
-	e.openAll()
+// tiered is an engine whose connector has this config, and whose sides are not open yet.
+func (r *rig) tiered(f tierFields) *engine {
+	r.Helper()
+	config := r.tierConfig(f)
+	e := r.closed(setup{config: config})
+	e.config = config
+	return e
 }
 
 // saveEach saves n prompts of one block, one at a time, and gives their keys.

@@ -114,9 +114,9 @@ func offloadRestart(r *rig) {
 	e.closeAll()
 	r.must(e.inst.Close(), "end the connector")
 
-	next := r.closed(setup{})
+	next := r.tiered(f)
 	next.env.Model, next.env.Shape = e.env.Model, e.env.Shape
-	next.tiered(f)
+	next.openAll()
 	next.within("all blocks are offered to the next life", func() bool { return next.offered(keys) == len(keys) })
 	for _, k := range keys {
 		if !next.loadsRight(k) {
@@ -245,9 +245,9 @@ func offloadReset(r *rig) {
 	r.equal(2, e.offered(more), "blocks offered that were saved after a reset")
 	e.closeAll()
 	r.must(e.inst.Close(), "end the connector")
-	next := r.closed(setup{})
+	next := r.tiered(f)
 	next.env.Model, next.env.Shape = e.env.Model, e.env.Shape
-	next.tiered(f)
+	next.openAll()
 	r.equal(0, next.offered(keys), "blocks offered to the next life after a reset")
 }
 
@@ -299,9 +299,9 @@ func offloadCut(r *rig) {
 	r.must(e.inst.Close(), "end the connector")
 	r.must(edit(r.tierFiles(), func(data []byte) []byte { return data[:len(data)*3/4-7] }), "cut the files")
 
-	next := r.closed(setup{})
+	next := r.tiered(f)
 	next.env.Model, next.env.Shape = e.env.Model, e.env.Shape
-	next.tiered(f)
+	next.openAll()
 	for _, k := range keys {
 		next.loadsRight(k)
 	}
@@ -315,9 +315,7 @@ func offloadPieces(r *rig) {
 	r.equal(4, e.match(keys...), "blocks offered of five, in pieces of two")
 	r.equal(2, e.match(keys[:3]...), "blocks offered of three, in pieces of two")
 	e.whole(keys[:4], 8)
-	inst := r.start(1, 4096)
-	env := e.env
-	env.Arena = nil
-	s, err := inst.Scheduler(r.Context(), env, r.tierConfig(tierFields{Blocks: smallTier, Piece: blockTokens + 1}))
+	odd := r.tiered(tierFields{Blocks: smallTier, Piece: blockTokens + 1})
+	s, err := odd.inst.Scheduler(r.Context(), odd.env, odd.config)
 	e.refuses("a block_size that is no multiple of the engine's", "scheduler", s, err)
 }

@@ -33,8 +33,9 @@ type Instance struct {
 	// Worker opens the worker side of rank env.Rank, whose cache is Memory[env.Rank].
 	Worker func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error)
 	Memory [][]byte // the cache of each rank
-	// Arena is what Describe asked for with the harness's config, to be opened with as Env.Arena;
-	// nil: none.
+	// Fit gives Arena the size that Describe asks for, before a side opens; once in an engine's life.
+	Fit func(size int64) error
+	// Arena is to be opened with as Env.Arena; nil: none.
 	Arena []byte
 	// Again starts the connector anew for the same engine life: same Memory, same content of the
 	// arena. All sides of this Instance are closed, or its process is dead; its Memory and Arena
@@ -178,22 +179,22 @@ func manifestOf(p *connector.Plugin) *host.Manifest {
 }
 
 // Start implements Harness.
-func (h *inProcess) Start(ctx context.Context, ranks int, size int64) (*Instance, error) {
+func (h *inProcess) Start(_ context.Context, ranks int, size int64) (*Instance, error) {
 	memory := make([][]byte, ranks)
 	for r := range memory {
 		memory[r] = make([]byte, size)
 	}
-	i := h.instance(memory)
-	if n := arenaBytes(ctx, i, h.config); n > 0 {
-		i.Arena = make([]byte, n)
-	}
-	return i, nil
+	return h.instance(memory), nil
 }
 
 func (h *inProcess) instance(memory [][]byte) *Instance {
 	i := &Instance{
 		Describe: h.plugin.Describe, Scheduler: h.plugin.Scheduler, Worker: h.plugin.Worker, Memory: memory,
 		Close: func() error { return nil },
+	}
+	i.Fit = func(size int64) error {
+		i.Arena = make([]byte, size)
+		return nil
 	}
 	i.Again = func(context.Context) (*Instance, error) {
 		again := h.instance(memory)
@@ -204,14 +205,4 @@ func (h *inProcess) instance(memory [][]byte) *Instance {
 		return again, nil
 	}
 	return i
-}
-
-// arenaBytes is how large an arena the connector asks for; 0 if it refuses the config, as its sides
-// will.
-func arenaBytes(ctx context.Context, i *Instance, config json.RawMessage) int64 {
-	info, err := i.Describe(ctx, config)
-	if err != nil {
-		return 0
-	}
-	return info.ArenaBytes
 }

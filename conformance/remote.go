@@ -74,31 +74,22 @@ func newEngineMemory(ranks int, size int64) (*engineMemory, error) {
 	return &engineMemory{made, views, arena}, nil
 }
 
-// fit gives the connector the arena that it asks for.
-func (m *engineMemory) fit(ctx context.Context, i *Instance, config json.RawMessage) error {
-	if n := arenaBytes(ctx, i, config); n > 0 && m.arena.Size() == 0 {
-		if err := m.arena.Fit(n); err != nil {
-			return err
-		}
-	}
-	i.Arena = m.arena.Bytes()
-	return nil
-}
-
 func (m *engineMemory) close() error {
 	return errors.Join(closeRegions(m.regions), m.arena.Close())
 }
 
 // owned makes the instance of an engine's first plugin, which gives the memory back.
-func (m *engineMemory) owned(ctx context.Context, config json.RawMessage, start func(context.Context) (*Instance, error)) (*Instance, error) {
+func (m *engineMemory) owned(ctx context.Context, start func(context.Context) (*Instance, error)) (*Instance, error) {
 	i, err := start(ctx)
 	if err != nil {
 		return nil, errors.Join(err, m.close())
 	}
 	end := i.Close
 	i.Close = func() error { return errors.Join(end(), m.close()) }
-	if err := m.fit(ctx, i, config); err != nil {
-		return nil, errors.Join(err, i.Close())
+	i.Fit = func(size int64) error {
+		err := m.arena.Fit(size)
+		i.Arena = m.arena.Bytes()
+		return err
 	}
 	i.Again = func(ctx context.Context) (*Instance, error) {
 		again, err := start(ctx)
@@ -116,7 +107,7 @@ func (h *loopback) Start(ctx context.Context, ranks int, size int64) (*Instance,
 	if err != nil {
 		return nil, err
 	}
-	return m.owned(ctx, h.config, func(context.Context) (*Instance, error) { return h.instance(m) })
+	return m.owned(ctx, func(context.Context) (*Instance, error) { return h.instance(m) })
 }
 
 func (h *loopback) instance(m *engineMemory) (*Instance, error) {
@@ -185,7 +176,7 @@ func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, 
 	if err != nil {
 		return nil, err
 	}
-	return m.owned(ctx, h.config, func(ctx context.Context) (*Instance, error) { return h.instance(ctx, m, manifest) })
+	return m.owned(ctx, func(ctx context.Context) (*Instance, error) { return h.instance(ctx, m, manifest) })
 }
 
 func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.Manifest) (*Instance, error) {

@@ -129,6 +129,7 @@ type setup struct {
 	shape  string // other: another byte layout
 	model  string
 	layout *connector.Layout
+	config json.RawMessage // for Describe; nil: the harness's
 }
 
 // engine opens an engine in an instance of its own.
@@ -151,12 +152,15 @@ func (r *rig) closed(s setup) *engine {
 	}
 	world := max(1, s.world)
 	e := &engine{rig: r, inst: r.start(world, end(&layout))}
+	if s.config == nil {
+		s.config = r.config
+	}
 	r.epoch++
 	e.env = connector.Env{
 		Engine: fmt.Sprintf("conformance-%d", r.epoch), Epoch: r.epoch, Role: connector.RoleBoth, World: world,
 		Model: connector.NewFingerprint("conformance model", r.settings.salt, s.model),
 		Shape: connector.NewFingerprint("conformance shape", r.settings.salt, s.shape, fmt.Sprint(world)),
-		Log:   r.settings.log, Layout: layout, Arena: e.inst.Arena,
+		Log:   r.settings.log, Layout: layout, Arena: r.arena(e.inst, s.config, &layout, world),
 	}
 	for rank, mem := range e.inst.Memory {
 		for i := range mem {

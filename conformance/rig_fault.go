@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -339,4 +340,14 @@ func (e *engine) endWithCase() {
 		}
 		return errors.Join(errs...)
 	})
+}
+
+// arena is what the connector asks for with a config; nil if it refuses that, as its sides will.
+func (r *rig) arena(i *Instance, config json.RawMessage, layout *connector.Layout, world int) []byte {
+	r.Helper()
+	info, err := i.Describe(r.Context(), config)
+	if size := info.ArenaSize(layout, world); err == nil && size > 0 {
+		r.must(i.Fit(size), "arena of %d bytes", size)
+	}
+	return i.Arena
 }

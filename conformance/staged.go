@@ -44,6 +44,11 @@ func stage(inner *Instance, memory [][]byte) *Instance {
 	i.Worker = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error) {
 		return openStaged(ctx, inner, env, config)
 	}
+	i.Fit = func(size int64) error {
+		err := inner.Fit(size)
+		i.Arena = inner.Arena
+		return err
+	}
 	i.Again = func(ctx context.Context) (*Instance, error) {
 		again, err := inner.Again(ctx)
 		if err != nil {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"math/bits"
 )
 
 // Role is the part an engine plays: kv_role of the transfer config.
@@ -91,6 +92,29 @@ func (e *Env) Validate() error {
 	return e.Layout.Validate(sizes)
 }
 
+// ArenaBlockHead is what each of Info.ArenaBlocks has besides the bytes of a block, in bytes.
+const ArenaBlockHead = 256
+
+// ArenaSize is the size of the arena for an engine with that cache and so many ranks, in bytes:
+// ArenaBytes, and for each of ArenaBlocks and each rank the bytes of the largest group's block and
+// ArenaBlockHead. What is more than an int64 holds is math.MaxInt64.
+func (i *Info) ArenaSize(l *Layout, world int) int64 {
+	if i.ArenaBlocks <= 0 {
+		return i.ArenaBytes
+	}
+	block := int64(0)
+	for g := range l.Groups {
+		block = max(block, l.BlockBytes(uint16(g)))
+	}
+	overflow, size := bits.Mul64(uint64(i.ArenaBlocks), uint64(block+ArenaBlockHead))
+	more, size := bits.Mul64(size, uint64(max(1, world)))
+	size += uint64(i.ArenaBytes)
+	if overflow != 0 || more != 0 || size > math.MaxInt64 {
+		return math.MaxInt64
+	}
+	return int64(size)
+}
+
 // CheckArena reports that a side was not given the arena that Info.ArenaBytes asked for. The error
 // wraps ErrIncompatible (rule ARENA-01).
 func (e *Env) CheckArena(want int64) error {
@@ -134,6 +158,9 @@ type Info struct {
 	// ArenaBytes is how much memory the connector wants to have as Env.Arena, 0: none. The host
 	// allocates it once for each life of the engine and refuses what the machine does not have.
 	ArenaBytes int64
+	// ArenaBlocks asks for room for so many blocks besides, for connectors whose config counts blocks:
+	// they do not know the engine's when they are described. ArenaSize says how much that is.
+	ArenaBlocks int64
 	// Stats are what a StatsSource counts, at most MaxStats. Validate says what names are fit.
 	Stats []StatInfo
 }

@@ -40,7 +40,7 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 			return nil, err
 		}
 		return openPeerStore(ctx, env, peers)
-	}, arena: func(json.RawMessage) (int64, error) { return 0, nil }}
+	}, arena: func(json.RawMessage, *connector.Env) (int64, error) { return 0, nil }}
 	return connector.Plugin{
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
 		Capabilities: connector.CanHold,

@@ -41,13 +41,17 @@ type Definition struct {
 // A config with a method ArenaBytes() int64 asks the host for that much memory, which open gets as
 // Env.Arena: the same bytes for every life of the plugin in one life of the engine, never to be
 // trusted unverified (rules ARENA-01 to ARENA-04). It may be used until the Store's Close returns.
+// With a method ArenaBlocks() int64 it has room for so many of the engine's blocks on each rank
+// besides, see connector.Info.
 func FromStore[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (connector.Store, error)) connector.Plugin {
 	if d.Reset {
 		d.Capabilities |= connector.CanReset
 	}
-	stores := &stores{definition: d, arena: func(raw json.RawMessage) (int64, error) {
+	stores := &stores{definition: d, arena: func(raw json.RawMessage, env *connector.Env) (int64, error) {
 		config, err := DecodeConfig[C](raw)
-		return arenaBytes(&config), err
+		info := connector.Info{}
+		info.ArenaBytes, info.ArenaBlocks = arena(&config)
+		return info.ArenaSize(&env.Layout, env.World), err
 	}, open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
 		config, err := DecodeConfig[C](raw)
 		if err != nil {
@@ -64,7 +68,7 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 			if err != nil {
 				return info, err
 			}
-			info.ArenaBytes = arenaBytes(&config)
+			info.ArenaBytes, info.ArenaBlocks = arena(&config)
 			if scoped, ok := any(config).(interface{ Scope() connector.Scope }); ok {
 				info.Scope = scoped.Scope()
 			}
@@ -87,12 +91,15 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 	}
 }
 
-// arenaBytes is the arena that a config asks for.
-func arenaBytes(config any) int64 {
+// arena is what a config asks for: connector.Info's ArenaBytes and ArenaBlocks.
+func arena(config any) (size, blocks int64) {
 	if c, ok := config.(interface{ ArenaBytes() int64 }); ok {
-		return c.ArenaBytes()
+		size = c.ArenaBytes()
 	}
-	return 0
+	if c, ok := config.(interface{ ArenaBlocks() int64 }); ok {
+		blocks = c.ArenaBlocks()
+	}
+	return size, blocks
 }
 
 // storeSide is what both sides have in common.
@@ -111,11 +118,11 @@ func (s *stores) side(ctx context.Context, env connector.Env, raw json.RawMessag
 	if err := s.fits(env.Layout.Groups); err != nil {
 		return storeSide{}, err
 	}
-	arena, err := s.arena(raw)
+	size, err := s.arena(raw, &env)
 	if err != nil {
 		return storeSide{}, err
 	}
-	if err := env.CheckArena(arena); err != nil {
+	if err := env.CheckArena(size); err != nil {
 		return storeSide{}, err
 	}
 	if env.Log == nil {

@@ -16,7 +16,7 @@ import (
 type stores struct {
 	open       func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error)
 	definition Definition
-	arena      func(raw json.RawMessage) (int64, error) // the size that a config asks for
+	arena      func(raw json.RawMessage, env *connector.Env) (int64, error) // the size that a config asks for
 
 	mu    sync.Mutex
 	byKey map[storeID]*sharedStore

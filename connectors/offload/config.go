@@ -22,7 +22,7 @@ const DefaultBytes = 1 << 30
 type Config struct {
 	BlockSize      int    `json:"block_size,omitempty" jsonschema:"minimum=0,default=0,description=Tokens of an offered piece: hits come in whole pieces. A multiple of the engine's block size; 0: that size."`
 	CPUBytes       int64  `json:"cpu_bytes_to_use,omitempty" jsonschema:"minimum=0,description=Size of the memory tier in bytes. 0: num_cpu_blocks decides or else 1 GiB."`
-	CPUBlocks      int    `json:"num_cpu_blocks,omitempty" jsonschema:"minimum=0,description=Size of the memory tier in blocks of the engine. Not together with cpu_bytes_to_use."`
+	CPUBlocks      int    `json:"num_cpu_blocks,omitempty" jsonschema:"minimum=0,maximum=268435456,description=Size of the memory tier in blocks of the engine. Not together with cpu_bytes_to_use."`
 	Policy         string `json:"eviction_policy,omitempty" jsonschema:"enum=lru,enum=arc,enum=s3fifo,enum=LRU,enum=S3FIFO,default=lru,description=Which block goes when a tier is full."`
 	StoreThreshold int    `json:"store_threshold,omitempty" jsonschema:"minimum=0,maximum=255,default=0,description=How often a block is offered before it is stored. 0: at once."`
 	Tracker        int    `json:"max_tracker_size,omitempty" jsonschema:"minimum=1,default=64000,description=Keys that store_threshold tells apart."`
@@ -81,9 +81,6 @@ func (c *Config) warn(log *slog.Logger) {
 			log.Warn("a field of vLLM's connector has no effect here", "field", f.name)
 		}
 	}
-	if c.CPUBlocks > 0 {
-		log.Warn("num_cpu_blocks: the memory tier is lost with the plugin's process; cpu_bytes_to_use keeps it")
-	}
 }
 
 // policy is the name that the library has for the policy.
@@ -116,17 +113,19 @@ func (c *Config) piece(groups []connector.Group) (int, error) {
 	return n, nil
 }
 
-// ArenaBytes is how much memory the host is asked for. With num_cpu_blocks it is not known before there
-// is a cache: the memory is then the process's own and goes with it.
+// ArenaBytes is how much memory the host is asked for, besides ArenaBlocks.
 func (c *Config) ArenaBytes() int64 {
 	switch {
 	case c.CPUBlocks > 0:
-		return 0
+		return tier.ArenaHead
 	case c.CPUBytes > 0:
 		return c.CPUBytes
 	}
 	return DefaultBytes
 }
+
+// ArenaBlocks is for how many blocks of the engine the host is asked to keep memory on each rank.
+func (c *Config) ArenaBlocks() int64 { return int64(c.CPUBlocks) }
 
 // options are those of the tiers for one engine.
 func (c *Config) options(env *connector.Env) tier.Options {
@@ -139,6 +138,14 @@ func (c *Config) options(env *connector.Env) tier.Options {
 		SlotBytes: largest, SameSize: slices.Min(sizes) == largest, Policy: c.policy(),
 		StoreThreshold: c.StoreThreshold, Tracked: c.Tracker, TTL: time.Duration(c.TTL) * time.Second, TenantBytes: c.TenantBytes,
 		PinAfter: c.PinAfter, PinShare: float64(c.PinPercent) / 100, AdmitAfter: c.DiskAdmit, WriteBehind: c.DiskBehind,
-		Prefetch: c.DiskAhead, Workers: c.Workers, Log: env.Log, Memory: env.Arena, MemoryBytes: tier.ArenaBytes(c.CPUBlocks, largest),
+		Prefetch: c.DiskAhead, Workers: c.Workers, Log: env.Log, Memory: c.memory(env, largest),
 	}
+}
+
+// memory is what the memory tier lives in: the arena, or as much of it as num_cpu_blocks takes.
+func (c *Config) memory(env *connector.Env, largest int64) []byte {
+	if c.CPUBlocks == 0 {
+		return env.Arena
+	}
+	return env.Arena[:tier.ArenaBytes(c.CPUBlocks*env.World, largest)]
 }

@@ -90,6 +90,7 @@ func TestCallsRefuseAndNameField(t *testing.T) {
 		"plan.saves":                  second(PlanFromProto(&kvportv1.Plan{Saves: make([]*kvportv1.Transfer, 2*MaxQueries+1)})),
 		"consumed.holds":              second(ConsumedFromProto(&kvportv1.ConsumedResponse{Holds: make([]uint64, MaxBlocks+1)})),
 		"describe: name is empty":     second(InfoFromProto(&kvportv1.DescribeResponse{})),
+		"describe: arena_blocks":      second(InfoFromProto(InfoToProto(&connector.Info{Name: "x", Scope: 1, ArenaBlocks: -1}))),
 		"describe: arena_bytes":       second(InfoFromProto(InfoToProto(&connector.Info{Name: "x", Scope: 1, ArenaBytes: -1}))),
 		"stats has 65":                second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x", Scope: 1, Stats: make([]*kvportv1.StatInfo, 65)})),
 		"describe: stats[0]: kind":    second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x", Scope: 1, Stats: []*kvportv1.StatInfo{{Kind: 3}}})),

@@ -201,7 +201,7 @@ func InfoToProto(info *connector.Info) *kvportv1.DescribeResponse {
 	return &kvportv1.DescribeResponse{
 		Name: info.Name, Capabilities: CapabilitiesToProto(info.Capabilities), Layouts: info.Layouts,
 		Groups: info.Groups, Scope: kvportv1.Scope(info.Scope), Lossy: info.Lossy,
-		ArenaBytes: arenaToProto(info.ArenaBytes), Stats: each(info.Stats, statInfoToProto),
+		ArenaBytes: arenaToProto(info.ArenaBytes), ArenaBlocks: arenaToProto(info.ArenaBlocks), Stats: each(info.Stats, statInfoToProto),
 	}
 }
 
@@ -230,6 +230,9 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 	if m.GetArenaBytes() > MaxArena {
 		return connector.Info{}, malformed("describe: arena_bytes is %d, limit %d", m.GetArenaBytes(), int64(MaxArena))
 	}
+	if m.GetArenaBlocks() > MaxArena {
+		return connector.Info{}, malformed("describe: arena_blocks is %d, limit %d", m.GetArenaBlocks(), int64(MaxArena))
+	}
 	stats, err := statsFromProto(m.GetStats())
 	if err != nil {
 		return connector.Info{}, err
@@ -238,7 +241,7 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 	return connector.Info{
 		Name: m.GetName(), Capabilities: CapabilitiesFromProto(m.GetCapabilities()), Layouts: layouts,
 		Groups: m.GetGroups(), Scope: connector.Scope(m.GetScope()), Lossy: m.GetLossy(),
-		ArenaBytes: int64(m.GetArenaBytes()), Stats: stats,
+		ArenaBytes: int64(m.GetArenaBytes()), ArenaBlocks: int64(m.GetArenaBlocks()), Stats: stats,
 	}, err
 }
 

@@ -161,7 +161,7 @@ func TestAnswersRoundTrip(t *testing.T) {
 			Name: "x" + rapid.StringN(0, 20, 100).Draw(t, "name"), Capabilities: connector.Capability(rapid.Uint64Range(0, 31).Draw(t, "capabilities")),
 			Layouts: some(t, "layouts", rapid.StringN(0, 20, 100)), Groups: rapid.Bool().Draw(t, "groups"),
 			Scope: connector.Scope(rapid.IntRange(1, 3).Draw(t, "scope")), Lossy: rapid.Bool().Draw(t, "lossy"),
-			ArenaBytes: rapid.Int64Range(0, MaxArena).Draw(t, "arena"),
+			ArenaBytes: rapid.Int64Range(0, MaxArena).Draw(t, "arena"), ArenaBlocks: rapid.Int64Range(0, MaxArena).Draw(t, "arena blocks"),
 		}
 		for i := range rapid.IntRange(0, connector.MaxStats).Draw(t, "stats") {
 			info.Stats = append(info.Stats, connector.StatInfo{

@@ -111,7 +111,7 @@ func (r *Remote) UseArena(a *Arena) { r.arena = arenaRef{a, int(a.file.Fd())} }
 // fitArena gives the connector the arena that it asks for, once in the life of the host, if the
 // config and the machine permit it.
 func (s *source) fitArena() error {
-	want := s.info.ArenaBytes
+	want := s.info.ArenaSize(&s.eng.Layout, len(s.regions))
 	if want == 0 {
 		return nil
 	}

@@ -156,7 +156,7 @@ func (s *source) describeAgain(ctx context.Context, r *Remote) error {
 	}
 	was := &s.info
 	if now.Name == was.Name && slices.Equal(now.Layouts, was.Layouts) && now.Groups == was.Groups &&
-		now.Lossy == was.Lossy && now.Scope == was.Scope && now.ArenaBytes == was.ArenaBytes &&
+		now.Lossy == was.Lossy && now.Scope == was.Scope && now.ArenaBytes == was.ArenaBytes && now.ArenaBlocks == was.ArenaBlocks &&
 		slices.EqualFunc(now.Stats, was.Stats, sameStat) {
 		return nil
 	}

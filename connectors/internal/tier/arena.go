@@ -17,6 +17,9 @@ type arena struct {
 	generation uint64 // of the last write; under the memory's lock
 }
 
+// ArenaHead is how much an arena takes beyond its slots and 256 bytes for each, at most.
+const ArenaHead = 2 * superSize
+
 // ArenaBytes is the size of an arena with n slots of slotBytes.
 func ArenaBytes(n int, slotBytes int64) int64 { return need(n, slotBytes) }
 

@@ -627,6 +627,7 @@ type DescribeResponse struct {
 	Lossy         bool                   `protobuf:"varint,7,opt,name=lossy,proto3" json:"lossy,omitempty"`
 	ArenaBytes    uint64                 `protobuf:"varint,8,opt,name=arena_bytes,json=arenaBytes,proto3" json:"arena_bytes,omitempty"` // 0: no arena
 	Stats         []*StatInfo            `protobuf:"bytes,9,rep,name=stats,proto3" json:"stats,omitempty"`
+	ArenaBlocks   uint64                 `protobuf:"varint,10,opt,name=arena_blocks,json=arenaBlocks,proto3" json:"arena_blocks,omitempty"` // besides arena_bytes: room for blocks, see connector.Info
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -722,6 +723,13 @@ func (x *DescribeResponse) GetStats() []*StatInfo {
 		return x.Stats
 	}
 	return nil
+}
+
+func (x *DescribeResponse) GetArenaBlocks() uint64 {
+	if x != nil {
+		return x.ArenaBlocks
+	}
+	return 0
 }
 
 // StatInfo declares one number that a connector shows.
@@ -3207,7 +3215,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
 	"\x06blocks\x18\x03 \x03(\x05R\x06blocks\")\n" +
 	"\x0fDescribeRequest\x12\x16\n" +
-	"\x06config\x18\x01 \x01(\fR\x06config\"\xc5\x02\n" +
+	"\x06config\x18\x01 \x01(\fR\x06config\"\xe8\x02\n" +
 	"\x10DescribeResponse\x12&\n" +
 	"\x05error\x18\x01 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x129\n" +
@@ -3218,7 +3226,9 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05lossy\x18\a \x01(\bR\x05lossy\x12\x1f\n" +
 	"\varena_bytes\x18\b \x01(\x04R\n" +
 	"arenaBytes\x12)\n" +
-	"\x05stats\x18\t \x03(\v2\x13.kvport.v1.StatInfoR\x05stats\"s\n" +
+	"\x05stats\x18\t \x03(\v2\x13.kvport.v1.StatInfoR\x05stats\x12!\n" +
+	"\farena_blocks\x18\n" +
+	" \x01(\x04R\varenaBlocks\"s\n" +
 	"\bStatInfo\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04help\x18\x02 \x01(\tR\x04help\x12'\n" +
