@@ -22,6 +22,23 @@ func TestConformance(t *testing.T) {
 	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(`{}`)), conformance.Pipe, conformance.Store, conformance.MultiRank, conformance.Groups)
 }
 
+func TestConformanceOverSharedMemory(t *testing.T) {
+	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(`{"transport":"shm"}`)), conformance.Pipe, conformance.Store, conformance.MultiRank, conformance.Groups)
+}
+
+func TestConfig(t *testing.T) {
+	for field, config := range map[string]string{
+		"transport": `{"transport":"rdma"}`, "socket_dir": `{"socket_dir":"/tmp/x"}`, "listen": `{"transport":"shm","listen":"0.0.0.0:1"}`, "key_file": `{"transport":"shm","key_file":"x"}`,
+	} {
+		_, err := sdk.DecodeConfig[Config](json.RawMessage(config))
+		require.ErrorContains(t, err, field)
+	}
+	for _, config := range []string{`{}`, `{"transport":"tcp","listen":"127.0.0.1:0"}`, `{"transport":"shm","socket_dir":"/tmp/x"}`, `{"transport":"shm"}`} {
+		_, err := sdk.DecodeConfig[Config](json.RawMessage(config))
+		require.NoError(t, err, config)
+	}
+}
+
 func TestKeyFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "key")
 	c := Config{KeyFile: path, Listen: "0.0.0.0:0"}

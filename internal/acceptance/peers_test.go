@@ -27,15 +27,21 @@ func (r *rig) pair(config string) (p, d, router *cluster.Process) {
 	return p, d, r.route(p, d)
 }
 
-// TestPeers: prefill sends to decode over TCP; an engine or plugin that dies costs computing, never a
-// token, and the next requests are served from peers again.
+// TestPeers: prefill sends to decode, over TCP and through shared memory; an engine or plugin that dies
+// costs computing, never a token, and the next requests are served from peers again.
 func TestPeers(t *testing.T) {
+	for _, transport := range []string{"tcp", "shm"} {
+		t.Run(transport, func(t *testing.T) { testPeers(t, transport) })
+	}
+}
+
+func testPeers(t *testing.T, transport string) {
 	r := newRig(t)
 	prompts := texts(t, *flagSeed, *flagPrompts, 400, 1200)
 	single := r.serveModel(peersModel(), "single", "")
 	want := r.all(single.URL, prompts, 4)
-	p, d, router := r.pair(`"kv_connector":"PipeConnector"`)
-	same(t, "P/D over TCP", want, r.all(router.URL, prompts, 4))
+	p, d, router := r.pair(fmt.Sprintf(`"kv_connector":"PipeConnector","kv_connector_extra_config":{"transport":%q}`, transport))
+	same(t, "P/D over "+transport, want, r.all(router.URL, prompts, 4))
 	external := r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
 	t.Logf("tokens from the peer: %.0f", external)
 	require.Positive(t, external)

@@ -1,0 +1,343 @@
+// Package shm is a pipe through memory that two processes of one machine share.
+//
+// Each direction is a ring in a sealed memfd: a payload is copied in from where it lies and out to where
+// it belongs, and no system call moves a byte of it. Under every link is a unix socket, over which the
+// descriptor was passed, on which either end wakes the other, and which ends when a process does: then
+// the pipes end with connector.ErrGone. Only processes of the same user are talked to.
+package shm
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/shm"
+	"github.com/kvport/kvport/pipe"
+)
+
+// Network makes links on one machine. It must not be changed once it is used.
+type Network struct {
+	// Dir is where the sockets of listeners lie; it is made if need be, for this user only. Empty: each
+	// listener has a folder of its own in the system's folder for temporary files.
+	Dir string
+	// Ring is how many bytes each direction holds, a power of two between 256 KiB and 1 GiB; 0: 4 MiB.
+	Ring int
+}
+
+const (
+	defaultRing  = 4 << 20
+	helloTimeout = 5 * time.Second
+	acceptPause  = 20 * time.Millisecond
+	maxPending   = 64
+
+	helloMagic   = 0x6b767053 // "kvpS"
+	helloVersion = 1
+	helloSize    = 4 + 4 + 8
+	accepted     = 1 // the listener's answer
+)
+
+func (n *Network) ring() (int, error) {
+	size := n.Ring
+	if size == 0 {
+		size = defaultRing
+	}
+	return size, checkRing(uint64(size)) //nolint:gosec // a negative size is too large
+}
+
+func checkRing(size uint64) error {
+	if size < minData || size > maxData || size&(size-1) != 0 {
+		return fmt.Errorf("ring of %d bytes, want a power of two between %d and %d: %w", size, minData, maxData, connector.ErrIncompatible)
+	}
+	return nil
+}
+
+// Listen implements pipe.Network.
+func (n *Network) Listen(ctx context.Context) (_ pipe.Listener, err error) {
+	if _, err := n.ring(); err != nil {
+		return nil, err
+	}
+	l := &listener{ready: make(chan pipe.Link, maxPending), closed: make(chan struct{})}
+	dir := n.Dir
+	if dir == "" {
+		if dir, err = os.MkdirTemp("", "kvport-shm-"); err != nil {
+			return nil, fmt.Errorf("listen: %w", err)
+		}
+		l.folder = dir
+	} else if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	path, err := freeName(dir)
+	if err == nil {
+		var config net.ListenConfig
+		l.inner, err = config.Listen(ctx, "unix", path)
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("listen in %s: %w", dir, err), l.tidy())
+	}
+	l.tasks.Go(l.run)
+	return l, nil
+}
+
+// freeName makes a name for a socket that nothing has.
+func freeName(dir string) (string, error) {
+	f, err := os.CreateTemp(dir, "pipe-*")
+	if err != nil {
+		return "", err
+	}
+	return f.Name(), errors.Join(f.Close(), os.Remove(f.Name()))
+}
+
+// Dial implements pipe.Network.
+func (n *Network) Dial(ctx context.Context, address string) (pipe.Link, error) {
+	ring, err := n.ring()
+	if err != nil {
+		return pipe.Link{}, fmt.Errorf("dial %s: %w", address, err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, helloTimeout)
+	defer cancel()
+	var dialer net.Dialer
+	raw, err := dialer.DialContext(ctx, "unix", address)
+	if errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, fs.ErrNotExist) {
+		err = fmt.Errorf("%w: %w", err, connector.ErrGone)
+	}
+	if err != nil {
+		return pipe.Link{}, fmt.Errorf("dial %s: %w", address, err)
+	}
+	conn, isUnix := raw.(*net.UnixConn)
+	if !isUnix {
+		return pipe.Link{}, errors.Join(fmt.Errorf("dial %s: %w", address, connector.ErrIncompatible), raw.Close())
+	}
+	region, err := offer(ctx, conn, ring)
+	if err != nil {
+		return pipe.Link{}, errors.Join(fmt.Errorf("dial %s: %w", address, err), conn.Close())
+	}
+	return newEnd(conn, region, false).link(), nil
+}
+
+// offer sends the memory of a link to the listener and waits until it has mapped it.
+func offer(ctx context.Context, conn *net.UnixConn, ring int) (_ *shm.Region, err error) {
+	if err := sameUser(conn); err != nil {
+		return nil, err
+	}
+	region, err := shm.Create("kvport-pipe", 2*int64(controlSize+ring))
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, region.Close())
+		}
+	}()
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	hello := binary.LittleEndian.AppendUint32(nil, helloMagic)
+	hello = binary.LittleEndian.AppendUint32(hello, helloVersion)
+	hello = binary.LittleEndian.AppendUint64(hello, uint64(ring))
+	if _, _, err := conn.WriteMsgUnix(hello, unix.UnixRights(int(region.File().Fd())), nil); err != nil {
+		return nil, err
+	}
+	var answer [1]byte
+	if _, err := conn.Read(answer[:]); err != nil || answer[0] != accepted {
+		return nil, errors.Join(fmt.Errorf("what listens did not take our memory: %w", connector.ErrIncompatible), err)
+	}
+	if !stop() {
+		return nil, ctx.Err()
+	}
+	return region, nil
+}
+
+// sameUser lets processes of this user in, and nobody else.
+func sameUser(conn *net.UnixConn) error {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var peer *unix.Ucred
+	control := raw.Control(func(fd uintptr) { peer, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	if err := errors.Join(control, err); err != nil {
+		return err
+	}
+	if int(peer.Uid) != os.Getuid() {
+		return fmt.Errorf("the peer's user is %d, ours %d: %w", peer.Uid, os.Getuid(), connector.ErrIncompatible)
+	}
+	return nil
+}
+
+// listener accepts links.
+type listener struct {
+	inner  net.Listener
+	folder string // of its own, removed at the end
+	ready  chan pipe.Link
+	closed chan struct{}
+	once   sync.Once
+	tasks  sync.WaitGroup
+}
+
+// Address implements pipe.Listener.
+func (l *listener) Address() string { return l.inner.Addr().String() }
+
+// Accept implements pipe.Listener.
+func (l *listener) Accept(ctx context.Context) (pipe.Link, error) {
+	select {
+	case link := <-l.ready:
+		return link, nil
+	case <-l.closed:
+		return pipe.Link{}, fmt.Errorf("accept: %w", pipe.ErrClosed)
+	case <-ctx.Done():
+		return pipe.Link{}, ctx.Err()
+	}
+}
+
+// Close implements pipe.Listener.
+func (l *listener) Close() (err error) {
+	l.once.Do(func() {
+		close(l.closed)
+		err = l.inner.Close()
+		l.tasks.Wait()
+		for len(l.ready) > 0 {
+			link := <-l.ready
+			_ = link.Close()
+		}
+		err = errors.Join(err, l.tidy())
+	})
+	return err
+}
+
+// tidy removes a folder of our own.
+func (l *listener) tidy() error {
+	if l.folder == "" {
+		return nil
+	}
+	return os.RemoveAll(filepath.Clean(l.folder))
+}
+
+func (l *listener) run() {
+	handshakes := make(chan struct{}, maxPending)
+	for {
+		conn, err := l.inner.Accept()
+		if err != nil {
+			select {
+			case <-l.closed:
+				return
+			case <-time.After(acceptPause): // out of descriptors, say
+				continue
+			}
+		}
+		select {
+		case handshakes <- struct{}{}:
+			l.tasks.Go(func() {
+				defer func() { <-handshakes }()
+				if l.greet(conn) != nil {
+					_ = conn.Close()
+				}
+			})
+		default:
+			_ = conn.Close() // too many strangers at once
+		}
+	}
+}
+
+// greet takes the memory that a dialer offers.
+func (l *listener) greet(raw net.Conn) error {
+	ctx, cancel := context.WithTimeout(context.Background(), helloTimeout)
+	defer cancel()
+	stop := context.AfterFunc(ctx, func() { _ = raw.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	done := make(chan struct{})
+	defer close(done)
+	go func() {
+		select {
+		case <-l.closed:
+			cancel()
+		case <-done:
+		}
+	}()
+	conn, isUnix := raw.(*net.UnixConn)
+	if !isUnix {
+		return connector.ErrIncompatible
+	}
+	if err := sameUser(conn); err != nil {
+		return err
+	}
+	region, err := take(conn)
+	if err != nil {
+		return err
+	}
+	if _, err := conn.Write([]byte{accepted}); err != nil || !stop() {
+		return errors.Join(err, ctx.Err(), region.Close())
+	}
+	link := newEnd(conn, region, true).link()
+	select {
+	case l.ready <- link:
+		return nil
+	default:
+		return link.Close() // nobody accepts
+	}
+}
+
+// take reads a dialer's hello and maps what came with it.
+func take(conn *net.UnixConn) (*shm.Region, error) {
+	hello, control := make([]byte, helloSize), make([]byte, unix.CmsgSpace(4))
+	n, nControl, _, _, err := conn.ReadMsgUnix(hello, control)
+	if err != nil {
+		return nil, err
+	}
+	files, err := descriptors(control[:nControl])
+	defer func() {
+		for _, f := range files {
+			_ = f.Close()
+		}
+	}()
+	if err != nil {
+		return nil, err
+	}
+	ring, err := parseHello(hello[:n])
+	if err != nil {
+		return nil, err
+	}
+	if len(files) != 1 {
+		return nil, fmt.Errorf("%d descriptors came, want 1: %w", len(files), connector.ErrIncompatible)
+	}
+	return shm.Map(int(files[0].Fd()), 2*(controlSize+int64(ring)))
+}
+
+func parseHello(b []byte) (ring uint64, err error) {
+	if len(b) != helloSize || binary.LittleEndian.Uint32(b) != helloMagic {
+		return 0, fmt.Errorf("what connected is no kvport: %w", connector.ErrIncompatible)
+	}
+	if v := binary.LittleEndian.Uint32(b[4:]); v != helloVersion {
+		return 0, fmt.Errorf("peer speaks version %d, we %d: %w", v, helloVersion, connector.ErrIncompatible)
+	}
+	ring = binary.LittleEndian.Uint64(b[8:])
+	return ring, checkRing(ring)
+}
+
+// descriptors are the files that came with a message, which the caller closes.
+func descriptors(control []byte) ([]*os.File, error) {
+	messages, err := unix.ParseSocketControlMessage(control)
+	if err != nil {
+		return nil, fmt.Errorf("what came with the hello: %w: %w", err, connector.ErrIncompatible)
+	}
+	var files []*os.File
+	for i := range messages {
+		fds, err := unix.ParseUnixRights(&messages[i])
+		for _, fd := range fds {
+			files = append(files, os.NewFile(uintptr(fd), "pipe"))
+		}
+		if err != nil {
+			return files, fmt.Errorf("what came with the hello: %w: %w", err, connector.ErrIncompatible)
+		}
+	}
+	return files, nil
+}
