@@ -55,6 +55,22 @@ func TestCodeBlocks(t *testing.T) {
 	require.Positive(t, blocks["python"])
 }
 
+// TestExamplesAreShort: an example that shows a way to write a connector is one file of at most 100 lines.
+func TestExamplesAreShort(t *testing.T) {
+	for _, name := range []string{"minimal", "custom", "database", "p2p"} {
+		folder := filepath.Join("..", "examples", name)
+		sources, err := filepath.Glob(filepath.Join(folder, "*.go"))
+		require.NoError(t, err)
+		for _, path := range sources {
+			if strings.HasSuffix(path, "_test.go") {
+				continue
+			}
+			require.Equal(t, filepath.Join(folder, "main.go"), path)
+			require.LessOrEqual(t, strings.Count(read(t, []string{path}), "\n"), 100, path)
+		}
+	}
+}
+
 // read is the text of some files, one after another.
 func read(t *testing.T, paths []string) string {
 	t.Helper()

@@ -308,7 +308,8 @@ func TestPipeSmallBuffer(t *testing.T) {
 
 func TestPipeMessages(t *testing.T) {
 	for _, m := range []*message{
-		{kind: kindWant, keys: []connector.StoreKey{{1}, {2}}}, {kind: kindGone, keys: []connector.StoreKey{{3}}},
+		{kind: kindWant, keys: []connector.StoreKey{{1}, {2}}},
+		{kind: kindGone, keys: []connector.StoreKey{{3}}},
 		{kind: kindFetched, hold: 7},
 	} {
 		header, payload := m.encode()

@@ -131,7 +131,9 @@ func (s *stores) start(ctx context.Context, id storeID, e *sharedStore, env conn
 	if e.err == nil && s.definition.Capabilities&connector.CanEvents != 0 {
 		e.watch = newWatch(&s.definition, &env)
 		e.err = guard(env.Log, "watch", func() error {
-			e.store.(Watchable).Watch(e.watch.removed) // has saw it
+			if w, ok := e.store.(Watchable); ok { // has saw it
+				w.Watch(e.watch.removed)
+			}
 			return nil
 		})
 	}

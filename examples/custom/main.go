@@ -1,18 +1,16 @@
-// Custom is a connector written in full: a Scheduler that says what could be loaded, and a Worker that
-// moves bytes between the cache and one file a block.
+// Custom is a connector written in full: a Scheduler and a Worker, here one type, which keep a file a block.
 package main
 
 import (
 	"bytes"
 	"context"
 	"crypto/rand"
-	"encoding/json"
 	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
 	"github.com/kvport/kvport/sdk"
 )
 
@@ -20,14 +18,13 @@ type config struct {
 	Dir string `json:"dir" jsonschema:"required,description=Folder of the blocks."`
 }
 
-// side is both halves: they share the folder and nothing else.
 type side struct {
 	config
 	env connector.Env
 }
 
 // Match offers the leading blocks of which every rank has its part.
-func (s *side) Match(_ context.Context, queries []connector.Query) ([]connector.Match, error) {
+func (s *side) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
 	matches := make([]connector.Match, len(queries))
 	size := s.env.Layout.Groups[0].BlockTokens
 	for i, q := range queries {
@@ -39,16 +36,16 @@ func (s *side) Match(_ context.Context, queries []connector.Query) ([]connector.
 			matches[i] = connector.Match{Tokens: tokens, Async: true}
 		}
 	}
-	return matches, nil
+	return matches, ctx.Err()
 }
 
-func (s *side) everywhere(k connector.BlockKey) bool {
+func (s *side) everywhere(k connector.BlockKey) (there bool) {
+	there = true
 	for rank := range s.env.World {
-		if _, err := os.Stat(s.path(k, rank)); err != nil {
-			return false
-		}
+		_, err := os.Stat(s.path(k, rank))
+		there = there && err == nil
 	}
-	return true
+	return there
 }
 
 // path is the file of one rank's part: the store key keeps shapes and ranks apart.
@@ -59,8 +56,8 @@ func (s *side) path(k connector.BlockKey, rank int) string {
 func (s *side) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	return s.each(ctx, t, kv, func(path string, spans [][]byte) error {
 		data, err := os.ReadFile(path)
-		for _, span := range spans {
-			data = data[copy(span, data):]
+		if err == nil && pipe.Copy(spans, [][]byte{data}) < pipe.Size(spans) {
+			err = connector.ErrCorrupt
 		}
 		return err
 	})
@@ -79,17 +76,11 @@ func (s *side) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV
 
 // each does something with every block and names those that failed, as partial ones do: they have no key.
 func (s *side) each(ctx context.Context, t *connector.Transfer, kv *connector.KV, do func(string, [][]byte) error) error {
-	failed := &connector.BlockError{}
+	failed := &connector.BlockError{Err: connector.ErrGone}
 	for _, b := range t.Blocks {
 		spans, err := kv.Spans(b)
-		if b.Key == (connector.BlockKey{}) {
-			err = connector.ErrGone
-		}
-		if err = errors.Join(err, ctx.Err()); err == nil {
-			err = do(s.path(b.Key, s.env.Rank), spans)
-		}
-		if err != nil {
-			failed.Blocks, failed.Err = append(failed.Blocks, b.ID), fmt.Errorf("%w: %w", connector.ErrGone, err)
+		if err != nil || ctx.Err() != nil || b.Key == (connector.BlockKey{}) || do(s.path(b.Key, s.env.Rank), spans) != nil {
+			failed.Blocks = append(failed.Blocks, b.ID)
 		}
 	}
 	if failed.Blocks == nil {
@@ -100,26 +91,10 @@ func (s *side) each(ctx context.Context, t *connector.Transfer, kv *connector.KV
 
 func (s *side) Close() error { return nil }
 
-func open(env connector.Env, raw json.RawMessage) (*side, error) {
-	c, err := sdk.DecodeConfig[config](raw)
-	if err = errors.Join(err, env.Validate()); err != nil {
-		return nil, err
-	}
-	return &side{config: c, env: env}, os.MkdirAll(c.Dir, 0o700)
+func open(_ context.Context, env connector.Env, c config) (*side, error) {
+	return &side{c, env}, os.MkdirAll(c.Dir, 0o700)
 }
 
-func plugin() connector.Plugin {
-	describe := func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
-		_, err := sdk.DecodeConfig[config](raw)
-		return connector.Info{Name: "CustomExample", Scope: connector.ScopeShared}, err
-	}
-	scheduler := func(_ context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
-		return open(env, raw)
-	}
-	worker := func(_ context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
-		return open(env, raw)
-	}
-	return connector.Plugin{Name: "CustomExample", Version: "1", Schema: sdk.SchemaOf[config](), Describe: describe, Scheduler: scheduler, Worker: worker}
+func main() {
+	sdk.Serve(sdk.FromSides(sdk.Definition{Name: "CustomExample", Version: "1", Scope: connector.ScopeShared}, open, open))
 }
-
-func main() { sdk.Serve(plugin()) }

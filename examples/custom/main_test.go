@@ -5,8 +5,11 @@ import (
 	"testing"
 
 	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk"
 )
 
 func TestInProcess(t *testing.T) {
-	conformance.Run(t, conformance.InProcess(plugin(), json.RawMessage(`{"dir": "@TMP@/kv"}`)), conformance.Store, conformance.MultiRank)
+	plugin := sdk.FromSides(sdk.Definition{Name: "CustomExample", Version: "1", Scope: connector.ScopeShared}, open, open)
+	conformance.Run(t, conformance.InProcess(plugin, json.RawMessage(`{"dir": "@TMP@/kv"}`)), conformance.Store, conformance.MultiRank)
 }

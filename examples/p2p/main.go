@@ -28,22 +28,19 @@ type socket struct {
 	sending sync.Mutex
 }
 
-// Send writes lengths, header and spans, from where they lie. Nothing can follow half a frame: if ctx ends the
-// connection does.
+// Send writes lengths, header and spans, from where they lie. Half a frame ends the connection.
 func (s *socket) Send(ctx context.Context, header []byte, spans [][]byte) error {
 	s.sending.Lock()
 	defer s.sending.Unlock()
-	lengths := binary.LittleEndian.AppendUint64(nil, uint64(len(header)))
-	frame := net.Buffers{binary.LittleEndian.AppendUint64(lengths, uint64(pipe.Size(spans))), header}
-	frame = append(frame, spans...)
-	defer context.AfterFunc(ctx, func() { _ = s.Conn.Close() })()
+	lengths := binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64(nil, uint64(len(header))), uint64(pipe.Size(spans)))
+	frame := append(net.Buffers{lengths, header}, spans...)
+	defer context.AfterFunc(ctx, func() { _ = s.Close() })()
 	_, err := frame.WriteTo(s.Conn)
 	return lost(ctx, err)
 }
 
-// Recv reads a frame to where it belongs.
 func (s *socket) Recv(ctx context.Context, place pipe.Place) error {
-	defer context.AfterFunc(ctx, func() { _ = s.Conn.SetReadDeadline(time.Unix(1, 0)) })()
+	defer context.AfterFunc(ctx, func() { _ = s.SetReadDeadline(time.Unix(1, 0)) })()
 	var lengths [16]byte
 	if _, err := io.ReadFull(s.Conn, lengths[:]); err != nil {
 		return lost(ctx, err)
@@ -80,8 +77,8 @@ func (n network) Dial(ctx context.Context, address string) (pipe.Link, error) {
 	return pipe.Link{Out: &socket{Conn: conn}, In: &socket{Conn: conn}}, lost(ctx, err)
 }
 
-func (n network) Listen(context.Context) (pipe.Listener, error) {
-	l, err := net.Listen("unix", filepath.Join(n.dir, fmt.Sprintf("%d-%d", os.Getpid(), time.Now().UnixNano())))
+func (n network) Listen(ctx context.Context) (pipe.Listener, error) {
+	l, err := new(net.ListenConfig).Listen(ctx, "unix", filepath.Join(n.dir, fmt.Sprintf("%d-%d", os.Getpid(), time.Now().UnixNano())))
 	return listener{l}, err
 }
 

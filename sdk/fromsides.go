@@ -1,0 +1,57 @@
+package sdk
+
+import (
+	"context"
+	"encoding/json"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// FromSides makes a connector of a Scheduler and a Worker written in full: the level with the most
+// control, for backends that are no [FromStore], [FromBuffer] or [FromPipe]. C is the struct of the
+// config, see [DecodeConfig].
+//
+// scheduler and worker open a side each, in any order and as often as the host likes (rule OPEN-01);
+// they may be one function if one type is both. The Env was checked. The sides have the optional
+// interfaces of d.Capabilities.
+func FromSides[C any, S connector.Scheduler, W connector.Worker](d Definition,
+	scheduler func(ctx context.Context, env connector.Env, config C) (S, error),
+	worker func(ctx context.Context, env connector.Env, config C) (W, error),
+) connector.Plugin {
+	if d.Reset {
+		d.Capabilities |= connector.CanReset
+	}
+	return connector.Plugin{
+		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
+		Capabilities: d.Capabilities,
+		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
+			_, err := DecodeConfig[C](raw)
+			return connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.Capabilities, Stats: d.Stats}, err
+		},
+		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
+			side, err := openSide(ctx, env, raw, scheduler)
+			if err != nil {
+				return nil, err
+			}
+			return side, nil
+		},
+		Worker: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
+			side, err := openSide(ctx, env, raw, worker)
+			if err != nil {
+				return nil, err
+			}
+			return side, nil
+		},
+	}
+}
+
+func openSide[C, S any](ctx context.Context, env connector.Env, raw json.RawMessage, open func(context.Context, connector.Env, C) (S, error)) (side S, err error) {
+	config, err := DecodeConfig[C](raw)
+	if err == nil {
+		err = env.Validate()
+	}
+	if err != nil {
+		return side, err
+	}
+	return open(ctx, env, config)
+}
