@@ -127,7 +127,8 @@ func pluginPath(t *testing.T) []string {
 	return []string{bin, filepath.Join(root(t), "examples", "python"), dir}
 }
 
-// fixtures are all connectors that answer with a manifest, each once. One without a scene fails the test.
+// fixtures are all connectors that answer with a manifest, each once, or those of -connector. One without a scene
+// fails the test.
 func fixtures(t *testing.T) []fixture {
 	t.Helper()
 	var out []fixture
@@ -145,7 +146,11 @@ func fixtures(t *testing.T) []fixture {
 		}
 		out = append(out, f)
 	}
-	require.GreaterOrEqual(t, len(out), 7)
+	require.GreaterOrEqual(t, len(out), 12, "connectors found")
+	if *flagConnector != "" {
+		out = slices.DeleteFunc(out, func(f fixture) bool { return !slices.Contains(strings.Split(*flagConnector, ","), f.name) })
+		require.NotEmpty(t, out, "-connector %s", *flagConnector)
+	}
 	return out
 }
 

@@ -2,7 +2,7 @@
 // processes, and faults that are shown to have happened. Every test compares tokens with those of a
 // single node that has no connector.
 //
-// Flags after -args change what is run: -prompts, -tokens, -seed, -model, -kills, -stops, -damages, and those of
+// Flags after -args change what is run: -prompts, -tokens, -seed, -model, -kills, -stops, -damages, -connector, and those of
 // the campaigns on sim: -simkills, -simstops, -simdamages, -tickets.
 package acceptance
 
@@ -26,13 +26,14 @@ import (
 
 // What a run does; the defaults are the counts the project promises.
 var (
-	flagPrompts = flag.Int("prompts", 16, "prompts to compare")
-	flagTokens  = flag.Int("tokens", 32, "tokens to generate for each")
-	flagSeed    = flag.Uint64("seed", 1, "seed of prompts and faults")
-	flagModel   = flag.String("model", "", "GGUF file, tiny-random or sim; default: the model of make deps")
-	flagKills   = flag.Int("kills", 10, "plugin kills in mid-load")
-	flagStops   = flag.Int("stops", 2, "plugin stops (SIGSTOP) in mid-load")
-	flagDamages = flag.Int("damages", 200, "damaged blocks to read")
+	flagPrompts   = flag.Int("prompts", 16, "prompts to compare")
+	flagTokens    = flag.Int("tokens", 32, "tokens to generate for each")
+	flagSeed      = flag.Uint64("seed", 1, "seed of prompts and faults")
+	flagModel     = flag.String("model", "", "GGUF file, tiny-random or sim; default: the model of make deps")
+	flagKills     = flag.Int("kills", 10, "plugin kills in mid-load")
+	flagStops     = flag.Int("stops", 2, "plugin stops (SIGSTOP) in mid-load")
+	flagConnector = flag.String("connector", "", "connectors to test, by name with commas between; default: all that are found")
+	flagDamages   = flag.Int("damages", 200, "damaged blocks to read")
 )
 
 const connectorName = "SharedStorageConnector"
