@@ -64,7 +64,7 @@ const (
 	keyPrompt = 128 // tokens
 	keySlots  = 64  // blocks of a cache
 	long      = "20s"
-	short     = "100ms" // of engines that are to find nothing
+	short     = "300ms" // of engines that are to find nothing
 )
 
 // keys are those of a prompt: by our own chain, or made of an engine's own hashes as `kvport agent` does. Hashes of
@@ -110,7 +110,7 @@ func openKeys(t *testing.T, f *fixture, b backend, i identity, name, patience st
 	if f.groups {
 		e.groups = 2
 	}
-	settings := fmt.Sprintf(`"deadlines":{"handshake":"30s","match":%q},"heartbeat":{"limit":"1m"}`, patience)
+	settings := fmt.Sprintf(`"deadlines":{"handshake":"30s","later":%q},"heartbeat":{"limit":"1m"}`, patience)
 	cfg, err := host.ParseConfig(f.config("kv_both", name, f.extra(b), settings))
 	require.NoError(t, err)
 	layout, size := host.WithDigests(e.layout())
