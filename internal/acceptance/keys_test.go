@@ -63,8 +63,7 @@ func dimensions() []dimension {
 const (
 	keyPrompt = 128 // tokens
 	keySlots  = 64  // blocks of a cache
-	long      = "20s"
-	short     = "300ms" // of engines that are to find nothing
+	stranger  = "other" // the engine that differs
 )
 
 // keys are those of a prompt: by our own chain, or made of an engine's own hashes as `kvport agent` does. Hashes of
@@ -103,14 +102,17 @@ type keyEngine struct {
 }
 
 // openKeys opens a connector for an engine. A nil engine comes with the reason of a refusal.
-// patience is how long a match may wait: for what a ticket promises and nobody has, too.
-func openKeys(t *testing.T, f *fixture, b backend, i identity, name, patience string) (*keyEngine, error) {
+func openKeys(t *testing.T, f *fixture, b backend, i identity, name string) (*keyEngine, error) {
 	t.Helper()
 	e := &keyEngine{T: t, identity: i, groups: 1, metrics: prometheus.NewRegistry()}
 	if f.groups {
 		e.groups = 2
 	}
-	settings := fmt.Sprintf(`"deadlines":{"handshake":"30s","later":%q},"heartbeat":{"limit":"1m"}`, patience)
+	later := "20s"
+	if name == stranger {
+		later = "300ms" // it is to find nothing, and a ticket for another prompt makes it wait for that
+	}
+	settings := fmt.Sprintf(`"deadlines":{"handshake":"30s","later":%q},"heartbeat":{"limit":"1m"}`, later)
 	cfg, err := host.ParseConfig(f.config("kv_both", name, f.extra(b), settings))
 	require.NoError(t, err)
 	layout, size := host.WithDigests(e.layout())
@@ -335,7 +337,7 @@ type keyScene struct {
 
 func keyMatrix(t *testing.T, f *fixture, b backend) keyRow {
 	s := &keyScene{T: t, f: f, b: b, row: keyRow{connector: f.name}}
-	base, err := openKeys(t, f, b, usual(), "base", long)
+	base, err := openKeys(t, f, b, usual(), "base")
 	require.NoError(t, err)
 	s.base = base
 	half := identity{}
@@ -383,7 +385,7 @@ func (s *keyScene) requests() {
 
 // control: an engine that differs in nothing finds all blocks, and they are right.
 func (s *keyScene) control() {
-	e, err := openKeys(s.T, s.f, s.b, usual(), "control", long)
+	e, err := openKeys(s.T, s.f, s.b, usual(), "control")
 	require.NoError(s, err)
 	defer e.close()
 	for _, foreign := range []bool{false, true} {
@@ -404,7 +406,7 @@ func (s *keyScene) differs(d dimension, half identity) string {
 	}
 	i := usual()
 	d.change(&i)
-	e, err := openKeys(s.T, s.f, s.b, i, "other", short)
+	e, err := openKeys(s.T, s.f, s.b, i, stranger)
 	if err != nil {
 		require.True(s, errors.Is(err, connector.ErrIncompatible) || errors.Is(err, host.ErrConfig), "%s: %v", d.name, err)
 		return "refused"
@@ -446,7 +448,7 @@ func (s *keyScene) differs(d dimension, half identity) string {
 func (s *keyScene) severalGroups(d dimension) string {
 	two := *s.f
 	two.groups = true
-	_, err := openKeys(s.T, &two, s.b, usual(), "groups", long)
+	_, err := openKeys(s.T, &two, s.b, usual(), "groups")
 	require.Error(s, err, d.name)
 	require.ErrorContains(s, err, "2 groups")
 	return "refused"
