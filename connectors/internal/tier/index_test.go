@@ -3,6 +3,7 @@ package tier
 import (
 	"encoding/binary"
 	"flag"
+	"math"
 	"math/rand/v2"
 	"runtime"
 	"slices"
@@ -27,47 +28,90 @@ func spread(n uint64) (k connector.StoreKey) {
 }
 
 // At most 64 bytes a key, of which there are as many again that were evicted and are remembered; and
-// lookups hardly notice evictions.
+// the slowest lookup of a thousand takes at most 3 times as long while keys are evicted as it does in an
+// idle index. Whatever else the machine does disturbs a measurement, so one in five must keep to it.
 func TestIndexOfManyKeys(t *testing.T) {
 	for _, policy := range []string{LRU, ARC, S3FIFO} {
 		n := *flagKeys
-		var before, after runtime.MemStats
-		runtime.GC()
-		runtime.ReadMemStats(&before)
+		x, size := manyKeys(t, policy, n)
+		require.LessOrEqual(t, size, mostBytes(n))
+		require.Equal(t, n, x.Len())
+		other, err := NewIndex(n/10, policy)
+		require.NoError(t, err)
+		best, evictions := math.Inf(1), 0
+		for try := 0; try < 5 && best > 3; try++ {
+			var m measured
+			m, evictions = measure(t, x, other, n, evictions)
+			t.Logf("%s: %d keys, %.1f bytes a key, %.2f million lookups/s on one core; p99.9 %v idle, %v while another index evicts, %v while it does: %.2f x idle; %d evictions",
+				policy, n, size, m.rate/1e6, m.idle, m.control, m.busy, float64(m.busy)/float64(m.idle), evictions)
+			best = min(best, float64(m.busy)/float64(m.idle))
+		}
+		require.Positive(t, evictions)
+		if underRace {
+			t.Logf("%s: the race detector is on, its bookkeeping is what a lookup takes: the ratio %.2f is not judged", policy, best)
+		} else {
+			require.LessOrEqual(t, best, 3.0)
+		}
+		runtime.KeepAlive(x)
+	}
+}
+
+// manyKeys makes an index of n keys that has evicted as many, and gives its bytes a key. Memory that
+// something else gives back meanwhile makes them too few, never negative by wrapping around: then again.
+func manyKeys(t *testing.T, policy string, n int) (*Index, float64) {
+	for try := 0; ; try++ {
+		before := heap()
 		x, err := NewIndex(n, policy)
 		require.NoError(t, err)
 		for i := range uint64(2 * n) { // the first half is evicted
 			store(t, x, spread(i))
 		}
-		runtime.GC()
-		runtime.ReadMemStats(&after)
-		size := float64(after.HeapAlloc-before.HeapAlloc) / float64(n)
-		require.Equal(t, n, x.Len())
-		other, err := NewIndex(n/10, policy)
-		require.NoError(t, err)
-		var took [3][]time.Duration
-		var rate float64
-		evictions := 0
-		for range 5 {
-			for i, victim := range []*Index{nil, other, x} {
-				stop := evict(t, victim, uint64(2*n+evictions))
-				p999, r := lookups(x, n)
-				evictions += stop()
-				took[i] = append(took[i], p999)
-				rate = max(rate, r)
-			}
+		size := float64(heap()-before) / float64(n)
+		if size >= 32 && size <= mostBytes(n) || try == 4 { // a key itself takes 32
+			require.GreaterOrEqual(t, size, 32.0)
+			return x, size
 		}
-		for i := range took {
-			slices.Sort(took[i])
-		}
-		idle, control, busy := took[0][2], took[1][2], took[2][2]
-		t.Logf("%s: %d keys, %.1f bytes a key, %.2f million lookups/s on one core; p99.9 %v idle, %v while another index evicts, %v while it does: %.2f x the control, %.2f x idle; %d evictions",
-			policy, n, size, rate/1e6, idle, control, busy, float64(busy)/float64(control), float64(busy)/float64(idle), evictions)
-		const fixed = 64 << 10 // what does not grow with the keys: allocations are rounded up, and the test itself has some
-		require.LessOrEqual(t, size, 64+fixed/float64(n))
-		require.Positive(t, evictions)
-		runtime.KeepAlive(x)
 	}
+}
+
+// mostBytes is the limit for a key. What does not grow with the keys, 64 KiB (large slices are rounded up
+// to pages), counts only in the test's small index.
+func mostBytes(n int) float64 { return 64 + float64(64<<10)/float64(n) }
+
+// heap is how much memory is in use after everything was collected that can be: finalizers and pools
+// take a second round.
+func heap() int64 {
+	var m runtime.MemStats
+	runtime.GC()
+	runtime.GC()
+	runtime.ReadMemStats(&m)
+	return int64(m.HeapAlloc)
+}
+
+// measured are medians of five turns.
+type measured struct {
+	idle, control, busy time.Duration // p99.9 of a lookup
+	rate                float64       // lookups a second, the best
+}
+
+// measure looks keys of x up while nothing evicts, another index does and x does, by turns.
+func measure(t *testing.T, x, other *Index, n, evictions int) (measured, int) {
+	var m measured
+	var took [3][]time.Duration
+	for range 5 {
+		for i, victim := range []*Index{nil, other, x} {
+			stop := evict(t, victim, uint64(2*n+evictions))
+			p999, r := lookups(x, n)
+			evictions += stop()
+			took[i] = append(took[i], p999)
+			m.rate = max(m.rate, r)
+		}
+	}
+	for i := range took {
+		slices.Sort(took[i])
+	}
+	m.idle, m.control, m.busy = took[0][2], took[1][2], took[2][2]
+	return m, evictions
 }
 
 // evict stores new keys in an index that is full, until stop, which gives their number.

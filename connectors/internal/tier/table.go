@@ -12,11 +12,16 @@ import (
 // table finds the entry of a key. It is cut into shards so that lookups seldom meet a change: one
 // excludes the other only within a shard. The table has five bytes a place, a number and a tag, and
 // probes linearly; the tags that a search passes lie side by side.
+//
+// Changes are made one at a time, which is up to the Index. So a change finds out what is to be written
+// while lookups go on, and excludes them only to write it: looking at the keys of a whole cluster, each of
+// which is far away in memory, would make them wait ten times as long.
 type table struct {
 	seed   maphash.Seed
 	keys   []connector.StoreKey // of all entries; the entry's key does not change while it is in the table
 	shards []shard
 	bits   int
+	moves  []int // of the change that is being made
 }
 
 type shard struct {
@@ -66,17 +71,16 @@ func newTable(keys []connector.StoreKey) *table {
 		t.bits++
 	}
 	t.shards = make([]shard, 1<<t.bits)
-	places := placesFor(len(keys)>>t.bits + 1)
-	ids, tags := make([]uint32, places<<t.bits), make([]uint8, places<<t.bits) // one piece: rounding up is costly
+	n := places(len(keys)>>t.bits + 1)
+	ids, tags := make([]uint32, n*len(t.shards)), make([]uint8, n*len(t.shards)) // together: no shard is rounded up
 	for i := range t.shards {
-		s, at := &t.shards[i], i*places
-		s.ids, s.tags = ids[at:at+places:at+places], tags[at:at+places:at+places]
+		t.shards[i].ids, t.shards[i].tags = ids[i*n:(i+1)*n:(i+1)*n], tags[i*n:(i+1)*n:(i+1)*n]
 	}
 	return t
 }
 
-// placesFor is the room for n entries, filled to eight ninths.
-func placesFor(n int) int { return n + n/8 + 2 }
+// places is the room for n entries, filled to eight ninths.
+func places(n int) int { return n + n/8 + 2 }
 
 // hashOf is the hash of a key, another one in every process.
 func (t *table) hashOf(k *connector.StoreKey) uint64 { return maphash.Bytes(t.seed, k[:]) }
@@ -122,48 +126,62 @@ func (s *shard) after(at int) int {
 // insert adds an entry whose key is in keys and not in the table.
 func (t *table) insert(id uint32, h uint64) {
 	s := t.shard(h)
-	s.lock()
-	defer s.unlock()
 	if s.n+1 >= len(s.tags)-len(s.tags)/16 {
 		t.grow(s)
 	}
-	t.put(s, id, h)
+	at := t.vacant(s, h)
+	s.lock()
+	defer s.unlock()
+	s.put(at, id, h)
 }
 
-func (t *table) put(s *shard, id uint32, h uint64) {
+// vacant is the place for a new key.
+func (t *table) vacant(s *shard, h uint64) int {
 	at := t.home(s, h)
 	for s.tags[at] != 0 {
 		at = s.after(at)
 	}
+	return at
+}
+
+func (s *shard) put(at int, id uint32, h uint64) {
 	s.ids[at], s.tags[at] = id, tagOf(h)
 	s.n++
 }
 
 // grow makes room in a shard that chance filled more than the others.
 func (t *table) grow(s *shard) {
-	ids, tags := s.ids, s.tags
-	places := placesFor(s.n + s.n/8 + 8)
-	s.ids, s.tags, s.n = make([]uint32, places), make([]uint8, places), 0
-	for i, id := range ids {
-		if tags[i] != 0 {
-			t.put(s, id, t.hashOf(&t.keys[id]))
+	n := places(s.n + 6)
+	larger := &shard{ids: make([]uint32, n), tags: make([]uint8, n)}
+	for i, id := range s.ids {
+		if s.tags[i] != 0 {
+			h := t.hashOf(&t.keys[id])
+			larger.put(t.vacant(larger, h), id, h)
 		}
 	}
+	s.lock()
+	defer s.unlock()
+	s.ids, s.tags = larger.ids, larger.tags
 }
 
 // remove takes a key out. Entries behind it move up, so that none becomes unreachable.
 func (t *table) remove(k *connector.StoreKey, h uint64) {
 	s := t.shard(h)
-	s.lock()
-	defer s.unlock()
 	hole := t.place(s, k, h)
 	if hole < 0 {
 		return
 	}
+	t.moves = append(t.moves[:0], hole)
 	for at := s.after(hole); s.tags[at] != 0; at = s.after(at) {
 		if home := t.home(s, t.hashOf(&t.keys[s.ids[at]])); between(home, hole, at) {
-			s.ids[hole], s.tags[hole], hole = s.ids[at], s.tags[at], at
+			t.moves = append(t.moves, at)
+			hole = at
 		}
+	}
+	s.lock()
+	defer s.unlock()
+	for i, from := range t.moves[1:] {
+		s.ids[t.moves[i]], s.tags[t.moves[i]] = s.ids[from], s.tags[from]
 	}
 	s.tags[hole] = 0
 	s.n--
@@ -172,9 +190,11 @@ func (t *table) remove(k *connector.StoreKey, h uint64) {
 // replace lets a key that is in the table name another entry.
 func (t *table) replace(k *connector.StoreKey, h uint64, id uint32) {
 	s := t.shard(h)
+	at := t.place(s, k, h)
+	if at < 0 {
+		return
+	}
 	s.lock()
 	defer s.unlock()
-	if at := t.place(s, k, h); at >= 0 {
-		s.ids[at] = id
-	}
+	s.ids[at] = id
 }
