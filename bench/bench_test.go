@@ -2,6 +2,7 @@ package bench
 
 import (
 	"bytes"
+	"fmt"
 	"math"
 	"os"
 	"os/exec"
@@ -94,7 +95,7 @@ func TestStore(t *testing.T) {
 	options := StoreOptions{PluginPath: []string{pluginFolder}, Dir: dir, Server: filepath.Join("..", ".deps", "valkey", "valkey-server"), Quick: true, Emit: emit}
 	require.NoError(t, Store(t.Context(), options))
 	requireRows(t, *rows, "offloading, memory store 1.41 MiB", "offloading, memory load+digest 8 MiB x 4", "offloading, disk load 8 MiB",
-		"shared storage, tmpfs store+digest 1.41 MiB")
+		"shared storage, tmpfs store+digest 1.41 MiB", "pipe, tcp 8 MiB", "pipe, tcp+digest 1.41 MiB x 16")
 	for _, r := range *rows {
 		require.NotEqual(t, "absent", r.Unit, r.Name)
 		require.Positive(t, *r.Value, r.Name)
@@ -109,12 +110,42 @@ func TestStore(t *testing.T) {
 // TestStoreWithoutServer: what needs a server is named, not left out in silence.
 func TestStoreWithoutServer(t *testing.T) {
 	emit, rows := collect()
-	options := StoreOptions{PluginPath: []string{remoteFolder}, Dir: t.TempDir(), Server: filepath.Join(t.TempDir(), "none"), Quick: true, Emit: emit}
+	options := StoreOptions{PluginPath: []string{remoteFolder}, Only: "redis", Dir: t.TempDir(), Server: filepath.Join(t.TempDir(), "none"), Quick: true, Emit: emit}
 	require.NoError(t, Store(t.Context(), options))
 	require.Len(t, *rows, 1)
 	require.Equal(t, "absent", (*rows)[0].Unit)
 	require.Contains(t, (*rows)[0].Name, "remote store, redis (")
 	require.Contains(t, (*rows)[0].Name, "no such file")
+}
+
+// TestStorePeers: a peer that is not installed, does not work or does not answer is named with the reason.
+func TestStorePeers(t *testing.T) {
+	python, err := exec.LookPath("python3")
+	if err != nil {
+		t.Skip("no python3")
+	}
+	emit, rows := collect()
+	dir := t.TempDir()
+	options := StoreOptions{PluginPath: []string{pluginFolder}, Dir: dir, Peers: true, PeersDir: dir, Quick: true, Emit: emit}
+	for _, options.Only = range []string{"lmcache", "mooncake", "safetensors"} {
+		require.NoError(t, Store(t.Context(), options))
+	}
+	require.Len(t, *rows, 3)
+	for _, r := range *rows {
+		require.Contains(t, r.Name, "not installed, run python3 bench/peers/setup.py")
+	}
+	installed := fmt.Sprintf(`{"lmcache":{"absent":"too large"},"mooncake":{"python":%q,"path":""},"safetensors":{"python":%q,"path":""}}`, python, python)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "peers.json"), []byte(installed), 0o600))
+	*rows = nil
+	for _, options.Only = range []string{"lmcache", "mooncake"} {
+		require.NoError(t, Store(t.Context(), options))
+	}
+	require.Len(t, *rows, 2)
+	require.Equal(t, "lmcache (too large)", (*rows)[0].Name)
+	require.Equal(t, "absent", (*rows)[1].Unit)
+	require.Contains(t, (*rows)[1].Name, "mooncake (")
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "peers.json"), []byte("{"), 0o600))
+	require.ErrorContains(t, Store(t.Context(), options), "peers.json")
 }
 
 func TestEngine(t *testing.T) {

@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -38,7 +39,7 @@ type copies struct {
 	slab []byte
 }
 
-func copyLimit(_ *store, l *link, _ string) (limit, error) {
+func copyLimit(_ context.Context, _ *store, l *link, _ string) (limit, error) {
 	c := &copies{hot: hot{link: l}, slab: make([]byte, int64(l.blocks)*l.shape.block())}
 	fill(c.slab)
 	return c, nil
@@ -72,7 +73,7 @@ type plainFiles struct {
 	written int
 }
 
-func fileLimit(_ *store, l *link, dir string) (limit, error) {
+func fileLimit(_ context.Context, _ *store, l *link, dir string) (limit, error) {
 	f := &plainFiles{hot: hot{link: l}, dir: filepath.Join(dir, "plain")}
 	return f, os.Mkdir(f.dir, 0o700)
 }

@@ -14,6 +14,8 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/redis/go-redis/v9"
+
 	"github.com/kvport/kvport/connector"
 )
 
@@ -51,7 +53,7 @@ func startRedis(ctx context.Context, binary string) (_ *redisServer, err error) 
 	defer tick.Stop()
 	limit := time.After(20 * time.Second)
 	for {
-		if c, err := net.Dial("tcp", s.address); err == nil {
+		if c, err := new(net.Dialer).DialContext(ctx, "tcp", s.address); err == nil {
 			return s, c.Close()
 		}
 		select {
@@ -82,8 +84,8 @@ type rawRedis struct {
 	in   *bufio.Reader
 }
 
-func redisLimit(s *store, l *link, _ string) (limit, error) {
-	c, err := net.Dial("tcp", s.server.address)
+func redisLimit(ctx context.Context, s *store, l *link, _ string) (limit, error) {
+	c, err := new(net.Dialer).DialContext(ctx, "tcp", s.server.address)
 	if err != nil {
 		return nil, err
 	}
@@ -149,3 +151,49 @@ func (r *rawRedis) load(t *connector.Transfer, digests bool) error {
 }
 
 func (r *rawRedis) close() error { return r.conn.Close() }
+
+// clientRedis is what a remote store costs with go-redis and nothing else: SET and GET of a whole block, which
+// is put together from its parts and taken apart.
+type clientRedis struct {
+	hot
+	client *redis.Client
+	buffer []byte
+}
+
+func goRedis(_ context.Context, s *store, l *link, _ string) (limit, error) {
+	client := redis.NewClient(&redis.Options{Addr: s.server.address, ContextTimeoutEnabled: true})
+	return &clientRedis{hot: hot{link: l}, client: client, buffer: make([]byte, l.shape.block())}, nil
+}
+
+func (c *clientRedis) save(t *connector.Transfer, digests bool) error {
+	c.pass(t, digests)
+	for _, b := range t.Blocks {
+		to := c.buffer
+		c.link.each(&connector.Transfer{Blocks: []connector.Block{b}}, func(part []byte) { to = to[copy(to, part):] })
+		if err := c.client.Set(context.Background(), "client"+rawKey(b), c.buffer, 0).Err(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (c *clientRedis) load(t *connector.Transfer, digests bool) error {
+	for _, b := range t.Blocks {
+		one := &connector.Transfer{Blocks: []connector.Block{b}}
+		from, err := c.client.Get(context.Background(), "client"+rawKey(b)).Bytes()
+		if errors.Is(err, redis.Nil) { // never stored, or evicted: the next round has it
+			if err := c.save(one, false); err != nil {
+				return err
+			}
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		c.link.each(one, func(part []byte) { from = from[copy(part, from):] })
+	}
+	c.pass(t, digests)
+	return nil
+}
+
+func (c *clientRedis) close() error { return c.client.Close() }

@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"context"
 	"path/filepath"
 	"strconv"
 )
@@ -15,8 +16,11 @@ type setup struct {
 	later   bool   // blocks are written to where they are loaded from after they are acknowledged
 	budget  budget
 	config  func(dir string, sh shape) any
-	limit   func(s *store, l *link, dir string) (limit, error)
-	slots   int // blocks that it holds in memory besides one walk through the cache, in walks
+	limit   func(ctx context.Context, s *store, l *link, dir string) (limit, error)
+	// second is something else to compare with, in the same turns: rival's speed; nil: nothing.
+	second func(ctx context.Context, s *store, l *link, dir string) (limit, error)
+	rival  string
+	slots  int // blocks that it holds in memory besides one walk through the cache, in walks
 }
 
 // warm is how many steps more than one walk through the cache a store needs to be full.
@@ -33,7 +37,7 @@ func gib(bytes int64) string { return strconv.FormatFloat(float64(bytes)/(1<<30)
 // setups are the ways to run a connector by its name, or why there is none.
 func (s *store) setups(name string) (sets []setup, why string) {
 	inMemory := setup{batches: true, budget: atLeast(0.9), limit: copyLimit, slots: 1}
-	withServer := setup{absent: s.why, files: true, budget: atLeast(0.8), limit: redisLimit}
+	withServer := setup{absent: s.why, files: true, budget: atLeast(0.8), limit: redisLimit, second: goRedis, rival: "go-redis"}
 	address := ""
 	if s.server != nil {
 		address = "redis://" + s.server.address
@@ -66,6 +70,8 @@ func (s *store) setups(name string) (sets []setup, why string) {
 		withServer.name = "remote store, redis"
 		withServer.config = func(string, shape) any { return remoteConfig{address} }
 		return []setup{withServer}, ""
+	case "PipeConnector":
+		return nil, "what it sends over is measured as pipe, tcp"
 	case "MultiConnector":
 		return nil, "it stores nothing itself"
 	}
@@ -76,6 +82,7 @@ func (s *store) setups(name string) (sets []setup, why string) {
 type (
 	offloadConfig struct {
 		Bytes     int64  `json:"cpu_bytes_to_use"`
+		Workers   int    `json:"workers,omitempty"`
 		Disk      string `json:"disk_path,omitempty"`
 		DiskBytes int64  `json:"disk_bytes,omitempty"`
 		Admit     int    `json:"disk_admit_after,omitempty"`

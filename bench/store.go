@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"strings"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -18,6 +19,7 @@ type StoreOptions struct {
 	PluginPath []string // where the plugins are that are measured: all of them
 	Dir        string   // folder of disk tiers; empty: the system's for temporary files
 	Server     string   // binary of a Redis or Valkey server; empty: that of make deps, or one of the PATH
+	Only       string   // measure only what has this in its name; empty: everything
 	Peers      bool     // measure other people's stores beside ours
 	PeersDir   string   // what bench/peers/setup.py made
 	Quick      bool     // a few rounds, to see that it works
@@ -30,7 +32,6 @@ type store struct {
 	memory string       // a folder in memory
 	server *redisServer // nil: none, and why
 	why    string
-	peers  []*storePeer
 }
 
 // storeShapes are blocks of 64 tokens: those of the demo model in 16 bits, and those of a model of 8 billion
@@ -57,12 +58,6 @@ func Store(ctx context.Context, o StoreOptions) (err error) {
 		s.why = err.Error()
 	}
 	defer func() { err = errors.Join(err, s.server.close()) }()
-	if o.Peers {
-		if err := s.startPeers(ctx); err != nil {
-			return err
-		}
-		defer func() { err = errors.Join(err, s.closePeers()) }()
-	}
 	for _, found := range host.List(ctx, o.PluginPath) {
 		if found.Err != nil {
 			continue // no plugin; `kvport plugins list` says why
@@ -71,11 +66,19 @@ func Store(ctx context.Context, o StoreOptions) (err error) {
 			return fmt.Errorf("%s: %w", found.Manifest.Name, err)
 		}
 	}
+	if s.wants("pipe, tcp") {
+		if err := s.pipes(ctx); err != nil {
+			return err
+		}
+	}
 	if !o.Peers {
 		return nil
 	}
 	return s.compare(ctx)
 }
+
+// wants reports whether something is to be measured.
+func (s *store) wants(name string) bool { return strings.Contains(name, s.Only) }
 
 // memoryFolder is where files are in memory, if this system has such a place.
 func memoryFolder() string {
@@ -90,9 +93,15 @@ func memoryFolder() string {
 func (s *store) connector(ctx context.Context, found host.Found) error {
 	setups, why := s.setups(found.Manifest.Name)
 	if why != "" {
+		if !s.wants(found.Manifest.Name) {
+			return nil
+		}
 		return s.Emit(absent(found.Manifest.Name, why))
 	}
 	for _, set := range setups {
+		if !s.wants(set.name) {
+			continue
+		}
 		if set.absent != "" {
 			if err := s.Emit(absent(set.name, set.absent)); err != nil {
 				return err
@@ -123,7 +132,7 @@ func (s *store) measure(ctx context.Context, binary string, set setup, sh shape)
 		return err
 	}
 	defer func() { err = errors.Join(err, l.close()) }()
-	lim, err := set.limit(s, l, dir)
+	lim, err := set.limit(ctx, s, l, dir)
 	if err != nil {
 		return err
 	}
@@ -134,18 +143,35 @@ func (s *store) measure(ctx context.Context, binary string, set setup, sh shape)
 			return err
 		}
 	}
-	saves, err := s.turns(set).measure(ctx,
+	var second limit // goes the way of the limit, and half a cache further
+	if set.second != nil {
+		if second, err = set.second(ctx, s, l, dir); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, second.close()) }()
+	}
+	storing := []func(n int) error{
 		func(n int) error { return w.save(ctx, n, false) }, func(n int) error { return lim.save(w.other(2*n), false) },
-		func(n int) error { return w.save(ctx, n, true) }, func(n int) error { return lim.save(w.other(2*n+1), true) })
+		func(n int) error { return w.save(ctx, n, true) }, func(n int) error { return lim.save(w.other(2*n+1), true) },
+	}
+	loading := []func(n int) error{
+		func(n int) error { return w.load(ctx, 2*n, false) }, func(n int) error { return lim.load(w.other(2*n), false) },
+		func(n int) error { return w.load(ctx, 2*n+1, true) }, func(n int) error { return lim.load(w.other(2*n+1), true) },
+	}
+	if second != nil {
+		for i, digests := range []bool{false, true} {
+			storing = append(storing, func(n int) error { return second.save(w.other(2*n+i+7), digests) })
+			loading = append(loading, func(n int) error { return second.load(w.other(2*n+i+7), digests) })
+		}
+	}
+	saves, err := s.turns(set).measure(ctx, storing...)
 	if err != nil {
 		return err
 	}
 	if err := w.settle(ctx, set.later); err != nil {
 		return err
 	}
-	loads, err := s.turns(set).measure(ctx,
-		func(n int) error { return w.load(ctx, 2*n, false) }, func(n int) error { return lim.load(w.other(2*n), false) },
-		func(n int) error { return w.load(ctx, 2*n+1, true) }, func(n int) error { return lim.load(w.other(2*n+1), true) })
+	loads, err := s.turns(set).measure(ctx, loading...)
 	if err != nil {
 		return err
 	}
@@ -180,6 +206,12 @@ func (s *store) emit(set setup, sh shape, saves, loads []took) error {
 			ours, limit := way.all[2*i].speed(bytes), way.all[2*i+1].speed(bytes)
 			name := fmt.Sprintf("%s %s%s %s", set.name, way.name, digest, sh.name)
 			if err := s.Emit(faster(name, bytes, ours, limit, "GB/s")(set.budget)); err != nil {
+				return err
+			}
+			if len(way.all) <= 4 {
+				continue
+			}
+			if err := s.Emit(faster(name+" : "+set.rival, bytes, ours, way.all[4+i].speed(bytes), "GB/s")(budget{})); err != nil {
 				return err
 			}
 		}
@@ -224,25 +256,41 @@ func (w *walk) load(ctx context.Context, n int, digests bool) error {
 	return w.link.load(ctx, w.place(step, step))
 }
 
-// settle stores the last blocks once more, with digests, and where blocks are stored later waits until each is.
+// settle stores the last blocks once more, with digests. A store that writes later gets time to do so; on a
+// slow disk it may give blocks up to make room in memory, and these are stored again.
 func (w *walk) settle(ctx context.Context, later bool) error {
 	for range w.fresh {
-		if err := w.save(ctx, 0, true); err != nil {
+		if err := errors.Join(w.save(ctx, 0, true), w.pause(ctx, later, 0)); err != nil {
 			return err
 		}
-		if later {
-			if err := w.pause(ctx); err != nil {
+	}
+	for try := 1; later; try++ {
+		missing := 0
+		for step := w.stored - w.fresh; step < w.stored; step++ {
+			err := w.link.load(ctx, w.place(step, step))
+			if err == nil {
+				continue
+			}
+			if !errors.Is(err, connector.ErrGone) || try > 4 {
+				return err
+			}
+			missing++
+			if err := errors.Join(w.link.save(ctx, w.place(step, step)), w.pause(ctx, later, try)); err != nil {
 				return err
 			}
 		}
+		later = missing > 0
 	}
 	return nil
 }
 
-// pause leaves a store that writes later time to do so.
-func (w *walk) pause(ctx context.Context) error {
+// pause is how long it takes to write a block, twice as long with every try.
+func (w *walk) pause(ctx context.Context, later bool, try int) error {
+	if !later {
+		return nil
+	}
 	select {
-	case <-time.After(time.Duration(w.link.shape.block()) * 4): // 0.25 GB/s
+	case <-time.After(time.Duration(w.link.shape.block()) * 8 << try): // 0.13 GB/s at first
 		return nil
 	case <-ctx.Done():
 		return ctx.Err()

@@ -13,7 +13,7 @@ import (
 
 type benchFlags struct {
 	model, format, dir, python string
-	server, peersDir           string
+	server, peersDir, only     string
 	folders                    []string
 	threads                    int
 	quick, peers               bool
@@ -35,6 +35,7 @@ func newBench() *cobra.Command {
 	flags.StringVar(&f.python, "peer-python", "", "Python with xllamacpp or safetensors, to measure these beside kvport (default: not measured)")
 	flags.BoolVar(&f.peers, "peers", false, "measure other people's stores beside ours; store only")
 	flags.StringVar(&f.peersDir, "peers-dir", ".deps/peers", "what bench/peers/setup.py made; store only")
+	flags.StringVar(&f.only, "only", "", "measure only what has this in its name; store only")
 	flags.StringVar(&f.server, "server", "", "binary of a Redis or Valkey server (default that of make deps, else one of the PATH); store only")
 	addPluginPath(flags, &f.folders)
 	flags.BoolVar(&f.quick, "quick", false, "a few rounds, to see that it works; the numbers mean nothing")
@@ -59,7 +60,7 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 	if what == "store" {
 		return fail(bench.Store(cmd.Context(), bench.StoreOptions{
 			PluginPath: pluginFolders(f.folders), Dir: f.dir, Server: f.server,
-			Peers: f.peers, PeersDir: f.peersDir, Quick: f.quick, Emit: emit,
+			Only: f.only, Peers: f.peers, PeersDir: f.peersDir, Quick: f.quick, Emit: emit,
 		}))
 	}
 	self, err := os.Executable()

@@ -1,5 +1,7 @@
 package tier
 
+import "slices"
+
 // ghosts remember keys that were evicted, in two queues, by 31 bits of their hash. It is for policies
 // only: a false memory makes an eviction a little worse and nothing else.
 //
@@ -24,7 +26,7 @@ func (g *ghosts) clear() {
 	for i := range g.table {
 		g.table[i] = none
 	}
-	for id := len(g.marks) - 1; id >= 0; id-- {
+	for id := range slices.Backward(g.marks) {
 		g.push(&g.free, uint32(id))
 	}
 }
