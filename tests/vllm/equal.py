@@ -167,16 +167,85 @@ class VllmProxy:
         self.server.server_close()
 
 
+class Index:
+    """What a router knows of an engine: its KV events, as vLLM publishes them, put together."""
+
+    def __init__(self):
+        import zmq
+
+        self.port, self.blocks, self.seen = free_port(), {}, {}
+        self.socket = zmq.Context.instance().socket(zmq.SUB)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self.socket.bind(f"tcp://127.0.0.1:{self.port}")
+        self.args = ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{self.port}"})]
+
+    def read(self):
+        """Take what has been published; the blocks by medium."""
+        import msgspec
+
+        while self.socket.poll(200):
+            for event in msgspec.msgpack.decode(self.socket.recv_multipart()[2])[1]:
+                self.take(event)
+        return self.blocks
+
+    def take(self, event):
+        """Take one event."""
+        kind, medium = event["type"], event.get("medium")
+        self.seen[kind, medium] = self.seen.get((kind, medium), 0) + len(event.get("block_hashes", "x"))
+        have = self.blocks.setdefault(medium, set())
+        if kind == "BlockStored":
+            have.update(map(bytes, event["block_hashes"]))
+        elif kind == "BlockRemoved":
+            have.difference_update(map(bytes, event["block_hashes"]))
+        else:
+            self.blocks.clear()
+
+    def until(self, rig, server, condition, what):
+        """Wait until a condition holds of the blocks by medium; vLLM publishes when it steps."""
+        nudge = rig.prompts.cut("nudge", 20)
+        rig.until(lambda: server.run(nudge, 1) and condition(self.read()), what)
+
+
 def served(rig):
-    """`vllm serve` in its normal form with several processes: cold, warm, second turn."""
+    """`vllm serve` in its normal form with several processes: cold, warm, second turn; metrics, KV events, reset."""
     texts = Texts(rig)
     label, name, extra = storage(rig)
-    server = serve(rig, "serve", kv=kvport(name, extra))
+    index = Index()
+    server = serve(rig, "serve", kv=kvport(name, extra), args=index.args)
     three_ways(rig, server, texts, f"{label}, vllm serve")
-    lines = [line for line in server.get("/metrics").splitlines() if "kvport" in line and not line.startswith("#")]
-    rig.check(bool(lines), "no kvport metric on vLLM's /metrics")
-    rig.count("kvport metrics on vLLM's page", len({line.split("{")[0] for line in lines}))
+    rig.say("three ways done")
+    stored = full(texts.first) // 32
+    pages(rig, server, stored)
+    index.until(rig, server, lambda blocks: len(blocks.get("STORAGE", ())) >= stored, f"{stored} blocks in KV events")
+    rig.show("blocks in KV events, by vLLM and by the connector", [len(index.blocks.get(medium, ())) for medium in ("GPU", "STORAGE")])
+    emptied(rig, server, texts, index)
     server.stop()
+
+
+def pages(rig, server, stored):
+    """What kvport and the plugin count is on vLLM's own /metrics: it travels with steps, about once a second."""
+    nudge = rig.prompts.cut("nudge", 20)
+    for name in "kvport_connector_saved_blocks_total", "kvport_connector_loaded_blocks_total":
+        rig.until(lambda name=name: server.run(nudge, 1) and server.counter(name) >= stored, f"{name} of {stored} on vLLM's /metrics")
+    lines = [line for line in server.get("/metrics").splitlines() if line.startswith("kvport")]
+    names = {line.split("{")[0] for line in lines}
+    rig.show("kvport's metrics on vLLM's page", len(names))
+    rig.show("of these the plugin's own", len([n for n in names if n.startswith("kvport_connector_") and n != "kvport_connector_info"]))
+    rig.check(server.counter("kvport_shim_faults_total") == 0, "exceptions were caught in hooks")
+
+
+def emptied(rig, server, texts, index):
+    """POST /reset_prefix_cache?reset_external=true empties the connector's cache too."""
+    rig.until(lambda: server.post("/reset_prefix_cache?reset_external=true", {})[1].get("success"), "resetting the external cache")
+    index.until(rig, server, lambda blocks: not blocks.get("STORAGE"), "BlockRemoved of what was reset")
+    rig.show("blocks taken back by KV events", index.seen["BlockRemoved", "STORAGE"])
+    before = server.external()
+    rig.equal("after a reset of the external cache", texts.want[:2], server.all(texts.first[:2], TOKENS))
+    rig.check(server.external() == before, f"{server.external() - before} tokens came from a cache that was emptied")
+    server.reset()
+    rig.equal("stored anew", texts.want[:2], server.all(texts.first[:2], TOKENS))
+    rig.check(server.external() - before >= 0.9 * full(texts.first[:2]), "nothing was stored after the reset")
+    rig.count("resets of the external cache")
 
 
 def routed(rig):
