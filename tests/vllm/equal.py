@@ -170,14 +170,15 @@ class VllmProxy:
 class Index:
     """What a router knows of an engine: its KV events, as vLLM publishes them, put together."""
 
-    def __init__(self):
+    def __init__(self, folder):
         import zmq
 
-        self.port, self.blocks, self.seen = free_port(), {}, {}
+        self.blocks, self.seen, endpoint = {}, {}, f"ipc://{folder}/events"
         self.socket = zmq.Context.instance().socket(zmq.SUB)
         self.socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self.socket.bind(f"tcp://127.0.0.1:{self.port}")
-        self.args = ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{self.port}"})]
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.connect(endpoint)
+        self.args = ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint})]
 
     def read(self):
         """Take what has been published; the blocks by medium."""
@@ -194,9 +195,9 @@ class Index:
         self.seen[kind, medium] = self.seen.get((kind, medium), 0) + len(event.get("block_hashes", "x"))
         have = self.blocks.setdefault(medium, set())
         if kind == "BlockStored":
-            have.update(map(bytes, event["block_hashes"]))
+            have.update(event["block_hashes"])
         elif kind == "BlockRemoved":
-            have.difference_update(map(bytes, event["block_hashes"]))
+            have.difference_update(event["block_hashes"])
         else:
             self.blocks.clear()
 
@@ -210,7 +211,7 @@ def served(rig):
     """`vllm serve` in its normal form with several processes: cold, warm, second turn; metrics, KV events, reset."""
     texts = Texts(rig)
     label, name, extra = storage(rig)
-    index = Index()
+    index = Index(rig.folder)
     server = serve(rig, "serve", kv=kvport(name, extra), args=index.args)
     three_ways(rig, server, texts, f"{label}, vllm serve")
     rig.say("three ways done")
