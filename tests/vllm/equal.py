@@ -266,6 +266,7 @@ def routed(rig):
         got = rig.until(lambda: d.external() - rig.counts.get("external tokens", 0), f"{way}: external tokens")
         rig.check(got >= 0.9 * full(half[0]), f"{way}: {got} tokens came over, want nearly {full(half[0])}")
         rig.count("external tokens", got)
+        rig.say(f"{way} done")
         front.stop()
     p.stop()
     d.stop()

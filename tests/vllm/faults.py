@@ -71,7 +71,9 @@ def kills(rig):
     saving = [r for r in rounds if not r[2]]
     store = Store(rig, engine, [1350, 1250, 1150, 1024], [420] * 4 * len(saving), 8)
     rng, n_fresh = random.Random(rig.options.seed), 0
-    for victim, signum, loading in rounds:
+    for n_round, (victim, signum, loading) in enumerate(rounds):
+        if n_round % 5 == 0:
+            rig.say(f"{n_round} of {len(rounds)} rounds")
         engine.reset(40)
         word = "agent" if victim == "agent" else "kvport-sharedstorage"
         plugin, pid = process(engine, "kvport-sharedstorage"), process(engine, word)
@@ -153,8 +155,11 @@ def damage(rig):
         cases = Damages(rig, engine, settings["shared_storage_path"], policy)
         for label, indexes in ("first", [0]), ("middle", [5]), ("last", [9]), ("all", range(10)), ("first and last", [0, 9]):
             cases.one(label, indexes)
+        rig.say(f"policy {policy}: single blocks done")
         cases.every_second()
+        rig.say(f"policy {policy}: every second load done")
         cases.sharing()
+        rig.say(f"policy {policy}: shared prefixes done")
         engine.settle(rig.prompts.cut("nudge", 20))
         rig.check(engine.alive(), "vLLM has ended")
         engine.stop()
