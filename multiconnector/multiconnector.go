@@ -27,6 +27,7 @@ var ErrFail = errors.New("the child's load failure policy is fail")
 // Child is what a composite knows of one child.
 type Child struct {
 	Name     string         // tags its tickets and errors; unique among its siblings
+	Label    string         // names its numbers, after its place; empty: Name
 	Role     connector.Role // what it takes part in
 	Info     connector.Info
 	Fail     bool          // what it fails to load is asked of no other child, its error wraps ErrFail
@@ -34,8 +35,17 @@ type Child struct {
 	Later    time.Duration // how long its Later is believed for one request; 0: as long as it says so
 }
 
+// keeps reports whether the child keeps finished blocks for consumers.
+func (c *Child) keeps() bool { return c.Info.Capabilities&connector.CanHold != 0 }
+
+// mayHave reports whether the child can be asked for a block: only one that keeps finished blocks can
+// have a partial one, which has no key.
+func (c *Child) mayHave(b *connector.Block) bool {
+	return b.Key != (connector.BlockKey{}) || c.keeps()
+}
+
 // powers are the optional interfaces that a composite passes on.
-const powers = connector.CanPlan | connector.CanHold | connector.CanReset
+const powers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents
 
 // DefaultPatience is how long a child may take over one answer before the others go on without it.
 const DefaultPatience = 100 * time.Millisecond
@@ -75,6 +85,7 @@ func (m *Multi) Info() connector.Info { return m.info }
 //	layouts        those that every child takes
 //	scope          the widest of the children that save, else the widest
 //	lossy          any
+//	stats          all, with a label child: its place and name
 //
 // Errors name the child and wrap connector.ErrIncompatible.
 func Fold(name string, children []Child) (connector.Info, error) {
@@ -107,6 +118,9 @@ func Fold(name string, children []Child) (connector.Info, error) {
 			return bad("%s needs one of the layouts %q, its siblings before it %q", c.Name, c.Info.Layouts, info.Layouts)
 		}
 		info.Layouts = both
+	}
+	if info.Stats = foldStats(children); len(info.Stats) == 0 {
+		info.Capabilities &^= connector.CanStat
 	}
 	return info, nil
 }

@@ -3,6 +3,7 @@ package multiconnector
 import (
 	"context"
 	"errors"
+	"math"
 	"sync"
 	"time"
 
@@ -20,14 +21,18 @@ const maxRounds = 32
 // the children have.
 type scheduler struct {
 	*Multi
-	lanes  []*lane
-	caps   connector.Capability
-	unit   int // tokens in which parts from several children may meet
-	groups []connector.Group
-	ledger ledger
-	stop   context.CancelFunc
-	work   sync.WaitGroup
-	closed func() error
+	lanes   []*lane
+	caps    connector.Capability
+	unit    int // tokens in which parts from several children may meet
+	block   int // tokens of the smallest block, which each key stands for
+	groups  []connector.Group
+	ledger  ledger
+	desk    desk
+	tellers []*teller
+	life    context.Context //nolint:containedctx // ends with Close
+	stop    context.CancelFunc
+	work    sync.WaitGroup
+	closed  func() error
 
 	closing  sync.Once
 	closeErr error
@@ -37,9 +42,10 @@ type scheduler struct {
 // groups. The result owns them; closed, unless nil, is called after they were closed.
 func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group, closed func() error) connector.Scheduler {
 	life, stop := context.WithCancel(context.Background())
-	s := &scheduler{Multi: m, unit: 1, groups: groups, stop: stop, closed: closed, ledger: newLedger()}
+	s := &scheduler{Multi: m, unit: 1, block: math.MaxInt32, groups: groups, life: life, stop: stop, closed: closed, ledger: newLedger(), desk: newDesk()}
 	for _, g := range groups {
 		s.unit = s.unit / gcd(s.unit, g.BlockTokens) * g.BlockTokens
+		s.block = min(s.block, g.BlockTokens)
 	}
 	for i, side := range sides {
 		s.lanes = append(s.lanes, newLane(life, &m.children[i], side))
@@ -47,6 +53,12 @@ func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group,
 		if holder, ok := connector.As[connector.Holder](side); ok {
 			s.work.Go(func() { s.watchHolds(life, i, holder) })
 		}
+		if source, ok := connector.As[connector.StatsSource](side); ok {
+			s.tellers = append(s.tellers, &teller{child: &m.children[i], place: i, source: source, turn: make(chan struct{}, 1)})
+		}
+	}
+	if len(m.info.Stats) == 0 {
+		s.caps &^= connector.CanStat
 	}
 	return s
 }
@@ -73,7 +85,7 @@ type search struct {
 	tickets []connector.Ticket
 }
 
-// answer is what a child has of a prefix: the tokens from from to end.
+// answer is what a child has of a prefix: all tokens between from and end.
 type answer struct {
 	from, end int
 	groups    uint32
@@ -129,7 +141,7 @@ func (s *scheduler) round(ctx context.Context, list []*search) bool {
 			if s.worthAsking(f, i) {
 				asks[i] = append(asks[i], f)
 				q := f.q
-				q.Computed, q.Ticket = f.end, f.tickets[i]
+				q.Computed, q.Ticket, q.Keys = f.end, f.tickets[i], s.keysFor(i, f)
 				queries = append(queries, q)
 			}
 		}
@@ -150,6 +162,17 @@ func (s *scheduler) round(ctx context.Context, list []*search) bool {
 		found = f.extend() || found
 	}
 	return found
+}
+
+// keysFor are the keys that a child is asked for. An offer for a ticket may end with the prompt, and
+// the host leaves out its last token then: a partial block, which a child that keeps no blocks cannot
+// load. Such a child is not asked for the block.
+func (s *scheduler) keysFor(child int, f *search) []connector.BlockKey {
+	keys := f.q.Keys
+	if f.q.Ticket != nil && !s.children[child].keeps() && len(keys)*s.block >= f.q.Tokens {
+		return keys[:min(len(keys), (f.q.Tokens-1)/s.block)]
+	}
+	return keys
 }
 
 // worthAsking says that a child may have more of a prefix than is known.
@@ -242,8 +265,9 @@ func (s *scheduler) close() error {
 		work.Go(func() { errs[i] = l.close() })
 	}
 	work.Wait()
+	err := errors.Join(errs...)
 	if s.closed != nil {
-		errs = append(errs, s.closed())
+		err = errors.Join(err, s.closed())
 	}
-	return errors.Join(errs...)
+	return err
 }

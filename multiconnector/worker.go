@@ -127,6 +127,9 @@ func (l *loading) routed(ctx context.Context) {
 	by := map[int][]int{}
 	for i, end := range ends(l.t, l.groups) {
 		child := l.owner(to, end)
+		if child >= 0 && !l.children[child].mayHave(&l.t.Blocks[i]) {
+			child = l.untried(i)
+		}
 		if child < 0 || !l.children[child].Role.Loads() {
 			l.given = append(l.given, i)
 			continue
@@ -135,7 +138,7 @@ func (l *loading) routed(ctx context.Context) {
 	}
 	l.run(ctx, l.asks(by))
 	if len(l.given) > 0 && len(l.errs) == 0 {
-		l.errs = append(l.errs, fmt.Errorf("no child loads: %w", connector.ErrGone))
+		l.errs = append(l.errs, fmt.Errorf("no child that loads can have it: %w", connector.ErrGone))
 	}
 }
 
@@ -160,7 +163,7 @@ func (l *loading) untried(block int) int {
 	for i := range l.children {
 		c := &l.children[i]
 		planner := c.Info.Capabilities&connector.CanPlan != 0 && len(l.t.Extra) > 0 // it loads only what it planned
-		if c.Role.Loads() && !planner && l.tried[block]&(1<<i) == 0 {
+		if c.Role.Loads() && !planner && c.mayHave(&l.t.Blocks[block]) && l.tried[block]&(1<<i) == 0 {
 			return i
 		}
 	}
@@ -307,8 +310,9 @@ func (w *worker) close() error {
 		work.Go(func() { errs[i] = w.children[i].named(side.Close()) })
 	}
 	work.Wait()
+	err := errors.Join(errs...)
 	if w.closed != nil {
-		errs = append(errs, w.closed())
+		err = errors.Join(err, w.closed())
 	}
-	return errors.Join(errs...)
+	return err
 }

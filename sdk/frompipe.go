@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -87,6 +88,7 @@ type pipeScheduler struct {
 // Match implements connector.Scheduler: it has what is missing sent, and offers what is there.
 func (s *pipeScheduler) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
 	waits := make([]bool, len(queries))
+	queries = s.whole(queries)
 	if s.env.Role.Loads() {
 		for i := range queries {
 			waits[i] = s.ask(&queries[i])
@@ -101,6 +103,19 @@ func (s *pipeScheduler) Match(ctx context.Context, queries []connector.Query) ([
 		matches[i].Later = waits[i] && !whole
 	}
 	return matches, nil
+}
+
+// whole leaves the last block out of queries whose ticket lets an offer end with the prompt: the host
+// would take all of it but its last token, and partial blocks are not sent.
+func (s *pipeScheduler) whole(queries []connector.Query) []connector.Query {
+	n := s.env.Layout.Groups[0].BlockTokens
+	queries = slices.Clone(queries)
+	for i := range queries {
+		if q := &queries[i]; q.Ticket != nil && len(q.Keys)*n >= q.Tokens {
+			q.Keys = q.Keys[:min(len(q.Keys), max(0, (q.Tokens-1)/n))]
+		}
+	}
+	return queries
 }
 
 // ask has the blocks of a prompt sent that are not here, and reports whether some are on their way. It

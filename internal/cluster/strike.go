@@ -14,13 +14,31 @@ var ErrTooLate = errors.New("the load was over before the fault")
 
 // Health is the part of an engine's /health that faults are checked against.
 type Health struct {
-	Status    string `json:"status"`
-	Connector struct {
-		State    string `json:"state"`
-		PID      int    `json:"pid"`
-		Restarts int    `json:"restarts"`
-		Pending  int    `json:"pending"` // transfers that run
-	} `json:"connector"`
+	Status    string    `json:"status"`
+	Connector Connector `json:"connector"`
+}
+
+// Connector is how an engine's connector is, or a child of it.
+type Connector struct {
+	Name     string      `json:"connector"` // a child's begins with its place, such as 0/
+	State    string      `json:"state"`
+	PID      int         `json:"pid"`
+	Restarts int         `json:"restarts"`
+	Pending  int         `json:"pending"` // transfers that run
+	Children []Connector `json:"children"`
+}
+
+// Leaves are the plugins of a MultiConnector, those of nested ones too, in order; of another
+// connector it is itself.
+func (c *Connector) Leaves() []Connector {
+	if len(c.Children) == 0 {
+		return []Connector{*c}
+	}
+	var out []Connector
+	for i := range c.Children {
+		out = append(out, c.Children[i].Leaves()...)
+	}
+	return out
 }
 
 // Health asks an engine how it is.

@@ -28,6 +28,8 @@ type nest struct {
 	metrics *childMetrics
 	started func(pid, pidfd int) error
 	held    func(bytes int64) // told how large each arena is
+
+	violated func(what string) // may be nil
 }
 
 // family is the children of one MultiConnector and their composite. To the host it is a plugin that
@@ -60,14 +62,18 @@ func (h *Host) firstFamily(ctx context.Context) (*generation, error) {
 	n := &nest{
 		eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout,
 		paths: h.opts.PluginPath, metrics: h.metrics.children, started: h.opts.Started,
-		held: func(n int64) { h.metrics.arena.Add(float64(n)) },
+		held: func(n int64) { h.metrics.arena.Add(float64(n)) }, violated: h.violation,
 	}
 	if h.family, err = n.open(ctx, h.cfg, "", "kv_connector_extra_config."); err != nil {
 		h.metrics.close()
 		return nil, err
 	}
 	h.info = h.family.multi.Info()
-	g, err := h.openFamily(ctx)
+	err = h.showStats()
+	var g *generation
+	if err == nil {
+		g, err = h.openFamily(ctx)
+	}
 	if err != nil {
 		h.family.shut(ctx, false)
 		h.metrics.close()
@@ -145,6 +151,9 @@ func (n *nest) start(ctx context.Context, cfg *Config, label string) (*child, er
 	src := &source{
 		cfg: cfg, eng: n.eng, epoch: n.epoch, log: n.log, regions: n.regions, layout: n.layout, started: n.started, held: n.held,
 	}
+	if n.violated != nil {
+		src.violated = func(what string) { n.violated(label + ": " + what) }
+	}
 	if _, err := src.find(ctx, n.paths); err != nil {
 		return nil, err
 	}
@@ -167,7 +176,7 @@ func childrenOf(cfg *Config, infos []connector.Info) []multiconnector.Child {
 		c := cfg.Children[i]
 		d := &c.Settings.Deadlines
 		out[i] = multiconnector.Child{
-			Name: c.tag, Role: c.Role, Info: infos[i], Fail: c.FailurePolicy == PolicyFail,
+			Name: c.tag, Label: c.Connector, Role: c.Role, Info: infos[i], Fail: c.FailurePolicy == PolicyFail,
 			Patience: max(d.Match, multiconnector.DefaultPatience), Later: d.Later,
 		}
 	}

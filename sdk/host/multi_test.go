@@ -37,8 +37,12 @@ func dirs(t *testing.T, n int) []string {
 // multiRig is a rig of a MultiConnector with the given children.
 func multiRig(t *testing.T, ranks int, settings map[string]any, kids ...map[string]any) *rig {
 	t.Helper()
+	return multiRigWith(t, rigOptions{ranks: ranks, settings: settings}, kids...)
+}
+
+func multiRigWith(t *testing.T, o rigOptions, kids ...map[string]any) *rig {
+	t.Helper()
 	leaks := watchLeaks(t)
-	o := rigOptions{ranks: ranks, settings: settings}
 	cfg, eng, opts := o.build(t)
 	raw, err := json.Marshal(map[string]any{"connectors": kids})
 	require.NoError(t, err)

@@ -41,7 +41,7 @@ func MultiPlugin(version string) connector.Plugin {
 	m := &multiPlugin{regions: inheritedRegions(), houses: map[string]*house{}}
 	return connector.Plugin{
 		Name: MultiName, Version: version, Environment: []string{pluginPathKey, "HOME", "TMPDIR"},
-		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset, Schema: json.RawMessage(multiSchema),
+		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents, Schema: json.RawMessage(multiSchema),
 		Describe: m.describe, Scheduler: m.scheduler, Worker: m.worker,
 	}
 }

@@ -111,6 +111,19 @@ func (s *connectorStats) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
+// values are the present ones of all series.
+func (s *connectorStats) values() []connector.Stat {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []connector.Stat
+	for name, f := range s.families {
+		for _, n := range f.series {
+			out = append(out, connector.Stat{Name: name, Labels: n.labels, Value: n.before + n.last})
+		}
+	}
+	return out
+}
+
 // watchStats asks the connector for its numbers again and again.
 func (g *generation) watchStats(life context.Context) {
 	defer g.work.Done()

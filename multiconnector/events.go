@@ -1,0 +1,219 @@
+package multiconnector
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// The limits of what is kept of events.
+const (
+	maxTold    = 1 << 17 // blocks that were reported as stored
+	maxWaiting = 1 << 17 // keys of events that nobody has fetched
+	maxAnswer  = 1 << 16 // keys of one answer, as far as events can be parted
+	maxGone    = 1 << 12 // keys of one event that the desk makes itself
+)
+
+// retryEvents is the pause after a failed long poll.
+const retryEvents = 100 * time.Millisecond
+
+// desk makes one stream of events of the children's. A block is stored when the first of them has it,
+// and removed when the last has lost it. What a child with a gap in its events has is not known any
+// more: its blocks count as lost.
+type desk struct {
+	begin sync.Once // of the long polls
+
+	mu     sync.Mutex
+	has    map[connector.BlockKey]*told
+	oldest []connector.BlockKey // of has, by their first report; may name some that are gone
+	seq    uint64
+	queue  []connector.BlockEvent
+	keys   int // of queue
+	wake   chan struct{}
+}
+
+// told is what was reported of a block.
+type told struct {
+	children uint32 // who have it, as bits
+	medium   string // where it was first
+	scope    connector.Scope
+}
+
+func newDesk() desk {
+	return desk{has: map[connector.BlockKey]*told{}, wake: make(chan struct{})}
+}
+
+// Events implements connector.EventSource.
+func (s *scheduler) Events(ctx context.Context) ([]connector.BlockEvent, error) {
+	s.desk.begin.Do(func() {
+		for i, l := range s.lanes {
+			if source, ok := connector.As[connector.EventSource](l.side); ok {
+				s.work.Go(func() { s.watchEvents(i, source) })
+			}
+		}
+	})
+	for {
+		events, wake := s.desk.take()
+		if len(events) > 0 {
+			return events, nil
+		}
+		select {
+		case <-wake:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+// watchEvents reads one child's events.
+func (s *scheduler) watchEvents(child int, source connector.EventSource) {
+	last, begun := uint64(0), false
+	for s.life.Err() == nil {
+		events, err := source.Events(s.life)
+		if err != nil || len(events) == 0 {
+			if errors.Is(err, context.Canceled) && s.life.Err() != nil {
+				return
+			}
+			select {
+			case <-time.After(retryEvents):
+			case <-s.life.Done():
+			}
+			continue
+		}
+		for i := range events {
+			e := &events[i]
+			if begun && e.Seq <= last {
+				continue // it was reported before
+			}
+			if begun && e.Seq != last+1 {
+				s.desk.lose(child)
+			}
+			last, begun = e.Seq, true
+			s.desk.hear(child, e)
+		}
+	}
+}
+
+// hear takes a child's event.
+func (d *desk) hear(child int, e *connector.BlockEvent) {
+	switch e.Kind {
+	case connector.BlocksStored:
+		d.stored(child, e)
+	case connector.BlocksRemoved:
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.removed(child, e.Keys)
+	case connector.BlocksCleared:
+		d.lose(child)
+	}
+}
+
+// stored notes that a child has blocks and reports those that no other has.
+func (d *desk) stored(child int, e *connector.BlockEvent) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var fresh []connector.BlockKey
+	for _, k := range e.Keys {
+		t := d.has[k]
+		if t == nil {
+			t = &told{medium: e.Medium, scope: e.Scope}
+			d.has[k] = t
+			d.oldest = append(d.oldest, k)
+			fresh = append(fresh, k)
+		}
+		t.children |= 1 << child
+	}
+	if len(fresh) > 0 {
+		d.put(connector.BlockEvent{Kind: connector.BlocksStored, Keys: fresh, Medium: e.Medium, Scope: e.Scope})
+	}
+	for len(d.has) > maxTold { // nobody waits for its end any more
+		k := d.oldest[0]
+		d.oldest = d.oldest[1:]
+		if t := d.has[k]; t != nil {
+			delete(d.has, k)
+			d.put(connector.BlockEvent{Kind: connector.BlocksRemoved, Keys: []connector.BlockKey{k}, Medium: t.medium, Scope: t.scope})
+		}
+	}
+	if len(d.oldest) > 2*maxTold { // most are gone
+		d.oldest = slices.DeleteFunc(d.oldest, func(k connector.BlockKey) bool { return d.has[k] == nil })
+	}
+}
+
+// removed notes that a child has lost blocks and reports those that no other has. The caller holds mu.
+func (d *desk) removed(child int, keys []connector.BlockKey) {
+	type place struct {
+		medium string
+		scope  connector.Scope
+	}
+	gone := map[place][]connector.BlockKey{}
+	for _, k := range keys {
+		t := d.has[k]
+		if t == nil || t.children&(1<<child) == 0 {
+			continue
+		}
+		if t.children &^= 1 << child; t.children == 0 {
+			delete(d.has, k)
+			at := place{t.medium, t.scope}
+			if gone[at] = append(gone[at], k); len(gone[at]) == maxGone {
+				d.put(connector.BlockEvent{Kind: connector.BlocksRemoved, Keys: gone[at], Medium: at.medium, Scope: at.scope})
+				delete(gone, at)
+			}
+		}
+	}
+	for at, list := range gone {
+		d.put(connector.BlockEvent{Kind: connector.BlocksRemoved, Keys: list, Medium: at.medium, Scope: at.scope})
+	}
+}
+
+// lose notes that nothing is known any more of what a child has.
+func (d *desk) lose(child int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var keys []connector.BlockKey
+	others := false
+	for k, t := range d.has {
+		if t.children&(1<<child) != 0 {
+			keys = append(keys, k)
+		}
+		others = others || t.children != 1<<child
+	}
+	if len(keys) > 0 && !others {
+		clear(d.has)
+		d.oldest = nil
+		d.put(connector.BlockEvent{Kind: connector.BlocksCleared, Scope: connector.ScopeEngine})
+		return
+	}
+	d.removed(child, keys)
+}
+
+// put adds an event. Those that nobody fetches go, the oldest first, which shows in Seq. The caller
+// holds mu.
+func (d *desk) put(e connector.BlockEvent) {
+	d.seq++
+	e.Seq = d.seq
+	d.queue, d.keys = append(d.queue, e), d.keys+len(e.Keys)
+	for len(d.queue) > 1 && (d.keys > maxWaiting || len(d.queue) > connector.MaxEvents) {
+		d.keys -= len(d.queue[0].Keys)
+		d.queue = d.queue[1:]
+	}
+	close(d.wake)
+	d.wake = make(chan struct{})
+}
+
+// take gives what has not been fetched, and what is closed when there is more.
+func (d *desk) take() ([]connector.BlockEvent, <-chan struct{}) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	n, keys := 0, 0
+	for n < len(d.queue) && (n == 0 || keys+len(d.queue[n].Keys) <= maxAnswer) {
+		keys += len(d.queue[n].Keys)
+		n++
+	}
+	out := slices.Clone(d.queue[:n])
+	d.queue, d.keys = d.queue[n:], d.keys-keys
+	return out, d.wake
+}

@@ -1,0 +1,136 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// childScheduler is the scheduler side of a child, through all its lives.
+type childScheduler struct {
+	*child
+	side int
+	news *childNews
+}
+
+// Capabilities implements connector.Partial.
+func (s childScheduler) Capabilities() connector.Capability { return s.src.info.Capabilities }
+
+// Match implements connector.Scheduler.
+func (s childScheduler) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+	return childCall(ctx, s, s.set.Deadlines.Later, func(ctx context.Context, _ *life, side connector.Scheduler) ([]connector.Match, error) {
+		return side.Match(ctx, qs)
+	})
+}
+
+// Plan implements connector.Planner.
+func (s childScheduler) Plan(ctx context.Context, step *connector.Step) (*connector.Plan, error) {
+	return childCall(ctx, s, s.set.Deadlines.Plan, func(ctx context.Context, _ *life, side connector.Scheduler) (*connector.Plan, error) {
+		p, ok := connector.As[connector.Planner](side)
+		if !ok {
+			return nil, connector.ErrIncompatible
+		}
+		return p.Plan(ctx, step)
+	})
+}
+
+// Finish implements connector.Holder.
+func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+	return childCall(ctx, s, s.set.Deadlines.Finish, func(ctx context.Context, l *life, side connector.Scheduler) ([]connector.Hold, error) {
+		h, ok := connector.As[connector.Holder](side)
+		if !ok {
+			return nil, connector.ErrIncompatible
+		}
+		holds, err := h.Finish(ctx, ended)
+		if err != nil {
+			return nil, err
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for i := range holds {
+			holds[i].ID = s.holds.add(l.n, &holds[i], s.set.Deadlines.HoldMax)
+		}
+		return holds, nil
+	})
+}
+
+// Consumed implements connector.Holder. What a process kept that died is over.
+func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	for {
+		s.mu.Lock()
+		over, l, changed := s.holds.take(), s.now, s.changed
+		var side connector.Scheduler
+		if l != nil {
+			side = l.scheduler(s.side)
+		}
+		poll, cancel := context.WithCancel(ctx)
+		s.holds.interrupt = cancel
+		s.mu.Unlock()
+		if len(over) > 0 || ctx.Err() != nil {
+			cancel()
+			return over, ctx.Err()
+		}
+		var err error
+		if side == nil {
+			select {
+			case <-changed:
+			case <-poll.Done():
+			}
+		} else {
+			err = s.poll(poll, l, side)
+		}
+		interrupted := poll.Err() != nil
+		cancel()
+		if err != nil && !interrupted {
+			return nil, err
+		}
+	}
+}
+
+// poll asks one life once what consumers have fetched.
+func (s childScheduler) poll(ctx context.Context, l *life, side connector.Scheduler) error {
+	h, ok := connector.As[connector.Holder](side)
+	if !ok {
+		return connector.ErrIncompatible
+	}
+	ids, err := h.Consumed(ctx)
+	switch {
+	case err == nil:
+		s.mu.Lock()
+		s.holds.consumed(l.n, ids)
+		s.mu.Unlock()
+	case errors.Is(err, errLost) || errors.Is(err, errUnanswered):
+		s.down(l, fmt.Errorf("scheduler side: %w", err))
+		return nil // its holds are over when it is reaped
+	}
+	return err
+}
+
+// Reset implements connector.Resetter.
+func (s childScheduler) Reset(ctx context.Context) (bool, error) {
+	return childCall(ctx, s, s.set.Deadlines.Save, func(ctx context.Context, _ *life, side connector.Scheduler) (bool, error) {
+		r, ok := connector.As[connector.Resetter](side)
+		if !ok {
+			return false, nil
+		}
+		return r.Reset(ctx)
+	})
+}
+
+// Close implements connector.Scheduler. The process goes on.
+func (s childScheduler) Close() error { return s.closeSide(s.side) }
+
+func childCall[T any](ctx context.Context, c childScheduler, limit time.Duration, call func(context.Context, *life, connector.Scheduler) (T, error)) (T, error) {
+	l, side, err := c.scheduler(c.side)
+	if err != nil {
+		var none T
+		return none, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	v, err := call(ctx, l, side)
+	return v, c.judge(l, err)
+}
