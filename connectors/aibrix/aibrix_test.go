@@ -18,7 +18,8 @@ import (
 const prefix = "AIBRIX_KV_CACHE_OL_"
 
 func plugin() connector.Plugin {
-	d := sdk.Definition{Name: "AIBrix in a test", Version: "test", Scope: aibrix.Scope, Groups: true}
+	d := sdk.Definition{Name: "AIBrix in a test", Version: "test", Scope: aibrix.Scope, Groups: true,
+		Capabilities: aibrix.Capabilities, Stats: aibrix.StatInfos()}
 	return sdk.FromStore(d, aibrix.Open)
 }
 
@@ -53,13 +54,15 @@ func TestVariables(t *testing.T) {
 		"a number":             {config: map[string]string{"L1_CACHE_CAPACITY_GB": `2`}, arena: 2 << 30},
 		"L2 alone":             {env: map[string]string{"L1_CACHE_ENABLED": "0", "L2_CACHE_BACKEND": "redis", "REDIS_URL": "redis://127.0.0.1:1"}, scope: connector.ScopeShared},
 		"both":                 {env: map[string]string{"L2_CACHE_BACKEND": "REDIS", "REDIS_URL": "redis://127.0.0.1:1"}, arena: 10 << 30},
-		"policy":               {env: map[string]string{"L1_CACHE_EVICTION_POLICY": "FIFO"}, want: prefix + `L1_CACHE_EVICTION_POLICY is "FIFO", want one of ["S3FIFO" "LRU"]`},
+		"policy":               {env: map[string]string{"L1_CACHE_EVICTION_POLICY": "ARC"}, want: prefix + `L1_CACHE_EVICTION_POLICY is "ARC", want one of ["S3FIFO" "LRU" "FIFO"]`},
 		"enabled":              {env: map[string]string{"L1_CACHE_ENABLED": "maybe"}, want: prefix + "L1_CACHE_ENABLED is"},
 		"size":                 {env: map[string]string{"L1_CACHE_CAPACITY_GB": "ten"}, want: prefix + `L1_CACHE_CAPACITY_GB is "ten"`},
 		"no size":              {env: map[string]string{"L1_CACHE_CAPACITY_GB": "NaN"}, want: prefix + `L1_CACHE_CAPACITY_GB is "NaN"`},
 		"backend":              {env: map[string]string{"L2_CACHE_BACKEND": "INFINISTORE"}, want: prefix + `L2_CACHE_BACKEND is "INFINISTORE"`},
-		"ingestion":            {env: map[string]string{"L2_CACHE_INGESTION_TYPE": "EVICTED"}, want: prefix + `L2_CACHE_INGESTION_TYPE is "EVICTED"`},
-		"compression":          {env: map[string]string{"L2_CACHE_COMPRESSION": "zstd"}, want: prefix + `L2_CACHE_COMPRESSION is "ZSTD"`},
+		"ingestion":            {env: map[string]string{"L2_CACHE_INGESTION_TYPE": "COLD"}, want: prefix + `L2_CACHE_INGESTION_TYPE is "COLD"`},
+		"other backend":        {env: map[string]string{"L2_CACHE_BACKEND": "MEMCACHED"}, want: prefix + `L2_CACHE_BACKEND is "MEMCACHED", want REDIS`},
+		"inflight":             {env: map[string]string{"L2_CACHE_INGESTION_MAX_INFLIGHT_TOKENS": "-1"}, want: prefix + `L2_CACHE_INGESTION_MAX_INFLIGHT_TOKENS is "-1"`},
+		"policies in any case": {env: map[string]string{"L1_CACHE_EVICTION_POLICY": "fifo", "L2_CACHE_INGESTION_TYPE": "evicted", "L2_CACHE_COMPRESSION": "zstd"}, arena: 10 << 30},
 		"device":               {env: map[string]string{"DEVICE": "cuda"}, want: prefix + `DEVICE is "CUDA"`},
 		"workers":              {env: map[string]string{"L2_CACHE_NUM_ASYNC_WORKERS": "0"}, want: prefix + `L2_CACHE_NUM_ASYNC_WORKERS is "0"`},
 		"nowhere":              {env: map[string]string{"L1_CACHE_ENABLED": "0"}, want: prefix + "L2_CACHE_BACKEND is not set"},
@@ -96,11 +99,25 @@ func TestVariables(t *testing.T) {
 	}
 }
 
+// Every variable that AIBrix reads is read here, or passed on so that it can be named in the log; but no password of its
+// own backends.
+func TestVariablesOfAIBrix(t *testing.T) {
+	text, err := os.ReadFile("testdata/envs-0.8.0.txt")
+	require.NoError(t, err)
+	for name := range strings.Lines(string(text)) {
+		name = strings.TrimSpace(name)
+		if strings.HasPrefix(name, "#") || strings.HasSuffix(name, "_PASSWORD") {
+			continue
+		}
+		require.Contains(t, aibrix.Environment(), name)
+	}
+}
+
 // Every variable that is read is in the manifest, since a plugin sees no other.
 func TestEnvironmentIsDeclared(t *testing.T) {
 	declared := map[string]bool{}
 	for _, name := range aibrix.Environment() {
-		require.True(t, strings.HasPrefix(name, prefix), name)
+		require.True(t, strings.HasPrefix(name, prefix) || name == "VLLM_AIBRIX_SYNC_GRANULARITY", name)
 		require.False(t, declared[name], name)
 		declared[name] = true
 	}

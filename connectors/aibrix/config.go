@@ -14,7 +14,6 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/remote"
-	"github.com/kvport/kvport/connectors/internal/tier"
 )
 
 // Scope says that only the engine that stored a block is sure to find it: L2 is written behind. Without L1
@@ -25,17 +24,17 @@ const Scope = connector.ScopeEngine
 // written here too and then win. Values are texts as in an environment, or plain numbers and booleans.
 type Config struct {
 	L1Enabled  json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L1_CACHE_ENABLED,omitempty" jsonschema:"description=Memory tier: 1 (default) or 0."`
-	L1Policy   json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L1_CACHE_EVICTION_POLICY,omitempty" jsonschema:"description=S3FIFO (default) or LRU."`
+	L1Policy   json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L1_CACHE_EVICTION_POLICY,omitempty" jsonschema:"description=S3FIFO (default) or LRU or FIFO."`
 	L1Capacity json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB,omitempty" jsonschema:"description=Size of the memory tier in GiB; default 10."`
 	Device     json.RawMessage `json:"AIBRIX_KV_CACHE_OL_DEVICE,omitempty" jsonschema:"description=Where the memory tier is: cpu."`
 
 	L2Backend   json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_BACKEND,omitempty" jsonschema:"description=Empty (default): none. REDIS: a Redis or Valkey server."`
 	L2Namespace json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_NAMESPACE,omitempty" jsonschema:"description=Begins every key; default aibrix."`
-	L2Ingestion json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_INGESTION_TYPE,omitempty" jsonschema:"description=What goes from L1 to L2: HOT (default) what is used twice or ALL."`
+	L2Ingestion json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_INGESTION_TYPE,omitempty" jsonschema:"description=What goes from L1 to L2: HOT (default) what is used twice; ALL; EVICTED: the same as ALL."`
 	L2Workers   json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_NUM_ASYNC_WORKERS,omitempty" jsonschema:"description=Connections to L2; default 8."`
 	L2Timeout   json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_PER_TOKEN_TIMEOUT_MS,omitempty" jsonschema:"description=Longest time of an exchange for each token of a chunk in milliseconds; default 20."`
-	L2Compress  json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_COMPRESSION,omitempty" jsonschema:"description=Must be empty: blocks are stored as they are."`
-	Chunk       json.RawMessage `json:"AIBRIX_KV_CACHE_OL_CHUNK_SIZE,omitempty" jsonschema:"description=Tokens of a chunk; default 512."`
+	L2Inflight  json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_INGESTION_MAX_INFLIGHT_TOKENS,omitempty" jsonschema:"description=Tokens that may wait to be written to L2; more are not. 0 (default): 1024 blocks."`
+	Chunk       json.RawMessage `json:"AIBRIX_KV_CACHE_OL_CHUNK_SIZE,omitempty" jsonschema:"description=Tokens of a chunk: with the time of a token the time-out of an exchange; default 512."`
 
 	RedisURL      json.RawMessage `json:"AIBRIX_KV_CACHE_OL_REDIS_URL,omitempty" jsonschema:"description=Ours: the server of L2 (redis:// rediss:// redis-cluster:// unix://)."`
 	RedisUsername json.RawMessage `json:"AIBRIX_KV_CACHE_OL_REDIS_USERNAME,omitempty" jsonschema:"description=Ours: its ACL user."`
@@ -55,7 +54,7 @@ const (
 	l2Ingestion   = prefix + "L2_CACHE_INGESTION_TYPE"
 	l2Workers     = prefix + "L2_CACHE_NUM_ASYNC_WORKERS"
 	l2Timeout     = prefix + "L2_CACHE_PER_TOKEN_TIMEOUT_MS"
-	l2Compression = prefix + "L2_CACHE_COMPRESSION"
+	l2Inflight    = prefix + "L2_CACHE_INGESTION_MAX_INFLIGHT_TOKENS"
 	chunkSize     = prefix + "CHUNK_SIZE"
 	redisURL      = prefix + "REDIS_URL"
 	redisUsername = prefix + "REDIS_USERNAME"
@@ -67,19 +66,26 @@ func without() []string {
 	names := []string{
 		"DOUBLE_GET_THRESHOLD", "BLOCK_SIZE", "MAX_SEQ_LEN", "TIME_MEASUREMENT_ENABLED", "BREAKDOWN_MEASUREMENT_ENABLED",
 		"TOKEN_VALIDATION_ENABLED", "S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD", "S3FIFO_SMALL_FIFO_CAPACITY_RATIO", "L2_CACHE_OP_BATCH",
-		"L2_CACHE_PLACEMENT_POLICY", "L2_CACHE_KEY_BUILDER", "L2_CACHE_INGESTION_MAX_INFLIGHT_TOKENS", "META_SERVICE_BACKEND",
-		"META_SERVICE_REFRESH_INTERVAL_S", "META_SERVICE_URL", "META_SERVICE_CLUSTER_META_KEY", "PROFILING_ENABLED",
+		"L2_CACHE_PLACEMENT_POLICY", "L2_CACHE_KEY_BUILDER", "L2_CACHE_COMPRESSION", "META_SERVICE_BACKEND",
+		"META_SERVICE_REFRESH_INTERVAL_S", "META_SERVICE_URL", "META_SERVICE_CLUSTER_META_KEY", "PROFILING_ENABLED", "PROFILING_SERVER_ADDRESS",
+		"MOCK_USE_RDMA", "MOCK_USE_MPUT_MGET", "MOCK_USE_GDR_PUT", "MOCK_USE_GDR_GET", "MOCK_USE_NOOP", "ROCKSDB_ROOT", "ROCKSDB_TTL_S",
+		"ROCKSDB_WRITE_BUFFER_SIZE", "ROCKSDB_TARGET_FILE_SIZE_BASE", "ROCKSDB_MAX_WRITE_BUFFER_NUMBER", "ROCKSDB_MAX_TOTAL_WAL_SIZE",
+		"ROCKSDB_MAX_BACKGROUND_JOBS", "INFINISTORE_HOST_ADDR", "INFINISTORE_SERVICE_PORT", "INFINISTORE_CONNECTION_TYPE",
+		"INFINISTORE_IB_PORT", "INFINISTORE_LINK_TYPE", "INFINISTORE_VISIBLE_DEV_LIST", "INFINISTORE_USE_GDR", "HPKV_REMOTE_ADDR",
+		"HPKV_REMOTE_PORT", "HPKV_LOCAL_ADDR", "HPKV_LOCAL_PORT", "HPKV_USE_GDR", "PRISKV_REMOTE_ADDR", "PRISKV_REMOTE_PORT",
+		"PRISKV_USE_MPUT_MGET", "PRISKV_USE_ZERO_COPY", "PRIS_REMOTE_ADDR", "PRIS_REMOTE_PORT", "PRIS_USE_MPUT_MGET", "PRIS_USE_ZERO_COPY",
+		"TRANSPORT_RDMA_ADDR_RANGE", "EIC_CONFIG_FILE", "SHFS_ROOT",
 	}
 	for i := range names {
 		names[i] = prefix + names[i]
 	}
-	return names
+	return append(names, "VLLM_AIBRIX_SYNC_GRANULARITY")
 }
 
 // Environment names the variables that the plugin reads, for its manifest.
 func Environment() []string {
 	return append([]string{
-		l1Enabled, l1Policy, l1Capacity, device, l2Backend, l2Namespace, l2Ingestion, l2Workers, l2Timeout, l2Compression, chunkSize,
+		l1Enabled, l1Policy, l1Capacity, device, l2Backend, l2Namespace, l2Ingestion, l2Workers, l2Timeout, l2Inflight, chunkSize,
 		redisURL, redisUsername, redisPassword,
 	}, without()...)
 }
@@ -89,6 +95,7 @@ type settings struct {
 	memory int64  // bytes of L1; 0: none
 	policy string // of L1
 	hot    bool   // L2 gets what is used twice
+	behind int    // tokens that may wait to be written to L2; 0: the default
 	l2     bool
 	remote remote.Options
 }
@@ -149,6 +156,20 @@ func (r *reader) choice(name string, value json.RawMessage, byDefault string, wo
 	return byDefault
 }
 
+// backend reads what L2 is. AIBrix's own backends are libraries for its Python process (ADR 88).
+func (r *reader) backend(value json.RawMessage) (l2 bool) {
+	switch got := strings.ToUpper(text(l2Backend, value, "")); got {
+	case "":
+	case "REDIS", "VALKEY":
+		return true
+	case "ROCKSDB", "INFINISTORE", "HPKV", "PRISKV", "PRIS", "EIC", "SHFS", "MOCK":
+		r.fail(l2Backend, "is %q, which only AIBrix's own process can use; set REDIS and %s", got, redisURL)
+	default:
+		r.fail(l2Backend, `is %q, want REDIS (or VALKEY), or nothing`, got)
+	}
+	return false
+}
+
 // number reads a whole number in bounds.
 func (r *reader) number(name string, value json.RawMessage, byDefault, low, high int) int {
 	s := text(name, value, strconv.Itoa(byDefault))
@@ -174,18 +195,16 @@ func (r *reader) gib(name string, value json.RawMessage, byDefault string) int64
 // settings reads config and environment.
 func (c Config) settings() (settings, error) {
 	r := &reader{}
-	s := settings{policy: tier.S3FIFO}
+	s := settings{}
 	enabled := r.choice(l1Enabled, c.L1Enabled, "1", "1", "0", "TRUE", "FALSE")
 	r.choice(device, c.Device, "CPU", "CPU")
-	if r.choice(l1Policy, c.L1Policy, "S3FIFO", "S3FIFO", "LRU") == "LRU" {
-		s.policy = tier.LRU
-	}
+	s.policy = strings.ToLower(r.choice(l1Policy, c.L1Policy, "S3FIFO", "S3FIFO", "LRU", "FIFO"))
 	if enabled == "1" || enabled == "TRUE" {
 		s.memory = r.gib(l1Capacity, c.L1Capacity, "10")
 	}
-	s.l2 = r.choice(l2Backend, c.L2Backend, "", "", "REDIS") == "REDIS"
-	s.hot = r.choice(l2Ingestion, c.L2Ingestion, "HOT", "HOT", "ALL") == "HOT"
-	r.choice(l2Compression, c.L2Compress, "", "")
+	s.l2 = r.backend(c.L2Backend)
+	s.hot = r.choice(l2Ingestion, c.L2Ingestion, "HOT", "HOT", "ALL", "EVICTED") == "HOT"
+	s.behind = r.number(l2Inflight, c.L2Inflight, 0, 0, 1<<30)
 	workers := r.number(l2Workers, c.L2Workers, 8, 1, remote.MaxConnections)
 	wait := r.number(l2Timeout, c.L2Timeout, 20, 1, 10000) * r.number(chunkSize, c.Chunk, 512, 1, 1<<20)
 	url := text(redisURL, c.RedisURL, "")
@@ -207,7 +226,7 @@ func (c Config) settings() (settings, error) {
 		return s, r.err
 	}
 	o.Username, o.Password, o.CredentialField = text(redisUsername, c.RedisUsername, ""), os.Getenv(redisPassword), redisPassword
-	o.Prefix = text(l2Namespace, c.L2Namespace, "aibrix") + ":"
+	o.Prefix = strings.ToLower(text(l2Namespace, c.L2Namespace, "aibrix")) + ":"
 	o.Connections = workers
 	o.Timeout = min(time.Duration(wait)*time.Millisecond, 10*time.Minute)
 	s.remote = o

@@ -18,15 +18,17 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 		return nil, err
 	}
 	s.warn(env.Log)
-	var lower connector.Store
+	var far *remote.Store
+	var lower connector.Store // stays nil without L2
 	if s.l2 {
 		s.remote.Log = env.Log
-		if lower, err = remote.Open(ctx, s.remote); err != nil {
+		if far, err = remote.Open(ctx, s.remote); err != nil {
 			return nil, err
 		}
+		lower = far
 	}
 	if s.memory == 0 {
-		return lower, nil
+		return &Store{Store: far, far: far}, nil
 	}
 	sizes := make([]int64, len(env.Layout.Groups))
 	for g := range sizes {
@@ -39,6 +41,9 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 	if s.hot {
 		o.AdmitAfter = 2
 	}
+	if s.behind > 0 {
+		o.WriteBehind = max(1, s.behind/env.Layout.Groups[0].BlockTokens)
+	}
 	store, err := tier.Open(o)
 	if err != nil {
 		if lower != nil {
@@ -46,7 +51,31 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 		}
 		return nil, err
 	}
-	return store, nil
+	return &Store{Store: store, near: store, far: far}, nil
+}
+
+// Capabilities are the optional powers of a Store.
+const Capabilities = connector.CanStat
+
+// Store is a connector.Store over L1 and L2.
+type Store struct {
+	connector.Store
+	near *tier.Store   // nil without L1
+	far  *remote.Store // nil without L2
+}
+
+// StatInfos declares what Stats gives.
+func StatInfos() []connector.StatInfo { return append(tier.Infos(), remote.Infos()...) }
+
+// Stats implements connector.StatsSource.
+func (s *Store) Stats(context.Context) (stats []connector.Stat, err error) {
+	if s.near != nil {
+		stats = s.near.Values()
+	}
+	if s.far != nil {
+		stats = append(stats, s.far.Stats().Values()...)
+	}
+	return stats, nil
 }
 
 // ahead is how many blocks of a matched prompt are fetched from L2 before they are asked for.

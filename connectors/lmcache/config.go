@@ -36,11 +36,12 @@ type Config struct {
 	DiskSize  json.RawMessage `json:"lmcache.max_local_disk_size,omitempty" jsonschema:"description=Its size in GiB."`
 	RemoteURL json.RawMessage `json:"lmcache.remote_url,omitempty" jsonschema:"description=Remote store: redis:// rediss:// redis-cluster:// resp:// unix:// or lm:// (LMCache's server); empty: none."`
 	Serde     json.RawMessage `json:"lmcache.remote_serde,omitempty" jsonschema:"description=naive: blocks are stored as they are."`
-	Policy    json.RawMessage `json:"lmcache.cache_policy,omitempty" jsonschema:"description=Which block goes when memory is full: LRU (default); ours besides: ARC and S3FIFO."`
+	Policy    json.RawMessage `json:"lmcache.cache_policy,omitempty" jsonschema:"description=Which block goes when memory is full: LRU (default) or FIFO; ours besides: ARC and S3FIFO."`
 	Timeout   json.RawMessage `json:"lmcache.blocking_timeout_secs,omitempty" jsonschema:"description=Longest time of an exchange with the remote store in seconds; default 10."`
 
 	// What LMCache's connector knows besides.
 	UseNative json.RawMessage `json:"use_native,omitempty" jsonschema:"description=Of vLLM; no effect."`
+	Unused
 }
 
 // The environment variables that are no names of the configuration. LMCache reads user and password of
@@ -206,13 +207,13 @@ func (s *source) truth(name string, byDefault bool) bool {
 // settings reads config, environment and file.
 func (c Config) settings() (*settings, error) {
 	src := &source{config: c.fields()}
-	out := &settings{}
+	out := &settings{idle: c.set()}
 	if path := os.Getenv(fileVariable); path != "" {
 		values, idle, err := readFile(path)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w: %w", fileVariable, err, connector.ErrIncompatible)
 		}
-		src.file, out.idle = values, idle
+		src.file, out.idle = values, append(out.idle, idle...)
 	}
 	for _, name := range without() {
 		if os.Getenv(variable(name)) != "" {
@@ -234,10 +235,10 @@ func (out *settings) read(src *source) {
 		}
 	}
 	switch v := strings.ToUpper(src.text("cache_policy", "LRU")); v {
-	case "LRU", "ARC", "S3FIFO":
+	case "LRU", "ARC", "S3FIFO", "FIFO":
 		out.policy = strings.ToLower(v)
 	default:
-		src.fail("cache_policy", "is %q, want LRU, ARC or S3FIFO", v)
+		src.fail("cache_policy", "is %q, want LRU, FIFO, ARC or S3FIFO", v)
 	}
 	if v := src.text("remote_serde", "naive"); v != "naive" {
 		src.fail("remote_serde", "is %q, want naive: blocks are stored as they are", v)
@@ -246,6 +247,8 @@ func (out *settings) read(src *source) {
 	out.diskSize = src.gib("max_local_disk_size", "0")
 	switch {
 	case out.disk == "":
+	case strings.Contains(out.disk, ","):
+		src.fail("local_disk", "names several folders, want one")
 	case !filepath.IsAbs(out.disk):
 		src.fail("local_disk", "is %q, want an absolute path", out.disk)
 	case out.diskSize == 0:

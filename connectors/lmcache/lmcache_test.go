@@ -3,6 +3,7 @@ package lmcache_test
 import (
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
@@ -18,7 +19,8 @@ import (
 )
 
 func plugin() connector.Plugin {
-	d := sdk.Definition{Name: "LMCache in a test", Version: "test", Scope: lmcache.Scope, Groups: true}
+	d := sdk.Definition{Name: "LMCache in a test", Version: "test", Scope: lmcache.Scope, Groups: true,
+		Capabilities: lmcache.Capabilities, Stats: lmcache.StatInfos()}
 	return sdk.FromStore(d, lmcache.Open)
 }
 
@@ -53,6 +55,8 @@ func TestWhereValuesComeFrom(t *testing.T) {
 		"nowhere":         {config: `{"lmcache.local_cpu": false}`, want: "there is nowhere to keep blocks"},
 		"chunk":           {env: map[string]string{"CHUNK_SIZE": "many"}, want: `lmcache.chunk_size (LMCACHE_CHUNK_SIZE) is "many"`},
 		"truth":           {config: `{"lmcache.local_cpu": "perhaps"}`, want: "lmcache.local_cpu (LMCACHE_LOCAL_CPU) is"},
+		"first in first":  {config: `{"lmcache.cache_policy": "fifo"}`, arena: 5 << 30},
+		"two disks":       {config: `{"lmcache.local_disk": "/x,/y", "lmcache.max_local_disk_size": 1}`, want: "lmcache.local_disk (LMCACHE_LOCAL_DISK) names several folders"},
 		"policy":          {config: `{"lmcache.cache_policy": "LFU"}`, want: `lmcache.cache_policy (LMCACHE_CACHE_POLICY) is "LFU"`},
 		"serde":           {config: `{"lmcache.remote_serde": "cachegen"}`, want: `lmcache.remote_serde (LMCACHE_REMOTE_SERDE) is "cachegen"`},
 		"disk size":       {config: `{"lmcache.local_disk": "/x"}`, want: "lmcache.max_local_disk_size (LMCACHE_MAX_LOCAL_DISK_SIZE) is 0"},
@@ -90,6 +94,35 @@ func TestWhereValuesComeFrom(t *testing.T) {
 			require.Equal(t, test.scope, info.Scope)
 		})
 	}
+}
+
+// Every name of LMCache is known: read, or accepted without effect in a file, the environment and a transfer config.
+func TestNamesOfLMCache(t *testing.T) {
+	clean(t)
+	text, err := os.ReadFile("testdata/config-0.5.6.txt")
+	require.NoError(t, err)
+	declared, known := lmcache.Environment(), 0
+	for name := range strings.Lines(string(text)) {
+		if name = strings.TrimSpace(name); strings.HasPrefix(name, "#") {
+			continue
+		}
+		known++
+		require.Contains(t, declared, "LMCACHE_"+strings.ToUpper(name))
+		require.Contains(t, string(plugin().Schema), `"lmcache.`+name+`"`)
+	}
+	require.Equal(t, known+3, len(declared), "besides LMCACHE_CONFIG_FILE and what resp:// reads")
+	var log strings.Builder
+	config, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(`{"lmcache.local_cpu": false, "lmcache.remote_url": "redis://127.0.0.1:1", "lmcache.use_layerwise": true, "lmcache.extra_config": {"a": [1]}, "lmcache.enable_xpyd": null}`))
+	require.NoError(t, err)
+	env := connector.Env{Log: slog.New(slog.NewTextHandler(&log, nil)), Layout: connector.Layout{
+		Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}}, Segments: []connector.Segment{{Bytes: 64}}, Blocks: 1,
+	}}
+	s, err := lmcache.Open(t.Context(), env, config)
+	require.NoError(t, err)
+	require.NoError(t, s.Close())
+	require.Contains(t, log.String(), "lmcache.use_layerwise")
+	require.Contains(t, log.String(), "lmcache.extra_config")
+	require.NotContains(t, log.String(), "enable_xpyd")
 }
 
 func TestEnvironmentIsDeclared(t *testing.T) {

@@ -1,27 +1,145 @@
 package lmcache
 
-// without are the names of LMCache 0.5.6 (lmcache/v1/config.py) that have no effect here. They are accepted, so that
-// a deployment of it can be taken over, and named in the log when they are set.
+import (
+	"encoding/json"
+	"reflect"
+	"strings"
+)
+
+// Unused are the names of LMCache 0.5.6 (lmcache/v1/config.py, with its deprecated ones) that have no effect here. They
+// are accepted with any value, so that a deployment of it can be taken over, and named in the log when they are set.
+type Unused struct {
+	LocalCpuUseHugepages                      json.RawMessage `json:"lmcache.local_cpu_use_hugepages,omitempty" jsonschema:"description=No effect."`
+	ReserveLocalCpuSize                       json.RawMessage `json:"lmcache.reserve_local_cpu_size,omitempty" jsonschema:"description=No effect."`
+	LocalDiskPathSharding                     json.RawMessage `json:"lmcache.local_disk_path_sharding,omitempty" jsonschema:"description=No effect."`
+	UseLayerwise                              json.RawMessage `json:"lmcache.use_layerwise,omitempty" jsonschema:"description=No effect."`
+	SaveDecodeCache                           json.RawMessage `json:"lmcache.save_decode_cache,omitempty" jsonschema:"description=No effect."`
+	PreCachingHashAlgorithm                   json.RawMessage `json:"lmcache.pre_caching_hash_algorithm,omitempty" jsonschema:"description=No effect."`
+	EnableBlending                            json.RawMessage `json:"lmcache.enable_blending,omitempty" jsonschema:"description=No effect."`
+	BlendRecomputeRatios                      json.RawMessage `json:"lmcache.blend_recompute_ratios,omitempty" jsonschema:"description=No effect."`
+	BlendThresholds                           json.RawMessage `json:"lmcache.blend_thresholds,omitempty" jsonschema:"description=No effect."`
+	BlendCheckLayers                          json.RawMessage `json:"lmcache.blend_check_layers,omitempty" jsonschema:"description=No effect."`
+	BlendMinTokens                            json.RawMessage `json:"lmcache.blend_min_tokens,omitempty" jsonschema:"description=No effect."`
+	BlendSpecialStr                           json.RawMessage `json:"lmcache.blend_special_str,omitempty" jsonschema:"description=No effect."`
+	RetrieveLocations                         json.RawMessage `json:"lmcache.retrieve_locations,omitempty" jsonschema:"description=No effect."`
+	StoreLocation                             json.RawMessage `json:"lmcache.store_location,omitempty" jsonschema:"description=No effect."`
+	EnableP2p                                 json.RawMessage `json:"lmcache.enable_p2p,omitempty" jsonschema:"description=No effect."`
+	P2pHost                                   json.RawMessage `json:"lmcache.p2p_host,omitempty" jsonschema:"description=No effect."`
+	P2pInitPorts                              json.RawMessage `json:"lmcache.p2p_init_ports,omitempty" jsonschema:"description=No effect."`
+	P2pLookupPorts                            json.RawMessage `json:"lmcache.p2p_lookup_ports,omitempty" jsonschema:"description=No effect."`
+	MpHost                                    json.RawMessage `json:"lmcache.mp_host,omitempty" jsonschema:"description=No effect."`
+	MpPort                                    json.RawMessage `json:"lmcache.mp_port,omitempty" jsonschema:"description=No effect."`
+	EnableController                          json.RawMessage `json:"lmcache.enable_controller,omitempty" jsonschema:"description=No effect."`
+	LmcacheInstanceId                         json.RawMessage `json:"lmcache.lmcache_instance_id,omitempty" jsonschema:"description=No effect."`
+	ControllerPullUrl                         json.RawMessage `json:"lmcache.controller_pull_url,omitempty" jsonschema:"description=No effect."`
+	ControllerReplyUrl                        json.RawMessage `json:"lmcache.controller_reply_url,omitempty" jsonschema:"description=No effect."`
+	LmcacheWorkerPorts                        json.RawMessage `json:"lmcache.lmcache_worker_ports,omitempty" jsonschema:"description=No effect."`
+	LmcacheWorkerIds                          json.RawMessage `json:"lmcache.lmcache_worker_ids,omitempty" jsonschema:"description=No effect."`
+	LmcacheWorkerHeartbeatDelayTime           json.RawMessage `json:"lmcache.lmcache_worker_heartbeat_delay_time,omitempty" jsonschema:"description=No effect."`
+	LmcacheWorkerHeartbeatTime                json.RawMessage `json:"lmcache.lmcache_worker_heartbeat_time,omitempty" jsonschema:"description=No effect."`
+	EnablePd                                  json.RawMessage `json:"lmcache.enable_pd,omitempty" jsonschema:"description=No effect."`
+	PdRole                                    json.RawMessage `json:"lmcache.pd_role,omitempty" jsonschema:"description=No effect."`
+	PdBufferSize                              json.RawMessage `json:"lmcache.pd_buffer_size,omitempty" jsonschema:"description=No effect."`
+	PdBufferDevice                            json.RawMessage `json:"lmcache.pd_buffer_device,omitempty" jsonschema:"description=No effect."`
+	PdPeerHost                                json.RawMessage `json:"lmcache.pd_peer_host,omitempty" jsonschema:"description=No effect."`
+	PdPeerInitPort                            json.RawMessage `json:"lmcache.pd_peer_init_port,omitempty" jsonschema:"description=No effect."`
+	PdPeerAllocPort                           json.RawMessage `json:"lmcache.pd_peer_alloc_port,omitempty" jsonschema:"description=No effect."`
+	PdPeerQueryPort                           json.RawMessage `json:"lmcache.pd_peer_query_port,omitempty" jsonschema:"description=No effect."`
+	PdProxyHost                               json.RawMessage `json:"lmcache.pd_proxy_host,omitempty" jsonschema:"description=No effect."`
+	PdProxyPort                               json.RawMessage `json:"lmcache.pd_proxy_port,omitempty" jsonschema:"description=No effect."`
+	PdAllocationTimeoutSec                    json.RawMessage `json:"lmcache.pd_allocation_timeout_sec,omitempty" jsonschema:"description=No effect."`
+	PdShutdownTimeoutSec                      json.RawMessage `json:"lmcache.pd_shutdown_timeout_sec,omitempty" jsonschema:"description=No effect."`
+	PdConditionPollIntervalSec                json.RawMessage `json:"lmcache.pd_condition_poll_interval_sec,omitempty" jsonschema:"description=No effect."`
+	PdMaxPrefillLen                           json.RawMessage `json:"lmcache.pd_max_prefill_len,omitempty" jsonschema:"description=No effect."`
+	PdBackendMode                             json.RawMessage `json:"lmcache.pd_backend_mode,omitempty" jsonschema:"description=No effect."`
+	PdSkipProxyNotification                   json.RawMessage `json:"lmcache.pd_skip_proxy_notification,omitempty" jsonschema:"description=No effect."`
+	PdBidirectional                           json.RawMessage `json:"lmcache.pd_bidirectional,omitempty" jsonschema:"description=No effect."`
+	TransferChannel                           json.RawMessage `json:"lmcache.transfer_channel,omitempty" jsonschema:"description=No effect."`
+	NixlBackends                              json.RawMessage `json:"lmcache.nixl_backends,omitempty" jsonschema:"description=No effect."`
+	NixlBufferSize                            json.RawMessage `json:"lmcache.nixl_buffer_size,omitempty" jsonschema:"description=No effect."`
+	NixlBufferDevice                          json.RawMessage `json:"lmcache.nixl_buffer_device,omitempty" jsonschema:"description=No effect."`
+	GdsPath                                   json.RawMessage `json:"lmcache.gds_path,omitempty" jsonschema:"description=No effect."`
+	GdsPathSharding                           json.RawMessage `json:"lmcache.gds_path_sharding,omitempty" jsonschema:"description=No effect."`
+	GdsBufferSize                             json.RawMessage `json:"lmcache.gds_buffer_size,omitempty" jsonschema:"description=No effect."`
+	MaruPath                                  json.RawMessage `json:"lmcache.maru_path,omitempty" jsonschema:"description=No effect."`
+	MaruPoolSize                              json.RawMessage `json:"lmcache.maru_pool_size,omitempty" jsonschema:"description=No effect."`
+	UseGds                                    json.RawMessage `json:"lmcache.use_gds,omitempty" jsonschema:"description=No effect."`
+	GdsBackend                                json.RawMessage `json:"lmcache.gds_backend,omitempty" jsonschema:"description=No effect."`
+	AuditActualRemoteUrl                      json.RawMessage `json:"lmcache.audit_actual_remote_url,omitempty" jsonschema:"description=No effect."`
+	InternalApiServerHost                     json.RawMessage `json:"lmcache.internal_api_server_host,omitempty" jsonschema:"description=No effect."`
+	ExtraConfig                               json.RawMessage `json:"lmcache.extra_config,omitempty" jsonschema:"description=No effect."`
+	SaveUnfullChunk                           json.RawMessage `json:"lmcache.save_unfull_chunk,omitempty" jsonschema:"description=No effect."`
+	ExternalLookupClient                      json.RawMessage `json:"lmcache.external_lookup_client,omitempty" jsonschema:"description=No effect."`
+	PyEnableGc                                json.RawMessage `json:"lmcache.py_enable_gc,omitempty" jsonschema:"description=No effect."`
+	NumaMode                                  json.RawMessage `json:"lmcache.numa_mode,omitempty" jsonschema:"description=No effect."`
+	EnableAsyncLoading                        json.RawMessage `json:"lmcache.enable_async_loading,omitempty" jsonschema:"description=No effect."`
+	InternalApiServerEnabled                  json.RawMessage `json:"lmcache.internal_api_server_enabled,omitempty" jsonschema:"description=No effect."`
+	InternalApiServerPortStart                json.RawMessage `json:"lmcache.internal_api_server_port_start,omitempty" jsonschema:"description=No effect."`
+	PriorityLimit                             json.RawMessage `json:"lmcache.priority_limit,omitempty" jsonschema:"description=No effect."`
+	InternalApiServerIncludeIndexList         json.RawMessage `json:"lmcache.internal_api_server_include_index_list,omitempty" jsonschema:"description=No effect."`
+	InternalApiServerSocketPathPrefix         json.RawMessage `json:"lmcache.internal_api_server_socket_path_prefix,omitempty" jsonschema:"description=No effect."`
+	RuntimePluginLocations                    json.RawMessage `json:"lmcache.runtime_plugin_locations,omitempty" jsonschema:"description=No effect."`
+	StoragePlugins                            json.RawMessage `json:"lmcache.storage_plugins,omitempty" jsonschema:"description=No effect."`
+	RemoteStoragePlugins                      json.RawMessage `json:"lmcache.remote_storage_plugins,omitempty" jsonschema:"description=No effect."`
+	LookupTimeoutMs                           json.RawMessage `json:"lmcache.lookup_timeout_ms,omitempty" jsonschema:"description=No effect."`
+	MinRetrieveTokens                         json.RawMessage `json:"lmcache.min_retrieve_tokens,omitempty" jsonschema:"description=No effect."`
+	HitMissRatio                              json.RawMessage `json:"lmcache.hit_miss_ratio,omitempty" jsonschema:"description=No effect."`
+	LookupServerWorkerIds                     json.RawMessage `json:"lmcache.lookup_server_worker_ids,omitempty" jsonschema:"description=No effect."`
+	EnableSchedulerBypassLookup               json.RawMessage `json:"lmcache.enable_scheduler_bypass_lookup,omitempty" jsonschema:"description=No effect."`
+	ScriptAllowedImports                      json.RawMessage `json:"lmcache.script_allowed_imports,omitempty" jsonschema:"description=No effect."`
+	RunScriptApiEnabled                       json.RawMessage `json:"lmcache.run_script_api_enabled,omitempty" jsonschema:"description=No effect."`
+	EnableLazyMemoryAllocator                 json.RawMessage `json:"lmcache.enable_lazy_memory_allocator,omitempty" jsonschema:"description=No effect."`
+	LazyMemoryInitialRatio                    json.RawMessage `json:"lmcache.lazy_memory_initial_ratio,omitempty" jsonschema:"description=No effect."`
+	LazyMemoryExpandTriggerRatio              json.RawMessage `json:"lmcache.lazy_memory_expand_trigger_ratio,omitempty" jsonschema:"description=No effect."`
+	LazyMemoryStepRatio                       json.RawMessage `json:"lmcache.lazy_memory_step_ratio,omitempty" jsonschema:"description=No effect."`
+	LazyMemorySafeSize                        json.RawMessage `json:"lmcache.lazy_memory_safe_size,omitempty" jsonschema:"description=No effect."`
+	EnableChunkStatistics                     json.RawMessage `json:"lmcache.enable_chunk_statistics,omitempty" jsonschema:"description=No effect."`
+	ChunkStatisticsAutoStartStatistics        json.RawMessage `json:"lmcache.chunk_statistics_auto_start_statistics,omitempty" jsonschema:"description=No effect."`
+	ChunkStatisticsAutoExitTimeoutHours       json.RawMessage `json:"lmcache.chunk_statistics_auto_exit_timeout_hours,omitempty" jsonschema:"description=No effect."`
+	ChunkStatisticsAutoExitTargetUniqueChunks json.RawMessage `json:"lmcache.chunk_statistics_auto_exit_target_unique_chunks,omitempty" jsonschema:"description=No effect."`
+	ChunkStatisticsStrategy                   json.RawMessage `json:"lmcache.chunk_statistics_strategy,omitempty" jsonschema:"description=No effect."`
+	EnableKvEvents                            json.RawMessage `json:"lmcache.enable_kv_events,omitempty" jsonschema:"description=No effect."`
+	UseGpuConnectorV3                         json.RawMessage `json:"lmcache.use_gpu_connector_v3,omitempty" jsonschema:"description=No effect."`
+	PinTimeoutSec                             json.RawMessage `json:"lmcache.pin_timeout_sec,omitempty" jsonschema:"description=No effect."`
+	PinCheckIntervalSec                       json.RawMessage `json:"lmcache.pin_check_interval_sec,omitempty" jsonschema:"description=No effect."`
+	RemoteConfigUrl                           json.RawMessage `json:"lmcache.remote_config_url,omitempty" jsonschema:"description=No effect."`
+	AppId                                     json.RawMessage `json:"lmcache.app_id,omitempty" jsonschema:"description=No effect."`
+	EnableHiddenStateCache                    json.RawMessage `json:"lmcache.enable_hidden_state_cache,omitempty" jsonschema:"description=No effect."`
+	MaxHiddenStateCpuSize                     json.RawMessage `json:"lmcache.max_hidden_state_cpu_size,omitempty" jsonschema:"description=No effect."`
+	HiddenStateLayers                         json.RawMessage `json:"lmcache.hidden_state_layers,omitempty" jsonschema:"description=No effect."`
+	HiddenStatesRetrieveMode                  json.RawMessage `json:"lmcache.hidden_states_retrieve_mode,omitempty" jsonschema:"description=No effect."`
+	EnableXpyd                                json.RawMessage `json:"lmcache.enable_xpyd,omitempty" jsonschema:"description=No effect."`
+	NixlPeerHost                              json.RawMessage `json:"lmcache.nixl_peer_host,omitempty" jsonschema:"description=No effect."`
+	NixlPeerInitPort                          json.RawMessage `json:"lmcache.nixl_peer_init_port,omitempty" jsonschema:"description=No effect."`
+	NixlPeerAllocPort                         json.RawMessage `json:"lmcache.nixl_peer_alloc_port,omitempty" jsonschema:"description=No effect."`
+	NixlProxyHost                             json.RawMessage `json:"lmcache.nixl_proxy_host,omitempty" jsonschema:"description=No effect."`
+	NixlProxyPort                             json.RawMessage `json:"lmcache.nixl_proxy_port,omitempty" jsonschema:"description=No effect."`
+	NixlRole                                  json.RawMessage `json:"lmcache.nixl_role,omitempty" jsonschema:"description=No effect."`
+	ControllerUrl                             json.RawMessage `json:"lmcache.controller_url,omitempty" jsonschema:"description=No effect."`
+	LmcacheWorkerPort                         json.RawMessage `json:"lmcache.lmcache_worker_port,omitempty" jsonschema:"description=No effect."`
+	PluginLocations                           json.RawMessage `json:"lmcache.plugin_locations,omitempty" jsonschema:"description=No effect."`
+	ExternalBackends                          json.RawMessage `json:"lmcache.external_backends,omitempty" jsonschema:"description=No effect."`
+	NixlPeerPort                              json.RawMessage `json:"lmcache.nixl_peer_port,omitempty" jsonschema:"description=No effect."`
+}
+
+// without are the names of Unused, without the prefix that they have in a transfer config.
 func without() []string {
-	return []string{
-		"local_cpu_use_hugepages", "reserve_local_cpu_size", "local_disk_path_sharding", "use_layerwise", "save_decode_cache",
-		"pre_caching_hash_algorithm", "enable_blending", "blend_recompute_ratios", "blend_thresholds", "blend_check_layers", "blend_min_tokens",
-		"blend_special_str", "retrieve_locations", "store_location", "enable_p2p", "p2p_host", "p2p_init_ports", "p2p_lookup_ports", "mp_host",
-		"mp_port", "enable_controller", "lmcache_instance_id", "controller_pull_url", "controller_reply_url", "lmcache_worker_ports",
-		"lmcache_worker_ids", "lmcache_worker_heartbeat_delay_time", "lmcache_worker_heartbeat_time", "enable_pd", "pd_role", "pd_buffer_size",
-		"pd_buffer_device", "pd_peer_host", "pd_peer_init_port", "pd_peer_alloc_port", "pd_peer_query_port", "pd_proxy_host", "pd_proxy_port",
-		"pd_allocation_timeout_sec", "pd_shutdown_timeout_sec", "pd_condition_poll_interval_sec", "pd_max_prefill_len", "pd_backend_mode",
-		"pd_skip_proxy_notification", "pd_bidirectional", "transfer_channel", "nixl_backends", "nixl_buffer_size", "nixl_buffer_device",
-		"gds_path", "gds_path_sharding", "gds_buffer_size", "maru_path", "maru_pool_size", "use_gds", "gds_backend", "audit_actual_remote_url",
-		"internal_api_server_host", "extra_config", "save_unfull_chunk", "external_lookup_client", "py_enable_gc", "numa_mode",
-		"enable_async_loading", "internal_api_server_enabled", "internal_api_server_port_start", "priority_limit",
-		"internal_api_server_include_index_list", "internal_api_server_socket_path_prefix", "runtime_plugin_locations", "storage_plugins",
-		"remote_storage_plugins", "lookup_timeout_ms", "min_retrieve_tokens", "hit_miss_ratio", "lookup_server_worker_ids",
-		"enable_scheduler_bypass_lookup", "script_allowed_imports", "run_script_api_enabled", "enable_lazy_memory_allocator",
-		"lazy_memory_initial_ratio", "lazy_memory_expand_trigger_ratio", "lazy_memory_step_ratio", "lazy_memory_safe_size",
-		"enable_chunk_statistics", "chunk_statistics_auto_start_statistics", "chunk_statistics_auto_exit_timeout_hours",
-		"chunk_statistics_auto_exit_target_unique_chunks", "chunk_statistics_strategy", "enable_kv_events", "use_gpu_connector_v3",
-		"pin_timeout_sec", "pin_check_interval_sec", "remote_config_url", "app_id", "enable_hidden_state_cache", "max_hidden_state_cpu_size",
-		"hidden_state_layers", "hidden_states_retrieve_mode",
+	fields := reflect.VisibleFields(reflect.TypeFor[Unused]())
+	names := make([]string, len(fields))
+	for i, f := range fields {
+		tag, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+		names[i] = strings.TrimPrefix(tag, "lmcache.")
 	}
+	return names
+}
+
+// set are the names that have a value here.
+func (u *Unused) set() (names []string) {
+	value := reflect.ValueOf(u).Elem()
+	for i, name := range without() {
+		if raw, _ := value.Field(i).Interface().(json.RawMessage); len(raw) > 0 && string(raw) != "null" {
+			names = append(names, "lmcache."+name)
+		}
+	}
+	return names
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/remote"
@@ -23,12 +24,14 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 		return nil, err
 	}
 	o := s.options(&env)
-	lower, err := s.lower(ctx, &env, o)
+	out := &Store{piece: piece}
+	lower, err := s.lower(ctx, &env, o, out)
 	if err != nil {
 		return nil, err
 	}
 	if s.memory == 0 {
-		return &chunked{lower, piece}, nil
+		out.Store = lower
+		return out, nil
 	}
 	o.Lower = lower
 	store, err := tier.Open(o)
@@ -38,7 +41,8 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 		}
 		return nil, err
 	}
-	return &chunked{store, piece}, nil
+	out.Store, out.values = store, append(out.values, store.Values)
+	return out, nil
 }
 
 // piece is how many blocks of the engine a chunk has. A cache of several groups is served block by block.
@@ -54,7 +58,7 @@ func (s *settings) piece(groups []connector.Group) (int, error) {
 }
 
 // lower opens what is below memory: disk, remote store, or both in this order; nil if neither.
-func (s *settings) lower(ctx context.Context, env *connector.Env, o tier.Options) (connector.Store, error) {
+func (s *settings) lower(ctx context.Context, env *connector.Env, o tier.Options, out *Store) (connector.Store, error) {
 	var disk connector.Store
 	if s.disk != "" {
 		d, err := tier.OpenDisk(tier.DiskOptions{Path: s.disk, Bytes: s.diskSize, SlotBytes: o.SlotBytes + tier.LowerHeader, Policy: s.policy, Log: env.Log})
@@ -62,11 +66,12 @@ func (s *settings) lower(ctx context.Context, env *connector.Env, o tier.Options
 			return nil, fmt.Errorf("lmcache.local_disk: %w", err)
 		}
 		disk = d
+		out.values = append(out.values, d.Values)
 	}
 	if s.remote == nil {
 		return disk, nil
 	}
-	far, err := s.openRemote(ctx, env)
+	far, err := s.openRemote(ctx, env, out)
 	switch {
 	case err != nil && disk != nil:
 		return nil, errors.Join(err, disk.Close())
@@ -78,25 +83,52 @@ func (s *settings) lower(ctx context.Context, env *connector.Env, o tier.Options
 	return &both{near: disk, far: far}, nil
 }
 
-func (s *settings) openRemote(ctx context.Context, env *connector.Env) (connector.Store, error) {
+func (s *settings) openRemote(ctx context.Context, env *connector.Env, out *Store) (connector.Store, error) {
 	s.remote.Log = env.Log
 	if s.lm {
-		return remote.OpenLM(*s.remote)
+		far, err := remote.OpenLM(*s.remote)
+		if err != nil {
+			return nil, err
+		}
+		out.values = append(out.values, func() []connector.Stat { return far.Stats().Values() })
+		return far, nil
 	}
-	return remote.Open(ctx, *s.remote)
+	far, err := remote.Open(ctx, *s.remote)
+	if err != nil {
+		return nil, err
+	}
+	out.values = append(out.values, func() []connector.Stat { return far.Stats().Values() })
+	return far, nil
 }
 
-// chunked is a Store whose hits end with a whole chunk.
-type chunked struct {
+// Capabilities are the optional powers of a Store.
+const Capabilities = connector.CanStat
+
+// Store is a connector.Store over the tiers, whose hits end with a whole chunk.
+type Store struct {
 	connector.Store
-	piece int // blocks
+	piece  int                       // blocks
+	values []func() []connector.Stat // of each tier
+}
+
+// StatInfos declares what Stats gives.
+func StatInfos() []connector.StatInfo {
+	return slices.Concat(tier.Infos(), tier.DiskInfos(), remote.Infos())
+}
+
+// Stats implements connector.StatsSource.
+func (s *Store) Stats(context.Context) (stats []connector.Stat, err error) {
+	for _, values := range s.values {
+		stats = append(stats, values()...)
+	}
+	return stats, nil
 }
 
 // Lookup implements connector.Store.
-func (c *chunked) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
-	found, err := c.Store.Lookup(ctx, runs)
+func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	found, err := s.Store.Lookup(ctx, runs)
 	for i := range found {
-		found[i] -= found[i] % c.piece
+		found[i] -= found[i] % s.piece
 	}
 	return found, err
 }

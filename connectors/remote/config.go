@@ -63,7 +63,8 @@ func bad(field string, err error) error {
 // Validate reports the first field that cannot work. It reads no file.
 func (c Config) Validate() error {
 	if c.URL == "" {
-		for field, set := range map[string]bool{"username": c.Username != "", "password_file": c.PasswordFile != "", "tls_ca_file": c.TLSCA != ""} {
+		for field, set := range map[string]bool{"username": c.Username != "", "password_file": c.PasswordFile != "", "tls_ca_file": c.TLSCA != "", "tls_cert_file": c.TLSCert != "",
+			"tls_key_file": c.TLSKey != "", "tls_server_name": c.TLSServerName != "", "allow_plaintext": c.AllowPlain, "ttl_ms": c.TTL != 0} {
 			if set {
 				return bad(field, errors.New("is set, but url is not"))
 			}
@@ -110,15 +111,35 @@ func Open(ctx context.Context, env connector.Env, c Config) (connector.Store, er
 	}
 	if c.URL == "" {
 		env.Log.Warn("url is empty: blocks stay in this plugin's memory, no other engine sees them and they end with it", "memory_bytes", c.MemoryBytes)
-		return store.NewMemory(c.MemoryBytes), nil
+		memory := store.NewMemory(c.MemoryBytes)
+		return &Store{memory, memory.Stats}, nil
 	}
 	o, err := c.options()
 	if err != nil {
 		return nil, err
 	}
 	o.Log = env.Log
-	return store.Open(ctx, o)
+	server, err := store.Open(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	return &Store{server, server.Stats}, nil
 }
+
+// Capabilities are the optional powers of a Store.
+const Capabilities = connector.CanStat
+
+// Store is a connector.Store on a server or in memory.
+type Store struct {
+	connector.Store
+	stats func() store.Stats
+}
+
+// StatInfos declares what Stats gives.
+func StatInfos() []connector.StatInfo { return store.Infos() }
+
+// Stats implements connector.StatsSource.
+func (s *Store) Stats(context.Context) ([]connector.Stat, error) { return s.stats().Values(), nil }
 
 // options are those of the store.
 func (c Config) options() (store.Options, error) {

@@ -26,6 +26,16 @@ func TestBinary(t *testing.T) {
 	conformance.Run(t, conformance.Binary(binaryPath(t), config), conformance.Store, conformance.Lifecycle, conformance.MultiRank, conformance.Groups, conformance.Offload)
 }
 
+// A memory tier that is counted in blocks survives the plugin's death too.
+func TestBinaryCountedInBlocks(t *testing.T) {
+	only := []string{"arena-missing", "arena-kept", "arena-killed", "arena-torn", "arena-damaged", "arena-garbage", "arena-fresh"}
+	results := conformance.Check(t.Context(), conformance.Binary(binaryPath(t), json.RawMessage(`{"num_cpu_blocks": 64}`)), conformance.Options{Only: only, Seed: 3})
+	require.Len(t, results, len(only))
+	for _, r := range results {
+		require.Equal(t, conformance.Pass, r.Status, "%s: %v", r.ID, r.Log)
+	}
+}
+
 func TestManifest(t *testing.T) {
 	out, err := exec.Command(binaryPath(t), "--manifest").Output()
 	require.NoError(t, err)

@@ -21,6 +21,8 @@ type LM struct {
 	health health
 	conns  chan *lmConn
 	n      int
+
+	counters
 }
 
 // The protocol's numbers, from lmcache/v1/protocol.py and memory_management.py of LMCache 0.5.6.
@@ -225,7 +227,7 @@ func (s *LM) Get(ctx context.Context, items []connector.Item) error {
 				if err := c.value(r); err != nil {
 					return err
 				}
-				errs[done] = r.err
+				errs[done] = s.received(r)
 			}
 			return nil
 		})
@@ -234,6 +236,20 @@ func (s *LM) Get(ctx context.Context, items []connector.Item) error {
 		}
 		return errs
 	})
+}
+
+// received counts one answer and gives its error.
+func (s *LM) received(r *scatter) error {
+	switch {
+	case r.err == nil:
+		s.loaded.Add(1)
+		s.in.Add(uint64(r.item.Size()))
+	case errors.Is(r.err, connector.ErrCorrupt):
+		s.corrupt.Add(1)
+	default:
+		s.gone.Add(1)
+	}
+	return r.err
 }
 
 // askFor sends a GET for each item.
@@ -290,6 +306,9 @@ func (s *LM) Put(ctx context.Context, items []connector.Item) error {
 			if err != nil {
 				errs[i] = s.o.explain(ctx, err)
 			}
+			if errs[i] != nil {
+				s.refused.Add(1)
+			}
 		}
 		return errs
 	})
@@ -301,6 +320,7 @@ func (s *LM) put(c *lmConn, part []connector.Item, known map[connector.StoreKey]
 		length := headerSize + it.Size()
 		switch {
 		case known[it.Key] && !it.Replace:
+			s.known.Add(1)
 			continue
 		case length > s.o.MaxValue:
 			errs[i] = fmt.Errorf("block of %d bytes is larger than the largest value, %d: %w", it.Size(), s.o.MaxValue, connector.ErrIncompatible)
@@ -324,7 +344,10 @@ func (s *LM) put(c *lmConn, part []connector.Item, known map[connector.StoreKey]
 		}
 		if !ok {
 			errs[i] = fmt.Errorf("%s: the server has not stored it: %w", short(part[i].Key), connector.ErrGone)
+			continue
 		}
+		s.saved.Add(1)
+		s.out.Add(uint64(part[i].Size()))
 	}
 	return nil
 }

@@ -12,6 +12,7 @@ import (
 // Memory is a connector.Store in this process, for where there is no server. It keeps at most so many
 // bytes; blocks that were not used for longest go first.
 type Memory struct {
+	counters
 	limit int64
 
 	mu    sync.Mutex
@@ -67,6 +68,7 @@ func (m *Memory) get(it connector.Item) error {
 	e := m.byKey[it.Key]
 	if e == nil {
 		m.mu.Unlock()
+		m.gone.Add(1)
 		return fmt.Errorf("%s is not stored: %w", short(it.Key), connector.ErrGone)
 	}
 	m.order.MoveToFront(e)
@@ -74,12 +76,15 @@ func (m *Memory) get(it connector.Item) error {
 	m.mu.Unlock()
 	value := block.value
 	if len(value) != headerSize+it.Size() {
+		m.corrupt.Add(1)
 		return fmt.Errorf("value of %s has %d bytes, want %d: %w", short(it.Key), len(value), headerSize+it.Size(), connector.ErrCorrupt)
 	}
 	value = value[headerSize:]
 	for _, span := range it.Spans {
 		value = value[copy(span, value):]
 	}
+	m.loaded.Add(1)
+	m.in.Add(uint64(it.Size()))
 	return nil
 }
 
@@ -109,10 +114,12 @@ func (m *Memory) put(it connector.Item) error {
 	}
 	m.mu.Unlock()
 	if e != nil && !it.Replace {
+		m.known.Add(1)
 		return nil
 	}
 	size := int64(headerSize + it.Size())
 	if size > m.limit {
+		m.refused.Add(1)
 		return fmt.Errorf("block of %d bytes, memory_bytes is %d: %w", it.Size(), m.limit, connector.ErrIncompatible)
 	}
 	block := &entry{key: it.Key, value: appendValue(make([]byte, 0, size), it)}
@@ -123,7 +130,10 @@ func (m *Memory) put(it connector.Item) error {
 	}
 	for m.bytes+size > m.limit {
 		m.remove(m.order.Back())
+		m.evicted.Add(1)
 	}
+	m.saved.Add(1)
+	m.out.Add(uint64(it.Size()))
 	m.byKey[it.Key] = m.order.PushFront(block)
 	m.bytes += size
 	return nil

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -20,13 +19,6 @@ const (
 	openTimeout = 2 * time.Second
 )
 
-// Stats counts what a Store did since it was opened.
-type Stats struct {
-	Loaded, Saved, Known    uint64 // values read, values written, saves of blocks that were there
-	Gone, Corrupt, Refused  uint64 // items that were not there, damaged, or not taken
-	BytesLoaded, BytesSaved uint64
-}
-
 // Store is a connector.Store on a server. Its memory is bounded: a connection gathers at most
 // batchBytes, or one block.
 type Store struct {
@@ -36,7 +28,7 @@ type Store struct {
 	asker  chan *lane // for questions, so that they do not wait behind values
 	all    []*lane
 
-	loaded, saved, known, gone, corrupt, refused, in, out atomic.Uint64
+	counters
 }
 
 // Open connects to a server. One that refuses us or is of another kind is an error that names the
@@ -99,14 +91,6 @@ func infoField(info, name string) string {
 		}
 	}
 	return ""
-}
-
-// Stats gives the counts so far.
-func (s *Store) Stats() Stats {
-	return Stats{
-		Loaded: s.loaded.Load(), Saved: s.saved.Load(), Known: s.known.Load(), Gone: s.gone.Load(), Corrupt: s.corrupt.Load(),
-		Refused: s.refused.Load(), BytesLoaded: s.in.Load(), BytesSaved: s.out.Load(),
-	}
 }
 
 // Close implements connector.Store.

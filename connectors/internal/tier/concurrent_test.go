@@ -14,7 +14,7 @@ import (
 
 // Callers get, put, replace and evict at the same time: whatever is served is whole.
 func TestConcurrentCalls(t *testing.T) {
-	for _, policy := range []string{LRU, ARC, S3FIFO} {
+	for _, policy := range []string{LRU, ARC, S3FIFO, FIFO} {
 		d := disk(t, t.TempDir(), 24)
 		s := open(t, Options{MemoryBytes: ArenaBytes(12, blockBytes), Policy: policy, Lower: d, AdmitAfter: 1, SameSize: true, Prefetch: 2, PinAfter: 20})
 		var wg sync.WaitGroup

@@ -19,7 +19,7 @@ type Options struct {
 	// The caller owns it and keeps it until Close has returned. nil: MemoryBytes of this process.
 	Memory      []byte
 	MemoryBytes int64
-	// Policy is the memory tier's eviction policy: LRU, ARC or S3FIFO; "": LRU.
+	// Policy is the memory tier's eviction policy: LRU, ARC, S3FIFO or FIFO; "": LRU.
 	Policy string
 	// StoreThreshold is how often a block is offered before it is stored; 0 and 1: at once.
 	StoreThreshold int

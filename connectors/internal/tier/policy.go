@@ -11,6 +11,7 @@ const (
 	LRU    = "lru"
 	ARC    = "arc"
 	S3FIFO = "s3fifo"
+	FIFO   = "fifo"
 )
 
 // policy decides which entry goes. It knows entries by number; h is the hash of an entry's key, by
@@ -39,12 +40,14 @@ func newPolicy(name string, e *entries, n int) (policy, error) {
 	switch name {
 	case "", LRU:
 		return &lru{entries: e, all: newList()}, nil
+	case FIFO:
+		return &fifo{lru{entries: e, all: newList()}}, nil
 	case ARC:
 		return newARC(e, n), nil
 	case S3FIFO:
 		return newS3FIFO(e, n), nil
 	}
-	return nil, fmt.Errorf("eviction policy %q is none of %s, %s, %s: %w", name, LRU, ARC, S3FIFO, connector.ErrIncompatible)
+	return nil, fmt.Errorf("eviction policy %q is none of %s, %s, %s, %s: %w", name, LRU, ARC, S3FIFO, FIFO, connector.ErrIncompatible)
 }
 
 // lru evicts what was not used for longest.
@@ -69,3 +72,8 @@ func (p *lru) evict(_ uint64, pinned func(uint32) bool) uint32 {
 	}
 	return id
 }
+
+// fifo evicts what came first, used or not.
+type fifo struct{ lru }
+
+func (p *fifo) touch(uint32) {}

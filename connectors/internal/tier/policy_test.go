@@ -102,7 +102,7 @@ func TestPoliciesAgreeWithNaiveOnes(t *testing.T) {
 		"zipf 0.8": zipf(1, 5000, 60000, 0.8), "zipf 1.0": zipf(2, 5000, 60000, 1.0), "conversations": conversations(3, 60, 12),
 	}
 	for name, trace := range traces {
-		for _, policy := range []string{LRU, ARC, S3FIFO} {
+		for _, policy := range []string{LRU, ARC, S3FIFO, FIFO} {
 			for _, size := range []int{1, 2, 10, 50, 500, 4000} {
 				n := hits(t, policy, size, trace)
 				t.Logf("%s, %s of %d: %d of %d hits, %.2f%%, the same as the naive one", name, policy, size, n, len(trace), 100*float64(n)/float64(len(trace)))
@@ -198,7 +198,7 @@ func newNaive(name string, size int) naive {
 		small := max(1, size/10)
 		return &naiveS3{size: size, smallSize: small, s: newQueue(), m: newQueue(), g: newQueue(), freq: map[uint64]int{}}
 	}
-	return &naiveLRU{size: size, q: newQueue()}
+	return &naiveLRU{size: size, q: newQueue(), first: name == FIFO}
 }
 
 // queue is a list of keys, youngest first.
@@ -215,15 +215,19 @@ func (q *queue) remove(k uint64)   { q.l.Remove(q.at[k]); delete(q.at, k) }
 func (q *queue) pop() uint64       { k := q.l.Back().Value.(uint64); q.remove(k); return k }
 
 type naiveLRU struct {
-	size int
-	q    *queue
+	size  int
+	q     *queue
+	first bool // in, first out
 }
 
 func (p *naiveLRU) access(k uint64) bool {
 	hit := p.q.has(k)
-	if hit {
+	switch {
+	case hit && p.first:
+		return true
+	case hit:
 		p.q.remove(k)
-	} else if p.q.len() == p.size {
+	case p.q.len() == p.size:
 		p.q.pop()
 	}
 	p.q.push(k)
