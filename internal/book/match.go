@@ -187,6 +187,9 @@ func (b *Book) Matched(now time.Time, id CallID, answer connector.Match, err err
 		answer = connector.Match{Later: errors.Is(err, connector.ErrBusy)}
 	}
 	if end := m.asked.Computed + answer.Tokens; err == nil && (!answer.Later || end > m.end) {
+		if end > m.end {
+			m.wait = 0 // what is awaited is on its way: look again soon
+		}
 		m.end, m.groups = end, answer.Groups
 	}
 	if answer.Later || m.end < min(m.need, b.limit(&m.query)) {
