@@ -22,6 +22,12 @@ log = logging.getLogger("vllm.kvport")
 _BACKOFF_MIN, _BACKOFF_MAX = 0.05, 5.0
 _ATTACH_TIMEOUT = 60.0  # an agent that does not answer an attach for so long is stuck
 _KILL_WAIT = 0.02  # a killed process is gone after about a millisecond; no step waits longer
+# An engine that has nothing to compute would look for the end of a transfer again and again, and take a core
+# from those who work at it. So a step in which nothing is computed waits for news, in seconds; a request
+# that comes meanwhile waits as long, a fraction of any step.
+IDLE_WAIT = 0.005
+# Among the events of poll: a call was answered whose caller had stopped waiting.
+LATE = object()
 
 
 class State(enum.Enum):
@@ -63,6 +69,7 @@ class Link:
         self._inbox: list[Any] = []
         self._answers: dict[int, Any] = {}
         self._wanted: set[int] = set()
+        self._overdue: set[int] = set()  # calls that were given up, and may be answered still
         self._next_id = 0
         self._retry_at = 0.0
         self._backoff = _BACKOFF_MIN
@@ -130,11 +137,17 @@ class Link:
                     return self._answers.pop(number)
                 rest = deadline - time.monotonic()
                 if rest <= 0:
+                    self._overdue.add(number)
                     return None
                 self._wait_readable(rest)
             return None
         finally:
             self._wanted.discard(number)
+
+    def wait(self, timeout: float) -> None:
+        """Wait until something came, at most so long: for steps in which the engine has nothing else to do."""
+        if self.state is State.UP and not self._inbox:
+            self._wait_readable(timeout)
 
     def _wait_readable(self, timeout: float) -> None:
         if self._frames is None:
@@ -193,6 +206,9 @@ class Link:
             self._take_attached(answer)
         elif answer.id in self._wanted:
             self._answers[answer.id] = answer
+        elif answer.id in self._overdue:
+            self._overdue.discard(answer.id)
+            self._inbox.append(LATE)
 
     def _take_plugin(self, plugin: Any) -> None:
         assert self._frames is not None and self._fence is not None
@@ -227,6 +243,7 @@ class Link:
         self.lost += 1
         self._lost_life, self.life = self.life, 0
         self._answers.clear()
+        self._overdue.clear()
         if self.refused is not None and self._lost_life == 0:
             self._let_go()  # an agent that refuses us has nothing of ours; others may be using it
             return

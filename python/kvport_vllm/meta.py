@@ -28,6 +28,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[Load] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)  # requests whose delayed blocks are free
     completes: list[list[int]] | None = None  # with ack: the blocks, by group, for a mirrored cache
+    idle: bool = False  # the engine computes nothing in this step and waits for nothing but loads
 
 
 @dataclass

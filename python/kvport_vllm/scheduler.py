@@ -8,7 +8,7 @@ from typing import Any
 
 from .events import Events
 from .keys import Keys
-from .link import Link, State
+from .link import IDLE_WAIT, LATE, Link, State
 from .lora import Adapters
 from .messages import ANSWERED, FINISHED, RELEASED, SAVED, message
 from .meta import UNSENT, Load, StepMetadata
@@ -184,9 +184,13 @@ class SchedulerSide:
 
     def build(self, output: Any) -> StepMetadata:
         """Answer build_connector_meta: send what was decided, and say what the workers must know."""
+        idle = not output.num_scheduled_tokens
+        undecided = idle and any(t.later_since for t in self.requests.values())
+        if idle and not self.loading and not self._dirty and (undecided or len(self.pins)):
+            self.link.wait(IDLE_WAIT)
         self.poll()
         self._preempted(output)
-        meta = StepMetadata(sent=self.delayed.take())
+        meta = StepMetadata(sent=self.delayed.take(), idle=idle and not undecided)
         if self.link.life and self.link.attached.saves:
             self.saving.completes(output, self.requests, meta)
         self.flush()
@@ -315,7 +319,9 @@ class SchedulerSide:
 
     def _take(self, event: Any) -> None:
         kind = getattr(event, "kind", None)
-        if kind is None:
+        if event is LATE:
+            self._ask_again()
+        elif kind is None:
             self._take_news(event)
         elif kind == SAVED:
             self.saving.saved(event)
@@ -330,6 +336,11 @@ class SchedulerSide:
             self.events.report(news)
         else:
             self.counters.take_state(news)
+
+    def _ask_again(self) -> None:
+        """Ask for whoever waits: the agent has answered after we had stopped waiting, and knows the answer still."""
+        for tracked in self.requests.values():
+            tracked.ask_again = 0.0
 
     def _forget(self) -> None:
         """Let go of everything that the dead agent had: nothing of it can touch a block any more."""

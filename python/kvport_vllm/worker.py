@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .link import Link, State
+from .link import IDLE_WAIT, Link, State
 from .memory import Shared
 from .messages import LOADED
 from .meta import Load, StepDone, StepMetadata
@@ -44,6 +44,7 @@ class WorkerSide:
         self._sent: list[str] = []
         self._acks: set[int] = set()
         self._quiet = 0  # steps since the agent was listened to
+        self._idle = False  # the step computes nothing
         self._copy_out: Sequence[Sequence[int]] | None = None
         self.invalid: set[int] = set()
         self._received: set[str] = set()
@@ -51,6 +52,7 @@ class WorkerSide:
 
     def bind(self, meta: StepMetadata) -> None:
         """Take what the step began."""
+        self._idle = meta.idle
         if meta.ack:
             self._acks.add(meta.ack)
             self._copy_out = meta.completes
@@ -79,17 +81,29 @@ class WorkerSide:
         self._quiet += 1
         if self._pending or self._quiet >= _LISTEN_EVERY or self.link.state is not State.UP:
             self._quiet = 0
-            for event in self.link.poll():
-                if getattr(event, "kind", None) == LOADED:
-                    self._loaded(event)
+            self._listen()
         if self._pending:
             self._check()
+        if self._idle and self._pending and not self._received:
+            self._await_load()
         if not (self._sent or self._received):
             return set(), set(), set()
         sent, self._sent = set(self._sent), []
         received, self._received = self._received, set()
         failed, self._failed = self._failed, set()
         return sent, received, failed
+
+    def _listen(self) -> None:
+        for event in self.link.poll():
+            if getattr(event, "kind", None) == LOADED:
+                self._loaded(event)
+
+    def _await_load(self) -> None:
+        """Wait for the end of a load, as long as an engine without anything to compute may stand still."""
+        deadline = time.monotonic() + IDLE_WAIT
+        while not self._received and self.link.state is State.UP and (rest := deadline - time.monotonic()) > 0:
+            self.link.wait(rest)
+            self._listen()
 
     def _loaded(self, event: Any) -> None:
         pending = self._pending.pop((event.request, event.step), None)

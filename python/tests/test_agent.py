@@ -9,7 +9,7 @@ import fakes
 import pytest
 from engine import BLOCK_TOKENS, LAYERS, Engine, request
 
-from kvport_vllm.link import State
+from kvport_vllm.link import IDLE_WAIT, State
 
 LIMIT = 20.0
 
@@ -247,6 +247,51 @@ def test_without_a_pool_blocks_stay_with_their_request(here):
     os.kill(link._fence.pids[0], signal.SIGCONT)
     until(lambda: "a" in engine.step().finished_sending, "the blocks are never given back")
     idle(engine)
+    assert engine.faults() == {}
+    engine.close()
+
+
+def test_an_answer_that_comes_too_late_is_asked_for_again_at_once(here, monkeypatch):
+    engine = Engine(here / "store")
+    stored(engine)
+    monkeypatch.setattr("kvport_vllm.scheduler._ASK_AGAIN", LIMIT)
+    agent = engine.scheduler.scheduler.link._fence.pids[0]
+    r = request("late", keys(4), 4 * BLOCK_TOKENS + 1)
+    engine.scheduler.on_new_request(r)
+    os.kill(agent, signal.SIGSTOP)
+    assert engine.scheduler.get_num_new_matched_tokens(r, 0) == (None, False)
+    os.kill(agent, signal.SIGCONT)
+    start = time.monotonic()
+    assert lookup(engine, r) == (4 * BLOCK_TOKENS, True)
+    assert time.monotonic() - start < LIMIT / 4
+    assert engine.faults() == {}
+    engine.close()
+
+
+def test_steps_that_compute_nothing_wait_for_news(here):
+    engine = Engine(here / "store")
+    stored(engine)
+    agent = engine.scheduler.scheduler.link._fence.pids[0]
+    r = request("b", keys(4), 4 * BLOCK_TOKENS + 1)
+    engine.scheduler.on_new_request(r)
+    assert lookup(engine, r)[0]
+    park(engine, r, [9, 8, 7, 6], 4 * BLOCK_TOKENS)
+    os.kill(agent, signal.SIGSTOP)
+    start, steps = time.monotonic(), 20
+    for _ in range(steps):
+        assert not engine.step().finished_recving
+    assert time.monotonic() - start > 0.8 * steps * IDLE_WAIT, "it does not wait for the load"
+    running = request("c", keys(1, 3), 2 * BLOCK_TOKENS)
+    engine.scheduler.on_new_request(running)
+    engine.tables["c"] = [1, 2]
+    times = []
+    for _ in range(steps):  # with something to compute it never waits
+        start = time.monotonic()
+        engine.step((), [("c", 40)], {"c": 1})
+        times.append(time.monotonic() - start)
+    assert statistics.median(times) < IDLE_WAIT / 2
+    os.kill(agent, signal.SIGCONT)
+    assert received(engine).finished_recving == {"b"}
     assert engine.faults() == {}
     engine.close()
 
