@@ -8,6 +8,9 @@
 
 static char *message_of(const char *text) { return strdup(text ? text : "unknown error"); }
 
+// Every table: they are never freed, and a leak checker looks for them here.
+static nx_table *tables;
+
 nx_table *kvport_nixl_load(const char *path, char **reason, const char **symbol) {
 	// Local, so that neither NIXL nor its UCX meets another copy of a library in this process. It is never
 	// closed: UCX does not survive that.
@@ -30,6 +33,9 @@ nx_table *kvport_nixl_load(const char *path, char **reason, const char **symbol)
 	}
 	NX_TABLE(X)
 #undef X
+	t->next = __atomic_load_n(&tables, __ATOMIC_RELAXED);
+	while (!__atomic_compare_exchange_n(&tables, &t->next, t, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
+		;
 	return t;
 }
 

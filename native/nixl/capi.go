@@ -227,7 +227,7 @@ func (l *library) telemetry(agent, transfer handle) (Telemetry, error) {
 		return Telemetry{}, err
 	}
 	return Telemetry{
-		Post: time.Duration(t.post_us) * time.Microsecond,
+		Post:     time.Duration(t.post_us) * time.Microsecond,
 		Duration: time.Duration(t.transfer_us) * time.Microsecond, Bytes: uint64(t.bytes), Descriptors: uint64(t.descriptors),
 	}, nil
 }

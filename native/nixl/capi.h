@@ -72,7 +72,8 @@ typedef struct {
 	X(reg_dlist_add_desc, (nx_handle, uintptr_t, size_t, uint64_t, const void *, size_t)) \
 	X(get_xfer_telemetry, (nx_handle, nx_handle, nx_telemetry *))
 
-typedef struct {
+typedef struct nx_table {
+	struct nx_table *next;
 #define X(name, args) nx_status(*name) args;
 	NX_TABLE(X)
 #undef X

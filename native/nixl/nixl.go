@@ -30,6 +30,10 @@
 // transports of the whole process; on one host UCX_NET_DEVICES=lo keeps the TCP listener, which knows no
 // authentication, off the network. They are read when a backend starts.
 //
+// Where the system has libibverbs too, the wheel's libraries crash when a process ends by C's exit. Go
+// programs do not, unless they are built with -race or -asan; UCX_MODULES=^ib, without RDMA, is the way
+// around.
+//
 // Everything here is safe for use by several goroutines at once.
 package nixl
 
