@@ -1,7 +1,8 @@
 """Compiles what native/ says of the vendors' C interfaces against the vendors' own headers.
 
 Run through `make native-abi`. NIXL's wheel has no header, but the Rust crate nixl-sys of the same version
-has: cargo fetches it, this checks its hash, and nothing of it is built.
+has: cargo fetches it, this checks its hash, and nothing of it is built. UCX's come from the wheel that
+tools/headers.lock pins. With --gpu also those of NCCL and CUDA, from wheels of 340 MB (tools/gpu-headers.lock).
 """
 
 import hashlib
@@ -10,6 +11,8 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NATIVE = ROOT / "native"
@@ -49,15 +52,43 @@ def nixl_header():
     return header.parent
 
 
-def check(source, include):
+def wheel_headers(lock):
+    """Return the folder with the headers of the wheels that a file pins."""
+    into = HEADERS / lock.stem
+    stamp = into / "lock.sha256"
+    want = hashlib.sha256(lock.read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text(encoding="ascii") == want:
+        return into
+    into.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="abi-", dir=into.parent) as tmp:
+        tmp = pathlib.Path(tmp)
+        print(f"abi: downloading the wheels of {lock.name}", flush=True)
+        # Headers are the same on every machine, so one machine's hash is enough.
+        run(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:",
+            "--platform", "manylinux_2_28_x86_64", "--platform", "manylinux_2_27_x86_64", "--platform", "manylinux_2_18_x86_64",
+            "--platform", "manylinux2014_x86_64", "--require-hashes", "-r", str(lock), "-d", str(tmp))
+        part = tmp / "headers"
+        for wheel in tmp.glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(part, [n for n in archive.namelist() if "/include/" in n])
+        (part / stamp.name).write_text(want, encoding="ascii")
+        if into.exists():
+            shutil.rmtree(into)
+        os.replace(part, into)
+    return into
+
+
+def check(source, *include):
     """Compile one check, without making anything of it."""
+    folders = [word for folder in include for word in ("-isystem", str(folder))]
     run(os.environ.get("CC", "gcc"), "-std=c11", "-Wall", "-Wextra", "-Wcast-function-type", "-Werror", "-fsyntax-only",
-        "-I", str(include), str(source))
-    print(f"abi: {source.relative_to(ROOT)} agrees with {include.name}")
+        *folders, str(source))
+    print(f"abi: {source.relative_to(ROOT)} agrees with the headers of {', '.join(str(i.relative_to(HEADERS)) for i in include)}")
 
 
 if __name__ == "__main__":
     try:
         check(NATIVE / "nixl" / "abi" / "check.c", nixl_header())
-    except (AbiError, OSError) as err:
+        check(NATIVE / "ucx" / "abi" / "check.c", wheel_headers(ROOT / "tools" / "headers.lock") / "libucx" / "include")
+    except (AbiError, OSError, zipfile.BadZipFile) as err:
         sys.exit(f"abi: {err}")

@@ -1,0 +1,175 @@
+// Package ucx is a Go binding of UCX's ucp layer (github.com/openucx/ucx), API 1.22 and later, loaded at run
+// time: a program that imports this package builds and starts on a machine that has no UCX, and [Open] says
+// what is missing. The UCX inside NIXL's wheel, which make deps fetches, will do.
+//
+// A [Worker] is one end. Its [Worker.Address] goes to the peer by whatever way the two already have, and the
+// peer's [Worker.Connect] makes an [Endpoint] of it. Over an endpoint go tagged messages, FIFO for each tag,
+// and reads and writes of [Memory] whose [Memory.Key] the other side has been given.
+//
+// Everything that moves data starts a [Request] and returns at once. UCX works only inside calls: a request
+// advances when it, another one or its worker is polled, at both ends where a transport wants that (TCP
+// does). Flushing is no exception: a peer that has stopped polling keeps a flush from ending, so flush
+// before saying goodbye, not after.
+//
+// Buffers of requests may be Go's: they are pinned until the request has ended. [Worker.Map] wants memory
+// that stays until the Memory is closed: from mmap, or pinned by the caller. Close it before unmapping it.
+//
+// Open sets UCX_LOG_FILE to stderr where it is not set. Everything here is safe for use by several goroutines
+// at once; the calls of one worker take turns. Addresses and keys are not authenticated, nor is UCX's TCP
+// listener: see [Options.Devices].
+package ucx
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// Errors of this package; those of UCX itself are a StatusError.
+var (
+	// ErrUnavailable is what every failure of Open wraps: this machine or this build has no UCX.
+	ErrUnavailable = errors.New("UCX is not available")
+	// ErrClosed means that the worker, or what belongs to it, was closed.
+	ErrClosed = errors.New("closed")
+	// ErrInvalid means that an argument cannot be right.
+	ErrInvalid = errors.New("invalid argument")
+)
+
+// StatusError is a negative status of UCX's.
+type StatusError int
+
+// The statuses that a caller may want to tell apart.
+const (
+	ErrNoMemory        StatusError = -4
+	ErrUnreachable     StatusError = -6 // no transport leads to the peer
+	ErrTruncated       StatusError = -9 // a message did not fit the receiver's buffer
+	ErrCanceled        StatusError = -16
+	ErrNotConnected    StatusError = -24
+	ErrConnectionReset StatusError = -25 // the peer has gone
+	ErrEndpointTimeout StatusError = -80 // the peer does not answer
+)
+
+// Error is what UCX calls the status.
+func (e StatusError) Error() string {
+	names := map[StatusError]string{
+		-1: "no message", -2: "no resource", -3: "input/output error", ErrNoMemory: "out of memory", -5: "invalid parameter",
+		ErrUnreachable: "destination is unreachable", -7: "address not valid", -8: "not implemented", ErrTruncated: "message truncated",
+		-10: "no progress", -11: "buffer too small", -12: "no such element", -13: "failed to connect some endpoints", -14: "no such device",
+		-15: "busy", ErrCanceled: "request canceled", -17: "shared memory error", -18: "exists already", -19: "out of range", -20: "timed out",
+		-21: "limit exceeded", -22: "not supported", -23: "rejected by the peer", ErrNotConnected: "not connected",
+		ErrConnectionReset: "connection reset by the peer", ErrEndpointTimeout: "endpoint timeout",
+	}
+	if name, ok := names[e]; ok {
+		return name
+	}
+	return fmt.Sprintf("UCX status %d", int(e))
+}
+
+// LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
+type LoadError struct {
+	Path   string // the library, "" if none was found
+	Symbol string // the function that the library lacks, "" if that is not the trouble
+	Reason string // what was found wrong
+	Mend   string // what to do
+}
+
+// Error is the reason, with its mend.
+func (e *LoadError) Error() string {
+	switch {
+	case e.Symbol != "":
+		return fmt.Sprintf("ucx: %s has no function %s: %s", e.Path, e.Symbol, e.Mend)
+	case e.Path != "":
+		return fmt.Sprintf("ucx: cannot load %s: %s: %s", e.Path, e.Reason, e.Mend)
+	}
+	return fmt.Sprintf("ucx: %s: %s", e.Reason, e.Mend)
+}
+
+// Unwrap is ErrUnavailable.
+func (e *LoadError) Unwrap() error { return ErrUnavailable }
+
+// EnvDir names the environment variable with the folder that Open looks in first. (It does not begin with
+// UCX_: UCX complains about variables that it does not know.)
+const EnvDir = "KVPORT_UCX_DIR"
+
+const (
+	systemName  = "libucp.so.0"
+	mendMissing = "run make deps in the repository of kvport, install UCX 1.22 or later (Debian: libucx0), or set " + EnvDir + " to a folder with libucp"
+)
+
+// Library is UCX, loaded. It stays loaded until the process ends.
+type Library struct {
+	path string
+	lib  *library
+}
+
+// Open loads UCX from dir, a folder with libucp or with NIXL's unpacked wheel in it. If dir is empty it takes
+// the folder that KVPORT_UCX_DIR names; without that, the one that make deps fills beside the program's own
+// folder; without that, what the system's loader finds. Its errors are a *LoadError.
+func Open(dir string) (*Library, error) {
+	path, err := find(dir)
+	if err != nil {
+		return nil, err
+	}
+	if _, set := os.LookupEnv("UCX_LOG_FILE"); !set {
+		if err := os.Setenv("UCX_LOG_FILE", "stderr"); err != nil {
+			return nil, &LoadError{Path: path, Reason: err.Error(), Mend: "check the environment"}
+		}
+	}
+	lib, err := load(path)
+	if err != nil {
+		return nil, err
+	}
+	return &Library{path: path, lib: lib}, nil
+}
+
+// Path is the file that was loaded.
+func (l *Library) Path() string { return l.path }
+
+// Version is UCX's, as in "1.23.0".
+func (l *Library) Version() string { return l.lib.version() }
+
+func find(dir string) (string, error) {
+	if dir == "" {
+		dir = os.Getenv(EnvDir)
+	}
+	if dir != "" {
+		if path := within(dir); path != "" {
+			return path, nil
+		}
+		return "", &LoadError{Reason: "no libucp in " + dir, Mend: mendMissing}
+	}
+	if exe, err := os.Executable(); err == nil {
+		if path := within(filepath.Join(filepath.Dir(exe), "..", ".deps", "nixl")); path != "" {
+			return path, nil
+		}
+	}
+	return systemName, nil
+}
+
+// within is the absolute path of libucp in a folder, or in that of an unpacked wheel; "" if there is none.
+func within(dir string) string {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return ""
+	}
+	folders := []string{dir, filepath.Join(dir, "nixl_cu12.libs"), filepath.Join(dir, "nixl_cu13.libs")}
+	for _, folder := range folders {
+		entries, _ := os.ReadDir(folder)
+		for _, e := range entries {
+			if name := e.Name(); strings.HasPrefix(name, "libucp") && strings.Contains(name, ".so") {
+				return filepath.Join(folder, name)
+			}
+		}
+	}
+	return ""
+}
+
+func loadError(path, symbol, reason string) error {
+	e := &LoadError{Path: path, Symbol: symbol, Reason: reason, Mend: mendMissing}
+	if symbol != "" {
+		e.Mend = "it is older than UCX 1.22; " + mendMissing
+	}
+	return e
+}
