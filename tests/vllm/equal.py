@@ -198,8 +198,8 @@ class Index:
             have.update(event["block_hashes"])
         elif kind == "BlockRemoved":
             have.difference_update(event["block_hashes"])
-        else:
-            self.blocks.clear()
+        else:  # vLLM has emptied its own cache
+            self.blocks["GPU"] = set()
 
     def until(self, rig, server, condition, what):
         """Wait until a condition holds of the blocks by medium; vLLM publishes when it steps."""
