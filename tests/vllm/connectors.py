@@ -84,12 +84,12 @@ def storage(rig):
 
 def configs(rig, only=None):
     """(label, connector, extra config) of everything that one engine can use; notes what is left out. With only, those labels."""
-    out = []
+    out, chosen = [], [c for c in rig.options.connector.split(",") if c]
     for name in manifests():
         if name not in CONFIGS:
             rig.notes.append(f"{name} has no config in tests/vllm/connectors.py and was left out")
             continue
         for label, make in CONFIGS[name].items():
-            if rig.options.connector in ("", name, label) and (label in only if only else label not in PEERS):
+            if (not chosen or name in chosen or label in chosen) and (label in only if only else label not in PEERS):
                 out.append((label, name, make(rig, rig.folder / label.replace(" ", "-").replace("'", "").lower())))
     return out

@@ -102,7 +102,7 @@ def main():
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--pairs", type=int, default=24, help="pairs of a timed comparison")
     parser.add_argument("--kills", type=int, default=30, help="of the plugin")
-    parser.add_argument("--connector", default="", help="only this one")
+    parser.add_argument("--connector", default="", help="only these, with commas")
     parser.add_argument("--json", type=pathlib.Path, default=ROOT / ".deps" / "vllm-test.json", help="file for the results")
     parser.add_argument("--deps", type=pathlib.Path, default=ROOT / ".deps" / "vllm", help="where vllm_setup.py put vLLM")
     parser.add_argument("--baseline", type=pathlib.Path, help="file that keeps vLLM's own answers between runs, for development")
