@@ -54,6 +54,10 @@ class SchedulerSide:
         self._lost = 0
         self._down_answered = False
 
+    def begin(self) -> None:
+        """Begin with the agent that is there: connections lost before had nothing of ours, and what has come is of this one."""
+        self._lost = self.link.lost
+
     # -- requests come
 
     def new_request(self, request: Any) -> None:

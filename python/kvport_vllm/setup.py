@@ -72,6 +72,7 @@ class Parts:
         events = Events(self.block_tokens, event_api(self._vllm))
         side = SchedulerSide(link, self.block_tokens, len(self.groups), Adapters(self._content), events)
         self._wait(link)
+        side.begin()
         return side
 
     def _wait(self, link: Link) -> None:

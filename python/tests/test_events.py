@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 from kvport_vllm.events import CLEARED, REMOVED, STORED, EventApi, Events
 from kvport_vllm.keys import Keys
+from kvport_vllm.link import State
 from kvport_vllm.messages import message
+from kvport_vllm.scheduler import SchedulerSide
 from kvport_vllm.tracking import Completion
 
 
@@ -81,6 +83,19 @@ def test_events_of_a_connector_that_tells():
     assert t.index == {"CPU": set(), "STORAGE": set()}
     t.report((STORED, names, "elsewhere"), (CLEARED, [], "elsewhere"))
     assert t.index["elsewhere"] == set()
+
+
+def test_what_was_lost_at_the_start_is_not_forgotten_later():
+    api = EventApi(lambda **e: e, lambda **e: e, lambda h: h)
+    gap = [message("AgentBlocks")(gap=True)]
+    link = SimpleNamespace(lost=2, state=State.UP, life=7, poll=lambda: [gap.pop()] if gap else [])
+    side = SchedulerSide(link, 4, 1, None, Events(4, api))
+    side.begin()  # after an agent that ended while it was connected to
+    side.poll()
+    assert side.events._told
+    link.lost = 3
+    side.poll()
+    assert not side.events._told
 
 
 def test_events_switched_off():
