@@ -18,6 +18,7 @@ import (
 // backend is where the connectors of one test keep their blocks.
 type backend struct {
 	dir, server string // a folder of its own; host:port of a real Redis or Valkey server
+	redis       *redistest.Server
 }
 
 // backend starts a server and makes a folder.
@@ -26,7 +27,7 @@ func newBackend(t *testing.T) backend {
 	server, err := redistest.Start()
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, server.Close()) })
-	return backend{dir: t.TempDir(), server: server.Address}
+	return backend{dir: t.TempDir(), server: server.Address, redis: server}
 }
 
 // under is a backend apart from its siblings' on the same server.
@@ -34,16 +35,17 @@ func (b backend) under(t *testing.T, name string) backend {
 	t.Helper()
 	dir := filepath.Join(b.dir, strings.NewReplacer("/", "-", " ", "-").Replace(name))
 	require.NoError(t, os.MkdirAll(dir, 0o700))
-	return backend{dir: dir, server: b.server}
+	return backend{dir: dir, server: b.server, redis: b.redis}
 }
 
 // fixture is a connector as tests set it up.
 type fixture struct {
 	name, binary string
-	groups       bool // it handles caches of several groups
-	peers        bool // blocks go from engine to engine, by ticket
-	pairs        bool // a decode engine finds what a prefill engine has saved
-	keeps        bool // a later engine on the same backend finds the blocks
+	variant      string // how it is set up; "": as its scene says
+	groups       bool   // it handles caches of several groups
+	peers        bool   // blocks go from engine to engine, by ticket
+	pairs        bool   // a decode engine finds what a prefill engine has saved
+	keeps        bool   // a later engine on the same backend finds the blocks
 	extra        func(b backend) string
 }
 

@@ -61,8 +61,8 @@ func dimensions() []dimension {
 }
 
 const (
-	keyPrompt = 128 // tokens
-	keySlots  = 64  // blocks of a cache
+	keyPrompt = 128     // tokens
+	keySlots  = 64      // blocks of a cache
 	stranger  = "other" // the engine that differs
 )
 

@@ -75,6 +75,7 @@ type rig struct {
 	*testing.T
 	client cluster.Client
 	store  string // shared_storage_path
+	tokens int    // to generate for each prompt; 0: -tokens
 }
 
 func newRig(t *testing.T) *rig {
@@ -133,7 +134,11 @@ func (r *rig) stop(p *cluster.Process) {
 
 // complete sends one greedy request.
 func (r *rig) complete(url, prompt string) (*cluster.Completion, error) {
-	return r.client.Complete(r.Context(), url, cluster.Request{Prompt: prompt, MaxTokens: *flagTokens, IgnoreEOS: true})
+	tokens := r.tokens
+	if tokens == 0 {
+		tokens = *flagTokens
+	}
+	return r.client.Complete(r.Context(), url, cluster.Request{Prompt: prompt, MaxTokens: tokens, IgnoreEOS: true})
 }
 
 // all sends the prompts, several at a time, and gives the answers in order.
