@@ -31,6 +31,7 @@ func remoteCases() []Case {
 		remoteCase("remote-flushed", "REMOTE-05", "All blocks go between Match and Load.", remoteFlushed),
 		remoteCase("remote-full", "REMOTE-06", "The server has no memory left, and later it has.", remoteFull),
 		remoteCase("remote-slow", "REMOTE-07", "The server is 200 ms away.", remoteSlow),
+		remoteCase("remote-idle", "REMOTE-11", "Connections that nobody uses are closed, 3 times: the next Match and load miss nothing.", remoteIdle),
 		remoteCase("remote-busy", "REMOTE-08", "The server answers everything with BUSY for a while.", remoteBusy),
 		remoteCase("remote-others", "REMOTE-09", "Others keep keys in the same server.", remoteOthers),
 		remoteCase("remote-outage-log", "LOG-01", "Fifty calls fail while the server is away.", remoteOutageLog),
@@ -238,6 +239,19 @@ func remoteAway(r *rig, s *server) {
 	s.relay.Refuse(false)
 	e.back(keys)
 	e.mended(e.keys(3))
+}
+
+func remoteIdle(r *rig, s *server) {
+	e := r.engine(setup{})
+	keys := e.stored(4)
+	for range 3 {
+		s.relay.Cut()
+		r.equal(4, e.match(keys...), "blocks offered after idle connections were closed")
+		s.relay.Cut()
+		r.equal(4, e.strict(keys), "blocks loaded after idle connections were closed")
+		s.relay.Cut()
+		keys = e.stored(4)
+	}
 }
 
 // damagedValues changes what is stored and wants the host's way out of it to work.

@@ -105,19 +105,24 @@ func TestOtherRulesHaveTests(t *testing.T) {
 			continue
 		}
 		for check := range strings.SplitSeq(r.fields["checked by"], ", ") {
-			folder, name, ok := strings.Cut(check, " ")
-			require.True(t, ok, "%s: %q, want a folder and a test", r.id, check)
-			files, err := filepath.Glob(filepath.Join("..", filepath.FromSlash(folder), "*_test.go"))
-			require.NoError(t, err)
-			found := false
-			for _, f := range files {
-				b, err := os.ReadFile(f)
-				require.NoError(t, err)
-				found = found || strings.Contains(string(b), "func "+name+"(t *testing.T)")
-			}
-			require.True(t, found, "%s: there is no %s in %s", r.id, name, folder)
+			require.True(t, testExists(t, check), "%s: there is no %s", r.id, check)
 		}
 	}
+}
+
+// testExists reports whether there is a test, named by its folder and its name.
+func testExists(t *testing.T, check string) (found bool) {
+	t.Helper()
+	folder, name, ok := strings.Cut(check, " ")
+	require.True(t, ok, "%q, want a folder and a test", check)
+	files, err := filepath.Glob(filepath.Join("..", filepath.FromSlash(folder), "*_test.go"))
+	require.NoError(t, err)
+	for _, f := range files {
+		b, err := os.ReadFile(f)
+		require.NoError(t, err)
+		found = found || strings.Contains(string(b), "func "+name+"(t *testing.T)")
+	}
+	return found
 }
 
 // Rule numbers in code and documents are those of the spec.
@@ -219,4 +224,34 @@ func TestProfiles(t *testing.T) {
 	_, err := ParseProfile("stroe")
 	require.ErrorContains(t, err, `unknown profile "stroe"`)
 	t.Log(fmt.Sprint(count))
+}
+
+// What docs/spec/reports.md lists is kept from happening by cases and tests that exist, and each profile of
+// several connectors has cases in it.
+func TestReportsHaveCases(t *testing.T) {
+	b, err := os.ReadFile("../docs/spec/reports.md")
+	require.NoError(t, err)
+	profiles := map[string][]Profile{}
+	for _, c := range Cases() {
+		profiles[c.ID] = c.Profiles
+	}
+	named := map[Profile]int{}
+	reports := 0
+	for _, row := range regexp.MustCompile(`(?m)^\| (\S+#.+?) \| .+? \| (.+?) \| (.+?) \|$`).FindAllStringSubmatch(string(b), -1) {
+		reports += strings.Count(row[1], "#")
+		for id := range strings.SplitSeq(row[2], ", ") {
+			require.Contains(t, profiles, id, row[1])
+			for _, p := range profiles[id] {
+				named[p]++
+			}
+		}
+		for check := range strings.SplitSeq(strings.ReplaceAll(row[3], "`", ""), ", ") {
+			require.True(t, testExists(t, check), "%s: %s", row[1], check)
+		}
+	}
+	require.Len(t, regexp.MustCompile(`\w#\d`).FindAllString(string(b), -1), reports, "a row is not read")
+	for _, p := range []Profile{Offload, MultiChildren, Pipe, Buffer, Remote} {
+		require.Positive(t, named[p], p)
+	}
+	t.Logf("%d reports", reports)
 }

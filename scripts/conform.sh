@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs `kvport conform` on every plugin named in PLUGINS and on the examples. A plugin that
 # needs a config keeps one that works in its folder's conform.json; @TMP@ in it becomes a fresh
-# folder in every case. The plugins that we ship must pass PROFILES. Exits non-zero if any failed.
+# folder in every case. The plugins that we ship must pass PROFILES, and those that their folder's
+# conform.profiles names. Exits non-zero if any failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,8 +23,10 @@ conform() { # NAME FOLDER BINARY PROFILE...
 }
 
 for name in ${PLUGINS:-}; do
+	more=
+	[ ! -f "plugins/$name/conform.profiles" ] || more=$(cat "plugins/$name/conform.profiles")
 	# shellcheck disable=SC2086 # one word a profile
-	conform "$name" "plugins/$name" "bin/kvport-$name" $PROFILES
+	conform "$name" "plugins/$name" "bin/kvport-$name" $PROFILES $more
 done
 conform minimal examples/minimal bin/kvport-minimal store lifecycle multirank
 conform pystore examples/python examples/python/kvport-pystore store multirank

@@ -21,6 +21,8 @@ type conformFlags struct {
 	profiles []string
 	format   string
 	seed     uint64
+	only     []string
+	list     bool
 }
 
 func newConform() *cobra.Command {
@@ -28,15 +30,77 @@ func newConform() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "conform PLUGIN_BINARY",
 		Short: "Check that a connector plugin keeps the contract",
-		Args:  cobra.ExactArgs(1),
-		RunE:  func(cmd *cobra.Command, args []string) error { return f.run(cmd, args[0]) },
+		Args: func(cmd *cobra.Command, args []string) error {
+			if f.list {
+				return cobra.NoArgs(cmd, args)
+			}
+			return cobra.ExactArgs(1)(cmd, args)
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if f.list {
+				return f.writeCases(cmd)
+			}
+			return f.run(cmd, args[0])
+		},
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&f.config, "config", "{}", "the plugin's kv_connector_extra_config as JSON, or @FILE; ${TMP} in it becomes a fresh folder in every case")
 	flags.StringSliceVar(&f.profiles, "profile", []string{string(conformance.Store)}, "kind of connector, whose cases must all run; may be repeated: "+profileNames())
 	flags.StringVar(&f.format, "format", "text", "text, json (a line a case) or junit")
+	flags.StringSliceVar(&f.only, "case", nil, "run these cases only; may be repeated")
+	flags.BoolVar(&f.list, "list", false, "list the cases, those of --profile if it is given, and run none")
 	flags.Uint64Var(&f.seed, "seed", 1, "of sizes, orders and bytes")
 	return cmd
+}
+
+// writeCases lists the cases of the profiles, or all, a line each, and their number.
+func (f *conformFlags) writeCases(cmd *cobra.Command) error {
+	profiles, err := f.parseProfiles()
+	if err != nil {
+		return err
+	}
+	if !cmd.Flags().Changed("profile") {
+		profiles = conformance.Profiles()
+	}
+	w := cmd.OutOrStdout()
+	count := 0
+	for _, c := range conformance.Cases() {
+		if !slices.ContainsFunc(c.Profiles, func(p conformance.Profile) bool { return slices.Contains(profiles, p) }) {
+			continue
+		}
+		count++
+		var names []string
+		for _, p := range c.Profiles {
+			names = append(names, string(p))
+		}
+		if _, err := fmt.Fprintf(w, "%-11s %-21s %s [%s]\n", c.Rule, c.ID, c.Text, strings.Join(names, " ")); err != nil {
+			return err
+		}
+	}
+	_, err = fmt.Fprintf(w, "%d cases\n", count)
+	return err
+}
+
+func (f *conformFlags) parseProfiles() ([]conformance.Profile, error) {
+	var profiles []conformance.Profile
+	for _, name := range f.profiles {
+		p, err := conformance.ParseProfile(name)
+		if err != nil {
+			return nil, fmt.Errorf("--profile: %w", err)
+		}
+		profiles = append(profiles, p)
+	}
+	return profiles, nil
+}
+
+// checkOnly wants the names of --case to be those of cases.
+func (f *conformFlags) checkOnly() error {
+	for _, id := range f.only {
+		if !slices.ContainsFunc(conformance.Cases(), func(c conformance.Case) bool { return c.ID == id }) {
+			return fmt.Errorf("--case: there is no case %q; kvport conform --list lists them", id)
+		}
+	}
+	return nil
 }
 
 func profileNames() string {
@@ -51,14 +115,14 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	if !slices.Contains([]string{"text", "json", "junit"}, f.format) {
 		return fmt.Errorf("--format is %q, want text, json or junit", f.format)
 	}
-	options := conformance.Options{Seed: f.seed}
-	for _, name := range f.profiles {
-		p, err := conformance.ParseProfile(name)
-		if err != nil {
-			return fmt.Errorf("--profile: %w", err)
-		}
-		options.Profiles = append(options.Profiles, p)
+	profiles, err := f.parseProfiles()
+	if err == nil {
+		err = f.checkOnly()
 	}
+	if err != nil {
+		return err
+	}
+	options := conformance.Options{Seed: f.seed, Profiles: profiles, Only: f.only}
 	config, err := readObject(f.config)
 	if err != nil {
 		return fmt.Errorf("--config: %w", err)

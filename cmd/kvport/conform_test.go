@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"encoding/xml"
+	"fmt"
 	"os/exec"
 	"slices"
 	"strings"
@@ -85,4 +86,30 @@ func TestConformJUnit(t *testing.T) {
 	require.Equal(t, "DemoConnector", suite.Name)
 	require.Zero(t, suite.Failures)
 	require.Len(t, suite.Cases, suite.Tests)
+}
+
+// TestConformList: the cases are listed without a plugin, and one of them can be run alone.
+func TestConformList(t *testing.T) {
+	t.Parallel()
+	list := func(args ...string) (string, error) {
+		out, err := exec.CommandContext(t.Context(), "kvport", append([]string{"conform", "--list"}, args...)...).Output()
+		return string(out), err
+	}
+	all, err := list()
+	require.NoError(t, err)
+	require.Equal(t, len(conformance.Cases())+1, strings.Count(all, "\n"))
+	require.Regexp(t, `(?m)^PIPE-02 +producer-gone +.+\[pipe\]$`, all)
+	require.Contains(t, all, fmt.Sprintf("\n%d cases\n", len(conformance.Cases())))
+	few, err := list("--profile", "pipe,buffer")
+	require.NoError(t, err)
+	require.NotContains(t, few, "STORE-01")
+	_, err = list("kvport-demo")
+	require.Error(t, err)
+
+	out, _, code := conform(t, "--case", "round-trip")
+	require.Zero(t, code, out)
+	require.Contains(t, out, "1 passed, 0 failed, 0 skipped")
+	_, errs, code := conform(t, "--case", "rond-trip")
+	require.NotZero(t, code)
+	require.Contains(t, errs, `no case "rond-trip"`)
 }

@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -97,8 +99,17 @@ func apart[V any](ctx context.Context, call func(context.Context) (V, error)) (V
 	}
 }
 
+// twice reads again if the connection had ended, unnoticed.
+func twice[V any](ctx context.Context, read func(context.Context) (V, error)) (V, error) {
+	v, err := apart(ctx, read)
+	if errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) {
+		v, err = apart(ctx, read)
+	}
+	return v, err
+}
+
 func (s *remote) get(ctx context.Context, key string) ([]byte, error) {
-	return apart(ctx, func(ctx context.Context) ([]byte, error) { return s.client.Get(ctx, key).Bytes() })
+	return twice(ctx, func(ctx context.Context) ([]byte, error) { return s.client.Get(ctx, key).Bytes() })
 }
 
 func (s *remote) set(ctx context.Context, key string, value []byte) error {
@@ -107,7 +118,7 @@ func (s *remote) set(ctx context.Context, key string, value []byte) error {
 }
 
 func (s *remote) exists(ctx context.Context, key string) (bool, error) {
-	n, err := apart(ctx, func(ctx context.Context) (int64, error) { return s.client.Exists(ctx, key).Result() })
+	n, err := twice(ctx, func(ctx context.Context) (int64, error) { return s.client.Exists(ctx, key).Result() })
 	return n == 1, err
 }
 

@@ -47,6 +47,14 @@ func waitingFaults() []remoteFault {
 			s.options.ReadTimeout = -1
 			s.read = func(ctx context.Context, key string) ([]byte, error) { return s.client.Get(ctx, key).Bytes() }
 		}},
+		{"sticky", "remote-idle", "a remote store that gives up when its connection has ended", func(s *remote) {
+			var once sync.Once
+			var one *redis.Conn
+			s.read = func(ctx context.Context, key string) ([]byte, error) {
+				once.Do(func() { one = s.client.Conn() })
+				return one.Get(ctx, key).Bytes()
+			}
+		}},
 		{"chatty", "remote-slow", "a remote store that reads each value in four round trips", func(s *remote) {
 			s.read = func(ctx context.Context, key string) ([]byte, error) {
 				for range 3 {

@@ -58,6 +58,9 @@ func claimFile(root *os.Root, name string, super []byte, fresh bool) (_ *os.File
 		flags |= os.O_CREATE
 	}
 	f, err := root.OpenFile(name, flags, 0o600)
+	if errors.Is(err, unix.EROFS) && !fresh { // what it holds can still be read; writes fail one by one
+		f, err = root.OpenFile(name, flags&^os.O_RDWR, 0o600)
+	}
 	if errors.Is(err, os.ErrNotExist) && !fresh {
 		return nil, nil
 	}
