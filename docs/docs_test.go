@@ -71,6 +71,23 @@ func TestExamplesAreShort(t *testing.T) {
 	}
 }
 
+// TestConnectorTable: the README says what every plugin is for.
+func TestConnectorTable(t *testing.T) {
+	readme := read(t, []string{filepath.Join("..", "README.md")})
+	mains, err := filepath.Glob(filepath.Join("..", "plugins", "*", "main.go"))
+	require.NoError(t, err)
+	require.NotEmpty(t, mains)
+	name := regexp.MustCompile(`Name: +"(\w+)"`)
+	for _, path := range mains {
+		plugin := "kvport-" + filepath.Base(filepath.Dir(path))
+		row := regexp.MustCompile("(?m)^\\| `(\\w+)` \\| `" + plugin + "`").FindStringSubmatch(readme)
+		require.NotNil(t, row, "the README's table has no row for %s", plugin)
+		if m := name.FindStringSubmatch(read(t, []string{path})); m != nil {
+			require.Equal(t, m[1], row[1], plugin)
+		}
+	}
+}
+
 // read is the text of some files, one after another.
 func read(t *testing.T, paths []string) string {
 	t.Helper()
