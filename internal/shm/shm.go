@@ -118,11 +118,6 @@ func Adopt(file *os.File, size int64) (*Region, error) {
 	return r, nil
 }
 
-func mmap(fd int, size int64, flags int) ([]byte, error) {
-	data, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|flags)
-	return data, os.NewSyscallError("mmap", err)
-}
-
 // retry runs call until no signal interrupts it.
 func retry(call func() error) error {
 	for {
@@ -153,7 +148,7 @@ func (r *Region) Close() error {
 	if r.data == nil {
 		return nil
 	}
-	err := os.NewSyscallError("munmap", unix.Munmap(r.data))
+	err := munmap(r.data)
 	r.data = nil
 	if r.file != nil {
 		err = errors.Join(err, r.file.Close())

@@ -4,8 +4,10 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
+	"unsafe"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
@@ -159,4 +161,48 @@ func TestReservedMemory(t *testing.T) {
 	require.NoError(t, m.Close())
 	require.NoError(t, file.Close())
 	require.Equal(t, before, descriptors(t))
+}
+
+func TestMappingsSuitHugePages(t *testing.T) {
+	page := int64(os.Getpagesize())
+	for _, size := range []int64{1, page, page + 1, 2<<20 - 1, 2 << 20, 4<<20 + 5} {
+		before := maps(t)
+		r := create(t, size)
+		m, err := Map(int(r.File().Fd()), size)
+		require.NoError(t, err)
+		for _, b := range [][]byte{r.Bytes(), m.Bytes()} {
+			require.Zero(t, uintptr(unsafe.Pointer(unsafe.SliceData(b)))%(2<<20), size)
+			b[size-1]++
+		}
+		require.Equal(t, byte(2), m.Bytes()[size-1])
+		require.NoError(t, m.Close())
+		require.NoError(t, r.Close())
+		require.Empty(t, strings.ReplaceAll(maps(t), before, ""), "nothing stays mapped")
+	}
+}
+
+// maps lists memfds that are mapped.
+func maps(t *testing.T) string {
+	raw, err := os.ReadFile("/proc/self/maps")
+	require.NoError(t, err)
+	var out strings.Builder
+	for line := range strings.Lines(string(raw)) {
+		if strings.Contains(line, "memfd:test") {
+			out.WriteString(line)
+		}
+	}
+	return out.String()
+}
+
+func TestAddressesAreGivenBack(t *testing.T) {
+	mapped := func() int {
+		raw, err := os.ReadFile("/proc/self/maps")
+		require.NoError(t, err)
+		return strings.Count(string(raw), "\n")
+	}
+	before := mapped()
+	for range 500 {
+		require.NoError(t, create(t, 4096+1).Close())
+	}
+	require.Less(t, mapped()-before, 100)
 }

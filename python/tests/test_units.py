@@ -2,6 +2,7 @@ import base64
 import ctypes
 import hashlib
 import mmap
+import os
 import random
 import types
 
@@ -323,5 +324,6 @@ def test_adopted_memory_is_recognised():
     shared = memory.share(PlainTensors(), caches, [Group(("l0", "l1", "l2"), N)], B, memfd, "auto")
     assert shared.how == "adopt" and shared.memfd is memfd and min(s.offset for s in shared.segments) == 0
     with pytest.raises(OSError, match="not permitted"):
-        memfd.map.resize(1 << 17)
+        os.ftruncate(memfd.fd, 1 << 17)
+    assert memfd.address % (2 << 20) == 0, "huge pages would not fit"
     memfd.close()
