@@ -28,7 +28,7 @@ FAULTED   := ./internal/fault ./internal/faultsuite
 .DEFAULT_GOAL := help
 PY        := $(CURDIR)/.deps/venv/bin
 
-.PHONY: deps build wheel demo test pytest pylint native-test native-abi soak race fuzz conform bench lint vllm-test generate clean help
+.PHONY: deps build wheel demo test pytest pylint native-test native-abi native-abi-gpu native-asan soak race fuzz conform bench lint vllm-test generate clean help
 
 deps: ## fetch the demo model (93 MB), a Valkey server (2 MB), NIXL (69 MB) and Python packages (62 MB) of tests, all pinned by hash, and the Go modules
 	@$(PYTHON) scripts/deps.py
@@ -65,6 +65,13 @@ native-test: deps ## the tests of native/, none skipped for want of a library
 
 native-abi: ## compile native/'s C declarations against NIXL's and UCX's headers (43 MB, once); needs gcc and cargo, which fetches one
 	@$(PYTHON) scripts/abi.py
+
+native-abi-gpu: ## the same for CUDA and NCCL (220 MB, once), which are then tested as far as that goes without a GPU
+	@$(PYTHON) scripts/abi.py --gpu
+	$(GO) test -count 1 ./native/cuda ./native/nccl
+
+native-asan: deps ## the tests of native/ under the address sanitizer; without its leak checker, which dies of UCX's threads
+	ASAN_OPTIONS=detect_leaks=0 KVPORT_NATIVE_TEST=1 CGO_ENABLED=1 $(GO) test -asan -count 1 -timeout 10m ./native/...
 
 soak: deps build ## the acceptance tests with their full counts, printed
 	@test -n "$(SOAKERS)" || { echo "soak: no test reads KVPORT_SOAK" >&2; exit 1; }
@@ -104,4 +111,4 @@ clean: ## remove what build and demo wrote; the model in .deps/model stays
 	rm -f .deps/*.json
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))

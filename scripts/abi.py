@@ -2,7 +2,8 @@
 
 Run through `make native-abi`. NIXL's wheel has no header, but the Rust crate nixl-sys of the same version
 has: cargo fetches it, this checks its hash, and nothing of it is built. UCX's come from the wheel that
-tools/headers.lock pins. With --gpu also those of NCCL and CUDA, from wheels of 340 MB (tools/gpu-headers.lock).
+tools/headers.lock pins. With --gpu those of NCCL and CUDA, from wheels of
+220 MB (tools/gpu-headers.lock), with the libraries for the tests.
 """
 
 import hashlib
@@ -70,7 +71,7 @@ def wheel_headers(lock):
         part = tmp / "headers"
         for wheel in tmp.glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(part, [n for n in archive.namelist() if "/include/" in n])
+                archive.extractall(part, [n for n in archive.namelist() if "/include/" in n or ("gpu" in lock.name and ".so" in n)])
         (part / stamp.name).write_text(want, encoding="ascii")
         if into.exists():
             shutil.rmtree(into)
@@ -86,9 +87,19 @@ def check(source, *include):
     print(f"abi: {source.relative_to(ROOT)} agrees with the headers of {', '.join(str(i.relative_to(HEADERS)) for i in include)}")
 
 
+def check_all(gpu):
+    """Compile the checks of what make deps fetches, or of what needs a GPU."""
+    if gpu:
+        nvidia = wheel_headers(ROOT / "tools" / "gpu-headers.lock") / "nvidia"
+        check(NATIVE / "cuda" / "abi" / "check.c", nvidia / "cu13" / "include")
+        check(NATIVE / "nccl" / "abi" / "check.c", nvidia / "nccl" / "include", nvidia / "cu13" / "include")
+        return
+    check(NATIVE / "nixl" / "abi" / "check.c", nixl_header())
+    check(NATIVE / "ucx" / "abi" / "check.c", wheel_headers(ROOT / "tools" / "headers.lock") / "libucx" / "include")
+
+
 if __name__ == "__main__":
     try:
-        check(NATIVE / "nixl" / "abi" / "check.c", nixl_header())
-        check(NATIVE / "ucx" / "abi" / "check.c", wheel_headers(ROOT / "tools" / "headers.lock") / "libucx" / "include")
+        check_all("--gpu" in sys.argv[1:])
     except (AbiError, OSError, zipfile.BadZipFile) as err:
         sys.exit(f"abi: {err}")
