@@ -67,6 +67,7 @@ func (f *doctorFlags) run(cmd *cobra.Command) error {
 	var checks []check
 	for _, part := range []func() []check{
 		func() []check { return checkKernel(cmd.Context()) }, checkCPU, checkLimits, checkSpace, checkClock,
+		func() []check { return checkNative(cmd.Context()) },
 		func() []check { return []check{checkSocket(), checkKey(config), f.checkPort(cmd.Context())} },
 		func() []check { return f.checkModel(cmd.Flags().Changed("model")) },
 		func() []check { return f.checkPlugins(cmd.Context(), config) },

@@ -68,7 +68,7 @@ func newRoot(stdout, stderr io.Writer) *cobra.Command {
 	root.SetErr(stderr)
 	root.SetVersionTemplate("kvport {{.Version}}\n")
 	root.CompletionOptions.DisableDefaultCmd = true
-	root.AddCommand(newServe(), newAgent(), newRoute(), newConform(), newBench(), newPlugins(), newDoctor(), newSim())
+	root.AddCommand(newServe(), newAgent(), newRoute(), newConform(), newBench(), newPlugins(), newDoctor(), newProbe(), newSim())
 	return root
 }
 
