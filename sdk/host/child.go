@@ -187,7 +187,7 @@ func (c *child) judge(l *life, err error) error {
 // gone is what callers hear of a process that went away. It must not look like the end of the whole
 // connector.
 func (c *child) gone(err error) error {
-	return fmt.Errorf("%s went away (%v): %w", c.label, err, connector.ErrGone)
+	return fmt.Errorf("%s went away (%s): %w", c.label, err.Error(), connector.ErrGone)
 }
 
 // health says how the process is.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -217,40 +218,43 @@ func (m *multiPlugin) worker(ctx context.Context, env connector.Env, raw json.Ra
 // openScheduler opens the scheduler sides of all children and joins them; after is
 // called when they are closed.
 func (f *family) openScheduler(ctx context.Context, env connector.Env, after func() error) (connector.Scheduler, error) {
-	list := make([]connector.Scheduler, len(f.members))
-	for i, m := range f.members {
-		var err error
+	list, err := openEach(f.members, func(m *member) (connector.Scheduler, error) {
 		if m.family != nil {
-			list[i], err = m.family.openScheduler(ctx, env, nil)
-		} else {
-			list[i], err = m.child.openScheduler(ctx, env)
+			return m.family.openScheduler(ctx, env, nil)
 		}
-		if err != nil {
-			for _, side := range list[:i] {
-				_ = side.Close()
-			}
-			return nil, under(fmt.Sprintf("connectors[%d]", i), err)
-		}
+		return m.child.openScheduler(ctx, env)
+	})
+	if err != nil {
+		return nil, err
 	}
 	return f.multi.Scheduler(list, f.groups, after), nil
 }
 
 // openWorker opens the worker sides of one rank of all children and joins them.
 func (f *family) openWorker(ctx context.Context, env connector.Env, after func() error) (connector.Worker, error) {
-	list := make([]connector.Worker, len(f.members))
-	for i, m := range f.members {
-		var err error
+	list, err := openEach(f.members, func(m *member) (connector.Worker, error) {
 		if m.family != nil {
-			list[i], err = m.family.openWorker(ctx, env, nil)
-		} else {
-			list[i], err = m.child.openWorker(ctx, env)
+			return m.family.openWorker(ctx, env, nil)
 		}
-		if err != nil {
+		return m.child.openWorker(ctx, env)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return f.multi.Worker(list, f.groups, after), nil
+}
+
+// openEach opens a side of each child, or none.
+func openEach[S io.Closer](members []member, open func(m *member) (S, error)) ([]S, error) {
+	list := make([]S, len(members))
+	for i := range members {
+		var err error
+		if list[i], err = open(&members[i]); err != nil {
 			for _, side := range list[:i] {
 				_ = side.Close()
 			}
 			return nil, under(fmt.Sprintf("connectors[%d]", i), err)
 		}
 	}
-	return f.multi.Worker(list, f.groups, after), nil
+	return list, nil
 }
