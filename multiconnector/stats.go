@@ -80,9 +80,9 @@ func (s *scheduler) ask(ctx context.Context, t *teller) []connector.Stat {
 	ctx, cancel := context.WithTimeout(ctx, t.child.Patience)
 	defer cancel()
 	got := make(chan []connector.Stat, 1)
-	s.work.Go(func() {
+	s.work.Go(func() { // it may take as long as a child that stands alone: only nobody waits
 		defer func() { <-t.turn }()
-		stats, err := t.source.Stats(ctx)
+		stats, err := t.source.Stats(s.life)
 		if err != nil {
 			stats = nil
 		}
