@@ -50,8 +50,9 @@ type linkOptions struct {
 	config  any
 	shape   shape
 	digests bool
-	bytes   int64 // of the cache; 0: cacheBytes
-	arena   bool  // the connector gets the memory that it asks for
+	bytes   int64  // of the cache; 0: cacheBytes
+	arena   bool   // the connector gets the memory that it asks for
+	life    string // of the same shape with another life nothing is found in a store that outlives the process
 }
 
 func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
@@ -75,7 +76,7 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 	}
 	env := connector.Env{
 		Engine: "bench", Epoch: 1, Role: connector.RoleBoth, World: 1, Layout: layout,
-		Model: connector.NewFingerprint("bench"), Shape: connector.NewFingerprint("bench", o.shape.name), Log: slog.New(slog.DiscardHandler),
+		Model: connector.NewFingerprint("bench", o.life), Shape: connector.NewFingerprint("bench", o.shape.name), Log: slog.New(slog.DiscardHandler),
 	}
 	if o.digests {
 		l.hasher = digest.New(env.Model, env.Shape, connector.Shard{World: 1}, nil)

@@ -122,7 +122,7 @@ func (s *store) duel(ctx context.Context, binary string, set setup, sh shape, r 
 		return "", err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	l, err := openLink(ctx, linkOptions{binary: binary, config: set.config(dir, sh), shape: sh, digests: true, arena: true, bytes: s.bytes(sh)})
+	l, err := openLink(ctx, linkOptions{binary: binary, config: set.config(dir, sh), shape: sh, digests: true, arena: true, bytes: s.bytes(sh), life: set.name + " : " + r.name})
 	if err != nil {
 		return "", err
 	}
@@ -150,6 +150,9 @@ func (s *store) duel(ctx context.Context, binary string, set setup, sh shape, r 
 		name string
 		ours func(context.Context, int, bool) error
 	}{{"store", w.save}, {"load", w.load}} {
+		if err := w.settle(ctx, set.later); err != nil { // loads find blocks that have digests
+			return "", err
+		}
 		var peer took
 		all, err := s.turns(set).measure(ctx,
 			func(n int) error { return way.ours(ctx, 2*n, false) },

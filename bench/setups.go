@@ -17,7 +17,8 @@ type setup struct {
 	budget  budget
 	config  func(dir string, sh shape) any
 	limit   func(ctx context.Context, s *store, l *link, dir string) (limit, error)
-	// second is something else to compare with, in the same turns: rival's speed; nil: nothing.
+	message bool // what the way to the connector takes is measured too, and a row says what is left without it
+	// second is something else to compare with in the same turns, which is named rival; nil: nothing.
 	second func(ctx context.Context, s *store, l *link, dir string) (limit, error)
 	rival  string
 	slots  int // blocks that it holds in memory besides one walk through the cache, in walks
@@ -36,7 +37,7 @@ func gib(bytes int64) string { return strconv.FormatFloat(float64(bytes)/(1<<30)
 
 // setups are the ways to run a connector by its name, or why there is none.
 func (s *store) setups(name string) (sets []setup, why string) {
-	inMemory := setup{batches: true, budget: atLeast(0.9), limit: copyLimit, slots: 1}
+	inMemory := setup{batches: true, message: true, budget: atLeast(0.9), limit: copyLimit, slots: 1}
 	withServer := setup{absent: s.why, files: true, budget: atLeast(0.8), limit: redisLimit, second: goRedis, rival: "go-redis"}
 	address := ""
 	if s.server != nil {
@@ -72,6 +73,8 @@ func (s *store) setups(name string) (sets []setup, why string) {
 		return []setup{withServer}, ""
 	case "PipeConnector":
 		return nil, "what it sends over is measured as pipe, tcp"
+	case "MinimalConnector":
+		return nil, "an example that keeps blocks on the heap"
 	case "MultiConnector":
 		return nil, "it stores nothing itself"
 	}

@@ -127,7 +127,7 @@ func (s *store) measure(ctx context.Context, binary string, set setup, sh shape)
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	l, err := openLink(ctx, linkOptions{binary: binary, config: set.config(dir, sh), shape: sh, digests: true, arena: true, bytes: s.bytes(sh)})
+	l, err := openLink(ctx, linkOptions{binary: binary, config: set.config(dir, sh), shape: sh, digests: true, arena: true, bytes: s.bytes(sh), life: set.name})
 	if err != nil {
 		return err
 	}
@@ -143,27 +143,11 @@ func (s *store) measure(ctx context.Context, binary string, set setup, sh shape)
 			return err
 		}
 	}
-	var second limit // goes the way of the limit, and half a cache further
-	if set.second != nil {
-		if second, err = set.second(ctx, s, l, dir); err != nil {
-			return err
-		}
-		defer func() { err = errors.Join(err, second.close()) }()
+	storing, loading, done, err := s.ways(ctx, set, w, lim, dir)
+	if err != nil {
+		return err
 	}
-	storing := []func(n int) error{
-		func(n int) error { return w.save(ctx, n, false) }, func(n int) error { return lim.save(w.other(2*n), false) },
-		func(n int) error { return w.save(ctx, n, true) }, func(n int) error { return lim.save(w.other(2*n+1), true) },
-	}
-	loading := []func(n int) error{
-		func(n int) error { return w.load(ctx, 2*n, false) }, func(n int) error { return lim.load(w.other(2*n), false) },
-		func(n int) error { return w.load(ctx, 2*n+1, true) }, func(n int) error { return lim.load(w.other(2*n+1), true) },
-	}
-	if second != nil {
-		for i, digests := range []bool{false, true} {
-			storing = append(storing, func(n int) error { return second.save(w.other(2*n+i+7), digests) })
-			loading = append(loading, func(n int) error { return second.load(w.other(2*n+i+7), digests) })
-		}
-	}
+	defer func() { err = errors.Join(err, done()) }()
 	saves, err := s.turns(set).measure(ctx, storing...)
 	if err != nil {
 		return err
@@ -176,6 +160,39 @@ func (s *store) measure(ctx context.Context, binary string, set setup, sh shape)
 		return err
 	}
 	return s.emit(set, sh, saves, loads)
+}
+
+// way is one thing that takes turns with others.
+type way = func(round int) error
+
+// ways are what is measured of a connector, in the order that emit knows: ours and the limit, without and
+// with digests, then a rival, or the message alone.
+func (s *store) ways(ctx context.Context, set setup, w *walk, lim limit, dir string) (storing, loading []way, done func() error, err error) {
+	done = func() error { return nil }
+	storing = []way{
+		func(n int) error { return w.save(ctx, n, false) }, func(n int) error { return lim.save(w.other(2*n), false) },
+		func(n int) error { return w.save(ctx, n, true) }, func(n int) error { return lim.save(w.other(2*n+1), true) },
+	}
+	loading = []way{
+		func(n int) error { return w.load(ctx, 2*n, false) }, func(n int) error { return lim.load(w.other(2*n), false) },
+		func(n int) error { return w.load(ctx, 2*n+1, true) }, func(n int) error { return lim.load(w.other(2*n+1), true) },
+	}
+	switch {
+	case set.second != nil:
+		second, err := set.second(ctx, s, w.link, dir)
+		if err != nil {
+			return nil, nil, nil, err
+		}
+		done = second.close
+		for i, digests := range []bool{false, true} {
+			storing = append(storing, func(n int) error { return second.save(w.other(2*n+i+7), digests) })
+			loading = append(loading, func(n int) error { return second.load(w.other(2*n+i+7), digests) })
+		}
+	case set.message:
+		message := func(int) error { return w.message(ctx) }
+		storing, loading = append(storing, message), append(loading, message)
+	}
+	return storing, loading, done, nil
 }
 
 // bytes is how much memory a walk over the cache touches: it must not stay in the processor's caches.
@@ -208,11 +225,18 @@ func (s *store) emit(set setup, sh shape, saves, loads []took) error {
 			if err := s.Emit(faster(name, bytes, ours, limit, "GB/s")(set.budget)); err != nil {
 				return err
 			}
-			if len(way.all) <= 4 {
-				continue
-			}
-			if err := s.Emit(faster(name+" : "+set.rival, bytes, ours, way.all[4+i].speed(bytes), "GB/s")(budget{})); err != nil {
-				return err
+			switch {
+			case set.second != nil:
+				err := s.Emit(faster(name+" : "+set.rival, bytes, ours, way.all[4+i].speed(bytes), "GB/s")(budget{}))
+				if err != nil {
+					return err
+				}
+			case set.message && i == 0:
+				rest := way.all[0].median() - way.all[4].median()
+				err := s.Emit(faster(name+", less the message", bytes, took{rest}.speed(bytes), limit, "GB/s")(set.budget))
+				if err != nil {
+					return err
+				}
 			}
 		}
 	}
@@ -244,6 +268,12 @@ func (w *walk) save(ctx context.Context, _ int, digests bool) error {
 	t := w.place(w.stored, w.stored)
 	w.stored++
 	return w.link.save(ctx, t)
+}
+
+// message stores what is stored: the whole way to the connector and back, with nothing to copy at its end.
+func (w *walk) message(ctx context.Context) error {
+	w.link.hasher = nil
+	return w.link.save(ctx, w.place(w.stored-1, w.stored-1))
 }
 
 // load loads one of the last blocks to the place where it was.

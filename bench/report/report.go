@@ -18,7 +18,7 @@ import (
 //go:generate go run ./write ../../docs
 
 // Kinds are the benchmarks of a report: the arguments of kvport bench.
-func Kinds() []string { return []string{"engine", "transfer"} }
+func Kinds() []string { return []string{"engine", "transfer", "store"} }
 
 // Files gives what the files of a docs folder should hold, by path below it: the page with its tables
 // written anew, and a plot for each kind. They are made of benchmarks/KIND.jsonl, as kvport bench
