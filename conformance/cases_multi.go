@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"strings"
 	"time"
 
@@ -68,9 +69,7 @@ func withChildren(body func(*family)) func(*rig) {
 // child is a child's config with some fields changed.
 func child(of map[string]json.RawMessage, fields ...string) map[string]json.RawMessage {
 	out := map[string]json.RawMessage{}
-	for k, v := range of {
-		out[k] = v
-	}
+	maps.Copy(out, of)
 	for i := 0; i+1 < len(fields); i += 2 {
 		quoted, _ := json.Marshal(fields[i+1]) // a string
 		out[fields[i]] = quoted

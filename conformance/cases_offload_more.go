@@ -3,6 +3,7 @@ package conformance
 import (
 	"errors"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -213,11 +214,9 @@ func offloadTTL(r *rig) {
 	r.equal(0, e.offered(keys), "blocks offered after their time")
 	e.saveEach(2 * smallTier) // so that memory has given up what it had
 	r.equal(0, e.offered(keys), "blocks offered after their time from disk")
-	for _, k := range keys {
-		if e.loadsRight(k) {
-			r.Errorf("a block is loaded whose time is over")
-			return
-		}
+	if slices.ContainsFunc(keys, e.loadsRight) {
+		r.Errorf("a block is loaded whose time is over")
+		return
 	}
 	again := blocks(0, keys...)
 	e.fill(again...)

@@ -408,7 +408,7 @@ func remoteBusy(r *rig, s *server) {
 		}
 	}
 	r.do(r.Context(), s, "script", "kill")
-	<-script
+	_ = <-script // killed: it has an error
 	e.back(keys)
 	e.mended(e.keys(3))
 }

@@ -57,7 +57,7 @@ func (s *server) close() error {
 		errs = append(errs, s.relay.Close())
 	}
 	if s.Server != nil {
-		errs = append(errs, s.Server.Close())
+		errs = append(errs, s.Close())
 	}
 	return errors.Join(append(errs, os.RemoveAll(s.dir))...)
 }

@@ -145,7 +145,7 @@ func Pump(ctx context.Context, in pipe.Pipe, m *Memory) error {
 		switch {
 		case err == nil, errors.Is(err, errDropped):
 		case errors.Is(err, pipe.ErrClosed), ctx.Err() != nil:
-			return nil
+			return nil //nolint:nilerr // it has ended as it should
 		default:
 			return err
 		}

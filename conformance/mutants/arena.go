@@ -60,7 +60,7 @@ func (l *arenaLog) add(k connector.StoreKey, data []byte) (at int, kept bool) {
 	copy(body, k[:])
 	copy(body[keyBytes:], data[:len(data)/2])
 	if l.pause > 0 {
-		time.Sleep(l.pause)
+		time.Sleep(l.pause) //nolint:forbidigo // to be slow is its fault
 	}
 	copy(body[keyBytes+len(data)/2:], data[len(data)/2:])
 	sum := recordSum(l.end, body)

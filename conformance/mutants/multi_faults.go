@@ -233,8 +233,7 @@ func failing(children []multiconnector.Child) { children[0].Fail = true }
 func namesMore(w connector.Worker, _ []connector.Worker) connector.Worker {
 	return multiWorker{Worker: w, load: func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 		err := w.Load(ctx, t, kv)
-		var some *connector.BlockError
-		if errors.As(err, &some) {
+		if some, ok := errors.AsType[*connector.BlockError](err); ok {
 			return &connector.BlockError{Blocks: append(slices.Clone(some.Blocks), t.Blocks[0].ID), Err: some.Err}
 		}
 		return err

@@ -60,7 +60,7 @@ func statFaults() []fault {
 		}},
 		{"shows numbers when it has nothing else to do", "stat-soon", onSchedule(func(b *badScheduler) {
 			b.stats = func(ctx context.Context) ([]connector.Stat, error) {
-				time.Sleep(5 * time.Second)
+				time.Sleep(5 * time.Second) //nolint:forbidigo // to be slow is its fault
 				return b.scheduler.Stats(ctx)
 			}
 		})},
@@ -112,7 +112,7 @@ func eventFaults() []fault {
 		})},
 		{"waits for events whatever its context says", "event-waits", onSchedule(func(b *badScheduler) {
 			b.events = func(context.Context) ([]connector.BlockEvent, error) {
-				time.Sleep(3 * time.Second)
+				time.Sleep(3 * time.Second) //nolint:forbidigo // to be slow is its fault
 				return nil, nil
 			}
 		})},

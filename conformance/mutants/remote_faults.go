@@ -24,8 +24,10 @@ type remoteFault struct {
 func remoteMutants() []Mutant {
 	var out []Mutant
 	for _, f := range remoteFaults() {
-		out = append(out, Mutant{Name: f.name, Case: f.caseID, Plugin: Remote,
-			Config: `{"url": "redis://@SERVER@", "password_file": "@PASSWORD_FILE@", "fault": "` + f.fault + `"}`})
+		out = append(out, Mutant{
+			Name: f.name, Case: f.caseID, Plugin: Remote,
+			Config: `{"url": "redis://@SERVER@", "password_file": "@PASSWORD_FILE@", "fault": "` + f.fault + `"}`,
+		})
 	}
 	return out
 }

@@ -1,6 +1,7 @@
 package redistest
 
 import (
+	"context"
 	"errors"
 	"net"
 	"sync"
@@ -38,7 +39,7 @@ func (p *pair) close() {
 
 // NewRelay listens on a free port of this machine and passes connections on to target.
 func NewRelay(target string) (*Relay, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, err
 	}
@@ -128,7 +129,7 @@ func (r *Relay) accept() {
 
 // pass connects a client with the server until either goes away.
 func (r *Relay) pass(client net.Conn) {
-	server, err := net.DialTimeout("tcp", r.target, time.Second)
+	server, err := (&net.Dialer{Timeout: time.Second}).DialContext(context.Background(), "tcp", r.target)
 	if err != nil {
 		_ = client.Close()
 		return

@@ -100,7 +100,7 @@ func StartProgram(program string, args ...string) (*Server, error) {
 }
 
 func freeAddress() (string, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		return "", err
 	}
@@ -135,7 +135,7 @@ func (s *Server) Restart() error {
 // ready waits until the server takes connections.
 func (s *Server) ready() error {
 	for end := time.Now().Add(startTimeout); ; {
-		c, err := net.DialTimeout("tcp", s.Address, time.Second)
+		c, err := (&net.Dialer{Timeout: time.Second}).DialContext(context.Background(), "tcp", s.Address)
 		if err == nil {
 			return c.Close()
 		}

@@ -26,8 +26,8 @@ type rig struct {
 func open(t T, h Harness) *rig {
 	r := &rig{T: t, Harness: h, Ends: h.Open(t), rand: rand.New(rand.NewPCG(1, 2))}
 	t.Cleanup(func() {
-		_ = r.Ends.Insert.Close()
-		_ = r.Ends.Select.Close()
+		_ = r.Insert.Close()
+		_ = r.Select.Close()
 	})
 	return r
 }
@@ -72,7 +72,7 @@ func (r *rig) insert(numbers ...uint64) {
 	for i, n := range numbers {
 		items[i] = item(n)
 	}
-	require.NoError(r, r.Ends.Insert.Insert(r.Context(), items))
+	require.NoError(r, r.Insert.Insert(r.Context(), items))
 	for _, n := range numbers {
 		require.True(r, r.found(n, soon), "block %d was inserted and is not found", n)
 	}
@@ -131,7 +131,7 @@ func selects(t T, h Harness) {
 	}
 	r.take(3)
 	require.NoError(r, r.Select.DropSelect(r.Context(), nil))
-	require.NoError(r, r.Ends.Insert.Insert(r.Context(), nil))
+	require.NoError(r, r.Insert.Insert(r.Context(), nil))
 }
 
 func lookup(t T, h Harness) {
@@ -189,7 +189,7 @@ func selectWaits(t T, h Harness) {
 
 // insertUnseen inserts a block that a selection may take at once.
 func (r *rig) insertUnseen(number uint64) {
-	require.NoError(r, r.Ends.Insert.Insert(r.Context(), []connector.Item{item(number)}))
+	require.NoError(r, r.Insert.Insert(r.Context(), []connector.Item{item(number)}))
 }
 
 func notThere(t T, h Harness) {
@@ -275,7 +275,7 @@ func full(t T, h Harness) {
 	stored := map[uint64]bool{}
 	for n := range blocks {
 		began := time.Now()
-		err := r.Ends.Insert.Insert(r.Context(), []connector.Item{item(n)})
+		err := r.Insert.Insert(r.Context(), []connector.Item{item(n)})
 		require.Less(r, time.Since(began), soon, "Insert waits although nobody takes blocks out")
 		if err != nil {
 			r.failed(err, connector.ErrBusy, 0)
@@ -309,13 +309,13 @@ func insertTwice(t T, h Harness) {
 	r := open(t, h)
 	r.insert(1)
 	other := connector.Item{Key: key(1), Spans: [][]byte{content(1, 1, blockBytes)}}
-	require.NoError(r, r.Ends.Insert.Insert(r.Context(), []connector.Item{other}))
+	require.NoError(r, r.Insert.Insert(r.Context(), []connector.Item{other}))
 	r.insert(2) // between two processes: it came after
 	r.take(1)
 
 	r.insert(3)
 	other = connector.Item{Key: key(3), Replace: true, Spans: [][]byte{content(3, 1, blockBytes)}}
-	require.NoError(r, r.Ends.Insert.Insert(r.Context(), []connector.Item{other}))
+	require.NoError(r, r.Insert.Insert(r.Context(), []connector.Item{other}))
 	r.insert(4)
 	to := rooms(3)
 	require.NoError(r, r.end(r.waiting(r.Context(), to)))
@@ -327,7 +327,7 @@ func spansReturned(t T, h Harness) {
 	r := open(t, h)
 	for n := range uint64(10) {
 		it := item(n)
-		require.NoError(r, r.Ends.Insert.Insert(r.Context(), []connector.Item{it}))
+		require.NoError(r, r.Insert.Insert(r.Context(), []connector.Item{it}))
 		for _, s := range it.Spans {
 			clear(s)
 		}
@@ -342,8 +342,8 @@ func closeWaiting(t T, h Harness) {
 	r.stays(done)
 	require.NoError(r, r.Select.Close())
 	require.ErrorIs(r, r.end(done), lookupbuffer.ErrClosed)
-	require.NoError(r, r.Ends.Insert.Close())
-	require.ErrorIs(r, r.Ends.Insert.Insert(r.Context(), []connector.Item{item(3)}), lookupbuffer.ErrClosed)
+	require.NoError(r, r.Insert.Close())
+	require.ErrorIs(r, r.Insert.Insert(r.Context(), []connector.Item{item(3)}), lookupbuffer.ErrClosed)
 	require.NoError(r, r.Select.Close(), "a second Close")
 }
 
@@ -361,7 +361,7 @@ func atOnce(t T, h Harness) {
 		group.Go(func() {
 			for i := range each {
 				gate <- struct{}{}
-				if err := r.Ends.Insert.Insert(r.Context(), []connector.Item{item(w*each + i)}); err != nil {
+				if err := r.Insert.Insert(r.Context(), []connector.Item{item(w*each + i)}); err != nil {
 					errs[w] = err
 					return
 				}

@@ -312,10 +312,10 @@ func (r *receiver) Close() error {
 	r.mu.Unlock()
 	if conn != nil && !over {
 		_ = conn.SetWriteDeadline(time.Now().Add(time.Second))
-		_ = writeNumber(conn, receiverClosed)
+		_ = writeNumber(conn, receiverClosed) // who does not hear it finds the connection closed
 	}
 	r.finish(pipe.ErrClosed)
-	return nil
+	return nil //nolint:nilerr // over is another's error
 }
 
 func readFull(conn net.Conn, b []byte) (int, error) { return io.ReadFull(conn, b) }
