@@ -408,7 +408,9 @@ func remoteBusy(r *rig, s *server) {
 		}
 	}
 	r.do(r.Context(), s, "script", "kill")
-	_ = <-script // killed: it has an error
+	if err := <-script; err == nil {
+		r.Errorf("a script without an end has ended well")
+	}
 	e.back(keys)
 	e.mended(e.keys(3))
 }
