@@ -1,12 +1,14 @@
 package lmcache_test
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"log/slog"
 	"net"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"syscall"
 	"testing"
 	"time"
@@ -21,13 +23,33 @@ func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }
 // pythonVariable names a Python that has LMCache 0.5.6 and torch, 2 GB that make deps does not fetch.
 const pythonVariable = "KVPORT_LMCACHE_PYTHON"
 
+// lmcachePython finds a Python with LMCache: the one that is named, or the one of the tests under a real vLLM.
+func lmcachePython(t *testing.T) (python string, env []string) {
+	t.Helper()
+	if python = os.Getenv(pythonVariable); python != "" {
+		return python, nil
+	}
+	folder, err := filepath.Abs("../../.deps/vllm")
+	require.NoError(t, err)
+	python = filepath.Join(folder, "venv", "bin", "python")
+	for _, path := range []string{python, filepath.Join(folder, "lmcache", "lmcache", "v1", "server")} {
+		if _, err := os.Stat(path); err != nil {
+			return "", nil
+		}
+	}
+	return python, []string{"PYTHONPATH=" + filepath.Join(folder, "lmcache")}
+}
+
 // TestRealServer runs LMCache's own cache server and the profile store on it: what it speaks is what the
 // client speaks. Without LMCache the test says that it has not run; connectors/internal/remote then has only the
 // headers that were recorded from it.
 func TestRealServer(t *testing.T) {
-	python := os.Getenv(pythonVariable)
+	if testing.Short() {
+		t.Skip("half a minute of processes: left out with -short")
+	}
+	python, env := lmcachePython(t)
 	if python == "" {
-		t.Skipf("NOT RUN: set %s to a Python with lmcache==0.5.6 to run LMCache's server", pythonVariable)
+		t.Skipf("NOT RUN: run scripts/vllm_setup.py, or set %s to a Python with lmcache==0.5.6, to run LMCache's server", pythonVariable)
 	}
 	clean(t)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -37,11 +59,15 @@ func TestRealServer(t *testing.T) {
 	require.NoError(t, l.Close())
 	cmd := exec.CommandContext(t.Context(), python, "-m", "lmcache.v1.server", "127.0.0.1", port)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	cmd.Stderr = os.Stderr
+	var output bytes.Buffer
+	cmd.Env, cmd.Stdout, cmd.Stderr = append(os.Environ(), env...), &output, &output
 	require.NoError(t, cmd.Start())
 	t.Cleanup(func() {
 		_ = cmd.Process.Kill()
 		_ = cmd.Wait()
+		if t.Failed() {
+			t.Logf("LMCache's server:\n%s", output.String())
+		}
 	})
 	require.Eventually(t, func() bool {
 		c, err := net.DialTimeout("tcp", "127.0.0.1:"+port, time.Second)
