@@ -79,6 +79,7 @@ func statusError(status int) error {
 // Kind is where memory is. The values are NIXL's.
 type Kind int
 
+// The kinds of memory.
 const (
 	DRAM   Kind = iota // host memory; Device 0
 	VRAM               // memory of a GPU; Device is its number
@@ -98,6 +99,7 @@ func (k Kind) String() string {
 // Op is the direction of a transfer. The values are NIXL's.
 type Op int
 
+// The directions.
 const (
 	Read  Op = iota // from the peer's memory to ours
 	Write           // from our memory to the peer's
