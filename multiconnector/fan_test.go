@@ -4,6 +4,7 @@ import (
 	"context"
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -54,7 +55,7 @@ func choir(t *testing.T, change func([]multiconnector.Child), voices ...*voice) 
 		}
 		sides[i] = v
 		children[i] = multiconnector.Child{
-			Name: string(rune('A' + i)), Role: connector.RoleBoth, Patience: 50 * time.Millisecond,
+			Name: string(rune('A' + i)), Role: connector.RoleBoth, Patience: 10 * time.Second,
 			Info: connector.Info{Groups: true, Capabilities: connector.CanStat | connector.CanEvents, Stats: []connector.StatInfo{hits, size}},
 		}
 	}
@@ -125,12 +126,15 @@ func TestStatsLimits(t *testing.T) {
 // A child that does not answer costs the others its patience, once.
 func TestStatsOfSlowChild(t *testing.T) {
 	slow := &voice{stats: []connector.Stat{{Name: "size", Value: 1}}, hang: make(chan struct{})}
-	_, s := choir(t, nil, slow, &voice{stats: []connector.Stat{{Name: "size", Value: 2}}})
+	_, s := choir(t, func(cs []multiconnector.Child) { cs[0].Patience = 50 * time.Millisecond }, slow,
+		&voice{stats: []connector.Stat{{Name: "size", Value: 2}}})
+	answer := sync.OnceFunc(func() { close(slow.hang) })
+	t.Cleanup(answer) // or the composite cannot close
 	want := []connector.Stat{{Name: "size", Labels: []string{"1/B"}, Value: 2}}
 	for range 100 {
 		require.Equal(t, want, statsOf(t, s))
 	}
-	close(slow.hang)
+	answer()
 	require.Eventually(t, func() bool { return len(statsOf(t, s)) == 2 }, 5*time.Second, time.Millisecond)
 }
 
