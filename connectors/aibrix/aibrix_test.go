@@ -18,8 +18,10 @@ import (
 const prefix = "AIBRIX_KV_CACHE_OL_"
 
 func plugin() connector.Plugin {
-	d := sdk.Definition{Name: "AIBrix in a test", Version: "test", Scope: aibrix.Scope, Groups: true,
-		Capabilities: aibrix.Capabilities, Stats: aibrix.StatInfos()}
+	d := sdk.Definition{
+		Name: "AIBrix in a test", Version: "test", Scope: aibrix.Scope, Groups: true,
+		Capabilities: aibrix.Capabilities, Stats: aibrix.StatInfos(),
+	}
 	return sdk.FromStore(d, aibrix.Open)
 }
 

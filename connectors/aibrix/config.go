@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -147,10 +148,8 @@ func text(name string, raw json.RawMessage, byDefault string) string {
 // choice reads one of several words, whose case does not matter.
 func (r *reader) choice(name string, value json.RawMessage, byDefault string, words ...string) string {
 	got := strings.ToUpper(text(name, value, byDefault))
-	for _, w := range words {
-		if got == w {
-			return got
-		}
+	if slices.Contains(words, got) {
+		return got
 	}
 	r.fail(name, "is %q, want one of %q", got, words)
 	return byDefault

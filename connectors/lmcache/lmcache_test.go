@@ -19,8 +19,10 @@ import (
 )
 
 func plugin() connector.Plugin {
-	d := sdk.Definition{Name: "LMCache in a test", Version: "test", Scope: lmcache.Scope, Groups: true,
-		Capabilities: lmcache.Capabilities, Stats: lmcache.StatInfos()}
+	d := sdk.Definition{
+		Name: "LMCache in a test", Version: "test", Scope: lmcache.Scope, Groups: true,
+		Capabilities: lmcache.Capabilities, Stats: lmcache.StatInfos(),
+	}
 	return sdk.FromStore(d, lmcache.Open)
 }
 
@@ -110,7 +112,7 @@ func TestNamesOfLMCache(t *testing.T) {
 		require.Contains(t, declared, "LMCACHE_"+strings.ToUpper(name))
 		require.Contains(t, string(plugin().Schema), `"lmcache.`+name+`"`)
 	}
-	require.Equal(t, known+3, len(declared), "besides LMCACHE_CONFIG_FILE and what resp:// reads")
+	require.Len(t, declared, known+3, "besides LMCACHE_CONFIG_FILE and what resp:// reads")
 	var log strings.Builder
 	config, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(`{"lmcache.local_cpu": false, "lmcache.remote_url": "redis://127.0.0.1:1", "lmcache.use_layerwise": true, "lmcache.extra_config": {"a": [1]}, "lmcache.enable_xpyd": null}`))
 	require.NoError(t, err)

@@ -9,8 +9,8 @@ import (
 // Unused are the names of LMCache 0.5.6 (lmcache/v1/config.py, with its deprecated ones) that have no effect here. They
 // are accepted with any value, so that a deployment of it can be taken over, and named in the log when they are set.
 type Unused struct {
-	LocalCpuUseHugepages                      json.RawMessage `json:"lmcache.local_cpu_use_hugepages,omitempty" jsonschema:"description=No effect."`
-	ReserveLocalCpuSize                       json.RawMessage `json:"lmcache.reserve_local_cpu_size,omitempty" jsonschema:"description=No effect."`
+	LocalCPUUseHugepages                      json.RawMessage `json:"lmcache.local_cpu_use_hugepages,omitempty" jsonschema:"description=No effect."`
+	ReserveLocalCPUSize                       json.RawMessage `json:"lmcache.reserve_local_cpu_size,omitempty" jsonschema:"description=No effect."`
 	LocalDiskPathSharding                     json.RawMessage `json:"lmcache.local_disk_path_sharding,omitempty" jsonschema:"description=No effect."`
 	UseLayerwise                              json.RawMessage `json:"lmcache.use_layerwise,omitempty" jsonschema:"description=No effect."`
 	SaveDecodeCache                           json.RawMessage `json:"lmcache.save_decode_cache,omitempty" jsonschema:"description=No effect."`
@@ -30,11 +30,11 @@ type Unused struct {
 	MpHost                                    json.RawMessage `json:"lmcache.mp_host,omitempty" jsonschema:"description=No effect."`
 	MpPort                                    json.RawMessage `json:"lmcache.mp_port,omitempty" jsonschema:"description=No effect."`
 	EnableController                          json.RawMessage `json:"lmcache.enable_controller,omitempty" jsonschema:"description=No effect."`
-	LmcacheInstanceId                         json.RawMessage `json:"lmcache.lmcache_instance_id,omitempty" jsonschema:"description=No effect."`
-	ControllerPullUrl                         json.RawMessage `json:"lmcache.controller_pull_url,omitempty" jsonschema:"description=No effect."`
-	ControllerReplyUrl                        json.RawMessage `json:"lmcache.controller_reply_url,omitempty" jsonschema:"description=No effect."`
+	LmcacheInstanceID                         json.RawMessage `json:"lmcache.lmcache_instance_id,omitempty" jsonschema:"description=No effect."`
+	ControllerPullURL                         json.RawMessage `json:"lmcache.controller_pull_url,omitempty" jsonschema:"description=No effect."`
+	ControllerReplyURL                        json.RawMessage `json:"lmcache.controller_reply_url,omitempty" jsonschema:"description=No effect."`
 	LmcacheWorkerPorts                        json.RawMessage `json:"lmcache.lmcache_worker_ports,omitempty" jsonschema:"description=No effect."`
-	LmcacheWorkerIds                          json.RawMessage `json:"lmcache.lmcache_worker_ids,omitempty" jsonschema:"description=No effect."`
+	LmcacheWorkerIDs                          json.RawMessage `json:"lmcache.lmcache_worker_ids,omitempty" jsonschema:"description=No effect."`
 	LmcacheWorkerHeartbeatDelayTime           json.RawMessage `json:"lmcache.lmcache_worker_heartbeat_delay_time,omitempty" jsonschema:"description=No effect."`
 	LmcacheWorkerHeartbeatTime                json.RawMessage `json:"lmcache.lmcache_worker_heartbeat_time,omitempty" jsonschema:"description=No effect."`
 	EnablePd                                  json.RawMessage `json:"lmcache.enable_pd,omitempty" jsonschema:"description=No effect."`
@@ -65,29 +65,29 @@ type Unused struct {
 	MaruPoolSize                              json.RawMessage `json:"lmcache.maru_pool_size,omitempty" jsonschema:"description=No effect."`
 	UseGds                                    json.RawMessage `json:"lmcache.use_gds,omitempty" jsonschema:"description=No effect."`
 	GdsBackend                                json.RawMessage `json:"lmcache.gds_backend,omitempty" jsonschema:"description=No effect."`
-	AuditActualRemoteUrl                      json.RawMessage `json:"lmcache.audit_actual_remote_url,omitempty" jsonschema:"description=No effect."`
-	InternalApiServerHost                     json.RawMessage `json:"lmcache.internal_api_server_host,omitempty" jsonschema:"description=No effect."`
+	AuditActualRemoteURL                      json.RawMessage `json:"lmcache.audit_actual_remote_url,omitempty" jsonschema:"description=No effect."`
+	InternalAPIServerHost                     json.RawMessage `json:"lmcache.internal_api_server_host,omitempty" jsonschema:"description=No effect."`
 	ExtraConfig                               json.RawMessage `json:"lmcache.extra_config,omitempty" jsonschema:"description=No effect."`
 	SaveUnfullChunk                           json.RawMessage `json:"lmcache.save_unfull_chunk,omitempty" jsonschema:"description=No effect."`
 	ExternalLookupClient                      json.RawMessage `json:"lmcache.external_lookup_client,omitempty" jsonschema:"description=No effect."`
-	PyEnableGc                                json.RawMessage `json:"lmcache.py_enable_gc,omitempty" jsonschema:"description=No effect."`
+	PyEnableGC                                json.RawMessage `json:"lmcache.py_enable_gc,omitempty" jsonschema:"description=No effect."`
 	NumaMode                                  json.RawMessage `json:"lmcache.numa_mode,omitempty" jsonschema:"description=No effect."`
 	EnableAsyncLoading                        json.RawMessage `json:"lmcache.enable_async_loading,omitempty" jsonschema:"description=No effect."`
-	InternalApiServerEnabled                  json.RawMessage `json:"lmcache.internal_api_server_enabled,omitempty" jsonschema:"description=No effect."`
-	InternalApiServerPortStart                json.RawMessage `json:"lmcache.internal_api_server_port_start,omitempty" jsonschema:"description=No effect."`
+	InternalAPIServerEnabled                  json.RawMessage `json:"lmcache.internal_api_server_enabled,omitempty" jsonschema:"description=No effect."`
+	InternalAPIServerPortStart                json.RawMessage `json:"lmcache.internal_api_server_port_start,omitempty" jsonschema:"description=No effect."`
 	PriorityLimit                             json.RawMessage `json:"lmcache.priority_limit,omitempty" jsonschema:"description=No effect."`
-	InternalApiServerIncludeIndexList         json.RawMessage `json:"lmcache.internal_api_server_include_index_list,omitempty" jsonschema:"description=No effect."`
-	InternalApiServerSocketPathPrefix         json.RawMessage `json:"lmcache.internal_api_server_socket_path_prefix,omitempty" jsonschema:"description=No effect."`
+	InternalAPIServerIncludeIndexList         json.RawMessage `json:"lmcache.internal_api_server_include_index_list,omitempty" jsonschema:"description=No effect."`
+	InternalAPIServerSocketPathPrefix         json.RawMessage `json:"lmcache.internal_api_server_socket_path_prefix,omitempty" jsonschema:"description=No effect."`
 	RuntimePluginLocations                    json.RawMessage `json:"lmcache.runtime_plugin_locations,omitempty" jsonschema:"description=No effect."`
 	StoragePlugins                            json.RawMessage `json:"lmcache.storage_plugins,omitempty" jsonschema:"description=No effect."`
 	RemoteStoragePlugins                      json.RawMessage `json:"lmcache.remote_storage_plugins,omitempty" jsonschema:"description=No effect."`
 	LookupTimeoutMs                           json.RawMessage `json:"lmcache.lookup_timeout_ms,omitempty" jsonschema:"description=No effect."`
 	MinRetrieveTokens                         json.RawMessage `json:"lmcache.min_retrieve_tokens,omitempty" jsonschema:"description=No effect."`
 	HitMissRatio                              json.RawMessage `json:"lmcache.hit_miss_ratio,omitempty" jsonschema:"description=No effect."`
-	LookupServerWorkerIds                     json.RawMessage `json:"lmcache.lookup_server_worker_ids,omitempty" jsonschema:"description=No effect."`
+	LookupServerWorkerIDs                     json.RawMessage `json:"lmcache.lookup_server_worker_ids,omitempty" jsonschema:"description=No effect."`
 	EnableSchedulerBypassLookup               json.RawMessage `json:"lmcache.enable_scheduler_bypass_lookup,omitempty" jsonschema:"description=No effect."`
 	ScriptAllowedImports                      json.RawMessage `json:"lmcache.script_allowed_imports,omitempty" jsonschema:"description=No effect."`
-	RunScriptApiEnabled                       json.RawMessage `json:"lmcache.run_script_api_enabled,omitempty" jsonschema:"description=No effect."`
+	RunScriptAPIEnabled                       json.RawMessage `json:"lmcache.run_script_api_enabled,omitempty" jsonschema:"description=No effect."`
 	EnableLazyMemoryAllocator                 json.RawMessage `json:"lmcache.enable_lazy_memory_allocator,omitempty" jsonschema:"description=No effect."`
 	LazyMemoryInitialRatio                    json.RawMessage `json:"lmcache.lazy_memory_initial_ratio,omitempty" jsonschema:"description=No effect."`
 	LazyMemoryExpandTriggerRatio              json.RawMessage `json:"lmcache.lazy_memory_expand_trigger_ratio,omitempty" jsonschema:"description=No effect."`
@@ -102,10 +102,10 @@ type Unused struct {
 	UseGpuConnectorV3                         json.RawMessage `json:"lmcache.use_gpu_connector_v3,omitempty" jsonschema:"description=No effect."`
 	PinTimeoutSec                             json.RawMessage `json:"lmcache.pin_timeout_sec,omitempty" jsonschema:"description=No effect."`
 	PinCheckIntervalSec                       json.RawMessage `json:"lmcache.pin_check_interval_sec,omitempty" jsonschema:"description=No effect."`
-	RemoteConfigUrl                           json.RawMessage `json:"lmcache.remote_config_url,omitempty" jsonschema:"description=No effect."`
-	AppId                                     json.RawMessage `json:"lmcache.app_id,omitempty" jsonschema:"description=No effect."`
+	RemoteConfigURL                           json.RawMessage `json:"lmcache.remote_config_url,omitempty" jsonschema:"description=No effect."`
+	AppID                                     json.RawMessage `json:"lmcache.app_id,omitempty" jsonschema:"description=No effect."`
 	EnableHiddenStateCache                    json.RawMessage `json:"lmcache.enable_hidden_state_cache,omitempty" jsonschema:"description=No effect."`
-	MaxHiddenStateCpuSize                     json.RawMessage `json:"lmcache.max_hidden_state_cpu_size,omitempty" jsonschema:"description=No effect."`
+	MaxHiddenStateCPUSize                     json.RawMessage `json:"lmcache.max_hidden_state_cpu_size,omitempty" jsonschema:"description=No effect."`
 	HiddenStateLayers                         json.RawMessage `json:"lmcache.hidden_state_layers,omitempty" jsonschema:"description=No effect."`
 	HiddenStatesRetrieveMode                  json.RawMessage `json:"lmcache.hidden_states_retrieve_mode,omitempty" jsonschema:"description=No effect."`
 	EnableXpyd                                json.RawMessage `json:"lmcache.enable_xpyd,omitempty" jsonschema:"description=No effect."`
@@ -115,7 +115,7 @@ type Unused struct {
 	NixlProxyHost                             json.RawMessage `json:"lmcache.nixl_proxy_host,omitempty" jsonschema:"description=No effect."`
 	NixlProxyPort                             json.RawMessage `json:"lmcache.nixl_proxy_port,omitempty" jsonschema:"description=No effect."`
 	NixlRole                                  json.RawMessage `json:"lmcache.nixl_role,omitempty" jsonschema:"description=No effect."`
-	ControllerUrl                             json.RawMessage `json:"lmcache.controller_url,omitempty" jsonschema:"description=No effect."`
+	ControllerURL                             json.RawMessage `json:"lmcache.controller_url,omitempty" jsonschema:"description=No effect."`
 	LmcacheWorkerPort                         json.RawMessage `json:"lmcache.lmcache_worker_port,omitempty" jsonschema:"description=No effect."`
 	PluginLocations                           json.RawMessage `json:"lmcache.plugin_locations,omitempty" jsonschema:"description=No effect."`
 	ExternalBackends                          json.RawMessage `json:"lmcache.external_backends,omitempty" jsonschema:"description=No effect."`
@@ -137,7 +137,7 @@ func without() []string {
 func (u *Unused) set() (names []string) {
 	value := reflect.ValueOf(u).Elem()
 	for i, name := range without() {
-		if raw, _ := value.Field(i).Interface().(json.RawMessage); len(raw) > 0 && string(raw) != "null" {
+		if raw, _ := reflect.TypeAssert[json.RawMessage](value.Field(i)); len(raw) > 0 && string(raw) != "null" {
 			names = append(names, "lmcache."+name)
 		}
 	}

@@ -74,8 +74,12 @@ func (c *Config) warn(log *slog.Logger) {
 		name string
 		set  bool
 	}{
-		{"spec_name", c.SpecName != ""}, {"spec_module_path", c.SpecModulePath != ""}, {"cache_policy_module_path", c.PolicyModule != ""},
-		{"offload_prompt_only", c.PromptOnly}, {"canonical_layout", c.Canonical}, {"self_describing_kv_events", c.SelfDescribing},
+		{"spec_name", c.SpecName != ""},
+		{"spec_module_path", c.SpecModulePath != ""},
+		{"cache_policy_module_path", c.PolicyModule != ""},
+		{"offload_prompt_only", c.PromptOnly},
+		{"canonical_layout", c.Canonical},
+		{"self_describing_kv_events", c.SelfDescribing},
 	} {
 		if f.set {
 			log.Warn("a field of vLLM's connector has no effect here", "field", f.name)

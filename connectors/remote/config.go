@@ -63,8 +63,10 @@ func bad(field string, err error) error {
 // Validate reports the first field that cannot work. It reads no file.
 func (c Config) Validate() error {
 	if c.URL == "" {
-		for field, set := range map[string]bool{"username": c.Username != "", "password_file": c.PasswordFile != "", "tls_ca_file": c.TLSCA != "", "tls_cert_file": c.TLSCert != "",
-			"tls_key_file": c.TLSKey != "", "tls_server_name": c.TLSServerName != "", "allow_plaintext": c.AllowPlain, "ttl_ms": c.TTL != 0} {
+		for field, set := range map[string]bool{
+			"username": c.Username != "", "password_file": c.PasswordFile != "", "tls_ca_file": c.TLSCA != "", "tls_cert_file": c.TLSCert != "",
+			"tls_key_file": c.TLSKey != "", "tls_server_name": c.TLSServerName != "", "allow_plaintext": c.AllowPlain, "ttl_ms": c.TTL != 0,
+		} {
 			if set {
 				return bad(field, errors.New("is set, but url is not"))
 			}

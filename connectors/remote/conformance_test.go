@@ -15,8 +15,10 @@ import (
 )
 
 func plugin() connector.Plugin {
-	d := sdk.Definition{Name: "remote in a test", Version: "test", Scope: remote.Scope, Groups: true,
-		Capabilities: remote.Capabilities, Stats: remote.StatInfos()}
+	d := sdk.Definition{
+		Name: "remote in a test", Version: "test", Scope: remote.Scope, Groups: true,
+		Capabilities: remote.Capabilities, Stats: remote.StatInfos(),
+	}
 	return sdk.FromStore(d, remote.Open)
 }
 

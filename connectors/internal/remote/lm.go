@@ -72,7 +72,7 @@ func (c *lmConn) Read(p []byte) (int, error) {
 
 func (c *lmConn) close() {
 	if c.Conn != nil {
-		_ = c.Conn.Close()
+		_ = c.Close()
 		c.Conn = nil
 	}
 }

@@ -54,11 +54,16 @@ func (s Stats) Values() []connector.Stat {
 		away = 1
 	}
 	return []connector.Stat{
-		{Name: "remote_loaded_blocks_total", Value: float64(s.Loaded)}, {Name: "remote_saved_blocks_total", Value: float64(s.Saved)},
-		{Name: "remote_known_blocks_total", Value: float64(s.Known)}, {Name: "remote_gone_blocks_total", Value: float64(s.Gone)},
-		{Name: "remote_corrupt_blocks_total", Value: float64(s.Corrupt)}, {Name: "remote_refused_blocks_total", Value: float64(s.Refused)},
-		{Name: "remote_loaded_bytes_total", Value: float64(s.BytesLoaded)}, {Name: "remote_saved_bytes_total", Value: float64(s.BytesSaved)},
-		{Name: "remote_evicted_blocks_total", Value: float64(s.Evicted)}, {Name: "remote_held_bytes", Value: float64(s.Held)},
+		{Name: "remote_loaded_blocks_total", Value: float64(s.Loaded)},
+		{Name: "remote_saved_blocks_total", Value: float64(s.Saved)},
+		{Name: "remote_known_blocks_total", Value: float64(s.Known)},
+		{Name: "remote_gone_blocks_total", Value: float64(s.Gone)},
+		{Name: "remote_corrupt_blocks_total", Value: float64(s.Corrupt)},
+		{Name: "remote_refused_blocks_total", Value: float64(s.Refused)},
+		{Name: "remote_loaded_bytes_total", Value: float64(s.BytesLoaded)},
+		{Name: "remote_saved_bytes_total", Value: float64(s.BytesSaved)},
+		{Name: "remote_evicted_blocks_total", Value: float64(s.Evicted)},
+		{Name: "remote_held_bytes", Value: float64(s.Held)},
 		{Name: "remote_away", Value: away},
 	}
 }

@@ -71,7 +71,7 @@ func (s *Store) hello(ctx context.Context) error {
 		}
 		memory, err := c.Info(ctx, "memory").Result()
 		if err != nil {
-			return nil // a user that may not ask this may still store
+			return nil //nolint:nilerr // a user that may not ask this may still store
 		}
 		policy, limit := infoField(memory, "maxmemory_policy"), infoField(memory, "maxmemory")
 		if limit == "0" && !s.o.Cluster {
