@@ -117,14 +117,13 @@ func (s *Server) Restart() error {
 		"--port", port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", s.dir, "--daemonize", "no",
 		"--logfile", filepath.Join(s.dir, "log"), "--loglevel", "warning", "--io-threads", "1",
 	}, s.args...)
-	s.cmd = exec.CommandContext(context.Background(), s.program, args...)
-	s.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	if err := s.cmd.Start(); err != nil {
+	cmd := exec.CommandContext(context.Background(), s.program, args...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("start %s: %w", filepath.Base(s.program), err)
 	}
 	done := make(chan struct{})
-	s.done = done
-	cmd := s.cmd
+	s.cmd, s.done = cmd, done
 	go func() {
 		defer close(done)
 		_ = cmd.Wait()

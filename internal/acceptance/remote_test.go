@@ -86,13 +86,18 @@ func TestRemoteServerFaults(t *testing.T) {
 		}, time.Minute, 100*time.Millisecond)
 	}
 	loads()
-	for _, fault := range remoteFaults(t, srv, relay) {
+	had := external()
+	same(t, "all of it from the server", want, r.all(engine.URL, prompts, 4))
+	healthy := 2 * (external() - had) // what two rounds of the prompts have of the server
+	failed := func() float64 { return r.metrics(engine).Sum("kvport_transfer_failed_blocks_total") }
+	for n, fault := range remoteFaults(t, srv, relay) {
 		t.Run(fault.name, func(t *testing.T) {
 			stop, canaries := make(chan struct{}), make(chan time.Duration, 1)
 			go func() { canaries <- canary(r, engine.URL, stop) }()
+			before, broken := external(), failed()
 			require.NoError(t, fault.strike())
 			slowest, tokens := time.Duration(0), 0
-			fresh := texts(t, *flagSeed+8700, 4, 200, 400) // with saves, too
+			fresh := texts(t, *flagSeed+8700+uint64(n), 4, 200, 400) // with saves, too
 			for range 2 {
 				got := r.all(engine.URL, prompts, 4)
 				tokens += compare(t, fault.name, want, got)
@@ -104,6 +109,8 @@ func TestRemoteServerFaults(t *testing.T) {
 			if fault.met != nil {
 				require.True(t, fault.met(), "it did not happen")
 			}
+			missed, broken := healthy-(external()-before), failed()-broken
+			require.True(t, missed > 0 || broken > 0 || slowest >= 200*time.Millisecond, "no transfer met it")
 			require.NoError(t, fault.heal())
 			close(stop)
 			waited := <-canaries
@@ -115,9 +122,9 @@ func TestRemoteServerFaults(t *testing.T) {
 			require.Positive(t, waited)
 			require.Less(t, waited, 2*time.Second, "a request that needs nothing of the server")
 			m := r.metrics(engine)
-			t.Logf("%s: %d tokens compared, 0 differ; slowest request %v; slowest of those beside it %v; a match held the loop for %.2f ms on average; 0 plugin restarts",
+			t.Logf("%s: %d tokens compared, 0 differ; slowest request %v; slowest of those beside it %v; a match held the loop for %.2f ms on average; 0 plugin restarts; met by transfers: %.0f blocks failed, %.0f of %.0f prompt tokens not found",
 				fault.name, tokens, slowest.Round(time.Millisecond), waited.Round(time.Millisecond),
-				1e3*m.Sum("kvport_match_seconds_sum")/m.Sum("kvport_match_seconds_count"))
+				1e3*m.Sum("kvport_match_seconds_sum")/m.Sum("kvport_match_seconds_count"), broken, max(0, missed), healthy)
 		})
 	}
 	r.idle(engine)
@@ -157,6 +164,29 @@ func TestRemoteWrongPassword(t *testing.T) {
 	require.NoError(t, os.WriteFile(file, []byte("right-password\n"), 0o600))
 	engine := r.serveModel("sim", "engine", config)
 	r.stop(engine)
+}
+
+// TestRemoteWrongTLS: a server that speaks no TLS where the config wants it is one that cannot be used: the log says so,
+// and the engine computes.
+func TestRemoteWrongTLS(t *testing.T) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+8900, 4, 200, 400)
+	node := r.serveModel("sim", "single", "")
+	want := r.all(node.URL, prompts, 1)
+	srv, _ := remoteServer(t)
+	config := remoteConfig(t, "RemoteStoreConnector", "kv_both", map[string]string{"url": "rediss://" + srv.Address}, nil)
+	engine := r.serveModel("sim", "engine", config, "--enable-prefix-caching=false")
+	for range 2 {
+		same(t, "no TLS", want, r.all(engine.URL, prompts, 2))
+	}
+	require.Zero(t, r.metrics(engine).Sum("kvport_prompt_tokens_total", `source="external"`))
+	require.Contains(t, engine.Logs(), "server cannot be used, computing instead")
+	r.idle(engine)
+	r.stop(engine)
+	r.stop(node)
+	keys, err := srv.Keys(t.Context())
+	require.NoError(t, err)
+	require.Empty(t, keys, "nothing went over the wire in clear text")
 }
 
 // TestRemoteConnectors: the real model goes through prefill, a Redis server and decode by each connector that has one, with
