@@ -3,6 +3,7 @@ package offload_test
 import (
 	"context"
 	"encoding/binary"
+	"flag"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -17,6 +18,12 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/tier"
 	"github.com/kvport/kvport/internal/cluster"
+)
+
+var (
+	flagSeed  = flag.Uint64("seed", 1, "seed of the conversations in TestHitRatioIsThePolicys")
+	flagAsked = flag.Int("requests", 800, "requests of those conversations, more if that is too few for the working set")
+	flagTurns = flag.Int("turns", 0, "turns of TestManyTurns; 0: 14, or 40 with KVPORT_SOAK=1")
 )
 
 // binaries builds kvport and the plugin, and gives kvport's path.
@@ -61,17 +68,19 @@ func stop(t *testing.T, p *cluster.Process) {
 type turn struct{ who, bytes int }
 
 // talk is many conversations that take turns; some people talk more than others. All that is said is
-// about so many blocks.
-func talk(seed uint64, people, blocks, turns int) (out []turn) {
+// at least so many blocks.
+func talk(seed uint64, people, blocks, turns int) (out []turn, working int) {
 	rng := rand.New(rand.NewPCG(seed, 0))
 	said := make([]int, people)
-	most := blocks / people * 16
-	for range turns {
+	most := 6 * blocks / 5 / people * 16
+	for len(out) < turns || working < blocks {
 		who := min(rng.IntN(people), rng.IntN(people))
+		working -= said[who] / 16
 		said[who] = min(said[who]+32+rng.IntN(96), most)
+		working += said[who] / 16
 		out = append(out, turn{who, said[who]})
 	}
-	return out
+	return out, working
 }
 
 // text is what a conversation has said, as many bytes.
@@ -124,16 +133,7 @@ func settled(t *testing.T, client *cluster.Client, p *cluster.Process) {
 func TestHitRatioIsThePolicys(t *testing.T) {
 	const device, memory = 64, 320
 	kvport := binaries(t)
-	turns := talk(1, 48, 24*device, 800)
-	said := map[int]int{}
-	for _, turn := range turns {
-		said[turn.who] = turn.bytes
-	}
-	working := 0
-	for _, bytes := range said {
-		working += bytes / 16
-	}
-	require.GreaterOrEqual(t, working, 20*device)
+	turns, working := talk(*flagSeed, 48, 20*device, *flagAsked)
 	for _, policy := range []string{tier.LRU, tier.ARC, tier.S3FIFO} {
 		p := serve(t, kvport, "sim", fmt.Sprintf(`{"num_cpu_blocks":%d,"eviction_policy":%q}`, memory, policy), "--num-blocks", fmt.Sprint(device), "--max-model-len", fmt.Sprint(device*16))
 		index, err := tier.NewIndex(memory, policy)
@@ -173,6 +173,9 @@ func TestManyTurns(t *testing.T) {
 	turns := 14
 	if os.Getenv("KVPORT_SOAK") != "" {
 		turns = 40
+	}
+	if *flagTurns > 0 {
+		turns = *flagTurns
 	}
 	var client cluster.Client
 	run := func(extra string, prompts []string) (answers []*cluster.Completion, took time.Duration) {
