@@ -267,18 +267,7 @@ func eventsRun(t *testing.T, seed uint64) {
 		event.Seq = seqs[i]
 		voices[i].events <- []connector.BlockEvent{event}
 	}
-	last := connector.BlockKey{0xEE} // a block of each child that ends its events
-	for i, v := range voices {
-		last[1] = byte(i)
-		seqs[i]++
-		v.events <- stored(seqs[i], last)
-	}
-	r := newReader(t, s)
-	for n := 0; n < len(voices); {
-		for _, e := range r.next() {
-			n += len(slices.DeleteFunc(slices.Clone(e.Keys), func(k connector.BlockKey) bool { return k[0] != 0xEE }))
-		}
-	}
+	r := readToEnd(t, s, voices, seqs)
 	for _, k := range ks {
 		want := false
 		for i := range has {
@@ -286,6 +275,23 @@ func eventsRun(t *testing.T, seed uint64) {
 		}
 		require.Equal(t, want, r.has[k], "seed %d", seed)
 	}
+}
+
+// readToEnd reads until it has seen a last block of each child.
+func readToEnd(t *testing.T, s connector.Scheduler, voices []*voice, seqs []uint64) *reader {
+	t.Helper()
+	last := connector.BlockKey{0xEE}
+	for i, v := range voices {
+		last[1] = byte(i)
+		v.events <- stored(seqs[i]+1, last)
+	}
+	r := newReader(t, s)
+	for n := 0; n < len(voices); {
+		for _, e := range r.next() {
+			n += len(slices.DeleteFunc(slices.Clone(e.Keys), func(k connector.BlockKey) bool { return k[0] != 0xEE }))
+		}
+	}
+	return r
 }
 
 // Nobody reads for long: the oldest events go, which shows as a gap.

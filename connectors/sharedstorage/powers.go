@@ -59,10 +59,15 @@ func (s *Store) Stats(context.Context) ([]connector.Stat, error) {
 		name  string
 		value uint64
 	}{
-		{"loaded_blocks_total", c.Loaded}, {"loaded_bytes_total", c.LoadedBytes},
-		{"saved_blocks_total", c.Saved}, {"saved_bytes_total", c.SavedBytes},
-		{"known_blocks_total", c.Known}, {"evicted_blocks_total", c.Evicted}, {"corrupt_blocks_total", c.Corrupt},
-		{"refused_saves_total", c.Refused}, {"reopened_total", c.Reopened},
+		{"loaded_blocks_total", c.Loaded},
+		{"loaded_bytes_total", c.LoadedBytes},
+		{"saved_blocks_total", c.Saved},
+		{"saved_bytes_total", c.SavedBytes},
+		{"known_blocks_total", c.Known},
+		{"evicted_blocks_total", c.Evicted},
+		{"corrupt_blocks_total", c.Corrupt},
+		{"refused_saves_total", c.Refused},
+		{"reopened_total", c.Reopened},
 	} {
 		stats = append(stats, connector.Stat{Name: v.name, Value: float64(v.value)})
 	}

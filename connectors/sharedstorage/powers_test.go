@@ -2,7 +2,6 @@ package sharedstorage
 
 import (
 	"context"
-	"errors"
 	"os"
 	"sync"
 	"testing"
@@ -73,7 +72,7 @@ func TestWatch(t *testing.T) {
 	}
 	require.NoError(t, os.WriteFile(s.pathOf(keyOf(29)), []byte("damaged"), 0o600))
 	err := get(t, s, item(29))
-	require.True(t, errors.Is(err, connector.ErrCorrupt))
+	require.ErrorIs(t, err, connector.ErrCorrupt)
 	require.True(t, gone[keyOf(29)])
 	require.False(t, all)
 	require.NoError(t, os.RemoveAll(s.config.Path))

@@ -57,8 +57,10 @@ func remoteFaults(t *testing.T, srv *redistest.Server, relay *redistest.Relay) [
 		{name: "200 ms slow", strike: func() error { relay.Delay(200 * time.Millisecond); return nil }, heal: func() error { relay.Delay(0); return nil }},
 		{name: "paused", strike: srv.Pause, heal: srv.Resume},
 		{name: "out of memory", strike: func() error { return do("config", "set", "maxmemory", "1") }, heal: func() error { return do("config", "set", "maxmemory", "0") }},
-		{name: "connections cut", strike: func() error { relay.CutAfter(100 << 10); return nil }, heal: func() error { relay.CutAfter(0); return nil },
-			met: func() bool { return relay.Cuts() > 0 }},
+		{
+			name: "connections cut", strike: func() error { relay.CutAfter(100 << 10); return nil }, heal: func() error { relay.CutAfter(0); return nil },
+			met: func() bool { return relay.Cuts() > 0 },
+		},
 		{name: "restarted", strike: func() error { srv.Kill(); return srv.Restart() }, heal: nothing},
 		{name: "killed", strike: func() error { srv.Kill(); return nil }, heal: srv.Restart},
 	}
@@ -207,12 +209,16 @@ func TestRemoteConnectors(t *testing.T) {
 		shared, tier map[string]string // blocks in the server alone; with memory in front of it
 	}{
 		{"RemoteStoreConnector", map[string]string{"url": url}, map[string]string{"url": ""}},
-		{"AIBrixOffloadingConnectorV1Type1",
+		{
+			"AIBrixOffloadingConnectorV1Type1",
 			map[string]string{olPrefix + "L1_CACHE_ENABLED": "0", olPrefix + "L2_CACHE_BACKEND": "REDIS", olPrefix + "REDIS_URL": url},
-			map[string]string{olPrefix + "L1_CACHE_CAPACITY_GB": "0.1", olPrefix + "L2_CACHE_BACKEND": "REDIS", olPrefix + "REDIS_URL": url}},
-		{"LMCacheConnectorV1",
+			map[string]string{olPrefix + "L1_CACHE_CAPACITY_GB": "0.1", olPrefix + "L2_CACHE_BACKEND": "REDIS", olPrefix + "REDIS_URL": url},
+		},
+		{
+			"LMCacheConnectorV1",
 			map[string]string{"lmcache.chunk_size": "16", "lmcache.local_cpu": "false", "lmcache.remote_url": url},
-			map[string]string{"lmcache.chunk_size": "16", "lmcache.max_local_cpu_size": "0.1", "lmcache.remote_url": url}},
+			map[string]string{"lmcache.chunk_size": "16", "lmcache.max_local_cpu_size": "0.1", "lmcache.remote_url": url},
+		},
 	} {
 		t.Run(c.connector, func(t *testing.T) {
 			r := &rig{T: t}

@@ -29,6 +29,7 @@ func (*library) notify(handle, string, []byte) error                 { return Er
 func (*library) notifications(handle) ([]Notification, error)        { return nil, ErrUnavailable }
 func (*library) prepare(handle, *Request) (handle, error)            { return nil, ErrUnavailable }
 func (*library) post(_, _ handle) (bool, error)                      { return false, ErrUnavailable }
-func (*library) poll(_, _ handle) (bool, error)                      { return false, ErrUnavailable }
-func (*library) release(_, _ handle) error                           { return ErrUnavailable }
-func (*library) telemetry(_, _ handle) (Telemetry, error)            { return Telemetry{}, ErrUnavailable }
+
+func (*library) poll(_, _ handle) (bool, error)           { return false, ErrUnavailable }
+func (*library) release(_, _ handle) error                { return ErrUnavailable }
+func (*library) telemetry(_, _ handle) (Telemetry, error) { return Telemetry{}, ErrUnavailable }

@@ -109,6 +109,7 @@ func (o *Options) explain(ctx context.Context, err error) error {
 		return fmt.Errorf("server %s has no memory left, give it more (maxmemory) or an eviction policy: %w: %w", o.where(), clean, connector.ErrGone)
 	case causeReadOnly:
 		return fmt.Errorf("server %s is a replica, name the primary: %w: %w", o.where(), clean, connector.ErrGone)
+	default:
 	}
 	return fmt.Errorf("server %s: %w: %w", o.where(), clean, connector.ErrGone)
 }
@@ -126,6 +127,7 @@ func (o *Options) configError(err error) error {
 	case causeMode:
 		return fmt.Errorf("url: server %s is of another kind, write redis-cluster:// for a cluster, redis:// for one server and a database that it has: %w: %w",
 			o.where(), o.scrub(err), connector.ErrIncompatible)
+	default:
 	}
 	return nil
 }
