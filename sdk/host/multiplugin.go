@@ -218,7 +218,7 @@ func (m *multiPlugin) worker(ctx context.Context, env connector.Env, raw json.Ra
 // openScheduler opens the scheduler sides of all children and joins them; after is
 // called when they are closed.
 func (f *family) openScheduler(ctx context.Context, env connector.Env, after func() error) (connector.Scheduler, error) {
-	list, err := openEach(f.members, func(m *member) (connector.Scheduler, error) {
+	list, err := openSides(f.members, func(m member) (connector.Scheduler, error) {
 		if m.family != nil {
 			return m.family.openScheduler(ctx, env, nil)
 		}
@@ -232,7 +232,7 @@ func (f *family) openScheduler(ctx context.Context, env connector.Env, after fun
 
 // openWorker opens the worker sides of one rank of all children and joins them.
 func (f *family) openWorker(ctx context.Context, env connector.Env, after func() error) (connector.Worker, error) {
-	list, err := openEach(f.members, func(m *member) (connector.Worker, error) {
+	list, err := openSides(f.members, func(m member) (connector.Worker, error) {
 		if m.family != nil {
 			return m.family.openWorker(ctx, env, nil)
 		}
@@ -242,6 +242,21 @@ func (f *family) openWorker(ctx context.Context, env connector.Env, after func()
 		return nil, err
 	}
 	return f.multi.Worker(list, f.groups, after), nil
+}
+
+// openSides opens one side of each child, or of none.
+func openSides[S io.Closer](members []member, open func(member) (S, error)) ([]S, error) {
+	list := make([]S, len(members))
+	for i, m := range members {
+		var err error
+		if list[i], err = open(m); err != nil {
+			for _, side := range list[:i] {
+				_ = side.Close()
+			}
+			return nil, under(fmt.Sprintf("connectors[%d]", i), err)
+		}
+	}
+	return list, nil
 }
 
 // openEach opens a side of each child, or none.
