@@ -97,7 +97,10 @@ func TestStore(t *testing.T) {
 	requireRows(t, *rows, "offloading, memory store 1.41 MiB", "offloading, memory load+digest 8 MiB x 4", "offloading, disk load 8 MiB",
 		"shared storage, tmpfs store+digest 1.41 MiB", "pipe, tcp 8 MiB", "pipe, tcp+digest 1.41 MiB x 16")
 	for _, r := range *rows {
-		require.NotEqual(t, "absent", r.Unit, r.Name)
+		if r.Unit == "absent" { // a few rounds on a busy machine may end with nothing less the message
+			require.Contains(t, r.Name, "the machine was disturbed")
+			continue
+		}
 		require.Positive(t, *r.Value, r.Name)
 		require.Positive(t, *r.Limit, r.Name)
 		require.Positive(t, *r.Ratio, r.Name)
