@@ -63,7 +63,7 @@ func count(name string, value, short, full int) (n int) {
 // and loads, on a later engine, and with prefill and decode apart. What the connector gave is counted.
 func TestConnectors(t *testing.T) {
 	r := newRig(t)
-	n, tokens := count("prompts", *flagPrompts, 2, 6), count("tokens", *flagTokens, 8, 32)
+	n, tokens := count("prompts", *flagPrompts, 1, 6), count("tokens", *flagTokens, 8, 32)
 	prompts := texts(t, *flagSeed+9100, n, 300, 1000)
 	r.tokens = tokens
 	node := r.serve("single", "")
