@@ -93,13 +93,13 @@ func TestWrongConnectors(t *testing.T) {
 		}
 		t.Run(m.Name, func(t *testing.T) {
 			r := &rig{T: t}
-			name, host := mutantBinary, ""
+			name, host := mutantBinary, `,"kvport":{"deadlines":{"save":"3s"}}` // or one that waits for ever takes long
 			if trusted[m.Case] {
 				name, host = plainBinary, `,"kvport":{"trust":"staged"}`
 				staged++
 			}
 			if m.Plugin().Name == "FilesConnector" {
-				host = fmt.Sprintf(`,"kv_connector_extra_config":{"dir":%q}`, t.TempDir())
+				host += fmt.Sprintf(`,"kv_connector_extra_config":{"dir":%q}`, t.TempDir())
 			}
 			p, err := r.wrong(filepath.Join(folder, fmt.Sprint(name, n)), fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both"%s}`, m.Plugin().Name, host))
 			if err != nil {

@@ -40,7 +40,10 @@ type Config struct {
 	BackoffMin     time.Duration // between retries of one call, doubled each time
 	BackoffMax     time.Duration
 	CorruptKeys    int // damaged keys remembered
-	Slots          int // of landing memory on each rank; 0: calls touch the cache itself
+	// Shun has blocks that were found damaged not offered until they are saved anew: where this engine
+	// does that, or where a failed load would fail every request that begins so.
+	Shun  bool
+	Slots int // of landing memory on each rank; 0: calls touch the cache itself
 }
 
 // Counters are what the book has seen, for metrics and tests.

@@ -99,7 +99,8 @@ func (b *Book) limit(q *connector.Query) int {
 
 // undamaged is how many leading tokens are not known to be damaged where they are stored. Whoever asks
 // computes the rest, and the save of that mends it; an engine whose failure policy is fail would
-// otherwise fail at every request that begins so.
+// otherwise fail at every request that begins so. An engine that only loads cannot know when another
+// has mended them, so it tries again (Config.Shun).
 func (b *Book) undamaged(keys []connector.BlockKey) int {
 	if i := b.corrupt.first(keys); i >= 0 {
 		return i * b.cfg.Groups[0].BlockTokens
@@ -126,7 +127,9 @@ func (b *Book) Match(now time.Time, id connector.RequestID) connector.Match {
 	}
 	end := min(m.end, b.limit(&m.query))
 	if !b.held(&m.query) {
-		end = min(end, b.undamaged(m.query.Keys))
+		if b.cfg.Shun {
+			end = min(end, b.undamaged(m.query.Keys))
+		}
 		end -= end % b.unit()
 	}
 	tokens := end - m.query.Computed

@@ -80,7 +80,7 @@ func (o *Options) bookConfig(role connector.Role, can connector.Capability) book
 		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
 		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
 		Hold: 30 * time.Second, HoldMax: 10 * time.Minute,
-		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64,
+		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64, Shun: role.Saves(),
 	}
 	for g, window := range o.windows() {
 		c.Groups = append(c.Groups, connector.Group{BlockTokens: o.BlockTokens, Policy: connector.PolicyAll})

@@ -179,7 +179,7 @@ func (h *Host) bookConfig() book.Config {
 		Later: d.Later, Fresh: matchFresh, Transfer: d.Transfer, TransferPerGiB: d.TransferPerGiB,
 		Save: d.Save, Plan: d.Plan, Finish: d.Finish, Grace: d.Grace, Hold: d.Hold, HoldMax: d.HoldMax,
 		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
-		Slots: h.slots(),
+		Slots: h.slots(), Shun: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
 	}
 	h.family.stretch(&c)
 	for g := range h.eng.Layout.Groups {
