@@ -34,10 +34,14 @@ func quotaCases() []quotaCase {
 		require.NoError(t, b.redis.Do(t.Context(), "config", "set", "maxmemory", "1", "maxmemory-policy", "noeviction"))
 	}
 	return []quotaCase{
-		{name: "tenant_bytes of OffloadingConnector", connector: "OffloadingConnector", room: 8, extra: tiers, declined: true,
-			says: []string{"tenant", fmt.Sprintf("of %d bytes", room), "over quota"}, metric: "kvport_connector_declined_quota_total"},
-		{name: "maxmemory of RemoteStoreConnector's server", connector: "RemoteStoreConnector", extra: remote, before: full,
-			says: []string{"127.0.0.1:", "server has no memory left"}, metric: "kvport_transfer_failed_blocks_total"},
+		{
+			name: "tenant_bytes of OffloadingConnector", connector: "OffloadingConnector", room: 8, extra: tiers, declined: true,
+			says: []string{"tenant", fmt.Sprintf("of %d bytes", room), "over quota"}, metric: "kvport_connector_declined_quota_total",
+		},
+		{
+			name: "maxmemory of RemoteStoreConnector's server", connector: "RemoteStoreConnector", extra: remote, before: full,
+			says: []string{"127.0.0.1:", "server has no memory left"}, metric: "kvport_transfer_failed_blocks_total",
+		},
 	}
 }
 

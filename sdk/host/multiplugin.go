@@ -218,12 +218,7 @@ func (m *multiPlugin) worker(ctx context.Context, env connector.Env, raw json.Ra
 // openScheduler opens the scheduler sides of all children and joins them; after is
 // called when they are closed.
 func (f *family) openScheduler(ctx context.Context, env connector.Env, after func() error) (connector.Scheduler, error) {
-	list, err := openSides(f.members, func(m member) (connector.Scheduler, error) {
-		if m.family != nil {
-			return m.family.openScheduler(ctx, env, nil)
-		}
-		return m.child.openScheduler(ctx, env)
-	})
+	list, err := openSides(f.members, func(m member) (connector.Scheduler, error) { return m.openScheduler(ctx, env) })
 	if err != nil {
 		return nil, err
 	}
@@ -232,12 +227,7 @@ func (f *family) openScheduler(ctx context.Context, env connector.Env, after fun
 
 // openWorker opens the worker sides of one rank of all children and joins them.
 func (f *family) openWorker(ctx context.Context, env connector.Env, after func() error) (connector.Worker, error) {
-	list, err := openSides(f.members, func(m member) (connector.Worker, error) {
-		if m.family != nil {
-			return m.family.openWorker(ctx, env, nil)
-		}
-		return m.child.openWorker(ctx, env)
-	})
+	list, err := openSides(f.members, func(m member) (connector.Worker, error) { return m.openWorker(ctx, env) })
 	if err != nil {
 		return nil, err
 	}
@@ -259,17 +249,18 @@ func openSides[S io.Closer](members []member, open func(member) (S, error)) ([]S
 	return list, nil
 }
 
-// openEach opens a side of each child, or none.
-func openEach[S io.Closer](members []member, open func(m *member) (S, error)) ([]S, error) {
-	list := make([]S, len(members))
-	for i := range members {
-		var err error
-		if list[i], err = open(&members[i]); err != nil {
-			for _, side := range list[:i] {
-				_ = side.Close()
-			}
-			return nil, under(fmt.Sprintf("connectors[%d]", i), err)
-		}
+// openScheduler opens the scheduler side of a child, or of the family that it is.
+func (m member) openScheduler(ctx context.Context, env connector.Env) (connector.Scheduler, error) {
+	if m.family != nil {
+		return m.family.openScheduler(ctx, env, nil)
 	}
-	return list, nil
+	return m.child.openScheduler(ctx, env)
+}
+
+// openWorker is openScheduler for the worker side of a rank.
+func (m member) openWorker(ctx context.Context, env connector.Env) (connector.Worker, error) {
+	if m.family != nil {
+		return m.family.openWorker(ctx, env, nil)
+	}
+	return m.child.openWorker(ctx, env)
 }

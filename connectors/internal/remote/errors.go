@@ -102,7 +102,7 @@ func (o *Options) explain(ctx context.Context, err error) error {
 		return fmt.Errorf("server %s: %w: %w", o.where(), ctx.Err(), connector.ErrGone)
 	}
 	clean := o.scrub(err)
-	switch causeOf(err) { //nolint:exhaustive // all others mean: it is not to be had
+	switch causeOf(err) {
 	case causeBusy:
 		return fmt.Errorf("server %s: %w: %w", o.where(), clean, connector.ErrBusy)
 	case causeFull:
@@ -117,7 +117,7 @@ func (o *Options) explain(ctx context.Context, err error) error {
 // configError makes of what went wrong at the first contact an error of the config; nil if it is the
 // server's and may pass.
 func (o *Options) configError(err error) error {
-	switch causeOf(err) { //nolint:exhaustive // all others may pass
+	switch causeOf(err) {
 	case causeRefused:
 		user := o.Username
 		if user == "" {
