@@ -102,6 +102,10 @@ func TestMutantsAreCaught(t *testing.T) {
 				newHarness = conformance.Binary(plugin(t, m.Program), json.RawMessage(m.Config))
 			}
 			results := conformance.Check(t.Context(), newHarness, conformance.Options{Only: []string{m.Case}, Seed: 7})
+			// What a killed process leaves behind depends on when the kill meets it: it has more chances.
+			for seed := uint64(8); m.Program != "" && seed < 12 && results[0].Status == conformance.Pass; seed++ {
+				results = conformance.Check(t.Context(), newHarness, conformance.Options{Only: []string{m.Case}, Seed: seed})
+			}
 			require.Len(t, results, 1)
 			if results[0].Status == conformance.Skip && slices.Contains(needDisk(), m.Case) {
 				t.Skip(results[0].Log[0])
