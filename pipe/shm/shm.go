@@ -15,7 +15,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"sync"
 	"syscall"
 	"time"
 
@@ -38,8 +37,6 @@ type Network struct {
 const (
 	defaultRing  = 4 << 20
 	helloTimeout = 5 * time.Second
-	acceptPause  = 20 * time.Millisecond
-	maxPending   = 64
 
 	helloMagic   = 0x6b767053 // "kvpS"
 	helloVersion = 1
@@ -67,26 +64,25 @@ func (n *Network) Listen(ctx context.Context) (_ pipe.Listener, err error) {
 	if _, err := n.ring(); err != nil {
 		return nil, err
 	}
-	l := &listener{ready: make(chan pipe.Link, maxPending), closed: make(chan struct{})}
-	dir := n.Dir
+	dir, own := n.Dir, ""
 	if dir == "" {
 		if dir, err = os.MkdirTemp("", "kvport-shm-"); err != nil {
 			return nil, fmt.Errorf("listen: %w", err)
 		}
-		l.folder = dir
+		own = dir
 	} else if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("listen: %w", err)
 	}
 	path, err := freeName(dir)
+	var inner net.Listener
 	if err == nil {
 		var config net.ListenConfig
-		l.inner, err = config.Listen(ctx, "unix", path)
+		inner, err = config.Listen(ctx, "unix", path)
 	}
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("listen in %s: %w", dir, err), l.tidy())
+		return nil, errors.Join(fmt.Errorf("listen in %s: %w", dir, err), tidy(own))
 	}
-	l.tasks.Go(l.run)
-	return l, nil
+	return &listener{Acceptor: pipe.NewAcceptor(inner, greet), folder: own}, nil
 }
 
 // freeName makes a name for a socket that nothing has.
@@ -176,93 +172,28 @@ func sameUser(conn *net.UnixConn) error {
 
 // listener accepts links.
 type listener struct {
-	inner  net.Listener
+	*pipe.Acceptor
 	folder string // of its own, removed at the end
-	ready  chan pipe.Link
-	closed chan struct{}
-	once   sync.Once
-	tasks  sync.WaitGroup
 }
 
 // Address implements pipe.Listener.
-func (l *listener) Address() string { return l.inner.Addr().String() }
-
-// Accept implements pipe.Listener.
-func (l *listener) Accept(ctx context.Context) (pipe.Link, error) {
-	select {
-	case link := <-l.ready:
-		return link, nil
-	case <-l.closed:
-		return pipe.Link{}, fmt.Errorf("accept: %w", pipe.ErrClosed)
-	case <-ctx.Done():
-		return pipe.Link{}, ctx.Err()
-	}
-}
+func (l *listener) Address() string { return l.Addr().String() }
 
 // Close implements pipe.Listener.
-func (l *listener) Close() (err error) {
-	l.once.Do(func() {
-		close(l.closed)
-		err = l.inner.Close()
-		l.tasks.Wait()
-		for len(l.ready) > 0 {
-			link := <-l.ready
-			_ = link.Close()
-		}
-		err = errors.Join(err, l.tidy())
-	})
-	return err
-}
+func (l *listener) Close() error { return errors.Join(l.Acceptor.Close(), tidy(l.folder)) }
 
-// tidy removes a folder of our own.
-func (l *listener) tidy() error {
-	if l.folder == "" {
+// tidy removes a folder of our own; empty: none.
+func tidy(folder string) error {
+	if folder == "" {
 		return nil
 	}
-	return os.RemoveAll(filepath.Clean(l.folder))
-}
-
-func (l *listener) run() {
-	handshakes := make(chan struct{}, maxPending)
-	for {
-		conn, err := l.inner.Accept()
-		if err != nil {
-			select {
-			case <-l.closed:
-				return
-			case <-time.After(acceptPause): // out of descriptors, say
-				continue
-			}
-		}
-		select {
-		case handshakes <- struct{}{}:
-			l.tasks.Go(func() {
-				defer func() { <-handshakes }()
-				if l.greet(conn) != nil {
-					_ = conn.Close()
-				}
-			})
-		default:
-			_ = conn.Close() // too many strangers at once
-		}
-	}
+	return os.RemoveAll(filepath.Clean(folder))
 }
 
 // greet takes the memory that a dialer offers.
-func (l *listener) greet(raw net.Conn) error {
-	ctx, cancel := context.WithTimeout(context.Background(), helloTimeout)
-	defer cancel()
+func greet(ctx context.Context, raw net.Conn, to *pipe.Acceptor) error {
 	stop := context.AfterFunc(ctx, func() { _ = raw.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	done := make(chan struct{})
-	defer close(done)
-	go func() {
-		select {
-		case <-l.closed:
-			cancel()
-		case <-done:
-		}
-	}()
 	conn, isUnix := raw.(*net.UnixConn)
 	if !isUnix {
 		return connector.ErrIncompatible
@@ -277,13 +208,7 @@ func (l *listener) greet(raw net.Conn) error {
 	if _, err := conn.Write([]byte{accepted}); err != nil || !stop() {
 		return errors.Join(err, ctx.Err(), region.Close())
 	}
-	link := newEnd(conn, region, true).link()
-	select {
-	case l.ready <- link:
-		return nil
-	default:
-		return link.Close() // nobody accepts
-	}
+	return to.Offer(newEnd(conn, region, true).link())
 }
 
 // take reads a dialer's hello and maps what came with it.

@@ -40,7 +40,6 @@ const (
 	helloTimeout    = 5 * time.Second
 	redialPause     = 20 * time.Millisecond
 	window          = 8 // frames that are sent and not acknowledged
-	maxPending      = 64
 )
 
 func (n *Network) patience() time.Duration {
@@ -65,8 +64,8 @@ func (n *Network) Listen(ctx context.Context) (pipe.Listener, error) {
 		return nil, errors.Join(fmt.Errorf("listen at %s: others can reach it, so it needs a shared key or TLS certificates: %w",
 			address, connector.ErrIncompatible), inner.Close())
 	}
-	l := &listener{network: n, inner: inner, links: map[linkID]*accepted{}, ready: make(chan pipe.Link, maxPending), closed: make(chan struct{})}
-	l.tasks.Go(l.run)
+	l := &listener{network: n, links: map[linkID]*accepted{}}
+	l.Acceptor = pipe.NewAcceptor(inner, l.greet)
 	return l, nil
 }
 
@@ -153,14 +152,10 @@ func (n *Network) secure(ctx context.Context, conn net.Conn, server bool) (net.C
 	return secured, nil
 }
 
-// listener accepts connections and puts them together to links.
+// listener puts connections together to links.
 type listener struct {
+	*pipe.Acceptor
 	network *Network
-	inner   net.Listener
-	ready   chan pipe.Link
-	closed  chan struct{}
-	once    sync.Once
-	tasks   sync.WaitGroup
 
 	mu    sync.Mutex
 	links map[linkID]*accepted
@@ -174,7 +169,7 @@ type accepted struct {
 
 // Address implements pipe.Listener.
 func (l *listener) Address() string {
-	own := l.inner.Addr().String()
+	own := l.Addr().String()
 	if l.network.Advertise == "" {
 		return own
 	}
@@ -186,81 +181,24 @@ func (l *listener) Address() string {
 	return net.JoinHostPort(host, port)
 }
 
-// Accept implements pipe.Listener.
-func (l *listener) Accept(ctx context.Context) (pipe.Link, error) {
-	select {
-	case link := <-l.ready:
-		return link, nil
-	case <-l.closed:
-		return pipe.Link{}, fmt.Errorf("accept: %w", pipe.ErrClosed)
-	case <-ctx.Done():
-		return pipe.Link{}, ctx.Err()
-	}
-}
-
 // Close implements pipe.Listener. Links that were accepted stay, but a connection of theirs that breaks
 // cannot be mended any more.
-func (l *listener) Close() (err error) {
-	l.once.Do(func() {
-		close(l.closed)
-		err = l.inner.Close()
-		l.tasks.Wait()
-		for len(l.ready) > 0 {
-			link := <-l.ready
-			_ = link.Close()
+func (l *listener) Close() error {
+	err := l.Acceptor.Close()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, a := range l.links {
+		if a.sides < 2 {
+			_ = errors.Join(a.out.Close(), a.in.Close())
 		}
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		for _, a := range l.links {
-			if a.sides < 2 {
-				_ = errors.Join(a.out.Close(), a.in.Close())
-			}
-		}
-	})
+	}
 	return err
 }
 
-func (l *listener) run() {
-	handshakes := make(chan struct{}, maxPending)
-	for {
-		conn, err := l.inner.Accept()
-		if err != nil {
-			select {
-			case <-l.closed:
-				return
-			case <-time.After(redialPause): // out of descriptors, say
-				continue
-			}
-		}
-		select {
-		case handshakes <- struct{}{}:
-			l.tasks.Go(func() {
-				defer func() { <-handshakes }()
-				if l.greet(conn) != nil {
-					_ = conn.Close()
-				}
-			})
-		default:
-			_ = conn.Close() // too many strangers at once
-		}
-	}
-}
-
 // greet reads the hello of a connection and gives it to its link.
-func (l *listener) greet(raw net.Conn) error {
-	ctx, cancel := context.WithTimeout(context.Background(), helloTimeout)
-	defer cancel()
+func (l *listener) greet(ctx context.Context, raw net.Conn, to *pipe.Acceptor) error {
 	stop := context.AfterFunc(ctx, func() { _ = raw.Close() })
 	defer stop()
-	done := make(chan struct{})
-	defer close(done)
-	go func() {
-		select {
-		case <-l.closed:
-			cancel()
-		case <-done:
-		}
-	}()
 	conn, err := l.network.secure(ctx, raw, true)
 	if err != nil {
 		return err
@@ -274,11 +212,11 @@ func (l *listener) greet(raw net.Conn) error {
 		_, _ = conn.Write(encodeAnswer(verdictVersion, 0))
 		return err
 	}
-	return l.join(conn, &h)
+	return l.join(conn, &h, to)
 }
 
 // join finds or makes the link of a hello.
-func (l *listener) join(conn net.Conn, h *hello) error {
+func (l *listener) join(conn net.Conn, h *hello, to *pipe.Acceptor) error {
 	l.mu.Lock()
 	a := l.links[h.link]
 	if a == nil && !h.again {
@@ -310,13 +248,7 @@ func (l *listener) join(conn net.Conn, h *hello) error {
 	if a.sides++; a.sides < 2 {
 		return nil
 	}
-	link := pipe.Link{Out: newSender(a.out), In: &receiver{end: a.in, turn: make(chan struct{}, 1)}}
-	select {
-	case l.ready <- link:
-		return nil
-	default:
-		return link.Close() // nobody accepts
-	}
+	return to.Offer(pipe.Link{Out: newSender(a.out), In: &receiver{end: a.in, turn: make(chan struct{}, 1)}})
 }
 
 // forget is called by an end that is over.
