@@ -22,15 +22,15 @@ import (
 // probeWait is how long the look at one library may take: NIXL's UCX starts in half a second on a quiet machine.
 const probeWait = 20 * time.Second
 
+// probe looks at one library.
+type probe struct {
+	name string
+	run  func() check
+}
+
 // probes are the libraries that connectors may move blocks with, in the order of doctor's lines.
-func probes() []struct {
-	name  string
-	probe func() check
-} {
-	return []struct {
-		name  string
-		probe func() check
-	}{{"nixl", probeNIXL}, {"ucx", probeUCX}, {"cuda", probeCUDA}, {"nccl", probeNCCL}}
+func probes() []probe {
+	return []probe{{"nixl", probeNIXL}, {"ucx", probeUCX}, {"cuda", probeCUDA}, {"nccl", probeNCCL}}
 }
 
 // checkNative says which libraries this host can use and why not the others. Each is loaded in a process of its
@@ -83,7 +83,7 @@ func newProbe() *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			for _, p := range probes() {
 				if p.name == args[0] {
-					if err := writeJSONLines(cmd.OutOrStdout(), []check{p.probe()}); err != nil {
+					if err := writeJSONLines(cmd.OutOrStdout(), []check{p.run()}); err != nil {
 						return fail(err)
 					}
 				}
