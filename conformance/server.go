@@ -11,12 +11,13 @@ import (
 	"github.com/redis/go-redis/v9"
 
 	"github.com/kvport/kvport/conformance/redistest"
+	"github.com/kvport/kvport/conformance/relay"
 )
 
 // server is the real server that the connector under test stores its blocks in, behind a relay.
 type server struct {
 	*redistest.Server
-	relay    *redistest.Relay
+	relay    *relay.Relay
 	dir      string
 	password string // "": it wants none
 }
@@ -40,7 +41,7 @@ func newServer(locked bool) (*server, error) {
 		s.Server, err = redistest.Start(args...)
 	}
 	if err == nil {
-		s.relay, err = redistest.NewRelay(s.Address)
+		s.relay, err = relay.New(s.Address, 0)
 	}
 	if err != nil {
 		return nil, errors.Join(err, s.close())

@@ -12,21 +12,22 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance/redistest"
+	"github.com/kvport/kvport/conformance/relay"
 	"github.com/kvport/kvport/internal/cluster"
 )
 
 // remoteServer is a real server behind a relay, for one test.
-func remoteServer(t *testing.T, args ...string) (*redistest.Server, *redistest.Relay) {
+func remoteServer(t *testing.T, args ...string) (*redistest.Server, *relay.Relay) {
 	t.Helper()
 	srv, err := redistest.Start(args...)
 	require.NoError(t, err)
-	relay, err := redistest.NewRelay(srv.Address)
+	between, err := relay.New(srv.Address, 0)
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		require.NoError(t, relay.Close())
+		require.NoError(t, between.Close())
 		require.NoError(t, srv.Close())
 	})
-	return srv, relay
+	return srv, between
 }
 
 // remoteConfig is the --kv-transfer-config of a connector with some server; host is its "kvport" object or empty.
@@ -50,16 +51,16 @@ type remoteFault struct {
 	met          func() bool // proof that it happened; nil: strike returned no error
 }
 
-func remoteFaults(t *testing.T, srv *redistest.Server, relay *redistest.Relay) []remoteFault {
+func remoteFaults(t *testing.T, srv *redistest.Server, between *relay.Relay) []remoteFault {
 	nothing := func() error { return nil }
 	do := func(args ...any) error { return srv.Do(t.Context(), args...) }
 	return []remoteFault{
-		{name: "200 ms slow", strike: func() error { relay.Delay(200 * time.Millisecond); return nil }, heal: func() error { relay.Delay(0); return nil }},
+		{name: "200 ms slow", strike: func() error { between.Delay(200 * time.Millisecond); return nil }, heal: func() error { between.Delay(0); return nil }},
 		{name: "paused", strike: srv.Pause, heal: srv.Resume},
 		{name: "out of memory", strike: func() error { return do("config", "set", "maxmemory", "1") }, heal: func() error { return do("config", "set", "maxmemory", "0") }},
 		{
-			name: "connections cut", strike: func() error { relay.CutAfter(100 << 10); return nil }, heal: func() error { relay.CutAfter(0); return nil },
-			met: func() bool { return relay.Cuts() > 0 },
+			name: "connections cut", strike: func() error { between.CutAfter(100 << 10); return nil }, heal: func() error { between.CutAfter(0); return nil },
+			met: func() bool { return between.Cuts() > 0 },
 		},
 		{name: "restarted", strike: func() error { srv.Kill(); return srv.Restart() }, heal: nothing},
 		{name: "killed", strike: func() error { srv.Kill(); return nil }, heal: srv.Restart},
@@ -76,8 +77,8 @@ func TestRemoteServerFaults(t *testing.T) {
 	want := r.all(node.URL, prompts, 1)
 	r.stop(node)
 
-	srv, relay := remoteServer(t)
-	config := remoteConfig(t, "RemoteStoreConnector", "kv_both", map[string]string{"url": "redis://" + relay.Address()}, nil)
+	srv, between := remoteServer(t)
+	config := remoteConfig(t, "RemoteStoreConnector", "kv_both", map[string]string{"url": "redis://" + between.Address()}, nil)
 	engine := r.serveModel("sim", "engine", config, "--enable-prefix-caching=false")
 	external := func() float64 { return r.metrics(engine).Sum("kvport_prompt_tokens_total", `source="external"`) }
 	loads := func() { // until blocks come from the server again
@@ -92,7 +93,7 @@ func TestRemoteServerFaults(t *testing.T) {
 	same(t, "all of it from the server", want, r.all(engine.URL, prompts, 4))
 	healthy := 2 * (external() - had) // what two rounds of the prompts have of the server
 	failed := func() float64 { return r.metrics(engine).Sum("kvport_transfer_failed_blocks_total") }
-	for n, fault := range remoteFaults(t, srv, relay) {
+	for n, fault := range remoteFaults(t, srv, between) {
 		t.Run(fault.name, func(t *testing.T) {
 			stop, canaries := make(chan struct{}), make(chan time.Duration, 1)
 			go func() { canaries <- canary(r, engine.URL, stop) }()
@@ -199,8 +200,8 @@ func TestRemoteConnectors(t *testing.T) {
 	node := r.serve("single", "")
 	want := r.all(node.URL, prompts, 1)
 	r.stop(node)
-	_, relay := remoteServer(t)
-	url := "redis://" + relay.Address()
+	_, between := remoteServer(t)
+	url := "redis://" + between.Address()
 	secret := filepath.Join(t.TempDir(), "secret")
 	require.NoError(t, os.WriteFile(secret, []byte("a tenant's secret"), 0o600))
 	const olPrefix = "AIBRIX_KV_CACHE_OL_"

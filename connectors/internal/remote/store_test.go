@@ -14,6 +14,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/kvport/kvport/conformance/redistest"
+	"github.com/kvport/kvport/conformance/relay"
 	"github.com/kvport/kvport/connector"
 )
 
@@ -31,9 +32,9 @@ func server(t *testing.T, args ...string) *redistest.Server {
 	return s
 }
 
-func relay(t *testing.T, target string) *redistest.Relay {
+func newRelay(t *testing.T, target string) *relay.Relay {
 	t.Helper()
-	r, err := redistest.NewRelay(target)
+	r, err := relay.New(target, 0)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, r.Close()) })
 	return r
@@ -269,7 +270,7 @@ func TestServerRestartsEmpty(t *testing.T) {
 // Connections are cut after any number of bytes: what a Get calls loaded is whole.
 func TestCutConnections(t *testing.T) {
 	srv := server(t)
-	r := relay(t, srv.Address)
+	r := newRelay(t, srv.Address)
 	s := open(t, Options{Addresses: []string{r.Address()}, Connections: 2})
 	full, _ := items(8, 20000, 20000, 16)
 	require.NoError(t, s.Put(t.Context(), full))
@@ -310,7 +311,7 @@ func TestCutConnections(t *testing.T) {
 
 func TestSlowServer(t *testing.T) {
 	srv := server(t)
-	r := relay(t, srv.Address)
+	r := newRelay(t, srv.Address)
 	s := open(t, Options{Addresses: []string{r.Address()}})
 	full, empty := items(4, 1<<20, 16)
 	require.NoError(t, s.Put(t.Context(), full))
