@@ -21,9 +21,11 @@ import (
 // DiskOptions say where a Disk keeps its blocks.
 type DiskOptions struct {
 	// Path is the folder of its file; made when it is missing. Several processes may use one folder:
-	// each has a file, and Bytes, for itself.
+	// each has a file, and Bytes, for itself. So have blocks of different sizes: an engine of another
+	// shape finds its file as it was.
 	Path string
-	// Bytes is the largest size of the file. It is never exceeded.
+	// Bytes is the largest size of the file and of all those in the folder that nobody uses together. It
+	// is never exceeded: what was left longest makes room.
 	Bytes int64
 	// SlotBytes is the size of the largest block, in a Store's lower tier with LowerHeader.
 	SlotBytes int64
@@ -50,6 +52,9 @@ type Disk struct {
 
 	gate      sync.RWMutex // held for reading by every call, so that Reset meets none
 	resetting bool
+
+	growing sync.Mutex
+	granted atomic.Int64 // bytes to which the file may grow without looking at the others
 
 	// The file's calls, replaced by tests.
 	readAt  func(b []byte, at int64) (int, error)
@@ -84,7 +89,7 @@ func OpenDisk(o DiskOptions) (*Disk, error) {
 	}
 	d.index.came, d.index.gone = func(id uint32) { d.changed(id, true) }, d.gone
 	d.readAt, d.writeAt = d.file.ReadAt, d.file.WriteAt
-	if err := d.restart(); err != nil {
+	if err := errors.Join(d.opened(), d.restart()); err != nil {
 		return nil, errors.Join(fmt.Errorf("folder %s: %w: %w", o.Path, err, connector.ErrIncompatible), d.file.Close())
 	}
 	return d, nil
@@ -289,6 +294,9 @@ func (d *Disk) write(id uint32, it connector.Item, size int) error {
 		d.expires[id].Store(h.expires)
 	}
 	sum, at := xxh3.New(), d.slotAt(id)
+	if err := d.room(at + d.stride()); err != nil {
+		return err
+	}
 	for _, s := range it.Spans {
 		_, _ = sum.Write(s) // never fails
 		if _, err := d.writeAt(s, at); err != nil {
@@ -332,4 +340,7 @@ func (d *Disk) Reset(context.Context) (emptied bool, err error) {
 }
 
 // Close implements connector.Store.
-func (d *Disk) Close() error { return d.file.Close() }
+func (d *Disk) Close() error {
+	d.used()
+	return d.file.Close()
+}

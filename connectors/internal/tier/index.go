@@ -17,6 +17,8 @@ const MaxEntries = math.MaxInt32
 //
 // An entry is free, reserved (for a block that is being written, found by nobody), visible, or
 // detached: its key was removed while somebody had it pinned, and it becomes free with the last pin.
+// A reserved entry has its place in the eviction policy already, in the order of reservation, so that
+// blocks which are written together are judged as if they came one by one.
 type Index struct {
 	keys  []connector.StoreKey // of visible entries
 	table *table
@@ -32,8 +34,11 @@ type Index struct {
 	gone    func(id uint32)     // told of a visible entry before its key goes; nil: nobody
 }
 
-// detached marks an entry whose key is gone. The low three bits belong to the policy.
-const detached = 1 << 7
+// Marks of an entry. The low three bits belong to the policy.
+const (
+	detached = 1 << 7 // its key is gone
+	reserved = 1 << 6 // its block is being written
+)
 
 // NewIndex makes an index of n entries that evicts by the named policy; "" is LRU. Errors wrap
 // connector.ErrIncompatible.
@@ -129,7 +134,7 @@ func (x *Index) Reserve(k connector.StoreKey) (id uint32, v Victim, err error) {
 	defer x.mu.Unlock()
 	if x.free.n > 0 {
 		id = x.free.head
-		x.entries.cut(&x.free, id)
+		x.enter(id, h)
 		return id, v, nil
 	}
 	id = x.policy.evict(h, x.pinned)
@@ -140,13 +145,24 @@ func (x *Index) Reserve(k connector.StoreKey) (id uint32, v Victim, err error) {
 	v = Victim{Key: x.keys[id], Evicted: true}
 	x.table.remove(&v.Key, x.table.hashOf(&v.Key))
 	x.visible--
-	x.entries.flags[id] = 0
+	x.reserve(id, h)
 	return id, v, nil
+}
+
+// enter reserves a free entry for a key.
+func (x *Index) enter(id uint32, h uint64) {
+	x.entries.cut(&x.free, id)
+	x.reserve(id, h)
+}
+
+func (x *Index) reserve(id uint32, h uint64) {
+	x.entries.flags[id] = reserved
+	x.policy.add(id, h)
 }
 
 func (x *Index) pinned(id uint32) bool {
 	_, kept := x.kept[id]
-	return kept || x.pins[id] > 0
+	return kept || x.pins[id] > 0 || x.entries.flags[id]&reserved != 0
 }
 
 func (x *Index) leave(id uint32) {
@@ -164,6 +180,7 @@ func (x *Index) Keep(k connector.StoreKey) bool {
 	id := x.table.find(&k, h)
 	if id != none {
 		x.kept[id] = struct{}{}
+		x.policy.touch(id) // so that it leaves the queue of what may never be wanted again
 	}
 	return id != none
 }
@@ -197,7 +214,7 @@ func (x *Index) commit(id uint32, k connector.StoreKey, pins int) {
 	} else {
 		x.table.insert(id, h)
 	}
-	x.policy.add(id, h)
+	x.entries.flags[id] &^= reserved
 	x.visible++
 	if x.came != nil {
 		x.came(id)
@@ -217,8 +234,9 @@ func (x *Index) drop(id uint32) {
 
 // adopt makes a free entry visible as k: what an earlier process left in the entry's slot.
 func (x *Index) adopt(id uint32, k connector.StoreKey) {
+	h := x.table.hashOf(&k)
 	x.mu.Lock()
-	x.entries.cut(&x.free, id)
+	x.enter(id, h)
 	x.mu.Unlock()
 	x.Commit(id, k)
 }
@@ -227,6 +245,7 @@ func (x *Index) adopt(id uint32, k connector.StoreKey) {
 func (x *Index) Cancel(id uint32) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	x.policy.remove(id)
 	x.recycle(id)
 }
 

@@ -17,12 +17,12 @@ const (
 // policy decides which entry goes. It knows entries by number; h is the hash of an entry's key, by
 // which those that went are remembered.
 type policy interface {
-	// add takes a new entry.
+	// add takes a new entry, after evict if that made its place.
 	add(id uint32, h uint64)
 	// touch notes a hit.
 	touch(id uint32)
 	// evict chooses an entry that is not pinned, to make place for the key with hash h, and takes it
-	// out; none if all are pinned.
+	// out; none if all are pinned. An entry whose block is still being written counts as pinned.
 	evict(h uint64, pinned func(uint32) bool) uint32
 	// remove takes out an entry that goes for another reason.
 	remove(id uint32)

@@ -50,18 +50,22 @@ func (p *s3fifo) remove(id uint32) {
 }
 
 func (p *s3fifo) evict(_ uint64, pinned func(uint32) bool) uint32 {
+	small := p.next(pinned)
 	// An entry is moved once out of the small queue and at most three times round the main one. A
-	// pinned entry goes round without losing a use, so the number of rounds is bounded here.
+	// pinned entry of the main one goes round without losing a use, so the number of rounds is bounded here.
 	for range 5 * (p.small.n + p.main.n + 1) {
+		id := none
 		switch {
-		case p.small.n > 0 && (p.small.n >= p.smallSize || p.main.n == 0):
-			if id := p.evictSmall(pinned); id != none {
-				return id
+		case small != none && (p.small.n >= p.smallSize || p.main.n == 0):
+			id = p.evictSmall(small)
+			if id == none {
+				small = p.next(pinned)
 			}
 		case p.main.n > 0:
-			if id := p.evictMain(pinned); id != none {
-				return id
-			}
+			id = p.evictMain(pinned)
+		}
+		if id != none {
+			return id
 		}
 	}
 	for _, l := range []*list{&p.main, &p.small} {
@@ -73,11 +77,20 @@ func (p *s3fifo) evict(_ uint64, pinned func(uint32) bool) uint32 {
 	return none
 }
 
-// evictSmall looks at the oldest entry of the small queue: it goes, or moves to the main one.
-func (p *s3fifo) evictSmall(pinned func(uint32) bool) uint32 {
+// next is the oldest entry of the small queue that may leave it, or none. Pinned ones that were not used stay
+// where they are: being written is no sign that a block will be wanted.
+func (p *s3fifo) next(pinned func(uint32) bool) uint32 {
 	id := p.small.tail
+	for id != none && p.flags[id]&uses < promoted && pinned(id) {
+		id = p.prev[id]
+	}
+	return id
+}
+
+// evictSmall takes an entry out of the small queue: it goes, or moves to the main one.
+func (p *s3fifo) evictSmall(id uint32) uint32 {
 	p.cut(&p.small, id)
-	if pinned(id) || p.flags[id]&uses >= promoted {
+	if p.flags[id]&uses >= promoted {
 		p.flags[id] = p.flags[id]&^uses | inMain
 		p.push(&p.main, id)
 		return none

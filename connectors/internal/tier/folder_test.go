@@ -1,0 +1,156 @@
+package tier
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// sized is a block of n bytes for another shape.
+func sized(k uint64, n int) connector.Item {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(uint64(i)*7 + k)
+	}
+	return connector.Item{Key: storeKey(k), Spans: [][]byte{b}}
+}
+
+// shaped opens a disk tier for blocks of n bytes in a folder that is to have most bytes.
+func shaped(t *testing.T, path string, n int, most int64) *Disk {
+	t.Helper()
+	d, err := OpenDisk(DiskOptions{Path: path, Bytes: most, SlotBytes: int64(n)})
+	require.NoError(t, err)
+	return d
+}
+
+// stored counts the blocks of those numbered 0 to n that are there and right.
+func stored(t *testing.T, d *Disk, n uint64, size int) (right int) {
+	t.Helper()
+	for k := range n {
+		want, got := sized(k, size), connector.Item{Key: storeKey(k), Spans: [][]byte{make([]byte, size)}}
+		if d.Get(t.Context(), []connector.Item{got}) == nil {
+			require.Equal(t, want.Spans[0], got.Spans[0])
+			right++
+		}
+	}
+	return right
+}
+
+// folderBytes is the size of all files of a folder.
+func folderBytes(t *testing.T, path string) (sum int64) {
+	t.Helper()
+	files, err := filepath.Glob(filepath.Join(path, "*"))
+	require.NoError(t, err)
+	for _, name := range files {
+		info, err := os.Stat(name)
+		require.NoError(t, err)
+		sum += info.Size()
+	}
+	return sum
+}
+
+// Engines of different shapes take turns in one folder, and each finds what it left.
+func TestShapesShareAFolder(t *testing.T) {
+	path := t.TempDir()
+	sizes := []int{3000, 5000, 12000}
+	for round := range 3 {
+		for _, size := range sizes {
+			d := shaped(t, path, size, 1<<20)
+			if round > 0 {
+				require.Equal(t, 20, stored(t, d, 20, size), "blocks of %d bytes", size)
+			}
+			for k := range uint64(20) {
+				require.NoError(t, d.Put(t.Context(), []connector.Item{sized(k, size)}))
+			}
+			require.NoError(t, d.Close())
+		}
+	}
+}
+
+// Together they keep to the limit: what was left longest goes first, and only as much as must.
+func TestShapesShareTheLimit(t *testing.T) {
+	const most = 1 << 20
+	path := t.TempDir()
+	left := time.Now().Add(-time.Hour)
+	for i, size := range []int{3000, 5000} { // each takes more than a third
+		d := shaped(t, path, size, most)
+		for k := range uint64(400_000 / size) {
+			require.NoError(t, d.Put(t.Context(), []connector.Item{sized(k, size)}))
+		}
+		require.NoError(t, d.Close())
+		require.NoError(t, os.Chtimes(filepath.Join(path, fileName(i)), left, left.Add(time.Duration(i)*time.Minute)))
+	}
+	d := shaped(t, path, 12000, most)
+	for k := range uint64(400_000 / 12000) {
+		require.NoError(t, d.Put(t.Context(), []connector.Item{sized(k, 12000)}))
+		require.LessOrEqual(t, folderBytes(t, path), int64(most))
+	}
+	require.NoError(t, d.Close())
+	for _, c := range []struct{ size, want int }{{5000, 80}, {12000, 33}, {3000, 0}} {
+		d := shaped(t, path, c.size, most)
+		require.Equal(t, c.want, stored(t, d, uint64(400_000/c.size), c.size), "blocks of %d bytes", c.size)
+		require.NoError(t, d.Close())
+	}
+	d = shaped(t, path, 3000, most) // one that wants all of it gets it
+	for k := range uint64(d.Slots() + 10) {
+		require.NoError(t, d.Put(t.Context(), []connector.Item{sized(k, 3000)}))
+		require.LessOrEqual(t, folderBytes(t, path), int64(most))
+	}
+	require.Equal(t, d.Slots(), int(d.Stats().Blocks))
+	require.NoError(t, d.Close())
+}
+
+// A file that another process uses is left alone, whoever needs room, and only that one.
+func TestUsedFilesAreLeftAlone(t *testing.T) {
+	const most = 200_000
+	path := t.TempDir()
+	a, b := shaped(t, path, 3000, most), shaped(t, path, 5000, most)
+	for k := range uint64(60) {
+		require.NoError(t, a.Put(t.Context(), []connector.Item{sized(k, 3000)}))
+		require.NoError(t, b.Put(t.Context(), []connector.Item{sized(k, 5000)}))
+	}
+	require.Equal(t, 60, stored(t, a, 60, 3000))
+	require.Equal(t, b.Slots(), int(b.Stats().Blocks))
+	again := shaped(t, path, 3000, most) // of a's shape: a file of its own
+	require.Zero(t, again.Stats().Adopted)
+	for _, d := range []*Disk{a, b, again} {
+		require.NoError(t, d.Close())
+	}
+}
+
+// Many processes open and leave a folder at once while files make room: none gets another's file.
+func TestFolderIsContended(t *testing.T) {
+	path := t.TempDir()
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	failed := make(chan error, 8)
+	for worker := range 8 {
+		go func() {
+			for round := range 20 {
+				d, err := OpenDisk(DiskOptions{Path: path, Bytes: 150_000, SlotBytes: int64(2000 + 500*(worker%4))})
+				for k := range uint64(40) {
+					if err == nil {
+						err = d.Put(ctx, []connector.Item{sized(k+uint64(round), 2000+500*(worker%4))})
+					}
+				}
+				if err == nil {
+					err = d.Close()
+				}
+				if err != nil {
+					failed <- err
+					return
+				}
+			}
+			failed <- nil
+		}()
+	}
+	for range 8 {
+		require.NoError(t, <-failed)
+	}
+}
