@@ -11,6 +11,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
+
+	"github.com/kvport/kvport/native/nixl"
+	"github.com/kvport/kvport/native/ucx"
 )
 
 // pluginFolder holds the plugins of shared storage and offloading, remoteFolder that of remote stores.
@@ -65,17 +68,18 @@ func requireRows(t *testing.T, rows []Row, names ...string) {
 }
 
 func TestTransfer(t *testing.T) {
+	useNative(t)
 	emit, rows := collect()
 	dir := t.TempDir()
 	require.NoError(t, Transfer(t.Context(), TransferOptions{
 		Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Quick: true, Emit: emit,
 	}))
 	requireRows(t, *rows, "save 48 KB", "load+digest 48 KB x 32", "save+digest 737 KB", "load 8 MB", "op round trip, stream",
-		"file save 737 KB", "file load 8 MB", "lookup of 32 keys, warm", "plugin restart after kill -9")
+		"file save 737 KB", "file load 8 MB", "lookup of 32 keys, warm", "plugin restart after kill -9",
+		"tcp pipe 8 MiB of 48 KB", "tcp pipe+digest 64 MiB of 1 MiB", "shm pipe 64 MiB of 1 MiB : memcpy", "raw tcp 8 MiB of 48 KB : memcpy")
 	for _, r := range *rows {
 		if r.Unit == "absent" {
-			require.Contains(t, r.Name, "safetensors")
-			require.Contains(t, r.Name, "no --peer-python")
+			require.Regexp(t, "safetensors .*no --peer-python|shm pipe.*no digests|(raw|connector).*(make deps|not built)", r.Name)
 			require.Nil(t, r.OK)
 			continue
 		}
@@ -86,6 +90,33 @@ func TestTransfer(t *testing.T) {
 	left, err := os.ReadDir(dir)
 	require.NoError(t, err)
 	require.Empty(t, left, "stored blocks are removed")
+}
+
+// useNative has the libraries of make deps found by a program that does not lie in bin.
+func useNative(t *testing.T) {
+	t.Helper()
+	dir, err := filepath.Abs(filepath.Join("..", ".deps", "nixl"))
+	require.NoError(t, err)
+	for _, name := range []string{nixl.EnvDir, ucx.EnvDir} {
+		t.Setenv(name, dir)
+	}
+	t.Setenv("UCX_MODULES", "^ib") // native/nixl says why
+}
+
+// TestTransports: what can be used here is measured and compared with what it is made of, what cannot is named.
+func TestTransports(t *testing.T) {
+	useNative(t)
+	if _, err := nixl.Open(""); err != nil {
+		t.Skip("NIXL AND UCX ARE NOT MEASURED: run make deps")
+	}
+	emit, rows := collect()
+	options := TransferOptions{Self: self(t), PluginPath: []string{pluginFolder}, Only: "transports", Quick: true, Emit: emit}
+	require.NoError(t, Transfer(t.Context(), options))
+	for _, suffix := range []string{" 8 MiB of 48 KB", "+digest 8 MiB of 48 KB", " 64 MiB of 1 MiB", "+digest 64 MiB of 1 MiB"} {
+		requireRows(t, *rows, "raw nixl"+suffix+" : memcpy", "raw ucx"+suffix+" : memcpy", "raw tcp"+suffix+" : memcpy", "tcp pipe"+suffix)
+	}
+	options.Only = "nothing"
+	require.ErrorContains(t, Transfer(t.Context(), options), "want blocks")
 }
 
 // TestStore measures every plugin a little; whatever cannot be measured here is a row that says why.

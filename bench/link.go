@@ -53,12 +53,27 @@ type linkOptions struct {
 	bytes   int64  // of the cache; 0: cacheBytes
 	arena   bool   // the connector gets the memory that it asks for
 	life    string // of the same shape with another life nothing is found in a store that outlives the process
+
+	engine      string         // its id; empty: bench
+	role        connector.Role // 0: both
+	environment []string       // names of variables that the plugin gets
 }
 
-func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
+// settle fills in what was left out.
+func (o *linkOptions) settle() {
 	if o.bytes == 0 {
 		o.bytes = cacheBytes
 	}
+	if o.engine == "" {
+		o.engine = "bench"
+	}
+	if o.role == 0 {
+		o.role = connector.RoleBoth
+	}
+}
+
+func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
+	o.settle()
 	l := &link{shape: o.shape, blocks: max(int(o.bytes/o.shape.block()), 2*o.shape.batch)}
 	l.blocks = l.blocks / o.shape.batch * o.shape.batch
 	defer func() {
@@ -75,7 +90,7 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 		return nil, err
 	}
 	env := connector.Env{
-		Engine: "bench", Epoch: 1, Role: connector.RoleBoth, World: 1, Layout: layout,
+		Engine: o.engine, Epoch: 1, Role: o.role, World: 1, Layout: layout,
 		Model: connector.NewFingerprint("bench", o.life), Shape: connector.NewFingerprint("bench", o.shape.name), Log: slog.New(slog.DiscardHandler),
 	}
 	if o.digests {
@@ -86,7 +101,7 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 		return nil, err
 	}
 	options := patient()
-	options.Regions = []*host.Region{l.region}
+	options.Regions, options.Environment = []*host.Region{l.region}, o.environment
 	if o.arena {
 		if l.arena, err = host.NewArena(); err != nil {
 			return nil, err

@@ -32,12 +32,12 @@ func (s *store) pipes(ctx context.Context) error {
 
 // pipe is one size.
 func (s *store) pipe(ctx context.Context, sh shape, digests bool) (err error) {
-	ours, err := openTCP(ctx, sh, digests)
+	ours, err := openEnds(ctx, &tcp.Network{NoDigest: !digests}, sh, cacheBytes)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, ours.close()) }()
-	plain, err := openPlain(ctx, sh, digests)
+	plain, err := openPlain(ctx, sh, digests, cacheBytes)
 	if err != nil {
 		return err
 	}
@@ -77,16 +77,16 @@ func newBlocks(bytes int64, sh shape) *blocks {
 // step is the blocks of one transfer.
 func (b *blocks) step(n int) [][][]byte { return b.all[n%b.steps*b.batch:][:b.batch] }
 
-// tcpPipe is a pipe over TCP and who receives from it.
-type tcpPipe struct {
+// ends are both ends of a pipe, with who receives from it.
+type ends struct {
 	listener pipe.Listener
 	out, in  pipe.Link
 	done     chan error
 }
 
-func openTCP(ctx context.Context, sh shape, digests bool) (_ *tcpPipe, err error) {
-	network := &tcp.Network{NoDigest: !digests}
-	p := &tcpPipe{done: make(chan error, 1)}
+// openEnds makes a pipe that ends in so many bytes of memory.
+func openEnds(ctx context.Context, network pipe.Network, sh shape, bytes int64) (_ *ends, err error) {
+	p := &ends{done: make(chan error, 1)}
 	if p.listener, err = network.Listen(ctx); err != nil {
 		return nil, err
 	}
@@ -96,11 +96,11 @@ func openTCP(ctx context.Context, sh shape, digests bool) (_ *tcpPipe, err error
 	if p.in, err = p.listener.Accept(ctx); err != nil {
 		return nil, errors.Join(err, p.out.Close(), p.listener.Close())
 	}
-	to := newBlocks(cacheBytes, sh)
+	to := newBlocks(bytes, sh)
 	go func() {
 		for n := 0; ; n++ {
-			block := to.all[n%len(to.all)]
-			if err := p.in.In.Recv(context.Background(), func([]byte, int) ([][]byte, error) { return block, nil }); err != nil {
+			block := to.all[n%len(to.all)] // its spans are the pipe's to shorten
+			if err := p.in.In.Recv(context.Background(), func([]byte, int) ([][]byte, error) { return slices.Clone(block), nil }); err != nil {
 				p.done <- err
 				return
 			}
@@ -110,7 +110,7 @@ func openTCP(ctx context.Context, sh shape, digests bool) (_ *tcpPipe, err error
 }
 
 // send sends blocks, several at a time, until all are received.
-func (p *tcpPipe) send(ctx context.Context, blocks [][][]byte) error {
+func (p *ends) send(ctx context.Context, blocks [][][]byte) error {
 	if len(blocks) == 1 {
 		return p.out.Out.Send(ctx, nil, blocks[0])
 	}
@@ -127,7 +127,7 @@ func (p *tcpPipe) send(ctx context.Context, blocks [][][]byte) error {
 	return errors.Join(errs...)
 }
 
-func (p *tcpPipe) close() error {
+func (p *ends) close() error {
 	err := errors.Join(p.out.Close(), p.in.Close(), p.listener.Close())
 	if end := <-p.done; !errors.Is(end, pipe.ErrClosed) {
 		err = errors.Join(err, end)
@@ -145,7 +145,7 @@ type plainTCP struct {
 	done    chan error
 }
 
-func openPlain(ctx context.Context, sh shape, digests bool) (_ *plainTCP, err error) {
+func openPlain(ctx context.Context, sh shape, digests bool, bytes int64) (_ *plainTCP, err error) {
 	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, err
@@ -158,7 +158,7 @@ func openPlain(ctx context.Context, sh shape, digests bool) (_ *plainTCP, err er
 	if p.in, err = listener.Accept(); err != nil {
 		return nil, errors.Join(err, p.out.Close())
 	}
-	go func() { p.done <- p.receive(newBlocks(cacheBytes, sh)) }()
+	go func() { p.done <- p.receive(newBlocks(bytes, sh)) }()
 	return p, nil
 }
 

@@ -17,12 +17,16 @@ const (
 	memoryBinary = "kvport-bench-memory"
 )
 
-// ServePlugin serves the benchmark's own plugin and does not return, if this process was started under the
-// plugin's file name: Transfer starts the running binary by a link of that name.
+// ServePlugin serves the benchmark's own plugin, or the other end of libraries that are measured alone, and
+// does not return, if this process was started under the file name of one: Transfer starts the running binary
+// by links of these names.
 func ServePlugin() {
-	if filepath.Base(os.Args[0]) == memoryBinary {
+	switch filepath.Base(os.Args[0]) {
+	case memoryBinary:
 		sdk.Serve(memoryPlugin())
 		os.Exit(0)
+	case rawBinary:
+		serveRaw()
 	}
 }
 

@@ -20,6 +20,7 @@ type TransferOptions struct {
 	PluginPath []string // where SharedStorageConnector is looked for
 	Dir        string   // folder for stored blocks; empty: the system's for temporary files
 	Peer       *Peer    // nil: none
+	Only       string   // measure only the parts whose name this is: blocks, message, files, lookup, restart, transports; empty: all
 	Quick      bool     // a few rounds and small caches: to see that it works, not to measure
 	Emit       Emit
 }
@@ -47,10 +48,24 @@ func Transfer(ctx context.Context, o TransferOptions) (err error) {
 	}
 	defer func() { err = errors.Join(err, remove()) }()
 	t.memory = path
-	for _, step := range []func(context.Context) error{t.blocks, t.roundTrip, t.storage, t.lookup, t.restart} {
-		if err := step(ctx); err != nil {
+	known := false
+	for _, part := range []struct {
+		name string
+		run  func(context.Context) error
+	}{
+		{"blocks", t.blocks}, {"message", t.roundTrip}, {"files", t.storage}, {"lookup", t.lookup},
+		{"restart", t.restart}, {"transports", t.transports},
+	} {
+		if o.Only != "" && o.Only != part.name {
+			continue
+		}
+		known = true
+		if err := part.run(ctx); err != nil {
 			return err
 		}
+	}
+	if !known {
+		return fmt.Errorf("transfer has no part %q: want blocks, message, files, lookup, restart or transports", o.Only)
 	}
 	return nil
 }
