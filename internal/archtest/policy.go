@@ -97,13 +97,14 @@ func kvportImports() map[string][]string {
 		"internal/wire":       {"connector", "proto/..."},
 		"internal/simulate":   {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/book", "internal/ticket"},
 
-		"pipe":         {"connector"},
-		"pipe/*":       {"connector", "pipe"},
-		"pipe/shm":     {"connector", "pipe", "internal/shm"},
-		"pipe/ucx":     {"connector", "pipe", "native/ucx"},
-		"pipe/nccl":    {"connector", "pipe", "native/nccl"},
-		"lookupbuffer": {"connector", "pipe"},
-		"connectors/*": {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
+		"pipe":            {"connector"},
+		"pipe/*":          {"connector", "pipe"},
+		"pipe/shm":        {"connector", "pipe", "internal/shm"},
+		"pipe/internal/*": {"connector", "pipe"}, // what several pipes share
+		"pipe/ucx":        {"connector", "pipe", "pipe/internal/...", "native/ucx"},
+		"pipe/nccl":       {"connector", "pipe", "pipe/internal/...", "native/nccl", "native/cuda"},
+		"lookupbuffer":    {"connector", "pipe"},
+		"connectors/*":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
 
 		"connectors/internal/*": {"connector", "internal/fault"}, // what several connectors share
 

@@ -1,0 +1,80 @@
+package staged
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"syscall"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Side is where and how the connections of links are made. It must not be changed once it is used.
+type Side struct {
+	Address   string      // to listen at; empty: 127.0.0.1 with a port that the system chooses
+	Advertise string      // what peers dial, where that differs; ":0" at its end stands for the port taken
+	TLS       *tls.Config // mutual TLS; nil: none, and loopback only
+}
+
+// Listen listens at the side's address.
+func (s *Side) Listen(ctx context.Context) (net.Listener, error) {
+	address := s.Address
+	if address == "" {
+		address = "127.0.0.1:0"
+	}
+	l, err := new(net.ListenConfig).Listen(ctx, "tcp", address)
+	if err != nil {
+		return nil, fmt.Errorf("listen at %s: %w", address, err)
+	}
+	if t, ok := l.Addr().(*net.TCPAddr); s.TLS == nil && (!ok || !t.IP.IsLoopback()) {
+		return nil, errors.Join(fmt.Errorf("listen at %s: others can reach it, so it needs a shared key: %w", address, connector.ErrIncompatible), l.Close())
+	}
+	return l, nil
+}
+
+// Reach is what peers dial to come to a listener of the side's.
+func (s *Side) Reach(l net.Addr) string {
+	own := l.String()
+	if s.Advertise == "" {
+		return own
+	}
+	host, port, err := net.SplitHostPort(s.Advertise)
+	if err != nil || port != "0" {
+		return s.Advertise
+	}
+	_, port, _ = net.SplitHostPort(own)
+	return net.JoinHostPort(host, port)
+}
+
+// Dial connects to a peer. One that is not there is connector.ErrGone.
+func (s *Side) Dial(ctx context.Context, address string) (net.Conn, error) {
+	conn, err := new(net.Dialer).DialContext(ctx, "tcp", address)
+	if errors.Is(err, syscall.ECONNREFUSED) {
+		return nil, fmt.Errorf("%w: %w", err, connector.ErrGone)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return s.Secure(ctx, conn, false)
+}
+
+// Secure tunes a connection and puts TLS on it. On an error the connection is closed.
+func (s *Side) Secure(ctx context.Context, conn net.Conn, server bool) (net.Conn, error) {
+	if t, ok := conn.(*net.TCPConn); ok {
+		_ = t.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: time.Second, Count: 5})
+	}
+	if s.TLS == nil {
+		return conn, nil
+	}
+	secured := tls.Client(conn, s.TLS)
+	if server {
+		secured = tls.Server(conn, s.TLS)
+	}
+	if err := secured.HandshakeContext(ctx); err != nil {
+		return nil, errors.Join(fmt.Errorf("TLS: %w: %w", err, connector.ErrIncompatible), conn.Close())
+	}
+	return secured, nil
+}

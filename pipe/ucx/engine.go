@@ -1,0 +1,232 @@
+package ucx
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	native "github.com/kvport/kvport/native/ucx"
+)
+
+// grace is how long landing memory rests that a peer may still write to.
+const grace = 10 * time.Second
+
+// engine is what the links of one network share: a worker, the goroutine that lets it make progress, and
+// memory for links.
+type engine struct {
+	worker       *native.Worker
+	address      []byte
+	piece, slots int
+	links        sync.WaitGroup
+	stop         int // eventfd that wakes the progress
+	stopped      chan struct{}
+
+	mu     sync.Mutex
+	spare  []*slab
+	all    []*slab
+	closed bool
+}
+
+// slab is the memory of one link: slots to send from, and slots in which the peer's pieces land.
+type slab struct {
+	bytes  []byte // from mmap: it stays where it is
+	memory *native.Memory
+	key    []byte
+	rests  bool // a peer may still write to it: it is never unmapped
+}
+
+func (s *slab) address() uint64 { return s.memory.Addr() }
+
+func newEngine(lib *native.Library, o native.Options, piece, slots int) (_ *engine, err error) {
+	worker, err := lib.NewWorker(o)
+	if err != nil {
+		return nil, err
+	}
+	e := &engine{worker: worker, piece: piece, slots: slots, stopped: make(chan struct{}), stop: -1}
+	e.address, err = worker.Address()
+	var fd int
+	if err == nil {
+		fd, err = worker.FD()
+	}
+	if err == nil {
+		e.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("ucx: %w", err), worker.Close())
+	}
+	go e.progress(fd)
+	return e, nil
+}
+
+// progress lets UCX work whenever there is something to do.
+func (e *engine) progress(fd int) {
+	defer close(e.stopped)
+	wake := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}, {Fd: int32(e.stop), Events: unix.POLLIN}}
+	for {
+		for some := true; some; {
+			var err error
+			if some, err = e.worker.Progress(); err != nil {
+				return
+			}
+		}
+		armed, err := e.worker.Arm()
+		if err != nil {
+			return
+		}
+		if !armed {
+			continue
+		}
+		if _, err := unix.Poll(wake, 1000); err != nil && !errors.Is(err, unix.EINTR) {
+			return
+		}
+		if wake[1].Revents != 0 {
+			return
+		}
+	}
+}
+
+// half is the size of the part to send from, and of the landing part.
+func (e *engine) half() int { return e.piece * e.slots }
+
+// take gives memory for a link.
+func (e *engine) take() (*slab, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return nil, native.ErrClosed
+	}
+	if n := len(e.spare); n > 0 {
+		s := e.spare[n-1]
+		e.spare = e.spare[:n-1]
+		return s, nil
+	}
+	b, err := unix.Mmap(-1, 0, 2*e.half(), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return nil, fmt.Errorf("memory for a link: %w", err)
+	}
+	s := &slab{bytes: b}
+	if s.memory, err = e.worker.Map(b); err == nil {
+		s.key, err = s.memory.Key()
+	}
+	if err != nil {
+		if s.memory != nil {
+			err = errors.Join(err, s.memory.Close())
+		}
+		return nil, errors.Join(err, unix.Munmap(b))
+	}
+	e.all = append(e.all, s)
+	return s, nil
+}
+
+// give takes memory back, after a rest if a peer may still write to it.
+func (e *engine) give(s *slab, clean bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if clean {
+		e.spare = append(e.spare, s)
+		return
+	}
+	s.rests = true
+	time.AfterFunc(grace, func() {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		s.rests = false
+		e.spare = append(e.spare, s)
+	})
+}
+
+// close ends the engine when its links have ended.
+func (e *engine) close() error {
+	e.links.Wait()
+	var err error
+	if _, werr := unix.Write(e.stop, []byte{1, 0, 0, 0, 0, 0, 0, 0}); werr != nil {
+		err = fmt.Errorf("ucx: wake: %w", werr)
+	}
+	<-e.stopped
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.closed = true
+	err = errors.Join(err, e.worker.Close(), unix.Close(e.stop))
+	for _, s := range e.all {
+		if !s.rests {
+			err = errors.Join(err, unix.Munmap(s.bytes))
+		}
+	}
+	e.all, e.spare = nil, nil
+	return err
+}
+
+// mover moves the payload of one link.
+type mover struct {
+	engine   *engine
+	slab     *slab
+	patience time.Duration
+	peer     *hello
+	endpoint *native.Endpoint // nil until the first Put: UCX suffers from endpoints that end as they begin
+	key      *native.Key
+}
+
+// mover takes memory for a link, for Free.
+func (e *engine) mover(patience time.Duration) (*mover, error) {
+	s, err := e.take()
+	if err != nil {
+		return nil, err
+	}
+	e.links.Add(1)
+	return &mover{engine: e, slab: s, patience: patience}, nil
+}
+
+func (m *mover) connect() (err error) {
+	if m.endpoint != nil {
+		return nil
+	}
+	if m.endpoint, err = m.engine.worker.Connect(m.peer.worker); err == nil {
+		m.key, err = m.endpoint.Unpack(m.peer.key)
+	}
+	return err
+}
+
+// Slot implements staged.Mover.
+func (m *mover) Slot(i int) []byte {
+	return m.slab.bytes[i*m.engine.piece : (i+1)*m.engine.piece]
+}
+
+// Put implements staged.Mover. It returns when the bytes are in the peer's memory.
+func (m *mover) Put(ctx context.Context, i, n int) error {
+	ctx, cancel := context.WithTimeout(ctx, m.patience)
+	defer cancel()
+	if err := m.connect(); err != nil {
+		return err
+	}
+	r, err := m.endpoint.Put(m.Slot(i)[:n], m.slab.memory, m.peer.landing+uint64(i*m.engine.piece), m.key)
+	if err == nil {
+		err = r.Wait(ctx)
+	}
+	if err == nil {
+		r, err = m.endpoint.Flush()
+	}
+	if err == nil {
+		err = r.Wait(ctx)
+	}
+	return err
+}
+
+// Take implements staged.Mover.
+func (m *mover) Take(_ context.Context, i, n int) ([]byte, error) {
+	at := m.engine.half() + i*m.engine.piece
+	return m.slab.bytes[at : at+n], nil
+}
+
+// Free implements staged.Mover.
+func (m *mover) Free(clean bool) error {
+	var err error
+	if m.endpoint != nil {
+		err = m.endpoint.Close()
+	}
+	m.engine.give(m.slab, clean)
+	return err
+}

@@ -1,0 +1,224 @@
+// Package ucx is a pipe over UCX: RDMA where the hosts have it, copies between processes or shared memory on
+// one host, TCP otherwise, as UCX finds best.
+//
+// Payload is written into landing memory of the receiver that nothing but the pipe uses (UCX's put), and
+// announced over a TCP connection, which also carries headers, order, acknowledgements and the end of either
+// process. That connection is where a link is authenticated: with [Network.TLS] both ends show that they
+// have the shared key. UCX itself encrypts nothing: payload can be read by who can read the network. What is
+// changed on its way is found by a digest that is seeded over the connection.
+//
+// A link that loses its peer ends with connector.ErrGone. Landing memory that a peer may still write is not
+// used for anything else for a while, and never for anything but landing.
+package ucx
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	native "github.com/kvport/kvport/native/ucx"
+	"github.com/kvport/kvport/pipe"
+	"github.com/kvport/kvport/pipe/internal/staged"
+)
+
+// Network makes links over UCX. It must not be changed once it is used.
+type Network struct {
+	staged.Side
+	Dir        string        // folder of the library; empty: where native/ucx looks
+	Transports string        // UCX's list; empty: UCX_TLS, or all
+	Devices    string        // network devices; empty: UCX_NET_DEVICES, or all
+	Piece      int           // bytes that are moved at a time; 0: 512 KiB
+	Slots      int           // pieces that each direction of a link holds; 0: 8
+	Patience   time.Duration // for the peer to make progress with a piece; 0: 3 s
+	NoDigest   bool          // leaves payload to the host's digests
+
+	mu     sync.Mutex
+	engine *engine // nil: not started
+	closed bool
+}
+
+const (
+	defaultPiece    = 512 << 10
+	defaultSlots    = 8
+	defaultPatience = 3 * time.Second
+	maxMemory       = 1 << 30 // of one direction of a link
+	dialTimeout     = 5 * time.Second
+)
+
+// Start loads UCX and makes a worker, which Listen and Dial do otherwise. Its error wraps
+// ucx.ErrUnavailable of native/ucx if there is no UCX.
+func (n *Network) Start() error {
+	_, err := n.start()
+	return err
+}
+
+func (n *Network) start() (*engine, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closed {
+		return nil, pipe.ErrClosed
+	}
+	if n.engine != nil {
+		return n.engine, nil
+	}
+	piece, slots := n.Piece, n.Slots
+	if piece == 0 {
+		piece = defaultPiece
+	}
+	if slots == 0 {
+		slots = defaultSlots
+	}
+	if piece < 1 || slots < 1 || piece > maxMemory/slots {
+		return nil, fmt.Errorf("%d pieces of %d bytes: %w", slots, piece, connector.ErrIncompatible)
+	}
+	lib, err := native.Open(n.Dir)
+	if err != nil {
+		return nil, err
+	}
+	n.engine, err = newEngine(lib, native.Options{Transports: n.Transports, Devices: n.Devices, PeerErrors: true}, piece, slots)
+	return n.engine, err
+}
+
+func (n *Network) patience() time.Duration {
+	if n.Patience > 0 {
+		return n.Patience
+	}
+	return defaultPatience
+}
+
+// Close ends what is left of links, which should be closed before, and UCX. Closing twice does nothing.
+func (n *Network) Close() error {
+	n.mu.Lock()
+	e := n.engine
+	n.engine, n.closed = nil, true
+	n.mu.Unlock()
+	if e == nil {
+		return nil
+	}
+	return e.close()
+}
+
+// listener is a listener of this network.
+type listener struct {
+	*pipe.Acceptor
+	network *Network
+}
+
+// Address implements pipe.Listener.
+func (l *listener) Address() string { return l.network.Reach(l.Addr()) }
+
+// Listen implements pipe.Network.
+func (n *Network) Listen(ctx context.Context) (pipe.Listener, error) {
+	if err := n.Start(); err != nil {
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	inner, err := n.Side.Listen(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return &listener{pipe.NewAcceptor(inner, func(ctx context.Context, raw net.Conn, a *pipe.Acceptor) error {
+		conn, err := n.Secure(ctx, raw, true)
+		if err != nil {
+			return err
+		}
+		link, err := n.shake(ctx, conn)
+		if err != nil {
+			return err
+		}
+		return a.Offer(link)
+	}), n}, nil
+}
+
+// Dial implements pipe.Network.
+func (n *Network) Dial(ctx context.Context, address string) (pipe.Link, error) {
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	conn, err := n.Side.Dial(ctx, address)
+	if err != nil {
+		return pipe.Link{}, fmt.Errorf("dial %s: %w", address, err)
+	}
+	link, err := n.shake(ctx, conn)
+	if err != nil {
+		return pipe.Link{}, errors.Join(fmt.Errorf("dial %s: %w", address, err), conn.Close())
+	}
+	return link, nil
+}
+
+// shake makes a link of a connection. On an error the connection is the caller's.
+func (n *Network) shake(ctx context.Context, conn net.Conn) (_ pipe.Link, err error) {
+	e, err := n.start()
+	if err != nil {
+		return pipe.Link{}, err
+	}
+	m, err := e.mover(n.patience())
+	if err != nil {
+		return pipe.Link{}, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, m.Free(true))
+			e.links.Done()
+		}
+	}()
+	mine := hello{piece: e.piece, slots: e.slots, landing: m.slab.address() + uint64(e.half()), key: m.slab.key, worker: e.address}
+	var seed [8]byte
+	_, _ = rand.Read(seed[:]) // never fails
+	mine.seed = binary.LittleEndian.Uint64(seed[:])
+	b, err := staged.Exchange(ctx, conn, mine.encode())
+	if err != nil {
+		return pipe.Link{}, err
+	}
+	theirs, err := parseHello(b)
+	if err != nil {
+		return pipe.Link{}, err
+	}
+	if theirs.piece != e.piece || theirs.slots != e.slots {
+		return pipe.Link{}, fmt.Errorf("the peer has %d pieces of %d bytes, we %d of %d: %w", theirs.slots, theirs.piece, e.slots, e.piece, connector.ErrIncompatible)
+	}
+	m.peer = theirs
+	return staged.New(conn, m, staged.Options{
+		Piece: e.piece, Slots: e.slots, Patience: n.patience(), NoDigest: n.NoDigest, SeedOut: mine.seed, SeedIn: theirs.seed,
+	}, e.links.Done), nil
+}
+
+// hello is what the ends of a link tell each other.
+type hello struct {
+	piece, slots int
+	seed         uint64 // of the digests that this end sends
+	landing      uint64 // address of the landing memory
+	key          []byte // that opens it
+	worker       []byte // address of UCX's worker
+}
+
+// helloHead is the fixed part: what speaks, piece, slots, seed, landing, length of key.
+const helloHead = 3 + 4 + 4 + 8 + 8 + 2
+
+func (h *hello) encode() []byte {
+	b := append(make([]byte, 0, helloHead+len(h.key)+len(h.worker)), "ucx"...)
+	b = binary.LittleEndian.AppendUint32(b, uint32(h.piece))
+	b = binary.LittleEndian.AppendUint32(b, uint32(h.slots))
+	b = binary.LittleEndian.AppendUint64(b, h.seed)
+	b = binary.LittleEndian.AppendUint64(b, h.landing)
+	b = binary.LittleEndian.AppendUint16(b, uint16(len(h.key)))
+	return append(append(b, h.key...), h.worker...)
+}
+
+func parseHello(b []byte) (*hello, error) {
+	if len(b) < helloHead || string(b[:3]) != "ucx" {
+		return nil, fmt.Errorf("the peer does not speak UCX: %w", connector.ErrIncompatible)
+	}
+	h := &hello{piece: int(binary.LittleEndian.Uint32(b[3:])), slots: int(binary.LittleEndian.Uint32(b[7:]))}
+	h.seed, h.landing = binary.LittleEndian.Uint64(b[11:]), binary.LittleEndian.Uint64(b[19:])
+	n, rest := int(binary.LittleEndian.Uint16(b[27:])), b[helloHead:]
+	if n == 0 || n >= len(rest) {
+		return nil, fmt.Errorf("the peer's hello has a key of %d bytes in %d: %w", n, len(rest), connector.ErrIncompatible)
+	}
+	h.key, h.worker = rest[:n], rest[n:]
+	return h, nil
+}

@@ -1,0 +1,232 @@
+package ucx
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/kvport/kvport/connector"
+	native "github.com/kvport/kvport/native/ucx"
+	"github.com/kvport/kvport/pipe"
+	"github.com/kvport/kvport/pipe/internal/staged"
+	"github.com/kvport/kvport/pipe/pipetest"
+	"github.com/kvport/kvport/pipe/tcp"
+)
+
+// dialTo makes this test binary a process that dials and sends until it is killed.
+const dialTo = "KVPORT_TEST_DIAL"
+
+func TestMain(m *testing.M) {
+	// Without ib: native/nixl says why.
+	for k, v := range map[string]string{"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib"} {
+		if err := os.Setenv(k, v); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+	}
+	if address := os.Getenv(dialTo); address != "" {
+		os.Exit(sendForever(address))
+	}
+	goleak.VerifyTestMain(m)
+}
+
+func content(seed uint64, n int) []byte {
+	b := make([]byte, n)
+	_, _ = rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8)}).Read(b) // never fails
+	return b
+}
+
+const frameSize = 3 << 20
+
+func sendForever(address string) int {
+	n := &Network{Dir: dir(), Transports: os.Getenv("KVPORT_TEST_TRANSPORTS")}
+	link, err := n.Dial(context.Background(), address)
+	for i := uint64(0); err == nil; i++ {
+		err = link.Out.Send(context.Background(), binary.LittleEndian.AppendUint64(nil, i), [][]byte{content(i, frameSize)})
+	}
+	fmt.Fprintln(os.Stderr, err)
+	return 1
+}
+
+func dir() string { return filepath.Join("..", "..", ".deps", "nixl") }
+
+// network is a network that is closed with the test. It skips the test, loudly, only where make deps has
+// not put UCX there, and never under make native-test.
+func network(t testing.TB, n *Network) *Network {
+	t.Helper()
+	if _, err := os.Stat(filepath.Join(dir(), "lock.sha256")); err != nil && os.Getenv("KVPORT_NATIVE_TEST") == "" {
+		t.Skip("THE PIPE OVER UCX IS NOT TESTED: it is not in .deps/nixl; run make deps")
+	}
+	n.Dir = dir()
+	require.NoError(t, n.Start())
+	t.Cleanup(func() {
+		require.NoError(t, n.Close())
+		require.NoError(t, n.Close(), "again")
+	})
+	return n
+}
+
+// pair makes both ends of a link between two networks.
+func pair(t pipetest.T, a, b *Network) (dialed, accepted pipe.Link) {
+	l, err := a.Listen(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, l.Close()) })
+	dialed, err = b.Dial(t.Context(), l.Address())
+	require.NoError(t, err)
+	accepted, err = l.Accept(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = errors.Join(accepted.Close(), dialed.Close()) })
+	return dialed, accepted
+}
+
+func key(t testing.TB, b byte) staged.Side {
+	t.Helper()
+	config, err := tcp.KeyTLS(bytes.Repeat([]byte{b}, 32))
+	require.NoError(t, err)
+	return staged.Side{TLS: config}
+}
+
+func TestPipe(t *testing.T) {
+	for name, make := range map[string]func() *Network{
+		"all": func() *Network { return &Network{} }, "tcp": func() *Network { return &Network{Transports: "tcp"} },
+		"key":              func() *Network { return &Network{Side: key(t, 1)} },
+		"small, no digest": func() *Network { return &Network{Piece: 4096, Slots: 2, NoDigest: true} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, b := network(t, make()), network(t, make())
+			pipetest.Run(t, pipetest.Harness{Open: func(t pipetest.T) pipetest.Ends {
+				dialed, accepted := pair(t, a, b)
+				return pipetest.Ends{Out: dialed.Out, In: accepted.In}
+			}})
+		})
+	}
+}
+
+// A process that is killed while it sends leaves whole frames and then ErrGone; one that is stopped holds
+// nobody for longer than the context says.
+func TestProcess(t *testing.T) {
+	for _, transports := range []string{"", "tcp"} {
+		t.Run("transports "+transports, func(t *testing.T) {
+			n := network(t, &Network{Transports: transports, Patience: time.Second})
+			l, err := n.Listen(t.Context())
+			require.NoError(t, err)
+			defer func() { require.NoError(t, l.Close()) }()
+			for round := range uint64(4) {
+				process(t, l, transports, round)
+			}
+		})
+	}
+}
+
+func process(t *testing.T, l pipe.Listener, transports string, round uint64) {
+	t.Helper()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	child := exec.CommandContext(t.Context(), self)
+	child.Env = append(os.Environ(), dialTo+"="+l.Address(), "KVPORT_TEST_TRANSPORTS="+transports)
+	require.NoError(t, child.Start())
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	link, err := l.Accept(ctx)
+	require.NoError(t, err)
+	for i := uint64(0); err == nil; i++ {
+		var header, payload []byte
+		header, payload, err = pipe.Receive(ctx, link.In)
+		if err == nil {
+			require.Equal(t, i, binary.LittleEndian.Uint64(header))
+			require.True(t, bytes.Equal(content(i, frameSize), payload), "frame %d is damaged", i)
+		}
+		if i == 2 && round%2 == 1 {
+			stopped(t, child.Process, link)
+		}
+		if i == 3+round {
+			require.NoError(t, child.Process.Kill())
+		}
+	}
+	require.ErrorIs(t, err, connector.ErrGone)
+	require.Error(t, child.Wait())
+	require.Error(t, link.Out.Send(ctx, nil, [][]byte{make([]byte, frameSize)}))
+	require.NoError(t, link.Close())
+}
+
+// stopped stops a process, and sends to it until no more goes, for as long as a context lets it.
+func stopped(t *testing.T, p *os.Process, link pipe.Link) {
+	t.Helper()
+	require.NoError(t, p.Signal(syscall.SIGSTOP))
+	defer func() { require.NoError(t, p.Signal(syscall.SIGCONT)) }()
+	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	var err error
+	for err == nil {
+		err = link.Out.Send(ctx, nil, [][]byte{make([]byte, 1<<20)})
+	}
+	require.Error(t, err)
+}
+
+// Peers without the key, and those that are none, are refused, and the listener goes on.
+func TestStrangers(t *testing.T) {
+	n := network(t, &Network{Side: key(t, 1)})
+	l, err := n.Listen(t.Context())
+	require.NoError(t, err)
+	defer func() { require.NoError(t, l.Close()) }()
+	for _, other := range []*Network{{}, {Side: key(t, 2)}} {
+		_, err := network(t, other).Dial(t.Context(), l.Address())
+		require.Error(t, err)
+	}
+	conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", l.Address())
+	require.NoError(t, err)
+	_, err = conn.Write(bytes.Repeat([]byte("GET / HTTP/1.1\r\n"), 100))
+	require.NoError(t, err)
+	require.NoError(t, conn.Close())
+	link, err := n.Dial(t.Context(), l.Address())
+	require.NoError(t, err)
+	require.NoError(t, link.Close())
+	accepted, err := l.Accept(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, accepted.Close())
+}
+
+func TestErrors(t *testing.T) {
+	_, err := (&Network{Dir: t.TempDir()}).Listen(t.Context())
+	require.ErrorIs(t, err, native.ErrUnavailable)
+	require.ErrorIs(t, (&Network{Piece: -1}).Start(), connector.ErrIncompatible)
+	n := network(t, &Network{Side: staged.Side{Address: "0.0.0.0:0"}})
+	_, err = n.Listen(t.Context())
+	require.ErrorIs(t, err, connector.ErrIncompatible, "beyond loopback without a key")
+	_, err = n.Dial(t.Context(), "127.0.0.1:1")
+	require.ErrorIs(t, err, connector.ErrGone)
+	one, two := network(t, &Network{Piece: 1000}), network(t, &Network{Piece: 2000})
+	l, err := one.Listen(t.Context())
+	require.NoError(t, err)
+	defer func() { require.NoError(t, l.Close()) }()
+	_, err = two.Dial(t.Context(), l.Address())
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.NoError(t, one.Close())
+	_, err = one.Dial(t.Context(), l.Address())
+	require.Error(t, err)
+}
+
+func FuzzHello(f *testing.F) {
+	f.Add((&hello{piece: 1, slots: 2, seed: 3, landing: 4, key: []byte("key"), worker: []byte("worker")}).encode())
+	f.Fuzz(func(t *testing.T, b []byte) {
+		h, err := parseHello(b)
+		if err != nil {
+			require.ErrorIs(t, err, connector.ErrIncompatible)
+			return
+		}
+		require.Equal(t, b, h.encode())
+	})
+}
