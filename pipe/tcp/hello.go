@@ -1,22 +1,14 @@
 package tcp
 
 import (
-	"crypto/ed25519"
-	"crypto/hkdf"
-	"crypto/rand"
-	"crypto/sha256"
 	"crypto/tls"
-	"crypto/x509"
-	"crypto/x509/pkix"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"io"
-	"math/big"
 	"net"
-	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
 )
 
 // A connection begins with the dialer's hello (link, direction, frames delivered) and the listener's
@@ -95,43 +87,8 @@ func readAnswer(conn net.Conn) (verdict byte, delivered uint64, err error) {
 	return verdict, 0, fmt.Errorf("the peer refused us, verdict %d: %w", verdict, connector.ErrIncompatible)
 }
 
-// KeyTLS makes mutual TLS of a key that all peers share, at least 32 bytes of it: the key gives a key
-// pair, each side shows a certificate of it and wants to see one. Who does not have the key can neither
-// connect nor listen in its place.
-func KeyTLS(key []byte) (*tls.Config, error) {
-	if len(key) < 32 {
-		return nil, fmt.Errorf("shared key of %d bytes, want at least 32: %w", len(key), connector.ErrIncompatible)
-	}
-	seed, err := hkdf.Key(sha256.New, key, nil, "kvport/pipe/tcp/1", ed25519.SeedSize)
-	if err != nil {
-		return nil, err
-	}
-	private := ed25519.NewKeyFromSeed(seed)
-	public, ok := private.Public().(ed25519.PublicKey)
-	if !ok {
-		return nil, errors.New("shared key: no public key")
-	}
-	template := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "kvport peer"},
-		NotBefore: time.Unix(0, 0), NotAfter: time.Unix(1<<33, 0), // it is as old as the key
-	}
-	der, err := x509.CreateCertificate(rand.Reader, template, template, public, private)
-	if err != nil {
-		return nil, fmt.Errorf("shared key: %w", err)
-	}
-	return &tls.Config{
-		MinVersion: tls.VersionTLS13, ClientAuth: tls.RequireAnyClientCert,
-		Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: private}},
-		// Names and authorities mean nothing here: the key is what is checked, below, in both directions.
-		InsecureSkipVerify: true, //nolint:gosec // VerifyConnection does it
-		VerifyConnection: func(s tls.ConnectionState) error {
-			if len(s.PeerCertificates) == 0 || !public.Equal(s.PeerCertificates[0].PublicKey) {
-				return fmt.Errorf("the peer does not have our shared key: %w", connector.ErrIncompatible)
-			}
-			return nil
-		},
-	}, nil
-}
+// KeyTLS is [pipe.KeyTLS].
+func KeyTLS(key []byte) (*tls.Config, error) { return pipe.KeyTLS(key) }
 
 // loopback reports whether only this host can reach an address.
 func loopback(a net.Addr) bool {

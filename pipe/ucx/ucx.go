@@ -14,6 +14,7 @@ package ucx
 import (
 	"context"
 	"crypto/rand"
+	"crypto/tls"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -29,7 +30,9 @@ import (
 
 // Network makes links over UCX. It must not be changed once it is used.
 type Network struct {
-	staged.Side
+	Address    string        // to listen at, for words; empty: 127.0.0.1 with a port that the system chooses
+	Advertise  string        // what peers dial, where that differs; ":0" at its end stands for the port taken
+	TLS        *tls.Config   // mutual TLS for words; nil: none, and loopback only
 	Dir        string        // folder of the library; empty: where native/ucx looks
 	Transports string        // UCX's list; empty: UCX_TLS, or all
 	Devices    string        // network devices; empty: UCX_NET_DEVICES, or all
@@ -92,6 +95,10 @@ func (n *Network) patience() time.Duration {
 	return defaultPatience
 }
 
+func (n *Network) side() *staged.Side {
+	return &staged.Side{Address: n.Address, Advertise: n.Advertise, TLS: n.TLS}
+}
+
 // Close ends what is left of links, which should be closed before, and UCX. Closing twice does nothing.
 func (n *Network) Close() error {
 	n.mu.Lock()
@@ -111,19 +118,19 @@ type listener struct {
 }
 
 // Address implements pipe.Listener.
-func (l *listener) Address() string { return l.network.Reach(l.Addr()) }
+func (l *listener) Address() string { return l.network.side().Reach(l.Addr()) }
 
 // Listen implements pipe.Network.
 func (n *Network) Listen(ctx context.Context) (pipe.Listener, error) {
 	if err := n.Start(); err != nil {
 		return nil, fmt.Errorf("listen: %w", err)
 	}
-	inner, err := n.Side.Listen(ctx)
+	inner, err := n.side().Listen(ctx)
 	if err != nil {
 		return nil, err
 	}
 	return &listener{pipe.NewAcceptor(inner, func(ctx context.Context, raw net.Conn, a *pipe.Acceptor) error {
-		conn, err := n.Secure(ctx, raw, true)
+		conn, err := n.side().Secure(ctx, raw, true)
 		if err != nil {
 			return err
 		}
@@ -139,7 +146,7 @@ func (n *Network) Listen(ctx context.Context) (pipe.Listener, error) {
 func (n *Network) Dial(ctx context.Context, address string) (pipe.Link, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
-	conn, err := n.Side.Dial(ctx, address)
+	conn, err := n.side().Dial(ctx, address)
 	if err != nil {
 		return pipe.Link{}, fmt.Errorf("dial %s: %w", address, err)
 	}

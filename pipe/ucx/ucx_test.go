@@ -3,6 +3,7 @@ package ucx
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -21,9 +22,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	native "github.com/kvport/kvport/native/ucx"
 	"github.com/kvport/kvport/pipe"
-	"github.com/kvport/kvport/pipe/internal/staged"
 	"github.com/kvport/kvport/pipe/pipetest"
-	"github.com/kvport/kvport/pipe/tcp"
 )
 
 // dialTo makes this test binary a process that dials and sends until it is killed.
@@ -92,17 +91,17 @@ func pair(t pipetest.T, a, b *Network) (dialed, accepted pipe.Link) {
 	return dialed, accepted
 }
 
-func key(t testing.TB, b byte) staged.Side {
+func key(t testing.TB, b byte) *tls.Config {
 	t.Helper()
-	config, err := tcp.KeyTLS(bytes.Repeat([]byte{b}, 32))
+	config, err := pipe.KeyTLS(bytes.Repeat([]byte{b}, 32))
 	require.NoError(t, err)
-	return staged.Side{TLS: config}
+	return config
 }
 
 func TestPipe(t *testing.T) {
 	for name, make := range map[string]func() *Network{
 		"all": func() *Network { return &Network{} }, "tcp": func() *Network { return &Network{Transports: "tcp"} },
-		"key":              func() *Network { return &Network{Side: key(t, 1)} },
+		"key":              func() *Network { return &Network{TLS: key(t, 1)} },
 		"small, no digest": func() *Network { return &Network{Piece: 4096, Slots: 2, NoDigest: true} },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -178,11 +177,11 @@ func stopped(t *testing.T, p *os.Process, link pipe.Link) {
 
 // Peers without the key, and those that are none, are refused, and the listener goes on.
 func TestStrangers(t *testing.T) {
-	n := network(t, &Network{Side: key(t, 1)})
+	n := network(t, &Network{TLS: key(t, 1)})
 	l, err := n.Listen(t.Context())
 	require.NoError(t, err)
 	defer func() { require.NoError(t, l.Close()) }()
-	for _, other := range []*Network{{}, {Side: key(t, 2)}} {
+	for _, other := range []*Network{{}, {TLS: key(t, 2)}} {
 		_, err := network(t, other).Dial(t.Context(), l.Address())
 		require.Error(t, err)
 	}
@@ -203,7 +202,7 @@ func TestErrors(t *testing.T) {
 	_, err := (&Network{Dir: t.TempDir()}).Listen(t.Context())
 	require.ErrorIs(t, err, native.ErrUnavailable)
 	require.ErrorIs(t, (&Network{Piece: -1}).Start(), connector.ErrIncompatible)
-	n := network(t, &Network{Side: staged.Side{Address: "0.0.0.0:0"}})
+	n := network(t, &Network{Address: "0.0.0.0:0"})
 	_, err = n.Listen(t.Context())
 	require.ErrorIs(t, err, connector.ErrIncompatible, "beyond loopback without a key")
 	_, err = n.Dial(t.Context(), "127.0.0.1:1")
