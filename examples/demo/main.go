@@ -114,10 +114,13 @@ func (o *options) alone() bool { return o.connector == "OffloadingConnector" }
 
 // extra is the config of the connector.
 func (d *demo) extra() string {
-	if d.alone() {
+	switch d.connector {
+	case "OffloadingConnector":
 		return `{"cpu_bytes_to_use":1073741824}`
+	case "SharedStorageConnector", "ExampleConnector":
+		return fmt.Sprintf(`{"shared_storage_path":%q}`, d.store)
 	}
-	return fmt.Sprintf(`{"shared_storage_path":%q}`, d.store)
+	return "{}" // those that send blocks from engine to engine need nothing
 }
 
 // single computes every answer on one node without a connector.

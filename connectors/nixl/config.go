@@ -1,0 +1,99 @@
+package nixl
+
+import (
+	"bytes"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strconv"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe/tcp"
+)
+
+// The environment that vLLM's own connector reads; the config goes before it.
+const (
+	EnvHost = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+	EnvPort = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+)
+
+// Config is the kv_connector_extra_config.
+type Config struct {
+	Host       string   `json:"side_channel_host,omitempty" jsonschema:"description=Address at which consumers ask for blocks; default VLLM_NIXL_SIDE_CHANNEL_HOST or 127.0.0.1."`
+	Port       int      `json:"side_channel_port,omitempty" jsonschema:"minimum=0,maximum=65535,description=Its port; default VLLM_NIXL_SIDE_CHANNEL_PORT or a free one."`
+	Advertise  string   `json:"advertise,omitempty" jsonschema:"description=Host that tickets name instead of side_channel_host."`
+	KeyFile    string   `json:"key_file,omitempty" jsonschema:"description=Key that all peers share; wanted beyond loopback; makes mutual TLS of it."`
+	Backends   []string `json:"backends,omitempty" jsonschema:"description=Backends of NIXL to start; default UCX. One that does not start is an error."`
+	NetDevices string   `json:"ucx_net_devices,omitempty" jsonschema:"description=UCX_NET_DEVICES; default lo where side_channel_host is a loopback address and else all."`
+	LeaseMS    int      `json:"lease_ms,omitempty" jsonschema:"default=30000,minimum=10,maximum=600000,description=How long finished blocks wait for their consumer."`
+	LibDir     string   `json:"nixl_lib_dir,omitempty" jsonschema:"description=Folder of the NIXL library; default NIXL_LIB_DIR or where make deps puts it."`
+}
+
+const (
+	defaultLease = 30 * time.Second
+	maxKeyFile   = 4 << 10
+)
+
+// settle fills in what the environment and the defaults say. Errors name the field.
+func (c Config) settle(getenv func(string) string) (Config, error) {
+	if c.Host == "" {
+		c.Host = getenv(EnvHost)
+	}
+	if c.Host == "" {
+		c.Host = "127.0.0.1"
+	}
+	if port := getenv(EnvPort); c.Port == 0 && port != "" {
+		n, err := strconv.Atoi(port)
+		if err != nil || n < 0 || n > 65535 {
+			return c, fmt.Errorf("%s is %q, want a port: %w", EnvPort, port, connector.ErrIncompatible)
+		}
+		c.Port = n
+	}
+	if c.LeaseMS == 0 {
+		c.LeaseMS = int(defaultLease / time.Millisecond)
+	}
+	if len(c.Backends) == 0 {
+		c.Backends = []string{"UCX"}
+	}
+	local := isLoopback(c.Host)
+	if !local && c.KeyFile == "" {
+		return c, fmt.Errorf("key_file: others can reach side_channel_host %s, so it needs a shared key: %w", c.Host, connector.ErrIncompatible)
+	}
+	if c.NetDevices == "" && local {
+		c.NetDevices = "lo"
+	}
+	return c, nil
+}
+
+func (c *Config) lease() time.Duration { return time.Duration(c.LeaseMS) * time.Millisecond }
+
+func isLoopback(host string) bool {
+	ip := net.ParseIP(host)
+	return host == "localhost" || ip != nil && ip.IsLoopback()
+}
+
+// tls is mutual TLS of the key file, nil without one.
+func (c *Config) tls() (*tls.Config, error) {
+	if c.KeyFile == "" {
+		return nil, nil
+	}
+	info, err := os.Stat(c.KeyFile)
+	if err == nil && (!info.Mode().IsRegular() || info.Size() > maxKeyFile || info.Mode().Perm()&0o077 != 0) {
+		err = fmt.Errorf("%s wants to be a file of at most %d bytes that only its owner can read: %w", c.KeyFile, maxKeyFile, connector.ErrIncompatible)
+	}
+	var key []byte
+	if err == nil {
+		key, err = os.ReadFile(c.KeyFile)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("key_file: %w", err)
+	}
+	t, err := tcp.KeyTLS(bytes.TrimSpace(key))
+	if err != nil {
+		return nil, errors.Join(errors.New("key_file"), err)
+	}
+	return t, nil
+}

@@ -1,0 +1,103 @@
+package nixl
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// The side channel carries one question and one answer at a time, each a length and JSON.
+const (
+	protocolVersion = 1
+	maxMessage      = 64 << 20
+	maxTokens       = 1 << 30
+)
+
+// question is what a consumer's rank asks about one hold: where its blocks are, or, with Done, whether
+// they still were what it has read.
+type question struct {
+	Version int              `json:"version"`
+	Model   []byte           `json:"model"`
+	Shape   []byte           `json:"shape"`
+	Rank    int              `json:"rank"`
+	World   int              `json:"world"`
+	Hold    connector.HoldID `json:"hold"`
+	Secret  []byte           `json:"secret"`
+	Done    bool             `json:"done,omitempty"`
+}
+
+// answer is what the producer says. With a Refusal all else is empty.
+type answer struct {
+	Refusal  string      `json:"refusal,omitempty"`
+	Gone     bool        `json:"gone,omitempty"` // not a matter of compatibility: compute it
+	Metadata []byte      `json:"metadata,omitempty"`
+	Segments []segment   `json:"segments,omitempty"`
+	Tokens   int         `json:"tokens,omitempty"` // that the blocks end with
+	Blocks   []heldBlock `json:"blocks,omitempty"`
+}
+
+// segment is one of the producer's segments, by addresses of its agent's memory.
+type segment struct {
+	Group  uint16 `json:"group"`
+	Addr   uint64 `json:"addr"` // of block 0
+	Stride uint64 `json:"stride"`
+	Bytes  uint64 `json:"bytes"`
+}
+
+// heldBlock is a block of the hold.
+type heldBlock struct {
+	Group uint16            `json:"group"`
+	ID    connector.BlockID `json:"id"`
+	Key   []byte            `json:"key"` // all zero for a partial block
+}
+
+func writeMessage(w io.Writer, m any) error {
+	data, err := json.Marshal(m)
+	if err != nil {
+		return err
+	}
+	if len(data) > maxMessage {
+		return fmt.Errorf("message of %d bytes, the limit is %d", len(data), maxMessage)
+	}
+	_, err = w.Write(append(binary.LittleEndian.AppendUint32(make([]byte, 0, 4+len(data)), uint32(len(data))), data...))
+	return err
+}
+
+// readMessage reads one message of at most limit bytes into m.
+func readMessage(r io.Reader, limit int, m any) error {
+	var head [4]byte
+	if _, err := io.ReadFull(r, head[:]); err != nil {
+		return err
+	}
+	n := binary.LittleEndian.Uint32(head[:])
+	if int64(n) > int64(limit) {
+		return fmt.Errorf("message of %d bytes, the limit is %d", n, limit)
+	}
+	data, err := io.ReadAll(io.LimitReader(r, int64(n))) // grows with what comes, not with what is said
+	if err == nil && len(data) < int(n) {
+		err = io.ErrUnexpectedEOF
+	}
+	if err != nil {
+		return err
+	}
+	return json.Unmarshal(data, m)
+}
+
+// err is the refusal as an error, nil without one.
+func (a *answer) err() error {
+	switch {
+	case a.Refusal == "":
+		return nil
+	case a.Gone:
+		return fmt.Errorf("the producer says: %s: %w", a.Refusal, connector.ErrGone)
+	}
+	return fmt.Errorf("the producer says: %s: %w", a.Refusal, connector.ErrIncompatible)
+}
+
+func refuse(err error) *answer {
+	return &answer{Refusal: err.Error(), Gone: errors.Is(err, connector.ErrGone)}
+}

@@ -1,0 +1,133 @@
+// Package nixl moves blocks between engines with NIXL: a consumer reads them out of its producer's cache,
+// in place, while the producer's engine goes on.
+//
+// A producer holds the blocks of a finished request for a lease and gives a ticket. The consumer asks at
+// the address in it where the blocks are, reads them with one transfer, and asks whether they were still
+// held: what was not is computed. The host's digests, which come as one more segment, say the same of
+// every single block.
+package nixl
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"strconv"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/native/nixl"
+)
+
+// Capabilities are the optional powers of the scheduler side.
+const Capabilities = connector.CanHold
+
+// Environment names the variables that the connector and the libraries under it read.
+func Environment() []string {
+	return []string{
+		EnvHost, EnvPort, nixl.EnvDir, "HOME", "NIXL_CONFIG_FILE", "NIXL_LOG_LEVEL", "NIXL_PLUGIN_DIR",
+		"UCX_TLS", "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "UCX_RCACHE_MAX_UNRELEASED",
+	}
+}
+
+// Node is one life of an engine in this process: both sides and all ranks share it.
+type Node struct {
+	config Config
+	env    connector.Env // of whichever side came first: engine, role, fingerprints and world count
+	lib    *nixl.Library
+	tls    *tls.Config
+	name   string // of agents, with the rank behind it; no two lives share it
+	holds  *holds
+	log    *slog.Logger
+
+	listener net.Listener // nil where the role does not save
+	stop     chan struct{}
+	tasks    sync.WaitGroup
+
+	mu    sync.Mutex
+	ranks map[int]*rank
+	conns map[net.Conn]struct{} // questions of consumers
+}
+
+// Open makes the node of one life of an engine. Errors name the field, or say what the library lacks.
+func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
+	if err := env.Validate(); err != nil {
+		return nil, err
+	}
+	c, err := c.settle(os.Getenv)
+	if err != nil {
+		return nil, err
+	}
+	n := &Node{
+		config: c, env: env, name: env.Engine + "/" + strconv.FormatUint(env.Epoch, 16) + "/" + rand.Text()[:8], log: env.Log,
+		holds: newHolds(env.World, c.lease()), stop: make(chan struct{}), ranks: map[int]*rank{}, conns: map[net.Conn]struct{}{},
+	}
+	if n.tls, err = c.tls(); err != nil {
+		return nil, err
+	}
+	if _, set := os.LookupEnv("UCX_NET_DEVICES"); !set && c.NetDevices != "" {
+		if err := os.Setenv("UCX_NET_DEVICES", c.NetDevices); err != nil {
+			return nil, err
+		}
+	}
+	if n.lib, err = nixl.Open(c.LibDir); err != nil {
+		return nil, fmt.Errorf("%w: %w", err, connector.ErrIncompatible)
+	}
+	if env.Role.Saves() {
+		if err := n.listen(ctx); err != nil {
+			return nil, err
+		}
+	}
+	return n, nil
+}
+
+// Scheduler opens the scheduler side, as sdk.Node has it.
+func (n *Node) Scheduler(_ context.Context, env connector.Env, leave func() error) (connector.Scheduler, error) {
+	return &scheduler{node: n, env: env, leave: leave}, nil
+}
+
+// Worker opens the worker side of a rank, which has an agent of its own. It may take half a second.
+func (n *Node) Worker(_ context.Context, env connector.Env, leave func() error) (connector.Worker, error) {
+	r, err := n.newRank(env)
+	if err != nil {
+		return nil, err
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.ranks[env.Rank] != nil {
+		return nil, errors.Join(fmt.Errorf("rank %d is open: %w", env.Rank, connector.ErrBusy), r.agent.Close())
+	}
+	n.ranks[env.Rank] = r
+	n.tasks.Go(r.progress)
+	return &worker{rank: r, leave: leave}, nil
+}
+
+// Close ends what the sides have left: they are closed.
+func (n *Node) Close() error {
+	close(n.stop)
+	var err error
+	if n.listener != nil {
+		err = n.listener.Close()
+	}
+	n.mu.Lock()
+	for c := range n.conns {
+		_ = c.Close() // its task ends
+	}
+	n.mu.Unlock()
+	n.tasks.Wait()
+	return err
+}
+
+// rankOf is an open rank with registered memory. Errors wrap connector.ErrGone.
+func (n *Node) rankOf(i int) (*rank, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if r := n.ranks[i]; r != nil && r.cache() != nil {
+		return r, nil
+	}
+	return nil, fmt.Errorf("rank %d has not computed anything yet: %w", i, connector.ErrGone)
+}

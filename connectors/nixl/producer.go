@@ -1,0 +1,144 @@
+package nixl
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+const (
+	maxQuestion = 1 << 16
+	maxConns    = 1024
+	idleConn    = time.Minute // a consumer that asks nothing for so long dials again
+)
+
+// listen opens the side channel.
+func (n *Node) listen(ctx context.Context) error {
+	var lc net.ListenConfig
+	address := net.JoinHostPort(n.config.Host, strconv.Itoa(n.config.Port))
+	inner, err := lc.Listen(ctx, "tcp", address)
+	if err != nil {
+		return fmt.Errorf("side_channel_host, side_channel_port: %w", err)
+	}
+	if n.listener = inner; n.tls != nil {
+		n.listener = tls.NewListener(inner, n.tls)
+	}
+	n.tasks.Go(n.accept)
+	return nil
+}
+
+// address is what tickets name.
+func (n *Node) address() string {
+	host, port, err := net.SplitHostPort(n.listener.Addr().String())
+	if err != nil || n.config.Advertise == "" {
+		return n.listener.Addr().String()
+	}
+	host = n.config.Advertise
+	return net.JoinHostPort(host, port)
+}
+
+func (n *Node) accept() {
+	for {
+		c, err := n.listener.Accept()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil {
+			n.log.Warn("side channel: accept", "error", err)
+			select {
+			case <-time.After(50 * time.Millisecond):
+				continue
+			case <-n.stop:
+				return
+			}
+		}
+		if !n.keep(c) {
+			_ = c.Close()
+			continue
+		}
+		n.tasks.Go(func() {
+			defer n.forget(c)
+			n.serve(c)
+		})
+	}
+}
+
+func (n *Node) keep(c net.Conn) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	select {
+	case <-n.stop:
+		return false
+	default:
+	}
+	if len(n.conns) >= maxConns {
+		return false
+	}
+	n.conns[c] = struct{}{}
+	return true
+}
+
+func (n *Node) forget(c net.Conn) {
+	_ = c.Close()
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.conns, c)
+}
+
+// serve answers the questions of one connection until that ends.
+func (n *Node) serve(c net.Conn) {
+	for {
+		_ = c.SetDeadline(time.Now().Add(idleConn))
+		var q question
+		if err := readMessage(c, maxQuestion, &q); err != nil {
+			return
+		}
+		a, err := n.reply(&q)
+		if err != nil {
+			n.log.Info("a consumer is refused", "peer", c.RemoteAddr().String(), "hold", q.Hold, "reason", err)
+			a = refuse(err)
+		}
+		if err := writeMessage(c, a); err != nil {
+			return
+		}
+	}
+}
+
+// reply answers one question. Errors that wrap connector.ErrIncompatible are for good.
+func (n *Node) reply(q *question) (*answer, error) {
+	switch {
+	case q.Version != protocolVersion:
+		return nil, fmt.Errorf("you speak version %d, I %d: %w", q.Version, protocolVersion, connector.ErrIncompatible)
+	case !bytes.Equal(q.Model, n.env.Model[:]):
+		return nil, fmt.Errorf("another model: %w", connector.ErrIncompatible)
+	case !bytes.Equal(q.Shape, n.env.Shape[:]):
+		return nil, fmt.Errorf("another layout, block size, kernel or parallelism: %w", connector.ErrIncompatible)
+	case q.World != n.env.World || q.Rank < 0 || q.Rank >= q.World:
+		return nil, fmt.Errorf("rank %d of %d, and here are %d: %w", q.Rank, q.World, n.env.World, connector.ErrIncompatible)
+	}
+	if q.Done {
+		return &answer{}, n.holds.done(q.Hold, q.Secret, q.Rank)
+	}
+	e, err := n.holds.find(q.Hold, q.Secret)
+	if err != nil {
+		return nil, err
+	}
+	r, err := n.rankOf(q.Rank)
+	if err != nil {
+		return nil, err
+	}
+	r.rouse()
+	a := r.cache().answer()
+	a.Tokens = e.Tokens
+	for _, b := range e.Blocks {
+		a.Blocks = append(a.Blocks, heldBlock{Group: b.Group, ID: b.ID, Key: b.Key[:]})
+	}
+	return a, nil
+}

@@ -1,0 +1,149 @@
+package nixl
+
+import (
+	"fmt"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/native/nixl"
+)
+
+// rank is one rank's agent.
+type rank struct {
+	node    *Node
+	env     connector.Env
+	agent   *nixl.Agent
+	backend *nixl.Backend // the first of the config: memory moves by it
+	awake   chan struct{}
+	stop    chan struct{}
+	stopped chan struct{}
+
+	known atomic.Pointer[cache]
+	mu    sync.Mutex // held while the cache is registered
+	links *links
+}
+
+// cache is a rank's paged cache as NIXL knows it.
+type cache struct {
+	metadata []byte
+	segments []segment
+}
+
+func (n *Node) newRank(env connector.Env) (*rank, error) {
+	agent, err := n.lib.NewAgent(n.name+"/"+strconv.Itoa(env.Rank), nixl.Options{})
+	if err != nil {
+		return nil, err
+	}
+	r := &rank{
+		node: n, env: env, agent: agent, awake: make(chan struct{}, 1),
+		stop: make(chan struct{}), stopped: make(chan struct{}),
+	}
+	r.links = newLinks(r)
+	for i, name := range n.config.Backends {
+		b, err := agent.Backend(name, nil)
+		if err != nil {
+			_ = agent.Close()
+			return nil, fmt.Errorf("backends[%d]: %w: %w", i, err, connector.ErrIncompatible)
+		}
+		if i == 0 {
+			r.backend = b
+		}
+	}
+	return r, nil
+}
+
+// cache is the registered cache; nil before the first call that brings it.
+func (r *rank) cache() *cache { return r.known.Load() }
+
+// register makes the rank's cache known to NIXL, once.
+func (r *rank) register(kv *connector.KV) error {
+	if r.cache() != nil {
+		return nil
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.cache() != nil {
+		return nil
+	}
+	l := kv.Layout()
+	c := &cache{segments: make([]segment, len(l.Segments))}
+	bounds := map[uint16][2]uint64{} // by region
+	for i, s := range l.Segments {
+		first := nixl.Bytes(kv.View(i, 0))
+		c.segments[i] = segment{Group: s.Group, Addr: first.Addr, Stride: uint64(s.BlockStride), Bytes: uint64(s.Bytes)}
+		end := first.Addr + uint64(l.Blocks-1)*uint64(s.BlockStride) + uint64(s.Bytes)
+		b, there := bounds[s.Region]
+		if !there {
+			b = [2]uint64{first.Addr, end}
+		}
+		bounds[s.Region] = [2]uint64{min(b[0], first.Addr), max(b[1], end)}
+	}
+	for _, b := range bounds {
+		if _, err := r.agent.Register(r.backend, nixl.DRAM, nixl.Region{Addr: b[0], Len: b[1] - b[0]}); err != nil {
+			return err
+		}
+	}
+	var err error
+	if c.metadata, err = r.agent.Metadata(); err != nil {
+		return err
+	}
+	r.known.Store(c)
+	return nil
+}
+
+// answer is what a peer needs to read the cache.
+func (c *cache) answer() *answer { return &answer{Metadata: c.metadata, Segments: c.segments} }
+
+const (
+	busyPause = 100 * time.Microsecond
+	idlePause = 20 * time.Millisecond
+	busyTime  = time.Second // after a question
+)
+
+// rouse has progress look often for a while: somebody is about to read.
+func (r *rank) rouse() {
+	select {
+	case r.awake <- struct{}{}:
+	default:
+	}
+}
+
+// progress lets NIXL work: a peer connects, and reads over TCP, only while somebody calls.
+func (r *rank) progress() {
+	defer close(r.stopped)
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	var busy time.Time
+	for {
+		select {
+		case <-r.stop:
+			return
+		case <-r.awake:
+			busy = time.Now().Add(busyTime)
+		case <-timer.C:
+		}
+		if _, err := r.agent.Notifications(); err != nil {
+			r.env.Log.Warn("NIXL makes no progress", "error", err)
+			return
+		}
+		pause := idlePause
+		if time.Now().Before(busy) {
+			pause = busyPause
+		}
+		timer.Reset(pause)
+	}
+}
+
+// close ends the rank: no load runs any more.
+func (r *rank) close() error {
+	close(r.stop)
+	<-r.stopped
+	r.node.mu.Lock()
+	delete(r.node.ranks, r.env.Rank)
+	r.node.mu.Unlock()
+	r.links.close()
+	return r.agent.Close() // deregisters the cache, which is unmapped next
+}

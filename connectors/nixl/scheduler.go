@@ -1,0 +1,68 @@
+package nixl
+
+import (
+	"context"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// scheduler is the scheduler side: it reads tickets and gives them.
+type scheduler struct {
+	node  *Node
+	env   connector.Env
+	leave func() error
+}
+
+// Match implements connector.Scheduler. A ticket that has expired meanwhile costs a load that fails.
+func (s *scheduler) Match(_ context.Context, qs []connector.Query) ([]connector.Match, error) {
+	out := make([]connector.Match, len(qs))
+	for i, q := range qs {
+		if q.Ticket == nil || !s.env.Role.Loads() {
+			continue
+		}
+		t, err := parseTicket(q.Ticket)
+		if err != nil {
+			s.env.Log.Debug("ticket is of no use", "request", q.Request, "error", err)
+			continue
+		}
+		if n := min(t.Tokens, q.Tokens) - q.Computed; n > 0 {
+			out[i] = connector.Match{Tokens: n, Async: true}
+		}
+	}
+	return out, nil
+}
+
+// Finish implements connector.Holder.
+func (s *scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+	out := make([]connector.Hold, len(ended))
+	for i, e := range ended {
+		if !e.Remote || len(e.Blocks) == 0 || s.node.listener == nil || e.Reason == connector.ReasonAbort || e.Reason == connector.ReasonError {
+			continue
+		}
+		id, secret := s.node.holds.add(e)
+		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens}
+		data, err := t.encode()
+		if err != nil {
+			return nil, err
+		}
+		out[i] = connector.Hold{ID: id, TTL: s.node.config.lease(), Consumers: 1, Ticket: data}
+	}
+	return out, nil
+}
+
+// Consumed implements connector.Holder.
+func (s *scheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	for {
+		if over := s.node.holds.take(); len(over) > 0 {
+			return over, nil
+		}
+		select {
+		case <-s.node.holds.wake:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+// Close implements connector.Scheduler.
+func (s *scheduler) Close() error { return s.leave() }

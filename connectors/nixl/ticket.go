@@ -1,0 +1,42 @@
+package nixl
+
+import (
+	"encoding/json"
+	"fmt"
+	"net"
+
+	"github.com/kvport/kvport/connector"
+)
+
+const ticketVersion = 1
+
+// ticket is where a consumer finds the blocks of one ended request. It comes signed, and is believed as
+// far as a peer that has the ticket key.
+type ticket struct {
+	Version int              `json:"v"`
+	Address string           `json:"addr"` // of the producer's side channel
+	Hold    connector.HoldID `json:"hold"`
+	Secret  []byte           `json:"secret"` // without it the producer gives nothing
+	Tokens  int              `json:"tokens"`
+}
+
+const secretSize = 16
+
+// parseTicket reads a ticket. Errors wrap connector.ErrGone: to whom the ticket means nothing, the
+// blocks are not there.
+func parseTicket(data connector.Ticket) (ticket, error) {
+	var t ticket
+	err := json.Unmarshal(data, &t)
+	if err == nil && (t.Version != ticketVersion || t.Hold == 0 || len(t.Secret) != secretSize || t.Tokens <= 0 || t.Tokens > maxTokens) {
+		err = fmt.Errorf("version %d for hold %d of %d tokens", t.Version, t.Hold, t.Tokens)
+	}
+	if err == nil {
+		_, _, err = net.SplitHostPort(t.Address)
+	}
+	if err != nil {
+		return ticket{}, fmt.Errorf("not a ticket of this connector: %w: %w", err, connector.ErrGone)
+	}
+	return t, nil
+}
+
+func (t *ticket) encode() ([]byte, error) { return json.Marshal(t) }
