@@ -73,6 +73,8 @@ func (s *store) setups(name string) (sets []setup, why string) {
 		return []setup{withServer}, ""
 	case "PipeConnector":
 		return nil, "what it sends over is measured as pipe, tcp"
+	case "NixlConnector":
+		return nil, "it reads the producer's cache and stores nothing"
 	case "MinimalConnector":
 		return nil, "an example that keeps blocks on the heap"
 	case "MultiConnector":

@@ -31,7 +31,8 @@ const (
 // ScopeEngine, since others see a block by ticket only, or if they name this engine in their config.
 func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (pipe.Peers, error)) connector.Plugin {
 	d.Scope, d.Capabilities, d.Reset = connector.ScopeEngine, 0, false
-	stores := &stores{definition: d, open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
+	noArena := func(json.RawMessage, *connector.Env) (int64, error) { return 0, nil }
+	stores := newStores(d, noArena, func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
 		config, err := DecodeConfig[C](raw)
 		if err != nil {
 			return nil, err
@@ -41,7 +42,7 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 			return nil, err
 		}
 		return openPeerStore(ctx, env, peers)
-	}, arena: func(json.RawMessage, *connector.Env) (int64, error) { return 0, nil }}
+	})
 	return connector.Plugin{
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
 		Capabilities: connector.CanHold,

@@ -47,18 +47,18 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 	if d.Reset {
 		d.Capabilities |= connector.CanReset
 	}
-	stores := &stores{definition: d, arena: func(raw json.RawMessage, env *connector.Env) (int64, error) {
+	stores := newStores(d, func(raw json.RawMessage, env *connector.Env) (int64, error) {
 		config, err := DecodeConfig[C](raw)
 		info := connector.Info{}
 		info.ArenaBytes, info.ArenaBlocks = arena(&config)
 		return info.ArenaSize(&env.Layout, env.World), err
-	}, open: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
+	}, func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
 		config, err := DecodeConfig[C](raw)
 		if err != nil {
 			return nil, err
 		}
 		return open(ctx, env, config)
-	}}
+	})
 	return connector.Plugin{
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
 		Capabilities: d.Capabilities,

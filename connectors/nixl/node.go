@@ -26,11 +26,14 @@ import (
 // Capabilities are the optional powers of the scheduler side.
 const Capabilities = connector.CanHold
 
+// Scope is who sees what the connector keeps: others need a ticket.
+const Scope = connector.ScopeEngine
+
 // Environment names the variables that the connector and the libraries under it read.
 func Environment() []string {
 	return []string{
 		EnvHost, EnvPort, nixl.EnvDir, "HOME", "NIXL_CONFIG_FILE", "NIXL_LOG_LEVEL", "NIXL_PLUGIN_DIR",
-		"UCX_TLS", "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "UCX_RCACHE_MAX_UNRELEASED",
+		"UCX_TLS", "UCX_NET_DEVICES", "UCX_MODULES", "UCX_LOG_LEVEL", "UCX_RCACHE_MAX_UNRELEASED",
 	}
 }
 

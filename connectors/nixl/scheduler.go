@@ -25,6 +25,10 @@ func (s *scheduler) Match(_ context.Context, qs []connector.Query) ([]connector.
 			s.env.Log.Debug("ticket is of no use", "request", q.Request, "error", err)
 			continue
 		}
+		if !t.fits(&q, s.env.Layout.Groups[0].BlockTokens) {
+			s.env.Log.Debug("ticket is for another prompt", "request", q.Request)
+			continue
+		}
 		if n := min(t.Tokens, q.Tokens) - q.Computed; n > 0 {
 			out[i] = connector.Match{Tokens: n, Async: true}
 		}
@@ -36,11 +40,11 @@ func (s *scheduler) Match(_ context.Context, qs []connector.Query) ([]connector.
 func (s *scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	out := make([]connector.Hold, len(ended))
 	for i, e := range ended {
-		if !e.Remote || len(e.Blocks) == 0 || s.node.listener == nil || e.Reason == connector.ReasonAbort || e.Reason == connector.ReasonError {
+		if !e.Remote || s.node.listener == nil || e.Reason == connector.ReasonAbort || e.Reason == connector.ReasonError || !s.whole(&e) {
 			continue
 		}
 		id, secret := s.node.holds.add(e)
-		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens}
+		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens, Last: s.last(&e)}
 		data, err := t.encode()
 		if err != nil {
 			return nil, err
@@ -48,6 +52,38 @@ func (s *scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connec
 		out[i] = connector.Hold{ID: id, TTL: s.node.config.lease(), Consumers: 1, Ticket: data}
 	}
 	return out, nil
+}
+
+// whole says whether a request's blocks are all that a consumer needs to go on behind them.
+func (s *scheduler) whole(e *connector.Ended) bool {
+	have := make([]int, len(s.env.Layout.Groups))
+	for _, b := range e.Blocks {
+		if int(b.Group) >= len(have) {
+			return false
+		}
+		have[b.Group]++
+	}
+	for i, g := range s.env.Layout.Groups {
+		need := (e.Tokens + g.BlockTokens - 1) / g.BlockTokens
+		if g.Policy == connector.PolicyTrailing {
+			need = min(need, g.Trailing)
+		}
+		if have[i] < need {
+			return false
+		}
+	}
+	return len(e.Blocks) > 0
+}
+
+// last is the key of the last full block of the first group; nil without one.
+func (s *scheduler) last(e *connector.Ended) []byte {
+	var key []byte
+	for _, b := range e.Blocks {
+		if b.Group == 0 && b.Key != (connector.BlockKey{}) {
+			key = b.Key[:]
+		}
+	}
+	return key
 }
 
 // Consumed implements connector.Holder.

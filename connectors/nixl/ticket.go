@@ -1,6 +1,7 @@
 package nixl
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"net"
@@ -18,6 +19,7 @@ type ticket struct {
 	Hold    connector.HoldID `json:"hold"`
 	Secret  []byte           `json:"secret"` // without it the producer gives nothing
 	Tokens  int              `json:"tokens"`
+	Last    []byte           `json:"last,omitempty"` // key of the last full block: it stands for all before it
 }
 
 const secretSize = 16
@@ -27,7 +29,7 @@ const secretSize = 16
 func parseTicket(data connector.Ticket) (ticket, error) {
 	var t ticket
 	err := json.Unmarshal(data, &t)
-	if err == nil && (t.Version != ticketVersion || t.Hold == 0 || len(t.Secret) != secretSize || t.Tokens <= 0 || t.Tokens > maxTokens) {
+	if err == nil && (t.Version != ticketVersion || t.Hold == 0 || len(t.Secret) != secretSize || len(t.Last) > len(connector.BlockKey{}) || t.Tokens <= 0 || t.Tokens > maxTokens) {
 		err = fmt.Errorf("version %d for hold %d of %d tokens", t.Version, t.Hold, t.Tokens)
 	}
 	if err == nil {
@@ -37,6 +39,12 @@ func parseTicket(data connector.Ticket) (ticket, error) {
 		return ticket{}, fmt.Errorf("not a ticket of this connector: %w: %w", err, connector.ErrGone)
 	}
 	return t, nil
+}
+
+// fits says whether the ticket is for a query's prompt, as far as full blocks of size tokens tell.
+func (t *ticket) fits(q *connector.Query, size int) bool {
+	n := t.Tokens / size
+	return n == 0 || n <= len(q.Keys) && bytes.Equal(q.Keys[n-1][:], t.Last)
 }
 
 func (t *ticket) encode() ([]byte, error) { return json.Marshal(t) }

@@ -1,6 +1,6 @@
-// Command demo shows the main job of kvport on a real model: a prefill engine hands its KV cache to
-// a decode engine through a plugin that runs as a process of its own, and the tokens are exactly
-// those of a single node, also when the plugin is killed in the middle of a load.
+// Command demo shows the main job of kvport on a real model: two prefill engines hand their KV cache to
+// two decode engines through plugins that run as processes of their own, and the tokens are exactly
+// those of a single node, also when a plugin is killed in the middle of a load.
 //
 // Run it with `make demo`. It exits with an error if one token differs or no KV was loaded.
 package main
@@ -34,7 +34,7 @@ func main() {
 	flag.StringVar(&o.texts, "texts", ".", "repository whose texts become prompts")
 	flag.StringVar(&o.out, "out", ".deps/demo.json", "where to write the results")
 	flag.IntVar(&o.tokens, "tokens", 32, "tokens to generate for each prompt")
-	flag.IntVar(&o.prompts, "prompts", 8, "number of prompts")
+	flag.IntVar(&o.prompts, "prompts", 6, "number of prompts")
 	flag.IntVar(&o.blocks, "num-blocks", 768, "blocks of each engine's KV cache")
 	flag.BoolVar(&o.verbose, "v", false, "show the logs of all processes")
 	flag.Parse()

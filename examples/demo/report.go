@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"text/tabwriter"
 	"time"
 
@@ -18,9 +20,7 @@ import (
 type row struct {
 	name                   string
 	want, got, want2, got2 *cluster.Completion
-	external               int
-	bytes                  int64
-	seconds                float64
+	first, second          moved
 }
 
 func (r *row) equal() bool {
@@ -34,26 +34,19 @@ func (r *row) verdict() string {
 	return "DIFFERENT"
 }
 
-func (r *row) gbps() float64 {
-	if r.seconds == 0 {
-		return 0
-	}
-	return float64(r.bytes) / r.seconds / 1e9
-}
-
 // print writes the table a person looks at.
 func (d *demo) print(out io.Writer) {
 	fmt.Fprintln(out)
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(w, "prompt\ttokens\tfrom external KV\tTTFT single\tTTFT P/D\tTTFT second turn\tMB loaded\tGB/s\ttokens equal\t")
+	fmt.Fprintln(w, "prompt\ttokens\tby\tfrom external KV\tTTFT single\tTTFT P/D\tTTFT second turn\tMB loaded\tin\tGB/s\ttokens equal\t")
 	ms := func(d time.Duration) string { return fmt.Sprintf("%d ms", d.Milliseconds()) }
 	for i := range d.rows {
 		r := &d.rows[i]
-		fmt.Fprintf(w, "%s\t%d\t%d\t%s\t%s\t%s\t%.1f\t%.2f\t%s\t\n", r.name, r.want.Prompt, r.external,
-			ms(r.want.TTFT), ms(r.got.TTFT), ms(r.got2.TTFT), float64(r.bytes)/1e6, r.gbps(), r.verdict())
+		fmt.Fprintf(w, "%s\t%d\t%s\t%d\t%s\t%s\t%s\t%.1f\t%s\t%.2f\t%s\t\n", r.name, r.want.Prompt, r.first.via, r.first.external,
+			ms(r.want.TTFT), ms(r.got.TTFT), ms(r.got2.TTFT), float64(r.first.bytes)/1e6, ms(r.first.time()), r.first.gbps(), r.verdict())
 	}
 	if r := &d.killed; r.got != nil {
-		fmt.Fprintf(w, "%s\t%d\t\t%s\t%s\t\t\t\t%s\t\n", r.name, r.want.Prompt, ms(r.want.TTFT), ms(r.got.TTFT), r.verdict())
+		fmt.Fprintf(w, "%s\t%d\t\t\t%s\t%s\t\t\t\t\t%s\t\n", r.name, r.want.Prompt, ms(r.want.TTFT), ms(r.got.TTFT), r.verdict())
 	}
 	w.Flush()
 }
@@ -71,10 +64,15 @@ type promptRecord struct {
 	Name           string  `json:"name"`
 	PromptTokens   int     `json:"prompt_tokens"`
 	Generated      int     `json:"generated_tokens"`
+	By             string  `json:"by"` // the engines of the first turn
 	ExternalTokens int     `json:"external_tokens"`
 	Equal          bool    `json:"equal"`
 	Bytes          int64   `json:"bytes"`
+	LoadMS         float64 `json:"load_ms"`
 	GBps           float64 `json:"gb_per_second"`
+	SecondBy       string  `json:"second_turn_by"`
+	SecondExternal int     `json:"second_turn_external_tokens"`
+	SecondBytes    int64   `json:"second_turn_bytes"`
 	TTFTSingle     float64 `json:"ttft_single_ms"`
 	TTFTSplit      float64 `json:"ttft_pd_ms"`
 	TTFTSecond     float64 `json:"ttft_second_turn_ms"`
@@ -87,8 +85,9 @@ func (d *demo) write(path string) error {
 	for i := range d.rows {
 		r := &d.rows[i]
 		rec.Prompts = append(rec.Prompts, promptRecord{
-			Name: r.name, PromptTokens: r.want.Prompt, Generated: len(r.got.Tokens), ExternalTokens: r.external,
-			Equal: r.equal(), Bytes: r.bytes, GBps: r.gbps(),
+			Name: r.name, PromptTokens: r.want.Prompt, Generated: len(r.got.Tokens), By: r.first.via, ExternalTokens: r.first.external,
+			Equal: r.equal(), Bytes: r.first.bytes, LoadMS: ms(r.first.time()), GBps: r.first.gbps(),
+			SecondBy: r.second.via, SecondExternal: r.second.external, SecondBytes: r.second.bytes,
 			TTFTSingle: ms(r.want.TTFT), TTFTSplit: ms(r.got.TTFT), TTFTSecond: ms(r.got2.TTFT),
 		})
 	}
@@ -105,17 +104,25 @@ func (d *demo) write(path string) error {
 // verdict is an error if the demo did not show what it should.
 func (d *demo) verdict() error {
 	var errs []error
-	external := 0
+	external, pairs := 0, map[string]bool{}
 	for i := range d.rows {
 		r := &d.rows[i]
-		external += r.external
+		external += r.first.external
 		if !r.equal() {
 			errs = append(errs, fmt.Errorf("prompt %s: single node %v %v, P/D %v %v",
 				r.name, r.want.Tokens, r.want2.Tokens, r.got.Tokens, r.got2.Tokens))
 		}
-		if r.external == 0 {
+		if r.first.external == 0 {
 			errs = append(errs, fmt.Errorf("prompt %s: no KV was loaded", r.name))
 		}
+		for _, m := range []*moved{&r.first, &r.second} {
+			if m.external > 0 {
+				pairs[m.via] = true
+			}
+		}
+	}
+	if want := min(2*len(d.rows), engines*engines); !d.alone() && len(pairs) < want {
+		errs = append(errs, fmt.Errorf("%d pairs of engines handed over KV, want %d: %v", len(pairs), want, slices.Sorted(maps.Keys(pairs))))
 	}
 	if !d.killed.equal() {
 		errs = append(errs, errors.New("tokens differ after the plugin was killed"))

@@ -88,6 +88,8 @@ func scene(name string) (fixture, bool) {
 		return with(plain, `{"dir":"@DIR@/kv","keep":true}`)
 	case "PipeConnector":
 		return with(peers, `{}`)
+	case "NixlConnector":
+		return with(peers, `{}`)
 	case "PeerExample":
 		return with(peers, `{"dir":"@DIR@"}`)
 	}
@@ -142,6 +144,10 @@ func fixtures(t *testing.T) []fixture {
 		}
 		f, known := scene(name)
 		require.True(t, known, "no scene for %s of %s", name, found.Path)
+		if name == "NixlConnector" && !haveNixl(t) {
+			t.Log("NixlConnector IS NOT TESTED: NIXL is not in .deps/nixl; run make deps")
+			continue
+		}
 		f.name, f.binary = name, found.Path
 		if name == host.MultiName {
 			f.binary = "" // the host composes it
@@ -154,6 +160,15 @@ func fixtures(t *testing.T) []fixture {
 		require.NotEmpty(t, out, "-connector %s", *flagConnector)
 	}
 	return out
+}
+
+// haveNixl says whether make deps has put NIXL where its plugin looks.
+func haveNixl(t *testing.T) bool {
+	t.Helper()
+	_, err := os.Stat(filepath.Join(root(t), ".deps", "nixl", "lock.sha256"))
+	require.True(t, err == nil || os.IsNotExist(err), "%v", err)
+	require.False(t, err != nil && os.Getenv("KVPORT_NATIVE_TEST") != "", "make native-test needs NIXL")
+	return err == nil
 }
 
 // config is a --kv-transfer-config of the connector.

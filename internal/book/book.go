@@ -240,6 +240,16 @@ func (b *Book) Idle() bool {
 // Pending counts transfers that are not over.
 func (b *Book) Pending() int { return len(b.ops) }
 
+// Loading counts loads that a plugin works for.
+func (b *Book) Loading() (n int) {
+	for _, o := range b.ops {
+		if o.kind == Load && slices.ContainsFunc(o.calls, func(c *call) bool { return c.state == running }) {
+			n++
+		}
+	}
+	return n
+}
+
 // Saving reports whether a save is under way.
 func (b *Book) Saving() bool {
 	for _, o := range b.ops {

@@ -5,8 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"runtime"
 	"syscall"
+	"time"
 )
 
 // ErrTooLate says that a load was over before the fault could meet it. The plugin is unharmed.
@@ -25,6 +25,7 @@ type Connector struct {
 	PID      int         `json:"pid"`
 	Restarts int         `json:"restarts"`
 	Pending  int         `json:"pending"` // transfers that run
+	Loading  int         `json:"loading"` // loads among them that a plugin works for
 	Children []Connector `json:"children"`
 }
 
@@ -54,27 +55,40 @@ func (c *Client) Health(ctx context.Context, url string) (*Health, error) {
 	return h, nil
 }
 
-// StrikeLoad waits until the plugin with the given pid has read some bytes of a load, stops it, makes
-// sure that the engine still waits for it, and only then gives it the signal. started runs after
-// counting begins and should cause the load; over ends the wait. The error is ErrTooLate if the load
-// was over by then: so a strike that returns nil is known to have met a load.
+// strikeTick is how often StrikeLoad looks.
+const strikeTick = 200 * time.Microsecond
+
+// StrikeLoad waits until the plugin with the given pid is at work on a load, stops it, makes sure that the
+// engine still waits for it, and only then gives it the signal. start should cause the load and return
+// what ends the wait. The error is ErrTooLate if the load was over by then: so a strike that returns nil is
+// known to have met a load.
+//
+// That the plugin is at work shows in the bytes that it has read or in the engine's health: one that
+// reads another process's memory counts no bytes.
 func (c *Client) StrikeLoad(ctx context.Context, engine *Process, plugin int, signal syscall.Signal, start func() (over <-chan struct{})) error {
 	const some = 1 << 20
 	before := BytesRead(plugin)
 	over := start()
-	for BytesRead(plugin)-before < some {
+	tick := time.NewTicker(strikeTick)
+	defer tick.Stop()
+	for met := false; !met; {
 		select {
 		case <-over:
 			return ErrTooLate
-		default:
-			runtime.Gosched()
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+		if met = BytesRead(plugin)-before >= some; !met {
+			h, err := c.Health(ctx, engine.URL)
+			met = err == nil && h.Connector.Loading > 0
 		}
 	}
 	if err := syscall.Kill(plugin, syscall.SIGSTOP); err != nil {
 		return fmt.Errorf("stop plugin %d: %w", plugin, err)
 	}
 	h, err := c.Health(ctx, engine.URL)
-	if err == nil && h.Connector.Pending == 0 {
+	if err == nil && h.Connector.Loading == 0 {
 		err = ErrTooLate
 	}
 	if err != nil {

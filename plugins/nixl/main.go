@@ -1,15 +1,16 @@
-// Kvport-nixl is the plugin of NixlConnector.
+// Kvport-nixl serves the NixlConnector.
 package main
 
 import (
-	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/nixl"
 	"github.com/kvport/kvport/sdk"
 )
 
+var version = "dev" // set by the linker
+
 func main() {
 	sdk.Serve(sdk.FromNode(sdk.Definition{
-		Name: "NixlConnector", Version: "1.0.0", Groups: true, Scope: connector.ScopeEngine,
+		Name: "NixlConnector", Version: version, Groups: true, Scope: nixl.Scope,
 		Capabilities: nixl.Capabilities, Environment: nixl.Environment(),
 	}, nixl.Open))
 }

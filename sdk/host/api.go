@@ -74,6 +74,7 @@ type Health struct {
 	Error     string        `json:"error,omitempty"`
 	Since     time.Duration `json:"since_ns"`
 	Pending   int           `json:"pending"` // transfers running
+	Loading   int           `json:"loading"` // loads among them that a plugin works for
 	Held      int           `json:"held"`    // holds open
 	Trust     Trust         `json:"trust"`
 

@@ -275,7 +275,7 @@ func (h *Host) Health() Health {
 	defer h.mu.Unlock()
 	s := Health{
 		Connector: h.info.Name, State: "restarting", Restarts: h.restarts,
-		Since: time.Since(h.since), Pending: h.book.Pending(), Held: h.book.Held(),
+		Since: time.Since(h.since), Pending: h.book.Pending(), Loading: h.book.Loading(), Held: h.book.Held(),
 		Trust: h.cfg.Settings.Trust, LandingSlots: h.slots() * len(h.ranks), LandingUsed: h.book.LandingUsed(),
 		ArenaBytes: h.arenaBytes(),
 	}

@@ -61,11 +61,12 @@ CONFIGS = {
     "RemoteStoreConnector": {"Remote": lambda rig, folder: {"url": f"unix://{Valkey(rig, folder).socket}"}},
     "MinimalConnector": {"Minimal": lambda _rig, folder: {"dir": str(folder / "minimal")}},
     "PipeConnector": {"Pipe": lambda _rig, _folder: {"listen": "127.0.0.1:0", "buffer_bytes": 1 << 29}},
+    "NixlConnector": {"NIXL": lambda _rig, _folder: {}},
 }
 # Those that find what another engine has stored.
 SHARED = ("SharedStorage", "Multi", "AIBrix", "LMCache's formats", "Remote")
 # Those that only move blocks from a prefill engine to a decode engine.
-PEERS = ("Pipe",)
+PEERS = ("Pipe", "NIXL")
 
 
 def manifests():

@@ -1,0 +1,187 @@
+package nixl
+
+import (
+	"encoding/json"
+	"math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// TestLoad: what a consumer loads is what the producer has, whatever slots both use.
+func TestLoad(t *testing.T) {
+	libDir(t)
+	defer goleak.VerifyNone(t)
+	t.Run("pair", func(t *testing.T) {
+		rng := rand.New(rand.NewPCG(1, 2))
+		p, d := open(t, connector.RoleProducer, Config{}, nil), open(t, connector.RoleConsumer, Config{}, nil)
+		for i := range 30 {
+			n := 1 + rng.IntN(12)
+			theirs, hold := p.finish(rng, byte(i), n)
+			m, err := d.s.Match(t.Context(), []connector.Query{
+				{Request: "r", Tokens: tokens(n), Keys: keys(byte(i), n-1), Ticket: hold.Ticket},
+				{Request: "other", Tokens: tokens(n), Keys: keys(byte(i)+100, n-1), Ticket: hold.Ticket},
+				{Request: "none", Tokens: tokens(n), Keys: keys(byte(i), n-1)},
+			})
+			require.NoError(t, err)
+			require.Equal(t, connector.Match{Tokens: tokens(n), Async: true}, m[0])
+			require.Zero(t, m[2])
+			if n > 1 {
+				require.Zero(t, m[1], "the ticket of another prompt")
+			}
+			ours, err := d.load(rng, byte(i), n, hold.Ticket)
+			require.NoError(t, err)
+			require.Equal(t, p.bytes(theirs), d.bytes(ours))
+			require.Equal(t, []connector.HoldID{hold.ID}, p.consumed())
+		}
+	})
+}
+
+// TestRefused: tickets that are good for nothing cost an error that says why, and no block.
+func TestRefused(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 4))
+	p, d := open(t, connector.RoleProducer, Config{}, nil), open(t, connector.RoleConsumer, Config{}, nil)
+	other := open(t, connector.RoleConsumer, Config{}, func(e *connector.Env) { e.Shape[5]++ })
+	stranger := open(t, connector.RoleConsumer, Config{}, func(e *connector.Env) { e.Model[5]++ })
+	ticketOf := func() (t ticket, raw []byte) {
+		_, h := p.finish(rng, 1, 3)
+		require.NoError(p, json.Unmarshal(h.Ticket, &t))
+		return t, h.Ticket
+	}
+	changed := func(change func(*ticket)) []byte {
+		x, _ := ticketOf()
+		change(&x)
+		data, err := x.encode()
+		require.NoError(t, err)
+		return data
+	}
+	_, used := ticketOf()
+	_, err := d.load(rng, 1, 3, used)
+	require.NoError(t, err)
+	_, good := ticketOf()
+	nobody, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	require.NoError(t, nobody.Close())
+	for what, c := range map[string]struct {
+		on     *side
+		ticket []byte
+		is     error
+		says   string
+	}{
+		"shape":       {other, good, connector.ErrIncompatible, "layout, block size"},
+		"model":       {stranger, good, connector.ErrIncompatible, "another model"},
+		"used":        {d, used, connector.ErrGone, "consumed"},
+		"unknown":     {d, changed(func(t *ticket) { t.Hold += 1000 }), connector.ErrGone, "never was"},
+		"secret":      {d, changed(func(t *ticket) { t.Secret[0]++ }), connector.ErrGone, "another secret"},
+		"no producer": {d, changed(func(t *ticket) { t.Address = nobody.Addr().String() }), connector.ErrGone, "refused"},
+		"elsewhere":   {d, changed(func(t *ticket) { t.Address = "192.0.2.1:1" }), connector.ErrGone, "key_file"},
+		"no address":  {d, changed(func(t *ticket) { t.Address = "x" }), connector.ErrGone, "not a ticket"},
+		"version":     {d, changed(func(t *ticket) { t.Version++ }), connector.ErrGone, "not a ticket"},
+		"garbage":     {d, []byte("x"), connector.ErrGone, "not a ticket"},
+	} {
+		_, err := c.on.load(rng, 1, 3, c.ticket)
+		require.ErrorIs(t, err, c.is, what)
+		require.ErrorContains(t, err, c.says, what)
+	}
+	blocks, err := d.load(rng, 2, 3, good) // the keys of another prompt
+	var some *connector.BlockError
+	require.ErrorAs(t, err, &some)
+	require.NotEmpty(t, some.Blocks)
+	require.Subset(t, ids(blocks), some.Blocks)
+}
+
+func ids(blocks []connector.Block) (out []connector.BlockID) {
+	for _, b := range blocks {
+		out = append(out, b.ID)
+	}
+	return out
+}
+
+// TestHoldsExpire: a hold is there for its lease and no longer, and is not reported as consumed then.
+func TestHoldsExpire(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := newHolds(1, time.Second)
+		id, secret := h.add(connector.Ended{Tokens: 4})
+		<-time.After(time.Second - 1)
+		_, err := h.find(id, secret)
+		require.NoError(t, err)
+		<-time.After(1)
+		_, err = h.find(id, secret)
+		require.ErrorIs(t, err, connector.ErrGone)
+		require.ErrorContains(t, h.done(id, secret, 0), "never was")
+		require.Empty(t, h.take())
+	})
+}
+
+// TestHoldsOfRanks: a hold is over when every rank has read it, and no rank counts twice.
+func TestHoldsOfRanks(t *testing.T) {
+	h := newHolds(2, time.Hour)
+	id, secret := h.add(connector.Ended{})
+	require.NoError(t, h.done(id, secret, 1))
+	require.NoError(t, h.done(id, secret, 1))
+	require.Empty(t, h.take())
+	require.NoError(t, h.done(id, secret, 0))
+	require.Equal(t, []connector.HoldID{id}, h.take())
+	require.ErrorIs(t, h.done(id, secret, 0), connector.ErrGone)
+}
+
+// TestSettle: what the config leaves out comes from vLLM's environment, and what is unsafe is refused.
+func TestSettle(t *testing.T) {
+	env := func(pairs ...string) func(string) string {
+		return func(k string) string {
+			for i := 0; i < len(pairs); i += 2 {
+				if pairs[i] == k {
+					return pairs[i+1]
+				}
+			}
+			return ""
+		}
+	}
+	c, err := Config{}.settle(env())
+	require.NoError(t, err)
+	require.Equal(t, Config{Host: "127.0.0.1", NetDevices: "lo", LeaseMS: 30000, Backends: []string{"UCX"}}, c)
+	c, err = Config{}.settle(env(EnvHost, "127.0.0.2", EnvPort, "5600"))
+	require.NoError(t, err)
+	require.Equal(t, "127.0.0.2", c.Host)
+	require.Equal(t, 5600, c.Port)
+	c, err = Config{Host: "localhost", Port: 7}.settle(env(EnvHost, "127.0.0.2", EnvPort, "5600"))
+	require.NoError(t, err)
+	require.Equal(t, "localhost:7", net.JoinHostPort(c.Host, "7"))
+	require.Equal(t, 7, c.Port)
+	_, err = Config{Host: "0.0.0.0"}.settle(env())
+	require.ErrorContains(t, err, "key_file")
+	_, err = Config{}.settle(env(EnvPort, "many"))
+	require.ErrorContains(t, err, EnvPort)
+}
+
+// TestKeyFile: with a key both ends speak TLS, and who has another key is not answered.
+func TestKeyFile(t *testing.T) {
+	libDir(t)
+	key := func(name, content string) string {
+		path := filepath.Join(t.TempDir(), name)
+		require.NoError(t, os.WriteFile(path, []byte(strings.Repeat(content, 32)), 0o600))
+		return path
+	}
+	a, b := key("a", "a"), key("b", "b")
+	rng := rand.New(rand.NewPCG(5, 6))
+	p := open(t, connector.RoleProducer, Config{KeyFile: a}, nil)
+	friend, stranger := open(t, connector.RoleConsumer, Config{KeyFile: a}, nil), open(t, connector.RoleConsumer, Config{KeyFile: b}, nil)
+	theirs, hold := p.finish(rng, 1, 4)
+	_, err := stranger.load(rng, 1, 4, hold.Ticket)
+	require.ErrorIs(t, err, connector.ErrGone)
+	ours, err := friend.load(rng, 1, 4, hold.Ticket)
+	require.NoError(t, err)
+	require.Equal(t, p.bytes(theirs), friend.bytes(ours))
+	require.NoError(t, os.Chmod(a, 0o644))
+	_, err = (&Config{KeyFile: a}).tls()
+	require.ErrorContains(t, err, "only its owner")
+}
