@@ -127,10 +127,14 @@ func (l *link) fit(ctx context.Context, config json.RawMessage, layout *connecto
 		return nil, nil
 	}
 	info, err := l.process.Describe(ctx, config)
-	if err != nil || info.ArenaSize(layout, 1) == 0 {
+	if err != nil {
 		return nil, err
 	}
-	if err := l.arena.Fit(info.ArenaSize(layout, 1)); err != nil {
+	size := info.ArenaSize(layout, 1)
+	if size == 0 {
+		return nil, nil
+	}
+	if err := l.arena.Fit(size); err != nil {
 		return nil, err
 	}
 	return l.arena.Bytes(), nil

@@ -166,14 +166,9 @@ func (s *store) duel(ctx context.Context, binary string, set setup, sh shape, r 
 			return reason(err)
 		}
 		slices.Sort(peer)
-		bytes := sh.block() * int64(sh.batch)
-		for i, suffix := range []string{"", "+digest"} {
-			b := r.budget
-			if i > 0 {
-				b = budget{}
-			}
-			name := fmt.Sprintf("%s %s%s %s : %s", set.name, way.name, suffix, sh.name, r.name)
-			if err := s.Emit(faster(name, bytes, all[i].speed(bytes), peer.speed(bytes), "GB/s")(b)); err != nil {
+		budgets := [2]budget{r.budget} // they have no digests
+		for i, name := range rowNames(set, way.name, sh) {
+			if err := s.row(name+" : "+r.name, sh, all[i], peer, budgets[i]); err != nil {
 				return "", err
 			}
 		}
@@ -194,7 +189,7 @@ func (s *store) startRival(ctx context.Context, r rival, dir string) (*Peer, err
 	p := &Peer{cmd: exec.CommandContext(ctx, r.at.Python, "-c", storesScript, r.name, dir)}
 	p.cmd.Env = append(os.Environ(), "PYTHONPATH="+r.at.Path)
 	if s.server != nil {
-		p.cmd.Env = append(p.cmd.Env, "KVPORT_BENCH_REDIS="+s.server.address)
+		p.cmd.Env = append(p.cmd.Env, "KVPORT_BENCH_REDIS="+s.server.Address)
 	}
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	out, err := p.cmd.StdoutPipe()

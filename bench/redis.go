@@ -7,73 +7,23 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"os"
-	"os/exec"
 	"strconv"
 	"strings"
-	"syscall"
-	"time"
 
 	"github.com/redis/go-redis/v9"
 
+	"github.com/kvport/kvport/conformance/redistest"
 	"github.com/kvport/kvport/connector"
 )
 
-// redisServer is a Redis or Valkey server on this machine that keeps nothing on disk.
-type redisServer struct {
-	address string
-	cmd     *exec.Cmd
-	dir     string
-}
-
-// startRedis starts a server on a free port, with room for what the benchmark stores; the oldest blocks go.
-func startRedis(ctx context.Context, binary string) (_ *redisServer, err error) {
-	if binary, err = lookServer(binary); err != nil {
-		return nil, err
+// startRedis starts a server on a free port, with room for what the benchmark stores; the oldest blocks go. It
+// keeps nothing on disk.
+func startRedis(program string) (*redistest.Server, error) {
+	room := []string{"--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"}
+	if program == "" {
+		return redistest.Start(room...)
 	}
-	free, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
-	if err != nil {
-		return nil, err
-	}
-	s := &redisServer{address: free.Addr().String()}
-	if err := free.Close(); err != nil {
-		return nil, err
-	}
-	if s.dir, err = os.MkdirTemp("", "kvport-bench-"); err != nil {
-		return nil, err
-	}
-	_, port, _ := strings.Cut(s.address, ":")
-	s.cmd = exec.CommandContext(ctx, binary, "--port", port, "--bind", "127.0.0.1", "--dir", s.dir, "--save", "", "--appendonly", "no",
-		"--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru")
-	s.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	if err := s.cmd.Start(); err != nil {
-		return nil, errors.Join(fmt.Errorf("start %s: %w", binary, err), os.RemoveAll(s.dir))
-	}
-	tick := time.NewTicker(10 * time.Millisecond)
-	defer tick.Stop()
-	limit := time.After(20 * time.Second)
-	for {
-		if c, err := new(net.Dialer).DialContext(ctx, "tcp", s.address); err == nil {
-			return s, c.Close()
-		}
-		select {
-		case <-ctx.Done():
-			return nil, errors.Join(ctx.Err(), s.close())
-		case <-limit:
-			return nil, errors.Join(fmt.Errorf("%s does not listen at %s after 20 s", binary, s.address), s.close())
-		case <-tick.C:
-		}
-	}
-}
-
-// close ends the server. A nil server has none.
-func (s *redisServer) close() error {
-	if s == nil {
-		return nil
-	}
-	err := s.cmd.Process.Kill()
-	_ = s.cmd.Wait() // killed, as we wanted
-	return errors.Join(err, os.RemoveAll(s.dir))
+	return redistest.StartProgram(program, room...)
 }
 
 // rawRedis is the limit of remote stores: SET and GET of the same bytes over one connection, sent from where
@@ -85,7 +35,7 @@ type rawRedis struct {
 }
 
 func redisLimit(ctx context.Context, s *store, l *link, _ string) (limit, error) {
-	c, err := new(net.Dialer).DialContext(ctx, "tcp", s.server.address)
+	c, err := new(net.Dialer).DialContext(ctx, "tcp", s.server.Address)
 	if err != nil {
 		return nil, err
 	}
@@ -161,7 +111,7 @@ type clientRedis struct {
 }
 
 func goRedis(_ context.Context, s *store, l *link, _ string) (limit, error) {
-	client := redis.NewClient(&redis.Options{Addr: s.server.address, ContextTimeoutEnabled: true})
+	client := redis.NewClient(&redis.Options{Addr: s.server.Address, ContextTimeoutEnabled: true})
 	return &clientRedis{hot: hot{link: l}, client: client, buffer: make([]byte, l.shape.block())}, nil
 }
 

@@ -41,7 +41,7 @@ func (s *store) setups(name string) (sets []setup, why string) {
 	withServer := setup{absent: s.why, files: true, budget: atLeast(0.8), limit: redisLimit, second: goRedis, rival: "go-redis"}
 	address := ""
 	if s.server != nil {
-		address = "redis://" + s.server.address
+		address = "redis://" + s.server.Address
 	}
 	switch name {
 	case "SharedStorageConnector":

@@ -5,10 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"strings"
 	"time"
 
+	"github.com/kvport/kvport/conformance/redistest"
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/sdk/host"
@@ -29,8 +29,8 @@ type StoreOptions struct {
 // store is one run of Store.
 type store struct {
 	StoreOptions
-	memory string       // a folder in memory
-	server *redisServer // nil: none, and why
+	memory string            // a folder in memory
+	server *redistest.Server // nil: none, and why
 	why    string
 }
 
@@ -54,10 +54,11 @@ func Store(ctx context.Context, o StoreOptions) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(s.memory)) }()
-	if s.server, err = startRedis(ctx, o.Server); err != nil {
+	if s.server, err = startRedis(o.Server); err != nil {
 		s.why = err.Error()
+	} else {
+		defer func() { err = errors.Join(err, s.server.Close()) }()
 	}
-	defer func() { err = errors.Join(err, s.server.close()) }()
 	for _, found := range host.List(ctx, o.PluginPath) {
 		if found.Err != nil {
 			continue // no plugin; `kvport plugins list` says why
@@ -214,35 +215,49 @@ func (s *store) turns(set setup) turns {
 }
 
 func (s *store) emit(set setup, sh shape, saves, loads []took) error {
-	bytes := sh.block() * int64(sh.batch)
 	for _, way := range []struct {
 		name string
 		all  []took
 	}{{"store", saves}, {"load", loads}} {
-		for i, digest := range []string{"", "+digest"} {
-			ours, limit := way.all[2*i].speed(bytes), way.all[2*i+1].speed(bytes)
-			name := fmt.Sprintf("%s %s%s %s", set.name, way.name, digest, sh.name)
-			if err := s.Emit(faster(name, bytes, ours, limit, "GB/s")(set.budget)); err != nil {
+		for i, name := range rowNames(set, way.name, sh) {
+			ours, limit := way.all[2*i], way.all[2*i+1]
+			if err := s.row(name, sh, ours, limit, set.budget); err != nil {
 				return err
 			}
 			switch {
 			case set.second != nil:
-				err := s.Emit(faster(name+" : "+set.rival, bytes, ours, way.all[4+i].speed(bytes), "GB/s")(budget{}))
-				if err != nil {
+				if err := s.row(name+" : "+set.rival, sh, ours, way.all[4+i], budget{}); err != nil {
 					return err
 				}
 			case set.message && i == 0:
-				row := absent(name+", less the message", "that alone took as long, the machine was disturbed")
-				if rest := way.all[0].median() - way.all[4].median(); rest > 0 {
-					row = faster(name+", less the message", bytes, took{rest}.speed(bytes), limit, "GB/s")(set.budget)
-				}
-				if err := s.Emit(row); err != nil {
+				if err := s.lessMessage(name, sh, way.all, set.budget); err != nil {
 					return err
 				}
 			}
 		}
 	}
 	return nil
+}
+
+// rowNames are the rows of one way of a set-up: without and with digests.
+func rowNames(set setup, way string, sh shape) [2]string {
+	return [2]string{fmt.Sprintf("%s %s %s", set.name, way, sh.name), fmt.Sprintf("%s %s+digest %s", set.name, way, sh.name)}
+}
+
+// row emits how fast ours is beside something else.
+func (s *store) row(name string, sh shape, ours, other took, b budget) error {
+	bytes := sh.block() * int64(sh.batch)
+	return s.Emit(faster(name, bytes, ours.speed(bytes), other.speed(bytes), "GB/s")(b))
+}
+
+// lessMessage is ours without what the message alone takes, beside the limit.
+func (s *store) lessMessage(name string, sh shape, all []took, b budget) error {
+	name += ", less the message"
+	rest := all[0].median() - all[4].median()
+	if rest <= 0 {
+		return s.Emit(absent(name, "that alone took as long, the machine was disturbed"))
+	}
+	return s.row(name, sh, took{rest}, all[1], b)
 }
 
 // walk stores blocks that were never stored before and loads those that were last, a step a round, so that each
@@ -327,23 +342,4 @@ func (w *walk) pause(ctx context.Context, later bool, try int) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-}
-
-// ownServer is what make deps installs.
-const ownServer = ".deps/valkey/valkey-server"
-
-// lookServer finds a Redis or Valkey server.
-func lookServer(path string) (string, error) {
-	if path != "" {
-		return path, nil
-	}
-	if _, err := os.Stat(ownServer); err == nil {
-		return ownServer, nil
-	}
-	for _, name := range []string{"valkey-server", "redis-server"} {
-		if found, err := exec.LookPath(name); err == nil {
-			return found, nil
-		}
-	}
-	return "", errors.New("no Redis or Valkey server on the PATH, run make deps or name one with --server")
 }

@@ -3,7 +3,6 @@ package lookupbuffer_test
 import (
 	"context"
 	"errors"
-	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -13,6 +12,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/lookupbuffer"
 	"github.com/kvport/kvport/lookupbuffer/lookupbuffertest"
+	"github.com/kvport/kvport/pipe/pipetest"
 )
 
 // wrong is a buffer in memory with one fault.
@@ -42,24 +42,6 @@ func (w *wrong) DropSelect(ctx context.Context, items []connector.Item) error {
 		return w.take(w.Memory, ctx, items)
 	}
 	return w.Memory.DropSelect(ctx, items)
-}
-
-// recorder is the T of a case that should fail.
-type recorder struct {
-	ctx      context.Context
-	mu       sync.Mutex
-	failed   bool
-	cleanups []func()
-}
-
-func (r *recorder) Context() context.Context { return r.ctx }
-func (r *recorder) Skipf(string, ...any)     { runtime.Goexit() }
-func (r *recorder) FailNow()                 { runtime.Goexit() }
-func (r *recorder) Cleanup(f func())         { r.cleanups = append(r.cleanups, f) }
-func (r *recorder) Errorf(string, ...any) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.failed = true
 }
 
 // fault is one of them, with the case that must find it.
@@ -155,27 +137,19 @@ func TestWrongBuffers(t *testing.T) {
 		t.Run(f.caseName+"/"+f.name, func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 			defer cancel()
-			r := &recorder{ctx: ctx}
 			h := lookupbuffertest.Harness{Capacity: capacity, Open: func(lookupbuffertest.T) lookupbuffertest.Ends {
 				w := f.w
 				w.Memory = lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: max(capacity, f.capacity)})
 				return one(&w)
 			}}
-			done := make(chan struct{})
-			go func() {
-				defer close(done)
+			failed := pipetest.Failed(ctx, func(r pipetest.T) {
 				for _, c := range lookupbuffertest.Cases() {
 					if c.Name == f.caseName {
 						c.Run(r, h)
 					}
 				}
-			}()
-			<-done
-			cancel()
-			for _, cleanup := range r.cleanups {
-				cleanup()
-			}
-			require.True(t, r.failed, "nobody noticed")
+			})
+			require.True(t, failed, "nobody noticed")
 		})
 	}
 }

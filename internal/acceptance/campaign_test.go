@@ -32,22 +32,9 @@ var (
 	flagTickets    = flag.Int("tickets", 0, "forged, stale and replayed tickets on sim; default 100, in soak 1000")
 )
 
-func campaign(t *testing.T, name string, value, full int) int {
-	t.Helper()
-	n := full / 10
-	if os.Getenv("KVPORT_SOAK") != "" {
-		n = full
-	}
-	if value > 0 {
-		n = value
-	}
-	t.Logf("%s: %d of the %d that soak runs", name, n, full)
-	return n
-}
-
 // TestSimKilled: plugins of both engines are killed and stopped while requests run.
 func TestSimKilled(t *testing.T) {
-	kills, stops := campaign(t, "kills", *flagSimKills, 200), campaign(t, "stops", *flagSimStops, 20)
+	kills, stops := count(t, "simkills", *flagSimKills, 20, 200), count(t, "simstops", *flagSimStops, 2, 20)
 	for i, trust := range []string{"in-place", "staged"} {
 		share := func(n int) int { return (n + 1 - i) / 2 }
 		t.Run(trust, func(t *testing.T) { testSimKilled(newRig(t), trust, share(kills), share(stops)) })
@@ -131,7 +118,7 @@ func (r *rig) shoot(rng *rand.Rand, router, engine *cluster.Process, signal sysc
 
 // TestSimDamaged: stored blocks are damaged; each is noticed, and no token is wrong.
 func TestSimDamaged(t *testing.T) {
-	n := campaign(t, "damaged blocks", *flagSimDamages, 2000)
+	n := count(t, "simdamages", *flagSimDamages, 200, 2000)
 	r := newRig(t)
 	prompts := texts(t, *flagSeed+30000, 12, 500, 900)
 	for i := range prompts { // a byte is a token: no prompt ends with a full block
@@ -200,7 +187,7 @@ func damageSmall(t *testing.T, rng *rand.Rand, whole, other []byte, kinds map[st
 // TestSimTickets: tickets that are forged, of an earlier life of the producer, of another key, or
 // used before are refused and counted; the answer is right all the same.
 func TestSimTickets(t *testing.T) {
-	n := campaign(t, "tickets", *flagTickets, 1000)
+	n := count(t, "tickets", *flagTickets, 100, 1000)
 	r := newRig(t)
 	prompts := texts(t, *flagSeed+40000, 8, 200, 600)
 	node := r.serveModel("sim", "single", "")

@@ -1,9 +1,7 @@
 package acceptance
 
 import (
-	"flag"
 	"fmt"
-	"os"
 	"strings"
 	"testing"
 	"text/tabwriter"
@@ -45,25 +43,11 @@ func variants(f fixture) []fixture {
 	return out
 }
 
-// count is the value of a flag that was given, or else a short count, or the full one with KVPORT_SOAK=1.
-func count(name string, value, short, full int) (n int) {
-	n = short
-	if os.Getenv("KVPORT_SOAK") != "" {
-		n = full
-	}
-	flag.Visit(func(f *flag.Flag) {
-		if f.Name == name {
-			n = value
-		}
-	})
-	return n
-}
-
 // TestConnectors: the model gives a single node's tokens through every connector that is found: on one engine that saves
 // and loads, on a later engine, and with prefill and decode apart. What the connector gave is counted.
 func TestConnectors(t *testing.T) {
 	r := newRig(t)
-	n, tokens := count("prompts", *flagPrompts, 1, 6), count("tokens", *flagTokens, 8, 32)
+	n, tokens := count(t, "prompts", *flagPrompts, 1, 6), count(t, "tokens", *flagTokens, 8, 32)
 	prompts := texts(t, *flagSeed+9100, n, 300, 1000)
 	r.tokens = tokens
 	node := r.serve("single", "")

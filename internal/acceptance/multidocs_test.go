@@ -48,7 +48,7 @@ func TestMultiPage(t *testing.T) {
 // TestMultiPlugin: the same composite as a plugin. Its children are killed at random, then the plugin
 // itself: tokens are right, and no process is left.
 func TestMultiPlugin(t *testing.T) {
-	kills := campaign(t, "kills of the plugin's children", *flagMultiKills, 50)
+	kills := count(t, "multikills", *flagMultiKills, 5, 50)
 	r := newRig(t)
 	config, err := json.Marshal(map[string]any{
 		"kv_connector": "MultiConnector", "kv_role": "kv_both",

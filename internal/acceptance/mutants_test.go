@@ -85,7 +85,7 @@ func TestWrongConnectors(t *testing.T) {
 
 	served, refused, staged, tokens := 0, 0, 0, 0
 	folder := t.TempDir()
-	all, share := mutants.All(), count("mutants", *flagMutants, 4, 1)
+	all, share := mutants.All(), count(t, "mutants", *flagMutants, 4, 1)
 	t.Logf("every %d. of %d wrong connectors, and those that write wildly; all of them in soak", share, len(all))
 	for n, m := range all {
 		if (n+int(*flagSeed))%share != 0 && !trusted[m.Case] {

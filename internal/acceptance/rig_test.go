@@ -38,6 +38,23 @@ var (
 
 const connectorName = "SharedStorageConnector"
 
+// count is how much of something a test runs: the value of the flag of that name if it was given, else a short
+// count, or the full one with KVPORT_SOAK=1.
+func count(t *testing.T, name string, value, short, full int) int {
+	t.Helper()
+	n := short
+	if os.Getenv("KVPORT_SOAK") != "" {
+		n = full
+	}
+	flag.Visit(func(f *flag.Flag) {
+		if f.Name == name {
+			n = value
+		}
+	})
+	t.Logf("-%s %d; soak runs %d", name, n, full)
+	return n
+}
+
 // root is the folder with go.mod.
 func root(t *testing.T) string {
 	t.Helper()

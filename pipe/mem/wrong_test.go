@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -35,24 +34,6 @@ func (w *wrong) Recv(ctx context.Context, place pipe.Place) error {
 		return w.recv(w.Pipe, ctx, place)
 	}
 	return w.Pipe.Recv(ctx, place)
-}
-
-// recorder is the T of a case that should fail.
-type recorder struct {
-	ctx      context.Context
-	mu       sync.Mutex
-	failed   bool
-	cleanups []func()
-}
-
-func (r *recorder) Context() context.Context { return r.ctx }
-func (r *recorder) Skipf(string, ...any)     { runtime.Goexit() }
-func (r *recorder) FailNow()                 { runtime.Goexit() }
-func (r *recorder) Cleanup(f func())         { r.cleanups = append(r.cleanups, f) }
-func (r *recorder) Errorf(string, ...any) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.failed = true
 }
 
 // fault is one of them.
@@ -138,26 +119,19 @@ func TestWrongPipes(t *testing.T) {
 		t.Run(fmt.Sprintf("%s/%s", m.caseName, name), func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
 			defer cancel()
-			r := &recorder{ctx: ctx}
 			h := pipetest.Harness{Bound: 8 << 20, Open: func(pipetest.T) pipetest.Ends {
 				w := m.w
 				w.Pipe = mem.New(max(m.limit, 1<<20))
 				return pipetest.Ends{Out: &w, In: &w}
 			}}
-			done := make(chan struct{})
-			go func() {
-				defer close(done)
+			failed := pipetest.Failed(ctx, func(r pipetest.T) {
 				for _, c := range pipetest.Cases() {
 					if c.Name == m.caseName {
 						c.Run(r, h)
 					}
 				}
-			}()
-			<-done
-			for _, f := range r.cleanups {
-				f()
-			}
-			require.True(t, r.failed, "nobody noticed")
+			})
+			require.True(t, failed, "nobody noticed")
 		})
 	}
 }

@@ -17,12 +17,9 @@ import (
 // its protocol of fixed binary headers: ADR 0087 has the layout and where it was read. Blocks are opaque to
 // the server, which evicts nothing and asks for no password.
 type LM struct {
-	o      Options
-	health health
-	conns  chan *lmConn
-	n      int
-
-	counters
+	served
+	conns chan *lmConn
+	n     int
 }
 
 // The protocol's numbers, from lmcache/v1/protocol.py and memory_management.py of LMCache 0.5.6.
@@ -47,7 +44,7 @@ func OpenLM(o Options) (*LM, error) {
 	if err := o.validate(); err != nil {
 		return nil, err
 	}
-	s := &LM{o: o, conns: make(chan *lmConn, o.Connections), n: o.Connections}
+	s := &LM{served: served{o: o}, conns: make(chan *lmConn, o.Connections), n: o.Connections}
 	s.health.log, s.health.where = o.Log, o.where()
 	for range o.Connections {
 		s.conns <- &lmConn{}

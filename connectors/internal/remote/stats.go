@@ -27,56 +27,66 @@ func (c *counters) stats() Stats {
 	}
 }
 
+// number is one number of a store.
+type number struct {
+	name, help string
+	of         func(Stats) uint64
+	gauge      bool
+}
+
+// numbers are all of them.
+func numbers() []number {
+	return []number{
+		{"loaded_blocks_total", "Blocks read.", func(s Stats) uint64 { return s.Loaded }, false},
+		{"saved_blocks_total", "Blocks written.", func(s Stats) uint64 { return s.Saved }, false},
+		{"known_blocks_total", "Saves of blocks that were there.", func(s Stats) uint64 { return s.Known }, false},
+		{"gone_blocks_total", "Blocks that were wanted and not there.", func(s Stats) uint64 { return s.Gone }, false},
+		{"corrupt_blocks_total", "Values that were not the block.", func(s Stats) uint64 { return s.Corrupt }, false},
+		{"refused_blocks_total", "Blocks that were not written: the server was away or full, or they were too large.", func(s Stats) uint64 { return s.Refused }, false},
+		{"loaded_bytes_total", "Bytes read.", func(s Stats) uint64 { return s.BytesLoaded }, false},
+		{"saved_bytes_total", "Bytes written.", func(s Stats) uint64 { return s.BytesSaved }, false},
+		{"evicted_blocks_total", "Without a server: blocks given up for others.", func(s Stats) uint64 { return s.Evicted }, false},
+		{"held_bytes", "Without a server: bytes of blocks held.", func(s Stats) uint64 { return s.Held }, true},
+		{"away", "1 while the server cannot be used.", Stats.away, true},
+	}
+}
+
+func (s Stats) away() uint64 {
+	if s.Away {
+		return 1
+	}
+	return 0
+}
+
 // Infos declares what Values gives.
-func Infos() []connector.StatInfo {
-	counter := func(name, help string) connector.StatInfo {
-		return connector.StatInfo{Name: name, Help: help, Kind: connector.Counter}
+func Infos() (infos []connector.StatInfo) {
+	for _, n := range numbers() {
+		kind := connector.Counter
+		if n.gauge {
+			kind = connector.Gauge
+		}
+		infos = append(infos, connector.StatInfo{Name: "remote_" + n.name, Help: n.help, Kind: kind})
 	}
-	return []connector.StatInfo{
-		counter("remote_loaded_blocks_total", "Blocks read."),
-		counter("remote_saved_blocks_total", "Blocks written."),
-		counter("remote_known_blocks_total", "Saves of blocks that were there."),
-		counter("remote_gone_blocks_total", "Blocks that were wanted and not there."),
-		counter("remote_corrupt_blocks_total", "Values that were not the block."),
-		counter("remote_refused_blocks_total", "Blocks that were not written: the server was away or full, or they were too large."),
-		counter("remote_loaded_bytes_total", "Bytes read."),
-		counter("remote_saved_bytes_total", "Bytes written."),
-		counter("remote_evicted_blocks_total", "Without a server: blocks given up for others."),
-		{Name: "remote_held_bytes", Help: "Without a server: bytes of blocks held.", Kind: connector.Gauge},
-		{Name: "remote_away", Help: "1 while the server cannot be used.", Kind: connector.Gauge},
-	}
+	return infos
 }
 
 // Values are the numbers that Infos declares.
-func (s Stats) Values() []connector.Stat {
-	away := 0.0
-	if s.Away {
-		away = 1
+func (s Stats) Values() (values []connector.Stat) {
+	for _, n := range numbers() {
+		values = append(values, connector.Stat{Name: "remote_" + n.name, Value: float64(n.of(s))})
 	}
-	return []connector.Stat{
-		{Name: "remote_loaded_blocks_total", Value: float64(s.Loaded)},
-		{Name: "remote_saved_blocks_total", Value: float64(s.Saved)},
-		{Name: "remote_known_blocks_total", Value: float64(s.Known)},
-		{Name: "remote_gone_blocks_total", Value: float64(s.Gone)},
-		{Name: "remote_corrupt_blocks_total", Value: float64(s.Corrupt)},
-		{Name: "remote_refused_blocks_total", Value: float64(s.Refused)},
-		{Name: "remote_loaded_bytes_total", Value: float64(s.BytesLoaded)},
-		{Name: "remote_saved_bytes_total", Value: float64(s.BytesSaved)},
-		{Name: "remote_evicted_blocks_total", Value: float64(s.Evicted)},
-		{Name: "remote_held_bytes", Value: float64(s.Held)},
-		{Name: "remote_away", Value: away},
-	}
+	return values
+}
+
+// served is what stores on a server have in common.
+type served struct {
+	o      Options
+	health health
+	counters
 }
 
 // Stats gives the counts so far.
-func (s *Store) Stats() Stats {
-	c := s.stats()
-	c.Away = s.health.isAway()
-	return c
-}
-
-// Stats gives the counts so far.
-func (s *LM) Stats() Stats {
+func (s *served) Stats() Stats {
 	c := s.stats()
 	c.Away = s.health.isAway()
 	return c

@@ -22,13 +22,10 @@ const (
 // Store is a connector.Store on a server. Its memory is bounded: a connection gathers at most
 // batchBytes, or one block.
 type Store struct {
-	o      Options
-	health health
+	served
 	movers chan *lane // for values
 	asker  chan *lane // for questions, so that they do not wait behind values
 	all    []*lane
-
-	counters
 }
 
 // Open connects to a server. One that refuses us or is of another kind is an error that names the
@@ -40,7 +37,7 @@ func Open(ctx context.Context, o Options) (*Store, error) {
 		return nil, err
 	}
 	redis.SetLogger(silent{})
-	s := &Store{o: o, movers: make(chan *lane, o.Connections), asker: make(chan *lane, 1)}
+	s := &Store{served: served{o: o}, movers: make(chan *lane, o.Connections), asker: make(chan *lane, 1)}
 	s.health.log, s.health.where = o.Log, o.where()
 	for i := range o.Connections + 1 {
 		l := newLane(&s.o)
