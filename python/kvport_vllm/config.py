@@ -36,6 +36,7 @@ class Config:
     allow_weak_hashes: bool = False
     socket_dir: str = ""  # empty: the user's runtime folder
     memory: str = "auto"
+    load_in_step: bool = True
     transfer_seconds: float = 5.0  # deadline of one transfer, without its size
     transfer_per_gib: float = 1.0
 
@@ -95,10 +96,11 @@ def _take_own(inner: dict[str, Any], where: str) -> dict[str, Any]:
         return {}
     settings = dict(settings)
     own: dict[str, Any] = {}
-    weak = settings.pop("allow_weak_hashes", False)
-    if not isinstance(weak, bool):
-        raise ConfigError(f"{where}.kvport.allow_weak_hashes: is {weak!r}, want true or false")
-    own["allow_weak_hashes"] = weak
+    for name, default in (("allow_weak_hashes", False), ("load_in_step", True)):
+        value = settings.pop(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}.kvport.{name}: is {value!r}, want true or false")
+        own[name] = value
     folder = settings.pop("agent_socket_dir", "")
     if not isinstance(folder, str):
         raise ConfigError(f"{where}.kvport.agent_socket_dir: is {folder!r}, want a path")

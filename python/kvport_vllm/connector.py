@@ -84,12 +84,16 @@ class KvportConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         self.worker.bind(connector_metadata)
 
-    @guarded(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: the agent has begun the load already, and the request is parked until it is over."""
+        """Wait for the load of this very step, if it has one. Others have begun, and their requests are parked."""
+        try:
+            self.worker.wait_for_loads()
+        except Exception:
+            self.faults.add("start_load_kv")
+            self.worker.give_up_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no step runs on blocks that are being loaded."""
+        """Do nothing: no layer runs on blocks that are being loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: blocks are saved from where they lie, once their step is over."""

@@ -18,6 +18,7 @@ class Load:
     step: int  # id of the Step message; 0: not sent yet, UNSENT: never
     life: int  # of the agent it went to; 0: it went nowhere
     blocks: list[list[int]]  # by group
+    now: bool = False  # the step that begins it waits for it
 
 
 @dataclass
@@ -36,7 +37,9 @@ class StepDone(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The steps whose completed blocks are true on a worker."""
 
     acks: set[int]
+    waited: dict[str, float] = field(default_factory=dict)  # for loads of this very step: seconds, by request
 
     def aggregate(self, other: Any) -> StepDone:
         """Put the answers of two workers together; they ran the same step."""
-        return StepDone(self.acks | other.acks)
+        waited = {r: max(self.waited.get(r, 0.0), other.waited.get(r, 0.0)) for r in {**self.waited, **other.waited}}
+        return StepDone(self.acks | other.acks, waited)

@@ -23,6 +23,15 @@ class Pins:
         if all(hasattr(pool, name) for name in ("touch", "free_blocks", "blocks")):
             self.pool = pool
 
+    @property
+    def can_evict(self) -> bool:
+        """Say whether blocks can be made unfindable for other requests."""
+        return hasattr(self.pool, "evict_blocks")
+
+    def evict(self, ids: Iterable[int]) -> None:
+        """Make blocks unfindable: their bytes are not what their hashes say."""
+        self.pool.evict_blocks(set(ids))
+
     def add(self, key: Hashable, ids: Iterable[int]) -> None:
         """Hold blocks for a purpose, which may hold some already."""
         if self.pool is None:

@@ -10,8 +10,9 @@ from .events import Events
 from .keys import Keys
 from .link import IDLE_WAIT, LATE, Link, State
 from .lora import Adapters
-from .messages import ANSWERED, FINISHED, RELEASED, SAVED, message
+from .messages import ANSWERED, FINISHED, LOADED, RELEASED, SAVED, message
 from .meta import UNSENT, Load, StepMetadata
+from .pace import Pace
 from .pins import Delayed, Pins
 from .saving import Saving
 from .stats import Counters
@@ -35,6 +36,8 @@ class SchedulerSide:
 
     def __init__(self, link: Link, block_tokens: int, groups: int, adapters: Adapters, events: Events) -> None:
         """Take the connection, the tokens of a block and the number of KV cache groups."""
+        self.may_wait = False  # steps for their loads
+        self.pace = Pace()
         self.link = link
         self.adapters = adapters
         self.pins = Pins()
@@ -43,6 +46,7 @@ class SchedulerSide:
         self.events = events
         self.requests: dict[str, Tracked] = {}
         self.loading: dict[str, Load] = {}  # until vLLM reports it over
+        self._behind: dict[str, list[int]] = {}  # by request whose step waits for its load: its blocks from there on
         self.saving = Saving(block_tokens, groups, self.pins, self.delayed, events)
         self._block_tokens = block_tokens
         self._step_type = message("Step")
@@ -156,10 +160,25 @@ class SchedulerSide:
         tracked.ask_again = now + _ASK_AGAIN
         return None, False
 
-    @staticmethod
-    def _offer(tracked: Tracked, tokens: int) -> tuple[int, bool]:
+    def _offer(self, tracked: Tracked, tokens: int) -> tuple[int, bool]:
         tracked.later_since = 0.0
-        return (tokens, True) if tokens > 0 else MISS
+        if tokens <= 0:
+            return MISS
+        tracked.at_once = self._at_once(tracked, tokens)
+        return tokens, not tracked.at_once
+
+    def _at_once(self, tracked: Tracked, tokens: int) -> bool:
+        """Say whether the step that admits a request may wait for its load: see pace."""
+        end = tracked.asked_at + tokens
+        return (
+            self.may_wait
+            and len(self.requests) == 1  # nobody is held up, and nobody shares blocks that may turn out bad
+            and not self.loading
+            and end < tracked.request.num_tokens
+            and tracked.asked_at % self._block_tokens == end % self._block_tokens == 0
+            and self.pins.can_evict
+            and self.pace.quick(tokens // self._block_tokens)
+        )
 
     # -- loads
 
@@ -167,15 +186,16 @@ class SchedulerSide:
         """Begin the load of a request that was given blocks; asked again without external tokens, do nothing."""
         if external <= 0:
             return
-        # From here on the request is parked: whatever goes wrong, its load must end.
-        load = Load(request.request_id, UNSENT, 0, [])
-        self._new_loads.append(load)
-        self.loading[load.request] = load
-        tracked = self.requests[load.request]
-        tracked.memo = None
+        # From here on the request is parked, or runs: whatever goes wrong, its load must end.
+        tracked = self.requests[request.request_id]
         first = tracked.asked_at // self._block_tokens
         end = -(-(tracked.asked_at + external) // self._block_tokens)
-        load.blocks.extend(list(table[first:end]) for table in tables)
+        load = Load(tracked.id, UNSENT, 0, [list(table[first:end]) for table in tables], tracked.at_once)
+        self._new_loads.append(load)
+        self.loading[load.request] = load
+        if load.now:
+            self._behind[load.request] = list(tables[0][first:])
+        tracked.memo = None
         transfer = message("Transfer")(request=tracked.id, tokens=external, ticket=tracked.ticket)
         setattr(transfer, "from", tracked.asked_at)
         self.saving.fill(transfer.blocks, tracked, load.blocks, first, tracked.asked_at + external)
@@ -240,6 +260,8 @@ class SchedulerSide:
         for load in self._new_loads:
             if load.step == 0:
                 load.step, load.life = step.id, self.link.life if sent else 0
+                if load.request in self.requests:
+                    self.requests[load.request].load_began = time.monotonic()
         self.saving.sent(step.id, sent)
 
     def step_over(self, output: Any) -> None:
@@ -247,15 +269,30 @@ class SchedulerSide:
         done = getattr(output, "kv_connector_worker_meta", None)
         if done is not None or output.finished_recving:
             self.poll()  # a step that completed nothing is heard of in the next build
-        if done is not None:
-            for ack in sorted(done.acks):
-                self._dirty |= self.saving.computed(ack, self._step)
         invalid = output.invalid_block_ids or ()
         failed = getattr(output, "failed_recving", None) or ()
         for request in output.finished_recving or ():
             self._load_over(request, invalid, failed)
+        if done is not None:
+            for request, seconds in done.waited.items():
+                self._waited_for(request, seconds, invalid)
+            for ack in sorted(done.acks):
+                self._dirty |= self.saving.computed(ack, self._step)
         if self._dirty and done is not None:
             self.flush()
+
+    def _waited_for(self, request: str, seconds: float, invalid: Any) -> None:
+        """Take the end of a load that its step waited for."""
+        blocks, load = self._behind.pop(request, []), self.loading.get(request)
+        self._load_over(request, invalid, ())
+        bad = next((i for i, b in enumerate(blocks) if b in invalid), None)
+        if bad is None:
+            self.pace.took(seconds, len(load.blocks[0]) if load is not None else 0)
+            return
+        # vLLM has given them their hashes, and what the step computed behind them is worth nothing.
+        self.pins.evict(blocks[bad:])
+        if request in self.requests:
+            self.saving.request_over(self.requests[request], self._step, False)
 
     def _load_over(self, request: str, invalid: Any, failed: Any) -> None:
         load = self.loading.pop(request, None)
@@ -266,6 +303,7 @@ class SchedulerSide:
         if not bad:
             return
         tracked.have = 0
+        self.pace.failed()
         first = load.blocks[0][0] if load.blocks and load.blocks[0] else None
         # vLLM asks again at once, and would be offered the same blocks for ever.
         tracked.denied = request in failed or len(load.blocks) > 1 or first in invalid or load.life != self.link.life
@@ -329,11 +367,20 @@ class SchedulerSide:
             self._take_news(event)
         elif kind == SAVED:
             self.saving.saved(event)
+        elif kind == LOADED:
+            self._loaded(event)
         elif (kind == FINISHED and not event.held) or kind == RELEASED:
             self.saving.let_go(event.request)
         elif kind == ANSWERED and event.request in self.requests:
             self.requests[event.request].ask_again = 0.0
             self.requests[event.request].memo = None
+
+    def _loaded(self, event: Any) -> None:
+        """Learn how long loads take, from one that vLLM is told of by a worker."""
+        load, tracked = self.loading.get(event.request), self.requests.get(event.request)
+        if load is None or tracked is None or load.now or load.step != event.step or event.failed:
+            return
+        self.pace.took(time.monotonic() - tracked.load_began, sum(len(ids) for ids in load.blocks))
 
     def _take_news(self, news: Any) -> None:
         if news.DESCRIPTOR.name == "AgentBlocks":

@@ -13,6 +13,7 @@ from .events import Events, event_api
 from .link import Link
 from .lora import Adapters
 from .messages import SIDE_SCHEDULER, SIDE_WORKER, message
+from .pace import steps_may_wait
 from .scheduler import SchedulerSide
 from .spawn import Spawner
 from .vllm_api import HAS_FAILED_RECVING, HAS_WORKER_METADATA
@@ -71,6 +72,7 @@ class Parts:
         link = Link(self._spawner(), lambda: (attach, None))
         events = Events(self.block_tokens, event_api(self._vllm))
         side = SchedulerSide(link, self.block_tokens, len(self.groups), Adapters(self._content), events)
+        side.may_wait = self._config.load_in_step and steps_may_wait(self._vllm, self._cache, len(self.groups))
         self._wait(link)
         side.begin()
         return side

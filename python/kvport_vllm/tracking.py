@@ -26,6 +26,8 @@ class Tracked:
     told: int = 0  # life of the agent that knows of it
     have: int = 0  # leading blocks that the connector has, or is being given
     asked_at: int = 0  # computed tokens of the last lookup
+    at_once: bool = False  # the load that was offered is one that the step waits for
+    load_began: float = 0.0
     later_since: float = 0.0  # 0: not waiting for an answer
     ask_again: float = 0.0
     memo: tuple[int, int] | None = None  # lookup that was answered: computed tokens, hashes

@@ -18,6 +18,8 @@ log = logging.getLogger("vllm.kvport")
 # Beyond the host's own deadlines, in which a transfer is retried and its plugin restarted.
 _SLACK = 20.0
 _MAX_EARLY = 4096
+# A step that waits for its load does so because loads were quick: this one hangs.
+_WAIT_AT_MOST = 2.0
 # A worker that waits for no load has nothing to hear: what the agent tells waits in the socket for so many steps.
 _LISTEN_EVERY = 8
 
@@ -48,6 +50,7 @@ class WorkerSide:
         self._copy_out: Sequence[Sequence[int]] | None = None
         self.invalid: set[int] = set()
         self._received: set[str] = set()
+        self._waited: dict[str, float] = {}  # for loads of this very step
         self._failed: set[str] = set()
 
     def bind(self, meta: StepMetadata) -> None:
@@ -63,6 +66,30 @@ class WorkerSide:
             limit = 2 * (self._transfer + self._per_gib * blocks * self.block_bytes / (1 << 30)) + _SLACK
             self._pending[load.request, load.step] = _Pending(load, time.monotonic() + limit)
 
+    def wait_for_loads(self) -> None:
+        """Take start_load_kv: wait for the load without which the step cannot go on."""
+        began = time.monotonic()
+        while mine := [p.load.request for p in self._pending.values() if p.load.now]:
+            self._listen()
+            self._check()
+            waited = time.monotonic() - began
+            self._waited.update(dict.fromkeys(mine, waited))
+            if self.link.state is not State.UP:
+                time.sleep(0.001)  # until nobody is left that could write
+            elif waited > _WAIT_AT_MOST:
+                self.link.lose("a step waits for its load, which takes far longer than others did")
+            elif any(p.load.now for p in self._pending.values()):
+                self.link.wait(0.05)
+
+    def give_up_loads(self) -> None:
+        """Report those loads as failed: something of ours is broken."""
+        self.link.lose("waiting for a load has failed")
+        for key, pending in list(self._pending.items()):
+            if pending.load.now:
+                del self._pending[key]
+                self._waited[pending.load.request] = 0.0
+                self.invalid.update(b for ids in pending.load.blocks for b in ids)
+
     def forward_over(self) -> None:
         """Take wait_for_save: what the step computed is in the cache, and goes to the mirror if there is one."""
         copies, self._copy_out = self._copy_out, None
@@ -70,11 +97,12 @@ class WorkerSide:
             self.shared.mirror.save(copies)
 
     def done(self) -> StepDone | None:
-        """Answer build_connector_worker_meta: nothing, for a step that completed no block."""
-        if not self._acks:
+        """Answer build_connector_worker_meta: nothing, for a step that completed no block and waited for none."""
+        if not (self._acks or self._waited):
             return None
         acks, self._acks = self._acks, set()
-        return StepDone(acks)
+        waited, self._waited = self._waited, {}
+        return StepDone(acks, waited)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Give requests whose delayed blocks are free, that were loaded, and whose load failed as a whole."""
@@ -114,7 +142,8 @@ class WorkerSide:
 
     def _over(self, load: Load, bad: list[int]) -> None:
         """Report a load, once: what is in self survives whatever is raised on the way."""
-        self._received.add(load.request)
+        if not load.now:
+            self._received.add(load.request)
         if self.shared is not None and self.shared.mirror is not None and not self._copy_in(load, set(bad)):
             bad = [b for ids in load.blocks for b in ids]
         if bad:
@@ -152,7 +181,7 @@ class WorkerSide:
 
     def _fail(self, load: Load) -> None:
         blocks = [b for ids in load.blocks for b in ids]
-        if not blocks:  # nobody knows which blocks it was for: none of them can be used
+        if not blocks and not load.now:  # nobody knows which blocks it was for: none of them can be used
             self._failed.add(load.request)
         self._over(load, blocks)
 

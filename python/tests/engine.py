@@ -43,7 +43,7 @@ def content(key, layer):
 class Engine:
     """vLLM, as far as the connector can tell."""
 
-    def __init__(self, store, blocks=66, engine="e", role="kv_both", pool=True, **inner):
+    def __init__(self, store, blocks=66, engine="e", role="kv_both", pool=True, waits=False, **inner):
         torchless()
         self.blocks = blocks
         extra = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": str(store)}, **inner}
@@ -58,12 +58,14 @@ class Engine:
             compilation_config=types.SimpleNamespace(static_forward_context={}),
             kv_events_config=types.SimpleNamespace(enable_kv_cache_events=True),
             speculative_config=None,
+            scheduler_config=types.SimpleNamespace(async_scheduling=not waits),
         )
         spec = fakes.FullAttentionSpec(block_size=BLOCK_TOKENS, sliding_window=None)
         names = [f"l{i}" for i in range(LAYERS)]
         self.cache = fakes.KVCacheConfig(
             num_blocks=blocks,
             kv_cache_layout="LBHNC",
+            needs_kv_cache_zeroing=False,
             kv_cache_groups=[fakes.KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)],
             kv_cache_tensors=[fakes.KVCacheTensor(size=blocks * LAYERS * LAYER_BYTES, layers=names)],
         )

@@ -94,6 +94,7 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self.touched = self.freed = 0
+        self.evicted = set()
 
     def touch(self, blocks):
         for b in blocks:
@@ -105,6 +106,9 @@ class BlockPool:
             assert b.ref_cnt > 0, f"block {b.block_id} is freed once too often"
             b.ref_cnt -= 1
             self.freed += 1
+
+    def evict_blocks(self, block_ids):
+        self.evicted |= block_ids
 
     @property
     def pinned(self):

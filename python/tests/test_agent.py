@@ -1,6 +1,7 @@
 """The connector with a real agent and plugin: what happens between calls, and when processes die."""
 
 import os
+import pathlib
 import signal
 import statistics
 import time
@@ -33,6 +34,19 @@ def until(what, text):
 
 def keys(n, tag=7):
     return [bytes([tag, i]) * 16 for i in range(n)]
+
+
+def strike(pid, sign):
+    """Kill or stop a process, and wait until it runs no more."""
+    os.kill(pid, sign)
+
+    def still():
+        try:
+            return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TZ"
+        except OSError:
+            return True
+
+    until(still, f"process {pid} runs on after signal {sign}")
 
 
 def idle(engine):
@@ -276,7 +290,7 @@ def test_steps_that_compute_nothing_wait_for_news(here):
     engine.scheduler.on_new_request(r)
     assert lookup(engine, r)[0]
     park(engine, r, [9, 8, 7, 6], 4 * BLOCK_TOKENS)
-    os.kill(agent, signal.SIGSTOP)
+    strike(agent, signal.SIGSTOP)
     start, steps = time.monotonic(), 20
     for _ in range(steps):
         assert not engine.step().finished_recving
@@ -292,6 +306,89 @@ def test_steps_that_compute_nothing_wait_for_news(here):
     assert statistics.median(times) < IDLE_WAIT / 2
     os.kill(agent, signal.SIGCONT)
     assert received(engine).finished_recving == {"b"}
+    assert engine.faults() == {}
+    engine.close()
+
+
+def admit(engine, r, blocks, tokens):
+    """Schedule a request with a load that its step waits for; what the worker reports, and what the load found in the blocks."""
+    park(engine, r, blocks, tokens)
+    seen = []
+
+    def compute():
+        engine.worker.start_load_kv(None)  # as vLLM does: before the layers
+        seen.append([engine.holds(b, r.block_hashes[i]) for i, b in enumerate(blocks[: tokens // BLOCK_TOKENS])])
+
+    out = engine.step([(r.request_id, tokens)], (), {r.request_id: r.num_tokens - tokens}, (), compute)
+    return out, seen[0]
+
+
+def quick(engine, monkeypatch, n=4):
+    """Load once as any load is done at first; from then on loads are known to be quick, on a busy machine too."""
+    monkeypatch.setattr("kvport_vllm.pace._QUICK", LIMIT)
+    r = request("first", keys(n), n * BLOCK_TOKENS + 1)
+    engine.scheduler.on_new_request(r)
+    assert lookup(engine, r) == (n * BLOCK_TOKENS, True)
+    park(engine, r, list(range(10, 10 + n)), n * BLOCK_TOKENS)
+    engine.scheduler.update_connector_output(received(engine))
+    finish(engine, r)
+    idle(engine)
+
+
+def test_a_lone_request_loads_within_its_step(here, monkeypatch):
+    engine = Engine(here / "store", waits=True)
+    stored(engine)
+    quick(engine, monkeypatch)
+    r = request("b", keys(4), 4 * BLOCK_TOKENS + 1)
+    engine.scheduler.on_new_request(r)
+    assert lookup(engine, r) == (4 * BLOCK_TOKENS, False)
+    out, seen = admit(engine, r, [21, 22, 23, 24, 25], 4 * BLOCK_TOKENS)
+    assert seen == [True] * 4 and not out.finished_recving and not out.invalid_block_ids
+    engine.scheduler.update_connector_output(out)
+    assert not engine.scheduler.scheduler.loading and not engine.pool.evicted
+    # A second request makes it park: nobody is to be held up by a load.
+    other, late = request("c", keys(4), 4 * BLOCK_TOKENS + 1), request("d", keys(4), 4 * BLOCK_TOKENS + 1)
+    engine.scheduler.on_new_request(other)
+    engine.scheduler.on_new_request(late)
+    assert lookup(engine, late) == (4 * BLOCK_TOKENS, True)
+    for done in (r, other, late):
+        finish(engine, done)
+    # Nothing is left to compute: a step must compute something.
+    whole = request("e", keys(4), 4 * BLOCK_TOKENS)
+    engine.scheduler.on_new_request(whole)
+    assert lookup(engine, whole) == (3 * BLOCK_TOKENS, False)
+    finish(engine, whole)
+    idle(engine)
+    assert engine.faults() == {} and engine.pool.pinned == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("victim", ["agent", "plugin"])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_load_within_a_step_fails_with_its_process(here, monkeypatch, victim, sign):
+    monkeypatch.setattr("kvport_vllm.worker._WAIT_AT_MOST", 0.5)
+    engine = Engine(here / "store", waits=True)
+    stored(engine)
+    quick(engine, monkeypatch)
+    r = request("b", keys(6), 6 * BLOCK_TOKENS + 1)
+    engine.scheduler.on_new_request(r)
+    assert lookup(engine, r) == (4 * BLOCK_TOKENS, False)
+    blocks = [21, 22, 23, 24, 25, 26, 27]
+    pids = list(engine.worker.worker.link._fence.pids)
+    strike(pids[0] if victim == "agent" else pids[-1], sign)
+    began = time.monotonic()
+    out, _ = admit(engine, r, blocks, 4 * BLOCK_TOKENS)
+    assert time.monotonic() - began < LIMIT / 2
+    bad = out.invalid_block_ids
+    if bad:  # else the load was over before the process was hit, or the plugin has come back in time
+        assert bad == {21, 22, 23, 24}
+        engine.scheduler.update_connector_output(out)
+        assert engine.pool.evicted == set(blocks), "other requests find blocks that were computed on top of bad ones"
+        assert engine.pool.pinned == 0, "blocks that were computed on top of bad ones are saved"
+    elif sign == signal.SIGSTOP:
+        assert all(engine.holds(b, r.block_hashes[i]) for i, b in enumerate(blocks[:4]))
+    finish(engine, r)
+    idle(engine)
     assert engine.faults() == {}
     engine.close()
 

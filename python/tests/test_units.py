@@ -14,6 +14,7 @@ from kvport_vllm.errors import ConfigError, UnsupportedError
 from kvport_vllm.layout import Group, View
 from kvport_vllm.lora import Adapters, with_adapter
 from kvport_vllm.messages import message
+from kvport_vllm.pace import Pace, steps_may_wait
 from kvport_vllm.pins import Delayed, Pins
 
 B, L, H, N, C, ITEM = 5, 3, 2, 4, 8, 4  # blocks, layers, heads, tokens, content, bytes
@@ -206,6 +207,34 @@ def test_delayed():
     d.wait("x")
     d.end_all()
     assert d.take() == ["x"]
+
+
+def test_pace():
+    pace = Pace()
+    assert not pace.quick(1), "nothing is known yet"
+    pace.took(0.010, 10)
+    assert pace.quick(50) and not pace.quick(51)
+    pace.took(0.001, 10)
+    assert not pace.quick(51), "one load may have been lucky"
+    pace.took(0.001, 10)
+    assert pace.quick(500)
+    pace.failed()
+    assert not pace.quick(1)
+
+
+def test_which_engines_wait_in_a_step():
+    def asked(groups=1, scheduling=False, pipeline=1, zeroing=False):
+        return steps_may_wait(
+            types.SimpleNamespace(
+                scheduler_config=types.SimpleNamespace(async_scheduling=scheduling),
+                parallel_config=types.SimpleNamespace(pipeline_parallel_size=pipeline),
+            ),
+            types.SimpleNamespace(needs_kv_cache_zeroing=zeroing),
+            groups,
+        )
+
+    assert asked()
+    assert not any((asked(groups=2), asked(scheduling=True), asked(pipeline=2), asked(zeroing=True), asked(scheduling=None)))
 
 
 def test_counters():

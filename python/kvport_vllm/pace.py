@@ -1,0 +1,50 @@
+"""When a step may wait for its load, instead of parking the request until the load is over.
+
+A parked request costs a step that computes nothing, vLLM's pause behind it and another turn of the
+scheduler: more than the load of a few blocks takes. A step that waits holds up nobody if there is no
+other request, and is sure to be short if loads have been quick.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What a step may wait: no longer than one of a large batch takes.
+_QUICK = 0.05
+
+
+class Pace:
+    """How long loads have taken."""
+
+    def __init__(self) -> None:
+        """Begin without knowing anything."""
+        self._last: tuple[float, float] | None = None  # seconds for a block, of the last two loads
+
+    def took(self, seconds: float, blocks: int) -> None:
+        """Note a load without a fault."""
+        if blocks > 0:
+            each = seconds / blocks
+            self._last = (each, self._last[0] if self._last else each)
+
+    def failed(self) -> None:
+        """Note a load with a fault: the next one is not waited for."""
+        self._last = None
+
+    def quick(self, blocks: int) -> bool:
+        """Say whether a load of so many blocks will be over soon."""
+        return self._last is not None and max(self._last) * blocks <= _QUICK
+
+
+def steps_may_wait(vllm_config: Any, kv_cache_config: Any, groups: int) -> bool:
+    """Say whether this engine can go on after a step whose load failed.
+
+    vLLM gives the blocks of such a load their hashes before they are loaded, so nothing may be scheduled
+    between the load and the news of its failure. Failed blocks have names only where there is one group.
+    Blocks that vLLM zeroes would be zeroed after the load has begun.
+    """
+    return (
+        groups == 1
+        and getattr(getattr(vllm_config, "scheduler_config", None), "async_scheduling", True) is False
+        and getattr(vllm_config.parallel_config, "pipeline_parallel_size", 2) == 1
+        and getattr(kv_cache_config, "needs_kv_cache_zeroing", True) is False
+    )
