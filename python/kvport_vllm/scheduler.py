@@ -10,7 +10,7 @@ from .events import Events
 from .keys import Keys
 from .link import IDLE_WAIT, LATE, Link, State
 from .lora import Adapters
-from .messages import ANSWERED, FINISHED, LOADED, RELEASED, SAVED, message
+from .messages import ANSWERED, FINISHED, RELEASED, SAVED, message
 from .meta import UNSENT, Load, StepMetadata
 from .pace import Pace
 from .pins import Delayed, Pins
@@ -301,6 +301,8 @@ class SchedulerSide:
             return
         bad = request in failed or any(b in invalid for ids in load.blocks for b in ids)
         if not bad:
+            if not load.now:
+                self.pace.took(time.monotonic() - tracked.load_began, len(load.blocks[0]))
             return
         tracked.have = 0
         self.pace.failed()
@@ -367,20 +369,11 @@ class SchedulerSide:
             self._take_news(event)
         elif kind == SAVED:
             self.saving.saved(event)
-        elif kind == LOADED:
-            self._loaded(event)
         elif (kind == FINISHED and not event.held) or kind == RELEASED:
             self.saving.let_go(event.request)
         elif kind == ANSWERED and event.request in self.requests:
             self.requests[event.request].ask_again = 0.0
             self.requests[event.request].memo = None
-
-    def _loaded(self, event: Any) -> None:
-        """Learn how long loads take, from one that vLLM is told of by a worker."""
-        load, tracked = self.loading.get(event.request), self.requests.get(event.request)
-        if load is None or tracked is None or load.now or load.step != event.step or event.failed:
-            return
-        self.pace.took(time.monotonic() - tracked.load_began, sum(len(ids) for ids in load.blocks))
 
     def _take_news(self, news: Any) -> None:
         if news.DESCRIPTOR.name == "AgentBlocks":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .link import IDLE_WAIT, Link, State
 from .memory import Shared
-from .messages import LOADED
+from .messages import LANDED, LOADED
 from .meta import Load, StepDone, StepMetadata
 
 log = logging.getLogger("vllm.kvport")
@@ -28,6 +28,7 @@ _LISTEN_EVERY = 8
 class _Pending:
     load: Load
     deadline: float
+    landed: bool = False  # its bytes are there; whether they are right is being checked
 
 
 class WorkerSide:
@@ -67,19 +68,30 @@ class WorkerSide:
             self._pending[load.request, load.step] = _Pending(load, time.monotonic() + limit)
 
     def wait_for_loads(self) -> None:
-        """Take start_load_kv: wait for the load without which the step cannot go on."""
+        """Take start_load_kv: wait for the bytes without which the step cannot go on."""
+        self._wait_while(lambda p: not p.landed or (self.shared is not None and self.shared.mirror is not None))
+
+    def _wait_while(self, missing: Callable[[_Pending], bool]) -> None:
+        """Wait for what is missing of the loads of this step."""
+        if not self._pending or not (mine := self._missing(missing)):
+            return
         began = time.monotonic()
-        while mine := [p.load.request for p in self._pending.values() if p.load.now]:
+        while self._missing(missing):
             self._listen()
             self._check()
-            waited = time.monotonic() - began
-            self._waited.update(dict.fromkeys(mine, waited))
+            if not self._missing(missing):
+                break
             if self.link.state is not State.UP:
                 time.sleep(0.001)  # until nobody is left that could write
-            elif waited > _WAIT_AT_MOST:
+            elif time.monotonic() - began > _WAIT_AT_MOST:
                 self.link.lose("a step waits for its load, which takes far longer than others did")
-            elif any(p.load.now for p in self._pending.values()):
+            else:
                 self.link.wait(0.05)
+        for request in mine:
+            self._waited[request] = self._waited.get(request, 0.0) + time.monotonic() - began
+
+    def _missing(self, missing: Callable[[_Pending], bool]) -> list[str]:
+        return [p.load.request for p in self._pending.values() if p.load.now and missing(p)]
 
     def give_up_loads(self) -> None:
         """Report those loads as failed: something of ours is broken."""
@@ -106,6 +118,7 @@ class WorkerSide:
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Give requests whose delayed blocks are free, that were loaded, and whose load failed as a whole."""
+        self._wait_while(lambda _: True)  # for the verdict on what this step has computed with
         self._quiet += 1
         if self._pending or self._quiet >= _LISTEN_EVERY or self.link.state is not State.UP:
             self._quiet = 0
@@ -123,8 +136,11 @@ class WorkerSide:
 
     def _listen(self) -> None:
         for event in self.link.poll():
-            if getattr(event, "kind", None) == LOADED:
+            kind = getattr(event, "kind", None)
+            if kind == LOADED:
                 self._loaded(event)
+            elif kind == LANDED and (pending := self._pending.get((event.request, event.step))):
+                pending.landed = True
 
     def _await_load(self) -> None:
         """Wait for the end of a load, as long as an engine without anything to compute may stand still."""

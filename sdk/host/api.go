@@ -37,6 +37,11 @@ type Options struct {
 	// before it is asked to touch a block. pidfd is only lent for the call. An error ends the process,
 	// and its start with that error.
 	Started func(pid, pidfd int) error
+
+	// Landed, unless nil, is told when the bytes of an admitted transfer are in a rank's cache, before
+	// their digests are checked. Its Loaded follows, and only that says whether they are right. Not of
+	// loads with a fault, nor at trust level staged. It must not call the host.
+	Landed func(request connector.RequestID, rank int)
 }
 
 // EventKind says what happened.

@@ -100,6 +100,9 @@ func (h *Host) move(ctx context.Context, g *generation, a *book.Move) book.Outco
 	if errors.Is(err, errLost) {
 		return book.Outcome{Err: err, Lost: true}
 	}
+	if err == nil && h.opts.Landed != nil && r.landing == nil {
+		h.opts.Landed(t.Request, a.Rank)
+	}
 	out := book.Outcome{Err: err}
 	if !h.info.Lossy {
 		out.Corrupt = r.checkDigests(content(t.Blocks, t.Tail), err)

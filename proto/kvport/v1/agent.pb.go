@@ -39,6 +39,8 @@ const (
 	AgentEventKind_AGENT_EVENT_KIND_FINISHED    AgentEventKind = 3
 	AgentEventKind_AGENT_EVENT_KIND_RELEASED    AgentEventKind = 4
 	AgentEventKind_AGENT_EVENT_KIND_ANSWERED    AgentEventKind = 5
+	// The bytes of a load are in the cache of every rank, and not checked yet: its loaded follows. May be left out.
+	AgentEventKind_AGENT_EVENT_KIND_LANDED AgentEventKind = 6
 )
 
 // Enum value maps for AgentEventKind.
@@ -50,6 +52,7 @@ var (
 		3: "AGENT_EVENT_KIND_FINISHED",
 		4: "AGENT_EVENT_KIND_RELEASED",
 		5: "AGENT_EVENT_KIND_ANSWERED",
+		6: "AGENT_EVENT_KIND_LANDED",
 	}
 	AgentEventKind_value = map[string]int32{
 		"AGENT_EVENT_KIND_UNSPECIFIED": 0,
@@ -58,6 +61,7 @@ var (
 		"AGENT_EVENT_KIND_FINISHED":    3,
 		"AGENT_EVENT_KIND_RELEASED":    4,
 		"AGENT_EVENT_KIND_ANSWERED":    5,
+		"AGENT_EVENT_KIND_LANDED":      6,
 	}
 )
 
@@ -421,7 +425,7 @@ type AgentAnswer_Detached struct {
 }
 
 type AgentAnswer_Event struct {
-	Event *AgentEvent `protobuf:"bytes,8,opt,name=event,proto3,oneof"` // loaded: to all; the others: to the scheduler
+	Event *AgentEvent `protobuf:"bytes,8,opt,name=event,proto3,oneof"` // loaded: to all; landed: to the ranks; the others: to the scheduler
 }
 
 type AgentAnswer_Plugin struct {
@@ -1181,14 +1185,15 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x05gauge\x18\x04 \x01(\bR\x05gauge\"N\n" +
 	"\vAgentBlocks\x12\x10\n" +
 	"\x03gap\x18\x01 \x01(\bR\x03gap\x12-\n" +
-	"\x06events\x18\x02 \x03(\v2\x15.kvport.v1.BlockEventR\x06events*\xc8\x01\n" +
+	"\x06events\x18\x02 \x03(\v2\x15.kvport.v1.BlockEventR\x06events*\xe5\x01\n" +
 	"\x0eAgentEventKind\x12 \n" +
 	"\x1cAGENT_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17AGENT_EVENT_KIND_LOADED\x10\x01\x12\x1a\n" +
 	"\x16AGENT_EVENT_KIND_SAVED\x10\x02\x12\x1d\n" +
 	"\x19AGENT_EVENT_KIND_FINISHED\x10\x03\x12\x1d\n" +
 	"\x19AGENT_EVENT_KIND_RELEASED\x10\x04\x12\x1d\n" +
-	"\x19AGENT_EVENT_KIND_ANSWERED\x10\x05B3Z1github.com/kvport/kvport/proto/kvport/v1;kvportv1b\x06proto3"
+	"\x19AGENT_EVENT_KIND_ANSWERED\x10\x05\x12\x1b\n" +
+	"\x17AGENT_EVENT_KIND_LANDED\x10\x06B3Z1github.com/kvport/kvport/proto/kvport/v1;kvportv1b\x06proto3"
 
 var (
 	file_kvport_v1_agent_proto_rawDescOnce sync.Once

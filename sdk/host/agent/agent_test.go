@@ -96,6 +96,35 @@ func TestTicketBetweenAgents(t *testing.T) {
 	require.Empty(t, p.finish("empty", 5, nil), "no full block, nothing to fetch")
 }
 
+// The ranks hear that the bytes of a load are there, on all of them, before they hear that they are right.
+func TestLanded(t *testing.T) {
+	o := open(t, config(t.TempDir(), nil), nil)
+	s := scheduler(t, o.socket)
+	ranks := []*process{worker(t, o.socket, rankAt(0, 2)), worker(t, o.socket, rankAt(1, 2))}
+	for _, w := range ranks {
+		w.attached()
+	}
+	hs := hashes("a", 4)
+	tr := transfer("r", hs, 0)
+	for i, w := range ranks {
+		w.fill(tr.Blocks, i)
+	}
+	s.step(&connector.Step{ID: 1, Computed: []connector.Transfer{tr}})
+	require.Empty(t, s.event(saved, "r").GetFailed())
+	s.step(&connector.Step{ID: 7, Admitted: []connector.Transfer{transfer("q", hs, 20)}})
+	for i, w := range ranks {
+		e := w.event(landed, "q")
+		require.Equal(t, uint64(7), e.GetStep())
+		require.True(t, w.same(blocksOf(hs, 20), i), "landed without its bytes")
+		require.Empty(t, w.event(loaded, "q").GetFailed())
+	}
+	require.Empty(t, s.event(loaded, "q").GetFailed())
+	missing := transfer("m", hashes("b", 4), 30)
+	s.step(&connector.Step{ID: 8, Admitted: []connector.Transfer{missing}})
+	require.Len(t, ranks[0].event(loaded, "m").GetFailed(), 4)
+	require.False(t, ranks[0].has(landed, "m"), "a load that failed has not landed")
+}
+
 // A rank ends and comes back: the connector is closed, steps have their events all the same, and the
 // agent stays. What was counted before stays counted.
 func TestRankComesBack(t *testing.T) {

@@ -253,6 +253,7 @@ func (s *server) hand(step *connector.Step) error {
 	s.used = true
 	h.keys.remember(step)
 	h.keys.step(step)
+	h.expect(step)
 	h.host.Step(step)
 	return nil
 }

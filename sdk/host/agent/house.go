@@ -22,11 +22,16 @@ type house struct {
 	over   chan struct{}           // closed when the connector is closed
 	work   sync.WaitGroup          // done when the last event was passed on
 
-	tickets map[connector.RequestID]chan []byte // finish calls that wait; guarded by s.mu
+	tickets  map[connector.RequestID]chan []byte // finish calls that wait; guarded by s.mu
+	ranks    int
+	arriving map[connector.RequestID]*arrival // loads; guarded by s.mu
 }
 
-func newHouse(s *server, h *host.Host, layout *connector.Layout, keys *keyring, news <-chan host.BlockReport) *house {
-	o := &house{s: s, host: h, layout: layout, keys: keys, over: make(chan struct{}), tickets: map[connector.RequestID]chan []byte{}}
+func newHouse(s *server, h *host.Host, eng *host.Engine, keys *keyring, news <-chan host.BlockReport) *house {
+	o := &house{
+		s: s, host: h, layout: &eng.Layout, keys: keys, over: make(chan struct{}), tickets: map[connector.RequestID]chan []byte{},
+		ranks: len(eng.Ranks), arriving: map[connector.RequestID]*arrival{},
+	}
 	o.work.Go(o.forward)
 	if news != nil && h.Info().Capabilities&connector.CanEvents != 0 {
 		o.news = news
@@ -58,6 +63,9 @@ func (o *house) forward() {
 				delete(o.tickets, e.Request)
 				answer <- e.Ticket // has room
 			}
+		}
+		if e.Kind == host.Loaded {
+			delete(o.arriving, e.Request)
 		}
 		o.s.tellEvent(&e)
 		o.s.mu.Unlock()

@@ -161,7 +161,7 @@ func (s *server) open(ctx context.Context, eng *host.Engine, first *rankAttach) 
 	}
 	transfer := *s.cfg.Transfer
 	transfer.Settings.Deadlines.Match = max(transfer.Settings.Deadlines.Match, patience)
-	opts := host.Options{PluginPath: s.cfg.PluginPath, Log: s.log, Metrics: s.ledger, Started: s.announce}
+	opts := host.Options{PluginPath: s.cfg.PluginPath, Log: s.log, Metrics: s.ledger, Started: s.announce, Landed: s.landed}
 	keys := newKeyring(connector.KeySpace{Model: eng.Model, Secret: secret}, first.hashes)
 	var reports chan host.BlockReport
 	if first.events {
@@ -174,7 +174,7 @@ func (s *server) open(ctx context.Context, eng *host.Engine, first *rankAttach) 
 		return nil, err
 	}
 	s.log.Info("connector is open", "connector", h.Info().Name, "ranks", len(eng.Ranks), "shape", eng.ShapeText, "took", time.Since(began))
-	return newHouse(s, h, &eng.Layout, keys, reports), nil
+	return newHouse(s, h, eng, keys, reports), nil
 }
 
 // answer answers all who wait for the keeper. The caller holds mu.

@@ -405,6 +405,15 @@ func (p *process) event(kind kvportv1.AgentEventKind, request string) *kvportv1.
 	}).GetEvent()
 }
 
+// has reports whether an event of a request has come and was not asked for.
+func (p *process) has(kind kvportv1.AgentEventKind, request string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.ContainsFunc(p.seen, func(m *kvportv1.AgentAnswer) bool {
+		return m.GetEvent().GetKind() == kind && m.GetEvent().GetRequest() == request
+	})
+}
+
 func (p *process) state(state string) *kvportv1.AgentState {
 	p.t.Helper()
 	return p.find("state "+state, func(m *kvportv1.AgentAnswer) bool { return m.GetState().GetState() == state }).GetState()
@@ -435,6 +444,7 @@ func (p *process) finish(id string, tokens int, blocks []connector.Block) []byte
 
 const (
 	loaded        = kvportv1.AgentEventKind_AGENT_EVENT_KIND_LOADED
+	landed        = kvportv1.AgentEventKind_AGENT_EVENT_KIND_LANDED
 	saved         = kvportv1.AgentEventKind_AGENT_EVENT_KIND_SAVED
 	finishedEvent = kvportv1.AgentEventKind_AGENT_EVENT_KIND_FINISHED
 )
