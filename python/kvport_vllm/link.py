@@ -26,6 +26,8 @@ _KILL_WAIT = 0.02  # a killed process is gone after about a millisecond; no step
 # from those who work at it. So a step in which nothing is computed waits for news, in seconds; a request
 # that comes meanwhile waits as long, a fraction of any step.
 IDLE_WAIT = 0.005
+# A side that waits for nothing has little to hear: what the agent tells waits in the socket for so many steps.
+LISTEN_EVERY = 8
 # Among the events of poll: a call was answered whose caller had stopped waiting.
 LATE = object()
 

@@ -144,7 +144,7 @@ def move(tensors: Tensors, caches: dict[str, Any], groups: Sequence[Group], bloc
 
 
 def _collapse(address: int, size: int) -> None:
-    """Make huge pages of a mapping, as many as a moment allows: whoever copies or reads blocks is faster by a third.
+    """Make huge pages of a mapping, as many as a moment allows: whoever copies or reads blocks is faster by about a quarter.
 
     Where the kernel does not do it, small pages do.
     """

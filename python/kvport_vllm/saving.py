@@ -6,7 +6,8 @@ that step is scheduled until the agent says Saved, the block is pinned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .events import Events
@@ -39,8 +40,14 @@ class Saving:
         """Note and pin the blocks that a step completes. The usual decode step completes none."""
         size = self._block_tokens
         scheduled = output.num_scheduled_tokens
+        cached = output.scheduled_cached_reqs
+        running: Iterable[tuple[str, int]] = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        if output.scheduled_new_reqs:
+            running = itertools.chain(((r.req_id, r.num_computed_tokens) for r in output.scheduled_new_reqs), running)
+        if getattr(output, "kv_connector_block_state", None) is None:
+            self._keep_tables(output, requests)
         found: list[Completion] = []
-        for request, computed in self._running_requests(output, requests):
+        for request, computed in running:
             end = (computed + scheduled[request]) // size
             if end <= computed // size:
                 continue
@@ -52,14 +59,6 @@ class Saving:
                 found.append(done)
         if found:
             self._note(found, meta)
-
-    def _running_requests(self, output: Any, requests: Mapping[str, Tracked]) -> Iterator[tuple[str, int]]:
-        cached = output.scheduled_cached_reqs
-        if getattr(output, "kv_connector_block_state", None) is None:
-            self._keep_tables(output, requests)
-        for new in output.scheduled_new_reqs:
-            yield new.req_id, new.num_computed_tokens
-        yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
 
     def _keep_tables(self, output: Any, requests: Mapping[str, Tracked]) -> None:
         for new in output.scheduled_new_reqs:

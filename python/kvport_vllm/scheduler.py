@@ -8,7 +8,7 @@ from typing import Any
 
 from .events import Events
 from .keys import Keys
-from .link import IDLE_WAIT, LATE, Link, State
+from .link import IDLE_WAIT, LATE, LISTEN_EVERY, Link, State
 from .lora import Adapters
 from .messages import ANSWERED, FINISHED, RELEASED, SAVED, message
 from .meta import UNSENT, Load, StepMetadata
@@ -56,7 +56,7 @@ class SchedulerSide:
         self._new_loads: list[Load] = []
         self._life = 0  # of the agent that knows our requests
         self._lost = 0
-        self._down_answered = False
+        self._unheard = 0  # steps since the agent was listened to
 
     def begin(self) -> None:
         """Begin with the agent that is there: connections lost before had nothing of ours, and what has come is of this one."""
@@ -112,7 +112,9 @@ class SchedulerSide:
         tracked.asked_at = computed
         now = time.monotonic()
         if tracked.later_since and now < tracked.ask_again:
-            return None, False
+            self.poll()
+            if now < tracked.ask_again:
+                return None, False
         question = (computed, len(request.block_hashes))
         if tracked.memo == question and now < tracked.memo_until:
             return self._offer(tracked, tracked.memo_tokens)
@@ -212,8 +214,9 @@ class SchedulerSide:
         undecided = idle and any(t.later_since for t in self.requests.values())
         if idle and not self.loading and not self._dirty and (undecided or len(self.pins)):
             self.link.wait(IDLE_WAIT)
-        self.poll()
-        self._preempted(output)
+        self._listen(idle)
+        if getattr(output, "preempted_req_ids", None):
+            self._preempted(output.preempted_req_ids)
         meta = StepMetadata(sent=self.delayed.take(), idle=idle and not undecided)
         if self.link.life and self.link.attached.saves:
             self.saving.completes(output, self.requests, meta)
@@ -227,10 +230,15 @@ class SchedulerSide:
         loads, self._new_loads = self._new_loads, []
         return StepMetadata(loads=loads)
 
-    def _preempted(self, output: Any) -> None:
-        ids = getattr(output, "preempted_req_ids", None)
-        if not ids:
-            return
+    def _listen(self, idle: bool) -> None:
+        """Read what has come, if anybody waits for it; the rest can wait in the socket for some steps."""
+        self._unheard += 1
+        waited_for = idle or self.loading or len(self.pins) or len(self.delayed) or self.link.state is not State.UP
+        if waited_for or self._unheard >= LISTEN_EVERY:
+            self._unheard = 0
+            self.poll()
+
+    def _preempted(self, ids: Any) -> None:
         for request in sorted(ids):
             if request in self.requests:
                 self._step.preempted.append(request)

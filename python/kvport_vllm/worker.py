@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .link import IDLE_WAIT, Link, State
+from .link import IDLE_WAIT, LISTEN_EVERY, Link, State
 from .memory import Shared
 from .messages import LANDED, LOADED
 from .meta import Load, StepDone, StepMetadata
@@ -20,8 +20,6 @@ _SLACK = 20.0
 _MAX_EARLY = 4096
 # A step that waits for its load does so because loads were quick: this one hangs.
 _WAIT_AT_MOST = 2.0
-# A worker that waits for no load has nothing to hear: what the agent tells waits in the socket for so many steps.
-_LISTEN_EVERY = 8
 
 
 @dataclass(slots=True)
@@ -69,11 +67,12 @@ class WorkerSide:
 
     def wait_for_loads(self) -> None:
         """Take start_load_kv: wait for the bytes without which the step cannot go on."""
-        self._wait_while(lambda p: not p.landed or (self.shared is not None and self.shared.mirror is not None))
+        if self._pending:
+            self._wait_while(lambda p: not p.landed or (self.shared is not None and self.shared.mirror is not None))
 
     def _wait_while(self, missing: Callable[[_Pending], bool]) -> None:
         """Wait for what is missing of the loads of this step."""
-        if not self._pending or not (mine := self._missing(missing)):
+        if not (mine := self._missing(missing)):
             return
         began = time.monotonic()
         while self._missing(missing):
@@ -118,9 +117,10 @@ class WorkerSide:
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Give requests whose delayed blocks are free, that were loaded, and whose load failed as a whole."""
-        self._wait_while(lambda _: True)  # for the verdict on what this step has computed with
+        if self._pending:
+            self._wait_while(lambda _: True)  # for the verdict on what this step has computed with
         self._quiet += 1
-        if self._pending or self._quiet >= _LISTEN_EVERY or self.link.state is not State.UP:
+        if self._pending or self._quiet >= LISTEN_EVERY or self.link.state is not State.UP:
             self._quiet = 0
             self._listen()
         if self._pending:
