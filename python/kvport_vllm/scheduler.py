@@ -197,6 +197,7 @@ class SchedulerSide:
         self.loading[load.request] = load
         if load.now:
             self._behind[load.request] = list(tables[0][first:])
+            self.counters.add("kvport_shim_loads_in_step_total")
         tracked.memo = None
         transfer = message("Transfer")(request=tracked.id, tokens=external, ticket=tracked.ticket)
         setattr(transfer, "from", tracked.asked_at)

@@ -162,6 +162,7 @@ def damage(rig):
         rig.say(f"policy {policy}: shared prefixes done")
         engine.settle(rig.prompts.cut("nudge", 20))
         rig.check(engine.alive(), "vLLM has ended")
+        rig.count("loads that their step waited for", int(engine.metrics().get("kvport_shim_loads_in_step_total", 0)))
         engine.stop()
 
 

@@ -71,6 +71,9 @@ def ttft(rig):
             rig.equal(label, want, [result])
             if turn >= 2:  # the first two warm everything up
                 times[label].append(result.ttft)
+    for label, engine in engines.items():
+        if within := engine.metrics().get("kvport_shim_loads_in_step_total"):
+            rig.show(f"{label}, loads that their step waited for", int(within))
     judge(rig, times)
 
 

@@ -40,7 +40,7 @@ type limits struct {
 
 func defaultLimits() limits {
 	return limits{
-		attach: 10 * time.Second, alone: 30 * time.Second, write: time.Minute, finish: 250 * time.Millisecond,
+		attach: 10 * time.Second, alone: 30 * time.Second, write: time.Minute, finish: time.Second,
 		reset: 30 * time.Second, tick: 100 * time.Millisecond, stats: time.Second, drain: 10 * time.Second,
 		queue: 64 << 20, conns: 1 << 12, uid: os.Getuid(),
 	}
@@ -70,6 +70,7 @@ type server struct {
 	waiting []*conn  // schedulers whose answer waits for the keeper
 	guests  []*guest // processes of plugins, as far as is known
 	last    uint64   // the greatest id of a step
+	tardy   bool     // the last ticket of a holder came too late
 	told    string   // state that was told last
 	failure error    // why the connector did not open
 

@@ -259,7 +259,8 @@ func (s *server) hand(step *connector.Step) error {
 }
 
 // finish ends one request and answers with its ticket: at once where the connector stores, else when
-// the holder has answered, or after a while without one.
+// the holder has answered, or after a while without one: the engine stands still meanwhile, so a holder
+// that was late is not waited for as long again.
 func (s *server) finish(c *conn, id uint64, m *kvportv1.Ended) error {
 	e, err := wire.EndFromProto(m)
 	if err != nil {
@@ -290,15 +291,24 @@ func (s *server) finish(c *conn, id uint64, m *kvportv1.Ended) error {
 		c.send(finished(id, ticket))
 		return nil
 	}
+	wait := s.limits.finish
+	if s.tardy {
+		wait /= 10
+	}
 	s.work.Go(func() {
-		timer := time.NewTimer(s.limits.finish)
+		timer := time.NewTimer(wait)
 		defer timer.Stop()
+		var ticket []byte
+		late := false
 		select {
-		case ticket := <-later:
-			c.send(finished(id, ticket))
+		case ticket = <-later:
 		case <-timer.C:
-			c.send(finished(id, nil))
+			late = true
 		}
+		s.mu.Lock()
+		s.tardy = late
+		s.mu.Unlock()
+		c.send(finished(id, ticket))
 	})
 	return nil
 }
