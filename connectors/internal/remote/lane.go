@@ -27,6 +27,38 @@ type lane struct {
 	over  bool // the current call has been cancelled
 }
 
+// lanes are those that no call uses. The one that was used last is taken first: its connection and what both ends
+// keep for it are warm.
+type lanes struct {
+	free  chan struct{} // one for each
+	mu    sync.Mutex
+	stack []*lane
+}
+
+func newLanes(most int) *lanes { return &lanes{free: make(chan struct{}, most)} }
+
+// take waits for a lane; nil if ctx ends before there is one.
+func (p *lanes) take(ctx context.Context) *lane {
+	select {
+	case <-p.free:
+	case <-ctx.Done():
+		return nil
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	last := len(p.stack) - 1
+	l := p.stack[last]
+	p.stack = p.stack[:last]
+	return l
+}
+
+func (p *lanes) give(l *lane) {
+	p.mu.Lock()
+	p.stack = append(p.stack, l)
+	p.mu.Unlock()
+	p.free <- struct{}{}
+}
+
 // poolSize is more than a lane ever uses, which is one connection to each server: after that many refused
 // connections in a row go-redis itself waits a second before it tries again, and we know better when to.
 const poolSize = 1 << 10
@@ -112,6 +144,20 @@ func (l *lane) run(ctx context.Context, call func(context.Context, *lane) error)
 	return err
 }
 
+// only is the lane's connection, if it has one and no other. go-redis has put it aside while a call does not use the
+// client.
+func (l *lane) only() *conn {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.conns) != 1 {
+		return nil
+	}
+	for c := range l.conns {
+		return c
+	}
+	return nil
+}
+
 // silent is how long the server has sent nothing, in a call that began at start.
 func (l *lane) silent(start time.Time) time.Duration {
 	return time.Since(time.Unix(0, max(start.UnixNano(), l.heard.Load())))
@@ -168,10 +214,14 @@ func (c *conn) set(set func(time.Time) error, t time.Time) error {
 	return set(t)
 }
 
-// Close implements net.Conn.
+// Close implements net.Conn. Both go-redis and we may close it.
 func (c *conn) Close() error {
 	c.lane.mu.Lock()
+	_, open := c.lane.conns[c]
 	delete(c.lane.conns, c)
 	c.lane.mu.Unlock()
+	if !open {
+		return nil
+	}
 	return c.Conn.Close()
 }

@@ -1,10 +1,10 @@
 // Package remote keeps KV blocks in a Redis or Valkey server, or a cluster of them.
 //
 // A block is one value under one key: it is there as a whole or not at all, and one command reads or
-// writes it. Loads go from the socket into the paged cache without a copy in between; saves gather
-// the block once. Every call ends with its context, whatever the server does: a server that is
-// stopped, slow, full, restarted or gone costs the blocks that it was asked for, which are computed
-// instead.
+// writes it. Loads go from the socket into the paged cache and saves from there to the socket without a
+// copy in between; in a cluster, saves gather the block once. Every call ends with its context, whatever
+// the server does: a server that is stopped, slow, full, restarted or gone costs the blocks that it was
+// asked for, which are computed instead.
 package remote
 
 import (

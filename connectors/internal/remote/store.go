@@ -23,8 +23,8 @@ const (
 // batchBytes, or one block.
 type Store struct {
 	served
-	movers chan *lane // for values
-	asker  chan *lane // for questions, so that they do not wait behind values
+	movers *lanes // for values
+	asker  *lanes // for questions, so that they do not wait behind values
 	all    []*lane
 }
 
@@ -37,16 +37,16 @@ func Open(ctx context.Context, o Options) (*Store, error) {
 		return nil, err
 	}
 	redis.SetLogger(silent{})
-	s := &Store{served: served{o: o}, movers: make(chan *lane, o.Connections), asker: make(chan *lane, 1)}
+	s := &Store{served: served{o: o}, movers: newLanes(o.Connections), asker: newLanes(1)}
 	s.health.log, s.health.where = o.Log, o.where()
 	for i := range o.Connections + 1 {
 		l := newLane(&s.o)
 		s.all = append(s.all, l)
 		if i == 0 {
-			s.asker <- l
+			s.asker.give(l)
 			continue
 		}
-		s.movers <- l
+		s.movers.give(l)
 	}
 	ctx, cancel := context.WithTimeout(ctx, min(openTimeout, o.Timeout))
 	defer cancel()
@@ -103,28 +103,27 @@ func (s *Store) key(k connector.StoreKey) string { return s.o.Prefix + k.String(
 
 // borrow runs call on a free lane, within ctx and, once there is one, the configured time-out. silent is
 // how long the server had sent nothing when it returned.
-func (s *Store) borrow(ctx context.Context, lanes chan *lane, call func(context.Context, *lane) error) (silent time.Duration, err error) {
-	select {
-	case l := <-lanes:
-		defer func() { lanes <- l }()
-		ctx, cancel := context.WithTimeout(ctx, s.o.Timeout)
-		defer cancel()
-		start := time.Now()
-		err := l.run(ctx, call)
-		if causeOf(err) == causeAway && !timeOut(err) {
-			err = l.run(ctx, call) // on a new connection: the old one may have ended long ago, unnoticed
-		}
-		return l.silent(start), err
-	case <-ctx.Done():
+func (s *Store) borrow(ctx context.Context, lanes *lanes, call func(context.Context, *lane) error) (silent time.Duration, err error) {
+	l := lanes.take(ctx)
+	if l == nil {
 		return 0, errNoLane
 	}
+	defer lanes.give(l)
+	ctx, cancel := context.WithTimeout(ctx, s.o.Timeout)
+	defer cancel()
+	start := time.Now()
+	err = l.run(ctx, call)
+	if causeOf(err) == causeAway && !timeOut(err) {
+		err = l.run(ctx, call) // on a new connection: the old one may have ended long ago, unnoticed
+	}
+	return l.silent(start), err
 }
 
 // errNoLane says that a call's time was over before a connection was free.
 var errNoLane = errors.New("all connections are in use")
 
 // do is borrow that minds the server's health.
-func (s *Store) do(ctx context.Context, lanes chan *lane, call func(context.Context, *lane) error) error {
+func (s *Store) do(ctx context.Context, lanes *lanes, call func(context.Context, *lane) error) error {
 	if err := s.health.ask(time.Now()); err != nil {
 		return err
 	}
@@ -176,7 +175,7 @@ func distinct(runs [][]connector.StoreKey) []connector.StoreKey {
 }
 
 // present asks which keys are there, many in one round trip.
-func (s *Store) present(ctx context.Context, lanes chan *lane, keys []connector.StoreKey) (map[connector.StoreKey]bool, error) {
+func (s *Store) present(ctx context.Context, lanes *lanes, keys []connector.StoreKey) (map[connector.StoreKey]bool, error) {
 	present := make(map[connector.StoreKey]bool, len(keys))
 	for len(keys) > 0 {
 		part := keys[:min(batchKeys, len(keys))]
@@ -320,7 +319,7 @@ func (s *Store) refresh(ctx context.Context, items []connector.Item) (map[connec
 func (s *Store) put(ctx context.Context, part []connector.Item, known map[connector.StoreKey]bool) []error {
 	errs := make([]error, len(part))
 	var todo []int
-	size := 0
+	var items []connector.Item
 	for i, it := range part {
 		switch {
 		case known[it.Key] && !it.Replace:
@@ -329,33 +328,26 @@ func (s *Store) put(ctx context.Context, part []connector.Item, known map[connec
 			s.refused.Add(1)
 			errs[i] = fmt.Errorf("block of %d bytes is larger than the largest value, %d: %w", it.Size(), s.o.MaxValue, connector.ErrIncompatible)
 		default:
-			todo = append(todo, i)
-			size += headerSize + it.Size()
+			todo, items = append(todo, i), append(items, it)
 		}
 	}
 	if len(todo) == 0 {
 		return errs
 	}
-	answers := make([]*redis.StatusCmd, len(todo))
+	answers := slices.Repeat([]error{errNoReply}, len(todo))
 	err := s.do(ctx, s.movers, func(ctx context.Context, l *lane) error {
-		pipe := l.client.Pipeline()
-		gathered := slices.Grow(l.scratch[:0], size)
-		for n, i := range todo {
-			begin := len(gathered)
-			gathered = appendValue(gathered, part[i])
-			answers[n] = pipe.Set(ctx, s.key(part[i].Key), gathered[begin:], s.o.TTL)
+		if c := l.only(); c != nil && !s.o.Cluster {
+			return s.send(ctx, c, items, answers)
 		}
-		l.scratch = gathered
-		_, err := pipe.Exec(ctx)
-		return err
+		return s.sendGathered(ctx, l, items, answers)
 	})
 	if err == nil {
 		s.health.roomy()
 	}
 	for n, i := range todo {
-		cause := err
-		if answers[n] != nil {
-			cause = answers[n].Err()
+		cause := answers[n]
+		if errors.Is(cause, errNoReply) && err != nil {
+			cause = err
 		}
 		if errs[i] = s.o.explain(ctx, cause); cause != nil {
 			s.refused.Add(1)
