@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from . import config as config_
@@ -86,10 +86,14 @@ class KvportConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Wait for the load of this very step, if it has one. Others have begun, and their requests are parked."""
+        self._wait(self.worker.wait_for_loads)
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        """Wait for loads of this very step. Where that fails, they have failed: vLLM would compute on anything."""
         try:
-            self.worker.wait_for_loads()
+            wait()
         except Exception:
-            self.faults.add("start_load_kv")
+            self.faults.add(wait.__name__)
             self.worker.give_up_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -106,6 +110,7 @@ class KvportConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda: TransferResults() if TransferResults is not None else None)
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Report transfers that are over, each once."""
+        self._wait(self.worker.wait_for_verdicts)
         sent, received, failed = self.worker.results()
         if failed and not HAS_FAILED_RECVING:
             return TransferResults(finished_sending=sent, finished_recving=received)
@@ -114,6 +119,7 @@ class KvportConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Report transfers that are over, to a vLLM that does not know get_transfer_results."""
+        self._wait(self.worker.wait_for_verdicts)
         sent, received, _ = self.worker.results()
         return sent or None, received or None
 

@@ -40,11 +40,12 @@ def steps_may_wait(vllm_config: Any, kv_cache_config: Any, groups: int) -> bool:
 
     vLLM gives the blocks of such a load their hashes before they are loaded, so nothing may be scheduled
     between the load and the news of its failure. Failed blocks have names only where there is one group.
-    Blocks that vLLM zeroes would be zeroed after the load has begun.
+    Blocks that vLLM zeroes would be zeroed after the load has begun. Engines that are parallel over data
+    step together.
     """
     return (
         groups == 1
         and getattr(getattr(vllm_config, "scheduler_config", None), "async_scheduling", True) is False
-        and getattr(vllm_config.parallel_config, "pipeline_parallel_size", 2) == 1
+        and all(getattr(vllm_config.parallel_config, f"{kind}_parallel_size", 2) == 1 for kind in ("pipeline", "data"))
         and getattr(kv_cache_config, "needs_kv_cache_zeroing", True) is False
     )

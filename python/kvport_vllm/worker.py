@@ -70,6 +70,11 @@ class WorkerSide:
         if self._pending:
             self._wait_while(lambda p: not p.landed or (self.shared is not None and self.shared.mirror is not None))
 
+    def wait_for_verdicts(self) -> None:
+        """Wait until it is known whether what this step has computed on is right."""
+        if self._pending:
+            self._wait_while(lambda _: True)
+
     def _wait_while(self, missing: Callable[[_Pending], bool]) -> None:
         """Wait for what is missing of the loads of this step."""
         if not (mine := self._missing(missing)):
@@ -117,8 +122,6 @@ class WorkerSide:
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Give requests whose delayed blocks are free, that were loaded, and whose load failed as a whole."""
-        if self._pending:
-            self._wait_while(lambda _: True)  # for the verdict on what this step has computed with
         self._quiet += 1
         if self._pending or self._quiet >= LISTEN_EVERY or self.link.state is not State.UP:
             self._quiet = 0

@@ -52,7 +52,9 @@ class Engine:
         )
         self.config = types.SimpleNamespace(
             kv_transfer_config=transfer,
-            parallel_config=types.SimpleNamespace(rank=0, world_size=1, tensor_parallel_size=1, pipeline_parallel_size=1),
+            parallel_config=types.SimpleNamespace(
+                rank=0, world_size=1, tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
+            ),
             cache_config=types.SimpleNamespace(prefix_caching_hash_algo="sha256", hash_block_size=32, cache_dtype="auto"),
             model_config=types.SimpleNamespace(model="tests/model", revision="1", dtype="float32", quantization=None, hf_config=None),
             compilation_config=types.SimpleNamespace(static_forward_context={}),

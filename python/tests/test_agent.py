@@ -363,6 +363,31 @@ def test_a_lone_request_loads_within_its_step(here, monkeypatch):
     engine.close()
 
 
+@pytest.mark.parametrize("broken", ["wait_for_loads", "wait_for_verdicts"])
+def test_a_load_that_cannot_be_waited_for_has_failed(here, monkeypatch, broken):
+    engine = Engine(here / "store", waits=True)
+    stored(engine)
+    quick(engine, monkeypatch)
+    r = request("b", keys(4), 4 * BLOCK_TOKENS + 1)
+    engine.scheduler.on_new_request(r)
+    assert lookup(engine, r) == (4 * BLOCK_TOKENS, False)
+
+    def fail():
+        raise RuntimeError("a fault of ours")
+
+    fail.__name__ = broken
+    monkeypatch.setattr(engine.worker.worker, "wait_for_loads", fail if broken == "wait_for_loads" else lambda: None)
+    if broken == "wait_for_verdicts":
+        monkeypatch.setattr(engine.worker.worker, broken, fail)
+    out, _ = admit(engine, r, [21, 22, 23, 24, 25], 4 * BLOCK_TOKENS)
+    assert set(engine.faults()) == {broken} and out.invalid_block_ids == {21, 22, 23, 24}
+    engine.scheduler.update_connector_output(out)
+    assert engine.pool.evicted == {21, 22, 23, 24, 25}
+    finish(engine, r)
+    idle(engine)
+    engine.close()
+
+
 @pytest.mark.parametrize("victim", ["agent", "plugin"])
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_load_within_a_step_fails_with_its_process(here, monkeypatch, victim, sign):

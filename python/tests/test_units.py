@@ -223,18 +223,18 @@ def test_pace():
 
 
 def test_which_engines_wait_in_a_step():
-    def asked(groups=1, scheduling=False, pipeline=1, zeroing=False):
+    def asked(groups=1, scheduling=False, pipeline=1, data=1, zeroing=False):
         return steps_may_wait(
             types.SimpleNamespace(
                 scheduler_config=types.SimpleNamespace(async_scheduling=scheduling),
-                parallel_config=types.SimpleNamespace(pipeline_parallel_size=pipeline),
+                parallel_config=types.SimpleNamespace(pipeline_parallel_size=pipeline, data_parallel_size=data),
             ),
             types.SimpleNamespace(needs_kv_cache_zeroing=zeroing),
             groups,
         )
 
     assert asked()
-    assert not any((asked(groups=2), asked(scheduling=True), asked(pipeline=2), asked(zeroing=True), asked(scheduling=None)))
+    assert not any((asked(groups=2), asked(scheduling=True), asked(pipeline=2), asked(data=2), asked(zeroing=True), asked(scheduling=None)))
 
 
 def test_counters():

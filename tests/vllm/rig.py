@@ -86,7 +86,7 @@ class Engine:
         rig.processes.append(self)
         self.results, self.answers, self.arrived = {}, queue.Queue(), threading.Condition()
         threading.Thread(target=self.read, daemon=True).start()
-        self.ready = self.answer("ready", 300)
+        self.ready = self.answer("ready", 600)
 
     def read(self):
         """Sort what the engine tells into results and answers."""
@@ -209,7 +209,7 @@ def tail(path, lines=25):
 class Server:
     """A process with an HTTP port."""
 
-    def __init__(self, rig, name, command, port, env=None, ready="/health", timeout=300):
+    def __init__(self, rig, name, command, port, env=None, ready="/health", timeout=600):
         self.rig, self.name, self.url = rig, name, f"http://127.0.0.1:{port}"
         self.log = rig.folder / f"{name}.log"
         with open(self.log, "w", encoding="utf-8") as log:
