@@ -18,6 +18,7 @@ const (
 	CanReset                         // Resetter
 	CanStat                          // StatsSource
 	CanEvents                        // EventSource
+	CanLayers                        // LayerWorker
 )
 
 // optional is the one table that ties an interface to its bit.
@@ -31,6 +32,7 @@ var optional = []struct {
 	{CanReset, "reset", reflect.TypeFor[Resetter]()},
 	{CanStat, "stat", reflect.TypeFor[StatsSource]()},
 	{CanEvents, "events", reflect.TypeFor[EventSource]()},
+	{CanLayers, "layers", reflect.TypeFor[LayerWorker]()},
 }
 
 // Partial is a proxy that has every method but supports only some: the host's end of a plugin, or

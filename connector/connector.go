@@ -18,6 +18,7 @@
 //	forget everything on request                               Resetter    CanReset  scheduler
 //	show numbers of its own among the host's metrics           StatsSource CanStat   scheduler
 //	tell which blocks come and go                              EventSource CanEvents scheduler
+//	save blocks while their layers are computed                LayerWorker CanLayers worker
 //
 // Besides, a connector may ask for memory that outlives its process: [Info.ArenaBytes].
 //
@@ -95,10 +96,13 @@ type Transfer struct {
 // true. So a Planner must not take one Step for one forward pass. Computed may come in any later Step
 // as long as the blocks keep their content, also after a preemption: saves end by themselves.
 type Step struct {
-	ID        uint64      // ascends; of no other meaning
-	Arrived   []Query     // requests that entered the engine
-	Admitted  []Transfer  // blocks allocated for matches: where a load would write
-	Computed  []Transfer  // blocks whose KV this step completed
+	ID       uint64     // ascends; of no other meaning
+	Arrived  []Query    // requests that entered the engine
+	Admitted []Transfer // blocks allocated for matches: where a load would write
+	Computed []Transfer // blocks whose KV this step completed
+	// Computing are blocks whose KV the engine begins to compute now, layer by layer; there are none
+	// but for a host that is LayerWise. They are not in a later Computed, and no Planner hears of them.
+	Computing []Transfer
 	Preempted []RequestID // requests that lost their blocks and will be matched again
 	Ended     []Ended
 }

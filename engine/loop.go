@@ -27,6 +27,7 @@ type loop struct {
 	streams map[connector.RequestID]*stream
 	closing bool
 	batch   model.Batch
+	saving  uint64      // the step whose layers are saved while it is computed
 	logits  [][]float32 // one for each place in the largest batch so far
 	sampled []int32
 }
@@ -48,6 +49,7 @@ func newLoop(e *Engine, ranks []*connector.KV) *loop {
 	if e.host != nil {
 		cfg.Role = e.cfg.Connector.Role
 		cfg.FailLoads = e.cfg.Connector.FailurePolicy == host.PolicyFail
+		cfg.LayerWise = e.host.LayerWise()
 		l.events = e.host.Events()
 	}
 	l.sched = sched.New(cfg, l.pool)
@@ -141,15 +143,31 @@ func (l *loop) ask() {
 // step carries out one step of the schedule. It reports whether anything was computed.
 func (l *loop) step() bool {
 	chunks, st := l.sched.Schedule()
+	l.watchLayers(st)
 	l.tell(st) // loads start while the model computes
 	if len(chunks) > 0 {
-		l.tell(l.compute(chunks)) // saves only afterwards: the blocks are complete now
+		// Saves only afterwards, when the blocks are complete, but for those that go layer by layer.
+		l.tell(l.compute(chunks))
 	}
 	for _, out := range l.sched.Outputs() {
 		l.deliver(out)
 	}
 	l.observe()
 	return len(chunks) > 0
+}
+
+// watchLayers has the host told of each layer of a step that is to be computed, if something of it is
+// saved meanwhile.
+func (l *loop) watchLayers(st *connector.Step) {
+	l.batch.AfterLayer = nil
+	if st == nil || len(st.Computing) == 0 {
+		return
+	}
+	l.saving = st.ID
+	l.batch.AfterLayer = func(layer int) error {
+		l.e.host.Layers(l.saving, layer+1)
+		return nil
+	}
 }
 
 func (l *loop) tell(st *connector.Step) {
@@ -174,6 +192,9 @@ func (l *loop) compute(chunks []sched.Chunk) *connector.Step {
 		l.batch.Chunks = append(l.batch.Chunks, chunk)
 	}
 	if err := l.forward(); err != nil {
+		if l.batch.AfterLayer != nil {
+			l.e.host.GiveUp(l.saving)
+		}
 		l.e.cfg.Log.Error("the model failed", "error", err, "requests", len(chunks))
 		return l.sched.Fail(err)
 	}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
@@ -17,6 +18,7 @@ type side struct {
 	scheduler connector.Scheduler
 	worker    connector.Worker
 	kv        *connector.KV
+	board     *shm.BoardView // nil: the host has none
 	log       *slog.Logger
 	close     func() error // closes the half, then frees its memory
 }
@@ -34,6 +36,8 @@ func callName(m *kvportv1.SessionRequest) string {
 		return "load"
 	case *kvportv1.SessionRequest_Save:
 		return "save"
+	case *kvportv1.SessionRequest_SaveLayers:
+		return "save layers"
 	case *kvportv1.SessionRequest_Finish:
 		return "finish"
 	case *kvportv1.SessionRequest_Consumed:
@@ -79,6 +83,12 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 		fault.Crash("sdk.save")
 		move, m = w.worker.Save, request.Save
 		defer fault.Crash("sdk.saved")
+	case *kvportv1.SessionRequest_SaveLayers:
+		save, err := w.saveLayers(request.SaveLayers)
+		if err != nil {
+			return err
+		}
+		move, m = save, request.SaveLayers.GetTransfer()
 	default:
 		return fmt.Errorf("%s is not for a worker side: %w", callName(c.request), connector.ErrIncompatible)
 	}
@@ -282,16 +292,21 @@ func (s *session) openWorker(ctx context.Context, o *wire.Open) (_ *side, err er
 	if s.server.plugin.Worker == nil {
 		return nil, fmt.Errorf("connector %s has no worker side: %w", s.server.plugin.Name, connector.ErrIncompatible)
 	}
-	views, free, err := s.server.regions.acquire(o.Regions)
+	views, unmap, err := s.server.regions.acquire(o.Regions)
 	if err != nil {
 		return nil, err
 	}
+	board, leave, err := s.server.regions.board(o.Progress)
+	free := func() error { return errors.Join(leave(), unmap()) }
 	opened := false
 	defer func() { // also after a panic
 		if !opened {
 			err = errors.Join(err, free())
 		}
 	}()
+	if err != nil {
+		return nil, err
+	}
 	kv, err := connector.NewKV(o.Env.Layout, views)
 	if err != nil {
 		return nil, err
@@ -304,7 +319,7 @@ func (s *session) openWorker(ctx context.Context, o *wire.Open) (_ *side, err er
 		return nil, err
 	}
 	opened = true
-	return &side{worker: worker, kv: kv, close: func() (err error) {
+	return &side{worker: worker, kv: kv, board: board, close: func() (err error) {
 		defer func() { err = errors.Join(err, free()) }() // also when Close panics
 		return worker.Close()
 	}}, nil

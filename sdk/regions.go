@@ -45,6 +45,26 @@ func (r *regions) arena(want wire.Region) (_ []byte, free func() error, err erro
 	return views[0], free, nil
 }
 
+// board maps the counters of SaveLayers; nil if the host has none. free waits until nobody looks at
+// them.
+func (r *regions) board(want wire.Region) (_ *shm.BoardView, free func() error, err error) {
+	if want.Size == 0 {
+		return nil, func() error { return nil }, nil
+	}
+	views, unmap, err := r.acquireBy([]wire.Region{want}, shm.Map)
+	if err != nil {
+		return nil, func() error { return nil }, fmt.Errorf("progress: %w", err)
+	}
+	board, err := shm.ViewBoard(views[0])
+	if err != nil {
+		return nil, unmap, fmt.Errorf("progress: %w: %w", err, connector.ErrIncompatible)
+	}
+	return board, func() error {
+		board.Close()
+		return unmap()
+	}, nil
+}
+
 type mapper func(fd int, size int64) (*shm.Region, error)
 
 func (r *regions) acquireBy(want []wire.Region, mapIt mapper) (_ [][]byte, free func() error, err error) {

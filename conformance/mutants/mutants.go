@@ -23,7 +23,7 @@ type Mutant struct {
 func All() []Mutant {
 	out := slices.Concat(badStores(), fileMutants(), arenaMutants(), remoteMutants(), offloadMutants(), pipeMutants(), bufferMutants(), multiMutants())
 	lists := [][]fault{
-		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(), statFaults(), eventFaults(),
+		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(), statFaults(), eventFaults(), layerFaults(),
 		lifeFaults(), rankFaults(), rankOrderFaults(), groupFaults(), hostileFaults(),
 	}
 	for _, list := range lists {
@@ -117,7 +117,16 @@ func (s *badScheduler) Events(ctx context.Context) ([]connector.BlockEvent, erro
 type badWorker struct {
 	*worker
 	load, save func(context.Context, *connector.Transfer, *connector.KV) error
+	layers     func(layerCall) error
 	close      func() error
+}
+
+// SaveLayers implements connector.LayerWorker.
+func (w *badWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, p connector.Progress) error {
+	if w.layers != nil {
+		return w.layers(layerCall{call{w.worker, ctx, t, kv}, p})
+	}
+	return w.worker.SaveLayers(ctx, t, kv, p)
 }
 
 // Load implements connector.Worker.

@@ -13,7 +13,7 @@ import (
 
 // Profiles that need no process of the connector's own.
 func inProcess() []conformance.Profile {
-	return []conformance.Profile{conformance.Store, conformance.MultiRank, conformance.Groups, conformance.Power}
+	return []conformance.Profile{conformance.Store, conformance.MultiRank, conformance.Groups, conformance.Power, conformance.LayerWise}
 }
 
 // needDisk lists the cases that a machine may not permit.

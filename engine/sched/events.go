@@ -38,29 +38,41 @@ func (s *Scheduler) Commit(sampled []int32) *connector.Step {
 // Fail ends the requests of the planned step: computing them failed and left their KV undefined.
 func (s *Scheduler) Fail(err error) *connector.Step {
 	for _, c := range s.chunks {
+		c.seq.handed = 0
 		s.end(c.seq, connector.ReasonError, fmt.Errorf("%w: %w", ErrCompute, err))
 	}
 	s.chunks = s.chunks[:0]
 	return s.takeStep()
 }
 
-// completed publishes the blocks that became full by computing, and offers them to be saved.
+// completed publishes the blocks that became full by computing, and offers them to be saved unless
+// that was done before.
 func (s *Scheduler) completed(r *seq) {
-	from, full := r.full, r.computed/s.cfg.BlockTokens
-	if full == from {
+	full := r.computed / s.cfg.BlockTokens
+	if full == r.full {
 		return
+	}
+	if s.saves(r, full) && r.handed < full {
+		s.step.Computed = append(s.step.Computed, s.save(r, full))
 	}
 	s.publish(r, full)
-	if !s.cfg.Role.Saves() || len(r.Keys) < full {
-		return
-	}
-	first, end := from*s.cfg.BlockTokens, full*s.cfg.BlockTokens
+	r.handed = 0
+}
+
+// saves reports whether a request has something to save when the given number of its blocks is full.
+func (s *Scheduler) saves(r *seq, full int) bool {
+	return s.cfg.Role.Saves() && r.full < full && full <= len(r.Keys)
+}
+
+// save hands the host the blocks of a request that become full.
+func (s *Scheduler) save(r *seq, full int) connector.Transfer {
+	first, end := r.full*s.cfg.BlockTokens, full*s.cfg.BlockTokens
 	blocks := s.blocks(r, first, end, true)
 	s.hand('s', r, &handover{blocks: blocks})
 	r.saves++
-	s.step.Computed = append(s.step.Computed, connector.Transfer{
+	return connector.Transfer{
 		Request: r.ID, From: first, Tokens: end - first, Blocks: blocks, Replace: first < r.replace, Tenant: r.Space.Tenant(),
-	})
+	}
 }
 
 // publish makes a request's complete blocks findable, up to the given number.
@@ -232,7 +244,7 @@ func (s *Scheduler) taken(key handle) *handover {
 // takeStep gives what has gathered for the host since the last step, nil if nothing.
 func (s *Scheduler) takeStep() *connector.Step {
 	st := s.step
-	if len(st.Arrived)+len(st.Admitted)+len(st.Computed)+len(st.Preempted)+len(st.Ended) == 0 {
+	if len(st.Arrived)+len(st.Admitted)+len(st.Computed)+len(st.Computing)+len(st.Preempted)+len(st.Ended) == 0 {
 		return nil
 	}
 	s.step = connector.Step{ID: st.ID + 1}

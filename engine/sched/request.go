@@ -63,6 +63,7 @@ type seq struct {
 	table    [][]connector.BlockID
 	computed int // leading tokens whose KV is in the table's blocks
 	full     int // leading blocks that were complete already: found, loaded or reported as computed
+	handed   int // leading blocks that the step under way completes and that were handed over to be saved
 
 	asked   int             // Computed of the question that match answers, -1: none
 	match   connector.Match // the connector's offer

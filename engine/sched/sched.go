@@ -47,6 +47,7 @@ type Config struct {
 	PrefixCaching    bool
 	Role             connector.Role // 0: there is no connector
 	FailLoads        bool           // end requests whose load failed, instead of recomputing
+	LayerWise        bool           // what is to be saved is handed over before it is computed
 }
 
 // Stats are totals since the start.

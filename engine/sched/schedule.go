@@ -45,6 +45,10 @@ func (s *Scheduler) plan(r *seq, budget int) int {
 		Request: r.ID, Tokens: r.tokens[r.computed : r.computed+n], Start: r.computed,
 		Blocks: r.table, Sample: n == r.todo(), seq: r,
 	})
+	if full := (r.computed + n) / s.cfg.BlockTokens; s.cfg.LayerWise && s.saves(r, full) {
+		s.step.Computing = append(s.step.Computing, s.save(r, full))
+		r.handed = full
+	}
 	return n
 }
 

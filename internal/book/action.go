@@ -53,6 +53,9 @@ type (
 		Transfer *connector.Transfer
 		Slots    []connector.BlockID // the landing slot of each block; nil without landing memory
 		Deadline time.Time
+		// Computing says that the save's blocks are being computed, or were, in the given Step.
+		Computing bool
+		Step      uint64
 	}
 	// Finish sends ended requests to the scheduler side; FinishAnswered brings the holds.
 	Finish struct {

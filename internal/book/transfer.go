@@ -42,6 +42,7 @@ type op struct {
 	t        connector.Transfer
 	calls    []*call
 	planning bool // its parts are not known yet
+	layered  bool // its blocks were handed over before they were computed
 	retried  bool // it has lost one generation already
 	canceled bool
 	guilty   bool // it made its generation miss the deadline
@@ -84,6 +85,7 @@ func (b *Book) Step(now time.Time, s *connector.Step) []Action {
 	}
 	ops = slices.DeleteFunc(ops, func(o *op) bool { return o == nil })
 	b.planOrStart(now, s, ops)
+	b.computing(now, s)
 	var ended []*ending
 	for i := range s.Ended {
 		ended = append(ended, b.addEnding(now, s.ID, &s.Ended[i]))
@@ -190,6 +192,7 @@ func (b *Book) start(c *call) {
 	}
 	b.emit(Move{
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
+		Computing: c.op.layered, Step: c.op.step,
 	})
 }
 
@@ -343,6 +346,7 @@ func (c *call) stuck(gen uint64) bool {
 
 func (b *Book) tickOp(now time.Time, o *op) {
 	if !now.Before(o.deadline) {
+		b.cancelLate(o)
 		b.failReady(now, o, errLate)
 		if !now.Before(o.deadline.Add(b.cfg.Grace)) {
 			b.killLate(o)

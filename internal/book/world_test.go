@@ -41,20 +41,22 @@ type world struct {
 	finishes map[CallID]Finish
 	doomed   bool // the book wants the generation dead
 
-	due     map[key]int // how often it must be told: 1
-	told    map[key]int
-	blocks  map[key][]connector.BlockID
-	holds   map[connector.HoldID]key
-	held    map[key]bool
-	later   map[connector.RequestID]bool
-	ended   map[connector.RequestID]bool
-	open    []connector.RequestID
-	steps   uint64
-	nextID  int
-	block   connector.BlockID
-	planned map[key]bool // waits for a plan
-	last    connector.HoldID
-	events  int
+	due    map[key]int // how often it must be told: 1
+	told   map[key]int
+	blocks map[key][]connector.BlockID
+	holds  map[connector.HoldID]key
+	held   map[key]bool
+	later  map[connector.RequestID]bool
+	ended  map[connector.RequestID]bool
+	open   []connector.RequestID
+	steps  uint64
+
+	computing uint64 // the last step
+	nextID    int
+	block     connector.BlockID
+	planned   map[key]bool // waits for a plan
+	last      connector.HoldID
+	events    int
 }
 
 func newWorld(t *testing.T, seed uint64) *world {
@@ -221,8 +223,12 @@ func (w *world) expect(kind EventKind, id connector.RequestID, blocks []connecto
 	w.due[k], w.blocks[k] = 1, ids(blocks)
 }
 
+// computed ends the computing of the last step.
+func (w *world) computed() { w.do("computed", w.b.Computed(w.now, w.computing)) }
+
 // step is the engine deciding something.
 func (w *world) step() {
+	w.computed()
 	w.steps++
 	s := &connector.Step{ID: w.steps}
 	if w.rng.IntN(2) == 0 || len(w.open) == 0 {
@@ -245,7 +251,11 @@ func (w *world) step() {
 		}
 		if w.rng.IntN(2) == 0 {
 			t := w.transfer(id)
-			s.Computed = append(s.Computed, t)
+			if w.steps%3 == 0 { // layer by layer
+				s.Computing = append(s.Computing, t)
+			} else {
+				s.Computed = append(s.Computed, t)
+			}
 			w.expect(Saved, id, t.Blocks)
 		}
 		if w.rng.IntN(6) == 0 {
@@ -269,6 +279,9 @@ func (w *world) endOne(s *connector.Step) {
 
 func (w *world) give(s *connector.Step) {
 	w.do("step", w.b.Step(w.now, s))
+	if w.computing = s.ID; w.steps%2 == 0 {
+		w.computed()
+	}
 	for _, e := range s.Ended {
 		w.ended[e.Request] = true
 		delete(w.later, e.Request)
@@ -453,6 +466,7 @@ func (w *world) run(steps int) {
 
 // drain ends everything: time passes, a killed plugin dies, nothing else is needed.
 func (w *world) drain() {
+	w.computed()
 	closed := w.rng.IntN(2) == 0
 	for len(w.open) > 0 {
 		w.steps++

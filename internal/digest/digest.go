@@ -114,6 +114,14 @@ func (h *Hasher) Make(kv *connector.KV, b connector.Block) error {
 	})
 }
 
+// MakeSegments is Make for some of the block's segments; the digests of the others stay as they are.
+func (h *Hasher) MakeSegments(kv *connector.KV, b connector.Block, segments []int) error {
+	return h.some(kv, b, segments, func(sum [Size]byte, stored []byte, _ int) error {
+		copy(stored, sum[:])
+		return nil
+	})
+}
+
 // Check compares a full block with the digests in its digest segment. Damage is ErrCorrupt and
 // names the block and the first damaged layer; a block that has no digests is ErrIncompatible.
 func (h *Hasher) Check(kv *connector.KV, b connector.Block) error {
@@ -127,6 +135,11 @@ func (h *Hasher) Check(kv *connector.KV, b connector.Block) error {
 
 // each visits the computed and the stored digest of every segment of a block.
 func (h *Hasher) each(kv *connector.KV, b connector.Block, visit func(sum [Size]byte, stored []byte, layer int) error) error {
+	return h.some(kv, b, kv.Segments(b.Group), visit)
+}
+
+// some visits those of the given segments, in layout order.
+func (h *Hasher) some(kv *connector.KV, b connector.Block, wanted []int, visit func(sum [Size]byte, stored []byte, layer int) error) error {
 	if b.Key == (connector.BlockKey{}) {
 		return fmt.Errorf("block %d of group %d is partial, it has no digest: %w", b.ID, b.Group, connector.ErrIncompatible)
 	}
@@ -144,12 +157,17 @@ func (h *Hasher) each(kv *connector.KV, b connector.Block, visit func(sum [Size]
 	bind := Binding{Key: b.Key, Group: b.Group}
 	for i, s := range segments {
 		if i == at {
+			if len(wanted) > 0 && wanted[0] == s {
+				wanted = wanted[1:] // the digests have none themselves
+			}
 			continue
 		}
-		bind.Layer = layers[s].Layer
-		sum := h.Sum(kv.View(s, b.ID), bind)
-		if err := visit(sum, digests[bind.Segment*Size:][:Size], bind.Layer); err != nil {
-			return err
+		if len(wanted) > 0 && wanted[0] == s {
+			wanted, bind.Layer = wanted[1:], layers[s].Layer
+			sum := h.Sum(kv.View(s, b.ID), bind)
+			if err := visit(sum, digests[bind.Segment*Size:][:Size], bind.Layer); err != nil {
+				return err
+			}
 		}
 		bind.Segment++
 	}

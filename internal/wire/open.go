@@ -16,7 +16,9 @@ type Open struct {
 	Env     connector.Env
 	Regions []Region // worker side only
 	Arena   Region   // of size 0: none. Env.Arena is not carried either
-	Config  json.RawMessage
+	// Progress is the board with the counters of SaveLayers, worker side only; of size 0: none.
+	Progress Region
+	Config   json.RawMessage
 }
 
 // Region is memory of the paged cache: a descriptor number in the plugin process and its size.
@@ -35,6 +37,9 @@ func OpenToProto(o *Open) *kvportv1.Open {
 	}
 	if o.Arena.Size > 0 {
 		m.Arena = regionToProto(&o.Arena)
+	}
+	if o.Progress.Size > 0 {
+		m.Progress = regionToProto(&o.Progress)
 	}
 	return m
 }
@@ -65,8 +70,13 @@ func OpenFromProto(m *kvportv1.Open) (*Open, error) {
 			return nil, fmt.Errorf("open.arena: %w", err)
 		}
 	}
+	if m.GetProgress() != nil {
+		if o.Progress, err = regionFromProto(m.GetProgress()); err != nil {
+			return nil, fmt.Errorf("open.progress: %w", err)
+		}
+	}
 	if o.Side == kvportv1.Side_SIDE_SCHEDULER {
-		if len(o.Regions) > 0 || env.Rank != 0 {
+		if len(o.Regions) > 0 || env.Rank != 0 || o.Progress.Size > 0 {
 			return nil, malformed("open: a scheduler side with %d regions and rank %d", len(o.Regions), env.Rank)
 		}
 		return o, nil

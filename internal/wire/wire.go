@@ -48,6 +48,7 @@ const (
 	MaxConsumers = 1 << 20  // consumers of a hold
 	MaxRegions   = 64       // regions of a rank
 	MaxArena     = 1 << 45  // bytes of an arena
+	MaxCounters  = 1 << 10  // counters of a board
 	MaxWorld     = 1 << 12  // ranks of an engine
 	MaxHold      = 24 * time.Hour
 )

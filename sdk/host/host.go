@@ -33,9 +33,15 @@ type Host struct {
 	tickets *ticketOffice
 	metrics *metrics
 	events  *eventQueue
-	stats   *connectorStats
-	news    newsDesk
-	broke   atomic.Uint64 // answers that broke the protocol
+	layers  int // of the cache
+
+	layerWise  bool
+	progressMu sync.Mutex
+	progress   map[uint64]*stepProgress // by step, while its saves run
+
+	stats *connectorStats
+	news  newsDesk
+	broke atomic.Uint64 // answers that broke the protocol
 
 	mu       sync.Mutex // guards all below; never held across a call to the plugin
 	book     *book.Book
@@ -68,8 +74,8 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	h := &Host{
 		cfg: cfg, eng: eng, opts: opts, log: opts.Log, news: newsDesk{out: opts.BlockEvents},
 		stats:    newConnectorStats("", nil),
-		requests: map[connector.RequestID]*asked{},
-		drained:  make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
+		requests: map[connector.RequestID]*asked{}, progress: map[uint64]*stepProgress{}, layers: eng.Layout.Layers(),
+		drained: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
 	if h.log == nil {
 		h.log = slog.New(slog.DiscardHandler)
@@ -89,6 +95,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	}
 	h.events = newEventQueue()
 	h.caps = first.caps
+	h.layerWise = h.findLayerWise(first)
 	h.book = book.New(h.bookConfig())
 	var life context.Context
 	life, h.leave = context.WithCancel(context.Background())
@@ -198,6 +205,7 @@ func (h *Host) Events() <-chan Event { return h.events.out }
 // Step hands over what the engine decided in one step. It never blocks. s is the host's from now
 // on, and the blocks of its transfers stay untouched by the engine until their events arrive.
 func (h *Host) Step(s *connector.Step) {
+	h.beginProgress(s)
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.do(h.book.Step(time.Now(), s))

@@ -262,12 +262,17 @@ func (r *rig) each(blocks []connector.Block, visit func(s, want []byte)) {
 	for rank, kv := range r.kvs {
 		for _, b := range blocks {
 			for layer, segment := range kv.Segments(b.Group)[:2] {
-				want := bytes.Repeat(b.Key[:], 16)
-				binary.LittleEndian.PutUint32(want, uint32(rank<<8|layer))
-				visit(kv.View(segment, b.ID), want)
+				visit(kv.View(segment, b.ID), wantOf(b, rank, layer))
 			}
 		}
 	}
+}
+
+// wantOf is what belongs into one layer of a block.
+func wantOf(b connector.Block, rank, layer int) []byte {
+	want := bytes.Repeat(b.Key[:], 16)
+	binary.LittleEndian.PutUint32(want, uint32(rank<<8|layer))
+	return want
 }
 
 func (r *rig) send(s *connector.Step) uint64 {

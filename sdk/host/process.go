@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
@@ -45,6 +46,7 @@ type Process struct {
 	*Remote
 	client *plugin.Client
 	run    *runner
+	board  *shm.Board
 	dir    string   // of its socket
 	lock   *os.File // of dir, held as long as it is in use
 	path   string   // of its binary
@@ -117,7 +119,10 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 			cmd.Env = append(cmd.Env, name+"="+v)
 		}
 	}
-	inherit, err := dupMemory(opts)
+	if p.board, err = shm.NewBoard(); err != nil {
+		return err
+	}
+	inherit, err := dupMemory(opts, p.board)
 	if err != nil {
 		return err
 	}
@@ -162,9 +167,9 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 	return nil
 }
 
-// dupMemory gives the plugin descriptors of its own, of the regions and the arena, so that the
-// engine's stay the engine's.
-func dupMemory(opts *LaunchOptions) ([]*os.File, error) {
+// dupMemory gives the plugin descriptors of its own, of the regions, the arena and the board, so that
+// the engine's stay the engine's.
+func dupMemory(opts *LaunchOptions, board *shm.Board) ([]*os.File, error) {
 	var memory, files []*os.File
 	for _, r := range opts.Regions {
 		memory = append(memory, r.file())
@@ -172,6 +177,7 @@ func dupMemory(opts *LaunchOptions) ([]*os.File, error) {
 	if opts.Arena != nil {
 		memory = append(memory, opts.Arena.file)
 	}
+	memory = append(memory, board.Region().File())
 	for _, m := range memory {
 		fd, err := unix.FcntlInt(m.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 		if err != nil {
@@ -223,6 +229,10 @@ func (p *Process) connect(ctx context.Context, opts *LaunchOptions) error {
 		p.regions = append(p.regions, wire.Region{FD: firstRegionFD + i, Size: r.Size()})
 	}
 	p.arena = arenaRef{opts.Arena, firstRegionFD + len(opts.Regions)}
+	p.Remote.board, p.boardFD = p.board, firstRegionFD+len(opts.Regions)
+	if opts.Arena != nil {
+		p.boardFD++
+	}
 	fault.Crash("host.handshake.connected")
 	if err := p.Heartbeat(ctx); err != nil {
 		return fmt.Errorf("first heartbeat: %w", err)
@@ -307,6 +317,9 @@ func (p *Process) cleanup() {
 	p.beats.Wait()
 	if p.run != nil && p.run.id() == 0 {
 		p.run.closeFiles()
+	}
+	if p.board != nil {
+		_ = p.board.Close()
 	}
 	if p.dir != "" {
 		_ = os.RemoveAll(p.dir)

@@ -3,6 +3,7 @@ package host
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"sync/atomic"
 	"time"
@@ -10,6 +11,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
@@ -28,6 +30,8 @@ type Remote struct {
 	client     kvportv1.PluginClient
 	regions    []wire.Region // by rank, as the plugin knows them
 	arena      arenaRef
+	board      *shm.Board // which the process was started with; nil: each worker side has its own
+	boardFD    int        // in the plugin
 	violations atomic.Int64
 	violated   func(what string) // nil: only counted
 }
@@ -101,15 +105,22 @@ func (r *Remote) OpenWorker(ctx context.Context, env connector.Env, config json.
 	if err != nil {
 		return nil, fmt.Errorf("worker side of rank %d: %w", env.Rank, err)
 	}
+	p := &workerProxy{board: r.board, own: r.board == nil, layers: env.Layout.Layers()}
+	fd := r.boardFD
+	if p.own { // the plugin is in this process
+		if p.board, err = shm.NewBoard(); err != nil {
+			return nil, fmt.Errorf("worker side of rank %d: %w", env.Rank, err)
+		}
+		fd = int(p.board.Region().File().Fd())
+	}
 	open := &wire.Open{
 		Side: kvportv1.Side_SIDE_WORKER, Env: env, Config: config,
-		Regions: r.regions[env.Rank : env.Rank+1], Arena: arena,
+		Regions: r.regions[env.Rank : env.Rank+1], Arena: arena, Progress: wire.Region{FD: fd, Size: shm.BoardBytes},
 	}
-	s, err := openSession(ctx, r.client, open, r.violation)
-	if err != nil {
-		return nil, fmt.Errorf("worker side of rank %d: %w", env.Rank, err)
+	if p.session, err = openSession(ctx, r.client, open, r.violation); err != nil {
+		return nil, errors.Join(fmt.Errorf("worker side of rank %d: %w", env.Rank, err), p.closeBoard())
 	}
-	return &workerProxy{s}, nil
+	return p, nil
 }
 
 // schedulerProxy is the scheduler side with every optional method; Capabilities says which work.
@@ -214,7 +225,12 @@ func (s *session) broken(call string, err error) error {
 }
 
 // workerProxy is the worker side of one rank.
-type workerProxy struct{ *session }
+type workerProxy struct {
+	*session
+	board  *shm.Board // of the counters of SaveLayers
+	own    bool       // closed with the side
+	layers int
+}
 
 // Load implements connector.Worker.
 func (p *workerProxy) Load(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
@@ -240,5 +256,12 @@ func (p *workerProxy) move(ctx context.Context, req *kvportv1.SessionRequest) er
 func (p *workerProxy) Close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), closePatience)
 	defer cancel()
-	return p.close(ctx)
+	return errors.Join(p.close(ctx), p.closeBoard())
+}
+
+func (p *workerProxy) closeBoard() error {
+	if !p.own {
+		return nil
+	}
+	return p.board.Close()
 }

@@ -26,6 +26,7 @@ func (h *Host) tell(b *book.Event) {
 		h.complain("load", &h.badLoads, b)
 	case book.Saved:
 		e.Kind = Saved
+		h.endProgress(b.Step)
 		h.metrics.moved("save", b)
 		h.complain("save", &h.badSaves, b)
 	case book.Finished:

@@ -80,6 +80,10 @@ func (h *Host) startMove(a *book.Move) {
 // hot.
 func (h *Host) move(ctx context.Context, g *generation, a *book.Move) book.Outcome {
 	r, w, t := h.ranks[a.Rank], g.workers[a.Rank], a.Transfer
+	if a.Computing {
+		err := h.saveLayers(ctx, w, a)
+		return book.Outcome{Err: err, Lost: errors.Is(err, errLost)}
+	}
 	if a.Kind == book.Save {
 		err := fault.Point("host.save")
 		if err == nil {

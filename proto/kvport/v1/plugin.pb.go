@@ -37,6 +37,7 @@ const (
 	Capability_CAPABILITY_RESET       Capability = 3
 	Capability_CAPABILITY_STAT        Capability = 4
 	Capability_CAPABILITY_EVENTS      Capability = 5
+	Capability_CAPABILITY_LAYERS      Capability = 6
 )
 
 // Enum value maps for Capability.
@@ -48,6 +49,7 @@ var (
 		3: "CAPABILITY_RESET",
 		4: "CAPABILITY_STAT",
 		5: "CAPABILITY_EVENTS",
+		6: "CAPABILITY_LAYERS",
 	}
 	Capability_value = map[string]int32{
 		"CAPABILITY_UNSPECIFIED": 0,
@@ -56,6 +58,7 @@ var (
 		"CAPABILITY_RESET":       3,
 		"CAPABILITY_STAT":        4,
 		"CAPABILITY_EVENTS":      5,
+		"CAPABILITY_LAYERS":      6,
 	}
 )
 
@@ -915,6 +918,7 @@ type SessionRequest struct {
 	//	*SessionRequest_Close
 	//	*SessionRequest_Stats
 	//	*SessionRequest_Events
+	//	*SessionRequest_SaveLayers
 	Call          isSessionRequest_Call `protobuf_oneof:"call"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1079,6 +1083,15 @@ func (x *SessionRequest) GetEvents() *EventsRequest {
 	return nil
 }
 
+func (x *SessionRequest) GetSaveLayers() *SaveLayers {
+	if x != nil {
+		if x, ok := x.Call.(*SessionRequest_SaveLayers); ok {
+			return x.SaveLayers
+		}
+	}
+	return nil
+}
+
 type isSessionRequest_Call interface {
 	isSessionRequest_Call()
 }
@@ -1131,6 +1144,10 @@ type SessionRequest_Events struct {
 	Events *EventsRequest `protobuf:"bytes,14,opt,name=events,proto3,oneof"`
 }
 
+type SessionRequest_SaveLayers struct {
+	SaveLayers *SaveLayers `protobuf:"bytes,15,opt,name=save_layers,json=saveLayers,proto3,oneof"`
+}
+
 func (*SessionRequest_Open) isSessionRequest_Call() {}
 
 func (*SessionRequest_Match) isSessionRequest_Call() {}
@@ -1154,6 +1171,8 @@ func (*SessionRequest_Close) isSessionRequest_Call() {}
 func (*SessionRequest_Stats) isSessionRequest_Call() {}
 
 func (*SessionRequest_Events) isSessionRequest_Call() {}
+
+func (*SessionRequest_SaveLayers) isSessionRequest_Call() {}
 
 type SessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1334,7 +1353,7 @@ type SessionResponse_Plan struct {
 }
 
 type SessionResponse_Moved struct {
-	Moved *Moved `protobuf:"bytes,6,opt,name=moved,proto3,oneof"` // load and save
+	Moved *Moved `protobuf:"bytes,6,opt,name=moved,proto3,oneof"` // load, save and save_layers
 }
 
 type SessionResponse_Finish struct {
@@ -1392,9 +1411,10 @@ type Open struct {
 	Model         []byte                 `protobuf:"bytes,7,opt,name=model,proto3" json:"model,omitempty"` // 32 bytes
 	Shape         []byte                 `protobuf:"bytes,8,opt,name=shape,proto3" json:"shape,omitempty"` // 32 bytes
 	Layout        *Layout                `protobuf:"bytes,9,opt,name=layout,proto3" json:"layout,omitempty"`
-	Regions       []*Region              `protobuf:"bytes,10,rep,name=regions,proto3" json:"regions,omitempty"` // worker side only
-	Config        []byte                 `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`   // JSON
-	Arena         *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`     // what Describe asked for; absent: none
+	Regions       []*Region              `protobuf:"bytes,10,rep,name=regions,proto3" json:"regions,omitempty"`   // worker side only
+	Config        []byte                 `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`     // JSON
+	Arena         *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`       // what Describe asked for; absent: none
+	Progress      *Region                `protobuf:"bytes,13,opt,name=progress,proto3" json:"progress,omitempty"` // worker side only: where SaveLayers finds its counters
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1509,6 +1529,13 @@ func (x *Open) GetConfig() []byte {
 func (x *Open) GetArena() *Region {
 	if x != nil {
 		return x.Arena
+	}
+	return nil
+}
+
+func (x *Open) GetProgress() *Region {
+	if x != nil {
+		return x.Progress
 	}
 	return nil
 }
@@ -2217,6 +2244,71 @@ func (x *Transfer) GetTenant() uint64 {
 	return 0
 }
 
+// SaveLayers is a save of blocks that are still being computed. Its counter is the 64-bit word at offset
+// 64 + 8*slot of Open.progress, little endian: call in the upper half, in the lower one the number of
+// layers that are final, 2^32-1 when the engine has given up. While the upper half is another one, or the
+// call is over, the counter is not this call's. The 32-bit word at offset 0 is a futex: after each change
+// of a counter it is another number, and those who wait for it are woken.
+type SaveLayers struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Transfer      *Transfer              `protobuf:"bytes,1,opt,name=transfer,proto3" json:"transfer,omitempty"`
+	Slot          uint32                 `protobuf:"varint,2,opt,name=slot,proto3" json:"slot,omitempty"`
+	Call          uint32                 `protobuf:"varint,3,opt,name=call,proto3" json:"call,omitempty"` // never 0
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SaveLayers) Reset() {
+	*x = SaveLayers{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SaveLayers) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SaveLayers) ProtoMessage() {}
+
+func (x *SaveLayers) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SaveLayers.ProtoReflect.Descriptor instead.
+func (*SaveLayers) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *SaveLayers) GetTransfer() *Transfer {
+	if x != nil {
+		return x.Transfer
+	}
+	return nil
+}
+
+func (x *SaveLayers) GetSlot() uint32 {
+	if x != nil {
+		return x.Slot
+	}
+	return 0
+}
+
+func (x *SaveLayers) GetCall() uint32 {
+	if x != nil {
+		return x.Call
+	}
+	return 0
+}
+
 type Ended struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
@@ -2230,7 +2322,7 @@ type Ended struct {
 
 func (x *Ended) Reset() {
 	*x = Ended{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2242,7 +2334,7 @@ func (x *Ended) String() string {
 func (*Ended) ProtoMessage() {}
 
 func (x *Ended) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2255,7 +2347,7 @@ func (x *Ended) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ended.ProtoReflect.Descriptor instead.
 func (*Ended) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{20}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Ended) GetRequest() string {
@@ -2307,7 +2399,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2319,7 +2411,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2332,7 +2424,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{21}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Step) GetId() uint64 {
@@ -2387,7 +2479,7 @@ type Plan struct {
 
 func (x *Plan) Reset() {
 	*x = Plan{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2399,7 +2491,7 @@ func (x *Plan) String() string {
 func (*Plan) ProtoMessage() {}
 
 func (x *Plan) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2412,7 +2504,7 @@ func (x *Plan) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Plan.ProtoReflect.Descriptor instead.
 func (*Plan) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Plan) GetLoads() []*Transfer {
@@ -2437,7 +2529,7 @@ type Moved struct {
 
 func (x *Moved) Reset() {
 	*x = Moved{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2449,7 +2541,7 @@ func (x *Moved) String() string {
 func (*Moved) ProtoMessage() {}
 
 func (x *Moved) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2462,7 +2554,7 @@ func (x *Moved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Moved.ProtoReflect.Descriptor instead.
 func (*Moved) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
 }
 
 type FinishRequest struct {
@@ -2474,7 +2566,7 @@ type FinishRequest struct {
 
 func (x *FinishRequest) Reset() {
 	*x = FinishRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2486,7 +2578,7 @@ func (x *FinishRequest) String() string {
 func (*FinishRequest) ProtoMessage() {}
 
 func (x *FinishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2499,7 +2591,7 @@ func (x *FinishRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishRequest.ProtoReflect.Descriptor instead.
 func (*FinishRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *FinishRequest) GetEnded() []*Ended {
@@ -2522,7 +2614,7 @@ type Hold struct {
 
 func (x *Hold) Reset() {
 	*x = Hold{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2534,7 +2626,7 @@ func (x *Hold) String() string {
 func (*Hold) ProtoMessage() {}
 
 func (x *Hold) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2547,7 +2639,7 @@ func (x *Hold) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hold.ProtoReflect.Descriptor instead.
 func (*Hold) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Hold) GetId() uint64 {
@@ -2594,7 +2686,7 @@ type FinishResponse struct {
 
 func (x *FinishResponse) Reset() {
 	*x = FinishResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2606,7 +2698,7 @@ func (x *FinishResponse) String() string {
 func (*FinishResponse) ProtoMessage() {}
 
 func (x *FinishResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2619,7 +2711,7 @@ func (x *FinishResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishResponse.ProtoReflect.Descriptor instead.
 func (*FinishResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *FinishResponse) GetHolds() []*Hold {
@@ -2637,7 +2729,7 @@ type ConsumedRequest struct {
 
 func (x *ConsumedRequest) Reset() {
 	*x = ConsumedRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2649,7 +2741,7 @@ func (x *ConsumedRequest) String() string {
 func (*ConsumedRequest) ProtoMessage() {}
 
 func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2662,7 +2754,7 @@ func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedRequest.ProtoReflect.Descriptor instead.
 func (*ConsumedRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
 }
 
 type ConsumedResponse struct {
@@ -2674,7 +2766,7 @@ type ConsumedResponse struct {
 
 func (x *ConsumedResponse) Reset() {
 	*x = ConsumedResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2686,7 +2778,7 @@ func (x *ConsumedResponse) String() string {
 func (*ConsumedResponse) ProtoMessage() {}
 
 func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2699,7 +2791,7 @@ func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedResponse.ProtoReflect.Descriptor instead.
 func (*ConsumedResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ConsumedResponse) GetHolds() []uint64 {
@@ -2717,7 +2809,7 @@ type ResetRequest struct {
 
 func (x *ResetRequest) Reset() {
 	*x = ResetRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2729,7 +2821,7 @@ func (x *ResetRequest) String() string {
 func (*ResetRequest) ProtoMessage() {}
 
 func (x *ResetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2742,7 +2834,7 @@ func (x *ResetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRequest.ProtoReflect.Descriptor instead.
 func (*ResetRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
 }
 
 type ResetResponse struct {
@@ -2754,7 +2846,7 @@ type ResetResponse struct {
 
 func (x *ResetResponse) Reset() {
 	*x = ResetResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2766,7 +2858,7 @@ func (x *ResetResponse) String() string {
 func (*ResetResponse) ProtoMessage() {}
 
 func (x *ResetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2779,7 +2871,7 @@ func (x *ResetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetResponse.ProtoReflect.Descriptor instead.
 func (*ResetResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ResetResponse) GetEmptied() bool {
@@ -2797,7 +2889,7 @@ type StatsRequest struct {
 
 func (x *StatsRequest) Reset() {
 	*x = StatsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2809,7 +2901,7 @@ func (x *StatsRequest) String() string {
 func (*StatsRequest) ProtoMessage() {}
 
 func (x *StatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2822,7 +2914,7 @@ func (x *StatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
 func (*StatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
 }
 
 // Stat is the present value of one number.
@@ -2837,7 +2929,7 @@ type Stat struct {
 
 func (x *Stat) Reset() {
 	*x = Stat{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2849,7 +2941,7 @@ func (x *Stat) String() string {
 func (*Stat) ProtoMessage() {}
 
 func (x *Stat) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2862,7 +2954,7 @@ func (x *Stat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Stat.ProtoReflect.Descriptor instead.
 func (*Stat) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Stat) GetName() string {
@@ -2895,7 +2987,7 @@ type StatsResponse struct {
 
 func (x *StatsResponse) Reset() {
 	*x = StatsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2907,7 +2999,7 @@ func (x *StatsResponse) String() string {
 func (*StatsResponse) ProtoMessage() {}
 
 func (x *StatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2920,7 +3012,7 @@ func (x *StatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
 func (*StatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *StatsResponse) GetStats() []*Stat {
@@ -2938,7 +3030,7 @@ type EventsRequest struct {
 
 func (x *EventsRequest) Reset() {
 	*x = EventsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2950,7 +3042,7 @@ func (x *EventsRequest) String() string {
 func (*EventsRequest) ProtoMessage() {}
 
 func (x *EventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2963,7 +3055,7 @@ func (x *EventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsRequest.ProtoReflect.Descriptor instead.
 func (*EventsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
 }
 
 // BlockEvent says that blocks can be matched now, or no longer.
@@ -2980,7 +3072,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2992,7 +3084,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3005,7 +3097,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *BlockEvent) GetSeq() uint64 {
@@ -3052,7 +3144,7 @@ type EventsResponse struct {
 
 func (x *EventsResponse) Reset() {
 	*x = EventsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3064,7 +3156,7 @@ func (x *EventsResponse) String() string {
 func (*EventsResponse) ProtoMessage() {}
 
 func (x *EventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3077,7 +3169,7 @@ func (x *EventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsResponse.ProtoReflect.Descriptor instead.
 func (*EventsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *EventsResponse) GetEvents() []*BlockEvent {
@@ -3097,7 +3189,7 @@ type Cancel struct {
 
 func (x *Cancel) Reset() {
 	*x = Cancel{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3109,7 +3201,7 @@ func (x *Cancel) String() string {
 func (*Cancel) ProtoMessage() {}
 
 func (x *Cancel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3122,7 +3214,7 @@ func (x *Cancel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cancel.ProtoReflect.Descriptor instead.
 func (*Cancel) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Cancel) GetCall() uint64 {
@@ -3141,7 +3233,7 @@ type Close struct {
 
 func (x *Close) Reset() {
 	*x = Close{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3153,7 +3245,7 @@ func (x *Close) String() string {
 func (*Close) ProtoMessage() {}
 
 func (x *Close) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3166,7 +3258,7 @@ func (x *Close) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Close.ProtoReflect.Descriptor instead.
 func (*Close) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
 }
 
 type Closed struct {
@@ -3177,7 +3269,7 @@ type Closed struct {
 
 func (x *Closed) Reset() {
 	*x = Closed{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3189,7 +3281,7 @@ func (x *Closed) String() string {
 func (*Closed) ProtoMessage() {}
 
 func (x *Closed) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3202,7 +3294,7 @@ func (x *Closed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Closed.ProtoReflect.Descriptor instead.
 func (*Closed) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
 }
 
 var File_kvport_v1_plugin_proto protoreflect.FileDescriptor
@@ -3238,7 +3330,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\"G\n" +
 	"\x11HeartbeatResponse\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x16\n" +
-	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\xf7\x04\n" +
+	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\xb1\x05\n" +
 	"\x0eSessionRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x1d\n" +
 	"\n" +
@@ -3255,7 +3347,9 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06cancel\x18\v \x01(\v2\x11.kvport.v1.CancelH\x00R\x06cancel\x12(\n" +
 	"\x05close\x18\f \x01(\v2\x10.kvport.v1.CloseH\x00R\x05close\x12/\n" +
 	"\x05stats\x18\r \x01(\v2\x17.kvport.v1.StatsRequestH\x00R\x05stats\x122\n" +
-	"\x06events\x18\x0e \x01(\v2\x18.kvport.v1.EventsRequestH\x00R\x06eventsB\x06\n" +
+	"\x06events\x18\x0e \x01(\v2\x18.kvport.v1.EventsRequestH\x00R\x06events\x128\n" +
+	"\vsave_layers\x18\x0f \x01(\v2\x15.kvport.v1.SaveLayersH\x00R\n" +
+	"saveLayersB\x06\n" +
 	"\x04call\"\xb9\x04\n" +
 	"\x0fSessionResponse\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12&\n" +
@@ -3271,7 +3365,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	" \x01(\v2\x11.kvport.v1.ClosedH\x00R\x06closed\x120\n" +
 	"\x05stats\x18\v \x01(\v2\x18.kvport.v1.StatsResponseH\x00R\x05stats\x123\n" +
 	"\x06events\x18\f \x01(\v2\x19.kvport.v1.EventsResponseH\x00R\x06eventsB\b\n" +
-	"\x06result\"\xed\x02\n" +
+	"\x06result\"\x9c\x03\n" +
 	"\x04Open\x12#\n" +
 	"\x04side\x18\x01 \x01(\x0e2\x0f.kvport.v1.SideR\x04side\x12\x16\n" +
 	"\x06engine\x18\x02 \x01(\tR\x06engine\x12\x14\n" +
@@ -3285,7 +3379,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\aregions\x18\n" +
 	" \x03(\v2\x11.kvport.v1.RegionR\aregions\x12\x16\n" +
 	"\x06config\x18\v \x01(\fR\x06config\x12'\n" +
-	"\x05arena\x18\f \x01(\v2\x11.kvport.v1.RegionR\x05arena\",\n" +
+	"\x05arena\x18\f \x01(\v2\x11.kvport.v1.RegionR\x05arena\x12-\n" +
+	"\bprogress\x18\r \x01(\v2\x11.kvport.v1.RegionR\bprogress\",\n" +
 	"\x06Region\x12\x0e\n" +
 	"\x02fd\x18\x01 \x01(\rR\x02fd\x12\x12\n" +
 	"\x04size\x18\x02 \x01(\x04R\x04size\"q\n" +
@@ -3334,7 +3429,12 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06ticket\x18\x05 \x01(\fR\x06ticket\x12\x14\n" +
 	"\x05extra\x18\x06 \x01(\fR\x05extra\x12\x18\n" +
 	"\areplace\x18\a \x01(\bR\areplace\x12\x16\n" +
-	"\x06tenant\x18\b \x01(\x06R\x06tenant\"\xa7\x01\n" +
+	"\x06tenant\x18\b \x01(\x06R\x06tenant\"e\n" +
+	"\n" +
+	"SaveLayers\x12/\n" +
+	"\btransfer\x18\x01 \x01(\v2\x13.kvport.v1.TransferR\btransfer\x12\x12\n" +
+	"\x04slot\x18\x02 \x01(\rR\x04slot\x12\x12\n" +
+	"\x04call\x18\x03 \x01(\rR\x04call\"\xa7\x01\n" +
 	"\x05Ended\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12)\n" +
 	"\x06reason\x18\x02 \x01(\x0e2\x11.kvport.v1.ReasonR\x06reason\x12\x16\n" +
@@ -3388,7 +3488,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06Cancel\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\"\a\n" +
 	"\x05Close\"\b\n" +
-	"\x06Closed*\x94\x01\n" +
+	"\x06Closed*\xab\x01\n" +
 	"\n" +
 	"Capability\x12\x1a\n" +
 	"\x16CAPABILITY_UNSPECIFIED\x10\x00\x12\x13\n" +
@@ -3396,7 +3496,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x0fCAPABILITY_HOLD\x10\x02\x12\x14\n" +
 	"\x10CAPABILITY_RESET\x10\x03\x12\x13\n" +
 	"\x0fCAPABILITY_STAT\x10\x04\x12\x15\n" +
-	"\x11CAPABILITY_EVENTS\x10\x05*A\n" +
+	"\x11CAPABILITY_EVENTS\x10\x05\x12\x15\n" +
+	"\x11CAPABILITY_LAYERS\x10\x06*A\n" +
 	"\x04Side\x12\x14\n" +
 	"\x10SIDE_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eSIDE_SCHEDULER\x10\x01\x12\x0f\n" +
@@ -3460,7 +3561,7 @@ func file_kvport_v1_plugin_proto_rawDescGZIP() []byte {
 }
 
 var file_kvport_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
-var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
+var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_kvport_v1_plugin_proto_goTypes = []any{
 	(Capability)(0),           // 0: kvport.v1.Capability
 	(Side)(0),                 // 1: kvport.v1.Side
@@ -3491,26 +3592,27 @@ var file_kvport_v1_plugin_proto_goTypes = []any{
 	(*Match)(nil),             // 26: kvport.v1.Match
 	(*MatchResponse)(nil),     // 27: kvport.v1.MatchResponse
 	(*Transfer)(nil),          // 28: kvport.v1.Transfer
-	(*Ended)(nil),             // 29: kvport.v1.Ended
-	(*Step)(nil),              // 30: kvport.v1.Step
-	(*Plan)(nil),              // 31: kvport.v1.Plan
-	(*Moved)(nil),             // 32: kvport.v1.Moved
-	(*FinishRequest)(nil),     // 33: kvport.v1.FinishRequest
-	(*Hold)(nil),              // 34: kvport.v1.Hold
-	(*FinishResponse)(nil),    // 35: kvport.v1.FinishResponse
-	(*ConsumedRequest)(nil),   // 36: kvport.v1.ConsumedRequest
-	(*ConsumedResponse)(nil),  // 37: kvport.v1.ConsumedResponse
-	(*ResetRequest)(nil),      // 38: kvport.v1.ResetRequest
-	(*ResetResponse)(nil),     // 39: kvport.v1.ResetResponse
-	(*StatsRequest)(nil),      // 40: kvport.v1.StatsRequest
-	(*Stat)(nil),              // 41: kvport.v1.Stat
-	(*StatsResponse)(nil),     // 42: kvport.v1.StatsResponse
-	(*EventsRequest)(nil),     // 43: kvport.v1.EventsRequest
-	(*BlockEvent)(nil),        // 44: kvport.v1.BlockEvent
-	(*EventsResponse)(nil),    // 45: kvport.v1.EventsResponse
-	(*Cancel)(nil),            // 46: kvport.v1.Cancel
-	(*Close)(nil),             // 47: kvport.v1.Close
-	(*Closed)(nil),            // 48: kvport.v1.Closed
+	(*SaveLayers)(nil),        // 29: kvport.v1.SaveLayers
+	(*Ended)(nil),             // 30: kvport.v1.Ended
+	(*Step)(nil),              // 31: kvport.v1.Step
+	(*Plan)(nil),              // 32: kvport.v1.Plan
+	(*Moved)(nil),             // 33: kvport.v1.Moved
+	(*FinishRequest)(nil),     // 34: kvport.v1.FinishRequest
+	(*Hold)(nil),              // 35: kvport.v1.Hold
+	(*FinishResponse)(nil),    // 36: kvport.v1.FinishResponse
+	(*ConsumedRequest)(nil),   // 37: kvport.v1.ConsumedRequest
+	(*ConsumedResponse)(nil),  // 38: kvport.v1.ConsumedResponse
+	(*ResetRequest)(nil),      // 39: kvport.v1.ResetRequest
+	(*ResetResponse)(nil),     // 40: kvport.v1.ResetResponse
+	(*StatsRequest)(nil),      // 41: kvport.v1.StatsRequest
+	(*Stat)(nil),              // 42: kvport.v1.Stat
+	(*StatsResponse)(nil),     // 43: kvport.v1.StatsResponse
+	(*EventsRequest)(nil),     // 44: kvport.v1.EventsRequest
+	(*BlockEvent)(nil),        // 45: kvport.v1.BlockEvent
+	(*EventsResponse)(nil),    // 46: kvport.v1.EventsResponse
+	(*Cancel)(nil),            // 47: kvport.v1.Cancel
+	(*Close)(nil),             // 48: kvport.v1.Close
+	(*Closed)(nil),            // 49: kvport.v1.Closed
 }
 var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	6,  // 0: kvport.v1.Error.code:type_name -> kvport.v1.ErrorCode
@@ -3521,64 +3623,67 @@ var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	7,  // 5: kvport.v1.StatInfo.kind:type_name -> kvport.v1.StatKind
 	17, // 6: kvport.v1.SessionRequest.open:type_name -> kvport.v1.Open
 	25, // 7: kvport.v1.SessionRequest.match:type_name -> kvport.v1.MatchRequest
-	30, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
+	31, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
 	28, // 9: kvport.v1.SessionRequest.load:type_name -> kvport.v1.Transfer
 	28, // 10: kvport.v1.SessionRequest.save:type_name -> kvport.v1.Transfer
-	33, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
-	36, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
-	38, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
-	46, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
-	47, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
-	40, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
-	43, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
-	9,  // 18: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
-	22, // 19: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
-	27, // 20: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
-	31, // 21: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
-	32, // 22: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
-	35, // 23: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
-	37, // 24: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
-	39, // 25: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
-	48, // 26: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
-	42, // 27: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
-	45, // 28: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
-	1,  // 29: kvport.v1.Open.side:type_name -> kvport.v1.Side
-	2,  // 30: kvport.v1.Open.role:type_name -> kvport.v1.Role
-	21, // 31: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
-	18, // 32: kvport.v1.Open.regions:type_name -> kvport.v1.Region
-	18, // 33: kvport.v1.Open.arena:type_name -> kvport.v1.Region
-	4,  // 34: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
-	19, // 35: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
-	20, // 36: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
-	0,  // 37: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
-	24, // 38: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
-	26, // 39: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
-	23, // 40: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
-	5,  // 41: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
-	23, // 42: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
-	24, // 43: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
-	28, // 44: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
-	28, // 45: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
-	29, // 46: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
-	28, // 47: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
-	28, // 48: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
-	29, // 49: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
-	34, // 50: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
-	41, // 51: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
-	8,  // 52: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
-	3,  // 53: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
-	44, // 54: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
-	10, // 55: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
-	13, // 56: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
-	15, // 57: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
-	11, // 58: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
-	14, // 59: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
-	16, // 60: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
-	58, // [58:61] is the sub-list for method output_type
-	55, // [55:58] is the sub-list for method input_type
-	55, // [55:55] is the sub-list for extension type_name
-	55, // [55:55] is the sub-list for extension extendee
-	0,  // [0:55] is the sub-list for field type_name
+	34, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
+	37, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
+	39, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
+	47, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
+	48, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
+	41, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
+	44, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
+	29, // 18: kvport.v1.SessionRequest.save_layers:type_name -> kvport.v1.SaveLayers
+	9,  // 19: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
+	22, // 20: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
+	27, // 21: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
+	32, // 22: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
+	33, // 23: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
+	36, // 24: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
+	38, // 25: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
+	40, // 26: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
+	49, // 27: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
+	43, // 28: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
+	46, // 29: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
+	1,  // 30: kvport.v1.Open.side:type_name -> kvport.v1.Side
+	2,  // 31: kvport.v1.Open.role:type_name -> kvport.v1.Role
+	21, // 32: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
+	18, // 33: kvport.v1.Open.regions:type_name -> kvport.v1.Region
+	18, // 34: kvport.v1.Open.arena:type_name -> kvport.v1.Region
+	18, // 35: kvport.v1.Open.progress:type_name -> kvport.v1.Region
+	4,  // 36: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
+	19, // 37: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
+	20, // 38: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
+	0,  // 39: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
+	24, // 40: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
+	26, // 41: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
+	23, // 42: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
+	28, // 43: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
+	5,  // 44: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
+	23, // 45: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
+	24, // 46: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
+	28, // 47: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
+	28, // 48: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
+	30, // 49: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
+	28, // 50: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
+	28, // 51: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
+	30, // 52: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
+	35, // 53: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
+	42, // 54: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
+	8,  // 55: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
+	3,  // 56: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
+	45, // 57: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
+	10, // 58: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
+	13, // 59: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
+	15, // 60: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
+	11, // 61: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
+	14, // 62: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
+	16, // 63: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
+	61, // [61:64] is the sub-list for method output_type
+	58, // [58:61] is the sub-list for method input_type
+	58, // [58:58] is the sub-list for extension type_name
+	58, // [58:58] is the sub-list for extension extendee
+	0,  // [0:58] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_plugin_proto_init() }
@@ -3599,6 +3704,7 @@ func file_kvport_v1_plugin_proto_init() {
 		(*SessionRequest_Close)(nil),
 		(*SessionRequest_Stats)(nil),
 		(*SessionRequest_Events)(nil),
+		(*SessionRequest_SaveLayers)(nil),
 	}
 	file_kvport_v1_plugin_proto_msgTypes[7].OneofWrappers = []any{
 		(*SessionResponse_Opened)(nil),
@@ -3618,7 +3724,7 @@ func file_kvport_v1_plugin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvport_v1_plugin_proto_rawDesc), len(file_kvport_v1_plugin_proto_rawDesc)),
 			NumEnums:      9,
-			NumMessages:   40,
+			NumMessages:   41,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

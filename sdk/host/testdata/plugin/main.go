@@ -63,7 +63,7 @@ func main() {
 	}
 	sdk.Serve(connector.Plugin{
 		Name: "TestConnector", Aliases: []string{"TestAlias"}, Version: "1", Environment: []string{"KVPORT_TEST_SEEN"},
-		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents,
+		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers,
 		Schema:       sdk.SchemaOf[config](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			c, err := sdk.DecodeConfig[config](raw)
@@ -88,6 +88,9 @@ func main() {
 			if strings.HasPrefix(c.Fault, "stat") {
 				info.Capabilities |= connector.CanStat
 				info.Stats = statInfos(c.Fault)
+			}
+			if strings.HasSuffix(c.Fault, "layers") {
+				info.Capabilities |= connector.CanLayers
 			}
 			if c.Fault == "events" {
 				info.Capabilities |= connector.CanEvents
@@ -122,7 +125,11 @@ func main() {
 			if err := count(&env, c.Arena, 1+env.Rank); err != nil {
 				return nil, err
 			}
-			return &worker{&side{config: c, env: env}}, err
+			w := &worker{&side{config: c, env: env}}
+			if strings.HasSuffix(c.Fault, "layers") {
+				return &layered{w}, err
+			}
+			return w, err
 		},
 	})
 }

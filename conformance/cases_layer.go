@@ -1,0 +1,422 @@
+package conformance
+
+import (
+	"context"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// layerCase is a case of a connector that saves layers while others are computed.
+func layerCase(id, rule, text string, body func(*rig)) Case {
+	return Case{
+		ID: id, Rule: rule, Text: text, Profiles: []Profile{LayerWise}, Needs: connector.CanLayers,
+		Run: rigged(connector.CanLayers, false, body),
+	}
+}
+
+func layerCases() []Case {
+	groups := layerCase("layer-groups", "LAYER-01", "Layers of two groups become final in one order: each segment is read in its turn.", layerGroups)
+	groups.Groups, groups.Run = true, rigged(connector.CanLayers, true, layerGroups)
+	return []Case{
+		layerCase("layer-order", "LAYER-01", "Each layer holds garbage until it is announced; what is loaded afterwards is right.", layerOrder),
+		layerCase("layer-jump", "LAYER-01", "Several layers are announced at once, and none was missed.", layerJump),
+		layerCase("layer-digests", "LAYER-01", "The digests hold garbage until the last layer is announced.", layerDigests),
+		groups,
+		layerCase("layer-last", "LAYER-02", "While the last layer is not there, nothing is acknowledged and nothing matches.", layerLast),
+		layerCase("layer-match", "LAYER-02", "When SaveLayers has returned nil, a Match finds the blocks.", layerMatch),
+		layerCase("layer-again", "LAYER-02", "Blocks that are stored already are saved again layer by layer, also with Replace.", layerAgain),
+		layerCase("layer-ranks", "LAYER-02", "Blocks match when the last rank's last layer is stored, and not before.", layerRanks),
+		layerCase("layer-give-up", "LAYER-03", "The engine gives up in the middle: an error, and no block that matches.", layerGiveUp),
+		layerCase("layer-give-up-first", "LAYER-03", "The engine gives up before the first layer: an error, soon, and later saves work.", layerGiveUpFirst),
+		layerCase("layer-cancel", "LAYER-04", "SaveLayers returns when its context is done, although no layer comes.", layerCancel),
+		layerCase("layer-many", "LAYER-05", "Each of three transfers ends with its own layers, in the opposite order of their beginnings.", layerMany),
+		layerCase("layer-beside", "LAYER-05", "Saves, loads and matches go on while layers are waited for.", layerBeside),
+		layerCase("layer-idle", "LAYER-06", "Who waits for a layer uses no processor.", layerIdle),
+	}
+}
+
+// layering is one SaveLayers under way on one rank.
+type layering struct {
+	*engine
+	rank  int
+	t     connector.Transfer
+	count *connector.LayerCount
+	done  int // layers that are filled and announced
+	ended chan error
+	stop  context.CancelFunc
+}
+
+// layerBlocks begins to save blocks that hold garbage. The call ends with the case at the latest.
+func (e *engine) layerBlocks(rank int, bs ...connector.Block) *layering {
+	e.Helper()
+	worker, ok := connector.As[connector.LayerWorker](e.workers[rank])
+	if !ok {
+		e.Errorf("Info claims layers, the worker side does not have it")
+		e.FailNow()
+	}
+	ctx, stop := context.WithCancel(e.Context())
+	l := &layering{engine: e, rank: rank, t: transfer(bs), count: &connector.LayerCount{}, ended: make(chan error, 1), stop: stop}
+	for _, b := range bs {
+		for _, s := range e.kv[rank].Segments(b.Group) {
+			fillWith(e.kv[rank].View(s, b.ID), guardByte)
+		}
+	}
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		l.ended <- worker.SaveLayers(ctx, &l.t, e.kv[rank], l.count)
+	}()
+	e.closers = append(e.closers, func() error { // before the sides are closed
+		stop()
+		l.count.GiveUp()
+		select {
+		case <-over:
+		case <-time.After(soon):
+			e.Errorf("SaveLayers does not return when its context is done and the engine has given up")
+		}
+		return nil
+	})
+	return l
+}
+
+func fillWith(view []byte, with byte) {
+	for i := range view {
+		view[i] = with
+	}
+}
+
+// fillTo writes the content of the layers up to n, without announcing them.
+func (l *layering) fillTo(n int) {
+	kv := l.kv[l.rank]
+	for _, b := range l.t.Blocks {
+		for _, s := range kv.Between(b.Group, l.done, n) {
+			content := l.stream(b, l.rank, s)
+			for i, view := 0, kv.View(s, b.ID); i < len(view); i++ {
+				view[i] = byte(content.Uint32())
+			}
+		}
+	}
+	l.done = n
+}
+
+// compute fills and announces the layers up to n.
+func (l *layering) compute(n int) {
+	l.fillTo(n)
+	l.count.Advance(n)
+}
+
+// layers is how many the cache has.
+func (e *engine) layers() int { return e.env.Layout.Layers() }
+
+// result waits for the end of the call.
+func (l *layering) result() error {
+	l.Helper()
+	select {
+	case err := <-l.ended:
+		return err
+	case <-time.After(2 * soon):
+		l.Errorf("SaveLayers does not return, although nothing is left to wait for")
+		l.FailNow()
+		return nil
+	}
+}
+
+// running wants the call to be under way, now and a while later.
+func (l *layering) running(why string) {
+	l.Helper()
+	select {
+	case err := <-l.ended:
+		l.Errorf("SaveLayers returned %v %s", err, why)
+		l.FailNow()
+	case <-time.After(pauseOfLayer):
+	}
+}
+
+// pauseOfLayer is how long a connector has time to do something wrong.
+const pauseOfLayer = 40 * time.Millisecond
+
+// comesBack wants blocks to match and to be loaded with the right content.
+func (e *engine) comesBack(first int, bs ...connector.Block) {
+	e.Helper()
+	keys := keysOf(bs)
+	e.equal(len(keys), e.match(keys...), "blocks offered after their layers were saved")
+	to := blocks(first, keys...)
+	e.wipe(0, to...)
+	e.must(e.load(to...), "load of what was saved layer by layer")
+	e.holds(to...)
+}
+
+func layerOrder(r *rig) {
+	e := r.engine(setup{})
+	bs := blocks(0, e.keys(3)...)
+	l := e.layerBlocks(0, bs...)
+	for n := range e.layers() {
+		l.running("before the last layer was announced")
+		l.compute(n + 1)
+	}
+	r.must(l.result(), "save layers")
+	e.comesBack(6, bs...)
+}
+
+func layerJump(r *rig) {
+	layout := planes(slots)
+	e := r.engine(setup{layout: &layout})
+	for _, steps := range [][]int{{e.layers()}, {e.layers() - 1, e.layers()}, {1, e.layers()}} {
+		bs := blocks(0, e.keys(2)...)
+		l := e.layerBlocks(0, bs...)
+		for _, n := range steps {
+			e.pause(pauseOfLayer / 4)
+			l.compute(n)
+		}
+		r.must(l.result(), "save layers, announced as %v", steps)
+		e.comesBack(6, bs...)
+	}
+}
+
+func layerDigests(r *rig) {
+	e := r.engine(setup{})
+	bs := blocks(0, e.keys(2)...)
+	l := e.layerBlocks(0, bs...)
+	l.compute(e.layers() - 1)
+	l.running("before the last layer was announced")
+	for _, b := range bs { // nothing is promised of the digests yet
+		for _, s := range e.kv[0].Segments(b.Group) {
+			if e.env.Layout.Segments[s].Layer == connector.DigestLayer {
+				fillWith(e.kv[0].View(s, b.ID), 0x5A)
+			}
+		}
+	}
+	e.pause(pauseOfLayer)
+	l.compute(e.layers())
+	r.must(l.result(), "save layers")
+	e.comesBack(6, bs...)
+}
+
+func layerGroups(r *rig) {
+	layout := bothAll()
+	e := r.engine(setup{layout: &layout})
+	keys := e.keys(2)
+	from := append(blocks(0, keys...), in(1, blocks(2, keys...))...)
+	l := e.layerBlocks(0, from...)
+	for n := range e.layers() {
+		l.running("before the last layer was announced")
+		l.compute(n + 1)
+	}
+	r.must(l.result(), "save layers")
+	r.equal(2, e.match(keys...), "blocks offered after their layers were saved")
+	to := append(blocks(6, keys...), in(1, blocks(10, keys...))...)
+	e.wipe(0, to...)
+	r.must(e.load(to...), "load of both groups")
+	e.holds(to...)
+}
+
+func layerLast(r *rig) {
+	e := r.engine(setup{})
+	keys := e.keys(3)
+	l := e.layerBlocks(0, blocks(0, keys...)...)
+	for n := range e.layers() {
+		r.equal(0, e.match(keys...), "blocks offered when %d of %d layers are there", n, e.layers())
+		l.running("before the last layer was announced")
+		l.compute(n + 1)
+	}
+	r.must(l.result(), "save layers")
+	r.equal(3, e.match(keys...), "blocks offered when all layers are stored")
+}
+
+func layerMatch(r *rig) {
+	e := r.engine(setup{})
+	peer := e.peer()
+	for range 3 {
+		bs := blocks(0, e.keys(4)...)
+		l := e.layerBlocks(0, bs...)
+		l.compute(e.layers())
+		r.must(l.result(), "save layers")
+		peer.comesBack(6, bs...)
+	}
+}
+
+func layerAgain(r *rig) {
+	e := r.engine(setup{})
+	bs := blocks(0, e.keys(2)...)
+	e.save(bs...)
+	for _, replace := range []bool{false, true} {
+		if replace {
+			e.wipe(0x11, bs...)
+			t := transfer(bs)
+			t.Replace = true
+			r.must(e.saveOnly(r.Context(), t), "save of what is wrong")
+		}
+		l := e.layerBlocksAs(replace, bs...)
+		for n := range e.layers() {
+			l.compute(n + 1)
+		}
+		r.must(l.result(), "save layers of blocks that are stored, replace %v", replace)
+		e.comesBack(6, bs...)
+	}
+}
+
+// layerBlocksAs is layerBlocks of rank 0 with or without Replace.
+func (e *engine) layerBlocksAs(replace bool, bs ...connector.Block) *layering {
+	e.Helper()
+	if !replace {
+		return e.layerBlocks(0, bs...)
+	}
+	inner := e.workers[0]
+	defer func() { e.workers[0] = inner }()
+	if w, ok := connector.As[connector.LayerWorker](inner); ok {
+		e.workers[0] = replacing{inner, w}
+	}
+	return e.layerBlocks(0, bs...)
+}
+
+// replacing sets Replace in every transfer.
+type replacing struct {
+	connector.Worker
+	layers connector.LayerWorker
+}
+
+// SaveLayers implements connector.LayerWorker.
+func (w replacing) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, p connector.Progress) error {
+	t.Replace = true
+	return w.layers.SaveLayers(ctx, t, kv, p)
+}
+
+func layerRanks(r *rig) {
+	e := r.engine(setup{world: ranks})
+	bs := blocks(0, e.keys(2)...)
+	var calls []*layering
+	for rank := range ranks {
+		calls = append(calls, e.layerBlocks(rank, bs...))
+	}
+	for rank, l := range calls {
+		l.compute(e.layers() - 1)
+		l.running("before the last layer was announced")
+		r.equal(0, e.match(keysOf(bs)...), "blocks offered while rank %d has not got its last layer", rank)
+		l.compute(e.layers())
+		r.must(l.result(), "save layers on rank %d", rank)
+	}
+	e.comesBack(6, bs...)
+}
+
+func layerGiveUp(r *rig) {
+	e := r.engine(setup{})
+	for n := 1; n < e.layers(); n++ {
+		keys := e.keys(3)
+		l := e.layerBlocks(0, blocks(0, keys...)...)
+		l.compute(n)
+		e.pause(pauseOfLayer)
+		l.count.GiveUp()
+		if l.result() == nil {
+			r.Errorf("SaveLayers returned nil, the engine gave up after %d of %d layers", n, e.layers())
+		}
+		r.equal(0, e.match(keys...), "blocks offered of which %d of %d layers were computed", n, e.layers())
+		e.save(blocks(0, keys...)...)
+		e.comesBack(6, blocks(0, keys...)...)
+	}
+}
+
+func layerGiveUpFirst(r *rig) {
+	e := r.engine(setup{})
+	keys := e.keys(2)
+	l := e.layerBlocks(0, blocks(0, keys...)...)
+	e.pause(pauseOfLayer)
+	l.count.GiveUp()
+	if l.result() == nil {
+		r.Errorf("SaveLayers returned nil, the engine gave up before the first layer")
+	}
+	r.equal(0, e.match(keys...), "blocks offered of which nothing was computed")
+	l = e.layerBlocks(0, blocks(0, keys...)...)
+	l.compute(e.layers())
+	r.must(l.result(), "save layers, the second time")
+	e.comesBack(6, blocks(0, keys...)...)
+}
+
+func layerCancel(r *rig) {
+	e := r.engine(setup{})
+	keys := e.keys(2)
+	l := e.layerBlocks(0, blocks(0, keys...)...)
+	l.compute(1)
+	l.running("before the last layer was announced")
+	l.stop()
+	if l.result() == nil {
+		r.Errorf("SaveLayers returned nil when its context was done after one layer")
+	}
+	r.equal(0, e.match(keys...), "blocks offered of a save that was cancelled")
+}
+
+func layerMany(r *rig) {
+	e := r.engine(setup{})
+	const n = 3
+	var calls [n]*layering
+	for i := range calls {
+		calls[i] = e.layerBlocks(0, blocks(2*i, e.keys(1)...)...)
+		calls[i].compute(1)
+	}
+	for i := n - 1; i >= 0; i-- {
+		calls[i].compute(e.layers())
+		r.must(calls[i].result(), "save layers of transfer %d, while %d others wait", i, i)
+		for _, l := range calls[:i] {
+			l.running("with another transfer's last layer")
+		}
+		e.comesBack(12, calls[i].t.Blocks...)
+	}
+}
+
+func layerBeside(r *rig) {
+	e := r.engine(setup{})
+	l := e.layerBlocks(0, blocks(0, e.keys(1)...)...)
+	l.compute(1)
+	l.running("before the last layer was announced")
+	for range 3 {
+		bs := blocks(4, e.keys(2)...)
+		e.fill(bs...)
+		t := transfer(bs)
+		r.must(e.returns("Save", soon, func(ctx context.Context) error { return e.workers[0].Save(ctx, &t, e.kv[0]) }), "save while layers are waited for")
+		e.comesBack(8, bs...)
+	}
+	l.running("before the last layer was announced")
+	l.compute(e.layers())
+	r.must(l.result(), "save layers")
+}
+
+func layerIdle(r *rig) {
+	e := r.engine(setup{})
+	for i := range 3 {
+		e.layerBlocks(0, blocks(2*i, e.keys(1)...)...).compute(1)
+	}
+	e.pause(pauseOfLayer)
+	const wait = 400 * time.Millisecond
+	for range 3 { // what else runs in the process may disturb one measurement, not all
+		before := cpuTime(e.inst.PID)
+		e.pause(wait)
+		if used := cpuTime(e.inst.PID) - before; used < wait/4 {
+			return
+		}
+	}
+	r.Errorf("while three transfers wait for a layer the process keeps a processor busy")
+}
+
+// cpuTime is how much processor time a process has used; 0 is this one.
+func cpuTime(pid int) time.Duration {
+	who := "self"
+	if pid != 0 {
+		who = strconv.Itoa(pid)
+	}
+	data, err := os.ReadFile("/proc/" + who + "/stat")
+	if err != nil {
+		return 0
+	}
+	_, rest, _ := strings.Cut(string(data), ") ") // behind the name, which may hold anything
+	fields := strings.Fields(rest)
+	const user, system, tick = 11, 12, 10 * time.Millisecond
+	if len(fields) <= system {
+		return 0
+	}
+	u, _ := strconv.Atoi(fields[user])
+	k, _ := strconv.Atoi(fields[system])
+	return time.Duration(u+k) * tick
+}

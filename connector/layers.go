@@ -1,0 +1,111 @@
+package connector
+
+import (
+	"context"
+	"fmt"
+	"sync"
+)
+
+// Progress says how many layers of a transfer are final while the engine computes the rest: layers
+// 0 to n-1, so every segment whose Layer is less than n. The digests (DigestLayer) are final together
+// with the last layer. See [KV.Between].
+type Progress interface {
+	// Wait returns when more than seen layers are final, with how many are; never more than
+	// Layout.Layers. ErrGone: the engine has given up, the rest will never be final. Otherwise the
+	// error is that of ctx. Any number of goroutines may wait at a time.
+	Wait(ctx context.Context, seen int) (final int, err error)
+}
+
+// A LayerWorker saves blocks while they are being computed (capability CanLayers), so that most of
+// their bytes have left when the last layer is done.
+type LayerWorker interface {
+	// SaveLayers is Save, called when the engine begins to compute the blocks of t. It reads a
+	// segment only after progress has said that it is final (rule LAYER-01), and returns nil only
+	// when all is stored, as Save does (LAYER-02). When progress has an error it keeps nothing of
+	// the blocks and returns one (LAYER-03).
+	SaveLayers(ctx context.Context, t *Transfer, kv *KV, progress Progress) error
+}
+
+// Layers is how many layers a cache has: one more than the highest Layer of a segment. It is 0 where
+// no segment has one.
+func (l *Layout) Layers() int {
+	n := 0
+	for i := range l.Segments {
+		n = max(n, l.Segments[i].Layer+1)
+	}
+	return n
+}
+
+// Between lists the segments of a group that become final when the number of final layers grows
+// from one to another, in layout order; the digests come with the last layer.
+func (kv *KV) Between(group uint16, from, to int) []int {
+	var out []int
+	last := kv.layout.Layers()
+	for _, s := range kv.Segments(group) {
+		at := kv.layout.Segments[s].Layer + 1 // final from so many layers on
+		if at <= 0 {
+			at = last
+		}
+		if from < at && at <= to {
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
+// LayerCount is a Progress that is advanced in this process. The zero value has no final layer.
+type LayerCount struct {
+	mu      sync.Mutex
+	final   int
+	gone    bool
+	changed chan struct{} // closed when one of them changes; nil while nobody waits
+}
+
+// Advance says that the first n layers are final. It never blocks, and never goes back.
+func (c *LayerCount) Advance(n int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if n > c.final {
+		c.final = n
+		c.wake()
+	}
+}
+
+// GiveUp says that no more layers will be final. It never blocks.
+func (c *LayerCount) GiveUp() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.gone = true
+	c.wake()
+}
+
+func (c *LayerCount) wake() {
+	if c.changed != nil {
+		close(c.changed)
+		c.changed = nil
+	}
+}
+
+// Wait implements Progress.
+func (c *LayerCount) Wait(ctx context.Context, seen int) (int, error) {
+	for {
+		c.mu.Lock()
+		final, gone := c.final, c.gone
+		if c.changed == nil {
+			c.changed = make(chan struct{})
+		}
+		changed := c.changed
+		c.mu.Unlock()
+		switch {
+		case final > seen:
+			return final, nil
+		case gone:
+			return 0, fmt.Errorf("the engine has given up computing: %w", ErrGone)
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return 0, ctx.Err()
+		}
+	}
+}

@@ -1,0 +1,54 @@
+package sdk
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/shm"
+	"github.com/kvport/kvport/internal/wire"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// saveLayers is the worker's SaveLayers with the counter that a message names.
+func (w *side) saveLayers(m *kvportv1.SaveLayers) (func(context.Context, *connector.Transfer, *connector.KV) error, error) {
+	s, err := wire.SaveLayersFromProto(m)
+	if err != nil {
+		return nil, err
+	}
+	worker, err := power[connector.LayerWorker](w.worker, connector.CanLayers)
+	if err != nil {
+		return nil, err
+	}
+	if w.board == nil {
+		return nil, fmt.Errorf("save layers: the side was opened without counters: %w", connector.ErrIncompatible)
+	}
+	p := &boardProgress{board: w.board, slot: s.Slot, call: s.Call, layers: w.kv.Layout().Layers()}
+	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+		return worker.SaveLayers(ctx, t, kv, p)
+	}, nil
+}
+
+// boardProgress is the Progress of one call: a counter that the host advances in shared memory.
+type boardProgress struct {
+	board  *shm.BoardView
+	slot   int
+	call   uint32
+	layers int
+}
+
+// Wait implements connector.Progress.
+func (p *boardProgress) Wait(ctx context.Context, seen int) (int, error) {
+	if seen < 0 || seen >= p.layers {
+		return 0, fmt.Errorf("wait for more than %d of %d layers: %w", seen, p.layers, connector.ErrIncompatible)
+	}
+	n, err := p.board.Wait(ctx, p.slot, p.call, uint32(seen))
+	switch {
+	case errors.Is(err, shm.ErrNotMine), err == nil && n == shm.GivenUp:
+		return 0, fmt.Errorf("the engine has given up computing: %w", connector.ErrGone)
+	case err != nil:
+		return 0, err
+	}
+	return min(int(n), p.layers), nil
+}
