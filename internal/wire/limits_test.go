@@ -45,6 +45,7 @@ func TestOpenRefusesAndNamesField(t *testing.T) {
 		{"regions", func(m *kvportv1.Open) { m.Regions = make([]*kvportv1.Region, MaxRegions+1) }, "open.regions"},
 		{"arena fd", func(m *kvportv1.Open) { m.Arena = &kvportv1.Region{Fd: 1 << 31, Size: 1} }, "open.arena"},
 		{"arena size", func(m *kvportv1.Open) { m.Arena = &kvportv1.Region{Fd: 3} }, "open.arena"},
+		{"progress fd", func(m *kvportv1.Open) { m.Progress = &kvportv1.Region{Fd: 1 << 31, Size: 1} }, "open.progress"},
 		{"no region", func(m *kvportv1.Open) { m.Regions = nil }, "segments[0]"},
 		{"config", func(m *kvportv1.Open) { m.Config = make([]byte, MaxConfig+1) }, "open.config"},
 		{"scheduler with regions", func(m *kvportv1.Open) { m.Side = kvportv1.Side_SIDE_SCHEDULER }, "scheduler"},

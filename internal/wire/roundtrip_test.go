@@ -100,6 +100,11 @@ func TestCallsRoundTrip(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, &transfer, gotTransfer)
 
+		layers := &SaveLayers{Transfer: &transfer, Slot: rapid.IntRange(0, MaxCounters-1).Draw(t, "slot"), Call: rapid.Uint32Min(1).Draw(t, "call")}
+		gotLayers, err := SaveLayersFromProto(over(t, SaveLayersToProto(layers)))
+		require.NoError(t, err)
+		require.Equal(t, layers, gotLayers)
+
 		step := &connector.Step{
 			ID: rapid.Uint64().Draw(t, "id"), Arrived: some(t, "arrived", genQuery()), Admitted: some(t, "admitted", genTransfer()),
 			Computed: some(t, "computed", genTransfer()), Ended: some(t, "ended", genEnded()),
@@ -283,10 +288,10 @@ func TestPowersRoundTrip(t *testing.T) {
 		require.Equal(t, events, gotEvents)
 	})
 	o := testOpen()
-	o.Arena = Region{FD: 5, Size: 4096}
+	o.Arena, o.Progress = Region{FD: 5, Size: 4096}, Region{FD: 6, Size: 4096}
 	for _, side := range []kvportv1.Side{kvportv1.Side_SIDE_WORKER, kvportv1.Side_SIDE_SCHEDULER} {
 		if o.Side = side; side == kvportv1.Side_SIDE_SCHEDULER {
-			o.Regions, o.Env.Rank = nil, 0
+			o.Regions, o.Env.Rank, o.Progress = nil, 0, Region{}
 		}
 		got, err := OpenFromProto(over(t, OpenToProto(o)))
 		require.NoError(t, err)
