@@ -88,71 +88,10 @@ func layerFaults() []fault {
 // layerReadFaults read or store at the wrong time.
 func layerReadFaults() []fault {
 	return []fault{
-		{"reads all layers when the first is final", "layer-order", onLayers(func(c layerCall) error {
-			err := c.waitFor(1)
-			early := c.copyAll()
-			if err == nil {
-				err = c.waitFor(c.layers())
-			}
-			if err != nil {
-				return err
-			}
-			c.put(early)
-			return nil
-		})},
-		{"takes each announcement for one layer", "layer-jump", onLayers(func(c layerCall) error {
-			got := map[int]bool{}
-			for n := 0; n < c.layers(); {
-				final, err := c.progress.Wait(c.ctx, n)
-				if err != nil {
-					return err
-				}
-				for _, s := range c.kv.Between(0, final-1, final) {
-					got[s] = true
-				}
-				n = final
-			}
-			copies := c.copyAll()
-			for i, b := range c.t.Blocks {
-				at := 0
-				for _, s := range c.kv.Segments(b.Group) {
-					size := len(c.kv.View(s, b.ID))
-					if !got[s] {
-						clear(copies[i][at : at+size])
-					}
-					at += size
-				}
-			}
-			c.put(copies)
-			return nil
-		})},
-		{"reads the digests with the first layer", "layer-digests", onLayers(func(c layerCall) error {
-			return c.collect(c.layers(), func(group uint16, from, to int) []int {
-				var out []int
-				for _, s := range c.kv.Segments(group) {
-					layer := c.kv.Layout().Segments[s].Layer
-					if layer >= from && layer < to || layer == connector.DigestLayer && from == 0 {
-						out = append(out, s)
-					}
-				}
-				return out
-			})
-		})},
-		{"takes every group for the first", "layer-groups", onLayers(func(c layerCall) error {
-			most := 0
-			for _, s := range c.kv.Segments(0) {
-				most = max(most, c.kv.Layout().Segments[s].Layer+1)
-			}
-			err := c.waitFor(most)
-			early := c.copyAll()
-			if err == nil {
-				err = c.waitFor(c.layers())
-			}
-			if err == nil {
-				c.put(early)
-			}
-			return err
-		})},
+		{"reads all layers when the first is final", "layer-order", onLayers(func(c layerCall) error { return c.readAt(1) })},
+		{"takes each announcement for one layer", "layer-jump", onLayers(layerCall.oneEach)},
+		{"reads the digests with the first layer", "layer-digests", onLayers(layerCall.digestsFirst)},
+		{"takes every group for the first", "layer-groups", onLayers(layerCall.firstGroup)},
 		{"acknowledges when all layers but one are stored", "layer-last", onLayers(func(c layerCall) error {
 			err := c.waitFor(c.layers() - 1)
 			if err == nil {
@@ -160,17 +99,8 @@ func layerReadFaults() []fault {
 			}
 			return err
 		})},
-		{"acknowledges and stores afterwards", "layer-match", onLayers(func(c layerCall) error {
-			return c.waitFor(c.layers())
-		})},
-		{"refuses blocks that it has", "layer-again", onLayers(func(c layerCall) error {
-			for _, b := range c.t.Blocks {
-				if _, have := c.backend.get(c.key(b)); have {
-					return fmt.Errorf("block %d is stored already", b.ID)
-				}
-			}
-			return c.right()
-		})},
+		{"acknowledges and stores afterwards", "layer-match", onLayers(func(c layerCall) error { return c.waitFor(c.layers()) })},
+		{"refuses blocks that it has", "layer-again", onLayers(layerCall.refuseKnown)},
 		{"ignores Replace layer by layer", "layer-again", onLayers(func(c layerCall) error {
 			t := *c.t
 			t.Replace, c.t = false, &t
@@ -181,23 +111,93 @@ func layerReadFaults() []fault {
 			c.put(c.copyAll())
 			return err
 		})},
-		{"stores the layers of the first rank for all", "layer-ranks", onLayers(func(c layerCall) error {
-			if c.worker.env.Rank > 0 {
-				return c.waitFor(c.layers())
-			}
-			if err := c.waitFor(c.layers()); err != nil {
-				return err
-			}
-			for rank := range c.worker.env.World {
-				w := &worker{backend: c.backend, env: c.worker.env, life: c.worker.life}
-				w.env.Rank = rank
-				if err := w.Save(c.ctx, c.t, c.kv); err != nil {
-					return err
-				}
-			}
-			return nil
-		})},
+		{"stores the layers of the first rank for all", "layer-ranks", onLayers(layerCall.firstRank)},
 	}
+}
+
+// readAt reads everything when so many layers are final.
+func (c layerCall) readAt(layers int) error {
+	err := c.waitFor(layers)
+	early := c.copyAll()
+	if err == nil {
+		err = c.waitFor(c.layers())
+	}
+	if err == nil {
+		c.put(early)
+	}
+	return err
+}
+
+// oneEach reads the last of the layers that are announced together.
+func (c layerCall) oneEach() error {
+	got := map[int]bool{}
+	for n := 0; n < c.layers(); {
+		final, err := c.progress.Wait(c.ctx, n)
+		if err != nil {
+			return err
+		}
+		for _, s := range c.kv.Between(0, final-1, final) {
+			got[s] = true
+		}
+		n = final
+	}
+	copies := c.copyAll()
+	for i, b := range c.t.Blocks {
+		at := 0
+		for _, s := range c.kv.Segments(b.Group) {
+			size := len(c.kv.View(s, b.ID))
+			if !got[s] {
+				clear(copies[i][at : at+size])
+			}
+			at += size
+		}
+	}
+	c.put(copies)
+	return nil
+}
+
+func (c layerCall) digestsFirst() error {
+	return c.collect(c.layers(), func(group uint16, from, to int) []int {
+		var out []int
+		for _, s := range c.kv.Segments(group) {
+			layer := c.kv.Layout().Segments[s].Layer
+			if layer >= from && layer < to || layer == connector.DigestLayer && from == 0 {
+				out = append(out, s)
+			}
+		}
+		return out
+	})
+}
+
+func (c layerCall) firstGroup() error {
+	most := 0
+	for _, s := range c.kv.Segments(0) {
+		most = max(most, c.kv.Layout().Segments[s].Layer+1)
+	}
+	return c.readAt(most)
+}
+
+func (c layerCall) refuseKnown() error {
+	for _, b := range c.t.Blocks {
+		if _, have := c.backend.get(c.key(b)); have {
+			return fmt.Errorf("block %d is stored already", b.ID)
+		}
+	}
+	return c.right()
+}
+
+func (c layerCall) firstRank() error {
+	if err := c.waitFor(c.layers()); err != nil || c.worker.env.Rank > 0 {
+		return err
+	}
+	for rank := range c.worker.env.World {
+		w := &worker{backend: c.backend, env: c.worker.env, life: c.worker.life}
+		w.env.Rank = rank
+		if err := w.Save(c.ctx, c.t, c.kv); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // layerWaitFaults wait in a wrong way.

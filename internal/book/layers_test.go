@@ -51,3 +51,15 @@ func TestComputingIsRetried(t *testing.T) {
 	b.got(b.Moved(b.now, m.ID, Outcome{}))
 	require.Empty(t, b.event().Failed)
 }
+
+// computed ends the computing of the last step.
+func (w *world) computed() { w.do("computed", w.b.Computed(w.now, w.computing)) }
+
+// save adds a save to a step, in one of three steps layer by layer.
+func (w *world) save(s *connector.Step, t connector.Transfer) {
+	if w.steps%3 == 0 {
+		s.Computing = append(s.Computing, t)
+	} else {
+		s.Computed = append(s.Computed, t)
+	}
+}

@@ -223,9 +223,6 @@ func (w *world) expect(kind EventKind, id connector.RequestID, blocks []connecto
 	w.due[k], w.blocks[k] = 1, ids(blocks)
 }
 
-// computed ends the computing of the last step.
-func (w *world) computed() { w.do("computed", w.b.Computed(w.now, w.computing)) }
-
 // step is the engine deciding something.
 func (w *world) step() {
 	w.computed()
@@ -251,11 +248,7 @@ func (w *world) step() {
 		}
 		if w.rng.IntN(2) == 0 {
 			t := w.transfer(id)
-			if w.steps%3 == 0 { // layer by layer
-				s.Computing = append(s.Computing, t)
-			} else {
-				s.Computed = append(s.Computed, t)
-			}
+			w.save(s, t)
 			w.expect(Saved, id, t.Blocks)
 		}
 		if w.rng.IntN(6) == 0 {
