@@ -15,15 +15,21 @@ type Options struct {
 	Bytes  int64 // of all blocks together, at most
 	Refuse bool  // at capacity Insert fails with ErrBusy; otherwise the oldest blocks go
 	Keep   bool  // blocks stay after they were selected, until their room is needed
+	// Spill is where the oldest blocks go when their room is needed, instead of away; nil: nowhere. When it
+	// is full too, its oldest go. It becomes the Memory's, whose Close closes it.
+	Spill *Pool
 }
 
-// Memory is a Buffer in this process's memory. It never takes more than Options.Bytes.
+// Memory is a Buffer in this process's memory. It never takes more than Options.Bytes, and what Options.Spill has.
 type Memory struct {
 	o Options
 
 	mu      sync.Mutex
 	entries map[connector.StoreKey]*entry
 	order   list.List // of *entry that can be found, the oldest first
+	spilled list.List // likewise, of those that lie in the pool
+	moved   int64     // blocks that went to the pool
+	pooled  int       // entries whose bytes lie in the pool
 	used    int64     // bytes of all entries, also those that only readers still have
 	spare   map[int][][]byte
 	spared  int64 // bytes in spare
@@ -39,6 +45,7 @@ type entry struct {
 	readers int           // selections that copy it, or are about to
 	taken   bool          // a selection has succeeded: it goes with the last reader
 	place   *list.Element // nil: it cannot be found any more
+	pool    *piece        // where data lies; nil: not in the pool
 }
 
 // waiter is one item of a selection whose block is not there yet.
@@ -172,7 +179,7 @@ func (m *Memory) reserve(k connector.StoreKey, size int) (*entry, error) {
 	for at := m.order.Front(); m.used+n > m.o.Bytes && at != nil && !m.o.Refuse; {
 		e, isEntry := at.Value.(*entry)
 		at = at.Next()
-		if isEntry && e.readers == 0 {
+		if isEntry && e.readers == 0 && !m.spill(e) {
 			m.remove(e)
 		}
 	}
@@ -198,12 +205,46 @@ func (m *Memory) alloc(size int) []byte {
 	return make([]byte, size)
 }
 
+// list is where an entry that can be found stands. The caller holds mu.
+func (m *Memory) list(e *entry) *list.List {
+	if e.pool != nil {
+		return &m.spilled
+	}
+	return &m.order
+}
+
+// spill moves an entry that nobody reads to the pool, in place of older ones. The caller holds mu.
+func (m *Memory) spill(e *entry) bool {
+	if m.o.Spill == nil {
+		return false
+	}
+	to, ok := m.o.Spill.alloc(len(e.data))
+	for at := m.spilled.Front(); !ok && at != nil; {
+		old, isEntry := at.Value.(*entry)
+		at = at.Next()
+		if isEntry && old.readers == 0 {
+			m.remove(old)
+			to, ok = m.o.Spill.alloc(len(e.data))
+		}
+	}
+	if !ok {
+		return false
+	}
+	copy(to.data, e.data)
+	m.order.Remove(e.place)
+	m.free(e)
+	e.data, e.pool, e.place = to.data, &to, m.spilled.PushBack(e)
+	m.pooled++
+	m.moved++
+	return true
+}
+
 // remove makes an entry impossible to find. The caller holds mu.
 func (m *Memory) remove(e *entry) {
 	if e.place == nil {
 		return
 	}
-	m.order.Remove(e.place)
+	m.list(e).Remove(e.place)
 	e.place = nil
 	delete(m.entries, e.key)
 	if e.readers == 0 {
@@ -213,6 +254,12 @@ func (m *Memory) remove(e *entry) {
 
 // free gives the memory of an entry that nobody sees back. The caller holds mu.
 func (m *Memory) free(e *entry) {
+	if e.pool != nil {
+		m.o.Spill.release(*e.pool)
+		m.pooled--
+		e.data, e.pool = nil, nil
+		return
+	}
 	m.used -= int64(len(e.data))
 	m.spare[len(e.data)] = append(m.spare[len(e.data)], e.data)
 	m.spared += int64(len(e.data))
@@ -231,6 +278,19 @@ func (m *Memory) done(e *entry, taken bool) {
 		m.free(e)
 	case e.taken && !m.o.Keep:
 		m.remove(e)
+	case m.over:
+		m.closePool(e)
+	}
+}
+
+// closePool drops an entry in the pool of a buffer that was closed. The caller holds mu.
+func (m *Memory) closePool(e *entry) {
+	if e.pool == nil || e.readers > 0 {
+		return
+	}
+	m.remove(e)
+	if m.pooled == 0 {
+		_ = m.o.Spill.close() // it cannot fail: the mapping is the pool's own
 	}
 }
 
@@ -244,7 +304,7 @@ func (m *Memory) Read(k connector.StoreKey, read func(data []byte) error) (found
 		return false, nil
 	}
 	e.readers++
-	m.order.MoveToBack(e.place)
+	m.list(e).MoveToBack(e.place)
 	m.mu.Unlock()
 	defer m.done(e, false)
 	return true, read(e.data)
@@ -347,22 +407,43 @@ func (m *Memory) take(ctx context.Context, e *entry, it *connector.Item) error {
 	return err
 }
 
-// Bytes is how much all blocks take now.
+// Bytes is how much all blocks take now, without those in the pool.
 func (m *Memory) Bytes() int64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.used
 }
 
+// Spilled is how many blocks have gone to the pool since the buffer was made.
+func (m *Memory) Spilled() int64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.moved
+}
+
 // Close implements Buffer.
 func (m *Memory) Close() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if !m.over {
-		m.over = true
-		close(m.closed)
-		clear(m.spare)
-		m.spared = 0
+	if m.over {
+		return nil
+	}
+	m.over = true
+	close(m.closed)
+	clear(m.spare)
+	m.spared = 0
+	if m.o.Spill == nil {
+		return nil
+	}
+	if m.pooled == 0 {
+		return m.o.Spill.close()
+	}
+	for at := m.spilled.Front(); at != nil; {
+		e, isEntry := at.Value.(*entry)
+		at = at.Next()
+		if isEntry {
+			m.closePool(e)
+		}
 	}
 	return nil
 }
