@@ -414,6 +414,14 @@ func (m *Memory) Bytes() int64 {
 	return m.used
 }
 
+// Pooled is how much the blocks in the pool take now.
+func (m *Memory) Pooled() int64 {
+	if m.o.Spill == nil {
+		return 0
+	}
+	return m.o.Spill.Used()
+}
+
 // Spilled is how many blocks have gone to the pool since the buffer was made.
 func (m *Memory) Spilled() int64 {
 	m.mu.Lock()

@@ -98,6 +98,24 @@ type Peers struct {
 	// waiting by itself after its deadline "later", 2 s.
 	Wait  time.Duration
 	Close func() error // closes the Network, after the last call; may be nil
+
+	// Push, if it is not nil, says where a producer sends the blocks of a request as they are saved: the
+	// address at which its consumer listens, "" if nobody who may be trusted has said. It is called often.
+	Push func(r connector.RequestID) (address string)
+	// Await has a save wait until the consumer has been sent the blocks, for Patience at most.
+	Await bool
+	// Pushed lets consumers listen too, and take blocks that they have not asked for. All who can connect
+	// are trusted to send what they say: the host's digests are the only check.
+	Pushed bool
+	// Find, if it is not nil, names producers to ask for a prompt that comes without a ticket, before
+	// Addresses.
+	Find func(r connector.RequestID) (addresses []string)
+	// Patience is for a peer that neither receives nor answers: then the link to it is cut; 0: 10 s.
+	Patience time.Duration
+	// Spill is how much host memory blocks may take besides Bytes, when these are full; 0: none.
+	Spill int64
+	// Stats are numbers of the Network's, declared behind sdk.PeerStats in the Definition; may be nil.
+	Stats func() []connector.Stat
 }
 
 // Size is the length of spans together, in bytes.

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/lookupbuffer"
 	"github.com/kvport/kvport/pipe"
 )
 
@@ -17,6 +18,7 @@ import (
 const (
 	defaultPeerBytes = 1 << 30
 	defaultPeerWait  = 1500 * time.Millisecond
+	defaultPatience  = 10 * time.Second
 )
 
 // FromPipe makes a connector of a pipe.Network. C is the struct of its config, see [DecodeConfig].
@@ -27,10 +29,16 @@ const (
 // blocks themselves would stand still as soon as its first frame belonged to a request without blocks.
 // Whatever breaks (the connection, either process, a buffer that is full) costs the blocks that were on
 // their way, which are computed then; the next request dials again. Any number of consumers may ask any
-// number of producers. Keys, ranks, groups and partial blocks are as with [FromStore]; Scope is
+// number of producers. A producer whose Peers.Push knows where a request goes on sends it the blocks as they
+// are saved; what does not come is asked for all the same. With d.Stats, which begin with [PeerStats], it
+// shows numbers. Keys, ranks, groups and partial blocks are as with [FromStore]; Scope is
 // ScopeEngine, since others see a block by ticket only, or if they name this engine in their config.
 func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (pipe.Peers, error)) connector.Plugin {
 	d.Scope, d.Capabilities, d.Reset = connector.ScopeEngine, 0, false
+	powers := connector.CanHold
+	if len(d.Stats) > 0 {
+		powers |= connector.CanStat
+	}
 	noArena := func(json.RawMessage, *connector.Env) (int64, error) { return 0, nil }
 	stores := newStores(d, noArena, func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
 		config, err := DecodeConfig[C](raw)
@@ -45,17 +53,17 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 	})
 	return connector.Plugin{
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
-		Capabilities: connector.CanHold,
+		Capabilities: powers,
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			_, err := DecodeConfig[C](raw)
-			return connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: connector.CanHold}, err
+			return connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: powers, Stats: d.Stats}, err
 		},
 		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			side, peers, err := stores.peers(ctx, env, raw)
 			if err != nil {
 				return nil, err
 			}
-			return &pipeScheduler{storeScheduler{side, connector.CanHold}, peers}, nil
+			return &pipeScheduler{storeScheduler{side, powers}, peers}, nil
 		},
 		Worker: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
 			side, peers, err := stores.peers(ctx, env, raw)
@@ -126,8 +134,12 @@ func (s *pipeScheduler) ask(q *connector.Query) (waits bool) {
 		return false
 	}
 	addresses := s.peers.peers.Addresses
-	if t, err := parsePeerTicket(q.Ticket); err == nil {
+	t, err := parsePeerTicket(q.Ticket)
+	switch {
+	case err == nil:
 		addresses = []string{t.address}
+	case s.peers.peers.Find != nil:
+		addresses = append(s.peers.peers.Find(q.Request), addresses...)
 	}
 	first := min(q.Computed/s.env.Layout.Groups[0].BlockTokens, len(q.Keys))
 	if len(addresses) == 0 || first == len(q.Keys) {
@@ -146,20 +158,49 @@ func (s *pipeScheduler) ask(q *connector.Query) (waits bool) {
 			keys = append(keys, s.keys(blocks, uint16(g), rank)...)
 		}
 	}
+	if t.pushed && s.peers.peers.Pushed && len(s.peers.missing(keys)) > 0 && s.peers.coming.waits(t, 2*s.peers.peers.Wait/3) {
+		return true
+	}
 	return s.peers.fetch(addresses, keys)
 }
 
 // Finish implements connector.Holder. What was saved lies in the buffer, so the engine gets its blocks
-// back at once: the hold is weak.
+// back at once: the hold is weak. What a consumer gets by itself is sent now, as far as it was not yet.
 func (s *pipeScheduler) Finish(_ context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	holds := make([]connector.Hold, len(ended))
-	for i, e := range ended {
+	for i := range ended {
+		e := &ended[i]
 		if e.Remote && len(e.Blocks) > 0 && s.peers.listener != nil {
-			id := s.peers.holds.open()
-			holds[i] = connector.Hold{ID: id, Weak: true, Consumers: 1, Ticket: peerTicket{id, s.peers.listener.Address()}.encode()}
+			t := peerTicket{hold: s.peers.holds.open(), address: s.peers.listener.Address()}
+			if to := s.peers.target(e.Request); to != "" {
+				t.pushed = s.rest(to, e, t)
+			}
+			holds[i] = connector.Hold{ID: t.hold, Weak: true, Consumers: 1, Ticket: t.encode()}
 		}
+		s.peers.pushing.end(e.Request)
 	}
 	return holds, nil
+}
+
+// rest sends a consumer what was computed for another request before, and says that this is all.
+func (s *pipeScheduler) rest(to string, e *connector.Ended, t peerTicket) bool {
+	var keys []connector.StoreKey
+	for _, b := range e.Blocks {
+		if b.Key == (connector.BlockKey{}) {
+			continue
+		}
+		for rank := range max(1, s.env.World) {
+			keys = append(keys, s.keys([]connector.BlockKey{b.Key}, b.Group, rank)...)
+		}
+	}
+	p := s.peers.producer(to)
+	if p == nil {
+		return false
+	}
+	if keys = s.peers.pushing.add(e.Request, keys); len(keys) > 0 && !p.enqueue(&message{kind: kindPush, keys: keys}) {
+		return false
+	}
+	return p.enqueue(&message{kind: kindPushed, hold: t.hold, from: t.address})
 }
 
 // Consumed implements connector.Holder.
@@ -185,6 +226,26 @@ func (w *pipeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connec
 	return nil
 }
 
+// Save implements connector.Worker. What was saved is sent to the consumer that the request names.
+func (w *pipeWorker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	err := w.storeWorker.Save(ctx, t, kv)
+	to := w.peers.target(t.Request)
+	if to == "" {
+		return err
+	}
+	shard := connector.Shard{Rank: w.env.Rank, World: max(1, w.env.World)}
+	var keys []connector.StoreKey
+	for _, b := range t.Blocks {
+		if b.Key != (connector.BlockKey{}) {
+			keys = append(keys, connector.NewStoreKey(b.Key, w.env.Shape, b.Group, shard))
+		}
+	}
+	if keys = w.peers.pushing.add(t.Request, keys); len(keys) > 0 {
+		w.peers.push(ctx, to, &message{kind: kindPush, keys: keys})
+	}
+	return err
+}
+
 // openPeerStore starts what an engine's epoch needs: a listener if it saves.
 func openPeerStore(ctx context.Context, env connector.Env, peers pipe.Peers) (*peerStore, error) {
 	if peers.Network == nil {
@@ -196,12 +257,22 @@ func openPeerStore(ctx context.Context, env connector.Env, peers pipe.Peers) (*p
 	if peers.Wait == 0 {
 		peers.Wait = defaultPeerWait
 	}
+	if peers.Patience == 0 {
+		peers.Patience = defaultPatience
+	}
+	var pool *lookupbuffer.Pool
+	if peers.Spill > 0 {
+		var err error
+		if pool, err = lookupbuffer.NewPool(peers.Spill); err != nil {
+			return nil, err
+		}
+	}
 	log := env.Log
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
 	}
-	s := newPeerStore(peers, log)
-	if !env.Role.Saves() {
+	s := newPeerStore(peers, pool, log)
+	if !env.Role.Saves() && !peers.Pushed {
 		return s, nil
 	}
 	var err error

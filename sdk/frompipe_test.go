@@ -311,6 +311,7 @@ func TestPipeMessages(t *testing.T) {
 		{kind: kindWant, keys: []connector.StoreKey{{1}, {2}}},
 		{kind: kindGone, keys: []connector.StoreKey{{3}}},
 		{kind: kindFetched, hold: 7},
+		{kind: kindPushed, hold: 8, from: "host:2"},
 	} {
 		header, payload := m.encode()
 		got, err := parseMessage(header, len(payload))
@@ -318,7 +319,7 @@ func TestPipeMessages(t *testing.T) {
 		require.NoError(t, got.parseKeys(payload))
 		require.Equal(t, m, got)
 	}
-	ticket := peerTicket{9, "host:1"}
+	ticket := peerTicket{hold: 9, address: "host:1"}
 	got, err := parsePeerTicket(ticket.encode())
 	require.NoError(t, err)
 	require.Equal(t, ticket, got)

@@ -8,7 +8,6 @@ import (
 	"sync"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/pipe"
 )
 
 // What peers say to each other. The numbers are part of the protocol and never reused.
@@ -17,7 +16,11 @@ const (
 	kindBlock                   // producer: the header names a block, the payload is it
 	kindGone                    // producer: the payload is keys of blocks that it does not have
 	kindFetched                 // consumer: the header names a hold whose blocks it has
+	kindPushed                  // producer: the header names a hold of its, and its address: what it pushes of it was sent
 )
+
+// kindPush is not sent: it has a producer send blocks as kindBlock.
+const kindPush byte = 255
 
 const (
 	peerVersion = 1 // first byte of every header and ticket
@@ -29,7 +32,17 @@ type message struct {
 	kind byte
 	keys []connector.StoreKey // want, gone
 	key  connector.StoreKey   // block
-	hold connector.HoldID     // fetched
+	hold connector.HoldID     // fetched, pushed
+	from string               // pushed: the producer's address
+
+	done chan struct{} // push: closed when it was sent or cannot be; nil: nobody waits
+}
+
+// over tells who waits for a message that it was sent or cannot be.
+func (m *message) over() {
+	if m.done != nil {
+		close(m.done)
+	}
 }
 
 // encode gives header and payload, but for the payload of a block.
@@ -38,8 +51,8 @@ func (m *message) encode() (header, payload []byte) {
 	switch m.kind {
 	case kindBlock:
 		header = append(header, m.key[:]...)
-	case kindFetched:
-		header = binary.LittleEndian.AppendUint64(header, uint64(m.hold))
+	case kindFetched, kindPushed:
+		header = append(binary.LittleEndian.AppendUint64(header, uint64(m.hold)), m.from...)
 	case kindWant, kindGone:
 		payload = make([]byte, 0, len(m.keys)*keySize)
 		for _, k := range m.keys {
@@ -73,6 +86,11 @@ func parseMessage(header []byte, size int) (*message, error) {
 			return bad()
 		}
 		m.hold = connector.HoldID(binary.LittleEndian.Uint64(rest))
+	case kindPushed:
+		if len(rest) < 9 || len(rest) > 8+maxAddress || size != 0 {
+			return bad()
+		}
+		m.hold, m.from = connector.HoldID(binary.LittleEndian.Uint64(rest)), string(rest[8:])
 	default:
 		return bad()
 	}
@@ -90,44 +108,32 @@ func (m *message) parseKeys(payload []byte) error {
 	return nil
 }
 
-// receiveMessage receives what a consumer says.
-func receiveMessage(ctx context.Context, in pipe.Pipe) (*message, error) {
-	var m *message
-	var payload []byte
-	err := in.Recv(ctx, func(header []byte, size int) (_ [][]byte, err error) {
-		if m, err = parseMessage(header, size); err != nil {
-			return nil, err
-		}
-		if m.kind == kindBlock {
-			return nil, fmt.Errorf("a consumer sent a block: %w", connector.ErrIncompatible)
-		}
-		payload = make([]byte, size)
-		return [][]byte{payload}, nil
-	})
-	if err != nil {
-		return nil, err
-	}
-	return m, m.parseKeys(payload)
-}
-
 // peerTicket is what a consumer needs to find a producer: the plugin's part of a signed ticket.
 type peerTicket struct {
 	hold    connector.HoldID
 	address string
+	pushed  bool // the producer sends the blocks to the consumer by itself
 }
+
+// pushedVersion is the first byte of the ticket of blocks that are pushed.
+const pushedVersion = 2
 
 // maxAddress is the length of an address in a ticket.
 const maxAddress = 1024
 
 func (t peerTicket) encode() []byte {
-	return append(binary.LittleEndian.AppendUint64([]byte{peerVersion}, uint64(t.hold)), t.address...)
+	version := byte(peerVersion)
+	if t.pushed {
+		version = pushedVersion
+	}
+	return append(binary.LittleEndian.AppendUint64([]byte{version}, uint64(t.hold)), t.address...)
 }
 
 func parsePeerTicket(b []byte) (peerTicket, error) {
-	if len(b) < 10 || len(b) > 9+maxAddress || b[0] != peerVersion {
+	if len(b) < 10 || len(b) > 9+maxAddress || b[0] != peerVersion && b[0] != pushedVersion {
 		return peerTicket{}, fmt.Errorf("ticket of %d bytes is none of ours: %w", len(b), connector.ErrIncompatible)
 	}
-	return peerTicket{connector.HoldID(binary.LittleEndian.Uint64(b[1:])), string(b[9:])}, nil
+	return peerTicket{connector.HoldID(binary.LittleEndian.Uint64(b[1:])), string(b[9:]), b[0] == pushedVersion}, nil
 }
 
 // maxHolds bounds the holds that are remembered, and the reports that nobody has asked for.

@@ -15,13 +15,12 @@ import (
 
 // Limits of what peers may cost.
 const (
-	maxLinks     = 256                    // accepted at a time
-	maxWant      = 2048                   // keys of one question
-	maxAsked     = 1 << 17                // keys that one producer is being asked for
-	askQueue     = 64                     // questions that wait to be sent to one producer
-	redialAfter  = 250 * time.Millisecond // after a failure
-	forgetGone   = 2 * time.Second        // then a producer is asked again for a block it did not have
-	sendPatience = 10 * time.Second       // for a peer that does not receive
+	maxLinks    = 256                    // accepted at a time
+	maxWant     = 2048                   // keys of one question
+	maxAsked    = 1 << 17                // keys that one producer is being asked for
+	askQueue    = 64                     // questions that wait to be sent to one producer
+	redialAfter = 250 * time.Millisecond // after a failure
+	forgetGone  = 2 * time.Second        // then a producer is asked again for a block it did not have
 )
 
 // peerStore is the Store beneath FromPipe: one buffer for what this engine saved and what arrived from
@@ -31,6 +30,9 @@ type peerStore struct {
 	log      *slog.Logger
 	memory   *lookupbuffer.Memory
 	holds    *holdTable
+	pushing  pushing
+	coming   coming
+	counts   counts
 	listener pipe.Listener // nil: nothing is saved here
 
 	ctx    context.Context //nolint:containedctx // the store's life
@@ -42,10 +44,10 @@ type peerStore struct {
 	links     int // accepted and open
 }
 
-func newPeerStore(peers pipe.Peers, log *slog.Logger) *peerStore {
+func newPeerStore(peers pipe.Peers, pool *lookupbuffer.Pool, log *slog.Logger) *peerStore {
 	s := &peerStore{
 		peers: peers, log: log, holds: newHoldTable(), producers: map[string]*producer{},
-		memory: lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: peers.Bytes, Keep: true}),
+		memory: lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: peers.Bytes, Keep: true, Spill: pool}),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	return s
@@ -156,8 +158,8 @@ func (s *peerStore) serve(link pipe.Link) {
 		s.mu.Unlock()
 	}()
 	for {
-		m, err := receiveMessage(s.ctx, link.In)
-		if err == nil {
+		m, err := s.receive(link.In, s.roomForPushed)
+		if err == nil && m != nil {
 			err = s.answer(link.Out, m)
 		}
 		switch {
@@ -176,12 +178,15 @@ func (s *peerStore) answer(out pipe.Pipe, m *message) error {
 		var gone []connector.StoreKey
 		for _, k := range m.keys {
 			found, err := s.memory.Read(k, func(data []byte) error {
+				s.counts.servedBytes.Add(int64(len(data)))
 				return s.send(out, &message{kind: kindBlock, key: k}, data)
 			})
 			if err != nil {
 				return err
 			}
-			if !found {
+			if found {
+				s.counts.served.Add(1)
+			} else {
 				gone = append(gone, k)
 			}
 		}
@@ -192,13 +197,18 @@ func (s *peerStore) answer(out pipe.Pipe, m *message) error {
 	case kindFetched:
 		s.holds.fetched(m.hold)
 		return nil
+	case kindBlock:
+		return nil
+	case kindPushed:
+		s.coming.whole(peerTicket{hold: m.hold, address: m.from, pushed: true})
+		return nil
 	}
 	return fmt.Errorf("a consumer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
 }
 
 // send sends one message, to a peer that may have stopped to receive.
 func (s *peerStore) send(out pipe.Pipe, m *message, block []byte) error {
-	ctx, cancel := context.WithTimeout(s.ctx, sendPatience)
+	ctx, cancel := context.WithTimeout(s.ctx, s.peers.Patience)
 	defer cancel()
 	header, payload := m.encode()
 	if m.kind == kindBlock {
@@ -210,12 +220,7 @@ func (s *peerStore) send(out pipe.Pipe, m *message, block []byte) error {
 // fetch has blocks sent that are not here, each by the first producer that has it, and reports whether
 // some are on their way.
 func (s *peerStore) fetch(addresses []string, keys []connector.StoreKey) (waits bool) {
-	missing := keys[:0:0]
-	for _, k := range keys {
-		if n, err := s.memory.Lookup(s.ctx, [][]connector.StoreKey{{k}}); err == nil && n[0] == 0 {
-			missing = append(missing, k)
-		}
-	}
+	missing := s.missing(keys)
 	for _, address := range addresses {
 		if len(missing) == 0 || s.listener != nil && address == s.listener.Address() {
 			break
@@ -229,6 +234,17 @@ func (s *peerStore) fetch(addresses []string, keys []connector.StoreKey) (waits 
 		waits = waits || some
 	}
 	return waits
+}
+
+// missing are the keys of blocks that are not here.
+func (s *peerStore) missing(keys []connector.StoreKey) []connector.StoreKey {
+	missing := keys[:0:0]
+	for _, k := range keys {
+		if n, err := s.memory.Lookup(s.ctx, [][]connector.StoreKey{{k}}); err == nil && n[0] == 0 {
+			missing = append(missing, k)
+		}
+	}
+	return missing
 }
 
 // fetched tells a producer that a consumer has all it wanted.

@@ -25,6 +25,7 @@ type producer struct {
 	mu     sync.Mutex
 	asked  map[connector.StoreKey]asking
 	failed time.Time // of the last link
+	quiet  time.Time // when it was first asked for something since it last said anything; zero: it owes nothing
 }
 
 // asking is what is known of a block that was asked for and has not arrived.
@@ -101,6 +102,9 @@ func (p *producer) ask(keys []connector.StoreKey) (waits bool, gone []connector.
 		for _, k := range want[:n] {
 			p.asked[k] = asking{at: now}
 		}
+		if p.quiet.IsZero() {
+			p.quiet = now
+		}
 		want, waits = want[n:], true
 	}
 	return waits, gone
@@ -154,6 +158,8 @@ func (p *producer) run() {
 			link.close()
 		}
 	}()
+	tick := time.NewTicker(p.store.peers.Patience / 4)
+	defer tick.Stop()
 	for {
 		var m *message
 		var lost <-chan struct{}
@@ -163,6 +169,14 @@ func (p *producer) run() {
 		select {
 		case m = <-p.queue:
 		case <-lost:
+		case <-tick.C:
+			if link != nil && p.deaf() {
+				p.store.counts.cut.Add(1)
+				link.close()
+				p.lost(errDeaf)
+				link = nil
+			}
+			continue
 		case <-p.stop:
 			return
 		case <-p.store.ctx.Done():
@@ -173,9 +187,43 @@ func (p *producer) run() {
 			p.lost(link.err)
 			link = nil
 		}
-		if m != nil && !p.justFailed() {
-			link = p.tell(link, m)
+		if m == nil {
+			continue
 		}
+		if !p.justFailed() {
+			link = p.tell(link, m)
+		} else if m.kind == kindPush {
+			p.store.counts.pushFailed.Add(int64(len(m.keys)))
+		}
+		m.over()
+	}
+}
+
+// errDeaf is why a link is given up on which the peer answers nothing.
+var errDeaf = errors.New("it does not answer")
+
+// deaf reports whether the peer owes an answer for too long.
+func (p *producer) deaf() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.quiet.IsZero() || time.Since(p.quiet) <= p.store.peers.Patience {
+		return false
+	}
+	for _, a := range p.asked {
+		if !a.gone {
+			return true
+		}
+	}
+	p.quiet = time.Time{}
+	return false
+}
+
+// heard notes that the peer said something.
+func (p *producer) heard() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.quiet.IsZero() {
+		p.quiet = time.Now()
 	}
 }
 
@@ -185,10 +233,19 @@ func (p *producer) tell(link *producerLink, m *message) *producerLink {
 	if link == nil {
 		link, err = p.dial()
 	}
-	if err == nil {
+	switch {
+	case err != nil && m.kind == kindPush:
+		p.store.counts.pushFailed.Add(int64(len(m.keys)))
+	case err != nil:
+	case m.kind == kindPush:
+		err = p.pushAll(link, m)
+	default:
 		err = p.store.send(link.Out, m, nil)
 	}
 	if err != nil {
+		if errors.Is(err, context.DeadlineExceeded) {
+			p.store.counts.cut.Add(1)
+		}
 		if link != nil {
 			link.close()
 		}
@@ -213,6 +270,7 @@ func (p *producer) lost(err error) {
 	now := time.Now()
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.quiet = time.Time{}
 	for k, a := range p.asked {
 		if !a.gone {
 			p.asked[k] = asking{at: now, gone: true}
@@ -269,47 +327,25 @@ func (p *producer) dial() (*producerLink, error) {
 // errUnwanted refuses a frame; the link goes on.
 var errUnwanted = errors.New("not wanted")
 
-// receive takes one frame: a block goes where it will stay until it is loaded.
+// receive takes one frame: a block that was asked for, or which of them there are none.
 func (p *producer) receive(in pipe.Pipe) error {
-	var m *message
-	var slot *lookupbuffer.Slot
-	var payload []byte
-	drop := func() {
-		if slot != nil {
-			_ = slot.Done(errUnwanted)
-			slot = nil
-		}
-	}
-	err := in.Recv(p.store.ctx, func(header []byte, size int) (spans [][]byte, err error) {
-		drop() // the frame may come a second time
-		if m, err = parseMessage(header, size); err != nil {
-			return nil, err
-		}
-		if m.kind == kindBlock {
-			if slot, err = p.room(m.key, size); err != nil {
-				return nil, err
-			}
-			return [][]byte{slot.Bytes()}, nil
-		}
-		payload = make([]byte, size)
-		return [][]byte{payload}, nil
-	})
-	if errors.Is(err, errUnwanted) {
-		return nil
-	}
+	m, err := p.store.receive(in, p.room)
 	if err != nil {
-		drop()
 		return err
+	}
+	p.heard()
+	if m == nil {
+		return nil
 	}
 	switch m.kind {
 	case kindBlock:
-		err = slot.Done(nil)
 		p.mu.Lock()
+		defer p.mu.Unlock()
 		delete(p.asked, m.key)
-		p.mu.Unlock()
-		return err
+		return nil
 	case kindGone:
-		return p.gone(m, payload)
+		p.gone(m)
+		return nil
 	}
 	return fmt.Errorf("a producer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
 }
@@ -333,10 +369,7 @@ func (p *producer) room(k connector.StoreKey, size int) (*lookupbuffer.Slot, err
 }
 
 // gone notes which blocks the producer does not have.
-func (p *producer) gone(m *message, payload []byte) error {
-	if err := m.parseKeys(payload); err != nil {
-		return err
-	}
+func (p *producer) gone(m *message) {
 	now := time.Now()
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -345,5 +378,4 @@ func (p *producer) gone(m *message, payload []byte) error {
 			p.asked[k] = asking{at: now, gone: true}
 		}
 	}
-	return nil
 }

@@ -1,0 +1,281 @@
+package sdk
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/lookupbuffer"
+	"github.com/kvport/kvport/pipe"
+)
+
+// Limits of what is remembered of blocks that are pushed.
+const (
+	maxPushing = 1 << 12 // requests whose blocks are being sent
+	maxComing  = 1 << 14 // holds whose blocks are coming
+)
+
+// pushing is what a producer knows of requests whose blocks it sends to a consumer by itself.
+type pushing struct {
+	mu    sync.Mutex
+	sent  map[connector.RequestID]map[connector.StoreKey]bool
+	order []connector.RequestID
+}
+
+// add notes keys as sent for a request, and gives those that were not before.
+func (p *pushing) add(r connector.RequestID, keys []connector.StoreKey) (fresh []connector.StoreKey) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	sent := p.sent[r]
+	if sent == nil {
+		if p.sent == nil {
+			p.sent = map[connector.RequestID]map[connector.StoreKey]bool{}
+		}
+		sent = map[connector.StoreKey]bool{}
+		p.sent[r], p.order = sent, append(p.order, r)
+	}
+	for len(p.order) > maxPushing {
+		delete(p.sent, p.order[0])
+		p.order = p.order[1:]
+	}
+	for _, k := range keys {
+		if !sent[k] {
+			sent[k], fresh = true, append(fresh, k)
+		}
+	}
+	return fresh
+}
+
+// end forgets a request.
+func (p *pushing) end(r connector.RequestID) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.sent, r)
+}
+
+// coming is what a consumer knows of holds whose blocks are pushed to it.
+type coming struct {
+	mu    sync.Mutex
+	holds map[peerTicket]arrival
+	order []peerTicket
+}
+
+type arrival struct {
+	since time.Time // when a request first asked
+	whole bool      // the producer said that it has sent all
+}
+
+func (c *coming) at(t peerTicket) arrival {
+	a, known := c.holds[t]
+	if known {
+		return a
+	}
+	if c.holds == nil {
+		c.holds = map[peerTicket]arrival{}
+	}
+	c.order = append(c.order, t)
+	for len(c.order) > maxComing {
+		delete(c.holds, c.order[0])
+		c.order = c.order[1:]
+	}
+	return a
+}
+
+// whole notes that a producer has sent all of a hold.
+func (c *coming) whole(t peerTicket) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	a := c.at(t)
+	a.whole = true
+	c.holds[t] = a
+}
+
+// waits reports whether more of a hold may still come within a time of the first question.
+func (c *coming) waits(t peerTicket, within time.Duration) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	a := c.at(t)
+	if a.since.IsZero() {
+		a.since = time.Now()
+	}
+	c.holds[t] = a
+	return !a.whole && time.Since(a.since) < within
+}
+
+// target is where the blocks of a request are pushed to; "" if nowhere.
+func (s *peerStore) target(r connector.RequestID) string {
+	if s.peers.Push == nil || s.listener == nil || r == "" {
+		return ""
+	}
+	to := s.peers.Push(r)
+	if to == s.listener.Address() {
+		return ""
+	}
+	return to
+}
+
+// push sends blocks that were saved to a consumer, which is waited for if the config says so. What cannot
+// be sent waits in the buffer to be asked for.
+func (s *peerStore) push(ctx context.Context, to string, m *message) {
+	p := s.producer(to)
+	if s.peers.Await {
+		m.done = make(chan struct{})
+	}
+	if p == nil || !p.enqueue(m) {
+		s.counts.pushFailed.Add(int64(len(m.keys)))
+		return
+	}
+	if !s.peers.Await {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, s.peers.Patience)
+	defer cancel()
+	select {
+	case <-m.done:
+	case <-ctx.Done():
+	case <-s.ctx.Done():
+	}
+}
+
+// pushAll sends the blocks of one message, from the buffer.
+func (p *producer) pushAll(link *producerLink, m *message) error {
+	s := p.store
+	for i, k := range m.keys {
+		size := 0
+		found, err := s.memory.Read(k, func(data []byte) error {
+			size = len(data)
+			return s.send(link.Out, &message{kind: kindBlock, key: k}, data)
+		})
+		if err != nil {
+			s.counts.pushFailed.Add(int64(len(m.keys) - i))
+			return err
+		}
+		if found {
+			s.counts.pushed.Add(1)
+			s.counts.pushedBytes.Add(int64(size))
+		}
+	}
+	return nil
+}
+
+// errUnasked refuses a block that nobody may send us.
+var errUnasked = fmt.Errorf("a peer sent a block, nobody may here: %w", connector.ErrIncompatible)
+
+// roomForPushed is where a block goes that a producer sends by itself.
+func (s *peerStore) roomForPushed(k connector.StoreKey, size int) (*lookupbuffer.Slot, error) {
+	if !s.peers.Pushed {
+		return nil, errUnasked
+	}
+	if n, err := s.memory.Lookup(s.ctx, [][]connector.StoreKey{{k}}); err == nil && n[0] == 1 {
+		return nil, errUnwanted // it is there already
+	}
+	slot, err := s.memory.Reserve(k, size)
+	if err != nil {
+		s.counts.dropped.Add(1)
+		return nil, fmt.Errorf("%w: %w", errUnwanted, err)
+	}
+	return slot, nil
+}
+
+// receive takes one frame of a peer: a block goes to the room that it is given, where it stays until it is
+// loaded. A nil message was a block that nobody wants.
+func (s *peerStore) receive(in pipe.Pipe, room func(connector.StoreKey, int) (*lookupbuffer.Slot, error)) (*message, error) {
+	var m *message
+	var slot *lookupbuffer.Slot
+	var payload []byte
+	drop := func() {
+		if slot != nil {
+			_ = slot.Done(errUnwanted)
+			slot = nil
+		}
+	}
+	err := in.Recv(s.ctx, func(header []byte, size int) (spans [][]byte, err error) {
+		drop() // the frame may come a second time
+		if m, err = parseMessage(header, size); err != nil {
+			return nil, err
+		}
+		if m.kind == kindBlock {
+			if slot, err = room(m.key, size); err != nil {
+				return nil, err
+			}
+			return [][]byte{slot.Bytes()}, nil
+		}
+		payload = make([]byte, size)
+		return [][]byte{payload}, nil
+	})
+	switch {
+	case errors.Is(err, errUnwanted):
+		return nil, nil //nolint:nilnil // it was received, and is nothing
+	case err != nil:
+		drop()
+		return nil, err
+	case m.kind == kindBlock:
+		s.counts.received.Add(1)
+		s.counts.receivedBytes.Add(int64(len(slot.Bytes())))
+		return m, slot.Done(nil)
+	}
+	return m, m.parseKeys(payload)
+}
+
+// counts are the numbers of a peerStore.
+type counts struct {
+	pushed, pushedBytes, pushFailed, served, servedBytes, received, receivedBytes, dropped, cut atomic.Int64
+}
+
+// PeerStats declares what connectors of [FromPipe] count, for Definition.Stats: with them the connector has
+// connector.CanStat. What Peers.Stats gives is shown beside them, and declared behind them.
+func PeerStats() []connector.StatInfo {
+	counter := func(name, help string) connector.StatInfo {
+		return connector.StatInfo{Name: name, Help: help, Kind: connector.Counter}
+	}
+	gauge := func(name, help string) connector.StatInfo {
+		return connector.StatInfo{Name: name, Help: help, Kind: connector.Gauge}
+	}
+	return []connector.StatInfo{
+		counter("pushed_blocks_total", "Blocks that a producer sent to the consumer that a request names."),
+		counter("pushed_bytes_total", "Bytes of those blocks."),
+		counter("push_failures_total", "Blocks that could not be sent, and wait to be asked for."),
+		counter("served_blocks_total", "Blocks that consumers asked for and were sent."),
+		counter("served_bytes_total", "Bytes of those blocks."),
+		counter("received_blocks_total", "Blocks that arrived from producers."),
+		counter("received_bytes_total", "Bytes of those blocks."),
+		counter("dropped_blocks_total", "Blocks that arrived and found no room."),
+		counter("peers_cut_total", "Links given up because the peer did not answer or receive in time."),
+		counter("spilled_blocks_total", "Blocks that moved from the buffer to the pool of host memory."),
+		gauge("buffer_bytes", "Bytes of blocks in the buffer."),
+		gauge("pool_bytes", "Bytes of blocks in the pool of host memory."),
+	}
+}
+
+// Stats implements connector.StatsSource.
+func (s *peerStore) Stats(context.Context) ([]connector.Stat, error) {
+	c := &s.counts
+	stats := []connector.Stat{}
+	for _, v := range []struct {
+		name  string
+		value int64
+	}{
+		{"pushed_blocks_total", c.pushed.Load()},
+		{"pushed_bytes_total", c.pushedBytes.Load()},
+		{"push_failures_total", c.pushFailed.Load()},
+		{"served_blocks_total", c.served.Load()},
+		{"served_bytes_total", c.servedBytes.Load()},
+		{"received_blocks_total", c.received.Load()},
+		{"received_bytes_total", c.receivedBytes.Load()},
+		{"dropped_blocks_total", c.dropped.Load()},
+		{"peers_cut_total", c.cut.Load()},
+		{"spilled_blocks_total", s.memory.Spilled()},
+		{"buffer_bytes", s.memory.Bytes()},
+		{"pool_bytes", s.memory.Pooled()},
+	} {
+		stats = append(stats, connector.Stat{Name: v.name, Value: float64(v.value)})
+	}
+	if s.peers.Stats != nil {
+		stats = append(stats, s.peers.Stats()...)
+	}
+	return stats, nil
+}

@@ -1,0 +1,77 @@
+package sdk
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
+)
+
+// Blocks go to the consumer that a request names, by themselves, also those that another request computed;
+// the consumer asks only for what did not come.
+func TestPush(t *testing.T) {
+	for _, await := range []bool{false, true} {
+		w := &wires{}
+		d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Pushed: true, Wait: 3 * time.Second})
+		to := "wire-0"
+		p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{Push: func(connector.RequestID) string { return to }, Await: await})
+		ticket := p.save(1, 2, 3)
+		require.Equal(t, 3, d.settled(ticket, 1, 2, 3))
+		d.load(ticket, 1, 2, 3)
+		require.Zero(t, d.store().counts.received.Load()-3)
+		require.Equal(t, int64(3), p.store().counts.pushed.Load())
+		require.Zero(t, p.store().counts.served.Load(), "nothing was asked for")
+
+		to = "nobody"
+		began := time.Now()
+		ticket = p.save(4, 5)
+		require.Less(t, time.Since(began), 5*time.Second)
+		require.Equal(t, 2, d.settled(ticket, 4, 5), "what cannot be pushed is asked for")
+		require.Equal(t, int64(2), p.store().counts.served.Load())
+		require.Positive(t, p.store().counts.pushFailed.Load())
+
+		to = ""
+		ticket = p.save(6)
+		require.Equal(t, 1, d.settled(ticket, 6), "without a target everything is asked for")
+		require.NotNil(t, PeerStats())
+	}
+}
+
+// A consumer that does not expect blocks refuses them.
+func TestPushRefused(t *testing.T) {
+	w := &wires{}
+	both := w.engine(t, "b", connector.RoleBoth, pipe.Peers{})
+	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{Push: func(connector.RequestID) string { return "wire-0" }})
+	ticket := p.save(1)
+	require.Equal(t, 1, both.settled(ticket, 1))
+	require.Equal(t, int64(1), p.store().counts.served.Load())
+}
+
+func TestPushedIsForgotten(t *testing.T) {
+	var p pushing
+	for i := range 3 * maxPushing {
+		p.add(connector.RequestID(time.Duration(i).String()), []connector.StoreKey{{1}})
+	}
+	require.LessOrEqual(t, len(p.sent), maxPushing)
+	require.Equal(t, []connector.StoreKey{{2}}, p.add("r", []connector.StoreKey{{2}}))
+	require.Equal(t, []connector.StoreKey{{3}}, p.add("r", []connector.StoreKey{{2}, {3}}))
+	p.end("r")
+	require.Len(t, p.add("r", []connector.StoreKey{{2}, {3}}), 2)
+	var c coming
+	for i := range 2 * maxComing {
+		c.whole(peerTicket{hold: connector.HoldID(i)})
+	}
+	require.LessOrEqual(t, len(c.holds), maxComing)
+	require.False(t, c.waits(peerTicket{hold: 2*maxComing - 1}, time.Hour))
+	require.True(t, c.waits(peerTicket{hold: 1}, time.Hour))
+	require.False(t, c.waits(peerTicket{hold: 1}, 0))
+}
+
+func (e *peerEngine) store() *peerStore {
+	s, ok := e.scheduler.(*pipeScheduler)
+	require.True(e, ok)
+	return s.peers
+}
