@@ -71,6 +71,12 @@ func parseMessage(header []byte, size int) (*message, error) {
 		return bad()
 	}
 	m, rest := &message{kind: header[1]}, header[2:]
+	if m.kind == kindFetched || m.kind == kindPushed {
+		if !m.parseHold(rest) || size != 0 {
+			return bad()
+		}
+		return m, nil
+	}
 	switch m.kind {
 	case kindWant, kindGone:
 		if len(rest) != 0 || size%keySize != 0 || size > maxWant*keySize {
@@ -81,20 +87,22 @@ func parseMessage(header []byte, size int) (*message, error) {
 			return bad()
 		}
 		m.key = connector.StoreKey(rest)
-	case kindFetched:
-		if len(rest) != 8 || size != 0 {
-			return bad()
-		}
-		m.hold = connector.HoldID(binary.LittleEndian.Uint64(rest))
-	case kindPushed:
-		if len(rest) < 9 || len(rest) > 8+maxAddress || size != 0 {
-			return bad()
-		}
-		m.hold, m.from = connector.HoldID(binary.LittleEndian.Uint64(rest)), string(rest[8:])
 	default:
 		return bad()
 	}
 	return m, nil
+}
+
+// parseHold reads a hold and, where it was pushed, whose it is.
+func (m *message) parseHold(b []byte) bool {
+	if len(b) < 8 {
+		return false
+	}
+	m.hold, m.from = connector.HoldID(binary.LittleEndian.Uint64(b)), string(b[8:])
+	if m.kind == kindPushed {
+		return m.from != "" && len(m.from) <= maxAddress
+	}
+	return m.from == ""
 }
 
 // parseKeys reads the payload of want and gone.

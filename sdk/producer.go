@@ -170,12 +170,7 @@ func (p *producer) run() {
 		case m = <-p.queue:
 		case <-lost:
 		case <-tick.C:
-			if link != nil && p.deaf() {
-				p.store.counts.cut.Add(1)
-				link.close()
-				p.lost(errDeaf)
-				link = nil
-			}
+			link = p.cutDeaf(link)
 			continue
 		case <-p.stop:
 			return
@@ -187,16 +182,33 @@ func (p *producer) run() {
 			p.lost(link.err)
 			link = nil
 		}
-		if m == nil {
-			continue
+		if m != nil {
+			link = p.deal(link, m)
 		}
-		if !p.justFailed() {
-			link = p.tell(link, m)
-		} else if m.kind == kindPush {
-			p.store.counts.pushFailed.Add(int64(len(m.keys)))
-		}
-		m.over()
 	}
+}
+
+// deal sends what was queued, unless the peer has just failed, and gives the link if it still stands.
+func (p *producer) deal(link *producerLink, m *message) *producerLink {
+	defer m.over()
+	if !p.justFailed() {
+		return p.tell(link, m)
+	}
+	if m.kind == kindPush {
+		p.store.counts.pushFailed.Add(int64(len(m.keys)))
+	}
+	return link
+}
+
+// cutDeaf gives a link up on which the peer does not answer.
+func (p *producer) cutDeaf(link *producerLink) *producerLink {
+	if link == nil || !p.deaf() {
+		return link
+	}
+	p.store.counts.cut.Add(1)
+	link.close()
+	p.lost(errDeaf)
+	return nil
 }
 
 // errDeaf is why a link is given up on which the peer answers nothing.

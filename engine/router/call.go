@@ -21,6 +21,7 @@ type call struct {
 	path    string
 	id      string
 	header  http.Header // for upstream requests
+	pair    string      // their id, where it names both engines
 	body    fields
 	started time.Time
 	failed  map[int]bool // instances of either role that this request does not try again
@@ -49,7 +50,7 @@ func (c *call) run(ctx context.Context) outcome {
 		}
 		if wanted && params == nil {
 			var refusal *answer
-			if params, refusal = c.prefill(ctx); refusal != nil {
+			if params, refusal = c.prefill(ctx, d); refusal != nil {
 				return c.reply(refusal)
 			}
 		}
@@ -63,7 +64,7 @@ func (c *call) run(ctx context.Context) outcome {
 			last = result.refusal
 		}
 		if used {
-			params = nil
+			params, c.pair = nil, ""
 		}
 	}
 	return c.giveUp(ctx, last)
@@ -98,7 +99,7 @@ func (c *call) reply(a *answer) outcome {
 }
 
 // prefill asks prefill instances in turn. No params and no refusal: decode must serve alone.
-func (c *call) prefill(ctx context.Context) (params json.RawMessage, refusal *answer) {
+func (c *call) prefill(ctx context.Context, d target) (params json.RawMessage, refusal *answer) {
 	body := c.body.forPrefill().encode()
 	for first := true; ctx.Err() == nil; first = false {
 		p, ok := c.router.pool.pick(prefill, c.failed)
@@ -108,6 +109,7 @@ func (c *call) prefill(ctx context.Context) (params json.RawMessage, refusal *an
 		if !first {
 			c.router.metrics.retries.WithLabelValues(prefill.String()).Inc()
 		}
+		c.meet(p, d)
 		got, err := c.ask(ctx, p, body)
 		switch {
 		case err != nil:
@@ -267,6 +269,9 @@ func (c *call) send(ctx context.Context, t target, body []byte) (*http.Response,
 		return nil, err
 	}
 	req.Header = c.header.Clone()
+	if c.pair != "" {
+		req.Header.Set("X-Request-Id", c.pair)
+	}
 	return c.router.client.Do(req)
 }
 

@@ -22,6 +22,9 @@ type metrics struct {
 	up       *prometheus.GaugeVec
 	ttft     prometheus.Histogram
 	inFlight prometheus.Gauge
+
+	registrations *prometheus.CounterVec
+	introduced    prometheus.Counter
 }
 
 func newMetrics(reg prometheus.Registerer) (*metrics, error) {
@@ -42,11 +45,17 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		inFlight: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "kvport_router_requests_in_flight", Help: "Requests being served.",
 		}),
+		registrations: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_router_registrations_total", Help: "Registrations of instances by HTTP status.",
+		}, []string{"code"}),
+		introduced: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "kvport_router_introductions_total", Help: "Requests whose id named both engines, signed.",
+		}),
 	}
 	if reg == nil {
 		return m, nil
 	}
-	for _, c := range []prometheus.Collector{m.requests, m.retries, m.up, m.ttft, m.inFlight} {
+	for _, c := range []prometheus.Collector{m.requests, m.retries, m.up, m.ttft, m.inFlight, m.registrations, m.introduced} {
 		if err := reg.Register(c); err != nil {
 			return nil, err
 		}

@@ -33,6 +33,9 @@ type pool struct {
 	table table
 	lives []life
 	urls  []*url.URL
+	known []registered
+
+	watching *watching // nil: Run does not run
 }
 
 type life struct {
@@ -49,10 +52,7 @@ func newPool(prefills, decodes []*url.URL, log *slog.Logger, m *metrics) *pool {
 	p := &pool{log: log, metrics: m}
 	for r, urls := range [roles][]*url.URL{prefill: prefills, decode: decodes} {
 		for _, u := range urls {
-			p.table.instances = append(p.table.instances, instance{role: role(r)})
-			p.urls = append(p.urls, u)
-			p.lives = append(p.lives, newLife())
-			m.up.WithLabelValues(u.String(), role(r).String()).Set(1)
+			p.known[p.add(role(r), u)].fixed = true
 		}
 	}
 	return p
@@ -79,6 +79,9 @@ func (p *pool) failed(t target) {
 func (p *pool) probed(i int, result probe) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.table.instances[i].left {
+		return
+	}
 	changed := p.table.probed(i, result)
 	in := p.table.instances[i]
 	switch {
@@ -106,6 +109,9 @@ func (p *pool) health() (list []InstanceHealth, available [roles]int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for i, in := range p.table.instances {
+		if in.left {
+			continue
+		}
 		list = append(list, InstanceHealth{p.urls[i].String(), in.role.String(), in.state.String()})
 	}
 	for r := range roles {

@@ -19,7 +19,6 @@ import (
 	"net/url"
 	"os"
 	"path"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -30,7 +29,7 @@ import (
 // Config says what a Router routes to. Zero values of all but Decode mean the defaults named.
 type Config struct {
 	Prefill []string // base URLs; none: decode instances serve alone
-	Decode  []string // base URLs, at least one
+	Decode  []string // base URLs, at least one unless instances may register
 
 	HealthInterval time.Duration // between probes of an instance; 1 s
 	HealthTimeout  time.Duration // of one probe; 3 s
@@ -40,6 +39,8 @@ type Config struct {
 	MaxInFlight    int           // requests at once at most; 1024
 	BodyTimeout    time.Duration // to receive a whole body; 30 s
 	WriteTimeout   time.Duration // for a client to take one piece of an answer; 30 s
+
+	Register Registration // zero: instances are those of the config
 
 	OwnKeys bool // the front checked Authorization itself: it is not passed on
 
@@ -74,7 +75,7 @@ func New(c Config) (*Router, error) {
 	if err != nil {
 		return nil, err
 	}
-	if len(decodes) == 0 {
+	if len(decodes) == 0 && c.Register.Verify == nil {
 		return nil, errors.New("no decode instance given")
 	}
 	c = withDefaults(c)
@@ -128,6 +129,7 @@ func withDefaults(c Config) Config {
 	setDefault(&c.HealthInterval, time.Second)
 	setDefault(&c.HealthTimeout, 3*time.Second)
 	setDefault(&c.PrefillTimeout, 2*time.Minute)
+	setDefault(&c.Register.TTL, 15*time.Second)
 	setDefault(&c.Attempts, 3)
 	setDefault(&c.MaxBody, 8<<20)
 	setDefault(&c.MaxInFlight, 1024)
@@ -161,12 +163,7 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.mux.Ser
 
 // Run probes the instances until ctx ends. It returns when nothing that it started is left.
 func (r *Router) Run(ctx context.Context) {
-	var wg sync.WaitGroup
-	c := checker{client: r.client, interval: r.config.HealthInterval, timeout: r.config.HealthTimeout}
-	for i, u := range r.pool.urls {
-		wg.Go(func() { c.watch(ctx, u, func(p probe) { r.pool.probed(i, p) }) })
-	}
-	wg.Wait()
+	r.pool.run(ctx, checker{client: r.client, interval: r.config.HealthInterval, timeout: r.config.HealthTimeout}, r.config.Register.TTL)
 }
 
 // Drain makes /health say 503 and refuses new requests. Running ones go on.

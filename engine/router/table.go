@@ -55,7 +55,8 @@ type table struct {
 type instance struct {
 	role    role
 	state   state
-	silence int // silent probes in a row
+	silence int  // silent probes in a row
+	left    bool // it was registered and is so no more; it is down then
 }
 
 // hangs reports whether the requests that run on the instance are lost. Those of an instance that

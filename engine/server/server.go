@@ -144,6 +144,7 @@ func (s *Server) Drain() { s.draining.Store(true) }
 // exchange is one generation request on its way through the server.
 type exchange struct {
 	id     string // 128 random bits; a client's own id is a label only
+	pair   string // begins the engine's request ids, if a label names two engines: connectors check its signature
 	chat   bool
 	params params
 	jobs   []job
@@ -153,6 +154,9 @@ func (s *Server) generate(chat bool) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		x := &exchange{id: newID(), chat: chat}
 		label := label(r.Header.Get("X-Request-Id"), x.id)
+		if strings.HasPrefix(label, pairPrefix) {
+			x.pair = label + "-"
+		}
 		w.Header().Set("X-Request-Id", label)
 		began := time.Now()
 		err := s.serve(w, r, x)
@@ -266,7 +270,7 @@ func (s *Server) decode(x *exchange, body []byte) error {
 		if err != nil {
 			return err
 		}
-		j.request.ID = connector.RequestID(fmt.Sprintf("%s-%d", x.id, i))
+		j.request.ID = connector.RequestID(fmt.Sprintf("%s%s-%d", x.pair, x.id, i))
 		x.jobs = append(x.jobs, j)
 	}
 	return nil
@@ -372,12 +376,19 @@ func (s *Server) reset(w http.ResponseWriter, r *http.Request) {
 
 // label is the client's id if it can stand in a header and a log line.
 func label(given, own string) string {
+	longest := 128
+	if strings.HasPrefix(given, pairPrefix) {
+		longest = 512
+	}
 	bad := func(r rune) bool { return r <= ' ' || r > '~' }
-	if given == "" || len(given) > 128 || strings.ContainsFunc(given, bad) {
+	if given == "" || len(given) > longest || strings.ContainsFunc(given, bad) {
 		return own
 	}
 	return given
 }
+
+// pairPrefix begins an X-Request-Id in which a router names the engines at both ends of a request.
+const pairPrefix = "___prefill_addr_"
 
 // newID is 128 random bits.
 func newID() string {

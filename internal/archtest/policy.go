@@ -106,7 +106,8 @@ func kvportImports() map[string][]string {
 		"lookupbuffer":    {"connector", "pipe"},
 		"connectors/*":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
 
-		"connectors/internal/*": {"connector", "internal/fault"}, // what several connectors share
+		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/ticket"}, // ADR 106
+		"connectors/internal/*": {"connector", "internal/fault"},                                                                                             // what several connectors share
 
 		"multiconnector": {"connector"},
 

@@ -1,0 +1,198 @@
+// Package p2pnccl is P2pNcclConnector: any number of prefill and decode engines, each of which talks to each
+// directly, and none of which knows a world of all. vLLM had a connector of this name until 2026, whose
+// config and addresses it understands.
+//
+// A router names both ends of a request in the request's id, and signs it with the key that the engines
+// share; then the prefill engine sends blocks to the decode engine as they are computed. Without that, and for
+// what did not arrive, the decode engine asks, as the ticket of the prefill engine says. Data goes by the best
+// way that both ends have: NCCL, UCX, memory of one host, TCP.
+package p2pnccl
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/invopop/jsonschema"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Config is the kv_connector_extra_config. The names are those that vLLM's users know, where it had them.
+type Config struct {
+	SendType   string   `json:"send_type,omitempty"          jsonschema:"default=PUT_ASYNC,enum=PUT,enum=PUT_ASYNC,enum=GET,description=PUT: a save ends when the decode engine was sent the blocks. PUT_ASYNC: they are sent meanwhile. GET: the decode engine asks for them."`
+	IP         string   `json:"kv_ip,omitempty"              jsonschema:"default=127.0.0.1,description=address at which peers find this engine; they all share one key"`
+	Port       Number   `json:"kv_port,omitempty"            jsonschema:"description=its port; 0 takes a free one"`
+	Advertise  string   `json:"advertise,omitempty"          jsonschema:"description=host that peers and routers are told instead of kv_ip"`
+	KeyFile    string   `json:"key_file,omitempty"           jsonschema:"description=the ticket key file; default: the key that the engines of one user on one host share; wanted beyond loopback"`
+	ProxyIP    string   `json:"proxy_ip,omitempty"           jsonschema:"description=host of the router to register with"`
+	ProxyPort  Number   `json:"proxy_port,omitempty"         jsonschema:"description=port of its kvport route --register; without it the engine does not register"`
+	HTTPIP     string   `json:"http_ip,omitempty"            jsonschema:"description=host at which the router reaches this engine's HTTP server; default: advertise or kv_ip"`
+	HTTPPort   Number   `json:"http_port,omitempty"          jsonschema:"description=the port of the engine's HTTP server; needed to register"`
+	BufferSize Number   `json:"kv_buffer_size,omitempty"     jsonschema:"default=1000000000,description=bytes of blocks that wait to be fetched or have arrived"`
+	PoolGB     *Decimal `json:"mem_pool_size_gb,omitempty"   jsonschema:"default=4,description=GiB of host memory to which the oldest blocks move when that is full; 0: they are dropped. Memory is taken as it is used."`
+	Transports []string `json:"transports,omitempty"         jsonschema:"description=ways to try, in this order: nccl, ucx, shm, tcp; default all. Beyond one host UCX and NCCL, which encrypt nothing, are used only if they are named here."`
+	Device     int      `json:"device,omitempty"             jsonschema:"minimum=0,description=the GPU for NCCL"`
+	Channels   Number   `json:"nccl_num_channels,omitempty"  jsonschema:"description=NCCL_MAX_NCHANNELS; 0: as NCCL likes"`
+	NetDevices string   `json:"ucx_net_devices,omitempty"    jsonschema:"description=UCX_NET_DEVICES; default lo where kv_ip is a loopback address, else all"`
+	SocketDir  string   `json:"socket_dir,omitempty"         jsonschema:"description=shm: folder of the sockets; empty: one of its own for each"`
+	TimeoutMS  int      `json:"peer_timeout_ms,omitempty"    jsonschema:"default=3000,minimum=100,maximum=60000,description=how long a peer may neither receive nor answer before it is cut"`
+	RegisterMS int      `json:"register_ms,omitempty"        jsonschema:"default=3000,minimum=50,maximum=60000,description=time between two registrations"`
+	Digest     bool     `json:"digest,omitempty"             jsonschema:"default=true,description=digest over every frame besides the host's own over every block"`
+}
+
+// Number is a whole number, in JSON a number or, as vLLM's users write it, a string of one.
+type Number int64
+
+// UnmarshalJSON implements json.Unmarshaler. What is no number becomes -1, so that Validate can name the field.
+func (n *Number) UnmarshalJSON(b []byte) error {
+	f, err := number(b)
+	if err != nil || f != float64(int64(f)) {
+		f = -1
+	}
+	*n = Number(f)
+	return nil
+}
+
+// JSONSchema says what a Number may look like.
+func (Number) JSONSchema() *jsonschema.Schema { return numberSchema() }
+
+// Decimal is a number, likewise.
+type Decimal float64
+
+// UnmarshalJSON implements json.Unmarshaler, as Number's.
+func (d *Decimal) UnmarshalJSON(b []byte) error {
+	f, err := number(b)
+	if err != nil {
+		f = -1
+	}
+	*d = Decimal(f)
+	return nil
+}
+
+// JSONSchema says what a Decimal may look like.
+func (Decimal) JSONSchema() *jsonschema.Schema { return numberSchema() }
+
+func numberSchema() *jsonschema.Schema {
+	return &jsonschema.Schema{OneOf: []*jsonschema.Schema{{Type: "number"}, {Type: "string"}}}
+}
+
+func number(b []byte) (float64, error) {
+	text := string(b)
+	if len(b) > 0 && b[0] == '"' {
+		if err := json.Unmarshal(b, &text); err != nil {
+			return 0, err
+		}
+	}
+	f, err := strconv.ParseFloat(text, 64)
+	if err != nil || f != f || f < 0 || f > 1<<50 {
+		return 0, fmt.Errorf("%s is no number of 0 or more", b)
+	}
+	return f, nil
+}
+
+const (
+	put      = "PUT"
+	putAsync = "PUT_ASYNC"
+	get      = "GET"
+)
+
+// ways are the transports, the best first.
+func ways() []string { return []string{"nccl", "ucx", "shm", "tcp"} }
+
+// bad is an error that names a field.
+func bad(field, format string, args ...any) error {
+	return fmt.Errorf("%s: %s: %w", field, fmt.Sprintf(format, args...), connector.ErrIncompatible)
+}
+
+// Validate reports what cannot be meant. Errors name the field and wrap connector.ErrIncompatible.
+func (c *Config) Validate() error {
+	if err := c.validateNumbers(); err != nil {
+		return err
+	}
+	for _, w := range c.Transports {
+		if !slices.Contains(ways(), w) {
+			return bad("transports", "%q is none of %s", w, strings.Join(ways(), ", "))
+		}
+	}
+	switch {
+	case c.SendType != "" && c.SendType != put && c.SendType != putAsync && c.SendType != get:
+		return bad("send_type", "%q is none of PUT, PUT_ASYNC, GET", c.SendType)
+	case (c.ProxyPort != 0) != (c.ProxyIP != ""):
+		return bad("proxy_port", "it goes together with proxy_ip")
+	case c.ProxyPort != 0 && c.HTTPPort == 0:
+		return bad("proxy_port", "http_port is needed too: the router wants to know where the engine's HTTP server is")
+	case c.KeyFile == "" && !c.local():
+		return bad("key_file", "others can reach kv_ip %s, so it needs a shared key", c.IP)
+	case c.ProxyIP == "0.0.0.0":
+		return bad("proxy_ip", "0.0.0.0 is where a router listens, not where it is")
+	}
+	return nil
+}
+
+func (c *Config) validateNumbers() error {
+	const port, most, least = 65535, 1 << 50, 1 << 20
+	for _, n := range []struct {
+		field string
+		value float64
+		limit float64
+	}{
+		{"kv_port", float64(c.Port), port}, {"proxy_port", float64(c.ProxyPort), port}, {"http_port", float64(c.HTTPPort), port},
+		{"kv_buffer_size", float64(c.BufferSize), most}, {"mem_pool_size_gb", c.poolGB(), 1 << 20}, {"nccl_num_channels", float64(c.Channels), 1024},
+	} {
+		if n.value < 0 || n.value > n.limit {
+			return bad(n.field, "want a whole number between 0 and %.0f", n.limit)
+		}
+	}
+	if c.BufferSize != 0 && c.BufferSize < least {
+		return bad("kv_buffer_size", "%d bytes, want at least %d", c.BufferSize, least)
+	}
+	return nil
+}
+
+// local reports whether only this host can reach the engine's address.
+func (c *Config) local() bool {
+	ip := net.ParseIP(c.host())
+	return c.host() == "localhost" || ip != nil && ip.IsLoopback()
+}
+
+func (c *Config) host() string {
+	if c.IP == "" {
+		return "127.0.0.1"
+	}
+	return c.IP
+}
+
+// reach is the host that others are told.
+func (c *Config) reach() string {
+	if c.Advertise != "" {
+		return c.Advertise
+	}
+	return c.host()
+}
+
+func (c *Config) timeout() time.Duration {
+	if c.TimeoutMS == 0 {
+		return 3 * time.Second
+	}
+	return time.Duration(c.TimeoutMS) * time.Millisecond
+}
+
+// spill is the size of the pool in bytes.
+func (c *Config) spill() int64 { return int64(c.poolGB() * (1 << 30)) }
+
+func (c *Config) poolGB() float64 {
+	const usual = 4
+	if c.PoolGB == nil {
+		return usual
+	}
+	return float64(*c.PoolGB)
+}
+
+// errNoWay says that two ends have no transport in common.
+var errNoWay = errors.New("no transport that both ends have")

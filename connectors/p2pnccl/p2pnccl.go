@@ -1,0 +1,142 @@
+package p2pnccl
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"strconv"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/ticket"
+	"github.com/kvport/kvport/pipe"
+)
+
+// Environment are the variables that the plugin wants to see: where the shared key lies, and those that UCX
+// and NCCL read.
+func Environment() []string {
+	return []string{
+		"XDG_RUNTIME_DIR", "TMPDIR", "KVPORT_UCX_DIR", "KVPORT_NCCL_DIR", "KVPORT_CUDA_DIR", "UCX_TLS", "UCX_NET_DEVICES", "UCX_MODULES",
+		"UCX_LOG_LEVEL", "UCX_RNDV_SCHEME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_P2P_LEVEL", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH",
+	}
+}
+
+// Stats are the numbers that the connector shows besides sdk.PeerStats.
+func Stats() []connector.StatInfo {
+	counter := func(name, help string, labels ...string) connector.StatInfo {
+		return connector.StatInfo{Name: name, Help: help, Kind: connector.Counter, Labels: labels}
+	}
+	return []connector.StatInfo{
+		{Name: "links", Help: "Links to peers that are open, by transport.", Kind: connector.Gauge, Labels: []string{"transport"}},
+		counter("links_total", "Links to peers that were made.", "transport"),
+		counter("link_failures_total", "Transports that both ends have and that did not connect them.", "transport"),
+		counter("link_bytes_total", "Payload over links, by direction.", "transport", "direction"),
+		counter("request_ids_total", "Request ids with addresses: signed ones are used, others are not.", "kind"),
+		counter("registrations_total", "Registrations with the router.", "outcome"),
+	}
+}
+
+// Open makes the peers of a config, for sdk.FromPipe.
+func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
+	key, err := c.key()
+	if err != nil {
+		return pipe.Peers{}, err
+	}
+	keyed, err := pipe.KeyTLS(key)
+	if err != nil {
+		return pipe.Peers{}, err
+	}
+	log := env.Log
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	n, err := c.network(keyed, log)
+	if err != nil {
+		return pipe.Peers{}, err
+	}
+	ids := newReader(key)
+	life := &registered{network: n}
+	var r *registrar
+	if c.ProxyPort != 0 {
+		r = newRegistrar(&c, key, log)
+		life.begin = func(ctx context.Context, address string) { r.run(ctx, types(env.Role), c.httpAddress(), address) }
+	}
+	size := int64(c.BufferSize)
+	if size == 0 {
+		size = 1_000_000_000
+	}
+	peers := pipe.Peers{
+		Network: life, Bytes: size, Spill: c.spill(), Patience: c.timeout(), Close: life.close,
+		Await: c.SendType == put, Pushed: env.Role.Loads() && c.SendType != get,
+		Find: func(id connector.RequestID) []string {
+			if a := ids.read(id).prefill; a != "" {
+				return []string{a}
+			}
+			return nil
+		},
+		Stats: func() []connector.Stat {
+			stats := append(n.stats(), ids.stats()...)
+			if r != nil {
+				stats = append(stats, r.stats()...)
+			}
+			return stats
+		},
+	}
+	if c.SendType != get {
+		peers.Push = func(id connector.RequestID) string { return ids.read(id).decode }
+	}
+	return peers, nil
+}
+
+// key is the key that engines and routers share.
+func (c *Config) key() ([]byte, error) {
+	if c.KeyFile == "" {
+		return ticket.SharedKey()
+	}
+	return ticket.LoadKey(c.KeyFile)
+}
+
+func (c *Config) httpAddress() string {
+	host := c.HTTPIP
+	if host == "" {
+		host = c.reach()
+	}
+	return net.JoinHostPort(host, strconv.Itoa(int(c.HTTPPort)))
+}
+
+// registered is a network that is registered with a router from the time it listens until it is closed.
+type registered struct {
+	*network
+	begin func(ctx context.Context, address string) // nil: there is no router
+
+	mu     sync.Mutex
+	cancel context.CancelFunc
+	tasks  sync.WaitGroup
+}
+
+// Listen implements pipe.Network.
+func (r *registered) Listen(ctx context.Context) (pipe.Listener, error) {
+	l, err := r.network.Listen(ctx)
+	if err != nil || r.begin == nil {
+		return l, err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.cancel == nil {
+		registering, cancel := context.WithCancel(context.Background())
+		r.cancel = cancel
+		r.tasks.Go(func() { r.begin(registering, l.Address()) })
+	}
+	return l, nil
+}
+
+func (r *registered) close() error {
+	r.mu.Lock()
+	if r.cancel != nil {
+		r.cancel()
+	}
+	r.mu.Unlock()
+	r.tasks.Wait()
+	return errors.Join(r.network.close())
+}

@@ -1,0 +1,222 @@
+package router
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+// Registration lets instances come and go by themselves, and lets the router tell them of each other: each
+// says where its HTTP server is and where it takes KV blocks. The zero value is none.
+type Registration struct {
+	// Verify reports whether a registration was made by somebody who has the deployment's key.
+	Verify func(body, signature string) bool
+	// Sign signs the text that names both ends of a request, 32 characters of 0-9 and a-f.
+	Sign func(text string) string
+	TTL  time.Duration // after the last registration an instance is forgotten; 0: 15 s
+}
+
+const (
+	maxRegistration = 4 << 10
+	maxInstances    = 1024
+	macHeader       = "X-Kvport-Mac"
+)
+
+// registration is what an instance says. Type, HTTP and KV have the names of vLLM's proxies.
+type registration struct {
+	Type string `json:"type"`         // P or D
+	HTTP string `json:"http_address"` // HOST:PORT
+	KV   string `json:"zmq_address"`  // HOST:PORT
+	At   int64  `json:"at"`           // ascends
+}
+
+// registered is what is known of one instance besides its place in the table.
+type registered struct {
+	kv    string             // where it takes blocks; "" if it never registered
+	at    int64              // of the last registration
+	seen  time.Time          // when that came
+	fixed bool               // it is there by the command line: it is never forgotten
+	stop  context.CancelFunc // of its probes; nil: it is not probed
+}
+
+// Registrar is the handler for registrations: POST /register. It wants a listener of its own, since it
+// speaks of what clients have no business with.
+func (r *Router) Registrar() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST /register", func(w http.ResponseWriter, req *http.Request) {
+		status, err := r.register(req)
+		r.metrics.registrations.WithLabelValues(strconv.Itoa(status)).Inc()
+		if err != nil {
+			refuse(w, status, "registration_refused", err.Error())
+			return
+		}
+		w.WriteHeader(http.StatusOK)
+	})
+	return mux
+}
+
+func (r *Router) register(req *http.Request) (status int, err error) {
+	body, err := io.ReadAll(io.LimitReader(req.Body, maxRegistration))
+	if err != nil {
+		return http.StatusBadRequest, err
+	}
+	if r.config.Register.Verify == nil || !r.config.Register.Verify(string(body), req.Header.Get(macHeader)) {
+		return http.StatusForbidden, fmt.Errorf("the registration is not signed with this deployment's key")
+	}
+	var g registration
+	if err := json.Unmarshal(body, &g); err != nil {
+		return http.StatusBadRequest, err
+	}
+	in := map[string]role{"P": prefill, "D": decode}
+	part, known := in[g.Type]
+	if !known {
+		return http.StatusBadRequest, fmt.Errorf("type is %q, want P or D", g.Type)
+	}
+	for name, address := range map[string]string{"http_address": g.HTTP, "zmq_address": g.KV} {
+		if host, port, err := net.SplitHostPort(address); err != nil || host == "" || port == "0" || strings.ContainsAny(address, "/@?# _") {
+			return http.StatusBadRequest, fmt.Errorf("%s is %q, want HOST:PORT", name, address)
+		}
+	}
+	if err := r.pool.register(part, &g); err != nil {
+		return http.StatusConflict, err
+	}
+	return http.StatusOK, nil
+}
+
+// register finds or makes the instance of a registration.
+func (p *pool) register(part role, g *registration) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	i := p.index(part, g.HTTP)
+	switch {
+	case i >= 0 && g.At <= p.known[i].at:
+		return fmt.Errorf("a registration of %s that is older than the last one", g.HTTP)
+	case i < 0 && len(p.urls) >= maxInstances:
+		return fmt.Errorf("%d instances are registered already", maxInstances)
+	case i < 0:
+		i = p.add(part, &url.URL{Scheme: "http", Host: g.HTTP})
+		p.log.Info("instance registered", "instance", g.HTTP, "role", part.String(), "kv", g.KV)
+	}
+	k := &p.known[i]
+	k.kv, k.at, k.seen = g.KV, g.At, time.Now()
+	if p.table.instances[i].left {
+		p.table.instances[i].left, p.table.instances[i].state = false, up
+		p.log.Info("instance registered again", "instance", g.HTTP, "role", part.String())
+	}
+	p.watchLocked(i)
+	return nil
+}
+
+// index is the place of an instance; -1 if there is none. The caller holds mu.
+func (p *pool) index(part role, host string) int {
+	for i, u := range p.urls {
+		if u.Host == host && p.table.instances[i].role == part {
+			return i
+		}
+	}
+	return -1
+}
+
+// add gives a new instance a place, which it keeps. The caller holds mu.
+func (p *pool) add(part role, u *url.URL) int {
+	p.table.instances = append(p.table.instances, instance{role: part})
+	p.urls, p.lives, p.known = append(p.urls, u), append(p.lives, newLife()), append(p.known, registered{})
+	p.metrics.up.WithLabelValues(u.String(), part.String()).Set(1)
+	return len(p.urls) - 1
+}
+
+// expire forgets instances that have not registered for a while.
+func (p *pool) expire(ttl time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for i := range p.known {
+		k, in := &p.known[i], &p.table.instances[i]
+		if k.fixed || in.left || time.Since(k.seen) < ttl {
+			continue
+		}
+		in.left, in.state, k.kv = true, down, ""
+		if k.stop != nil {
+			k.stop()
+			k.stop = nil
+		}
+		p.metrics.setUp(p.urls[i].String(), in.role, false)
+		p.log.Info("instance has not registered any more and is forgotten", "instance", p.urls[i].String(), "role", in.role.String())
+	}
+}
+
+// watching is what pool needs to probe instances that come later.
+type watching struct {
+	ctx     context.Context //nolint:containedctx // of Run
+	checker checker
+	tasks   *sync.WaitGroup
+}
+
+// watchLocked probes an instance from now on, if it is not already. The caller holds mu.
+func (p *pool) watchLocked(i int) {
+	if p.watching == nil || p.known[i].stop != nil || p.table.instances[i].left {
+		return
+	}
+	ctx, stop := context.WithCancel(p.watching.ctx)
+	p.known[i].stop = stop
+	u, c := p.urls[i], p.watching.checker
+	p.watching.tasks.Go(func() { c.watch(ctx, u, func(result probe) { p.probed(i, result) }) })
+}
+
+// run probes all instances, those that come later too, until ctx ends.
+func (p *pool) run(ctx context.Context, c checker, ttl time.Duration) {
+	var tasks sync.WaitGroup
+	p.mu.Lock()
+	p.watching = &watching{ctx, c, &tasks}
+	for i := range p.urls {
+		p.watchLocked(i)
+	}
+	p.mu.Unlock()
+	tick := time.NewTicker(ttl / 4)
+	defer tick.Stop()
+	for ctx.Err() == nil {
+		select {
+		case <-tick.C:
+			p.expire(ttl)
+		case <-ctx.Done():
+		}
+	}
+	p.mu.Lock()
+	p.watching = nil
+	for i := range p.known {
+		if stop := p.known[i].stop; stop != nil {
+			stop()
+			p.known[i].stop = nil
+		}
+	}
+	p.mu.Unlock()
+	tasks.Wait()
+}
+
+// kvAddress is where an instance takes blocks; "" if it did not say.
+func (p *pool) kvAddress(i int) string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.known[i].kv
+}
+
+// meet names both ends of a request in its id for the engines, signed, if both have said where they take
+// blocks. Each pair of attempts has an id of its own.
+func (c *call) meet(p, d target) {
+	c.pair = ""
+	sign := c.router.config.Register.Sign
+	from, to := c.router.pool.kvAddress(p.index), c.router.pool.kvAddress(d.index)
+	if sign == nil || from == "" || to == "" {
+		return
+	}
+	text := "___prefill_addr_" + from + "___decode_addr_" + to + "_" + newID()
+	c.pair = text + "_" + sign(text)
+	c.router.metrics.introduced.Inc()
+}

@@ -1,0 +1,128 @@
+package router
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// signer signs by a word in front.
+func signer(ttl time.Duration) Registration {
+	return Registration{
+		Verify: func(body, signature string) bool { return signature == "key"+body }, TTL: ttl,
+		Sign: func(text string) string { return "signed-" + text[len(text)-3:] },
+	}
+}
+
+func say(t *testing.T, r *Router, mac bool, g any) (int, string) {
+	t.Helper()
+	body, err := json.Marshal(g)
+	require.NoError(t, err)
+	req := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/register", strings.NewReader(string(body)))
+	if mac {
+		req.Header.Set(macHeader, "key"+string(body))
+	}
+	w := httptest.NewRecorder()
+	r.Registrar().ServeHTTP(w, req)
+	return w.Code, w.Body.String()
+}
+
+// instance is an engine that notes the ids of its requests.
+func registeredInstance(t *testing.T, part string, ids *sync.Map) string {
+	t.Helper()
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/v1/completions" {
+			ids.Store(part, r.Header.Get("X-Request-Id"))
+			_, _ = io.WriteString(w, `{"kv_transfer_params":{"kvport_ticket":"t"}}`)
+		}
+	}))
+	t.Cleanup(s.Close)
+	return strings.TrimPrefix(s.URL, "http://")
+}
+
+// Instances that register serve, know of each other by signed ids, and are forgotten when they stop.
+func TestRegister(t *testing.T) {
+	r, err := New(Config{Register: signer(400 * time.Millisecond), HealthInterval: 20 * time.Millisecond})
+	require.NoError(t, err)
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		r.Run(ctx)
+	}()
+	defer func() {
+		stop()
+		<-done
+		r.Close()
+	}()
+	var ids sync.Map
+	p, d := registeredInstance(t, "P", &ids), registeredInstance(t, "D", &ids)
+	at := int64(0)
+	register := func() {
+		at++
+		for part, host := range map[string]string{"P": p, "D": d} {
+			code, text := say(t, r, true, registration{part, host, "10.0.0.1:" + map[string]string{"P": "1", "D": "2"}[part], at})
+			require.Equal(t, http.StatusOK, code, text)
+		}
+	}
+	register()
+	code, text := say(t, r, true, registration{"P", p, "10.9.9.9:1", at})
+	require.Equal(t, http.StatusConflict, code, "a replay: %s", text)
+	ask := func() (int, string) {
+		w := httptest.NewRecorder()
+		req := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/completions", strings.NewReader(`{"prompt":"x"}`))
+		req.Header.Set("X-Request-Id", "___prefill_addr_6.6.6.6:6___decode_addr_6.6.6.6:6_x")
+		r.ServeHTTP(w, req)
+		return w.Code, w.Header().Get("X-Request-Id")
+	}
+	code, own := ask()
+	require.Equal(t, http.StatusOK, code)
+	require.Len(t, own, 32, "the client sees the router's id, and no address")
+	idP, _ := ids.Load("P")
+	idD, _ := ids.Load("D")
+	require.Equal(t, idP, idD)
+	require.Regexp(t, `^___prefill_addr_10\.0\.0\.1:1___decode_addr_10\.0\.0\.1:2_([0-9a-f]{29})([0-9a-f]{3})_signed-[0-9a-f]{3}$`, idP)
+	require.Eventually(t, func() bool { code, _ := ask(); return code == http.StatusServiceUnavailable }, 10*time.Second, 20*time.Millisecond, "forgotten")
+	register()
+	require.Eventually(t, func() bool { code, _ := ask(); return code == http.StatusOK }, 10*time.Second, 20*time.Millisecond, "and there again")
+	list, _ := r.pool.health()
+	require.Len(t, list, 2, "each has one place")
+}
+
+func TestRegisterRefuses(t *testing.T) {
+	r, err := New(Config{Register: signer(time.Minute), Decode: []string{"http://127.0.0.1:7"}})
+	require.NoError(t, err)
+	good := registration{"D", "127.0.0.1:7", "127.0.0.1:9", 1}
+	code, _ := say(t, r, false, good)
+	require.Equal(t, http.StatusForbidden, code)
+	for _, bad := range []any{
+		registration{"X", good.HTTP, good.KV, 1}, registration{"D", "127.0.0.1", good.KV, 1}, registration{"D", good.HTTP, "evil/path:1", 1},
+		registration{"D", "user@host:1", good.KV, 1}, registration{"D", good.HTTP, "a___decode_addr_b:1", 1}, registration{"D", good.HTTP, ":1", 1}, []int{1},
+	} {
+		code, _ := say(t, r, true, bad)
+		require.Equal(t, http.StatusBadRequest, code, "%v", bad)
+	}
+	code, _ = say(t, r, true, good)
+	require.Equal(t, http.StatusOK, code)
+	require.Equal(t, "127.0.0.1:9", r.pool.kvAddress(0), "one of the command line only says where it takes blocks")
+	r.pool.expire(0)
+	list, _ := r.pool.health()
+	require.Len(t, list, 1, "and is never forgotten")
+	for i := range maxInstances {
+		code, _ = say(t, r, true, registration{"P", fmt.Sprintf("127.0.0.1:%d", 1000+i), good.KV, 1})
+	}
+	require.Equal(t, http.StatusConflict, code, "there is a limit")
+	none, err := New(Config{Decode: []string{"http://127.0.0.1:7"}})
+	require.NoError(t, err)
+	code, _ = say(t, none, true, good)
+	require.Equal(t, http.StatusForbidden, code)
+}
