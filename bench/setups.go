@@ -73,6 +73,8 @@ func (s *store) setups(name string) (sets []setup, why string) {
 		return []setup{withServer}, ""
 	case "PipeConnector":
 		return nil, "what it sends over is measured as pipe, tcp"
+	case "P2pNcclConnector":
+		return nil, "what it sends over is measured as pipe, tcp, and as ucx"
 	case "NixlConnector":
 		return nil, "it reads the producer's cache and stores nothing"
 	case "MinimalConnector":

@@ -18,7 +18,7 @@ var update = flag.Bool("update", false, "write the tables of fields in docs/conn
 
 // TestConnectorPages: the tables of fields and of numbers are those of the plugins.
 func TestConnectorPages(t *testing.T) {
-	tables := map[string]string{"offloading.md": "offload", "aibrix.md": "aibrix", "lmcache.md": "lmcache", "remote.md": "remote", "nixl.md": "nixl"}
+	tables := map[string]string{"offloading.md": "offload", "aibrix.md": "aibrix", "lmcache.md": "lmcache", "remote.md": "remote", "nixl.md": "nixl", "p2pnccl.md": "p2pnccl"}
 	between := regexp.MustCompile(`(?s)(<!-- fields -->\n).*?(<!-- end -->)`)
 	for name, plugin := range tables {
 		path := "connectors/" + name

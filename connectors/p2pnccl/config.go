@@ -34,12 +34,12 @@ type Config struct {
 	ProxyPort  Number   `json:"proxy_port,omitempty"         jsonschema:"description=port of its kvport route --register; without it the engine does not register"`
 	HTTPIP     string   `json:"http_ip,omitempty"            jsonschema:"description=host at which the router reaches this engine's HTTP server; default: advertise or kv_ip"`
 	HTTPPort   Number   `json:"http_port,omitempty"          jsonschema:"description=the port of the engine's HTTP server; needed to register"`
-	BufferSize Number   `json:"kv_buffer_size,omitempty"     jsonschema:"default=1000000000,description=bytes of blocks that wait to be fetched or have arrived"`
-	PoolGB     *Decimal `json:"mem_pool_size_gb,omitempty"   jsonschema:"default=4,description=GiB of host memory to which the oldest blocks move when that is full; 0: they are dropped. Memory is taken as it is used."`
-	Transports []string `json:"transports,omitempty"         jsonschema:"description=ways to try, in this order: nccl, ucx, shm, tcp; default all. Beyond one host UCX and NCCL, which encrypt nothing, are used only if they are named here."`
+	BufferSize Number   `json:"kv_buffer_size,omitempty"     jsonschema:"description=default 1000000000: bytes of blocks that wait to be fetched or have arrived"`
+	PoolGB     *Decimal `json:"mem_pool_size_gb,omitempty"   jsonschema:"default=4,description=default 4: GiB of host memory to which the oldest blocks move when that is full; 0: they are dropped. Memory is taken as it is used."`
+	Transports []string `json:"transports,omitempty"         jsonschema:"description=ways to try in this order; default nccl ucx shm tcp. Beyond one host UCX and NCCL encrypt nothing and are used only if they are named here."`
 	Device     int      `json:"device,omitempty"             jsonschema:"minimum=0,description=the GPU for NCCL"`
 	Channels   Number   `json:"nccl_num_channels,omitempty"  jsonschema:"description=NCCL_MAX_NCHANNELS; 0: as NCCL likes"`
-	NetDevices string   `json:"ucx_net_devices,omitempty"    jsonschema:"description=UCX_NET_DEVICES; default lo where kv_ip is a loopback address, else all"`
+	NetDevices string   `json:"ucx_net_devices,omitempty"    jsonschema:"description=UCX_NET_DEVICES; default lo where kv_ip is a loopback address and else all"`
 	SocketDir  string   `json:"socket_dir,omitempty"         jsonschema:"description=shm: folder of the sockets; empty: one of its own for each"`
 	TimeoutMS  int      `json:"peer_timeout_ms,omitempty"    jsonschema:"default=3000,minimum=100,maximum=60000,description=how long a peer may neither receive nor answer before it is cut"`
 	RegisterMS int      `json:"register_ms,omitempty"        jsonschema:"default=3000,minimum=50,maximum=60000,description=time between two registrations"`

@@ -90,6 +90,8 @@ func scene(name string) (fixture, bool) {
 		return with(peers, `{}`)
 	case "NixlConnector":
 		return with(peers, `{}`)
+	case "P2pNcclConnector":
+		return with(peers, `{"kv_buffer_size":268435456}`)
 	case "PeerExample":
 		return with(peers, `{"dir":"@DIR@"}`)
 	}

@@ -62,11 +62,12 @@ CONFIGS = {
     "MinimalConnector": {"Minimal": lambda _rig, folder: {"dir": str(folder / "minimal")}},
     "PipeConnector": {"Pipe": lambda _rig, _folder: {"listen": "127.0.0.1:0", "buffer_bytes": 1 << 29}},
     "NixlConnector": {"NIXL": lambda _rig, _folder: {}},
+    "P2pNcclConnector": {"P2pNccl": lambda _rig, _folder: {"kv_buffer_size": 1 << 29}},
 }
 # Those that find what another engine has stored.
 SHARED = ("SharedStorage", "Multi", "AIBrix", "LMCache's formats", "Remote")
 # Those that only move blocks from a prefill engine to a decode engine.
-PEERS = ("Pipe", "NIXL")
+PEERS = ("Pipe", "NIXL", "P2pNccl")
 
 
 def manifests():
