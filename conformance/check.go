@@ -86,8 +86,14 @@ func (o *Options) cases() []Case {
 			return !slices.Contains(o.Only, c.ID)
 		}
 		required := slices.ContainsFunc(o.Profiles, func(p Profile) bool { return slices.Contains(c.Profiles, p) })
-		return !required && c.Needs == 0 && !c.Groups && !c.Arena
+		groups := c.Groups && !o.byTicket() // its blocks are found by their keys
+		return !required && c.Needs == 0 && !groups && !c.Arena
 	})
+}
+
+// byTicket reports whether the profiles are those of connectors that need not find blocks by their keys.
+func (o *Options) byTicket() bool {
+	return !slices.ContainsFunc(o.Profiles, func(p Profile) bool { return p != PDProducer && p != PDConsumer })
 }
 
 // prepare fills in the defaults and asks the connector what it is. If that fails every case will

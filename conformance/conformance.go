@@ -52,6 +52,10 @@ const (
 	Buffer Profile = "buffer"
 	// Pipe is a connector whose consumers get blocks from the producer that a ticket names.
 	Pipe Profile = "pipe"
+	// PDProducer keeps finished blocks for the consumers that tickets lead to it, and knows when that ends.
+	PDProducer Profile = "pd-producer"
+	// PDConsumer loads by ticket what a producer holds, over a network that fails.
+	PDConsumer Profile = "pd-consumer"
 	// Offload is a Store with a bounded tier in memory and one on disk, configured by vLLM's names.
 	Offload Profile = "offload"
 	// LayerWise is a connector that saves blocks while their layers are computed.
@@ -60,7 +64,7 @@ const (
 
 // Profiles lists all profiles.
 func Profiles() []Profile {
-	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe, LayerWise, MultiChildren}
+	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe, PDProducer, PDConsumer, LayerWise, MultiChildren}
 }
 
 // ParseProfile reads a profile's name.
@@ -106,7 +110,7 @@ type T interface {
 func Cases() []Case {
 	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(), statCases(), eventCases(), layerCases(),
 		lifeCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
-		remoteCases(), offloadCases(), bufferCases(), pipeCases(), multiCases())
+		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), multiCases())
 }
 
 // Status is how a case ended.

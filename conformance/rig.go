@@ -370,21 +370,9 @@ func (e *engine) loadTicket(ctx context.Context, bs []connector.Block, ticket co
 // move is what a host does with a transfer: it asks the Planner, if there is one, and runs what it
 // answers on every rank.
 func (e *engine) move(ctx context.Context, t connector.Transfer, save bool) error {
-	todo := []connector.Transfer{t}
-	if planner, ok := connector.As[connector.Planner](e.scheduler); ok {
-		e.steps++
-		step := &connector.Step{ID: e.steps, Admitted: todo}
-		if save {
-			step = &connector.Step{ID: e.steps, Computed: todo}
-		}
-		plan, err := planner.Plan(ctx, step)
-		if err != nil {
-			return fmt.Errorf("plan: %w", err)
-		}
-		todo = plan.Loads
-		if save {
-			todo = plan.Saves
-		}
+	todo, err := e.planned(ctx, t, save)
+	if err != nil {
+		return err
 	}
 	for i := range todo {
 		for rank := range e.workers {
@@ -394,6 +382,28 @@ func (e *engine) move(ctx context.Context, t connector.Transfer, save bool) erro
 		}
 	}
 	return nil
+}
+
+// planned is what a Planner makes of a transfer; without one the transfer itself.
+func (e *engine) planned(ctx context.Context, t connector.Transfer, save bool) ([]connector.Transfer, error) {
+	todo := []connector.Transfer{t}
+	planner, ok := connector.As[connector.Planner](e.scheduler)
+	if !ok {
+		return todo, nil
+	}
+	e.steps++
+	step := &connector.Step{ID: e.steps, Admitted: todo}
+	if save {
+		step = &connector.Step{ID: e.steps, Computed: todo}
+	}
+	plan, err := planner.Plan(ctx, step)
+	if err != nil {
+		return nil, fmt.Errorf("plan: %w", err)
+	}
+	if save {
+		return plan.Saves, nil
+	}
+	return plan.Loads, nil
 }
 
 // moveRank runs one transfer on one rank, again while the connector is busy.

@@ -22,6 +22,9 @@ import (
 
 // The test binary is a plugin when it is called by a plugin's name.
 func TestMain(m *testing.M) {
+	if p, is := mutants.PDPrograms()[filepath.Base(os.Args[0])]; is {
+		sdk.Serve(p)
+	}
 	switch filepath.Base(os.Args[0]) {
 	case "kvport-private":
 		sdk.Serve(mutants.Private())
@@ -119,7 +122,7 @@ func TestPrivateAsBinary(t *testing.T) {
 	if testing.Short() {
 		t.Skip("some 80 processes, each with the race detector in make race; make test runs them")
 	}
-	others := []conformance.Profile{conformance.Remote, conformance.Pipe, conformance.Offload, conformance.MultiChildren}
+	others := []conformance.Profile{conformance.Remote, conformance.Pipe, conformance.PDProducer, conformance.PDConsumer, conformance.Offload, conformance.MultiChildren}
 	profiles := slices.DeleteFunc(conformance.Profiles(), func(p conformance.Profile) bool { return slices.Contains(others, p) })
 	conformance.Run(t, conformance.Binary(plugin(t, "kvport-private"), nil), profiles...)
 }

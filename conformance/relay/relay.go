@@ -25,6 +25,7 @@ type Relay struct {
 	faults faults
 	count  Counts
 	pairs  map[*pair]struct{}
+	latest int // number of the youngest connection whose first byte has passed
 	wg     sync.WaitGroup
 }
 
@@ -34,7 +35,9 @@ type faults struct {
 	delay   [2]time.Duration
 	cutAt   [2]int64         // bytes until a connection is cut
 	stalled [2]chan struct{} // closed when the direction goes on
+	stallAt int64            // bytes from the server until both stand still
 	corrupt [2]int64         // one of about so many bytes is changed
+	next    [2]int64         // bytes until the next one is
 	piece   int              // bytes that are passed on at once, at most
 	shuffle time.Duration    // a connection waits up to that before its first byte
 	refuse  bool
@@ -114,12 +117,21 @@ func (r *Relay) Lead(target string) {
 // Delay lets what the server sends arrive d later.
 func (r *Relay) Delay(d time.Duration) { r.change(func(f *faults) { f.delay[answers] = d }) }
 
-// Corrupt changes one bit in about one of every n bytes that the server sends, and in one of those that are
-// passed on first after the call; 0 ends that.
-func (r *Relay) Corrupt(n int64) { r.change(func(f *faults) { f.corrupt[answers] = n }) }
+// Corrupt changes one bit in about one of every n bytes that the server sends, first in one of the next n;
+// 0 ends that.
+func (r *Relay) Corrupt(n int64) { r.corrupt(answers, n) }
 
 // CorruptSent is Corrupt for what is sent to the server.
-func (r *Relay) CorruptSent(n int64) { r.change(func(f *faults) { f.corrupt[sent] = n }) }
+func (r *Relay) CorruptSent(n int64) { r.corrupt(sent, n) }
+
+func (r *Relay) corrupt(direction int, n int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.faults.corrupt[direction] = n
+	if n > 0 {
+		r.faults.next[direction] = r.rand.Int64N(n)
+	}
+}
 
 // Drip passes on at most n bytes at a time; 0 ends that.
 func (r *Relay) Drip(n int) { r.change(func(f *faults) { f.piece = n }) }
@@ -132,17 +144,25 @@ func (r *Relay) Shuffle(d time.Duration) { r.change(func(f *faults) { f.shuffle 
 // anything, not even of an end. When a direction goes on, what was held back arrives.
 func (r *Relay) Stall(toServer, fromServer bool) {
 	r.change(func(f *faults) {
-		for d, on := range [2]bool{toServer, fromServer} {
-			switch stalled := f.stalled[d]; {
-			case on && stalled == nil:
-				f.stalled[d] = make(chan struct{})
-			case !on && stalled != nil:
-				close(stalled)
-				f.stalled[d] = nil
-			}
-		}
+		f.stallAt = 0
+		f.stall(toServer, fromServer)
 	})
 }
+
+func (f *faults) stall(toServer, fromServer bool) {
+	for d, on := range [2]bool{toServer, fromServer} {
+		switch stalled := f.stalled[d]; {
+		case on && stalled == nil:
+			f.stalled[d] = make(chan struct{})
+		case !on && stalled != nil:
+			close(stalled)
+			f.stalled[d] = nil
+		}
+	}
+}
+
+// StallAfter is Stall for both directions, once n more bytes have come from the server, n > 0.
+func (r *Relay) StallAfter(n int64) { r.change(func(f *faults) { f.stallAt = n }) }
 
 // CutAfter cuts every connection through which more than that many bytes come from the server from now
 // on; 0 ends that.
@@ -297,10 +317,12 @@ func (r *Relay) hurt(p *pair, c *chunk, direction int, more bool) (due time.Time
 		more = false
 	}
 	if n := r.faults.corrupt[direction]; n > 0 {
-		for at := r.rand.Int64N(min(n, int64(max(1, len(c.data))))); at < int64(len(c.data)); at += 1 + r.rand.Int64N(2*n) {
-			c.data[at] ^= 1 << r.rand.IntN(8)
+		next := &r.faults.next[direction]
+		for ; *next < int64(len(c.data)); *next += 1 + r.rand.Int64N(2*n) {
+			c.data[*next] ^= 1 << r.rand.IntN(8)
 			r.count.Corrupted++
 		}
+		*next -= int64(len(c.data))
 	}
 	due = time.Now()
 	if d := r.faults.delay[direction]; d > 0 {
@@ -362,7 +384,7 @@ func (r *Relay) piece(p *pair, c *chunk, direction int) []byte {
 			if r.faults.piece > 0 {
 				n = min(n, r.faults.piece)
 			}
-			r.passed(p, n)
+			n = r.passed(p, n, direction)
 			r.mu.Unlock()
 			out := c.data[:n]
 			c.data = c.data[n:]
@@ -381,17 +403,24 @@ func (r *Relay) piece(p *pair, c *chunk, direction int) []byte {
 	}
 }
 
-// passed counts bytes that are written, and connections that are overtaken. The caller holds mu.
-func (r *Relay) passed(p *pair, n int) {
-	r.count.Passed += int64(n)
-	if p.begun {
-		return
-	}
-	p.begun = true
-	for other := range r.pairs {
-		if other.begun && other.number > p.number {
-			r.count.Overtaken++
-			return
+// passed counts bytes that are written, and connections that are overtaken. It gives how many are, which
+// StallAfter makes fewer. The caller holds mu.
+func (r *Relay) passed(p *pair, n, direction int) int {
+	if left := r.faults.stallAt; left > 0 && direction == answers {
+		n = min(n, int(left))
+		if r.faults.stallAt -= int64(n); r.faults.stallAt == 0 {
+			r.faults.stall(true, true)
+			r.count.Stalls++
 		}
 	}
+	r.count.Passed += int64(n)
+	if p.begun {
+		return n
+	}
+	p.begun = true
+	if p.number < r.latest {
+		r.count.Overtaken++
+	}
+	r.latest = max(r.latest, p.number)
+	return n
 }

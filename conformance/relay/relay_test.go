@@ -213,3 +213,19 @@ func TestRefuseAndLead(t *testing.T) {
 	_, err = say(dial(t, r), []byte("another"))
 	require.NoError(t, err)
 }
+
+// StallAfter lets exactly so many bytes through.
+func TestStallAfter(t *testing.T) {
+	r := between(t, 1)
+	c := dial(t, r)
+	r.StallAfter(30)
+	require.NoError(t, c.SetReadDeadline(time.Now().Add(100*time.Millisecond)))
+	back, err := say(c, make([]byte, 100))
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+	require.Len(t, back, 30)
+	require.Positive(t, r.Count().Stalls)
+	require.NoError(t, c.SetReadDeadline(time.Now().Add(patience)))
+	r.Stall(false, false)
+	_, err = io.ReadFull(c, make([]byte, 70))
+	require.NoError(t, err)
+}

@@ -1,0 +1,336 @@
+package mutants
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk"
+)
+
+// pdConfig is the config of the pair.
+type pdConfig struct {
+	LeaseMS int `json:"lease_ms,omitempty" jsonschema:"default=1200,minimum=10,description=how long finished blocks wait for their consumer"`
+}
+
+// PDReference is a correct pair of a producer that keeps finished blocks in its cache, and of a consumer
+// that fetches them from there over TCP. Every message is signed with a secret that the ticket brings, and
+// whether the hold was still there is asked after the last block.
+func PDReference() connector.Plugin { return (&pdFaults{}).plugin() }
+
+func (f *pdFaults) plugin() connector.Plugin {
+	all := &pdNodes{faults: f, byID: map[pdID]*pdNode{}, dead: map[string]bool{}}
+	d := sdk.Definition{Name: "PDReference", Version: "1", Groups: true, Scope: connector.ScopeNode, Capabilities: connector.CanHold}
+	return sdk.FromSides(d,
+		func(_ context.Context, env connector.Env, c pdConfig) (*pdScheduler, error) {
+			n, err := all.join(&env, c)
+			return &pdScheduler{node: n, env: env, leave: sync.OnceValue(func() error { return all.leave(n) })}, err
+		},
+		func(_ context.Context, env connector.Env, c pdConfig) (*pdWorker, error) {
+			n, err := all.join(&env, c)
+			return &pdWorker{node: n, env: env, leave: sync.OnceValue(func() error { return all.leave(n) })}, err
+		})
+}
+
+// pdID is one life of an engine.
+type pdID struct {
+	engine string
+	epoch  uint64
+}
+
+// pdNodes are those of one process.
+type pdNodes struct {
+	faults *pdFaults
+	mu     sync.Mutex
+	byID   map[pdID]*pdNode
+	order  []*pdNode
+	dead   map[string]bool // addresses, for a fault
+}
+
+// pdNode is what both sides of one life of an engine share.
+type pdNode struct {
+	*pdFaults
+	all      *pdNodes
+	id       pdID
+	lease    time.Duration
+	world    int
+	sides    int // guarded by pdNodes.mu
+	listener net.Listener
+	tasks    sync.WaitGroup
+	wake     chan struct{}
+
+	mu      sync.Mutex
+	caches  map[int]*connector.KV
+	conns   map[net.Conn]int // and their number
+	dialled int
+	holds   map[connector.HoldID]*pdHold
+	last    connector.HoldID
+	over    []connector.HoldID
+	scratch []byte // for a fault
+}
+
+type pdHold struct {
+	id      connector.HoldID
+	ended   connector.Ended
+	secret  []byte
+	expires time.Time
+	fetched map[int]bool // ranks
+}
+
+func (a *pdNodes) join(env *connector.Env, c pdConfig) (*pdNode, error) {
+	id := pdID{env.Engine, env.Epoch}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	n := a.byID[id]
+	if n == nil {
+		n = &pdNode{
+			pdFaults: a.faults, all: a, id: id, lease: time.Duration(c.LeaseMS) * time.Millisecond, world: max(1, env.World), wake: make(chan struct{}, 1),
+			caches: map[int]*connector.KV{}, conns: map[net.Conn]int{}, holds: map[connector.HoldID]*pdHold{},
+		}
+		if env.Role.Saves() {
+			l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
+			if err != nil {
+				return nil, err
+			}
+			n.listener = l
+			n.tasks.Go(n.accept)
+		}
+		a.byID[id] = n
+		a.order = append(a.order, n)
+	}
+	n.sides++
+	return n, nil
+}
+
+func (a *pdNodes) leave(n *pdNode) error {
+	a.mu.Lock()
+	n.sides--
+	last := n.sides == 0
+	if last {
+		delete(a.byID, n.id)
+		a.order = slices.DeleteFunc(a.order, func(o *pdNode) bool { return o == n })
+	}
+	a.mu.Unlock()
+	switch {
+	case !last || n.listener == nil:
+		return nil
+	case n.servesClosed:
+		time.AfterFunc(time.Second, func() { _ = n.close(true) })
+		return nil
+	}
+	return n.close(!n.keepsConnections)
+}
+
+// close ends the listener, and the connections with it.
+func (n *pdNode) close(all bool) error {
+	err := n.listener.Close()
+	if !all {
+		return err
+	}
+	n.mu.Lock()
+	for c := range n.conns {
+		_ = c.Close()
+	}
+	n.mu.Unlock()
+	n.tasks.Wait()
+	return err
+}
+
+// add takes on the blocks of an ended request.
+func (n *pdNode) add(e connector.Ended) *pdHold {
+	secret := make([]byte, 16)
+	if !n.noSecret {
+		_, _ = rand.Read(secret) // never fails
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.last++
+	lease := n.lease
+	if n.shortLease {
+		lease /= 8
+	}
+	h := &pdHold{id: n.last, ended: e, secret: secret, expires: time.Now().Add(lease), fetched: map[int]bool{}}
+	for id, old := range n.holds {
+		if n.byRequest && old.ended.Request == e.Request || n.few && id+4 <= n.last {
+			delete(n.holds, id)
+		}
+	}
+	n.holds[n.last] = h
+	return h
+}
+
+// find is a hold whose lease runs; nil: there is none. The caller holds mu.
+func (n *pdNode) find(q *pdQuestion) *pdHold {
+	if n.reaperStops {
+		for id := connector.HoldID(1); n.holds[id] != nil && time.Now().After(n.holds[id].expires); id++ {
+			delete(n.holds, id)
+		}
+	}
+	if n.noGeneration {
+		for _, h := range n.holds {
+			if time.Now().Before(h.expires) && h.ended.Blocks[0].ID == q.Slot {
+				return h
+			}
+		}
+	}
+	h := n.holds[q.Hold]
+	if h == nil || n.noExpiry || n.reaperStops || time.Now().Before(h.expires) {
+		return h
+	}
+	delete(n.holds, q.Hold)
+	return nil
+}
+
+// done notes that a rank has read what it wanted. The caller holds mu.
+func (n *pdNode) done(h *pdHold, rank int) {
+	h.fetched[rank] = true
+	if len(h.fetched) < n.world && !n.firstRankEnds {
+		return
+	}
+	switch {
+	case n.keepsConsumed:
+		if len(h.fetched) > n.world { // reported before
+			return
+		}
+		h.fetched[-1] = true
+	case n.reportsBoth:
+		time.AfterFunc(50*time.Millisecond, func() {
+			n.mu.Lock()
+			defer n.mu.Unlock()
+			delete(n.holds, h.id)
+		})
+	default:
+		delete(n.holds, h.id)
+	}
+	n.over = append(n.over, h.id)
+	if n.twice {
+		n.over = append(n.over, h.id)
+	}
+	select {
+	case n.wake <- struct{}{}:
+	default:
+	}
+}
+
+// pdTicket is where a hold can be fetched.
+type pdTicket struct {
+	Address string            `json:"addr"`
+	Engine  string            `json:"engine"`
+	Epoch   uint64            `json:"epoch"`
+	Hold    connector.HoldID  `json:"hold"`
+	Slot    connector.BlockID `json:"slot"` // of the first block; a fault believes it
+	Tokens  int               `json:"tokens"`
+	Secret  []byte            `json:"secret"`
+}
+
+// pdScheduler is the scheduler side.
+type pdScheduler struct {
+	node  *pdNode
+	env   connector.Env
+	leave func() error
+}
+
+// Match implements connector.Scheduler.
+func (s *pdScheduler) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+	out := make([]connector.Match, len(qs))
+	for i, q := range qs {
+		var t pdTicket
+		if q.Ticket == nil || !s.env.Role.Loads() || json.Unmarshal(q.Ticket, &t) != nil {
+			continue
+		}
+		if n := min(t.Tokens, q.Tokens) - q.Computed; n > 0 {
+			out[i] = connector.Match{Tokens: n, Async: true}
+		}
+		if s.node.askedIsTaken {
+			_ = s.node.tellDone(ctx, &t, 0)
+		}
+	}
+	return out, nil
+}
+
+// Finish implements connector.Holder.
+func (s *pdScheduler) Finish(_ context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+	n := s.node
+	out := make([]connector.Hold, len(ended))
+	for i, e := range ended {
+		failed := e.Reason == connector.ReasonAbort || e.Reason == connector.ReasonError
+		if !e.Remote || len(e.Blocks) == 0 || n.listener == nil || failed && !n.freeAborted {
+			continue
+		}
+		h := n.add(e)
+		t := pdTicket{
+			Address: n.listener.Addr().String(), Engine: n.id.engine, Epoch: n.id.epoch, Hold: h.id, Slot: e.Blocks[0].ID, Tokens: e.Tokens, Secret: h.secret,
+		}
+		data, err := json.Marshal(t)
+		if err != nil {
+			return nil, err
+		}
+		out[i] = connector.Hold{ID: h.id, TTL: n.lease, Consumers: 1, Ticket: data}
+		if failed {
+			out[i].ID = 0
+		}
+		if n.wrongCount {
+			out[i].Consumers = 2
+		}
+	}
+	return out, nil
+}
+
+// Consumed implements connector.Holder.
+func (s *pdScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	n := s.node
+	for {
+		n.mu.Lock()
+		over := n.over
+		n.over = nil
+		n.mu.Unlock()
+		if len(over) > 0 {
+			return over, nil
+		}
+		select {
+		case <-n.wake:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+// Close implements connector.Scheduler.
+func (s *pdScheduler) Close() error { return s.leave() }
+
+// pdWorker is the worker side of one rank.
+type pdWorker struct {
+	node  *pdNode
+	env   connector.Env
+	leave func() error
+}
+
+// Save implements connector.Worker. The blocks stay where they are.
+func (w *pdWorker) Save(_ context.Context, _ *connector.Transfer, kv *connector.KV) error {
+	w.node.mu.Lock()
+	defer w.node.mu.Unlock()
+	w.node.caches[w.env.Rank] = kv
+	return nil
+}
+
+// Close implements connector.Worker. Nobody reads the rank's cache any more when it returns.
+func (w *pdWorker) Close() error {
+	if !w.node.servesClosed && !w.node.keepsConnections {
+		w.node.mu.Lock()
+		delete(w.node.caches, w.env.Rank)
+		w.node.mu.Unlock()
+	}
+	return w.leave()
+}
+
+// errPDGone says that a hold is not there.
+func errPDGone(what string, err error) error {
+	return errors.Join(fmt.Errorf("%s: %w", what, connector.ErrGone), err)
+}

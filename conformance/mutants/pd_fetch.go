@@ -1,0 +1,207 @@
+package mutants
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Load implements connector.Worker.
+func (w *pdWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	n := w.node
+	var from pdTicket
+	if err := json.Unmarshal(t.Ticket, &from); err != nil {
+		return errPDGone("ticket", err)
+	}
+	if n.doneAnyway && ctx.Err() != nil {
+		_ = n.tellDone(context.Background(), &from, w.env.Rank) //nolint:contextcheck // the fault
+	}
+	if n.lateWrite {
+		done := make(chan error, 1)
+		go func() { done <- w.load(context.WithoutCancel(ctx), &from, t, kv) }()
+		select {
+		case err := <-done:
+			return err
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	err := w.load(ctx, &from, t, kv)
+	for n.redialsForever && err != nil && !errors.As(err, new(*connector.BlockError)) {
+		<-time.After(10 * time.Millisecond)
+		err = w.load(context.WithoutCancel(ctx), &from, t, kv)
+	}
+	return err
+}
+
+func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transfer, kv *connector.KV) error {
+	n := w.node
+	c, err := n.dial(ctx, from)
+	if err != nil {
+		return err
+	}
+	defer c.close()
+	failed := &connector.BlockError{Err: fmt.Errorf("the producer does not hold them: %w", connector.ErrGone)}
+	end := (t.From + t.Tokens + pdBlockTokens - 1) / pdBlockTokens
+	for i, b := range t.Blocks {
+		left := 0 // blocks of its group from it on
+		for _, o := range t.Blocks[i:] {
+			if o.Group == b.Group {
+				left++
+			}
+		}
+		place := end - left
+		if n.ignoresFrom {
+			place -= t.From / pdBlockTokens
+		}
+		if n.tailless && b.Key == (connector.BlockKey{}) {
+			continue
+		}
+		a, err := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Group: b.Group, Place: place})
+		if err != nil {
+			if n.eofIsEnd {
+				return nil
+			}
+			return err
+		}
+		if a.Gone || !n.noKeys && !bytes.Equal(a.Key, b.Key[:]) {
+			failed.Blocks = append(failed.Blocks, b.ID)
+			continue
+		}
+		if n.sameSlots {
+			b.ID = t.Blocks[0].ID + connector.BlockID(i)
+		}
+		if err := w.put(kv, b, a.Data); err != nil {
+			return err
+		}
+	}
+	if _, err := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Done: true}); err != nil && !n.oneCheck {
+		return err // it may have read what was held no more
+	}
+	if len(failed.Blocks) > 0 && !n.hidesMissing {
+		return failed
+	}
+	return nil
+}
+
+// put writes a block where it belongs.
+func (w *pdWorker) put(kv *connector.KV, b connector.Block, data []byte) error {
+	if n := w.node; n.sharedScratch {
+		n.mu.Lock()
+		n.scratch = data
+		n.mu.Unlock()
+		<-time.After(time.Millisecond)
+		n.mu.Lock()
+		data = n.scratch
+		n.mu.Unlock()
+	}
+	spans, err := kv.Spans(b)
+	if err != nil {
+		return nil //nolint:nilerr // a fault's slot that is none
+	}
+	rest := data
+	for _, s := range spans {
+		rest = rest[copy(s, rest):]
+	}
+	if w.node.overrun {
+		b.ID++
+		if spans, err := kv.Spans(b); err == nil {
+			copy(spans[0], data)
+		}
+	}
+	return nil
+}
+
+// pdConn is a consumer's connection for one load.
+type pdConn struct {
+	net.Conn
+	node *pdNode
+	from *pdTicket
+	stop func() bool
+}
+
+func (n *pdNode) dial(ctx context.Context, from *pdTicket) (*pdConn, error) {
+	n.all.mu.Lock()
+	dead := n.all.dead[from.Address]
+	n.all.mu.Unlock()
+	if dead {
+		return nil, errPDGone("producer "+from.Address+" is dead", nil)
+	}
+	host, _, err := net.SplitHostPort(from.Address)
+	if ip := net.ParseIP(host); err != nil || ip == nil || !ip.IsLoopback() {
+		return nil, errPDGone("producer "+from.Address+" is not on this machine", err)
+	}
+	conn, err := (&net.Dialer{Timeout: pdPatience}).DialContext(ctx, "tcp", from.Address)
+	if err != nil {
+		n.failed(from)
+		return nil, errPDGone("producer", err)
+	}
+	c := &pdConn{Conn: conn, node: n, from: from}
+	c.stop = context.AfterFunc(ctx, func() {
+		if !n.ignoresDeadline {
+			_ = conn.SetDeadline(time.Unix(1, 0))
+		}
+	})
+	return c, nil
+}
+
+// failed remembers a dead address, for a fault.
+func (n *pdNode) failed(from *pdTicket) {
+	if n.remembersDead {
+		n.all.mu.Lock()
+		defer n.all.mu.Unlock()
+		n.all.dead[from.Address] = true
+	}
+}
+
+func (c *pdConn) close() {
+	c.stop()
+	_ = c.Close()
+}
+
+// ask asks one question. Errors wrap connector.ErrGone.
+func (c *pdConn) ask(ctx context.Context, q pdQuestion) (*pdAnswer, error) {
+	q.Engine, q.Epoch, q.Hold, q.Slot, q.Nonce = c.from.Engine, c.from.Epoch, c.from.Hold, c.from.Slot, rand.Uint64()
+	if !c.node.ignoresDeadline && !c.node.lateWrite {
+		_ = c.SetDeadline(time.Now().Add(pdPatience))
+	}
+	if err := ctx.Err(); err != nil && !c.node.ignoresDeadline {
+		return nil, err
+	}
+	err := writePD(c, c.from.Secret, q)
+	var data []byte
+	var signed func([]byte) bool
+	if err == nil {
+		data, signed, err = readPD(c, c.node.oneRead)
+	}
+	var a pdAnswer
+	if err == nil {
+		err = json.Unmarshal(data, &a)
+	}
+	if err == nil && !c.node.noMAC && (!signed(c.from.Secret) || a.Nonce != q.Nonce) {
+		err = fmt.Errorf("the answer was changed on its way: %w", connector.ErrCorrupt)
+	}
+	if err != nil {
+		c.node.failed(c.from)
+		return nil, errPDGone("producer "+c.from.Address, err)
+	}
+	return &a, nil
+}
+
+// tellDone says that a rank wants nothing of a hold any more.
+func (n *pdNode) tellDone(ctx context.Context, from *pdTicket, rank int) error {
+	c, err := n.dial(ctx, from)
+	if err != nil {
+		return err
+	}
+	defer c.close()
+	_, err = c.ask(ctx, pdQuestion{Rank: rank, Done: true})
+	return err
+}

@@ -1,0 +1,223 @@
+package mutants
+
+import (
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"slices"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// pdQuestion asks for one block of a hold, or says that a rank has all that it wants. Place counts a
+// group's blocks from the prompt's first.
+type pdQuestion struct {
+	Engine string            `json:"engine"`
+	Epoch  uint64            `json:"epoch"`
+	Hold   connector.HoldID  `json:"hold"`
+	Slot   connector.BlockID `json:"slot"`
+	Rank   int               `json:"rank"`
+	Nonce  uint64            `json:"nonce"`
+	Group  uint16            `json:"group"`
+	Place  int               `json:"place"`
+	Done   bool              `json:"done"`
+}
+
+// pdAnswer is a block; Gone: the hold does not have it.
+type pdAnswer struct {
+	Nonce uint64 `json:"nonce"`
+	Gone  bool   `json:"gone"`
+	Key   []byte `json:"key"`
+	Data  []byte `json:"data"`
+}
+
+const (
+	pdMaxMessage = 1 << 20
+	pdPatience   = 2500 * time.Millisecond // for one question or answer; longer than a lease
+)
+
+// writePD writes a message: its length, JSON, and the MAC of that.
+func writePD(c net.Conn, secret []byte, m any) error {
+	data, err := json.Marshal(m)
+	if err != nil {
+		return err
+	}
+	frame := append(binary.LittleEndian.AppendUint32(nil, uint32(len(data))), data...)
+	mac := hmac.New(sha256.New, secret)
+	_, _ = mac.Write(frame) // never fails
+	_, err = c.Write(mac.Sum(frame))
+	return err
+}
+
+// readPD reads a message and says whether its MAC is that of a secret.
+func readPD(c net.Conn, oneRead bool) (data []byte, signed func(secret []byte) bool, err error) {
+	head := make([]byte, 4)
+	if _, err := io.ReadFull(c, head); err != nil {
+		return nil, nil, err
+	}
+	n := binary.LittleEndian.Uint32(head)
+	if n > pdMaxMessage {
+		return nil, nil, fmt.Errorf("message of %d bytes: %w", n, connector.ErrCorrupt)
+	}
+	rest := make([]byte, int(n)+sha256.Size)
+	if oneRead {
+		_, err = c.Read(rest)
+	} else {
+		_, err = io.ReadFull(c, rest)
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	return rest[:n], func(secret []byte) bool {
+		mac := hmac.New(sha256.New, secret)
+		_, _ = mac.Write(head)
+		_, _ = mac.Write(rest[:n])
+		return hmac.Equal(mac.Sum(nil), rest[n:])
+	}, nil
+}
+
+func (n *pdNode) accept() {
+	for {
+		c, err := n.listener.Accept()
+		if err != nil {
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			continue
+		}
+		n.mu.Lock()
+		n.dialled++
+		n.conns[c] = n.dialled
+		n.mu.Unlock()
+		n.tasks.Go(func() {
+			n.serve(c)
+			_ = c.Close()
+			n.mu.Lock()
+			defer n.mu.Unlock()
+			delete(n.conns, c)
+		})
+	}
+}
+
+// serve answers the questions of one connection. Who cannot sign with the hold's secret is not answered.
+func (n *pdNode) serve(c net.Conn) {
+	var kept *pdHold // for a fault
+	for {
+		_ = c.SetReadDeadline(time.Now().Add(time.Minute))
+		data, signed, err := readPD(c, false)
+		if err != nil {
+			return
+		}
+		var q pdQuestion
+		err = json.Unmarshal(data, &q)
+		if err != nil && !n.guesses {
+			return
+		}
+		a, secret := n.answer(c, &q, signed, &kept)
+		if a == nil {
+			return
+		}
+		_ = c.SetWriteDeadline(time.Now().Add(pdPatience))
+		if err := writePD(c, secret, a); err != nil {
+			return
+		}
+	}
+}
+
+// answer reads a block where it lies. The lease is looked at afterwards: what was read then was held.
+func (n *pdNode) answer(c net.Conn, q *pdQuestion, signed func([]byte) bool, kept **pdHold) (*pdAnswer, []byte) {
+	from := n
+	if n.foreignHold {
+		n.all.mu.Lock()
+		from = n.all.order[len(n.all.order)-1]
+		for _, o := range slices.Backward(n.all.order) {
+			if o.listener != nil {
+				from = o
+				break
+			}
+		}
+		n.all.mu.Unlock()
+	}
+	from.mu.Lock()
+	defer from.mu.Unlock()
+	h := from.find(q)
+	switch {
+	case n.oneCheck && *kept != nil:
+		h = *kept
+	case n.byOrder && from.holds[connector.HoldID(n.conns[c])] != nil:
+		h = from.holds[connector.HoldID(n.conns[c])]
+	case n.guesses && (h == nil || !signed(h.secret)):
+		h, *q = from.oldest(), pdQuestion{}
+	}
+	if h == nil || !n.noMAC && !signed(h.secret) || !n.noEngine && q.Engine != n.id.engine || !n.noEpoch && q.Epoch != n.id.epoch {
+		return nil, nil
+	}
+	*kept = h
+	a := &pdAnswer{Nonce: q.Nonce}
+	if q.Done {
+		from.done(h, q.Rank)
+		return a, h.secret
+	}
+	if n.startedIsTaken {
+		from.done(h, q.Rank)
+	}
+	b, found := from.place(h, q)
+	kv := from.caches[q.Rank]
+	if n.firstRank {
+		kv = from.caches[0]
+	}
+	if kv == nil {
+		return nil, nil
+	}
+	spans, err := kv.Spans(b)
+	if !found || err != nil {
+		a.Gone = true
+		return a, h.secret
+	}
+	a.Key, a.Data = b.Key[:], slices.Concat(spans...)
+	if time.Now().After(h.expires) && !n.noExpiry && !n.reaperStops && !n.oneCheck {
+		return nil, nil
+	}
+	return a, h.secret
+}
+
+// oldest is the oldest hold. The caller holds mu.
+func (n *pdNode) oldest() *pdHold {
+	for id := connector.HoldID(1); id <= n.last; id++ {
+		if n.holds[id] != nil {
+			return n.holds[id]
+		}
+	}
+	return nil
+}
+
+// place finds a block by its place in the prompt: a group's blocks end with the last token.
+func (n *pdNode) place(h *pdHold, q *pdQuestion) (connector.Block, bool) {
+	var own []connector.Block
+	for _, b := range h.ended.Blocks {
+		if b.Group == q.Group {
+			own = append(own, b)
+		}
+	}
+	first := (h.ended.Tokens+pdBlockTokens-1)/pdBlockTokens - len(own)
+	if n.fromFirst {
+		first = 0
+	}
+	if at := q.Place - first; at >= 0 && at < len(own) {
+		b := own[at]
+		if n.shifted {
+			b.ID++
+		}
+		return b, true
+	}
+	return connector.Block{}, false
+}
+
+// pdBlockTokens is the block size of the suite's engines.
+const pdBlockTokens = 4

@@ -1,0 +1,49 @@
+package mutants_test
+
+import (
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/conformance/mutants"
+)
+
+// pdProfiles are the profiles of pairs.
+func pdProfiles() []conformance.Profile {
+	return []conformance.Profile{conformance.PDProducer, conformance.PDConsumer}
+}
+
+// The reference of the P/D profiles passes them, and of what is optional only the deaths of processes are
+// skipped in this one.
+func TestPDReference(t *testing.T) {
+	h := conformance.InProcess(mutants.PDReference(), nil)
+	if !testing.Short() { // as well in make test; in this one the race detector sees what runs
+		h = conformance.Wire(mutants.PDReference(), nil)
+	}
+	for _, r := range conformance.Check(t.Context(), h, conformance.Options{Profiles: pdProfiles(), Seed: 3}) {
+		require.NotEqual(t, conformance.Fail, r.Status, "%s (%s): %v", r.ID, r.Rule, r.Log)
+		if r.Status == conformance.Skip && strings.HasPrefix(r.ID, "pd-") {
+			require.Contains(t, r.Log[0], "kvport conform runs it in its own", r.ID)
+		}
+	}
+}
+
+// In processes of their own nothing of a pair is skipped. KVPORT_SOAK runs all cases so.
+func TestPDReferenceAsBinary(t *testing.T) {
+	if testing.Short() {
+		t.Skip("processes, each with the race detector in make race; make test runs them")
+	}
+	o := conformance.Options{Profiles: pdProfiles(), Only: []string{"pd-handoff", "pd-all-ranks", "pd-reordered", "pd-killed", "pd-stopped", "pd-taker-killed"}}
+	if os.Getenv("KVPORT_SOAK") != "" {
+		o.Only = nil
+	}
+	for _, r := range conformance.Check(t.Context(), conformance.Binary(plugin(t, mutants.PDProgram), nil), o) {
+		require.NotEqual(t, conformance.Fail, r.Status, "%s (%s): %v", r.ID, r.Rule, r.Log)
+		if strings.HasPrefix(r.ID, "pd-") {
+			require.Equal(t, conformance.Pass, r.Status, "%s (%s): %v", r.ID, r.Rule, r.Log)
+		}
+	}
+}
