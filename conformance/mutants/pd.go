@@ -68,7 +68,7 @@ type pdNode struct {
 
 	mu      sync.Mutex
 	caches  map[int]*connector.KV
-	conns   map[net.Conn]int // and their number
+	conns   map[net.Conn]struct{}
 	dialled int
 	holds   map[connector.HoldID]*pdHold
 	last    connector.HoldID
@@ -92,7 +92,7 @@ func (a *pdNodes) join(env *connector.Env, c pdConfig) (*pdNode, error) {
 	if n == nil {
 		n = &pdNode{
 			pdFaults: a.faults, all: a, id: id, lease: time.Duration(c.LeaseMS) * time.Millisecond, world: max(1, env.World), wake: make(chan struct{}, 1),
-			caches: map[int]*connector.KV{}, conns: map[net.Conn]int{}, holds: map[connector.HoldID]*pdHold{},
+			caches: map[int]*connector.KV{}, conns: map[net.Conn]struct{}{}, holds: map[connector.HoldID]*pdHold{},
 		}
 		if env.Role.Saves() {
 			l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")

@@ -49,38 +49,23 @@ func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transf
 	}
 	defer c.close()
 	failed := &connector.BlockError{Err: fmt.Errorf("the producer does not hold them: %w", connector.ErrGone)}
-	end := (t.From + t.Tokens + pdBlockTokens - 1) / pdBlockTokens
 	for i, b := range t.Blocks {
-		left := 0 // blocks of its group from it on
-		for _, o := range t.Blocks[i:] {
-			if o.Group == b.Group {
-				left++
-			}
-		}
-		place := end - left
-		if n.ignoresFrom {
-			place -= t.From / pdBlockTokens
-		}
 		if n.tailless && b.Key == (connector.BlockKey{}) {
 			continue
 		}
-		a, err := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Group: b.Group, Place: place})
-		if err != nil {
-			if n.eofIsEnd {
-				return nil
-			}
+		a, err := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Group: b.Group, Place: n.placeOf(t, i)})
+		switch {
+		case err != nil && n.eofIsEnd:
+			return nil //nolint:nilerr // the fault
+		case err != nil:
 			return err
-		}
-		if a.Gone || !n.noKeys && !bytes.Equal(a.Key, b.Key[:]) {
+		case a.Gone || !n.noKeys && !bytes.Equal(a.Key, b.Key[:]):
 			failed.Blocks = append(failed.Blocks, b.ID)
 			continue
-		}
-		if n.sameSlots {
+		case n.sameSlots:
 			b.ID = t.Blocks[0].ID + connector.BlockID(i)
 		}
-		if err := w.put(kv, b, a.Data); err != nil {
-			return err
-		}
+		w.put(kv, b, a.Data)
 	}
 	if _, err := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Done: true}); err != nil && !n.oneCheck {
 		return err // it may have read what was held no more
@@ -91,8 +76,22 @@ func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transf
 	return nil
 }
 
+// placeOf is where a transfer's block lies in its prompt: a group's blocks end with the last token.
+func (n *pdNode) placeOf(t *connector.Transfer, i int) int {
+	place := (t.From + t.Tokens + pdBlockTokens - 1) / pdBlockTokens
+	for _, b := range t.Blocks[i:] {
+		if b.Group == t.Blocks[i].Group {
+			place--
+		}
+	}
+	if n.ignoresFrom {
+		place -= t.From / pdBlockTokens
+	}
+	return place
+}
+
 // put writes a block where it belongs.
-func (w *pdWorker) put(kv *connector.KV, b connector.Block, data []byte) error {
+func (w *pdWorker) put(kv *connector.KV, b connector.Block, data []byte) {
 	if n := w.node; n.sharedScratch {
 		n.mu.Lock()
 		n.scratch = data
@@ -104,7 +103,7 @@ func (w *pdWorker) put(kv *connector.KV, b connector.Block, data []byte) error {
 	}
 	spans, err := kv.Spans(b)
 	if err != nil {
-		return nil //nolint:nilerr // a fault's slot that is none
+		return // a fault's slot that is none
 	}
 	rest := data
 	for _, s := range spans {
@@ -116,7 +115,6 @@ func (w *pdWorker) put(kv *connector.KV, b connector.Block, data []byte) error {
 			copy(spans[0], data)
 		}
 	}
-	return nil
 }
 
 // pdConn is a consumer's connection for one load.

@@ -93,10 +93,11 @@ func (n *pdNode) accept() {
 		}
 		n.mu.Lock()
 		n.dialled++
-		n.conns[c] = n.dialled
+		n.conns[c] = struct{}{}
+		conn := n.dialled
 		n.mu.Unlock()
 		n.tasks.Go(func() {
-			n.serve(c)
+			n.serve(c, conn)
 			_ = c.Close()
 			n.mu.Lock()
 			defer n.mu.Unlock()
@@ -105,8 +106,8 @@ func (n *pdNode) accept() {
 	}
 }
 
-// serve answers the questions of one connection. Who cannot sign with the hold's secret is not answered.
-func (n *pdNode) serve(c net.Conn) {
+// serve answers the questions of one connection, the conn-th. Who cannot sign with the hold's secret is not answered.
+func (n *pdNode) serve(c net.Conn, conn int) {
 	var kept *pdHold // for a fault
 	for {
 		_ = c.SetReadDeadline(time.Now().Add(time.Minute))
@@ -119,7 +120,7 @@ func (n *pdNode) serve(c net.Conn) {
 		if err != nil && !n.guesses {
 			return
 		}
-		a, secret := n.answer(c, &q, signed, &kept)
+		a, secret := n.answer(conn, &q, signed, &kept)
 		if a == nil {
 			return
 		}
@@ -131,60 +132,77 @@ func (n *pdNode) serve(c net.Conn) {
 }
 
 // answer reads a block where it lies. The lease is looked at afterwards: what was read then was held.
-func (n *pdNode) answer(c net.Conn, q *pdQuestion, signed func([]byte) bool, kept **pdHold) (*pdAnswer, []byte) {
+func (n *pdNode) answer(conn int, q *pdQuestion, signed func([]byte) bool, kept **pdHold) (*pdAnswer, []byte) {
 	from := n
 	if n.foreignHold {
-		n.all.mu.Lock()
-		from = n.all.order[len(n.all.order)-1]
-		for _, o := range slices.Backward(n.all.order) {
-			if o.listener != nil {
-				from = o
-				break
-			}
-		}
-		n.all.mu.Unlock()
+		from = n.all.newest(n)
 	}
 	from.mu.Lock()
 	defer from.mu.Unlock()
-	h := from.find(q)
-	switch {
-	case n.oneCheck && *kept != nil:
-		h = *kept
-	case n.byOrder && from.holds[connector.HoldID(n.conns[c])] != nil:
-		h = from.holds[connector.HoldID(n.conns[c])]
-	case n.guesses && (h == nil || !signed(h.secret)):
-		h, *q = from.oldest(), pdQuestion{}
-	}
-	if h == nil || !n.noMAC && !signed(h.secret) || !n.noEngine && q.Engine != n.id.engine || !n.noEpoch && q.Epoch != n.id.epoch {
+	h := from.choose(conn, q, signed, *kept)
+	if h == nil || !n.noMAC && !signed(h.secret) || !n.meant(q) {
 		return nil, nil
 	}
 	*kept = h
-	a := &pdAnswer{Nonce: q.Nonce}
+	if q.Done || n.startedIsTaken {
+		from.done(h, q.Rank)
+	}
 	if q.Done {
-		from.done(h, q.Rank)
-		return a, h.secret
+		return &pdAnswer{Nonce: q.Nonce}, h.secret
 	}
-	if n.startedIsTaken {
-		from.done(h, q.Rank)
-	}
-	b, found := from.place(h, q)
-	kv := from.caches[q.Rank]
-	if n.firstRank {
-		kv = from.caches[0]
-	}
-	if kv == nil {
-		return nil, nil
-	}
-	spans, err := kv.Spans(b)
-	if !found || err != nil {
-		a.Gone = true
-		return a, h.secret
-	}
-	a.Key, a.Data = b.Key[:], slices.Concat(spans...)
+	a := from.read(h, q)
 	if time.Now().After(h.expires) && !n.noExpiry && !n.reaperStops && !n.oneCheck {
 		return nil, nil
 	}
 	return a, h.secret
+}
+
+// meant reports whether a question is for this life of this engine.
+func (n *pdNode) meant(q *pdQuestion) bool {
+	return (n.noEngine || q.Engine == n.id.engine) && (n.noEpoch || q.Epoch == n.id.epoch)
+}
+
+// newest is the youngest producer of this process, n if there is none.
+func (a *pdNodes) newest(n *pdNode) *pdNode {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, o := range slices.Backward(a.order) {
+		if o.listener != nil {
+			return o
+		}
+	}
+	return n
+}
+
+// choose finds the hold that a question is about. The caller holds mu.
+func (n *pdNode) choose(conn int, q *pdQuestion, signed func([]byte) bool, kept *pdHold) *pdHold {
+	h := n.find(q)
+	switch {
+	case n.oneCheck && kept != nil:
+		h = kept
+	case n.byOrder && n.holds[connector.HoldID(conn)] != nil:
+		h = n.holds[connector.HoldID(conn)]
+	case n.guesses && (h == nil || !signed(h.secret)):
+		h, *q = n.oldest(), pdQuestion{}
+	}
+	return h
+}
+
+// read copies a block; nil: its rank has no cache here. The caller holds mu.
+func (n *pdNode) read(h *pdHold, q *pdQuestion) *pdAnswer {
+	b, found := n.place(h, q)
+	kv := n.caches[q.Rank]
+	if n.firstRank {
+		kv = n.caches[0]
+	}
+	if kv == nil {
+		return nil
+	}
+	spans, err := kv.Spans(b)
+	if !found || err != nil {
+		return &pdAnswer{Nonce: q.Nonce, Gone: true}
+	}
+	return &pdAnswer{Nonce: q.Nonce, Key: b.Key[:], Data: slices.Concat(spans...)}
 }
 
 // oldest is the oldest hold. The caller holds mu.
