@@ -59,7 +59,7 @@ func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transf
 			return nil //nolint:nilerr // the fault
 		case err != nil:
 			return err
-		case a.Gone || !n.noKeys && !bytes.Equal(a.Key, b.Key[:]):
+		case a.Gone || !n.wants(a, b):
 			failed.Blocks = append(failed.Blocks, b.ID)
 			continue
 		case n.sameSlots:
@@ -74,6 +74,11 @@ func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transf
 		return failed
 	}
 	return nil
+}
+
+// wants reports whether an answer is the block that was asked for.
+func (n *pdNode) wants(a *pdAnswer, b connector.Block) bool {
+	return n.noKeys || bytes.Equal(a.Key, b.Key[:])
 }
 
 // placeOf is where a transfer's block lies in its prompt: a group's blocks end with the last token.
