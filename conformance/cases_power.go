@@ -21,6 +21,8 @@ func powerCases() []Case {
 		powerCase(Case{ID: "hold-order", Rule: "HOLD-01", Text: "Finish answers each Ended in order and holds only for a consumer."}, connector.CanHold, holdOrder),
 		powerCase(Case{ID: "hold-consumed", Rule: "HOLD-02", Text: "A hold is reported once for each consumer that fetched it."}, connector.CanHold, holdConsumed),
 		powerCase(Case{ID: "hold-waits", Rule: "HOLD-03", Text: "Consumed waits until its context is done."}, connector.CanHold, holdWaits),
+		powerCase(Case{ID: "lease-soon", Rule: "LEASE-01", Text: "Renewals answers within a second, with a hold and without."}, connector.CanLease, leaseSoon),
+		powerCase(Case{ID: "lease-open", Rule: "LEASE-02", Text: "Renewals names no hold that is over."}, connector.CanLease, leaseOpen),
 		powerCase(Case{ID: "reset", Rule: "RESET-01", Text: "After a Reset nothing earlier matches, and saves work again."}, connector.CanReset, reset),
 	}
 }
@@ -238,6 +240,55 @@ func (e *engine) waits(name string, poll func(ctx context.Context) int) {
 		}
 	case <-time.After(wait + soon):
 		e.Errorf("%s does not return when its context is done", name)
+	}
+}
+
+// leases asks once which holds stay longer.
+func (e *engine) leases(ended ...connector.HoldID) []connector.HoldID {
+	e.Helper()
+	leaser, ok := connector.As[connector.Leaser](e.scheduler)
+	if !ok {
+		e.Errorf("Info claims lease, the scheduler side does not have it")
+		e.FailNow()
+	}
+	ctx, cancel := context.WithTimeout(e.Context(), soon)
+	defer cancel()
+	ids, err := leaser.Renewals(ctx, ended)
+	e.must(err, "renewals")
+	return ids
+}
+
+// held ends a request of 3 blocks with a consumer.
+func (e *engine) held() connector.Hold {
+	e.Helper()
+	bs := blocks(0, e.keys(3)...)
+	e.save(bs...)
+	hold := e.finish(ended("producer", bs))[0]
+	if hold.ID == 0 {
+		e.Skipf("the connector holds nothing for a consumer")
+	}
+	return hold
+}
+
+func leaseSoon(r *rig) {
+	e := r.engine(setup{})
+	e.equal(0, len(e.leases()), "holds that stay longer before there is one")
+	e.held()
+	e.leases()
+	e.leases(4711) // a hold that never was
+}
+
+func leaseOpen(r *rig) {
+	e := r.engine(setup{})
+	over, open := e.held(), e.held()
+	e.leases()
+	for _, id := range append(e.leases(over.ID), e.leases()...) {
+		if id != open.ID {
+			r.Errorf("Renewals names hold %d, open is %d only", id, open.ID)
+		}
+	}
+	for _, id := range append(e.leases(open.ID), e.leases()...) {
+		r.Errorf("Renewals names hold %d, none is open", id)
 	}
 }
 

@@ -19,6 +19,7 @@ const (
 	CanStat                          // StatsSource
 	CanEvents                        // EventSource
 	CanLayers                        // LayerWorker
+	CanLease                         // Leaser
 )
 
 // optional is the one table that ties an interface to its bit.
@@ -33,6 +34,7 @@ var optional = []struct {
 	{CanStat, "stat", reflect.TypeFor[StatsSource]()},
 	{CanEvents, "events", reflect.TypeFor[EventSource]()},
 	{CanLayers, "layers", reflect.TypeFor[LayerWorker]()},
+	{CanLease, "lease", reflect.TypeFor[Leaser]()},
 }
 
 // Partial is a proxy that has every method but supports only some: the host's end of a plugin, or

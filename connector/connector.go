@@ -19,6 +19,7 @@
 //	show numbers of its own among the host's metrics           StatsSource CanStat   scheduler
 //	tell which blocks come and go                              EventSource CanEvents scheduler
 //	save blocks while their layers are computed                LayerWorker CanLayers worker
+//	keep holds as long as their consumers are alive            Leaser      CanLease  scheduler
 //
 // Besides, a connector may ask for memory that outlives its process: [Info.ArenaBytes].
 //
@@ -184,6 +185,17 @@ type Holder interface {
 	// Consumed waits until at least one hold was fetched by a consumer and reports it, once for
 	// each consumer.
 	Consumed(ctx context.Context) ([]HoldID, error)
+}
+
+// A Leaser lengthens the time of its holds while their consumers are at work (capability CanLease, with
+// CanHold).
+type Leaser interface {
+	// Renewals gives the holds whose TTL begins anew, and hears in ended which holds are over. It
+	// answers at once if there are some, and after a second at most (rule LEASE-01); the host asks
+	// again and again, and ends no call early but to close the side. What an answer names is renewed
+	// when the next call comes and does not have it in ended (LEASE-02): until then the former end
+	// stands. The caller owns ended.
+	Renewals(ctx context.Context, ended []HoldID) ([]HoldID, error)
 }
 
 // A Resetter forgets all cached blocks (capability CanReset).

@@ -48,6 +48,8 @@ func callName(m *kvportv1.SessionRequest) string {
 		return "stats"
 	case *kvportv1.SessionRequest_Events:
 		return "events"
+	case *kvportv1.SessionRequest_Renewals:
+		return "renewals"
 	}
 	return "close"
 }
@@ -142,7 +144,7 @@ func callScheduler(ctx context.Context, c *call, scheduler connector.Scheduler, 
 // when that closes.
 func beside(m *kvportv1.SessionRequest) bool {
 	switch m.GetCall().(type) {
-	case *kvportv1.SessionRequest_Consumed, *kvportv1.SessionRequest_Stats, *kvportv1.SessionRequest_Events:
+	case *kvportv1.SessionRequest_Consumed, *kvportv1.SessionRequest_Stats, *kvportv1.SessionRequest_Events, *kvportv1.SessionRequest_Renewals:
 		return true
 	}
 	return false
@@ -150,7 +152,7 @@ func beside(m *kvportv1.SessionRequest) bool {
 
 // callBeside runs a call that does not wait for its turn.
 func callBeside(ctx context.Context, c *call, scheduler connector.Scheduler, answer *kvportv1.SessionResponse) error {
-	switch c.request.GetCall().(type) {
+	switch request := c.request.GetCall().(type) {
 	case *kvportv1.SessionRequest_Consumed:
 		holder, err := power[connector.Holder](scheduler, connector.CanHold)
 		if err != nil {
@@ -176,8 +178,24 @@ func callBeside(ctx context.Context, c *call, scheduler connector.Scheduler, ans
 		events, err := source.Events(ctx)
 		answer.Result = &kvportv1.SessionResponse_Events{Events: wire.EventsToProto(events)}
 		return err
+	case *kvportv1.SessionRequest_Renewals:
+		return callRenewals(ctx, scheduler, request.Renewals, answer)
 	}
 	return fmt.Errorf("%s is not for a scheduler side: %w", callName(c.request), connector.ErrIncompatible)
+}
+
+func callRenewals(ctx context.Context, scheduler connector.Scheduler, m *kvportv1.RenewalsRequest, answer *kvportv1.SessionResponse) error {
+	leaser, err := power[connector.Leaser](scheduler, connector.CanLease)
+	if err != nil {
+		return err
+	}
+	ended, err := wire.RenewalsFromProto(m)
+	if err != nil {
+		return err
+	}
+	ids, err := leaser.Renewals(ctx, ended)
+	answer.Result = &kvportv1.SessionResponse_Renewals{Renewals: wire.RenewedToProto(ids)}
+	return err
 }
 
 func callPlan(ctx context.Context, scheduler connector.Scheduler, m *kvportv1.Step, answer *kvportv1.SessionResponse) error {

@@ -25,7 +25,7 @@ const maxCalls = 1024
 // session is one stream: one side of one engine rank.
 //
 // A reader takes messages off the stream and never waits for the connector. Worker calls, Consumed,
-// Stats and Events run each on a goroutine of their own; all other calls of a scheduler run one after the
+// Renewals, Stats and Events run each on a goroutine of their own; all other calls of a scheduler run one after the
 // other, in the order in which they arrived, on the lane.
 type session struct {
 	server *Server

@@ -55,6 +55,7 @@ type badScheduler struct {
 	reset    func(context.Context) (bool, error)
 	stats    func(context.Context) ([]connector.Stat, error)
 	events   func(context.Context) ([]connector.BlockEvent, error)
+	renewals func(context.Context, []connector.HoldID) ([]connector.HoldID, error)
 }
 
 // Match implements connector.Scheduler.
@@ -111,6 +112,14 @@ func (s *badScheduler) Events(ctx context.Context) ([]connector.BlockEvent, erro
 		return s.events(ctx)
 	}
 	return s.scheduler.Events(ctx)
+}
+
+// Renewals implements connector.Leaser.
+func (s *badScheduler) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
+	if s.renewals != nil {
+		return s.renewals(ctx, ended)
+	}
+	return s.scheduler.Renewals(ctx, ended)
 }
 
 // badWorker is a worker side with some calls replaced.

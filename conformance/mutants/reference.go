@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/kvport/kvport/connector"
@@ -17,7 +18,7 @@ import (
 )
 
 // allPowers is every optional interface.
-const allPowers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers
+const allPowers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers | connector.CanLease
 
 // Reference is a correct connector with every optional power. It keeps blocks in memory; engines
 // that were opened with the same value see each other.
@@ -282,6 +283,26 @@ func (s *scheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 	select {
 	case id := <-s.consumed():
 		return []connector.HoldID{id}, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// leaseWait is how long Renewals waits: nobody asks here to hold anything longer.
+const leaseWait = 50 * time.Millisecond
+
+// Renewals implements connector.Leaser.
+func (s *scheduler) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
+	s.backend.mu.Lock()
+	for _, id := range ended {
+		delete(s.backend.holds, id)
+	}
+	s.backend.mu.Unlock()
+	timer := time.NewTimer(leaseWait)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil, nil
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}

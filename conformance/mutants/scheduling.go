@@ -212,6 +212,23 @@ func powerFaults() []fault {
 		{"polls instead of waiting", "hold-waits", onSchedule(func(b *badScheduler) {
 			b.consumed = func(context.Context) ([]connector.HoldID, error) { return nil, nil }
 		})},
+		{"waits for a renewal as long as there is none", "lease-soon", onSchedule(func(b *badScheduler) {
+			b.renewals = func(ctx context.Context, _ []connector.HoldID) ([]connector.HoldID, error) {
+				<-ctx.Done()
+				return nil, ctx.Err()
+			}
+		})},
+		{"keeps holds that are over", "lease-open", onSchedule(func(b *badScheduler) {
+			var last connector.HoldID
+			b.finish = func(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+				holds, err := b.scheduler.Finish(ctx, ended)
+				last = holds[len(holds)-1].ID
+				return holds, err
+			}
+			b.renewals = func(context.Context, []connector.HoldID) ([]connector.HoldID, error) {
+				return []connector.HoldID{last}, nil
+			}
+		})},
 		{"says reset and keeps all", "reset", onSchedule(func(b *badScheduler) {
 			b.reset = func(context.Context) (bool, error) { return true, nil }
 		})},

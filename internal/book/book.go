@@ -79,6 +79,7 @@ type Book struct {
 	requests map[connector.RequestID]*request
 	endings  map[uint64]*ending
 	holds    map[connector.HoldID]*hold
+	over     []connector.HoldID       // holds that ended by themselves, for a Leaser
 	early    map[connector.HoldID]int // consumers of holds that a running Finish may announce
 	weak     map[connector.HoldID]int // consumers that have not reported; they keep no blocks
 	killed   map[uint64]bool          // generations told to die and not reaped yet
@@ -128,6 +129,7 @@ func New(cfg Config) *Book {
 // Up says that generation gen is ready for calls. Generations grow.
 func (b *Book) Up(now time.Time, gen uint64) []Action {
 	b.state, b.gen = up, gen
+	b.over = nil // holds of another life, which counts its own anew
 	for _, o := range sorted(b.ops) {
 		b.startReady(o)
 	}

@@ -37,6 +37,8 @@ type hold struct {
 	step      uint64
 	blocks    []connector.BlockID
 	consumers int
+	began     time.Time
+	ttl       time.Duration
 	deadline  time.Time
 }
 
@@ -177,7 +179,7 @@ func (b *Book) keepWeak(h connector.Hold) {
 func (b *Book) keep(now time.Time, e *ending, h connector.Hold) {
 	kept := &hold{
 		id: h.ID, gen: e.gen, req: e.ended.Request, step: e.step, blocks: ids(e.ended.Blocks),
-		consumers: h.Consumers, deadline: now.Add(h.TTL),
+		consumers: h.Consumers, began: now, ttl: h.TTL, deadline: now.Add(h.TTL),
 	}
 	b.holds[h.ID] = kept
 	b.wakes.at(kept.deadline)
@@ -232,6 +234,30 @@ func (b *Book) Promise(ended *connector.Ended) int {
 	return b.available(&ending{req: r, ended: *ended}, connector.Hold{})
 }
 
+// Renewed begins the TTL of these holds of generation gen anew, but not beyond HoldMax after they began. It
+// gives the holds that are over or do not stay longer, since the last call.
+func (b *Book) Renewed(now time.Time, gen uint64, list []connector.HoldID) (ended []connector.HoldID) {
+	if gen != b.gen {
+		return list
+	}
+	ended, b.over = b.over, nil
+	for _, id := range list {
+		h := b.holds[id]
+		if h == nil || h.gen != gen || now.Add(h.ttl).After(h.began.Add(b.cfg.HoldMax)) {
+			ended = append(ended, id)
+			continue
+		}
+		if end := now.Add(h.ttl); end.After(h.deadline) { // longer, never shorter
+			h.deadline = end
+			b.wakes.at(end)
+		}
+	}
+	return ended
+}
+
+// maxOver bounds the holds that a Leaser has not heard of; it is sure to know of those that were fetched.
+const maxOver = 1 << 12
+
 // Consumed says that a consumer has fetched each of these holds of generation gen.
 func (b *Book) Consumed(gen uint64, list []connector.HoldID) []Action {
 	for _, id := range list {
@@ -254,5 +280,8 @@ func (b *Book) Consumed(gen uint64, list []connector.HoldID) []Action {
 
 func (b *Book) release(h *hold, reason string) {
 	delete(b.holds, h.id)
+	if b.cfg.Can&connector.CanLease != 0 && reason != ReleasedConsumed && h.gen == b.gen && len(b.over) < maxOver {
+		b.over = append(b.over, h.id)
+	}
 	b.emit(Tell{Event{Kind: Released, Request: h.req, Step: h.step, Blocks: h.blocks, Reason: reason}})
 }

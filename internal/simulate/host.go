@@ -59,13 +59,6 @@ type grant struct {
 	open   bool
 }
 
-// lease is a hold as the engine knows it.
-type lease struct {
-	blocks []connector.Block
-	sums   []uint64 // of rank 0's content, which must not change
-	until  time.Time
-}
-
 // report is an event on its way to the engine.
 type report struct {
 	book.Event
@@ -281,7 +274,7 @@ func (h *host) release(key duty, l *lease, ev *book.Event) {
 func (h *host) finished(key duty, g *grant, ev *book.Event) []byte {
 	if ev.Held {
 		h.w.stats.Holds++
-		l := &lease{blocks: g.blocks, until: h.w.now.Add(ev.Hold.TTL)}
+		l := &lease{blocks: g.blocks, id: ev.Hold.ID, ttl: ev.Hold.TTL, began: h.w.now, until: h.w.now.Add(ev.Hold.TTL)}
 		for _, b := range g.blocks {
 			l.sums = append(l.sums, h.e.mem[0][b.ID].digest(b, 0))
 		}

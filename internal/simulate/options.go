@@ -79,7 +79,7 @@ func (o *Options) bookConfig(role connector.Role, can connector.Capability) book
 		Ranks: o.Ranks, Role: role, Can: can, Slots: o.Slots,
 		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
 		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
-		Hold: 30 * time.Second, HoldMax: 10 * time.Minute,
+		Hold: 30 * time.Second, HoldMax: holdMax,
 		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64, Shun: role.Saves(),
 	}
 	for g, window := range o.windows() {
@@ -121,10 +121,13 @@ func (o *Options) role(engine int) connector.Role {
 	return connector.RoleConsumer
 }
 
+// holdMax is the longest that a hold may stay, however often it is renewed.
+const holdMax = 10 * time.Minute
+
 func (o *Options) capabilities() connector.Capability {
 	can := connector.CanReset
 	if o.Medium == ThroughHolds {
-		can = connector.CanHold // holds are not reset, so nothing can promise to be empty
+		can = connector.CanHold | connector.CanLease // holds are not reset, so nothing can promise to be empty
 	}
 	if o.Planner {
 		can |= connector.CanPlan

@@ -136,6 +136,7 @@ func (h *host) apply(op Op, d *dice) {
 			p.reply(d, op.Fault)
 		}
 	case opConsume:
+		h.renew(p, d)
 		p.consume(op.Fault)
 	case opCrash:
 		p.crash()

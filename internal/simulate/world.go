@@ -59,7 +59,7 @@ type Stats struct {
 	Requests, Answered, Broken, Gone  int // clients: whole answers, clean errors, left
 	Loads, Saves, Damaged, LoadFailed int
 	Crashes, Hangs, Kills, Restarts   int
-	Holds, Expired, Consumed          int
+	Holds, Expired, Consumed, Renewed int
 	Refused                           int // tickets
 	Resets, EngineRestarts, Faults    int
 	Preemptions, Unknown, BookRetries int
@@ -98,6 +98,7 @@ func (s *Stats) fields() []field {
 		{"holds", &s.Holds},
 		{"expired", &s.Expired},
 		{"consumed", &s.Consumed},
+		{"renewed", &s.Renewed},
 		{"tickets refused", &s.Refused},
 		{"resets", &s.Resets},
 		{"engine restarts", &s.EngineRestarts},

@@ -180,6 +180,26 @@ func ConsumedToProto(ids []connector.HoldID) *kvportv1.ConsumedResponse {
 	return &kvportv1.ConsumedResponse{Holds: each(ids, func(id *connector.HoldID) uint64 { return uint64(*id) })}
 }
 
+// RenewalsToProto converts a call of Renewals.
+func RenewalsToProto(ended []connector.HoldID) *kvportv1.RenewalsRequest {
+	return &kvportv1.RenewalsRequest{Ended: each(ended, func(id *connector.HoldID) uint64 { return uint64(*id) })}
+}
+
+// RenewalsFromProto converts a call of Renewals. That the holds exist is for the plugin to check.
+func RenewalsFromProto(m *kvportv1.RenewalsRequest) ([]connector.HoldID, error) {
+	return list("renewals.ended", m.GetEnded(), MaxBlocks, func(id uint64) (connector.HoldID, error) { return connector.HoldID(id), nil })
+}
+
+// RenewedToProto converts the answer of Renewals.
+func RenewedToProto(ids []connector.HoldID) *kvportv1.RenewalsResponse {
+	return &kvportv1.RenewalsResponse{Holds: each(ids, func(id *connector.HoldID) uint64 { return uint64(*id) })}
+}
+
+// RenewedFromProto converts the answer of Renewals. That the holds exist is for the host to check.
+func RenewedFromProto(m *kvportv1.RenewalsResponse) ([]connector.HoldID, error) {
+	return list("renewals.holds", m.GetHolds(), MaxBlocks, func(id uint64) (connector.HoldID, error) { return connector.HoldID(id), nil })
+}
+
 // ConsumedFromProto converts the answer of Consumed. That the holds exist is for the host to check.
 func ConsumedFromProto(m *kvportv1.ConsumedResponse) ([]connector.HoldID, error) {
 	return list("consumed.holds", m.GetHolds(), MaxBlocks, func(id uint64) (connector.HoldID, error) {

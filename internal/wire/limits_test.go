@@ -89,6 +89,8 @@ func TestCallsRefuseAndNameField(t *testing.T) {
 		"plan.preempted[0]":           second(StepFromProto(&kvportv1.Step{Preempted: []string{long}})),
 		"plan.admitted":               second(StepFromProto(&kvportv1.Step{Admitted: make([]*kvportv1.Transfer, MaxQueries+1)})),
 		"plan.saves":                  second(PlanFromProto(&kvportv1.Plan{Saves: make([]*kvportv1.Transfer, 2*MaxQueries+1)})),
+		"renewals.ended":              second(RenewalsFromProto(&kvportv1.RenewalsRequest{Ended: make([]uint64, MaxBlocks+1)})),
+		"renewals.holds":              second(RenewedFromProto(&kvportv1.RenewalsResponse{Holds: make([]uint64, MaxBlocks+1)})),
 		"consumed.holds":              second(ConsumedFromProto(&kvportv1.ConsumedResponse{Holds: make([]uint64, MaxBlocks+1)})),
 		"describe: name is empty":     second(InfoFromProto(&kvportv1.DescribeResponse{})),
 		"describe: arena_blocks":      second(InfoFromProto(InfoToProto(&connector.Info{Name: "x", Scope: 1, ArenaBlocks: -1}))),
@@ -306,8 +308,9 @@ func FuzzSessionResponse(f *testing.F) {
 			saneTransfers(t, len(data), append(plan.Loads, plan.Saves...)...)
 		}
 		trip(t, m.GetConsumed(), ConsumedFromProto, ConsumedToProto)
+		trip(t, m.GetRenewals(), RenewedFromProto, RenewedToProto)
 		offered := CapabilitiesFromProto(m.GetOpened().GetCapabilities())
-		const all = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents
+		const all = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLease
 		require.Zero(t, offered&^all, "only what we know")
 	})
 }

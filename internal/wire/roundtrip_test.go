@@ -158,6 +158,12 @@ func TestAnswersRoundTrip(t *testing.T) {
 		require.Equal(t, holds, gotHolds)
 
 		ids := some(t, "ids", rapid.Map(rapid.Uint64(), func(n uint64) connector.HoldID { return connector.HoldID(n) }))
+		renewed, err := RenewedFromProto(over(t, RenewedToProto(ids)))
+		require.NoError(t, err)
+		require.Equal(t, ids, renewed)
+		gone, err := RenewalsFromProto(over(t, RenewalsToProto(ids)))
+		require.NoError(t, err)
+		require.Equal(t, ids, gone)
 		gotIDs, err := ConsumedFromProto(over(t, ConsumedToProto(ids)))
 		require.NoError(t, err)
 		require.Equal(t, ids, gotIDs)

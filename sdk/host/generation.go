@@ -89,6 +89,10 @@ func (g *generation) serve() {
 		g.work.Add(1)
 		go g.watchHolds(life)
 	}
+	if g.caps&connector.CanHold != 0 && g.caps&connector.CanLease != 0 {
+		g.work.Add(1)
+		go g.watchLeases(life)
+	}
 	if g.caps&connector.CanStat != 0 {
 		g.work.Add(1)
 		go g.watchStats(life)
@@ -283,6 +287,27 @@ func (g *generation) watchHolds(life context.Context) {
 			g.h.mu.Lock()
 			g.h.do(g.h.book.Consumed(g.n, ids))
 			g.h.mu.Unlock()
+		case errors.Is(err, errLost), errors.Is(err, errUnanswered):
+			return
+		default:
+			pause(life, slowestRetry)
+		}
+	}
+}
+
+// watchLeases learns which holds stay longer and tells which are over.
+func (g *generation) watchLeases(life context.Context) {
+	defer g.work.Done()
+	leaser, ok := connector.As[connector.Leaser](g.sched)
+	var over []connector.HoldID
+	for ok && life.Err() == nil {
+		ids, err := leaser.Renewals(life, over)
+		switch {
+		case err == nil:
+			g.h.mu.Lock()
+			over = g.h.book.Renewed(time.Now(), g.n, ids)
+			g.h.mu.Unlock()
+			pause(life, firstRetry) // one that does not wait gets no more of the processor than this
 		case errors.Is(err, errLost), errors.Is(err, errUnanswered):
 			return
 		default:

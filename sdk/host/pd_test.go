@@ -2,8 +2,10 @@ package host
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -131,6 +133,29 @@ func TestHolds(t *testing.T) {
 	require.True(t, r.end("killed", 40, true, blocksOf(ks, 8)...).Held)
 	r.gen.proc.kill(context.Canceled)
 	require.Equal(t, []connector.BlockID{8, 9}, r.next(Released).Blocks)
+}
+
+// TestLeases: a hold that the connector renews stays, to the longest that any may; the connector hears of
+// what is over.
+func TestLeases(t *testing.T) {
+	r := newRig(t, rigOptions{extra: map[string]any{"fault": "lease"}, settings: map[string]any{"deadlines": map[string]any{"hold": "300ms", "hold_max": "1500ms"}}})
+	ks := keys(1, 2)
+	began := time.Now()
+	require.True(t, r.end("kept", 40, true, blocksOf(ks, 0)...).Held)
+	require.True(t, r.end("forgotten", 40, true, blocksOf(ks, 4)...).Held)
+	require.Equal(t, []connector.BlockID{4, 5}, r.next(Released).Blocks)
+	require.Equal(t, []connector.BlockID{0, 1}, r.next(Released).Blocks)
+	require.Greater(t, time.Since(began), 1100*time.Millisecond, "renewed as long as it may")
+	for n := 0; ; n++ {
+		e := r.end(fmt.Sprint("fetched ", n), 40, true, blocksOf(ks, 8)...)
+		envelope, _, err := r.tickets.verify(e.Ticket, connector.RequestID(fmt.Sprint("x", n)))
+		require.NoError(t, err)
+		require.Equal(t, []connector.BlockID{8, 9}, r.next(Released).Blocks)
+		if strings.Contains(string(envelope.Plugin), "2") && strings.Contains(string(envelope.Plugin), "1") {
+			break
+		}
+		require.Less(t, n, 200, "the connector does not hear of the end of its holds: %s", envelope.Plugin)
+	}
 }
 
 func TestPlannerChooses(t *testing.T) {

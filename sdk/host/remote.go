@@ -164,6 +164,17 @@ func (p *schedulerProxy) Consumed(ctx context.Context) ([]connector.HoldID, erro
 	})
 }
 
+// Renewals implements connector.Leaser.
+func (p *schedulerProxy) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
+	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Renewals{Renewals: wire.RenewalsToProto(ended)}}
+	return ask(ctx, p.session, "renewals", req, func(r *reply) ([]connector.HoldID, error) {
+		if r.GetRenewals() == nil {
+			return nil, wrongAnswer("renewals")
+		}
+		return wire.RenewedFromProto(r.GetRenewals())
+	})
+}
+
 // Reset implements connector.Resetter.
 func (p *schedulerProxy) Reset(ctx context.Context) (bool, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Reset_{Reset_: &kvportv1.ResetRequest{}}}

@@ -38,6 +38,7 @@ const (
 	Capability_CAPABILITY_STAT        Capability = 4
 	Capability_CAPABILITY_EVENTS      Capability = 5
 	Capability_CAPABILITY_LAYERS      Capability = 6
+	Capability_CAPABILITY_LEASE       Capability = 7
 )
 
 // Enum value maps for Capability.
@@ -50,6 +51,7 @@ var (
 		4: "CAPABILITY_STAT",
 		5: "CAPABILITY_EVENTS",
 		6: "CAPABILITY_LAYERS",
+		7: "CAPABILITY_LEASE",
 	}
 	Capability_value = map[string]int32{
 		"CAPABILITY_UNSPECIFIED": 0,
@@ -59,6 +61,7 @@ var (
 		"CAPABILITY_STAT":        4,
 		"CAPABILITY_EVENTS":      5,
 		"CAPABILITY_LAYERS":      6,
+		"CAPABILITY_LEASE":       7,
 	}
 )
 
@@ -919,6 +922,7 @@ type SessionRequest struct {
 	//	*SessionRequest_Stats
 	//	*SessionRequest_Events
 	//	*SessionRequest_SaveLayers
+	//	*SessionRequest_Renewals
 	Call          isSessionRequest_Call `protobuf_oneof:"call"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1092,6 +1096,15 @@ func (x *SessionRequest) GetSaveLayers() *SaveLayers {
 	return nil
 }
 
+func (x *SessionRequest) GetRenewals() *RenewalsRequest {
+	if x != nil {
+		if x, ok := x.Call.(*SessionRequest_Renewals); ok {
+			return x.Renewals
+		}
+	}
+	return nil
+}
+
 type isSessionRequest_Call interface {
 	isSessionRequest_Call()
 }
@@ -1148,6 +1161,10 @@ type SessionRequest_SaveLayers struct {
 	SaveLayers *SaveLayers `protobuf:"bytes,15,opt,name=save_layers,json=saveLayers,proto3,oneof"`
 }
 
+type SessionRequest_Renewals struct {
+	Renewals *RenewalsRequest `protobuf:"bytes,16,opt,name=renewals,proto3,oneof"`
+}
+
 func (*SessionRequest_Open) isSessionRequest_Call() {}
 
 func (*SessionRequest_Match) isSessionRequest_Call() {}
@@ -1174,6 +1191,8 @@ func (*SessionRequest_Events) isSessionRequest_Call() {}
 
 func (*SessionRequest_SaveLayers) isSessionRequest_Call() {}
 
+func (*SessionRequest_Renewals) isSessionRequest_Call() {}
+
 type SessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Id    uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -1190,6 +1209,7 @@ type SessionResponse struct {
 	//	*SessionResponse_Closed
 	//	*SessionResponse_Stats
 	//	*SessionResponse_Events
+	//	*SessionResponse_Renewals
 	Result        isSessionResponse_Result `protobuf_oneof:"result"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1336,6 +1356,15 @@ func (x *SessionResponse) GetEvents() *EventsResponse {
 	return nil
 }
 
+func (x *SessionResponse) GetRenewals() *RenewalsResponse {
+	if x != nil {
+		if x, ok := x.Result.(*SessionResponse_Renewals); ok {
+			return x.Renewals
+		}
+	}
+	return nil
+}
+
 type isSessionResponse_Result interface {
 	isSessionResponse_Result()
 }
@@ -1380,6 +1409,10 @@ type SessionResponse_Events struct {
 	Events *EventsResponse `protobuf:"bytes,12,opt,name=events,proto3,oneof"`
 }
 
+type SessionResponse_Renewals struct {
+	Renewals *RenewalsResponse `protobuf:"bytes,13,opt,name=renewals,proto3,oneof"`
+}
+
 func (*SessionResponse_Opened) isSessionResponse_Result() {}
 
 func (*SessionResponse_Match) isSessionResponse_Result() {}
@@ -1399,6 +1432,8 @@ func (*SessionResponse_Closed) isSessionResponse_Result() {}
 func (*SessionResponse_Stats) isSessionResponse_Result() {}
 
 func (*SessionResponse_Events) isSessionResponse_Result() {}
+
+func (*SessionResponse_Renewals) isSessionResponse_Result() {}
 
 type Open struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2801,6 +2836,95 @@ func (x *ConsumedResponse) GetHolds() []uint64 {
 	return nil
 }
 
+// RenewalsRequest asks which holds are to stay longer. It is answered within a second.
+type RenewalsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Ended         []uint64               `protobuf:"varint,1,rep,packed,name=ended,proto3" json:"ended,omitempty"` // holds that are over
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RenewalsRequest) Reset() {
+	*x = RenewalsRequest{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewalsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewalsRequest) ProtoMessage() {}
+
+func (x *RenewalsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewalsRequest.ProtoReflect.Descriptor instead.
+func (*RenewalsRequest) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *RenewalsRequest) GetEnded() []uint64 {
+	if x != nil {
+		return x.Ended
+	}
+	return nil
+}
+
+type RenewalsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Holds         []uint64               `protobuf:"varint,1,rep,packed,name=holds,proto3" json:"holds,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RenewalsResponse) Reset() {
+	*x = RenewalsResponse{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewalsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewalsResponse) ProtoMessage() {}
+
+func (x *RenewalsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewalsResponse.ProtoReflect.Descriptor instead.
+func (*RenewalsResponse) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *RenewalsResponse) GetHolds() []uint64 {
+	if x != nil {
+		return x.Holds
+	}
+	return nil
+}
+
 type ResetRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -2809,7 +2933,7 @@ type ResetRequest struct {
 
 func (x *ResetRequest) Reset() {
 	*x = ResetRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2821,7 +2945,7 @@ func (x *ResetRequest) String() string {
 func (*ResetRequest) ProtoMessage() {}
 
 func (x *ResetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2834,7 +2958,7 @@ func (x *ResetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRequest.ProtoReflect.Descriptor instead.
 func (*ResetRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
 }
 
 type ResetResponse struct {
@@ -2846,7 +2970,7 @@ type ResetResponse struct {
 
 func (x *ResetResponse) Reset() {
 	*x = ResetResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2858,7 +2982,7 @@ func (x *ResetResponse) String() string {
 func (*ResetResponse) ProtoMessage() {}
 
 func (x *ResetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2871,7 +2995,7 @@ func (x *ResetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetResponse.ProtoReflect.Descriptor instead.
 func (*ResetResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ResetResponse) GetEmptied() bool {
@@ -2889,7 +3013,7 @@ type StatsRequest struct {
 
 func (x *StatsRequest) Reset() {
 	*x = StatsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2901,7 +3025,7 @@ func (x *StatsRequest) String() string {
 func (*StatsRequest) ProtoMessage() {}
 
 func (x *StatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2914,7 +3038,7 @@ func (x *StatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
 func (*StatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
 }
 
 // Stat is the present value of one number.
@@ -2929,7 +3053,7 @@ type Stat struct {
 
 func (x *Stat) Reset() {
 	*x = Stat{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2941,7 +3065,7 @@ func (x *Stat) String() string {
 func (*Stat) ProtoMessage() {}
 
 func (x *Stat) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2954,7 +3078,7 @@ func (x *Stat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Stat.ProtoReflect.Descriptor instead.
 func (*Stat) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Stat) GetName() string {
@@ -2987,7 +3111,7 @@ type StatsResponse struct {
 
 func (x *StatsResponse) Reset() {
 	*x = StatsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2999,7 +3123,7 @@ func (x *StatsResponse) String() string {
 func (*StatsResponse) ProtoMessage() {}
 
 func (x *StatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3012,7 +3136,7 @@ func (x *StatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
 func (*StatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *StatsResponse) GetStats() []*Stat {
@@ -3030,7 +3154,7 @@ type EventsRequest struct {
 
 func (x *EventsRequest) Reset() {
 	*x = EventsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3042,7 +3166,7 @@ func (x *EventsRequest) String() string {
 func (*EventsRequest) ProtoMessage() {}
 
 func (x *EventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3055,7 +3179,7 @@ func (x *EventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsRequest.ProtoReflect.Descriptor instead.
 func (*EventsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
 }
 
 // BlockEvent says that blocks can be matched now, or no longer.
@@ -3072,7 +3196,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3084,7 +3208,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3097,7 +3221,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *BlockEvent) GetSeq() uint64 {
@@ -3144,7 +3268,7 @@ type EventsResponse struct {
 
 func (x *EventsResponse) Reset() {
 	*x = EventsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3156,7 +3280,7 @@ func (x *EventsResponse) String() string {
 func (*EventsResponse) ProtoMessage() {}
 
 func (x *EventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3169,7 +3293,7 @@ func (x *EventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsResponse.ProtoReflect.Descriptor instead.
 func (*EventsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *EventsResponse) GetEvents() []*BlockEvent {
@@ -3189,7 +3313,7 @@ type Cancel struct {
 
 func (x *Cancel) Reset() {
 	*x = Cancel{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3201,7 +3325,7 @@ func (x *Cancel) String() string {
 func (*Cancel) ProtoMessage() {}
 
 func (x *Cancel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3214,7 +3338,7 @@ func (x *Cancel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cancel.ProtoReflect.Descriptor instead.
 func (*Cancel) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *Cancel) GetCall() uint64 {
@@ -3233,7 +3357,7 @@ type Close struct {
 
 func (x *Close) Reset() {
 	*x = Close{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3245,7 +3369,7 @@ func (x *Close) String() string {
 func (*Close) ProtoMessage() {}
 
 func (x *Close) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3258,7 +3382,7 @@ func (x *Close) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Close.ProtoReflect.Descriptor instead.
 func (*Close) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{41}
 }
 
 type Closed struct {
@@ -3269,7 +3393,7 @@ type Closed struct {
 
 func (x *Closed) Reset() {
 	*x = Closed{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3281,7 +3405,7 @@ func (x *Closed) String() string {
 func (*Closed) ProtoMessage() {}
 
 func (x *Closed) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3294,7 +3418,7 @@ func (x *Closed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Closed.ProtoReflect.Descriptor instead.
 func (*Closed) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{42}
 }
 
 var File_kvport_v1_plugin_proto protoreflect.FileDescriptor
@@ -3330,7 +3454,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\"G\n" +
 	"\x11HeartbeatResponse\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x16\n" +
-	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\xb1\x05\n" +
+	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\xeb\x05\n" +
 	"\x0eSessionRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x1d\n" +
 	"\n" +
@@ -3349,8 +3473,9 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05stats\x18\r \x01(\v2\x17.kvport.v1.StatsRequestH\x00R\x05stats\x122\n" +
 	"\x06events\x18\x0e \x01(\v2\x18.kvport.v1.EventsRequestH\x00R\x06events\x128\n" +
 	"\vsave_layers\x18\x0f \x01(\v2\x15.kvport.v1.SaveLayersH\x00R\n" +
-	"saveLayersB\x06\n" +
-	"\x04call\"\xb9\x04\n" +
+	"saveLayers\x128\n" +
+	"\brenewals\x18\x10 \x01(\v2\x1a.kvport.v1.RenewalsRequestH\x00R\brenewalsB\x06\n" +
+	"\x04call\"\xf4\x04\n" +
 	"\x0fSessionResponse\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12&\n" +
 	"\x05error\x18\x02 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x12+\n" +
@@ -3364,7 +3489,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06closed\x18\n" +
 	" \x01(\v2\x11.kvport.v1.ClosedH\x00R\x06closed\x120\n" +
 	"\x05stats\x18\v \x01(\v2\x18.kvport.v1.StatsResponseH\x00R\x05stats\x123\n" +
-	"\x06events\x18\f \x01(\v2\x19.kvport.v1.EventsResponseH\x00R\x06eventsB\b\n" +
+	"\x06events\x18\f \x01(\v2\x19.kvport.v1.EventsResponseH\x00R\x06events\x129\n" +
+	"\brenewals\x18\r \x01(\v2\x1b.kvport.v1.RenewalsResponseH\x00R\brenewalsB\b\n" +
 	"\x06result\"\x9c\x03\n" +
 	"\x04Open\x12#\n" +
 	"\x04side\x18\x01 \x01(\x0e2\x0f.kvport.v1.SideR\x04side\x12\x16\n" +
@@ -3464,6 +3590,10 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05holds\x18\x01 \x03(\v2\x0f.kvport.v1.HoldR\x05holds\"\x11\n" +
 	"\x0fConsumedRequest\"(\n" +
 	"\x10ConsumedResponse\x12\x14\n" +
+	"\x05holds\x18\x01 \x03(\x04R\x05holds\"'\n" +
+	"\x0fRenewalsRequest\x12\x14\n" +
+	"\x05ended\x18\x01 \x03(\x04R\x05ended\"(\n" +
+	"\x10RenewalsResponse\x12\x14\n" +
 	"\x05holds\x18\x01 \x03(\x04R\x05holds\"\x0e\n" +
 	"\fResetRequest\")\n" +
 	"\rResetResponse\x12\x18\n" +
@@ -3488,7 +3618,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06Cancel\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\"\a\n" +
 	"\x05Close\"\b\n" +
-	"\x06Closed*\xab\x01\n" +
+	"\x06Closed*\xc1\x01\n" +
 	"\n" +
 	"Capability\x12\x1a\n" +
 	"\x16CAPABILITY_UNSPECIFIED\x10\x00\x12\x13\n" +
@@ -3497,7 +3627,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x10CAPABILITY_RESET\x10\x03\x12\x13\n" +
 	"\x0fCAPABILITY_STAT\x10\x04\x12\x15\n" +
 	"\x11CAPABILITY_EVENTS\x10\x05\x12\x15\n" +
-	"\x11CAPABILITY_LAYERS\x10\x06*A\n" +
+	"\x11CAPABILITY_LAYERS\x10\x06\x12\x14\n" +
+	"\x10CAPABILITY_LEASE\x10\a*A\n" +
 	"\x04Side\x12\x14\n" +
 	"\x10SIDE_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eSIDE_SCHEDULER\x10\x01\x12\x0f\n" +
@@ -3561,7 +3692,7 @@ func file_kvport_v1_plugin_proto_rawDescGZIP() []byte {
 }
 
 var file_kvport_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
-var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
 var file_kvport_v1_plugin_proto_goTypes = []any{
 	(Capability)(0),           // 0: kvport.v1.Capability
 	(Side)(0),                 // 1: kvport.v1.Side
@@ -3602,17 +3733,19 @@ var file_kvport_v1_plugin_proto_goTypes = []any{
 	(*FinishResponse)(nil),    // 36: kvport.v1.FinishResponse
 	(*ConsumedRequest)(nil),   // 37: kvport.v1.ConsumedRequest
 	(*ConsumedResponse)(nil),  // 38: kvport.v1.ConsumedResponse
-	(*ResetRequest)(nil),      // 39: kvport.v1.ResetRequest
-	(*ResetResponse)(nil),     // 40: kvport.v1.ResetResponse
-	(*StatsRequest)(nil),      // 41: kvport.v1.StatsRequest
-	(*Stat)(nil),              // 42: kvport.v1.Stat
-	(*StatsResponse)(nil),     // 43: kvport.v1.StatsResponse
-	(*EventsRequest)(nil),     // 44: kvport.v1.EventsRequest
-	(*BlockEvent)(nil),        // 45: kvport.v1.BlockEvent
-	(*EventsResponse)(nil),    // 46: kvport.v1.EventsResponse
-	(*Cancel)(nil),            // 47: kvport.v1.Cancel
-	(*Close)(nil),             // 48: kvport.v1.Close
-	(*Closed)(nil),            // 49: kvport.v1.Closed
+	(*RenewalsRequest)(nil),   // 39: kvport.v1.RenewalsRequest
+	(*RenewalsResponse)(nil),  // 40: kvport.v1.RenewalsResponse
+	(*ResetRequest)(nil),      // 41: kvport.v1.ResetRequest
+	(*ResetResponse)(nil),     // 42: kvport.v1.ResetResponse
+	(*StatsRequest)(nil),      // 43: kvport.v1.StatsRequest
+	(*Stat)(nil),              // 44: kvport.v1.Stat
+	(*StatsResponse)(nil),     // 45: kvport.v1.StatsResponse
+	(*EventsRequest)(nil),     // 46: kvport.v1.EventsRequest
+	(*BlockEvent)(nil),        // 47: kvport.v1.BlockEvent
+	(*EventsResponse)(nil),    // 48: kvport.v1.EventsResponse
+	(*Cancel)(nil),            // 49: kvport.v1.Cancel
+	(*Close)(nil),             // 50: kvport.v1.Close
+	(*Closed)(nil),            // 51: kvport.v1.Closed
 }
 var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	6,  // 0: kvport.v1.Error.code:type_name -> kvport.v1.ErrorCode
@@ -3628,62 +3761,64 @@ var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	28, // 10: kvport.v1.SessionRequest.save:type_name -> kvport.v1.Transfer
 	34, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
 	37, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
-	39, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
-	47, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
-	48, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
-	41, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
-	44, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
+	41, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
+	49, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
+	50, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
+	43, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
+	46, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
 	29, // 18: kvport.v1.SessionRequest.save_layers:type_name -> kvport.v1.SaveLayers
-	9,  // 19: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
-	22, // 20: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
-	27, // 21: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
-	32, // 22: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
-	33, // 23: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
-	36, // 24: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
-	38, // 25: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
-	40, // 26: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
-	49, // 27: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
-	43, // 28: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
-	46, // 29: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
-	1,  // 30: kvport.v1.Open.side:type_name -> kvport.v1.Side
-	2,  // 31: kvport.v1.Open.role:type_name -> kvport.v1.Role
-	21, // 32: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
-	18, // 33: kvport.v1.Open.regions:type_name -> kvport.v1.Region
-	18, // 34: kvport.v1.Open.arena:type_name -> kvport.v1.Region
-	18, // 35: kvport.v1.Open.progress:type_name -> kvport.v1.Region
-	4,  // 36: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
-	19, // 37: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
-	20, // 38: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
-	0,  // 39: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
-	24, // 40: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
-	26, // 41: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
-	23, // 42: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
-	28, // 43: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
-	5,  // 44: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
-	23, // 45: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
-	24, // 46: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
-	28, // 47: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
-	28, // 48: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
-	30, // 49: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
-	28, // 50: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
-	28, // 51: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
-	30, // 52: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
-	35, // 53: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
-	42, // 54: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
-	8,  // 55: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
-	3,  // 56: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
-	45, // 57: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
-	10, // 58: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
-	13, // 59: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
-	15, // 60: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
-	11, // 61: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
-	14, // 62: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
-	16, // 63: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
-	61, // [61:64] is the sub-list for method output_type
-	58, // [58:61] is the sub-list for method input_type
-	58, // [58:58] is the sub-list for extension type_name
-	58, // [58:58] is the sub-list for extension extendee
-	0,  // [0:58] is the sub-list for field type_name
+	39, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
+	9,  // 20: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
+	22, // 21: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
+	27, // 22: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
+	32, // 23: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
+	33, // 24: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
+	36, // 25: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
+	38, // 26: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
+	42, // 27: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
+	51, // 28: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
+	45, // 29: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
+	48, // 30: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
+	40, // 31: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
+	1,  // 32: kvport.v1.Open.side:type_name -> kvport.v1.Side
+	2,  // 33: kvport.v1.Open.role:type_name -> kvport.v1.Role
+	21, // 34: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
+	18, // 35: kvport.v1.Open.regions:type_name -> kvport.v1.Region
+	18, // 36: kvport.v1.Open.arena:type_name -> kvport.v1.Region
+	18, // 37: kvport.v1.Open.progress:type_name -> kvport.v1.Region
+	4,  // 38: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
+	19, // 39: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
+	20, // 40: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
+	0,  // 41: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
+	24, // 42: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
+	26, // 43: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
+	23, // 44: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
+	28, // 45: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
+	5,  // 46: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
+	23, // 47: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
+	24, // 48: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
+	28, // 49: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
+	28, // 50: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
+	30, // 51: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
+	28, // 52: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
+	28, // 53: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
+	30, // 54: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
+	35, // 55: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
+	44, // 56: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
+	8,  // 57: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
+	3,  // 58: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
+	47, // 59: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
+	10, // 60: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
+	13, // 61: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
+	15, // 62: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
+	11, // 63: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
+	14, // 64: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
+	16, // 65: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
+	63, // [63:66] is the sub-list for method output_type
+	60, // [60:63] is the sub-list for method input_type
+	60, // [60:60] is the sub-list for extension type_name
+	60, // [60:60] is the sub-list for extension extendee
+	0,  // [0:60] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_plugin_proto_init() }
@@ -3705,6 +3840,7 @@ func file_kvport_v1_plugin_proto_init() {
 		(*SessionRequest_Stats)(nil),
 		(*SessionRequest_Events)(nil),
 		(*SessionRequest_SaveLayers)(nil),
+		(*SessionRequest_Renewals)(nil),
 	}
 	file_kvport_v1_plugin_proto_msgTypes[7].OneofWrappers = []any{
 		(*SessionResponse_Opened)(nil),
@@ -3717,6 +3853,7 @@ func file_kvport_v1_plugin_proto_init() {
 		(*SessionResponse_Closed)(nil),
 		(*SessionResponse_Stats)(nil),
 		(*SessionResponse_Events)(nil),
+		(*SessionResponse_Renewals)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -3724,7 +3861,7 @@ func file_kvport_v1_plugin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvport_v1_plugin_proto_rawDesc), len(file_kvport_v1_plugin_proto_rawDesc)),
 			NumEnums:      9,
-			NumMessages:   41,
+			NumMessages:   43,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -63,7 +64,7 @@ func main() {
 	}
 	sdk.Serve(connector.Plugin{
 		Name: "TestConnector", Aliases: []string{"TestAlias"}, Version: "1", Environment: []string{"KVPORT_TEST_SEEN"},
-		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers,
+		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers | connector.CanLease,
 		Schema:       sdk.SchemaOf[config](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			c, err := sdk.DecodeConfig[config](raw)
@@ -84,6 +85,9 @@ func main() {
 			}
 			if c.Fault == "hold" {
 				info.Capabilities |= connector.CanHold
+			}
+			if c.Fault == "lease" {
+				info.Capabilities |= connector.CanHold | connector.CanLease
 			}
 			if strings.HasPrefix(c.Fault, "stat") {
 				info.Capabilities |= connector.CanStat
@@ -112,6 +116,8 @@ func main() {
 				return &teller{scheduler{s}}, err
 			case "plan":
 				return &planner{scheduler{s}}, err
+			case "lease":
+				return newLeaser(s), err
 			case "hold":
 				return &holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}, err
 			}
@@ -274,6 +280,49 @@ func (h *holder) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
+}
+
+// leaser keeps holds of requests named "kept" as long as it may; what it was told is over has a request
+// "over N" in the next ticket.
+type leaser struct {
+	holder
+	kept []connector.HoldID
+	over []connector.HoldID
+}
+
+func newLeaser(s *side) *leaser {
+	return &leaser{holder: holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}}
+}
+
+func (l *leaser) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+	out, err := l.holder.Finish(ctx, ended)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for i, e := range ended {
+		if out[i].ID == 0 {
+			continue
+		}
+		out[i].TTL, out[i].Ticket = 300*time.Millisecond, fmt.Appendf(nil, "%v", l.over)
+		if strings.HasPrefix(string(e.Request), "kept") {
+			l.kept = append(l.kept, out[i].ID)
+		}
+	}
+	return out, err
+}
+
+func (l *leaser) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
+	timer := time.NewTimer(50 * time.Millisecond)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.over = append(l.over, ended...)
+	l.kept = slices.DeleteFunc(l.kept, func(id connector.HoldID) bool { return slices.Contains(ended, id) })
+	return slices.Clone(l.kept), nil
 }
 
 func statInfos(fault string) []connector.StatInfo {
