@@ -185,7 +185,7 @@ func (t *transfer) lookup(ctx context.Context) (err error) {
 	if err := l.save(ctx, l.transfer(0, 0)); err != nil {
 		return err
 	}
-	took, err := t.turns().measure(ctx, func(int) error { return l.match(ctx, keys) }, func(int) error { return l.match(ctx, 1) })
+	took, err := t.turns().measure(ctx, func(int) error { return l.match(ctx, 0, keys) }, func(int) error { return l.match(ctx, 0, 1) })
 	if err != nil {
 		return err
 	}

@@ -149,6 +149,9 @@ func (s *store) measure(ctx context.Context, binary string, set setup, sh shape)
 		return err
 	}
 	defer func() { err = errors.Join(err, done()) }()
+	if err := w.ask(ctx); err != nil {
+		return err
+	}
 	saves, err := s.turns(set).measure(ctx, storing...)
 	if err != nil {
 		return err
@@ -285,6 +288,12 @@ func (w *walk) save(ctx context.Context, _ int, digests bool) error {
 	t := w.place(w.stored, w.stored)
 	w.stored++
 	return w.link.save(ctx, t)
+}
+
+// ask asks for what is going to be stored, as an engine does before it computes a prompt.
+func (w *walk) ask(ctx context.Context) error {
+	const steps = 1024
+	return w.link.match(ctx, w.stored*w.link.shape.batch, steps)
 }
 
 // message stores what is stored: the whole way to the connector and back, with nothing to copy at its end.

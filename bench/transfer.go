@@ -53,8 +53,12 @@ func Transfer(ctx context.Context, o TransferOptions) (err error) {
 		name string
 		run  func(context.Context) error
 	}{
-		{"blocks", t.blocks}, {"message", t.roundTrip}, {"files", t.storage}, {"lookup", t.lookup},
-		{"restart", t.restart}, {"transports", t.transports},
+		{"blocks", t.blocks},
+		{"message", t.roundTrip},
+		{"files", t.storage},
+		{"lookup", t.lookup},
+		{"restart", t.restart},
+		{"transports", t.transports},
 	} {
 		if o.Only != "" && o.Only != part.name {
 			continue
@@ -191,7 +195,7 @@ func (t *transfer) roundTrip(ctx context.Context) (err error) {
 	done := make(chan struct{})
 	go func() { defer close(done); echo(b) }()
 	var message [64]byte
-	took, err := t.turns().measure(ctx, func(int) error { return l.match(ctx, 1) }, func(int) error {
+	took, err := t.turns().measure(ctx, func(int) error { return l.match(ctx, 0, 1) }, func(int) error {
 		if _, err := a.Write(message[:]); err != nil {
 			return err
 		}
@@ -205,10 +209,10 @@ func (t *transfer) roundTrip(ctx context.Context) (err error) {
 }
 
 // match asks for keys; the answer does not matter.
-func (l *link) match(ctx context.Context, keys int) error {
+func (l *link) match(ctx context.Context, first, keys int) error {
 	q := connector.Query{Tokens: keys*blockTokens + 1}
 	for i := range keys {
-		q.Keys = append(q.Keys, key(i))
+		q.Keys = append(q.Keys, key(first+i))
 	}
 	_, err := l.scheduler.Match(ctx, []connector.Query{q})
 	return err

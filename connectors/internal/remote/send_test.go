@@ -3,6 +3,8 @@ package remote
 import (
 	"errors"
 	"math/rand/v2"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -78,4 +80,58 @@ func TestCutSaves(t *testing.T) {
 	require.Greater(t, r.Cuts(), 10)
 	require.Positive(t, saved)
 	require.Positive(t, lost)
+}
+
+// A save asks the server for what it was not asked for before, and for that only, once.
+func TestSavesAskOnce(t *testing.T) {
+	srv := server(t)
+	s, other := open(t, Options{Addresses: []string{srv.Address}}), open(t, Options{Addresses: []string{srv.Address}})
+	c := srv.Client()
+	defer func() { require.NoError(t, c.Close()) }()
+	asked := func(do func()) int {
+		require.NoError(t, srv.Do(t.Context(), "config", "resetstat"))
+		do()
+		info, err := c.Info(t.Context(), "commandstats").Result()
+		require.NoError(t, err)
+		calls, _, _ := strings.Cut(strings.TrimPrefix(infoField(info, "cmdstat_exists"), "calls="), ",")
+		n, _ := strconv.Atoi(calls) // none: no such field
+		return n
+	}
+	full, empty := items(6, 1000)
+	put := func(items []connector.Item) func() {
+		return func() { require.NoError(t, s.Put(t.Context(), items)) }
+	}
+	require.Equal(t, 2, asked(put(full[4:])), "nobody asked before")
+	require.Zero(t, found(t, s, full[:4]))
+	require.Zero(t, asked(put(full[:4])), "they were not there")
+	require.Equal(t, 6, asked(put(full)), "they are there now, as far as is known")
+	require.Equal(t, uint64(6), s.Stats().Known)
+	require.Equal(t, uint64(6), s.Stats().Saved)
+
+	late, _ := items(8, 1000)
+	late = late[6:]
+	require.Zero(t, found(t, s, late))
+	require.NoError(t, other.Put(t.Context(), late), "another engine was faster")
+	put(late)()
+	require.Equal(t, uint64(8), s.Stats().Saved, "written twice, which harms nobody")
+	require.NoError(t, s.Get(t.Context(), empty))
+	requireEqual(t, full, empty)
+}
+
+// What is remembered is bounded in number and time.
+func TestAbsentIsBounded(t *testing.T) {
+	var a absent
+	now := time.Now()
+	for n := range 3 * absentMost / 100 {
+		keys := make([]connector.StoreKey, 100)
+		for i := range keys {
+			keys[i] = connector.StoreKey{byte(n), byte(n >> 8), byte(i), 1}
+		}
+		a.note(keys, map[connector.StoreKey]bool{keys[0]: true}, now)
+		require.LessOrEqual(t, len(a.keys), absentMost)
+		require.False(t, a.take(keys[0], now), "it was there")
+		require.True(t, a.take(keys[1], now))
+		require.False(t, a.take(keys[1], now), "once")
+		require.False(t, a.take(keys[2], now.Add(absentTime)), "too long ago")
+	}
 }

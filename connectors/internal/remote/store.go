@@ -26,6 +26,7 @@ type Store struct {
 	movers *lanes // for values
 	asker  *lanes // for questions, so that they do not wait behind values
 	all    []*lane
+	absent absent
 }
 
 // Open connects to a server. One that refuses us or is of another kind is an error that names the
@@ -151,6 +152,7 @@ func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int,
 		}
 		return found, ctx.Err()
 	}
+	s.absent.note(keys, present, time.Now())
 	for i, run := range runs {
 		for found[i] < len(run) && present[run[found[i]]] {
 			found[i]++
@@ -288,11 +290,13 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	return eachBatch(items, s.o.Connections, func(part []connector.Item) []error { return s.put(ctx, part, known) })
 }
 
-// refresh finds the blocks that are there already and lets their time to live begin anew.
+// refresh finds the blocks that are there already and lets their time to live begin anew. It does not ask for those
+// that were not there just now.
 func (s *Store) refresh(ctx context.Context, items []connector.Item) (map[connector.StoreKey]bool, error) {
 	keys := make([]connector.StoreKey, 0, len(items))
+	now := time.Now()
 	for _, it := range items {
-		if !it.Replace {
+		if !s.absent.take(it.Key, now) && !it.Replace {
 			keys = append(keys, it.Key)
 		}
 	}
