@@ -91,6 +91,9 @@ type Peers struct {
 	// Addresses are producers to ask for prompts that come without a ticket, in this order. A ticket
 	// names its producer itself.
 	Addresses []string
+	// Subscribe are producers whose blocks a consumer takes over as they are computed, layer by layer,
+	// without having asked for them. It needs no producer to be there.
+	Subscribe []string
 	// Bytes is how much memory blocks may take that wait to be fetched, and those that have arrived; 0:
 	// 1 GiB. When it is full the oldest blocks go.
 	Bytes int64

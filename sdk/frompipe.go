@@ -31,13 +31,18 @@ const (
 // their way, which are computed then; the next request dials again. Any number of consumers may ask any
 // number of producers. A producer whose Peers.Push knows where a request goes on sends it the blocks as they
 // are saved; what does not come is asked for all the same. With d.Stats, which begin with [PeerStats], it
-// shows numbers. Keys, ranks, groups and partial blocks are as with [FromStore]; Scope is
+// shows numbers; with [LayerStats] among them, what a producer computes goes layer by layer, while it is computed,
+// to the consumers that have subscribed (Peers.Subscribe). Keys, ranks, groups and partial blocks are as with [FromStore]; Scope is
 // ScopeEngine, since others see a block by ticket only, or if they name this engine in their config.
 func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (pipe.Peers, error)) connector.Plugin {
 	d.Scope, d.Capabilities, d.Reset = connector.ScopeEngine, 0, false
 	powers := connector.CanHold
 	if len(d.Stats) > 0 {
 		powers |= connector.CanStat
+	}
+	layered := slices.ContainsFunc(d.Stats, func(s connector.StatInfo) bool { return s.Name == layerStat })
+	if layered {
+		powers |= connector.CanLayers
 	}
 	noArena := func(json.RawMessage, *connector.Env) (int64, error) { return 0, nil }
 	stores := newStores(d, noArena, func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
@@ -49,7 +54,11 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 		if err != nil {
 			return nil, err
 		}
-		return openPeerStore(ctx, env, peers)
+		s, err := openPeerStore(ctx, env, peers)
+		if err == nil {
+			s.layered = layered
+		}
+		return s, err
 	})
 	return connector.Plugin{
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
@@ -63,7 +72,7 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 			if err != nil {
 				return nil, err
 			}
-			return &pipeScheduler{storeScheduler{side, powers}, peers}, nil
+			return &pipeScheduler{storeScheduler{side, powers &^ connector.CanLayers}, peers}, nil
 		},
 		Worker: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
 			side, peers, err := stores.peers(ctx, env, raw)
@@ -229,9 +238,15 @@ func (w *pipeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connec
 // Save implements connector.Worker. What was saved is sent to the consumer that the request names.
 func (w *pipeWorker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	err := w.storeWorker.Save(ctx, t, kv)
+	w.pushSaved(ctx, t)
+	return err
+}
+
+// pushSaved sends the consumer that a request names what was saved of it.
+func (w *pipeWorker) pushSaved(ctx context.Context, t *connector.Transfer) {
 	to := w.peers.target(t.Request)
 	if to == "" {
-		return err
+		return
 	}
 	shard := connector.Shard{Rank: w.env.Rank, World: max(1, w.env.World)}
 	var keys []connector.StoreKey
@@ -243,7 +258,6 @@ func (w *pipeWorker) Save(ctx context.Context, t *connector.Transfer, kv *connec
 	if keys = w.peers.pushing.add(t.Request, keys); len(keys) > 0 {
 		w.peers.push(ctx, to, &message{kind: kindPush, keys: keys})
 	}
-	return err
 }
 
 // openPeerStore starts what an engine's epoch needs: a listener if it saves.
@@ -272,6 +286,11 @@ func openPeerStore(ctx context.Context, env connector.Env, peers pipe.Peers) (*p
 		log = slog.New(slog.DiscardHandler)
 	}
 	s := newPeerStore(peers, pool, log)
+	if env.Role.Loads() {
+		for _, address := range peers.Subscribe {
+			s.tasks.Go((&subscription{store: s, address: address}).run)
+		}
+	}
 	if !env.Role.Saves() && !peers.Pushed {
 		return s, nil
 	}

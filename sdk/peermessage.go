@@ -12,11 +12,15 @@ import (
 
 // What peers say to each other. The numbers are part of the protocol and never reused.
 const (
-	kindWant    byte = 1 + iota // consumer: the payload is keys of blocks to send
-	kindBlock                   // producer: the header names a block, the payload is it
-	kindGone                    // producer: the payload is keys of blocks that it does not have
-	kindFetched                 // consumer: the header names a hold whose blocks it has
-	kindPushed                  // producer: the header names a hold of its, and its address: what it pushes of it was sent
+	kindWant      byte = 1 + iota // consumer: the payload is keys of blocks to send
+	kindBlock                     // producer: the header names a block, the payload is it
+	kindGone                      // producer: the payload is keys of blocks that it does not have
+	kindFetched                   // consumer: the header names a hold whose blocks it has
+	kindPushed                    // producer: the header names a hold of its, and its address: what it pushes of it was sent
+	kindSubscribe                 // consumer: it wants what is computed from now on, layer by layer
+	kindParts                     // producer: the header names pieces of blocks, the payload is they
+	kindDrop                      // producer: the payload is keys of blocks whose other pieces will not come
+	kindTaken                     // consumer: the header counts the bytes of pieces that have come over this link
 )
 
 // kindPush is not sent: it has a producer send blocks as kindBlock.
@@ -34,6 +38,9 @@ type message struct {
 	key  connector.StoreKey   // block
 	hold connector.HoldID     // fetched, pushed
 	from string               // pushed: the producer's address
+
+	parts []part // parts
+	bytes int64  // taken
 
 	done chan struct{} // push: closed when it was sent or cannot be; nil: nobody waits
 }
@@ -53,7 +60,9 @@ func (m *message) encode() (header, payload []byte) {
 		header = append(header, m.key[:]...)
 	case kindFetched, kindPushed:
 		header = append(binary.LittleEndian.AppendUint64(header, uint64(m.hold)), m.from...)
-	case kindWant, kindGone:
+	case kindTaken:
+		header = binary.LittleEndian.AppendUint64(header, uint64(m.bytes))
+	case kindWant, kindGone, kindDrop:
 		payload = make([]byte, 0, len(m.keys)*keySize)
 		for _, k := range m.keys {
 			payload = append(payload, k[:]...)
@@ -77,8 +86,14 @@ func parseMessage(header []byte, size int) (*message, error) {
 		}
 		return m, nil
 	}
+	if m.kind == kindSubscribe || m.kind == kindParts || m.kind == kindTaken {
+		if !m.parseLayers(rest, size) {
+			return bad()
+		}
+		return m, nil
+	}
 	switch m.kind {
-	case kindWant, kindGone:
+	case kindWant, kindGone, kindDrop:
 		if len(rest) != 0 || size%keySize != 0 || size > maxWant*keySize {
 			return bad()
 		}

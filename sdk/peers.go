@@ -30,6 +30,8 @@ type peerStore struct {
 	log      *slog.Logger
 	memory   *lookupbuffer.Memory
 	holds    *holdTable
+	pushes   pushes
+	layered  bool // its layers are counted
 	pushing  pushing
 	coming   coming
 	counts   counts
@@ -157,10 +159,12 @@ func (s *peerStore) serve(link pipe.Link) {
 		s.links--
 		s.mu.Unlock()
 	}()
+	consumer := &subscriber{out: link.Out, lost: func() { _ = link.Close() }}
+	defer s.pushes.remove(consumer)
 	for {
 		m, err := s.receive(link.In, s.roomForPushed)
 		if err == nil && m != nil {
-			err = s.answer(link.Out, m)
+			err = s.answer(consumer, m)
 		}
 		switch {
 		case err == nil:
@@ -172,8 +176,14 @@ func (s *peerStore) serve(link pipe.Link) {
 	}
 }
 
-func (s *peerStore) answer(out pipe.Pipe, m *message) error {
+func (s *peerStore) answer(to *subscriber, m *message) error {
+	out := to.out
 	switch m.kind {
+	case kindSubscribe:
+		s.pushes.add(to)
+		return nil
+	case kindTaken:
+		return s.pushes.confirmed(to, m.bytes)
 	case kindWant:
 		var gone []connector.StoreKey
 		for _, k := range m.keys {

@@ -198,6 +198,9 @@ func (s *peerStore) receive(in pipe.Pipe, room func(connector.StoreKey, int) (*l
 		if m, err = parseMessage(header, size); err != nil {
 			return nil, err
 		}
+		if m.kind == kindParts {
+			return nil, errUnasked
+		}
 		if m.kind == kindBlock {
 			if slot, err = room(m.key, size); err != nil {
 				return nil, err
@@ -273,6 +276,9 @@ func (s *peerStore) Stats(context.Context) ([]connector.Stat, error) {
 		{"pool_bytes", s.memory.Pooled()},
 	} {
 		stats = append(stats, connector.Stat{Name: v.name, Value: float64(v.value)})
+	}
+	if s.layered {
+		stats = append(stats, s.pushes.stats()...)
 	}
 	if s.peers.Stats != nil {
 		stats = append(stats, s.peers.Stats()...)

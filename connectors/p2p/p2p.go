@@ -20,6 +20,7 @@ type Config struct {
 	Listen    string   `json:"listen,omitempty"       jsonschema:"default=127.0.0.1:0,description=address at which a producer listens; port 0 takes a free one"`
 	Advertise string   `json:"advertise,omitempty"    jsonschema:"description=what tickets name instead of the address listened at; port 0 stands for the one taken"`
 	Peers     []string `json:"peers,omitempty"        jsonschema:"description=producers to ask for prompts that come without a ticket"`
+	Subscribe []string `json:"subscribe,omitempty" jsonschema:"description=producers whose blocks a consumer takes over while they are computed, layer by layer"`
 	KeyFile   string   `json:"key_file,omitempty"     jsonschema:"description=key that all peers share; wanted beyond loopback; makes mutual TLS of it"`
 	Bytes     int64    `json:"buffer_bytes,omitempty" jsonschema:"default=1073741824,minimum=1048576,description=memory for blocks that wait to be fetched or have arrived"`
 	SocketDir string   `json:"socket_dir,omitempty"   jsonschema:"description=shm: folder of the listeners' sockets; empty: one of its own for each"`
@@ -29,7 +30,7 @@ type Config struct {
 // Open makes the peers of a config, for sdk.FromPipe.
 func Open(_ context.Context, _ connector.Env, c Config) (pipe.Peers, error) {
 	network, err := c.open()
-	return pipe.Peers{Network: network, Addresses: c.Peers, Bytes: c.Bytes}, err
+	return pipe.Peers{Network: network, Addresses: c.Peers, Subscribe: c.Subscribe, Bytes: c.Bytes}, err
 }
 
 // Validate refuses fields of one transport in the config of the other. Errors name the field.

@@ -7,5 +7,5 @@ import (
 )
 
 func main() {
-	sdk.Serve(sdk.FromPipe(sdk.Definition{Name: "PipeConnector", Version: "1.0.0", Groups: true}, p2p.Open))
+	sdk.Serve(sdk.FromPipe(sdk.Definition{Name: "PipeConnector", Version: "1.0.0", Groups: true, Stats: append(sdk.PeerStats(), sdk.LayerStats()...)}, p2p.Open))
 }

@@ -1,0 +1,467 @@
+package sdk
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/lookupbuffer"
+	"github.com/kvport/kvport/pipe"
+)
+
+// Producers push: who subscribed gets the layers of every block as they are computed, and has the block
+// when the producer does. What does not arrive is asked for as any other.
+
+const (
+	pushPatience = 2 * time.Second // for a subscriber that does not receive
+	maxParts     = 1024            // parts of one frame
+	partSize     = keySize + 12    // of a part in a header
+)
+
+// part is a piece of a block.
+type part struct {
+	key                 connector.StoreKey
+	total, offset, size uint32 // of the block, in it, of the piece
+}
+
+// appendParts encodes the header of a frame of parts; the payload is their bytes, one after the other.
+func appendParts(parts []part) []byte {
+	header := []byte{peerVersion, kindParts}
+	for _, p := range parts {
+		header = append(header, p.key[:]...)
+		header = binary.LittleEndian.AppendUint32(header, p.total)
+		header = binary.LittleEndian.AppendUint32(header, p.offset)
+		header = binary.LittleEndian.AppendUint32(header, p.size)
+	}
+	return header
+}
+
+// parseParts reads what appendParts wrote, for a payload of size bytes.
+func parseParts(rest []byte, size int) ([]part, bool) {
+	if len(rest)%partSize != 0 || len(rest) > maxParts*partSize {
+		return nil, false
+	}
+	parts := make([]part, 0, len(rest)/partSize)
+	sum := uint64(0)
+	for ; len(rest) > 0; rest = rest[partSize:] {
+		p := part{key: connector.StoreKey(rest[:keySize])}
+		p.total = binary.LittleEndian.Uint32(rest[keySize:])
+		p.offset = binary.LittleEndian.Uint32(rest[keySize+4:])
+		p.size = binary.LittleEndian.Uint32(rest[keySize+8:])
+		if p.size == 0 || uint64(p.offset)+uint64(p.size) > uint64(p.total) || p.total > math.MaxInt32 {
+			return nil, false
+		}
+		sum += uint64(p.size)
+		parts = append(parts, p)
+	}
+	return parts, sum == uint64(size)
+}
+
+// subscriber is a consumer that gets what is computed here.
+type subscriber struct {
+	out   pipe.Pipe
+	sent  atomic.Int64 // bytes
+	taken atomic.Int64 // bytes that it has confirmed
+	lost  func()       // ends its link
+}
+
+// pushes counts what was pushed.
+type pushes struct {
+	mu          sync.Mutex
+	subscribers map[*subscriber]struct{}
+
+	sent, taken, early atomic.Int64 // bytes
+}
+
+func (p *pushes) add(s *subscriber) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.subscribers == nil {
+		p.subscribers = map[*subscriber]struct{}{}
+	}
+	p.subscribers[s] = struct{}{}
+}
+
+func (p *pushes) remove(s *subscriber) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.subscribers, s)
+}
+
+func (p *pushes) all() []*subscriber {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	out := make([]*subscriber, 0, len(p.subscribers))
+	for s := range p.subscribers {
+		out = append(out, s)
+	}
+	return out
+}
+
+// confirmed notes how much a subscriber has.
+func (p *pushes) confirmed(s *subscriber, bytes int64) error {
+	if was := s.taken.Load(); bytes < was || bytes > s.sent.Load() {
+		return fmt.Errorf("a consumer confirms %d bytes after %d, %d were sent: %w", bytes, was, s.sent.Load(), connector.ErrIncompatible)
+	}
+	p.taken.Add(bytes - s.taken.Swap(bytes))
+	return nil
+}
+
+// layerStat is the first of LayerStats.
+const layerStat = "layer_bytes_total"
+
+// LayerStats declares what connectors of [FromPipe] count of layers, for Definition.Stats. With them the
+// connector saves layer by layer (connector.CanLayers).
+func LayerStats() []connector.StatInfo {
+	return []connector.StatInfo{
+		{Name: layerStat, Help: "Bytes sent to subscribers while they were computed, layer by layer.", Kind: connector.Counter},
+		{Name: "layer_confirmed_bytes_total", Help: "Those of them that subscribers have confirmed.", Kind: connector.Counter},
+		{Name: "layer_early_bytes_total", Help: "Those that were confirmed when the KV of the last layer was computed.", Kind: connector.Counter},
+		{Name: "subscribers", Help: "Consumers that get layers as they are computed.", Kind: connector.Gauge},
+	}
+}
+
+// stats are their values.
+func (p *pushes) stats() []connector.Stat {
+	return []connector.Stat{
+		{Name: layerStat, Value: float64(p.sent.Load())},
+		{Name: "layer_confirmed_bytes_total", Value: float64(p.taken.Load())},
+		{Name: "layer_early_bytes_total", Value: float64(p.early.Load())},
+		{Name: "subscribers", Value: float64(len(p.all()))},
+	}
+}
+
+// parseLayers reads the messages of subscriptions.
+func (m *message) parseLayers(rest []byte, size int) (ok bool) {
+	switch m.kind {
+	case kindParts:
+		m.parts, ok = parseParts(rest, size)
+		return ok
+	case kindTaken:
+		if len(rest) != 8 || size != 0 {
+			return false
+		}
+		m.bytes = int64(binary.LittleEndian.Uint64(rest))
+		return m.bytes >= 0
+	}
+	return len(rest) == 0 && size == 0
+}
+
+// layered is a block that is being computed: its room in the buffer, and where its segments lie in it.
+type layered struct {
+	item    connector.Item
+	group   uint16
+	id      connector.BlockID
+	slot    *lookupbuffer.Slot
+	offsets map[int]int // by segment
+}
+
+// SaveLayers implements connector.LayerWorker: each layer is copied to the buffer and pushed to those
+// who have subscribed; with the last one the blocks can be found.
+func (w *pipeWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
+	if !w.env.Role.Saves() {
+		return fmt.Errorf("save: this engine is a %v: %w", w.env.Role, connector.ErrIncompatible)
+	}
+	blocks, failed, err := w.reserve(t, kv)
+	if err != nil {
+		return fmt.Errorf("save: %w", err)
+	}
+	push := w.peers.beginPush()
+	layers := kv.Layout().Layers()
+	for n := 0; n < layers; {
+		final, err := progress.Wait(ctx, n)
+		if err != nil {
+			for _, b := range blocks {
+				_ = b.slot.Done(err)
+			}
+			push.drop(blocks)
+			return err
+		}
+		if final == layers {
+			push.early()
+		}
+		push.layers(blocks, kv, n, final)
+		n = final
+	}
+	for _, b := range blocks {
+		if err := b.slot.Done(nil); err != nil {
+			failed = append(failed, b.id)
+		}
+	}
+	w.pushSaved(ctx, t)
+	if len(failed) > 0 {
+		return &connector.BlockError{Blocks: failed, Err: fmt.Errorf("no room in the buffer: %w", connector.ErrBusy)}
+	}
+	return nil
+}
+
+// reserve takes room for the blocks of a transfer that are not stored yet. failed are those that find
+// none.
+func (w *pipeWorker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*layered, failed []connector.BlockID, err error) {
+	items, _, _, err := w.items(t, kv)
+	if err != nil {
+		return nil, nil, err
+	}
+	at := 0
+	for _, b := range t.Blocks {
+		if b.Key == (connector.BlockKey{}) {
+			continue
+		}
+		it := items[at]
+		at++
+		if found, _ := w.peers.memory.Lookup(context.Background(), [][]connector.StoreKey{{it.Key}}); !t.Replace && len(found) == 1 && found[0] == 1 {
+			continue
+		}
+		l := &layered{item: it, group: b.Group, id: b.ID, offsets: map[int]int{}}
+		offset := 0
+		for _, s := range kv.Segments(b.Group) {
+			l.offsets[s] = offset
+			offset += len(kv.View(s, b.ID))
+		}
+		if l.slot, err = w.peers.memory.Reserve(it.Key, it.Size()); err != nil {
+			failed = append(failed, b.ID)
+			continue
+		}
+		blocks = append(blocks, l)
+	}
+	return blocks, failed, nil
+}
+
+// push is what one transfer sends to its subscribers.
+type push struct {
+	store *peerStore
+	to    map[*subscriber]int64 // how much it had confirmed when the transfer began
+	sent  int64                 // to each
+}
+
+func (s *peerStore) beginPush() *push {
+	p := &push{store: s, to: map[*subscriber]int64{}}
+	for _, sub := range s.pushes.all() {
+		p.to[sub] = sub.taken.Load()
+	}
+	return p
+}
+
+// early counts what was confirmed when the last layer was computed.
+func (p *push) early() {
+	for sub, before := range p.to {
+		p.store.pushes.early.Add(max(0, min(sub.taken.Load()-before, p.sent)))
+	}
+}
+
+// layers copies layers to the buffer and sends them.
+func (p *push) layers(blocks []*layered, kv *connector.KV, from, to int) {
+	var parts []part
+	var spans [][]byte
+	for _, b := range blocks {
+		data := b.slot.Bytes()
+		for _, s := range kv.Between(b.group, from, to) {
+			at := b.offsets[s]
+			piece := data[at : at+copy(data[at:], kv.View(s, b.id))]
+			parts = append(parts, part{key: b.item.Key, total: uint32(len(data)), offset: uint32(at), size: uint32(len(piece))})
+			spans = append(spans, piece)
+		}
+		if len(parts) >= maxParts-len(b.offsets) {
+			p.send(parts, spans)
+			parts, spans = nil, nil
+		}
+	}
+	p.send(parts, spans)
+}
+
+// send sends one frame to every subscriber. One that does not take it in time is lost.
+func (p *push) send(parts []part, spans [][]byte) {
+	if len(parts) == 0 || len(p.to) == 0 {
+		return
+	}
+	size := int64(0)
+	for _, s := range spans {
+		size += int64(len(s))
+	}
+	header := appendParts(parts)
+	for sub := range p.to {
+		sub.sent.Add(size)
+		if err := p.tell(sub, header, spans); err != nil {
+			p.store.log.Warn("a subscriber is lost", "error", err)
+			sub.lost()
+			delete(p.to, sub)
+			continue
+		}
+		p.store.pushes.sent.Add(size)
+	}
+	p.sent += size
+}
+
+func (p *push) tell(sub *subscriber, header []byte, spans [][]byte) error {
+	ctx, cancel := context.WithTimeout(p.store.ctx, pushPatience)
+	defer cancel()
+	return sub.out.Send(ctx, header, spans)
+}
+
+// drop says that the rest of some blocks will not come.
+func (p *push) drop(blocks []*layered) {
+	m := message{kind: kindDrop}
+	for _, b := range blocks {
+		m.keys = append(m.keys, b.item.Key)
+	}
+	for len(m.keys) > 0 {
+		some := message{kind: kindDrop, keys: m.keys[:min(len(m.keys), maxWant)]}
+		m.keys = m.keys[len(some.keys):]
+		header, payload := some.encode()
+		for sub := range p.to {
+			if p.tell(sub, header, [][]byte{payload}) != nil {
+				sub.lost()
+			}
+		}
+	}
+}
+
+// subscription takes over what one producer computes, as long as the store is open.
+type subscription struct {
+	store    *peerStore
+	address  string
+	partial  map[connector.StoreKey]*partial
+	received int64
+}
+
+// partial is a block of which some parts have arrived.
+type partial struct {
+	slot *lookupbuffer.Slot // nil: there was no room, the parts are thrown away
+	size int
+	got  int
+}
+
+// run dials again and again.
+func (s *subscription) run() {
+	for pause, warned := redialAfter, false; ; pause = min(2*pause, pushPatience) {
+		began := time.Now()
+		err := guard(s.store.log, "subscribe", s.once)
+		if s.store.ctx.Err() != nil {
+			return
+		}
+		if time.Since(began) > time.Second {
+			pause, warned = redialAfter, false
+		}
+		if !warned {
+			s.store.log.Warn("a producer's layers do not come, its blocks are fetched", "address", s.address, "error", err)
+			warned = true
+		}
+		if !s.store.pause(pause) {
+			return
+		}
+	}
+}
+
+// once receives until the link breaks.
+func (s *subscription) once() error {
+	ctx, cancel := context.WithTimeout(s.store.ctx, s.store.peers.Wait)
+	link, err := s.store.peers.Network.Dial(ctx, s.address)
+	cancel()
+	if err != nil {
+		return err
+	}
+	s.partial, s.received = map[connector.StoreKey]*partial{}, 0
+	defer func() {
+		_ = link.Close()
+		for k := range s.partial {
+			s.drop(k)
+		}
+	}()
+	if err := s.store.send(link.Out, &message{kind: kindSubscribe}, nil); err != nil {
+		return err
+	}
+	for {
+		if err := s.receive(link); err != nil {
+			return err
+		}
+	}
+}
+
+// receive takes one frame.
+func (s *subscription) receive(link pipe.Link) error {
+	var m *message
+	var payload []byte
+	err := link.In.Recv(s.store.ctx, func(header []byte, size int) (spans [][]byte, err error) {
+		if m, err = parseMessage(header, size); err != nil {
+			return nil, err
+		}
+		if m.kind != kindParts {
+			payload = make([]byte, size)
+			return [][]byte{payload}, nil
+		}
+		for _, p := range m.parts {
+			span, err := s.place(&p)
+			if err != nil {
+				return nil, err
+			}
+			spans = append(spans, span)
+		}
+		return spans, nil
+	})
+	if err != nil {
+		return err
+	}
+	switch m.kind {
+	case kindParts:
+		for _, p := range m.parts {
+			s.arrived(&p)
+		}
+		return s.store.send(link.Out, &message{kind: kindTaken, bytes: s.received}, nil)
+	case kindDrop:
+		if err := m.parseKeys(payload); err != nil {
+			return err
+		}
+		for _, k := range m.keys {
+			s.drop(k)
+		}
+		return nil
+	}
+	return fmt.Errorf("a producer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
+}
+
+// place is where a part goes.
+func (s *subscription) place(p *part) ([]byte, error) {
+	b := s.partial[p.key]
+	if b == nil {
+		b = &partial{size: int(p.total)}
+		var err error
+		if b.slot, err = s.store.memory.Reserve(p.key, b.size); err != nil && !errors.Is(err, connector.ErrBusy) && !errors.Is(err, connector.ErrIncompatible) {
+			return nil, err
+		}
+		s.partial[p.key] = b
+	}
+	switch {
+	case b.size != int(p.total) || b.got+int(p.size) > b.size:
+		return nil, fmt.Errorf("a producer sends parts that do not fit: %w", connector.ErrIncompatible)
+	case b.slot == nil:
+		return make([]byte, p.size), nil
+	}
+	return b.slot.Bytes()[p.offset:][:p.size], nil
+}
+
+// arrived counts a part; with the last one its block can be found.
+func (s *subscription) arrived(p *part) {
+	s.received += int64(p.size)
+	b := s.partial[p.key]
+	if b.got += int(p.size); b.got < b.size {
+		return
+	}
+	delete(s.partial, p.key)
+	if b.slot != nil {
+		_ = b.slot.Done(nil)
+	}
+}
+
+// drop gives up a block that will not be whole.
+func (s *subscription) drop(k connector.StoreKey) {
+	if b := s.partial[k]; b != nil && b.slot != nil {
+		_ = b.slot.Done(errUnwanted)
+	}
+	delete(s.partial, k)
+}
