@@ -15,15 +15,15 @@ import (
 )
 
 func plugin() connector.Plugin {
-	return sdk.FromPipe(sdk.Definition{Name: "PipeConnector", Version: "1", Groups: true}, Open)
+	return sdk.FromPipe(sdk.Definition{Name: "PipeConnector", Version: "1", Groups: true, Stats: append(sdk.PeerStats(), sdk.LayerStats()...)}, Open)
 }
 
 func TestConformance(t *testing.T) {
-	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(`{}`)), conformance.Pipe, conformance.Store, conformance.MultiRank, conformance.Groups)
+	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(`{}`)), conformance.Pipe, conformance.Store, conformance.MultiRank, conformance.Groups, conformance.LayerWise)
 }
 
 func TestConformanceOverSharedMemory(t *testing.T) {
-	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(`{"transport":"shm"}`)), conformance.Pipe, conformance.Store, conformance.MultiRank, conformance.Groups)
+	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(`{"transport":"shm"}`)), conformance.Pipe, conformance.Store, conformance.MultiRank, conformance.Groups, conformance.LayerWise)
 }
 
 func TestConfig(t *testing.T) {

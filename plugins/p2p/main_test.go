@@ -17,5 +17,5 @@ func TestBinary(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "kvport-p2p")
 	output, err := exec.Command("go", "build", "-buildvcs=false", "-o", path, ".").CombinedOutput()
 	require.NoError(t, err, "%s", output)
-	conformance.Run(t, conformance.Binary(path, nil), conformance.Pipe, conformance.Lifecycle)
+	conformance.Run(t, conformance.Binary(path, nil), conformance.Pipe, conformance.LayerWise, conformance.Lifecycle)
 }

@@ -1,0 +1,110 @@
+package sdk
+
+import (
+	"bytes"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
+)
+
+// begin starts to save blocks layer by layer; their content is there when the one layer is announced.
+func (e *peerEngine) begin(keys ...byte) (count *connector.LayerCount, ended chan error) {
+	e.Helper()
+	worker, ok := connector.As[connector.LayerWorker](e.worker)
+	require.True(e, ok)
+	for i, k := range keys {
+		for j := range 64 {
+			e.memory[64*i+j] = k + byte(j)
+		}
+	}
+	count, ended = &connector.LayerCount{}, make(chan error, 1)
+	go func() { ended <- worker.SaveLayers(e.Context(), blocksAt(0, keys...), e.kv, count) }()
+	return count, ended
+}
+
+func (e *peerEngine) has(keys ...byte) int {
+	e.Helper()
+	return e.match("", nil, keys...).Tokens / 4
+}
+
+// A consumer that has subscribed has the blocks without asking, also after its link was cut.
+func TestSubscribe(t *testing.T) {
+	w := &wires{}
+	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})
+	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}})
+	subscribed := func() bool { return len(p.store().pushes.all()) == 1 }
+	require.Eventually(t, subscribed, 10*time.Second, time.Millisecond)
+	count, ended := p.begin(1, 2)
+	require.Zero(t, d.has(1, 2))
+	count.Advance(1)
+	require.NoError(t, <-ended)
+	require.Eventually(t, func() bool { return d.has(1, 2) == 2 }, 10*time.Second, time.Millisecond)
+	d.load(nil, 1, 2)
+	require.Zero(t, p.store().counts.served.Load(), "nothing was asked for")
+	require.Eventually(t, func() bool { return p.store().pushes.taken.Load() == 128 }, 10*time.Second, time.Millisecond)
+
+	w.cut()
+	require.Eventually(t, func() bool { return !subscribed() }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, subscribed, 10*time.Second, time.Millisecond, "it subscribes again")
+	count, ended = p.begin(3)
+	count.Advance(1)
+	require.NoError(t, <-ended)
+	require.Eventually(t, func() bool { return d.has(3) == 1 }, 10*time.Second, time.Millisecond)
+}
+
+// What the engine gives up is nowhere, and its room is free again.
+func TestSubscribedGivenUp(t *testing.T) {
+	w := &wires{}
+	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{Bytes: 256})
+	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}, Bytes: 256})
+	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 1 }, 10*time.Second, time.Millisecond)
+	for range 4 {
+		count, ended := p.begin(1, 2, 3, 4)
+		count.GiveUp()
+		require.ErrorIs(t, <-ended, connector.ErrGone)
+	}
+	require.Zero(t, p.has(1))
+	count, ended := p.begin(5, 6, 7, 8)
+	count.Advance(1)
+	require.NoError(t, <-ended)
+	require.Eventually(t, func() bool { return d.has(5, 6, 7, 8) == 4 }, 10*time.Second, time.Millisecond)
+}
+
+// A subscriber that does not receive costs its link, not the save.
+func TestSubscriberThatSleeps(t *testing.T) {
+	w := &wires{}
+	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})
+	link, err := w.Dial(t.Context(), "wire-0")
+	require.NoError(t, err)
+	defer link.Close()
+	header, payload := (&message{kind: kindSubscribe}).encode()
+	require.NoError(t, link.Out.Send(t.Context(), header, [][]byte{payload}))
+	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 1 }, 10*time.Second, time.Millisecond)
+	for k := range byte(3) { // the pipe has room for one frame
+		count, ended := p.begin(9 + k)
+		count.Advance(1)
+		require.NoError(t, <-ended)
+	}
+	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 0 }, 10*time.Second, time.Millisecond)
+}
+
+func FuzzParts(f *testing.F) {
+	f.Add(appendParts([]part{{total: 8, offset: 4, size: 4}, {key: connector.StoreKey{1}, total: 9, size: 1}}), 5)
+	f.Fuzz(func(t *testing.T, header []byte, size int) {
+		m, err := parseMessage(header, size)
+		if err != nil || m.kind != kindParts {
+			return
+		}
+		sum := 0
+		for _, p := range m.parts {
+			require.LessOrEqual(t, uint64(p.offset)+uint64(p.size), uint64(p.total))
+			sum += int(p.size)
+		}
+		require.Equal(t, size, sum)
+		require.True(t, bytes.Equal(header, appendParts(m.parts)))
+	})
+}
