@@ -73,39 +73,35 @@ func (m *message) encode() (header, payload []byte) {
 
 // parseMessage reads a header and checks the payload's size. Errors wrap connector.ErrIncompatible.
 func parseMessage(header []byte, size int) (*message, error) {
-	bad := func() (*message, error) {
+	ok := len(header) >= 2 && header[0] == peerVersion
+	m := &message{}
+	if ok {
+		m.kind = header[1]
+		ok = m.parse(header[2:], size)
+	}
+	if !ok {
 		return nil, fmt.Errorf("message with %d bytes of header and %d of payload is none of ours: %w", len(header), size, connector.ErrIncompatible)
 	}
-	if len(header) < 2 || header[0] != peerVersion {
-		return bad()
-	}
-	m, rest := &message{kind: header[1]}, header[2:]
-	if m.kind == kindFetched || m.kind == kindPushed {
-		if !m.parseHold(rest) || size != 0 {
-			return bad()
-		}
-		return m, nil
-	}
-	if m.kind == kindSubscribe || m.kind == kindParts || m.kind == kindTaken {
-		if !m.parseLayers(rest, size) {
-			return bad()
-		}
-		return m, nil
-	}
+	return m, nil
+}
+
+// parse reads what follows the kind in a header.
+func (m *message) parse(rest []byte, size int) bool {
 	switch m.kind {
 	case kindWant, kindGone, kindDrop:
-		if len(rest) != 0 || size%keySize != 0 || size > maxWant*keySize {
-			return bad()
-		}
+		return len(rest) == 0 && size%keySize == 0 && size <= maxWant*keySize
 	case kindBlock:
 		if len(rest) != keySize || size == 0 {
-			return bad()
+			return false
 		}
 		m.key = connector.StoreKey(rest)
-	default:
-		return bad()
+		return true
+	case kindFetched, kindPushed:
+		return m.parseHold(rest) && size == 0
+	case kindSubscribe, kindParts, kindTaken:
+		return m.parseLayers(rest, size)
 	}
-	return m, nil
+	return false
 }
 
 // parseHold reads a hold and, where it was pushed, whose it is.
