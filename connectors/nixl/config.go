@@ -18,6 +18,8 @@ import (
 const (
 	EnvHost = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 	EnvPort = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+	// EnvLease is in seconds.
+	EnvLease = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 )
 
 // Config is the kv_connector_extra_config.
@@ -28,7 +30,7 @@ type Config struct {
 	KeyFile    string   `json:"key_file,omitempty" jsonschema:"description=Key that all peers share; wanted beyond loopback; makes mutual TLS of it."`
 	Backends   []string `json:"backends,omitempty" jsonschema:"description=Backends of NIXL to start; default UCX. One that does not start is an error."`
 	NetDevices string   `json:"ucx_net_devices,omitempty" jsonschema:"description=UCX_NET_DEVICES; default lo where side_channel_host is a loopback address and else all."`
-	LeaseMS    int      `json:"lease_ms,omitempty" jsonschema:"default=30000,minimum=10,maximum=600000,description=How long finished blocks wait for their consumer."`
+	LeaseMS    int      `json:"lease_ms,omitempty" jsonschema:"minimum=10,maximum=600000,description=How long in milliseconds finished blocks wait for a sign of life of their consumer; default VLLM_NIXL_ABORT_REQUEST_TIMEOUT (seconds) or 30000."`
 	LibDir     string   `json:"nixl_lib_dir,omitempty" jsonschema:"description=Folder of the NIXL library; default NIXL_LIB_DIR or where make deps puts it."`
 }
 
@@ -45,15 +47,18 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 	if c.Host == "" {
 		c.Host = "127.0.0.1"
 	}
-	if port := getenv(EnvPort); c.Port == 0 && port != "" {
-		n, err := strconv.Atoi(port)
-		if err != nil || n < 0 || n > 65535 {
-			return c, fmt.Errorf("%s is %q, want a port: %w", EnvPort, port, connector.ErrIncompatible)
+	var err error
+	if c.Port == 0 {
+		if c.Port, err = number(getenv, EnvPort, 0, 65535, 0); err != nil {
+			return c, err
 		}
-		c.Port = n
 	}
 	if c.LeaseMS == 0 {
-		c.LeaseMS = int(defaultLease / time.Millisecond)
+		seconds, err := number(getenv, EnvLease, 1, maxLeaseMS/1000, int(defaultLease/time.Second))
+		if err != nil {
+			return c, err
+		}
+		c.LeaseMS = seconds * 1000
 	}
 	if len(c.Backends) == 0 {
 		c.Backends = []string{"UCX"}
@@ -66,6 +71,19 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 		c.NetDevices = "lo"
 	}
 	return c, nil
+}
+
+// number reads a variable of the environment; without one it is otherwise.
+func number(getenv func(string) string, name string, low, high, otherwise int) (int, error) {
+	value := getenv(name)
+	if value == "" {
+		return otherwise, nil
+	}
+	n, err := strconv.Atoi(value)
+	if err != nil || n < low || n > high {
+		return 0, fmt.Errorf("%s is %q, want a number from %d to %d: %w", name, value, low, high, connector.ErrIncompatible)
+	}
+	return n, nil
 }
 
 func (c *Config) lease() time.Duration { return time.Duration(c.LeaseMS) * time.Millisecond }

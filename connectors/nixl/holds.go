@@ -1,9 +1,11 @@
 package nixl
 
 import (
+	"context"
 	"crypto/rand"
 	"crypto/subtle"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -12,8 +14,9 @@ import (
 
 // holds are the finished requests whose blocks stay for a consumer.
 //
-// A hold ends here before it ends at the host: its lease begins before the host hears of it. So whoever
-// is told, after a read, that the hold is still there has read what was held.
+// A hold ends here before it ends at the host: its lease begins before the host hears of it, and a
+// consumer's heartbeat lengthens it only once the host has said that it does the same (rule LEASE-02). So
+// whoever is told, after a read, that the hold is still there has read what was held.
 type holds struct {
 	world int
 	lease time.Duration
@@ -24,7 +27,14 @@ type holds struct {
 	open map[connector.HoldID]*hold
 	over []connector.HoldID // consumed, to be reported
 	wake chan struct{}
-	late int // questions about holds that were not there
+
+	beaten   map[connector.HoldID]bool // consumers were heard of since the last renewal
+	beat     chan struct{}
+	asked    []connector.HoldID // that the last answer of renewals named
+	askedAt  time.Time
+	expired  float64 // holds that ended by time
+	late     float64 // questions about holds that were not there
+	consumed float64
 }
 
 type hold struct {
@@ -35,7 +45,7 @@ type hold struct {
 }
 
 func newHolds(world int, lease time.Duration) *holds {
-	return &holds{world: world, lease: lease, now: time.Now, open: map[connector.HoldID]*hold{}, wake: make(chan struct{}, 1)}
+	return &holds{world: world, lease: lease, now: time.Now, open: map[connector.HoldID]*hold{}, wake: make(chan struct{}, 1), beaten: map[connector.HoldID]bool{}, beat: make(chan struct{}, 1)}
 }
 
 // add takes on the blocks of an ended request.
@@ -46,18 +56,25 @@ func (h *holds) add(e connector.Ended) (connector.HoldID, []byte) {
 	defer h.mu.Unlock()
 	now := h.now()
 	n.expires = now.Add(h.lease)
-	for id, old := range h.open {
-		if !now.Before(old.expires) {
-			delete(h.open, id)
-		}
-	}
+	h.sweep(now)
 	h.last++
 	h.open[h.last] = n
 	return h.last, n.secret[:]
 }
 
-// get finds a hold that has not ended. Errors wrap connector.ErrGone.
+// sweep ends what has expired. The caller holds mu.
+func (h *holds) sweep(now time.Time) {
+	for id, n := range h.open {
+		if !now.Before(n.expires) {
+			delete(h.open, id)
+			h.expired++
+		}
+	}
+}
+
+// get finds a hold that has not ended. The caller holds mu. Errors wrap connector.ErrGone.
 func (h *holds) get(id connector.HoldID, secret []byte) (*hold, error) {
+	h.sweep(h.now())
 	n := h.open[id]
 	switch {
 	case n == nil:
@@ -66,10 +83,6 @@ func (h *holds) get(id connector.HoldID, secret []byte) (*hold, error) {
 	case subtle.ConstantTimeCompare(secret, n.secret[:]) != 1:
 		h.late++
 		return nil, fmt.Errorf("hold %d has another secret: %w", id, connector.ErrGone)
-	case !h.now().Before(n.expires):
-		h.late++
-		delete(h.open, id)
-		return nil, fmt.Errorf("hold %d has expired: %w", id, connector.ErrGone)
 	}
 	return n, nil
 }
@@ -97,12 +110,75 @@ func (h *holds) done(id connector.HoldID, secret []byte, rank int) error {
 		return nil
 	}
 	delete(h.open, id)
+	h.consumed++
 	h.over = append(h.over, id)
+	signal(h.wake)
+	return nil
+}
+
+// signal wakes whoever waits for a channel of one.
+func signal(c chan struct{}) {
 	select {
-	case h.wake <- struct{}{}:
+	case c <- struct{}{}:
 	default:
 	}
+}
+
+// heard notes that the consumer of a hold is alive.
+func (h *holds) heard(id connector.HoldID, secret []byte) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if _, err := h.get(id, secret); err != nil {
+		return err
+	}
+	h.beaten[id] = true
+	signal(h.beat)
 	return nil
+}
+
+// settle takes the host's word on what the last answer of renewals asked for: all but ended is renewed,
+// and was so after that answer was given.
+func (h *holds) settle(ended []connector.HoldID) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, id := range ended {
+		delete(h.open, id)
+	}
+	for _, id := range h.asked {
+		if n := h.open[id]; n != nil && n.expires.Before(h.askedAt.Add(h.lease)) {
+			n.expires = h.askedAt.Add(h.lease)
+		}
+	}
+	h.asked = nil
+}
+
+// renewals are the holds whose consumers were heard of since the last call; nil after wait without any.
+func (h *holds) renewals(ctx context.Context, wait time.Duration) ([]connector.HoldID, error) {
+	timer := time.NewTimer(wait)
+	defer timer.Stop()
+	for {
+		h.mu.Lock()
+		h.sweep(h.now())
+		for id := range h.beaten {
+			if h.open[id] != nil {
+				h.asked = append(h.asked, id)
+			}
+		}
+		clear(h.beaten)
+		asked := slices.Clone(h.asked)
+		h.askedAt = h.now()
+		h.mu.Unlock()
+		if len(asked) > 0 {
+			return asked, nil
+		}
+		select {
+		case <-h.beat:
+		case <-timer.C:
+			return nil, nil
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
 }
 
 // take is what was consumed since the last call.

@@ -21,28 +21,34 @@ const (
 	maxPeers   = 64 // producers' lives that NIXL is told to remember
 )
 
-// links are a consumer's ways to producers: connections by address, and agents by their metadata.
-type links struct {
+// lines are a consumer's connections to producers' side channels, by address.
+type lines struct {
+	tls *tls.Config
+
+	mu   sync.Mutex
+	idle map[string][]net.Conn
+}
+
+// peers are the producers' agents that a rank's agent knows.
+type peers struct {
 	rank *rank
 
-	mu    sync.Mutex
-	idle  map[string][]net.Conn
-	peers []*peer // the longest unused first
+	mu   sync.Mutex
+	list []*peer // the longest unused first
 }
 
 // peer is a producer's agent that ours knows.
 type peer struct {
-	metadata []byte
-	name     string
-	users    int
-	broken   bool
+	metadata  []byte
+	name      string
+	transport string // for metrics
+	users     int
+	broken    bool
 }
-
-func newLinks(r *rank) *links { return &links{rank: r, idle: map[string][]net.Conn{}} }
 
 // ask asks one question. It takes a connection that is there, and a new one if that has died. Errors wrap
 // what the caller can act on: connector.ErrGone or ErrIncompatible.
-func (l *links) ask(ctx context.Context, address string, q *question) (*answer, error) {
+func (l *lines) ask(ctx context.Context, address string, q *question) (*answer, error) {
 	for {
 		conn, fresh, err := l.conn(ctx, address)
 		if err != nil {
@@ -80,7 +86,7 @@ func exchange(ctx context.Context, conn net.Conn, q *question) (*answer, error) 
 	return &a, nil
 }
 
-func (l *links) conn(ctx context.Context, address string) (conn net.Conn, fresh bool, err error) {
+func (l *lines) conn(ctx context.Context, address string) (conn net.Conn, fresh bool, err error) {
 	l.mu.Lock()
 	if idle := l.idle[address]; len(idle) > 0 {
 		conn = idle[len(idle)-1]
@@ -94,11 +100,11 @@ func (l *links) conn(ctx context.Context, address string) (conn net.Conn, fresh 
 	if err != nil {
 		return nil, false, err
 	}
-	if l.rank.node.tls == nil && !isLoopback(host) {
+	if l.tls == nil && !isLoopback(host) {
 		return nil, false, fmt.Errorf("it is on another host, which needs key_file")
 	}
 	dialer := &net.Dialer{Timeout: askTimeout}
-	if t := l.rank.node.tls; t != nil {
+	if t := l.tls; t != nil {
 		conn, err = (&tls.Dialer{NetDialer: dialer, Config: t}).DialContext(ctx, "tcp", address)
 	} else {
 		conn, err = dialer.DialContext(ctx, "tcp", address)
@@ -106,7 +112,7 @@ func (l *links) conn(ctx context.Context, address string) (conn net.Conn, fresh 
 	return conn, true, err
 }
 
-func (l *links) keep(address string, conn net.Conn) {
+func (l *lines) keep(address string, conn net.Conn) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.idle[address]) >= maxIdle {
@@ -117,10 +123,11 @@ func (l *links) keep(address string, conn net.Conn) {
 }
 
 // use makes an agent known, or finds it. The caller gives it back.
-func (l *links) use(metadata []byte) (*peer, error) {
+func (l *peers) use(a *answer) (*peer, error) {
+	metadata := a.Metadata
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for _, p := range l.peers {
+	for _, p := range l.list {
 		if !p.broken && bytes.Equal(p.metadata, metadata) {
 			p.users++
 			return p, nil
@@ -131,13 +138,13 @@ func (l *links) use(metadata []byte) (*peer, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", err, connector.ErrGone)
 	}
-	p := &peer{metadata: metadata, name: name, users: 1}
-	l.peers = append(l.peers, p)
+	p := &peer{metadata: metadata, name: name, users: 1, transport: transportOf(l.rank.backend.Name(), a)}
+	l.list = append(l.list, p)
 	return p, nil
 }
 
 // giveBack ends a use. After a failed transfer the agent is forgotten: it may be another life's.
-func (l *links) giveBack(p *peer, failed bool) {
+func (l *peers) giveBack(p *peer, failed bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	p.users--
@@ -146,10 +153,10 @@ func (l *links) giveBack(p *peer, failed bool) {
 }
 
 // shrink forgets agents that nobody uses: broken ones, and the oldest beyond n. The caller holds l.mu.
-func (l *links) shrink(n int) {
-	left := l.peers[:0]
-	extra := len(l.peers) - n
-	for _, p := range l.peers {
+func (l *peers) shrink(n int) {
+	left := l.list[:0]
+	extra := len(l.list) - n
+	for _, p := range l.list {
 		if p.users == 0 && (p.broken || extra > 0) {
 			extra--
 			if err := l.rank.agent.RemovePeer(p.name); err != nil {
@@ -159,10 +166,18 @@ func (l *links) shrink(n int) {
 		}
 		left = append(left, p)
 	}
-	l.peers = left
+	l.list = left
 }
 
-func (l *links) close() {
+// close forgets all agents. No read runs any more.
+func (l *peers) close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.shrink(0)
+}
+
+// close ends the connections. No question is under way.
+func (l *lines) close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, idle := range l.idle {
@@ -170,5 +185,4 @@ func (l *links) close() {
 			_ = c.Close()
 		}
 	}
-	l.shrink(0)
 }

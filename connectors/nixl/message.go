@@ -18,7 +18,7 @@ const (
 )
 
 // question is what a consumer's rank asks about one hold: where its blocks are, or, with Done, whether
-// they still were what it has read.
+// they still were what it has read. With Beats it only says which holds it is still interested in.
 type question struct {
 	Version int              `json:"version"`
 	Model   []byte           `json:"model"`
@@ -28,16 +28,29 @@ type question struct {
 	Hold    connector.HoldID `json:"hold"`
 	Secret  []byte           `json:"secret"`
 	Done    bool             `json:"done,omitempty"`
+	Beats   []beat           `json:"beats,omitempty"`
 }
+
+// beat is a consumer's sign of life.
+type beat struct {
+	Hold   connector.HoldID `json:"hold"`
+	Secret []byte           `json:"secret"`
+}
+
+// maxBeats bounds those of one question.
+const maxBeats = 256
 
 // answer is what the producer says. With a Refusal all else is empty.
 type answer struct {
-	Refusal  string      `json:"refusal,omitempty"`
-	Gone     bool        `json:"gone,omitempty"` // not a matter of compatibility: compute it
-	Metadata []byte      `json:"metadata,omitempty"`
-	Segments []segment   `json:"segments,omitempty"`
-	Tokens   int         `json:"tokens,omitempty"` // that the blocks end with
-	Blocks   []heldBlock `json:"blocks,omitempty"`
+	Refusal  string             `json:"refusal,omitempty"`
+	Gone     bool               `json:"gone,omitempty"` // not a matter of compatibility: compute it
+	Metadata []byte             `json:"metadata,omitempty"`
+	Host     string             `json:"host,omitempty"` // of the producer, and its process there: to tell the transport
+	PID      int                `json:"pid,omitempty"`
+	Segments []segment          `json:"segments,omitempty"`
+	Tokens   int                `json:"tokens,omitempty"` // that the blocks end with
+	Over     []connector.HoldID `json:"over,omitempty"`   // of Beats: those that are not there any more
+	Blocks   []heldBlock        `json:"blocks,omitempty"`
 }
 
 // segment is one of the producer's segments, by addresses of its agent's memory.

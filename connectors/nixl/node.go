@@ -24,7 +24,7 @@ import (
 )
 
 // Capabilities are the optional powers of the scheduler side.
-const Capabilities = connector.CanHold
+const Capabilities = connector.CanHold | connector.CanLease | connector.CanStat
 
 // Scope is who sees what the connector keeps: others need a ticket.
 const Scope = connector.ScopeEngine
@@ -32,7 +32,7 @@ const Scope = connector.ScopeEngine
 // Environment names the variables that the connector and the libraries under it read.
 func Environment() []string {
 	return []string{
-		EnvHost, EnvPort, nixl.EnvDir, "HOME", "NIXL_CONFIG_FILE", "NIXL_LOG_LEVEL", "NIXL_PLUGIN_DIR",
+		EnvHost, EnvPort, EnvLease, nixl.EnvDir, "HOME", "NIXL_CONFIG_FILE", "NIXL_LOG_LEVEL", "NIXL_PLUGIN_DIR",
 		"UCX_TLS", "UCX_NET_DEVICES", "UCX_MODULES", "UCX_LOG_LEVEL", "UCX_RCACHE_MAX_UNRELEASED",
 	}
 }
@@ -45,11 +45,17 @@ type Node struct {
 	tls    *tls.Config
 	name   string // of agents, with the rank behind it; no two lives share it
 	holds  *holds
+	lines  lines
+	pulse  pulse
+	tally  tally
 	log    *slog.Logger
 
 	listener net.Listener // nil where the role does not save
 	stop     chan struct{}
+	leave    context.CancelFunc // ends what the node does by itself
 	tasks    sync.WaitGroup
+
+	told func() // tests: called when a consumer has been told where blocks are
 
 	mu    sync.Mutex
 	ranks map[int]*rank
@@ -72,6 +78,9 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 	if n.tls, err = c.tls(); err != nil {
 		return nil, err
 	}
+	n.lines = lines{tls: n.tls, idle: map[string][]net.Conn{}}
+	n.pulse = pulse{node: n, hearts: map[string]map[connector.HoldID]*heart{}}
+	n.pulse.ctx, n.leave = context.WithCancel(context.WithoutCancel(ctx))
 	if _, set := os.LookupEnv("UCX_NET_DEVICES"); !set && c.NetDevices != "" {
 		if err := os.Setenv("UCX_NET_DEVICES", c.NetDevices); err != nil {
 			return nil, err
@@ -112,6 +121,7 @@ func (n *Node) Worker(_ context.Context, env connector.Env, leave func() error) 
 // Close ends what the sides have left: they are closed.
 func (n *Node) Close() error {
 	close(n.stop)
+	n.leave()
 	var err error
 	if n.listener != nil {
 		err = n.listener.Close()
@@ -122,6 +132,7 @@ func (n *Node) Close() error {
 	}
 	n.mu.Unlock()
 	n.tasks.Wait()
+	n.lines.close()
 	return err
 }
 

@@ -123,6 +123,9 @@ func (n *Node) reply(q *question) (*answer, error) {
 	case q.World != n.env.World || q.Rank < 0 || q.Rank >= q.World:
 		return nil, fmt.Errorf("rank %d of %d, and here are %d: %w", q.Rank, q.World, n.env.World, connector.ErrIncompatible)
 	}
+	if len(q.Beats) > 0 {
+		return n.hear(q.Beats)
+	}
 	if q.Done {
 		return &answer{}, n.holds.done(q.Hold, q.Secret, q.Rank)
 	}
@@ -139,6 +142,23 @@ func (n *Node) reply(q *question) (*answer, error) {
 	a.Tokens = e.Tokens
 	for _, b := range e.Blocks {
 		a.Blocks = append(a.Blocks, heldBlock{Group: b.Group, ID: b.ID, Key: b.Key[:]})
+	}
+	if n.told != nil {
+		n.told()
+	}
+	return a, nil
+}
+
+// hear takes the signs of life of consumers.
+func (n *Node) hear(beats []beat) (*answer, error) {
+	if len(beats) > maxBeats {
+		return nil, fmt.Errorf("%d signs of life, the limit is %d: %w", len(beats), maxBeats, connector.ErrIncompatible)
+	}
+	a := &answer{}
+	for _, b := range beats {
+		if n.holds.heard(b.Hold, b.Secret) != nil {
+			a.Over = append(a.Over, b.Hold)
+		}
 	}
 	return a, nil
 }

@@ -2,6 +2,7 @@ package nixl
 
 import (
 	"fmt"
+	"os"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -23,7 +24,7 @@ type rank struct {
 
 	known atomic.Pointer[cache]
 	mu    sync.Mutex // held while the cache is registered
-	links *links
+	peers *peers
 }
 
 // cache is a rank's paged cache as NIXL knows it.
@@ -41,7 +42,7 @@ func (n *Node) newRank(env connector.Env) (*rank, error) {
 		node: n, env: env, agent: agent, awake: make(chan struct{}, 1),
 		stop: make(chan struct{}), stopped: make(chan struct{}),
 	}
-	r.links = newLinks(r)
+	r.peers = &peers{rank: r}
 	for i, name := range n.config.Backends {
 		b, err := agent.Backend(name, nil)
 		if err != nil {
@@ -95,7 +96,10 @@ func (r *rank) register(kv *connector.KV) error {
 }
 
 // answer is what a peer needs to read the cache.
-func (c *cache) answer() *answer { return &answer{Metadata: c.metadata, Segments: c.segments} }
+func (c *cache) answer() *answer {
+	host, _ := os.Hostname() // without one the transport is not told
+	return &answer{Metadata: c.metadata, Segments: c.segments, Host: host, PID: os.Getpid()}
+}
 
 const (
 	busyPause = 100 * time.Microsecond
@@ -144,6 +148,6 @@ func (r *rank) close() error {
 	r.node.mu.Lock()
 	delete(r.node.ranks, r.env.Rank)
 	r.node.mu.Unlock()
-	r.links.close()
+	r.peers.close()
 	return r.agent.Close() // deregisters the cache, which is unmapped next
 }

@@ -2,6 +2,7 @@ package nixl
 
 import (
 	"context"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -31,6 +32,9 @@ func (s *scheduler) Match(_ context.Context, qs []connector.Query) ([]connector.
 		}
 		if n := min(t.Tokens, q.Tokens) - q.Computed; n > 0 {
 			out[i] = connector.Match{Tokens: n, Async: true}
+			if q.Request != "" { // a probe leaves no trace
+				s.node.pulse.wait(&t)
+			}
 		}
 	}
 	return out, nil
@@ -44,7 +48,7 @@ func (s *scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connec
 			continue
 		}
 		id, secret := s.node.holds.add(e)
-		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens, Last: s.last(&e)}
+		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens, LeaseMS: int64(s.node.config.LeaseMS), Last: s.last(&e)}
 		data, err := t.encode()
 		if err != nil {
 			return nil, err
@@ -98,6 +102,15 @@ func (s *scheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 			return nil, ctx.Err()
 		}
 	}
+}
+
+// renewWait is how long Renewals waits for a consumer's sign of life (rule LEASE-01).
+const renewWait = 500 * time.Millisecond
+
+// Renewals implements connector.Leaser.
+func (s *scheduler) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
+	s.node.holds.settle(ended)
+	return s.node.holds.renewals(ctx, renewWait)
 }
 
 // Close implements connector.Scheduler.

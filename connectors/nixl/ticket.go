@@ -19,17 +19,21 @@ type ticket struct {
 	Hold    connector.HoldID `json:"hold"`
 	Secret  []byte           `json:"secret"` // without it the producer gives nothing
 	Tokens  int              `json:"tokens"`
+	LeaseMS int64            `json:"lease_ms"`       // without a sign of life
 	Last    []byte           `json:"last,omitempty"` // key of the last full block: it stands for all before it
 }
 
-const secretSize = 16
+const (
+	secretSize = 16
+	maxLeaseMS = 600_000
+)
 
 // parseTicket reads a ticket. Errors wrap connector.ErrGone: to whom the ticket means nothing, the
 // blocks are not there.
 func parseTicket(data connector.Ticket) (ticket, error) {
 	var t ticket
 	err := json.Unmarshal(data, &t)
-	if err == nil && (t.Version != ticketVersion || t.Hold == 0 || len(t.Secret) != secretSize || len(t.Last) > len(connector.BlockKey{}) || t.Tokens <= 0 || t.Tokens > maxTokens) {
+	if err == nil && (t.Version != ticketVersion || t.Hold == 0 || len(t.Secret) != secretSize || len(t.Last) > len(connector.BlockKey{}) || t.Tokens <= 0 || t.Tokens > maxTokens || t.LeaseMS <= 0 || t.LeaseMS > maxLeaseMS) {
 		err = fmt.Errorf("version %d for hold %d of %d tokens", t.Version, t.Hold, t.Tokens)
 	}
 	if err == nil {

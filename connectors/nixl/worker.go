@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/native/nixl"
@@ -36,7 +37,8 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 		Version: protocolVersion, Model: env.Model[:], Shape: env.Shape[:], Rank: env.Rank, World: env.World,
 		Hold: from.Hold, Secret: from.Secret,
 	}
-	a, err := w.rank.links.ask(ctx, from.Address, q)
+	defer w.rank.node.pulse.read(&from)()
+	a, err := w.rank.node.lines.ask(ctx, from.Address, q)
 	if err != nil {
 		return err
 	}
@@ -47,12 +49,18 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	if err := w.read(a.Metadata, plan); err != nil {
-		return err
+	var moved read
+	err = w.read(a, plan, &moved)
+	if err == nil {
+		q.Done = true
+		if _, gone := w.rank.node.lines.ask(ctx, from.Address, q); gone != nil { // it may have read what was held no more
+			err = fmt.Errorf("%w: %w", errStale, gone)
+		}
 	}
-	q.Done = true
-	if _, err := w.rank.links.ask(ctx, from.Address, q); err != nil {
-		return fmt.Errorf("after the read: %w", err) // it may have read what was held no more
+	moved.err = err
+	w.rank.node.tally.add(&moved)
+	if err != nil {
+		return err
 	}
 	if len(plan.missing) > 0 {
 		return &connector.BlockError{Blocks: plan.missing, Err: fmt.Errorf("the producer does not hold them: %w", connector.ErrGone)}
@@ -60,26 +68,41 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	return nil
 }
 
+// errStale says that a producer did not confirm what was read.
+var errStale = errors.New("the producer does not confirm what was read")
+
 // read moves the bytes of a plan.
-func (w *worker) read(metadata []byte, p *reads) (err error) {
+func (w *worker) read(a *answer, p *reads, r *read) (err error) {
+	r.transport = "none"
 	if len(p.local) == 0 {
 		return nil
 	}
-	peer, err := w.rank.links.use(metadata)
+	peer, err := w.rank.peers.use(a)
 	if err != nil {
 		return err
 	}
-	defer func() { w.rank.links.giveBack(peer, err != nil) }()
+	r.transport, r.descriptors = peer.transport, len(p.local)
+	defer func() { w.rank.peers.giveBack(peer, err != nil) }()
 	w.rank.rouse()
+	began := time.Now()
 	t, err := w.rank.agent.Prepare(nixl.Request{Op: nixl.Read, Peer: peer.name, Local: p.local, Remote: p.remote, Backend: w.rank.backend})
 	if err != nil {
 		return fmt.Errorf("%w: %w", err, connector.ErrGone)
 	}
-	err = t.Run(context.Background()) // a peer that stands still is the host's deadline's matter
-	if err != nil {
-		err = fmt.Errorf("%w: %w", err, connector.ErrGone)
+	posted := time.Now()
+	done, err := t.Post()
+	r.post = time.Since(began)
+	if err == nil && !done {
+		err = t.Wait(context.Background()) // a peer that stands still is the host's deadline's matter
 	}
-	return errors.Join(err, t.Close())
+	r.took = time.Since(posted)
+	if err != nil {
+		return errors.Join(fmt.Errorf("%w: %w", err, connector.ErrGone), t.Close())
+	}
+	for i := range p.local {
+		r.bytes += p.local[i].Len
+	}
+	return t.Close()
 }
 
 // Close implements connector.Worker.

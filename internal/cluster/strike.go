@@ -26,6 +26,7 @@ type Connector struct {
 	Restarts int         `json:"restarts"`
 	Pending  int         `json:"pending"` // transfers that run
 	Loading  int         `json:"loading"` // loads among them that a plugin works for
+	Held     int         `json:"held"`    // holds that are open
 	Children []Connector `json:"children"`
 }
 

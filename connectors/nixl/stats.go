@@ -1,0 +1,111 @@
+package nixl
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// StatInfos is what the connector counts.
+func StatInfos() []connector.StatInfo {
+	counter := func(name, help string, labels ...string) connector.StatInfo {
+		return connector.StatInfo{Name: name, Help: help, Kind: connector.Counter, Labels: labels}
+	}
+	return []connector.StatInfo{
+		counter("reads_total", "Reads of a producer's cache, by transport and result.", "transport", "result"),
+		counter("read_bytes_total", "Bytes read, by transport.", "transport"),
+		counter("read_descriptors_total", "Runs of memory that reads were made of."),
+		counter("read_seconds_total", "Time from the post of reads to their end."),
+		counter("post_seconds_total", "Time to prepare and post reads."),
+		counter("holds_consumed_total", "Holds that consumers have fetched."),
+		counter("holds_expired_total", "Holds that ended before a consumer had fetched them."),
+		counter("late_questions_total", "Questions about holds that were over, or never were."),
+		counter("heartbeats_total", "Signs of life that a consumer sent, by result.", "result"),
+		{Name: "open_holds", Help: "Holds that wait for their consumer.", Kind: connector.Gauge},
+	}
+}
+
+// tally counts what ranks do.
+type tally struct {
+	mu                      sync.Mutex
+	reads                   map[[2]string]float64 // by transport and result
+	bytes                   map[string]float64    // by transport
+	descriptors, moved, set float64               // the last two in seconds
+}
+
+// read is one transfer, for tally.
+type read struct {
+	transport   string
+	bytes       uint64
+	descriptors int
+	post, took  time.Duration
+	err         error
+}
+
+func (t *tally) add(r *read) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.reads == nil {
+		t.reads, t.bytes = map[[2]string]float64{}, map[string]float64{}
+	}
+	result := "ok"
+	switch {
+	case errors.Is(r.err, errStale):
+		result = "stale"
+	case r.err != nil:
+		result = "failed"
+	}
+	t.reads[[2]string{r.transport, result}]++
+	t.bytes[r.transport] += float64(r.bytes)
+	t.descriptors += float64(r.descriptors)
+	t.moved += r.took.Seconds()
+	t.set += r.post.Seconds()
+}
+
+// Stats implements connector.StatsSource.
+func (s *scheduler) Stats(context.Context) ([]connector.Stat, error) {
+	return slices.Concat(s.node.tally.stats(), s.node.holds.stats(), s.node.pulse.stats()), nil
+}
+
+func (t *tally) stats() []connector.Stat {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	out := []connector.Stat{
+		{Name: "read_descriptors_total", Value: t.descriptors},
+		{Name: "read_seconds_total", Value: t.moved},
+		{Name: "post_seconds_total", Value: t.set},
+	}
+	for k, v := range t.reads {
+		out = append(out, connector.Stat{Name: "reads_total", Labels: k[:], Value: v})
+	}
+	for _, k := range slices.Sorted(maps.Keys(t.bytes)) {
+		out = append(out, connector.Stat{Name: "read_bytes_total", Labels: []string{k}, Value: t.bytes[k]})
+	}
+	return out
+}
+
+func (h *holds) stats() []connector.Stat {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.sweep(h.now())
+	return []connector.Stat{
+		{Name: "holds_consumed_total", Value: h.consumed},
+		{Name: "holds_expired_total", Value: h.expired},
+		{Name: "late_questions_total", Value: h.late},
+		{Name: "open_holds", Value: float64(len(h.open))},
+	}
+}
+
+func (p *pulse) stats() []connector.Stat {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return []connector.Stat{
+		{Name: "heartbeats_total", Labels: []string{"ok"}, Value: p.sent},
+		{Name: "heartbeats_total", Labels: []string{"failed"}, Value: p.failed},
+	}
+}
