@@ -46,12 +46,10 @@ func pdNetworkCases() []Case {
 
 func pdExpiredReading(r *rig) {
 	p, d, w := r.routed()
-	w.halfway(p, d, func(pr *prompt) {
-		if limit := pdDeadline - time.Second; time.Until(pr.until) > limit { // the load would end before
-			r.Skipf("a hold has %v to live; give the connector a config with a lease of less than %v", time.Until(pr.until).Round(time.Second), limit)
-		}
-		p.expire(pr)
-	})
+	if left := time.Until(p.hand(1, 0).until); left >= pdDeadline { // the load would end before
+		r.Skipf("a hold has %v to live; give the connector a config with a lease of less than %v", left.Round(time.Second), pdDeadline)
+	}
+	w.halfway(p, d, p.expire)
 	d.recovers(p, w.through)
 }
 

@@ -252,7 +252,7 @@ func TestReportsHaveCases(t *testing.T) {
 		}
 	}
 	require.Len(t, regexp.MustCompile(`\w#\d`).FindAllString(string(b), -1), reports, "a row is not read")
-	for _, p := range []Profile{Offload, MultiChildren, Pipe, Buffer, Remote} {
+	for _, p := range []Profile{Offload, MultiChildren, Pipe, Buffer, Remote, PDProducer, PDConsumer} {
 		require.Positive(t, named[p], p)
 	}
 	t.Logf("%d reports", reports)

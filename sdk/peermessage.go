@@ -161,22 +161,24 @@ const maxHolds = 1 << 14
 // holdTable knows which holds were not fetched yet.
 type holdTable struct {
 	mu     sync.Mutex
-	last   uint64
 	waits  map[connector.HoldID]bool
 	order  []connector.HoldID
 	report chan connector.HoldID
 }
 
 func newHoldTable() *holdTable {
-	return &holdTable{last: rand.Uint64() >> 1, waits: map[connector.HoldID]bool{}, report: make(chan connector.HoldID, maxHolds)}
+	return &holdTable{waits: map[connector.HoldID]bool{}, report: make(chan connector.HoldID, maxHolds)}
 }
 
-// open gives a new id. They begin anywhere, so that a plugin's next life uses others.
+// open gives a new id. None says anything of another, so a ticket that was changed, or one of a plugin's
+// former life, names no open hold (rule PD-09).
 func (h *holdTable) open() connector.HoldID {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.last++
-	id := connector.HoldID(h.last)
+	id := connector.HoldID(rand.Uint64()>>1 | 1)
+	for h.waits[id] {
+		id += 2
+	}
 	h.waits[id], h.order = true, append(h.order, id)
 	for len(h.order) > maxHolds {
 		delete(h.waits, h.order[0])

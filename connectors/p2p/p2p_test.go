@@ -39,6 +39,33 @@ func TestConfig(t *testing.T) {
 	}
 }
 
+// Between prefill and decode, with a relay that cuts, holds up, changes and reorders. Only what needs
+// processes of its own is skipped here; the binary's test runs that.
+func TestPD(t *testing.T) {
+	if testing.Short() {
+		t.Skip("20 s of waiting for producers that do not answer; make test runs it, and with -short the profile pipe has a part")
+	}
+	o := conformance.Options{Profiles: []conformance.Profile{conformance.PDProducer, conformance.PDConsumer}}
+	for _, r := range conformance.Check(t.Context(), conformance.Wire(plugin(), json.RawMessage(`{}`)), o) {
+		require.NotEqual(t, conformance.Fail, r.Status, "%s (%s): %v", r.ID, r.Rule, r.Log)
+		if r.Status == conformance.Skip && strings.HasPrefix(r.ID, "pd-") {
+			require.Contains(t, r.Log[0], "kvport conform runs it in its own", r.ID)
+		}
+	}
+}
+
+// With a shared key what was changed on its way fails in TLS.
+func TestPDWithKey(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "key")
+	require.NoError(t, os.WriteFile(path, []byte(strings.Repeat("k", 32)), 0o600))
+	config, err := json.Marshal(Config{KeyFile: path, Digest: true, Listen: "127.0.0.1:0", Bytes: 1 << 24})
+	require.NoError(t, err)
+	o := conformance.Options{Only: []string{"pd-handoff", "pd-cut", "pd-corrupt", "pd-drip"}}
+	for _, r := range conformance.Check(t.Context(), conformance.Wire(plugin(), config), o) {
+		require.Equal(t, conformance.Pass, r.Status, "%s (%s): %v", r.ID, r.Rule, r.Log)
+	}
+}
+
 func TestKeyFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "key")
 	c := Config{KeyFile: path, Listen: "0.0.0.0:0"}

@@ -18,4 +18,8 @@ func TestBinary(t *testing.T) {
 	output, err := exec.Command("go", "build", "-buildvcs=false", "-o", path, ".").CombinedOutput()
 	require.NoError(t, err, "%s", output)
 	conformance.Run(t, conformance.Binary(path, nil), conformance.Pipe, conformance.LayerWise, conformance.Lifecycle)
+	o := conformance.Options{Only: []string{"pd-killed", "pd-stopped", "pd-taker-killed"}}
+	for _, r := range conformance.Check(t.Context(), conformance.Binary(path, nil), o) {
+		require.Equal(t, conformance.Pass, r.Status, "%s (%s): %v", r.ID, r.Rule, r.Log)
+	}
 }
