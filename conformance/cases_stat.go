@@ -87,12 +87,12 @@ func statDeclared(r *rig) {
 	}
 	bs := blocks(0, e.keys(3)...)
 	e.save(bs...)
-	r.must(e.back(bs), "load")
+	r.must(e.loadSaved(bs), "load")
 	e.stats()
 }
 
-// back loads blocks that were saved, by a ticket where they are found by nothing else.
-func (e *engine) back(bs []connector.Block) error {
+// loadSaved loads blocks that were saved, by a ticket where they are found by nothing else.
+func (e *engine) loadSaved(bs []connector.Block) error {
 	e.Helper()
 	if e.info.Capabilities&connector.CanHold == 0 || e.match(keysOf(bs)...) == len(bs) {
 		return e.load(bs...)
@@ -113,7 +113,7 @@ func statCounters(r *rig) {
 		for range 4 {
 			bs := blocks(0, e.keys(3)...)
 			e.save(bs...)
-			r.must(e.back(bs), "load")
+			r.must(e.loadSaved(bs), "load")
 			now := e.counters()
 			for name, v := range last {
 				if n, there := now[name]; there && n < v {
