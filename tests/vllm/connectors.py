@@ -53,7 +53,7 @@ CONFIGS = {
     "SharedStorageConnector": {"SharedStorage": lambda _rig, folder: store(folder / "store")},
     "OffloadingConnector": {
         "Offloading memory": lambda _rig, _folder: {"cpu_bytes_to_use": 1 << 30},
-        "Offloading disk": lambda _rig, folder: {"cpu_bytes_to_use": 64 << 20, "disk_path": str(folder / "disk"), "disk_bytes": 2 << 30},
+        "Offloading disk": lambda _rig, folder: {"cpu_bytes_to_use": 64 << 20, "disk_path": str(folder / "disk"), "disk_bytes": 2 << 30, "disk_admit_after": 1},
     },
     "MultiConnector": {"Multi": multi},
     "AIBrixOffloadingConnectorV1Type1": {"AIBrix": aibrix},
