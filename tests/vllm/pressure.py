@@ -61,11 +61,13 @@ def loading(rig, engine):
     plugin = process(engine, "kvport-sharedstorage")
     for _ in range(10):
         engine.reset()
+        beside = engine.add(ids[:40], 400)  # a request that runs alone may load within its step, and cannot be aborted there
         before = moved(plugin)
         rid = engine.add(ids, 8)
         met = meet(plugin, before, 2)
-        engine.tell(op="abort", id=rid)
-        engine.answer("aborted")
+        for one in rid, beside:
+            engine.tell(op="abort", id=one)
+            engine.answer("aborted")
         rig.count("aborts while loading", int(met))
         engine.settle(ids[:20])
     engine.reset()
