@@ -261,7 +261,7 @@ func (s *session) open(ctx context.Context, m *kvportv1.Open) (*kvportv1.Opened,
 	s.mu.Lock()
 	s.side, opened.log = opened, o.Env.Log
 	s.mu.Unlock()
-	return &kvportv1.Opened{Capabilities: wire.CapabilitiesToProto(capabilities)}, nil
+	return &kvportv1.Opened{Capabilities: wire.CapabilitiesToProto(capabilities), Ring: s.openRing(o.Ring)}, nil
 }
 
 // openInArena opens a side with its arena mapped from before its opening until after its Close.

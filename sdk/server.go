@@ -25,6 +25,7 @@ type Server struct {
 	plugin  connector.Plugin
 	log     *slog.Logger
 	regions regions
+	bells   bells
 	panics  atomic.Uint64
 
 	mu       sync.Mutex

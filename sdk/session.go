@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -24,16 +25,19 @@ const maxCalls = 1024
 
 // session is one stream: one side of one engine rank.
 //
-// A reader takes messages off the stream and never waits for the connector. Worker calls, Consumed,
+// Readers take messages off the stream and off the ring, and never wait for the connector. Worker calls, Consumed,
 // Renewals, Stats and Events run each on a goroutine of their own; all other calls of a scheduler run one after the
 // other, in the order in which they arrived, on the lane.
 type session struct {
 	server *Server
 	stream grpc.BidiStreamingServer[kvportv1.SessionRequest, kvportv1.SessionResponse]
 	log    *slog.Logger
-	cancel context.CancelFunc // ends the context of all calls
+	life   context.Context    //nolint:containedctx // of all calls
+	cancel context.CancelFunc // ends life
 	lane   chan func()
 	closed chan struct{} // the side was closed on request
+	ended  chan error    // how its readers ended
+	ring   atomic.Pointer[ring]
 
 	sending sync.Mutex // stream.Send is not safe for concurrent use
 
@@ -55,7 +59,7 @@ type call struct {
 func newSession(s *Server, stream grpc.BidiStreamingServer[kvportv1.SessionRequest, kvportv1.SessionResponse]) *session {
 	return &session{
 		server: s, stream: stream, log: s.log,
-		lane: make(chan func(), maxCalls), closed: make(chan struct{}), running: map[uint64]*call{},
+		lane: make(chan func(), maxCalls), closed: make(chan struct{}), ended: make(chan error, 4), running: map[uint64]*call{},
 	}
 }
 
@@ -64,18 +68,17 @@ func newSession(s *Server, stream grpc.BidiStreamingServer[kvportv1.SessionReque
 func (s *session) run() error {
 	ctx, cancel := context.WithCancel(s.stream.Context())
 	defer cancel()
-	s.cancel = cancel
+	s.life, s.cancel = ctx, cancel
 	var laneDone sync.WaitGroup
 	laneDone.Go(func() {
 		for serve := range s.lane {
 			serve()
 		}
 	})
-	read := make(chan error, 1)
-	go func() { read <- s.read(ctx) }()
+	go func() { s.ended <- s.read(ctx) }()
 	var err error
 	select {
-	case err = <-read:
+	case err = <-s.ended:
 	case <-s.closed: // the reader ends with the stream, when we return
 	}
 	s.cancel()
@@ -84,6 +87,7 @@ func (s *session) run() error {
 	s.mu.Unlock()
 	s.calls.Wait()
 	s.closer.Wait()
+	s.closeRing()
 	close(s.lane)
 	laneDone.Wait()
 	if s.side != nil {
@@ -114,17 +118,30 @@ func (s *session) read(ctx context.Context) error {
 		case err != nil:
 			return err
 		}
-		err = s.accept(ctx, m)
-		switch {
-		case errors.Is(err, wire.ErrMalformed):
-			s.log.Error("session ended: the host broke the protocol", "error", err)
-			return status.Error(codes.InvalidArgument, err.Error())
-		case ctx.Err() != nil: // the session is over, nobody may write to the stream
-			return ctx.Err()
-		case err != nil:
-			s.send(&kvportv1.SessionResponse{Id: m.GetId(), Error: wire.ErrorToProto(err)})
+		if err := s.take(ctx, m); err != nil {
+			return err
 		}
 	}
+}
+
+// take starts one call, or answers it if it cannot be started. An error ends the session.
+func (s *session) take(ctx context.Context, m *kvportv1.SessionRequest) error {
+	err := s.accept(ctx, m)
+	switch {
+	case errors.Is(err, wire.ErrMalformed):
+		return s.malformed(err)
+	case ctx.Err() != nil: // the session is over, nobody may write to the stream
+		return ctx.Err()
+	case err != nil:
+		s.send(&kvportv1.SessionResponse{Id: m.GetId(), Error: wire.ErrorToProto(err)})
+	}
+	return nil
+}
+
+// malformed is how a session ends whose host broke the protocol.
+func (s *session) malformed(err error) error {
+	s.log.Error("session ended: the host broke the protocol", "error", err)
+	return status.Error(codes.InvalidArgument, err.Error())
 }
 
 // accept starts one call or says why not. ErrMalformed means that the peer broke the protocol.
@@ -200,6 +217,7 @@ func (s *session) serveClose(c *call) {
 	side := s.side
 	s.side = nil
 	s.mu.Unlock()
+	s.closeRing() // before the answer: the host may use its memory for another session then
 	fault.Crash("sdk.close")
 	var err error
 	if side != nil {
@@ -226,8 +244,12 @@ func (s *session) finish(c *call, answer *kvportv1.SessionResponse, err error) {
 	s.send(answer)
 }
 
-// send writes one message. An error means that the stream is over, which the reader notices too.
+// send answers over the ring, or over the stream if there is none or no room in it. An error means that
+// the session is over, which a reader notices too.
 func (s *session) send(m *kvportv1.SessionResponse) {
+	if m.GetOpened() == nil && s.sendRing(m) {
+		return
+	}
 	s.sending.Lock()
 	defer s.sending.Unlock()
 	if err := s.stream.Send(m); err != nil {

@@ -19,6 +19,15 @@ type Open struct {
 	// Progress is the board with the counters of SaveLayers, worker side only; of size 0: none.
 	Progress Region
 	Config   json.RawMessage
+	Ring     *Ring // nil: none
+}
+
+// Ring is memory for the rings of a session: descriptor numbers in the plugin process, of the memory and
+// of the socket that wakes it, and where the session's area begins.
+type Ring struct {
+	FD     int
+	Bell   int
+	Offset int64
 }
 
 // Region is memory of the paged cache: a descriptor number in the plugin process and its size.
@@ -40,6 +49,9 @@ func OpenToProto(o *Open) *kvportv1.Open {
 	}
 	if o.Progress.Size > 0 {
 		m.Progress = regionToProto(&o.Progress)
+	}
+	if o.Ring != nil {
+		m.Ring = &kvportv1.Ring{Fd: count(o.Ring.FD), Bell: count(o.Ring.Bell), Offset: uint64(o.Ring.Offset)}
 	}
 	return m
 }
@@ -65,15 +77,8 @@ func OpenFromProto(m *kvportv1.Open) (*Open, error) {
 	if o.Regions, err = list("open.regions", m.GetRegions(), MaxRegions, regionFromProto); err != nil {
 		return nil, err
 	}
-	if m.GetArena() != nil {
-		if o.Arena, err = regionFromProto(m.GetArena()); err != nil {
-			return nil, fmt.Errorf("open.arena: %w", err)
-		}
-	}
-	if m.GetProgress() != nil {
-		if o.Progress, err = regionFromProto(m.GetProgress()); err != nil {
-			return nil, fmt.Errorf("open.progress: %w", err)
-		}
+	if err := o.memoryFromProto(m); err != nil {
+		return nil, err
 	}
 	if o.Side == kvportv1.Side_SIDE_SCHEDULER {
 		if len(o.Regions) > 0 || env.Rank != 0 || o.Progress.Size > 0 {
@@ -86,6 +91,32 @@ func OpenFromProto(m *kvportv1.Open) (*Open, error) {
 		sizes[i] = r.Size
 	}
 	return o, env.Layout.Validate(sizes)
+}
+
+// memoryFromProto converts the memory that a side may have besides its regions.
+func (o *Open) memoryFromProto(m *kvportv1.Open) (err error) {
+	if m.GetArena() != nil {
+		if o.Arena, err = regionFromProto(m.GetArena()); err != nil {
+			return fmt.Errorf("open.arena: %w", err)
+		}
+	}
+	if m.GetProgress() != nil {
+		if o.Progress, err = regionFromProto(m.GetProgress()); err != nil {
+			return fmt.Errorf("open.progress: %w", err)
+		}
+	}
+	o.Ring, err = ringFromProto(m.GetRing())
+	return err
+}
+
+func ringFromProto(m *kvportv1.Ring) (*Ring, error) {
+	switch {
+	case m == nil:
+		return nil, nil
+	case max(m.GetFd(), m.GetBell()) > math.MaxInt32 || m.GetOffset() > math.MaxInt64:
+		return nil, malformed("open.ring: fd %d, bell %d, offset %d", m.GetFd(), m.GetBell(), m.GetOffset())
+	}
+	return &Ring{FD: int(m.GetFd()), Bell: int(m.GetBell()), Offset: int64(m.GetOffset())}, nil
 }
 
 func envFromProto(m *kvportv1.Open) (*connector.Env, error) {

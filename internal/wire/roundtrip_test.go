@@ -206,6 +206,7 @@ func testOpen() *Open {
 		},
 		Regions: []Region{{FD: 3, Size: 320}, {FD: 4, Size: 64}},
 		Config:  json.RawMessage(`{"a": 1}`),
+		Ring:    &Ring{FD: 9, Bell: 10, Offset: 4096},
 	}
 }
 

@@ -140,6 +140,7 @@ func (s *Settings) decode(raw json.RawMessage) error {
 		{"plugin_sha256", s.decodeHash},
 		{"tenant_secret_file", text(&s.TenantSecretFile)},
 		{"allow_lossy", boolean(&s.AllowLossy)},
+		{"ring", boolean(&s.Ring)},
 		{"allow_weak_hashes", boolean(&s.AllowWeakHashes)},
 		{"deadlines", func(raw json.RawMessage) error { return decodeObject(raw, s.Deadlines.fields(), nil) }},
 		{"heartbeat", func(raw json.RawMessage) error {

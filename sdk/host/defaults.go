@@ -12,6 +12,7 @@ type Settings struct {
 	PluginSHA256     string // the plugin binary must have this hash, in hex; empty: any
 	TenantSecretFile string // makes digests and keys keyed MACs
 	AllowLossy       bool   // accept a connector whose loaded bytes may differ from the saved ones
+	Ring             bool   // small messages go through shared memory, if the plugin can; false: all over the stream
 	AllowWeakHashes  bool   // agent: accept an engine whose block hashes could collide or differ between processes
 	Deadlines        Deadlines
 	Heartbeat        Heartbeat
@@ -61,7 +62,7 @@ type Breaker struct {
 // DefaultSettings are the defaults of every setting: the one place that has them.
 func DefaultSettings() Settings {
 	return Settings{
-		Trust: TrustInPlace, LandingBytes: 64 << 20,
+		Trust: TrustInPlace, LandingBytes: 64 << 20, Ring: true,
 		Deadlines: Deadlines{
 			Handshake:      5 * time.Second,
 			Match:          200 * time.Microsecond,

@@ -34,7 +34,7 @@ func inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	}
 	d := &cfg.Settings.Deadlines
 	proc, err := launch(ctx, prog, LaunchOptions{
-		Log: opts.Log, Environment: manifest.Environment, Handshake: d.Handshake, Heartbeat: cfg.Settings.Heartbeat,
+		Log: opts.Log, Environment: manifest.Environment, Handshake: d.Handshake, Heartbeat: cfg.Settings.Heartbeat, NoRing: true,
 	})
 	if err != nil {
 		return none, errors.Join(err, prog.close())

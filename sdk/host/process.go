@@ -34,6 +34,7 @@ type LaunchOptions struct {
 	Environment []string      // names of environment variables that are passed on, if set; nothing else is
 	Handshake   time.Duration // 0: the default
 	Heartbeat   Heartbeat     // zero: the default
+	NoRing      bool          // all messages go over the stream
 	Violated    func(what string)
 	Started     func(pid, pidfd int) error // see Options
 }
@@ -50,6 +51,7 @@ type Process struct {
 	dir    string   // of its socket
 	lock   *os.File // of dir, held as long as it is in use
 	path   string   // of its binary
+	mem    ringsRef // its rings
 
 	mu     sync.Mutex
 	reason error // why we killed it
@@ -137,7 +139,17 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 		return err
 	}
 	cmd.Env = append(cmd.Env, fenceVariable(firstRegionFD+len(inherit), 1+len(fences)))
-	if p.run, err = newRunner(cmd, append(append(inherit, end), fences...), own); err != nil {
+	inherit = append(append(inherit, end), fences...)
+	if !opts.NoRing {
+		p.mem.fd, p.mem.bell = firstRegionFD+len(inherit), firstRegionFD+len(inherit)+1
+		var ends []*os.File
+		if p.mem.rings, ends, err = ringsToInherit(); err != nil {
+			closeAll(append(inherit, own.read))
+			return err
+		}
+		inherit = append(inherit, ends...)
+	}
+	if p.run, err = newRunner(cmd, inherit, own); err != nil {
 		return err
 	}
 	p.run.announce = opts.Started
@@ -170,7 +182,7 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 // dupMemory gives the plugin descriptors of its own, of the regions, the arena and the board, so that
 // the engine's stay the engine's.
 func dupMemory(opts *LaunchOptions, board *shm.Board) ([]*os.File, error) {
-	var memory, files []*os.File
+	var memory []*os.File
 	for _, r := range opts.Regions {
 		memory = append(memory, r.file())
 	}
@@ -178,15 +190,33 @@ func dupMemory(opts *LaunchOptions, board *shm.Board) ([]*os.File, error) {
 		memory = append(memory, opts.Arena.file)
 	}
 	memory = append(memory, board.Region().File())
-	for _, m := range memory {
-		fd, err := unix.FcntlInt(m.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	return dupAll(memory)
+}
+
+func dupAll(from []*os.File) ([]*os.File, error) {
+	var files []*os.File
+	for _, f := range from {
+		fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 		if err != nil {
 			closeAll(files)
 			return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
 		}
-		files = append(files, os.NewFile(uintptr(fd), "region"))
+		files = append(files, os.NewFile(uintptr(fd), f.Name()))
 	}
 	return files, nil
+}
+
+// ringsToInherit makes the rings of a plugin's life and descriptors of them that are the plugin's.
+func ringsToInherit() (*Rings, []*os.File, error) {
+	rings, err := NewRings()
+	if err != nil {
+		return nil, nil, err
+	}
+	ends, err := dupAll([]*os.File{rings.file, rings.bellEnd})
+	if err != nil {
+		return nil, nil, errors.Join(err, rings.Close())
+	}
+	return rings, ends, nil
 }
 
 func closeAll(files []*os.File) {
@@ -233,6 +263,7 @@ func (p *Process) connect(ctx context.Context, opts *LaunchOptions) error {
 	if opts.Arena != nil {
 		p.boardFD++
 	}
+	p.rings = p.mem
 	fault.Crash("host.handshake.connected")
 	if err := p.Heartbeat(ctx); err != nil {
 		return fmt.Errorf("first heartbeat: %w", err)
@@ -326,6 +357,9 @@ func (p *Process) cleanup() {
 	}
 	if p.lock != nil {
 		_ = p.lock.Close()
+	}
+	if p.mem.rings != nil {
+		_ = p.mem.rings.Close()
 	}
 }
 

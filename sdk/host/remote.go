@@ -32,6 +32,7 @@ type Remote struct {
 	arena      arenaRef
 	board      *shm.Board // which the process was started with; nil: each worker side has its own
 	boardFD    int        // in the plugin
+	rings      ringsRef
 	violations atomic.Int64
 	violated   func(what string) // nil: only counted
 }
@@ -88,7 +89,7 @@ func (r *Remote) OpenScheduler(ctx context.Context, env connector.Env, config js
 		return nil, fmt.Errorf("scheduler side: %w", err)
 	}
 	open := &wire.Open{Side: kvportv1.Side_SIDE_SCHEDULER, Env: env, Config: config, Arena: arena}
-	s, err := openSession(ctx, r.client, open, r.violation)
+	s, err := r.openSession(ctx, open)
 	if err != nil {
 		return nil, fmt.Errorf("scheduler side: %w", err)
 	}
@@ -117,7 +118,7 @@ func (r *Remote) OpenWorker(ctx context.Context, env connector.Env, config json.
 		Side: kvportv1.Side_SIDE_WORKER, Env: env, Config: config,
 		Regions: r.regions[env.Rank : env.Rank+1], Arena: arena, Progress: wire.Region{FD: fd, Size: shm.BoardBytes},
 	}
-	if p.session, err = openSession(ctx, r.client, open, r.violation); err != nil {
+	if p.session, err = r.openSession(ctx, open); err != nil {
 		return nil, errors.Join(fmt.Errorf("worker side of rank %d: %w", env.Rank, err), p.closeBoard())
 	}
 	return p, nil

@@ -36,32 +36,47 @@ type session struct {
 	sending sync.Mutex
 	last    atomic.Uint64
 
-	mu    sync.Mutex
-	calls map[uint64]chan *reply // nil once lost
-	cause error
+	ring    *ring         // nil: none
+	useful  usefulness    // of polling it
+	ringed  atomic.Bool   // the plugin reads the ring
+	parted  atomic.Bool   // the plugin has left the ring, or never had it
+	goodbye atomic.Uint64 // id of Close, before whose answer the plugin leaves the ring
+
+	mu     sync.Mutex
+	calls  map[uint64]chan *reply // nil once lost
+	ending bool                   // the stream has ended
+	cause  error
 
 	lost   chan struct{} // closed when no answer will come any more
 	closed sync.Once
 }
 
 // openSession opens a side. ctx bounds the opening, not the life of the session.
-func openSession(ctx context.Context, client kvportv1.PluginClient, open *wire.Open, violated func(string)) (*session, error) {
+func (r *Remote) openSession(ctx context.Context, open *wire.Open) (*session, error) {
 	life, stop := context.WithCancel(context.Background())
 	unhook := context.AfterFunc(ctx, stop)
-	stream, err := client.Session(life)
+	stream, err := r.client.Session(life)
 	if err != nil {
 		stop()
 		return nil, fmt.Errorf("open session: %w: %w", connector.ErrGone, err)
 	}
 	s := &session{
-		stream: stream, stop: stop, violated: violated,
+		stream: stream, stop: stop, violated: r.violation, ring: r.rings.take(),
 		calls: map[uint64]chan *reply{}, lost: make(chan struct{}),
+	}
+	if s.ring != nil {
+		open.Ring = s.ring.wire
 	}
 	go s.read()
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Open{Open: wire.OpenToProto(open)}}
 	answer, err := s.call(ctx, req, 0)
 	if err == nil && answer.GetOpened() == nil {
 		err = wrongAnswer("open")
+	}
+	if err == nil {
+		s.openRing(answer.GetOpened().GetRing())
+	} else if answer != nil {
+		s.parted.Store(true) // the side did not open
 	}
 	if err == nil && !unhook() {
 		err = context.Cause(ctx)
@@ -99,10 +114,15 @@ func (s *session) call(ctx context.Context, req *kvportv1.SessionRequest, patien
 	if !s.expect(req.Id, answer) {
 		return nil, s.lostError()
 	}
-	if err := s.send(req); err != nil {
+	overRing, err := s.send(req)
+	if err != nil {
 		s.stop()
 		<-s.lost
 		return nil, s.lostError()
+	}
+	if overRing {
+		defer s.useful.note(time.Now())
+		s.poll(answer)
 	}
 	select {
 	case r := <-answer:
@@ -111,7 +131,7 @@ func (s *session) call(ctx context.Context, req *kvportv1.SessionRequest, patien
 		return s.orLost(answer)
 	case <-ctx.Done():
 	}
-	go s.cancel(req.Id) // sending blocks when the plugin does not read
+	go s.cancel(req.Id, overRing) // sending blocks when the plugin does not read
 	var late <-chan time.Time
 	if patience != forever {
 		timer := time.NewTimer(patience)
@@ -138,14 +158,34 @@ func (s *session) orLost(answer <-chan *reply) (*reply, error) {
 	}
 }
 
-func (s *session) cancel(id uint64) {
-	_ = s.send(&kvportv1.SessionRequest{
+// cancel tells the plugin to end the wait of a call, by the way that the call went: it must not
+// overtake it.
+func (s *session) cancel(id uint64, overRing bool) {
+	req := &kvportv1.SessionRequest{
 		Id:   s.last.Add(1),
 		Call: &kvportv1.SessionRequest_Cancel{Cancel: &kvportv1.Cancel{Call: id}},
-	})
+	}
+	if overRing {
+		s.insist(req)
+	} else {
+		_ = s.sendStream(req)
+	}
 }
 
-func (s *session) send(req *kvportv1.SessionRequest) error {
+// send says whether a request went over the ring.
+func (s *session) send(req *kvportv1.SessionRequest) (overRing bool, err error) {
+	if _, last := req.GetCall().(*kvportv1.SessionRequest_Close); last {
+		s.goodbye.Store(req.GetId())
+	} else if s.ringed.Load() {
+		sent, err := s.ring.Send(wire.Frame(req))
+		if sent || err != nil {
+			return sent, s.ringError(err)
+		}
+	}
+	return false, s.sendStream(req)
+}
+
+func (s *session) sendStream(req *kvportv1.SessionRequest) error {
 	s.sending.Lock()
 	defer s.sending.Unlock()
 	return s.stream.Send(req)
@@ -172,23 +212,37 @@ func (s *session) read() {
 	for {
 		r, err := s.stream.Recv()
 		if err != nil {
-			s.mu.Lock()
-			s.calls, s.cause = nil, err
-			s.mu.Unlock()
-			s.stop()
-			close(s.lost)
+			s.end(err)
 			return
 		}
-		s.mu.Lock()
-		answer, known := s.calls[r.GetId()]
-		delete(s.calls, r.GetId())
-		s.mu.Unlock()
-		if !known {
-			s.violated("answer to a call that does not exist or was answered before")
-			continue
-		}
-		answer <- r
+		s.deliver(r)
 	}
+}
+
+// end lets all calls know that no answer will come. What the plugin has answered before counts.
+func (s *session) end(cause error) {
+	s.stop()
+	s.closeRing()
+	s.mu.Lock()
+	s.calls, s.cause = nil, cause
+	s.mu.Unlock()
+	close(s.lost)
+}
+
+// deliver hands an answer to its call. It never waits.
+func (s *session) deliver(r *reply) {
+	s.mu.Lock()
+	answer, known := s.calls[r.GetId()]
+	delete(s.calls, r.GetId())
+	s.mu.Unlock()
+	if !known {
+		s.violated("answer to a call that does not exist or was answered before")
+		return
+	}
+	if r.GetId() == s.goodbye.Load() {
+		s.parted.Store(true)
+	}
+	answer <- r
 }
 
 // close closes the side and the stream. No call may be running. It gives the plugin until ctx ends.

@@ -86,7 +86,7 @@ func (s *source) start(ctx context.Context, n uint64) (*life, error) {
 func (s *source) launch(ctx context.Context) (*Process, error) {
 	return launch(ctx, s.prog, LaunchOptions{
 		Regions: s.regions, Arena: s.arena, Started: s.started, Log: s.log, Environment: s.env, Handshake: s.cfg.Settings.Deadlines.Handshake,
-		Heartbeat: s.cfg.Settings.Heartbeat, Violated: s.violated,
+		Heartbeat: s.cfg.Settings.Heartbeat, Violated: s.violated, NoRing: !s.cfg.Settings.Ring,
 	})
 }
 

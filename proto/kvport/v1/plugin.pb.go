@@ -1450,6 +1450,7 @@ type Open struct {
 	Config        []byte                 `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`     // JSON
 	Arena         *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`       // what Describe asked for; absent: none
 	Progress      *Region                `protobuf:"bytes,13,opt,name=progress,proto3" json:"progress,omitempty"` // worker side only: where SaveLayers finds its counters
+	Ring          *Ring                  `protobuf:"bytes,14,opt,name=ring,proto3" json:"ring,omitempty"`         // memory through which small messages may go; absent: none
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1575,6 +1576,76 @@ func (x *Open) GetProgress() *Region {
 	return nil
 }
 
+func (x *Open) GetRing() *Ring {
+	if x != nil {
+		return x.Ring
+	}
+	return nil
+}
+
+// Ring is memory for two rings of frames beside the session's stream: it begins at an offset of a
+// descriptor that the plugin inherited. Who does not know it leaves Opened.ring unset, and all
+// messages go over the stream. Rules RING-01 to RING-06 say what is in it.
+type Ring struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Fd            uint32                 `protobuf:"varint,1,opt,name=fd,proto3" json:"fd,omitempty"`
+	Offset        uint64                 `protobuf:"varint,2,opt,name=offset,proto3" json:"offset,omitempty"`
+	Bell          uint32                 `protobuf:"varint,3,opt,name=bell,proto3" json:"bell,omitempty"` // descriptor of a socket: who sleeps is sent a byte
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Ring) Reset() {
+	*x = Ring{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Ring) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Ring) ProtoMessage() {}
+
+func (x *Ring) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Ring.ProtoReflect.Descriptor instead.
+func (*Ring) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *Ring) GetFd() uint32 {
+	if x != nil {
+		return x.Fd
+	}
+	return 0
+}
+
+func (x *Ring) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *Ring) GetBell() uint32 {
+	if x != nil {
+		return x.Bell
+	}
+	return 0
+}
+
 // Region is memory of the paged cache, or an arena: a file descriptor that the plugin inherited. An
 // arena's outlives the plugin.
 type Region struct {
@@ -1587,7 +1658,7 @@ type Region struct {
 
 func (x *Region) Reset() {
 	*x = Region{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1599,7 +1670,7 @@ func (x *Region) String() string {
 func (*Region) ProtoMessage() {}
 
 func (x *Region) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1612,7 +1683,7 @@ func (x *Region) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Region.ProtoReflect.Descriptor instead.
 func (*Region) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{9}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Region) GetFd() uint32 {
@@ -1640,7 +1711,7 @@ type Group struct {
 
 func (x *Group) Reset() {
 	*x = Group{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1652,7 +1723,7 @@ func (x *Group) String() string {
 func (*Group) ProtoMessage() {}
 
 func (x *Group) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1665,7 +1736,7 @@ func (x *Group) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Group.ProtoReflect.Descriptor instead.
 func (*Group) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{10}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Group) GetBlockTokens() uint32 {
@@ -1703,7 +1774,7 @@ type Segment struct {
 
 func (x *Segment) Reset() {
 	*x = Segment{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1715,7 +1786,7 @@ func (x *Segment) String() string {
 func (*Segment) ProtoMessage() {}
 
 func (x *Segment) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1728,7 +1799,7 @@ func (x *Segment) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Segment.ProtoReflect.Descriptor instead.
 func (*Segment) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{11}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Segment) GetLayer() int32 {
@@ -1785,7 +1856,7 @@ type Layout struct {
 
 func (x *Layout) Reset() {
 	*x = Layout{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1797,7 +1868,7 @@ func (x *Layout) String() string {
 func (*Layout) ProtoMessage() {}
 
 func (x *Layout) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1810,7 +1881,7 @@ func (x *Layout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Layout.ProtoReflect.Descriptor instead.
 func (*Layout) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{12}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Layout) GetName() string {
@@ -1844,13 +1915,14 @@ func (x *Layout) GetSegments() []*Segment {
 type Opened struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Capabilities  []Capability           `protobuf:"varint,1,rep,packed,name=capabilities,proto3,enum=kvport.v1.Capability" json:"capabilities,omitempty"` // of this side
+	Ring          bool                   `protobuf:"varint,2,opt,name=ring,proto3" json:"ring,omitempty"`                                                  // the plugin reads the ring of the Open
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Opened) Reset() {
 	*x = Opened{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1862,7 +1934,7 @@ func (x *Opened) String() string {
 func (*Opened) ProtoMessage() {}
 
 func (x *Opened) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1875,7 +1947,7 @@ func (x *Opened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Opened.ProtoReflect.Descriptor instead.
 func (*Opened) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{13}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Opened) GetCapabilities() []Capability {
@@ -1883,6 +1955,13 @@ func (x *Opened) GetCapabilities() []Capability {
 		return x.Capabilities
 	}
 	return nil
+}
+
+func (x *Opened) GetRing() bool {
+	if x != nil {
+		return x.Ring
+	}
+	return false
 }
 
 // Blocks in columns. keys is 32 bytes a block, all zero for a partial one. groups is empty when all
@@ -1898,7 +1977,7 @@ type Blocks struct {
 
 func (x *Blocks) Reset() {
 	*x = Blocks{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1910,7 +1989,7 @@ func (x *Blocks) String() string {
 func (*Blocks) ProtoMessage() {}
 
 func (x *Blocks) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1923,7 +2002,7 @@ func (x *Blocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Blocks.ProtoReflect.Descriptor instead.
 func (*Blocks) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{14}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Blocks) GetKeys() []byte {
@@ -1960,7 +2039,7 @@ type Query struct {
 
 func (x *Query) Reset() {
 	*x = Query{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1972,7 +2051,7 @@ func (x *Query) String() string {
 func (*Query) ProtoMessage() {}
 
 func (x *Query) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1985,7 +2064,7 @@ func (x *Query) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Query.ProtoReflect.Descriptor instead.
 func (*Query) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{15}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Query) GetRequest() string {
@@ -2032,7 +2111,7 @@ type MatchRequest struct {
 
 func (x *MatchRequest) Reset() {
 	*x = MatchRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2044,7 +2123,7 @@ func (x *MatchRequest) String() string {
 func (*MatchRequest) ProtoMessage() {}
 
 func (x *MatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2057,7 +2136,7 @@ func (x *MatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MatchRequest.ProtoReflect.Descriptor instead.
 func (*MatchRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{16}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *MatchRequest) GetQueries() []*Query {
@@ -2079,7 +2158,7 @@ type Match struct {
 
 func (x *Match) Reset() {
 	*x = Match{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2091,7 +2170,7 @@ func (x *Match) String() string {
 func (*Match) ProtoMessage() {}
 
 func (x *Match) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2104,7 +2183,7 @@ func (x *Match) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Match.ProtoReflect.Descriptor instead.
 func (*Match) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{17}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Match) GetTokens() uint32 {
@@ -2144,7 +2223,7 @@ type MatchResponse struct {
 
 func (x *MatchResponse) Reset() {
 	*x = MatchResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2156,7 +2235,7 @@ func (x *MatchResponse) String() string {
 func (*MatchResponse) ProtoMessage() {}
 
 func (x *MatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2169,7 +2248,7 @@ func (x *MatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MatchResponse.ProtoReflect.Descriptor instead.
 func (*MatchResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{18}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *MatchResponse) GetMatches() []*Match {
@@ -2195,7 +2274,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2207,7 +2286,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2220,7 +2299,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{19}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Transfer) GetRequest() string {
@@ -2295,7 +2374,7 @@ type SaveLayers struct {
 
 func (x *SaveLayers) Reset() {
 	*x = SaveLayers{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2307,7 +2386,7 @@ func (x *SaveLayers) String() string {
 func (*SaveLayers) ProtoMessage() {}
 
 func (x *SaveLayers) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2320,7 +2399,7 @@ func (x *SaveLayers) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveLayers.ProtoReflect.Descriptor instead.
 func (*SaveLayers) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{20}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SaveLayers) GetTransfer() *Transfer {
@@ -2357,7 +2436,7 @@ type Ended struct {
 
 func (x *Ended) Reset() {
 	*x = Ended{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2369,7 +2448,7 @@ func (x *Ended) String() string {
 func (*Ended) ProtoMessage() {}
 
 func (x *Ended) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2382,7 +2461,7 @@ func (x *Ended) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ended.ProtoReflect.Descriptor instead.
 func (*Ended) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{21}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Ended) GetRequest() string {
@@ -2434,7 +2513,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2446,7 +2525,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2459,7 +2538,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Step) GetId() uint64 {
@@ -2514,7 +2593,7 @@ type Plan struct {
 
 func (x *Plan) Reset() {
 	*x = Plan{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2526,7 +2605,7 @@ func (x *Plan) String() string {
 func (*Plan) ProtoMessage() {}
 
 func (x *Plan) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2539,7 +2618,7 @@ func (x *Plan) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Plan.ProtoReflect.Descriptor instead.
 func (*Plan) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Plan) GetLoads() []*Transfer {
@@ -2564,7 +2643,7 @@ type Moved struct {
 
 func (x *Moved) Reset() {
 	*x = Moved{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2576,7 +2655,7 @@ func (x *Moved) String() string {
 func (*Moved) ProtoMessage() {}
 
 func (x *Moved) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2589,7 +2668,7 @@ func (x *Moved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Moved.ProtoReflect.Descriptor instead.
 func (*Moved) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
 }
 
 type FinishRequest struct {
@@ -2601,7 +2680,7 @@ type FinishRequest struct {
 
 func (x *FinishRequest) Reset() {
 	*x = FinishRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2613,7 +2692,7 @@ func (x *FinishRequest) String() string {
 func (*FinishRequest) ProtoMessage() {}
 
 func (x *FinishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2626,7 +2705,7 @@ func (x *FinishRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishRequest.ProtoReflect.Descriptor instead.
 func (*FinishRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *FinishRequest) GetEnded() []*Ended {
@@ -2649,7 +2728,7 @@ type Hold struct {
 
 func (x *Hold) Reset() {
 	*x = Hold{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2661,7 +2740,7 @@ func (x *Hold) String() string {
 func (*Hold) ProtoMessage() {}
 
 func (x *Hold) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2674,7 +2753,7 @@ func (x *Hold) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hold.ProtoReflect.Descriptor instead.
 func (*Hold) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Hold) GetId() uint64 {
@@ -2721,7 +2800,7 @@ type FinishResponse struct {
 
 func (x *FinishResponse) Reset() {
 	*x = FinishResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2733,7 +2812,7 @@ func (x *FinishResponse) String() string {
 func (*FinishResponse) ProtoMessage() {}
 
 func (x *FinishResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2746,7 +2825,7 @@ func (x *FinishResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishResponse.ProtoReflect.Descriptor instead.
 func (*FinishResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *FinishResponse) GetHolds() []*Hold {
@@ -2764,7 +2843,7 @@ type ConsumedRequest struct {
 
 func (x *ConsumedRequest) Reset() {
 	*x = ConsumedRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2776,7 +2855,7 @@ func (x *ConsumedRequest) String() string {
 func (*ConsumedRequest) ProtoMessage() {}
 
 func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2789,7 +2868,7 @@ func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedRequest.ProtoReflect.Descriptor instead.
 func (*ConsumedRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
 }
 
 type ConsumedResponse struct {
@@ -2801,7 +2880,7 @@ type ConsumedResponse struct {
 
 func (x *ConsumedResponse) Reset() {
 	*x = ConsumedResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2813,7 +2892,7 @@ func (x *ConsumedResponse) String() string {
 func (*ConsumedResponse) ProtoMessage() {}
 
 func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2826,7 +2905,7 @@ func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedResponse.ProtoReflect.Descriptor instead.
 func (*ConsumedResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ConsumedResponse) GetHolds() []uint64 {
@@ -2846,7 +2925,7 @@ type RenewalsRequest struct {
 
 func (x *RenewalsRequest) Reset() {
 	*x = RenewalsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2858,7 +2937,7 @@ func (x *RenewalsRequest) String() string {
 func (*RenewalsRequest) ProtoMessage() {}
 
 func (x *RenewalsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2871,7 +2950,7 @@ func (x *RenewalsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewalsRequest.ProtoReflect.Descriptor instead.
 func (*RenewalsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *RenewalsRequest) GetEnded() []uint64 {
@@ -2890,7 +2969,7 @@ type RenewalsResponse struct {
 
 func (x *RenewalsResponse) Reset() {
 	*x = RenewalsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2902,7 +2981,7 @@ func (x *RenewalsResponse) String() string {
 func (*RenewalsResponse) ProtoMessage() {}
 
 func (x *RenewalsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2915,7 +2994,7 @@ func (x *RenewalsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewalsResponse.ProtoReflect.Descriptor instead.
 func (*RenewalsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *RenewalsResponse) GetHolds() []uint64 {
@@ -2933,7 +3012,7 @@ type ResetRequest struct {
 
 func (x *ResetRequest) Reset() {
 	*x = ResetRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2945,7 +3024,7 @@ func (x *ResetRequest) String() string {
 func (*ResetRequest) ProtoMessage() {}
 
 func (x *ResetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2958,7 +3037,7 @@ func (x *ResetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRequest.ProtoReflect.Descriptor instead.
 func (*ResetRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
 }
 
 type ResetResponse struct {
@@ -2970,7 +3049,7 @@ type ResetResponse struct {
 
 func (x *ResetResponse) Reset() {
 	*x = ResetResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2982,7 +3061,7 @@ func (x *ResetResponse) String() string {
 func (*ResetResponse) ProtoMessage() {}
 
 func (x *ResetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2995,7 +3074,7 @@ func (x *ResetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetResponse.ProtoReflect.Descriptor instead.
 func (*ResetResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ResetResponse) GetEmptied() bool {
@@ -3013,7 +3092,7 @@ type StatsRequest struct {
 
 func (x *StatsRequest) Reset() {
 	*x = StatsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3025,7 +3104,7 @@ func (x *StatsRequest) String() string {
 func (*StatsRequest) ProtoMessage() {}
 
 func (x *StatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3038,7 +3117,7 @@ func (x *StatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
 func (*StatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
 }
 
 // Stat is the present value of one number.
@@ -3053,7 +3132,7 @@ type Stat struct {
 
 func (x *Stat) Reset() {
 	*x = Stat{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3065,7 +3144,7 @@ func (x *Stat) String() string {
 func (*Stat) ProtoMessage() {}
 
 func (x *Stat) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3078,7 +3157,7 @@ func (x *Stat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Stat.ProtoReflect.Descriptor instead.
 func (*Stat) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Stat) GetName() string {
@@ -3111,7 +3190,7 @@ type StatsResponse struct {
 
 func (x *StatsResponse) Reset() {
 	*x = StatsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3123,7 +3202,7 @@ func (x *StatsResponse) String() string {
 func (*StatsResponse) ProtoMessage() {}
 
 func (x *StatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3136,7 +3215,7 @@ func (x *StatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
 func (*StatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *StatsResponse) GetStats() []*Stat {
@@ -3154,7 +3233,7 @@ type EventsRequest struct {
 
 func (x *EventsRequest) Reset() {
 	*x = EventsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3166,7 +3245,7 @@ func (x *EventsRequest) String() string {
 func (*EventsRequest) ProtoMessage() {}
 
 func (x *EventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3179,7 +3258,7 @@ func (x *EventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsRequest.ProtoReflect.Descriptor instead.
 func (*EventsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
 }
 
 // BlockEvent says that blocks can be matched now, or no longer.
@@ -3196,7 +3275,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3208,7 +3287,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3221,7 +3300,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *BlockEvent) GetSeq() uint64 {
@@ -3268,7 +3347,7 @@ type EventsResponse struct {
 
 func (x *EventsResponse) Reset() {
 	*x = EventsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3280,7 +3359,7 @@ func (x *EventsResponse) String() string {
 func (*EventsResponse) ProtoMessage() {}
 
 func (x *EventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3293,7 +3372,7 @@ func (x *EventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsResponse.ProtoReflect.Descriptor instead.
 func (*EventsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *EventsResponse) GetEvents() []*BlockEvent {
@@ -3313,7 +3392,7 @@ type Cancel struct {
 
 func (x *Cancel) Reset() {
 	*x = Cancel{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3325,7 +3404,7 @@ func (x *Cancel) String() string {
 func (*Cancel) ProtoMessage() {}
 
 func (x *Cancel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3338,7 +3417,7 @@ func (x *Cancel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cancel.ProtoReflect.Descriptor instead.
 func (*Cancel) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *Cancel) GetCall() uint64 {
@@ -3357,7 +3436,7 @@ type Close struct {
 
 func (x *Close) Reset() {
 	*x = Close{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3369,7 +3448,7 @@ func (x *Close) String() string {
 func (*Close) ProtoMessage() {}
 
 func (x *Close) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3382,7 +3461,7 @@ func (x *Close) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Close.ProtoReflect.Descriptor instead.
 func (*Close) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{41}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{42}
 }
 
 type Closed struct {
@@ -3393,7 +3472,7 @@ type Closed struct {
 
 func (x *Closed) Reset() {
 	*x = Closed{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3405,7 +3484,7 @@ func (x *Closed) String() string {
 func (*Closed) ProtoMessage() {}
 
 func (x *Closed) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3418,7 +3497,7 @@ func (x *Closed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Closed.ProtoReflect.Descriptor instead.
 func (*Closed) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{42}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{43}
 }
 
 var File_kvport_v1_plugin_proto protoreflect.FileDescriptor
@@ -3491,7 +3570,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05stats\x18\v \x01(\v2\x18.kvport.v1.StatsResponseH\x00R\x05stats\x123\n" +
 	"\x06events\x18\f \x01(\v2\x19.kvport.v1.EventsResponseH\x00R\x06events\x129\n" +
 	"\brenewals\x18\r \x01(\v2\x1b.kvport.v1.RenewalsResponseH\x00R\brenewalsB\b\n" +
-	"\x06result\"\x9c\x03\n" +
+	"\x06result\"\xc1\x03\n" +
 	"\x04Open\x12#\n" +
 	"\x04side\x18\x01 \x01(\x0e2\x0f.kvport.v1.SideR\x04side\x12\x16\n" +
 	"\x06engine\x18\x02 \x01(\tR\x06engine\x12\x14\n" +
@@ -3506,7 +3585,12 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	" \x03(\v2\x11.kvport.v1.RegionR\aregions\x12\x16\n" +
 	"\x06config\x18\v \x01(\fR\x06config\x12'\n" +
 	"\x05arena\x18\f \x01(\v2\x11.kvport.v1.RegionR\x05arena\x12-\n" +
-	"\bprogress\x18\r \x01(\v2\x11.kvport.v1.RegionR\bprogress\",\n" +
+	"\bprogress\x18\r \x01(\v2\x11.kvport.v1.RegionR\bprogress\x12#\n" +
+	"\x04ring\x18\x0e \x01(\v2\x0f.kvport.v1.RingR\x04ring\"B\n" +
+	"\x04Ring\x12\x0e\n" +
+	"\x02fd\x18\x01 \x01(\rR\x02fd\x12\x16\n" +
+	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n" +
+	"\x04bell\x18\x03 \x01(\rR\x04bell\",\n" +
 	"\x06Region\x12\x0e\n" +
 	"\x02fd\x18\x01 \x01(\rR\x02fd\x12\x12\n" +
 	"\x04size\x18\x02 \x01(\x04R\x04size\"q\n" +
@@ -3525,9 +3609,10 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06blocks\x18\x02 \x01(\rR\x06blocks\x12(\n" +
 	"\x06groups\x18\x03 \x03(\v2\x10.kvport.v1.GroupR\x06groups\x12.\n" +
-	"\bsegments\x18\x04 \x03(\v2\x12.kvport.v1.SegmentR\bsegments\"C\n" +
+	"\bsegments\x18\x04 \x03(\v2\x12.kvport.v1.SegmentR\bsegments\"W\n" +
 	"\x06Opened\x129\n" +
-	"\fcapabilities\x18\x01 \x03(\x0e2\x15.kvport.v1.CapabilityR\fcapabilities\"F\n" +
+	"\fcapabilities\x18\x01 \x03(\x0e2\x15.kvport.v1.CapabilityR\fcapabilities\x12\x12\n" +
+	"\x04ring\x18\x02 \x01(\bR\x04ring\"F\n" +
 	"\x06Blocks\x12\x12\n" +
 	"\x04keys\x18\x01 \x01(\fR\x04keys\x12\x10\n" +
 	"\x03ids\x18\x02 \x03(\x05R\x03ids\x12\x16\n" +
@@ -3692,7 +3777,7 @@ func file_kvport_v1_plugin_proto_rawDescGZIP() []byte {
 }
 
 var file_kvport_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
-var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
+var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 44)
 var file_kvport_v1_plugin_proto_goTypes = []any{
 	(Capability)(0),           // 0: kvport.v1.Capability
 	(Side)(0),                 // 1: kvport.v1.Side
@@ -3712,40 +3797,41 @@ var file_kvport_v1_plugin_proto_goTypes = []any{
 	(*SessionRequest)(nil),    // 15: kvport.v1.SessionRequest
 	(*SessionResponse)(nil),   // 16: kvport.v1.SessionResponse
 	(*Open)(nil),              // 17: kvport.v1.Open
-	(*Region)(nil),            // 18: kvport.v1.Region
-	(*Group)(nil),             // 19: kvport.v1.Group
-	(*Segment)(nil),           // 20: kvport.v1.Segment
-	(*Layout)(nil),            // 21: kvport.v1.Layout
-	(*Opened)(nil),            // 22: kvport.v1.Opened
-	(*Blocks)(nil),            // 23: kvport.v1.Blocks
-	(*Query)(nil),             // 24: kvport.v1.Query
-	(*MatchRequest)(nil),      // 25: kvport.v1.MatchRequest
-	(*Match)(nil),             // 26: kvport.v1.Match
-	(*MatchResponse)(nil),     // 27: kvport.v1.MatchResponse
-	(*Transfer)(nil),          // 28: kvport.v1.Transfer
-	(*SaveLayers)(nil),        // 29: kvport.v1.SaveLayers
-	(*Ended)(nil),             // 30: kvport.v1.Ended
-	(*Step)(nil),              // 31: kvport.v1.Step
-	(*Plan)(nil),              // 32: kvport.v1.Plan
-	(*Moved)(nil),             // 33: kvport.v1.Moved
-	(*FinishRequest)(nil),     // 34: kvport.v1.FinishRequest
-	(*Hold)(nil),              // 35: kvport.v1.Hold
-	(*FinishResponse)(nil),    // 36: kvport.v1.FinishResponse
-	(*ConsumedRequest)(nil),   // 37: kvport.v1.ConsumedRequest
-	(*ConsumedResponse)(nil),  // 38: kvport.v1.ConsumedResponse
-	(*RenewalsRequest)(nil),   // 39: kvport.v1.RenewalsRequest
-	(*RenewalsResponse)(nil),  // 40: kvport.v1.RenewalsResponse
-	(*ResetRequest)(nil),      // 41: kvport.v1.ResetRequest
-	(*ResetResponse)(nil),     // 42: kvport.v1.ResetResponse
-	(*StatsRequest)(nil),      // 43: kvport.v1.StatsRequest
-	(*Stat)(nil),              // 44: kvport.v1.Stat
-	(*StatsResponse)(nil),     // 45: kvport.v1.StatsResponse
-	(*EventsRequest)(nil),     // 46: kvport.v1.EventsRequest
-	(*BlockEvent)(nil),        // 47: kvport.v1.BlockEvent
-	(*EventsResponse)(nil),    // 48: kvport.v1.EventsResponse
-	(*Cancel)(nil),            // 49: kvport.v1.Cancel
-	(*Close)(nil),             // 50: kvport.v1.Close
-	(*Closed)(nil),            // 51: kvport.v1.Closed
+	(*Ring)(nil),              // 18: kvport.v1.Ring
+	(*Region)(nil),            // 19: kvport.v1.Region
+	(*Group)(nil),             // 20: kvport.v1.Group
+	(*Segment)(nil),           // 21: kvport.v1.Segment
+	(*Layout)(nil),            // 22: kvport.v1.Layout
+	(*Opened)(nil),            // 23: kvport.v1.Opened
+	(*Blocks)(nil),            // 24: kvport.v1.Blocks
+	(*Query)(nil),             // 25: kvport.v1.Query
+	(*MatchRequest)(nil),      // 26: kvport.v1.MatchRequest
+	(*Match)(nil),             // 27: kvport.v1.Match
+	(*MatchResponse)(nil),     // 28: kvport.v1.MatchResponse
+	(*Transfer)(nil),          // 29: kvport.v1.Transfer
+	(*SaveLayers)(nil),        // 30: kvport.v1.SaveLayers
+	(*Ended)(nil),             // 31: kvport.v1.Ended
+	(*Step)(nil),              // 32: kvport.v1.Step
+	(*Plan)(nil),              // 33: kvport.v1.Plan
+	(*Moved)(nil),             // 34: kvport.v1.Moved
+	(*FinishRequest)(nil),     // 35: kvport.v1.FinishRequest
+	(*Hold)(nil),              // 36: kvport.v1.Hold
+	(*FinishResponse)(nil),    // 37: kvport.v1.FinishResponse
+	(*ConsumedRequest)(nil),   // 38: kvport.v1.ConsumedRequest
+	(*ConsumedResponse)(nil),  // 39: kvport.v1.ConsumedResponse
+	(*RenewalsRequest)(nil),   // 40: kvport.v1.RenewalsRequest
+	(*RenewalsResponse)(nil),  // 41: kvport.v1.RenewalsResponse
+	(*ResetRequest)(nil),      // 42: kvport.v1.ResetRequest
+	(*ResetResponse)(nil),     // 43: kvport.v1.ResetResponse
+	(*StatsRequest)(nil),      // 44: kvport.v1.StatsRequest
+	(*Stat)(nil),              // 45: kvport.v1.Stat
+	(*StatsResponse)(nil),     // 46: kvport.v1.StatsResponse
+	(*EventsRequest)(nil),     // 47: kvport.v1.EventsRequest
+	(*BlockEvent)(nil),        // 48: kvport.v1.BlockEvent
+	(*EventsResponse)(nil),    // 49: kvport.v1.EventsResponse
+	(*Cancel)(nil),            // 50: kvport.v1.Cancel
+	(*Close)(nil),             // 51: kvport.v1.Close
+	(*Closed)(nil),            // 52: kvport.v1.Closed
 }
 var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	6,  // 0: kvport.v1.Error.code:type_name -> kvport.v1.ErrorCode
@@ -3755,70 +3841,71 @@ var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	12, // 4: kvport.v1.DescribeResponse.stats:type_name -> kvport.v1.StatInfo
 	7,  // 5: kvport.v1.StatInfo.kind:type_name -> kvport.v1.StatKind
 	17, // 6: kvport.v1.SessionRequest.open:type_name -> kvport.v1.Open
-	25, // 7: kvport.v1.SessionRequest.match:type_name -> kvport.v1.MatchRequest
-	31, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
-	28, // 9: kvport.v1.SessionRequest.load:type_name -> kvport.v1.Transfer
-	28, // 10: kvport.v1.SessionRequest.save:type_name -> kvport.v1.Transfer
-	34, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
-	37, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
-	41, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
-	49, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
-	50, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
-	43, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
-	46, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
-	29, // 18: kvport.v1.SessionRequest.save_layers:type_name -> kvport.v1.SaveLayers
-	39, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
+	26, // 7: kvport.v1.SessionRequest.match:type_name -> kvport.v1.MatchRequest
+	32, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
+	29, // 9: kvport.v1.SessionRequest.load:type_name -> kvport.v1.Transfer
+	29, // 10: kvport.v1.SessionRequest.save:type_name -> kvport.v1.Transfer
+	35, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
+	38, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
+	42, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
+	50, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
+	51, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
+	44, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
+	47, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
+	30, // 18: kvport.v1.SessionRequest.save_layers:type_name -> kvport.v1.SaveLayers
+	40, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
 	9,  // 20: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
-	22, // 21: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
-	27, // 22: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
-	32, // 23: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
-	33, // 24: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
-	36, // 25: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
-	38, // 26: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
-	42, // 27: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
-	51, // 28: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
-	45, // 29: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
-	48, // 30: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
-	40, // 31: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
+	23, // 21: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
+	28, // 22: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
+	33, // 23: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
+	34, // 24: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
+	37, // 25: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
+	39, // 26: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
+	43, // 27: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
+	52, // 28: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
+	46, // 29: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
+	49, // 30: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
+	41, // 31: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
 	1,  // 32: kvport.v1.Open.side:type_name -> kvport.v1.Side
 	2,  // 33: kvport.v1.Open.role:type_name -> kvport.v1.Role
-	21, // 34: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
-	18, // 35: kvport.v1.Open.regions:type_name -> kvport.v1.Region
-	18, // 36: kvport.v1.Open.arena:type_name -> kvport.v1.Region
-	18, // 37: kvport.v1.Open.progress:type_name -> kvport.v1.Region
-	4,  // 38: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
-	19, // 39: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
-	20, // 40: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
-	0,  // 41: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
-	24, // 42: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
-	26, // 43: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
-	23, // 44: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
-	28, // 45: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
-	5,  // 46: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
-	23, // 47: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
-	24, // 48: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
-	28, // 49: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
-	28, // 50: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
-	30, // 51: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
-	28, // 52: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
-	28, // 53: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
-	30, // 54: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
-	35, // 55: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
-	44, // 56: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
-	8,  // 57: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
-	3,  // 58: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
-	47, // 59: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
-	10, // 60: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
-	13, // 61: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
-	15, // 62: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
-	11, // 63: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
-	14, // 64: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
-	16, // 65: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
-	63, // [63:66] is the sub-list for method output_type
-	60, // [60:63] is the sub-list for method input_type
-	60, // [60:60] is the sub-list for extension type_name
-	60, // [60:60] is the sub-list for extension extendee
-	0,  // [0:60] is the sub-list for field type_name
+	22, // 34: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
+	19, // 35: kvport.v1.Open.regions:type_name -> kvport.v1.Region
+	19, // 36: kvport.v1.Open.arena:type_name -> kvport.v1.Region
+	19, // 37: kvport.v1.Open.progress:type_name -> kvport.v1.Region
+	18, // 38: kvport.v1.Open.ring:type_name -> kvport.v1.Ring
+	4,  // 39: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
+	20, // 40: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
+	21, // 41: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
+	0,  // 42: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
+	25, // 43: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
+	27, // 44: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
+	24, // 45: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
+	29, // 46: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
+	5,  // 47: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
+	24, // 48: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
+	25, // 49: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
+	29, // 50: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
+	29, // 51: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
+	31, // 52: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
+	29, // 53: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
+	29, // 54: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
+	31, // 55: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
+	36, // 56: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
+	45, // 57: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
+	8,  // 58: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
+	3,  // 59: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
+	48, // 60: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
+	10, // 61: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
+	13, // 62: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
+	15, // 63: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
+	11, // 64: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
+	14, // 65: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
+	16, // 66: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
+	64, // [64:67] is the sub-list for method output_type
+	61, // [61:64] is the sub-list for method input_type
+	61, // [61:61] is the sub-list for extension type_name
+	61, // [61:61] is the sub-list for extension extendee
+	0,  // [0:61] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_plugin_proto_init() }
@@ -3861,7 +3948,7 @@ func file_kvport_v1_plugin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvport_v1_plugin_proto_rawDesc), len(file_kvport_v1_plugin_proto_rawDesc)),
 			NumEnums:      9,
-			NumMessages:   43,
+			NumMessages:   44,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1,0 +1,217 @@
+package host
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/shm"
+	"github.com/kvport/kvport/internal/wire"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// unused is how it is when no session has a ring.
+func (r *Rings) unused(t *testing.T) {
+	t.Helper()
+	var st unix.Stat_t
+	require.NoError(t, unix.Fstat(int(r.file.Fd()), &st))
+	require.Zero(t, st.Blocks, "memory is left")
+	require.Zero(t, r.open)
+	require.NotContains(t, r.taken, true)
+}
+
+func TestSessionsHaveRings(t *testing.T) {
+	leaks := watchLeaks(t)
+	region, err := NewRegion(4096)
+	require.NoError(t, err)
+	p, err := Launch(t.Context(), testPlugin(), LaunchOptions{Regions: []*Region{region}})
+	require.NoError(t, err)
+	config, err := json.Marshal(map[string]string{"dir": t.TempDir()})
+	require.NoError(t, err)
+	for range 2 * maxRings { // more than there are areas, a few at once
+		var sides sync.WaitGroup
+		for range 3 {
+			sides.Go(func() {
+				w, err := p.OpenWorker(t.Context(), testEnv(), config)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if s := w.(*workerProxy).session; !s.ringed.Load() {
+					t.Error("the session has no ring")
+				}
+				big := &connector.Transfer{Request: "r", Tokens: 4, Extra: make([]byte, shm.RingFrame)} // goes over the stream
+				for _, tr := range []*connector.Transfer{{Request: "r"}, big, {Request: "r"}} {
+					if err := w.Load(t.Context(), tr, nil); err != nil {
+						t.Error(err)
+					}
+				}
+				if err := w.Close(); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		sides.Wait()
+	}
+	p.mem.rings.unused(t)
+	var open []connector.Worker
+	for range maxRings + 2 {
+		w, err := p.OpenWorker(t.Context(), testEnv(), config)
+		require.NoError(t, err)
+		require.NoError(t, w.Load(t.Context(), &connector.Transfer{Request: "r"}, nil), "with or without one")
+		open = append(open, w)
+	}
+	require.False(t, open[maxRings].(*workerProxy).ringed.Load(), "there are no more areas")
+	require.Zero(t, p.Violations())
+	p.Kill() // with all of them open
+	for _, w := range open {
+		require.NoError(t, w.Close())
+	}
+	require.NoError(t, region.Close())
+	leaks()
+}
+
+// rings are those of the plugin that is at work.
+func (r *rig) rings() *Rings {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.gen.proc.(*Process).mem.rings
+}
+
+// A plugin that scribbles over its rings loses its process, and nothing else is lost.
+func TestScribbledRings(t *testing.T) {
+	for _, harm := range []struct {
+		name  string
+		bytes string
+		at    int64
+	}{
+		{"counters of answers", "\xff\xff\xff\xff", 2048},
+		{"counters of requests", "\x00\x00\x00\x70", 64},
+		{"all of it", strings.Repeat("\xff", shm.RingArea), 0},
+	} {
+		t.Run(harm.name, func(t *testing.T) {
+			r := newRig(t, rigOptions{ranks: 2})
+			ks := keys(1, 4)
+			r.save("a", ks, 0)
+			rings := r.rings()
+			for n := range rings.taken {
+				if rings.taken[n] {
+					_, err := rings.file.WriteAt([]byte(harm.bytes), int64(n)*shm.RingArea+harm.at)
+					require.NoError(t, err)
+				}
+			}
+			e := r.load("b", ks, 10) // ends on another plugin
+			require.NoError(t, e.Err)
+			require.Empty(t, e.Failed)
+			require.Eventually(t, func() bool { return r.Health().Restarts >= 1 }, 10*time.Second, time.Millisecond)
+			require.NotSame(t, rings, r.rings())
+			e = r.load("c", ks, 20)
+			require.NoError(t, e.Err)
+			require.Positive(t, r.metric("kvport_plugin_restarts_total"))
+		})
+	}
+}
+
+func TestRingCanBeTurnedOff(t *testing.T) {
+	for _, on := range []bool{true, false} {
+		r := newRig(t, rigOptions{settings: map[string]any{"ring": on}})
+		ks := keys(1, 2)
+		r.save("a", ks, 0)
+		require.NoError(t, r.load("b", ks, 10).Err)
+		maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", r.Health().PID))
+		require.NoError(t, err)
+		require.Equal(t, on, strings.Contains(string(maps), "kvport-rings"))
+	}
+}
+
+// A plugin that knows no rings works over the stream, and its area is free again.
+func TestPluginWithoutRing(t *testing.T) {
+	rings, err := NewRings()
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, rings.Close()) })
+	r := connectTo(t, func(s stream, m *kvportv1.SessionRequest) error { return s.Send(matchAnswer(m.GetId(), 7)) })
+	r.UseRings(rings)
+	for range maxRings + 1 {
+		s, err := r.OpenScheduler(t.Context(), testEnv(), json.RawMessage("{}"))
+		require.NoError(t, err)
+		require.False(t, s.(*schedulerProxy).ringed.Load())
+		m, err := s.Match(t.Context(), []connector.Query{{Request: "r", Tokens: 9}})
+		require.NoError(t, err)
+		require.Equal(t, 7, m[0].Tokens)
+		require.NoError(t, s.Close())
+	}
+	rings.unused(t)
+	require.Zero(t, r.Violations())
+}
+
+// hostileRing is a plugin that takes the ring and answers a call with frames of its own making.
+func hostileRing(t *testing.T, frames ...[]byte) (*Remote, *Rings) {
+	t.Helper()
+	rings, err := NewRings()
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, rings.Close()) })
+	var answer func(s stream, m *kvportv1.SessionRequest) error
+	r := connectTo(t, func(s stream, m *kvportv1.SessionRequest) error { return answer(s, m) })
+	r.UseRings(rings)
+	answer = func(stream, *kvportv1.SessionRequest) error {
+		bell, err := shm.NewBell(int(rings.bellEnd.Fd()))
+		if err != nil {
+			return err
+		}
+		defer bell.Close()
+		end, err := shm.NewRingEnd(int(rings.file.Fd()), 0, false, bell)
+		if err != nil {
+			return err
+		}
+		for _, f := range frames {
+			if _, err := end.Send(len(f), func(to []byte) ([]byte, error) { return append(to, f...), nil }); err != nil {
+				return err
+			}
+		}
+		return end.Close()
+	}
+	return r, rings
+}
+
+// What a plugin puts into the ring is judged like what comes over the stream; garbage ends the session.
+func TestHostileFrames(t *testing.T) {
+	encode := func(m *kvportv1.SessionResponse) []byte {
+		size, fill := wire.Frame(m)
+		out, err := fill(make([]byte, 0, size))
+		require.NoError(t, err)
+		return out
+	}
+	for name, c := range map[string]struct {
+		frames     [][]byte
+		violations int64
+	}{
+		"garbage":       {[][]byte{{0xff, 0xff}}, 1},
+		"unknown calls": {[][]byte{encode(matchAnswer(99, 1)), encode(matchAnswer(0, 1)), {}, {0xff}}, 4},
+		"wrong kind":    {[][]byte{encode(&kvportv1.SessionResponse{Id: 2, Result: &kvportv1.SessionResponse_Moved{}})}, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r, _ := hostileRing(t, c.frames...)
+			s, err := r.openSession(t.Context(), &wire.Open{Side: kvportv1.Side_SIDE_SCHEDULER, Env: testEnv(), Config: json.RawMessage("{}")})
+			require.NoError(t, err)
+			s.openRing(true) // as if it had said so
+			p := &schedulerProxy{s}
+			done := make(chan error, 1)
+			go func() {
+				// A request that goes over the stream, so that the plugin sees it.
+				_, err := p.Match(t.Context(), make([]connector.Query, 4096))
+				done <- err
+			}()
+			require.Error(t, <-done)
+			require.Equal(t, c.violations, r.Violations())
+			require.NoError(t, s.close(t.Context()))
+		})
+	}
+}
