@@ -27,7 +27,7 @@ func TestMain(m *testing.M) {
 	}
 	pluginFolder = dir
 	remoteFolder = filepath.Join(dir, "remote")
-	for name, folder := range map[string]string{"sharedstorage": dir, "offload": dir, "remote": remoteFolder} {
+	for name, folder := range map[string]string{"sharedstorage": dir, "offload": dir, "p2p": dir, "remote": remoteFolder} {
 		build := exec.Command("go", "build", "-o", filepath.Join(folder, "kvport-"+name), "../plugins/"+name)
 		if out, err := build.CombinedOutput(); err != nil {
 			panic(string(out))
@@ -195,6 +195,13 @@ func TestEngine(t *testing.T) {
 	}
 	require.Contains(t, text.String(), "llama.cpp (no --peer-python)")
 	require.Contains(t, text.String(), "prefill 64, 1 thread (tiny-random has no file)")
+}
+
+func TestLayerWise(t *testing.T) {
+	emit, rows := collect()
+	require.NoError(t, LayerWise(t.Context(), EngineOptions{Model: tiny, PluginPath: []string{pluginFolder}, Threads: 2, Quick: true, Emit: emit}))
+	requireRows(t, *rows, "layer 0 computed", "layer 0 confirmed", "last layer's compute ends",
+		"layer-wise save, bytes confirmed before the last layer's compute ends", "prompt of 128 tokens, computed beside its save")
 }
 
 func TestTransferWithoutPlugin(t *testing.T) {

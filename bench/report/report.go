@@ -47,6 +47,11 @@ func Files(docs string) (map[string][]byte, error) {
 		}
 		files["benchmarks/"+kind+".svg"] = Plot(rows)
 	}
+	rows, err := readRows(filepath.Join(docs, "benchmarks", "layerwise.jsonl"))
+	if err != nil {
+		return nil, err
+	}
+	files["benchmarks/layerwise.svg"] = Timeline(rows)
 	files["benchmarks.md"] = page
 	return files, nil
 }

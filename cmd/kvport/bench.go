@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -22,9 +24,9 @@ type benchFlags struct {
 func newBench() *cobra.Command {
 	f := &benchFlags{}
 	cmd := &cobra.Command{
-		Use:   "bench engine|transfer|store",
-		Short: "Measure the engine, block transfer or stores beside what limits them",
-		Args:  cobra.ExactArgs(1), ValidArgs: []string{"engine", "transfer", "store"},
+		Use:   "bench engine|transfer|store|layerwise",
+		Short: "Measure the engine, block transfer, stores or layer-wise saves beside what limits them",
+		Args:  cobra.ExactArgs(1), ValidArgs: benchKinds(),
 		RunE: func(cmd *cobra.Command, args []string) error { return f.run(cmd, args[0]) },
 	}
 	flags := cmd.Flags()
@@ -42,20 +44,28 @@ func newBench() *cobra.Command {
 	return cmd
 }
 
+// benchKinds are what can be measured.
+func benchKinds() []string { return []string{"engine", "transfer", "store", "layerwise"} }
+
 func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 	emit, isFormat := map[string]bench.Emit{"text": bench.Text(cmd.OutOrStdout()), "json": bench.JSON(cmd.OutOrStdout())}[f.format]
 	switch {
 	case !isFormat:
 		return fmt.Errorf("--format is %q, want text or json", f.format)
-	case what != "engine" && what != "transfer" && what != "store":
-		return fmt.Errorf("bench %q is neither engine nor transfer nor store", what)
+	case !slices.Contains(benchKinds(), what):
+		return fmt.Errorf("bench %q is none of %s", what, strings.Join(benchKinds(), ", "))
 	case f.threads < 0:
 		return fmt.Errorf("--threads is %d, want a positive number", f.threads)
 	}
-	if what == "engine" && f.model != "tiny-random" {
+	if (what == "engine" || what == "layerwise") && f.model != "tiny-random" {
 		if _, err := os.Stat(f.model); err != nil {
 			return fmt.Errorf("--model: %w", err)
 		}
+	}
+	if what == "layerwise" {
+		return fail(bench.LayerWise(cmd.Context(), bench.EngineOptions{
+			Model: f.model, PluginPath: pluginFolders(f.folders), Threads: f.threads, Quick: f.quick, Emit: emit,
+		}))
 	}
 	if what == "store" {
 		return fail(bench.Store(cmd.Context(), bench.StoreOptions{
