@@ -35,7 +35,7 @@ func TestLayerWise(t *testing.T) {
 	require.Eventually(t, func() bool { return r.metrics(p).Sum("kvport_connector_layer_confirmed_bytes_total") > 0 }, 10*time.Second, 50*time.Millisecond)
 	require.Positive(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
 
-	kills := max(4, *flagKills/3)
+	kills := max(2, *flagKills/5)
 	var got, want []*cluster.Completion
 	for i := range kills {
 		victim := []*cluster.Process{p, d}[i%2]
