@@ -68,7 +68,7 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 	}
 	peers := pipe.Peers{
 		Network: life, Bytes: size, Spill: c.spill(), Patience: c.timeout(), Close: life.close,
-		Await: c.SendType == put, Pushed: env.Role.Loads() && c.SendType != get,
+		Await: c.SendType == put, Pushed: env.Role.Loads() && (c.SendType != get || c.ProxyPort != 0), // who registers has to listen
 		Find: func(id connector.RequestID) []string {
 			if a := ids.read(id).prefill; a != "" {
 				return []string{a}

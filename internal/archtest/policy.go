@@ -85,8 +85,8 @@ func kvportImports() map[string][]string {
 		"native/*":  {},
 
 		"internal/archtest":   {},
-		"internal/cluster":    {}, // runs the binaries, so it needs none of the packages
-		"internal/acceptance": {"connector"},
+		"internal/cluster":    {},                               // runs the binaries, so it needs none of the packages
+		"internal/acceptance": {"connector", "internal/ticket"}, // it forges, too
 		"internal/faultsuite": {"connector", "engine", "engine/model/sim", "engine/tokenizer", "sdk/host", "internal/fault"},
 		"internal/shm":        {},
 		"internal/fault":      {},
