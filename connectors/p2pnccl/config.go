@@ -32,6 +32,7 @@ type Config struct {
 	KeyFile    string   `json:"key_file,omitempty"           jsonschema:"description=the ticket key file; default: the key that the engines of one user on one host share; wanted beyond loopback"`
 	ProxyIP    string   `json:"proxy_ip,omitempty"           jsonschema:"description=host of the router to register with"`
 	ProxyPort  Number   `json:"proxy_port,omitempty"         jsonschema:"description=port of its kvport route --register; without it the engine does not register"`
+	Routers    []string `json:"routers,omitempty"            jsonschema:"description=further routers to register with as HOST:PORT"`
 	HTTPIP     string   `json:"http_ip,omitempty"            jsonschema:"description=host at which the router reaches this engine's HTTP server; default: advertise or kv_ip"`
 	HTTPPort   Number   `json:"http_port,omitempty"          jsonschema:"description=the port of the engine's HTTP server; needed to register"`
 	BufferSize Number   `json:"kv_buffer_size,omitempty"     jsonschema:"description=default 1000000000: bytes of blocks that wait to be fetched or have arrived"`
@@ -125,8 +126,8 @@ func (c *Config) Validate() error {
 		return bad("send_type", "%q is none of PUT, PUT_ASYNC, GET", c.SendType)
 	case (c.ProxyPort != 0) != (c.ProxyIP != ""):
 		return bad("proxy_port", "it goes together with proxy_ip")
-	case c.ProxyPort != 0 && c.HTTPPort == 0:
-		return bad("proxy_port", "http_port is needed too: the router wants to know where the engine's HTTP server is")
+	case len(c.registrars()) > 0 && c.HTTPPort == 0:
+		return bad("http_port", "it is needed to register: the router wants to know where the engine's HTTP server is")
 	case c.KeyFile == "" && !c.local():
 		return bad("key_file", "others can reach kv_ip %s, so it needs a shared key", c.IP)
 	case c.ProxyIP == "0.0.0.0":
@@ -135,7 +136,20 @@ func (c *Config) Validate() error {
 	return nil
 }
 
+// registrars are the addresses of the routers to register with.
+func (c *Config) registrars() []string {
+	if c.ProxyPort == 0 {
+		return c.Routers
+	}
+	return append([]string{net.JoinHostPort(c.ProxyIP, strconv.Itoa(int(c.ProxyPort)))}, c.Routers...)
+}
+
 func (c *Config) validateNumbers() error {
+	for _, r := range c.Routers {
+		if host, _, err := net.SplitHostPort(r); err != nil || host == "" {
+			return bad("routers", "%q is not HOST:PORT", r)
+		}
+	}
 	const port, most, least = 65535, 1 << 50, 1 << 20
 	for _, n := range []struct {
 		field string

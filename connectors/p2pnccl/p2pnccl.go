@@ -57,10 +57,11 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 	}
 	ids := newReader(key)
 	life := &registered{network: n}
-	var r *registrar
-	if c.ProxyPort != 0 {
-		r = newRegistrar(&c, key, log)
-		life.begin = func(ctx context.Context, address string) { r.run(ctx, types(env.Role), c.httpAddress(), address) }
+	var registrars []*registrar
+	for _, router := range c.registrars() {
+		r := newRegistrar(&c, router, key, log)
+		registrars = append(registrars, r)
+		life.begin = append(life.begin, func(ctx context.Context, address string) { r.run(ctx, types(env.Role), c.httpAddress(), address) })
 	}
 	size := int64(c.BufferSize)
 	if size == 0 {
@@ -68,7 +69,7 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 	}
 	peers := pipe.Peers{
 		Network: life, Bytes: size, Spill: c.spill(), Patience: c.timeout(), Close: life.close,
-		Await: c.SendType == put, Pushed: env.Role.Loads() && (c.SendType != get || c.ProxyPort != 0), // who registers has to listen
+		Await: c.SendType == put, Pushed: env.Role.Loads() && (c.SendType != get || len(registrars) > 0), // who registers has to listen
 		Find: func(id connector.RequestID) []string {
 			if a := ids.read(id).prefill; a != "" {
 				return []string{a}
@@ -76,11 +77,7 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 			return nil
 		},
 		Stats: func() []connector.Stat {
-			stats := append(n.stats(), ids.stats()...)
-			if r != nil {
-				stats = append(stats, r.stats()...)
-			}
-			return stats
+			return append(append(n.stats(), ids.stats()...), registrations(registrars)...)
 		},
 	}
 	if c.SendType != get {
@@ -108,7 +105,7 @@ func (c *Config) httpAddress() string {
 // registered is a network that is registered with a router from the time it listens until it is closed.
 type registered struct {
 	*network
-	begin func(ctx context.Context, address string) // nil: there is no router
+	begin []func(ctx context.Context, address string) // for each router
 
 	mu     sync.Mutex
 	cancel context.CancelFunc
@@ -118,7 +115,7 @@ type registered struct {
 // Listen implements pipe.Network.
 func (r *registered) Listen(ctx context.Context) (pipe.Listener, error) {
 	l, err := r.network.Listen(ctx)
-	if err != nil || r.begin == nil {
+	if err != nil || len(r.begin) == 0 {
 		return l, err
 	}
 	r.mu.Lock()
@@ -126,7 +123,9 @@ func (r *registered) Listen(ctx context.Context) (pipe.Listener, error) {
 	if r.cancel == nil {
 		registering, cancel := context.WithCancel(context.Background())
 		r.cancel = cancel
-		r.tasks.Go(func() { r.begin(registering, l.Address()) })
+		for _, begin := range r.begin {
+			r.tasks.Go(func() { begin(registering, l.Address()) })
+		}
 	}
 	return l, nil
 }

@@ -254,7 +254,7 @@ func TestRegister(t *testing.T) {
 		c, err := sdk.DecodeConfig[Config](json.RawMessage(raw))
 		require.NoError(t, err)
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
-		r := newRegistrar(&c, bytes.Repeat([]byte{with}, 32), slog.New(slog.DiscardHandler))
+		r := newRegistrar(&c, c.registrars()[0], bytes.Repeat([]byte{with}, 32), slog.New(slog.DiscardHandler))
 		done := make(chan struct{})
 		go func() {
 			defer close(done)
@@ -278,7 +278,7 @@ func TestRegister(t *testing.T) {
 func TestConfig(t *testing.T) {
 	for field, config := range map[string]string{
 		"send_type": `{"send_type":"PUSH"}`, "kv_port": `{"kv_port":70000}`, "key_file": `{"kv_ip":"0.0.0.0"}`, "kv_buffer_size": `{"kv_buffer_size":1}`,
-		"proxy_port": `{"proxy_port":1,"proxy_ip":"127.0.0.1"}`, "proxy_ip": `{"proxy_ip":"127.0.0.1"}`, "transports": `{"transports":["pigeon"]}`,
+		"http_port": `{"proxy_port":1,"proxy_ip":"127.0.0.1"}`, "routers": `{"routers":["nowhere"],"http_port":1}`, "proxy_ip": `{"proxy_ip":"127.0.0.1"}`, "transports": `{"transports":["pigeon"]}`,
 		"mem_pool_size_gb": `{"mem_pool_size_gb":"much"}`, "peer_timeout_ms": `{"peer_timeout_ms":1}`,
 	} {
 		_, err := sdk.DecodeConfig[Config](json.RawMessage(config))

@@ -7,9 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
-	"strconv"
 	"sync/atomic"
 	"time"
 
@@ -41,13 +39,13 @@ type registrar struct {
 	done, failed atomic.Int64
 }
 
-func newRegistrar(c *Config, key []byte, log *slog.Logger) *registrar {
+func newRegistrar(c *Config, router string, key []byte, log *slog.Logger) *registrar {
 	every := time.Duration(c.RegisterMS) * time.Millisecond
 	if every == 0 {
 		every = 3 * time.Second
 	}
 	return &registrar{
-		url: "http://" + net.JoinHostPort(c.ProxyIP, strconv.Itoa(int(c.ProxyPort))) + "/register",
+		url: "http://" + router + "/register",
 		key: key, every: every, log: log, client: http.Client{Timeout: every, Transport: &http.Transport{}},
 	}
 }
@@ -116,9 +114,14 @@ func (r *registrar) register(ctx context.Context, what *registration) error {
 	return nil
 }
 
-func (r *registrar) stats() []connector.Stat {
+func registrations(all []*registrar) []connector.Stat {
+	done, failed := int64(0), int64(0)
+	for _, r := range all {
+		done += r.done.Load()
+		failed += r.failed.Load()
+	}
 	return []connector.Stat{
-		{Name: "registrations_total", Labels: []string{"ok"}, Value: float64(r.done.Load())},
-		{Name: "registrations_total", Labels: []string{"failed"}, Value: float64(r.failed.Load())},
+		{Name: "registrations_total", Labels: []string{"ok"}, Value: float64(done)},
+		{Name: "registrations_total", Labels: []string{"failed"}, Value: float64(failed)},
 	}
 }

@@ -25,6 +25,7 @@ type metrics struct {
 
 	registrations *prometheus.CounterVec
 	introduced    prometheus.Counter
+	known         prometheus.Gauge
 }
 
 func newMetrics(reg prometheus.Registerer) (*metrics, error) {
@@ -51,11 +52,14 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		introduced: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "kvport_router_introductions_total", Help: "Requests whose id named both engines, signed.",
 		}),
+		known: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "kvport_router_registered_instances", Help: "Instances that have said where they take blocks.",
+		}),
 	}
 	if reg == nil {
 		return m, nil
 	}
-	for _, c := range []prometheus.Collector{m.requests, m.retries, m.up, m.ttft, m.inFlight, m.registrations, m.introduced} {
+	for _, c := range []prometheus.Collector{m.requests, m.retries, m.up, m.ttft, m.inFlight, m.registrations, m.introduced, m.known} {
 		if err := reg.Register(c); err != nil {
 			return nil, err
 		}

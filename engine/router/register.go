@@ -106,6 +106,9 @@ func (p *pool) register(part role, g *registration) error {
 		p.log.Info("instance registered", "instance", g.HTTP, "role", part.String(), "kv", g.KV)
 	}
 	k := &p.known[i]
+	if k.kv == "" {
+		p.metrics.known.Inc()
+	}
 	k.kv, k.at, k.seen = g.KV, g.At, time.Now()
 	if p.table.instances[i].left {
 		p.table.instances[i].left, p.table.instances[i].state = false, up
@@ -139,10 +142,15 @@ func (p *pool) expire(ttl time.Duration) {
 	defer p.mu.Unlock()
 	for i := range p.known {
 		k, in := &p.known[i], &p.table.instances[i]
-		if k.fixed || in.left || time.Since(k.seen) < ttl {
+		if k.kv == "" || time.Since(k.seen) < ttl {
 			continue
 		}
-		in.left, in.state, k.kv = true, down, ""
+		k.kv = ""
+		p.metrics.known.Dec()
+		if k.fixed {
+			continue
+		}
+		in.left, in.state = true, down
 		if k.stop != nil {
 			k.stop()
 			k.stop = nil

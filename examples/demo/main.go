@@ -84,6 +84,8 @@ type demo struct {
 	rows   []row
 	killed row // the extra prompt during whose load the plugin dies
 	kills  int
+
+	registrars []string // where the routers take registrations, in their order; none if engines do not register
 }
 
 // complete sends one greedy request.
@@ -93,10 +95,18 @@ func (d *demo) complete(ctx context.Context, url, prompt string) (*cluster.Compl
 
 // serve starts an engine; role is empty for one without a connector.
 func (d *demo) serve(ctx context.Context, name, role string) (*cluster.Process, error) {
-	args := []string{"serve", "--model", d.model, "--port", "0", "--num-blocks", fmt.Sprint(d.blocks)}
+	port, extra := "0", d.extra()
+	if d.registers() && role != "" {
+		var err error
+		if port, err = freePort(ctx); err != nil {
+			return nil, err
+		}
+		extra = d.registration(name, port)
+	}
+	args := []string{"serve", "--model", d.model, "--port", port, "--num-blocks", fmt.Sprint(d.blocks)}
 	if role != "" {
 		config := fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"engine_id":%q,"kv_connector_extra_config":%s}`,
-			d.connector, role, name, d.extra())
+			d.connector, role, name, extra)
 		args = append(args, "--kv-transfer-config", config)
 	}
 	if role == both {

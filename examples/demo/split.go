@@ -54,21 +54,27 @@ func (d *demo) startFleet(ctx context.Context) (f *fleet, err error) {
 		f.decodes, f.straight, f.crossed, f.aimed = []*cluster.Process{p}, p, p, p
 		return f, nil
 	}
+	if err := d.chooseRegistrars(ctx); err != nil {
+		return nil, err
+	}
 	if err := d.startEngines(ctx, f); err != nil {
 		return nil, err
 	}
 	p, q := f.prefills, f.decodes
-	for _, r := range []struct {
+	for i, r := range []struct {
 		router   **cluster.Process
 		prefills []*cluster.Process
 		decodes  []*cluster.Process
 	}{{&f.straight, p, q}, {&f.crossed, p, []*cluster.Process{q[1], q[0]}}, {&f.aimed, p[:1], q[:1]}} {
-		if *r.router, err = cluster.Start(ctx, d.log, "router", filepath.Join(d.bin, "kvport"), "route", "--port", "0",
-			"--prefill", urls(r.prefills), "--decode", urls(r.decodes)); err != nil {
+		args := []string{"route", "--port", "0", "--prefill", urls(r.prefills), "--decode", urls(r.decodes)}
+		if d.registers() {
+			args = append(args, "--register", d.registrars[i])
+		}
+		if *r.router, err = cluster.Start(ctx, d.log, "router", filepath.Join(d.bin, "kvport"), args...); err != nil {
 			return nil, err
 		}
 	}
-	return f, nil
+	return f, d.awaitRegistrations(ctx, f)
 }
 
 // startEngines starts all engines at once.

@@ -38,6 +38,8 @@ type xpyd struct {
 	extra, host       string // more of the connector's config, and of the host's
 	prefills, decodes []*cluster.Process
 	ports             map[*cluster.Process]string
+	prompts           []string // what is asked again and again
+	want              []*cluster.Completion
 }
 
 // engine starts an engine; port may be one of an engine that was killed.
@@ -160,16 +162,16 @@ func TestP2pNccl(t *testing.T) {
 // decode plugin that stops holds a prefill engine no longer than its deadline.
 func TestP2pNcclKilled(t *testing.T) {
 	x := newXPYD(t, `,"peer_timeout_ms":500,"transports":["tcp"]`, `,"kvport":{"breaker":{"deaths":100000,"backoff_max":"20ms"},"heartbeat":{"limit":"60s"}}`, 2)
-	prompts := texts(t, *flagSeed+5, 8, 400, 2000)
-	want := x.all(x.serveModel(peersModel(), "single", "").URL, prompts, 4)
-	x.all(x.router.URL, prompts, 4)
+	x.prompts = texts(t, *flagSeed+5, 8, 400, 2000)
+	x.want = x.all(x.serveModel(peersModel(), "single", "").URL, x.prompts, 4)
+	x.all(x.router.URL, x.prompts, 4)
 	rng := rand.New(rand.NewPCG(*flagSeed, 7))
 	kills, requests := count(t, "kills", *flagKills, 2, 100), 0
 	for round := range kills {
 		for _, list := range []*[]*cluster.Process{&x.prefills, &x.decodes} {
 			for _, whole := range []bool{false, true} {
 				victim := rng.IntN(2)
-				requests += x.struck(*list, victim, whole, prompts, want, rng)
+				requests += x.struck((*list)[victim], whole, time.Duration(rng.IntN(40))*time.Millisecond)
 				if whole {
 					role := map[bool]string{true: "kv_producer", false: "kv_consumer"}[list == &x.prefills]
 					(*list)[victim] = x.engine(role, x.ports[(*list)[victim]])
@@ -179,23 +181,23 @@ func TestP2pNcclKilled(t *testing.T) {
 		}
 		t.Logf("round %d: a plugin and an engine of each role killed, %d requests so far, 0 lost, 0 tokens differ", round, requests)
 	}
-	x.stopped(prompts, want)
+	x.stopped()
 }
 
 // struck sends prompts and kills an engine, or its plugin, in the midst of them.
-func (x *xpyd) struck(list []*cluster.Process, victim int, engine bool, prompts []string, want []*cluster.Completion, rng *rand.Rand) int {
+func (x *xpyd) struck(victim *cluster.Process, engine bool, after time.Duration) int {
 	x.Helper()
-	got := make([]*cluster.Completion, len(prompts))
-	errs := make([]error, len(prompts))
+	got := make([]*cluster.Completion, len(x.prompts))
+	errs := make([]error, len(x.prompts))
 	var wg sync.WaitGroup
-	for i, p := range prompts {
+	for i, p := range x.prompts {
 		wg.Go(func() { got[i], errs[i] = x.whole(p) })
 	}
-	<-time.After(time.Duration(rng.IntN(40)) * time.Millisecond)
+	<-time.After(after)
 	if engine {
-		list[victim].Kill()
+		victim.Kill()
 	} else {
-		for _, plugin := range cluster.Plugins(list[victim].PID()) {
+		for _, plugin := range cluster.Plugins(victim.PID()) {
 			require.NoError(x, syscall.Kill(plugin, syscall.SIGKILL))
 		}
 	}
@@ -203,12 +205,12 @@ func (x *xpyd) struck(list []*cluster.Process, victim int, engine bool, prompts 
 	for i, err := range errs {
 		require.NoError(x, err, "prompt %d is lost", i)
 	}
-	compare(x.T, "killed", want, got)
-	return len(prompts)
+	compare(x.T, "killed", x.want, got)
+	return len(x.prompts)
 }
 
 // stopped stops the decode plugins, so that whatever prefill engines send goes nowhere.
-func (x *xpyd) stopped(prompts []string, want []*cluster.Completion) {
+func (x *xpyd) stopped() {
 	x.Helper()
 	more := texts(x.T, *flagSeed+uint64(time.Now().UnixNano()), 4, 400, 1200)
 	var plugins []int
@@ -232,7 +234,7 @@ func (x *xpyd) stopped(prompts []string, want []*cluster.Completion) {
 	x.Logf("stopped decode plugins: %d requests took %v, %.0f links cut", len(more), took, x.sum(x.prefills, "kvport_connector_peers_cut_total")-before)
 	pushed := x.sum(x.prefills, "kvport_connector_pushed_blocks_total")
 	require.Eventually(x, func() bool {
-		same(x.T, "after the stop", want, x.all(x.router.URL, prompts, 4))
+		same(x.T, "after the stop", x.want, x.all(x.router.URL, x.prompts, 4))
 		return x.sum(x.prefills, "kvport_connector_pushed_blocks_total") > pushed
 	}, 30*time.Second, 100*time.Millisecond, "and sent to again")
 }
