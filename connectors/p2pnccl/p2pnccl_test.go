@@ -51,8 +51,11 @@ func transports(t *testing.T) []string {
 }
 
 func TestConformance(t *testing.T) {
-	for _, transport := range transports(t) {
+	for i, transport := range transports(t) {
 		t.Run(transport, func(t *testing.T) {
+			if i > 0 && testing.Short() {
+				t.Skip("one transport with -short, which the race stage uses; make test runs all")
+			}
 			config := json.RawMessage(fmt.Sprintf(`{"transports":[%q],"kv_buffer_size":"16777216","mem_pool_size_gb":"0.25"}`, transport))
 			conformance.Run(t, conformance.Wire(plugin(), config), conformance.Pipe, conformance.Store, conformance.MultiRank, conformance.Groups)
 		})

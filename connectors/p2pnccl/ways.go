@@ -56,11 +56,7 @@ func (c *Config) makeWays(keyed *tls.Config) (usable []*way, reasons map[string]
 		case "shm":
 			w.network, w.near = &shm.Network{Dir: c.SocketDir}, true
 		case "tcp":
-			n := &tcp.Network{Address: listen, Advertise: advertise, NoDigest: !c.Digest}
-			if c.KeyFile != "" {
-				n.TLS = keyed
-			}
-			w.network = n
+			w.network = &tcp.Network{Address: listen, Advertise: advertise, TLS: keyed, NoDigest: !c.Digest}
 		}
 		if w.start != nil {
 			if err := w.start(); err != nil {
