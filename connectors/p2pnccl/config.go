@@ -156,8 +156,12 @@ func (c *Config) validateNumbers() error {
 		value float64
 		limit float64
 	}{
-		{"kv_port", float64(c.Port), port}, {"proxy_port", float64(c.ProxyPort), port}, {"http_port", float64(c.HTTPPort), port},
-		{"kv_buffer_size", float64(c.BufferSize), most}, {"mem_pool_size_gb", c.poolGB(), 1 << 20}, {"nccl_num_channels", float64(c.Channels), 1024},
+		{"kv_port", float64(c.Port), port},
+		{"proxy_port", float64(c.ProxyPort), port},
+		{"http_port", float64(c.HTTPPort), port},
+		{"kv_buffer_size", float64(c.BufferSize), most},
+		{"mem_pool_size_gb", c.poolGB(), 1 << 20},
+		{"nccl_num_channels", float64(c.Channels), 1024},
 	} {
 		if n.value < 0 || n.value > n.limit {
 			return bad(n.field, "want a whole number between 0 and %.0f", n.limit)

@@ -57,6 +57,7 @@ func types(r connector.Role) []string {
 		return []string{"P"}
 	case connector.RoleConsumer:
 		return []string{"D"}
+	case connector.RoleBoth:
 	}
 	return []string{"P", "D"}
 }

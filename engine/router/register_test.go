@@ -105,8 +105,13 @@ func TestRegisterRefuses(t *testing.T) {
 	code, _ := say(t, r, false, good)
 	require.Equal(t, http.StatusForbidden, code)
 	for _, bad := range []any{
-		registration{"X", good.HTTP, good.KV, 1}, registration{"D", "127.0.0.1", good.KV, 1}, registration{"D", good.HTTP, "evil/path:1", 1},
-		registration{"D", "user@host:1", good.KV, 1}, registration{"D", good.HTTP, "a___decode_addr_b:1", 1}, registration{"D", good.HTTP, ":1", 1}, []int{1},
+		registration{"X", good.HTTP, good.KV, 1},
+		registration{"D", "127.0.0.1", good.KV, 1},
+		registration{"D", good.HTTP, "evil/path:1", 1},
+		registration{"D", "user@host:1", good.KV, 1},
+		registration{"D", good.HTTP, "a___decode_addr_b:1", 1},
+		registration{"D", good.HTTP, ":1", 1},
+		[]int{1},
 	} {
 		code, _ := say(t, r, true, bad)
 		require.Equal(t, http.StatusBadRequest, code, "%v", bad)

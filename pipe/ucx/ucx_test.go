@@ -99,13 +99,13 @@ func key(t testing.TB, b byte) *tls.Config {
 }
 
 func TestPipe(t *testing.T) {
-	for name, make := range map[string]func() *Network{
+	for name, open := range map[string]func() *Network{
 		"all": func() *Network { return &Network{} }, "tcp": func() *Network { return &Network{Transports: "tcp"} },
 		"key":              func() *Network { return &Network{TLS: key(t, 1)} },
 		"small, no digest": func() *Network { return &Network{Piece: 4096, Slots: 2, NoDigest: true} },
 	} {
 		t.Run(name, func(t *testing.T) {
-			a, b := network(t, make()), network(t, make())
+			a, b := network(t, open()), network(t, open())
 			pipetest.Run(t, pipetest.Harness{Open: func(t pipetest.T) pipetest.Ends {
 				dialed, accepted := pair(t, a, b)
 				return pipetest.Ends{Out: dialed.Out, In: accepted.In}

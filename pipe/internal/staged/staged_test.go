@@ -42,7 +42,9 @@ func (m *oneSided) Put(_ context.Context, i, n int) error {
 	}
 	return nil
 }
+
 func (m *oneSided) Take(_ context.Context, i, n int) ([]byte, error) { return m.landing[i][:n], nil }
+
 func (m *oneSided) Free(clean bool) error {
 	m.freed <- clean
 	return nil
@@ -197,8 +199,14 @@ func TestCancelledInAFrame(t *testing.T) {
 // Peers that break the rules end the link, with a reason.
 func TestStrangeWords(t *testing.T) {
 	for _, w := range []*word{
-		{kind: wordFree, slot: 1}, {kind: wordFree, slot: 9}, {kind: wordTaken}, {kind: wordPiece, slot: 9, n: 1},
-		{kind: wordPiece, slot: 0, n: 1 << 30}, {kind: wordPiece, slot: 0, n: 10}, {kind: wordAbort}, {kind: 99},
+		{kind: wordFree, slot: 1},
+		{kind: wordFree, slot: 9},
+		{kind: wordTaken},
+		{kind: wordPiece, slot: 9, n: 1},
+		{kind: wordPiece, slot: 0, n: 1 << 30},
+		{kind: wordPiece, slot: 0, n: 10},
+		{kind: wordAbort},
+		{kind: 99},
 	} {
 		e := pair(t, Options{Piece: 1000, Slots: 2})
 		_, err := e.conn.Write(w.encode(nil))
