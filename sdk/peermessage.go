@@ -1,6 +1,7 @@
 package sdk
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -134,25 +135,32 @@ type peerTicket struct {
 	pushed  bool // the producer sends the blocks to the consumer by itself
 }
 
-// pushedVersion is the first byte of the ticket of blocks that are pushed.
-const pushedVersion = 2
+// The ticket of blocks that are pushed has a first byte and an end of its own, so that no change of one byte
+// makes it of another.
+const (
+	pushedVersion = 2
+	pushedEnd     = "\x00pushed"
+)
 
 // maxAddress is the length of an address in a ticket.
 const maxAddress = 1024
 
 func (t peerTicket) encode() []byte {
-	version := byte(peerVersion)
+	version, end := byte(peerVersion), ""
 	if t.pushed {
-		version = pushedVersion
+		version, end = pushedVersion, pushedEnd
 	}
-	return append(binary.LittleEndian.AppendUint64([]byte{version}, uint64(t.hold)), t.address...)
+	return append(append(binary.LittleEndian.AppendUint64([]byte{version}, uint64(t.hold)), t.address...), end...)
 }
 
 func parsePeerTicket(b []byte) (peerTicket, error) {
-	if len(b) < 10 || len(b) > 9+maxAddress || b[0] != peerVersion && b[0] != pushedVersion {
+	pushed := bytes.HasSuffix(b, []byte(pushedEnd))
+	ours := len(b) >= 10 && (b[0] == peerVersion && !pushed || b[0] == pushedVersion && pushed)
+	address := bytes.TrimSuffix(b[min(9, len(b)):], []byte(pushedEnd))
+	if !ours || len(address) == 0 || len(address) > maxAddress {
 		return peerTicket{}, fmt.Errorf("ticket of %d bytes is none of ours: %w", len(b), connector.ErrIncompatible)
 	}
-	return peerTicket{connector.HoldID(binary.LittleEndian.Uint64(b[1:])), string(b[9:]), b[0] == pushedVersion}, nil
+	return peerTicket{connector.HoldID(binary.LittleEndian.Uint64(b[1:])), string(address), pushed}, nil
 }
 
 // maxHolds bounds the holds that are remembered, and the reports that nobody has asked for.
