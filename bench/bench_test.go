@@ -74,7 +74,7 @@ func TestTransfer(t *testing.T) {
 	require.NoError(t, Transfer(t.Context(), TransferOptions{
 		Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Quick: true, Emit: emit,
 	}))
-	requireRows(t, *rows, "save 48 KB", "load+digest 48 KB x 32", "save+digest 737 KB", "load 8 MB", "op round trip, stream",
+	requireRows(t, *rows, "save 48 KB", "load+digest 48 KB x 32", "save+digest 737 KB", "load 8 MB", "op round trip, ring", "op round trip, stream",
 		"file save 737 KB", "file load 8 MB", "lookup of 32 keys, warm", "plugin restart after kill -9",
 		"tcp pipe 8 MiB of 48 KB", "tcp pipe+digest 64 MiB of 1 MiB", "shm pipe 64 MiB of 1 MiB : memcpy", "raw tcp 8 MiB of 48 KB : memcpy")
 	for _, r := range *rows {

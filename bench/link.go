@@ -56,6 +56,7 @@ type linkOptions struct {
 
 	engine      string         // its id; empty: bench
 	role        connector.Role // 0: both
+	noRing      bool           // messages go over the stream
 	environment []string       // names of variables that the plugin gets
 }
 
@@ -101,6 +102,7 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 		return nil, err
 	}
 	options := patient()
+	options.NoRing = o.noRing
 	options.Regions, options.Environment = []*host.Region{l.region}, o.environment
 	if o.arena {
 		if l.arena, err = host.NewArena(); err != nil {

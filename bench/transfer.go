@@ -180,13 +180,18 @@ func (p *plain) load(n int) {
 	}
 }
 
-// roundTrip is a Match with one key: a message there and back and next to no work.
+// roundTrip is a Match with one key: a message there and back and next to no work, through the ring and over
+// the stream.
 func (t *transfer) roundTrip(ctx context.Context) (err error) {
-	l, err := openLink(ctx, linkOptions{binary: t.memory, config: memoryConfig{}, shape: shape{"op", 1, 64, 1}, bytes: 4096})
-	if err != nil {
-		return err
+	var links [2]*link
+	for i, noRing := range []bool{false, true} {
+		l, err := openLink(ctx, linkOptions{binary: t.memory, config: memoryConfig{}, shape: shape{"op", 1, 64, 1}, bytes: 4096, noRing: noRing})
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, l.close()) }()
+		links[i] = l
 	}
-	defer func() { err = errors.Join(err, l.close()) }()
 	a, b, err := socketPair()
 	if err != nil {
 		return err
@@ -195,7 +200,7 @@ func (t *transfer) roundTrip(ctx context.Context) (err error) {
 	done := make(chan struct{})
 	go func() { defer close(done); echo(b) }()
 	var message [64]byte
-	took, err := t.turns().measure(ctx, func(int) error { return l.match(ctx, 0, 1) }, func(int) error {
+	took, err := t.turns().measure(ctx, func(int) error { return links[0].match(ctx, 0, 1) }, func(int) error { return links[1].match(ctx, 0, 1) }, func(int) error {
 		if _, err := a.Write(message[:]); err != nil {
 			return err
 		}
@@ -205,7 +210,10 @@ func (t *transfer) roundTrip(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	return t.Emit(shorter("op round trip, stream", 0, took[0].micros(), took[1].micros(), "us p50")(atMost(20)))
+	if err := t.Emit(shorter("op round trip, ring", 0, took[0].micros(), took[2].micros(), "us p50")(atMost(2.5))); err != nil {
+		return err
+	}
+	return t.Emit(shorter("op round trip, stream", 0, took[1].micros(), took[2].micros(), "us p50")(atMost(20)))
 }
 
 // match asks for keys; the answer does not matter.

@@ -109,7 +109,7 @@ type T interface {
 // Cases lists every case, in the order in which they run.
 func Cases() []Case {
 	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(), statCases(), eventCases(), layerCases(),
-		lifeCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
+		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
 		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), multiCases())
 }
 

@@ -24,7 +24,7 @@ func All() []Mutant {
 	out := slices.Concat(badStores(), fileMutants(), arenaMutants(), remoteMutants(), offloadMutants(), pipeMutants(), pdMutants(), bufferMutants(), multiMutants())
 	lists := [][]fault{
 		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(), statFaults(), eventFaults(), layerFaults(),
-		lifeFaults(), rankFaults(), rankOrderFaults(), groupFaults(), hostileFaults(),
+		lifeFaults(), ringFaults(), rankFaults(), rankOrderFaults(), groupFaults(), hostileFaults(),
 	}
 	for _, list := range lists {
 		for _, f := range list {

@@ -209,6 +209,31 @@ func TestRingBell(t *testing.T) {
 	require.Equal(t, before, descriptors(t))
 }
 
+// Other languages find things where rule RING-08 says.
+func TestRingLayout(t *testing.T) {
+	word := func(mem []byte, at int) uint32 { return binary.NativeEndian.Uint32(mem[at:]) }
+	for first, half := range map[bool]int{true: 0, false: 1} {
+		mem := memory()
+		e := newRingEnd(mem, first)
+		for n := range RingSlots {
+			sent, err := send(e, fmt.Sprintf("frame %02d", n))
+			require.NoError(t, err)
+			require.True(t, sent)
+			at := 4096 + half*64*4096 + n*4096
+			require.EqualValues(t, 8, word(mem, at))
+			require.Equal(t, fmt.Sprintf("frame %02d", n), string(mem[at+8:at+16]))
+			require.EqualValues(t, n+1, word(mem, half*2048))
+		}
+		other := newRingEnd(mem, !first)
+		other.take = func([]byte) {}
+		require.Equal(t, RingSlots, other.drain())
+		require.EqualValues(t, RingSlots, word(mem, half*2048+64))
+		require.True(t, other.idle())
+		require.EqualValues(t, 1, word(mem, half*2048+128))
+		require.Len(t, mem, 4096+2*64*4096)
+	}
+}
+
 func TestRingRefuses(t *testing.T) {
 	file, err := NewRings("test", 2)
 	require.NoError(t, err)

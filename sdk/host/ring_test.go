@@ -1,6 +1,7 @@
 package host
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -214,4 +215,60 @@ func TestHostileFrames(t *testing.T) {
 			require.NoError(t, s.close(t.Context()))
 		})
 	}
+}
+
+// A Cancel must not overtake its call, so it waits for room in the ring if the call went there.
+func TestCancelGoesTheWayOfItsCall(t *testing.T) {
+	rings, err := NewRings()
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, rings.Close()) })
+	streamed := make(chan *kvportv1.SessionRequest, 8)
+	r := connectTo(t, func(_ stream, m *kvportv1.SessionRequest) error { streamed <- m; return nil })
+	r.UseRings(rings)
+	s, err := r.openSession(t.Context(), &wire.Open{Side: kvportv1.Side_SIDE_SCHEDULER, Env: testEnv(), Config: json.RawMessage("{}")})
+	require.NoError(t, err)
+	s.openRing(true) // as if it had said so; it reads nothing
+	p := &schedulerProxy{s}
+	ask := func(queries int) error {
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Millisecond)
+		defer cancel()
+		_, err := p.Match(ctx, make([]connector.Query, queries))
+		return err
+	}
+	require.ErrorIs(t, ask(4096), errUnanswered)
+	require.Len(t, (<-streamed).GetMatch().GetQueries(), 4096)
+	require.NotNil(t, (<-streamed).GetCancel(), "over the stream")
+
+	bell, err := shm.NewBell(int(rings.bellEnd.Fd()))
+	require.NoError(t, err)
+	end, err := shm.NewRingEnd(int(rings.file.Fd()), 0, false, bell)
+	require.NoError(t, err)
+	var calls sync.WaitGroup
+	for range shm.RingSlots { // as many as there is room for
+		calls.Go(func() { _ = ask(1) })
+	}
+	calls.Wait() // their Cancels find no room
+	arrived := make(chan *kvportv1.SessionRequest, 3*shm.RingSlots)
+	end.Start(func(frame []byte) {
+		m := new(kvportv1.SessionRequest)
+		if err := wire.FromFrame(frame, m); err != nil {
+			t.Error(err)
+		}
+		arrived <- m
+	}, func(err error) { t.Error(err) })
+	asked := map[uint64]bool{}
+	for cancelled := 0; cancelled < shm.RingSlots; {
+		switch m := <-arrived; {
+		case m.GetMatch() != nil:
+			asked[m.GetId()] = true
+		default:
+			require.True(t, asked[m.GetCancel().GetCall()], "not before its call")
+			cancelled++
+		}
+	}
+	require.Empty(t, streamed)
+	require.NoError(t, end.Close())
+	require.NoError(t, bell.Close())
+	require.NoError(t, s.close(t.Context()))
+	require.Zero(t, r.Violations())
 }
