@@ -38,8 +38,11 @@ func TestIndexOfManyKeys(t *testing.T) {
 		require.Equal(t, n, x.Len())
 		other, err := NewIndex(n/10, policy)
 		require.NoError(t, err)
-		best, evictions := math.Inf(1), 0
-		for try := 0; try < 5 && best > 3; try++ {
+		best, evictions, tries := math.Inf(1), 0, 5
+		if underRace {
+			tries = 1 // it is not judged then
+		}
+		for try := 0; try < tries && best > 3; try++ {
 			var m measured
 			m, evictions = measure(t, x, other, n, evictions)
 			t.Logf("%s: %d keys, %.1f bytes a key, %.2f million lookups/s on one core; p99.9 %v idle, %v while another index evicts, %v while it does: %.2f x idle; %d evictions",
