@@ -98,7 +98,7 @@ func pdPart(r *rig) {
 func pdOtherPrompt(r *rig) {
 	p := r.sender(1)
 	d := p.taker()
-	pr, fresh := p.hand(4, 0), p.engine.keys(4)
+	pr, fresh := p.hand(4, 0), p.keys(4)
 	other := &prompt{request: "other", keys: slices.Concat(pr.keys[:2], fresh[2:]), tokens: 4 * blockTokens, hold: pr.hold}
 	other.blocks = blocks(0, other.keys...)
 	d.try(other)
@@ -112,7 +112,7 @@ func pdNamed(r *rig) {
 	p := r.sender(1)
 	d := p.taker()
 	pr := p.hand(4, 0)
-	long := &prompt{request: pr.request, keys: slices.Concat(pr.keys, p.engine.keys(2)), tokens: 6 * blockTokens, hold: pr.hold}
+	long := &prompt{request: pr.request, keys: slices.Concat(pr.keys, p.keys(2)), tokens: 6 * blockTokens, hold: pr.hold}
 	long.blocks = blocks(0, long.keys...)
 	d.offer(long, 0)
 	right, err := d.fetch(long, loading{n: 6})

@@ -55,12 +55,13 @@ func pdExpiredReading(r *rig) {
 
 func pdEpoch(r *rig) {
 	p, d, w := r.routed()
-	old := w.handThrough(p, 4) // the second hold of its life
+	old := w.handThrough(p, 4) // the third hold of its life
 	p.gone()
 	n := p.next()
 	n.hand(2, 0)
+	n.hand(2, 0)
 	n.prefer(old.blocks)
-	now := n.hand(4, 0) // the second of its life, in the same slots
+	now := n.hand(4, 0) // the third of its life, in the same slots
 	n.churn()
 	w.leadTo(now)
 	d.try(old)
@@ -70,8 +71,9 @@ func pdEpoch(r *rig) {
 
 func pdWrongEngine(r *rig) {
 	p, d, w := r.routed()
-	mine := w.handThrough(p, 2) // the second hold of its life
+	mine := w.handThrough(p, 2) // the third hold of its life
 	other := p.another()
+	other.hand(2, 0)
 	other.hand(2, 0)
 	theirs := other.hand(2, 0)
 	w.leadTo(theirs)
@@ -117,11 +119,11 @@ func pdDeadlinePassed(r *rig) {
 }
 
 func pdLate(r *rig) {
-	const limit = 150 * time.Millisecond
+	const step, limit = 75 * time.Millisecond, 150 * time.Millisecond
 	p, d, w := r.routed()
-	for _, factor := range []time.Duration{3, 2, 1} {
+	for _, late := range []time.Duration{3 * step, 2 * step, step} {
 		pr := w.handThrough(p, 4)
-		w.Delay(limit * factor / 2)
+		w.Delay(late)
 		var late []connector.Block
 		if d.offer(pr, 0) > 0 {
 			_, _ = d.fetch(pr, loading{n: 4, limit: limit, after: func(to []connector.Block) {

@@ -344,7 +344,7 @@ func (p *pd) churn() {
 	p.mu.Lock()
 	free := slices.Clone(p.free)
 	p.mu.Unlock()
-	p.fill(p.place(p.engine.keys(len(free)), free)...)
+	p.fill(p.place(p.keys(len(free)), free)...)
 	for g, group := range p.env.Layout.Groups {
 		if group.Policy == connector.PolicyTrailing { // place gives only its last
 			for _, id := range free {

@@ -56,7 +56,7 @@ func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transf
 		a, err := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Group: b.Group, Place: n.placeOf(t, i)})
 		switch {
 		case err != nil && n.eofIsEnd:
-			return nil //nolint:nilerr // the fault
+			return nil
 		case err != nil:
 			return err
 		case a.Gone || !n.wants(a, b):

@@ -36,12 +36,11 @@ func (n *Node) listen(ctx context.Context) error {
 
 // address is what tickets name.
 func (n *Node) address() string {
-	host, port, err := net.SplitHostPort(n.listener.Addr().String())
+	_, port, err := net.SplitHostPort(n.listener.Addr().String())
 	if err != nil || n.config.Advertise == "" {
 		return n.listener.Addr().String()
 	}
-	host = n.config.Advertise
-	return net.JoinHostPort(host, port)
+	return net.JoinHostPort(n.config.Advertise, port)
 }
 
 func (n *Node) accept() {
