@@ -28,6 +28,7 @@ type holds struct {
 	over []connector.HoldID // consumed, to be reported
 	wake chan struct{}
 
+	told     map[readName]time.Time    // reads that were confirmed
 	beaten   map[connector.HoldID]bool // consumers were heard of since the last renewal
 	beat     chan struct{}
 	asked    []connector.HoldID // that the last answer of renewals named
@@ -45,7 +46,7 @@ type hold struct {
 }
 
 func newHolds(world int, lease time.Duration) *holds {
-	return &holds{world: world, lease: lease, now: time.Now, open: map[connector.HoldID]*hold{}, wake: make(chan struct{}, 1), beaten: map[connector.HoldID]bool{}, beat: make(chan struct{}, 1)}
+	return &holds{world: world, lease: lease, now: time.Now, open: map[connector.HoldID]*hold{}, wake: make(chan struct{}, 1), beaten: map[connector.HoldID]bool{}, told: map[readName]time.Time{}, beat: make(chan struct{}, 1)}
 }
 
 // add takes on the blocks of an ended request.
@@ -98,22 +99,43 @@ func (h *holds) find(id connector.HoldID, secret []byte) (connector.Ended, error
 	return n.ended, nil
 }
 
-// done notes that a rank has read what it wants. That there is no error says that the hold is still there.
-func (h *holds) done(id connector.HoldID, secret []byte, rank int) error {
+// doneKept is how long a confirmed read is remembered, for those that have lost the answer.
+const doneKept = 30 * time.Second
+
+// done notes that a rank has read what it wants. That there is no error says that the hold was still there
+// when it first said so.
+func (h *holds) done(q *question, now time.Time) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	n, err := h.get(id, secret)
+	for load, at := range h.told {
+		if now.Sub(at) > doneKept {
+			delete(h.told, load)
+		}
+	}
+	name := readName{q.Hold, q.Rank, q.Load, string(q.Secret)}
+	if _, again := h.told[name]; again && q.Load != "" {
+		return nil
+	}
+	n, err := h.get(q.Hold, q.Secret)
 	if err != nil {
 		return err
 	}
-	if n.fetched[rank] = true; len(n.fetched) < h.world {
+	h.told[name] = now
+	if n.fetched[q.Rank] = true; len(n.fetched) < h.world {
 		return nil
 	}
-	delete(h.open, id)
+	delete(h.open, q.Hold)
 	h.consumed++
-	h.over = append(h.over, id)
+	h.over = append(h.over, q.Hold)
 	signal(h.wake)
 	return nil
+}
+
+// readName is one read of one rank.
+type readName struct {
+	hold         connector.HoldID
+	rank         int
+	load, secret string
 }
 
 // signal wakes whoever waits for a channel of one.

@@ -30,6 +30,7 @@ type question struct {
 	Hold    connector.HoldID `json:"hold"`
 	Secret  []byte           `json:"secret"`
 	Done    bool             `json:"done,omitempty"`
+	Load    string           `json:"load,omitempty"` // with Done: names the read, so that asking again after a lost answer gives the same
 	Beats   []beat           `json:"beats,omitempty"`
 }
 

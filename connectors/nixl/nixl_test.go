@@ -1,7 +1,9 @@
 package nixl
 
 import (
+	"bytes"
 	"encoding/json"
+	"fmt"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -117,7 +119,7 @@ func TestHoldsExpire(t *testing.T) {
 		<-time.After(1)
 		_, err = h.find(id, secret)
 		require.ErrorIs(t, err, connector.ErrGone)
-		require.ErrorContains(t, h.done(id, secret, 0), "never was")
+		require.ErrorContains(t, h.done(&question{Hold: id, Secret: secret}, h.now()), "never was")
 		require.Empty(t, h.take())
 	})
 }
@@ -126,12 +128,12 @@ func TestHoldsExpire(t *testing.T) {
 func TestHoldsOfRanks(t *testing.T) {
 	h := newHolds(2, time.Hour)
 	id, secret := h.add(connector.Ended{})
-	require.NoError(t, h.done(id, secret, 1))
-	require.NoError(t, h.done(id, secret, 1))
+	require.NoError(t, h.done(&question{Hold: id, Secret: secret, Rank: 1}, h.now()))
+	require.NoError(t, h.done(&question{Hold: id, Secret: secret, Rank: 1}, h.now()))
 	require.Empty(t, h.take())
-	require.NoError(t, h.done(id, secret, 0))
+	require.NoError(t, h.done(&question{Hold: id, Secret: secret}, h.now()))
 	require.Equal(t, []connector.HoldID{id}, h.take())
-	require.ErrorIs(t, h.done(id, secret, 0), connector.ErrGone)
+	require.ErrorIs(t, h.done(&question{Hold: id, Secret: secret}, h.now()), connector.ErrGone)
 }
 
 // TestSettle: what the config leaves out comes from vLLM's environment, and what is unsafe is refused.
@@ -184,4 +186,82 @@ func TestKeyFile(t *testing.T) {
 	require.NoError(t, os.Chmod(a, 0o644))
 	_, err = (&Config{KeyFile: a}).tls()
 	require.ErrorContains(t, err, "only its owner")
+}
+
+// TestNextLife: a producer that starts anew at the same port knows nothing of its former life's tickets, and a
+// consumer goes on with it.
+func TestNextLife(t *testing.T) {
+	free, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	port := free.Addr().(*net.TCPAddr).Port
+	require.NoError(t, free.Close())
+	rng := rand.New(rand.NewPCG(10, 11))
+	d := open(t, connector.RoleConsumer, Config{}, nil)
+	var former []byte
+	for life := range 3 {
+		t.Run("life", func(t *testing.T) {
+			p := open(t, connector.RoleProducer, Config{Port: port}, func(e *connector.Env) { e.Epoch = uint64(life) })
+			theirs, hold := p.finish(rng, 1, 4) // the number that a hold of the former life had
+			if former != nil {
+				_, err := d.load(rng, 1, 4, former)
+				require.ErrorIs(t, err, connector.ErrGone)
+				require.ErrorContains(t, err, "another secret")
+			}
+			ours, err := d.load(rng, 1, 4, hold.Ticket)
+			require.NoError(t, err)
+			require.Equal(t, p.bytes(theirs), d.bytes(ours))
+			_, kept := p.finish(rng, 1, 4)
+			former = bytes.Replace(kept.Ticket, []byte(`"hold":2`), []byte(`"hold":1`), 1)
+			require.NotEqual(t, kept.Ticket, former)
+		})
+	}
+	_, err = d.load(rng, 1, 4, former)
+	require.ErrorIs(t, err, connector.ErrGone, "nobody listens")
+}
+
+// TestBackends: one that cannot start here is an error that names it and what the library has.
+func TestBackends(t *testing.T) {
+	for _, list := range [][]string{{"UCX", "GDS_MT"}, {"NONE"}} {
+		n, err := Open(t.Context(), testEnv(connector.RoleConsumer, 1), Config{LibDir: libDir(t), Backends: list})
+		require.NoError(t, err)
+		_, err = n.Worker(t.Context(), testEnv(connector.RoleConsumer, 1), func() error { return nil })
+		require.ErrorIs(t, err, connector.ErrIncompatible)
+		require.ErrorContains(t, err, fmt.Sprintf("backends[%d]", len(list)-1))
+		require.ErrorContains(t, err, "UCX")
+		require.NoError(t, n.Close())
+	}
+	p := open(t, connector.RoleProducer, Config{Backends: []string{"UCX", "POSIX"}}, nil)
+	require.NotNil(t, p.w)
+}
+
+// TestWithoutLibrary: the error says what is missing and how to mend it.
+func TestWithoutLibrary(t *testing.T) {
+	_, err := Open(t.Context(), testEnv(connector.RoleConsumer, 1), Config{LibDir: t.TempDir()})
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, "make deps")
+}
+
+// TestOwnTicket: an engine may fetch from itself.
+func TestOwnTicket(t *testing.T) {
+	rng := rand.New(rand.NewPCG(12, 13))
+	b := open(t, connector.RoleBoth, Config{}, nil)
+	for range 5 {
+		theirs, hold := b.finish(rng, 1, 4)
+		want := b.bytes(theirs)
+		taken := map[connector.BlockID]bool{}
+		for _, x := range theirs {
+			taken[x.ID] = true
+		}
+		var ours []connector.Block
+		for overlap := true; overlap; {
+			overlap = false
+			ours = run(rng, 1, 4)
+			for _, x := range ours {
+				overlap = overlap || taken[x.ID]
+			}
+		}
+		require.NoError(t, b.w.Load(t.Context(), &connector.Transfer{Request: "r", Tokens: tokens(4), Blocks: ours, Ticket: hold.Ticket}, b.kv))
+		require.Equal(t, want, b.bytes(ours))
+		require.Equal(t, []connector.HoldID{hold.ID}, b.consumed())
+	}
 }

@@ -126,7 +126,7 @@ func (n *Node) reply(q *question) (*answer, error) {
 		return n.hear(q.Beats)
 	}
 	if q.Done {
-		return &answer{}, n.holds.done(q.Hold, q.Secret, q.Rank)
+		return &answer{}, n.holds.done(q, time.Now())
 	}
 	e, err := n.holds.find(q.Hold, q.Secret)
 	if err != nil {

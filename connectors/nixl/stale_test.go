@@ -68,7 +68,7 @@ func (s *staleScene) handle(kind string, prefix byte, n int) []byte {
 	case "replayed":
 		var t ticket
 		require.NoError(s, json.Unmarshal(hold.Ticket, &t))
-		require.NoError(s, holds.done(t.Hold, t.Secret, 0))
+		require.NoError(s, holds.done(&question{Hold: t.Hold, Secret: t.Secret}, time.Now()))
 		s.p.consumed()
 		s.p.fill(s.rng, theirs)
 	case "another prompt":

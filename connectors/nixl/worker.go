@@ -3,6 +3,7 @@ package nixl
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"time"
@@ -52,7 +53,7 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	var moved read
 	err = w.read(a, plan, &moved)
 	if err == nil {
-		q.Done = true
+		q.Done, q.Load = true, rand.Text()
 		if _, gone := w.rank.node.lines.ask(ctx, from.Address, q); gone != nil { // it may have read what was held no more
 			err = fmt.Errorf("%w: %w", errStale, gone)
 		}
