@@ -21,7 +21,7 @@ const docs = "../../docs"
 func TestDocs(t *testing.T) {
 	files, err := Files(docs)
 	require.NoError(t, err)
-	require.Len(t, files, 1+len(Kinds()))
+	require.Len(t, files, 2+len(Kinds())) // the page, and the time line
 	for name, want := range files {
 		got, err := os.ReadFile(filepath.Join(docs, name))
 		require.NoError(t, err)
