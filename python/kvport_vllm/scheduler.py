@@ -341,8 +341,10 @@ class SchedulerSide:
 
     def _finish_remote(self, tracked: Tracked, tables: Any, reason: int, computed: int) -> dict[str, Any] | None:
         self.flush()
+        # A partial block has no name, and so no digest by which its consumer could tell whether it is right.
+        end = computed // self._block_tokens
+        computed = end * self._block_tokens
         ended = message("Ended")(request=tracked.id, reason=reason, tokens=computed, remote=True)
-        end = -(-computed // self._block_tokens)
         ids = [list(table[:end]) for table in tables]
         self.saving.fill(ended.blocks, tracked, ids, 0, computed)
         self.saving.hold(tracked.id, ids)

@@ -187,6 +187,21 @@ def test_ticket_reaches_the_consumer(here):
     consumer.close()
 
 
+def test_a_ticket_is_for_full_blocks(here, monkeypatch):
+    engine = Engine(here / "store", role="kv_producer")
+    r = request("p", keys(4), 4 * BLOCK_TOKENS + 17, kv_transfer_params={"do_remote_decode": True})
+    engine.scheduler.update_connector_output(compute(engine, r, [1, 2, 3, 4]))
+    engine.tables["p"], r.num_computed_tokens = [1, 2, 3, 4, 5], 4 * BLOCK_TOKENS + 16
+    link, sent = engine.scheduler.scheduler.link, []
+    call = link.call
+    monkeypatch.setattr(link, "call", lambda timeout, **fields: sent.append(fields) or call(timeout, **fields))
+    assert finish(engine, r)[1]["kvport_ticket"]
+    (ended,) = [fields["finish"] for fields in sent if "finish" in fields]
+    assert ended.tokens == 4 * BLOCK_TOKENS and list(ended.blocks.ids) == [1, 2, 3, 4]
+    idle(engine)
+    engine.close()
+
+
 @pytest.mark.parametrize("victim", ["agent", "plugin"])
 def test_a_death_costs_a_load_and_nothing_else(here, victim):
     engine = Engine(here / "store")

@@ -119,6 +119,8 @@ def disaggregated(rig):
         got, most = d.external(), full(texts.first)
         rig.check(got >= 0.9 * most, f"{label} P/D: {got} tokens came over, want nearly {most}")
         rig.count("external tokens", got)
+        damaged = {k: v for k, v in d.metrics().items() if v > 0 and ("integrity_failures" in k or "loads_failed" in k)}
+        rig.check(not damaged, f"{label} P/D: {damaged}")
         rig.count("connectors")
         p.stop()
         d.stop()
