@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -129,7 +130,9 @@ func TestStore(t *testing.T) {
 		"shared storage, tmpfs store+digest 1.41 MiB", "pipe, tcp 8 MiB", "pipe, tcp+digest 1.41 MiB x 16")
 	for _, r := range *rows {
 		if r.Unit == "absent" { // a few rounds on a busy machine may end with nothing less the message
-			require.Contains(t, r.Name, "the machine was disturbed")
+			if !strings.Contains(r.Name, "PipeConnector") { // it stores nothing
+				require.Contains(t, r.Name, "the machine was disturbed")
+			}
 			continue
 		}
 		require.Positive(t, *r.Value, r.Name)
