@@ -79,8 +79,7 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 		return nil, err
 	}
 	n.lines = lines{tls: n.tls, idle: map[string][]net.Conn{}}
-	n.pulse = pulse{node: n, hearts: map[string]map[connector.HoldID]*heart{}}
-	n.pulse.ctx, n.leave = context.WithCancel(context.WithoutCancel(ctx))
+	n.leave = n.pulse.begin(ctx, n)
 	if _, set := os.LookupEnv("UCX_NET_DEVICES"); !set && c.NetDevices != "" {
 		if err := os.Setenv("UCX_NET_DEVICES", c.NetDevices); err != nil {
 			return nil, err

@@ -35,6 +35,13 @@ type heart struct {
 	reads  int // that run: they keep it beating by themselves
 }
 
+// begin makes a pulse ready; the function that it gives ends it.
+func (p *pulse) begin(ctx context.Context, n *Node) context.CancelFunc {
+	life, leave := context.WithCancel(context.WithoutCancel(ctx))
+	p.node, p.ctx, p.hearts = n, life, map[string]map[connector.HoldID]*heart{}
+	return leave
+}
+
 // wait says that a request waits for a ticket's blocks.
 func (p *pulse) wait(t *ticket) { p.note(t, 0) }
 
