@@ -136,7 +136,7 @@ func TestAcceptanceCommands(t *testing.T) {
 			require.NoError(t, err)
 			code.Write(data)
 		}
-		pattern := strings.NewReplacer("'", "", `\|`, "|").Replace(m[3])
+		pattern := strings.NewReplacer("'", "", `\|`, "|", "$", "").Replace(m[3])
 		require.Regexp(t, `(?m)^func Test\w*`, code.String(), m[0])
 		for part := range strings.SplitSeq(pattern, "|") {
 			require.Regexp(t, `(?m)^func (Test)?\w*`+strings.TrimPrefix(part, "Test"), code.String(), m[0])
