@@ -50,7 +50,7 @@ func (c layerCall) collect(layers int, between func(group uint16, from, to int) 
 		for _, s := range c.kv.Segments(b.Group) {
 			data = append(data, copies[i][s]...)
 		}
-		c.backend.put(c.key(b), data, c.t.Replace, c.worker.life)
+		c.backend.put(c.key(b), data, c.t.Replace, c.life)
 		c.note(b)
 	}
 	return nil
@@ -187,11 +187,11 @@ func (c layerCall) refuseKnown() error {
 }
 
 func (c layerCall) firstRank() error {
-	if err := c.waitFor(c.layers()); err != nil || c.worker.env.Rank > 0 {
+	if err := c.waitFor(c.layers()); err != nil || c.env.Rank > 0 {
 		return err
 	}
-	for rank := range c.worker.env.World {
-		w := &worker{backend: c.backend, env: c.worker.env, life: c.worker.life}
+	for rank := range c.env.World {
+		w := &worker{backend: c.backend, env: c.env, life: c.life}
 		w.env.Rank = rank
 		if err := w.Save(c.ctx, c.t, c.kv); err != nil {
 			return err
@@ -270,7 +270,7 @@ func (c layerCall) copyAll() [][]byte {
 // put stores copies of the blocks.
 func (c layerCall) put(copies [][]byte) {
 	for i, b := range c.t.Blocks {
-		c.backend.put(c.key(b), copies[i], c.t.Replace, c.worker.life)
+		c.backend.put(c.key(b), copies[i], c.t.Replace, c.life)
 		c.note(b)
 	}
 }

@@ -60,7 +60,7 @@ func (h *Host) Layers(step uint64, n int) {
 // is not saved. It never blocks, and does nothing when the step is over.
 func (h *Host) GiveUp(step uint64) {
 	h.progressing(step, func(p *stepProgress) bool {
-		p.LayerCount.GiveUp()
+		p.GiveUp()
 		return true
 	})
 }
