@@ -68,7 +68,7 @@ func newXPYD(t *testing.T, extra, host string, each int) *xpyd {
 func (x *xpyd) await(n int) {
 	x.Helper()
 	require.Eventually(x, func() bool {
-		resp, err := http.Get(x.router.URL + "/health") //nolint:noctx // it is short
+		resp, err := http.Get(x.router.URL + "/health")
 		if err != nil {
 			return false
 		}
@@ -103,7 +103,7 @@ func (x *xpyd) whole(prompt string) (*cluster.Completion, error) {
 	if err != nil {
 		return nil, err
 	}
-	resp, err := http.Post(x.router.URL+"/v1/completions", "application/json", bytes.NewReader(data)) //nolint:noctx // the router has deadlines
+	resp, err := http.Post(x.router.URL+"/v1/completions", "application/json", bytes.NewReader(data))
 	if err != nil {
 		return nil, err
 	}
