@@ -137,7 +137,7 @@ func (e *RingEnd) Send(n int, fill func(to []byte) ([]byte, error)) (bool, error
 	to := slot(e.outMem, e.sent)
 	frame, err := fill(to[slotHeader:slotHeader])
 	if err != nil || len(frame) != n {
-		return false, nil //nolint:nilerr // whoever sends it in another way meets the error there
+		return false, nil // whoever sends it in another way meets the error there
 	}
 	binary.NativeEndian.PutUint32(to, uint32(n))
 	e.sent++
