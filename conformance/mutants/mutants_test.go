@@ -90,7 +90,7 @@ func TestMutantsAreCaught(t *testing.T) {
 				t.Skip("with -short, which the race stage uses, one in three; make test runs all")
 			}
 			newHarness := conformance.InProcess(m.Plugin(), json.RawMessage(m.Config))
-			if m.Case == "load-ends" {
+			if slices.Contains([]string{"load-ends", "pd-cancel", "pd-deadline", "pd-late"}, m.Case) {
 				// Its late write is a data race by definition. Through the protocol, in memory that
 				// is mapped twice, the race detector does not see it, but the case must.
 				newHarness = conformance.Wire(m.Plugin(), nil)

@@ -106,6 +106,9 @@ func (w *pdWorker) put(kv *connector.KV, b connector.Block, data []byte) {
 		data = n.scratch
 		n.mu.Unlock()
 	}
+	if w.node.lateWrite {
+		<-time.After(time.Millisecond) // so that it is late in every run
+	}
 	spans, err := kv.Spans(b)
 	if err != nil {
 		return // a fault's slot that is none
