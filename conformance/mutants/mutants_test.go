@@ -3,6 +3,7 @@ package mutants_test
 import (
 	"encoding/json"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -102,8 +103,10 @@ func TestMutantsAreCaught(t *testing.T) {
 				newHarness = conformance.Binary(plugin(t, m.Program), json.RawMessage(m.Config))
 			}
 			results := conformance.Check(t.Context(), newHarness, conformance.Options{Only: []string{m.Case}, Seed: 7})
-			// What a killed process leaves behind depends on when the kill meets it: it has more chances.
-			for seed := uint64(8); m.Program != "" && seed < 12 && results[0].Status == conformance.Pass; seed++ {
+			// What a killed process leaves behind depends on when the kill meets it, and what bytes that are
+			// changed on their way belong to on how the system cuts them up: they have more chances.
+			chance := m.Program != "" || strings.HasPrefix(m.Case, "pd-corrupt")
+			for seed := uint64(8); chance && seed < 12 && results[0].Status == conformance.Pass; seed++ {
 				results = conformance.Check(t.Context(), newHarness, conformance.Options{Only: []string{m.Case}, Seed: seed})
 			}
 			require.Len(t, results, 1)
