@@ -114,9 +114,37 @@ func TestPipe(t *testing.T) {
 	}
 }
 
+// survivor makes this test binary the process that receives in TestProcess.
+const survivor = "KVPORT_TEST_SURVIVOR"
+
 // A process that is killed while it sends leaves whole frames and then ErrGone; one that is stopped holds
 // nobody for longer than the context says.
+//
+// Now and then UCX itself aborts the process whose peer was killed while the two were still making their
+// connection: "ucp_request.inl: unexpected error". Nothing here can keep it from that, which is one
+// reason for plugins to be processes of their own. So the receiver is one too, and is tried again then.
 func TestProcess(t *testing.T) {
+	if os.Getenv(survivor) != "" {
+		testProcess(t)
+		return
+	}
+	network(t, &Network{}) // or skip
+	self, err := os.Executable()
+	require.NoError(t, err)
+	for try := 1; ; try++ {
+		receiver := exec.CommandContext(t.Context(), self, "-test.run=^TestProcess$", "-test.v")
+		receiver.Env = append(os.Environ(), survivor+"=1")
+		said, err := receiver.CombinedOutput()
+		if err != nil && try < 4 && bytes.Contains(said, []byte("ucp_request.inl")) && bytes.Contains(said, []byte("unexpected error")) {
+			t.Logf("UCX ABORTED THE RECEIVER OF A PEER THAT WAS KILLED, try %d", try)
+			continue
+		}
+		require.NoError(t, err, "%s", said)
+		return
+	}
+}
+
+func testProcess(t *testing.T) {
 	for _, transports := range []string{"", "tcp"} {
 		t.Run("transports "+transports, func(t *testing.T) {
 			n := network(t, &Network{Transports: transports, Patience: time.Second})
