@@ -25,6 +25,7 @@ type end struct {
 	peerHas   uint64   // frames that the peer had when conn was made
 	delivered uint64   // frames that were received here
 	busy      bool     // a frame is being received
+	closing   bool     // Close was called: whatever ends the pipe from here on, it was that
 	err       error    // why the pipe is over
 	change    chan struct{}
 }
@@ -93,6 +94,9 @@ func (e *end) finish(err error) {
 	defer e.mu.Unlock()
 	if e.err != nil {
 		return
+	}
+	if e.closing {
+		err = pipe.ErrClosed
 	}
 	e.err = err
 	if e.conn != nil {
@@ -309,6 +313,7 @@ func (r *receiver) acknowledge(conn net.Conn) error {
 func (r *receiver) Close() error {
 	r.mu.Lock()
 	conn, over := r.end.conn, r.err != nil
+	r.closing = true
 	r.mu.Unlock()
 	if conn != nil && !over {
 		_ = conn.SetWriteDeadline(time.Now().Add(time.Second))
