@@ -144,20 +144,6 @@ func (l *lane) run(ctx context.Context, call func(context.Context, *lane) error)
 	return err
 }
 
-// only is the lane's connection, if it has one and no other. go-redis has put it aside while a call does not use the
-// client.
-func (l *lane) only() *conn {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if len(l.conns) != 1 {
-		return nil
-	}
-	for c := range l.conns {
-		return c
-	}
-	return nil
-}
-
 // silent is how long the server has sent nothing, in a call that began at start.
 func (l *lane) silent(start time.Time) time.Duration {
 	return time.Since(time.Unix(0, max(start.UnixNano(), l.heard.Load())))

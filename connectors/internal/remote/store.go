@@ -340,9 +340,6 @@ func (s *Store) put(ctx context.Context, part []connector.Item, known map[connec
 	}
 	answers := slices.Repeat([]error{errNoReply}, len(todo))
 	err := s.do(ctx, s.movers, func(ctx context.Context, l *lane) error {
-		if c := l.only(); c != nil && !s.o.Cluster {
-			return s.send(ctx, c, items, answers)
-		}
 		return s.sendGathered(ctx, l, items, answers)
 	})
 	if err == nil {
