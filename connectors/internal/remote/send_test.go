@@ -13,29 +13,6 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Once there is a connection, saves gather nothing: values go out from where the blocks lie, with their time to
-// live and whole.
-func TestSavesAreNotGathered(t *testing.T) {
-	srv := server(t)
-	s := open(t, Options{Addresses: []string{srv.Address}, Connections: 1, TTL: time.Minute})
-	first, _ := items(1, 10)
-	require.NoError(t, s.Put(t.Context(), first))
-	was := cap(s.all[1].scratch)
-	full, empty := items(9, 300<<10, 1, 0, 200<<10)
-	require.NoError(t, s.Put(t.Context(), full[1:]))
-	require.Equal(t, was, cap(s.all[1].scratch))
-	require.NoError(t, s.Get(t.Context(), empty[1:]))
-	requireEqual(t, full[1:], empty[1:])
-	c := srv.Client()
-	defer func() { require.NoError(t, c.Close()) }()
-	for _, it := range full {
-		left, err := c.PTTL(t.Context(), s.key(it.Key)).Result()
-		require.NoError(t, err)
-		require.Greater(t, left, 30*time.Second)
-		require.LessOrEqual(t, left, time.Minute)
-	}
-}
-
 // Connections are cut after any number of bytes while blocks are saved: what a Put calls saved is there and whole,
 // and what it does not is not there or whole.
 func TestCutSaves(t *testing.T) {
