@@ -313,7 +313,7 @@ func FuzzSessionResponse(f *testing.F) {
 		trip(t, m.GetConsumed(), ConsumedFromProto, ConsumedToProto)
 		trip(t, m.GetRenewals(), RenewedFromProto, RenewedToProto)
 		offered := CapabilitiesFromProto(m.GetOpened().GetCapabilities())
-		const all = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLease
+		const all = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLease | connector.CanLayers
 		require.Zero(t, offered&^all, "only what we know")
 	})
 }

@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"strings"
@@ -242,6 +243,9 @@ func TestSlowReader(t *testing.T) {
 		require.NoError(t, control(slow, func(fd int) error {
 			fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
 			n, err := unix.Poll(fds, 0)
+			for errors.Is(err, unix.EINTR) {
+				n, err = unix.Poll(fds, 0)
+			}
 			cut = n == 1
 			return err
 		}))
