@@ -47,7 +47,7 @@ type Deadlines struct {
 // Heartbeat says how a hung plugin is noticed.
 type Heartbeat struct {
 	Interval time.Duration
-	Limit    time.Duration // an answer that takes longer is the plugin's last
+	Limit    time.Duration // a plugin that could have answered for so long and did not is killed; a busy machine stretches it up to four times
 }
 
 // Breaker says when a plugin that keeps dying is left alone.

@@ -366,6 +366,8 @@ func (p *Process) cleanup() {
 // beat asks for a sign of life again and again, and kills a plugin that gives none.
 func (p *Process) beat(h Heartbeat) {
 	defer p.beats.Done()
+	queue := line{folder: fmt.Sprintf("/proc/%d/task", p.PID())}
+	plugin := pulse{limit: h.Limit, ask: p.Heartbeat, stood: queue.stood}
 	ticker := time.NewTicker(h.Interval)
 	defer ticker.Stop()
 	for {
@@ -376,11 +378,8 @@ func (p *Process) beat(h Heartbeat) {
 			return
 		case <-ticker.C:
 		}
-		ctx, cancel := context.WithTimeout(p.beating, h.Limit)
-		err := p.Heartbeat(ctx)
-		cancel()
-		if err != nil && p.beating.Err() == nil {
-			p.kill(fmt.Errorf("no heartbeat within %s: %w", h.Limit, err))
+		if err := plugin.beat(p.beating); err != nil && p.beating.Err() == nil {
+			p.kill(err)
 			return
 		}
 	}
