@@ -3,6 +3,7 @@ package pipe
 import (
 	"errors"
 	"math"
+	"net"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -64,4 +65,31 @@ func TestCopy(t *testing.T) {
 		}
 		require.Equal(t, string(sent[:n]), string(got[:n]))
 	})
+}
+
+func TestIsLoopback(t *testing.T) {
+	for host, want := range map[string]bool{"localhost": true, "127.0.0.1": true, "127.1.2.3": true, "::1": true, "": false, "0.0.0.0": false, "10.0.0.1": false, "example.org": false, "127.0.0.1:0": false} {
+		require.Equal(t, want, IsLoopback(host), host)
+	}
+}
+
+// Side without TLS listens where only this host reaches it, and says where with the port that was taken.
+func TestSide(t *testing.T) {
+	for address, fits := range map[string]bool{"": true, "127.0.0.1:0": true, "0.0.0.0:0": false} {
+		l, err := (&Side{Address: address}).Listen(t.Context())
+		if !fits {
+			require.ErrorIs(t, err, connector.ErrIncompatible, address)
+			require.ErrorContains(t, err, "TLS certificates")
+			continue
+		}
+		require.NoError(t, err)
+		_, port, err := net.SplitHostPort(l.Addr().String())
+		require.NoError(t, err)
+		for advertise, want := range map[string]string{"": l.Addr().String(), "host:0": "host:" + port, "host:7": "host:7", "odd": "odd"} {
+			require.Equal(t, want, (&Side{Advertise: advertise}).Reach(l.Addr()))
+		}
+		require.NoError(t, l.Close())
+		_, err = new(Side).Dial(t.Context(), l.Addr().String())
+		require.ErrorIs(t, err, connector.ErrGone)
+	}
 }

@@ -5,13 +5,12 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"strconv"
 	"time"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/pipe/tcp"
+	"github.com/kvport/kvport/pipe"
 )
 
 // The environment that vLLM's own connector reads; the config goes before it.
@@ -63,7 +62,7 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 	if len(c.Backends) == 0 {
 		c.Backends = []string{"UCX"}
 	}
-	local := isLoopback(c.Host)
+	local := pipe.IsLoopback(c.Host)
 	if !local && c.KeyFile == "" {
 		return c, fmt.Errorf("key_file: others can reach side_channel_host %s, so it needs a shared key: %w", c.Host, connector.ErrIncompatible)
 	}
@@ -88,11 +87,6 @@ func number(getenv func(string) string, name string, low, high, otherwise int) (
 
 func (c *Config) lease() time.Duration { return time.Duration(c.LeaseMS) * time.Millisecond }
 
-func isLoopback(host string) bool {
-	ip := net.ParseIP(host)
-	return host == "localhost" || ip != nil && ip.IsLoopback()
-}
-
 // tls is mutual TLS of the key file, nil without one.
 func (c *Config) tls() (*tls.Config, error) {
 	if c.KeyFile == "" {
@@ -109,7 +103,7 @@ func (c *Config) tls() (*tls.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("key_file: %w", err)
 	}
-	t, err := tcp.KeyTLS(bytes.TrimSpace(key))
+	t, err := pipe.KeyTLS(bytes.TrimSpace(key))
 	if err != nil {
 		return nil, errors.Join(errors.New("key_file"), err)
 	}

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
 )
 
 const (
@@ -100,7 +101,7 @@ func (l *lines) conn(ctx context.Context, address string) (conn net.Conn, fresh 
 	if err != nil {
 		return nil, false, err
 	}
-	if l.tls == nil && !isLoopback(host) {
+	if l.tls == nil && !pipe.IsLoopback(host) {
 		return nil, false, fmt.Errorf("it is on another host, which needs key_file")
 	}
 	dialer := &net.Dialer{Timeout: askTimeout}

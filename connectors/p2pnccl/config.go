@@ -21,6 +21,7 @@ import (
 	"github.com/invopop/jsonschema"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
 )
 
 // Config is the kv_connector_extra_config. The names are those that vLLM's users know, where it had them.
@@ -174,10 +175,7 @@ func (c *Config) validateNumbers() error {
 }
 
 // local reports whether only this host can reach the engine's address.
-func (c *Config) local() bool {
-	ip := net.ParseIP(c.host())
-	return c.host() == "localhost" || ip != nil && ip.IsLoopback()
-}
+func (c *Config) local() bool { return pipe.IsLoopback(c.host()) }
 
 func (c *Config) host() string {
 	if c.IP == "" {

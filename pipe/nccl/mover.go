@@ -63,7 +63,7 @@ func (m *machine) join(ctx context.Context, ids [2]native.ID, dialer bool, patie
 		if r.err != nil {
 			return nil, errors.Join(r.err, undo(r))
 		}
-		mv := &mover{out: r.ways[0], in: r.ways[1], piece: m.piece, patience: patience, slots: make([]byte, m.piece*m.slots), landing: make([]byte, m.piece*m.slots)}
+		mv := &mover{out: r.ways[0], in: r.ways[1], piece: m.room.Piece, patience: patience, slots: make([]byte, m.room.Piece*m.room.Slots), landing: make([]byte, m.room.Piece*m.room.Slots)}
 		if !dialer {
 			mv.out, mv.in = mv.in, mv.out
 		}
@@ -85,7 +85,7 @@ func (m *machine) way(id native.ID, dialer bool) (_ *way, err error) {
 	if w.stream, err = m.cuda.NewStream(m.device); err != nil { // it selects the device, which Join needs
 		return nil, err
 	}
-	if w.staging, err = m.cuda.Alloc(m.device, m.piece); err == nil {
+	if w.staging, err = m.cuda.Alloc(m.device, m.room.Piece); err == nil {
 		w.comm, err = m.nccl.Join(id, 2, rank)
 	}
 	if err != nil {

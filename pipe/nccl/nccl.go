@@ -14,7 +14,6 @@ package nccl
 
 import (
 	"context"
-	"crypto/rand"
 	"crypto/tls"
 	"encoding/binary"
 	"errors"
@@ -54,19 +53,17 @@ type Network struct {
 }
 
 const (
-	defaultPiece    = 4 << 20
-	defaultSlots    = 4
-	defaultPatience = 3 * time.Second
-	joinTimeout     = 30 * time.Second // NCCL's start takes seconds
-	maxMemory       = 1 << 30          // of one direction of a link
+	defaultPiece = 4 << 20
+	defaultSlots = 4
+	joinTimeout  = 30 * time.Second // NCCL's start takes seconds
 )
 
 // machine is what NCCL works with.
 type machine struct {
-	nccl         *native.Library
-	cuda         *cuda.Library
-	device       int
-	piece, slots int
+	nccl   *native.Library
+	cuda   *cuda.Library
+	device int
+	room   staged.Room
 }
 
 // Start loads the libraries and looks for the GPU, which Listen and Dial do otherwise.
@@ -81,17 +78,11 @@ func (n *Network) start() (*machine, error) {
 	if n.machine != nil {
 		return n.machine, nil
 	}
-	m := &machine{device: n.Device, piece: n.Piece, slots: n.Slots}
-	if m.piece == 0 {
-		m.piece = defaultPiece
+	room, err := staged.Room{Piece: n.Piece, Slots: n.Slots}.Settle(staged.Room{Piece: defaultPiece, Slots: defaultSlots})
+	if err != nil {
+		return nil, err
 	}
-	if m.slots == 0 {
-		m.slots = defaultSlots
-	}
-	if m.piece < 1 || m.slots < 1 || m.piece > maxMemory/m.slots {
-		return nil, fmt.Errorf("%d pieces of %d bytes: %w", m.slots, m.piece, connector.ErrIncompatible)
-	}
-	var err error
+	m := &machine{device: n.Device, room: room}
 	if m.cuda, err = cuda.Open(n.CUDADir); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrNoDevice, err)
 	}
@@ -115,23 +106,11 @@ func (n *Network) start() (*machine, error) {
 // stayLocal keeps NCCL's own listeners off the network where the pipe's are.
 func stayLocal(address string) error {
 	host, _, err := net.SplitHostPort(address)
-	ip := net.ParseIP(host)
-	local := address == "" || err == nil && (host == "localhost" || ip != nil && ip.IsLoopback())
+	local := address == "" || err == nil && pipe.IsLoopback(host)
 	if _, set := os.LookupEnv("NCCL_SOCKET_IFNAME"); set || !local {
 		return nil
 	}
 	return os.Setenv("NCCL_SOCKET_IFNAME", "lo")
-}
-
-func (n *Network) patience() time.Duration {
-	if n.Patience > 0 {
-		return n.Patience
-	}
-	return defaultPatience
-}
-
-func (n *Network) side() *staged.Side {
-	return &staged.Side{Address: n.Address, Advertise: n.Advertise, TLS: n.TLS}
 }
 
 // Close waits for what is left of links, which should be closed before.
@@ -140,53 +119,16 @@ func (n *Network) Close() error {
 	return nil
 }
 
-// listener is a listener of this network.
-type listener struct {
-	*pipe.Acceptor
-	network *Network
+func (n *Network) staged() *staged.Network {
+	return &staged.Network{Side: pipe.Side{Address: n.Address, Advertise: n.Advertise, TLS: n.TLS}, Timeout: joinTimeout, Start: n.Start, Shake: n.shake}
 }
-
-// Address implements pipe.Listener.
-func (l *listener) Address() string { return l.network.side().Reach(l.Addr()) }
 
 // Listen implements pipe.Network.
-func (n *Network) Listen(ctx context.Context) (pipe.Listener, error) {
-	if err := n.Start(); err != nil {
-		return nil, fmt.Errorf("listen: %w", err)
-	}
-	inner, err := n.side().Listen(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return &listener{pipe.NewAcceptor(inner, func(ctx context.Context, raw net.Conn, a *pipe.Acceptor) error {
-		conn, err := n.side().Secure(ctx, raw, true)
-		if err != nil {
-			return err
-		}
-		link, err := n.shake(ctx, conn, false)
-		if err != nil {
-			return err
-		}
-		return a.Offer(link)
-	}), n}, nil
-}
+func (n *Network) Listen(ctx context.Context) (pipe.Listener, error) { return n.staged().Listen(ctx) }
 
 // Dial implements pipe.Network.
 func (n *Network) Dial(ctx context.Context, address string) (pipe.Link, error) {
-	if err := n.Start(); err != nil {
-		return pipe.Link{}, fmt.Errorf("dial %s: %w", address, err)
-	}
-	ctx, cancel := context.WithTimeout(ctx, joinTimeout)
-	defer cancel()
-	conn, err := n.side().Dial(ctx, address)
-	if err != nil {
-		return pipe.Link{}, fmt.Errorf("dial %s: %w", address, err)
-	}
-	link, err := n.shake(ctx, conn, true)
-	if err != nil {
-		return pipe.Link{}, errors.Join(fmt.Errorf("dial %s: %w", address, err), conn.Close())
-	}
-	return link, nil
+	return n.staged().Dial(ctx, address)
 }
 
 // shake makes a link of a connection. On an error the connection is the caller's.
@@ -195,10 +137,7 @@ func (n *Network) shake(ctx context.Context, conn net.Conn, dialer bool) (pipe.L
 	if err != nil {
 		return pipe.Link{}, err
 	}
-	mine := hello{piece: m.piece, slots: m.slots}
-	var seed [8]byte
-	_, _ = rand.Read(seed[:]) // never fails
-	mine.seed = binary.LittleEndian.Uint64(seed[:])
+	mine := hello{room: m.room, seed: staged.Seed()}
 	if dialer {
 		for i := range mine.ids {
 			if mine.ids[i], err = m.nccl.NewID(); err != nil {
@@ -214,28 +153,28 @@ func (n *Network) shake(ctx context.Context, conn net.Conn, dialer bool) (pipe.L
 	if err != nil {
 		return pipe.Link{}, err
 	}
-	if theirs.piece != m.piece || theirs.slots != m.slots {
-		return pipe.Link{}, fmt.Errorf("the peer has %d pieces of %d bytes, we %d of %d: %w", theirs.slots, theirs.piece, m.slots, m.piece, connector.ErrIncompatible)
+	if err := m.room.Agree(theirs.room); err != nil {
+		return pipe.Link{}, err
 	}
 	ids := mine.ids
 	if !dialer {
 		ids = theirs.ids
 	}
-	mv, err := m.join(ctx, ids, dialer, n.patience())
+	mv, err := m.join(ctx, ids, dialer, staged.Patience(n.Patience))
 	if err != nil {
 		return pipe.Link{}, err
 	}
 	n.links.Add(1)
 	return staged.New(conn, mv, staged.Options{
-		Piece: m.piece, Slots: m.slots, Early: true, Patience: n.patience(), NoDigest: n.NoDigest, SeedOut: mine.seed, SeedIn: theirs.seed,
+		Room: m.room, Early: true, Patience: staged.Patience(n.Patience), NoDigest: n.NoDigest, SeedOut: mine.seed, SeedIn: theirs.seed,
 	}, n.links.Done), nil
 }
 
 // hello is what the ends of a link tell each other.
 type hello struct {
-	piece, slots int
-	seed         uint64       // of the digests that this end sends
-	ids          [2]native.ID // from the dialer: of the communicators, first the one to the listener
+	room staged.Room
+	seed uint64       // of the digests that this end sends
+	ids  [2]native.ID // from the dialer: of the communicators, first the one to the listener
 }
 
 const (
@@ -245,8 +184,8 @@ const (
 
 func (h *hello) encode() []byte {
 	b := append(make([]byte, 0, helloSize), "nccl"...)
-	b = binary.LittleEndian.AppendUint32(b, uint32(h.piece))
-	b = binary.LittleEndian.AppendUint32(b, uint32(h.slots))
+	b = binary.LittleEndian.AppendUint32(b, uint32(h.room.Piece))
+	b = binary.LittleEndian.AppendUint32(b, uint32(h.room.Slots))
 	b = binary.LittleEndian.AppendUint64(b, h.seed)
 	return append(append(b, h.ids[0][:]...), h.ids[1][:]...)
 }
@@ -256,7 +195,7 @@ func parseHello(b []byte) (*hello, error) {
 		return nil, fmt.Errorf("the peer does not speak NCCL: %w", connector.ErrIncompatible)
 	}
 	return &hello{
-		piece: int(binary.LittleEndian.Uint32(b[4:])), slots: int(binary.LittleEndian.Uint32(b[8:])), seed: binary.LittleEndian.Uint64(b[12:]),
+		room: staged.Room{Piece: int(binary.LittleEndian.Uint32(b[4:])), Slots: int(binary.LittleEndian.Uint32(b[8:]))}, seed: binary.LittleEndian.Uint64(b[12:]),
 		ids: [2]native.ID{native.ID(b[20 : 20+idSize]), native.ID(b[20+idSize:])},
 	}, nil
 }

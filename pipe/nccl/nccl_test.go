@@ -9,6 +9,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/native/cuda"
+	"github.com/kvport/kvport/pipe/internal/staged"
 	"github.com/kvport/kvport/pipe/pipetest"
 )
 
@@ -25,14 +26,7 @@ func TestPipe(t *testing.T) {
 	}
 	a, b := &Network{Device: 0}, &Network{Device: 1}
 	pipetest.Run(t, pipetest.Harness{Bound: 64 << 20, Open: func(t pipetest.T) pipetest.Ends {
-		l, err := a.Listen(t.Context())
-		require.NoError(t, err)
-		t.Cleanup(func() { require.NoError(t, l.Close()) })
-		dialed, err := b.Dial(t.Context(), l.Address())
-		require.NoError(t, err)
-		accepted, err := l.Accept(t.Context())
-		require.NoError(t, err)
-		t.Cleanup(func() { _, _ = dialed.Close(), accepted.Close() })
+		dialed, accepted := pipetest.Pair(t, a, b)
 		return pipetest.Ends{Out: dialed.Out, In: accepted.In}
 	}})
 }
@@ -67,7 +61,7 @@ func TestStayLocal(t *testing.T) {
 }
 
 func FuzzHello(f *testing.F) {
-	f.Add((&hello{piece: 1, slots: 2, seed: 3}).encode())
+	f.Add((&hello{room: staged.Room{Piece: 1, Slots: 2}, seed: 3}).encode())
 	f.Fuzz(func(t *testing.T, b []byte) {
 		h, err := parseHello(b)
 		if err != nil {

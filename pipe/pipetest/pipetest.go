@@ -11,6 +11,7 @@ package pipetest
 
 import (
 	"context"
+	"errors"
 	"testing"
 	"time"
 
@@ -65,6 +66,20 @@ type Case struct {
 	Name string
 	Text string // what the case does, one sentence
 	Run  func(t T, h Harness)
+}
+
+// Pair makes a link between two networks, which may be one, as both of its ends have it. They and the
+// listener are closed with the test.
+func Pair(t T, listens, dials pipe.Network) (dialed, accepted pipe.Link) {
+	l, err := listens.Listen(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, l.Close()) })
+	dialed, err = dials.Dial(t.Context(), l.Address())
+	require.NoError(t, err)
+	accepted, err = l.Accept(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = errors.Join(accepted.Close(), dialed.Close()) })
+	return dialed, accepted
 }
 
 // Run runs every case as a subtest.

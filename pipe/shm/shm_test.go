@@ -46,28 +46,12 @@ func content(seed uint64, n int) []byte {
 	return b
 }
 
-// pair makes both ends of a link.
-func pair(t pipetest.T, n *Network) (dialed, accepted pipe.Link) {
-	l, err := n.Listen(t.Context())
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, l.Close()) })
-	dialed, err = n.Dial(t.Context(), l.Address())
-	require.NoError(t, err)
-	accepted, err = l.Accept(t.Context())
-	require.NoError(t, err)
-	t.Cleanup(func() {
-		_ = accepted.Close()
-		_ = dialed.Close()
-	})
-	return dialed, accepted
-}
-
 func TestPipe(t *testing.T) {
 	for _, n := range []*Network{{}, {Ring: minData, Dir: filepath.Join(t.TempDir(), "new")}} {
 		for _, dialerSends := range []bool{true, false} {
 			t.Run(fmt.Sprintf("ring %d, dialer sends %v", n.Ring, dialerSends), func(t *testing.T) {
 				pipetest.Run(t, pipetest.Harness{Bound: defaultRing, Open: func(t pipetest.T) pipetest.Ends {
-					a, b := pair(t, n)
+					a, b := pipetest.Pair(t, n, n)
 					if !dialerSends {
 						a, b = b, a
 					}
@@ -161,7 +145,8 @@ func TestHostileRing(t *testing.T) {
 		"a header of any length": func(r ring) { write(r, chunk{frameHead, kindBegin}, frameHead, 0xff, 0xff, 0xff) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			a, b := pair(t, &Network{Ring: minData})
+			n := &Network{Ring: minData}
+			a, b := pipetest.Pair(t, n, n)
 			out, ok := a.Out.(*sender)
 			require.True(t, ok)
 			harm(out.ring)
@@ -227,7 +212,7 @@ func FuzzHello(f *testing.F) {
 func BenchmarkPipe(b *testing.B) {
 	for _, size := range []int{1478656, 8 << 20} {
 		b.Run(fmt.Sprint(size), func(b *testing.B) {
-			a, other := pair(b, &Network{})
+			a, other := pipetest.Pair(b, &Network{}, &Network{})
 			to := make([]byte, size)
 			done := make(chan error, 1)
 			go func() {

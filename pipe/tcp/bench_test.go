@@ -9,10 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/pipe"
+	"github.com/kvport/kvport/pipe/pipetest"
 )
-
-// tb makes a benchmark a pipetest.T.
-type tb struct{ *testing.B }
 
 // sizes are those of real blocks: 1.41 MiB and 8 MiB.
 func sizes() []int { return []int{1478656, 8 << 20} }
@@ -59,7 +57,8 @@ func BenchmarkPipe(b *testing.B) {
 	for _, digest := range []bool{true, false} {
 		for _, size := range sizes() {
 			b.Run(fmt.Sprintf("digest=%v/%d", digest, size), func(b *testing.B) {
-				d, a := pair(tb{b}, &Network{NoDigest: !digest})
+				n := &Network{NoDigest: !digest}
+				d, a := pipetest.Pair(b, n, n)
 				to := make([]byte, size)
 				done := make(chan error, 1)
 				go func() {
@@ -92,6 +91,3 @@ func BenchmarkPipe(b *testing.B) {
 		}
 	}
 }
-
-// Skipf implements pipetest.T.
-func (t tb) Skipf(format string, args ...any) { t.B.Skipf(format, args...) }

@@ -89,9 +89,3 @@ func readAnswer(conn net.Conn) (verdict byte, delivered uint64, err error) {
 
 // KeyTLS is [pipe.KeyTLS].
 func KeyTLS(key []byte) (*tls.Config, error) { return pipe.KeyTLS(key) }
-
-// loopback reports whether only this host can reach an address.
-func loopback(a net.Addr) bool {
-	t, ok := a.(*net.TCPAddr)
-	return ok && t.IP.IsLoopback()
-}

@@ -18,7 +18,6 @@ import (
 	"fmt"
 	"net"
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -49,20 +48,15 @@ func (n *Network) patience() time.Duration {
 	return defaultPatience
 }
 
+func (n *Network) side() *pipe.Side {
+	return &pipe.Side{Address: n.Address, Advertise: n.Advertise, TLS: n.TLS}
+}
+
 // Listen implements pipe.Network.
 func (n *Network) Listen(ctx context.Context) (pipe.Listener, error) {
-	address := n.Address
-	if address == "" {
-		address = "127.0.0.1:0"
-	}
-	var config net.ListenConfig
-	inner, err := config.Listen(ctx, "tcp", address)
+	inner, err := n.side().Listen(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("listen at %s: %w", address, err)
-	}
-	if n.TLS == nil && !loopback(inner.Addr()) {
-		return nil, errors.Join(fmt.Errorf("listen at %s: others can reach it, so it needs a shared key or TLS certificates: %w",
-			address, connector.ErrIncompatible), inner.Close())
+		return nil, err
 	}
 	l := &listener{network: n, links: map[linkID]*accepted{}}
 	l.Acceptor = pipe.NewAcceptor(inner, l.greet)
@@ -91,15 +85,7 @@ func (n *Network) Dial(ctx context.Context, address string) (pipe.Link, error) {
 func (n *Network) connect(ctx context.Context, address string, h hello) (_ net.Conn, delivered uint64, err error) {
 	ctx, cancel := context.WithTimeout(ctx, helloTimeout)
 	defer cancel()
-	var dialer net.Dialer
-	conn, err := dialer.DialContext(ctx, "tcp", address)
-	if errors.Is(err, syscall.ECONNREFUSED) {
-		return nil, 0, fmt.Errorf("%w: %w", err, connector.ErrGone)
-	}
-	if err != nil {
-		return nil, 0, err
-	}
-	conn, err = n.secure(ctx, conn, false)
+	conn, err := n.side().Dial(ctx, address)
 	if err != nil {
 		return nil, 0, err
 	}
@@ -134,24 +120,6 @@ func interruptible(ctx context.Context, conn net.Conn) (stop func()) {
 	}
 }
 
-// secure tunes a connection and puts TLS on it.
-func (n *Network) secure(ctx context.Context, conn net.Conn, server bool) (net.Conn, error) {
-	if t, ok := conn.(*net.TCPConn); ok {
-		_ = t.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: time.Second, Count: 5})
-	}
-	if n.TLS == nil {
-		return conn, nil
-	}
-	secured := tls.Client(conn, n.TLS)
-	if server {
-		secured = tls.Server(conn, n.TLS)
-	}
-	if err := secured.HandshakeContext(ctx); err != nil {
-		return nil, errors.Join(fmt.Errorf("TLS: %w: %w", err, connector.ErrIncompatible), conn.Close())
-	}
-	return secured, nil
-}
-
 // listener puts connections together to links.
 type listener struct {
 	*pipe.Acceptor
@@ -168,18 +136,7 @@ type accepted struct {
 }
 
 // Address implements pipe.Listener.
-func (l *listener) Address() string {
-	own := l.Addr().String()
-	if l.network.Advertise == "" {
-		return own
-	}
-	host, port, err := net.SplitHostPort(l.network.Advertise)
-	if err != nil || port != "0" {
-		return l.network.Advertise
-	}
-	_, port, _ = net.SplitHostPort(own)
-	return net.JoinHostPort(host, port)
-}
+func (l *listener) Address() string { return l.network.side().Reach(l.Addr()) }
 
 // Close implements pipe.Listener. Links that were accepted stay, but a connection of theirs that breaks
 // cannot be mended any more.
@@ -199,7 +156,7 @@ func (l *listener) Close() error {
 func (l *listener) greet(ctx context.Context, raw net.Conn, to *pipe.Acceptor) error {
 	stop := context.AfterFunc(ctx, func() { _ = raw.Close() })
 	defer stop()
-	conn, err := l.network.secure(ctx, raw, true)
+	conn, err := l.network.side().Secure(ctx, raw, true)
 	if err != nil {
 		return err
 	}

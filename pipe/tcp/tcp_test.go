@@ -21,22 +21,6 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// pair makes both ends of a link.
-func pair(t pipetest.T, n *Network) (dialed, accepted pipe.Link) {
-	l, err := n.Listen(t.Context())
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, l.Close()) })
-	dialed, err = n.Dial(t.Context(), l.Address())
-	require.NoError(t, err)
-	accepted, err = l.Accept(t.Context())
-	require.NoError(t, err)
-	t.Cleanup(func() {
-		_ = accepted.Close()
-		_ = dialed.Close()
-	})
-	return dialed, accepted
-}
-
 func breakConn(p pipe.Pipe) {
 	var e *end
 	switch p := p.(type) {
@@ -65,7 +49,7 @@ func TestPipe(t *testing.T) {
 		for _, dialerSends := range []bool{true, false} {
 			t.Run(fmt.Sprintf("%s, dialer sends %v", name, dialerSends), func(t *testing.T) {
 				pipetest.Run(t, pipetest.Harness{Open: func(t pipetest.T) pipetest.Ends {
-					a, b := pair(t, n)
+					a, b := pipetest.Pair(t, n, n)
 					if !dialerSends {
 						a, b = b, a
 					}

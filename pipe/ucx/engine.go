@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	native "github.com/kvport/kvport/native/ucx"
+	"github.com/kvport/kvport/pipe/internal/staged"
 )
 
 // grace is how long landing memory rests that a peer may still write to.
@@ -18,12 +19,12 @@ const grace = 10 * time.Second
 // engine is what the links of one network share: a worker, the goroutine that lets it make progress, and
 // memory for links.
 type engine struct {
-	worker       *native.Worker
-	address      []byte
-	piece, slots int
-	links        sync.WaitGroup
-	stop         int // eventfd that wakes the progress
-	stopped      chan struct{}
+	worker  *native.Worker
+	address []byte
+	room    staged.Room
+	links   sync.WaitGroup
+	stop    int // eventfd that wakes the progress
+	stopped chan struct{}
 
 	mu     sync.Mutex
 	spare  []*slab
@@ -41,12 +42,12 @@ type slab struct {
 
 func (s *slab) address() uint64 { return s.memory.Addr() }
 
-func newEngine(lib *native.Library, o native.Options, piece, slots int) (_ *engine, err error) {
+func newEngine(lib *native.Library, o native.Options, room staged.Room) (_ *engine, err error) {
 	worker, err := lib.NewWorker(o)
 	if err != nil {
 		return nil, err
 	}
-	e := &engine{worker: worker, piece: piece, slots: slots, stopped: make(chan struct{}), stop: -1}
+	e := &engine{worker: worker, room: room, stopped: make(chan struct{}), stop: -1}
 	e.address, err = worker.Address()
 	var fd int
 	if err == nil {
@@ -90,7 +91,7 @@ func (e *engine) progress(fd int) {
 }
 
 // half is the size of the part to send from, and of the landing part.
-func (e *engine) half() int { return e.piece * e.slots }
+func (e *engine) half() int { return e.room.Piece * e.room.Slots }
 
 // take gives memory for a link.
 func (e *engine) take() (*slab, error) {
@@ -192,7 +193,7 @@ func (m *mover) connect() (err error) {
 
 // Slot implements staged.Mover.
 func (m *mover) Slot(i int) []byte {
-	return m.slab.bytes[i*m.engine.piece : (i+1)*m.engine.piece]
+	return m.slab.bytes[i*m.engine.room.Piece : (i+1)*m.engine.room.Piece]
 }
 
 // Put implements staged.Mover. It returns when the bytes are in the peer's memory.
@@ -202,7 +203,7 @@ func (m *mover) Put(ctx context.Context, i, n int) error {
 	if err := m.connect(); err != nil {
 		return err
 	}
-	r, err := m.endpoint.Put(m.Slot(i)[:n], m.slab.memory, m.peer.landing+uint64(i*m.engine.piece), m.key)
+	r, err := m.endpoint.Put(m.Slot(i)[:n], m.slab.memory, m.peer.landing+uint64(i*m.engine.room.Piece), m.key)
 	if err == nil {
 		err = r.Wait(ctx)
 	}
@@ -217,7 +218,7 @@ func (m *mover) Put(ctx context.Context, i, n int) error {
 
 // Take implements staged.Mover.
 func (m *mover) Take(_ context.Context, i, n int) ([]byte, error) {
-	at := m.engine.half() + i*m.engine.piece
+	at := m.engine.half() + i*m.engine.room.Piece
 	return m.slab.bytes[at : at+n], nil
 }
 

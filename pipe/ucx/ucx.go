@@ -13,7 +13,6 @@ package ucx
 
 import (
 	"context"
-	"crypto/rand"
 	"crypto/tls"
 	"encoding/binary"
 	"errors"
@@ -47,11 +46,9 @@ type Network struct {
 }
 
 const (
-	defaultPiece    = 512 << 10
-	defaultSlots    = 8
-	defaultPatience = 3 * time.Second
-	maxMemory       = 1 << 30 // of one direction of a link
-	dialTimeout     = 5 * time.Second
+	defaultPiece = 512 << 10
+	defaultSlots = 8
+	dialTimeout  = 5 * time.Second
 )
 
 // Start loads UCX and makes a worker, which Listen and Dial do otherwise. Its error wraps
@@ -70,33 +67,16 @@ func (n *Network) start() (*engine, error) {
 	if n.engine != nil {
 		return n.engine, nil
 	}
-	piece, slots := n.Piece, n.Slots
-	if piece == 0 {
-		piece = defaultPiece
-	}
-	if slots == 0 {
-		slots = defaultSlots
-	}
-	if piece < 1 || slots < 1 || piece > maxMemory/slots {
-		return nil, fmt.Errorf("%d pieces of %d bytes: %w", slots, piece, connector.ErrIncompatible)
+	room, err := staged.Room{Piece: n.Piece, Slots: n.Slots}.Settle(staged.Room{Piece: defaultPiece, Slots: defaultSlots})
+	if err != nil {
+		return nil, err
 	}
 	lib, err := native.Open(n.Dir)
 	if err != nil {
 		return nil, err
 	}
-	n.engine, err = newEngine(lib, native.Options{Transports: n.Transports, Devices: n.Devices, PeerErrors: true}, piece, slots)
+	n.engine, err = newEngine(lib, native.Options{Transports: n.Transports, Devices: n.Devices, PeerErrors: true}, room)
 	return n.engine, err
-}
-
-func (n *Network) patience() time.Duration {
-	if n.Patience > 0 {
-		return n.Patience
-	}
-	return defaultPatience
-}
-
-func (n *Network) side() *staged.Side {
-	return &staged.Side{Address: n.Address, Advertise: n.Advertise, TLS: n.TLS}
 }
 
 // Close ends what is left of links, which should be closed before, and UCX. Closing twice does nothing.
@@ -111,59 +91,25 @@ func (n *Network) Close() error {
 	return e.close()
 }
 
-// listener is a listener of this network.
-type listener struct {
-	*pipe.Acceptor
-	network *Network
+func (n *Network) staged() *staged.Network {
+	return &staged.Network{Side: pipe.Side{Address: n.Address, Advertise: n.Advertise, TLS: n.TLS}, Timeout: dialTimeout, Start: n.Start, Shake: n.shake}
 }
-
-// Address implements pipe.Listener.
-func (l *listener) Address() string { return l.network.side().Reach(l.Addr()) }
 
 // Listen implements pipe.Network.
-func (n *Network) Listen(ctx context.Context) (pipe.Listener, error) {
-	if err := n.Start(); err != nil {
-		return nil, fmt.Errorf("listen: %w", err)
-	}
-	inner, err := n.side().Listen(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return &listener{pipe.NewAcceptor(inner, func(ctx context.Context, raw net.Conn, a *pipe.Acceptor) error {
-		conn, err := n.side().Secure(ctx, raw, true)
-		if err != nil {
-			return err
-		}
-		link, err := n.shake(ctx, conn)
-		if err != nil {
-			return err
-		}
-		return a.Offer(link)
-	}), n}, nil
-}
+func (n *Network) Listen(ctx context.Context) (pipe.Listener, error) { return n.staged().Listen(ctx) }
 
 // Dial implements pipe.Network.
 func (n *Network) Dial(ctx context.Context, address string) (pipe.Link, error) {
-	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
-	defer cancel()
-	conn, err := n.side().Dial(ctx, address)
-	if err != nil {
-		return pipe.Link{}, fmt.Errorf("dial %s: %w", address, err)
-	}
-	link, err := n.shake(ctx, conn)
-	if err != nil {
-		return pipe.Link{}, errors.Join(fmt.Errorf("dial %s: %w", address, err), conn.Close())
-	}
-	return link, nil
+	return n.staged().Dial(ctx, address)
 }
 
 // shake makes a link of a connection. On an error the connection is the caller's.
-func (n *Network) shake(ctx context.Context, conn net.Conn) (_ pipe.Link, err error) {
+func (n *Network) shake(ctx context.Context, conn net.Conn, _ bool) (_ pipe.Link, err error) {
 	e, err := n.start()
 	if err != nil {
 		return pipe.Link{}, err
 	}
-	m, err := e.mover(n.patience())
+	m, err := e.mover(staged.Patience(n.Patience))
 	if err != nil {
 		return pipe.Link{}, err
 	}
@@ -173,10 +119,7 @@ func (n *Network) shake(ctx context.Context, conn net.Conn) (_ pipe.Link, err er
 			e.links.Done()
 		}
 	}()
-	mine := hello{piece: e.piece, slots: e.slots, landing: m.slab.address() + uint64(e.half()), key: m.slab.key, worker: e.address}
-	var seed [8]byte
-	_, _ = rand.Read(seed[:]) // never fails
-	mine.seed = binary.LittleEndian.Uint64(seed[:])
+	mine := hello{room: e.room, seed: staged.Seed(), landing: m.slab.address() + uint64(e.half()), key: m.slab.key, worker: e.address}
 	b, err := staged.Exchange(ctx, conn, mine.encode())
 	if err != nil {
 		return pipe.Link{}, err
@@ -185,22 +128,22 @@ func (n *Network) shake(ctx context.Context, conn net.Conn) (_ pipe.Link, err er
 	if err != nil {
 		return pipe.Link{}, err
 	}
-	if theirs.piece != e.piece || theirs.slots != e.slots {
-		return pipe.Link{}, fmt.Errorf("the peer has %d pieces of %d bytes, we %d of %d: %w", theirs.slots, theirs.piece, e.slots, e.piece, connector.ErrIncompatible)
+	if err := e.room.Agree(theirs.room); err != nil {
+		return pipe.Link{}, err
 	}
 	m.peer = theirs
 	return staged.New(conn, m, staged.Options{
-		Piece: e.piece, Slots: e.slots, Patience: n.patience(), NoDigest: n.NoDigest, SeedOut: mine.seed, SeedIn: theirs.seed,
+		Room: e.room, Patience: staged.Patience(n.Patience), NoDigest: n.NoDigest, SeedOut: mine.seed, SeedIn: theirs.seed,
 	}, e.links.Done), nil
 }
 
 // hello is what the ends of a link tell each other.
 type hello struct {
-	piece, slots int
-	seed         uint64 // of the digests that this end sends
-	landing      uint64 // address of the landing memory
-	key          []byte // that opens it
-	worker       []byte // address of UCX's worker
+	room    staged.Room
+	seed    uint64 // of the digests that this end sends
+	landing uint64 // address of the landing memory
+	key     []byte // that opens it
+	worker  []byte // address of UCX's worker
 }
 
 // helloHead is the fixed part: what speaks, piece, slots, seed, landing, length of key.
@@ -208,8 +151,8 @@ const helloHead = 3 + 4 + 4 + 8 + 8 + 2
 
 func (h *hello) encode() []byte {
 	b := append(make([]byte, 0, helloHead+len(h.key)+len(h.worker)), "ucx"...)
-	b = binary.LittleEndian.AppendUint32(b, uint32(h.piece))
-	b = binary.LittleEndian.AppendUint32(b, uint32(h.slots))
+	b = binary.LittleEndian.AppendUint32(b, uint32(h.room.Piece))
+	b = binary.LittleEndian.AppendUint32(b, uint32(h.room.Slots))
 	b = binary.LittleEndian.AppendUint64(b, h.seed)
 	b = binary.LittleEndian.AppendUint64(b, h.landing)
 	b = binary.LittleEndian.AppendUint16(b, uint16(len(h.key)))
@@ -220,7 +163,7 @@ func parseHello(b []byte) (*hello, error) {
 	if len(b) < helloHead || string(b[:3]) != "ucx" {
 		return nil, fmt.Errorf("the peer does not speak UCX: %w", connector.ErrIncompatible)
 	}
-	h := &hello{piece: int(binary.LittleEndian.Uint32(b[3:])), slots: int(binary.LittleEndian.Uint32(b[7:]))}
+	h := &hello{room: staged.Room{Piece: int(binary.LittleEndian.Uint32(b[3:])), Slots: int(binary.LittleEndian.Uint32(b[7:]))}}
 	h.seed, h.landing = binary.LittleEndian.Uint64(b[11:]), binary.LittleEndian.Uint64(b[19:])
 	n, rest := int(binary.LittleEndian.Uint16(b[27:])), b[helloHead:]
 	if n == 0 || n >= len(rest) {

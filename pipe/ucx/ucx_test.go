@@ -5,7 +5,6 @@ import (
 	"context"
 	"crypto/tls"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net"
@@ -22,6 +21,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	native "github.com/kvport/kvport/native/ucx"
 	"github.com/kvport/kvport/pipe"
+	"github.com/kvport/kvport/pipe/internal/staged"
 	"github.com/kvport/kvport/pipe/pipetest"
 )
 
@@ -78,19 +78,6 @@ func network(t testing.TB, n *Network) *Network {
 	return n
 }
 
-// pair makes both ends of a link between two networks.
-func pair(t pipetest.T, a, b *Network) (dialed, accepted pipe.Link) {
-	l, err := a.Listen(t.Context())
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, l.Close()) })
-	dialed, err = b.Dial(t.Context(), l.Address())
-	require.NoError(t, err)
-	accepted, err = l.Accept(t.Context())
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = errors.Join(accepted.Close(), dialed.Close()) })
-	return dialed, accepted
-}
-
 func key(t testing.TB, b byte) *tls.Config {
 	t.Helper()
 	config, err := pipe.KeyTLS(bytes.Repeat([]byte{b}, 32))
@@ -107,7 +94,7 @@ func TestPipe(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			a, b := network(t, open()), network(t, open())
 			pipetest.Run(t, pipetest.Harness{Open: func(t pipetest.T) pipetest.Ends {
-				dialed, accepted := pair(t, a, b)
+				dialed, accepted := pipetest.Pair(t, a, b)
 				return pipetest.Ends{Out: dialed.Out, In: accepted.In}
 			}})
 		})
@@ -247,7 +234,7 @@ func TestErrors(t *testing.T) {
 }
 
 func FuzzHello(f *testing.F) {
-	f.Add((&hello{piece: 1, slots: 2, seed: 3, landing: 4, key: []byte("key"), worker: []byte("worker")}).encode())
+	f.Add((&hello{room: staged.Room{Piece: 1, Slots: 2}, seed: 3, landing: 4, key: []byte("key"), worker: []byte("worker")}).encode())
 	f.Fuzz(func(t *testing.T, b []byte) {
 		h, err := parseHello(b)
 		if err != nil {

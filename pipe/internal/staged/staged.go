@@ -35,10 +35,9 @@ type Mover interface {
 	Free(clean bool) error
 }
 
-// Options are those of a link. Both ends have the same Piece, Slots and Early.
+// Options are those of a link. Both ends have the same Room and Early.
 type Options struct {
-	Piece    int           // bytes of a slot
-	Slots    int           // in each direction
+	Room
 	Early    bool          // the peer is told of a piece before Put, since Put waits for Take; otherwise after it
 	Patience time.Duration // for the peer to take a word
 	NoDigest bool          // leaves payload to the transport's checksums

@@ -119,7 +119,7 @@ func pair(t pipetest.T, o Options) ends {
 }
 
 func TestPipe(t *testing.T) {
-	for _, o := range []Options{{Piece: 1 << 20, Slots: 8}, {Piece: 5000, Slots: 1}, {Piece: 1 << 18, Slots: 3, Early: true}, {Piece: 1 << 18, Slots: 4, NoDigest: true}} {
+	for _, o := range []Options{{Room: Room{Piece: 1 << 20, Slots: 8}}, {Room: Room{Piece: 5000, Slots: 1}}, {Room: Room{Piece: 1 << 18, Slots: 3}, Early: true}, {Room: Room{Piece: 1 << 18, Slots: 4}, NoDigest: true}} {
 		for _, dialerSends := range []bool{true, false} {
 			if testing.Short() && !dialerSends { // the race stage
 				continue
@@ -139,11 +139,11 @@ func TestPipe(t *testing.T) {
 
 // A link that both ends close is clean, one whose peer dies is not.
 func TestClean(t *testing.T) {
-	e := pair(t, Options{Piece: 1000, Slots: 2})
+	e := pair(t, Options{Room: Room{Piece: 1000, Slots: 2}})
 	require.NoError(t, errors.Join(e.a.Close(), e.b.Close()))
 	require.True(t, <-e.freed)
 	require.True(t, <-e.freed)
-	e = pair(t, Options{Piece: 1000, Slots: 2})
+	e = pair(t, Options{Room: Room{Piece: 1000, Slots: 2}})
 	require.NoError(t, e.conn.Close())
 	_, _, err := pipe.Receive(t.Context(), e.b.In)
 	require.ErrorIs(t, err, connector.ErrGone)
@@ -154,7 +154,7 @@ func TestClean(t *testing.T) {
 
 // What is changed on its way, or in the landing memory afterwards, is never received.
 func TestDamage(t *testing.T) {
-	e := pair(t, Options{Piece: 1 << 16, Slots: 4})
+	e := pair(t, Options{Room: Room{Piece: 1 << 16, Slots: 4}})
 	n := 0
 	e.ma.damage = func(data []byte) {
 		if n++; n == 3 {
@@ -173,7 +173,7 @@ func TestDamage(t *testing.T) {
 
 // A Recv that is cancelled in the middle of a frame loses that frame and no other.
 func TestCancelledInAFrame(t *testing.T) {
-	e := pair(t, Options{Piece: 1000, Slots: 2})
+	e := pair(t, Options{Room: Room{Piece: 1000, Slots: 2}})
 	ctx, cancel := context.WithCancel(t.Context())
 	sent := make(chan error, 1)
 	go func() {
@@ -208,7 +208,7 @@ func TestStrangeWords(t *testing.T) {
 		{kind: wordAbort},
 		{kind: 99},
 	} {
-		e := pair(t, Options{Piece: 1000, Slots: 2})
+		e := pair(t, Options{Room: Room{Piece: 1000, Slots: 2}})
 		_, err := e.conn.Write(w.encode(nil))
 		require.NoError(t, err)
 		_, _, err = pipe.Receive(t.Context(), e.b.In)
@@ -246,4 +246,33 @@ func TestExchange(t *testing.T) {
 			require.NoError(t, a.Close())
 		})
 	}
+}
+
+func TestRoom(t *testing.T) {
+	defaults := Room{Piece: 4096, Slots: 4}
+	for _, c := range []struct {
+		named, want Room
+		fits        bool
+	}{
+		{Room{}, defaults, true},
+		{Room{Piece: 1}, Room{1, 4}, true},
+		{Room{Slots: 1}, Room{4096, 1}, true},
+		{Room{1 << 29, 2}, Room{1 << 29, 2}, true},
+		{Room{1 << 30, 2}, Room{}, false},
+		{Room{Piece: -1}, Room{}, false},
+		{Room{Slots: -1}, Room{}, false},
+	} {
+		got, err := c.named.Settle(defaults)
+		if !c.fits {
+			require.ErrorIs(t, err, connector.ErrIncompatible, "%+v", c.named)
+			continue
+		}
+		require.NoError(t, err)
+		require.Equal(t, c.want, got)
+	}
+	require.NoError(t, defaults.Agree(defaults))
+	require.ErrorIs(t, defaults.Agree(Room{Piece: 4096, Slots: 5}), connector.ErrIncompatible)
+	require.Equal(t, defaultPatience, Patience(0))
+	require.Equal(t, time.Second, Patience(time.Second))
+	require.NotEqual(t, Seed(), Seed())
 }

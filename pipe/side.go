@@ -1,4 +1,4 @@
-package staged
+package pipe
 
 import (
 	"context"
@@ -12,14 +12,16 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Side is where and how the connections of links are made. It must not be changed once it is used.
+// Side is where and how a process makes the connections of its links: for authors of networks over TCP, or
+// whose words go over it. It must not be changed once it is used.
 type Side struct {
 	Address   string      // to listen at; empty: 127.0.0.1 with a port that the system chooses
 	Advertise string      // what peers dial, where that differs; ":0" at its end stands for the port taken
 	TLS       *tls.Config // mutual TLS; nil: none, and loopback only
 }
 
-// Listen listens at the side's address.
+// Listen listens at the side's address. One that others can reach is refused without TLS, with
+// connector.ErrIncompatible.
 func (s *Side) Listen(ctx context.Context) (net.Listener, error) {
 	address := s.Address
 	if address == "" {
@@ -30,7 +32,8 @@ func (s *Side) Listen(ctx context.Context) (net.Listener, error) {
 		return nil, fmt.Errorf("listen at %s: %w", address, err)
 	}
 	if t, ok := l.Addr().(*net.TCPAddr); s.TLS == nil && (!ok || !t.IP.IsLoopback()) {
-		return nil, errors.Join(fmt.Errorf("listen at %s: others can reach it, so it needs a shared key: %w", address, connector.ErrIncompatible), l.Close())
+		return nil, errors.Join(fmt.Errorf("listen at %s: others can reach it, so it needs a shared key or TLS certificates: %w",
+			address, connector.ErrIncompatible), l.Close())
 	}
 	return l, nil
 }
@@ -61,7 +64,8 @@ func (s *Side) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return s.Secure(ctx, conn, false)
 }
 
-// Secure tunes a connection and puts TLS on it. On an error the connection is closed.
+// Secure tunes a connection and puts TLS on it; server says that this end accepted it. On an error the
+// connection is closed.
 func (s *Side) Secure(ctx context.Context, conn net.Conn, server bool) (net.Conn, error) {
 	if t, ok := conn.(*net.TCPConn); ok {
 		_ = t.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: time.Second, Count: 5})
@@ -77,4 +81,10 @@ func (s *Side) Secure(ctx context.Context, conn net.Conn, server bool) (net.Conn
 		return nil, errors.Join(fmt.Errorf("TLS: %w: %w", err, connector.ErrIncompatible), conn.Close())
 	}
 	return secured, nil
+}
+
+// IsLoopback reports whether only this host can reach a host, which is "localhost" or an IP address.
+func IsLoopback(host string) bool {
+	ip := net.ParseIP(host)
+	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
