@@ -133,23 +133,23 @@ func pdOnce(r *rig) {
 	p := r.sender(1)
 	d := p.taker()
 	pr := p.hand(3, 0)
-	for range max(1, pr.hold.Consumers) {
+	for range pr.consumers() {
 		d.take(pr)
 	}
 	d.try(pr)
-	p.consumed(pr, max(1, pr.hold.Consumers))
+	p.consumed(pr, pr.consumers())
 	d.try(pr)
-	p.silent(pr, max(1, pr.hold.Consumers))
+	p.silent(pr, pr.consumers())
 }
 
 func pdConsumedReused(r *rig) {
 	p := r.sender(1)
 	d := p.taker()
 	pr := p.hand(4, 0)
-	for range max(1, pr.hold.Consumers) {
+	for range pr.consumers() {
 		d.take(pr)
 	}
-	p.consumed(pr, max(1, pr.hold.Consumers))
+	p.consumed(pr, pr.consumers())
 	p.sweep()
 	d.try(pr)
 	other := p.hand(4, 0) // in the same slots, unless the connector keeps them
@@ -160,7 +160,7 @@ func pdConsumedReused(r *rig) {
 func pdCount(r *rig) {
 	p := r.sender(1)
 	pr := p.hand(3, 0)
-	n := max(1, pr.hold.Consumers)
+	n := pr.consumers()
 	for range n {
 		p.taker().take(pr)
 	}
@@ -244,7 +244,7 @@ func pdReaper(r *rig) {
 		all = append(all, p.hand(2, 0))
 	}
 	d.take(all[0])
-	p.consumed(all[0], max(1, all[0].hold.Consumers))
+	p.consumed(all[0], all[0].consumers())
 	d.take(all[3])
 	p.expire(all[5])
 	for _, pr := range all {

@@ -50,6 +50,10 @@ type prompt struct {
 	until   time.Time // when the host takes the blocks back
 }
 
+// consumers is how often the prompt's hold is reported: once for each consumer, of which there is one unless
+// the connector says otherwise.
+func (pr *prompt) consumers() int { return max(1, pr.hold.Consumers) }
+
 // pdCase is a case of a P/D profile.
 func pdCase(id, rule, text string, profile Profile, body func(*rig)) Case {
 	return Case{ID: id, Rule: rule, Text: text, Profiles: []Profile{profile}, Run: rigged(0, false, func(r *rig) {
@@ -326,7 +330,7 @@ func (p *pd) sweep() {
 	var over []*prompt
 	p.mu.Lock()
 	p.held = slices.DeleteFunc(p.held, func(pr *prompt) bool {
-		is := p.reports[pr.hold.ID] >= max(1, pr.hold.Consumers) || !now.Before(pr.until)
+		is := p.reports[pr.hold.ID] >= pr.consumers() || !now.Before(pr.until)
 		if is {
 			over = append(over, pr)
 		}

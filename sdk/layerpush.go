@@ -118,22 +118,15 @@ const layerStat = "layer_bytes_total"
 
 // LayerStats declares what connectors of [FromPipe] count of layers, for Definition.Stats. With them the
 // connector saves layer by layer (connector.CanLayers).
-func LayerStats() []connector.StatInfo {
-	return []connector.StatInfo{
-		{Name: layerStat, Help: "Bytes sent to subscribers while they were computed, layer by layer.", Kind: connector.Counter},
-		{Name: "layer_confirmed_bytes_total", Help: "Those of them that subscribers have confirmed.", Kind: connector.Counter},
-		{Name: "layer_early_bytes_total", Help: "Those that were confirmed when the KV of the last layer was computed.", Kind: connector.Counter},
-		{Name: "subscribers", Help: "Consumers that get layers as they are computed.", Kind: connector.Gauge},
-	}
-}
+func LayerStats() []connector.StatInfo { return infos(layerNumbers()) }
 
-// stats are their values.
-func (p *pushes) stats() []connector.Stat {
-	return []connector.Stat{
-		{Name: layerStat, Value: float64(p.sent.Load())},
-		{Name: "layer_confirmed_bytes_total", Value: float64(p.taken.Load())},
-		{Name: "layer_early_bytes_total", Value: float64(p.early.Load())},
-		{Name: "subscribers", Value: float64(len(p.all()))},
+// layerNumbers are the numbers of pushes.
+func layerNumbers() []number[*pushes] {
+	return []number[*pushes]{
+		{layerStat, "Bytes sent to subscribers while they were computed, layer by layer.", connector.Counter, func(p *pushes) int64 { return p.sent.Load() }},
+		{"layer_confirmed_bytes_total", "Those of them that subscribers have confirmed.", connector.Counter, func(p *pushes) int64 { return p.taken.Load() }},
+		{"layer_early_bytes_total", "Those that were confirmed when the KV of the last layer was computed.", connector.Counter, func(p *pushes) int64 { return p.early.Load() }},
+		{"subscribers", "Consumers that get layers as they are computed.", connector.Gauge, func(p *pushes) int64 { return int64(len(p.all())) }},
 	}
 }
 

@@ -169,13 +169,12 @@ const maxHolds = 1 << 14
 // holdTable knows which holds were not fetched yet.
 type holdTable struct {
 	mu     sync.Mutex
-	waits  map[connector.HoldID]bool
-	order  []connector.HoldID
+	waits  *recent[connector.HoldID, struct{}]
 	report chan connector.HoldID
 }
 
 func newHoldTable() *holdTable {
-	return &holdTable{waits: map[connector.HoldID]bool{}, report: make(chan connector.HoldID, maxHolds)}
+	return &holdTable{waits: newRecent[connector.HoldID, struct{}](maxHolds), report: make(chan connector.HoldID, maxHolds)}
 }
 
 // open gives a new id. None says anything of another, so a ticket that was changed, or one of a plugin's
@@ -184,14 +183,10 @@ func (h *holdTable) open() connector.HoldID {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	id := connector.HoldID(rand.Uint64()>>1 | 1)
-	for h.waits[id] {
+	for h.waits.has(id) {
 		id += 2
 	}
-	h.waits[id], h.order = true, append(h.order, id)
-	for len(h.order) > maxHolds {
-		delete(h.waits, h.order[0])
-		h.order = h.order[1:]
-	}
+	h.waits.set(id, struct{}{})
 	return id
 }
 
@@ -199,8 +194,8 @@ func (h *holdTable) open() connector.HoldID {
 func (h *holdTable) fetched(id connector.HoldID) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.waits[id] {
-		delete(h.waits, id)
+	if h.waits.has(id) {
+		h.waits.remove(id)
 		select {
 		case h.report <- id:
 		default: // the engine does not ask; weak holds end by themselves

@@ -32,8 +32,8 @@ type peerStore struct {
 	holds    *holdTable
 	pushes   pushes
 	layered  bool // its layers are counted
-	pushing  pushing
-	coming   coming
+	pushing  *pushing
+	coming   *coming
 	counts   counts
 	listener pipe.Listener // nil: nothing is saved here
 
@@ -48,7 +48,7 @@ type peerStore struct {
 
 func newPeerStore(peers pipe.Peers, pool *lookupbuffer.Pool, log *slog.Logger) *peerStore {
 	s := &peerStore{
-		peers: peers, log: log, holds: newHoldTable(), producers: map[string]*producer{},
+		peers: peers, log: log, holds: newHoldTable(), pushing: newPushing(), coming: newComing(), producers: map[string]*producer{},
 		memory: lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: peers.Bytes, Keep: true, Spill: pool}),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())

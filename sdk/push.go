@@ -21,26 +21,22 @@ const (
 
 // pushing is what a producer knows of requests whose blocks it sends to a consumer by itself.
 type pushing struct {
-	mu    sync.Mutex
-	sent  map[connector.RequestID]map[connector.StoreKey]bool
-	order []connector.RequestID
+	mu   sync.Mutex
+	sent *recent[connector.RequestID, map[connector.StoreKey]bool]
+}
+
+func newPushing() *pushing {
+	return &pushing{sent: newRecent[connector.RequestID, map[connector.StoreKey]bool](maxPushing)}
 }
 
 // add notes keys as sent for a request, and gives those that were not before.
 func (p *pushing) add(r connector.RequestID, keys []connector.StoreKey) (fresh []connector.StoreKey) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	sent := p.sent[r]
-	if sent == nil {
-		if p.sent == nil {
-			p.sent = map[connector.RequestID]map[connector.StoreKey]bool{}
-		}
+	sent, known := p.sent.get(r)
+	if !known {
 		sent = map[connector.StoreKey]bool{}
-		p.sent[r], p.order = sent, append(p.order, r)
-	}
-	for len(p.order) > maxPushing {
-		delete(p.sent, p.order[0])
-		p.order = p.order[1:]
+		p.sent.set(r, sent)
 	}
 	for _, k := range keys {
 		if !sent[k] {
@@ -54,55 +50,40 @@ func (p *pushing) add(r connector.RequestID, keys []connector.StoreKey) (fresh [
 func (p *pushing) end(r connector.RequestID) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	delete(p.sent, r)
+	p.sent.remove(r)
 }
 
 // coming is what a consumer knows of holds whose blocks are pushed to it.
 type coming struct {
 	mu    sync.Mutex
-	holds map[peerTicket]arrival
-	order []peerTicket
+	holds *recent[peerTicket, arrival]
 }
+
+func newComing() *coming { return &coming{holds: newRecent[peerTicket, arrival](maxComing)} }
 
 type arrival struct {
 	since time.Time // when a request first asked
 	whole bool      // the producer said that it has sent all
 }
 
-func (c *coming) at(t peerTicket) arrival {
-	a, known := c.holds[t]
-	if known {
-		return a
-	}
-	if c.holds == nil {
-		c.holds = map[peerTicket]arrival{}
-	}
-	c.order = append(c.order, t)
-	for len(c.order) > maxComing {
-		delete(c.holds, c.order[0])
-		c.order = c.order[1:]
-	}
-	return a
-}
-
 // whole notes that a producer has sent all of a hold.
 func (c *coming) whole(t peerTicket) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	a := c.at(t)
+	a, _ := c.holds.get(t)
 	a.whole = true
-	c.holds[t] = a
+	c.holds.set(t, a)
 }
 
 // waits reports whether more of a hold may still come within a time of the first question.
 func (c *coming) waits(t peerTicket, within time.Duration) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	a := c.at(t)
+	a, _ := c.holds.get(t)
 	if a.since.IsZero() {
 		a.since = time.Now()
 	}
-	c.holds[t] = a
+	c.holds.set(t, a)
 	return !a.whole && time.Since(a.since) < within
 }
 
@@ -231,57 +212,59 @@ type counts struct {
 
 // PeerStats declares what connectors of [FromPipe] count, for Definition.Stats: with them the connector has
 // connector.CanStat. What Peers.Stats gives is shown beside them, and declared behind them.
-func PeerStats() []connector.StatInfo {
-	counter := func(name, help string) connector.StatInfo {
-		return connector.StatInfo{Name: name, Help: help, Kind: connector.Counter}
-	}
-	gauge := func(name, help string) connector.StatInfo {
-		return connector.StatInfo{Name: name, Help: help, Kind: connector.Gauge}
-	}
-	return []connector.StatInfo{
-		counter("pushed_blocks_total", "Blocks that a producer sent to the consumer that a request names."),
-		counter("pushed_bytes_total", "Bytes of those blocks."),
-		counter("push_failures_total", "Blocks that could not be sent, and wait to be asked for."),
-		counter("served_blocks_total", "Blocks that consumers asked for and were sent."),
-		counter("served_bytes_total", "Bytes of those blocks."),
-		counter("received_blocks_total", "Blocks that arrived from producers."),
-		counter("received_bytes_total", "Bytes of those blocks."),
-		counter("dropped_blocks_total", "Blocks that arrived and found no room."),
-		counter("peers_cut_total", "Links given up because the peer did not answer or receive in time."),
-		counter("spilled_blocks_total", "Blocks that moved from the buffer to the pool of host memory."),
-		gauge("buffer_bytes", "Bytes of blocks in the buffer."),
-		gauge("pool_bytes", "Bytes of blocks in the pool of host memory."),
-	}
-}
+func PeerStats() []connector.StatInfo { return infos(peerNumbers()) }
 
 // Stats implements connector.StatsSource.
 func (s *peerStore) Stats(context.Context) ([]connector.Stat, error) {
-	c := &s.counts
-	stats := []connector.Stat{}
-	for _, v := range []struct {
-		name  string
-		value int64
-	}{
-		{"pushed_blocks_total", c.pushed.Load()},
-		{"pushed_bytes_total", c.pushedBytes.Load()},
-		{"push_failures_total", c.pushFailed.Load()},
-		{"served_blocks_total", c.served.Load()},
-		{"served_bytes_total", c.servedBytes.Load()},
-		{"received_blocks_total", c.received.Load()},
-		{"received_bytes_total", c.receivedBytes.Load()},
-		{"dropped_blocks_total", c.dropped.Load()},
-		{"peers_cut_total", c.cut.Load()},
-		{"spilled_blocks_total", s.memory.Spilled()},
-		{"buffer_bytes", s.memory.Bytes()},
-		{"pool_bytes", s.memory.Pooled()},
-	} {
-		stats = append(stats, connector.Stat{Name: v.name, Value: float64(v.value)})
-	}
+	stats := values(peerNumbers(), s)
 	if s.layered {
-		stats = append(stats, s.pushes.stats()...)
+		stats = append(stats, values(layerNumbers(), &s.pushes)...)
 	}
 	if s.peers.Stats != nil {
 		stats = append(stats, s.peers.Stats()...)
 	}
 	return stats, nil
+}
+
+// peerNumbers are the numbers of a peerStore.
+func peerNumbers() []number[*peerStore] {
+	return []number[*peerStore]{
+		{"pushed_blocks_total", "Blocks that a producer sent to the consumer that a request names.", connector.Counter, func(s *peerStore) int64 { return s.counts.pushed.Load() }},
+		{"pushed_bytes_total", "Bytes of those blocks.", connector.Counter, func(s *peerStore) int64 { return s.counts.pushedBytes.Load() }},
+		{"push_failures_total", "Blocks that could not be sent, and wait to be asked for.", connector.Counter, func(s *peerStore) int64 { return s.counts.pushFailed.Load() }},
+		{"served_blocks_total", "Blocks that consumers asked for and were sent.", connector.Counter, func(s *peerStore) int64 { return s.counts.served.Load() }},
+		{"served_bytes_total", "Bytes of those blocks.", connector.Counter, func(s *peerStore) int64 { return s.counts.servedBytes.Load() }},
+		{"received_blocks_total", "Blocks that arrived from producers.", connector.Counter, func(s *peerStore) int64 { return s.counts.received.Load() }},
+		{"received_bytes_total", "Bytes of those blocks.", connector.Counter, func(s *peerStore) int64 { return s.counts.receivedBytes.Load() }},
+		{"dropped_blocks_total", "Blocks that arrived and found no room.", connector.Counter, func(s *peerStore) int64 { return s.counts.dropped.Load() }},
+		{"peers_cut_total", "Links given up because the peer did not answer or receive in time.", connector.Counter, func(s *peerStore) int64 { return s.counts.cut.Load() }},
+		{"spilled_blocks_total", "Blocks that moved from the buffer to the pool of host memory.", connector.Counter, func(s *peerStore) int64 { return s.memory.Spilled() }},
+		{"buffer_bytes", "Bytes of blocks in the buffer.", connector.Gauge, func(s *peerStore) int64 { return s.memory.Bytes() }},
+		{"pool_bytes", "Bytes of blocks in the pool of host memory.", connector.Gauge, func(s *peerStore) int64 { return s.memory.Pooled() }},
+	}
+}
+
+// number is a number of a T that a connector shows.
+type number[T any] struct {
+	name, help string
+	kind       connector.StatKind
+	of         func(T) int64
+}
+
+// infos declares numbers.
+func infos[T any](list []number[T]) []connector.StatInfo {
+	out := make([]connector.StatInfo, len(list))
+	for i, n := range list {
+		out[i] = connector.StatInfo{Name: n.name, Help: n.help, Kind: n.kind}
+	}
+	return out
+}
+
+// values are their values now.
+func values[T any](list []number[T], of T) []connector.Stat {
+	out := make([]connector.Stat, len(list))
+	for i, n := range list {
+		out[i] = connector.Stat{Name: n.name, Value: float64(n.of(of))}
+	}
+	return out
 }
