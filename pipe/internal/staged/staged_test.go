@@ -274,5 +274,6 @@ func TestRoom(t *testing.T) {
 	require.ErrorIs(t, defaults.Agree(Room{Piece: 4096, Slots: 5}), connector.ErrIncompatible)
 	require.Equal(t, defaultPatience, Patience(0))
 	require.Equal(t, time.Second, Patience(time.Second))
-	require.NotEqual(t, Seed(), Seed())
+	one, two := Seed(), Seed()
+	require.NotEqual(t, one, two)
 }
