@@ -40,7 +40,7 @@ func describe(r *rig) {
 	if r.info.Scope < connector.ScopeEngine || r.info.Scope > connector.ScopeShared {
 		r.Errorf("Info.Scope is %v, want engine, node or shared", r.info.Scope)
 	}
-	have := connector.CapabilitiesOf(e.scheduler) | connector.CapabilitiesOf(e.workers[0])&connector.CanLayers
+	have := connector.CapabilitiesOf(e.scheduler) | connector.CapabilitiesOf(e.workers[0])&(connector.CanLayers|connector.CanReshape)
 	if r.info.Capabilities&^have != 0 {
 		r.Errorf("Info claims %v, the sides have %v", r.info.Capabilities, have)
 	}

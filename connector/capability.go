@@ -13,13 +13,14 @@ type Capability uint64
 
 // The optional interfaces.
 const (
-	CanPlan   Capability = 1 << iota // Planner
-	CanHold                          // Holder
-	CanReset                         // Resetter
-	CanStat                          // StatsSource
-	CanEvents                        // EventSource
-	CanLayers                        // LayerWorker
-	CanLease                         // Leaser
+	CanPlan    Capability = 1 << iota // Planner
+	CanHold                           // Holder
+	CanReset                          // Resetter
+	CanStat                           // StatsSource
+	CanEvents                         // EventSource
+	CanLayers                         // LayerWorker
+	CanLease                          // Leaser
+	CanReshape                        // Reshaper
 )
 
 // optional is the one table that ties an interface to its bit.
@@ -35,6 +36,7 @@ var optional = []struct {
 	{CanEvents, "events", reflect.TypeFor[EventSource]()},
 	{CanLayers, "layers", reflect.TypeFor[LayerWorker]()},
 	{CanLease, "lease", reflect.TypeFor[Leaser]()},
+	{CanReshape, "reshape", reflect.TypeFor[Reshaper]()},
 }
 
 // Partial is a proxy that has every method but supports only some: the host's end of a plugin, or

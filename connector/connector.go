@@ -20,6 +20,7 @@
 //	tell which blocks come and go                              EventSource CanEvents scheduler
 //	save blocks while their layers are computed                LayerWorker CanLayers worker
 //	keep holds as long as their consumers are alive            Leaser      CanLease  scheduler
+//	load what an engine with another block size holds          Reshaper    CanReshape worker
 //
 // Besides, a connector may ask for memory that outlives its process: [Info.ArenaBytes].
 //
@@ -62,6 +63,10 @@ type Query struct {
 	Keys     []BlockKey // full blocks of those tokens, in order, from token 0; owned by the caller
 	Computed int        // leading tokens the engine already has, a multiple of the block size
 	Ticket   Ticket     // nil unless a router brought one
+	// Reshaped is not 0 if the ticket is of an engine with another Shape, for a connector that has
+	// CanReshape: so many leading tokens are the same there, as the host has found out. Keys are of this
+	// engine's blocks and mean nothing there (rule RESHAPE-02).
+	Reshaped int
 }
 
 // Match answers one Query. The zero Match is a miss.
@@ -90,6 +95,9 @@ type Transfer struct {
 	// Tail is the content address of what a partial last block holds in its producer's cache, so that
 	// the host can tell whether that arrived (rule KEY-09). It stays with the host: connectors see zero.
 	Tail BlockKey
+	// Reshaped says of a load that its ticket is of an engine with another Shape: the host calls
+	// Reshaper.Reshape. It stays with the host: connectors see false.
+	Reshaped bool
 }
 
 // Step tells a Planner what the engine decided, and what it has computed. An engine that learns the

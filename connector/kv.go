@@ -34,6 +34,10 @@ type Segment struct {
 	Offset      int64
 	BlockStride int64
 	Bytes       int64
+	// Planes and Heads say how a block can be cut, 0: not at all. It is Planes arrays of the same size, one
+	// behind the other (such as keys and values); each has a row for every token of the block, in order,
+	// and a row has Heads parts of the same size, this rank's share of all heads, in order of rank.
+	Planes, Heads int
 }
 
 // Layout describes the paged cache of one rank. A block's content is opaque to connectors.
@@ -86,6 +90,9 @@ func (l *Layout) validateSegment(i int, regions []int64) error {
 	}
 	if s.Offset < 0 || s.Bytes <= 0 || s.BlockStride < s.Bytes {
 		return badLayout("segments[%d] has offset %d, bytes %d, stride %d", i, s.Offset, s.Bytes, s.BlockStride)
+	}
+	if per := int64(s.Planes) * int64(s.Heads) * int64(l.Groups[s.Group].BlockTokens); s.Planes < 0 || s.Heads < 0 || (s.Planes == 0) != (s.Heads == 0) || per > 0 && s.Bytes%per != 0 {
+		return badLayout("segments[%d] of %d bytes has %d planes of %d heads", i, s.Bytes, s.Planes, s.Heads)
 	}
 	size := regions[s.Region]
 	if s.Bytes > size || s.Offset > size-s.Bytes || int64(l.Blocks-1) > (size-s.Bytes-s.Offset)/s.BlockStride {

@@ -57,7 +57,10 @@ type Env struct {
 	Rank, World int         // place in the tensor-parallel group; the scheduler side has rank 0
 	Model       Fingerprint // both fingerprints must be equal on both ends of a transfer
 	Shape       Fingerprint
-	Layout      Layout
+	// Base is what Shape is made of but for block size and ranks. Engines whose Base is equal can load from
+	// each other by a connector with CanReshape. Zero: this engine's blocks cannot be cut.
+	Base   Fingerprint
+	Layout Layout
 	// Arena is the memory that Info.ArenaBytes asked for, of exactly that size; nil if it asked for
 	// none. It belongs to the host: zeroed at the engine's start, the same bytes for all sides and
 	// ranks of one engine life, at another address in every process, and kept when the plugin dies

@@ -38,6 +38,8 @@ func callName(m *kvportv1.SessionRequest) string {
 		return "save"
 	case *kvportv1.SessionRequest_SaveLayers:
 		return "save layers"
+	case *kvportv1.SessionRequest_Reshape:
+		return "reshape"
 	case *kvportv1.SessionRequest_Finish:
 		return "finish"
 	case *kvportv1.SessionRequest_Consumed:
@@ -91,6 +93,12 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 			return err
 		}
 		move, m = save, request.SaveLayers.GetTransfer()
+	case *kvportv1.SessionRequest_Reshape:
+		reshaper, err := power[connector.Reshaper](w.worker, connector.CanReshape)
+		if err != nil {
+			return err
+		}
+		move, m = reshaper.Reshape, request.Reshape
 	default:
 		return fmt.Errorf("%s is not for a worker side: %w", callName(c.request), connector.ErrIncompatible)
 	}

@@ -21,7 +21,7 @@ func QueriesFromProto(m *kvportv1.MatchRequest) ([]connector.Query, error) {
 func queryToProto(q *connector.Query) *kvportv1.Query {
 	return &kvportv1.Query{
 		Request: string(q.Request), Tokens: count(q.Tokens), Keys: keysToProto(q.Keys),
-		Computed: count(q.Computed), Ticket: q.Ticket,
+		Computed: count(q.Computed), Ticket: q.Ticket, Reshaped: count(q.Reshaped),
 	}
 }
 
@@ -40,8 +40,11 @@ func queryFromProto(m *kvportv1.Query) (connector.Query, error) {
 	if q.Computed, err = tokens("computed", m.GetComputed()); err != nil {
 		return q, err
 	}
-	if q.Computed > q.Tokens {
-		return q, malformed("computed is %d of %d tokens", q.Computed, q.Tokens)
+	if q.Reshaped, err = tokens("reshaped", m.GetReshaped()); err != nil {
+		return q, err
+	}
+	if q.Computed > q.Tokens || q.Reshaped > q.Tokens {
+		return q, malformed("computed is %d and reshaped %d of %d tokens", q.Computed, q.Reshaped, q.Tokens)
 	}
 	q.Keys, err = keysFromProto(m.GetKeys())
 	return q, err

@@ -116,7 +116,7 @@ func TestEnumIsCapabilityBit(t *testing.T) {
 		require.Equal(t, strings.ToLower(strings.TrimPrefix(name, "CAPABILITY_")), bit.String())
 		all |= bit
 	}
-	require.Equal(t, connector.CanPlan|connector.CanHold|connector.CanReset|connector.CanStat|connector.CanEvents|connector.CanLayers|connector.CanLease, all)
+	require.Equal(t, connector.CanPlan|connector.CanHold|connector.CanReset|connector.CanStat|connector.CanEvents|connector.CanLayers|connector.CanLease|connector.CanReshape, all)
 	require.NotContains(t, all.String(), "bit")
 	require.Contains(t, (all + 1).String(), "bit", "a bit of package connector has no enum value")
 }

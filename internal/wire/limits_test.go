@@ -77,6 +77,7 @@ func TestCallsRefuseAndNameField(t *testing.T) {
 		"match.queries[1]: ticket":    query(&kvportv1.Query{Ticket: make([]byte, MaxTicket+1)}),
 		"match.queries[1]: tokens":    query(&kvportv1.Query{Tokens: MaxTokens + 1}),
 		"match.queries[1]: computed":  query(&kvportv1.Query{Tokens: 1, Computed: 2}),
+		"reshaped 2 of 1":             query(&kvportv1.Query{Tokens: 1, Reshaped: 2}),
 		"blocks: 32 bytes of keys":    transfer(&kvportv1.Transfer{Blocks: &kvportv1.Blocks{Keys: keys}}),
 		"blocks: 0 bytes of keys":     transfer(&kvportv1.Transfer{Blocks: &kvportv1.Blocks{Ids: []int32{1}}}),
 		"blocks: 2 groups for 1":      transfer(&kvportv1.Transfer{Blocks: &kvportv1.Blocks{Keys: keys, Ids: []int32{1}, Groups: []uint32{0, 0}}}),
@@ -313,7 +314,7 @@ func FuzzSessionResponse(f *testing.F) {
 		trip(t, m.GetConsumed(), ConsumedFromProto, ConsumedToProto)
 		trip(t, m.GetRenewals(), RenewedFromProto, RenewedToProto)
 		offered := CapabilitiesFromProto(m.GetOpened().GetCapabilities())
-		const all = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLease | connector.CanLayers
+		const all = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers | connector.CanLease | connector.CanReshape
 		require.Zero(t, offered&^all, "only what we know")
 	})
 }

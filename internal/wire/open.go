@@ -44,6 +44,9 @@ func OpenToProto(o *Open) *kvportv1.Open {
 		Layout: LayoutToProto(&o.Env.Layout), Config: o.Config,
 		Regions: each(o.Regions, regionToProto),
 	}
+	if o.Env.Base != (connector.Fingerprint{}) {
+		m.Base = o.Env.Base[:]
+	}
 	if o.Arena.Size > 0 {
 		m.Arena = regionToProto(&o.Arena)
 	}
@@ -140,7 +143,10 @@ func envFromProto(m *kvportv1.Open) (*connector.Env, error) {
 		name string
 		from []byte
 		to   *connector.Fingerprint
-	}{{"open.model", m.GetModel(), &env.Model}, {"open.shape", m.GetShape(), &env.Shape}} {
+	}{{"open.model", m.GetModel(), &env.Model}, {"open.shape", m.GetShape(), &env.Shape}, {"open.base", m.GetBase(), &env.Base}} {
+		if len(f.from) == 0 && f.to == &env.Base {
+			continue
+		}
 		if len(f.from) != len(f.to) {
 			return nil, malformed("%s has %d bytes, want %d", f.name, len(f.from), len(f.to))
 		}
@@ -172,6 +178,7 @@ func LayoutToProto(l *connector.Layout) *kvportv1.Layout {
 			return &kvportv1.Segment{
 				Layer: int32(s.Layer), Group: uint32(s.Group), Region: uint32(s.Region),
 				Offset: uint64(s.Offset), BlockStride: uint64(s.BlockStride), Bytes: uint64(s.Bytes),
+				Planes: count(s.Planes), Heads: count(s.Heads),
 			}
 		}),
 	}
@@ -211,9 +218,13 @@ func segmentFromProto(m *kvportv1.Segment) (connector.Segment, error) {
 	if max(m.GetOffset(), m.GetBlockStride(), m.GetBytes()) > math.MaxInt64 {
 		return connector.Segment{}, malformed("offset %d, stride %d, bytes %d", m.GetOffset(), m.GetBlockStride(), m.GetBytes())
 	}
+	if max(m.GetPlanes(), m.GetHeads()) > MaxTokens {
+		return connector.Segment{}, malformed("%d planes of %d heads", m.GetPlanes(), m.GetHeads())
+	}
 	return connector.Segment{
 		Layer: int(m.GetLayer()), Group: uint16(m.GetGroup()), Region: uint16(m.GetRegion()),
 		Offset: int64(m.GetOffset()), BlockStride: int64(m.GetBlockStride()), Bytes: int64(m.GetBytes()),
+		Planes: int(m.GetPlanes()), Heads: int(m.GetHeads()),
 	}, nil
 }
 

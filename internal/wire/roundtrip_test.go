@@ -53,6 +53,7 @@ func genQuery() *rapid.Generator[connector.Query] {
 			Ticket: some(t, "ticket", rapid.Byte()),
 		}
 		q.Computed = rapid.IntRange(0, q.Tokens).Draw(t, "computed")
+		q.Reshaped = rapid.IntRange(0, q.Tokens).Draw(t, "reshaped")
 		for _, k := range some(t, "keys", bytes32()) {
 			q.Keys = append(q.Keys, k)
 		}
@@ -194,12 +195,12 @@ func testOpen() *Open {
 		Side: kvportv1.Side_SIDE_WORKER,
 		Env: connector.Env{
 			Engine: "e", Epoch: 7, Role: connector.RoleBoth, Rank: 1, World: 2,
-			Model: connector.NewFingerprint("m"), Shape: connector.NewFingerprint("s"),
+			Model: connector.NewFingerprint("m"), Shape: connector.NewFingerprint("s"), Base: connector.NewFingerprint("b"),
 			Layout: connector.Layout{
 				Name: "l", Blocks: 4,
 				Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}, {BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 2}},
 				Segments: []connector.Segment{
-					{Layer: 0, Group: 0, Region: 0, Offset: 64, BlockStride: 64, Bytes: 48},
+					{Layer: 0, Group: 0, Region: 0, Offset: 64, BlockStride: 64, Bytes: 48, Planes: 1, Heads: 3},
 					{Layer: connector.DigestLayer, Group: 1, Region: 1, Offset: 0, BlockStride: 16, Bytes: 16},
 				},
 			},

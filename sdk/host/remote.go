@@ -249,6 +249,11 @@ func (p *workerProxy) Load(ctx context.Context, t *connector.Transfer, _ *connec
 	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Load{Load: wire.TransferToProto(t)}})
 }
 
+// Reshape implements connector.Reshaper.
+func (p *workerProxy) Reshape(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
+	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Reshape{Reshape: wire.TransferToProto(t)}})
+}
+
 // Save implements connector.Worker.
 func (p *workerProxy) Save(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
 	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Save{Save: wire.TransferToProto(t)}})

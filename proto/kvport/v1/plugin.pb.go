@@ -39,6 +39,7 @@ const (
 	Capability_CAPABILITY_EVENTS      Capability = 5
 	Capability_CAPABILITY_LAYERS      Capability = 6
 	Capability_CAPABILITY_LEASE       Capability = 7
+	Capability_CAPABILITY_RESHAPE     Capability = 8
 )
 
 // Enum value maps for Capability.
@@ -52,6 +53,7 @@ var (
 		5: "CAPABILITY_EVENTS",
 		6: "CAPABILITY_LAYERS",
 		7: "CAPABILITY_LEASE",
+		8: "CAPABILITY_RESHAPE",
 	}
 	Capability_value = map[string]int32{
 		"CAPABILITY_UNSPECIFIED": 0,
@@ -62,6 +64,7 @@ var (
 		"CAPABILITY_EVENTS":      5,
 		"CAPABILITY_LAYERS":      6,
 		"CAPABILITY_LEASE":       7,
+		"CAPABILITY_RESHAPE":     8,
 	}
 )
 
@@ -923,6 +926,7 @@ type SessionRequest struct {
 	//	*SessionRequest_Events
 	//	*SessionRequest_SaveLayers
 	//	*SessionRequest_Renewals
+	//	*SessionRequest_Reshape
 	Call          isSessionRequest_Call `protobuf_oneof:"call"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1105,6 +1109,15 @@ func (x *SessionRequest) GetRenewals() *RenewalsRequest {
 	return nil
 }
 
+func (x *SessionRequest) GetReshape() *Transfer {
+	if x != nil {
+		if x, ok := x.Call.(*SessionRequest_Reshape); ok {
+			return x.Reshape
+		}
+	}
+	return nil
+}
+
 type isSessionRequest_Call interface {
 	isSessionRequest_Call()
 }
@@ -1165,6 +1178,10 @@ type SessionRequest_Renewals struct {
 	Renewals *RenewalsRequest `protobuf:"bytes,16,opt,name=renewals,proto3,oneof"`
 }
 
+type SessionRequest_Reshape struct {
+	Reshape *Transfer `protobuf:"bytes,17,opt,name=reshape,proto3,oneof"` // a load of what an engine with another shape holds
+}
+
 func (*SessionRequest_Open) isSessionRequest_Call() {}
 
 func (*SessionRequest_Match) isSessionRequest_Call() {}
@@ -1192,6 +1209,8 @@ func (*SessionRequest_Events) isSessionRequest_Call() {}
 func (*SessionRequest_SaveLayers) isSessionRequest_Call() {}
 
 func (*SessionRequest_Renewals) isSessionRequest_Call() {}
+
+func (*SessionRequest_Reshape) isSessionRequest_Call() {}
 
 type SessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1382,7 +1401,7 @@ type SessionResponse_Plan struct {
 }
 
 type SessionResponse_Moved struct {
-	Moved *Moved `protobuf:"bytes,6,opt,name=moved,proto3,oneof"` // load, save and save_layers
+	Moved *Moved `protobuf:"bytes,6,opt,name=moved,proto3,oneof"` // load, save, save_layers and reshape
 }
 
 type SessionResponse_Finish struct {
@@ -1451,6 +1470,7 @@ type Open struct {
 	Arena         *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`       // what Describe asked for; absent: none
 	Progress      *Region                `protobuf:"bytes,13,opt,name=progress,proto3" json:"progress,omitempty"` // worker side only: where SaveLayers finds its counters
 	Ring          *Ring                  `protobuf:"bytes,14,opt,name=ring,proto3" json:"ring,omitempty"`         // memory through which small messages may go; absent: none
+	Base          []byte                 `protobuf:"bytes,15,opt,name=base,proto3" json:"base,omitempty"`         // 32 bytes, as shape but for block size and ranks; absent: blocks cannot be cut
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1579,6 +1599,13 @@ func (x *Open) GetProgress() *Region {
 func (x *Open) GetRing() *Ring {
 	if x != nil {
 		return x.Ring
+	}
+	return nil
+}
+
+func (x *Open) GetBase() []byte {
+	if x != nil {
+		return x.Base
 	}
 	return nil
 }
@@ -1768,6 +1795,8 @@ type Segment struct {
 	Offset        uint64                 `protobuf:"varint,4,opt,name=offset,proto3" json:"offset,omitempty"`
 	BlockStride   uint64                 `protobuf:"varint,5,opt,name=block_stride,json=blockStride,proto3" json:"block_stride,omitempty"`
 	Bytes         uint64                 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Planes        uint32                 `protobuf:"varint,7,opt,name=planes,proto3" json:"planes,omitempty"` // 0: a block cannot be cut
+	Heads         uint32                 `protobuf:"varint,8,opt,name=heads,proto3" json:"heads,omitempty"`   // of each row of a plane
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1840,6 +1869,20 @@ func (x *Segment) GetBlockStride() uint64 {
 func (x *Segment) GetBytes() uint64 {
 	if x != nil {
 		return x.Bytes
+	}
+	return 0
+}
+
+func (x *Segment) GetPlanes() uint32 {
+	if x != nil {
+		return x.Planes
+	}
+	return 0
+}
+
+func (x *Segment) GetHeads() uint32 {
+	if x != nil {
+		return x.Heads
 	}
 	return 0
 }
@@ -2033,6 +2076,7 @@ type Query struct {
 	Keys          []byte                 `protobuf:"bytes,3,opt,name=keys,proto3" json:"keys,omitempty"` // 32 bytes a block
 	Computed      uint32                 `protobuf:"varint,4,opt,name=computed,proto3" json:"computed,omitempty"`
 	Ticket        []byte                 `protobuf:"bytes,5,opt,name=ticket,proto3" json:"ticket,omitempty"`
+	Reshaped      uint32                 `protobuf:"varint,6,opt,name=reshaped,proto3" json:"reshaped,omitempty"` // not 0: the ticket is of an engine with another shape, and so many tokens are the same
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2100,6 +2144,13 @@ func (x *Query) GetTicket() []byte {
 		return x.Ticket
 	}
 	return nil
+}
+
+func (x *Query) GetReshaped() uint32 {
+	if x != nil {
+		return x.Reshaped
+	}
+	return 0
 }
 
 type MatchRequest struct {
@@ -3533,7 +3584,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\"G\n" +
 	"\x11HeartbeatResponse\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x16\n" +
-	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\xeb\x05\n" +
+	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\x9c\x06\n" +
 	"\x0eSessionRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x1d\n" +
 	"\n" +
@@ -3553,7 +3604,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06events\x18\x0e \x01(\v2\x18.kvport.v1.EventsRequestH\x00R\x06events\x128\n" +
 	"\vsave_layers\x18\x0f \x01(\v2\x15.kvport.v1.SaveLayersH\x00R\n" +
 	"saveLayers\x128\n" +
-	"\brenewals\x18\x10 \x01(\v2\x1a.kvport.v1.RenewalsRequestH\x00R\brenewalsB\x06\n" +
+	"\brenewals\x18\x10 \x01(\v2\x1a.kvport.v1.RenewalsRequestH\x00R\brenewals\x12/\n" +
+	"\areshape\x18\x11 \x01(\v2\x13.kvport.v1.TransferH\x00R\areshapeB\x06\n" +
 	"\x04call\"\xf4\x04\n" +
 	"\x0fSessionResponse\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12&\n" +
@@ -3570,7 +3622,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05stats\x18\v \x01(\v2\x18.kvport.v1.StatsResponseH\x00R\x05stats\x123\n" +
 	"\x06events\x18\f \x01(\v2\x19.kvport.v1.EventsResponseH\x00R\x06events\x129\n" +
 	"\brenewals\x18\r \x01(\v2\x1b.kvport.v1.RenewalsResponseH\x00R\brenewalsB\b\n" +
-	"\x06result\"\xc1\x03\n" +
+	"\x06result\"\xd5\x03\n" +
 	"\x04Open\x12#\n" +
 	"\x04side\x18\x01 \x01(\x0e2\x0f.kvport.v1.SideR\x04side\x12\x16\n" +
 	"\x06engine\x18\x02 \x01(\tR\x06engine\x12\x14\n" +
@@ -3586,7 +3638,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06config\x18\v \x01(\fR\x06config\x12'\n" +
 	"\x05arena\x18\f \x01(\v2\x11.kvport.v1.RegionR\x05arena\x12-\n" +
 	"\bprogress\x18\r \x01(\v2\x11.kvport.v1.RegionR\bprogress\x12#\n" +
-	"\x04ring\x18\x0e \x01(\v2\x0f.kvport.v1.RingR\x04ring\"B\n" +
+	"\x04ring\x18\x0e \x01(\v2\x0f.kvport.v1.RingR\x04ring\x12\x12\n" +
+	"\x04base\x18\x0f \x01(\fR\x04base\"B\n" +
 	"\x04Ring\x12\x0e\n" +
 	"\x02fd\x18\x01 \x01(\rR\x02fd\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n" +
@@ -3597,14 +3650,16 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05Group\x12!\n" +
 	"\fblock_tokens\x18\x01 \x01(\rR\vblockTokens\x12)\n" +
 	"\x06policy\x18\x02 \x01(\x0e2\x11.kvport.v1.PolicyR\x06policy\x12\x1a\n" +
-	"\btrailing\x18\x03 \x01(\rR\btrailing\"\x9e\x01\n" +
+	"\btrailing\x18\x03 \x01(\rR\btrailing\"\xcc\x01\n" +
 	"\aSegment\x12\x14\n" +
 	"\x05layer\x18\x01 \x01(\x11R\x05layer\x12\x14\n" +
 	"\x05group\x18\x02 \x01(\rR\x05group\x12\x16\n" +
 	"\x06region\x18\x03 \x01(\rR\x06region\x12\x16\n" +
 	"\x06offset\x18\x04 \x01(\x04R\x06offset\x12!\n" +
 	"\fblock_stride\x18\x05 \x01(\x04R\vblockStride\x12\x14\n" +
-	"\x05bytes\x18\x06 \x01(\x04R\x05bytes\"\x8e\x01\n" +
+	"\x05bytes\x18\x06 \x01(\x04R\x05bytes\x12\x16\n" +
+	"\x06planes\x18\a \x01(\rR\x06planes\x12\x14\n" +
+	"\x05heads\x18\b \x01(\rR\x05heads\"\x8e\x01\n" +
 	"\x06Layout\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06blocks\x18\x02 \x01(\rR\x06blocks\x12(\n" +
@@ -3616,13 +3671,14 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06Blocks\x12\x12\n" +
 	"\x04keys\x18\x01 \x01(\fR\x04keys\x12\x10\n" +
 	"\x03ids\x18\x02 \x03(\x05R\x03ids\x12\x16\n" +
-	"\x06groups\x18\x03 \x03(\rR\x06groups\"\x81\x01\n" +
+	"\x06groups\x18\x03 \x03(\rR\x06groups\"\x9d\x01\n" +
 	"\x05Query\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x16\n" +
 	"\x06tokens\x18\x02 \x01(\rR\x06tokens\x12\x12\n" +
 	"\x04keys\x18\x03 \x01(\fR\x04keys\x12\x1a\n" +
 	"\bcomputed\x18\x04 \x01(\rR\bcomputed\x12\x16\n" +
-	"\x06ticket\x18\x05 \x01(\fR\x06ticket\":\n" +
+	"\x06ticket\x18\x05 \x01(\fR\x06ticket\x12\x1a\n" +
+	"\breshaped\x18\x06 \x01(\rR\breshaped\":\n" +
 	"\fMatchRequest\x12*\n" +
 	"\aqueries\x18\x01 \x03(\v2\x10.kvport.v1.QueryR\aqueries\"c\n" +
 	"\x05Match\x12\x16\n" +
@@ -3703,7 +3759,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06Cancel\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\"\a\n" +
 	"\x05Close\"\b\n" +
-	"\x06Closed*\xc1\x01\n" +
+	"\x06Closed*\xd9\x01\n" +
 	"\n" +
 	"Capability\x12\x1a\n" +
 	"\x16CAPABILITY_UNSPECIFIED\x10\x00\x12\x13\n" +
@@ -3713,7 +3769,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x0fCAPABILITY_STAT\x10\x04\x12\x15\n" +
 	"\x11CAPABILITY_EVENTS\x10\x05\x12\x15\n" +
 	"\x11CAPABILITY_LAYERS\x10\x06\x12\x14\n" +
-	"\x10CAPABILITY_LEASE\x10\a*A\n" +
+	"\x10CAPABILITY_LEASE\x10\a\x12\x16\n" +
+	"\x12CAPABILITY_RESHAPE\x10\b*A\n" +
 	"\x04Side\x12\x14\n" +
 	"\x10SIDE_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eSIDE_SCHEDULER\x10\x01\x12\x0f\n" +
@@ -3854,58 +3911,59 @@ var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	47, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
 	30, // 18: kvport.v1.SessionRequest.save_layers:type_name -> kvport.v1.SaveLayers
 	40, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
-	9,  // 20: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
-	23, // 21: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
-	28, // 22: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
-	33, // 23: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
-	34, // 24: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
-	37, // 25: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
-	39, // 26: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
-	43, // 27: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
-	52, // 28: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
-	46, // 29: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
-	49, // 30: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
-	41, // 31: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
-	1,  // 32: kvport.v1.Open.side:type_name -> kvport.v1.Side
-	2,  // 33: kvport.v1.Open.role:type_name -> kvport.v1.Role
-	22, // 34: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
-	19, // 35: kvport.v1.Open.regions:type_name -> kvport.v1.Region
-	19, // 36: kvport.v1.Open.arena:type_name -> kvport.v1.Region
-	19, // 37: kvport.v1.Open.progress:type_name -> kvport.v1.Region
-	18, // 38: kvport.v1.Open.ring:type_name -> kvport.v1.Ring
-	4,  // 39: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
-	20, // 40: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
-	21, // 41: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
-	0,  // 42: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
-	25, // 43: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
-	27, // 44: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
-	24, // 45: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
-	29, // 46: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
-	5,  // 47: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
-	24, // 48: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
-	25, // 49: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
-	29, // 50: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
-	29, // 51: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
-	31, // 52: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
-	29, // 53: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
-	29, // 54: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
-	31, // 55: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
-	36, // 56: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
-	45, // 57: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
-	8,  // 58: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
-	3,  // 59: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
-	48, // 60: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
-	10, // 61: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
-	13, // 62: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
-	15, // 63: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
-	11, // 64: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
-	14, // 65: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
-	16, // 66: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
-	64, // [64:67] is the sub-list for method output_type
-	61, // [61:64] is the sub-list for method input_type
-	61, // [61:61] is the sub-list for extension type_name
-	61, // [61:61] is the sub-list for extension extendee
-	0,  // [0:61] is the sub-list for field type_name
+	29, // 20: kvport.v1.SessionRequest.reshape:type_name -> kvport.v1.Transfer
+	9,  // 21: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
+	23, // 22: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
+	28, // 23: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
+	33, // 24: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
+	34, // 25: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
+	37, // 26: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
+	39, // 27: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
+	43, // 28: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
+	52, // 29: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
+	46, // 30: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
+	49, // 31: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
+	41, // 32: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
+	1,  // 33: kvport.v1.Open.side:type_name -> kvport.v1.Side
+	2,  // 34: kvport.v1.Open.role:type_name -> kvport.v1.Role
+	22, // 35: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
+	19, // 36: kvport.v1.Open.regions:type_name -> kvport.v1.Region
+	19, // 37: kvport.v1.Open.arena:type_name -> kvport.v1.Region
+	19, // 38: kvport.v1.Open.progress:type_name -> kvport.v1.Region
+	18, // 39: kvport.v1.Open.ring:type_name -> kvport.v1.Ring
+	4,  // 40: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
+	20, // 41: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
+	21, // 42: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
+	0,  // 43: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
+	25, // 44: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
+	27, // 45: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
+	24, // 46: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
+	29, // 47: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
+	5,  // 48: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
+	24, // 49: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
+	25, // 50: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
+	29, // 51: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
+	29, // 52: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
+	31, // 53: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
+	29, // 54: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
+	29, // 55: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
+	31, // 56: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
+	36, // 57: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
+	45, // 58: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
+	8,  // 59: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
+	3,  // 60: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
+	48, // 61: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
+	10, // 62: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
+	13, // 63: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
+	15, // 64: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
+	11, // 65: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
+	14, // 66: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
+	16, // 67: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
+	65, // [65:68] is the sub-list for method output_type
+	62, // [62:65] is the sub-list for method input_type
+	62, // [62:62] is the sub-list for extension type_name
+	62, // [62:62] is the sub-list for extension extendee
+	0,  // [0:62] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_plugin_proto_init() }
@@ -3928,6 +3986,7 @@ func file_kvport_v1_plugin_proto_init() {
 		(*SessionRequest_Events)(nil),
 		(*SessionRequest_SaveLayers)(nil),
 		(*SessionRequest_Renewals)(nil),
+		(*SessionRequest_Reshape)(nil),
 	}
 	file_kvport_v1_plugin_proto_msgTypes[7].OneofWrappers = []any{
 		(*SessionResponse_Opened)(nil),
