@@ -140,8 +140,11 @@ type Ended struct {
 	Reason  Reason
 	Tokens  int  // tokens whose KV is valid in Blocks
 	Remote  bool // a consumer was announced: a Holder keeps the blocks and gives a ticket
-	Blocks  []Block
-	Tail    BlockKey // as in Transfer
+	// Weak, with Remote, says that the consumer is only hoped for: the next turn of a conversation. The
+	// hold is a weak one then, whatever the Holder answers (rule TURN-01).
+	Weak   bool
+	Blocks []Block
+	Tail   BlockKey // as in Transfer
 }
 
 // Hold is a Holder's wish to keep the blocks of one ended request. The zero Hold frees them at

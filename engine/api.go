@@ -37,6 +37,7 @@ type Request struct {
 	Salt      string
 	Ticket    []byte // signed ticket of a producer (P/D, decode side); nil if none
 	Remote    bool   // P/D, prefill side: a consumer will fetch the KV, give a ticket at the end
+	Turn      bool   // P/D, decode side, with Remote: the ticket is for the next turn, and keeps nothing from being evicted
 }
 
 // Output is a piece of a generation. The last one has Reason set, and Err too if that is ReasonError.

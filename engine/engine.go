@@ -146,7 +146,7 @@ func (e *Engine) Submit(ctx context.Context, req Request) (<-chan Output, error)
 	space := e.space
 	space.Salt = req.Salt
 	seq := sched.Request{
-		ID: req.ID, Prompt: req.Prompt, MaxTokens: req.MaxTokens, Ticket: req.Ticket, Remote: req.Remote,
+		ID: req.ID, Prompt: req.Prompt, MaxTokens: req.MaxTokens, Ticket: req.Ticket, Remote: req.Remote, Turn: req.Turn,
 	}
 	if e.cfg.PrefixCaching || e.host != nil {
 		seq.Space, seq.Keys = &space, space.Keys(req.Prompt, e.cfg.BlockSize) // hashed here, off the loop

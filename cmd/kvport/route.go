@@ -22,6 +22,7 @@ type routeFlags struct {
 	listenFlags
 	prefill, decode []string
 	mode, policy    string
+	turns           int
 	logLevel        string
 	register        string
 	keyFile         string
@@ -42,6 +43,7 @@ func newRoute() *cobra.Command {
 	flags.StringVar(&f.policy, "policy", "round_robin", "how an instance is chosen: round_robin")
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
 	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the key that the engines share; default: that of one user on one host")
+	flags.IntVar(&f.turns, "bidirectional", 0, "remember so many conversations: prefill instances load from the decode instance that gave the last answer; all kv_both")
 	f.add(cmd, 8080)
 	addLogLevel(cmd, &f.logLevel)
 	return cmd
@@ -55,6 +57,8 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 		return fmt.Errorf("--mode is %q, want pool", f.mode)
 	case f.policy != "round_robin":
 		return fmt.Errorf("--policy is %q, want round_robin", f.policy)
+	case f.turns < 0:
+		return fmt.Errorf("--bidirectional is %d, want a number of conversations", f.turns)
 	case len(f.decode) == 0 && f.register == "":
 		return errors.New("--decode is required: the base URL of at least one decode instance, or --register")
 	case f.keyFile != "" && f.register == "":
@@ -71,7 +75,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	r, err := router.New(router.Config{
 		Register: registering,
 		Prefill:  f.prefill, Decode: f.decode, Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		OwnKeys: f.apiKeyFile != "",
+		OwnKeys: f.apiKeyFile != "", Turns: f.turns,
 	})
 	if err != nil {
 		return err

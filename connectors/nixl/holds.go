@@ -36,6 +36,7 @@ type holds struct {
 	expired  float64 // holds that ended by time
 	late     float64 // questions about holds that were not there
 	consumed float64
+	turns    []connector.HoldID // weak ones, the oldest first; some may be over
 }
 
 type hold struct {
@@ -56,10 +57,13 @@ func (h *holds) add(e connector.Ended) (connector.HoldID, []byte) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	now := h.now()
-	n.expires = now.Add(h.lease)
+	n.expires = now.Add(h.leaseOf(&e))
 	h.sweep(now)
 	h.last++
 	h.open[h.last] = n
+	if e.Weak {
+		h.remember(h.last)
+	}
 	return h.last, n.secret[:]
 }
 
@@ -150,7 +154,8 @@ func signal(c chan struct{}) {
 func (h *holds) heard(id connector.HoldID, secret []byte) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if _, err := h.get(id, secret); err != nil {
+	n, err := h.get(id, secret)
+	if err != nil || n.ended.Weak { // the host keeps nothing that could be renewed
 		return err
 	}
 	h.beaten[id] = true

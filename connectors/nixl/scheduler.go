@@ -48,7 +48,7 @@ func (s *scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connec
 			continue
 		}
 		id, secret := s.node.holds.add(e)
-		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens, LeaseMS: int64(s.node.config.LeaseMS), Last: s.last(&e)}
+		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens, LeaseMS: int64(s.node.config.LeaseMS), Turn: e.Weak, Last: s.last(&e)}
 		data, err := t.encode()
 		if err != nil {
 			return nil, err

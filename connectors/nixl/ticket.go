@@ -20,6 +20,7 @@ type ticket struct {
 	Secret  []byte           `json:"secret"` // without it the producer gives nothing
 	Tokens  int              `json:"tokens"`
 	LeaseMS int64            `json:"lease_ms"`       // without a sign of life
+	Turn    bool             `json:"turn,omitempty"` // of an earlier turn: the prompt may go on otherwise
 	Last    []byte           `json:"last,omitempty"` // key of the last full block: it stands for all before it
 }
 
@@ -48,7 +49,7 @@ func parseTicket(data connector.Ticket) (ticket, error) {
 // fits says whether the ticket is for a query's prompt, as far as full blocks of size tokens tell.
 func (t *ticket) fits(q *connector.Query, size int) bool {
 	n := t.Tokens / size
-	return n == 0 || n <= len(q.Keys) && bytes.Equal(q.Keys[n-1][:], t.Last)
+	return t.Turn || n == 0 || n <= len(q.Keys) && bytes.Equal(q.Keys[n-1][:], t.Last)
 }
 
 func (t *ticket) encode() ([]byte, error) { return json.Marshal(t) }

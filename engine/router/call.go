@@ -25,6 +25,7 @@ type call struct {
 	body    fields
 	started time.Time
 	failed  map[int]bool // instances of either role that this request does not try again
+	marks   []uint64     // of its conversation; nil where none is remembered
 }
 
 // answer is a whole answer of an instance.
@@ -40,6 +41,9 @@ func (c *call) run(ctx context.Context) outcome {
 	var params json.RawMessage
 	var last *answer
 	wanted := c.method == "" && !c.body.several()
+	if wanted && c.router.turns != nil {
+		c.marks = c.router.turns.marks(c.body.prompt())
+	}
 	for attempt := range c.router.config.Attempts {
 		d, ok := c.router.pool.pick(decode, c.failed)
 		if !ok {
@@ -100,7 +104,11 @@ func (c *call) reply(a *answer) outcome {
 
 // prefill asks prefill instances in turn. No params and no refusal: decode must serve alone.
 func (c *call) prefill(ctx context.Context, d target) (params json.RawMessage, refusal *answer) {
-	body := c.body.forPrefill().encode()
+	request := c.body.forPrefill()
+	if last := c.lastTurn(); last != nil {
+		request["kv_transfer_params"] = last
+	}
+	body := request.encode()
 	for first := true; ctx.Err() == nil; first = false {
 		p, ok := c.router.pool.pick(prefill, c.failed)
 		if !ok {
@@ -154,7 +162,7 @@ type attempt struct {
 func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (result attempt, used bool) {
 	var body []byte
 	if c.method == "" {
-		body = c.body.forDecode(params).encode()
+		body = c.body.forDecode(c.wishes(params)).encode()
 	}
 	ctx, release := tie(ctx, d.life)
 	defer release()
@@ -189,6 +197,7 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 	done := c.reply(got)
 	if done == plain {
 		done = served
+		c.keepTurn(d, got.body)
 	}
 	return attempt{done: done}, true
 }
@@ -202,6 +211,7 @@ func (c *call) stream(ctx context.Context, d target, resp *http.Response, served
 	control := http.NewResponseController(c.w)
 	buffer := make([]byte, 32<<10)
 	var tail []byte // the end of what was passed on
+	events := scanner{found: func(event []byte) { c.keepTurn(d, event) }, off: len(c.marks) == 0}
 	for begun := false; ; {
 		n, err := resp.Body.Read(buffer)
 		if n > 0 && !begun {
@@ -221,6 +231,7 @@ func (c *call) stream(ctx context.Context, d target, resp *http.Response, served
 			}
 			tail = append(tail, buffer[max(0, n-len(lastEvent)):n]...)
 			tail = tail[max(0, len(tail)-len(lastEvent)):]
+			events.write(buffer[:n])
 		}
 		switch {
 		case err == nil:

@@ -19,6 +19,7 @@ const (
 type metrics struct {
 	requests *prometheus.CounterVec
 	retries  *prometheus.CounterVec
+	turns    *prometheus.CounterVec
 	up       *prometheus.GaugeVec
 	ttft     prometheus.Histogram
 	inFlight prometheus.Gauge
@@ -36,6 +37,9 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		retries: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvport_router_retries_total", Help: "Attempts that failed before the first byte and were made again elsewhere, or given up.",
 		}, []string{"role"}),
+		turns: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_router_turns_total", Help: "Answers that decode instances hold for the next turn (kept), and those that a prefill instance was told of (handed).",
+		}, []string{"what"}),
 		up: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "kvport_router_instance_up", Help: "1 if the instance answers health checks and takes requests.",
 		}, []string{"instance", "role"}),
@@ -59,7 +63,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 	if reg == nil {
 		return m, nil
 	}
-	for _, c := range []prometheus.Collector{m.requests, m.retries, m.up, m.ttft, m.inFlight, m.registrations, m.introduced, m.known} {
+	for _, c := range []prometheus.Collector{m.requests, m.retries, m.turns, m.up, m.ttft, m.inFlight, m.registrations, m.introduced, m.known} {
 		if err := reg.Register(c); err != nil {
 			return nil, err
 		}

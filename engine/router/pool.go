@@ -70,6 +70,13 @@ func (p *pool) pick(r role, tried map[int]bool) (target, bool) {
 	return target{index: i, role: r, url: p.urls[i], life: p.lives[i].ctx}, true
 }
 
+// usable reports whether an instance may be talked to.
+func (p *pool) usable(i int) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.table.instances[i].state <= suspect
+}
+
 func (p *pool) failed(t target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

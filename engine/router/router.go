@@ -42,6 +42,11 @@ type Config struct {
 
 	Register Registration // zero: instances are those of the config
 
+	// Turns is how many conversations are remembered: the decode instance that answered holds its blocks,
+	// and the prefill instance that gets the next turn loads from there what it lacks. Both ends must be
+	// kv_both. 0: none.
+	Turns int
+
 	OwnKeys bool // the front checked Authorization itself: it is not passed on
 
 	Transport http.RoundTripper     // nil: a transport for many connections to few hosts
@@ -62,6 +67,7 @@ type Router struct {
 	metrics  *metrics
 	mux      *http.ServeMux
 	slots    chan struct{} // one for each request in flight
+	turns    *turns        // nil: conversations are not remembered
 	draining atomic.Bool
 }
 
@@ -87,6 +93,9 @@ func New(c Config) (*Router, error) {
 		config: c, metrics: m, pool: newPool(prefills, decodes, c.Log, m),
 		client: &http.Client{Transport: c.Transport, CheckRedirect: noRedirect},
 		mux:    http.NewServeMux(), slots: make(chan struct{}, c.MaxInFlight),
+	}
+	if c.Turns > 0 && (len(prefills) > 0 || c.Register.Verify != nil) {
+		r.turns = newTurns(c.Turns)
 	}
 	r.mux.HandleFunc("POST /v1/completions", r.generate)
 	r.mux.HandleFunc("POST /v1/chat/completions", r.generate)

@@ -24,6 +24,7 @@ type Request struct {
 	Stops     []int32              // tokens that end the generation
 	Ticket    []byte               // signed, nil if none
 	Remote    bool                 // withhold the last output until the host has a ticket for it
+	Turn      bool                 // with Remote: the ticket is for the next turn of the conversation, if there is one
 }
 
 // Output is news of one request. The last one has Reason set.

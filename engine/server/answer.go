@@ -112,7 +112,8 @@ func (a *writer) transferParams() *transferParams {
 	if a.ticket == nil {
 		return nil
 	}
-	t := &transferParams{DoRemotePrefill: true, Ticket: base64.StdEncoding.EncodeToString(a.ticket)}
+	turn := a.params.turn // for the prefill instance that gets the next turn
+	t := &transferParams{DoRemotePrefill: !turn, DoRemoteDecode: turn, Ticket: base64.StdEncoding.EncodeToString(a.ticket)}
 	if id := a.server.config.EngineID; id != "" {
 		t.RemoteEngineID = &id
 	}

@@ -36,6 +36,7 @@ type params struct {
 	tokenIDs   bool // return_token_ids
 	salt       string
 	remote     bool
+	turn       bool // remote, for the next turn of the conversation
 	ticket     []byte
 	unexpected int // fields that nobody here knows
 }
@@ -267,7 +268,8 @@ func (o *object) stops() []string {
 }
 
 // transfer takes kv_transfer_params. Only our own ticket says where KV is: hosts and ports in a
-// client's JSON are never used.
+// client's JSON are never used. A request that asks to load and to be kept is one of a decode instance
+// whose answer the next turn may want.
 func (o *object) transfer(p *params) {
 	raw, ok := o.raw("kv_transfer_params")
 	if !ok {
@@ -283,6 +285,7 @@ func (o *object) transfer(p *params) {
 	take(t, "do_remote_prefill", "a boolean", &load)
 	var ticket string
 	take(t, "kvport_ticket", "a base64 string", &ticket)
+	p.turn = p.remote && load
 	if t.err != nil {
 		o.fail(&Error{t.err.Status, t.err.Kind, "kv_transfer_params." + t.err.Param, t.err.Code, "kv_transfer_params." + t.err.Message})
 		return

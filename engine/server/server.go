@@ -310,7 +310,7 @@ func (s *Server) job(x *exchange, p prompt, field string) (job, error) {
 	}
 	return job{stops: x.params.stops, prompt: slices.Clone(tokens), request: engine.Request{
 		Prompt: tokens, Params: x.params.sampling, MaxTokens: n, IgnoreEOS: x.params.ignoreEOS,
-		Salt: x.params.salt, Ticket: x.params.ticket, Remote: x.params.remote,
+		Salt: x.params.salt, Ticket: x.params.ticket, Remote: x.params.remote, Turn: x.params.turn,
 	}}, nil
 }
 

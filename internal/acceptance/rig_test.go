@@ -33,7 +33,14 @@ var (
 	flagKills     = flag.Int("kills", 10, "plugin kills in mid-load")
 	flagStops     = flag.Int("stops", 2, "plugin stops (SIGSTOP) in mid-load")
 	flagConnector = flag.String("connector", "", "connectors to test, by name with commas between; default: all that are found")
+	flagTurns     = flag.Int("turns", 8, "turns of each conversation")
 	flagDamages   = flag.Int("damages", 200, "damaged blocks to read")
+)
+
+// These are for TestTurns and TestTurnsUnderPressure.
+var (
+	flagConversations = flag.Int("conversations", 16, "conversations with several turns")
+	flagAnswer        = flag.Int("answer", 96, "tokens of each answer of a conversation")
 )
 
 const connectorName = "SharedStorageConnector"

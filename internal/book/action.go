@@ -114,6 +114,7 @@ type Event struct {
 	Tokens  int            // Loaded, Saved: of the transfer. Finished: leading tokens a consumer can get
 	Bytes   int64          // Loaded, Saved: of the blocks that did not fail, on all ranks
 	Remote  bool           // Finished: a consumer was announced
+	Weak    bool           // Finished: the consumer is only hoped for
 	Held    bool           // Finished: the blocks stay pinned until Released
 	Hold    connector.Hold // Finished: what the Holder answered
 	Reason  string         // Released: why

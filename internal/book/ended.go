@@ -130,7 +130,7 @@ func (b *Book) finishEnding(now time.Time, e *ending) {
 	delete(b.endings, e.id)
 	e.req.ending = nil
 	h := b.checked(e)
-	ev := Event{Kind: Finished, Request: e.ended.Request, Step: e.step, Remote: e.ended.Remote, Hold: h}
+	ev := Event{Kind: Finished, Request: e.ended.Request, Step: e.step, Remote: e.ended.Remote, Weak: e.ended.Weak, Hold: h}
 	if h.ID != 0 && !h.Weak && len(e.ended.Blocks) > 0 {
 		ev.Held = true
 		b.keep(now, e, h)
@@ -157,6 +157,12 @@ func (b *Book) checked(e *ending) connector.Hold {
 	}
 	if h.TTL == 0 {
 		h.TTL = b.cfg.Hold
+	}
+	if e.ended.Weak {
+		if b.cfg.Role != connector.RoleBoth {
+			return connector.Hold{} // nobody made digests of what a consumer has
+		}
+		h.Weak = true
 	}
 	h.TTL, h.Consumers = min(h.TTL, b.cfg.HoldMax), max(h.Consumers, 1)
 	return h

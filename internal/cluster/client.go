@@ -27,7 +27,8 @@ type Completion struct {
 
 // Request is the part of a completion request that tests and demo vary.
 type Request struct {
-	Prompt      string   `json:"prompt"`
+	Prompt      string   `json:"-"`
+	Tokens      []int32  `json:"-"` // instead of Prompt, unless it is empty
 	MaxTokens   int      `json:"max_tokens"`
 	Temperature float64  `json:"temperature"`
 	Seed        int64    `json:"seed,omitempty"`
@@ -39,6 +40,7 @@ type Request struct {
 // body adds what every streamed request of this package asks for.
 type body struct {
 	Request
+	Prompt        any           `json:"prompt"` // string or token ids
 	Stream        bool          `json:"stream"`
 	StreamOptions streamOptions `json:"stream_options"`
 	ReturnTokens  bool          `json:"return_token_ids"`
@@ -73,7 +75,11 @@ type Client struct {
 
 // Complete streams one completion from the engine or router at url.
 func (c *Client) Complete(ctx context.Context, url string, r Request) (*Completion, error) {
-	data, err := json.Marshal(body{Request: r, Stream: true, StreamOptions: streamOptions{true}, ReturnTokens: true})
+	var prompt any = r.Prompt
+	if len(r.Tokens) > 0 {
+		prompt = r.Tokens
+	}
+	data, err := json.Marshal(body{Request: r, Prompt: prompt, Stream: true, StreamOptions: streamOptions{true}, ReturnTokens: true})
 	if err != nil {
 		return nil, err
 	}

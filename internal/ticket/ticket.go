@@ -57,7 +57,7 @@ type Envelope struct {
 	Hold         connector.HoldID
 	Tokens       int // tokens whose KV the blocks hold
 	Model, Shape connector.Fingerprint
-	Lease        time.Duration // from issue; the producer frees the blocks after it, unless renewed
+	Lease        time.Duration // from issue; the producer frees the blocks after it, unless renewed; 0: nothing keeps them, they may be gone at any time
 	Consumers    int           // how often it may be used; 0 means once
 	Nonce        [16]byte      // tells tickets apart; zero: Seal draws one
 	Plugin       []byte        // for the consumer's connector, uninterpreted

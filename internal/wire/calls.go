@@ -131,12 +131,12 @@ func EndedFromProto(m *kvportv1.FinishRequest) ([]connector.Ended, error) {
 func endedToProto(e *connector.Ended) *kvportv1.Ended {
 	return &kvportv1.Ended{
 		Request: string(e.Request), Reason: kvportv1.Reason(e.Reason), Tokens: count(e.Tokens),
-		Blocks: BlocksToProto(e.Blocks), Remote: e.Remote,
+		Blocks: BlocksToProto(e.Blocks), Remote: e.Remote, Weak: e.Weak,
 	}
 }
 
 func endedFromProto(m *kvportv1.Ended) (connector.Ended, error) {
-	e := connector.Ended{Request: connector.RequestID(m.GetRequest()), Reason: connector.Reason(m.GetReason()), Remote: m.GetRemote()}
+	e := connector.Ended{Request: connector.RequestID(m.GetRequest()), Reason: connector.Reason(m.GetReason()), Remote: m.GetRemote(), Weak: m.GetWeak()}
 	if m.GetReason() < kvportv1.Reason_REASON_STOP || m.GetReason() > kvportv1.Reason_REASON_ERROR {
 		return e, malformed("reason is %d", m.GetReason())
 	}

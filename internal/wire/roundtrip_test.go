@@ -84,7 +84,7 @@ func genEnded() *rapid.Generator[connector.Ended] {
 	return rapid.Custom(func(t *rapid.T) connector.Ended {
 		return connector.Ended{
 			Request: connector.RequestID(rapid.String().Draw(t, "request")), Reason: connector.Reason(rapid.IntRange(1, 4).Draw(t, "reason")),
-			Tokens: someTokens().Draw(t, "tokens"), Remote: rapid.Bool().Draw(t, "remote"), Blocks: some(t, "blocks", genBlock()),
+			Tokens: someTokens().Draw(t, "tokens"), Remote: rapid.Bool().Draw(t, "remote"), Weak: rapid.Bool().Draw(t, "weak"), Blocks: some(t, "blocks", genBlock()),
 		}
 	})
 }

@@ -141,6 +141,7 @@ func (s *Settings) decode(raw json.RawMessage) error {
 		{"tenant_secret_file", text(&s.TenantSecretFile)},
 		{"allow_lossy", boolean(&s.AllowLossy)},
 		{"ring", boolean(&s.Ring)},
+		{"recompute_threshold", positive(&s.RecomputeThreshold)},
 		{"allow_weak_hashes", boolean(&s.AllowWeakHashes)},
 		{"deadlines", func(raw json.RawMessage) error { return decodeObject(raw, s.Deadlines.fields(), nil) }},
 		{"heartbeat", func(raw json.RawMessage) error {

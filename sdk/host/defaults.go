@@ -14,9 +14,11 @@ type Settings struct {
 	AllowLossy       bool   // accept a connector whose loaded bytes may differ from the saved ones
 	Ring             bool   // small messages go through shared memory, if the plugin can; false: all over the stream
 	AllowWeakHashes  bool   // agent: accept an engine whose block hashes could collide or differ between processes
-	Deadlines        Deadlines
-	Heartbeat        Heartbeat
-	Breaker          Breaker
+	// RecomputeThreshold is how many tokens an earlier turn's blocks must hold to be loaded: fewer are computed.
+	RecomputeThreshold int
+	Deadlines          Deadlines
+	Heartbeat          Heartbeat
+	Breaker            Breaker
 }
 
 // Trust says what a plugin may touch.
@@ -62,7 +64,7 @@ type Breaker struct {
 // DefaultSettings are the defaults of every setting: the one place that has them.
 func DefaultSettings() Settings {
 	return Settings{
-		Trust: TrustInPlace, LandingBytes: 64 << 20, Ring: true,
+		Trust: TrustInPlace, LandingBytes: 64 << 20, Ring: true, RecomputeThreshold: 64,
 		Deadlines: Deadlines{
 			Handshake:      5 * time.Second,
 			Match:          200 * time.Microsecond,

@@ -17,6 +17,7 @@ type asked struct {
 	ticket connector.Ticket     // the plugin's part of a ticket that was accepted
 	need   int                  // tokens that the ticket promises and a store must have
 	denied bool                 // a ticket was refused and without one there is nothing to find
+	turn   bool                 // the ticket is of an earlier turn: nothing keeps its blocks, and it serves one load
 }
 
 // waiter is the engine's loop waiting in Match for the answer to one request.
@@ -64,7 +65,7 @@ func (h *Host) Match(q connector.Query, ticket []byte) connector.Match {
 		h.waiter = nil
 	}
 	defer h.mu.Unlock()
-	return h.book.Match(time.Now(), q.Request)
+	return h.worth(known, h.book.Match(time.Now(), q.Request))
 }
 
 func await(ready <-chan struct{}, d time.Duration) bool {
@@ -112,6 +113,26 @@ func (h *Host) acceptTicket(a *asked, signed []byte, request connector.RequestID
 	if !holder {
 		a.need = envelope.Tokens
 	}
+	a.turn = holder && envelope.Lease == 0
+}
+
+// worth makes a miss of an offer from an earlier turn that is not worth a transfer.
+func (h *Host) worth(a *asked, m connector.Match) connector.Match {
+	if a.turn && !m.Later && m.Tokens < h.cfg.Settings.RecomputeThreshold {
+		return connector.Match{}
+	}
+	return m
+}
+
+// begins notes that a load begins and says whether it is of an earlier turn. Such a ticket is good for one:
+// when the request is preempted, it computes. The caller holds mu.
+func (h *Host) begins(id connector.RequestID) (turn bool) {
+	a := h.requests[id]
+	if a == nil || !a.turn {
+		return false
+	}
+	a.denied = true
+	return true
 }
 
 // probe answers a query that belongs to no request and leaves no trace.

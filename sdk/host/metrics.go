@@ -15,6 +15,7 @@ type metrics struct {
 	failed     *prometheus.CounterVec
 	refused    *prometheus.CounterVec // reason
 	released   *prometheus.CounterVec // reason
+	turns      *prometheus.CounterVec // connector, result
 	restarts   prometheus.Counter
 	integrity  prometheus.Counter
 	violations prometheus.Counter
@@ -58,6 +59,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		released: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvport_holds_released_total", Help: "Holds that are over.",
 		}, []string{"reason"}),
+		turns:      newTurns(),
 		restarts:   counter("kvport_plugin_restarts_total", "Plugin processes started after the first."),
 		integrity:  counter("kvport_integrity_failures_total", "Loaded blocks that were not what was saved."),
 		violations: counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
@@ -89,7 +91,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		return m, nil
 	}
 	for _, c := range append(m.children.all(), []prometheus.Collector{
-		m.bytes, m.seconds, m.failed, m.refused, m.released, m.restarts, m.integrity, m.violations, m.retries, m.kills, m.match,
+		m.bytes, m.seconds, m.failed, m.refused, m.released, m.turns, m.restarts, m.integrity, m.violations, m.retries, m.kills, m.match,
 		m.copied, m.landing, m.info, m.arena, m.events, m.lost,
 	}...) {
 		if err := registry.Register(c); err != nil {
@@ -103,6 +105,12 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		m.failed.WithLabelValues(name, direction)
 	}
 	return m, nil
+}
+
+func newTurns() *prometheus.CounterVec {
+	return prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "kvport_turn_blocks_total", Help: "Blocks of earlier turns that were fetched from where the answer was made: loaded, or lost to other requests meanwhile.",
+	}, []string{"connector", "result"})
 }
 
 // add shows what else there is to show; close takes it away.

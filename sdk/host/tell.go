@@ -67,12 +67,15 @@ func (h *Host) complain(direction string, c *complaints, b *book.Event) {
 
 // seal makes the ticket of a finished request that a consumer may fetch, if there is anything.
 func (h *Host) seal(b *book.Event) []byte {
-	if !b.Remote || b.Tokens <= 0 {
+	if !b.Remote || b.Tokens <= 0 || b.Weak && h.info.Lossy { // what is reused could not be told from what was kept
 		return nil
 	}
 	lease := b.Hold.TTL
 	if lease == 0 {
 		lease = h.cfg.Settings.Deadlines.HoldMax
+	}
+	if b.Weak {
+		lease = 0
 	}
 	signed, err := h.tickets.seal(&ticket.Envelope{
 		Hold: b.Hold.ID, Tokens: b.Tokens, Lease: lease, Consumers: max(b.Hold.Consumers, 1), Plugin: b.Hold.Ticket,

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -63,9 +64,10 @@ func (h *Host) startMove(a *book.Move) {
 	g := h.gen
 	ctx, cancel := context.WithDeadline(context.Background(), a.Deadline)
 	g.cancels[a.ID] = cancel
+	turn := a.Kind == book.Load && h.begins(a.Transfer.Request)
 	g.work.Go(func() {
 		defer cancel()
-		out := h.move(ctx, g, a)
+		out := h.move(ctx, g, a, turn)
 		if out.Lost {
 			g.down(errors.New("worker side: the connection is gone"))
 		}
@@ -78,7 +80,7 @@ func (h *Host) startMove(a *book.Move) {
 
 // move makes the digests of what is saved and checks those of what was loaded, while the bytes are
 // hot.
-func (h *Host) move(ctx context.Context, g *generation, a *book.Move) book.Outcome {
+func (h *Host) move(ctx context.Context, g *generation, a *book.Move, turn bool) book.Outcome {
 	r, w, t := h.ranks[a.Rank], g.workers[a.Rank], a.Transfer
 	if a.Computing {
 		err := h.saveLayers(ctx, w, a)
@@ -112,15 +114,39 @@ func (h *Host) move(ctx context.Context, g *generation, a *book.Move) book.Outco
 		out.Corrupt = r.checkDigests(content(t.Blocks, t.Tail), err)
 	}
 	fault.Crash("host.load.checked")
+	if turn {
+		out = h.reused(t, out)
+	}
 	damaged := len(out.Corrupt)
-	if errors.Is(err, connector.ErrCorrupt) {
-		damaged += failedCount(t, err)
+	if errors.Is(out.Err, connector.ErrCorrupt) {
+		damaged += failedCount(t, out.Err)
 	}
 	if damaged > 0 {
 		h.metrics.integrity.Add(float64(damaged))
 		h.log.Warn("damaged blocks, they are computed anew", "connector", h.info.Name, "request", t.Request, "blocks", damaged)
 	}
 	return out
+}
+
+// reused is the outcome of a load from where nothing keeps the blocks: those that hold something else by now
+// are gone, not damaged.
+func (h *Host) reused(t *connector.Transfer, out book.Outcome) book.Outcome {
+	lost := out.Corrupt
+	if out.Err != nil {
+		var some *connector.BlockError
+		if !errors.As(out.Err, &some) || len(some.Blocks) == 0 {
+			h.metrics.turns.WithLabelValues(h.metrics.name, "lost").Add(float64(len(t.Blocks)))
+			return out
+		}
+		lost = append(slices.Clone(some.Blocks), lost...)
+	}
+	h.metrics.turns.WithLabelValues(h.metrics.name, "lost").Add(float64(len(lost)))
+	h.metrics.turns.WithLabelValues(h.metrics.name, "loaded").Add(float64(len(t.Blocks) - len(lost)))
+	if len(lost) == 0 {
+		return out
+	}
+	err := fmt.Errorf("an earlier turn's blocks have been reused: %w", connector.ErrGone)
+	return book.Outcome{Err: &connector.BlockError{Blocks: lost, Err: err}}
 }
 
 // save lets a worker read the blocks of a move: in the cache, or a copy of them. Their digests were

@@ -2481,6 +2481,7 @@ type Ended struct {
 	Tokens        uint32                 `protobuf:"varint,3,opt,name=tokens,proto3" json:"tokens,omitempty"`
 	Blocks        *Blocks                `protobuf:"bytes,4,opt,name=blocks,proto3" json:"blocks,omitempty"`
 	Remote        bool                   `protobuf:"varint,5,opt,name=remote,proto3" json:"remote,omitempty"`
+	Weak          bool                   `protobuf:"varint,6,opt,name=weak,proto3" json:"weak,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2546,6 +2547,13 @@ func (x *Ended) GetBlocks() *Blocks {
 func (x *Ended) GetRemote() bool {
 	if x != nil {
 		return x.Remote
+	}
+	return false
+}
+
+func (x *Ended) GetWeak() bool {
+	if x != nil {
+		return x.Weak
 	}
 	return false
 }
@@ -3701,13 +3709,14 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"SaveLayers\x12/\n" +
 	"\btransfer\x18\x01 \x01(\v2\x13.kvport.v1.TransferR\btransfer\x12\x12\n" +
 	"\x04slot\x18\x02 \x01(\rR\x04slot\x12\x12\n" +
-	"\x04call\x18\x03 \x01(\rR\x04call\"\xa7\x01\n" +
+	"\x04call\x18\x03 \x01(\rR\x04call\"\xbb\x01\n" +
 	"\x05Ended\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12)\n" +
 	"\x06reason\x18\x02 \x01(\x0e2\x11.kvport.v1.ReasonR\x06reason\x12\x16\n" +
 	"\x06tokens\x18\x03 \x01(\rR\x06tokens\x12)\n" +
 	"\x06blocks\x18\x04 \x01(\v2\x11.kvport.v1.BlocksR\x06blocks\x12\x16\n" +
-	"\x06remote\x18\x05 \x01(\bR\x06remote\"\xea\x01\n" +
+	"\x06remote\x18\x05 \x01(\bR\x06remote\x12\x12\n" +
+	"\x04weak\x18\x06 \x01(\bR\x04weak\"\xea\x01\n" +
 	"\x04Step\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12*\n" +
 	"\aarrived\x18\x02 \x03(\v2\x10.kvport.v1.QueryR\aarrived\x12/\n" +

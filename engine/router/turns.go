@@ -1,0 +1,232 @@
+package router
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/json"
+	"hash/maphash"
+	"maps"
+	"slices"
+	"sync"
+)
+
+// turns remembers for conversations which decode instance holds the last answer: its ticket, for the prefill
+// instance that gets the next turn. A conversation is known by the bytes that its prompt begins with. It may
+// be mistaken for another, and the ticket may be worth nothing: then the prefill instance computes.
+type turns struct {
+	seed maphash.Seed
+	most int
+
+	mu     sync.Mutex
+	known  map[uint64]*turn
+	oldest *turn // of a list, the newest at its end
+	newest *turn
+}
+
+// turn is the last one of a conversation.
+type turn struct {
+	mark       uint64
+	instance   int // of the pool
+	params     json.RawMessage
+	prev, next *turn
+}
+
+// step is the length, in bytes, in which prompts are told apart.
+const step = 64
+
+func newTurns(most int) *turns {
+	return &turns{seed: maphash.MakeSeed(), most: most, known: map[uint64]*turn{}}
+}
+
+// marks are the hashes of a prompt's beginnings, a step longer each.
+func (t *turns) marks(scope, prompt []byte) []uint64 {
+	var h maphash.Hash
+	h.SetSeed(t.seed)
+	_, _ = h.Write(binary.LittleEndian.AppendUint64(nil, uint64(len(scope)))) // never fails
+	_, _ = h.Write(scope)
+	list := make([]uint64, 0, len(prompt)/step)
+	for ; len(prompt) >= step; prompt = prompt[step:] {
+		_, _ = h.Write(prompt[:step])
+		list = append(list, h.Sum64())
+	}
+	return list
+}
+
+// take finds the last turn of which a prompt is the continuation, and forgets it: a ticket is good for one
+// use. usable says whether the instance may be asked.
+func (t *turns) take(marks []uint64, usable func(instance int) bool) json.RawMessage {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, mark := range slices.Backward(marks) {
+		last := t.known[mark]
+		if last == nil {
+			continue
+		}
+		t.drop(last)
+		if usable(last.instance) {
+			return last.params
+		}
+		return nil
+	}
+	return nil
+}
+
+// keep remembers where the answer to a prompt is held. The oldest is forgotten when there are too many.
+func (t *turns) keep(marks []uint64, instance int, params json.RawMessage) {
+	if len(marks) == 0 {
+		return
+	}
+	n := &turn{mark: marks[len(marks)-1], instance: instance, params: params}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if old := t.known[n.mark]; old != nil {
+		t.drop(old)
+	}
+	if len(t.known) >= t.most {
+		t.drop(t.oldest)
+	}
+	t.known[n.mark] = n
+	if n.prev = t.newest; n.prev != nil {
+		n.prev.next = n
+	} else {
+		t.oldest = n
+	}
+	t.newest = n
+}
+
+// drop forgets a turn. The caller holds mu.
+func (t *turns) drop(x *turn) {
+	delete(t.known, x.mark)
+	if x.prev != nil {
+		x.prev.next = x.next
+	} else {
+		t.oldest = x.next
+	}
+	if x.next != nil {
+		x.next.prev = x.prev
+	} else {
+		t.newest = x.prev
+	}
+}
+
+// prompt is what a request's conversation is known by: messages or prompt, without what closes them, so that
+// the next turn begins with it. scope is what else makes conversations differ.
+func (f fields) prompt() (scope, text []byte) {
+	for _, name := range []string{"model", "cache_salt", "tools"} {
+		scope = append(append(scope, f[name]...), 0)
+	}
+	var messages []json.RawMessage
+	if json.Unmarshal(f["messages"], &messages) == nil && len(messages) > 0 {
+		for _, m := range messages {
+			text = append(append(text, canonical(m)...), 0)
+		}
+		return scope, text
+	}
+	var one string
+	if json.Unmarshal(f["prompt"], &one) == nil {
+		return scope, []byte(one)
+	}
+	var list []json.RawMessage
+	if json.Unmarshal(f["prompt"], &list) != nil {
+		return scope, nil
+	}
+	if len(list) == 1 {
+		_, text = fields{"prompt": list[0]}.prompt()
+		return scope, text
+	}
+	for _, token := range list {
+		text = append(append(text, token...), 0)
+	}
+	return scope, text
+}
+
+// canonical is a message in one spelling: clients differ from turn to turn in spaces and order.
+func canonical(message json.RawMessage) []byte {
+	var m map[string]json.RawMessage
+	if json.Unmarshal(message, &m) != nil {
+		return message
+	}
+	data, err := json.Marshal(m)
+	if err != nil {
+		return message
+	}
+	return data
+}
+
+// asksFor gives kv_transfer_params with both wishes set as said, whatever else is in them.
+func asksFor(params json.RawMessage, prefill, decode bool) json.RawMessage {
+	p := fields{}
+	if params != nil && json.Unmarshal(params, &p) != nil {
+		p = fields{}
+	}
+	p = maps.Clone(p)
+	for name, wish := range map[string]bool{"do_remote_prefill": prefill, "do_remote_decode": decode} {
+		p[name] = json.RawMessage("false")
+		if wish {
+			p[name] = json.RawMessage("true")
+		}
+	}
+	return p.encode()
+}
+
+// lastTurn is what the prefill instance is to know of the conversation's last turn; nil: nothing.
+func (c *call) lastTurn() json.RawMessage {
+	if len(c.marks) == 0 {
+		return nil
+	}
+	params := c.router.turns.take(c.marks, c.router.pool.usable)
+	if params == nil {
+		return nil
+	}
+	c.router.metrics.turns.WithLabelValues("handed").Inc()
+	return asksFor(params, false, true)
+}
+
+// wishes adds to what a decode instance gets that its answer is to be held for the next turn.
+func (c *call) wishes(params json.RawMessage) json.RawMessage {
+	if len(c.marks) == 0 {
+		return params
+	}
+	return asksFor(params, true, true)
+}
+
+// keepTurn remembers what a decode instance said of its answer, if it said anything.
+func (c *call) keepTurn(d target, answer []byte) {
+	if len(c.marks) == 0 {
+		return
+	}
+	if params, err := transferParams(answer); err == nil && params != nil {
+		c.router.turns.keep(c.marks, d.index, params)
+		c.router.metrics.turns.WithLabelValues("kept").Inc()
+	}
+}
+
+// scanner finds the event of a stream that has kv_transfer_params.
+type scanner struct {
+	found func(event []byte)
+	off   bool
+	line  []byte
+}
+
+// maxEvent bounds an event that is looked into, in bytes.
+const maxEvent = 256 << 10
+
+func (s *scanner) write(b []byte) {
+	if s.off {
+		return
+	}
+	for len(b) > 0 {
+		part, rest, whole := bytes.Cut(b, []byte("\n"))
+		if len(s.line)+len(part) <= maxEvent {
+			s.line = append(s.line, part...)
+		}
+		b = rest
+		if !whole {
+			return
+		}
+		if event, isData := bytes.CutPrefix(s.line, []byte("data: ")); isData && bytes.Contains(event, []byte(`"kv_transfer_params":{`)) {
+			s.found(event)
+		}
+		s.line = s.line[:0]
+	}
+}
