@@ -16,9 +16,14 @@ import (
 // A fence is a pipe whose write end a plugin inherits beside its regions, and so does every process
 // that gets the regions from it. Nobody writes to it. Its end of file says that all of them are gone:
 // waiting for the plugin's own process alone would not, as one of its children may write on.
+//
+// Nor would that be all: a peer that writes into a process with process_vm_writev keeps the memory of
+// that process mapped while it does, however dead the process is. So each life of a plugin gets memory
+// by descriptions of its own, with a lock that goes only with the last of their mappings (ADR 125).
 type fence struct {
-	read  *os.File
-	inode uint64
+	read   *os.File
+	inode  uint64     // of the pipe, and the byte that the locks are of
+	memory []*os.File // what was lent, to look for locks
 }
 
 // fenceWait is how long the heirs of a dead plugin have to follow it before they are looked for and
@@ -38,9 +43,74 @@ func newFence() (*fence, *os.File, error) {
 	return &fence{read: r, inode: st.Ino}, w, nil
 }
 
-// wait returns when nobody holds the fence any more. It has no limit: until then somebody may write
-// into the cache.
+// lend opens memory anew for a plugin, locked for this life and for those lives that we are part of
+// ourselves: others are the fences that we inherited.
+func (f *fence) lend(memory, others []*os.File) (lent []*os.File, err error) {
+	if f.memory, err = dupAll(memory); err != nil {
+		return nil, err
+	}
+	marks := []uint64{f.inode}
+	for _, o := range others {
+		var st unix.Stat_t
+		if err := unix.Fstat(int(o.Fd()), &st); err != nil {
+			return nil, os.NewSyscallError("fstat", err)
+		}
+		marks = append(marks, st.Ino)
+	}
+	for _, m := range memory {
+		fd, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", m.Fd()), unix.O_RDWR|unix.O_CLOEXEC, 0)
+		if err != nil {
+			closeAll(lent)
+			return nil, fmt.Errorf("memory %s cannot be opened anew for the plugin, which needs /proc: %w", m.Name(), err)
+		}
+		lent = append(lent, os.NewFile(uintptr(fd), m.Name()))
+		for _, mark := range marks {
+			if err := unix.FcntlFlock(uintptr(fd), unix.F_OFD_SETLK, byteLock(unix.F_RDLCK, mark)); err != nil {
+				closeAll(lent)
+				return nil, os.NewSyscallError("fcntl F_OFD_SETLK", err)
+			}
+		}
+	}
+	return lent, nil
+}
+
+func byteLock(kind int16, at uint64) *unix.Flock_t {
+	return &unix.Flock_t{Type: kind, Start: int64(at), Len: 1}
+}
+
+// mapped says whether memory that was lent is still mapped, or open, anywhere.
+func (f *fence) mapped() bool {
+	for _, m := range f.memory {
+		l := byteLock(unix.F_WRLCK, f.inode)
+		if err := unix.FcntlFlock(m.Fd(), unix.F_OFD_GETLK, l); err == nil && l.Type != unix.F_UNLCK {
+			return true
+		}
+	}
+	return false
+}
+
+// close gives the descriptors back.
+func (f *fence) close() { closeAll(append(f.memory, f.read)) }
+
+// wait returns when nobody holds the fence any more and nobody writes through a mapping of what was
+// lent. It has no limit: until then somebody may write into the cache.
 func (f *fence) wait() {
+	f.waitHeirs()
+	for wait := peerPause; f.mapped(); wait = min(2*wait, maxPeerPause) {
+		time.Sleep(wait)
+	}
+	f.close()
+}
+
+// Pauses between looks for peers that write through a dead plugin's memory: none lasts longer than
+// their call.
+const (
+	peerPause    = time.Millisecond
+	maxPeerPause = 20 * time.Millisecond
+)
+
+// waitHeirs waits for the end of the pipe.
+func (f *fence) waitHeirs() {
 	gone := make(chan struct{})
 	go func() {
 		defer close(gone)
@@ -57,7 +127,6 @@ func (f *fence) wait() {
 	for {
 		select {
 		case <-gone:
-			_ = f.read.Close()
 			return
 		case <-timer.C:
 			seen = f.strike(seen)

@@ -124,27 +124,18 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 	if p.board, err = shm.NewBoard(); err != nil {
 		return err
 	}
-	inherit, err := dupMemory(opts, p.board)
+	inherit, own, err := fencedMemory(opts, p.board)
 	if err != nil {
 		return err
 	}
-	fences, err := inheritedFences()
-	if err != nil {
-		closeAll(inherit)
-		return err
-	}
-	own, end, err := newFence()
-	if err != nil {
-		closeAll(append(inherit, fences...))
-		return err
-	}
-	cmd.Env = append(cmd.Env, fenceVariable(firstRegionFD+len(inherit), 1+len(fences)))
-	inherit = append(append(inherit, end), fences...)
+	n := memoryOf(opts)
+	cmd.Env = append(cmd.Env, fenceVariable(firstRegionFD+n, len(inherit)-n))
 	if !opts.NoRing {
 		p.mem.fd, p.mem.bell = firstRegionFD+len(inherit), firstRegionFD+len(inherit)+1
 		var ends []*os.File
 		if p.mem.rings, ends, err = ringsToInherit(); err != nil {
-			closeAll(append(inherit, own.read))
+			closeAll(inherit)
+			own.close()
 			return err
 		}
 		inherit = append(inherit, ends...)
@@ -179,9 +170,9 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 	return nil
 }
 
-// dupMemory gives the plugin descriptors of its own, of the regions, the arena and the board, so that
-// the engine's stay the engine's.
-func dupMemory(opts *LaunchOptions, board *shm.Board) ([]*os.File, error) {
+// fencedMemory is what the plugin inherits: the regions, the arena, the board, and the fences, of which the
+// first is its own. All are descriptors of the plugin's, so that the engine's stay the engine's.
+func fencedMemory(opts *LaunchOptions, board *shm.Board) ([]*os.File, *fence, error) {
 	var memory []*os.File
 	for _, r := range opts.Regions {
 		memory = append(memory, r.file())
@@ -189,8 +180,36 @@ func dupMemory(opts *LaunchOptions, board *shm.Board) ([]*os.File, error) {
 	if opts.Arena != nil {
 		memory = append(memory, opts.Arena.file)
 	}
-	memory = append(memory, board.Region().File())
-	return dupAll(memory)
+	fences, err := inheritedFences()
+	if err != nil {
+		return nil, nil, err
+	}
+	own, end, err := newFence()
+	if err != nil {
+		closeAll(fences)
+		return nil, nil, err
+	}
+	fences = append([]*os.File{end}, fences...)
+	inherit, err := own.lend(memory, fences[1:])
+	var boards []*os.File
+	if err == nil {
+		boards, err = dupAll([]*os.File{board.Region().File()})
+	}
+	if err != nil {
+		closeAll(append(inherit, fences...))
+		own.close()
+		return nil, nil, err
+	}
+	return slices.Concat(inherit, boards, fences), own, nil
+}
+
+// memoryOf is how many descriptors come before the fences.
+func memoryOf(opts *LaunchOptions) int {
+	n := len(opts.Regions) + 1 // and the board
+	if opts.Arena != nil {
+		n++
+	}
+	return n
 }
 
 func dupAll(from []*os.File) ([]*os.File, error) {

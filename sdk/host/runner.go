@@ -66,11 +66,12 @@ func newRunner(cmd *exec.Cmd, inherit []*os.File, f *fence) (*runner, error) {
 }
 
 func (r *runner) closeFiles() {
-	for _, f := range append(r.childEnds, r.stdout, r.stderr, r.fence.read) {
+	for _, f := range append(r.childEnds, r.stdout, r.stderr) {
 		if f != nil {
 			_ = f.Close()
 		}
 	}
+	r.fence.close()
 }
 
 // Start implements go-plugin's runner.Runner.
