@@ -86,12 +86,13 @@ def run(options, name):
         rig.close(options.keep or error)
     seconds = round(time.monotonic() - start)
     counts = ", ".join(f"{value} {what}" if isinstance(value, int) else f"{what} {value}" for what, value in rig.counts.items())
-    print(f"== {name}: {'FAILED' if error else 'ok'} in {seconds} s: {counts}", flush=True)
+    load = os.getloadavg()[1]  # of the last 5 minutes: what times are worth
+    print(f"== {name}: {'FAILED' if error else 'ok'} in {seconds} s at a load of {load:.1f}: {counts}", flush=True)
     for note in rig.notes:
         print(f"   {note}")
     if error:
         print(f"   {error}\n   logs are in {rig.folder}", flush=True)
-    return {"line": name, "promise": promise, "ok": not error, "seconds": seconds, "counts": rig.counts, "notes": rig.notes, "error": error}
+    return {"line": name, "promise": promise, "ok": not error, "seconds": seconds, "load": load, "counts": rig.counts, "notes": rig.notes, "error": error}
 
 
 def main():
@@ -114,12 +115,14 @@ def main():
         parser.error(f"no such line: {', '.join(unknown)}")
     args.scratch = tempfile.mkdtemp(prefix="kvport-vllm-")
     os.environ["XDG_RUNTIME_DIR"] = args.scratch  # short, private and gone afterwards
-    options, reports = Options(args), []
+    options, reports, begun = Options(args), [], time.monotonic()
     for name in names:
         reports.append(run(options, name))
-        args.json.write_text(json.dumps({"seed": args.seed, "lines": reports}, indent=1), encoding="utf-8")
+        seconds = round(time.monotonic() - begun)
+        args.json.write_text(json.dumps({"seed": args.seed, "seconds": seconds, "lines": reports}, indent=1), encoding="utf-8")
     failed = [r["line"] for r in reports if not r["ok"]]
-    print(f"\n{len(reports) - len(failed)} of {len(reports)} lines hold" + (f"; failed: {', '.join(failed)}" if failed else "") + f"; results in {args.json}")
+    print(f"\n{len(reports) - len(failed)} of {len(reports)} lines hold" + (f"; failed: {', '.join(failed)}" if failed else "") +
+          f"; {seconds // 60} min {seconds % 60} s; results in {args.json}")
     if not failed and not args.keep:
         shutil.rmtree(args.scratch, ignore_errors=True)
     return 1 if failed else 0
