@@ -17,13 +17,13 @@ const (
 )
 
 // pulse asks a plugin for signs of life. It counts the time in which the plugin could have answered: not
-// what it stood in line for a processor, nor what the host itself slept through. A machine with too much
-// to do so costs patience, at most pulseStretch times the limit, and no plugin. One that is stopped or
-// waits for a lock does not stand in line, and has the limit alone.
+// what it stood in line for a processor or a disk, nor what the host itself slept through. A machine with
+// too much to do so costs patience, at most pulseStretch times the limit, and no plugin. One that is
+// stopped or waits for a lock does not stand in line, and has the limit alone.
 type pulse struct {
 	limit time.Duration
 	ask   func(context.Context) error
-	stood func() time.Duration // in line for a processor, since it was last called
+	stood func() time.Duration // in line, since it was last called
 }
 
 // beat asks once. An error says why the plugin must be ended.
@@ -60,8 +60,8 @@ func chance(passed, tick, stood time.Duration) time.Duration {
 	return max(min(passed, 2*tick)-stood, tick/pulseStretch)
 }
 
-// line watches how long the threads of a process stand in line for a processor. Its zero value with a
-// folder is ready to use. Without schedstat (the kernel has none, /proc is hidden) nobody ever does.
+// line watches how long the threads of a process stand in line for a processor or a disk. Its zero value
+// with a folder is ready to use. Without schedstat (the kernel has none, /proc is hidden) nobody ever does.
 type line struct {
 	folder  string // /proc/PID/task
 	last    time.Time
@@ -86,11 +86,12 @@ func (l *line) stood() time.Duration {
 		}
 		threads[path] = is
 		was, known := l.threads[path]
-		switch {
-		case !known:
-		case is != was:
-			longest = max(longest, time.Duration(is.stood-was.stood)) //nolint:gosec // it grows, by less than a life
-		case runnable(filepath.Join(filepath.Dir(path), "stat")): // the kernel adds a wait when it is over
+		if !known {
+			continue
+		}
+		longest = max(longest, time.Duration(is.stood-was.stood)) //nolint:gosec // it grows, by less than a life
+		state := stateOf(filepath.Join(filepath.Dir(path), "stat"))
+		if state == 'D' || state == 'R' && is == was { // the kernel adds a wait when it is over
 			longest = max(longest, passed)
 		}
 	}
@@ -114,9 +115,12 @@ func readTurn(path string) (turn, bool) {
 	return turn{n[0], n[1], n[2]}, true
 }
 
-// runnable reads from /proc/PID/task/TID/stat whether a thread wants to run. The name before the state may hold anything.
-func runnable(path string) bool {
-	data, err := os.ReadFile(path) //nolint:gosec // below /proc
+// stateOf reads a thread's state from /proc/PID/task/TID/stat: R wants to run, D waits for a disk. The name before it may hold anything.
+func stateOf(path string) byte {
+	data, _ := os.ReadFile(path) //nolint:gosec // below /proc
 	end := bytes.LastIndex(data, []byte(") "))
-	return err == nil && end >= 0 && bytes.HasPrefix(data[end+2:], []byte("R"))
+	if end < 0 || end+2 >= len(data) {
+		return 0
+	}
+	return data[end+2]
 }

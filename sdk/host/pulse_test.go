@@ -130,10 +130,15 @@ func TestLine(t *testing.T) {
 	stood := l.stood()
 	require.Positive(t, stood, "it is in line and was not run at all")
 	require.Equal(t, l.last.Sub(began), stood)
+	write("7", "schedstat", "151 1250000000 7\n")
+	write("7", "stat", "7 (a) D 1 2 3\n")
+	began = l.last
+	stood = l.stood()
+	require.Equal(t, l.last.Sub(began), stood, "it waits for a disk")
 	write("8", "schedstat", "1 9000000000 1\n")
 	write("7", "stat", "7 (a) T 1 2 3\n")
 	require.Zero(t, l.stood(), "one thread is new, one is stopped")
-	write("7", "schedstat", "151 1250000001 7\n")
+	write("7", "schedstat", "151 1250000001 8\n")
 	write("8", "schedstat", "2 9000000003 2\n")
 	require.Equal(t, 3*time.Nanosecond, l.stood(), "the longest")
 	for _, bad := range []string{"", "1 2", "a b c", "-1 -2 -3"} {
