@@ -1,5 +1,6 @@
 """Lines about equal tokens: every connector, both forms of vLLM, prefill and decode apart."""
 
+import functools
 import http.server
 import json
 import socketserver
@@ -28,11 +29,20 @@ class Texts:
     """12 prompts and their second turn, with the tokens that vLLM alone answers."""
 
     def __init__(self, rig, name="equal"):
+        self.rig, self.name = rig, name
         self.first = rig.prompts.set(name, LENGTHS[:rig.options.prompts])
         self.want = rig.options.baseline(self.first, TOKENS)
-        more = rig.prompts.set(name + " more", [40] * len(self.first))
-        self.second = [p + list(w.ids) + m for p, w, m in zip(self.first, self.want, more)]
-        self.want2 = rig.options.baseline(self.second, TOKENS)
+
+    @functools.cached_property
+    def second(self):
+        """The prompts of the second turn: the first, its answer, something more."""
+        more = self.rig.prompts.set(self.name + " more", [40] * len(self.first))
+        return [p + list(w.ids) + m for p, w, m in zip(self.first, self.want, more)]
+
+    @functools.cached_property
+    def want2(self):
+        """What vLLM alone answers to it."""
+        return self.rig.options.baseline(self.second, TOKENS)
 
 
 def three_ways(rig, engine, texts, label):
