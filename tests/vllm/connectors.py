@@ -68,6 +68,8 @@ CONFIGS = {
 SHARED = ("SharedStorage", "Multi", "AIBrix", "LMCache's formats", "Remote")
 # Those that only move blocks from a prefill engine to a decode engine.
 PEERS = ("Pipe", "NIXL", "P2pNccl")
+# One of each way to hand over, for the line with routers: through a store, pushed, read in place.
+ROUTED = ("SharedStorage", "Pipe", "NIXL")
 
 
 def manifests():

@@ -10,7 +10,7 @@ import urllib.request
 from prompts import LENGTHS
 from rig import ROOT, Engine, Server, free_port, kvport, serve
 
-from connectors import PEERS, SHARED, configs, storage
+from connectors import PEERS, ROUTED, SHARED, configs, storage
 
 TOKENS = 32
 
@@ -98,8 +98,8 @@ def together(rig):
 def pair(rig, start, label, name, extra):
     """A prefill and a decode engine on one store."""
     key = {"ticket_key_file": ticket_key(rig)}
-    p = start(rig, "p", kv=kvport(name, extra, role="kv_producer", kvport=key))
-    d = start(rig, "d", kv=kvport(name, extra, role="kv_consumer", kvport=key))
+    p = start(rig, slug(label) + "-p", kv=kvport(name, extra, role="kv_producer", kvport=key))
+    d = start(rig, slug(label) + "-d", kv=kvport(name, extra, role="kv_consumer", kvport=key))
     return p, d
 
 
@@ -264,21 +264,29 @@ def emptied(rig, server, texts, index):
 def routed(rig):
     """Two `vllm serve`, prefill and decode, through `kvport route` and through a proxy as in vLLM's examples."""
     texts = Texts(rig)
-    label, name, extra = storage(rig)
-    p, d = pair(rig, serve, label, name, extra)
-    for turn, way in enumerate(("kvport route", "vLLM's proxy")):
-        if way == "kvport route":
-            port = free_port()
-            front = Server(rig, "route", [str(ROOT / "bin" / "kvport"), "route", "--port", str(port), "--prefill", p.url, "--decode", d.url], port)
-        else:
-            front = VllmProxy(p.url, d.url)
-            rig.processes.append(front)
-        half = texts.first[turn::2], texts.want[turn::2]
-        rig.equal(f"P/D through {way}", half[1], front.all(half[0], TOKENS))
-        got = rig.until(lambda: d.external() - rig.counts.get("external tokens", 0), f"{way}: external tokens")
-        rig.check(got >= 0.9 * full(half[0]), f"{way}: {got} tokens came over, want nearly {full(half[0])}")
-        rig.count("external tokens", got)
-        rig.say(f"{way} done")
-        front.stop()
-    p.stop()
-    d.stop()
+    for label, name, extra in configs(rig, ROUTED):
+        p, d = pair(rig, serve, label, name, extra)
+        for turn, way in enumerate(("kvport route", "vLLM's proxy")):
+            front = gateway(rig, way, slug(label), p, d)
+            want, before = texts.want[turn::2], d.external()
+            ids = texts.first[turn::2]
+            rig.equal(f"{label} P/D through {way}", want, front.all(ids, TOKENS))
+            got = rig.until(lambda d=d, before=before: d.external() - before, f"{label} through {way}: external tokens")
+            rig.check(got >= 0.9 * full(ids), f"{label} through {way}: {got} tokens came over, want nearly {full(ids)}")
+            rig.count("external tokens", got)
+            rig.count(f"prompts through {way}", len(ids))
+            rig.say(f"{label} through {way} done")
+            front.stop()
+        rig.count("connectors")
+        p.stop()
+        d.stop()
+
+
+def gateway(rig, way, name, p, d):
+    """What clients talk to."""
+    if way != "kvport route":
+        front = VllmProxy(p.url, d.url)
+        rig.processes.append(front)
+        return front
+    port = free_port()
+    return Server(rig, f"{name}-route", [str(ROOT / "bin" / "kvport"), "route", "--port", str(port), "--prefill", p.url, "--decode", d.url], port)
