@@ -318,6 +318,9 @@ func hostMutants() []mutant {
 
 // Each planted violation is found by the check of its number, and each check finds one.
 func TestMutantsAreCaught(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses, nothing that runs in one goroutine; make test runs it")
+	}
 	caught := map[int]int{}
 	for _, m := range mutants() {
 		e := &editor{t: t, log: readTrace(t, m.trace)}

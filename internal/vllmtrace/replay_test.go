@@ -241,6 +241,9 @@ func TestReplay(t *testing.T) {
 		{trace: "serve", eager: true, ranks: 2, scale: 16, offers: 4, loads: 8, failed: 6},
 	} {
 		t.Run(fmt.Sprintf("%s eager=%t ranks=%d", c.trace, c.eager, c.ranks), func(t *testing.T) {
+			if testing.Short() && c.ranks == 1 {
+				t.Skip("with -short, which the race stage uses, only the case with more goroutines; make test runs all")
+			}
 			log := readTrace(t, c.trace)
 			chains, err := ChainsOf(log)
 			require.NoError(t, err)
