@@ -60,7 +60,7 @@ func away(r *rig, instead func(path string) error) {
 	}
 	r.must(restore(), "move the folder back")
 	e.mended(e.keys(3))
-	e.eventually(recovery, func() string {
+	e.eventually(e.recovery(), func() string {
 		if n := e.tryMatch(keys); n != len(keys) {
 			return fmt.Sprintf("%d of %d blocks are offered that were there before", n, len(keys))
 		}

@@ -285,7 +285,7 @@ func fewFiles(r *rig) {
 	}
 	_, err = limitFiles(pid, &old)
 	r.must(err, "process %d, which could open no file", pid) // it may have died of that
-	e.eventually(recovery, func() string {
+	e.eventually(e.recovery(), func() string {
 		select {
 		case <-e.process().Done():
 			e.inst.killed = true

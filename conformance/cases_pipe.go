@@ -152,7 +152,9 @@ func producerGoneLate(r *rig) {
 	p.end()
 	to := blocks(8, keys...)
 	d.wipe(0, to...)
-	err := r.quick("a load from a producer that has ended", func() error { return d.loadTicket(r.Context(), to, ticket) })
+	ctx, cancel := context.WithTimeout(r.Context(), 2*soon)
+	defer cancel()
+	err := r.quick("a load from a producer that has ended", func() error { return d.loadTicket(ctx, to, ticket) })
 	r.orGone(err, "a load from a producer that has ended")
 	if err == nil {
 		d.holds(to...)

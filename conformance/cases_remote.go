@@ -90,12 +90,12 @@ func (e *engine) acceptable(what string, err error) {
 // back waits until stored blocks are offered and right again. If they are not in time the case ends.
 func (e *engine) back(keys []connector.BlockKey) {
 	e.Helper()
-	for end := time.Now().Add(recovery); ; e.pause(askAgain) {
+	for end := time.Now().Add(e.recovery()); ; e.pause(askAgain) {
 		if offered := e.tryMatch(keys); offered == len(keys) && e.strict(keys) == len(keys) {
 			return
 		}
 		if time.Now().After(end) {
-			e.Errorf("stored blocks are not offered and loaded again after %v", recovery)
+			e.Errorf("stored blocks are not offered and loaded again after %v", e.recovery())
 			e.FailNow()
 		}
 	}
@@ -214,7 +214,7 @@ func remoteRestart(r *rig, s *server) {
 		}
 	}
 	r.must(s.Restart(), "start the server again")
-	e.eventually(recovery, func() string {
+	e.eventually(e.recovery(), func() string {
 		if n := e.tryMatch(keys); n > 0 {
 			return fmt.Sprintf("%d blocks are offered that the server has lost", n)
 		}
@@ -336,7 +336,7 @@ func remoteFlushed(r *rig, s *server) {
 	r.equal(4, e.match(keys...), "blocks offered")
 	r.do(r.Context(), s, "flushall")
 	lost(e, keys)
-	e.eventually(recovery, func() string {
+	e.eventually(e.recovery(), func() string {
 		if n := e.tryMatch(keys); n > 0 {
 			return fmt.Sprintf("%d blocks are offered that the server has lost", n)
 		}
@@ -384,7 +384,7 @@ func remoteBusy(r *rig, s *server) {
 	e := r.engine(setup{})
 	keys := e.stored(4)
 	r.do(r.Context(), s, "config", "set", "lua-time-limit", "20")
-	ctx, cancel := context.WithTimeout(r.Context(), recovery)
+	ctx, cancel := context.WithTimeout(r.Context(), r.recovery())
 	defer cancel()
 	script := make(chan error, 1)
 	go func() { script <- s.Do(ctx, "eval", "while true do end", "0") }()

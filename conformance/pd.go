@@ -21,8 +21,6 @@ const (
 	holdTTL    = 30 * time.Second
 	// longLease is what cases wait for the end of a lease at most; the config must name a shorter one.
 	longLease = 10 * time.Second
-	// pdRecovery is how long a pair may need to work again after the network does.
-	pdRecovery = recovery
 	// aWhile is how long nothing must be heard before it counts as silence.
 	aWhile = 150 * time.Millisecond
 )

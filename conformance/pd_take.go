@@ -155,7 +155,7 @@ func (d *pd) take(pr *prompt) {
 // recovers wants new requests to be handed over again, in the end.
 func (d *pd) recovers(p *pd, through func(*prompt)) {
 	d.Helper()
-	d.eventually(pdRecovery, func() string {
+	d.eventually(d.recovery(), func() string {
 		p.sweep()
 		if !p.room(3) {
 			return "no slots are free, since holds of requests that failed are still open"

@@ -1,6 +1,7 @@
 package conformance
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
@@ -274,7 +275,7 @@ func (e *engine) mended(keys []connector.BlockKey) {
 	from := blocks(0, keys...)
 	t := transfer(from)
 	t.Replace = true
-	e.eventually(recovery, func() string {
+	e.eventually(e.recovery(), func() string {
 		e.sealed(from...)
 		if err := e.tryMove(t, true); err != nil {
 			return fmt.Sprintf("save: %v", err)
@@ -296,8 +297,8 @@ func (e *engine) mended(keys []connector.BlockKey) {
 	})
 }
 
-// recovery is how long a connector may need to work again after its backend does.
-const recovery = 15 * time.Second
+// recovery is how long a connector may need to work again after its backend does: 15 s of a case's usual 60.
+func (r *rig) recovery() time.Duration { return cmp.Or(r.settings.deadline, defaultDeadline) / 4 }
 
 // logged counts the lines that the connector logs from now on.
 func (e *engine) logged() func() int64 {
