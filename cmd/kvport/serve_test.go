@@ -91,7 +91,7 @@ func TestPrefillDecode(t *testing.T) {
 func TestDrain(t *testing.T) {
 	p := start(t, "serve", "--model", "sim", "--port", "0")
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.URL+"/v1/completions",
-		strings.NewReader(`{"prompt":"hello","max_tokens":2000,"ignore_eos":true,"stream":true,"return_token_ids":true}`))
+		strings.NewReader(`{"prompt":"hello","max_tokens":500,"ignore_eos":true,"stream":true,"return_token_ids":true}`))
 	require.NoError(t, err)
 	resp, err := http.DefaultClient.Do(req)
 	require.NoError(t, err)

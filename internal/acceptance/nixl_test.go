@@ -83,7 +83,7 @@ type nixlFleet struct {
 
 func (f *nixlFleet) engine(role string, i int, port string) *cluster.Process {
 	f.Helper()
-	return f.start(fmt.Sprintf("%s %d", role, i), "serve", "--model", f.model, "--port", port, "--kv-transfer-config", nixl(role, f.lease, f.limit))
+	return f.start(fmt.Sprintf("%s %d", role, i), "serve", "--model", f.model, "--port", port, "--num-blocks", "512", "--kv-transfer-config", nixl(role, f.lease, f.limit))
 }
 
 // newNixlFleet starts everything; limit is of a transfer.

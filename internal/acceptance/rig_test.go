@@ -117,9 +117,10 @@ func (r *rig) config(role, extra, host string) string {
 }
 
 // serve starts an engine. config may be empty.
+// serve starts the real model, with room for 8192 tokens: to fill the default 512 MiB with zeros takes most of a start.
 func (r *rig) serve(name, config string, args ...string) *cluster.Process {
 	r.Helper()
-	return r.serveModel(model(r.T), name, config, args...)
+	return r.serveModel(model(r.T), name, config, append([]string{"--num-blocks", "512"}, args...)...)
 }
 
 func (r *rig) serveModel(model, name, config string, args ...string) *cluster.Process {
