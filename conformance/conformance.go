@@ -56,6 +56,9 @@ const (
 	PDProducer Profile = "pd-producer"
 	// PDConsumer loads by ticket what a producer holds, over a network that fails.
 	PDConsumer Profile = "pd-consumer"
+	// Bidirectional is a PDProducer and PDConsumer whose decode instances also offer what an answer leaves to
+	// the prefill instance of the conversation's next turn.
+	Bidirectional Profile = "bidirectional"
 	// Offload is a Store with a bounded tier in memory and one on disk, configured by vLLM's names.
 	Offload Profile = "offload"
 	// LayerWise is a connector that saves blocks while their layers are computed.
@@ -64,7 +67,7 @@ const (
 
 // Profiles lists all profiles.
 func Profiles() []Profile {
-	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe, PDProducer, PDConsumer, LayerWise, MultiChildren}
+	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe, PDProducer, PDConsumer, Bidirectional, LayerWise, MultiChildren}
 }
 
 // ParseProfile reads a profile's name.
@@ -110,7 +113,7 @@ type T interface {
 func Cases() []Case {
 	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(), statCases(), eventCases(), layerCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
-		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), multiCases())
+		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), turnCases(), multiCases())
 }
 
 // Status is how a case ended.

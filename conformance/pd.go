@@ -221,11 +221,18 @@ func (p *pd) prefer(bs []connector.Block) {
 // compute computes a prompt of full blocks, and so many tokens more, and saves it as a host does.
 func (p *pd) compute(full, more int) *prompt {
 	p.Helper()
+	return p.computeBehind(nil, full, more)
+}
+
+// computeBehind is compute of a prompt that begins with full blocks which are known.
+func (p *pd) computeBehind(known []connector.BlockKey, full, more int) *prompt {
+	p.Helper()
+	full += len(known)
 	n := full
 	if more > 0 {
 		n++
 	}
-	content := p.keys(n)
+	content := slices.Concat(known, p.keys(n-len(known)))
 	pr := &prompt{request: connector.RequestID(fmt.Sprintf("request-%x", content[0][:4])), keys: content[:full], tokens: full*blockTokens + more}
 	pr.blocks = p.place(content, p.slots(n))
 	p.fill(pr.blocks...)

@@ -51,6 +51,7 @@ type loading struct {
 	ranks    []int         // nil: all
 	limit    time.Duration // of the call; 0: a host's deadline
 	after    func([]connector.Block)
+	now      *pd // its slots may have been reused: a block that is as they are now is lost, and its host can tell
 }
 
 // fetch loads blocks of a prompt into slots that are anywhere. A block that is not named as failed must be
@@ -86,7 +87,11 @@ func (d *pd) fetch(pr *prompt, l loading) (right int, err error) {
 		if failed[b.ID] || len(l.ranks) < len(d.workers) {
 			continue
 		}
-		if wrong := d.differs(b); wrong != "" {
+		wrong := d.differs(b)
+		if wrong != "" && l.now != nil && l.now.lies(pr, l.first, to, b, d.engine) {
+			continue
+		}
+		if wrong != "" {
 			d.Errorf("hold %d: %s, and the load says nothing of it", pr.hold.ID, wrong)
 		} else if b.Group == 0 {
 			right++

@@ -73,7 +73,8 @@ type pdNode struct {
 	holds   map[connector.HoldID]*pdHold
 	last    connector.HoldID
 	over    []connector.HoldID
-	scratch []byte // for a fault
+	scratch []byte     // for a fault
+	alone   sync.Mutex // for a fault
 }
 
 type pdHold struct {
@@ -81,7 +82,8 @@ type pdHold struct {
 	ended   connector.Ended
 	secret  []byte
 	expires time.Time
-	fetched map[int]bool // ranks
+	fetched map[int]bool      // ranks
+	was     map[pdSlot][]byte // for a fault
 }
 
 func (a *pdNodes) join(env *connector.Env, c pdConfig) (*pdNode, error) {
@@ -163,6 +165,7 @@ func (n *pdNode) add(e connector.Ended) *pdHold {
 		}
 	}
 	n.holds[n.last] = h
+	n.snapshot(h)
 	return h
 }
 
@@ -172,6 +175,9 @@ func (n *pdNode) find(q *pdQuestion) *pdHold {
 		for id := connector.HoldID(1); n.holds[id] != nil && time.Now().After(n.holds[id].expires); id++ {
 			delete(n.holds, id)
 		}
+	}
+	if n.slotNames {
+		return n.bySlot(q.Slot)
 	}
 	if n.noGeneration {
 		for _, h := range n.holds {
@@ -261,7 +267,7 @@ func (s *pdScheduler) Finish(_ context.Context, ended []connector.Ended) ([]conn
 	out := make([]connector.Hold, len(ended))
 	for i, e := range ended {
 		failed := e.Reason == connector.ReasonAbort || e.Reason == connector.ReasonError
-		if !e.Remote || len(e.Blocks) == 0 || n.listener == nil || failed && !n.freeAborted {
+		if !e.Remote || len(e.Blocks) == 0 || n.listener == nil || failed && !n.freeAborted || e.Weak && n.noWeak {
 			continue
 		}
 		h := n.add(e)

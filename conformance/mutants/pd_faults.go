@@ -1,6 +1,10 @@
 package mutants
 
-import "github.com/kvport/kvport/connector"
+import (
+	"slices"
+
+	"github.com/kvport/kvport/connector"
+)
 
 // pdFaults are the ways in which a pair can be wrong.
 type pdFaults struct {
@@ -11,10 +15,11 @@ type pdFaults struct {
 	noSecret, noMAC, noEpoch, noEngine, foreignHold            bool
 	servesClosed, keepsConnections, startedIsTaken             bool
 	reportsBoth, guesses, byOrder                              bool
+	mixes, slotNames, noWeak                                   bool
 	// Of the consumer.
 	tailless, askedIsTaken, doneAnyway, overrun, sameSlots, ignoresFrom bool
 	noKeys, hidesMissing, lateWrite, sharedScratch, eofIsEnd, oneRead   bool
-	remembersDead, ignoresDeadline, redialsForever                      bool
+	remembersDead, ignoresDeadline, redialsForever, busy                bool
 }
 
 // pdMutant is one wrong pair.
@@ -41,7 +46,7 @@ func PDPrograms() map[string]connector.Plugin {
 }
 
 func pdMutants() []Mutant {
-	list := append(pdProducerMutants(), pdConsumerMutants()...)
+	list := slices.Concat(pdProducerMutants(), pdConsumerMutants(), turnMutants())
 	return append(list,
 		Mutant{Name: "a consumer that dials a dead producer for ever", Case: "pd-killed", Program: pdRedialsProgram, Plugin: (&pdFaults{redialsForever: true}).plugin},
 		Mutant{Name: "a consumer that waits for a stopped producer for ever", Case: "pd-stopped", Program: pdWaitsProgram, Plugin: (&pdFaults{ignoresDeadline: true}).plugin},

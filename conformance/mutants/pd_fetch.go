@@ -43,6 +43,7 @@ func (w *pdWorker) Load(ctx context.Context, t *connector.Transfer, kv *connecto
 
 func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transfer, kv *connector.KV) error {
 	n := w.node
+	defer n.occupy()()
 	c, err := n.dial(ctx, from)
 	if err != nil {
 		return err

@@ -120,7 +120,9 @@ func (n *pdNode) serve(c net.Conn, conn int) {
 		if err != nil && !n.guesses {
 			return
 		}
+		release := n.occupy()
 		a, secret := n.answer(conn, &q, signed, &kept)
+		release()
 		if a == nil {
 			return
 		}
@@ -202,7 +204,9 @@ func (n *pdNode) read(h *pdHold, q *pdQuestion) *pdAnswer {
 	if !found || err != nil {
 		return &pdAnswer{Nonce: q.Nonce, Gone: true}
 	}
-	return &pdAnswer{Nonce: q.Nonce, Key: b.Key[:], Data: slices.Concat(spans...)}
+	data := slices.Concat(spans...)
+	h.mix(q.Rank, b, data)
+	return &pdAnswer{Nonce: q.Nonce, Key: b.Key[:], Data: data}
 }
 
 // oldest is the oldest hold. The caller holds mu.
