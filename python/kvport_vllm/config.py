@@ -39,6 +39,7 @@ class Config:
     load_in_step: bool = True
     transfer_seconds: float = 5.0  # deadline of one transfer, without its size
     transfer_per_gib: float = 1.0
+    later_seconds: float = 2.0  # how long a lookup may stay without an answer
 
     @property
     def loads(self) -> bool:
@@ -74,6 +75,7 @@ def merge(outer: Any) -> Config:
         binary=find_binary(),
         transfer_seconds=seconds(deadlines.get("transfer"), 5.0),
         transfer_per_gib=seconds(deadlines.get("transfer_per_gib"), 1.0),
+        later_seconds=seconds(deadlines.get("later"), 2.0),
         **own,
     )
 

@@ -22,7 +22,7 @@ log = logging.getLogger("vllm.kvport")
 
 _MATCH_WAIT = 0.005  # of a lookup: the scheduler stands still meanwhile
 _ASK_AGAIN = 0.1  # after this long without an answer
-_LATER_LIMIT = 10.0  # the host's own limit is far below; a stuck agent must not park a request for ever
+_LATER_SLACK = 8.0  # beyond the host's own limit of a lookup: a stuck agent must not park a request for ever
 _MEMO = 0.02  # how long an answer to the very same question is good
 _FINISH_WAIT = 3.0  # for a ticket
 _RESET_WAIT = 10.0
@@ -37,6 +37,7 @@ class SchedulerSide:
     def __init__(self, link: Link, block_tokens: int, groups: int, adapters: Adapters, events: Events) -> None:
         """Take the connection, the tokens of a block and the number of KV cache groups."""
         self.may_wait = False  # steps for their loads
+        self.later_limit = 2.0 + _LATER_SLACK
         self.pace = Pace()
         self.link = link
         self.adapters = adapters
@@ -57,6 +58,10 @@ class SchedulerSide:
         self._life = 0  # of the agent that knows our requests
         self._lost = 0
         self._unheard = 0  # steps since the agent was listened to
+
+    def allow_later(self, seconds: float) -> None:
+        """Take the host's own limit of a lookup that has no answer yet."""
+        self.later_limit = seconds + _LATER_SLACK
 
     def begin(self) -> None:
         """Begin with the agent that is there: connections lost before had nothing of ours, and what has come is of this one."""
@@ -155,7 +160,7 @@ class SchedulerSide:
 
     def _later(self, tracked: Tracked, now: float) -> tuple[int | None, bool]:
         tracked.later_since = tracked.later_since or now
-        if now - tracked.later_since > _LATER_LIMIT:
+        if now - tracked.later_since > self.later_limit:
             tracked.later_since = 0.0
             self.counters.add("kvport_shim_lookups_given_up_total")
             return MISS

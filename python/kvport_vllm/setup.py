@@ -73,6 +73,7 @@ class Parts:
         events = Events(self.block_tokens, event_api(self._vllm))
         side = SchedulerSide(link, self.block_tokens, len(self.groups), Adapters(self._content), events)
         side.may_wait = self._config.load_in_step and steps_may_wait(self._vllm, self._cache, len(self.groups))
+        side.allow_later(self._config.later_seconds)
         self._wait(link)
         side.begin()
         return side

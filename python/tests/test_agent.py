@@ -232,7 +232,7 @@ def test_pins_are_dropped_when_the_agent_dies(here):
     r = request("a", keys(4), 4 * BLOCK_TOKENS + 1)
     out = compute(engine, r, [1, 2, 3, 4])
     assert engine.pool.pinned == 4
-    os.kill(link._fence.pids[0], signal.SIGSTOP)  # so that no Saved comes
+    strike(link._fence.pids[0], signal.SIGSTOP)  # so that no Saved comes
     engine.scheduler.update_connector_output(out)
     assert engine.pool.pinned == 4 and engine.scheduler.has_pending_push_work()
     os.kill(link._fence.pids[0], signal.SIGKILL)
@@ -269,7 +269,7 @@ def test_without_a_pool_blocks_stay_with_their_request(here):
     r = request("a", keys(2), 2 * BLOCK_TOKENS + 1)
     out = compute(engine, r, [1, 2])
     link = engine.scheduler.scheduler.link
-    os.kill(link._fence.pids[0], signal.SIGSTOP)
+    strike(link._fence.pids[0], signal.SIGSTOP)
     delay, _ = finish(engine, r)
     engine.scheduler.update_connector_output(out)
     assert delay is True
@@ -287,7 +287,7 @@ def test_an_answer_that_comes_too_late_is_asked_for_again_at_once(here, monkeypa
     agent = engine.scheduler.scheduler.link._fence.pids[0]
     r = request("late", keys(4), 4 * BLOCK_TOKENS + 1)
     engine.scheduler.on_new_request(r)
-    os.kill(agent, signal.SIGSTOP)
+    strike(agent, signal.SIGSTOP)
     assert engine.scheduler.get_num_new_matched_tokens(r, 0) == (None, False)
     os.kill(agent, signal.SIGCONT)
     start = time.monotonic()

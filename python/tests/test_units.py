@@ -145,6 +145,16 @@ def test_durations():
     assert [config.seconds(v, 9.0) for v in (2, "250ms", "1m30s", "x", None, True)] == [2.0, 0.25, 90.0, 9.0, 9.0, 9.0]
 
 
+def test_the_hosts_deadlines_are_ours(kvport):
+    def limits(deadlines):
+        inner = {"kv_connector": "X", "kvport": {"deadlines": deadlines}}
+        got = config.merge(outer(kv_connector_extra_config=inner))
+        return got.transfer_seconds, got.transfer_per_gib, got.later_seconds
+
+    assert limits({"transfer": "7s", "transfer_per_gib": 2, "later": "1m"}) == (7.0, 2.0, 60.0)
+    assert limits({}) == limits(None) == limits("wrong: kvport says so") == (5.0, 1.0, 2.0)
+
+
 def test_keys():
     hashes = [bytes([i]) * 32 for i in range(3)]
     plain = keys.Keys()
