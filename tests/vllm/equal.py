@@ -6,6 +6,7 @@ import json
 import socketserver
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 from prompts import LENGTHS
 from rig import ROOT, Engine, Server, free_port, kvport, serve
@@ -100,9 +101,9 @@ def together(rig):
 def pair(rig, start, label, name, extra):
     """A prefill and a decode engine on one store. What is late on a busy machine still comes over: recomputing it would be as right, but show less."""
     settings = {"ticket_key_file": ticket_key(rig), **UNHURRIED}
-    p = start(rig, slug(label) + "-p", kv=kvport(name, extra, role="kv_producer", kvport=settings))
-    d = start(rig, slug(label) + "-d", kv=kvport(name, extra, role="kv_consumer", kvport=settings))
-    return p, d
+    roles = ("-p", "kv_producer"), ("-d", "kv_consumer")
+    with ThreadPoolExecutor(2) as pool:  # most of a start is imports, on one core each
+        return list(pool.map(lambda r: start(rig, slug(label) + r[0], kv=kvport(name, extra, role=r[1], kvport=settings)), roles))
 
 
 def ticket_key(rig):
