@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"sync"
 	"time"
@@ -28,16 +27,26 @@ type end struct {
 	closing   bool     // Close was called: whatever ends the pipe from here on, it was that
 	err       error    // why the pipe is over
 	change    chan struct{}
+	awaited   bool          // somebody waits for change
+	over      chan struct{} // closed when err is set
 }
 
 func newEnd(n *Network, id linkID, address string, l *listener) *end {
-	return &end{network: n, id: id, address: address, listener: l, change: make(chan struct{})}
+	return &end{network: n, id: id, address: address, listener: l, change: make(chan struct{}), over: make(chan struct{})}
 }
 
 // changed wakes those who wait. The caller holds mu.
 func (e *end) changed() {
-	close(e.change)
-	e.change = make(chan struct{})
+	if e.awaited {
+		close(e.change)
+		e.change, e.awaited = make(chan struct{}), false
+	}
+}
+
+// changes is closed when something changes from here on. The caller holds mu.
+func (e *end) changes() <-chan struct{} {
+	e.awaited = true
+	return e.change
 }
 
 // adopt makes conn the connection of the pipe.
@@ -62,7 +71,7 @@ func (e *end) quiet() uint64 {
 	defer e.mu.Unlock()
 	e.breakLocked(e.conn)
 	for e.busy && e.err == nil {
-		change := e.change
+		change := e.changes()
 		e.mu.Unlock()
 		<-change
 		e.mu.Lock()
@@ -99,6 +108,7 @@ func (e *end) finish(err error) {
 		err = pipe.ErrClosed
 	}
 	e.err = err
+	close(e.over)
 	if e.conn != nil {
 		_ = e.conn.Close()
 		e.conn = nil
@@ -109,8 +119,8 @@ func (e *end) finish(err error) {
 	}
 }
 
-// over is why the pipe is over; nil while it is not.
-func (e *end) over() error {
+// why is why the pipe is over; nil while it is not.
+func (e *end) why() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.err
@@ -122,14 +132,24 @@ func (e *end) Close() error {
 	return nil
 }
 
+// now is the connection if there is one, or why the pipe is over.
+func (e *end) now() (_ net.Conn, peerHas uint64, _ error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.conn, e.peerHas, e.err
+}
+
 // current waits for a connection: the dialer makes one, the listener's end is given one. When that takes
 // longer than the network's patience the peer is gone.
 func (e *end) current(ctx context.Context, outward bool) (net.Conn, uint64, error) {
+	if conn, peerHas, err := e.now(); err != nil || conn != nil {
+		return conn, peerHas, err
+	}
 	patient, cancel := context.WithTimeout(ctx, e.network.patience())
 	defer cancel()
 	for {
 		e.mu.Lock()
-		conn, peerHas, err, change := e.conn, e.peerHas, e.err, e.change
+		conn, peerHas, err, change := e.conn, e.peerHas, e.err, e.changes()
 		e.mu.Unlock()
 		if err != nil || conn != nil {
 			return conn, peerHas, err
@@ -170,157 +190,3 @@ func (e *end) redial(ctx context.Context, outward bool) error {
 	e.adopt(conn, peerHas)
 	return nil
 }
-
-// receiver is the receiving end of a pipe.
-type receiver struct {
-	*end
-	turn   chan struct{} // holds one token while a Recv runs
-	reader frameReader
-	conn   net.Conn // of reader
-}
-
-// Send implements pipe.Pipe.
-func (r *receiver) Send(context.Context, []byte, [][]byte) error {
-	return fmt.Errorf("this end receives: %w", connector.ErrIncompatible)
-}
-
-// Recv implements pipe.Pipe.
-func (r *receiver) Recv(ctx context.Context, place pipe.Place) error {
-	if err := ctx.Err(); err != nil {
-		return fmt.Errorf("receive: %w", err)
-	}
-	select {
-	case r.turn <- struct{}{}:
-		defer func() { <-r.turn }()
-	case <-ctx.Done():
-		return fmt.Errorf("receive: %w", ctx.Err())
-	}
-	for damaged := 0; ; {
-		conn, _, err := r.current(ctx, false)
-		if err != nil {
-			return fmt.Errorf("receive: %w", err)
-		}
-		taken, err := r.frame(ctx, conn, place)
-		switch {
-		case taken && err != nil:
-			return fmt.Errorf("receive: %w", err)
-		case taken:
-			return nil
-		case ctx.Err() != nil:
-			return fmt.Errorf("receive: %w", ctx.Err())
-		case errors.Is(err, errDamaged):
-			if damaged++; damaged > 2 {
-				r.finish(fmt.Errorf("a frame arrives damaged again and again: %w", connector.ErrCorrupt))
-			}
-		case errors.Is(err, connector.ErrIncompatible):
-			r.finish(err)
-		}
-	}
-}
-
-// frame receives one frame from a connection. taken says that the frame is over for the caller, who may
-// have refused it; otherwise err says why the connection was left.
-func (r *receiver) frame(ctx context.Context, conn net.Conn, place pipe.Place) (taken bool, err error) {
-	if r.conn != conn {
-		r.conn, r.reader = conn, frameReader{conn: conn}
-	}
-	stop := interruptible(ctx, conn)
-	began, err := r.reader.wait()
-	if err != nil {
-		stop()
-		if began || ctx.Err() == nil {
-			r.broken(conn)
-		}
-		return false, err
-	}
-	if !r.begin(conn) {
-		stop()
-		return false, nil
-	}
-	p, taken, err := r.body(place)
-	stop()
-	closed := taken && p.flags&flagClose != 0
-	r.mu.Lock()
-	r.busy = false
-	if taken {
-		r.delivered = p.number
-	}
-	r.changed()
-	r.mu.Unlock()
-	if !taken && err != nil {
-		r.broken(conn)
-		return false, err
-	}
-	if e := r.acknowledge(conn); e != nil {
-		r.broken(conn)
-	}
-	if closed {
-		r.finish(pipe.ErrClosed)
-		return false, nil
-	}
-	return taken, err
-}
-
-// begin notes that a frame is being received, unless the connection was given up meanwhile.
-func (r *receiver) begin(conn net.Conn) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.end.conn != conn {
-		return false
-	}
-	r.busy = true
-	return true
-}
-
-// body receives a frame whose first byte is there. A frame that was delivered before is dropped: it
-// counts neither as taken nor as an error.
-func (r *receiver) body(place pipe.Place) (p prefix, taken bool, err error) {
-	p, err = r.reader.begin()
-	if err != nil {
-		return p, false, err
-	}
-	r.mu.Lock()
-	next := r.delivered + 1
-	r.mu.Unlock()
-	if p.number > next {
-		return p, false, fmt.Errorf("frame %d came instead of %d: %w", p.number, next, connector.ErrIncompatible)
-	}
-	if p.number < next || p.flags&flagClose != 0 {
-		return p, p.number == next, r.reader.skip(&p)
-	}
-	spans, refused := pipe.Ask(place, r.reader.header, p.payload)
-	if refused != nil {
-		if err := r.reader.skip(&p); err != nil {
-			return p, false, err
-		}
-		return p, true, refused
-	}
-	if err := r.reader.fill(&p, spans); err != nil {
-		return p, false, err
-	}
-	return p, true, nil
-}
-
-// acknowledge tells the sender how many frames were received.
-func (r *receiver) acknowledge(conn net.Conn) error {
-	r.mu.Lock()
-	number := r.delivered
-	r.mu.Unlock()
-	return writeNumber(conn, number)
-}
-
-// Close implements pipe.Pipe. It tells the sender, if there is a connection.
-func (r *receiver) Close() error {
-	r.mu.Lock()
-	conn, over := r.end.conn, r.err != nil
-	r.closing = true
-	r.mu.Unlock()
-	if conn != nil && !over {
-		_ = conn.SetWriteDeadline(time.Now().Add(time.Second))
-		_ = writeNumber(conn, receiverClosed) // who does not hear it finds the connection closed
-	}
-	r.finish(pipe.ErrClosed)
-	return nil //nolint:nilerr // over is another's error
-}
-
-func readFull(conn net.Conn, b []byte) (int, error) { return io.ReadFull(conn, b) }

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"bufio"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -14,11 +15,14 @@ import (
 )
 
 // A frame on the wire: 32 bytes of prefix, header, payload, 8 bytes of digest over all before it. The
-// receiver answers each with an acknowledgement of 8 bytes: the number of the frame.
+// receiver answers with acknowledgements of 8 bytes: the number of the last frame that it has.
 const (
 	magic      = 0x6b767031 // "kvp1"
 	prefixSize = 32
 	digestSize = 8
+	// ahead is how much is read or written together of what is small. More would copy payload that now goes
+	// straight to its place; less would take a system call for each part of a frame.
+	ahead = 4 << 10
 	// piece is how much is hashed at a time: little enough to be in the cache when it is copied.
 	piece = 256 << 10
 )
@@ -61,72 +65,81 @@ func parsePrefix(b []byte) (prefix, error) {
 
 // frameWriter writes frames to one connection. It keeps its buffers from frame to frame.
 type frameWriter struct {
-	conn   net.Conn
-	vector bool // the connection writes several slices with one system call
-	head   []byte
-	tail   [digestSize]byte
-	hash   xxh3.Hasher
-	spans  net.Buffers
+	conn    net.Conn
+	gather  *bufio.Writer // nil: the connection writes several slices with one system call
+	small   []byte        // heads and tails of frames in spans
+	hash    xxh3.Hasher
+	spans   net.Buffers // not yet written
+	pending int         // bytes of spans
 }
 
-// write writes one frame from where it lies.
-func (w *frameWriter) write(p prefix, header []byte, spans [][]byte) error {
-	if cap(w.head) < prefixSize+len(header) {
-		w.head = make([]byte, prefixSize+len(header))
+func newFrameWriter(conn net.Conn) *frameWriter {
+	w := &frameWriter{conn: conn}
+	if _, vector := conn.(*net.TCPConn); !vector {
+		w.gather = bufio.NewWriterSize(conn, ahead)
 	}
-	w.head = w.head[:prefixSize+len(header)]
-	p.encode(w.head)
-	copy(w.head[prefixSize:], header)
+	return w
+}
+
+// add writes one frame from where it lies, but for what the next flush writes.
+func (w *frameWriter) add(p prefix, header []byte, spans [][]byte) error {
+	at := len(w.small)
+	w.small = append(w.small, make([]byte, prefixSize)...)
+	p.encode(w.small[at:])
+	w.small = append(w.small, header...)
 	w.hash.Reset()
-	_, _ = w.hash.Write(w.head) // never fails
-	w.spans = append(w.spans[:0], w.head)
-	pending := len(w.head)
+	_, _ = w.hash.Write(w.small[at:]) // never fails
+	w.append(w.small[at:])
 	for _, s := range spans {
 		for len(s) > 0 {
 			n := min(len(s), piece)
 			if p.flags&flagDigest != 0 {
 				_, _ = w.hash.Write(s[:n])
 			}
-			w.spans, pending, s = append(w.spans, s[:n]), pending+n, s[n:]
-			if pending >= piece {
+			w.append(s[:n])
+			s = s[n:]
+			if w.pending >= piece {
 				if err := w.flush(); err != nil {
 					return err
 				}
-				pending = 0
 			}
 		}
 	}
-	binary.LittleEndian.PutUint64(w.tail[:], w.hash.Sum64())
-	w.spans = append(w.spans, w.tail[:])
-	return w.flush()
+	at = len(w.small)
+	w.small = binary.LittleEndian.AppendUint64(w.small, w.hash.Sum64())
+	w.append(w.small[at:])
+	return nil
 }
 
+func (w *frameWriter) append(b []byte) { w.spans, w.pending = append(w.spans, b), w.pending+len(b) }
+
+// flush writes what waits.
 func (w *frameWriter) flush() error {
-	defer func() { w.spans = w.spans[:0] }()
-	if w.vector {
+	defer func() { w.spans, w.small, w.pending = w.spans[:0], w.small[:0], 0 }()
+	if w.gather == nil {
 		buffers := w.spans // WriteTo eats its receiver
 		_, err := buffers.WriteTo(w.conn)
 		return err
 	}
 	for _, s := range w.spans {
-		if _, err := w.conn.Write(s); err != nil {
+		if _, err := w.gather.Write(s); err != nil {
 			return err
 		}
 	}
-	return nil
+	return w.gather.Flush()
 }
 
 // frameReader reads frames from one connection.
 type frameReader struct {
-	conn   net.Conn
+	in     *bufio.Reader // nil: there was no connection yet
 	prefix [prefixSize]byte
 	header []byte
 	hash   xxh3.Hasher
 }
 
-// begin reads prefix and header of the frame whose first byte wait has read. The header is valid until the next call.
+// begin reads prefix and header of a frame. The header is valid until the next call.
 func (r *frameReader) begin() (prefix, error) {
-	if _, err := io.ReadFull(r.conn, r.prefix[1:]); err != nil {
+	if _, err := io.ReadFull(r.in, r.prefix[:]); err != nil {
 		return prefix{}, err
 	}
 	p, err := parsePrefix(r.prefix[:])
@@ -137,7 +150,7 @@ func (r *frameReader) begin() (prefix, error) {
 		r.header = make([]byte, p.header)
 	}
 	r.header = r.header[:p.header]
-	if _, err := io.ReadFull(r.conn, r.header); err != nil {
+	if _, err := io.ReadFull(r.in, r.header); err != nil {
 		return p, err
 	}
 	r.hash.Reset()
@@ -151,7 +164,7 @@ func (r *frameReader) fill(p *prefix, spans [][]byte) error {
 	for _, s := range spans {
 		for len(s) > 0 {
 			n := min(len(s), piece)
-			if _, err := io.ReadFull(r.conn, s[:n]); err != nil {
+			if _, err := io.ReadFull(r.in, s[:n]); err != nil {
 				return err
 			}
 			if p.flags&flagDigest != 0 {
@@ -177,7 +190,7 @@ func (r *frameReader) skip(p *prefix) error {
 }
 
 func (r *frameReader) part(p *prefix, to []byte) error {
-	if _, err := io.ReadFull(r.conn, to); err != nil {
+	if _, err := io.ReadFull(r.in, to); err != nil {
 		return err
 	}
 	if p.flags&flagDigest != 0 {
@@ -191,7 +204,7 @@ var errDamaged = errors.New("digest of a frame differs")
 
 func (r *frameReader) end() error {
 	var sum [digestSize]byte
-	if _, err := io.ReadFull(r.conn, sum[:]); err != nil {
+	if _, err := io.ReadFull(r.in, sum[:]); err != nil {
 		return err
 	}
 	if binary.LittleEndian.Uint64(sum[:]) != r.hash.Sum64() {
@@ -200,8 +213,11 @@ func (r *frameReader) end() error {
 	return nil
 }
 
-// wait waits for the first byte of a frame. began says that it came, or a part of what should follow.
-func (r *frameReader) wait() (began bool, err error) {
-	_, err = r.conn.Read(r.prefix[:1])
-	return err == nil, err
+// wait waits for the first byte of a frame.
+func (r *frameReader) wait() error {
+	_, err := r.in.Peek(1)
+	return err
 }
+
+// more reports whether bytes of another frame are here.
+func (r *frameReader) more() bool { return r.in != nil && r.in.Buffered() > 0 }

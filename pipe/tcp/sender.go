@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"bufio"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -31,16 +32,17 @@ type sender struct {
 	*end
 	tasks sync.WaitGroup
 
-	queue []*outgoing // not acknowledged, in order; guarded by end.mu
-	next  uint64      // number of the next frame to write
-	wrote int         // frames of queue that were written to the current connection
-	bye   bool        // Close was called: the last frame is flagClose
+	queue  []*outgoing // not acknowledged, in order; guarded by end.mu
+	next   uint64      // number of the next frame to write
+	picked int         // frames of queue that were or are written to the current connection
+	bye    bool        // Close was called: the last frame is flagClose
 }
 
 // outgoing is one frame of one Send.
 type outgoing struct {
 	header  []byte
 	spans   [][]byte
+	size    int // of spans
 	number  uint64
 	flags   uint32
 	writing bool
@@ -69,14 +71,15 @@ func (s *sender) Recv(context.Context, pipe.Place) error {
 
 // Send implements pipe.Pipe. It returns when the receiver has the frame.
 func (s *sender) Send(ctx context.Context, header []byte, spans [][]byte) error {
-	err := pipe.Check(len(header), int64(pipe.Size(spans)))
+	size := pipe.Size(spans)
+	err := pipe.Check(len(header), int64(size))
 	if err == nil {
 		err = ctx.Err()
 	}
 	if err != nil {
 		return fmt.Errorf("send: %w", err)
 	}
-	o := &outgoing{header: header, spans: spans, done: make(chan error, 1)}
+	o := &outgoing{header: header, spans: spans, size: size, done: make(chan error, 1)}
 	if !s.network.NoDigest {
 		o.flags = flagDigest
 	}
@@ -103,7 +106,7 @@ func (s *sender) Send(ctx context.Context, header []byte, spans [][]byte) error 
 func (s *sender) enqueue(ctx context.Context, o *outgoing) error {
 	for {
 		s.mu.Lock()
-		err, change := s.err, s.change
+		err := s.err
 		switch {
 		case err != nil:
 		case s.bye:
@@ -115,6 +118,7 @@ func (s *sender) enqueue(ctx context.Context, o *outgoing) error {
 			s.mu.Unlock()
 			return nil
 		}
+		change := s.changes()
 		s.mu.Unlock()
 		if err != nil {
 			return err
@@ -136,7 +140,7 @@ func (s *sender) withdraw(o *outgoing) {
 		s.breakLocked(s.conn)
 	}
 	for o.writing {
-		change := s.change
+		change := s.changes()
 		s.mu.Unlock()
 		<-change
 		s.mu.Lock()
@@ -148,13 +152,13 @@ func (s *sender) run() {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	s.tasks.Go(func() { // the pipe's end ends a dial
-		<-s.ended()
+		<-s.over
 		cancel()
 	})
 	for {
 		conn, peerHas, err := s.current(ctx, true)
 		if err != nil {
-			s.fail(s.over())
+			s.fail(s.why())
 			return
 		}
 		acks := make(chan struct{})
@@ -167,24 +171,6 @@ func (s *sender) run() {
 		s.broken(conn)
 		<-acks
 	}
-}
-
-// ended is closed when the pipe is over.
-func (s *sender) ended() <-chan struct{} {
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		for {
-			s.mu.Lock()
-			err, change := s.err, s.change
-			s.mu.Unlock()
-			if err != nil {
-				return
-			}
-			<-change
-		}
-	}()
-	return done
 }
 
 // resume begins a connection with the first frame that the peer does not have.
@@ -200,7 +186,7 @@ func (s *sender) resume(peerHas uint64) {
 			kept = append(kept, o)
 		}
 	}
-	s.queue, s.wrote = kept, 0
+	s.queue, s.picked = kept, 0
 }
 
 // acknowledged ends the Sends of frames up to a number. The caller holds mu.
@@ -212,7 +198,7 @@ func (s *sender) acknowledged(number uint64) {
 	}
 	if n > 0 {
 		s.queue = s.queue[n:]
-		s.wrote = max(0, s.wrote-n)
+		s.picked = max(0, s.picked-n)
 		s.changed()
 	}
 }
@@ -221,8 +207,9 @@ func (s *sender) acknowledged(number uint64) {
 func (s *sender) acknowledgements(conn net.Conn) {
 	defer s.broken(conn)
 	var b [8]byte
+	in := bufio.NewReaderSize(conn, 8*len(b))
 	for {
-		if _, err := io.ReadFull(conn, b[:]); err != nil {
+		if _, err := io.ReadFull(in, b[:]); err != nil {
 			return
 		}
 		number := binary.LittleEndian.Uint64(b[:])
@@ -240,44 +227,65 @@ func (s *sender) acknowledgements(conn net.Conn) {
 
 // write writes what is in the queue until the connection ends.
 func (s *sender) write(conn net.Conn) {
-	_, vector := conn.(*net.TCPConn)
-	w := frameWriter{conn: conn, vector: vector}
+	w := newFrameWriter(conn)
+	var frames []*outgoing
 	for {
-		o := s.first(conn)
-		if o == nil {
+		frames = s.pick(conn, frames[:0])
+		if len(frames) == 0 {
 			return
 		}
-		err := w.write(prefix{flags: o.flags, number: o.number, header: len(o.header), payload: pipe.Size(o.spans)}, o.header, o.spans)
-		s.mu.Lock()
-		o.writing = false
-		s.changed()
-		s.mu.Unlock()
+		var err error
+		for _, o := range frames {
+			if err == nil {
+				err = w.add(prefix{flags: o.flags, number: o.number, header: len(o.header), payload: o.size}, o.header, o.spans)
+			}
+		}
+		if err == nil {
+			err = w.flush()
+		}
+		s.wrote(frames)
 		if err != nil {
 			return
 		}
 	}
 }
 
-// first waits for a frame to write; nil when the connection is over.
-func (s *sender) first(conn net.Conn) *outgoing {
+// wrote notes that nothing reads the memory of frames any more.
+func (s *sender) wrote(frames []*outgoing) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for {
+	for _, o := range frames {
+		if o.writing = false; o.gone {
+			s.changed() // its Send waits for that
+		}
+	}
+}
+
+// pick waits for frames to write, and takes together what is small; none when the connection is over.
+func (s *sender) pick(conn net.Conn, frames []*outgoing) []*outgoing {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for size := 0; ; {
 		if s.conn != conn || s.err != nil {
 			return nil
 		}
-		for s.wrote < len(s.queue) && s.queue[s.wrote].gone { // withdrawn before it was written
-			s.queue = append(s.queue[:s.wrote:s.wrote], s.queue[s.wrote+1:]...)
+		for s.picked < len(s.queue) && s.queue[s.picked].gone { // withdrawn before it was written
+			s.queue = append(s.queue[:s.picked:s.picked], s.queue[s.picked+1:]...)
 			s.changed()
 		}
-		if s.wrote < len(s.queue) {
-			o := s.queue[s.wrote]
+		if s.picked < len(s.queue) && (len(frames) == 0 || size+s.queue[s.picked].size <= piece) {
+			o := s.queue[s.picked]
 			o.number, o.writing = s.next, true
 			s.next++
-			s.wrote++
-			return o
+			s.picked++
+			size += o.size
+			frames = append(frames, o)
+			continue
 		}
-		change := s.change
+		if len(frames) > 0 {
+			return frames
+		}
+		change := s.changes()
 		s.mu.Unlock()
 		<-change
 		s.mu.Lock()
@@ -308,7 +316,7 @@ func (s *sender) Close() error {
 		for i, o := range s.queue {
 			o.end(pipe.ErrClosed)
 			o.gone = true
-			if i < s.wrote {
+			if i < s.picked {
 				kept = append(kept, o)
 			}
 		}

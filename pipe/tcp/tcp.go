@@ -78,7 +78,7 @@ func (n *Network) Dial(ctx context.Context, address string) (pipe.Link, error) {
 		}
 		first.e.adopt(conn, 0)
 	}
-	return pipe.Link{Out: newSender(out), In: &receiver{end: in, turn: make(chan struct{}, 1)}}, nil
+	return pipe.Link{Out: newSender(out), In: newReceiver(in)}, nil
 }
 
 // connect makes one connection and says hello. delivered is how many frames the listener has.
@@ -89,7 +89,7 @@ func (n *Network) connect(ctx context.Context, address string, h hello) (_ net.C
 	if err != nil {
 		return nil, 0, err
 	}
-	stop := interruptible(ctx, conn)
+	stop := interruptible(ctx, conn.SetDeadline)
 	defer stop()
 	_, err = conn.Write(h.encode())
 	var verdict byte
@@ -105,17 +105,17 @@ func (n *Network) connect(ctx context.Context, address string, h hello) (_ net.C
 	return conn, delivered, nil
 }
 
-// interruptible makes the end of ctx end what reads and writes conn; stop undoes it.
-func interruptible(ctx context.Context, conn net.Conn) (stop func()) {
+// interruptible makes the end of ctx end what a deadline of a connection is for; stop undoes it.
+func interruptible(ctx context.Context, deadline func(time.Time) error) (stop func()) {
 	done := make(chan struct{})
 	end := context.AfterFunc(ctx, func() {
 		defer close(done)
-		_ = conn.SetDeadline(time.Unix(1, 0))
+		_ = deadline(time.Unix(1, 0))
 	})
 	return func() {
 		if !end() {
 			<-done
-			_ = conn.SetDeadline(time.Time{})
+			_ = deadline(time.Time{})
 		}
 	}
 }
@@ -205,7 +205,7 @@ func (l *listener) join(conn net.Conn, h *hello, to *pipe.Acceptor) error {
 	if a.sides++; a.sides < 2 {
 		return nil
 	}
-	return to.Offer(pipe.Link{Out: newSender(a.out), In: &receiver{end: a.in, turn: make(chan struct{}, 1)}})
+	return to.Offer(pipe.Link{Out: newSender(a.out), In: newReceiver(a.in)})
 }
 
 // forget is called by an end that is over.

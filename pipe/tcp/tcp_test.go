@@ -273,3 +273,49 @@ func FuzzFrame(f *testing.F) {
 		}
 	})
 }
+
+// A frame is acknowledged soon although another one has begun to arrive, which nobody receives; and when the
+// receiver closes before that.
+func TestLateAcknowledgement(t *testing.T) {
+	n := &Network{}
+	for try := range 10 {
+		closes := try%2 == 1
+		d, a := pipetest.Pair(t, n, n)
+		type sent struct {
+			header string
+			err    error
+		}
+		ends := make(chan sent, 2)
+		for _, header := range []string{"a", "b"} {
+			go func() { ends <- sent{header, d.Out.Send(t.Context(), []byte(header), [][]byte{make([]byte, 100)})} }()
+		}
+		header, _, err := pipe.Receive(t.Context(), a.In)
+		require.NoError(t, err)
+		if closes {
+			require.NoError(t, a.In.Close())
+		}
+		results := map[string]error{}
+		for range 2 {
+			select {
+			case s := <-ends:
+				results[s.header] = s.err
+			case <-time.After(10 * time.Second):
+				require.FailNow(t, "a Send does not end")
+			}
+			if !closes && len(results) == 1 {
+				require.Contains(t, results, string(header), "the other one was not received")
+				_, _, err = pipe.Receive(t.Context(), a.In)
+				require.NoError(t, err)
+			}
+		}
+		require.NoError(t, results[string(header)])
+		delete(results, string(header))
+		for _, err := range results {
+			if closes {
+				require.ErrorIs(t, err, pipe.ErrClosed)
+			} else {
+				require.NoError(t, err)
+			}
+		}
+	}
+}
