@@ -154,6 +154,7 @@ func (e *end) current(ctx context.Context, outward bool) (net.Conn, uint64, erro
 		if err != nil || conn != nil {
 			return conn, peerHas, err
 		}
+		var pause <-chan time.Time
 		if e.address != "" {
 			err = e.redial(patient, outward)
 			if err == nil || errors.Is(err, connector.ErrGone) || errors.Is(err, connector.ErrIncompatible) {
@@ -162,9 +163,6 @@ func (e *end) current(ctx context.Context, outward bool) (net.Conn, uint64, erro
 				}
 				continue
 			}
-		}
-		var pause <-chan time.Time
-		if e.address != "" {
 			pause = time.After(redialPause)
 		}
 		select {
