@@ -29,9 +29,17 @@ type Config struct {
 	KeyFile    string   `json:"key_file,omitempty" jsonschema:"description=Key that all peers share; wanted beyond loopback; makes mutual TLS of it."`
 	Backends   []string `json:"backends,omitempty" jsonschema:"description=Backends of NIXL to start; default UCX. One that does not start is an error."`
 	NetDevices string   `json:"ucx_net_devices,omitempty" jsonschema:"description=UCX_NET_DEVICES; default lo where side_channel_host is a loopback address and else all."`
+	Mode       string   `json:"mode,omitempty" jsonschema:"enum=auto,enum=pull,enum=push,description=Who moves the bytes of a load: pull (the consumer reads) or push (it has the producer write); default auto: push where they go over TCP and pull elsewhere."`
 	LeaseMS    int      `json:"lease_ms,omitempty" jsonschema:"minimum=10,maximum=600000,description=How long in milliseconds finished blocks wait for a sign of life of their consumer; default VLLM_NIXL_ABORT_REQUEST_TIMEOUT (seconds) or 30000."`
 	LibDir     string   `json:"nixl_lib_dir,omitempty" jsonschema:"description=Folder of the NIXL library; default NIXL_LIB_DIR or where make deps puts it."`
 }
+
+// Values of mode.
+const (
+	modeAuto = "auto"
+	modePull = "pull"
+	modePush = "push"
+)
 
 const (
 	defaultLease = 30 * time.Second
@@ -58,6 +66,13 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 			return c, err
 		}
 		c.LeaseMS = seconds * 1000
+	}
+	switch c.Mode {
+	case "":
+		c.Mode = modeAuto
+	case modeAuto, modePull, modePush:
+	default:
+		return c, fmt.Errorf("mode: is %q, want auto, pull or push: %w", c.Mode, connector.ErrIncompatible)
 	}
 	if len(c.Backends) == 0 {
 		c.Backends = []string{"UCX"}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -19,7 +20,8 @@ import (
 const (
 	askTimeout = 2 * time.Second
 	maxIdle    = 4  // connections that wait at one address for the next question
-	maxPeers   = 64 // producers' lives that NIXL is told to remember
+	maxPeers   = 64 // other engines' lives that NIXL is told to remember
+	maxFaces   = 8  // metadata of one that is remembered; for more NIXL is told again
 )
 
 // lines are a consumer's connections to producers' side channels, by address.
@@ -30,7 +32,7 @@ type lines struct {
 	idle map[string][]net.Conn
 }
 
-// peers are the producers' agents that a rank's agent knows.
+// peers are the agents that a rank's agent knows: producers that it reads from and consumers that it writes to.
 type peers struct {
 	rank *rank
 
@@ -38,9 +40,9 @@ type peers struct {
 	list []*peer // the longest unused first
 }
 
-// peer is a producer's agent that ours knows.
+// peer is an agent that ours knows.
 type peer struct {
-	metadata  []byte
+	metadata  [][]byte // all that it was made known by: its memory changes
 	name      string
 	transport string // for metrics
 	users     int
@@ -69,6 +71,9 @@ func (l *lines) ask(ctx context.Context, address string, q *question) (*answer, 
 
 func exchange(ctx context.Context, conn net.Conn, q *question) (*answer, error) {
 	deadline := time.Now().Add(askTimeout)
+	if q.Push != nil {
+		deadline = time.Now().Add(time.Duration(q.Push.LimitMS) * time.Millisecond)
+	}
 	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
 		deadline = d
 	}
@@ -124,15 +129,14 @@ func (l *lines) keep(address string, conn net.Conn) {
 }
 
 // use makes an agent known, or finds it. The caller gives it back.
-func (l *peers) use(a *answer) (*peer, error) {
-	metadata := a.Metadata
+func (l *peers) use(metadata []byte, transport string) (*peer, error) {
 	if own := l.rank.cache(); own != nil && bytes.Equal(own.metadata, metadata) { // a ticket of this engine's own
-		return &peer{metadata: metadata, name: l.rank.agent.Name(), transport: transportOf(l.rank.backend.Name(), a)}, nil
+		return &peer{name: l.rank.agent.Name(), transport: transport}, nil
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, p := range l.list {
-		if !p.broken && bytes.Equal(p.metadata, metadata) {
+		if !p.broken && slices.ContainsFunc(p.metadata, func(m []byte) bool { return bytes.Equal(m, metadata) }) {
 			p.users++
 			return p, nil
 		}
@@ -142,7 +146,17 @@ func (l *peers) use(a *answer) (*peer, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", err, connector.ErrGone)
 	}
-	p := &peer{metadata: metadata, name: name, users: 1, transport: transportOf(l.rank.backend.Name(), a)}
+	for _, p := range l.list { // one whose memory has changed: NIXL knows it by its name
+		if p.name == name && p.broken {
+			return nil, fmt.Errorf("agent %s is about to be forgotten: %w", name, connector.ErrGone)
+		}
+		if p.name == name {
+			p.metadata = append(p.metadata[max(0, len(p.metadata)-maxFaces+1):], metadata)
+			p.users++
+			return p, nil
+		}
+	}
+	p := &peer{metadata: [][]byte{metadata}, name: name, users: 1, transport: transport}
 	l.list = append(l.list, p)
 	return p, nil
 }

@@ -14,13 +14,14 @@ import (
 // The side channel carries one question and one answer at a time, each a length, a checksum and JSON. TCP's
 // own misses one error in some thousands, and a wrong address here would be read without a word.
 const (
-	protocolVersion = 1
+	protocolVersion = 2
 	maxMessage      = 64 << 20
 	maxTokens       = 1 << 30
 )
 
 // question is what a consumer's rank asks about one hold: where its blocks are, or, with Done, whether
-// they still were what it has read. With Beats it only says which holds it is still interested in.
+// they still were what it has read. With Beats it only says which holds it is still interested in, and with
+// Push it wants them written.
 type question struct {
 	Version int              `json:"version"`
 	Model   []byte           `json:"model"`
@@ -32,6 +33,16 @@ type question struct {
 	Done    bool             `json:"done,omitempty"`
 	Load    string           `json:"load,omitempty"` // with Done: names the read, so that asking again after a lost answer gives the same
 	Beats   []beat           `json:"beats,omitempty"`
+	Push    *push            `json:"push,omitempty"` // write them, and then say whether they still were there; Load names it
+}
+
+// push is where a consumer wants blocks written to.
+type push struct {
+	Metadata []byte `json:"metadata"` // of the consumer's agent
+	Host     string `json:"host"`     // of the consumer, and its process there: to tell the transport
+	PID      int    `json:"pid"`
+	Runs     []byte `json:"runs"`     // see packRuns
+	LimitMS  int64  `json:"limit_ms"` // how long the consumer waits
 }
 
 // beat is a consumer's sign of life.
@@ -54,6 +65,9 @@ type answer struct {
 	Tokens   int                `json:"tokens,omitempty"` // that the blocks end with
 	Over     []connector.HoldID `json:"over,omitempty"`   // of Beats: those that are not there any more
 	Blocks   []heldBlock        `json:"blocks,omitempty"`
+	Written  uint64             `json:"written,omitempty"` // bytes of a Push: all of them, and they were held
+	Stale    bool               `json:"stale,omitempty"`   // with a Refusal: they were moved, and were not held until then
+	Unsure   bool               `json:"unsure,omitempty"`  // with a Refusal: something may still be written
 }
 
 // segment is one of the producer's segments, by addresses of its agent's memory.
@@ -117,6 +131,8 @@ func (a *answer) err() error {
 	switch {
 	case a.Refusal == "":
 		return nil
+	case a.Stale:
+		return fmt.Errorf("the producer says: %s: %w: %w", a.Refusal, errStale, connector.ErrGone)
 	case a.Gone:
 		return fmt.Errorf("the producer says: %s: %w", a.Refusal, connector.ErrGone)
 	}
@@ -124,5 +140,7 @@ func (a *answer) err() error {
 }
 
 func refuse(err error) *answer {
-	return &answer{Refusal: err.Error(), Gone: errors.Is(err, connector.ErrGone)}
+	return &answer{
+		Refusal: err.Error(), Gone: errors.Is(err, connector.ErrGone), Stale: errors.Is(err, errStale), Unsure: errors.Is(err, errUnsure),
+	}
 }

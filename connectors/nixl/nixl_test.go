@@ -20,12 +20,14 @@ import (
 )
 
 // TestLoad: what a consumer loads is what the producer has, whatever slots both use.
-func TestLoad(t *testing.T) {
+func TestLoad(t *testing.T) { eachMode(t, testLoad) }
+
+func testLoad(t *testing.T, mode string) {
 	libDir(t)
 	defer goleak.VerifyNone(t)
 	t.Run("pair", func(t *testing.T) {
 		rng := rand.New(rand.NewPCG(1, 2))
-		p, d := open(t, connector.RoleProducer, Config{}, nil), open(t, connector.RoleConsumer, Config{}, nil)
+		p, d := open(t, connector.RoleProducer, Config{}, nil), open(t, connector.RoleConsumer, Config{Mode: mode}, nil)
 		for i := range 30 {
 			n := 1 + rng.IntN(12)
 			theirs, hold := p.finish(rng, byte(i), n)
@@ -49,11 +51,13 @@ func TestLoad(t *testing.T) {
 }
 
 // TestRefused: tickets that are good for nothing cost an error that says why, and no block.
-func TestRefused(t *testing.T) {
+func TestRefused(t *testing.T) { eachMode(t, testRefused) }
+
+func testRefused(t *testing.T, mode string) {
 	rng := rand.New(rand.NewPCG(3, 4))
-	p, d := open(t, connector.RoleProducer, Config{}, nil), open(t, connector.RoleConsumer, Config{}, nil)
-	other := open(t, connector.RoleConsumer, Config{}, func(e *connector.Env) { e.Shape[5]++ })
-	stranger := open(t, connector.RoleConsumer, Config{}, func(e *connector.Env) { e.Model[5]++ })
+	p, d := open(t, connector.RoleProducer, Config{}, nil), open(t, connector.RoleConsumer, Config{Mode: mode}, nil)
+	other := open(t, connector.RoleConsumer, Config{Mode: mode}, func(e *connector.Env) { e.Shape[5]++ })
+	stranger := open(t, connector.RoleConsumer, Config{Mode: mode}, func(e *connector.Env) { e.Model[5]++ })
 	ticketOf := func() (t ticket, raw []byte) {
 		_, h := p.finish(rng, 1, 3)
 		require.NoError(p, json.Unmarshal(h.Ticket, &t))
@@ -150,7 +154,7 @@ func TestSettle(t *testing.T) {
 	}
 	c, err := Config{}.settle(env())
 	require.NoError(t, err)
-	require.Equal(t, Config{Host: "127.0.0.1", NetDevices: "lo", LeaseMS: 30000, Backends: []string{"UCX"}}, c)
+	require.Equal(t, Config{Host: "127.0.0.1", NetDevices: "lo", Mode: "auto", LeaseMS: 30000, Backends: []string{"UCX"}}, c)
 	c, err = Config{}.settle(env(EnvHost, "127.0.0.2", EnvPort, "5600"))
 	require.NoError(t, err)
 	require.Equal(t, "127.0.0.2", c.Host)
@@ -161,12 +165,16 @@ func TestSettle(t *testing.T) {
 	require.Equal(t, 7, c.Port)
 	_, err = Config{Host: "0.0.0.0"}.settle(env())
 	require.ErrorContains(t, err, "key_file")
+	_, err = Config{Mode: "shove"}.settle(env())
+	require.ErrorContains(t, err, "mode")
 	_, err = Config{}.settle(env(EnvPort, "many"))
 	require.ErrorContains(t, err, EnvPort)
 }
 
 // TestKeyFile: with a key both ends speak TLS, and who has another key is not answered.
-func TestKeyFile(t *testing.T) {
+func TestKeyFile(t *testing.T) { eachMode(t, testKeyFile) }
+
+func testKeyFile(t *testing.T, mode string) {
 	libDir(t)
 	key := func(name, content string) string {
 		path := filepath.Join(t.TempDir(), name)
@@ -176,7 +184,7 @@ func TestKeyFile(t *testing.T) {
 	a, b := key("a", "a"), key("b", "b")
 	rng := rand.New(rand.NewPCG(5, 6))
 	p := open(t, connector.RoleProducer, Config{KeyFile: a}, nil)
-	friend, stranger := open(t, connector.RoleConsumer, Config{KeyFile: a}, nil), open(t, connector.RoleConsumer, Config{KeyFile: b}, nil)
+	friend, stranger := open(t, connector.RoleConsumer, Config{Mode: mode, KeyFile: a}, nil), open(t, connector.RoleConsumer, Config{Mode: mode, KeyFile: b}, nil)
 	theirs, hold := p.finish(rng, 1, 4)
 	_, err := stranger.load(rng, 1, 4, hold.Ticket)
 	require.ErrorIs(t, err, connector.ErrGone)
@@ -190,13 +198,15 @@ func TestKeyFile(t *testing.T) {
 
 // TestNextLife: a producer that starts anew at the same port knows nothing of its former life's tickets, and a
 // consumer goes on with it.
-func TestNextLife(t *testing.T) {
+func TestNextLife(t *testing.T) { eachMode(t, testNextLife) }
+
+func testNextLife(t *testing.T, mode string) {
 	free, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	port := free.Addr().(*net.TCPAddr).Port
 	require.NoError(t, free.Close())
 	rng := rand.New(rand.NewPCG(10, 11))
-	d := open(t, connector.RoleConsumer, Config{}, nil)
+	d := open(t, connector.RoleConsumer, Config{Mode: mode}, nil)
 	var former []byte
 	for life := range 3 {
 		t.Run("life", func(t *testing.T) {

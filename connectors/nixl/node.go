@@ -1,5 +1,5 @@
 // Package nixl moves blocks between engines with NIXL: a consumer reads them out of its producer's cache,
-// in place, while the producer's engine goes on.
+// in place, while the producer's engine goes on; or it has the producer write them, which is faster over TCP.
 //
 // A producer holds the blocks of a finished request for a lease and gives a ticket. The consumer asks at
 // the address in it where the blocks are, reads them with one transfer, and asks whether they were still
@@ -48,6 +48,7 @@ type Node struct {
 	lines  lines
 	pulse  pulse
 	tally  tally
+	pushes pushes
 	log    *slog.Logger
 
 	listener net.Listener // nil where the role does not save

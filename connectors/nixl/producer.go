@@ -14,7 +14,7 @@ import (
 )
 
 const (
-	maxQuestion = 1 << 16
+	maxQuestion = 8 << 20 // of which a push of very many runs needs most
 	maxConns    = 1024
 	idleConn    = time.Minute // a consumer that asks nothing for so long dials again
 )
@@ -104,6 +104,7 @@ func (n *Node) serve(c net.Conn) {
 			n.log.Info("a consumer is refused", "peer", c.RemoteAddr().String(), "hold", q.Hold, "reason", err)
 			a = refuse(err)
 		}
+		_ = c.SetDeadline(time.Now().Add(askTimeout)) // a push may have taken its time
 		if err := writeMessage(c, a); err != nil {
 			return
 		}
@@ -135,6 +136,9 @@ func (n *Node) reply(q *question) (*answer, error) {
 	r, err := n.rankOf(q.Rank)
 	if err != nil {
 		return nil, err
+	}
+	if q.Push != nil {
+		return n.pushes.once(q, func() (*answer, error) { return n.push(r, q, &e) })
 	}
 	r.rouse()
 	a := r.cache().answer()

@@ -25,12 +25,16 @@ type rank struct {
 	known atomic.Pointer[cache]
 	mu    sync.Mutex // held while the cache is registered
 	peers *peers
+
+	view sync.Mutex
+	now  *window // that loads go to; nil: not made yet
 }
 
 // cache is a rank's paged cache as NIXL knows it.
 type cache struct {
 	metadata []byte
 	segments []segment
+	areas    []nixl.Region // that hold them all
 }
 
 func (n *Node) newRank(env connector.Env) (*rank, error) {
@@ -83,9 +87,11 @@ func (r *rank) register(kv *connector.KV) error {
 		bounds[s.Region] = [2]uint64{min(b[0], first.Addr), max(b[1], end)}
 	}
 	for _, b := range bounds {
-		if _, err := r.agent.Register(r.backend, nixl.DRAM, nixl.Region{Addr: b[0], Len: b[1] - b[0]}); err != nil {
+		area := nixl.Region{Addr: b[0], Len: b[1] - b[0]}
+		if _, err := r.agent.Register(r.backend, nixl.DRAM, area); err != nil {
 			return err
 		}
+		c.areas = append(c.areas, area)
 	}
 	var err error
 	if c.metadata, err = r.agent.Metadata(); err != nil {
@@ -105,6 +111,7 @@ const (
 	busyPause = 100 * time.Microsecond
 	idlePause = 20 * time.Millisecond
 	busyTime  = time.Second // after a question
+	spinTime  = 500 * time.Microsecond
 )
 
 // rouse has progress look often for a while: somebody is about to read.
@@ -138,6 +145,28 @@ func (r *rank) progress() {
 			pause = busyPause
 		}
 		timer.Reset(pause)
+	}
+}
+
+// work lets NIXL work until over, as often as Transfer.Wait does.
+func (r *rank) work(over <-chan struct{}) {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for began := time.Now(); ; {
+		if _, err := r.agent.Notifications(); err != nil {
+			<-over
+			return
+		}
+		pause := time.Duration(0) // but others may run
+		if waited := time.Since(began); waited > spinTime {
+			pause = min(waited/16, 2*busyPause)
+		}
+		timer.Reset(pause)
+		select {
+		case <-over:
+			return
+		case <-timer.C:
+		}
 	}
 }
 

@@ -35,6 +35,13 @@ func libDir(t testing.TB) string {
 	return dir
 }
 
+// eachMode runs a test with consumers that read and with consumers that have the producer write.
+func eachMode(t *testing.T, test func(t *testing.T, mode string)) {
+	for _, mode := range []string{modePull, modePush} {
+		t.Run(mode, func(t *testing.T) { test(t, mode) })
+	}
+}
+
 const testBlocks = 64
 
 // testLayout has two groups, segments of several sizes and gaps between blocks.

@@ -85,7 +85,9 @@ func (s *staleScene) handle(kind string, prefix byte, n int) []byte {
 
 // TestStaleHandles: whatever is wrong with a handle, its load fails with a reason, names the blocks that did not
 // come, or has brought what belongs there.
-func TestStaleHandles(t *testing.T) {
+func TestStaleHandles(t *testing.T) { eachMode(t, testStaleHandles) }
+
+func testStaleHandles(t *testing.T, mode string) {
 	kinds := []string{"unknown id", "out of range", "consumed", "reused", "expired", "forged", "replayed", "another prompt", "reused meanwhile"}
 	n := 100
 	if os.Getenv("KVPORT_SOAK") != "" {
@@ -95,7 +97,7 @@ func TestStaleHandles(t *testing.T) {
 		n = *flagHandles
 	}
 	rng := rand.New(rand.NewPCG(*flagSeed, 52234))
-	s := &staleScene{T: t, rng: rng, p: open(t, connector.RoleProducer, Config{}, nil), d: open(t, connector.RoleConsumer, Config{}, nil)}
+	s := &staleScene{T: t, rng: rng, p: open(t, connector.RoleProducer, Config{}, nil), d: open(t, connector.RoleConsumer, Config{Mode: mode}, nil)}
 	outcome := map[string]int{}
 	for i := range n {
 		kind, blocks := kinds[i%len(kinds)], 2+rng.IntN(12)

@@ -17,11 +17,15 @@ func StatInfos() []connector.StatInfo {
 		return connector.StatInfo{Name: name, Help: help, Kind: connector.Counter, Labels: labels}
 	}
 	return []connector.StatInfo{
-		counter("reads_total", "Reads of a producer's cache, by transport and result.", "transport", "result"),
-		counter("read_bytes_total", "Bytes read, by transport.", "transport"),
-		counter("read_descriptors_total", "Runs of memory that reads were made of."),
-		counter("read_seconds_total", "Time from the post of reads to their end."),
+		counter("reads_total", "Loads of a producer's blocks, by who moved them, transport and result.", "mode", "transport", "result"),
+		counter("read_bytes_total", "Bytes loaded, by transport.", "transport"),
+		counter("read_descriptors_total", "Runs of memory that loads were made of."),
+		counter("read_seconds_total", "Time from the post of loads to their end."),
 		counter("post_seconds_total", "Time to prepare and post reads."),
+		counter("writes_total", "Pushes to consumers, by transport and result.", "transport", "result"),
+		counter("write_bytes_total", "Bytes pushed, by transport.", "transport"),
+		counter("write_seconds_total", "Time from the post of pushes to their end."),
+		counter("revoked_total", "Loads whose memory was taken from a writer that did not say it had ended."),
 		counter("holds_consumed_total", "Holds that consumers have fetched."),
 		counter("holds_expired_total", "Holds that ended before a consumer had fetched them."),
 		counter("late_questions_total", "Questions about holds that were over, or never were."),
@@ -33,13 +37,17 @@ func StatInfos() []connector.StatInfo {
 // tally counts what ranks do.
 type tally struct {
 	mu                      sync.Mutex
-	reads                   map[[2]string]float64 // by transport and result
+	reads                   map[[3]string]float64 // by mode, transport and result
 	bytes                   map[string]float64    // by transport
 	descriptors, moved, set float64               // the last two in seconds
+	writes                  map[[2]string]float64 // by transport and result
+	written                 map[string]float64    // by transport
+	writing, revoked        float64               // the first in seconds
 }
 
 // read is one transfer, for tally.
 type read struct {
+	mode        string
 	transport   string
 	bytes       uint64
 	descriptors int
@@ -51,20 +59,42 @@ func (t *tally) add(r *read) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.reads == nil {
-		t.reads, t.bytes = map[[2]string]float64{}, map[string]float64{}
+		t.reads, t.bytes = map[[3]string]float64{}, map[string]float64{}
 	}
-	result := "ok"
-	switch {
-	case errors.Is(r.err, errStale):
-		result = "stale"
-	case r.err != nil:
-		result = "failed"
-	}
-	t.reads[[2]string{r.transport, result}]++
+	t.reads[[3]string{r.mode, r.transport, r.result()}]++
 	t.bytes[r.transport] += float64(r.bytes)
 	t.descriptors += float64(r.descriptors)
 	t.moved += r.took.Seconds()
 	t.set += r.post.Seconds()
+}
+
+// wrote counts a push on the producer's side.
+func (t *tally) wrote(r *read) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.writes == nil {
+		t.writes, t.written = map[[2]string]float64{}, map[string]float64{}
+	}
+	t.writes[[2]string{r.transport, r.result()}]++
+	t.written[r.transport] += float64(r.bytes)
+	t.writing += r.took.Seconds()
+}
+
+// revoke counts a load whose memory was taken away.
+func (t *tally) revoke() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.revoked++
+}
+
+func (r *read) result() string {
+	switch {
+	case errors.Is(r.err, errStale):
+		return "stale"
+	case r.err != nil:
+		return "failed"
+	}
+	return "ok"
 }
 
 // Stats implements connector.StatsSource.
@@ -79,6 +109,14 @@ func (t *tally) stats() []connector.Stat {
 		{Name: "read_descriptors_total", Value: t.descriptors},
 		{Name: "read_seconds_total", Value: t.moved},
 		{Name: "post_seconds_total", Value: t.set},
+		{Name: "write_seconds_total", Value: t.writing},
+		{Name: "revoked_total", Value: t.revoked},
+	}
+	for k, v := range t.writes {
+		out = append(out, connector.Stat{Name: "writes_total", Labels: k[:], Value: v})
+	}
+	for _, k := range slices.Sorted(maps.Keys(t.written)) {
+		out = append(out, connector.Stat{Name: "write_bytes_total", Labels: []string{k}, Value: t.written[k]})
 	}
 	for k, v := range t.reads {
 		out = append(out, connector.Stat{Name: "reads_total", Labels: k[:], Value: v})

@@ -6,7 +6,6 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
-	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/native/nixl"
@@ -23,8 +22,8 @@ func (w *worker) Save(_ context.Context, _ *connector.Transfer, kv *connector.KV
 	return w.rank.register(kv)
 }
 
-// Load implements connector.Worker: it reads the blocks of a ticket out of the producer's cache. The end
-// of ctx ends questions, but not a read: only NIXL can say when that is over.
+// Load implements connector.Worker: it reads the blocks of a ticket out of the producer's cache, or has the
+// producer write them.
 func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	from, err := parseTicket(t.Ticket)
 	if err != nil {
@@ -51,17 +50,10 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 		return err
 	}
 	var moved read
-	err = w.read(a, plan, &moved)
-	if err == nil {
-		q.Done, q.Load = true, rand.Text()
-		if _, gone := w.rank.node.lines.ask(ctx, from.Address, q); gone != nil { // it may have read what was held no more
-			err = fmt.Errorf("%w: %w", errStale, gone)
-		}
-	}
-	moved.err = err
+	moved.err = w.move(ctx, from.Address, q, a, plan, &moved)
 	w.rank.node.tally.add(&moved)
-	if err != nil {
-		return err
+	if moved.err != nil {
+		return moved.err
 	}
 	if len(plan.missing) > 0 {
 		return &connector.BlockError{Blocks: plan.missing, Err: fmt.Errorf("the producer does not hold them: %w", connector.ErrGone)}
@@ -69,42 +61,53 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	return nil
 }
 
+// move brings the bytes of a plan here, by whichever way is right, and makes sure that they were held until
+// the end. Nothing writes them when it returns.
+func (w *worker) move(ctx context.Context, address string, q *question, a *answer, p *reads, m *read) error {
+	q.Load = rand.Text()
+	m.mode, m.transport = modePull, "none"
+	if len(p.local) == 0 {
+		return w.confirm(ctx, address, q)
+	}
+	m.transport = transportOf(w.rank.backend.Name(), a.Host, a.PID, p.remote[0].Addr)
+	m.mode = w.rank.mode(a, m.transport)
+	l := landing{rank: w.rank, metadata: a.Metadata, local: p.local, remote: p.remote}
+	var err error
+	l.window, err = w.rank.window()
+	switch {
+	case err == nil:
+		defer l.window.leave()
+		l.local = make([]nixl.Region, len(p.local))
+		for i, r := range p.local {
+			l.local[i] = l.window.at(r)
+		}
+	case m.mode == modePush && w.rank.node.config.Mode == modePush:
+		return fmt.Errorf("mode push: %w: %w", err, connector.ErrIncompatible)
+	default:
+		m.mode = modePull
+	}
+	if m.mode == modePush {
+		err = l.push(ctx, address, q, m)
+	} else if err = l.pull(ctx, m); err == nil {
+		err = w.confirm(ctx, address, q)
+	}
+	if err == nil && l.window != nil && l.window.touched(l.local) {
+		err = errRevoked
+	}
+	return err
+}
+
+// confirm asks whether what was read was held until now.
+func (w *worker) confirm(ctx context.Context, address string, q *question) error {
+	q.Done = true
+	if _, gone := w.rank.node.lines.ask(ctx, address, q); gone != nil { // it may have read what was held no more
+		return fmt.Errorf("%w: %w", errStale, gone)
+	}
+	return nil
+}
+
 // errStale says that a producer did not confirm what was read.
 var errStale = errors.New("the producer does not confirm what was read")
-
-// read moves the bytes of a plan.
-func (w *worker) read(a *answer, p *reads, r *read) (err error) {
-	r.transport = "none"
-	if len(p.local) == 0 {
-		return nil
-	}
-	peer, err := w.rank.peers.use(a)
-	if err != nil {
-		return err
-	}
-	r.transport, r.descriptors = peer.transport, len(p.local)
-	defer func() { w.rank.peers.giveBack(peer, err != nil) }()
-	w.rank.rouse()
-	began := time.Now()
-	t, err := w.rank.agent.Prepare(nixl.Request{Op: nixl.Read, Peer: peer.name, Local: p.local, Remote: p.remote, Backend: w.rank.backend})
-	if err != nil {
-		return fmt.Errorf("%w: %w", err, connector.ErrGone)
-	}
-	posted := time.Now()
-	done, err := t.Post()
-	r.post = time.Since(began)
-	if err == nil && !done {
-		err = t.Wait(context.Background()) // a peer that stands still is the host's deadline's matter
-	}
-	r.took = time.Since(posted)
-	if err != nil {
-		return errors.Join(fmt.Errorf("%w: %w", err, connector.ErrGone), t.Close())
-	}
-	for i := range p.local {
-		r.bytes += p.local[i].Len
-	}
-	return t.Close()
-}
 
 // Close implements connector.Worker.
 func (w *worker) Close() error { return errors.Join(w.rank.close(), w.leave()) }

@@ -78,7 +78,7 @@ func (c *Config) decode(data json.RawMessage, depth int) error {
 		{"kv_connector", text(&c.Connector)},
 		{"kv_role", text(&role)},
 		{"engine_id", text(&c.EngineID)},
-		{"kv_buffer_device", oneOf(&c.BufferDevice, "cpu")},
+		{"kv_buffer_device", c.decodeDevice},
 		{"kv_load_failure_policy", oneOf(&c.FailurePolicy, PolicyRecompute, PolicyFail)},
 		{"kv_connector_extra_config", object(&c.Extra)},
 		{"kv_connector_module_path", text(&c.ModulePath)},
@@ -206,4 +206,13 @@ func (s *Settings) decodeHash(raw json.RawMessage) error {
 	}
 	s.PluginSHA256 = v
 	return nil
+}
+
+// decodeDevice reads kv_buffer_device. That it is not to be had wraps connector.ErrIncompatible.
+func (c *Config) decodeDevice(raw json.RawMessage) error {
+	err := oneOf(&c.BufferDevice, "cpu", "cuda")(raw)
+	if err == nil && c.BufferDevice == "cuda" {
+		err = fmt.Errorf(`is "cuda", but caches are in host memory here and transfers of a GPU's memory were never run; want "cpu": %w`, connector.ErrIncompatible)
+	}
+	return err
 }

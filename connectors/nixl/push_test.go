@@ -1,0 +1,297 @@
+package nixl
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"math/rand/v2"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/native/nixl"
+)
+
+// value is the sum of a side's numbers of a name that have all labels.
+func (x *side) value(name string, labels ...string) (sum float64) {
+	stats, err := x.s.(connector.StatsSource).Stats(x.Context())
+	require.NoError(x, err)
+	for _, s := range stats {
+		has := true
+		for _, want := range labels {
+			found := false
+			for _, l := range s.Labels {
+				found = found || l == want
+			}
+			has = has && found
+		}
+		if s.Name == name && has {
+			sum += s.Value
+		}
+	}
+	return sum
+}
+
+// TestAuto: bytes that go over TCP are written by the producer, others are read.
+func TestAuto(t *testing.T) {
+	for _, c := range []struct{ tls, mode, transport string }{{"", modePull, "ucx:cma"}, {"tcp,self", modePush, "ucx:tcp,self"}} {
+		t.Run(c.mode, func(t *testing.T) {
+			if c.tls != "" {
+				t.Setenv("UCX_TLS", c.tls)
+			}
+			rng := rand.New(rand.NewPCG(20, 21))
+			p, d := open(t, connector.RoleProducer, Config{}, nil), open(t, connector.RoleConsumer, Config{}, nil)
+			for i := range 5 {
+				theirs, hold := p.finish(rng, byte(i), 9)
+				ours, err := d.load(rng, byte(i), 9, hold.Ticket)
+				require.NoError(t, err)
+				require.Equal(t, p.bytes(theirs), d.bytes(ours))
+			}
+			require.InDelta(t, 5, d.value("reads_total", c.mode, c.transport, "ok"), 0)
+			wrote := 0.0
+			if c.mode == modePush {
+				wrote = 5
+			}
+			require.InDelta(t, wrote, p.value("writes_total", c.transport, "ok"), 0)
+		})
+	}
+}
+
+// TestOverTCP: where writing is faster.
+func TestOverTCP(t *testing.T) {
+	rdma := t.TempDir()
+	for transport, want := range map[string]bool{
+		"ucx:network": true, "ucx:cma": false, "ucx:tcp": true, "ucx:tcp,self": true, "ucx:rc,self": false, "ucx:self": false, "posix": false,
+	} {
+		require.Equal(t, want, overTCP(transport, rdma), transport)
+	}
+	require.False(t, overTCP("ucx:network", ".."), "there are devices")
+}
+
+// valve is a relay in front of a side channel that holds back questions while it is shut.
+type valve struct {
+	listener net.Listener
+	mu       sync.Mutex
+	open     *sync.Cond
+	shut     bool
+	conns    []net.Conn
+}
+
+func newValve(t *testing.T, to string) *valve {
+	v := &valve{}
+	v.open = sync.NewCond(&v.mu)
+	var err error
+	v.listener, err = net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	var tasks sync.WaitGroup
+	tasks.Go(func() {
+		for {
+			c, err := v.listener.Accept()
+			if err != nil {
+				return
+			}
+			v.mu.Lock()
+			v.conns = append(v.conns, c)
+			v.mu.Unlock()
+			tasks.Go(func() { v.relay(c, to) })
+		}
+	})
+	t.Cleanup(func() {
+		require.NoError(t, v.listener.Close())
+		v.set(false)
+		for _, c := range v.conns {
+			_ = c.Close()
+		}
+		tasks.Wait()
+	})
+	return v
+}
+
+func (v *valve) relay(c net.Conn, to string) {
+	defer c.Close()
+	far, err := net.Dial("tcp", to)
+	if err != nil {
+		return
+	}
+	defer far.Close()
+	back := make(chan struct{})
+	go func() {
+		defer close(back)
+		_, _ = io.Copy(c, far)
+	}()
+	b := make([]byte, 64<<10)
+	for {
+		n, err := c.Read(b)
+		if n > 0 {
+			v.mu.Lock()
+			for v.shut {
+				v.open.Wait()
+			}
+			v.mu.Unlock()
+			_, _ = far.Write(b[:n])
+		}
+		if err != nil {
+			break
+		}
+	}
+	_ = far.(*net.TCPConn).CloseWrite()
+	<-back
+}
+
+func (v *valve) set(shut bool) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.shut = shut
+	v.open.Broadcast()
+}
+
+// TestLateWriter: a producer that writes when its consumer has given up writes to nothing, and the consumer
+// goes on with others and with it.
+func TestLateWriter(t *testing.T) {
+	for _, tls := range []string{"", "tcp,self"} {
+		t.Run("by "+tls, func(t *testing.T) {
+			if tls != "" {
+				t.Setenv("UCX_TLS", tls)
+			}
+			testLateWriter(t)
+		})
+	}
+}
+
+func testLateWriter(t *testing.T) {
+	rng := rand.New(rand.NewPCG(22, 23))
+	p, d := open(t, connector.RoleProducer, Config{}, nil), open(t, connector.RoleConsumer, Config{Mode: modePush}, nil)
+	v := newValve(t, p.node.address())
+	by := func(raw []byte) []byte {
+		var x ticket
+		require.NoError(t, json.Unmarshal(raw, &x))
+		x.Address = v.listener.Addr().String()
+		out, err := x.encode()
+		require.NoError(t, err)
+		return out
+	}
+	for i := range 3 {
+		_, hold := p.finish(rng, byte(i), 9)
+		p.node.told = func() { v.set(true) } // where the blocks are it learns, and no more
+		blocks := run(rng, byte(i), 9)
+		require.NoError(t, d.w.(*worker).rank.register(d.kv))
+		w, err := d.w.(*worker).rank.window() // as another load has, that goes on
+		require.NoError(t, err)
+		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+		err = d.w.Load(ctx, &connector.Transfer{Request: "r", Tokens: tokens(9), Blocks: blocks, Ticket: by(hold.Ticket)}, d.kv)
+		require.Error(t, err)
+		require.NotErrorIs(t, err, connector.ErrIncompatible)
+		cancel()
+		p.node.told = nil
+		require.InDelta(t, i+1, d.value("revoked_total"), 0)
+		d.fill(rng, blocks) // another request's
+		want := d.bytes(blocks)
+		wrote := p.value("write_bytes_total")
+		v.set(false)
+		require.Eventually(t, func() bool { return p.value("write_bytes_total") > wrote }, 10*time.Second, time.Millisecond, "the late write")
+		require.Equal(t, want, d.bytes(blocks), "a block that was given back was written")
+		w.leave()
+
+		theirs, hold := p.finish(rng, byte(i), 9)
+		ours, err := d.load(rng, byte(i), 9, by(hold.Ticket))
+		require.NoError(t, err, "in the next window")
+		require.Equal(t, p.bytes(theirs), d.bytes(ours))
+	}
+}
+
+// TestOneWrite: who asks for the same push again gets the answer of the first.
+func TestOneWrite(t *testing.T) {
+	var p pushes
+	began, end := make(chan struct{}), make(chan struct{})
+	calls := 0
+	ask := func(load string) (*answer, error) {
+		return p.once(&question{Hold: 1, Secret: []byte("x"), Load: load}, func() (*answer, error) {
+			calls++
+			close(began)
+			<-end
+			return &answer{Written: 7}, nil
+		})
+	}
+	var tasks sync.WaitGroup
+	for i := range 4 {
+		if i == 1 {
+			<-began
+		}
+		tasks.Go(func() {
+			a, err := ask("a")
+			if err != nil || a.Written != 7 {
+				t.Errorf("%v, %v", a, err)
+			}
+		})
+	}
+	close(end)
+	tasks.Wait()
+	require.Equal(t, 1, calls)
+	_, err := ask("")
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	p.all[readName{1, 0, "a", "x"}].at = time.Now().Add(-2 * doneKept)
+	p.sweep(time.Now())
+	require.Empty(t, p.all)
+}
+
+// TestRuns: what is packed is unpacked, and what is not of the hold is refused.
+func TestRuns(t *testing.T) {
+	rng := rand.New(rand.NewPCG(24, 25))
+	for range 200 {
+		var from, to []nixl.Region
+		for range 1 + rng.IntN(50) {
+			n := 1 + rng.Uint64N(1<<20)
+			from = append(from, nixl.Region{Addr: rng.Uint64(), Len: n})
+			to = append(to, nixl.Region{Addr: rng.Uint64(), Len: n})
+		}
+		data := packRuns(from, to)
+		gotFrom, gotTo, err := unpackRuns(data)
+		require.NoError(t, err)
+		require.Equal(t, from, gotFrom)
+		require.Equal(t, to, gotTo)
+		_, _, err = unpackRuns(data[:rng.IntN(len(data))])
+		require.ErrorIs(t, err, connector.ErrIncompatible)
+		_, _, err = unpackRuns(append(data, 0))
+		require.ErrorIs(t, err, connector.ErrIncompatible)
+	}
+}
+
+// TestRunsOfTheHold: a consumer gets what the hold has and not a byte beside it.
+func TestRunsOfTheHold(t *testing.T) {
+	c := &cache{segments: []segment{{Group: 0, Addr: 1000, Stride: 100, Bytes: 60}, {Group: 1, Addr: 1060, Stride: 100, Bytes: 40}, {Group: 0, Addr: 9000, Stride: 10, Bytes: 10}}}
+	e := &connector.Ended{Blocks: []connector.Block{{ID: 2, Group: 0}, {ID: 2, Group: 1}, {ID: 3, Group: 0}}}
+	for _, x := range []struct {
+		addr, size uint64
+		ok         bool
+	}{
+		{1200, 60, true}, {1200, 160, true}, {1230, 10, true}, {1260, 40, true}, {9020, 20, true}, {1299, 2, true},
+		{1200, 161, false}, {1199, 1, false}, {1199, 10, false}, {1360, 1, false}, {9020, 21, false}, {9019, 2, false},
+		{1, 1, false}, {^uint64(0) - 5, 3, false}, {9000, 1, false}, {1200, 1 << 40, false},
+	} {
+		err := c.holds(e, []nixl.Region{{Addr: 1200, Len: 1}, {Addr: x.addr, Len: x.size}})
+		require.Equal(t, x.ok, err == nil, "%+v: %v", x, err)
+		if err != nil {
+			require.ErrorIs(t, err, connector.ErrIncompatible)
+		}
+	}
+}
+
+func FuzzRuns(f *testing.F) {
+	f.Add(packRuns([]nixl.Region{{Addr: 5, Len: 7}}, []nixl.Region{{Addr: 9, Len: 7}}))
+	f.Add([]byte{255, 255, 255, 255, 15, 0})
+	f.Fuzz(func(t *testing.T, data []byte) {
+		from, to, err := unpackRuns(data)
+		if err != nil {
+			require.ErrorIs(t, err, connector.ErrIncompatible)
+			return
+		}
+		again, there, err := unpackRuns(packRuns(from, to))
+		require.NoError(t, err)
+		require.Equal(t, from, again)
+		require.Equal(t, to, there)
+	})
+}
