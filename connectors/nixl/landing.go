@@ -68,17 +68,17 @@ func (l *landing) pull(ctx context.Context, done *read) error {
 
 // push has the producer write, and waits until it says that it has. If it does not, its writes are made
 // to go nowhere.
-func (l *landing) push(ctx context.Context, address string, q *question, done *read) error {
+func (l *landing) push(ctx context.Context, at *asked, done *read) error {
 	ctx, cancel := early(ctx)
 	defer cancel()
 	limit := maxPush
 	if d, ok := ctx.Deadline(); ok {
 		limit = min(limit, time.Until(d))
 	}
-	q.Push = newPush(l, limit)
+	at.q.Push = newPush(l, limit)
 	done.descriptors = len(l.local)
 	began := time.Now()
-	a, err := l.await(ctx, address, q)
+	a, err := l.await(ctx, at)
 	done.took = time.Since(began)
 	if err == nil && a.Written != total(l.local) {
 		err = fmt.Errorf("the producer wrote %d of %d bytes: %w", a.Written, total(l.local), connector.ErrGone)
@@ -95,13 +95,13 @@ func (l *landing) push(ctx context.Context, address string, q *question, done *r
 }
 
 // await asks, and lets NIXL work meanwhile. After the end of ctx it waits a little for the answer.
-func (l *landing) await(ctx context.Context, address string, q *question) (a *answer, err error) {
+func (l *landing) await(ctx context.Context, at *asked) (a *answer, err error) {
 	asking, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	over := make(chan struct{})
 	go func() {
 		defer close(over)
-		a, err = l.rank.node.lines.ask(asking, address, q)
+		a, err = l.rank.node.lines.ask(asking, at.address, at.q)
 	}()
 	late := time.AfterFunc(time.Hour, stop)
 	defer late.Stop()

@@ -50,7 +50,7 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 		return err
 	}
 	var moved read
-	moved.err = w.move(ctx, from.Address, q, a, plan, &moved)
+	moved.err = w.move(ctx, &asked{from.Address, q, a}, plan, &moved)
 	w.rank.node.tally.add(&moved)
 	if moved.err != nil {
 		return moved.err
@@ -61,13 +61,21 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	return nil
 }
 
+// asked is a producer that has said where blocks are.
+type asked struct {
+	address string
+	q       *question
+	a       *answer
+}
+
 // move brings the bytes of a plan here, by whichever way is right, and makes sure that they were held until
 // the end. Nothing writes them when it returns.
-func (w *worker) move(ctx context.Context, address string, q *question, a *answer, p *reads, m *read) error {
-	q.Load = rand.Text()
+func (w *worker) move(ctx context.Context, at *asked, p *reads, m *read) error {
+	a := at.a
+	at.q.Load = rand.Text()
 	m.mode, m.transport = modePull, "none"
 	if len(p.local) == 0 {
-		return w.confirm(ctx, address, q)
+		return w.confirm(ctx, at)
 	}
 	m.transport = transportOf(w.rank.backend.Name(), a.Host, a.PID, p.remote[0].Addr)
 	m.mode = w.rank.mode(a, m.transport)
@@ -87,9 +95,9 @@ func (w *worker) move(ctx context.Context, address string, q *question, a *answe
 		m.mode = modePull
 	}
 	if m.mode == modePush {
-		err = l.push(ctx, address, q, m)
+		err = l.push(ctx, at, m)
 	} else if err = l.pull(ctx, m); err == nil {
-		err = w.confirm(ctx, address, q)
+		err = w.confirm(ctx, at)
 	}
 	if err == nil && l.window != nil && l.window.touched(l.local) {
 		err = errRevoked
@@ -98,9 +106,9 @@ func (w *worker) move(ctx context.Context, address string, q *question, a *answe
 }
 
 // confirm asks whether what was read was held until now.
-func (w *worker) confirm(ctx context.Context, address string, q *question) error {
-	q.Done = true
-	if _, gone := w.rank.node.lines.ask(ctx, address, q); gone != nil { // it may have read what was held no more
+func (w *worker) confirm(ctx context.Context, at *asked) error {
+	at.q.Done = true
+	if _, gone := w.rank.node.lines.ask(ctx, at.address, at.q); gone != nil { // it may have read what was held no more
 		return fmt.Errorf("%w: %w", errStale, gone)
 	}
 	return nil
