@@ -60,6 +60,7 @@ var damages = []struct {
 // the tokens are right.
 func TestDamagedBlocks(t *testing.T) {
 	r := newRig(t)
+	all := count(t, "damages", *flagDamages, 60, 200)
 	prompts, want := r.unaligned(texts(t, *flagSeed+4000, 8, 700, 900), 4)
 	p := r.serve("prefill", r.config("kv_producer", "", ""))
 	for _, prompt := range prompts { // one token: the answer's blocks are not stored
@@ -76,8 +77,8 @@ func TestDamagedBlocks(t *testing.T) {
 	counted := func() float64 { return r.metrics(d).Sum("kvport_integrity_failures_total") }
 	require.Zero(t, counted())
 	seen, tokens, kinds := 0.0, 0, map[string]int{}
-	for n := 0; n < *flagDamages; {
-		batch := min(4, *flagDamages-n)
+	for n := 0; n < all; {
+		batch := min(4, all-n)
 		restore := make([]func(), 0, batch)
 		order := rng.Perm(len(files))
 		for _, i := range order[:batch] {
@@ -92,7 +93,7 @@ func TestDamagedBlocks(t *testing.T) {
 			f()
 		}
 	}
-	t.Logf("%d damages of %d kinds, %v integrity failures counted, %d tokens compared, 0 differ: %v", *flagDamages, len(kinds), seen, tokens, kinds)
+	t.Logf("%d damages of %d kinds, %v integrity failures counted, %d tokens compared, 0 differ: %v", all, len(kinds), seen, tokens, kinds)
 	same(t, "restored", want, r.all(d.URL, prompts, 4))
 	require.Equal(t, seen, counted(), "blocks that are whole again are not counted")
 }
