@@ -1,6 +1,7 @@
 package nixl
 
 import (
+	"bytes"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -11,8 +12,9 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// The side channel carries one question and one answer at a time, each a length, a checksum and JSON. TCP's
-// own misses one error in some thousands, and a wrong address here would be read without a word.
+// The side channel carries one question and one answer at a time, each a length, a checksum, JSON and what is
+// too much for that (see tailed). TCP's own checksum misses one error in some thousands, and a wrong address
+// here would be read without a word.
 const (
 	protocolVersion = 2
 	maxMessage      = 64 << 20
@@ -62,9 +64,9 @@ type answer struct {
 	Host     string             `json:"host,omitempty"` // of the producer, and its process there: to tell the transport
 	PID      int                `json:"pid,omitempty"`
 	Segments []segment          `json:"segments,omitempty"`
-	Tokens   int                `json:"tokens,omitempty"` // that the blocks end with
-	Over     []connector.HoldID `json:"over,omitempty"`   // of Beats: those that are not there any more
-	Blocks   []heldBlock        `json:"blocks,omitempty"`
+	Tokens   int                `json:"tokens,omitempty"`  // that the blocks end with
+	Over     []connector.HoldID `json:"over,omitempty"`    // of Beats: those that are not there any more
+	Blocks   []heldBlock        `json:"-"`                 // they are its tail
 	Written  uint64             `json:"written,omitempty"` // bytes of a Push: all of them, and they were held
 	Stale    bool               `json:"stale,omitempty"`   // with a Refusal: they were moved, and were not held until then
 	Unsure   bool               `json:"unsure,omitempty"`  // with a Refusal: something may still be written
@@ -80,17 +82,23 @@ type segment struct {
 
 // heldBlock is a block of the hold.
 type heldBlock struct {
-	Group uint16            `json:"group"`
-	ID    connector.BlockID `json:"id"`
-	Key   []byte            `json:"key"` // all zero for a partial block
+	Group uint16
+	ID    connector.BlockID
+	Key   []byte // all zero for a partial block
 }
 
-const headSize = 8
+const (
+	headSize  = 8
+	firstRoom = 64 << 10
+)
 
 func checksum(data []byte) uint32 { return crc32.Checksum(data, crc32.MakeTable(crc32.Castagnoli)) }
 
 func writeMessage(w io.Writer, m any) error {
 	data, err := json.Marshal(m)
+	if t, has := m.(tailed); has && err == nil {
+		data, err = t.appendTail(append(data, 0))
+	}
 	if err != nil {
 		return err
 	}
@@ -113,7 +121,9 @@ func readMessage(r io.Reader, limit int, m any) error {
 	if int64(n) > int64(limit) {
 		return fmt.Errorf("message of %d bytes, the limit is %d", n, limit)
 	}
-	data, err := io.ReadAll(io.LimitReader(r, int64(n))) // grows with what comes, not with what is said
+	room := bytes.NewBuffer(make([]byte, 0, min(int(n), firstRoom)+bytes.MinRead)) // grows with what comes, not with what is said
+	_, err := room.ReadFrom(io.LimitReader(r, int64(n)))
+	data := room.Bytes()
 	if err == nil && len(data) < int(n) {
 		err = io.ErrUnexpectedEOF
 	}
@@ -123,7 +133,14 @@ func readMessage(r io.Reader, limit int, m any) error {
 	if err != nil {
 		return err
 	}
-	return json.Unmarshal(data, m)
+	data, tail, _ := bytes.Cut(data, []byte{0}) // JSON has no zero byte
+	if err := json.Unmarshal(data, m); err != nil {
+		return err
+	}
+	if t, has := m.(tailed); has {
+		return t.parseTail(tail)
+	}
+	return nil
 }
 
 // err is the refusal as an error, nil without one.
