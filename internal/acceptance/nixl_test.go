@@ -20,6 +20,7 @@ import (
 
 var (
 	flagNixlRequests = flag.Int("nixlrequests", 0, "requests between engines of 24 blocks with leases of 50 ms; default 100, in soak 2000")
+	flagNixlMode     = flag.String("nixlmode", "", "pull, push or auto: mode of all NixlConnectors; default both pull and push")
 	flagNixlKills    = flag.Int("nixlkills", 0, "kills in mid-transfer of each of P, D and their plugins, by NIXL; default 1, in soak 5 with the real model and 100 with -model sim")
 )
 
@@ -38,15 +39,29 @@ const calm = `"breaker":{"deaths":1000},"heartbeat":{"limit":"1m"},"deadlines":{
 const unhurried = time.Minute
 
 // nixl is a --kv-transfer-config of NixlConnector.
-func nixl(role string, lease, transfer time.Duration) string {
-	return fmt.Sprintf(`{"kv_connector":"NixlConnector","kv_role":%q,"kv_connector_extra_config":{"lease_ms":%d},"kvport":{%s}}`,
-		role, lease.Milliseconds(), fmt.Sprintf(calm, transfer))
+func nixl(role, mode string, lease, transfer time.Duration) string {
+	return fmt.Sprintf(`{"kv_connector":"NixlConnector","kv_role":%q,"kv_connector_extra_config":{"lease_ms":%d,"mode":%q},"kvport":{%s}}`,
+		role, lease.Milliseconds(), mode, fmt.Sprintf(calm, transfer))
+}
+
+// nixlModes are who may move the bytes: consumers, or producers.
+func nixlModes() []string {
+	if *flagNixlMode != "" {
+		return []string{*flagNixlMode}
+	}
+	return []string{"pull", "push"}
 }
 
 // TestNixlFewBlocks: caches so small that blocks are used anew at once, leases so short that many are over before
 // their consumer comes: no token is wrong, and in the end nothing is held.
 func TestNixlFewBlocks(t *testing.T) {
 	needNixl(t)
+	for _, mode := range nixlModes() {
+		t.Run(mode, func(t *testing.T) { nixlFewBlocks(t, mode) })
+	}
+}
+
+func nixlFewBlocks(t *testing.T, mode string) {
 	r := newRig(t)
 	r.tokens = 4
 	n := count(t, "nixlrequests", *flagNixlRequests, 100, 2000)
@@ -55,8 +70,8 @@ func TestNixlFewBlocks(t *testing.T) {
 	want := r.all(node.URL, prompts, 4)
 	r.stop(node)
 	const lease = 50 * time.Millisecond
-	p := r.serveModel("sim", "prefill", nixl("kv_producer", lease, unhurried), "--num-blocks", "24")
-	d := r.serveModel("sim", "decode", nixl("kv_consumer", lease, unhurried), "--num-blocks", "24")
+	p := r.serveModel("sim", "prefill", nixl("kv_producer", mode, lease, unhurried), "--num-blocks", "24")
+	d := r.serveModel("sim", "decode", nixl("kv_consumer", mode, lease, unhurried), "--num-blocks", "24")
 	same(t, "24 blocks, leases of 50 ms", want, r.all(r.route(p, d).URL, prompts, 8))
 	r.idle(p)
 	r.idle(d)
@@ -83,7 +98,9 @@ type nixlFleet struct {
 
 func (f *nixlFleet) engine(role string, i int, port string) *cluster.Process {
 	f.Helper()
-	return f.start(fmt.Sprintf("%s %d", role, i), "serve", "--model", f.model, "--port", port, "--num-blocks", "512", "--kv-transfer-config", nixl(role, f.lease, f.limit))
+	modes := nixlModes() // the engines of a role differ in it
+	return f.start(fmt.Sprintf("%s %d", role, i), "serve", "--model", f.model, "--port", port, "--num-blocks", "512",
+		"--kv-transfer-config", nixl(role, modes[i%len(modes)], f.lease, f.limit))
 }
 
 // newNixlFleet starts everything; limit is of a transfer.
