@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs `kvport conform` on every plugin named in PLUGINS and on the examples. A plugin that
-# needs a config keeps one that works in its folder's conform.json; @TMP@ in it becomes a fresh
-# folder in every case. The plugins that we ship must pass PROFILES, and those that their folder's
+# needs a config keeps one that works in its folder's conform.json, and others to be run too in
+# conform-NAME.json; @TMP@ in them becomes a fresh folder in every case. The plugins that we ship must pass PROFILES, and those that their folder's
 # conform.profiles names; if that begins with "only", no others. Exits non-zero if any failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,17 +9,22 @@ cd "$(dirname "$0")/.."
 PROFILES=${PROFILES:-store lifecycle multirank groups fault}
 passed=0 failed=0
 conform() { # NAME FOLDER BINARY PROFILE...
-	local name=$1 config='{}' binary=$3 profiles=()
-	[ ! -f "$2/conform.json" ] || config=@$2/conform.json
+	local name=$1 config configs=('{}') binary=$3 profiles=()
+	[ ! -f "$2/conform.json" ] || configs=("@$2/conform.json")
+	for config in "$2"/conform-*.json; do
+		[ ! -f "$config" ] || configs+=("@$config")
+	done
 	for profile in "${@:4}"; do
 		profiles+=(--profile "$profile")
 	done
-	echo "conform: kvport-$name: ${*:4}"
-	if bin/kvport conform --config "$config" "${profiles[@]}" "$binary"; then
-		passed=$((passed + 1))
-	else
-		failed=$((failed + 1))
-	fi
+	for config in "${configs[@]}"; do
+		echo "conform: kvport-$name: ${*:4}: $config"
+		if bin/kvport conform --config "$config" "${profiles[@]}" "$binary"; then
+			passed=$((passed + 1))
+		else
+			failed=$((failed + 1))
+		fi
+	done
 }
 
 for name in ${PLUGINS:-}; do

@@ -23,7 +23,7 @@ const (
 
 // question is what a consumer's rank asks about one hold: where its blocks are, or, with Done, whether
 // they still were what it has read. With Beats it only says which holds it is still interested in, and with
-// Push it wants them written.
+// Push it wants them written; Done, when they are, says that the hold has served.
 type question struct {
 	Version int              `json:"version"`
 	Model   []byte           `json:"model"`

@@ -95,7 +95,12 @@ func (w *worker) move(ctx context.Context, at *asked, p *reads, m *read) error {
 		m.mode = modePull
 	}
 	if m.mode == modePush {
-		err = l.push(ctx, at, m)
+		if err = l.push(ctx, at, m); err == nil {
+			at.q.Push = nil
+			if late := w.confirm(ctx, at); late != nil { // the bytes are here and were held
+				w.rank.env.Log.Debug("the producer does not know that its hold was fetched", "peer", at.address, "error", late)
+			}
+		}
 	} else if err = l.pull(ctx, m); err == nil {
 		err = w.confirm(ctx, at)
 	}
