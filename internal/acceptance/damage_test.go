@@ -168,7 +168,7 @@ func TestTwoModelsOneDirectory(t *testing.T) {
 	prompts := texts(t, *flagSeed+7000, 3, 600, 900)
 	other := changedModel(t)
 	want := single.answers(r, prompts)
-	node := r.serveModel(other, "other single", "", "--num-blocks", "512")
+	node := r.serveModel(other, "other single", "")
 	wantOther := r.all(node.URL, prompts, 1)
 	r.stop(node)
 	differs := false
@@ -180,7 +180,7 @@ func TestTwoModelsOneDirectory(t *testing.T) {
 	a := r.serve("a", r.config("kv_both", "", ""), "--enable-prefix-caching=false")
 	same(t, "weights A, cold", want, r.all(a.URL, prompts, 1))
 	r.stop(a)
-	b := r.serveModel(other, "b", r.config("kv_both", "", ""), "--num-blocks", "512", "--enable-prefix-caching=false")
+	b := r.serveModel(other, "b", r.config("kv_both", "", ""), "--enable-prefix-caching=false")
 	same(t, "weights B, cold, on A's directory", wantOther, r.all(b.URL, prompts, 1))
 	require.Zero(t, r.metrics(b).Sum("kvport_prompt_tokens_total", `source="external"`), "B loaded A's blocks")
 	same(t, "weights B, warm", wantOther, r.all(b.URL, prompts, 1))

@@ -117,15 +117,17 @@ func (r *rig) config(role, extra, host string) string {
 }
 
 // serve starts an engine. config may be empty.
-// serve starts the real model, with room for 8192 tokens: to fill the default 512 MiB with zeros takes most of a start.
 func (r *rig) serve(name, config string, args ...string) *cluster.Process {
 	r.Helper()
-	return r.serveModel(model(r.T), name, config, append([]string{"--num-blocks", "512"}, args...)...)
+	return r.serveModel(model(r.T), name, config, args...)
 }
 
 func (r *rig) serveModel(model, name, config string, args ...string) *cluster.Process {
 	r.Helper()
 	all := []string{"serve", "--model", model, "--port", "0"}
+	if strings.HasSuffix(model, ".gguf") { // room for 8192 tokens: to fill the default 512 MiB with zeros takes most of a start
+		all = append(all, "--num-blocks", "512")
+	}
 	if config != "" {
 		all = append(all, "--kv-transfer-config", config)
 	}
