@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"strconv"
 	"time"
@@ -31,6 +32,8 @@ type Config struct {
 	NetDevices string   `json:"ucx_net_devices,omitempty" jsonschema:"description=UCX_NET_DEVICES; default lo where side_channel_host is a loopback address and else all."`
 	Mode       string   `json:"mode,omitempty" jsonschema:"enum=auto,enum=pull,enum=push,description=Who moves the bytes of a load: pull (the consumer reads) or push (it has the producer write); default auto: push where they go over TCP and pull elsewhere."`
 	LeaseMS    int      `json:"lease_ms,omitempty" jsonschema:"minimum=10,maximum=600000,description=How long in milliseconds finished blocks wait for a sign of life of their consumer; default VLLM_NIXL_ABORT_REQUEST_TIMEOUT (seconds) or 30000."`
+	Subscribe  []string `json:"subscribe,omitempty" jsonschema:"description=Side channels (host:port) of producers whose blocks a consumer reads while they are computed (layer by layer); tickets stands for all that its tickets name."`
+	EarlyBytes int64    `json:"early_bytes,omitempty" jsonschema:"minimum=1048576,description=With subscribe: memory of each rank for blocks that were read before their ticket came; default 268435456."`
 	LibDir     string   `json:"nixl_lib_dir,omitempty" jsonschema:"description=Folder of the NIXL library; default NIXL_LIB_DIR or where make deps puts it."`
 }
 
@@ -43,6 +46,7 @@ const (
 
 const (
 	defaultLease = 30 * time.Second
+	defaultEarly = 256 << 20
 	maxKeyFile   = 4 << 10
 )
 
@@ -74,6 +78,9 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 	default:
 		return c, fmt.Errorf("mode: is %q, want auto, pull or push: %w", c.Mode, connector.ErrIncompatible)
 	}
+	if err := c.settleSubscribe(); err != nil {
+		return c, err
+	}
 	if len(c.Backends) == 0 {
 		c.Backends = []string{"UCX"}
 	}
@@ -85,6 +92,19 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 		c.NetDevices = "lo"
 	}
 	return c, nil
+}
+
+// settleSubscribe wants addresses, or the word that stands for them, and room for what comes from there.
+func (c *Config) settleSubscribe() error {
+	if len(c.Subscribe) > 0 && c.EarlyBytes == 0 {
+		c.EarlyBytes = defaultEarly
+	}
+	for i, address := range c.Subscribe {
+		if _, _, err := net.SplitHostPort(address); err != nil && address != followTickets {
+			return fmt.Errorf("subscribe[%d]: want host:port or %s: %w: %w", i, followTickets, err, connector.ErrIncompatible)
+		}
+	}
+	return nil
 }
 
 // number reads a variable of the environment; without one it is otherwise.

@@ -35,7 +35,8 @@ type question struct {
 	Done    bool             `json:"done,omitempty"`
 	Load    string           `json:"load,omitempty"` // with Done: names the read, so that asking again after a lost answer gives the same
 	Beats   []beat           `json:"beats,omitempty"`
-	Push    *push            `json:"push,omitempty"` // write them, and then say whether they still were there; Load names it
+	Push    *push            `json:"push,omitempty"`   // write them, and then say whether they still were there; Load names it
+	Follow  *follow          `json:"follow,omitempty"` // nothing but what is being computed
 }
 
 // push is where a consumer wants blocks written to.
@@ -70,6 +71,8 @@ type answer struct {
 	Written  uint64             `json:"written,omitempty"` // bytes of a Push: all of them, and they were held
 	Stale    bool               `json:"stale,omitempty"`   // with a Refusal: they were moved, and were not held until then
 	Unsure   bool               `json:"unsure,omitempty"`  // with a Refusal: something may still be written
+	Saves    []reached          `json:"saves,omitempty"`   // of Follow: what is new
+	Kept     []uint64           `json:"kept,omitempty"`    // of Follow: saves that lasted until they were read whole
 }
 
 // segment is one of the producer's segments, by addresses of its agent's memory.

@@ -24,7 +24,7 @@ import (
 )
 
 // Capabilities are the optional powers of the scheduler side.
-const Capabilities = connector.CanHold | connector.CanLease | connector.CanStat
+const Capabilities = connector.CanHold | connector.CanLease | connector.CanStat | connector.CanLayers
 
 // Scope is who sees what the connector keeps: others need a ticket.
 const Scope = connector.ScopeEngine
@@ -49,6 +49,7 @@ type Node struct {
 	pulse  pulse
 	tally  tally
 	pushes pushes
+	layers *layering
 	log    *slog.Logger
 
 	listener net.Listener // nil where the role does not save
@@ -74,7 +75,7 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 	}
 	n := &Node{
 		config: c, env: env, name: env.Engine + "/" + strconv.FormatUint(env.Epoch, 16) + "/" + rand.Text()[:8], log: env.Log,
-		holds: newHolds(env.World, c.lease()), stop: make(chan struct{}), ranks: map[int]*rank{}, conns: map[net.Conn]struct{}{},
+		holds: newHolds(env.World, c.lease()), layers: newLayering(), stop: make(chan struct{}), ranks: map[int]*rank{}, conns: map[net.Conn]struct{}{},
 	}
 	if n.tls, err = c.tls(); err != nil {
 		return nil, err
@@ -111,10 +112,11 @@ func (n *Node) Worker(_ context.Context, env connector.Env, leave func() error) 
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.ranks[env.Rank] != nil {
-		return nil, errors.Join(fmt.Errorf("rank %d is open: %w", env.Rank, connector.ErrBusy), r.agent.Close())
+		return nil, errors.Join(fmt.Errorf("rank %d is open: %w", env.Rank, connector.ErrBusy), r.agent.Close(), r.ahead.unmap())
 	}
 	n.ranks[env.Rank] = r
 	n.tasks.Go(r.progress)
+	r.ahead.start()
 	return &worker{rank: r, leave: leave}, nil
 }
 

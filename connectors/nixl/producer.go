@@ -126,6 +126,9 @@ func (n *Node) reply(q *question) (*answer, error) {
 	if len(q.Beats) > 0 {
 		return n.hear(q.Beats)
 	}
+	if q.Follow != nil {
+		return n.follow(q)
+	}
 	if q.Done {
 		return &answer{}, n.holds.done(q, time.Now())
 	}

@@ -1,6 +1,7 @@
 package nixl
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"strconv"
@@ -26,8 +27,9 @@ type rank struct {
 	mu    sync.Mutex // held while the cache is registered
 	peers *peers
 
-	view sync.Mutex
-	now  *window // that loads go to; nil: not made yet
+	view  sync.Mutex
+	now   *window // that loads go to; nil: not made yet
+	ahead *ahead  // nil: nothing is read before its ticket
 }
 
 // cache is a rank's paged cache as NIXL knows it.
@@ -48,7 +50,8 @@ func (n *Node) newRank(env connector.Env) (*rank, error) {
 	}
 	r.peers = &peers{rank: r}
 	for i, name := range n.config.Backends {
-		b, err := agent.Backend(name, nil)
+		var b *nixl.Backend
+		b, err = agent.Backend(name, nil)
 		if err != nil {
 			_ = agent.Close()
 			return nil, fmt.Errorf("backends[%d]: %w: %w", i, err, connector.ErrIncompatible)
@@ -56,6 +59,9 @@ func (n *Node) newRank(env connector.Env) (*rank, error) {
 		if i == 0 {
 			r.backend = b
 		}
+	}
+	if r.ahead, err = r.newAhead(); err != nil {
+		return nil, errors.Join(err, agent.Close())
 	}
 	return r, nil
 }
@@ -172,11 +178,13 @@ func (r *rank) work(over <-chan struct{}) {
 
 // close ends the rank: no load runs any more.
 func (r *rank) close() error {
+	r.ahead.stop()
 	close(r.stop)
 	<-r.stopped
 	r.node.mu.Lock()
 	delete(r.node.ranks, r.env.Rank)
 	r.node.mu.Unlock()
 	r.peers.close()
-	return r.agent.Close() // deregisters the cache, which is unmapped next
+	err := r.agent.Close() // deregisters the cache, which is unmapped next
+	return errors.Join(err, r.ahead.unmap())
 }

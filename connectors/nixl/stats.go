@@ -29,6 +29,11 @@ func StatInfos() []connector.StatInfo {
 		counter("holds_consumed_total", "Holds that consumers have fetched."),
 		counter("holds_expired_total", "Holds that ended before a consumer had fetched them."),
 		counter("late_questions_total", "Questions about holds that were over, or never were."),
+		counter("layer_bytes_total", "Bytes of layers that consumers were told of while the rest was computed."),
+		counter("layer_confirmed_bytes_total", "Those of them that consumers have read."),
+		counter("layer_early_bytes_total", "Those that they had read when the KV of the last layer was computed."),
+		counter("early_blocks_total", "Blocks that were here when their load began."),
+		{Name: "subscribers", Help: "Consumers that read layers as they are computed.", Kind: connector.Gauge},
 		counter("heartbeats_total", "Signs of life that a consumer sent, by result.", "result"),
 		{Name: "open_holds", Help: "Holds that wait for their consumer.", Kind: connector.Gauge},
 	}
@@ -99,7 +104,7 @@ func (r *read) result() string {
 
 // Stats implements connector.StatsSource.
 func (s *scheduler) Stats(context.Context) ([]connector.Stat, error) {
-	return slices.Concat(s.node.tally.stats(), s.node.holds.stats(), s.node.pulse.stats()), nil
+	return slices.Concat(s.node.tally.stats(), s.node.holds.stats(), s.node.pulse.stats(), s.node.layers.stats()), nil
 }
 
 func (t *tally) stats() []connector.Stat {

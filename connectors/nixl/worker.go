@@ -32,6 +32,8 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	if err := w.rank.register(kv); err != nil {
 		return err
 	}
+	w.rank.ahead.learn(from.Address)
+	t = w.rank.ahead.take(t, kv)
 	env := &w.rank.env
 	q := &question{
 		Version: protocolVersion, Model: env.Model[:], Shape: env.Shape[:], Rank: env.Rank, World: env.World,
