@@ -19,6 +19,8 @@ func layerCase(id, rule, text string, body func(*rig)) Case {
 }
 
 func layerCases() []Case {
+	read := layerCase("layer-read", "LAYER-01", "A consumer that has fetched before gets what was final, though it may read while layers are computed.", layerRead)
+	read.Optional = true // it is about tickets
 	groups := layerCase("layer-groups", "LAYER-01", "Layers of two groups become final in one order: each segment is read in its turn.", layerGroups)
 	groups.Groups, groups.Run = true, rigged(connector.CanLayers, true, layerGroups)
 	return []Case{
@@ -26,6 +28,7 @@ func layerCases() []Case {
 		layerCase("layer-jump", "LAYER-01", "Several layers are announced at once, and none was missed.", layerJump),
 		layerCase("layer-digests", "LAYER-01", "The digests hold garbage until the last layer is announced.", layerDigests),
 		groups,
+		read,
 		layerCase("layer-last", "LAYER-02", "While the last layer is not there, nothing is acknowledged and nothing matches.", layerLast),
 		layerCase("layer-match", "LAYER-02", "When SaveLayers has returned nil, a Match finds the blocks.", layerMatch),
 		layerCase("layer-again", "LAYER-02", "Blocks that are stored already are saved again layer by layer, also with Replace.", layerAgain),
@@ -143,10 +146,27 @@ const pauseOfLayer = 40 * time.Millisecond
 func (e *engine) comesBack(first int, bs ...connector.Block) {
 	e.Helper()
 	keys := keysOf(bs)
-	e.equal(len(keys), e.match(keys...), "blocks offered after their layers were saved")
 	to := blocks(first, keys...)
+	if e.info.Capabilities&connector.CanHold != 0 && e.match(keys...) < len(keys) { // found by ticket only
+		e.comesByTicket(bs, to)
+		return
+	}
+	e.equal(len(keys), e.match(keys...), "blocks offered after their layers were saved")
 	e.wipe(0, to...)
 	e.must(e.load(to...), "load of what was saved layer by layer")
+	e.holds(to...)
+}
+
+// comesByTicket wants what lies in blocks to be loaded elsewhere by the ticket of a request that ends with them.
+func (e *engine) comesByTicket(from, to []connector.Block) {
+	e.Helper()
+	hold := e.finish(ended("request", from))[0]
+	if hold.Ticket == nil {
+		e.Errorf("blocks whose layers were saved are not offered, and there is no ticket for them")
+		return
+	}
+	e.wipe(0, to...)
+	e.must(e.loadTicket(e.Context(), to, hold.Ticket), "load of what was saved layer by layer, by its ticket")
 	e.holds(to...)
 }
 
@@ -207,11 +227,37 @@ func layerGroups(r *rig) {
 		l.compute(n + 1)
 	}
 	r.must(l.result(), "save layers")
-	r.equal(2, e.match(keys...), "blocks offered after their layers were saved")
 	to := append(blocks(6, keys...), in(1, blocks(10, keys...))...)
+	if e.info.Capabilities&connector.CanHold != 0 && e.match(keys...) < len(keys) {
+		e.comesByTicket(from, to)
+		return
+	}
+	r.equal(2, e.match(keys...), "blocks offered after their layers were saved")
 	e.wipe(0, to...)
 	r.must(e.load(to...), "load of both groups")
 	e.holds(to...)
+}
+
+func layerRead(r *rig) {
+	if r.info.Capabilities&connector.CanHold == 0 {
+		r.Skipf("the connector gives no tickets")
+	}
+	p, d := r.talkers(1)
+	d.take(p.hand(3, 0)) // so that it knows where to read
+	for range 4 {
+		pr := &prompt{request: "layers", keys: p.keys(4), tokens: 4 * blockTokens}
+		pr.blocks = p.place(pr.keys, p.slots(4))
+		l := p.layerBlocks(0, pr.blocks...)
+		for n := range p.layers() {
+			l.running("before the last layer was announced")
+			l.compute(n + 1)
+		}
+		r.must(l.result(), "save layers")
+		p.endRequest(pr, connector.ReasonLength)
+		p.churn()
+		d.take(pr)
+		p.sweep()
+	}
 }
 
 func layerLast(r *rig) {
@@ -224,7 +270,7 @@ func layerLast(r *rig) {
 		l.compute(n + 1)
 	}
 	r.must(l.result(), "save layers")
-	r.equal(3, e.match(keys...), "blocks offered when all layers are stored")
+	e.comesBack(6, blocks(0, keys...)...)
 }
 
 func layerMatch(r *rig) {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -91,6 +92,7 @@ func layerReadFaults() []fault {
 		{"reads all layers when the first is final", "layer-order", onLayers(func(c layerCall) error { return c.readAt(1) })},
 		{"takes each announcement for one layer", "layer-jump", onLayers(layerCall.oneEach)},
 		{"reads the digests with the first layer", "layer-digests", onLayers(layerCall.digestsFirst)},
+		{"reads all layers when the first is final, for those who have loaded before", "layer-read", readsForLoaders},
 		{"takes every group for the first", "layer-groups", onLayers(layerCall.firstGroup)},
 		{"acknowledges when all layers but one are stored", "layer-last", onLayers(func(c layerCall) error {
 			err := c.waitFor(c.layers() - 1)
@@ -112,6 +114,26 @@ func layerReadFaults() []fault {
 			return err
 		})},
 		{"stores the layers of the first rank for all", "layer-ranks", onLayers(layerCall.firstRank)},
+	}
+}
+
+// readsForLoaders plants a worker that reads too early once somebody has loaded.
+func readsForLoaders(_ *backend, w *wrappers) {
+	var loaded atomic.Bool
+	w.worker = func(k *worker) connector.Worker {
+		return &badWorker{
+			worker: k,
+			load: func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+				loaded.Store(true)
+				return k.Load(ctx, t, kv)
+			},
+			layers: func(c layerCall) error {
+				if loaded.Load() {
+					return c.readAt(1)
+				}
+				return c.right()
+			},
+		}
 	}
 }
 

@@ -129,7 +129,7 @@ func TestMutantsAreCaught(t *testing.T) {
 
 // racy are the cases whose mutants write, or read, what they must not yet.
 func racy() []string {
-	return []string{"load-ends", "pd-cancel", "pd-corrupt-asked", "pd-deadline", "pd-late", "layer-order", "layer-digests", "layer-groups"}
+	return []string{"load-ends", "pd-cancel", "pd-corrupt-asked", "pd-deadline", "pd-late", "layer-order", "layer-digests", "layer-groups", "layer-read"}
 }
 
 // The names are what a report of this test shows, so each is used once.

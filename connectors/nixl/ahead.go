@@ -113,8 +113,9 @@ func (h *ahead) learn(address string) {
 	if h == nil {
 		return
 	}
-	for _, s := range h.rank.node.config.Subscribe {
-		if s == followTickets {
+	n := h.rank.node
+	for _, s := range n.config.Subscribe {
+		if s == followTickets && (n.listener == nil || address != n.address()) { // not a ticket of its own
 			h.follow(address, false)
 			return
 		}
