@@ -114,7 +114,7 @@ func TestTransports(t *testing.T) {
 	options := TransferOptions{Self: self(t), PluginPath: []string{pluginFolder}, Only: "transports", Quick: true, Emit: emit}
 	require.NoError(t, Transfer(t.Context(), options))
 	for _, suffix := range []string{" 8 MiB of 48 KB", "+digest 8 MiB of 48 KB", " 64 MiB of 1 MiB", "+digest 64 MiB of 1 MiB"} {
-		requireRows(t, *rows, "raw nixl"+suffix+" : memcpy", "raw ucx"+suffix+" : memcpy", "raw tcp"+suffix+" : memcpy", "tcp pipe"+suffix)
+		requireRows(t, *rows, "raw nixl"+suffix+" : memcpy", "raw nixl write"+suffix+" : memcpy", "raw ucx"+suffix+" : memcpy", "raw tcp"+suffix+" : memcpy", "tcp pipe"+suffix)
 	}
 	options.Only = "nothing"
 	require.ErrorContains(t, Transfer(t.Context(), options), "want blocks")

@@ -24,11 +24,12 @@ type crossing struct {
 // crossConfig is the config of NixlConnector, as far as the benchmark needs it.
 type crossConfig struct {
 	LibDir string `json:"nixl_lib_dir,omitempty"`
+	Mode   string `json:"mode"`
 }
 
-func openCrossing(ctx context.Context, binary *host.Binary, o linkOptions) (_ *crossing, err error) {
+func openCrossing(ctx context.Context, binary *host.Binary, mode string, o linkOptions) (_ *crossing, err error) {
 	o.binary, o.environment = binary.Path, binary.Manifest.Environment
-	o.config = crossConfig{os.Getenv(nixl.EnvDir)}
+	o.config = crossConfig{os.Getenv(nixl.EnvDir), mode}
 	c := &crossing{}
 	defer func() {
 		if err != nil {

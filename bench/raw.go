@@ -233,9 +233,9 @@ func (r *raw) meetUCX() error {
 // part is one block of a step: where it lies in the peer's memory, and where it goes in ours.
 type part struct{ from, to, size int64 }
 
-// readNIXL reads the blocks as one transfer, which is prepared for them.
-func (r *raw) readNIXL(ctx context.Context, parts []part) (err error) {
-	request := nixl.Request{Op: nixl.Read, Peer: r.peer, Backend: r.end.backend}
+// moveNIXL reads the blocks as one transfer, which is prepared for them, or writes them the other way.
+func (r *raw) moveNIXL(ctx context.Context, op nixl.Op, parts []part) (err error) {
+	request := nixl.Request{Op: op, Peer: r.peer, Backend: r.end.backend}
 	request.Local, request.Remote = make([]nixl.Region, len(parts)), make([]nixl.Region, len(parts))
 	ours := nixl.Bytes(r.end.memory.Bytes()).Addr
 	for i, p := range parts {

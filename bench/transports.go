@@ -8,6 +8,7 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"github.com/kvport/kvport/native/nixl"
 	"github.com/kvport/kvport/pipe"
 	"github.com/kvport/kvport/pipe/shm"
 	"github.com/kvport/kvport/pipe/tcp"
@@ -125,6 +126,7 @@ func (t *transfer) report(f *field, all []course, took []took) error {
 const (
 	memcpyCourse  = "memcpy"
 	rawNIXLCourse = "raw nixl"
+	rawPushCourse = "raw nixl write"
 	rawUCXCourse  = "raw ucx"
 	rawTCPCourse  = "raw tcp"
 )
@@ -159,30 +161,38 @@ func (t *transfer) libraries(f *field) ([]course, error) {
 	}
 	f.closers = append(f.closers, r.close)
 	return []course{
-		{name: rawNIXLCourse, absent: r.noNIXL, move: func(n int) error { return f.hash(n+1, r.readNIXL(f.ctx, f.parts(n+1))) }},
+		{name: rawNIXLCourse, absent: r.noNIXL, move: func(n int) error { return f.hash(n+1, r.moveNIXL(f.ctx, nixl.Read, f.parts(n+1))) }},
+		{name: rawPushCourse, absent: r.noNIXL, move: func(n int) error { return f.hash(n+1, r.moveNIXL(f.ctx, nixl.Write, f.parts(n+1))) }},
 		{name: rawUCXCourse, absent: r.noUCX, move: func(n int) error { return f.hash(n+2, r.readUCX(f.ctx, f.parts(n+2))) }},
 	}, nil
 }
 
 // crossings are the connectors between two plugin processes. The budget is for the bare bytes.
 func (t *transfer) crossings(f *field) ([]course, error) {
-	c := course{name: "nixl connector", limit: rawNIXLCourse}
-	if !f.digests {
-		c.budget = atLeast(0.95)
-	}
 	binary, err := host.Find(t.PluginPath, "NixlConnector")
-	if err != nil {
-		c.absent = "kvport-nixl is not built"
-		return []course{c}, nil //nolint:nilerr // told in a row
+	var all []course
+	for _, c := range []struct{ course, limit, mode string }{
+		{"nixl connector", rawNIXLCourse, "pull"}, {"nixl connector push", rawPushCourse, "push"},
+	} {
+		one := course{name: c.course, limit: c.limit}
+		if !f.digests {
+			one.budget = atLeast(0.95)
+		}
+		if err != nil {
+			one.absent = "kvport-nixl is not built"
+			all = append(all, one)
+			continue
+		}
+		x, err := openCrossing(f.ctx, binary, c.mode, linkOptions{shape: f.shape, digests: f.digests, bytes: f.from.Size()})
+		if err != nil {
+			one.absent = err.Error() // told in a row
+		} else {
+			f.closers = append(f.closers, x.close)
+			one.move = func(n int) error { return x.move(f.ctx, n, f.clock) }
+		}
+		all = append(all, one)
 	}
-	x, err := openCrossing(f.ctx, binary, linkOptions{shape: f.shape, digests: f.digests, bytes: f.from.Size()})
-	if err != nil {
-		c.absent = err.Error()
-		return []course{c}, nil //nolint:nilerr // told in a row
-	}
-	f.closers = append(f.closers, x.close)
-	c.move = func(n int) error { return x.move(f.ctx, n, f.clock) }
-	return []course{c}, nil
+	return all, nil
 }
 
 // links are pipes, and the TCP that one of them is made of. Frames are blocks.
