@@ -32,6 +32,7 @@ type Agent struct {
 	backends  []*Backend
 	memories  map[*Memory]struct{}
 	transfers map[*Transfer]struct{}
+	lists     map[*List]struct{}
 	peers     map[string]struct{}
 }
 
@@ -47,7 +48,7 @@ func (l *Library) NewAgent(name string, o Options) (*Agent, error) {
 	}
 	return &Agent{
 		name: name, lib: l.lib, handle: h,
-		memories: map[*Memory]struct{}{}, transfers: map[*Transfer]struct{}{}, peers: map[string]struct{}{},
+		memories: map[*Memory]struct{}{}, transfers: map[*Transfer]struct{}{}, lists: map[*List]struct{}{}, peers: map[string]struct{}{},
 	}, nil
 }
 
@@ -78,6 +79,9 @@ func (a *Agent) Close() error {
 	var errs []error
 	for t := range a.transfers {
 		errs = append(errs, t.release())
+	}
+	for l := range a.lists {
+		errs = append(errs, l.release())
 	}
 	for m := range a.memories {
 		errs = append(errs, m.deregister())

@@ -156,6 +156,34 @@ nx_status kvport_nixl_prepare(nx_table *t, nx_handle agent, nx_handle backend, c
 	return s;
 }
 
+nx_status kvport_nixl_list(nx_table *t, nx_handle agent, nx_handle backend, const char *name, int kind, const nx_region *r, size_t count,
+			   nx_handle *list) {
+	nx_handle regions = NULL, args = NULL;
+	nx_status s = list_of(t, kind, r, count, &regions);
+	if (!s)
+		s = args_of(t, backend, NULL, 0, &args);
+	if (!s)
+		s = t->prep_xfer_dlist(agent, name, regions, list, args);
+	if (args)
+		t->destroy_opt_args(args);
+	if (regions)
+		t->destroy_xfer_dlist(regions);
+	return s;
+}
+
+nx_status kvport_nixl_free_list(nx_table *t, nx_handle agent, nx_handle list) { return t->release_xfer_dlist_handle(agent, list); }
+
+nx_status kvport_nixl_make(nx_table *t, nx_handle agent, nx_handle backend, int op, nx_handle local, const int *here, nx_handle remote,
+			   const int *there, size_t count, nx_handle *transfer) {
+	nx_handle args = NULL;
+	nx_status s = args_of(t, backend, NULL, 0, &args);
+	if (!s)
+		s = t->make_xfer_req(agent, op, local, here, count, remote, there, count, transfer, args);
+	if (args)
+		t->destroy_opt_args(args);
+	return s;
+}
+
 nx_status kvport_nixl_post(nx_table *t, nx_handle agent, nx_handle transfer) { return t->post_xfer_req(agent, transfer, NULL); }
 
 nx_status kvport_nixl_poll(nx_table *t, nx_handle agent, nx_handle transfer) { return t->get_xfer_status(agent, transfer); }

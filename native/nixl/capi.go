@@ -201,6 +201,27 @@ func (l *library) prepare(agent handle, r *Request) (handle, error) {
 	return handle(h), err
 }
 
+// list prepares the regions of one end; an empty peer is the agent itself.
+func (l *library) list(agent, backend handle, peer string, kind Kind, r []Region) (handle, error) {
+	name := C.CString(peer)
+	defer C.free(unsafe.Pointer(name))
+	var h C.nx_handle
+	err := errorOf(C.kvport_nixl_list(l.table, C.nx_handle(agent), C.nx_handle(backend), name, C.int(kind), regionsOf(r), C.size_t(len(r)), &h))
+	return handle(h), err
+}
+
+func (l *library) freeList(agent, list handle) error {
+	return errorOf(C.kvport_nixl_free_list(l.table, C.nx_handle(agent), C.nx_handle(list)))
+}
+
+// makeTransfer is of regions of two lists.
+func (l *library) makeTransfer(agent handle, local, remote *List, op Op, here, there []int32) (handle, error) {
+	var h C.nx_handle
+	err := errorOf(C.kvport_nixl_make(l.table, C.nx_handle(agent), C.nx_handle(local.backend.handle), C.int(op), C.nx_handle(local.handle),
+		(*C.int)(unsafe.SliceData(here)), C.nx_handle(remote.handle), (*C.int)(unsafe.SliceData(there)), C.size_t(len(here)), &h))
+	return handle(h), err
+}
+
 // ended turns a status of a transfer into whether it has ended.
 func ended(status C.nx_status) (bool, error) {
 	if status == C.NX_IN_PROGRESS {

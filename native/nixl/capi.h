@@ -59,6 +59,9 @@ typedef struct {
 	X(notif_map_get_notifs_size, (nx_handle, const char *, size_t *)) \
 	X(notif_map_get_notif, (nx_handle, const char *, size_t, const void **, size_t *)) \
 	X(gen_notif, (nx_handle, const char *, const void *, size_t, nx_handle)) \
+	X(prep_xfer_dlist, (nx_handle, const char *, nx_handle, nx_handle *, nx_handle)) \
+	X(release_xfer_dlist_handle, (nx_handle, nx_handle)) \
+	X(make_xfer_req, (nx_handle, int, nx_handle, const int *, size_t, nx_handle, const int *, size_t, nx_handle *, nx_handle)) \
 	X(create_xfer_req, (nx_handle, int, nx_handle, nx_handle, const char *, nx_handle *, nx_handle)) \
 	X(post_xfer_req, (nx_handle, nx_handle, nx_handle)) \
 	X(get_xfer_status, (nx_handle, nx_handle)) \
@@ -114,6 +117,13 @@ nx_status kvport_nixl_drop_remote(nx_table *t, nx_handle agent, const char *name
 nx_status kvport_nixl_connect(nx_table *t, nx_handle agent, const char *name);
 nx_status kvport_nixl_prepare(nx_table *t, nx_handle agent, nx_handle backend, const nx_request *q, const nx_region *local,
 			      const nx_region *remote, const char *name, const void *message, nx_handle *transfer);
+// kvport_nixl_list prepares regions of one end: of the agent itself with an empty name, of a peer otherwise.
+nx_status kvport_nixl_list(nx_table *t, nx_handle agent, nx_handle backend, const char *name, int kind, const nx_region *r, size_t count,
+			   nx_handle *list);
+nx_status kvport_nixl_free_list(nx_table *t, nx_handle agent, nx_handle list);
+// kvport_nixl_make makes a transfer of count regions of two lists, by their places in them.
+nx_status kvport_nixl_make(nx_table *t, nx_handle agent, nx_handle backend, int op, nx_handle local, const int *here, nx_handle remote,
+			   const int *there, size_t count, nx_handle *transfer);
 nx_status kvport_nixl_post(nx_table *t, nx_handle agent, nx_handle transfer);
 nx_status kvport_nixl_poll(nx_table *t, nx_handle agent, nx_handle transfer);
 nx_status kvport_nixl_release(nx_table *t, nx_handle agent, nx_handle transfer);

@@ -33,3 +33,11 @@ func (*library) post(_, _ handle) (bool, error)                      { return fa
 func (*library) poll(_, _ handle) (bool, error)           { return false, ErrUnavailable }
 func (*library) release(_, _ handle) error                { return ErrUnavailable }
 func (*library) telemetry(_, _ handle) (Telemetry, error) { return Telemetry{}, ErrUnavailable }
+
+func (*library) list(_, _ handle, _ string, _ Kind, _ []Region) (handle, error) {
+	return nil, ErrUnavailable
+}
+func (*library) freeList(_, _ handle) error { return ErrUnavailable }
+func (*library) makeTransfer(handle, *List, *List, Op, []int32, []int32) (handle, error) {
+	return nil, ErrUnavailable
+}
