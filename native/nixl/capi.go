@@ -215,10 +215,10 @@ func (l *library) freeList(agent, list handle) error {
 }
 
 // makeTransfer is of regions of two lists.
-func (l *library) makeTransfer(agent handle, local, remote *List, op Op, here, there []int32) (handle, error) {
+func (l *library) makeTransfer(agent handle, op Op, local, remote listed) (handle, error) {
 	var h C.nx_handle
 	err := errorOf(C.kvport_nixl_make(l.table, C.nx_handle(agent), C.nx_handle(local.backend.handle), C.int(op), C.nx_handle(local.handle),
-		(*C.int)(unsafe.SliceData(here)), C.nx_handle(remote.handle), (*C.int)(unsafe.SliceData(there)), C.size_t(len(here)), &h))
+		(*C.int)(unsafe.SliceData(local.places)), C.nx_handle(remote.handle), (*C.int)(unsafe.SliceData(remote.places)), C.size_t(len(local.places)), &h))
 	return handle(h), err
 }
 

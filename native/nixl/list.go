@@ -77,22 +77,41 @@ func (l *List) Make(op Op, remote *List, here, there []int32) (*Transfer, error)
 	if l.handle == nil || remote.handle == nil {
 		return nil, fmt.Errorf("nixl: make a %s: a list is %w", what, ErrClosed)
 	}
-	if remote.agent != a || l.peer != "" || remote.peer == "" || len(here) == 0 || len(here) != len(there) || op != Read && op != Write {
-		return nil, fmt.Errorf("nixl: make a %s: it wants a list of its own, one of a peer, and as many places in each: %w", what, ErrInvalid)
+	ours, theirs := listed{l, here}, listed{remote, there}
+	err := ours.fit(theirs)
+	if err == nil && op != Read && op != Write {
+		err = ErrInvalid
 	}
-	for i := range here {
-		x, y := int(here[i]), int(there[i])
-		if x < 0 || x >= len(l.sizes) || y < 0 || y >= len(remote.sizes) || l.sizes[x] != remote.sizes[y] {
-			return nil, fmt.Errorf("nixl: make a %s: places %d and %d do not fit: %w", what, x, y, ErrInvalid)
-		}
+	var h handle
+	if err == nil {
+		h, err = a.lib.makeTransfer(a.handle, op, ours, theirs)
 	}
-	h, err := a.lib.makeTransfer(a.handle, l, remote, op, here, there)
 	if err != nil {
 		return nil, fmt.Errorf("nixl: make a %s: %w", what, err)
 	}
 	t := &Transfer{agent: a, what: what, handle: h}
 	a.transfers[t] = struct{}{}
 	return t, nil
+}
+
+// listed is some regions of a list, by their places.
+type listed struct {
+	*List
+	places []int32
+}
+
+// fit makes sure that regions of the agent's own and of a peer's go together.
+func (l listed) fit(remote listed) error {
+	if remote.agent != l.agent || l.peer != "" || remote.peer == "" || len(l.places) == 0 || len(l.places) != len(remote.places) {
+		return fmt.Errorf("it wants a list of its own, one of a peer, and as many places in each: %w", ErrInvalid)
+	}
+	for i := range l.places {
+		x, y := int(l.places[i]), int(remote.places[i])
+		if x < 0 || x >= len(l.sizes) || y < 0 || y >= len(remote.sizes) || l.sizes[x] != remote.sizes[y] {
+			return fmt.Errorf("places %d and %d do not fit: %w", x, y, ErrInvalid)
+		}
+	}
+	return nil
 }
 
 // Close frees the list. Closing it again does nothing.

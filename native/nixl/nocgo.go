@@ -38,6 +38,4 @@ func (*library) list(_, _ handle, _ string, _ Kind, _ []Region) (handle, error) 
 	return nil, ErrUnavailable
 }
 func (*library) freeList(_, _ handle) error { return ErrUnavailable }
-func (*library) makeTransfer(handle, *List, *List, Op, []int32, []int32) (handle, error) {
-	return nil, ErrUnavailable
-}
+func (*library) makeTransfer(handle, Op, listed, listed) (handle, error) { return nil, ErrUnavailable }
