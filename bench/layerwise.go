@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"runtime"
 	"slices"
 	"sync"
@@ -18,7 +19,7 @@ import (
 	"github.com/kvport/kvport/sdk/host"
 )
 
-// LayerWise computes a prompt while PipeConnector sends its layers to a consumer in another process, and
+// LayerWise computes a prompt while its layers go to a consumer in another process, by o.Connector, and
 // emits when each layer was computed and when the consumer had confirmed it, and how much that was before
 // the last layer's compute ended.
 func LayerWise(ctx context.Context, o EngineOptions) (err error) {
@@ -35,7 +36,7 @@ func LayerWise(ctx context.Context, o EngineOptions) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, w.close()) }()
-	l, err := openLayers(ctx, o.PluginPath, w)
+	l, err := openLayers(ctx, &o, w)
 	if err != nil {
 		return err
 	}
@@ -86,9 +87,10 @@ type layers struct {
 	runs      byte
 }
 
-// pipeEnd is the config of PipeConnector.
-type pipeEnd struct {
+// layerEnd is the config of either end: of PipeConnector, or of NixlConnector.
+type layerEnd struct {
 	Listen    string   `json:"listen,omitempty"`
+	Port      int      `json:"side_channel_port,omitempty"`
 	Subscribe []string `json:"subscribe,omitempty"`
 }
 
@@ -99,14 +101,18 @@ type layerRun struct {
 	bytes, early        int64
 }
 
-func openLayers(ctx context.Context, path []string, w *work) (_ *layers, err error) {
+func openLayers(ctx context.Context, o *EngineOptions, w *work) (_ *layers, err error) {
 	l := &layers{}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, l.close())
 		}
 	}()
-	binary, err := host.Find(path, "PipeConnector")
+	name := o.Connector
+	if name == "" {
+		name = "PipeConnector"
+	}
+	binary, err := host.Find(o.PluginPath, name)
 	if err != nil {
 		return nil, err
 	}
@@ -115,15 +121,20 @@ func openLayers(ctx context.Context, path []string, w *work) (_ *layers, err err
 		return nil, err
 	}
 	address := listener.Addr().String()
-	if err := listener.Close(); err != nil {
+	at, err := netip.ParseAddrPort(address)
+	if err := errors.Join(err, listener.Close()); err != nil {
 		return nil, err
+	}
+	producer := layerEnd{Listen: address}
+	if name == "NixlConnector" {
+		producer = layerEnd{Port: int(at.Port())}
 	}
 	env := connector.Env{
 		Engine: "p", Epoch: 1, Role: connector.RoleProducer, World: 1, Layout: *w.kv.Layout(),
 		Model: connector.NewFingerprint("bench"), Shape: connector.NewFingerprint("layers"), Log: slog.New(slog.DiscardHandler),
 	}
 	l.hasher = digest.New(env.Model, env.Shape, connector.Shard{World: 1}, nil)
-	scheduler, worker, err := l.open(ctx, binary.Path, w.region, env, pipeEnd{Listen: address})
+	scheduler, worker, err := l.open(ctx, binary.Path, w.region, env, producer)
 	if err != nil {
 		return nil, err
 	}
@@ -137,13 +148,13 @@ func openLayers(ctx context.Context, path []string, w *work) (_ *layers, err err
 		return nil, err
 	}
 	env.Engine, env.Role = "d", connector.RoleConsumer
-	if _, _, err = l.open(ctx, binary.Path, l.consumer, env, pipeEnd{Subscribe: []string{address}}); err != nil {
+	if _, _, err = l.open(ctx, binary.Path, l.consumer, env, layerEnd{Subscribe: []string{address}}); err != nil {
 		return nil, err
 	}
 	return l, l.await(ctx, "subscribers", 1)
 }
 
-func (l *layers) open(ctx context.Context, path string, region *host.Region, env connector.Env, config pipeEnd) (connector.Scheduler, connector.Worker, error) {
+func (l *layers) open(ctx context.Context, path string, region *host.Region, env connector.Env, config layerEnd) (connector.Scheduler, connector.Worker, error) {
 	raw, err := json.Marshal(config)
 	if err != nil {
 		return nil, nil, err

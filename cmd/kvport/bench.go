@@ -16,6 +16,7 @@ import (
 type benchFlags struct {
 	model, format, dir, python string
 	server, peersDir, only     string
+	connector                  string
 	folders                    []string
 	threads                    int
 	quick, peers               bool
@@ -32,6 +33,7 @@ func newBench() *cobra.Command {
 	flags := cmd.Flags()
 	flags.StringVar(&f.format, "format", "text", "text or json (a line a row)")
 	flags.StringVar(&f.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF file or tiny-random; engine only")
+	flags.StringVar(&f.connector, "connector", "", "name of the connector that saves layer by layer; layerwise only (default: the one over pipes)")
 	flags.IntVar(&f.threads, "threads", 0, "threads that compute (default one for each CPU)")
 	flags.StringVar(&f.dir, "dir", "", "folder for stored blocks (default the system's for temporary files)")
 	flags.StringVar(&f.python, "peer-python", "", "Python with xllamacpp or safetensors, to measure these beside kvport (default: not measured)")
@@ -64,7 +66,7 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 	}
 	if what == "layerwise" {
 		return fail(bench.LayerWise(cmd.Context(), bench.EngineOptions{
-			Model: f.model, PluginPath: pluginFolders(f.folders), Threads: f.threads, Quick: f.quick, Emit: emit,
+			Model: f.model, PluginPath: pluginFolders(f.folders), Connector: f.connector, Threads: f.threads, Quick: f.quick, Emit: emit,
 		}))
 	}
 	if what == "store" {
