@@ -37,5 +37,5 @@ func (*library) telemetry(_, _ handle) (Telemetry, error) { return Telemetry{}, 
 func (*library) list(_, _ handle, _ string, _ Kind, _ []Region) (handle, error) {
 	return nil, ErrUnavailable
 }
-func (*library) freeList(_, _ handle) error { return ErrUnavailable }
+func (*library) freeList(_, _ handle) error                              { return ErrUnavailable }
 func (*library) makeTransfer(handle, Op, listed, listed) (handle, error) { return nil, ErrUnavailable }
