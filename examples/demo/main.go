@@ -21,9 +21,9 @@ import (
 
 // options are the demo's flags.
 type options struct {
-	bin, model, connector, texts, out string
-	tokens, prompts, blocks           int
-	verbose                           bool
+	bin, model, connector, texts, out, config string
+	tokens, prompts, blocks                   int
+	verbose                                   bool
 }
 
 func main() {
@@ -31,6 +31,7 @@ func main() {
 	flag.StringVar(&o.bin, "bin", "bin", "folder with kvport and its plugins")
 	flag.StringVar(&o.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "model: a GGUF file, tiny-random or sim")
 	flag.StringVar(&o.connector, "connector", "SharedStorageConnector", "kv_connector to use")
+	flag.StringVar(&o.config, "config", "", "kv_connector_extra_config, a JSON object; default one that works")
 	flag.StringVar(&o.texts, "texts", ".", "repository whose texts become prompts")
 	flag.StringVar(&o.out, "out", ".deps/demo.json", "where to write the results")
 	flag.IntVar(&o.tokens, "tokens", 32, "tokens to generate for each prompt")
@@ -124,6 +125,9 @@ func (o *options) alone() bool { return o.connector == "OffloadingConnector" }
 
 // extra is the config of the connector.
 func (d *demo) extra() string {
+	if d.config != "" {
+		return d.config
+	}
 	switch d.connector {
 	case "OffloadingConnector":
 		return `{"cpu_bytes_to_use":1073741824}`
