@@ -93,7 +93,8 @@ func (o *Options) cases() []Case {
 
 // byTicket reports whether the profiles are those of connectors that need not find blocks by their keys.
 func (o *Options) byTicket() bool {
-	return !slices.ContainsFunc(o.Profiles, func(p Profile) bool { return p != PDProducer && p != PDConsumer && p != Bidirectional && p != LayerWise })
+	byTicket := []Profile{PDProducer, PDConsumer, Bidirectional, LayerWise}
+	return !slices.ContainsFunc(o.Profiles, func(p Profile) bool { return !slices.Contains(byTicket, p) })
 }
 
 // prepare fills in the defaults and asks the connector what it is. If that fails every case will

@@ -71,14 +71,7 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 		}
 		c.LeaseMS = seconds * 1000
 	}
-	switch c.Mode {
-	case "":
-		c.Mode = modeAuto
-	case modeAuto, modePull, modePush:
-	default:
-		return c, fmt.Errorf("mode: is %q, want auto, pull or push: %w", c.Mode, connector.ErrIncompatible)
-	}
-	if err := c.settleSubscribe(); err != nil {
+	if err := errors.Join(c.settleMode(), c.settleSubscribe()); err != nil {
 		return c, err
 	}
 	if len(c.Backends) == 0 {
@@ -92,6 +85,17 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 		c.NetDevices = "lo"
 	}
 	return c, nil
+}
+
+func (c *Config) settleMode() error {
+	switch c.Mode {
+	case "":
+		c.Mode = modeAuto
+	case modeAuto, modePull, modePush:
+	default:
+		return fmt.Errorf("mode: is %q, want auto, pull or push: %w", c.Mode, connector.ErrIncompatible)
+	}
+	return nil
 }
 
 // settleSubscribe wants addresses, or the word that stands for them, and room for what comes from there.
