@@ -95,6 +95,19 @@ func (s *KeySpace) Keys(tokens []int32, blockTokens int) []BlockKey {
 	return keys
 }
 
+// Address is the content address of a prompt's leading tokens in an engine with blocks of that size: the key
+// of the last block, which may be partial. Engines of other block sizes tell by it whether they have the
+// same prompt (rule RESHAPE-01).
+func (s *KeySpace) Address(tokens []int32, blockTokens int) BlockKey {
+	parent := s.Root()
+	for len(tokens) > 0 {
+		n := min(blockTokens, len(tokens))
+		parent = s.Next(parent, tokens[:n])
+		tokens = tokens[n:]
+	}
+	return parent
+}
+
 // Foreign is the key of a full block to which an engine that chains hashes itself gave hash. engine
 // names the engine and its way of hashing, such as "vllm/sha256": hashes made in two ways never share
 // a key. The space gives model, salt and secret; that a hash covers its whole prefix, with whatever

@@ -97,6 +97,31 @@ func (c Config) shape(layout connector.Layout) connector.Fingerprint {
 	return connector.NewFingerprint("kvport/shape/1", slices.Clip(fields)...)
 }
 
+// base is the fingerprint of what a block's content is, however it is cut into blocks and over ranks; zero
+// if blocks cannot be cut. Blocks of a window do not hold all of their tokens for as long as others, so
+// caches that have some are not cut.
+func (c Config) base(layout connector.Layout) connector.Fingerprint {
+	spec := c.Model.Spec()
+	ranks := max(1, spec.Ranks)
+	fields := []string{spec.ByteShape}
+	for _, g := range layout.Groups {
+		if g.Policy != connector.PolicyAll {
+			return connector.Fingerprint{}
+		}
+	}
+	for i, s := range layout.Segments {
+		if s.Layer == connector.DigestLayer {
+			continue
+		}
+		if _, err := layout.CutOf(i, 0, ranks); err != nil {
+			return connector.Fingerprint{}
+		}
+		fields = append(fields, fmt.Sprintf("layer %d group %d planes %d heads %d bytes %d",
+			s.Layer, s.Group, s.Planes, s.Heads*ranks, s.Bytes*int64(ranks)/int64(c.BlockSize)))
+	}
+	return connector.NewFingerprint("kvport/base/1", fields...)
+}
+
 // Info is what a front end must know to check requests and to say what it serves.
 type Info struct {
 	Model       string // the model's name

@@ -26,6 +26,7 @@ type Engine struct {
 	regions []*host.Region // the cache of each rank
 	host    *host.Host     // nil: no connector
 	wake    chan struct{}
+	loop    *loop         // to be used by its own goroutine
 	done    chan struct{} // closed when the loop has ended
 	once    sync.Once     // Close
 	closed  error
@@ -70,6 +71,7 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	l := newLoop(e, ranks)
 	l.observe()
+	e.loop = l
 	go l.run()
 	return e, nil
 }
@@ -110,7 +112,10 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 		return err
 	}
 	e.host, err = host.Open(ctx, c, host.Engine{
-		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Layout: layout, Ranks: e.regions,
+		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Base: e.cfg.base(layout), Layout: layout, Ranks: e.regions,
+		Address: func(id connector.RequestID, blockTokens, tokens int) connector.BlockKey {
+			return e.loop.sched.Address(id, blockTokens, tokens)
+		},
 	}, host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics})
 	if err != nil {
 		return err

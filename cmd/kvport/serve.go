@@ -71,7 +71,7 @@ func newServe() *cobra.Command {
 	flags.IntVar(&f.maxSeqs, "max-num-seqs", 0, "sequences of one step at most (default 16)")
 	flags.BoolVar(&f.weightCache, "weight-cache", true, "keep packed weights in the user's cache folder, for a quick start the next time")
 	flags.BoolVar(&f.prefixCaching, "enable-prefix-caching", true, "reuse the KV of prompts that start alike")
-	flags.IntVar(&f.tensorParallel, "tensor-parallel-size", 1, "ranks, each with a cache and a connector session of its own; more than 1 with sim only")
+	flags.IntVar(&f.tensorParallel, "tensor-parallel-size", 1, "ranks, each with its share of the KV heads, a cache and a connector session of its own")
 	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it")
 	addPluginPath(flags, &f.pluginPath)
 	f.add(cmd, 8000)
@@ -139,8 +139,6 @@ func (f *serveFlags) check() error {
 		return fmt.Errorf("--dtype is %q, want f16 or f32", f.dtype)
 	case f.tensorParallel < 1:
 		return fmt.Errorf("--tensor-parallel-size is %d, want at least 1", f.tensorParallel)
-	case f.tensorParallel > 1 && f.kind() != "sim":
-		return fmt.Errorf("--tensor-parallel-size is %d, but only the model sim can be spread over ranks", f.tensorParallel)
 	case f.blockSize < 1:
 		return fmt.Errorf("--block-size is %d, want at least 1", f.blockSize)
 	case f.maxModelLen == 1:
@@ -197,7 +195,7 @@ func (f *serveFlags) kind() string {
 
 // open loads the model and its tokenizer.
 func (f *serveFlags) open() (model.Model, tokenizer.Tokenizer, error) {
-	options := model.Options{Threads: f.threads, DType: model.F16, Log: slog.Default()}
+	options := model.Options{Threads: f.threads, Ranks: f.tensorParallel, DType: model.F16, Log: slog.Default()}
 	if f.dtype == "f32" {
 		options.DType = model.F32
 	}

@@ -5,6 +5,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/model/kernel"
 )
 
@@ -71,6 +72,30 @@ func TestRealInvariance(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestRealRanks: with its KV heads on three caches the model gives the same bits.
+func TestRealRanks(t *testing.T) {
+	text := readRecording(t).texts()[0]
+	want := logits(t, loadReal(t, Options{}), text, 64, 16)
+	m := loadReal(t, Options{Ranks: 3})
+	sharded, ok := m.(Sharded)
+	require.True(t, ok)
+	for _, block := range []int{16, 32} {
+		var ranks []*connector.KV
+		for range 3 {
+			ranks = append(ranks, newKV(t, m, block, len(text)/block+3))
+		}
+		s := newSequences(ranks[0], 9, text)[0]
+		for s.done < len(s.tokens) {
+			require.NoError(t, sharded.ForwardRanks(&Batch{Chunks: []Chunk{s.chunk(7, m.Spec().Vocab)}}, ranks))
+		}
+		requireSame(t, want, s.logits, label("3 ranks, blocks of ", block))
+		require.ErrorIs(t, m.Forward(&Batch{Chunks: []Chunk{{Tokens: text[:1], Blocks: [][]connector.BlockID{{0}}}}}, ranks[0]), connector.ErrIncompatible)
+	}
+	_, err := Load(modelPath(t), Options{Ranks: 2})
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, "3 KV heads cannot be spread evenly over 2 ranks")
 }
 
 // TestTinyDependsOnEverything: a model whose logits ignore part of the prefix could not find lost blocks.

@@ -41,9 +41,9 @@ func (m *llama) Spec() Spec { return m.spec }
 const pageBytes = 4096
 
 // Layout implements [Model]: a segment for each layer, in it a block holds the keys of its slots and
-// then their values, float32, KV heads side by side.
+// then their values, float32, the rank's KV heads side by side.
 func (m *llama) Layout(blockTokens, blocks int) connector.Layout {
-	bytes := int64(2*blockTokens*m.kvDim()) * 4
+	bytes := int64(2*blockTokens*m.rankHeads()*m.headDim) * 4
 	stride := (bytes + pageBytes - 1) / pageBytes * pageBytes
 	l := connector.Layout{
 		Name:   m.spec.ByteShape,
@@ -52,7 +52,7 @@ func (m *llama) Layout(blockTokens, blocks int) connector.Layout {
 	}
 	for i := range m.layers {
 		l.Segments = append(l.Segments, connector.Segment{
-			Layer: i, Offset: int64(i) * int64(blocks) * stride, BlockStride: stride, Bytes: bytes,
+			Layer: i, Offset: int64(i) * int64(blocks) * stride, BlockStride: stride, Bytes: bytes, Planes: 2, Heads: m.rankHeads(),
 		})
 	}
 	return l
@@ -69,13 +69,19 @@ func (m *llama) Close() error {
 	return err
 }
 
-// Forward implements [Model].
+// Forward implements [Model] for one rank.
 func (m *llama) Forward(batch *Batch, kv *connector.KV) error {
+	return m.ForwardRanks(batch, []*connector.KV{kv})
+}
+
+// ForwardRanks implements [Sharded]: the KV heads are spread over the ranks, everything else is computed
+// in one place, so that the number of ranks does not change a bit.
+func (m *llama) ForwardRanks(batch *Batch, ranks []*connector.KV) error {
 	if m.memory == nil {
 		return errors.New("forward: the model is closed")
 	}
 	s := &m.step
-	if err := s.begin(m, batch, kv); err != nil {
+	if err := s.begin(m, batch, ranks); err != nil {
 		return fmt.Errorf("forward: %w", err)
 	}
 	if len(s.rows) == 0 {
@@ -157,7 +163,9 @@ func (m *llama) store(s *step) {
 		for t := from; t < to; t++ {
 			r, all := s.rows[t], row(s.qkv, t, q+2*kv)
 			m.compute.Rotate(all[:q+kv], row(m.cos, r.position, m.headDim), row(m.sin, r.position, m.headDim))
-			s.caches[r.chunk].Put(r.position, all[q:q+kv], all[q+kv:])
+			for rank, n := 0, m.rankHeads()*m.headDim; rank < m.ranks; rank++ {
+				s.cache(r.chunk, rank).Put(r.position, row(all[q:q+kv], rank, n), row(all[q+kv:], rank, n))
+			}
 		}
 	})
 }
@@ -171,8 +179,8 @@ func (m *llama) attend(s *step) {
 			r := s.rows[t]
 			q := row(s.qkv, t, m.heads*m.headDim+2*m.kvDim())
 			out := row(s.y, t, m.heads*m.headDim)
-			m.compute.Attend(thread, row(out, head, group), row(q, head, group), &s.caches[r.chunk],
-				kernel.Query{Head: head, Position: r.position})
+			m.compute.Attend(thread, row(out, head, group), row(q, head, group), s.cache(r.chunk, head/m.rankHeads()),
+				kernel.Query{Head: head % m.rankHeads(), Position: r.position})
 		}
 	})
 }

@@ -28,6 +28,7 @@ type ISA = kernel.ISA
 // Options of a model that computes. Only DType changes results.
 type Options struct {
 	Threads int          // 0: one for each CPU
+	Ranks   int          // caches over which the KV heads are spread, a divisor of their number; 0: 1
 	DType   DType        // F32 or F16
 	ISA     ISA          // kernel.Auto: the fastest that this machine can run
 	Log     *slog.Logger // nil: none
@@ -57,11 +58,15 @@ type config struct {
 	hidden, feed, vocab      int
 	heads, kvHeads, headDim  int
 	layerCount, maxPositions int
+	ranks                    int
 	ropeBase                 float64
 	epsilon                  float32
 }
 
 func (c *config) kvDim() int { return c.kvHeads * c.headDim }
+
+// rankHeads is how many KV heads each rank's cache holds.
+func (c *config) rankHeads() int { return c.kvHeads / c.ranks }
 
 func fromGGUF(f *gguf.File, o Options) (Model, error) {
 	if o.DType != F32 && o.DType != F16 {
@@ -70,6 +75,9 @@ func fromGGUF(f *gguf.File, o Options) (Model, error) {
 	c, err := readConfig(f)
 	if err != nil {
 		return nil, err
+	}
+	if c.ranks = max(1, o.Ranks); c.kvHeads%c.ranks != 0 {
+		return nil, fmt.Errorf("%d KV heads cannot be spread evenly over %d ranks: %w", c.kvHeads, c.ranks, connector.ErrIncompatible)
 	}
 	b := &builder{file: f, config: c, dtype: o.DType}
 	if b.compute, err = kernel.New(kernel.Options{Threads: o.Threads, ISA: o.ISA}); err != nil {
@@ -114,7 +122,7 @@ func (m *llama) describe(f *gguf.File, content [sha256.Size]byte, d DType) Spec 
 	angles.Write(bytesOf(m.cos))
 	angles.Write(bytesOf(m.sin))
 	return Spec{
-		Name: name, Vocab: m.vocab, MaxTokens: m.maxPositions, Layers: m.layerCount,
+		Name: name, Vocab: m.vocab, MaxTokens: m.maxPositions, Layers: m.layerCount, Ranks: m.ranks,
 		Weights:   connector.NewFingerprint(arithmetic, string(content[:]), d.String(), string(angles.Sum(nil))),
 		ByteShape: fmt.Sprintf("f32[k|v][slot][%d][%d]", m.kvHeads, m.headDim),
 	}

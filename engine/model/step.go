@@ -11,11 +11,11 @@ import (
 
 // step is the state of one Forward. Its buffers are kept from step to step.
 type step struct {
-	kv     *connector.KV
+	kv     []*connector.KV // of each rank
 	chunks []Chunk
 	rows   []rowRef
 	wanted []wantedRow
-	caches []kernel.Cache // of each chunk, in the current layer
+	caches []kernel.Cache // of each rank of each chunk, in the current layer
 	layers []int          // segment of each layer
 
 	x, y, out, qkv, gateUp, active []float32 // a row for each token
@@ -36,12 +36,17 @@ type wantedRow struct {
 }
 
 // begin checks a batch and lays it out in rows. Nothing is written to the cache.
-func (s *step) begin(m *llama, batch *Batch, kv *connector.KV) error {
-	if err := s.useCache(m, kv); err != nil {
+func (s *step) begin(m *llama, batch *Batch, ranks []*connector.KV) error {
+	if err := s.useCaches(m, ranks); err != nil {
 		return err
 	}
 	s.chunks, s.rows, s.wanted = batch.Chunks, s.rows[:0], s.wanted[:0]
-	s.caches = slices.Grow(s.caches[:0], len(s.chunks))[:len(s.chunks)]
+	n := len(s.chunks) * len(s.kv)
+	s.caches = slices.Grow(s.caches[:0], n)[:n]
+	for i := range s.caches {
+		s.caches[i].BlockTokens = s.kv[0].Layout().Groups[0].BlockTokens
+		s.caches[i].KVHeads, s.caches[i].HeadDim = m.rankHeads(), m.headDim
+	}
 	for i := range s.chunks {
 		c := &s.chunks[i]
 		if err := s.check(m, c); err != nil {
@@ -53,10 +58,8 @@ func (s *step) begin(m *llama, batch *Batch, kv *connector.KV) error {
 		for j, logits := range c.Logits {
 			s.wanted = append(s.wanted, wantedRow{row: len(s.rows) - len(c.Logits) + j, logits: logits})
 		}
-		s.caches[i].BlockTokens = kv.Layout().Groups[0].BlockTokens
-		s.caches[i].KVHeads, s.caches[i].HeadDim = m.kvHeads, m.headDim
 	}
-	n := len(s.rows)
+	n = len(s.rows)
 	s.x, s.out = grow(s.x, n*m.hidden), grow(s.out, n*m.hidden)
 	s.y = grow(s.y, max(n, logitRows)*max(m.hidden, m.heads*m.headDim))
 	s.qkv = grow(s.qkv, n*(m.heads*m.headDim+2*m.kvDim()))
@@ -64,11 +67,35 @@ func (s *step) begin(m *llama, batch *Batch, kv *connector.KV) error {
 	return nil
 }
 
-// useCache finds the layers' segments in a cache; the last cache's are remembered.
-func (s *step) useCache(m *llama, kv *connector.KV) error {
-	if s.kv == kv {
+// cache is a chunk's part of a rank's cache.
+func (s *step) cache(chunk, rank int) *kernel.Cache { return &s.caches[chunk*len(s.kv)+rank] }
+
+// useCaches finds the layers' segments in the ranks' caches, which are all alike; the last ones are
+// remembered.
+func (s *step) useCaches(m *llama, ranks []*connector.KV) error {
+	if slices.Equal(s.kv, ranks) {
 		return nil
 	}
+	if len(ranks) != m.ranks {
+		return fmt.Errorf("%d caches for %d ranks: %w", len(ranks), m.ranks, connector.ErrIncompatible)
+	}
+	for rank, kv := range ranks {
+		layers, err := m.findLayers(kv)
+		if err == nil && rank > 0 && !slices.Equal(layers, s.layers) {
+			err = fmt.Errorf("its layers are in other segments than those of rank 0: %w", connector.ErrIncompatible)
+		}
+		if err != nil {
+			s.kv = nil
+			return fmt.Errorf("rank %d: %w", rank, err)
+		}
+		s.layers = layers
+	}
+	s.kv = slices.Clone(ranks)
+	return nil
+}
+
+// findLayers gives the segment of each layer.
+func (m *llama) findLayers(kv *connector.KV) ([]int, error) {
 	layout := kv.Layout()
 	want := m.Layout(layout.Groups[0].BlockTokens, layout.Blocks)
 	segments := make([]int, len(m.layers))
@@ -78,17 +105,16 @@ func (s *step) useCache(m *llama, kv *connector.KV) error {
 			continue
 		}
 		if seg.Layer < 0 || seg.Layer >= len(segments) || seg.Bytes != want.Segments[0].Bytes || (seg.Offset|seg.BlockStride)%4 != 0 {
-			return fmt.Errorf("cache segment %d (layer %d, %d bytes) is not of this model's layout: %w",
+			return nil, fmt.Errorf("cache segment %d (layer %d, %d bytes) is not of this model's layout: %w",
 				i, seg.Layer, seg.Bytes, connector.ErrIncompatible)
 		}
 		segments[seg.Layer] = i
 		found++
 	}
 	if found != len(segments) {
-		return fmt.Errorf("cache has %d layers, the model %d: %w", found, len(segments), connector.ErrIncompatible)
+		return nil, fmt.Errorf("cache has %d layers, the model %d: %w", found, len(segments), connector.ErrIncompatible)
 	}
-	s.kv, s.layers = kv, segments
-	return nil
+	return segments, nil
 }
 
 func (s *step) check(m *llama, c *Chunk) error {
@@ -96,7 +122,7 @@ func (s *step) check(m *llama, c *Chunk) error {
 		return fmt.Errorf("%d tokens from position %d, the model handles 1 to %d", len(c.Tokens), c.Start, m.spec.MaxTokens)
 	}
 	end := c.Start + len(c.Tokens)
-	size := s.kv.Layout().Groups[0].BlockTokens
+	size := s.kv[0].Layout().Groups[0].BlockTokens
 	switch {
 	case len(c.Blocks) != 1 || len(c.Blocks[0])*size < end:
 		return fmt.Errorf("block tables do not cover %d positions in one group", end)
@@ -109,7 +135,7 @@ func (s *step) check(m *llama, c *Chunk) error {
 		}
 	}
 	for _, b := range c.Blocks[0][:(end+size-1)/size] {
-		if b < 0 || int(b) >= s.kv.Layout().Blocks {
+		if b < 0 || int(b) >= s.kv[0].Layout().Blocks {
 			return fmt.Errorf("block %d is not in the cache", b)
 		}
 	}
@@ -125,16 +151,19 @@ func (s *step) check(m *llama, c *Chunk) error {
 func (s *step) views(l int) {
 	for i := range s.chunks {
 		c := &s.chunks[i]
-		size := s.caches[i].BlockTokens
-		blocks := s.caches[i].Blocks[:0]
-		for _, b := range c.Blocks[0][:(c.Start+len(c.Tokens)+size-1)/size] {
-			blocks = append(blocks, floats(s.kv.View(s.layers[l], b)))
+		for rank, kv := range s.kv {
+			cache := s.cache(i, rank)
+			size := cache.BlockTokens
+			blocks := cache.Blocks[:0]
+			for _, b := range c.Blocks[0][:(c.Start+len(c.Tokens)+size-1)/size] {
+				blocks = append(blocks, floats(kv.View(s.layers[l], b)))
+			}
+			cache.Blocks = blocks
 		}
-		s.caches[i].Blocks = blocks
 	}
 }
 
-// floats is a view of bytes as numbers; useCache has checked the alignment.
+// floats is a view of bytes as numbers; findLayers has checked the alignment.
 func floats(b []byte) []float32 {
 	return unsafe.Slice((*float32)(unsafe.Pointer(unsafe.SliceData(b))), len(b)/4)
 }

@@ -113,6 +113,16 @@ func (r *seq) tail(block, end, blockTokens int) connector.BlockKey {
 	return r.Space.Next(parent, r.tokens[block*blockTokens:min(end, (block+1)*blockTokens)])
 }
 
+// Address is the content address of a request's leading tokens in blocks of another size; zero if the
+// request is not there, has not so many, or its blocks have no keys.
+func (s *Scheduler) Address(id connector.RequestID, blockTokens, tokens int) connector.BlockKey {
+	r := s.live[id]
+	if r == nil || r.Space == nil || tokens <= 0 || tokens > len(r.tokens) {
+		return connector.BlockKey{}
+	}
+	return r.Space.Address(r.tokens[:tokens], blockTokens)
+}
+
 // output is the request's news: some tokens, with totals.
 func (r *seq) output(tokens ...int32) Output {
 	return Output{Request: r.ID, Tokens: tokens, Generated: r.generated(), Local: r.local, External: r.external}

@@ -117,8 +117,10 @@ type Event struct {
 	Weak    bool           // Finished: the consumer is only hoped for
 	Held    bool           // Finished: the blocks stay pinned until Released
 	Hold    connector.Hold // Finished: what the Holder answered
-	Reason  string         // Released: why
-	Took    time.Duration  // Loaded, Saved: since the step
+	// Of Finished, as ticket.Cut has them: addresses of the tokens that a consumer can get.
+	Last, Tail connector.BlockKey
+	Reason     string        // Released: why
+	Took       time.Duration // Loaded, Saved: since the step
 }
 
 // Outcome is how a call of the worker side ended.

@@ -96,6 +96,7 @@ type request struct {
 	id      connector.RequestID
 	match   match
 	ticket  connector.Ticket // of its queries: its loads carry it
+	cut     bool             // the ticket is of an engine of another shape
 	arrived bool
 	denied  bool // a load left nothing valid, do not offer it again
 	saves   int  // saves under way

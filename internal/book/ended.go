@@ -140,8 +140,29 @@ func (b *Book) finishEnding(now time.Time, e *ending) {
 	}
 	if e.ended.Remote {
 		ev.Tokens = b.available(e, h)
+		ev.Last, ev.Tail = b.addresses(&e.ended, ev.Tokens)
 	}
 	b.emit(Tell{ev})
+}
+
+// addresses are those of an ended request's tokens up to one: of the last full block, and of all if the last
+// block is partial.
+func (b *Book) addresses(e *connector.Ended, tokens int) (last, tail connector.BlockKey) {
+	size := b.cfg.Groups[0].BlockTokens
+	n := 0
+	for _, bl := range e.Blocks {
+		if bl.Group == 0 && n < tokens/size {
+			last = bl.Key
+			n++
+		}
+	}
+	if n < tokens/size {
+		last = connector.BlockKey{}
+	}
+	if tokens == e.Tokens && tokens%size != 0 {
+		tail = e.Tail
+	}
+	return last, tail
 }
 
 // checked is the hold of an ending, or none if it breaks the contract: a hold without a consumer (rule

@@ -36,7 +36,7 @@ type match struct {
 func (b *Book) Query(now time.Time, q connector.Query, need int) (wait bool, actions []Action) {
 	r := b.request(q.Request)
 	m := &r.match
-	m.query, m.need, r.ticket = q, need, q.Ticket
+	m.query, m.need, r.ticket, r.cut = q, need, q.Ticket, q.Reshaped > 0
 	switch {
 	case b.hopeless(r), m.open, m.known && (m.spent || now.Sub(m.at) < b.cfg.Fresh):
 		return false, b.take()
@@ -209,7 +209,11 @@ func (b *Book) Matched(now time.Time, id CallID, answer connector.Match, err err
 // sound checks an answer against its query.
 func (b *Book) sound(q *connector.Query, m connector.Match) bool {
 	all := uint64(1)<<len(b.cfg.Groups) - 1
-	return m.Tokens >= 0 && m.Tokens <= q.Tokens-q.Computed && uint64(m.Groups)&^all == 0
+	most := q.Tokens
+	if q.Reshaped > 0 {
+		most = max(q.Reshaped, q.Computed)
+	}
+	return m.Tokens >= 0 && m.Tokens <= most-q.Computed && uint64(m.Groups)&^all == 0
 }
 
 func (b *Book) settleMatch(now time.Time, r *request) {

@@ -104,7 +104,7 @@ func (b *Book) addOp(now time.Time, kind Kind, step uint64, t connector.Transfer
 		o.req.saves++
 		o.deadline = now.Add(b.cfg.Save)
 	} else {
-		o.t.Ticket = o.req.ticket
+		o.t.Ticket, o.t.Reshaped = o.req.ticket, o.req.cut
 		gib := float64(b.bytes(t.Blocks)) / (1 << 30)
 		o.deadline = now.Add(b.cfg.Transfer + time.Duration(gib*float64(b.cfg.TransferPerGiB)))
 	}

@@ -21,6 +21,7 @@ const (
 // blocks anyway, or when too many newer ones came. It is safe for concurrent use.
 type Guard struct {
 	model, shape connector.Fingerprint
+	base         connector.Fingerprint // zero: only tickets of the same shape
 
 	mu      sync.Mutex
 	byNonce map[[16]byte]*seen
@@ -42,15 +43,38 @@ func NewGuard(model, shape connector.Fingerprint) *Guard {
 	return &Guard{model: model, shape: shape, byNonce: map[[16]byte]*seen{}, epochs: map[string]uint64{}}
 }
 
+// Reshape makes the guard accept tickets of other shapes with that base, too (rule RESHAPE-01). It is to be
+// called before the first Check.
+func (g *Guard) Reshape(base connector.Fingerprint) { g.base = base }
+
+// fits reports why the blocks of a ticket are of no use here.
+func (g *Guard) fits(e *Envelope) error {
+	if e.Model != g.model {
+		return fmt.Errorf("ticket of engine %q: model %v, ours is %v: %w", e.Engine, e.Model, g.model, connector.ErrIncompatible)
+	}
+	none := connector.Fingerprint{}
+	why := ""
+	switch {
+	case e.Shape == g.shape, g.base != none && e.Cut.Base == g.base:
+		return nil
+	case g.base == none && e.Cut.Base == none:
+		why = "neither it nor we can cut blocks"
+	case g.base == none:
+		why = "we cannot cut blocks"
+	case e.Cut.Base == none:
+		why = "it cannot cut blocks"
+	default:
+		why = "more than block size and ranks differs"
+	}
+	return fmt.Errorf("ticket of engine %q: shape %v, ours is %v, and %s: %w", e.Engine, e.Shape, g.shape, why, connector.ErrIncompatible)
+}
+
 // Check counts one use of a ticket by a request of ours. The same request may check it again at no
 // cost, since it is matched many times; requests need unique ids. A refusal wraps ErrIncompatible,
 // ErrStale or ErrReplayed and uses nothing up.
 func (g *Guard) Check(e *Envelope, request connector.RequestID) error {
-	if e.Model != g.model {
-		return fmt.Errorf("ticket of engine %q: model %v, ours is %v: %w", e.Engine, e.Model, g.model, connector.ErrIncompatible)
-	}
-	if e.Shape != g.shape {
-		return fmt.Errorf("ticket of engine %q: shape %v, ours is %v: %w", e.Engine, e.Shape, g.shape, connector.ErrIncompatible)
+	if err := g.fits(e); err != nil {
+		return err
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -25,7 +25,7 @@ const (
 	MaxEngine = 1 << 10
 	MaxPlugin = 64 << 10
 	MaxShape  = 1 << 10
-	MaxSize   = headSize + 4 + MaxEngine + MaxPlugin + MaxShape + sha256.Size
+	MaxSize   = headSize + 4 + cutSize + MaxEngine + MaxPlugin + MaxShape + sha256.Size
 	minKey    = 32
 )
 
@@ -40,11 +40,16 @@ var (
 )
 
 // The first byte of a ticket, on which depends what follows it. One with a text of its shape has that
-// text at the end, and its length behind the others.
+// text at the end, and its length behind the others. Behind that, one whose blocks can be cut has what is
+// needed for it.
 const (
 	version       = 1
 	versionShaped = 2
+	versionCut    = 3
 )
+
+// cutSize is the length of a Cut.
+const cutSize = 32 + 4 + 32 + 32
 
 // headSize is the length of the fixed part: version, epoch, hold, tokens, consumers, lease, both
 // fingerprints, nonce, lengths of engine and plugin bytes.
@@ -62,6 +67,16 @@ type Envelope struct {
 	Nonce        [16]byte      // tells tickets apart; zero: Seal draws one
 	Plugin       []byte        // for the consumer's connector, uninterpreted
 	ShapeText    string        // what the shape is made of, for messages; may be empty
+	Cut          Cut           // zero: only engines of the same shape can use it
+}
+
+// Cut is what engines of another shape need: what is equal all the same, and of which prompt the tokens
+// are, as the producer addresses its own blocks.
+type Cut struct {
+	Base        connector.Fingerprint // what the shape is made of but for block size and ranks; never zero
+	BlockTokens int
+	Last        connector.BlockKey // of the last full block; zero without one
+	Tail        connector.BlockKey // of all tokens, if the last block is partial; zero: not known
 }
 
 // Seal signs e. A zero e.Nonce is replaced by a random one. Errors name the field that is out of
@@ -78,12 +93,9 @@ func Seal(key []byte, e *Envelope) ([]byte, error) {
 			return nil, fmt.Errorf("ticket nonce: %w", err)
 		}
 	}
-	out := make([]byte, 0, headSize+4+len(e.Engine)+len(e.Plugin)+len(e.ShapeText)+sha256.Size)
-	if e.ShapeText == "" {
-		out = append(out, version)
-	} else {
-		out = append(out, versionShaped)
-	}
+	out := make([]byte, 0, headSize+4+cutSize+len(e.Engine)+len(e.Plugin)+len(e.ShapeText)+sha256.Size)
+	v := e.version()
+	out = append(out, v)
 	out = binary.BigEndian.AppendUint64(out, e.Epoch)
 	out = binary.BigEndian.AppendUint64(out, uint64(e.Hold))
 	out = binary.BigEndian.AppendUint32(out, uint32(e.Tokens))
@@ -92,11 +104,25 @@ func Seal(key []byte, e *Envelope) ([]byte, error) {
 	out = append(append(append(out, e.Model[:]...), e.Shape[:]...), e.Nonce[:]...)
 	out = binary.BigEndian.AppendUint32(out, uint32(len(e.Engine)))
 	out = binary.BigEndian.AppendUint32(out, uint32(len(e.Plugin)))
-	if e.ShapeText != "" {
+	if v >= versionShaped {
 		out = binary.BigEndian.AppendUint32(out, uint32(len(e.ShapeText)))
+	}
+	if c := &e.Cut; v >= versionCut {
+		out = binary.BigEndian.AppendUint32(append(out, c.Base[:]...), uint32(c.BlockTokens))
+		out = append(append(out, c.Last[:]...), c.Tail[:]...)
 	}
 	out = append(append(append(out, e.Engine...), e.Plugin...), e.ShapeText...)
 	return append(out, sign(key, out)...), nil
+}
+
+func (e *Envelope) version() byte {
+	switch {
+	case e.Cut != Cut{}:
+		return versionCut
+	case e.ShapeText != "":
+		return versionShaped
+	}
+	return version
 }
 
 // Open verifies a ticket and reads it. The result shares no memory with data. Whatever is wrong with
@@ -109,7 +135,7 @@ func Open(key, data []byte) (*Envelope, error) {
 		return nil, ErrForged
 	}
 	body, mac := data[:len(data)-sha256.Size], data[len(data)-sha256.Size:]
-	if !hmac.Equal(mac, sign(key, body)) || body[0] != version && body[0] != versionShaped {
+	if !hmac.Equal(mac, sign(key, body)) || body[0] < version || body[0] > versionCut {
 		return nil, ErrForged
 	}
 	r := reader{body[1:]}
@@ -119,8 +145,14 @@ func Open(key, data []byte) (*Envelope, error) {
 	copy(e.Shape[:], r.next(len(e.Shape)))
 	copy(e.Nonce[:], r.next(len(e.Nonce)))
 	engine, plugin, shape := r.u32(), r.u32(), uint32(0)
-	if body[0] == versionShaped && len(r.rest) >= 4 {
+	if body[0] >= versionShaped && len(r.rest) >= 4 {
 		shape = r.u32()
+	}
+	if body[0] == versionCut {
+		if len(r.rest) < cutSize {
+			return nil, ErrForged
+		}
+		e.Cut = r.cut()
 	}
 	if uint64(engine)+uint64(plugin)+uint64(shape) != uint64(len(r.rest)) || tokens > math.MaxInt32 || lease > math.MaxInt64 {
 		return nil, ErrForged
@@ -153,6 +185,8 @@ func (e *Envelope) check() error {
 		field = "plugin"
 	case len(e.ShapeText) > MaxShape:
 		field = "shape text"
+	case e.Cut != Cut{} && (e.Cut.Base == connector.Fingerprint{} || e.Cut.BlockTokens <= 0 || e.Cut.BlockTokens > math.MaxInt32):
+		field = "cut"
 	default:
 		return nil
 	}
@@ -180,6 +214,14 @@ func (r *reader) next(n int) []byte {
 	b := r.rest[:n]
 	r.rest = r.rest[n:]
 	return b
+}
+
+func (r *reader) cut() (c Cut) {
+	copy(c.Base[:], r.next(len(c.Base)))
+	c.BlockTokens = int(r.u32())
+	copy(c.Last[:], r.next(len(c.Last)))
+	copy(c.Tail[:], r.next(len(c.Tail)))
+	return c
 }
 
 func (r *reader) u32() uint32 { return binary.BigEndian.Uint32(r.next(4)) }

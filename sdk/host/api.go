@@ -15,6 +15,15 @@ type Engine struct {
 	Model connector.Fingerprint
 	Shape connector.Fingerprint
 
+	// Base is what Shape is made of but for block size and ranks; zero: blocks cannot be cut. See
+	// connector.Env.
+	Base connector.Fingerprint
+
+	// Address is connector.KeySpace.Address of a request's leading tokens: it tells whether the ticket of an
+	// engine with other blocks is for the same prompt. It is asked in Match, of that request, by the same
+	// goroutine. It is zero where the request has not so many tokens. Nil: such tickets are refused.
+	Address func(request connector.RequestID, blockTokens, tokens int) connector.BlockKey
+
 	// ShapeText is what the shape is made of (dtype, layout, kernel), for messages; may be empty. At most
 	// 1 KiB of it goes into tickets.
 	ShapeText string

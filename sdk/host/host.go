@@ -57,6 +57,7 @@ type Host struct {
 	badLoads complaints
 	badSaves complaints
 
+	cuts      bool // tickets of other shapes are accepted, and ours are made for them
 	closing   atomic.Bool
 	leave     context.CancelFunc // ends the context that starts run under
 	left      chan struct{}      // closed when the supervisor has ended
@@ -96,6 +97,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	h.events = newEventQueue()
 	h.caps = first.caps
 	h.layerWise = h.findLayerWise(first)
+	h.openReshape()
 	h.book = book.New(h.bookConfig())
 	var life context.Context
 	life, h.leave = context.WithCancel(context.Background())

@@ -3,6 +3,7 @@ package host
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"time"
 
@@ -16,6 +17,7 @@ type asked struct {
 	keys   []connector.BlockKey // our own copy
 	ticket connector.Ticket     // the plugin's part of a ticket that was accepted
 	need   int                  // tokens that the ticket promises and a store must have
+	agreed int                  // not 0: the ticket is of another shape, and so many tokens are the same there
 	denied bool                 // a ticket was refused and without one there is nothing to find
 	turn   bool                 // the ticket is of an earlier turn: nothing keeps its blocks, and it serves one load
 }
@@ -87,19 +89,24 @@ func (h *Host) remember(q *connector.Query, ticket []byte) *asked {
 		a = &asked{}
 		h.requests[q.Request] = a
 		if len(ticket) > 0 && h.cfg.Role.Loads() {
-			h.acceptTicket(a, ticket, q.Request)
+			h.acceptTicket(a, ticket, q)
 		}
 	}
 	if len(a.keys) != len(q.Keys) {
 		a.keys = slices.Clone(q.Keys)
 	}
-	q.Keys, q.Ticket = a.keys, a.ticket
+	q.Keys, q.Ticket, q.Reshaped = a.keys, a.ticket, min(a.agreed, q.Tokens)
 	return a
 }
 
-func (h *Host) acceptTicket(a *asked, signed []byte, request connector.RequestID) {
+func (h *Host) acceptTicket(a *asked, signed []byte, q *connector.Query) {
 	holder := h.caps&connector.CanHold != 0
-	envelope, reason, err := h.tickets.verify(signed, request)
+	envelope, reason, err := h.tickets.verify(signed, q.Request)
+	if err == nil && envelope.Shape != h.eng.Shape {
+		if a.agreed = h.agreed(envelope, q); a.agreed == 0 {
+			reason, err = "prompt", fmt.Errorf("ticket of engine %q is for another prompt", envelope.Engine)
+		}
+	}
 	if err != nil {
 		h.metrics.refused.WithLabelValues(reason).Inc()
 		h.log.Warn("ticket refused", "reason", reason, "error", err)

@@ -23,6 +23,7 @@ type metrics struct {
 	kills      prometheus.Counter
 	match      prometheus.Histogram
 	copied     *prometheus.CounterVec // connector, direction
+	unchecked  prometheus.Counter
 	landing    prometheus.Gauge
 	info       prometheus.Gauge
 	arena      prometheus.Gauge
@@ -67,6 +68,10 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		kills:      counter("kvport_plugin_deadline_kills_total", "Plugins killed for a passed transfer deadline."),
 		events:     counter("kvport_block_events_total", "Events of blocks that the connector has reported."),
 		lost:       counter("kvport_block_events_lost_total", "Events of blocks that were lost before anybody read them."),
+		unchecked: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "kvport_unverified_blocks_total", Help: "Loaded blocks whose bytes nothing was there to check by.",
+			ConstLabels: prometheus.Labels{"connector": name, "reason": "reshaped"},
+		}),
 		copied: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvport_landing_copied_bytes_total", Help: "KV bytes copied between cache and landing memory (trust level staged).",
 		}, []string{"connector", "direction"}),
@@ -92,7 +97,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 	}
 	for _, c := range append(m.children.all(), []prometheus.Collector{
 		m.bytes, m.seconds, m.failed, m.refused, m.released, m.turns, m.restarts, m.integrity, m.violations, m.retries, m.kills, m.match,
-		m.copied, m.landing, m.info, m.arena, m.events, m.lost,
+		m.copied, m.landing, m.info, m.arena, m.events, m.lost, m.unchecked,
 	}...) {
 		if err := registry.Register(c); err != nil {
 			m.close()

@@ -62,7 +62,7 @@ func (s *sides) match(l *life) bool {
 func (s *source) openAll() {
 	env := connector.Env{
 		Engine: s.eng.ID, Epoch: s.epoch, Role: s.cfg.Role, World: len(s.regions),
-		Model: s.eng.Model, Shape: s.eng.Shape, Layout: s.eng.Layout, Log: s.log,
+		Model: s.eng.Model, Shape: s.eng.Shape, Base: s.eng.Base, Layout: s.eng.Layout, Log: s.log,
 	}
 	s.sched = s.sides.add(opening{env: env})
 	// The scheduler side hears of the cache's blocks, a worker of those in the memory it maps.

@@ -78,7 +78,7 @@ func (h *Host) seal(b *book.Event) []byte {
 		lease = 0
 	}
 	signed, err := h.tickets.seal(&ticket.Envelope{
-		Hold: b.Hold.ID, Tokens: b.Tokens, Lease: lease, Consumers: max(b.Hold.Consumers, 1), Plugin: b.Hold.Ticket,
+		Hold: b.Hold.ID, Tokens: b.Tokens, Lease: lease, Consumers: max(b.Hold.Consumers, 1), Plugin: b.Hold.Ticket, Cut: h.cut(b),
 	})
 	if err != nil {
 		h.log.Error("ticket cannot be signed, the consumer will compute", "request", b.Request, "error", err)

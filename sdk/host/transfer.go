@@ -110,7 +110,10 @@ func (h *Host) move(ctx context.Context, g *generation, a *book.Move, turn bool)
 		h.opts.Landed(t.Request, a.Rank)
 	}
 	out := book.Outcome{Err: err}
-	if !h.info.Lossy {
+	switch {
+	case t.Reshaped:
+		h.unverified(r, t, err)
+	case !h.info.Lossy:
 		out.Corrupt = r.checkDigests(content(t.Blocks, t.Tail), err)
 	}
 	fault.Crash("host.load.checked")
@@ -165,6 +168,9 @@ func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *book.Mo
 // load lets a worker fill the blocks of a move: in the cache, or in landing memory, from where what
 // arrived is copied. Digests are checked in the cache, after the copy.
 func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *book.Move) error {
+	if a.Transfer.Reshaped {
+		return reshape(ctx, r, w, a)
+	}
 	if r.landing == nil {
 		return w.Load(ctx, a.Transfer, r.kv)
 	}

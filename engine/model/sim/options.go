@@ -12,10 +12,11 @@ import (
 // Options shape a sim model. The zero value is a small one with one rank and one group.
 type Options struct {
 	Layers        int    // default 4
-	BytesPerToken int    // KV bytes of one token in one layer on one rank, a multiple of 16; default 64
+	BytesPerToken int    // KV bytes of one token in one layer on one rank, a multiple of 16 for each of its heads; default 64 on all
 	MaxTokens     int    // default 8192
 	Seed          uint64 // two seeds are two sets of weights
 	Ranks         int    // default 1
+	Heads         int    // KV heads of a layer on all ranks, which have equal shares; default one on each, or 4 without BytesPerToken
 	Groups        int    // layer l is in group l modulo Groups; default 1
 	Window        int    // tokens that layers of all groups but the first attend to, at least 2; default 64
 	Stride        Stride // default ByLayer
@@ -40,13 +41,13 @@ func Strides() []Stride { return []Stride{ByLayer, ByBlock, ByPlane, ByShared} }
 const gap = 48
 
 // ParseOptions reads options as the command line has them: name=value, separated by commas. The
-// names are layers, bytes, seed, groups, window and stride; the empty text is the default model.
+// names are layers, bytes, heads, seed, groups, window and stride; the empty text is the default model.
 func ParseOptions(text string) (Options, error) {
 	var o Options
 	if text == "" {
 		return o, nil
 	}
-	numbers := map[string]*int{"layers": &o.Layers, "bytes": &o.BytesPerToken, "groups": &o.Groups, "window": &o.Window}
+	numbers := map[string]*int{"layers": &o.Layers, "bytes": &o.BytesPerToken, "heads": &o.Heads, "groups": &o.Groups, "window": &o.Window}
 	for field := range strings.SplitSeq(text, ",") {
 		name, value, _ := strings.Cut(field, "=")
 		var err error
@@ -58,7 +59,7 @@ func ParseOptions(text string) (Options, error) {
 		case name == "stride":
 			o.Stride = Stride(value)
 		default:
-			return o, fmt.Errorf("sim has no option %q: want layers, bytes, seed, groups, window or stride", name)
+			return o, fmt.Errorf("sim has no option %q: want layers, bytes, heads, seed, groups, window or stride", name)
 		}
 		if err != nil {
 			return o, fmt.Errorf("sim option %s is %q, want a number", name, value)
@@ -68,7 +69,28 @@ func ParseOptions(text string) (Options, error) {
 	return o, err
 }
 
+// shareOut gives heads and bytes that were left out: those of all ranks together do not depend on their
+// number, where it divides the heads.
+func (o *Options) shareOut() {
+	if o.Ranks == 0 {
+		o.Ranks = 1
+	}
+	if o.Ranks < 0 || o.Heads < 0 || o.BytesPerToken < 0 {
+		return // refused next
+	}
+	const heads, bytes = 4, 16
+	switch {
+	case o.Heads > 0 && o.BytesPerToken == 0:
+		o.BytesPerToken = o.Heads / o.Ranks * bytes
+	case o.Heads == 0 && o.BytesPerToken == 0 && heads%o.Ranks == 0:
+		o.Heads, o.BytesPerToken = heads, heads/o.Ranks*bytes
+	case o.Heads == 0:
+		o.Heads = o.Ranks
+	}
+}
+
 func (o Options) withDefaults() (Options, error) {
+	o.shareOut()
 	for _, f := range []struct {
 		name    string
 		value   *int
@@ -79,6 +101,7 @@ func (o Options) withDefaults() (Options, error) {
 		{"bytes per token", &o.BytesPerToken, 64, 1 << 20},
 		{"max tokens", &o.MaxTokens, 8192, 1 << 24},
 		{"ranks", &o.Ranks, 1, 64},
+		{"heads", &o.Heads, 1, 64},
 		{"groups", &o.Groups, 1, connector.MaxGroups},
 		{"window", &o.Window, 64, 1 << 24},
 	} {
@@ -93,8 +116,10 @@ func (o Options) withDefaults() (Options, error) {
 		o.Stride = ByLayer
 	}
 	switch {
-	case o.BytesPerToken%16 != 0:
-		return o, fmt.Errorf("bytes per token is %d, want a multiple of 16", o.BytesPerToken)
+	case o.Heads%o.Ranks != 0:
+		return o, fmt.Errorf("heads is %d, want a multiple of %d ranks", o.Heads, o.Ranks)
+	case o.BytesPerToken%(16*(o.Heads/o.Ranks)) != 0:
+		return o, fmt.Errorf("bytes per token is %d, want a multiple of 16 for each of %d heads", o.BytesPerToken, o.Heads/o.Ranks)
 	case o.Groups > o.Layers:
 		return o, fmt.Errorf("%d groups for %d layers", o.Groups, o.Layers)
 	case o.Window < 2:
@@ -134,7 +159,7 @@ func (m *Model) Layout(blockTokens, blocks int) connector.Layout {
 // segments places one layer.
 func (m *Model) segments(layer, blockTokens, blocks int) []connector.Segment {
 	size := int64(blockTokens) * int64(m.o.BytesPerToken)
-	s := connector.Segment{Layer: layer, Group: uint16(layer % m.o.Groups), BlockStride: size, Bytes: size}
+	s := connector.Segment{Layer: layer, Group: uint16(layer % m.o.Groups), BlockStride: size, Bytes: size, Planes: 1, Heads: m.o.Heads / m.o.Ranks}
 	array := int64(blocks) * size
 	switch m.o.Stride {
 	case ByBlock:

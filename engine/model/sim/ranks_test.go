@@ -130,6 +130,30 @@ func TestEveryWrongByteOnEveryRankShows(t *testing.T) {
 	}
 }
 
+// TestRanksDoNotMatter: as many heads on fewer or more ranks give the same logits.
+func TestRanksDoNotMatter(t *testing.T) {
+	rng := rand.New(rand.NewPCG(16, 1))
+	tokens := prompt(rng, 40)
+	for heads, worlds := range map[int][]int{0: {1, 2, 4}, 12: {1, 2, 3, 4, 6, 12}} {
+		var want [][]float32
+		base := ""
+		for _, ranks := range worlds {
+			for _, stride := range Strides() {
+				m := newModel(t, Options{Heads: heads, Ranks: ranks, Stride: stride})
+				s := newSpread(t, m, rng, 8, 5)
+				got := s.compute(t, m, tokens, 0, 7)
+				if want == nil {
+					want, base = got, m.Spec().ByteShape
+				}
+				require.Equal(t, want, got, "%d heads on %d ranks, stride %s", heads, ranks, stride)
+				require.Equal(t, base, m.Spec().ByteShape)
+			}
+		}
+	}
+	_, err := New(Options{Heads: 4, Ranks: 3})
+	require.ErrorContains(t, err, "heads")
+}
+
 func TestRanksHoldDifferentBytes(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 1))
 	m := newModel(t, Options{Ranks: 3})
@@ -189,6 +213,7 @@ func TestParseOptions(t *testing.T) {
 	require.NoError(t, err)
 	require.Zero(t, o)
 	for text, says := range map[string]string{
+		"heads=x": `heads is "x"`, "heads=65": "heads is 65", "heads=4,bytes=16": "for each of 4 heads",
 		"group=2": `no option "group"`, "groups": "groups", "groups=x": `groups is "x"`, "stride=odd": `stride is "odd"`,
 		"groups=9": "9 groups for 4 layers", "seed=-1": "seed", "ranks=2": `no option "ranks"`, "groups=2,": "no option",
 	} {

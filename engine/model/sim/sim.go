@@ -1,5 +1,5 @@
 // Package sim is a model without arithmetic, for tests of everything around a model. Its KV bytes
-// are a function of prefix, layer, position and rank, and its tokens a function of every KV byte
+// are a function of prefix, layer, position and head, and its tokens a function of every KV byte
 // that attention reaches, on all ranks, read from the cache at every step: a wrong byte anywhere is
 // a wrong token.
 //
@@ -29,7 +29,7 @@ const (
 type Model struct {
 	o      Options
 	hidden []uint64   // of the batch's tokens, on their way through the layers
-	seen   [][]uint64 // what each rank's attention gives for them
+	seen   [][]uint64 // what each head's attention gives for them
 }
 
 var _ model.Sharded = (*Model)(nil)
@@ -40,7 +40,7 @@ func New(o Options) (*Model, error) {
 	if err != nil {
 		return nil, fmt.Errorf("sim: %w", err)
 	}
-	return &Model{o: o, seen: make([][]uint64, o.Ranks)}, nil
+	return &Model{o: o, seen: make([][]uint64, o.Heads)}, nil
 }
 
 // Spec implements model.Model.
@@ -48,7 +48,7 @@ func (m *Model) Spec() model.Spec {
 	return model.Spec{
 		Name: "sim", Vocab: vocab, MaxTokens: m.o.MaxTokens, Layers: m.o.Layers, Ranks: m.o.Ranks,
 		Weights:   connector.NewFingerprint("kvport/sim/2", fmt.Sprint(m.o.Seed, m.o.Layers, m.o.Groups, m.o.Window)),
-		ByteShape: fmt.Sprintf("sim/%d", m.o.BytesPerToken),
+		ByteShape: fmt.Sprintf("sim/%d/%d", m.o.BytesPerToken*m.o.Ranks, m.o.Heads),
 	}
 }
 
@@ -119,7 +119,6 @@ func (m *Model) layer(b *model.Batch, ranks []*connector.KV, layer int) error {
 // rank is one rank's part of a layer. Ranks share nothing but the hidden values, which they only
 // read.
 func (m *Model) rank(b *model.Batch, kv *connector.KV, layer, rank int) {
-	m.seen[rank] = slices.Grow(m.seen[rank][:0], len(m.hidden))[:len(m.hidden)]
 	segments := kv.Layout().Segments
 	p := paged{kv: kv, window: m.o.window(layer)}
 	for i := range segments {
@@ -129,12 +128,17 @@ func (m *Model) rank(b *model.Batch, kv *connector.KV, layer, rank int) {
 	}
 	group := segments[p.segments[0]].Group
 	p.perBlock = kv.Layout().Groups[group].BlockTokens
-	h, seen := m.hidden, m.seen[rank]
-	for _, c := range b.Chunks {
-		n := len(c.Tokens)
-		p.table, p.number = c.Blocks[group], 0
-		p.attend(mix(uint64(layer), uint64(rank)), c.Start, h[:n], seen[:n])
-		h, seen = h[n:], seen[n:]
+	p.heads = m.o.Heads / m.o.Ranks
+	for p.head = range p.heads {
+		head := rank*p.heads + p.head
+		m.seen[head] = slices.Grow(m.seen[head][:0], len(m.hidden))[:len(m.hidden)]
+		h, seen := m.hidden, m.seen[head]
+		for _, c := range b.Chunks {
+			n := len(c.Tokens)
+			p.table, p.number = c.Blocks[group], 0
+			p.attend(mix(uint64(layer), uint64(head)), c.Start, h[:n], seen[:n])
+			h, seen = h[n:], seen[n:]
+		}
 	}
 }
 
@@ -144,6 +148,8 @@ type paged struct {
 	segments []int // the layer's, in layout order
 	window   int   // positions that attention reaches, its own included; 0: all
 	perBlock int   // tokens
+	head     int   // of the rank's
+	heads    int   // of the rank
 	table    []connector.BlockID
 	parts    [][]byte // of the block that was looked up last
 	number   int      // its index in the table plus 1
@@ -198,8 +204,7 @@ func (p *paged) read(place uint64, at int) uint64 {
 	parts, slot := p.at(at)
 	x := mix(place, uint64(at))
 	for _, part := range parts {
-		width := len(part) / p.perBlock
-		token := part[slot*width:][:width]
+		token := p.token(part, slot)
 		for i := 0; i < len(token); i += 8 {
 			x = (x ^ binary.LittleEndian.Uint64(token[i:])) * 0x9e3779b97f4a7c15
 			x ^= x >> 32
@@ -211,15 +216,20 @@ func (p *paged) read(place uint64, at int) uint64 {
 // first is the first word of a token's KV.
 func (p *paged) first(at int) uint64 {
 	parts, slot := p.at(at)
-	return binary.LittleEndian.Uint64(parts[0][slot*(len(parts[0])/p.perBlock):])
+	return binary.LittleEndian.Uint64(p.token(parts[0], slot))
+}
+
+// token is the head's share of a slot in a part of a block.
+func (p *paged) token(part []byte, slot int) []byte {
+	width := len(part) / p.perBlock / p.heads
+	return part[(slot*p.heads+p.head)*width:][:width]
 }
 
 // write fills a token's KV from its first word.
 func (p *paged) write(at int, word uint64) {
 	parts, slot := p.at(at)
 	for _, part := range parts {
-		width := len(part) / p.perBlock
-		token := part[slot*width:][:width]
+		token := p.token(part, slot)
 		for i := 0; i < len(token); i += 8 {
 			binary.LittleEndian.PutUint64(token[i:], word)
 			word = mix(word, 1)
