@@ -125,7 +125,7 @@ func (h *holds) done(q *question, now time.Time) error {
 		return err
 	}
 	h.told[name] = now
-	if n.fetched[q.Rank] = true; len(n.fetched) < h.world {
+	if n.fetched[q.Rank] = true; len(n.fetched) < q.readers(h.world) {
 		return nil
 	}
 	delete(h.open, q.Hold)

@@ -28,6 +28,9 @@ type question struct {
 	Version int              `json:"version"`
 	Model   []byte           `json:"model"`
 	Shape   []byte           `json:"shape"`
+	Base    []byte           `json:"base,omitempty"` // who has one may have another shape
+	Reshape bool             `json:"reshape,omitempty"`
+	Of      int              `json:"of,omitempty"` // with Reshape: the producer's rank
 	Rank    int              `json:"rank"`
 	World   int              `json:"world"`
 	Hold    connector.HoldID `json:"hold"`
@@ -65,6 +68,8 @@ type answer struct {
 	Host     string             `json:"host,omitempty"` // of the producer, and its process there: to tell the transport
 	PID      int                `json:"pid,omitempty"`
 	Segments []segment          `json:"segments,omitempty"`
+	World    int                `json:"world,omitempty"`   // of Reshape: the producer's ranks
+	Sizes    []int              `json:"sizes,omitempty"`   // of Reshape: tokens of a block, by group
 	Tokens   int                `json:"tokens,omitempty"`  // that the blocks end with
 	Over     []connector.HoldID `json:"over,omitempty"`    // of Beats: those that are not there any more
 	Blocks   []heldBlock        `json:"-"`                 // they are its tail
@@ -81,6 +86,8 @@ type segment struct {
 	Addr   uint64 `json:"addr"` // of block 0
 	Stride uint64 `json:"stride"`
 	Bytes  uint64 `json:"bytes"`
+	Planes int    `json:"planes,omitempty"` // with Heads, how a block can be cut
+	Heads  int    `json:"heads,omitempty"`
 }
 
 // heldBlock is a block of the hold.

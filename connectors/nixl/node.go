@@ -23,8 +23,8 @@ import (
 	"github.com/kvport/kvport/native/nixl"
 )
 
-// Capabilities are the optional powers of the scheduler side.
-const Capabilities = connector.CanHold | connector.CanLease | connector.CanStat | connector.CanLayers
+// Capabilities are the optional powers of both sides.
+const Capabilities = connector.CanHold | connector.CanLease | connector.CanStat | connector.CanLayers | connector.CanReshape
 
 // Scope is who sees what the connector keeps: others need a ticket.
 const Scope = connector.ScopeEngine

@@ -118,10 +118,9 @@ func (n *Node) reply(q *question) (*answer, error) {
 		return nil, fmt.Errorf("you speak version %d, I %d: %w", q.Version, protocolVersion, connector.ErrIncompatible)
 	case !bytes.Equal(q.Model, n.env.Model[:]):
 		return nil, fmt.Errorf("another model: %w", connector.ErrIncompatible)
-	case !bytes.Equal(q.Shape, n.env.Shape[:]):
-		return nil, fmt.Errorf("another layout, block size, kernel or parallelism: %w", connector.ErrIncompatible)
-	case q.World != n.env.World || q.Rank < 0 || q.Rank >= q.World:
-		return nil, fmt.Errorf("rank %d of %d, and here are %d: %w", q.Rank, q.World, n.env.World, connector.ErrIncompatible)
+	}
+	if err := n.sameShape(q); err != nil {
+		return nil, err
 	}
 	if len(q.Beats) > 0 {
 		return n.hear(q.Beats)
@@ -136,7 +135,10 @@ func (n *Node) reply(q *question) (*answer, error) {
 	if err != nil {
 		return nil, err
 	}
-	r, err := n.rankOf(q.Rank)
+	if q.Reshape && e.Weak {
+		return nil, fmt.Errorf("hold %d is weak, and only digests tell whether its blocks are still there: %w", q.Hold, connector.ErrIncompatible)
+	}
+	r, err := n.rankOf(q.asked())
 	if err != nil {
 		return nil, err
 	}
@@ -145,6 +147,9 @@ func (n *Node) reply(q *question) (*answer, error) {
 	}
 	r.rouse()
 	a := r.cache().answer()
+	if q.Reshape {
+		n.describe(a)
+	}
 	a.Tokens = e.Tokens
 	for _, b := range e.Blocks {
 		a.Blocks = append(a.Blocks, heldBlock{Group: b.Group, ID: b.ID, Key: b.Key[:]})

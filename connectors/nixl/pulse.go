@@ -124,7 +124,7 @@ func (p *pulse) due(address string) (beats []beat, next time.Duration) {
 func (p *pulse) send(address string, beats []beat) ([]connector.HoldID, error) {
 	e := &p.node.env
 	a, err := p.node.lines.ask(p.ctx, address, &question{
-		Version: protocolVersion, Model: e.Model[:], Shape: e.Shape[:], World: e.World, Beats: beats,
+		Version: protocolVersion, Model: e.Model[:], Shape: e.Shape[:], Base: baseOf(e), World: e.World, Beats: beats,
 	})
 	if err != nil {
 		return nil, err

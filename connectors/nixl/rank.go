@@ -84,7 +84,7 @@ func (r *rank) register(kv *connector.KV) error {
 	bounds := map[uint16][2]uint64{} // by region
 	for i, s := range l.Segments {
 		first := nixl.Bytes(kv.View(i, 0))
-		c.segments[i] = segment{Group: s.Group, Addr: first.Addr, Stride: uint64(s.BlockStride), Bytes: uint64(s.Bytes)}
+		c.segments[i] = segment{Group: s.Group, Addr: first.Addr, Stride: uint64(s.BlockStride), Bytes: uint64(s.Bytes), Planes: s.Planes, Heads: s.Heads}
 		end := first.Addr + uint64(l.Blocks-1)*uint64(s.BlockStride) + uint64(s.Bytes)
 		b, there := bounds[s.Region]
 		if !there {

@@ -26,11 +26,15 @@ func (s *scheduler) Match(_ context.Context, qs []connector.Query) ([]connector.
 			s.env.Log.Debug("ticket is of no use", "request", q.Request, "error", err)
 			continue
 		}
-		if !t.fits(&q, s.env.Layout.Groups[0].BlockTokens) {
+		if q.Reshaped == 0 && !t.fits(&q, s.env.Layout.Groups[0].BlockTokens) {
 			s.env.Log.Debug("ticket is for another prompt", "request", q.Request)
 			continue
 		}
-		if n := min(t.Tokens, q.Tokens) - q.Computed; n > 0 {
+		end := min(t.Tokens, q.Tokens)
+		if q.Reshaped > 0 { // the host has compared the prompts
+			end = min(end, q.Reshaped)
+		}
+		if n := end - q.Computed; n > 0 {
 			out[i] = connector.Match{Tokens: n, Async: true}
 			if q.Request != "" { // a probe leaves no trace
 				s.node.pulse.wait(&t)
@@ -48,7 +52,7 @@ func (s *scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connec
 			continue
 		}
 		id, secret := s.node.holds.add(e)
-		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens, LeaseMS: int64(s.node.config.LeaseMS), Turn: e.Weak, Last: s.last(&e)}
+		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens, LeaseMS: int64(s.node.config.LeaseMS), World: s.env.World, Turn: e.Weak, Last: s.last(&e)}
 		data, err := t.encode()
 		if err != nil {
 			return nil, err

@@ -55,7 +55,7 @@ func (g *Guard) fits(e *Envelope) error {
 	none := connector.Fingerprint{}
 	why := ""
 	switch {
-	case e.Shape == g.shape, g.base != none && e.Cut.Base == g.base:
+	case e.Shape == g.shape, g.base != none && e.Cut.Base == g.base && e.Lease > 0:
 		return nil
 	case g.base == none && e.Cut.Base == none:
 		why = "neither it nor we can cut blocks"

@@ -47,6 +47,12 @@ func TestRoundTrip(t *testing.T) {
 		}
 		copy(e.Model[:], rapid.SliceOf(rapid.Byte()).Draw(t, "model"))
 		copy(e.Nonce[:], rapid.SliceOf(rapid.Byte()).Draw(t, "nonce"))
+		if rapid.Bool().Draw(t, "cut") {
+			e.Cut = Cut{Base: connector.NewFingerprint("base"), BlockTokens: rapid.IntRange(1, math.MaxInt32).Draw(t, "size")}
+			copy(e.Cut.Last[:], rapid.SliceOf(rapid.Byte()).Draw(t, "last"))
+			copy(e.Cut.Tail[:], rapid.SliceOf(rapid.Byte()).Draw(t, "tail"))
+			e.ShapeText = rapid.StringN(0, -1, MaxShape).Draw(t, "shape text")
+		}
 		if p := rapid.SliceOfN(rapid.Byte(), 0, 100).Draw(t, "plugin"); len(p) > 0 {
 			e.Plugin = p
 		}
@@ -66,6 +72,7 @@ func TestSealDrawsNonce(t *testing.T) {
 func TestLimits(t *testing.T) {
 	e := envelope()
 	e.Engine, e.Plugin, e.ShapeText = strings.Repeat("e", MaxEngine), make([]byte, MaxPlugin), strings.Repeat("s", MaxShape)
+	e.Cut = Cut{Base: connector.NewFingerprint("base"), BlockTokens: 1}
 	data := seal(t, e)
 	require.Len(t, data, MaxSize)
 	_, err := Open(key, data)

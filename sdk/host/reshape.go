@@ -32,7 +32,7 @@ func (h *Host) openReshape() {
 
 // cut is what a ticket says for engines of other shapes.
 func (h *Host) cut(b *book.Event) ticket.Cut {
-	if !h.cuts {
+	if !h.cuts || b.Hold.Weak || b.Weak { // nothing but digests tells whether a weak hold's blocks are still there
 		return ticket.Cut{}
 	}
 	return ticket.Cut{Base: h.eng.Base, BlockTokens: h.eng.Layout.Groups[0].BlockTokens, Last: b.Last, Tail: b.Tail}

@@ -1,0 +1,246 @@
+package nixl
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"fmt"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/native/nixl"
+)
+
+// maxWorld bounds the ranks of an engine.
+const maxWorld = 4096
+
+// baseOf is what a question says of an engine whose blocks can be cut, nil for others.
+func baseOf(e *connector.Env) []byte {
+	if e.Base == (connector.Fingerprint{}) {
+		return nil
+	}
+	return e.Base[:]
+}
+
+// asked is the rank of the producer that a question is about.
+func (q *question) asked() int {
+	if q.Reshape {
+		return q.Of
+	}
+	return q.Rank
+}
+
+// readers is how many ranks read a hold before it is over; same is how many do with equal shapes.
+func (q *question) readers(same int) int {
+	if q.Reshape {
+		return q.World
+	}
+	return same
+}
+
+// sameShape reports why a consumer cannot use what is here: its shape must be ours, or, for what it
+// reshapes and for signs of life, its base.
+func (n *Node) sameShape(q *question) error {
+	base := baseOf(&n.env)
+	cuts := base != nil && bytes.Equal(q.Base, base)
+	switch {
+	case q.World < 1 || q.World > maxWorld || q.Rank < 0 || q.Rank >= q.World:
+		return fmt.Errorf("rank %d of %d: %w", q.Rank, q.World, connector.ErrIncompatible)
+	case q.Reshape && !cuts:
+		return fmt.Errorf("another layout or kernel, or blocks that cannot be cut: %w", connector.ErrIncompatible)
+	case q.Reshape && (q.Of < 0 || q.Of >= n.env.World):
+		return fmt.Errorf("about rank %d, and here are %d: %w", q.Of, n.env.World, connector.ErrIncompatible)
+	case q.Reshape, cuts && len(q.Beats) > 0:
+		return nil
+	case !bytes.Equal(q.Shape, n.env.Shape[:]):
+		return fmt.Errorf("another layout, block size, kernel or parallelism: %w", connector.ErrIncompatible)
+	case q.World != n.env.World:
+		return fmt.Errorf("rank %d of %d, and here are %d: %w", q.Rank, q.World, n.env.World, connector.ErrIncompatible)
+	}
+	return nil
+}
+
+// describe adds what a consumer of another shape must know.
+func (n *Node) describe(a *answer) {
+	a.World = n.env.World
+	for _, g := range n.env.Layout.Groups {
+		a.Sizes = append(a.Sizes, g.BlockTokens)
+	}
+}
+
+// Reshape implements connector.Reshaper: it reads this rank's share of the tokens out of the caches of the
+// producer's ranks that have some of it.
+func (w *worker) Reshape(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	from, err := parseTicket(t.Ticket)
+	if err != nil {
+		return err
+	}
+	if err := w.rank.register(kv); err != nil {
+		return err
+	}
+	env := &w.rank.env
+	q := &question{
+		Version: protocolVersion, Model: env.Model[:], Shape: env.Shape[:], Base: baseOf(env), Rank: env.Rank, World: env.World,
+		Hold: from.Hold, Secret: from.Secret, Reshape: true,
+	}
+	defer w.rank.node.pulse.read(&from)()
+	missing, err := w.reshape(ctx, &from, q, t, kv)
+	if err == nil {
+		q.Done, q.Load = true, rand.Text()
+		if _, gone := w.rank.node.lines.ask(ctx, from.Address, q); gone != nil { // it may have read what was held no more
+			err = fmt.Errorf("%w: %w", errStale, gone)
+			w.rank.node.tally.add(&read{transport: "none", err: err})
+		}
+	}
+	if err == nil && len(missing) > 0 {
+		err = &connector.BlockError{Blocks: missing, Err: fmt.Errorf("the producer does not hold all of their tokens: %w", connector.ErrGone)}
+	}
+	return err
+}
+
+// reshape reads from one rank of the producer after the other and gives the blocks that it does not have.
+func (w *worker) reshape(ctx context.Context, from *ticket, q *question, t *connector.Transfer, kv *connector.KV) (missing []connector.BlockID, err error) {
+	if from.World == 0 {
+		return nil, fmt.Errorf("the ticket does not say how many ranks its producer has: %w", connector.ErrIncompatible)
+	}
+	for q.Of = range from.World {
+		if q.Of*q.World >= (q.Rank+1)*from.World || (q.Of+1)*q.World <= q.Rank*from.World {
+			continue // it has other heads
+		}
+		a, err := w.rank.node.lines.ask(ctx, from.Address, q)
+		if err != nil {
+			return nil, err
+		}
+		if a.World != from.World {
+			return nil, fmt.Errorf("the producer has %d ranks, its ticket says %d: %w", a.World, from.World, connector.ErrIncompatible)
+		}
+		c := &cutter{kv: kv, t: t, answer: a, rank: q.Rank, world: q.World, of: q.Of}
+		p, err := c.plan()
+		if err != nil {
+			return nil, err
+		}
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		missing = p.missing // the same of every rank
+		var moved read
+		moved.err = w.read(a, p, &moved)
+		w.rank.node.tally.add(&moved)
+		if moved.err != nil {
+			return nil, moved.err
+		}
+	}
+	return missing, nil
+}
+
+// cutter plans the reads from one rank of a producer with another shape.
+type cutter struct {
+	kv          *connector.KV
+	t           *connector.Transfer
+	answer      *answer
+	rank, world int
+	of          int
+}
+
+// plan finds for each token of a transfer's blocks where the producer's rank has it, by its place in the
+// prompt. Errors wrap connector.ErrIncompatible.
+func (c *cutter) plan() (*reads, error) {
+	l, a := c.kv.Layout(), c.answer
+	if len(a.Segments) != len(l.Segments) || len(a.Sizes) != len(l.Groups) || a.Tokens <= 0 || a.Tokens > maxTokens {
+		return nil, fmt.Errorf("the producer has %d segments, %d groups and %d tokens, we have %d segments and %d groups: %w",
+			len(a.Segments), len(a.Sizes), a.Tokens, len(l.Segments), len(l.Groups), connector.ErrIncompatible)
+	}
+	p := &reads{}
+	for g := range l.Groups {
+		spans, err := c.spans(uint16(g), p)
+		if err != nil {
+			return nil, err
+		}
+		for _, s := range c.kv.Segments(uint16(g)) {
+			if l.Segments[s].Layer == connector.DigestLayer {
+				continue // of other blocks than ours
+			}
+			if err := c.cut(p, s, spans); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return p, nil
+}
+
+// span is a run of tokens that one of our blocks is to get.
+type span struct {
+	block    connector.Block
+	from, to int
+	theirs   func(place int) connector.BlockID // the producer's block at a place of the prompt
+}
+
+// spans are the runs of tokens of a group's blocks that the producer has; it notes the others' blocks as
+// missing.
+func (c *cutter) spans(group uint16, p *reads) ([]span, error) {
+	size, other := c.kv.Layout().Groups[group].BlockTokens, c.answer.Sizes[group]
+	if other <= 0 {
+		return nil, fmt.Errorf("the producer has blocks of %d tokens in group %d: %w", other, group, connector.ErrIncompatible)
+	}
+	var theirs []heldBlock
+	for _, b := range c.answer.Blocks {
+		if b.Group == group {
+			if b.ID < 0 {
+				return nil, fmt.Errorf("the producer names block %d: %w", b.ID, connector.ErrIncompatible)
+			}
+			theirs = append(theirs, b)
+		}
+	}
+	var ours []connector.Block
+	for _, b := range c.t.Blocks {
+		if b.Group == group {
+			ours = append(ours, b)
+		}
+	}
+	// The blocks of a group end with the last token (rule GROUP-01).
+	end := c.t.From + c.t.Tokens
+	first, firstTheirs := (end+size-1)/size-len(ours), (c.answer.Tokens+other-1)/other-len(theirs)
+	var list []span
+	for i, b := range ours {
+		s := span{
+			block: b, from: max((first+i)*size, c.t.From), to: min((first+i+1)*size, end),
+			theirs: func(place int) connector.BlockID { return theirs[place-firstTheirs].ID },
+		}
+		if s.from < firstTheirs*other || s.to > c.answer.Tokens || s.from >= s.to {
+			p.missing = append(p.missing, b.ID)
+			continue
+		}
+		list = append(list, s)
+	}
+	return list, nil
+}
+
+// cut adds the reads of one segment.
+func (c *cutter) cut(p *reads, segment int, spans []span) error {
+	l, from := c.kv.Layout(), c.answer.Segments[segment]
+	own, err := l.CutOf(segment, c.rank, c.world)
+	if err != nil {
+		return err
+	}
+	group := l.Segments[segment].Group
+	other := connector.Cut{
+		BlockTokens: c.answer.Sizes[group], Bytes: int64(from.Bytes), Planes: from.Planes, Heads: from.Heads, Rank: c.of, World: c.answer.World,
+	}
+	if err := own.Fits(&other); err != nil || from.Group != group {
+		return fmt.Errorf("segments[%d] of the producer, of group %d: %w", segment, from.Group, errOr(err, connector.ErrIncompatible))
+	}
+	for _, s := range spans {
+		own.Pieces(&other, s.from, s.to, func(piece connector.Piece) {
+			at := from.Addr + uint64(s.theirs(piece.There))*from.Stride + uint64(piece.From)
+			p.add(nixl.Bytes(c.kv.View(segment, s.block.ID)[piece.At:piece.At+piece.Len]), nixl.Region{Addr: at, Len: uint64(piece.Len)})
+		})
+	}
+	return nil
+}
+
+// errOr is err, or another if that is nil.
+func errOr(err, other error) error {
+	if err != nil {
+		return err
+	}
+	return other
+}

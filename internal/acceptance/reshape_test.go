@@ -1,0 +1,103 @@
+package acceptance
+
+import (
+	"flag"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+var flagReshapePrompts = flag.Int("reshapeprompts", 0, "prompts for each pair of shapes; default 3 with the model and 12 with sim, in soak 16 and 200")
+
+// cutting is how an engine cuts its cache: tokens of a block, and ranks.
+type cutting struct{ block, ranks int }
+
+func (c cutting) String() string { return fmt.Sprintf("%d tokens on %d ranks", c.block, c.ranks) }
+
+func (c cutting) args() []string {
+	return []string{"--block-size", fmt.Sprint(c.block), "--tensor-parallel-size", fmt.Sprint(c.ranks)}
+}
+
+// reshapes hands prompts from engines of one shape to engines of another and compares all tokens with those of
+// a single node. Each prompt's tokens but the last must come over.
+func reshapes(t *testing.T, model string, n int, pairs [][2]cutting, lo, hi int) {
+	t.Helper()
+	r := newRig(t)
+	r.tokens = 8
+	prompts := texts(t, *flagSeed+126, n*len(pairs), lo, hi)
+	node := r.serveModel(model, "single", "")
+	want := r.all(node.URL, prompts, 4)
+	r.stop(node)
+	for i, pair := range pairs {
+		p := r.serveModel(model, "prefill", nixl("kv_producer", 30*time.Second, unhurried), pair[0].args()...)
+		d := r.serveModel(model, "decode", nixl("kv_consumer", 30*time.Second, unhurried), pair[1].args()...)
+		router := r.route(p, d)
+		what := fmt.Sprintf("%v to %v", pair[0], pair[1])
+		same(t, what, want[i*n:(i+1)*n], r.all(router.URL, prompts[i*n:(i+1)*n], 2))
+		m := r.metrics(d)
+		external := m.Sum("kvport_prompt_tokens_total", `source="external"`)
+		local := m.Sum("kvport_prompt_tokens_total", `source="local_compute"`)
+		t.Logf("%s: %.0f of %.0f prompt tokens from the prefill engine, %.0f blocks unverified", what, external, external+local, m.Sum("kvport_unverified_blocks_total"))
+		require.EqualValues(t, n, local, "all but the last token of each prompt comes over")
+		require.Positive(t, m.Sum("kvport_unverified_blocks_total"))
+		require.Zero(t, m.Sum("kvport_tickets_refused_total"))
+		require.Zero(t, m.Sum("kvport_transfer_failed_blocks_total"))
+		r.idle(p)
+		r.idle(d)
+		r.stop(router)
+		r.stop(p)
+		r.stop(d)
+	}
+}
+
+// TestReshape: P and D of the real model with different block sizes, different ranks (it has three KV heads),
+// and both.
+func TestReshape(t *testing.T) {
+	needNixl(t)
+	name := model(t)
+	if strings.HasPrefix(name, "sim") {
+		t.Skip("TestReshapeSim runs sim")
+	}
+	n := count(t, "reshapeprompts", *flagReshapePrompts, 3, 16)
+	reshapes(t, name, n, [][2]cutting{{{16, 1}, {32, 1}}, {{32, 1}, {16, 1}}, {{16, 1}, {16, 3}}, {{16, 3}, {16, 1}}, {{32, 3}, {16, 1}}}, 200, 900)
+}
+
+// TestReshapeSim is TestReshape with sim, whose four heads go on one, two or four ranks.
+func TestReshapeSim(t *testing.T) {
+	needNixl(t)
+	n := count(t, "reshapeprompts", *flagReshapePrompts, 12, 200)
+	for _, stride := range []string{"blocks", "planes"} {
+		pairs := [][2]cutting{{{16, 1}, {32, 2}}, {{32, 4}, {16, 2}}, {{8, 2}, {64, 1}}}
+		reshapes(t, "sim:stride="+stride, n, pairs, 100, 2000)
+	}
+}
+
+// TestReshapeRefused: what does not divide is refused with a reason, and computed.
+func TestReshapeRefused(t *testing.T) {
+	needNixl(t)
+	r := newRig(t)
+	r.tokens = 8
+	for name, c := range map[string]struct {
+		p, d  string
+		shape cutting
+		why   string
+	}{
+		"windows":      {"sim:groups=2,window=64", "sim:groups=2,window=64", cutting{32, 1}, "neither it nor we can cut blocks"},
+		"other heads":  {"sim:heads=4", "sim:heads=8", cutting{32, 1}, "model"},
+		"other bytes":  {"sim:heads=4,bytes=64", "sim:heads=4,bytes=128", cutting{16, 1}, "more than block size and ranks differs"},
+		"other blocks": {"sim", "sim", cutting{24, 1}, "neither is a multiple of the other"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			prompts := texts(t, *flagSeed+127, 2, 300, 900)
+			p := r.serveModel(c.p, "prefill", nixl("kv_producer", 30*time.Second, unhurried))
+			d := r.serveModel(c.d, "decode", nixl("kv_consumer", 30*time.Second, unhurried), c.shape.args()...)
+			node := r.serveModel(c.d, "single", "")
+			same(t, name, r.all(node.URL, prompts, 1), r.all(r.route(p, d).URL, prompts, 1))
+			require.Zero(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
+			require.Contains(t, d.Logs(), c.why)
+		})
+	}
+}
