@@ -166,6 +166,39 @@ func TestGuardRefusesOthers(t *testing.T) {
 	require.ErrorIs(t, g.Check(e, "a"), connector.ErrIncompatible)
 }
 
+func TestGuardReshapes(t *testing.T) {
+	base := connector.NewFingerprint("base")
+	e := envelope()
+	e.Cut = Cut{Base: base, BlockTokens: 16}
+	for name, c := range map[string]struct {
+		base   connector.Fingerprint
+		change func(*Envelope)
+		says   string
+	}{
+		"both can":    {base, nil, ""},
+		"we cannot":   {connector.Fingerprint{}, nil, "we cannot cut"},
+		"it cannot":   {base, func(e *Envelope) { e.Cut = Cut{} }, "it cannot cut"},
+		"neither can": {connector.Fingerprint{}, func(e *Envelope) { e.Cut = Cut{} }, "neither"},
+		"other base":  {connector.NewFingerprint("other"), nil, "more than"},
+		"a weak hold": {base, func(e *Envelope) { e.Lease = 0 }, "more than"},
+		"other model": {base, func(e *Envelope) { e.Model[0]++ }, "model"},
+	} {
+		g := NewGuard(e.Model, connector.NewFingerprint("another shape"))
+		g.Reshape(c.base)
+		changed := *e
+		if c.change != nil {
+			c.change(&changed)
+		}
+		err := g.Check(&changed, "r")
+		if c.says == "" {
+			require.NoError(t, err, name)
+			continue
+		}
+		require.ErrorIs(t, err, connector.ErrIncompatible, name)
+		require.ErrorContains(t, err, c.says, name)
+	}
+}
+
 func TestGuardRefusesFormerLives(t *testing.T) {
 	g := NewGuard(model, shape)
 	ticket := func(engine string, epoch uint64, nonce byte) *Envelope {

@@ -85,6 +85,7 @@ type rigOptions struct {
 	shape    string
 	path     string
 	events   chan BlockReport
+	change   func(*Engine) // nil: nothing
 }
 
 func (o rigOptions) config(t *testing.T) *Config {
@@ -131,6 +132,9 @@ func (o *rigOptions) build(t *testing.T) (*Config, Engine, Options) {
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, r.Close()) })
 		eng.Ranks = append(eng.Ranks, r)
+	}
+	if o.change != nil {
+		o.change(&eng)
 	}
 	opts := Options{PluginPath: []string{pluginFolder}, Metrics: prometheus.NewRegistry(), BlockEvents: o.events}
 	if testing.Verbose() {

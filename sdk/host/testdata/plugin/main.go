@@ -64,7 +64,7 @@ func main() {
 	}
 	sdk.Serve(connector.Plugin{
 		Name: "TestConnector", Aliases: []string{"TestAlias"}, Version: "1", Environment: []string{"KVPORT_TEST_SEEN"},
-		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers | connector.CanLease,
+		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers | connector.CanLease | connector.CanReshape,
 		Schema:       sdk.SchemaOf[config](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			c, err := sdk.DecodeConfig[config](raw)
@@ -82,6 +82,9 @@ func main() {
 			}
 			if c.Fault == "plan" {
 				info.Capabilities |= connector.CanPlan
+			}
+			if c.Fault == "reshape" {
+				info.Capabilities |= connector.CanHold | connector.CanReshape
 			}
 			if c.Fault == "hold" {
 				info.Capabilities |= connector.CanHold
@@ -118,6 +121,8 @@ func main() {
 				return &planner{scheduler{s}}, err
 			case "lease":
 				return newLeaser(s), err
+			case "reshape":
+				return &cutter{holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}}, err
 			case "hold":
 				return &holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}, err
 			}
@@ -134,6 +139,9 @@ func main() {
 			w := &worker{&side{config: c, env: env}}
 			if strings.HasSuffix(c.Fault, "layers") {
 				return &layered{w}, err
+			}
+			if c.Fault == "reshape" {
+				return &reshaper{w}, err
 			}
 			return w, err
 		},

@@ -1,0 +1,76 @@
+package host
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// cuts opens an engine of a shape of its own that can reshape. prompt is the address of its only prompt's
+// first 32 tokens.
+func cuts(t *testing.T, shape string, prompt connector.BlockKey, base string) *rig {
+	return newRig(t, rigOptions{engine: shape, shape: shape, extra: map[string]any{"fault": "reshape"}, change: func(e *Engine) {
+		if base == "" {
+			return
+		}
+		e.Base = connector.NewFingerprint(base)
+		e.Address = func(request connector.RequestID, blockTokens, tokens int) connector.BlockKey {
+			if request != "" && blockTokens == 16 && tokens == 32 {
+				return prompt
+			}
+			return connector.BlockKey{}
+		}
+	}})
+}
+
+// TestReshapeTicket: a ticket of another shape is accepted from and by engines that can reshape, for the same
+// prompt; a weak hold's never.
+func TestReshapeTicket(t *testing.T) {
+	ks, others := keys(1, 2), keys(2, 2)
+	p := cuts(t, "p", connector.BlockKey{}, "base")
+	p.save("a", ks, 0)
+	ticket := p.end("a", 33, true, blocksOf(ks, 0)...).Ticket
+	require.NotNil(t, ticket)
+	d := cuts(t, "d", ks[1], "base")
+	require.Equal(t, connector.Match{Tokens: 32, Async: true}, d.match(query("x", others), ticket), "its own keys are others")
+	for name, c := range map[string]struct {
+		d *rig
+	}{
+		"another prompt": {cuts(t, "e", others[1], "base")},
+		"another base":   {cuts(t, "f", ks[1], "other base")},
+		"no base":        {cuts(t, "g", ks[1], "")},
+	} {
+		require.Equal(t, connector.Match{}, c.d.match(query("x", others), ticket), name)
+		require.InDelta(t, 1, c.d.metric("kvport_tickets_refused_total"), 0, name)
+	}
+	weak := p.turn("b", 32, blocksOf(ks, 0)...)
+	require.NotNil(t, weak)
+	require.Equal(t, connector.Match{}, d.match(query("y", others), weak))
+	require.InDelta(t, 1, d.metric("kvport_tickets_refused_total"), 0)
+
+	plain := cuts(t, "h", connector.BlockKey{}, "")
+	plain.save("a", ks, 0)
+	of := plain.end("a", 33, true, blocksOf(ks, 0)...).Ticket
+	require.Equal(t, connector.Match{}, d.match(query("z", others), of))
+	require.InDelta(t, 2, d.metric("kvport_tickets_refused_total"), 0)
+}
+
+// TestReshapeCounts: what arrives reshaped is counted, is not taken for damaged, and has digests from then on.
+func TestReshapeCounts(t *testing.T) {
+	ks, own := keys(1, 2), keys(2, 2)
+	p := cuts(t, "p", connector.BlockKey{}, "base")
+	d := cuts(t, "d", ks[1], "base")
+	p.save("a", ks, 0)
+	ticket := p.end("a", 33, true, blocksOf(ks, 0)...).Ticket
+	require.Equal(t, 32, d.match(query("x", own), ticket).Tokens)
+	e := d.load("x", own, 8)
+	require.ErrorIs(t, e.Err, connector.ErrGone)
+	require.Equal(t, []connector.BlockID{9}, e.Failed)
+	require.InDelta(t, 1, d.metric("kvport_unverified_blocks_total"), 0)
+	require.Zero(t, d.metric("kvport_integrity_failures_total"))
+	rank := d.Host.ranks[0]
+	require.NoError(t, rank.hasher.Check(rank.kv, blocksOf(own, 8)[0]))
+	require.ErrorIs(t, rank.hasher.Check(rank.kv, blocksOf(own, 8)[1]), connector.ErrCorrupt, "it was never there")
+}
