@@ -63,11 +63,13 @@ const (
 	Offload Profile = "offload"
 	// LayerWise is a connector that saves blocks while their layers are computed.
 	LayerWise Profile = "layerwise"
+	// Reshape is a connector that loads from producers with other block sizes and ranks.
+	Reshape Profile = "reshape"
 )
 
 // Profiles lists all profiles.
 func Profiles() []Profile {
-	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe, PDProducer, PDConsumer, Bidirectional, LayerWise, MultiChildren}
+	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe, PDProducer, PDConsumer, Bidirectional, LayerWise, Reshape, MultiChildren}
 }
 
 // ParseProfile reads a profile's name.
@@ -113,7 +115,7 @@ type T interface {
 func Cases() []Case {
 	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(), statCases(), eventCases(), layerCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
-		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), turnCases(), multiCases())
+		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), reshapeCases(), turnCases(), multiCases())
 }
 
 // Status is how a case ended.

@@ -167,7 +167,7 @@ func TestCapabilitiesAreOneSet(t *testing.T) {
 	for bit := connector.Capability(1); !strings.HasPrefix(bit.String(), "bit"); bit <<= 1 {
 		bits[bit.String()] = bit
 	}
-	require.Len(t, bits, 7)
+	require.Len(t, bits, 8)
 
 	b, err := os.ReadFile("../proto/kvport/v1/plugin.proto")
 	require.NoError(t, err)
@@ -186,7 +186,7 @@ func TestCapabilitiesAreOneSet(t *testing.T) {
 		"plan": reflect.TypeFor[connector.Planner](), "hold": reflect.TypeFor[connector.Holder](), "reset": reflect.TypeFor[connector.Resetter](),
 		"stat": reflect.TypeFor[connector.StatsSource](), "events": reflect.TypeFor[connector.EventSource](),
 		"layers": reflect.TypeFor[connector.LayerWorker](),
-		"lease":  reflect.TypeFor[connector.Leaser](),
+		"lease":  reflect.TypeFor[connector.Leaser](), "reshape": reflect.TypeFor[connector.Reshaper](),
 	} {
 		interfaces[name] = bits[name]
 		require.LessOrEqual(t, typ.NumMethod(), 2)
