@@ -142,7 +142,7 @@ func (n *Node) reply(q *question) (*answer, error) {
 	if err != nil {
 		return nil, err
 	}
-	if q.Push != nil {
+	if q.Push != nil && !q.Reshape {
 		return n.pushes.once(q, func() (*answer, error) { return n.push(r, q, &e) })
 	}
 	r.rouse()

@@ -83,53 +83,103 @@ func (w *worker) Reshape(ctx context.Context, t *connector.Transfer, kv *connect
 		Hold: from.Hold, Secret: from.Secret, Reshape: true,
 	}
 	defer w.rank.node.pulse.read(&from)()
-	missing, err := w.reshape(ctx, &from, q, t, kv)
+	r := &reshaping{worker: w, from: &from, q: q}
+	defer r.leave()
+	err = r.read(ctx, t, kv)
 	if err == nil {
-		q.Done, q.Load = true, rand.Text()
-		if _, gone := w.rank.node.lines.ask(ctx, from.Address, q); gone != nil { // it may have read what was held no more
-			err = fmt.Errorf("%w: %w", errStale, gone)
-			w.rank.node.tally.add(&read{transport: "none", err: err})
+		q.Load = rand.Text()
+		if err = w.confirm(ctx, &asked{from.Address, q, nil}); err == nil {
+			err = r.untouched()
+		}
+		if err != nil {
+			w.rank.node.tally.add(&read{mode: modePull, transport: "none", err: err})
 		}
 	}
-	if err == nil && len(missing) > 0 {
-		err = &connector.BlockError{Blocks: missing, Err: fmt.Errorf("the producer does not hold all of their tokens: %w", connector.ErrGone)}
+	if err == nil && len(r.missing) > 0 {
+		err = &connector.BlockError{Blocks: r.missing, Err: fmt.Errorf("the producer does not hold all of their tokens: %w", connector.ErrGone)}
 	}
 	return err
 }
 
-// reshape reads from one rank of the producer after the other and gives the blocks that it does not have.
-func (w *worker) reshape(ctx context.Context, from *ticket, q *question, t *connector.Transfer, kv *connector.KV) (missing []connector.BlockID, err error) {
-	if from.World == 0 {
-		return nil, fmt.Errorf("the ticket does not say how many ranks its producer has: %w", connector.ErrIncompatible)
+// reshaping is one Reshape. It reads, whatever the config says of pushing: a producer's rank that pushes takes
+// the end of its write for the end of the load.
+type reshaping struct {
+	worker   *worker
+	from     *ticket
+	q        *question
+	landings []*landing
+	missing  []connector.BlockID
+}
+
+// read reads from one rank of the producer after the other.
+func (r *reshaping) read(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	q, theirs := r.q, r.from.World
+	if theirs == 0 {
+		return fmt.Errorf("the ticket does not say how many ranks its producer has: %w", connector.ErrIncompatible)
 	}
-	for q.Of = range from.World {
-		if q.Of*q.World >= (q.Rank+1)*from.World || (q.Of+1)*q.World <= q.Rank*from.World {
+	for q.Of = range theirs {
+		if q.Of*q.World >= (q.Rank+1)*theirs || (q.Of+1)*q.World <= q.Rank*theirs {
 			continue // it has other heads
 		}
-		a, err := w.rank.node.lines.ask(ctx, from.Address, q)
+		a, err := r.worker.rank.node.lines.ask(ctx, r.from.Address, q)
 		if err != nil {
-			return nil, err
+			return err
 		}
-		if a.World != from.World {
-			return nil, fmt.Errorf("the producer has %d ranks, its ticket says %d: %w", a.World, from.World, connector.ErrIncompatible)
+		if a.World != theirs {
+			return fmt.Errorf("the producer has %d ranks, its ticket says %d: %w", a.World, theirs, connector.ErrIncompatible)
 		}
 		c := &cutter{kv: kv, t: t, answer: a, rank: q.Rank, world: q.World, of: q.Of}
 		p, err := c.plan()
 		if err != nil {
-			return nil, err
+			return err
 		}
 		if err := ctx.Err(); err != nil {
-			return nil, err
+			return err
 		}
-		missing = p.missing // the same of every rank
-		var moved read
-		moved.err = w.read(a, p, &moved)
-		w.rank.node.tally.add(&moved)
+		r.missing = p.missing // the same of every rank
+		moved := read{mode: modePull, transport: "none"}
+		if len(p.local) > 0 {
+			moved.err = r.pull(ctx, a, p, &moved)
+		}
+		r.worker.rank.node.tally.add(&moved)
 		if moved.err != nil {
-			return nil, moved.err
+			return moved.err
 		}
 	}
-	return missing, nil
+	return nil
+}
+
+// pull reads what is planned, in a window where there is one.
+func (r *reshaping) pull(ctx context.Context, a *answer, p *reads, m *read) error {
+	rank := r.worker.rank
+	m.transport = transportOf(rank.backend.Name(), a.Host, a.PID, p.remote[0].Addr)
+	l := &landing{rank: rank, metadata: a.Metadata, local: p.local, remote: p.remote}
+	if window, err := rank.window(); err == nil {
+		l.window, l.local = window, make([]nixl.Region, len(p.local))
+		for i, region := range p.local {
+			l.local[i] = window.at(region)
+		}
+	}
+	r.landings = append(r.landings, l)
+	return l.pull(ctx, m)
+}
+
+// untouched reports what was taken from a read after it had ended.
+func (r *reshaping) untouched() error {
+	for _, l := range r.landings {
+		if l.window != nil && l.window.touched(l.local) {
+			return errRevoked
+		}
+	}
+	return nil
+}
+
+func (r *reshaping) leave() {
+	for _, l := range r.landings {
+		if l.window != nil {
+			l.window.leave()
+		}
+	}
 }
 
 // cutter plans the reads from one rank of a producer with another shape.
