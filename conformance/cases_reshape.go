@@ -98,7 +98,7 @@ func (e *cutEngine) hand(tokens int) cutPrompt {
 	p := cutPrompt{&prompt{request: connector.RequestID(fmt.Sprintf("request-%x", e.rand.Uint32())), keys: keys, tokens: tokens}, e.rand.Uint64()}
 	p.blocks = e.blocks(keys, n)
 	for rank, kv := range e.kv {
-		e.write(kv, rank, p, 0, tokens, 0, p.blocks)
+		e.write(kv, p, cutSpan{rank: rank, to: tokens}, p.blocks)
 	}
 	t := connector.Transfer{Request: p.request, Tokens: tokens, Blocks: p.blocks}
 	e.must(e.saveOnly(e.Context(), t), "save")
@@ -123,17 +123,20 @@ func (e *cutEngine) blocks(keys []connector.BlockKey, n int) []connector.Block {
 	return out
 }
 
-// write writes a prompt's tokens of one rank into blocks, the first of which is at place first.
-func (e *cutEngine) write(kv *connector.KV, rank int, p cutPrompt, from, to, first int, bs []connector.Block) {
+// cutSpan is tokens of one rank, and the place of the first block that they go to.
+type cutSpan struct{ rank, from, to, first int }
+
+// write writes a prompt's tokens into blocks.
+func (e *cutEngine) write(kv *connector.KV, p cutPrompt, at cutSpan, bs []connector.Block) {
 	heads := e.cut.heads / e.cut.ranks
 	for segment, s := range cutSegments {
 		size := int(s.head + e.cut.wider)
-		for token := from; token < to; token++ {
-			view := kv.View(segment, bs[token/e.cut.block-first].ID)
+		for token := at.from; token < at.to; token++ {
+			view := kv.View(segment, bs[token/e.cut.block-at.first].ID)
 			for plane := range s.planes {
 				row := view[((plane*e.cut.block + token%e.cut.block) * heads * size):][:heads*size]
 				for head := range heads {
-					writeHead(row[head*size:][:size], p.seed, segment, plane, token, rank*heads+head)
+					writeHead(row[head*size:][:size], p.seed, segment, plane, token, at.rank*heads+head)
 				}
 			}
 		}
@@ -156,6 +159,7 @@ func writeHead(to []byte, seed uint64, place ...int) {
 type cutLoad struct {
 	from, to int   // tokens
 	ranks    []int // nil: all
+	rank     int   // the one that loads now
 }
 
 // load loads tokens of a prompt into blocks anywhere. Nothing in the cache may be another than before, but for
@@ -186,7 +190,8 @@ func (e *cutEngine) load(p cutPrompt, l cutLoad) (named int, err error) {
 			e.names(one, bs, failed)
 		}
 		named += len(failed)
-		e.compare(rank, want, p, l, bs, failed)
+		l.rank = rank
+		e.compare(want, p, l, bs, failed)
 	}
 	return named, err
 }
@@ -203,23 +208,23 @@ func (e *cutEngine) reshape(rank int, t *connector.Transfer) error {
 }
 
 // compare wants a rank's memory to be what it was, with a load's tokens in it.
-func (e *cutEngine) compare(rank int, want []byte, p cutPrompt, l cutLoad, bs []connector.Block, failed map[connector.BlockID]bool) {
+func (e *cutEngine) compare(want []byte, p cutPrompt, l cutLoad, bs []connector.Block, failed map[connector.BlockID]bool) {
 	e.Helper()
 	kv, err := connector.NewKV(e.env.Layout, [][]byte{want})
 	e.must(err, "copy of the cache")
 	first := l.from / e.cut.block
 	for i, b := range bs {
 		if !failed[b.ID] {
-			e.write(kv, rank, p, max(l.from, (first+i)*e.cut.block), min(l.to, (first+i+1)*e.cut.block), first, bs)
+			e.write(kv, p, cutSpan{l.rank, max(l.from, (first+i)*e.cut.block), min(l.to, (first+i+1)*e.cut.block), first}, bs)
 			continue
 		}
 		for _, s := range kv.Segments(0) { // it may be half there
-			copy(kv.View(s, b.ID), e.kv[rank].View(s, b.ID))
+			copy(kv.View(s, b.ID), e.kv[l.rank].View(s, b.ID))
 		}
 	}
-	if at := firstDifference(want, e.inst.Memory[rank]); at >= 0 {
+	if at := firstDifference(want, e.inst.Memory[l.rank]); at >= 0 {
 		e.Errorf("rank %d of %d, blocks of %d: byte %d of the cache is wrong after tokens %d to %d were loaded into blocks %v",
-			rank, e.cut.ranks, e.cut.block, at, l.from, l.to, idsOf(bs))
+			l.rank, e.cut.ranks, e.cut.block, at, l.from, l.to, idsOf(bs))
 	}
 }
 

@@ -132,24 +132,22 @@ func (n *Node) reply(q *question) (*answer, error) {
 		return &answer{}, n.holds.done(q, time.Now())
 	}
 	e, err := n.holds.find(q.Hold, q.Secret)
+	if err == nil {
+		err = q.mayReshape(&e)
+	}
 	if err != nil {
 		return nil, err
-	}
-	if q.Reshape && e.Weak {
-		return nil, fmt.Errorf("hold %d is weak, and only digests tell whether its blocks are still there: %w", q.Hold, connector.ErrIncompatible)
 	}
 	r, err := n.rankOf(q.asked())
 	if err != nil {
 		return nil, err
 	}
-	if q.Push != nil && !q.Reshape {
+	if q.Push != nil {
 		return n.pushes.once(q, func() (*answer, error) { return n.push(r, q, &e) })
 	}
 	r.rouse()
 	a := r.cache().answer()
-	if q.Reshape {
-		n.describe(a)
-	}
+	n.describe(q, a)
 	a.Tokens = e.Tokens
 	for _, b := range e.Blocks {
 		a.Blocks = append(a.Blocks, heldBlock{Group: b.Group, ID: b.ID, Key: b.Key[:]})

@@ -59,8 +59,24 @@ func (n *Node) sameShape(q *question) error {
 	return nil
 }
 
+// mayReshape reports why what a hold keeps cannot be reshaped.
+func (q *question) mayReshape(e *connector.Ended) error {
+	switch {
+	case !q.Reshape:
+		return nil
+	case e.Weak:
+		return fmt.Errorf("hold %d is weak, and only digests tell whether its blocks are still there: %w", q.Hold, connector.ErrIncompatible)
+	case q.Push != nil:
+		return fmt.Errorf("what is reshaped is read, not pushed: %w", connector.ErrIncompatible)
+	}
+	return nil
+}
+
 // describe adds what a consumer of another shape must know.
-func (n *Node) describe(a *answer) {
+func (n *Node) describe(q *question, a *answer) {
+	if !q.Reshape {
+		return
+	}
 	a.World = n.env.World
 	for _, g := range n.env.Layout.Groups {
 		a.Sizes = append(a.Sizes, g.BlockTokens)

@@ -23,11 +23,11 @@ func (c cutting) args() []string {
 
 // reshapes hands prompts from engines of one shape to engines of another and compares all tokens with those of
 // a single node. Each prompt's tokens but the last must come over.
-func reshapes(t *testing.T, model string, n int, pairs [][2]cutting, lo, hi int) {
+func reshapes(t *testing.T, model string, n int, pairs [][2]cutting, size [2]int) {
 	t.Helper()
 	r := newRig(t)
 	r.tokens = 8
-	prompts := texts(t, *flagSeed+126, n*len(pairs), lo, hi)
+	prompts := texts(t, *flagSeed+126, n*len(pairs), size[0], size[1])
 	node := r.serveModel(model, "single", "")
 	want := r.all(node.URL, prompts, 4)
 	r.stop(node)
@@ -62,7 +62,7 @@ func TestReshape(t *testing.T) {
 		t.Skip("TestReshapeSim runs sim")
 	}
 	n := count(t, "reshapeprompts", *flagReshapePrompts, 3, 16)
-	reshapes(t, name, n, [][2]cutting{{{16, 1}, {32, 1}}, {{32, 1}, {16, 1}}, {{16, 1}, {16, 3}}, {{16, 3}, {16, 1}}, {{32, 3}, {16, 1}}}, 200, 900)
+	reshapes(t, name, n, [][2]cutting{{{16, 1}, {32, 1}}, {{32, 1}, {16, 1}}, {{16, 1}, {16, 3}}, {{16, 3}, {16, 1}}, {{32, 3}, {16, 1}}}, [2]int{200, 900})
 }
 
 // TestReshapeSim is TestReshape with sim, whose four heads go on one, two or four ranks.
@@ -71,7 +71,7 @@ func TestReshapeSim(t *testing.T) {
 	n := count(t, "reshapeprompts", *flagReshapePrompts, 12, 200)
 	for _, stride := range []string{"blocks", "planes"} {
 		pairs := [][2]cutting{{{16, 1}, {32, 2}}, {{32, 4}, {16, 2}}, {{8, 2}, {64, 1}}}
-		reshapes(t, "sim:stride="+stride, n, pairs, 100, 2000)
+		reshapes(t, "sim:stride="+stride, n, pairs, [2]int{100, 2000})
 	}
 }
 

@@ -148,12 +148,7 @@ func Open(key, data []byte) (*Envelope, error) {
 	if body[0] >= versionShaped && len(r.rest) >= 4 {
 		shape = r.u32()
 	}
-	if body[0] == versionCut {
-		if len(r.rest) < cutSize {
-			return nil, ErrForged
-		}
-		e.Cut = r.cut()
-	}
+	e.Cut = r.cut(body[0])
 	if uint64(engine)+uint64(plugin)+uint64(shape) != uint64(len(r.rest)) || tokens > math.MaxInt32 || lease > math.MaxInt64 {
 		return nil, ErrForged
 	}
@@ -216,7 +211,11 @@ func (r *reader) next(n int) []byte {
 	return b
 }
 
-func (r *reader) cut() (c Cut) {
+// cut reads the Cut of a ticket; what is too short for one does not have the length that it says.
+func (r *reader) cut(version byte) (c Cut) {
+	if version != versionCut || len(r.rest) < cutSize {
+		return c
+	}
 	copy(c.Base[:], r.next(len(c.Base)))
 	c.BlockTokens = int(r.u32())
 	copy(c.Last[:], r.next(len(c.Last)))

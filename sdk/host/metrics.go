@@ -37,13 +37,20 @@ type metrics struct {
 	registered []prometheus.Collector
 }
 
+func newUnchecked(name string) prometheus.Counter {
+	return prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "kvport_unverified_blocks_total", Help: "Loaded blocks whose bytes nothing was there to check by.",
+		ConstLabels: prometheus.Labels{"connector": name, "reason": "reshaped"},
+	})
+}
+
 func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metrics, error) {
 	own := prometheus.Labels{"connector": name}
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help, ConstLabels: own})
 	}
 	m := &metrics{
-		name: name, registry: registry,
+		name: name, registry: registry, unchecked: newUnchecked(name),
 		bytes: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvport_transfer_bytes_total", Help: "KV bytes moved, of blocks that did not fail.",
 		}, []string{"connector", "direction"}),
@@ -68,10 +75,6 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		kills:      counter("kvport_plugin_deadline_kills_total", "Plugins killed for a passed transfer deadline."),
 		events:     counter("kvport_block_events_total", "Events of blocks that the connector has reported."),
 		lost:       counter("kvport_block_events_lost_total", "Events of blocks that were lost before anybody read them."),
-		unchecked: prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "kvport_unverified_blocks_total", Help: "Loaded blocks whose bytes nothing was there to check by.",
-			ConstLabels: prometheus.Labels{"connector": name, "reason": "reshaped"},
-		}),
 		copied: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvport_landing_copied_bytes_total", Help: "KV bytes copied between cache and landing memory (trust level staged).",
 		}, []string{"connector", "direction"}),
