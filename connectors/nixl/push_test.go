@@ -268,9 +268,22 @@ func TestRunsOfTheHold(t *testing.T) {
 		addr, size uint64
 		ok         bool
 	}{
-		{1200, 60, true}, {1200, 160, true}, {1230, 10, true}, {1260, 40, true}, {9020, 20, true}, {1299, 2, true},
-		{1200, 161, false}, {1199, 1, false}, {1199, 10, false}, {1360, 1, false}, {9020, 21, false}, {9019, 2, false},
-		{1, 1, false}, {^uint64(0) - 5, 3, false}, {9000, 1, false}, {1200, 1 << 40, false},
+		{1200, 60, true},
+		{1200, 160, true},
+		{1230, 10, true},
+		{1260, 40, true},
+		{9020, 20, true},
+		{1299, 2, true},
+		{1200, 161, false},
+		{1199, 1, false},
+		{1199, 10, false},
+		{1360, 1, false},
+		{9020, 21, false},
+		{9019, 2, false},
+		{1, 1, false},
+		{^uint64(0) - 5, 3, false},
+		{9000, 1, false},
+		{1200, 1 << 40, false},
 	} {
 		err := c.holds(e, []nixl.Region{{Addr: 1200, Len: 1}, {Addr: x.addr, Len: x.size}})
 		require.Equal(t, x.ok, err == nil, "%+v: %v", x, err)

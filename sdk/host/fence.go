@@ -97,7 +97,7 @@ func (f *fence) close() { closeAll(append(f.memory, f.read)) }
 func (f *fence) wait() {
 	f.waitHeirs()
 	for wait := peerPause; f.mapped(); wait = min(2*wait, maxPeerPause) {
-		time.Sleep(wait)
+		<-time.After(wait)
 	}
 	f.close()
 }
