@@ -27,7 +27,7 @@ func PDReference() connector.Plugin { return (&pdFaults{}).plugin() }
 
 func (f *pdFaults) plugin() connector.Plugin {
 	all := &pdNodes{faults: f, byID: map[pdID]*pdNode{}, dead: map[string]bool{}}
-	d := sdk.Definition{Name: "PDReference", Version: "1", Groups: true, Scope: connector.ScopeNode, Capabilities: connector.CanHold}
+	d := sdk.Definition{Name: "PDReference", Version: "1", Groups: true, Scope: connector.ScopeNode, Capabilities: connector.CanHold | connector.CanReshape}
 	return sdk.FromSides(d,
 		func(_ context.Context, env connector.Env, c pdConfig) (*pdScheduler, error) {
 			n, err := all.join(&env, c)
@@ -61,6 +61,7 @@ type pdNode struct {
 	id       pdID
 	lease    time.Duration
 	world    int
+	size     int // tokens of a block
 	sides    int // guarded by pdNodes.mu
 	listener net.Listener
 	tasks    sync.WaitGroup
@@ -93,7 +94,7 @@ func (a *pdNodes) join(env *connector.Env, c pdConfig) (*pdNode, error) {
 	n := a.byID[id]
 	if n == nil {
 		n = &pdNode{
-			pdFaults: a.faults, all: a, id: id, lease: time.Duration(c.LeaseMS) * time.Millisecond, world: max(1, env.World), wake: make(chan struct{}, 1),
+			pdFaults: a.faults, all: a, id: id, lease: time.Duration(c.LeaseMS) * time.Millisecond, world: max(1, env.World), size: env.Layout.Groups[0].BlockTokens, wake: make(chan struct{}, 1),
 			caches: map[int]*connector.KV{}, conns: map[net.Conn]struct{}{}, holds: map[connector.HoldID]*pdHold{},
 		}
 		if env.Role.Saves() {
@@ -195,9 +196,13 @@ func (n *pdNode) find(q *pdQuestion) *pdHold {
 }
 
 // done notes that a rank has read what it wanted. The caller holds mu.
-func (n *pdNode) done(h *pdHold, rank int) {
-	h.fetched[rank] = true
-	if len(h.fetched) < n.world && !n.firstRankEnds {
+func (n *pdNode) done(h *pdHold, q *pdQuestion) {
+	readers := n.world
+	if q.World > 0 && !n.ownRanks {
+		readers = q.World
+	}
+	h.fetched[q.Rank] = true
+	if len(h.fetched) < readers && !n.firstRankEnds {
 		return
 	}
 	switch {
@@ -234,6 +239,9 @@ type pdTicket struct {
 	Slot    connector.BlockID `json:"slot"` // of the first block; a fault believes it
 	Tokens  int               `json:"tokens"`
 	Secret  []byte            `json:"secret"`
+	World   int               `json:"world"`
+	Size    int               `json:"size"` // tokens of a block
+	Parts   []pdPart          `json:"parts"`
 }
 
 // pdScheduler is the scheduler side.
@@ -251,7 +259,11 @@ func (s *pdScheduler) Match(ctx context.Context, qs []connector.Query) ([]connec
 		if q.Ticket == nil || !s.env.Role.Loads() || json.Unmarshal(q.Ticket, &t) != nil {
 			continue
 		}
-		if n := min(t.Tokens, q.Tokens) - q.Computed; n > 0 {
+		end := min(t.Tokens, q.Tokens)
+		if q.Reshaped > 0 && !s.node.offersAll {
+			end = min(end, q.Reshaped)
+		}
+		if n := end - q.Computed; n > 0 {
 			out[i] = connector.Match{Tokens: n, Async: true}
 		}
 		if s.node.askedIsTaken {
@@ -273,6 +285,7 @@ func (s *pdScheduler) Finish(_ context.Context, ended []connector.Ended) ([]conn
 		h := n.add(e)
 		t := pdTicket{
 			Address: n.listener.Addr().String(), Engine: n.id.engine, Epoch: n.id.epoch, Hold: h.id, Slot: e.Blocks[0].ID, Tokens: e.Tokens, Secret: h.secret,
+			World: n.world, Size: n.size, Parts: partsOf(&s.env.Layout),
 		}
 		data, err := json.Marshal(t)
 		if err != nil {

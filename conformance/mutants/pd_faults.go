@@ -16,6 +16,9 @@ type pdFaults struct {
 	servesClosed, keepsConnections, startedIsTaken             bool
 	reportsBoth, guesses, byOrder                              bool
 	mixes, slotNames, noWeak                                   bool
+	// Of both, with engines of other shapes.
+	firstHeads, sameNumbers, unchecked, wholeBlocks bool
+	oneRank, offersAll, ownRanks                    bool
 	// Of the consumer.
 	tailless, askedIsTaken, doneAnyway, overrun, sameSlots, ignoresFrom bool
 	noKeys, hidesMissing, lateWrite, sharedScratch, eofIsEnd, oneRead   bool
@@ -46,7 +49,7 @@ func PDPrograms() map[string]connector.Plugin {
 }
 
 func pdMutants() []Mutant {
-	list := slices.Concat(pdProducerMutants(), pdConsumerMutants(), turnMutants())
+	list := slices.Concat(pdProducerMutants(), pdConsumerMutants(), turnMutants(), reshapeMutants())
 	return append(list,
 		Mutant{Name: "a consumer that dials a dead producer for ever", Case: "pd-killed", Program: pdRedialsProgram, Plugin: (&pdFaults{redialsForever: true}).plugin},
 		Mutant{Name: "a consumer that waits for a stopped producer for ever", Case: "pd-stopped", Program: pdWaitsProgram, Plugin: (&pdFaults{ignoresDeadline: true}).plugin},

@@ -27,6 +27,7 @@ type pdQuestion struct {
 	Group  uint16            `json:"group"`
 	Place  int               `json:"place"`
 	Done   bool              `json:"done"`
+	World  int               `json:"world,omitempty"` // with Done, of another shape: ranks that will say so
 }
 
 // pdAnswer is a block; Gone: the hold does not have it.
@@ -147,7 +148,7 @@ func (n *pdNode) answer(conn int, q *pdQuestion, signed func([]byte) bool, kept 
 	}
 	*kept = h
 	if q.Done || n.startedIsTaken {
-		from.done(h, q.Rank)
+		from.done(h, q)
 	}
 	if q.Done {
 		return &pdAnswer{Nonce: q.Nonce}, h.secret
@@ -227,7 +228,7 @@ func (n *pdNode) place(h *pdHold, q *pdQuestion) (connector.Block, bool) {
 			own = append(own, b)
 		}
 	}
-	first := (h.ended.Tokens+pdBlockTokens-1)/pdBlockTokens - len(own)
+	first := (h.ended.Tokens+n.size-1)/n.size - len(own)
 	if n.fromFirst {
 		first = 0
 	}

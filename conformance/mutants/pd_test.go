@@ -13,7 +13,7 @@ import (
 
 // pdProfiles are the profiles of pairs.
 func pdProfiles() []conformance.Profile {
-	return []conformance.Profile{conformance.PDProducer, conformance.PDConsumer, conformance.Bidirectional}
+	return []conformance.Profile{conformance.PDProducer, conformance.PDConsumer, conformance.Bidirectional, conformance.Reshape}
 }
 
 // The reference of the P/D profiles passes them, and of what is optional only the deaths of processes are

@@ -32,8 +32,8 @@ func reshapes(t *testing.T, model string, n int, pairs [][2]cutting, size [2]int
 	want := r.all(node.URL, prompts, 4)
 	r.stop(node)
 	for i, pair := range pairs {
-		p := r.serveModel(model, "prefill", nixl("kv_producer", "", 30*time.Second, unhurried), pair[0].args()...)
-		d := r.serveModel(model, "decode", nixl("kv_consumer", "", 30*time.Second, unhurried), pair[1].args()...)
+		p := r.serveModel(model, "prefill", nixl("kv_producer", "auto", 30*time.Second, unhurried), pair[0].args()...)
+		d := r.serveModel(model, "decode", nixl("kv_consumer", "auto", 30*time.Second, unhurried), pair[1].args()...)
 		router := r.route(p, d)
 		what := fmt.Sprintf("%v to %v", pair[0], pair[1])
 		same(t, what, want[i*n:(i+1)*n], r.all(router.URL, prompts[i*n:(i+1)*n], 2))
@@ -92,8 +92,8 @@ func TestReshapeRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			prompts := texts(t, *flagSeed+127, 2, 300, 900)
-			p := r.serveModel(c.p, "prefill", nixl("kv_producer", "", 30*time.Second, unhurried))
-			d := r.serveModel(c.d, "decode", nixl("kv_consumer", "", 30*time.Second, unhurried), c.shape.args()...)
+			p := r.serveModel(c.p, "prefill", nixl("kv_producer", "auto", 30*time.Second, unhurried))
+			d := r.serveModel(c.d, "decode", nixl("kv_consumer", "auto", 30*time.Second, unhurried), c.shape.args()...)
 			node := r.serveModel(c.d, "single", "")
 			same(t, name, r.all(node.URL, prompts, 1), r.all(r.route(p, d).URL, prompts, 1))
 			require.Zero(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
