@@ -342,8 +342,11 @@ func reshapeNamed(r *rig) {
 		tokens, wanted int
 		named          int // at least
 	}{
-		{cut{block: 16, ranks: 1}, 24, 32, 1}, {cut{block: 16, ranks: 1}, 24, 48, 2}, {cut{block: 8, ranks: 1}, 22, 24, 1},
-		{cut{block: 8, ranks: 2}, 20, 24, 2}, {cut{block: 16, ranks: 1}, 15, 16, 1},
+		{cut{block: 16, ranks: 1}, 24, 32, 1},
+		{cut{block: 16, ranks: 1}, 24, 48, 2},
+		{cut{block: 8, ranks: 1}, 22, 24, 1},
+		{cut{block: 8, ranks: 2}, 20, 24, 2},
+		{cut{block: 16, ranks: 1}, 15, 16, 1},
 	} {
 		d := r.cutEngine(c.cut, connector.RoleConsumer)
 		pr := p.hand(c.tokens)

@@ -53,7 +53,7 @@ func (g *Guard) fits(e *Envelope) error {
 		return fmt.Errorf("ticket of engine %q: model %v, ours is %v: %w", e.Engine, e.Model, g.model, connector.ErrIncompatible)
 	}
 	none := connector.Fingerprint{}
-	why := ""
+	var why string
 	switch {
 	case e.Shape == g.shape, g.base != none && e.Cut.Base == g.base && e.Lease > 0:
 		return nil
