@@ -160,13 +160,22 @@ func (e *engine) comesBack(first int, bs ...connector.Block) {
 // comesByTicket wants what lies in blocks to be loaded elsewhere by the ticket of a request that ends with them.
 func (e *engine) comesByTicket(from, to []connector.Block) {
 	e.Helper()
-	hold := e.finish(ended("request", from))[0]
+	end := ended("request", from)
+	end.Tokens = 0
+	for _, b := range from {
+		if b.Group == 0 {
+			end.Tokens += blockTokens
+		}
+	}
+	hold := e.finish(end)[0]
 	if hold.Ticket == nil {
 		e.Errorf("blocks whose layers were saved are not offered, and there is no ticket for them")
 		return
 	}
 	e.wipe(0, to...)
-	e.must(e.loadTicket(e.Context(), to, hold.Ticket), "load of what was saved layer by layer, by its ticket")
+	t := transfer(to)
+	t.Tokens, t.Ticket = end.Tokens, hold.Ticket
+	e.must(e.move(e.Context(), t, false), "load of what was saved layer by layer, by its ticket")
 	e.holds(to...)
 }
 
