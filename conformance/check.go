@@ -93,7 +93,7 @@ func (o *Options) cases() []Case {
 
 // byTicket reports whether the profiles are those of connectors that need not find blocks by their keys.
 func (o *Options) byTicket() bool {
-	byTicket := []Profile{PDProducer, PDConsumer, Bidirectional, LayerWise}
+	byTicket := []Profile{PDProducer, PDConsumer, Bidirectional, LayerWise, Reshape}
 	return !slices.ContainsFunc(o.Profiles, func(p Profile) bool { return !slices.Contains(byTicket, p) })
 }
 
