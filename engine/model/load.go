@@ -77,7 +77,7 @@ func fromGGUF(f *gguf.File, o Options) (Model, error) {
 		return nil, err
 	}
 	if c.ranks = max(1, o.Ranks); c.kvHeads%c.ranks != 0 {
-		return nil, fmt.Errorf("%d KV heads cannot be spread evenly over %d ranks: %w", c.kvHeads, c.ranks, connector.ErrIncompatible)
+		return nil, fmt.Errorf("%d KV heads cannot be spread evenly over %d ranks, of which the number must divide them: %w", c.kvHeads, c.ranks, connector.ErrIncompatible)
 	}
 	b := &builder{file: f, config: c, dtype: o.DType}
 	if b.compute, err = kernel.New(kernel.Options{Threads: o.Threads, ISA: o.ISA}); err != nil {
