@@ -51,7 +51,7 @@ demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAM
 
 test: deps build ## every test, short counts (at most 20 minutes on 2 cores)
 	@$(MAKE) --no-print-directory pytest
-	$(GO) test -p $(TEST_P) -timeout 20m ./...
+	$(GO) test -p $(TEST_P) -timeout 25m ./...
 	$(GO) test -tags kvport_fault -v -timeout 20m $(FAULTED)
 
 pytest: pylint ## the tests of python/, without vLLM; needs make deps build

@@ -122,7 +122,10 @@ func TestPrivateAsBinary(t *testing.T) {
 	if testing.Short() {
 		t.Skip("some 80 processes, each with the race detector in make race; make test runs them")
 	}
-	others := []conformance.Profile{conformance.Remote, conformance.Pipe, conformance.PDProducer, conformance.PDConsumer, conformance.Offload, conformance.MultiChildren}
+	others := []conformance.Profile{ // its blocks are its process's own
+		conformance.Remote, conformance.Pipe, conformance.PDProducer, conformance.PDConsumer, conformance.Bidirectional, conformance.Reshape, conformance.LayerWise,
+		conformance.Offload, conformance.MultiChildren,
+	}
 	profiles := slices.DeleteFunc(conformance.Profiles(), func(p conformance.Profile) bool { return slices.Contains(others, p) })
 	conformance.Run(t, conformance.Binary(plugin(t, "kvport-private"), nil), profiles...)
 }
