@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
@@ -223,32 +224,39 @@ func TestCancelGoesTheWayOfItsCall(t *testing.T) {
 	rings, err := NewRings()
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, rings.Close()) })
-	streamed := make(chan *kvportv1.SessionRequest, 8)
+	streamed := make(chan *kvportv1.SessionRequest, 3*shm.RingSlots)
 	r := connectTo(t, func(_ stream, m *kvportv1.SessionRequest) error { streamed <- m; return nil })
 	r.UseRings(rings)
 	s, err := r.openSession(t.Context(), &wire.Open{Side: kvportv1.Side_SIDE_SCHEDULER, Env: testEnv(), Config: json.RawMessage("{}")})
 	require.NoError(t, err)
 	s.openRing(true) // as if it had said so; it reads nothing
 	p := &schedulerProxy{s}
-	ask := func(queries int) error {
-		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Millisecond)
-		defer cancel()
-		_, err := p.Match(ctx, make([]connector.Query, queries))
-		return err
+	var calls sync.WaitGroup
+	ask := func(n, queries int) context.CancelFunc {
+		ctx, cancel := context.WithCancel(t.Context())
+		before := s.last.Load()
+		for range n {
+			calls.Go(func() {
+				_, err := p.Match(ctx, make([]connector.Query, queries))
+				assert.ErrorIs(t, err, errUnanswered)
+			})
+		}
+		require.Eventually(t, func() bool { return s.last.Load() == before+uint64(n) }, 30*time.Second, time.Millisecond, "calls that are sent now, whatever becomes of ctx")
+		return cancel
 	}
-	require.ErrorIs(t, ask(4096), errUnanswered)
+	cancel := ask(1, 4096)
 	require.Len(t, (<-streamed).GetMatch().GetQueries(), 4096)
+	cancel()
 	require.NotNil(t, (<-streamed).GetCancel(), "over the stream")
+	calls.Wait()
 
 	bell, err := shm.NewBell(int(rings.bellEnd.Fd()))
 	require.NoError(t, err)
 	end, err := shm.NewRingEnd(int(rings.file.Fd()), 0, false, bell)
 	require.NoError(t, err)
-	var calls sync.WaitGroup
-	for range shm.RingSlots { // as many as there is room for
-		calls.Go(func() { _ = ask(1) })
-	}
-	calls.Wait() // their Cancels find no room
+	cancel = ask(shm.RingSlots, 1) // as many as there is room for
+	cancel()
+	calls.Wait() // their Cancels find no room; a call that came after the first of them found none either
 	arrived := make(chan *kvportv1.SessionRequest, 3*shm.RingSlots)
 	end.Start(func(frame []byte) {
 		m := new(kvportv1.SessionRequest)
@@ -257,16 +265,23 @@ func TestCancelGoesTheWayOfItsCall(t *testing.T) {
 		}
 		arrived <- m
 	}, func(err error) { t.Error(err) })
-	asked := map[uint64]bool{}
+	overRing, overStream := map[uint64]bool{}, map[uint64]bool{}
 	for cancelled := 0; cancelled < shm.RingSlots; {
-		switch m := <-arrived; {
-		case m.GetMatch() != nil:
-			asked[m.GetId()] = true
-		default:
-			require.True(t, asked[m.GetCancel().GetCall()], "not before its call")
-			cancelled++
+		var m *kvportv1.SessionRequest
+		asked := overRing
+		select {
+		case m = <-arrived:
+		case m = <-streamed:
+			asked = overStream
 		}
+		if m.GetMatch() != nil {
+			asked[m.GetId()] = true
+			continue
+		}
+		require.True(t, asked[m.GetCancel().GetCall()], "not before its call")
+		cancelled++
 	}
+	require.NotEmpty(t, overRing)
 	require.Empty(t, streamed)
 	require.NoError(t, end.Close())
 	require.NoError(t, bell.Close())
