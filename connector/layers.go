@@ -38,16 +38,19 @@ func (l *Layout) Layers() int {
 
 // Between lists the segments of a group that become final when the number of final layers grows
 // from one to another, in layout order; the digests come with the last layer.
-func (kv *KV) Between(group uint16, from, to int) []int {
+func (kv *KV) Between(group uint16, from, to int) []int { return kv.layout.Between(group, from, to) }
+
+// Between is KV.Between for who has no memory of the blocks.
+func (l *Layout) Between(group uint16, from, to int) []int {
 	var out []int
-	last := kv.layout.Layers()
-	for _, s := range kv.Segments(group) {
-		at := kv.layout.Segments[s].Layer + 1 // final from so many layers on
+	last := l.Layers()
+	for i := range l.Segments {
+		at := l.Segments[i].Layer + 1 // final from so many layers on
 		if at <= 0 {
 			at = last
 		}
-		if from < at && at <= to {
-			out = append(out, s)
+		if l.Segments[i].Group == group && from < at && at <= to {
+			out = append(out, i)
 		}
 	}
 	return out

@@ -277,10 +277,8 @@ func (f *following) once() error {
 	}
 	defer func(c net.Conn) { _ = c.Close() }(conn)
 	for {
-		q := &question{
-			Version: protocolVersion, Model: env.Model[:], Shape: env.Shape[:], Rank: env.Rank, World: env.World,
-			Follow: &follow{ID: f.id, Read: f.read},
-		}
+		q := newQuestion(env)
+		q.Follow = &follow{ID: f.id, Read: f.read}
 		a, err := exchange(ctx, conn, q)
 		if err == nil {
 			err = a.err()
@@ -365,7 +363,7 @@ func (f *following) begin(r *reached) *aheadSave {
 func (h *ahead) plan(p *reads, a *answer, s *aheadSave, n int) {
 	l := &h.rank.env.Layout
 	for _, b := range s.blocks {
-		for _, i := range between(l, b.key.group, s.layers, n) {
+		for _, i := range l.Between(b.key.group, s.layers, n) {
 			at := h.slab[b.frame*h.frame+h.offsets[i]:][:l.Segments[i].Bytes]
 			from := a.Segments[i]
 			p.add(nixl.Bytes(at), nixl.Region{Addr: from.Addr + uint64(b.id)*from.Stride, Len: from.Bytes})

@@ -27,6 +27,35 @@ type landing struct {
 	local, remote []nixl.Region
 }
 
+// land prepares for a plan's bytes: in the window that loads go to now, or, with an error that wraps
+// errNoWindow, in the cache itself. The caller leaves it.
+func (r *rank) land(a *answer, p *reads) (*landing, error) {
+	l := &landing{rank: r, metadata: a.Metadata, local: p.local, remote: p.remote}
+	window, err := r.window()
+	if err != nil {
+		return l, err
+	}
+	l.window, l.local = window, make([]nixl.Region, len(p.local))
+	for i, region := range p.local {
+		l.local[i] = window.at(region)
+	}
+	return l, nil
+}
+
+// untouched reports what was taken from the landing for another load's sake.
+func (l *landing) untouched() error {
+	if l.window != nil && l.window.touched(l.local) {
+		return errRevoked
+	}
+	return nil
+}
+
+func (l *landing) leave() {
+	if l.window != nil {
+		l.window.leave()
+	}
+}
+
 // mode says who is to move the bytes.
 func (r *rank) mode(a *answer, transport string) string {
 	if own := r.cache(); bytes.Equal(own.metadata, a.Metadata) {

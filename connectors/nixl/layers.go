@@ -173,27 +173,11 @@ func (l *layering) await(ctx context.Context, s *saving) {
 func (s *saving) bytes(from, to int) float64 {
 	sum := int64(0)
 	for _, b := range s.blocks {
-		for _, i := range between(s.layout, b.Group, from, to) {
+		for _, i := range s.layout.Between(b.Group, from, to) {
 			sum += s.layout.Segments[i].Bytes
 		}
 	}
 	return float64(sum)
-}
-
-// between lists the segments of a group that become final when the number of final layers grows, as
-// connector.KV.Between does.
-func between(l *connector.Layout, group uint16, from, to int) (out []int) {
-	last := l.Layers()
-	for i, s := range l.Segments {
-		at := s.Layer + 1
-		if at <= 0 { // the digests
-			at = last
-		}
-		if s.Group == group && from < at && at <= to {
-			out = append(out, i)
-		}
-	}
-	return out
 }
 
 // follow answers a question for layers: what is new, or nothing after a while.

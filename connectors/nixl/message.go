@@ -51,6 +51,11 @@ type push struct {
 	LimitMS  int64  `json:"limit_ms"` // how long the consumer waits
 }
 
+// newQuestion is a question of a rank that says who asks and not yet what.
+func newQuestion(e *connector.Env) *question {
+	return &question{Version: protocolVersion, Model: e.Model[:], Shape: e.Shape[:], Rank: e.Rank, World: e.World}
+}
+
 // beat is a consumer's sign of life.
 type beat struct {
 	Hold   connector.HoldID `json:"hold"`

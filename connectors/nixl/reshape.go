@@ -94,10 +94,8 @@ func (w *worker) Reshape(ctx context.Context, t *connector.Transfer, kv *connect
 		return err
 	}
 	env := &w.rank.env
-	q := &question{
-		Version: protocolVersion, Model: env.Model[:], Shape: env.Shape[:], Base: baseOf(env), Rank: env.Rank, World: env.World,
-		Hold: from.Hold, Secret: from.Secret, Reshape: true,
-	}
+	q := newQuestion(env)
+	q.Base, q.Hold, q.Secret, q.Reshape = baseOf(env), from.Hold, from.Secret, true
 	defer w.rank.node.pulse.read(&from)()
 	r := &reshaping{worker: w, from: &from, q: q}
 	defer r.leave()
@@ -169,13 +167,7 @@ func (r *reshaping) read(ctx context.Context, t *connector.Transfer, kv *connect
 func (r *reshaping) pull(ctx context.Context, a *answer, p *reads, m *read) error {
 	rank := r.worker.rank
 	m.transport = transportOf(rank.backend.Name(), a.Host, a.PID, p.remote[0].Addr)
-	l := &landing{rank: rank, metadata: a.Metadata, local: p.local, remote: p.remote}
-	if window, err := rank.window(); err == nil {
-		l.window, l.local = window, make([]nixl.Region, len(p.local))
-		for i, region := range p.local {
-			l.local[i] = window.at(region)
-		}
-	}
+	l, _ := rank.land(a, p) // without a window into the cache itself
 	r.landings = append(r.landings, l)
 	return l.pull(ctx, m)
 }
@@ -183,8 +175,8 @@ func (r *reshaping) pull(ctx context.Context, a *answer, p *reads, m *read) erro
 // untouched reports what was taken from a read after it had ended.
 func (r *reshaping) untouched() error {
 	for _, l := range r.landings {
-		if l.window != nil && l.window.touched(l.local) {
-			return errRevoked
+		if err := l.untouched(); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -192,9 +184,7 @@ func (r *reshaping) untouched() error {
 
 func (r *reshaping) leave() {
 	for _, l := range r.landings {
-		if l.window != nil {
-			l.window.leave()
-		}
+		l.leave()
 	}
 }
 
@@ -247,19 +237,10 @@ func (c *cutter) spans(group uint16, p *reads) ([]span, error) {
 	if other <= 0 {
 		return nil, fmt.Errorf("the producer has blocks of %d tokens in group %d: %w", other, group, connector.ErrIncompatible)
 	}
-	var theirs []heldBlock
-	for _, b := range c.answer.Blocks {
-		if b.Group == group {
-			if b.ID < 0 {
-				return nil, fmt.Errorf("the producer names block %d: %w", b.ID, connector.ErrIncompatible)
-			}
-			theirs = append(theirs, b)
-		}
-	}
-	var ours []connector.Block
-	for _, b := range c.t.Blocks {
-		if b.Group == group {
-			ours = append(ours, b)
+	ours, theirs := ofGroup(group, c.t, c.answer)
+	for _, b := range theirs {
+		if b.ID < 0 {
+			return nil, fmt.Errorf("the producer names block %d: %w", b.ID, connector.ErrIncompatible)
 		}
 	}
 	// The blocks of a group end with the last token (rule GROUP-01).

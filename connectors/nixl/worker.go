@@ -34,11 +34,8 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	}
 	w.rank.ahead.learn(from.Address)
 	t = w.rank.ahead.take(t, kv)
-	env := &w.rank.env
-	q := &question{
-		Version: protocolVersion, Model: env.Model[:], Shape: env.Shape[:], Rank: env.Rank, World: env.World,
-		Hold: from.Hold, Secret: from.Secret,
-	}
+	q := newQuestion(&w.rank.env)
+	q.Hold, q.Secret = from.Hold, from.Secret
 	defer w.rank.node.pulse.read(&from)()
 	a, err := w.rank.node.lines.ask(ctx, from.Address, q)
 	if err != nil {
@@ -81,16 +78,10 @@ func (w *worker) move(ctx context.Context, at *asked, p *reads, m *read) error {
 	}
 	m.transport = transportOf(w.rank.backend.Name(), a.Host, a.PID, p.remote[0].Addr)
 	m.mode = w.rank.mode(a, m.transport)
-	l := landing{rank: w.rank, metadata: a.Metadata, local: p.local, remote: p.remote}
-	var err error
-	l.window, err = w.rank.window()
+	l, err := w.rank.land(a, p)
+	defer l.leave()
 	switch {
 	case err == nil:
-		defer l.window.leave()
-		l.local = make([]nixl.Region, len(p.local))
-		for i, r := range p.local {
-			l.local[i] = l.window.at(r)
-		}
 	case m.mode == modePush && w.rank.node.config.Mode == modePush:
 		return fmt.Errorf("mode push: %w: %w", err, connector.ErrIncompatible)
 	default:
@@ -106,8 +97,8 @@ func (w *worker) move(ctx context.Context, at *asked, p *reads, m *read) error {
 	} else if err = l.pull(ctx, m); err == nil {
 		err = w.confirm(ctx, at)
 	}
-	if err == nil && l.window != nil && l.window.touched(l.local) {
-		err = errRevoked
+	if err == nil {
+		err = l.untouched()
 	}
 	return err
 }
@@ -144,18 +135,7 @@ func plan(kv *connector.KV, t *connector.Transfer, a *answer) (*reads, error) {
 	for g := range l.Groups {
 		group := uint16(g)
 		size := l.Groups[g].BlockTokens
-		var theirs []heldBlock
-		for _, b := range a.Blocks {
-			if b.Group == group {
-				theirs = append(theirs, b)
-			}
-		}
-		var ours []connector.Block
-		for _, b := range t.Blocks {
-			if b.Group == group {
-				ours = append(ours, b)
-			}
-		}
+		ours, theirs := ofGroup(group, t, a)
 		// The blocks of a group end with the last token (rule GROUP-01).
 		shift := (t.From+t.Tokens+size-1)/size - len(ours) - ((a.Tokens+size-1)/size - len(theirs))
 		var pairs [][2]connector.BlockID
@@ -175,6 +155,21 @@ func plan(kv *connector.KV, t *connector.Transfer, a *answer) (*reads, error) {
 		}
 	}
 	return p, nil
+}
+
+// ofGroup are the blocks of one group, of a transfer and of what its producer holds.
+func ofGroup(group uint16, t *connector.Transfer, a *answer) (ours []connector.Block, theirs []heldBlock) {
+	for _, b := range t.Blocks {
+		if b.Group == group {
+			ours = append(ours, b)
+		}
+	}
+	for _, b := range a.Blocks {
+		if b.Group == group {
+			theirs = append(theirs, b)
+		}
+	}
+	return ours, theirs
 }
 
 // add adds a block's part, to the descriptor before it where both ends touch.
