@@ -1,8 +1,13 @@
 package mutants_test
 
 import (
+	"bytes"
 	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -77,16 +82,57 @@ func TestFaultsInProcess(t *testing.T) {
 
 func filesConfig() json.RawMessage { return json.RawMessage(`{"dir": "@TMP@/kv"}`) }
 
+// shardEnv says to a process of this test which of its mutants are its own. Most wait for what never comes,
+// and some change what a process has once, so that they run beside each other as processes.
+const shardEnv = "KVPORT_TEST_SHARD"
+
+const shards = 3
+
+// shard is the number of this process; the first starts the others, which wait ends.
+func shard(t *testing.T) (own int, wait func()) {
+	if own, err := strconv.Atoi(os.Getenv(shardEnv)); err == nil {
+		return own, func() {}
+	}
+	var others []func()
+	for n := 1; n < shards; n++ {
+		args := []string{"-test.run=^" + t.Name() + "$", fmt.Sprintf("-test.short=%v", testing.Short()), "-test.v"}
+		cmd := exec.CommandContext(t.Context(), os.Args[0], args...)
+		cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d", shardEnv, n))
+		var out bytes.Buffer
+		cmd.Stdout, cmd.Stderr = &out, &out
+		require.NoError(t, cmd.Start())
+		others = append(others, func() {
+			err := cmd.Wait()
+			if err != nil || testing.Verbose() {
+				t.Logf("process %d of %d:\n%s", n, shards, &out)
+			}
+			require.NoError(t, err)
+			require.Contains(t, out.String(), "mutants caught")
+		})
+	}
+	return 0, func() {
+		for _, wait := range others {
+			wait()
+		}
+	}
+}
+
 // Every mutant fails the case that is named for its fault, and every case has a mutant.
 func TestMutantsAreCaught(t *testing.T) {
+	own, wait := shard(t)
+	defer wait()
 	uncovered := map[string]bool{}
 	for _, c := range conformance.Cases() {
 		uncovered[c.ID] = true
 	}
-	caught := 0
+	caught, mine := 0, 0
 	all := mutants.All()
 	for n, m := range all {
 		delete(uncovered, m.Case)
+		if n/2%shards != own {
+			continue
+		}
+		mine++
 		t.Run(m.Case+"/"+m.Name, func(t *testing.T) {
 			if testing.Short() && n%3 > 0 {
 				t.Skip("with -short, which the race stage uses, one in three; make test runs all")
@@ -124,7 +170,7 @@ func TestMutantsAreCaught(t *testing.T) {
 		})
 	}
 	require.Empty(t, uncovered, "cases that no mutant fails")
-	t.Logf("%d of %d mutants caught, %d cases", caught, len(all), len(conformance.Cases()))
+	t.Logf("%d of %d mutants caught by process %d, %d mutants and %d cases in all", caught, mine, own, len(all), len(conformance.Cases()))
 }
 
 // racy are the cases whose mutants write, or read, what they must not yet.
