@@ -130,8 +130,10 @@ func foreign(key string, value json.RawMessage) (known bool, err error) {
 	return true, err
 }
 
-func (s *Settings) decode(raw json.RawMessage) error {
-	fields := []field{
+func (s *Settings) decode(raw json.RawMessage) error { return decodeObject(raw, s.fields(), nil) }
+
+func (s *Settings) fields() []field {
+	return []field{
 		{"ticket_key_file", text(&s.TicketKeyFile)},
 		{"peers", texts(&s.Peers)},
 		{"trust", s.decodeTrust},
@@ -160,7 +162,6 @@ func (s *Settings) decode(raw json.RawMessage) error {
 			}, nil)
 		}},
 	}
-	return decodeObject(raw, fields, nil)
 }
 
 func (d *Deadlines) fields() []field {

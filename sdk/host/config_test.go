@@ -139,3 +139,21 @@ func FuzzParseConfig(f *testing.F) {
 		require.True(t, json.Valid(c.Extra) && bytes.HasPrefix(bytes.TrimSpace(c.Extra), []byte("{")))
 	})
 }
+
+// TestSettingsPage: the page of settings shows the defaults, and names every setting.
+func TestSettingsPage(t *testing.T) {
+	page, err := os.ReadFile("../../docs/transfer-config.md")
+	require.NoError(t, err)
+	_, example, found := strings.Cut(string(page), "```json\n")
+	require.True(t, found)
+	example, _, _ = strings.Cut(example, "```")
+	c, err := ParseConfig(example)
+	require.NoError(t, err)
+	require.Equal(t, DefaultSettings(), c.Settings)
+	for _, f := range c.Settings.fields() {
+		require.Contains(t, string(page), "| `"+f.name+"` |")
+	}
+	for _, f := range c.Settings.Deadlines.fields() {
+		require.Contains(t, example, `"`+f.name+`"`)
+	}
+}
