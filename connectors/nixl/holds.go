@@ -1,6 +1,7 @@
 package nixl
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"crypto/subtle"
@@ -37,6 +38,7 @@ type holds struct {
 	late     float64 // questions about holds that were not there
 	consumed float64
 	turns    []connector.HoldID // weak ones, the oldest first; some may be over
+	board    *board             // nil: none
 }
 
 type hold struct {
@@ -44,6 +46,8 @@ type hold struct {
 	secret  [secretSize]byte
 	expires time.Time
 	fetched map[int]bool // ranks
+	slot    int          // of the board; 0: none
+	sum     ticketSum    // of its ticket
 }
 
 func newHolds(world int, lease time.Duration) *holds {
@@ -71,10 +75,71 @@ func (h *holds) add(e connector.Ended) (connector.HoldID, []byte) {
 func (h *holds) sweep(now time.Time) {
 	for id, n := range h.open {
 		if !now.Before(n.expires) {
-			delete(h.open, id)
+			h.end(id)
 			h.expired++
 		}
 	}
+}
+
+// place gives a hold a slot of the board; 0: there is none. Weak holds have none: nothing keeps their blocks.
+func (h *holds) place(id connector.HoldID) int {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	n := h.open[id]
+	if n == nil || n.ended.Weak {
+		return 0
+	}
+	n.slot = h.board.take()
+	return n.slot
+}
+
+// seal says what a hold's ticket is.
+func (h *holds) seal(id connector.HoldID, sum ticketSum) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if n := h.open[id]; n != nil {
+		n.sum = sum
+		h.board.set(n.slot, sum, n.expires)
+	}
+}
+
+// end forgets a hold, after everybody who looks at the board can see that. The caller holds mu.
+func (h *holds) end(id connector.HoldID) {
+	if n := h.open[id]; n != nil {
+		h.board.clear(n.slot)
+		delete(h.open, id)
+	}
+}
+
+// shut ends the board.
+func (h *holds) shut() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	b := h.board
+	h.board = nil
+	for _, n := range h.open {
+		n.slot = 0
+	}
+	return b.close()
+}
+
+// genuine makes sure that a question speaks of the ticket that was given. Errors wrap connector.ErrGone.
+func (h *holds) genuine(q *question) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	n, err := h.get(q.Hold, q.Secret)
+	if err == nil {
+		err = n.gave(q.Sum)
+	}
+	return err
+}
+
+// gave reports a ticket that is not the hold's own; nil stands for one that was not believed anything.
+func (n *hold) gave(sum []byte) error {
+	if len(sum) > 0 && !bytes.Equal(sum, n.sum[:]) {
+		return fmt.Errorf("the ticket was changed on its way: %w", connector.ErrGone)
+	}
+	return nil
 }
 
 // get finds a hold that has not ended. The caller holds mu. Errors wrap connector.ErrGone.
@@ -121,6 +186,9 @@ func (h *holds) done(q *question, now time.Time) error {
 		return nil
 	}
 	n, err := h.get(q.Hold, q.Secret)
+	if err == nil {
+		err = n.gave(q.Sum)
+	}
 	if err != nil {
 		return err
 	}
@@ -128,7 +196,7 @@ func (h *holds) done(q *question, now time.Time) error {
 	if n.fetched[q.Rank] = true; len(n.fetched) < q.readers(h.world) {
 		return nil
 	}
-	delete(h.open, q.Hold)
+	h.end(q.Hold)
 	h.consumed++
 	h.over = append(h.over, q.Hold)
 	signal(h.wake)
@@ -169,11 +237,12 @@ func (h *holds) settle(ended []connector.HoldID) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, id := range ended {
-		delete(h.open, id)
+		h.end(id)
 	}
 	for _, id := range h.asked {
 		if n := h.open[id]; n != nil && n.expires.Before(h.askedAt.Add(h.lease)) {
 			n.expires = h.askedAt.Add(h.lease)
+			h.board.set(n.slot, n.sum, n.expires)
 		}
 	}
 	h.asked = nil

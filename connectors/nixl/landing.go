@@ -120,7 +120,7 @@ func (l *landing) push(ctx context.Context, at *asked, done *read) error {
 		return err
 	}
 	l.rank.node.tally.revoke()
-	return errors.Join(err, l.window.revoke(l.local))
+	return errors.Join(fmt.Errorf("%w: %w", errUnfinished, err), l.window.revoke(l.local))
 }
 
 // await asks, and lets NIXL work meanwhile. After the end of ctx it waits a little for the answer.
@@ -130,7 +130,7 @@ func (l *landing) await(ctx context.Context, at *asked) (a *answer, err error) {
 	over := make(chan struct{})
 	go func() {
 		defer close(over)
-		a, err = l.rank.node.lines.ask(asking, at.address, at.q)
+		a, err = l.rank.node.lines.ask(asking, at.ticket.Address, at.q)
 	}()
 	late := time.AfterFunc(time.Hour, stop)
 	defer late.Stop()

@@ -36,6 +36,7 @@ type question struct {
 	Hold    connector.HoldID `json:"hold"`
 	Secret  []byte           `json:"secret"`
 	Done    bool             `json:"done,omitempty"`
+	Sum     []byte           `json:"sum,omitempty"`  // of the ticket, where its word was taken for where the blocks are
 	Load    string           `json:"load,omitempty"` // with Done: names the read, so that asking again after a lost answer gives the same
 	Beats   []beat           `json:"beats,omitempty"`
 	Push    *push            `json:"push,omitempty"`   // write them, and then say whether they still were there; Load names it
@@ -73,6 +74,11 @@ type answer struct {
 	Host     string             `json:"host,omitempty"` // of the producer, and its process there: to tell the transport
 	PID      int                `json:"pid,omitempty"`
 	Segments []segment          `json:"segments,omitempty"`
+	Life     string             `json:"life,omitempty"`  // of the producer: tickets of the same life need no such answer
+	Clock    string             `json:"clock,omitempty"` // that its board goes by, and what it says now
+	Now      uint64             `json:"now,omitempty"`
+	Board    uint64             `json:"board,omitempty"` // its address, and its slots
+	Slots    int                `json:"slots,omitempty"`
 	World    int                `json:"world,omitempty"`   // of Reshape: the producer's ranks
 	Sizes    []int              `json:"sizes,omitempty"`   // of Reshape: tokens of a block, by group
 	Tokens   int                `json:"tokens,omitempty"`  // that the blocks end with

@@ -70,9 +70,10 @@ func testRefused(t *testing.T, mode string) {
 		require.NoError(t, err)
 		return data
 	}
-	_, used := ticketOf()
+	once, used := ticketOf()
 	_, err := d.load(rng, 1, 3, used)
 	require.NoError(t, err)
+	p.fetched(once.Hold)
 	_, good := ticketOf()
 	nobody, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)

@@ -44,10 +44,12 @@ type Node struct {
 	lib    *nixl.Library
 	tls    *tls.Config
 	name   string // of agents, with the rank behind it; no two lives share it
+	life   string // its last part
 	holds  *holds
 	lines  lines
 	pulse  pulse
 	tally  tally
+	board  *board // nil where the role does not save
 	pushes pushes
 	layers *layering
 	log    *slog.Logger
@@ -57,7 +59,8 @@ type Node struct {
 	leave    context.CancelFunc // ends what the node does by itself
 	tasks    sync.WaitGroup
 
-	told func() // tests: called when a consumer has been told where blocks are
+	told  func() // tests: called when a consumer has been told where blocks are
+	moved func() // tests: called when blocks were moved, before it is found out whether they were held
 
 	mu    sync.Mutex
 	ranks map[int]*rank
@@ -73,8 +76,9 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 	if err != nil {
 		return nil, err
 	}
+	life := rand.Text()
 	n := &Node{
-		config: c, env: env, name: env.Engine + "/" + strconv.FormatUint(env.Epoch, 16) + "/" + rand.Text()[:8], log: env.Log,
+		config: c, env: env, name: env.Engine + "/" + strconv.FormatUint(env.Epoch, 16) + "/" + life[:8], life: life, log: env.Log,
 		holds: newHolds(env.World, c.lease()), layers: newLayering(), stop: make(chan struct{}), ranks: map[int]*rank{}, conns: map[net.Conn]struct{}{},
 	}
 	if n.tls, err = c.tls(); err != nil {
@@ -91,8 +95,12 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 		return nil, fmt.Errorf("%w: %w", err, connector.ErrIncompatible)
 	}
 	if env.Role.Saves() {
-		if err := n.listen(ctx); err != nil {
+		if n.board, err = newBoard(); err != nil {
 			return nil, err
+		}
+		n.holds.board = n.board
+		if err := n.listen(ctx); err != nil {
+			return nil, errors.Join(err, n.board.close())
 		}
 	}
 	return n, nil
@@ -135,6 +143,9 @@ func (n *Node) Close() error {
 	n.mu.Unlock()
 	n.tasks.Wait()
 	n.lines.close()
+	if n.board != nil {
+		err = errors.Join(err, n.holds.shut())
+	}
 	return err
 }
 

@@ -143,11 +143,15 @@ func (n *Node) reply(q *question) (*answer, error) {
 		return nil, err
 	}
 	if q.Push != nil {
+		if err := n.holds.genuine(q); err != nil {
+			return nil, err
+		}
 		return n.pushes.once(q, func() (*answer, error) { return n.push(r, q, &e) })
 	}
 	r.rouse()
 	a := r.cache().answer()
 	n.describe(q, a)
+	n.introduce(a)
 	a.Tokens = e.Tokens
 	for _, b := range e.Blocks {
 		a.Blocks = append(a.Blocks, heldBlock{Group: b.Group, ID: b.ID, Key: b.Key[:]})
@@ -156,6 +160,12 @@ func (n *Node) reply(q *question) (*answer, error) {
 		n.told()
 	}
 	return a, nil
+}
+
+// introduce adds what a consumer needs to do without such an answer next time.
+func (n *Node) introduce(a *answer) {
+	a.Life, a.Clock, a.Now = n.life, clockName(), monotonic()
+	a.Board, a.Slots = n.board.addr(), boardSlots
 }
 
 // hear takes the signs of life of consumers.

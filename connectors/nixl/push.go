@@ -83,6 +83,9 @@ func (n *Node) push(r *rank, q *question, e *connector.Ended) (*answer, error) {
 	m.transport = transportOf(r.backend.Name(), q.Push.Host, q.Push.PID, remote[0].Addr)
 	var done read
 	if done.err = r.move(ctx, &m, &done); done.err == nil {
+		if n.moved != nil {
+			n.moved()
+		}
 		if _, gone := n.holds.find(q.Hold, q.Secret); gone != nil {
 			done.err = fmt.Errorf("%w: %w", errStale, gone)
 		}

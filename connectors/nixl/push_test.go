@@ -169,7 +169,7 @@ func testLateWriter(t *testing.T) {
 	by := func(raw []byte) []byte {
 		var x ticket
 		require.NoError(t, json.Unmarshal(raw, &x))
-		x.Address = v.listener.Addr().String()
+		x.Address, x.IDs = v.listener.Addr().String(), nil // the producer is asked
 		out, err := x.encode()
 		require.NoError(t, err)
 		return out

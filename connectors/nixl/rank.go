@@ -26,6 +26,8 @@ type rank struct {
 	known atomic.Pointer[cache]
 	mu    sync.Mutex // held while the cache is registered
 	peers *peers
+	met   met            // producers
+	tells sync.WaitGroup // what is said without waiting for an answer
 
 	view  sync.Mutex
 	now   *window // that loads go to; nil: not made yet
@@ -178,6 +180,7 @@ func (r *rank) work(over <-chan struct{}) {
 
 // close ends the rank: no load runs any more.
 func (r *rank) close() error {
+	r.tells.Wait()
 	r.ahead.stop()
 	close(r.stop)
 	<-r.stopped

@@ -102,7 +102,7 @@ func (w *worker) Reshape(ctx context.Context, t *connector.Transfer, kv *connect
 	err = r.read(ctx, t, kv)
 	if err == nil {
 		q.Load = rand.Text()
-		if err = w.confirm(ctx, &asked{from.Address, q, nil}); err == nil {
+		if err = w.confirm(ctx, &asked{ticket: &from, q: q}); err == nil {
 			err = r.untouched()
 		}
 		if err != nil {

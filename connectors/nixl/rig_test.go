@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
 	"testing"
 	"time"
@@ -162,11 +163,17 @@ func (x *side) finish(rng *rand.Rand, prefix byte, n int) ([]connector.Block, co
 	x.fill(rng, blocks)
 	t := &connector.Transfer{Request: "r", Tokens: tokens(n), Blocks: blocks}
 	require.NoError(x, x.w.Save(x.Context(), t, x.kv))
+	return blocks, x.end(blocks, n)
+}
+
+// end ends a request of n blocks.
+func (x *side) end(blocks []connector.Block, n int) connector.Hold {
+	x.Helper()
 	h, err := x.s.(connector.Holder).Finish(x.Context(), []connector.Ended{{Request: "r", Reason: connector.ReasonLength, Tokens: tokens(n), Remote: true, Blocks: blocks}})
 	require.NoError(x, err)
 	require.Len(x, h, 1)
 	require.NotZero(x, h[0].ID)
-	return blocks, h[0]
+	return h[0]
 }
 
 // load loads a ticket's blocks elsewhere.
@@ -184,4 +191,10 @@ func (x *side) consumed() []connector.HoldID {
 	ids, err := x.s.(connector.Holder).Consumed(ctx)
 	require.NoError(x, err)
 	return ids
+}
+
+// fetched waits until the producer has reported a hold, which its consumer may tell it after the load.
+func (x *side) fetched(id connector.HoldID) {
+	for !slices.Contains(x.consumed(), id) {
+	}
 }

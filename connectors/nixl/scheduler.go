@@ -52,11 +52,13 @@ func (s *scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connec
 			continue
 		}
 		id, secret := s.node.holds.add(e)
-		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens, LeaseMS: int64(s.node.config.LeaseMS), World: s.env.World, Turn: e.Weak, Last: s.last(&e)}
+		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens, LeaseMS: int64(s.node.config.LeaseMS), World: s.env.World, Turn: e.Weak}
+		s.name(&t, &e)
 		data, err := t.encode()
 		if err != nil {
 			return nil, err
 		}
+		s.node.holds.seal(id, sumOf(data))
 		out[i] = connector.Hold{ID: id, TTL: s.node.config.lease(), Consumers: 1, Ticket: data}
 	}
 	return out, nil
@@ -83,15 +85,22 @@ func (s *scheduler) whole(e *connector.Ended) bool {
 	return len(e.Blocks) > 0
 }
 
-// last is the key of the last full block of the first group; nil without one.
-func (s *scheduler) last(e *connector.Ended) []byte {
-	var key []byte
+// name adds to a ticket what its blocks are, and where, unless they are too many or nothing keeps them.
+func (s *scheduler) name(t *ticket, e *connector.Ended) {
+	groups := len(s.env.Layout.Groups)
+	lasts := make([][]byte, groups)
 	for _, b := range e.Blocks {
-		if b.Group == 0 && b.Key != (connector.BlockKey{}) {
-			key = b.Key[:]
+		if b.Key != (connector.BlockKey{}) {
+			lasts[b.Group] = b.Key[:]
 		}
 	}
-	return key
+	t.Last = lasts[0]
+	ids := packIDs(e.Blocks, groups)
+	if e.Weak || len(ids) > maxIDs {
+		return
+	}
+	t.Lasts, t.Life, t.IDs = lasts[1:], s.node.life, ids
+	t.Slot = s.node.holds.place(t.Hold)
 }
 
 // Consumed implements connector.Holder.

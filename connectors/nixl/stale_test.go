@@ -46,21 +46,21 @@ func (s *staleScene) handle(kind string, prefix byte, n int) []byte {
 	case "unknown id":
 		return s.forge(hold.Ticket, func(t *ticket) { t.Hold += connector.HoldID(1000 + s.rng.IntN(1e6)) })
 	case "out of range":
-		holds.mu.Lock()
 		wild := slices.Clone(theirs)
 		wild[s.rng.IntN(len(wild))].ID = connector.BlockID(testBlocks + s.rng.IntN(1<<20))
-		holds.open[hold.ID].ended.Blocks = wild
-		holds.mu.Unlock()
+		return s.p.end(wild, n).Ticket
 	case "consumed":
 		_, err := s.d.load(s.rng, prefix, n, hold.Ticket)
 		require.NoError(s, err)
-		s.p.consumed()
+		s.p.fetched(hold.ID)
 	case "reused":
 		holds.settle([]connector.HoldID{hold.ID}) // the host has given the blocks back
 		s.p.fill(s.rng, theirs)
 	case "expired":
 		holds.mu.Lock()
-		holds.open[hold.ID].expires = time.Now().Add(-time.Duration(s.rng.Int64N(1e9)))
+		n := holds.open[hold.ID]
+		n.expires = time.Now().Add(-time.Duration(s.rng.Int64N(1e9)))
+		holds.board.set(n.slot, n.sum, n.expires) // as it stands there once it is over
 		holds.mu.Unlock()
 		s.p.fill(s.rng, theirs)
 	case "forged":
@@ -69,16 +69,17 @@ func (s *staleScene) handle(kind string, prefix byte, n int) []byte {
 		var t ticket
 		require.NoError(s, json.Unmarshal(hold.Ticket, &t))
 		require.NoError(s, holds.done(&question{Hold: t.Hold, Secret: t.Secret}, time.Now()))
-		s.p.consumed()
+		s.p.fetched(hold.ID)
 		s.p.fill(s.rng, theirs)
 	case "another prompt":
 		_, other := s.p.finish(s.rng, prefix+100, n)
 		return other.Ticket
 	case "reused meanwhile": // after the consumer has heard where the blocks are
-		s.p.node.told = func() {
+		over := func() {
 			holds.settle([]connector.HoldID{hold.ID})
 			s.p.fill(s.rng, theirs)
 		}
+		s.p.node.told, s.p.node.moved, s.d.node.moved = over, over, over
 	}
 	return hold.Ticket
 }
@@ -104,7 +105,7 @@ func testStaleHandles(t *testing.T, mode string) {
 		prefix := byte(rng.IntN(100))
 		raw := s.handle(kind, prefix, blocks)
 		ours, err := s.d.load(rng, prefix, blocks, raw)
-		s.p.node.told = nil
+		s.p.node.told, s.p.node.moved, s.d.node.moved = nil, nil, nil
 		var some *connector.BlockError
 		switch {
 		case errors.As(err, &some):

@@ -26,7 +26,7 @@ func (h *holds) leaseOf(e *connector.Ended) time.Duration {
 func (h *holds) remember(id connector.HoldID) {
 	h.turns = append(h.turns, id)
 	if len(h.turns) > maxTurns {
-		delete(h.open, h.turns[0])
+		h.end(h.turns[0])
 		h.turns = h.turns[1:]
 	}
 }

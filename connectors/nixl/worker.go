@@ -34,14 +34,27 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	}
 	w.rank.ahead.learn(from.Address)
 	t = w.rank.ahead.take(t, kv)
-	q := newQuestion(&w.rank.env)
-	q.Hold, q.Secret = from.Hold, from.Secret
 	defer w.rank.node.pulse.read(&from)()
-	a, err := w.rank.node.lines.ask(ctx, from.Address, q)
-	if err != nil {
+	at := &asked{ticket: &from, sum: sumOf(t.Ticket)}
+	at.from = w.rank.met.of(from.Life)
+	if at.a = at.from.answers(&from, t, kv.Layout()); at.a != nil {
+		at.ask(w).Sum = at.sum[:]
+		if err = w.fetch(ctx, at, t, kv); !at.lost || ctx.Err() != nil {
+			return err
+		}
+		w.rank.met.forget(from.Life) // it may say more if it is asked
+	}
+	began := monotonic()
+	if at.a, err = w.rank.node.lines.ask(ctx, from.Address, at.ask(w)); err != nil {
 		return err
 	}
-	plan, err := plan(kv, t, a)
+	at.from = w.rank.meet(&from, at.a, began)
+	return w.fetch(ctx, at, t, kv)
+}
+
+// fetch brings blocks here whose places are known.
+func (w *worker) fetch(ctx context.Context, at *asked, t *connector.Transfer, kv *connector.KV) error {
+	plan, err := plan(kv, t, at.a)
 	if err != nil {
 		return err
 	}
@@ -49,7 +62,7 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 		return err
 	}
 	var moved read
-	moved.err = w.move(ctx, &asked{from.Address, q, a}, plan, &moved)
+	moved.err = w.move(ctx, at, plan, &moved)
 	w.rank.node.tally.add(&moved)
 	if moved.err != nil {
 		return moved.err
@@ -60,11 +73,21 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	return nil
 }
 
-// asked is a producer that has said where blocks are.
+// asked is a load whose producer has said where the blocks are, now or earlier.
 type asked struct {
-	address string
-	q       *question
-	a       *answer
+	ticket *ticket
+	sum    ticketSum // of the ticket
+	from   *producer // nil: not known
+	q      *question
+	a      *answer
+	lost   bool // nothing came, and nothing will
+}
+
+// ask begins a question about the ticket's hold.
+func (at *asked) ask(w *worker) *question {
+	at.q = newQuestion(&w.rank.env)
+	at.q.Hold, at.q.Secret = at.ticket.Hold, at.ticket.Secret
+	return at.q
 }
 
 // move brings the bytes of a plan here, by whichever way is right, and makes sure that they were held until
@@ -76,8 +99,7 @@ func (w *worker) move(ctx context.Context, at *asked, p *reads, m *read) error {
 	if len(p.local) == 0 {
 		return w.confirm(ctx, at)
 	}
-	m.transport = transportOf(w.rank.backend.Name(), a.Host, a.PID, p.remote[0].Addr)
-	m.mode = w.rank.mode(a, m.transport)
+	m.transport, m.mode = at.from.transport, at.from.mode
 	l, err := w.rank.land(a, p)
 	defer l.leave()
 	switch {
@@ -90,26 +112,44 @@ func (w *worker) move(ctx context.Context, at *asked, p *reads, m *read) error {
 	if m.mode == modePush {
 		if err = l.push(ctx, at, m); err == nil {
 			at.q.Push = nil
-			if late := w.confirm(ctx, at); late != nil { // the bytes are here and were held
-				w.rank.env.Log.Debug("the producer does not know that its hold was fetched", "peer", at.address, "error", late)
-			}
+			w.tell(at) // the bytes are here and were held
 		}
 	} else if err = l.pull(ctx, m); err == nil {
+		if w.rank.node.moved != nil {
+			w.rank.node.moved()
+		}
 		err = w.confirm(ctx, at)
 	}
+	at.lost = err != nil && !errors.Is(err, errUnfinished)
 	if err == nil {
 		err = l.untouched()
 	}
 	return err
 }
 
-// confirm asks whether what was read was held until now.
+// confirm finds out whether what was read was held until now: it looks at the producer's board, or asks.
 func (w *worker) confirm(ctx context.Context, at *asked) error {
+	if at.from.holds(at.ticket.Slot, at.sum) {
+		w.tell(at)
+		return nil
+	}
 	at.q.Done = true
-	if _, gone := w.rank.node.lines.ask(ctx, at.address, at.q); gone != nil { // it may have read what was held no more
+	if _, gone := w.rank.node.lines.ask(ctx, at.ticket.Address, at.q); gone != nil { // it may have read what was held no more
 		return fmt.Errorf("%w: %w", errStale, gone)
 	}
 	return nil
+}
+
+// tell says that the hold has served, for the producer to give it up; without that it ends by itself.
+func (w *worker) tell(at *asked) {
+	q := *at.q
+	q.Done = true
+	r := w.rank
+	r.tells.Go(func() {
+		if _, err := r.node.lines.ask(r.node.pulse.ctx, at.ticket.Address, &q); err != nil {
+			r.env.Log.Debug("the producer does not know that its hold was fetched", "peer", at.ticket.Address, "error", err)
+		}
+	})
 }
 
 // errStale says that a producer did not confirm what was read.
@@ -131,17 +171,18 @@ func plan(kv *connector.KV, t *connector.Transfer, a *answer) (*reads, error) {
 	if err := sameShape(l, a); err != nil {
 		return nil, err
 	}
-	p := &reads{}
+	room := len(t.Blocks) * len(l.Segments) / len(l.Groups)
+	p := &reads{local: make([]nixl.Region, 0, room), remote: make([]nixl.Region, 0, room)}
 	for g := range l.Groups {
 		group := uint16(g)
 		size := l.Groups[g].BlockTokens
 		ours, theirs := ofGroup(group, t, a)
 		// The blocks of a group end with the last token (rule GROUP-01).
 		shift := (t.From+t.Tokens+size-1)/size - len(ours) - ((a.Tokens+size-1)/size - len(theirs))
-		var pairs [][2]connector.BlockID
+		pairs := make([][2]connector.BlockID, 0, len(ours))
 		for i, b := range ours {
 			at := i + shift
-			if at < 0 || at >= len(theirs) || theirs[at].ID < 0 || b.Key != (connector.BlockKey{}) && !bytes.Equal(theirs[at].Key, b.Key[:]) {
+			if at < 0 || at >= len(theirs) || !theirs[at].is(&b) {
 				p.missing = append(p.missing, b.ID)
 				continue
 			}
@@ -155,6 +196,11 @@ func plan(kv *connector.KV, t *connector.Transfer, a *answer) (*reads, error) {
 		}
 	}
 	return p, nil
+}
+
+// is says whether a producer's block is the one that is wanted. Without a key the ticket has said so of all.
+func (h *heldBlock) is(b *connector.Block) bool {
+	return h.ID >= 0 && (h.Key == nil || b.Key == (connector.BlockKey{}) || bytes.Equal(h.Key, b.Key[:]))
 }
 
 // ofGroup are the blocks of one group, of a transfer and of what its producer holds.

@@ -1,0 +1,93 @@
+package nixl
+
+import (
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// met is what a rank remembers of producers that have answered: with it and a ticket that names its blocks
+// nobody has to be asked where they are.
+type met struct {
+	mu  sync.Mutex
+	all map[string]*producer // by life
+}
+
+// producer is a rank of a producer's life. It does not change.
+type producer struct {
+	address   string
+	answer    answer // without what belongs to one hold
+	transport string
+	mode      string
+	near      bool // it is on this machine, and we see its board
+}
+
+// meet remembers what the producer of a ticket has answered to a question that began at a moment of our clock.
+// Who says to be another than the ticket's is not remembered.
+func (r *rank) meet(from *ticket, a *answer, began uint64) *producer {
+	p := &producer{address: from.Address, answer: *a}
+	p.answer.Blocks, p.answer.Tokens = nil, 0
+	var first uint64
+	if len(a.Segments) > 0 {
+		first = a.Segments[0].Addr
+	}
+	p.transport = transportOf(r.backend.Name(), a.Host, a.PID, first)
+	p.mode = r.mode(a, p.transport)
+	p.near = a.Clock != "" && a.Clock == clockName() && began <= a.Now && a.Now <= monotonic() && a.Slots > 0 && canRead(a.PID, a.Board)
+	if a.Life == "" || a.Life != from.Life {
+		return p
+	}
+	r.met.mu.Lock()
+	defer r.met.mu.Unlock()
+	for life, other := range r.met.all { // a former life at this address, or one too many
+		if other.address == from.Address || len(r.met.all) >= maxPeers {
+			delete(r.met.all, life)
+		}
+	}
+	if r.met.all == nil {
+		r.met.all = map[string]*producer{}
+	}
+	r.met.all[a.Life] = p
+	return p
+}
+
+func (m *met) of(life string) *producer {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.all[life]
+}
+
+func (m *met) forget(life string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	delete(m.all, life)
+}
+
+// answers is what the producer would answer about a ticket's blocks; nil: it has to be asked. A read through
+// sockets wants its process awake, which the question does; a push is a question itself.
+func (p *producer) answers(from *ticket, t *connector.Transfer, l *connector.Layout) *answer {
+	if p == nil || p.address != from.Address || p.mode == modePull && overTCP(p.transport, rdmaDevices) || !from.names(t, l) {
+		return nil
+	}
+	blocks, err := unpackIDs(from.IDs, len(l.Groups))
+	if err != nil {
+		return nil
+	}
+	a := p.answer
+	a.Tokens, a.Blocks = from.Tokens, blocks
+	return &a
+}
+
+// holds looks whether the hold of a ticket is open now. No may mean that it cannot be seen.
+func (p *producer) holds(slot int, sum ticketSum) bool {
+	if p == nil || !p.near || slot < 1 || slot > p.answer.Slots {
+		return false
+	}
+	var raw [slotBytes]byte
+	local := []unix.Iovec{{Base: &raw[0], Len: slotBytes}}
+	remote := []unix.RemoteIovec{{Base: uintptr(p.answer.Board + uint64(slot-1)*slotBytes), Len: slotBytes}}
+	n, err := unix.ProcessVMReadv(p.answer.PID, local, remote, 0)
+	return err == nil && n == slotBytes && slotSays(raw[:], sum)
+}
