@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/native/nixl"
@@ -140,12 +141,18 @@ func (w *worker) confirm(ctx context.Context, at *asked) error {
 	return nil
 }
 
+// tellPause is how long a producer hears later than it could that a hold has served: first the host here is
+// woken, which waits for the load.
+const tellPause = time.Millisecond
+
 // tell says that the hold has served, for the producer to give it up; without that it ends by itself.
 func (w *worker) tell(at *asked) {
 	q := *at.q
 	q.Done = true
 	r := w.rank
-	r.tells.Go(func() {
+	r.tells.Add(1)
+	time.AfterFunc(tellPause, func() {
+		defer r.tells.Done()
 		if _, err := r.node.lines.ask(r.node.pulse.ctx, at.ticket.Address, &q); err != nil {
 			r.env.Log.Debug("the producer does not know that its hold was fetched", "peer", at.ticket.Address, "error", err)
 		}
@@ -205,6 +212,9 @@ func (h *heldBlock) is(b *connector.Block) bool {
 
 // ofGroup are the blocks of one group, of a transfer and of what its producer holds.
 func ofGroup(group uint16, t *connector.Transfer, a *answer) (ours []connector.Block, theirs []heldBlock) {
+	if all(t.Blocks, func(b *connector.Block) bool { return b.Group == group }) && all(a.Blocks, func(b *heldBlock) bool { return b.Group == group }) {
+		return t.Blocks, a.Blocks
+	}
 	for _, b := range t.Blocks {
 		if b.Group == group {
 			ours = append(ours, b)
@@ -216,6 +226,15 @@ func ofGroup(group uint16, t *connector.Transfer, a *answer) (ours []connector.B
 		}
 	}
 	return ours, theirs
+}
+
+func all[T any](list []T, is func(*T) bool) bool {
+	for i := range list {
+		if !is(&list[i]) {
+			return false
+		}
+	}
+	return true
 }
 
 // add adds a block's part, to the descriptor before it where both ends touch.
