@@ -94,6 +94,12 @@ func (w *between) handThrough(p *pd, full int) *prompt {
 // and waits for the end. It tries fewer bytes until one was stopped.
 func (w *between) halfway(p, d *pd, then func(*prompt)) {
 	w.r.Helper()
+	w.halfwayOf(p, func(pr *prompt) { d.try(pr) }, then)
+}
+
+// halfwayOf is halfway for anything that fetches a prompt.
+func (w *between) halfwayOf(p *pd, try, then func(*prompt)) {
+	w.r.Helper()
 	for most := int64(1200); most > 20; most /= 2 {
 		w.Cut() // so that connections begin anew
 		pr := w.handThrough(p, 4)
@@ -103,7 +109,7 @@ func (w *between) halfway(p, d *pd, then func(*prompt)) {
 		done := make(chan struct{})
 		wg.Go(func() {
 			defer close(done)
-			d.try(pr)
+			try(pr)
 		})
 		stopped := w.stopped(stalls, done)
 		if stopped {

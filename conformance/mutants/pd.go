@@ -67,15 +67,17 @@ type pdNode struct {
 	tasks    sync.WaitGroup
 	wake     chan struct{}
 
-	mu      sync.Mutex
-	caches  map[int]*connector.KV
-	conns   map[net.Conn]struct{}
-	dialled int
-	holds   map[connector.HoldID]*pdHold
-	last    connector.HoldID
-	over    []connector.HoldID
-	scratch []byte     // for a fault
-	alone   sync.Mutex // for a fault
+	mu         sync.Mutex
+	caches     map[int]*connector.KV
+	conns      map[net.Conn]struct{}
+	dialled    int
+	holds      map[connector.HoldID]*pdHold
+	last       connector.HoldID
+	over       []connector.HoldID
+	windows    map[uint64]pdWindow // of a consumer whose producers write
+	lastWindow uint64
+	scratch    []byte     // for a fault
+	alone      sync.Mutex // for a fault
 }
 
 type pdHold struct {
@@ -95,7 +97,7 @@ func (a *pdNodes) join(env *connector.Env, c pdConfig) (*pdNode, error) {
 	if n == nil {
 		n = &pdNode{
 			pdFaults: a.faults, all: a, id: id, lease: time.Duration(c.LeaseMS) * time.Millisecond, world: max(1, env.World), size: env.Layout.Groups[0].BlockTokens, wake: make(chan struct{}, 1),
-			caches: map[int]*connector.KV{}, conns: map[net.Conn]struct{}{}, holds: map[connector.HoldID]*pdHold{},
+			caches: map[int]*connector.KV{}, conns: map[net.Conn]struct{}{}, holds: map[connector.HoldID]*pdHold{}, windows: map[uint64]pdWindow{},
 		}
 		if env.Role.Saves() {
 			l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
@@ -122,7 +124,10 @@ func (a *pdNodes) leave(n *pdNode) error {
 	}
 	a.mu.Unlock()
 	switch {
-	case !last || n.listener == nil:
+	case !last:
+		return nil
+	case n.listener == nil:
+		n.hangUp()
 		return nil
 	case n.servesClosed:
 		time.AfterFunc(time.Second, func() { _ = n.close(true) })
@@ -134,16 +139,20 @@ func (a *pdNodes) leave(n *pdNode) error {
 // close ends the listener, and the connections with it.
 func (n *pdNode) close(all bool) error {
 	err := n.listener.Close()
-	if !all {
-		return err
+	if all {
+		n.hangUp()
 	}
+	return err
+}
+
+// hangUp ends all connections.
+func (n *pdNode) hangUp() {
 	n.mu.Lock()
 	for c := range n.conns {
 		_ = c.Close()
 	}
 	n.mu.Unlock()
 	n.tasks.Wait()
-	return err
 }
 
 // add takes on the blocks of an ended request.

@@ -23,6 +23,8 @@ type pdFaults struct {
 	tailless, askedIsTaken, doneAnyway, overrun, sameSlots, ignoresFrom bool
 	noKeys, hidesMissing, lateWrite, sharedScratch, eofIsEnd, oneRead   bool
 	remembersDead, ignoresDeadline, redialsForever, busy                bool
+	// Of pairs whose producer writes, which push says.
+	push, windowStays, sameWindow, earlyDone, toldEarly bool
 }
 
 // pdMutant is one wrong pair.
@@ -49,7 +51,7 @@ func PDPrograms() map[string]connector.Plugin {
 }
 
 func pdMutants() []Mutant {
-	list := slices.Concat(pdProducerMutants(), pdConsumerMutants(), turnMutants(), reshapeMutants())
+	list := slices.Concat(pdProducerMutants(), pdConsumerMutants(), pushMutants(), turnMutants(), reshapeMutants())
 	return append(list,
 		Mutant{Name: "a consumer that dials a dead producer for ever", Case: "pd-killed", Program: pdRedialsProgram, Plugin: (&pdFaults{redialsForever: true}).plugin},
 		Mutant{Name: "a consumer that waits for a stopped producer for ever", Case: "pd-stopped", Program: pdWaitsProgram, Plugin: (&pdFaults{ignoresDeadline: true}).plugin},

@@ -33,6 +33,9 @@ func (w *pdWorker) Load(ctx context.Context, t *connector.Transfer, kv *connecto
 			return ctx.Err()
 		}
 	}
+	if n.push {
+		return w.pushed(ctx, &from, t, kv)
+	}
 	err := w.load(ctx, &from, t, kv)
 	for n.redialsForever && err != nil && !errors.As(err, new(*connector.BlockError)) {
 		<-time.After(10 * time.Millisecond)
@@ -129,9 +132,10 @@ func (w *pdWorker) put(kv *connector.KV, b connector.Block, data []byte) {
 // pdConn is a consumer's connection for one load.
 type pdConn struct {
 	net.Conn
-	node *pdNode
-	from *pdTicket
-	stop func() bool
+	node    *pdNode
+	from    *pdTicket
+	stop    func() bool
+	answers chan *pdAnswer // of a push; else nil
 }
 
 func (n *pdNode) dial(ctx context.Context, from *pdTicket) (*pdConn, error) {
@@ -176,30 +180,41 @@ func (c *pdConn) close() {
 // ask asks one question. Errors wrap connector.ErrGone.
 func (c *pdConn) ask(ctx context.Context, q pdQuestion) (*pdAnswer, error) {
 	q.Engine, q.Epoch, q.Hold, q.Slot, q.Nonce = c.from.Engine, c.from.Epoch, c.from.Hold, c.from.Slot, rand.Uint64()
-	if !c.node.ignoresDeadline && !c.node.lateWrite {
-		_ = c.SetDeadline(time.Now().Add(pdPatience))
-	}
 	if err := ctx.Err(); err != nil && !c.node.ignoresDeadline {
 		return nil, err
 	}
+	hear := c.read
+	if c.answers != nil {
+		hear = c.hear
+	} else if !c.node.ignoresDeadline && !c.node.lateWrite {
+		_ = c.SetDeadline(time.Now().Add(pdPatience))
+	}
+	var a *pdAnswer
 	err := writePD(c, c.from.Secret, q)
-	var data []byte
-	var signed func([]byte) bool
 	if err == nil {
-		data, signed, err = readPD(c, c.node.oneRead)
+		a, err = hear(ctx)
 	}
-	var a pdAnswer
-	if err == nil {
-		err = json.Unmarshal(data, &a)
-	}
-	if err == nil && !c.node.noMAC && (!signed(c.from.Secret) || a.Nonce != q.Nonce) {
-		err = fmt.Errorf("the answer was changed on its way: %w", connector.ErrCorrupt)
+	if err == nil && !c.node.noMAC && a.Nonce != q.Nonce {
+		err = fmt.Errorf("the answer is one to something else: %w", connector.ErrCorrupt)
 	}
 	if err != nil {
 		c.node.failed(c.from)
 		return nil, errPDGone("producer "+c.from.Address, err)
 	}
-	return &a, nil
+	return a, nil
+}
+
+// read reads the next answer.
+func (c *pdConn) read(context.Context) (*pdAnswer, error) {
+	data, signed, err := readPD(c, c.node.oneRead)
+	if err != nil {
+		return nil, err
+	}
+	if !c.node.noMAC && !signed(c.from.Secret) {
+		return nil, fmt.Errorf("the answer was changed on its way: %w", connector.ErrCorrupt)
+	}
+	a := new(pdAnswer)
+	return a, json.Unmarshal(data, a)
 }
 
 // tellDone says that a rank wants nothing of a hold any more.

@@ -28,14 +28,20 @@ type pdQuestion struct {
 	Place  int               `json:"place"`
 	Done   bool              `json:"done"`
 	World  int               `json:"world,omitempty"` // with Done, of another shape: ranks that will say so
+	Push   *pdPush           `json:"push,omitempty"`
 }
 
-// pdAnswer is a block; Gone: the hold does not have it.
+// pdAnswer is a block; Gone: the hold does not have it. With a Window it is a write, and with Keys the end of them.
 type pdAnswer struct {
 	Nonce uint64 `json:"nonce"`
 	Gone  bool   `json:"gone"`
 	Key   []byte `json:"key"`
 	Data  []byte `json:"data"`
+
+	Window uint64   `json:"window,omitempty"`
+	Item   int      `json:"item,omitempty"`
+	Rank   int      `json:"rank,omitempty"`
+	Keys   [][]byte `json:"keys,omitempty"`
 }
 
 const (
@@ -120,6 +126,12 @@ func (n *pdNode) serve(c net.Conn, conn int) {
 		err = json.Unmarshal(data, &q)
 		if err != nil && !n.guesses {
 			return
+		}
+		if q.Push != nil {
+			if !n.write(c, conn, &q, signed) {
+				return
+			}
+			continue
 		}
 		release := n.occupy()
 		a, secret := n.answer(conn, &q, signed, &kept)

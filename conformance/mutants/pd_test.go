@@ -31,6 +31,25 @@ func TestPDReference(t *testing.T) {
 	}
 }
 
+// The pair whose producer writes passes too: the cases of what writing changes, and all with KVPORT_SOAK=1.
+func TestPDPushReference(t *testing.T) {
+	h := conformance.InProcess(mutants.PDPushReference(), nil)
+	o := conformance.Options{Only: []string{"pd-handoff", "pd-tail", "pd-groups", "pd-ranks", "pd-at-once", "pd-crowd", "pd-named", "pd-cut"}, Seed: 4}
+	if !testing.Short() {
+		h = conformance.Wire(mutants.PDPushReference(), nil)
+		o.Only = append(o.Only, "pd-asked-late", "pd-late-next", "pd-under-way", "pd-closed-reading")
+	}
+	if os.Getenv("KVPORT_SOAK") != "" {
+		o.Only, o.Profiles = nil, pdProfiles()[:3]
+	}
+	for _, r := range conformance.Check(t.Context(), h, o) {
+		require.NotEqual(t, conformance.Fail, r.Status, "%s (%s): %v", r.ID, r.Rule, r.Log)
+		if r.Status == conformance.Skip && strings.HasPrefix(r.ID, "pd-") {
+			require.Contains(t, r.Log[0], "kvport conform runs it in its own", r.ID)
+		}
+	}
+}
+
 // In processes of their own nothing of a pair is skipped. KVPORT_SOAK runs all cases so.
 func TestPDReferenceAsBinary(t *testing.T) {
 	if testing.Short() {

@@ -16,6 +16,7 @@ const (
 	FreeOnAbort
 	FreeAtDeadline
 	NoFence
+	WriterForgotten
 	NoDeadline
 	OldAnswers
 	DoubleFinish
@@ -55,6 +56,7 @@ func Mutants() []MutantInfo {
 		{FreeOnAbort, "free-on-abort", "a cancelled load is over at once, though the plugin still writes", "sglang#24527, vllm#32255, dynamo#826"},
 		{FreeAtDeadline, "free-at-deadline", "pins are dropped when a deadline passes, not when the call is over", "vllm#55470"},
 		{NoFence, "no-fence", "a dead plugin's blocks are reused before the process is reaped", "vllm#56104"},
+		{WriterForgotten, "writer-forgotten", "a dead plugin's blocks are reused when the process is reaped, though a peer's call still writes into its memory", "measured: 111 ms and more of process_vm_writev (ADR 125, rule HOST-05)"},
 		{NoDeadline, "no-deadline", "a call that never answers is waited for", "SGLang's 300 s, vllm#46283"},
 		{OldAnswers, "no-generation", "the answer of a former generation counts for the present one", "vllm#53095"},
 		{DoubleFinish, "duplicate-finish", "the end of a request is reported twice", "vllm#46240"},
@@ -95,4 +97,12 @@ func (h *host) overlooks(m *move) bool {
 	}
 	m.out.Err = nil
 	return true
+}
+
+// forgetWriter is what a host does that takes the end of a process for the end of all writing into its memory.
+func (h *host) forgetWriter(p *proc) {
+	if h.w.is(WriterForgotten) && p.isDown && !p.isOver && !h.w.now.Before(p.overAt) {
+		p.isOver = true
+		h.do(h.book.Reaped(h.w.now, p.n))
+	}
 }

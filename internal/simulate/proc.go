@@ -29,9 +29,11 @@ type proc struct {
 	taken []connector.HoldID // fetched, not reported yet
 
 	hung   time.Time // since when it is stopped, zero: it is not
-	dying  bool      // its end is certain; it may still write until reapAt
+	dying  bool      // its end is certain; it, or a peer into its memory, may still write until reapAt
 	isDown bool      // the host knows
+	isOver bool      // wait has returned; only a mutant takes it for the end of all writing
 	downAt time.Time
+	overAt time.Time
 	reapAt time.Time
 }
 
@@ -125,6 +127,7 @@ func (p *proc) die() {
 	if d.n(8) == 0 {
 		p.reapAt = p.reapAt.Add(2 * time.Second)
 	}
+	p.overAt = p.downAt.Add(p.reapAt.Sub(p.downAt) / 8)
 }
 
 // next is when fire has something to do.
@@ -141,6 +144,7 @@ func (h *host) next() (time.Time, bool) {
 		return first, found
 	}
 	consider(p.downAt, p.dying && !p.isDown)
+	consider(p.overAt, p.isDown && !p.isOver && h.w.is(WriterForgotten))
 	consider(p.reapAt, p.dying)
 	if !h.w.is(NoDeadline) {
 		consider(p.hung.Add(heartbeat), !p.hung.IsZero() && !p.dying)
@@ -195,6 +199,7 @@ func (h *host) fire() {
 
 func (h *host) dueProc(p *proc) {
 	now := h.w.now
+	h.forgetWriter(p)
 	switch {
 	case p.dying && !now.Before(p.reapAt):
 		h.down(p)

@@ -1,0 +1,118 @@
+package conformance
+
+import (
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// What matters most where the producer writes: it does so although nobody waits for it any more, and a hold
+// that is over too soon is written from slots that are another's.
+
+func pdLateCases() []Case {
+	return []Case{
+		netCase("pd-asked-late", "PD-13", "What reaches the producer when its load has given up moves nothing.", PDConsumer, pdAskedLate),
+		netCase("pd-late-next", "PD-13", "What comes late does not reach the next load of the same slots.", PDConsumer, pdLateNext),
+		netCase("pd-under-way", "PD-04", "A hold is not over while its blocks are under way.", PDConsumer, pdUnderWay),
+	}
+}
+
+// pdAskedLate holds back what the consumer says. When it arrives the slots are another request's.
+func pdAskedLate(r *rig) {
+	const limit = 250 * time.Millisecond
+	p, d, w := r.routed()
+	for range 2 {
+		pr := w.handThrough(p, 4)
+		if d.offer(pr, 0) < 4 {
+			r.Errorf("a hold is not offered")
+			return
+		}
+		w.Stall(true, false)
+		var late []connector.Block
+		_, _ = d.fetch(pr, loading{n: 4, limit: limit, after: func(to []connector.Block) {
+			d.wipe(lateByte, to...)
+			late = to
+		}})
+		w.Stall(false, false)
+		d.pause(aWhile)
+		d.unwritten(late)
+		p.sweep()
+		w.Cut()
+	}
+	w.hurts("held back", w.Count().Stalls)
+	d.recovers(p, w.through)
+}
+
+// pdLateNext gives a load up in mid-transfer and lets what is left of it come while the next load into the
+// same slots, by another way, stands still.
+func pdLateNext(r *rig) {
+	const limit = 250 * time.Millisecond
+	p, d, w := r.routed()
+	next := r.between(p.hand(1, 0))
+	met, missed := 0, 0
+	for n := 0; met < 3 && missed < 2 && n < 8 && p.room(8); n++ {
+		first, second := w.handThrough(p, 4), next.handThrough(p, 4)
+		stalls := w.Count().Stalls
+		w.StallAfter(1 + r.rand.Int64N(150<<(n%4)))
+		if d.offer(first, 0) < 4 { // some fetch when they are asked
+			missed++
+		} else {
+			_, _ = d.fetch(first, loading{n: 4, limit: limit, after: func([]connector.Block) {}})
+			if w.Count().Stalls > stalls && d.lateFor(second, w, next, 300<<(n%4)) {
+				met++
+			}
+		}
+		w.Stall(false, false)
+		p.pause(aWhile) // it may wait before it dials again
+		p.sweep()
+	}
+	w.hurts("stopped", w.Count().Stalls)
+	d.recovers(p, w.through)
+	if met == 0 {
+		r.Skipf("no load stood still while another's blocks came late: the consumer has one connection for all, or fetches when it is asked")
+	}
+}
+
+// lateFor loads a prompt by one relay and, when that stands still after so many bytes at most, lets go on what stands still at
+// another. It reports whether it stood still.
+func (d *pd) lateFor(pr *prompt, late, by *between, most int64) bool {
+	d.Helper()
+	stalls := by.Count().Stalls
+	by.StallAfter(1 + d.rand.Int64N(most))
+	var wg sync.WaitGroup
+	done := make(chan struct{})
+	wg.Go(func() {
+		defer close(done)
+		d.try(pr)
+	})
+	met := by.stopped(stalls, done)
+	late.Stall(false, false)
+	d.pause(aWhile / 2)
+	by.Stall(false, false)
+	wg.Wait()
+	return met
+}
+
+// pdUnderWay lets a transfer stand still for a moment. Whatever the producer reports then is overwritten.
+func pdUnderWay(r *rig) {
+	p, d, w := r.routed()
+	for range 4 {
+		early, right := false, 0
+		w.halfwayOf(p, func(pr *prompt) {
+			if n := d.offer(pr, 0); n > 0 {
+				right, _ = d.fetch(pr, loading{n: n})
+			}
+		}, func(pr *prompt) {
+			p.pause(aWhile / 2)
+			early = p.reported(pr) > 0
+			p.sweep()
+		})
+		if early && right < 4 {
+			r.Errorf("a hold was reported when %d of its 4 blocks had arrived", right)
+		}
+		p.sweep()
+	}
+	w.hurts("stopped", w.Count().Stalls)
+	d.recovers(p, w.through)
+}
