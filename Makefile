@@ -22,6 +22,11 @@ VLLM_DIR  ?= .deps/vllm
 # The packages whose acceptance tests have a full count.
 SOAKERS    = $(shell grep -rl --include='*_test.go' KVPORT_SOAK . | xargs -r -n1 dirname | sort -u)
 
+# What takes longest begins first, beside everything else.
+LONGEST   := ./internal/acceptance ./conformance/mutants
+# What has no goroutines of ours that share memory: tests that start processes built without the race detector,
+# read files, or play everything in one goroutine.
+UNRACED   := ./bench/... ./docs ./examples/... ./internal/acceptance ./internal/archtest ./internal/simulate ./internal/vllmtrace ./plugins/...
 # The packages whose tests need failpoints.
 FAULTED   := ./internal/fault ./internal/faultsuite
 
@@ -51,7 +56,7 @@ demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAM
 
 test: deps build ## every test, short counts (at most 20 minutes on 2 cores)
 	@$(MAKE) --no-print-directory pytest
-	$(GO) test -p $(TEST_P) -timeout 25m ./...
+	$(GO) test -p $(TEST_P) -timeout 25m $(LONGEST) ./...
 	$(GO) test -tags kvport_fault -v -timeout 20m $(FAULTED)
 
 pytest: pylint ## the tests of python/, without vLLM; needs make deps build
@@ -78,8 +83,8 @@ soak: deps build ## the acceptance tests with their full counts, printed
 	KVPORT_SOAK=1 $(GO) test -p 1 -count 1 -v -timeout 3h $(SOAKERS)
 	KVPORT_SOAK=1 $(GO) test -tags kvport_fault -count 1 -v -timeout 3h $(FAULTED)
 
-race: deps build ## every test under the race detector; tests of the real model run only without -short
-	CGO_ENABLED=1 $(GO) test -race -short -p $(TEST_P) -timeout 20m ./...
+race: deps build ## the tests under the race detector, shorter, but those of UNRACED
+	CGO_ENABLED=1 $(GO) test -race -short -p $(TEST_P) -timeout 20m $$($(GO) list ./... | grep -vxFf <($(GO) list $(UNRACED)))
 
 fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ_TOTAL=SECONDS caps them all together
 	@GO="$(GO)" FUZZTIME="$(FUZZTIME)" scripts/fuzz.sh

@@ -196,7 +196,7 @@ func TestRemoteWrongTLS(t *testing.T) {
 // keyed digests, and on one engine that saves and loads. The tokens are those of a single node.
 func TestRemoteConnectors(t *testing.T) {
 	r := newRig(t)
-	prompts := texts(t, *flagSeed+8800, min(6, *flagPrompts), 300, 1200)
+	prompts := texts(t, *flagSeed+8800, count(t, "prompts", *flagPrompts, 2, 6), 300, 1200)
 	node := r.serve("single", "")
 	want := r.all(node.URL, prompts, 1)
 	r.stop(node)

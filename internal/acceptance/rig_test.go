@@ -34,7 +34,7 @@ var (
 	flagStops     = flag.Int("stops", 2, "plugin stops (SIGSTOP) in mid-load")
 	flagConnector = flag.String("connector", "", "connectors to test, by name with commas between; default: all that are found")
 	flagTurns     = flag.Int("turns", 8, "turns of each conversation")
-	flagDamages   = flag.Int("damages", 0, "damaged blocks to read; default 60, in soak 200")
+	flagDamages   = flag.Int("damages", 0, "damaged blocks to read; default 28, in soak 200")
 )
 
 // These are for TestTurns and TestTurnsUnderPressure.
