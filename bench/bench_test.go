@@ -124,7 +124,7 @@ func TestTransports(t *testing.T) {
 func TestStore(t *testing.T) {
 	emit, rows := collect()
 	dir := t.TempDir()
-	options := StoreOptions{PluginPath: []string{pluginFolder}, Dir: dir, Server: filepath.Join("..", ".deps", "valkey", "valkey-server"), Quick: true, Emit: emit}
+	options := StoreOptions{Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Server: filepath.Join("..", ".deps", "valkey", "valkey-server"), Quick: true, Emit: emit}
 	require.NoError(t, Store(t.Context(), options))
 	requireRows(t, *rows, "offloading, memory store 1.41 MiB", "offloading, memory load+digest 8 MiB x 4", "offloading, disk load 8 MiB",
 		"shared storage, tmpfs store+digest 1.41 MiB", "pipe, tcp 8 MiB", "pipe, tcp+digest 1.41 MiB x 16")
@@ -147,7 +147,7 @@ func TestStore(t *testing.T) {
 // TestStoreWithoutServer: what needs a server is named, not left out in silence.
 func TestStoreWithoutServer(t *testing.T) {
 	emit, rows := collect()
-	options := StoreOptions{PluginPath: []string{remoteFolder}, Only: "redis", Dir: t.TempDir(), Server: filepath.Join(t.TempDir(), "none"), Quick: true, Emit: emit}
+	options := StoreOptions{Self: self(t), PluginPath: []string{remoteFolder}, Only: "redis", Dir: t.TempDir(), Server: filepath.Join(t.TempDir(), "none"), Quick: true, Emit: emit}
 	require.NoError(t, Store(t.Context(), options))
 	require.Len(t, *rows, 1)
 	require.Equal(t, "absent", (*rows)[0].Unit)
@@ -163,7 +163,7 @@ func TestStorePeers(t *testing.T) {
 	}
 	emit, rows := collect()
 	dir := t.TempDir()
-	options := StoreOptions{PluginPath: []string{pluginFolder}, Dir: dir, Peers: true, PeersDir: dir, Quick: true, Emit: emit}
+	options := StoreOptions{Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Peers: true, PeersDir: dir, Quick: true, Emit: emit}
 	for _, options.Only = range []string{"lmcache", "mooncake", "safetensors"} {
 		require.NoError(t, Store(t.Context(), options))
 	}

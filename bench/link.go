@@ -249,15 +249,15 @@ func (l *link) load(ctx context.Context, t *connector.Transfer) error {
 	return l.digests(t, true)
 }
 
-// memoryLink makes a folder with a link of the plugin's name to a kvport binary.
-func memoryLink(self string) (path string, remove func() error, err error) {
+// selfLink makes a folder with a link of that name to a kvport binary.
+func selfLink(self, name string) (path string, remove func() error, err error) {
 	dir, err := os.MkdirTemp("", "kvport-bench-")
 	if err != nil {
 		return "", nil, err
 	}
-	path = filepath.Join(dir, memoryBinary)
+	path = filepath.Join(dir, name)
 	if err := os.Symlink(self, path); err != nil {
-		return "", nil, errors.Join(fmt.Errorf("plugin of the benchmark: %w", err), os.RemoveAll(dir))
+		return "", nil, errors.Join(fmt.Errorf("process of the benchmark: %w", err), os.RemoveAll(dir))
 	}
 	return path, func() error { return os.RemoveAll(dir) }, nil
 }

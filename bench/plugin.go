@@ -27,6 +27,8 @@ func ServePlugin() {
 		os.Exit(0)
 	case rawBinary:
 		serveRaw()
+	case bareBinary:
+		serveBare()
 	}
 }
 

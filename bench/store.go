@@ -16,6 +16,7 @@ import (
 
 // StoreOptions say what Store works with.
 type StoreOptions struct {
+	Self       string   // a binary that calls ServePlugin first thing: kvport's own
 	PluginPath []string // where the plugins are that are measured: all of them
 	Dir        string   // folder of disk tiers; empty: the system's for temporary files
 	Server     string   // binary of a Redis or Valkey server; empty: that of make deps, or one of the PATH
@@ -145,10 +146,10 @@ func (s *store) measure(ctx context.Context, binary string, set setup, sh shape)
 		}
 	}
 	storing, loading, done, err := s.ways(ctx, set, w, lim, dir)
+	defer func() { err = errors.Join(err, done()) }()
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, done()) }()
 	if err := w.ask(ctx); err != nil {
 		return err
 	}
@@ -185,7 +186,7 @@ func (s *store) ways(ctx context.Context, set setup, w *walk, lim limit, dir str
 	case set.second != nil:
 		second, err := set.second(ctx, s, w.link, dir)
 		if err != nil {
-			return nil, nil, nil, err
+			return nil, nil, done, err
 		}
 		done = second.close
 		for i, digests := range []bool{false, true} {
@@ -195,6 +196,15 @@ func (s *store) ways(ctx context.Context, set setup, w *walk, lim limit, dir str
 	case set.message:
 		message := func(int) error { return w.message(ctx) }
 		storing, loading = append(storing, message), append(loading, message)
+		bare, err := startBare(ctx, s.Self, w.link)
+		if err != nil {
+			return nil, nil, done, err
+		}
+		done = bare.close
+		for i, digests := range []bool{false, true} {
+			storing = append(storing, func(n int) error { return bare.save(w.other(2*n+i+7), digests) })
+			loading = append(loading, func(n int) error { return bare.load(w.other(2*n+i+7), digests) })
+		}
 	}
 	return storing, loading, done, nil
 }
@@ -232,7 +242,13 @@ func (s *store) emit(set setup, sh shape, saves, loads []took) error {
 				if err := s.row(name+" : "+set.rival, sh, ours, way.all[4+i], budget{}); err != nil {
 					return err
 				}
-			case set.message && i == 0:
+			case set.message:
+				if err := s.row(name+" : a bare process", sh, ours, way.all[5+i], budget{}); err != nil {
+					return err
+				}
+				if i > 0 {
+					continue
+				}
 				if err := s.lessMessage(name, sh, way.all, set.budget); err != nil {
 					return err
 				}

@@ -42,7 +42,7 @@ func (t *transfer) turns() turns {
 // is known.
 func Transfer(ctx context.Context, o TransferOptions) (err error) {
 	t := &transfer{TransferOptions: o}
-	path, remove, err := memoryLink(o.Self)
+	path, remove, err := selfLink(o.Self, memoryBinary)
 	if err != nil {
 		return err
 	}

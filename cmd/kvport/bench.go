@@ -64,6 +64,10 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 			return fmt.Errorf("--model: %w", err)
 		}
 	}
+	self, err := os.Executable()
+	if err != nil {
+		return fail(err)
+	}
 	if what == "layerwise" {
 		return fail(bench.LayerWise(cmd.Context(), bench.EngineOptions{
 			Model: f.model, PluginPath: pluginFolders(f.folders), Connector: f.connector, Threads: f.threads, Quick: f.quick, Emit: emit,
@@ -71,13 +75,9 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 	}
 	if what == "store" {
 		return fail(bench.Store(cmd.Context(), bench.StoreOptions{
-			PluginPath: pluginFolders(f.folders), Dir: f.dir, Server: f.server,
+			Self: self, PluginPath: pluginFolders(f.folders), Dir: f.dir, Server: f.server,
 			Only: f.only, Peers: f.peers, PeersDir: f.peersDir, Quick: f.quick, Emit: emit,
 		}))
-	}
-	self, err := os.Executable()
-	if err != nil {
-		return fail(err)
 	}
 	var peer *bench.Peer
 	if f.python != "" {
