@@ -20,8 +20,9 @@ const patient = `,"kvport":{"breaker":{"deaths":1000},"deadlines":{"transfer":"1
 // TestPluginKilled: the decode engine's plugin dies or stops while it loads; no token is wrong, no
 // request is lost, nothing is left behind.
 func TestPluginKilled(t *testing.T) {
-	faults := slices.Concat(slices.Repeat([]syscall.Signal{syscall.SIGKILL}, *flagKills), slices.Repeat([]syscall.Signal{syscall.SIGSTOP}, *flagStops))
 	r := newRig(t)
+	kills, stops := count(t, "kills", *flagKills, 3, 10), count(t, "stops", *flagStops, 1, 2)
+	faults := slices.Concat(slices.Repeat([]syscall.Signal{syscall.SIGKILL}, kills), slices.Repeat([]syscall.Signal{syscall.SIGSTOP}, stops))
 	node := r.serve("single", "")
 	p := r.serve("prefill", r.config("kv_producer", "", ""))
 	d := r.serve("decode", r.config("kv_consumer", `,"workers":1`, patient))
@@ -43,7 +44,7 @@ func TestPluginKilled(t *testing.T) {
 			got, want = append(got, answer), append(want, r.all(node.URL, prompt, 1)...)
 		}
 	}
-	same(t, fmt.Sprintf("%d kills and %d stops in mid-load", *flagKills, *flagStops), want, got)
+	same(t, fmt.Sprintf("%d kills and %d stops in mid-load", kills, stops), want, got)
 
 	r.idle(d)
 	r.idle(p)

@@ -148,7 +148,7 @@ func TestMultiOrders(t *testing.T) {
 			}
 			t.Run(three.name+"/"+filepath.Base(m), func(t *testing.T) {
 				r := newRig(t)
-				prompts := texts(t, *flagSeed+uint64(50000+1000*i), min(4, *flagPrompts), 400, 1600)
+				prompts := texts(t, *flagSeed+uint64(50000+1000*i), min(4, count(t, "prompts", *flagPrompts, 2, 4)), 400, 1600)
 				node := r.serveModel(m, "single", "")
 				want := r.all(node.URL, prompts, 2)
 				r.stop(node)
@@ -254,7 +254,7 @@ func TestMultiPeer(t *testing.T) {
 
 func testMultiPeer(r *rig, mover, m string) {
 	r.Helper()
-	prompts := texts(r.T, *flagSeed+55000, min(4, *flagPrompts), 400, 1600)
+	prompts := texts(r.T, *flagSeed+55000, min(4, count(r.T, "prompts", *flagPrompts, 2, 4)), 400, 1600)
 	node := r.serveModel(m, "single", "")
 	want := r.all(node.URL, prompts, 2)
 	r.stop(node)
