@@ -8,6 +8,7 @@ package relay
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"net"
 	"sync"
@@ -87,10 +88,14 @@ func (p *pair) close() {
 
 // New listens on a free port of this machine and passes connections on to target. The seed chooses the
 // bytes that are changed and the order of connections.
-func New(target string, seed uint64) (*Relay, error) {
-	l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
+func New(target string, seed uint64) (*Relay, error) { return NewAt("127.0.0.1:0", target, seed) }
+
+// NewAt is New at an address of one's own, as HOST:PORT: for programs that tell others a host but choose
+// the port themselves. All of 127.0.0.0/8 is this machine.
+func NewAt(address, target string, seed uint64) (*Relay, error) {
+	l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", address)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("relay: %w", err)
 	}
 	r := &Relay{listener: l, target: target, rand: rand.New(rand.NewPCG(seed, 0)), pairs: map[*pair]struct{}{}}
 	r.wg.Go(r.accept)
@@ -116,6 +121,9 @@ func (r *Relay) Lead(target string) {
 
 // Delay lets what the server sends arrive d later.
 func (r *Relay) Delay(d time.Duration) { r.change(func(f *faults) { f.delay[answers] = d }) }
+
+// DelaySent is Delay for what is sent to the server.
+func (r *Relay) DelaySent(d time.Duration) { r.change(func(f *faults) { f.delay[sent] = d }) }
 
 // Corrupt changes one bit in about one of every n bytes that the server sends, first in one of the next n;
 // 0 ends that.

@@ -3,15 +3,14 @@ package nixl
 import (
 	"context"
 	"encoding/json"
-	"io"
 	"math/rand/v2"
-	"net"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/conformance/relay"
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/native/nixl"
 )
@@ -72,83 +71,6 @@ func TestOverTCP(t *testing.T) {
 	require.False(t, overTCP("ucx:network", ".."), "there are devices")
 }
 
-// valve is a relay in front of a side channel that holds back questions while it is shut.
-type valve struct {
-	listener net.Listener
-	mu       sync.Mutex
-	open     *sync.Cond
-	shut     bool
-	conns    []net.Conn
-}
-
-func newValve(t *testing.T, to string) *valve {
-	v := &valve{}
-	v.open = sync.NewCond(&v.mu)
-	var err error
-	v.listener, err = net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	var tasks sync.WaitGroup
-	tasks.Go(func() {
-		for {
-			c, err := v.listener.Accept()
-			if err != nil {
-				return
-			}
-			v.mu.Lock()
-			v.conns = append(v.conns, c)
-			v.mu.Unlock()
-			tasks.Go(func() { v.relay(c, to) })
-		}
-	})
-	t.Cleanup(func() {
-		require.NoError(t, v.listener.Close())
-		v.set(false)
-		for _, c := range v.conns {
-			_ = c.Close()
-		}
-		tasks.Wait()
-	})
-	return v
-}
-
-func (v *valve) relay(c net.Conn, to string) {
-	defer c.Close()
-	far, err := net.Dial("tcp", to)
-	if err != nil {
-		return
-	}
-	defer far.Close()
-	back := make(chan struct{})
-	go func() {
-		defer close(back)
-		_, _ = io.Copy(c, far)
-	}()
-	b := make([]byte, 64<<10)
-	for {
-		n, err := c.Read(b)
-		if n > 0 {
-			v.mu.Lock()
-			for v.shut {
-				v.open.Wait()
-			}
-			v.mu.Unlock()
-			_, _ = far.Write(b[:n])
-		}
-		if err != nil {
-			break
-		}
-	}
-	_ = far.(*net.TCPConn).CloseWrite()
-	<-back
-}
-
-func (v *valve) set(shut bool) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	v.shut = shut
-	v.open.Broadcast()
-}
-
 // TestLateWriter: a producer that writes when its consumer has given up writes to nothing, and the consumer
 // goes on with others and with it.
 func TestLateWriter(t *testing.T) {
@@ -165,18 +87,20 @@ func TestLateWriter(t *testing.T) {
 func testLateWriter(t *testing.T) {
 	rng := rand.New(rand.NewPCG(22, 23))
 	p, d := open(t, connector.RoleProducer, Config{}, nil), open(t, connector.RoleConsumer, Config{Mode: modePush}, nil)
-	v := newValve(t, p.node.address())
+	v, err := relay.New(p.node.address(), 22)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, v.Close()) })
 	by := func(raw []byte) []byte {
 		var x ticket
 		require.NoError(t, json.Unmarshal(raw, &x))
-		x.Address, x.IDs = v.listener.Addr().String(), nil // the producer is asked
+		x.Address, x.IDs = v.Address(), nil // the producer is asked
 		out, err := x.encode()
 		require.NoError(t, err)
 		return out
 	}
 	for i := range 3 {
 		_, hold := p.finish(rng, byte(i), 9)
-		p.node.told = func() { v.set(true) } // where the blocks are it learns, and no more
+		p.node.told = func() { v.Stall(true, false) } // where the blocks are it learns, and no more
 		blocks := run(rng, byte(i), 9)
 		require.NoError(t, d.w.(*worker).rank.register(d.kv))
 		w, err := d.w.(*worker).rank.window() // as another load has, that goes on
@@ -191,7 +115,7 @@ func testLateWriter(t *testing.T) {
 		d.fill(rng, blocks) // another request's
 		want := d.bytes(blocks)
 		wrote := p.value("write_bytes_total")
-		v.set(false)
+		v.Stall(false, false)
 		require.Eventually(t, func() bool { return p.value("write_bytes_total") > wrote }, 10*time.Second, time.Millisecond, "the late write")
 		require.Equal(t, want, d.bytes(blocks), "a block that was given back was written")
 		w.leave()
