@@ -66,7 +66,7 @@ pylint: ## ruff and mypy on python/; needs make deps
 	cd python && $(PY)/ruff check . && $(PY)/ruff format --check . && $(PY)/mypy
 
 native-test: deps ## the tests of native/ and of what is built on it, none skipped for want of a library
-	KVPORT_NATIVE_TEST=1 $(GO) test -count 1 -timeout 10m ./native/... ./pipe/ucx ./connectors/p2pnccl
+	KVPORT_NATIVE_TEST=1 $(GO) test -count 1 -timeout 10m ./native/... ./pipe/ucx ./connectors/nixl ./connectors/p2pnccl
 
 native-abi: ## compile native/'s C declarations against NIXL's and UCX's headers (43 MB, once); needs gcc and cargo, which fetches one
 	@$(PYTHON) scripts/abi.py
