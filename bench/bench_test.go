@@ -116,6 +116,9 @@ func TestTransports(t *testing.T) {
 	for _, suffix := range []string{" 8 MiB of 48 KB", "+digest 8 MiB of 48 KB", " 64 MiB of 1 MiB", "+digest 64 MiB of 1 MiB"} {
 		requireRows(t, *rows, "raw nixl"+suffix+" : memcpy", "raw nixl write"+suffix+" : memcpy", "raw ucx"+suffix+" : memcpy", "raw tcp"+suffix+" : memcpy", "tcp pipe"+suffix)
 	}
+	options.Only = "sockets"
+	require.NoError(t, Transfer(t.Context(), options))
+	requireRows(t, *rows, "raw nixl write over tcp 1 MiB")
 	options.Only = "nothing"
 	require.ErrorContains(t, Transfer(t.Context(), options), "want blocks")
 }

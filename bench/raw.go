@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -45,19 +46,48 @@ func serveRaw() {
 	if json.NewEncoder(os.Stdout).Encode(offer) != nil || err != nil {
 		os.Exit(1)
 	}
-	left := make(chan struct{})
+	commands := make(chan byte)
 	go func() {
-		defer close(left)
-		_, _ = io.Copy(io.Discard, os.Stdin)
+		defer close(commands)
+		for in := bufio.NewReader(os.Stdin); ; {
+			c, err := in.ReadByte()
+			if err != nil {
+				return
+			}
+			commands <- c
+		}
 	}()
-	tick := time.NewTicker(time.Millisecond) // to be connected to; over shared memory others read without us
+	end.serve(commands)
+	os.Exit(0) // the libraries are left as they are
+}
+
+const (
+	spinCommand = 's'
+	restCommand = 'r'
+)
+
+// serve lets a peer connect, and bytes come and go over TCP, until there are no more commands; over shared
+// memory others read without us.
+func (e *rawEnd) serve(commands <-chan byte) {
+	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
+	always := make(chan time.Time)
+	close(always)
+	next := tick.C
 	for {
 		select {
-		case <-left:
-			os.Exit(0) // the libraries are left as they are
-		case <-tick.C:
-			end.progress()
+		case c, more := <-commands:
+			if !more {
+				return
+			}
+			if next = tick.C; c == spinCommand {
+				next = always
+			}
+			if _, err := os.Stdout.Write([]byte{c}); err != nil {
+				return
+			}
+		case <-next:
+			e.progress()
 		}
 	}
 }
@@ -157,7 +187,8 @@ func (e *rawEnd) close() error {
 type raw struct {
 	end   rawEnd
 	cmd   *exec.Cmd
-	in    io.Closer
+	in    io.WriteCloser
+	out   *bufio.Reader
 	peer  string // NIXL's name of the other agent
 	to    *ucx.Endpoint
 	key   *ucx.Key
@@ -190,7 +221,12 @@ func openRaw(ctx context.Context, self string, memory *host.Region) (_ *raw, err
 	if err := r.cmd.Start(); err != nil {
 		return nil, fmt.Errorf("peer of the benchmark: %w", err)
 	}
-	if err = json.NewDecoder(out).Decode(&r.offer); err == nil && r.offer.Failure != "" {
+	r.out = bufio.NewReader(out)
+	line, err := r.out.ReadBytes('\n')
+	if err == nil {
+		err = json.Unmarshal(line, &r.offer)
+	}
+	if err == nil && r.offer.Failure != "" {
 		err = errors.New(r.offer.Failure)
 	}
 	if err != nil {
@@ -265,6 +301,17 @@ func (r *raw) readUCX(ctx context.Context, parts []part) error {
 		if err := get.Wait(ctx); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// command tells the other process what to do, and waits until it does.
+func (r *raw) command(c byte) error {
+	if _, err := r.in.Write([]byte{c}); err != nil {
+		return fmt.Errorf("peer of the benchmark: %w", err)
+	}
+	if _, err := r.out.ReadByte(); err != nil {
+		return fmt.Errorf("peer of the benchmark: %w", err)
 	}
 	return nil
 }

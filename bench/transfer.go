@@ -20,7 +20,7 @@ type TransferOptions struct {
 	PluginPath []string // where SharedStorageConnector is looked for
 	Dir        string   // folder for stored blocks; empty: the system's for temporary files
 	Peer       *Peer    // nil: none
-	Only       string   // measure only the parts whose name this is: blocks, message, files, lookup, restart, transports; empty: all
+	Only       string   // measure only the parts whose name this is: blocks, message, files, lookup, restart, transports, sockets; empty: all
 	Quick      bool     // a few rounds and small caches: to see that it works, not to measure
 	Emit       Emit
 }
@@ -59,6 +59,7 @@ func Transfer(ctx context.Context, o TransferOptions) (err error) {
 		{"lookup", t.lookup},
 		{"restart", t.restart},
 		{"transports", t.transports},
+		{"sockets", t.sockets},
 	} {
 		if o.Only != "" && o.Only != part.name {
 			continue
@@ -69,7 +70,7 @@ func Transfer(ctx context.Context, o TransferOptions) (err error) {
 		}
 	}
 	if !known {
-		return fmt.Errorf("transfer has no part %q: want blocks, message, files, lookup, restart or transports", o.Only)
+		return fmt.Errorf("transfer has no part %q: want blocks, message, files, lookup, restart, transports or sockets", o.Only)
 	}
 	return nil
 }

@@ -28,7 +28,7 @@ const transportBytes = 3 * 64 << 20
 func (t *transfer) transports(ctx context.Context) error {
 	for _, s := range transportShapes() {
 		for _, digests := range []bool{false, true} {
-			if err := t.courses(ctx, s, digests); err != nil {
+			if err := t.courses(ctx, &field{shape: s, digests: digests, lines: []line{t.libraries, t.crossings, t.links}}); err != nil {
 				return fmt.Errorf("%s: %w", s.name, err)
 			}
 		}
@@ -41,6 +41,7 @@ type course struct {
 	name   string
 	absent string // why it cannot be measured; empty: it can
 	limit  string // the course that it is made of; empty: memcpy alone
+	beside string // another course that it is compared with; empty: none
 	budget budget // of the ratio to that
 	move   func(round int) error
 }
@@ -50,6 +51,8 @@ type field struct {
 	ctx      context.Context //nolint:containedctx // of the measurement, for every course
 	shape    shape
 	digests  bool
+	tcp      bool // nothing but sockets
+	lines    []line
 	from, to *host.Region // memory of this process
 	order    [2][]int
 	clock    *stopwatch
@@ -57,15 +60,18 @@ type field struct {
 	closers  []func() error
 }
 
+// line opens some of the courses of a field.
+type line func(*field) ([]course, error)
+
 // courses measures all ways, which take turns, and emits a row for each beside what it is made of and one
 // beside memcpy.
-func (t *transfer) courses(ctx context.Context, s shape, digests bool) (err error) {
+func (t *transfer) courses(ctx context.Context, f *field) (err error) {
 	bytes := int64(transportBytes)
 	if t.Quick {
-		s.batch = 4
-		bytes = 2 * int64(s.batch) * s.block()
+		f.shape.batch = min(f.shape.batch, 4)
+		bytes = 2 * int64(f.shape.batch) * f.shape.block()
 	}
-	f := &field{ctx: ctx, shape: s, digests: digests, clock: &stopwatch{begin: time.Now()}}
+	f.ctx, f.clock = ctx, &stopwatch{begin: time.Now()}
 	defer func() { err = errors.Join(err, f.close()) }()
 	all, err := t.lineUp(f, bytes)
 	if err != nil {
@@ -113,7 +119,12 @@ func (t *transfer) report(f *field, all []course, took []took) error {
 				return err
 			}
 		}
-		if c.name == memcpyCourse {
+		if other, there := speeds[c.beside]; there {
+			if err := t.Emit(faster(name+" : "+c.beside, moved, speeds[c.name], other, "GB/s")(budget{})); err != nil {
+				return err
+			}
+		}
+		if c.name == memcpyCourse || f.tcp {
 			continue
 		}
 		if err := t.Emit(faster(name+" : memcpy", moved, speeds[c.name], speeds[memcpyCourse], "GB/s")(budget{})); err != nil {
@@ -143,7 +154,7 @@ func (t *transfer) lineUp(f *field, bytes int64) ([]course, error) {
 	}
 	f.order = scattered(f.blocks())
 	all := []course{{name: memcpyCourse, move: f.copy}}
-	for _, add := range []func(*field) ([]course, error){t.libraries, t.crossings, t.links} {
+	for _, add := range f.lines {
 		more, err := add(f)
 		if err != nil {
 			return nil, err
@@ -169,30 +180,30 @@ func (t *transfer) libraries(f *field) ([]course, error) {
 
 // crossings are the connectors between two plugin processes. The budget is for the bare bytes.
 func (t *transfer) crossings(f *field) ([]course, error) {
+	all := []course{{name: "nixl connector", limit: rawNIXLCourse}, {name: "nixl connector push", limit: rawPushCourse}}
+	if !f.digests {
+		all[0].budget = atLeast(0.95)
+	}
+	return all, t.cross(f, all)
+}
+
+// cross opens two courses of NixlConnector: where the consumer reads, and where the producer writes.
+func (t *transfer) cross(f *field, all []course) error {
 	binary, err := host.Find(t.PluginPath, "NixlConnector")
-	var all []course
-	for _, c := range []struct{ course, limit, mode string }{
-		{"nixl connector", rawNIXLCourse, "pull"}, {"nixl connector push", rawPushCourse, "push"},
-	} {
-		one := course{name: c.course, limit: c.limit}
-		if !f.digests && c.mode == "pull" {
-			one.budget = atLeast(0.95)
-		}
+	if err != nil {
+		all[0].absent, all[1].absent = "kvport-nixl is not built", "kvport-nixl is not built"
+		return nil
+	}
+	for i, mode := range []string{"pull", "push"} {
+		x, err := openCrossing(f.ctx, binary, mode, linkOptions{shape: f.shape, digests: f.digests, bytes: f.from.Size()})
 		if err != nil {
-			one.absent = "kvport-nixl is not built"
-			all = append(all, one)
+			all[i].absent = err.Error() // told in a row
 			continue
 		}
-		x, err := openCrossing(f.ctx, binary, c.mode, linkOptions{shape: f.shape, digests: f.digests, bytes: f.from.Size()})
-		if err != nil {
-			one.absent = err.Error() // told in a row
-		} else {
-			f.closers = append(f.closers, x.close)
-			one.move = func(n int) error { return x.move(f.ctx, n, f.clock) }
-		}
-		all = append(all, one)
+		f.closers = append(f.closers, x.close)
+		all[i].move = func(n int) error { return x.move(f.ctx, n, f.clock) }
 	}
-	return all, nil
+	return nil
 }
 
 // links are pipes, and the TCP that one of them is made of. Frames are blocks.

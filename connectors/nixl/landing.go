@@ -107,7 +107,7 @@ func (l *landing) push(ctx context.Context, at *asked, done *read) error {
 	at.q.Push = newPush(l, limit)
 	done.descriptors = len(l.local)
 	began := time.Now()
-	a, err := l.await(ctx, at)
+	a, err := l.await(ctx, at, done.transport)
 	done.took = time.Since(began)
 	if err == nil && a.Written != total(l.local) {
 		err = fmt.Errorf("the producer wrote %d of %d bytes: %w", a.Written, total(l.local), connector.ErrGone)
@@ -124,7 +124,7 @@ func (l *landing) push(ctx context.Context, at *asked, done *read) error {
 }
 
 // await asks, and lets NIXL work meanwhile. After the end of ctx it waits a little for the answer.
-func (l *landing) await(ctx context.Context, at *asked) (a *answer, err error) {
+func (l *landing) await(ctx context.Context, at *asked, transport string) (a *answer, err error) {
 	asking, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	over := make(chan struct{})
@@ -135,7 +135,7 @@ func (l *landing) await(ctx context.Context, at *asked) (a *answer, err error) {
 	late := time.AfterFunc(time.Hour, stop)
 	defer late.Stop()
 	defer context.AfterFunc(ctx, func() { late.Reset(settleTime) })()
-	l.rank.work(over)
+	l.rank.work(over, overTCP(transport, rdmaDevices))
 	return a, err
 }
 

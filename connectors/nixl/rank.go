@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -119,7 +120,6 @@ const (
 	busyPause = 100 * time.Microsecond
 	idlePause = 20 * time.Millisecond
 	busyTime  = time.Second // after a question
-	spinTime  = 500 * time.Microsecond
 )
 
 // rouse has progress look often for a while: somebody is about to read.
@@ -156,18 +156,30 @@ func (r *rank) progress() {
 	}
 }
 
-// work lets NIXL work until over, as often as Transfer.Wait does.
-func (r *rank) work(over <-chan struct{}) {
-	timer := time.NewTimer(0)
+// work lets NIXL work until over: through sockets as fast as bytes come, and else, where the writer needs nobody
+// but to connect, only now and then.
+func (r *rank) work(over <-chan struct{}, sockets bool) {
+	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
-	for began := time.Now(); ; {
+	var pace nixl.Pace
+	for {
+		pace.Begin()
 		if _, err := r.agent.Notifications(); err != nil {
 			<-over
 			return
 		}
-		pause := time.Duration(0) // but others may run
-		if waited := time.Since(began); waited > spinTime {
-			pause = min(waited/16, 2*busyPause)
+		pause := pace.End()
+		if !sockets {
+			pause = busyPause
+		}
+		if pause == 0 {
+			runtime.Gosched()
+			select {
+			case <-over:
+				return
+			default:
+				continue
+			}
 		}
 		timer.Reset(pause)
 		select {

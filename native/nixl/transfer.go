@@ -148,31 +148,24 @@ func (t *Transfer) call(verb string, do func() (bool, error)) (bool, error) {
 	return false, fmt.Errorf("nixl: %s a %s: %w", verb, t.what, err)
 }
 
-const (
-	// spin is how long Wait polls without a pause, and pause how long it pauses from then on, at most:
-	// between polls it lets a sixteenth of the time that it has waited pass.
-	spin     = 500 * time.Microsecond
-	maxPause = 200 * time.Microsecond
-)
-
 // Wait polls until the transfer has ended or ctx has. A transfer that outlives its context is still in
 // flight: wait again, or close it.
 func (t *Transfer) Wait(ctx context.Context) error {
-	began := time.Now()
+	var pace Pace
 	var timer *time.Timer
 	for i := 0; ; i++ {
+		pace.Begin()
 		if done, err := t.Poll(); done || err != nil {
 			return err
 		}
 		if i%16 == 0 && ctx.Err() != nil {
 			return fmt.Errorf("nixl: wait for a %s: %w", t.what, context.Cause(ctx))
 		}
-		waited := time.Since(began)
-		if waited < spin {
+		pause := pace.End()
+		if pause == 0 {
 			runtime.Gosched()
 			continue
 		}
-		pause := min(waited/16, maxPause)
 		if timer == nil {
 			timer = time.NewTimer(pause)
 			defer timer.Stop()
