@@ -21,7 +21,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	testscript.Main(m, map[string]func(){"kvport": main, "kvport-demo": demoPlugin, "kvport-bench-memory": bench.ServePlugin})
+	testscript.Main(m, map[string]func(){"kvport": main, "kvport-demo": demoPlugin, "kvport-bench-memory": bench.ServePlugin, "kvport-bench-bare": bench.ServePlugin})
 }
 
 // demoPlugin is a connector that keeps blocks as files in a folder.
