@@ -24,9 +24,9 @@ SOAKERS    = $(shell grep -rl --include='*_test.go' KVPORT_SOAK . | xargs -r -n1
 
 # What takes longest begins first, beside everything else.
 LONGEST   := ./internal/acceptance ./conformance/mutants
-# What has no goroutines of ours that share memory: tests that start processes built without the race detector,
-# read files, or play everything in one goroutine.
-UNRACED   := ./bench/... ./docs ./examples/... ./internal/acceptance ./internal/archtest ./internal/simulate ./internal/vllmtrace ./plugins/...
+# What has no goroutines of ours that share memory, or only those that other packages' tests start too: tests that
+# run processes, read files, or play everything in one goroutine.
+UNRACED   := ./bench/... ./cmd/... ./docs ./examples/... ./internal/acceptance ./internal/archtest ./internal/simulate ./internal/vllmtrace ./plugins/...
 # The packages whose tests need failpoints.
 FAULTED   := ./internal/fault ./internal/faultsuite
 

@@ -133,6 +133,9 @@ func TestEnvironmentIsDeclared(t *testing.T) {
 }
 
 func TestConformance(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: the tiers are those of connectors/offload and connectors/remote")
+	}
 	clean(t)
 	config, err := os.ReadFile(filepath.Join("..", "..", "plugins", "aibrix", "conform.json"))
 	require.NoError(t, err)
@@ -142,6 +145,9 @@ func TestConformance(t *testing.T) {
 
 // With L2 alone the connector is a remote store like any other.
 func TestRemoteConformance(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: the tiers are those of connectors/offload and connectors/remote")
+	}
 	clean(t)
 	config := `{"` + prefix + `L1_CACHE_ENABLED": "0", "` + prefix + `L2_CACHE_BACKEND": "REDIS", "` + prefix + `REDIS_URL": "redis://@SERVER@"}`
 	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(config)), conformance.Store, conformance.Remote)

@@ -165,6 +165,9 @@ func TestChunks(t *testing.T) {
 }
 
 func TestConformance(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: the tiers are those of connectors/offload and connectors/remote")
+	}
 	clean(t)
 	config, err := os.ReadFile(filepath.Join("..", "..", "plugins", "lmcache", "conform.json"))
 	require.NoError(t, err)
@@ -174,6 +177,9 @@ func TestConformance(t *testing.T) {
 
 // With a Redis server alone it is a remote store like any other.
 func TestRemoteConformance(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: the tiers are those of connectors/offload and connectors/remote")
+	}
 	clean(t)
 	config := `{"lmcache.chunk_size": 4, "lmcache.local_cpu": false, "lmcache.remote_url": "redis://@SERVER@", "lmcache.blocking_timeout_secs": 3}`
 	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(config)), conformance.Store, conformance.Remote)

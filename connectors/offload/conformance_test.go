@@ -35,9 +35,15 @@ func TestInProcess(t *testing.T) {
 }
 
 func TestOverTheWire(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: TestInProcess runs the same cases")
+	}
 	conformance.Run(t, conformance.Wire(plugin(), config(t)), profiles()...)
 }
 
 func TestStaged(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: TestInProcess runs the same cases")
+	}
 	conformance.Run(t, conformance.Staged(conformance.Wire(plugin(), config(t))), profiles()...)
 }

@@ -34,10 +34,16 @@ func TestInProcess(t *testing.T) {
 }
 
 func TestOverTheWire(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: TestInProcess runs the same cases")
+	}
 	conformance.Run(t, conformance.Wire(plugin(), config(t)), conformance.Store, conformance.Remote)
 }
 
 func TestStaged(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: TestInProcess runs the same cases")
+	}
 	conformance.Run(t, conformance.Staged(conformance.Wire(plugin(), config(t))))
 }
 

@@ -20,6 +20,9 @@ func turns(trace []uint64) (out [][]uint64) {
 // Blocks that are written together are judged as if they came one by one: neither what is evicted for them nor
 // their own places depend on it, but that none evicts another of its own.
 func TestBatchesAreJudgedOneByOne(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: nothing here runs beside anything else")
+	}
 	all := turns(conversations(5, 100, 12)) // none longer than the small queue of S3-FIFO
 	for _, policy := range []string{LRU, ARC, S3FIFO, FIFO} {
 		one, err := NewIndex(1000, policy)

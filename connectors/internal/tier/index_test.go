@@ -31,6 +31,9 @@ func spread(n uint64) (k connector.StoreKey) {
 // the slowest lookup of a thousand takes at most 3 times as long while keys are evicted as it does in an
 // idle index. Whatever else the machine does disturbs a measurement, so one in five must keep to it.
 func TestIndexOfManyKeys(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: nothing here runs beside anything else")
+	}
 	for _, policy := range []string{LRU, ARC, S3FIFO} {
 		n := *flagKeys
 		x, size := manyKeys(t, policy, n)

@@ -98,6 +98,9 @@ func conversations(seed uint64, people, turns int) []uint64 {
 }
 
 func TestPoliciesAgreeWithNaiveOnes(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: nothing here runs beside anything else")
+	}
 	traces := map[string][]uint64{
 		"zipf 0.8": zipf(1, 5000, 60000, 0.8), "zipf 1.0": zipf(2, 5000, 60000, 1.0), "conversations": conversations(3, 60, 12),
 	}
@@ -114,6 +117,9 @@ func TestPoliciesAgreeWithNaiveOnes(t *testing.T) {
 // On independent accesses the hit ratio of LRU is known: Che's approximation (IEEE JSAC 2002), which is
 // good to a per mille.
 func TestLRUHasTheHitRatioOfTheory(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: nothing here runs beside anything else")
+	}
 	const keys, size = 20000, 2000
 	trace := zipf(4, keys, 600000, 0.8)
 	x, err := NewIndex(size, LRU)
@@ -170,6 +176,9 @@ func che(keys, size int, s float64) float64 {
 
 // Both adaptive policies withstand a scan that LRU does not: what is used again stays.
 func TestScan(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: nothing here runs beside anything else")
+	}
 	var trace []uint64
 	for round := range uint64(200) {
 		for range 4 {
