@@ -74,5 +74,6 @@ func (f *field) awake(r *raw, do func() error) error {
 
 func (t *transfer) socketCrossings(f *field) ([]course, error) {
 	all := []course{{name: pullTCP, limit: rawReadTCP}, {name: "nixl connector push over tcp", limit: rawWriteTCP, beside: pullTCP}}
-	return all, t.cross(f, all)
+	t.cross(f, all)
+	return all, nil
 }
