@@ -25,7 +25,7 @@ func transportOf(backend, host string, pid int, addr uint64) string {
 
 const overNetwork = "ucx:network"
 
-// overTCP says whether the bytes of a transport go through sockets, where UCX writes 3.5 times as fast as it
+// overTCP says whether the bytes of a transport go through sockets, where UCX writes faster than it
 // reads. A network that is not TCP has devices in rdma.
 func overTCP(transport, rdma string) bool {
 	if transport == overNetwork {
