@@ -15,13 +15,25 @@ type setup struct {
 	files   bool   // every stored block stays: few rounds
 	later   bool   // blocks are written to where they are loaded from after they are acknowledged
 	budget  budget
+	small   budget // of transfers below smallBytes, if it is another: there the plugin's message weighs (ADR 127)
 	config  func(dir string, sh shape) any
 	limit   func(ctx context.Context, s *store, l *link, dir string) (limit, error)
-	message bool // what the way to the connector takes is measured too, and a row says what is left without it
+	message bool // what the way to the connector takes is measured too, and what a bare process does (ADR 127)
 	// second is something else to compare with in the same turns, which is named rival; nil: nothing.
 	second func(ctx context.Context, s *store, l *link, dir string) (limit, error)
 	rival  string
 	slots  int // blocks that it holds in memory besides one walk through the cache, in walks
+}
+
+// smallBytes is a transfer whose copy takes no longer than some wakes of processes.
+const smallBytes = 4 << 20
+
+// of is the budget of a shape.
+func (s *setup) of(sh shape) budget {
+	if s.small != (budget{}) && sh.block()*int64(sh.batch) < smallBytes {
+		return s.small
+	}
+	return s.budget
 }
 
 // warm is how many steps more than one walk through the cache a store needs to be full.
@@ -37,15 +49,15 @@ func gib(bytes int64) string { return strconv.FormatFloat(float64(bytes)/(1<<30)
 
 // setups are the ways to run a connector by its name, or why there is none.
 func (s *store) setups(name string) (sets []setup, why string) {
-	inMemory := setup{batches: true, message: true, budget: atLeast(0.9), limit: copyLimit, slots: 1}
-	withServer := setup{absent: s.why, files: true, budget: atLeast(0.8), limit: redisLimit, second: goRedis, rival: "go-redis"}
+	inMemory := setup{batches: true, message: true, limit: copyLimit, slots: 1}
+	withServer := setup{absent: s.why, files: true, budget: atLeast(0.8), small: atLeast(0.5), limit: redisLimit, second: goRedis, rival: "go-redis"}
 	address := ""
 	if s.server != nil {
 		address = "redis://" + s.server.Address
 	}
 	switch name {
 	case "SharedStorageConnector":
-		set := setup{name: "shared storage, tmpfs", dir: s.memory, files: true, budget: atLeast(0.9), limit: fileLimit}
+		set := setup{name: "shared storage, tmpfs", dir: s.memory, files: true, limit: fileLimit}
 		set.config = func(dir string, _ shape) any { return storageConfig{filepath.Join(dir, "kv")} }
 		return []setup{set}, ""
 	case "OffloadingConnector":

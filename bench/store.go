@@ -234,7 +234,7 @@ func (s *store) emit(set setup, sh shape, saves, loads []took) error {
 	}{{"store", saves}, {"load", loads}} {
 		for i, name := range rowNames(set, way.name, sh) {
 			ours, limit := way.all[2*i], way.all[2*i+1]
-			if err := s.row(name, sh, ours, limit, set.budget); err != nil {
+			if err := s.row(name, sh, ours, limit, set.of(sh)); err != nil {
 				return err
 			}
 			switch {
@@ -243,19 +243,28 @@ func (s *store) emit(set setup, sh shape, saves, loads []took) error {
 					return err
 				}
 			case set.message:
-				if err := s.row(name+" : a bare process", sh, ours, way.all[5+i], budget{}); err != nil {
+				if err := s.row(name+" : a bare process", sh, ours, way.all[5+i], bareBudget(sh)); err != nil {
 					return err
 				}
 				if i > 0 {
 					continue
 				}
-				if err := s.lessMessage(name, sh, way.all, set.budget); err != nil {
+				if err := s.lessMessage(name, sh, way.all, atLeast(0.75)); err != nil {
 					return err
 				}
 			}
 		}
 	}
 	return nil
+}
+
+// bareBudget is how near to a bare process a store in memory must come: it also looks keys up, minds deadlines
+// and counts, which weighs more the less there is to copy (ADR 127).
+func bareBudget(sh shape) budget {
+	if sh.block()*int64(sh.batch) < smallBytes {
+		return atLeast(0.6)
+	}
+	return atLeast(0.7)
 }
 
 // rowNames are the rows of one way of a set-up: without and with digests.
