@@ -19,7 +19,8 @@ import (
 // startRedis starts a server on a free port, with room for what the benchmark stores; the oldest blocks go. It
 // keeps nothing on disk.
 func startRedis(program string) (*redistest.Server, error) {
-	room := []string{"--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"}
+	// With the few samples of the default a value of a moment ago may go.
+	room := []string{"--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru", "--maxmemory-samples", "64"}
 	if program == "" {
 		return redistest.Start(room...)
 	}
