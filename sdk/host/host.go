@@ -340,6 +340,8 @@ func (h *Host) close(ctx context.Context) error {
 
 // do carries out what the book decided. The caller holds mu. Nothing here waits.
 func (h *Host) do(actions []book.Action) {
+	h.metrics.observe(h.book.Counters()) // before who is told looks
+	h.metrics.landing.Set(float64(h.book.LandingUsed()))
 	for _, a := range actions {
 		switch a := a.(type) {
 		case book.Tell:
@@ -358,8 +360,6 @@ func (h *Host) do(actions []book.Action) {
 			h.gen.killFor(a)
 		}
 	}
-	h.metrics.observe(h.book.Counters())
-	h.metrics.landing.Set(float64(h.book.LandingUsed()))
 	h.noteIdle()
 	select {
 	case h.nudge <- struct{}{}:
