@@ -32,8 +32,13 @@ func TestEqualTokens(t *testing.T) {
 	t.Run("preempted", func(t *testing.T) {
 		r := newRig(t)
 		node := r.serve("small", "", "--num-blocks", "64", "--max-model-len", "960")
-		same(t, "preempted", want, r.all(node.URL, prompts, 8))
-		preempted := r.metrics(node).Sum("kvport_preemptions_total")
+		preempted := 0.0
+		for range 5 { // whether requests meet is up to their order
+			same(t, "preempted", append(want, want...), r.all(node.URL, append(prompts, prompts...), 16))
+			if preempted = r.metrics(node).Sum("kvport_preemptions_total"); preempted > 0 {
+				break
+			}
+		}
 		t.Logf("preemptions: %.0f", preempted)
 		require.Positive(t, preempted)
 		r.idle(node)
