@@ -19,8 +19,8 @@ FUZZTIME  ?= 30s
 BENCH     ?= .
 # Where make vllm-test puts vLLM.
 VLLM_DIR  ?= .deps/vllm
-# The packages whose acceptance tests have a full count.
-SOAKERS    = $(shell grep -rl --include='*_test.go' KVPORT_SOAK . | xargs -r -n1 dirname | sort -u)
+# The part of the full counts that make soak runs: PART=n/N.
+PART      ?= 1/1
 
 # What takes longest begins first, beside everything else.
 LONGEST   := ./internal/acceptance ./conformance/mutants
@@ -33,7 +33,7 @@ FAULTED   := ./internal/fault ./internal/faultsuite
 .DEFAULT_GOAL := help
 PY        := $(CURDIR)/.deps/venv/bin
 
-.PHONY: deps build wheel demo test pytest pylint native-test native-abi native-abi-gpu native-asan soak race fuzz conform bench lint vllm-test generate clean help
+.PHONY: deps build wheel wheel-test demo test pytest pylint native-test native-abi native-abi-gpu native-asan soak soak-sample race fuzz conform bench lint vllm-test generate clean help
 
 deps: ## fetch the demo model (93 MB), a Valkey server (2 MB), NIXL (69 MB) and Python packages (62 MB) of tests, all pinned by hash, and the Go modules
 	@$(PYTHON) scripts/deps.py
@@ -48,15 +48,18 @@ build: ## build bin/kvport and every plugin as bin/kvport-NAME
 	done
 	$(BUILD) -o bin/kvport-minimal ./examples/minimal
 
-wheel: build ## build dist/kvport_vllm-*.whl: the connector for vLLM with kvport and its plugins inside
-	@$(PYTHON) scripts/wheel.py
+wheel: ## build dist/kvport_vllm-*.whl: the connector for vLLM with kvport and its plugins inside, stripped
+	@GO="$(GO)" $(PYTHON) scripts/wheel.py
+
+wheel-test: deps wheel ## install it into a fresh environment and use it
+	@$(PYTHON) scripts/wheel_test.py
 
 demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAME and DEMO_ARGS='...' are passed on
 	@$(GO) run ./examples/demo $(if $(CONNECTOR),--connector $(CONNECTOR)) $(DEMO_ARGS)
 
 test: deps build ## every test, short counts (at most 20 minutes on 2 cores)
 	@$(MAKE) --no-print-directory pytest
-	$(GO) test -p $(TEST_P) -timeout 25m $(LONGEST) ./...
+	$(GO) test -p $(TEST_P) -timeout 60m $(LONGEST) ./...
 	$(GO) test -tags kvport_fault -v -timeout 20m $(FAULTED)
 
 pytest: pylint ## the tests of python/, without vLLM; needs make deps build
@@ -78,10 +81,11 @@ native-abi-gpu: ## the same for CUDA and NCCL (220 MB, once), which are then tes
 native-asan: deps ## the tests of native/ under the address sanitizer; without its leak checker, which dies of UCX's threads
 	ASAN_OPTIONS=detect_leaks=0 KVPORT_NATIVE_TEST=1 CGO_ENABLED=1 $(GO) test -asan -count 1 -timeout 10m ./native/...
 
-soak: deps build ## the acceptance tests with their full counts, printed
-	@test -n "$(SOAKERS)" || { echo "soak: no test reads KVPORT_SOAK" >&2; exit 1; }
-	KVPORT_SOAK=1 $(GO) test -p 1 -count 1 -v -timeout 3h $(SOAKERS)
-	KVPORT_SOAK=1 $(GO) test -tags kvport_fault -count 1 -v -timeout 3h $(FAULTED)
+soak: deps build ## the tests with their full counts, a part at a time: PART=3/12 runs the third of twelve, at most 45 minutes a call; a call goes on where the last one stopped
+	@$(PYTHON) scripts/soak.py --part $(PART)
+
+soak-sample: deps build ## some of them, picked by the commit, for at most SAMPLE (120) seconds
+	@$(PYTHON) scripts/soak.py --sample $(or $(SAMPLE),120)
 
 race: deps build ## the tests under the race detector, shorter, but those of UNRACED
 	CGO_ENABLED=1 $(GO) test -race -short -p $(TEST_P) -timeout 20m $$($(GO) list ./... | grep -vxFf <($(GO) list $(UNRACED)))

@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -76,7 +75,7 @@ func TestTransfer(t *testing.T) {
 		Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Quick: true, Emit: emit,
 	}))
 	requireRows(t, *rows, "save 48 KB", "load+digest 48 KB x 32", "save+digest 737 KB", "load 8 MB", "op round trip, ring", "op round trip, stream",
-		"file save 737 KB", "file load 8 MB", "lookup of 32 keys, warm", "plugin restart after kill -9",
+		"file load 737 KB", "file load 8 MB", "lookup of 32 keys, warm", "plugin restart after kill -9",
 		"tcp pipe 8 MiB of 48 KB", "tcp pipe+digest 64 MiB of 1 MiB", "shm pipe 64 MiB of 1 MiB : memcpy", "raw tcp 8 MiB of 48 KB : memcpy")
 	for _, r := range *rows {
 		if r.Unit == "absent" {
@@ -132,10 +131,8 @@ func TestStore(t *testing.T) {
 	requireRows(t, *rows, "offloading, memory store 1.41 MiB", "offloading, memory load+digest 8 MiB x 4", "offloading, disk load 8 MiB",
 		"shared storage, tmpfs store+digest 1.41 MiB", "pipe, tcp 8 MiB", "pipe, tcp+digest 1.41 MiB x 16")
 	for _, r := range *rows {
-		if r.Unit == "absent" { // a few rounds on a busy machine may end with nothing less the message
-			if !strings.Contains(r.Name, "PipeConnector") { // it stores nothing
-				require.Contains(t, r.Name, "the machine was disturbed")
-			}
+		require.NotContains(t, r.Name, "disk store", "it is acknowledged in memory")
+		if r.Unit == "absent" {
 			continue
 		}
 		require.Positive(t, *r.Value, r.Name)

@@ -25,11 +25,16 @@ type crossing struct {
 type crossConfig struct {
 	LibDir string `json:"nixl_lib_dir,omitempty"`
 	Mode   string `json:"mode"`
+	UCXTCP string `json:"ucx_tcp,omitempty"`
 }
 
-func openCrossing(ctx context.Context, binary *host.Binary, mode string, o linkOptions) (_ *crossing, err error) {
+// onTCP is the ucx_tcp of a benchmark whose bytes are to go over TCP, between processes of this machine.
+const onTCP = "trusted-network"
+
+func openCrossing(ctx context.Context, binary *host.Binary, config crossConfig, o linkOptions) (_ *crossing, err error) {
 	o.binary, o.environment = binary.Path, binary.Manifest.Environment
-	o.config = crossConfig{os.Getenv(nixl.EnvDir), mode}
+	config.LibDir = os.Getenv(nixl.EnvDir)
+	o.config = config
 	c := &crossing{}
 	defer func() {
 		if err != nil {

@@ -8,7 +8,6 @@ import (
 	"runtime"
 	"time"
 
-	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
@@ -272,33 +271,12 @@ func (b *bench) decode(ctx context.Context, n int, weights int64) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, w.close()) }()
-	memory := make([]byte, weights)
-	fill(memory)
-	c, err := kernel.New(kernel.Options{Threads: b.Threads})
+	took, err := b.turns().measure(ctx, w.forward)
 	if err != nil {
 		return err
-	}
-	defer c.Close()
-	took, err := b.turns().measure(ctx, w.forward, func(int) error { read(c, memory); return nil })
-	if err != nil {
-		return err
-	}
-	limit := math.NaN()
-	if weights > 0 {
-		limit = float64(n) / took[1].median().Seconds()
 	}
 	name := fmt.Sprintf("decode batch %d, %d threads", n, b.Threads)
-	return b.Emit(faster(name, weights, float64(n)/took[0].median().Seconds(), limit, "token/s")(budget{}))
-}
-
-// read goes over memory on all threads as fast as a hash can.
-func read(c *kernel.Compute, memory []byte) {
-	const part = 1 << 20
-	c.Run((len(memory)+part-1)/part, 1, func(_, from, to int) {
-		for ; from < to; from++ {
-			_ = xxh3.Hash128(memory[from*part : min((from+1)*part, len(memory))])
-		}
-	})
+	return b.Emit(faster(name, weights, float64(n)/took[0].median().Seconds(), math.NaN(), "token/s")(budget{}))
 }
 
 // peers compares prefill and decode with llama.cpp.

@@ -132,6 +132,7 @@ func openLayers(ctx context.Context, o *EngineOptions, w *work) (_ *layers, err 
 	env := connector.Env{
 		Engine: "p", Epoch: 1, Role: connector.RoleProducer, World: 1, Layout: *w.kv.Layout(),
 		Model: connector.NewFingerprint("bench"), Shape: connector.NewFingerprint("layers"), Log: slog.New(slog.DiscardHandler),
+		LinkKey: linkKey(),
 	}
 	l.hasher = digest.New(env.Model, env.Shape, connector.Shard{World: 1}, nil)
 	scheduler, worker, err := l.open(ctx, binary.Path, w.region, env, producer)

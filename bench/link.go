@@ -93,6 +93,7 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 	env := connector.Env{
 		Engine: o.engine, Epoch: 1, Role: o.role, World: 1, Layout: layout,
 		Model: connector.NewFingerprint("bench", o.life), Shape: connector.NewFingerprint("bench", o.shape.name), Log: slog.New(slog.DiscardHandler),
+		LinkKey: linkKey(),
 	}
 	if o.digests {
 		l.hasher = digest.New(env.Model, env.Shape, connector.Shard{World: 1}, nil)
@@ -260,4 +261,11 @@ func selfLink(self, name string) (path string, remove func() error, err error) {
 		return "", nil, errors.Join(fmt.Errorf("process of the benchmark: %w", err), os.RemoveAll(dir))
 	}
 	return path, func() error { return os.RemoveAll(dir) }, nil
+}
+
+// linkKey is what both ends of a measurement have. It protects nothing: what goes from one to the other is
+// made up.
+func linkKey() connector.Secret {
+	f := connector.NewFingerprint("bench link key")
+	return f[:]
 }

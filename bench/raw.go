@@ -133,8 +133,19 @@ func offerMemory(offer *rawOffer) (*rawEnd, error) {
 	return e, nil
 }
 
+// shareMemory has UCX open no port, where nothing else is asked of it: it lets anybody write through one.
+func shareMemory() error {
+	if os.Getenv("UCX_TLS") != "" {
+		return nil
+	}
+	return errors.Join(os.Setenv("UCX_TLS", ucx.SharedMemory), os.Setenv("UCX_POSIX_ERROR_HANDLING", "y"))
+}
+
 // openNIXL makes an agent that knows the memory.
 func (e *rawEnd) openNIXL(name string) error {
+	if err := shareMemory(); err != nil {
+		return err
+	}
 	lib, err := nixl.Open("")
 	if err != nil {
 		return err
@@ -151,6 +162,9 @@ func (e *rawEnd) openNIXL(name string) error {
 
 // openUCX makes a worker that knows the memory.
 func (e *rawEnd) openUCX() error {
+	if err := shareMemory(); err != nil {
+		return err
+	}
 	lib, err := ucx.Open("")
 	if err != nil {
 		return err

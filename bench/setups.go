@@ -18,7 +18,7 @@ type setup struct {
 	small   budget // of transfers below smallBytes, if it is another: there the plugin's message weighs (ADR 127)
 	config  func(dir string, sh shape) any
 	limit   func(ctx context.Context, s *store, l *link, dir string) (limit, error)
-	message bool // what the way to the connector takes is measured too, and what a bare process does (ADR 127)
+	bare    bool // a bare process that copies the same bytes is measured too (ADR 127)
 	// second is something else to compare with in the same turns, which is named rival; nil: nothing.
 	second func(ctx context.Context, s *store, l *link, dir string) (limit, error)
 	rival  string
@@ -49,7 +49,7 @@ func gib(bytes int64) string { return strconv.FormatFloat(float64(bytes)/(1<<30)
 
 // setups are the ways to run a connector by its name, or why there is none.
 func (s *store) setups(name string) (sets []setup, why string) {
-	inMemory := setup{batches: true, message: true, limit: copyLimit, slots: 1}
+	inMemory := setup{batches: true, bare: true, limit: copyLimit, slots: 1}
 	withServer := setup{absent: s.why, files: true, budget: atLeast(0.8), small: atLeast(0.5), limit: redisLimit, second: goRedis, rival: "go-redis"}
 	address := ""
 	if s.server != nil {

@@ -171,7 +171,7 @@ func (s *store) measure(ctx context.Context, binary string, set setup, sh shape)
 type way = func(round int) error
 
 // ways are what is measured of a connector, in the order that emit knows: ours and the limit, without and
-// with digests, then a rival, or the message alone.
+// with digests, then a rival.
 func (s *store) ways(ctx context.Context, set setup, w *walk, lim limit, dir string) (storing, loading []way, done func() error, err error) {
 	done = func() error { return nil }
 	storing = []way{
@@ -193,9 +193,7 @@ func (s *store) ways(ctx context.Context, set setup, w *walk, lim limit, dir str
 			storing = append(storing, func(n int) error { return second.save(w.other(2*n+i+7), digests) })
 			loading = append(loading, func(n int) error { return second.load(w.other(2*n+i+7), digests) })
 		}
-	case set.message:
-		message := func(int) error { return w.message(ctx) }
-		storing, loading = append(storing, message), append(loading, message)
+	case set.bare:
 		bare, err := startBare(ctx, s.Self, w.link)
 		if err != nil {
 			return nil, nil, done, err
@@ -232,6 +230,9 @@ func (s *store) emit(set setup, sh shape, saves, loads []took) error {
 		name string
 		all  []took
 	}{{"store", saves}, {"load", loads}} {
+		if set.later && way.name == "store" {
+			continue // acknowledged before it is written: the time says nothing of the disk
+		}
 		for i, name := range rowNames(set, way.name, sh) {
 			ours, limit := way.all[2*i], way.all[2*i+1]
 			if err := s.row(name, sh, ours, limit, set.of(sh)); err != nil {
@@ -242,14 +243,8 @@ func (s *store) emit(set setup, sh shape, saves, loads []took) error {
 				if err := s.row(name+" : "+set.rival, sh, ours, way.all[4+i], budget{}); err != nil {
 					return err
 				}
-			case set.message:
-				if err := s.row(name+" : a bare process", sh, ours, way.all[5+i], bareBudget(sh)); err != nil {
-					return err
-				}
-				if i > 0 {
-					continue
-				}
-				if err := s.lessMessage(name, sh, way.all, atLeast(0.75)); err != nil {
+			case set.bare:
+				if err := s.row(name+" : a bare process", sh, ours, way.all[4+i], bareBudget(sh)); err != nil {
 					return err
 				}
 			}
@@ -276,16 +271,6 @@ func rowNames(set setup, way string, sh shape) [2]string {
 func (s *store) row(name string, sh shape, ours, other took, b budget) error {
 	bytes := sh.block() * int64(sh.batch)
 	return s.Emit(faster(name, bytes, ours.speed(bytes), other.speed(bytes), "GB/s")(b))
-}
-
-// lessMessage is ours without what the message alone takes, beside the limit.
-func (s *store) lessMessage(name string, sh shape, all []took, b budget) error {
-	name += ", less the message"
-	rest := all[0].median() - all[4].median()
-	if rest <= 0 {
-		return s.Emit(absent(name, "that alone took as long, the machine was disturbed"))
-	}
-	return s.row(name, sh, took{rest}, all[1], b)
 }
 
 // walk stores blocks that were never stored before and loads those that were last, a step a round, so that each
@@ -319,12 +304,6 @@ func (w *walk) save(ctx context.Context, _ int, digests bool) error {
 func (w *walk) ask(ctx context.Context) error {
 	const steps = 1024
 	return w.link.match(ctx, w.stored*w.link.shape.batch, steps)
-}
-
-// message stores what is stored: the whole way to the connector and back, with nothing to copy at its end.
-func (w *walk) message(ctx context.Context) error {
-	w.link.hasher = nil
-	return w.link.save(ctx, w.place(w.stored-1, w.stored-1))
 }
 
 // load loads one of the last blocks to the place where it was.

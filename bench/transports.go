@@ -196,7 +196,11 @@ func (t *transfer) cross(f *field, all []course) {
 		return
 	}
 	for i, mode := range []string{"pull", "push"} {
-		x, err := openCrossing(f.ctx, binary, mode, linkOptions{shape: f.shape, digests: f.digests, bytes: f.from.Size()})
+		config := crossConfig{Mode: mode}
+		if f.tcp {
+			config.UCXTCP = onTCP
+		}
+		x, err := openCrossing(f.ctx, binary, config, linkOptions{shape: f.shape, digests: f.digests, bytes: f.from.Size()})
 		if err != nil {
 			all[i].absent = err.Error() // told in a row
 			continue

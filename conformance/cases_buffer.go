@@ -35,8 +35,8 @@ func (r *rig) quick(what string, call func() error) error {
 	r.Helper()
 	began := time.Now()
 	err := call()
-	if took := time.Since(began); took > soon {
-		r.Errorf("%s took %v", what, took)
+	if took := r.watched().spent(began); took > soon {
+		r.overdue(began, "%s took %v", what, took)
 	}
 	return err
 }

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/kvport/kvport/sdk/host"
 )
 
 func byHandCases() []Case {
@@ -56,6 +58,9 @@ func byHand(r *rig) {
 	}
 }
 
+// socketDirEnv names the folder in which go-plugin's end in the plugin makes its socket.
+const socketDirEnv = "PLUGIN_UNIX_SOCKET_DIR"
+
 // hostDeath starts a second plugin process under a shell, with the environment of the first, waits
 // for its handshake and kills the shell.
 func hostDeath(r *rig) {
@@ -67,7 +72,11 @@ func hostDeath(r *rig) {
 	r.must(err, "pipe")
 	defer output.Close()
 	cmd := exec.CommandContext(r.Context(), "/bin/sh", "-c", `"$0" & echo $! >&2; wait`, path)
-	cmd.Env = strings.FieldsFunc(string(environment), func(c rune) bool { return c == 0 })
+	// The folder of the first plugin's socket is gone since that plugin is connected.
+	sockets, err := host.SocketDir()
+	r.must(err, "folder of a socket")
+	defer os.RemoveAll(sockets)
+	cmd.Env = append(strings.FieldsFunc(string(environment), func(c rune) bool { return c == 0 }), socketDirEnv+"="+sockets)
 	cmd.Stdout = input
 	pids, err := cmd.StderrPipe()
 	r.must(err, "pipe")

@@ -48,7 +48,7 @@ func damageCases() []Case {
 			n := 0
 			return replaceEach(files, func(path string) error {
 				n++
-				if n%2 == 0 {
+				if n%2 == 1 { // the first: a store may have one file only
 					return syscall.Mkfifo(path, 0o600)
 				}
 				return os.Symlink(filepath.Join(r.folder(), "nowhere"), path)

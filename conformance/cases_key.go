@@ -1,6 +1,10 @@
 package conformance
 
 import (
+	"crypto/sha256"
+	"encoding/binary"
+	"fmt"
+
 	"github.com/kvport/kvport/connector"
 )
 
@@ -11,6 +15,7 @@ func keyCases() []Case {
 		storeCase("partial-block", "KEY-04", "A block without a key is not stored, and a load of one fails.", partialBlock),
 		storeCase("other-shape", "KEY-05", "An engine with another Shape sees nothing.", otherShape),
 		storeCase("other-key", "KEY-06", "No key that differs in one bit is found, nor another model's.", otherKey),
+		storeCase("near-keys", "KEY-06", "Blocks whose store keys share their first or last bytes are kept apart.", nearKeys),
 		storeCase("other-rank", "KEY-07", "Each of two ranks gets back its own shard.", otherRank),
 		groups,
 	}
@@ -69,6 +74,56 @@ func otherKey(r *rig) {
 	space.Model = other.env.Model
 	other.seesNothing("an engine with another model", space.Keys(tokens, blockTokens)...)
 	r.equal(2, e.match(ours...), "blocks offered to the engine that saved them")
+}
+
+// nearShape is the Shape under which nearPairs are near.
+func nearShape() connector.Fingerprint { return sha256.Sum256([]byte("conformance near keys")) }
+
+// nearPairs are block keys, each a number and zeros, of which the store keys share bytes under nearShape, for rank 0
+// of 1 and group 0. They come from Pollard's rho: to share n bytes costs some 2^(4n) hashes,
+// so 8 bytes and more are for package storetest.
+func nearPairs() []nearPair {
+	return []nearPair{
+		{"first 7", 0x6ab9b1a15e27b3, 0xb41d93d4bdff59},
+		{"last 7", 0xc4431f38be7577, 0x4921c15ccd81e7},
+	}
+}
+
+// nearPair is two block keys whose store keys share some bytes.
+type nearPair struct {
+	share string
+	a, b  uint64
+}
+
+// nearKey is a block key.
+func nearKey(n uint64) (k connector.BlockKey) {
+	binary.LittleEndian.PutUint64(k[:], n)
+	return k
+}
+
+// nearKeys saves blocks whose names a connector that shortens its keys takes for the same. They are the same in every
+// run: a backend may have them already, so they are replaced.
+func nearKeys(r *rig) {
+	e := r.closed(setup{})
+	e.env.Shape = nearShape()
+	e.openAll()
+	for _, pair := range nearPairs() {
+		a, b := nearKey(pair.a), nearKey(pair.b)
+		clean := e.match(a) == 0 && e.match(b) == 0
+		for n, k := range []connector.BlockKey{a, b} {
+			if n == 1 && clean {
+				e.seesNothing(fmt.Sprintf("a request whose store key shares the %s bytes with one that was saved", pair.share), k)
+			}
+			t := transfer(blocks(n, k))
+			t.Replace = true
+			e.fill(t.Blocks...)
+			r.must(e.saveOnly(r.Context(), t), "save")
+		}
+		to := append(blocks(4, a), blocks(5, b)...)
+		e.wipe(0, to...)
+		r.must(e.load(to...), "load of two blocks whose store keys share the %s bytes", pair.share)
+		e.holds(to...)
+	}
 }
 
 func otherRank(r *rig) {

@@ -70,11 +70,9 @@ func (e *engine) killDuring(callers int, call func(ctx context.Context, i int) e
 		defer close(done)
 		all.Wait()
 	}()
-	select {
-	case <-done:
-	case <-time.After(2 * soon):
-		e.Errorf("calls have not returned %v after the death of the process", 2*soon)
-		e.FailNow()
+	killed := time.Now()
+	if _, came := awaited(e.rig, done, 2*soon); !came {
+		e.late(killed, "calls have not returned %v after the death of the process", 2*soon)
 	}
 }
 

@@ -293,23 +293,25 @@ func heartbeat(r *rig) {
 		})
 	}()
 	for n := range 10 {
-		beat, stop := context.WithTimeout(r.Context(), limit)
+		beat, stop := context.WithTimeout(r.Context(), loadStretch*limit)
+		began := time.Now()
 		err := p.Heartbeat(beat)
 		stop()
-		if err != nil {
-			r.Errorf("heartbeat %d was not answered within %v: %v", n, limit, err)
+		if err != nil || r.watched().spent(began) > limit {
 			e.kill() // calls that hang end with their process
+			r.overdue(began, "heartbeat %d was not answered within %v: %v", n, limit, err)
 			break
 		}
 		e.pause(askAgain)
 	}
 	cancel()
-	select {
-	case <-done:
-	case <-time.After(2 * soon):
-		r.Errorf("calls have not returned %v after they were cancelled", 2*soon)
-		e.kill()
-		<-done
+	cancelled := time.Now()
+	if _, came := awaited(r, done, 2*soon); !came {
+		defer func() {
+			e.kill()
+			<-done
+		}()
+		r.overdue(cancelled, "calls have not returned %v after they were cancelled", 2*soon)
 	}
 }
 

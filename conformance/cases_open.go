@@ -128,6 +128,7 @@ func closeFrees(r *rig) {
 		e.openAll()
 		e.save(blocks(0, keys...)...)
 		e.match(keys...)
+		e.match(e.keys(1)...) // absent: a miss must leave nothing open either
 		e.closeAll()
 		if n == early {
 			fds, goroutines = held()

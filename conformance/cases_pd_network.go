@@ -65,6 +65,7 @@ func pdEpoch(r *rig) {
 	n.churn()
 	w.leadTo(now)
 	d.try(old)
+	r.inLease(now)
 	n.silent(now, 0)
 	d.take(now)
 }

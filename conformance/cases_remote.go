@@ -90,13 +90,12 @@ func (e *engine) acceptable(what string, err error) {
 // back waits until stored blocks are offered and right again. If they are not in time the case ends.
 func (e *engine) back(keys []connector.BlockKey) {
 	e.Helper()
-	for end := time.Now().Add(e.recovery()); ; e.pause(askAgain) {
+	for w := e.patience(e.recovery()); ; e.pause(askAgain) {
 		if offered := e.tryMatch(keys); offered == len(keys) && e.strict(keys) == len(keys) {
 			return
 		}
-		if time.Now().After(end) {
-			e.Errorf("stored blocks are not offered and loaded again after %v", e.recovery())
-			e.FailNow()
+		if w.over() {
+			e.late(w.began, "stored blocks are not offered and loaded again after %v", e.recovery())
 		}
 	}
 }
@@ -141,16 +140,16 @@ func remoteCancelled(r *rig, s *server) {
 	}()
 	e.pause(20 * askAgain) // all wait for the server now
 	cancel()
-	select {
-	case <-ended:
-	case <-time.After(soon):
-		r.Errorf("%d of %d cancelled loads have not returned after %v", left.Load(), calls, soon)
+	cancelled := time.Now()
+	if _, came := awaited(r, ended, soon); !came {
+		late := left.Load()
+		defer r.late(cancelled, "%d of %d cancelled loads have not returned after %v", late, calls, soon)
 		r.must(s.Resume(), "continue the server")
 		select {
 		case <-ended: // nothing is closed under them
 		case <-r.Context().Done():
 		}
-		r.FailNow()
+		return
 	}
 	before := e.memory()
 	r.must(s.Resume(), "continue the server")

@@ -207,8 +207,8 @@ func turnGone(r *rig) {
 	d.churn()
 	began := time.Now()
 	p.try(pr)
-	if took := time.Since(began); took > pdDeadline+2*soon {
-		r.Errorf("an engine that is gone is waited for %v", took)
+	if took := r.watched().spent(began); took > pdDeadline+2*soon {
+		r.overdue(began, "an engine that is gone is waited for %v", took)
 	}
 	next := p.talker()
 	p.eventually(p.recovery(), func() string {

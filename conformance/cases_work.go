@@ -19,6 +19,7 @@ func workCases() []Case {
 		storeCase("visible", "WORK-05", "What was saved is offered at once, also where it was absent before.", visible),
 		storeCase("save-reads", "WORK-06", "A save changes nothing in the cache.", saveReads),
 		storeCase("done-context", "WORK-07", "Calls whose context is done return within 2 s.", doneContext),
+		storeCase("amid-call", "WORK-07", "Calls whose context ends while they run return within 2 s.", amidCall),
 		storeCase("cancelled-save", "WORK-08", "Whatever a cancelled save left behind is whole.", cancelledSave),
 		storeCase("concurrent", "WORK-09", "Loads and saves of the same blocks run at the same time.", concurrent),
 		storeCase("error-kind", "ERR-02", "A load of an absent block fails with ErrGone.", errorKind),
@@ -75,10 +76,8 @@ func loadEnds(r *rig) {
 	// Cancelled before it begins, early, in the middle, late; the last one is not cancelled.
 	for n, limit := range []time.Duration{0, 200 * time.Microsecond, time.Millisecond, 5 * time.Millisecond, soon} {
 		to := blocks(4+4*n, keys...)
-		ctx, cancel := context.WithTimeout(r.Context(), limit)
-		_ = e.loadTicket(ctx, to, nil) // it may have been in time
-		cancel()
-		e.wipe(0xEE, to...) // the blocks are another request's now
+		_ = e.returns("Load", limit, func(ctx context.Context) error { return e.loadTicket(ctx, to, nil) }) // it may have been in time
+		e.wipe(0xEE, to...)                                                                                 // the blocks are another request's now
 	}
 	e.pause(settle)
 	for id := connector.BlockID(4); id < 24; id++ {
@@ -141,17 +140,55 @@ func doneContext(r *rig) {
 			defer close(done)
 			c.run()
 		}()
-		select {
-		case <-done:
-		case <-time.After(soon):
-			r.Errorf("%s with a done context has not returned after %v", c.name, soon)
-			return
+		began := time.Now()
+		if _, came := awaited(r, done, soon); !came {
+			r.late(began, "%s with a context that was done has not returned after %v", c.name, soon)
 		}
 	}
 	if loadErr == nil {
 		e.holds(load.Blocks...)
 	}
 	r.equal(2, e.match(keys...), "blocks offered afterwards")
+}
+
+// amidCall ends the context of calls that have run for a while. One that has returned by then did so in time.
+func amidCall(r *rig) {
+	const many = 48
+	layout := planes(2 * many)
+	e := r.engine(setup{layout: &layout})
+	keys := e.keys(many)
+	save, load := transfer(blocks(0, keys...)), transfer(blocks(many, keys...))
+	save.Replace = true
+	e.fill(save.Blocks...)
+	scheduler, worker, kv := e.scheduler, e.workers[0], e.kv[0] // a call that hangs outlives the case
+	for delay := 20 * time.Millisecond; delay > 50*time.Microsecond; delay /= 4 {
+		e.cutShort("Save", delay, func(ctx context.Context) { _ = worker.Save(ctx, &save, kv) })
+		e.cutShort("Load", delay, func(ctx context.Context) { _ = worker.Load(ctx, &load, kv) })
+		e.cutShort("Match", delay, func(ctx context.Context) { _, _ = scheduler.Match(ctx, []connector.Query{query(keys)}) })
+	}
+	e.works("after calls were cancelled")
+}
+
+// cutShort ends the context of a call after a while and wants it to return soon then.
+func (e *engine) cutShort(what string, delay time.Duration, call func(context.Context)) {
+	e.Helper()
+	ctx, cancel := context.WithCancel(e.Context())
+	defer cancel()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		call(ctx)
+	}()
+	select {
+	case <-done:
+		return
+	case <-time.After(delay):
+	}
+	cancel()
+	ended := time.Now()
+	if _, came := awaited(e.rig, done, soon); !came {
+		e.late(ended, "%s had not returned %v after its context ended, which was %v after it began", what, soon, delay)
+	}
 }
 
 func cancelledSave(r *rig) {

@@ -4,11 +4,13 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"log/slog"
 	"runtime"
 	"runtime/debug"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -23,13 +25,15 @@ type Options struct {
 	Log      *slog.Logger  // what the connector's sides log; nil: nothing
 	Deadline time.Duration // of one case; 0: 60 s
 	Only     []string      // ids of the cases to run; nil: those of the profiles
-	Progress func(Result)  // called after each case
+	FailFast bool          // end the run at the first case that failed
+	Progress func(Result)  // called when a case ended
 }
 
 // The defaults of Options.
 const (
 	defaultDeadline = 60 * time.Second
 	grace           = 5 * time.Second // for a case to end after its context did, and for closing
+	repeats         = 2               // of a case that was inconclusive
 )
 
 // Result is one case's outcome.
@@ -40,21 +44,77 @@ type Result struct {
 	Status Status
 	Log    []string      // why it failed or was skipped
 	Took   time.Duration // with start and close of the connector
+
+	// LastWords is how the connector's process ended and what it wrote to standard error last, if it ended by
+	// itself in a case that failed.
+	LastWords []string
+
+	Number, Of int  // of the case among those of the run, from 1 on; 0: not known
+	Again      bool // it was inconclusive and will be repeated: this result is not the last of the case
 }
 
 // Check runs the cases one after another and returns a Result for each, in order. A case that hangs
-// fails and is left behind: its goroutines stay until the connector lets go of them.
+// fails and is left behind: its goroutines stay until the connector lets go of them. Cases that are
+// inconclusive run again when the others have ended, at most twice. When ctx ends, or a case has failed
+// and o.FailFast is set, the results are those of the cases that ran until then.
 func Check(ctx context.Context, newHarness Maker, o Options) []Result {
-	var results []Result
-	s := o.prepare(ctx, newHarness)
-	for _, c := range o.cases() {
-		r := o.judge(c, checkCase(ctx, c, newHarness, s))
-		if o.Progress != nil {
-			o.Progress(r)
+	c := checker{Options: o, newHarness: newHarness}
+	c.settings = c.prepare(ctx, newHarness)
+	c.all = c.cases()
+	return c.run(ctx)
+}
+
+// run runs all cases, and those again that were inconclusive.
+func (c *checker) run(ctx context.Context) []Result {
+	for n := range c.all {
+		if c.ended(ctx) {
+			break
 		}
-		results = append(results, r)
+		c.results = append(c.results, c.check(ctx, n, repeats > 0))
 	}
-	return results
+	for round := range repeats {
+		for n := range c.results {
+			if c.results[n].Again && !c.ended(ctx) {
+				c.results[n] = c.check(ctx, n, round+1 < repeats)
+			}
+		}
+	}
+	for n := range c.results {
+		if c.results[n].Again { // there was no time to repeat it
+			c.results[n].Again = false
+			c.tell(c.results[n])
+		}
+	}
+	return c.results
+}
+
+// checker is one run.
+type checker struct {
+	Options
+	newHarness Maker
+	settings   settings
+	all        []Case
+	results    []Result
+	failed     bool
+}
+
+// ended reports whether no further case is to run.
+func (c *checker) ended(ctx context.Context) bool { return ctx.Err() != nil || c.FailFast && c.failed }
+
+// check runs case n.
+func (c *checker) check(ctx context.Context, n int, again bool) Result {
+	r := c.judge(c.all[n], checkCase(ctx, c.all[n], c.newHarness, c.settings))
+	r.Number, r.Of = n+1, len(c.all)
+	r.Again = again && r.Status == Inconclusive && ctx.Err() == nil
+	c.failed = c.failed || r.Status == Fail
+	c.tell(r)
+	return r
+}
+
+func (c *checker) tell(r Result) {
+	if c.Progress != nil {
+		c.Progress(r)
+	}
 }
 
 // Run runs every case as a subtest and requires the profiles; none means Store.
@@ -65,13 +125,17 @@ func Run(t *testing.T, newHarness Maker, profiles ...Profile) {
 	for _, c := range o.cases() {
 		t.Run(c.ID, func(t *testing.T) {
 			r := o.judge(c, checkCase(t.Context(), c, newHarness, s))
-			for _, line := range r.Log {
+			for n := 0; n < repeats && r.Status == Inconclusive; n++ {
+				t.Log("inconclusive, once more: ", strings.Join(r.Log, "; "))
+				r = o.judge(c, checkCase(t.Context(), c, newHarness, s))
+			}
+			for _, line := range slices.Concat(r.Log, r.LastWords) {
 				t.Log(line)
 			}
 			switch r.Status {
 			case Fail:
 				t.Errorf("rule %s: %s", r.Rule, r.Text)
-			case Skip:
+			case Skip, Inconclusive:
 				t.SkipNow()
 			case Pass:
 			}
@@ -79,9 +143,16 @@ func Run(t *testing.T, newHarness Maker, profiles ...Profile) {
 	}
 }
 
-// cases are those to run: what the profiles require, and what the connector may offer besides.
+// cases are those to run: what the profiles require, and whatever else the connector may offer. An id of Only
+// that no case has is a case that fails.
 func (o *Options) cases() []Case {
-	return slices.DeleteFunc(Cases(), func(c Case) bool {
+	all := Cases()
+	for _, id := range o.Only {
+		if !slices.ContainsFunc(all, func(c Case) bool { return c.ID == id }) {
+			all = append(all, Case{ID: id, Text: "There is no such case.", Run: func(t T, _ Harness) { t.Errorf("no case is called %q", id) }})
+		}
+	}
+	return slices.DeleteFunc(all, func(c Case) bool {
 		if o.Only != nil {
 			return !slices.Contains(o.Only, c.ID)
 		}
@@ -141,6 +212,12 @@ type settings struct {
 	info     *connector.Info // nil: not known
 }
 
+// secret is a key that all engines of a case have.
+func (s *settings) secret(purpose string) connector.Secret {
+	f := connector.NewFingerprint("conformance key", s.salt, purpose)
+	return f[:]
+}
+
 // seeded is a Harness that carries the run's settings to the case.
 type seeded struct {
 	Harness
@@ -151,18 +228,26 @@ type seeded struct {
 func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result {
 	start := time.Now()
 	s.salt += c.ID
+	run := ctx
 	ctx, cancel := context.WithTimeout(ctx, s.deadline)
 	defer cancel()
-	rec := &recorder{ctx: ctx, status: Pass}
 	before := takeSnapshot()
+	rec := &recorder{run: run, ctx: ctx, start: start, status: Pass, load: watchLoad()}
+	defer rec.load.end()
 	h, err := newHarness()
 	if err != nil {
 		rec.Errorf("start: %v", err)
-		return rec.result(c, start)
+		return rec.result(c)
 	}
 	hung := !within(ctx, func() { runCase(c, rec, seeded{h, s}) })
-	if hung {
+	switch {
+	case run.Err() != nil:
+		rec.note(Inconclusive, "interrupted before it had ended")
+	case hung:
 		rec.Errorf("still running %v after its deadline of %v; left behind:\n%s", grace, s.deadline, stacks())
+	}
+	if d, ok := h.(interface{ lastWords() []string }); ok && rec.is(Fail) {
+		rec.words = d.lastWords()
 	}
 	closed := make(chan error, 1)
 	go func() { closed <- h.Close() }()
@@ -175,12 +260,13 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 		rec.Errorf("the connector does not close")
 		hung = true
 	}
-	if !hung && !rec.failed() { // a case that gave up has left things
+	rec.load.end()
+	if !hung && rec.is(Pass, Skip) { // a case that gave up has left things
 		if leak := before.waitForLeaks(grace); leak != "" {
 			rec.Errorf("left after the case: %s", leak)
 		}
 	}
-	return rec.result(c, start)
+	return rec.result(c)
 }
 
 // within runs f and reports whether it ended before ctx plus grace.
@@ -214,13 +300,21 @@ func runCase(c Case, rec *recorder, h Harness) {
 
 // recorder is the T of a command. After result was taken it ignores what a case left behind says.
 type recorder struct {
-	ctx context.Context //nolint:containedctx // what T.Context gives
+	run   context.Context //nolint:containedctx // of all cases
+	ctx   context.Context //nolint:containedctx // what T.Context gives
+	start time.Time
+	load  *load
+	words []string
 
 	mu     sync.Mutex
 	status Status
 	log    []string
+	more   int // lines that are not in log
 	sealed bool
 }
+
+// logLines is how many messages of a case are kept: one that is wrong in each byte says so of each.
+const logLines = 50
 
 // Context implements T.
 func (r *recorder) Context() context.Context { return r.ctx }
@@ -228,9 +322,14 @@ func (r *recorder) Context() context.Context { return r.ctx }
 // Helper implements T.
 func (r *recorder) Helper() {}
 
-// Errorf implements T.
+// Errorf implements T. What fails when the case's time is over has failed for that: on a busy machine, or when
+// the run was ended, it says nothing.
 func (r *recorder) Errorf(format string, args ...any) {
-	r.note(Fail, fmt.Sprintf(format, args...))
+	status := Fail
+	if r.run.Err() != nil || errors.Is(r.ctx.Err(), context.DeadlineExceeded) && r.load.busy(r.start) {
+		status = Inconclusive
+	}
+	r.note(status, fmt.Sprintf(format, args...))
 }
 
 // FailNow implements T.
@@ -242,29 +341,38 @@ func (r *recorder) Skipf(format string, args ...any) {
 	runtime.Goexit()
 }
 
+// note adds a line. A case that failed stays so, and what one says that has become inconclusive may follow
+// from just that.
 func (r *recorder) note(s Status, line string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.sealed {
 		return
 	}
-	if r.status != Fail {
+	if r.status != Fail && r.status != Inconclusive {
 		r.status = s
+	}
+	if len(r.log) == logLines {
+		r.more++
+		return
 	}
 	r.log = append(r.log, line)
 }
 
-func (r *recorder) failed() bool {
+func (r *recorder) is(statuses ...Status) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.status == Fail
+	return slices.Contains(statuses, r.status)
 }
 
-func (r *recorder) result(c Case, start time.Time) Result {
+func (r *recorder) result(c Case) Result {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.sealed = true
-	return Result{ID: c.ID, Rule: c.Rule, Text: c.Text, Status: r.status, Log: r.log, Took: time.Since(start)}
+	if r.more > 0 {
+		r.log = append(r.log, fmt.Sprintf("and %d messages more", r.more))
+	}
+	return Result{ID: c.ID, Rule: c.Rule, Text: c.Text, Status: r.status, Log: r.log, LastWords: r.words, Took: time.Since(r.start)}
 }
 
 // stacks is where all goroutines are, cut to what a report can bear.

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"encoding/xml"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -194,6 +195,141 @@ func sample() []Result {
 	}
 }
 
+// A case of a run shows its number, few of its lines and the last words of its process; what failed stands last.
+func TestWriteTextOfARun(t *testing.T) {
+	results := sample()
+	for n := range results {
+		results[n].Number, results[n].Of = n+1, 12
+	}
+	results[1].Log = slices.Repeat([]string{"a line"}, 9)
+	results[1].LastWords = []string{"the plugin's process 7 ended by itself: exit status 2; the last lines of its standard error:", "  panic: ouch"}
+	results[2].Status, results[2].Again = Inconclusive, true
+	var b bytes.Buffer
+	require.NoError(t, WriteText(&b, results))
+	require.Equal(t, ` 1/12  pass  WORK-01     a                     One.
+ 2/12  fail  WORK-02     b                     Two.
+      a line
+      a line
+      a line
+      a line
+      a line
+      ... and 4 lines more, see --format json
+      the plugin's process 7 ended by itself: exit status 2; the last lines of its standard error:
+        panic: ouch
+ 3/12  inconclusive  HOLD-01     c                     Three.
+      not offered
+      it will run again when the other cases have ended
+These did not pass:
+      WORK-02     b                     a line
+      HOLD-01     c                     not offered
+1 passed, 1 failed, 0 skipped, 1 inconclusive
+`, b.String())
+	b.Reset()
+	require.NoError(t, WriteJSON(&b, results[1:2]))
+	require.Contains(t, b.String(), `"last_words":["the plugin's process 7 ended`)
+	require.Contains(t, b.String(), `"n":2,"of":12`)
+	b.Reset()
+	require.NoError(t, WriteJUnit(&b, "kvport-x", results))
+	require.Contains(t, b.String(), `errors="1"`)
+	require.Contains(t, b.String(), "panic: ouch")
+}
+
+// A case that is inconclusive runs again when the others have ended, twice at most, and each end is told.
+func TestInconclusiveRunsAgain(t *testing.T) {
+	plugin := connector.Plugin{Describe: func(context.Context, json.RawMessage) (connector.Info, error) {
+		return connector.Info{Name: "nothing"}, nil
+	}}
+	var order []string
+	c := checker{newHarness: InProcess(plugin, nil), Options: Options{Progress: func(r Result) {
+		order = append(order, fmt.Sprintf("%s %s %v", r.ID, r.Status, r.Again))
+	}}}
+	c.settings = c.prepare(t.Context(), c.newHarness)
+	tries := map[string]int{}
+	doubtful := func(id string, doubts int) Case {
+		return Case{ID: id, Run: rigged(0, false, func(r *rig) {
+			if tries[id]++; tries[id] <= doubts {
+				r.inconclusive("try %d", tries[id])
+			}
+		})}
+	}
+	c.all = []Case{doubtful("once", 1), doubtful("never", 0), doubtful("always", 9)}
+	results := c.run(t.Context())
+	require.Equal(t, []string{
+		"once inconclusive true", "never pass false", "always inconclusive true",
+		"once pass false", "always inconclusive true",
+		"always inconclusive false",
+	}, order)
+	require.Equal(t, []Status{Pass, Pass, Inconclusive}, []Status{results[0].Status, results[1].Status, results[2].Status})
+	require.Equal(t, map[string]int{"once": 2, "never": 1, "always": 3}, tries)
+	require.NoError(t, Failed(results))
+}
+
+// What ends a run leaves the results of the cases until then, and of the case under way that it was interrupted.
+func TestRunIsInterrupted(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	c := checker{newHarness: InProcess(connector.Plugin{}, nil)}
+	c.settings = settings{deadline: time.Minute}
+	c.all = []Case{
+		{ID: "first", Run: func(T, Harness) {}},
+		{ID: "second", Run: func(c T, _ Harness) {
+			cancel()
+			c.Errorf("what fails for that: %v", c.Context().Err())
+		}},
+		{ID: "third", Run: func(T, Harness) { panic("it does not run") }},
+	}
+	results := c.run(ctx)
+	require.Len(t, results, 2)
+	require.Equal(t, Pass, results[0].Status)
+	require.Equal(t, Inconclusive, results[1].Status)
+	require.False(t, results[1].Again)
+	require.Contains(t, results[1].Log, "interrupted before it had ended")
+}
+
+func TestFailFast(t *testing.T) {
+	c := checker{newHarness: InProcess(connector.Plugin{}, nil), settings: settings{deadline: time.Minute}}
+	c.FailFast = true
+	c.all = []Case{{ID: "first", Run: func(T, Harness) {}}, {ID: "second", Run: func(c T, _ Harness) { c.Errorf("wrong") }}, {ID: "third"}}
+	require.Len(t, c.run(t.Context()), 2)
+}
+
+// A case that does not exist is no case that passed.
+func TestUnknownCaseFails(t *testing.T) {
+	rs := Check(t.Context(), InProcess(connector.Plugin{}, nil), Options{Only: []string{"rond-trip"}})
+	require.ErrorContains(t, Failed(rs), `no case is called "rond-trip"`)
+}
+
+// What is late is a failure, unless the machine was busy: then it says nothing.
+func TestLateOnABusyMachine(t *testing.T) {
+	late := func(lost time.Duration) Result {
+		return run(t, time.Minute, func(c T, h Harness) {
+			r := newRig(c, h)
+			l := r.watched()
+			l.mu.Lock()
+			l.marks[0].at = time.Now().Add(-time.Second)
+			l.marks = append(l.marks, mark{time.Now(), lost})
+			l.mu.Unlock()
+			r.late(time.Now().Add(-time.Second), "Load had not returned")
+		})
+	}
+	require.Equal(t, Fail, late(0).Status)
+	require.Equal(t, Fail, late(200*time.Millisecond).Status)
+	r := late(700 * time.Millisecond)
+	require.Equal(t, Inconclusive, r.Status)
+	require.Contains(t, r.Log[0], "Load had not returned; the machine was busy")
+}
+
+// A wait is as long as the connector needs to have had its time, and four times as long at most.
+func TestPatience(t *testing.T) {
+	began := time.Now().Add(-2 * time.Second)
+	for lost, over := range map[time.Duration]bool{0: true, 900 * time.Millisecond: true, 1500 * time.Millisecond: false} {
+		l := &load{marks: []mark{{at: began}, {time.Now(), lost}}}
+		require.Equal(t, over, wait{l, began, time.Second}.over(), "lost %v", lost)
+	}
+	l := &load{marks: []mark{{at: began}, {time.Now(), 2 * time.Second}}}
+	require.True(t, wait{l, began, 500 * time.Millisecond}.over())
+}
+
 func TestWriteText(t *testing.T) {
 	var b bytes.Buffer
 	require.NoError(t, WriteText(&b, sample()))
@@ -202,8 +338,9 @@ fail  WORK-02     b                     Two.
       line <1>
       line 2
       line 3
-skip  HOLD-01     c                     Three.
-      not offered
+skip  HOLD-01     c                     Three. (not offered)
+These did not pass:
+      WORK-02     b                     line <1>
 1 passed, 1 failed, 1 skipped
 `, b.String())
 }

@@ -126,6 +126,9 @@ const (
 	Pass Status = "pass"
 	Fail Status = "fail"
 	Skip Status = "skip"
+	// Inconclusive is a case without a verdict: the machine was too busy for its limits of time, or the run
+	// was interrupted. Check repeats it.
+	Inconclusive Status = "inconclusive"
 )
 
 // Failed lists the results that failed, as one error; nil if none did.

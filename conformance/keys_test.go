@@ -1,6 +1,8 @@
 package conformance
 
 import (
+	"fmt"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -99,4 +101,23 @@ func TestStoreKeysNeverShare(t *testing.T) {
 		}
 	}
 	require.Len(t, seen, 48)
+}
+
+// The pairs of near-keys are near: they share what they say, as long as keys are derived as they are.
+func TestNearPairs(t *testing.T) {
+	key := func(n uint64) connector.StoreKey {
+		return connector.NewStoreKey(nearKey(n), nearShape(), 0, connector.Shard{World: 1})
+	}
+	for _, pair := range nearPairs() {
+		a, b, n := key(pair.a), key(pair.b), 0
+		require.NotEqual(t, a, b)
+		if _, err := fmt.Sscanf(pair.share, "first %d", &n); err != nil {
+			_, err = fmt.Sscanf(pair.share, "last %d", &n)
+			require.NoError(t, err)
+			slices.Reverse(a[:])
+			slices.Reverse(b[:])
+		}
+		require.GreaterOrEqual(t, n, 7)
+		require.Equal(t, a[:n], b[:n], pair.share)
+	}
 }

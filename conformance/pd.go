@@ -45,6 +45,7 @@ type prompt struct {
 	blocks  []connector.Block    // in the producer's cache; a partial one has a key too, of its content
 	tokens  int
 	hold    connector.Hold
+	handed  time.Time // when its request ended
 	until   time.Time // when the host takes the blocks back
 }
 
@@ -133,10 +134,9 @@ func (e *engine) attend() *pd {
 	}()
 	p.hangUp = func() {
 		cancel()
-		select {
-		case <-done:
-		case <-time.After(soon):
-			e.Errorf("Consumed has not returned %v after the end of its context", soon)
+		ended := time.Now()
+		if _, came := awaited(e.rig, done, soon); !came {
+			e.check(e.timed(ended, fmt.Errorf("the call had not returned %v after its context ended: %w", soon, context.DeadlineExceeded)), "Consumed")
 		}
 	}
 	e.closers = append(e.closers, func() error {
@@ -297,11 +297,11 @@ func (p *pd) endRequest(pr *prompt, reason connector.Reason) {
 	p.Helper()
 	began := time.Now()
 	hold := p.finish(connector.Ended{Request: pr.request, Reason: reason, Tokens: pr.tokens, Remote: true, Blocks: pr.named(pr.blocks)})[0]
-	if took := time.Since(began); took > soon {
-		p.Errorf("Finish took %v", took)
+	if took := p.watched().spent(began); took > soon {
+		p.overdue(began, "Finish took %v", took)
 	}
 	hold.Ticket = bytes.Clone(hold.Ticket)
-	pr.hold = hold
+	pr.hold, pr.handed = hold, began
 	if hold.ID == 0 || hold.Weak {
 		p.give(pr.blocks...)
 		p.churn()
@@ -373,12 +373,14 @@ func (p *pd) reported(pr *prompt) int {
 // consumed waits until a hold was reported so often, and wants no more.
 func (p *pd) consumed(pr *prompt, times int) {
 	p.Helper()
-	for end := time.After(soon); p.reported(pr) < times; {
+	for w := p.patience(soon); p.reported(pr) < times; {
 		select {
 		case <-p.heard:
-		case <-end:
-			p.Errorf("hold %d was reported %d times %v after its consumers had fetched it, want %d", pr.hold.ID, p.reported(pr), soon, times)
-			return
+		case <-time.After(askAgain):
+			if w.over() {
+				p.overdue(w.began, "hold %d was reported %d times %v after its consumers had fetched it, want %d", pr.hold.ID, p.reported(pr), soon, times)
+				return
+			}
 		case <-p.Context().Done():
 			p.must(p.Context().Err(), "waiting")
 		}

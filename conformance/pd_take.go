@@ -23,7 +23,7 @@ func (d *pd) offer(pr *prompt, computed int) int {
 	d.Helper()
 	d.asking.Lock()
 	defer d.asking.Unlock()
-	for end := time.Now().Add(soon); ; d.pause(askAgain) {
+	for w := d.patience(soon); ; d.pause(askAgain) {
 		var m connector.Match
 		err := d.returns("Match", soon, func(ctx context.Context) error {
 			ms, err := d.scheduler.Match(ctx, []connector.Query{pr.query(computed)})
@@ -34,7 +34,7 @@ func (d *pd) offer(pr *prompt, computed int) int {
 		})
 		again := m.Later || errors.Is(err, connector.ErrBusy)
 		switch {
-		case again && time.Now().Before(end):
+		case again && !w.over():
 		case again || err != nil:
 			return 0
 		case computed*blockTokens+m.Tokens == pr.tokens:
@@ -149,12 +149,38 @@ func (d *pd) take(pr *prompt) {
 	d.Helper()
 	n := d.offer(pr, 0)
 	if n < len(pr.keys) {
-		d.Errorf("%d blocks of hold %d are offered, want %d", n, pr.hold.ID, len(pr.keys))
+		d.missed(pr, nil, "%d blocks of hold %d are offered, want %d", n, pr.hold.ID, len(pr.keys))
 		return
 	}
 	right, err := d.fetch(pr, loading{n: min(n, len(pr.content()))})
-	d.must(err, "load of hold %d", pr.hold.ID)
+	if err != nil {
+		d.missed(pr, err, "load of hold %d: %v", pr.hold.ID, err)
+		d.FailNow()
+	}
 	d.equal(n, right, "blocks of hold %d that arrived", pr.hold.ID)
+}
+
+// missed fails the case for a hold that could not be fetched. One whose lease was over by then, or a load that
+// came to its deadline, says nothing on a machine that was busy.
+func (d *pd) missed(pr *prompt, err error, format string, args ...any) {
+	d.Helper()
+	if pr.over() || errors.Is(err, context.DeadlineExceeded) {
+		d.overdue(pr.handed, format, args...)
+		return
+	}
+	d.Errorf(format, args...)
+}
+
+// over reports whether a hold's lease is over, or will be before anything can be fetched.
+func (pr *prompt) over() bool { return !pr.until.IsZero() && time.Until(pr.until) < aWhile }
+
+// inLease requires that a lease goes on: what is fetched after its end says nothing about the connector.
+func (r *rig) inLease(pr *prompt) {
+	r.Helper()
+	if pr.over() {
+		r.inconclusive("the lease of %v of hold %d was over %v after it began, before the case could look", pr.until.Sub(pr.handed).Round(time.Millisecond), pr.hold.ID,
+			time.Since(pr.handed).Round(time.Millisecond))
+	}
 }
 
 // recovers wants new requests to be handed over again, in the end.

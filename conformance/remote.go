@@ -157,7 +157,13 @@ type process struct {
 	manifest func() (*host.Manifest, error)
 
 	mu      sync.Mutex
-	running []*host.Process
+	running []*startedProcess
+}
+
+// startedProcess is a process that a case started.
+type startedProcess struct {
+	*host.Process
+	instance *Instance
 }
 
 // Manifest implements Manifester.
@@ -189,10 +195,7 @@ func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.
 	if err != nil {
 		return nil, err
 	}
-	h.mu.Lock()
-	h.running = append(h.running, p)
-	h.mu.Unlock()
-	return &Instance{
+	i := &Instance{
 		Describe: p.Describe, Scheduler: p.OpenScheduler, Worker: p.OpenWorker, Memory: m.views,
 		PID: p.PID(), Process: p, Logged: lines.count.Load,
 		Close: func() error {
@@ -204,7 +207,36 @@ func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.
 			}
 			return err
 		},
-	}, nil
+	}
+	h.mu.Lock()
+	h.running = append(h.running, &startedProcess{p, i})
+	h.mu.Unlock()
+	return i, nil
+}
+
+// lastWords is how the processes ended that did so by themselves, and what they wrote last.
+func (h *process) lastWords() (out []string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, c := range h.running {
+		select {
+		case <-c.Done():
+		default:
+			continue // it lives
+		}
+		ended, lines := c.LastWords()
+		if c.instance.killed || ended == "" || ended == "exit status 0" {
+			continue
+		}
+		out = append(out, fmt.Sprintf("the plugin's process %d ended by itself: %s; the last lines of its standard error:", c.PID(), ended))
+		for _, line := range lines {
+			out = append(out, "  "+line)
+		}
+		if len(lines) == 0 {
+			out = append(out, "  (none)")
+		}
+	}
+	return out
 }
 
 // Close implements Harness. It also ends the processes that a case which hangs has left running.

@@ -5,36 +5,102 @@ import (
 	"encoding/xml"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 )
 
-// WriteText writes results for people: one line a case, the reasons below those that did not pass,
-// and the counts at the end.
+// textLines is how many lines of what a case says WriteCase shows, and wordsLines how many of a dead process.
+const textLines, wordsLines = 5, 12
+
+// WriteText writes results for people: each as WriteCase does, and a summary.
 func WriteText(w io.Writer, results []Result) error {
-	var b strings.Builder
-	count := map[Status]int{}
 	for _, r := range results {
-		count[r.Status]++
-		fmt.Fprintf(&b, "%-4s  %-10s  %-20s  %s\n", r.Status, r.Rule, r.ID, r.Text)
-		for _, line := range r.Log {
-			fmt.Fprintf(&b, "      %s\n", strings.ReplaceAll(line, "\n", "\n      "))
+		if err := WriteCase(w, r); err != nil {
+			return err
 		}
 	}
-	fmt.Fprintf(&b, "%d passed, %d failed, %d skipped\n", count[Pass], count[Fail], count[Skip])
+	return WriteSummary(w, results)
+}
+
+// WriteCase writes one result for people: a line, and the reasons below it if the case did not pass. Of long
+// reasons it shows the first lines; WriteJSON has all.
+func WriteCase(w io.Writer, r Result) error {
+	var b strings.Builder
+	if r.Of > 0 {
+		of := fmt.Sprint(r.Of)
+		fmt.Fprintf(&b, "%*d/%s  ", len(of), r.Number, of)
+	}
+	fmt.Fprintf(&b, "%-4s  %-10s  %-20s  %s", r.Status, r.Rule, r.ID, r.Text)
+	if r.Status == Skip && len(r.Log) == 1 { // most are of powers that the connector does not have
+		fmt.Fprintf(&b, " (%s)\n", r.Log[0])
+	} else {
+		b.WriteByte('\n')
+		writeLines(&b, r.Log, textLines)
+	}
+	writeLines(&b, r.LastWords, wordsLines)
+	if r.Again {
+		fmt.Fprintf(&b, "      it will run again when the other cases have ended\n")
+	}
 	_, err := io.WriteString(w, b.String())
 	return err
 }
 
-// WriteJSON writes results as JSON Lines with id, rule, status and log.
+// writeLines writes the first lines of some messages.
+func writeLines(b *strings.Builder, messages []string, most int) {
+	lines := strings.Split(strings.Join(messages, "\n"), "\n")
+	if len(messages) == 0 {
+		return
+	}
+	for _, line := range lines[:min(most, len(lines))] {
+		fmt.Fprintf(b, "      %s\n", line)
+	}
+	if more := len(lines) - most; more > 0 {
+		fmt.Fprintf(b, "      ... and %d lines more, see --format json\n", more)
+	}
+}
+
+// WriteSummary writes for people which cases failed or were inconclusive, a line each without its status, and how
+// many there were of each status.
+func WriteSummary(w io.Writer, results []Result) error {
+	var b strings.Builder
+	count := map[Status]int{}
+	for _, r := range results {
+		count[r.Status]++
+		if r.Status == Fail || r.Status == Inconclusive {
+			why := ""
+			if len(r.Log) > 0 {
+				why, _, _ = strings.Cut(r.Log[0], "\n")
+			}
+			fmt.Fprintf(&b, "      %-10s  %-20s  %s\n", r.Rule, r.ID, why)
+		}
+	}
+	list := b.String()
+	b.Reset()
+	if list != "" && len(results) > 1 { // of one alone it stands just above
+		b.WriteString("These did not pass:\n" + list)
+	}
+	fmt.Fprintf(&b, "%d passed, %d failed, %d skipped", count[Pass], count[Fail], count[Skip])
+	if n := count[Inconclusive]; n > 0 {
+		fmt.Fprintf(&b, ", %d inconclusive", n)
+	}
+	_, err := io.WriteString(w, b.String()+"\n")
+	return err
+}
+
+// WriteJSON writes results as JSON Lines with id, rule, status and log; with the number of the case among so
+// many, if they are known, and with the last words of a connector's process.
 func WriteJSON(w io.Writer, results []Result) error {
 	enc := json.NewEncoder(w)
 	for _, r := range results {
 		row := struct {
-			ID     string   `json:"id"`
-			Rule   string   `json:"rule"`
-			Status Status   `json:"status"`
-			Log    []string `json:"log"`
-		}{r.ID, r.Rule, r.Status, append([]string{}, r.Log...)}
+			ID        string   `json:"id"`
+			Rule      string   `json:"rule"`
+			Status    Status   `json:"status"`
+			Log       []string `json:"log"`
+			LastWords []string `json:"last_words,omitempty"`
+			Number    int      `json:"n,omitempty"`
+			Of        int      `json:"of,omitempty"`
+		}{r.ID, r.Rule, r.Status, append([]string{}, r.Log...), r.LastWords, r.Number, r.Of}
 		if err := enc.Encode(row); err != nil {
 			return err
 		}
@@ -47,6 +113,7 @@ type junitSuite struct {
 	Name     string      `xml:"name,attr"`
 	Tests    int         `xml:"tests,attr"`
 	Failures int         `xml:"failures,attr"`
+	Errors   int         `xml:"errors,attr"`
 	Skipped  int         `xml:"skipped,attr"`
 	Time     string      `xml:"time,attr"`
 	Cases    []junitCase `xml:"testcase"`
@@ -57,6 +124,7 @@ type junitCase struct {
 	Class   string        `xml:"classname,attr"`
 	Time    string        `xml:"time,attr"`
 	Failure *junitMessage `xml:"failure,omitempty"`
+	Error   *junitMessage `xml:"error,omitempty"`
 	Skipped *junitMessage `xml:"skipped,omitempty"`
 }
 
@@ -65,18 +133,21 @@ type junitMessage struct {
 	Text    string `xml:",chardata"`
 }
 
-// WriteJUnit writes results as a JUnit test suite of that name.
+// WriteJUnit writes results as a JUnit test suite of that name. A case that is inconclusive is an error there.
 func WriteJUnit(w io.Writer, name string, results []Result) error {
 	suite := junitSuite{Name: name, Tests: len(results)}
 	var total float64
 	for _, r := range results {
 		c := junitCase{Name: r.ID, Class: r.Rule, Time: fmt.Sprintf("%.3f", r.Took.Seconds())}
 		total += r.Took.Seconds()
-		message := &junitMessage{Message: r.Text, Text: strings.Join(r.Log, "\n")}
+		message := &junitMessage{Message: r.Text, Text: strings.Join(slices.Concat(r.Log, r.LastWords), "\n")}
 		switch r.Status {
 		case Fail:
 			suite.Failures++
 			c.Failure = message
+		case Inconclusive:
+			suite.Errors++
+			c.Error = message
 		case Skip:
 			suite.Skipped++
 			c.Skipped = message

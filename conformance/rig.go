@@ -77,9 +77,7 @@ func (r *rig) describe() connector.Info {
 
 func (r *rig) close() {
 	for _, v := range slices.Backward(r.closers) {
-		if err := v(); err != nil {
-			r.Errorf("close: %v", err)
-		}
+		r.check(v(), "close")
 	}
 }
 
@@ -87,7 +85,7 @@ func (r *rig) close() {
 func (r *rig) must(err error, format string, args ...any) {
 	r.Helper()
 	if err != nil {
-		r.Errorf("%s: %v", fmt.Sprintf(format, args...), err)
+		r.check(err, format, args...)
 		r.FailNow()
 	}
 }
@@ -102,7 +100,12 @@ func (r *rig) start(ranks int, size int64) *Instance {
 
 // keep ends an instance with the case.
 func (r *rig) keep(i *Instance) *Instance {
-	i.Close = sync.OnceValue(i.Close)
+	r.watched().watch(i.PID)
+	end := i.Close
+	i.Close = sync.OnceValue(func() error {
+		began := time.Now()
+		return r.timed(began, end())
+	})
 	r.closers = append(r.closers, func() error {
 		if err := i.Close(); !i.killed {
 			return err
@@ -161,6 +164,7 @@ func (r *rig) closed(s setup) *engine {
 		Model: connector.NewFingerprint("conformance model", r.settings.salt, s.model),
 		Shape: connector.NewFingerprint("conformance shape", r.settings.salt, s.shape, fmt.Sprint(world)),
 		Log:   r.settings.log, Layout: layout, Arena: r.arena(e.inst, s.config, &layout, world),
+		LinkKey: r.settings.secret("link"), RouterKey: r.settings.secret("router"),
 	}
 	for rank, mem := range e.inst.Memory {
 		for i := range mem {
@@ -317,7 +321,7 @@ func (e *engine) differs(b connector.Block) string {
 			content := e.stream(b, rank, s)
 			for i, have := range kv.View(s, b.ID) {
 				if have != byte(content.Uint32()) {
-					return fmt.Sprintf("block %d, group %d, rank %d: byte %d of segment %d is wrong", b.ID, b.Group, rank, i, s)
+					return fmt.Sprintf("block %d, group %d, rank %d: byte %d of segment %d%s is wrong", b.ID, b.Group, rank, i, s, e.whatIs(s))
 				}
 			}
 		}
@@ -412,9 +416,9 @@ func (e *engine) moveRank(ctx context.Context, rank int, t *connector.Transfer, 
 	if save {
 		call = e.workers[rank].Save
 	}
-	for end := time.Now().Add(soon); ; e.pause(askAgain) {
+	for w := e.patience(soon); ; e.pause(askAgain) {
 		err := call(ctx, t, e.kv[rank])
-		if !errors.Is(err, connector.ErrBusy) || time.Now().After(end) {
+		if !errors.Is(err, connector.ErrBusy) || w.over() {
 			return err
 		}
 	}
@@ -434,7 +438,7 @@ func (e *engine) match(keys ...connector.BlockKey) int {
 // ask asks as a host does: again while the answer is Later or busy.
 func (e *engine) ask(qs ...connector.Query) []connector.Match {
 	e.Helper()
-	for end := time.Now().Add(soon); ; {
+	for w := e.patience(soon); ; {
 		ms, err := e.scheduler.Match(e.Context(), qs)
 		if err == nil && len(ms) != len(qs) {
 			e.must(fmt.Errorf("%d answers to %d queries", len(ms), len(qs)), "match")
@@ -449,7 +453,7 @@ func (e *engine) ask(qs ...connector.Query) []connector.Match {
 		if !again {
 			return ms
 		}
-		if time.Now().After(end) {
+		if w.over() {
 			e.must(errors.New("no answer but Later"), "match")
 		}
 		e.pause(askAgain)
@@ -485,13 +489,5 @@ func (e *engine) failed(err error, want ...connector.BlockID) {
 	}
 	if len(missing) > 0 {
 		e.Errorf("the error names blocks %v, want %v", be.Blocks, want)
-	}
-}
-
-// equal fails the case if an int is not what it should be.
-func (r *rig) equal(want, got int, format string, args ...any) {
-	r.Helper()
-	if want != got {
-		r.Errorf("%s: got %d, want %d", fmt.Sprintf(format, args...), got, want)
 	}
 }

@@ -133,11 +133,14 @@ func (e *engine) returns(what string, limit time.Duration, call func(context.Con
 	select {
 	case err := <-done:
 		return err
-	case <-time.After(limit + soon):
-		e.Errorf("%s has not returned %v after the end of its context", what, soon)
-		e.FailNow()
-		return nil
+	case <-ctx.Done():
 	}
+	ended := time.Now()
+	err, came := awaited(e.rig, done, soon)
+	if !came {
+		e.late(ended, "%s had not returned %v after its context ended", what, soon)
+	}
+	return err
 }
 
 // tryMatch asks for a prompt once. Any error is a miss.
@@ -167,16 +170,24 @@ func (e *engine) tryMove(t connector.Transfer, save bool) error {
 // eventually asks again and again until check gives "".
 func (e *engine) eventually(limit time.Duration, check func() string) {
 	e.Helper()
-	for end := time.Now().Add(limit); ; e.pause(10 * askAgain) {
+	for w := e.patience(limit); ; e.pause(10 * askAgain) {
 		wrong := check()
 		if wrong == "" {
 			return
 		}
-		if time.Now().After(end) {
-			e.Errorf("after %v: %s", limit, wrong)
+		if w.over() {
+			e.overdue(w.began, "after %v: %s", limit, wrong)
 			return
 		}
 	}
+}
+
+// whatIs says of a segment that it is the digest's: it holds no layer, and a connector may have left it out.
+func (e *engine) whatIs(segment int) string {
+	if e.env.Layout.Segments[segment].Layer == connector.DigestLayer {
+		return " (the digest, see LAYOUT-03)"
+	}
+	return ""
 }
 
 // sealed fills blocks and puts the digests of their bytes into the digest segments, as a host does.
@@ -351,4 +362,12 @@ func (r *rig) arena(i *Instance, config json.RawMessage, layout *connector.Layou
 		r.must(i.Fit(size), "arena of %d bytes", size)
 	}
 	return i.Arena
+}
+
+// equal fails the case if an int is not what it should be.
+func (r *rig) equal(want, got int, format string, args ...any) {
+	r.Helper()
+	if want != got {
+		r.Errorf("%s: got %d, want %d", fmt.Sprintf(format, args...), got, want)
+	}
 }

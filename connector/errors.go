@@ -28,7 +28,7 @@ type BlockError struct {
 
 // Error implements error.
 func (e *BlockError) Error() string {
-	return fmt.Sprintf("%d blocks %v: %v", len(e.Blocks), e.Blocks, e.Err)
+	return fmt.Sprintf("%d blocks %s: %v", len(e.Blocks), some(e.Blocks), e.Err)
 }
 
 // Unwrap gives the cause.
@@ -42,8 +42,17 @@ type ItemError struct {
 
 // Error implements error.
 func (e *ItemError) Error() string {
-	return fmt.Sprintf("%d items %v: %v", len(e.Items), e.Items, e.Err)
+	return fmt.Sprintf("%d items %s: %v", len(e.Items), some(e.Items), e.Err)
 }
 
 // Unwrap gives the cause.
 func (e *ItemError) Unwrap() error { return e.Err }
+
+// some shows the first few of a list that may be long.
+func some[T any](list []T) string {
+	const most = 8
+	if len(list) <= most {
+		return fmt.Sprint(list)
+	}
+	return fmt.Sprintf("%v and %d more", list[:most], len(list)-most)
+}

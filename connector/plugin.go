@@ -67,7 +67,16 @@ type Env struct {
 	// or is replaced. Whoever wrote it before may have died in mid-write: nothing in it is to be
 	// trusted unverified (rules ARENA-01 to ARENA-04). It may be used until the side's Close returns.
 	Arena []byte
-	Log   *slog.Logger // never nil
+	// LinkKey is for what plugins of this connector say to each other: 32 bytes, the same for all engines of
+	// the deployment and for no other connector. A plugin must not take anything from, nor give anything to,
+	// a peer that has not shown that it has the key, on loopback either: other users of the machine reach it
+	// (rule LINK-01). The host derives it from the key that signs tickets, which no plugin is given. Nil: the
+	// host is older than that.
+	LinkKey Secret
+	// RouterKey is what the deployment's routers sign with, for connectors that hand blocks over by tickets
+	// (Info.Scope ScopeEngine and CanHold); nil for all others.
+	RouterKey Secret
+	Log       *slog.Logger // never nil
 }
 
 // Validate reports the first field that no engine could mean. That the layout fits the memory is for
@@ -100,22 +109,39 @@ const ArenaBlockHead = 256
 
 // ArenaSize is the size of the arena for an engine with that cache and so many ranks, in bytes:
 // ArenaBytes, and for each of ArenaBlocks and each rank the bytes of the largest group's block and
-// ArenaBlockHead. What is more than an int64 holds is math.MaxInt64.
+// ArenaBlockHead, times the engine's blocks that ArenaBlockTokens take. What is more than an int64
+// holds is math.MaxInt64.
 func (i *Info) ArenaSize(l *Layout, world int) int64 {
 	if i.ArenaBlocks <= 0 {
 		return i.ArenaBytes
 	}
-	block := int64(0)
+	blocks, block := l.blocksOf(i.ArenaBlocks, i.ArenaBlockTokens), int64(0)
 	for g := range l.Groups {
 		block = max(block, l.BlockBytes(uint16(g)))
 	}
-	overflow, size := bits.Mul64(uint64(i.ArenaBlocks), uint64(block+ArenaBlockHead))
+	overflow, size := bits.Mul64(uint64(blocks), uint64(block+ArenaBlockHead))
 	more, size := bits.Mul64(size, uint64(max(1, world)))
 	size += uint64(i.ArenaBytes)
 	if overflow != 0 || more != 0 || size > math.MaxInt64 {
 		return math.MaxInt64
 	}
 	return int64(size)
+}
+
+// blocksOf is how many of the engine's blocks hold what n blocks of so many tokens do; tokens 0: n.
+func (l *Layout) blocksOf(n, tokens int64) int64 {
+	if tokens <= 0 || len(l.Groups) == 0 || l.Groups[0].BlockTokens <= 0 {
+		return n
+	}
+	own := int64(l.Groups[0].BlockTokens)
+	each := tokens / own
+	if tokens%own != 0 {
+		each++
+	}
+	if n > math.MaxInt64/each {
+		return math.MaxInt64
+	}
+	return n * each
 }
 
 // CheckArena reports that a side was not given the arena that Info.ArenaBytes asked for. The error
@@ -158,12 +184,18 @@ type Info struct {
 	Groups       bool     // it handles caches of several groups
 	Scope        Scope
 	Lossy        bool // loaded bytes may differ from saved ones: the host refuses it by default
-	// ArenaBytes is how much memory the connector wants to have as Env.Arena, 0: none. The host
-	// allocates it once for each life of the engine and refuses what the machine does not have.
+	// ArenaBytes is how much memory the connector wants to have as Env.Arena, 0: none. The host makes it
+	// once for each life of the engine and refuses what the machine does not have. Its pages are allocated
+	// in the background, or when they are first touched.
 	ArenaBytes int64
 	// ArenaBlocks asks for room for so many blocks besides, for connectors whose config counts blocks:
 	// they do not know the engine's when they are described. ArenaSize says how much that is.
 	ArenaBlocks int64
+	// ArenaField names the field of the config that says how large the arena is: the host names it where
+	// the machine has no room. Empty: none does.
+	ArenaField string
+	// ArenaBlockTokens is how many tokens each of ArenaBlocks holds, 0: as many as one of the engine's.
+	ArenaBlockTokens int64
 	// Stats are what a StatsSource counts, at most MaxStats. Validate says what names are fit.
 	Stats []StatInfo
 }

@@ -119,28 +119,41 @@ func TestLinks(t *testing.T) {
 	require.Positive(t, links)
 }
 
-// TestAcceptanceCommands: every test that docs/acceptance.md names exists in the folder it names.
+// TestAcceptanceCommands: every test that docs/acceptance.md names exists in a folder that its command names.
 func TestAcceptanceCommands(t *testing.T) {
-	data, err := os.ReadFile("acceptance.md")
-	require.NoError(t, err)
-	command := regexp.MustCompile("`go test \\./(\\S+)( -run (\\S+))? -v`")
-	found := command.FindAllStringSubmatch(string(data), -1)
-	require.NotEmpty(t, found)
-	for _, m := range found {
-		sources, err := filepath.Glob(filepath.Join("..", m[1], "*_test.go"))
+	span := regexp.MustCompile("`([^`]*go test [^`]*)`")
+	command := regexp.MustCompile(`go test ((?:\./\S+ )+)-run (\S+)`)
+	found := 0
+	for _, m := range span.FindAllStringSubmatch(read(t, []string{"acceptance.md"}), -1) {
+		for one := range strings.SplitSeq(m[1], ";") {
+			if m := command.FindStringSubmatch(one); m != nil {
+				found++
+				requireTests(t, one, strings.Fields(m[1]), m[2])
+			}
+		}
+	}
+	require.Greater(t, found, 50)
+}
+
+// requireTests checks that a pattern of -run names tests of the folders, each part at least one.
+func requireTests(t *testing.T, command string, folders []string, pattern string) {
+	t.Helper()
+	var code strings.Builder
+	for _, folder := range folders {
+		sources, err := filepath.Glob(filepath.Join("..", folder, "*_test.go"))
 		require.NoError(t, err)
-		require.NotEmpty(t, sources, m[0])
-		var code strings.Builder
+		require.NotEmpty(t, sources, command)
 		for _, path := range sources {
 			data, err := os.ReadFile(path)
 			require.NoError(t, err)
 			code.Write(data)
 		}
-		pattern := strings.NewReplacer("'", "", `\|`, "|", "$", "").Replace(m[3])
-		require.Regexp(t, `(?m)^func Test\w*`, code.String(), m[0])
-		for part := range strings.SplitSeq(pattern, "|") {
-			require.Regexp(t, `(?m)^func (Test)?\w*`+strings.TrimPrefix(part, "Test"), code.String(), m[0])
-		}
+	}
+	pattern = strings.NewReplacer("'", "", `\|`, "|", "$", "").Replace(pattern)
+	for part := range strings.SplitSeq(pattern, "|") {
+		name, _, _ := strings.Cut(part, "/")
+		named := regexp.MustCompile(`(?m)^func (Test)?\w*` + strings.TrimPrefix(name, "Test"))
+		require.True(t, named.MatchString(code.String()), "%s: no test of %v is called %s", command, folders, name)
 	}
 }
 

@@ -25,6 +25,10 @@ var (
 	// ErrStop, as the cause with which the context of a Submit is cancelled, ends the request with
 	// ReasonStop instead of ReasonAbort: the caller found a stop string and has all it wants.
 	ErrStop = errors.New("stopped by the caller")
+	// ErrNotReset says that the prefix cache was reset, and that the connector cannot be.
+	ErrNotReset = errors.New("the prefix cache is empty, the connector is not")
+	// ErrKept says that the prefix cache was reset, and the connector not wholly.
+	ErrKept = errors.New("the prefix cache is empty, the connector has kept some blocks")
 )
 
 // Request is one generation.
@@ -55,4 +59,5 @@ type Usage struct {
 	Generated int
 	Local     int // from the engine's own prefix cache
 	External  int // loaded through the connector
+	Handoff   Handoff
 }

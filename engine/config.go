@@ -97,6 +97,21 @@ func (c Config) shape(layout connector.Layout) connector.Fingerprint {
 	return connector.NewFingerprint("kvport/shape/1", slices.Clip(fields)...)
 }
 
+// fit is what an engine without a connector says of itself: nothing can be handed over.
+func (c Config) fit(layout connector.Layout) host.Fit {
+	spec := c.Model.Spec()
+	ranks := max(1, spec.Ranks)
+	bytes := int64(0)
+	for g := range layout.Groups {
+		bytes = max(bytes, layout.BlockBytes(uint16(g)))
+	}
+	return host.Fit{
+		Role: "none", Model: spec.Weights.String(), BlockSize: c.BlockSize, Shape: c.shape(layout).String(),
+		ShapeText: fmt.Sprintf("block_size %d, %d layers in %d groups, %d ranks, %d bytes a block and rank, %s",
+			c.BlockSize, spec.Layers, len(layout.Groups), ranks, bytes, spec.ByteShape),
+	}
+}
+
 // base is the fingerprint of what a block's content is, however it is cut into blocks and over ranks; zero
 // if blocks cannot be cut. Blocks of a window do not hold all of their tokens for as long as others, so
 // caches that have some are not cut.
@@ -130,6 +145,7 @@ type Info struct {
 	BlockSize   int
 	NumBlocks   int
 	Connector   string // empty: none
+	Fit         host.Fit
 }
 
 // Health is what /health says of an engine.

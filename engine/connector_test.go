@@ -174,7 +174,7 @@ func TestPluginDies(t *testing.T) {
 		} else {
 			require.ErrorIs(t, err, syscall.ESRCH) // a busy machine: the host gave up on it first
 		}
-		require.Eventually(t, func() bool { return syscall.Kill(pid, 0) == syscall.ESRCH }, 10*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return syscall.Kill(pid, 0) == syscall.ESRCH }, time.Minute, time.Millisecond)
 	}
 	require.Positive(t, loaded)
 	require.Greater(t, hits, 6)
@@ -293,7 +293,7 @@ func livePID(t testing.TB, r *rig, old int) (pid int) {
 		h := r.Health().Host
 		pid = h.PID
 		return h.State == "ready" && pid != old
-	}, 10*time.Second, time.Millisecond)
+	}, time.Minute, time.Millisecond)
 	return pid
 }
 
@@ -453,7 +453,7 @@ func TestWaitsWithoutSpinning(t *testing.T) {
 	require.Eventually(t, func() bool {
 		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 		return err == nil && strings.Contains(string(stat), ") T ")
-	}, 5*time.Second, time.Millisecond, "the plugin has not stopped")
+	}, time.Minute, time.Millisecond, "the plugin has not stopped")
 	out := submit(t, r, Request{ID: "a", Prompt: make([]int32, 100), MaxTokens: 4, IgnoreEOS: true})
 	require.Less(t, spent(), 100*time.Millisecond, "waiting for an answer")
 	require.Equal(t, 1, r.Health().Waiting)

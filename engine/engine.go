@@ -60,7 +60,7 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 		cfg: cfg, metrics: m, regions: regions, space: connector.KeySpace{Model: spec.Weights},
 		info: Info{
 			Model: spec.Name, Vocab: spec.Vocab, MaxModelLen: cfg.MaxModelLen,
-			BlockSize: cfg.BlockSize, NumBlocks: cfg.NumBlocks,
+			BlockSize: cfg.BlockSize, NumBlocks: cfg.NumBlocks, Fit: cfg.fit(layout),
 		},
 		wake: make(chan struct{}, 1), done: make(chan struct{}),
 		live: map[connector.RequestID]*stream{},
@@ -112,7 +112,8 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 		return err
 	}
 	e.host, err = host.Open(ctx, c, host.Engine{
-		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Base: e.cfg.base(layout), Layout: layout, Ranks: e.regions,
+		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Base: e.cfg.base(layout),
+		ShapeText: e.info.Fit.ShapeText, Layout: layout, Ranks: e.regions,
 		Address: func(id connector.RequestID, blockTokens, tokens int) connector.BlockKey {
 			return e.loop.sched.Address(id, blockTokens, tokens)
 		},
@@ -120,7 +121,7 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 	if err != nil {
 		return err
 	}
-	e.info.Connector = e.host.Info().Name
+	e.info.Connector, e.info.Fit = e.host.Info().Name, e.host.Fit()
 	return nil
 }
 
@@ -161,7 +162,7 @@ func (e *Engine) Submit(ctx context.Context, req Request) (<-chan Output, error)
 	}
 	st := &stream{
 		id: req.ID, params: req.Params, prompt: len(req.Prompt), since: time.Now(), out: make(chan Output, 1),
-		cause: func() error { return context.Cause(ctx) },
+		cause: func() error { return context.Cause(ctx) }, brought: brought{any: len(req.Ticket) > 0},
 	}
 	if err := e.register(st); err != nil {
 		return nil, err
@@ -245,10 +246,14 @@ func (e *Engine) resetHost(ctx context.Context) error {
 		return nil
 	}
 	emptied, err := e.host.Reset(ctx)
-	if err == nil && !emptied {
-		err = errors.New("the connector kept some of its blocks")
+	switch {
+	case err != nil || emptied:
+		return err
+	case e.host.Info().Capabilities&connector.CanReset == 0:
+		return fmt.Errorf("%w: %s cannot be reset, what it keeps for other engines (%d requests are held) ends when it is fetched or its time is over",
+			ErrNotReset, e.info.Connector, e.host.Health().Held)
 	}
-	return err
+	return fmt.Errorf("%w: %s, or a part of it that cannot be reset, still has blocks of earlier requests", ErrKept, e.info.Connector)
 }
 
 // Close refuses new requests and lets those in flight end. When ctx is done first, the rest ends with

@@ -230,7 +230,7 @@ func requireIdle(t testing.TB, r *rig) {
 	require.Eventually(t, func() bool {
 		h := r.Health()
 		return h.Running+h.Waiting == 0 && h.Blocks == Blocks{Free: r.Info().NumBlocks}
-	}, 10*time.Second, time.Millisecond, "blocks are not free again")
+	}, time.Minute, time.Millisecond, "blocks are not free again")
 }
 
 // TestAborts ends requests at random moments; the others must not notice.
@@ -434,7 +434,7 @@ func TestCloseCutsOff(t *testing.T) {
 	cancel()
 	closed := make(chan error)
 	go func() { closed <- r.Close(ctx) }()
-	require.Eventually(t, func() bool { return r.Health().Closing }, 5*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return r.Health().Closing }, time.Minute, time.Millisecond)
 	close(g.open)
 	require.NoError(t, <-closed)
 	for _, out := range []<-chan Output{running, waiting} {

@@ -40,7 +40,7 @@ func sockets(t testing.TB) string {
 
 // released waits until a producer's holds are over.
 func released(t testing.TB, p *rig) {
-	require.Eventually(t, func() bool { return p.Health().Host.Held == 0 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return p.Health().Host.Held == 0 }, time.Minute, time.Millisecond)
 	requireIdle(t, p)
 }
 

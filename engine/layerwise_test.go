@@ -46,7 +46,7 @@ func pair(t testing.TB, cfg Config) (p, d *rig) {
 	p = start(t, piped(t, cfg, connector.RoleProducer, dir, fmt.Sprintf(`"listen": %q`, address)))
 	cfg.PrefixCaching = false
 	d = start(t, piped(t, cfg, connector.RoleConsumer, dir, fmt.Sprintf(`"subscribe": [%q]`, address)))
-	require.Eventually(t, func() bool { return p.metric(t, "kvport_connector_subscribers", "") == 1 }, 10*time.Second, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return p.metric(t, "kvport_connector_subscribers", "") == 1 }, time.Minute, 5*time.Millisecond)
 	return p, d
 }
 
@@ -144,7 +144,7 @@ func TestLayerWiseKills(t *testing.T) {
 		victim.Store(nil)
 		require.Equal(t, want[i], collect(submit(t, d, decode[0])).tokens, "request %d", i)
 		for _, r := range []*rig{p, d} {
-			require.Eventually(t, func() bool { return r.Health().Host.State == "ready" }, 10*time.Second, time.Millisecond)
+			require.Eventually(t, func() bool { return r.Health().Host.State == "ready" }, time.Minute, time.Millisecond)
 		}
 	}
 	require.GreaterOrEqual(t, kills.Load(), int64(5))

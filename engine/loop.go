@@ -119,11 +119,18 @@ func (l *loop) event(ev host.Event, open bool) {
 		l.events = nil
 		return
 	}
+	if ev.Lost {
+		l.sched.Lost(ev.Step, ev.Request, ev.Kind == host.Loaded)
+		return
+	}
 	switch ev.Kind {
 	case host.Loaded:
+		l.noteLoaded(ev.Request, len(ev.Failed))
 		l.sched.Loaded(ev.Step, ev.Request, ev.Failed, errors.Is(ev.Err, connector.ErrCorrupt))
 	case host.Saved:
 		l.sched.Saved(ev.Step, ev.Request)
+	case host.Stored:
+		l.sched.Stored(ev.Step, ev.Request)
 	case host.Finished:
 		l.sched.Finished(ev.Step, ev.Request, ev.Held, ev.Ticket)
 	case host.Released:
@@ -137,6 +144,7 @@ func (l *loop) event(ev host.Event, open bool) {
 func (l *loop) ask() {
 	for _, q := range l.sched.Questions() {
 		l.sched.Answer(q.Query.Request, q.Query.Computed, l.e.host.Match(q.Query, q.Ticket))
+		l.noteTicket(q.Query.Request)
 	}
 }
 
@@ -249,7 +257,7 @@ func (l *loop) abortAll() {
 // deliver passes a request's news on to its client.
 func (l *loop) deliver(o sched.Output) {
 	st := l.streams[o.Request]
-	usage := Usage{Prompt: st.prompt, Generated: o.Generated, Local: o.Local, External: o.External}
+	usage := Usage{Prompt: st.prompt, Generated: o.Generated, Local: o.Local, External: o.External, Handoff: l.handoff(st, o)}
 	l.metrics.output(st, o)
 	if o.Reason != 0 { // first, so that a client that has the last output can use the id again
 		st.unwatch()
@@ -283,6 +291,7 @@ type stream struct {
 	out     chan Output
 	cause   func() error // why its context is done, nil while it is not
 	unwatch func() bool
+	brought brought // to be used by the loop
 }
 
 // send never blocks: what the client has not read yet is taken back and sent again with the news.

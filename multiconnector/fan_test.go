@@ -135,7 +135,7 @@ func TestStatsOfSlowChild(t *testing.T) {
 		require.Equal(t, want, statsOf(t, s))
 	}
 	answer()
-	require.Eventually(t, func() bool { return len(statsOf(t, s)) == 2 }, 5*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return len(statsOf(t, s)) == 2 }, time.Minute, time.Millisecond)
 }
 
 // reader follows the events of a composite as an index would.

@@ -31,7 +31,7 @@ type Child struct {
 	Role     connector.Role // what it takes part in
 	Info     connector.Info
 	Fail     bool          // what it fails to load is asked of no other child, its error wraps ErrFail
-	Patience time.Duration // how long one answer of its scheduler side is waited for; 0: DefaultPatience
+	Patience time.Duration // how long one answer of its scheduler side is waited for, and a save that no ticket promises; 0: DefaultPatience
 	Later    time.Duration // how long its Later is believed for one request; 0: as long as it says so
 }
 

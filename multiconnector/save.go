@@ -14,38 +14,45 @@ import (
 // block counts as stored if a child has it that consumers reach (one of scope node or shared), or any
 // child where there is none such. A block that a load still writes is not stored.
 func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	return w.SaveTelling(ctx, t, kv, func() {})
+}
+
+// SaveTelling is Save, which calls promised as soon as everything that a ticket promises is stored and no other
+// child is worth waiting for: one that takes longer than its Patience, now or since an earlier Save, goes on alone.
+// A ticket promises what the children have that keep finished blocks for consumers, if there are such, else
+// every block that is stored as Save says. promised is called once at most, and not where a block has failed.
+func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, promised func()) error {
 	stored := w.twice(t)
 	shares, err := w.saves(t, stored)
 	if err != nil {
 		return err
 	}
-	wide, busy := w.reach(shares), w.written(t)
-	var mu sync.Mutex
+	busy := w.written(t)
+	p := newSaving(w, shares, stored, promised)
+	p.told = len(busy) > 0
+	p.look()
 	var work sync.WaitGroup
-	var errs []error
 	for _, s := range shares {
 		indexes, parts := w.partsOf(t, &s, busy)
 		work.Go(func() {
 			bad, err := w.saveParts(ctx, s.child, parts, kv)
-			mu.Lock()
-			defer mu.Unlock()
-			if err != nil {
-				errs = append(errs, w.children[s.child].named(err))
-			}
-			for _, i := range indexes {
-				stored[i] = stored[i] || !bad[t.Blocks[i]] && (!wide || reaches(&w.children[s.child]))
-			}
+			p.returned(s.child, err, func() {
+				for _, i := range indexes {
+					stored[i] = stored[i] || !bad[t.Blocks[i]] && (!p.wide || reaches(&w.children[s.child]))
+				}
+			})
 		})
 	}
 	work.Wait()
+	p.end()
 	if len(busy) > 0 {
-		errs = append(errs, errLoading)
+		p.errs = append(p.errs, errLoading)
 	}
 	failed := without(all(len(t.Blocks)), func(i int) bool { return stored[i] })
 	if len(failed) == 0 {
 		return nil // what some child could not store, another has
 	}
-	return blockError(t, failed, errors.Join(errs...))
+	return blockError(t, failed, errors.Join(p.errs...))
 }
 
 // partsOf makes the transfers of one child, less the blocks that loads still write.

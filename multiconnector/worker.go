@@ -24,6 +24,7 @@ type worker struct {
 
 	mu      sync.Mutex
 	loading map[blockName]int // blocks that loads may write now
+	overdue map[int]int       // by child: saves that have outlived its patience and go on
 }
 
 // blockName names a slot of one group.
@@ -35,7 +36,7 @@ type blockName struct {
 // Worker joins the worker sides of all children, in their order, of one rank. The result owns them;
 // closed, unless nil, is called after they were closed.
 func (m *Multi) Worker(sides []connector.Worker, groups []connector.Group, closed func() error) connector.Worker {
-	return &worker{Multi: m, sides: sides, groups: groups, closed: closed, loading: map[blockName]int{}}
+	return &worker{Multi: m, sides: sides, groups: groups, closed: closed, loading: map[blockName]int{}, overdue: map[int]int{}}
 }
 
 // Load implements connector.Worker. Every block is asked of the child that it is routed to, and when

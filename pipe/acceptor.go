@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"sync"
 	"time"
 )
@@ -15,9 +16,15 @@ const (
 	maxPending       = 64 // handshakes at once, and links that nobody has accepted yet
 )
 
+// handshake is a connection of somebody who has not shown yet who it is.
+type handshake struct {
+	conn   net.Conn
+	cancel context.CancelFunc
+}
+
 // Acceptor is what listeners have in common whose links begin with a connection: it accepts connections,
-// shakes hands with a bounded number of strangers at once, and keeps the links that come of it until
-// they are accepted. Its methods may be called concurrently. It is made by [NewAcceptor].
+// shakes hands with a bounded number of strangers at once, of whom the oldest goes when one more comes, and keeps
+// the links that come of it until they are accepted. Its methods may be called concurrently. It is made by [NewAcceptor].
 type Acceptor struct {
 	inner  net.Listener
 	greet  Greet
@@ -26,6 +33,9 @@ type Acceptor struct {
 	cancel context.CancelFunc
 	tasks  sync.WaitGroup
 	once   sync.Once
+
+	mu         sync.Mutex
+	handshakes []*handshake // the oldest first
 }
 
 // Greet shakes hands on a connection. It may offer a link to the acceptor, now or at a later connection.
@@ -82,7 +92,6 @@ func (a *Acceptor) Close() (err error) {
 }
 
 func (a *Acceptor) run() {
-	handshakes := make(chan struct{}, maxPending)
 	for {
 		conn, err := a.inner.Accept()
 		if err != nil {
@@ -93,18 +102,36 @@ func (a *Acceptor) run() {
 				continue
 			}
 		}
-		select {
-		case handshakes <- struct{}{}:
-			a.tasks.Go(func() {
-				defer func() { <-handshakes }()
-				ctx, cancel := context.WithTimeout(a.ctx, handshakeTimeout)
-				defer cancel()
-				if a.greet(ctx, conn, a) != nil {
-					_ = conn.Close()
-				}
-			})
-		default:
-			_ = conn.Close() // too many strangers at once
-		}
+		ctx, cancel := context.WithTimeout(a.ctx, handshakeTimeout)
+		h := &handshake{conn, cancel}
+		a.begin(h)
+		a.tasks.Go(func() {
+			defer a.end(h)
+			if a.greet(ctx, conn, a) != nil {
+				_ = conn.Close()
+			}
+		})
+	}
+}
+
+// begin notes a handshake. When there are too many the oldest is given up: whoever is silent keeps nobody out.
+func (a *Acceptor) begin(h *handshake) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if len(a.handshakes) >= maxPending {
+		oldest := a.handshakes[0]
+		a.handshakes = a.handshakes[1:]
+		oldest.cancel()
+		_ = oldest.conn.Close()
+	}
+	a.handshakes = append(a.handshakes, h)
+}
+
+func (a *Acceptor) end(h *handshake) {
+	h.cancel()
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if i := slices.Index(a.handshakes, h); i >= 0 {
+		a.handshakes = slices.Delete(a.handshakes, i, i+1)
 	}
 }

@@ -7,6 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PROFILES=${PROFILES:-store lifecycle multirank groups fault}
+EXAMPLE_PROFILES="store lifecycle multirank fault" # authors copy the examples
 AT_ONCE=${AT_ONCE:-2} # most of a run is waiting for limits to pass
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
@@ -49,7 +50,11 @@ for name in ${PLUGINS:-}; do
 	# shellcheck disable=SC2086 # one word a profile
 	conform "$name" "plugins/$name" "bin/kvport-$name" $more
 done
-conform minimal examples/minimal bin/kvport-minimal store lifecycle multirank
+# shellcheck disable=SC2086
+conform minimal examples/minimal bin/kvport-minimal $EXAMPLE_PROFILES
+go build -buildvcs=false -o "$out/kvport-custom" ./examples/custom
+# shellcheck disable=SC2086
+conform custom examples/custom "$out/kvport-custom" $EXAMPLE_PROFILES
 conform pystore examples/python examples/python/kvport-pystore store multirank
 wait
 passed=$(find "$out" -name '*.passed' | wc -l)

@@ -1,13 +1,17 @@
-"""Writes dist/kvport_vllm-*.whl: the Python package, the kvport binary and every plugin, for this platform.
+"""Writes dist/kvport_vllm-*.whl: the Python package, kvport and every plugin, stripped, for this platform.
 
-Run through `make wheel`, which builds bin/ first. Only the standard library is used: a wheel is a zip
-file with three more files in it, and no build backend would put our binaries there.
+Run through `make wheel`. Only the standard library is used: a wheel is a zip file with a few more files in it,
+and no build backend would put our binaries there. The wheel's tag names the oldest glibc that the binaries can
+run with, and the licences of everything that is compiled into them are inside.
 """
 
 import base64
 import hashlib
+import os
 import pathlib
 import platform
+import re
+import subprocess
 import sys
 import tomllib
 import zipfile
@@ -23,7 +27,50 @@ class WheelError(Exception):
     """A failure that the user can do something about; its text says what."""
 
 
-def members(project):
+def go(*arguments):
+    """Run the go command in the repository and return what it prints."""
+    return subprocess.run([os.environ.get("GO", "go"), *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def programs():
+    """List the packages of the programs in the wheel."""
+    return ["./cmd/kvport", *(f"./plugins/{p.name}" for p in sorted((ROOT / "plugins").iterdir()) if p.is_dir())]
+
+
+def build_programs(version, out):
+    """Build every program without symbol tables, which are half of it."""
+    out.mkdir(parents=True, exist_ok=True)
+    built = []
+    for package in programs():
+        name = package.rsplit("/", 1)[1]
+        path = out / ("kvport" if package == "./cmd/kvport" else f"kvport-{name}")
+        print(f"wheel: building {path.name}", flush=True)
+        go("build", "-trimpath", "-buildvcs=false", "-ldflags", f"-s -w -X main.version={version}", "-o", str(path), package)
+        built.append(path)
+    return built
+
+
+def glibc(paths):
+    """Find the oldest glibc 2 that has every symbol version which the programs name."""
+    needed = [int(minor) for path in paths for minor in re.findall(rb"\bGLIBC_2\.(\d+)", path.read_bytes())]
+    return max(needed, default=17)
+
+
+def licences():
+    """List our licence and those of the modules, and of Go itself, that are compiled into the programs."""
+    yield "licenses/LICENSE", ROOT / "LICENSE"
+    yield "licenses/go/LICENSE", pathlib.Path(go("env", "GOROOT").strip()) / "LICENSE"
+    listed = go("list", "-deps", "-f", "{{with .Module}}{{if not .Main}}{{.Path}}\t{{.Dir}}{{end}}{{end}}", *programs())
+    for line in sorted(set(filter(None, listed.splitlines()))):
+        module, folder = line.split("\t")
+        found = [path for path in sorted(pathlib.Path(folder).iterdir()) if re.match(r"(?i)(licen[cs]e|copying|notice|patents)", path.name)]
+        if not found:
+            raise WheelError(f"{module} has no licence file; the wheel must not hold it")
+        for path in found:
+            yield f"licenses/{module}/{path.name}", path
+
+
+def members(project, built):
     """List what the wheel holds: name inside, file, mode."""
     package = SOURCE / PACKAGE
     for path in sorted(package.rglob("*")):
@@ -31,11 +78,7 @@ def members(project):
             yield path.relative_to(SOURCE).as_posix(), path, PLAIN
     descriptors = (SOURCE / project["tool"]["kvport"]["descriptors"]).resolve()
     yield f"{PACKAGE}/{descriptors.name}", descriptors, PLAIN
-    binaries = [ROOT / "bin" / "kvport"]
-    binaries += sorted(ROOT / "bin" / f"kvport-{p.name}" for p in (ROOT / "plugins").iterdir() if p.is_dir())
-    for path in binaries:
-        if not path.exists():
-            raise WheelError(f"{path.relative_to(ROOT)} is not there: run `make build`")
+    for path in built:
         yield f"{PACKAGE}/bin/{path.name}", path, EXECUTABLE
 
 
@@ -43,10 +86,17 @@ def metadata(project):
     """Make METADATA of pyproject.toml."""
     p = project["project"]
     lines = ["Metadata-Version: 2.1", f"Name: {p['name']}", f"Version: {p['version']}", f"Summary: {p['description']}",
-             f"License: {p['license']}", f"Requires-Python: {p['requires-python']}"]
+             f"License: {p['license']}", "License-File: LICENSE", f"Requires-Python: {p['requires-python']}"]
     lines += [f"Requires-Dist: {d}" for d in p["dependencies"]]
+    for extra, needed in p.get("optional-dependencies", {}).items():
+        lines += [f"Provides-Extra: {extra}", *(f'Requires-Dist: {d}; extra == "{extra}"' for d in needed)]
     lines += ["Description-Content-Type: text/markdown", "", (SOURCE / p["readme"]).read_text(encoding="utf-8")]
     return "\n".join(lines)
+
+
+def entry_points(project):
+    """Make entry_points.txt: the commands that pip puts on the PATH."""
+    return "[console_scripts]\n" + "".join(f"{name} = {function}\n" for name, function in project["project"]["scripts"].items())
 
 
 def record_line(name, data):
@@ -59,9 +109,10 @@ def build(out):
     """Write the wheel and give its path."""
     project = tomllib.loads((SOURCE / "pyproject.toml").read_text(encoding="utf-8"))
     version = project["project"]["version"]
-    tag = f"py3-none-linux_{platform.machine()}"
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    built = build_programs(f"{version}+{commit}" if commit else version, out / "bin")
+    tag = f"py3-none-manylinux_2_{glibc(built)}_{platform.machine()}"
     info = f"{PACKAGE}-{version}.dist-info"
-    out.mkdir(exist_ok=True)
     target = out / f"{PACKAGE}-{version}-{tag}.whl"
     record = ""
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as wheel:
@@ -73,8 +124,11 @@ def build(out):
             wheel.writestr(entry, data)
             record += record_line(name, data)
 
-        for name, path, mode in members(project):
+        for name, path, mode in members(project, built):
             add(name, path.read_bytes(), mode)
+        for name, path in licences():
+            add(f"{info}/{name}", path.read_bytes(), PLAIN)
+        add(f"{info}/entry_points.txt", entry_points(project).encode(), PLAIN)
         add(f"{info}/METADATA", metadata(project).encode(), PLAIN)
         add(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: kvport\nRoot-Is-Purelib: false\nTag: {tag}\n".encode(), PLAIN)
         entry = zipfile.ZipInfo(f"{info}/RECORD", EPOCH)
@@ -86,6 +140,6 @@ def build(out):
 if __name__ == "__main__":
     try:
         path = build(ROOT / "dist")
-    except (WheelError, OSError) as err:
+    except (WheelError, OSError, subprocess.CalledProcessError) as err:
         sys.exit(f"wheel: {err}")
     print(f"wheel: wrote {path.relative_to(ROOT)} ({path.stat().st_size >> 20} MiB)")

@@ -9,6 +9,7 @@ import (
 	"maps"
 	"reflect"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/agnivade/levenshtein"
@@ -16,6 +17,7 @@ import (
 	validator "github.com/santhosh-tekuri/jsonschema/v6"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // SchemaOf is the JSON Schema of a config struct. Field names come from `json` tags; a field's text,
@@ -23,6 +25,9 @@ import (
 //
 //	Path string `json:"shared_storage_path" jsonschema:"required,description=folder of the blocks"`
 //	Max  int64  `json:"max_bytes" jsonschema:"default=0,minimum=0,description=size cap; 0 means none"`
+//
+// A comma inside of a description needs no escape where no keyword can follow it; elsewhere it is written \\, in a
+// tag. A time.Duration is a text such as "250ms", in its default too.
 //
 // It is what --manifest prints and what [DecodeConfig] enforces. C is a struct that does not contain
 // itself.
@@ -37,9 +42,14 @@ func SchemaOf[C any]() json.RawMessage {
 // DecodeConfig reads a kv_connector_extra_config strictly. No config at all is an empty object.
 // Fields that are absent get their default; an unknown, missing or ill-typed one, or one outside the
 // limits of its tag, is an error that names it and wraps ErrIncompatible; which config it is about the
-// host adds. If *C or C has a method Validate() error it is called last.
+// host adds. A number may be a string of one ("14579", "1e9"), and where a field's name says bytes, of a
+// size ("10GiB"). A tag with a
+// keyword or value that means nothing is an error, too: it would not hold. If *C or C has a method Validate() error it is called last.
 func DecodeConfig[C any](raw json.RawMessage) (C, error) {
 	var c C
+	if err := checkTags(reflect.TypeFor[C](), reflectConfig[C]()); err != nil {
+		return c, &configError{err}
+	}
 	if err := decodeConfig(raw, reflectConfig[C](), &c); err != nil {
 		return c, &configError{err}
 	}
@@ -57,8 +67,11 @@ func (e *configError) Error() string {
 func (e *configError) Unwrap() []error { return []error{e.err, connector.ErrIncompatible} }
 
 func reflectConfig[C any]() *jsonschema.Schema {
-	r := &jsonschema.Reflector{Anonymous: true, DoNotReference: true, RequiredFromJSONSchemaTags: true}
-	return r.ReflectFromType(reflect.TypeFor[C]())
+	r := &jsonschema.Reflector{Anonymous: true, DoNotReference: true, RequiredFromJSONSchemaTags: true, Mapper: durationSchema}
+	schema := r.ReflectFromType(reflect.TypeFor[C]())
+	describeFields(reflect.TypeFor[C](), schema)
+	openDurations(reflect.TypeFor[C](), schema)
+	return schema
 }
 
 func decodeConfig(raw json.RawMessage, schema *jsonschema.Schema, into any) error {
@@ -72,14 +85,25 @@ func decodeConfig(raw json.RawMessage, schema *jsonschema.Schema, into any) erro
 	if err := checkFields(raw, schema); err != nil {
 		return err
 	}
+	raw, err := plainNumbers(raw, schema, "")
+	if err != nil {
+		return err
+	}
 	defaults, err := json.Marshal(defaultsOf(schema))
 	if err != nil {
+		return fmt.Errorf("default in a jsonschema tag: %w", err)
+	}
+	if defaults, err = withDurations(defaults, reflect.TypeOf(into), ""); err != nil {
 		return fmt.Errorf("default in a jsonschema tag: %w", err)
 	}
 	if err := json.Unmarshal(defaults, into); err != nil {
 		return fmt.Errorf("default in a jsonschema tag: %w", describe(err))
 	}
-	if err := json.Unmarshal(raw, into); err != nil {
+	plain, err := withDurations(raw, reflect.TypeOf(into), "")
+	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(plain, into); err != nil {
 		return describe(err)
 	}
 	if err := checkLimits(raw, schema); err != nil {
@@ -175,6 +199,75 @@ func complete(o *object) error {
 	return nil
 }
 
+// plainNumbers writes the numbers of a config as Go reads them: those in strings without their quotes, whole
+// ones without exponents, and sizes in bytes.
+func plainNumbers(raw json.RawMessage, schema *jsonschema.Schema, path string) (json.RawMessage, error) {
+	switch {
+	case schema.Type == "integer":
+		return plainWhole(raw, path)
+	case schema.Type == "number":
+		return plainNumber(raw, path)
+	case schema.Items != nil:
+		list := items(raw)
+		for i := range list {
+			var err error
+			if list[i], err = plainNumbers(list[i], schema.Items, fmt.Sprintf("%s[%d]", path, i)); err != nil {
+				return nil, err
+			}
+		}
+		if len(list) > 0 {
+			return json.Marshal(list)
+		}
+	case schema.Properties != nil:
+		object := fields(raw)
+		for name, value := range object {
+			property, _ := schema.Properties.Get(name)
+			var err error
+			if object[name], err = plainNumbers(value, property, join(path, name)); err != nil {
+				return nil, err
+			}
+		}
+		if len(object) > 0 {
+			return json.Marshal(object)
+		}
+	}
+	return raw, nil
+}
+
+// plainWhole leaves what is neither number nor string to the decoder, which names its type.
+func plainWhole(raw json.RawMessage, path string) (json.RawMessage, error) {
+	name := path[strings.LastIndexByte(path, '.')+1:]
+	if b := bytes.TrimSpace(raw); len(b) == 0 || !strings.ContainsRune("\"-0123456789", rune(b[0])) {
+		return raw, nil
+	}
+	n, err := wire.ConfigWhole(raw, slices.Contains(strings.Split(name, "_"), "bytes"))
+	if err != nil {
+		return nil, fmt.Errorf("%s is %s, which %w", path, clip(raw), err)
+	}
+	return strconv.AppendInt(nil, n, 10), nil
+}
+
+func plainNumber(raw json.RawMessage, path string) (json.RawMessage, error) {
+	text, ok := wire.ConfigNumber(raw)
+	if b := bytes.TrimSpace(raw); !ok && len(b) > 0 && b[0] == '"' {
+		return nil, fmt.Errorf("%s is %s, which is no number", path, clip(raw))
+	}
+	if !ok {
+		return raw, nil
+	}
+	return json.RawMessage(text), nil
+}
+
+// clip shortens a value, so that a message stays a line.
+func clip(raw json.RawMessage) string {
+	const most = 80
+	text := string(bytes.TrimSpace(raw))
+	if len(text) > most {
+		text = strings.ToValidUTF8(text[:most], "") + "..."
+	}
+	return text
+}
+
 // items are the elements of a JSON array; none if it is something else, which decoding reports.
 func items(raw json.RawMessage) []json.RawMessage {
 	var list []json.RawMessage
@@ -198,6 +291,10 @@ func unknownField(path, name string, known []string) error {
 	}
 	if best != "" {
 		return fmt.Errorf("unknown field %q, did you mean %q?", path, best)
+	}
+	const most = 16 // so that a message stays a line
+	if len(known) > most {
+		return fmt.Errorf("unknown field %q, known are %s and %d more: kvport plugins describe lists them", path, strings.Join(known[:most], ", "), len(known)-most)
 	}
 	return fmt.Errorf("unknown field %q, known are %s", path, strings.Join(known, ", "))
 }

@@ -48,6 +48,18 @@ func TestDecodeConfig(t *testing.T) {
 	require.True(t, c.Max == 0 && !c.Sync && c.Mode == "safe" && c.Limit.Rate == 2)
 }
 
+// Numbers may be strings, as people paste them; none is rounded.
+func TestDecodeConfigNumbers(t *testing.T) {
+	for raw, want := range map[string]int64{
+		`7`: 7, `"7"`: 7, `1e1`: 10, `"1e1"`: 10, `"9007199254740993"`: 1<<53 + 1, `"10GB"`: 1e10, `"10GiB"`: 10 << 30,
+	} {
+		c, err := DecodeConfig[testConfig](json.RawMessage(`{"shared_storage_path": "/d", "max_bytes": ` + raw + `, "limit": {"rate": "0.25"}}`))
+		require.NoError(t, err, raw)
+		require.Equal(t, want, c.Max, raw)
+		require.InDelta(t, 0.25, c.Limit.Rate, 0)
+	}
+}
+
 func TestDecodeConfigRefuses(t *testing.T) {
 	for _, c := range []struct{ raw, want string }{
 		{``, `shared_storage_path is missing`},
@@ -67,9 +79,12 @@ func TestDecodeConfigRefuses(t *testing.T) {
 		{`{"limit": {"rat": 1}}`, `unknown field "limit.rat"`},
 		{`{"zzz": 1, "aaa": 2, "mmm": 3}`, `unknown field "aaa"`},
 		{`{"shared_storage_path": 7}`, `shared_storage_path is a JSON number, want string`},
-		{`{"shared_storage_path": "/d", "max_bytes": "1"}`, `max_bytes is a JSON string, want int64`},
+		{`{"shared_storage_path": "/d", "max_bytes": "1.5"}`, `max_bytes is "1.5", which is no whole number`},
+		{`{"shared_storage_path": "/d", "max_bytes": "10 apples"}`, `max_bytes is "10 apples", which is no whole number and no size such as "10GiB"`},
+		{`{"shared_storage_path": "/d", "max_bytes": "1e19"}`, `max_bytes is "1e19", which is too large`},
+		{`{"shared_storage_path": "/d", "max_bytes": true}`, `max_bytes is a JSON bool, want int64`},
 		{`{"shared_storage_path": "/d", "max_bytes": 1.5}`, `max_bytes`},
-		{`{"shared_storage_path": "/d", "limit": {"rate": "x"}}`, `limit.rate is a JSON string`},
+		{`{"shared_storage_path": "/d", "limit": {"rate": "x"}}`, `limit.rate is "x", which is no number`},
 		{`{"shared_storage_path": "/d", "max_bytes": -1}`, `max_bytes: minimum`},
 		{`{"shared_storage_path": "/d", "mode": "slow"}`, `mode: value must be one of`},
 		{`{"shared_storage_path": "/"}`, `must not be the root`},

@@ -216,7 +216,7 @@ func (e *peerEngine) settled(ticket connector.Ticket, keys ...byte) int {
 	require.Eventually(e, func() bool {
 		m = e.match("r", ticket, keys...)
 		return !m.Later
-	}, 5*time.Second, time.Millisecond)
+	}, time.Minute, time.Millisecond)
 	return m.Tokens / 4
 }
 
@@ -278,7 +278,7 @@ func TestPipeBreaks(t *testing.T) {
 	require.Equal(t, 2, d.settled(ticket, 1, 2))
 	w.cut()
 	ticket = p.save(3, 4)
-	require.Eventually(t, func() bool { return d.settled(ticket, 3, 4) == 2 }, 10*time.Second, 10*time.Millisecond, "after a cut")
+	require.Eventually(t, func() bool { return d.settled(ticket, 3, 4) == 2 }, time.Minute, 10*time.Millisecond, "after a cut")
 	d.load(ticket, 3, 4)
 
 	ticket = p.save(5)

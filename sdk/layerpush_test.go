@@ -37,23 +37,23 @@ func TestSubscribe(t *testing.T) {
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})
 	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}})
 	subscribed := func() bool { return len(p.store().pushes.all()) == 1 }
-	require.Eventually(t, subscribed, 10*time.Second, time.Millisecond)
+	require.Eventually(t, subscribed, time.Minute, time.Millisecond)
 	count, ended := p.begin(1, 2)
 	require.Zero(t, d.has(1, 2))
 	count.Advance(1)
 	require.NoError(t, <-ended)
-	require.Eventually(t, func() bool { return d.has(1, 2) == 2 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return d.has(1, 2) == 2 }, time.Minute, time.Millisecond)
 	d.load(nil, 1, 2)
 	require.Zero(t, p.store().counts.served.Load(), "nothing was asked for")
-	require.Eventually(t, func() bool { return p.store().pushes.taken.Load() == 128 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return p.store().pushes.taken.Load() == 128 }, time.Minute, time.Millisecond)
 
 	w.cut()
-	require.Eventually(t, func() bool { return !subscribed() }, 10*time.Second, time.Millisecond)
-	require.Eventually(t, subscribed, 10*time.Second, time.Millisecond, "it subscribes again")
+	require.Eventually(t, func() bool { return !subscribed() }, time.Minute, time.Millisecond)
+	require.Eventually(t, subscribed, time.Minute, time.Millisecond, "it subscribes again")
 	count, ended = p.begin(3)
 	count.Advance(1)
 	require.NoError(t, <-ended)
-	require.Eventually(t, func() bool { return d.has(3) == 1 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return d.has(3) == 1 }, time.Minute, time.Millisecond)
 }
 
 // What the engine gives up is nowhere, and its room is free again.
@@ -61,7 +61,7 @@ func TestSubscribedGivenUp(t *testing.T) {
 	w := &wires{}
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{Bytes: 256})
 	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}, Bytes: 256})
-	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 1 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 1 }, time.Minute, time.Millisecond)
 	for range 4 {
 		count, ended := p.begin(1, 2, 3, 4)
 		count.GiveUp()
@@ -71,7 +71,7 @@ func TestSubscribedGivenUp(t *testing.T) {
 	count, ended := p.begin(5, 6, 7, 8)
 	count.Advance(1)
 	require.NoError(t, <-ended)
-	require.Eventually(t, func() bool { return d.has(5, 6, 7, 8) == 4 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return d.has(5, 6, 7, 8) == 4 }, time.Minute, time.Millisecond)
 }
 
 // A subscriber that does not receive costs its link, not the save.
@@ -83,13 +83,13 @@ func TestSubscriberThatSleeps(t *testing.T) {
 	defer link.Close()
 	header, payload := (&message{kind: kindSubscribe}).encode()
 	require.NoError(t, link.Out.Send(t.Context(), header, [][]byte{payload}))
-	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 1 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 1 }, time.Minute, time.Millisecond)
 	for k := range byte(3) { // the pipe has room for one frame
 		count, ended := p.begin(9 + k)
 		count.Advance(1)
 		require.NoError(t, <-ended)
 	}
-	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 0 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 0 }, time.Minute, time.Millisecond)
 }
 
 func FuzzParts(f *testing.F) {

@@ -3,6 +3,8 @@ package sdk
 import (
 	"io"
 	"log/slog"
+
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // maxLogText is the longest string of a log line in bytes: go-plugin tears lines over 64 KiB apart.
@@ -15,6 +17,7 @@ func newLogHandler(w io.Writer) slog.Handler {
 }
 
 func hclogAttr(groups []string, a slog.Attr) slog.Attr {
+	a.Value = wire.PlainValue(a.Value)
 	if a.Value.Kind() == slog.KindString && len(a.Value.String()) > maxLogText {
 		a.Value = slog.StringValue(a.Value.String()[:maxLogText] + " ...")
 	}

@@ -43,12 +43,12 @@ type peerStore struct {
 
 	mu        sync.Mutex
 	producers map[string]*producer
-	links     int // accepted and open
+	links     map[*consumerLink]struct{} // accepted and open
 }
 
 func newPeerStore(peers pipe.Peers, pool *lookupbuffer.Pool, log *slog.Logger) *peerStore {
 	s := &peerStore{
-		peers: peers, log: log, holds: newHoldTable(), pushing: newPushing(), coming: newComing(), producers: map[string]*producer{},
+		peers: peers, log: log, holds: newHoldTable(), pushing: newPushing(), coming: newComing(), producers: map[string]*producer{}, links: map[*consumerLink]struct{}{},
 		memory: lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: peers.Bytes, Keep: true, Spill: pool}),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
@@ -125,18 +125,13 @@ func (s *peerStore) accept() {
 			}
 			continue
 		}
-		s.mu.Lock()
-		full := s.links >= maxLinks
-		if !full {
-			s.links++
-		}
-		s.mu.Unlock()
-		if full {
+		c := &consumerLink{Link: link}
+		if !s.enter(c) {
 			s.log.Warn("a consumer was refused: too many are connected", "limit", maxLinks)
 			_ = link.Close()
 			continue
 		}
-		s.tasks.Go(func() { s.serve(link) })
+		s.tasks.Go(func() { s.serve(c) })
 	}
 }
 
@@ -152,19 +147,16 @@ func (s *peerStore) pause(d time.Duration) bool {
 }
 
 // serve answers one consumer until it goes away.
-func (s *peerStore) serve(link pipe.Link) {
-	defer func() {
-		_ = link.Close()
-		s.mu.Lock()
-		s.links--
-		s.mu.Unlock()
-	}()
+func (s *peerStore) serve(link *consumerLink) {
+	defer s.left(link)
 	consumer := &subscriber{out: link.Out, lost: func() { _ = link.Close() }}
 	defer s.pushes.remove(consumer)
 	for {
 		m, err := s.receive(link.In, s.roomForPushed)
 		if err == nil && m != nil {
+			s.hear(link, true)
 			err = s.answer(consumer, m)
+			s.hear(link, false)
 		}
 		switch {
 		case err == nil:

@@ -42,7 +42,9 @@ type Definition struct {
 // Env.Arena: the same bytes for every life of the plugin in one life of the engine, never to be
 // trusted unverified (rules ARENA-01 to ARENA-04). It may be used until the Store's Close returns.
 // With a method ArenaBlocks() int64 it has room for so many of the engine's blocks on each rank
-// besides, see connector.Info.
+// besides, and with ArenaBlockTokens() int64 these are blocks of so many tokens, see connector.Info. With a
+// method ArenaField() string it names the field of the config that an operator changes where the machine has no
+// room for that.
 func FromStore[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (connector.Store, error)) connector.Plugin {
 	if d.Reset {
 		d.Capabilities |= connector.CanReset
@@ -50,7 +52,7 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 	stores := newStores(d, func(raw json.RawMessage, env *connector.Env) (int64, error) {
 		config, err := DecodeConfig[C](raw)
 		info := connector.Info{}
-		info.ArenaBytes, info.ArenaBlocks = arena(&config)
+		askArena(&info, &config)
 		return info.ArenaSize(&env.Layout, env.World), err
 	}, func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
 		config, err := DecodeConfig[C](raw)
@@ -68,7 +70,7 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 			if err != nil {
 				return info, err
 			}
-			info.ArenaBytes, info.ArenaBlocks = arena(&config)
+			askArena(&info, &config)
 			if scoped, ok := any(config).(interface{ Scope() connector.Scope }); ok {
 				info.Scope = scoped.Scope()
 			}
@@ -91,15 +93,20 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 	}
 }
 
-// arena is what a config asks for: connector.Info's ArenaBytes and ArenaBlocks.
-func arena(config any) (size, blocks int64) {
+// askArena says in info what a config asks for: its ArenaBytes, ArenaBlocks and ArenaBlockTokens.
+func askArena(info *connector.Info, config any) {
 	if c, ok := config.(interface{ ArenaBytes() int64 }); ok {
-		size = c.ArenaBytes()
+		info.ArenaBytes = c.ArenaBytes()
 	}
 	if c, ok := config.(interface{ ArenaBlocks() int64 }); ok {
-		blocks = c.ArenaBlocks()
+		info.ArenaBlocks = c.ArenaBlocks()
 	}
-	return size, blocks
+	if c, ok := config.(interface{ ArenaBlockTokens() int64 }); ok {
+		info.ArenaBlockTokens = c.ArenaBlockTokens()
+	}
+	if c, ok := config.(interface{ ArenaField() string }); ok {
+		info.ArenaField = c.ArenaField()
+	}
 }
 
 // storeSide is what both sides have in common.

@@ -65,7 +65,7 @@ func (f *agentFlags) run(cmd *cobra.Command) error {
 		return fail(err)
 	}
 	return fail(agent.Run(cmd.Context(), agent.Config{
-		Transfer: cfg, PluginPath: pluginFolders(f.pluginPath), Socket: path, Log: slog.Default(),
+		Transfer: cfg, PluginPath: pluginFolders(f.pluginPath), Socket: path, Log: slog.Default(), Build: newBuildInfo(),
 		Ready: func() { fmt.Fprintf(cmd.OutOrStdout(), "kvport: ready socket=%s\n", path) },
 	}))
 }

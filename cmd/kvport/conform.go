@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -23,6 +25,8 @@ type conformFlags struct {
 	seed     uint64
 	only     []string
 	list     bool
+	timeout  time.Duration
+	failFast bool
 }
 
 func newConform() *cobra.Command {
@@ -31,8 +35,11 @@ func newConform() *cobra.Command {
 		Use:   "conform PLUGIN_BINARY",
 		Short: "Check that a connector plugin keeps the contract",
 		Args: func(cmd *cobra.Command, args []string) error {
-			if f.list {
-				return cobra.NoArgs(cmd, args)
+			switch {
+			case f.list && len(args) > 0:
+				return fmt.Errorf("--list lists the cases of the suite and takes no plugin: leave out %q, or --list", args[0])
+			case f.list:
+				return nil
 			}
 			return cobra.ExactArgs(1)(cmd, args)
 		},
@@ -44,9 +51,11 @@ func newConform() *cobra.Command {
 		},
 	}
 	flags := cmd.Flags()
-	flags.StringVar(&f.config, "config", "{}", "the plugin's kv_connector_extra_config as JSON, or @FILE; ${TMP} in it becomes a fresh folder in every case")
+	flags.StringVar(&f.config, "config", "{}", "the plugin's kv_connector_extra_config as JSON, or @FILE; @TMP@ in it becomes a fresh folder in every case")
 	flags.StringSliceVar(&f.profiles, "profile", []string{string(conformance.Store)}, "kind of connector, whose cases must all run; may be repeated: "+profileNames())
-	flags.StringVar(&f.format, "format", "text", "text, json (a line a case) or junit")
+	flags.StringVar(&f.format, "format", "text", "text, json (a line a case) or junit (at the end)")
+	flags.DurationVar(&f.timeout, "timeout", 0, "end the run after this time, such as 10m, with the results so far and exit code 1; 0: never")
+	flags.BoolVar(&f.failFast, "fail-fast", false, "end the run at the first case that failed")
 	flags.StringSliceVar(&f.only, "case", nil, "run these cases only; may be repeated")
 	flags.BoolVar(&f.list, "list", false, "list the cases, those of --profile if it is given, and run none")
 	flags.Uint64Var(&f.seed, "seed", 1, "of sizes, orders and bytes")
@@ -94,7 +103,10 @@ func (f *conformFlags) parseProfiles() ([]conformance.Profile, error) {
 }
 
 // checkOnly wants the names of --case to be those of cases.
-func (f *conformFlags) checkOnly() error {
+func (f *conformFlags) checkOnly(cmd *cobra.Command) error {
+	if cmd.Flags().Changed("case") && len(f.only) == 0 {
+		return errors.New("--case names no case; kvport conform --list lists them")
+	}
 	for _, id := range f.only {
 		if !slices.ContainsFunc(conformance.Cases(), func(c conformance.Case) bool { return c.ID == id }) {
 			return fmt.Errorf("--case: there is no case %q; kvport conform --list lists them", id)
@@ -117,12 +129,14 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	}
 	profiles, err := f.parseProfiles()
 	if err == nil {
-		err = f.checkOnly()
+		err = f.checkOnly(cmd)
 	}
 	if err != nil {
 		return err
 	}
-	options := conformance.Options{Seed: f.seed, Profiles: profiles, Only: f.only}
+	if f.timeout < 0 {
+		return fmt.Errorf("--timeout is %v, want 0 (none) or more", f.timeout)
+	}
 	config, err := readObject(f.config)
 	if err != nil {
 		return fmt.Errorf("--config: %w", err)
@@ -136,27 +150,70 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	if err != nil {
 		return err
 	}
-	results := conformance.Check(cmd.Context(), conformance.Binary(binary, config), options)
-	if err := cmd.Context().Err(); err != nil {
-		return fail(errors.New("interrupted"))
+	options := conformance.Options{Seed: f.seed, Profiles: profiles, Only: f.only, FailFast: f.failFast}
+	return f.check(cmd, manifest.Name, conformance.Binary(binary, config), options)
+}
+
+// errTimeout ends a run that took longer than --timeout.
+var errTimeout = errors.New("--timeout is over")
+
+// check runs the cases and writes what they find as they end. Whatever ends the run, its results are written.
+func (f *conformFlags) check(cmd *cobra.Command, name string, plugin conformance.Maker, o conformance.Options) error {
+	ctx, cancel := cmd.Context(), func() {}
+	if f.timeout > 0 {
+		ctx, cancel = context.WithTimeoutCause(ctx, f.timeout, errTimeout)
 	}
-	if err := writeResults(cmd.OutOrStdout(), f.format, manifest.Name, results); err != nil {
+	defer cancel()
+	w := cmd.OutOrStdout()
+	var broken error // writing failed
+	cases := 0
+	o.Progress = func(r conformance.Result) {
+		cases = r.Of
+		if err := f.writeCase(w, r); err != nil && broken == nil {
+			broken = err
+			cancel()
+		}
+	}
+	results := conformance.Check(ctx, plugin, o)
+	if err := errors.Join(broken, f.writeEnd(w, name, results)); err != nil {
 		return fail(err)
 	}
-	if conformance.Failed(results) != nil {
+	switch failed := conformance.Failed(results) != nil; {
+	case ctx.Err() != nil && errors.Is(context.Cause(ctx), errTimeout):
+		return fail(fmt.Errorf("--timeout of %v is over: %d of %d cases ran", f.timeout, len(results), max(cases, len(results))))
+	case ctx.Err() != nil:
+		return fail(fmt.Errorf("interrupted: %d of %d cases ran", len(results), max(cases, len(results))))
+	case failed:
 		return fail(errSilent)
+	case slices.ContainsFunc(results, func(r conformance.Result) bool { return r.Status == conformance.Inconclusive }):
+		return errInconclusive
 	}
 	return nil
 }
 
-func writeResults(w io.Writer, format, name string, results []conformance.Result) error {
-	switch format {
-	case "json":
-		return conformance.WriteJSON(w, results)
+// errInconclusive ends a run in which nothing failed and the machine kept cases from a verdict.
+var errInconclusive = errors.New("cases stayed inconclusive: run them again on a machine that does less")
+
+// writeCase writes what can be written of a case as it ends.
+func (f *conformFlags) writeCase(w io.Writer, r conformance.Result) error {
+	switch {
+	case f.format == "text":
+		return conformance.WriteCase(w, r)
+	case f.format == "json" && !r.Again:
+		return conformance.WriteJSON(w, []conformance.Result{r})
+	}
+	return nil
+}
+
+// writeEnd writes what stands at the end.
+func (f *conformFlags) writeEnd(w io.Writer, name string, results []conformance.Result) error {
+	switch f.format {
+	case "text":
+		return conformance.WriteSummary(w, results)
 	case "junit":
 		return conformance.WriteJUnit(w, name, results)
 	}
-	return conformance.WriteText(w, results)
+	return nil
 }
 
 // maxConfig bounds a config or key file, in bytes.

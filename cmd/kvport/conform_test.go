@@ -1,18 +1,25 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"encoding/xml"
 	"fmt"
+	"io"
+	"os"
 	"os/exec"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk"
 )
 
 // conform runs the command on the demo plugin and gives what it printed and its exit code.
@@ -43,12 +50,15 @@ func TestConformJSON(t *testing.T) {
 		var row struct {
 			ID, Rule, Status string
 			Log              []string
+			N, Of            int
 		}
 		d := json.NewDecoder(strings.NewReader(line))
 		d.DisallowUnknownFields()
 		require.NoError(t, d.Decode(&row), line)
 		require.NotEmpty(t, row.ID)
 		require.NotEmpty(t, row.Rule)
+		require.Positive(t, row.N)
+		require.Equal(t, len(lines), row.Of)
 		count[row.Status]++
 	}
 	cases := 0
@@ -108,12 +118,109 @@ func TestConformList(t *testing.T) {
 	require.NoError(t, err)
 	require.NotContains(t, few, "STORE-01")
 	_, err = list("kvport-demo")
-	require.Error(t, err)
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	require.Equal(t, exitUsage, exit.ExitCode())
+	require.Contains(t, string(exit.Stderr), `--list lists the cases of the suite and takes no plugin: leave out "kvport-demo", or --list`)
 
 	out, _, code := conform(t, "--case", "round-trip")
 	require.Zero(t, code, out)
 	require.Contains(t, out, "1 passed, 0 failed, 0 skipped")
-	_, errs, code := conform(t, "--case", "rond-trip")
-	require.NotZero(t, code)
-	require.Contains(t, errs, `no case "rond-trip"`)
+	for arg, want := range map[string]string{"rond-trip": `no case "rond-trip"`, "": "--case names no case", "round-trip,": `no case ""`} {
+		out, errs, code := conform(t, "--case", arg)
+		require.Equal(t, exitUsage, code, "--case %q: %s", arg, out)
+		require.Contains(t, errs, want)
+	}
+}
+
+// sickPlugin is a connector of which each load goes wrong as its config says.
+func sickPlugin() {
+	type config struct {
+		Dir  string `json:"dir"`
+		Load string `json:"load"`
+	}
+	sdk.Serve(sdk.FromStore(sdk.Definition{Name: "SickConnector", Version: "1", Scope: connector.ScopeShared},
+		func(_ context.Context, _ connector.Env, c config) (connector.Store, error) {
+			return &sick{folder{c.Dir}, c.Load}, os.MkdirAll(c.Dir, 0o700)
+		}))
+}
+
+type sick struct {
+	folder
+	load string
+}
+
+// Get implements connector.Store.
+func (s *sick) Get(ctx context.Context, items []connector.Item) error {
+	switch s.load {
+	case "hangs":
+		select {}
+	case "dies":
+		fmt.Fprintln(os.Stderr, "the database said no")
+		go func() { panic("a bug of the author's") }()
+		select {}
+	}
+	return s.folder.Get(ctx, items)
+}
+
+func sickly(t *testing.T, load string, args ...string) *exec.Cmd {
+	t.Helper()
+	plugin, err := exec.LookPath("kvport-sick")
+	require.NoError(t, err)
+	config := fmt.Sprintf(`{"dir":"@TMP@/kv","load":%q}`, load)
+	return exec.CommandContext(t.Context(), "kvport", append(append([]string{"conform", "--config", config}, args...), plugin)...)
+}
+
+// Each case is written as it ends; a signal ends the run with what it has, and the case under way is named.
+func TestConformStreams(t *testing.T) {
+	t.Parallel()
+	for format, want := range map[string][2]string{
+		"text": {`1/2  pass  SCHED-02 +match-repeat`, `(?s)2/2  inconclusive  WORK-01 +round-trip .*interrupted before it had ended.*1 passed, 0 failed, 0 skipped, 1 inconclusive\n$`},
+		"json": {`^{"id":"match-repeat".*"status":"pass".*"n":1,"of":2}`, `\n{"id":"round-trip".*"status":"inconclusive".*"n":2,"of":2}\n$`},
+	} {
+		t.Run(format, func(t *testing.T) {
+			t.Parallel()
+			cmd := sickly(t, "hangs", "--format", format, "--case", "match-repeat,round-trip")
+			var errs bytes.Buffer
+			cmd.Stderr = &errs
+			out, err := cmd.StdoutPipe()
+			require.NoError(t, err)
+			require.NoError(t, cmd.Start())
+			var said strings.Builder
+			line, err := bufio.NewReader(io.TeeReader(out, &said)).ReadString('\n')
+			require.NoError(t, err)
+			require.Regexp(t, want[0], line, "the first case is written while the second hangs")
+			require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
+			_, err = io.Copy(&said, out)
+			require.NoError(t, err)
+			var exit *exec.ExitError
+			require.ErrorAs(t, cmd.Wait(), &exit)
+			require.Equal(t, exitFailure, exit.ExitCode())
+			require.Regexp(t, "interrupted: [12] of 2 cases ran", errs.String())
+			if strings.Contains(errs.String(), "2 of 2") { // else the signal came between the cases
+				require.Regexp(t, want[1], said.String())
+			}
+		})
+	}
+}
+
+// --timeout ends a run, with its results; --fail-fast ends it at the first failure.
+func TestConformEnds(t *testing.T) {
+	t.Parallel()
+	out, err := sickly(t, "hangs", "--timeout", "3s", "--format", "junit", "--case", "match-repeat,round-trip,partial-load").Output()
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	require.Equal(t, exitFailure, exit.ExitCode())
+	require.Regexp(t, `--timeout of 3s is over: \d of \d cases ran`, string(exit.Stderr))
+	require.Contains(t, string(out), "</testsuite>")
+	if strings.Contains(string(exit.Stderr), "2 of 3") { // on a machine that is busy the first may take as long
+		require.Regexp(t, `(?s)tests="2" failures="0" errors="1" .*interrupted before it had ended`, string(out))
+	}
+
+	out, err = sickly(t, "dies", "--fail-fast", "--case", "match-repeat,round-trip,partial-load").Output()
+	require.ErrorAs(t, err, &exit)
+	require.Equal(t, exitFailure, exit.ExitCode())
+	require.Contains(t, string(out), "\n1 passed, 1 failed, 0 skipped\n")
+	// The last words of the process stand below the case in which it died.
+	require.Regexp(t, `(?s)2/3  fail  WORK-01 .*ended by itself: exit status 2; the last lines of its standard error:\n        panic: a bug of the author's\n.*conform_test\.go:\d+`, string(out))
 }

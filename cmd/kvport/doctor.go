@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
@@ -226,6 +227,9 @@ func (f *doctorFlags) checkConfig(ctx context.Context, config *host.Config) chec
 	}
 	ctx, cancel := context.WithTimeout(ctx, verifyWait)
 	defer cancel()
+	for _, w := range config.Adopt(&b.Manifest) {
+		slog.Warn("kv-transfer-config: " + w)
+	}
 	v := &verification{binary: b, config: config.Extra}
 	defer v.cleanup()
 	if _, err := v.handshake(ctx); err != nil {

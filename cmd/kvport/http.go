@@ -2,27 +2,29 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"crypto/sha256"
 	"crypto/subtle"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
-	"net/http"
 	"os"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
 
-	"github.com/kvport/kvport/engine/server"
 	"github.com/kvport/kvport/sdk/host"
 )
 
-// drainTime is how long a signalled process may take to finish what it has.
-const drainTime = 10 * time.Second
+// drainTime is how long a signalled process may take to finish what it has, by default; closeTime is
+// what the engine and its plugin have of it at least.
+const (
+	drainTime = 10 * time.Second
+	closeTime = 2 * time.Second
+)
 
 // listenFlags are the flags of commands that listen.
 type listenFlags struct {
@@ -30,26 +32,30 @@ type listenFlags struct {
 	port       int
 	apiKeyFile string
 	open       bool
+
+	allowedHosts   []string
+	maxConnections int
+	drainTimeout   time.Duration
 }
 
 func (f *listenFlags) add(cmd *cobra.Command, port int) {
 	flags := cmd.Flags()
 	flags.StringVar(&f.host, "host", "127.0.0.1", "address to listen on")
 	flags.IntVar(&f.port, "port", port, "port to listen on; 0 picks a free one, see the ready line")
-	flags.StringVar(&f.apiKeyFile, "api-key-file", "", "file with API keys, one a line; clients send one as bearer token")
+	flags.StringVar(&f.apiKeyFile, "api-key-file", "", "file with API keys, one a line; clients send one as bearer token; SIGHUP makes kvport read it again")
 	flags.BoolVar(&f.open, "allow-unauthenticated", false, "listen beyond loopback without API keys")
-}
-
-// front is an HTTP handler that can be told to refuse new requests.
-type front interface {
-	http.Handler
-	Drain()
+	flags.StringSliceVar(&f.allowedHosts, "allowed-host", nil, "names besides localhost and --host that the Host header may have; beyond loopback any name is good unless one is given")
+	flags.IntVar(&f.maxConnections, "max-connections", 0, "connections at once at most, of which the longest idle one makes room for a new one (default from the limit of open files)")
+	flags.DurationVar(&f.drainTimeout, "drain-timeout", drainTime, "how long the process may take to end after SIGTERM or SIGINT; requests that run have four fifths of it")
 }
 
 // listener checks the flags and opens the port.
 func (f *listenFlags) listen() (*net.TCPListener, *keyring, error) {
 	if f.port < 0 || f.port > 65535 {
 		return nil, nil, fmt.Errorf("--port is %d, want 0 to 65535", f.port)
+	}
+	if err := f.checkLimits(); err != nil {
+		return nil, nil, err
 	}
 	var keys *keyring
 	if f.apiKeyFile != "" {
@@ -66,45 +72,41 @@ func (f *listenFlags) listen() (*net.TCPListener, *keyring, error) {
 		return nil, nil, fmt.Errorf("--host %q is not loopback: give --api-key-file, or --allow-unauthenticated to let anybody in", f.host)
 	}
 	l, err := net.ListenTCP("tcp", addr)
-	if err != nil {
+	switch {
+	case errors.Is(err, syscall.EADDRINUSE):
+		return nil, nil, fmt.Errorf("--port: %d is taken, another process listens there; give another one, or 0 for a free one: %w", f.port, err)
+	case errors.Is(err, syscall.EADDRNOTAVAIL):
+		return nil, nil, fmt.Errorf("--host: this machine has no address %s: %w", addr.IP, err)
+	case err != nil:
 		return nil, nil, fail(err)
 	}
 	return l, keys, nil
 }
 
-// serveHTTP announces the listener and serves it until ctx ends, then lets running requests finish
-// until the deadline that it returns, or ends them.
-func serveHTTP(ctx context.Context, cmd *cobra.Command, l net.Listener, h front, keys *keyring) (deadline time.Time, err error) {
-	var handler http.Handler = h
-	if keys != nil {
-		handler = keys.guard(h)
+// checkLimits refuses limits that cannot work.
+func (f *listenFlags) checkLimits() error {
+	most := descriptors() / 2
+	switch {
+	case f.drainTimeout < 0:
+		return fmt.Errorf("--drain-timeout is %s, want 0s or more", f.drainTimeout)
+	case f.maxConnections != 0 && (f.maxConnections < fewestConnections || f.maxConnections > most):
+		return fmt.Errorf("--max-connections is %d, want %d to %d, half of the files that this process may open", f.maxConnections, fewestConnections, most)
 	}
-	srv := &http.Server{
-		Handler:           handler,
-		ReadHeaderTimeout: 10 * time.Second,
-		IdleTimeout:       2 * time.Minute,
-		MaxHeaderBytes:    64 << 10,
-		ErrorLog:          slog.NewLogLogger(slog.Default().Handler(), slog.LevelDebug),
+	return nil
+}
+
+// connections is how many there may be.
+func (f *listenFlags) connections() int {
+	if f.maxConnections > 0 {
+		return f.maxConnections
 	}
-	ended := make(chan error, 1)
-	go func() { ended <- srv.Serve(l) }()
-	fmt.Fprintf(cmd.OutOrStdout(), "kvport: ready url=http://%s\n", l.Addr())
-	select {
-	case err := <-ended:
-		return time.Now().Add(drainTime), err
-	case <-ctx.Done():
-	}
-	h.Drain()
-	deadline = time.Now().Add(drainTime)
-	slog.Info("draining", "seconds", drainTime.Seconds())
-	// A fifth of the time is for what comes after: the engine and its plugin.
-	wait, cancel := context.WithDeadline(context.Background(), deadline.Add(-drainTime/5))
-	defer cancel()
-	if err := srv.Shutdown(wait); err != nil {
-		slog.Warn("requests are cut off", "err", err)
-		_ = srv.Close() // its error is the listener's, which Shutdown has closed
-	}
-	return deadline, nil
+	return defaultConnections()
+}
+
+// inFlight is how many requests may run at once: fewer than there are connections, so that a health check
+// always gets through.
+func (f *listenFlags) inFlight(most int) int {
+	return min(most, f.connections()*3/4)
 }
 
 // keyring knows the hashes of the API keys.
@@ -128,22 +130,6 @@ func readKeys(path string) (*keyring, error) {
 		return nil, errors.New(path + " has no keys")
 	}
 	return k, nil
-}
-
-// guard lets only requests with a key through, and health checks.
-func (k *keyring) guard(next http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path != "/health" && !k.allows(r.Header.Get("Authorization")) {
-			w.Header().Set("WWW-Authenticate", "Bearer")
-			e := &server.Error{
-				Status: http.StatusUnauthorized, Kind: "invalid_request_error",
-				Code: "invalid_api_key", Message: "the Authorization header has no valid API key: want Bearer KEY",
-			}
-			e.Write(w)
-			return
-		}
-		next.ServeHTTP(w, r)
-	})
 }
 
 // allows compares with every key in constant time.

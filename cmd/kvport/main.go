@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -27,6 +28,9 @@ const (
 	exitOK      = 0
 	exitFailure = 1
 	exitUsage   = 2 // a changed flag, config or binary could cure it
+
+	exitCutOff       = 3 // of serve and route: requests had not ended when --drain-timeout was over
+	exitInconclusive = 3 // of conform: the machine kept a case from a verdict
 )
 
 func main() {
@@ -47,6 +51,12 @@ func run(args []string, stdout, stderr io.Writer) int {
 	if !errors.Is(err, errSilent) {
 		fmt.Fprintln(stderr, "kvport: "+brief(err.Error()))
 	}
+	if errors.Is(err, errCutOff) {
+		return exitCutOff
+	}
+	if errors.Is(err, errInconclusive) {
+		return exitInconclusive
+	}
 	var f *failure
 	if errors.As(err, &f) && !errors.Is(err, host.ErrConfig) {
 		return exitFailure
@@ -60,16 +70,35 @@ func newRoot(stdout, stderr io.Writer) *cobra.Command {
 		Short: "An inference engine with pluggable KV-cache connectors",
 		// Errors are a line or two; who wants the usage asks for it.
 		SilenceUsage: true, SilenceErrors: true,
-		Version: version,
+		Version: buildVersion(),
 		Args:    cobra.NoArgs,
 		RunE:    func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	root.SetOut(stdout)
 	root.SetErr(stderr)
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return flagError(err) })
 	root.SetVersionTemplate("kvport {{.Version}}\n")
 	root.CompletionOptions.DisableDefaultCmd = true
-	root.AddCommand(newServe(), newAgent(), newRoute(), newConform(), newBench(), newPlugins(), newDoctor(), newProbe(), newSim())
+	root.AddCommand(newServe(), newAgent(), newRoute(), newConform(), newBench(), newPlugins(), newDoctor(), newProbe(), newSim(), newVersion())
 	return root
+}
+
+// flagError says in words why a flag cannot have its value; the flag package says it in those of package strconv.
+func flagError(err error) error {
+	number, ok := errors.AsType[*strconv.NumError](err)
+	if !ok {
+		return err
+	}
+	reason := "want a number"
+	switch {
+	case errors.Is(err, strconv.ErrRange):
+		reason = "out of range"
+	case number.Func == "ParseBool":
+		reason = "want true or false"
+	case number.Func == "ParseInt" || number.Func == "ParseUint":
+		reason = "want a whole number"
+	}
+	return errors.New(strings.TrimSuffix(err.Error(), number.Error()) + reason)
 }
 
 // failure marks an error of a command at work, as opposed to one of its flags or config.

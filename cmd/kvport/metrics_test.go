@@ -130,6 +130,9 @@ func sections(t *testing.T) []section {
 		}
 	}
 	c := &catalogue{}
+	require.NoError(t, c.Register(newBuildInfo()))
+	list = append(list, section{title: "All commands that have metrics, and the agent", metrics: c.metrics})
+	c = &catalogue{}
 	_, err = router.New(router.Config{Decode: []string{"http://127.0.0.1:1"}, Metrics: c})
 	require.NoError(t, err)
 	list[3].metrics = c.metrics

@@ -145,6 +145,10 @@ func probeNIXL() check {
 		return check{name, statusWarn, err.Error(), "see the message"}
 	}
 	backends := tried([]string{"UCX", "POSIX", "GDS"}, map[string]string{"GDS": "needs an NVIDIA GPU with GPUDirect Storage"}, func(backend string) error {
+		// So UCX opens no port.
+		if err := errors.Join(os.Setenv("UCX_TLS", ucx.SharedMemory), os.Setenv("UCX_POSIX_ERROR_HANDLING", "y")); err != nil {
+			return err
+		}
 		_, err := agent.Backend(backend, nil)
 		return err
 	})
@@ -162,16 +166,17 @@ func probeUCX() check {
 	}
 	needs := map[string]string{
 		"cma": "needs leave to read another process's memory: kernel.yama.ptrace_scope, container capabilities",
-		"rc":  "needs an RDMA device", "cuda_ipc": "needs an NVIDIA GPU",
+		"rc":  "needs an RDMA device, without which UCX moves nothing between machines by default", "cuda_ipc": "needs an NVIDIA GPU",
 	}
-	transports := tried([]string{"cma", "posix", "sysv", "tcp", "rc", "cuda_ipc"}, needs, func(transport string) error {
+	transports := tried([]string{"cma", "posix", "rc", "cuda_ipc"}, needs, func(transport string) error {
 		w, err := lib.NewWorker(ucx.Options{Transports: transport})
 		if err != nil {
 			return err
 		}
 		return w.Close()
 	})
-	return check{Check: name, Status: statusOK, Detail: fmt.Sprintf("%s %s, transports: %s", lib.Version(), lib.Path(), transports)}
+	return check{Check: name, Status: statusOK, Detail: fmt.Sprintf("%s %s, transports: %s; over tcp it authenticates nobody, so connectors use that only where ucx_tcp is trusted-network",
+		lib.Version(), lib.Path(), transports)}
 }
 
 func probeCUDA() check {

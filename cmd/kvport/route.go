@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"strings"
 	"sync"
 	"time"
 
@@ -16,7 +17,11 @@ import (
 
 	"github.com/kvport/kvport/engine/router"
 	"github.com/kvport/kvport/internal/ticket"
+	"github.com/kvport/kvport/sdk/host"
 )
+
+// maxRouted is how many requests the router serves at once at most.
+const maxRouted = 1024
 
 type routeFlags struct {
 	listenFlags
@@ -26,6 +31,9 @@ type routeFlags struct {
 	logLevel        string
 	register        string
 	keyFile         string
+	upstreamKeyFile string
+
+	prefillTimeout, firstByteTimeout, answerTimeout, idleTimeout time.Duration
 }
 
 func newRoute() *cobra.Command {
@@ -44,12 +52,65 @@ func newRoute() *cobra.Command {
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
 	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the key that the engines share; default: that of one user on one host")
 	flags.IntVar(&f.turns, "bidirectional", 0, "remember so many conversations: prefill instances load from the decode instance that gave the last answer; all kv_both")
+	flags.StringVar(&f.upstreamKeyFile, "upstream-api-key-file", "", "file with the API key of the instances, its first line; without it, and without --api-key-file, clients' own keys are passed on")
+	flags.DurationVar(&f.prefillTimeout, "prefill-timeout", 2*time.Minute, "how long a prefill instance may take to answer before another one is tried")
+	flags.DurationVar(&f.firstByteTimeout, "first-byte-timeout", 2*time.Minute, "how long a decode instance may take to begin a stream before another one is tried")
+	flags.DurationVar(&f.answerTimeout, "answer-timeout", 10*time.Minute, "how long a decode instance may take for an answer that is not streamed before another one is tried")
+	flags.DurationVar(&f.idleTimeout, "idle-timeout", 2*time.Minute, "how long a decode instance may be silent in the middle of an answer before that ends with an error")
 	f.add(cmd, 8080)
 	addLogLevel(cmd, &f.logLevel)
 	return cmd
 }
 
 func (f *routeFlags) run(cmd *cobra.Command) error {
+	if err := f.check(); err != nil {
+		return err
+	}
+	if err := setLog(cmd.ErrOrStderr(), f.logLevel); err != nil {
+		return err
+	}
+	registering, err := f.registration()
+	if err != nil {
+		return err
+	}
+	upstreamKey, err := f.upstreamKey()
+	if err != nil {
+		return err
+	}
+	var t *front // is made before anything is served
+	registry := newRegistry()
+	r, err := router.New(router.Config{
+		Register: registering,
+		Prefill:  f.prefill, Decode: f.decode, Log: slog.Default(), Metrics: registry, Gatherer: registry,
+		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, MaxInFlight: f.inFlight(maxRouted),
+		Known:          func(authorization string) bool { return t.knows(authorization) },
+		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
+	})
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	l, keys, err := f.listen()
+	if err != nil {
+		return err
+	}
+	t = newFront(l, &f.listenFlags, keys)
+	defer t.close()
+	probing, stop := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	if err := f.serveRegistrar(probing, &wg, r); err != nil {
+		stop()
+		return err
+	}
+	wg.Go(func() { r.Run(probing) })
+	_, err = t.serve(cmd.Context(), cmd, r)
+	stop()
+	wg.Wait()
+	return fail(err)
+}
+
+// check refuses flags that cannot work.
+func (f *routeFlags) check() error {
 	switch {
 	case f.mode == "replica":
 		return errors.New("--mode replica is not built yet, only pool")
@@ -64,38 +125,37 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	case f.keyFile != "" && f.register == "":
 		return errors.New("--ticket-key-file is for --register")
 	}
-	if err := setLog(cmd.ErrOrStderr(), f.logLevel); err != nil {
-		return err
+	for _, limit := range []struct {
+		flag  string
+		value time.Duration
+	}{
+		{"prefill-timeout", f.prefillTimeout},
+		{"first-byte-timeout", f.firstByteTimeout},
+		{"answer-timeout", f.answerTimeout},
+		{"idle-timeout", f.idleTimeout},
+	} {
+		if limit.value <= 0 {
+			return fmt.Errorf("--%s is %v, want a positive time such as 30s", limit.flag, limit.value)
+		}
 	}
-	registering, err := f.registration()
+	return nil
+}
+
+// upstreamKey is the API key that instances get; empty: none.
+func (f *routeFlags) upstreamKey() (string, error) {
+	if f.upstreamKeyFile == "" {
+		return "", nil
+	}
+	data, err := host.ReadFile(f.upstreamKeyFile, maxConfig)
 	if err != nil {
-		return err
+		return "", fmt.Errorf("--upstream-api-key-file: %w", err)
 	}
-	registry := newRegistry()
-	r, err := router.New(router.Config{
-		Register: registering,
-		Prefill:  f.prefill, Decode: f.decode, Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		OwnKeys: f.apiKeyFile != "", Turns: f.turns,
-	})
-	if err != nil {
-		return err
+	line, _, _ := strings.Cut(strings.TrimSpace(string(data)), "\n")
+	key := strings.TrimSpace(line)
+	if key == "" || strings.ContainsFunc(key, func(r rune) bool { return r <= ' ' || r > '~' }) {
+		return "", fmt.Errorf("--upstream-api-key-file: the first line of %s is no API key: it must be visible ASCII without spaces", f.upstreamKeyFile)
 	}
-	defer r.Close()
-	l, keys, err := f.listen()
-	if err != nil {
-		return err
-	}
-	probing, stop := context.WithCancel(context.Background())
-	var wg sync.WaitGroup
-	if err := f.serveRegistrar(probing, &wg, r); err != nil {
-		stop()
-		return errors.Join(err, l.Close())
-	}
-	wg.Go(func() { r.Run(probing) })
-	_, err = serveHTTP(cmd.Context(), cmd, l, r, keys)
-	stop()
-	wg.Wait()
-	return fail(err)
+	return key, nil
 }
 
 // registration is how the router deals with instances that register; none without --register.
@@ -103,7 +163,11 @@ func (f *routeFlags) registration() (router.Registration, error) {
 	if f.register == "" {
 		return router.Registration{}, nil
 	}
-	key, err := f.key()
+	deployment, err := f.key()
+	if err != nil {
+		return router.Registration{}, err
+	}
+	key, err := ticket.RouterKey(deployment)
 	if err != nil {
 		return router.Registration{}, err
 	}
@@ -125,13 +189,18 @@ func (f *routeFlags) serveRegistrar(ctx context.Context, wg *sync.WaitGroup, r *
 	if f.register == "" {
 		return nil
 	}
-	l, err := new(net.ListenConfig).Listen(ctx, "tcp", f.register)
+	addr, err := net.ResolveTCPAddr("tcp", f.register)
 	if err != nil {
 		return fmt.Errorf("--register: %w", err)
 	}
+	l, err := net.ListenTCP("tcp", addr)
+	if err != nil {
+		return fmt.Errorf("--register: %w", err)
+	}
+	gate := newGate(l, f.connections())
 	slog.Info("instances can register", "address", l.Addr().String())
 	server := &http.Server{Handler: r.Registrar(), ReadTimeout: 5 * time.Second, WriteTimeout: 5 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10}
-	wg.Go(func() { _ = server.Serve(l) }) // it ends with Close
+	wg.Go(func() { _ = server.Serve(gate) }) // it ends with Close
 	wg.Go(func() {
 		<-ctx.Done()
 		_ = server.Close()
@@ -139,9 +208,9 @@ func (f *routeFlags) serveRegistrar(ctx context.Context, wg *sync.WaitGroup, r *
 	return nil
 }
 
-// newRegistry is a metrics registry with the process's own.
+// newRegistry is a metrics registry with the metrics of the process.
 func newRegistry() *prometheus.Registry {
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	registry.MustRegister(newBuildInfo(), collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return registry
 }

@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/rogpeppe/go-internal/testscript"
 	"github.com/stretchr/testify/require"
@@ -21,7 +22,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	testscript.Main(m, map[string]func(){"kvport": main, "kvport-demo": demoPlugin, "kvport-bench-memory": bench.ServePlugin, "kvport-bench-bare": bench.ServePlugin})
+	testscript.Main(m, map[string]func(){"kvport": main, "kvport-demo": demoPlugin, "kvport-slow": slowPlugin, "kvport-sick": sickPlugin, "kvport-bench-memory": bench.ServePlugin, "kvport-bench-bare": bench.ServePlugin})
 }
 
 // demoPlugin is a connector that keeps blocks as files in a folder.
@@ -30,7 +31,9 @@ func demoPlugin() {
 		Dir string `json:"dir" jsonschema:"required,minLength=1"`
 	}
 	sdk.Serve(sdk.FromStore(sdk.Definition{Name: "DemoConnector", Aliases: []string{"Demo"}, Version: "1", Scope: connector.ScopeShared},
-		func(_ context.Context, _ connector.Env, c config) (connector.Store, error) {
+		func(_ context.Context, env connector.Env, c config) (connector.Store, error) {
+			env.Log.Debug("opened", "plugin", "mine", "time", "now", "level", 7, "timestamp", 1, "err", "none", "error", "none",
+				"base", env.Model, "pause", time.Minute, "key", connector.StoreKey{1})
 			return &folder{dir: c.Dir}, os.MkdirAll(c.Dir, 0o700)
 		}))
 }
@@ -53,6 +56,7 @@ func (f *folder) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, 
 }
 
 func (f *folder) Get(ctx context.Context, items []connector.Item) error {
+	hideFence(f.dir)
 	return each(ctx, items, func(it connector.Item) error {
 		data, err := os.ReadFile(f.path(it.Key))
 		if err != nil {

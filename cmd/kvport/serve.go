@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
@@ -49,6 +50,7 @@ const (
 	maxThreads       = 1 << 10
 	maxBatch         = 1 << 20 // tokens of a step
 	maxSequences     = 1 << 12 // of a step
+	maxRequests      = 256     // at once
 )
 
 func newServe() *cobra.Command {
@@ -56,7 +58,7 @@ func newServe() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "serve --model FILE|tiny-random|sim",
 		Short: "Serve a model over OpenAI's HTTP API",
-		Args:  cobra.NoArgs,
+		Args:  modelByFlag,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
 	flags := cmd.Flags()
@@ -79,6 +81,14 @@ func newServe() *cobra.Command {
 	return cmd
 }
 
+// modelByFlag refuses arguments. vLLM takes the model as one.
+func modelByFlag(_ *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+	return fmt.Errorf("serve takes no argument %q: give the model as --model %s", args[0], args[0])
+}
+
 func (f *serveFlags) run(cmd *cobra.Command) error {
 	if err := f.check(); err != nil {
 		return err
@@ -94,10 +104,11 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	defer l.Close()
-	m, tok, err := f.open()
+	t := newFront(l, &f.listenFlags, keys)
+	defer t.close()
+	m, tok, err := load(cmd.Context(), f.open)
 	if err != nil {
-		return err
+		return unlessEnded(cmd.Context(), err)
 	}
 	defer m.Close()
 	if err := f.checkSizes(m); err != nil {
@@ -106,13 +117,16 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	registry := newRegistry()
 	e, err := engine.New(cmd.Context(), f.config(m, tok, transfer, registry))
 	if err != nil {
-		if cmd.Context().Err() != nil {
-			return fail(fmt.Errorf("interrupted while starting: %w", err))
-		}
-		return err
+		return unlessEnded(cmd.Context(), err)
+	}
+	if err := cmd.Context().Err(); err != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), closeTime)
+		defer cancel()
+		return unlessEnded(cmd.Context(), errors.Join(err, e.Close(ctx)))
 	}
 	c := server.Config{
 		Engine: e, Tokenizer: tok, ModelName: f.name(m), Log: slog.Default(), Metrics: registry, Gatherer: registry,
+		MaxInFlight: f.inFlight(maxRequests),
 	}
 	if transfer != nil {
 		c.EngineID = transfer.EngineID
@@ -123,11 +137,42 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	}
 	info := e.Info()
 	slog.Info("serving", "model", c.ModelName, "blocks", info.NumBlocks, "block_size", info.BlockSize,
-		"max_model_len", info.MaxModelLen, "connector", info.Connector, "version", version)
-	deadline, err := serveHTTP(cmd.Context(), cmd, l, s, keys)
-	ctx, cancel := context.WithDeadline(context.Background(), deadline)
+		"max_model_len", info.MaxModelLen, "connector", info.Connector, "version", buildVersion())
+	deadline, err := t.serve(cmd.Context(), cmd, s)
+	ctx, cancel := context.WithTimeout(context.Background(), max(closeTime, time.Until(deadline)))
 	defer cancel()
 	return fail(errors.Join(err, e.Close(ctx)))
+}
+
+// load opens a model. When ctx ends it does not wait any longer: the process ends, and the model with it.
+func load(ctx context.Context, open func() (model.Model, tokenizer.Tokenizer, error)) (model.Model, tokenizer.Tokenizer, error) {
+	type opened struct {
+		m   model.Model
+		tok tokenizer.Tokenizer
+		err error
+	}
+	done := make(chan opened, 1)
+	go func() {
+		m, tok, err := open()
+		done <- opened{m, tok, err}
+	}()
+	select {
+	case o := <-done:
+		return o.m, o.tok, o.err
+	case <-ctx.Done():
+		return nil, nil, ctx.Err()
+	}
+}
+
+// unlessEnded is the error of a start, or none if ctx has ended: the end was asked for, and whatever failed
+// then did so because of that.
+func unlessEnded(ctx context.Context, err error) error {
+	if ctx.Err() == nil {
+		return err
+	}
+	slog.Info("ended while starting")
+	slog.Debug("what the end of the start broke off", "err", err)
+	return nil
 }
 
 // check refuses flags that cannot work, before anything is loaded.
@@ -215,7 +260,7 @@ func (f *serveFlags) open() (model.Model, tokenizer.Tokenizer, error) {
 	}
 	file, err := gguf.Open(f.model)
 	if err != nil {
-		return nil, nil, fmt.Errorf("--model: %w", err)
+		return nil, nil, fmt.Errorf("--model: %w", noFile(f.model, err))
 	}
 	tok, err := tokenizer.FromGGUF(file)
 	if err = errors.Join(err, file.Close()); err != nil {
@@ -229,6 +274,14 @@ func (f *serveFlags) open() (model.Model, tokenizer.Tokenizer, error) {
 		return nil, nil, fmt.Errorf("--model %s: %w", f.model, err)
 	}
 	return m, tok, nil
+}
+
+// noFile says to those who give the name of a repository, as vLLM takes it, what kvport takes.
+func noFile(path string, err error) error {
+	if !errors.Is(err, os.ErrNotExist) || strings.HasSuffix(path, ".gguf") {
+		return err
+	}
+	return fmt.Errorf("%w; want a GGUF file, sim or tiny-random: names of repositories are not looked up", err)
 }
 
 // weightImages is where packed weights are kept; nowhere if this user has no cache folder.

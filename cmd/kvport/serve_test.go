@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -45,6 +46,9 @@ func do(t *testing.T, method, url, body string, header ...string) (int, string) 
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), method, url, strings.NewReader(body))
 	require.NoError(t, err)
+	if body != "" {
+		req.Header.Set("Content-Type", "application/json")
+	}
 	for i := 0; i < len(header); i += 2 {
 		req.Header.Set(header[i], header[i+1])
 	}
@@ -93,6 +97,7 @@ func TestDrain(t *testing.T) {
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.URL+"/v1/completions",
 		strings.NewReader(`{"prompt":"hello","max_tokens":500,"ignore_eos":true,"stream":true,"return_token_ids":true}`))
 	require.NoError(t, err)
+	req.Header.Set("Content-Type", "application/json")
 	resp, err := http.DefaultClient.Do(req)
 	require.NoError(t, err)
 	defer resp.Body.Close()
@@ -118,13 +123,14 @@ func TestSecondSignal(t *testing.T) {
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.URL+"/v1/completions",
 		strings.NewReader(`{"prompt":"hello","max_tokens":8000,"ignore_eos":true,"stream":true,"return_token_ids":true}`))
 	require.NoError(t, err)
+	req.Header.Set("Content-Type", "application/json")
 	resp, err := http.DefaultClient.Do(req)
 	require.NoError(t, err)
 	defer resp.Body.Close()
 	_, err = bufio.NewReader(resp.Body).ReadString('\n')
 	require.NoError(t, err)
 	require.NoError(t, p.Signal(syscall.SIGINT))
-	require.Eventually(t, func() bool { return strings.Contains(p.Logs(), "draining") }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(p.Logs(), "draining") }, time.Minute, time.Millisecond)
 	require.NoError(t, p.Signal(syscall.SIGINT)) // the same one, as far as the process can tell
 	<-time.After(sameSignal + 100*time.Millisecond)
 	require.NotContains(t, p.Logs(), "not waiting any longer")
@@ -182,5 +188,23 @@ func TestReadObject(t *testing.T) {
 	for _, bad := range []string{"", "null", "[]", "{", "@nowhere", "@" + filepath.Dir(file)} {
 		_, err := readObject(bad)
 		require.Error(t, err, bad)
+	}
+}
+
+// A port that is taken is a flag that can be changed: exit code 2, and the flag is named.
+func TestPortTaken(t *testing.T) {
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	_, port, err := net.SplitHostPort(l.Addr().String())
+	require.NoError(t, err)
+	path, err := exec.LookPath("kvport")
+	require.NoError(t, err)
+	for _, args := range [][]string{{"serve", "--model", "sim"}, {"route", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"}} {
+		out, err := exec.CommandContext(t.Context(), path, append(args, "--port", port)...).CombinedOutput()
+		var exit *exec.ExitError
+		require.ErrorAs(t, err, &exit, "%s", out)
+		require.Equal(t, 2, exit.ExitCode(), "%s", out)
+		require.Contains(t, string(out), "--port: "+port+" is taken, another process listens there; give another one, or 0 for a free one")
 	}
 }

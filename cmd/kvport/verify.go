@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -163,9 +164,12 @@ func (v *verification) describe(ctx context.Context) (string, error) {
 
 func (v *verification) env() connector.Env {
 	layout, _ := v.layout()
+	key := make(connector.Secret, 32) // nobody else has it, so nobody can connect
+	_, _ = rand.Read(key)             // never fails
 	return connector.Env{
 		Engine: "kvport-verify", Epoch: uint64(time.Now().UnixNano()), Role: connector.RoleBoth, World: 1,
 		Model: connector.NewFingerprint("kvport verify"), Shape: connector.NewFingerprint("kvport verify"), Layout: layout,
+		LinkKey: key, RouterKey: key,
 	}
 }
 

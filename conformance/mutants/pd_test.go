@@ -61,7 +61,9 @@ func TestPDReferenceAsBinary(t *testing.T) {
 	}
 	for _, r := range conformance.Check(t.Context(), conformance.Binary(plugin(t, mutants.PDProgram), nil), o) {
 		require.NotEqual(t, conformance.Fail, r.Status, "%s (%s): %v", r.ID, r.Rule, r.Log)
-		if strings.HasPrefix(r.ID, "pd-") {
+		if r.Status == conformance.Inconclusive {
+			t.Logf("%s: %v", r.ID, r.Log)
+		} else if strings.HasPrefix(r.ID, "pd-") {
 			require.Equal(t, conformance.Pass, r.Status, "%s (%s): %v", r.ID, r.Rule, r.Log)
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
@@ -130,11 +131,44 @@ func mutant(name, caseID string, change func(*badStore)) Mutant {
 	return Mutant{Name: name, Case: caseID, Plugin: func() connector.Plugin { return storePlugin(change) }}
 }
 
+// shortened is a store that knows keys by a part of their bytes.
+func shortened(name string, from, to int) Mutant {
+	short := func(k connector.StoreKey) (s connector.StoreKey) {
+		copy(s[:], k[from:to])
+		return s
+	}
+	items := func(of []connector.Item) []connector.Item {
+		of = slices.Clone(of)
+		for i := range of {
+			of[i].Key = short(of[i].Key)
+		}
+		return of
+	}
+	return mutant(name, "near-keys", func(s *badStore) {
+		s.lookup = func(runs [][]connector.StoreKey) ([]int, error) {
+			runs = slices.Clone(runs)
+			for i := range runs {
+				runs[i] = slices.Clone(runs[i])
+				for n := range runs[i] {
+					runs[i][n] = short(runs[i][n])
+				}
+			}
+			return s.memory.Lookup(context.Background(), runs)
+		}
+		s.get = func(ctx context.Context, of []connector.Item) error { return s.memory.Get(ctx, items(of)) }
+		s.put = func(ctx context.Context, of []connector.Item) error { return s.memory.Put(ctx, items(of)) }
+	})
+}
+
 // badStores are the faults that authors of a Store can make.
 func badStores() []Mutant { return append(badReaders(), badWriters()...) }
 
 func badReaders() []Mutant {
 	return []Mutant{
+		shortened("a store that knows keys by their first 3 bytes", 0, 3),
+		shortened("a store that knows keys by their first 7 bytes", 0, 7),
+		shortened("a store that knows keys by their last 3 bytes", 29, 32),
+		shortened("a store that knows keys by their last 7 bytes", 25, 32),
 		mutant("a store that counts keys behind a hole", "prefix-hole", func(s *badStore) {
 			s.lookup = func(runs [][]connector.StoreKey) ([]int, error) {
 				s.mu.Lock()
@@ -163,6 +197,18 @@ func badReaders() []Mutant {
 					missing.Items = missing.Items[:1]
 				}
 				return err
+			}
+		}),
+		mutant("a store that reads on when its context has ended", "amid-call", func(s *badStore) {
+			s.get = func(ctx context.Context, items []connector.Item) error {
+				<-time.After(6 * time.Second) // a database that takes its time
+				return s.memory.Get(ctx, items)
+			}
+		}),
+		mutant("a store that writes on when its context has ended", "amid-call", func(s *badStore) {
+			s.put = func(ctx context.Context, items []connector.Item) error {
+				<-time.After(6 * time.Second)
+				return s.memory.Put(ctx, items)
 			}
 		}),
 		mutant("a store that reads what it does not have as zeros", "other-key", func(s *badStore) {

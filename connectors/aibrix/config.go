@@ -124,6 +124,9 @@ func (c *Config) ArenaBytes() int64 {
 	return s.memory
 }
 
+// ArenaField is the variable that says how large the memory tier is.
+func (*Config) ArenaField() string { return l1Capacity }
+
 // reader reads variables and keeps the first error.
 type reader struct{ err error }
 
@@ -172,8 +175,9 @@ func (r *reader) backend(value json.RawMessage) (l2 bool) {
 // number reads a whole number in bounds.
 func (r *reader) number(name string, value json.RawMessage, byDefault, low, high int) int {
 	s := text(name, value, strconv.Itoa(byDefault))
-	n, err := strconv.Atoi(s)
-	if err != nil || n < low || n > high {
+	f, err := strconv.ParseFloat(s, 64)
+	n := int(f)
+	if err != nil || float64(n) != f || n < low || n > high {
 		r.fail(name, "is %q, want %d..%d", s, low, high)
 		return byDefault
 	}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -15,6 +16,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/agnivade/levenshtein"
 	"go.yaml.in/yaml/v3"
 
 	"github.com/kvport/kvport/connector"
@@ -39,9 +41,28 @@ type Config struct {
 	Policy    json.RawMessage `json:"lmcache.cache_policy,omitempty" jsonschema:"description=Which block goes when memory is full: LRU (default) or FIFO; ours besides: ARC and S3FIFO."`
 	Timeout   json.RawMessage `json:"lmcache.blocking_timeout_secs,omitempty" jsonschema:"description=Longest time of an exchange with the remote store in seconds; default 10."`
 
-	// What LMCache's connector knows besides.
-	UseNative json.RawMessage `json:"use_native,omitempty" jsonschema:"description=Of vLLM; no effect."`
+	// What else LMCache's connector knows, without a prefix.
+	UseNative       json.RawMessage `json:"use_native,omitempty" jsonschema:"description=Of vLLM; no effect."`
+	DiscardPartial  json.RawMessage `json:"discard_partial_chunks,omitempty" jsonschema:"description=Of vLLM; no effect."`
+	RPCPort         json.RawMessage `json:"lmcache_rpc_port,omitempty" jsonschema:"description=Of vLLM; no effect."`
+	SkipLastNTokens json.RawMessage `json:"skip_last_n_tokens,omitempty" jsonschema:"description=Of vLLM; no effect."`
 	Unused
+}
+
+// idle are the names that are set and have no effect.
+func (c *Config) idle() []string {
+	names := c.set()
+	for _, f := range []struct {
+		name string
+		raw  json.RawMessage
+	}{
+		{"use_native", c.UseNative}, {"discard_partial_chunks", c.DiscardPartial}, {"lmcache_rpc_port", c.RPCPort}, {"skip_last_n_tokens", c.SkipLastNTokens},
+	} {
+		if len(f.raw) > 0 && string(f.raw) != "null" {
+			names = append(names, f.name)
+		}
+	}
+	return names
 }
 
 // The environment variables that are no names of the configuration. LMCache reads user and password of
@@ -108,9 +129,11 @@ func readFile(path string) (values map[string]string, idle []string, err error) 
 		_, ours := known[name]
 		switch {
 		case slices.Contains(without(), name):
-			idle = append(idle, name)
+			if !switchedOff(name, node.Value) {
+				idle = append(idle, name)
+			}
 		case !ours:
-			return nil, nil, fmt.Errorf("%s: unknown name %q", path, name)
+			return nil, nil, fmt.Errorf("%s: unknown name %q%s", path, name, didYouMean(name))
 		case node.Kind != yaml.ScalarNode:
 			return nil, nil, fmt.Errorf("%s: %s is no plain value", path, name)
 		case node.Tag != "!!null":
@@ -119,6 +142,25 @@ func readFile(path string) (values map[string]string, idle []string, err error) 
 	}
 	slices.Sort(idle)
 	return values, idle, nil
+}
+
+// switchedOff reports that a feature without effect here is not asked for.
+func switchedOff(name, value string) bool {
+	return strings.HasPrefix(name, "enable_") && strings.EqualFold(strings.Trim(value, `"`), "false")
+}
+
+// didYouMean suggests the nearest name, if one is near.
+func didYouMean(name string) string {
+	best, limit := "", len(name)/3+1
+	for _, known := range slices.Concat(slices.Sorted(maps.Keys((&Config{}).fields())), without()) {
+		if d := levenshtein.ComputeDistance(name, known); len(name) < 64 && d < limit {
+			best, limit = known, d
+		}
+	}
+	if best == "" {
+		return ""
+	}
+	return fmt.Sprintf(", did you mean %q?", best)
 }
 
 // settings are what config, environment and file come to.
@@ -156,6 +198,18 @@ func (c *Config) ArenaBytes() int64 {
 	return s.memory
 }
 
+// ArenaField is the name that says how large the memory tier is.
+func (c *Config) ArenaField() string { return field(cpuSize) }
+
+// cpuSize and diskSize are the names of the tiers' sizes.
+const (
+	cpuSize  = "max_local_cpu_size"
+	diskSize = "max_local_disk_size"
+)
+
+// field is how an operator knows a name: in the config and in the environment.
+func field(name string) string { return fmt.Sprintf("lmcache.%s (%s)", name, variable(name)) }
+
 // source finds values and keeps the first error.
 type source struct {
 	config, file map[string]string
@@ -164,7 +218,7 @@ type source struct {
 
 func (s *source) fail(name, format string, args ...any) {
 	if s.err == nil {
-		s.err = fmt.Errorf("lmcache.%s (%s) %s: %w", name, variable(name), fmt.Sprintf(format, args...), connector.ErrIncompatible)
+		s.err = fmt.Errorf("%s %s: %w", field(name), fmt.Sprintf(format, args...), connector.ErrIncompatible)
 	}
 }
 
@@ -207,7 +261,7 @@ func (s *source) truth(name string, byDefault bool) bool {
 // settings reads config, environment and file.
 func (c Config) settings() (*settings, error) {
 	src := &source{config: c.fields()}
-	out := &settings{idle: c.set()}
+	out := &settings{idle: c.idle()}
 	if path := os.Getenv(fileVariable); path != "" {
 		values, idle, err := readFile(path)
 		if err != nil {
@@ -216,22 +270,36 @@ func (c Config) settings() (*settings, error) {
 		src.file, out.idle = values, append(out.idle, idle...)
 	}
 	for _, name := range without() {
-		if os.Getenv(variable(name)) != "" {
+		if v := os.Getenv(variable(name)); v != "" && !switchedOff(name, v) {
 			out.idle = append(out.idle, variable(name))
 		}
 	}
 	out.read(src)
 	if src.err == nil && out.memory == 0 && out.disk == "" && out.remote == nil {
-		src.fail("local_cpu", "is false, and neither local_disk nor remote_url is set: there is nowhere to keep blocks")
+		src.fail("local_cpu", "is false, and neither local_disk nor remote_url is set: there is nowhere to keep blocks%s", out.transfers())
 	}
 	return out, src.err
 }
 
+// transfers says that LMCache's own way from engine to engine is missing, if it was asked for.
+func (out *settings) transfers() string {
+	for _, name := range out.idle {
+		switch strings.ToLower(strings.TrimPrefix(strings.TrimPrefix(name, "lmcache."), "LMCACHE_")) {
+		case "enable_pd", "enable_nixl", "enable_p2p":
+			return fmt.Sprintf("; LMCache's own transfer between engines (%s) is not built, use a connector that transfers", name)
+		}
+	}
+	return ""
+}
+
 func (out *settings) read(src *source) {
-	out.chunk = int(src.number("chunk_size", "256", 1, 1<<20))
+	chunk := src.number("chunk_size", "256", 1, 1<<20)
+	if out.chunk = int(chunk); float64(out.chunk) != chunk {
+		src.fail("chunk_size", "is %g, want a whole number", chunk)
+	}
 	if src.truth("local_cpu", true) {
-		if out.memory = src.gib("max_local_cpu_size", "5"); out.memory == 0 {
-			src.fail("max_local_cpu_size", "is 0, but local_cpu is true")
+		if out.memory = src.gib(cpuSize, "5"); out.memory == 0 {
+			src.fail(cpuSize, "is 0, but local_cpu is true")
 		}
 	}
 	switch v := strings.ToUpper(src.text("cache_policy", "LRU")); v {
@@ -243,16 +311,19 @@ func (out *settings) read(src *source) {
 	if v := src.text("remote_serde", "naive"); v != "naive" {
 		src.fail("remote_serde", "is %q, want naive: blocks are stored as they are", v)
 	}
-	out.disk = strings.TrimPrefix(src.text("local_disk", ""), "file://")
-	out.diskSize = src.gib("max_local_disk_size", "0")
+	if out.disk = strings.TrimPrefix(src.text("local_disk", ""), "file://"); out.disk != "" && !filepath.IsAbs(out.disk) {
+		var err error
+		if out.disk, err = filepath.Abs(out.disk); err != nil { // as in LMCache's examples: from the engine's working folder
+			src.fail("local_disk", "%v", err)
+		}
+	}
+	out.diskSize = src.gib(diskSize, "0")
 	switch {
 	case out.disk == "":
 	case strings.Contains(out.disk, ","):
 		src.fail("local_disk", "names several folders, want one")
-	case !filepath.IsAbs(out.disk):
-		src.fail("local_disk", "is %q, want an absolute path", out.disk)
 	case out.diskSize == 0:
-		src.fail("max_local_disk_size", "is 0, but local_disk is set")
+		src.fail(diskSize, "is 0, but local_disk is set")
 	}
 	timeout := src.number("blocking_timeout_secs", "10", 0.01, 600)
 	if url := src.text("remote_url", ""); url != "" {
@@ -284,6 +355,9 @@ func (out *settings) readRemote(src *source, url string, timeout time.Duration) 
 func (out *settings) warn(log *slog.Logger) {
 	if len(out.idle) > 0 {
 		log.Warn("names of LMCache that have no effect here", "names", out.idle)
+	}
+	if missing := out.transfers(); missing != "" {
+		log.Warn("blocks are kept for this engine alone" + missing)
 	}
 	if out.remote == nil {
 		return

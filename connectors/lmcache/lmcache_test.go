@@ -62,11 +62,12 @@ func TestWhereValuesComeFrom(t *testing.T) {
 		"policy":          {config: `{"lmcache.cache_policy": "LFU"}`, want: `lmcache.cache_policy (LMCACHE_CACHE_POLICY) is "LFU"`},
 		"serde":           {config: `{"lmcache.remote_serde": "cachegen"}`, want: `lmcache.remote_serde (LMCACHE_REMOTE_SERDE) is "cachegen"`},
 		"disk size":       {config: `{"lmcache.local_disk": "/x"}`, want: "lmcache.max_local_disk_size (LMCACHE_MAX_LOCAL_DISK_SIZE) is 0"},
-		"disk path":       {config: `{"lmcache.local_disk": "x", "lmcache.max_local_disk_size": 1}`, want: `lmcache.local_disk (LMCACHE_LOCAL_DISK) is "x"`},
+		"disk path":       {config: `{"lmcache.local_disk": "file://local_disk/", "lmcache.max_local_disk_size": 1}`, arena: 5 << 30},
+		"part of a token": {config: `{"lmcache.chunk_size": 256.5}`, want: "lmcache.chunk_size (LMCACHE_CHUNK_SIZE) is 256.5, want a whole number"},
 		"other remote":    {config: `{"lmcache.remote_url": "mooncakestore://h:1"}`, want: `has the scheme "mooncakestore"`},
 		"lm without port": {config: `{"lmcache.remote_url": "lm://h"}`, want: "names no port"},
 		"secret":          {config: `{"lmcache.remote_url": "redis://u:hunter2@h"}`, want: "has a user or a password in it"},
-		"unknown in file": {file: "max_local_cpu_siez: 1\n", want: `unknown name "max_local_cpu_siez"`},
+		"unknown in file": {file: "max_local_cpu_siez: 1\n", want: `unknown name "max_local_cpu_siez", did you mean "max_local_cpu_size"?`},
 		"list in file":    {file: "chunk_size: [1]\n", want: "chunk_size is no plain value"},
 		"no YAML":         {file: "\t{", want: "LMCACHE_CONFIG_FILE: "},
 		"unknown field":   {config: `{"lmcache.chunk": 1}`, want: "unknown field"},
@@ -112,7 +113,8 @@ func TestNamesOfLMCache(t *testing.T) {
 		require.Contains(t, declared, "LMCACHE_"+strings.ToUpper(name))
 		require.Contains(t, string(plugin().Schema), `"lmcache.`+name+`"`)
 	}
-	require.Len(t, declared, known+3, "besides LMCACHE_CONFIG_FILE and what resp:// reads")
+	const earlier = 12 // names of earlier versions, which TestExamplesOfLMCache has
+	require.Len(t, declared, known+3+earlier, "besides LMCACHE_CONFIG_FILE and what resp:// reads")
 	var log strings.Builder
 	config, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(`{"lmcache.local_cpu": false, "lmcache.remote_url": "redis://127.0.0.1:1", "lmcache.use_layerwise": true, "lmcache.extra_config": {"a": [1]}, "lmcache.enable_xpyd": null}`))
 	require.NoError(t, err)
@@ -125,6 +127,52 @@ func TestNamesOfLMCache(t *testing.T) {
 	require.Contains(t, log.String(), "lmcache.use_layerwise")
 	require.Contains(t, log.String(), "lmcache.extra_config")
 	require.NotContains(t, log.String(), "enable_xpyd")
+}
+
+// The configs of LMCache's published examples start, with a short warning that names what has no effect; those that
+// keep blocks nowhere, since LMCache would only transfer them, say so.
+func TestExamplesOfLMCache(t *testing.T) {
+	const nixl = "local_cpu: %s\nmax_local_cpu_size: %d\nmax_local_disk_size: 0\nremote_serde: NULL\n\nenable_nixl: True\nnixl_role: \"receiver\"\nnixl_peer_host: \"localhost\"\n" +
+		"nixl_peer_port: 55555\nnixl_receiver_host: \"localhost\"\nnixl_receiver_port: 55555\nnixl_buffer_size: 1073741824 # 1GB\nnixl_buffer_device: \"cuda\"\nnixl_enable_gc: True\n"
+	const pd = "local_cpu: %s\nmax_local_cpu_size: %d\nenable_pd: True\ntransfer_channel: \"nixl\"\npd_role: \"sender\"\npd_proxy_host: \"localhost\"\npd_proxy_port: 7500\n" +
+		"pd_buffer_size: 1073741824\npd_buffer_device: \"cuda\"\nnixl_backends: [UCX]\n"
+	for name, test := range map[string]struct{ file, config, warn, want string }{
+		"rpc port":   {config: `{"discard_partial_chunks": false, "lmcache_rpc_port": "producer1"}`, warn: `names="[discard_partial_chunks lmcache_rpc_port]"`},
+		"controller": {file: "chunk_size: 256\nlocal_cpu: True\nmax_local_cpu_size: 5\nenable_controller: True\nlmcache_instance_id: \"i\"\ncontroller_url: \"localhost:9001\"\ndistributed_url: \"localhost:8002\"\nlmcache_worker_port: 8001\n", warn: "distributed_url"},
+		"first":      {file: "chunk_size: 256\nlocal_device: \"cpu\"\nremote_url: \"lm://127.0.0.1:65432\"\nremote_serde: \"naive\"\npipelined_backend: False\n", warn: "names=\"[local_device pipelined_backend]\""},
+		"off":        {file: "enable_p2p: False\nlookup_url: null\nerror_handling: False\n", warn: "error_handling"},
+		"nixl":       {file: fmt.Sprintf(nixl, "True", 1), warn: "LMCache's own transfer between engines (enable_nixl) is not built"},
+		"pd":         {file: fmt.Sprintf(pd, "True", 1), warn: "LMCache's own transfer between engines (enable_pd) is not built"},
+		"nixl alone": {file: fmt.Sprintf(nixl, "False", 0), want: "nowhere to keep blocks; LMCache's own transfer between engines (enable_nixl) is not built"},
+		"pd alone":   {file: fmt.Sprintf(pd, "False", 0), want: "nowhere to keep blocks; LMCache's own transfer between engines (enable_pd) is not built"},
+		"misspelt":   {config: `{"lmcache.chunk_siz": 1}`, want: `did you mean "lmcache.chunk_size"?`},
+		"unknown":    {config: `{"nothing_like_it_at_all": 1}`, want: "more: kvport plugins describe lists them"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			clean(t)
+			if test.file != "" {
+				path := filepath.Join(t.TempDir(), "lmcache.yaml")
+				require.NoError(t, os.WriteFile(path, []byte(test.file), 0o600))
+				t.Setenv("LMCACHE_CONFIG_FILE", path)
+			}
+			config, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(test.config))
+			if test.want != "" {
+				require.ErrorContains(t, err, test.want)
+				require.Less(t, len(err.Error()), 800)
+				return
+			}
+			require.NoError(t, err)
+			var log strings.Builder
+			env := connector.Env{Log: slog.New(slog.NewTextHandler(&log, nil)), Arena: make([]byte, 1<<20), Layout: connector.Layout{
+				Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}}, Segments: []connector.Segment{{Bytes: 64}}, Blocks: 1,
+			}}
+			s, err := lmcache.Open(t.Context(), env, config)
+			require.NoError(t, err)
+			require.NoError(t, s.Close())
+			require.Contains(t, log.String(), test.warn)
+			require.NotContains(t, log.String(), "enable_p2p")
+		})
+	}
 }
 
 func TestEnvironmentIsDeclared(t *testing.T) {

@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// Unused are the names of LMCache 0.5.6 (lmcache/v1/config.py, with its deprecated ones) that have no effect here. They
-// are accepted with any value, so that a deployment of it can be taken over, and named in the log when they are set.
+// Unused are the names of LMCache 0.5.6 (lmcache/v1/config.py, with its deprecated ones) and of the earlier versions whose
+// examples are still published, that have no effect here. They are accepted with any value, so that a deployment of it can be taken over, and named in the log when they are set.
 type Unused struct {
 	LocalCPUUseHugepages                      json.RawMessage `json:"lmcache.local_cpu_use_hugepages,omitempty" jsonschema:"description=No effect."`
 	ReserveLocalCPUSize                       json.RawMessage `json:"lmcache.reserve_local_cpu_size,omitempty" jsonschema:"description=No effect."`
@@ -120,6 +120,20 @@ type Unused struct {
 	PluginLocations                           json.RawMessage `json:"lmcache.plugin_locations,omitempty" jsonschema:"description=No effect."`
 	ExternalBackends                          json.RawMessage `json:"lmcache.external_backends,omitempty" jsonschema:"description=No effect."`
 	NixlPeerPort                              json.RawMessage `json:"lmcache.nixl_peer_port,omitempty" jsonschema:"description=No effect."`
+
+	// Names of earlier versions, in their published examples.
+	EnableNixl          json.RawMessage `json:"lmcache.enable_nixl,omitempty" jsonschema:"description=No effect."`
+	NixlEnableGC        json.RawMessage `json:"lmcache.nixl_enable_gc,omitempty" jsonschema:"description=No effect."`
+	NixlReceiverHost    json.RawMessage `json:"lmcache.nixl_receiver_host,omitempty" jsonschema:"description=No effect."`
+	NixlReceiverPort    json.RawMessage `json:"lmcache.nixl_receiver_port,omitempty" jsonschema:"description=No effect."`
+	LookupURL           json.RawMessage `json:"lmcache.lookup_url,omitempty" jsonschema:"description=No effect."`
+	DistributedURL      json.RawMessage `json:"lmcache.distributed_url,omitempty" jsonschema:"description=No effect."`
+	ErrorHandling       json.RawMessage `json:"lmcache.error_handling,omitempty" jsonschema:"description=No effect."`
+	WekaPath            json.RawMessage `json:"lmcache.weka_path,omitempty" jsonschema:"description=No effect."`
+	CufileBufferSize    json.RawMessage `json:"lmcache.cufile_buffer_size,omitempty" jsonschema:"description=No effect."`
+	BlendRecomputeRatio json.RawMessage `json:"lmcache.blend_recompute_ratio,omitempty" jsonschema:"description=No effect."`
+	LocalDevice         json.RawMessage `json:"lmcache.local_device,omitempty" jsonschema:"description=No effect."`
+	PipelinedBackend    json.RawMessage `json:"lmcache.pipelined_backend,omitempty" jsonschema:"description=No effect."`
 }
 
 // without are the names of Unused, without the prefix that they have in a transfer config.
@@ -137,7 +151,7 @@ func without() []string {
 func (u *Unused) set() (names []string) {
 	value := reflect.ValueOf(u).Elem()
 	for i, name := range without() {
-		if raw, _ := reflect.TypeAssert[json.RawMessage](value.Field(i)); len(raw) > 0 && string(raw) != "null" {
+		if raw, _ := reflect.TypeAssert[json.RawMessage](value.Field(i)); len(raw) > 0 && string(raw) != "null" && !switchedOff(name, string(raw)) {
 			names = append(names, "lmcache."+name)
 		}
 	}

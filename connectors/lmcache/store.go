@@ -61,7 +61,7 @@ func (s *settings) piece(groups []connector.Group) (int, error) {
 func (s *settings) lower(ctx context.Context, env *connector.Env, o tier.Options, out *Store) (connector.Store, error) {
 	var disk connector.Store
 	if s.disk != "" {
-		d, err := tier.OpenDisk(tier.DiskOptions{Path: s.disk, Bytes: s.diskSize, SlotBytes: o.SlotBytes + tier.LowerHeader, Policy: s.policy, Log: env.Log})
+		d, err := tier.OpenDisk(tier.DiskOptions{Path: s.disk, Field: field(diskSize), Bytes: s.diskSize, SlotBytes: o.SlotBytes + tier.LowerHeader, Policy: s.policy, Log: env.Log})
 		if err != nil {
 			return nil, fmt.Errorf("lmcache.local_disk: %w", err)
 		}

@@ -389,7 +389,7 @@ func (f *following) fetch(a *answer, p *reads) error {
 	done := read{mode: modeAhead}
 	done.err = r.move(ctx, &move{
 		op: nixl.Read, metadata: a.Metadata, local: p.local, remote: p.remote,
-		transport: transportOf(r.backend.Name(), a.Host, a.PID, p.remote[0].Addr),
+		transport: r.node.doors.transport(r.backend.Name(), a.Host, a.PID, p.remote[0].Addr),
 	}, &done)
 	r.node.tally.add(&done)
 	if errors.Is(done.err, errUnfinished) {

@@ -27,9 +27,10 @@ type Config struct {
 	Host       string   `json:"side_channel_host,omitempty" jsonschema:"description=Address at which consumers ask for blocks; default VLLM_NIXL_SIDE_CHANNEL_HOST or 127.0.0.1."`
 	Port       int      `json:"side_channel_port,omitempty" jsonschema:"minimum=0,maximum=65535,description=Its port; default VLLM_NIXL_SIDE_CHANNEL_PORT or a free one."`
 	Advertise  string   `json:"advertise,omitempty" jsonschema:"description=Host that tickets name instead of side_channel_host."`
-	KeyFile    string   `json:"key_file,omitempty" jsonschema:"description=Key that all peers share; wanted beyond loopback; makes mutual TLS of it."`
-	Backends   []string `json:"backends,omitempty" jsonschema:"description=Backends of NIXL to start; default UCX. One that does not start is an error."`
-	NetDevices string   `json:"ucx_net_devices,omitempty" jsonschema:"description=UCX_NET_DEVICES; default lo where side_channel_host is a loopback address and else all."`
+	KeyFile    string   `json:"key_file,omitempty" jsonschema:"description=Key that all peers share; needed beyond loopback; makes mutual TLS of it. Without it peers prove a key that their hosts derive from the ticket key."`
+	Backends   []string `json:"backends,omitempty" jsonschema:"description=Backends of NIXL to start; default UCX. One that does not start is named in the log; if none starts that is an error."`
+	NetDevices string   `json:"ucx_net_devices,omitempty" jsonschema:"description=UCX_NET_DEVICES; default lo where side_channel_host is a loopback address and else all. Of no use where UCX has shared memory alone."`
+	UCXTCP     string   `json:"ucx_tcp,omitempty" jsonschema:"enum=trusted-network,description=trusted-network lets UCX use TCP: anybody who can reach its ports can then write the plugin's memory. Default: shared memory on one machine, RDMA between machines."`
 	Mode       string   `json:"mode,omitempty" jsonschema:"enum=auto,enum=pull,enum=push,description=Who moves the bytes of a load: pull (the consumer reads) or push (it has the producer write); default auto: push where they go over TCP and pull elsewhere."`
 	LeaseMS    int      `json:"lease_ms,omitempty" jsonschema:"minimum=10,maximum=600000,description=How long in milliseconds finished blocks wait for a sign of life of their consumer; default VLLM_NIXL_ABORT_REQUEST_TIMEOUT (seconds) or 30000."`
 	Subscribe  []string `json:"subscribe,omitempty" jsonschema:"description=Side channels (host:port) of producers whose blocks a consumer reads while they are computed (layer by layer); tickets stands for all that its tickets name."`
@@ -75,7 +76,10 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 		return c, err
 	}
 	if len(c.Backends) == 0 {
-		c.Backends = []string{"UCX"}
+		c.Backends = []string{backendUCX}
+	}
+	if c.UCXTCP != "" && c.UCXTCP != trustNetwork {
+		return c, fmt.Errorf("ucx_tcp: is %q, the one value is %q: %w", c.UCXTCP, trustNetwork, connector.ErrIncompatible)
 	}
 	local := pipe.IsLoopback(c.Host)
 	if !local && c.KeyFile == "" {

@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"crypto/subtle"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -201,6 +202,17 @@ func (h *holds) done(q *question, now time.Time) error {
 	h.over = append(h.over, q.Hold)
 	signal(h.wake)
 	return nil
+}
+
+// reset ends every hold: whoever has its ticket computes, and the host gives the blocks free.
+func (h *holds) reset() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, id := range slices.Sorted(maps.Keys(h.open)) {
+		h.end(id)
+		h.over = append(h.over, id)
+	}
+	signal(h.wake)
 }
 
 // readName is one read of one rank.

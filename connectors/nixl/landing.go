@@ -135,7 +135,7 @@ func (l *landing) await(ctx context.Context, at *asked, transport string) (a *an
 	late := time.AfterFunc(time.Hour, stop)
 	defer late.Stop()
 	defer context.AfterFunc(ctx, func() { late.Reset(settleTime) })()
-	l.rank.work(over, overTCP(transport, rdmaDevices))
+	l.rank.work(over, copied(transport, rdmaDevices))
 	return a, err
 }
 
@@ -164,6 +164,9 @@ var (
 // move makes a transfer and tells done about it. Errors wrap connector.ErrGone.
 func (r *rank) move(ctx context.Context, m *move, done *read) (err error) {
 	done.transport = m.transport
+	if m.transport == unreached {
+		return errUnreached
+	}
 	peer, err := r.peers.use(m.metadata, m.transport)
 	if err != nil {
 		return err

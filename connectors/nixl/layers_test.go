@@ -30,7 +30,7 @@ func (x *side) stat(name string) float64 {
 // reaches waits until a number is large enough.
 func (x *side) reaches(name string, least float64) {
 	x.Helper()
-	require.Eventually(x, func() bool { return x.stat(name) >= least }, 20*time.Second, time.Millisecond, name)
+	require.Eventually(x, func() bool { return x.stat(name) >= least }, time.Minute, time.Millisecond, name)
 }
 
 // early waits until so many blocks lie ready that were read early.
@@ -41,7 +41,7 @@ func (x *side) early(blocks int) {
 		e.mu.Lock()
 		defer e.mu.Unlock()
 		return len(e.have) >= blocks
-	}, 20*time.Second, time.Millisecond)
+	}, time.Minute, time.Millisecond)
 }
 
 // layerwise is a save under way, of blocks that hold garbage beyond the layers that are final.
@@ -179,7 +179,7 @@ func TestLayersGivenUp(t *testing.T) {
 		e.mu.Lock()
 		defer e.mu.Unlock()
 		return len(e.free)+len(e.have) == frames
-	}, 10*time.Second, time.Millisecond)
+	}, time.Minute, time.Millisecond)
 	ours, err := d.load(rng, 2, 4, hold.Ticket)
 	require.NoError(t, err)
 	require.Equal(t, p.bytes(whole.blocks), d.bytes(ours))

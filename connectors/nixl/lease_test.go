@@ -150,3 +150,24 @@ func checkStats(t *testing.T, stats []connector.Stat) map[string]float64 {
 	}
 	return out
 }
+
+// TestReset: a reset ends every hold, also a weak one. The host hears of it, consumers find them gone, and what is
+// held afterwards stays.
+func TestReset(t *testing.T) {
+	h := newHolds(1, time.Hour)
+	a, secretA := h.add(connector.Ended{})
+	b, secretB := h.add(connector.Ended{Weak: true})
+	s := &scheduler{node: &Node{holds: h}}
+	emptied, err := s.Reset(t.Context())
+	require.NoError(t, err)
+	require.True(t, emptied)
+	over, err := s.Consumed(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, []connector.HoldID{a, b}, over)
+	_, err = h.find(a, secretA)
+	require.ErrorIs(t, err, connector.ErrGone)
+	require.ErrorIs(t, h.done(&question{Hold: b, Secret: secretB, Load: "read before"}, time.Now()), connector.ErrGone, "what was being read is not confirmed")
+	c, secretC := h.add(connector.Ended{})
+	_, err = h.find(c, secretC)
+	require.NoError(t, err)
+}

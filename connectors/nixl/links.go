@@ -27,6 +27,7 @@ const (
 // lines are a consumer's connections to producers' side channels, by address.
 type lines struct {
 	tls *tls.Config
+	key connector.Secret // proven to producers, and by them, where there is no TLS
 
 	mu   sync.Mutex
 	idle map[string][]net.Conn
@@ -109,12 +110,7 @@ func (l *lines) conn(ctx context.Context, address string) (conn net.Conn, fresh 
 	if l.tls == nil && !pipe.IsLoopback(host) {
 		return nil, false, fmt.Errorf("it is on another host, which needs key_file")
 	}
-	dialer := &net.Dialer{Timeout: askTimeout}
-	if t := l.tls; t != nil {
-		conn, err = (&tls.Dialer{NetDialer: dialer, Config: t}).DialContext(ctx, "tcp", address)
-	} else {
-		conn, err = dialer.DialContext(ctx, "tcp", address)
-	}
+	conn, err = l.dial(ctx, address)
 	return conn, true, err
 }
 

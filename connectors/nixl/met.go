@@ -33,7 +33,7 @@ func (r *rank) meet(from *ticket, a *answer, began uint64) *producer {
 	if len(a.Segments) > 0 {
 		first = a.Segments[0].Addr
 	}
-	p.transport = transportOf(r.backend.Name(), a.Host, a.PID, first)
+	p.transport = r.node.doors.transport(r.backend.Name(), a.Host, a.PID, first)
 	p.mode = r.mode(a, p.transport)
 	p.near = a.Clock != "" && a.Clock == clockName() && began <= a.Now && a.Now <= monotonic() && a.Slots > 0 && canRead(a.PID, a.Board)
 	if a.Life == "" || a.Life != from.Life {
@@ -65,10 +65,10 @@ func (m *met) forget(life string) {
 	delete(m.all, life)
 }
 
-// answers is what the producer would answer about a ticket's blocks; nil: it has to be asked. A read through
-// sockets wants its process awake, which the question does; a push is a question itself.
+// answers is what the producer would answer about a ticket's blocks; nil: it has to be asked. A read that
+// needs its process awake is a question first, which wakes it; a push is a question itself.
 func (p *producer) answers(from *ticket, t *connector.Transfer, l *connector.Layout) *answer {
-	if p == nil || p.address != from.Address || p.mode == modePull && overTCP(p.transport, rdmaDevices) || !from.names(t, l) {
+	if p == nil || p.address != from.Address || p.mode == modePull && copied(p.transport, rdmaDevices) || !from.names(t, l) {
 		return nil
 	}
 	blocks, err := unpackIDs(from.IDs, len(l.Groups))

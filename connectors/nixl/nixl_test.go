@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -166,6 +167,8 @@ func TestSettle(t *testing.T) {
 	require.Equal(t, 7, c.Port)
 	_, err = Config{Host: "0.0.0.0"}.settle(env())
 	require.ErrorContains(t, err, "key_file")
+	_, err = Config{UCXTCP: "yes"}.settle(env())
+	require.ErrorContains(t, err, "ucx_tcp")
 	_, err = Config{Mode: "shove"}.settle(env())
 	require.ErrorContains(t, err, "mode")
 	_, err = Config{}.settle(env(EnvPort, "many"))
@@ -230,19 +233,32 @@ func testNextLife(t *testing.T, mode string) {
 	require.ErrorIs(t, err, connector.ErrGone, "nobody listens")
 }
 
-// TestBackends: one that cannot start here is an error that names it and what the library has.
+// TestBackends: those that can start here are used, others are named in the log with what the library has; where
+// none starts that reaches another engine, that is an error.
 func TestBackends(t *testing.T) {
-	for _, list := range [][]string{{"UCX", "GDS_MT"}, {"NONE"}} {
+	for _, list := range [][]string{{"GDS_MT", "NONE"}, {"NONE", "POSIX"}} {
 		n, err := Open(t.Context(), testEnv(connector.RoleConsumer, 1), Config{LibDir: libDir(t), Backends: list})
 		require.NoError(t, err)
 		_, err = n.Worker(t.Context(), testEnv(connector.RoleConsumer, 1), func() error { return nil })
 		require.ErrorIs(t, err, connector.ErrIncompatible)
-		require.ErrorContains(t, err, fmt.Sprintf("backends[%d]", len(list)-1))
+		require.ErrorContains(t, err, "backends[0]")
+		require.ErrorContains(t, err, "NONE")
 		require.ErrorContains(t, err, "UCX")
 		require.NoError(t, n.Close())
 	}
 	p := open(t, connector.RoleProducer, Config{Backends: []string{"UCX", "POSIX"}}, nil)
 	require.NotNil(t, p.w)
+	for i, list := range [][]string{{"UCX", "GDS"}, {"GDS", "UCX"}} {
+		var said bytes.Buffer
+		log := func(e *connector.Env) { e.Log = slog.New(slog.NewTextHandler(&said, nil)) }
+		rng := rand.New(rand.NewPCG(14, uint64(i)))
+		p, d := open(t, connector.RoleProducer, Config{Backends: list}, log), open(t, connector.RoleConsumer, Config{Backends: list}, nil)
+		require.Contains(t, said.String(), fmt.Sprintf("level=WARN msg=\"a backend does not start and is not used\" rank=0 error=\"backends[%d]: GDS needs an NVIDIA GPU", 1-i))
+		theirs, hold := p.finish(rng, 1, 4)
+		ours, err := d.load(rng, 1, 4, hold.Ticket)
+		require.NoError(t, err)
+		require.Equal(t, p.bytes(theirs), d.bytes(ours))
+	}
 }
 
 // TestWithoutLibrary: the error says what is missing and how to mend it.

@@ -18,13 +18,16 @@ import (
 	"os"
 	"strconv"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/native/nixl"
+	"github.com/kvport/kvport/pipe"
 )
 
 // Capabilities are the optional powers of both sides.
-const Capabilities = connector.CanHold | connector.CanLease | connector.CanStat | connector.CanLayers | connector.CanReshape
+const Capabilities = connector.CanHold | connector.CanLease | connector.CanReset | connector.CanStat | connector.CanLayers | connector.CanReshape
 
 // Scope is who sees what the connector keeps: others need a ticket.
 const Scope = connector.ScopeEngine
@@ -33,13 +36,14 @@ const Scope = connector.ScopeEngine
 func Environment() []string {
 	return []string{
 		EnvHost, EnvPort, EnvLease, nixl.EnvDir, "HOME", "NIXL_CONFIG_FILE", "NIXL_LOG_LEVEL", "NIXL_PLUGIN_DIR",
-		"UCX_TLS", "UCX_NET_DEVICES", "UCX_MODULES", "UCX_LOG_LEVEL", "UCX_RCACHE_MAX_UNRELEASED",
+		envTransports, envDevices, "UCX_MODULES", "UCX_LOG_LEVEL", "UCX_RCACHE_MAX_UNRELEASED",
 	}
 }
 
 // Node is one life of an engine in this process: both sides and all ranks share it.
 type Node struct {
 	config Config
+	doors  doors
 	env    connector.Env // of whichever side came first: engine, role, fingerprints and world count
 	lib    *nixl.Library
 	tls    *tls.Config
@@ -54,7 +58,7 @@ type Node struct {
 	layers *layering
 	log    *slog.Logger
 
-	listener net.Listener // nil where the role does not save
+	listener *pipe.Acceptor // nil where the role does not save
 	stop     chan struct{}
 	leave    context.CancelFunc // ends what the node does by itself
 	tasks    sync.WaitGroup
@@ -64,7 +68,9 @@ type Node struct {
 
 	mu    sync.Mutex
 	ranks map[int]*rank
-	conns map[net.Conn]struct{} // questions of consumers
+	conns map[net.Conn]time.Time // questions of consumers, and when they last came
+
+	complained atomic.Int64 // when the log was told of a stranger last
 }
 
 // Open makes the node of one life of an engine. Errors name the field, or say what the library lacks.
@@ -79,17 +85,21 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 	life := rand.Text()
 	n := &Node{
 		config: c, env: env, name: env.Engine + "/" + strconv.FormatUint(env.Epoch, 16) + "/" + life[:8], life: life, log: env.Log,
-		holds: newHolds(env.World, c.lease()), layers: newLayering(), stop: make(chan struct{}), ranks: map[int]*rank{}, conns: map[net.Conn]struct{}{},
+		holds: newHolds(env.World, c.lease()), layers: newLayering(), stop: make(chan struct{}), ranks: map[int]*rank{}, conns: map[net.Conn]time.Time{},
+	}
+	if n.doors, err = c.doors(env.Log); err != nil {
+		return nil, err
 	}
 	if n.tls, err = c.tls(); err != nil {
 		return nil, err
 	}
-	n.lines = lines{tls: n.tls, idle: map[string][]net.Conn{}}
+	if err := c.needsKey(env.LinkKey); err != nil {
+		return nil, err
+	}
+	n.lines = lines{tls: n.tls, key: env.LinkKey, idle: map[string][]net.Conn{}}
 	n.leave = n.pulse.begin(ctx, n)
-	if _, set := os.LookupEnv("UCX_NET_DEVICES"); !set && c.NetDevices != "" {
-		if err := os.Setenv("UCX_NET_DEVICES", c.NetDevices); err != nil {
-			return nil, err
-		}
+	if err := n.doors.set(c.NetDevices); err != nil {
+		return nil, err
 	}
 	if n.lib, err = nixl.Open(c.LibDir); err != nil {
 		return nil, fmt.Errorf("%w: %w", err, connector.ErrIncompatible)

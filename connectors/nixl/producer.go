@@ -3,14 +3,13 @@ package nixl
 import (
 	"bytes"
 	"context"
-	"crypto/tls"
-	"errors"
 	"fmt"
 	"net"
 	"strconv"
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
 )
 
 const (
@@ -27,10 +26,7 @@ func (n *Node) listen(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("side_channel_host, side_channel_port: %w", err)
 	}
-	if n.listener = inner; n.tls != nil {
-		n.listener = tls.NewListener(inner, n.tls)
-	}
-	n.tasks.Go(n.accept)
+	n.listener = pipe.NewAcceptor(inner, n.greet)
 	return nil
 }
 
@@ -43,32 +39,7 @@ func (n *Node) address() string {
 	return net.JoinHostPort(n.config.Advertise, port)
 }
 
-func (n *Node) accept() {
-	for {
-		c, err := n.listener.Accept()
-		if errors.Is(err, net.ErrClosed) {
-			return
-		}
-		if err != nil {
-			n.log.Warn("side channel: accept", "error", err)
-			select {
-			case <-time.After(50 * time.Millisecond):
-				continue
-			case <-n.stop:
-				return
-			}
-		}
-		if !n.keep(c) {
-			_ = c.Close()
-			continue
-		}
-		n.tasks.Go(func() {
-			defer n.forget(c)
-			n.serve(c)
-		})
-	}
-}
-
+// keep notes a connection. When there are too many, the one goes that has been silent for longest.
 func (n *Node) keep(c net.Conn) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -78,10 +49,26 @@ func (n *Node) keep(c net.Conn) bool {
 	default:
 	}
 	if len(n.conns) >= maxConns {
-		return false
+		var silent net.Conn
+		for other, heard := range n.conns {
+			if silent == nil || heard.Before(n.conns[silent]) {
+				silent = other
+			}
+		}
+		delete(n.conns, silent)
+		_ = silent.Close() // which ends its serve
 	}
-	n.conns[c] = struct{}{}
+	n.conns[c] = time.Now()
 	return true
+}
+
+// heard notes that a consumer says something.
+func (n *Node) heard(c net.Conn) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if _, known := n.conns[c]; known {
+		n.conns[c] = time.Now()
+	}
 }
 
 func (n *Node) forget(c net.Conn) {
@@ -99,6 +86,7 @@ func (n *Node) serve(c net.Conn) {
 		if err := readMessage(c, maxQuestion, &q); err != nil {
 			return
 		}
+		n.heard(c)
 		a, err := n.reply(&q)
 		if err != nil {
 			n.log.Info("a consumer is refused", "peer", c.RemoteAddr().String(), "hold", q.Hold, "reason", err)

@@ -80,7 +80,7 @@ func (n *Node) push(r *rank, q *question, e *connector.Ended) (*answer, error) {
 	ctx, cancel := context.WithTimeout(n.pulse.ctx, limit)
 	defer cancel()
 	m := move{op: nixl.Write, metadata: q.Push.Metadata, local: local, remote: remote}
-	m.transport = transportOf(r.backend.Name(), q.Push.Host, q.Push.PID, remote[0].Addr)
+	m.transport = n.doors.transport(r.backend.Name(), q.Push.Host, q.Push.PID, remote[0].Addr)
 	var done read
 	if done.err = r.move(ctx, &m, &done); done.err == nil {
 		if n.moved != nil {

@@ -52,21 +52,55 @@ func (n *Node) newRank(env connector.Env) (*rank, error) {
 		stop: make(chan struct{}), stopped: make(chan struct{}),
 	}
 	r.peers = &peers{rank: r}
-	for i, name := range n.config.Backends {
-		var b *nixl.Backend
-		b, err = agent.Backend(name, nil)
-		if err != nil {
-			_ = agent.Close()
-			return nil, fmt.Errorf("backends[%d]: %w: %w", i, err, connector.ErrIncompatible)
-		}
-		if i == 0 {
-			r.backend = b
-		}
+	if err := r.startBackends(); err != nil {
+		return nil, errors.Join(err, agent.Close())
 	}
 	if r.ahead, err = r.newAhead(); err != nil {
 		return nil, errors.Join(err, agent.Close())
 	}
 	return r, nil
+}
+
+// startBackends starts those of the config that start here, of which one has to reach other engines. The others
+// are named in the log.
+func (r *rank) startBackends() error {
+	n := r.node
+	var lacking []error
+	for i, name := range n.config.Backends {
+		b, err := r.agent.Backend(name, nil)
+		if err != nil && name == backendUCX && n.doors.far && !n.doors.open {
+			return n.config.errFar("UCX finds no RDMA transport that it can use (see stderr)")
+		}
+		if err != nil {
+			lacking = append(lacking, fmt.Errorf("backends[%d]: %s: %w", i, needs(name), err))
+			continue
+		}
+		if r.backend == nil {
+			r.backend = b
+		}
+	}
+	if r.backend == nil {
+		return fmt.Errorf("%w: %w", errors.Join(lacking...), connector.ErrIncompatible)
+	}
+	if _, err := r.agent.Metadata(); err != nil { // as with one for files alone
+		lacking = append(lacking, fmt.Errorf("backends: none that starts moves memory between engines: %w: %w", err, connector.ErrIncompatible))
+		return errors.Join(lacking...)
+	}
+	for _, err := range lacking {
+		n.log.Warn("a backend does not start and is not used", "rank", r.env.Rank, "error", err)
+	}
+	return nil
+}
+
+// needs says what a backend that does not start is likely to lack: NIXL says so on stderr at most.
+func needs(backend string) string {
+	switch backend {
+	case "GDS", "GDS_MT":
+		return backend + " needs an NVIDIA GPU with GPUDirect Storage"
+	case backendUCX:
+		return "UCX needs one of the transports that it may use"
+	}
+	return "this machine may lack what " + backend + " needs"
 }
 
 // cache is the registered cache; nil before the first call that brings it.
@@ -156,9 +190,9 @@ func (r *rank) progress() {
 	}
 }
 
-// work lets NIXL work until over: through sockets as fast as bytes come, and else, where the writer needs nobody
-// but to connect, only now and then.
-func (r *rank) work(over <-chan struct{}, sockets bool) {
+// work lets NIXL work until over: as fast as bytes come where it copies them here, and else, where the writer needs
+// nobody except to connect, only now and then.
+func (r *rank) work(over <-chan struct{}, copies bool) {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	var pace nixl.Pace
@@ -169,7 +203,7 @@ func (r *rank) work(over <-chan struct{}, sockets bool) {
 			return
 		}
 		pause := pace.End()
-		if !sockets {
+		if !copies {
 			pause = busyPause
 		}
 		if pause == 0 {

@@ -166,7 +166,7 @@ func (r *reshaping) read(ctx context.Context, t *connector.Transfer, kv *connect
 // pull reads what is planned, in a window where there is one.
 func (r *reshaping) pull(ctx context.Context, a *answer, p *reads, m *read) error {
 	rank := r.worker.rank
-	m.transport = transportOf(rank.backend.Name(), a.Host, a.PID, p.remote[0].Addr)
+	m.transport = rank.node.doors.transport(rank.backend.Name(), a.Host, a.PID, p.remote[0].Addr)
 	l, _ := rank.land(a, p) // without a window into the cache itself
 	r.landings = append(r.landings, l)
 	return l.pull(ctx, m)

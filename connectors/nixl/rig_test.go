@@ -1,6 +1,7 @@
 package nixl
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"log/slog"
@@ -22,6 +23,12 @@ func TestMain(m *testing.M) {
 	if err := os.Setenv("UCX_MODULES", "^ib"); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
+	}
+	if os.Getenv(noCMA) != "" {
+		if err := forbidCMA(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
 	}
 	os.Exit(m.Run())
 }
@@ -75,6 +82,7 @@ func testEnv(role connector.Role, epoch uint64) connector.Env {
 	return connector.Env{
 		Engine: role.String(), Epoch: epoch, Role: role, World: 1, Layout: l, Log: slog.New(slog.DiscardHandler),
 		Model: connector.Fingerprint{1}, Shape: connector.Fingerprint{2},
+		LinkKey: bytes.Repeat([]byte{3}, 32),
 	}
 }
 

@@ -126,5 +126,12 @@ func (s *scheduler) Renewals(ctx context.Context, ended []connector.HoldID) ([]c
 	return s.node.holds.renewals(ctx, renewWait)
 }
 
+// Reset implements connector.Resetter. All that this engine keeps is held for consumers: their tickets are worth
+// nothing from now on, and what they are reading is not confirmed.
+func (s *scheduler) Reset(context.Context) (emptied bool, err error) {
+	s.node.holds.reset()
+	return true, nil
+}
+
 // Close implements connector.Scheduler.
 func (s *scheduler) Close() error { return s.leave() }

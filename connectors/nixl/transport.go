@@ -7,20 +7,27 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// transportOf says by what a backend reaches a peer, for metrics: NIXL does not tell. Where UCX may choose,
-// it reads another process's memory directly ("cma") if the kernel lets it, as here, and goes over the
-// network's devices otherwise.
-func transportOf(backend, host string, pid int, addr uint64) string {
-	if backend != "UCX" {
+// transport says by what a backend reaches a peer, for metrics and to know which process has to be awake: NIXL does not tell.
+// Where UCX may choose, it reads another process's memory directly ("cma") if the kernel lets it; else it has
+// the peer copy through shared memory ("posix") or, where it may, goes over the network's devices.
+func (d *doors) transport(backend, host string, pid int, addr uint64) string {
+	switch {
+	case backend != backendUCX:
 		return strings.ToLower(backend)
+	case !d.reaches(host, pid):
+		return unreached
+	case (d.open || d.far) && d.list != "":
+		return "ucx:" + d.list[:min(len(d.list), 64)]
 	}
-	if tls := os.Getenv("UCX_TLS"); tls != "" && tls != "all" {
-		return "ucx:" + tls[:min(len(tls), 64)]
-	}
-	if here, err := os.Hostname(); err == nil && here == host && canRead(pid, addr) {
+	here, err := os.Hostname()
+	direct := err == nil && here == host && canRead(pid, addr)
+	switch {
+	case direct && (d.open || strings.Contains(d.list, "cma")):
 		return "ucx:cma"
+	case d.open:
+		return overNetwork
 	}
-	return overNetwork
+	return "ucx:posix"
 }
 
 const overNetwork = "ucx:network"
@@ -32,18 +39,29 @@ func overTCP(transport, rdma string) bool {
 		devices, _ := os.ReadDir(rdma)
 		return len(devices) == 0
 	}
+	return only(transport, "tcp")
+}
+
+// copied says whether the peer's process has to work for every byte: over TCP, and by shared memory without cma.
+func copied(transport, rdma string) bool {
+	return overTCP(transport, rdma) || only(transport, "posix") || only(transport, "tcp", "posix")
+}
+
+// only says whether a list of UCX's has all of some transports and no others; self aside.
+func only(transport string, all ...string) bool {
 	list, ucx := strings.CutPrefix(transport, "ucx:")
-	tcp := false
+	found := map[string]bool{}
 	for name := range strings.SplitSeq(list, ",") {
-		switch name {
-		case "tcp":
-			tcp = true
-		case "self":
-		default:
+		if name != "self" {
+			found[name] = true
+		}
+	}
+	for _, name := range all {
+		if !found[name] {
 			return false
 		}
 	}
-	return ucx && tcp
+	return ucx && len(found) == len(all)
 }
 
 // rdmaDevices are those of this machine.

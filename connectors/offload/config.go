@@ -22,7 +22,7 @@ const DefaultBytes = 1 << 30
 type Config struct {
 	BlockSize      int    `json:"block_size,omitempty" jsonschema:"minimum=0,default=0,description=Tokens of an offered piece: hits come in whole pieces. A multiple of the engine's block size; 0: that size."`
 	CPUBytes       int64  `json:"cpu_bytes_to_use,omitempty" jsonschema:"minimum=0,description=Size of the memory tier in bytes. 0: num_cpu_blocks decides or else 1 GiB."`
-	CPUBlocks      int    `json:"num_cpu_blocks,omitempty" jsonschema:"minimum=0,maximum=268435456,description=Size of the memory tier in blocks of the engine. Not together with cpu_bytes_to_use."`
+	CPUBlocks      int    `json:"num_cpu_blocks,omitempty" jsonschema:"minimum=0,maximum=268435456,description=Size of the memory tier in blocks of block_size tokens. Not together with cpu_bytes_to_use."`
 	Policy         string `json:"eviction_policy,omitempty" jsonschema:"enum=lru,enum=arc,enum=s3fifo,enum=LRU,enum=S3FIFO,default=lru,description=Which block goes when a tier is full."`
 	StoreThreshold int    `json:"store_threshold,omitempty" jsonschema:"minimum=0,maximum=255,default=0,description=How often a block is offered before it is stored. 0: at once."`
 	Tracker        int    `json:"max_tracker_size,omitempty" jsonschema:"minimum=1,default=64000,description=Keys that store_threshold tells apart."`
@@ -128,8 +128,19 @@ func (c *Config) ArenaBytes() int64 {
 	return DefaultBytes
 }
 
-// ArenaBlocks is for how many blocks of the engine the host is asked to keep memory on each rank.
-func (c *Config) ArenaBlocks() int64 { return int64(c.CPUBlocks) }
+// ArenaField is the field that says how large the memory tier is.
+func (c *Config) ArenaField() string {
+	if c.CPUBlocks > 0 {
+		return "num_cpu_blocks"
+	}
+	return "cpu_bytes_to_use"
+}
+
+// ArenaBlocks is for how many blocks the host is asked to keep memory on each rank.
+func (c *Config) ArenaBlocks() int64 { return int64(c.CPUBlocks) * int64(max(1, c.BlocksPerChunk)) }
+
+// ArenaBlockTokens is how many tokens each of them has, as in vLLM; 0: as many as the engine's.
+func (c *Config) ArenaBlockTokens() int64 { return int64(c.BlockSize) }
 
 // options are those of the tiers for one engine.
 func (c *Config) options(env *connector.Env) tier.Options {
@@ -151,5 +162,9 @@ func (c *Config) memory(env *connector.Env, largest int64) []byte {
 	if c.CPUBlocks == 0 {
 		return env.Arena
 	}
-	return env.Arena[:tier.ArenaBytes(c.CPUBlocks*env.World, largest)]
+	piece, err := c.piece(env.Layout.Groups)
+	if err != nil {
+		return env.Arena // Open has refused it
+	}
+	return env.Arena[:tier.ArenaBytes(c.CPUBlocks*piece*env.World, largest)]
 }

@@ -164,6 +164,31 @@ func TestHitRatioIsThePolicys(t *testing.T) {
 	}
 }
 
+// num_cpu_blocks counts blocks of block_size tokens, as in vLLM: 100 of 64 tokens hold four prompts of 1,024.
+// Counted in the engine's blocks of 16 they hold one and a half, and a prompt that comes again has lost its head.
+func TestBlocksHaveBlockSizeTokens(t *testing.T) {
+	kvport := binaries(t)
+	for _, extra := range []string{`{"block_size":64,"num_cpu_blocks":100}`, `{"blocks_per_chunk":4,"num_cpu_blocks":100}`} {
+		p := serve(t, kvport, "sim", extra)
+		var client cluster.Client
+		for round := range 2 {
+			for who := range 4 {
+				c, err := client.Complete(t.Context(), p.URL, cluster.Request{Prompt: text(who, 1024), MaxTokens: 1, IgnoreEOS: true})
+				require.NoError(t, err)
+				settled(t, &client, p)
+				require.Equal(t, 1024, c.Prompt)
+				if round > 0 {
+					require.GreaterOrEqual(t, c.Cached, 960, "%s: prompt %d", extra, who)
+				}
+			}
+		}
+		m, err := client.Metrics(t.Context(), p.URL)
+		require.NoError(t, err)
+		require.Equal(t, 400.0, m.Sum("kvport_connector_memory_slots"), extra)
+		stop(t, p)
+	}
+}
+
 // A conversation of many turns on the real model: no token differs, and it takes half the time at most.
 func TestManyTurns(t *testing.T) {
 	kvport := binaries(t)

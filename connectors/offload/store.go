@@ -44,7 +44,7 @@ func Open(_ context.Context, env connector.Env, config Config) (connector.Store,
 	}
 	if config.DiskPath != "" {
 		s.disk, err = tier.OpenDisk(tier.DiskOptions{
-			Path: config.DiskPath, Bytes: config.DiskBytes, SlotBytes: o.SlotBytes + tier.LowerHeader, Policy: o.Policy, TTL: o.TTL > 0, Log: env.Log,
+			Path: config.DiskPath, Field: "disk_bytes", Bytes: config.DiskBytes, SlotBytes: o.SlotBytes + tier.LowerHeader, Policy: o.Policy, TTL: o.TTL > 0, Log: env.Log,
 			Changed: func(k connector.StoreKey, stored bool) {
 				s.changed(k, stored, func(k connector.StoreKey) bool { return s.tiers != nil && s.Has(k) })
 			},

@@ -21,15 +21,15 @@ type Config struct {
 	Advertise string   `json:"advertise,omitempty"    jsonschema:"description=what tickets name instead of the address listened at; port 0 stands for the one taken"`
 	Peers     []string `json:"peers,omitempty"        jsonschema:"description=producers to ask for prompts that come without a ticket"`
 	Subscribe []string `json:"subscribe,omitempty" jsonschema:"description=producers whose blocks a consumer takes over while they are computed, layer by layer"`
-	KeyFile   string   `json:"key_file,omitempty"     jsonschema:"description=key that all peers share; wanted beyond loopback; makes mutual TLS of it"`
+	KeyFile   string   `json:"key_file,omitempty"     jsonschema:"description=key that all peers share; needed beyond loopback; makes mutual TLS of it. Without it peers prove a key that their hosts derive from the ticket key"`
 	Bytes     int64    `json:"buffer_bytes,omitempty" jsonschema:"default=1073741824,minimum=1048576,description=memory for blocks that wait to be fetched or have arrived"`
 	SocketDir string   `json:"socket_dir,omitempty"   jsonschema:"description=shm: folder of the listeners' sockets; empty: one of its own for each"`
 	Digest    bool     `json:"digest,omitempty"       jsonschema:"default=true,description=digest over every frame besides the host's own over every block"`
 }
 
 // Open makes the peers of a config, for sdk.FromPipe.
-func Open(_ context.Context, _ connector.Env, c Config) (pipe.Peers, error) {
-	network, err := c.open()
+func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
+	network, err := c.open(env.LinkKey)
 	return pipe.Peers{Network: network, Addresses: c.Peers, Subscribe: c.Subscribe, Bytes: c.Bytes}, err
 }
 
@@ -55,18 +55,23 @@ func (c *Config) Validate() error {
 // defaultListen is what the default tag of Config.Listen says.
 const defaultListen = "127.0.0.1:0"
 
-func (c *Config) open() (pipe.Network, error) {
+func (c *Config) open(link connector.Secret) (pipe.Network, error) {
 	if c.Transport == "shm" {
 		return &shm.Network{Dir: c.SocketDir}, nil
 	}
-	return c.network()
+	return c.network(link)
 }
 
 const maxKeyFile = 4 << 10
 
-// network makes the network of a config. Errors name the field.
-func (c *Config) network() (*tcp.Network, error) {
-	n := &tcp.Network{Address: c.Listen, Advertise: c.Advertise, NoDigest: !c.Digest}
+// network makes the network of a config, whose peers prove the link key to each other where there is no key
+// file. Errors name the field.
+func (c *Config) network(link connector.Secret) (*tcp.Network, error) {
+	n := &tcp.Network{Address: c.Listen, Advertise: c.Advertise, NoDigest: !c.Digest, Key: link}
+	if c.KeyFile == "" && link == nil {
+		return nil, fmt.Errorf("key_file: it is needed, since this engine's host gives its plugins no link key (it is older than this plugin), "+
+			"and every user of the machine reaches loopback: %w", connector.ErrIncompatible)
+	}
 	if c.KeyFile == "" {
 		return n, nil
 	}

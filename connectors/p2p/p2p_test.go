@@ -71,16 +71,30 @@ func TestPDWithKey(t *testing.T) {
 func TestKeyFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "key")
 	c := Config{KeyFile: path, Listen: "0.0.0.0:0"}
-	_, err := c.network()
+	_, err := c.network(nil)
 	require.ErrorIs(t, err, os.ErrNotExist)
 	require.NoError(t, os.WriteFile(path, []byte(strings.Repeat("k", 32)), 0o600))
-	n, err := c.network()
+	n, err := c.network(nil)
 	require.NoError(t, err)
 	l, err := n.Listen(t.Context())
 	require.NoError(t, err)
 	require.NoError(t, l.Close())
 	require.NoError(t, os.Chmod(path, 0o644))
-	_, err = c.network()
+	_, err = c.network(nil)
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 	require.ErrorContains(t, err, "key_file")
+}
+
+// The link key of the host is used where there is no key file; without either nothing begins.
+func TestLinkKey(t *testing.T) {
+	link := connector.Secret(strings.Repeat("l", 32))
+	c := Config{Listen: defaultListen}
+	n, err := c.network(link)
+	require.NoError(t, err)
+	require.Equal(t, link, n.Key)
+	_, err = Open(t.Context(), connector.Env{}, c)
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, "key_file")
+	_, err = Open(t.Context(), connector.Env{}, Config{Transport: "shm"})
+	require.NoError(t, err, "the kernel says there whose process it is")
 }

@@ -12,6 +12,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"slices"
 	"strconv"
@@ -28,20 +29,21 @@ import (
 type Config struct {
 	SendType   string   `json:"send_type,omitempty"          jsonschema:"default=PUT_ASYNC,enum=PUT,enum=PUT_ASYNC,enum=GET,description=PUT: a save ends when the decode engine was sent the blocks. PUT_ASYNC: they are sent meanwhile. GET: the decode engine asks for them."`
 	IP         string   `json:"kv_ip,omitempty"              jsonschema:"default=127.0.0.1,description=address at which peers find this engine; they all share one key"`
-	Port       Number   `json:"kv_port,omitempty"            jsonschema:"description=its port; 0 takes a free one"`
+	Port       Number   `json:"kv_port,omitempty"            jsonschema:"description=the port of all its ranks; 0 takes a free one"`
 	Advertise  string   `json:"advertise,omitempty"          jsonschema:"description=host that peers and routers are told instead of kv_ip"`
-	KeyFile    string   `json:"key_file,omitempty"           jsonschema:"description=the ticket key file; default: the key that the engines of one user on one host share; wanted beyond loopback"`
+	KeyFile    string   `json:"key_file,omitempty"           jsonschema:"description=the deployment's key as kvport.ticket_key_file and the router's --ticket-key-file name it; the keys for peers and routers are derived from it; default: the host derives them from its own; needed beyond loopback"`
 	ProxyIP    string   `json:"proxy_ip,omitempty"           jsonschema:"description=host of the router to register with"`
 	ProxyPort  Number   `json:"proxy_port,omitempty"         jsonschema:"description=port of its kvport route --register; without it the engine does not register"`
 	Routers    []string `json:"routers,omitempty"            jsonschema:"description=further routers to register with as HOST:PORT"`
 	HTTPIP     string   `json:"http_ip,omitempty"            jsonschema:"description=host at which the router reaches this engine's HTTP server; default: advertise or kv_ip"`
 	HTTPPort   Number   `json:"http_port,omitempty"          jsonschema:"description=the port of the engine's HTTP server; needed to register"`
-	BufferSize Number   `json:"kv_buffer_size,omitempty"     jsonschema:"description=default 1000000000: bytes of blocks that wait to be fetched or have arrived"`
+	BufferSize Number   `json:"kv_buffer_size,omitempty"     jsonschema:"description=default 1000000000 and at least 1048576: bytes of blocks that wait to be fetched or have arrived"`
 	PoolGB     *Decimal `json:"mem_pool_size_gb,omitempty"   jsonschema:"default=4,description=default 4: GiB of host memory to which the oldest blocks move when that is full; 0: they are dropped. Memory is taken as it is used."`
-	Transports []string `json:"transports,omitempty"         jsonschema:"description=ways to try in this order; default nccl ucx shm tcp. Beyond one host UCX and NCCL encrypt nothing and are used only if they are named here."`
+	Transports []string `json:"transports,omitempty"         jsonschema:"description=ways to try in this order; default nccl ucx shm tcp. Beyond one host UCX and NCCL encrypt nothing and are used only if they are named here; UCX goes by RDMA there."`
+	UCXTCP     string   `json:"ucx_tcp,omitempty"            jsonschema:"enum=trusted-network,description=trusted-network lets UCX use TCP: anybody who can reach its ports can then write the plugin's memory. Default: UCX within one host by shared memory, and beyond it by RDMA if transports names it."`
 	Device     int      `json:"device,omitempty"             jsonschema:"minimum=0,description=the GPU for NCCL"`
 	Channels   Number   `json:"nccl_num_channels,omitempty"  jsonschema:"description=NCCL_MAX_NCHANNELS; 0: as NCCL likes"`
-	NetDevices string   `json:"ucx_net_devices,omitempty"    jsonschema:"description=UCX_NET_DEVICES; default lo where kv_ip is a loopback address and else all"`
+	NetDevices string   `json:"ucx_net_devices,omitempty"    jsonschema:"description=UCX_NET_DEVICES; default lo where kv_ip is a loopback address and else all. Of no use where UCX has shared memory alone."`
 	SocketDir  string   `json:"socket_dir,omitempty"         jsonschema:"description=shm: folder of the sockets; empty: one of its own for each"`
 	TimeoutMS  int      `json:"peer_timeout_ms,omitempty"    jsonschema:"default=3000,minimum=100,maximum=60000,description=how long a peer may neither receive nor answer before it is cut"`
 	RegisterMS int      `json:"register_ms,omitempty"        jsonschema:"default=3000,minimum=50,maximum=60000,description=time between two registrations"`
@@ -104,6 +106,9 @@ const (
 	get      = "GET"
 )
 
+// trustNetwork is the one value of ucx_tcp.
+const trustNetwork = "trusted-network"
+
 // ways are the transports, the best first.
 func ways() []string { return []string{"nccl", "ucx", "shm", "tcp"} }
 
@@ -117,10 +122,8 @@ func (c *Config) Validate() error {
 	if err := c.validateNumbers(); err != nil {
 		return err
 	}
-	for _, w := range c.Transports {
-		if !slices.Contains(ways(), w) {
-			return bad("transports", "%q is none of %s", w, strings.Join(ways(), ", "))
-		}
+	if err := c.validateWays(); err != nil {
+		return err
 	}
 	switch {
 	case c.SendType != "" && c.SendType != put && c.SendType != putAsync && c.SendType != get:
@@ -131,8 +134,18 @@ func (c *Config) Validate() error {
 		return bad("http_port", "it is needed to register: the router wants to know where the engine's HTTP server is")
 	case c.KeyFile == "" && !c.local():
 		return bad("key_file", "others can reach kv_ip %s, so it needs a shared key", c.IP)
-	case c.ProxyIP == "0.0.0.0":
-		return bad("proxy_ip", "0.0.0.0 is where a router listens, not where it is")
+	}
+	return nil
+}
+
+func (c *Config) validateWays() error {
+	for _, w := range c.Transports {
+		if !slices.Contains(ways(), w) {
+			return bad("transports", "%q is none of %s", w, strings.Join(ways(), ", "))
+		}
+	}
+	if c.UCXTCP != "" && c.UCXTCP != trustNetwork {
+		return bad("ucx_tcp", "%q is not %s, the one value that it has", c.UCXTCP, trustNetwork)
 	}
 	return nil
 }
@@ -142,7 +155,11 @@ func (c *Config) registrars() []string {
 	if c.ProxyPort == 0 {
 		return c.Routers
 	}
-	return append([]string{net.JoinHostPort(c.ProxyIP, strconv.Itoa(int(c.ProxyPort)))}, c.Routers...)
+	host := c.ProxyIP
+	if host == "0.0.0.0" { // where a router listens; whoever connects to it comes to this machine
+		host = "127.0.0.1"
+	}
+	return append([]string{net.JoinHostPort(host, strconv.Itoa(int(c.ProxyPort)))}, c.Routers...)
 }
 
 func (c *Config) validateNumbers() error {
@@ -151,7 +168,7 @@ func (c *Config) validateNumbers() error {
 			return bad("routers", "%q is not HOST:PORT", r)
 		}
 	}
-	const port, most, least = 65535, 1 << 50, 1 << 20
+	const port, most = 65535, 1 << 50
 	for _, n := range []struct {
 		field string
 		value float64
@@ -168,10 +185,23 @@ func (c *Config) validateNumbers() error {
 			return bad(n.field, "want a whole number between 0 and %.0f", n.limit)
 		}
 	}
-	if c.BufferSize != 0 && c.BufferSize < least {
-		return bad("kv_buffer_size", "%d bytes, want at least %d", c.BufferSize, least)
-	}
 	return nil
+}
+
+// leastBuffer is the smallest buffer: vLLM's users give prefill engines, which receive nothing, one of 10 bytes.
+const leastBuffer = 1 << 20
+
+// buffer is kv_buffer_size, or the least that works.
+func (c *Config) buffer(log *slog.Logger) int64 {
+	const usual = 1_000_000_000
+	switch {
+	case c.BufferSize == 0:
+		return usual
+	case c.BufferSize < leastBuffer:
+		log.Warn("kv_buffer_size is too small for a block and is raised", "kv_buffer_size", int64(c.BufferSize), "bytes", leastBuffer)
+		return leastBuffer
+	}
+	return int64(c.BufferSize)
 }
 
 // local reports whether only this host can reach the engine's address.

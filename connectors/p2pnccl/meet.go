@@ -63,7 +63,14 @@ func (c *Config) network(keyed *tls.Config, log *slog.Logger) (*network, error) 
 		if slices.Contains(c.Transports, name) && len(usable) == 0 {
 			return nil, fmt.Errorf("transports: %s: %w: %w", name, err, connector.ErrIncompatible)
 		}
-		log.Info("a transport cannot be used here", "transport", name, "reason", err)
+		say := log.Info
+		if slices.Contains(c.Transports, name) {
+			say = log.Warn // it was asked for
+		}
+		say("a transport cannot be used here", "transport", name, "reason", err)
+	}
+	if c.UCXTCP == trustNetwork {
+		log.Warn("UCX may use TCP: whoever can reach its ports can read and write the memory of this plugin", "ucx_tcp", trustNetwork)
 	}
 	n := &network{config: *c, tls: keyed, ways: usable, host: thisHost(), log: log, shun: map[string]time.Time{}}
 	log.Info("transports that can be used here, the best first", "transports", n.names())

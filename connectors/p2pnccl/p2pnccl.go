@@ -13,11 +13,11 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// Environment are the variables that the plugin wants to see: where the shared key lies, and those that UCX
-// and NCCL read.
+// Environment are the variables that the plugin wants to see: where sockets may lie, and those that UCX and
+// NCCL read.
 func Environment() []string {
 	return []string{
-		"XDG_RUNTIME_DIR", "TMPDIR", "KVPORT_UCX_DIR", "KVPORT_NCCL_DIR", "KVPORT_CUDA_DIR", "UCX_TLS", "UCX_NET_DEVICES", "UCX_MODULES",
+		"TMPDIR", "KVPORT_UCX_DIR", "KVPORT_NCCL_DIR", "KVPORT_CUDA_DIR", "UCX_TLS", "UCX_NET_DEVICES", "UCX_MODULES",
 		"UCX_LOG_LEVEL", "UCX_RNDV_SCHEME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_P2P_LEVEL", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH",
 	}
 }
@@ -39,11 +39,11 @@ func Stats() []connector.StatInfo {
 
 // Open makes the peers of a config, for sdk.FromPipe.
 func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
-	key, err := c.key()
+	link, router, err := c.keys(&env)
 	if err != nil {
 		return pipe.Peers{}, err
 	}
-	keyed, err := pipe.KeyTLS(key)
+	keyed, err := pipe.KeyTLS(link)
 	if err != nil {
 		return pipe.Peers{}, err
 	}
@@ -55,20 +55,16 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 	if err != nil {
 		return pipe.Peers{}, err
 	}
-	ids := newReader(key)
+	ids := newReader(router)
 	life := &registered{network: n}
 	var registrars []*registrar
-	for _, router := range c.registrars() {
-		r := newRegistrar(&c, router, key, log)
+	for _, at := range c.registrars() {
+		r := newRegistrar(&c, at, router, log)
 		registrars = append(registrars, r)
 		life.begin = append(life.begin, func(ctx context.Context, address string) { r.run(ctx, types(env.Role), c.httpAddress(), address) })
 	}
-	size := int64(c.BufferSize)
-	if size == 0 {
-		size = 1_000_000_000
-	}
 	peers := pipe.Peers{
-		Network: life, Bytes: size, Spill: c.spill(), Patience: c.timeout(), Close: life.close,
+		Network: life, Bytes: c.buffer(log), Spill: c.spill(), Patience: c.timeout(), Close: life.close,
 		Await: c.SendType == put, Pushed: env.Role.Loads() && (c.SendType != get || len(registrars) > 0), // who registers has to listen
 		Find: func(id connector.RequestID) []string {
 			if a := ids.read(id).prefill; a != "" {
@@ -86,12 +82,31 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 	return peers, nil
 }
 
-// key is the key that engines and routers share.
-func (c *Config) key() ([]byte, error) {
+// connectorName is the connector's, as its plugin's manifest has it: the host derives the link key for it.
+const connectorName = "P2pNcclConnector"
+
+// keys are what engines show each other, and what routers sign with. The host derives both from the
+// deployment's key, as is done here with a key file.
+func (c *Config) keys(env *connector.Env) (link, router connector.Secret, err error) {
 	if c.KeyFile == "" {
-		return ticket.SharedKey()
+		if env.LinkKey == nil || env.RouterKey == nil {
+			return nil, nil, bad("key_file", "it is needed, since this engine's host gives its plugins no link key: it is older than this plugin")
+		}
+		return env.LinkKey, env.RouterKey, nil
 	}
-	return ticket.LoadKey(c.KeyFile)
+	key, err := ticket.LoadKey(c.KeyFile)
+	if err != nil {
+		return nil, nil, err
+	}
+	root, err := ticket.LinkRoot(key)
+	if err != nil {
+		return nil, nil, err
+	}
+	if link, err = ticket.LinkKey(root, connectorName); err != nil {
+		return nil, nil, err
+	}
+	router, err = ticket.RouterKey(key)
+	return link, router, err
 }
 
 func (c *Config) httpAddress() string {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/tls"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"slices"
@@ -12,6 +13,7 @@ import (
 	"sync/atomic"
 
 	"github.com/kvport/kvport/connector"
+	native "github.com/kvport/kvport/native/ucx"
 	"github.com/kvport/kvport/pipe"
 	"github.com/kvport/kvport/pipe/nccl"
 	"github.com/kvport/kvport/pipe/shm"
@@ -51,15 +53,20 @@ func (c *Config) makeWays(keyed *tls.Config) (usable []*way, reasons map[string]
 			n := &nccl.Network{Address: listen, Advertise: advertise, TLS: keyed, Device: c.Device, NoDigest: !c.Digest, Patience: c.timeout()}
 			w.network, w.start, w.close, w.plain = n, n.Start, n.Close, true
 		case "ucx":
-			n := &ucx.Network{Address: listen, Advertise: advertise, TLS: keyed, Devices: c.devices(), NoDigest: !c.Digest, Patience: c.timeout()}
-			w.network, w.start, w.close, w.plain = n, n.Start, n.Close, true
+			n := c.ucx()
+			n.Address, n.Advertise, n.TLS = listen, advertise, keyed
+			w.network, w.start, w.close, w.plain, w.near = n, n.Start, n.Close, true, !n.Far && !n.TrustNetwork
 		case "shm":
 			w.network, w.near = &shm.Network{Dir: c.SocketDir}, true
 		case "tcp":
 			w.network = &tcp.Network{Address: listen, Advertise: advertise, TLS: keyed, NoDigest: !c.Digest}
 		}
 		if w.start != nil {
-			if err := w.start(); err != nil {
+			err := w.start()
+			if errors.Is(err, native.ErrOpenPort) {
+				err = fmt.Errorf("%w: use the transport tcp, which is inside TLS, or take the risk, on a network that you trust, with \"ucx_tcp\": \"trusted-network\"", err)
+			}
+			if err != nil {
 				reasons[name] = err
 				continue
 			}
@@ -67,6 +74,17 @@ func (c *Config) makeWays(keyed *tls.Config) (usable []*way, reasons map[string]
 		usable = append(usable, w)
 	}
 	return usable, reasons
+}
+
+// ucx is UCX with the transports that it may use: shared memory on this host, or RDMA beyond it where the config
+// names UCX. By TCP it would open a port at which anybody writes the memory of this process.
+func (c *Config) ucx() *ucx.Network {
+	n := &ucx.Network{NoDigest: !c.Digest, Patience: c.timeout(), TrustNetwork: c.UCXTCP == trustNetwork}
+	n.Far = !n.TrustNetwork && !c.local() && slices.Contains(c.Transports, "ucx")
+	if n.TrustNetwork || n.Far {
+		n.Devices = c.devices()
+	}
+	return n
 }
 
 // devices are the network devices for UCX.

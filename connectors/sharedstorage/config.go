@@ -1,8 +1,13 @@
 package sharedstorage
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
 	"path/filepath"
+	"syscall"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -18,7 +23,7 @@ const (
 
 // Config is the kv_connector_extra_config of this connector.
 type Config struct {
-	Path     string `json:"shared_storage_path" jsonschema:"required,minLength=1,description=Folder that holds the blocks; made when it is missing. Several engines may use one."`
+	Path     string `json:"shared_storage_path,omitempty" jsonschema:"description=Folder that holds the blocks; made when it is missing. Several engines may use one. A relative path begins at the engine's working folder; default: kvport/blocks in this user's cache folder."`
 	MaxBytes int64  `json:"max_bytes,omitempty" jsonschema:"minimum=0,default=0,description=Size cap in bytes. Blocks that were not used for longest go first. 0: no cap."`
 	ReadOnly bool   `json:"read_only,omitempty" jsonschema:"default=false,description=Never write: neither save nor evict nor remove damaged files."`
 	Fsync    bool   `json:"fsync,omitempty" jsonschema:"default=false,description=Flush every block to the disk before it becomes visible. Not needed for correctness."`
@@ -31,10 +36,6 @@ func (c Config) Validate() error {
 		return fmt.Errorf("%s %s: %w", field, fmt.Sprintf(format, args...), connector.ErrIncompatible)
 	}
 	switch {
-	case c.Path == "":
-		return bad("shared_storage_path", "is missing, set it to a folder")
-	case !filepath.IsAbs(c.Path):
-		return bad("shared_storage_path", "is %q, want an absolute path", c.Path)
 	case c.MaxBytes < 0:
 		return bad("max_bytes", "is %d, want 0 (no cap) or more", c.MaxBytes)
 	case c.Workers < 0 || c.Workers > MaxWorkers:
@@ -49,4 +50,54 @@ func (c Config) withDefaults() Config {
 		c.Workers = DefaultWorkers
 	}
 	return c
+}
+
+// Environment names the variables that say where this user's cache folder is, for the plugin's manifest.
+func Environment() []string { return []string{"HOME", "XDG_CACHE_HOME"} }
+
+// settle makes the path absolute, and says where blocks are kept if the config leaves that open. A plugin
+// runs in the working folder of the engine that started it.
+func (c Config) settle(log *slog.Logger) (Config, error) {
+	var err error
+	switch {
+	case c.Path == "":
+		if c.Path, err = ownFolder(); err == nil {
+			log.Warn("shared_storage_path is not set: blocks are kept in a folder of this user's own", "path", c.Path)
+		}
+	case !filepath.IsAbs(c.Path):
+		if c.Path, err = filepath.Abs(c.Path); err == nil {
+			log.Info("shared_storage_path begins at the engine's working folder", "path", c.Path)
+		}
+	}
+	if err != nil {
+		return c, fmt.Errorf("shared_storage_path: %w: %w", err, connector.ErrIncompatible)
+	}
+	if info, err := os.Stat(c.Path); err == nil && !info.IsDir() {
+		return c, fmt.Errorf("shared_storage_path %s is a file, want a folder: %w", c.Path, connector.ErrIncompatible)
+	}
+	return c.withDefaults(), nil
+}
+
+// ownFolder makes a folder that only this user can enter, and checks that nobody else made it.
+func ownFolder() (string, error) {
+	cache, err := os.UserCacheDir()
+	if err != nil {
+		return "", fmt.Errorf("is not set, and this user has no cache folder: %w", err)
+	}
+	path := filepath.Join(cache, "kvport", "blocks")
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		return "", err
+	}
+	if err := os.Mkdir(path, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return "", err
+	}
+	info, err := os.Lstat(path)
+	if err != nil {
+		return "", err
+	}
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	if !info.IsDir() || info.Mode().Perm()&0o077 != 0 || !ok || int(stat.Uid) != os.Getuid() {
+		return "", fmt.Errorf("is not set, and %s is not a folder of this user with mode 0700", path)
+	}
+	return path, nil
 }

@@ -2,6 +2,7 @@ package sharedstorage_test
 
 import (
 	"encoding/json"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"testing"
@@ -9,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/conformance/storetest"
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/sharedstorage"
 	"github.com/kvport/kvport/sdk"
@@ -27,6 +29,15 @@ func config(t *testing.T) json.RawMessage {
 	b, err := os.ReadFile(filepath.Join("..", "..", "plugins", "sharedstorage", "conform.json"))
 	require.NoError(t, err)
 	return b
+}
+
+func TestStoreKeys(t *testing.T) {
+	storetest.Run(t, storetest.Harness{Open: func(st storetest.T) connector.Store {
+		env := connector.Env{Log: slog.New(slog.DiscardHandler)}
+		s, err := sharedstorage.Open(st.Context(), env, sharedstorage.Config{Path: t.TempDir()})
+		require.NoError(st, err)
+		return s
+	}})
 }
 
 func TestInProcess(t *testing.T) {

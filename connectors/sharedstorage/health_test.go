@@ -201,9 +201,7 @@ func TestConfig(t *testing.T) {
 		config Config
 		field  string
 	}{
-		{Config{}, "shared_storage_path"},
-		{Config{Path: "relative"}, "shared_storage_path"},
-		{Config{Path: file}, "shared_storage_path"},
+		{Config{Path: file}, "shared_storage_path " + file + " is a file, want a folder"},
 		{Config{Path: filepath.Join(file, "below")}, "shared_storage_path"},
 		{Config{Path: filepath.Join(t.TempDir(), "missing"), ReadOnly: true}, "shared_storage_path"},
 		{Config{Path: t.TempDir(), MaxBytes: -1}, "max_bytes"},

@@ -81,7 +81,7 @@ func TestWatch(t *testing.T) {
 		mu.Lock()
 		defer mu.Unlock()
 		return all
-	}, 10*time.Second, 10*time.Millisecond)
+	}, time.Minute, 10*time.Millisecond)
 }
 
 func TestStats(t *testing.T) {

@@ -72,7 +72,10 @@ func newStore(log *slog.Logger, config Config) (*Store, error) {
 	if err := config.Validate(); err != nil {
 		return nil, err
 	}
-	config = config.withDefaults()
+	config, err := config.settle(log)
+	if err != nil {
+		return nil, err
+	}
 	if err := fault.Point("store.open"); err != nil {
 		return nil, err
 	}

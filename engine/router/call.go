@@ -26,6 +26,10 @@ type call struct {
 	started time.Time
 	failed  map[int]bool // instances of either role that this request does not try again
 	marks   []uint64     // of its conversation; nil where none is remembered
+	from    int          // the place of the prefill instance that gave the ticket
+	without string       // why there is no ticket though there are prefill instances; empty: none was wanted
+	severed bool         // the client gets nothing any more, not even the end of the answer
+	fault   fault        // the worst of what happened on decode instances that gave no answer
 }
 
 // answer is a whole answer of an instance.
@@ -34,6 +38,18 @@ type answer struct {
 	header http.Header
 	body   []byte
 }
+
+// fault is why a decode instance gave no answer, the worse the greater.
+type fault uint8
+
+const (
+	noFault fault = iota
+	broke         // it failed or answered what makes no sense
+	slow          // it kept silent for too long
+)
+
+// errSlow ends requests whose instance keeps silent.
+var errSlow = errors.New("instance kept silent")
 
 // run serves the request: a ticket from a prefill instance if there is one, then tokens from a
 // decode instance. A ticket can be used once, so an attempt that may have used it wants a new one.
@@ -45,7 +61,7 @@ func (c *call) run(ctx context.Context) outcome {
 		c.marks = c.router.turns.marks(c.body.prompt())
 	}
 	for attempt := range c.router.config.Attempts {
-		d, ok := c.router.pool.pick(decode, c.failed)
+		d, ok := c.router.pool.pickDecode(c.failed)
 		if !ok {
 			break
 		}
@@ -53,17 +69,14 @@ func (c *call) run(ctx context.Context) outcome {
 			c.router.metrics.retries.WithLabelValues(decode.String()).Inc()
 		}
 		if wanted && params == nil {
-			var refusal *answer
-			if params, refusal = c.prefill(ctx, d); refusal != nil {
-				return c.reply(refusal)
-			}
+			params = c.prefill(ctx, d)
 		}
 		result, used := c.decode(ctx, d, params)
 		switch {
 		case result.done != "":
 			return result.done
 		case ctx.Err() != nil:
-			return aborted
+			return c.abandon(ctx)
 		case result.refusal != nil:
 			last = result.refusal
 		}
@@ -78,11 +91,32 @@ func (c *call) run(ctx context.Context) outcome {
 func (c *call) giveUp(ctx context.Context, last *answer) outcome {
 	switch {
 	case ctx.Err() != nil:
-		return aborted
+		return c.abandon(ctx)
 	case last != nil:
 		return c.reply(last)
 	}
+	switch c.fault {
+	case slow:
+		refuse(c.w, http.StatusGatewayTimeout, "upstream_timeout", "no decode instance began to answer in time")
+		return upstreamError
+	case broke:
+		refuse(c.w, http.StatusBadGateway, "upstream_error", "the decode instances that were tried failed before they answered")
+		return upstreamError
+	case noFault:
+	}
 	refuse(c.w, http.StatusServiceUnavailable, "no_decode_instance", "no decode instance is available, try again later")
+	return unavailable
+}
+
+// abandon ends a request of which the client has seen nothing: if the client did not leave, the router
+// is shutting down.
+func (c *call) abandon(ctx context.Context) outcome {
+	if !cutOff(ctx) {
+		return aborted
+	}
+	c.awaitClient(c.router.config.WriteTimeout)
+	refuse(c.w, http.StatusServiceUnavailable, "draining", shutDown)
+	_ = http.NewResponseController(c.w).Flush() // a client that left needs no answer
 	return unavailable
 }
 
@@ -102,17 +136,20 @@ func (c *call) reply(a *answer) outcome {
 	return plain
 }
 
-// prefill asks prefill instances in turn. No params and no refusal: decode must serve alone.
-func (c *call) prefill(ctx context.Context, d target) (params json.RawMessage, refusal *answer) {
+// prefill asks prefill instances in turn. No params: decode must serve alone.
+func (c *call) prefill(ctx context.Context, d target) (params json.RawMessage) {
 	request := c.body.forPrefill()
 	if last := c.lastTurn(); last != nil {
 		request["kv_transfer_params"] = last
 	}
 	body := request.encode()
 	for first := true; ctx.Err() == nil; first = false {
-		p, ok := c.router.pool.pick(prefill, c.failed)
+		p, why, ok := c.router.pool.pickFor(d, c.failed)
 		if !ok {
-			return nil, nil
+			if c.without != noTicket { // which is what those that were asked gave
+				c.without = why
+			}
+			return nil
 		}
 		if !first {
 			c.router.metrics.retries.WithLabelValues(prefill.String()).Inc()
@@ -120,36 +157,55 @@ func (c *call) prefill(ctx context.Context, d target) (params json.RawMessage, r
 		c.meet(p, d)
 		got, err := c.ask(ctx, p, body)
 		switch {
+		case errors.Is(err, errTooLong): // the request asks for it: another instance would say no less
+			c.router.pool.worked(p)
+			c.router.config.Log.Warn("prefill answer is not used", "id", c.id, "instance", p.url.String(), "err", err)
+			c.without = noTicket
+			return nil
 		case err != nil:
 			c.blame(ctx, p, err)
 		case got.status == http.StatusOK:
-			delete(c.failed, p.index) // good for another ticket, should this one be lost
-			params, err = transferParams(got.body)
-			if err != nil {
-				c.blame(ctx, p, err)
-			}
-			return params, nil
+			return c.ticket(ctx, p, got)
 		case retryable(got.status):
-			c.blame(ctx, p, fmt.Errorf("status %d", got.status))
+			c.refused(p, got.status)
 		default:
-			return nil, got // decode would refuse it for the same reason
+			c.without = noTicket
+			if !c.turnedAway(p, got) {
+				return nil
+			}
 		}
 	}
-	return nil, nil
+	return nil
+}
+
+// ticket takes what a prefill instance kept out of its answer; nil if that is nothing.
+func (c *call) ticket(ctx context.Context, p target, got *answer) json.RawMessage {
+	c.from = p.index
+	delete(c.failed, p.index) // good for another ticket, should this one be lost
+	params, err := transferParams(got.body)
+	if err != nil {
+		c.blame(ctx, p, err)
+	} else {
+		c.router.pool.accepted(p)
+	}
+	if params == nil {
+		c.without = noTicket
+	}
+	return params
 }
 
 // ask sends one prefill request and reads the whole answer.
 func (c *call) ask(ctx context.Context, p target, body []byte) (*answer, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, c.router.config.PrefillTimeout, errors.New("prefill timeout"))
-	defer cancel()
-	ctx, release := tie(ctx, p.life)
-	defer release()
-	resp, err := c.send(ctx, p, body)
+	t := tie(ctx, p.life)
+	defer t.release()
+	t.await(c.router.config.PrefillTimeout)
+	resp, err := c.send(t.ctx, p, body)
 	if err != nil {
-		return nil, err
+		return nil, t.why(err)
 	}
 	defer resp.Body.Close()
-	return whole(resp)
+	got, err := whole(resp, maxPrefillAnswer)
+	return got, t.why(err)
 }
 
 // attempt is the result of one try at a decode instance: done, or a reason to try the next.
@@ -164,104 +220,58 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 	if c.method == "" {
 		body = c.body.forDecode(c.wishes(params)).encode()
 	}
-	ctx, release := tie(ctx, d.life)
-	defer release()
+	defer c.router.pool.released(d)
+	t := tie(ctx, d.life)
+	defer t.release()
+	t.await(c.firstByte())
+	ctx = t.ctx
 	resp, err := c.send(ctx, d, body)
 	if err != nil {
-		c.blame(ctx, d, err)
+		c.blame(ctx, d, t.why(err))
 		return attempt{}, !unsent(err)
 	}
 	defer resp.Body.Close()
 	if retryable(resp.StatusCode) {
-		refusal, err := whole(resp)
-		c.blame(ctx, d, fmt.Errorf("status %d", resp.StatusCode))
-		if err != nil {
+		refusal, err := whole(resp, maxHeld)
+		c.refused(d, resp.StatusCode)
+		if err != nil || redirects(resp.StatusCode) { // where to is nobody's business
 			refusal = nil
 		}
 		// 429 and 503 are said before a request reaches the engine.
 		early := resp.StatusCode == http.StatusTooManyRequests || resp.StatusCode == http.StatusServiceUnavailable
 		return attempt{refusal: refusal}, !early
 	}
-	served := plain
-	if params != nil {
-		served = disaggregated
-	}
+	x := exchange{call: c, tied: t, d: d, resp: resp, served: c.served(d, resp, params != nil)}
 	if kind, _, _ := mime.ParseMediaType(resp.Header.Get("Content-Type")); kind == "text/event-stream" {
-		return c.stream(ctx, d, resp, served)
+		return x.stream(), true
 	}
-	got, err := whole(resp)
-	if err != nil {
-		c.blame(ctx, d, err)
-		return attempt{}, true
-	}
-	done := c.reply(got)
-	if done == plain {
-		done = served
-		c.keepTurn(d, got.body)
-	}
-	return attempt{done: done}, true
+	return x.whole(), true
 }
 
-// lastEvent ends every complete stream.
-const lastEvent = "data: [DONE]\n\n"
-
-// stream passes events on as they come. The first bytes decide: before them the request can still
-// go elsewhere, after them a broken stream can only be ended with an error event.
-func (c *call) stream(ctx context.Context, d target, resp *http.Response, served outcome) (attempt, bool) {
-	control := http.NewResponseController(c.w)
-	buffer := make([]byte, 32<<10)
-	var tail []byte // the end of what was passed on
-	events := scanner{found: func(event []byte) { c.keepTurn(d, event) }, off: len(c.marks) == 0}
-	for begun := false; ; {
-		n, err := resp.Body.Read(buffer)
-		if n > 0 && !begun {
-			begun = true
-			copyHeader(c.w.Header(), resp.Header)
-			c.w.WriteHeader(resp.StatusCode)
-			c.router.metrics.ttft.Observe(time.Since(c.started).Seconds())
-		}
-		if n > 0 {
-			c.awaitClient(c.router.config.WriteTimeout)
-			_, werr := c.w.Write(buffer[:n])
-			if werr == nil {
-				werr = control.Flush()
-			}
-			if werr != nil {
-				return attempt{done: aborted}, true
-			}
-			tail = append(tail, buffer[max(0, n-len(lastEvent)):n]...)
-			tail = tail[max(0, len(tail)-len(lastEvent)):]
-			events.write(buffer[:n])
-		}
-		switch {
-		case err == nil:
-		case string(tail) == lastEvent:
-			return attempt{done: served}, true // clients leave here, and may be faster than the instance's EOF
-		case !begun:
-			c.blame(ctx, d, fmt.Errorf("stream ended before its first byte: %w", err))
-			return attempt{}, true
-		case err == io.EOF:
-			return attempt{done: served}, true
-		case left(ctx):
-			return attempt{done: aborted}, true
-		default:
-			c.blame(ctx, d, err)
-			c.cut()
-			return attempt{done: broken}, true
-		}
+// firstByte is how long a decode instance may take for the first byte of its answer.
+func (c *call) firstByte() time.Duration {
+	if string(c.body["stream"]) == "true" {
+		return c.router.config.FirstByteTimeout
 	}
+	return c.router.config.AnswerTimeout
 }
 
-// cut ends a stream whose instance failed. No [DONE] follows: a client that overlooks the event still
-// sees a stream cut short. The empty line ends an event that may have been cut in the middle.
-func (c *call) cut() {
-	c.awaitClient(c.router.config.WriteTimeout)
-	event := encodeError("server_error", "upstream_error", "the decode instance failed in the middle of the answer")
-	_, _ = fmt.Fprintf(c.w, "\n\ndata: %s\n\n", event) // a client that left needs no answer
+// served says how a request is counted if all goes well, and counts what became of its ticket.
+func (c *call) served(d target, resp *http.Response, ticket bool) outcome {
+	switch {
+	case resp.StatusCode != http.StatusOK:
+		return plain
+	case ticket:
+		return c.handedOver(d, resp.Header)
+	}
+	return c.notHandedOver()
 }
 
 // awaitClient bounds how long the client may take for the next piece of its answer; 0 is for ever.
 func (c *call) awaitClient(limit time.Duration) {
+	if c.severed {
+		return
+	}
 	var deadline time.Time
 	if limit > 0 {
 		deadline = time.Now().Add(limit)
@@ -289,21 +299,49 @@ func (c *call) send(ctx context.Context, t target, body []byte) (*http.Response,
 // blame takes note of a failure, unless the client caused it by leaving.
 func (c *call) blame(ctx context.Context, t target, err error) {
 	if left(ctx) {
+		c.router.pool.released(t)
 		return
 	}
-	c.router.pool.failed(t)
+	c.fail(t, err, false)
+}
+
+// refused takes note that an instance answered with a status that is no answer.
+func (c *call) refused(t target, status int) {
+	err := fmt.Errorf("status %d", status)
+	if redirects(status) {
+		err = fmt.Errorf("status %d: redirects are not followed", status)
+	}
+	c.fail(t, err, status == http.StatusTooManyRequests)
+}
+
+func (c *call) fail(t target, err error, overload bool) {
+	switch {
+	case t.role == prefill:
+	case errors.Is(err, errSlow):
+		c.fault = slow
+	case !unsent(err):
+		c.fault = max(c.fault, broke)
+	}
+	c.router.pool.failed(t, overload)
 	c.router.config.Log.Warn("instance failed a request", "id", c.id, "instance", t.url.String(), "role", t.role.String(), "err", err)
 }
 
 // left reports whether the client went away, as opposed to the instance.
 func left(ctx context.Context) bool {
-	return ctx.Err() != nil && !errors.Is(context.Cause(ctx), errLost)
+	cause := context.Cause(ctx)
+	return cause != nil && !errors.Is(cause, errLost) && !errors.Is(cause, errSlow)
 }
+
+// cutOff reports whether the router gave a request up at shutdown, as opposed to its client.
+func cutOff(ctx context.Context) bool { return errors.Is(context.Cause(ctx), http.ErrServerClosed) }
 
 // retryable reports whether another instance may do better.
 func retryable(status int) bool {
-	return status >= http.StatusInternalServerError || status == http.StatusTooManyRequests
+	return status >= http.StatusInternalServerError || status == http.StatusTooManyRequests || redirects(status)
 }
+
+// redirects reports whether a status sends the request elsewhere, which no instance has a say in.
+func redirects(status int) bool { return status >= 300 && status < 400 }
 
 // unsent reports whether a request certainly did not reach the instance.
 func unsent(err error) bool {
@@ -311,33 +349,27 @@ func unsent(err error) bool {
 	return errors.As(err, &op) && op.Op == "dial"
 }
 
-// whole reads an answer to its end.
-func whole(resp *http.Response) (*answer, error) {
-	body, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
+// errTooLong says that an answer is longer than it may be.
+var errTooLong = errors.New("answer is too long")
+
+// whole reads an answer of at most so many bytes to its end.
+func whole(resp *http.Response, limit int64) (*answer, error) {
+	body, err := io.ReadAll(io.LimitReader(resp.Body, limit+1))
 	if err != nil {
 		return nil, err
 	}
-	if len(body) > maxAnswer {
-		return nil, fmt.Errorf("answer is over %d bytes", maxAnswer)
+	if int64(len(body)) > limit {
+		return nil, fmt.Errorf("%w: over %d bytes", errTooLong, limit)
 	}
 	return &answer{status: resp.StatusCode, header: resp.Header, body: body}, nil
 }
 
-// copyHeader adds an instance's headers to the answer; the request id is the router's.
+// copyHeader adds an instance's headers to the answer; the request id is the router's, and so is what became
+// of the ticket.
 func copyHeader(to, from http.Header) {
 	for name, values := range forwarded(from) {
-		if name != "X-Request-Id" {
+		if name != "X-Request-Id" && name != handoffHeader {
 			to[name] = values
 		}
-	}
-}
-
-// tie makes a context that ends with ctx or with life, and then has life's cause.
-func tie(ctx, life context.Context) (context.Context, context.CancelFunc) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	stop := context.AfterFunc(life, func() { cancel(context.Cause(life)) })
-	return ctx, func() {
-		stop()
-		cancel(nil)
 	}
 }

@@ -6,7 +6,9 @@ import "github.com/prometheus/client_golang/prometheus"
 type outcome string
 
 const (
-	disaggregated outcome = "disaggregated" // served by D with a ticket of P
+	disaggregated outcome = "disaggregated" // served by D, which loaded what P's ticket promised, or does not say
+	local         outcome = "local"         // served by D, which had all that the ticket promised already
+	recomputed    outcome = "recomputed"    // served by D, which loaded nothing by its ticket: P worked in vain
 	plain         outcome = "plain"         // served by D alone
 	clientError   outcome = "client_error"  // refused by the router or an instance: 4xx
 	aborted       outcome = "aborted"       // the client went away
@@ -18,6 +20,8 @@ const (
 
 type metrics struct {
 	requests *prometheus.CounterVec
+	handoffs *prometheus.CounterVec
+	broken   *prometheus.GaugeVec
 	retries  *prometheus.CounterVec
 	turns    *prometheus.CounterVec
 	up       *prometheus.GaugeVec
@@ -34,6 +38,12 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		requests: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvport_router_requests_total", Help: "Requests by how they ended.",
 		}, []string{"outcome"}),
+		handoffs: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_router_handoffs_total", Help: "What became of tickets, as decode instances say, and of requests that went without one.",
+		}, []string{"result", "reason"}),
+		broken: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "kvport_router_breaker_open", Help: "1 if the instance is left out since it fails every request, whatever its health checks say.",
+		}, []string{"instance", "role"}),
 		retries: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvport_router_retries_total", Help: "Attempts that failed before the first byte and were made again elsewhere, or given up.",
 		}, []string{"role"}),
@@ -63,7 +73,9 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 	if reg == nil {
 		return m, nil
 	}
-	for _, c := range []prometheus.Collector{m.requests, m.retries, m.turns, m.up, m.ttft, m.inFlight, m.registrations, m.introduced, m.known} {
+	for _, c := range []prometheus.Collector{
+		m.requests, m.handoffs, m.retries, m.turns, m.up, m.broken, m.ttft, m.inFlight, m.registrations, m.introduced, m.known,
+	} {
 		if err := reg.Register(c); err != nil {
 			return nil, err
 		}
@@ -77,4 +89,12 @@ func (m *metrics) setUp(instance string, r role, isUp bool) {
 		v = 1
 	}
 	m.up.WithLabelValues(instance, r.String()).Set(v)
+}
+
+func (m *metrics) setBroken(instance string, r role, open bool) {
+	v := 0.0
+	if open {
+		v = 1
+	}
+	m.broken.WithLabelValues(instance, r.String()).Set(v)
 }

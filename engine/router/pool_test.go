@@ -48,8 +48,8 @@ func TestWatch(t *testing.T) {
 		})}}
 		u, err := url.Parse("http://x/base")
 		require.NoError(t, err)
-		c.watch(ctx, u, func(p probe) {
-			if got = append(got, p); len(got) == len(answers) {
+		c.watch(ctx, u, func(c checked) {
+			if got = append(got, c.result); len(got) == len(answers) {
 				cancel()
 			}
 		})
@@ -70,24 +70,25 @@ func TestLostInstance(t *testing.T) {
 	u, err := url.Parse("http://x")
 	require.NoError(t, err)
 	p := newPool(nil, []*url.URL{u}, slog.New(slog.DiscardHandler), m)
-	first, ok := p.pick(decode, map[int]bool{})
+	first, ok := p.pickDecode(map[int]bool{})
 	require.True(t, ok)
-	ctx, release := tie(t.Context(), first.life)
-	defer release()
-	p.probed(0, leaving)
-	p.probed(0, refused)
+	tied := tie(t.Context(), first.life)
+	defer tied.release()
+	ctx := tied.ctx
+	p.probed(0, leaving, "")
+	p.probed(0, refused, "")
 	require.NoError(t, ctx.Err(), "a draining instance finishes what it has, also when it listens no longer")
-	p.probed(0, leaving)
-	p.probed(0, silent)
-	p.probed(0, silent)
+	p.probed(0, leaving, "")
+	p.probed(0, silent, "")
+	p.probed(0, silent, "")
 	require.NoError(t, ctx.Err())
-	p.probed(0, silent)
+	p.probed(0, silent, "")
 	<-ctx.Done()
 	require.ErrorIs(t, context.Cause(ctx), errLost)
-	_, ok = p.pick(decode, map[int]bool{})
+	_, ok = p.pickDecode(map[int]bool{})
 	require.False(t, ok)
-	p.probed(0, healthy)
-	second, ok := p.pick(decode, map[int]bool{})
+	p.probed(0, healthy, "")
+	second, ok := p.pickDecode(map[int]bool{})
 	require.True(t, ok)
 	require.NoError(t, second.life.Err())
 	p.close()

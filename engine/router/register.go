@@ -35,16 +35,23 @@ type registration struct {
 	Type string `json:"type"`         // P or D
 	HTTP string `json:"http_address"` // HOST:PORT
 	KV   string `json:"zmq_address"`  // HOST:PORT
-	At   int64  `json:"at"`           // ascends
+	At   int64  `json:"at"`           // ascends: nanoseconds of the instance's clock
 }
 
 // registered is what is known of one instance besides its place in the table.
 type registered struct {
-	kv    string             // where it takes blocks; "" if it never registered
-	at    int64              // of the last registration
-	seen  time.Time          // when that came
-	fixed bool               // it is there by the command line: it is never forgotten
-	stop  context.CancelFunc // of its probes; nil: it is not probed
+	kv    string    // where it takes blocks; "" if it never registered
+	at    int64     // of the last registration
+	seen  time.Time // when that came
+	fixed bool      // it is there by the command line: it is never forgotten
+	fit   *fit      // what its /health says; nil: nothing yet, or nothing at all
+
+	unwell  string       // what is wrong by its last probe; empty: nothing
+	refusal string       // of the last request, if it was turned away
+	warned  map[int]bool // statuses of refusals that the log has since the last change of state
+
+	breaker breaker
+	stop    context.CancelFunc // of its probes; nil: it is not probed
 }
 
 // Registrar is the handler for registrations: POST /register. It wants a listener of its own, since it
@@ -133,6 +140,7 @@ func (p *pool) add(part role, u *url.URL) int {
 	p.table.instances = append(p.table.instances, instance{role: part})
 	p.urls, p.lives, p.known = append(p.urls, u), append(p.lives, newLife()), append(p.known, registered{})
 	p.metrics.up.WithLabelValues(u.String(), part.String()).Set(1)
+	p.compare(len(p.urls) - 1)
 	return len(p.urls) - 1
 }
 
@@ -146,6 +154,7 @@ func (p *pool) expire(ttl time.Duration) {
 			continue
 		}
 		k.kv = ""
+		k.at = min(k.at, time.Now().UnixNano()) // an engine whose clock was ahead may come back when it is right
 		p.metrics.known.Dec()
 		if k.fixed {
 			continue
@@ -175,7 +184,14 @@ func (p *pool) watchLocked(i int) {
 	ctx, stop := context.WithCancel(p.watching.ctx)
 	p.known[i].stop = stop
 	u, c := p.urls[i], p.watching.checker
-	p.watching.tasks.Go(func() { c.watch(ctx, u, func(result probe) { p.probed(i, result) }) })
+	p.watching.tasks.Go(func() {
+		c.watch(ctx, u, func(got checked) {
+			if got.result == healthy {
+				p.saw(i, got.says)
+			}
+			p.probed(i, got.result, got.why)
+		})
+	})
 }
 
 // run probes all instances, those that come later too, until ctx ends.

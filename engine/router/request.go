@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"net/http"
 	"strings"
@@ -99,6 +98,7 @@ func forwarded(from http.Header) http.Header {
 	for _, name := range []string{
 		"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection",
 		"Te", "Trailer", "Transfer-Encoding", "Upgrade", "Content-Length", "Accept-Encoding", "Expect",
+		"Origin", "Sec-Fetch-Site", // the front has looked at them: to an instance the router is no web page
 	} {
 		to.Del(name)
 	}
@@ -134,9 +134,4 @@ func refuse(w http.ResponseWriter, status int, code, message string) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
 	_, _ = w.Write(append(encodeError(kind, code, message), '\n')) // a client that left needs no answer
-}
-
-// drain reads a little of what is left of a body, so that its connection can be used again.
-func drain(body io.Reader) {
-	_, _ = io.Copy(io.Discard, io.LimitReader(body, 64<<10)) // the answer is already decided
 }

@@ -19,6 +19,7 @@ import (
 	"net/url"
 	"os"
 	"path"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -32,13 +33,20 @@ type Config struct {
 	Decode  []string // base URLs, at least one unless instances may register
 
 	HealthInterval time.Duration // between probes of an instance; 1 s
-	HealthTimeout  time.Duration // of one probe; 3 s
+	HealthTimeout  time.Duration // of one probe; 2 s
 	PrefillTimeout time.Duration // of one prefill attempt, after which another instance is tried; 2 min
 	Attempts       int           // decode attempts of one request at most; 3
-	MaxBody        int64         // bytes of a request body at most; 8 MiB
-	MaxInFlight    int           // requests at once at most; 1024
-	BodyTimeout    time.Duration // to receive a whole body; 30 s
-	WriteTimeout   time.Duration // for a client to take one piece of an answer; 30 s
+
+	// How long a decode instance may keep silent. Before the first byte has gone to the client another instance
+	// is tried, after it the answer ends with an error.
+	FirstByteTimeout time.Duration // before the first byte of a stream; 2 min
+	IdleTimeout      time.Duration // between two pieces of an answer; 2 min
+	AnswerTimeout    time.Duration // before an answer that is not streamed, which comes when all of it is generated; 10 min
+
+	MaxBody      int64         // bytes of a request body at most; 8 MiB
+	MaxInFlight  int           // requests at once at most, from the end of their bodies on; 1024
+	BodyTimeout  time.Duration // to receive a whole body; 30 s
+	WriteTimeout time.Duration // for a client to take one piece of an answer; 30 s
 
 	Register Registration // zero: instances are those of the config
 
@@ -47,7 +55,11 @@ type Config struct {
 	// kv_both. 0: none.
 	Turns int
 
-	OwnKeys bool // the front checked Authorization itself: it is not passed on
+	OwnKeys     bool   // the front checked Authorization itself: it is not passed on
+	UpstreamKey string // API key that instances get instead of the client's; empty: none
+	// Known reports whether an Authorization header has one of the front's keys. Others learn from /health how
+	// the router is, and nothing about its instances. Nil: there are no keys.
+	Known func(authorization string) bool
 
 	Transport http.RoundTripper     // nil: a transport for many connections to few hosts
 	Log       *slog.Logger          // nil: none
@@ -55,9 +67,13 @@ type Config struct {
 	Gatherer  prometheus.Gatherer   // what /metrics shows; nil: no /metrics
 }
 
-// maxAnswer bounds an answer that is not streamed, in bytes. It is held whole, so that a connection
-// that breaks in the middle of it can still be retried.
-const maxAnswer = 64 << 20
+// What is held of answers, in bytes: all of a prefill instance's, of which only kv_transfer_params count, and
+// of a refusal; and so much of a whole answer of a decode instance, which is passed on as it comes from there on.
+// While it is held, a connection that breaks in the middle of it can still be retried.
+const (
+	maxPrefillAnswer = 2 << 20
+	maxHeld          = 256 << 10
+)
 
 // Router is an http.Handler. Run must be running for it to notice instances that come back.
 type Router struct {
@@ -66,7 +82,8 @@ type Router struct {
 	pool     *pool
 	metrics  *metrics
 	mux      *http.ServeMux
-	slots    chan struct{} // one for each request in flight
+	bodies   atomic.Int64  // bytes of the bodies of running requests
+	slots    chan struct{} // one for each request in flight whose body has come
 	turns    *turns        // nil: conversations are not remembered
 	draining atomic.Bool
 }
@@ -119,25 +136,56 @@ func New(c Config) (*Router, error) {
 	return r, nil
 }
 
-func parseURLs(role string, list []string) ([]*url.URL, error) {
+// parseURLs reads the URLs of one flag.
+func parseURLs(flag string, list []string) ([]*url.URL, error) {
 	var urls []*url.URL
+	seen := map[string]bool{}
 	for _, s := range list {
-		u, err := url.Parse(s)
+		u, err := parseURL(s)
 		if err != nil {
-			return nil, fmt.Errorf("%s URL: %w", role, err)
+			return nil, fmt.Errorf("--%s: %w", flag, err)
 		}
-		if (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.RawQuery != "" || u.User != nil {
-			return nil, fmt.Errorf("%s URL %q: want http://HOST:PORT", role, s)
+		place := u.Scheme + "://" + strings.ToLower(u.Host) + strings.TrimRight(u.Path, "/")
+		if seen[place] {
+			return nil, fmt.Errorf("--%s: %q is there twice", flag, s)
 		}
+		seen[place] = true
 		urls = append(urls, u)
 	}
 	return urls, nil
 }
 
+// parseURL reads a base URL. Where only the scheme is missing, the error has the whole URL.
+func parseURL(s string) (*url.URL, error) {
+	if u, err := url.Parse(s); err == nil && isBase(u) {
+		return u, nil
+	}
+	want := "http://HOST:PORT"
+	if u, err := url.Parse("http://" + s); err == nil && !strings.Contains(s, "://") && isBase(u) {
+		want = u.String()
+	}
+	return nil, fmt.Errorf("%q is no URL, want %s", s, want)
+}
+
+// isBase reports whether a URL is that of an instance.
+func isBase(u *url.URL) bool {
+	return (u.Scheme == "http" || u.Scheme == "https") && u.Host != "" && u.RawQuery == "" && u.User == nil
+}
+
+// maxBodies is how many bytes the bodies of all running requests may have: each is held, in a few copies, until its
+// request ends. 128 KiB each, where all slots are taken.
+const maxBodies = 128 << 20
+
+// maxUpstreamHeader is how many bytes of headers an instance may answer with: each running request may hold as much.
+const maxUpstreamHeader = 64 << 10
+
 func withDefaults(c Config) Config {
 	setDefault(&c.HealthInterval, time.Second)
-	setDefault(&c.HealthTimeout, 3*time.Second)
+	setDefault(&c.HealthTimeout, 2*time.Second)
 	setDefault(&c.PrefillTimeout, 2*time.Minute)
+	setDefault(&c.FirstByteTimeout, 2*time.Minute)
+	setDefault(&c.IdleTimeout, 2*time.Minute)
+	setDefault(&c.AnswerTimeout, 10*time.Minute)
 	setDefault(&c.Register.TTL, 15*time.Second)
 	setDefault(&c.Attempts, 3)
 	setDefault(&c.MaxBody, 8<<20)
@@ -149,8 +197,9 @@ func withDefaults(c Config) Config {
 	}
 	if c.Transport == nil {
 		c.Transport = &http.Transport{
-			DialContext:         (&net.Dialer{Timeout: 5 * time.Second}).DialContext,
-			MaxIdleConnsPerHost: 256, IdleConnTimeout: 90 * time.Second,
+			MaxResponseHeaderBytes: maxUpstreamHeader,
+			DialContext:            (&net.Dialer{Timeout: 5 * time.Second}).DialContext,
+			MaxIdleConnsPerHost:    256, IdleConnTimeout: 90 * time.Second,
 			DisableCompression: true, // bytes pass through as they are
 		}
 	}
@@ -172,10 +221,25 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.mux.Ser
 
 // Run probes the instances until ctx ends. It returns when nothing that it started is left.
 func (r *Router) Run(ctx context.Context) {
-	r.pool.run(ctx, checker{client: r.client, interval: r.config.HealthInterval, timeout: r.config.HealthTimeout}, r.config.Register.TTL)
+	r.pool.run(ctx, checker{
+		client: r.client, interval: r.config.HealthInterval, timeout: r.config.HealthTimeout,
+		key: r.config.UpstreamKey, remedy: r.config.keyRemedy(),
+	}, r.config.Register.TTL)
 }
 
-// Drain makes /health say 503 and refuses new requests. Running ones go on.
+// Ready says why no request should be sent here; "" if one may.
+func (r *Router) Ready() string {
+	if r.draining.Load() {
+		return "draining"
+	}
+	if r.pool.health().available[decode] == 0 {
+		return "no decode instance is available"
+	}
+	return ""
+}
+
+// Drain makes /health say 503 and refuses new requests. Running ones go on, until the context of one
+// ends: with http.ErrServerClosed as its cause the client is told so, otherwise it has left.
 func (r *Router) Drain() { r.draining.Store(true) }
 
 // Close ends what still runs and closes idle connections.
@@ -205,6 +269,16 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusServiceUnavailable, "draining", "the router is shutting down")
 		return unavailable
 	}
+	body, refusal := r.readBody(c.w, req) // before it has a slot: a client that dawdles takes none from the others
+	if refusal != nil {
+		c.awaitClient(r.config.WriteTimeout)
+		refusal(c.w)
+		return clientError
+	}
+	if r.draining.Load() { // by now
+		refuse(c.w, http.StatusServiceUnavailable, "draining", "the router is shutting down")
+		return unavailable
+	}
 	select {
 	case r.slots <- struct{}{}:
 		defer func() { <-r.slots }()
@@ -212,14 +286,13 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusTooManyRequests, "overloaded", fmt.Sprintf("%d requests are running already", cap(r.slots)))
 		return overloaded
 	}
+	defer r.bodies.Add(-int64(len(body)))
+	if r.bodies.Add(int64(len(body))) > maxBodies {
+		refuse(c.w, http.StatusTooManyRequests, "overloaded", fmt.Sprintf("the requests that are running have bodies of %d MiB already", maxBodies>>20))
+		return overloaded
+	}
 	r.metrics.inFlight.Inc()
 	defer r.metrics.inFlight.Dec()
-	body, refusal := r.readBody(c.w, req)
-	if refusal != nil {
-		c.awaitClient(r.config.WriteTimeout)
-		refusal(c.w)
-		return clientError
-	}
 	var err error
 	if c.body, err = parse(body); err != nil {
 		refuse(c.w, http.StatusBadRequest, "bad_request", err.Error())
@@ -255,7 +328,10 @@ func (r *Router) readBody(w http.ResponseWriter, req *http.Request) (body []byte
 func (r *Router) upstreamHeader(req *http.Request, id string) http.Header {
 	h := forwarded(req.Header)
 	h.Set("X-Request-Id", id)
-	if r.config.OwnKeys {
+	switch {
+	case r.config.UpstreamKey != "":
+		h.Set("Authorization", "Bearer "+r.config.UpstreamKey)
+	case r.config.OwnKeys:
 		h.Del("Authorization")
 	}
 	return h
@@ -276,20 +352,25 @@ func (r *Router) models(w http.ResponseWriter, req *http.Request) {
 }
 
 // health tells a load balancer in front, and a person, what the router sees.
-func (r *Router) health(w http.ResponseWriter, _ *http.Request) {
-	list, available := r.pool.health()
+func (r *Router) health(w http.ResponseWriter, req *http.Request) {
+	h := r.pool.health()
 	answer := struct {
-		Status    string           `json:"status"` // ok, degraded (no prefill instance), unavailable, draining
-		Instances []InstanceHealth `json:"instances"`
-	}{"ok", list}
+		Status       string           `json:"status"` // ok, degraded (no prefill instance, or none that fits), unavailable, draining
+		Instances    []InstanceHealth `json:"instances,omitempty"`
+		Incompatible []Misfit         `json:"incompatible,omitempty"`
+		Recomputing  []Misfit         `json:"recomputing,omitempty"` // pairs whose hand-offs are all in vain
+	}{"ok", h.instances, h.incompatible, h.recomputing}
 	code := http.StatusOK
 	switch {
 	case r.draining.Load():
 		answer.Status, code = "draining", http.StatusServiceUnavailable
-	case available[decode] == 0:
+	case h.available[decode] == 0:
 		answer.Status, code = "unavailable", http.StatusServiceUnavailable
-	case available[prefill] == 0 && len(r.config.Prefill) > 0:
+	case h.everPrefill && !h.paired:
 		answer.Status = "degraded"
+	}
+	if r.config.Known != nil && !r.config.Known(req.Header.Get("Authorization")) {
+		answer.Instances, answer.Incompatible, answer.Recomputing = nil, nil, nil
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)

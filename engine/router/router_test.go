@@ -276,7 +276,7 @@ func TestAbortIsPassedOn(t *testing.T) {
 			<-ended
 			f.Close() // waits for the handler
 			require.Equal(t, 1.0, f.outcomes(t, aborted))
-			list, _ := f.router.pool.health()
+			list := f.router.pool.health().instances
 			for _, in := range list {
 				require.Equal(t, "up", in.State, "a client that leaves is no instance's fault")
 			}
@@ -296,7 +296,7 @@ func TestLostWhileWaiting(t *testing.T) {
 	go func() {
 		<-begun
 		for range silences {
-			f.router.pool.probed(0, silent)
+			f.router.pool.probed(0, silent, "")
 		}
 	}()
 	resp, text := post(t, f.URL+"/v1/completions", doc)
@@ -371,6 +371,23 @@ func TestInFlightCap(t *testing.T) {
 	require.Equal(t, 200, <-first)
 }
 
+// Clients that dawdle over their bodies take no slot from one that does not.
+func TestSlowBodyTakesNoSlot(t *testing.T) {
+	f := serveRouter(t, Config{Decode: urls(serveInstance(t, whole200)), MaxInFlight: 2})
+	for range 8 {
+		conn, err := net.Dial("tcp", strings.TrimPrefix(f.URL, "http://"))
+		require.NoError(t, err)
+		defer conn.Close()
+		fmt.Fprint(conn, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 100\r\n\r\n")
+		line, err := bufio.NewReader(conn).ReadString('\n')
+		require.NoError(t, err)
+		require.Contains(t, line, "100 Continue", "the router waits for the body")
+		fmt.Fprint(conn, "{")
+	}
+	resp, text := post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 200, resp.StatusCode, text)
+}
+
 func TestHealthModelsMetrics(t *testing.T) {
 	d := serveInstance(t, whole200)
 	p := serveInstance(t, whole200)
@@ -391,18 +408,18 @@ func TestHealthModelsMetrics(t *testing.T) {
 	require.JSONEq(t, `{"id":"d"}`, text)
 	require.Equal(t, "/v1/models", d.requests()[0].path)
 
-	f.router.pool.probed(0, refused)
+	f.router.pool.probed(0, refused, "")
 	status, text = get("/health")
 	require.Equal(t, 200, status)
 	require.Contains(t, text, `"status":"degraded"`)
-	f.router.pool.probed(1, refused)
+	f.router.pool.probed(1, refused, "")
 	status, text = get("/health")
 	require.Equal(t, 503, status)
 	require.Contains(t, text, `"status":"unavailable"`)
 	_, text = get("/metrics")
 	require.Contains(t, text, fmt.Sprintf("kvport_router_instance_up{instance=%q,role=\"decode\"} 0", d.URL))
 
-	f.router.pool.probed(1, healthy)
+	f.router.pool.probed(1, healthy, "")
 	f.router.Drain()
 	status, _ = get("/health")
 	require.Equal(t, 503, status)
@@ -430,7 +447,7 @@ func TestRun(t *testing.T) {
 	}()
 	for seen := 0; ; seen++ {
 		<-changes
-		_, available := f.router.pool.health()
+		available := f.router.pool.health().available
 		if seen > 8 && available == [roles]int{prefill: 0, decode: 1} {
 			break
 		}
@@ -438,18 +455,6 @@ func TestRun(t *testing.T) {
 	}
 	cancel()
 	<-done
-}
-
-func TestNewRefuses(t *testing.T) {
-	for want, c := range map[string]Config{
-		"no decode instance": {},
-		`"localhost:1"`:      {Decode: []string{"localhost:1"}},
-		`"ftp://x"`:          {Decode: []string{"http://x"}, Prefill: []string{"ftp://x"}},
-		"prefill URL":        {Decode: []string{"http://x"}, Prefill: []string{"http://x:y"}},
-	} {
-		_, err := New(c)
-		require.ErrorContains(t, err, want)
-	}
 }
 
 func FuzzParse(f *testing.F) {

@@ -23,27 +23,30 @@ type state uint8
 const (
 	up       state = iota // also before the first probe: trying is how a router finds out soonest
 	suspect               // a request failed there since the last good probe; used when none is up
-	draining              // it answers, but wants no new requests
+	draining              // it answers, but takes no new requests
+	loading               // it answers, but does not take requests yet
 	down                  // it does not answer probes
 )
 
 // String names the state in /health.
 func (s state) String() string {
-	return [...]string{"up", "suspect", "draining", "down"}[s]
+	return [...]string{"up", "suspect", "draining", "loading", "down"}[s]
 }
 
 // probe is the result of one health check.
 type probe uint8
 
 const (
-	healthy probe = iota
-	leaving       // 503: the instance drains
-	refused       // nobody listens
-	silent        // no answer in time, a broken one, or another status
+	healthy  probe = iota
+	leaving        // 503: the instance drains
+	starting       // 503 that says so: its model is still loading
+	refused        // nobody listens
+	silent         // no answer in time, a broken one, or another status
 )
 
 // silences is how many silent probes in a row mean that an instance is down. A busy instance may
-// miss one; a refused connection is certain at once.
+// miss one; a refused connection is certain at once. With the defaults of Config one that hangs is down within
+// 10 s: three times 1.2 s until a probe, and 2 s for it.
 const silences = 3
 
 // table knows the instances and picks among them. It has no clock and does no I/O.
@@ -67,10 +70,15 @@ func (in *instance) hangs() bool { return in.state == down && in.silence >= sile
 // pick chooses an instance of the role that is not in tried: the next one that is up, else the next
 // suspect.
 func (t *table) pick(r role, tried map[int]bool) (index int, ok bool) {
+	return t.pickIf(r, func(i int) bool { return !tried[i] })
+}
+
+// pickIf is pick among the instances that may be had.
+func (t *table) pickIf(r role, may func(i int) bool) (index int, ok bool) {
 	for _, want := range []state{up, suspect} {
 		for k := range t.instances {
 			i := (t.next[r] + k) % len(t.instances)
-			if in := t.instances[i]; in.role == r && in.state == want && !tried[i] {
+			if in := t.instances[i]; in.role == r && in.state == want && may(i) {
 				t.next[r] = i + 1
 				return i, true
 			}
@@ -91,6 +99,8 @@ func (t *table) probed(i int, p probe) (changed bool) {
 		in.state = up
 	case leaving:
 		in.state = draining
+	case starting:
+		in.state = loading
 	case refused:
 		in.state = down
 	case silent:
@@ -108,12 +118,5 @@ func (t *table) failed(i int) {
 	}
 }
 
-// available counts the instances of a role that pick could return.
-func (t *table) available(r role) (n int) {
-	for _, in := range t.instances {
-		if in.role == r && in.state <= suspect {
-			n++
-		}
-	}
-	return n
-}
+// available reports whether pick could return an instance.
+func (t *table) available(i int) bool { return t.instances[i].state <= suspect }

@@ -48,6 +48,8 @@ func TestProbes(t *testing.T) {
 		{nil, up},
 		{[]probe{refused}, down},
 		{[]probe{leaving}, draining},
+		{[]probe{starting}, loading},
+		{[]probe{starting, healthy}, up},
 		{[]probe{silent, silent}, up},
 		{[]probe{silent, silent, silent}, down},
 		{[]probe{silent, silent, healthy, silent, silent}, up},
@@ -94,7 +96,7 @@ func TestPickProperty(t *testing.T) {
 			case 0:
 				tb.failed(index.Draw(t, "failed"))
 			case 1:
-				tb.probed(index.Draw(t, "probed"), probe(rapid.IntRange(0, 3).Draw(t, "probe")))
+				tb.probed(index.Draw(t, "probed"), probe(rapid.IntRange(0, 4).Draw(t, "probe")))
 			}
 			r := role(rapid.IntRange(0, 1).Draw(t, "pick"))
 			tried := rapid.MapOf(index, rapid.Just(true)).Draw(t, "tried")

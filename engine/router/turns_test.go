@@ -3,6 +3,7 @@ package router
 import (
 	"encoding/json"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net/http"
 	"strings"
@@ -128,7 +129,8 @@ func TestNextTurn(t *testing.T) {
 			resp, err := f.Client().Post(f.URL+"/v1/chat/completions", "application/json", strings.NewReader(string(body.encode())))
 			require.NoError(t, err)
 			require.Equal(t, 200, resp.StatusCode)
-			drain(resp.Body)
+			_, err = io.Copy(io.Discard, resp.Body)
+			require.NoError(t, err)
 			require.NoError(t, resp.Body.Close())
 		}
 		params := func(s seen) (p struct {

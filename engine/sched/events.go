@@ -121,6 +121,38 @@ func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connect
 	}
 }
 
+// Lost says that a load, or else a save, is over whose blocks somebody may still use and always will: they stay
+// pinned, and a request that waited for its load starts over with others.
+func (s *Scheduler) Lost(step uint64, id connector.RequestID, load bool) {
+	key := handle{'s', step, id}
+	if load {
+		key.kind = 'l'
+	}
+	h := s.handed[key]
+	if h == nil {
+		return
+	}
+	delete(s.handed, key)
+	for _, b := range h.blocks {
+		s.lost[b.ID] = struct{}{}
+	}
+	r := h.seq
+	switch {
+	case !load && h.stored: // nobody waits for it any more
+	case !load:
+		r.saves--
+		s.settle(r)
+	case r.state != loading: // aborted meanwhile
+	case s.cfg.FailLoads:
+		s.stats.FailedLoads++
+		s.end(r, connector.ReasonError, ErrLoadFailed)
+	default:
+		s.stats.FailedLoads++
+		s.preempt(r)
+		r.barred, r.private = true, false
+	}
+}
+
 // valid is how far a request can go on after a load of which some blocks failed: to where every
 // group has the blocks that it needs.
 func (s *Scheduler) valid(h *handover, failed []connector.BlockID) int {
@@ -148,7 +180,16 @@ func (s *Scheduler) valid(h *handover, failed []connector.BlockID) int {
 
 // Saved says that a save is over.
 func (s *Scheduler) Saved(step uint64, id connector.RequestID) {
-	if h := s.taken(handle{'s', step, id}); h != nil {
+	if h := s.taken(handle{'s', step, id}); h != nil && !h.stored {
+		h.seq.saves--
+		s.settle(h.seq)
+	}
+}
+
+// Stored says that all that a ticket promises of a save is stored: its blocks stay pinned until Saved.
+func (s *Scheduler) Stored(step uint64, id connector.RequestID) {
+	if h := s.handed[handle{'s', step, id}]; h != nil && !h.stored {
+		h.stored = true
 		h.seq.saves--
 		s.settle(h.seq)
 	}

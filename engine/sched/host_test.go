@@ -183,6 +183,9 @@ func (w *world) report(i int) error {
 		case 'a':
 			w.s.Answered(o.request)
 		case 's':
+			if w.rng.IntN(4) == 0 {
+				w.s.Stored(o.step, o.request)
+			}
 			w.s.Saved(o.step, o.request)
 			for _, b := range blocks {
 				w.store[stored{b.Group, b.Key}] = w.rng.IntN(8) > 0

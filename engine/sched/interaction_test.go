@@ -77,16 +77,6 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 		s.answers[id] = m
 	case "step":
 		s.step(d.HasArg("broken"))
-	case "loaded":
-		s.s.Loaded(s.steps["load "+id], rid, blockIDs(t, d, "failed"), d.HasArg("corrupt"))
-	case "saved":
-		s.s.Saved(s.steps["save "+id], rid)
-	case "finished":
-		s.s.Finished(s.steps["end "+id], rid, d.HasArg("held"), []byte("ticket"))
-	case "released":
-		s.s.Released(s.steps["end "+id], rid)
-	case "answered":
-		s.s.Answered(rid)
 	case "abort":
 		s.s.Abort(rid, connector.ReasonAbort, nil)
 	case "forget":
@@ -95,11 +85,42 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 		n := s.pool.Counts()
 		fmt.Fprintf(&s.out, "free %d used %d pinned %d held %d\n", n[0], n[1], n[2], n[3])
 	default:
-		t.Fatalf("unknown command %s", d.Cmd)
+		s.event(t, d, rid)
 	}
 	if d.Cmd != "step" {
 		s.outputs()
 	}
+}
+
+// event is what the host says of something that was handed to it.
+func (s *script) event(t *testing.T, d *datadriven.TestData, rid connector.RequestID) {
+	id := string(rid)
+	switch d.Cmd {
+	case "loaded":
+		s.s.Loaded(s.steps["load "+id], rid, blockIDs(t, d, "failed"), d.HasArg("corrupt"))
+	case "lost":
+		s.lost(rid, d.HasArg("load"))
+	case "saved":
+		s.s.Saved(s.steps["save "+id], rid)
+	case "stored":
+		s.s.Stored(s.steps["save "+id], rid)
+	case "finished":
+		s.s.Finished(s.steps["end "+id], rid, d.HasArg("held"), []byte("ticket"))
+	case "released":
+		s.s.Released(s.steps["end "+id], rid)
+	case "answered":
+		s.s.Answered(rid)
+	default:
+		t.Fatalf("unknown command %s", d.Cmd)
+	}
+}
+
+func (s *script) lost(id connector.RequestID, load bool) {
+	step := s.steps["save "+string(id)]
+	if load {
+		step = s.steps["load "+string(id)]
+	}
+	s.s.Lost(step, id, load)
 }
 
 func blockIDs(t *testing.T, d *datadriven.TestData, arg string) (ids []connector.BlockID) {

@@ -10,6 +10,8 @@ import (
 var (
 	// ErrLoadFailed says that KV could not be loaded and Config.FailLoads is set.
 	ErrLoadFailed = errors.New("KV load failed")
+	// ErrNoRoom says that so many blocks are lost that the request has no room any more.
+	ErrNoRoom = errors.New("too many blocks of the KV cache are lost")
 	// ErrCompute says that the model's Forward failed.
 	ErrCompute = errors.New("computing failed")
 )

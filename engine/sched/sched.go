@@ -5,7 +5,7 @@
 // The engine's loop feeds it and carries out what it decides:
 //
 //	for {
-//		Add, Abort, Loaded, Saved, Finished, Released, Answered   what happened meanwhile
+//		Add, Abort, Loaded, Saved, Stored, Finished, Released, Answered   what happened meanwhile
 //		Questions -> ask the connector -> Answer
 //		Schedule  -> step for the host, chunks for the model
 //		Commit    <- sampled tokens; -> step for the host
@@ -70,6 +70,7 @@ type Scheduler struct {
 	chunks  []Chunk // what Schedule planned and Commit completes
 	step    connector.Step
 	handed  map[handle]*handover
+	lost    map[connector.BlockID]struct{} // blocks that stay pinned for good
 	outputs []Output
 	stats   Stats
 }
@@ -87,6 +88,7 @@ type handover struct {
 	blocks []connector.Block
 	from   int // loads: the tokens that are being filled
 	to     int
+	stored bool // saves: nobody waits for it any more
 }
 
 // New makes a scheduler over an empty cache. Groups below 1 means 1.
@@ -94,7 +96,7 @@ func New(cfg Config, pool *kvcache.Pool) *Scheduler {
 	cfg.Groups = max(cfg.Groups, 1)
 	return &Scheduler{
 		cfg: cfg, pool: pool, step: connector.Step{ID: 1},
-		live: map[connector.RequestID]*seq{}, handed: map[handle]*handover{},
+		live: map[connector.RequestID]*seq{}, handed: map[handle]*handover{}, lost: map[connector.BlockID]struct{}{},
 	}
 }
 
@@ -107,8 +109,8 @@ func (s *Scheduler) Add(req Request) error {
 	if s.handed[handle{'e', s.step.ID, req.ID}] != nil {
 		return fmt.Errorf("request %s is just ending, use another id", req.ID) // the host could not tell the two apart
 	}
-	if need := s.blocksFor(len(req.Prompt)+req.MaxTokens) * s.cfg.Groups; need > s.pool.Size() {
-		return fmt.Errorf("request %s needs %d blocks, the cache has %d", req.ID, need, s.pool.Size())
+	if need := s.blocksFor(len(req.Prompt)+req.MaxTokens) * s.cfg.Groups; need > s.room() {
+		return fmt.Errorf("request %s needs %d blocks, the cache has %d", req.ID, need, s.room())
 	}
 	s.arrived++
 	r := &seq{Request: req, arrival: s.arrived, tokens: slices.Clone(req.Prompt), asked: -1}
@@ -119,6 +121,9 @@ func (s *Scheduler) Add(req Request) error {
 	}
 	return nil
 }
+
+// room is how many blocks requests can have.
+func (s *Scheduler) room() int { return s.pool.Size() - len(s.lost) }
 
 // Abort ends a request in whatever state it is; unknown ids are ignored.
 func (s *Scheduler) Abort(id connector.RequestID, reason connector.Reason, err error) {

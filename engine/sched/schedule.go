@@ -109,6 +109,9 @@ func (s *Scheduler) admit(budget int) {
 		case r.state == ready && len(s.running) < s.cfg.MaxSeqs:
 		case r.state != waiting || r.match.Later || full:
 			continue
+		case s.cfg.Groups*s.blocksFor(len(r.tokens)) > s.room():
+			s.end(r, connector.ReasonError, ErrNoRoom)
+			continue
 		case s.mustAsk(r, s.localHit(r)):
 			continue
 		default:

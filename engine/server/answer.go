@@ -1,6 +1,7 @@
 package server
 
 import (
+	"context"
 	"encoding/base64"
 	"encoding/json"
 	"net/http"
@@ -64,6 +65,7 @@ type transferParams struct {
 // writer puts the pieces of one request into the words of its endpoint.
 type writer struct {
 	server *Server
+	ctx    context.Context //nolint:containedctx // of the request
 	w      http.ResponseWriter
 	chat   bool
 	params *params
@@ -73,17 +75,43 @@ type writer struct {
 	ticket []byte
 	begun  []bool // choices of which something was streamed
 	open   int    // choices whose last piece has not come
+	wrote  bool   // a part of a stream
 }
 
-func (s *Server) newWriter(w http.ResponseWriter, x *exchange) *writer {
+func (s *Server) newWriter(ctx context.Context, w http.ResponseWriter, x *exchange) *writer {
 	prefix := "cmpl-"
 	if x.chat {
 		prefix = "chatcmpl-"
 	}
 	return &writer{
-		server: s, w: w, chat: x.chat, params: &x.params, jobs: x.jobs, begun: make([]bool, len(x.jobs)), open: len(x.jobs),
+		server: s, ctx: ctx, w: w, chat: x.chat, params: &x.params, jobs: x.jobs, begun: make([]bool, len(x.jobs)), open: len(x.jobs),
 		base: answer{ID: prefix + x.id, Created: time.Now().Unix(), Model: s.config.ModelName},
 	}
+}
+
+// next is the next piece; none after the last one, or once the request's context has ended.
+func (a *writer) next(pieces <-chan piece) (p piece, more bool) {
+	select {
+	case p, more = <-pieces:
+		return p, more && (p.err == nil || a.ctx.Err() == nil) // the engine's word for that end is an error
+	case <-a.ctx.Done():
+		return piece{}, false
+	}
+}
+
+// cut says that the server ends before the answer does. No [DONE] follows: a client that overlooks the
+// event still sees a stream cut short. It does not wait for the engine, which may be in a long step.
+func (a *writer) cut() error {
+	e := &Error{http.StatusServiceUnavailable, "server_error", "", "draining", "the server is shutting down, and the answer was not complete in time"}
+	if a.wrote {
+		_ = a.event(e) // a client that left needs no answer
+		return errCutOff
+	}
+	control := http.NewResponseController(a.w)
+	_ = control.SetWriteDeadline(time.Now().Add(a.server.config.WriteTimeout)) // a recorder in a test has none
+	e.Write(a.w)
+	_ = control.Flush()
+	return errCutOff
 }
 
 // note adds the numbers of a last piece.
@@ -96,6 +124,7 @@ func (a *writer) note(p *piece) {
 	a.total.Generated += p.usage.Generated
 	a.total.Local += p.usage.Local
 	a.total.External += p.usage.External
+	a.total.Handoff = p.usage.Handoff
 	if p.ticket != nil {
 		a.ticket = p.ticket
 	}
@@ -125,7 +154,11 @@ func (a *writer) whole(pieces <-chan piece) error {
 	texts := make([]strings.Builder, len(a.jobs))
 	tokens := make([][]int32, len(a.jobs))
 	finish := make([]string, len(a.jobs))
-	for p := range pieces {
+	for {
+		p, more := a.next(pieces)
+		if !more {
+			break
+		}
 		if p.err != nil {
 			return p.err
 		}
@@ -156,7 +189,23 @@ func (a *writer) whole(pieces <-chan piece) error {
 		}
 		body.Choices = append(body.Choices, c)
 	}
+	a.tellHandoff(a.total.Handoff)
 	return a.server.sendJSON(a.w, http.StatusOK, body)
+}
+
+// handoffHeader tells a router what became of the ticket that it brought: a result and, behind a semicolon,
+// a reason. It is known before the first token, so it stands in the header of streams, too.
+const handoffHeader = "X-Kvport-Handoff"
+
+func (a *writer) tellHandoff(h engine.Handoff) {
+	if h.Result == "" || len(a.jobs) > 1 { // a ticket is for one prompt
+		return
+	}
+	value := h.Result
+	if h.Reason != "" {
+		value += "; reason=" + h.Reason
+	}
+	a.w.Header().Set(handoffHeader, value)
 }
 
 // setPrompt puts the prompt's tokens where vLLM has them.
@@ -171,17 +220,21 @@ func (a *writer) setPrompt(body *answer, c *choice) {
 // stream sends every piece as a server-sent event. The status line waits for the first piece, so that
 // a request which fails before it still gets a proper error.
 func (a *writer) stream(pieces <-chan piece) error {
-	begun := false
-	for p := range pieces {
-		if p.err != nil && !begun {
+	for {
+		p, more := a.next(pieces)
+		if !more {
+			break
+		}
+		if p.err != nil && !a.wrote {
 			return p.err
 		}
-		if !begun {
-			begun = true
+		if !a.wrote {
+			a.wrote = true
 			h := a.w.Header()
 			h.Set("Content-Type", "text/event-stream; charset=utf-8")
 			h.Set("Cache-Control", "no-cache")
 			h.Set("X-Accel-Buffering", "no")
+			a.tellHandoff(p.usage.Handoff)
 		}
 		a.note(&p)
 		for _, chunk := range a.chunks(&p) {

@@ -38,7 +38,8 @@ type params struct {
 	remote     bool
 	turn       bool // remote, for the next turn of the conversation
 	ticket     []byte
-	unexpected int // fields that nobody here knows
+	unexpected int    // fields that nobody here knows
+	unknown    string // the first of them in alphabetical order, shortened
 }
 
 // completionRequest is the body of /v1/completions.
@@ -87,6 +88,17 @@ func (o *object) raw(name string) (json.RawMessage, bool) {
 	return value, ok && !bytes.Equal(value, []byte("null"))
 }
 
+// left counts the fields that nobody took and gives the first one's name, shortened.
+func (o *object) left() (n int, name string) {
+	const longest = 40
+	for field := range o.fields {
+		if n++; n == 1 || field < name {
+			name = field
+		}
+	}
+	return n, strings.ToValidUTF8(name[:min(len(name), longest)], "")
+}
+
 func (o *object) fail(err *Error) {
 	if o.err == nil {
 		o.err = err
@@ -131,6 +143,7 @@ func decodeCompletion(body []byte) (*completionRequest, *Error) {
 	if take(o, "suffix", "a string", &suffix) && suffix != "" {
 		o.fail(unsupported("suffix", "is not supported"))
 	}
+	o.refuse(completionWishes())
 	r.params = o.params()
 	if len(r.prompts) > 1 && (r.remote || r.ticket != nil) {
 		o.fail(unsupported("kv_transfer_params", "describe one prompt, the request has %d", len(r.prompts)))
@@ -160,18 +173,18 @@ func decodeChat(body []byte) (*chatRequest, *Error) {
 	if take(o, "tools", "a list", &tools) && len(tools) > 0 {
 		o.fail(unsupported("tools", "are not supported"))
 	}
+	o.refuse(chatWishes())
 	r.params = o.params()
 	if n := o.count("max_completion_tokens"); n != 0 { // the newer name of max_tokens
 		r.maxTokens = n
 	}
-	r.unexpected = len(o.fields)
+	r.unexpected, r.unknown = o.left()
 	return r, o.err
 }
 
 // params takes the fields that all generations share.
 func (o *object) params() (p params) {
 	take(o, "model", "a string", &p.model)
-	o.raw("user")
 	p.sampling = o.sampling()
 	p.maxTokens = o.count("max_tokens")
 	p.stops = o.stops()
@@ -201,7 +214,7 @@ func (o *object) params() (p params) {
 	if take(o, "response_format", "an object", &format) && format.Type != "text" {
 		o.fail(unsupported("response_format", "only text is supported"))
 	}
-	p.unexpected = len(o.fields)
+	p.unexpected, p.unknown = o.left()
 	return p
 }
 
@@ -268,7 +281,7 @@ func (o *object) stops() []string {
 }
 
 // transfer takes kv_transfer_params. Only our own ticket says where KV is: hosts and ports in a
-// client's JSON are never used. A request that asks to load and to be kept is one of a decode instance
+// client's JSON are never used, and a wish that nobody here knows is refused. A request that asks to load and to be kept is one of a decode instance
 // whose answer the next turn may want.
 func (o *object) transfer(p *params) {
 	raw, ok := o.raw("kv_transfer_params")
@@ -285,6 +298,7 @@ func (o *object) transfer(p *params) {
 	take(t, "do_remote_prefill", "a boolean", &load)
 	var ticket string
 	take(t, "kvport_ticket", "a base64 string", &ticket)
+	t.refuseParams()
 	p.turn = p.remote && load
 	if t.err != nil {
 		o.fail(&Error{t.err.Status, t.err.Kind, "kv_transfer_params." + t.err.Param, t.err.Code, "kv_transfer_params." + t.err.Message})

@@ -2,6 +2,7 @@ package server
 
 import (
 	"encoding/json"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -14,7 +15,7 @@ func TestDecodeCompletion(t *testing.T) {
 	r, err := decodeCompletion([]byte(`{"model":"m","prompt":"hi","max_tokens":7,"temperature":0.5,"top_p":0.9,"top_k":40,"seed":-1,
 		"stop":["a","b"],"ignore_eos":true,"stream":true,"stream_options":{"include_usage":true},"return_token_ids":true,
 		"cache_salt":"s","user":"u","n":1,"best_of":1,"echo":false,"logprobs":null,"min_tokens":0,"presence_penalty":0,
-		"kv_transfer_params":{"do_remote_decode":true,"kvport_ticket":"AAEC","remote_host":"evil","remote_port":1,"x":2},
+		"kv_transfer_params":{"do_remote_decode":true,"kvport_ticket":"AAEC","remote_host":"evil","remote_port":1,"x":null},
 		"x_one":1,"x_two":{}}`))
 	require.Nil(t, err)
 	require.Equal(t, []prompt{{text: "hi"}}, r.prompts)
@@ -237,5 +238,112 @@ func TestRangesAreTold(t *testing.T) {
 		_, err := decodeCompletion([]byte(`{"prompt":"x",` + fields + `}`))
 		require.NotNil(t, err, fields)
 		require.Contains(t, err.Message, want)
+	}
+}
+
+// What changes the answer and cannot be done is refused by name, at both endpoints; what asks for nothing passes.
+func TestDecodeRefusesWishes(t *testing.T) {
+	for name, values := range map[string][2][]string{ // first the neutral ones
+		"stop_token_ids":             {{`null`, `[]`}, {`[2]`}},
+		"include_stop_str_in_output": {{`false`}, {`true`}},
+		"bad_words":                  {{`[]`, `null`}, {`["x"]`}},
+		"allowed_token_ids":          {{`null`}, {`[1]`}},
+		"use_beam_search":            {{`false`}, {`true`}},
+		"length_penalty":             {{`1`, `1.0`}, {`0.5`}},
+		"skip_special_tokens":        {{`true`}, {`false`}},
+		"structured_outputs":         {{`{}`, `null`, `{ }`}, {`{"json":{}}`}},
+		"guided_json":                {{`null`}, {`{"type":"object"}`, `"{}"`}},
+		"guided_regex":               {{`""`}, {`"a+"`}},
+		"guided_choice":              {{`[]`}, {`["a"]`}},
+		"guided_grammar":             {{`null`}, {`"root ::= x"`}},
+		"prompt_logprobs":            {{`null`, `false`}, {`0`, `5`}},
+		"priority":                   {{`0`, `0.0`}, {`1`, `-1`}},
+		"truncate_prompt_tokens":     {{`null`}, {`10`, `-1`}},
+		"logit_bias":                 {{`{}`, `null`}, {`{"1":5}`}},
+		"response_format":            {{`{"type":"text"}`, `null`}, {`{"type":"json_object"}`}},
+		"repetition_penalty":         {{`1`, `1.0`, `null`}, {`1.2`}},
+		"frequency_penalty":          {{`0`, `0.0`}, {`0.1`}},
+		"presence_penalty":           {{`0`}, {`0.1`}},
+		"n":                          {{`1`}, {`2`}},
+		"min_p":                      {{`0`}, {`0.1`}},
+		"min_tokens":                 {{`0`}, {`1`}},
+		"logprobs":                   {{`null`, `false`}, {`true`}},
+	} {
+		for _, endpoint := range []string{`{"prompt":"x",%}`, chatBody} {
+			for i, list := range values {
+				for _, value := range list {
+					body := strings.Replace(endpoint, "%", strconv.Quote(name)+":"+value, 1)
+					wishIs(t, body, name, i == 1)
+				}
+			}
+		}
+	}
+}
+
+// What only chat completions have.
+func TestDecodeRefusesWishesOfChats(t *testing.T) {
+	for name, values := range map[string][2][]string{
+		"chat_template_kwargs":   {{`{}`, `null`}, {`{"enable_thinking":false}`}},
+		"add_generation_prompt":  {{`true`}, {`false`}},
+		"continue_final_message": {{`false`}, {`true`}},
+		"chat_template":          {{`null`}, {`"{{ x }}"`}},
+		"documents":              {{`[]`}, {`[{"text":"x"}]`}},
+		"tool_choice":            {{`"none"`, `"auto"`}, {`"required"`, `{"type":"function"}`}},
+		"tools":                  {{`[]`}, {`[{}]`}},
+		"modalities":             {{`["text"]`, `[ "text" ]`}, {`["text","audio"]`}},
+	} {
+		for i, list := range values {
+			for _, value := range list {
+				wishIs(t, strings.Replace(chatBody, "%", strconv.Quote(name)+":"+value, 1), name, i == 1)
+			}
+		}
+	}
+}
+
+const chatBody = `{"messages":[{"role":"user","content":"x"}],%}`
+
+func wishIs(t *testing.T, body, name string, refused bool) {
+	t.Helper()
+	var err *Error
+	if strings.Contains(body, "messages") {
+		_, err = decodeChat([]byte(body))
+	} else {
+		_, err = decodeCompletion([]byte(body))
+	}
+	if !refused {
+		require.Nil(t, err, body)
+		return
+	}
+	require.NotNil(t, err, body)
+	require.Equal(t, name, err.Param, body)
+	require.Equal(t, 400, err.Status)
+	require.Contains(t, err.Message, name)
+}
+
+// What clients send of themselves, and what says nothing, is not counted as unknown.
+func TestDecodeHarmless(t *testing.T) {
+	r, err := decodeChat([]byte(strings.Replace(chatBody, "%", `"user":"u","store":false,"metadata":{"a":"b"},"service_tier":"auto","parallel_tool_calls":true,
+		"safety_identifier":"s","prompt_cache_key":"k","request_id":"r","stream":true,"stream_options":{"include_usage":true,"continuous_usage_stats":true}`, 1)))
+	require.Nil(t, err)
+	require.Zero(t, r.unexpected)
+}
+
+// A wish in kv_transfer_params that nobody here knows is refused instead of answered with tokens.
+func TestDecodeRefusesWishesOfTransfer(t *testing.T) {
+	for params, want := range map[string]string{
+		`"cache_query":true`:                    "kv_transfer_params.cache_query",
+		`"request_type":"cache_query"`:          "kv_transfer_params.request_type",
+		`"` + strings.Repeat("x", 5000) + `":1`: "kv_transfer_params.xxx",
+		`"cache_query":false,"request_type":null,"a":[],"remote_host":"h","remote_port":5,"remote_block_ids":[1],"remote_engine_id":"e","tp_size":2,"kvport_later":1`: "",
+	} {
+		_, err := decodeCompletion([]byte(`{"prompt":"x","kv_transfer_params":{` + params + `}}`))
+		if want == "" {
+			require.Nil(t, err, params)
+			continue
+		}
+		require.NotNil(t, err, params)
+		require.Contains(t, err.Param, want)
+		require.Less(t, len(err.Message), 300)
+		require.Equal(t, "unsupported_value", err.Code)
 	}
 }

@@ -96,6 +96,10 @@ func asError(err error) *Error {
 		return errDraining()
 	case errors.Is(err, engine.ErrLoadFailed):
 		return &Error{http.StatusInternalServerError, "server_error", "", "kv_load_failed", err.Error()}
+	case errors.Is(err, engine.ErrNotReset):
+		return &Error{http.StatusNotImplemented, "server_error", "", "reset_not_supported", err.Error()}
+	case errors.Is(err, engine.ErrKept):
+		return &Error{http.StatusConflict, "invalid_request_error", "", "blocks_kept", err.Error()}
 	}
 	return &Error{http.StatusInternalServerError, "server_error", "", "internal", err.Error()}
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine"
 	"github.com/kvport/kvport/engine/tokenizer"
+	"github.com/kvport/kvport/sdk/host"
 )
 
 // Engine is what a Server needs of an engine; *engine.Engine has it.
@@ -46,7 +47,7 @@ type Config struct {
 	EngineID  string // told to consumers; empty: not told
 
 	MaxBody      int64         // bytes of a request body at most; 8 MiB
-	MaxInFlight  int           // requests at once at most; 256
+	MaxInFlight  int           // requests at once at most, from the end of their bodies on; 256
 	BodyTimeout  time.Duration // to receive a whole body; 30 s
 	WriteTimeout time.Duration // for a client to take one piece of an answer; 30 s
 
@@ -55,8 +56,15 @@ type Config struct {
 	Gatherer prometheus.Gatherer   // what /metrics shows; nil: no /metrics
 }
 
-// errLeft ends a request whose client is gone.
-var errLeft = errors.New("client went away")
+// errLeft ends a request whose client is gone, errCutOff one that was cut off at shutdown: its client
+// has been told.
+var (
+	errLeft   = errors.New("client went away")
+	errCutOff = errors.New("cut off at shutdown")
+)
+
+// cutOff reports whether the server gave a request up, as opposed to its client.
+func cutOff(ctx context.Context) bool { return errors.Is(context.Cause(ctx), http.ErrServerClosed) }
 
 // maxTokenBytes is more than any token's text has: a prompt of more bytes per allowed token need not
 // be tokenized to know that it is too long.
@@ -69,8 +77,9 @@ type Server struct {
 	stops    []int32
 	metrics  *metrics
 	mux      *http.ServeMux
-	slots    chan struct{} // one for each request in flight
+	slots    chan struct{} // one for each request in flight whose body has come
 	draining atomic.Bool
+	warned   atomic.Int64 // when an unknown field was last told as a warning, Unix nanoseconds
 	started  time.Time
 }
 
@@ -138,8 +147,18 @@ func (s *Server) routes() *http.ServeMux {
 // ServeHTTP implements http.Handler.
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) { s.mux.ServeHTTP(w, r) }
 
-// Drain makes /health say 503 and refuses new requests. Running ones go on.
+// Drain makes /health say 503 and refuses new requests. Running ones go on, until the context of one
+// ends: with http.ErrServerClosed as its cause the client is told so, otherwise it has left.
 func (s *Server) Drain() { s.draining.Store(true) }
+
+// Ready says why no request should be sent here; "" if one may. A connector that is not ready is no
+// reason: requests are served without it.
+func (s *Server) Ready() string {
+	if s.draining.Load() || s.config.Engine.Health().Closing {
+		return "draining"
+	}
+	return ""
+}
 
 // exchange is one generation request on its way through the server.
 type exchange struct {
@@ -166,6 +185,8 @@ func (s *Server) generate(chat bool) http.HandlerFunc {
 		switch {
 		case errors.Is(err, errLeft):
 			code = "499"
+		case errors.Is(err, errCutOff):
+			code = "503"
 		case err != nil:
 			e = asError(err)
 			code = fmt.Sprint(e.Status)
@@ -177,9 +198,17 @@ func (s *Server) generate(chat bool) http.HandlerFunc {
 	}
 }
 
-// serve answers one request. An error means that nothing was written yet, or that the client left.
+// serve answers one request. An error means that nothing was written yet, that the client left or that
+// the request was cut off.
 func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) error {
 	if s.draining.Load() {
+		return errDraining()
+	}
+	body, err := s.readBody(w, r) // before it has a slot: a client that dawdles takes none from the others
+	if err != nil {
+		return err
+	}
+	if s.draining.Load() { // by now
 		return errDraining()
 	}
 	select {
@@ -190,10 +219,6 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 	}
 	s.metrics.inFlight.Inc()
 	defer s.metrics.inFlight.Dec()
-	body, err := s.readBody(w, r)
-	if err != nil {
-		return err
-	}
 	if err := s.decode(x, body); err != nil {
 		return err
 	}
@@ -208,14 +233,14 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 		for range pieces { // until the engine has let go of the request
 		}
 	}()
-	a := s.newWriter(w, x)
+	a := s.newWriter(ctx, w, x)
 	if x.params.stream {
 		err = a.stream(pieces)
 	} else {
 		err = a.whole(pieces)
 	}
-	if err != nil && r.Context().Err() != nil {
-		return errLeft // the engine's word for it is an abort
+	if errors.Is(err, errLeft) && cutOff(ctx) {
+		return a.cut()
 	}
 	return err
 }
@@ -240,6 +265,24 @@ func (s *Server) readBody(w http.ResponseWriter, r *http.Request) ([]byte, error
 	return nil, invalid("", "bad_request", "request body: %v", err)
 }
 
+// unknownPause is how long a warning of unknown fields stands for those that come after it.
+const unknownPause = time.Minute
+
+// tellUnknown counts the fields of a request that nobody knows and names one: it may be misspelt. That is a
+// warning once in a while only, since some clients send such fields with every request.
+func (s *Server) tellUnknown(p *params) {
+	if p.unexpected == 0 {
+		return
+	}
+	s.metrics.unknownFields.Add(float64(p.unexpected))
+	level := slog.LevelDebug
+	now, last := time.Now().UnixNano(), s.warned.Load()
+	if now-last >= int64(unknownPause) && s.warned.CompareAndSwap(last, now) {
+		level = slog.LevelWarn
+	}
+	s.config.Log.Log(context.Background(), level, "a request has a field that is not known and has no effect", "field", p.unknown, "unknown_fields", p.unexpected)
+}
+
 // decode fills in the exchange from a request body.
 func (s *Server) decode(x *exchange, body []byte) error {
 	var prompts []prompt
@@ -261,7 +304,7 @@ func (s *Server) decode(x *exchange, body []byte) error {
 		}
 		x.params, prompts = c.params, c.prompts
 	}
-	s.metrics.unknownFields.Add(float64(x.params.unexpected))
+	s.tellUnknown(&x.params)
 	if name := x.params.model; name != "" && name != "default" && name != s.config.ModelName {
 		return &Error{http.StatusNotFound, "invalid_request_error", "model", "model_not_found", fmt.Sprintf("there is no model %q here, only %q", name, s.config.ModelName)}
 	}
@@ -349,7 +392,11 @@ func (s *Server) health(w http.ResponseWriter, _ *http.Request) {
 		Status string `json:"status"` // ok, degraded (connector not ready), draining
 		Model  string `json:"model"`
 		engine.Health
-	}{"ok", s.config.ModelName, h}
+		Fit *host.Fit `json:"kv,omitempty"` // for routers: which engines can hand blocks to each other
+	}{"ok", s.config.ModelName, h, nil}
+	if s.info.Fit.Role != "" {
+		answer.Fit = &s.info.Fit
+	}
 	code := http.StatusOK
 	switch {
 	case h.Closing || s.draining.Load():

@@ -5,7 +5,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -131,6 +130,52 @@ func TestDecodeSide(t *testing.T) {
 	require.Equal(t, []byte("ticket"), e.requests()[0].Ticket)
 	require.False(t, e.requests()[0].Remote)
 	require.NotContains(t, body, "kv_transfer_params")
+}
+
+// A router learns from the header what became of its ticket, whether the answer is streamed or not; who
+// brought no ticket gets no header.
+func TestHandoffIsTold(t *testing.T) {
+	const ask = `{"prompt":"hi","max_tokens":5,"stream":%v,"kv_transfer_params":{"do_remote_prefill":true,"kvport_ticket":"dGlja2V0"}}`
+	for want, h := range map[string]engine.Handoff{
+		"loaded": {Result: engine.HandoffLoaded}, "refused; reason=block_size": {Result: engine.HandoffRefused, Reason: "block_size"}, "": {},
+	} {
+		usage := engine.Usage{Prompt: 2, Generated: 5, Handoff: h}
+		outputs := say("ab", "cd")
+		for i := range outputs {
+			outputs[i].Usage = usage
+		}
+		f := serve(t, &script{outputs: ending(outputs, engine.Output{Reason: connector.ReasonLength, Usage: usage})})
+		for _, stream := range []bool{false, true} {
+			resp, body := f.post(t, "/v1/completions", fmt.Sprintf(ask, stream))
+			require.Equal(t, 200, resp.StatusCode, body)
+			require.Equal(t, want, resp.Header.Get(handoffHeader))
+		}
+	}
+}
+
+// An engine's health says what must agree at both ends of a hand-off.
+func TestHealthSaysWhatFits(t *testing.T) {
+	e := &fitting{fit: host.Fit{Role: "kv_producer", EngineID: "P1", Connector: "X", Carries: true, BlockSize: 16, ShapeText: "block_size 16", TicketKey: "k"}}
+	resp, err := http.Get(serve(t, e).URL + "/health")
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	var got struct {
+		KV host.Fit `json:"kv"`
+	}
+	require.NoError(t, json.NewDecoder(resp.Body).Decode(&got))
+	require.Equal(t, e.fit, got.KV)
+}
+
+// fitting is an engine with a connector.
+type fitting struct {
+	script
+	fit host.Fit
+}
+
+func (e *fitting) Info() engine.Info {
+	i := e.script.Info()
+	i.Fit = e.fit
+	return i
 }
 
 func TestSeveralPrompts(t *testing.T) {
@@ -301,13 +346,31 @@ func TestInFlightCap(t *testing.T) {
 			resp.Body.Close()
 		}
 	}()
-	require.Eventually(t, func() bool { return len(e.requests()) == 1 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return len(e.requests()) == 1 }, time.Minute, time.Millisecond)
 	resp, body := f.post(t, "/v1/completions", `{"prompt":"hi"}`)
 	require.Equal(t, 429, resp.StatusCode)
 	require.Equal(t, "1", resp.Header.Get("Retry-After"))
 	require.Contains(t, body, `"type":"rate_limit_error"`)
 	e.gate <- struct{}{}
 	<-done
+}
+
+// Clients that dawdle over their bodies take no slot from one that does not.
+func TestSlowBodyTakesNoSlot(t *testing.T) {
+	e := &script{outputs: ending(nil, engine.Output{Reason: connector.ReasonStop})}
+	f := serve(t, e, func(c *Config) { c.MaxInFlight = 2 })
+	for range 8 {
+		conn, err := net.Dial("tcp", strings.TrimPrefix(f.URL, "http://"))
+		require.NoError(t, err)
+		defer conn.Close()
+		fmt.Fprint(conn, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 100\r\n\r\n")
+		line, err := bufio.NewReader(conn).ReadString('\n')
+		require.NoError(t, err)
+		require.Contains(t, line, "100 Continue", "the server waits for the body")
+		fmt.Fprint(conn, "{")
+	}
+	resp, body := f.post(t, "/v1/completions", `{"prompt":"hi"}`)
+	require.Equal(t, 200, resp.StatusCode, body)
 }
 
 // A client that dawdles over its body is told so and cut off.
@@ -354,10 +417,13 @@ func TestHealth(t *testing.T) {
 	resp, body := f.post(t, "/reset_prefix_cache", "")
 	require.Equal(t, 200, resp.StatusCode)
 	require.JSONEq(t, `{"reset":true}`, body)
-	e.refuse = errors.New("the connector kept some of its blocks")
-	resp, body = f.post(t, "/reset_prefix_cache", "")
-	require.Equal(t, 500, resp.StatusCode)
-	require.Contains(t, body, "kept some")
+	for status, refuse := range map[int]error{501: engine.ErrNotReset, 409: engine.ErrKept} {
+		e.refuse = fmt.Errorf("%w: X holds 3", refuse)
+		resp, body = f.post(t, "/reset_prefix_cache", "")
+		require.Equal(t, status, resp.StatusCode)
+		require.Contains(t, body, "the prefix cache is empty, the connector ")
+		require.Contains(t, body, "X holds 3")
+	}
 	f.server.Drain()
 	code, body = get("/health")
 	require.Equal(t, 503, code)

@@ -54,7 +54,8 @@ func (byteTokenizer) Bytes(token int32) []byte {
 // Stops implements [Tokenizer].
 func (byteTokenizer) Stops() []int32 { return []int32{EOS} }
 
-// Chat implements [Tokenizer]: a line for each message, as "role: content".
+// Chat implements [Tokenizer]: a line for each message, as "role: content". Nothing stands between "assistant:" and an
+// answer, since nothing did when it was generated: so the next turn's prompt begins with the tokens of this turn.
 func (byteTokenizer) Chat(messages []Message) (string, error) {
 	var b strings.Builder
 	b.WriteString("<bos>")
@@ -62,7 +63,11 @@ func (byteTokenizer) Chat(messages []Message) (string, error) {
 		if m.Role == "" {
 			return "", fmt.Errorf("messages[%d].role is empty", i)
 		}
-		fmt.Fprintf(&b, "%s: %s\n", m.Role, m.Content)
+		space := " "
+		if m.Role == "assistant" {
+			space = ""
+		}
+		fmt.Fprintf(&b, "%s:%s%s\n", m.Role, space, m.Content)
 	}
 	b.WriteString("assistant:")
 	return b.String(), nil

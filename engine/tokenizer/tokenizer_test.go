@@ -199,7 +199,15 @@ func TestBytes(t *testing.T) {
 	}
 	chat, err := tok.Chat([]Message{{"user", "hi"}, {"assistant", "ho"}})
 	require.NoError(t, err)
-	require.Equal(t, "<bos>user: hi\nassistant: ho\nassistant:", chat)
+	require.Equal(t, "<bos>user: hi\nassistant:ho\nassistant:", chat)
+	// The next turn begins with the tokens of this one, whatever was answered.
+	for _, answer := range []string{"ho", " ho", "\nho", ""} {
+		turn, err := tok.Chat([]Message{{"user", "hi"}})
+		require.NoError(t, err)
+		next, err := tok.Chat([]Message{{"user", "hi"}, {"assistant", answer}, {"user", "more"}})
+		require.NoError(t, err)
+		require.True(t, strings.HasPrefix(next, turn+answer), "%q", next)
+	}
 	_, err = tok.Chat([]Message{{"", "hi"}})
 	require.Error(t, err)
 }

@@ -8,18 +8,15 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"syscall"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/pipe"
 	"github.com/kvport/kvport/sdk"
 )
 
-type config struct {
-	Dir string `json:"dir" jsonschema:"required,description=Folder of the blocks."`
-}
-
 type side struct {
-	config
+	Dir string `json:"dir" jsonschema:"required,description=Folder of the blocks."`
 	env connector.Env
 }
 
@@ -29,7 +26,7 @@ func (s *side) Match(ctx context.Context, queries []connector.Query) ([]connecto
 	size := s.env.Layout.Groups[0].BlockTokens
 	for i, q := range queries {
 		n := q.Computed / size
-		for n < len(q.Keys) && s.everywhere(q.Keys[n]) {
+		for n < len(q.Keys) && !s.lacks(q.Keys[n]) {
 			n++
 		}
 		if tokens := n*size - q.Computed; tokens > 0 && s.env.Role.Loads() {
@@ -39,13 +36,12 @@ func (s *side) Match(ctx context.Context, queries []connector.Query) ([]connecto
 	return matches, ctx.Err()
 }
 
-func (s *side) everywhere(k connector.BlockKey) (there bool) {
-	there = true
+func (s *side) lacks(k connector.BlockKey) (lacks bool) {
 	for rank := range s.env.World {
 		_, err := os.Stat(s.path(k, rank))
-		there = there && err == nil
+		lacks = lacks || err != nil
 	}
-	return there
+	return lacks
 }
 
 // path is the file of one rank's part: the store key keeps shapes and ranks apart.
@@ -55,10 +51,14 @@ func (s *side) path(k connector.BlockKey, rank int) string {
 
 func (s *side) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	return s.each(ctx, t, kv, func(path string, spans [][]byte) error {
-		data, err := os.ReadFile(path)
-		if err == nil && pipe.Copy(spans, [][]byte{data}) < pipe.Size(spans) {
-			err = connector.ErrCorrupt
+		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+		if err != nil {
+			return err
 		}
+		defer f.Close()
+		data := make([]byte, pipe.Size(spans))
+		_, err = f.ReadAt(data, 0) // fails if it is a pipe: nothing here waits for one
+		pipe.Copy(spans, [][]byte{data})
 		return err
 	})
 }
@@ -91,8 +91,8 @@ func (s *side) each(ctx context.Context, t *connector.Transfer, kv *connector.KV
 
 func (s *side) Close() error { return nil }
 
-func open(_ context.Context, env connector.Env, c config) (*side, error) {
-	return &side{c, env}, os.MkdirAll(c.Dir, 0o700)
+func open(_ context.Context, env connector.Env, s side) (*side, error) {
+	return &side{s.Dir, env}, os.MkdirAll(s.Dir, 0o700)
 }
 
 func main() {

@@ -5,9 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"syscall"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/lookupbuffer"
@@ -38,11 +40,15 @@ func (d database) Exists(ctx context.Context, keys []string) ([]bool, error) {
 
 // Get implements lookupbuffer.KV.
 func (d database) Get(_ context.Context, key string) ([]byte, error) {
-	value, err := os.ReadFile(d.path(key))
-	if errors.Is(err, fs.ErrNotExist) {
-		err = connector.ErrGone
+	f, err := os.OpenFile(d.path(key), os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0) // a pipe there is not waited for
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", connector.ErrGone, err)
 	}
-	return value, err
+	defer f.Close()
+	if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
+		return nil, errors.Join(connector.ErrCorrupt, err)
+	}
+	return io.ReadAll(f)
 }
 
 // Put implements lookupbuffer.KV: whole or not at all.

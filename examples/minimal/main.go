@@ -2,13 +2,15 @@
 package main
 
 import (
+	"bytes"
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"path/filepath"
+	"syscall"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
@@ -20,14 +22,14 @@ type config struct {
 
 type store struct{ dir string }
 
+func (s store) path(k connector.StoreKey) string { return filepath.Join(s.dir, k.String()) }
+
 func open(_ context.Context, _ connector.Env, c config) (connector.Store, error) {
 	if c.Dir == "" {
 		c.Dir = filepath.Join(os.TempDir(), fmt.Sprintf("kvport-minimal-%d", os.Getuid()))
 	}
 	return store{c.Dir}, os.MkdirAll(c.Dir, 0o700)
 }
-
-func (s store) path(k connector.StoreKey) string { return filepath.Join(s.dir, k.String()) }
 
 func (s store) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
 	found := make([]int, len(runs))
@@ -45,6 +47,7 @@ func (s store) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, er
 func (s store) Get(ctx context.Context, items []connector.Item) error { return each(ctx, items, s.get) }
 
 func (s store) Put(ctx context.Context, items []connector.Item) error { return each(ctx, items, s.put) }
+func (s store) Close() error                                          { return nil }
 
 // each runs do for every item and names those that failed.
 func each(ctx context.Context, items []connector.Item, do func(connector.Item) error) error {
@@ -64,12 +67,16 @@ func each(ctx context.Context, items []connector.Item, do func(connector.Item) e
 	return failed
 }
 
+// get reads a regular file. The open waits for nobody, as that of a pipe which lies there would.
 func (s store) get(it connector.Item) error {
-	f, err := os.Open(s.path(it.Key))
+	f, err := os.OpenFile(s.path(it.Key), os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return fmt.Errorf("%w: %w", connector.ErrGone, err)
 	}
 	defer f.Close()
+	if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
+		return errors.Join(connector.ErrCorrupt, err)
+	}
 	for _, span := range it.Spans {
 		if _, err := io.ReadFull(f, span); err != nil {
 			return fmt.Errorf("%w: %w", connector.ErrCorrupt, err)
@@ -80,20 +87,13 @@ func (s store) get(it connector.Item) error {
 
 // put writes a temporary file and renames it, so that nobody sees half a block.
 func (s store) put(it connector.Item) error {
-	f, err := os.CreateTemp(s.dir, "put-*")
-	if err != nil {
+	temporary := s.path(it.Key) + rand.Text()
+	defer os.Remove(temporary)
+	if err := os.WriteFile(temporary, bytes.Join(it.Spans, nil), 0o600); err != nil {
 		return err
 	}
-	defer os.Remove(f.Name())
-	spans := append(net.Buffers(nil), it.Spans...)
-	_, err = spans.WriteTo(f)
-	if err := errors.Join(err, f.Close()); err != nil {
-		return err
-	}
-	return os.Rename(f.Name(), s.path(it.Key))
+	return os.Rename(temporary, s.path(it.Key))
 }
-
-func (store) Close() error { return nil }
 
 func main() {
 	sdk.Serve(sdk.FromStore(sdk.Definition{Name: "MinimalConnector", Version: "1", Scope: connector.ScopeShared}, open))

@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/conformance/storetest"
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
 )
@@ -25,4 +26,12 @@ func plugin() connector.Plugin {
 
 func TestInProcess(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(plugin(), testConfig(t)))
+}
+
+func TestStoreKeys(t *testing.T) {
+	storetest.Run(t, storetest.Harness{Open: func(st storetest.T) connector.Store {
+		s, err := open(st.Context(), connector.Env{}, config{Dir: t.TempDir()})
+		require.NoError(st, err)
+		return s
+	}})
 }

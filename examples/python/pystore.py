@@ -140,6 +140,11 @@ class Memory:
 # --- Store: what this connector is about ---------------------------------------------------------
 
 
+def open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting, as the open of a pipe that lies there would."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 class Store:
     """Blocks in the files of one folder, each named by its key in hex."""
 
@@ -181,9 +186,9 @@ class Store:
     def get(self, key: bytes, spans: list[memoryview]) -> None:
         """Read a block into the cache."""
         try:
-            file = open(self.path(key), "rb")
-        except FileNotFoundError:
-            raise Failure("GONE", f"{key.hex()} is not stored") from None
+            file = open(self.path(key), "rb", opener=open_at_once)
+        except OSError as err:
+            raise Failure("GONE", f"{key.hex()} is not stored: {err.strerror}") from None
         with file:
             size = os.fstat(file.fileno()).st_size
             if size != sum(map(len, spans)) or any(file.readinto(s) != len(s) for s in spans):

@@ -77,8 +77,8 @@ func testSimKilled(r *rig, trust string, kills, stops int) {
 		require.Eventually(r, func() bool {
 			h, err := r.client.Health(r.Context(), e.URL)
 			return err == nil && h.Connector.State == "ready"
-		}, 20*time.Second, 20*time.Millisecond)
-		require.Eventually(r, func() bool { return cluster.Usage(e.PID()) == before[i] }, 10*time.Second, 50*time.Millisecond,
+		}, time.Minute, 20*time.Millisecond)
+		require.Eventually(r, func() bool { return cluster.Usage(e.PID()) == before[i] }, time.Minute, 50*time.Millisecond,
 			"resources of %s: before %+v, after %+v", e.Name, before[i], cluster.Usage(e.PID()))
 		r.Logf("resources of %s before and after: %+v", e.Name, before[i])
 	}
@@ -95,7 +95,7 @@ func (r *rig) shoot(rng *rand.Rand, router, engine *cluster.Process, signal sysc
 			plugin = h.Connector.PID
 		}
 		return plugin != 0
-	}, 20*time.Second, time.Millisecond, "no plugin runs")
+	}, time.Minute, time.Millisecond, "no plugin runs")
 	answered := make(chan struct{})
 	go func() {
 		defer close(answered)
@@ -112,7 +112,7 @@ func (r *rig) shoot(rng *rand.Rand, router, engine *cluster.Process, signal sysc
 		require.Fail(r, "the plugin died by itself")
 	}
 	<-answered
-	require.Eventually(r, func() bool { return !cluster.Alive(plugin) }, 15*time.Second, time.Millisecond, "plugin %d lives on after %v", plugin, signal)
+	require.Eventually(r, func() bool { return !cluster.Alive(plugin) }, time.Minute, time.Millisecond, "plugin %d lives on after %v", plugin, signal)
 	return hit, got
 }
 

@@ -60,7 +60,7 @@ var damages = []struct {
 // the tokens are right.
 func TestDamagedBlocks(t *testing.T) {
 	r := newRig(t)
-	all := count(t, "damages", *flagDamages, 28, 200)
+	all := count(t, "damages", *flagDamages, 14, 200)
 	prompts, want := r.unaligned(texts(t, *flagSeed+4000, 8, 700, 900), 4)
 	p := r.serve("prefill", r.config("kv_producer", "", ""))
 	for _, prompt := range prompts { // one token: the answer's blocks are not stored

@@ -9,7 +9,7 @@ import (
 // TestEqualTokens: the same prompts give the same tokens whatever the engine's options, wherever the
 // prompt was computed, and whatever happens to the plugin.
 func TestEqualTokens(t *testing.T) {
-	prompts := texts(t, *flagSeed, count(t, "prompts", *flagPrompts, 7, 16), 400, 2400)
+	prompts := texts(t, *flagSeed, count(t, "prompts", *flagPrompts, 4, 16), 400, 2400)
 	want := single.answers(newRig(t), prompts)
 
 	t.Run("chunk 64, block 32", func(t *testing.T) {

@@ -28,18 +28,18 @@ func TestLayerWise(t *testing.T) {
 	d := r.serve("decode", config("kv_consumer", fmt.Sprintf(`"subscribe":[%q]`, address)), "--enable-prefix-caching=false")
 	router := r.route(p, d)
 	subscribed := func() bool { return r.metrics(p).Sum("kvport_connector_subscribers") == 1 }
-	require.Eventually(t, subscribed, 20*time.Second, 50*time.Millisecond)
+	require.Eventually(t, subscribed, time.Minute, 50*time.Millisecond)
 
 	prompts := texts(t, *flagSeed+3000, 4, 1200, 2400)
 	same(t, "layer by layer", r.all(node.URL, prompts, 2), r.all(router.URL, prompts, 2))
-	require.Eventually(t, func() bool { return r.metrics(p).Sum("kvport_connector_layer_confirmed_bytes_total") > 0 }, 10*time.Second, 50*time.Millisecond)
+	require.Eventually(t, func() bool { return r.metrics(p).Sum("kvport_connector_layer_confirmed_bytes_total") > 0 }, time.Minute, 50*time.Millisecond)
 	require.Positive(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
 
 	kills := max(2, *flagKills/5)
 	var got, want []*cluster.Completion
 	for i := range kills {
 		victim := []*cluster.Process{p, d}[i%2]
-		require.Eventually(t, subscribed, 20*time.Second, 50*time.Millisecond)
+		require.Eventually(t, subscribed, time.Minute, 50*time.Millisecond)
 		prompt := texts(t, *flagSeed+3100+uint64(i), 1, 1600, 2400)
 		answered := make(chan []*cluster.Completion, 1)
 		go func() { answered <- r.all(router.URL, prompt, 1) }()
@@ -69,7 +69,11 @@ func TestLayerWiseInPlace(t *testing.T) {
 	p := r.serve("prefill", config("kv_producer", ""), "--max-num-batched-tokens", "128", "--enable-prefix-caching=false")
 	d := r.serve("decode", config("kv_consumer", `"subscribe":["tickets"]`), "--enable-prefix-caching=false")
 	router := r.route(p, d)
-	prompts := texts(t, *flagSeed+3200, count(t, "prompts", *flagPrompts, 3, 16), 1200, 2400)
+	// The decode engine subscribes at the address in the first ticket, and only then reads layers ahead of their load.
+	first := texts(t, *flagSeed+3250, 1, 1200, 2400)
+	same(t, "the first ticket", r.all(node.URL, first, 1), r.all(router.URL, first, 1))
+	require.Eventually(t, func() bool { return r.metrics(p).Sum("kvport_connector_subscribers") == 1 }, time.Minute, 20*time.Millisecond)
+	prompts := texts(t, *flagSeed+3200, count(t, "prompts", *flagPrompts, 2, 16), 1200, 2400)
 	same(t, "layers read in place", r.all(node.URL, prompts, 2), r.all(router.URL, prompts, 1))
 	m := r.metrics(p)
 	t.Logf("bytes of layers that the decode engine was told of: %.0f, confirmed: %.0f, when the last layer was computed: %.0f; blocks that were there before their load: %.0f",
@@ -97,7 +101,7 @@ func (r *rig) killAmidLayers(p, victim *cluster.Process) {
 	require.Eventually(r, func() bool {
 		h, err := r.client.Health(r.Context(), p.URL)
 		return err == nil && h.Connector.Pending > 0
-	}, 20*time.Second, time.Millisecond)
+	}, time.Minute, time.Millisecond)
 	plugins := cluster.Plugins(victim.PID())
 	require.Len(r, plugins, 1)
 	require.NoError(r, syscall.Kill(plugins[0], syscall.SIGKILL))

@@ -180,7 +180,9 @@ func (r *rig) testOrder(m string, three trio, prompts []string, want []*cluster.
 		return kids, names
 	}
 	apart, names := listed(three.at + "-apart")
-	p := r.serveModel(m, "prefill", r.multi("kv_producer", nil, apart...))
+	// A child whose saves are late would be passed over: which is first would depend on the machine's load.
+	waits := map[string]any{"deadlines": map[string]any{"match": "20s"}}
+	p := r.serveModel(m, "prefill", r.multi("kv_producer", waits, apart...))
 	d := r.serveModel(m, "decode", r.multi("kv_consumer", nil, apart...), "--enable-prefix-caching=false")
 	router := r.route(p, d)
 	got := r.all(router.URL, prompts, 2)
@@ -297,7 +299,7 @@ func struckKids(r *rig, url string) []kid {
 // faults have met a transfer; tokens are right, no request is lost, and the other children are not harmed.
 func TestMultiKilled(t *testing.T) {
 	t.Run("sim", func(t *testing.T) {
-		testMultiKilled(newRig(t), "sim", count(t, "multikills", *flagMultiKills, 10, 100), 600, 3000)
+		testMultiKilled(newRig(t), "sim", count(t, "multikills", *flagMultiKills, 6, 100), 600, 3000)
 	})
 	t.Run("real model", func(t *testing.T) {
 		testMultiKilled(newRig(t), model(t), count(t, "multirealkills", *flagMultiRealKills, 1, 10), 1600, 3600)
@@ -362,7 +364,7 @@ func testMultiKilled(r *rig, m string, n, lo, hi int) {
 	for i, e := range []*cluster.Process{p, d, both} {
 		r.idle(e)
 		r.childrenReady(e)
-		require.Eventually(r, func() bool { return cluster.Usage(e.PID()) == before[i] }, 20*time.Second, 50*time.Millisecond,
+		require.Eventually(r, func() bool { return cluster.Usage(e.PID()) == before[i] }, time.Minute, 50*time.Millisecond,
 			"resources of %s: before %+v, after %+v", e.Name, before[i], cluster.Usage(e.PID()))
 		m := r.metrics(e)
 		r.Logf("%s: blocks loaded and saved by child %v and %v, failed %v and %v; resources before and after %+v", e.Name,
@@ -404,7 +406,7 @@ func (r *rig) childrenReady(e *cluster.Process) (leaves []cluster.Connector) {
 		}
 		leaves = h.Connector.Leaves()
 		return !slices.ContainsFunc(leaves, func(c cluster.Connector) bool { return c.State != "ready" })
-	}, 30*time.Second, 2*time.Millisecond, "not all children are ready")
+	}, time.Minute, 2*time.Millisecond, "not all children are ready")
 	return leaves
 }
 
@@ -441,7 +443,7 @@ func (r *rig) strikeChild(rng *rand.Rand, s strike, prompts []string) (hit bool,
 	}
 	require.NoError(r, syscall.Kill(pid, s.signal), "the child died by itself")
 	<-answered
-	require.Eventually(r, func() bool { return !cluster.Alive(pid) }, 20*time.Second, time.Millisecond, "child %d lives on after %v", pid, s.signal)
+	require.Eventually(r, func() bool { return !cluster.Alive(pid) }, time.Minute, time.Millisecond, "child %d lives on after %v", pid, s.signal)
 	after := leaves
 	require.Eventually(r, func() bool { // the engine may not have noticed yet
 		after = r.childrenReady(s.engine)

@@ -76,7 +76,7 @@ func nixlFewBlocks(t *testing.T, mode string) {
 	r.idle(p)
 	r.idle(d)
 	fetched := func() float64 { return r.metrics(p).Sum("kvport_connector_holds_consumed_total") }
-	require.Eventually(t, func() bool { return fetched() > 0 }, 10*time.Second, 50*time.Millisecond) // it is asked about once a second
+	require.Eventually(t, func() bool { return fetched() > 0 }, time.Minute, 50*time.Millisecond) // it is asked about once a second
 	m, q := r.metrics(d), r.metrics(p)
 	external := m.Sum("kvport_prompt_tokens_total", `source="external"`)
 	require.Positive(t, external)
@@ -214,7 +214,7 @@ func (f *nixlFleet) killPlugin(e *cluster.Process) {
 func (f *nixlFleet) ready() {
 	f.Helper()
 	for _, e := range []*cluster.Process{f.p[0], f.p[1], f.d[0], f.d[1]} {
-		require.Eventually(f, func() bool { return f.connector(e).State == "ready" }, 30*time.Second, 10*time.Millisecond, "%s is not ready", e.Name)
+		require.Eventually(f, func() bool { return f.connector(e).State == "ready" }, time.Minute, 10*time.Millisecond, "%s is not ready", e.Name)
 	}
 }
 
@@ -222,7 +222,7 @@ func (f *nixlFleet) ready() {
 func (f *nixlFleet) back(p *cluster.Process) time.Duration {
 	f.Helper()
 	began := time.Now()
-	require.Eventually(f, func() bool { x := f.connector(p); return x.State == "ready" && x.Held == 0 }, 30*time.Second, 5*time.Millisecond)
+	require.Eventually(f, func() bool { x := f.connector(p); return x.State == "ready" && x.Held == 0 }, time.Minute, 5*time.Millisecond)
 	return time.Since(began)
 }
 
@@ -317,7 +317,7 @@ func TestNixlPeerStops(t *testing.T) {
 	require.Less(t, took, limit+2*time.Second+busy, "what a transfer may take, and what its end may")
 	same(t, "a prefill engine that stands still", f.all(f.node.URL, []string{prompt}, 1), []*cluster.Completion{got})
 	wake()
-	require.Eventually(t, func() bool { return f.connector(p).State == "ready" }, 30*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return f.connector(p).State == "ready" }, time.Minute, 10*time.Millisecond)
 	f.idle(p)
 	f.idle(f.d[c.d])
 }

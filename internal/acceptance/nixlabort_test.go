@@ -14,6 +14,9 @@ import (
 	"github.com/kvport/kvport/internal/cluster"
 )
 
+// patience is the deadline of a request that is to be answered: long enough for any machine.
+const patience = 5 * time.Minute
+
 var flagNixlAborts = flag.Int("nixlaborts", 0, "requests whose clients go away at random moments; default 60, in soak 1000")
 
 // TestNixlAborts: clients go away at every moment of a request, of its prefill, its load and its decode. No block
@@ -32,9 +35,13 @@ func TestNixlAborts(t *testing.T) {
 	slots := make(chan struct{}, 4)
 	var work sync.WaitGroup
 	var mu sync.Mutex
-	aborted := 0
-	for _, prompt := range prompts {
+	aborted, patient := 0, 0
+	for i, prompt := range prompts {
 		after := time.Duration(rng.Int64N(int64(longest)))
+		if i%8 == 0 { // stays to the end, however slow the machine has become
+			after = patience
+			patient++
+		}
 		slots <- struct{}{}
 		work.Go(func() {
 			defer func() { <-slots }()
@@ -52,7 +59,7 @@ func TestNixlAborts(t *testing.T) {
 	}
 	work.Wait()
 	require.Positive(t, aborted)
-	require.Less(t, aborted, n, "some come to their end")
+	require.LessOrEqual(t, aborted, n-patient, "those that stay come to their end")
 	f.ready()
 	same(t, "after aborts", want, f.all(f.router.URL, whole, 2))
 	for i := range f.p {

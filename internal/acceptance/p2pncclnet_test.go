@@ -192,7 +192,7 @@ func p2pNcclNetwork(t *testing.T, send string, rounds int) {
 			require.Eventually(t, func() bool {
 				ask(1)
 				return external() > before
-			}, 30*time.Second, 10*time.Millisecond, "blocks come from peers again after they were %s", f.name)
+			}, time.Minute, 10*time.Millisecond, "blocks come from peers again after they were %s", f.name)
 		}
 	}
 	for _, e := range w.engines() {

@@ -21,6 +21,11 @@ func (c cutting) args() []string {
 	return []string{"--block-size", fmt.Sprint(c.block), "--tensor-parallel-size", fmt.Sprint(c.ranks)}
 }
 
+// unverified accepts blocks of engines of other shapes.
+func unverified(config string) string {
+	return strings.Replace(config, `"kvport":{`, `"kvport":{"unverified":true,`, 1)
+}
+
 // reshapes hands prompts from engines of one shape to engines of another and compares all tokens with those of
 // a single node. Each prompt's tokens but the last must come over.
 func reshapes(t *testing.T, model string, n int, pairs [][2]cutting, size [2]int) {
@@ -33,7 +38,7 @@ func reshapes(t *testing.T, model string, n int, pairs [][2]cutting, size [2]int
 	r.stop(node)
 	for i, pair := range pairs {
 		p := r.serveModel(model, "prefill", nixl("kv_producer", "auto", 30*time.Second, unhurried), pair[0].args()...)
-		d := r.serveModel(model, "decode", nixl("kv_consumer", "auto", 30*time.Second, unhurried), pair[1].args()...)
+		d := r.serveModel(model, "decode", unverified(nixl("kv_consumer", "auto", 30*time.Second, unhurried)), pair[1].args()...)
 		router := r.route(p, d)
 		what := fmt.Sprintf("%v to %v", pair[0], pair[1])
 		same(t, what, want[i*n:(i+1)*n], r.all(router.URL, prompts[i*n:(i+1)*n], 2))
@@ -97,11 +102,33 @@ func TestReshapeRefused(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			prompts := texts(t, *flagSeed+127, 2, 300, 900)
 			p := r.serveModel(c.p, "prefill", nixl("kv_producer", "auto", 30*time.Second, unhurried))
-			d := r.serveModel(c.d, "decode", nixl("kv_consumer", "auto", 30*time.Second, unhurried), c.shape.args()...)
+			d := r.serveModel(c.d, "decode", unverified(nixl("kv_consumer", "auto", 30*time.Second, unhurried)), c.shape.args()...)
 			node := r.serveModel(c.d, "single", "")
 			same(t, name, r.all(node.URL, prompts, 1), r.all(r.route(p, d).URL, prompts, 1))
 			require.Zero(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
-			require.Contains(t, d.Logs(), c.why)
+			require.NoError(t, d.Logged(t.Context(), c.why))
 		})
+	}
+}
+
+// TestReshapeIsRefusedUnlessAccepted: without kvport.unverified nothing comes over from an engine of another shape,
+// since no digest would verify it. The reason names the setting, and the tokens are right.
+func TestReshapeIsRefusedUnlessAccepted(t *testing.T) {
+	needNixl(t)
+	r := newRig(t)
+	r.tokens = 8
+	prompts := texts(t, *flagSeed+128, 4, 300, 900)
+	node := r.serveModel("sim", "single", "")
+	p := r.serveModel("sim", "prefill", unverified(nixl("kv_producer", "auto", 30*time.Second, unhurried)))
+	d := r.serveModel("sim", "decode", nixl("kv_consumer", "auto", 30*time.Second, unhurried), cutting{32, 2}.args()...)
+	router := r.route(p, d)
+	same(t, "refused", r.all(node.URL, prompts, 1), r.all(router.URL, prompts, 1))
+	m := r.metrics(d)
+	require.Zero(t, m.Sum("kvport_prompt_tokens_total", `source="external"`))
+	require.Zero(t, m.Sum("kvport_unverified_blocks_total"))
+	// The router compares the two and brings no tickets; those that came before it had are refused.
+	require.Eventually(t, func() bool { return strings.Contains(router.Logs(), "block_size 16 / 32") }, time.Minute, 20*time.Millisecond)
+	if m.Sum("kvport_tickets_refused_total", `reason="unverified"`) > 0 {
+		require.NoError(t, d.Logged(t.Context(), "set kvport.unverified to true to accept that"))
 	}
 }

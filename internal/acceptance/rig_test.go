@@ -228,7 +228,7 @@ func (r *rig) idle(p *cluster.Process) {
 		m, err = r.client.Metrics(r.Context(), p.URL)
 		return err == nil && m.Sum("kvport_blocks", `state="pinned"`) == 0 && m.Sum("kvport_blocks", `state="held"`) == 0 &&
 			m.Sum("kvport_blocks", `state="used"`) == 0
-	}, 15*time.Second, 20*time.Millisecond, "blocks of %s are still used, pinned or held", p.Name)
+	}, time.Minute, 20*time.Millisecond, "blocks of %s are still used, pinned or held", p.Name)
 }
 
 // texts cuts n prompts of lo to hi bytes of real text from the repository, at places the seed

@@ -131,7 +131,7 @@ func TestSpreadPluginKilled(t *testing.T) {
 		}()
 		tokens += compare(t, fmt.Sprintf("%v %d", signal, i), want, r.all(both.URL, prompts, 4))
 		require.NoError(t, <-struck)
-		require.Eventually(t, func() bool { return !cluster.Alive(plugin) }, 10*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return !cluster.Alive(plugin) }, time.Minute, time.Millisecond)
 		if i%4 == 3 { // so that blocks are saved again
 			r.idle(both)
 			require.NoError(t, os.RemoveAll(r.store))
@@ -153,6 +153,6 @@ func (r *rig) plugin(p *cluster.Process) (pid int) {
 			pid = h.Connector.PID
 		}
 		return pid != 0
-	}, 10*time.Second, 5*time.Millisecond, "no plugin runs")
+	}, time.Minute, 5*time.Millisecond, "no plugin runs")
 	return pid
 }

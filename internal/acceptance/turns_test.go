@@ -119,7 +119,7 @@ func TestTurnsUnderPressure(t *testing.T) {
 	for turn := range count(t, "turns", *flagTurns, 4, 8) {
 		x.turn(turn)
 		other.tokens = nil
-		other.say(16 * (40 + 20*turn))
+		other.say(16 * min(40+20*turn, 120)) // of 160 blocks
 		_, err := x.client.Complete(t.Context(), x.d.URL, cluster.Request{Tokens: other.tokens, MaxTokens: 4, IgnoreEOS: true})
 		require.NoError(t, err)
 	}

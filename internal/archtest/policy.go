@@ -89,6 +89,7 @@ func kvportImports() map[string][]string {
 		"internal/acceptance": {"connector", "internal/ticket"}, // it forges, too
 		"internal/faultsuite": {"connector", "engine", "engine/model/sim", "engine/tokenizer", "sdk/host", "internal/fault"},
 		"internal/shm":        {},
+		"internal/machine":    {},
 		"internal/fault":      {},
 		"internal/digest":     {"connector"},
 		"internal/ticket":     {"connector"},
@@ -107,7 +108,7 @@ func kvportImports() map[string][]string {
 		"connectors/*":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
 
 		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/ticket"}, // ADR 106
-		"connectors/internal/*": {"connector", "internal/fault"},                                                                                             // what several connectors share
+		"connectors/internal/*": {"connector", "internal/fault", "internal/machine"},                                                                         // what several connectors share
 
 		"multiconnector": {"connector"},
 

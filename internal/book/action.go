@@ -93,6 +93,7 @@ const (
 	Finished
 	Released
 	Answered
+	Stored // before Saved, sometimes: all that a ticket promises of the save is stored, its blocks stay pinned
 )
 
 // Why a hold was released.
@@ -115,6 +116,7 @@ type Event struct {
 	Bytes   int64          // Loaded, Saved: of the blocks that did not fail, on all ranks
 	Remote  bool           // Finished: a consumer was announced
 	Weak    bool           // Finished: the consumer is only hoped for
+	Lost    bool           // Loaded, Saved: the blocks stay pinned for good
 	Held    bool           // Finished: the blocks stay pinned until Released
 	Hold    connector.Hold // Finished: what the Holder answered
 	// Of Finished, as ticket.Cut has them: addresses of the tokens that a consumer can get.

@@ -48,9 +48,11 @@ type Config struct {
 
 // Counters are what the book has seen, for metrics and tests.
 type Counters struct {
-	Unknown    int // answers to calls that do not exist or were answered before
+	Unknown    int // answers to calls that were given up or answered before, and reports of holds that are over
 	Violations int // answers that break the contract
 	Retries    int // calls started again
+	Lost       int // blocks that will never be free again
+	Undecided  int // matches that a plugin which was up left undecided until Later ended
 	Kills      int // generations killed for a passed deadline
 }
 
@@ -88,6 +90,7 @@ type Book struct {
 	landing  *Landing // nil without landing memory
 	lines    []line   // calls that wait for slots
 	out      []Action
+	lost     map[connector.BlockID]struct{}
 	counters Counters
 }
 
@@ -119,6 +122,7 @@ func New(cfg Config) *Book {
 		early:    map[connector.HoldID]int{},
 		weak:     map[connector.HoldID]int{},
 		killed:   map[uint64]bool{},
+		lost:     map[connector.BlockID]struct{}{},
 		corrupt:  corruptKeys{limit: cfg.CorruptKeys, keys: map[connector.BlockKey]struct{}{}},
 	}
 	if cfg.Slots > 0 {
@@ -174,6 +178,55 @@ func (b *Book) Reaped(now time.Time, gen uint64) []Action {
 		}
 	}
 	return b.take()
+}
+
+// Abandoned says that generation gen is gone, but that somebody may use the blocks for ever that it had. Those of
+// its transfers and holds are lost: they stay pinned, and no event says that they are free.
+func (b *Book) Abandoned(now time.Time, gen uint64) []Action {
+	b.out = append(b.out, b.Down(now, gen)...)
+	delete(b.killed, gen)
+	for _, o := range sorted(b.ops) {
+		if slices.ContainsFunc(o.calls, func(c *call) bool { return c.stuck(gen) }) {
+			b.lose(now, o)
+		}
+	}
+	for _, h := range sorted(b.holds) {
+		if h.gen == gen {
+			delete(b.holds, h.id)
+			b.forfeit(h.blocks)
+		}
+	}
+	return b.take()
+}
+
+// Lose says the same of one call, of a part of the connector that is gone.
+func (b *Book) Lose(now time.Time, id CallID) []Action {
+	if c := b.calls[id]; c != nil {
+		b.lose(now, c.op)
+	}
+	return b.take()
+}
+
+// lose ends a transfer without giving its blocks back, nor its slots of landing memory.
+func (b *Book) lose(now time.Time, o *op) {
+	for _, c := range o.calls {
+		if c.state == running {
+			b.emit(CancelCall{ID: c.id})
+		}
+		delete(b.calls, c.id)
+		c.state = over
+	}
+	o.lost = true
+	b.forfeit(ids(o.t.Blocks))
+	o.fail(o.t.Blocks, errAbandoned)
+	b.endOp(now, o)
+}
+
+func (b *Book) forfeit(blocks []connector.BlockID) {
+	for _, id := range blocks {
+		b.lost[id] = struct{}{}
+	}
+	b.counters.Lost = len(b.lost)
 }
 
 // Broken says that no generation will come up for a while: nothing is worth waiting for.
@@ -318,6 +371,14 @@ func sorted[K cmp.Ordered, V any](m map[K]V) []V {
 	out := make([]V, 0, len(m))
 	for _, k := range slices.Sorted(maps.Keys(m)) {
 		out = append(out, m[k])
+	}
+	return out
+}
+
+func ids(blocks []connector.Block) []connector.BlockID {
+	out := make([]connector.BlockID, len(blocks))
+	for i, k := range blocks {
+		out[i] = k.ID
 	}
 	return out
 }

@@ -88,6 +88,40 @@ func (b *Book) finishReady(now time.Time, list []*ending) {
 	b.emit(call)
 }
 
+// Stored says that a running save has stored everything that a ticket promises, and goes on for others: its
+// blocks stay pinned, but nobody waits with a ticket for it. It is of no use where a part of the save has
+// failed already: what a consumer can get is known when the save is over.
+func (b *Book) Stored(now time.Time, id CallID) []Action {
+	c := b.calls[id]
+	if c == nil || c.op.kind != Save || c.op.stored {
+		return nil
+	}
+	o := c.op
+	c.stored = true
+	if o.planning || len(o.failed)+len(o.skipped) > 0 {
+		return nil
+	}
+	for _, other := range o.calls {
+		if other.state != over && !other.stored {
+			return nil
+		}
+	}
+	o.waited()
+	b.emit(Tell{Event{Kind: Stored, Request: o.t.Request, Step: o.step}})
+	if r := o.req; r.saves == 0 && r.ending != nil {
+		b.finishReady(now, []*ending{r.ending})
+	}
+	return b.take()
+}
+
+// waited notes that no ticket waits for a save any more.
+func (o *op) waited() {
+	if !o.stored {
+		o.stored = true
+		o.req.saves--
+	}
+}
+
 // FinishAnswered brings the holds for the requests of a Finish call, in order, or an error.
 func (b *Book) FinishAnswered(now time.Time, id CallID, holds []connector.Hold, err error) []Action {
 	batch := b.finishes[id]

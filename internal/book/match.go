@@ -231,6 +231,9 @@ func (b *Book) tickMatch(now time.Time, r *request) {
 	case !m.open:
 	case !m.until.IsZero() && !now.Before(m.until):
 		m.spent = true
+		if b.state == up {
+			b.counters.Undecided++
+		}
 		b.cancelAsk(m)
 		b.settleMatch(now, r)
 	case !m.retryAt.IsZero() && !now.Before(m.retryAt):

@@ -16,6 +16,7 @@ var (
 	errNotPlanned = errors.New("the connector chose not to load them")
 	errLate       = fmt.Errorf("transfer deadline: %w", context.DeadlineExceeded)
 	errViolation  = fmt.Errorf("the connector's answer breaks the contract: %w", connector.ErrIncompatible)
+	errAbandoned  = fmt.Errorf("somebody that the plugin left behind may still use the blocks: %w", connector.ErrGone)
 	errRole       = errors.New("the role does not load")
 	errLoading    = errors.New("a load still writes one of the blocks")
 	errLanding    = errors.New("more blocks than landing memory holds: raise kvport.landing_bytes")
@@ -42,9 +43,11 @@ type op struct {
 	t        connector.Transfer
 	calls    []*call
 	planning bool // its parts are not known yet
+	stored   bool // see Stored
 	layered  bool // its blocks were handed over before they were computed
 	retried  bool // it has lost one generation already
 	canceled bool
+	lost     bool // its blocks never come back
 	guilty   bool // it made its generation miss the deadline
 	failed   map[connector.BlockID]struct{}
 	skipped  map[connector.BlockID]struct{} // saves: the connector chose not to
@@ -63,6 +66,7 @@ type call struct {
 	retryAt time.Time
 	slots   []connector.BlockID // of landing memory, while it may touch them
 	waiting bool                // in line for slots
+	stored  bool                // all that a ticket promises of it is
 }
 
 // Step takes what the engine decided. The book owns s from now on.
@@ -395,7 +399,7 @@ func (b *Book) endOp(now time.Time, o *op) {
 	delete(b.ops, o.id)
 	ev := Event{
 		Kind: Loaded, Request: o.t.Request, Step: o.step, Tokens: o.t.Tokens, Took: now.Sub(o.began),
-		Blocks: ids(o.t.Blocks),
+		Blocks: ids(o.t.Blocks), Lost: o.lost,
 	}
 	for _, k := range o.t.Blocks {
 		_, bad := o.failed[k.ID]
@@ -457,7 +461,7 @@ func (b *Book) leftNothing(o *op) bool {
 
 // settleSave notes which tokens of the request a consumer will not find.
 func (b *Book) settleSave(o *op) {
-	o.req.saves--
+	o.waited()
 	position := make([]int, len(b.cfg.Groups))
 	for _, k := range o.t.Blocks {
 		if int(k.Group) >= len(position) {
@@ -486,12 +490,4 @@ func (b *Book) bytes(blocks []connector.Block) int64 {
 		}
 	}
 	return n
-}
-
-func ids(blocks []connector.Block) []connector.BlockID {
-	out := make([]connector.BlockID, len(blocks))
-	for i, k := range blocks {
-		out[i] = k.ID
-	}
-	return out
 }

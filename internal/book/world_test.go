@@ -165,6 +165,8 @@ func (w *world) tell(e *Event) {
 		} else {
 			require.Equal(w.t, w.blocks[k], e.Blocks)
 		}
+	case Stored:
+		w.due[k] = 1 // it may be told, once
 	case Loaded, Saved:
 		require.Equal(w.t, w.blocks[k], e.Blocks)
 		require.Subset(w.t, e.Blocks, e.Failed)
@@ -374,10 +376,9 @@ func (w *world) answerMove() {
 	if !out.Lost {
 		delete(w.moves, id)
 	}
+	w.perhapsStored(id)
 	w.do("moved", w.b.Moved(w.now, id, out))
-	if w.rng.IntN(5) == 0 {
-		w.do("moved again", w.b.Moved(w.now, id, Outcome{}))
-	}
+	w.perhapsAgain(id)
 }
 
 func (w *world) answerFinish() {

@@ -113,6 +113,7 @@ func (c *Client) Complete(ctx context.Context, url string, r Request) (*Completi
 func (c *Completion) read(r io.Reader, start time.Time) error {
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, 16<<20)
+	lines.Split(wholeLines)
 	for lines.Scan() {
 		data, found := strings.CutPrefix(lines.Text(), "data: ")
 		if !found {
@@ -132,6 +133,15 @@ func (c *Completion) read(r io.Reader, start time.Time) error {
 		c.add(&e, start)
 	}
 	return lines.Err()
+}
+
+// wholeLines is bufio.ScanLines without a last line that has no end: where a deadline or a peer cuts a body, that
+// line is part of an event, and the error of the body says what happened.
+func wholeLines(data []byte, atEOF bool) (advance int, line []byte, err error) {
+	if atEOF && bytes.IndexByte(data, '\n') < 0 {
+		return len(data), nil, nil
+	}
+	return bufio.ScanLines(data, atEOF)
 }
 
 func (c *Completion) add(e *event, start time.Time) {

@@ -93,6 +93,24 @@ func (p *Process) Done() <-chan struct{} { return p.done }
 // Logs gives the last lines the process wrote.
 func (p *Process) Logs() string { return p.logs.last() }
 
+// logTimeout is how long Logged waits. What a process logs arrives through a pipe, so it may arrive after the
+// answer to a request that was sent later.
+const logTimeout = time.Minute
+
+// Logged waits until the process has written text, and says what it wrote instead if it does not.
+func (p *Process) Logged(ctx context.Context, text string) error {
+	ctx, cancel := context.WithTimeout(ctx, logTimeout)
+	defer cancel()
+	for !strings.Contains(p.Logs(), text) {
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%s has not logged %q: %w\n%s", p.Name, text, ctx.Err(), p.Logs())
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
+	return nil
+}
+
 // Signal sends sig to the process.
 func (p *Process) Signal(sig syscall.Signal) error { return p.cmd.Process.Signal(sig) }
 

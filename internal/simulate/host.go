@@ -311,8 +311,12 @@ func (h *host) give(r *report) {
 	if h.w.tracing() {
 		h.w.say("%s hears: %s", h.e.name, describeEvent(&r.Event))
 	}
+	if r.Kind == book.Stored { // the save goes on for others, on the same blocks
+		s.Stored(r.Step, r.Request)
+		return
+	}
 	h.revoke(r.grant)
-	switch r.Kind {
+	switch r.Kind { //nolint:exhaustive // Stored is above
 	case book.Loaded:
 		if len(r.Failed) > 0 {
 			h.w.stats.LoadFailed++

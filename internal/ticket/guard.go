@@ -22,6 +22,7 @@ const (
 type Guard struct {
 	model, shape connector.Fingerprint
 	base         connector.Fingerprint // zero: only tickets of the same shape
+	unverified   bool                  // tickets of other shapes with that base are accepted
 
 	mu      sync.Mutex
 	byNonce map[[16]byte]*seen
@@ -43,9 +44,11 @@ func NewGuard(model, shape connector.Fingerprint) *Guard {
 	return &Guard{model: model, shape: shape, byNonce: map[[16]byte]*seen{}, epochs: map[string]uint64{}}
 }
 
-// Reshape makes the guard accept tickets of other shapes with that base, too (rule RESHAPE-01). It is to be
-// called before the first Check.
-func (g *Guard) Reshape(base connector.Fingerprint) { g.base = base }
+// Reshape makes the guard accept tickets of other shapes with that base, too, if blocks that nothing verifies
+// are accepted, and else refuse them for that (rule RESHAPE-01). It is to be called before the first Check.
+func (g *Guard) Reshape(base connector.Fingerprint, unverified bool) {
+	g.base, g.unverified = base, unverified
+}
 
 // fits reports why the blocks of a ticket are of no use here.
 func (g *Guard) fits(e *Envelope) error {
@@ -55,8 +58,13 @@ func (g *Guard) fits(e *Envelope) error {
 	none := connector.Fingerprint{}
 	var why string
 	switch {
-	case e.Shape == g.shape, g.base != none && e.Cut.Base == g.base && e.Lease > 0:
+	case e.Shape == g.shape:
 		return nil
+	case g.base != none && e.Cut.Base == g.base && e.Lease > 0:
+		if g.unverified {
+			return nil
+		}
+		return fmt.Errorf("ticket of engine %q: shape %v, ours is %v: %w: %w", e.Engine, e.Shape, g.shape, ErrUnverified, connector.ErrIncompatible)
 	case g.base == none && e.Cut.Base == none:
 		why = "neither it nor we can cut blocks"
 	case g.base == none:
@@ -70,8 +78,8 @@ func (g *Guard) fits(e *Envelope) error {
 }
 
 // Check counts one use of a ticket by a request of ours. The same request may check it again at no
-// cost, since it is matched many times; requests need unique ids. A refusal wraps ErrIncompatible,
-// ErrStale or ErrReplayed and uses nothing up.
+// cost, since it is matched many times; requests need unique ids. A refusal wraps ErrIncompatible (and
+// ErrUnverified, if that is all), ErrStale or ErrReplayed and uses nothing up.
 func (g *Guard) Check(e *Envelope, request connector.RequestID) error {
 	if err := g.fits(e); err != nil {
 		return err

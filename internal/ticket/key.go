@@ -113,3 +113,7 @@ func createKey(dir, path string) (err error) {
 	}
 	return nil
 }
+
+// KeyID names a key, so that the keys of two engines can be compared without being shown: 16 hexadecimal
+// digits, from which nobody can tell the key.
+func KeyID(key []byte) string { return SignText(key, keyIDText, "")[:16] }

@@ -10,6 +10,7 @@ import (
 const (
 	RequestIDText = "request-id"   // the addresses of a request's two engines
 	RegisterText  = "registration" // an engine's registration with a router
+	keyIDText     = "key-id"
 )
 
 // SignText signs a text for a purpose: 32 hexadecimal digits.

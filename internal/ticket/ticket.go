@@ -34,9 +34,10 @@ const MaxConsumers = 1 << 20
 
 // Why a ticket is refused. A wrong fingerprint is connector.ErrIncompatible.
 var (
-	ErrForged   = errors.New("ticket is damaged or not signed with our key")
-	ErrReplayed = errors.New("ticket was used more often than it allows")
-	ErrStale    = errors.New("ticket is of an earlier life of its engine")
+	ErrForged     = errors.New("ticket is damaged or not signed with our key")
+	ErrReplayed   = errors.New("ticket was used more often than it allows")
+	ErrUnverified = errors.New("its blocks would be cut to fit ours, and no digest would verify their bytes")
+	ErrStale      = errors.New("ticket is of an earlier life of its engine")
 )
 
 // The first byte of a ticket, on which depends what follows it. One with a text of its shape has that

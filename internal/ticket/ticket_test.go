@@ -184,7 +184,7 @@ func TestGuardReshapes(t *testing.T) {
 		"other model": {base, func(e *Envelope) { e.Model[0]++ }, "model"},
 	} {
 		g := NewGuard(e.Model, connector.NewFingerprint("another shape"))
-		g.Reshape(c.base)
+		g.Reshape(c.base, true)
 		changed := *e
 		if c.change != nil {
 			c.change(&changed)
@@ -197,6 +197,23 @@ func TestGuardReshapes(t *testing.T) {
 		require.ErrorIs(t, err, connector.ErrIncompatible, name)
 		require.ErrorContains(t, err, c.says, name)
 	}
+}
+
+// What no digest verifies is refused unless that is accepted, and only that is called so.
+func TestGuardRefusesUnverified(t *testing.T) {
+	base := connector.NewFingerprint("base")
+	e := envelope()
+	e.Cut = Cut{Base: base, BlockTokens: 16}
+	g := NewGuard(e.Model, connector.NewFingerprint("another shape"))
+	g.Reshape(base, false)
+	err := g.Check(e, "r")
+	require.ErrorIs(t, err, ErrUnverified)
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	e.Lease = 0
+	require.NotErrorIs(t, g.Check(e, "r"), ErrUnverified)
+	same := NewGuard(e.Model, e.Shape)
+	same.Reshape(base, false)
+	require.NoError(t, same.Check(e, "r"))
 }
 
 func TestGuardRefusesFormerLives(t *testing.T) {

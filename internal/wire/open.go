@@ -42,7 +42,7 @@ func OpenToProto(o *Open) *kvportv1.Open {
 		Side: o.Side, Engine: o.Env.Engine, Epoch: o.Env.Epoch, Role: kvportv1.Role(o.Env.Role),
 		Rank: count(o.Env.Rank), World: count(o.Env.World), Model: o.Env.Model[:], Shape: o.Env.Shape[:],
 		Layout: LayoutToProto(&o.Env.Layout), Config: o.Config,
-		Regions: each(o.Regions, regionToProto),
+		Regions: each(o.Regions, regionToProto), LinkKey: o.Env.LinkKey, RouterKey: o.Env.RouterKey,
 	}
 	if o.Env.Base != (connector.Fingerprint{}) {
 		m.Base = o.Env.Base[:]
@@ -152,12 +152,36 @@ func envFromProto(m *kvportv1.Open) (*connector.Env, error) {
 		}
 		copy(f.to[:], f.from)
 	}
+	if err := secretsFromProto(m, env); err != nil {
+		return nil, err
+	}
 	layout, err := LayoutFromProto(m.GetLayout())
 	if err != nil {
 		return nil, err
 	}
 	env.Layout = *layout
 	return env, nil
+}
+
+// linkKeySize is the length of the keys that a host hands out.
+const linkKeySize = 32
+
+// secretsFromProto reads the keys of an Open. Errors say nothing of their bytes.
+func secretsFromProto(m *kvportv1.Open, env *connector.Env) error {
+	for _, k := range []struct {
+		name string
+		from []byte
+		to   *connector.Secret
+	}{{"open.link_key", m.GetLinkKey(), &env.LinkKey}, {"open.router_key", m.GetRouterKey(), &env.RouterKey}} {
+		switch len(k.from) {
+		case 0:
+		case linkKeySize:
+			*k.to = k.from
+		default:
+			return malformed("%s has %d bytes, want %d", k.name, len(k.from), linkKeySize)
+		}
+	}
+	return nil
 }
 
 func regionFromProto(m *kvportv1.Region) (Region, error) {
@@ -253,7 +277,8 @@ func InfoToProto(info *connector.Info) *kvportv1.DescribeResponse {
 	return &kvportv1.DescribeResponse{
 		Name: info.Name, Capabilities: CapabilitiesToProto(info.Capabilities), Layouts: info.Layouts,
 		Groups: info.Groups, Scope: kvportv1.Scope(info.Scope), Lossy: info.Lossy,
-		ArenaBytes: arenaToProto(info.ArenaBytes), ArenaBlocks: arenaToProto(info.ArenaBlocks), Stats: each(info.Stats, statInfoToProto),
+		ArenaBytes: arenaToProto(info.ArenaBytes), ArenaBlocks: arenaToProto(info.ArenaBlocks),
+		ArenaField: info.ArenaField, ArenaBlockTokens: arenaToProto(info.ArenaBlockTokens), Stats: each(info.Stats, statInfoToProto),
 	}
 }
 
@@ -285,6 +310,12 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 	if m.GetArenaBlocks() > MaxArena {
 		return connector.Info{}, malformed("describe: arena_blocks is %d, limit %d", m.GetArenaBlocks(), int64(MaxArena))
 	}
+	if err := short("describe: arena_field", m.GetArenaField(), MaxName); err != nil {
+		return connector.Info{}, err
+	}
+	if m.GetArenaBlockTokens() > MaxArena {
+		return connector.Info{}, malformed("describe: arena_block_tokens is %d, limit %d", m.GetArenaBlockTokens(), int64(MaxArena))
+	}
 	stats, err := statsFromProto(m.GetStats())
 	if err != nil {
 		return connector.Info{}, err
@@ -293,7 +324,8 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 	return connector.Info{
 		Name: m.GetName(), Capabilities: CapabilitiesFromProto(m.GetCapabilities()), Layouts: layouts,
 		Groups: m.GetGroups(), Scope: connector.Scope(m.GetScope()), Lossy: m.GetLossy(),
-		ArenaBytes: int64(m.GetArenaBytes()), ArenaBlocks: int64(m.GetArenaBlocks()), Stats: stats,
+		ArenaBytes: int64(m.GetArenaBytes()), ArenaBlocks: int64(m.GetArenaBlocks()), ArenaField: m.GetArenaField(),
+		ArenaBlockTokens: int64(m.GetArenaBlockTokens()), Stats: stats,
 	}, err
 }
 

@@ -174,6 +174,8 @@ func TestAnswersRoundTrip(t *testing.T) {
 			Layouts: some(t, "layouts", rapid.StringN(0, 20, 100)), Groups: rapid.Bool().Draw(t, "groups"),
 			Scope: connector.Scope(rapid.IntRange(1, 3).Draw(t, "scope")), Lossy: rapid.Bool().Draw(t, "lossy"),
 			ArenaBytes: rapid.Int64Range(0, MaxArena).Draw(t, "arena"), ArenaBlocks: rapid.Int64Range(0, MaxArena).Draw(t, "arena blocks"),
+			ArenaField:       rapid.StringN(0, 20, 100).Draw(t, "arena field"),
+			ArenaBlockTokens: rapid.Int64Range(0, MaxArena).Draw(t, "arena block tokens"),
 		}
 		for i := range rapid.IntRange(0, connector.MaxStats).Draw(t, "stats") {
 			info.Stats = append(info.Stats, connector.StatInfo{
@@ -196,6 +198,7 @@ func testOpen() *Open {
 		Env: connector.Env{
 			Engine: "e", Epoch: 7, Role: connector.RoleBoth, Rank: 1, World: 2,
 			Model: connector.NewFingerprint("m"), Shape: connector.NewFingerprint("s"), Base: connector.NewFingerprint("b"),
+			LinkKey: bytes.Repeat([]byte{1}, 32), RouterKey: bytes.Repeat([]byte{2}, 32),
 			Layout: connector.Layout{
 				Name: "l", Blocks: 4,
 				Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}, {BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 2}},

@@ -30,7 +30,10 @@ const (
 	CookieKey = "KVPORT_PLUGIN"
 	// FenceKey names, in a plugin's environment, the descriptors that every process must hold that
 	// has the regions from the plugin.
-	FenceKey    = "KVPORT_FENCE"
+	FenceKey = "KVPORT_FENCE"
+	// LifeKey is a mark of this life of the plugin. Processes that it starts inherit it, so that the host knows
+	// them for the plugin's when it dies.
+	LifeKey     = "KVPORT_LIFE"
 	CookieValue = "b1f0e4a6c7d94b0f9b7e6f4a5d3c2810"
 )
 

@@ -126,7 +126,8 @@ func (b *Backend) Name() string { return b.name }
 //
 //   - ucx_error_handling_mode: peer (the default) reports a peer that has died, and sends notifications
 //     over TCP; none uses shared memory for them, and leaves it to timeouts to notice a death;
-//   - engine_config: settings of UCX without their UCX_ prefix, as in "TLS=tcp,NET_DEVICES=lo".
+//   - engine_config: settings of UCX without their UCX_ prefix, as in "TLS=tcp,NET_DEVICES=lo", where the
+//     environment does not say otherwise.
 func (a *Agent) Backend(name string, params map[string]string) (*Backend, error) {
 	if err := a.enter(); err != nil {
 		return nil, err

@@ -38,8 +38,10 @@ const EnvDir = "NIXL_LIB_DIR"
 
 const (
 	libraryName = "libnixl_capi.so"
-	mendMissing = "run make deps in the repository of kvport, or set " + EnvDir + " to a folder into which the wheel nixl-cu12 1.5.1 was unpacked"
-	mendVersion = "it is not NIXL 1.5.1; " + mendMissing
+	// wheelPackage is the package of kvport's wheel, whose folder bin holds our programs.
+	wheelPackage = "kvport_vllm"
+	mendMissing  = "run make deps in the repository of kvport, or pip install nixl-cu12==1.5.1 beside kvport's wheel, or set " + EnvDir + " to a folder into which that wheel was unpacked"
+	mendVersion  = "it is not NIXL 1.5.1; " + mendMissing
 )
 
 // Library is NIXL, loaded. It stays loaded until the process ends.
@@ -50,7 +52,8 @@ type Library struct {
 
 // Open loads NIXL from dir, a folder with the library or with the unpacked wheel in it. If dir is empty
 // it takes the folder that NIXL_LIB_DIR names; without that, the one that make deps fills beside the
-// program's own folder; without that, what the system's loader finds. Its errors are a *LoadError.
+// program's own folder, or, for a program in kvport's wheel, the one that pip unpacks wheels into; without that,
+// what the system's loader finds. Its errors are a *LoadError.
 func Open(dir string) (*Library, error) {
 	path, err := find(dir)
 	if err != nil {
@@ -81,11 +84,25 @@ func find(dir string) (string, error) {
 		return "", &LoadError{Reason: fmt.Sprintf("no %s in %s", libraryName, dir), Mend: mendMissing}
 	}
 	if exe, err := os.Executable(); err == nil {
-		if path := within(filepath.Join(filepath.Dir(exe), "..", ".deps", "nixl")); path != "" {
-			return path, nil
+		for _, dir := range beside(exe) {
+			if path := within(dir); path != "" {
+				return path, nil
+			}
 		}
 	}
 	return libraryName, nil
+}
+
+// beside are the folders in which a program finds NIXL's unpacked wheel: the one that make deps fills beside the
+// program's folder, and, for a program in kvport's own wheel, the folder into which pip unpacks both wheels. No
+// other program looks there: its grandparent may be a folder that anybody can write.
+func beside(program string) []string {
+	parent := filepath.Dir(filepath.Dir(program))
+	folders := []string{filepath.Join(parent, ".deps", "nixl")}
+	if filepath.Base(parent) == wheelPackage {
+		folders = append(folders, filepath.Dir(parent))
+	}
+	return folders
 }
 
 // within is the absolute path of the library in a folder, or in that of an unpacked wheel; "" if there

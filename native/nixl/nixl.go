@@ -27,8 +27,13 @@
 //
 // Open sets UCX_LOG_FILE to stderr and UCX_RCACHE_MAX_UNRELEASED to 1024 where they are not set: UCX logs
 // to stdout otherwise, in the way of whatever speaks there. UCX_TLS and UCX_NET_DEVICES choose the
-// transports of the whole process; on one host UCX_NET_DEVICES=lo keeps the TCP listener, which knows no
-// authentication, off the network. They are read when a backend starts.
+// transports of the whole process. They are read when a backend starts, and go before a backend's
+// engine_config.
+//
+// Without UCX_TLS, UCX opens TCP ports, and it authenticates nobody: whoever can reach one of them writes any
+// address of the process, without metadata and before any handshake. On one machine UCX_TLS=posix,cma,self
+// with UCX_POSIX_ERROR_HANDLING=y opens none; UCX_NET_DEVICES=lo keeps ports off the network, but not from
+// other users of the machine. Package native/ucx has lists of transports without ports.
 //
 // Where the system has libibverbs too, the wheel's libraries crash when a process ends by C's exit. Go
 // programs do not, unless they are built with -race or -asan; UCX_MODULES=^ib, without RDMA, is the way

@@ -47,6 +47,11 @@ static int configure(ux_table *t, ux_handle config, const char *transports, cons
 	int s = *transports ? t->ucp_config_modify(config, "TLS", transports) : UX_OK;
 	if (!s && *devices)
 		s = t->ucp_config_modify(config, "NET_DEVICES", devices);
+	// Without these, endpoints that are to report the death of their peer need TCP, or find out late.
+	if (!s && strstr(transports, "posix"))
+		s = t->ucp_config_modify(config, "POSIX_ERROR_HANDLING", "y");
+	if (!s && strstr(transports, "posix"))
+		s = t->ucp_config_modify(config, "KEEPALIVE_INTERVAL", "1s");
 	return s;
 }
 

@@ -15,8 +15,10 @@
 // that stays until the Memory is closed: from mmap, or pinned by the caller. Close it before unmapping it.
 //
 // Open sets UCX_LOG_FILE to stderr where it is not set. Everything here is safe for use by several goroutines
-// at once; the calls of one worker take turns. Addresses and keys are not authenticated, nor is UCX's TCP
-// listener: see [Options.Devices].
+// at once; the calls of one worker take turns.
+//
+// UCX authenticates nothing and encrypts nothing. Over TCP it opens ports at which anybody writes any address of
+// the process, without a key: [SharedMemory], [RDMA] and [Closed] are lists of transports that open none.
 package ucx
 
 import (
@@ -95,7 +97,9 @@ const EnvDir = "KVPORT_UCX_DIR"
 
 const (
 	systemName  = "libucp.so.0"
-	mendMissing = "run make deps in the repository of kvport, install UCX 1.22 or later (Debian: libucx0), or set " + EnvDir + " to a folder with libucp"
+	mendMissing = "run make deps in the repository of kvport, or pip install nixl-cu12==1.5.1 beside kvport's wheel, or install UCX 1.22 or later (Debian: libucx0), or set " + EnvDir + " to a folder with libucp"
+	// wheelPackage is the package of kvport's wheel, whose folder bin holds our programs.
+	wheelPackage = "kvport_vllm"
 )
 
 // Library is UCX, loaded. It stays loaded until the process ends.
@@ -106,7 +110,8 @@ type Library struct {
 
 // Open loads UCX from dir, a folder with libucp or with NIXL's unpacked wheel in it. If dir is empty it takes
 // the folder that KVPORT_UCX_DIR names; without that, the one that make deps fills beside the program's own
-// folder; without that, what the system's loader finds. Its errors are a *LoadError.
+// folder, or, for a program in kvport's wheel, the one that pip unpacks wheels into; without that, what the
+// system's loader finds. Its errors are a *LoadError.
 func Open(dir string) (*Library, error) {
 	path, err := find(dir)
 	if err != nil {
@@ -141,11 +146,25 @@ func find(dir string) (string, error) {
 		return "", &LoadError{Reason: "no libucp in " + dir, Mend: mendMissing}
 	}
 	if exe, err := os.Executable(); err == nil {
-		if path := within(filepath.Join(filepath.Dir(exe), "..", ".deps", "nixl")); path != "" {
-			return path, nil
+		for _, dir := range beside(exe) {
+			if path := within(dir); path != "" {
+				return path, nil
+			}
 		}
 	}
 	return systemName, nil
+}
+
+// beside are the folders in which a program finds NIXL's unpacked wheel: the one that make deps fills beside the
+// program's folder, and, for a program in kvport's own wheel, the folder into which pip unpacks both wheels. No
+// other program looks there: its grandparent may be a folder that anybody can write.
+func beside(program string) []string {
+	parent := filepath.Dir(filepath.Dir(program))
+	folders := []string{filepath.Join(parent, ".deps", "nixl")}
+	if filepath.Base(parent) == wheelPackage {
+		folders = append(folders, filepath.Dir(parent))
+	}
+	return folders
 }
 
 // within is the absolute path of libucp in a folder, or in that of an unpacked wheel; "" if there is none.

@@ -11,7 +11,9 @@ import (
 
 // Options are those of a worker. The zero value lets UCX choose.
 type Options struct {
-	Transports string // UCX's list, as in "tcp" or "posix,cma,self"; empty: UCX_TLS, or all
+	// Transports is UCX's list, as in "tcp" or SharedMemory; empty: UCX_TLS, or all. With tcp in it, as in all,
+	// whoever can reach the port that UCX opens can write the memory of this process: see Closed.
+	Transports string
 	Devices    string // network devices, as in "lo" or "mlx5_0:1"; empty: UCX_NET_DEVICES, or all
 	// PeerErrors has requests fail when the peer has died. Without it they hang then, and fewer
 	// transports are ruled out.

@@ -66,7 +66,8 @@ func (n *Network) Listen(ctx context.Context) (_ pipe.Listener, err error) {
 	}
 	dir, own := n.Dir, ""
 	if dir == "" {
-		if dir, err = os.MkdirTemp("", "kvport-shm-"); err != nil {
+		sweep(os.TempDir(), time.Now())
+		if dir, err = os.MkdirTemp("", folderPrefix); err != nil {
 			return nil, fmt.Errorf("listen: %w", err)
 		}
 		own = dir

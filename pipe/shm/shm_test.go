@@ -28,6 +28,9 @@ func TestMain(m *testing.M) {
 	if address := os.Getenv(dialTo); address != "" {
 		os.Exit(sendForever(address))
 	}
+	if os.Getenv(listenOnly) != "" {
+		os.Exit(listenForever())
+	}
 	goleak.VerifyTestMain(m)
 }
 

@@ -7,7 +7,8 @@
 // Network.Patience, or the other process has begun a new life, the pipe ends with connector.ErrGone.
 //
 // Listening beyond loopback needs mutual TLS: from certificates, or from a key that all peers share (see
-// [KeyTLS]).
+// [KeyTLS]). On loopback a key is enough, with which both ends prove who they are before anything else
+// ([pipe.Prove]): without one, every user of the machine may connect.
 package tcp
 
 import (
@@ -17,8 +18,11 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"sync"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/pipe"
@@ -26,10 +30,13 @@ import (
 
 // Network makes links over TCP. It must not be changed once it is used.
 type Network struct {
-	Address   string        // to listen at; empty: 127.0.0.1 with a port that the system chooses
-	Advertise string        // what peers dial, where that differs; ":0" at its end stands for the port taken
-	TLS       *tls.Config   // mutual TLS; nil: none, and loopback only
-	Patience  time.Duration // for a broken connection to be made anew; 0: 3 s
+	Address   string      // to listen at; empty: 127.0.0.1 with a port that the system chooses
+	Advertise string      // what peers dial, where that differs; ":0" at its end stands for the port taken
+	TLS       *tls.Config // mutual TLS; nil: none, and loopback only
+	// Key is what dialer and listener prove to each other where there is no TLS; with TLS it is not used. Without
+	// either, whoever reaches the address is talked to.
+	Key      connector.Secret
+	Patience time.Duration // for a broken connection to be made again; 0: 3 s
 	// NoDigest leaves payloads to TCP's checksum, or TLS, and to the host's digests.
 	NoDigest bool
 }
@@ -38,7 +45,9 @@ const (
 	defaultPatience = 3 * time.Second
 	helloTimeout    = 5 * time.Second
 	redialPause     = 20 * time.Millisecond
-	window          = 8 // frames that are sent and not acknowledged
+	halfTime        = 5 * time.Second // for the second connection of a link to arrive
+	maxHalf         = 256             // links that wait for it
+	window          = 8               // frames that are sent and not acknowledged
 )
 
 func (n *Network) patience() time.Duration {
@@ -47,6 +56,9 @@ func (n *Network) patience() time.Duration {
 	}
 	return defaultPatience
 }
+
+// keyed reports whether both ends have to prove that they have the key.
+func (n *Network) keyed() bool { return n.TLS == nil && len(n.Key) > 0 }
 
 func (n *Network) side() *pipe.Side {
 	return &pipe.Side{Address: n.Address, Advertise: n.Advertise, TLS: n.TLS}
@@ -68,15 +80,18 @@ func (n *Network) Dial(ctx context.Context, address string) (pipe.Link, error) {
 	var id linkID
 	_, _ = rand.Read(id[:]) // never fails
 	out, in := newEnd(n, id, address, nil), newEnd(n, id, address, nil)
-	for _, first := range []struct {
-		e       *end
-		outward bool
-	}{{out, true}, {in, false}} {
-		conn, _, err := n.connect(ctx, address, hello{link: id, outward: first.outward})
-		if err != nil {
-			return pipe.Link{}, errors.Join(fmt.Errorf("dial %s: %w", address, err), out.Close(), in.Close())
-		}
-		first.e.adopt(conn, 0)
+	both, dialing := errgroup.WithContext(ctx)
+	for e, outward := range map[*end]bool{out: true, in: false} {
+		both.Go(func() error {
+			conn, _, err := n.connect(dialing, address, hello{link: id, outward: outward})
+			if err == nil {
+				e.adopt(conn, 0)
+			}
+			return err
+		})
+	}
+	if err := both.Wait(); err != nil {
+		return pipe.Link{}, errors.Join(fmt.Errorf("dial %s: %w", address, err), out.Close(), in.Close())
 	}
 	return pipe.Link{Out: newSender(out), In: newReceiver(in)}, nil
 }
@@ -91,11 +106,8 @@ func (n *Network) connect(ctx context.Context, address string, h hello) (_ net.C
 	}
 	stop := interruptible(ctx, conn.SetDeadline)
 	defer stop()
-	_, err = conn.Write(h.encode())
-	var verdict byte
-	if err == nil {
-		verdict, delivered, err = readAnswer(conn)
-	}
+	h.keyed = n.keyed()
+	verdict, delivered, err := n.introduce(conn, h.encode())
 	if err == nil && h.again != (verdict == verdictAgain) {
 		err = fmt.Errorf("the peer has begun the link anew: %w", connector.ErrGone)
 	}
@@ -103,6 +115,33 @@ func (n *Network) connect(ctx context.Context, address string, h hello) (_ net.C
 		return nil, 0, errors.Join(err, conn.Close())
 	}
 	return conn, delivered, nil
+}
+
+// introduce says hello, proves the key if there is one, and gives the listener's answer.
+func (n *Network) introduce(conn net.Conn, h []byte) (verdict byte, delivered uint64, err error) {
+	if t, isTCP := conn.RemoteAddr().(*net.TCPAddr); n.keyed() && (!isTCP || !t.IP.IsLoopback()) {
+		return 0, 0, fmt.Errorf("%s is on another host, which needs key_file: %w", conn.RemoteAddr(), connector.ErrIncompatible)
+	}
+	if !n.keyed() {
+		if _, err := conn.Write(h); err != nil {
+			return 0, 0, err
+		}
+		return readAnswer(conn)
+	}
+	prove, err := pipe.Prove(conn, n.Key, h)
+	if err != nil {
+		return 0, 0, err
+	}
+	if verdict, _, err = readAnswer(conn); err == nil && verdict != verdictProve {
+		err = fmt.Errorf("the peer's answer has verdict %d where the key is to be proven: %w", verdict, connector.ErrIncompatible)
+	}
+	if err == nil {
+		err = prove()
+	}
+	if err != nil {
+		return 0, 0, err
+	}
+	return readAnswer(conn)
 }
 
 // interruptible makes the end of ctx end what a deadline of a connection is for; stop undoes it.
@@ -127,12 +166,21 @@ type listener struct {
 
 	mu    sync.Mutex
 	links map[linkID]*accepted
+	half  []*accepted // of which one connection has arrived, the oldest first
 }
 
 // accepted is a link whose connections have been, or are being, accepted.
 type accepted struct {
 	out, in *end
-	sides   int // connections that have arrived
+	sides   int         // connections that have arrived
+	expiry  *time.Timer // of a link whose other connection does not come
+}
+
+// expire ends a link that is not whole.
+func (a *accepted) expire() {
+	err := fmt.Errorf("the second connection of a link did not come: %w", connector.ErrGone)
+	a.out.finish(err)
+	a.in.finish(err)
 }
 
 // Address implements pipe.Listener.
@@ -144,11 +192,11 @@ func (l *listener) Close() error {
 	err := l.Acceptor.Close()
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for _, a := range l.links {
-		if a.sides < 2 {
-			_ = errors.Join(a.out.Close(), a.in.Close())
-		}
+	for _, a := range l.half {
+		a.expiry.Stop()
+		a.expire()
 	}
+	l.half = nil
 	return err
 }
 
@@ -166,21 +214,27 @@ func (l *listener) greet(ctx context.Context, raw net.Conn, to *pipe.Acceptor) e
 	}
 	h, err := parseHello(b[:])
 	if err != nil {
-		_, _ = conn.Write(encodeAnswer(verdictVersion, 0))
+		_, _ = conn.Write(encodeAnswer(verdictVersion, uint64(version(l.network.keyed()))))
 		return err
+	}
+	if h.keyed != l.network.keyed() {
+		_, _ = conn.Write(encodeAnswer(verdictVersion, uint64(version(l.network.keyed()))))
+		return otherVersion(uint64(h.version()))
+	}
+	if h.keyed {
+		if _, err := conn.Write(encodeAnswer(verdictProve, 0)); err != nil {
+			return err
+		}
+		if err := pipe.Demand(conn, l.network.Key, b[:]); err != nil {
+			return err
+		}
 	}
 	return l.join(conn, &h, to)
 }
 
 // join finds or makes the link of a hello.
 func (l *listener) join(conn net.Conn, h *hello, to *pipe.Acceptor) error {
-	l.mu.Lock()
-	a := l.links[h.link]
-	if a == nil && !h.again {
-		a = &accepted{out: newEnd(l.network, h.link, "", l), in: newEnd(l.network, h.link, "", l)}
-		l.links[h.link] = a
-	}
-	l.mu.Unlock()
+	a := l.find(h)
 	if a == nil {
 		_, _ = conn.Write(encodeAnswer(verdictUnknown, 0))
 		return connector.ErrGone
@@ -202,10 +256,41 @@ func (l *listener) join(conn net.Conn, h *hello, to *pipe.Acceptor) error {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if a.sides++; a.sides < 2 {
+	a.sides++
+	i := slices.Index(l.half, a)
+	if a.sides < 2 || i < 0 || !a.expiry.Stop() { // it is not whole, or has expired
 		return nil
 	}
+	l.half = slices.Delete(l.half, i, i+1)
 	return to.Offer(pipe.Link{Out: newSender(a.out), In: newReceiver(a.in)})
+}
+
+// find gives the link of a hello, which is a new one unless it goes on; nil if it does not exist any more.
+func (l *listener) find(h *hello) *accepted {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	a := l.links[h.link]
+	if a != nil || h.again {
+		return a
+	}
+	a = &accepted{out: newEnd(l.network, h.link, "", l), in: newEnd(l.network, h.link, "", l)}
+	if len(l.half) >= maxHalf && l.half[0].expiry.Stop() {
+		l.half[0].expire()
+		l.half = l.half[1:]
+	}
+	a.expiry = time.AfterFunc(halfTime, func() { l.giveUp(a) })
+	l.links[h.link], l.half = a, append(l.half, a)
+	return a
+}
+
+// giveUp ends a link whose second connection did not come in time.
+func (l *listener) giveUp(a *accepted) {
+	l.mu.Lock()
+	if i := slices.Index(l.half, a); i >= 0 {
+		l.half = slices.Delete(l.half, i, i+1)
+	}
+	l.mu.Unlock()
+	a.expire()
 }
 
 // forget is called by an end that is over.

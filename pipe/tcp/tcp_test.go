@@ -45,7 +45,7 @@ func withKey(t testing.TB) *Network {
 }
 
 func TestPipe(t *testing.T) {
-	for name, n := range map[string]*Network{"plain": {}, "no digest": {NoDigest: true}, "key": withKey(t)} {
+	for name, n := range map[string]*Network{"plain": {}, "no digest": {NoDigest: true}, "key": withKey(t), "link key": {Key: linkKey(1)}} {
 		for _, dialerSends := range []bool{true, false} {
 			t.Run(fmt.Sprintf("%s, dialer sends %v", name, dialerSends), func(t *testing.T) {
 				pipetest.Run(t, pipetest.Harness{Open: func(t pipetest.T) pipetest.Ends {

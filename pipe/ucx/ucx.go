@@ -1,11 +1,12 @@
-// Package ucx is a pipe over UCX: RDMA where the hosts have it, copies between processes or shared memory on
-// one host, TCP otherwise, as UCX finds best.
+// Package ucx is a pipe over UCX: copies between processes or shared memory on one host, and RDMA between hosts.
+// UCX's TCP is used only where [Network.TrustNetwork] or [Network.Transports] says so: it opens ports at which
+// anybody can write any memory of the process.
 //
 // Payload is written into landing memory of the receiver that nothing but the pipe uses (UCX's put), and
 // announced over a TCP connection, which also carries headers, order, acknowledgements and the end of either
 // process. That connection is where a link is authenticated: with [Network.TLS] both ends show that they
-// have the shared key. UCX itself encrypts nothing: payload can be read by who can read the network. What is
-// changed on its way is found by a digest that is seeded over the connection.
+// have the shared key. UCX itself authenticates and encrypts nothing: payload can be read by whoever can read the
+// network. What is changed on its way is found by a digest that is seeded over the connection.
 //
 // A link that loses its peer ends with connector.ErrGone. Landing memory that a peer may still write is not
 // used for anything else for a while, and never for anything but landing.
@@ -18,6 +19,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"sync"
 	"time"
 
@@ -29,16 +31,20 @@ import (
 
 // Network makes links over UCX. It must not be changed once it is used.
 type Network struct {
-	Address    string        // to listen at, for words; empty: 127.0.0.1 with a port that the system chooses
-	Advertise  string        // what peers dial, where that differs; ":0" at its end stands for the port taken
-	TLS        *tls.Config   // mutual TLS for words; nil: none, and loopback only
-	Dir        string        // folder of the library; empty: where native/ucx looks
-	Transports string        // UCX's list; empty: UCX_TLS, or all
-	Devices    string        // network devices; empty: UCX_NET_DEVICES, or all
-	Piece      int           // bytes that are moved at a time; 0: 512 KiB
-	Slots      int           // pieces that each direction of a link holds; 0: 8
-	Patience   time.Duration // for the peer to make progress with a piece; 0: 3 s
-	NoDigest   bool          // leaves payload to the host's digests
+	Address    string      // to listen at, for words; empty: 127.0.0.1 with a port that the system chooses
+	Advertise  string      // what peers dial, where that differs; ":0" at its end stands for the port taken
+	TLS        *tls.Config // mutual TLS for words; nil: none, and loopback only
+	Dir        string      // folder of the library; empty: where native/ucx looks
+	Transports string      // UCX's list, taken as it is; empty: those that open no port, see Far and TrustNetwork
+	Far        bool        // RDMA, for peers on other hosts, instead of shared memory
+	// TrustNetwork lets UCX use whatever UCX_TLS says, or all that it has, TCP too: whoever can reach its
+	// ports can write the memory of this process.
+	TrustNetwork bool
+	Devices      string        // network devices; empty: UCX_NET_DEVICES, or all
+	Piece        int           // bytes that are moved at a time; 0: 512 KiB
+	Slots        int           // pieces that each direction of a link holds; 0: 8
+	Patience     time.Duration // for the peer to make progress with a piece; 0: 3 s
+	NoDigest     bool          // leaves payload to the host's digests
 
 	mu     sync.Mutex
 	engine *engine // nil: not started
@@ -75,8 +81,26 @@ func (n *Network) start() (*engine, error) {
 	if err != nil {
 		return nil, err
 	}
-	n.engine, err = newEngine(lib, native.Options{Transports: n.Transports, Devices: n.Devices, PeerErrors: true}, room)
+	o := native.Options{Transports: n.Transports, Devices: n.Devices, PeerErrors: true}
+	if o.Transports == "" && !n.TrustNetwork {
+		if o.Transports, err = n.portless(); err != nil {
+			return nil, err
+		}
+	}
+	n.engine, err = newEngine(lib, o, room)
 	return n.engine, err
+}
+
+// portless are the transports that open no port. Errors wrap connector.ErrIncompatible.
+func (n *Network) portless() (string, error) {
+	if n.Far && !native.HasRDMA() {
+		return "", fmt.Errorf("ucx: this machine has no RDMA device: %w: %w", native.ErrOpenPort, connector.ErrIncompatible)
+	}
+	list, _, err := native.Closed(os.Getenv("UCX_TLS"), n.Far)
+	if err != nil {
+		return "", fmt.Errorf("ucx: %w: %w", err, connector.ErrIncompatible)
+	}
+	return list, nil
 }
 
 // Close ends what is left of links, which should be closed before, and UCX. Closing twice does nothing.

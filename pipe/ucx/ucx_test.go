@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -231,6 +232,52 @@ func TestErrors(t *testing.T) {
 	require.NoError(t, one.Close())
 	_, err = one.Dial(t.Context(), l.Address())
 	require.Error(t, err)
+}
+
+// TestNoPort: by default UCX opens no port, and no UCX_TLS makes it; TrustNetwork does.
+func TestNoPort(t *testing.T) {
+	before := ports(t)
+	network(t, &Network{})
+	t.Setenv("UCX_TLS", "tcp,posix,self")
+	network(t, &Network{})
+	require.ElementsMatch(t, before, ports(t))
+	t.Setenv("UCX_TLS", "tcp,self")
+	require.ErrorIs(t, (&Network{Dir: dir()}).Start(), native.ErrOpenPort)
+	t.Setenv("UCX_TLS", "")
+	if !native.HasRDMA() {
+		require.ErrorIs(t, (&Network{Dir: dir(), Far: true}).Start(), native.ErrOpenPort)
+	}
+	require.ElementsMatch(t, before, ports(t))
+	t.Setenv("UCX_TLS", "all")
+	network(t, &Network{TrustNetwork: true})
+	require.Greater(t, len(ports(t)), len(before), "the test sees ports")
+}
+
+// ports are the sockets of this process that are bound to a TCP or UDP port.
+func ports(t *testing.T) []string {
+	t.Helper()
+	own := map[string]bool{}
+	fds, err := os.ReadDir("/proc/self/fd")
+	require.NoError(t, err)
+	for _, fd := range fds {
+		if to, err := os.Readlink("/proc/self/fd/" + fd.Name()); err == nil {
+			own[to] = true
+		}
+	}
+	var out []string
+	for _, table := range []string{"tcp", "tcp6", "udp", "udp6"} {
+		lines, err := os.ReadFile("/proc/self/net/" + table)
+		if os.IsNotExist(err) {
+			continue // no IPv6
+		}
+		require.NoError(t, err)
+		for line := range strings.Lines(string(lines)) {
+			if f := strings.Fields(line); len(f) > 9 && own["socket:["+f[9]+"]"] {
+				out = append(out, table+" "+f[1]+" "+f[3])
+			}
+		}
+	}
+	return out
 }
 
 func FuzzHello(f *testing.F) {

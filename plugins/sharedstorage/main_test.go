@@ -45,7 +45,7 @@ func TestManifest(t *testing.T) {
 	require.Equal(t, "SharedStorageConnector", manifest.Name)
 	require.Equal(t, []string{"ExampleConnector"}, manifest.Aliases)
 	require.Equal(t, "1.2.3", manifest.Version)
-	require.Equal(t, []string{"shared_storage_path"}, manifest.Schema.Required)
+	require.Empty(t, manifest.Schema.Required)
 	for name, typ := range map[string]string{
 		"shared_storage_path": "string", "max_bytes": "integer", "read_only": "boolean", "fsync": "boolean", "workers": "integer",
 	} {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as _metrics
 
 from . import stats
@@ -14,13 +14,13 @@ _KVConnectorPromMetrics: Any = getattr(_metrics, "KVConnectorPromMetrics", objec
 
 
 class KvportStats(_KVConnectorStats):  # type: ignore[misc]
-    """Counters and gauges of one interval."""
+    """Counters, gauges and histograms of one interval."""
 
     data: dict[str, Any]
 
     def reset(self) -> None:
         """Begin a new interval."""
-        self.data = {"counts": {}, "gauges": {}}
+        self.data = stats.empty()
 
     def aggregate(self, other: Any) -> KvportStats:
         """Add another interval."""
@@ -33,7 +33,7 @@ class KvportStats(_KVConnectorStats):  # type: ignore[misc]
 
     def is_empty(self) -> bool:
         """Say whether there is nothing to tell."""
-        return not self.data.get("counts") and not self.data.get("gauges")
+        return not any(self.data.get(kind) for kind in ("counts", "gauges", "histograms"))
 
 
 class KvportPromMetrics(_KVConnectorPromMetrics):  # type: ignore[misc]
@@ -42,26 +42,37 @@ class KvportPromMetrics(_KVConnectorPromMetrics):  # type: ignore[misc]
     def __init__(self, config: Any, types: Any, labels: list[str], per_engine: dict[int, list[object]]) -> None:
         """Take vLLM's metric types and the labels that all its metrics have."""
         super().__init__(config, types, labels, per_engine)
-        self._types = {"counts": types[Counter], "gauges": types[Gauge]}
+        self._types = {"counts": types[Counter], "gauges": types[Gauge], "histograms": types[Histogram]}
         self._made: dict[str, Any] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record an interval."""
-        for kind, type_ in self._types.items():
+        text = transfer_stats_data.get("help", {})
+        for kind in self._types:
             for key, value in transfer_stats_data.get(kind, {}).items():
                 name, names, values = stats.split_key(key)
-                metric = self._metric(type_, name, names)
-                if metric is None:
-                    continue
-                child = metric.labels(*self.per_engine_labelvalues[engine_idx], *values)
-                child.inc(value) if kind == "counts" else child.set(value)
+                buckets = {"buckets": value["bounds"]} if kind == "histograms" else {}
+                metric = self._metric(kind, name, names, text.get(name, ""), **buckets)
+                if metric is not None:
+                    self._record(kind, metric.labels(*self.per_engine_labelvalues[engine_idx], *values), value)
 
-    def _metric(self, type_: Any, name: str, names: list[str]) -> Any:
+    @staticmethod
+    def _record(kind: str, child: Any, value: Any) -> None:
+        if kind == "counts":
+            child.inc(value)
+        elif kind == "gauges":
+            child.set(value)
+        else:
+            for observed, n in stats.spread(value):
+                for _ in range(n):
+                    child.observe(observed)
+
+    def _metric(self, kind: str, name: str, names: list[str], text: str, **more: Any) -> Any:
         key = stats.key_of(name, names)
         if key not in self._made:
             try:
-                text = "Of kvport's agent, see its docs/metrics.md."
-                self._made[key] = type_(name=name, documentation=text, labelnames=[*self._labelnames, *names])
+                text = text or "Of kvport's agent, see its docs/metrics.md."
+                self._made[key] = self._types[kind](name=name, documentation=text, labelnames=[*self._labelnames, *names], **more)
             except ValueError:  # the name is taken with other labels: rather none than a broken page
                 self._made[key] = None
         return self._made[key]

@@ -179,7 +179,7 @@ def install():
     )
     module("vllm.distributed.kv_events", BlockStored=BlockStored, BlockRemoved=BlockRemoved)
     module("vllm.v1.core.kv_cache_utils", maybe_convert_block_hash=lambda h: h)
-    module("prometheus_client", Counter=empty("Counter"), Gauge=empty("Gauge"))
+    module("prometheus_client", Counter=empty("Counter"), Gauge=empty("Gauge"), Histogram=empty("Histogram"))
 
 
 def module(path, **names):

@@ -1,5 +1,6 @@
 import base64
 import ctypes
+import functools
 import hashlib
 import mmap
 import os
@@ -249,18 +250,97 @@ def test_which_engines_wait_in_a_step():
 
 def test_counters():
     c = stats.Counters()
+    assert c.take()["counts"] == dict.fromkeys(stats.SHIM, 0), "zeros from the start: the first increment is one"
     state = message("AgentState")()
-    state.counters.add(name="kvport_x_total", labels=["connector", "s"], value=5)
+    x, zero = stats.key_of("kvport_x_total", ["connector", "s"]), "kvport_zero_total"
+    state.counters.add(name="kvport_x_total", labels=["connector", "s"], value=5, help="Xs.")
+    state.counters.add(name=zero, value=0)
     state.counters.add(name="kvport_g", value=2, gauge=True)
     c.take_state(state)
     c.take_state(state)
     got = c.take()
-    assert got["counts"] == {stats.key_of("kvport_x_total", ["connector", "s"]): 5.0} and got["gauges"] == {"kvport_g": 2.0}
+    assert got["counts"] == {x: 5.0, zero: 0.0} and got["gauges"] == {"kvport_g": 2.0} and got["help"] == {"kvport_x_total": "Xs."}
     assert c.take() is None
     c.agent_lost()
     c.take_state(state)
-    assert stats.reduce(stats.merge(got, c.take()))["kvport_x_total"] == 10
+    assert stats.reduce(stats.merge(got, c.take())) == {"kvport_x_total": 10, "kvport_g": 2, "kvport_shim_agents_lost_total": 1}
     assert stats.split_key(stats.key_of("n", ["a", "b"])) == ("n", ["a"], ["b"])
+
+
+def histogram_state(counts, total):
+    state = message("AgentState")()
+    k = state.counters.add(name="kvport_s", labels=["of", "x"], help="Seconds.")
+    k.histogram.bounds.extend([0.1, 1])
+    k.histogram.counts.extend(counts)
+    k.histogram.sum = total
+    return state
+
+
+def test_histograms_keep_their_buckets():
+    c = stats.Counters()
+    c.take()
+    key = stats.key_of("kvport_s", ["of", "x"])
+    c.take_state(histogram_state([0, 0, 0], 0))
+    first = c.take()
+    assert first["histograms"][key]["counts"] == [0, 0, 0], "it is there before it has observed anything"
+    c.take_state(histogram_state([2, 1, 0], 0.9))
+    second = c.take()
+    c.take_state(histogram_state([2, 3, 1], 7.5))
+    third = c.take()
+    assert third["histograms"][key]["counts"] == [0, 2, 1]
+    c.agent_lost()
+    c.take_state(histogram_state([1, 0, 0], 0.05))
+    all_ = stats.merge(stats.merge(first, second), stats.merge(third, c.take()))
+    assert all_["histograms"][key]["counts"] == [3, 3, 1]
+    assert abs(all_["histograms"][key]["sum"] - 7.55) < 1e-9
+    assert stats.reduce(all_)["kvport_s_count"] == 7
+
+
+@pytest.mark.parametrize(
+    ("counts", "total"),
+    [([3, 0, 0], 0.2), ([2, 4, 0], 1.9), ([0, 0, 2], 9.0), ([1, 1, 3], 12.0), ([5, 0, 0], 0.5), ([0, 2, 0], 0.2), ([0, 0, 0], 0.0)],
+)
+def test_spread_fills_the_buckets(counts, total):
+    got = [0, 0, 0]
+    values = stats.spread({"bounds": [0.1, 1], "counts": counts, "sum": total})
+    for value, n in values:
+        got[0 if value <= 0.1 else 1 if value <= 1 else 2] += n
+    assert got == counts
+    assert abs(sum(value * n for value, n in values) - total) < 1e-5
+
+
+class FakeMetric:
+    """A metric of prometheus_client, as far as the package uses it."""
+
+    def __init__(self, made, kind, name, documentation, labelnames, buckets=None):
+        self.kind, self.name, self.text, self.labelnames, self.buckets = kind, name, documentation, labelnames, buckets
+        self.got = {}
+        made.append(self)
+
+    def labels(self, *values):
+        assert len(values) == len(self.labelnames)
+        note = self.got.setdefault(values, []).append
+        return types.SimpleNamespace(inc=note, set=note, observe=note)
+
+
+def test_prom_metrics_are_of_their_kind():
+    import prometheus_client  # a stand-in
+
+    from kvport_vllm.prom import KvportPromMetrics
+
+    made = []
+    kinds = {getattr(prometheus_client, kind): functools.partial(FakeMetric, made, kind) for kind in ("Counter", "Gauge", "Histogram")}
+    page = KvportPromMetrics(None, kinds, ["model", "engine"], {0: ["m", "0"]})
+    c = stats.Counters()
+    c.take_state(histogram_state([2, 0, 0], 0.1))
+    page.observe(c.take())
+    by = {m.name: m for m in made}
+    h = by["kvport_s"]
+    assert (h.kind, h.buckets, h.text, h.labelnames) == ("Histogram", [0.1, 1], "Seconds.", ["model", "engine", "of"])
+    assert [round(v, 6) for v in h.got[("m", "0", "x")]] == [0.05, 0.05]
+    lookups = by["kvport_shim_lookups_total"]
+    assert lookups.kind == "Counter" and lookups.text == stats.SHIM["kvport_shim_lookups_total"]
+    assert lookups.got[("m", "0")] == [0], "it is on the page before anything happened"
 
 
 def test_content_cache_reads_once(tmp_path):

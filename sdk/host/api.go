@@ -64,6 +64,7 @@ const (
 	Finished                      // an Ended request is dealt with; its blocks are free when none of its events is outstanding
 	Released                      // the hold announced by an earlier Finished is over
 	Answered                      // a Match that answered Later may know more now
+	Stored                        // before Saved, sometimes: all that a ticket promises of a Computed transfer is stored, its blocks stay pinned
 )
 
 // Event tells the engine's loop about the end of something it handed to the host. When it arrives
@@ -76,26 +77,38 @@ type Event struct {
 	Failed  []connector.BlockID // Loaded: to be recomputed. Saved: not stored
 	Held    bool                // Finished: Blocks is empty and stays pinned until Released
 	Ticket  []byte              // Finished of a Remote request: signed, for the consumer
-	Err     error               // why Failed is not empty, for logs and metrics
+	// Lost says that Blocks stay pinned for good, against what is said above: the plugin is dead, and somebody
+	// that it left behind may write them for ever. Blocks of holds that are lost get no Released.
+	Lost bool
+	Err  error // why Failed is not empty, for logs and metrics
 }
 
 // Health is what /health says of a host.
 type Health struct {
-	Connector string        `json:"connector"`
-	State     string        `json:"state"` // ready, degraded (some children are not ready), restarting, broken
-	PID       int           `json:"pid"`
-	Restarts  int           `json:"restarts"`
-	Error     string        `json:"error,omitempty"`
-	Since     time.Duration `json:"since_ns"`
-	Pending   int           `json:"pending"` // transfers running
-	Loading   int           `json:"loading"` // loads among them that a plugin works for
-	Held      int           `json:"held"`    // holds open
-	Trust     Trust         `json:"trust"`
+	Connector string `json:"connector"`
+	State     string `json:"state"` // ready, degraded (some children are not ready, or memory is lost), waiting_for_fence, restarting, broken
+	PID       int    `json:"pid"`
+	Restarts  int    `json:"restarts"`
+	Error     string `json:"error,omitempty"`
+
+	// StartFailures are failed starts after the first successful one.
+	StartFailures int `json:"start_failures,omitempty"`
+
+	Since   time.Duration `json:"since_ns"`
+	Pending int           `json:"pending"` // transfers running
+	Loading int           `json:"loading"` // loads among them that a plugin works for
+	Held    int           `json:"held"`    // holds open
+	Trust   Trust         `json:"trust"`
 
 	// Slots of landing memory on all ranks, and those that transfers have; 0 where the plugin maps
 	// the cache.
 	LandingSlots int `json:"landing_slots,omitempty"`
 	LandingUsed  int `json:"landing_used,omitempty"`
+
+	// Lost are the numbers of what dead plugins have left to somebody who may still write it: lives that did
+	// not give their fences back, and blocks of the cache that are not used again.
+	FencesLost int `json:"fences_lost,omitempty"`
+	BlocksLost int `json:"blocks_lost,omitempty"`
 
 	ArenaBytes int64    `json:"arena_bytes,omitempty"` // memory that the connector asked for
 	Children   []Health `json:"children,omitempty"`    // of a MultiConnector, in order; Connector has the place too

@@ -1,18 +1,17 @@
 package host
 
 import (
-	"bufio"
+	"cmp"
 	"errors"
 	"fmt"
-	"math"
 	"os"
-	"strconv"
-	"strings"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/machine"
 	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/wire"
 )
@@ -20,12 +19,15 @@ import (
 // Arena is memory that a connector asked for with Info.ArenaBytes: a sealed memfd that the host
 // keeps as long as the engine lives, so that every life of the plugin finds what the one before it
 // wrote (rule ARENA-05). The plugin has its descriptor from its start, and learns its size when its
-// sides open; until Fit an arena is empty and costs nothing.
+// sides open; until Fit an arena is empty and costs nothing, and until Fill or a first touch its pages take
+// no memory.
 type Arena struct {
 	file *os.File
 
-	mu  sync.Mutex
-	mem *shm.Region // nil until Fit
+	mu      sync.Mutex
+	mem     *shm.Region   // nil until Fit
+	closing chan struct{} // closed by Close
+	filling sync.WaitGroup
 }
 
 // NewArena makes an arena without a size.
@@ -37,10 +39,10 @@ func NewArena() (*Arena, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Arena{file: file}, nil
+	return &Arena{file: file, closing: make(chan struct{})}, nil
 }
 
-// Fit gives the arena its size in bytes, zeroed and allocated. It is called once.
+// Fit gives the arena its size in bytes, zeroed. It is called once, and takes no memory yet.
 func (a *Arena) Fit(size int64) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -75,8 +77,42 @@ func (a *Arena) Size() int64 {
 	return a.mem.Size()
 }
 
-// Close unmaps the arena. A plugin that still runs keeps its own mapping.
+// fillStep is how much of an arena is allocated in one go, in bytes: Close waits for one at most.
+const fillStep = 16 << 20
+
+// Fill allocates the arena's pages, from the first to the last, until Close. It tells what it has allocated
+// after each step, and gives the first error: the memory is not there. What a plugin wrote meanwhile stays.
+func (a *Arena) Fill(allocated func(bytes int64)) error {
+	for at, size := int64(0), a.Size(); at < size; at += fillStep {
+		select {
+		case <-a.closing:
+			return nil
+		default:
+		}
+		step, began := min(fillStep, size-at), time.Now()
+		if err := a.allocate(at, step); err != nil {
+			return fmt.Errorf("arena: %d of %d bytes are allocated: %w", at, size, err)
+		}
+		allocated(step)
+		select { // a quarter of one processor at most: whatever else starts comes first
+		case <-a.closing:
+		case <-time.After(3 * time.Since(began)):
+		}
+	}
+	return nil
+}
+
+// allocate gives a part of the arena its pages. Renew may come between two parts: the next one is of the new file.
+func (a *Arena) allocate(from, size int64) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return shm.Allocate(a.file, from, size)
+}
+
+// Close ends Fill and unmaps the arena. A plugin that still runs keeps its own mapping. It is called once.
 func (a *Arena) Close() error {
+	close(a.closing)
+	a.filling.Wait()
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	var err error
@@ -108,27 +144,60 @@ func (r *arenaRef) region(want []byte) (wire.Region, error) {
 // must run in this process or have inherited the arena under the same descriptor number.
 func (r *Remote) UseArena(a *Arena) { r.arena = arenaRef{a, int(a.file.Fd())} }
 
+// promised is the memory that arenas of one host may take and have not taken yet.
+type promised struct {
+	mu    sync.Mutex
+	bytes int64
+}
+
+// free is what the machine has left. The caller holds mu.
+func (p *promised) free() int64 { return max(0, machine.FreeMemory("/")-p.bytes) }
+
+func (p *promised) kept(bytes int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.bytes -= bytes
+}
+
 // fitArena gives the connector the arena that it asks for, once in the life of the host, if the
-// config and the machine permit it.
+// config and the machine permit it. It takes no memory yet, so it costs no time: see fillArena.
 func (s *source) fitArena() error {
 	want := s.info.ArenaSize(&s.eng.Layout, len(s.regions))
 	if want == 0 {
 		return nil
 	}
-	limit, of := int64(s.cfg.Settings.ArenaLimit), "kvport.arena_limit permits"
-	if free := availableMemory("/"); limit == 0 || free < limit {
-		limit, of = free, "this machine has free"
+	s.promised.mu.Lock()
+	defer s.promised.mu.Unlock()
+	limit, of, or := int64(s.cfg.Settings.ArenaLimit), "kvport.arena_limit permits", "raise the limit"
+	if free := s.promised.free(); limit == 0 || free < limit {
+		limit, of, or = free, "this machine has free", "free some memory"
 	}
+	field := cmp.Or(s.info.ArenaField, "the connector's config")
 	if want > limit {
-		return fmt.Errorf("%w: kv_connector_extra_config: %s asks for an arena of %d bytes, %s %d", ErrConfig, s.info.Name, want, of, limit)
+		return fmt.Errorf("%w: kv_connector_extra_config: %s: %s asks for an arena of %d bytes, %s %d: ask for less or %s", ErrConfig, field, s.info.Name, want, of, limit, or)
 	}
 	if err := s.arena.Fit(want); err != nil {
-		return fmt.Errorf("%w: kv_connector_extra_config: %s asks for an arena of %d bytes: %w", ErrConfig, s.info.Name, want, err)
+		return fmt.Errorf("%w: kv_connector_extra_config: %s: %s asks for an arena of %d bytes: %w", ErrConfig, field, s.info.Name, want, err)
 	}
+	s.promised.bytes += want
 	if s.held != nil {
 		s.held(want)
 	}
 	return nil
+}
+
+// fillArena allocates the arena in the background, after the start that must not wait for it: a page that
+// is not there yet costs its first use some time, and a machine that runs out of memory says so here
+// rather than in the middle of a transfer.
+func (s *source) fillArena() {
+	s.arena.filling.Go(func() {
+		// It goes slowly instead of in a thread of low priority: such a thread would have to end with this goroutine,
+		// and the kernel kills the children that a thread has started when it ends, if they asked for a death signal.
+		if err := s.arena.Fill(s.promised.kept); err != nil {
+			s.log.Error("the memory that a connector asked for is not there: give it less or the machine more",
+				"connector", s.info.Name, "field", s.info.ArenaField, "error", err)
+		}
+	})
 }
 
 // arenaBytes is the memory that connectors have as arenas.
@@ -137,38 +206,4 @@ func (h *Host) arenaBytes() int64 {
 		return h.family.arenaBytes()
 	}
 	return h.src.arena.Size()
-}
-
-// availableMemory is how much memory can still be allocated without swapping, in bytes, also by the
-// limit of our control group; MaxInt64 where the kernel does not say. root is "/" but in tests.
-func availableMemory(root string) int64 {
-	free := int64(math.MaxInt64)
-	if f, err := os.Open(root + "proc/meminfo"); err == nil {
-		defer f.Close()
-		for lines := bufio.NewScanner(f); lines.Scan(); {
-			fields := strings.Fields(lines.Text())
-			if len(fields) < 2 || fields[0] != "MemAvailable:" {
-				continue
-			}
-			if kib, err := strconv.ParseInt(fields[1], 10, 53); err == nil {
-				free = kib << 10
-			}
-		}
-	}
-	limit, hasLimit := readNumber(root + "sys/fs/cgroup/memory.max")
-	used, hasUsed := readNumber(root + "sys/fs/cgroup/memory.current")
-	if hasLimit && hasUsed {
-		free = min(free, max(0, limit-used))
-	}
-	return free
-}
-
-// readNumber reads a file that holds one number; false if it does not ("max": no limit).
-func readNumber(path string) (int64, bool) {
-	data, err := os.ReadFile(path)
-	if err != nil {
-		return 0, false
-	}
-	n, err := strconv.ParseInt(strings.TrimSpace(string(data)), 10, 64)
-	return n, err == nil
 }

@@ -1,18 +1,20 @@
 package host
 
 import (
-	"fmt"
 	"math"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/machine"
 )
 
 // countArenas counts this process's descriptors of arenas.
@@ -72,7 +74,7 @@ func TestArenaOutlivesPlugins(t *testing.T) {
 		require.Eventually(t, func() bool {
 			now := r.Health()
 			return now.State == "ready" && now.PID != pid
-		}, 10*time.Second, time.Millisecond)
+		}, time.Minute, time.Millisecond)
 		require.EqualValues(t, life, r.src.arena.Bytes()[0])
 		require.EqualValues(t, life, r.src.arena.Bytes()[1])
 	}
@@ -85,8 +87,8 @@ func TestArenaThatIsNotThere(t *testing.T) {
 		limit int
 		want  string
 	}{
-		"beyond the machine": {1 << 44, 0, "asks for an arena of 17592186044416 bytes, this machine has free"},
-		"beyond the limit":   {4097, 4096, "asks for an arena of 4097 bytes, kvport.arena_limit permits 4096"},
+		"beyond the machine": {1 << 44, 0, "kv_connector_extra_config: arena: TestConnector asks for an arena of 17592186044416 bytes, this machine has free"},
+		"beyond the limit":   {4097, 4096, "asks for an arena of 4097 bytes, kvport.arena_limit permits 4096: ask for less or raise the limit"},
 		"negative":           {-1, 0, "arena_bytes"},
 		"beyond any machine": {math.MaxInt64, 0, "arena_bytes"},
 	} {
@@ -113,9 +115,9 @@ func TestArenaOfAnotherSize(t *testing.T) {
 	require.NoError(t, syscall.Kill(r.Health().PID, syscall.SIGKILL))
 	require.Eventually(t, func() bool {
 		return strings.Contains(r.Health().Error, "has become another plugin")
-	}, 10*time.Second, time.Millisecond)
+	}, time.Minute, time.Millisecond)
 	require.NoError(t, os.Remove(filepath.Join(r.dir, "larger")))
-	require.Eventually(t, func() bool { return r.Health().State == "ready" }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return r.Health().State == "ready" }, time.Minute, time.Millisecond)
 	require.EqualValues(t, 2, r.src.arena.Bytes()[0], "the same arena")
 }
 
@@ -132,22 +134,82 @@ func TestForeignArena(t *testing.T) {
 	require.ErrorContains(t, err, "not this plugin's Arena")
 }
 
-func TestAvailableMemory(t *testing.T) {
-	write := func(root, name, text string) {
-		path := filepath.Join(root, name)
-		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o700))
-		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+// taken is how much memory an arena has, in bytes.
+func taken(t *testing.T, a *Arena) int64 {
+	t.Helper()
+	var st unix.Stat_t
+	require.NoError(t, unix.Fstat(int(a.file.Fd()), &st))
+	return st.Blocks * 512
+}
+
+// An engine's start does not wait for its memory: an arena that was made has none yet. It gets it in the
+// background, what was written meanwhile stays, and Close does not wait for the rest.
+func TestArenaIsAllocatedInTheBackground(t *testing.T) {
+	const size = 3*fillStep + 5
+	a, err := NewArena()
+	require.NoError(t, err)
+	require.NoError(t, a.Fit(size))
+	require.Zero(t, taken(t, a))
+	a.Bytes()[size-1] = 7
+	written := taken(t, a)
+	require.Less(t, written, int64(fillStep))
+	var told int64
+	require.NoError(t, a.Fill(func(n int64) { told += n }))
+	require.EqualValues(t, size, told)
+	require.GreaterOrEqual(t, taken(t, a), int64(size))
+	require.EqualValues(t, 7, a.Bytes()[size-1])
+	require.NoError(t, a.Close())
+
+	a, err = NewArena()
+	require.NoError(t, err)
+	require.NoError(t, a.Fit(1<<40), "far more than this machine has")
+	step := make(chan struct{})
+	a.filling.Go(func() {
+		_ = a.Fill(func(int64) {
+			select {
+			case step <- struct{}{}:
+			case <-a.closing:
+			}
+		})
+	})
+	<-step
+	require.NoError(t, a.Close())
+}
+
+// An arena that is replaced while it gets its memory goes on with the new one.
+func TestArenaIsRenewedWhileItIsAllocated(t *testing.T) {
+	const size = 8 * fillStep
+	a, err := NewArena()
+	require.NoError(t, err)
+	require.NoError(t, a.Fit(size))
+	begun, done := make(chan struct{}), make(chan error)
+	go func() {
+		begin := sync.OnceFunc(func() { close(begun) })
+		done <- a.Fill(func(int64) { begin() })
+	}()
+	<-begun
+	require.NoError(t, a.Renew())
+	require.NoError(t, <-done)
+	require.EqualValues(t, size, a.Size())
+	require.NoError(t, a.Close())
+}
+
+// Two connectors of one host are not promised the same memory.
+func TestArenasAreCountedTogether(t *testing.T) {
+	shared := &promised{}
+	fit := func() error {
+		arena, err := NewArena()
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, arena.Close()) })
+		s := &source{
+			cfg: &Config{Settings: DefaultSettings()}, arena: arena, promised: shared,
+			info: connector.Info{Name: "X", ArenaBytes: machine.FreeMemory("/") * 6 / 10, ArenaField: "size"},
+		}
+		return s.fitArena()
 	}
-	root := t.TempDir() + "/"
-	require.EqualValues(t, math.MaxInt64, availableMemory(root), "nobody says")
-	write(root, "proc/meminfo", "MemTotal: 9 kB\nMemAvailable:    1000 kB\n")
-	require.EqualValues(t, 1000<<10, availableMemory(root))
-	write(root, "sys/fs/cgroup/memory.max", "max\n")
-	write(root, "sys/fs/cgroup/memory.current", "100\n")
-	require.EqualValues(t, 1000<<10, availableMemory(root))
-	for limit, want := range map[int]int{4096: 3996, 50: 0} {
-		write(root, "sys/fs/cgroup/memory.max", fmt.Sprintf("%d\n", limit))
-		require.EqualValues(t, want, availableMemory(root))
-	}
-	require.Positive(t, availableMemory("/"))
+	require.NoError(t, fit())
+	err := fit()
+	require.ErrorIs(t, err, ErrConfig)
+	require.ErrorContains(t, err, "kv_connector_extra_config: size: X asks for an arena of ")
+	require.ErrorContains(t, err, ": ask for less or free some memory")
 }

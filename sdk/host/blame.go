@@ -6,9 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"os/exec"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/kvport/kvport/connector"
 )
 
 // blame completes the error of a phase that a plugin did not live through or did not answer in: with
@@ -69,12 +72,52 @@ func (p *plainLines) note(line string) {
 	if json.Unmarshal([]byte(line), &log) == nil && log.Message != "" {
 		line = log.Message
 	}
-	line = strings.TrimSpace(line)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if line != "" && !strings.HasPrefix(p.last, "panic: ") && !strings.HasPrefix(p.last, "fatal error: ") {
+	p.keep(strings.TrimRight(line, " \r\n"))
+	line = strings.TrimSpace(line)
+	if line != "" && !crashed(p.last) {
 		p.last = line
 	}
+}
+
+// tailLines and tailLine bound what is kept of a plugin's last lines.
+const tailLines, tailLine = 12, 300
+
+// keep keeps the last lines. A panic begins with what it is and where, so that of its trace the first lines are
+// kept.
+func (p *plainLines) keep(line string) {
+	died := len(p.tail) > 0 && crashed(p.tail[0])
+	switch {
+	case line == "" || died && len(p.tail) == tailLines:
+		return
+	case !died && crashed(line):
+		p.tail = nil
+	case len(p.tail) == tailLines:
+		p.tail = p.tail[1:]
+	}
+	if len(line) > tailLine {
+		line = strings.ToValidUTF8(line[:tailLine], "") + "..."
+	}
+	p.tail = append(p.tail, line)
+}
+
+// crashed reports whether a line is the first of the Go runtime's last words.
+func crashed(line string) bool {
+	return strings.HasPrefix(line, "panic: ") || strings.HasPrefix(line, "fatal error: ")
+}
+
+// lastLines is what keep keeps.
+func (p *plainLines) lastLines() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Clone(p.tail)
+}
+
+// LastWords says how the process ended, if it did so by itself, and which lines it wrote to standard error last.
+// Of the trace of a panic they are the first lines.
+func (p *Process) LastWords() (ended string, lines []string) {
+	return p.run.ending(), p.run.lines.lastLines()
 }
 
 // Write implements io.Writer for what a plugin that serves prints: it comes over its connection.
@@ -91,3 +134,12 @@ func (p *plainLines) lastLine() string {
 	defer p.mu.Unlock()
 	return p.last
 }
+
+// plainError is an error of a config without the class at its end: the field that it names says more.
+type plainError struct{ err error }
+
+func (e plainError) Error() string {
+	return strings.TrimSuffix(e.err.Error(), ": "+connector.ErrIncompatible.Error())
+}
+
+func (e plainError) Unwrap() error { return e.err }

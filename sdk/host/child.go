@@ -21,11 +21,14 @@ type child struct {
 	set     *Settings
 	log     *slog.Logger
 	metrics childCounters
+	vital   *vital
 
 	mu      sync.Mutex
 	now     *life         // nil while none takes calls
+	last    *life         // the one that took calls last
 	changed chan struct{} // closed when now changes
 	lives   int
+	failed  int // starts
 	broken  bool
 	since   time.Time
 	lastErr error
@@ -34,7 +37,8 @@ type child struct {
 
 	closing atomic.Bool
 	leave   context.CancelFunc
-	left    chan struct{} // closed when the supervisor has ended
+	over    <-chan struct{} // closed when closing
+	left    chan struct{}   // closed when the supervisor has ended
 	watch   sync.WaitGroup
 }
 
@@ -42,6 +46,7 @@ type child struct {
 func (c *child) adopt(first *life) {
 	var ctx context.Context
 	ctx, c.leave = context.WithCancel(context.Background())
+	c.over = ctx.Done()
 	c.left, c.changed = make(chan struct{}), make(chan struct{})
 	c.holds, c.ended = newHoldBook(), map[<-chan struct{}]bool{}
 	c.install(first)
@@ -51,6 +56,7 @@ func (c *child) adopt(first *life) {
 			c.mu.Lock()
 			c.broken = broken
 			c.mu.Unlock()
+			c.vital.isOpen(broken)
 			if broken && !c.closing.Load() {
 				c.log.Error("child keeps dying, it is left alone for a while", "child", c.label, "pause", pause)
 			}
@@ -58,7 +64,9 @@ func (c *child) adopt(first *life) {
 		failed: func(err error) {
 			c.mu.Lock()
 			c.lastErr = err
+			c.failed++
 			c.mu.Unlock()
+			c.vital.failed()
 			c.log.Warn("child does not start", "child", c.label, "error", err)
 		},
 	}
@@ -80,7 +88,9 @@ func (c *child) install(l *life) {
 		return
 	}
 	c.turn(l)
+	c.last = l
 	c.broken = false
+	c.vital.isOpen(false)
 	c.lives++
 	if l.n > 1 {
 		c.metrics.restarts.Inc()
@@ -117,11 +127,8 @@ func (c *child) turn(l *life) {
 	c.now, c.since = l, time.Now()
 	close(c.changed)
 	c.changed = make(chan struct{})
-	if l != nil {
-		c.metrics.up.Set(1)
-	} else {
-		c.metrics.up.Set(0)
-	}
+	set(c.metrics.up, l != nil)
+	c.vital.isUp(l != nil)
 }
 
 func (c *child) outlive(l *life) {
@@ -194,10 +201,15 @@ func (c *child) gone(err error) error {
 func (c *child) health() Health {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	h := Health{Connector: c.label, State: "restarting", Restarts: max(c.lives-1, 0), Since: time.Since(c.since), Trust: c.set.Trust}
+	h := Health{Connector: c.label, State: "restarting", Restarts: max(c.lives-1, 0), StartFailures: c.failed, Since: time.Since(c.since), Trust: c.set.Trust}
 	switch {
 	case c.now != nil:
 		h.State, h.PID = "ready", c.now.proc.PID()
+		if h.FencesLost = c.src.left.count(); h.FencesLost > 0 {
+			h.State = "degraded"
+		}
+	case c.last != nil && c.last.proc.run.waiting():
+		h.State = "waiting_for_fence"
 	case c.broken:
 		h.State = "broken"
 	}
@@ -326,6 +338,9 @@ func (w childWorker) move(ctx context.Context, limit time.Duration, what string,
 	}
 	w.down(l, errors.New("worker side: the connection is gone"))
 	<-l.proc.Done() // until then it may still touch the blocks
+	if l.proc.run.abandoned() && !loseBlocks(ctx) {
+		<-w.over // the host of this process ends it for that: others have the blocks otherwise
+	}
 	return w.gone(err)
 }
 

@@ -22,6 +22,9 @@ const (
 	PolicyFail      FailurePolicy = "fail"
 )
 
+// shimModule is the Python module by which vLLM finds kvport.
+const shimModule = "kvport_vllm"
+
 // Config is a decoded --kv-transfer-config.
 type Config struct {
 	Connector     string // name or alias of the plugin
@@ -34,6 +37,8 @@ type Config struct {
 	Children      []*Config       // of a MultiConnector that the host composes, in order
 	Settings      Settings
 	tag           string   // of a child: its name in tickets
+	at            string   // of a child: where it stands, with a dot behind it
+	beside        []option // vLLM's own keys, for connectors that have a field for them: see Adopt
 	Warnings      []string // keys of other systems that were accepted and have no effect; the caller logs them
 }
 
@@ -85,6 +90,9 @@ func (c *Config) decode(data json.RawMessage, depth int) error {
 		{"kvport", func(raw json.RawMessage) error { return c.Settings.decode(raw) }},
 	}
 	warn := func(key string, value json.RawMessage) (bool, error) {
+		if known, err := c.decodeBeside(key, value); known {
+			return known, err
+		}
 		known, err := foreign(key, value)
 		if known {
 			c.Warnings = append(c.Warnings, fmt.Sprintf("%s: accepted for compatibility, has no effect", key))
@@ -93,6 +101,9 @@ func (c *Config) decode(data json.RawMessage, depth int) error {
 	}
 	if err := decodeObject(data, fields, warn); err != nil {
 		return err
+	}
+	if c.ModulePath == shimModule || strings.HasPrefix(c.ModulePath, shimModule+".") {
+		return fmt.Errorf("kv_connector_module_path: %s is kvport's module for vLLM, so this is the outer object of vLLM's config: give the inner object, its kv_connector_extra_config", quote(c.ModulePath))
 	}
 	if c.Connector == "" {
 		return errors.New("kv_connector is required")
@@ -115,19 +126,11 @@ func (c *Config) decode(data json.RawMessage, depth int) error {
 // foreign reports keys that vLLM's and LMCache's users have in their configs and that mean nothing
 // here. A value that could not be theirs is an error: it is a mistake that those systems refuse.
 func foreign(key string, value json.RawMessage) (known bool, err error) {
-	switch key {
-	case "kv_ip":
-		_, err = decodeAs[string](value, "a string", `"`)
-	case "kv_port":
-		_, err = decodeAs[json.RawMessage](value, "a number or a string", `"-0123456789`)
-	case "kv_rank", "kv_parallel_size", "kv_buffer_size":
-		_, err = decodeAs[float64](value, "a number", "-0123456789n")
-	case "enable_permute_local_kv":
+	if key == "enable_permute_local_kv" {
 		_, err = decodeAs[bool](value, "true or false", "tf")
-	default:
-		return strings.HasPrefix(key, "lmcache.") || strings.HasPrefix(key, "lmcache_"), nil
+		return true, err
 	}
-	return true, err
+	return strings.HasPrefix(key, "lmcache.") || strings.HasPrefix(key, "lmcache_"), nil
 }
 
 func (s *Settings) decode(raw json.RawMessage) error { return decodeObject(raw, s.fields(), nil) }
@@ -137,11 +140,12 @@ func (s *Settings) fields() []field {
 		{"ticket_key_file", text(&s.TicketKeyFile)},
 		{"peers", texts(&s.Peers)},
 		{"trust", s.decodeTrust},
-		{"landing_bytes", positive(&s.LandingBytes)},
-		{"arena_limit", positive(&s.ArenaLimit)},
+		{"landing_bytes", size(&s.LandingBytes)},
+		{"arena_limit", size(&s.ArenaLimit)},
 		{"plugin_sha256", s.decodeHash},
 		{"tenant_secret_file", text(&s.TenantSecretFile)},
 		{"allow_lossy", boolean(&s.AllowLossy)},
+		{"unverified", boolean(&s.Unverified)},
 		{"ring", boolean(&s.Ring)},
 		{"recompute_threshold", positive(&s.RecomputeThreshold)},
 		{"allow_weak_hashes", boolean(&s.AllowWeakHashes)},
@@ -177,6 +181,7 @@ func (d *Deadlines) fields() []field {
 		{"grace", duration(&d.Grace)},
 		{"hold", duration(&d.Hold)},
 		{"hold_max", duration(&d.HoldMax)},
+		{"fence", duration(&d.Fence)},
 		{"drain", duration(&d.Drain)},
 	}
 }

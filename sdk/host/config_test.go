@@ -20,7 +20,7 @@ func TestParseConfig(t *testing.T) {
 		"kv_load_failure_policy": "fail", "kv_connector_module_path": "/x/kvport-y", "kv_ip": "127.0.0.1", "kv_port": 14579, "kv_rank": null, "kv_buffer_size": 1e9,
 		"lmcache.mp.host": "h", "kv_connector_extra_config": {"shared_storage_path": "/tmp/x", "Any": [1, null]},
 		"kvport": {"ticket_key_file": "k", "peers": ["a", "b"], "trust": "in-place", "tenant_secret_file": "s",
-			"plugin_sha256": "` + strings.Repeat("AB", 32) + `", "allow_lossy": true, "allow_weak_hashes": true,
+			"plugin_sha256": "` + strings.Repeat("AB", 32) + `", "allow_lossy": true, "allow_weak_hashes": true, "unverified": true,
 			"deadlines": {"transfer": "7s", "save": 1.5}, "heartbeat": {"interval": "1s", "limit": "3s"}, "breaker": {"deaths": 9}}
 	}`)
 	require.NoError(t, err)
@@ -28,9 +28,10 @@ func TestParseConfig(t *testing.T) {
 	require.Equal(t, connector.RoleBoth, c.Role)
 	require.Equal(t, PolicyFail, c.FailurePolicy)
 	require.JSONEq(t, `{"shared_storage_path": "/tmp/x", "Any": [1, null]}`, string(c.Extra))
-	require.Len(t, c.Warnings, 5)
+	require.Len(t, c.Warnings, 1)
+	require.Len(t, c.beside, 3)
 	want := DefaultSettings()
-	want.TicketKeyFile, want.Peers, want.TenantSecretFile, want.AllowLossy = "k", []string{"a", "b"}, "s", true
+	want.TicketKeyFile, want.Peers, want.TenantSecretFile, want.AllowLossy, want.Unverified = "k", []string{"a", "b"}, "s", true, true
 	want.AllowWeakHashes = true
 	want.PluginSHA256 = strings.Repeat("ab", 32)
 	want.Deadlines.Transfer, want.Deadlines.Save = 7*time.Second, 1500*time.Millisecond
@@ -66,10 +67,12 @@ func TestParseConfigErrors(t *testing.T) {
 		ok + `,"kv_buffer_device":"tpu"}`:                  `kv_buffer_device: is "tpu", want`,
 		ok + `,"kv_buffer_device":"cuda"}`:                 `kv_buffer_device: is "cuda", but caches are in host memory here`,
 		ok + `,"kv_ip":1}`:                                 "kv_ip: must be a string, not a number",
-		ok + `,"kv_port":[]}`:                              "kv_port: must be a number or a string, not an array",
-		ok + `,"kv_rank":"0"}`:                             "kv_rank: must be a number, not a string",
-		ok + `,"kv_parallel_size":{}}`:                     "kv_parallel_size: must be a number, not an object",
-		ok + `,"kv_buffer_size":true}`:                     "kv_buffer_size: must be a number, not a boolean",
+		ok + `,"kv_port":[]}`:                              "kv_port: must be a whole number, not an array",
+		ok + `,"kv_rank":"zero"}`:                          `kv_rank: must be a whole number: "zero" is no whole number`,
+		ok + `,"kv_parallel_size":{}}`:                     "kv_parallel_size: must be a whole number, not an object",
+		ok + `,"kv_buffer_size":true}`:                     "kv_buffer_size: must be a number of bytes, not a boolean",
+		ok + `,"kv_buffer_size":"10 apples"}`:              `kv_buffer_size: must be a number of bytes: "10 apples" is no whole number and no size such as "10GiB"`,
+		ok + `,"kvport":{"landing_bytes":"1e99"}}`:         `kvport.landing_bytes: must be a number of bytes: "1e99" is too large`,
 		"\xef\xbb\xbf" + ok + "}":                          "byte order mark",
 		ok + `,"kvport":{"trust":"read-only"}}`:            `kvport.trust: "read-only" is not built yet`,
 		ok + `,"kvport":{"trust":"full"}}`:                 "is not a trust level",

@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/agnivade/levenshtein"
+
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // field is one key of a JSON object and what to do with its value.
@@ -87,29 +89,44 @@ func names(fields []field) []string {
 
 // didYouMean suggests the nearest of the known names, if one is near.
 func didYouMean(name string, known []string) string {
-	const longest = 64 // comparing is quadratic
-	best, dist := "", len(name)/3+2
-	for _, k := range known {
-		if len(name) > longest {
-			break
-		}
-		if d := levenshtein.ComputeDistance(name, k); d < dist {
-			best, dist = k, d
-		}
-	}
+	best := nearest(name, known, len(name)/3+2)
 	if best == "" {
 		return ""
 	}
 	return fmt.Sprintf(", did you mean %q?", best)
 }
 
-// quote is strconv.Quote, shortened so that a message stays a line.
+// nearest is the known name with the fewest letters changed, if these are fewer than limit.
+func nearest(name string, known []string, limit int) (best string) {
+	const longest = 64 // comparing is quadratic
+	for _, k := range known {
+		if len(name) > longest {
+			break
+		}
+		if d := levenshtein.ComputeDistance(name, k); d < limit {
+			best, limit = k, d
+		}
+	}
+	return best
+}
+
+// longestQuote is how many bytes of a value stand in a message, so that it stays a line.
+const longestQuote = 80
+
+// quote is strconv.Quote, shortened.
 func quote(s string) string {
-	const most = 80
-	if len(s) > most {
-		return strconv.Quote(s[:most]) + "..."
+	if len(s) > longestQuote {
+		return strconv.Quote(s[:longestQuote]) + "..."
 	}
 	return strconv.Quote(s)
+}
+
+// shorten is a JSON value, shortened.
+func shorten(s string) string {
+	if len(s) > longestQuote {
+		return strings.ToValidUTF8(s[:longestQuote], "") + "..."
+	}
+	return s
 }
 
 func kindOf(raw json.RawMessage) string {
@@ -157,14 +174,42 @@ func boolean(to *bool) func(json.RawMessage) error {
 	}
 }
 
+// whole reads a whole number, which may be a string of one; inBytes, of a size such as "10GiB".
+func whole(raw json.RawMessage, inBytes bool) (int64, error) {
+	want := "a whole number"
+	if inBytes {
+		want = "a number of bytes"
+	}
+	b := bytes.TrimSpace(raw)
+	if len(b) == 0 || !bytes.ContainsRune([]byte(`"-0123456789`), rune(b[0])) {
+		return 0, fmt.Errorf("must be %s, not %s", want, kindOf(raw))
+	}
+	n, err := wire.ConfigWhole(b, inBytes)
+	if err != nil {
+		return 0, fmt.Errorf("must be %s: %s %w", want, shorten(string(b)), err)
+	}
+	return n, nil
+}
+
 func positive(to *int) func(json.RawMessage) error {
-	return func(raw json.RawMessage) (err error) {
-		*to, err = decodeAs[int](raw, "a whole number", "-0123456789")
-		if err == nil && *to <= 0 {
-			err = fmt.Errorf("is %d, must be positive", *to)
-		}
+	return func(raw json.RawMessage) error { return setPositive(to, raw, false) }
+}
+
+// size reads a positive number of bytes.
+func size(to *int) func(json.RawMessage) error {
+	return func(raw json.RawMessage) error { return setPositive(to, raw, true) }
+}
+
+func setPositive(to *int, raw json.RawMessage, inBytes bool) error {
+	n, err := whole(raw, inBytes)
+	if err != nil {
 		return err
 	}
+	if n <= 0 || int64(int(n)) != n {
+		return fmt.Errorf("is %d, must be positive", n)
+	}
+	*to = int(n)
+	return nil
 }
 
 func texts(to *[]string) func(json.RawMessage) error {
@@ -230,6 +275,9 @@ func duration(to *time.Duration) func(json.RawMessage) error {
 				return err
 			}
 			var err error
+			if number, ok := wire.ConfigNumber(raw); ok {
+				return duration(to)(json.RawMessage(number))
+			}
 			if d, err = time.ParseDuration(s); err != nil {
 				return fmt.Errorf("%s is not %s", quote(s), want)
 			}
@@ -259,12 +307,31 @@ func checkJSON(data []byte) error {
 	}
 	var syntax *json.SyntaxError
 	if err := json.Unmarshal(data, new(json.RawMessage)); errors.As(err, &syntax) {
-		line, column := position(data, syntax.Offset)
-		return fmt.Errorf("line %d, column %d: %w", line, column, err)
+		offset, hint := explain(data, syntax.Offset)
+		line, column := position(data, offset)
+		return fmt.Errorf("line %d, column %d: %s%w", line, column, hint, err)
 	} else if err != nil {
 		return err
 	}
 	return checkKeys(data)
+}
+
+// explain gives the place of a mistake in JSON that was noticed at the byte before offset, and a hint if it is one that
+// other languages allow.
+func explain(data []byte, offset int64) (at int64, hint string) {
+	if offset < 1 || offset > int64(len(data)) {
+		return offset, ""
+	}
+	switch data[offset-1] {
+	case '\'':
+		return offset, "single quotes are not JSON, write double quotes: "
+	case '}', ']':
+		before := bytes.TrimRight(data[:offset-1], " \t\r\n")
+		if bytes.HasSuffix(before, []byte(",")) {
+			return int64(len(before)), "JSON has no comma behind the last item: "
+		}
+	}
+	return offset, ""
 }
 
 // checkKeys finds keys that an object has twice: readers disagree which of them counts.

@@ -12,6 +12,7 @@ type Settings struct {
 	PluginSHA256     string // the plugin binary must have this hash, in hex; empty: any
 	TenantSecretFile string // makes digests and keys keyed MACs
 	AllowLossy       bool   // accept a connector whose loaded bytes may differ from the saved ones
+	Unverified       bool   // accept blocks of engines of other shapes, whose bytes no digest verifies
 	Ring             bool   // small messages go through shared memory, if the plugin can; false: all over the stream
 	AllowWeakHashes  bool   // agent: accept an engine whose block hashes could collide or differ between processes
 	// RecomputeThreshold is how many tokens an earlier turn's blocks must hold to be loaded: fewer are computed.
@@ -43,6 +44,7 @@ type Deadlines struct {
 	Grace          time.Duration // from a passed deadline until the plugin is killed
 	Hold           time.Duration // TTL of a hold that names none
 	HoldMax        time.Duration // the longest TTL a plugin may ask for
+	Fence          time.Duration // how long a dead plugin's blocks wait for those that may still write them, before they are lost
 	Drain          time.Duration // how long Close waits for transfers
 }
 
@@ -77,6 +79,7 @@ func DefaultSettings() Settings {
 			Grace:          500 * time.Millisecond,
 			Hold:           30 * time.Second,
 			HoldMax:        10 * time.Minute,
+			Fence:          5 * time.Second,
 			Drain:          10 * time.Second,
 		},
 		Heartbeat: Heartbeat{Interval: 250 * time.Millisecond, Limit: 2 * time.Second},
@@ -98,7 +101,8 @@ const (
 	matchFresh     = 250 * time.Millisecond // an answer may be used again this long
 	firstRetry     = 5 * time.Millisecond   // after ErrBusy and Later, doubled each time
 	slowestRetry   = 200 * time.Millisecond
-	readerWait     = time.Second // for the last events to be read
-	statsEvery     = time.Second // a connector is asked for its numbers
-	statsWait      = time.Second // for them
+	readerWait     = time.Second      // for the last events to be read
+	missedEvery    = 10 * time.Second // a warning about matches that stayed undecided
+	statsEvery     = time.Second      // a connector is asked for its numbers
+	statsWait      = time.Second      // for them
 )

@@ -3,9 +3,11 @@ package host
 import (
 	"bytes"
 	"context"
+	"debug/elf"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -83,23 +85,48 @@ func namedAfter(path, name string) bool {
 }
 
 func notFound(paths []string, name string, found []Found) error {
-	var known, broken []string
+	known, own, broken := []string{MultiName}, []string{MultiName}, []string(nil)
 	for _, f := range found {
 		if f.Err != nil {
 			broken = append(broken, f.Err.Error())
 			continue
 		}
+		own = append(own, f.Manifest.Name)
 		known = append(append(known, f.Manifest.Name), f.Manifest.Aliases...)
 	}
 	looked := "no plugin folder is set"
 	if len(paths) > 0 {
 		looked = "looked in " + strings.Join(paths, ", ")
 	}
-	err := fmt.Errorf("%w: kv_connector: no plugin is called %s%s (%s)", ErrConfig, quote(name), didYouMean(name, known), looked)
+	slices.Sort(own)
+	err := fmt.Errorf("%w: kv_connector: no plugin is called %s%s; there are %s (%s)",
+		ErrConfig, quote(name), nearestConnector(name, known), strings.Join(slices.Compact(own), ", "), looked)
 	if len(broken) > 0 {
 		err = fmt.Errorf("%w; skipped: %s", err, strings.Join(broken, "; "))
 	}
 	return err
+}
+
+// nearestConnector suggests a connector whose name was misspelt. Most names end in Connector, which is no
+// likeness.
+func nearestConnector(name string, known []string) string {
+	stems, whole := make([]string, len(known)), map[string]string{}
+	for i, k := range known {
+		stems[i] = stem(k)
+		whole[stems[i]] = k
+	}
+	near := nearest(name, known, 3) // an end that was misspelt itself
+	if near == "" {
+		near = whole[nearest(stem(name), stems, len(stem(name))/3+1)]
+	}
+	if near == "" {
+		return ""
+	}
+	return fmt.Sprintf(", did you mean %q?", near)
+}
+
+func stem(connector string) string {
+	return strings.TrimSuffix(strings.ToLower(connector), "connector")
 }
 
 // probe asks all candidates at once. When one answers to name, those before it in order have
@@ -188,6 +215,11 @@ func candidates(paths []string) []string {
 
 // executables lists the plugins of a folder by name. A folder that cannot be read has none.
 func executables(dir string) []string {
+	// A bare name would be looked for on PATH when it is started: what "." holds has one.
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return nil
+	}
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return nil
@@ -244,18 +276,38 @@ func readManifest(ctx context.Context, p *program) (*Manifest, error) {
 	if ctx.Err() != nil {
 		return nil, fmt.Errorf("%s --manifest: %w", p.path, ctx.Err())
 	}
+	if errors.Is(err, syscall.ENOEXEC) {
+		return nil, fmt.Errorf("%s cannot be run on this machine%s: %w", p.path, builtFor(p.path), err)
+	}
 	if err != nil {
-		return nil, fmt.Errorf("%s --manifest: %w%s", p.path, err, firstLine(complaint.kept.Bytes()))
+		return nil, fmt.Errorf("%s --manifest: it is no kvport plugin, or a broken one: %w%s", p.path, err, firstLine(complaint.kept.Bytes()))
 	}
 	m, err := wire.ParseManifest(out.kept.Bytes())
 	if err != nil {
-		return nil, fmt.Errorf("%s --manifest: %w", p.path, err)
+		return nil, fmt.Errorf("%s --manifest: it is no kvport plugin: %w", p.path, err)
 	}
 	if !m.Speaks(wire.ProtocolVersion) {
 		return nil, fmt.Errorf("%s speaks protocol versions %v, this host speaks %d: rebuild the older one", p.path, m.ProtocolVersions, wire.ProtocolVersion)
 	}
 	own := Manifest(*m)
 	return &own, nil
+}
+
+// builtFor says for which machine a binary was built, if it was for another one.
+func builtFor(path string) string {
+	f, err := elf.Open(path)
+	if err != nil {
+		return ""
+	}
+	defer f.Close()
+	name, ok := map[elf.Machine]string{elf.EM_AARCH64: "arm64", elf.EM_X86_64: "amd64"}[f.Machine]
+	if !ok {
+		name = strings.ToLower(strings.TrimPrefix(f.Machine.String(), "EM_"))
+	}
+	if name == runtime.GOARCH {
+		return ""
+	}
+	return fmt.Sprintf(", it was built for %s and this is %s", name, runtime.GOARCH)
 }
 
 // onOwnThread runs f where the death signal of a child it starts is tied to a thread that lives as
@@ -314,7 +366,7 @@ func resolve(ctx context.Context, cfg *Config, paths []string) (*program, *Manif
 		path = b.Path
 	}
 	if err := checkExecutable(path); err != nil {
-		return nil, nil, fmt.Errorf("%w: kv_connector_module_path: %w", ErrConfig, err)
+		return nil, nil, fmt.Errorf("%w: kv_connector_module_path: %w", ErrConfig, noModule(path, err))
 	}
 	p, err := openProgram(path, hash)
 	if err != nil {
@@ -328,6 +380,14 @@ func resolve(ctx context.Context, cfg *Config, paths []string) (*program, *Manif
 		return nil, nil, errors.Join(fmt.Errorf("%w: %w", ErrConfig, err), p.close())
 	}
 	return p, m, nil
+}
+
+// noModule says to those who give a module of Python, as vLLM takes it, what kvport takes.
+func noModule(path string, err error) error {
+	if !errors.Is(err, fs.ErrNotExist) || strings.Contains(path, "/") {
+		return err
+	}
+	return fmt.Errorf("%w; want the path of a plugin binary: modules of Python are not looked up", err)
 }
 
 // findPinned looks for the binary with the wanted content. Nothing else is run, not even for its

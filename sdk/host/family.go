@@ -26,10 +26,15 @@ type nest struct {
 	layout  connector.Layout // of those
 	paths   []string
 	metrics *childMetrics
+	vitals  *vitals
+	hurry   <-chan struct{} // closed when the host closes; nil: it does not
 	started func(pid, pidfd int) error
 	held    func(bytes int64) // told how large each arena is
 
+	promised promised
+
 	violated func(what string) // may be nil
+	keys     keyring
 }
 
 // family is the children of one MultiConnector and their composite. To the host it is a plugin that
@@ -61,8 +66,9 @@ func (h *Host) firstFamily(ctx context.Context) (*generation, error) {
 	regions, layout := h.mapped()
 	n := &nest{
 		eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout,
-		paths: h.opts.PluginPath, metrics: h.metrics.children, started: h.opts.Started,
+		paths: h.opts.PluginPath, metrics: h.metrics.children, vitals: h.metrics.vitals, hurry: h.hurry, started: h.opts.Started,
 		held: func(n int64) { h.metrics.arena.Add(float64(n)) }, violated: h.violation,
+		keys: h.keys,
 	}
 	if h.family, err = n.open(ctx, h.cfg, "", "kv_connector_extra_config."); err != nil {
 		h.metrics.close()
@@ -84,16 +90,23 @@ func (h *Host) firstFamily(ctx context.Context) (*generation, error) {
 
 // openFamily opens the sides of all children.
 func (h *Host) openFamily(ctx context.Context) (*generation, error) {
-	ctx, cancel := context.WithTimeout(ctx, h.cfg.Settings.Deadlines.Handshake)
+	limit := h.cfg.Settings.Deadlines.Handshake
+	ctx, cancel := patient(ctx, limit, h.family.waits())
 	defer cancel()
 	regions, layout := h.mapped()
 	env := connector.Env{
 		Engine: h.eng.ID, Epoch: h.epoch, Role: h.cfg.Role, World: len(regions),
 		Model: h.eng.Model, Shape: h.eng.Shape, Layout: h.eng.Layout, Log: h.log,
 	}
+	late := func(err error) error {
+		if ranOut(ctx) {
+			return longer(err, limit)
+		}
+		return err
+	}
 	sched, err := h.family.openScheduler(ctx, env, nil)
 	if err != nil {
-		return nil, err
+		return nil, late(err)
 	}
 	g := h.newGeneration(1, h.family, sched)
 	env.Layout = layout
@@ -101,11 +114,33 @@ func (h *Host) openFamily(ctx context.Context) (*generation, error) {
 		env.Rank = rank
 		w, err := h.family.openWorker(ctx, env, nil)
 		if err != nil {
-			return nil, errors.Join(err, sched.Close())
+			return nil, errors.Join(late(err), sched.Close())
 		}
 		g.workers = append(g.workers, w)
 	}
 	return g, nil
+}
+
+// waits says how long the child that stood in line longest did so. The result is for one goroutine.
+func (f *family) waits() func() time.Duration {
+	var each []func() time.Duration
+	for _, m := range f.members {
+		if m.family != nil {
+			each = append(each, m.family.waits())
+			continue
+		}
+		m.child.mu.Lock()
+		if m.child.now != nil {
+			each = append(each, m.child.now.proc.waits())
+		}
+		m.child.mu.Unlock()
+	}
+	return func() (longest time.Duration) {
+		for _, stood := range each {
+			longest = max(longest, stood())
+		}
+		return longest
+	}
 }
 
 // open starts the children of cfg. label is the place of the MultiConnector itself and path its
@@ -150,6 +185,9 @@ func (n *nest) open(ctx context.Context, cfg *Config, label, path string) (*fami
 func (n *nest) start(ctx context.Context, cfg *Config, label string) (*child, error) {
 	src := &source{
 		cfg: cfg, eng: n.eng, epoch: n.epoch, log: n.log, regions: n.regions, layout: n.layout, started: n.started, held: n.held,
+		hurry: n.hurry, left: &abandonedMemory{},
+		promised: &n.promised,
+		keys:     n.keys,
 	}
 	if n.violated != nil {
 		src.violated = func(what string) { n.violated(label + ": " + what) }
@@ -164,7 +202,7 @@ func (n *nest) start(ctx context.Context, cfg *Config, label string) (*child, er
 	if src.info.Lossy {
 		n.log.Warn("loaded blocks are not verified: the connector may change their bytes", "child", label)
 	}
-	c := &child{label: label, src: src, set: &cfg.Settings, log: n.log, metrics: n.metrics.of(label)}
+	c := &child{label: label, src: src, set: &cfg.Settings, log: n.log, metrics: n.metrics.of(label), vital: n.vitals.of(label)}
 	c.adopt(first)
 	return c, nil
 }
@@ -259,6 +297,8 @@ func (f *family) health(h *Health) {
 		}
 		h.Children = append(h.Children, one)
 		h.Restarts += one.Restarts
+		h.StartFailures += one.StartFailures
+		h.FencesLost += one.FencesLost
 		if one.State == "ready" {
 			ready++
 		}

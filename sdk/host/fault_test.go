@@ -87,7 +87,7 @@ func TestLoadFaults(t *testing.T) {
 			require.Equal(t, c.violations, r.metric("kvport_plugin_violations_total") > 0)
 			require.Equal(t, connector.Match{}, r.match(query("b", ks), nil), "a load that left nothing is not offered again")
 			if c.restart {
-				require.Eventually(t, func() bool { return r.Health().State == "ready" }, 5*time.Second, time.Millisecond)
+				require.Eventually(t, func() bool { return r.Health().State == "ready" }, time.Minute, time.Millisecond)
 				require.Positive(t, r.metric("kvport_plugin_restarts_total"))
 			}
 			r.end("b", 0, false, blocksOf(ks, 20)...)
@@ -144,7 +144,7 @@ func TestStoppedPluginIsKilled(t *testing.T) {
 	r.save("a", ks, 0)
 	pid := r.Health().PID
 	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
-	require.Eventually(t, func() bool { return state(pid) == "T" }, 5*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return state(pid) == "T" }, time.Minute, time.Millisecond)
 	e := r.load("b", ks, 10) // runs on the next plugin
 	require.NoError(t, e.Err)
 	require.ErrorIs(t, syscall.Kill(pid, 0), syscall.ESRCH)
@@ -159,7 +159,7 @@ func TestHungMatchIsKilled(t *testing.T) {
 	ks := keys(1, 2)
 	r.save("a", ks, 0)
 	require.Equal(t, connector.Match{}, r.match(query("b", ks), nil), "Later ends in a miss")
-	require.Eventually(t, func() bool { return r.Health().Restarts == 1 }, 5*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return r.Health().Restarts == 1 }, time.Minute, time.Millisecond)
 	require.Equal(t, 32, r.match(query("c", ks), nil).Tokens)
 }
 
@@ -250,7 +250,7 @@ func TestKillUnderLoad(t *testing.T) {
 			r.end(id, 0, i%2 == 0)
 			ended++
 		}
-		require.Eventually(t, func() bool { return syscall.Kill(pid, 0) == syscall.ESRCH }, 5*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return syscall.Kill(pid, 0) == syscall.ESRCH }, time.Minute, time.Millisecond)
 	}
 	for _, e := range r.seen {
 		if e.Kind == Loaded && len(e.Failed) == 0 {
@@ -291,16 +291,19 @@ func TestBreaker(t *testing.T) {
 	ks := keys(1, 2)
 	r.save("a", ks, 0)
 	for range 2 {
-		require.Eventually(t, func() bool { return r.Health().State == "ready" }, 5*time.Second, time.Millisecond)
-		pid := r.Health().PID
-		require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
-		require.Eventually(t, func() bool { return r.Health().PID != pid }, 5*time.Second, time.Millisecond)
+		var pid int
+		require.Eventually(t, func() bool { // what Health says may be over by the time of the kill
+			h := r.Health()
+			pid = h.PID
+			return h.State == "ready" && pid != 0 && syscall.Kill(pid, syscall.SIGKILL) == nil
+		}, time.Minute, time.Millisecond)
+		require.Eventually(t, func() bool { return r.Health().PID != pid }, time.Minute, time.Millisecond)
 	}
-	require.Eventually(t, func() bool { return r.Health().State == "broken" }, 5*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return r.Health().State == "broken" }, time.Minute, time.Millisecond)
 	require.NotEmpty(t, r.Health().Error)
 	require.Equal(t, connector.Match{}, r.Match(query("b", ks), nil), "no waiting while broken")
 	require.ErrorIs(t, r.load("b", ks, 10).Err, connector.ErrGone)
-	require.Eventually(t, func() bool { return r.Health().State == "ready" }, 5*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return r.Health().State == "ready" }, time.Minute, time.Millisecond)
 	require.Equal(t, 32, r.match(query("c", ks), nil).Tokens)
 	require.NoError(t, r.load("c", ks, 10).Err)
 }

@@ -1,9 +1,14 @@
 package host
 
 import (
+	"bytes"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -23,6 +28,7 @@ import (
 type fence struct {
 	read   *os.File
 	inode  uint64     // of the pipe, and the byte that the locks are of
+	mark   string     // in the environment of the plugin and of those that it starts
 	memory []*os.File // what was lent, to look for locks
 }
 
@@ -35,12 +41,24 @@ func newFence() (*fence, *os.File, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	var st unix.Stat_t
-	if err := unix.Fstat(int(r.Fd()), &st); err != nil {
-		_, _ = r.Close(), w.Close()
-		return nil, nil, os.NewSyscallError("fstat", err)
+	f := &fence{read: r}
+	var mark [16]byte
+	_, _ = rand.Read(mark[:]) // never fails, says its documentation
+	f.mark = hex.EncodeToString(mark[:])
+	raw, err := r.SyscallConn() // Fd would make reads block without a deadline
+	if err == nil {
+		var st unix.Stat_t
+		var failed error
+		err = raw.Control(func(fd uintptr) { failed = unix.Fstat(int(fd), &st) })
+		if f.inode = st.Ino; failed != nil {
+			err = os.NewSyscallError("fstat", failed)
+		}
 	}
-	return &fence{read: r, inode: st.Ino}, w, nil
+	if err != nil {
+		_, _ = r.Close(), w.Close()
+		return nil, nil, err
+	}
+	return f, w, nil
 }
 
 // lend opens memory anew for a plugin, locked for this life and for those lives that we are part of
@@ -92,14 +110,40 @@ func (f *fence) mapped() bool {
 // close gives the descriptors back.
 func (f *fence) close() { closeAll(append(f.memory, f.read)) }
 
-// wait returns when nobody holds the fence any more and nobody writes through a mapping of what was
-// lent. It has no limit: until then somebody may write into the cache.
-func (f *fence) wait() {
-	f.waitHeirs()
+// patience says how long a fence is waited for.
+type patience struct {
+	limit time.Duration
+	hurry <-chan struct{} // closed when the host closes: then it waits no longer than hurriedWait
+}
+
+// hurriedWait is enough to find and kill those that a plugin has left behind.
+const hurriedWait = time.Second
+
+// wait says whether nobody holds the fence any more and nobody writes through a mapping of what was lent.
+// It is false where that does not come: somebody may write into the memory for ever then.
+func (f *fence) wait(p patience) bool {
+	end, hurried := time.Now().Add(p.limit), false
+	over := func() bool {
+		select {
+		case <-p.hurry:
+			if soon := time.Now().Add(hurriedWait); !hurried && soon.Before(end) {
+				end = soon
+			}
+			hurried = true
+		default:
+		}
+		return !time.Now().Before(end)
+	}
+	if !f.waitHeirs(over) {
+		return false
+	}
 	for wait := peerPause; f.mapped(); wait = min(2*wait, maxPeerPause) {
+		if over() {
+			return false
+		}
 		<-time.After(wait)
 	}
-	f.close()
+	return true
 }
 
 // Pauses between looks for peers that write through a dead plugin's memory: none lasts longer than
@@ -109,40 +153,33 @@ const (
 	maxPeerPause = 20 * time.Millisecond
 )
 
-// waitHeirs waits for the end of the pipe.
-func (f *fence) waitHeirs() {
-	gone := make(chan struct{})
-	go func() {
-		defer close(gone)
-		var b [1]byte
-		for {
-			if n, err := f.read.Read(b[:]); n == 0 && err != nil {
-				return
-			}
-		}
-	}()
-	timer := time.NewTimer(fenceWait)
-	defer timer.Stop()
+// waitHeirs waits for the end of the pipe, at most until over.
+func (f *fence) waitHeirs(over func() bool) bool {
 	var seen map[int]bool
-	for {
-		select {
-		case <-gone:
-			return
-		case <-timer.C:
+	for next := time.Now().Add(fenceWait); !over(); {
+		_ = f.read.SetReadDeadline(next)
+		var b [512]byte
+		_, err := f.read.Read(b[:])
+		if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+			return true
+		}
+		if !time.Now().Before(next) { // whoever writes to the fence must not keep us from looking
 			seen = f.strike(seen)
-			timer.Reset(fenceWait)
+			next = time.Now().Add(fenceWait)
 		}
 	}
+	return false
 }
 
-// strike kills who holds the fence, but not at first sight: between fork and exec any child of ours
-// holds all that we do. It returns whom it saw.
+// strike kills those that the plugin has left behind with the fence, but not at first sight: between fork and
+// exec any child of ours holds all that we do. It returns whom it saw. A plugin can hand the fence to
+// anybody; only the mark in the environment tells that a process descends from it, and nobody else is
+// killed.
 func (f *fence) strike(seen map[int]bool) map[int]bool {
 	now := map[int]bool{}
-	want := fmt.Sprintf("pipe:[%d]", f.inode)
 	links, _ := filepath.Glob("/proc/[0-9]*/fd/*") // the pattern is good
 	for _, link := range links {
-		if target, err := os.Readlink(link); err != nil || target != want {
+		if !f.holds(link) {
 			continue
 		}
 		pid, err := strconv.Atoi(strings.Split(link, "/")[2])
@@ -150,10 +187,53 @@ func (f *fence) strike(seen map[int]bool) map[int]bool {
 			continue
 		}
 		if now[pid] = true; seen[pid] {
-			_ = unix.Kill(pid, unix.SIGKILL)
+			f.kill(pid, link)
 		}
 	}
 	return now
+}
+
+// holds says whether a link in /proc is a descriptor of the fence.
+func (f *fence) holds(link string) bool {
+	target, err := os.Readlink(link)
+	return err == nil && target == fmt.Sprintf("pipe:[%d]", f.inode)
+}
+
+// kill ends a process that descends from the plugin. The descriptor of the process is there first, so that
+// what is looked at afterwards is the process that the signal goes to.
+func (f *fence) kill(pid int, link string) {
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		return
+	}
+	defer func() { _ = unix.Close(fd) }()
+	if f.holds(link) && f.marked(pid) {
+		_ = unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0)
+	}
+}
+
+// marked says whether a process was started with the mark of this life of the plugin, or by one that was.
+func (f *fence) marked(pid int) bool {
+	environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
+	if err != nil {
+		return false
+	}
+	for entry := range bytes.SplitSeq(environ, []byte{0}) {
+		marks, ours := bytes.CutPrefix(entry, []byte(wire.LifeKey+"="))
+		if ours && slices.Contains(strings.Split(string(marks), ","), f.mark) {
+			return true
+		}
+	}
+	return false
+}
+
+// variable is the environment variable with the mark, and those of the lives that we are part of ourselves.
+func (f *fence) variable() string {
+	marks := f.mark
+	if others := os.Getenv(wire.LifeKey); others != "" {
+		marks += "," + others
+	}
+	return wire.LifeKey + "=" + marks
 }
 
 // inheritedFences duplicates the fences that this process holds for those who started it, so that a

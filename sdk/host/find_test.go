@@ -5,6 +5,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -46,6 +47,45 @@ func TestFindAmongBadNeighbours(t *testing.T) {
 	require.Equal(t, one, b.Path)
 	require.Less(t, time.Since(began), manifestWait, "a hanging neighbour is not waited for")
 	leaks()
+}
+
+// A name that is no connector's is answered with those that there are; only one that was misspelt is suggested.
+func TestFindSaysWhatThereIs(t *testing.T) {
+	dir := t.TempDir()
+	say(t, filepath.Join(dir, "kvport-minimal"), "MinimalConnector")
+	say(t, filepath.Join(dir, "kvport-nixl"), "NixlConnector")
+	_, err := Find([]string{dir}, "MooncakeConnector")
+	require.ErrorIs(t, err, ErrConfig)
+	require.ErrorContains(t, err, `no plugin is called "MooncakeConnector"; there are MinimalConnector, MultiConnector, NixlConnector (looked in `)
+	for name, meant := range map[string]string{"NixConnector": "NixlConnector", "MinimalConector": "MinimalConnector", "Multiconnector": "MultiConnector"} {
+		_, err = Find([]string{dir}, name)
+		require.ErrorContains(t, err, fmt.Sprintf("did you mean %q?", meant))
+	}
+}
+
+// What cannot be run is told from what is no plugin.
+func TestManifestOfWhatIsNoPlugin(t *testing.T) {
+	other, machine := "arm64", byte(183) // EM_AARCH64
+	if runtime.GOARCH == other {
+		other, machine = "amd64", 62
+	}
+	foreign := filepath.Join(t.TempDir(), "kvport-foreign")
+	image, err := os.ReadFile(filepath.Join(pluginFolder, "kvport-test"))
+	require.NoError(t, err)
+	image[18] = machine // e_machine of an ELF file
+	require.NoError(t, os.WriteFile(foreign, image, 0o755))
+	_, err = ReadManifest(t.Context(), foreign)
+	require.ErrorContains(t, err, foreign+" cannot be run on this machine, it was built for "+other+" and this is "+runtime.GOARCH)
+
+	hi := filepath.Join(t.TempDir(), "kvport-hi")
+	for script, want := range map[string]string{
+		"echo 'no such flag' >&2; exit 3": hi + " --manifest: it is no kvport plugin, or a broken one: exit status 3: \"no such flag\"",
+		"echo hello":                      hi + " --manifest: it is no kvport plugin: ",
+	} {
+		require.NoError(t, os.WriteFile(hi, []byte("#!/bin/sh\n"+script+"\n"), 0o755))
+		_, err = ReadManifest(t.Context(), hi)
+		require.ErrorContains(t, err, want)
+	}
 }
 
 // A plugin that prints without end for its manifest is killed when it has printed too much, whichever

@@ -62,6 +62,18 @@ func (g *generation) pid() int {
 	return 0
 }
 
+// waiting says that the process is dead, and that others, which may still write its memory, are waited for.
+func (g *generation) waiting() bool {
+	p, one := g.proc.(*Process)
+	return one && p.run.waiting()
+}
+
+// abandoned says that they were waited for in vain.
+func (g *generation) abandoned() bool {
+	p, one := g.proc.(*Process)
+	return one && p.run.abandoned()
+}
+
 // generation puts a life of the plugin at the book's disposal.
 func (h *Host) generation(l *life) *generation {
 	g := h.newGeneration(l.n, l.proc, l.scheduler(h.src.sched))
@@ -137,6 +149,9 @@ func (g *generation) down(reason error) {
 	g.h.mu.Lock()
 	defer g.h.mu.Unlock()
 	g.fail(reason)
+	if g.h.gen == g {
+		g.h.vital.isUp(false)
+	}
 	g.h.do(g.h.book.Down(time.Now(), g.n))
 }
 

@@ -31,7 +31,9 @@ type Host struct {
 	ranks   []*rank
 	lands   *connector.Layout // of landing memory; nil: the plugin maps the cache
 	tickets *ticketOffice
+	keys    keyring
 	metrics *metrics
+	vital   *vital // nil: the children of a MultiConnector have theirs
 	events  *eventQueue
 	layers  int // of the cache
 
@@ -49,6 +51,7 @@ type Host struct {
 	requests map[connector.RequestID]*asked
 	waiter   *waiter
 	restarts int
+	failures int // starts that failed
 	broken   bool
 	since    time.Time // of the last change of the state
 	lastErr  error
@@ -56,9 +59,11 @@ type Host struct {
 	quiet    []chan struct{}
 	badLoads complaints
 	badSaves complaints
+	misses   complaints // about matches that stayed undecided
 
-	cuts      bool // tickets of other shapes are accepted, and ours are made for them
+	cuts      bool // our tickets are made for engines of other shapes; theirs are accepted if kvport.unverified is true
 	closing   atomic.Bool
+	hurry     chan struct{}      // closed when closing
 	leave     context.CancelFunc // ends the context that starts run under
 	left      chan struct{}      // closed when the supervisor has ended
 	nudge     chan struct{}      // the next deadline may have changed
@@ -76,7 +81,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 		cfg: cfg, eng: eng, opts: opts, log: opts.Log, news: newsDesk{out: opts.BlockEvents},
 		stats:    newConnectorStats("", nil),
 		requests: map[connector.RequestID]*asked{}, progress: map[uint64]*stepProgress{}, layers: eng.Layout.Layers(),
-		drained: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
+		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
 	if h.log == nil {
 		h.log = slog.New(slog.DiscardHandler)
@@ -98,6 +103,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	h.caps = first.caps
 	h.layerWise = h.findLayerWise(first)
 	h.openReshape()
+	h.warnScope()
 	h.book = book.New(h.bookConfig())
 	var life context.Context
 	life, h.leave = context.WithCancel(context.Background())
@@ -126,7 +132,8 @@ func (h *Host) identify() error {
 	if err != nil {
 		return fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
 	}
-	return nil
+	h.keys, err = newKeyring(h.tickets.key)
+	return err
 }
 
 // firstStart finds the plugin, starts it, asks what it would do and opens it.
@@ -134,7 +141,9 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	if len(h.cfg.Children) > 0 {
 		return h.firstFamily(ctx)
 	}
-	h.src = h.source(h.cfg)
+	if h.src = h.source(h.cfg); h.lands != nil {
+		h.src.reland = h.reland
+	}
 	h.src.violated, h.src.held = h.violation, func(n int64) { h.metrics.arena.Add(float64(n)) }
 	manifest, err := h.src.find(ctx, h.opts.PluginPath)
 	if err != nil {
@@ -143,6 +152,7 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	if h.metrics, err = newMetrics(h.opts.Metrics, manifest.Name, h.cfg.Settings.Trust); err != nil {
 		return nil, errors.Join(fmt.Errorf("metrics: %w", err), h.src.close())
 	}
+	h.vital = h.metrics.vitals.of(manifest.Name)
 	h.src.openAll()
 	first, err := h.src.start(ctx, 1)
 	if err != nil {
@@ -178,6 +188,9 @@ func (h *Host) source(cfg *Config) *source {
 	regions, layout := h.mapped()
 	return &source{
 		cfg: cfg, eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout, started: h.opts.Started,
+		hurry: h.hurry, left: &abandonedMemory{},
+		promised: &promised{},
+		keys:     h.keys,
 	}
 }
 
@@ -284,18 +297,22 @@ func (h *Host) Health() Health {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	s := Health{
-		Connector: h.info.Name, State: "restarting", Restarts: h.restarts,
+		Connector: h.info.Name, State: "restarting", Restarts: h.restarts, StartFailures: h.failures,
 		Since: time.Since(h.since), Pending: h.book.Pending(), Loading: h.book.Loading(), Held: h.book.Held(),
 		Trust: h.cfg.Settings.Trust, LandingSlots: h.slots() * len(h.ranks), LandingUsed: h.book.LandingUsed(),
 		ArenaBytes: h.arenaBytes(),
 	}
 	switch {
+	case h.gen != nil && h.gen.waiting():
+		s.State = "waiting_for_fence"
 	case h.gen != nil:
 		s.State, s.PID = "ready", h.gen.pid()
 		h.family.health(&s)
+		h.lostSome(&s)
 	case h.broken:
 		s.State = "broken"
 	}
+	s.BlocksLost = h.book.Counters().Lost
 	if h.lastErr != nil && s.State != "ready" {
 		s.Error = h.lastErr.Error()
 	}
@@ -316,6 +333,7 @@ func (h *Host) close(ctx context.Context) error {
 	h.mu.Lock()
 	fault.Crash("host.close")
 	h.closing.Store(true)
+	close(h.hurry)
 	h.leave()
 	h.do(h.book.Close(time.Now()))
 	h.mu.Unlock()
@@ -340,7 +358,9 @@ func (h *Host) close(ctx context.Context) error {
 
 // do carries out what the book decided. The caller holds mu. Nothing here waits.
 func (h *Host) do(actions []book.Action) {
-	h.metrics.observe(h.book.Counters()) // before who is told looks
+	if n := h.metrics.observe(h.book.Counters()); n > 0 { // before those who are told look
+		h.missed(n)
+	}
 	h.metrics.landing.Set(float64(h.book.LandingUsed()))
 	for _, a := range actions {
 		switch a := a.(type) {

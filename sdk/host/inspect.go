@@ -32,6 +32,7 @@ func inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	if err != nil {
 		return none, err
 	}
+	cfg.adopt(manifest, opts.Log)
 	d := &cfg.Settings.Deadlines
 	proc, err := launch(ctx, prog, LaunchOptions{
 		Log: opts.Log, Environment: manifest.Environment, Handshake: d.Handshake, Heartbeat: cfg.Settings.Heartbeat, NoRing: true,
@@ -39,11 +40,14 @@ func inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	if err != nil {
 		return none, errors.Join(err, prog.close())
 	}
-	ctx, cancel := context.WithTimeout(ctx, d.Handshake)
+	ctx, cancel := patient(ctx, d.Handshake, proc.waits())
 	defer cancel()
 	info, err := proc.Describe(ctx, cfg.Extra)
 	switch {
 	case silent(err):
+		if ranOut(ctx) {
+			err = longer(err, d.Handshake)
+		}
 		err = fmt.Errorf("%w: plugin %s: %w", ErrConfig, proc.path, proc.run.blame("", err))
 	case err != nil:
 		err = fmt.Errorf("%w: kv_connector_extra_config: %w", ErrConfig, err)

@@ -62,16 +62,24 @@ func (h *Host) openLanding() error {
 	}
 	h.lands = &layout
 	for _, r := range h.ranks {
-		region, err := newRegion("kvport-landing", size)
-		if err != nil {
+		if r.landing, err = newLanding(layout, size); err != nil {
 			return errors.Join(fmt.Errorf("landing memory of %d bytes: %w", size, err), h.closeLanding())
-		}
-		r.landing = &landing{region: region}
-		if r.landing.kv, err = connector.NewKV(layout, [][]byte{region.Bytes()}); err != nil {
-			return errors.Join(err, h.closeLanding())
 		}
 	}
 	return nil
+}
+
+// newLanding makes the landing memory of one rank.
+func newLanding(layout connector.Layout, size int64) (*landing, error) {
+	region, err := newRegion("kvport-landing", size)
+	if err != nil {
+		return nil, err
+	}
+	kv, err := connector.NewKV(layout, [][]byte{region.Bytes()})
+	if err != nil {
+		return nil, errors.Join(err, region.Close())
+	}
+	return &landing{region, kv}, nil
 }
 
 // closeLanding unmaps landing memory. No plugin may be at work.

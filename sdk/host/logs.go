@@ -85,7 +85,31 @@ func (p *pluginLog) write(level slog.Level, msg string, args []any) {
 	if len(msg) > logLine {
 		msg = msg[:logLine] + "..."
 	}
-	p.log.Log(context.Background(), level, msg, args...)
+	p.log.Log(context.Background(), level, msg, distinct(args)...)
+}
+
+// distinct makes the keys of a plugin's line differ from each other and from those of our own lines, of
+// which JSON would show both. go-plugin passes the plugin's time on, which is no news.
+func distinct(args []any) []any {
+	seen := map[string]bool{slog.TimeKey: true, slog.LevelKey: true, slog.MessageKey: true, "plugin": true}
+	out := make([]any, 0, len(args))
+	for i := 0; i+1 < len(args); i += 2 {
+		key, ok := args[i].(string)
+		if !ok || key == "timestamp" {
+			continue
+		}
+		if key == "err" {
+			key = "error"
+		}
+		if seen[key] {
+			key = "own_" + key
+		}
+		if !seen[key] {
+			seen[key] = true
+			out = append(out, key, args[i+1])
+		}
+	}
+	return out
 }
 
 // admit is a token bucket. It reports how many lines were dropped before this one.

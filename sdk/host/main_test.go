@@ -76,6 +76,7 @@ type rig struct {
 }
 
 type rigOptions struct {
+	log      *slog.Logger // nil: standard error with -v
 	role     string
 	dir      string
 	ranks    int
@@ -140,6 +141,9 @@ func (o *rigOptions) build(t *testing.T) (*Config, Engine, Options) {
 	if testing.Verbose() {
 		opts.Log = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	}
+	if o.log != nil {
+		opts.Log = o.log
+	}
 	return o.config(t), eng, opts
 }
 
@@ -184,7 +188,7 @@ func watchLeaks(t *testing.T) func() {
 	return func() {
 		t.Helper()
 		require.NoError(t, goleak.Find(before))
-		require.Eventually(t, func() bool { return countFDs(t) <= fds }, 3*time.Second, 10*time.Millisecond, "descriptors: %d, had %d", countFDs(t), fds)
+		require.Eventually(t, func() bool { return countFDs(t) <= fds }, time.Minute, 10*time.Millisecond, "descriptors: %d, had %d", countFDs(t), fds)
 		require.Equal(t, children, countChildren(t), "processes")
 		require.LessOrEqual(t, countSockets(t), sockets, "socket folders") // a host also removes those of killed ones
 	}

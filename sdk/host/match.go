@@ -20,6 +20,9 @@ type asked struct {
 	agreed int                  // not 0: the ticket is of another shape, and so many tokens are the same there
 	denied bool                 // a ticket was refused and without one there is nothing to find
 	turn   bool                 // the ticket is of an earlier turn: nothing keeps its blocks, and it serves one load
+
+	promised int    // tokens that the ticket speaks of
+	refused  string // why the ticket is not used, in one word
 }
 
 // waiter is the engine's loop waiting in Match for the answer to one request.
@@ -110,9 +113,10 @@ func (h *Host) acceptTicket(a *asked, signed []byte, q *connector.Query) {
 	if err != nil {
 		h.metrics.refused.WithLabelValues(reason).Inc()
 		h.log.Warn("ticket refused", "reason", reason, "error", err)
-		a.denied = holder
+		a.denied, a.refused = holder, h.refusal(envelope, reason, err)
 		return
 	}
+	a.promised = envelope.Tokens
 	a.ticket = envelope.Plugin
 	if a.ticket == nil {
 		a.ticket = connector.Ticket{}
@@ -190,7 +194,9 @@ func (h *Host) askAll(ctx context.Context, s connector.Scheduler, asks []*askJob
 		queries[i] = a.query
 	}
 	fault.Crash("host.match")
+	began := time.Now()
 	matches, err := s.Match(ctx, queries)
+	h.metrics.answer.Observe(time.Since(began).Seconds())
 	if err == nil {
 		err = fault.Point("host.matched")
 	}

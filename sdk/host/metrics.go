@@ -19,15 +19,20 @@ type metrics struct {
 	restarts   prometheus.Counter
 	integrity  prometheus.Counter
 	violations prometheus.Counter
+	late       prometheus.Counter // answers
 	retries    prometheus.Counter
+	undecided  prometheus.Counter // matches
 	kills      prometheus.Counter
 	match      prometheus.Histogram
+	answer     prometheus.Histogram   // of the plugin, to Match
 	copied     *prometheus.CounterVec // connector, direction
 	unchecked  prometheus.Counter
 	landing    prometheus.Gauge
 	info       prometheus.Gauge
+	lostBlocks prometheus.Gauge
 	arena      prometheus.Gauge
 	children   *childMetrics
+	vitals     *vitals
 	events     prometheus.Counter // of blocks
 	lost       prometheus.Counter
 
@@ -71,6 +76,8 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		restarts:   counter("kvport_plugin_restarts_total", "Plugin processes started after the first."),
 		integrity:  counter("kvport_integrity_failures_total", "Loaded blocks that were not what was saved."),
 		violations: counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
+		late:       counter("kvport_plugin_late_answers_total", "Answers and reports of the plugin that nobody waited for any more: no fault of the plugin's."),
+		undecided:  counter("kvport_match_undecided_total", "Matches that the connector left undecided until kvport.deadlines.later: what it had not found by then counted as a miss."),
 		retries:    counter("kvport_transfer_retries_total", "Transfer calls that were started again."),
 		kills:      counter("kvport_plugin_deadline_kills_total", "Plugins killed for a passed transfer deadline."),
 		events:     counter("kvport_block_events_total", "Events of blocks that the connector has reported."),
@@ -78,29 +85,16 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		copied: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvport_landing_copied_bytes_total", Help: "KV bytes copied between cache and landing memory (trust level staged).",
 		}, []string{"connector", "direction"}),
-		landing: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "kvport_landing_slots_used", Help: "Slots of landing memory that transfers have.", ConstLabels: own,
-		}),
-		arena: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "kvport_arena_bytes", Help: "Memory that the connector asked the host to keep for it.", ConstLabels: own,
-		}),
-		info: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "kvport_connector_info", Help: "1 for the trust level at which the connector runs.",
-			ConstLabels: prometheus.Labels{"connector": name, "trust": string(trust)},
-		}),
-		match: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "kvport_match_seconds", Help: "Time the engine's loop spent in Match.", ConstLabels: own,
-			Buckets: prometheus.ExponentialBuckets(1e-6, 4, 8),
-		}),
 	}
+	m.own(own, trust)
 	m.info.Set(1)
-	m.children = newChildMetrics()
+	m.children, m.vitals = newChildMetrics(), newVitals()
 	if registry == nil {
 		return m, nil
 	}
-	for _, c := range append(m.children.all(), []prometheus.Collector{
-		m.bytes, m.seconds, m.failed, m.refused, m.released, m.turns, m.restarts, m.integrity, m.violations, m.retries, m.kills, m.match,
-		m.copied, m.landing, m.info, m.arena, m.events, m.lost, m.unchecked,
+	for _, c := range append(append(m.children.all(), m.vitals.all()...), []prometheus.Collector{
+		m.bytes, m.seconds, m.failed, m.refused, m.released, m.turns, m.restarts, m.integrity, m.violations, m.late, m.undecided, m.retries, m.kills, m.match, m.answer,
+		m.copied, m.landing, m.info, m.lostBlocks, m.arena, m.events, m.lost, m.unchecked,
 	}...) {
 		if err := registry.Register(c); err != nil {
 			m.close()
@@ -108,11 +102,48 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		}
 		m.registered = append(m.registered, c)
 	}
-	for _, direction := range []string{"load", "save"} { // show zeros from the start
-		m.bytes.WithLabelValues(name, direction)
-		m.failed.WithLabelValues(name, direction)
-	}
+	m.zeros()
 	return m, nil
+}
+
+// own makes the gauges and the histograms that have no other label than the connector's.
+func (m *metrics) own(own prometheus.Labels, trust Trust) {
+	m.landing = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "kvport_landing_slots_used", Help: "Slots of landing memory that transfers have.", ConstLabels: own,
+	})
+	m.arena = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "kvport_arena_bytes", Help: "Memory that the connector asked the host to keep for it.", ConstLabels: own,
+	})
+	m.lostBlocks = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "kvport_blocks_lost", Help: "Blocks of the cache that are not used again, since somebody that a dead plugin left behind may write them.", ConstLabels: own,
+	})
+	m.info = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "kvport_connector_info", Help: "1 for the trust level at which the connector runs.",
+		ConstLabels: prometheus.Labels{"connector": m.name, "trust": string(trust)},
+	})
+	m.answer = prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name: "kvport_plugin_match_seconds", Help: "Time the connector took to answer Match, of one call with one or more queries, also where nobody waited any more.",
+		ConstLabels: own, Buckets: prometheus.ExponentialBuckets(1e-5, 4, 11),
+	})
+	m.match = prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name: "kvport_match_seconds", Help: "Time the engine's loop spent in Match.", ConstLabels: own,
+		Buckets: prometheus.ExponentialBuckets(1e-6, 4, 8),
+	})
+}
+
+// zeros shows the series that will be there, so that their first increase is one.
+func (m *metrics) zeros() {
+	for _, direction := range []string{"load", "save"} {
+		m.bytes.WithLabelValues(m.name, direction)
+		m.failed.WithLabelValues(m.name, direction)
+		m.seconds.WithLabelValues(m.name, direction)
+	}
+	for _, reason := range []string{book.ReleasedConsumed, book.ReleasedExpired, book.ReleasedPluginDied, book.ReleasedShutdown} {
+		m.released.WithLabelValues(reason)
+	}
+	for _, reason := range []string{"forged", "incompatible", "other", "peer", "prompt", "replayed", "stale"} {
+		m.refused.WithLabelValues(reason)
+	}
 }
 
 func newTurns() *prometheus.CounterVec {
@@ -142,12 +173,17 @@ func (m *metrics) moved(direction string, e *book.Event) {
 	}
 }
 
-// observe adds what the book has counted since the last time.
-func (m *metrics) observe(c book.Counters) {
-	m.violations.Add(float64(c.Violations - m.seen.Violations + c.Unknown - m.seen.Unknown))
+// observe adds what the book has counted since the last time. It returns the new matches that stayed undecided.
+func (m *metrics) observe(c book.Counters) (undecided int) {
+	undecided = c.Undecided - m.seen.Undecided
+	m.undecided.Add(float64(undecided))
+	m.lostBlocks.Set(float64(c.Lost))
+	m.violations.Add(float64(c.Violations - m.seen.Violations))
+	m.late.Add(float64(c.Unknown - m.seen.Unknown))
 	m.retries.Add(float64(c.Retries - m.seen.Retries))
 	m.kills.Add(float64(c.Kills - m.seen.Kills))
 	m.seen = c
+	return undecided
 }
 
 func (m *metrics) close() {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/multiconnector"
@@ -43,12 +44,12 @@ func parseChildren(raw json.RawMessage, parent *Config, depth int) (children []*
 	}
 	for i, item := range list {
 		at := fmt.Sprintf("connectors[%d]", i)
-		c, err := parseChild(item, parent, depth)
+		c, err := parseChild(item, parent, parent.at+"kv_connector_extra_config."+at+".", depth)
 		if err != nil {
 			return nil, fieldError(at, err)
 		}
 		for k, other := range children {
-			if c.Connector == other.Connector && bytes.Equal(compacted(c.Extra), compacted(other.Extra)) {
+			if sameChild(c, other) {
 				return nil, fieldError(at, fmt.Errorf("is the same as connectors[%d]", k))
 			}
 		}
@@ -67,8 +68,8 @@ func parseChildren(raw json.RawMessage, parent *Config, depth int) (children []*
 	return children, nil
 }
 
-func parseChild(raw json.RawMessage, parent *Config, depth int) (*Config, error) {
-	c := &Config{FailurePolicy: PolicyRecompute, Extra: json.RawMessage("{}"), Settings: parent.Settings}
+func parseChild(raw json.RawMessage, parent *Config, at string, depth int) (*Config, error) {
+	c := &Config{FailurePolicy: PolicyRecompute, Extra: json.RawMessage("{}"), Settings: parent.Settings, at: at}
 	c.Settings.PluginSHA256 = ""
 	if err := c.decode(raw, depth); err != nil {
 		return nil, err
@@ -90,6 +91,15 @@ func parseChild(raw json.RawMessage, parent *Config, depth int) (*Config, error)
 // subset reports whether a child may have a role under a parent's.
 func subset(child, parent connector.Role) bool {
 	return (!child.Loads() || parent.Loads()) && (!child.Saves() || parent.Saves())
+}
+
+// sameChild reports whether two children would do the same in the same place.
+func sameChild(a, b *Config) bool {
+	return a.Connector == b.Connector && bytes.Equal(compacted(a.Extra), compacted(b.Extra)) && slices.EqualFunc(a.beside, b.beside, sameOption)
+}
+
+func sameOption(a, b option) bool {
+	return a.name == b.name && bytes.Equal(compacted(a.value), compacted(b.value))
 }
 
 // compacted makes equal JSON texts equal but for the order of keys.

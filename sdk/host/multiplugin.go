@@ -143,7 +143,7 @@ func (m *multiPlugin) build(ctx context.Context, env *connector.Env, c *Config) 
 	n := &nest{
 		eng:   Engine{ID: env.Engine, Model: env.Model, Shape: env.Shape, Layout: env.Layout},
 		epoch: env.Epoch, log: env.Log, regions: m.regions[:env.World], layout: env.Layout, paths: pluginFolders(),
-		metrics: newChildMetrics(),
+		metrics: newChildMetrics(), vitals: newVitals(), keys: keyring{links: env.LinkKey, router: env.RouterKey},
 	}
 	f, err := n.open(ctx, c, "", "")
 	return &house{family: f}, err

@@ -65,7 +65,7 @@ func peerOutlives(t *testing.T) time.Duration {
 	pid := h.Health().PID
 	at := mappedAt(t, pid, "kvport-cache")
 	r.send(&connector.Step{Admitted: []connector.Transfer{transfer("a", keys(1, peerCount), 0)}})
-	require.Eventually(t, func() bool { _, err := os.Stat(o.dir + "/happened"); return err == nil }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { _, err := os.Stat(o.dir + "/happened"); return err == nil }, time.Minute, time.Millisecond)
 
 	cache := region.Bytes()[:peerCount*peerBlock]
 	ended := make(chan time.Time, 1)
@@ -73,9 +73,9 @@ func peerOutlives(t *testing.T) time.Duration {
 		writeAsPeer(t, pid, at)
 		ended <- time.Now()
 	}()
-	require.Eventually(t, func() bool { return cache[0] != 0 }, 10*time.Second, 10*time.Microsecond)
+	require.Eventually(t, func() bool { return cache[0] != 0 }, time.Minute, 10*time.Microsecond)
 	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
-	require.Eventually(t, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) }, 10*time.Second, 100*time.Microsecond, "a zombie still is there")
+	require.Eventually(t, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) }, time.Minute, 100*time.Microsecond, "a zombie still is there")
 	reaped := time.Now()
 	e := r.next(Loaded)
 	require.Len(t, e.Failed, peerCount)

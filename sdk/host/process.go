@@ -37,6 +37,12 @@ type LaunchOptions struct {
 	NoRing      bool          // all messages go over the stream
 	Violated    func(what string)
 	Started     func(pid, pidfd int) error // see Options
+
+	// Fence is how long those are waited for that may write the memory of a plugin which is dead; 0: the default.
+	Fence time.Duration
+
+	hurry   <-chan struct{} // see patience
+	abandon func(*fence)    // see runner
 }
 
 // firstRegionFD is the descriptor number of the first region in the plugin.
@@ -48,8 +54,8 @@ type Process struct {
 	client *plugin.Client
 	run    *runner
 	board  *shm.Board
-	dir    string   // of its socket
-	lock   *os.File // of dir, held as long as it is in use
+	dir    string   // of its socket; empty once the connection stands
+	lock   *os.File // of dir, held as long as that exists
 	path   string   // of its binary
 	mem    ringsRef // its rings
 
@@ -79,6 +85,9 @@ func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, e
 	}
 	if opts.Handshake <= 0 {
 		opts.Handshake = defaults.Deadlines.Handshake
+	}
+	if opts.Fence <= 0 {
+		opts.Fence = defaults.Deadlines.Fence
 	}
 	if opts.Heartbeat.Interval <= 0 || opts.Heartbeat.Limit <= 0 {
 		opts.Heartbeat = defaults.Heartbeat
@@ -129,7 +138,7 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 		return err
 	}
 	n := memoryOf(opts)
-	cmd.Env = append(cmd.Env, fenceVariable(firstRegionFD+n, len(inherit)-n))
+	cmd.Env = append(cmd.Env, fenceVariable(firstRegionFD+n, len(inherit)-n), own.variable())
 	if !opts.NoRing {
 		p.mem.fd, p.mem.bell = firstRegionFD+len(inherit), firstRegionFD+len(inherit)+1
 		var ends []*os.File
@@ -143,7 +152,7 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 	if p.run, err = newRunner(cmd, inherit, own); err != nil {
 		return err
 	}
-	p.run.announce = opts.Started
+	p.run.announce, p.run.abandon, p.run.patience = opts.Started, opts.abandon, patience{opts.Fence, opts.hurry}
 	clientTLS, certificate, err := newClientTLS()
 	if err != nil {
 		return err
@@ -156,7 +165,7 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 		AllowedProtocols: []plugin.Protocol{plugin.ProtocolGRPC},
 		TLSConfig:        clientTLS,
 		SkipHostEnv:      true,
-		StartTimeout:     2 * opts.Handshake, // ours is shorter and kills
+		StartTimeout:     2 * pulseStretch * opts.Handshake, // ours is shorter and kills
 		UnixSocketConfig: &plugin.UnixSocketConfig{TempDir: p.dir},
 		Logger:           log.hclog(),
 		SyncStdout:       log,
@@ -246,13 +255,15 @@ func closeAll(files []*os.File) {
 
 // start runs the handshake. Whatever hangs in it is ended by killing the process.
 func (p *Process) start(ctx context.Context, opts *LaunchOptions) error {
-	ctx, cancel := context.WithTimeout(ctx, opts.Handshake)
+	began := time.Now()
+	ctx, cancel := patient(ctx, opts.Handshake, p.waits())
 	defer cancel()
 	unhook := context.AfterFunc(ctx, p.run.kill)
 	err := p.connect(ctx, opts)
 	if !unhook() || ctx.Err() != nil {
-		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-			return fmt.Errorf("no handshake within %s, it was killed", opts.Handshake)
+		if ranOut(ctx) {
+			waited := time.Since(began).Round(time.Millisecond)
+			return longer(fmt.Errorf("no handshake within %s, it was killed after %s", opts.Handshake, waited), opts.Handshake)
 		}
 		return ctx.Err()
 	}
@@ -287,7 +298,21 @@ func (p *Process) connect(ctx context.Context, opts *LaunchOptions) error {
 	if err := p.Heartbeat(ctx); err != nil {
 		return fmt.Errorf("first heartbeat: %w", err)
 	}
+	p.vacate()
 	return nil
+}
+
+// vacate removes the folder of the socket. The connection that stands needs it no more and there is no
+// second one, so an engine that is killed later leaves nothing behind. An engine that is killed before
+// leaves a folder whose lock is free: the next one that starts removes it (see sweepSockets).
+func (p *Process) vacate() {
+	if p.dir != "" && os.RemoveAll(p.dir) == nil {
+		p.dir = ""
+	}
+	if p.lock != nil && p.dir == "" {
+		_ = p.lock.Close()
+		p.lock = nil
+	}
 }
 
 // PID is the process id.
@@ -348,6 +373,9 @@ func (p *Process) watch() {
 	if p.reason != nil {
 		p.end = errors.Join(p.reason, p.end)
 	}
+	if p.run.abandoned() {
+		p.end = errors.Join(p.end, errAbandoned)
+	}
 	p.mu.Unlock()
 	p.cleanup()
 	close(p.done)
@@ -371,10 +399,8 @@ func (p *Process) cleanup() {
 	if p.board != nil {
 		_ = p.board.Close()
 	}
-	if p.dir != "" {
-		_ = os.RemoveAll(p.dir)
-	}
-	if p.lock != nil {
+	p.vacate()
+	if p.lock != nil { // of a folder that could not be removed
 		_ = p.lock.Close()
 	}
 	if p.mem.rings != nil {
@@ -385,7 +411,7 @@ func (p *Process) cleanup() {
 // beat asks for a sign of life again and again, and kills a plugin that gives none.
 func (p *Process) beat(h Heartbeat) {
 	defer p.beats.Done()
-	queue := line{folder: fmt.Sprintf("/proc/%d/task", p.PID())}
+	queue := line{folders: []string{taskFolder(p.PID())}}
 	plugin := pulse{limit: h.Limit, ask: p.Heartbeat, stood: queue.stood}
 	ticker := time.NewTicker(h.Interval)
 	defer ticker.Stop()

@@ -60,10 +60,10 @@ func chance(passed, tick, stood time.Duration) time.Duration {
 	return max(min(passed, 2*tick)-stood, tick/pulseStretch)
 }
 
-// line watches how long the threads of a process stand in line for a processor or a disk. Its zero value
-// with a folder is ready to use. Without schedstat (the kernel has none, /proc is hidden) nobody ever does.
+// line watches how long the threads of some processes stand in line for a processor or a disk. Its zero value
+// with folders is ready to use. Without schedstat (the kernel has none, /proc is hidden) nobody ever does.
 type line struct {
-	folder  string // /proc/PID/task
+	folders []string // /proc/PID/task
 	last    time.Time
 	threads map[string]turn
 }
@@ -77,7 +77,11 @@ type turn struct {
 func (l *line) stood() time.Duration {
 	now := time.Now()
 	passed := now.Sub(l.last)
-	stats, _ := filepath.Glob(filepath.Join(l.folder, "*", "schedstat")) // the pattern is good
+	var stats []string
+	for _, folder := range l.folders {
+		found, _ := filepath.Glob(filepath.Join(folder, "*", "schedstat")) // the pattern is good
+		stats = append(stats, found...)
+	}
 	threads, longest := make(map[string]turn, len(stats)), time.Duration(0)
 	for _, path := range stats {
 		is, ok := readTurn(path)

@@ -15,17 +15,17 @@ import (
 // so nothing is there to check what arrives by, and their keys are others, so the prompt is compared by
 // the address that the producer's own blocks would have.
 
-// openReshape has tickets of other shapes accepted, and ours made for them, if connector and engine can
-// do it, and says so.
+// openReshape has our tickets made for engines of other shapes, and theirs accepted if kvport.unverified is
+// true, where connector and engine can do it. It says so.
 func (h *Host) openReshape() {
 	const powers = connector.CanHold | connector.CanReshape
 	if h.info.Capabilities&powers != powers || h.eng.Base == (connector.Fingerprint{}) || h.eng.Address == nil || h.lands != nil || len(h.cfg.Children) > 0 {
 		return
 	}
 	h.cuts = true
-	h.tickets.guard.Reshape(h.eng.Base)
-	if h.cfg.Role.Loads() {
-		h.log.Info("blocks of engines with another block size or other ranks are loaded too; their bytes are not verified",
+	h.tickets.guard.Reshape(h.eng.Base, h.cfg.Settings.Unverified)
+	if h.cfg.Role.Loads() && h.cfg.Settings.Unverified {
+		h.log.Warn("blocks of engines with another block size or other ranks are loaded, too: no digest verifies their bytes (kvport.unverified)",
 			"connector", h.info.Name, "base", h.eng.Base)
 	}
 }

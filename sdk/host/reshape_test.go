@@ -1,6 +1,8 @@
 package host
 
 import (
+	"log/slog"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -11,7 +13,14 @@ import (
 // cuts opens an engine of a shape of its own that can reshape. prompt is the address of its only prompt's
 // first 32 tokens.
 func cuts(t *testing.T, shape string, prompt connector.BlockKey, base string) *rig {
-	return newRig(t, rigOptions{engine: shape, shape: shape, extra: map[string]any{"fault": "reshape"}, change: func(e *Engine) {
+	t.Helper()
+	return cutsWith(t, shape, prompt, base, rigOptions{settings: map[string]any{"unverified": true}})
+}
+
+func cutsWith(t *testing.T, shape string, prompt connector.BlockKey, base string, o rigOptions) *rig {
+	t.Helper()
+	o.engine, o.shape, o.extra = shape, shape, map[string]any{"fault": "reshape"}
+	o.change = func(e *Engine) {
 		if base == "" {
 			return
 		}
@@ -22,7 +31,8 @@ func cuts(t *testing.T, shape string, prompt connector.BlockKey, base string) *r
 			}
 			return connector.BlockKey{}
 		}
-	}})
+	}
+	return newRig(t, o)
 }
 
 // TestReshapeTicket: a ticket of another shape is accepted from and by engines that can reshape, for the same
@@ -55,6 +65,30 @@ func TestReshapeTicket(t *testing.T) {
 	of := plain.end("a", 33, true, blocksOf(ks, 0)...).Ticket
 	require.Equal(t, connector.Match{}, d.match(query("z", others), of))
 	require.InDelta(t, 2, d.metric("kvport_tickets_refused_total"), 0)
+}
+
+// TestReshapeIsRefused: without kvport.unverified a ticket of another shape is refused, with a reason that names
+// the setting, also for a producer that has set it.
+func TestReshapeIsRefused(t *testing.T) {
+	ks := keys(1, 2)
+	p := cuts(t, "p", connector.BlockKey{}, "base")
+	p.save("a", ks, 0)
+	ticket := p.end("a", 33, true, blocksOf(ks, 0)...).Ticket
+	require.NotNil(t, ticket)
+	log := &syncBuffer{}
+	d := cutsWith(t, "d", ks[1], "base", rigOptions{log: slog.New(slog.NewTextHandler(log, nil))})
+	require.Equal(t, connector.Match{}, d.match(query("x", keys(2, 2)), ticket))
+	require.InDelta(t, 1, d.metric("kvport_tickets_refused_total"), 0)
+	_, refused := d.Brought("x")
+	require.Equal(t, "unverified", refused, "which the answer tells the router")
+	require.Zero(t, d.metric("kvport_unverified_blocks_total"))
+	require.Contains(t, log.String(), "reason=unverified")
+	require.Contains(t, log.String(), "no digest would verify their bytes: incompatible: set kvport.unverified to true to accept that")
+	require.NotContains(t, log.String(), "are loaded, too")
+	allowed := &syncBuffer{}
+	cutsWith(t, "e", ks[1], "base", rigOptions{log: slog.New(slog.NewTextHandler(allowed, nil)), settings: map[string]any{"unverified": true}})
+	require.Equal(t, 1, strings.Count(allowed.String(), "level=WARN"), allowed.String())
+	require.Contains(t, allowed.String(), "no digest verifies their bytes (kvport.unverified)")
 }
 
 // TestReshapeCounts: what arrives reshaped is counted, is not taken for damaged, and has digests from then on.

@@ -114,7 +114,7 @@ func TestScribbledRings(t *testing.T) {
 			if e.Err != nil {
 				require.ErrorIs(t, e.Err, connector.ErrGone)
 			}
-			require.Eventually(t, func() bool { return r.Health().Restarts >= 1 }, 10*time.Second, time.Millisecond)
+			require.Eventually(t, func() bool { return r.Health().Restarts >= 1 }, time.Minute, time.Millisecond)
 			require.NotSame(t, rings, r.rings())
 			e = r.load("c", ks, 20)
 			require.NoError(t, e.Err)
@@ -241,7 +241,7 @@ func TestCancelGoesTheWayOfItsCall(t *testing.T) {
 				assert.ErrorIs(t, err, errUnanswered)
 			})
 		}
-		require.Eventually(t, func() bool { return s.last.Load() == before+uint64(n) }, 30*time.Second, time.Millisecond, "calls that are sent now, whatever becomes of ctx")
+		require.Eventually(t, func() bool { return s.last.Load() == before+uint64(n) }, time.Minute, time.Millisecond, "calls that are sent now, whatever becomes of ctx")
 		return cancel
 	}
 	cancel := ask(1, 4096)

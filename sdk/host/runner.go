@@ -24,11 +24,14 @@ type runner struct {
 	lines          *plainLines // of stderr
 	childEnds      []*os.File  // closed once the child has them
 	fence          *fence
+	patience       patience
+	abandon        func(*fence) // told of a fence that does not come back, which is its own then; may be nil
 
 	mu     sync.Mutex
 	pid    int  // 0 until started
 	gone   bool // reaped: the pid may belong to somebody else
 	killed bool // by us
+	left   bool // the fence did not come back
 	err    error
 	reaped chan struct{}
 
@@ -133,11 +136,46 @@ func (r *runner) keep(started chan<- error) {
 	r.err = r.cmd.Wait()
 	r.gone = true
 	r.mu.Unlock()
-	r.fence.wait()
+	r.letGo()
 	deadline := time.Now().Add(drainWait)
 	_ = r.stdout.SetReadDeadline(deadline)
 	_ = r.stderr.SetReadDeadline(deadline)
 	close(r.reaped)
+}
+
+// letGo waits until nobody can write the plugin's memory any more, or gives up.
+func (r *runner) letGo() {
+	if r.fence.wait(r.patience) {
+		r.fence.close()
+		return
+	}
+	r.mu.Lock()
+	r.left = true
+	r.mu.Unlock()
+	if r.abandon == nil {
+		r.fence.close()
+		return
+	}
+	r.abandon(r.fence)
+}
+
+// waiting says that the process is dead, and that its fence is waited for.
+func (r *runner) waiting() bool {
+	select {
+	case <-r.reaped:
+		return false
+	default:
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.gone
+}
+
+// abandoned says that the process is dead and its fence will not be waited for any longer.
+func (r *runner) abandoned() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.left
 }
 
 // kill ends the process and its group with SIGKILL. It does not wait.

@@ -94,8 +94,11 @@ func (s *source) openSides(ctx context.Context, l *life) error {
 
 func (s *source) openSide(ctx context.Context, l *life, o opening) (io.Closer, error) {
 	o.env.Arena = s.arena.Bytes()
-	var side io.Closer
 	var err error
+	if o.env.LinkKey, o.env.RouterKey, err = s.keys.of(s.name, &s.info); err != nil {
+		return nil, err
+	}
+	var side io.Closer
 	if o.worker {
 		side, err = l.proc.OpenWorker(ctx, o.env, s.cfg.Extra)
 	} else {

@@ -23,7 +23,12 @@ type source struct {
 	layout   connector.Layout // of those
 	started  func(pid, pidfd int) error
 	held     func(bytes int64) // told how large the arena is; may be nil
+	promised *promised         // shared with the other plugins of the host
 	violated func(what string)
+	hurry    <-chan struct{}  // closed when the host closes
+	left     *abandonedMemory // by former lives
+	reland   func() error     // replaces landing memory that is this plugin's alone; nil: there is none
+	keys     keyring
 
 	sides   sides
 	sched   int   // the host's own sides: see openAll
@@ -32,6 +37,7 @@ type source struct {
 	arena   *Arena   // empty if the connector asks for none
 	env     []string // names of environment variables of the plugin
 	info    connector.Info
+	name    string // of the connector, as its manifest has it
 }
 
 // life is one process of a plugin with all its sides open.
@@ -47,7 +53,8 @@ func (s *source) find(ctx context.Context, paths []string) (*Manifest, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.prog, s.env = prog, manifest.Environment
+	s.cfg.adopt(manifest, s.log)
+	s.prog, s.env, s.name = prog, manifest.Environment, manifest.Name
 	if s.arena, err = NewArena(); err != nil {
 		return nil, errors.Join(err, prog.close())
 	}
@@ -59,25 +66,35 @@ func (s *source) close() error {
 	if s == nil || s.prog == nil {
 		return nil
 	}
+	s.left.close()
 	return errors.Join(s.prog.close(), s.arena.Close())
 }
 
 // start launches the plugin and opens its sides. n counts its lives, from 1.
 func (s *source) start(ctx context.Context, n uint64) (*life, error) {
 	d := &s.cfg.Settings.Deadlines
+	if err := s.renew(); err != nil {
+		return nil, err
+	}
 	proc, err := s.launch(ctx)
 	if err != nil {
 		return nil, err
 	}
 	l := &life{n: n, proc: proc}
-	ctx, cancel := context.WithTimeout(ctx, d.Handshake)
+	ctx, cancel := patient(ctx, d.Handshake, proc.waits())
 	defer cancel()
 	if err := s.open(ctx, l); err != nil {
 		proc.Kill()
 		if silent(err) {
+			if ranOut(ctx) {
+				err = longer(err, d.Handshake)
+			}
 			err = fmt.Errorf("%w: plugin %s: %w", ErrConfig, proc.path, proc.run.blame("", err))
 		}
 		return nil, err
+	}
+	if n == 1 {
+		s.fillArena()
 	}
 	return l, nil
 }
@@ -86,7 +103,7 @@ func (s *source) start(ctx context.Context, n uint64) (*life, error) {
 func (s *source) launch(ctx context.Context) (*Process, error) {
 	return launch(ctx, s.prog, LaunchOptions{
 		Regions: s.regions, Arena: s.arena, Started: s.started, Log: s.log, Environment: s.env, Handshake: s.cfg.Settings.Deadlines.Handshake,
-		Heartbeat: s.cfg.Settings.Heartbeat, Violated: s.violated, NoRing: !s.cfg.Settings.Ring,
+		Heartbeat: s.cfg.Settings.Heartbeat, Violated: s.violated, NoRing: !s.cfg.Settings.Ring, Fence: s.cfg.Settings.Deadlines.Fence, hurry: s.hurry, abandon: s.abandon,
 	})
 }
 
@@ -108,7 +125,7 @@ func (s *source) open(ctx context.Context, l *life) error {
 func openError(ctx context.Context, name string, err error) error {
 	switch {
 	case !silent(err):
-		return fmt.Errorf("%w: %s: %w", ErrConfig, name, err)
+		return fmt.Errorf("%w: %s: %w", ErrConfig, name, plainError{err})
 	case outOfTime(ctx):
 		return fmt.Errorf("open: no answer in time: %w", err)
 	}
@@ -156,7 +173,7 @@ func (s *source) describeAgain(ctx context.Context, r *Remote) error {
 	}
 	was := &s.info
 	if now.Name == was.Name && slices.Equal(now.Layouts, was.Layouts) && now.Groups == was.Groups &&
-		now.Lossy == was.Lossy && now.Scope == was.Scope && now.ArenaBytes == was.ArenaBytes && now.ArenaBlocks == was.ArenaBlocks &&
+		now.Lossy == was.Lossy && now.Scope == was.Scope && now.ArenaBytes == was.ArenaBytes && now.ArenaBlocks == was.ArenaBlocks && now.ArenaBlockTokens == was.ArenaBlockTokens &&
 		slices.EqualFunc(now.Stats, was.Stats, sameStat) {
 		return nil
 	}

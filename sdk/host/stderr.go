@@ -20,6 +20,7 @@ type plainLines struct {
 
 	mu   sync.Mutex
 	last string // line that says most
+	tail []string
 }
 
 func newPlainLines(r io.ReadCloser) *plainLines {

@@ -68,7 +68,9 @@ func (h *Host) supervise(life context.Context, g *generation) {
 		failed: func(err error) {
 			h.mu.Lock()
 			h.lastErr = err
+			h.failures++
 			h.mu.Unlock()
+			h.vital.failed()
 			h.log.Warn("plugin does not start", "connector", h.info.Name, "error", err)
 		},
 		closing: h.closing.Load,
@@ -80,6 +82,7 @@ func (h *Host) supervise(life context.Context, g *generation) {
 func (h *Host) died(pause time.Duration, broken bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	h.vital.isOpen(broken)
 	if h.broken = broken; broken && !h.closing.Load() {
 		h.log.Error("plugin keeps dying, it is left alone for a while", "connector", h.info.Name, "pause", pause)
 		h.do(h.book.Broken(time.Now()))
@@ -100,6 +103,8 @@ func (h *Host) install(g *generation) {
 		h.restarts++
 		h.metrics.restarts.Inc()
 	}
+	h.vital.isUp(true)
+	h.vital.isOpen(false)
 	g.serve()
 	h.do(h.book.Up(time.Now(), g.n))
 	h.log.Info("plugin is up", "connector", h.info.Name, "pid", g.pid(), "generation", g.n)
@@ -109,6 +114,7 @@ func (h *Host) install(g *generation) {
 func (h *Host) outlive(g *generation) {
 	<-g.proc.Done()
 	h.mu.Lock()
+	h.vital.isUp(false)
 	h.do(h.book.Down(time.Now(), g.n))
 	h.mu.Unlock()
 	g.finished()
@@ -119,6 +125,10 @@ func (h *Host) outlive(g *generation) {
 	h.lastErr = g.proc.Err()
 	if !h.closing.Load() {
 		h.log.Warn("plugin is gone", "connector", h.info.Name, "pid", g.pid(), "error", h.lastErr)
+	}
+	if g.abandoned() && h.lands == nil {
+		h.do(h.book.Abandoned(time.Now(), g.n))
+		return
 	}
 	h.do(h.book.Reaped(time.Now(), g.n))
 }

@@ -49,9 +49,12 @@ func TestSweepSockets(t *testing.T) {
 	leaks()
 }
 
-// The folder of a plugin that runs is in use, however old it is; opening a host sweeps.
-func TestRunningPluginKeepsItsFolder(t *testing.T) {
-	root := t.TempDir()
+// The folder of a plugin that starts is in use, however old it is, and no folder is left while one
+// runs: an engine that is killed then leaves nothing behind. Opening a host sweeps.
+func TestRunningPluginHasNoFolder(t *testing.T) {
+	root, err := os.MkdirTemp("/tmp", "kvport") //nolint:usetesting // short: a unix socket lies below it
+	require.NoError(t, err)
+	defer os.RemoveAll(root)
 	t.Setenv("TMPDIR", root)
 	left := filepath.Join(root, "kvport-plugin-left")
 	require.NoError(t, os.Mkdir(left, 0o700))
@@ -62,13 +65,29 @@ func TestRunningPluginKeepsItsFolder(t *testing.T) {
 	cfg, eng, opts := o.build(t)
 	h, err := Open(t.Context(), cfg, eng, opts)
 	require.NoError(t, err)
-	require.NoDirExists(t, left)
 	r := &rig{Host: h, t: t}
+	folders, err := filepath.Glob(filepath.Join(root, socketPrefix+"*"))
+	require.NoError(t, err)
+	require.Empty(t, folders, "the plugin is connected")
 	r.mu.Lock()
-	dir := r.gen.proc.(*Process).dir
+	p := r.gen.proc.(*Process)
 	r.mu.Unlock()
-	require.False(t, abandoned(dir, time.Now().Add(24*time.Hour)))
-	require.DirExists(t, dir)
+	require.NoError(t, p.Heartbeat(t.Context()), "the connection does not need the folder")
 	require.NoError(t, r.closeNow())
+}
+
+// What a plugin that starts has is not taken for a folder that was left behind.
+func TestStartingPluginKeepsItsFolder(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	p := &Process{}
+	var err error
+	p.dir, err = SocketDir()
+	require.NoError(t, err)
+	p.lock, err = lockDir(p.dir)
+	require.NoError(t, err)
+	dir := p.dir
+	require.False(t, abandoned(dir, time.Now().Add(24*time.Hour)))
+	p.vacate()
 	require.NoDirExists(t, dir)
+	require.Nil(t, p.lock)
 }

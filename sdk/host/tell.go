@@ -17,7 +17,7 @@ import (
 // tell passes an event of the book on to the engine. The caller holds mu.
 func (h *Host) tell(b *book.Event) {
 	e := Event{
-		Request: b.Request, Step: b.Step, Blocks: b.Blocks, Failed: b.Failed, Held: b.Held, Err: b.Err,
+		Request: b.Request, Step: b.Step, Blocks: b.Blocks, Failed: b.Failed, Held: b.Held, Lost: b.Lost, Err: b.Err,
 	}
 	switch b.Kind {
 	case book.Loaded:
@@ -38,6 +38,8 @@ func (h *Host) tell(b *book.Event) {
 		h.metrics.released.WithLabelValues(b.Reason).Inc()
 	case book.Answered:
 		e.Kind = Answered
+	case book.Stored:
+		e.Kind = Stored
 	}
 	h.events.put(e)
 }
@@ -63,6 +65,20 @@ func (h *Host) complain(direction string, c *complaints, b *book.Event) {
 	h.log.Warn("transfer failed", "connector", h.info.Name, "direction", direction, "request", b.Request,
 		"blocks", len(b.Failed), "error", b.Err, "not_logged", c.dropped)
 	*c = complaints{next: now.Add(time.Second)}
+}
+
+// missed logs that matches stayed undecided, which looks like a cold cache otherwise, but not more often than
+// missedEvery: a slow store is slow for every request. The caller holds mu.
+func (h *Host) missed(matches int) {
+	now, c := time.Now(), &h.misses
+	if now.Before(c.next) {
+		c.dropped += matches
+		return
+	}
+	later := h.cfg.Settings.Deadlines.Later
+	h.log.Warn(fmt.Sprintf("match undecided after %s, counted as a miss; raise kvport.deadlines.later if the connector's store is that slow", later),
+		"connector", h.info.Name, "matches", matches, "not_logged", c.dropped)
+	*c = complaints{next: now.Add(missedEvery)}
 }
 
 // seal makes the ticket of a finished request that a consumer may fetch, if there is anything.
@@ -128,14 +144,14 @@ func (o *ticketOffice) seal(e *ticket.Envelope) ([]byte, error) {
 }
 
 // verify opens the ticket that a request brought, or says why it is refused: in one word for
-// metrics, and at length.
+// metrics, and at length. A ticket that could be opened is returned with the refusal, too.
 func (o *ticketOffice) verify(signed []byte, request connector.RequestID) (e *ticket.Envelope, reason string, err error) {
 	if err = fault.Point("host.ticket.verify"); err != nil {
 		return nil, "other", err
 	}
 	e, err = ticket.Open(o.key, signed)
 	if err == nil && len(o.peers) > 0 && !slices.Contains(o.peers, e.Engine) {
-		return nil, "peer", fmt.Errorf("engine %q is not among kvport.peers", e.Engine)
+		return e, "peer", fmt.Errorf("engine %q is not among kvport.peers", e.Engine)
 	}
 	if err == nil {
 		err = o.guard.Check(e, request)
@@ -143,17 +159,26 @@ func (o *ticketOffice) verify(signed []byte, request connector.RequestID) (e *ti
 			err = fmt.Errorf("%w: its blocks are made as %q, ours as %q", err, e.ShapeText, o.eng.ShapeText)
 		}
 	}
-	switch {
-	case err == nil:
+	if err == nil {
 		return e, "", nil
-	case errors.Is(err, ticket.ErrForged):
-		return nil, "forged", err
-	case errors.Is(err, ticket.ErrReplayed):
-		return nil, "replayed", err
-	case errors.Is(err, ticket.ErrStale):
-		return nil, "stale", err
-	case errors.Is(err, connector.ErrIncompatible):
-		return nil, "incompatible", err
 	}
-	return nil, "other", err
+	reason, err = refusal(err)
+	return e, reason, err
+}
+
+// refusal says in one word why a ticket is refused, and at length.
+func refusal(err error) (reason string, because error) {
+	switch {
+	case errors.Is(err, ticket.ErrForged):
+		return "forged", fmt.Errorf("%w: the keys of both engines must be equal, see kvport.ticket_key_file", err)
+	case errors.Is(err, ticket.ErrReplayed):
+		return "replayed", err
+	case errors.Is(err, ticket.ErrStale):
+		return "stale", err
+	case errors.Is(err, ticket.ErrUnverified):
+		return "unverified", fmt.Errorf("%w: set kvport.unverified to true to accept that", err)
+	case errors.Is(err, connector.ErrIncompatible):
+		return "incompatible", err
+	}
+	return "other", err
 }

@@ -64,6 +64,7 @@ func (h *Host) startMove(a *book.Move) {
 	g := h.gen
 	ctx, cancel := context.WithDeadline(context.Background(), a.Deadline)
 	g.cancels[a.ID] = cancel
+	ctx = h.losing(ctx, a.ID)
 	turn := a.Kind == book.Load && h.begins(a.Transfer.Request)
 	g.work.Go(func() {
 		defer cancel()
@@ -156,13 +157,31 @@ func (h *Host) reused(t *connector.Transfer, out book.Outcome) book.Outcome {
 // made in the cache, so what the plugin does to the copy is found when the blocks are loaded.
 func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *book.Move) error {
 	if r.landing == nil {
-		return w.Save(ctx, a.Transfer, r.kv)
+		return h.saveTo(ctx, w, a.ID, a.Transfer, r.kv)
 	}
 	s := &stage{t: a.Transfer, slots: a.Slots}
 	r.busy(func() { s.out(r.landing.kv, r.kv) })
 	fault.Crash("host.save.copied")
 	h.metrics.copied.WithLabelValues(h.metrics.name, "save").Add(r.size(a.Transfer.Blocks))
-	return s.back(w.Save(ctx, s.landed(), r.landing.kv))
+	return s.back(h.saveTo(ctx, w, a.ID, s.landed(), r.landing.kv))
+}
+
+// tellingSaver is a worker that knows before its Save is over that what a ticket promises is stored: that of
+// a MultiConnector.
+type tellingSaver interface {
+	SaveTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, promised func()) error
+}
+
+func (h *Host) saveTo(ctx context.Context, w connector.Worker, id book.CallID, t *connector.Transfer, kv *connector.KV) error {
+	s, tells := w.(tellingSaver)
+	if !tells {
+		return w.Save(ctx, t, kv)
+	}
+	return s.SaveTelling(ctx, t, kv, func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		h.do(h.book.Stored(time.Now(), id))
+	})
 }
 
 // load lets a worker fill the blocks of a move: in the cache, or in landing memory, from where what

@@ -42,7 +42,7 @@ func cluster(t *testing.T) (nodes [3]*redistest.Server) {
 			}
 		}
 		return true
-	}, 30*time.Second, 50*time.Millisecond)
+	}, time.Minute, 50*time.Millisecond)
 	return nodes
 }
 

@@ -42,7 +42,7 @@ func TestCutSaves(t *testing.T) {
 		}
 		r.CutSentAfter(0)
 		r.Cut()
-		require.Eventually(t, func() bool { return found(t, s, []connector.Item{marker}) == 1 }, 5*time.Second, 5*time.Millisecond)
+		require.Eventually(t, func() bool { return found(t, s, []connector.Item{marker}) == 1 }, time.Minute, 5*time.Millisecond)
 		for i := range full {
 			err := s.Get(t.Context(), empty[i:i+1])
 			require.True(t, err == nil || failed[i], "block %d of round %d was acknowledged: %v", i, round, err)

@@ -37,8 +37,10 @@ func openArena(mem []byte, slotBytes int64) (a *arena, whole []found, torn int, 
 		return nil, nil, 0, fmt.Errorf("an arena of %d bytes has no room for a block of %d: %w", len(mem), slotBytes, connector.ErrIncompatible)
 	}
 	if super := a.super(); !bytes.Equal(mem[:len(super)], super) {
-		for id := range uint32(a.slots) {
-			a.clear(id)
+		if fresh := make([]byte, superSize); !bytes.Equal(mem[:superSize], fresh) { // else nobody has written, and every slot is free: none is touched
+			for id := range uint32(a.slots) {
+				a.clear(id)
+			}
 		}
 		copy(mem, super)
 		return a, nil, 0, nil

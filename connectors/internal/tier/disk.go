@@ -1,13 +1,16 @@
 package tier
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"os"
+	"path/filepath"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/machine"
 )
 
 // DiskOptions say where a Disk keeps its blocks.
@@ -24,6 +28,8 @@ type DiskOptions struct {
 	// each has a file, and Bytes, for itself. So have blocks of different sizes: an engine of another
 	// shape finds its file as it was.
 	Path string
+	// Field names the field of a config that Bytes comes from, for errors; empty: none does.
+	Field string
 	// Bytes is the largest size of the file and of all those in the folder that nobody uses together. It
 	// is never exceeded: what was left longest makes room.
 	Bytes int64
@@ -77,7 +83,10 @@ func OpenDisk(o DiskOptions) (*Disk, error) {
 	if o.SlotBytes < 1 || d.slots < 1 {
 		return nil, fmt.Errorf("%d bytes on disk have no room for a block of %d: %w", o.Bytes, o.SlotBytes, connector.ErrIncompatible)
 	}
-	var err error
+	err := d.fits(machine.FreeMemory("/"))
+	if err != nil {
+		return nil, err
+	}
 	if d.index, err = NewIndex(d.slots, o.Policy); err != nil {
 		return nil, err
 	}
@@ -93,6 +102,56 @@ func OpenDisk(o DiskOptions) (*Disk, error) {
 		return nil, errors.Join(fmt.Errorf("folder %s: %w: %w", o.Path, err, connector.ErrIncompatible), d.file.Close())
 	}
 	return d, nil
+}
+
+// refusedFrom is how large a tier must be to be refused where its file system is smaller. A small one serves for as
+// long as there is room, like one on a full disk.
+const refusedFrom = 1 << 30
+
+// entryBytes is about what an entry of the index takes in memory.
+const entryBytes = 128
+
+// fits says why the tier is larger than the folder's file system, or its index than the free memory. A
+// file system that is only full by now is no reason: its room may come back.
+func (d *Disk) fits(memory int64) error {
+	field := cmp.Or(d.o.Field, "the size of the disk tier")
+	size, free := d.fileSystem()
+	if d.o.Bytes > size && d.o.Bytes >= refusedFrom {
+		return fmt.Errorf("%s is %d bytes, the file system of %s has %d in all, %d of them free: set it lower: %w", field, d.o.Bytes, d.o.Path, size, free, connector.ErrIncompatible)
+	}
+	if need := int64(d.slots) * entryBytes; need > memory {
+		return fmt.Errorf("%s is %d bytes: the index of %d blocks of %d bytes takes %d bytes of memory, this machine has free %d: set it lower: %w",
+			field, d.o.Bytes, d.slots, d.slotBytes, need, memory, connector.ErrIncompatible)
+	}
+	if d.o.Bytes > free {
+		d.o.Log.Warn("the disk tier may grow to more than its file system has free now", "folder", d.o.Path, "field", field, "bytes", d.o.Bytes, "free", free)
+	}
+	return nil
+}
+
+// fileSystem is the size of the folder's file system and what it has free or has given to tiers in this folder, in
+// bytes; MaxInt64 where it does not say.
+func (d *Disk) fileSystem() (size, free int64) {
+	folder := d.o.Path
+	for folder != filepath.Dir(folder) { // the folder may have to be made
+		if _, err := os.Stat(folder); err == nil {
+			break
+		}
+		folder = filepath.Dir(folder)
+	}
+	var st unix.Statfs_t
+	if unix.Statfs(folder, &st) != nil || st.Blocks == 0 || st.Bsize < 1 {
+		return math.MaxInt64, math.MaxInt64
+	}
+	bytes := func(blocks uint64) int64 { return int64(min(blocks, math.MaxInt64/4/uint64(st.Bsize))) * st.Bsize }
+	size, free = bytes(st.Blocks), bytes(st.Bavail)
+	for n := range maxFiles {
+		var own unix.Stat_t
+		if unix.Stat(filepath.Join(d.o.Path, fileName(n)), &own) == nil {
+			free += own.Blocks * 512
+		}
+	}
+	return size, free
 }
 
 // Slots is the number of blocks that fit.

@@ -3,6 +3,7 @@ package tier
 import (
 	"context"
 	"encoding/binary"
+	"fmt"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -455,4 +456,36 @@ func TestReset(t *testing.T) {
 	d := disk(t, path, 64)
 	require.Zero(t, d.Stats().Adopted)
 	require.NoError(t, d.Close())
+}
+
+// A fresh arena is not touched to its end when it is opened: pages that nobody uses take no memory and no time.
+func TestFreshArenaIsNotTouched(t *testing.T) {
+	mem := make([]byte, 1<<20)
+	mem[len(mem)-1] = 7
+	last := fit(int64(len(mem)), 4096).headerAt(100)
+	mem[last] = 7
+	_, _, _, err := openArena(mem, 4096)
+	require.NoError(t, err)
+	require.EqualValues(t, 7, mem[last])
+	mem[100] = 1 // somebody has used it
+	_, _, _, err = openArena(mem[:len(mem)-4096], 4096)
+	require.NoError(t, err)
+	require.Zero(t, mem[last])
+}
+
+// A disk tier that can never have its room is refused in words that name the field, before its index is made.
+func TestDiskThatDoesNotFit(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "to", "be made")
+	_, err := OpenDisk(DiskOptions{Path: path, Field: "disk_bytes", Bytes: 100 << 40, SlotBytes: 1 << 20})
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, "disk_bytes is 109951162777600 bytes, the file system of "+path+" has ")
+	require.ErrorContains(t, err, " free: set it lower")
+	require.NoDirExists(t, path)
+
+	d := &Disk{o: DiskOptions{Path: path, Field: "disk_bytes", Bytes: 1 << 30}, shape: fit(1<<30, 4096)}
+	require.NoError(t, d.fits(int64(d.slots)*entryBytes))
+	err = d.fits(int64(d.slots)*entryBytes - 1)
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, fmt.Sprintf("disk_bytes is 1073741824 bytes: the index of %d blocks of 4096 bytes takes %d bytes of memory, this machine has free %d: set it lower",
+		d.slots, d.slots*entryBytes, d.slots*entryBytes-1))
 }

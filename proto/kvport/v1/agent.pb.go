@@ -993,6 +993,8 @@ type AgentCounter struct {
 	Labels        []string               `protobuf:"bytes,2,rep,name=labels,proto3" json:"labels,omitempty"` // name, value, name, value
 	Value         float64                `protobuf:"fixed64,3,opt,name=value,proto3" json:"value,omitempty"`
 	Gauge         bool                   `protobuf:"varint,4,opt,name=gauge,proto3" json:"gauge,omitempty"`
+	Help          string                 `protobuf:"bytes,5,opt,name=help,proto3" json:"help,omitempty"`
+	Histogram     *AgentHistogram        `protobuf:"bytes,6,opt,name=histogram,proto3" json:"histogram,omitempty"` // then there is no value
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1055,6 +1057,81 @@ func (x *AgentCounter) GetGauge() bool {
 	return false
 }
 
+func (x *AgentCounter) GetHelp() string {
+	if x != nil {
+		return x.Help
+	}
+	return ""
+}
+
+func (x *AgentCounter) GetHistogram() *AgentHistogram {
+	if x != nil {
+		return x.Histogram
+	}
+	return nil
+}
+
+// AgentHistogram is a histogram since the agent's start.
+type AgentHistogram struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Bounds        []float64              `protobuf:"fixed64,1,rep,packed,name=bounds,proto3" json:"bounds,omitempty"` // upper ones, ascending; there is one bucket more, without a bound
+	Counts        []uint64               `protobuf:"varint,2,rep,packed,name=counts,proto3" json:"counts,omitempty"`  // of each bucket, alone
+	Sum           float64                `protobuf:"fixed64,3,opt,name=sum,proto3" json:"sum,omitempty"`              // of what was observed
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentHistogram) Reset() {
+	*x = AgentHistogram{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentHistogram) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentHistogram) ProtoMessage() {}
+
+func (x *AgentHistogram) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentHistogram.ProtoReflect.Descriptor instead.
+func (*AgentHistogram) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *AgentHistogram) GetBounds() []float64 {
+	if x != nil {
+		return x.Bounds
+	}
+	return nil
+}
+
+func (x *AgentHistogram) GetCounts() []uint64 {
+	if x != nil {
+		return x.Counts
+	}
+	return nil
+}
+
+func (x *AgentHistogram) GetSum() float64 {
+	if x != nil {
+		return x.Sum
+	}
+	return 0
+}
+
 // AgentBlocks says which blocks of the connector came and went, to the scheduler. The first one, with
 // a gap, comes when a connector has opened that tells at all (capability events).
 type AgentBlocks struct {
@@ -1067,7 +1144,7 @@ type AgentBlocks struct {
 
 func (x *AgentBlocks) Reset() {
 	*x = AgentBlocks{}
-	mi := &file_kvport_v1_agent_proto_msgTypes[11]
+	mi := &file_kvport_v1_agent_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1079,7 +1156,7 @@ func (x *AgentBlocks) String() string {
 func (*AgentBlocks) ProtoMessage() {}
 
 func (x *AgentBlocks) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_agent_proto_msgTypes[11]
+	mi := &file_kvport_v1_agent_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1092,7 +1169,7 @@ func (x *AgentBlocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AgentBlocks.ProtoReflect.Descriptor instead.
 func (*AgentBlocks) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{11}
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *AgentBlocks) GetGap() bool {
@@ -1177,12 +1254,18 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"AgentState\x12\x14\n" +
 	"\x05state\x18\x01 \x01(\tR\x05state\x12\x14\n" +
 	"\x05error\x18\x02 \x01(\tR\x05error\x123\n" +
-	"\bcounters\x18\x03 \x03(\v2\x17.kvport.v1.AgentCounterR\bcounters\"f\n" +
+	"\bcounters\x18\x03 \x03(\v2\x17.kvport.v1.AgentCounterR\bcounters\"\xb3\x01\n" +
 	"\fAgentCounter\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06labels\x18\x02 \x03(\tR\x06labels\x12\x14\n" +
 	"\x05value\x18\x03 \x01(\x01R\x05value\x12\x14\n" +
-	"\x05gauge\x18\x04 \x01(\bR\x05gauge\"N\n" +
+	"\x05gauge\x18\x04 \x01(\bR\x05gauge\x12\x12\n" +
+	"\x04help\x18\x05 \x01(\tR\x04help\x127\n" +
+	"\thistogram\x18\x06 \x01(\v2\x19.kvport.v1.AgentHistogramR\thistogram\"R\n" +
+	"\x0eAgentHistogram\x12\x16\n" +
+	"\x06bounds\x18\x01 \x03(\x01R\x06bounds\x12\x16\n" +
+	"\x06counts\x18\x02 \x03(\x04R\x06counts\x12\x10\n" +
+	"\x03sum\x18\x03 \x01(\x01R\x03sum\"N\n" +
 	"\vAgentBlocks\x12\x10\n" +
 	"\x03gap\x18\x01 \x01(\bR\x03gap\x12-\n" +
 	"\x06events\x18\x02 \x03(\v2\x15.kvport.v1.BlockEventR\x06events*\xe5\x01\n" +
@@ -1208,59 +1291,61 @@ func file_kvport_v1_agent_proto_rawDescGZIP() []byte {
 }
 
 var file_kvport_v1_agent_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvport_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_kvport_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_kvport_v1_agent_proto_goTypes = []any{
-	(AgentEventKind)(0),   // 0: kvport.v1.AgentEventKind
-	(*AgentCall)(nil),     // 1: kvport.v1.AgentCall
-	(*AgentAnswer)(nil),   // 2: kvport.v1.AgentAnswer
-	(*AgentAttach)(nil),   // 3: kvport.v1.AgentAttach
-	(*AgentAttached)(nil), // 4: kvport.v1.AgentAttached
-	(*AgentFinished)(nil), // 5: kvport.v1.AgentFinished
-	(*AgentDetach)(nil),   // 6: kvport.v1.AgentDetach
-	(*AgentDetached)(nil), // 7: kvport.v1.AgentDetached
-	(*AgentEvent)(nil),    // 8: kvport.v1.AgentEvent
-	(*AgentPlugin)(nil),   // 9: kvport.v1.AgentPlugin
-	(*AgentState)(nil),    // 10: kvport.v1.AgentState
-	(*AgentCounter)(nil),  // 11: kvport.v1.AgentCounter
-	(*AgentBlocks)(nil),   // 12: kvport.v1.AgentBlocks
-	(*Query)(nil),         // 13: kvport.v1.Query
-	(*Step)(nil),          // 14: kvport.v1.Step
-	(*Ended)(nil),         // 15: kvport.v1.Ended
-	(*ResetRequest)(nil),  // 16: kvport.v1.ResetRequest
-	(*Error)(nil),         // 17: kvport.v1.Error
-	(*Match)(nil),         // 18: kvport.v1.Match
-	(*ResetResponse)(nil), // 19: kvport.v1.ResetResponse
-	(Side)(0),             // 20: kvport.v1.Side
-	(*Layout)(nil),        // 21: kvport.v1.Layout
-	(*BlockEvent)(nil),    // 22: kvport.v1.BlockEvent
+	(AgentEventKind)(0),    // 0: kvport.v1.AgentEventKind
+	(*AgentCall)(nil),      // 1: kvport.v1.AgentCall
+	(*AgentAnswer)(nil),    // 2: kvport.v1.AgentAnswer
+	(*AgentAttach)(nil),    // 3: kvport.v1.AgentAttach
+	(*AgentAttached)(nil),  // 4: kvport.v1.AgentAttached
+	(*AgentFinished)(nil),  // 5: kvport.v1.AgentFinished
+	(*AgentDetach)(nil),    // 6: kvport.v1.AgentDetach
+	(*AgentDetached)(nil),  // 7: kvport.v1.AgentDetached
+	(*AgentEvent)(nil),     // 8: kvport.v1.AgentEvent
+	(*AgentPlugin)(nil),    // 9: kvport.v1.AgentPlugin
+	(*AgentState)(nil),     // 10: kvport.v1.AgentState
+	(*AgentCounter)(nil),   // 11: kvport.v1.AgentCounter
+	(*AgentHistogram)(nil), // 12: kvport.v1.AgentHistogram
+	(*AgentBlocks)(nil),    // 13: kvport.v1.AgentBlocks
+	(*Query)(nil),          // 14: kvport.v1.Query
+	(*Step)(nil),           // 15: kvport.v1.Step
+	(*Ended)(nil),          // 16: kvport.v1.Ended
+	(*ResetRequest)(nil),   // 17: kvport.v1.ResetRequest
+	(*Error)(nil),          // 18: kvport.v1.Error
+	(*Match)(nil),          // 19: kvport.v1.Match
+	(*ResetResponse)(nil),  // 20: kvport.v1.ResetResponse
+	(Side)(0),              // 21: kvport.v1.Side
+	(*Layout)(nil),         // 22: kvport.v1.Layout
+	(*BlockEvent)(nil),     // 23: kvport.v1.BlockEvent
 }
 var file_kvport_v1_agent_proto_depIdxs = []int32{
 	3,  // 0: kvport.v1.AgentCall.attach:type_name -> kvport.v1.AgentAttach
-	13, // 1: kvport.v1.AgentCall.match:type_name -> kvport.v1.Query
-	14, // 2: kvport.v1.AgentCall.step:type_name -> kvport.v1.Step
-	15, // 3: kvport.v1.AgentCall.finish:type_name -> kvport.v1.Ended
-	16, // 4: kvport.v1.AgentCall.reset:type_name -> kvport.v1.ResetRequest
+	14, // 1: kvport.v1.AgentCall.match:type_name -> kvport.v1.Query
+	15, // 2: kvport.v1.AgentCall.step:type_name -> kvport.v1.Step
+	16, // 3: kvport.v1.AgentCall.finish:type_name -> kvport.v1.Ended
+	17, // 4: kvport.v1.AgentCall.reset:type_name -> kvport.v1.ResetRequest
 	6,  // 5: kvport.v1.AgentCall.detach:type_name -> kvport.v1.AgentDetach
-	17, // 6: kvport.v1.AgentAnswer.error:type_name -> kvport.v1.Error
+	18, // 6: kvport.v1.AgentAnswer.error:type_name -> kvport.v1.Error
 	4,  // 7: kvport.v1.AgentAnswer.attached:type_name -> kvport.v1.AgentAttached
-	18, // 8: kvport.v1.AgentAnswer.match:type_name -> kvport.v1.Match
+	19, // 8: kvport.v1.AgentAnswer.match:type_name -> kvport.v1.Match
 	5,  // 9: kvport.v1.AgentAnswer.finish:type_name -> kvport.v1.AgentFinished
-	19, // 10: kvport.v1.AgentAnswer.reset:type_name -> kvport.v1.ResetResponse
+	20, // 10: kvport.v1.AgentAnswer.reset:type_name -> kvport.v1.ResetResponse
 	7,  // 11: kvport.v1.AgentAnswer.detached:type_name -> kvport.v1.AgentDetached
 	8,  // 12: kvport.v1.AgentAnswer.event:type_name -> kvport.v1.AgentEvent
 	9,  // 13: kvport.v1.AgentAnswer.plugin:type_name -> kvport.v1.AgentPlugin
 	10, // 14: kvport.v1.AgentAnswer.state:type_name -> kvport.v1.AgentState
-	12, // 15: kvport.v1.AgentAnswer.blocks:type_name -> kvport.v1.AgentBlocks
-	20, // 16: kvport.v1.AgentAttach.side:type_name -> kvport.v1.Side
-	21, // 17: kvport.v1.AgentAttach.layout:type_name -> kvport.v1.Layout
+	13, // 15: kvport.v1.AgentAnswer.blocks:type_name -> kvport.v1.AgentBlocks
+	21, // 16: kvport.v1.AgentAttach.side:type_name -> kvport.v1.Side
+	22, // 17: kvport.v1.AgentAttach.layout:type_name -> kvport.v1.Layout
 	0,  // 18: kvport.v1.AgentEvent.kind:type_name -> kvport.v1.AgentEventKind
 	11, // 19: kvport.v1.AgentState.counters:type_name -> kvport.v1.AgentCounter
-	22, // 20: kvport.v1.AgentBlocks.events:type_name -> kvport.v1.BlockEvent
-	21, // [21:21] is the sub-list for method output_type
-	21, // [21:21] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	12, // 20: kvport.v1.AgentCounter.histogram:type_name -> kvport.v1.AgentHistogram
+	23, // 21: kvport.v1.AgentBlocks.events:type_name -> kvport.v1.BlockEvent
+	22, // [22:22] is the sub-list for method output_type
+	22, // [22:22] is the sub-list for method input_type
+	22, // [22:22] is the sub-list for extension type_name
+	22, // [22:22] is the sub-list for extension extendee
+	0,  // [0:22] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_agent_proto_init() }
@@ -1294,7 +1379,7 @@ func file_kvport_v1_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvport_v1_agent_proto_rawDesc), len(file_kvport_v1_agent_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   12,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -626,19 +626,21 @@ func (x *DescribeRequest) GetConfig() []byte {
 }
 
 type DescribeResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Error         *Error                 `protobuf:"bytes,1,opt,name=error,proto3" json:"error,omitempty"`
-	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	Capabilities  []Capability           `protobuf:"varint,3,rep,packed,name=capabilities,proto3,enum=kvport.v1.Capability" json:"capabilities,omitempty"`
-	Layouts       []string               `protobuf:"bytes,4,rep,name=layouts,proto3" json:"layouts,omitempty"`
-	Groups        bool                   `protobuf:"varint,5,opt,name=groups,proto3" json:"groups,omitempty"`
-	Scope         Scope                  `protobuf:"varint,6,opt,name=scope,proto3,enum=kvport.v1.Scope" json:"scope,omitempty"`
-	Lossy         bool                   `protobuf:"varint,7,opt,name=lossy,proto3" json:"lossy,omitempty"`
-	ArenaBytes    uint64                 `protobuf:"varint,8,opt,name=arena_bytes,json=arenaBytes,proto3" json:"arena_bytes,omitempty"` // 0: no arena
-	Stats         []*StatInfo            `protobuf:"bytes,9,rep,name=stats,proto3" json:"stats,omitempty"`
-	ArenaBlocks   uint64                 `protobuf:"varint,10,opt,name=arena_blocks,json=arenaBlocks,proto3" json:"arena_blocks,omitempty"` // besides arena_bytes: room for blocks, see connector.Info
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state            protoimpl.MessageState `protogen:"open.v1"`
+	Error            *Error                 `protobuf:"bytes,1,opt,name=error,proto3" json:"error,omitempty"`
+	Name             string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Capabilities     []Capability           `protobuf:"varint,3,rep,packed,name=capabilities,proto3,enum=kvport.v1.Capability" json:"capabilities,omitempty"`
+	Layouts          []string               `protobuf:"bytes,4,rep,name=layouts,proto3" json:"layouts,omitempty"`
+	Groups           bool                   `protobuf:"varint,5,opt,name=groups,proto3" json:"groups,omitempty"`
+	Scope            Scope                  `protobuf:"varint,6,opt,name=scope,proto3,enum=kvport.v1.Scope" json:"scope,omitempty"`
+	Lossy            bool                   `protobuf:"varint,7,opt,name=lossy,proto3" json:"lossy,omitempty"`
+	ArenaBytes       uint64                 `protobuf:"varint,8,opt,name=arena_bytes,json=arenaBytes,proto3" json:"arena_bytes,omitempty"` // 0: no arena
+	Stats            []*StatInfo            `protobuf:"bytes,9,rep,name=stats,proto3" json:"stats,omitempty"`
+	ArenaBlocks      uint64                 `protobuf:"varint,10,opt,name=arena_blocks,json=arenaBlocks,proto3" json:"arena_blocks,omitempty"`                  // besides arena_bytes: room for blocks, see connector.Info
+	ArenaField       string                 `protobuf:"bytes,11,opt,name=arena_field,json=arenaField,proto3" json:"arena_field,omitempty"`                      // the field of the config that says how large the arena is, for messages; empty: none does
+	ArenaBlockTokens uint64                 `protobuf:"varint,12,opt,name=arena_block_tokens,json=arenaBlockTokens,proto3" json:"arena_block_tokens,omitempty"` // tokens of each of arena_blocks; 0: as many as the engine's block has
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *DescribeResponse) Reset() {
@@ -737,6 +739,20 @@ func (x *DescribeResponse) GetStats() []*StatInfo {
 func (x *DescribeResponse) GetArenaBlocks() uint64 {
 	if x != nil {
 		return x.ArenaBlocks
+	}
+	return 0
+}
+
+func (x *DescribeResponse) GetArenaField() string {
+	if x != nil {
+		return x.ArenaField
+	}
+	return ""
+}
+
+func (x *DescribeResponse) GetArenaBlockTokens() uint64 {
+	if x != nil {
+		return x.ArenaBlockTokens
 	}
 	return 0
 }
@@ -1465,12 +1481,14 @@ type Open struct {
 	Model         []byte                 `protobuf:"bytes,7,opt,name=model,proto3" json:"model,omitempty"` // 32 bytes
 	Shape         []byte                 `protobuf:"bytes,8,opt,name=shape,proto3" json:"shape,omitempty"` // 32 bytes
 	Layout        *Layout                `protobuf:"bytes,9,opt,name=layout,proto3" json:"layout,omitempty"`
-	Regions       []*Region              `protobuf:"bytes,10,rep,name=regions,proto3" json:"regions,omitempty"`   // worker side only
-	Config        []byte                 `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`     // JSON
-	Arena         *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`       // what Describe asked for; absent: none
-	Progress      *Region                `protobuf:"bytes,13,opt,name=progress,proto3" json:"progress,omitempty"` // worker side only: where SaveLayers finds its counters
-	Ring          *Ring                  `protobuf:"bytes,14,opt,name=ring,proto3" json:"ring,omitempty"`         // memory through which small messages may go; absent: none
-	Base          []byte                 `protobuf:"bytes,15,opt,name=base,proto3" json:"base,omitempty"`         // 32 bytes, as shape but for block size and ranks; absent: blocks cannot be cut
+	Regions       []*Region              `protobuf:"bytes,10,rep,name=regions,proto3" json:"regions,omitempty"`                      // worker side only
+	Config        []byte                 `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`                        // JSON
+	Arena         *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`                          // what Describe asked for; absent: none
+	Progress      *Region                `protobuf:"bytes,13,opt,name=progress,proto3" json:"progress,omitempty"`                    // worker side only: where SaveLayers finds its counters
+	Ring          *Ring                  `protobuf:"bytes,14,opt,name=ring,proto3" json:"ring,omitempty"`                            // memory through which small messages may go; absent: none
+	Base          []byte                 `protobuf:"bytes,15,opt,name=base,proto3" json:"base,omitempty"`                            // 32 bytes, as shape but for block size and ranks; absent: blocks cannot be cut
+	LinkKey       []byte                 `protobuf:"bytes,16,opt,name=link_key,json=linkKey,proto3" json:"link_key,omitempty"`       // 32 bytes, for peers to know each other by; absent: an older host
+	RouterKey     []byte                 `protobuf:"bytes,17,opt,name=router_key,json=routerKey,proto3" json:"router_key,omitempty"` // 32 bytes, what the deployment's routers sign with; absent: not for this connector
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1610,9 +1628,23 @@ func (x *Open) GetBase() []byte {
 	return nil
 }
 
+func (x *Open) GetLinkKey() []byte {
+	if x != nil {
+		return x.LinkKey
+	}
+	return nil
+}
+
+func (x *Open) GetRouterKey() []byte {
+	if x != nil {
+		return x.RouterKey
+	}
+	return nil
+}
+
 // Ring is memory for two rings of frames beside the session's stream: it begins at an offset of a
 // descriptor that the plugin inherited. Who does not know it leaves Opened.ring unset, and all
-// messages go over the stream. Rules RING-01 to RING-06 say what is in it.
+// messages go over the stream. Rules RING-01 to RING-08 say what is in it.
 type Ring struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Fd            uint32                 `protobuf:"varint,1,opt,name=fd,proto3" json:"fd,omitempty"`
@@ -3569,7 +3601,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
 	"\x06blocks\x18\x03 \x03(\x05R\x06blocks\")\n" +
 	"\x0fDescribeRequest\x12\x16\n" +
-	"\x06config\x18\x01 \x01(\fR\x06config\"\xe8\x02\n" +
+	"\x06config\x18\x01 \x01(\fR\x06config\"\xb7\x03\n" +
 	"\x10DescribeResponse\x12&\n" +
 	"\x05error\x18\x01 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x129\n" +
@@ -3582,7 +3614,10 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"arenaBytes\x12)\n" +
 	"\x05stats\x18\t \x03(\v2\x13.kvport.v1.StatInfoR\x05stats\x12!\n" +
 	"\farena_blocks\x18\n" +
-	" \x01(\x04R\varenaBlocks\"s\n" +
+	" \x01(\x04R\varenaBlocks\x12\x1f\n" +
+	"\varena_field\x18\v \x01(\tR\n" +
+	"arenaField\x12,\n" +
+	"\x12arena_block_tokens\x18\f \x01(\x04R\x10arenaBlockTokens\"s\n" +
 	"\bStatInfo\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04help\x18\x02 \x01(\tR\x04help\x12'\n" +
@@ -3630,7 +3665,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05stats\x18\v \x01(\v2\x18.kvport.v1.StatsResponseH\x00R\x05stats\x123\n" +
 	"\x06events\x18\f \x01(\v2\x19.kvport.v1.EventsResponseH\x00R\x06events\x129\n" +
 	"\brenewals\x18\r \x01(\v2\x1b.kvport.v1.RenewalsResponseH\x00R\brenewalsB\b\n" +
-	"\x06result\"\xd5\x03\n" +
+	"\x06result\"\x99\x04\n" +
 	"\x04Open\x12#\n" +
 	"\x04side\x18\x01 \x01(\x0e2\x0f.kvport.v1.SideR\x04side\x12\x16\n" +
 	"\x06engine\x18\x02 \x01(\tR\x06engine\x12\x14\n" +
@@ -3647,7 +3682,10 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05arena\x18\f \x01(\v2\x11.kvport.v1.RegionR\x05arena\x12-\n" +
 	"\bprogress\x18\r \x01(\v2\x11.kvport.v1.RegionR\bprogress\x12#\n" +
 	"\x04ring\x18\x0e \x01(\v2\x0f.kvport.v1.RingR\x04ring\x12\x12\n" +
-	"\x04base\x18\x0f \x01(\fR\x04base\"B\n" +
+	"\x04base\x18\x0f \x01(\fR\x04base\x12\x1e\n" +
+	"\blink_key\x18\x10 \x01(\fB\x03\x80\x01\x01R\alinkKey\x12\"\n" +
+	"\n" +
+	"router_key\x18\x11 \x01(\fB\x03\x80\x01\x01R\trouterKey\"B\n" +
 	"\x04Ring\x12\x0e\n" +
 	"\x02fd\x18\x01 \x01(\rR\x02fd\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n" +

@@ -10,6 +10,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk/host"
 )
@@ -21,6 +23,9 @@ type Config struct {
 	Socket     string   // path of the socket to listen on
 	Log        *slog.Logger
 	Ready      func() // called once, when the socket listens; may be nil
+
+	// Build is a metric that the engine is shown beside those of the connector: which agent runs; may be nil.
+	Build prometheus.Collector
 }
 
 // limits are how long and how much the agent bears. Tests have others.
@@ -105,6 +110,9 @@ func run(ctx context.Context, cfg Config, l limits) error {
 		cfg: cfg, limits: l, log: cfg.Log, life: uint64(time.Now().UnixNano()), ledger: newLedger(),
 		conns: map[*conn]struct{}{}, peers: map[int]*peer{}, seats: map[int]*seat{}, since: time.Now(),
 		wake: make(chan struct{}, 1),
+	}
+	if cfg.Build != nil {
+		s.ledger.MustRegister(cfg.Build) // the first one: there is nothing that it could clash with
 	}
 	var inner context.Context
 	inner, s.stop = context.WithCancelCause(ctx)

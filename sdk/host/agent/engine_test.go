@@ -112,7 +112,7 @@ func spawn(t testing.TB, transfer string) *spawned {
 		if t.Failed() {
 			t.Log(s.log.String())
 		}
-		require.Eventually(t, func() bool { return len(processes(t, filepath.Join(bin, "kvport-shared"))) == 0 }, 10*time.Second, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return len(processes(t, filepath.Join(bin, "kvport-shared"))) == 0 }, time.Minute, 10*time.Millisecond)
 		require.NoError(t, os.RemoveAll(dir))
 	})
 	return s

@@ -57,6 +57,9 @@ func (o *house) close(patience time.Duration) {
 // forward passes events on: a load's end to all, everything else to the scheduler.
 func (o *house) forward() {
 	for e := range o.host.Events() {
+		if e.Kind == host.Stored {
+			continue // the engine's processes wait for Saved or the ticket
+		}
 		o.s.mu.Lock()
 		if e.Kind == host.Finished {
 			if answer := o.tickets[e.Request]; answer != nil {
@@ -67,7 +70,12 @@ func (o *house) forward() {
 		if e.Kind == host.Loaded {
 			delete(o.arriving, e.Request)
 		}
-		o.s.tellEvent(&e)
+		if e.Lost {
+			// The engine keeps blocks until it is told otherwise, and these it must keep for good.
+			o.s.log.Error("blocks of a request are lost, it waits until its client gives up", "request", e.Request, "blocks", len(e.Blocks), "error", e.Err)
+		} else {
+			o.s.tellEvent(&e)
+		}
 		o.s.mu.Unlock()
 	}
 }

@@ -130,7 +130,7 @@ func open(t testing.TB, transfer string, change func(*limits)) *office {
 		require.Empty(t, left, "socket or lock")
 		require.NoError(t, os.Remove(dir))
 		require.NoError(t, goleak.Find(leaks))
-		require.Eventually(t, func() bool { return descriptors(t) <= fds }, 3*time.Second, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return descriptors(t) <= fds }, time.Minute, 10*time.Millisecond)
 	})
 	return o
 }
@@ -426,7 +426,7 @@ func (p *process) announced(n int) *os.File {
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		return len(p.pidfds) >= n
-	}, 20*time.Second, 5*time.Millisecond, "%d plugins", n)
+	}, time.Minute, 5*time.Millisecond, "%d plugins", n)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	require.Len(p.t, p.pidfds, n)

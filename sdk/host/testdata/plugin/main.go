@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -73,7 +74,7 @@ func main() {
 			if _, err := os.Stat(filepath.Join(c.Dir, "replaced")); err == nil {
 				info.Groups = true // as another binary might say
 			}
-			info.ArenaBytes = c.Arena
+			info.ArenaBytes, info.ArenaField = c.Arena, "arena"
 			if _, err := os.Stat(filepath.Join(c.Dir, "larger")); err == nil {
 				info.ArenaBytes++
 			}
@@ -108,6 +109,9 @@ func main() {
 			c, err := sdk.DecodeConfig[config](raw)
 			failEarly(c.Fault, "open")
 			if err := count(&env, c.Arena, 0); err != nil {
+				return nil, err
+			}
+			if err := tellKeys(c.Dir, &env); err != nil {
 				return nil, err
 			}
 			s := &side{config: c, env: env}
@@ -166,6 +170,7 @@ func failEarly(fault, phase string) {
 		_, _ = syscall.Write(2, []byte("no licence to "+phase+"\n")) // os.Stderr goes over the connection, that ends
 		os.Exit(3)
 	case "hang_" + phase:
+		_, _ = syscall.Write(2, []byte("waiting for a licence to "+phase+"\n"))
 		select {}
 	}
 }
@@ -394,6 +399,10 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 		panic("as told")
 	case w.due("crash_load"):
 		os.Exit(3)
+	case w.due("hide_fence"):
+		hideFence(w.Dir)
+	case w.due("leave_child"):
+		leaveChild(w.Dir)
 	case w.due("busy_load"):
 		if w.calls.Load() < w.At+3 {
 			return connector.ErrBusy
@@ -479,4 +488,13 @@ func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.
 		}
 	}
 	return nil
+}
+
+// tellKeys writes down the keys that the host gave, for a test that has put a file there to ask for it.
+func tellKeys(dir string, env *connector.Env) error {
+	path := filepath.Join(dir, "tell-keys")
+	if _, err := os.Stat(path); err != nil {
+		return nil
+	}
+	return os.WriteFile(path, fmt.Appendf(nil, "%s %s", hex.EncodeToString(env.LinkKey), hex.EncodeToString(env.RouterKey)), 0o600)
 }

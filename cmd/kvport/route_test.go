@@ -1,0 +1,76 @@
+package main
+
+import (
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Clients have the router's keys, and the router has the engines': neither sees the other's. Strangers learn
+// how the router is, and not where its instances are.
+func TestRouteWithKeysOnBothSides(t *testing.T) {
+	dir := t.TempDir()
+	keys := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+		return path
+	}
+	outer, inner := keys("outer", "alpha\n"), keys("inner", " beta \ngamma\n")
+	blocks := filepath.Join(dir, "blocks")
+	p := start(t, "serve", "--model", "sim", "--port", "0", "--api-key-file", inner, "--kv-transfer-config", config("kv_producer", blocks))
+	d := start(t, "serve", "--model", "sim", "--port", "0", "--api-key-file", inner, "--kv-transfer-config", config("kv_consumer", blocks))
+	r := start(t, "route", "--port", "0", "--prefill", p.URL, "--decode", d.URL, "--api-key-file", outer, "--upstream-api-key-file", inner)
+	body := `{"prompt":"` + strings.Repeat("words of a prompt ", 9) + `","max_tokens":4}`
+	for header, want := range map[string]int{"Bearer alpha": 200, "Bearer beta": 401, "": 401} {
+		code, text := do(t, "POST", r.URL+"/v1/completions", body, "Authorization", header)
+		require.Equal(t, want, code, "%s: %s", header, text)
+	}
+	require.Eventually(t, func() bool { // an answer comes a little before it is counted
+		_, text := do(t, "GET", r.URL+"/metrics", "", "Authorization", "Bearer alpha")
+		return strings.Contains(text, `kvport_router_handoffs_total{reason="",result="loaded"} 1`) &&
+			strings.Contains(text, `kvport_router_requests_total{outcome="disaggregated"} 1`)
+	}, 10*time.Second, 10*time.Millisecond)
+
+	code, text := do(t, "GET", r.URL+"/health", "")
+	require.Equal(t, 200, code)
+	require.JSONEq(t, `{"status":"ok"}`, text)
+	_, text = do(t, "GET", r.URL+"/health", "", "Authorization", "Bearer alpha")
+	require.Contains(t, text, p.URL)
+}
+
+// A URL without its scheme is refused with the flag that has it and the URL that is meant.
+func TestRouteNamesTheURL(t *testing.T) {
+	for flag, rest := range map[string][]string{"--decode": nil, "--prefill": {"--decode", "http://127.0.0.1:8001"}} {
+		var errs strings.Builder
+		code := run(append([]string{"route", "--port", "0", flag, "127.0.0.1:8002"}, rest...), io.Discard, &errs)
+		require.Equal(t, 2, code, errs.String())
+		require.Contains(t, errs.String(), flag+`: "127.0.0.1:8002" is no URL, want http://127.0.0.1:8002`)
+	}
+}
+
+// A prefill instance whose key the router lacks costs nobody an answer: decode serves alone, and log and /health
+// say what to do.
+func TestRouteWithoutPrefillsKey(t *testing.T) {
+	dir := t.TempDir()
+	inner := filepath.Join(dir, "inner")
+	require.NoError(t, os.WriteFile(inner, []byte("beta\n"), 0o600))
+	blocks := filepath.Join(dir, "blocks")
+	p := start(t, "serve", "--model", "sim", "--port", "0", "--api-key-file", inner, "--kv-transfer-config", config("kv_producer", blocks))
+	d := start(t, "serve", "--model", "sim", "--port", "0", "--kv-transfer-config", config("kv_consumer", blocks))
+	r := start(t, "route", "--port", "0", "--prefill", p.URL, "--decode", d.URL)
+	for range 3 {
+		code, text := do(t, "POST", r.URL+"/v1/completions", `{"prompt":"`+strings.Repeat("words of a prompt ", 9)+`","max_tokens":4}`)
+		require.Equal(t, 200, code, text)
+	}
+	const remedy = "it needs --upstream-api-key-file"
+	require.NoError(t, r.Logged(t.Context(), remedy))
+	require.Equal(t, 1, strings.Count(r.Logs(), remedy), r.Logs())
+	require.NoError(t, r.Logged(t.Context(), `"status":401`))
+	_, text := do(t, "GET", r.URL+"/health", "")
+	require.Contains(t, text, remedy)
+}

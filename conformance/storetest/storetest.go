@@ -1,0 +1,180 @@
+// Package storetest checks that a connector.Store keeps blocks apart whose keys are nearly the same. Authors of
+// stores run it beside package conformance:
+//
+//	func TestStore(t *testing.T) {
+//		storetest.Run(t, storetest.Harness{Open: func(t storetest.T) connector.Store { ... }})
+//	}
+//
+// A Store sees keys that the sdk derives by SHA-256, so that no engine, and no case of package conformance, can
+// choose them: two that share eight bytes come once in a while, in production. Here they are chosen.
+package storetest
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// T is the part of testing.TB that a case needs.
+type T interface {
+	require.TestingT // Errorf reports a failure, FailNow ends the case
+	// Context ends with the case's deadline.
+	Context() context.Context
+	// Skipf ends the case as one that does not apply, saying why.
+	Skipf(format string, args ...any)
+	// Cleanup runs a function at the end of the case.
+	Cleanup(func())
+}
+
+// Harness makes stores for the suite.
+type Harness struct {
+	// Open makes a new, empty store, which has room for 128 KiB. The suite closes it.
+	Open func(t T) connector.Store
+}
+
+// A Case checks one promise.
+type Case struct {
+	Name string
+	Text string // what the case does, one sentence
+	Run  func(t T, h Harness)
+}
+
+// Run runs every case as a subtest.
+func Run(t *testing.T, h Harness) {
+	t.Helper()
+	for _, c := range Cases() {
+		t.Run(c.Name, func(t *testing.T) { c.Run(t, h) })
+	}
+}
+
+// Cases lists the suite.
+func Cases() []Case {
+	return []Case{
+		{"one-byte", "Keys that differ in one byte, wherever it is, are kept apart.", func(t T, h Harness) { apart(t, h, oneByte(filled(0x5A))) }},
+		{"one-bit", "Keys that differ in one bit are kept apart.", func(t T, h Harness) { apart(t, h, oneBit(filled(0xC3))) }},
+		{"zeros", "Keys of zeros that differ in one byte are kept apart.", func(t T, h Harness) { apart(t, h, oneByte(filled(0))) }},
+		{"folded", "Keys that differ in the same bit of two bytes, or in the order of their bytes, are kept apart.", func(t T, h Harness) { apart(t, h, folded()) }},
+		{"text", "Keys with bytes that mean something in paths, lines and strings are kept apart.", func(t T, h Harness) { apart(t, h, texts()) }},
+	}
+}
+
+func filled(with byte) (k connector.StoreKey) {
+	for i := range k {
+		k[i] = with
+	}
+	return k
+}
+
+// oneByte is a key and those that differ from it in one byte.
+func oneByte(k connector.StoreKey) []connector.StoreKey {
+	keys := []connector.StoreKey{k}
+	for i := range k {
+		near := k
+		near[i] ^= 0xFF
+		keys = append(keys, near)
+	}
+	return keys
+}
+
+// oneBit is a key and those that differ from it in one bit.
+func oneBit(k connector.StoreKey) []connector.StoreKey {
+	keys := []connector.StoreKey{k}
+	for i := range 8 * len(k) {
+		near := k
+		near[i/8] ^= 1 << (i % 8)
+		keys = append(keys, near)
+	}
+	return keys
+}
+
+// folded is keys that are the same when their parts are added up.
+func folded() []connector.StoreKey {
+	var base connector.StoreKey
+	for i := range base {
+		base[i] = byte(i + 1)
+	}
+	keys := []connector.StoreKey{base}
+	for _, apart := range []int{1, 2, 4, 8, 16} {
+		near := base
+		near[3] ^= 0x80
+		near[3+apart] ^= 0x80
+		keys = append(keys, near)
+		var turned connector.StoreKey
+		copy(turned[:], base[apart:])
+		copy(turned[len(base)-apart:], base[:apart])
+		keys = append(keys, turned)
+	}
+	return keys
+}
+
+// texts is keys of bytes that end a string, a line or the name of a file, and keys that are the same up to those.
+func texts() []connector.StoreKey {
+	var keys []connector.StoreKey
+	for _, b := range []byte{0, '\n', '/', '\\', '%', ' ', 0xFF} {
+		for _, after := range []byte{'a', 'A'} {
+			k := filled('k')
+			k[4], k[5] = b, after
+			keys = append(keys, k)
+		}
+	}
+	return keys
+}
+
+// content is a block's bytes, a function of its number.
+func content(n int) []byte {
+	return bytes.Repeat([]byte(fmt.Sprintf("block %4d;", n)), 8)
+}
+
+// item is a block in two spans, as those of a cache are.
+func item(k connector.StoreKey, data []byte) connector.Item {
+	return connector.Item{Key: k, Spans: [][]byte{data[:24], data[24:]}}
+}
+
+// apart stores blocks one by one and requires that none stands for another.
+func apart(t T, h Harness, keys []connector.StoreKey) {
+	store := h.Open(t)
+	t.Cleanup(func() { _ = store.Close() })
+	for n, k := range keys {
+		require.False(t, found(t, store, k), "key %v was not put and is found, of those that were put %v is nearest", k, nearest(keys[:n], k))
+		err := store.Get(t.Context(), []connector.Item{item(k, make([]byte, len(content(n))))})
+		require.Error(t, err, "key %v was not put and Get succeeds, of those that were put %v is nearest", k, nearest(keys[:n], k))
+		var failed *connector.ItemError
+		require.ErrorAs(t, err, &failed, "Get of key %v: the error names no item", k)
+		require.NoError(t, store.Put(t.Context(), []connector.Item{item(k, content(n))}))
+	}
+	for n, k := range keys {
+		require.True(t, found(t, store, k), "key %v was put and is not found", k)
+		got := make([]byte, len(content(n)))
+		require.NoError(t, store.Get(t.Context(), []connector.Item{item(k, got)}), "key %v", k)
+		require.Equal(t, string(content(n)), string(got), "key %v has the bytes of another", k)
+	}
+}
+
+func found(t T, store connector.Store, k connector.StoreKey) bool {
+	n, err := store.Lookup(t.Context(), [][]connector.StoreKey{{k}})
+	require.NoError(t, err)
+	require.Len(t, n, 1)
+	return n[0] == 1
+}
+
+// nearest is the key that differs from k in the fewest bytes.
+func nearest(keys []connector.StoreKey, k connector.StoreKey) (best connector.StoreKey) {
+	least := len(k) + 1
+	for _, other := range keys {
+		differ := 0
+		for i := range k {
+			if k[i] != other[i] {
+				differ++
+			}
+		}
+		if differ < least {
+			best, least = other, differ
+		}
+	}
+	return best
+}

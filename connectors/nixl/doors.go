@@ -1,0 +1,114 @@
+package nixl
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"slices"
+	"strings"
+	"syscall"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/native/ucx"
+	"github.com/kvport/kvport/pipe"
+)
+
+// trustNetwork is the one value of ucx_tcp.
+const trustNetwork = "trusted-network"
+
+// doors are the transports that UCX may use. It authenticates nothing: whoever reaches a TCP port of its own
+// writes any memory of this process. So on one machine it gets shared memory alone, and RDMA between machines.
+type doors struct {
+	open bool   // ucx_tcp: whatever UCX_TLS says
+	far  bool   // between machines
+	list string // UCX's list; "": all
+}
+
+// mendTCP are the ways out of what would need an open port.
+const mendTCP = `use machines with RDMA devices, or a connector that moves blocks over TCP inside TLS (docs/connectors/nixl.md names two), ` +
+	`or take the risk, on a network that you trust, with "ucx_tcp": "trusted-network" in kv_connector_extra_config`
+
+// doors finds out what UCX may open. Errors wrap connector.ErrIncompatible.
+func (c *Config) doors(log *slog.Logger) (doors, error) {
+	wanted := os.Getenv(envTransports)
+	d := doors{open: c.UCXTCP == trustNetwork, far: !pipe.IsLoopback(c.Host) || c.Advertise != "" && !pipe.IsLoopback(c.Advertise)}
+	if d.open {
+		if d.list = wanted; wanted == "all" {
+			d.list = ""
+		}
+		log.Warn("UCX may use TCP: whoever can reach its ports can read and write the memory of this plugin", "ucx_tcp", trustNetwork)
+		return d, nil
+	}
+	if !slices.Contains(c.Backends, backendUCX) {
+		return d, nil
+	}
+	if d.far && !ucx.HasRDMA() {
+		return d, c.errFar("this machine has no RDMA device")
+	}
+	var out []string
+	var err error
+	if d.list, out, err = ucx.Closed(wanted, d.far); err != nil {
+		return d, fmt.Errorf("%w: change UCX_TLS, or %s: %w", err, mendTCP, connector.ErrIncompatible)
+	}
+	if len(out) > 0 {
+		log.Warn("transports of UCX_TLS are left out: UCX may use only those that open no port", "left_out", strings.Join(out, ","), "used", d.list)
+	}
+	return d, nil
+}
+
+// errFar says why blocks cannot go to other machines.
+func (c *Config) errFar(why string) error {
+	return fmt.Errorf("side_channel_host: %s is for peers on other machines, to which UCX moves blocks by RDMA, but %s, and %w: %s: %w",
+		c.Host, why, ucx.ErrOpenPort, mendTCP, connector.ErrIncompatible)
+}
+
+const (
+	backendUCX    = "UCX"
+	envTransports = "UCX_TLS"
+	envDevices    = "UCX_NET_DEVICES"
+)
+
+// set tells UCX, which reads its environment when a backend starts: what NIXL is told itself goes behind it.
+func (d *doors) set(devices string) error {
+	var errs []error
+	unless := func(name, value string) {
+		if _, set := os.LookupEnv(name); !set && value != "" {
+			errs = append(errs, os.Setenv(name, value))
+		}
+	}
+	if !d.open && d.list != "" {
+		errs = append(errs, os.Setenv(envTransports, d.list))
+	}
+	if d.open || d.far {
+		unless(envDevices, devices)
+	} else { // or endpoints that report the death of their peer need TCP, or find out late
+		unless("UCX_POSIX_ERROR_HANDLING", "y")
+		unless("UCX_KEEPALIVE_INTERVAL", "1s")
+	}
+	return errors.Join(errs...)
+}
+
+// reaches says whether UCX can reach a process by shared memory.
+func (d *doors) reaches(host string, pid int) bool {
+	if d.open || d.far || host == "" {
+		return true // UCX will say
+	}
+	here, err := os.Hostname()
+	if err != nil {
+		return true
+	}
+	info, err := os.Stat(fmt.Sprintf("/proc/%d", pid))
+	if err != nil {
+		return false
+	}
+	owner, ok := info.Sys().(*syscall.Stat_t)
+	return here == host && ok && int(owner.Uid) == os.Geteuid()
+}
+
+// unreached is the transport to a peer that UCX cannot reach.
+const unreached = "none"
+
+// errUnreached says what to do about one.
+var errUnreached = fmt.Errorf("the peer is on another machine, in another container or of another user, and UCX moves blocks by shared memory of one user "+
+	"on one machine, since %w: give both engines a side_channel_host on a network with RDMA, or %s: %w", ucx.ErrOpenPort, mendTCP, connector.ErrGone)

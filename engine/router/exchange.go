@@ -1,0 +1,210 @@
+package router
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"time"
+)
+
+// tied is the context of one upstream request: it ends with the client's, with the instance's life, or when
+// the instance keeps silent for too long, and then has that as its cause.
+type tied struct {
+	ctx   context.Context //nolint:containedctx // of one request, and the reason for this type
+	end   context.CancelCauseFunc
+	stop  func() bool
+	timer *time.Timer
+}
+
+func tie(ctx, life context.Context) *tied {
+	ctx, end := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(life, func() { end(context.Cause(life)) })
+	return &tied{ctx: ctx, end: end, stop: stop}
+}
+
+// await bounds the instance's silence from now on.
+func (t *tied) await(limit time.Duration) {
+	t.rest()
+	t.timer = time.AfterFunc(limit, func() { t.end(fmt.Errorf("%w for %v", errSlow, limit)) })
+}
+
+// rest ends the bound: it is somebody else's turn.
+func (t *tied) rest() {
+	if t.timer != nil {
+		t.timer.Stop()
+	}
+}
+
+// why is the cause of an error if the error is only that the context ended for an instance's silence.
+func (t *tied) why(err error) error {
+	if cause := context.Cause(t.ctx); err != nil && errors.Is(cause, errSlow) {
+		return cause
+	}
+	return err
+}
+
+func (t *tied) release() {
+	t.rest()
+	t.stop()
+	t.end(nil)
+}
+
+// exchange is the answer of a decode instance on its way to the client.
+type exchange struct {
+	*call
+	tied   *tied
+	d      target
+	resp   *http.Response
+	served outcome // if all goes well
+	begun  bool    // the client has seen something of it
+}
+
+// read takes the next piece. From the second one on the instance has IdleTimeout for each.
+func (x *exchange) read(buffer []byte) (int, error) {
+	if x.begun {
+		x.tied.await(x.router.config.IdleTimeout)
+	}
+	n, err := x.resp.Body.Read(buffer)
+	if n > 0 || err != nil {
+		x.tied.rest()
+	}
+	return n, err
+}
+
+// begin passes the head on. From here on the request cannot go elsewhere.
+func (x *exchange) begin() {
+	x.begun = true
+	x.router.pool.released(x.d)
+	copyHeader(x.w.Header(), x.resp.Header)
+	x.w.WriteHeader(x.resp.StatusCode)
+	x.router.metrics.ttft.Observe(time.Since(x.started).Seconds())
+}
+
+// pass gives the client a piece and reports whether it took it.
+func (x *exchange) pass(piece []byte) bool {
+	x.awaitClient(x.router.config.WriteTimeout)
+	_, err := x.w.Write(piece)
+	if err == nil {
+		err = http.NewResponseController(x.w).Flush()
+	}
+	return err == nil
+}
+
+// whole passes an answer on that is no stream. So much of it is held at first that most can still be
+// retried when the connection breaks in their middle.
+func (x *exchange) whole() attempt {
+	held, err := io.ReadAll(io.LimitReader(x.resp.Body, maxHeld+1))
+	x.tied.rest()
+	switch {
+	case err != nil:
+		x.blame(x.tied.ctx, x.d, x.tied.why(err))
+		return attempt{}
+	case len(held) > maxHeld:
+		return x.rest(held)
+	}
+	x.router.pool.worked(x.d)
+	done := x.reply(&answer{status: x.resp.StatusCode, header: x.resp.Header, body: held})
+	if done == plain {
+		done = x.served
+		x.keepTurn(x.d, held)
+	}
+	return attempt{done: done}
+}
+
+// rest passes on an answer that is too long to be held.
+func (x *exchange) rest(held []byte) attempt {
+	if n := x.resp.ContentLength; n >= 0 {
+		x.w.Header().Set("Content-Length", strconv.FormatInt(n, 10))
+	}
+	x.begin()
+	buffer := make([]byte, 32<<10)
+	for piece := held; ; {
+		if !x.pass(piece) {
+			return attempt{done: aborted}
+		}
+		n, err := x.read(buffer)
+		piece = buffer[:n]
+		switch {
+		case err == nil:
+		case errors.Is(err, io.EOF):
+			if n > 0 && !x.pass(piece) {
+				return attempt{done: aborted}
+			}
+			x.router.pool.worked(x.d)
+			return attempt{done: x.served}
+		case left(x.tied.ctx) && !cutOff(x.tied.ctx):
+			return attempt{done: aborted}
+		default:
+			x.blame(x.tied.ctx, x.d, x.tied.why(err))
+			// The client must not take it for a whole answer: it never sees the end of it.
+			_ = http.NewResponseController(x.w).SetWriteDeadline(time.Unix(1, 0)) // a recorder in a test has none
+			x.severed = true
+			return attempt{done: broken}
+		}
+	}
+}
+
+// lastEvent ends every complete stream.
+const lastEvent = "data: [DONE]\n\n"
+
+// stream passes events on as they come. The first bytes decide: before them the request can still
+// go elsewhere, after them a broken stream can only be ended with an error event.
+func (x *exchange) stream() attempt {
+	buffer := make([]byte, 32<<10)
+	var tail []byte // the end of what was passed on
+	events := scanner{found: func(event []byte) { x.keepTurn(x.d, event) }, off: len(x.marks) == 0}
+	for {
+		n, err := x.read(buffer)
+		if n > 0 && !x.begun {
+			x.begin()
+		}
+		if n > 0 {
+			if !x.pass(buffer[:n]) {
+				return attempt{done: aborted}
+			}
+			tail = append(tail, buffer[max(0, n-len(lastEvent)):n]...)
+			tail = tail[max(0, len(tail)-len(lastEvent)):]
+			events.write(buffer[:n])
+		}
+		switch {
+		case err == nil:
+		case bytes.Equal(tail, []byte(lastEvent)): // clients leave here, and may be faster than the instance's EOF
+			x.router.pool.worked(x.d)
+			return attempt{done: x.served}
+		case !x.begun:
+			x.blame(x.tied.ctx, x.d, fmt.Errorf("stream ended before its first byte: %w", x.tied.why(err)))
+			return attempt{}
+		case errors.Is(err, io.EOF):
+			x.router.pool.worked(x.d)
+			return attempt{done: x.served}
+		case left(x.tied.ctx) && !cutOff(x.tied.ctx):
+			return attempt{done: aborted}
+		default:
+			x.blame(x.tied.ctx, x.d, x.tied.why(err))
+			x.cut()
+			return attempt{done: broken}
+		}
+	}
+}
+
+// shutDown is what clients are told whose answers take longer than the router has.
+const shutDown = "the router is shutting down, and the answer was not complete in time"
+
+// cut ends a stream that cannot go on. No [DONE] follows: a client that overlooks the event still
+// sees a stream cut short. The empty line ends an event that may have been cut in the middle.
+func (x *exchange) cut() {
+	x.awaitClient(x.router.config.WriteTimeout)
+	code, message := "upstream_error", "the decode instance failed in the middle of the answer"
+	switch cause := context.Cause(x.tied.ctx); {
+	case cutOff(x.tied.ctx):
+		code, message = "draining", shutDown
+	case errors.Is(cause, errSlow):
+		code, message = "upstream_timeout", "the decode instance kept silent in the middle of the answer"
+	}
+	_, _ = fmt.Fprintf(x.w, "\n\ndata: %s\n\n", encodeError("server_error", code, message)) // a client that left needs no answer
+	_ = http.NewResponseController(x.w).Flush()                                             // the instance may not be gone yet
+}

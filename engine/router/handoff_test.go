@@ -1,0 +1,128 @@
+package router
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+)
+
+// becameOf answers as a decode instance that says what became of its ticket.
+func becameOf(said string, answer http.HandlerFunc) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set(handoffHeader, said)
+		answer(w, r)
+	}
+}
+
+// Only a request whose decode instance loaded something is counted as disaggregated, streamed or not; the
+// client hears nothing of it.
+func TestHandoffsAreCounted(t *testing.T) {
+	for _, tt := range []struct {
+		said, result, reason string
+		want                 outcome
+	}{
+		{"loaded", "loaded", "", disaggregated},
+		{"partial; reason=load_failed", "partial", "load_failed", disaggregated},
+		{"local", "local", "", local},
+		{"refused; reason=block_size", "refused", "block_size", recomputed},
+		{"refused; reason=made up", "refused", "other", recomputed},
+		{"none; reason=gone", "none", "gone", recomputed},
+		{"", "unknown", "", disaggregated},
+		{"whatever; reason=gone", "unknown", "", disaggregated},
+	} {
+		for name, answer := range map[string]http.HandlerFunc{"stream": tokens, "whole": whole200} {
+			t.Run(tt.said+" "+name, func(t *testing.T) {
+				p, d := serveInstance(t, ticket("T")), serveInstance(t, becameOf(tt.said, answer))
+				f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d)})
+				resp, _ := post(t, f.URL+"/v1/completions", doc)
+				require.Equal(t, 200, resp.StatusCode)
+				require.Empty(t, resp.Header.Values(handoffHeader))
+				require.Eventually(t, func() bool { return f.outcomes(t, tt.want) == 1 }, waitLimit, waitTick)
+				require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.handoffs.WithLabelValues(tt.result, tt.reason)))
+				require.Equal(t, 1, testutil.CollectAndCount(f.router.metrics.handoffs))
+			})
+		}
+	}
+}
+
+// A request without a ticket is counted with the reason, but not where there is nobody to give one.
+func TestMissingTicketsAreCounted(t *testing.T) {
+	nothing := func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"kv_transfer_params":null}`) }
+	for reason, prefills := range map[string][]string{
+		noTicket: urls(serveInstance(t, nothing)), noPrefill: {refusing(t)}, "": nil,
+	} {
+		f := serveRouter(t, Config{Prefill: prefills, Decode: urls(serveInstance(t, tokens))})
+		resp, _ := post(t, f.URL+"/v1/completions", doc)
+		require.Equal(t, 200, resp.StatusCode)
+		require.Eventually(t, func() bool { return f.outcomes(t, plain) == 1 }, waitLimit, waitTick)
+		if reason == "" {
+			require.Zero(t, testutil.CollectAndCount(f.router.metrics.handoffs))
+			continue
+		}
+		require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.handoffs.WithLabelValues("none", reason)))
+	}
+}
+
+// A pair whose every hand-off is in vain is named once by the log and as long as it lasts by /health.
+func TestPairInVain(t *testing.T) {
+	said := "loaded"
+	d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) { becameOf(said, tokens)(w, r) })
+	p := serveInstance(t, ticket("T"))
+	var log lines
+	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), Log: logTo(&log)})
+	health := func() string {
+		resp, err := http.Get(f.URL + "/health")
+		require.NoError(t, err)
+		defer resp.Body.Close()
+		data, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		return string(data)
+	}
+	const want = `"recomputing":[{"prefill":"%s","decode":"%s","reason":"refused: key"}]`
+	ask := func(n int, as string) {
+		said = as
+		for range n {
+			post(t, f.URL+"/v1/completions", doc)
+		}
+	}
+	ask(maxInVain-1, "none; reason=gone")
+	ask(1, "local")
+	ask(maxInVain-1, "none; reason=gone")
+	require.Empty(t, log.String(), "not all of them")
+	require.NotContains(t, health(), "recomputing")
+	ask(3, "refused; reason=key")
+	require.Equal(t, 1, strings.Count(log.String(), "level=WARN"), log.String())
+	require.Contains(t, log.String(), `prefill=`+p.URL+` decode=`+d.URL+` requests=20 reason="refused: key"`)
+	require.Contains(t, health(), fmt.Sprintf(want, p.URL, d.URL))
+	ask(1, "partial")
+	require.Contains(t, log.String(), "hand-offs work again")
+	require.NotContains(t, health(), "recomputing")
+}
+
+// lines is a log that can be read while it is written.
+type lines struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (l *lines) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(b)
+}
+
+func (l *lines) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
+}
+
+func logTo(l *lines) *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }

@@ -1,0 +1,247 @@
+package pipe
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"net"
+	"os"
+	"runtime"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// outcome is how the two ends of a connection went.
+type outcome struct{ dialer, listener error }
+
+// meet has two ends prove their keys to each other; by is where the dialer dials, "" for the listener itself.
+func meet(t *testing.T, dialer, listener []byte, about [2]string, by func(to string) string) outcome {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	done := make(chan error, 1)
+	go func() {
+		conn, err := l.Accept()
+		if err != nil {
+			done <- err
+			return
+		}
+		defer conn.Close()
+		_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
+		var hello [1]byte
+		if _, err := io.ReadFull(conn, hello[:]); err != nil {
+			done <- err
+			return
+		}
+		done <- Demand(conn, listener, []byte(about[1]))
+	}()
+	to := l.Addr().String()
+	if by != nil {
+		to = by(to)
+	}
+	conn, err := net.Dial("tcp", to)
+	require.NoError(t, err)
+	defer conn.Close()
+	_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
+	var o outcome
+	finish, err := Prove(conn, dialer, []byte(about[0]))
+	require.NoError(t, err)
+	if o.dialer = finish(); o.dialer != nil {
+		_ = conn.Close()
+	}
+	o.listener = <-done
+	return o
+}
+
+func TestProof(t *testing.T) {
+	one, other := bytes.Repeat([]byte{1}, 32), bytes.Repeat([]byte{2}, 32)
+	o := meet(t, one, one, [2]string{"a", "a"}, nil)
+	require.NoError(t, o.dialer)
+	require.NoError(t, o.listener)
+	for name, o := range map[string]outcome{
+		"another key":   meet(t, other, one, [2]string{"a", "a"}, nil),
+		"another hello": meet(t, one, one, [2]string{"a", "b"}, nil),
+	} {
+		require.ErrorIs(t, o.dialer, connector.ErrIncompatible, name)
+		require.ErrorContains(t, o.dialer, "kvport.ticket_key_file", name)
+		require.Error(t, o.listener, name)
+	}
+}
+
+// A dialer that does not mind what the listener proves has to prove the key itself.
+func TestDialerHasToProve(t *testing.T) {
+	key := connector.Secret(bytes.Repeat([]byte{1}, 32))
+	a, b := net.Pipe()
+	defer a.Close()
+	defer b.Close()
+	done := make(chan error, 1)
+	go func() { done <- Demand(b, key, nil) }()
+	_, err := a.Write(append(append(make([]byte, nonceSize), byte(len("pipe to pipe"))), "pipe to pipe"...))
+	require.NoError(t, err)
+	theirs := make([]byte, 1+nonceSize+macSize)
+	_, err = io.ReadFull(a, theirs)
+	require.NoError(t, err)
+	_, err = a.Write(theirs[1+nonceSize:]) // what the listener said
+	require.NoError(t, err)
+	require.ErrorIs(t, <-done, connector.ErrIncompatible)
+}
+
+// forward passes connections on; as is the user that it does so as.
+func forward(t *testing.T, as int) func(to string) string {
+	return func(to string) string {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		require.NoError(t, err)
+		ctx, cancel := context.WithCancel(t.Context())
+		var tasks sync.WaitGroup
+		t.Cleanup(func() {
+			cancel()
+			_ = l.Close()
+			tasks.Wait()
+		})
+		tasks.Go(func() {
+			in, err := l.Accept()
+			if err != nil {
+				return
+			}
+			defer in.Close()
+			out, err := dialAs(ctx, as, to)
+			if err != nil {
+				return
+			}
+			defer out.Close()
+			stop := context.AfterFunc(ctx, func() { _, _ = in.Close(), out.Close() })
+			defer stop()
+			tasks.Go(func() {
+				_, _ = io.Copy(out, in)
+				_ = out.Close()
+			})
+			_, _ = io.Copy(in, out)
+		})
+		return l.Addr().String()
+	}
+}
+
+// dialAs makes a connection whose socket is a user's.
+func dialAs(ctx context.Context, uid int, to string) (net.Conn, error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	_, _, _ = syscall.RawSyscall(syscall.SYS_SETFSUID, uintptr(uid), 0, 0)
+	defer func() { _, _, _ = syscall.RawSyscall(syscall.SYS_SETFSUID, uintptr(os.Getuid()), 0, 0) }()
+	return new(net.Dialer).DialContext(ctx, "tcp", to)
+}
+
+// A stranger who listens at a producer's port while the producer is away keeps the consumer's connection, gives the
+// port back and passes everything on to the producer: both ends then see the address that they expect, and only the
+// dialer's own address tells that somebody stands in between.
+func TestProofThroughThePortsFormerOwner(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Log("a stranger is not tried: only the administrator can be somebody else here")
+		return
+	}
+	key := connector.Secret(bytes.Repeat([]byte{1}, 32))
+	former, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	address := former.Addr().String()
+	dialer, err := net.Dial("tcp", address)
+	require.NoError(t, err)
+	defer dialer.Close()
+	in, err := former.Accept()
+	require.NoError(t, err)
+	defer in.Close()
+	require.NoError(t, former.Close())
+	l, err := net.Listen("tcp", address)
+	require.NoError(t, err)
+	defer l.Close()
+	out, err := dialAs(t.Context(), 65534, address)
+	require.NoError(t, err)
+	defer out.Close()
+	listener, err := l.Accept()
+	require.NoError(t, err)
+	defer listener.Close()
+	go func() { _, _ = io.Copy(out, in) }() // they end with their connections
+	go func() { _, _ = io.Copy(in, out) }()
+	done := make(chan error, 1)
+	go func() { done <- Demand(listener, key, nil) }()
+	finish, err := Prove(dialer, key, nil)
+	require.NoError(t, err)
+	require.ErrorIs(t, finish(), connector.ErrIncompatible)
+	require.ErrorIs(t, <-done, connector.ErrIncompatible)
+}
+
+// Who stands between two ends that prove their keys is one of us, or is refused: a stranger may have taken the
+// port of a producer that has died, and could read along from there.
+func TestProofThroughSomebodyElse(t *testing.T) {
+	key := bytes.Repeat([]byte{1}, 32)
+	o := meet(t, key, key, [2]string{"a", "a"}, forward(t, os.Getuid()))
+	require.NoError(t, o.dialer)
+	require.NoError(t, o.listener)
+	if os.Getuid() != 0 {
+		t.Log("a stranger is not tried: only the administrator can be somebody else here")
+		return
+	}
+	o = meet(t, key, key, [2]string{"a", "a"}, forward(t, 65534))
+	require.ErrorIs(t, o.listener, connector.ErrIncompatible)
+	require.ErrorContains(t, o.listener, "key_file")
+	require.ErrorIs(t, o.dialer, connector.ErrIncompatible)
+}
+
+func TestOwnerOf(t *testing.T) {
+	const table = `  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:A639 00000000:0000 0A 00000000:00000000 00:00000000 00000000     7        0 248188 2 0 100 0 0 10 0
+   1: 0100007F:A639 0100007F:0050 01 00000000:00000000 00:00000000 00000000  1000        0 241741 1 0 100 0 0 10 0
+   2: 0100007F:A640 0100007F:0050 06 00000000:00000000 00:00000000 00000000     0        0 0 1 0 100 0 0 10 0
+   3: 00000000000000000000000001000000:A639 00000000000000000000000001000000:0051 01 00000000:00000000 00:00000000 00000000  1001 0 1 1 0
+   4: short
+`
+	loopback := func(port int) *net.TCPAddr { return &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: port} }
+	uid, known := ownerOf(table, loopback(0xA639), loopback(80))
+	require.True(t, known)
+	require.Equal(t, 1000, uid)
+	uid, known = ownerOf(table, &net.TCPAddr{IP: net.IPv6loopback, Port: 0xA639}, &net.TCPAddr{IP: net.IPv6loopback, Port: 0x51})
+	require.True(t, known)
+	require.Equal(t, 1001, uid)
+	for name, port := range map[string]int{"closing": 0xA640, "nobody": 1} {
+		_, known = ownerOf(table, loopback(port), loopback(80))
+		require.False(t, known, name)
+	}
+}
+
+// Strangers who say nothing keep nobody out: the oldest of them goes.
+func TestAcceptorDropsTheOldestStranger(t *testing.T) {
+	inner, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	met := make(chan struct{})
+	a := NewAcceptor(inner, func(_ context.Context, conn net.Conn, _ *Acceptor) error {
+		var b [1]byte
+		if _, err := io.ReadFull(conn, b[:]); err != nil {
+			return err
+		}
+		close(met)
+		return conn.Close()
+	})
+	defer a.Close()
+	first, err := net.Dial("tcp", a.Addr().String())
+	require.NoError(t, err)
+	defer first.Close()
+	for range maxPending {
+		conn, err := net.Dial("tcp", a.Addr().String())
+		require.NoError(t, err)
+		defer conn.Close()
+	}
+	require.NoError(t, first.SetReadDeadline(time.Now().Add(handshakeTimeout/2)))
+	_, err = first.Read(make([]byte, 1))
+	require.ErrorIs(t, err, io.EOF, "it goes at once, not after its time")
+	last, err := net.Dial("tcp", a.Addr().String())
+	require.NoError(t, err)
+	defer last.Close()
+	_, err = last.Write([]byte{1})
+	require.NoError(t, err)
+	<-met
+}

@@ -1,0 +1,64 @@
+package shm
+
+import (
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+)
+
+// folderPrefix begins the name of every folder that a listener makes for itself.
+const folderPrefix = "kvport-shm-"
+
+// How old a folder must be to be taken for one that was left behind: a listener makes the folder first and
+// its socket then.
+const (
+	staleSocket = 10 * time.Second
+	staleEmpty  = time.Hour
+)
+
+// sweep removes the folders that listeners of this user left behind when their processes were killed.
+// It is a help only: what cannot be removed stays.
+func sweep(root string, now time.Time) {
+	dirs, _ := filepath.Glob(filepath.Join(root, folderPrefix+"*")) // the pattern is good
+	for _, dir := range dirs {
+		if abandoned(dir, now) {
+			_ = os.RemoveAll(dir)
+		}
+	}
+}
+
+// abandoned reports whether a folder is this user's and nobody listens in it. The kernel knows that of a
+// socket, however its process ended and whoever has its id now.
+func abandoned(dir string, now time.Time) bool {
+	st, err := os.Lstat(dir)
+	if err != nil || !st.IsDir() {
+		return false
+	}
+	owner, ok := st.Sys().(*syscall.Stat_t)
+	if !ok || int(owner.Uid) != os.Getuid() {
+		return false
+	}
+	entries, err := os.ReadDir(dir)
+	age := now.Sub(st.ModTime())
+	if err != nil || age <= staleSocket || len(entries) == 0 && age <= staleEmpty {
+		return false
+	}
+	for _, entry := range entries {
+		if entry.Type() != os.ModeSocket || !silent(filepath.Join(dir, entry.Name())) {
+			return false
+		}
+	}
+	return true
+}
+
+// silent reports whether nobody listens at a socket.
+func silent(path string) bool {
+	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path, Net: "unix"})
+	if err == nil {
+		_ = conn.Close() // a listener takes it for a dialer that left
+	}
+	return errors.Is(err, syscall.ECONNREFUSED)
+}

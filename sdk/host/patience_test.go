@@ -1,0 +1,61 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/exec"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A start has its deadline alone, except on a machine where the plugin stands in line for a processor.
+func TestPatience(t *testing.T) {
+	const tick = limit / pulseTicks
+	for _, c := range []struct {
+		name  string
+		stood func() time.Duration
+		takes time.Duration // the start
+		want  time.Duration // until it is given up; 0: it is not
+	}{
+		{"in time", nil, limit - tick, 0},
+		{"late without a reason", nil, time.Hour, limit},
+		{"late, had half a processor", func() time.Duration { return tick / 2 }, 2*limit - tick, 0},
+		{"never, had half a processor", func() time.Duration { return tick / 2 }, time.Hour, 2 * limit},
+		{"never, had no processor", func() time.Duration { return time.Hour }, time.Hour, pulseStretch * limit},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				began := time.Now()
+				ctx, cancel := patient(t.Context(), limit, c.stood)
+				defer cancel()
+				require.Equal(t, c.want == 0, after(c.takes)(ctx) == nil)
+				require.Equal(t, c.want != 0, ranOut(ctx))
+				if c.want != 0 {
+					require.Equal(t, c.want, time.Since(began))
+				}
+			})
+		})
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	ctx, cancel := patient(ctx, time.Hour, nil)
+	defer cancel()
+	stop()
+	<-ctx.Done()
+	require.False(t, ranOut(ctx), "the caller has given up, not the plugin")
+}
+
+// A plugin waits for what it has started, too.
+func TestChildrenOfProcess(t *testing.T) {
+	cmd := exec.CommandContext(t.Context(), "cat")
+	in, err := cmd.StdinPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	defer func() { require.NoError(t, errors.Join(in.Close(), cmd.Wait())) }()
+	require.Contains(t, childrenOfProcess(os.Getpid()), cmd.Process.Pid)
+	require.Empty(t, childrenOfProcess(cmd.Process.Pid))
+	require.Empty(t, childrenOfProcess(1<<30))
+}
