@@ -23,12 +23,12 @@ VLLM_DIR  ?= .deps/vllm
 PART      ?= 1/1
 
 # What takes longest begins first, beside everything else.
-LONGEST   := ./internal/acceptance ./conformance/mutants
+LONGEST   := ./verify/acceptance ./conformance/mutants
 # What has no goroutines of ours that share memory, or only those that other packages' tests start too: tests that
 # run processes, read files, or play everything in one goroutine.
-UNRACED   := ./bench/... ./cmd/... ./docs ./examples/... ./internal/acceptance ./internal/archtest ./internal/simulate ./internal/vllmtrace ./plugins/...
+UNRACED   := ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance ./internal/archtest ./verify/simulate ./verify/vllmtrace ./plugins/...
 # The packages whose tests need failpoints.
-FAULTED   := ./internal/fault ./internal/faultsuite
+FAULTED   := ./internal/fault ./verify/faultsuite
 
 .DEFAULT_GOAL := help
 PY        := $(CURDIR)/.deps/venv/bin

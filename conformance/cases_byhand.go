@@ -13,7 +13,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 func byHandCases() []Case {

@@ -10,7 +10,7 @@ import (
 	"strings"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // A Harness starts a connector with one config. Every case gets its own.

@@ -12,8 +12,8 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/sdk"
-	"github.com/kvport/kvport/sdk/host"
 )
 
 // regions makes the caches of an engine's ranks in memory that a connector can map.

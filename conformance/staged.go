@@ -6,7 +6,7 @@ import (
 	"errors"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // Staged runs the connectors of another harness at trust level staged: they reach the cache only

@@ -12,12 +12,12 @@ import (
 // hostile says which fuzz targets a kind of input from outside goes through.
 func hostile() map[string][]string {
 	return map[string][]string{
-		"config":         {"sdk/host/FuzzParseConfig", "sdk/FuzzDecodeConfig"},
+		"config":         {"host/FuzzParseConfig", "sdk/FuzzDecodeConfig"},
 		"block header":   {"connectors/sharedstorage/FuzzDecode"},
 		"ticket":         {"internal/ticket/FuzzOpen"},
 		"wire messages":  {"internal/wire/FuzzSessionRequest"},
 		"HTTP bodies":    {"engine/server/FuzzDecode", "engine/router/FuzzParse"},
-		"plugin answers": {"internal/wire/FuzzSessionResponse", "sdk/host/FuzzPlainLines"},
+		"plugin answers": {"internal/wire/FuzzSessionResponse", "host/FuzzPlainLines"},
 		"model files":    {"engine/gguf/FuzzParse"},
 		"layouts":        {"connector/FuzzLayout"},
 	}

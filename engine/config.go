@@ -11,7 +11,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/model"
 	"github.com/kvport/kvport/engine/tokenizer"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // Config is what an engine is made of. Only Model and Tokenizer are required.

@@ -20,7 +20,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/model/sim"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // plugins is the folder with the plugin binaries that TestMain builds.

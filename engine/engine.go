@@ -11,7 +11,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/kvcache"
 	"github.com/kvport/kvport/engine/sched"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // Engine is one running engine. Its methods are safe for concurrent use.

@@ -13,7 +13,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/model/sim"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // peered is the config of an engine whose connector moves blocks from engine to engine.

@@ -17,7 +17,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/model"
 	"github.com/kvport/kvport/engine/model/sim"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // freeAddress is where nobody listens.

@@ -9,7 +9,7 @@ import (
 	"github.com/kvport/kvport/engine/model"
 	"github.com/kvport/kvport/engine/sample"
 	"github.com/kvport/kvport/engine/sched"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // askAgain is how long a request whose match is not known yet waits at most before it is asked about

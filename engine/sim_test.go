@@ -14,7 +14,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/model/sim"
 	"github.com/kvport/kvport/engine/sample"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // spreadConfig is a sim engine of several ranks and groups. Windows end inside the prompts.

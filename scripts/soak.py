@@ -28,7 +28,7 @@ MARK = "<!-- soak -->\n"
 LIMIT = 45 * 60  # seconds of one call
 FAULT_TAGS = ("-tags", "kvport_fault")
 # These need failpoints, which the build tag of FAULT_TAGS puts in.
-FAULTED = ("./internal/fault", "./internal/faultsuite")
+FAULTED = ("./internal/fault", "./verify/faultsuite")
 LOG_LINE = re.compile(r"^\s+\w+_test\.go:\d+: (.*)$")
 
 

@@ -11,8 +11,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/sdk/host"
-	"github.com/kvport/kvport/sdk/host/agent"
+	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/host/agent"
 )
 
 type agentFlags struct {

@@ -10,7 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/kvport/kvport/bench"
+	"github.com/kvport/kvport/verify/bench"
 )
 
 type benchFlags struct {
@@ -38,7 +38,7 @@ func newBench() *cobra.Command {
 	flags.StringVar(&f.dir, "dir", "", "folder for stored blocks (default the system's for temporary files)")
 	flags.StringVar(&f.python, "peer-python", "", "Python with xllamacpp or safetensors, to measure these beside kvport (default: not measured)")
 	flags.BoolVar(&f.peers, "peers", false, "measure other people's stores beside ours; store only")
-	flags.StringVar(&f.peersDir, "peers-dir", ".deps/peers", "what bench/peers/setup.py made; store only")
+	flags.StringVar(&f.peersDir, "peers-dir", ".deps/peers", "what verify/bench/peers/setup.py made; store only")
 	flags.StringVar(&f.only, "only", "", "measure only what has this in its name; with transfer: blocks, message, files, lookup, restart, transports or sockets")
 	flags.StringVar(&f.server, "server", "", "binary of a Redis or Valkey server (default that of make deps, else one of the PATH); store only")
 	addPluginPath(flags, &f.folders)

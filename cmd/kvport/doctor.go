@@ -15,8 +15,8 @@ import (
 
 	"github.com/kvport/kvport/engine/gguf"
 	"github.com/kvport/kvport/engine/tokenizer"
+	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/ticket"
-	"github.com/kvport/kvport/sdk/host"
 )
 
 type doctorFlags struct {

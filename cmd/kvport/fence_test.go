@@ -16,7 +16,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/kvport/kvport/internal/cluster"
+	"github.com/kvport/kvport/verify/cluster"
 )
 
 // hideFence makes a plugin whose folder has a file "hide" send its fence to the socket that the file names,

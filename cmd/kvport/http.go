@@ -16,7 +16,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // drainTime is how long a signalled process may take to finish what it has, by default; closeTime is

@@ -20,8 +20,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/cluster"
 	"github.com/kvport/kvport/sdk"
+	"github.com/kvport/kvport/verify/cluster"
 )
 
 // slowPlugin is a demo connector that opens when somebody writes to the FIFO beside its folder.

@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/cluster"
+	"github.com/kvport/kvport/verify/cluster"
 )
 
 // readLine checks one line of a log and gives its keys and values. Decoding into a map would hide a key that

@@ -16,8 +16,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/kvport/kvport/bench"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/verify/bench"
 )
 
 // version is set by the linker.

@@ -9,7 +9,7 @@ import (
 	"strings"
 
 	"github.com/kvport/kvport/engine/model"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // The default size of the KV cache: enough for some long sequences, as far as a share of the free

@@ -21,7 +21,7 @@ import (
 	"github.com/kvport/kvport/engine/router"
 	"github.com/kvport/kvport/engine/server"
 	"github.com/kvport/kvport/engine/tokenizer"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // go test ./cmd/kvport -run TestMetricsPage -update writes docs/metrics.md.

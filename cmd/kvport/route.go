@@ -16,8 +16,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvport/kvport/engine/router"
+	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/ticket"
-	"github.com/kvport/kvport/sdk/host"
 )
 
 // maxRouted is how many requests the router serves at once at most.

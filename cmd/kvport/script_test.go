@@ -16,9 +16,9 @@ import (
 	"github.com/rogpeppe/go-internal/testscript"
 	"github.com/stretchr/testify/require"
 
-	"github.com/kvport/kvport/bench"
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
+	"github.com/kvport/kvport/verify/bench"
 )
 
 func TestMain(m *testing.M) {

@@ -23,7 +23,7 @@ import (
 	"github.com/kvport/kvport/engine/model/sim"
 	"github.com/kvport/kvport/engine/server"
 	"github.com/kvport/kvport/engine/tokenizer"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 type serveFlags struct {

@@ -18,7 +18,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/kvport/kvport/internal/cluster"
+	"github.com/kvport/kvport/verify/cluster"
 )
 
 // start runs kvport until the test ends, when it must go in good order.

@@ -11,7 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/kvport/kvport/internal/simulate"
+	"github.com/kvport/kvport/verify/simulate"
 )
 
 type simFlags struct {

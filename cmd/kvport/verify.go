@@ -15,7 +15,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // verifyWait bounds each question to a plugin.

@@ -23,7 +23,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine"
 	"github.com/kvport/kvport/engine/tokenizer"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 // Engine is what a Server needs of an engine; *engine.Engine has it.

@@ -21,7 +21,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine"
 	"github.com/kvport/kvport/engine/tokenizer"
-	"github.com/kvport/kvport/sdk/host"
+	"github.com/kvport/kvport/host"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

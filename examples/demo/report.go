@@ -12,7 +12,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/kvport/kvport/internal/cluster"
+	"github.com/kvport/kvport/verify/cluster"
 )
 
 // row is what is known of one prompt: the answers of the single node and of the pair, for the first

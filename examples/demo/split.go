@@ -11,7 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kvport/kvport/internal/cluster"
+	"github.com/kvport/kvport/verify/cluster"
 )
 
 // fleet is two prefill engines, two decode engines and the routers in front of them. One engine alone is

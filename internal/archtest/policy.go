@@ -54,10 +54,10 @@ type Budget struct {
 func Kvport() *Policy {
 	return &Policy{
 		Imports: kvportImports(),
-		Tests:   []string{"internal/cluster", "sdk", "sdk/host", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
+		Tests:   []string{"verify/cluster", "sdk", "host", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
 		Heavy: map[string][]string{
-			"github.com/hashicorp/go-plugin": {"sdk", "sdk/host", "proto", "internal/wire"},
-			"google.golang.org/grpc":         {"sdk", "sdk/host", "proto", "internal/wire"},
+			"github.com/hashicorp/go-plugin": {"sdk", "host", "proto", "internal/wire"},
+			"google.golang.org/grpc":         {"sdk", "host", "proto", "internal/wire"},
 			"C":                              {"native/*"},
 		},
 		StdOnly: []string{"connector", "engine/kvcache", "engine/sched", "engine/sample", "internal/archtest"},
@@ -72,31 +72,31 @@ func Kvport() *Policy {
 			{Name: "minimal example", Folders: []string{"examples/minimal"}, Lines: 100},
 		},
 		Untyped:     []string{"engine/server", "engine/router"},
-		NameFolders: []string{"docs", "examples", "bench"},
+		NameFolders: []string{"docs", "examples", "verify/bench"},
 	}
 }
 
 // kvportImports is the import table of DESIGN section 3.
 func kvportImports() map[string][]string {
-	host := []string{"connector", "sdk/host", "internal/fault"}
+	host := []string{"connector", "host", "internal/fault"}
 	return map[string][]string{
 		"connector": {},
 		"proto":     {},
 		"native/*":  {},
 
-		"internal/archtest":   {},
-		"internal/cluster":    {},                               // runs the binaries, so it needs none of the packages
-		"internal/acceptance": {"connector", "internal/ticket"}, // it forges, too
-		"internal/faultsuite": {"connector", "engine", "engine/model/sim", "engine/tokenizer", "sdk/host", "internal/fault"},
-		"internal/shm":        {},
-		"internal/machine":    {},
-		"internal/fault":      {},
-		"internal/digest":     {"connector"},
-		"internal/ticket":     {"connector"},
-		"internal/book":       {"connector"},
-		"internal/vllmtrace":  {"connector"},
-		"internal/wire":       {"connector", "proto/..."},
-		"internal/simulate":   {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/book", "internal/ticket"},
+		"internal/archtest": {},
+		"verify/cluster":    {},                               // runs the binaries, so it needs none of the packages
+		"verify/acceptance": {"connector", "internal/ticket"}, // it forges, too
+		"verify/faultsuite": {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
+		"internal/shm":      {},
+		"internal/machine":  {},
+		"internal/fault":    {},
+		"internal/digest":   {"connector"},
+		"internal/ticket":   {"connector"},
+		"internal/tracker":  {"connector"},
+		"verify/vllmtrace":  {"connector"},
+		"internal/wire":     {"connector", "proto/..."},
+		"verify/simulate":   {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/tracker", "internal/ticket"},
 
 		"pipe":            {"connector"},
 		"pipe/*":          {"connector", "pipe"},
@@ -112,12 +112,12 @@ func kvportImports() map[string][]string {
 
 		"multiconnector": {"connector"},
 
-		"sdk":            {"connector", "pipe", "lookupbuffer", "proto/...", "internal/wire", "internal/shm", "internal/fault"},
-		"sdk/host":       {"connector", "multiconnector", "proto/...", "internal/...", "!internal/archtest", "!internal/faultsuite"},
-		"sdk/host/agent": {"connector", "sdk/host", "proto/...", "internal/wire", "internal/shm"},
-		"plugins/*":      {"sdk", "connectors/*"},
-		"plugins/multi":  {"sdk", "sdk/host", "multiconnector"},
-		"conformance":    {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "sdk/host"},
+		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/wire", "internal/shm", "internal/fault"},
+		"host":          {"connector", "multiconnector", "proto/...", "internal/...", "!internal/archtest"},
+		"host/agent":    {"connector", "host", "proto/...", "internal/wire", "internal/shm"},
+		"plugins/*":     {"sdk", "connectors/*"},
+		"plugins/multi": {"sdk", "host", "multiconnector"},
+		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host"},
 
 		"engine":              slices.Concat(host, engineParts()),
 		"engine/*":            host,
@@ -132,11 +132,11 @@ func kvportImports() map[string][]string {
 		"engine/server":       slices.Concat(host, engineParts(), []string{"engine"}),
 		"engine/tokenizer":    {"engine/gguf"},
 
-		"bench":            {"...", "!connectors/...", "!plugins/...", "!cmd/...", "!examples/..."},
+		"verify/bench":     {"...", "!connectors/...", "!plugins/...", "!cmd/...", "!examples/..."},
 		"cmd/kvport":       {"...", "!connectors/...", "!plugins/...", "!examples/..."},
 		"docs":             {},
 		"examples":         {"connector", "pipe", "lookupbuffer", "sdk"},
-		"examples/demo":    {"internal/cluster"},
+		"examples/demo":    {"verify/cluster"},
 		"examples/minimal": {"connector", "sdk"},
 	}
 }

@@ -2,8 +2,8 @@
 package main
 
 import (
+	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/sdk"
-	"github.com/kvport/kvport/sdk/host"
 )
 
 var version = "dev" // set by the linker

@@ -1,0 +1,193 @@
+package agent
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/wire"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// house is an open connector and what belongs to it.
+type house struct {
+	s      *server
+	host   *host.Host
+	layout *connector.Layout
+	keys   *keyring
+	news   <-chan host.BlockReport // nil: nobody wants to know, or the connector does not tell
+	over   chan struct{}           // closed when the connector is closed
+	work   sync.WaitGroup          // done when the last event was passed on
+
+	tickets  map[connector.RequestID]chan []byte // finish calls that wait; guarded by s.mu
+	ranks    int
+	arriving map[connector.RequestID]*arrival // loads; guarded by s.mu
+}
+
+func newHouse(s *server, h *host.Host, eng *host.Engine, keys *keyring, news <-chan host.BlockReport) *house {
+	o := &house{
+		s: s, host: h, layout: &eng.Layout, keys: keys, over: make(chan struct{}), tickets: map[connector.RequestID]chan []byte{},
+		ranks: len(eng.Ranks), arriving: map[connector.RequestID]*arrival{},
+	}
+	o.work.Go(o.forward)
+	if news != nil && h.Info().Capabilities&connector.CanEvents != 0 {
+		o.news = news
+		o.work.Go(o.publish)
+	}
+	return o
+}
+
+// tells reports whether events of blocks come from here. No house tells nothing.
+func (o *house) tells() bool { return o != nil && o.news != nil }
+
+// close ends the connector. Every Step has had its events then.
+func (o *house) close(patience time.Duration) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	if err := o.host.Close(ctx); err != nil {
+		o.s.log.Warn("connector is closed", "error", err)
+	}
+	close(o.over)
+	o.work.Wait()
+}
+
+// forward passes events on: a load's end to all, everything else to the scheduler.
+func (o *house) forward() {
+	for e := range o.host.Events() {
+		if e.Kind == host.Stored {
+			continue // the engine's processes wait for Saved or the ticket
+		}
+		o.s.mu.Lock()
+		if e.Kind == host.Finished {
+			if answer := o.tickets[e.Request]; answer != nil {
+				delete(o.tickets, e.Request)
+				answer <- e.Ticket // has room
+			}
+		}
+		if e.Kind == host.Loaded {
+			delete(o.arriving, e.Request)
+		}
+		if e.Lost {
+			// The engine keeps blocks until it is told otherwise, and these it must keep for good.
+			o.s.log.Error("blocks of a request are lost, it waits until its client gives up", "request", e.Request, "blocks", len(e.Blocks), "error", e.Err)
+		} else {
+			o.s.tellEvent(&e)
+		}
+		o.s.mu.Unlock()
+	}
+}
+
+// tellEvent sends an event. The caller holds mu.
+func (s *server) tellEvent(e *host.Event) {
+	m := eventToProto(e)
+	if s.sched != nil && s.sched.joined {
+		s.sched.send(m)
+	}
+	if e.Kind != host.Loaded {
+		return
+	}
+	for _, seat := range s.seats {
+		if seat.conn.joined {
+			seat.conn.send(m)
+		}
+	}
+}
+
+func eventToProto(e *host.Event) *kvportv1.AgentAnswer {
+	m := &kvportv1.AgentEvent{
+		Kind: kvportv1.AgentEventKind(e.Kind), Request: string(e.Request), Step: e.Step,
+		Blocks: numbers(e.Blocks), Failed: numbers(e.Failed), Held: e.Held, Error: wire.ErrorToProto(e.Err).GetMessage(),
+	}
+	return &kvportv1.AgentAnswer{Result: &kvportv1.AgentAnswer_Event{Event: m}}
+}
+
+func numbers(ids []connector.BlockID) []int32 {
+	out := make([]int32, len(ids))
+	for i, id := range ids {
+		out[i] = int32(id)
+	}
+	return out
+}
+
+// check makes sure that a step names only blocks that the cache has, and no more of them than its
+// tokens fill: what is behind believes it (rule AGENT-03).
+func (o *house) check(s *connector.Step) error {
+	for _, list := range []struct {
+		name      string
+		transfers []connector.Transfer
+	}{{"admitted", s.Admitted}, {"computed", s.Computed}} {
+		for i := range list.transfers {
+			t := &list.transfers[i]
+			err := checkBlocks(o.layout, t.Blocks)
+			if err == nil {
+				err = checkSpan(o.layout, t)
+			}
+			if err != nil {
+				return fmt.Errorf("step %d: %s[%d]: %w", s.ID, list.name, i, err)
+			}
+		}
+	}
+	for i := range s.Ended {
+		if err := checkBlocks(o.layout, s.Ended[i].Blocks); err != nil {
+			return fmt.Errorf("step %d: ended[%d]: %w", s.ID, i, err)
+		}
+	}
+	return nil
+}
+
+func checkBlocks(l *connector.Layout, blocks []connector.Block) error {
+	for i, b := range blocks {
+		if int(b.ID) >= l.Blocks || int(b.Group) >= len(l.Groups) {
+			return fmt.Errorf("blocks[%d] is block %d of group %d, the cache has %d blocks and %d groups: %w",
+				i, b.ID, b.Group, l.Blocks, len(l.Groups), wire.ErrMalformed)
+		}
+	}
+	return nil
+}
+
+// checkSpan compares the number of blocks of each group with the tokens that they are for.
+func checkSpan(l *connector.Layout, t *connector.Transfer) error {
+	counts := make([]int, len(l.Groups))
+	for _, b := range t.Blocks {
+		counts[b.Group]++
+	}
+	for g, n := range counts {
+		size := l.Groups[g].BlockTokens
+		if room := (t.From+t.Tokens+size-1)/size - t.From/size; n > room {
+			return fmt.Errorf("%d blocks of group %d for tokens %d to %d, want at most %d: %w", n, g, t.From, t.From+t.Tokens, room, wire.ErrMalformed)
+		}
+	}
+	return nil
+}
+
+// refuse gives a step its events where no connector is open: every load failed, nothing is saved, and
+// nothing is held (rule AGENT-07). The caller holds mu.
+func (s *server) refuse(step *connector.Step) {
+	fail := func(kind host.EventKind, t *connector.Transfer) {
+		blocks := ids(t.Blocks)
+		s.tellEvent(&host.Event{Kind: kind, Request: t.Request, Step: step.ID, Blocks: blocks, Failed: blocks, Err: errNoHouse})
+	}
+	for i := range step.Admitted {
+		fail(host.Loaded, &step.Admitted[i])
+	}
+	for i := range step.Computed {
+		fail(host.Saved, &step.Computed[i])
+	}
+	for i := range step.Ended {
+		e := &step.Ended[i]
+		s.tellEvent(&host.Event{Kind: host.Finished, Request: e.Request, Step: step.ID, Blocks: ids(e.Blocks)})
+	}
+}
+
+var errNoHouse = fmt.Errorf("the connector is not open: %w", connector.ErrGone)
+
+func ids(blocks []connector.Block) []connector.BlockID {
+	out := make([]connector.BlockID, len(blocks))
+	for i, b := range blocks {
+		out[i] = b.ID
+	}
+	return out
+}

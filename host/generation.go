@@ -1,0 +1,342 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/tracker"
+)
+
+// generation is one life of the connector with all its sides open, at work for the book.
+type generation struct {
+	h       *Host
+	n       uint64
+	proc    body
+	sched   connector.Scheduler
+	workers []connector.Worker
+	caps    connector.Capability
+
+	retire  context.CancelFunc                    // ends the calls that wait; nil before serve
+	work    sync.WaitGroup                        // every goroutine that may touch blocks or call the plugin
+	cancels map[tracker.CallID]context.CancelFunc // guarded by h.mu
+
+	mu     sync.Mutex
+	jobs   []job
+	ended  bool // no more jobs
+	wake   chan struct{}
+	polite bool // ended because the host closed
+}
+
+var errClosing = errors.New("the host closes")
+
+// job is one call of the scheduler side. Its calls are made one at a time, in order.
+type job struct {
+	ask      *askJob // several are sent as one Match
+	deadline time.Time
+	run      func(ctx context.Context, s connector.Scheduler) error
+	drop     func() // called instead when the plugin is gone; may be nil
+}
+
+// body is what a generation runs in: a process, or the family of a MultiConnector.
+type body interface {
+	// Done is closed when nothing of it can touch a block any more.
+	Done() <-chan struct{}
+	// Err says how it ended.
+	Err() error
+	// Close asks it to end and waits, until ctx is done at most; then it is killed.
+	Close(ctx context.Context) error
+	// kill ends it without waiting.
+	kill(reason error)
+}
+
+// pid is the number of the generation's process; 0 for several.
+func (g *generation) pid() int {
+	if p, one := g.proc.(*Process); one {
+		return p.PID()
+	}
+	return 0
+}
+
+// waiting says that the process is dead, and that others, which may still write its memory, are waited for.
+func (g *generation) waiting() bool {
+	p, one := g.proc.(*Process)
+	return one && p.run.waiting()
+}
+
+// abandoned says that they were waited for in vain.
+func (g *generation) abandoned() bool {
+	p, one := g.proc.(*Process)
+	return one && p.run.abandoned()
+}
+
+// generation puts a life of the plugin at the book's disposal.
+func (h *Host) generation(l *life) *generation {
+	g := h.newGeneration(l.n, l.proc, l.scheduler(h.src.sched))
+	g.caps &= h.src.info.Capabilities
+	for _, side := range h.src.workers {
+		g.workers = append(g.workers, l.worker(side))
+	}
+	return g
+}
+
+func (h *Host) newGeneration(n uint64, proc body, sched connector.Scheduler) *generation {
+	return &generation{
+		h: h, n: n, proc: proc, sched: sched, caps: connector.CapabilitiesOf(sched),
+		cancels: map[tracker.CallID]context.CancelFunc{}, wake: make(chan struct{}, 1),
+	}
+}
+
+// serve starts the goroutines of a generation.
+func (g *generation) serve() {
+	var life context.Context
+	life, g.retire = context.WithCancel(context.Background())
+	g.work.Add(1)
+	go g.callScheduler(life)
+	if g.caps&connector.CanHold != 0 {
+		g.work.Add(1)
+		go g.watchHolds(life)
+	}
+	if g.caps&connector.CanHold != 0 && g.caps&connector.CanLease != 0 {
+		g.work.Add(1)
+		go g.watchLeases(life)
+	}
+	if g.caps&connector.CanStat != 0 {
+		g.work.Add(1)
+		go g.watchStats(life)
+	}
+	if g.caps&connector.CanEvents != 0 && g.h.news.out != nil {
+		g.work.Add(1)
+		go g.watchEvents(life)
+	}
+	list := []io.Closer{g.sched}
+	for _, w := range g.workers {
+		list = append(list, w)
+	}
+	for _, side := range list {
+		if gone := endOf(side); gone != nil {
+			g.work.Add(1)
+			go g.watchSide(life, gone)
+		}
+	}
+}
+
+// endOf is closed when the plugin ends the session of a side; nil for sides that have none.
+func endOf(side io.Closer) <-chan struct{} {
+	if s, ok := side.(interface{ gone() <-chan struct{} }); ok {
+		return s.gone()
+	}
+	return nil
+}
+
+// watchSide ends a plugin that ends one of its sides: its calls have no answers any more, and only
+// the end of the process says that their blocks are free.
+func (g *generation) watchSide(life context.Context, gone <-chan struct{}) {
+	defer g.work.Done()
+	select {
+	case <-gone:
+		g.down(errors.New("the plugin ended a session"))
+	case <-life.Done():
+	}
+}
+
+// down takes a generation out of use and kills its process. It must not be called with h.mu held.
+func (g *generation) down(reason error) {
+	g.h.mu.Lock()
+	defer g.h.mu.Unlock()
+	g.fail(reason)
+	if g.h.gen == g {
+		g.h.vital.isUp(false)
+	}
+	g.h.do(g.h.book.Down(time.Now(), g.n))
+}
+
+// fail kills the process; the rest follows from its death.
+func (g *generation) fail(reason error) {
+	g.mu.Lock()
+	polite := g.polite
+	g.mu.Unlock()
+	if !polite {
+		g.proc.kill(reason)
+	}
+}
+
+// end closes a generation because the host closes: politely if nothing runs.
+func (g *generation) end(ctx context.Context, polite bool) {
+	g.mu.Lock()
+	g.polite = polite
+	g.mu.Unlock()
+	if !polite {
+		g.proc.kill(errClosing)
+		return
+	}
+	g.retire()
+	g.stopJobs()
+	g.work.Wait()
+	for _, w := range g.workers {
+		_ = w.Close()
+	}
+	_ = g.sched.Close()
+	_ = g.proc.Close(ctx)
+}
+
+// finished waits for the end of the process and of every goroutine that works for it.
+func (g *generation) finished() {
+	<-g.proc.Done()
+	if g.retire != nil {
+		g.retire()
+	}
+	g.stopJobs()
+	g.work.Wait()
+}
+
+func (g *generation) stopJobs() {
+	g.mu.Lock()
+	g.ended = true
+	g.mu.Unlock()
+	g.signal()
+}
+
+func (g *generation) signal() {
+	select {
+	case g.wake <- struct{}{}:
+	default:
+	}
+}
+
+// enqueue adds a call of the scheduler side. It never waits.
+func (g *generation) enqueue(j job) {
+	g.mu.Lock()
+	ended := g.ended
+	if !ended {
+		g.jobs = append(g.jobs, j)
+	}
+	g.mu.Unlock()
+	if ended {
+		if j.drop != nil {
+			j.drop()
+		}
+		return
+	}
+	g.signal()
+}
+
+// callScheduler makes the calls of the scheduler side, one at a time.
+func (g *generation) callScheduler(life context.Context) {
+	defer g.work.Done()
+	dead := false
+	for {
+		g.mu.Lock()
+		batch, ended := g.jobs, g.ended
+		g.jobs = nil
+		g.mu.Unlock()
+		for len(batch) > 0 {
+			if dead {
+				if batch[0].drop != nil {
+					batch[0].drop()
+				}
+				batch = batch[1:]
+				continue
+			}
+			var err error
+			batch, err = g.callNext(life, batch)
+			if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
+				dead = true
+				g.down(fmt.Errorf("scheduler side: %w", err))
+			}
+		}
+		if ended {
+			return
+		}
+		<-g.wake
+	}
+}
+
+// callNext makes the first call of batch, or of all leading asks together, and returns the rest.
+func (g *generation) callNext(life context.Context, batch []job) ([]job, error) {
+	j, rest := batch[0], batch[1:]
+	if j.ask == nil {
+		ctx, cancel := context.WithDeadline(life, j.deadline)
+		defer cancel()
+		return rest, j.run(ctx, g.sched)
+	}
+	asks := []*askJob{j.ask}
+	for len(rest) > 0 && rest[0].ask != nil && len(asks) < maxAsks {
+		asks, rest = append(asks, rest[0].ask), rest[1:]
+	}
+	ctx, cancel := context.WithTimeout(life, g.h.cfg.Settings.Deadlines.Later)
+	defer cancel()
+	return rest, g.h.askAll(ctx, g.sched, asks)
+}
+
+// cancelCall ends the wait of a call. The caller holds h.mu; g may be nil.
+func (g *generation) cancelCall(id tracker.CallID) {
+	if g == nil {
+		return
+	}
+	if cancel := g.cancels[id]; cancel != nil {
+		cancel()
+	}
+}
+
+// killFor ends the process if it is the one that the book means. The caller holds h.mu; g may be
+// nil.
+func (g *generation) killFor(k tracker.Kill) {
+	if g != nil && g.n == k.Gen {
+		g.fail(errors.New(k.Reason))
+	}
+}
+
+// watchHolds learns what consumers have fetched.
+func (g *generation) watchHolds(life context.Context) {
+	defer g.work.Done()
+	holder, ok := connector.As[connector.Holder](g.sched)
+	for ok && life.Err() == nil {
+		ids, err := holder.Consumed(life)
+		switch {
+		case err == nil:
+			g.h.mu.Lock()
+			g.h.do(g.h.book.Consumed(g.n, ids))
+			g.h.mu.Unlock()
+		case errors.Is(err, errLost), errors.Is(err, errUnanswered):
+			return
+		default:
+			pause(life, slowestRetry)
+		}
+	}
+}
+
+// watchLeases learns which holds stay longer and tells which are over.
+func (g *generation) watchLeases(life context.Context) {
+	defer g.work.Done()
+	leaser, ok := connector.As[connector.Leaser](g.sched)
+	var over []connector.HoldID
+	for ok && life.Err() == nil {
+		ids, err := leaser.Renewals(life, over)
+		switch {
+		case err == nil:
+			g.h.mu.Lock()
+			over = g.h.book.Renewed(time.Now(), g.n, ids)
+			g.h.mu.Unlock()
+			pause(life, firstRetry) // one that does not wait gets no more of the processor than this
+		case errors.Is(err, errLost), errors.Is(err, errUnanswered):
+			return
+		default:
+			pause(life, slowestRetry)
+		}
+	}
+}
+
+// pause waits, but not beyond the end of ctx.
+func pause(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}

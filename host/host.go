@@ -1,0 +1,434 @@
+package host
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/tracker"
+)
+
+// Host is one connector at work for one engine. Match, Step and Events are for the engine's loop;
+// the other methods may be called from anywhere.
+type Host struct {
+	cfg     *Config
+	eng     Engine
+	opts    Options
+	log     *slog.Logger
+	epoch   uint64
+	src     *source // of plugin processes; nil: the children of a MultiConnector have theirs
+	family  *family // nil: there is one plugin
+	info    connector.Info
+	caps    connector.Capability // of the scheduler side
+	ranks   []*rank
+	lands   *connector.Layout // of landing memory; nil: the plugin maps the cache
+	tickets *ticketOffice
+	keys    keyring
+	metrics *metrics
+	vital   *vital // nil: the children of a MultiConnector have theirs
+	events  *eventQueue
+	layers  int // of the cache
+
+	layerWise  bool
+	progressMu sync.Mutex
+	progress   map[uint64]*stepProgress // by step, while its saves run
+
+	stats *connectorStats
+	news  newsDesk
+	broke atomic.Uint64 // answers that broke the protocol
+
+	mu       sync.Mutex // guards all below; never held across a call to the plugin
+	book     *tracker.Book
+	gen      *generation // nil while none is up
+	requests map[connector.RequestID]*asked
+	waiter   *waiter
+	restarts int
+	failures int // starts that failed
+	broken   bool
+	since    time.Time // of the last change of the state
+	lastErr  error
+	drained  chan struct{} // closed when the book is idle after Close
+	quiet    []chan struct{}
+	badLoads complaints
+	badSaves complaints
+	misses   complaints // about matches that stayed undecided
+
+	cuts      bool // our tickets are made for engines of other shapes; theirs are accepted if kvport.unverified is true
+	closing   atomic.Bool
+	hurry     chan struct{}      // closed when closing
+	leave     context.CancelFunc // ends the context that starts run under
+	left      chan struct{}      // closed when the supervisor has ended
+	nudge     chan struct{}      // the next deadline may have changed
+	work      sync.WaitGroup     // supervisor and timer
+	closeOnce sync.Once
+	closeErr  error
+}
+
+// Open starts the connector that cfg names, checks that it fits the engine, and opens both of its
+// sides. ctx bounds the opening. What a changed config or binary would cure wraps ErrConfig; nothing
+// is left behind then. From then on a plugin that dies is restarted, and the host answers without
+// it meanwhile.
+func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, error) {
+	h := &Host{
+		cfg: cfg, eng: eng, opts: opts, log: opts.Log, news: newsDesk{out: opts.BlockEvents},
+		stats:    newConnectorStats("", nil),
+		requests: map[connector.RequestID]*asked{}, progress: map[uint64]*stepProgress{}, layers: eng.Layout.Layers(),
+		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
+	}
+	if h.log == nil {
+		h.log = slog.New(slog.DiscardHandler)
+	}
+	if n := sweepSockets(socketRoots(), time.Now()); n > 0 {
+		h.log.Debug("removed socket folders of engines that were killed", "folders", n)
+	}
+	if err := h.identify(); err != nil {
+		return nil, err
+	}
+	if err := h.openRanks(); err != nil {
+		return nil, err
+	}
+	first, err := h.firstStart(ctx)
+	if err != nil {
+		return nil, errors.Join(err, h.closeLanding())
+	}
+	h.events = newEventQueue()
+	h.caps = first.caps
+	h.layerWise = h.findLayerWise(first)
+	h.openReshape()
+	h.warnScope()
+	h.book = tracker.New(h.bookConfig())
+	var life context.Context
+	life, h.leave = context.WithCancel(context.Background())
+	h.install(first)
+	h.work.Add(2)
+	go h.supervise(life, first)
+	go h.watchClock()
+	return h, nil
+}
+
+// identify gives the engine a name, if it has none, and this life of it a number.
+func (h *Host) identify() error {
+	var b [8]byte
+	if _, err := rand.Read(b[:]); err != nil {
+		return err
+	}
+	h.epoch = uint64(time.Now().UnixNano()) // a name that grows from life to life; never read as a time
+	switch {
+	case h.cfg.EngineID != "":
+		h.eng.ID = h.cfg.EngineID
+	case h.eng.ID == "":
+		h.eng.ID = hex.EncodeToString(b[:])
+	}
+	var err error
+	h.tickets, err = openTicketOffice(&h.cfg.Settings, h.eng, h.epoch)
+	if err != nil {
+		return fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
+	}
+	h.keys, err = newKeyring(h.tickets.key)
+	return err
+}
+
+// firstStart finds the plugin, starts it, asks what it would do and opens it.
+func (h *Host) firstStart(ctx context.Context) (*generation, error) {
+	if len(h.cfg.Children) > 0 {
+		return h.firstFamily(ctx)
+	}
+	if h.src = h.source(h.cfg); h.lands != nil {
+		h.src.reland = h.reland
+	}
+	h.src.violated, h.src.held = h.violation, func(n int64) { h.metrics.arena.Add(float64(n)) }
+	manifest, err := h.src.find(ctx, h.opts.PluginPath)
+	if err != nil {
+		return nil, err
+	}
+	if h.metrics, err = newMetrics(h.opts.Metrics, manifest.Name, h.cfg.Settings.Trust); err != nil {
+		return nil, errors.Join(fmt.Errorf("metrics: %w", err), h.src.close())
+	}
+	h.vital = h.metrics.vitals.of(manifest.Name)
+	h.src.openAll()
+	first, err := h.src.start(ctx, 1)
+	if err != nil {
+		h.metrics.close()
+		return nil, errors.Join(err, h.src.close())
+	}
+	h.info = h.src.info
+	if h.info.Lossy {
+		h.log.Warn("loaded blocks are not verified: the connector may change their bytes", "connector", h.info.Name)
+	}
+	if err := h.showStats(); err != nil {
+		first.proc.Kill()
+		h.metrics.close()
+		return nil, errors.Join(err, h.src.close())
+	}
+	return h.generation(first), nil
+}
+
+// showStats makes metrics of what the connector declares.
+func (h *Host) showStats() error {
+	h.stats = newConnectorStats(h.info.Name, h.info.Stats)
+	if len(h.info.Stats) == 0 {
+		return nil
+	}
+	if err := h.metrics.add(h.stats); err != nil {
+		return fmt.Errorf("%w: the stats of %s cannot be metrics: %w", ErrConfig, h.info.Name, err)
+	}
+	return nil
+}
+
+// source is where the processes of the plugin that cfg names come from.
+func (h *Host) source(cfg *Config) *source {
+	regions, layout := h.mapped()
+	return &source{
+		cfg: cfg, eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout, started: h.opts.Started,
+		hurry: h.hurry, left: &abandonedMemory{},
+		promised: &promised{},
+		keys:     h.keys,
+	}
+}
+
+func (h *Host) bookConfig() tracker.Config {
+	d := &h.cfg.Settings.Deadlines
+	c := tracker.Config{
+		Ranks: len(h.ranks), Role: h.cfg.Role, Groups: h.eng.Layout.Groups, Can: h.caps,
+		Later: d.Later, Fresh: matchFresh, Transfer: d.Transfer, TransferPerGiB: d.TransferPerGiB,
+		Save: d.Save, Plan: d.Plan, Finish: d.Finish, Grace: d.Grace, Hold: d.Hold, HoldMax: d.HoldMax,
+		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
+		Slots: h.slots(), Shun: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
+	}
+	h.family.stretch(&c)
+	for g := range h.eng.Layout.Groups {
+		c.BlockBytes = append(c.BlockBytes, h.eng.Layout.BlockBytes(uint16(g))*int64(len(h.ranks)))
+	}
+	return c
+}
+
+// Info is what the connector said of itself.
+func (h *Host) Info() connector.Info { return h.info }
+
+// Events is how the host reports. The queue behind it is unbounded, so the host never waits for the
+// reader. It is closed after Close, when all events were read or Close gave up on the reader.
+func (h *Host) Events() <-chan Event { return h.events.out }
+
+// Step hands over what the engine decided in one step. It never blocks. s is the host's from now
+// on, and the blocks of its transfers stay untouched by the engine until their events arrive.
+func (h *Host) Step(s *connector.Step) {
+	h.beginProgress(s)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.do(h.book.Step(time.Now(), s))
+	for i := range s.Ended {
+		delete(h.requests, s.Ended[i].Request)
+	}
+}
+
+// Reset makes the connector forget every block. It waits for saves that are under way, at most
+// until ctx ends. emptied is true only if no block that was ever saved can be matched any more; it
+// is false for a connector that cannot reset.
+func (h *Host) Reset(ctx context.Context) (emptied bool, err error) {
+	if h.caps&connector.CanReset == 0 {
+		return false, nil
+	}
+	if err := h.waitForSaves(ctx); err != nil {
+		return false, fmt.Errorf("reset: saves are under way: %w", err)
+	}
+	type result struct {
+		emptied bool
+		err     error
+	}
+	answer := make(chan result, 1)
+	h.mu.Lock()
+	g := h.gen
+	if g == nil {
+		h.mu.Unlock()
+		return false, fmt.Errorf("reset: the plugin is not running: %w", connector.ErrGone)
+	}
+	g.enqueue(job{deadline: deadlineOf(ctx, h.cfg.Settings.Deadlines.Save), run: func(ctx context.Context, s connector.Scheduler) error {
+		r, _ := connector.As[connector.Resetter](s)
+		emptied, err := r.Reset(ctx)
+		answer <- result{emptied, err}
+		return err
+	}, drop: func() { answer <- result{false, errLost} }})
+	h.mu.Unlock()
+	select {
+	case r := <-answer:
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		h.do(h.book.Forget(time.Now()))
+		return r.emptied && r.err == nil && !h.book.Saving(), r.err
+	case <-ctx.Done():
+		return false, fmt.Errorf("reset: %w", ctx.Err())
+	}
+}
+
+func deadlineOf(ctx context.Context, otherwise time.Duration) time.Time {
+	if d, ok := ctx.Deadline(); ok {
+		return d
+	}
+	return time.Now().Add(otherwise)
+}
+
+func (h *Host) waitForSaves(ctx context.Context) error {
+	h.mu.Lock()
+	if !h.book.Saving() {
+		h.mu.Unlock()
+		return nil
+	}
+	quiet := make(chan struct{})
+	h.quiet = append(h.quiet, quiet)
+	h.mu.Unlock()
+	select {
+	case <-quiet:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// Health says how the plugin is.
+func (h *Host) Health() Health {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	s := Health{
+		Connector: h.info.Name, State: "restarting", Restarts: h.restarts, StartFailures: h.failures,
+		Since: time.Since(h.since), Pending: h.book.Pending(), Loading: h.book.Loading(), Held: h.book.Held(),
+		Trust: h.cfg.Settings.Trust, LandingSlots: h.slots() * len(h.ranks), LandingUsed: h.book.LandingUsed(),
+		ArenaBytes: h.arenaBytes(),
+	}
+	switch {
+	case h.gen != nil && h.gen.waiting():
+		s.State = "waiting_for_fence"
+	case h.gen != nil:
+		s.State, s.PID = "ready", h.gen.pid()
+		h.family.health(&s)
+		h.lostSome(&s)
+	case h.broken:
+		s.State = "broken"
+	}
+	s.BlocksLost = h.book.Counters().Lost
+	if h.lastErr != nil && s.State != "ready" {
+		s.Error = h.lastErr.Error()
+	}
+	return s
+}
+
+// Close lets running transfers end, until ctx is done or the drain deadline passes, and then ends
+// the plugin. Every Step gets its events, and afterwards no process, descriptor, socket or
+// goroutine is left. The engine's regions stay open; they are the engine's.
+func (h *Host) Close(ctx context.Context) error {
+	h.closeOnce.Do(func() { h.closeErr = h.close(ctx) })
+	return h.closeErr
+}
+
+func (h *Host) close(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, h.cfg.Settings.Deadlines.Drain)
+	defer cancel()
+	h.mu.Lock()
+	fault.Crash("host.close")
+	h.closing.Store(true)
+	close(h.hurry)
+	h.leave()
+	h.do(h.book.Close(time.Now()))
+	h.mu.Unlock()
+	var err error
+	select {
+	case <-h.drained:
+	case <-ctx.Done():
+		err = fmt.Errorf("close: transfers were still running: %w", ctx.Err())
+	}
+	h.mu.Lock()
+	g := h.gen
+	h.mu.Unlock()
+	if g != nil {
+		g.end(ctx, err == nil)
+	}
+	h.work.Wait()
+	fault.Crash("host.closed")
+	h.events.close(readerWait)
+	h.metrics.close()
+	return errors.Join(err, h.src.close(), h.closeLanding())
+}
+
+// do carries out what the book decided. The caller holds mu. Nothing here waits.
+func (h *Host) do(actions []tracker.Action) {
+	if n := h.metrics.observe(h.book.Counters()); n > 0 { // before those who are told look
+		h.missed(n)
+	}
+	h.metrics.landing.Set(float64(h.book.LandingUsed()))
+	for _, a := range actions {
+		switch a := a.(type) {
+		case tracker.Tell:
+			h.tell(&a.Event)
+		case tracker.Move:
+			h.startMove(&a)
+		case tracker.Ask:
+			h.startAsk(&a)
+		case tracker.Plan:
+			h.startPlan(&a)
+		case tracker.Finish:
+			h.startFinish(&a)
+		case tracker.CancelCall:
+			h.gen.cancelCall(a.ID)
+		case tracker.Kill:
+			h.gen.killFor(a)
+		}
+	}
+	h.noteIdle()
+	select {
+	case h.nudge <- struct{}{}:
+	default:
+	}
+}
+
+// noteIdle tells those who wait for transfers to end.
+func (h *Host) noteIdle() {
+	if len(h.quiet) > 0 && !h.book.Saving() {
+		for _, q := range h.quiet {
+			close(q)
+		}
+		h.quiet = nil
+	}
+	if !h.closing.Load() {
+		return
+	}
+	select {
+	case <-h.drained:
+	default:
+		if h.book.Idle() {
+			close(h.drained)
+		}
+	}
+}
+
+// watchClock lets the book know when a deadline has passed.
+func (h *Host) watchClock() {
+	defer h.work.Done()
+	timer := time.NewTimer(time.Hour)
+	defer timer.Stop()
+	for {
+		h.mu.Lock()
+		next, due := h.book.Next()
+		h.mu.Unlock()
+		wait := time.Hour
+		if due {
+			wait = time.Until(next)
+		}
+		timer.Reset(wait)
+		select {
+		case <-h.left:
+			return
+		case <-h.nudge:
+		case <-timer.C:
+			h.mu.Lock()
+			h.do(h.book.Tick(time.Now()))
+			h.mu.Unlock()
+		}
+	}
+}

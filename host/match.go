@@ -1,0 +1,255 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/tracker"
+)
+
+// asked is what the host keeps of a request between its first Match and its end.
+type asked struct {
+	keys   []connector.BlockKey // our own copy
+	ticket connector.Ticket     // the plugin's part of a ticket that was accepted
+	need   int                  // tokens that the ticket promises and a store must have
+	agreed int                  // not 0: the ticket is of another shape, and so many tokens are the same there
+	denied bool                 // a ticket was refused and without one there is nothing to find
+	turn   bool                 // the ticket is of an earlier turn: nothing keeps its blocks, and it serves one load
+
+	promised int    // tokens that the ticket speaks of
+	refused  string // why the ticket is not used, in one word
+}
+
+// waiter is the engine's loop waiting in Match for the answer to one request.
+type waiter struct {
+	request connector.RequestID
+	ready   chan struct{}
+}
+
+// askJob is one query on its way to the plugin.
+type askJob struct {
+	query  connector.Query
+	answer func(connector.Match, error)
+}
+
+// Match says what could be loaded for a request. It returns within 200 microseconds: an answer that
+// takes longer is Later, an Answered event tells when to ask again, and after the Later deadline it
+// is a miss. Asking often costs little. ticket is the signed one that a router brought, or nil; it
+// is verified once for each request, and a refused one is as good as none. The caller keeps q.Keys.
+// An offer leaves at least one token to compute and ends with a full block; but one of what a Holder
+// keeps may end anywhere, with the prompt too: then the engine computes the last token all the same.
+func (h *Host) Match(q connector.Query, ticket []byte) connector.Match {
+	began := time.Now()
+	defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
+	patience := h.cfg.Settings.Deadlines.Match
+	if q.Request == "" {
+		return h.probe(q, patience)
+	}
+	h.mu.Lock()
+	known := h.remember(&q, ticket)
+	if known.denied {
+		h.mu.Unlock()
+		return connector.Match{}
+	}
+	wait, actions := h.book.Query(began, q, known.need)
+	var w *waiter
+	if wait {
+		w = &waiter{q.Request, make(chan struct{})}
+		h.waiter = w
+	}
+	h.do(actions)
+	if wait {
+		h.mu.Unlock()
+		await(w.ready, patience-time.Since(began))
+		h.mu.Lock()
+		h.waiter = nil
+	}
+	defer h.mu.Unlock()
+	return h.worth(known, h.book.Match(time.Now(), q.Request))
+}
+
+func await(ready <-chan struct{}, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ready:
+		return true
+	case <-timer.C:
+		return false
+	}
+}
+
+// remember keeps a request, verifies its ticket the first time, and makes q's slices ours. The
+// caller holds mu.
+func (h *Host) remember(q *connector.Query, ticket []byte) *asked {
+	a := h.requests[q.Request]
+	if a == nil {
+		a = &asked{}
+		h.requests[q.Request] = a
+		if len(ticket) > 0 && h.cfg.Role.Loads() {
+			h.acceptTicket(a, ticket, q)
+		}
+	}
+	if len(a.keys) != len(q.Keys) {
+		a.keys = slices.Clone(q.Keys)
+	}
+	q.Keys, q.Ticket, q.Reshaped = a.keys, a.ticket, min(a.agreed, q.Tokens)
+	return a
+}
+
+func (h *Host) acceptTicket(a *asked, signed []byte, q *connector.Query) {
+	holder := h.caps&connector.CanHold != 0
+	envelope, reason, err := h.tickets.verify(signed, q.Request)
+	if err == nil && envelope.Shape != h.eng.Shape {
+		if a.agreed = h.agreed(envelope, q); a.agreed == 0 {
+			reason, err = "prompt", fmt.Errorf("ticket of engine %q is for another prompt", envelope.Engine)
+		}
+	}
+	if err != nil {
+		h.metrics.refused.WithLabelValues(reason).Inc()
+		h.log.Warn("ticket refused", "reason", reason, "error", err)
+		a.denied, a.refused = holder, h.refusal(envelope, reason, err)
+		return
+	}
+	a.promised = envelope.Tokens
+	a.ticket = envelope.Plugin
+	if a.ticket == nil {
+		a.ticket = connector.Ticket{}
+	}
+	if !holder {
+		a.need = envelope.Tokens
+	}
+	a.turn = holder && envelope.Lease == 0
+}
+
+// worth makes a miss of an offer from an earlier turn that is not worth a transfer.
+func (h *Host) worth(a *asked, m connector.Match) connector.Match {
+	if a.turn && !m.Later && m.Tokens < h.cfg.Settings.RecomputeThreshold {
+		return connector.Match{}
+	}
+	return m
+}
+
+// begins notes that a load begins and says whether it is of an earlier turn. Such a ticket is good for one:
+// when the request is preempted, it computes. The caller holds mu.
+func (h *Host) begins(id connector.RequestID) (turn bool) {
+	a := h.requests[id]
+	if a == nil || !a.turn {
+		return false
+	}
+	a.denied = true
+	return true
+}
+
+// probe answers a query that belongs to no request and leaves no trace.
+func (h *Host) probe(q connector.Query, patience time.Duration) connector.Match {
+	q.Keys, q.Ticket = slices.Clone(q.Keys), nil
+	answer := make(chan connector.Match, 1)
+	h.mu.Lock()
+	if h.gen == nil || !h.cfg.Role.Loads() {
+		h.mu.Unlock()
+		return connector.Match{}
+	}
+	h.gen.enqueue(job{ask: &askJob{query: q, answer: func(m connector.Match, err error) {
+		if err != nil || m.Tokens < 0 || m.Tokens > q.Tokens-q.Computed {
+			m = connector.Match{}
+		}
+		answer <- m
+	}}})
+	h.mu.Unlock()
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	select {
+	case m := <-answer:
+		return m
+	case <-timer.C:
+		return connector.Match{Later: true}
+	}
+}
+
+// startAsk sends a query to the scheduler side. The caller holds mu.
+func (h *Host) startAsk(a *tracker.Ask) {
+	id, request := a.ID, a.Query.Request
+	h.gen.enqueue(job{ask: &askJob{query: a.Query, answer: func(m connector.Match, err error) {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		h.do(h.book.Matched(time.Now(), id, m, err))
+		if h.waiter != nil && h.waiter.request == request {
+			close(h.waiter.ready)
+			h.waiter = nil
+		}
+	}}})
+}
+
+// askAll sends several queries as one call. Without an answer nobody is told: the generation is at
+// its end, and the next one is asked.
+func (h *Host) askAll(ctx context.Context, s connector.Scheduler, asks []*askJob) error {
+	queries := make([]connector.Query, len(asks))
+	for i, a := range asks {
+		queries[i] = a.query
+	}
+	fault.Crash("host.match")
+	began := time.Now()
+	matches, err := s.Match(ctx, queries)
+	h.metrics.answer.Observe(time.Since(began).Seconds())
+	if err == nil {
+		err = fault.Point("host.matched")
+	}
+	if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
+		return err
+	}
+	for i, a := range asks {
+		var m connector.Match
+		if err == nil {
+			m = matches[i]
+		}
+		a.answer(m, err)
+	}
+	return nil
+}
+
+// startPlan sends a step to the scheduler side. The caller holds mu.
+func (h *Host) startPlan(a *tracker.Plan) {
+	h.call(a.Deadline, func(ctx context.Context, s connector.Scheduler) (note, error) {
+		planner, _ := connector.As[connector.Planner](s)
+		plan, err := planner.Plan(ctx, a.Step)
+		return func(now time.Time) []tracker.Action { return h.book.Planned(now, a.ID, plan, err) }, err
+	})
+}
+
+// startFinish sends ended requests to the scheduler side. The caller holds mu.
+func (h *Host) startFinish(a *tracker.Finish) {
+	h.makeTails(a.Ended)
+	h.call(a.Deadline, func(ctx context.Context, s connector.Scheduler) (note, error) {
+		holder, _ := connector.As[connector.Holder](s)
+		fault.Crash("host.hold")
+		holds, err := holder.Finish(ctx, a.Ended)
+		if err == nil {
+			err = fault.Point("host.held")
+		}
+		return func(now time.Time) []tracker.Action { return h.book.FinishAnswered(now, a.ID, holds, err) }, err
+	})
+}
+
+// note gives an answer to the book.
+type note func(now time.Time) []tracker.Action
+
+// call makes a call of the scheduler side and notes its answer, unless none came: then the
+// generation is at its end, and the book learns that.
+func (h *Host) call(deadline time.Time, f func(ctx context.Context, s connector.Scheduler) (note, error)) {
+	h.gen.enqueue(job{deadline: deadline, run: func(ctx context.Context, s connector.Scheduler) error {
+		answer, err := f(ctx, s)
+		if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
+			return err
+		}
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		h.do(answer(time.Now()))
+		return nil
+	}})
+}

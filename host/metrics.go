@@ -1,0 +1,194 @@
+package host
+
+import (
+	"errors"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/kvport/kvport/internal/tracker"
+)
+
+// metrics are the host's. They work without a registry too.
+type metrics struct {
+	bytes      *prometheus.CounterVec // connector, direction
+	seconds    *prometheus.HistogramVec
+	failed     *prometheus.CounterVec
+	refused    *prometheus.CounterVec // reason
+	released   *prometheus.CounterVec // reason
+	turns      *prometheus.CounterVec // connector, result
+	restarts   prometheus.Counter
+	integrity  prometheus.Counter
+	violations prometheus.Counter
+	late       prometheus.Counter // answers
+	retries    prometheus.Counter
+	undecided  prometheus.Counter // matches
+	kills      prometheus.Counter
+	match      prometheus.Histogram
+	answer     prometheus.Histogram   // of the plugin, to Match
+	copied     *prometheus.CounterVec // connector, direction
+	unchecked  prometheus.Counter
+	landing    prometheus.Gauge
+	info       prometheus.Gauge
+	lostBlocks prometheus.Gauge
+	arena      prometheus.Gauge
+	children   *childMetrics
+	vitals     *vitals
+	events     prometheus.Counter // of blocks
+	lost       prometheus.Counter
+
+	name       string
+	seen       tracker.Counters
+	registry   prometheus.Registerer
+	registered []prometheus.Collector
+}
+
+func newUnchecked(name string) prometheus.Counter {
+	return prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "kvport_unverified_blocks_total", Help: "Loaded blocks whose bytes nothing was there to check by.",
+		ConstLabels: prometheus.Labels{"connector": name, "reason": "reshaped"},
+	})
+}
+
+func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metrics, error) {
+	own := prometheus.Labels{"connector": name}
+	counter := func(name, help string) prometheus.Counter {
+		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help, ConstLabels: own})
+	}
+	m := &metrics{
+		name: name, registry: registry, unchecked: newUnchecked(name),
+		bytes: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_transfer_bytes_total", Help: "KV bytes moved, of blocks that did not fail.",
+		}, []string{"connector", "direction"}),
+		seconds: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name: "kvport_transfer_seconds", Help: "Time from a step to the end of its transfer.",
+			Buckets: prometheus.ExponentialBuckets(1e-4, 4, 10),
+		}, []string{"connector", "direction"}),
+		failed: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_transfer_failed_blocks_total", Help: "Blocks that could not be loaded or saved.",
+		}, []string{"connector", "direction"}),
+		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_tickets_refused_total", Help: "Tickets that were not accepted.",
+		}, []string{"reason"}),
+		released: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_holds_released_total", Help: "Holds that are over.",
+		}, []string{"reason"}),
+		turns:      newTurns(),
+		restarts:   counter("kvport_plugin_restarts_total", "Plugin processes started after the first."),
+		integrity:  counter("kvport_integrity_failures_total", "Loaded blocks that were not what was saved."),
+		violations: counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
+		late:       counter("kvport_plugin_late_answers_total", "Answers and reports of the plugin that nobody waited for any more: no fault of the plugin's."),
+		undecided:  counter("kvport_match_undecided_total", "Matches that the connector left undecided until kvport.deadlines.later: what it had not found by then counted as a miss."),
+		retries:    counter("kvport_transfer_retries_total", "Transfer calls that were started again."),
+		kills:      counter("kvport_plugin_deadline_kills_total", "Plugins killed for a passed transfer deadline."),
+		events:     counter("kvport_block_events_total", "Events of blocks that the connector has reported."),
+		lost:       counter("kvport_block_events_lost_total", "Events of blocks that were lost before anybody read them."),
+		copied: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_landing_copied_bytes_total", Help: "KV bytes copied between cache and landing memory (trust level staged).",
+		}, []string{"connector", "direction"}),
+	}
+	m.own(own, trust)
+	m.info.Set(1)
+	m.children, m.vitals = newChildMetrics(), newVitals()
+	if registry == nil {
+		return m, nil
+	}
+	for _, c := range append(append(m.children.all(), m.vitals.all()...), []prometheus.Collector{
+		m.bytes, m.seconds, m.failed, m.refused, m.released, m.turns, m.restarts, m.integrity, m.violations, m.late, m.undecided, m.retries, m.kills, m.match, m.answer,
+		m.copied, m.landing, m.info, m.lostBlocks, m.arena, m.events, m.lost, m.unchecked,
+	}...) {
+		if err := registry.Register(c); err != nil {
+			m.close()
+			return nil, errors.Join(errors.New("two hosts on one registry"), err)
+		}
+		m.registered = append(m.registered, c)
+	}
+	m.zeros()
+	return m, nil
+}
+
+// own makes the gauges and the histograms that have no other label than the connector's.
+func (m *metrics) own(own prometheus.Labels, trust Trust) {
+	m.landing = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "kvport_landing_slots_used", Help: "Slots of landing memory that transfers have.", ConstLabels: own,
+	})
+	m.arena = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "kvport_arena_bytes", Help: "Memory that the connector asked the host to keep for it.", ConstLabels: own,
+	})
+	m.lostBlocks = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "kvport_blocks_lost", Help: "Blocks of the cache that are not used again, since somebody that a dead plugin left behind may write them.", ConstLabels: own,
+	})
+	m.info = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "kvport_connector_info", Help: "1 for the trust level at which the connector runs.",
+		ConstLabels: prometheus.Labels{"connector": m.name, "trust": string(trust)},
+	})
+	m.answer = prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name: "kvport_plugin_match_seconds", Help: "Time the connector took to answer Match, of one call with one or more queries, also where nobody waited any more.",
+		ConstLabels: own, Buckets: prometheus.ExponentialBuckets(1e-5, 4, 11),
+	})
+	m.match = prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name: "kvport_match_seconds", Help: "Time the engine's loop spent in Match.", ConstLabels: own,
+		Buckets: prometheus.ExponentialBuckets(1e-6, 4, 8),
+	})
+}
+
+// zeros shows the series that will be there, so that their first increase is one.
+func (m *metrics) zeros() {
+	for _, direction := range []string{"load", "save"} {
+		m.bytes.WithLabelValues(m.name, direction)
+		m.failed.WithLabelValues(m.name, direction)
+		m.seconds.WithLabelValues(m.name, direction)
+	}
+	for _, reason := range []string{tracker.ReleasedConsumed, tracker.ReleasedExpired, tracker.ReleasedPluginDied, tracker.ReleasedShutdown} {
+		m.released.WithLabelValues(reason)
+	}
+	for _, reason := range []string{"forged", "incompatible", "other", "peer", "prompt", "replayed", "stale"} {
+		m.refused.WithLabelValues(reason)
+	}
+}
+
+func newTurns() *prometheus.CounterVec {
+	return prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "kvport_turn_blocks_total", Help: "Blocks of earlier turns that were fetched from where the answer was made: loaded, or lost to other requests meanwhile.",
+	}, []string{"connector", "result"})
+}
+
+// add shows what else there is to show; close takes it away.
+func (m *metrics) add(c prometheus.Collector) error {
+	if m.registry == nil {
+		return nil
+	}
+	if err := m.registry.Register(c); err != nil {
+		return err
+	}
+	m.registered = append(m.registered, c)
+	return nil
+}
+
+// moved counts the end of a transfer.
+func (m *metrics) moved(direction string, e *tracker.Event) {
+	m.bytes.WithLabelValues(m.name, direction).Add(float64(e.Bytes))
+	m.failed.WithLabelValues(m.name, direction).Add(float64(len(e.Failed)))
+	if len(e.Blocks) > 0 {
+		m.seconds.WithLabelValues(m.name, direction).Observe(e.Took.Seconds())
+	}
+}
+
+// observe adds what the book has counted since the last time. It returns the new matches that stayed undecided.
+func (m *metrics) observe(c tracker.Counters) (undecided int) {
+	undecided = c.Undecided - m.seen.Undecided
+	m.undecided.Add(float64(undecided))
+	m.lostBlocks.Set(float64(c.Lost))
+	m.violations.Add(float64(c.Violations - m.seen.Violations))
+	m.late.Add(float64(c.Unknown - m.seen.Unknown))
+	m.retries.Add(float64(c.Retries - m.seen.Retries))
+	m.kills.Add(float64(c.Kills - m.seen.Kills))
+	m.seen = c
+	return undecided
+}
+
+func (m *metrics) close() {
+	for _, c := range m.registered {
+		m.registry.Unregister(c)
+	}
+	m.registered = nil
+}

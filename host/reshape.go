@@ -1,0 +1,83 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/ticket"
+	"github.com/kvport/kvport/internal/tracker"
+)
+
+// Blocks of an engine with another block size or other ranks. Their digests are of other blocks than ours,
+// so nothing is there to check what arrives by, and their keys are others, so the prompt is compared by
+// the address that the producer's own blocks would have.
+
+// openReshape has our tickets made for engines of other shapes, and theirs accepted if kvport.unverified is
+// true, where connector and engine can do it. It says so.
+func (h *Host) openReshape() {
+	const powers = connector.CanHold | connector.CanReshape
+	if h.info.Capabilities&powers != powers || h.eng.Base == (connector.Fingerprint{}) || h.eng.Address == nil || h.lands != nil || len(h.cfg.Children) > 0 {
+		return
+	}
+	h.cuts = true
+	h.tickets.guard.Reshape(h.eng.Base, h.cfg.Settings.Unverified)
+	if h.cfg.Role.Loads() && h.cfg.Settings.Unverified {
+		h.log.Warn("blocks of engines with another block size or other ranks are loaded, too: no digest verifies their bytes (kvport.unverified)",
+			"connector", h.info.Name, "base", h.eng.Base)
+	}
+}
+
+// cut is what a ticket says for engines of other shapes.
+func (h *Host) cut(b *tracker.Event) ticket.Cut {
+	if !h.cuts || b.Hold.Weak || b.Weak { // nothing but digests tells whether a weak hold's blocks are still there
+		return ticket.Cut{}
+	}
+	return ticket.Cut{Base: h.eng.Base, BlockTokens: h.eng.Layout.Groups[0].BlockTokens, Last: b.Last, Tail: b.Tail}
+}
+
+// agreed is how many leading tokens of a query are those of a ticket of another shape (rule RESHAPE-01).
+// The caller holds mu.
+func (h *Host) agreed(e *ticket.Envelope, q *connector.Query) int {
+	none := connector.BlockKey{}
+	c := &e.Cut
+	same := func(tokens int, want connector.BlockKey) bool {
+		return want != none && tokens <= q.Tokens && h.eng.Address(q.Request, c.BlockTokens, tokens) == want
+	}
+	full := e.Tokens - e.Tokens%c.BlockTokens
+	switch {
+	case same(e.Tokens, c.Tail):
+		return e.Tokens
+	case full > 0 && same(full, c.Last):
+		return full
+	}
+	return 0
+}
+
+// reshape has a worker load from an engine of another shape.
+func reshape(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
+	reshaper, ok := connector.As[connector.Reshaper](w)
+	if !ok || r.landing != nil {
+		return fmt.Errorf("the connector cannot %v: %w", connector.CanReshape, connector.ErrIncompatible)
+	}
+	return reshaper.Reshape(ctx, a.Transfer, r.kv)
+}
+
+// unverified counts the blocks that arrived of an engine of another shape, and gives them digests of what
+// they are now: from here on they are blocks like any other.
+func (h *Host) unverified(r *rank, t *connector.Transfer, err error) {
+	var some *connector.BlockError
+	if err != nil && (!errors.As(err, &some) || len(some.Blocks) == 0) {
+		return // nothing arrived
+	}
+	arrived := slices.Clone(t.Blocks)
+	if some != nil {
+		arrived = slices.DeleteFunc(arrived, func(b connector.Block) bool { return slices.Contains(some.Blocks, b.ID) })
+	}
+	h.metrics.unchecked.Add(float64(len(arrived)))
+	if err := r.makeDigests(arrived); err != nil {
+		h.log.Error("reshaped blocks have no digests", "request", t.Request, "error", err)
+	}
+}

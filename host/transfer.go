@@ -1,0 +1,292 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/tracker"
+)
+
+// rank is one rank's paged cache as the host uses it: to make and check digests.
+type rank struct {
+	kv      *connector.KV
+	landing *landing // nil: the plugin maps the cache
+	hasher  *digest.Hasher
+	hands   chan struct{} // as many digests are computed at once as there are cores; shared by all ranks
+}
+
+// openRanks checks the layout and wraps the regions.
+func (h *Host) openRanks() error {
+	layout := &h.eng.Layout
+	if len(h.eng.Ranks) == 0 {
+		return fmt.Errorf("engine has no ranks: %w", connector.ErrIncompatible)
+	}
+	digests := make([]bool, len(layout.Groups))
+	for _, s := range layout.Segments {
+		if s.Layer == connector.DigestLayer && int(s.Group) < len(digests) {
+			digests[s.Group] = true
+		}
+	}
+	for g, has := range digests {
+		if !has {
+			return fmt.Errorf("layout: group %d has no digest segment, see WithDigests: %w", g, connector.ErrIncompatible)
+		}
+	}
+	secret, err := h.cfg.Settings.TenantSecret()
+	if err != nil {
+		return err
+	}
+	hands := make(chan struct{}, runtime.GOMAXPROCS(0))
+	for i, r := range h.eng.Ranks {
+		kv, err := connector.NewKV(*layout, [][]byte{r.Bytes()})
+		if err != nil {
+			return fmt.Errorf("rank %d: %w", i, err)
+		}
+		shard := connector.Shard{Rank: i, World: len(h.eng.Ranks)}
+		h.ranks = append(h.ranks, &rank{
+			kv: kv, hasher: digest.New(h.eng.Model, h.eng.Shape, shard, secret), hands: hands,
+		})
+	}
+	return h.openLanding()
+}
+
+// startMove runs a load or save on one rank. The caller holds mu.
+func (h *Host) startMove(a *tracker.Move) {
+	g := h.gen
+	ctx, cancel := context.WithDeadline(context.Background(), a.Deadline)
+	g.cancels[a.ID] = cancel
+	ctx = h.losing(ctx, a.ID)
+	turn := a.Kind == tracker.Load && h.begins(a.Transfer.Request)
+	g.work.Go(func() {
+		defer cancel()
+		out := h.move(ctx, g, a, turn)
+		if out.Lost {
+			g.down(errors.New("worker side: the connection is gone"))
+		}
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		delete(g.cancels, a.ID)
+		h.do(h.book.Moved(time.Now(), a.ID, out))
+	})
+}
+
+// move makes the digests of what is saved and checks those of what was loaded, while the bytes are
+// hot.
+func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, turn bool) tracker.Outcome {
+	r, w, t := h.ranks[a.Rank], g.workers[a.Rank], a.Transfer
+	if a.Computing {
+		err := h.saveLayers(ctx, w, a)
+		return tracker.Outcome{Err: err, Lost: errors.Is(err, errLost)}
+	}
+	if a.Kind == tracker.Save {
+		err := fault.Point("host.save")
+		if err == nil {
+			err = r.makeDigests(t.Blocks)
+		}
+		if err != nil {
+			return tracker.Outcome{Err: err}
+		}
+		fault.Crash("host.save.digested")
+		err = h.save(ctx, r, w, a)
+		fault.Crash("host.saved")
+		return tracker.Outcome{Err: err, Lost: errors.Is(err, errLost)}
+	}
+	if err := fault.Point("host.load"); err != nil {
+		return tracker.Outcome{Err: err}
+	}
+	err := h.load(ctx, r, w, a)
+	if errors.Is(err, errLost) {
+		return tracker.Outcome{Err: err, Lost: true}
+	}
+	if err == nil && h.opts.Landed != nil && r.landing == nil {
+		h.opts.Landed(t.Request, a.Rank)
+	}
+	out := tracker.Outcome{Err: err}
+	switch {
+	case t.Reshaped:
+		h.unverified(r, t, err)
+	case !h.info.Lossy:
+		out.Corrupt = r.checkDigests(content(t.Blocks, t.Tail), err)
+	}
+	fault.Crash("host.load.checked")
+	if turn {
+		out = h.reused(t, out)
+	}
+	damaged := len(out.Corrupt)
+	if errors.Is(out.Err, connector.ErrCorrupt) {
+		damaged += failedCount(t, out.Err)
+	}
+	if damaged > 0 {
+		h.metrics.integrity.Add(float64(damaged))
+		h.log.Warn("damaged blocks, they are computed anew", "connector", h.info.Name, "request", t.Request, "blocks", damaged)
+	}
+	return out
+}
+
+// reused is the outcome of a load from where nothing keeps the blocks: those that hold something else by now
+// are gone, not damaged.
+func (h *Host) reused(t *connector.Transfer, out tracker.Outcome) tracker.Outcome {
+	lost := out.Corrupt
+	if out.Err != nil {
+		var some *connector.BlockError
+		if !errors.As(out.Err, &some) || len(some.Blocks) == 0 {
+			h.metrics.turns.WithLabelValues(h.metrics.name, "lost").Add(float64(len(t.Blocks)))
+			return out
+		}
+		lost = append(slices.Clone(some.Blocks), lost...)
+	}
+	h.metrics.turns.WithLabelValues(h.metrics.name, "lost").Add(float64(len(lost)))
+	h.metrics.turns.WithLabelValues(h.metrics.name, "loaded").Add(float64(len(t.Blocks) - len(lost)))
+	if len(lost) == 0 {
+		return out
+	}
+	err := fmt.Errorf("an earlier turn's blocks have been reused: %w", connector.ErrGone)
+	return tracker.Outcome{Err: &connector.BlockError{Blocks: lost, Err: err}}
+}
+
+// save lets a worker read the blocks of a move: in the cache, or a copy of them. Their digests were
+// made in the cache, so what the plugin does to the copy is found when the blocks are loaded.
+func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
+	if r.landing == nil {
+		return h.saveTo(ctx, w, a.ID, a.Transfer, r.kv)
+	}
+	s := &stage{t: a.Transfer, slots: a.Slots}
+	r.busy(func() { s.out(r.landing.kv, r.kv) })
+	fault.Crash("host.save.copied")
+	h.metrics.copied.WithLabelValues(h.metrics.name, "save").Add(r.size(a.Transfer.Blocks))
+	return s.back(h.saveTo(ctx, w, a.ID, s.landed(), r.landing.kv))
+}
+
+// tellingSaver is a worker that knows before its Save is over that what a ticket promises is stored: that of
+// a MultiConnector.
+type tellingSaver interface {
+	SaveTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, promised func()) error
+}
+
+func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID, t *connector.Transfer, kv *connector.KV) error {
+	s, tells := w.(tellingSaver)
+	if !tells {
+		return w.Save(ctx, t, kv)
+	}
+	return s.SaveTelling(ctx, t, kv, func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		h.do(h.book.Stored(time.Now(), id))
+	})
+}
+
+// load lets a worker fill the blocks of a move: in the cache, or in landing memory, from where what
+// arrived is copied. Digests are checked in the cache, after the copy.
+func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
+	if a.Transfer.Reshaped {
+		return reshape(ctx, r, w, a)
+	}
+	if r.landing == nil {
+		return w.Load(ctx, a.Transfer, r.kv)
+	}
+	s := &stage{t: a.Transfer, slots: a.Slots}
+	err := w.Load(ctx, s.landed(), r.landing.kv)
+	if errors.Is(err, errLost) {
+		return err
+	}
+	fault.Crash("host.load.answered")
+	r.busy(func() { s.in(r.kv, r.landing.kv, err) })
+	fault.Crash("host.load.copied")
+	h.metrics.copied.WithLabelValues(h.metrics.name, "load").Add(r.size(a.Transfer.Blocks))
+	return s.back(err)
+}
+
+// busy runs what keeps a core busy.
+func (r *rank) busy(f func()) {
+	r.hands <- struct{}{}
+	defer func() { <-r.hands }()
+	f()
+}
+
+// size is the length of some blocks in bytes.
+func (r *rank) size(blocks []connector.Block) float64 {
+	n := int64(0)
+	for _, b := range blocks {
+		n += r.kv.Layout().BlockBytes(b.Group)
+	}
+	return float64(n)
+}
+
+func failedCount(t *connector.Transfer, err error) int {
+	var some *connector.BlockError
+	if errors.As(err, &some) && len(some.Blocks) > 0 {
+		return len(some.Blocks)
+	}
+	return len(t.Blocks)
+}
+
+func (r *rank) makeDigests(blocks []connector.Block) error {
+	errs := make([]error, len(blocks))
+	r.share(len(blocks), func(i int) {
+		b := blocks[i]
+		if b.Key == (connector.BlockKey{}) {
+			return // partial: nothing can be stored under a key
+		}
+		if err := r.hasher.Make(r.kv, b); err != nil {
+			errs[i] = fmt.Errorf("digest of block %d: %w", b.ID, err)
+		}
+	})
+	return errors.Join(errs...)
+}
+
+// share runs f for 0 to n-1 on the cores that are free; on one it waits.
+func (r *rank) share(n int, f func(int)) {
+	var next atomic.Int64
+	work := func() {
+		for i := next.Add(1); i <= int64(n); i = next.Add(1) {
+			f(int(i - 1))
+		}
+	}
+	var others sync.WaitGroup
+	for range min(cap(r.hands), n) - 1 {
+		select {
+		case r.hands <- struct{}{}:
+			others.Go(func() {
+				defer func() { <-r.hands }()
+				work()
+			})
+		default:
+		}
+	}
+	r.busy(work)
+	others.Wait()
+}
+
+// checkDigests gives the blocks that should have arrived and are not what was saved.
+func (r *rank) checkDigests(blocks []connector.Block, err error) []connector.BlockID {
+	missing := map[connector.BlockID]bool{}
+	if err != nil {
+		var some *connector.BlockError
+		if !errors.As(err, &some) || len(some.Blocks) == 0 {
+			return nil // nothing arrived
+		}
+		for _, id := range some.Blocks {
+			missing[id] = true
+		}
+	}
+	bad := make([]bool, len(blocks))
+	r.share(len(blocks), func(i int) {
+		bad[i] = !missing[blocks[i].ID] && r.hasher.Check(r.kv, blocks[i]) != nil
+	})
+	var corrupt []connector.BlockID
+	for i, b := range blocks {
+		if bad[i] {
+			corrupt = append(corrupt, b.ID)
+		}
+	}
+	return corrupt
+}

@@ -1,0 +1,133 @@
+package tracker
+
+import (
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// CallID names one call to the plugin: one attempt, never used again.
+type CallID uint64
+
+// Kind says which way a transfer goes.
+type Kind uint8
+
+// The kinds of transfers.
+const (
+	Load Kind = 1 + iota
+	Save
+)
+
+// String is the kind's name.
+func (k Kind) String() string {
+	if k == Load {
+		return "load"
+	}
+	return "save"
+}
+
+// Action is something the host has to do.
+type Action interface{ action() }
+
+type (
+	// Ask sends a query to the scheduler side; Matched brings the answer.
+	Ask struct {
+		ID    CallID
+		Gen   uint64
+		Query connector.Query
+	}
+	// Plan sends a step to the scheduler side; Planned brings the answer.
+	Plan struct {
+		ID       CallID
+		Gen      uint64
+		Step     *connector.Step
+		Deadline time.Time
+	}
+	// Move starts a load or save on the worker side of one rank; Moved brings the answer. The
+	// transfer is shared by all ranks and must not be changed.
+	Move struct {
+		ID       CallID
+		Gen      uint64
+		Kind     Kind
+		Rank     int
+		Transfer *connector.Transfer
+		Slots    []connector.BlockID // the landing slot of each block; nil without landing memory
+		Deadline time.Time
+		// Computing says that the save's blocks are being computed, or were, in the given Step.
+		Computing bool
+		Step      uint64
+	}
+	// Finish sends ended requests to the scheduler side; FinishAnswered brings the holds.
+	Finish struct {
+		ID       CallID
+		Gen      uint64
+		Ended    []connector.Ended
+		Deadline time.Time
+	}
+	// CancelCall ends the wait of a call. Its answer is awaited nevertheless.
+	CancelCall struct{ ID CallID }
+	// Kill ends the process of a generation; Down and Reaped follow.
+	Kill struct {
+		Gen    uint64
+		Reason string
+	}
+	// Tell reports to the engine.
+	Tell struct{ Event Event }
+)
+
+func (Ask) action()        {}
+func (Plan) action()       {}
+func (Move) action()       {}
+func (Finish) action()     {}
+func (CancelCall) action() {}
+func (Kill) action()       {}
+func (Tell) action()       {}
+
+// EventKind says what an Event reports.
+type EventKind uint8
+
+// The kinds of events, as in package host.
+const (
+	Loaded EventKind = 1 + iota
+	Saved
+	Finished
+	Released
+	Answered
+	Stored // before Saved, sometimes: all that a ticket promises of the save is stored, its blocks stay pinned
+)
+
+// Why a hold was released.
+const (
+	ReleasedConsumed   = "consumed"
+	ReleasedExpired    = "expired"
+	ReleasedPluginDied = "plugin_died"
+	ReleasedShutdown   = "shutdown"
+)
+
+// Event is one report to the engine.
+type Event struct {
+	Kind    EventKind
+	Request connector.RequestID
+	Step    uint64
+	Blocks  []connector.BlockID // unpinned
+	Failed  []connector.BlockID
+	Err     error
+	Tokens  int            // Loaded, Saved: of the transfer. Finished: leading tokens a consumer can get
+	Bytes   int64          // Loaded, Saved: of the blocks that did not fail, on all ranks
+	Remote  bool           // Finished: a consumer was announced
+	Weak    bool           // Finished: the consumer is only hoped for
+	Lost    bool           // Loaded, Saved: the blocks stay pinned for good
+	Held    bool           // Finished: the blocks stay pinned until Released
+	Hold    connector.Hold // Finished: what the Holder answered
+	// Of Finished, as ticket.Cut has them: addresses of the tokens that a consumer can get.
+	Last, Tail connector.BlockKey
+	Reason     string        // Released: why
+	Took       time.Duration // Loaded, Saved: since the step
+}
+
+// Outcome is how a call of the worker side ended.
+type Outcome struct {
+	Err     error               // what the plugin said
+	Corrupt []connector.BlockID // loads: blocks whose digest was wrong
+	Lost    bool                // the connection went away: the plugin may still touch the blocks
+}

@@ -1,0 +1,384 @@
+// Package tracker keeps a host's books: which transfers run on which generation of the plugin, which
+// blocks they pin, until when, and what the engine has still to be told.
+//
+// It is a pure state machine: no goroutine, clock, I/O or randomness. Every method takes the time,
+// changes the state and returns the actions that the host has to carry out, in order. So the same
+// inputs give the same actions, and a test can drive it through any interleaving of faults.
+//
+// The promise it keeps (rule HOST-01): one Loaded or Saved for each transfer, one Finished for each
+// ended request, whatever the plugin does; and a block is reported free only when no call of a
+// living generation can touch it.
+package tracker
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Config is what a Book must know. All durations must be positive.
+type Config struct {
+	Ranks      int // every transfer runs once on each
+	Role       connector.Role
+	Groups     []connector.Group
+	BlockBytes []int64              // of one block, by group, on all ranks
+	Can        connector.Capability // of the connector's scheduler side
+
+	Later          time.Duration // how long a match may stay unknown before it is a miss
+	Fresh          time.Duration // how long an answer may be used again
+	Transfer       time.Duration // a load, besides TransferPerGiB
+	TransferPerGiB time.Duration
+	Save           time.Duration
+	Plan           time.Duration
+	Finish         time.Duration
+	Grace          time.Duration // from a passed deadline until the plugin is killed
+	Hold           time.Duration // TTL of a hold that names none
+	HoldMax        time.Duration
+	BackoffMin     time.Duration // between retries of one call, doubled each time
+	BackoffMax     time.Duration
+	CorruptKeys    int // damaged keys remembered
+	// Shun has blocks that were found damaged not offered until they are saved anew: where this engine
+	// does that, or where a failed load would fail every request that begins so.
+	Shun  bool
+	Slots int // of landing memory on each rank; 0: calls touch the cache itself
+}
+
+// Counters are what the book has seen, for metrics and tests.
+type Counters struct {
+	Unknown    int // answers to calls that were given up or answered before, and reports of holds that are over
+	Violations int // answers that break the contract
+	Retries    int // calls started again
+	Lost       int // blocks that will never be free again
+	Undecided  int // matches that a plugin which was up left undecided until Later ended
+	Kills      int // generations killed for a passed deadline
+}
+
+// availability of the plugin.
+type availability uint8
+
+const (
+	down   availability = iota // none runs, one will
+	up                         // generation gen takes calls
+	broken                     // none runs, and none will for a while
+)
+
+// Book is the state. It is not safe for concurrent use.
+type Book struct {
+	cfg    Config
+	state  availability
+	gen    uint64 // the generation that takes calls while up
+	closed bool
+
+	last     uint64 // the last id given to anything
+	ops      map[uint64]*op
+	calls    map[CallID]*call // running, by the id of the attempt
+	plans    map[CallID]*planning
+	asks     map[CallID]*request
+	finishes map[CallID][]*ending
+	requests map[connector.RequestID]*request
+	endings  map[uint64]*ending
+	holds    map[connector.HoldID]*hold
+	over     []connector.HoldID       // holds that ended by themselves, for a Leaser
+	early    map[connector.HoldID]int // consumers of holds that a running Finish may announce
+	weak     map[connector.HoldID]int // consumers that have not reported; they keep no blocks
+	killed   map[uint64]bool          // generations told to die and not reaped yet
+	corrupt  corruptKeys
+	wakes    wakes
+	landing  *Landing // nil without landing memory
+	lines    []line   // calls that wait for slots
+	out      []Action
+	lost     map[connector.BlockID]struct{}
+	counters Counters
+}
+
+// request is what the book knows of one request between its first Match and its end.
+type request struct {
+	id      connector.RequestID
+	match   match
+	ticket  connector.Ticket // of its queries: its loads carry it
+	cut     bool             // the ticket is of an engine of another shape
+	arrived bool
+	denied  bool // a load left nothing valid, do not offer it again
+	saves   int  // saves under way
+	unsaved map[int]struct{}
+	ending  *ending
+}
+
+// New makes an empty book with no plugin up.
+func New(cfg Config) *Book {
+	b := &Book{
+		cfg:      cfg,
+		ops:      map[uint64]*op{},
+		calls:    map[CallID]*call{},
+		plans:    map[CallID]*planning{},
+		asks:     map[CallID]*request{},
+		finishes: map[CallID][]*ending{},
+		requests: map[connector.RequestID]*request{},
+		endings:  map[uint64]*ending{},
+		holds:    map[connector.HoldID]*hold{},
+		early:    map[connector.HoldID]int{},
+		weak:     map[connector.HoldID]int{},
+		killed:   map[uint64]bool{},
+		lost:     map[connector.BlockID]struct{}{},
+		corrupt:  corruptKeys{limit: cfg.CorruptKeys, keys: map[connector.BlockKey]struct{}{}},
+	}
+	if cfg.Slots > 0 {
+		b.landing, b.lines = NewLanding(cfg.Ranks, cfg.Slots), make([]line, 2*cfg.Ranks)
+	}
+	return b
+}
+
+// Up says that generation gen is ready for calls. Generations grow.
+func (b *Book) Up(now time.Time, gen uint64) []Action {
+	b.state, b.gen = up, gen
+	b.over = nil // holds of another life, which counts its own anew
+	for _, o := range sorted(b.ops) {
+		b.startReady(o)
+	}
+	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
+		b.askAgain(now, b.requests[id])
+	}
+	return b.take()
+}
+
+// Down says that generation gen takes no more calls. Its process may still live: blocks stay pinned
+// until Reaped.
+func (b *Book) Down(now time.Time, gen uint64) []Action {
+	if b.state != up || b.gen != gen {
+		return nil
+	}
+	b.state = down
+	for _, id := range slices.Sorted(maps.Keys(b.asks)) {
+		b.asks[id].match.ask = 0 // asked again when the next generation is up
+		delete(b.asks, id)
+	}
+	for _, id := range slices.Sorted(maps.Keys(b.plans)) {
+		b.planFailed(now, id, connector.ErrGone)
+	}
+	for _, id := range slices.Sorted(maps.Keys(b.finishes)) {
+		b.answerFinish(now, id, nil)
+	}
+	return b.take()
+}
+
+// Reaped says that nothing of generation gen can touch a block any more. Its transfers go on with
+// the next generation if they may, and fail otherwise.
+func (b *Book) Reaped(now time.Time, gen uint64) []Action {
+	b.out = append(b.out, b.Down(now, gen)...)
+	delete(b.killed, gen)
+	for _, o := range sorted(b.ops) {
+		b.opReaped(now, o, gen)
+	}
+	for _, h := range sorted(b.holds) {
+		if h.gen == gen {
+			b.release(h, ReleasedPluginDied)
+		}
+	}
+	return b.take()
+}
+
+// Abandoned says that generation gen is gone, but that somebody may use the blocks for ever that it had. Those of
+// its transfers and holds are lost: they stay pinned, and no event says that they are free.
+func (b *Book) Abandoned(now time.Time, gen uint64) []Action {
+	b.out = append(b.out, b.Down(now, gen)...)
+	delete(b.killed, gen)
+	for _, o := range sorted(b.ops) {
+		if slices.ContainsFunc(o.calls, func(c *call) bool { return c.stuck(gen) }) {
+			b.lose(now, o)
+		}
+	}
+	for _, h := range sorted(b.holds) {
+		if h.gen == gen {
+			delete(b.holds, h.id)
+			b.forfeit(h.blocks)
+		}
+	}
+	return b.take()
+}
+
+// Lose says the same of one call, of a part of the connector that is gone.
+func (b *Book) Lose(now time.Time, id CallID) []Action {
+	if c := b.calls[id]; c != nil {
+		b.lose(now, c.op)
+	}
+	return b.take()
+}
+
+// lose ends a transfer without giving its blocks back, nor its slots of landing memory.
+func (b *Book) lose(now time.Time, o *op) {
+	for _, c := range o.calls {
+		if c.state == running {
+			b.emit(CancelCall{ID: c.id})
+		}
+		delete(b.calls, c.id)
+		c.state = over
+	}
+	o.lost = true
+	b.forfeit(ids(o.t.Blocks))
+	o.fail(o.t.Blocks, errAbandoned)
+	b.endOp(now, o)
+}
+
+func (b *Book) forfeit(blocks []connector.BlockID) {
+	for _, id := range blocks {
+		b.lost[id] = struct{}{}
+	}
+	b.counters.Lost = len(b.lost)
+}
+
+// Broken says that no generation will come up for a while: nothing is worth waiting for.
+func (b *Book) Broken(now time.Time) []Action {
+	b.state = broken
+	b.failIdle(now)
+	return b.take()
+}
+
+// Close takes no new work and gives up what waits. Running calls go on until they return or their
+// generation is reaped. Holds are released: nobody will be there to serve them.
+func (b *Book) Close(now time.Time) []Action {
+	b.closed = true
+	b.failIdle(now)
+	for _, h := range sorted(b.holds) {
+		b.release(h, ReleasedShutdown)
+	}
+	return b.take()
+}
+
+// failIdle gives up all that waits for a plugin.
+func (b *Book) failIdle(now time.Time) {
+	for _, o := range sorted(b.ops) {
+		b.failReady(now, o, connector.ErrGone)
+	}
+	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
+		b.giveUpMatch(b.requests[id])
+	}
+}
+
+// Tick lets time pass. The host calls it no later than Next.
+func (b *Book) Tick(now time.Time) []Action {
+	b.wakes.drop(now)
+	for _, o := range sorted(b.ops) {
+		b.tickOp(now, o)
+	}
+	for _, id := range slices.Sorted(maps.Keys(b.plans)) {
+		if !now.Before(b.plans[id].deadline) {
+			b.emit(CancelCall{ID: id})
+			b.planFailed(now, id, errPlanLate)
+		}
+	}
+	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
+		b.tickMatch(now, b.requests[id])
+	}
+	for _, e := range sorted(b.endings) {
+		if !now.Before(e.deadline) {
+			b.finishEnding(now, e)
+		}
+	}
+	for _, h := range sorted(b.holds) {
+		if !now.Before(h.deadline) {
+			b.release(h, ReleasedExpired)
+		}
+	}
+	return b.take()
+}
+
+// Next is when Tick has to be called, if at all.
+func (b *Book) Next() (time.Time, bool) { return b.wakes.first() }
+
+// Idle reports whether nothing runs, waits or is held.
+func (b *Book) Idle() bool {
+	return len(b.ops) == 0 && len(b.plans) == 0 && len(b.endings) == 0 && len(b.holds) == 0
+}
+
+// Pending counts transfers that are not over.
+func (b *Book) Pending() int { return len(b.ops) }
+
+// Loading counts loads that a plugin works for.
+func (b *Book) Loading() (n int) {
+	for _, o := range b.ops {
+		if o.kind == Load && slices.ContainsFunc(o.calls, func(c *call) bool { return c.state == running }) {
+			n++
+		}
+	}
+	return n
+}
+
+// Saving reports whether a save is under way.
+func (b *Book) Saving() bool {
+	for _, o := range b.ops {
+		if o.kind == Save {
+			return true
+		}
+	}
+	return false
+}
+
+// Held counts open holds.
+func (b *Book) Held() int { return len(b.holds) }
+
+// Counters reports what the book has seen so far.
+func (b *Book) Counters() Counters { return b.counters }
+
+// Pins counts how many transfers, ended requests and holds pin each block.
+func (b *Book) Pins() map[connector.BlockID]int {
+	pins := map[connector.BlockID]int{}
+	add := func(blocks []connector.Block) {
+		for _, k := range blocks {
+			pins[k.ID]++
+		}
+	}
+	for _, o := range b.ops {
+		add(o.t.Blocks)
+	}
+	for _, e := range b.endings {
+		add(e.ended.Blocks)
+	}
+	for _, h := range b.holds {
+		for _, id := range h.blocks {
+			pins[id]++
+		}
+	}
+	return pins
+}
+
+func (b *Book) request(id connector.RequestID) *request {
+	r := b.requests[id]
+	if r == nil {
+		r = &request{id: id}
+		b.requests[id] = r
+	}
+	return r
+}
+
+func (b *Book) id() uint64 {
+	b.last++
+	return b.last
+}
+
+func (b *Book) emit(a Action) { b.out = append(b.out, a) }
+
+func (b *Book) take() []Action {
+	out := b.out
+	b.out = nil
+	return out
+}
+
+// sorted gives the values of m in the order of its keys, so that equal inputs give equal actions.
+func sorted[K cmp.Ordered, V any](m map[K]V) []V {
+	out := make([]V, 0, len(m))
+	for _, k := range slices.Sorted(maps.Keys(m)) {
+		out = append(out, m[k])
+	}
+	return out
+}
+
+func ids(blocks []connector.Block) []connector.BlockID {
+	out := make([]connector.BlockID, len(blocks))
+	for i, k := range blocks {
+		out[i] = k.ID
+	}
+	return out
+}

@@ -1,0 +1,53 @@
+package tracker
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// What a generation had that left somebody behind never comes back; everything else goes on with the next
+// one. Every transfer has its one event.
+func TestAbandonedBlocksAreLost(t *testing.T) {
+	b := newBench(t, func(c *Config) { c.Ranks = 2 })
+	b.start(Load, 2)
+	moves := all[Move](b)
+	require.Len(t, moves, 2)
+	b.done(moves[0], Outcome{}) // one rank was faster
+	b.done(moves[1], Outcome{Lost: true})
+	b.quiet()
+	b.got(b.Abandoned(b.now, 1))
+	e := b.event()
+	require.True(t, e.Lost)
+	require.Equal(t, []connector.BlockID{0, 1}, e.Blocks)
+	require.Equal(t, e.Blocks, e.Failed)
+	require.ErrorIs(t, e.Err, connector.ErrGone)
+	require.Equal(t, 2, b.Counters().Lost)
+	require.True(t, b.Idle())
+	b.got(b.Up(b.now, 2))
+	b.quiet()
+	b.start(Load, 1)
+	require.Len(t, all[Move](b), 2)
+	require.EqualValues(t, 2, all[Move](b)[0].Gen)
+}
+
+// One call of several may lose its blocks while the plugin, a composite, goes on. What the other calls of
+// that transfer say later is nobody's business.
+func TestLostCall(t *testing.T) {
+	b := newBench(t, func(c *Config) { c.Ranks = 2 })
+	b.start(Load, 2)
+	moves := all[Move](b)
+	b.got(b.Lose(b.now, moves[0].ID))
+	require.Len(t, all[CancelCall](b), 2)
+	tells := all[Tell](b)
+	require.Len(t, tells, 1)
+	require.True(t, tells[0].Event.Lost)
+	b.got(b.Lose(b.now, moves[1].ID))
+	b.quiet()
+	b.done(moves[1], Outcome{})
+	b.quiet()
+	require.Equal(t, 2, b.Counters().Lost)
+	require.Zero(t, b.Counters().Violations)
+}

@@ -1,0 +1,282 @@
+package tracker
+
+import (
+	"errors"
+	"maps"
+	"math"
+	"slices"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// match is what is known of the connector's offer to one request. The engine may ask as often as it
+// likes; the plugin is asked once, and again when its answer got old or was Later.
+type match struct {
+	query   connector.Query // the last one
+	asked   connector.Query // the one that ask carries
+	need    int             // tokens that a verified ticket promises, from token 0
+	ask     CallID          // on its way; 0: none
+	open    bool            // an answer is wanted and not known yet
+	known   bool
+	end     int    // tokens from 0 that can be had, if known; the best so far, if open
+	groups  uint32 // as the connector said
+	at      time.Time
+	renewed time.Time // when ask was sent, if an answer is known
+	told    bool      // the engine was told Later
+	until   time.Time // when Later ends; zero: not begun
+	spent   bool      // Later has ended once, it will not begin again
+	wait    time.Duration
+	retryAt time.Time // zero: none
+}
+
+// Query brings the engine's question. need is the number of leading tokens that a verified ticket
+// promises, 0 without one. wait says whether an answer may come at any moment, so that Match is
+// better called a little later.
+func (b *Book) Query(now time.Time, q connector.Query, need int) (wait bool, actions []Action) {
+	r := b.request(q.Request)
+	m := &r.match
+	m.query, m.need, r.ticket, r.cut = q, need, q.Ticket, q.Reshaped > 0
+	switch {
+	case b.hopeless(r), m.open, m.known && (m.spent || now.Sub(m.at) < b.cfg.Fresh):
+		return false, b.take()
+	case m.known && b.renew(now, r):
+		return false, b.take()
+	}
+	*m = match{query: q, asked: m.asked, need: need, ask: m.ask, open: true, spent: m.spent}
+	b.askAgain(now, r)
+	return m.ask != 0, b.take()
+}
+
+// renew asks anew what got old, and says whether the old answer may be given meanwhile: not for longer
+// than a fresh one may be. A request that was told Later would be passed over by its engine, although
+// nothing has changed most of the time.
+func (b *Book) renew(now time.Time, r *request) bool {
+	m := &r.match
+	if m.ask != 0 {
+		return now.Sub(m.renewed) < b.cfg.Fresh
+	}
+	if b.state != up {
+		return false
+	}
+	m.renewed = now
+	b.ask(r)
+	return true
+}
+
+// hopeless says that the answer is a miss without asking.
+func (b *Book) hopeless(r *request) bool {
+	q := &r.match.query
+	room := b.limit(q) > q.Computed
+	return r.denied || b.closed || b.state == broken || !b.cfg.Role.Loads() || !room || len(q.Keys) == 0 && q.Ticket == nil
+}
+
+// unit is the number of tokens in which external and local parts may meet.
+func (b *Book) unit() int {
+	n := 1
+	for _, g := range b.cfg.Groups {
+		n = n / gcd(n, g.BlockTokens) * g.BlockTokens
+	}
+	return n
+}
+
+func gcd(a, b int) int {
+	for b != 0 {
+		a, b = b, a%b
+	}
+	return a
+}
+
+// limit is how many leading tokens may come from elsewhere: at least one is left to compute, and a
+// load ends with a full block. What a Holder keeps may end anywhere; there the engine leaves one.
+func (b *Book) limit(q *connector.Query) int {
+	if b.held(q) {
+		return q.Tokens
+	}
+	n := max(q.Tokens-1, 0)
+	return n - n%b.unit()
+}
+
+// undamaged is how many leading tokens are not known to be damaged where they are stored. Whoever asks
+// computes the rest, and the save of that mends it; an engine whose failure policy is fail would
+// otherwise fail at every request that begins so. An engine that only loads cannot know when another
+// has mended them, so it tries again (Config.Shun).
+func (b *Book) undamaged(keys []connector.BlockKey) int {
+	if i := b.corrupt.first(keys); i >= 0 {
+		return i * b.cfg.Groups[0].BlockTokens
+	}
+	return math.MaxInt
+}
+
+// held says that a query is about what a Holder keeps.
+func (b *Book) held(q *connector.Query) bool {
+	return q.Ticket != nil && b.cfg.Can&connector.CanHold != 0
+}
+
+// Match answers the last Query of a request. It waits for nothing.
+func (b *Book) Match(now time.Time, id connector.RequestID) connector.Match {
+	r := b.requests[id]
+	if r == nil || b.hopeless(r) {
+		return connector.Match{}
+	}
+	m := &r.match
+	if m.open {
+		m.told = true
+		b.beginLater(now, m)
+		return connector.Match{Later: true}
+	}
+	end := min(m.end, b.limit(&m.query))
+	if !b.held(&m.query) {
+		if b.cfg.Shun {
+			end = min(end, b.undamaged(m.query.Keys))
+		}
+		end -= end % b.unit()
+	}
+	tokens := end - m.query.Computed
+	if !m.known || tokens <= 0 {
+		return connector.Match{}
+	}
+	return connector.Match{Tokens: tokens, Groups: m.groups, Async: true}
+}
+
+func (b *Book) beginLater(now time.Time, m *match) {
+	if m.until.IsZero() {
+		m.until = now.Add(b.cfg.Later)
+		b.wakes.at(m.until)
+	}
+}
+
+// askAgain asks the plugin if an answer is wanted, none is on its way and one is up.
+func (b *Book) askAgain(now time.Time, r *request) {
+	m := &r.match
+	if !m.open || m.ask != 0 {
+		return
+	}
+	b.beginLater(now, m)
+	if b.state != up {
+		return
+	}
+	m.retryAt = time.Time{}
+	b.ask(r)
+}
+
+// ask sends the last query of a request.
+func (b *Book) ask(r *request) {
+	m := &r.match
+	m.ask, m.asked = CallID(b.id()), m.query
+	b.asks[m.ask] = r
+	b.emit(Ask{ID: m.ask, Gen: b.gen, Query: m.asked})
+}
+
+// Matched brings the answer to an Ask. An error is a miss, ErrBusy is Later. A host whose plugin went
+// away before it answered says Down instead.
+func (b *Book) Matched(now time.Time, id CallID, answer connector.Match, err error) []Action {
+	r := b.asks[id]
+	if r == nil {
+		b.counters.Unknown++
+		return nil
+	}
+	delete(b.asks, id)
+	m := &r.match
+	m.ask = 0
+	if !m.open { // the old answer ends here
+		m.open, m.known, m.end, m.groups = true, false, 0, 0
+	}
+	if err == nil && !b.sound(&m.asked, answer) {
+		b.counters.Violations++
+		err = errViolation
+	}
+	if err != nil {
+		answer = connector.Match{Later: errors.Is(err, connector.ErrBusy)}
+	}
+	if end := m.asked.Computed + answer.Tokens; err == nil && (!answer.Later || end > m.end) {
+		if end > m.end {
+			m.wait = 0 // what is awaited is on its way: look again soon
+		}
+		m.end, m.groups = end, answer.Groups
+	}
+	if answer.Later || m.end < min(m.need, b.limit(&m.query)) {
+		m.wait = min(max(2*m.wait, b.cfg.BackoffMin), b.cfg.BackoffMax)
+		m.retryAt = now.Add(m.wait)
+		b.wakes.at(m.retryAt)
+		b.tickMatch(now, r)
+		return b.take()
+	}
+	b.settleMatch(now, r)
+	return b.take()
+}
+
+// sound checks an answer against its query.
+func (b *Book) sound(q *connector.Query, m connector.Match) bool {
+	all := uint64(1)<<len(b.cfg.Groups) - 1
+	most := q.Tokens
+	if q.Reshaped > 0 {
+		most = max(q.Reshaped, q.Computed)
+	}
+	return m.Tokens >= 0 && m.Tokens <= most-q.Computed && uint64(m.Groups)&^all == 0
+}
+
+func (b *Book) settleMatch(now time.Time, r *request) {
+	m := &r.match
+	told := m.told
+	m.open, m.known, m.told, m.at, m.retryAt = false, true, false, now, time.Time{}
+	if told {
+		b.emit(Tell{Event{Kind: Answered, Request: r.id}})
+	}
+}
+
+func (b *Book) tickMatch(now time.Time, r *request) {
+	m := &r.match
+	switch {
+	case !m.open:
+	case !m.until.IsZero() && !now.Before(m.until):
+		m.spent = true
+		if b.state == up {
+			b.counters.Undecided++
+		}
+		b.cancelAsk(m)
+		b.settleMatch(now, r)
+	case !m.retryAt.IsZero() && !now.Before(m.retryAt):
+		b.askAgain(now, r)
+	}
+}
+
+// giveUpMatch makes an open question a miss.
+func (b *Book) giveUpMatch(r *request) {
+	m := &r.match
+	b.cancelAsk(m)
+	if !m.open {
+		return
+	}
+	m.end = 0
+	b.settleMatch(m.at, r)
+}
+
+func (b *Book) cancelAsk(m *match) {
+	if m.ask != 0 {
+		delete(b.asks, m.ask)
+		b.emit(CancelCall{ID: m.ask})
+		m.ask = 0
+	}
+}
+
+// forgetMatch drops what is known of a request's offer: its blocks or the store have changed. An
+// engine that waits for an answer is told to ask again.
+func (b *Book) forgetMatch(r *request) {
+	b.cancelAsk(&r.match)
+	if r.match.told {
+		b.emit(Tell{Event{Kind: Answered, Request: r.id}})
+	}
+	r.match = match{}
+}
+
+// Forget drops every answer: the connector was reset.
+func (b *Book) Forget(now time.Time) []Action {
+	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
+		r := b.requests[id]
+		r.match.known, r.match.end = false, 0
+		b.cancelAsk(&r.match)
+		b.askAgain(now, r)
+	}
+	return b.take()
+}

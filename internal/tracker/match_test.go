@@ -1,0 +1,67 @@
+package tracker
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// An answer that got old is given while it is asked anew, but not for ever, and not where no plugin is
+// up. What comes then counts, also that it is gone.
+func TestOldAnswerIsGivenOnceMore(t *testing.T) {
+	old := func(age time.Duration) (*bench, Ask) {
+		b := newBench(t, nil)
+		b.ask(prompt(4), 0)
+		b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{Tokens: 64}, nil))
+		b.after(age)
+		require.False(t, b.ask(prompt(4), 0))
+		require.Equal(t, 64, b.Match(b.now, "r").Tokens)
+		if age < b.cfg.Fresh {
+			b.quiet()
+			return b, Ask{}
+		}
+		return b, one[Ask](b)
+	}
+	fresh := testConfig().Fresh
+	old(fresh - 1)
+	b, ask := old(fresh)
+	require.False(t, b.ask(prompt(4), 0), "asked anew once")
+	b.quiet()
+	b.got(b.Matched(b.now, ask.ID, connector.Match{Tokens: 16}, nil))
+	b.quiet()
+	require.Equal(t, 16, b.Match(b.now, "r").Tokens)
+
+	b, ask = old(fresh)
+	b.after(fresh - 1)
+	b.ask(prompt(4), 0)
+	require.Equal(t, 64, b.Match(b.now, "r").Tokens)
+	b.after(1)
+	require.True(t, b.ask(prompt(4), 0), "the same call is waited for now")
+	b.quiet()
+	require.True(t, b.Match(b.now, "r").Later)
+	b.got(b.Matched(b.now, ask.ID, connector.Match{Tokens: 32}, nil))
+	require.Equal(t, Answered, b.event().Kind)
+	require.Equal(t, 32, b.Match(b.now, "r").Tokens)
+
+	for _, answer := range []struct {
+		m   connector.Match
+		err error
+	}{{connector.Match{}, nil}, {connector.Match{}, connector.ErrCorrupt}, {connector.Match{Tokens: -1}, nil}} {
+		b, ask = old(fresh)
+		b.got(b.Matched(b.now, ask.ID, answer.m, answer.err))
+		require.Equal(t, connector.Match{}, b.Match(b.now, "r"))
+	}
+	b, ask = old(fresh)
+	b.got(b.Matched(b.now, ask.ID, connector.Match{}, connector.ErrBusy))
+	require.True(t, b.Match(b.now, "r").Later)
+
+	b, ask = old(fresh)
+	b.got(b.Down(b.now, 1))
+	b.ask(prompt(4), 0)
+	require.True(t, b.Match(b.now, "r").Later, "nobody is there to ask")
+	b.got(b.Up(b.now, 2))
+	require.NotEqual(t, ask.ID, one[Ask](b).ID)
+}

@@ -1,0 +1,493 @@
+package tracker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Why blocks fail on this side of the wire.
+var (
+	errPlanLate   = fmt.Errorf("the connector's plan came too late: %w", context.DeadlineExceeded)
+	errNotPlanned = errors.New("the connector chose not to load them")
+	errLate       = fmt.Errorf("transfer deadline: %w", context.DeadlineExceeded)
+	errViolation  = fmt.Errorf("the connector's answer breaks the contract: %w", connector.ErrIncompatible)
+	errAbandoned  = fmt.Errorf("somebody that the plugin left behind may still use the blocks: %w", connector.ErrGone)
+	errRole       = errors.New("the role does not load")
+	errLoading    = errors.New("a load still writes one of the blocks")
+	errLanding    = errors.New("more blocks than landing memory holds: raise kvport.landing_bytes")
+)
+
+type callState uint8
+
+const (
+	ready   callState = iota // to be started as soon as a plugin is up
+	running                  // the plugin may touch the blocks
+	lost                     // no answer will come, but the plugin may still touch the blocks
+	backoff                  // ErrBusy; becomes ready at retryAt
+	over
+)
+
+// op is one Transfer on its way: it pins its blocks until all its calls are over.
+type op struct {
+	id       uint64
+	kind     Kind
+	req      *request
+	step     uint64
+	began    time.Time
+	deadline time.Time
+	t        connector.Transfer
+	calls    []*call
+	planning bool // its parts are not known yet
+	stored   bool // see Stored
+	layered  bool // its blocks were handed over before they were computed
+	retried  bool // it has lost one generation already
+	canceled bool
+	lost     bool // its blocks never come back
+	guilty   bool // it made its generation miss the deadline
+	failed   map[connector.BlockID]struct{}
+	skipped  map[connector.BlockID]struct{} // saves: the connector chose not to
+	err      error                          // the first
+}
+
+// call is one part of a transfer on one rank.
+type call struct {
+	op      *op
+	id      CallID // of the running attempt
+	gen     uint64
+	part    *connector.Transfer
+	rank    int
+	state   callState
+	wait    time.Duration // last back-off
+	retryAt time.Time
+	slots   []connector.BlockID // of landing memory, while it may touch them
+	waiting bool                // in line for slots
+	stored  bool                // all that a ticket promises of it is
+}
+
+// Step takes what the engine decided. The book owns s from now on.
+func (b *Book) Step(now time.Time, s *connector.Step) []Action {
+	for i := range s.Arrived {
+		b.request(s.Arrived[i].Request).arrived = true
+	}
+	for _, id := range s.Preempted {
+		if r := b.requests[id]; r != nil {
+			b.cancelLoads(now, r)
+			b.forgetMatch(r)
+		}
+	}
+	var ops []*op // after the preempted ones: a request may have got new blocks in the same step
+	for _, t := range s.Admitted {
+		ops = append(ops, b.addOp(now, Load, s.ID, t))
+	}
+	for _, t := range s.Computed {
+		ops = append(ops, b.addOp(now, Save, s.ID, t))
+	}
+	ops = slices.DeleteFunc(ops, func(o *op) bool { return o == nil })
+	b.planOrStart(now, s, ops)
+	b.computing(now, s)
+	var ended []*ending
+	for i := range s.Ended {
+		ended = append(ended, b.addEnding(now, s.ID, &s.Ended[i]))
+	}
+	b.finishReady(now, ended)
+	return b.take()
+}
+
+// addOp takes on a transfer, or answers it at once and returns nil.
+func (b *Book) addOp(now time.Time, kind Kind, step uint64, t connector.Transfer) *op {
+	o := &op{
+		id: b.id(), kind: kind, req: b.request(t.Request), step: step, began: now, t: t,
+		failed: map[connector.BlockID]struct{}{},
+	}
+	if kind == Save {
+		o.req.saves++
+		o.deadline = now.Add(b.cfg.Save)
+	} else {
+		o.t.Ticket, o.t.Reshaped = o.req.ticket, o.req.cut
+		gib := float64(b.bytes(t.Blocks)) / (1 << 30)
+		o.deadline = now.Add(b.cfg.Transfer + time.Duration(gib*float64(b.cfg.TransferPerGiB)))
+	}
+	b.ops[o.id] = o
+	switch {
+	case len(t.Blocks) == 0:
+		b.endOp(now, o)
+	case kind == Save && !b.cfg.Role.Saves():
+		b.endOp(now, o) // nothing failed: this role has nothing to store
+	case kind == Load && !b.cfg.Role.Loads():
+		o.fail(t.Blocks, errRole)
+		b.endOp(now, o)
+	case b.closed || b.state == broken:
+		o.fail(t.Blocks, connector.ErrGone)
+		b.endOp(now, o)
+	case kind == Save && b.loadingAny(t.Blocks):
+		o.fail(t.Blocks, errLoading)
+		b.endOp(now, o)
+	default:
+		b.wakes.at(o.deadline)
+		b.wakes.at(o.deadline.Add(b.cfg.Grace))
+		return o
+	}
+	return nil
+}
+
+// loadingAny reports whether a load may still write one of some blocks: what lies in such a block is
+// nobody's yet, and a store that took it would serve it (rule MULTI-08).
+func (b *Book) loadingAny(blocks []connector.Block) bool {
+	var wanted map[connector.Block]bool
+	for _, o := range b.ops {
+		if o.kind != Load {
+			continue
+		}
+		if wanted == nil {
+			wanted = make(map[connector.Block]bool, len(blocks))
+			for _, k := range blocks {
+				wanted[connector.Block{ID: k.ID, Group: k.Group}] = true
+			}
+		}
+		for _, k := range o.t.Blocks {
+			if wanted[connector.Block{ID: k.ID, Group: k.Group}] {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// split makes the calls of an op: every part on every rank.
+func (b *Book) split(o *op, parts []*connector.Transfer) {
+	if b.landing != nil {
+		parts = b.divide(o, parts)
+	}
+	for _, p := range parts {
+		for rank := range b.cfg.Ranks {
+			o.calls = append(o.calls, &call{op: o, part: p, rank: rank})
+		}
+	}
+}
+
+func (b *Book) startReady(o *op) {
+	if b.landing != nil {
+		b.queue(o)
+		b.startQueued()
+		return
+	}
+	if b.state != up {
+		return
+	}
+	for _, c := range o.calls {
+		if c.state == ready {
+			b.start(c)
+		}
+	}
+}
+
+func (b *Book) start(c *call) {
+	c.state, c.id, c.gen = running, CallID(b.id()), b.gen
+	b.calls[c.id] = c
+	if c.op.kind == Save && !c.part.Replace && b.corrupt.any(c.part.Blocks) {
+		p := *c.part
+		p.Replace = true
+		c.part = &p
+	}
+	b.emit(Move{
+		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
+		Computing: c.op.layered, Step: c.op.step,
+	})
+}
+
+// Moved says that a call of the worker side has returned.
+func (b *Book) Moved(now time.Time, id CallID, out Outcome) []Action {
+	c := b.calls[id]
+	if c == nil {
+		b.counters.Unknown++
+		return nil
+	}
+	delete(b.calls, id)
+	if out.Lost {
+		c.state = lost
+		return b.take()
+	}
+	o := c.op
+	b.vacate(c)
+	retryAt := now.Add(min(max(2*c.wait, b.cfg.BackoffMin), b.cfg.BackoffMax))
+	if errors.Is(out.Err, connector.ErrBusy) && !o.canceled && !b.closed && b.state != broken && retryAt.Before(o.deadline) {
+		c.state, c.wait, c.retryAt = backoff, retryAt.Sub(now), retryAt
+		b.wakes.at(retryAt)
+		b.startQueued()
+		return b.take()
+	}
+	c.state = over
+	b.judge(c, out)
+	b.endIfOver(now, o)
+	b.startQueued()
+	return b.take()
+}
+
+// judge records which blocks of a returned call failed.
+func (b *Book) judge(c *call, out Outcome) {
+	o := c.op
+	if out.Err != nil {
+		bad := c.part.Blocks
+		var some *connector.BlockError
+		if errors.As(out.Err, &some) && len(some.Blocks) > 0 {
+			named, ok := pick(c.part.Blocks, some.Blocks)
+			if ok {
+				bad = named
+			} else {
+				b.counters.Violations++
+				out.Err = errViolation
+			}
+		}
+		o.fail(bad, out.Err)
+		if o.kind == Load && errors.Is(out.Err, connector.ErrCorrupt) {
+			b.remember(bad)
+		}
+	}
+	if len(out.Corrupt) > 0 {
+		bad, _ := pick(c.part.Blocks, out.Corrupt)
+		o.fail(bad, connector.ErrCorrupt)
+		b.remember(bad)
+	}
+}
+
+func (b *Book) remember(damaged []connector.Block) {
+	for _, k := range damaged {
+		b.corrupt.add(k.Key)
+	}
+}
+
+// pick finds the blocks with the given ids; ok is false if one is not among them.
+func pick(blocks []connector.Block, ids []connector.BlockID) (found []connector.Block, ok bool) {
+	want := make(map[connector.BlockID]bool, len(ids))
+	for _, id := range ids {
+		want[id] = true
+	}
+	for _, k := range blocks {
+		if want[k.ID] {
+			found = append(found, k)
+			want[k.ID] = false
+		}
+	}
+	for _, missing := range want {
+		if missing {
+			return found, false
+		}
+	}
+	return found, true
+}
+
+func (o *op) fail(blocks []connector.Block, err error) {
+	for _, k := range blocks {
+		o.failed[k.ID] = struct{}{}
+	}
+	if o.err == nil {
+		o.err = err
+	}
+}
+
+// failReady ends the calls of an op that no plugin works on.
+func (b *Book) failReady(now time.Time, o *op, err error) {
+	for _, c := range o.calls {
+		if c.state == ready || c.state == backoff {
+			c.state = over
+			o.fail(c.part.Blocks, err)
+		}
+	}
+	b.endIfOver(now, o)
+}
+
+// cancelLoads asks the loads of a request to stop. Their blocks stay pinned until they have.
+func (b *Book) cancelLoads(now time.Time, r *request) {
+	for _, o := range sorted(b.ops) {
+		if o.req != r || o.kind != Load || o.canceled {
+			continue
+		}
+		o.canceled = true
+		for _, c := range o.calls {
+			if c.state == running {
+				b.emit(CancelCall{ID: c.id})
+			}
+		}
+		b.failReady(now, o, context.Canceled)
+	}
+}
+
+// opReaped goes on with an op whose calls of a generation will never answer: with the next
+// generation, once, unless the op itself was at fault, or not at all.
+func (b *Book) opReaped(now time.Time, o *op, gen uint64) {
+	if !slices.ContainsFunc(o.calls, func(c *call) bool { return c.stuck(gen) }) {
+		return
+	}
+	given := o.guilty || o.retried || o.canceled || b.closed || b.state == broken || !now.Before(o.deadline)
+	o.retried = true
+	for _, c := range o.calls {
+		if !c.stuck(gen) {
+			continue
+		}
+		delete(b.calls, c.id)
+		b.vacate(c)
+		if given {
+			c.state = over
+			o.fail(c.part.Blocks, connector.ErrGone)
+			continue
+		}
+		c.state = ready
+		b.counters.Retries++
+	}
+	b.startReady(o)
+	b.endIfOver(now, o)
+}
+
+// stuck says that the call waits for an answer of generation gen.
+func (c *call) stuck(gen uint64) bool {
+	return c.gen == gen && (c.state == running || c.state == lost)
+}
+
+func (b *Book) tickOp(now time.Time, o *op) {
+	if !now.Before(o.deadline) {
+		b.cancelLate(o)
+		b.failReady(now, o, errLate)
+		if !now.Before(o.deadline.Add(b.cfg.Grace)) {
+			b.killLate(o)
+		}
+		return
+	}
+	for _, c := range o.calls {
+		if c.state == backoff && !now.Before(c.retryAt) {
+			c.state = ready
+			b.counters.Retries++
+		}
+	}
+	b.startReady(o)
+}
+
+// killLate ends the generations that let a transfer miss its deadline: its blocks come back only
+// when nothing can write them any more.
+func (b *Book) killLate(o *op) {
+	for _, c := range o.calls {
+		if c.state != running && c.state != lost {
+			continue
+		}
+		o.guilty = true
+		if !b.killed[c.gen] {
+			b.killed[c.gen] = true
+			b.counters.Kills++
+			b.emit(Kill{Gen: c.gen, Reason: fmt.Sprintf("%s of request %q past its deadline", o.kind, o.req.id)})
+		}
+	}
+}
+
+func (b *Book) endIfOver(now time.Time, o *op) {
+	if o.planning || b.ops[o.id] == nil {
+		return
+	}
+	for _, c := range o.calls {
+		if c.state != over {
+			return
+		}
+	}
+	b.endOp(now, o)
+}
+
+// endOp reports an op, once, and unpins its blocks.
+func (b *Book) endOp(now time.Time, o *op) {
+	delete(b.ops, o.id)
+	ev := Event{
+		Kind: Loaded, Request: o.t.Request, Step: o.step, Tokens: o.t.Tokens, Took: now.Sub(o.began),
+		Blocks: ids(o.t.Blocks), Lost: o.lost,
+	}
+	for _, k := range o.t.Blocks {
+		_, bad := o.failed[k.ID]
+		if bad {
+			ev.Failed = append(ev.Failed, k.ID)
+		}
+		if _, skipped := o.skipped[k.ID]; !bad && !skipped && len(o.calls) > 0 {
+			ev.Bytes += b.bytes([]connector.Block{k})
+		}
+	}
+	if len(ev.Failed) > 0 {
+		ev.Err = o.err
+	}
+	if o.kind == Load {
+		b.settleLoad(o)
+		b.emit(Tell{ev})
+		return
+	}
+	ev.Kind = Saved
+	b.settleSave(o)
+	b.emit(Tell{ev})
+	switch r := o.req; {
+	case r.saves > 0:
+	case r.ending != nil:
+		b.finishReady(now, []*ending{r.ending})
+	case !r.arrived && b.requests[r.id] == r && !r.match.open:
+		delete(b.requests, r.id) // nothing will end it
+	}
+}
+
+// settleLoad denies further offers to a request whose load left nothing valid: the engine would
+// ask, get the same offer and fail for ever.
+func (b *Book) settleLoad(o *op) {
+	b.forgetMatch(o.req)
+	if len(o.t.Blocks) == 0 || o.canceled {
+		return
+	}
+	if b.leftNothing(o) {
+		o.req.denied = true
+	}
+}
+
+// leftNothing says that a request cannot go on from anything that a load brought: the first block of a
+// group is missing, or one of a group that needs only the last ones.
+func (b *Book) leftNothing(o *op) bool {
+	var seen [connector.MaxGroups]bool
+	for _, k := range o.t.Blocks {
+		if int(k.Group) >= len(b.cfg.Groups) {
+			continue
+		}
+		_, bad := o.failed[k.ID]
+		if bad && (!seen[k.Group] || b.cfg.Groups[k.Group].Policy == connector.PolicyTrailing) {
+			return true
+		}
+		seen[k.Group] = true
+	}
+	return false
+}
+
+// settleSave notes which tokens of the request a consumer will not find.
+func (b *Book) settleSave(o *op) {
+	o.waited()
+	position := make([]int, len(b.cfg.Groups))
+	for _, k := range o.t.Blocks {
+		if int(k.Group) >= len(position) {
+			continue
+		}
+		from := o.t.From + position[k.Group]
+		position[k.Group] += b.cfg.Groups[k.Group].BlockTokens
+		_, bad := o.failed[k.ID]
+		if _, skipped := o.skipped[k.ID]; bad || skipped || len(o.calls) == 0 {
+			if o.req.unsaved == nil {
+				o.req.unsaved = map[int]struct{}{}
+			}
+			o.req.unsaved[from] = struct{}{}
+			continue
+		}
+		delete(o.req.unsaved, from)
+		b.corrupt.remove(k.Key)
+	}
+}
+
+func (b *Book) bytes(blocks []connector.Block) int64 {
+	var n int64
+	for _, k := range blocks {
+		if int(k.Group) < len(b.cfg.BlockBytes) {
+			n += b.cfg.BlockBytes[k.Group]
+		}
+	}
+	return n
+}

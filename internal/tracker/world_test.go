@@ -1,0 +1,500 @@
+package tracker
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// key names one thing that must be answered exactly once.
+type key struct {
+	kind    EventKind
+	request connector.RequestID
+	step    uint64
+}
+
+// world drives a Book as a host, an engine and a plugin at their worst would, and checks every
+// invariant after every input. Everything follows from the seed.
+type world struct {
+	t    *testing.T
+	rng  *rand.Rand
+	b    *Book
+	cfg  Config
+	now  time.Time
+	log  []string
+	gen  uint64 // the newest
+	live bool   // gen takes calls
+	dead bool   // gen went down and is not reaped
+
+	asks     map[CallID]Ask
+	plans    map[CallID]Plan
+	moves    map[CallID]Move // started, and the plugin may still touch the blocks
+	silent   map[CallID]bool // moves whose connection is lost
+	finishes map[CallID]Finish
+	doomed   bool // the book wants the generation dead
+
+	due    map[key]int // how often it must be told: 1
+	told   map[key]int
+	blocks map[key][]connector.BlockID
+	holds  map[connector.HoldID]key
+	held   map[key]bool
+	later  map[connector.RequestID]bool
+	ended  map[connector.RequestID]bool
+	open   []connector.RequestID
+	steps  uint64
+
+	computing uint64 // the last step
+	nextID    int
+	block     connector.BlockID
+	planned   map[key]bool // waits for a plan
+	last      connector.HoldID
+	events    int
+}
+
+func newWorld(t *testing.T, seed uint64) *world {
+	rng := rand.New(rand.NewPCG(seed, 7))
+	caps := connector.Capability(0)
+	if rng.IntN(3) == 0 {
+		caps |= connector.CanPlan
+	}
+	if rng.IntN(2) == 0 {
+		caps |= connector.CanHold
+	}
+	cfg := testConfig()
+	if rng.IntN(2) == 0 {
+		cfg.Slots = 1 + rng.IntN(8)
+	}
+	cfg.Can, cfg.Ranks, cfg.Role = caps, 1+rng.IntN(3), connector.Role(1+rng.IntN(3))
+	return &world{
+		t: t, rng: rng, b: New(cfg), cfg: cfg, now: time.Unix(0, 0),
+		asks: map[CallID]Ask{}, plans: map[CallID]Plan{}, moves: map[CallID]Move{}, silent: map[CallID]bool{},
+		finishes: map[CallID]Finish{}, due: map[key]int{}, told: map[key]int{}, blocks: map[key][]connector.BlockID{},
+		holds: map[connector.HoldID]key{}, held: map[key]bool{}, later: map[connector.RequestID]bool{},
+		ended: map[connector.RequestID]bool{}, planned: map[key]bool{},
+	}
+}
+
+func testConfig() Config {
+	return Config{
+		Ranks: 1, Role: connector.RoleBoth,
+		Groups:     []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}},
+		BlockBytes: []int64{1 << 20},
+		Later:      2 * time.Second, Fresh: 100 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
+		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
+		Hold: 30 * time.Second, HoldMax: time.Minute, BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond,
+		CorruptKeys: 8,
+	}
+}
+
+// do checks and takes note of what the book wants.
+func (w *world) do(input string, actions []Action) {
+	w.log = append(w.log, fmt.Sprintf("%s %s", w.now.Sub(time.Unix(0, 0)), input))
+	for _, a := range actions {
+		w.log = append(w.log, "    "+describe(a))
+	}
+	for _, a := range actions {
+		switch a := a.(type) {
+		case Ask:
+			require.True(w.t, w.live && a.Gen == w.gen)
+			w.asks[a.ID] = a
+		case Plan:
+			require.True(w.t, w.live && a.Gen == w.gen)
+			w.plans[a.ID] = a
+		case Move:
+			require.True(w.t, w.live && a.Gen == w.gen, "a call needs a living plugin")
+			w.granted(a)
+			w.slotted(a)
+			w.moves[a.ID] = a
+		case Finish:
+			require.True(w.t, w.live && a.Gen == w.gen)
+			w.finishes[a.ID] = a
+		case Kill:
+			require.Equal(w.t, w.gen, a.Gen)
+			w.doomed = true
+		case Tell:
+			w.tell(&a.Event)
+		}
+	}
+	if due, ok := w.b.Next(); ok && len(w.b.ops) > 0 {
+		require.False(w.t, due.IsZero())
+	}
+}
+
+// granted checks that a call touches only blocks of one transfer that is not over.
+func (w *world) granted(m Move) {
+	for k, blocks := range w.blocks {
+		if k.kind == kindOf(m) && k.request == m.Transfer.Request && w.told[k] == 0 && within(m.Transfer.Blocks, blocks) {
+			return
+		}
+	}
+	require.Fail(w.t, "a call touches what it was not granted", "%+v", *m.Transfer)
+}
+
+func within(blocks []connector.Block, list []connector.BlockID) bool {
+	return !slices.ContainsFunc(blocks, func(b connector.Block) bool { return !slices.Contains(list, b.ID) })
+}
+
+func (w *world) tell(e *Event) {
+	w.events++
+	k := key{e.Kind, e.Request, e.Step}
+	switch e.Kind {
+	case Answered:
+		require.True(w.t, w.later[e.Request], "nobody waits for %q", e.Request)
+		require.False(w.t, w.ended[e.Request])
+		delete(w.later, e.Request)
+		return
+	case Released:
+		k.kind = Finished
+		require.True(w.t, w.held[k], "hold of %v", k)
+		require.Equal(w.t, w.blocks[k], e.Blocks)
+		delete(w.held, k)
+		return
+	case Finished:
+		if e.Held {
+			require.Empty(w.t, e.Blocks)
+			w.held[k] = true
+			w.holds[e.Hold.ID] = k
+		} else {
+			require.Equal(w.t, w.blocks[k], e.Blocks)
+		}
+	case Stored:
+		w.due[k] = 1 // it may be told, once
+	case Loaded, Saved:
+		require.Equal(w.t, w.blocks[k], e.Blocks)
+		require.Subset(w.t, e.Blocks, e.Failed)
+		require.Equal(w.t, len(e.Failed) > 0, e.Err != nil)
+		for _, m := range w.moves {
+			require.False(w.t, kindOf(m) == e.Kind && overlap(m.Transfer.Blocks, e.Blocks), "call %d still touches the blocks of %v", m.ID, k)
+		}
+	}
+	w.told[k]++
+	require.Equal(w.t, 1, w.told[k], "told twice: %v", k)
+	require.Equal(w.t, 1, w.due[k], "never asked: %v", k)
+}
+
+// describe prints an action without addresses.
+func describe(a Action) string {
+	switch a := a.(type) {
+	case Move:
+		return fmt.Sprintf("move %d gen %d rank %d %s %+v", a.ID, a.Gen, a.Rank, a.Kind, *a.Transfer)
+	case Plan:
+		return fmt.Sprintf("plan %d gen %d %+v", a.ID, a.Gen, *a.Step)
+	}
+	return fmt.Sprintf("%T %+v", a, a)
+}
+
+func kindOf(m Move) EventKind {
+	if m.Kind == Load {
+		return Loaded
+	}
+	return Saved
+}
+
+func overlap(blocks []connector.Block, ids []connector.BlockID) bool {
+	return slices.ContainsFunc(blocks, func(b connector.Block) bool { return slices.Contains(ids, b.ID) })
+}
+
+func pickOne[V any](w *world, m map[CallID]V) (CallID, bool) {
+	ids := slices.Sorted(maps.Keys(m))
+	if len(ids) == 0 {
+		return 0, false
+	}
+	return ids[w.rng.IntN(len(ids))], true
+}
+
+func (w *world) transfer(id connector.RequestID) connector.Transfer {
+	n := w.rng.IntN(4)
+	t := connector.Transfer{Request: id, Tokens: 16 * n}
+	for i := range n {
+		t.Blocks = append(t.Blocks, connector.Block{Key: connector.BlockKey{1, byte(w.rng.IntN(12)), byte(i)}, ID: w.block})
+		w.block++
+	}
+	return t
+}
+
+func (w *world) expect(kind EventKind, id connector.RequestID, blocks []connector.Block) {
+	k := key{kind, id, w.steps}
+	w.due[k], w.blocks[k] = 1, ids(blocks)
+}
+
+// step is the engine deciding something.
+func (w *world) step() {
+	w.computed()
+	w.steps++
+	s := &connector.Step{ID: w.steps}
+	if w.rng.IntN(2) == 0 || len(w.open) == 0 {
+		w.nextID++
+		id := connector.RequestID(fmt.Sprint(w.nextID))
+		w.open = append(w.open, id)
+		s.Arrived = append(s.Arrived, connector.Query{Request: id, Tokens: 100})
+	}
+	used := map[connector.RequestID]bool{}
+	for range w.rng.IntN(3) {
+		id := w.open[w.rng.IntN(len(w.open))]
+		if used[id] {
+			continue
+		}
+		used[id] = true
+		if w.rng.IntN(2) == 0 {
+			t := w.transfer(id)
+			s.Admitted = append(s.Admitted, t)
+			w.expect(Loaded, id, t.Blocks)
+		}
+		if w.rng.IntN(2) == 0 {
+			t := w.transfer(id)
+			w.save(s, t)
+			w.expect(Saved, id, t.Blocks)
+		}
+		if w.rng.IntN(6) == 0 {
+			s.Preempted = append(s.Preempted, id)
+		}
+	}
+	if w.rng.IntN(3) == 0 {
+		w.endOne(s)
+	}
+	w.give(s)
+}
+
+func (w *world) endOne(s *connector.Step) {
+	i := w.rng.IntN(len(w.open))
+	id := w.open[i]
+	w.open = slices.Delete(w.open, i, i+1)
+	t := w.transfer(id)
+	s.Ended = append(s.Ended, connector.Ended{Request: id, Tokens: t.Tokens, Remote: w.rng.IntN(2) == 0, Blocks: t.Blocks})
+	w.expect(Finished, id, t.Blocks)
+}
+
+func (w *world) give(s *connector.Step) {
+	w.do("step", w.b.Step(w.now, s))
+	if w.computing = s.ID; w.steps%2 == 0 {
+		w.computed()
+	}
+	for _, e := range s.Ended {
+		w.ended[e.Request] = true
+		delete(w.later, e.Request)
+	}
+}
+
+func (w *world) match() {
+	if len(w.open) == 0 {
+		return
+	}
+	q := connector.Query{
+		Request: w.open[w.rng.IntN(len(w.open))], Tokens: 1 + w.rng.IntN(100), Keys: make([]connector.BlockKey, w.rng.IntN(7)),
+		Computed: 16 * w.rng.IntN(3),
+	}
+	wait, actions := w.b.Query(w.now, q, w.rng.IntN(2)*w.rng.IntN(100))
+	w.do("query", actions)
+	if wait && w.rng.IntN(2) == 0 {
+		w.answerAsk()
+	}
+	m := w.b.Match(w.now, q.Request)
+	require.True(w.t, m.Later || m.Tokens == 0 || m.Tokens+q.Computed < q.Tokens && m.Tokens%16 == 0 && m.Tokens > 0, "%+v for %+v", m, q)
+	if m.Later {
+		w.later[q.Request] = true
+	}
+}
+
+func (w *world) err() error {
+	return []error{
+		nil, nil, nil, connector.ErrBusy, connector.ErrGone, connector.ErrCorrupt, errors.New("any"),
+	}[w.rng.IntN(7)]
+}
+
+func (w *world) answerAsk() {
+	id, ok := pickOne(w, w.asks)
+	if !ok {
+		return
+	}
+	delete(w.asks, id)
+	m := connector.Match{Tokens: w.rng.IntN(120) - 3, Later: w.rng.IntN(4) == 0}
+	w.do("matched", w.b.Matched(w.now, id, m, w.err()))
+	if w.rng.IntN(5) == 0 {
+		w.do("matched again", w.b.Matched(w.now, id, m, nil))
+	}
+}
+
+func (w *world) answerPlan() {
+	id, ok := pickOne(w, w.plans)
+	if !ok {
+		return
+	}
+	s := w.plans[id].Step
+	delete(w.plans, id)
+	plan := &connector.Plan{Loads: w.choose(s.Admitted), Saves: w.choose(s.Computed)}
+	w.do("planned", w.b.Planned(w.now, id, plan, w.err()))
+}
+
+// choose plans some of what was offered, in parts, twice, or invented.
+func (w *world) choose(offered []connector.Transfer) (out []connector.Transfer) {
+	for _, t := range offered {
+		for range w.rng.IntN(3) {
+			p := t
+			if n := len(p.Blocks); n > 0 {
+				from := w.rng.IntN(n)
+				p.From, p.Blocks = p.From+16*from, p.Blocks[from:from+w.rng.IntN(n-from)+1]
+				p.Tokens = 16 * len(p.Blocks)
+			}
+			switch w.rng.IntN(8) {
+			case 0:
+				p.Blocks = []connector.Block{{ID: 99999}}
+			case 1:
+				p.Tokens = -5
+			}
+			out = append(out, p)
+		}
+	}
+	return out
+}
+
+func (w *world) answerMove() {
+	id, ok := pickOne(w, w.moves)
+	if !ok || w.silent[id] {
+		return
+	}
+	m := w.moves[id]
+	out := Outcome{Err: w.err()}
+	switch w.rng.IntN(6) {
+	case 0:
+		out = Outcome{Lost: true, Err: connector.ErrGone}
+		w.silent[id] = true
+	case 1:
+		out.Err = &connector.BlockError{Blocks: []connector.BlockID{m.Transfer.Blocks[0].ID}, Err: connector.ErrCorrupt}
+	case 2:
+		out.Err = &connector.BlockError{Blocks: []connector.BlockID{12345678}, Err: connector.ErrGone}
+	case 3:
+		out.Corrupt = []connector.BlockID{m.Transfer.Blocks[0].ID}
+	}
+	if !out.Lost {
+		delete(w.moves, id)
+	}
+	w.perhapsStored(id)
+	w.do("moved", w.b.Moved(w.now, id, out))
+	w.perhapsAgain(id)
+}
+
+func (w *world) answerFinish() {
+	id, ok := pickOne(w, w.finishes)
+	if !ok {
+		return
+	}
+	f := w.finishes[id]
+	delete(w.finishes, id)
+	holds := make([]connector.Hold, len(f.Ended)+w.rng.IntN(8)/7)
+	for i := range holds {
+		if w.rng.IntN(2) == 0 {
+			w.last++
+			holds[i] = connector.Hold{ID: w.last - connector.HoldID(w.rng.IntN(8)/7), Consumers: w.rng.IntN(3), TTL: time.Duration(w.rng.IntN(90)) * time.Second, Weak: w.rng.IntN(8) == 0}
+		}
+	}
+	w.do("finished", w.b.FinishAnswered(w.now, id, holds, w.err()))
+}
+
+// plugin is the process living and dying.
+func (w *world) plugin() {
+	switch {
+	case w.live && (w.doomed || len(w.silent) > 0 || w.rng.IntN(4) == 0):
+		w.live, w.dead = false, true
+		clear(w.asks)
+		clear(w.plans)
+		clear(w.finishes)
+		w.do("down", w.b.Down(w.now, w.gen))
+	case w.dead:
+		w.dead, w.doomed = false, false
+		clear(w.moves) // from here on nothing touches a block
+		clear(w.silent)
+		w.do("reaped", w.b.Reaped(w.now, w.gen))
+	case !w.live && w.rng.IntN(4) == 0:
+		w.do("broken", w.b.Broken(w.now))
+	case !w.live:
+		w.gen++
+		w.live = true
+		w.do("up", w.b.Up(w.now, w.gen))
+	}
+}
+
+func (w *world) tick() {
+	d := time.Duration(w.rng.IntN(300)) * time.Millisecond
+	if w.rng.IntN(20) == 0 {
+		d *= 20
+	}
+	w.now = w.now.Add(d)
+	w.do("tick", w.b.Tick(w.now))
+}
+
+func (w *world) run(steps int) {
+	for range steps {
+		switch w.rng.IntN(12) {
+		case 0, 1:
+			w.step()
+		case 2:
+			w.match()
+		case 3:
+			w.answerAsk()
+		case 4:
+			w.answerPlan()
+		case 5, 6, 7:
+			w.answerMove()
+		case 8:
+			w.answerFinish()
+		case 9:
+			w.tick()
+		case 10:
+			w.do("consumed", w.b.Consumed(w.gen, []connector.HoldID{connector.HoldID(w.rng.IntN(int(w.last) + 2))}))
+		case 11:
+			if w.doomed || w.rng.IntN(4) == 0 {
+				w.plugin()
+			}
+		}
+	}
+	w.drain()
+}
+
+// drain ends everything: time passes, a killed plugin dies, nothing else is needed.
+func (w *world) drain() {
+	w.computed()
+	closed := w.rng.IntN(2) == 0
+	for len(w.open) > 0 {
+		w.steps++
+		s := &connector.Step{ID: w.steps}
+		w.endOne(s)
+		w.give(s)
+	}
+	if closed {
+		w.do("close", w.b.Close(w.now))
+	}
+	for range 4000 {
+		if w.b.Idle() {
+			break
+		}
+		if w.dead || w.doomed {
+			w.plugin()
+		}
+		w.now = w.now.Add(100 * time.Millisecond)
+		w.do("tick", w.b.Tick(w.now))
+		if w.b.state != up && w.rng.IntN(20) == 0 && !w.dead {
+			w.plugin()
+		}
+	}
+	require.True(w.t, w.b.Idle(), "something never ends: %d ops, %d endings, %d holds", len(w.b.ops), len(w.b.endings), len(w.b.holds))
+	require.Equal(w.t, w.due, w.told)
+	require.Empty(w.t, w.held)
+	require.Empty(w.t, w.b.Pins())
+	require.Zero(w.t, w.b.LandingUsed())
+	require.Empty(w.t, w.b.requests)
+	for _, c := range w.b.calls {
+		require.Fail(w.t, "a call is left", "%+v of %+v", *c, *c.op)
+	}
+	require.Empty(w.t, w.later)
+	for _, r := range w.b.asks {
+		require.Fail(w.t, "an ask is left", "of %q", r.id)
+	}
+}

@@ -1,0 +1,312 @@
+package acceptance
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// The campaigns run sim, whose tokens depend on every byte of the cache, and are fast. Their full
+// counts are for make soak; without it, or a flag, a run has a tenth of them and says so.
+var (
+	flagSimKills   = flag.Int("simkills", 0, "plugin kills on sim; default 20, in soak 200")
+	flagSimStops   = flag.Int("simstops", 0, "plugin stops on sim; default 2, in soak 20")
+	flagSimDamages = flag.Int("simdamages", 0, "damaged blocks on sim; default 200, in soak 2000")
+	flagTickets    = flag.Int("tickets", 0, "forged, stale and replayed tickets on sim; default 100, in soak 1000")
+)
+
+// TestSimKilled: plugins of both engines are killed and stopped while requests run.
+func TestSimKilled(t *testing.T) {
+	kills, stops := count(t, "simkills", *flagSimKills, 20, 200), count(t, "simstops", *flagSimStops, 2, 20)
+	for i, trust := range []string{"in-place", "staged"} {
+		share := func(n int) int { return (n + 1 - i) / 2 }
+		t.Run(trust, func(t *testing.T) { testSimKilled(newRig(t), trust, share(kills), share(stops)) })
+	}
+}
+
+func testSimKilled(r *rig, trust string, kills, stops int) {
+	r.Helper()
+	level := fmt.Sprintf(`,"kvport":{"trust":%q,"breaker":{"deaths":100000,"backoff_max":"20ms"},"deadlines":{"transfer":"1s"},"heartbeat":{"limit":"1s"}}`, trust)
+	rng := rand.New(rand.NewPCG(*flagSeed, 9))
+	faults := slices.Concat(slices.Repeat([]syscall.Signal{syscall.SIGKILL}, kills), slices.Repeat([]syscall.Signal{syscall.SIGSTOP}, stops))
+	rng.Shuffle(len(faults), func(i, j int) { faults[i], faults[j] = faults[j], faults[i] })
+
+	node := r.serveModel("sim", "single", "")
+	p := r.serveModel("sim", "prefill", r.config("kv_producer", "", level), "--enable-prefix-caching=false")
+	d := r.serveModel("sim", "decode", r.config("kv_consumer", "", level), "--enable-prefix-caching=false")
+	router := r.route(p, d)
+	engines := []*cluster.Process{p, d}
+	r.all(router.URL, texts(r.T, *flagSeed+20000, 2, 400, 400), 1)
+	var before []cluster.Resources
+	for _, e := range engines {
+		r.idle(e)
+		before = append(before, settled(r.T, e))
+	}
+	prompts := texts(r.T, *flagSeed+21000, 8, 600, 3000)
+	want := r.all(node.URL, prompts, 4)
+	tokens, met := 0, 0
+	for i, signal := range faults {
+		hit, got := r.shoot(rng, router, engines[i%2], signal, prompts)
+		tokens += compare(r.T, fmt.Sprintf("fault %d, %v", i, signal), want, got)
+		if hit {
+			met++
+		}
+	}
+	r.Logf("level %s: %d kills and %d stops happened, %d of them while a transfer ran; %d tokens compared, 0 differ, 0 of %d requests lost",
+		trust, kills, stops, met, tokens, len(faults)*len(prompts))
+	require.Greater(r, met, len(faults)/4)
+	for i, e := range engines {
+		r.idle(e)
+		require.Eventually(r, func() bool {
+			h, err := r.client.Health(r.Context(), e.URL)
+			return err == nil && h.Connector.State == "ready"
+		}, time.Minute, 20*time.Millisecond)
+		require.Eventually(r, func() bool { return cluster.Usage(e.PID()) == before[i] }, time.Minute, 50*time.Millisecond,
+			"resources of %s: before %+v, after %+v", e.Name, before[i], cluster.Usage(e.PID()))
+		r.Logf("resources of %s before and after: %+v", e.Name, before[i])
+	}
+}
+
+// shoot runs the prompts and signals an engine's plugin in the midst of them. It returns when the
+// plugin is gone and all answers are there; hit says whether a transfer was running.
+func (r *rig) shoot(rng *rand.Rand, router, engine *cluster.Process, signal syscall.Signal, prompts []string) (hit bool, got []*cluster.Completion) {
+	r.Helper()
+	plugin := 0
+	require.Eventually(r, func() bool {
+		h, err := r.client.Health(r.Context(), engine.URL)
+		if err == nil && h.Connector.State == "ready" {
+			plugin = h.Connector.PID
+		}
+		return plugin != 0
+	}, time.Minute, time.Millisecond, "no plugin runs")
+	answered := make(chan struct{})
+	go func() {
+		defer close(answered)
+		got = r.all(router.URL, prompts, 4)
+	}()
+	// Wait for a transfer, but not for long: some faults are to meet an idle plugin.
+	deadline := time.Now().Add(time.Duration(5+rng.IntN(60)) * time.Millisecond)
+	for !hit && time.Now().Before(deadline) {
+		h, err := r.client.Health(r.Context(), engine.URL)
+		hit = err == nil && h.Connector.Pending > 0
+	}
+	if err := syscall.Kill(plugin, signal); err != nil {
+		require.ErrorIs(r, err, syscall.ESRCH)
+		require.Fail(r, "the plugin died by itself")
+	}
+	<-answered
+	require.Eventually(r, func() bool { return !cluster.Alive(plugin) }, time.Minute, time.Millisecond, "plugin %d lives on after %v", plugin, signal)
+	return hit, got
+}
+
+// TestSimDamaged: stored blocks are damaged; each is noticed, and no token is wrong.
+func TestSimDamaged(t *testing.T) {
+	n := count(t, "simdamages", *flagSimDamages, 200, 2000)
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+30000, 12, 500, 900)
+	for i := range prompts { // a byte is a token: no prompt ends with a full block
+		prompts[i] = prompts[i][:len(prompts[i])/16*16-7]
+	}
+	node := r.serveModel("sim", "single", "")
+	want := r.all(node.URL, prompts, 4)
+	p := r.serveModel("sim", "prefill", r.config("kv_producer", "", ""))
+	for _, prompt := range prompts {
+		_, err := r.client.Complete(t.Context(), p.URL, cluster.Request{Prompt: prompt, MaxTokens: 1})
+		require.NoError(t, err)
+	}
+	r.idle(p)
+	r.stop(p)
+	files := r.blockFiles()
+	require.NotEmpty(t, files)
+	contents := make([][]byte, len(files))
+	for i, path := range files {
+		var err error
+		contents[i], err = os.ReadFile(path)
+		require.NoError(t, err)
+	}
+	var readers []*cluster.Process
+	for _, trust := range []string{"in-place", "staged"} {
+		readers = append(readers, r.serveModel("sim", trust, r.config("kv_consumer", "", fmt.Sprintf(`,"kvport":{"trust":%q}`, trust)), "--enable-prefix-caching=false"))
+	}
+	rng := rand.New(rand.NewPCG(*flagSeed, 2))
+	kinds, tokens, counted := map[string]int{}, 0, 0.0
+	for done, round := 0, 0; done < n; round++ {
+		batch := min(20, n-done)
+		struck := rng.Perm(len(files))[:batch]
+		for _, i := range struck {
+			damaged := damageSmall(t, rng, contents[i], contents[(i+1)%len(files)], kinds)
+			require.NoError(t, os.WriteFile(files[i], damaged, 0o600))
+		}
+		d := readers[round%len(readers)]
+		was := r.metrics(d).Sum("kvport_integrity_failures_total")
+		tokens += compare(t, fmt.Sprintf("damaged blocks %d-%d", done+1, done+batch), want, r.all(d.URL, prompts, 4))
+		now := r.metrics(d).Sum("kvport_integrity_failures_total") - was
+		require.Equal(t, float64(batch), now, "every damaged block that was read is counted once")
+		counted += now
+		done += batch
+		for _, i := range struck {
+			require.NoError(t, os.WriteFile(files[i], contents[i], 0o600))
+		}
+	}
+	for _, d := range readers {
+		r.idle(d)
+	}
+	t.Logf("%d damages of %d kinds, half at each trust level, %v noticed, %d tokens compared, 0 differ: %v", n, len(kinds), counted, tokens, kinds)
+}
+
+// damageSmall damages a block that may be smaller than a page.
+func damageSmall(t *testing.T, rng *rand.Rand, whole, other []byte, kinds map[string]int) []byte {
+	t.Helper()
+	kind := damages[rng.IntN(len(damages))]
+	for kind.name == "zeroed page" && len(whole) <= 4096 {
+		kind = damages[rng.IntN(len(damages))]
+	}
+	damaged := kind.do(rng, bytes.Clone(whole), other)
+	require.NotEqual(t, whole, damaged, "%s changed nothing", kind.name)
+	kinds[kind.name]++
+	return damaged
+}
+
+// TestSimTickets: tickets that are forged, of an earlier life of the producer, of another key, or
+// used before are refused and counted; the answer is right all the same.
+func TestSimTickets(t *testing.T) {
+	n := count(t, "tickets", *flagTickets, 100, 1000)
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+40000, 8, 200, 600)
+	node := r.serveModel("sim", "single", "")
+	want := r.all(node.URL, prompts, 4)
+	key := filepath.Join(t.TempDir(), "key")
+	require.NoError(t, os.WriteFile(key, []byte("a key that only a stranger has ...."), 0o600))
+	d := r.serveModel("sim", "decode", r.config("kv_consumer", "", ""), "--enable-prefix-caching=false")
+
+	// Two lives of one producer, and a producer with another key.
+	old := r.tickets("earlier life", `,"engine_id":"P"`, prompts)
+	good := r.tickets("prefill", `,"engine_id":"P"`, prompts)
+	strange := r.tickets("stranger", fmt.Sprintf(`,"kvport":{"ticket_key_file":%q}`, key), prompts)
+	for i, prompt := range prompts { // the first use is fine, every other is a replay
+		r.useTicket(d, prompt, good[i], want[i])
+	}
+	refused := func() float64 { return r.metrics(d).Sum("kvport_tickets_refused_total") }
+	require.Zero(t, refused())
+	rng := rand.New(rand.NewPCG(*flagSeed, 3))
+	kinds := map[string]int{}
+	for i := range n {
+		at := rng.IntN(len(prompts))
+		kind, ticket := wrongTicket(rng, good[at], old[at], strange[at])
+		kinds[kind]++
+		r.useTicket(d, prompts[at], ticket, want[at])
+		require.Equal(t, float64(i+1), refused(), "ticket %d: %s", i, kind)
+	}
+	r.idle(d)
+	m := r.metrics(d)
+	t.Logf("%d tickets refused (%v), by reason: forged %.0f, replayed %.0f, stale %.0f; %d answers compared, 0 differ", n, kinds,
+		m.Sum("kvport_tickets_refused_total", `reason="forged"`), m.Sum("kvport_tickets_refused_total", `reason="replayed"`),
+		m.Sum("kvport_tickets_refused_total", `reason="stale"`), n)
+}
+
+func wrongTicket(rng *rand.Rand, good, old, strange []byte) (kind string, ticket []byte) {
+	ticket = bytes.Clone(good)
+	switch rng.IntN(7) {
+	case 0:
+		ticket[rng.IntN(len(ticket))] ^= 1 << rng.IntN(8)
+		return "bit flip", ticket
+	case 1:
+		return "cut", ticket[:1+rng.IntN(len(ticket)-1)]
+	case 2:
+		return "grown", append(ticket, byte(rng.Int()))
+	case 3:
+		for i := range ticket {
+			ticket[i] = byte(rng.Int())
+		}
+		return "noise", ticket
+	case 4:
+		return "stale", old
+	case 5:
+		return "another key", strange
+	}
+	return "replayed", ticket
+}
+
+// answer is the part of a completion without streaming that tickets are in.
+type answer struct {
+	Choices []struct {
+		Tokens []int32 `json:"token_ids"`
+	} `json:"choices"`
+	Transfer map[string]json.RawMessage `json:"kv_transfer_params"`
+}
+
+// tickets runs a producer for a while and gives its tickets for the prompts.
+func (r *rig) tickets(name, config string, prompts []string) (out [][]byte) {
+	r.Helper()
+	p := r.serveModel("sim", name, r.config("kv_producer", "", config))
+	for _, prompt := range prompts {
+		out = append(out, r.ticket(p, prompt))
+	}
+	r.idle(p)
+	r.stop(p)
+	return out
+}
+
+// ticket runs a prefill as a router does and gives the ticket.
+func (r *rig) ticket(p *cluster.Process, prompt string) []byte {
+	r.Helper()
+	a := r.post(p, prompt, 1, map[string]json.RawMessage{"do_remote_decode": []byte("true"), "do_remote_prefill": []byte("false")})
+	var ticket []byte
+	require.NoError(r, json.Unmarshal(a.Transfer["kvport_ticket"], &ticket))
+	require.NotEmpty(r, ticket)
+	return ticket
+}
+
+// useTicket runs a decode with a ticket and compares the tokens.
+func (r *rig) useTicket(d *cluster.Process, prompt string, ticket []byte, want *cluster.Completion) {
+	r.Helper()
+	quoted, err := json.Marshal(ticket)
+	require.NoError(r, err)
+	a := r.post(d, prompt, *flagTokens, map[string]json.RawMessage{"do_remote_prefill": []byte("true"), "do_remote_decode": []byte("false"), "kvport_ticket": quoted})
+	require.Len(r, a.Choices, 1)
+	require.Equal(r, want.Tokens, a.Choices[0].Tokens)
+}
+
+func (r *rig) post(to *cluster.Process, prompt string, tokens int, params map[string]json.RawMessage) *answer {
+	r.Helper()
+	body, err := json.Marshal(struct {
+		Prompt    string                     `json:"prompt"`
+		MaxTokens int                        `json:"max_tokens"`
+		Greedy    float64                    `json:"temperature"`
+		IgnoreEOS bool                       `json:"ignore_eos"`
+		TokenIDs  bool                       `json:"return_token_ids"`
+		Params    map[string]json.RawMessage `json:"kv_transfer_params"`
+	}{prompt, tokens, 0, true, true, params})
+	require.NoError(r, err)
+	ctx, cancel := context.WithTimeout(r.Context(), 20*time.Second)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, to.URL+"/v1/completions", strings.NewReader(string(body)))
+	require.NoError(r, err)
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := r.client.HTTP.Do(req)
+	require.NoError(r, err)
+	defer func() { require.NoError(r, resp.Body.Close()) }()
+	data, err := io.ReadAll(resp.Body)
+	require.NoError(r, errors.Join(err, ctx.Err()))
+	require.Equal(r, http.StatusOK, resp.StatusCode, "%s", data)
+	a := &answer{}
+	require.NoError(r, json.Unmarshal(data, a))
+	return a
+}

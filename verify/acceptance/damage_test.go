@@ -1,0 +1,207 @@
+package acceptance
+
+import (
+	"bytes"
+	"fmt"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// blockFiles lists the stored blocks.
+func (r *rig) blockFiles() []string {
+	r.Helper()
+	var out []string
+	require.NoError(r, filepath.WalkDir(r.store, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && d.Type().IsRegular() && len(d.Name()) >= 64 {
+			out = append(out, path)
+		}
+		return err
+	}))
+	return out
+}
+
+// damages are ways in which a stored block can be wrong. Each changes data or gives it back at
+// another length; other is the content of another block.
+var damages = []struct {
+	name string
+	do   func(rng *rand.Rand, data, other []byte) []byte
+}{
+	{"bit flip", func(rng *rand.Rand, data, _ []byte) []byte {
+		data[rng.IntN(len(data))] ^= 1 << rng.IntN(8)
+		return data
+	}},
+	{"zeroed page", func(rng *rand.Rand, data, _ []byte) []byte {
+		at := rng.IntN(len(data) - 4096)
+		if bytes.Count(data[at:at+4096], []byte{0}) == 4096 {
+			at = 0 // the header is never all zero
+		}
+		clear(data[at : at+4096])
+		return data
+	}},
+	{"cut", func(rng *rand.Rand, data, _ []byte) []byte { return data[:rng.IntN(len(data))] }},
+	{"empty", func(*rand.Rand, []byte, []byte) []byte { return nil }},
+	{"grown", func(rng *rand.Rand, data, _ []byte) []byte { return append(data, byte(rng.Int())) }},
+	{"another block's file", func(_ *rand.Rand, _, other []byte) []byte { return other }},
+	{"another block's tail", func(_ *rand.Rand, data, other []byte) []byte {
+		at := len(data) / 2
+		copy(data[at:], other[at:])
+		return data
+	}},
+}
+
+// TestDamagedBlocks: whatever happens to a stored block, it is noticed when it is read, counted, and
+// the tokens are right.
+func TestDamagedBlocks(t *testing.T) {
+	r := newRig(t)
+	all := count(t, "damages", *flagDamages, 14, 200)
+	prompts, want := r.unaligned(texts(t, *flagSeed+4000, 8, 700, 900), 4)
+	p := r.serve("prefill", r.config("kv_producer", "", ""))
+	for _, prompt := range prompts { // one token: the answer's blocks are not stored
+		_, err := r.client.Complete(t.Context(), p.URL, cluster.Request{Prompt: prompt, MaxTokens: 1})
+		require.NoError(t, err)
+	}
+	r.idle(p)
+	r.stop(p)
+	files := r.blockFiles()
+	require.NotEmpty(t, files)
+
+	d := r.serve("decode", r.config("kv_consumer", "", ""), "--enable-prefix-caching=false")
+	rng := rand.New(rand.NewPCG(*flagSeed, 1))
+	counted := func() float64 { return r.metrics(d).Sum("kvport_integrity_failures_total") }
+	require.Zero(t, counted())
+	seen, tokens, kinds := 0.0, 0, map[string]int{}
+	for n := 0; n < all; {
+		batch := min(4, all-n)
+		restore := make([]func(), 0, batch)
+		order := rng.Perm(len(files))
+		for _, i := range order[:batch] {
+			restore = append(restore, r.damage(rng, files[i], files[order[batch]], kinds)) // the other file is whole
+		}
+		tokens += compare(t, fmt.Sprintf("damaged blocks %d-%d", n+1, n+batch), want, r.all(d.URL, prompts, 4))
+		n += batch
+		now := counted()
+		require.Equal(t, seen+float64(batch), now, "every damaged block that was read is counted once")
+		seen = now
+		for _, f := range restore {
+			f()
+		}
+	}
+	t.Logf("%d damages of %d kinds, %v integrity failures counted, %d tokens compared, 0 differ: %v", all, len(kinds), seen, tokens, kinds)
+	same(t, "restored", want, r.all(d.URL, prompts, 4))
+	require.Equal(t, seen, counted(), "blocks that are whole again are not counted")
+}
+
+// unaligned picks n prompts that do not end with a full block: then every stored block of a prompt is
+// read by the next request for it.
+func (r *rig) unaligned(prompts []string, n int) (picked []string, want []*cluster.Completion) {
+	r.Helper()
+	for i, c := range single.answers(r, prompts) {
+		if c.Prompt%16 != 0 && len(picked) < n {
+			picked, want = append(picked, prompts[i]), append(want, c)
+		}
+	}
+	require.Len(r, picked, n)
+	return picked, want
+}
+
+func (r *rig) damage(rng *rand.Rand, path, otherPath string, kinds map[string]int) (restore func()) {
+	r.Helper()
+	whole, err := os.ReadFile(path)
+	require.NoError(r, err)
+	other, err := os.ReadFile(otherPath)
+	require.NoError(r, err)
+	kind := damages[rng.IntN(len(damages))]
+	damaged := kind.do(rng, bytes.Clone(whole), other)
+	require.NotEqual(r, whole, damaged, "%s changed nothing", kind.name)
+	kinds[kind.name]++
+	require.NoError(r, os.WriteFile(path, damaged, 0o600))
+	return func() {
+		require.NoError(r, os.MkdirAll(filepath.Dir(path), 0o700))
+		require.NoError(r, os.WriteFile(path, whole, 0o600))
+	}
+}
+
+// TestDirectoryDeleted: the store's directory goes away while engines run; service goes on, and new
+// blocks are stored again.
+func TestDirectoryDeleted(t *testing.T) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+5000, 6, 600, 900)
+	want := single.answers(r, prompts)
+	node := r.serve("both", r.config("kv_both", "", ""), "--enable-prefix-caching=false")
+	same(t, "before", want, r.all(node.URL, prompts, 2))
+	r.idle(node)
+	require.NotEmpty(t, r.blockFiles())
+	require.NoError(t, os.RemoveAll(r.store))
+	same(t, "directory deleted", want, r.all(node.URL, prompts, 2))
+	same(t, "after", want, r.all(node.URL, prompts, 2))
+	r.idle(node)
+	require.NotEmpty(t, r.blockFiles(), "blocks are stored again")
+}
+
+// TestReadOnlyStore: an engine that may not write loads what is there and leaves the rest.
+func TestReadOnlyStore(t *testing.T) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+6000, 6, 600, 900)
+	want := single.answers(r, prompts)
+	p := r.serve("prefill", r.config("kv_producer", "", ""))
+	r.all(p.URL, prompts[:3], 1)
+	r.idle(p)
+	r.stop(p)
+	files := r.blockFiles()
+	node := r.serve("reader", r.config("kv_both", `,"read_only":true`, ""), "--enable-prefix-caching=false")
+	same(t, "read-only store", want, r.all(node.URL, prompts, 2))
+	require.Positive(t, r.metrics(node).Sum("kvport_prompt_tokens_total", `source="external"`))
+	r.idle(node)
+	require.ElementsMatch(t, files, r.blockFiles(), "a read-only store must not change")
+}
+
+// TestTwoModelsOneDirectory: engines whose weights differ never read each other's blocks.
+func TestTwoModelsOneDirectory(t *testing.T) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+7000, 3, 600, 900)
+	other := changedModel(t)
+	want := single.answers(r, prompts)
+	node := r.serveModel(other, "other single", "")
+	wantOther := r.all(node.URL, prompts, 1)
+	r.stop(node)
+	differs := false
+	for i := range want {
+		differs = differs || !want[i].Equal(wantOther[i])
+	}
+	require.True(t, differs, "the changed weights should change tokens")
+
+	a := r.serve("a", r.config("kv_both", "", ""), "--enable-prefix-caching=false")
+	same(t, "weights A, cold", want, r.all(a.URL, prompts, 1))
+	r.stop(a)
+	b := r.serveModel(other, "b", r.config("kv_both", "", ""), "--enable-prefix-caching=false")
+	same(t, "weights B, cold, on A's directory", wantOther, r.all(b.URL, prompts, 1))
+	require.Zero(t, r.metrics(b).Sum("kvport_prompt_tokens_total", `source="external"`), "B loaded A's blocks")
+	same(t, "weights B, warm", wantOther, r.all(b.URL, prompts, 1))
+	require.Positive(t, r.metrics(b).Sum("kvport_prompt_tokens_total", `source="external"`))
+	r.stop(b)
+	a = r.serve("a again", r.config("kv_both", "", ""), "--enable-prefix-caching=false")
+	same(t, "weights A, warm", want, r.all(a.URL, prompts, 1))
+	require.Positive(t, r.metrics(a).Sum("kvport_prompt_tokens_total", `source="external"`))
+}
+
+// changedModel is a copy of the model file in which some weights differ.
+func changedModel(t *testing.T) string {
+	t.Helper()
+	data, err := os.ReadFile(model(t))
+	require.NoError(t, err)
+	// The last bytes of a GGUF file are tensor data. Flipping the low bits of quantised values
+	// changes weights a little and never makes them infinite.
+	for at := len(data) / 2; at < len(data); at += 997 {
+		data[at] ^= 1
+	}
+	path := filepath.Join(t.TempDir(), "changed.gguf")
+	require.NoError(t, os.WriteFile(path, data, 0o600))
+	return path
+}

@@ -1,0 +1,141 @@
+package acceptance
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// patient raises the breaker so that many deaths in a row are survived, and shortens the deadline
+// after which a hanging transfer costs the plugin its life.
+const patient = `,"kvport":{"breaker":{"deaths":1000},"deadlines":{"transfer":"1s"}}`
+
+// TestPluginKilled: the decode engine's plugin dies or stops while it loads; no token is wrong, no
+// request is lost, nothing is left behind.
+func TestPluginKilled(t *testing.T) {
+	r := newRig(t)
+	kills, stops := count(t, "kills", *flagKills, 2, 10), count(t, "stops", *flagStops, 1, 2)
+	faults := slices.Concat(slices.Repeat([]syscall.Signal{syscall.SIGKILL}, kills), slices.Repeat([]syscall.Signal{syscall.SIGSTOP}, stops))
+	node := r.serve("single", "")
+	p := r.serve("prefill", r.config("kv_producer", "", ""))
+	d := r.serve("decode", r.config("kv_consumer", `,"workers":1`, patient))
+	router := r.route(p, d)
+	r.all(router.URL, texts(t, *flagSeed+2000, 1, 400, 400), 1)
+	r.idle(d)
+	before := settled(t, d)
+
+	var got, want []*cluster.Completion
+	for i, signal := range faults {
+		for try := uint64(0); len(got) == i; try++ {
+			require.Less(t, try, uint64(5), "five loads in a row were over before the fault")
+			prompt := texts(t, *flagSeed+1000*try+uint64(i)+100, 1, 3600, 4400)
+			answer, err := r.strike(router, d, prompt[0], signal)
+			if errors.Is(err, cluster.ErrTooLate) {
+				continue
+			}
+			require.NoError(t, err)
+			got, want = append(got, answer), append(want, r.all(node.URL, prompt, 1)...)
+		}
+	}
+	same(t, fmt.Sprintf("%d kills and %d stops in mid-load", kills, stops), want, got)
+
+	r.idle(d)
+	r.idle(p)
+	m := r.metrics(d)
+	require.Eventually(t, func() bool { // the last restart waits for its back-off
+		m = r.metrics(d)
+		return m.Sum("kvport_plugin_restarts_total") >= float64(len(faults))
+	}, 10*time.Second, 20*time.Millisecond)
+	t.Logf("restarts: %.0f, loads that failed: %.0f, started again: %.0f, blocks pinned: %.0f, held: %.0f", m.Sum("kvport_plugin_restarts_total"),
+		m.Sum("kvport_failed_loads_total"), m.Sum("kvport_transfer_retries_total"), m.Sum("kvport_blocks", `state="pinned"`), m.Sum("kvport_blocks", `state="held"`))
+	require.Eventually(t, func() bool { return cluster.Usage(d.PID()) == before }, time.Minute, 50*time.Millisecond,
+		"resources of the engine: before %+v, after %+v", before, cluster.Usage(d.PID()))
+	t.Logf("resources of the decode engine before and after: %+v", before)
+}
+
+// strike sends a prompt through the router and signals the decode engine's plugin in the middle of
+// the load. It returns the answer.
+func (r *rig) strike(router, d *cluster.Process, prompt string, signal syscall.Signal) (answer *cluster.Completion, err error) {
+	r.Helper()
+	plugin := 0
+	require.Eventually(r, func() bool {
+		h, err := r.client.Health(r.Context(), d.URL)
+		if err == nil && h.Connector.State == "ready" {
+			plugin = h.Connector.PID
+		}
+		return plugin != 0
+	}, time.Minute, 5*time.Millisecond, "no plugin runs")
+	answered := make(chan struct{})
+	var lost error
+	err = r.client.StrikeLoad(r.Context(), d, plugin, signal, func() <-chan struct{} {
+		go func() {
+			defer close(answered)
+			answer, lost = r.complete(router.URL, prompt)
+		}()
+		return answered
+	})
+	<-answered
+	require.NoError(r, lost, "the request was lost after %v", signal)
+	if err == nil {
+		require.Eventually(r, func() bool { return !cluster.Alive(plugin) }, time.Minute, time.Millisecond, "plugin %d lives on after %v", plugin, signal)
+	}
+	return answer, err
+}
+
+// settled waits until the process's resources stay the same for a while.
+func settled(t *testing.T, p *cluster.Process) cluster.Resources {
+	t.Helper()
+	last, since := cluster.Usage(p.PID()), time.Now()
+	require.Eventually(t, func() bool {
+		if now := cluster.Usage(p.PID()); now != last {
+			last, since = now, time.Now()
+		}
+		return time.Since(since) > 500*time.Millisecond
+	}, time.Minute, 20*time.Millisecond)
+	return last
+}
+
+// TestEngineKilled: a plugin dies with its engine.
+func TestEngineKilled(t *testing.T) {
+	r := newRig(t)
+	node := r.serveModel("sim", "engine", r.config("kv_both", "", ""))
+	r.all(node.URL, texts(t, *flagSeed, 2, 100, 200), 2)
+	plugins := cluster.Plugins(node.PID())
+	require.Len(t, plugins, 1)
+	killed := time.Now()
+	node.Kill()
+	require.Eventually(t, func() bool { return !cluster.Alive(plugins[0]) }, time.Minute, time.Millisecond, "orphan %d", plugins[0])
+	t.Logf("plugin %d gone after %v", plugins[0], time.Since(killed))
+}
+
+// TestDrain: SIGTERM lets a running request finish, then everything is gone.
+func TestDrain(t *testing.T) {
+	r := newRig(t)
+	prompt := texts(t, *flagSeed+3000, 1, 300, 400)
+	want := single.answers(r, prompt)
+	node := r.serve("engine", r.config("kv_both", "", ""))
+	plugins := cluster.Plugins(node.PID())
+	require.Len(t, plugins, 1)
+	got := make(chan *cluster.Completion, 1)
+	go func() {
+		c, err := r.complete(node.URL, prompt[0])
+		if err != nil {
+			t.Errorf("the running request was lost: %v", err)
+		}
+		got <- c
+	}()
+	require.Eventually(t, func() bool { return r.metrics(node).Sum("kvport_requests", `state="running"`) == 1 }, time.Minute, time.Millisecond)
+	started := time.Now()
+	r.stop(node)
+	t.Logf("drained in %v", time.Since(started))
+	require.Less(t, time.Since(started), time.Minute)
+	same(t, "request running at SIGTERM", want, []*cluster.Completion{<-got})
+	require.False(t, cluster.Alive(plugins[0]), "plugin %d is left", plugins[0])
+}

@@ -1,0 +1,70 @@
+package acceptance
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// patience is the deadline of a request that is to be answered: long enough for any machine.
+const patience = 5 * time.Minute
+
+var flagNixlAborts = flag.Int("nixlaborts", 0, "requests whose clients go away at random moments; default 60, in soak 1000")
+
+// TestNixlAborts: clients go away at every moment of a request, of its prefill, its load and its decode. No block
+// stays used, pinned or held, and the answers of those that stay are right.
+func TestNixlAborts(t *testing.T) {
+	needNixl(t)
+	f := newNixlFleet(t, "sim", unhurried)
+	n := count(t, "nixlaborts", *flagNixlAborts, 60, 1000)
+	prompts := texts(t, *flagSeed, n, 500, 3000)
+	whole := prompts[:4]
+	want := f.all(f.node.URL, whole, 1)
+	began := time.Now()
+	same(t, "before aborts", want, f.all(f.router.URL, whole, 1))
+	longest := max(2*time.Since(began)/time.Duration(len(whole)), 50*time.Millisecond) // of a request
+	rng := rand.New(rand.NewPCG(*flagSeed, 1000))
+	slots := make(chan struct{}, 4)
+	var work sync.WaitGroup
+	var mu sync.Mutex
+	aborted, patient := 0, 0
+	for i, prompt := range prompts {
+		after := time.Duration(rng.Int64N(int64(longest)))
+		if i%8 == 0 { // stays to the end, however slow the machine has become
+			after = patience
+			patient++
+		}
+		slots <- struct{}{}
+		work.Go(func() {
+			defer func() { <-slots }()
+			ctx, cancel := context.WithTimeout(t.Context(), after)
+			defer cancel()
+			_, err := f.client.Complete(ctx, f.router.URL, cluster.Request{Prompt: prompt, MaxTokens: f.tokens, IgnoreEOS: true})
+			if errors.Is(err, context.DeadlineExceeded) {
+				mu.Lock()
+				aborted++
+				mu.Unlock()
+			} else if err != nil {
+				t.Errorf("a request that was not aborted failed: %v", err)
+			}
+		})
+	}
+	work.Wait()
+	require.Positive(t, aborted)
+	require.LessOrEqual(t, aborted, n-patient, "those that stay come to their end")
+	f.ready()
+	same(t, "after aborts", want, f.all(f.router.URL, whole, 2))
+	for i := range f.p {
+		f.idle(f.p[i])
+		f.idle(f.d[i])
+	}
+	t.Logf("%d of %d requests aborted within %v; 0 blocks are still used, pinned or held", aborted, n, longest.Round(time.Millisecond))
+}

@@ -1,0 +1,90 @@
+package acceptance
+
+import (
+	"bytes"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+var flagNixlWriters = flag.Int("nixlwriters", 0, "plugins of NixlConnector that are killed while a peer writes into them; default 1, in soak 20")
+
+// TestNixlWriterOutlivesPlugin: D's plugin dies while a peer is in the middle of process_vm_writev into it. The
+// peer writes on, into the cache of an engine that goes on: no token is wrong, since the blocks of the load
+// come back only when the peer's call is over.
+func TestNixlWriterOutlivesPlugin(t *testing.T) {
+	needNixl(t)
+	f := newNixlFleet(t, "sim", unhurried)
+	n := count(t, "nixlwriters", *flagNixlWriters, 1, 20)
+	var longest time.Duration
+	for done, try := 0, uint64(0); done < n; try++ {
+		require.Less(t, try, uint64(10*n+10), "%d writes have outlived their plugin, of %d", done, try)
+		f.ready()
+		c, prompt, answer := f.caughtAnew(100 + try)
+		at, size := cacheOf(t, c.plugin)
+		ended := make(chan time.Time, 1)
+		began := make(chan struct{})
+		go func() {
+			close(began)
+			scribble(t, c.plugin, at, size)
+			ended <- time.Now()
+		}()
+		<-began
+		require.NoError(t, syscall.Kill(c.plugin, syscall.SIGKILL))
+		require.Eventually(t, func() bool { return errors.Is(syscall.Kill(c.plugin, 0), syscall.ESRCH) }, time.Minute, 100*time.Microsecond)
+		reaped := time.Now()
+		got := <-answer
+		require.NotNil(t, got)
+		if after := (<-ended).Sub(reaped); after > 0 {
+			done++
+			longest = max(longest, after)
+		}
+		same(t, "a peer that outlives D's plugin", f.all(f.node.URL, []string{prompt}, 1), []*cluster.Completion{got})
+		f.d[c.d].Kill() // what else it had in its cache is scribbled over
+		f.again("kv_consumer", c.d, &f.d[c.d])
+	}
+	t.Logf("%d writes outlived a reaped plugin, the longest by %v; 0 wrong tokens", n, longest.Round(time.Millisecond))
+}
+
+// cacheOf is where a plugin has mapped the engine's cache.
+func cacheOf(t *testing.T, pid int) (at, size uintptr) {
+	t.Helper()
+	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
+	require.NoError(t, err)
+	for line := range strings.Lines(string(maps)) {
+		if strings.Contains(line, "kvport-cache") {
+			var end uintptr
+			_, err := fmt.Sscanf(line, "%x-%x", &at, &end)
+			require.NoError(t, err)
+			return at, end - at
+		}
+	}
+	require.Fail(t, "the plugin has not mapped the cache")
+	return 0, 0
+}
+
+// scribble writes a gigabyte over memory of a process, again and again over the same, in one call.
+func scribble(t *testing.T, pid int, at, size uintptr) {
+	const chunk = 1 << 20
+	data := bytes.Repeat([]byte{0xee}, chunk)
+	var local []unix.Iovec
+	var remote []unix.RemoteIovec
+	for i := range uintptr(1024) {
+		part := min(size, chunk)
+		local = append(local, unix.Iovec{Base: &data[0], Len: uint64(part)})
+		remote = append(remote, unix.RemoteIovec{Base: at + i%(size/part)*part, Len: int(part)})
+	}
+	if _, err := unix.ProcessVMWritev(pid, local, remote, 0); err != nil && !errors.Is(err, unix.ESRCH) && !errors.Is(err, unix.EFAULT) {
+		t.Errorf("process_vm_writev, which kernel.yama.ptrace_scope 0 or 1 allows: %v", err)
+	}
+}

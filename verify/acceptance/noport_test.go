@@ -1,0 +1,174 @@
+package acceptance
+
+import (
+	"bytes"
+	"crypto/tls"
+	endian "encoding/binary"
+	"fmt"
+	"net"
+	"os"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// TestNoPort: engines with the default of a connector that may use UCX have no TCP or UDP port besides those that
+// the connector's page names, and UCX's frame that writes memory without a word before, sent to every port, writes
+// nothing and harms nobody. Where ucx_tcp takes the risk, the test sees the ports, and the write.
+func TestNoPort(t *testing.T) {
+	needNixl(t)
+	nixl := func(mode, tcp string) func(port string) string {
+		return func(port string) string {
+			return fmt.Sprintf(`{"kv_connector":"NixlConnector","kv_role":"@ROLE@","kv_connector_extra_config":{"mode":%q,"side_channel_port":%s%s}}`, mode, port, tcp)
+		}
+	}
+	p2p := func(tcp string) func(port string) string {
+		return func(string) string {
+			return fmt.Sprintf(`{"kv_connector":"P2pNcclConnector","kv_role":"@ROLE@","kv_connector_extra_config":{"kv_buffer_size":67108864%s}}`, tcp)
+		}
+	}
+	const trusted = `,"ucx_tcp":"trusted-network"`
+	for name, c := range map[string]struct {
+		config func(port string) string
+		open   bool
+	}{
+		"NixlConnector pull": {nixl("pull", ""), false}, "NixlConnector push": {nixl("push", ""), false}, "P2pNcclConnector": {p2p(""), false},
+		"NixlConnector, trusted network": {nixl("pull", trusted), true}, "P2pNcclConnector, trusted network": {p2p(trusted), true},
+	} {
+		t.Run(name, func(t *testing.T) { noPort(t, c.config, c.open) })
+	}
+}
+
+func noPort(t *testing.T, config func(port string) string, open bool) {
+	r := newRig(t)
+	r.tokens = 8
+	side := freePort(t)
+	prompts := texts(t, *flagSeed, 4, 200, 400)
+	node := r.serveModel("sim", "single", "")
+	want := r.all(node.URL, prompts, 1)
+	r.stop(node)
+	p := r.serveModel("sim", "prefill", strings.Replace(config(side), "@ROLE@", "kv_producer", 1))
+	d := r.serveModel("sim", "decode", strings.Replace(config("0"), "@ROLE@", "kv_consumer", 1))
+	router := r.route(p, d)
+	same(t, "before the strikes", want[:2], r.all(router.URL, prompts[:2], 1)) // what opens late is open
+	opened, wrote := 0, false
+	for _, e := range []*cluster.Process{p, d} {
+		plugins := cluster.Plugins(e.PID())
+		require.Len(t, plugins, 1)
+		at, size := cacheOf(t, plugins[0])
+		last := at + size - 64
+		before := memory(t, plugins[0], last)
+		for _, port := range boundPorts(t, plugins[0]) {
+			if _, number, _ := net.SplitHostPort(port); number != side && !speaksTLS(t, port) {
+				opened++
+				t.Logf("%s: %s is open", e.Name, port)
+			}
+			putFrame(t, port, uint64(last))
+		}
+		if open && opened > 0 && !wrote { // UCX takes its time
+			deadline := time.Now().Add(10 * time.Second)
+			for ; !wrote && time.Now().Before(deadline); wrote = !bytes.Equal(before, memory(t, plugins[0], last)) {
+				_, err := r.complete(router.URL, prompts[0]) // it works within calls
+				require.NoError(t, err)
+			}
+		}
+		wrote = wrote || !bytes.Equal(before, memory(t, plugins[0], last))
+	}
+	require.Equal(t, open, opened > 0, "open ports besides those of the page: %d", opened)
+	require.Equal(t, open, wrote, "a stranger has written the cache")
+	if open {
+		return
+	}
+	pids := append(cluster.Plugins(p.PID()), cluster.Plugins(d.PID())...)
+	same(t, "after the strikes", want[2:], r.all(router.URL, prompts[2:], 1))
+	require.Equal(t, pids, append(cluster.Plugins(p.PID()), cluster.Plugins(d.PID())...), "the plugins live")
+	require.Positive(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
+	require.Zero(t, r.metrics(d).Sum("kvport_failed_loads_total"))
+}
+
+// boundPorts are the addresses that TCP and UDP sockets of a process are bound to without a peer.
+func boundPorts(t *testing.T, pid int) (out []string) {
+	t.Helper()
+	own := map[string]bool{}
+	folder := fmt.Sprintf("/proc/%d/fd", pid)
+	fds, err := os.ReadDir(folder)
+	require.NoError(t, err)
+	for _, fd := range fds {
+		if to, err := os.Readlink(folder + "/" + fd.Name()); err == nil {
+			own[to] = true
+		}
+	}
+	for _, table := range []string{"tcp", "tcp6", "udp", "udp6"} {
+		lines, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/%s", pid, table))
+		if os.IsNotExist(err) {
+			continue // no IPv6
+		}
+		require.NoError(t, err)
+		for line := range strings.Lines(string(lines)) {
+			f := strings.Fields(line)
+			if len(f) < 10 || !own["socket:["+f[9]+"]"] || strings.Trim(f[2], "0:") != "" {
+				continue
+			}
+			host, hex, _ := strings.Cut(f[1], ":")
+			port, err := strconv.ParseUint(hex, 16, 16)
+			require.NoError(t, err)
+			ip := net.IPv4(127, 0, 0, 1)
+			if n, err := strconv.ParseUint(host, 16, 32); err == nil && n != 0 { // in the machine's order
+				ip = net.IPv4(byte(n), byte(n>>8), byte(n>>16), byte(n>>24))
+			}
+			out = append(out, net.JoinHostPort(ip.String(), strconv.FormatUint(port, 10)))
+		}
+	}
+	return out
+}
+
+// speaksTLS says whether what listens at an address answers with TLS, and refuses whoever has no certificate.
+func speaksTLS(t *testing.T, address string) bool {
+	t.Helper()
+	conn, err := net.DialTimeout("tcp", address, 5*time.Second)
+	require.NoError(t, err)
+	defer conn.Close()
+	require.NoError(t, conn.SetDeadline(time.Now().Add(5*time.Second)))
+	client := tls.Client(conn, &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS13}) //nolint:gosec // a stranger has no certificate to compare with
+	if err := client.Handshake(); err != nil {
+		return false
+	}
+	_, err = client.Read(make([]byte, 1))
+	return err != nil && strings.Contains(err.Error(), "certificate required")
+}
+
+// putFrame sends UCX's frame that puts 64 bytes at an address.
+func putFrame(t *testing.T, to string, addr uint64) {
+	t.Helper()
+	conn, err := net.DialTimeout("tcp", to, 5*time.Second)
+	require.NoError(t, err)
+	defer conn.Close()
+	const magic, put, head = 0xCAFEBABE12345678, 33, 20
+	frame := endian.LittleEndian.AppendUint64(nil, magic)
+	frame = endian.LittleEndian.AppendUint32(append(frame, put), head)
+	frame = endian.LittleEndian.AppendUint64(frame, addr)
+	frame = endian.LittleEndian.AppendUint64(frame, 64)
+	frame = append(endian.LittleEndian.AppendUint32(frame, 0), strings.Repeat("x", 64)...)
+	require.Len(t, frame, 97)
+	_, err = conn.Write(frame)
+	require.NoError(t, err)
+	require.NoError(t, conn.SetReadDeadline(time.Now().Add(time.Second)))
+	_, _ = conn.Read(make([]byte, 1)) // the end, or time for it to be read
+}
+
+// memory is 64 bytes of a process.
+func memory(t *testing.T, pid int, at uintptr) []byte {
+	t.Helper()
+	f, err := os.Open(fmt.Sprintf("/proc/%d/mem", pid))
+	require.NoError(t, err)
+	defer f.Close()
+	b := make([]byte, 64)
+	_, err = f.ReadAt(b, int64(at))
+	require.NoError(t, err)
+	return b
+}

@@ -1,0 +1,117 @@
+package acceptance
+
+import (
+	"fmt"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// peersModel is sim, unless -model says otherwise.
+func peersModel() string {
+	if *flagModel != "" {
+		return *flagModel
+	}
+	return "sim"
+}
+
+// pair is a prefill and a decode engine behind a router, with a connector given by its config.
+func (r *rig) pair(config string) (p, d, router *cluster.Process) {
+	r.Helper()
+	of := func(role string) string { return fmt.Sprintf(`{"kv_role":%q,%s}`, role, config) }
+	p, d = r.serveModel(peersModel(), "prefill", of("kv_producer")), r.serveModel(peersModel(), "decode", of("kv_consumer"))
+	return p, d, r.route(p, d)
+}
+
+// TestPeers: prefill sends to decode, over TCP and through shared memory; an engine or plugin that dies
+// costs computing, never a token, and the next requests are served from peers again.
+func TestPeers(t *testing.T) {
+	for _, transport := range []string{"tcp", "shm"} {
+		t.Run(transport, func(t *testing.T) { testPeers(t, transport) })
+	}
+}
+
+func testPeers(t *testing.T, transport string) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed, *flagPrompts, 400, 1200)
+	single := r.serveModel(peersModel(), "single", "")
+	want := r.all(single.URL, prompts, 4)
+	p, d, router := r.pair(fmt.Sprintf(`"kv_connector":"PipeConnector","kv_connector_extra_config":{"transport":%q}`, transport))
+	same(t, "P/D over "+transport, want, r.all(router.URL, prompts, 4))
+	external := r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
+	t.Logf("tokens from the peer: %.0f", external)
+	require.Positive(t, external)
+
+	for _, engine := range []*cluster.Process{p, d} {
+		for _, plugin := range cluster.Plugins(engine.PID()) {
+			require.NoError(t, exec.Command("kill", "-9", fmt.Sprint(plugin)).Run())
+		}
+		more := texts(t, *flagSeed+uint64(engine.PID()), 8, 400, 1200)
+		same(t, "after the plugin of "+engine.Name+" was killed", r.all(single.URL, more, 4), r.all(router.URL, more, 4))
+	}
+	before := r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
+	more := texts(t, *flagSeed+1000, 8, 400, 1200)
+	same(t, "at the end", r.all(single.URL, more, 4), r.all(router.URL, more, 4))
+	require.Greater(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`), before)
+	r.idle(p)
+	r.idle(d)
+}
+
+// TestManyPeers: two prefill and two decode engines, any to any.
+func TestManyPeers(t *testing.T) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed, *flagPrompts, 400, 1200)
+	single := r.serveModel(peersModel(), "single", "")
+	want := r.all(single.URL, prompts, 4)
+	const config = `{"kv_connector":"PipeConnector","kv_role":%q}`
+	var urls [4]string
+	var consumers []*cluster.Process
+	for i, role := range []string{"kv_producer", "kv_producer", "kv_consumer", "kv_consumer"} {
+		e := r.serveModel(peersModel(), fmt.Sprintf("%s %d", role, i), fmt.Sprintf(config, role))
+		urls[i] = e.URL
+		if i >= 2 {
+			consumers = append(consumers, e)
+		}
+	}
+	router := r.start("router", "route", "--port", "0", "--prefill", urls[0]+","+urls[1], "--decode", urls[2]+","+urls[3])
+	same(t, "2P2D", want, r.all(router.URL, prompts, 4))
+	for _, d := range consumers {
+		external := r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
+		t.Logf("%s: %.0f tokens from peers", d.Name, external)
+		require.Positive(t, external)
+	}
+}
+
+// TestExamples: each example is built and serves prefill and decode.
+func TestExamples(t *testing.T) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed, 8, 400, 1200)
+	single := r.serveModel(peersModel(), "single", "")
+	want := r.all(single.URL, prompts, 4)
+	for name, connector := range map[string]string{"custom": "CustomExample", "database": "DatabaseExample", "p2p": "PeerExample"} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			path := filepath.Join(t.TempDir(), "kvport-"+name)
+			output, err := exec.Command("go", "build", "-buildvcs=false", "-o", path, "../../examples/"+name).CombinedOutput()
+			require.NoError(t, err, "%s", output)
+			dir := shortDir(t)
+			_, d, router := r.pair(fmt.Sprintf(`"kv_connector":%q,"kv_connector_module_path":%q,"kv_connector_extra_config":{"dir":%q}`, connector, path, dir))
+			same(t, "P/D with "+connector, want, r.all(router.URL, prompts, 4))
+			external := r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
+			t.Logf("tokens from the connector: %.0f", external)
+			require.Positive(t, external)
+		})
+	}
+}
+
+// shortDir is a folder whose name leaves room for that of a socket.
+func shortDir(t *testing.T) string {
+	t.Helper()
+	dir, err := filepath.EvalSymlinks(t.TempDir())
+	require.NoError(t, err)
+	return dir
+}

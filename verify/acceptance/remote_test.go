@@ -1,0 +1,247 @@
+package acceptance
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance/redistest"
+	"github.com/kvport/kvport/conformance/relay"
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// remoteServer is a real server behind a relay, for one test.
+func remoteServer(t *testing.T, args ...string) (*redistest.Server, *relay.Relay) {
+	t.Helper()
+	srv, err := redistest.Start(args...)
+	require.NoError(t, err)
+	between, err := relay.New(srv.Address, 0)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		require.NoError(t, between.Close())
+		require.NoError(t, srv.Close())
+	})
+	return srv, between
+}
+
+// remoteConfig is the --kv-transfer-config of a connector with some server; host is its "kvport" object or empty.
+func remoteConfig(t *testing.T, connector, role string, extra map[string]string, host map[string]string) string {
+	t.Helper()
+	config := struct {
+		Connector string            `json:"kv_connector"`
+		Role      string            `json:"kv_role"`
+		Extra     map[string]string `json:"kv_connector_extra_config"`
+		Host      map[string]string `json:"kvport,omitempty"`
+	}{connector, role, extra, host}
+	data, err := json.Marshal(config)
+	require.NoError(t, err)
+	return string(data)
+}
+
+// remoteFault is something that happens to the server.
+type remoteFault struct {
+	name         string
+	strike, heal func() error
+	met          func() bool // proof that it happened; nil: strike returned no error
+}
+
+func remoteFaults(t *testing.T, srv *redistest.Server, between *relay.Relay) []remoteFault {
+	nothing := func() error { return nil }
+	do := func(args ...any) error { return srv.Do(t.Context(), args...) }
+	return []remoteFault{
+		{name: "200 ms slow", strike: func() error { between.Delay(200 * time.Millisecond); return nil }, heal: func() error { between.Delay(0); return nil }},
+		{name: "paused", strike: srv.Pause, heal: srv.Resume},
+		{name: "out of memory", strike: func() error { return do("config", "set", "maxmemory", "1") }, heal: func() error { return do("config", "set", "maxmemory", "0") }},
+		{
+			name: "connections cut", strike: func() error { between.CutAfter(100 << 10); return nil }, heal: func() error { between.CutAfter(0); return nil },
+			met: func() bool { return between.Cuts() > 0 },
+		},
+		{name: "restarted", strike: func() error { srv.Kill(); return srv.Restart() }, heal: nothing},
+		{name: "killed", strike: func() error { srv.Kill(); return nil }, heal: srv.Restart},
+	}
+}
+
+// TestRemoteServerFaults: what happens to a Redis server costs time that deadlines bound, and no token. While it happens
+// other requests of the same engine go on.
+func TestRemoteServerFaults(t *testing.T) {
+	const limit = 10 * time.Second // 2 s for the answer to a match, 5 s for a load, and a busy machine
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+8600, 12, 300, 900)
+	node := r.serveModel("sim", "single", "")
+	want := r.all(node.URL, prompts, 1)
+	r.stop(node)
+
+	srv, between := remoteServer(t)
+	config := remoteConfig(t, "RemoteStoreConnector", "kv_both", map[string]string{"url": "redis://" + between.Address()}, nil)
+	engine := r.serveModel("sim", "engine", config, "--enable-prefix-caching=false")
+	external := func() float64 { return r.metrics(engine).Sum("kvport_prompt_tokens_total", `source="external"`) }
+	loads := func() { // until blocks come from the server again
+		before := external()
+		require.Eventually(t, func() bool {
+			same(t, "healthy", want, r.all(engine.URL, prompts, 4))
+			return external() > before
+		}, time.Minute, 100*time.Millisecond)
+	}
+	loads()
+	had := external()
+	same(t, "all of it from the server", want, r.all(engine.URL, prompts, 4))
+	healthy := 2 * (external() - had) // what two rounds of the prompts have of the server
+	failed := func() float64 { return r.metrics(engine).Sum("kvport_transfer_failed_blocks_total") }
+	for n, fault := range remoteFaults(t, srv, between) {
+		t.Run(fault.name, func(t *testing.T) {
+			stop, canaries := make(chan struct{}), make(chan time.Duration, 1)
+			go func() { canaries <- canary(r, engine.URL, stop) }()
+			before, broken := external(), failed()
+			require.NoError(t, fault.strike())
+			slowest, tokens := time.Duration(0), 0
+			fresh := texts(t, *flagSeed+8700+uint64(n), 4, 200, 400) // with saves, too
+			for range 2 {
+				got := r.all(engine.URL, prompts, 4)
+				tokens += compare(t, fault.name, want, got)
+				got = append(got, r.all(engine.URL, fresh, 4)...)
+				for _, c := range got {
+					slowest = max(slowest, c.Total)
+				}
+			}
+			if fault.met != nil {
+				require.True(t, fault.met(), "it did not happen")
+			}
+			missed, broken := healthy-(external()-before), failed()-broken
+			require.True(t, missed > 0 || broken > 0 || slowest >= 200*time.Millisecond, "no transfer met it")
+			require.NoError(t, fault.heal())
+			close(stop)
+			waited := <-canaries
+			loads()
+			h, err := r.client.Health(t.Context(), engine.URL)
+			require.NoError(t, err)
+			require.Zero(t, h.Connector.Restarts, "a call went past its deadline and the plugin was killed for it")
+			require.Less(t, slowest, limit)
+			require.Positive(t, waited)
+			require.Less(t, waited, 2*time.Second, "a request that needs nothing of the server")
+			m := r.metrics(engine)
+			t.Logf("%s: %d tokens compared, 0 differ; slowest request %v; slowest of those beside it %v; a match held the loop for %.2f ms on average; 0 plugin restarts; met by transfers: %.0f blocks failed, %.0f of %.0f prompt tokens not found",
+				fault.name, tokens, slowest.Round(time.Millisecond), waited.Round(time.Millisecond),
+				1e3*m.Sum("kvport_match_seconds_sum")/m.Sum("kvport_match_seconds_count"), broken, max(0, missed), healthy)
+		})
+	}
+	r.idle(engine)
+	r.stop(engine)
+}
+
+// canary sends one short request after another, which has no full block and so asks the server nothing, until stop is
+// closed. It gives the time of the slowest.
+func canary(r *rig, url string, stop <-chan struct{}) (slowest time.Duration) {
+	for {
+		select {
+		case <-stop:
+			return slowest
+		default:
+		}
+		c, err := r.client.Complete(context.WithoutCancel(r.Context()), url, cluster.Request{Prompt: "hello", MaxTokens: 2, IgnoreEOS: true})
+		if err != nil {
+			return time.Hour
+		}
+		slowest = max(slowest, c.Total)
+	}
+}
+
+// TestRemoteWrongPassword: it ends the start, named by its field, and is shown nowhere.
+func TestRemoteWrongPassword(t *testing.T) {
+	r := newRig(t)
+	srv, _ := remoteServer(t, "--requirepass", "right-password")
+	file := filepath.Join(t.TempDir(), "password")
+	require.NoError(t, os.WriteFile(file, []byte("wrong-password"), 0o600))
+	config := remoteConfig(t, "RemoteStoreConnector", "kv_both", map[string]string{"url": "redis://" + srv.Address, "password_file": file}, nil)
+	_, err := cluster.Start(t.Context(), nil, "engine", binary(t), "serve", "--model", "sim", "--port", "0", "--kv-transfer-config", config)
+	require.Error(t, err)
+	require.ErrorContains(t, err, "password_file")
+	require.ErrorContains(t, err, "exit status 2")
+	require.NotContains(t, err.Error(), "wrong-password")
+
+	require.NoError(t, os.WriteFile(file, []byte("right-password\n"), 0o600))
+	engine := r.serveModel("sim", "engine", config)
+	r.stop(engine)
+}
+
+// TestRemoteWrongTLS: a server that speaks no TLS where the config wants it is one that cannot be used: the log says so,
+// and the engine computes.
+func TestRemoteWrongTLS(t *testing.T) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+8900, 4, 200, 400)
+	node := r.serveModel("sim", "single", "")
+	want := r.all(node.URL, prompts, 1)
+	srv, _ := remoteServer(t)
+	config := remoteConfig(t, "RemoteStoreConnector", "kv_both", map[string]string{"url": "rediss://" + srv.Address}, nil)
+	engine := r.serveModel("sim", "engine", config, "--enable-prefix-caching=false")
+	for range 2 {
+		same(t, "no TLS", want, r.all(engine.URL, prompts, 2))
+	}
+	require.Zero(t, r.metrics(engine).Sum("kvport_prompt_tokens_total", `source="external"`))
+	require.NoError(t, engine.Logged(t.Context(), "server cannot be used, computing instead"))
+	r.idle(engine)
+	r.stop(engine)
+	r.stop(node)
+	keys, err := srv.Keys(t.Context())
+	require.NoError(t, err)
+	require.Empty(t, keys, "nothing went over the wire in clear text")
+}
+
+// TestRemoteConnectors: the real model goes through prefill, a Redis server and decode by each connector that has one, with
+// keyed digests, and on one engine that saves and loads. The tokens are those of a single node.
+func TestRemoteConnectors(t *testing.T) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+8800, count(t, "prompts", *flagPrompts, 2, 6), 300, 1200)
+	node := r.serve("single", "")
+	want := r.all(node.URL, prompts, 1)
+	r.stop(node)
+	_, between := remoteServer(t)
+	url := "redis://" + between.Address()
+	secret := filepath.Join(t.TempDir(), "secret")
+	require.NoError(t, os.WriteFile(secret, []byte("a tenant's secret"), 0o600))
+	const olPrefix = "AIBRIX_KV_CACHE_OL_"
+	for _, c := range []struct {
+		connector    string
+		shared, tier map[string]string // blocks in the server alone; with memory in front of it
+	}{
+		{"RemoteStoreConnector", map[string]string{"url": url}, map[string]string{"url": ""}},
+		{
+			"AIBrixOffloadingConnectorV1Type1",
+			map[string]string{olPrefix + "L1_CACHE_ENABLED": "0", olPrefix + "L2_CACHE_BACKEND": "REDIS", olPrefix + "REDIS_URL": url},
+			map[string]string{olPrefix + "L1_CACHE_CAPACITY_GB": "0.1", olPrefix + "L2_CACHE_BACKEND": "REDIS", olPrefix + "REDIS_URL": url},
+		},
+		{
+			"LMCacheConnectorV1",
+			map[string]string{"lmcache.chunk_size": "16", "lmcache.local_cpu": "false", "lmcache.remote_url": url},
+			map[string]string{"lmcache.chunk_size": "16", "lmcache.max_local_cpu_size": "0.1", "lmcache.remote_url": url},
+		},
+	} {
+		t.Run(c.connector, func(t *testing.T) {
+			r := &rig{T: t}
+			host := map[string]string{"tenant_secret_file": secret}
+			p := r.serve("prefill", remoteConfig(t, c.connector, "kv_producer", c.shared, host))
+			d := r.serve("decode", remoteConfig(t, c.connector, "kv_consumer", c.shared, host), "--enable-prefix-caching=false")
+			router := r.route(p, d)
+			got := r.all(router.URL, prompts, 2)
+			same(t, c.connector+", prefill and decode apart", want, got)
+			r.external(d, got)
+			require.Zero(t, r.metrics(d).Sum("kvport_integrity_failures_total"))
+			for _, e := range []*cluster.Process{router, d, p} {
+				r.stop(e)
+			}
+			both := r.serve("both", remoteConfig(t, c.connector, "kv_both", c.tier, host), "--enable-prefix-caching=false")
+			same(t, c.connector+", saves", want, r.all(both.URL, prompts, 2))
+			r.idle(both)
+			same(t, c.connector+", loads", want, r.all(both.URL, prompts, 2))
+			m := r.metrics(both)
+			t.Logf("%s: %.0f prompt tokens loaded by decode's like, %v", c.connector, m.Sum("kvport_prompt_tokens_total", `source="external"`), fmt.Sprint(len(prompts), " prompts"))
+			require.Positive(t, m.Sum("kvport_prompt_tokens_total", `source="external"`))
+			r.stop(both)
+		})
+	}
+}

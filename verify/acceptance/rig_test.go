@@ -1,0 +1,285 @@
+// Package acceptance checks the product from the outside: the binaries in bin, the real model, real
+// processes, and faults that are shown to have happened. Every test compares tokens with those of a
+// single node that has no connector.
+//
+// Flags after -args change what is run: -prompts, -tokens, -seed, -model, -kills, -stops, -damages, -connector, and those of
+// the campaigns on sim: -simkills, -simstops, -simdamages, -tickets.
+package acceptance
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// What a run does; the defaults are the counts the project promises.
+var (
+	flagPrompts   = flag.Int("prompts", 16, "prompts to compare")
+	flagTokens    = flag.Int("tokens", 32, "tokens to generate for each")
+	flagSeed      = flag.Uint64("seed", 1, "seed of prompts and faults")
+	flagModel     = flag.String("model", "", "GGUF file, tiny-random or sim; default: the model of make deps")
+	flagKills     = flag.Int("kills", 10, "plugin kills in mid-load")
+	flagStops     = flag.Int("stops", 2, "plugin stops (SIGSTOP) in mid-load")
+	flagConnector = flag.String("connector", "", "connectors to test, by name with commas between; default: all that are found")
+	flagTurns     = flag.Int("turns", 8, "turns of each conversation")
+	flagDamages   = flag.Int("damages", 0, "damaged blocks to read; default 28, in soak 200")
+)
+
+// These are for TestTurns and TestTurnsUnderPressure.
+var (
+	flagConversations = flag.Int("conversations", 16, "conversations with several turns")
+	flagAnswer        = flag.Int("answer", 96, "tokens of each answer of a conversation")
+)
+
+const connectorName = "SharedStorageConnector"
+
+// count is how much of something a test runs: the value of the flag of that name if it was given, else a short
+// count, or the full one with KVPORT_SOAK=1.
+func count(t *testing.T, name string, value, short, full int) int {
+	t.Helper()
+	n := short
+	if os.Getenv("KVPORT_SOAK") != "" {
+		n = full
+	}
+	flag.Visit(func(f *flag.Flag) {
+		if f.Name == name {
+			n = value
+		}
+	})
+	t.Logf("-%s %d; soak runs %d", name, n, full)
+	return n
+}
+
+// root is the folder with go.mod.
+func root(t *testing.T) string {
+	t.Helper()
+	dir, err := os.Getwd()
+	require.NoError(t, err)
+	for {
+		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
+			return dir
+		}
+		parent := filepath.Dir(dir)
+		require.NotEqual(t, dir, parent, "no go.mod above the test")
+		dir = parent
+	}
+}
+
+func binary(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(root(t), "bin", "kvport")
+	require.FileExists(t, path, "run make build first")
+	return path
+}
+
+func model(t *testing.T) string {
+	t.Helper()
+	if *flagModel != "" {
+		return *flagModel
+	}
+	path := filepath.Join(root(t), ".deps", "model", "SmolLM2-135M-Instruct.Q4_1.gguf")
+	require.FileExists(t, path, "run make deps first")
+	return path
+}
+
+// rig starts processes for one test and stops them at its end.
+type rig struct {
+	*testing.T
+	client cluster.Client
+	store  string // shared_storage_path
+	tokens int    // to generate for each prompt; 0: -tokens
+}
+
+func newRig(t *testing.T) *rig {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("runs the real model: left out with -short, which the race stage uses")
+	}
+	return &rig{T: t, store: filepath.Join(t.TempDir(), "blocks")}
+}
+
+// config is the --kv-transfer-config of a role; extra and host are further JSON members, or empty.
+func (r *rig) config(role, extra, host string) string {
+	return fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"kv_connector_extra_config":{"shared_storage_path":%q%s}%s}`,
+		connectorName, role, r.store, extra, host)
+}
+
+// serve starts an engine. config may be empty.
+func (r *rig) serve(name, config string, args ...string) *cluster.Process {
+	r.Helper()
+	return r.serveModel(model(r.T), name, config, args...)
+}
+
+func (r *rig) serveModel(model, name, config string, args ...string) *cluster.Process {
+	r.Helper()
+	all := []string{"serve", "--model", model, "--port", "0"}
+	if strings.HasSuffix(model, ".gguf") { // room for 8192 tokens: to fill the default 512 MiB with zeros takes most of a start
+		all = append(all, "--num-blocks", "512")
+	}
+	if config != "" {
+		all = append(all, "--kv-transfer-config", config)
+	}
+	return r.start(name, append(all, args...)...)
+}
+
+func (r *rig) route(prefill, decode *cluster.Process, args ...string) *cluster.Process {
+	r.Helper()
+	return r.start("router", append([]string{"route", "--port", "0", "--prefill", prefill.URL, "--decode", decode.URL}, args...)...)
+}
+
+func (r *rig) start(name string, args ...string) *cluster.Process {
+	r.Helper()
+	p, err := cluster.Start(r.Context(), nil, name, binary(r.T), args...)
+	require.NoError(r, err)
+	r.Cleanup(func() {
+		if r.Failed() {
+			r.Logf("last output of %s:\n%s", name, p.Logs())
+		}
+		p.Kill()
+	})
+	return p
+}
+
+func (r *rig) stop(p *cluster.Process) {
+	r.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	require.NoError(r, p.Stop(ctx))
+}
+
+// complete sends one greedy request.
+func (r *rig) complete(url, prompt string) (*cluster.Completion, error) {
+	tokens := r.tokens
+	if tokens == 0 {
+		tokens = *flagTokens
+	}
+	return r.client.Complete(r.Context(), url, cluster.Request{Prompt: prompt, MaxTokens: tokens, IgnoreEOS: true})
+}
+
+// all sends the prompts, several at a time, and gives the answers in order.
+func (r *rig) all(url string, prompts []string, parallel int) []*cluster.Completion {
+	r.Helper()
+	out := make([]*cluster.Completion, len(prompts))
+	var g errgroup.Group
+	g.SetLimit(parallel)
+	for i, p := range prompts {
+		g.Go(func() (err error) {
+			out[i], err = r.complete(url, p)
+			if err != nil {
+				err = fmt.Errorf("prompt %d: %w", i, err)
+			}
+			return err
+		})
+	}
+	require.NoError(r, g.Wait())
+	return out
+}
+
+func (r *rig) metrics(p *cluster.Process) cluster.Metrics {
+	r.Helper()
+	m, err := r.client.Metrics(r.Context(), p.URL)
+	require.NoError(r, err)
+	return m
+}
+
+// same compares answers token by token and logs how many tokens were compared.
+func same(t *testing.T, what string, want, got []*cluster.Completion) {
+	t.Helper()
+	t.Logf("%s: %d prompts, %d tokens compared, 0 differ", what, len(want), compare(t, what, want, got))
+}
+
+// compare fails the test if a token differs, and counts them.
+func compare(t *testing.T, what string, want, got []*cluster.Completion) (tokens int) {
+	t.Helper()
+	require.Len(t, got, len(want))
+	differ := 0
+	for i := range want {
+		require.NotEmpty(t, want[i].Tokens)
+		require.Len(t, got[i].Tokens, len(want[i].Tokens), "%s: prompt %d", what, i)
+		for j := range want[i].Tokens {
+			tokens++
+			if want[i].Tokens[j] != got[i].Tokens[j] {
+				differ++
+			}
+		}
+	}
+	require.Zero(t, differ, "%s: differing tokens, of %d", what, tokens)
+	return tokens
+}
+
+// idle waits until the engine runs nothing and holds no block for a transfer.
+func (r *rig) idle(p *cluster.Process) {
+	r.Helper()
+	var m cluster.Metrics
+	require.Eventually(r, func() bool {
+		var err error
+		m, err = r.client.Metrics(r.Context(), p.URL)
+		return err == nil && m.Sum("kvport_blocks", `state="pinned"`) == 0 && m.Sum("kvport_blocks", `state="held"`) == 0 &&
+			m.Sum("kvport_blocks", `state="used"`) == 0
+	}, time.Minute, 20*time.Millisecond, "blocks of %s are still used, pinned or held", p.Name)
+}
+
+// texts cuts n prompts of lo to hi bytes of real text from the repository, at places the seed
+// chooses.
+func texts(t *testing.T, seed uint64, n, lo, hi int) []string {
+	t.Helper()
+	var all strings.Builder
+	for _, name := range []string{"LICENSE", "CONTRIBUTING.md", "README.md", "connector/connector.go", "engine/model/model.go"} {
+		data, err := os.ReadFile(filepath.Join(root(t), name))
+		require.NoError(t, err)
+		all.Write(data)
+	}
+	text := all.String()
+	rng := rand.New(rand.NewPCG(seed, 0))
+	out := make([]string, n)
+	for i := range out {
+		size := lo + rng.IntN(hi-lo+1)
+		at := rng.IntN(len(text) - size)
+		out[i] = fmt.Sprintf("%d.%d: %s", seed, i, strings.ToValidUTF8(text[at:at+size], ""))
+	}
+	return out
+}
+
+// oracle gives a single node's answers, computed once for each list of prompts.
+type oracle struct {
+	mu    sync.Mutex
+	known map[string]*cluster.Completion
+}
+
+var single = oracle{known: map[string]*cluster.Completion{}}
+
+func (o *oracle) answers(r *rig, prompts []string) []*cluster.Completion {
+	r.Helper()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	var missing []string
+	for _, p := range prompts {
+		if o.known[p] == nil {
+			missing = append(missing, p)
+		}
+	}
+	if len(missing) > 0 {
+		node := r.serve("single", "")
+		for i, c := range r.all(node.URL, missing, 1) {
+			o.known[missing[i]] = c
+		}
+		r.stop(node)
+	}
+	out := make([]*cluster.Completion, len(prompts))
+	for i, p := range prompts {
+		out[i] = o.known[p]
+	}
+	return out
+}

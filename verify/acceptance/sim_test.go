@@ -1,0 +1,158 @@
+package acceptance
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// spreadArgs are three ranks and blocks of 16.
+var spreadArgs = []string{"--tensor-parallel-size", "3", "--max-model-len", "2048"}
+
+// spread is the model of the tests below: layers in two groups, one with a window of 100 tokens.
+func spread(stride string) string { return "sim:groups=2,window=100,layers=6,seed=5,stride=" + stride }
+
+// TestSpread: a model of three ranks and two groups, whose blocks lie in memory in every way there
+// is, goes through prefill, decode and router at both trust levels; single nodes, other strides and damaged shards give
+// the same tokens.
+func TestSpread(t *testing.T) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+8000, 8, 100, 900)
+	node := r.serveModel(spread("layers"), "single", "", spreadArgs...)
+	want := r.all(node.URL, prompts, 1)
+	r.stop(node)
+	single := r.serveModel(spread("layers"), "one rank", "")
+	require.NotEqual(t, want[0].Tokens, r.all(single.URL, prompts[:1], 1)[0].Tokens, "ranks should show in the tokens")
+	r.stop(single)
+	const staged = `,"kvport":{"trust":"staged"}`
+	for _, c := range []struct{ p, d, trust string }{
+		{"layers", "blocks", ""}, {"blocks", "shared", staged}, {"planes", "planes", ""}, {"planes", "planes", staged}, {"shared", "layers", ""},
+	} {
+		t.Run(fmt.Sprintf("%s to %s, staged %t", c.p, c.d, c.trust == staged), func(t *testing.T) {
+			r := newRig(t)
+			p := r.serveModel(spread(c.p), "prefill", r.config("kv_producer", "", c.trust), spreadArgs...)
+			d := r.serveModel(spread(c.d), "decode", r.config("kv_consumer", "", c.trust), append(spreadArgs, "--enable-prefix-caching=false")...)
+			router := r.route(p, d)
+			got := r.all(router.URL, prompts, 4)
+			same(t, c.p+" to "+c.d, want, got)
+			r.external(d, got)
+			files := r.blockFiles()
+			blocks := 0
+			for _, w := range want { // every full block of a prompt on three ranks in two groups, at most
+				blocks += w.Prompt / 16
+			}
+			require.Zero(t, len(files)%6)
+			require.LessOrEqual(t, len(files), 6*blocks)
+			require.Greater(t, len(files), 3*blocks)
+			r.damageSome(d, prompts, want)
+			r.idle(p)
+			r.idle(d)
+			r.stop(d)
+			r.stop(p)
+		})
+	}
+}
+
+// external checks that all full blocks of the prompts came through the connector.
+func (r *rig) external(d *cluster.Process, answers []*cluster.Completion) {
+	r.Helper()
+	r.externalAndTail(d, answers, false)
+}
+
+// externalAndTail is external; with tail there may be a part of a block behind them too.
+func (r *rig) externalAndTail(d *cluster.Process, answers []*cluster.Completion, tail bool) {
+	r.Helper()
+	full, all := 0, 0
+	for _, a := range answers {
+		full, all = full+(a.Prompt-1)/16*16, all+a.Prompt-1
+	}
+	if !tail {
+		all = full
+	}
+	got := r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
+	require.GreaterOrEqual(r, got, float64(full))
+	require.LessOrEqual(r, got, float64(all))
+}
+
+// damageSome changes one byte in some shards and removes others, then asks for the prompts again.
+func (r *rig) damageSome(d *cluster.Process, prompts []string, want []*cluster.Completion) {
+	r.Helper()
+	rng := rand.New(rand.NewPCG(*flagSeed, 2))
+	files := r.blockFiles()
+	damaged := 0
+	for _, i := range rng.Perm(len(files))[:len(files)/8] {
+		if rng.IntN(3) == 0 {
+			require.NoError(r, os.Remove(files[i]))
+			continue
+		}
+		data, err := os.ReadFile(files[i])
+		require.NoError(r, err)
+		data[rng.IntN(len(data))] ^= 1 << rng.IntN(8)
+		require.NoError(r, os.WriteFile(files[i], data, 0o600))
+		damaged++
+	}
+	got := r.all(d.URL, prompts, 4)
+	found := r.metrics(d).Sum("kvport_integrity_failures_total")
+	same(r.T, fmt.Sprintf("%d shards damaged, %v found", damaged, found), want, got)
+	require.Positive(r, found)
+	require.LessOrEqual(r, found, float64(damaged))
+}
+
+// TestSpreadPluginKilled: the plugin that serves all three ranks dies or stops at random moments while
+// they load and save; no token is wrong, no request is lost, no block is left.
+func TestSpreadPluginKilled(t *testing.T) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+9000, 8, 300, 900)
+	node := r.serveModel(spread("blocks"), "single", "", spreadArgs...)
+	want := r.all(node.URL, prompts, 1)
+	r.stop(node)
+	args := append(spreadArgs, "--enable-prefix-caching=false")
+	both := r.serveModel(spread("blocks"), "both", r.config("kv_both", "", patient), args...)
+	rng := rand.New(rand.NewPCG(*flagSeed, 3))
+	tokens := 0
+	for i := range *flagKills + *flagStops {
+		signal := syscall.SIGKILL
+		if i >= *flagKills {
+			signal = syscall.SIGSTOP
+		}
+		plugin := r.plugin(both)
+		delay := time.NewTimer(time.Duration(rng.IntN(30)) * time.Millisecond)
+		struck := make(chan error, 1)
+		go func() {
+			<-delay.C
+			struck <- syscall.Kill(plugin, signal)
+		}()
+		tokens += compare(t, fmt.Sprintf("%v %d", signal, i), want, r.all(both.URL, prompts, 4))
+		require.NoError(t, <-struck)
+		require.Eventually(t, func() bool { return !cluster.Alive(plugin) }, time.Minute, time.Millisecond)
+		if i%4 == 3 { // so that blocks are saved again
+			r.idle(both)
+			require.NoError(t, os.RemoveAll(r.store))
+		}
+	}
+	r.idle(both)
+	m := r.metrics(both)
+	t.Logf("%d kills, %d stops, %d tokens compared, 0 differ; %v tokens external, %v loads failed, %v started again", *flagKills, *flagStops, tokens,
+		m.Sum("kvport_prompt_tokens_total", `source="external"`), m.Sum("kvport_failed_loads_total"), m.Sum("kvport_transfer_retries_total"))
+	require.Positive(t, m.Sum("kvport_prompt_tokens_total", `source="external"`))
+}
+
+// plugin waits until an engine's plugin is ready.
+func (r *rig) plugin(p *cluster.Process) (pid int) {
+	r.Helper()
+	require.Eventually(r, func() bool {
+		h, err := r.client.Health(r.Context(), p.URL)
+		if err == nil && h.Connector.State == "ready" {
+			pid = h.Connector.PID
+		}
+		return pid != 0
+	}, time.Minute, 5*time.Millisecond, "no plugin runs")
+	return pid
+}

@@ -1,0 +1,93 @@
+package acceptance
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// TestStrangersOnLoopback: an engine with another ticket key, as another user of the machine has, subscribes to
+// a producer and gets nothing; 300 connections of others who say nothing keep no consumer out, after a restart
+// either. The same consumer with the right key gets what is computed.
+func TestStrangersOnLoopback(t *testing.T) {
+	for name, where := range map[string]func(port string) string{
+		"PipeConnector": func(port string) string { return fmt.Sprintf(`"listen":"127.0.0.1:%s"`, port) },
+		"NixlConnector": func(port string) string { return `"side_channel_port":` + port },
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			if name == "NixlConnector" && !haveNixl(t) {
+				t.Skip("NixlConnector IS NOT TESTED: NIXL is not in .deps/nixl; run make deps")
+			}
+			r.tokens = 4
+			r.strangers(name, where)
+		})
+	}
+}
+
+func (r *rig) strangers(name string, where func(port string) string) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(r, err)
+	address := l.Addr().String()
+	_, port, err := net.SplitHostPort(address)
+	require.NoError(r, err)
+	require.NoError(r, l.Close())
+	key := filepath.Join(r.TempDir(), "another.key")
+	require.NoError(r, os.WriteFile(key, []byte(strings.Repeat("another key ", 4)), 0o600))
+
+	config := func(role, extra, host string) string {
+		return fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"kv_connector_extra_config":{%s}%s}`, name, role, extra, host)
+	}
+	serve := func(name, config string) *cluster.Process {
+		return r.serveModel("tiny-random", name, config, "--enable-prefix-caching=false", "--max-num-batched-tokens", "128")
+	}
+	subscribe := fmt.Sprintf(`"subscribe":[%q]`, address)
+	node := serve("single", "")
+	p := serve("prefill", config("kv_producer", where(port), ""))
+	stranger := serve("stranger", config("kv_consumer", subscribe, fmt.Sprintf(`,"kvport":{"ticket_key_file":%q}`, key)))
+
+	prompts := texts(r.T, *flagSeed+7000, 8, 600, 1200)
+	silent(r, address, 300)
+	r.all(p.URL, prompts, 2)
+	require.Eventually(r, func() bool { // or it was one of those that made room for the silent ones
+		return strings.Contains(stranger.Logs(), "kvport.ticket_key_file") || strings.Contains(stranger.Logs(), "where the link key is to be proven")
+	}, time.Minute, 20*time.Millisecond, "the stranger's log says why")
+	m := r.metrics(p)
+	require.Zero(r, m.Sum("kvport_connector_subscribers"))
+	require.Zero(r, m.Sum("kvport_connector_layer_bytes_total"))
+	require.Zero(r, m.Sum("kvport_connector_layer_confirmed_bytes_total"))
+
+	for _, life := range []string{"decode", "decode again"} {
+		d := serve(life, config("kv_consumer", subscribe, ""))
+		router := r.route(p, d)
+		subscribed := func() bool { return r.metrics(p).Sum("kvport_connector_subscribers") > 0 }
+		if name == "PipeConnector" { // the other one begins with the first ticket
+			require.Eventually(r, subscribed, time.Minute, 20*time.Millisecond)
+		}
+		same(r.T, life, r.all(node.URL, prompts, 2), r.all(router.URL, prompts, 2))
+		require.Positive(r, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
+		r.stop(d)
+		if name == "PipeConnector" {
+			require.Eventually(r, func() bool { return !subscribed() }, time.Minute, 20*time.Millisecond, "somebody else has subscribed")
+		}
+		silent(r, address, 300)
+	}
+	require.Zero(r, r.metrics(stranger).Sum("kvport_prompt_tokens_total", `source="external"`))
+}
+
+// silent makes connections that say nothing.
+func silent(r *rig, address string, n int) {
+	for range n {
+		conn, err := net.Dial("tcp", address)
+		require.NoError(r, err)
+		r.Cleanup(func() { _ = conn.Close() })
+	}
+}

@@ -1,0 +1,132 @@
+package acceptance
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// conversation is token ids that grow from turn to turn.
+type conversation struct {
+	rng    *rand.Rand
+	tokens []int32
+}
+
+// say adds what the user says.
+func (c *conversation) say(n int) {
+	for range n {
+		c.tokens = append(c.tokens, 32+c.rng.Int32N(90))
+	}
+}
+
+// turns are multi-turn conversations through prefill and decode engines that are both kv_both.
+type turns struct {
+	*rig
+	single, p, d, router *cluster.Process
+	list                 []*conversation
+	answer               int // tokens of each answer
+}
+
+func newTurns(r *rig, model, connector string, conversations int, decode ...string) *turns {
+	r.Helper()
+	config := fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kvport":{"recompute_threshold":32}}`, connector)
+	x := &turns{rig: r, answer: count(r.T, "answer", *flagAnswer, 48, 96)}
+	x.single = r.serveModel(model, "single", "")
+	x.p, x.d = r.serveModel(model, "prefill", config), r.serveModel(model, "decode", config, decode...)
+	x.router = r.route(x.p, x.d, "--bidirectional", "100")
+	for i := range conversations {
+		x.list = append(x.list, &conversation{rng: rand.New(rand.NewPCG(*flagSeed, uint64(i)))})
+	}
+	return x
+}
+
+// turn has every user speak, and compares the answers with those of an engine that is alone.
+func (x *turns) turn(n int) {
+	x.Helper()
+	want, got := make([]*cluster.Completion, len(x.list)), make([]*cluster.Completion, len(x.list))
+	var g errgroup.Group
+	g.SetLimit(2)
+	for i, c := range x.list {
+		c.say(100)
+		g.Go(func() (err error) {
+			request := cluster.Request{Tokens: c.tokens, MaxTokens: x.answer, IgnoreEOS: true}
+			if got[i], err = x.client.Complete(x.Context(), x.router.URL, request); err != nil {
+				return err
+			}
+			want[i], err = x.client.Complete(x.Context(), x.single.URL, request)
+			return err
+		})
+	}
+	require.NoError(x, g.Wait())
+	same(x.T, fmt.Sprintf("turn %d", n), want, got)
+	for i, c := range x.list {
+		c.tokens = append(c.tokens, got[i].Tokens...)
+	}
+}
+
+// fetched are the tokens that the prefill engine got from the decode engine, and the blocks it found lost.
+func (x *turns) fetched() (tokens, lost int) {
+	x.Helper()
+	m := x.metrics(x.p)
+	return int(m.Sum("kvport_prompt_tokens_total", `source="external"`)), int(m.Sum("kvport_turn_blocks_total", `result="lost"`))
+}
+
+// TestTurns: the prefill engine of the next turn takes the last answer's blocks from the decode engine, and no
+// more than it lacks.
+func TestTurns(t *testing.T) {
+	for _, connector := range []string{"PipeConnector", "NixlConnector"} {
+		for name, model := range map[string]string{"sim": "sim", "model": model(t)} {
+			t.Run(connector+"/"+name, func(t *testing.T) {
+				if connector == "NixlConnector" && !haveNixl(t) {
+					t.Skip("NixlConnector IS NOT TESTED: NIXL is not in .deps/nixl; run make deps")
+				}
+				short := 2
+				if name == "model" {
+					short = 1
+				}
+				x := newTurns(newRig(t), model, connector, count(t, "conversations", *flagConversations, short, 16))
+				n := count(t, "turns", *flagTurns, short+1, 8)
+				for turn := range n {
+					x.turn(turn)
+				}
+				fetched, lost := x.fetched()
+				most := len(x.list) * (n - 1) * (x.answer + 16)
+				t.Logf("tokens from the decode engine: %d of %d at most; blocks lost: %d", fetched, most, lost)
+				require.Greater(t, fetched, most/2)
+				require.LessOrEqual(t, fetched, most, "what the prefill engine has itself is not fetched")
+				require.Positive(t, int(x.metrics(x.d).Sum("kvport_prompt_tokens_total", `source="external"`)))
+				require.Zero(t, int(x.metrics(x.p).Sum("kvport_integrity_failures_total")))
+				x.idle(x.p)
+				x.idle(x.d)
+			})
+		}
+	}
+}
+
+// TestTurnsUnderPressure: the decode engine keeps nothing for the next turn. What it has given to others in the
+// meantime is noticed and computed, and costs no token.
+func TestTurnsUnderPressure(t *testing.T) {
+	if !haveNixl(t) {
+		t.Skip("NixlConnector IS NOT TESTED: NIXL is not in .deps/nixl; run make deps")
+	}
+	x := newTurns(newRig(t), "sim", "NixlConnector", count(t, "conversations", *flagConversations, 4, 32), "--num-blocks", "160", "--max-model-len", "2048")
+	other := &conversation{rng: rand.New(rand.NewPCG(*flagSeed, 1000))}
+	for turn := range count(t, "turns", *flagTurns, 4, 8) {
+		x.turn(turn)
+		other.tokens = nil
+		other.say(16 * min(40+20*turn, 120)) // of 160 blocks
+		_, err := x.client.Complete(t.Context(), x.d.URL, cluster.Request{Tokens: other.tokens, MaxTokens: 4, IgnoreEOS: true})
+		require.NoError(t, err)
+	}
+	fetched, lost := x.fetched()
+	t.Logf("tokens from the decode engine: %d, blocks lost to others: %d", fetched, lost)
+	require.Positive(t, lost, "nothing was lost: raise -turns")
+	require.Zero(t, int(x.metrics(x.p).Sum("kvport_integrity_failures_total")), "what was reused is not damaged")
+	x.idle(x.p)
+	x.idle(x.d)
+}

@@ -1,0 +1,266 @@
+package bench
+
+import (
+	"bytes"
+	"fmt"
+	"math"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/kvport/kvport/native/nixl"
+	"github.com/kvport/kvport/native/ucx"
+)
+
+// pluginFolder holds the plugins of shared storage and offloading, remoteFolder that of remote stores.
+var pluginFolder, remoteFolder string
+
+func TestMain(m *testing.M) {
+	ServePlugin()
+	dir, err := os.MkdirTemp("", "benchtest")
+	if err != nil {
+		panic(err)
+	}
+	pluginFolder = dir
+	remoteFolder = filepath.Join(dir, "remote")
+	for name, folder := range map[string]string{"sharedstorage": dir, "offload": dir, "p2p": dir, "remote": remoteFolder} {
+		build := exec.Command("go", "build", "-o", filepath.Join(folder, "kvport-"+name), "../../plugins/"+name)
+		if out, err := build.CombinedOutput(); err != nil {
+			panic(string(out))
+		}
+	}
+	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
+		if err := os.RemoveAll(dir); err != nil {
+			panic(err)
+		}
+		os.Exit(code)
+	}))
+}
+
+func self(t *testing.T) string {
+	t.Helper()
+	path, err := os.Executable()
+	require.NoError(t, err)
+	return path
+}
+
+// collect gives an Emit and the rows that it got.
+func collect() (Emit, *[]Row) {
+	rows := new([]Row)
+	return func(r Row) error { *rows = append(*rows, r); return nil }, rows
+}
+
+func requireRows(t *testing.T, rows []Row, names ...string) {
+	t.Helper()
+	byName := map[string]Row{}
+	for _, r := range rows {
+		require.NotContains(t, byName, r.Name)
+		byName[r.Name] = r
+	}
+	for _, name := range names {
+		require.Contains(t, byName, name)
+		require.NotNil(t, byName[name].Value, name)
+	}
+}
+
+func TestTransfer(t *testing.T) {
+	useNative(t)
+	emit, rows := collect()
+	dir := t.TempDir()
+	require.NoError(t, Transfer(t.Context(), TransferOptions{
+		Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Quick: true, Emit: emit,
+	}))
+	requireRows(t, *rows, "save 48 KB", "load+digest 48 KB x 32", "save+digest 737 KB", "load 8 MB", "op round trip, ring", "op round trip, stream",
+		"file load 737 KB", "file load 8 MB", "lookup of 32 keys, warm", "plugin restart after kill -9",
+		"tcp pipe 8 MiB of 48 KB", "tcp pipe+digest 64 MiB of 1 MiB", "shm pipe 64 MiB of 1 MiB : memcpy", "raw tcp 8 MiB of 48 KB : memcpy")
+	for _, r := range *rows {
+		if r.Unit == "absent" {
+			require.Regexp(t, "safetensors .*no --peer-python|shm pipe.*no digests|(raw|connector).*(make deps|not built)", r.Name)
+			require.Nil(t, r.OK)
+			continue
+		}
+		require.Positive(t, *r.Value, r.Name)
+		require.Positive(t, *r.Limit, r.Name)
+		require.Positive(t, *r.Ratio, r.Name)
+	}
+	left, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Empty(t, left, "stored blocks are removed")
+}
+
+// useNative has the libraries of make deps found by a program that does not lie in bin.
+func useNative(t *testing.T) {
+	t.Helper()
+	dir, err := filepath.Abs(filepath.Join("..", ".deps", "nixl"))
+	require.NoError(t, err)
+	for _, name := range []string{nixl.EnvDir, ucx.EnvDir} {
+		t.Setenv(name, dir)
+	}
+	t.Setenv("UCX_MODULES", "^ib") // native/nixl says why
+}
+
+// TestTransports: what can be used here is measured and compared with what it is made of, what cannot is named.
+func TestTransports(t *testing.T) {
+	useNative(t)
+	if _, err := nixl.Open(""); err != nil {
+		t.Skip("NIXL AND UCX ARE NOT MEASURED: run make deps")
+	}
+	emit, rows := collect()
+	options := TransferOptions{Self: self(t), PluginPath: []string{pluginFolder}, Only: "transports", Quick: true, Emit: emit}
+	require.NoError(t, Transfer(t.Context(), options))
+	for _, suffix := range []string{" 8 MiB of 48 KB", "+digest 8 MiB of 48 KB", " 64 MiB of 1 MiB", "+digest 64 MiB of 1 MiB"} {
+		requireRows(t, *rows, "raw nixl"+suffix+" : memcpy", "raw nixl write"+suffix+" : memcpy", "raw ucx"+suffix+" : memcpy", "raw tcp"+suffix+" : memcpy", "tcp pipe"+suffix)
+	}
+	options.Only = "sockets"
+	require.NoError(t, Transfer(t.Context(), options))
+	requireRows(t, *rows, "raw nixl write over tcp 1 MiB")
+	options.Only = "nothing"
+	require.ErrorContains(t, Transfer(t.Context(), options), "want blocks")
+}
+
+// TestStore measures every plugin a little; whatever cannot be measured here is a row that says why.
+func TestStore(t *testing.T) {
+	emit, rows := collect()
+	dir := t.TempDir()
+	options := StoreOptions{Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Server: filepath.Join("..", ".deps", "valkey", "valkey-server"), Quick: true, Emit: emit}
+	require.NoError(t, Store(t.Context(), options))
+	requireRows(t, *rows, "offloading, memory store 1.41 MiB", "offloading, memory load+digest 8 MiB x 4", "offloading, disk load 8 MiB",
+		"shared storage, tmpfs store+digest 1.41 MiB", "pipe, tcp 8 MiB", "pipe, tcp+digest 1.41 MiB x 16")
+	for _, r := range *rows {
+		require.NotContains(t, r.Name, "disk store", "it is acknowledged in memory")
+		if r.Unit == "absent" {
+			continue
+		}
+		require.Positive(t, *r.Value, r.Name)
+		require.Positive(t, *r.Limit, r.Name)
+		require.Positive(t, *r.Ratio, r.Name)
+	}
+	left, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Empty(t, left, "stored blocks are removed")
+}
+
+// TestStoreWithoutServer: what needs a server is named, not left out in silence.
+func TestStoreWithoutServer(t *testing.T) {
+	emit, rows := collect()
+	options := StoreOptions{Self: self(t), PluginPath: []string{remoteFolder}, Only: "redis", Dir: t.TempDir(), Server: filepath.Join(t.TempDir(), "none"), Quick: true, Emit: emit}
+	require.NoError(t, Store(t.Context(), options))
+	require.Len(t, *rows, 1)
+	require.Equal(t, "absent", (*rows)[0].Unit)
+	require.Contains(t, (*rows)[0].Name, "remote store, redis (")
+	require.Contains(t, (*rows)[0].Name, "no such file")
+}
+
+// TestStorePeers: a peer that is not installed, does not work or does not answer is named with the reason.
+func TestStorePeers(t *testing.T) {
+	python, err := exec.LookPath("python3")
+	if err != nil {
+		t.Skip("no python3")
+	}
+	emit, rows := collect()
+	dir := t.TempDir()
+	options := StoreOptions{Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Peers: true, PeersDir: dir, Quick: true, Emit: emit}
+	for _, options.Only = range []string{"lmcache", "mooncake", "safetensors"} {
+		require.NoError(t, Store(t.Context(), options))
+	}
+	require.Len(t, *rows, 3)
+	for _, r := range *rows {
+		require.Contains(t, r.Name, "not installed, run python3 verify/bench/peers/setup.py")
+	}
+	installed := fmt.Sprintf(`{"lmcache":{"absent":"too large"},"mooncake":{"python":%q,"path":""},"safetensors":{"python":%q,"path":""}}`, python, python)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "peers.json"), []byte(installed), 0o600))
+	*rows = nil
+	for _, options.Only = range []string{"lmcache", "mooncake"} {
+		require.NoError(t, Store(t.Context(), options))
+	}
+	require.Len(t, *rows, 2)
+	require.Equal(t, "lmcache (too large)", (*rows)[0].Name)
+	require.Equal(t, "absent", (*rows)[1].Unit)
+	require.Contains(t, (*rows)[1].Name, "mooncake (")
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "peers.json"), []byte("{"), 0o600))
+	require.ErrorContains(t, Store(t.Context(), options), "peers.json")
+}
+
+func TestEngine(t *testing.T) {
+	emit, rows := collect()
+	require.NoError(t, Engine(t.Context(), EngineOptions{
+		Model: tiny, PluginPath: []string{pluginFolder}, Dir: t.TempDir(), Threads: 2, Quick: true, Emit: emit,
+	}))
+	requireRows(t, *rows, "decode batch 1, 2 threads", "decode batch 8, 2 threads", "first token of a hit, 64 tokens",
+		"digests of a hit, share of first token", "added to a step without transfers")
+	text := new(bytes.Buffer)
+	for _, r := range *rows {
+		require.NoError(t, Text(text)(r))
+	}
+	require.Contains(t, text.String(), "llama.cpp (no --peer-python)")
+	require.Contains(t, text.String(), "prefill 64, 1 thread (tiny-random has no file)")
+}
+
+func TestLayerWise(t *testing.T) {
+	emit, rows := collect()
+	require.NoError(t, LayerWise(t.Context(), EngineOptions{Model: tiny, PluginPath: []string{pluginFolder}, Threads: 2, Quick: true, Emit: emit}))
+	requireRows(t, *rows, "layer 0 computed", "layer 0 confirmed", "last layer's compute ends",
+		"layer-wise save, bytes confirmed before the last layer's compute ends", "prompt of 128 tokens, computed beside its save")
+}
+
+func TestTransferWithoutPlugin(t *testing.T) {
+	emit, _ := collect()
+	err := Transfer(t.Context(), TransferOptions{Self: filepath.Join(t.TempDir(), "none"), Quick: true, Emit: emit})
+	require.ErrorContains(t, err, "no such file")
+}
+
+// TestPeer uses an interpreter without the packages, which is the usual one.
+func TestPeer(t *testing.T) {
+	python, err := exec.LookPath("python3")
+	if err != nil {
+		t.Skip("no python3")
+	}
+	p, err := StartPeer(t.Context(), python, "none.gguf", 1)
+	require.NoError(t, err)
+	for range 2 {
+		_, err = p.ask("nonsense")
+		require.ErrorIs(t, err, errAbsent)
+		require.ErrorContains(t, err, "KeyError")
+	}
+	require.NoError(t, p.Close())
+	_, err = p.ask("prefill", 1)
+	require.Error(t, err)
+	require.NotErrorIs(t, err, errAbsent)
+
+	_, err = StartPeer(t.Context(), filepath.Join(t.TempDir(), "python"), "", 1)
+	require.ErrorContains(t, err, "start the peer")
+	_, err = (*Peer)(nil).ask("prefill")
+	require.ErrorIs(t, err, errAbsent)
+	require.NoError(t, (*Peer)(nil).Close())
+}
+
+func TestRows(t *testing.T) {
+	out := new(bytes.Buffer)
+	emit := JSON(out)
+	rows := []Row{
+		faster("a", 10, 0.123456, 0.1, "GB/s")(atLeast(0.9)),
+		faster("b", 0, 8, 10, "GB/s")(atLeast(0.9)),
+		shorter("c", 0, 30, 10, "us")(atMost(20)),
+		shorter("d", 0, 10, math.NaN(), "us")(budget{}),
+		absent("e", "why"),
+	}
+	for _, r := range rows {
+		require.NoError(t, emit(r))
+	}
+	require.Equal(t, `{"name":"a","bytes":10,"value":0.1235,"unit":"GB/s","limit":0.1,"ratio":1.235,"budget":"ratio >= 0.9","ok":true}
+{"name":"b","bytes":0,"value":8,"unit":"GB/s","limit":10,"ratio":0.8,"budget":"ratio >= 0.9","ok":false}
+{"name":"c","bytes":0,"value":30,"unit":"us","limit":10,"ratio":0.3333,"budget":"value <= 20","ok":false}
+{"name":"d","bytes":0,"value":10,"unit":"us","limit":null,"ratio":null,"budget":"","ok":null}
+{"name":"e (why)","bytes":0,"value":null,"unit":"absent","limit":null,"ratio":null,"budget":"","ok":null}
+`, out.String())
+	got, err := Read(out)
+	require.NoError(t, err)
+	require.Equal(t, rows, got)
+	_, err = Read(bytes.NewBufferString(`{"name":"a"}{"nome":"b"}`))
+	require.ErrorContains(t, err, "row 2")
+	require.Equal(t, []string{"yes", "NO", "-"}, []string{rows[0].Verdict(), rows[1].Verdict(), rows[4].Verdict()})
+}

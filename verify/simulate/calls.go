@@ -1,0 +1,439 @@
+package simulate
+
+import (
+	"encoding/binary"
+	"errors"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/tracker"
+)
+
+// doJob carries out a call of the scheduler side; its answer is then on its way.
+func (p *proc) doJob(j *job, d *dice, f Fault) {
+	p.begin(j)
+	switch f {
+	case faultStuck, faultLost:
+		j.stuck = true
+		return
+	case faultBusy:
+		j.err = connector.ErrBusy
+	case faultError:
+		j.err = errBackend
+	default:
+	}
+	j.answered = true
+	switch {
+	case j.ask != nil:
+		j.match = p.lookup(&j.ask.Query, d, f)
+	case j.plan != nil:
+		j.planned = p.choose(j.plan.Step, d, f)
+	case j.finish != nil:
+		j.given = p.finish(j.finish.Ended, d, f)
+	case j.reset != nil:
+		p.h.w.say("%s: the connector is reset", p.h.e.name)
+		if !p.h.w.is(ResetLies) {
+			p.h.w.store.clear()
+		}
+		j.emptied = f != faultPartial
+	}
+}
+
+// lookup is the connector's Match.
+func (p *proc) lookup(q *connector.Query, d *dice, f Fault) connector.Match {
+	o := &p.h.w.opt
+	var m connector.Match
+	if o.Medium == ThroughHolds {
+		if t, ok := parseTicket(q.Ticket); ok {
+			m.Tokens = min(t.tokens, q.Tokens) - q.Computed
+		}
+	} else {
+		m.Tokens = p.h.w.store.prefix(q.Keys, q.Computed/o.BlockTokens, o)*o.BlockTokens - q.Computed
+	}
+	m.Tokens = max(m.Tokens, 0)
+	switch f {
+	case faultLater:
+		m.Later = true
+	case faultWild:
+		m.Tokens = d.n(2*q.Tokens) - 5
+	case faultForeign:
+		m.Groups = uint32(1 << d.n(9))
+	default:
+	}
+	return m
+}
+
+// choose is the connector's Plan: mostly everything, sometimes less, and with a fault nonsense.
+func (p *proc) choose(s *connector.Step, d *dice, f Fault) *connector.Plan {
+	return &connector.Plan{Loads: pickSome(s.Admitted, d, f), Saves: pickSome(s.Computed, d, f)}
+}
+
+func pickSome(offered []connector.Transfer, d *dice, f Fault) (out []connector.Transfer) {
+	for _, t := range offered {
+		k := d.n(8)
+		switch {
+		case k == 0:
+			continue
+		case k == 1 && len(t.Blocks) > 1:
+			t.Blocks = t.Blocks[:1+d.n(len(t.Blocks)-1)]
+		}
+		switch f {
+		case faultForeign:
+			t.Blocks = []connector.Block{{ID: connector.BlockID(d.n(40))}}
+		case faultWild:
+			t.From, t.Tokens = d.n(9)-4, d.n(99)-9
+		case faultTwice:
+			out = append(out, t)
+		default:
+		}
+		out = append(out, t)
+	}
+	return out
+}
+
+// finish is the connector's Finish: it keeps the blocks of requests that have a consumer.
+func (p *proc) finish(ended []connector.Ended, d *dice, f Fault) []connector.Hold {
+	var list []connector.Hold
+	for _, e := range ended {
+		var hold connector.Hold
+		if e.Remote && e.Tokens > 0 {
+			p.last++
+			hold = connector.Hold{ID: p.last, TTL: time.Duration(d.n(4)) * 5 * time.Second, Consumers: d.n(2)}
+			hold.Ticket = ticketBytes{p.h.e.index, p.h.e.epoch, p.last, e.Tokens}.encode()
+			p.holds = append(p.holds, &kept{p.last, append([]connector.Block(nil), e.Blocks...), e.Tokens})
+			switch f {
+			case faultWild:
+				hold.TTL = -1
+			case faultTwice:
+				hold.ID = max(1, p.last-1)
+			default:
+			}
+		}
+		list = append(list, hold)
+	}
+	if f == faultForeign {
+		list = append(list, connector.Hold{ID: 77})
+	}
+	return list
+}
+
+// ticketBytes is the plugin's own part of a ticket.
+type ticketBytes struct {
+	engine int
+	epoch  uint64
+	hold   connector.HoldID
+	tokens int
+}
+
+func (t ticketBytes) encode() []byte {
+	b := binary.AppendUvarint(nil, uint64(t.engine))
+	b = binary.AppendUvarint(b, t.epoch)
+	b = binary.AppendUvarint(b, uint64(t.hold))
+	return binary.AppendUvarint(b, uint64(t.tokens))
+}
+
+func parseTicket(b []byte) (t ticketBytes, ok bool) {
+	var f [4]uint64
+	for i := range f {
+		v, n := binary.Uvarint(b)
+		if n <= 0 {
+			return t, false
+		}
+		f[i], b = v, b[n:]
+	}
+	return ticketBytes{int(f[0]), f[1], connector.HoldID(f[2]), int(f[3])}, true
+}
+
+// answerJob gives the answer to the first job to the host.
+func (p *proc) answerJob(f Fault) {
+	j := p.jobs[0]
+	if f == faultLost {
+		j.answered, j.stuck = false, true
+		return
+	}
+	p.jobs = p.jobs[1:]
+	h := p.h
+	h.remember(j.id)
+	for range 1 + twice(f) {
+		switch {
+		case j.ask != nil:
+			h.do(h.book.Matched(h.w.now, j.id, j.match, j.err))
+		case j.plan != nil:
+			h.do(h.book.Planned(h.w.now, j.id, j.planned, j.err))
+		case j.finish != nil:
+			h.do(h.book.FinishAnswered(h.w.now, j.id, j.given, j.err))
+		case j.reset == h.reset && h.reset != nil:
+			h.do(h.book.Forget(h.w.now))
+			h.endReset(j.emptied && j.err == nil && (h.w.is(ResetInHaste) || !h.book.Saving()))
+		}
+	}
+}
+
+func twice(f Fault) int {
+	if f == faultTwice {
+		return 1
+	}
+	return 0
+}
+
+func (h *host) remember(id tracker.CallID) {
+	h.answer = append(h.answer, id)
+	if len(h.answer) > 16 {
+		h.answer = h.answer[1:]
+	}
+}
+
+// answerAsk answers the question about a request at once, with all that was asked before it.
+func (p *proc) answerAsk(id connector.RequestID) {
+	d := dice(len(p.jobs))
+	for len(p.jobs) > 0 && p.hung.IsZero() && !p.dying {
+		j := p.jobs[0]
+		if j.ask == nil || j.stuck {
+			return
+		}
+		if !j.answered {
+			p.doJob(j, &d, faultNone)
+		}
+		last := j.ask.Query.Request == id
+		p.answerJob(faultNone)
+		if last {
+			return
+		}
+	}
+}
+
+// doMove does up to n blocks of a load or save.
+func (p *proc) doMove(m *move, n int, d *dice, f Fault) {
+	if !m.begun {
+		m.begun = true
+		if m.Kind == tracker.Save && !p.h.w.is(AckBeforeSave) {
+			p.h.makeDigests(m)
+		}
+		if m.Kind == tracker.Save {
+			p.h.copyOut(m)
+		}
+	}
+	if f == faultStuck {
+		m.stuck = true
+		return
+	}
+	if err := m.refusal(d, f); err != nil {
+		m.end(err, p)
+		return
+	}
+	blocks := m.Transfer.Blocks
+	for ; n > 0 && m.done < len(blocks); n-- {
+		if !p.touch(m, blocks[m.done], m.done, d, f) {
+			return
+		}
+		m.done++
+	}
+	if m.done == len(blocks) {
+		var err error
+		if len(m.missing) > 0 {
+			err = &connector.BlockError{Blocks: m.missing, Err: connector.ErrGone}
+		}
+		m.end(err, p)
+	}
+}
+
+// refusal is the error with which a call gives up, if it does.
+func (m *move) refusal(d *dice, f Fault) error {
+	switch f {
+	case faultBusy:
+		return connector.ErrBusy
+	case faultError:
+		return errBackend
+	case faultForeign:
+		return &connector.BlockError{Blocks: []connector.BlockID{connector.BlockID(1000 + d.n(9))}, Err: connector.ErrGone}
+	case faultWild:
+		return connector.ErrCorrupt
+	default:
+	}
+	if m.canceled && d.n(2) == 0 {
+		return errCanceled
+	}
+	return nil
+}
+
+// end sends a call's answer on its way.
+func (m *move) end(err error, p *proc) {
+	if !p.dying {
+		m.answered, m.out = true, tracker.Outcome{Err: err}
+	}
+}
+
+// touch reads or writes one block of a transfer. This is what pins are for.
+func (p *proc) touch(m *move, b connector.Block, i int, d *dice, f Fault) bool {
+	h := p.h
+	if m.grant == nil || !m.grant.open {
+		what := "writes"
+		if m.Kind == tracker.Save {
+			what = "reads"
+		}
+		h.w.fail('c', "%s: the plugin %s block %d for a %s of %s, which is over for the engine", h.e.name, what, b.ID, m.Kind, m.Transfer.Request)
+		return false
+	}
+	c := h.seen(m, i)
+	if m.Kind == tracker.Save {
+		p.save(m, b, c, d, f)
+		return true
+	}
+	if f == faultNothing {
+		c.orphan()
+		return true
+	}
+	from, ok := p.source(m, b, i)
+	if !ok || f == faultPartial {
+		m.missing = append(m.missing, b.ID)
+		clear(c.tags) // what it wrote before it gave up
+		return true
+	}
+	switch f {
+	case faultHalf:
+		c.orphan()
+		copy(c.tags, from.tags[:len(from.tags)/2])
+		c.sum = from.sum
+	case faultWrong:
+		c.set(from)
+		c.tags[d.n(len(c.tags))].kv ^= 1 << d.n(64)
+	default:
+		c.set(from)
+	}
+	return true
+}
+
+// save stores one block, or says so. Partial blocks have no key.
+func (p *proc) save(m *move, b connector.Block, c *cell, d *dice, f Fault) {
+	if p.h.w.opt.Medium != ThroughStore || b.Key == (connector.BlockKey{}) || f == faultNothing {
+		return
+	}
+	k := storeKey{b.Key, b.Group, uint8(m.Rank)}
+	switch f {
+	case faultPartial:
+		m.missing = append(m.missing, b.ID)
+		return
+	case faultHalf, faultWrong:
+		torn := &cell{tags: append([]tag(nil), c.tags...), sum: c.sum}
+		torn.tags[d.n(len(torn.tags))].kv ^= 1 << d.n(64)
+		p.h.w.store.put(k, torn, m.Transfer.Replace)
+		return
+	default:
+	}
+	p.h.w.store.put(k, c, m.Transfer.Replace)
+}
+
+// source finds what a block is filled from.
+func (p *proc) source(m *move, b connector.Block, i int) (*cell, bool) {
+	w := p.h.w
+	if w.opt.Medium == ThroughStore {
+		c := w.store.cells[storeKey{b.Key, b.Group, uint8(m.Rank)}]
+		return c, c != nil && b.Key != (connector.BlockKey{})
+	}
+	t, ok := parseTicket(m.Transfer.Ticket)
+	if !ok || t.engine >= len(w.engines) {
+		return nil, false
+	}
+	e := w.engines[t.engine]
+	if e.epoch != t.epoch || e.host == nil || e.host.proc == nil || e.host.proc.dying || !e.host.proc.hung.IsZero() {
+		return nil, false
+	}
+	return e.host.proc.fetch(t.hold, m, b, i)
+}
+
+// fetch serves a consumer: it reads the producer's memory as it is now. If the hold is over the block
+// may hold anything, and only the digest tells.
+func (p *proc) fetch(id connector.HoldID, m *move, b connector.Block, i int) (*cell, bool) {
+	for _, k := range p.holds {
+		if k.id != id {
+			continue
+		}
+		size, t := p.h.w.opt.BlockTokens, m.Transfer
+		at := position(t.Blocks, b, t.From+t.Tokens, size)
+		for _, have := range k.blocks {
+			if have.Group != b.Group || position(k.blocks, have, k.tokens, size) != at {
+				continue
+			}
+			if i == len(t.Blocks)-1 && m.Rank == 0 {
+				p.taken = append(p.taken, id)
+			}
+			return &p.h.e.mem[m.Rank][have.ID], true
+		}
+	}
+	return nil, false
+}
+
+// position is which block of the prefix b is: each group's blocks end with the last one of end tokens.
+func position(blocks []connector.Block, b connector.Block, end, size int) int {
+	at := (end + size - 1) / size
+	for _, other := range blocks {
+		if other.Group == b.Group {
+			at--
+		}
+	}
+	for _, other := range blocks {
+		switch {
+		case other.ID == b.ID && other.Group == b.Group:
+			return at
+		case other.Group == b.Group:
+			at++
+		}
+	}
+	return -1
+}
+
+// consume reports what consumers have fetched.
+func (p *proc) consume(f Fault) {
+	if len(p.taken) == 0 || p.isDown || !p.hung.IsZero() {
+		return
+	}
+	list := p.taken
+	p.taken = nil
+	switch f {
+	case faultLost:
+		return
+	case faultTwice:
+		list = append(list, list...)
+	case faultForeign:
+		list = append(list, 999)
+	default:
+	}
+	p.h.do(p.h.book.Consumed(p.n, list))
+}
+
+// moved is the answer of a worker call at the host.
+func (h *host) moved(p *proc, m *move) {
+	for i := range p.moves {
+		if p.moves[i] == m {
+			p.moves = append(p.moves[:i:i], p.moves[i+1:]...)
+			break
+		}
+	}
+	if m.reported {
+		return
+	}
+	h.remember(m.ID)
+	if m.Kind == tracker.Load {
+		h.copyIn(m)
+		if !h.overlooks(m) {
+			m.out.Corrupt = h.checkDigests(m)
+		}
+	}
+	if h.w.tracing() {
+		h.w.say("%s: %s of %s on rank %d returns: %s", h.e.name, m.Kind, m.Transfer.Request, m.Rank, describeOutcome(&m.out))
+	}
+	h.do(h.book.Moved(h.w.now, m.ID, m.out))
+}
+
+// failedBlocks are the blocks that an error names, if it names some.
+func failedBlocks(err error) (map[connector.BlockID]bool, bool) {
+	var some *connector.BlockError
+	if !errors.As(err, &some) || len(some.Blocks) == 0 {
+		return nil, false
+	}
+	missing := make(map[connector.BlockID]bool, len(some.Blocks))
+	for _, id := range some.Blocks {
+		missing[id] = true
+	}
+	return missing, true
+}

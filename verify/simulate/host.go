@@ -1,0 +1,467 @@
+package simulate
+
+import (
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/ticket"
+	"github.com/kvport/kvport/internal/tracker"
+)
+
+// host is the layer between an engine, the real book and a modelled plugin: what package host
+// does with goroutines and processes. The mutants live here.
+type host struct {
+	w    *World
+	e    *engine
+	can  connector.Capability
+	role connector.Role
+
+	book     *tracker.Book
+	breaker  tracker.Breaker
+	guard    *ticket.Guard
+	requests map[connector.RequestID]*asked
+	proc     *proc // nil while none runs
+	n        uint64
+	startAt  time.Time // when the next generation is up, while none runs
+	since    time.Time // of the generation
+	dice     dice      // for what no Op decides
+	queue    []report  // what the engine has not taken yet
+	reset    *resetting
+
+	due    map[duty]*grant // what the engine must still be told
+	open   []*grant        // whose end the engine has not taken yet
+	holds  map[duty]*lease
+	answer []tracker.CallID // of calls that were answered, for answers that come again
+	late   []*move          // of generations that are gone; only a mutant looks at them
+	slots  [][]*move        // by rank and landing slot: the call that it was given to last
+}
+
+// asked is what the host keeps of a request between its first match and its end.
+type asked struct {
+	ticket connector.Ticket
+	need   int
+	denied bool
+	later  bool
+}
+
+// duty names something that must be answered exactly once.
+type duty struct {
+	kind    tracker.EventKind
+	request connector.RequestID
+	step    uint64
+}
+
+// grant is the right of a plugin to touch the blocks of a transfer, from its step until the engine
+// learns its end.
+type grant struct {
+	duty
+	blocks []connector.Block
+	open   bool
+}
+
+// report is an event on its way to the engine.
+type report struct {
+	tracker.Event
+	ticket []byte
+	grant  *grant
+}
+
+func newHost(e *engine) *host {
+	o := &e.w.opt
+	h := &host{
+		w: e.w, e: e, role: e.role, can: o.capabilities(), requests: map[connector.RequestID]*asked{},
+		guard: ticket.NewGuard(connector.Fingerprint{}, connector.Fingerprint{}), due: map[duty]*grant{}, holds: map[duty]*lease{},
+		dice: dice(o.Seed<<8 ^ uint64(e.life)),
+		breaker: tracker.Breaker{
+			Deaths: 5, Window: 30 * time.Second, Cooldown: 30 * time.Second,
+			BackoffMin: 10 * time.Millisecond, BackoffMax: time.Second,
+		},
+	}
+	h.slots = make([][]*move, o.Ranks)
+	for r := range h.slots {
+		h.slots[r] = make([]*move, o.Slots)
+	}
+	h.book = tracker.New(o.bookConfig(h.role, h.can))
+	h.up()
+	return h
+}
+
+// do carries out what the book decided.
+func (h *host) do(actions []tracker.Action) {
+	for _, a := range actions {
+		switch a := a.(type) {
+		case tracker.Tell:
+			h.tell(&a.Event)
+		case tracker.Ask:
+			h.send(&job{ask: &a, id: a.ID})
+		case tracker.Plan:
+			h.send(&job{plan: &a, id: a.ID, deadline: a.Deadline})
+		case tracker.Finish:
+			h.makeTails(a.Ended)
+			h.send(&job{finish: &a, id: a.ID, deadline: a.Deadline})
+		case tracker.Move:
+			h.start(&a)
+		case tracker.CancelCall:
+			h.cancel(a.ID)
+		case tracker.Kill:
+			if h.proc != nil && h.proc.n == a.Gen && !h.w.is(NoDeadline) {
+				h.w.stats.Kills++
+				h.w.say("%s kills its plugin: %s", h.e.name, a.Reason)
+				h.proc.die()
+			}
+		}
+	}
+}
+
+func (h *host) send(j *job) {
+	h.w.mix('j', uint64(j.id))
+	if h.proc != nil {
+		h.proc.jobs = append(h.proc.jobs, j)
+	}
+}
+
+func (h *host) start(a *tracker.Move) {
+	h.w.mix('m', uint64(a.ID), uint64(a.Rank))
+	m := &move{Move: *a, grant: h.grantOf(a)}
+	if h.proc == nil {
+		h.w.fail('c', "%s starts a %s without a plugin", h.e.name, a.Kind)
+		return
+	}
+	if a.Gen != h.proc.n {
+		h.w.fail('c', "%s sends a %s of generation %d to generation %d", h.e.name, a.Kind, a.Gen, h.proc.n)
+	}
+	h.occupy(m)
+	h.proc.moves = append(h.proc.moves, m)
+	if a.Kind == tracker.Save && h.w.is(AckBeforeSave) {
+		m.reported = true
+		h.makeDigests(m)
+		h.do(h.book.Moved(h.w.now, a.ID, tracker.Outcome{}))
+	}
+}
+
+// grantOf finds the transfer that a call belongs to.
+func (h *host) grantOf(a *tracker.Move) *grant {
+	kind := tracker.Loaded
+	if a.Kind == tracker.Save {
+		kind = tracker.Saved
+	}
+	for _, g := range h.open {
+		if g.kind != kind || g.request != a.Transfer.Request {
+			continue
+		}
+		for _, b := range g.blocks {
+			if b.ID == a.Transfer.Blocks[0].ID && b.Group == a.Transfer.Blocks[0].Group {
+				return g
+			}
+		}
+	}
+	return nil
+}
+
+func (h *host) cancel(id tracker.CallID) {
+	if h.proc == nil {
+		return
+	}
+	for _, m := range h.proc.moves {
+		if m.ID != id {
+			continue
+		}
+		m.canceled = true
+		if h.w.is(FreeOnAbort) && !m.reported {
+			m.reported = true
+			h.do(h.book.Moved(h.w.now, id, tracker.Outcome{Err: errCanceled}))
+		}
+		return
+	}
+}
+
+// step hands over what the engine decided.
+func (h *host) step(s *connector.Step) {
+	h.w.mix('s', s.ID, uint64(len(s.Admitted)), uint64(len(s.Computed)), uint64(len(s.Ended)), uint64(len(s.Preempted)))
+	if h.w.tracing() {
+		h.w.say("%s step %d: %s", h.e.name, s.ID, describeStep(s))
+	}
+	h.w.stats.Preemptions += len(s.Preempted)
+	for i := range s.Admitted {
+		h.w.stats.Loads++
+		h.owe(tracker.Loaded, s.ID, s.Admitted[i].Request, s.Admitted[i].Blocks)
+	}
+	for i := range s.Computed {
+		h.w.stats.Saves++
+		h.owe(tracker.Saved, s.ID, s.Computed[i].Request, s.Computed[i].Blocks)
+	}
+	for i := range s.Ended {
+		h.owe(tracker.Finished, s.ID, s.Ended[i].Request, s.Ended[i].Blocks)
+	}
+	admitted, ended := s.Admitted, s.Ended // s is the book's from now on
+	h.do(h.book.Step(h.w.now, s))
+	for i := range ended {
+		delete(h.requests, ended[i].Request)
+	}
+	if h.w.is(PublishEarly) {
+		for i := range admitted {
+			h.queue = append(h.queue, report{Event: tracker.Event{Kind: tracker.Loaded, Request: admitted[i].Request, Step: s.ID}})
+		}
+	}
+}
+
+func (h *host) owe(kind tracker.EventKind, step uint64, id connector.RequestID, blocks []connector.Block) {
+	g := &grant{duty: duty{kind, id, step}, blocks: blocks, open: true}
+	if h.due[g.duty] != nil {
+		h.w.fail('d', "%s gives its host the same thing twice: %v", h.e.name, g.duty)
+	}
+	h.due[g.duty] = g
+	h.open = append(h.open, g)
+}
+
+// tell queues an event of the book for the engine.
+func (h *host) tell(ev *tracker.Event) {
+	switch {
+	case h.w.is(LostFinish) && ev.Kind == tracker.Finished && (h.proc == nil || h.proc.dying):
+		return
+	case h.w.is(HoldForever) && ev.Kind == tracker.Released && ev.Reason == tracker.ReleasedExpired:
+		return
+	case h.w.is(FreeHeld) && ev.Kind == tracker.Finished && ev.Held:
+		h.emit(ev)
+		h.queue[len(h.queue)-1].Held = false
+		return
+	case h.w.is(DoubleFinish) && ev.Kind == tracker.Finished:
+		h.emit(ev)
+	}
+	h.emit(ev)
+}
+
+// emit checks that the event was due, and due once.
+func (h *host) emit(ev *tracker.Event) {
+	r := report{Event: *ev}
+	key := duty{ev.Kind, ev.Request, ev.Step}
+	switch ev.Kind {
+	case tracker.Answered:
+	case tracker.Released:
+		key.kind = tracker.Finished
+		l := h.holds[key]
+		if l == nil {
+			h.w.fail('d', "%s is told that a hold of %s is over, which is not open", h.e.name, ev.Request)
+			return
+		}
+		h.release(key, l, ev)
+	default:
+		if r.grant = h.due[key]; r.grant == nil {
+			h.w.fail('d', "%s is told %s of %s, step %d, which was not due or told before", h.e.name, eventName(ev.Kind), ev.Request, ev.Step)
+			return
+		}
+		delete(h.due, key)
+		if ev.Kind == tracker.Finished {
+			r.ticket = h.finished(key, r.grant, ev)
+		}
+	}
+	h.w.mix('e', uint64(ev.Kind), hash(string(ev.Request)), ev.Step, uint64(len(ev.Failed)))
+	h.queue = append(h.queue, r)
+}
+
+func (h *host) release(key duty, l *lease, ev *tracker.Event) {
+	h.checkLease(key.request, l)
+	delete(h.holds, key)
+	switch ev.Reason {
+	case tracker.ReleasedExpired:
+		h.w.stats.Expired++
+	case tracker.ReleasedConsumed:
+		h.w.stats.Consumed++
+	}
+}
+
+// finished notes a hold and signs the ticket of a request that has a consumer.
+func (h *host) finished(key duty, g *grant, ev *tracker.Event) []byte {
+	if ev.Held {
+		h.w.stats.Holds++
+		l := &lease{blocks: g.blocks, id: ev.Hold.ID, ttl: ev.Hold.TTL, began: h.w.now, until: h.w.now.Add(ev.Hold.TTL)}
+		for _, b := range g.blocks {
+			l.sums = append(l.sums, h.e.mem[0][b.ID].digest(b, 0))
+		}
+		h.holds[key] = l
+	}
+	if !ev.Remote || ev.Tokens <= 0 {
+		return nil
+	}
+	return h.w.issue(h.e, ev)
+}
+
+// checkLease verifies that held blocks are what they were.
+func (h *host) checkLease(id connector.RequestID, l *lease) {
+	for i, b := range l.blocks {
+		if h.e.mem[0][b.ID].digest(b, 0) != l.sums[i] {
+			h.w.fail('c', "%s: block %d changed while it was held for the consumer of %s", h.e.name, b.ID, id)
+			return
+		}
+	}
+}
+
+// deliver gives the engine up to n events.
+func (h *host) deliver(n int) {
+	n = min(n, len(h.queue))
+	batch := h.queue[:n]
+	h.queue = append([]report(nil), h.queue[n:]...)
+	for i := range batch {
+		h.give(&batch[i])
+	}
+}
+
+func (h *host) give(r *report) {
+	s := h.e.sched
+	if h.w.tracing() {
+		h.w.say("%s hears: %s", h.e.name, describeEvent(&r.Event))
+	}
+	if r.Kind == tracker.Stored { // the save goes on for others, on the same blocks
+		s.Stored(r.Step, r.Request)
+		return
+	}
+	h.revoke(r.grant)
+	switch r.Kind { //nolint:exhaustive // Stored is above
+	case tracker.Loaded:
+		if len(r.Failed) > 0 {
+			h.w.stats.LoadFailed++
+		}
+		s.Loaded(r.Step, r.Request, r.Failed, isCorrupt(r.Err))
+		if h.w.is(RetryForever) && len(r.Failed) > 0 {
+			h.resubmit(r.Request)
+		}
+	case tracker.Saved:
+		s.Saved(r.Step, r.Request)
+		if h.w.is(DoubleUnpin) && r.grant != nil {
+			for _, b := range r.grant.blocks {
+				h.e.pool.Unpin(b.ID)
+			}
+		}
+	case tracker.Finished:
+		s.Finished(r.Step, r.Request, r.Held, r.ticket)
+	case tracker.Released:
+		s.Released(r.Step, r.Request)
+	case tracker.Answered:
+		s.Answered(r.Request)
+	}
+}
+
+// revoke ends the right to touch the blocks of a transfer.
+func (h *host) revoke(g *grant) {
+	if g == nil {
+		return
+	}
+	g.open = false
+	for i := range h.open {
+		if h.open[i] == g {
+			h.open = append(h.open[:i], h.open[i+1:]...)
+			return
+		}
+	}
+}
+
+// match answers the engine's question. fast says that the plugin answers while the loop waits.
+func (h *host) match(q connector.Query, signed []byte, fast bool) connector.Match {
+	a := h.note(&q, signed)
+	if a.denied {
+		return connector.Match{}
+	}
+	wait, actions := h.book.Query(h.w.now, q, a.need)
+	h.do(actions)
+	if wait && fast && h.proc != nil {
+		h.proc.answerAsk(q.Request)
+	}
+	m := h.book.Match(h.w.now, q.Request)
+	h.checkMatch(&q, m)
+	if h.w.is(LaterForever) {
+		if a.later && m.Tokens == 0 {
+			m.Later = true
+		}
+		a.later = m.Later
+	}
+	switch {
+	case m.Later:
+		h.w.stats.Late++
+	case m.Tokens == 0:
+		h.w.stats.Misses++
+	}
+	if h.w.tracing() {
+		h.w.say("%s asks about %s with %d of %d tokens: %s", h.e.name, q.Request, q.Computed, q.Tokens, describeMatch(m))
+	}
+	h.w.mix('q', uint64(m.Tokens))
+	return m
+}
+
+// checkMatch verifies that an offer leaves a token to compute and consists of whole blocks.
+func (h *host) checkMatch(q *connector.Query, m connector.Match) {
+	if m.Later || m.Tokens == 0 {
+		return
+	}
+	held := q.Ticket != nil && h.can&connector.CanHold != 0 // what a Holder keeps may end anywhere
+	whole := m.Tokens+q.Computed < q.Tokens && m.Tokens%h.w.opt.BlockTokens == 0
+	if m.Tokens < 0 || m.Tokens+q.Computed > q.Tokens || !held && !whole {
+		h.w.fail('c', "%s: match of %d tokens beyond %d for a prompt of %d", h.e.name, m.Tokens, q.Computed, q.Tokens)
+	}
+}
+
+// note remembers a request and verifies its ticket the first time.
+func (h *host) note(q *connector.Query, signed []byte) *asked {
+	a := h.requests[q.Request]
+	if a == nil {
+		a = &asked{}
+		h.requests[q.Request] = a
+		if len(signed) > 0 && h.role.Loads() {
+			h.accept(a, signed, q.Request)
+		}
+	}
+	q.Keys, q.Ticket = append([]connector.BlockKey(nil), q.Keys...), a.ticket
+	return a
+}
+
+func (h *host) accept(a *asked, signed []byte, id connector.RequestID) {
+	holder := h.can&connector.CanHold != 0
+	envelope, err := h.verify(signed, id)
+	if err != nil {
+		h.w.stats.Refused++
+		h.w.say("%s refuses the ticket of %s: %v", h.e.name, id, err)
+		a.denied = holder
+		return
+	}
+	h.w.office.accepted(h.w, h.e, id, signed)
+	a.ticket = envelope.Plugin
+	if a.ticket == nil {
+		a.ticket = connector.Ticket{}
+	}
+	if !holder {
+		a.need = envelope.Tokens
+	}
+}
+
+// check verifies what must hold after every step.
+func (h *host) check() {
+	for key, l := range h.holds {
+		if h.w.now.After(l.until) {
+			h.w.fail('e', "%s: the hold of %s is still there after its time", h.e.name, key.request)
+		}
+	}
+	c := h.book.Counters()
+	if c.Unknown < 0 || c.Violations < 0 {
+		h.w.fail('d', "%s: counters %+v", h.e.name, c)
+	}
+}
+
+// resubmit is an engine without a denylist: it tries the whole request again.
+func (h *host) resubmit(id connector.RequestID) {
+	st := h.e.streams[id]
+	if st == nil || len(st.tokens) > len(st.req.Prompt) {
+		return
+	}
+	h.e.sched.Abort(id, connector.ReasonAbort, nil)
+	for _, o := range h.e.sched.Outputs() {
+		if o.Request != id {
+			h.e.output(o)
+		}
+	}
+	delete(h.e.streams, id)
+	again := *st
+	again.id += "'"
+	again.req.ID = again.id
+	if h.e.add(&again) == nil && st.client.id == id {
+		st.client.id = again.id
+	}
+}

@@ -1,0 +1,161 @@
+package simulate
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/ticket"
+	"github.com/kvport/kvport/internal/tracker"
+)
+
+// ledger knows every ticket that was issued, and checks those that are accepted.
+type ledger struct {
+	issued []*issued
+	byHash map[uint64]*issued // of the signed bytes
+	newest map[string]map[string]uint64
+	nonce  uint64
+}
+
+type issued struct {
+	signed    []byte
+	engine    string
+	epoch     uint64
+	consumers int
+	used      map[string]map[connector.RequestID]bool // by the accepting engine's life
+}
+
+func newLedger() ledger {
+	return ledger{byHash: map[uint64]*issued{}, newest: map[string]map[string]uint64{}}
+}
+
+// issue signs the ticket of a finished request as a host does.
+func (w *World) issue(e *engine, ev *tracker.Event) []byte {
+	lease := ev.Hold.TTL
+	if lease == 0 {
+		lease = 10 * time.Minute
+	}
+	env := &ticket.Envelope{
+		Engine: e.name, Epoch: e.epoch, Hold: ev.Hold.ID, Tokens: ev.Tokens, Lease: lease,
+		Consumers: max(ev.Hold.Consumers, 1), Plugin: ev.Hold.Ticket,
+	}
+	w.office.nonce++
+	binary.LittleEndian.PutUint64(env.Nonce[:], w.office.nonce)
+	signed, err := ticket.Seal(w.key, env)
+	if err != nil {
+		w.fail('t', "%s cannot sign a ticket: %v", e.name, err)
+		return nil
+	}
+	i := &issued{signed, e.name, e.epoch, env.Consumers, map[string]map[connector.RequestID]bool{}}
+	w.office.issued = append(w.office.issued, i)
+	w.office.byHash[hash(string(signed))] = i
+	return signed
+}
+
+// tamper is what happens to a ticket between two engines.
+func (l *ledger) tamper(t []byte, d *dice, f Fault) []byte {
+	if len(l.issued) == 0 {
+		return t
+	}
+	other := l.issued[d.n(len(l.issued))].signed
+	switch f {
+	case faultLost:
+		return nil
+	case faultLater, faultBusy, faultStuck:
+		if old := l.stale(d); old != nil {
+			return old
+		}
+		return other
+	case faultTwice, faultPartial, faultForeign:
+		return other // replayed, or of another prompt
+	case faultWrong, faultHalf, faultWild:
+		bad := append([]byte(nil), other...)
+		bad[d.n(len(bad))] ^= 1 << d.n(8)
+		return bad
+	default:
+	}
+	return t
+}
+
+// stale picks a ticket of a life that is over, of an engine that has issued tickets since.
+func (l *ledger) stale(d *dice) []byte {
+	newest := map[string]uint64{}
+	for _, i := range l.issued {
+		newest[i.engine] = i.epoch
+	}
+	var old []*issued
+	for _, i := range l.issued {
+		if i.epoch < newest[i.engine] {
+			old = append(old, i)
+		}
+	}
+	if len(old) == 0 {
+		return nil
+	}
+	return old[d.n(len(old))].signed
+}
+
+// accepted checks that a ticket which an engine took is genuine, of its issuer's newest known life, and not used up.
+func (l *ledger) accepted(w *World, e *engine, id connector.RequestID, signed []byte) {
+	i := l.byHash[hash(string(signed))]
+	if i == nil {
+		w.fail('t', "%s accepts a ticket for %s that nobody issued", e.name, id)
+		return
+	}
+	life := fmt.Sprint(e.life)
+	if l.newest[life] == nil {
+		l.newest[life] = map[string]uint64{}
+	}
+	if newest := l.newest[life][i.engine]; i.epoch < newest {
+		w.fail('t', "%s accepts a ticket for %s of epoch %d of %s, and has seen epoch %d", e.name, id, i.epoch, i.engine, newest)
+		return
+	}
+	l.newest[life][i.engine] = i.epoch
+	if i.used[life] == nil {
+		i.used[life] = map[connector.RequestID]bool{}
+	}
+	i.used[life][id] = true
+	if len(i.used[life]) > i.consumers {
+		w.fail('t', "%s accepts a ticket for %s that was used %d times and allows %d", e.name, id, len(i.used[life])-1, i.consumers)
+	}
+}
+
+// verify opens a ticket as a host does.
+func (h *host) verify(signed []byte, id connector.RequestID) (*ticket.Envelope, error) {
+	e, err := ticket.Open(h.w.key, signed)
+	if err != nil && h.w.is(AcceptForged) {
+		if i := h.w.office.like(signed); i != nil {
+			return ticket.Open(h.w.key, i.signed)
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	err = h.guard.Check(e, id)
+	switch {
+	case h.w.is(AcceptReplayed) && errors.Is(err, ticket.ErrReplayed), h.w.is(AcceptStale) && errors.Is(err, ticket.ErrStale):
+		return e, nil
+	}
+	return e, err
+}
+
+// like finds the ticket that a forged one was made of.
+func (l *ledger) like(forged []byte) *issued {
+	for _, i := range l.issued {
+		if len(i.signed) != len(forged) {
+			continue
+		}
+		same := 0
+		for k := range forged {
+			if forged[k] == i.signed[k] {
+				same++
+			}
+		}
+		if same >= len(forged)-1 {
+			return i
+		}
+	}
+	return nil
+}

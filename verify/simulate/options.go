@@ -1,0 +1,136 @@
+package simulate
+
+import (
+	"io"
+	"math/rand/v2"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/tracker"
+)
+
+// Medium is what the modelled connector moves KV through.
+type Medium uint8
+
+// The media.
+const (
+	NoConnector Medium = iota
+	ThroughStore
+	ThroughHolds // the producer keeps blocks until a consumer with its ticket has fetched them
+)
+
+// String names the medium.
+func (m Medium) String() string { return [...]string{"none", "store", "holds"}[m] }
+
+// Options are what a world is made of.
+type Options struct {
+	Seed     uint64
+	Prefills int // 0: clients go straight to the engines
+	Decodes  int // at least 1
+	Medium   Medium
+	Planner  bool
+	Slots    int  // of landing memory on each rank: trust level staged; 0: in place
+	AllBoth  bool // every engine loads and saves
+
+	BlockTokens, Blocks, Groups, Ranks int
+	MaxBatchedTokens, MaxSeqs          int
+	Window                             int // blocks that groups after the first need to go on; 0: all
+	PrefixCaching, FailLoads           bool
+
+	FaultRate int       // of 1000 pieces of work
+	Faults    uint32    // which faults may happen, a bit for each
+	Rough     int       // how often what is outside the plugins fails: 0 never to 3
+	Mutant    Mutant    // 0: everything as it should be
+	Trace     io.Writer // every step is written here, nil: none
+}
+
+// draw makes the options of a seed. Every seed has its own mix of faults: too many kinds at once hide
+// each other.
+func draw(seed uint64) Options {
+	r := rand.New(rand.NewPCG(seed, 11))
+	o := Options{
+		Seed: seed, Medium: Medium(min(r.IntN(8), 2)), Planner: r.IntN(4) == 0, AllBoth: r.IntN(4) == 0,
+		BlockTokens: 1 + r.IntN(5), Groups: 1 + r.IntN(3)/2, Ranks: 1 + r.IntN(3)/2,
+		MaxBatchedTokens: 1 + r.IntN(24), MaxSeqs: 1 + r.IntN(5),
+		PrefixCaching: r.IntN(4) > 0, FailLoads: r.IntN(12) == 0,
+		FaultRate: []int{0, 20, 60, 200}[r.IntN(4)], Faults: r.Uint32() | r.Uint32(), Rough: r.IntN(4),
+	}
+	if o.Medium != NoConnector {
+		o.Medium = Medium(1 + r.IntN(2))
+	}
+	o.Window = max(0, r.IntN(6)-2)
+	if r.IntN(3) == 0 {
+		o.Slots = 1 + r.IntN(12)
+	}
+	o.Blocks = o.Groups * (3 + r.IntN(22))
+	o.Prefills, o.Decodes = r.IntN(3), 1+r.IntN(2)
+	if o.Medium == ThroughHolds {
+		o.Prefills = max(o.Prefills, 1)
+	}
+	if o.Medium == NoConnector {
+		o.Prefills = 0
+	}
+	return o
+}
+
+// bookConfig has the deadlines that hosts have by default.
+func (o *Options) bookConfig(role connector.Role, can connector.Capability) tracker.Config {
+	c := tracker.Config{
+		Ranks: o.Ranks, Role: role, Can: can, Slots: o.Slots,
+		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
+		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
+		Hold: 30 * time.Second, HoldMax: holdMax,
+		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64, Shun: role.Saves(),
+	}
+	for g, window := range o.windows() {
+		c.Groups = append(c.Groups, connector.Group{BlockTokens: o.BlockTokens, Policy: connector.PolicyAll})
+		if window > 0 {
+			c.Groups[g].Policy, c.Groups[g].Trailing = connector.PolicyTrailing, window
+		}
+		c.BlockBytes = append(c.BlockBytes, 1<<20)
+	}
+	return c
+}
+
+// windows are how many blocks each group needs, 0 for all.
+func (o *Options) windows() []int {
+	list := make([]int, o.Groups)
+	for g := 1; g < o.Groups; g++ {
+		list[g] = o.Window
+	}
+	return list
+}
+
+// first is the first block that a group needs to go on after some tokens.
+func (o *Options) first(group, tokens int) int {
+	if group == 0 || o.Window == 0 {
+		return 0
+	}
+	return max(0, tokens/o.BlockTokens-o.Window)
+}
+
+func (o *Options) role(engine int) connector.Role {
+	switch {
+	case o.Medium == NoConnector:
+		return 0
+	case o.AllBoth || o.Prefills == 0:
+		return connector.RoleBoth
+	case engine < o.Prefills:
+		return connector.RoleProducer
+	}
+	return connector.RoleConsumer
+}
+
+// holdMax is the longest that a hold may stay, however often it is renewed.
+const holdMax = 10 * time.Minute
+
+func (o *Options) capabilities() connector.Capability {
+	can := connector.CanReset
+	if o.Medium == ThroughHolds {
+		can = connector.CanHold | connector.CanLease // holds are not reset, so nothing can promise to be empty
+	}
+	if o.Planner {
+		can |= connector.CanPlan
+	}
+	return can
+}

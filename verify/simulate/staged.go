@@ -1,0 +1,84 @@
+package simulate
+
+import (
+	"slices"
+
+	"github.com/kvport/kvport/internal/tracker"
+)
+
+// At trust level staged a plugin sees landing memory only: the host copies what is saved out to it,
+// and in what was loaded, and checks it where the plugin cannot write.
+
+// occupy notes which call has the landing slots of a move, and verifies that no other call that
+// may still touch them had them.
+func (h *host) occupy(m *move) {
+	if h.w.opt.Slots == 0 {
+		return
+	}
+	if len(m.Slots) != len(m.Transfer.Blocks) {
+		h.w.fail('c', "%s: a %s of %d blocks has %d landing slots", h.e.name, m.Kind, len(m.Transfer.Blocks), len(m.Slots))
+		return
+	}
+	for _, s := range m.Slots {
+		if old := h.slots[m.Rank][s]; old != nil && !old.reported && slices.Contains(h.proc.moves, old) {
+			h.w.fail('c', "%s: landing slot %d of rank %d is given to a %s of %s while a %s of %s has it",
+				h.e.name, s, m.Rank, m.Kind, m.Transfer.Request, old.Kind, old.Transfer.Request)
+			return
+		}
+		h.slots[m.Rank][s] = m
+	}
+}
+
+// seen is the memory of block i of a move as the plugin sees it.
+func (h *host) seen(m *move, i int) *cell {
+	if m.Slots != nil {
+		return &h.e.landing[m.Rank][m.Slots[i]]
+	}
+	return &h.e.mem[m.Rank][m.Transfer.Blocks[i].ID]
+}
+
+// copyOut is what happens before a plugin reads what is to be saved.
+func (h *host) copyOut(m *move) {
+	for i, s := range m.Slots {
+		h.e.landing[m.Rank][s].set(&h.e.mem[m.Rank][m.Transfer.Blocks[i].ID])
+	}
+}
+
+// copyIn takes what arrived, as the plugin's answer says.
+func (h *host) copyIn(m *move) {
+	missing, some := failedBlocks(m.out.Err)
+	if m.Kind != tracker.Load || m.out.Err != nil && !some {
+		return
+	}
+	for i, s := range m.Slots {
+		if b := m.Transfer.Blocks[i].ID; !missing[b] {
+			h.e.mem[m.Rank][b].set(&h.e.landing[m.Rank][s])
+		}
+	}
+}
+
+// orphan forgets where the content of a block came from: what a load leaves in it may be the right KV by
+// chance, but no cache has served it.
+func (c *cell) orphan() {
+	for i := range c.tags {
+		c.tags[i].life = 0
+	}
+}
+
+func (c *cell) set(from *cell) {
+	copy(c.tags, from.tags)
+	c.sum = from.sum
+}
+
+// scribble is an untrusted plugin writing to any landing slot at any time.
+func (p *proc) scribble(d *dice) {
+	n := p.h.w.opt.Slots
+	if n == 0 {
+		return
+	}
+	c := &p.h.e.landing[d.n(p.h.w.opt.Ranks)][d.n(n)]
+	c.tags[d.n(len(c.tags))].kv ^= 1 << d.n(64)
+	if d.n(4) == 0 {
+		c.sum ^= 1
+	}
+}
