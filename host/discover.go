@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -267,6 +268,12 @@ func readManifest(ctx context.Context, p *program) (*Manifest, error) {
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = time.Second
 	err := onOwnThread(cmd.Run)
+	if errors.Is(err, exec.ErrWaitDelay) {
+		// It exited with 0, and somebody else still holds its output: a child of its own, which ends here, or
+		// another child of this process between its fork and its exec, on a busy machine.
+		_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
+		err = nil
+	}
 	if errors.Is(context.Cause(ctx), errFlood) {
 		return nil, fmt.Errorf("%s --manifest %w, it was killed", p.path, errFlood)
 	}
