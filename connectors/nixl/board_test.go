@@ -111,11 +111,11 @@ func TestLooks(t *testing.T) {
 	require.ErrorIs(t, load(9, func(x *ticket) { x.Secret[3]++ }), connector.ErrGone)
 
 	require.NoError(t, load(9, nil), "it asks, and remembers")
-	d.w.(*worker).rank.met.mu.Lock()
-	for _, x := range d.w.(*worker).rank.met.all {
+	d.w.(*worker).rank.producers.mu.Lock()
+	for _, x := range d.w.(*worker).rank.producers.all {
 		x.near = false
 	}
-	d.w.(*worker).rank.met.mu.Unlock()
+	d.w.(*worker).rank.producers.mu.Unlock()
 	before := told
 	require.NoError(t, load(9, nil), "from another machine")
 	require.Equal(t, before, told)

@@ -33,7 +33,7 @@ type holds struct {
 	told     map[readName]time.Time    // reads that were confirmed
 	beaten   map[connector.HoldID]bool // consumers were heard of since the last renewal
 	beat     chan struct{}
-	asked    []connector.HoldID // that the last answer of renewals named
+	offered  []connector.HoldID // that the last answer of renewals named
 	askedAt  time.Time
 	expired  float64 // holds that ended by time
 	late     float64 // questions about holds that were not there
@@ -124,8 +124,8 @@ func (h *holds) shut() error {
 	return b.close()
 }
 
-// genuine makes sure that a question speaks of the ticket that was given. Errors wrap connector.ErrGone.
-func (h *holds) genuine(q *question) error {
+// verify makes sure that a question is about the ticket that was given. Errors wrap connector.ErrGone.
+func (h *holds) verify(q *question) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	n, err := h.get(q.Hold, q.Secret)
@@ -230,8 +230,8 @@ func signal(c chan struct{}) {
 	}
 }
 
-// heard notes that the consumer of a hold is alive.
-func (h *holds) heard(id connector.HoldID, secret []byte) error {
+// renew notes that the consumer of a hold is alive.
+func (h *holds) renew(id connector.HoldID, secret []byte) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	n, err := h.get(id, secret)
@@ -251,13 +251,13 @@ func (h *holds) settle(ended []connector.HoldID) {
 	for _, id := range ended {
 		h.end(id)
 	}
-	for _, id := range h.asked {
+	for _, id := range h.offered {
 		if n := h.open[id]; n != nil && n.expires.Before(h.askedAt.Add(h.lease)) {
 			n.expires = h.askedAt.Add(h.lease)
 			h.board.set(n.slot, n.sum, n.expires)
 		}
 	}
-	h.asked = nil
+	h.offered = nil
 }
 
 // renewals are the holds whose consumers were heard of since the last call; nil after wait without any.
@@ -269,11 +269,11 @@ func (h *holds) renewals(ctx context.Context, wait time.Duration) ([]connector.H
 		h.sweep(h.now())
 		for id := range h.beaten {
 			if h.open[id] != nil {
-				h.asked = append(h.asked, id)
+				h.offered = append(h.offered, id)
 			}
 		}
 		clear(h.beaten)
-		asked := slices.Clone(h.asked)
+		asked := slices.Clone(h.offered)
 		h.askedAt = h.now()
 		h.mu.Unlock()
 		if len(asked) > 0 {

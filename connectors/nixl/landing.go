@@ -19,40 +19,40 @@ const (
 	minTime = 4 * (settleTime + landGrace)
 )
 
-// landing is the bytes of one load on their way into a window.
+// landing is the bytes of one load on their way into an alias mapping.
 type landing struct {
 	rank          *rank
-	window        *window // nil: the cache cannot be mapped twice, and local is the cache itself
-	metadata      []byte  // of the producer
+	mapping       *aliasMapping // nil: the cache cannot be mapped twice, and local is the cache itself
+	metadata      []byte        // of the producer
 	local, remote []nixl.Region
 }
 
-// land prepares for a plan's bytes: in the window that loads go to now, or, with an error that wraps
+// land prepares for a plan's bytes: in the mapping that loads go to now, or, with an error that wraps
 // errNoWindow, in the cache itself. The caller leaves it.
 func (r *rank) land(a *answer, p *reads) (*landing, error) {
 	l := &landing{rank: r, metadata: a.Metadata, local: p.local, remote: p.remote}
-	window, err := r.window()
+	mapping, err := r.aliasMapping()
 	if err != nil {
 		return l, err
 	}
-	l.window, l.local = window, make([]nixl.Region, len(p.local))
+	l.mapping, l.local = mapping, make([]nixl.Region, len(p.local))
 	for i, region := range p.local {
-		l.local[i] = window.at(region)
+		l.local[i] = mapping.at(region)
 	}
 	return l, nil
 }
 
 // untouched reports what was taken from the landing for another load's sake.
 func (l *landing) untouched() error {
-	if l.window != nil && l.window.touched(l.local) {
+	if l.mapping != nil && l.mapping.touched(l.local) {
 		return errRevoked
 	}
 	return nil
 }
 
 func (l *landing) leave() {
-	if l.window != nil {
-		l.window.leave()
+	if l.mapping != nil {
+		l.mapping.leave()
 	}
 }
 
@@ -79,9 +79,9 @@ func early(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithDeadline(ctx, d.Add(-minTime/2))
 }
 
-// pull reads. A peer that stands still costs the window: what may still come writes to nothing.
+// pull reads. A peer that stalls costs the mapping: what may still arrive is written to memory that nobody reads.
 func (l *landing) pull(ctx context.Context, done *read) error {
-	if l.window == nil {
+	if l.mapping == nil {
 		ctx = context.Background() // only NIXL can say when it is over
 	}
 	ctx, cancel := early(ctx)
@@ -90,14 +90,14 @@ func (l *landing) pull(ctx context.Context, done *read) error {
 	err := l.rank.move(ctx, &m, done)
 	if errors.Is(err, errUnfinished) {
 		l.rank.node.tally.revoke()
-		return errors.Join(err, l.window.revoke(l.local))
+		return errors.Join(err, l.mapping.revoke(l.local))
 	}
 	return err
 }
 
 // push has the producer write, and waits until it says that it has. If it does not, its writes are made
 // to go nowhere.
-func (l *landing) push(ctx context.Context, at *asked, done *read) error {
+func (l *landing) push(ctx context.Context, at *pendingQuestion, done *read) error {
 	ctx, cancel := early(ctx)
 	defer cancel()
 	limit := maxPush
@@ -120,17 +120,17 @@ func (l *landing) push(ctx context.Context, at *asked, done *read) error {
 		return err
 	}
 	l.rank.node.tally.revoke()
-	return errors.Join(fmt.Errorf("%w: %w", errUnfinished, err), l.window.revoke(l.local))
+	return errors.Join(fmt.Errorf("%w: %w", errUnfinished, err), l.mapping.revoke(l.local))
 }
 
 // await asks, and lets NIXL work meanwhile. After the end of ctx it waits a little for the answer.
-func (l *landing) await(ctx context.Context, at *asked, transport string) (a *answer, err error) {
+func (l *landing) await(ctx context.Context, at *pendingQuestion, transport string) (a *answer, err error) {
 	asking, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	over := make(chan struct{})
 	go func() {
 		defer close(over)
-		a, err = l.rank.node.lines.ask(asking, at.ticket.Address, at.q)
+		a, err = l.rank.node.pool.ask(asking, at.ticket.Address, at.q)
 	}()
 	late := time.AfterFunc(time.Hour, stop)
 	defer late.Stop()
@@ -173,7 +173,7 @@ func (r *rank) move(ctx context.Context, m *move, done *read) (err error) {
 	}
 	done.transport, done.descriptors = peer.transport, len(m.local)
 	defer func() { r.peers.giveBack(peer, err != nil) }()
-	r.rouse()
+	r.wake()
 	began := time.Now()
 	t, err := r.agent.Prepare(nixl.Request{Op: m.op, Peer: peer.name, Local: m.local, Remote: m.remote, Backend: r.backend})
 	if err != nil {

@@ -214,7 +214,7 @@ func (n *Node) follow(q *question) (*answer, error) {
 	if err != nil {
 		return nil, err
 	}
-	r.rouse()
+	r.wake()
 	where := r.cache().answer()
 	where.Saves, where.Kept = a.Saves, a.Kept
 	return where, nil

@@ -36,7 +36,7 @@ func (x *side) reaches(name string, least float64) {
 // early waits until so many blocks lie ready that were read early.
 func (x *side) early(blocks int) {
 	x.Helper()
-	e := x.w.(*worker).rank.ahead
+	e := x.w.(*worker).rank.prefetch
 	require.Eventually(x, func() bool {
 		e.mu.Lock()
 		defer e.mu.Unlock()
@@ -157,7 +157,7 @@ func TestLayersGivenUp(t *testing.T) {
 	p := open(t, connector.RoleProducer, Config{}, nil)
 	d := open(t, connector.RoleConsumer, Config{Subscribe: []string{p.node.address()}}, nil)
 	p.reaches("subscribers", 1)
-	e := d.w.(*worker).rank.ahead
+	e := d.w.(*worker).rank.prefetch
 	e.mu.Lock()
 	frames := len(e.free)
 	e.mu.Unlock()
@@ -223,13 +223,13 @@ func TestLayersSlow(t *testing.T) {
 // TestEarlyRoom: memory for what is read early is bounded: the oldest goes, and what is being read stays.
 func TestEarlyRoom(t *testing.T) {
 	d := open(t, connector.RoleConsumer, Config{Subscribe: []string{followTickets}, EarlyBytes: 1 << 20}, nil)
-	e := d.w.(*worker).rank.ahead
-	key := func(i int) aheadKey { return aheadKey{key: connector.BlockKey{byte(i), byte(i >> 8), 1}} }
+	e := d.w.(*worker).rank.prefetch
+	key := func(i int) prefetchKey { return prefetchKey{key: connector.BlockKey{byte(i), byte(i >> 8), 1}} }
 	frames := len(e.free)
 	for i := range frames + 10 {
 		frame, ok := e.room(key(i))
 		require.True(t, ok)
-		e.put([]aheadBlock{{key: key(i), frame: frame}}, true)
+		e.put([]prefetchBlock{{key: key(i), frame: frame}}, true)
 	}
 	require.Len(t, e.have, frames)
 	require.NotContains(t, e.have, key(9))

@@ -42,21 +42,21 @@ func Environment() []string {
 
 // Node is one life of an engine in this process: both sides and all ranks share it.
 type Node struct {
-	config Config
-	doors  doors
-	env    connector.Env // of whichever side came first: engine, role, fingerprints and world count
-	lib    *nixl.Library
-	tls    *tls.Config
-	name   string // of agents, with the rank behind it; no two lives share it
-	life   string // its last part
-	holds  *holds
-	lines  lines
-	pulse  pulse
-	tally  tally
-	board  *board // nil where the role does not save
-	pushes pushes
-	layers *layering
-	log    *slog.Logger
+	config     Config
+	transports transportPolicy
+	env        connector.Env // of whichever side came first: engine, role, fingerprints and world count
+	lib        *nixl.Library
+	tls        *tls.Config
+	name       string // of agents, with the rank behind it; no two lives share it
+	life       string // its last part
+	holds      *holds
+	pool       connPool
+	heartbeats heartbeats
+	tally      tally
+	board      *board // nil where the role does not save
+	pushes     pushes
+	layers     *layering
+	log        *slog.Logger
 
 	listener *pipe.Acceptor // nil where the role does not save
 	stop     chan struct{}
@@ -87,7 +87,7 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 		config: c, env: env, name: env.Engine + "/" + strconv.FormatUint(env.Epoch, 16) + "/" + life[:8], life: life, log: env.Log,
 		holds: newHolds(env.World, c.lease()), layers: newLayering(), stop: make(chan struct{}), ranks: map[int]*rank{}, conns: map[net.Conn]time.Time{},
 	}
-	if n.doors, err = c.doors(env.Log); err != nil {
+	if n.transports, err = c.transportPolicy(env.Log); err != nil {
 		return nil, err
 	}
 	if n.tls, err = c.tls(); err != nil {
@@ -96,9 +96,9 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 	if err := c.needsKey(env.LinkKey); err != nil {
 		return nil, err
 	}
-	n.lines = lines{tls: n.tls, key: env.LinkKey, idle: map[string][]net.Conn{}}
-	n.leave = n.pulse.begin(ctx, n)
-	if err := n.doors.set(c.NetDevices); err != nil {
+	n.pool = connPool{tls: n.tls, key: env.LinkKey, idle: map[string][]net.Conn{}}
+	n.leave = n.heartbeats.begin(ctx, n)
+	if err := n.transports.set(c.NetDevices); err != nil {
 		return nil, err
 	}
 	if n.lib, err = nixl.Open(c.LibDir); err != nil {
@@ -130,11 +130,11 @@ func (n *Node) Worker(_ context.Context, env connector.Env, leave func() error) 
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.ranks[env.Rank] != nil {
-		return nil, errors.Join(fmt.Errorf("rank %d is open: %w", env.Rank, connector.ErrBusy), r.agent.Close(), r.ahead.unmap())
+		return nil, errors.Join(fmt.Errorf("rank %d is open: %w", env.Rank, connector.ErrBusy), r.agent.Close(), r.prefetch.unmap())
 	}
 	n.ranks[env.Rank] = r
 	n.tasks.Go(r.progress)
-	r.ahead.start()
+	r.prefetch.start()
 	return &worker{rank: r, leave: leave}, nil
 }
 
@@ -152,7 +152,7 @@ func (n *Node) Close() error {
 	}
 	n.mu.Unlock()
 	n.tasks.Wait()
-	n.lines.close()
+	n.pool.close()
 	if n.board != nil {
 		err = errors.Join(err, n.holds.shut())
 	}

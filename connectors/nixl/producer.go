@@ -126,17 +126,17 @@ func (n *Node) reply(q *question) (*answer, error) {
 	if err != nil {
 		return nil, err
 	}
-	r, err := n.rankOf(q.asked())
+	r, err := n.rankOf(q.producerRank())
 	if err != nil {
 		return nil, err
 	}
 	if q.Push != nil {
-		if err := n.holds.genuine(q); err != nil {
+		if err := n.holds.verify(q); err != nil {
 			return nil, err
 		}
 		return n.pushes.once(q, func() (*answer, error) { return n.push(r, q, &e) })
 	}
-	r.rouse()
+	r.wake()
 	a := r.cache().answer()
 	n.describe(q, a)
 	n.introduce(a)
@@ -163,7 +163,7 @@ func (n *Node) hear(beats []beat) (*answer, error) {
 	}
 	a := &answer{}
 	for _, b := range beats {
-		if n.holds.heard(b.Hold, b.Secret) != nil {
+		if n.holds.renew(b.Hold, b.Secret) != nil {
 			a.Over = append(a.Over, b.Hold)
 		}
 	}

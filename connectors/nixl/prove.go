@@ -100,7 +100,7 @@ func otherGreeting(theirs byte) error {
 }
 
 // dial makes a connection to a producer. Both ends have proven to each other then that they have the key.
-func (l *lines) dial(ctx context.Context, address string) (conn net.Conn, err error) {
+func (l *connPool) dial(ctx context.Context, address string) (conn net.Conn, err error) {
 	dialer := &net.Dialer{Timeout: askTimeout}
 	if l.tls != nil {
 		return (&tls.Dialer{NetDialer: dialer, Config: l.tls}).DialContext(ctx, "tcp", address)
@@ -117,7 +117,7 @@ func (l *lines) dial(ctx context.Context, address string) (conn net.Conn, err er
 	return conn, nil
 }
 
-func (l *lines) prove(conn net.Conn) error {
+func (l *connPool) prove(conn net.Conn) error {
 	if t, isTCP := conn.RemoteAddr().(*net.TCPAddr); !isTCP || !t.IP.IsLoopback() {
 		return fmt.Errorf("it is on another host, which needs key_file: %w", connector.ErrIncompatible)
 	}

@@ -77,10 +77,10 @@ func (n *Node) push(r *rank, q *question, e *connector.Ended) (*answer, error) {
 		return nil, err
 	}
 	limit := min(time.Duration(q.Push.LimitMS)*time.Millisecond, maxPush)
-	ctx, cancel := context.WithTimeout(n.pulse.ctx, limit)
+	ctx, cancel := context.WithTimeout(n.heartbeats.ctx, limit)
 	defer cancel()
 	m := move{op: nixl.Write, metadata: q.Push.Metadata, local: local, remote: remote}
-	m.transport = n.doors.transport(r.backend.Name(), q.Push.Host, q.Push.PID, remote[0].Addr)
+	m.transport = n.transports.transport(r.backend.Name(), q.Push.Host, q.Push.PID, remote[0].Addr)
 	var done read
 	if done.err = r.move(ctx, &m, &done); done.err == nil {
 		if n.moved != nil {
@@ -100,7 +100,7 @@ func (n *Node) push(r *rank, q *question, e *connector.Ended) (*answer, error) {
 // newPush asks for a landing's bytes.
 func newPush(l *landing, limit time.Duration) *push {
 	host, _ := os.Hostname() // without one the transport is not told
-	return &push{Metadata: l.window.metadata, Host: host, PID: os.Getpid(), Runs: packRuns(l.remote, l.local), LimitMS: limit.Milliseconds()}
+	return &push{Metadata: l.mapping.metadata, Host: host, PID: os.Getpid(), Runs: packRuns(l.remote, l.local), LimitMS: limit.Milliseconds()}
 }
 
 // packRuns puts pairs of runs, from there to here, into few bytes: of each pair the distances from the one

@@ -104,11 +104,11 @@ func testLateWriter(t *testing.T, tcp string) {
 		// The question for the write must find a connection on which the key is proven: signs of life take one, too.
 		spare := make([]net.Conn, maxIdle)
 		for j := range spare {
-			spare[j], _, err = d.node.lines.conn(t.Context(), v.Address())
+			spare[j], _, err = d.node.pool.conn(t.Context(), v.Address())
 			require.NoError(t, err)
 		}
 		for _, c := range spare {
-			d.node.lines.keep(v.Address(), c)
+			d.node.pool.keep(v.Address(), c)
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		p.node.told = func() { // where the blocks are it learns, and no more
@@ -117,7 +117,7 @@ func testLateWriter(t *testing.T, tcp string) {
 		}
 		blocks := run(rng, byte(i), 9)
 		require.NoError(t, d.w.(*worker).rank.register(d.kv))
-		w, err := d.w.(*worker).rank.window() // as another load has, that goes on
+		w, err := d.w.(*worker).rank.aliasMapping() // as another load has, that goes on
 		require.NoError(t, err)
 		err = d.w.Load(ctx, &connector.Transfer{Request: "r", Tokens: tokens(9), Blocks: blocks, Ticket: by(hold.Ticket)}, d.kv)
 		require.Error(t, err)

@@ -24,15 +24,15 @@ type rank struct {
 	stop    chan struct{}
 	stopped chan struct{}
 
-	known atomic.Pointer[cache]
-	mu    sync.Mutex // held while the cache is registered
-	peers *peers
-	met   met            // producers
-	tells sync.WaitGroup // what is said without waiting for an answer
+	known     atomic.Pointer[cache]
+	mu        sync.Mutex // held while the cache is registered
+	peers     *peers
+	producers producerCache  // producers
+	notices   sync.WaitGroup // what is said without waiting for an answer
 
-	view  sync.Mutex
-	now   *window // that loads go to; nil: not made yet
-	ahead *ahead  // nil: nothing is read before its ticket
+	view     sync.Mutex
+	now      *aliasMapping // that loads go to; nil: not made yet
+	prefetch *prefetch     // nil: nothing is read before its ticket
 }
 
 // cache is a rank's paged cache as NIXL knows it.
@@ -55,7 +55,7 @@ func (n *Node) newRank(env connector.Env) (*rank, error) {
 	if err := r.startBackends(); err != nil {
 		return nil, errors.Join(err, agent.Close())
 	}
-	if r.ahead, err = r.newAhead(); err != nil {
+	if r.prefetch, err = r.newPrefetch(); err != nil {
 		return nil, errors.Join(err, agent.Close())
 	}
 	return r, nil
@@ -68,7 +68,7 @@ func (r *rank) startBackends() error {
 	var lacking []error
 	for i, name := range n.config.Backends {
 		b, err := r.agent.Backend(name, nil)
-		if err != nil && name == backendUCX && n.doors.far && !n.doors.open {
+		if err != nil && name == backendUCX && n.transports.far && !n.transports.open {
 			return n.config.errFar("UCX finds no RDMA transport that it can use (see stderr)")
 		}
 		if err != nil {
@@ -156,8 +156,8 @@ const (
 	busyTime  = time.Second // after a question
 )
 
-// rouse has progress look often for a while: somebody is about to read.
-func (r *rank) rouse() {
+// wake has progress poll often for a while: somebody is about to read.
+func (r *rank) wake() {
 	select {
 	case r.awake <- struct{}{}:
 	default:
@@ -226,8 +226,8 @@ func (r *rank) work(over <-chan struct{}, copies bool) {
 
 // close ends the rank: no load runs any more.
 func (r *rank) close() error {
-	r.tells.Wait()
-	r.ahead.stop()
+	r.notices.Wait()
+	r.prefetch.stop()
 	close(r.stop)
 	<-r.stopped
 	r.node.mu.Lock()
@@ -235,5 +235,5 @@ func (r *rank) close() error {
 	r.node.mu.Unlock()
 	r.peers.close()
 	err := r.agent.Close() // deregisters the cache, which is unmapped next
-	return errors.Join(err, r.ahead.unmap())
+	return errors.Join(err, r.prefetch.unmap())
 }

@@ -21,8 +21,8 @@ func baseOf(e *connector.Env) []byte {
 	return e.Base[:]
 }
 
-// asked is the rank of the producer that a question is about.
-func (q *question) asked() int {
+// producerRank is the rank of the producer that a question is about.
+func (q *question) producerRank() int {
 	if q.Reshape {
 		return q.Of
 	}
@@ -96,13 +96,13 @@ func (w *worker) Reshape(ctx context.Context, t *connector.Transfer, kv *connect
 	env := &w.rank.env
 	q := newQuestion(env)
 	q.Base, q.Hold, q.Secret, q.Reshape = baseOf(env), from.Hold, from.Secret, true
-	defer w.rank.node.pulse.read(&from)()
+	defer w.rank.node.heartbeats.read(&from)()
 	r := &reshaping{worker: w, from: &from, q: q}
 	defer r.leave()
 	err = r.read(ctx, t, kv)
 	if err == nil {
 		q.Load = rand.Text()
-		if err = w.confirm(ctx, &asked{ticket: &from, q: q}); err == nil {
+		if err = w.confirm(ctx, &pendingQuestion{ticket: &from, q: q}); err == nil {
 			err = r.untouched()
 		}
 		if err != nil {
@@ -135,7 +135,7 @@ func (r *reshaping) read(ctx context.Context, t *connector.Transfer, kv *connect
 		if q.Of*q.World >= (q.Rank+1)*theirs || (q.Of+1)*q.World <= q.Rank*theirs {
 			continue // it has other heads
 		}
-		a, err := r.worker.rank.node.lines.ask(ctx, r.from.Address, q)
+		a, err := r.worker.rank.node.pool.ask(ctx, r.from.Address, q)
 		if err != nil {
 			return err
 		}
@@ -163,11 +163,11 @@ func (r *reshaping) read(ctx context.Context, t *connector.Transfer, kv *connect
 	return nil
 }
 
-// pull reads what is planned, in a window where there is one.
+// pull reads what is planned, in an alias mapping where there is one.
 func (r *reshaping) pull(ctx context.Context, a *answer, p *reads, m *read) error {
 	rank := r.worker.rank
-	m.transport = rank.node.doors.transport(rank.backend.Name(), a.Host, a.PID, p.remote[0].Addr)
-	l, _ := rank.land(a, p) // without a window into the cache itself
+	m.transport = rank.node.transports.transport(rank.backend.Name(), a.Host, a.PID, p.remote[0].Addr)
+	l, _ := rank.land(a, p) // without an alias mapping, into the cache itself
 	r.landings = append(r.landings, l)
 	return l.pull(ctx, m)
 }

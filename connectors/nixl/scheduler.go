@@ -37,7 +37,7 @@ func (s *scheduler) Match(_ context.Context, qs []connector.Query) ([]connector.
 		if n := end - q.Computed; n > 0 {
 			out[i] = connector.Match{Tokens: n, Async: true}
 			if q.Request != "" { // a probe leaves no trace
-				s.node.pulse.wait(&t)
+				s.node.heartbeats.wait(&t)
 			}
 		}
 	}

@@ -104,7 +104,7 @@ func (r *read) result() string {
 
 // Stats implements connector.StatsSource.
 func (s *scheduler) Stats(context.Context) ([]connector.Stat, error) {
-	return slices.Concat(s.node.tally.stats(), s.node.holds.stats(), s.node.pulse.stats(), s.node.layers.stats()), nil
+	return slices.Concat(s.node.tally.stats(), s.node.holds.stats(), s.node.heartbeats.stats(), s.node.layers.stats()), nil
 }
 
 func (t *tally) stats() []connector.Stat {
@@ -144,7 +144,7 @@ func (h *holds) stats() []connector.Stat {
 	}
 }
 
-func (p *pulse) stats() []connector.Stat {
+func (p *heartbeats) stats() []connector.Stat {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return []connector.Stat{

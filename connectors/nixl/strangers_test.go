@@ -119,7 +119,7 @@ func TestOldSideChannel(t *testing.T) {
 		var q question
 		done <- readMessage(conn, maxQuestion, &q)
 	}()
-	l := &lines{key: bytes.Repeat([]byte{3}, 32)}
+	l := &connPool{key: bytes.Repeat([]byte{3}, 32)}
 	_, err = l.dial(t.Context(), inner.Addr().String())
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 	require.ErrorContains(t, err, "older release")

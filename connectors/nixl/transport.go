@@ -10,7 +10,7 @@ import (
 // transport says by what a backend reaches a peer, for metrics and to know which process has to be awake: NIXL does not tell.
 // Where UCX may choose, it reads another process's memory directly ("cma") if the kernel lets it; else it has
 // the peer copy through shared memory ("posix") or, where it may, goes over the network's devices.
-func (d *doors) transport(backend, host string, pid int, addr uint64) string {
+func (d *transportPolicy) transport(backend, host string, pid int, addr uint64) string {
 	switch {
 	case backend != backendUCX:
 		return strings.ToLower(backend)

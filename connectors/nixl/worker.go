@@ -33,28 +33,28 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	if err := w.rank.register(kv); err != nil {
 		return err
 	}
-	w.rank.ahead.learn(from.Address)
-	t = w.rank.ahead.take(t, kv)
-	defer w.rank.node.pulse.read(&from)()
-	at := &asked{ticket: &from, sum: sumOf(t.Ticket)}
-	at.from = w.rank.met.of(from.Life)
+	w.rank.prefetch.learn(from.Address)
+	t = w.rank.prefetch.take(t, kv)
+	defer w.rank.node.heartbeats.read(&from)()
+	at := &pendingQuestion{ticket: &from, sum: sumOf(t.Ticket)}
+	at.from = w.rank.producers.get(from.Life)
 	if at.a = at.from.answers(&from, t, kv.Layout()); at.a != nil {
 		at.ask(w).Sum = at.sum[:]
 		if err = w.fetch(ctx, at, t, kv); !at.lost || ctx.Err() != nil {
 			return err
 		}
-		w.rank.met.forget(from.Life) // it may say more if it is asked
+		w.rank.producers.forget(from.Life) // it may say more if it is asked
 	}
 	began := monotonic()
-	if at.a, err = w.rank.node.lines.ask(ctx, from.Address, at.ask(w)); err != nil {
+	if at.a, err = w.rank.node.pool.ask(ctx, from.Address, at.ask(w)); err != nil {
 		return err
 	}
-	at.from = w.rank.meet(&from, at.a, began)
+	at.from = w.rank.remember(&from, at.a, began)
 	return w.fetch(ctx, at, t, kv)
 }
 
 // fetch brings blocks here whose places are known.
-func (w *worker) fetch(ctx context.Context, at *asked, t *connector.Transfer, kv *connector.KV) error {
+func (w *worker) fetch(ctx context.Context, at *pendingQuestion, t *connector.Transfer, kv *connector.KV) error {
 	plan, err := plan(kv, t, at.a)
 	if err != nil {
 		return err
@@ -75,7 +75,7 @@ func (w *worker) fetch(ctx context.Context, at *asked, t *connector.Transfer, kv
 }
 
 // asked is a load whose producer has said where the blocks are, now or earlier.
-type asked struct {
+type pendingQuestion struct {
 	ticket *ticket
 	sum    ticketSum // of the ticket
 	from   *producer // nil: not known
@@ -85,7 +85,7 @@ type asked struct {
 }
 
 // ask begins a question about the ticket's hold.
-func (at *asked) ask(w *worker) *question {
+func (at *pendingQuestion) ask(w *worker) *question {
 	at.q = newQuestion(&w.rank.env)
 	at.q.Hold, at.q.Secret = at.ticket.Hold, at.ticket.Secret
 	return at.q
@@ -93,7 +93,7 @@ func (at *asked) ask(w *worker) *question {
 
 // move brings the bytes of a plan here, by whichever way is right, and makes sure that they were held until
 // the end. Nothing writes them when it returns.
-func (w *worker) move(ctx context.Context, at *asked, p *reads, m *read) error {
+func (w *worker) move(ctx context.Context, at *pendingQuestion, p *reads, m *read) error {
 	a := at.a
 	at.q.Load = rand.Text()
 	m.mode, m.transport = modePull, "none"
@@ -129,13 +129,13 @@ func (w *worker) move(ctx context.Context, at *asked, p *reads, m *read) error {
 }
 
 // confirm finds out whether what was read was held until now: it looks at the producer's board, or asks.
-func (w *worker) confirm(ctx context.Context, at *asked) error {
+func (w *worker) confirm(ctx context.Context, at *pendingQuestion) error {
 	if at.from.holds(at.ticket.Slot, at.sum) {
 		w.tell(at)
 		return nil
 	}
 	at.q.Done = true
-	if _, gone := w.rank.node.lines.ask(ctx, at.ticket.Address, at.q); gone != nil { // it may have read what was held no more
+	if _, gone := w.rank.node.pool.ask(ctx, at.ticket.Address, at.q); gone != nil { // it may have read what was held no more
 		return fmt.Errorf("%w: %w", errStale, gone)
 	}
 	return nil
@@ -146,14 +146,14 @@ func (w *worker) confirm(ctx context.Context, at *asked) error {
 const tellPause = time.Millisecond
 
 // tell says that the hold has served, for the producer to give it up; without that it ends by itself.
-func (w *worker) tell(at *asked) {
+func (w *worker) tell(at *pendingQuestion) {
 	q := *at.q
 	q.Done = true
 	r := w.rank
-	r.tells.Add(1)
+	r.notices.Add(1)
 	time.AfterFunc(tellPause, func() {
-		defer r.tells.Done()
-		if _, err := r.node.lines.ask(r.node.pulse.ctx, at.ticket.Address, &q); err != nil {
+		defer r.notices.Done()
+		if _, err := r.node.pool.ask(r.node.heartbeats.ctx, at.ticket.Address, &q); err != nil {
 			r.env.Log.Debug("the producer does not know that its hold was fetched", "peer", at.ticket.Address, "error", err)
 		}
 	})

@@ -17,9 +17,9 @@ import (
 // trustNetwork is the one value of ucx_tcp.
 const trustNetwork = "trusted-network"
 
-// doors are the transports that UCX may use. It authenticates nothing: whoever reaches a TCP port of its own
+// transportPolicy is the transports that UCX may use. It authenticates nothing: whoever reaches a TCP port of its own
 // writes any memory of this process. So on one machine it gets shared memory alone, and RDMA between machines.
-type doors struct {
+type transportPolicy struct {
 	open bool   // ucx_tcp: whatever UCX_TLS says
 	far  bool   // between machines
 	list string // UCX's list; "": all
@@ -29,10 +29,10 @@ type doors struct {
 const mendTCP = `use machines with RDMA devices, or a connector that moves blocks over TCP inside TLS (docs/connectors/nixl.md names two), ` +
 	`or take the risk, on a network that you trust, with "ucx_tcp": "trusted-network" in kv_connector_extra_config`
 
-// doors finds out what UCX may open. Errors wrap connector.ErrIncompatible.
-func (c *Config) doors(log *slog.Logger) (doors, error) {
+// transportPolicy finds out which transports UCX may use. Errors wrap connector.ErrIncompatible.
+func (c *Config) transportPolicy(log *slog.Logger) (transportPolicy, error) {
 	wanted := os.Getenv(envTransports)
-	d := doors{open: c.UCXTCP == trustNetwork, far: !pipe.IsLoopback(c.Host) || c.Advertise != "" && !pipe.IsLoopback(c.Advertise)}
+	d := transportPolicy{open: c.UCXTCP == trustNetwork, far: !pipe.IsLoopback(c.Host) || c.Advertise != "" && !pipe.IsLoopback(c.Advertise)}
 	if d.open {
 		if d.list = wanted; wanted == "all" {
 			d.list = ""
@@ -70,7 +70,7 @@ const (
 )
 
 // set tells UCX, which reads its environment when a backend starts: what NIXL is told itself goes behind it.
-func (d *doors) set(devices string) error {
+func (d *transportPolicy) set(devices string) error {
 	var errs []error
 	unless := func(name, value string) {
 		if _, set := os.LookupEnv(name); !set && value != "" {
@@ -90,7 +90,7 @@ func (d *doors) set(devices string) error {
 }
 
 // reaches says whether UCX can reach a process by shared memory.
-func (d *doors) reaches(host string, pid int) bool {
+func (d *transportPolicy) reaches(host string, pid int) bool {
 	if d.open || d.far || host == "" {
 		return true // UCX will say
 	}

@@ -9,44 +9,44 @@ import (
 )
 
 const (
-	linger    = 2 * time.Second // after a Match; the host asks again as long as the request waits
-	beatShare = 6               // of a lease: so often a sign of life is sent
-	minPulse  = 5 * time.Millisecond
-	maxPulse  = 5 * time.Second
+	linger       = 2 * time.Second // after a Match; the host asks again as long as the request waits
+	beatShare    = 6               // of a lease: so often a sign of life is sent
+	minHeartbeat = 5 * time.Millisecond
+	maxHeartbeat = 5 * time.Second
 )
 
-// pulse sends the signs of life of a consumer: for holds that requests wait for, from their Match on, and
+// heartbeats sends the heartbeats of a consumer: for holds that requests wait for, from their Match on, and
 // while they are read. One goroutine an address, as long as there is something to say there.
-type pulse struct {
+type heartbeats struct {
 	node *Node
 	ctx  context.Context //nolint:containedctx // the node's life
 
 	mu     sync.Mutex
-	hearts map[string]map[connector.HoldID]*heart // by address
+	all    map[string]map[connector.HoldID]*heartbeat // by address
 	sent   float64
 	failed float64
 }
 
-// heart is one hold that somebody here is interested in.
-type heart struct {
+// heartbeat is one hold that a request of this consumer waits for or reads.
+type heartbeat struct {
 	secret []byte
 	every  time.Duration
 	until  time.Time
 	reads  int // that run: they keep it beating by themselves
 }
 
-// begin makes a pulse ready; the function that it gives ends it.
-func (p *pulse) begin(ctx context.Context, n *Node) context.CancelFunc {
+// begin makes heartbeats ready; the function that it returns ends them.
+func (p *heartbeats) begin(ctx context.Context, n *Node) context.CancelFunc {
 	life, leave := context.WithCancel(context.WithoutCancel(ctx))
-	p.node, p.ctx, p.hearts = n, life, map[string]map[connector.HoldID]*heart{}
+	p.node, p.ctx, p.all = n, life, map[string]map[connector.HoldID]*heartbeat{}
 	return leave
 }
 
 // wait says that a request waits for a ticket's blocks.
-func (p *pulse) wait(t *ticket) { p.note(t, 0) }
+func (p *heartbeats) wait(t *ticket) { p.note(t, 0) }
 
 // read says that a ticket's blocks are being read, until done is called.
-func (p *pulse) read(t *ticket) (done func()) {
+func (p *heartbeats) read(t *ticket) (done func()) {
 	h := p.note(t, 1)
 	return func() {
 		p.mu.Lock()
@@ -57,13 +57,13 @@ func (p *pulse) read(t *ticket) (done func()) {
 	}
 }
 
-func (p *pulse) note(t *ticket, reads int) *heart {
+func (p *heartbeats) note(t *ticket, reads int) *heartbeat {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	at := p.hearts[t.Address]
+	at := p.all[t.Address]
 	if at == nil {
-		at = map[connector.HoldID]*heart{}
-		p.hearts[t.Address] = at
+		at = map[connector.HoldID]*heartbeat{}
+		p.all[t.Address] = at
 		if p.ctx.Err() == nil {
 			p.node.tasks.Go(func() { p.run(t.Address) })
 		}
@@ -71,7 +71,7 @@ func (p *pulse) note(t *ticket, reads int) *heart {
 	h := at[t.Hold]
 	if h == nil {
 		lease := time.Duration(t.LeaseMS) * time.Millisecond
-		h = &heart{secret: t.Secret, every: min(max(lease/beatShare, minPulse), maxPulse)}
+		h = &heartbeat{secret: t.Secret, every: min(max(lease/beatShare, minHeartbeat), maxHeartbeat)}
 		at[t.Hold] = h
 	}
 	h.until = time.Now().Add(linger)
@@ -80,7 +80,7 @@ func (p *pulse) note(t *ticket, reads int) *heart {
 }
 
 // run sends what there is to say at one address.
-func (p *pulse) run(address string) {
+func (p *heartbeats) run(address string) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
@@ -100,14 +100,14 @@ func (p *pulse) run(address string) {
 }
 
 // due are the holds to be named now and when to come again; none: the address is forgotten.
-func (p *pulse) due(address string) (beats []beat, next time.Duration) {
+func (p *heartbeats) due(address string) (beats []beat, next time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	next = maxPulse
+	next = maxHeartbeat
 	now := time.Now()
-	for id, h := range p.hearts[address] {
+	for id, h := range p.all[address] {
 		if h.reads == 0 && now.After(h.until) {
-			delete(p.hearts[address], id)
+			delete(p.all[address], id)
 			continue
 		}
 		if len(beats) < maxBeats {
@@ -116,14 +116,14 @@ func (p *pulse) due(address string) (beats []beat, next time.Duration) {
 		next = min(next, h.every)
 	}
 	if len(beats) == 0 {
-		delete(p.hearts, address)
+		delete(p.all, address)
 	}
 	return beats, next
 }
 
-func (p *pulse) send(address string, beats []beat) ([]connector.HoldID, error) {
+func (p *heartbeats) send(address string, beats []beat) ([]connector.HoldID, error) {
 	e := &p.node.env
-	a, err := p.node.lines.ask(p.ctx, address, &question{
+	a, err := p.node.pool.ask(p.ctx, address, &question{
 		Version: protocolVersion, Model: e.Model[:], Shape: e.Shape[:], Base: baseOf(e), World: e.World, Beats: beats,
 	})
 	if err != nil {
@@ -133,7 +133,7 @@ func (p *pulse) send(address string, beats []beat) ([]connector.HoldID, error) {
 }
 
 // sentTo notes what became of signs of life: holds that are over need no more of them.
-func (p *pulse) sentTo(address string, over []connector.HoldID, err error) {
+func (p *heartbeats) sentTo(address string, over []connector.HoldID, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if err != nil {
@@ -143,8 +143,8 @@ func (p *pulse) sentTo(address string, over []connector.HoldID, err error) {
 	}
 	p.sent++
 	for _, id := range over {
-		if h := p.hearts[address][id]; h != nil && h.reads == 0 {
-			delete(p.hearts[address], id)
+		if h := p.all[address][id]; h != nil && h.reads == 0 {
+			delete(p.all[address], id)
 		}
 	}
 }

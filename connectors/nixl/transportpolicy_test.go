@@ -156,10 +156,10 @@ func TestDoors(t *testing.T) {
 func TestUnreached(t *testing.T) {
 	here, err := os.Hostname()
 	require.NoError(t, err)
-	near, trusting := doors{list: ucx.SharedMemory}, doors{open: true}
+	near, trusting := transportPolicy{list: ucx.SharedMemory}, transportPolicy{open: true}
 	own := nixl.Bytes(make([]byte, 1)).Addr
 	require.Equal(t, "ucx:cma", near.transport(backendUCX, here, os.Getpid(), own))
-	require.Equal(t, "ucx:posix", (&doors{list: "posix,self"}).transport(backendUCX, here, os.Getpid(), own))
+	require.Equal(t, "ucx:posix", (&transportPolicy{list: "posix,self"}).transport(backendUCX, here, os.Getpid(), own))
 	require.Equal(t, unreached, near.transport(backendUCX, "elsewhere", os.Getpid(), own))
 	require.Equal(t, unreached, near.transport(backendUCX, here, 1<<30, own), "no such process")
 	require.Equal(t, overNetwork, trusting.transport(backendUCX, "elsewhere", os.Getpid(), own))

@@ -15,10 +15,10 @@ import (
 	"github.com/kvport/kvport/native/nixl"
 )
 
-// ahead is what a consumer's rank has read of producers while they computed it. Nobody knows yet where the
-// blocks will belong, so they lie in frames of their own until a load comes for them; most of that load is a
-// copy within this process then. What is not here is read as ever.
-type ahead struct {
+// prefetch is what a consumer's rank has read of its producers while they computed it. Nobody knows yet where the
+// blocks will belong, so they lie in frames of their own until a load asks for them; most of that load is then a
+// copy within this process. The load reads the rest as it would without prefetching.
+type prefetch struct {
 	rank    *rank
 	slab    []byte
 	offsets []int           // of a layout's segment in a frame
@@ -29,32 +29,32 @@ type ahead struct {
 
 	mu        sync.Mutex
 	free      []int // frames
-	have      map[aheadKey]int
-	order     []aheadKey // of have, the oldest first; some may be gone
+	have      map[prefetchKey]int
+	order     []prefetchKey // of have, the oldest first; some may be gone
 	following map[string]bool
 }
 
 // aheadKey is the content of a block of one group.
-type aheadKey struct {
+type prefetchKey struct {
 	group uint16
 	key   connector.BlockKey
 }
 
 const (
-	followTickets = "tickets" // in subscribe: all producers that tickets name
-	redialPause   = 100 * time.Millisecond
-	maxRedial     = 2 * time.Second
-	redials       = 5               // of a producer that only a ticket has named
-	aheadLimit    = 2 * time.Second // of one read
+	followTickets   = "tickets" // in subscribe: all producers that tickets name
+	redialPause     = 100 * time.Millisecond
+	maxRedial       = 2 * time.Second
+	redials         = 5               // of a producer that only a ticket has named
+	prefetchTimeout = 2 * time.Second // of one read
 )
 
 // newAhead makes room for blocks; nil where the config wants none.
-func (r *rank) newAhead() (*ahead, error) {
+func (r *rank) newPrefetch() (*prefetch, error) {
 	c := &r.node.config
 	if len(c.Subscribe) == 0 || !r.env.Role.Loads() {
 		return nil, nil
 	}
-	h := &ahead{rank: r, have: map[aheadKey]int{}, following: map[string]bool{}}
+	h := &prefetch{rank: r, have: map[prefetchKey]int{}, following: map[string]bool{}}
 	l := &r.env.Layout
 	sizes := make([]int, len(l.Groups))
 	for _, s := range l.Segments {
@@ -81,7 +81,7 @@ func (r *rank) newAhead() (*ahead, error) {
 }
 
 // start follows the producers that the config names.
-func (h *ahead) start() {
+func (h *prefetch) start() {
 	if h == nil {
 		return
 	}
@@ -93,7 +93,7 @@ func (h *ahead) start() {
 }
 
 // stop ends all reading.
-func (h *ahead) stop() {
+func (h *prefetch) stop() {
 	if h != nil {
 		h.cancel()
 		h.tasks.Wait()
@@ -101,7 +101,7 @@ func (h *ahead) stop() {
 }
 
 // unmap gives the memory back; the agent is closed.
-func (h *ahead) unmap() error {
+func (h *prefetch) unmap() error {
 	if h == nil {
 		return nil
 	}
@@ -109,7 +109,7 @@ func (h *ahead) unmap() error {
 }
 
 // learn begins to follow a producer that a ticket names, if the config wants that.
-func (h *ahead) learn(address string) {
+func (h *prefetch) learn(address string) {
 	if h == nil {
 		return
 	}
@@ -122,14 +122,14 @@ func (h *ahead) learn(address string) {
 	}
 }
 
-func (h *ahead) follow(address string, always bool) {
+func (h *prefetch) follow(address string, always bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.following[address] || h.ctx.Err() != nil || len(h.following) >= maxPeers {
 		return
 	}
 	h.following[address] = true
-	f := &following{ahead: h, address: address, id: rand.Text()}
+	f := &following{prefetch: h, address: address, id: rand.Text()}
 	h.tasks.Go(func() {
 		f.run(always)
 		h.mu.Lock()
@@ -140,7 +140,7 @@ func (h *ahead) follow(address string, always bool) {
 
 // take copies the leading blocks of each group of a transfer that are here, and gives the transfer of the
 // others. A block is given out once.
-func (h *ahead) take(t *connector.Transfer, kv *connector.KV) *connector.Transfer {
+func (h *prefetch) take(t *connector.Transfer, kv *connector.KV) *connector.Transfer {
 	if h == nil {
 		return t
 	}
@@ -150,7 +150,7 @@ func (h *ahead) take(t *connector.Transfer, kv *connector.KV) *connector.Transfe
 	rest.Blocks = nil
 	ended := map[uint16]bool{}
 	for _, b := range t.Blocks {
-		at, here := h.have[aheadKey{b.Group, b.Key}]
+		at, here := h.have[prefetchKey{b.Group, b.Key}]
 		if !here || ended[b.Group] || b.Key == (connector.BlockKey{}) {
 			ended[b.Group] = true
 			rest.Blocks = append(rest.Blocks, b)
@@ -160,7 +160,7 @@ func (h *ahead) take(t *connector.Transfer, kv *connector.KV) *connector.Transfe
 		for _, s := range kv.Segments(b.Group) {
 			copy(kv.View(s, b.ID), frame[h.offsets[s]:])
 		}
-		delete(h.have, aheadKey{b.Group, b.Key})
+		delete(h.have, prefetchKey{b.Group, b.Key})
 		h.free = append(h.free, at)
 	}
 	h.rank.node.layers.took(len(t.Blocks) - len(rest.Blocks))
@@ -169,7 +169,7 @@ func (h *ahead) take(t *connector.Transfer, kv *connector.KV) *connector.Transfe
 
 // room takes a frame for a block, at the cost of the oldest that nobody came for. None: the block is here, or
 // all frames are in use.
-func (h *ahead) room(k aheadKey) (frame int, ok bool) {
+func (h *prefetch) room(k prefetchKey) (frame int, ok bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if _, here := h.have[k]; here {
@@ -192,7 +192,7 @@ func (h *ahead) room(k aheadKey) (frame int, ok bool) {
 }
 
 // put makes blocks ready to be taken, or gives their frames back.
-func (h *ahead) put(blocks []aheadBlock, whole bool) {
+func (h *prefetch) put(blocks []prefetchBlock, whole bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, b := range blocks {
@@ -215,30 +215,30 @@ func (h *ahead) put(blocks []aheadBlock, whole bool) {
 }
 
 // aheadBlock is a block that is being read.
-type aheadBlock struct {
-	key   aheadKey
+type prefetchBlock struct {
+	key   prefetchKey
 	id    connector.BlockID // the producer's
 	frame int
 }
 
 // following reads what one producer computes.
 type following struct {
-	ahead   *ahead
-	address string
-	id      string
-	saves   map[uint64]*aheadSave
-	read    []reached // to be said with the next question
+	prefetch *prefetch
+	address  string
+	id       string
+	saves    map[uint64]*prefetchSave
+	read     []reached // to be said with the next question
 }
 
 // aheadSave is what is read of one save.
-type aheadSave struct {
-	blocks []aheadBlock
+type prefetchSave struct {
+	blocks []prefetchBlock
 	layers int
 }
 
 // run dials again and again. Without always it gives up a producer that is gone.
 func (f *following) run(always bool) {
-	log := f.ahead.rank.env.Log
+	log := f.prefetch.rank.env.Log
 	pause, failed := redialPause, 0
 	for {
 		began := time.Now()
@@ -246,7 +246,7 @@ func (f *following) run(always bool) {
 		for id := range f.saves {
 			f.drop(id)
 		}
-		if f.ahead.ctx.Err() != nil {
+		if f.prefetch.ctx.Err() != nil {
 			return
 		}
 		if failed++; time.Since(began) > maxRedial {
@@ -260,7 +260,7 @@ func (f *following) run(always bool) {
 		}
 		select {
 		case <-time.After(pause):
-		case <-f.ahead.ctx.Done():
+		case <-f.prefetch.ctx.Done():
 			return
 		}
 		pause = min(2*pause, maxRedial)
@@ -269,9 +269,9 @@ func (f *following) run(always bool) {
 
 // once follows until something fails.
 func (f *following) once() error {
-	f.saves, f.read = map[uint64]*aheadSave{}, nil
-	ctx, env := f.ahead.ctx, &f.ahead.rank.env
-	conn, _, err := f.ahead.rank.node.lines.conn(ctx, f.address)
+	f.saves, f.read = map[uint64]*prefetchSave{}, nil
+	ctx, env := f.prefetch.ctx, &f.prefetch.rank.env
+	conn, _, err := f.prefetch.rank.node.pool.conn(ctx, f.address)
 	if err != nil {
 		return err
 	}
@@ -296,13 +296,13 @@ func (f *following) once() error {
 // settle takes the producer's word on what was read whole.
 func (f *following) settle(kept []uint64) {
 	for _, id := range kept {
-		if s := f.saves[id]; s != nil && s.layers == f.ahead.rank.env.Layout.Layers() {
-			f.ahead.put(s.blocks, true)
+		if s := f.saves[id]; s != nil && s.layers == f.prefetch.rank.env.Layout.Layers() {
+			f.prefetch.put(s.blocks, true)
 			delete(f.saves, id)
 		}
 	}
 	for _, r := range f.read { // read whole, but not kept
-		if s := f.saves[r.Save]; s != nil && s.layers == f.ahead.rank.env.Layout.Layers() {
+		if s := f.saves[r.Save]; s != nil && s.layers == f.prefetch.rank.env.Layout.Layers() {
 			f.drop(r.Save)
 		}
 	}
@@ -311,7 +311,7 @@ func (f *following) settle(kept []uint64) {
 
 func (f *following) drop(id uint64) {
 	if s := f.saves[id]; s != nil {
-		f.ahead.put(s.blocks, false)
+		f.prefetch.put(s.blocks, false)
 		delete(f.saves, id)
 	}
 }
@@ -321,7 +321,7 @@ func (f *following) hear(a *answer) error {
 	if len(a.Saves) == 0 {
 		return nil
 	}
-	if err := f.ahead.fits(a); err != nil {
+	if err := f.prefetch.fits(a); err != nil {
 		return err
 	}
 	p := &reads{}
@@ -334,33 +334,33 @@ func (f *following) hear(a *answer) error {
 		if s == nil {
 			s = f.begin(&r)
 		}
-		if r.Layers > f.ahead.rank.env.Layout.Layers() {
+		if r.Layers > f.prefetch.rank.env.Layout.Layers() {
 			return fmt.Errorf("a producer says that %d layers are final: %w", r.Layers, connector.ErrIncompatible)
 		}
-		f.ahead.plan(p, a, s, r.Layers)
+		f.prefetch.plan(p, a, s, r.Layers)
 		s.layers = max(s.layers, r.Layers)
 		f.read = append(f.read, reached{Save: r.Save, Layers: s.layers})
 	}
 	return f.fetch(a, p)
 }
 
-func (f *following) begin(r *reached) *aheadSave {
-	s := &aheadSave{}
+func (f *following) begin(r *reached) *prefetchSave {
+	s := &prefetchSave{}
 	f.saves[r.Save] = s
 	for _, b := range r.Blocks {
-		k := aheadKey{group: b.Group}
-		if copy(k.key[:], b.Key) != len(k.key) || int(b.Group) >= len(f.ahead.rank.env.Layout.Groups) || b.ID < 0 {
+		k := prefetchKey{group: b.Group}
+		if copy(k.key[:], b.Key) != len(k.key) || int(b.Group) >= len(f.prefetch.rank.env.Layout.Groups) || b.ID < 0 {
 			continue
 		}
-		if frame, ok := f.ahead.room(k); ok {
-			s.blocks = append(s.blocks, aheadBlock{key: k, id: b.ID, frame: frame})
+		if frame, ok := f.prefetch.room(k); ok {
+			s.blocks = append(s.blocks, prefetchBlock{key: k, id: b.ID, frame: frame})
 		}
 	}
 	return s
 }
 
 // plan adds the layers up to n of a save's blocks.
-func (h *ahead) plan(p *reads, a *answer, s *aheadSave, n int) {
+func (h *prefetch) plan(p *reads, a *answer, s *prefetchSave, n int) {
 	l := &h.rank.env.Layout
 	for _, b := range s.blocks {
 		for _, i := range l.Between(b.key.group, s.layers, n) {
@@ -372,7 +372,7 @@ func (h *ahead) plan(p *reads, a *answer, s *aheadSave, n int) {
 }
 
 // fits makes sure that a producer's segments have our sizes.
-func (h *ahead) fits(a *answer) error {
+func (h *prefetch) fits(a *answer) error {
 	told := *a
 	told.Tokens = 1 // no hold, so no tokens
 	return sameShape(&h.rank.env.Layout, &told)
@@ -383,13 +383,13 @@ func (f *following) fetch(a *answer, p *reads) error {
 	if len(p.local) == 0 {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(f.ahead.ctx, aheadLimit)
+	ctx, cancel := context.WithTimeout(f.prefetch.ctx, prefetchTimeout)
 	defer cancel()
-	r := f.ahead.rank
-	done := read{mode: modeAhead}
+	r := f.prefetch.rank
+	done := read{mode: modePrefetched}
 	done.err = r.move(ctx, &move{
 		op: nixl.Read, metadata: a.Metadata, local: p.local, remote: p.remote,
-		transport: r.node.doors.transport(r.backend.Name(), a.Host, a.PID, p.remote[0].Addr),
+		transport: r.node.transports.transport(r.backend.Name(), a.Host, a.PID, p.remote[0].Addr),
 	}, &done)
 	r.node.tally.add(&done)
 	if errors.Is(done.err, errUnfinished) {
@@ -399,4 +399,4 @@ func (f *following) fetch(a *answer, p *reads) error {
 }
 
 // modeAhead is what reads of layers are counted as.
-const modeAhead = "ahead"
+const modePrefetched = "ahead"

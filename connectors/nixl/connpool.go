@@ -24,8 +24,8 @@ const (
 	maxFaces   = 8  // metadata of one that is remembered; for more NIXL is told again
 )
 
-// lines are a consumer's connections to producers' side channels, by address.
-type lines struct {
+// connPool is a consumer's connections to the side channels of producers, by address.
+type connPool struct {
 	tls *tls.Config
 	key connector.Secret // proven to producers, and by them, where there is no TLS
 
@@ -52,7 +52,7 @@ type peer struct {
 
 // ask asks one question. It takes a connection that is there, and a new one if that has died. Errors wrap
 // what the caller can act on: connector.ErrGone or ErrIncompatible.
-func (l *lines) ask(ctx context.Context, address string, q *question) (*answer, error) {
+func (l *connPool) ask(ctx context.Context, address string, q *question) (*answer, error) {
 	for {
 		conn, fresh, err := l.conn(ctx, address)
 		if err != nil {
@@ -93,7 +93,7 @@ func exchange(ctx context.Context, conn net.Conn, q *question) (*answer, error) 
 	return &a, nil
 }
 
-func (l *lines) conn(ctx context.Context, address string) (conn net.Conn, fresh bool, err error) {
+func (l *connPool) conn(ctx context.Context, address string) (conn net.Conn, fresh bool, err error) {
 	l.mu.Lock()
 	if idle := l.idle[address]; len(idle) > 0 {
 		conn = idle[len(idle)-1]
@@ -114,7 +114,7 @@ func (l *lines) conn(ctx context.Context, address string) (conn net.Conn, fresh 
 	return conn, true, err
 }
 
-func (l *lines) keep(address string, conn net.Conn) {
+func (l *connPool) keep(address string, conn net.Conn) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.idle[address]) >= maxIdle {
@@ -191,7 +191,7 @@ func (l *peers) close() {
 }
 
 // close ends the connections. No question is under way.
-func (l *lines) close() {
+func (l *connPool) close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, idle := range l.idle {

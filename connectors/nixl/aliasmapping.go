@@ -12,14 +12,14 @@ import (
 	"github.com/kvport/kvport/native/nixl"
 )
 
-// window is a second mapping of the cache, that loads are written to: by NIXL here, or by a producer that
+// aliasMapping is a second mapping of the cache, which loads are written to: by NIXL here, or by a producer that
 // pushes. A writer that does not say that it has ended cannot be made to stop, but what it writes to can be
 // taken away: revoke puts other memory over the pages of its blocks (ADR 125).
-type window struct {
+type aliasMapping struct {
 	rank     *rank
-	areas    []alias
+	areas    []aliasArea
 	memory   *nixl.Memory
-	metadata []byte // of the agent, with this window
+	metadata []byte // of the agent, with this mapping
 
 	// Guarded by rank.view.
 	users   int
@@ -27,8 +27,8 @@ type window struct {
 	gone    map[uint64]struct{} // pages that were revoked
 }
 
-// alias is one area of the window.
-type alias struct {
+// aliasArea is one area of the mapping.
+type aliasArea struct {
 	of nixl.Region // in the cache
 	to uint64      // the address here of its first page
 }
@@ -38,18 +38,18 @@ type alias struct {
 const landGrace = 250 * time.Millisecond
 
 // errNoWindow means that a cache cannot be mapped twice: it is not shared memory.
-var errNoWindow = errors.New("the cache cannot be mapped a second time")
+var errNoAlias = errors.New("the cache cannot be mapped a second time")
 
 func pageSize() uint64 { return uint64(os.Getpagesize()) }
 
 func pageOf(addr uint64) uint64 { return addr &^ (pageSize() - 1) }
 
-// window is what loads go to now. The caller leaves it. Errors wrap errNoWindow.
-func (r *rank) window() (*window, error) {
+// aliasMapping is what loads go to now. The caller leaves it. Errors wrap errNoAlias.
+func (r *rank) aliasMapping() (*aliasMapping, error) {
 	r.view.Lock()
 	defer r.view.Unlock()
 	if r.now == nil {
-		w, err := r.newWindow()
+		w, err := r.newAliasMapping()
 		if err != nil {
 			return nil, err
 		}
@@ -59,9 +59,9 @@ func (r *rank) window() (*window, error) {
 	return r.now, nil
 }
 
-// newWindow maps and registers a window.
-func (r *rank) newWindow() (*window, error) {
-	w := &window{rank: r, gone: map[uint64]struct{}{}}
+// newAliasMapping maps and registers a mapping.
+func (r *rank) newAliasMapping() (*aliasMapping, error) {
+	w := &aliasMapping{rank: r, gone: map[uint64]struct{}{}}
 	var regions []nixl.Region
 	for _, a := range r.cache().areas {
 		first, end := pageOf(a.Addr), pageOf(a.Addr+a.Len+pageSize()-1)
@@ -69,10 +69,10 @@ func (r *rank) newWindow() (*window, error) {
 		to, _, errno := unix.Syscall6(unix.SYS_MREMAP, uintptr(first), 0, uintptr(end-first), unix.MREMAP_MAYMOVE, 0, 0)
 		if errno != 0 {
 			w.unmap()
-			return nil, fmt.Errorf("%w: %w", errNoWindow, os.NewSyscallError("mremap", errno))
+			return nil, fmt.Errorf("%w: %w", errNoAlias, os.NewSyscallError("mremap", errno))
 		}
 		_, _, _ = unix.Syscall(unix.SYS_MADVISE, to, uintptr(end-first), unix.MADV_POPULATE_WRITE) // or page by page later
-		w.areas = append(w.areas, alias{of: a, to: uint64(to)})
+		w.areas = append(w.areas, aliasArea{of: a, to: uint64(to)})
 		regions = append(regions, w.at(a))
 	}
 	var err error
@@ -81,22 +81,22 @@ func (r *rank) newWindow() (*window, error) {
 	}
 	if err != nil {
 		w.unmap()
-		return nil, fmt.Errorf("%w: %w", errNoWindow, err)
+		return nil, fmt.Errorf("%w: %w", errNoAlias, err)
 	}
 	return w, nil
 }
 
-// unmap is for a window that nobody was told of.
-func (w *window) unmap() {
+// unmap is for a mapping whose address nobody was told.
+func (w *aliasMapping) unmap() {
 	for _, a := range w.areas {
 		_, _, _ = unix.Syscall(unix.SYS_MUNMAP, uintptr(a.to), uintptr(a.size()), 0)
 	}
 }
 
-func (a *alias) size() uint64 { return pageOf(a.of.Addr+a.of.Len+pageSize()-1) - pageOf(a.of.Addr) }
+func (a *aliasArea) size() uint64 { return pageOf(a.of.Addr+a.of.Len+pageSize()-1) - pageOf(a.of.Addr) }
 
-// at is where a part of the cache is in the window.
-func (w *window) at(in nixl.Region) nixl.Region {
+// at is where a part of the cache is in the mapping.
+func (w *aliasMapping) at(in nixl.Region) nixl.Region {
 	for _, a := range w.areas {
 		if in.Addr >= a.of.Addr && in.Addr-a.of.Addr < a.of.Len {
 			return nixl.Region{Addr: a.to + in.Addr - pageOf(a.of.Addr), Len: in.Len, Device: in.Device}
@@ -105,9 +105,9 @@ func (w *window) at(in nixl.Region) nixl.Region {
 	return in // not of the cache: NIXL will say so
 }
 
-// revoke makes sure that whatever is written to regions of the window reaches no block: it returns when
-// nobody can write them any more. The window is not used for loads that begin from now on.
-func (w *window) revoke(regions []nixl.Region) error {
+// revoke makes sure that whatever is written to regions of the mapping reaches no block: it returns when
+// nobody can write to them any longer. The mapping is not used for loads that begin from now on.
+func (w *aliasMapping) revoke(regions []nixl.Region) error {
 	w.rank.view.Lock()
 	w.retire()
 	err := w.take(regions)
@@ -122,7 +122,7 @@ func (w *window) revoke(regions []nixl.Region) error {
 }
 
 // take puts anonymous memory over the pages of regions. The caller holds rank.view.
-func (w *window) take(regions []nixl.Region) error {
+func (w *aliasMapping) take(regions []nixl.Region) error {
 	for _, r := range regions {
 		for page := pageOf(r.Addr); page < r.Addr+r.Len; page += pageSize() {
 			w.gone[page] = struct{}{}
@@ -147,7 +147,7 @@ func blank(addr, size uint64) error {
 
 // touched says whether pages of regions were revoked for another load's sake. Blocks share pages only at
 // their ends.
-func (w *window) touched(regions []nixl.Region) bool {
+func (w *aliasMapping) touched(regions []nixl.Region) bool {
 	w.rank.view.Lock()
 	defer w.rank.view.Unlock()
 	if len(w.gone) == 0 {
@@ -163,17 +163,17 @@ func (w *window) touched(regions []nixl.Region) bool {
 	return false
 }
 
-// retire has new loads use another window. The caller holds rank.view.
-func (w *window) retire() {
+// retire has new loads use another mapping. The caller holds rank.view.
+func (w *aliasMapping) retire() {
 	w.retired = true
 	if w.rank.now == w {
 		w.rank.now = nil
 	}
 }
 
-// leave ends a use. A retired window that nobody uses is blank from then on: its addresses are not given to
+// leave ends a use. A retired mapping that nobody uses is blank from then on: its addresses are not given to
 // anything else, since a writer may still know them.
-func (w *window) leave() {
+func (w *aliasMapping) leave() {
 	w.rank.view.Lock()
 	defer w.rank.view.Unlock()
 	w.users--
@@ -185,7 +185,7 @@ func (w *window) leave() {
 		err = errors.Join(err, blank(a.to, a.size()))
 	}
 	if err != nil {
-		w.rank.env.Log.Error("a window stays", "error", err)
+		w.rank.env.Log.Error("a mapping of the cache stays", "error", err)
 	}
 }
 
