@@ -35,9 +35,9 @@ func (l *loop) noteTicket(id connector.RequestID) {
 	}
 }
 
-// noteLoaded remembers that a load failed.
-func (l *loop) noteLoaded(id connector.RequestID, failed int) {
-	if st := l.streams[id]; st != nil && failed > 0 {
+// noteLoaded remembers that a load failed, or a part of one. A lost load, whose blocks nobody can use again, has failed.
+func (l *loop) noteLoaded(id connector.RequestID, failed bool) {
+	if st := l.streams[id]; st != nil && failed {
 		st.brought.failed = true
 	}
 }

@@ -11,6 +11,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/kvcache"
+	"github.com/kvport/kvport/engine/sched"
+	"github.com/kvport/kvport/host"
 )
 
 // long is one request whose prompt has several full blocks at every block size used here.
@@ -120,4 +123,14 @@ func TestFit(t *testing.T) {
 	data, err := json.Marshal(p)
 	require.NoError(t, err)
 	require.NotContains(t, string(data), "0123456789abcdef")
+}
+
+// A load whose blocks are lost has failed; a lost save says nothing of the ticket.
+func TestHandoffOfLostLoad(t *testing.T) {
+	for kind, failed := range map[host.EventKind]bool{host.Loaded: true, host.Saved: false} {
+		pool := kvcache.New(8)
+		l := &loop{pool: pool, sched: sched.New(sched.Config{}, pool), streams: map[connector.RequestID]*stream{"a": {brought: brought{any: true}}}}
+		l.event(host.Event{Kind: kind, Request: "a", Lost: true}, true)
+		require.Equal(t, failed, l.streams["a"].brought.failed)
+	}
 }

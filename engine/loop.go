@@ -120,12 +120,13 @@ func (l *loop) event(ev host.Event, open bool) {
 		return
 	}
 	if ev.Lost {
+		l.noteLoaded(ev.Request, ev.Kind == host.Loaded)
 		l.sched.Lost(ev.Step, ev.Request, ev.Kind == host.Loaded)
 		return
 	}
 	switch ev.Kind {
 	case host.Loaded:
-		l.noteLoaded(ev.Request, len(ev.Failed))
+		l.noteLoaded(ev.Request, len(ev.Failed) > 0)
 		l.sched.Loaded(ev.Step, ev.Request, ev.Failed, errors.Is(ev.Err, connector.ErrCorrupt))
 	case host.Saved:
 		l.sched.Saved(ev.Step, ev.Request)
