@@ -59,32 +59,50 @@ func newEngine(lib *native.Library, o native.Options, room staged.Room) (_ *engi
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("ucx: %w", err), worker.Close())
 	}
-	go e.progress(fd)
+	go func() {
+		defer close(e.stopped)
+		progress(worker, fd, e.stop)
+	}()
 	return e, nil
 }
 
-// progress lets UCX work whenever there is something to do.
-func (e *engine) progress(fd int) {
-	defer close(e.stopped)
-	wake := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}, {Fd: int32(e.stop), Events: unix.POLLIN}}
+// busyPause is how long progress waits, in milliseconds, where UCX says that there is something to do and does nothing.
+const busyPause = 1
+
+// progresser is what progress needs of a worker.
+type progresser interface {
+	Progress() (some bool, err error)
+	Arm() (armed bool, err error)
+}
+
+// progress lets UCX work whenever there is something to do, until stop, an eventfd, is written to. fd is the worker's.
+func progress(worker progresser, fd, stop int) {
+	wake := []unix.PollFd{{Fd: int32(stop), Events: unix.POLLIN}, {Fd: int32(fd), Events: unix.POLLIN}}
 	for {
-		for some := true; some; {
+		did := false
+		for some := true; some; did = did || some {
 			var err error
-			if some, err = e.worker.Progress(); err != nil {
+			if some, err = worker.Progress(); err != nil {
 				return
 			}
 		}
-		armed, err := e.worker.Arm()
+		armed, err := worker.Arm()
 		if err != nil {
 			return
 		}
+		on, wait := wake, 1000
 		if !armed {
-			continue
+			// After the death of a peer that shared memory with it, UCX may refuse for good: it has something to
+			// do that it never does.
+			on, wait = wake[:1], 0
+			if !did {
+				wait = busyPause
+			}
 		}
-		if _, err := unix.Poll(wake, 1000); err != nil && !errors.Is(err, unix.EINTR) {
+		if _, err := unix.Poll(on, wait); err != nil && !errors.Is(err, unix.EINTR) {
 			return
 		}
-		if wake[1].Revents != 0 {
+		if wake[0].Revents != 0 {
 			return
 		}
 	}
