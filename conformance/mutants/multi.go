@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/multiconnector"
@@ -156,7 +157,8 @@ func (s *shelves) childrenOf(list []shelfConfig) []multiconnector.Child {
 	out := make([]multiconnector.Child, len(list))
 	for i, tag := range multiconnector.Tags(names) {
 		info := connector.Info{Name: tag, Groups: true, Scope: connector.ScopeNode, Capabilities: shelfPowers}
-		out[i] = multiconnector.Child{Name: tag, Role: list[i].role, Info: info}
+		// A child that a busy machine holds up is not the subject here, so nobody gives it up.
+		out[i] = multiconnector.Child{Name: tag, Role: list[i].role, Info: info, Patience: time.Minute}
 	}
 	if s.knobs.children != nil {
 		s.knobs.children(out)
