@@ -4,7 +4,7 @@ import gzip
 import json
 import pathlib
 
-FOLDER = pathlib.Path(__file__).resolve().parents[2] / "verify" / "vllmtrace" / "testdata"
+FOLDER = pathlib.Path(__file__).resolve().parent / "testdata"
 
 
 def calls(name):

@@ -17,7 +17,7 @@ func traces() []string { return []string{"async", "serve"} }
 func readSide(t *testing.T, name string, side Side) []Call {
 	t.Helper()
 	suffix := map[Side]string{SchedulerSide: "sched", WorkerSide: "worker"}[side]
-	f, err := os.Open("testdata/" + name + "_" + suffix + ".jsonl.gz")
+	f, err := os.Open("../../python/tests/testdata/" + name + "_" + suffix + ".jsonl.gz")
 	require.NoError(t, err)
 	defer f.Close()
 	z, err := gzip.NewReader(f)
