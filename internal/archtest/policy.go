@@ -94,7 +94,6 @@ func kvportImports() map[string][]string {
 		"internal/digest":   {"connector"},
 		"internal/ticket":   {"connector"},
 		"internal/tracker":  {"connector"},
-		"verify/vllmtrace":  {"connector"},
 		"internal/wire":     {"connector", "proto/..."},
 		"verify/simulate":   {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/tracker", "internal/ticket"},
 
