@@ -8,14 +8,13 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/eventlog"
 )
 
 // The limits of what is kept of events.
 const (
-	maxTold    = 1 << 17 // blocks that were reported as stored
-	maxWaiting = 1 << 17 // keys of events that nobody has fetched
-	maxAnswer  = 1 << 16 // keys of one answer, as far as events can be parted
-	maxGone    = 1 << 12 // keys of one event that the desk makes itself
+	maxTold = 1 << 17 // blocks that were reported as stored
+	maxGone = 1 << 12 // keys of one event that the desk makes itself
 )
 
 // retryEvents is the pause after a failed long poll.
@@ -26,14 +25,11 @@ const retryEvents = 100 * time.Millisecond
 // more: its blocks count as lost.
 type desk struct {
 	begin sync.Once // of the long polls
+	log   *eventlog.Log
 
 	mu     sync.Mutex
 	has    map[connector.BlockKey]*told
 	oldest []connector.BlockKey // of has, by their first report; may name some that are gone
-	seq    uint64
-	queue  []connector.BlockEvent
-	keys   int // of queue
-	wake   chan struct{}
 }
 
 // told is what was reported of a block.
@@ -44,7 +40,7 @@ type told struct {
 }
 
 func newDesk() desk {
-	return desk{has: map[connector.BlockKey]*told{}, wake: make(chan struct{})}
+	return desk{has: map[connector.BlockKey]*told{}, log: eventlog.New()}
 }
 
 // Events implements connector.EventSource.
@@ -56,17 +52,7 @@ func (s *scheduler) Events(ctx context.Context) ([]connector.BlockEvent, error) 
 			}
 		}
 	})
-	for {
-		events, wake := s.desk.take()
-		if len(events) > 0 {
-			return events, nil
-		}
-		select {
-		case <-wake:
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		}
-	}
+	return s.desk.log.Next(ctx)
 }
 
 // watchEvents reads one child's events.
@@ -128,14 +114,14 @@ func (d *desk) stored(child int, e *connector.BlockEvent) {
 		t.children |= 1 << child
 	}
 	if len(fresh) > 0 {
-		d.put(connector.BlockEvent{Kind: connector.BlocksStored, Keys: fresh, Medium: e.Medium, Scope: e.Scope})
+		d.log.Add(connector.BlockEvent{Kind: connector.BlocksStored, Keys: fresh, Medium: e.Medium, Scope: e.Scope})
 	}
 	for len(d.has) > maxTold { // nobody waits for its end any more
 		k := d.oldest[0]
 		d.oldest = d.oldest[1:]
 		if t := d.has[k]; t != nil {
 			delete(d.has, k)
-			d.put(connector.BlockEvent{Kind: connector.BlocksRemoved, Keys: []connector.BlockKey{k}, Medium: t.medium, Scope: t.scope})
+			d.log.Add(connector.BlockEvent{Kind: connector.BlocksRemoved, Keys: []connector.BlockKey{k}, Medium: t.medium, Scope: t.scope})
 		}
 	}
 	if len(d.oldest) > 2*maxTold { // most are gone
@@ -159,13 +145,13 @@ func (d *desk) removed(child int, keys []connector.BlockKey) {
 			delete(d.has, k)
 			at := place{t.medium, t.scope}
 			if gone[at] = append(gone[at], k); len(gone[at]) == maxGone {
-				d.put(connector.BlockEvent{Kind: connector.BlocksRemoved, Keys: gone[at], Medium: at.medium, Scope: at.scope})
+				d.log.Add(connector.BlockEvent{Kind: connector.BlocksRemoved, Keys: gone[at], Medium: at.medium, Scope: at.scope})
 				delete(gone, at)
 			}
 		}
 	}
 	for at, list := range gone {
-		d.put(connector.BlockEvent{Kind: connector.BlocksRemoved, Keys: list, Medium: at.medium, Scope: at.scope})
+		d.log.Add(connector.BlockEvent{Kind: connector.BlocksRemoved, Keys: list, Medium: at.medium, Scope: at.scope})
 	}
 }
 
@@ -184,36 +170,8 @@ func (d *desk) lose(child int) {
 	if len(keys) > 0 && !others {
 		clear(d.has)
 		d.oldest = nil
-		d.put(connector.BlockEvent{Kind: connector.BlocksCleared, Scope: connector.ScopeEngine})
+		d.log.Add(connector.BlockEvent{Kind: connector.BlocksCleared, Scope: connector.ScopeEngine})
 		return
 	}
 	d.removed(child, keys)
-}
-
-// put adds an event. Those that nobody fetches go, the oldest first, which shows in Seq. The caller
-// holds mu.
-func (d *desk) put(e connector.BlockEvent) {
-	d.seq++
-	e.Seq = d.seq
-	d.queue, d.keys = append(d.queue, e), d.keys+len(e.Keys)
-	for len(d.queue) > 1 && (d.keys > maxWaiting || len(d.queue) > connector.MaxEvents) {
-		d.keys -= len(d.queue[0].Keys)
-		d.queue = d.queue[1:]
-	}
-	close(d.wake)
-	d.wake = make(chan struct{})
-}
-
-// take gives what has not been fetched, and what is closed when there is more.
-func (d *desk) take() ([]connector.BlockEvent, <-chan struct{}) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	n, keys := 0, 0
-	for n < len(d.queue) && (n == 0 || keys+len(d.queue[n].Keys) <= maxAnswer) {
-		keys += len(d.queue[n].Keys)
-		n++
-	}
-	out := slices.Clone(d.queue[:n])
-	d.queue, d.keys = d.queue[n:], d.keys-keys
-	return out, d.wake
 }

@@ -6,6 +6,7 @@ import (
 	"sync"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/eventlog"
 )
 
 // Watchable is a Store that says which keys have gone, so that [FromStore] can make an EventSource of
@@ -17,12 +18,8 @@ type Watchable interface {
 	Watch(removed func(keys []connector.StoreKey))
 }
 
-// The limits of a watch.
-const (
-	watchedBlocks = 1 << 16 // blocks whose end is waited for
-	waitingKeys   = 1 << 17 // keys of events that nobody has fetched
-	answerKeys    = 1 << 16 // keys of one answer, as far as events can be parted
-)
+// watchedBlocks is the number of blocks whose end a watch waits for.
+const watchedBlocks = 1 << 16
 
 // watch makes events of blocks from what happens to shards: a Store knows store keys only, from which
 // no block key can be derived, so the watch remembers those that were saved. A block is stored when
@@ -32,15 +29,12 @@ type watch struct {
 	medium string
 	scope  connector.Scope
 	need   int // shards that make a block
+	log    *eventlog.Log
 
 	mu     sync.Mutex
 	shards map[connector.StoreKey]*shardState
 	blocks map[connector.BlockKey]*blockState
 	oldest []connector.BlockKey // of blocks, by their first save; may name some that are gone
-	seq    uint64
-	queue  []connector.BlockEvent
-	keys   int // of queue
-	wake   chan struct{}
 }
 
 type shardState struct {
@@ -64,7 +58,7 @@ func newWatch(d *Definition, env *connector.Env) *watch {
 	}
 	return &watch{
 		medium: d.Medium, scope: d.Scope, need: max(1, env.World) * max(1, all),
-		shards: map[connector.StoreKey]*shardState{}, blocks: map[connector.BlockKey]*blockState{}, wake: make(chan struct{}),
+		shards: map[connector.StoreKey]*shardState{}, blocks: map[connector.BlockKey]*blockState{}, log: eventlog.New(),
 	}
 }
 
@@ -170,37 +164,11 @@ func (w *watch) tell(kind connector.BlockEventKind, keys []connector.BlockKey) {
 	}
 }
 
-// put adds an event. Those that nobody fetches go, the oldest first, which shows in Seq. The caller
-// holds the lock.
+// put adds an event. The caller holds the lock, so that events are in the order of what they tell.
 func (w *watch) put(e connector.BlockEvent) {
-	w.seq++
-	e.Seq, e.Medium, e.Scope = w.seq, w.medium, w.scope
-	w.queue, w.keys = append(w.queue, e), w.keys+len(e.Keys)
-	for len(w.queue) > 1 && (w.keys > waitingKeys || len(w.queue) > connector.MaxEvents) {
-		w.keys -= len(w.queue[0].Keys)
-		w.queue = w.queue[1:]
-	}
-	close(w.wake)
-	w.wake = make(chan struct{})
+	e.Medium, e.Scope = w.medium, w.scope
+	w.log.Add(e)
 }
 
 // events waits for events and takes them.
-func (w *watch) events(ctx context.Context) ([]connector.BlockEvent, error) {
-	for {
-		w.mu.Lock()
-		taken, keys := 0, 0
-		for taken < len(w.queue) && (taken == 0 || keys+len(w.queue[taken].Keys) <= answerKeys) {
-			keys += len(w.queue[taken].Keys)
-			taken++
-		}
-		answer, wake := slices.Clone(w.queue[:taken]), w.wake
-		w.queue, w.keys = w.queue[taken:], w.keys-keys
-		w.mu.Unlock()
-		if taken > 0 {
-			return answer, nil
-		}
-		if err := await(ctx, wake); err != nil {
-			return nil, err
-		}
-	}
-}
+func (w *watch) events(ctx context.Context) ([]connector.BlockEvent, error) { return w.log.Next(ctx) }

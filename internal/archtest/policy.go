@@ -92,9 +92,9 @@ func kvportImports() map[string][]string {
 		"internal/machine":  {},
 		"internal/fault":    {},
 		"internal/digest":   {"connector"},
+		"internal/eventlog": {"connector"},
 		"internal/ticket":   {"connector"},
 		"internal/tracker":  {"connector"},
-		"verify/vllmtrace":  {"connector"},
 		"internal/wire":     {"connector", "proto/..."},
 		"verify/simulate":   {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/tracker", "internal/ticket"},
 
@@ -110,9 +110,9 @@ func kvportImports() map[string][]string {
 		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/ticket"}, // ADR 106
 		"connectors/internal/*": {"connector", "internal/fault", "internal/machine"},                                                                         // what several connectors share
 
-		"multiconnector": {"connector"},
+		"multiconnector": {"connector", "internal/eventlog"},
 
-		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/wire", "internal/shm", "internal/fault"},
+		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/eventlog", "internal/wire", "internal/shm", "internal/fault"},
 		"host":          {"connector", "multiconnector", "proto/...", "internal/...", "!internal/archtest"},
 		"host/agent":    {"connector", "host", "proto/...", "internal/wire", "internal/shm"},
 		"plugins/*":     {"sdk", "connectors/*"},

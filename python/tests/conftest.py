@@ -19,3 +19,13 @@ def binaries():
     kvport = ROOT / "bin" / "kvport"
     assert kvport.exists(), "bin/kvport is not there: run `make build`"
     return kvport.parent
+
+
+@pytest.fixture
+def here(tmp_path, binaries, monkeypatch):
+    """A folder of its own for the agent's files, and kvport as it was built."""
+    monkeypatch.setenv("KVPORT_BIN", str(binaries / "kvport"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path

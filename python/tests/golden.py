@@ -4,12 +4,49 @@ import gzip
 import json
 import pathlib
 
-FOLDER = pathlib.Path(__file__).resolve().parents[2] / "verify" / "vllmtrace" / "testdata"
+FOLDER = pathlib.Path(__file__).resolve().parent / "testdata"
+
+
+SCHEDULER = {
+    "__init__", "get_finished_count", "set_xfer_handshake_metadata", "on_new_request", "get_num_new_matched_tokens",
+    "update_state_after_alloc", "build_connector_meta", "update_connector_output", "request_finished", "shutdown",
+}  # fmt: skip
+WORKER = {
+    "__init__", "get_mem_pool_context", "register_kv_caches", "set_host_xfer_buffer_ops", "get_handshake_metadata",
+    "handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save",
+    "get_finished", "get_block_ids_with_load_errors", "clear_connector_metadata", "shutdown",
+}  # fmt: skip
+
+
+def side(name, suffix, known):
+    with gzip.open(FOLDER / f"{name}_{suffix}.jsonl.gz", "rt", encoding="utf-8") as f:
+        out = [json.loads(line) for line in f]
+    unknown = {c["call"] for c in out} - known
+    assert not unknown, f"{name}_{suffix} holds calls that are not known: {sorted(unknown)}"
+    return [{**c, "side": suffix} for c in out]
 
 
 def calls(name):
-    with gzip.open(FOLDER / f"{name}_sched.jsonl.gz", "rt", encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
+    """Both sides of one engine in one order, that of cause and effect: their clocks have different beginnings.
+
+    The worker's start comes before the scheduler's, and each step's worker calls behind the call that made the
+    step's metadata.
+    """
+    start, steps, end = [], {}, []
+    step = 0
+    for c in side(name, "worker", WORKER):
+        if c["call"] == "handle_preemptions":
+            step = c["args"]["step"]
+            assert step not in steps, f"the worker has step {step} twice"
+        list_ = end if c["call"] == "shutdown" else steps.setdefault(step, []) if step else start
+        list_.append(c)
+    out = start
+    for c in side(name, "sched", SCHEDULER):
+        out.append(c)
+        if c["call"] == "build_connector_meta":
+            out += steps.pop(c["step"])
+    assert not steps, f"the worker has steps that the scheduler has not: {sorted(steps)}"
+    return out + end
 
 
 class Chains:

@@ -15,15 +15,6 @@ from kvport_vllm.link import IDLE_WAIT, State
 LIMIT = 20.0
 
 
-@pytest.fixture
-def here(tmp_path, binaries, monkeypatch):
-    monkeypatch.setenv("KVPORT_BIN", str(binaries / "kvport"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "run").mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    return tmp_path
-
-
 def until(what, text):
     deadline = time.monotonic() + LIMIT
     while not (got := what()):

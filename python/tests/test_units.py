@@ -13,10 +13,13 @@ import pytest
 from kvport_vllm import config, fingerprint, keys, layout, memory, stats, tracking
 from kvport_vllm.errors import ConfigError, UnsupportedError
 from kvport_vllm.layout import Group, View
+from kvport_vllm.link import State
 from kvport_vllm.lora import Adapters, with_adapter
-from kvport_vllm.messages import message
+from kvport_vllm.messages import LOADED, message
+from kvport_vllm.meta import Load, StepMetadata
 from kvport_vllm.pace import Pace, steps_may_wait
 from kvport_vllm.pins import Delayed, Pins
+from kvport_vllm.worker import WorkerSide
 
 B, L, H, N, C, ITEM = 5, 3, 2, 4, 8, 4  # blocks, layers, heads, tokens, content, bytes
 
@@ -446,3 +449,14 @@ def test_adopted_memory_is_recognised():
         os.ftruncate(memfd.fd, 1 << 17)
     assert memfd.address % (2 << 20) == 0, "huge pages would not fit"
     memfd.close()
+
+
+@pytest.mark.parametrize(("groups", "failed", "invalid"), [(1, set(), {3}), (2, {"r"}, set())])
+def test_failed_blocks_of_several_groups(groups, failed, invalid):
+    """vLLM cannot tell of which group a block is: the whole request has failed then."""
+    link = types.SimpleNamespace(poll=list, state=State.UP, life=7, fenced=set())
+    side = WorkerSide(link, groups, 30.0, 0.0)
+    side.bind(StepMetadata(loads=[Load("r", 1, 7, [[3, 4]] * groups)]))
+    link.poll = lambda: [types.SimpleNamespace(kind=LOADED, request="r", step=1, failed=[3])]
+    assert side.results() == (set(), {"r"}, failed)
+    assert side.take_invalid() == invalid
