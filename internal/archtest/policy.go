@@ -136,7 +136,7 @@ func kvportImports() map[string][]string {
 
 		"verify/bench":     {"...", "!connectors/...", "!plugins/...", "!cmd/...", "!examples/..."},
 		"cmd/kvport":       {"...", "!connectors/...", "!plugins/...", "!examples/..."},
-		"docs":             {},
+		"docs":             {"verify/fixture"}, // its tests
 		"examples":         {"connector", "pipe", "lookupbuffer", "sdk"},
 		"examples/demo":    {"verify/cluster"},
 		"examples/minimal": {"connector", "sdk"},
