@@ -134,11 +134,11 @@ func kvportImports() map[string][]string {
 		"engine/server":       slices.Concat(host, engineParts(), []string{"engine"}),
 		"engine/tokenizer":    {"engine/gguf"},
 
-		"verify/bench":     {"...", "!connectors/...", "!plugins/...", "!cmd/...", "!examples/..."},
+		"verify/bench":     {"...", "!connectors/...", "!plugins/...", "plugins", "!cmd/...", "!examples/..."},
 		"cmd/kvport":       {"...", "!connectors/...", "!plugins/...", "!examples/..."},
 		"docs":             {"verify/fixture"}, // its tests
 		"examples":         {"connector", "pipe", "lookupbuffer", "sdk"},
-		"examples/demo":    {"verify/cluster"},
+		"examples/demo":    {"plugins", "verify/cluster", "verify/fixture"},
 		"examples/minimal": {"connector", "sdk"},
 	}
 }
