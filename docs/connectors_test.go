@@ -6,44 +6,63 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 var update = flag.Bool("update", false, "write the tables of fields in docs/connectors anew")
 
-// TestConnectorPages: the tables of fields and of numbers are those of the plugins.
+// TestConnectorPages: every plugin has a page, which its fixture names. The tables of fields in these pages are those of the
+// plugins' schemas; a page in docs/connectors has one.
 func TestConnectorPages(t *testing.T) {
-	tables := map[string]string{"offloading.md": "offload", "aibrix.md": "aibrix", "lmcache.md": "lmcache", "remote.md": "remote", "nixl.md": "nixl", "p2pnccl.md": "p2pnccl"}
+	list, err := fixture.Read(os.DirFS(".."), "plugins/*/fixture.json")
+	require.NoError(t, err)
+	require.NotEmpty(t, list)
 	between := regexp.MustCompile(`(?s)(<!-- fields -->\n).*?(<!-- end -->)`)
-	for name, plugin := range tables {
-		path := "connectors/" + name
-		want := fieldTable(t, schemaOf(t, plugin))
-		page := read(t, []string{path})
-		require.Len(t, between.FindAllString(page, -1), 1, "%s needs one <!-- fields --> and <!-- end -->", path)
+	pages := map[string]bool{}
+	for _, f := range list {
+		name, schema := manifestOf(t, f.Folder)
+		require.Equal(t, f.Connector, name, "%s/fixture.json", f.Folder)
+		page := read(t, []string{f.Page})
+		require.Contains(t, page, name, f.Page)
+		pages[f.Page] = true
+		if !strings.HasPrefix(f.Page, "connectors/") {
+			continue
+		}
+		want := fieldTable(t, schema)
+		require.Len(t, between.FindAllString(page, -1), 1, "%s needs one <!-- fields --> and <!-- end -->", f.Page)
 		now := between.ReplaceAllString(page, "${1}"+strings.ReplaceAll(want, "$", "$$")+"${2}")
 		if *update {
-			require.NoError(t, os.WriteFile(path, []byte(now), 0o644))
+			require.NoError(t, os.WriteFile(f.Page, []byte(now), 0o644))
 			continue
 		}
 		require.Equal(t, now, page, "run go test ./docs -run ConnectorPages -update")
 	}
+	found, err := filepath.Glob("connectors/*.md")
+	require.NoError(t, err)
+	for _, page := range found {
+		require.Contains(t, pages, filepath.ToSlash(page), "no plugin's fixture names this page")
+	}
 }
 
-// schemaOf is what a plugin says of its config.
-func schemaOf(t *testing.T, plugin string) json.RawMessage {
+// manifestOf is what a plugin says its name and its config are.
+func manifestOf(t *testing.T, folder string) (name string, schema json.RawMessage) {
 	t.Helper()
-	out, err := exec.CommandContext(t.Context(), "go", "run", "-buildvcs=false", "../plugins/"+plugin, "--manifest").Output()
+	out, err := exec.CommandContext(t.Context(), "go", "run", "-buildvcs=false", "../"+folder, "--manifest").Output()
 	require.NoError(t, err)
 	var manifest struct {
+		Name   string          `json:"name"`
 		Schema json.RawMessage `json:"config_schema"`
 	}
 	require.NoError(t, json.Unmarshal(out, &manifest))
-	return manifest.Schema
+	return manifest.Name, manifest.Schema
 }
 
 // fieldTable is a config's schema as a table, without the fields that have no effect.

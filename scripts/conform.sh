@@ -1,13 +1,11 @@
 #!/usr/bin/env bash
-# Runs `kvport conform` on every plugin named in PLUGINS and on the examples. A plugin that
-# needs a config keeps one that works in its folder's conform.json, and others to be run too in
-# conform-NAME.json; @TMP@ in them becomes a fresh folder in every case. The plugins that we ship must pass PROFILES, and those that their folder's
-# conform.profiles names; if that begins with "only", no others. Exits non-zero if any failed.
+# Runs `kvport conform` on every plugin named in PLUGINS and on the examples named in EXAMPLES, or all. What a binary must pass
+# are the profiles in its fixture.json; one without profiles is left out. A plugin that needs a config keeps one that works in its
+# folder's conform.json, and others to be run too in conform-NAME.json; @TMP@ in them becomes a fresh folder in every case.
+# Exits non-zero if any failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-PROFILES=${PROFILES:-store lifecycle multirank groups fault}
-EXAMPLE_PROFILES="store lifecycle multirank fault" # authors copy the examples
 AT_ONCE=${AT_ONCE:-2} # most of a run is waiting for limits to pass
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
@@ -21,13 +19,16 @@ one() { # NUMBER CONFIG BINARY WHAT PROFILE...: says what it found when it has e
 	cat "$out/$1.txt"
 }
 
-conform() { # NAME FOLDER BINARY PROFILE...
-	local name=$1 config configs=('{}') binary=$3 profiles=()
-	[ ! -f "$2/conform.json" ] || configs=("@$2/conform.json")
-	for config in "$2"/conform-*.json; do
+conform() { # FOLDER BINARY
+	local config configs=('{}') profile profiles=() names
+	names=$(python3 -c 'import json, sys; print(*json.load(open(sys.argv[1])).get("profiles", []))' "$1/fixture.json")
+	[ -n "$names" ] || return 0
+	[ -f "$2" ] || go build -buildvcs=false -o "$2" "./$1"
+	[ ! -f "$1/conform.json" ] || configs=("@$1/conform.json")
+	for config in "$1"/conform-*.json; do
 		[ ! -f "$config" ] || configs+=("@$config")
 	done
-	for profile in "${@:4}"; do
+	for profile in $names; do
 		profiles+=(--profile "$profile")
 	done
 	for config in "${configs[@]}"; do
@@ -35,27 +36,17 @@ conform() { # NAME FOLDER BINARY PROFILE...
 			wait -n
 		done
 		runs=$((runs + 1))
-		one "$runs" "$config" "$binary" "kvport-$name: ${*:4}" "${profiles[@]}" &
+		one "$runs" "$config" "$2" "$1: $names" "${profiles[@]}" &
 	done
 }
 
 for name in ${PLUGINS:-}; do
-	more=
-	[ ! -f "plugins/$name/conform.profiles" ] || more=$(cat "plugins/$name/conform.profiles")
-	case $more in
-	only) echo "conform: kvport-$name: NO PROFILE FITS" && continue ;;
-	only*) more=${more#only} ;;
-	*) more="$PROFILES $more" ;;
-	esac
-	# shellcheck disable=SC2086 # one word a profile
-	conform "$name" "plugins/$name" "bin/kvport-$name" $more
+	conform "plugins/$name" "bin/kvport-$name"
 done
-# shellcheck disable=SC2086
-conform minimal examples/minimal bin/kvport-minimal $EXAMPLE_PROFILES
-go build -buildvcs=false -o "$out/kvport-custom" ./examples/custom
-# shellcheck disable=SC2086
-conform custom examples/custom "$out/kvport-custom" $EXAMPLE_PROFILES
-conform pystore examples/python examples/python/kvport-pystore store multirank
+for name in ${EXAMPLES-$(cd examples && dirname -- */fixture.json)}; do
+	binary=$(find "examples/$name" -name 'kvport-*' -type f) # a program that needs no build
+	conform "examples/$name" "${binary:-$out/kvport-$name}"
+done
 wait
 passed=$(find "$out" -name '*.passed' | wc -l)
 echo "conform: $passed passed, $((runs - passed)) failed"

@@ -7,16 +7,21 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"syscall"
 
+	"github.com/kvport/kvport/plugins"
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // options are the demo's flags.
@@ -27,11 +32,27 @@ type options struct {
 }
 
 func main() {
+	if err := start(); err != nil {
+		fmt.Fprintln(os.Stderr, "demo:", err)
+		os.Exit(1)
+	}
+}
+
+// start reads the flags and runs the demo.
+func start() error {
+	list, err := fixture.Read(plugins.Fixtures(), "*/fixture.json")
+	if err != nil {
+		return err
+	}
+	usual, err := list.Typical(fixture.Store)
+	if err != nil {
+		return err
+	}
 	var o options
 	flag.StringVar(&o.bin, "bin", "bin", "folder with kvport and its plugins")
 	flag.StringVar(&o.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "model: a GGUF file, tiny-random or sim")
-	flag.StringVar(&o.connector, "connector", "SharedStorageConnector", "kv_connector to use")
-	flag.StringVar(&o.config, "config", "", "kv_connector_extra_config, a JSON object; default one that works")
+	flag.StringVar(&o.connector, "connector", usual.Connector, "kv_connector to use")
+	flag.StringVar(&o.config, "config", "", "kv_connector_extra_config, a JSON object; default the one of the plugin's fixture.json")
 	flag.StringVar(&o.texts, "texts", ".", "repository whose texts become prompts")
 	flag.StringVar(&o.out, "out", ".deps/demo.json", "where to write the results")
 	flag.IntVar(&o.tokens, "tokens", 32, "tokens to generate for each prompt")
@@ -42,14 +63,10 @@ func main() {
 
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	if err := run(ctx, &o); err != nil {
-		stop()
-		fmt.Fprintln(os.Stderr, "demo:", err)
-		os.Exit(1)
-	}
+	return run(ctx, &o, list)
 }
 
-func run(ctx context.Context, o *options) (err error) {
+func run(ctx context.Context, o *options, list fixture.List) (err error) {
 	prompts, err := readPrompts(o.texts, o.prompts)
 	if err != nil {
 		return err
@@ -59,7 +76,10 @@ func run(ctx context.Context, o *options) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	d := &demo{options: o, store: filepath.Join(dir, "blocks"), log: io.Discard, rows: make([]row, len(prompts))}
+	d := &demo{options: o, dir: dir, log: io.Discard, rows: make([]row, len(prompts))}
+	if d.fixture, err = o.find(ctx, list); err != nil {
+		return err
+	}
 	if o.verbose {
 		d.log = os.Stderr
 	}
@@ -79,12 +99,13 @@ func run(ctx context.Context, o *options) (err error) {
 // demo holds what the two phases of a run share.
 type demo struct {
 	*options
-	store  string
-	log    io.Writer
-	client cluster.Client
-	rows   []row
-	killed row // the extra prompt during whose load the plugin dies
-	kills  int
+	fixture *fixture.Fixture // nil: a connector of somebody else
+	dir     string           // a folder of the connector's own
+	log     io.Writer
+	client  cluster.Client
+	rows    []row
+	killed  row // the extra prompt during whose load the plugin dies
+	kills   int
 
 	registrars []string // where the routers take registrations, in their order; none if engines do not register
 }
@@ -96,20 +117,26 @@ func (d *demo) complete(ctx context.Context, url, prompt string) (*cluster.Compl
 
 // serve starts an engine; role is empty for one without a connector.
 func (d *demo) serve(ctx context.Context, name, role string) (*cluster.Process, error) {
-	port, extra := "0", d.extra()
-	if d.registers() && role != "" {
-		var err error
-		if port, err = freePort(ctx); err != nil {
-			return nil, err
-		}
-		extra = d.registration(name, port)
-	}
-	args := []string{"serve", "--model", d.model, "--port", port, "--num-blocks", fmt.Sprint(d.blocks)}
+	args := []string{"serve", "--model", d.model, "--num-blocks", fmt.Sprint(d.blocks)}
+	port := "0"
 	if role != "" {
+		values := fixture.Values{"TMP": d.dir, "NAME": "demo", "ROLE": role}
+		if d.registers() {
+			var err error
+			if port, err = freePort(ctx); err != nil {
+				return nil, err
+			}
+			values["ROUTERS"], values["HTTP_PORT"] = d.routersOf(name), json.Number(port)
+		}
+		extra, err := fixture.Fill(d.template(), values)
+		if err != nil {
+			return nil, fmt.Errorf("%s: --config can give one that works here: %w", d.connector, err)
+		}
 		config := fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"engine_id":%q,"kv_connector_extra_config":%s}`,
 			d.connector, role, name, extra)
 		args = append(args, "--kv-transfer-config", config)
 	}
+	args = append(args, "--port", port)
 	if role == both {
 		args = append(args, "--enable-prefix-caching=false") // so that what is loaded comes from the connector
 	}
@@ -121,20 +148,42 @@ const both = "kv_both"
 
 // alone reports whether the connector's blocks are for the engine that stored them: then the demo shows
 // one engine, and every prompt twice.
-func (o *options) alone() bool { return o.connector == "OffloadingConnector" }
+func (d *demo) alone() bool { return d.fixture != nil && d.fixture.Demo != nil && d.fixture.Demo.Alone }
 
-// extra is the config of the connector.
-func (d *demo) extra() string {
-	if d.config != "" {
-		return d.config
+// template is the connector's config, with placeholders.
+func (d *demo) template() json.RawMessage {
+	switch {
+	case d.config != "":
+		return json.RawMessage(d.config)
+	case d.fixture == nil:
+		return json.RawMessage("{}")
+	case d.fixture.Demo != nil && d.fixture.Demo.Config != nil:
+		return d.fixture.Demo.Config
 	}
-	switch d.connector {
-	case "OffloadingConnector":
-		return `{"cpu_bytes_to_use":1073741824}`
-	case "SharedStorageConnector", "ExampleConnector":
-		return fmt.Sprintf(`{"shared_storage_path":%q}`, d.store)
+	return d.fixture.Setups[0].Config
+}
+
+// find gives the fixture of the connector, which may be called by an alias in its plugin's manifest.
+func (o *options) find(ctx context.Context, list fixture.List) (*fixture.Fixture, error) {
+	if f := list.Of(o.connector); f != nil {
+		return f, nil
 	}
-	return "{}" // those that send blocks from engine to engine need nothing
+	for _, f := range list {
+		out, err := exec.CommandContext(ctx, filepath.Join(o.bin, "kvport-"+f.Folder), "--manifest").Output()
+		if err != nil {
+			return nil, fmt.Errorf("manifest of kvport-%s: %w", f.Folder, err)
+		}
+		var manifest struct {
+			Aliases []string `json:"aliases"`
+		}
+		if err := json.Unmarshal(out, &manifest); err != nil {
+			return nil, fmt.Errorf("manifest of kvport-%s: %w", f.Folder, err)
+		}
+		if slices.Contains(manifest.Aliases, o.connector) {
+			return f, nil
+		}
+	}
+	return nil, nil // somebody else's has no fixture
 }
 
 // single computes every answer on one node without a connector.

@@ -1,15 +1,15 @@
 package main
 
 import (
+	"bytes"
 	"context"
-	"encoding/json"
 	"fmt"
 	"net"
 	"time"
 )
 
 // registers reports whether the connector's engines register with routers, which then tell them of each other.
-func (o *options) registers() bool { return o.connector == "P2pNcclConnector" }
+func (d *demo) registers() bool { return bytes.Contains(d.template(), []byte("@ROUTERS@")) }
 
 // routers is how many there are, see fleet.
 const routers = 3
@@ -28,14 +28,12 @@ func (d *demo) chooseRegistrars(ctx context.Context) error {
 	return nil
 }
 
-// registration is the connector's config of one engine. The last router has the first of each role only.
-func (d *demo) registration(name, port string) string {
-	with := d.registrars
+// routersOf are the routers that an engine registers with. The last router has the first of each role only.
+func (d *demo) routersOf(name string) []string {
 	if name != "P1" && name != "D1" {
-		with = with[:routers-1]
+		return d.registrars[:routers-1]
 	}
-	list, _ := json.Marshal(with) // strings cannot fail
-	return fmt.Sprintf(`{"routers":%s,"http_port":%s,"register_ms":200}`, list, port)
+	return d.registrars
 }
 
 // freePort is a port for a process that must know it beforehand.

@@ -71,7 +71,7 @@ func Kvport() *Policy {
 			{Name: "main of a plugin", Folders: []string{"plugins/*"}, Lines: 20},
 			{Name: "minimal example", Folders: []string{"examples/minimal"}, Lines: 100},
 		},
-		Untyped:     []string{"engine/server", "engine/router"},
+		Untyped:     []string{"engine/server", "engine/router", "verify/fixture/fill.go"},
 		NameFolders: []string{"docs", "examples", "verify/bench"},
 	}
 }
@@ -85,8 +85,9 @@ func kvportImports() map[string][]string {
 		"native/*":  {},
 
 		"internal/archtest": {},
-		"verify/cluster":    {},                               // runs the binaries, so it needs none of the packages
-		"verify/acceptance": {"connector", "internal/ticket"}, // it forges, too
+		"verify/cluster":    {}, // runs the binaries, so it needs none of the packages
+		"verify/fixture":    {},
+		"verify/acceptance": {"connector", "internal/ticket", "verify/fixture"}, // it forges, too
 		"verify/faultsuite": {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
 		"internal/shm":      {},
 		"internal/machine":  {},
@@ -115,6 +116,7 @@ func kvportImports() map[string][]string {
 		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/eventlog", "internal/wire", "internal/shm", "internal/fault"},
 		"host":          {"connector", "multiconnector", "proto/...", "internal/...", "!internal/archtest"},
 		"host/agent":    {"connector", "host", "proto/...", "internal/wire", "internal/shm"},
+		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
 		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host"},
@@ -132,11 +134,11 @@ func kvportImports() map[string][]string {
 		"engine/server":       slices.Concat(host, engineParts(), []string{"engine"}),
 		"engine/tokenizer":    {"engine/gguf"},
 
-		"verify/bench":     {"...", "!connectors/...", "!plugins/...", "!cmd/...", "!examples/..."},
+		"verify/bench":     {"...", "!connectors/...", "!plugins/...", "plugins", "!cmd/...", "!examples/..."},
 		"cmd/kvport":       {"...", "!connectors/...", "!plugins/...", "!examples/..."},
-		"docs":             {},
+		"docs":             {"verify/fixture"}, // its tests
 		"examples":         {"connector", "pipe", "lookupbuffer", "sdk"},
-		"examples/demo":    {"verify/cluster"},
+		"examples/demo":    {"plugins", "verify/cluster", "verify/fixture"},
 		"examples/minimal": {"connector", "sdk"},
 	}
 }

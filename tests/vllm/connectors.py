@@ -1,22 +1,29 @@
-"""The configs that the suite runs with: one or more for each plugin that is built."""
+"""The configs that the suite runs with: those in the fixture.json beside every plugin that is built.
+
+verify/fixture/fixture.go documents these files.
+"""
 
 import json
+import socket
 import subprocess
+import typing
 
-from rig import ROOT
+from rig import ROOT, free_port
 
 
 class Valkey:
-    """A real Valkey server on a socket in a folder, from `make deps`."""
+    """A real Valkey server on this machine, from `make deps`, that keeps nothing."""
 
     def __init__(self, rig, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        self.socket = folder / "valkey.sock"
-        command = [str(ROOT / ".deps" / "valkey" / "valkey-server"), "--port", "0", "--unixsocket", str(self.socket), "--save", "",
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        command = [str(ROOT / ".deps" / "valkey" / "valkey-server"), "--port", str(port), "--bind", "127.0.0.1", "--save", "",
                    "--dir", str(folder), "--logfile", str(folder / "valkey.log")]
         self.process = subprocess.Popen(command)
         rig.processes.append(self)
-        rig.until(self.socket.exists, "the Valkey server")
+        rig.until(lambda: self.process.poll() is not None or listens(port), "the Valkey server")
+        rig.check(self.process.poll() is None, "the Valkey server ended")
 
     def stop(self):
         """End it."""
@@ -24,76 +31,113 @@ class Valkey:
         self.process.wait()
 
 
-def store(folder):
-    """Shared storage in a folder."""
-    return {"shared_storage_path": str(folder)}
+def listens(port):
+    """Whether something takes connections there."""
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) == 0
 
 
-def multi(rig, folder):
-    """Three children: a tier of its own that holds a few prompts, shared storage, and a remote store. rig.kvport gives them their roles."""
-    children = {"OffloadingConnector": {"cpu_bytes_to_use": 1 << 27}, "SharedStorageConnector": store(folder / "store"),
-                "RemoteStoreConnector": {"url": f"unix://{Valkey(rig, folder / 'valkey').socket}"}}
-    return {"connectors": [{"kv_connector": name, "kv_connector_extra_config": extra} for name, extra in children.items()]}
+class Setup(typing.NamedTuple):
+    """One way to set a connector up under vLLM; see Setup and Fixture in verify/fixture."""
 
+    label: str
+    connector: str
+    config: dict
+    peers: bool  # it only moves blocks from a prefill engine to a decode engine
+    shared: bool  # another engine finds what one has stored
+    lines: tuple  # further lines that run it
+    plugin: str  # the name of its binary
+    typical: str
 
-def aibrix(rig, folder):
-    """AIBrix's two tiers, the second a Valkey server."""
-    return {"AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB": "1", "AIBRIX_KV_CACHE_OL_L2_CACHE_BACKEND": "REDIS",
-            "AIBRIX_KV_CACHE_OL_L2_CACHE_INGESTION_TYPE": "ALL", "AIBRIX_KV_CACHE_OL_CHUNK_SIZE": "32",
-            "AIBRIX_KV_CACHE_OL_REDIS_URL": f"unix://{Valkey(rig, folder).socket}"}
+    @property
+    def folder(self):
+        """The name of its folder in a rig's."""
+        return self.label.replace(" ", "-").replace("'", "").lower()
 
-
-def lmcache(rig, folder):
-    """LMCache's tiers, the last a Valkey server."""
-    return {"lmcache.chunk_size": "32", "lmcache.max_local_cpu_size": "1", "lmcache.remote_url": f"unix://{Valkey(rig, folder).socket}"}
-
-
-# Plugin by the name in its manifest: {label: what makes its config for a rig and a folder}.
-CONFIGS = {
-    "SharedStorageConnector": {"SharedStorage": lambda _rig, folder: store(folder / "store")},
-    "OffloadingConnector": {
-        "Offloading memory": lambda _rig, _folder: {"cpu_bytes_to_use": 1 << 30},
-        "Offloading disk": lambda _rig, folder: {"cpu_bytes_to_use": 64 << 20, "disk_path": str(folder / "disk"), "disk_bytes": 2 << 30, "disk_admit_after": 1},
-    },
-    "MultiConnector": {"Multi": multi},
-    "AIBrixOffloadingConnectorV1Type1": {"AIBrix": aibrix},
-    "LMCacheConnectorV1": {"LMCache's formats": lmcache},
-    "RemoteStoreConnector": {"Remote": lambda rig, folder: {"url": f"unix://{Valkey(rig, folder).socket}"}},
-    "MinimalConnector": {"Minimal": lambda _rig, folder: {"dir": str(folder / "minimal")}},
-    "PipeConnector": {"Pipe": lambda _rig, _folder: {"listen": "127.0.0.1:0", "buffer_bytes": 1 << 29}},
-    "NixlConnector": {"NIXL": lambda _rig, _folder: {}},
-    "P2pNcclConnector": {"P2pNccl": lambda _rig, _folder: {"kv_buffer_size": 1 << 29}},
-}
-# Those that find what another engine has stored.
-SHARED = ("SharedStorage", "Multi", "AIBrix", "LMCache's formats", "Remote")
-# Those that only move blocks from a prefill engine to a decode engine.
-PEERS = ("Pipe", "NIXL", "P2pNccl")
-# One of each way to hand over, for the line with routers: through a store, pushed, read in place.
-ROUTED = ("SharedStorage", "Pipe", "NIXL")
+    def fill(self, rig, folder):
+        """Its config, below a folder. A string that is a placeholder alone could become a number, but none here does; rig.kvport gives roles to children."""
+        text = json.dumps(self.config)
+        values = {"@TMP@": str(folder), "@NAME@": self.folder, "@ROLE@": "kv_both"}
+        if "@SERVER@" in text:
+            values["@SERVER@"] = Valkey(rig, folder / "valkey").address
+        for placeholder, value in values.items():
+            text = text.replace(placeholder, value)
+        return json.loads(text)
 
 
 def manifests():
-    """The names of the plugins in bin, as their manifests say."""
-    names = []
+    """The names of the plugins in bin, as their manifests say, and their files."""
+    names = {}
     for plugin in sorted((ROOT / "bin").glob("kvport-*")):
         done = subprocess.run([str(plugin), "--manifest"], capture_output=True, text=True, check=True, timeout=20)
-        names.append(json.loads(done.stdout)["name"])
+        names[json.loads(done.stdout)["name"]] = plugin.name
     return names
 
 
-def storage(rig):
-    """The connector of lines that need but one: (label, connector, extra config)."""
-    return "SharedStorage", "SharedStorageConnector", store(rig.folder / "store")
+def fixtures():
+    """The fixtures of plugins and examples, by the connector's name."""
+    found = {}
+    for path in sorted([*ROOT.glob("plugins/*/fixture.json"), *ROOT.glob("examples/*/fixture.json")]):
+        fixture = json.loads(path.read_text(encoding="utf-8"))
+        found[fixture["connector"]] = fixture
+    return found
 
 
-def configs(rig, only=None):
-    """(label, connector, extra config) of everything that one engine can use; notes what is left out. With only, those labels."""
-    out, chosen = [], [c for c in rig.options.connector.split(",") if c]
-    for name in manifests():
-        if name not in CONFIGS:
-            rig.notes.append(f"{name} has no config in tests/vllm/connectors.py and was left out")
+def setups():
+    """What can be set up: the Setups of every plugin that is built, and the names of plugins without a fixture."""
+    known, out, unknown = fixtures(), [], []
+    for name, plugin in manifests().items():
+        if name not in known:
+            unknown.append(name)
             continue
-        for label, make in CONFIGS[name].items():
-            if (not chosen or name in chosen or label in chosen) and (label in only if only else label not in PEERS):
-                out.append((label, name, make(rig, rig.folder / label.replace(" ", "-").replace("'", "").lower())))
-    return out
+        fixture = known[name]
+        peers = fixture.get("peers", False)
+        for s in fixture.get("vllm") or [{**fixture["setups"][0], "name": name.removesuffix("Connector")}]:
+            shared = not peers and s.get("pairs", False) and s.get("keeps", False)
+            out.append(Setup(s["name"], name, s["config"], peers, shared, tuple(s.get("lines", ())), plugin, fixture.get("typical", "")))
+    return out, unknown
+
+
+def alone(setup):
+    """Those that one engine can use by itself."""
+    return not setup.peers
+
+
+def apart(setup):
+    """Those that hand over from a prefill engine to a decode engine."""
+    return setup.peers or setup.shared
+
+
+def line(name):
+    """Those whose fixture names a line of run.py."""
+    return lambda setup: name in setup.lines
+
+
+def typical(setup):
+    """The one of lines that need but one store of files."""
+    return setup.typical == "store"
+
+
+def storage(rig, folder):
+    """The connector of lines that need but one: (label, connector, extra config). Its files are below a folder."""
+    setup = next(s for s in setups()[0] if typical(s))
+    return setup.label, setup.connector, setup.fill(rig, folder)
+
+
+def storage_plugin():
+    """The name of that connector's binary."""
+    return next(s for s in setups()[0] if typical(s)).plugin
+
+
+def chosen(options, select):
+    """The setups that a function selects, of those that were asked for; and the plugins without a fixture."""
+    names = [c for c in options.connector.split(",") if c]
+    found, unknown = setups()
+    return [s for s in found if select(s) and (not names or s.connector in names or s.label in names)], unknown
+
+
+def configs(rig, select=alone):
+    """(setup, extra config) of everything that a function selects; notes what is left out."""
+    found, unknown = chosen(rig.options, select)
+    rig.notes += [f"{name} has no fixture.json and was left out" for name in unknown]
+    return [(s, s.fill(rig, rig.folder / s.folder)) for s in found]

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from prompts import LENGTHS
 from rig import ROOT, Engine, Server, free_port, kvport, serve
 
-from connectors import PEERS, ROUTED, SHARED, configs, storage
+from connectors import apart, configs, line, storage
 
 TOKENS = 32
 # Where tokens from the connector are counted, nothing is given up because a machine is busy.
@@ -68,12 +68,13 @@ def three_ways(rig, engine, texts, label):
 def connectors(rig):
     """Each connector on one engine, then on another process that finds what the first left."""
     texts = Texts(rig)
-    for label, name, extra in configs(rig):
+    for setup, extra in configs(rig):
+        label, name = setup.label, setup.connector
         engine = Engine(rig, slug(label), kv=kvport(name, extra, kvport=UNHURRIED))
         three_ways(rig, engine, texts, label)
         engine.settle(rig.prompts.cut("nudge", 20))
         engine.stop()
-        if label in SHARED:
+        if setup.shared:
             engine = Engine(rig, slug(label) + "-later", kv=kvport(name, extra, role="kv_consumer", kvport=UNHURRIED))
             before = engine.external()
             rig.equal(f"{label} in a later process", texts.want, engine.all(texts.first, TOKENS))
@@ -87,7 +88,8 @@ def connectors(rig):
 def together(rig):
     """Four requests at a time, twice, so that loads and saves overlap."""
     texts = Texts(rig)
-    for label, name, extra in configs(rig):
+    for setup, extra in configs(rig):
+        label, name = setup.label, setup.connector
         engine = Engine(rig, "batch-" + slug(label), kv=kvport(name, extra, kvport=UNHURRIED))
         rig.equal(f"{label} cold, 4 together", texts.want, engine.all(texts.first, TOKENS, together=4))
         engine.reset()
@@ -122,7 +124,8 @@ ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id":
 def disaggregated(rig):
     """Prefill and decode in two processes; the first hands its kv_transfer_params to the second."""
     texts = Texts(rig)
-    for label, name, extra in configs(rig, SHARED + PEERS):
+    for setup, extra in configs(rig, apart):
+        label, name = setup.label, setup.connector
         p, d = pair(rig, Engine, label, name, extra)
         for ids, want in zip(texts.first, texts.want):
             handed = p.run(ids, 1, kvp=ASK)
@@ -225,7 +228,7 @@ class Index:
 def served(rig):
     """`vllm serve` in its normal form with several processes: cold, warm, second turn; metrics, KV events, reset."""
     texts = Texts(rig)
-    label, name, extra = storage(rig)
+    label, name, extra = storage(rig, rig.folder / "blocks")
     index = Index(rig.folder)
     server = serve(rig, "serve", kv=kvport(name, extra, kvport=UNHURRIED), args=index.args)
     three_ways(rig, server, texts, f"{label}, vllm serve")
@@ -267,7 +270,8 @@ def emptied(rig, server, texts, index):
 def routed(rig):
     """Two `vllm serve`, prefill and decode, through `kvport route` and through a proxy as in vLLM's examples."""
     texts = Texts(rig)
-    for label, name, extra in configs(rig, ROUTED):
+    for setup, extra in configs(rig, line("route")):
+        label, name = setup.label, setup.connector
         p, d = pair(rig, serve, label, name, extra)
         for turn, way in enumerate(("kvport route", "vLLM's proxy")):
             front = gateway(rig, way, slug(label), p, d)

@@ -10,7 +10,7 @@ import time
 from equal import ASK, full, ticket_key
 from rig import Engine, Failed, kvport
 
-from connectors import storage
+from connectors import storage, storage_plugin
 
 # Tests kill more often than a plugin may die before it is left alone.
 PATIENT = {"breaker": {"deaths": 1000, "cooldown": "1s", "backoff_min": "50ms", "backoff_max": "200ms"}}
@@ -65,7 +65,7 @@ def kill_rounds(rig):
 
 def kills(rig):
     """Kill and stop the plugin and kill the agent while four requests run."""
-    _, name, extra = storage(rig)
+    _, name, extra = storage(rig, rig.folder / "blocks")
     engine = Engine(rig, "engine", kv=kvport(name, extra, kvport=PATIENT))
     rounds = kill_rounds(rig)
     saving = [r for r in rounds if not r[2]]
@@ -75,8 +75,8 @@ def kills(rig):
         if n_round % 5 == 0:
             rig.say(f"{n_round} of {len(rounds)} rounds")
         engine.reset(40)
-        word = "agent" if victim == "agent" else "kvport-sharedstorage"
-        plugin, pid = process(engine, "kvport-sharedstorage"), process(engine, word)
+        word = "agent" if victim == "agent" else storage_plugin()
+        plugin, pid = process(engine, storage_plugin()), process(engine, word)
         rig.check(bool(plugin and pid), f"no {victim} is running: {engine.kin()}")
         before = moved(plugin)
         if loading:
@@ -132,8 +132,8 @@ def grow(rig, engine, folder, ids, blocks):
 
 
 def find(folder):
-    """All block files."""
-    return [p for p in pathlib.Path(folder).glob("[0-9a-f]/[0-9a-f]/*") if p.is_file()]
+    """All block files below a folder."""
+    return [p for p in pathlib.Path(folder).rglob("[0-9a-f]/[0-9a-f]/*") if p.is_file()]
 
 
 def spoil(path):
@@ -147,12 +147,12 @@ def spoil(path):
 
 def damage(rig):
     """Failed loads of every kind under both policies."""
-    _, name, extra = storage(rig)
     for policy in "recompute", "fail":
-        settings = {**extra, "shared_storage_path": extra["shared_storage_path"] + policy}
+        folder = rig.folder / policy
+        _, name, settings = storage(rig, folder)
         engine = Engine(rig, policy, kv=kvport(name, settings, policy=policy, kvport=PATIENT),
                         engine={"long_prefill_token_threshold": 16} if policy == "recompute" else {})
-        cases = Damages(rig, engine, settings["shared_storage_path"], policy)
+        cases = Damages(rig, engine, folder, policy)
         for label, indexes in ("first", [0]), ("middle", [5]), ("last", [9]), ("all", range(10)), ("first and last", [0, 9]):
             cases.one(label, indexes)
         rig.say(f"policy {policy}: single blocks done")
@@ -259,7 +259,7 @@ def other_isa():
 
 def isa(rig):
     """A prefill engine with the kernel for other processors hands over to one with this one's."""
-    _, name, extra = storage(rig)
+    _, name, extra = storage(rig, rig.folder / "blocks")
     half, other = {"dtype": "bfloat16"}, other_isa()
     ids = rig.prompts.set("isa", [300, 600, 900])
     want = rig.options.baseline(ids, 16, engine=half)
@@ -267,7 +267,7 @@ def isa(rig):
     p = Engine(rig, "p", kv=kvport(name, extra, role="kv_producer", kvport=key), engine=half, isa=other)
     handed = [p.run(x, 1, kvp=ASK) for x in ids]
     rig.check(all(h.kvp and h.kvp.get("kvport_ticket") for h in handed), "no ticket")
-    stored = rig.until(lambda: len(find(extra["shared_storage_path"])), "stored blocks")
+    stored = rig.until(lambda: len(find(rig.folder / "blocks")), "stored blocks")
     rig.show("blocks that P stored", stored)
     d = Engine(rig, "d", kv=kvport(name, extra, role="kv_consumer", kvport=key), engine=half)
     got = [d.run(x, 16, kvp=h.kvp) for x, h in zip(ids, handed)]

@@ -6,7 +6,7 @@ import pathlib
 
 from rig import Engine, kvport
 
-from connectors import storage
+from connectors import storage, storage_plugin
 
 
 def mapping(pid, address):
@@ -32,7 +32,7 @@ def descriptor(pid, inode):
 
 def shared(rig):
     """Engine, plugin and this process map one memory; what the plugin loads is where vLLM computes."""
-    _, name, extra = storage(rig)
+    _, name, extra = storage(rig, rig.folder / "blocks")
     ids = rig.prompts.cut("zero copy", 700)
     want = rig.options.baseline([ids], 8)
     engine = Engine(rig, "engine", kv=kvport(name, extra))
@@ -42,7 +42,7 @@ def shared(rig):
     inode, start, kind = mapping(pid, caches["base"])
     rig.check(inode > 0 and "memfd" in kind, f"vLLM's cache is in {kind or 'private memory'}, not in a memfd")
     rig.show("vLLM's cache", f"{caches['bytes']:,} bytes in {kind}, inode {inode}")
-    plugins = [p for p in engine.kin() if "sharedstorage" in engine.kin()[p]]
+    plugins = [p for p in engine.kin() if storage_plugin() in engine.kin()[p]]
     rig.check(len(plugins) == 1, f"one plugin process expected: {engine.kin()}")
     inodes = {line.split()[4] for line in pathlib.Path(f"/proc/{plugins[0]}/maps").read_text(encoding="utf-8").splitlines()}
     rig.check(str(inode) in inodes, "the plugin does not map vLLM's cache")
@@ -54,7 +54,7 @@ def shared(rig):
     with open(descriptor(pid, inode), "r+b") as f, mmap.mmap(f.fileno(), 0) as seen:
         rig.count("processes that map it")
         found = blocks = 0
-        files = [p for p in pathlib.Path(extra["shared_storage_path"]).rglob("*") if p.is_file() and p.stat().st_size > caches["segment"]]
+        files = [p for p in (rig.folder / "blocks").rglob("*") if p.is_file() and p.stat().st_size > caches["segment"]]
         for path in files:
             data = path.read_bytes()
             middle = data[len(data) // 2:len(data) // 2 + 4096]  # of some layer's segment

@@ -7,12 +7,12 @@ from equal import full
 from faults import PATIENT, meet, moved, process
 from rig import Engine, kvport, serve
 
-from connectors import storage
+from connectors import storage, storage_plugin
 
 
 def pressure(rig):
     """66 blocks: preemptions, aborts at random times and of requests that load; afterwards every block is free."""
-    _, name, extra = storage(rig)
+    _, name, extra = storage(rig, rig.folder / "blocks")
     few = {"num_gpu_blocks_override": 66}
     engine = Engine(rig, "engine", kv=kvport(name, extra, kvport=PATIENT), engine=few)
     nudge = rig.prompts.cut("nudge", 20)
@@ -58,7 +58,7 @@ def loading(rig, engine):
     ids = rig.prompts.cut("aborted load", 1350)
     want = rig.options.baseline([ids], 8)
     rig.equal("cold", want, [engine.run(ids, 8)])
-    plugin = process(engine, "kvport-sharedstorage")
+    plugin = process(engine, storage_plugin())
     for _ in range(10):
         engine.reset()
         beside = engine.add(ids[:40], 400)  # a request that runs alone may load within its step, and cannot be aborted there
@@ -79,7 +79,7 @@ def loading(rig, engine):
 
 def ranks(rig):
     """Tensor parallelism over three ranks, each with a region of its own (the model has 9 heads, so not two)."""
-    _, name, extra = storage(rig)
+    _, name, extra = storage(rig, rig.folder / "blocks")
     ids = rig.prompts.set("ranks", [300, 600, 900])
     parallel = ["--tensor-parallel-size", "3"]
     alone = serve(rig, "alone", args=parallel)

@@ -2,14 +2,14 @@
 
 import random
 
-from tokenizers import Tokenizer
-
 LENGTHS = [256, 320, 400, 512, 600, 700, 800, 900, 1024, 1150, 1250, 1350]
 TEXTS = ["LICENSE", "docs/spec/README.md", "docs/other-languages.md", "README.md", "docs/benchmarks.md", "docs/spec/vllm-invariants.md"]
 
 
 def book(root, model):
     """The tokens of all texts, one list a text."""
+    from tokenizers import Tokenizer  # only runs need it, run.py --list does not
+
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return [tokenizer.encode((root / path).read_text(encoding="utf-8")).ids for path in TEXTS]
 

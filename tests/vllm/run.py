@@ -1,6 +1,6 @@
 """Runs kvport under a real vLLM and reports what was reached, line by line: make vllm-test.
 
-  run.py [--only LINE,...] [--seed N] [--prompts N] [--json FILE] [--keep]
+  run.py [--list] [--only LINE,...] [--seed N] [--prompts N] [--json FILE] [--keep]
 
 Lines run one after another, each with its own engines: at most one prefill and one decode engine at a time (and
 LMCache's beside them where it is compared with). What vLLM answers without a connector is computed in the same run.
@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 
+import connectors
 import equal
 import faults
 import memory
@@ -38,6 +39,19 @@ LINES = {
     "pressure": (pressure.pressure, "66 blocks, preemptions, aborts, aborts of loading requests: no block is lost, the engine is idle"),
     "ranks": (pressure.ranks, "three ranks of tensor parallelism: vLLM's own tokens"),
 }
+
+# What a line runs with; the others run with one store of files.
+SELECTS = {"connectors": connectors.alone, "together": connectors.alone, "pd": connectors.apart,
+           "route": connectors.line("route"), "ttft": connectors.line("ttft")}
+
+
+def show(options, names):
+    """The lines with the connectors that each would run, for --list."""
+    for name in names:
+        found, unknown = connectors.chosen(options, SELECTS.get(name, connectors.typical))
+        print(f"{name}: {', '.join(f'{s.label} ({s.connector})' for s in found)}")
+    for connector in unknown:
+        print(f"{connector} has no fixture.json and is left out")
 
 
 class Options:
@@ -98,6 +112,7 @@ def run(options, name):
 def main():
     """All lines, or those asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="show the lines and what each runs with, and run nothing")
     parser.add_argument("--only", default="", help="lines, with commas: " + ", ".join(LINES))
     parser.add_argument("--seed", type=int, default=1, help="of the prompts and of everything random")
     parser.add_argument("--prompts", type=int, default=12)
@@ -113,6 +128,9 @@ def main():
     names = [n for n in args.only.split(",") if n] or list(LINES)
     if unknown := [n for n in names if n not in LINES]:
         parser.error(f"no such line: {', '.join(unknown)}")
+    if args.list:
+        show(args, names)
+        return 0
     args.scratch = tempfile.mkdtemp(prefix="kvport-vllm-")
     os.environ["XDG_RUNTIME_DIR"] = args.scratch  # short, private and gone afterwards
     options, reports, begun = Options(args), [], time.monotonic()

@@ -7,7 +7,7 @@ import time
 from equal import full, slug
 from rig import Engine, Server, free_port, kvport, tail
 
-from connectors import configs, storage
+from connectors import configs, line, storage
 
 LONG = 1350
 # What comes from files is copied through the kernel's page cache, which alone takes a tenth of vLLM's own hit.
@@ -61,8 +61,8 @@ def ttft(rig):
     engines = {"vLLM's own hit": Engine(rig, "alone")}
     for label, chunk in CHUNKS.items():
         engines[label] = lmcache(rig, chunk)
-    for label, name, extra in configs(rig, ("SharedStorage", "Offloading memory")):
-        engines[label] = Engine(rig, "kvport-" + slug(label), kv=kvport(name, extra))
+    for setup, extra in configs(rig, line("ttft")):
+        engines[setup.label] = Engine(rig, "kvport-" + slug(setup.label), kv=kvport(setup.connector, extra))
     for engine in engines.values():
         rig.equal("cold", want, [engine.run(ids, 8)])
     time.sleep(2)  # LMCache acknowledges a store before it can be found
@@ -98,7 +98,7 @@ def judge(rig, times):
 
 def steps(rig):
     """The hooks' share of decode steps: of a consumer, which has no transfers, and of an engine that saves now and then."""
-    _, name, extra = storage(rig)
+    _, name, extra = storage(rig, rig.folder / "blocks")
     ids = rig.prompts.cut("steps", 300)
     for role in "kv_consumer", "kv_both":
         engine = Engine(rig, role, kv=kvport(name, extra, role=role))

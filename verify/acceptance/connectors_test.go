@@ -18,31 +18,6 @@ type connectorRow struct {
 	warm, later, apart int // prompt tokens that came from the connector; -1: not for this one
 }
 
-// variants are further ways to set a connector up, beside its scene.
-func variants(f fixture) []fixture {
-	out := []fixture{f}
-	add := func(what, extra string, change func(v *fixture)) {
-		v := f
-		v.name, v.variant = f.name, what
-		v.extra = func(b backend) string {
-			return strings.NewReplacer("@DIR@", b.dir, "@SERVER@", b.server).Replace(extra)
-		}
-		change(&v)
-		out = append(out, v)
-	}
-	switch f.name {
-	case "OffloadingConnector":
-		add("memory alone", `{"cpu_bytes_to_use":268435456}`, func(v *fixture) { v.keeps = false })
-		add("mostly disk", `{"cpu_bytes_to_use":4194304,"disk_path":"@DIR@/disk","disk_bytes":1073741824,"disk_admit_after":1}`, func(*fixture) {})
-	case "AIBrixOffloadingConnectorV1Type1":
-		add("server alone", `{"AIBRIX_KV_CACHE_OL_L1_CACHE_ENABLED":"0","AIBRIX_KV_CACHE_OL_L2_CACHE_BACKEND":"REDIS",`+
-			`"AIBRIX_KV_CACHE_OL_L2_CACHE_NAMESPACE":"alone","AIBRIX_KV_CACHE_OL_REDIS_URL":"redis://@SERVER@"}`, func(v *fixture) { v.pairs = true })
-	case "LMCacheConnectorV1":
-		add("server alone", `{"lmcache.chunk_size":16,"lmcache.local_cpu":"false","lmcache.remote_url":"redis://@SERVER@/2"}`, func(v *fixture) { v.pairs = true })
-	}
-	return out
-}
-
 // TestConnectors: the model gives a single node's tokens through every connector that is found: on one engine that saves
 // and loads, on a later engine, and with prefill and decode apart. What the connector gave is counted.
 func TestConnectors(t *testing.T) {
@@ -55,10 +30,10 @@ func TestConnectors(t *testing.T) {
 	r.stop(node)
 	b := newBackend(t)
 	var rows []connectorRow
-	for _, f := range fixtures(t) {
-		for _, v := range variants(f) {
-			t.Run(strings.TrimSuffix(v.name+", "+v.variant, ", "), func(t *testing.T) {
-				s := connectorScene{rig: &rig{T: t, tokens: tokens}, f: v, b: b.under(t, v.name+v.variant), prompts: prompts, want: want}
+	for _, f := range scenes(t) {
+		for _, v := range f.variants() {
+			t.Run(v.title(), func(t *testing.T) {
+				s := connectorScene{rig: &rig{T: t, tokens: tokens}, f: v, b: b.under(t, v.name+v.Setup.Name), prompts: prompts, want: want}
 				rows = append(rows, s.run())
 			})
 		}
@@ -76,7 +51,7 @@ func TestConnectors(t *testing.T) {
 // connectorScene is one connector's part.
 type connectorScene struct {
 	*rig
-	f       fixture
+	f       scene
 	b       backend
 	prompts []string
 	want    []*cluster.Completion
@@ -85,18 +60,18 @@ type connectorScene struct {
 
 // run goes through the engines.
 func (s *connectorScene) run() connectorRow {
-	s.row = connectorRow{name: strings.TrimSuffix(s.f.name+", "+s.f.variant, ", "), warm: -1, later: -1}
+	s.row = connectorRow{name: s.f.title(), warm: -1, later: -1}
 	one := s.engine("one", "kv_both")
 	s.same(one.URL, "cold")
 	s.idle(one)
 	s.same(one.URL, "warm")
-	if got := s.loaded(one); !s.f.peers {
+	if got := s.loaded(one); !s.f.Peers {
 		require.Positive(s, got, "prompt tokens from the connector on one engine")
 		s.row.warm = got
 	}
 	s.idle(one)
 	s.stop(one)
-	if s.f.keeps {
+	if s.f.Keeps {
 		later := s.engine("later", "kv_both")
 		s.same(later.URL, "a later engine")
 		s.row.later = s.loaded(later)
@@ -115,7 +90,7 @@ func (s *connectorScene) apart() {
 	router := s.route(p, d)
 	s.same(router.URL, "prefill and decode apart")
 	s.row.apart = s.loaded(d)
-	if s.f.pairs {
+	if s.f.Pairs {
 		require.Positive(s, s.row.apart, "prompt tokens that decode had of prefill")
 	}
 	s.idle(p)
@@ -126,12 +101,7 @@ func (s *connectorScene) apart() {
 }
 
 func (s *connectorScene) engine(name, role string) *cluster.Process {
-	f := s.f
-	extra := f.extra(s.b)
-	if f.name == "MultiConnector" {
-		extra = multi(s.b, role, multiChildren()...)
-	}
-	config := f.config(role, name, extra, `"deadlines":{"handshake":"30s"}`)
+	config := s.f.config(role, name, s.f.extra(s.T, s.b, role), `"deadlines":{"handshake":"30s"}`)
 	return s.serve(name, config, "--enable-prefix-caching=false")
 }
 

@@ -101,10 +101,10 @@ type keyEngine struct {
 }
 
 // openKeys opens a connector for an engine. A nil engine comes with the reason of a refusal.
-func openKeys(t *testing.T, f *fixture, b backend, i identity, name string) (*keyEngine, error) {
+func openKeys(t *testing.T, f *scene, b backend, i identity, name string) (*keyEngine, error) {
 	t.Helper()
 	e := &keyEngine{T: t, identity: i, groups: 1, metrics: prometheus.NewRegistry()}
-	if f.groups {
+	if f.Groups {
 		e.groups = 2
 	}
 	later := "20s"
@@ -112,7 +112,7 @@ func openKeys(t *testing.T, f *fixture, b backend, i identity, name string) (*ke
 		later = "300ms" // it is to find nothing, and a ticket for another prompt makes it wait for that
 	}
 	settings := fmt.Sprintf(`"deadlines":{"handshake":"30s","later":%q},"heartbeat":{"limit":"1m"}`, later)
-	cfg, err := host.ParseConfig(f.config("kv_both", name, f.extra(b), settings))
+	cfg, err := host.ParseConfig(f.config("kv_both", name, f.extra(t, b, "kv_both"), settings))
 	require.NoError(t, err)
 	layout, size := host.WithDigests(e.layout())
 	eng := host.Engine{
@@ -301,7 +301,7 @@ func TestKeyMatrix(t *testing.T) {
 		t.Skip("starts hundreds of plugins: left out with -short, which the race stage uses")
 	}
 	b := newBackend(t)
-	all := fixtures(t)
+	all := scenes(t)
 	rows := make([]keyRow, len(all))
 	t.Run("connectors", func(t *testing.T) {
 		for i, f := range all {
@@ -327,14 +327,14 @@ func TestKeyMatrix(t *testing.T) {
 // keyScene is one connector's part of the matrix.
 type keyScene struct {
 	*testing.T
-	f       *fixture
+	f       *scene
 	b       backend
 	base    *keyEngine
 	tickets int
 	row     keyRow
 }
 
-func keyMatrix(t *testing.T, f *fixture, b backend) keyRow {
+func keyMatrix(t *testing.T, f *scene, b backend) keyRow {
 	s := &keyScene{T: t, f: f, b: b, row: keyRow{connector: f.name}}
 	base, err := openKeys(t, f, b, usual(), "base")
 	require.NoError(t, err)
@@ -348,7 +348,7 @@ func keyMatrix(t *testing.T, f *fixture, b backend) keyRow {
 		base.offer(fmt.Sprint("half ", foreign), half.keys(foreign), 1)
 	}
 	s.requests() // inside one engine
-	if !f.peers && !f.pairs {
+	if !f.Peers && !f.Pairs {
 		base.close() // what it keeps for others is written by then
 	}
 	s.control()
@@ -398,7 +398,7 @@ func (s *keyScene) control() {
 
 // differs opens an engine that differs in one thing. It asks for the blocks, and then saves its own under its own keys.
 func (s *keyScene) differs(d dimension, half identity) string {
-	if d.name == "group" && !s.f.groups {
+	if d.name == "group" && !s.f.Groups {
 		return s.severalGroups(d)
 	}
 	i := usual()
@@ -434,7 +434,7 @@ func (s *keyScene) differs(d dimension, half identity) string {
 	}
 	require.Zero(s, offered, "%s differs: blocks offered of %d", d.name, asked)
 	require.Zero(s, loaded, "%s differs: blocks loaded of %d", d.name, asked)
-	if refused := int(e.counter("kvport_tickets_refused_total")); d.ticket && s.f.pairs {
+	if refused := int(e.counter("kvport_tickets_refused_total")); d.ticket && s.f.Pairs {
 		require.Equal(s, 2, refused, "%s differs: tickets refused", d.name)
 		s.row.refused += refused
 	}
@@ -443,8 +443,9 @@ func (s *keyScene) differs(d dimension, half identity) string {
 
 // severalGroups: a connector that knows one group only is not given a cache of two.
 func (s *keyScene) severalGroups(d dimension) string {
-	two := *s.f
-	two.groups = true
+	two, f := *s.f, *s.f.Fixture
+	f.Groups = true
+	two.Fixture = &f
 	_, err := openKeys(s.T, &two, s.b, usual(), "groups")
 	require.Error(s, err, d.name)
 	require.ErrorContains(s, err, "2 groups")

@@ -1,6 +1,7 @@
 package acceptance
 
 import (
+	"encoding/json"
 	"fmt"
 	"strings"
 	"testing"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // quotaCase is a connector with room for a few blocks only.
@@ -58,9 +60,7 @@ func TestQuotaOverflow(t *testing.T) {
 }
 
 func (c *quotaCase) run(t *testing.T, b backend) {
-	f, known := scene(c.connector)
-	require.True(t, known)
-	f.name, f.groups, f.extra = c.connector, false, c.extra
+	f := scene{name: c.connector, Fixture: &fixture.Fixture{}, Setup: fixture.Setup{Config: json.RawMessage(c.extra(b))}}
 	i := usual()
 	e, err := openKeys(t, &f, b, i, "engine")
 	require.NoError(t, err)

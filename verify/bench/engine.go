@@ -20,9 +20,9 @@ import (
 // EngineOptions say what Engine works with.
 type EngineOptions struct {
 	Model      string   // GGUF file, or tiny-random
-	PluginPath []string // where SharedStorageConnector is looked for
+	PluginPath []string // where plugins are looked for
 	Dir        string   // folder for stored blocks; empty: the system's for temporary files
-	Connector  string   // of LayerWise: PipeConnector (the default) or NixlConnector
+	Connector  string   // of LayerWise; empty: the one over pipes
 	Threads    int      // 0: one for each CPU
 	Peer       *Peer    // nil: none
 	Quick      bool     // a few rounds: to see that it works, not to measure

@@ -61,11 +61,19 @@ func (b *bench) newRunner(ctx context.Context, m model.Model, role, dir string) 
 		Model: m, Tokenizer: tokenizer.Bytes(), NumBlocks: 256, PluginPath: b.PluginPath, Log: slog.New(slog.DiscardHandler),
 	}
 	if role != "" {
+		store, err := typicalStore()
+		if err != nil {
+			return nil, err
+		}
+		extra, err := store.config(dir)
+		if err != nil {
+			return nil, err
+		}
 		arg, err := json.Marshal(struct {
-			Connector string        `json:"kv_connector"`
-			Role      string        `json:"kv_role"`
-			Extra     storageConfig `json:"kv_connector_extra_config"`
-		}{"SharedStorageConnector", role, storageConfig{dir}})
+			Connector string          `json:"kv_connector"`
+			Role      string          `json:"kv_role"`
+			Extra     json.RawMessage `json:"kv_connector_extra_config"`
+		}{store.name, role, extra})
 		if err != nil {
 			return nil, err
 		}

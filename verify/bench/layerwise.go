@@ -87,13 +87,6 @@ type layers struct {
 	runs      byte
 }
 
-// layerEnd is the config of either end: of PipeConnector, or of NixlConnector.
-type layerEnd struct {
-	Listen    string   `json:"listen,omitempty"`
-	Port      int      `json:"side_channel_port,omitempty"`
-	Subscribe []string `json:"subscribe,omitempty"`
-}
-
 // layerRun is one prompt's time line, from its beginning.
 type layerRun struct {
 	computed, confirmed []time.Duration // of each layer
@@ -110,7 +103,9 @@ func openLayers(ctx context.Context, o *EngineOptions, w *work) (_ *layers, err 
 	}()
 	name := o.Connector
 	if name == "" {
-		name = "PipeConnector"
+		if name, err = typicalPeers(); err != nil {
+			return nil, err
+		}
 	}
 	binary, err := host.Find(o.PluginPath, name)
 	if err != nil {
@@ -120,14 +115,13 @@ func openLayers(ctx context.Context, o *EngineOptions, w *work) (_ *layers, err 
 	if err != nil {
 		return nil, err
 	}
-	address := listener.Addr().String()
-	at, err := netip.ParseAddrPort(address)
+	at, err := netip.ParseAddrPort(listener.Addr().String())
 	if err := errors.Join(err, listener.Close()); err != nil {
 		return nil, err
 	}
-	producer := layerEnd{Listen: address}
-	if name == "NixlConnector" {
-		producer = layerEnd{Port: int(at.Port())}
+	producer, consumer, err := layerEnds(name, int(at.Port()))
+	if err != nil {
+		return nil, err
 	}
 	env := connector.Env{
 		Engine: "p", Epoch: 1, Role: connector.RoleProducer, World: 1, Layout: *w.kv.Layout(),
@@ -149,17 +143,13 @@ func openLayers(ctx context.Context, o *EngineOptions, w *work) (_ *layers, err 
 		return nil, err
 	}
 	env.Engine, env.Role = "d", connector.RoleConsumer
-	if _, _, err = l.open(ctx, binary.Path, l.consumer, env, layerEnd{Subscribe: []string{address}}); err != nil {
+	if _, _, err = l.open(ctx, binary.Path, l.consumer, env, consumer); err != nil {
 		return nil, err
 	}
 	return l, l.await(ctx, "subscribers", 1)
 }
 
-func (l *layers) open(ctx context.Context, path string, region *host.Region, env connector.Env, config layerEnd) (connector.Scheduler, connector.Worker, error) {
-	raw, err := json.Marshal(config)
-	if err != nil {
-		return nil, nil, err
-	}
+func (l *layers) open(ctx context.Context, path string, region *host.Region, env connector.Env, config json.RawMessage) (connector.Scheduler, connector.Worker, error) {
 	options := patient()
 	options.Regions = []*host.Region{region}
 	p, err := host.Launch(ctx, path, options)
@@ -167,11 +157,11 @@ func (l *layers) open(ctx context.Context, path string, region *host.Region, env
 		return nil, nil, err
 	}
 	l.processes = append(l.processes, p)
-	scheduler, err := p.OpenScheduler(ctx, env, raw)
+	scheduler, err := p.OpenScheduler(ctx, env, config)
 	if err != nil {
 		return nil, nil, err
 	}
-	worker, err := p.OpenWorker(ctx, env, raw)
+	worker, err := p.OpenWorker(ctx, env, config)
 	if err != nil {
 		return nil, nil, err
 	}

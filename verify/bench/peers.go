@@ -28,14 +28,20 @@ type rival struct {
 	at              installed
 }
 
-// rivals are the stores of verify/bench/peers/stores.py.
-func rivals() []rival {
-	return []rival{
-		{name: "lmcache", connector: "OffloadingConnector", budget: atLeast(3)},
-		{name: "mooncake", connector: "OffloadingConnector", budget: atLeast(1.7)},
-		{name: "safetensors", connector: "SharedStorageConnector", budget: atLeast(1)},
-		{name: "redis", connector: "RemoteStoreConnector"},
+// rivals are the stores of verify/bench/peers/stores.py, as the fixtures name them.
+func (s *store) rivals() (all []rival) {
+	for _, f := range s.fixtures {
+		for _, b := range f.Bench {
+			for _, r := range b.Rivals {
+				rival := rival{name: r.Name, connector: f.Connector}
+				if r.AtLeast > 0 {
+					rival.budget = atLeast(r.AtLeast)
+				}
+				all = append(all, rival)
+			}
+		}
 	}
+	return all
 }
 
 // installed is a line of peers.json, which verify/bench/peers/setup.py writes.
@@ -67,7 +73,7 @@ func (s *store) compare(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for _, r := range rivals() {
+	for _, r := range s.rivals() {
 		if !s.wants(r.name) {
 			continue
 		}
@@ -122,7 +128,11 @@ func (s *store) duel(ctx context.Context, binary string, set setup, sh shape, r 
 		return "", err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	l, err := openLink(ctx, linkOptions{binary: binary, config: set.config(dir, sh), shape: sh, digests: true, arena: true, bytes: s.bytes(sh), life: set.name + " : " + r.name})
+	config, err := set.config(dir, sh)
+	if err != nil {
+		return "", err
+	}
+	l, err := openLink(ctx, linkOptions{binary: binary, config: config, shape: sh, digests: true, arena: true, bytes: s.bytes(sh), life: set.name + " : " + r.name})
 	if err != nil {
 		return "", err
 	}

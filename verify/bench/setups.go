@@ -2,8 +2,10 @@ package bench
 
 import (
 	"context"
-	"path/filepath"
+	"encoding/json"
 	"strconv"
+
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // setup is one way to run a connector.
@@ -16,7 +18,7 @@ type setup struct {
 	later   bool   // blocks are written to where they are loaded from after they are acknowledged
 	budget  budget
 	small   budget // of transfers below smallBytes, if it is another: there the plugin's message weighs (ADR 127)
-	config  func(dir string, sh shape) any
+	config  func(dir string, sh shape) (json.RawMessage, error)
 	limit   func(ctx context.Context, s *store, l *link, dir string) (limit, error)
 	bare    bool // a bare process that copies the same bytes is measured too (ADR 127)
 	// second is something else to compare with in the same turns, which is named rival; nil: nothing.
@@ -47,77 +49,45 @@ func small(sh shape) int64 { return 6 * (sh.block() + 4096) }
 
 func gib(bytes int64) string { return strconv.FormatFloat(float64(bytes)/(1<<30), 'f', 4, 64) }
 
-// setups are the ways to run a connector by its name, or why there is none.
+// setups are the ways to run a connector by its name, as its fixture has them, or why there is none.
 func (s *store) setups(name string) (sets []setup, why string) {
-	inMemory := setup{batches: true, bare: true, limit: copyLimit, slots: 1}
-	withServer := setup{absent: s.why, files: true, budget: atLeast(0.8), small: atLeast(0.5), limit: redisLimit, second: goRedis, rival: "go-redis"}
-	address := ""
-	if s.server != nil {
-		address = "redis://" + s.server.Address
+	f := s.fixtures.Of(name)
+	switch {
+	case f == nil:
+		return nil, "kvport bench has no config for it"
+	case len(f.Bench) == 0 && f.NoBench != "":
+		return nil, f.NoBench
+	case len(f.Bench) == 0:
+		return nil, "its fixture has no config for kvport bench"
 	}
-	switch name {
-	case "SharedStorageConnector":
-		set := setup{name: "shared storage, tmpfs", dir: s.memory, files: true, limit: fileLimit}
-		set.config = func(dir string, _ shape) any { return storageConfig{filepath.Join(dir, "kv")} }
-		return []setup{set}, ""
-	case "OffloadingConnector":
-		memory, disk := inMemory, setup{name: "offloading, disk", dir: s.Dir, files: true, later: true, limit: fileLimit}
-		memory.name = "offloading, memory"
-		memory.config = func(string, shape) any { return offloadConfig{Bytes: memoryBytes} }
-		disk.config = func(dir string, sh shape) any {
-			return offloadConfig{Bytes: small(sh), Disk: filepath.Join(dir, "kv"), DiskBytes: 1 << 30, Admit: 1}
-		}
-		return []setup{memory, disk}, ""
-	case "AIBrixOffloadingConnectorV1Type1":
-		inMemory.name = "aibrix, memory"
-		inMemory.config = func(string, shape) any { return aibrixConfig{gib(memoryBytes), "LRU", blockTokens} }
-		return []setup{inMemory}, ""
-	case "LMCacheConnectorV1":
-		memory := inMemory
-		memory.name = "lmcache names, memory"
-		memory.config = func(string, shape) any { return lmcacheConfig{Chunk: blockTokens, CPU: true, Size: gib(memoryBytes)} }
-		withServer.name = "lmcache names, redis"
-		withServer.config = func(string, shape) any { return lmcacheConfig{Chunk: blockTokens, URL: address} }
-		return []setup{memory, withServer}, ""
-	case "RemoteStoreConnector":
-		withServer.name = "remote store, redis"
-		withServer.config = func(string, shape) any { return remoteConfig{address} }
-		return []setup{withServer}, ""
-	case "PipeConnector":
-		return nil, "what it sends over is measured as pipe, tcp"
-	case "P2pNcclConnector":
-		return nil, "what it sends over is measured as pipe, tcp, and as ucx"
-	case "NixlConnector":
-		return nil, "it reads the producer's cache and stores nothing"
-	case "MinimalConnector":
-		return nil, "an example that keeps blocks on the heap"
-	case "MultiConnector":
-		return nil, "it stores nothing itself"
+	for _, b := range f.Bench {
+		set := s.medium(b.Medium)
+		set.name = b.Name
+		set.config = func(dir string, sh shape) (json.RawMessage, error) { return s.fill(b.Config, dir, sh) }
+		sets = append(sets, set)
 	}
-	return nil, "kvport bench has no config for it"
+	return sets, ""
 }
 
-// The configs, as far as the benchmark needs them.
-type (
-	offloadConfig struct {
-		Bytes     int64  `json:"cpu_bytes_to_use"`
-		Workers   int    `json:"workers,omitempty"`
-		Disk      string `json:"disk_path,omitempty"`
-		DiskBytes int64  `json:"disk_bytes,omitempty"`
-		Admit     int    `json:"disk_admit_after,omitempty"`
+// medium is how stores are measured that keep their blocks there.
+func (s *store) medium(medium string) setup {
+	switch medium {
+	case "memory":
+		return setup{batches: true, bare: true, limit: copyLimit, slots: 1}
+	case "disk":
+		return setup{dir: s.Dir, files: true, later: true, limit: fileLimit}
+	case "server":
+		return setup{absent: s.why, files: true, budget: atLeast(0.8), small: atLeast(0.5), limit: redisLimit, second: goRedis, rival: "go-redis"}
 	}
-	aibrixConfig struct {
-		Capacity string `json:"AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB"`
-		Policy   string `json:"AIBRIX_KV_CACHE_OL_L1_CACHE_EVICTION_POLICY"`
-		Chunk    int    `json:"AIBRIX_KV_CACHE_OL_CHUNK_SIZE"`
+	return setup{dir: s.memory, files: true, limit: fileLimit}
+}
+
+// fill makes a config of a fixture's for blocks of a shape.
+func (s *store) fill(config json.RawMessage, dir string, sh shape) (json.RawMessage, error) {
+	values := fixture.Values{"TMP": dir, "MEMORY_BYTES": memoryBytes, "MEMORY_GIB": gib(memoryBytes), "SMALL_BYTES": small(sh), "BLOCK": blockTokens}
+	if s.server != nil {
+		values["SERVER"] = s.server.Address
 	}
-	lmcacheConfig struct {
-		Chunk int    `json:"lmcache.chunk_size"`
-		CPU   bool   `json:"lmcache.local_cpu"`
-		Size  string `json:"lmcache.max_local_cpu_size,omitempty"`
-		URL   string `json:"lmcache.remote_url,omitempty"`
-	}
-	remoteConfig struct {
-		URL string `json:"url"`
-	}
-)
+	filled, err := fixture.Fill(config, values)
+	return json.RawMessage(filled), err
+}

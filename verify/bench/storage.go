@@ -21,19 +21,18 @@ import (
 	"github.com/kvport/kvport/host"
 )
 
-// storageConfig is the config of SharedStorageConnector.
-type storageConfig struct {
-	Path string `json:"shared_storage_path"`
-}
-
 // storage compares one file for each block, through the shared storage plugin, with plain files.
 func (t *transfer) storage(ctx context.Context) error {
-	binary, err := t.find()
+	store, err := typicalStore()
+	if err != nil {
+		return err
+	}
+	binary, err := store.find(t.PluginPath)
 	if err != nil {
 		return err
 	}
 	for _, s := range shapes()[2:] {
-		if err := t.files(ctx, binary, s); err != nil {
+		if err := t.files(ctx, binary, store, s); err != nil {
 			return fmt.Errorf("shared storage, %s: %w", s.name, err)
 		}
 	}
@@ -41,17 +40,20 @@ func (t *transfer) storage(ctx context.Context) error {
 }
 
 // files is one size. Every round saves a new block, since one that is stored is not written again.
-func (t *transfer) files(ctx context.Context, binary string, s shape) (err error) {
+func (t *transfer) files(ctx context.Context, binary string, store fileStore, s shape) (err error) {
 	dir, err := os.MkdirTemp(t.Dir, "kvport-bench-")
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	stored := filepath.Join(dir, "stored")
-	if err := warm(ctx, binary, stored); err != nil {
+	config, err := store.config(dir)
+	if err != nil {
 		return err
 	}
-	o := linkOptions{binary: binary, config: storageConfig{stored}, shape: s, bytes: 16 * s.block()}
+	if err := warm(ctx, binary, config); err != nil {
+		return err
+	}
+	o := linkOptions{binary: binary, config: config, shape: s, bytes: 16 * s.block()}
 	l, err := openLink(ctx, o)
 	if err != nil {
 		return err
@@ -90,9 +92,9 @@ func (t *transfer) files(ctx context.Context, binary string, s shape) (err error
 	return nil
 }
 
-// warm stores many small blocks, so that the folders below dir are there.
-func warm(ctx context.Context, binary, dir string) (err error) {
-	l, err := openLink(ctx, linkOptions{binary: binary, config: storageConfig{dir}, shape: shape{"warm", 1, 64, 1000}, bytes: 1})
+// warm stores many small blocks, so that a store's folders are there.
+func warm(ctx context.Context, binary string, config json.RawMessage) (err error) {
+	l, err := openLink(ctx, linkOptions{binary: binary, config: config, shape: shape{"warm", 1, 64, 1000}, bytes: 1})
 	if err != nil {
 		return err
 	}
@@ -170,7 +172,11 @@ func (f *files) ask(name string, n int) error {
 
 // lookup asks the shared storage plugin for 32 keys that it has.
 func (t *transfer) lookup(ctx context.Context) (err error) {
-	binary, err := t.find()
+	store, err := typicalStore()
+	if err != nil {
+		return err
+	}
+	binary, err := store.find(t.PluginPath)
 	if err != nil {
 		return err
 	}
@@ -179,8 +185,12 @@ func (t *transfer) lookup(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	config, err := store.config(dir)
+	if err != nil {
+		return err
+	}
 	const keys = 32
-	l, err := openLink(ctx, linkOptions{binary: binary, config: storageConfig{dir}, shape: shape{"lookup", 1, 4096, keys}, bytes: 1})
+	l, err := openLink(ctx, linkOptions{binary: binary, config: config, shape: shape{"lookup", 1, 4096, keys}, bytes: 1})
 	if err != nil {
 		return err
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // StoreOptions say what Store works with.
@@ -30,9 +31,10 @@ type StoreOptions struct {
 // store is one run of Store.
 type store struct {
 	StoreOptions
-	memory string            // a folder in memory
-	server *redistest.Server // nil: none, and why
-	why    string
+	fixtures fixture.List
+	memory   string            // a folder in memory
+	server   *redistest.Server // nil: none, and why
+	why      string
 }
 
 // storeShapes are blocks of 64 tokens: those of the demo model in 16 bits, and those of a model of 8 billion
@@ -51,6 +53,9 @@ func storeShapes() []shape {
 // measured is a row with the reason.
 func Store(ctx context.Context, o StoreOptions) (err error) {
 	s := &store{StoreOptions: o}
+	if s.fixtures, err = fixtures(); err != nil {
+		return err
+	}
 	if s.memory, err = os.MkdirTemp(memoryFolder(), "kvport-bench-"); err != nil {
 		return err
 	}
@@ -129,7 +134,11 @@ func (s *store) measure(ctx context.Context, binary string, set setup, sh shape)
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	l, err := openLink(ctx, linkOptions{binary: binary, config: set.config(dir, sh), shape: sh, digests: true, arena: true, bytes: s.bytes(sh), life: set.name})
+	config, err := set.config(dir, sh)
+	if err != nil {
+		return err
+	}
+	l, err := openLink(ctx, linkOptions{binary: binary, config: config, shape: sh, digests: true, arena: true, bytes: s.bytes(sh), life: set.name})
 	if err != nil {
 		return err
 	}

@@ -11,13 +11,12 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/host"
 )
 
 // TransferOptions say what Transfer works with.
 type TransferOptions struct {
 	Self       string   // a binary that calls ServePlugin first thing: kvport's own
-	PluginPath []string // where SharedStorageConnector is looked for
+	PluginPath []string // where plugins are looked for
 	Dir        string   // folder for stored blocks; empty: the system's for temporary files
 	Peer       *Peer    // nil: none
 	Only       string   // measure only the parts whose name this is: blocks, message, files, lookup, restart, transports, sockets; empty: all
@@ -258,13 +257,4 @@ func socketPair() (a, b net.Conn, err error) {
 		}
 	}
 	return conns[0], conns[1], nil
-}
-
-// find gives the binary of the shared storage plugin.
-func (t *transfer) find() (string, error) {
-	b, err := host.Find(t.PluginPath, "SharedStorageConnector")
-	if err != nil {
-		return "", err
-	}
-	return b.Path, nil
 }
