@@ -38,24 +38,6 @@ func (h *Host) cut(b *tracker.Event) ticket.Cut {
 	return ticket.Cut{Base: h.eng.Base, BlockTokens: h.eng.Layout.Groups[0].BlockTokens, Last: b.Last, Tail: b.Tail}
 }
 
-// agreed is how many leading tokens of a query are those of a ticket of another shape (rule RESHAPE-01).
-// The caller holds mu.
-func (h *Host) agreed(e *ticket.Envelope, q *connector.Query) int {
-	none := connector.BlockKey{}
-	c := &e.Cut
-	same := func(tokens int, want connector.BlockKey) bool {
-		return want != none && tokens <= q.Tokens && h.eng.Address(q.Request, c.BlockTokens, tokens) == want
-	}
-	full := e.Tokens - e.Tokens%c.BlockTokens
-	switch {
-	case same(e.Tokens, c.Tail):
-		return e.Tokens
-	case full > 0 && same(full, c.Last):
-		return full
-	}
-	return 0
-}
-
 // reshape has a worker load from an engine of another shape.
 func reshape(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
 	reshaper, ok := connector.As[connector.Reshaper](w)

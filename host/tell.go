@@ -23,6 +23,9 @@ func (h *Host) tell(b *tracker.Event) {
 	case tracker.Loaded:
 		e.Kind = Loaded
 		h.metrics.moved("load", b)
+		if b.Damaged > 0 {
+			h.log.Warn("damaged blocks, they are computed again", "connector", h.info.Name, "request", b.Request, "blocks", b.Damaged)
+		}
 		h.complain("load", &h.badLoads, b)
 	case tracker.Saved:
 		e.Kind = Saved

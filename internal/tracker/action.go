@@ -114,6 +114,7 @@ type Event struct {
 	Err     error
 	Tokens  int            // Loaded, Saved: of the transfer. Finished: leading tokens a consumer can get
 	Bytes   int64          // Loaded, Saved: of the blocks that did not fail, on all ranks
+	Damaged int            // Loaded: blocks that were not what was saved, counted on every rank
 	Remote  bool           // Finished: a consumer was announced
 	Weak    bool           // Finished: the consumer is only hoped for
 	Lost    bool           // Loaded, Saved: the blocks stay pinned for good

@@ -67,7 +67,7 @@ func (b *Book) finishReady(now time.Time, list []*ending) {
 		if b.endings[e.id] == nil || e.finish != notAsked || e.ended.Remote && e.req.saves > 0 {
 			continue
 		}
-		if b.cfg.Can&connector.CanHold == 0 || b.state != up || b.closed {
+		if !b.isHolder() || b.state != up || b.closed {
 			b.finishEnding(now, e)
 			continue
 		}
@@ -272,7 +272,7 @@ func (b *Book) available(e *ending, h connector.Hold) int {
 	if h.ID != 0 {
 		return e.ended.Tokens
 	}
-	if b.cfg.Can&connector.CanHold != 0 || !b.cfg.Role.Saves() {
+	if b.isHolder() || !b.cfg.Role.Saves() {
 		return 0
 	}
 	n := e.ended.Tokens

@@ -9,6 +9,9 @@ import (
 // judge records which blocks of a returned call failed.
 func (b *Book) judge(c *call, out Outcome) {
 	o := c.op
+	if o.kind == Load && o.req.turn {
+		out = b.reused(c.part, out)
+	}
 	if out.Err != nil {
 		bad := c.part.Blocks
 		var some *connector.BlockError
@@ -23,18 +26,21 @@ func (b *Book) judge(c *call, out Outcome) {
 		}
 		o.fail(bad, out.Err)
 		if o.kind == Load && errors.Is(out.Err, connector.ErrCorrupt) {
-			b.remember(bad)
+			b.damaged(o, bad)
 		}
 	}
 	if len(out.Corrupt) > 0 {
 		bad, _ := pick(c.part.Blocks, out.Corrupt)
 		o.fail(bad, connector.ErrCorrupt)
-		b.remember(bad)
+		b.damaged(o, bad)
 	}
 }
 
-func (b *Book) remember(damaged []connector.Block) {
-	for _, k := range damaged {
+// damaged counts blocks that are not what was saved, and remembers their keys.
+func (b *Book) damaged(o *op, bad []connector.Block) {
+	o.damaged += len(bad)
+	b.counters.Damaged += len(bad)
+	for _, k := range bad {
 		b.corrupt.add(k.Key)
 	}
 }

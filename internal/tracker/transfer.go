@@ -19,6 +19,7 @@ var (
 	errAbandoned  = fmt.Errorf("somebody that the plugin left behind may still use the blocks: %w", connector.ErrGone)
 	errRole       = errors.New("the role does not load")
 	errLoading    = errors.New("a load still writes one of the blocks")
+	errReused     = fmt.Errorf("an earlier turn's blocks have been reused: %w", connector.ErrGone)
 	errLanding    = errors.New("more blocks than landing memory holds: raise kvport.landing_bytes")
 )
 
@@ -45,6 +46,7 @@ type op struct {
 	planning bool // its parts are not known yet
 	stored   bool // see Stored
 	layered  bool // its blocks were handed over before they were computed
+	damaged  int  // loads: blocks that arrived and are not what was saved, by all calls
 	retried  bool // it has lost one generation already
 	canceled bool
 	lost     bool // its blocks never come back
@@ -108,7 +110,7 @@ func (b *Book) addOp(now time.Time, kind Kind, step uint64, t connector.Transfer
 		o.req.saves++
 		o.deadline = now.Add(b.cfg.Save)
 	} else {
-		o.t.Ticket, o.t.Reshaped = o.req.ticket, o.req.cut
+		o.t.Ticket, o.t.Reshaped = o.req.plugin, o.req.reshaped > 0
 		gib := float64(b.bytes(t.Blocks)) / (1 << 30)
 		o.deadline = now.Add(b.cfg.Transfer + time.Duration(gib*float64(b.cfg.TransferPerGiB)))
 	}
@@ -189,6 +191,9 @@ func (b *Book) startReady(o *op) {
 func (b *Book) start(c *call) {
 	c.state, c.id, c.gen = running, CallID(b.id()), b.gen
 	b.calls[c.id] = c
+	if c.op.kind == Load && c.op.req.turn {
+		c.op.req.denied = true // it serves one load: if the request is preempted, it computes
+	}
 	if c.op.kind == Save && !c.part.Replace && b.corrupt.any(c.part.Blocks) {
 		p := *c.part
 		p.Replace = true
@@ -346,7 +351,7 @@ func (b *Book) endOp(now time.Time, o *op) {
 	delete(b.ops, o.id)
 	ev := Event{
 		Kind: Loaded, Request: o.t.Request, Step: o.step, Tokens: o.t.Tokens, Took: now.Sub(o.began),
-		Blocks: ids(o.t.Blocks), Lost: o.lost,
+		Blocks: ids(o.t.Blocks), Lost: o.lost, Damaged: o.damaged,
 	}
 	for _, k := range o.t.Blocks {
 		_, bad := o.failed[k.ID]
@@ -372,7 +377,7 @@ func (b *Book) endOp(now time.Time, o *op) {
 	case r.saves > 0:
 	case r.ending != nil:
 		b.finishReady(now, []*ending{r.ending})
-	case !r.arrived && b.requests[r.id] == r && !r.match.open:
+	case !r.arrived && !r.queried && b.requests[r.id] == r && !r.match.open:
 		delete(b.requests, r.id) // nothing will end it
 	}
 }
