@@ -200,7 +200,7 @@ func (h *Host) bookConfig() tracker.Config {
 		Later: d.Later, Fresh: matchFresh, Transfer: d.Transfer, TransferPerGiB: d.TransferPerGiB,
 		Save: d.Save, Plan: d.Plan, Finish: d.Finish, Grace: d.Grace, Hold: d.Hold, HoldMax: d.HoldMax,
 		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
-		Slots: h.slots(), Threshold: h.cfg.Settings.RecomputeThreshold, Address: h.eng.Address,
+		Slots: h.slots(), Threshold: h.cfg.Settings.RecomputeThreshold, Address: h.eng.Address, Reshape: h.cuts, Lossy: h.info.Lossy,
 		Shun: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
 	}
 	h.family.stretch(&c)

@@ -7,7 +7,6 @@ import (
 	"slices"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -28,14 +27,6 @@ func (h *Host) openReshape() {
 		h.log.Warn("blocks of engines with another block size or other ranks are loaded, too: no digest verifies their bytes (kvport.unverified)",
 			"connector", h.info.Name, "base", h.eng.Base)
 	}
-}
-
-// cut is what a ticket says for engines of other shapes.
-func (h *Host) cut(b *tracker.Event) ticket.Cut {
-	if !h.cuts || b.Hold.Weak || b.Weak { // nothing but digests tells whether a weak hold's blocks are still there
-		return ticket.Cut{}
-	}
-	return ticket.Cut{Base: h.eng.Base, BlockTokens: h.eng.Layout.Groups[0].BlockTokens, Last: b.Last, Tail: b.Tail}
 }
 
 // reshape has a worker load from an engine of another shape.

@@ -109,12 +109,10 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move) tracker
 		h.opts.Landed(t.Request, a.Rank)
 	}
 	out := tracker.Outcome{Err: err}
-	switch {
-	case t.Reshaped:
+	if t.Reshaped {
 		h.unverified(r, t, err)
-	case !h.info.Lossy:
-		out.Corrupt = r.checkDigests(content(t.Blocks, t.Tail), err)
 	}
+	out.Corrupt = r.checkDigests(a.Check, err)
 	fault.Crash("host.load.checked")
 	return out
 }

@@ -45,7 +45,9 @@ type Config struct {
 	Shun  bool
 	Slots int // of landing memory on each rank; 0: calls touch the cache itself
 
-	Threshold int // the fewest tokens of an earlier turn that are worth a load
+	Lossy     bool // the connector may change bytes, so nothing that it loads can be verified
+	Reshape   bool // tickets are made for engines of other shapes, too
+	Threshold int  // the fewest tokens of an earlier turn that are worth a load
 	// Address is the content address of a request's leading tokens in blocks of some size, zero where it has
 	// not so many. Nil: tickets of other shapes are refused. It must not call the Book.
 	Address func(request connector.RequestID, blockTokens, tokens int) connector.BlockKey

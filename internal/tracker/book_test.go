@@ -350,13 +350,13 @@ func TestRemoteEndWaitsForItsSaves(t *testing.T) {
 	require.Equal(t, Saved, b.last[0].(Tell).Event.Kind)
 	fin := b.last[1].(Tell).Event
 	require.Equal(t, Finished, fin.Kind)
-	require.Equal(t, 32, fin.Tokens, "up to the block that was not stored")
+	require.Equal(t, 32, fin.Ticket.Tokens, "up to the block that was not stored")
 
 	b = newBench(t, nil)
 	b.start(Save, 4)
 	b.end(70, true)
 	b.after(b.cfg.Finish)
-	require.Equal(t, 64, b.event().Tokens, "past the deadline what is under way is promised: consumers wait for it")
+	require.Equal(t, 64, b.event().Ticket.Tokens, "past the deadline what is under way is promised: consumers wait for it")
 
 	b = newBench(t, nil)
 	b.start(Save, 4)
@@ -382,7 +382,7 @@ func TestHoldIsReleasedOnce(t *testing.T) {
 		b.got(b.FinishAnswered(b.now, one[Finish](b).ID, []connector.Hold{hold}, nil))
 		e := b.event()
 		require.True(t, e.Held)
-		require.Equal(t, 40, e.Tokens)
+		require.Equal(t, 40, e.Ticket.Tokens)
 		require.Equal(t, b.cfg.Hold, e.Hold.TTL)
 		require.Len(t, b.Pins(), 2)
 		return b
@@ -416,7 +416,7 @@ func TestHoldIsReleasedOnce(t *testing.T) {
 	b.end(40, true)
 	call := one[Finish](b).ID
 	b.after(b.cfg.Finish)
-	require.Zero(t, b.event().Tokens)
+	require.Nil(t, b.event().Ticket)
 	b.got(b.FinishAnswered(b.now, call, []connector.Hold{hold}, nil))
 	b.quiet()
 }

@@ -2,6 +2,7 @@ package tracker
 
 import (
 	"errors"
+	"fmt"
 	"slices"
 	"time"
 
@@ -11,13 +12,20 @@ import (
 // Ticket is what a ticket says. Whoever signs and opens it has other fields, too: they say for whom it is,
 // which is decided before a Book hears of it.
 type Ticket struct {
-	Tokens int           // leading tokens that a consumer can get
-	Lease  time.Duration // how long its producer keeps the blocks; 0: nothing keeps them, they are of an earlier turn
-	Plugin []byte        // for the consumer's connector
-	Cut    Cut           // for engines of another shape
-	// Reshaped says that the ticket is of an engine of another shape: its blocks are cut to fit ours, and the
-	// prompt is compared by Cut.
+	Hold      connector.HoldID // 0: no hold keeps the blocks
+	Tokens    int              // leading tokens that a consumer can get
+	Lease     time.Duration    // how long its producer keeps the blocks; 0: nothing keeps them, they are of an earlier turn
+	Consumers int              // how often it may be used
+	Plugin    []byte           // for the consumer's connector
+	Cut       Cut              // for engines of another shape; zero: they cannot use it
+	// Reshaped says that a ticket which a request brought is of an engine of another shape: its blocks are cut
+	// to fit ours, and the prompt is compared by Cut.
 	Reshaped bool
+}
+
+// String says what is promised, and for how long.
+func (t *Ticket) String() string {
+	return fmt.Sprintf("%d tokens for %d, lease %v", t.Tokens, t.Consumers, t.Lease)
 }
 
 // Cut says of which prompt a ticket's tokens are, by the addresses of the producer's own blocks.
@@ -99,6 +107,26 @@ func (b *Book) agreed(q *connector.Query, t *Ticket) int {
 		return full
 	}
 	return 0
+}
+
+// ticket is what a consumer of an ended request is promised, nil if nothing is. Connectors that may change bytes
+// give none for the next turn: what is reused could not be told from what was kept.
+func (b *Book) ticket(r *request, ended *connector.Ended, h connector.Hold) *Ticket {
+	t := &Ticket{Hold: h.ID, Tokens: b.available(r, ended, h), Lease: h.TTL, Consumers: max(h.Consumers, 1), Plugin: h.Ticket}
+	if t.Tokens <= 0 || ended.Weak && b.cfg.Lossy {
+		return nil
+	}
+	if t.Lease == 0 {
+		t.Lease = b.cfg.HoldMax
+	}
+	if ended.Weak {
+		t.Lease = 0
+	}
+	if b.cfg.Reshape && !h.Weak && !ended.Weak { // nothing but digests tells whether a weak hold's blocks are still there
+		t.Cut.BlockTokens = b.cfg.Groups[0].BlockTokens
+		t.Cut.Last, t.Cut.Tail = b.addresses(ended, t.Tokens)
+	}
+	return t
 }
 
 // isHolder says that the connector keeps the blocks of ended requests.

@@ -16,7 +16,7 @@ import (
 // TestTranscripts plays the scenarios of testdata: what a host tells a Book, and what the Book decides. They
 // are documentation first. Run with -rewrite after a change, then read the difference. Blocks have 16 tokens.
 //
-//	new [holder] [role=NAME] [threshold=N]
+//	new [holder] [lossy] [role=NAME] [threshold=N]
 //	address ID size=N tokens=N is=NAME   the address of a request's leading tokens in blocks of another size
 //	ticket ID tokens=N [turn] [size=N] [last=NAME] [tail=NAME]   a genuine ticket; size: of an engine of another shape
 //	ticket ID refused=WORD               one that could not be opened, or is not for us
@@ -71,6 +71,7 @@ func (s *script) begin(t *testing.T, d *datadriven.TestData) {
 		require.NoError(t, err)
 	}
 	d.MaybeScanArgs(t, "threshold", &cfg.Threshold)
+	cfg.Lossy = d.HasArg("lossy")
 	cfg.Address = func(id connector.RequestID, blockTokens, tokens int) connector.BlockKey {
 		return s.addresses[fmt.Sprint(id, blockTokens, tokens)]
 	}
@@ -279,6 +280,9 @@ func told(e *Event) string {
 		s += fmt.Sprintf(", blocks %v failed: %v", e.Failed, e.Err)
 	case e.Held:
 		s += fmt.Sprintf(", held for %v", e.Hold.TTL)
+	}
+	if e.Ticket != nil {
+		s += fmt.Sprintf(", with a ticket of %v", e.Ticket)
 	}
 	return s
 }

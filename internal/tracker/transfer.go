@@ -201,7 +201,7 @@ func (b *Book) start(c *call) {
 	}
 	b.emit(Move{
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
-		Computing: c.op.layered, Step: c.op.step,
+		Check: b.check(c), Computing: c.op.layered, Step: c.op.step,
 	})
 }
 

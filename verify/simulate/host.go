@@ -272,10 +272,10 @@ func (h *host) finished(key duty, g *grant, ev *tracker.Event) []byte {
 		}
 		h.holds[key] = l
 	}
-	if !ev.Remote || ev.Tokens <= 0 {
+	if ev.Ticket == nil {
 		return nil
 	}
-	return h.w.issue(h.e, ev)
+	return h.w.issue(h.e, ev.Ticket)
 }
 
 // checkLease verifies that held blocks are what they were.
