@@ -60,10 +60,7 @@ func (h *Host) warnScope() {
 func (h *Host) Brought(request connector.RequestID) (promised int, refused string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if a := h.requests[request]; a != nil {
-		return a.promised, a.refused
-	}
-	return 0, ""
+	return h.book.Brought(request)
 }
 
 // refusal says in one word what is wrong with a ticket, in terms of what an operator can change. e is nil if

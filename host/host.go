@@ -48,7 +48,6 @@ type Host struct {
 	mu       sync.Mutex // guards all below; never held across a call to the plugin
 	book     *tracker.Book
 	gen      *generation // nil while none is up
-	requests map[connector.RequestID]*asked
 	waiter   *waiter
 	restarts int
 	failures int // starts that failed
@@ -80,7 +79,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	h := &Host{
 		cfg: cfg, eng: eng, opts: opts, log: opts.Log, news: newsDesk{out: opts.BlockEvents},
 		stats:    newConnectorStats("", nil),
-		requests: map[connector.RequestID]*asked{}, progress: map[uint64]*stepProgress{}, layers: eng.Layout.Layers(),
+		progress: map[uint64]*stepProgress{}, layers: eng.Layout.Layers(),
 		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
 	if h.log == nil {
@@ -201,7 +200,8 @@ func (h *Host) bookConfig() tracker.Config {
 		Later: d.Later, Fresh: matchFresh, Transfer: d.Transfer, TransferPerGiB: d.TransferPerGiB,
 		Save: d.Save, Plan: d.Plan, Finish: d.Finish, Grace: d.Grace, Hold: d.Hold, HoldMax: d.HoldMax,
 		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
-		Slots: h.slots(), Shun: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
+		Slots: h.slots(), Threshold: h.cfg.Settings.RecomputeThreshold, Address: h.eng.Address, Reshape: h.cuts, Lossy: h.info.Lossy,
+		Shun: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
 	}
 	h.family.stretch(&c)
 	for g := range h.eng.Layout.Groups {
@@ -224,9 +224,6 @@ func (h *Host) Step(s *connector.Step) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.do(h.book.Step(time.Now(), s))
-	for i := range s.Ended {
-		delete(h.requests, s.Ended[i].Request)
-	}
 }
 
 // Reset makes the connector forget every block. It waits for saves that are under way, at most

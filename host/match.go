@@ -9,21 +9,9 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/internal/tracker"
 )
-
-// asked is what the host keeps of a request between its first Match and its end.
-type asked struct {
-	keys   []connector.BlockKey // our own copy
-	ticket connector.Ticket     // the plugin's part of a ticket that was accepted
-	need   int                  // tokens that the ticket promises and a store must have
-	agreed int                  // not 0: the ticket is of another shape, and so many tokens are the same there
-	denied bool                 // a ticket was refused and without one there is nothing to find
-	turn   bool                 // the ticket is of an earlier turn: nothing keeps its blocks, and it serves one load
-
-	promised int    // tokens that the ticket speaks of
-	refused  string // why the ticket is not used, in one word
-}
 
 // waiter is the engine's loop waiting in Match for the answer to one request.
 type waiter struct {
@@ -39,11 +27,11 @@ type askJob struct {
 
 // Match says what could be loaded for a request. It returns within 200 microseconds: an answer that
 // takes longer is Later, an Answered event tells when to ask again, and after the Later deadline it
-// is a miss. Asking often costs little. ticket is the signed one that a router brought, or nil; it
+// is a miss. Asking often costs little. signed is the ticket that a router brought, or nil; it
 // is verified once for each request, and a refused one is as good as none. The caller keeps q.Keys.
 // An offer leaves at least one token to compute and ends with a full block; but one of what a Holder
 // keeps may end anywhere, with the prompt too: then the engine computes the last token all the same.
-func (h *Host) Match(q connector.Query, ticket []byte) connector.Match {
+func (h *Host) Match(q connector.Query, signed []byte) connector.Match {
 	began := time.Now()
 	defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
 	patience := h.cfg.Settings.Deadlines.Match
@@ -51,12 +39,10 @@ func (h *Host) Match(q connector.Query, ticket []byte) connector.Match {
 		return h.probe(q, patience)
 	}
 	h.mu.Lock()
-	known := h.remember(&q, ticket)
-	if known.denied {
-		h.mu.Unlock()
-		return connector.Match{}
+	if len(signed) > 0 && h.book.WantsTicket(q.Request) {
+		h.bring(&q, signed)
 	}
-	wait, actions := h.book.Query(began, q, known.need)
+	wait, actions := h.book.Query(began, q)
 	var w *waiter
 	if wait {
 		w = &waiter{q.Request, make(chan struct{})}
@@ -70,7 +56,7 @@ func (h *Host) Match(q connector.Query, ticket []byte) connector.Match {
 		h.waiter = nil
 	}
 	defer h.mu.Unlock()
-	return h.worth(known, h.book.Match(time.Now(), q.Request))
+	return h.book.Match(time.Now(), q.Request)
 }
 
 func await(ready <-chan struct{}, d time.Duration) bool {
@@ -84,66 +70,25 @@ func await(ready <-chan struct{}, d time.Duration) bool {
 	}
 }
 
-// remember keeps a request, verifies its ticket the first time, and makes q's slices ours. The
-// caller holds mu.
-func (h *Host) remember(q *connector.Query, ticket []byte) *asked {
-	a := h.requests[q.Request]
-	if a == nil {
-		a = &asked{}
-		h.requests[q.Request] = a
-		if len(ticket) > 0 && h.cfg.Role.Loads() {
-			h.acceptTicket(a, ticket, q)
-		}
-	}
-	if len(a.keys) != len(q.Keys) {
-		a.keys = slices.Clone(q.Keys)
-	}
-	q.Keys, q.Ticket, q.Reshaped = a.keys, a.ticket, min(a.agreed, q.Tokens)
-	return a
-}
-
-func (h *Host) acceptTicket(a *asked, signed []byte, q *connector.Query) {
-	holder := h.caps&connector.CanHold != 0
-	envelope, reason, err := h.tickets.verify(signed, q.Request)
-	if err == nil && envelope.Shape != h.eng.Shape {
-		if a.agreed = h.agreed(envelope, q); a.agreed == 0 {
-			reason, err = "prompt", fmt.Errorf("ticket of engine %q is for another prompt", envelope.Engine)
-		}
+// bring opens the ticket that came with a request's first question. The caller holds mu.
+func (h *Host) bring(q *connector.Query, signed []byte) {
+	e, reason, err := h.tickets.verify(signed, q.Request)
+	if err == nil && !h.book.Accept(q, h.opened(e)) {
+		reason, err = "prompt", fmt.Errorf("ticket of engine %q is for another prompt", e.Engine)
 	}
 	if err != nil {
 		h.metrics.refused.WithLabelValues(reason).Inc()
 		h.log.Warn("ticket refused", "reason", reason, "error", err)
-		a.denied, a.refused = holder, h.refusal(envelope, reason, err)
-		return
+		h.book.Refuse(q.Request, h.refusal(e, reason, err))
 	}
-	a.promised = envelope.Tokens
-	a.ticket = envelope.Plugin
-	if a.ticket == nil {
-		a.ticket = connector.Ticket{}
-	}
-	if !holder {
-		a.need = envelope.Tokens
-	}
-	a.turn = holder && envelope.Lease == 0
 }
 
-// worth makes a miss of an offer from an earlier turn that is not worth a transfer.
-func (h *Host) worth(a *asked, m connector.Match) connector.Match {
-	if a.turn && !m.Later && m.Tokens < h.cfg.Settings.RecomputeThreshold {
-		return connector.Match{}
+// opened is what a ticket says to the book.
+func (h *Host) opened(e *ticket.Envelope) *tracker.Ticket {
+	return &tracker.Ticket{
+		Tokens: e.Tokens, Lease: e.Lease, Plugin: e.Plugin, Reshaped: e.Shape != h.eng.Shape,
+		Cut: tracker.Cut{BlockTokens: e.Cut.BlockTokens, Last: e.Cut.Last, Tail: e.Cut.Tail},
 	}
-	return m
-}
-
-// begins notes that a load begins and says whether it is of an earlier turn. Such a ticket is good for one:
-// when the request is preempted, it computes. The caller holds mu.
-func (h *Host) begins(id connector.RequestID) (turn bool) {
-	a := h.requests[id]
-	if a == nil || !a.turn {
-		return false
-	}
-	a.denied = true
-	return true
 }
 
 // probe answers a query that belongs to no request and leaves no trace.

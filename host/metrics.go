@@ -152,6 +152,14 @@ func newTurns() *prometheus.CounterVec {
 	}, []string{"connector", "result"})
 }
 
+// turned counts blocks of earlier turns. Both series begin with the first of them.
+func (m *metrics) turned(loaded, lost int) {
+	if loaded+lost > 0 {
+		m.turns.WithLabelValues(m.name, "loaded").Add(float64(loaded))
+		m.turns.WithLabelValues(m.name, "lost").Add(float64(lost))
+	}
+}
+
 // add shows what else there is to show; close takes it away.
 func (m *metrics) add(c prometheus.Collector) error {
 	if m.registry == nil {
@@ -182,6 +190,8 @@ func (m *metrics) observe(c tracker.Counters) (undecided int) {
 	m.late.Add(float64(c.Unknown - m.seen.Unknown))
 	m.retries.Add(float64(c.Retries - m.seen.Retries))
 	m.kills.Add(float64(c.Kills - m.seen.Kills))
+	m.integrity.Add(float64(c.Damaged - m.seen.Damaged))
+	m.turned(c.TurnLoaded-m.seen.TurnLoaded, c.TurnLost-m.seen.TurnLost)
 	m.seen = c
 	return undecided
 }

@@ -191,7 +191,9 @@ func TestProbe(t *testing.T) {
 	r.save("a", ks, 0)
 	require.Equal(t, 32, r.Match(query("", ks), nil).Tokens)
 	require.Equal(t, 0, r.Match(query("", keys(2, 2)), nil).Tokens)
-	require.Empty(t, r.requests)
+	promised, refused := r.Brought("")
+	require.Zero(t, promised)
+	require.Empty(t, refused)
 }
 
 func TestStepAfterClose(t *testing.T) {

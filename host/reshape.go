@@ -7,7 +7,6 @@ import (
 	"slices"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -28,32 +27,6 @@ func (h *Host) openReshape() {
 		h.log.Warn("blocks of engines with another block size or other ranks are loaded, too: no digest verifies their bytes (kvport.unverified)",
 			"connector", h.info.Name, "base", h.eng.Base)
 	}
-}
-
-// cut is what a ticket says for engines of other shapes.
-func (h *Host) cut(b *tracker.Event) ticket.Cut {
-	if !h.cuts || b.Hold.Weak || b.Weak { // nothing but digests tells whether a weak hold's blocks are still there
-		return ticket.Cut{}
-	}
-	return ticket.Cut{Base: h.eng.Base, BlockTokens: h.eng.Layout.Groups[0].BlockTokens, Last: b.Last, Tail: b.Tail}
-}
-
-// agreed is how many leading tokens of a query are those of a ticket of another shape (rule RESHAPE-01).
-// The caller holds mu.
-func (h *Host) agreed(e *ticket.Envelope, q *connector.Query) int {
-	none := connector.BlockKey{}
-	c := &e.Cut
-	same := func(tokens int, want connector.BlockKey) bool {
-		return want != none && tokens <= q.Tokens && h.eng.Address(q.Request, c.BlockTokens, tokens) == want
-	}
-	full := e.Tokens - e.Tokens%c.BlockTokens
-	switch {
-	case same(e.Tokens, c.Tail):
-		return e.Tokens
-	case full > 0 && same(full, c.Last):
-		return full
-	}
-	return 0
 }
 
 // reshape has a worker load from an engine of another shape.

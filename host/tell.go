@@ -23,6 +23,9 @@ func (h *Host) tell(b *tracker.Event) {
 	case tracker.Loaded:
 		e.Kind = Loaded
 		h.metrics.moved("load", b)
+		if b.Damaged > 0 {
+			h.log.Warn("damaged blocks, they are computed again", "connector", h.info.Name, "request", b.Request, "blocks", b.Damaged)
+		}
 		h.complain("load", &h.badLoads, b)
 	case tracker.Saved:
 		e.Kind = Saved
@@ -31,7 +34,7 @@ func (h *Host) tell(b *tracker.Event) {
 		h.complain("save", &h.badSaves, b)
 	case tracker.Finished:
 		e.Kind = Finished
-		e.Ticket = h.seal(b)
+		e.Ticket = h.seal(b.Request, b.Ticket)
 	case tracker.Released:
 		fault.Crash("host.hold.release")
 		e.Kind = Released
@@ -81,23 +84,18 @@ func (h *Host) missed(matches int) {
 	*c = complaints{next: now.Add(missedEvery)}
 }
 
-// seal makes the ticket of a finished request that a consumer may fetch, if there is anything.
-func (h *Host) seal(b *tracker.Event) []byte {
-	if !b.Remote || b.Tokens <= 0 || b.Weak && h.info.Lossy { // what is reused could not be told from what was kept
+// seal signs what a consumer is promised, nil if it is nothing.
+func (h *Host) seal(request connector.RequestID, t *tracker.Ticket) []byte {
+	if t == nil {
 		return nil
 	}
-	lease := b.Hold.TTL
-	if lease == 0 {
-		lease = h.cfg.Settings.Deadlines.HoldMax
+	e := &ticket.Envelope{Hold: t.Hold, Tokens: t.Tokens, Lease: t.Lease, Consumers: t.Consumers, Plugin: t.Plugin}
+	if t.Cut.BlockTokens > 0 {
+		e.Cut = ticket.Cut{Base: h.eng.Base, BlockTokens: t.Cut.BlockTokens, Last: t.Cut.Last, Tail: t.Cut.Tail}
 	}
-	if b.Weak {
-		lease = 0
-	}
-	signed, err := h.tickets.seal(&ticket.Envelope{
-		Hold: b.Hold.ID, Tokens: b.Tokens, Lease: lease, Consumers: max(b.Hold.Consumers, 1), Plugin: b.Hold.Ticket, Cut: h.cut(b),
-	})
+	signed, err := h.tickets.seal(e)
 	if err != nil {
-		h.log.Error("ticket cannot be signed, the consumer will compute", "request", b.Request, "error", err)
+		h.log.Error("ticket cannot be signed, the consumer will compute", "request", request, "error", err)
 		return nil
 	}
 	return signed
@@ -111,7 +109,7 @@ func (h *Host) seal(b *tracker.Event) []byte {
 func (h *Host) Ticket(e *connector.Ended) []byte {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return h.seal(&tracker.Event{Request: e.Request, Remote: true, Tokens: h.book.Promise(e)})
+	return h.seal(e.Request, h.book.Promise(e))
 }
 
 // ticketOffice signs and verifies tickets for one engine.

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -65,10 +64,9 @@ func (h *Host) startMove(a *tracker.Move) {
 	ctx, cancel := context.WithDeadline(context.Background(), a.Deadline)
 	g.cancels[a.ID] = cancel
 	ctx = h.losing(ctx, a.ID)
-	turn := a.Kind == tracker.Load && h.begins(a.Transfer.Request)
 	g.work.Go(func() {
 		defer cancel()
-		out := h.move(ctx, g, a, turn)
+		out := h.move(ctx, g, a)
 		if out.Lost {
 			g.down(errors.New("worker side: the connection is gone"))
 		}
@@ -81,7 +79,7 @@ func (h *Host) startMove(a *tracker.Move) {
 
 // move makes the digests of what is saved and checks those of what was loaded, while the bytes are
 // hot.
-func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, turn bool) tracker.Outcome {
+func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move) tracker.Outcome {
 	r, w, t := h.ranks[a.Rank], g.workers[a.Rank], a.Transfer
 	if a.Computing {
 		err := h.saveLayers(ctx, w, a)
@@ -111,46 +109,12 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, turn bo
 		h.opts.Landed(t.Request, a.Rank)
 	}
 	out := tracker.Outcome{Err: err}
-	switch {
-	case t.Reshaped:
+	if t.Reshaped {
 		h.unverified(r, t, err)
-	case !h.info.Lossy:
-		out.Corrupt = r.checkDigests(content(t.Blocks, t.Tail), err)
 	}
+	out.Corrupt = r.checkDigests(a.Check, err)
 	fault.Crash("host.load.checked")
-	if turn {
-		out = h.reused(t, out)
-	}
-	damaged := len(out.Corrupt)
-	if errors.Is(out.Err, connector.ErrCorrupt) {
-		damaged += failedCount(t, out.Err)
-	}
-	if damaged > 0 {
-		h.metrics.integrity.Add(float64(damaged))
-		h.log.Warn("damaged blocks, they are computed anew", "connector", h.info.Name, "request", t.Request, "blocks", damaged)
-	}
 	return out
-}
-
-// reused is the outcome of a load from where nothing keeps the blocks: those that hold something else by now
-// are gone, not damaged.
-func (h *Host) reused(t *connector.Transfer, out tracker.Outcome) tracker.Outcome {
-	lost := out.Corrupt
-	if out.Err != nil {
-		var some *connector.BlockError
-		if !errors.As(out.Err, &some) || len(some.Blocks) == 0 {
-			h.metrics.turns.WithLabelValues(h.metrics.name, "lost").Add(float64(len(t.Blocks)))
-			return out
-		}
-		lost = append(slices.Clone(some.Blocks), lost...)
-	}
-	h.metrics.turns.WithLabelValues(h.metrics.name, "lost").Add(float64(len(lost)))
-	h.metrics.turns.WithLabelValues(h.metrics.name, "loaded").Add(float64(len(t.Blocks) - len(lost)))
-	if len(lost) == 0 {
-		return out
-	}
-	err := fmt.Errorf("an earlier turn's blocks have been reused: %w", connector.ErrGone)
-	return tracker.Outcome{Err: &connector.BlockError{Blocks: lost, Err: err}}
 }
 
 // save lets a worker read the blocks of a move: in the cache, or a copy of them. Their digests were

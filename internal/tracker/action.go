@@ -52,12 +52,16 @@ type (
 		Rank     int
 		Transfer *connector.Transfer
 		Slots    []connector.BlockID // the landing slot of each block; nil without landing memory
+		// Check are the blocks of a load to be verified when they have arrived, each under the address of what
+		// it holds. Nil: nothing is there to verify them by.
+		Check    []connector.Block
 		Deadline time.Time
 		// Computing says that the save's blocks are being computed, or were, in the given Step.
 		Computing bool
 		Step      uint64
 	}
-	// Finish sends ended requests to the scheduler side; FinishAnswered brings the holds.
+	// Finish sends ended requests to the scheduler side; FinishAnswered brings the holds. Before it, digests
+	// are made of the partial blocks that may be kept: Tail gives them.
 	Finish struct {
 		ID       CallID
 		Gen      uint64
@@ -112,17 +116,15 @@ type Event struct {
 	Blocks  []connector.BlockID // unpinned
 	Failed  []connector.BlockID
 	Err     error
-	Tokens  int            // Loaded, Saved: of the transfer. Finished: leading tokens a consumer can get
+	Tokens  int            // Loaded, Saved: of the transfer. 0 otherwise
 	Bytes   int64          // Loaded, Saved: of the blocks that did not fail, on all ranks
-	Remote  bool           // Finished: a consumer was announced
-	Weak    bool           // Finished: the consumer is only hoped for
+	Damaged int            // Loaded: blocks that were not what was saved, counted on every rank
 	Lost    bool           // Loaded, Saved: the blocks stay pinned for good
 	Held    bool           // Finished: the blocks stay pinned until Released
 	Hold    connector.Hold // Finished: what the Holder answered
-	// Of Finished, as ticket.Cut has them: addresses of the tokens that a consumer can get.
-	Last, Tail connector.BlockKey
-	Reason     string        // Released: why
-	Took       time.Duration // Loaded, Saved: since the step
+	Ticket  *Ticket        // Finished: for the consumer, nil: there is nothing to promise
+	Reason  string         // Released: why
+	Took    time.Duration  // Loaded, Saved: since the step
 }
 
 // Outcome is how a call of the worker side ended.

@@ -44,6 +44,13 @@ type Config struct {
 	// does that, or where a failed load would fail every request that begins so.
 	Shun  bool
 	Slots int // of landing memory on each rank; 0: calls touch the cache itself
+
+	Lossy     bool // the connector may change bytes, so nothing that it loads can be verified
+	Reshape   bool // tickets are made for engines of other shapes, too
+	Threshold int  // the fewest tokens of an earlier turn that are worth a load
+	// Address is the content address of a request's leading tokens in blocks of some size, zero where it has
+	// not so many. Nil: tickets of other shapes are refused. It must not call the Book.
+	Address func(request connector.RequestID, blockTokens, tokens int) connector.BlockKey
 }
 
 // Counters are what the book has seen, for metrics and tests.
@@ -54,6 +61,9 @@ type Counters struct {
 	Lost       int // blocks that will never be free again
 	Undecided  int // matches that a plugin which was up left undecided until Later ended
 	Kills      int // generations killed for a passed deadline
+	Damaged    int // loaded blocks that were not what was saved, on every rank
+	TurnLoaded int // blocks of earlier turns that were loaded, on every rank
+	TurnLost   int // ... that were lost to other requests meanwhile
 }
 
 // availability of the plugin.
@@ -98,10 +108,11 @@ type Book struct {
 type request struct {
 	id      connector.RequestID
 	match   match
-	ticket  connector.Ticket // of its queries: its loads carry it
-	cut     bool             // the ticket is of an engine of another shape
+	keys    []connector.BlockKey // of its queries: our own copy
+	brought                      // the ticket that its loads carry
+	queried bool
 	arrived bool
-	denied  bool // a load left nothing valid, do not offer it again
+	denied  bool // nothing is offered to it: a load left nothing valid, or its ticket is refused or used up
 	saves   int  // saves under way
 	unsaved map[int]struct{}
 	ending  *ending

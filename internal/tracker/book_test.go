@@ -179,7 +179,10 @@ func TestNothingWaitsForABrokenPlugin(t *testing.T) {
 }
 
 func (b *bench) ask(q connector.Query, need int) bool {
-	wait, actions := b.Query(b.now, q, need)
+	if b.WantsTicket(q.Request) && (q.Ticket != nil || need > 0) {
+		b.Accept(&q, &Ticket{Tokens: need, Lease: time.Minute, Plugin: q.Ticket})
+	}
+	wait, actions := b.Query(b.now, q)
 	b.got(actions)
 	return wait
 }
@@ -299,7 +302,7 @@ func TestCorruptKeysAreReplaced(t *testing.T) {
 		}
 	}
 	for i := range 100 { // the memory is bounded
-		b.remember([]connector.Block{{Key: connector.BlockKey{1, byte(i)}}})
+		b.damaged(&op{}, []connector.Block{{Key: connector.BlockKey{1, byte(i)}}})
 	}
 	require.LessOrEqual(t, len(b.corrupt.keys), b.cfg.CorruptKeys)
 	require.LessOrEqual(t, len(b.corrupt.order), 2*b.cfg.CorruptKeys)
@@ -309,7 +312,7 @@ func TestDamagedBlocksAreNotOffered(t *testing.T) {
 	b := newBench(t, nil)
 	keys := []connector.BlockKey{{1}, {2}, {3}}
 	require.Equal(t, math.MaxInt, b.undamaged(keys))
-	b.remember([]connector.Block{{Key: keys[2]}})
+	b.damaged(&op{}, []connector.Block{{Key: keys[2]}})
 	require.Equal(t, 32, b.undamaged(keys))
 	b.corrupt.remove(keys[2])
 	require.Equal(t, math.MaxInt, b.undamaged(keys), "it was saved anew")
@@ -347,13 +350,13 @@ func TestRemoteEndWaitsForItsSaves(t *testing.T) {
 	require.Equal(t, Saved, b.last[0].(Tell).Event.Kind)
 	fin := b.last[1].(Tell).Event
 	require.Equal(t, Finished, fin.Kind)
-	require.Equal(t, 32, fin.Tokens, "up to the block that was not stored")
+	require.Equal(t, 32, fin.Ticket.Tokens, "up to the block that was not stored")
 
 	b = newBench(t, nil)
 	b.start(Save, 4)
 	b.end(70, true)
 	b.after(b.cfg.Finish)
-	require.Equal(t, 64, b.event().Tokens, "past the deadline what is under way is promised: consumers wait for it")
+	require.Equal(t, 64, b.event().Ticket.Tokens, "past the deadline what is under way is promised: consumers wait for it")
 
 	b = newBench(t, nil)
 	b.start(Save, 4)
@@ -379,7 +382,7 @@ func TestHoldIsReleasedOnce(t *testing.T) {
 		b.got(b.FinishAnswered(b.now, one[Finish](b).ID, []connector.Hold{hold}, nil))
 		e := b.event()
 		require.True(t, e.Held)
-		require.Equal(t, 40, e.Tokens)
+		require.Equal(t, 40, e.Ticket.Tokens)
 		require.Equal(t, b.cfg.Hold, e.Hold.TTL)
 		require.Len(t, b.Pins(), 2)
 		return b
@@ -413,7 +416,7 @@ func TestHoldIsReleasedOnce(t *testing.T) {
 	b.end(40, true)
 	call := one[Finish](b).ID
 	b.after(b.cfg.Finish)
-	require.Zero(t, b.event().Tokens)
+	require.Nil(t, b.event().Ticket)
 	b.got(b.FinishAnswered(b.now, call, []connector.Hold{hold}, nil))
 	b.quiet()
 }
@@ -466,7 +469,9 @@ func TestReapedConcernsOneGeneration(t *testing.T) {
 // A consumer's connector finds the producer's blocks by the ticket of the query that was matched.
 func TestLoadsCarryTheTicket(t *testing.T) {
 	b := newBench(t, nil)
-	_, actions := b.Query(b.now, connector.Query{Request: "r", Tokens: 33, Ticket: connector.Ticket("found at p")}, 0)
+	q := connector.Query{Request: "r", Tokens: 33}
+	require.True(t, b.Accept(&q, &Ticket{Lease: time.Second, Plugin: []byte("found at p")}))
+	_, actions := b.Query(b.now, q)
 	b.got(actions)
 	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{Tokens: 32}, nil))
 	b.start(Load, 2)

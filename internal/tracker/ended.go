@@ -67,7 +67,7 @@ func (b *Book) finishReady(now time.Time, list []*ending) {
 		if b.endings[e.id] == nil || e.finish != notAsked || e.ended.Remote && e.req.saves > 0 {
 			continue
 		}
-		if b.cfg.Can&connector.CanHold == 0 || b.state != up || b.closed {
+		if !b.isHolder() || b.state != up || b.closed {
 			b.finishEnding(now, e)
 			continue
 		}
@@ -164,7 +164,7 @@ func (b *Book) finishEnding(now time.Time, e *ending) {
 	delete(b.endings, e.id)
 	e.req.ending = nil
 	h := b.checked(e)
-	ev := Event{Kind: Finished, Request: e.ended.Request, Step: e.step, Remote: e.ended.Remote, Weak: e.ended.Weak, Hold: h}
+	ev := Event{Kind: Finished, Request: e.ended.Request, Step: e.step, Hold: h}
 	if h.ID != 0 && !h.Weak && len(e.ended.Blocks) > 0 {
 		ev.Held = true
 		b.keep(now, e, h)
@@ -173,8 +173,7 @@ func (b *Book) finishEnding(now time.Time, e *ending) {
 		b.keepWeak(h)
 	}
 	if e.ended.Remote {
-		ev.Tokens = b.available(e, h)
-		ev.Last, ev.Tail = b.addresses(&e.ended, ev.Tokens)
+		ev.Ticket = b.ticket(e.req, &e.ended, h)
 	}
 	b.emit(Tell{ev})
 }
@@ -268,31 +267,31 @@ func (b *Book) consume(h *hold, consumers int) {
 
 // available counts the leading tokens that a consumer can get: all that a Holder keeps, or what was
 // stored, or will have been when the saves still under way are over.
-func (b *Book) available(e *ending, h connector.Hold) int {
+func (b *Book) available(r *request, ended *connector.Ended, h connector.Hold) int {
 	if h.ID != 0 {
-		return e.ended.Tokens
+		return ended.Tokens
 	}
-	if b.cfg.Can&connector.CanHold != 0 || !b.cfg.Role.Saves() {
+	if b.isHolder() || !b.cfg.Role.Saves() {
 		return 0
 	}
-	n := e.ended.Tokens
-	for from := range e.req.unsaved {
+	n := ended.Tokens
+	for from := range r.unsaved {
 		n = min(n, from)
 	}
 	return n - n%b.unit()
 }
 
-// Promise counts the leading tokens of a request that is about to end which a consumer will be able to
-// get when the saves under way are over; none from a Holder, which must be asked.
-func (b *Book) Promise(ended *connector.Ended) int {
+// Promise is the ticket of a request that is about to end: of all that a consumer will be able to get when the
+// saves under way are over. Nil: of nothing, or of a Holder's blocks, which must be asked.
+func (b *Book) Promise(ended *connector.Ended) *Ticket {
 	r := b.requests[ended.Request]
 	if r == nil {
 		r = &request{}
 	}
 	if b.closed || b.state == broken {
-		return 0
+		return nil
 	}
-	return b.available(&ending{req: r, ended: *ended}, connector.Hold{})
+	return b.ticket(r, ended, connector.Hold{})
 }
 
 // Renewed begins the TTL of these holds of generation gen anew, but not beyond HoldMax after they began. It

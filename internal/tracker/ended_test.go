@@ -33,7 +33,7 @@ func TestStoredEndsTheWait(t *testing.T) {
 			}
 			e := all[Tell](b)[len(all[Tell](b))-1].Event
 			require.Equal(t, Finished, e.Kind)
-			require.Equal(t, 32, e.Tokens)
+			require.Equal(t, 32, e.Ticket.Tokens)
 			require.Equal(t, holds, e.Held)
 			require.True(t, b.Saving())
 			require.Positive(t, b.Pins()[1])
@@ -60,7 +60,7 @@ func TestStoredAfterAFailure(t *testing.T) {
 	b.got(b.Stored(b.now, moves[1].ID))
 	b.quiet()
 	b.done(moves[1], Outcome{})
-	require.Equal(t, 16, all[Tell](b)[1].Event.Tokens)
+	require.Equal(t, 16, all[Tell](b)[1].Event.Ticket.Tokens)
 }
 
 // perhapsStored says that a save has stored what a ticket promises before it answers, also twice.

@@ -15,7 +15,6 @@ import (
 type match struct {
 	query   connector.Query // the last one
 	asked   connector.Query // the one that ask carries
-	need    int             // tokens that a verified ticket promises, from token 0
 	ask     CallID          // on its way; 0: none
 	open    bool            // an answer is wanted and not known yet
 	known   bool
@@ -30,20 +29,24 @@ type match struct {
 	retryAt time.Time // zero: none
 }
 
-// Query brings the engine's question. need is the number of leading tokens that a verified ticket
-// promises, 0 without one. wait says whether an answer may come at any moment, so that Match is
-// better called a little later.
-func (b *Book) Query(now time.Time, q connector.Query, need int) (wait bool, actions []Action) {
+// Query brings the engine's question; its Ticket and Reshaped are the Book's to say. wait says whether an
+// answer may come at any moment, so that Match is better called a little later. The caller keeps q.Keys.
+func (b *Book) Query(now time.Time, q connector.Query) (wait bool, actions []Action) {
 	r := b.request(q.Request)
+	r.queried = true
+	if len(r.keys) != len(q.Keys) {
+		r.keys = slices.Clone(q.Keys)
+	}
+	q.Keys, q.Ticket, q.Reshaped = r.keys, r.plugin, min(r.reshaped, q.Tokens)
 	m := &r.match
-	m.query, m.need, r.ticket, r.cut = q, need, q.Ticket, q.Reshaped > 0
+	m.query = q
 	switch {
 	case b.hopeless(r), m.open, m.known && (m.spent || now.Sub(m.at) < b.cfg.Fresh):
 		return false, b.take()
 	case m.known && b.renew(now, r):
 		return false, b.take()
 	}
-	*m = match{query: q, asked: m.asked, need: need, ask: m.ask, open: true, spent: m.spent}
+	*m = match{query: q, asked: m.asked, ask: m.ask, open: true, spent: m.spent}
 	b.askAgain(now, r)
 	return m.ask != 0, b.take()
 }
@@ -110,7 +113,7 @@ func (b *Book) undamaged(keys []connector.BlockKey) int {
 
 // held says that a query is about what a Holder keeps.
 func (b *Book) held(q *connector.Query) bool {
-	return q.Ticket != nil && b.cfg.Can&connector.CanHold != 0
+	return q.Ticket != nil && b.isHolder()
 }
 
 // Match answers the last Query of a request. It waits for nothing.
@@ -133,7 +136,7 @@ func (b *Book) Match(now time.Time, id connector.RequestID) connector.Match {
 		end -= end % b.unit()
 	}
 	tokens := end - m.query.Computed
-	if !m.known || tokens <= 0 {
+	if !m.known || tokens <= 0 || r.turn && tokens < b.cfg.Threshold {
 		return connector.Match{}
 	}
 	return connector.Match{Tokens: tokens, Groups: m.groups, Async: true}
@@ -195,7 +198,7 @@ func (b *Book) Matched(now time.Time, id CallID, answer connector.Match, err err
 		}
 		m.end, m.groups = end, answer.Groups
 	}
-	if answer.Later || m.end < min(m.need, b.limit(&m.query)) {
+	if answer.Later || m.end < min(r.need, b.limit(&m.query)) {
 		m.wait = min(max(2*m.wait, b.cfg.BackoffMin), b.cfg.BackoffMax)
 		m.retryAt = now.Add(m.wait)
 		b.wakes.at(m.retryAt)

@@ -19,6 +19,7 @@ var (
 	errAbandoned  = fmt.Errorf("somebody that the plugin left behind may still use the blocks: %w", connector.ErrGone)
 	errRole       = errors.New("the role does not load")
 	errLoading    = errors.New("a load still writes one of the blocks")
+	errReused     = fmt.Errorf("an earlier turn's blocks have been reused: %w", connector.ErrGone)
 	errLanding    = errors.New("more blocks than landing memory holds: raise kvport.landing_bytes")
 )
 
@@ -45,6 +46,7 @@ type op struct {
 	planning bool // its parts are not known yet
 	stored   bool // see Stored
 	layered  bool // its blocks were handed over before they were computed
+	damaged  int  // loads: blocks that arrived and are not what was saved, by all calls
 	retried  bool // it has lost one generation already
 	canceled bool
 	lost     bool // its blocks never come back
@@ -108,7 +110,7 @@ func (b *Book) addOp(now time.Time, kind Kind, step uint64, t connector.Transfer
 		o.req.saves++
 		o.deadline = now.Add(b.cfg.Save)
 	} else {
-		o.t.Ticket, o.t.Reshaped = o.req.ticket, o.req.cut
+		o.t.Ticket, o.t.Reshaped = o.req.plugin, o.req.reshaped > 0
 		gib := float64(b.bytes(t.Blocks)) / (1 << 30)
 		o.deadline = now.Add(b.cfg.Transfer + time.Duration(gib*float64(b.cfg.TransferPerGiB)))
 	}
@@ -189,6 +191,9 @@ func (b *Book) startReady(o *op) {
 func (b *Book) start(c *call) {
 	c.state, c.id, c.gen = running, CallID(b.id()), b.gen
 	b.calls[c.id] = c
+	if c.op.kind == Load && c.op.req.turn {
+		c.op.req.denied = true // it serves one load: if the request is preempted, it computes
+	}
 	if c.op.kind == Save && !c.part.Replace && b.corrupt.any(c.part.Blocks) {
 		p := *c.part
 		p.Replace = true
@@ -196,7 +201,7 @@ func (b *Book) start(c *call) {
 	}
 	b.emit(Move{
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
-		Computing: c.op.layered, Step: c.op.step,
+		Check: b.check(c), Computing: c.op.layered, Step: c.op.step,
 	})
 }
 
@@ -226,59 +231,6 @@ func (b *Book) Moved(now time.Time, id CallID, out Outcome) []Action {
 	b.endIfOver(now, o)
 	b.startQueued()
 	return b.take()
-}
-
-// judge records which blocks of a returned call failed.
-func (b *Book) judge(c *call, out Outcome) {
-	o := c.op
-	if out.Err != nil {
-		bad := c.part.Blocks
-		var some *connector.BlockError
-		if errors.As(out.Err, &some) && len(some.Blocks) > 0 {
-			named, ok := pick(c.part.Blocks, some.Blocks)
-			if ok {
-				bad = named
-			} else {
-				b.counters.Violations++
-				out.Err = errViolation
-			}
-		}
-		o.fail(bad, out.Err)
-		if o.kind == Load && errors.Is(out.Err, connector.ErrCorrupt) {
-			b.remember(bad)
-		}
-	}
-	if len(out.Corrupt) > 0 {
-		bad, _ := pick(c.part.Blocks, out.Corrupt)
-		o.fail(bad, connector.ErrCorrupt)
-		b.remember(bad)
-	}
-}
-
-func (b *Book) remember(damaged []connector.Block) {
-	for _, k := range damaged {
-		b.corrupt.add(k.Key)
-	}
-}
-
-// pick finds the blocks with the given ids; ok is false if one is not among them.
-func pick(blocks []connector.Block, ids []connector.BlockID) (found []connector.Block, ok bool) {
-	want := make(map[connector.BlockID]bool, len(ids))
-	for _, id := range ids {
-		want[id] = true
-	}
-	for _, k := range blocks {
-		if want[k.ID] {
-			found = append(found, k)
-			want[k.ID] = false
-		}
-	}
-	for _, missing := range want {
-		if missing {
-			return found, false
-		}
-	}
-	return found, true
 }
 
 func (o *op) fail(blocks []connector.Block, err error) {
@@ -399,7 +351,7 @@ func (b *Book) endOp(now time.Time, o *op) {
 	delete(b.ops, o.id)
 	ev := Event{
 		Kind: Loaded, Request: o.t.Request, Step: o.step, Tokens: o.t.Tokens, Took: now.Sub(o.began),
-		Blocks: ids(o.t.Blocks), Lost: o.lost,
+		Blocks: ids(o.t.Blocks), Lost: o.lost, Damaged: o.damaged,
 	}
 	for _, k := range o.t.Blocks {
 		_, bad := o.failed[k.ID]
@@ -425,60 +377,8 @@ func (b *Book) endOp(now time.Time, o *op) {
 	case r.saves > 0:
 	case r.ending != nil:
 		b.finishReady(now, []*ending{r.ending})
-	case !r.arrived && b.requests[r.id] == r && !r.match.open:
+	case !r.arrived && !r.queried && b.requests[r.id] == r && !r.match.open:
 		delete(b.requests, r.id) // nothing will end it
-	}
-}
-
-// settleLoad denies further offers to a request whose load left nothing valid: the engine would
-// ask, get the same offer and fail for ever.
-func (b *Book) settleLoad(o *op) {
-	b.forgetMatch(o.req)
-	if len(o.t.Blocks) == 0 || o.canceled {
-		return
-	}
-	if b.leftNothing(o) {
-		o.req.denied = true
-	}
-}
-
-// leftNothing says that a request cannot go on from anything that a load brought: the first block of a
-// group is missing, or one of a group that needs only the last ones.
-func (b *Book) leftNothing(o *op) bool {
-	var seen [connector.MaxGroups]bool
-	for _, k := range o.t.Blocks {
-		if int(k.Group) >= len(b.cfg.Groups) {
-			continue
-		}
-		_, bad := o.failed[k.ID]
-		if bad && (!seen[k.Group] || b.cfg.Groups[k.Group].Policy == connector.PolicyTrailing) {
-			return true
-		}
-		seen[k.Group] = true
-	}
-	return false
-}
-
-// settleSave notes which tokens of the request a consumer will not find.
-func (b *Book) settleSave(o *op) {
-	o.waited()
-	position := make([]int, len(b.cfg.Groups))
-	for _, k := range o.t.Blocks {
-		if int(k.Group) >= len(position) {
-			continue
-		}
-		from := o.t.From + position[k.Group]
-		position[k.Group] += b.cfg.Groups[k.Group].BlockTokens
-		_, bad := o.failed[k.ID]
-		if _, skipped := o.skipped[k.ID]; bad || skipped || len(o.calls) == 0 {
-			if o.req.unsaved == nil {
-				o.req.unsaved = map[int]struct{}{}
-			}
-			o.req.unsaved[from] = struct{}{}
-			continue
-		}
-		delete(o.req.unsaved, from)
-		b.corrupt.remove(k.Key)
 	}
 }
 

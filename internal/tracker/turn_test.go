@@ -17,9 +17,11 @@ func TestWeakEnded(t *testing.T) {
 		b.got(b.FinishAnswered(b.now, one[Finish](b).ID, []connector.Hold{{ID: 7}}, nil))
 		e := b.event()
 		require.False(t, e.Held)
-		require.True(t, e.Weak)
 		require.Equal(t, held, e.Hold.ID)
-		require.Equal(t, held != 0, e.Tokens > 0)
+		require.Equal(t, held != 0, e.Ticket != nil)
+		if e.Ticket != nil {
+			require.Zero(t, e.Ticket.Lease)
+		}
 		require.Empty(t, b.Pins())
 		require.True(t, b.Idle())
 	}

@@ -291,13 +291,13 @@ func (w *world) match() {
 		Request: w.open[w.rng.IntN(len(w.open))], Tokens: 1 + w.rng.IntN(100), Keys: make([]connector.BlockKey, w.rng.IntN(7)),
 		Computed: 16 * w.rng.IntN(3),
 	}
-	wait, actions := w.b.Query(w.now, q, w.rng.IntN(2)*w.rng.IntN(100))
+	wait, actions := w.b.Query(w.now, w.bring(q))
 	w.do("query", actions)
 	if wait && w.rng.IntN(2) == 0 {
 		w.answerAsk()
 	}
 	m := w.b.Match(w.now, q.Request)
-	require.True(w.t, m.Later || m.Tokens == 0 || m.Tokens+q.Computed < q.Tokens && m.Tokens%16 == 0 && m.Tokens > 0, "%+v for %+v", m, q)
+	w.offered(&q, m)
 	if m.Later {
 		w.later[q.Request] = true
 	}

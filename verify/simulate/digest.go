@@ -1,6 +1,9 @@
 package simulate
 
-import "github.com/kvport/kvport/connector"
+import (
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/tracker"
+)
 
 // makeDigests is what the host does before a plugin may read blocks.
 func (h *host) makeDigests(m *move) {
@@ -12,21 +15,13 @@ func (h *host) makeDigests(m *move) {
 	}
 }
 
-// makeTails is what the host does for partial blocks before a Holder may keep them: their digests are
-// bound to the address of what they hold.
+// makeTails is what the host does for partial blocks before a Holder may keep them.
 func (h *host) makeTails(ended []connector.Ended) {
 	for i := range ended {
-		e := &ended[i]
-		if !e.Remote || e.Tail == (connector.BlockKey{}) {
-			continue
-		}
-		for rank := range h.e.mem {
-			for _, b := range e.Blocks {
-				if b.Key == (connector.BlockKey{}) {
-					b.Key = e.Tail
-					c := &h.e.mem[rank][b.ID]
-					c.sum = c.digest(b, rank)
-				}
+		for _, b := range tracker.Tail(&ended[i]) {
+			for rank := range h.e.mem {
+				c := &h.e.mem[rank][b.ID]
+				c.sum = c.digest(b, rank)
 			}
 		}
 	}
@@ -39,11 +34,8 @@ func (h *host) checkDigests(m *move) []connector.BlockID {
 		return nil
 	}
 	var bad []connector.BlockID
-	for _, b := range m.Transfer.Blocks {
+	for _, b := range m.Check {
 		c := &h.e.mem[m.Rank][b.ID]
-		if b.Key == (connector.BlockKey{}) {
-			b.Key = m.Transfer.Tail
-		}
 		if !missing[b.ID] && (b.Key == (connector.BlockKey{}) || c.sum != c.digest(b, m.Rank)) {
 			bad = append(bad, b.ID)
 		}

@@ -16,32 +16,24 @@ type host struct {
 	can  connector.Capability
 	role connector.Role
 
-	book     *tracker.Book
-	breaker  tracker.Breaker
-	guard    *ticket.Guard
-	requests map[connector.RequestID]*asked
-	proc     *proc // nil while none runs
-	n        uint64
-	startAt  time.Time // when the next generation is up, while none runs
-	since    time.Time // of the generation
-	dice     dice      // for what no Op decides
-	queue    []report  // what the engine has not taken yet
-	reset    *resetting
+	book    *tracker.Book
+	breaker tracker.Breaker
+	guard   *ticket.Guard
+	proc    *proc // nil while none runs
+	n       uint64
+	startAt time.Time // when the next generation is up, while none runs
+	since   time.Time // of the generation
+	dice    dice      // for what no Op decides
+	queue   []report  // what the engine has not taken yet
+	reset   *resetting
 
 	due    map[duty]*grant // what the engine must still be told
 	open   []*grant        // whose end the engine has not taken yet
 	holds  map[duty]*lease
-	answer []tracker.CallID // of calls that were answered, for answers that come again
-	late   []*move          // of generations that are gone; only a mutant looks at them
-	slots  [][]*move        // by rank and landing slot: the call that it was given to last
-}
-
-// asked is what the host keeps of a request between its first match and its end.
-type asked struct {
-	ticket connector.Ticket
-	need   int
-	denied bool
-	later  bool
+	answer []tracker.CallID             // of calls that were answered, for answers that come again
+	later  map[connector.RequestID]bool // a mutant's: whose answer was Later
+	late   []*move                      // of generations that are gone; only a mutant looks at them
+	slots  [][]*move                    // by rank and landing slot: the call that it was given to last
 }
 
 // duty names something that must be answered exactly once.
@@ -69,7 +61,7 @@ type report struct {
 func newHost(e *engine) *host {
 	o := &e.w.opt
 	h := &host{
-		w: e.w, e: e, role: e.role, can: o.capabilities(), requests: map[connector.RequestID]*asked{},
+		w: e.w, e: e, role: e.role, can: o.capabilities(), later: map[connector.RequestID]bool{},
 		guard: ticket.NewGuard(connector.Fingerprint{}, connector.Fingerprint{}), due: map[duty]*grant{}, holds: map[duty]*lease{},
 		dice: dice(o.Seed<<8 ^ uint64(e.life)),
 		breaker: tracker.Breaker{
@@ -196,7 +188,7 @@ func (h *host) step(s *connector.Step) {
 	admitted, ended := s.Admitted, s.Ended // s is the book's from now on
 	h.do(h.book.Step(h.w.now, s))
 	for i := range ended {
-		delete(h.requests, ended[i].Request)
+		delete(h.later, ended[i].Request)
 	}
 	if h.w.is(PublishEarly) {
 		for i := range admitted {
@@ -280,10 +272,10 @@ func (h *host) finished(key duty, g *grant, ev *tracker.Event) []byte {
 		}
 		h.holds[key] = l
 	}
-	if !ev.Remote || ev.Tokens <= 0 {
+	if ev.Ticket == nil {
 		return nil
 	}
-	return h.w.issue(h.e, ev)
+	return h.w.issue(h.e, ev.Ticket)
 }
 
 // checkLease verifies that held blocks are what they were.
@@ -357,11 +349,10 @@ func (h *host) revoke(g *grant) {
 
 // match answers the engine's question. fast says that the plugin answers while the loop waits.
 func (h *host) match(q connector.Query, signed []byte, fast bool) connector.Match {
-	a := h.note(&q, signed)
-	if a.denied {
-		return connector.Match{}
+	if len(signed) > 0 && h.book.WantsTicket(q.Request) {
+		h.bring(&q, signed)
 	}
-	wait, actions := h.book.Query(h.w.now, q, a.need)
+	wait, actions := h.book.Query(h.w.now, q)
 	h.do(actions)
 	if wait && fast && h.proc != nil {
 		h.proc.answerAsk(q.Request)
@@ -369,10 +360,8 @@ func (h *host) match(q connector.Query, signed []byte, fast bool) connector.Matc
 	m := h.book.Match(h.w.now, q.Request)
 	h.checkMatch(&q, m)
 	if h.w.is(LaterForever) {
-		if a.later && m.Tokens == 0 {
-			m.Later = true
-		}
-		a.later = m.Later
+		m.Later = m.Later || h.later[q.Request] && m.Tokens == 0
+		h.later[q.Request] = m.Later
 	}
 	switch {
 	case m.Later:
@@ -392,44 +381,24 @@ func (h *host) checkMatch(q *connector.Query, m connector.Match) {
 	if m.Later || m.Tokens == 0 {
 		return
 	}
-	held := q.Ticket != nil && h.can&connector.CanHold != 0 // what a Holder keeps may end anywhere
+	promised, _ := h.book.Brought(q.Request)
+	held := promised > 0 && h.can&connector.CanHold != 0 // what a Holder keeps may end anywhere
 	whole := m.Tokens+q.Computed < q.Tokens && m.Tokens%h.w.opt.BlockTokens == 0
 	if m.Tokens < 0 || m.Tokens+q.Computed > q.Tokens || !held && !whole {
 		h.w.fail('c', "%s: match of %d tokens beyond %d for a prompt of %d", h.e.name, m.Tokens, q.Computed, q.Tokens)
 	}
 }
 
-// note remembers a request and verifies its ticket the first time.
-func (h *host) note(q *connector.Query, signed []byte) *asked {
-	a := h.requests[q.Request]
-	if a == nil {
-		a = &asked{}
-		h.requests[q.Request] = a
-		if len(signed) > 0 && h.role.Loads() {
-			h.accept(a, signed, q.Request)
-		}
-	}
-	q.Keys, q.Ticket = append([]connector.BlockKey(nil), q.Keys...), a.ticket
-	return a
-}
-
-func (h *host) accept(a *asked, signed []byte, id connector.RequestID) {
-	holder := h.can&connector.CanHold != 0
-	envelope, err := h.verify(signed, id)
-	if err != nil {
-		h.w.stats.Refused++
-		h.w.say("%s refuses the ticket of %s: %v", h.e.name, id, err)
-		a.denied = holder
+// bring opens the ticket that came with a request's first question.
+func (h *host) bring(q *connector.Query, signed []byte) {
+	e, err := h.verify(signed, q.Request)
+	if err == nil && h.book.Accept(q, &tracker.Ticket{Tokens: e.Tokens, Lease: e.Lease, Plugin: e.Plugin}) {
+		h.w.office.accepted(h.w, h.e, q.Request, signed)
 		return
 	}
-	h.w.office.accepted(h.w, h.e, id, signed)
-	a.ticket = envelope.Plugin
-	if a.ticket == nil {
-		a.ticket = connector.Ticket{}
-	}
-	if !holder {
-		a.need = envelope.Tokens
-	}
+	h.w.stats.Refused++
+	h.w.say("%s refuses the ticket of %s: %v", h.e.name, q.Request, err)
+	h.book.Refuse(q.Request, "ticket")
 }
 
 // check verifies what must hold after every step.

@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/ticket"
@@ -32,14 +31,9 @@ func newLedger() ledger {
 }
 
 // issue signs the ticket of a finished request as a host does.
-func (w *World) issue(e *engine, ev *tracker.Event) []byte {
-	lease := ev.Hold.TTL
-	if lease == 0 {
-		lease = 10 * time.Minute
-	}
+func (w *World) issue(e *engine, t *tracker.Ticket) []byte {
 	env := &ticket.Envelope{
-		Engine: e.name, Epoch: e.epoch, Hold: ev.Hold.ID, Tokens: ev.Tokens, Lease: lease,
-		Consumers: max(ev.Hold.Consumers, 1), Plugin: ev.Hold.Ticket,
+		Engine: e.name, Epoch: e.epoch, Hold: t.Hold, Tokens: t.Tokens, Lease: t.Lease, Consumers: t.Consumers, Plugin: t.Plugin,
 	}
 	w.office.nonce++
 	binary.LittleEndian.PutUint64(env.Nonce[:], w.office.nonce)

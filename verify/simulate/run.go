@@ -282,8 +282,8 @@ func (w *World) over() {
 		if n := len(h.book.Pins()) + h.book.Pending() + h.book.Held(); n > 0 {
 			w.fail('f', "%s: %d pins, transfers and holds are left in the end", e.name, n)
 		}
-		if n := len(h.requests) + len(h.open) + len(h.holds); n > 0 {
-			w.fail('f', "%s: %d requests, grants and leases are remembered in the end", e.name, n)
+		if n := len(h.open) + len(h.holds); n > 0 {
+			w.fail('f', "%s: %d grants and leases are remembered in the end", e.name, n)
 		}
 	}
 }

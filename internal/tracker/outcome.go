@@ -1,0 +1,118 @@
+package tracker
+
+import (
+	"errors"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// judge records which blocks of a returned call failed.
+func (b *Book) judge(c *call, out Outcome) {
+	o := c.op
+	if o.kind == Load && o.req.turn {
+		out = b.reused(c.part, out)
+	}
+	if out.Err != nil {
+		bad := c.part.Blocks
+		var some *connector.BlockError
+		if errors.As(out.Err, &some) && len(some.Blocks) > 0 {
+			named, ok := pick(c.part.Blocks, some.Blocks)
+			if ok {
+				bad = named
+			} else {
+				b.counters.Violations++
+				out.Err = errViolation
+			}
+		}
+		o.fail(bad, out.Err)
+		if o.kind == Load && errors.Is(out.Err, connector.ErrCorrupt) {
+			b.damaged(o, bad)
+		}
+	}
+	if len(out.Corrupt) > 0 {
+		bad, _ := pick(c.part.Blocks, out.Corrupt)
+		o.fail(bad, connector.ErrCorrupt)
+		b.damaged(o, bad)
+	}
+}
+
+// damaged counts blocks that are not what was saved, and remembers their keys.
+func (b *Book) damaged(o *op, bad []connector.Block) {
+	o.damaged += len(bad)
+	b.counters.Damaged += len(bad)
+	for _, k := range bad {
+		b.corrupt.add(k.Key)
+	}
+}
+
+// pick finds the blocks with the given ids; ok is false if one is not among them.
+func pick(blocks []connector.Block, ids []connector.BlockID) (found []connector.Block, ok bool) {
+	want := make(map[connector.BlockID]bool, len(ids))
+	for _, id := range ids {
+		want[id] = true
+	}
+	for _, k := range blocks {
+		if want[k.ID] {
+			found = append(found, k)
+			want[k.ID] = false
+		}
+	}
+	for _, missing := range want {
+		if missing {
+			return found, false
+		}
+	}
+	return found, true
+}
+
+// settleLoad denies further offers to a request whose load left nothing valid: the engine would
+// ask, get the same offer and fail for ever.
+func (b *Book) settleLoad(o *op) {
+	b.forgetMatch(o.req)
+	if len(o.t.Blocks) == 0 || o.canceled {
+		return
+	}
+	if b.leftNothing(o) {
+		o.req.denied = true
+	}
+}
+
+// leftNothing says that a request cannot go on from anything that a load brought: the first block of a
+// group is missing, or one of a group that needs only the last ones.
+func (b *Book) leftNothing(o *op) bool {
+	var seen [connector.MaxGroups]bool
+	for _, k := range o.t.Blocks {
+		if int(k.Group) >= len(b.cfg.Groups) {
+			continue
+		}
+		_, bad := o.failed[k.ID]
+		if bad && (!seen[k.Group] || b.cfg.Groups[k.Group].Policy == connector.PolicyTrailing) {
+			return true
+		}
+		seen[k.Group] = true
+	}
+	return false
+}
+
+// settleSave notes which tokens of the request a consumer will not find.
+func (b *Book) settleSave(o *op) {
+	o.waited()
+	position := make([]int, len(b.cfg.Groups))
+	for _, k := range o.t.Blocks {
+		if int(k.Group) >= len(position) {
+			continue
+		}
+		from := o.t.From + position[k.Group]
+		position[k.Group] += b.cfg.Groups[k.Group].BlockTokens
+		_, bad := o.failed[k.ID]
+		if _, skipped := o.skipped[k.ID]; bad || skipped || len(o.calls) == 0 {
+			if o.req.unsaved == nil {
+				o.req.unsaved = map[int]struct{}{}
+			}
+			o.req.unsaved[from] = struct{}{}
+			continue
+		}
+		delete(o.req.unsaved, from)
+		b.corrupt.remove(k.Key)
+	}
+}
