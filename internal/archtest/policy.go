@@ -114,12 +114,14 @@ func kvportImports() map[string][]string {
 		"multiconnector": {"connector", "internal/eventlog"},
 
 		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/eventlog", "internal/wire", "internal/shm", "internal/fault"},
-		"host":          {"connector", "multiconnector", "proto/...", "internal/...", "!internal/archtest"},
+		"host":          {"connector", "multiconnector", "host/internal/...", "proto/...", "internal/...", "!internal/archtest"},
 		"host/agent":    {"connector", "host", "proto/...", "internal/wire", "internal/shm"},
 		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
 		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host"},
+
+		"host/internal/config": {"internal/wire"},
 
 		"engine":              slices.Concat(host, engineParts()),
 		"engine/*":            host,
