@@ -40,6 +40,9 @@ type Policy struct {
 	Panics []string
 	// NameFolders are the folders besides a connector's own where its name may appear.
 	NameFolders []string
+	// Words says how many phrases of the word list a folder or file still has. The most specific row
+	// counts; what has no row has none. A number only falls.
+	Words map[string]int
 }
 
 // Budget limits the non-test, non-generated lines of some folders together.
@@ -73,6 +76,34 @@ func Kvport() *Policy {
 		},
 		Untyped:     []string{"engine/server", "engine/router"},
 		NameFolders: []string{"docs", "examples", "verify/bench"},
+		Words:       kvportWords(),
+	}
+}
+
+// kvportWords is what is left to rewrite. TestWords says which number to lower.
+func kvportWords() map[string]int {
+	return map[string]int{
+		"CHANGELOG.md":       1,
+		"CONTRIBUTING.md":    3,
+		"cmd":                17,
+		"conformance":        110,
+		"connector":          27,
+		"connectors":         88,
+		"docs":               61,
+		"docs/acceptance.md": 6,
+		"docs/adr":           53,
+		"engine":             64,
+		"examples":           1,
+		"host":               93,
+		"internal":           34,
+		"lookupbuffer":       11,
+		"multiconnector":     8,
+		"native":             13,
+		"pipe":               26,
+		"proto":              5,
+		"sdk":                20,
+		"sdk/config.go":      5,
+		"verify":             58,
 	}
 }
 
