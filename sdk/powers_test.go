@@ -107,7 +107,7 @@ func TestStorePowersAreClaimed(t *testing.T) {
 	for want, change := range map[string]func(*Definition){
 		"has no part in hold": func(d *Definition) { d.Capabilities |= connector.CanHold },
 		"Definition.Stats":    func(d *Definition) { d.Stats = nil },
-		"must be of a-z":      func(d *Definition) { d.Stats[0].Name = "A" },
+		"must consist of a-z":      func(d *Definition) { d.Stats[0].Name = "A" },
 		"Definition.Medium":   func(d *Definition) { d.Medium = string(make([]byte, 65)) },
 	} {
 		d := powerfulDefinition()

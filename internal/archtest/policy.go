@@ -14,7 +14,7 @@ type Policy struct {
 	// too; its "*" is what the row's "*" stands for; "..." is the whole module; a leading "!"
 	// takes away what stands before it.
 	Imports map[string][]string
-	// Tests is what the tests of any folder may import besides their row.
+	// Tests is what the tests of any folder may import in addition to their row.
 	Tests []string
 	// Heavy maps an import path (and everything below) to the rows whose folders may import it.
 	Heavy map[string][]string
@@ -36,9 +36,9 @@ type Policy struct {
 
 	// Untyped are the files and folders where map[string]any may stand: the JSON edge.
 	Untyped []string
-	// Panics are the folders besides commands where panic may be called.
+	// Panics are the folders, apart from commands, where panic may be called.
 	Panics []string
-	// NameFolders are the folders besides a connector's own where its name may appear.
+	// NameFolders are the folders, apart from a connector's own, where its name may appear.
 	NameFolders []string
 	// Words says how many phrases of the word list a folder or file still has. The most specific row
 	// counts; what has no row has none. A number only falls.
@@ -87,7 +87,6 @@ func kvportWords() map[string]int {
 		"CONTRIBUTING.md":    3,
 		"cmd":                17,
 		"conformance":        110,
-		"connector":          27,
 		"connectors":         88,
 		"docs":               61,
 		"docs/acceptance.md": 6,
