@@ -84,7 +84,6 @@ func Kvport() *Policy {
 func kvportWords() map[string]int {
 	return map[string]int{
 		"CHANGELOG.md":       1,
-		"CONTRIBUTING.md":    3,
 		"cmd":                17,
 		"conformance":        110,
 		"connectors":         88,
