@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Blocks of another size than the engine's take as many of the engine's as hold their tokens.
+// A block whose size differs from the engine's takes as many of the engine's blocks as hold its tokens.
 func TestArenaSize(t *testing.T) {
 	l := &Layout{Blocks: 1, Groups: []Group{{BlockTokens: 16}}, Segments: []Segment{{Bytes: 1000}}}
 	const each = 1000 + ArenaBlockHead

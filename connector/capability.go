@@ -39,8 +39,8 @@ var optional = []struct {
 	{CanReshape, "reshape", reflect.TypeFor[Reshaper]()},
 }
 
-// Partial is a proxy that has every method but supports only some: the host's end of a plugin, or
-// a composite whose children differ.
+// Partial is a proxy that has every method but supports only some of them, such as the host's end of a
+// plugin or a composite whose children differ.
 type Partial interface {
 	// Capabilities reports which of the proxy's optional methods work.
 	Capabilities() Capability
@@ -60,7 +60,8 @@ func CapabilitiesOf(v any) Capability {
 	return c
 }
 
-// As is v.(T) that also asks a Partial. Use it for every optional interface.
+// As is the type assertion v.(T), except that it also asks a Partial whether it supports T. Use it for
+// every optional interface.
 func As[T any](v any) (T, bool) {
 	t, ok := v.(T)
 	if p, partial := v.(Partial); ok && partial {
@@ -74,7 +75,7 @@ func As[T any](v any) (T, bool) {
 	return t, ok
 }
 
-// String names the bits, comma-separated; unknown ones by number.
+// String names the bits, separated by commas. An unknown bit appears as its number.
 func (c Capability) String() string {
 	var names []string
 	for _, o := range optional {

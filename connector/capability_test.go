@@ -18,7 +18,7 @@ type resetter struct{ plain }
 
 func (resetter) Reset(context.Context) (bool, error) { return true, nil }
 
-// proxy has every method and supports what it is told.
+// proxy has every method and supports only the capabilities in can.
 type proxy struct {
 	resetter
 	can Capability

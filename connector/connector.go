@@ -3,29 +3,30 @@
 // It imports only the standard library, starts no goroutine and does no I/O. Rule numbers such as
 // SCHED-02 refer to docs/spec.
 //
-// A connector has two sides. The [Scheduler] side decides: how many tokens of a request's KV cache
-// it could supply. The [Worker] side moves bytes between the engine's paged cache and wherever the
-// connector keeps them. Both are blocking Go; the host, which sits between engine and connector,
-// makes them asynchronous, pins the blocks of every running call, gives each call a deadline and
-// checks every answer. Connectors that are plain key-value stores implement [Store] alone and let
-// package sdk make both sides of it.
+// A connector has two sides. The [Scheduler] side decides: how many tokens of a request's KV cache it could
+// supply. The [Worker] side moves bytes between the engine's paged cache and wherever the connector keeps
+// them. Both sides are blocking Go; the host, which sits between engine and connector, makes them
+// asynchronous, pins the blocks of every running call, gives each call a deadline and checks every answer.
+// A connector that is a plain key-value store implements [Store] alone and lets package sdk make both sides
+// of it.
 //
-// Everything else is optional, one small interface a power, each tied to one [Capability] bit:
+// Everything else is optional. Each optional power is one small interface that is tied to one [Capability]
+// bit:
 //
-//	what the connector wants to do                             implement   bit       side
-//	choose itself what is loaded and saved                     Planner     CanPlan   scheduler
+//	what the connector can do                                  interface   bit       side
+//	choose what is loaded and saved                            Planner     CanPlan   scheduler
 //	keep finished blocks until consumers have fetched them     Holder      CanHold   scheduler
 //	forget everything on request                               Resetter    CanReset  scheduler
 //	show numbers of its own among the host's metrics           StatsSource CanStat   scheduler
-//	tell which blocks come and go                              EventSource CanEvents scheduler
+//	report which blocks come and go                            EventSource CanEvents scheduler
 //	save blocks while their layers are computed                LayerWorker CanLayers worker
 //	keep holds as long as their consumers are alive            Leaser      CanLease  scheduler
 //	load what an engine with another block size holds          Reshaper    CanReshape worker
 //
-// Besides, a connector may ask for memory that outlives its process: [Info.ArenaBytes].
+// A connector may also ask for memory that outlives its process: [Info.ArenaBytes].
 //
-// An engine never asserts for these itself: [As] also honours proxies that have all methods but
-// support only some.
+// Code that looks for one of these interfaces calls [As] instead of a type assertion, because a proxy has
+// every method but may support only some of them.
 package connector
 
 import (
@@ -59,13 +60,13 @@ type Block struct {
 // leave no trace (rule SCHED-03).
 type Query struct {
 	Request  RequestID
-	Tokens   int        // tokens of the request so far: its prompt, after a preemption its output too
+	Tokens   int        // tokens of the request so far: its prompt, and after a preemption also its output
 	Keys     []BlockKey // full blocks of those tokens, in order, from token 0; owned by the caller
 	Computed int        // leading tokens the engine already has, a multiple of the block size
 	Ticket   Ticket     // nil unless a router brought one
-	// Reshaped is not 0 if the ticket is of an engine with another Shape, for a connector that has
-	// CanReshape: so many leading tokens are the same there, as the host has found out. Keys are of this
-	// engine's blocks and mean nothing there (rule RESHAPE-02).
+	// Reshaped is set when the ticket comes from an engine with another Shape and the connector has
+	// CanReshape. It is the number of leading tokens that the host has found to be the same in both
+	// engines. Keys belong to this engine's blocks and mean nothing in the other one (rule RESHAPE-02).
 	Reshaped int
 }
 
@@ -74,7 +75,7 @@ type Match struct {
 	Tokens int    // tokens beyond Query.Computed that a Load would fill now
 	Groups uint32 // bit g set: group g is part of the offer; 0 means all groups
 	Async  bool   // the request waits outside the batch until its load is reported
-	Later  bool   // not known yet, ask again; the host bounds how long (rule SCHED-05)
+	Later  bool   // the answer is not known yet, ask again; the host limits for how long (rule SCHED-05)
 }
 
 // Transfer moves blocks of one request. Blocks is in prefix order, group by group, and owned by the
@@ -87,37 +88,40 @@ type Transfer struct {
 	Tokens  int // tokens that Blocks covers; a partial last block holds fewer than BlockTokens
 	Blocks  []Block
 	Ticket  Ticket // loads only: the ticket of the Query that was matched
-	Replace bool   // saves only: what is stored under these keys was found damaged, write it anew
-	Extra   []byte // from the Planner of this connector to its Worker, carried unread
-	// Tenant says whose request it is, for quotas: a hash, equal for equal tenants of one engine, from
-	// which the tenant cannot be told; 0: nobody's in particular.
+	Replace bool   // saves only: what is stored under these keys is damaged, so it must be written again
+	Extra   []byte // from the Planner of this connector to its Worker; the host does not read it
+	// Tenant identifies whose request this is, for quotas. It is a hash that is equal for equal tenants of
+	// one engine and does not reveal the tenant. 0 means that the request belongs to no tenant.
 	Tenant uint64
-	// Tail is the content address of what a partial last block holds in its producer's cache, so that
-	// the host can tell whether that arrived (rule KEY-09). It stays with the host: connectors see zero.
+	// Tail is the content address of what a partial last block holds in its producer's cache, so that the
+	// host can check whether that content arrived (rule KEY-09). Only the host uses it: connectors see
+	// zero.
 	Tail BlockKey
-	// Reshaped says of a load that its ticket is of an engine with another Shape: the host calls
-	// Reshaper.Reshape. It stays with the host: connectors see false.
+	// Reshaped says that the ticket of this load comes from an engine with another Shape, so the host calls
+	// Reshaper.Reshape. Only the host uses it: connectors see false.
 	Reshaped bool
 }
 
-// Step tells a Planner what the engine decided, and what it has computed. An engine that learns the
-// two at different times sends several Steps for one of its own: decisions first, Computed when it is
-// true. So a Planner must not take one Step for one forward pass. Computed may come in any later Step
-// as long as the blocks keep their content, also after a preemption: saves end by themselves.
+// Step tells a Planner what the engine has decided and what it has computed. An engine that learns the two
+// at different times sends several Steps for each step of its own: first the decisions, and later Computed,
+// once the blocks are computed. So a Planner must not assume that one Step is one forward pass. Computed
+// may come in any later Step as long as the blocks keep their content, also after a preemption: a
+// preemption does not end a save.
 type Step struct {
-	ID       uint64     // ascends; of no other meaning
+	ID       uint64     // ascends and has no other meaning
 	Arrived  []Query    // requests that entered the engine
 	Admitted []Transfer // blocks allocated for matches: where a load would write
 	Computed []Transfer // blocks whose KV this step completed
-	// Computing are blocks whose KV the engine begins to compute now, layer by layer; there are none
-	// but for a host that is LayerWise. They are not in a later Computed, and no Planner hears of them.
+	// Computing lists the blocks whose KV the engine begins to compute now, layer by layer. Only a host
+	// that is LayerWise gets any. They do not appear in a later Computed, and no Planner sees them.
 	Computing []Transfer
 	Preempted []RequestID // requests that lost their blocks and will be matched again
 	Ended     []Ended
 }
 
-// Plan is a Planner's answer: the transfers to run. Each must be one of the Step's, or a prefix,
-// suffix or subset of its blocks; the host drops and counts anything else (rule PLAN-01).
+// Plan is a Planner's answer: the transfers to run. Each must be one of the Step's transfers, or cover a
+// prefix, a suffix or a subset of the blocks of one; the host drops and counts anything else (rule
+// PLAN-01).
 type Plan struct {
 	Loads, Saves []Transfer
 }
@@ -133,27 +137,27 @@ const (
 	ReasonError                    // the engine gave up on it
 )
 
-// Ended reports the end of a request, exactly once for each one that arrived, also when it never
-// had a block (rule STEP-02).
+// Ended reports the end of a request. Each request that arrived ends exactly once, even if it never had a
+// block (rule STEP-02).
 type Ended struct {
 	Request RequestID
 	Reason  Reason
 	Tokens  int  // tokens whose KV is valid in Blocks
 	Remote  bool // a consumer was announced: a Holder keeps the blocks and gives a ticket
-	// Weak, with Remote, says that the consumer is only hoped for: the next turn of a conversation. The
-	// hold is a weak one then, whatever the Holder answers (rule TURN-01).
+	// Weak is set only together with Remote. It says that the consumer, the next turn of a conversation,
+	// may never come. The hold is then weak, whatever the Holder answers (rule TURN-01).
 	Weak   bool
 	Blocks []Block
 	Tail   BlockKey // as in Transfer
 }
 
-// Hold is a Holder's wish to keep the blocks of one ended request. The zero Hold frees them at
-// once. The host owns the hold: it releases it when all Consumers have fetched, when TTL has passed
-// without renewal, or at shutdown.
+// Hold is a Holder's request to keep the blocks of one ended request. The zero Hold frees them at once. The
+// host owns the hold and releases it when all Consumers have fetched the blocks, when TTL has passed
+// without a renewal, or at shutdown.
 type Hold struct {
 	ID        HoldID
 	TTL       time.Duration // 0: the host's default
-	Consumers int           // how many must report it in Consumed; 0 means 1
+	Consumers int           // how often Consumed must report the hold before it is over; 0 means 1
 	Weak      bool          // blocks may be evicted meanwhile; consumers notice by digest
 	Ticket    []byte        // what a consumer's connector needs; the host signs it
 }
@@ -161,24 +165,24 @@ type Hold struct {
 // A Scheduler decides what could be loaded. The host calls it from one goroutine at a time and it
 // must not touch KV bytes.
 type Scheduler interface {
-	// Match answers every query, in order (rule SCHED-01). It has no side effects a later Match
-	// could observe (SCHED-02) and may be called many times for one request. A miss is the zero
-	// Match, not an error; any error counts as a miss for all queries, ErrBusy as Later.
+	// Match answers every query, in order (rule SCHED-01). It has no side effects that a later Match could
+	// observe (SCHED-02) and may be called many times for one request. A miss is the zero Match, not an
+	// error. ErrBusy counts as Later and any other error as a miss, for all queries.
 	Match(ctx context.Context, queries []Query) ([]Match, error)
-	// Close releases what the side holds. The host calls it once, after the last call returned.
+	// Close releases what the side holds. The host calls it once, after the last call has returned.
 	Close() error
 }
 
 // A Worker moves bytes. Calls arrive concurrently, one per Transfer.
 type Worker interface {
-	// Load fills the blocks of t. It returns only when nothing can write them any more (rule
-	// WORK-04); ctx ends the wait, not the pin. A *BlockError names the blocks that did not
-	// arrive, all others did; any other error fails the whole Transfer.
+	// Load fills the blocks of t. It returns only when nothing can write them any more (rule WORK-04); ctx
+	// ends the wait, not the pin. A *BlockError names the blocks that did not arrive; all others arrived.
+	// Any other error fails the whole Transfer.
 	Load(ctx context.Context, t *Transfer, kv *KV) error
 	// Save stores the blocks of t. When it returns nil they can be matched (rule WORK-05). It may
 	// be cancelled at any moment.
 	Save(ctx context.Context, t *Transfer, kv *KV) error
-	// Close releases what the side holds. The host calls it once, after the last call returned.
+	// Close releases what the side holds. The host calls it once, after the last call has returned.
 	Close() error
 }
 
@@ -198,14 +202,13 @@ type Holder interface {
 	Consumed(ctx context.Context) ([]HoldID, error)
 }
 
-// A Leaser lengthens the time of its holds while their consumers are at work (capability CanLease, with
-// CanHold).
+// A Leaser renews its holds while their consumers are at work (capability CanLease, with CanHold).
 type Leaser interface {
-	// Renewals gives the holds whose TTL begins anew, and hears in ended which holds are over. It
-	// answers at once if there are some, and after a second at most (rule LEASE-01); the host asks
-	// again and again, and ends no call early but to close the side. What an answer names is renewed
-	// when the next call comes and does not have it in ended (LEASE-02): until then the former end
-	// stands. The caller owns ended.
+	// Renewals returns the holds whose TTL starts again; ended tells it which holds are over. It answers at
+	// once if there is a hold to renew, and otherwise after at most one second (rule LEASE-01). The host
+	// calls it again and again, and ends a call early only to close the side. A hold that an answer names
+	// is renewed when the next call does not list it in ended (LEASE-02); until then its previous end
+	// applies. The caller owns ended.
 	Renewals(ctx context.Context, ended []HoldID) ([]HoldID, error)
 }
 

@@ -5,18 +5,20 @@ import (
 	"fmt"
 )
 
-// What a caller can act on. Each survives the wire: errors.Is holds on both sides (rule ERR-01).
+// The errors that a caller can act on. They survive the wire: errors.Is finds them on both sides (rule
+// ERR-01).
 var (
-	// ErrBusy asks for a retry inside the deadline.
+	// ErrBusy asks the caller to try again within the deadline.
 	ErrBusy = errors.New("busy, try again")
-	// ErrGone says that the bytes or the peer will not come back: recompute.
+	// ErrGone says that the bytes or the peer will not come back, so the blocks must be recomputed.
 	ErrGone = errors.New("gone")
-	// ErrIncompatible says that model, shape, layout, protocol or config do not fit: refuse at open.
+	// ErrIncompatible says that model, shape, layout, protocol or config do not fit. A side refuses to open
+	// with it.
 	ErrIncompatible = errors.New("incompatible")
-	// ErrCorrupt says that bytes are damaged: drop them and recompute.
+	// ErrCorrupt says that bytes are damaged and must be dropped and recomputed.
 	ErrCorrupt = errors.New("corrupt")
-	// ErrDeclined says that a connector chose not to store a block, by a quota or a threshold: it is
-	// no failure, and trying again at once is of no use.
+	// ErrDeclined says that a connector chose not to store a block, because of a quota or a threshold. It
+	// is not a failure, and an immediate retry does not help.
 	ErrDeclined = errors.New("declined")
 )
 
@@ -31,7 +33,7 @@ func (e *BlockError) Error() string {
 	return fmt.Sprintf("%d blocks %s: %v", len(e.Blocks), some(e.Blocks), e.Err)
 }
 
-// Unwrap gives the cause.
+// Unwrap returns the cause.
 func (e *BlockError) Unwrap() error { return e.Err }
 
 // ItemError says which items of a Store call failed, by index. All others succeeded.
@@ -45,7 +47,7 @@ func (e *ItemError) Error() string {
 	return fmt.Sprintf("%d items %s: %v", len(e.Items), some(e.Items), e.Err)
 }
 
-// Unwrap gives the cause.
+// Unwrap returns the cause.
 func (e *ItemError) Unwrap() error { return e.Err }
 
 // some shows the first few of a list that may be long.

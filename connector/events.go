@@ -5,26 +5,26 @@ import (
 	"fmt"
 )
 
-// An EventSource tells which blocks come and go (capability CanEvents), for routers and caches that
-// want to know where a prompt is cached without asking. It tells of what the engine it is open for
-// does, not what was there before. Events are hints: a block that was reported as stored may be gone,
-// and only a Match says what can be loaded.
+// An EventSource reports which blocks come and go (capability CanEvents), for routers and caches that need
+// to know where a prompt is cached without asking. It reports what the engine it is open for does, not what
+// was stored before. Events are hints: a block that was reported as stored may be gone, and only a Match
+// says what can be loaded.
 type EventSource interface {
-	// Events waits until there is at least one event that it has not reported yet, and gives them in
-	// order (rules EVENT-01 to EVENT-04). It runs at the same time as other calls. A source that
-	// cannot keep all events until they are fetched drops the oldest, which shows as a gap in Seq.
-	// The caller owns the slice.
+	// Events waits until there is at least one event that it has not reported yet, and returns all such
+	// events in order (rules EVENT-01 to EVENT-04). It runs at the same time as other calls. A source that
+	// cannot keep all events until they are fetched drops the oldest, which shows as a gap in Seq. The
+	// caller owns the slice.
 	Events(ctx context.Context) ([]BlockEvent, error)
 }
 
-// BlockEventKind says what became of blocks.
+// BlockEventKind says what happened to blocks.
 type BlockEventKind uint8
 
 // The kinds. The numbers are part of the wire protocol and never reused.
 const (
 	BlocksStored  BlockEventKind = 1 + iota // they can be matched
-	BlocksRemoved                           // no longer, or nobody watches any more whether they can
-	BlocksCleared                           // nothing that was reported can be matched
+	BlocksRemoved                           // they can no longer be matched, or the source no longer watches whether they can
+	BlocksCleared                           // no block reported so far can be matched
 )
 
 // String is the kind's name.
@@ -46,9 +46,9 @@ const (
 	MaxMedium = 64      // bytes of BlockEvent.Medium
 )
 
-// BlockEvent is one change of what can be matched. A block is stored when it is so on all ranks.
+// BlockEvent is one change of what can be matched. A block counts as stored once all ranks have stored it.
 type BlockEvent struct {
-	Seq    uint64 // one more than that of the event before; the first may be any
+	Seq    uint64 // one more than that of the event before; the first may have any number
 	Kind   BlockEventKind
 	Keys   []BlockKey // none when Kind is BlocksCleared
 	Medium string     // where the blocks are, or were: "memory", "disk", "remote"; at most MaxMedium bytes

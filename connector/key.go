@@ -37,15 +37,15 @@ func NewFingerprint(domain string, fields ...string) Fingerprint {
 	return Fingerprint(h.Sum(nil))
 }
 
-// KeySpace is everything besides token ids that decides whether two requests may share KV blocks.
-// Two spaces that differ in any field never share a key (rule KEY-02).
+// KeySpace is everything, apart from token ids, that decides whether two requests may share KV blocks. Two
+// spaces that differ in any field never share a key (rule KEY-02).
 type KeySpace struct {
 	Model       Fingerprint // weights, dtype, rope, adapters
 	Salt        string      // tenant or cache_salt of the request
 	LoRAName    string
 	LoRAContent string   // hash of the adapter's weights
 	Multimodal  []string // content ids of images and the like, in prompt order
-	Secret      []byte   // tenant secret; when set keys are HMACs and cannot be guessed
+	Secret      []byte   // tenant secret; when it is set, keys are HMACs and cannot be guessed
 }
 
 // Root is the parent of a request's first block.
@@ -62,7 +62,7 @@ func (s *KeySpace) Root() BlockKey {
 	return BlockKey(h.Sum(nil))
 }
 
-// Tenant is Transfer.Tenant for requests of this space: 0 without a salt. A nil space has none.
+// Tenant is Transfer.Tenant for requests of this space: 0 if the space is nil or has no salt.
 func (s *KeySpace) Tenant() uint64 {
 	if s == nil || s.Salt == "" {
 		return 0
@@ -84,7 +84,7 @@ func (s *KeySpace) Next(parent BlockKey, tokens []int32) BlockKey {
 	return BlockKey(h.Sum(nil))
 }
 
-// Keys gives the keys of all full blocks of a prompt, in order.
+// Keys returns the keys of all full blocks of a prompt, in order.
 func (s *KeySpace) Keys(tokens []int32, blockTokens int) []BlockKey {
 	keys := make([]BlockKey, 0, len(tokens)/blockTokens)
 	parent := s.Root()
@@ -95,9 +95,9 @@ func (s *KeySpace) Keys(tokens []int32, blockTokens int) []BlockKey {
 	return keys
 }
 
-// Address is the content address of a prompt's leading tokens in an engine with blocks of that size: the key
-// of the last block, which may be partial. Engines of other block sizes tell by it whether they have the
-// same prompt (rule RESHAPE-01).
+// Address is the content address of a prompt's leading tokens in an engine with blocks of that size: the
+// key of the last block, which may be partial. Engines with different block sizes compare addresses to find
+// out whether they have the same prompt (rule RESHAPE-01).
 func (s *KeySpace) Address(tokens []int32, blockTokens int) BlockKey {
 	parent := s.Root()
 	for len(tokens) > 0 {
@@ -108,10 +108,10 @@ func (s *KeySpace) Address(tokens []int32, blockTokens int) BlockKey {
 	return parent
 }
 
-// Foreign is the key of a full block to which an engine that chains hashes itself gave hash. engine
-// names the engine and its way of hashing, such as "vllm/sha256": hashes made in two ways never share
-// a key. The space gives model, salt and secret; that a hash covers its whole prefix, with whatever
-// else decides who may share it, is the engine's affair.
+// Foreign is the key of a full block to which an engine that chains hashes itself gave hash. The argument
+// engine names the engine and its way of hashing, such as "vllm/sha256": hashes made in two ways never
+// share a key. The space adds model, salt and secret. The engine is responsible for a hash that covers the
+// whole prefix and whatever else decides who may share the block.
 func (s *KeySpace) Foreign(engine string, hash []byte) BlockKey {
 	h := s.hash("kvport/foreign/1")
 	root := s.Root()

@@ -45,7 +45,7 @@ func TestKeysAreFixed(t *testing.T) {
 	require.Len(t, NewStoreKey(keys[0], model, 0, Shard{}).String(), 64)
 }
 
-// A key is that of its whole prefix and of nothing else.
+// A key depends on the whole prefix and on nothing else.
 func TestKeysAreChained(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		size := rapid.IntRange(1, 5).Draw(t, "block")
@@ -66,7 +66,7 @@ func TestKeysAreChained(t *testing.T) {
 	})
 }
 
-// Rules KEY-01 and KEY-02: no field is mistaken for another, nor two for one.
+// Rules KEY-01 and KEY-02: no field is mistaken for another, and two fields are never mistaken for one.
 func TestSpacesNeverShareKeys(t *testing.T) {
 	spaces := map[string]*KeySpace{
 		"empty":          {},
@@ -151,7 +151,8 @@ func TestTenants(t *testing.T) {
 	require.NotEqual(t, a, (&KeySpace{Salt: "a", Secret: []byte("secret")}).Tenant())
 }
 
-// Keys of foreign blocks are stored too: these are fixed, one by its description and one by its bytes.
+// Keys of foreign blocks are also stored, so they are fixed here: one by its description and one by its
+// bytes.
 func TestForeignKeysAreFixed(t *testing.T) {
 	space := &KeySpace{Model: NewFingerprint("model", "weights", "f16"), Salt: "tenant"}
 	root := space.Root()

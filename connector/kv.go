@@ -2,7 +2,7 @@ package connector
 
 import "fmt"
 
-// Policy says which blocks of a prefix a group needs before it can go on from there.
+// Policy says which blocks of a prefix a group needs before it can continue from there.
 type Policy uint8
 
 // The policies. The numbers are part of the wire protocol and never reused.
@@ -13,8 +13,8 @@ const (
 	PolicyTrailing
 )
 
-// DigestLayer is the Layer of the segment in which the host keeps its digests of a block. To a
-// connector it is a segment like any other: save it with the block, load it with the block.
+// DigestLayer is the Layer of the segment in which the host keeps its digests of a block. For a connector
+// it is a segment like any other, saved and loaded with the block.
 const DigestLayer = -1
 
 // Group is a set of layers that share a block table.
@@ -34,9 +34,10 @@ type Segment struct {
 	Offset      int64
 	BlockStride int64
 	Bytes       int64
-	// Planes and Heads say how a block can be cut, 0: not at all. It is Planes arrays of the same size, one
-	// behind the other (such as keys and values); each has a row for every token of the block, in order,
-	// and a row has Heads parts of the same size, this rank's share of all heads, in order of rank.
+	// Planes and Heads say how a block can be cut; 0 means that it cannot be cut. A block consists of
+	// Planes arrays of the same size, one after the other (such as keys and values). Each array has a row
+	// for every token of the block, in order. A row has Heads parts of the same size, which are this rank's
+	// share of all heads, in order of rank.
 	Planes, Heads int
 }
 
@@ -116,16 +117,16 @@ func (l *Layout) BlockBytes(group uint16) int64 {
 	return n
 }
 
-// KV is a worker's window onto the paged cache of its rank. It copies nothing and is safe for
-// concurrent use; who may touch which block is decided by the transfer at hand.
+// KV is a worker's window onto the paged cache of its rank. It copies nothing and is safe for concurrent
+// use. A call may touch only the blocks of its Transfer.
 type KV struct {
 	layout  Layout
 	regions [][]byte
 	byGroup [][]int // segment indexes of each group, in layout order
 }
 
-// NewKV wraps the regions of a layout. It keeps both; the caller unmaps the regions only after the
-// last use of any view. Errors wrap ErrIncompatible.
+// NewKV wraps the regions of a layout. The KV keeps both arguments, and the caller must not unmap a region
+// before the last use of any view. Errors wrap ErrIncompatible.
 func NewKV(layout Layout, regions [][]byte) (*KV, error) {
 	sizes := make([]int64, len(regions))
 	for i, r := range regions {
@@ -144,8 +145,8 @@ func NewKV(layout Layout, regions [][]byte) (*KV, error) {
 // Layout describes the memory. The caller must not change it.
 func (kv *KV) Layout() *Layout { return &kv.layout }
 
-// View is the bytes of one block in one segment, in place. It is capped, so an append cannot reach
-// the next block. An index out of range gives nil.
+// View returns the bytes of one block in one segment, in place. Its capacity ends with the block, so an
+// append cannot reach the next one. View returns nil for an index out of range.
 func (kv *KV) View(segment int, block BlockID) []byte {
 	if segment < 0 || segment >= len(kv.layout.Segments) || block < 0 || int(block) >= kv.layout.Blocks {
 		return nil
@@ -163,7 +164,7 @@ func (kv *KV) Segments(group uint16) []int {
 	return kv.byGroup[group]
 }
 
-// Spans is all bytes of one block, one view for each segment of its group in layout order. Errors
+// Spans returns all bytes of one block: one view for each segment of its group, in layout order. Errors
 // name the block and wrap ErrIncompatible.
 func (kv *KV) Spans(b Block) ([][]byte, error) {
 	segments := kv.Segments(b.Group)

@@ -70,7 +70,8 @@ func TestLayoutValidate(t *testing.T) {
 	require.ErrorIs(t, l.Validate([]int64{1024, 0}), ErrIncompatible)
 }
 
-// What Validate accepts View never leaves: each view is where the numbers say, whole and capped.
+// In a layout that Validate accepts, View never leaves the region: each view is where the numbers say,
+// complete, and limited to its block.
 func TestViewsStayInsideTheirRegion(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		size := rapid.Int64Range(1, 300).Draw(t, "size")

@@ -10,24 +10,24 @@ import (
 // 0 to n-1, so every segment whose Layer is less than n. The digests (DigestLayer) are final together
 // with the last layer. See [KV.Between].
 type Progress interface {
-	// Wait returns when more than seen layers are final, with how many are; never more than
-	// Layout.Layers. ErrGone: the engine has given up, the rest will never be final. Otherwise the
-	// error is that of ctx. Any number of goroutines may wait at a time.
+	// Wait blocks until more than seen layers are final and returns how many are, which is at most
+	// Layout.Layers. ErrGone means that the engine has given up and that the rest will never be final; any
+	// other error is that of ctx. Any number of goroutines may wait at the same time.
 	Wait(ctx context.Context, seen int) (final int, err error)
 }
 
 // A LayerWorker saves blocks while they are being computed (capability CanLayers), so that most of
 // their bytes have left when the last layer is done.
 type LayerWorker interface {
-	// SaveLayers is Save, called when the engine begins to compute the blocks of t. It reads a
-	// segment only after progress has said that it is final (rule LAYER-01), and returns nil only
-	// when all is stored, as Save does (LAYER-02). When progress has an error it keeps nothing of
-	// the blocks and returns one (LAYER-03).
+	// SaveLayers is Save, except that the host calls it when the engine begins to compute the blocks of t.
+	// It reads a segment only after progress has said that the segment is final (rule LAYER-01) and, like
+	// Save, returns nil only when everything is stored (LAYER-02). If progress fails, SaveLayers keeps
+	// nothing of the blocks and returns an error (LAYER-03).
 	SaveLayers(ctx context.Context, t *Transfer, kv *KV, progress Progress) error
 }
 
-// Layers is how many layers a cache has: one more than the highest Layer of a segment. It is 0 where
-// no segment has one.
+// Layers is how many layers a cache has: one more than the highest Layer of a segment, or 0 if no segment
+// has a layer.
 func (l *Layout) Layers() int {
 	n := 0
 	for i := range l.Segments {
@@ -40,12 +40,12 @@ func (l *Layout) Layers() int {
 // from one to another, in layout order; the digests come with the last layer.
 func (kv *KV) Between(group uint16, from, to int) []int { return kv.layout.Between(group, from, to) }
 
-// Between is KV.Between for who has no memory of the blocks.
+// Between is the same as KV.Between, for callers that have the layout but not the memory.
 func (l *Layout) Between(group uint16, from, to int) []int {
 	var out []int
 	last := l.Layers()
 	for i := range l.Segments {
-		at := l.Segments[i].Layer + 1 // final from so many layers on
+		at := l.Segments[i].Layer + 1 // how many layers must be final
 		if at <= 0 {
 			at = last
 		}
@@ -56,15 +56,16 @@ func (l *Layout) Between(group uint16, from, to int) []int {
 	return out
 }
 
-// LayerCount is a Progress that is advanced in this process. The zero value has no final layer.
+// LayerCount is a Progress that code in this process advances. The zero value has no final layer.
 type LayerCount struct {
 	mu      sync.Mutex
 	final   int
 	gone    bool
-	changed chan struct{} // closed when one of them changes; nil while nobody waits
+	changed chan struct{} // closed when final or gone changes; nil while nobody waits
 }
 
-// Advance says that the first n layers are final. It never blocks, and never goes back.
+// Advance says that the first n layers are final. It never blocks, and a smaller n than before has no
+// effect.
 func (c *LayerCount) Advance(n int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -48,39 +48,41 @@ func (r Role) Loads() bool { return r == RoleConsumer || r == RoleBoth }
 // Saves reports whether the role may save.
 func (r Role) Saves() bool { return r == RoleProducer || r == RoleBoth }
 
-// Env is what a host gives a side when it opens it. Everything a side needs is known by then: no
-// side is ever half open.
+// Env is what a host gives a side when the side opens. It holds everything that a side needs: no side is
+// ever half open.
 type Env struct {
 	Engine      string // id of the engine, unique in the deployment
-	Epoch       uint64 // differs in every life of the engine
+	Epoch       uint64 // differs each time the engine starts
 	Role        Role
 	Rank, World int         // place in the tensor-parallel group; the scheduler side has rank 0
 	Model       Fingerprint // both fingerprints must be equal on both ends of a transfer
 	Shape       Fingerprint
-	// Base is what Shape is made of but for block size and ranks. Engines whose Base is equal can load from
-	// each other by a connector with CanReshape. Zero: this engine's blocks cannot be cut.
+	// Base covers everything that Shape covers except block size and ranks. Engines with an equal Base can
+	// load from each other through a connector with CanReshape. Zero means that this engine's blocks cannot
+	// be cut.
 	Base   Fingerprint
 	Layout Layout
-	// Arena is the memory that Info.ArenaBytes asked for, of exactly that size; nil if it asked for
-	// none. It belongs to the host: zeroed at the engine's start, the same bytes for all sides and
-	// ranks of one engine life, at another address in every process, and kept when the plugin dies
-	// or is replaced. Whoever wrote it before may have died in mid-write: nothing in it is to be
-	// trusted unverified (rules ARENA-01 to ARENA-04). It may be used until the side's Close returns.
+	// Arena is the memory that Info.ArenaBytes asked for, of exactly that size, or nil if it asked for
+	// none. It belongs to the host: it is zero when the engine starts, all sides and ranks see the same
+	// bytes until the engine ends, though each process at its own address, and it is kept when the plugin
+	// dies or is replaced. Whoever wrote it before may have died in the middle of a write, so a plugin must
+	// verify what it finds there (rules ARENA-01 to ARENA-04). It may be used until the side's Close
+	// returns.
 	Arena []byte
-	// LinkKey is for what plugins of this connector say to each other: 32 bytes, the same for all engines of
-	// the deployment and for no other connector. A plugin must not take anything from, nor give anything to,
-	// a peer that has not shown that it has the key, on loopback either: other users of the machine reach it
-	// (rule LINK-01). The host derives it from the key that signs tickets, which no plugin is given. Nil: the
-	// host is older than that.
+	// LinkKey protects what plugins of this connector say to each other. It has 32 bytes, is the same for
+	// all engines of the deployment, and no other connector gets it. A plugin must neither take anything
+	// from nor give anything to a peer that has not proved that it has the key, not even on loopback, which
+	// other users of the machine can reach (rule LINK-01). The host derives it from the key that signs
+	// tickets, which no plugin gets. It is nil if the host is too old to give one.
 	LinkKey Secret
-	// RouterKey is what the deployment's routers sign with, for connectors that hand blocks over by tickets
-	// (Info.Scope ScopeEngine and CanHold); nil for all others.
+	// RouterKey is the key with which the deployment's routers sign. Connectors that hand blocks over by
+	// tickets (Info.Scope ScopeEngine and CanHold) get it; for all others it is nil.
 	RouterKey Secret
 	Log       *slog.Logger // never nil
 }
 
-// Validate reports the first field that no engine could mean. That the layout fits the memory is for
-// NewKV to check. Errors name the field and wrap ErrIncompatible (rule LIFE-02).
+// Validate reports the first field with an invalid value. NewKV checks whether the layout fits the memory.
+// Errors name the field and wrap ErrIncompatible (rule LIFE-02).
 func (e *Env) Validate() error {
 	bad := func(format string, args ...any) error {
 		return fmt.Errorf("%s: %w", fmt.Sprintf(format, args...), ErrIncompatible)
@@ -104,13 +106,14 @@ func (e *Env) Validate() error {
 	return e.Layout.Validate(sizes)
 }
 
-// ArenaBlockHead is what each of Info.ArenaBlocks has besides the bytes of a block, in bytes.
+// ArenaBlockHead is the room, in bytes, that each of Info.ArenaBlocks has in addition to the bytes of a
+// block.
 const ArenaBlockHead = 256
 
-// ArenaSize is the size of the arena for an engine with that cache and so many ranks, in bytes:
-// ArenaBytes, and for each of ArenaBlocks and each rank the bytes of the largest group's block and
-// ArenaBlockHead, times the engine's blocks that ArenaBlockTokens take. What is more than an int64
-// holds is math.MaxInt64.
+// ArenaSize is the size in bytes of the arena for an engine with that layout and world ranks. To ArenaBytes
+// it adds, for each of ArenaBlocks and each rank, the bytes of the largest group's block and
+// ArenaBlockHead, times the number of the engine's blocks that hold ArenaBlockTokens. A size beyond the
+// range of int64 is given as math.MaxInt64.
 func (i *Info) ArenaSize(l *Layout, world int) int64 {
 	if i.ArenaBlocks <= 0 {
 		return i.ArenaBytes
@@ -128,7 +131,8 @@ func (i *Info) ArenaSize(l *Layout, world int) int64 {
 	return int64(size)
 }
 
-// blocksOf is how many of the engine's blocks hold what n blocks of so many tokens do; tokens 0: n.
+// blocksOf is how many of the engine's blocks hold as much as n blocks of the given number of tokens. If
+// tokens is 0, it is n.
 func (l *Layout) blocksOf(n, tokens int64) int64 {
 	if tokens <= 0 || len(l.Groups) == 0 || l.Groups[0].BlockTokens <= 0 {
 		return n
@@ -144,8 +148,8 @@ func (l *Layout) blocksOf(n, tokens int64) int64 {
 	return n * each
 }
 
-// CheckArena reports that a side was not given the arena that Info.ArenaBytes asked for. The error
-// wraps ErrIncompatible (rule ARENA-01).
+// CheckArena returns an error if the host did not give a side the arena that Info.ArenaBytes asked for. The
+// error wraps ErrIncompatible (rule ARENA-01).
 func (e *Env) CheckArena(want int64) error {
 	if int64(len(e.Arena)) != want {
 		return fmt.Errorf("arena of %d bytes, want %d: %w", len(e.Arena), want, ErrIncompatible)
@@ -176,27 +180,30 @@ func (s Scope) String() string {
 	return fmt.Sprintf("scope %d", uint8(s))
 }
 
-// Info is what a connector says of itself for one config, before any side opens.
+// Info is what a connector says about itself for one config, before any side opens.
 type Info struct {
 	Name         string // the connector's canonical name
 	Capabilities Capability
 	Layouts      []string // byte layouts it needs; empty means any
-	Groups       bool     // it handles caches of several groups
+	Groups       bool     // whether it handles caches of several groups
 	Scope        Scope
-	Lossy        bool // loaded bytes may differ from saved ones: the host refuses it by default
-	// ArenaBytes is how much memory the connector wants to have as Env.Arena, 0: none. The host makes it
-	// once for each life of the engine and refuses what the machine does not have. Its pages are allocated
-	// in the background, or when they are first touched.
+	Lossy        bool // loaded bytes may differ from saved ones; the host refuses such a connector by default
+	// ArenaBytes is how much memory the connector asks for as Env.Arena; 0 means none. The host creates the
+	// arena once when the engine starts and refuses a size that the machine does not have. Its pages are
+	// allocated in the background, or when they are first touched.
 	ArenaBytes int64
-	// ArenaBlocks asks for room for so many blocks besides, for connectors whose config counts blocks:
-	// they do not know the engine's when they are described. ArenaSize says how much that is.
+	// ArenaBlocks asks for room for that many blocks in addition to ArenaBytes. It is for connectors whose
+	// config counts blocks, because they do not know the size of the engine's blocks when they are
+	// described. ArenaSize says how many bytes that is.
 	ArenaBlocks int64
-	// ArenaField names the field of the config that says how large the arena is: the host names it where
-	// the machine has no room. Empty: none does.
+	// ArenaField names the field of the config that determines the size of the arena. The host names it in
+	// its error if the machine has no room. It is empty if no field does.
 	ArenaField string
-	// ArenaBlockTokens is how many tokens each of ArenaBlocks holds, 0: as many as one of the engine's.
+	// ArenaBlockTokens is how many tokens each of ArenaBlocks holds; 0 means as many as one block of the
+	// engine.
 	ArenaBlockTokens int64
-	// Stats are what a StatsSource counts, at most MaxStats. Validate says what names are fit.
+	// Stats declares what a StatsSource reports, at most MaxStats entries. StatInfo.Validate says which are
+	// valid.
 	Stats []StatInfo
 }
 
@@ -205,13 +212,13 @@ type Plugin struct {
 	Name         string   // kv_connector value it answers to
 	Aliases      []string // further values
 	Version      string
-	Environment  []string        // names of environment variables it wants to see; nothing else is passed
-	Capabilities Capability      // what it can do with some config; Describe says it for one
+	Environment  []string        // names of the environment variables it needs; nothing else is passed
+	Capabilities Capability      // what it can do with at least one config; Describe answers for one config
 	Schema       json.RawMessage // JSON Schema of its kv_connector_extra_config
-	// Describe checks a config and says what the connector would do with it. It has no side
-	// effects. Config errors name the field and wrap ErrIncompatible.
+	// Describe checks a config and reports what the connector would do with it. It has no side effects.
+	// Config errors name the field and wrap ErrIncompatible.
 	Describe func(ctx context.Context, config json.RawMessage) (Info, error)
-	// Scheduler and Worker open one side. Sides open in any order, and either may be opened alone.
+	// Scheduler and Worker open one side. Sides open in any order, and each may be opened alone.
 	Scheduler func(ctx context.Context, env Env, config json.RawMessage) (Scheduler, error)
 	Worker    func(ctx context.Context, env Env, config json.RawMessage) (Worker, error)
 }

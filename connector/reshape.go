@@ -5,18 +5,18 @@ import (
 	"fmt"
 )
 
-// A Reshaper loads what an engine holds whose blocks have another size, or that has another number of
-// ranks (capability CanReshape, of the worker side). Both engines have the same Base.
+// A Reshaper loads from an engine whose blocks have another size or that has another number of ranks
+// (capability CanReshape, on the worker side). Both engines have the same Base.
 type Reshaper interface {
-	// Reshape is Load with the ticket of an engine with another Shape. Of the blocks of t it fills the
-	// tokens that t covers, and of those the heads that this rank has; nothing else of the cache is
-	// written (rule RESHAPE-03). What both sides hold is found by its place in the prompt: keys differ.
-	// A block of which a token is missing is named in a *BlockError; ErrIncompatible: the caches cannot
-	// be cut to fit each other (RESHAPE-04). The host cannot check the bytes.
+	// Reshape is Load with the ticket of an engine with another Shape. In the blocks of t it fills the
+	// tokens that t covers, with the heads that this rank has, and writes nothing else of the cache (rule
+	// RESHAPE-03). The two engines match content by its position in the prompt, because their keys differ.
+	// A *BlockError names the blocks that lack a token. ErrIncompatible means that the caches cannot be cut
+	// to fit each other (RESHAPE-04). The host cannot check the bytes.
 	Reshape(ctx context.Context, t *Transfer, kv *KV) error
 }
 
-// Cut is how the blocks of one segment of one rank can be cut.
+// Cut describes how the blocks of one segment of one rank can be cut.
 type Cut struct {
 	BlockTokens   int
 	Bytes         int64 // of a block
@@ -53,8 +53,8 @@ func (c *Cut) validate() error {
 // headBytes is the size of one head of one token in one plane.
 func (c *Cut) headBytes() int64 { return c.Bytes / int64(c.Planes) / int64(c.BlockTokens*c.Heads) }
 
-// Fits reports why two cuts are not of the same content cut in two ways: what both have in all must be
-// equal, and one block size a multiple of the other. Errors wrap ErrIncompatible (rule RESHAPE-04).
+// Fits returns an error unless the two cuts are the same content cut in two ways: their totals must be
+// equal, and one block size must be a multiple of the other. Errors wrap ErrIncompatible (rule RESHAPE-04).
 func (c *Cut) Fits(o *Cut) error {
 	if err := o.validate(); err != nil {
 		return err
@@ -70,7 +70,7 @@ func (c *Cut) Fits(o *Cut) error {
 	return nil
 }
 
-// Meets reports whether two ranks have heads in common. The cuts fit each other.
+// Meets reports whether two ranks have heads in common. The cuts must fit each other.
 func (c *Cut) Meets(o *Cut) bool {
 	from, to := c.heads(o)
 	return from < to
@@ -81,16 +81,16 @@ func (c *Cut) heads(o *Cut) (from, to int) {
 	return max(c.Rank*c.Heads, o.Rank*o.Heads), min((c.Rank+1)*c.Heads, (o.Rank+1)*o.Heads)
 }
 
-// Piece is bytes that a block here and one there have in common.
+// Piece is a range of bytes that a block here and a block there have in common.
 type Piece struct {
 	Here, There int // places of the blocks in the prompt, from 0
 	At, From    int64
-	Len         int64 // bytes, from offset At of the block here and From of the block there
+	Len         int64 // bytes, at offset At of the block here and at offset From of the block there
 }
 
-// Pieces calls yield for all that the ranks of c, here, and of o, there, have in common of the tokens
-// from up to to, plane by plane, in order. Neighbours are merged where both sides have them in a row.
-// The cuts fit each other.
+// Pieces calls yield for everything that the rank of c, here, and the rank of o, there, have in common in
+// the tokens [from, to), plane by plane and in order. It merges pieces that are adjacent on both sides. The
+// cuts must fit each other.
 func (c *Cut) Pieces(o *Cut, from, to int, yield func(Piece)) {
 	first, end := c.heads(o)
 	if first >= end {

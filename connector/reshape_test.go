@@ -8,7 +8,7 @@ import (
 )
 
 // TestPieces copies a prompt's content from the ranks of one engine to those of another by pieces, and
-// finds every byte where it belongs and none elsewhere.
+// finds every byte where it belongs and nothing anywhere else.
 func TestPieces(t *testing.T) {
 	rng := rand.New(rand.NewPCG(126, 1))
 	for range 500 {
@@ -76,7 +76,7 @@ func TestPieces(t *testing.T) {
 	}
 }
 
-// Pieces of equal ranks are as long as the smaller block.
+// Pieces between equal ranks are as long as the smaller block.
 func TestPiecesAreMerged(t *testing.T) {
 	c := &Cut{BlockTokens: 32, Planes: 2, Heads: 3, World: 1, Bytes: 2 * 32 * 3 * 8}
 	o := &Cut{BlockTokens: 16, Planes: 2, Heads: 3, World: 1, Bytes: 2 * 16 * 3 * 8}

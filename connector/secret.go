@@ -5,11 +5,11 @@ import (
 	"log/slog"
 )
 
-// Secret is a key. It prints, logs and marshals as a placeholder, alone and inside other values. Convert it
-// to []byte for its bytes.
+// Secret is a key. It prints, logs and marshals as a placeholder, on its own and inside other values.
+// Convert it to []byte to get its bytes.
 type Secret []byte
 
-// hidden is what a Secret shows of itself.
+// hidden is shown instead of a Secret.
 const hidden = "[secret]"
 
 // Format implements fmt.Formatter, for all verbs.

@@ -8,24 +8,24 @@ import (
 	"strings"
 )
 
-// A StatsSource shows numbers of its own among the host's metrics (capability CanStat).
+// A StatsSource adds numbers of its own to the host's metrics (capability CanStat).
 type StatsSource interface {
-	// Stats gives the present values of what Info.Stats declares, at most MaxSamples. It is asked
-	// about once a second, at the same time as other calls, and returns soon (rule STAT-03). What
-	// is left out keeps its last value. The caller owns the slice.
+	// Stats returns the present values of what Info.Stats declares, at most MaxSamples. The host calls it
+	// about once a second, concurrently with other calls, and it must return soon (rule STAT-03). A number
+	// that is left out keeps its last value. The caller owns the slice.
 	Stats(ctx context.Context) ([]Stat, error)
 }
 
-// The limits of what a StatsSource may show.
+// The limits of what a StatsSource may report.
 const (
 	MaxStats      = 64  // of Info.Stats
 	MaxStatName   = 64  // bytes of a name
-	MaxStatLabels = 4   // of one of them
+	MaxStatLabels = 4   // of one StatInfo
 	MaxLabelValue = 128 // bytes
 	MaxSamples    = 512 // of one answer, and of all that a host shows for one connector
 )
 
-// StatKind says how a number moves.
+// StatKind says how a number changes.
 type StatKind uint8
 
 // The kinds. The numbers are part of the wire protocol and never reused.
@@ -45,13 +45,13 @@ func (k StatKind) String() string {
 	return fmt.Sprintf("kind %d", uint8(k))
 }
 
-// StatInfo declares one number. The host shows it as kvport_connector_NAME with a label for the
-// connector before its own.
+// StatInfo declares one number. The host shows it as kvport_connector_NAME, with a label for the connector
+// before the stat's own labels.
 type StatInfo struct {
-	Name   string // such as evictions_total; a counter's ends in _total
-	Help   string // what it counts, one sentence
+	Name   string // such as evictions_total; the name of a counter ends in _total
+	Help   string // what it counts, in one sentence
 	Kind   StatKind
-	Labels []string // their names; few, each with few values
+	Labels []string // label names; a few, each with a few values
 }
 
 // Stat is the present value of one number.
@@ -63,8 +63,8 @@ type Stat struct {
 
 var statName = regexp.MustCompile(`^[a-z][a-z0-9_]*$`)
 
-// Validate reports what cannot be a metric. Errors name the stat and wrap ErrIncompatible (rule
-// STAT-01).
+// Validate returns an error if the stat cannot be a metric. Errors name the stat and wrap ErrIncompatible
+// (rule STAT-01).
 func (s *StatInfo) Validate() error {
 	bad := func(format string, args ...any) error {
 		return fmt.Errorf("stat %q %s: %w", s.Name, fmt.Sprintf(format, args...), ErrIncompatible)
@@ -72,11 +72,11 @@ func (s *StatInfo) Validate() error {
 	counts := strings.HasSuffix(s.Name, "_total")
 	switch {
 	case len(s.Name) > MaxStatName || !statName.MatchString(s.Name):
-		return bad("must be of a-z, 0-9 and _, at most %d", MaxStatName)
+		return bad("must consist of a-z, 0-9 and _ and have at most %d bytes", MaxStatName)
 	case s.Name == "info":
 		return bad("is a metric of the host")
 	case s.Kind != Counter && s.Kind != Gauge:
-		return bad("is of %v", s.Kind)
+		return bad("has the unknown %v", s.Kind)
 	case counts != (s.Kind == Counter):
 		return bad("is a %v: names of counters, and no others, end in _total", s.Kind)
 	case len(s.Labels) > MaxStatLabels:
@@ -85,14 +85,15 @@ func (s *StatInfo) Validate() error {
 	seen := map[string]bool{"connector": true}
 	for _, l := range s.Labels {
 		if len(l) > MaxStatName || !statName.MatchString(l) || seen[l] {
-			return bad("has a label %q that is no name, taken, or there twice", l)
+			return bad("has a label %q that is not a name, is reserved or appears twice", l)
 		}
 		seen[l] = true
 	}
 	return nil
 }
 
-// ValidateStats reports the first of an Info's stats that cannot be a metric, or is there twice.
+// ValidateStats returns an error for the first of an Info's stats that cannot be a metric or that repeats a
+// name.
 func ValidateStats(stats []StatInfo) error {
 	if len(stats) > MaxStats {
 		return fmt.Errorf("%d stats, limit %d: %w", len(stats), MaxStats, ErrIncompatible)
@@ -103,15 +104,15 @@ func ValidateStats(stats []StatInfo) error {
 			return err
 		}
 		if seen[stats[i].Name] {
-			return fmt.Errorf("stat %q is there twice: %w", stats[i].Name, ErrIncompatible)
+			return fmt.Errorf("stat %q appears twice: %w", stats[i].Name, ErrIncompatible)
 		}
 		seen[stats[i].Name] = true
 	}
 	return nil
 }
 
-// Check reports a value that s, which is valid, does not declare. Errors name the stat and wrap
-// ErrIncompatible.
+// Check returns an error if v is not a value that s, which must be valid, declares. Errors name the stat
+// and wrap ErrIncompatible.
 func (s *StatInfo) Check(v *Stat) error {
 	bad := math.IsNaN(v.Value) || math.IsInf(v.Value, 0) || s.Kind == Counter && v.Value < 0
 	switch {

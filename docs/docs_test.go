@@ -171,3 +171,18 @@ func TestAcceptanceLines(t *testing.T) {
 	require.NotEmpty(t, lines)
 	require.ElementsMatch(t, lines, named)
 }
+
+// TestGlossary: the design page explains at most 40 terms, in order, each once.
+func TestGlossary(t *testing.T) {
+	_, glossary, found := strings.Cut(read(t, []string{"design.md"}), "## Glossary")
+	require.True(t, found)
+	var terms []string
+	for _, m := range regexp.MustCompile(`(?m)^\| ([^|]+) \| [^|]+ \|$`).FindAllStringSubmatch(glossary, -1) {
+		terms = append(terms, m[1])
+	}
+	require.Equal(t, "term", terms[0])
+	terms = terms[1:]
+	require.NotEmpty(t, terms)
+	require.LessOrEqual(t, len(terms), 40)
+	require.IsIncreasing(t, terms)
+}

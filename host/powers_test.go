@@ -66,7 +66,7 @@ func TestStatsOutOfBounds(t *testing.T) {
 	cfg, eng, opts := o.build(t)
 	_, err := Open(t.Context(), cfg, eng, opts)
 	require.ErrorIs(t, err, ErrConfig)
-	require.ErrorContains(t, err, `stat "Calls" must be of a-z`)
+	require.ErrorContains(t, err, `stat "Calls" must consist of a-z`)
 }
 
 func TestStatsSeries(t *testing.T) {

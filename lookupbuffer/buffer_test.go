@@ -99,7 +99,7 @@ func TestDatabase(t *testing.T) {
 	}
 }
 
-// queue is a pipe for the tests of this package, which may not know those of package pipe.
+// queue is a pipe for the tests of this package, which may not import those below package pipe.
 type queue struct {
 	frames chan frame
 	once   sync.Once
@@ -156,7 +156,7 @@ func TestPiped(t *testing.T) {
 	}})
 }
 
-// A consumer that is stopped lets the pipe fill up: Insert says busy, after a second.
+// If a consumer is stopped, the pipe fills up, and Insert returns ErrBusy after a second.
 func TestPipedPeerIsStopped(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := lookupbuffer.NewPiped(newQueue(), nil, lookupbuffer.NewMemory(lookupbuffer.Options{}))
@@ -186,7 +186,7 @@ func TestMemoryCountsEveryByte(t *testing.T) {
 	require.ErrorIs(t, put(3, 101), connector.ErrIncompatible)
 	require.EqualValues(t, 100, m.Bytes())
 	found, err := m.Read(connector.StoreKey{1}, func([]byte) error {
-		require.ErrorIs(t, put(3, 61), connector.ErrBusy, "what is being read does not go")
+		require.ErrorIs(t, put(3, 61), connector.ErrBusy, "a block that is being read stays")
 		return nil
 	})
 	require.True(t, found)

@@ -13,30 +13,31 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// KV is what a Database needs of a key-value database. Keys are 64 hexadecimal digits. Calls are made
-// concurrently.
+// KV is the part of a key-value database that a Database needs. Keys are 64 hexadecimal digits. Calls
+// arrive concurrently.
 type KV interface {
-	// Exists reports for each key whether it is there.
+	// Exists reports for each key whether it is present.
 	Exists(ctx context.Context, keys []string) ([]bool, error)
-	// Get gives the value of a key, which the caller may keep. A key that is not there is connector.ErrGone.
+	// Get returns the value of a key, which the caller may keep. If the key is missing, the error is
+	// connector.ErrGone.
 	Get(ctx context.Context, key string) ([]byte, error)
-	// Put stores a value, whole or not at all. It is not kept beyond the call. A database that is full
-	// says connector.ErrBusy.
+	// Put stores a value completely or not at all. It must not keep the slice after the call. If the
+	// database is full, the error is connector.ErrBusy.
 	Put(ctx context.Context, key string, value []byte) error
-	// Delete removes a key; one that is not there is no error.
+	// Delete removes a key. A missing key is not an error.
 	Delete(ctx context.Context, key string) error
 }
 
 // DatabaseOptions are the options of a Database.
 type DatabaseOptions struct {
-	Keep  bool          // blocks stay after they were selected; the database evicts them by its own rules
-	Poll  time.Duration // how often a waiting selection asks; 0: 10 ms
+	Keep  bool          // blocks stay after they are selected; the database evicts them by its own rules
+	Poll  time.Duration // how often a waiting selection asks; 0 means 10 ms
 	Close func() error  // closes the database, after the last call; may be nil
 }
 
-// Database is a Buffer on top of a key-value database that other processes may use too. Within this
-// process all selections that run at the same time get a block; a selection in another process may
-// find that one here was faster, unless Keep is set.
+// Database is a Buffer on top of a key-value database that other processes may also use. Within this
+// process, all selections of a block that run at the same time get it; a selection in another process may
+// come too late, unless Keep is set.
 type Database struct {
 	kv     KV
 	o      DatabaseOptions
@@ -47,16 +48,16 @@ type Database struct {
 	readers map[connector.StoreKey]*reading
 }
 
-// reading counts the selections of one key that run; the last one removes the block.
+// reading counts the running selections of one key. The last one removes the block.
 type reading struct {
 	n     int
 	taken bool
 }
 
-// deleteTimeout is how long a selection that succeeded waits for its blocks to be removed.
+// deleteTimeout is how long a successful selection waits until its blocks are removed.
 const deleteTimeout = time.Second
 
-// NewDatabase makes a Buffer of a database.
+// NewDatabase makes a Buffer on top of a database.
 func NewDatabase(kv KV, o DatabaseOptions) *Database {
 	if o.Poll <= 0 {
 		o.Poll = 10 * time.Millisecond
@@ -73,7 +74,7 @@ func (d *Database) over() error {
 	}
 }
 
-// Lookup implements Buffer, with one question for all runs.
+// Lookup implements Buffer, with one query for all runs.
 func (d *Database) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
 	if err := d.over(); err != nil {
 		return nil, err
@@ -165,7 +166,7 @@ func (d *Database) DropSelect(ctx context.Context, items []connector.Item) error
 	return failed.error()
 }
 
-// get places one block, if it is there.
+// get copies one block into the item's spans, if the database has it.
 func (d *Database) get(ctx context.Context, it *connector.Item) (there bool, err error) {
 	if err := errors.Join(d.over(), ctx.Err()); err != nil {
 		return false, err
@@ -193,8 +194,8 @@ func (d *Database) begin(k connector.StoreKey) {
 	d.readers[k].n++
 }
 
-// end ends one selection of a key; the last one removes what was taken. If that fails the block stays,
-// which costs room and nothing else.
+// end ends one selection of a key; the last one removes a block that was taken. If the removal fails, the
+// block stays, which costs nothing except room.
 func (d *Database) end(ctx context.Context, k connector.StoreKey, taken bool) {
 	d.mu.Lock()
 	r := d.readers[k]

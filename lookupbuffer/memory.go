@@ -12,25 +12,26 @@ import (
 
 // Options of a Memory.
 type Options struct {
-	Bytes  int64 // of all blocks together, at most
-	Refuse bool  // at capacity Insert fails with ErrBusy; otherwise the oldest blocks go
-	Keep   bool  // blocks stay after they were selected, until their room is needed
-	// Spill is where the oldest blocks go when their room is needed, instead of away; nil: nowhere. When it
-	// is full too, its oldest go. It becomes the Memory's, whose Close closes it.
+	Bytes  int64 // limit for all blocks together
+	Refuse bool  // at capacity Insert fails with ErrBusy; otherwise the oldest blocks are dropped
+	Keep   bool  // blocks stay after they are selected, until their room is needed
+	// Spill receives the oldest blocks when their room is needed; if it is nil, they are dropped. When it
+	// is full, its own oldest blocks are dropped. The Memory owns it and closes it in Close.
 	Spill *Pool
 }
 
-// Memory is a Buffer in this process's memory. It never takes more than Options.Bytes, and what Options.Spill has.
+// Memory is a Buffer in this process's memory. It never takes more than Options.Bytes and the size of
+// Options.Spill.
 type Memory struct {
 	o Options
 
 	mu      sync.Mutex
 	entries map[connector.StoreKey]*entry
-	order   list.List // of *entry that can be found, the oldest first
-	spilled list.List // likewise, of those that lie in the pool
-	moved   int64     // blocks that went to the pool
-	pooled  int       // entries whose bytes lie in the pool
-	used    int64     // bytes of all entries, also those that only readers still have
+	order   list.List // *entry values that can be found, the oldest first
+	spilled list.List // the same, for those in the pool
+	moved   int64     // blocks that were moved to the pool
+	pooled  int       // entries whose bytes are in the pool
+	used    int64     // bytes of all entries, including those that only readers still have
 	spare   map[int][][]byte
 	spared  int64 // bytes in spare
 	waiters map[connector.StoreKey][]*waiter
@@ -38,19 +39,19 @@ type Memory struct {
 	over    bool
 }
 
-// entry is one block. Its bytes do not change as long as anybody can see it.
+// entry is one block. Its bytes do not change while anybody can see it.
 type entry struct {
 	key     connector.StoreKey
 	data    []byte
 	readers int           // selections that copy it, or are about to
-	taken   bool          // a selection has succeeded: it goes with the last reader
-	place   *list.Element // nil: it cannot be found any more
-	pool    *piece        // where data lies; nil: not in the pool
+	taken   bool          // a selection has succeeded, so the last reader removes it
+	place   *list.Element // nil when it cannot be found any more
+	pool    *piece        // where data is in the pool; nil if it is not there
 }
 
 // waiter is one item of a selection whose block is not there yet.
 type waiter struct {
-	got chan *entry // capacity 1; the entry has one reader more for it
+	got chan *entry // has capacity 1; an entry sent to it counts one more reader
 }
 
 // NewMemory makes an empty buffer.
@@ -105,8 +106,8 @@ func (m *Memory) has(k connector.StoreKey) bool {
 	return m.entries[k] != nil && !m.over
 }
 
-// Fill puts one block of size bytes in that fill writes, in place of an older one of that key. Nobody
-// sees the block before fill has returned nil; on an error there is none. It never waits for room.
+// Fill puts in one block of size bytes, which fill writes. It replaces an older block of that key. Nobody
+// sees the block before fill has returned nil; if fill fails, there is no block. Fill never waits for room.
 func (m *Memory) Fill(ctx context.Context, k connector.StoreKey, size int, fill func(data []byte) error) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -118,14 +119,14 @@ func (m *Memory) Fill(ctx context.Context, k connector.StoreKey, size int, fill 
 	return slot.Done(fill(slot.Bytes()))
 }
 
-// Slot is room for a block that is being written. Nobody sees the block before Done.
+// Slot is the room for a block that is being written. Nobody sees the block before Done.
 type Slot struct {
 	memory *Memory
 	entry  *entry
 }
 
-// Reserve takes room for a block of size bytes, pushing older ones out if the options say so. It never
-// waits. Every Slot wants one call of Done.
+// Reserve takes room for a block of size bytes and drops older blocks for it if the options allow that. It
+// never waits. The caller must call Done once for every Slot.
 func (m *Memory) Reserve(k connector.StoreKey, size int) (*Slot, error) {
 	e, err := m.reserve(k, size)
 	if err != nil {
@@ -134,14 +135,14 @@ func (m *Memory) Reserve(k connector.StoreKey, size int) (*Slot, error) {
 	return &Slot{m, e}, nil
 }
 
-// Bytes is the memory to write. It is the buffer's again with Done.
+// Bytes is the memory to write. After Done it belongs to the buffer again.
 func (s *Slot) Bytes() []byte { return s.entry.data }
 
-// Done lets the block be found, in place of an older one of that key, or gives its room back if err
-// says that it could not be written. It returns err, or why the block was not put in.
+// Done makes the block visible, in place of an older block of that key. If err says that it could not be
+// written, Done gives its room back instead. It returns err, or the reason why the block was not put in.
 func (s *Slot) Done(err error) error { return s.memory.publish(s.entry, err) }
 
-// publish lets an entry that was reserved be found, or gives it back if it could not be filled.
+// publish makes a reserved entry visible, or gives it back if it could not be filled.
 func (m *Memory) publish(e *entry, err error) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -157,7 +158,7 @@ func (m *Memory) publish(e *entry, err error) error {
 		m.remove(old)
 	}
 	m.entries[e.key], e.place = e, m.order.PushBack(e)
-	e.readers += len(m.waiters[e.key]) // before anybody can remove it
+	e.readers += len(m.waiters[e.key]) // counted before anybody can remove the entry
 	for _, w := range m.waiters[e.key] {
 		w.got <- e
 	}
@@ -165,7 +166,7 @@ func (m *Memory) publish(e *entry, err error) error {
 	return nil
 }
 
-// reserve takes the bytes of a block that is about to be written.
+// reserve takes the memory for a block that is about to be written.
 func (m *Memory) reserve(k connector.StoreKey, size int) (*entry, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -190,7 +191,8 @@ func (m *Memory) reserve(k connector.StoreKey, size int) (*entry, error) {
 	return &entry{key: k, data: m.alloc(size), readers: 1}, nil
 }
 
-// alloc gives memory of size bytes, used before if there is some. The caller holds mu and has counted it.
+// alloc returns size bytes of memory and reuses old memory if it can. The caller holds mu and has counted
+// the bytes.
 func (m *Memory) alloc(size int) []byte {
 	if free := m.spare[size]; len(free) > 0 {
 		data := free[len(free)-1]
@@ -199,13 +201,13 @@ func (m *Memory) alloc(size int) []byte {
 		return data
 	}
 	if m.used+m.spared > m.o.Bytes {
-		clear(m.spare) // of sizes that nobody wants now
+		clear(m.spare) // these have sizes that are not in use now
 		m.spared = 0
 	}
 	return make([]byte, size)
 }
 
-// list is where an entry that can be found stands. The caller holds mu.
+// list is the list that holds a visible entry. The caller holds mu.
 func (m *Memory) list(e *entry) *list.List {
 	if e.pool != nil {
 		return &m.spilled
@@ -213,7 +215,8 @@ func (m *Memory) list(e *entry) *list.List {
 	return &m.order
 }
 
-// spill moves an entry that nobody reads to the pool, in place of older ones. The caller holds mu.
+// spill moves an entry that nobody reads to the pool and drops older ones there if necessary. The caller
+// holds mu.
 func (m *Memory) spill(e *entry) bool {
 	if m.o.Spill == nil {
 		return false
@@ -239,7 +242,7 @@ func (m *Memory) spill(e *entry) bool {
 	return true
 }
 
-// remove makes an entry impossible to find. The caller holds mu.
+// remove makes an entry invisible. The caller holds mu.
 func (m *Memory) remove(e *entry) {
 	if e.place == nil {
 		return
@@ -252,7 +255,7 @@ func (m *Memory) remove(e *entry) {
 	}
 }
 
-// free gives the memory of an entry that nobody sees back. The caller holds mu.
+// free gives back the memory of an entry that nobody sees. The caller holds mu.
 func (m *Memory) free(e *entry) {
 	if e.pool != nil {
 		m.o.Spill.release(*e.pool)
@@ -266,7 +269,7 @@ func (m *Memory) free(e *entry) {
 	e.data = nil
 }
 
-// done ends one reading of an entry. taken says that the block was placed.
+// done ends one read of an entry. taken says that a selection has copied the block.
 func (m *Memory) done(e *entry, taken bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -283,19 +286,20 @@ func (m *Memory) done(e *entry, taken bool) {
 	}
 }
 
-// closePool drops an entry in the pool of a buffer that was closed. The caller holds mu.
+// closePool drops an entry in the pool of a closed buffer. The caller holds mu.
 func (m *Memory) closePool(e *entry) {
 	if e.pool == nil || e.readers > 0 {
 		return
 	}
 	m.remove(e)
 	if m.pooled == 0 {
-		_ = m.o.Spill.close() // it cannot fail: the mapping is the pool's own
+		_ = m.o.Spill.close() // it cannot fail, because the mapping belongs to the pool
 	}
 }
 
-// Read shows the bytes of one block, in place, and reports whether it is there. They are valid during
-// the call only, and must not be changed. The block stays, whatever read returns, and is young again.
+// Read passes the bytes of one block to read, in place, and reports whether the block is there. The bytes
+// are valid only during the call and must not be changed. The block stays, whatever read returns, and
+// becomes the youngest.
 func (m *Memory) Read(k connector.StoreKey, read func(data []byte) error) (found bool, err error) {
 	m.mu.Lock()
 	e := m.entries[k]
@@ -313,7 +317,7 @@ func (m *Memory) Read(k connector.StoreKey, read func(data []byte) error) (found
 // DropSelect implements Buffer.
 func (m *Memory) DropSelect(ctx context.Context, items []connector.Item) error {
 	var failed failures
-	waiting := make([]*waiter, len(items)) // queued for all of them before it waits for the first
+	waiting := make([]*waiter, len(items)) // joins the queues of all items before it waits for the first
 	for i := range items {
 		e, w, err := m.find(items[i].Key)
 		if err == nil && e != nil {
@@ -339,7 +343,7 @@ func (m *Memory) DropSelect(ctx context.Context, items []connector.Item) error {
 	return failed.error()
 }
 
-// find gives an entry with one reader more, or a place in the queue for it.
+// find returns an entry with one more reader, or a waiter in the queue for it.
 func (m *Memory) find(k connector.StoreKey) (*entry, *waiter, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -359,7 +363,7 @@ func (m *Memory) await(ctx context.Context, k connector.StoreKey, w *waiter) (*e
 	select {
 	case e := <-w.got:
 		return e, nil
-	default: // a block that is there counts more than a context that has ended
+	default: // a block that is there wins over a context that has ended
 	}
 	var err error
 	select {
@@ -374,7 +378,7 @@ func (m *Memory) await(ctx context.Context, k connector.StoreKey, w *waiter) (*e
 	return nil, err
 }
 
-// leave takes a waiter off the queue. One that was served meanwhile gives the block back untaken.
+// leave removes a waiter from the queue. If it was served in the meantime, it gives the block back.
 func (m *Memory) leave(k connector.StoreKey, w *waiter) {
 	m.mu.Lock()
 	queue := m.waiters[k]
@@ -394,7 +398,7 @@ func (m *Memory) leave(k connector.StoreKey, w *waiter) {
 	}
 }
 
-// take copies an entry to where it is wanted and ends the reading.
+// take copies an entry into the item's spans and ends the read.
 func (m *Memory) take(ctx context.Context, e *entry, it *connector.Item) error {
 	err := ctx.Err()
 	if err == nil {
@@ -407,14 +411,14 @@ func (m *Memory) take(ctx context.Context, e *entry, it *connector.Item) error {
 	return err
 }
 
-// Bytes is how much all blocks take now, without those in the pool.
+// Bytes is how many bytes all blocks take now, without those in the pool.
 func (m *Memory) Bytes() int64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.used
 }
 
-// Pooled is how much the blocks in the pool take now.
+// Pooled is how many bytes the blocks in the pool take now.
 func (m *Memory) Pooled() int64 {
 	if m.o.Spill == nil {
 		return 0
@@ -422,7 +426,7 @@ func (m *Memory) Pooled() int64 {
 	return m.o.Spill.Used()
 }
 
-// Spilled is how many blocks have gone to the pool since the buffer was made.
+// Spilled is how many blocks have been moved to the pool since the buffer was made.
 func (m *Memory) Spilled() int64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()

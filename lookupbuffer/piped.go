@@ -11,13 +11,13 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// patience is how long Insert lets a pipe wait that is full: the other end may be stopped.
+// patience is how long Insert waits for a full pipe: the other end may be stopped.
 const patience = time.Second
 
-// Piped is a Buffer whose two ends are in two processes: what is inserted at one end can be looked up
-// and selected at the other. Frames that arrive go into a bounded Memory at once, whether anybody wants
-// them or not: a pipe that ended in the blocks themselves would stand still as soon as its first frame
-// belonged to a request without blocks.
+// Piped is a Buffer whose two ends are in two processes: what is inserted at one end can be looked up and
+// selected at the other. Frames that arrive go into a bounded Memory at once, whether anybody waits for
+// them or not: a pipe that ended in the engine's blocks themselves would stall as soon as its first frame
+// belonged to a request that has no blocks yet.
 type Piped struct {
 	out    pipe.Pipe
 	memory *Memory
@@ -25,11 +25,11 @@ type Piped struct {
 	done   chan struct{}
 
 	mu  sync.Mutex
-	err error // why nothing arrives any more
+	err error // set when nothing arrives any more
 }
 
-// NewPiped makes one end. out and in are the pipes to and from the other one; each may be nil, then this
-// end cannot insert, or nothing arrives. What arrives is kept in m. Close closes all three.
+// NewPiped makes one end. out and in are the pipes to and from the other end. If out is nil, this end
+// cannot insert; if in is nil, nothing arrives. m keeps what arrives. Close closes all three.
 func NewPiped(out, in pipe.Pipe, m *Memory) *Piped {
 	ctx, cancel := context.WithCancel(context.Background())
 	p := &Piped{out: out, memory: m, cancel: cancel, done: make(chan struct{})}
@@ -46,19 +46,20 @@ func NewPiped(out, in pipe.Pipe, m *Memory) *Piped {
 	return p
 }
 
-// Lookup implements Buffer, for what has arrived.
+// Lookup implements Buffer for the blocks that have arrived.
 func (p *Piped) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
 	return p.memory.Lookup(ctx, runs)
 }
 
-// Insert implements Buffer: it sends to the other end. A pipe that stays full for a second is ErrBusy.
+// Insert implements Buffer: it sends to the other end. If the pipe stays full for a second, the error is
+// ErrBusy.
 func (p *Piped) Insert(ctx context.Context, items []connector.Item) error {
 	if p.out == nil {
 		return fmt.Errorf("this end of the buffer only receives: %w", connector.ErrIncompatible)
 	}
 	var failed failures
 	for i := range items {
-		err := failed.err // one that found the pipe full or closed speaks for those behind it
+		err := failed.err // if one item finds the pipe full or closed, so would those after it
 		if err == nil {
 			err = p.send(ctx, &items[i])
 		}
@@ -82,12 +83,12 @@ func (p *Piped) send(ctx context.Context, it *connector.Item) error {
 	return err
 }
 
-// DropSelect implements Buffer, for what has arrived or will.
+// DropSelect implements Buffer for the blocks that have arrived or will arrive.
 func (p *Piped) DropSelect(ctx context.Context, items []connector.Item) error {
 	return p.memory.DropSelect(ctx, items)
 }
 
-// Err is why nothing arrives any more; nil while it does.
+// Err returns why nothing arrives any more, or nil as long as frames can arrive.
 func (p *Piped) Err() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -127,39 +128,40 @@ func itemHeader(k connector.StoreKey, replace bool) []byte {
 // parseItemHeader reads the header of an item. Errors wrap connector.ErrIncompatible.
 func parseItemHeader(h []byte) (k connector.StoreKey, replace bool, err error) {
 	if len(h) != itemHeaderLen || h[0] != itemVersion || h[1]&^itemReplace != 0 {
-		return k, false, fmt.Errorf("frame of %d bytes' header is no block: %w", len(h), connector.ErrIncompatible)
+		return k, false, fmt.Errorf("frame with a header of %d bytes is not a block: %w", len(h), connector.ErrIncompatible)
 	}
 	return connector.StoreKey(h[itemKeyAt:]), h[1] == itemReplace, nil
 }
 
-// SendItem sends one block, from where it lies, to the Pump at the other end.
+// SendItem sends one block from its place to the Pump at the other end.
 func SendItem(ctx context.Context, out pipe.Pipe, it *connector.Item) error {
 	return out.Send(ctx, itemHeader(it.Key, it.Replace), it.Spans)
 }
 
-// Pump puts what arrives into m until ctx or the pipe ends. A block for which there is no room, or
-// that is there already, is dropped: its consumer computes. The end of the pipe by Close is no error.
+// Pump puts the blocks that arrive into m until ctx or the pipe ends. It drops a block that is already
+// there or for which there is no room; its consumer then recomputes it. If Close ends the pipe, that is not
+// an error.
 func Pump(ctx context.Context, in pipe.Pipe, m *Memory) error {
 	for {
 		err := pump(ctx, in, m)
 		switch {
 		case err == nil, errors.Is(err, errDropped):
 		case errors.Is(err, pipe.ErrClosed), ctx.Err() != nil:
-			return nil //nolint:nilerr // it has ended as it should
+			return nil //nolint:nilerr // the pipe was closed
 		default:
 			return err
 		}
 	}
 }
 
-// errDropped refuses a frame that a buffer does not want.
-var errDropped = errors.New("not wanted")
+// errDropped refuses a frame for which a buffer has no use.
+var errDropped = errors.New("dropped")
 
-// pump receives one frame in place: into memory that m has set aside for it.
+// pump receives one frame in place, into memory that m has reserved for it.
 func pump(ctx context.Context, in pipe.Pipe, m *Memory) error {
 	var slot *Slot
 	err := in.Recv(ctx, func(h []byte, size int) ([][]byte, error) {
-		if slot != nil { // of a frame that the pipe lost half way
+		if slot != nil { // from a frame that the pipe lost half way
 			_ = slot.Done(errDropped)
 			slot = nil
 		}

@@ -9,11 +9,11 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Pool is host memory for blocks that a [Memory] pushes out: a buddy allocator over pages that the system
-// gives when they are first written, and takes back at Close. It is safe for concurrent use.
+// Pool is host memory for blocks that a [Memory] has no room for. It is a buddy allocator over pages that
+// the system provides when they are first written and gets back at Close. It is safe for concurrent use.
 type Pool struct {
 	mu   sync.Mutex
-	data []byte // nil: closed
+	data []byte // nil after Close
 	free [poolOrders][]int
 	at   map[int]int // order of the free piece that begins at an offset
 	used int64
@@ -24,8 +24,8 @@ const (
 	poolOrders = 40
 )
 
-// NewPool makes a pool of size bytes, rounded down to a multiple of 512. It takes address space at once, and
-// memory as blocks come.
+// NewPool makes a pool of size bytes, rounded down to a multiple of 512. It takes address space at once,
+// and memory only as blocks come.
 func NewPool(size int64) (*Pool, error) {
 	size -= size % poolLeast
 	if size < poolLeast {
@@ -58,7 +58,7 @@ type piece struct {
 	from, order int
 }
 
-// alloc gives memory of n bytes; ok is false if there is none, or the pool was closed.
+// alloc returns n bytes of memory. ok is false if there is no room or the pool is closed.
 func (p *Pool) alloc(n int) (_ piece, ok bool) {
 	want := 0
 	for poolLeast<<want < n {
@@ -81,7 +81,7 @@ func (p *Pool) alloc(n int) (_ piece, ok bool) {
 	return piece{}, false
 }
 
-// pop takes a free piece of an order. What has been merged meanwhile is not one any more.
+// pop takes a free piece of an order. It skips pieces that have been merged into larger ones.
 func (p *Pool) pop(order int) (from int, ok bool) {
 	for list := p.free[order]; len(list) > 0; list = p.free[order] {
 		from = list[len(list)-1]
@@ -94,7 +94,7 @@ func (p *Pool) pop(order int) (from int, ok bool) {
 	return 0, false
 }
 
-// release gives memory back, together with its free neighbours.
+// release gives memory back and merges it with its free neighbours.
 func (p *Pool) release(m piece) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -114,7 +114,7 @@ func (p *Pool) release(m piece) {
 	p.give(from, order)
 }
 
-// Used is how many bytes blocks take, rounded up as the pool does.
+// Used is how many bytes blocks take, rounded up to the pool's pieces.
 func (p *Pool) Used() int64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -128,7 +128,7 @@ func (p *Pool) Size() int64 {
 	return int64(len(p.data))
 }
 
-// close gives the memory back to the system. Nobody may be using it.
+// close gives the memory back to the system. Nobody may use it any more.
 func (p *Pool) close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -12,7 +12,7 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Pieces never overlap, are all given back, and merge into the whole again.
+// Pieces never overlap, can all be given back, and merge into the whole pool again.
 func TestPool(t *testing.T) {
 	for _, size := range []int64{512, 1 << 20, 1<<20 + 4096 + 700, 3 << 19} {
 		p, err := NewPool(size)
@@ -66,8 +66,8 @@ func numbered(i, size int) connector.Item {
 	return connector.Item{Key: k, Spans: [][]byte{data}}
 }
 
-// A full buffer moves its oldest blocks to the pool, from which they are read as before; a full pool drops
-// its own oldest.
+// A full buffer moves its oldest blocks to the pool, where they can be read as before; a full pool drops
+// its own oldest blocks.
 func TestSpill(t *testing.T) {
 	pool, err := NewPool(8 << 10)
 	require.NoError(t, err)
@@ -90,12 +90,12 @@ func TestSpill(t *testing.T) {
 	require.NoError(t, m.Insert(t.Context(), []connector.Item{{Key: numbered(n-12, 1).Key, Replace: true, Spans: numbered(99, size).Spans}}))
 	got := connector.Item{Key: numbered(n-12, 1).Key, Spans: [][]byte{make([]byte, size)}}
 	require.NoError(t, m.DropSelect(t.Context(), []connector.Item{got}))
-	require.Equal(t, byte(99), got.Spans[0][0], "what replaces a block in the pool is found")
+	require.Equal(t, byte(99), got.Spans[0][0], "the replacement of a block in the pool is found")
 	require.NoError(t, m.Close())
 	require.Zero(t, pool.Size())
 }
 
-// A block in the pool that is being read stays until then, also when the buffer is closed.
+// A block in the pool stays while it is being read, even if the buffer is closed.
 func TestSpillAndReaders(t *testing.T) {
 	pool, err := NewPool(4 << 10)
 	require.NoError(t, err)

@@ -44,7 +44,7 @@ func (w *wrong) DropSelect(ctx context.Context, items []connector.Item) error {
 	return w.Memory.DropSelect(ctx, items)
 }
 
-// fault is one of them, with the case that must find it.
+// fault is one wrong buffer and the case that must find it.
 type fault struct {
 	name, caseName string
 	w              wrong
@@ -86,7 +86,7 @@ func wrongSelects() []fault {
 	}
 }
 
-// oneAtATime gives each block to one selection, whoever else waits for it.
+// oneAtATime gives each block to one selection, even if others wait for it, too.
 func oneAtATime() func(*lookupbuffer.Memory, context.Context, []connector.Item) error {
 	var mu sync.Mutex
 	return func(m *lookupbuffer.Memory, ctx context.Context, items []connector.Item) error {

@@ -13,23 +13,24 @@ import (
 const (
 	handshakeTimeout = 5 * time.Second
 	acceptPause      = 20 * time.Millisecond
-	maxPending       = 64 // handshakes at once, and links that nobody has accepted yet
+	maxPending       = 64 // limit of handshakes at the same time, and of links that nobody has accepted yet
 )
 
-// handshake is a connection of somebody who has not shown yet who it is.
+// handshake is a connection from a peer that has not yet proved who it is.
 type handshake struct {
 	conn   net.Conn
 	cancel context.CancelFunc
 }
 
-// Acceptor is what listeners have in common whose links begin with a connection: it accepts connections,
-// shakes hands with a bounded number of strangers at once, of whom the oldest goes when one more comes, and keeps
-// the links that come of it until they are accepted. Its methods may be called concurrently. It is made by [NewAcceptor].
+// Acceptor is the common part of listeners whose links begin with a connection. It accepts connections,
+// shakes hands with a bounded number of strangers at the same time, drops the oldest of them when one more
+// comes, and keeps the resulting links until they are accepted. Its methods may be called concurrently.
+// [NewAcceptor] makes one.
 type Acceptor struct {
 	inner  net.Listener
 	greet  Greet
 	ready  chan Link
-	ctx    context.Context //nolint:containedctx // it is the acceptor's life, which Close ends
+	ctx    context.Context //nolint:containedctx // it lasts until Close
 	cancel context.CancelFunc
 	tasks  sync.WaitGroup
 	once   sync.Once
@@ -38,12 +39,12 @@ type Acceptor struct {
 	handshakes []*handshake // the oldest first
 }
 
-// Greet shakes hands on a connection. It may offer a link to the acceptor, now or at a later connection.
-// ctx ends after 5 s, or when the acceptor is closed. After an error the acceptor closes the connection;
-// otherwise it is Greet's.
+// Greet shakes hands on a connection. It may offer a link to the acceptor, now or when a later connection
+// comes. ctx ends after 5 s, or when the acceptor is closed. If Greet returns an error, the acceptor closes
+// the connection; otherwise Greet owns it.
 type Greet func(ctx context.Context, conn net.Conn, a *Acceptor) error
 
-// NewAcceptor accepts what connects to inner, which becomes the acceptor's, until Close.
+// NewAcceptor accepts connections from inner until Close. The acceptor owns inner.
 func NewAcceptor(inner net.Listener, greet Greet) *Acceptor {
 	a := &Acceptor{inner: inner, greet: greet, ready: make(chan Link, maxPending)}
 	a.ctx, a.cancel = context.WithCancel(context.Background())
@@ -51,10 +52,10 @@ func NewAcceptor(inner net.Listener, greet Greet) *Acceptor {
 	return a
 }
 
-// Addr is where inner listens.
+// Addr is the address at which inner listens.
 func (a *Acceptor) Addr() net.Addr { return a.inner.Addr() }
 
-// Accept waits for a link, as [Listener] says. It returns ErrClosed after Close.
+// Accept waits for a link, as [Listener] describes. It returns ErrClosed after Close.
 func (a *Acceptor) Accept(ctx context.Context) (Link, error) {
 	select {
 	case link := <-a.ready:
@@ -66,7 +67,7 @@ func (a *Acceptor) Accept(ctx context.Context) (Link, error) {
 	}
 }
 
-// Offer hands a link to the next Accept. It closes the link when too many wait already.
+// Offer hands a link to the next Accept. It closes the link if too many links already wait.
 func (a *Acceptor) Offer(link Link) error {
 	select {
 	case a.ready <- link:
@@ -76,8 +77,8 @@ func (a *Acceptor) Offer(link Link) error {
 	}
 }
 
-// Close ends inner and all handshakes, waits for them, and closes links that nobody accepted. Links
-// that were accepted stay. Closing twice does nothing.
+// Close closes inner, ends all handshakes, waits for them, and closes the links that nobody has accepted.
+// Accepted links stay open. A second Close does nothing.
 func (a *Acceptor) Close() (err error) {
 	a.once.Do(func() {
 		a.cancel()
@@ -98,7 +99,7 @@ func (a *Acceptor) run() {
 			select {
 			case <-a.ctx.Done():
 				return
-			case <-time.After(acceptPause): // out of descriptors, say
+			case <-time.After(acceptPause): // for example, because there are no file descriptors left
 				continue
 			}
 		}
@@ -114,7 +115,8 @@ func (a *Acceptor) run() {
 	}
 }
 
-// begin notes a handshake. When there are too many the oldest is given up: whoever is silent keeps nobody out.
+// begin records a handshake. When there are too many, it ends the oldest, so that silent strangers keep
+// nobody out.
 func (a *Acceptor) begin(h *handshake) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -14,9 +14,9 @@ const (
 	tcp6Table = "/proc/net/tcp6"
 )
 
-// passedOnByUs reports whether the process at the other end of a connection over loopback, which passes on what
-// somebody else says, is this user's or the administrator's, such as a forwarder between two networks of
-// containers. False if that cannot be told.
+// passedOnByUs reports whether the process at the other end of a connection over loopback, which forwards
+// what somebody else says, belongs to this user or to root. One example is a forwarder between two
+// container networks. The result is false if the owner is unknown.
 func passedOnByUs(conn net.Conn) bool {
 	peer, isTCP := conn.RemoteAddr().(*net.TCPAddr)
 	own, alike := conn.LocalAddr().(*net.TCPAddr)
@@ -35,12 +35,13 @@ func passedOnByUs(conn net.Conn) bool {
 	return known && (uid == os.Getuid() || uid == 0)
 }
 
-// ownerOf finds the user whose socket is at one address and connected to another in a table of the kernel's.
+// ownerOf looks in one of the kernel's tables for the user whose socket is at one address and connected to
+// another.
 func ownerOf(table string, local, remote *net.TCPAddr) (uid int, known bool) {
 	from, to := tableAddress(local), tableAddress(remote)
 	for line := range strings.Lines(table) {
 		const localField, remoteField, stateField, uidField = 1, 2, 3, 7
-		const established = "01" // others have no owner any more
+		const established = "01" // sockets in other states have no owner any more
 		fields := strings.Fields(line)
 		if len(fields) <= uidField || fields[localField] != from || fields[remoteField] != to || fields[stateField] != established {
 			continue
@@ -51,8 +52,8 @@ func ownerOf(table string, local, remote *net.TCPAddr) (uid int, known bool) {
 	return 0, false
 }
 
-// tableAddress is an address as the kernel's tables have it on little-endian machines: each four bytes of it as
-// one number. On others nothing is found, and whoever passes on what somebody else says is refused.
+// tableAddress is an address in the form that the kernel's tables have on little-endian machines: each four
+// bytes are one number. On other machines nothing is found, and every forwarder is refused.
 func tableAddress(a *net.TCPAddr) string {
 	ip := a.IP.To4()
 	if ip == nil {

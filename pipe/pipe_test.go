@@ -73,7 +73,8 @@ func TestIsLoopback(t *testing.T) {
 	}
 }
 
-// Side without TLS listens where only this host reaches it, and says where with the port that was taken.
+// A Side without TLS listens only where this host alone can reach it, and returns an address with the port
+// that it really has.
 func TestSide(t *testing.T) {
 	for address, fits := range map[string]bool{"": true, "127.0.0.1:0": true, "0.0.0.0:0": false} {
 		l, err := (&Side{Address: address}).Listen(t.Context())

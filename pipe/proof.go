@@ -12,12 +12,13 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Two ends of a plain connection on one machine prove to each other that they have the same key: other users
-// of the machine reach loopback as well as we do. The dialer sends a nonce and both addresses of its connection.
-// The listener answers with a nonce of its own and an HMAC-SHA256 over all of that, and the dialer with
-// another one. The two addresses are those of the listener's end too, or somebody stands in between: no other
-// connection can have them while this one has. Nobody else can read or write a connection over loopback, so
-// nothing after that needs a proof; beyond loopback it takes TLS (see [KeyTLS]).
+// The two ends of a plain connection on one machine prove to each other that they have the same key,
+// because other users of the machine can reach loopback as well. The dialer sends a nonce and both
+// addresses of its connection. The listener answers with a nonce of its own and an HMAC-SHA256 over all of
+// that, and the dialer answers with another HMAC. The listener sees the same two addresses, unless somebody
+// is in between: no other connection can have them while this one exists. Nobody else can read or write a
+// connection over loopback, so nothing after the handshake needs a proof. Beyond loopback, TLS is required
+// (see [KeyTLS]).
 const (
 	nonceSize  = 32
 	macSize    = sha256.Size
@@ -30,19 +31,20 @@ const (
 	listenerRole = 'l'
 )
 
-// errOtherKey is what the end with a wrong key hears: for its operator, who has to give both ends the same.
+// errOtherKey is the error at the end with a wrong key. It tells the operator to give both ends the same
+// key.
 func errOtherKey() error {
 	return fmt.Errorf("the peer's key is not ours: both engines need the same kvport.ticket_key_file, or run as one user of one machine: %w",
 		connector.ErrIncompatible)
 }
 
-// proof is what an HMAC is made over.
+// proof holds what the HMACs cover.
 type proof struct {
 	key      connector.Secret
 	about    []byte
 	listener [nonceSize]byte
 	dialer   [nonceSize]byte
-	address  string // of the connection, as the dialer sees it: see between
+	address  string // of both ends of the connection, as the dialer sees them: see between
 }
 
 func (p *proof) mac(role byte) []byte {
@@ -56,10 +58,11 @@ func (p *proof) mac(role byte) []byte {
 	return h.Sum(nil)
 }
 
-// Prove is for the dialer of a plain connection. It sends hello, its first words, and what begins the proof, and
-// gives then what begins the rest of it: finish waits for the listener, which calls [Demand], to prove that
-// it has key, and proves the same to it. What the listener says before its part of the proof is for the caller
-// to read, in between. Give conn a deadline. A listener that does not have the key is connector.ErrIncompatible.
+// Prove is for the dialer of a plain connection. It sends hello, the dialer's first message, and the
+// beginning of the proof. The function finish that it returns waits until the listener, which calls
+// [Demand], has proved that it has key, and then proves the same to it. Between the two, the caller reads
+// whatever the listener sends before its part of the proof. The caller must give conn a deadline. If the
+// listener does not have the key, the error wraps connector.ErrIncompatible.
 func Prove(conn net.Conn, key connector.Secret, hello []byte) (finish func() error, err error) {
 	p := &proof{key: key, about: hello, address: between(conn.LocalAddr(), conn.RemoteAddr())}
 	if len(p.address) > maxAddress {
@@ -95,21 +98,22 @@ func (p *proof) finish(conn net.Conn) error {
 	return nil
 }
 
-// Demand is for the listener of a plain connection, when it has read the dialer's hello: it proves to the dialer,
-// which calls [Prove], that it has key, and has the dialer prove the same. Nothing may be taken from or given
-// to the dialer before. It waits for the dialer: give conn a deadline. A dialer that does not have the key is
-// connector.ErrIncompatible, and so is a stranger who passes on what the two say to each other: somebody who has
-// taken an address at which one of our engines listened before.
+// Demand is for the listener of a plain connection, after it has read the dialer's hello. It proves to the
+// dialer, which calls [Prove], that it has key, and makes the dialer prove the same. Before that, the
+// listener must neither take anything from the dialer nor give it anything. Demand waits for the dialer, so
+// the caller must give conn a deadline. The error wraps connector.ErrIncompatible if the dialer does not
+// have the key, or if a stranger forwards what the two say to each other because it has taken an address at
+// which one of our engines listened before.
 func Demand(conn net.Conn, key connector.Secret, hello []byte) error {
 	p := &proof{key: key, about: hello}
 	var head [nonceSize + 1]byte
 	if _, err := io.ReadFull(conn, head[:]); err != nil {
-		return fmt.Errorf("have the key proven: %w", err)
+		return fmt.Errorf("demand a proof of the key: %w", err)
 	}
 	p.dialer = [nonceSize]byte(head[:nonceSize])
 	address := make([]byte, head[nonceSize])
 	if _, err := io.ReadFull(conn, address); err != nil {
-		return fmt.Errorf("have the key proven: %w", err)
+		return fmt.Errorf("demand a proof of the key: %w", err)
 	}
 	p.address = string(address)
 	if p.address != between(conn.RemoteAddr(), conn.LocalAddr()) && !passedOnByUs(conn) {
@@ -118,11 +122,11 @@ func Demand(conn net.Conn, key connector.Secret, hello []byte) error {
 	}
 	_, _ = rand.Read(p.listener[:]) // never fails
 	if _, err := conn.Write(append(append([]byte{goesOn}, p.listener[:]...), p.mac(listenerRole)...)); err != nil {
-		return fmt.Errorf("have the key proven: %w", err)
+		return fmt.Errorf("demand a proof of the key: %w", err)
 	}
 	var mac [macSize]byte
 	if _, err := io.ReadFull(conn, mac[:]); err != nil {
-		return fmt.Errorf("have the key proven: %w", err)
+		return fmt.Errorf("demand a proof of the key: %w", err)
 	}
 	if !hmac.Equal(mac[:], p.mac(dialerRole)) {
 		return errOtherKey()

@@ -17,10 +17,11 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// outcome is how the two ends of a connection went.
+// outcome is the result at each of the two ends of a connection.
 type outcome struct{ dialer, listener error }
 
-// meet has two ends prove their keys to each other; by is where the dialer dials, "" for the listener itself.
+// meet makes two ends prove their keys to each other; by is where the dialer dials, "" for the listener
+// itself.
 func meet(t *testing.T, dialer, listener []byte, about [2]string, by func(to string) string) outcome {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -75,7 +76,7 @@ func TestProof(t *testing.T) {
 	}
 }
 
-// A dialer that does not mind what the listener proves has to prove the key itself.
+// A dialer that does not check the listener's proof still has to prove the key itself.
 func TestDialerHasToProve(t *testing.T) {
 	key := connector.Secret(bytes.Repeat([]byte{1}, 32))
 	a, b := net.Pipe()
@@ -93,7 +94,7 @@ func TestDialerHasToProve(t *testing.T) {
 	require.ErrorIs(t, <-done, connector.ErrIncompatible)
 }
 
-// forward passes connections on; as is the user that it does so as.
+// forward forwards connections as the user as.
 func forward(t *testing.T, as int) func(to string) string {
 	return func(to string) string {
 		l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -137,9 +138,9 @@ func dialAs(ctx context.Context, uid int, to string) (net.Conn, error) {
 	return new(net.Dialer).DialContext(ctx, "tcp", to)
 }
 
-// A stranger who listens at a producer's port while the producer is away keeps the consumer's connection, gives the
-// port back and passes everything on to the producer: both ends then see the address that they expect, and only the
-// dialer's own address tells that somebody stands in between.
+// A stranger that listens at a producer's port while the producer is away keeps the consumer's connection,
+// gives the port back and forwards everything to the producer: both ends then see the address that they
+// expect, and only the dialer's own address shows that somebody is in between.
 func TestProofThroughThePortsFormerOwner(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Log("a stranger is not tried: only the administrator can be somebody else here")
@@ -175,8 +176,8 @@ func TestProofThroughThePortsFormerOwner(t *testing.T) {
 	require.ErrorIs(t, <-done, connector.ErrIncompatible)
 }
 
-// Who stands between two ends that prove their keys is one of us, or is refused: a stranger may have taken the
-// port of a producer that has died, and could read along from there.
+// A process between two ends that prove their keys belongs to this user, or is refused: a stranger may have
+// taken the port of a producer that has died, and could read everything from there.
 func TestProofThroughSomebodyElse(t *testing.T) {
 	key := bytes.Repeat([]byte{1}, 32)
 	o := meet(t, key, key, [2]string{"a", "a"}, forward(t, os.Getuid()))
@@ -213,7 +214,7 @@ func TestOwnerOf(t *testing.T) {
 	}
 }
 
-// Strangers who say nothing keep nobody out: the oldest of them goes.
+// Silent strangers keep nobody out: the oldest of them is dropped.
 func TestAcceptorDropsTheOldestStranger(t *testing.T) {
 	inner, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)

@@ -12,16 +12,16 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Side is where and how a process makes the connections of its links: for authors of networks over TCP, or
-// whose words go over it. It must not be changed once it is used.
+// Side says where and how a process makes the connections of its links. It is for authors of networks that
+// run over TCP or send their control messages over it. It must not be changed once it is in use.
 type Side struct {
 	Address   string      // to listen at; empty: 127.0.0.1 with a port that the system chooses
-	Advertise string      // what peers dial, where that differs; ":0" at its end stands for the port taken
-	TLS       *tls.Config // mutual TLS; nil: none, and loopback only
+	Advertise string      // what peers dial, if that differs; ":0" at its end stands for the port that the listener has
+	TLS       *tls.Config // mutual TLS; nil means none, and then only loopback
 }
 
-// Listen listens at the side's address. One that others can reach is refused without TLS, with
-// connector.ErrIncompatible.
+// Listen listens at the side's address. Without TLS it refuses an address that other machines can reach,
+// with connector.ErrIncompatible.
 func (s *Side) Listen(ctx context.Context) (net.Listener, error) {
 	address := s.Address
 	if address == "" {
@@ -38,7 +38,7 @@ func (s *Side) Listen(ctx context.Context) (net.Listener, error) {
 	return l, nil
 }
 
-// Reach is what peers dial to come to a listener of the side's.
+// Reach is the address that peers dial to reach the side's listener at l.
 func (s *Side) Reach(l net.Addr) string {
 	own := l.String()
 	if s.Advertise == "" {
@@ -52,7 +52,7 @@ func (s *Side) Reach(l net.Addr) string {
 	return net.JoinHostPort(host, port)
 }
 
-// Dial connects to a peer. One that is not there is connector.ErrGone.
+// Dial connects to a peer. If no peer is there, the error wraps connector.ErrGone.
 func (s *Side) Dial(ctx context.Context, address string) (net.Conn, error) {
 	conn, err := new(net.Dialer).DialContext(ctx, "tcp", address)
 	if errors.Is(err, syscall.ECONNREFUSED) {
@@ -64,8 +64,8 @@ func (s *Side) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return s.Secure(ctx, conn, false)
 }
 
-// Secure tunes a connection and puts TLS on it; server says that this end accepted it. On an error the
-// connection is closed.
+// Secure tunes a connection and puts TLS on it; server says that this end accepted the connection. If it
+// fails, it closes the connection.
 func (s *Side) Secure(ctx context.Context, conn net.Conn, server bool) (net.Conn, error) {
 	if t, ok := conn.(*net.TCPConn); ok {
 		_ = t.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: time.Second, Count: 5})

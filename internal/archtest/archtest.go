@@ -58,6 +58,7 @@ func rules() []rule {
 		{"internal type", checkLeaks},
 		{"connector name", checkNames},
 		{"machine path", checkMachinePaths},
+		{"plain words", checkWords},
 	}
 }
 

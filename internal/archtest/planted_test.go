@@ -123,6 +123,12 @@ func planted() []violation {
 		{"connector name", "connectors/mute", source("mute", ""), 0},
 		{"machine path", "docs/x.md", "Look at\n`/" + "work/main`.\n", 2},
 		{"machine path", "sdk/x_test.go", source("sdk", `var home = "/`+`root/go"`), 4},
+		{"plain words", "plugins/disk/x.go", source("main", "// sum counts all\n// anew.\nvar sum int"), 5},
+		{"plain words", "plugins/disk/x_test.go", source("main", "func sum() {} // It wants more.\n"), 4},
+		{"plain words", "plugins/disk/x.go", source("main", "const text = \"the disk stands still\""), 4},
+		{"plain words", "plugins/disk/x.go", source("main", "type newsDesk int"), 4},
+		{"plain words", "plugins/disk/x.proto", "syntax = \"proto3\";\n// It is all but\n// for that.\n", 2},
+		{"plain words", "README.md", "A line.\nIt holds. Who reads\nlearns it.\n", 2},
 	}
 }
 
@@ -240,5 +246,67 @@ func TestViolationString(t *testing.T) {
 	v := Violation{File: "a/b.go", Line: 7, Rule: "init", Text: "why"}
 	if got := v.String(); got != "a/b.go:7: init: why" {
 		t.Error(got)
+	}
+}
+
+// TestPhrases shows what each phrase of the word list catches and what it lets through.
+func TestPhrases(t *testing.T) {
+	for text, want := range map[string]int{
+		"It is read anew.": 1,
+		"It is read again, and everything is renewed.":          0,
+		"All but\nfor the last, but for a moment":               1,
+		"Besides, the host wants a key.":                        2,
+		"The relay stands still, though it still stands.":       1,
+		"It needs not wait, and need not.":                      1,
+		"It is no more. There are no more than two.":            1,
+		"Who waits is told.":                                    1,
+		"Who waits? Anybody who waits, whoever they are.":       0,
+		"memory for who has none; tells who waits":              2,
+		"at most so many bytes":                                 1,
+		"so many that it waits, so often as to fail":            0,
+		"so much, so often":                                     2,
+		"Errors name what of it is wrong":                       1,
+		"It says of a load that it is told of its end.":         2,
+		"Fields stand in order, where a thread stands in line.": 2,
+		"a key is there twice":                                  1,
+		"17 is no multiple of 16":                               1,
+		"looked for in vain":                                    1,
+		"a lock of its user's":                                  1,
+		"a hold that is to stay":                                1,
+		"It lets go on what waits.":                             1,
+		"`anew` in a span":                                      0,
+		"```\nanew\n```\n":                                      0,
+	} {
+		tree := &Tree{Texts: map[string][]byte{"page.md": []byte(text)}}
+		if found := tree.Words(&Policy{}); len(found) != want {
+			t.Errorf("%q: want %d, got %v", text, want, found)
+		}
+	}
+}
+
+// TestPrivateNames finds private words as parts of names.
+func TestPrivateNames(t *testing.T) {
+	tree := plant(t, map[string]string{"go.mod": "module m\n", "x.go": "package x\n\ntype newsDesk struct{ duties, warehouse int }\n\nfunc (d *newsDesk) RollDice(guest int) {}\n"})
+	var names []string
+	for _, o := range tree.Words(&Policy{}) {
+		names = append(names, o.Text)
+	}
+	if want := []string{"newsDesk", "duties", "RollDice", "guest"}; !slices.Equal(names, want) {
+		t.Errorf("want %v, got %v", want, names)
+	}
+}
+
+// TestWordCounts: a row that has a number is reported as a whole, and only above it.
+func TestWordCounts(t *testing.T) {
+	files := map[string]string{"go.mod": "module m\n", "docs/a.md": "anew, anew\n", "docs/adr/b.md": "anew\n"}
+	for allowed, want := range map[int]int{0: 2, 1: 1, 2: 0, 3: 0} {
+		policy := &Policy{Words: map[string]int{"docs": allowed, "docs/adr": 1}}
+		var found []Violation
+		checkWords(plant(t, files), policy, func(file string, line int, _ string, _ ...any) {
+			found = append(found, Violation{File: file, Line: line})
+		})
+		if len(found) != want {
+			t.Errorf("%d allowed: want %d violations, got %v", allowed, want, found)
+		}
 	}
 }

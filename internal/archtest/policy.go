@@ -14,7 +14,7 @@ type Policy struct {
 	// too; its "*" is what the row's "*" stands for; "..." is the whole module; a leading "!"
 	// takes away what stands before it.
 	Imports map[string][]string
-	// Tests is what the tests of any folder may import besides their row.
+	// Tests is what the tests of any folder may import in addition to their row.
 	Tests []string
 	// Heavy maps an import path (and everything below) to the rows whose folders may import it.
 	Heavy map[string][]string
@@ -36,10 +36,13 @@ type Policy struct {
 
 	// Untyped are the files and folders where map[string]any may stand: the JSON edge.
 	Untyped []string
-	// Panics are the folders besides commands where panic may be called.
+	// Panics are the folders, apart from commands, where panic may be called.
 	Panics []string
-	// NameFolders are the folders besides a connector's own where its name may appear.
+	// NameFolders are the folders, apart from a connector's own, where its name may appear.
 	NameFolders []string
+	// Words says how many phrases of the word list a folder or file still has. The most specific row
+	// counts; what has no row has none. A number only falls.
+	Words map[string]int
 }
 
 // Budget limits the non-test, non-generated lines of some folders together.
@@ -73,6 +76,30 @@ func Kvport() *Policy {
 		},
 		Untyped:     []string{"engine/server", "engine/router", "verify/fixture/fill.go"},
 		NameFolders: []string{"docs", "examples", "verify/bench"},
+		Words:       kvportWords(),
+	}
+}
+
+// kvportWords is what is left to rewrite. TestWords says which number to lower.
+func kvportWords() map[string]int {
+	return map[string]int{
+		"CHANGELOG.md":       1,
+		"cmd":                17,
+		"conformance":        110,
+		"connectors":         88,
+		"docs":               61,
+		"docs/acceptance.md": 6,
+		"docs/adr":           53,
+		"engine":             64,
+		"examples":           1,
+		"host":               93,
+		"internal":           34,
+		"multiconnector":     8,
+		"native":             13,
+		"proto":              5,
+		"sdk":                20,
+		"sdk/config.go":      5,
+		"verify":             58,
 	}
 }
 

@@ -1,6 +1,9 @@
 package archtest
 
-import "testing"
+import (
+	"cmp"
+	"testing"
+)
 
 // TestRepository applies the policy to this repository.
 func TestRepository(t *testing.T) {
@@ -13,5 +16,28 @@ func TestRepository(t *testing.T) {
 	}
 	for _, v := range tree.Check(Kvport()) {
 		t.Error(v)
+	}
+}
+
+// TestWords keeps the allowance of plain words at what is there: a number only falls. With -v it lists
+// every phrase that is left.
+func TestWords(t *testing.T) {
+	tree, err := Load("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	policy := Kvport()
+	counts := map[string]int{}
+	for _, o := range tree.Words(policy) {
+		counts[o.Row]++
+		t.Log(o)
+	}
+	for _, row := range sortedKeys(policy.Words) {
+		if counts[row] < policy.Words[row] {
+			t.Errorf("lower the number of %q in kvportWords from %d to %d", row, policy.Words[row], counts[row])
+		}
+	}
+	for _, row := range sortedKeys(counts) {
+		t.Logf("%s: %d", cmp.Or(row, "elsewhere"), counts[row])
 	}
 }

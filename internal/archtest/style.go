@@ -59,7 +59,7 @@ func checkUntypedMaps(t *Tree, p *Policy, report reporter) {
 	}
 }
 
-// checkDocs wants a doc comment on every package that is not a command, and on everything exported
+// checkDocs requires a doc comment on every package that is not a command, and on everything exported
 // in it: functions, types and their methods, constants, variables, methods of interfaces.
 func checkDocs(t *Tree, _ *Policy, report reporter) {
 	packages := t.packages(func(f *File) bool { return !f.Test && !f.Generated && !f.Main() })

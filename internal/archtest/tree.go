@@ -49,9 +49,9 @@ func (f *File) Public() bool {
 // maxText is the largest text file that Load keeps; larger ones are data.
 const maxText = 1 << 20
 
-// Load reads the tree at root: every Go file whatever its build tags, and every text file. Folders
-// that Go ignores (testdata, names with a leading dot or underscore) hold no Go files of the tree.
-// Build output and everything else that a leading dot or bin hides is left out, but for .ci.
+// Load reads the tree at root: every Go file whatever its build tags, and every text file. Folders that Go
+// ignores (testdata, names with a leading dot or underscore) hold no Go files of the tree. Build output and
+// everything else that a leading dot or bin hides is left out, except .ci.
 func Load(root string) (*Tree, error) {
 	t := &Tree{Texts: map[string][]byte{}, fset: token.NewFileSet()}
 	err := filepath.WalkDir(root, func(file string, d fs.DirEntry, err error) error {

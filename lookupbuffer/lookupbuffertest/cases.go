@@ -53,7 +53,7 @@ func item(number uint64) connector.Item {
 	return connector.Item{Key: key(number), Spans: [][]byte{content(number, 0, blockBytes)[:1000], content(number, 0, blockBytes)[1000:]}}
 }
 
-// room is where a block may be placed, in other spans than those it was inserted from.
+// room is memory for a block, in other spans than those it was inserted from.
 func room(number uint64) connector.Item {
 	b := make([]byte, blockBytes)
 	return connector.Item{Key: key(number), Spans: [][]byte{b[:30_000], nil, b[30_000:]}}
@@ -78,7 +78,7 @@ func (r *rig) insert(numbers ...uint64) {
 	}
 }
 
-// found reports whether a block is there, or comes within some time: between two processes it is on
+// found reports whether a block is there or arrives within the given time: between two processes it is on
 // its way for a while.
 func (r *rig) found(number uint64, within time.Duration) bool {
 	tick := time.NewTicker(time.Millisecond)
@@ -98,7 +98,7 @@ func (r *rig) found(number uint64, within time.Duration) bool {
 	}
 }
 
-// holds wants the blocks to be where they should have been placed.
+// holds requires the items to hold the blocks that were inserted.
 func (r *rig) holds(version byte, items []connector.Item, numbers ...uint64) {
 	for i, n := range numbers {
 		require.True(r, bytes.Equal(content(n, version, blockBytes), bytes.Join(items[i].Spans, nil)), "block %d is not what was inserted", n)
@@ -114,7 +114,7 @@ func (r *rig) take(numbers ...uint64) {
 	r.holds(0, to, numbers...)
 }
 
-// failed wants an error that names the items.
+// failed requires an error that names the items.
 func (r *rig) failed(err, want error, items ...int) {
 	require.ErrorIs(r, err, want)
 	var named *connector.ItemError
@@ -137,7 +137,7 @@ func selects(t T, h Harness) {
 func lookup(t T, h Harness) {
 	r := open(t, h)
 	r.insert(1, 2, 4)
-	for range 2 { // it has no side effects
+	for range 2 { // twice, because Lookup has no side effects
 		n, err := r.Select.Lookup(r.Context(), [][]connector.StoreKey{
 			{key(1), key(2), key(3), key(4)}, {}, {key(3), key(1)}, {key(4), key(4), key(2)},
 		})
@@ -149,14 +149,14 @@ func lookup(t T, h Harness) {
 	require.Empty(r, n)
 }
 
-// waiting starts a selection and gives its end.
+// waiting starts a selection and returns a channel for its result.
 func (r *rig) waiting(ctx context.Context, to []connector.Item) <-chan error {
 	done := make(chan error, 1)
 	go func() { done <- r.Select.DropSelect(ctx, to) }()
 	return done
 }
 
-// end waits for a selection's end.
+// end waits until a selection ends.
 func (r *rig) end(done <-chan error) error {
 	select {
 	case err := <-done:
@@ -167,7 +167,7 @@ func (r *rig) end(done <-chan error) error {
 	}
 }
 
-// stays wants a selection to wait.
+// stays requires a selection to wait.
 func (r *rig) stays(done <-chan error) {
 	select {
 	case err := <-done:
@@ -261,7 +261,7 @@ func twoSelections(t T, h Harness) {
 	}
 }
 
-// queued gives goroutines that were just started the time to begin to wait.
+// queued gives goroutines that have just started the time to begin their wait.
 func (r *rig) queued() {
 	select {
 	case <-time.After(moment):
@@ -310,7 +310,7 @@ func insertTwice(t T, h Harness) {
 	r.insert(1)
 	other := connector.Item{Key: key(1), Spans: [][]byte{content(1, 1, blockBytes)}}
 	require.NoError(r, r.Insert.Insert(r.Context(), []connector.Item{other}))
-	r.insert(2) // between two processes: it came after
+	r.insert(2) // between two processes, this block arrives after the first one
 	r.take(1)
 
 	r.insert(3)
@@ -351,12 +351,12 @@ func atOnce(t T, h Harness) {
 	r := open(t, h)
 	const workers = 4
 	each := uint64(40)
-	if h.Keep { // what was selected stays, so that all must fit
+	if h.Keep { // selected blocks stay, so all blocks must fit
 		each = uint64(h.Capacity / blockBytes / workers)
 	}
 	var group sync.WaitGroup
 	errs := make([]error, 2*workers)
-	gate := make(chan struct{}, h.Capacity/blockBytes-1) // so that nothing is pushed out
+	gate := make(chan struct{}, h.Capacity/blockBytes-1) // so that nothing is dropped
 	for w := range uint64(workers) {
 		group.Go(func() {
 			for i := range each {

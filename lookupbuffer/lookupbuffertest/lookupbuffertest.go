@@ -21,13 +21,14 @@ type T interface {
 	require.TestingT // Errorf reports a failure, FailNow ends the case
 	// Context ends with the case's deadline.
 	Context() context.Context
-	// Skipf ends the case as one that does not apply, saying why.
+	// Skipf ends a case that does not apply and says why.
 	Skipf(format string, args ...any)
 	// Cleanup runs a function at the end of the case.
 	Cleanup(func())
 }
 
-// Ends are the two ends of one new, empty buffer; one value, unless they are in two processes.
+// Ends are the two ends of one new, empty buffer. They are the same value unless the ends are in two
+// processes.
 type Ends struct {
 	Insert lookupbuffer.Buffer // where blocks are put in
 	Select lookupbuffer.Buffer // where they are looked up and taken out
@@ -39,11 +40,11 @@ type Harness struct {
 	Open func(t T) Ends
 	// Capacity is how many bytes the buffer holds, at least 1 MiB.
 	Capacity int
-	// Keep says that blocks stay after they were selected.
+	// Keep says that blocks stay after they are selected.
 	Keep bool
 }
 
-// How long things may take.
+// The time limits.
 const (
 	soon   = 5 * time.Second
 	moment = 50 * time.Millisecond
@@ -52,7 +53,7 @@ const (
 // A Case checks one promise.
 type Case struct {
 	Name string
-	Text string // what the case does, one sentence
+	Text string // what the case checks, in one sentence
 	Run  func(t T, h Harness)
 }
 
@@ -67,18 +68,18 @@ func Run(t *testing.T, h Harness) {
 // Cases lists the suite.
 func Cases() []Case {
 	return []Case{
-		{"select", "What was inserted is selected, byte for byte, and is gone then.", selects},
+		{"select", "An inserted block is selected, byte for byte, and is gone afterwards.", selects},
 		{"lookup", "Lookup counts leading keys, for each run of a batch.", lookup},
 		{"select-waits", "A selection that comes first waits for its block.", selectWaits},
-		{"not-there", "A selection that ends names the blocks that did not come; the others are filled.", notThere},
+		{"not-there", "A selection whose context ends names the blocks that did not come; the others are filled.", notThere},
 		{"cancelled-select", "A cancelled selection removes nothing.", cancelled},
-		{"failed-placement", "A block that does not fit where it should go stays.", failedPlacement},
+		{"failed-placement", "A block that does not fit the spans of a selection stays.", failedPlacement},
 		{"two-selections", "Two selections that wait for one block both get it.", twoSelections},
-		{"full", "At capacity Insert does not wait, and what is found is whole.", full},
-		{"room-again", "When blocks were taken out there is room again.", roomAgain},
-		{"insert-twice", "A key that is there keeps its bytes, unless it is replaced.", insertTwice},
-		{"spans-returned", "What a caller does to its memory after Insert harms no block.", spansReturned},
+		{"full", "At capacity Insert does not wait, and every block that is found is complete.", full},
+		{"room-again", "When blocks have been taken out, there is room again.", roomAgain},
+		{"insert-twice", "A key that is already there keeps its bytes, unless it is replaced.", insertTwice},
+		{"spans-returned", "What a caller does to its memory after Insert does not change a block.", spansReturned},
 		{"close", "Close ends selections that wait.", closeWaiting},
-		{"at-once", "Inserts and selections at the same time mix nothing up.", atOnce},
+		{"at-once", "Concurrent inserts and selections do not mix blocks up.", atOnce},
 	}
 }

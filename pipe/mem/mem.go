@@ -10,8 +10,8 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// Pipe is both ends of a pipe. Send copies a frame in, Recv copies it out; the frames in between take
-// at most as many bytes as New was told.
+// Pipe is both ends of a pipe. Send copies a frame in, and Recv copies it out; the frames in between take
+// at most the limit of New in bytes.
 type Pipe struct {
 	limit int
 
@@ -20,15 +20,14 @@ type Pipe struct {
 	bytes  int
 	closed bool
 	dead   bool          // the peer is gone: what was sent is lost
-	change chan struct{} // closed, and made anew, when anything above changed
+	change chan struct{} // closed and replaced whenever a field above changes
 }
 
 type frame struct {
 	header, payload []byte
 }
 
-// New makes a pipe that holds up to limit bytes of frames. A frame that is larger than that goes
-// through alone.
+// New makes a pipe that holds up to limit bytes of frames. A frame larger than that passes alone.
 func New(limit int) *Pipe { return &Pipe{limit: limit, change: make(chan struct{})} }
 
 // NewLink makes the two ends of a link whose pipes hold up to limit bytes each.
@@ -43,7 +42,7 @@ func (p *Pipe) changed() {
 	p.change = make(chan struct{})
 }
 
-// wait waits with mu given back until something changes or ctx ends.
+// wait releases mu and waits until something changes or ctx ends.
 func (p *Pipe) wait(ctx context.Context) error {
 	change := p.change
 	p.mu.Unlock()
@@ -56,7 +55,7 @@ func (p *Pipe) wait(ctx context.Context) error {
 	}
 }
 
-// over is why the pipe cannot be used any more. The caller holds mu.
+// over returns why the pipe cannot be used any more. The caller holds mu.
 func (p *Pipe) over() error {
 	switch {
 	case p.dead:
@@ -147,8 +146,8 @@ func (p *Pipe) Close() error {
 	return nil
 }
 
-// Kill ends the pipe as the death of a peer does: what was sent and not yet received is lost, and every
-// call gets connector.ErrGone.
+// Kill ends the pipe like the death of a peer: what was sent and not yet received is lost, and every call
+// returns connector.ErrGone.
 func (p *Pipe) Kill() {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -11,7 +11,7 @@ import (
 
 // Network connects listeners and dialers of one process. The zero value is ready.
 type Network struct {
-	Limit int // bytes that each pipe holds; 0: 1 MiB
+	Limit int // bytes that each pipe holds; 0 means 1 MiB
 
 	mu        sync.Mutex
 	last      int

@@ -36,7 +36,7 @@ func (w *wrong) Recv(ctx context.Context, place pipe.Place) error {
 	return w.Pipe.Recv(ctx, place)
 }
 
-// fault is one of them.
+// fault is one wrong pipe and the case that finds it.
 type fault struct {
 	caseName string
 	w        wrong

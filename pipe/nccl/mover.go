@@ -31,7 +31,7 @@ type mover struct {
 	patience       time.Duration
 }
 
-// join makes both communicators of a link. NCCL waits in it for however long the peer takes, so a join that
+// join makes both communicators of a link. NCCL waits for the peer however long that takes, so a join that
 // outlives ctx is left behind and undone when it returns.
 func (m *machine) join(ctx context.Context, ids [2]native.ID, dialer bool, patience time.Duration) (*mover, error) {
 	type result struct {
@@ -40,7 +40,7 @@ func (m *machine) join(ctx context.Context, ids [2]native.ID, dialer bool, patie
 	}
 	joined := make(chan result, 1)
 	go func() {
-		runtime.LockOSThread() // the current device is the thread's, which ends with this goroutine
+		runtime.LockOSThread() // the current device belongs to the thread, which ends with this goroutine
 		var r result
 		for i := range ids {
 			if r.ways[i], r.err = m.way(ids[i], dialer); r.err != nil {
@@ -134,7 +134,7 @@ func (w *way) free() error {
 // Slot implements staged.Mover.
 func (m *mover) Slot(i int) []byte { return m.slots[i*m.piece : (i+1)*m.piece] }
 
-// Put implements staged.Mover. The peer takes the piece as soon as it has heard of it.
+// Put implements staged.Mover. The peer takes the piece as soon as it has been told about it.
 func (m *mover) Put(ctx context.Context, i, n int) error {
 	ctx, cancel := context.WithTimeout(ctx, m.patience)
 	defer cancel()
@@ -157,5 +157,5 @@ func (m *mover) Take(ctx context.Context, i, n int) ([]byte, error) {
 	return to, w.machine.cuda.CopyOut(w.machine.device, to, w.staging)
 }
 
-// Free implements staged.Mover. What a peer still sends goes nowhere: it needs a counterpart here.
+// Free implements staged.Mover. What a peer still sends is lost, because it needs a counterpart here.
 func (m *mover) Free(bool) error { return errors.Join(m.out.free(), m.in.free()) }

@@ -1,15 +1,15 @@
-// Package nccl is a pipe over NCCL, between two processes that have a GPU each: NVLink, PCIe or the network
-// cards, as NCCL finds best.
+// Package nccl is a pipe over NCCL between two processes that have a GPU each. NCCL chooses between NVLink,
+// PCIe and the network cards.
 //
-// There is no world of all processes: each direction of a link is a communicator of two, whose id goes from
-// the dialer to the listener over a TCP connection, that also carries headers, order, acknowledgements and
-// the end of either process. With [Network.TLS] both ends show on it that they have the shared key. Payload is
-// staged in memory of the GPU, piece by piece; NCCL encrypts nothing, and what is changed on its way is found
-// by a digest that is seeded over the connection.
+// No communicator spans all processes: each direction of a link is a communicator of two, whose id goes
+// from the dialer to the listener over a TCP connection. That connection also carries headers, order and
+// acknowledgements, and shows the end of either process. With [Network.TLS] both ends prove on it that they
+// have the shared key. Payload is staged in memory of the GPU, piece by piece. NCCL encrypts nothing; a
+// digest that is seeded over the connection finds what was changed on its way.
 //
-// Without a GPU everything fails with [ErrNoDevice]. The package is complete and compared with NCCL's headers;
-// its words, order and cancelling are tested over another mover (pipe/internal/staged). It has not yet been run
-// on two GPUs.
+// Without a GPU everything fails with [ErrNoDevice]. The package is complete and compared with NCCL's
+// headers; its control messages, order and cancelling are tested over another mover (pipe/internal/staged).
+// It has not yet run on two GPUs.
 package nccl
 
 import (
@@ -30,22 +30,22 @@ import (
 	"github.com/kvport/kvport/pipe/internal/staged"
 )
 
-// ErrNoDevice says that this machine has no GPU that NCCL can use, or lacks a library for it. The error that
-// wraps it says which.
+// ErrNoDevice says that this machine has no GPU that NCCL can use, or lacks a library for it. The error
+// that wraps it says what is missing.
 var ErrNoDevice = errors.New("no GPU for NCCL")
 
-// Network makes links over NCCL. It must not be changed once it is used.
+// Network makes links over NCCL. It must not be changed once it is in use.
 type Network struct {
-	Address   string        // to listen at, for words; empty: 127.0.0.1 with a port that the system chooses
-	Advertise string        // what peers dial, where that differs; ":0" at its end stands for the port taken
-	TLS       *tls.Config   // mutual TLS for words; nil: none, and loopback only
-	Dir       string        // folder of libnccl; empty: where native/nccl looks
-	CUDADir   string        // folder of libcudart; empty: where native/cuda looks
+	Address   string        // to listen at, for control messages; empty means 127.0.0.1 with a port that the system chooses
+	Advertise string        // what peers dial, if that differs; ":0" at its end stands for the port that the listener has
+	TLS       *tls.Config   // mutual TLS for control messages; nil means none, and then only loopback
+	Dir       string        // folder of libnccl; empty means where native/nccl looks
+	CUDADir   string        // folder of libcudart; empty means where native/cuda looks
 	Device    int           // of the GPU to use, as CUDA numbers them
-	Piece     int           // bytes that are moved at a time; 0: 4 MiB
-	Slots     int           // pieces that each direction of a link holds; 0: 4
-	Patience  time.Duration // for the peer to make progress with a piece; 0: 3 s
-	NoDigest  bool          // leaves payload to the host's digests
+	Piece     int           // bytes that are moved at a time; 0 means 4 MiB
+	Slots     int           // pieces that each direction of a link holds; 0 means 4
+	Patience  time.Duration // how long the peer may make no progress with a piece; 0 means 3 s
+	NoDigest  bool          // leaves the check of payload to the host's digests
 
 	mu      sync.Mutex
 	machine *machine // nil: not started
@@ -66,7 +66,7 @@ type machine struct {
 	room   staged.Room
 }
 
-// Start loads the libraries and looks for the GPU, which Listen and Dial do otherwise.
+// Start loads the libraries and looks for the GPU. Without it, Listen and Dial do that.
 func (n *Network) Start() error {
 	_, err := n.start()
 	return err
@@ -103,7 +103,7 @@ func (n *Network) start() (*machine, error) {
 	return m, nil
 }
 
-// stayLocal keeps NCCL's own listeners off the network where the pipe's are.
+// stayLocal keeps NCCL's own listeners off the network if the pipe's listener is on loopback.
 func stayLocal(address string) error {
 	host, _, err := net.SplitHostPort(address)
 	local := address == "" || err == nil && pipe.IsLoopback(host)
@@ -113,7 +113,7 @@ func stayLocal(address string) error {
 	return os.Setenv("NCCL_SOCKET_IFNAME", "lo")
 }
 
-// Close waits for what is left of links, which should be closed before.
+// Close waits for what is left of the links, which should be closed first.
 func (n *Network) Close() error {
 	n.links.Wait()
 	return nil
@@ -131,7 +131,7 @@ func (n *Network) Dial(ctx context.Context, address string) (pipe.Link, error) {
 	return n.staged().Dial(ctx, address)
 }
 
-// shake makes a link of a connection. On an error the connection is the caller's.
+// shake makes a link of a connection. If it fails, the caller still owns the connection.
 func (n *Network) shake(ctx context.Context, conn net.Conn, dialer bool) (pipe.Link, error) {
 	m, err := n.start()
 	if err != nil {
@@ -173,13 +173,13 @@ func (n *Network) shake(ctx context.Context, conn net.Conn, dialer bool) (pipe.L
 // hello is what the ends of a link tell each other.
 type hello struct {
 	room staged.Room
-	seed uint64       // of the digests that this end sends
-	ids  [2]native.ID // from the dialer: of the communicators, first the one to the listener
+	seed uint64       // for the digests that this end sends
+	ids  [2]native.ID // from the dialer: the ids of the communicators, the one to the listener first
 }
 
 const (
 	idSize    = len(native.ID{})
-	helloSize = 4 + 4 + 4 + 8 + 2*idSize // what speaks, piece, slots, seed, ids
+	helloSize = 4 + 4 + 4 + 8 + 2*idSize // protocol, piece, slots, seed, ids
 )
 
 func (h *hello) encode() []byte {

@@ -22,7 +22,7 @@ func TestPipe(t *testing.T) {
 		devices, _ = lib.Devices()
 	}
 	if devices < 2 {
-		t.Skipf("THE PIPE OVER NCCL IS NOT TESTED: it wants two GPUs, there are %d", devices)
+		t.Skipf("THE PIPE OVER NCCL IS NOT TESTED: it needs two GPUs, there are %d", devices)
 	}
 	a, b := &Network{Device: 0}, &Network{Device: 1}
 	pipetest.Run(t, pipetest.Harness{Bound: 64 << 20, Open: func(t pipetest.T) pipetest.Ends {
@@ -31,7 +31,7 @@ func TestPipe(t *testing.T) {
 	}})
 }
 
-// Without a device everything says so, whether the libraries are there or not.
+// Without a device every call says so, whether the libraries are there or not.
 func TestNoDevice(t *testing.T) {
 	n := &Network{CUDADir: t.TempDir()}
 	for name, err := range map[string]error{"start": n.Start(), "again": n.Start()} {

@@ -68,7 +68,7 @@ func (r *rig) message(number uint64, sizes ...int) message {
 
 func (r *rig) send(m message) error { return r.Out.Send(r.Context(), m.header, m.spans) }
 
-// received is a frame that arrived, in memory of the harness.
+// received is a frame that has arrived, in memory of the harness.
 type received struct {
 	header, payload []byte
 	err             error
@@ -84,7 +84,7 @@ func (r *rig) recv(ctx context.Context) received {
 	return got
 }
 
-// arrives wants the next frame to be m.
+// arrives requires the next frame to be m.
 func (r *rig) arrives(m message) {
 	ctx, cancel := context.WithTimeout(r.Context(), 2*soon)
 	defer cancel()
@@ -94,7 +94,7 @@ func (r *rig) arrives(m message) {
 	require.True(r, bytes.Equal(bytes.Join(m.spans, nil), got.payload), "the payload of %d bytes differs", len(got.payload))
 }
 
-// background runs f and gives its error when asked, which must come soon.
+// background runs f and returns a function that waits for its error, which must come soon.
 func (r *rig) background(f func() error) (wait func() error) {
 	done := make(chan error, 1)
 	go func() { done <- f() }()
@@ -109,7 +109,7 @@ func (r *rig) background(f func() error) (wait func() error) {
 	}
 }
 
-// transfer sends frames in the background and wants them to arrive.
+// transfer sends frames in the background and requires them to arrive.
 func (r *rig) transfer(ms ...message) {
 	wait := r.background(func() error {
 		for _, m := range ms {
@@ -220,7 +220,7 @@ func wrongRoom(t T, h Harness) {
 func tooLarge(t T, h Harness) {
 	r := open(t, h)
 	require.ErrorIs(r, r.Out.Send(r.Context(), make([]byte, pipe.MaxHeader+1), nil), connector.ErrIncompatible)
-	shared := make([]byte, 1<<20) // named more often than the limit allows: no memory is needed for it
+	shared := make([]byte, 1<<20) // used so often that the total exceeds the limit, without needing that much memory
 	spans := make([][]byte, pipe.MaxPayload>>20+1)
 	for i := range spans {
 		spans[i] = shared
@@ -250,7 +250,7 @@ func backPressure(t T, h Harness) {
 func cancelledSend(t T, h Harness) {
 	r := open(t, h)
 	var sent []message
-	for i := range uint64(200) { // fill it, then cancel those that find no room, at different moments
+	for i := range uint64(200) { // fill the pipe, then cancel the Sends that find no room, at different moments
 		m := r.message(i, 300_000)
 		ctx, cancel := context.WithTimeout(r.Context(), time.Duration(r.rand.IntN(3000))*time.Microsecond)
 		err := r.Out.Send(ctx, m.header, m.spans)
@@ -269,7 +269,7 @@ func cancelledSend(t T, h Harness) {
 	}
 	last := r.message(1000, 10)
 	wait := r.background(func() error { return r.send(last) })
-	for at := 0; ; { // what was sent arrives in order; a cancelled one may, but whole
+	for at := 0; ; { // what was sent arrives in order; a cancelled frame may arrive, but only complete
 		got := r.recv(r.Context())
 		require.NoError(r, got.err)
 		number := binary.LittleEndian.Uint64(got.header)
@@ -356,7 +356,7 @@ func closeReceiver(t T, h Harness) {
 	defer cancel()
 	var err error
 	for i := 0; err == nil; i++ {
-		require.Less(r, i*1000, r.Bound, "sends to a closed pipe go on succeeding")
+		require.Less(r, i*1000, r.Bound, "sends to a closed pipe still succeed")
 		err = r.Out.Send(ctx, nil, [][]byte{r.memory(1000, 1)})
 	}
 	require.NoError(r, ctx.Err(), "a send to a closed pipe waits")
@@ -393,7 +393,7 @@ func closeTwice(t T, h Harness) {
 func cut(t T, h Harness) {
 	r := open(t, h)
 	if r.Cut == nil {
-		r.Skipf("the pipe mends no connection")
+		r.Skipf("the pipe does not restore connections")
 	}
 	const frames = 60
 	wait := r.background(func() error {

@@ -7,15 +7,15 @@ import (
 	"sync"
 )
 
-// Failed runs a case, of this suite or of lookupbuffertest, outside of a test and reports whether it failed: for
-// those who show with a wrong implementation that a case finds what it is for. The case's clean-up runs
-// before it returns, after ctx of the case has ended.
+// Failed runs a case of this suite or of lookupbuffertest outside of a test and reports whether the case
+// failed. It is for tests that show, with a wrong implementation, that a case finds what it is for. The
+// case's clean-up runs before Failed returns, after the case's context has ended.
 func Failed(ctx context.Context, run func(t T)) bool {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	r := &recorder{ctx: ctx}
 	done := make(chan struct{})
-	go func() { // a case may end its goroutine
+	go func() { // a case may end the goroutine it runs in
 		defer close(done)
 		run(r)
 	}()

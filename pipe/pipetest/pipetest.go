@@ -4,9 +4,9 @@
 //		pipetest.Run(t, pipetest.Harness{Open: func(t pipetest.T) pipetest.Ends { ... }})
 //	}
 //
-// The suite uses host memory from Harness.Alloc, so that transports which want registered memory can
-// hand out theirs, and asks for nothing beyond Pipe. What a transport can do besides (cut its
-// connection, kill a peer) it tells by the functions of Ends; cases that need more are skipped.
+// The suite uses host memory from Harness.Alloc, so that transports that need registered memory can provide
+// it, and requires nothing beyond Pipe. The functions of Ends say what else a transport can do (cut its
+// connection, kill a peer); cases that need something it cannot do are skipped.
 package pipetest
 
 import (
@@ -25,19 +25,19 @@ type T interface {
 	require.TestingT // Errorf reports a failure, FailNow ends the case
 	// Context ends with the case's deadline.
 	Context() context.Context
-	// Skipf ends the case as one that does not apply, saying why.
+	// Skipf ends a case that does not apply and says why.
 	Skipf(format string, args ...any)
 	// Cleanup runs a function at the end of the case.
 	Cleanup(func())
 }
 
-// Ends are the two ends of one new pipe and what can be done to it.
+// Ends are the two ends of one new pipe, and what a case can do to it.
 type Ends struct {
 	Out, In pipe.Pipe // the sending and the receiving end; may be one value
-	// Cut breaks the connection under the pipe once, as a network does; the pipe must mend it by
-	// itself. nil: it has none to break, or does not promise to mend it.
+	// Cut breaks the connection under the pipe once, as a network does; the pipe must restore it by itself.
+	// It is nil if there is no connection to break, or if the pipe does not promise to restore it.
 	Cut func()
-	// Kill ends the sending end's process, or does as if. nil: not possible.
+	// Kill ends the sending end's process, or simulates that. It is nil if that is not possible.
 	Kill func()
 }
 
@@ -45,15 +45,16 @@ type Ends struct {
 type Harness struct {
 	// Open makes a new pipe. The suite closes both ends.
 	Open func(t T) Ends
-	// Alloc gives memory of n bytes that the pipe can send from and receive into. nil: make.
+	// Alloc returns n bytes of memory that the pipe can send from and receive into. If it is nil, the suite
+	// uses make.
 	Alloc func(t T, n int) []byte
-	// Bound is how many bytes the pipe may hold between its ends at most. 0: 64 MiB.
+	// Bound is the largest number of bytes that the pipe may hold between its ends. 0 means 64 MiB.
 	Bound int
-	// Large is the size of the largest payload that is tried. 0: 8 MiB.
+	// Large is the size of the largest payload that the suite tries. 0 means 8 MiB.
 	Large int
 }
 
-// The defaults of Harness, and how long things may take.
+// The defaults of Harness, and the time limits.
 const (
 	defaultBound = 64 << 20
 	defaultLarge = 8 << 20
@@ -64,12 +65,12 @@ const (
 // A Case checks one promise.
 type Case struct {
 	Name string
-	Text string // what the case does, one sentence
+	Text string // what the case checks, in one sentence
 	Run  func(t T, h Harness)
 }
 
-// Pair makes a link between two networks, which may be one, as both of its ends have it. They and the
-// listener are closed with the test.
+// Pair makes a link between two networks, which may be the same one, and returns both of its ends. The ends
+// and the listener are closed with the test.
 func Pair(t T, listens, dials pipe.Network) (dialed, accepted pipe.Link) {
 	l, err := listens.Listen(t.Context())
 	require.NoError(t, err)
@@ -96,14 +97,14 @@ func Cases() []Case {
 		{"bytes", "Frames of many sizes and shapes arrive as they were sent.", bytesArrive},
 		{"order", "Frames arrive in the order in which they were sent.", inOrder},
 		{"large", "A frame larger than all buffers goes through.", large},
-		{"spans-returned", "What a caller does to its memory after Send harms no frame.", spansReturned},
-		{"in-place", "Nothing is written beside the spans that place gave.", inPlace},
+		{"spans-returned", "What a caller does to its memory after Send does not change a frame.", spansReturned},
+		{"in-place", "Nothing is written outside the spans that place returned.", inPlace},
 		{"refused-frame", "A frame that is refused is dropped, and the next one arrives.", refused},
 		{"wrong-room", "Spans of another length than the frame's are refused.", wrongRoom},
-		{"too-large", "A header or payload beyond the limits is refused, and the pipe works on.", tooLarge},
+		{"too-large", "A header or payload beyond the limits is refused, and the pipe still works.", tooLarge},
 		{"back-pressure", "A pipe that nobody reads takes a bounded number of bytes.", backPressure},
-		{"cancelled-send", "A Send whose context ends harms no other frame.", cancelledSend},
-		{"cancelled-recv", "A Recv whose context ends before a frame loses none.", cancelledRecv},
+		{"cancelled-send", "A Send whose context ends does not affect any other frame.", cancelledSend},
+		{"cancelled-recv", "A Recv whose context ends before a frame begins does not lose a frame.", cancelledRecv},
 		{"many-senders", "Frames of concurrent senders arrive whole, each sender's in order.", manySenders},
 		{"close-sender", "After the sender has closed, what was sent arrives, then ErrClosed.", closeSender},
 		{"close-receiver", "After the receiver has closed a Send ends with an error.", closeReceiver},

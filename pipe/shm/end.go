@@ -13,7 +13,7 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// end is one end of a link: both pipes of it in one process.
+// end is one end of a link: its two pipes in one process.
 type end struct {
 	conn   *net.UnixConn
 	region *shm.Region
@@ -22,12 +22,12 @@ type end struct {
 	bells  sync.WaitGroup
 
 	mu     sync.Mutex
-	open   int           // of out and in
+	open   int           // how many of out and in are open
 	gone   bool          // the other process, or its end of the link
-	change chan struct{} // closed, and made anew, when the bell rang
+	change chan struct{} // closed and replaced when the bell has rung
 }
 
-// half is what a sender and a receiver have in common.
+// half is the common part of a sender and a receiver.
 type half struct {
 	end    *end
 	ring   ring
@@ -36,7 +36,7 @@ type half struct {
 	closed chan struct{}
 }
 
-// newEnd takes over a connection and the memory that was agreed on over it.
+// newEnd takes over a connection and the memory that both ends agreed on over it.
 func newEnd(conn *net.UnixConn, region *shm.Region, listens bool) *end {
 	memory := region.Bytes()
 	first, second := newRing(memory[:len(memory)/2]), newRing(memory[len(memory)/2:])
@@ -52,7 +52,8 @@ func newEnd(conn *net.UnixConn, region *shm.Region, listens bool) *end {
 
 func (e *end) link() pipe.Link { return pipe.Link{Out: &e.out, In: &e.in} }
 
-// listen wakes those who wait whenever the other end rings, and tells them when it is gone.
+// listen wakes everybody who waits whenever the other end rings the bell, and tells them when that end is
+// gone.
 func (e *end) listen() {
 	var bells [64]byte
 	for {
@@ -77,11 +78,11 @@ func (e *end) state() (gone bool, change <-chan struct{}) {
 // bell wakes the other end, if it asked for it.
 func (e *end) bell(waits *atomic.Uint32) {
 	if waits.Swap(0) == 1 {
-		_, _ = e.conn.Write([]byte{1}) // who cannot be reached is gone, which listen sees
+		_, _ = e.conn.Write([]byte{1}) // if this fails, the other end is gone, which listen notices
 	}
 }
 
-// leave ends one half; the last one gives up the link.
+// leave ends one half; when the last half ends, so does the link.
 func (e *end) leave() error {
 	e.mu.Lock()
 	e.open--
@@ -115,7 +116,7 @@ func (h *half) enter(ctx context.Context) error {
 	}
 }
 
-// until waits for ready to be true, having the other end ring for it. The turn is the caller's.
+// until waits until ready is true and asks the other end to ring for that. The caller holds the turn.
 func (h *half) until(ctx context.Context, waits *atomic.Uint32, ready func(gone bool) (bool, error)) error {
 	for {
 		gone, change := h.end.state()
@@ -183,7 +184,8 @@ func (s *sender) Send(ctx context.Context, header []byte, spans [][]byte) error 
 	return nil
 }
 
-// piece is how much of a payload is written before the receiver is shown it: it copies out while we copy in.
+// piece is how much of a payload is written before the receiver sees it, so that the receiver copies out
+// while the sender copies in.
 const piece = 128 << 10
 
 // begin writes the first chunk of a frame.
@@ -206,7 +208,7 @@ func (s *sender) more(ctx context.Context, span []byte) (int, error) {
 	return want, nil
 }
 
-// room waits for so many free bytes, and those of an abort.
+// room waits for that many free bytes in addition to those of an abort.
 func (s *sender) room(ctx context.Context, want int) error {
 	return s.until(ctx, &s.ring.control.sendWaits, func(gone bool) (bool, error) {
 		if s.ring.control.recvClosed.Load() != 0 {
@@ -217,7 +219,7 @@ func (s *sender) room(ctx context.Context, want int) error {
 	})
 }
 
-// publish writes a chunk and shows it. There is room.
+// publish writes a chunk and shows it to the receiver. The caller has made sure that there is room.
 func (s *sender) publish(c chunk, parts ...[]byte) {
 	head, at := c.encode(), s.ring.control.head.Load()
 	s.ring.put(at, head[:])

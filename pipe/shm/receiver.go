@@ -11,7 +11,7 @@ import (
 // receiver is the receiving end of a pipe.
 type receiver struct {
 	half
-	left   int // bytes of the frame that has begun which were not read
+	left   int // unread bytes of the frame that has begun
 	header []byte
 }
 
@@ -37,9 +37,9 @@ func (r *receiver) Recv(ctx context.Context, place pipe.Place) error {
 	}
 }
 
-// frame receives one frame. It is not taken if it was given up by its Send, now or before.
+// frame receives one frame. The frame is not taken if its Send gave it up, now or before.
 func (r *receiver) frame(ctx context.Context, place pipe.Place) (taken bool, err error) {
-	for r.left > 0 { // of one whose Recv has ended
+	for r.left > 0 { // of a frame whose Recv has ended
 		c, err := r.next(ctx)
 		if err != nil {
 			return false, err
@@ -107,7 +107,7 @@ func (r *receiver) fill(ctx context.Context, spans [][]byte) (taken bool, err er
 // next waits for a chunk and reads its head.
 func (r *receiver) next(ctx context.Context) (c chunk, err error) {
 	err = r.until(ctx, &r.ring.control.recvWaits, func(bool) (bool, error) {
-		closed := r.ring.control.sendClosed.Load() != 0 // asked for first: what it wrote before is there then
+		closed := r.ring.control.sendClosed.Load() != 0 // read first, so that everything the sender wrote before is visible
 		used, err := r.ring.used()
 		if err != nil || used == 0 {
 			if closed && err == nil {
@@ -116,7 +116,7 @@ func (r *receiver) next(ctx context.Context) (c chunk, err error) {
 			return false, err
 		}
 		if used < chunkHead {
-			return false, fmt.Errorf("%d bytes where a chunk begins: %w", used, connector.ErrCorrupt)
+			return false, fmt.Errorf("only %d bytes where a chunk begins: %w", used, connector.ErrCorrupt)
 		}
 		var head [chunkHead]byte
 		r.ring.get(r.ring.control.tail.Load(), head[:])

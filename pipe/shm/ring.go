@@ -10,22 +10,22 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// A ring is the memory of one direction: a page of control words, and a power of two of bytes after it.
-// Both ends map it. head and tail only grow; the sender alone moves head, the receiver alone tail.
+// A ring is the memory of one direction: a page of control words, followed by a power of two of bytes. Both
+// ends map it. head and tail only grow; the sender alone moves head, the receiver alone tail.
 type ring struct {
 	control *control
 	data    []byte
 }
 
-// control is the first page of a ring. Words that different ends write lie in different cache lines.
+// control is the first page of a ring. Words that different ends write are in different cache lines.
 type control struct {
 	head       atomic.Uint64 // bytes that were written
 	sendClosed atomic.Uint32
-	sendWaits  atomic.Uint32 // the sender wants a bell when there is room
+	sendWaits  atomic.Uint32 // the sender asks for a bell when there is room
 	_          [48]byte
 	tail       atomic.Uint64 // bytes that were read
 	recvClosed atomic.Uint32
-	recvWaits  atomic.Uint32 // the receiver wants a bell when there are bytes
+	recvWaits  atomic.Uint32 // the receiver asks for a bell when there are bytes
 }
 
 // The sizes of a ring, in bytes.
@@ -39,8 +39,8 @@ func newRing(memory []byte) ring {
 	return ring{(*control)(unsafe.Pointer(unsafe.SliceData(memory))), memory[controlSize:]} //nolint:gosec // a page is aligned
 }
 
-// used is how many bytes are written and not read. The other end may have written anything: a number
-// that cannot be is connector.ErrCorrupt.
+// used is how many bytes are written and not yet read. The other end may have written anything, so an
+// impossible number is connector.ErrCorrupt.
 func (r *ring) used() (int, error) {
 	n := r.control.head.Load() - r.control.tail.Load()
 	if n > uint64(len(r.data)) {
@@ -49,21 +49,21 @@ func (r *ring) used() (int, error) {
 	return int(n), nil
 }
 
-// put copies b to where the stream goes on at byte at; it is not seen before head moves.
+// put copies b to byte at of the stream. The receiver does not see it before head moves.
 func (r *ring) put(at uint64, b []byte) {
 	i := int(at & uint64(len(r.data)-1))
 	n := copy(r.data[i:], b)
 	copy(r.data, b[n:])
 }
 
-// get copies what lies at byte at of the stream.
+// get copies from byte at of the stream.
 func (r *ring) get(at uint64, b []byte) {
 	i := int(at & uint64(len(r.data)-1))
 	n := copy(b, r.data[i:])
 	copy(b[n:], r.data)
 }
 
-// The stream is made of chunks: a word with their length, one with their kind, and so many bytes.
+// The stream consists of chunks: a word with the length, a word with the kind, and the bytes.
 const (
 	chunkHead  = 8
 	frameHead  = 16        // a begin's: length of the header, 4 bytes of 0, length of the payload
@@ -86,8 +86,8 @@ func (c chunk) encode() (b [chunkHead]byte) {
 	return b
 }
 
-// parseChunk reads the head of a chunk behind which no more than most bytes were written. left is
-// how much of a frame that has begun is to come. Errors wrap connector.ErrCorrupt.
+// parseChunk reads the head of a chunk, after which at most most bytes were written. left is how much is
+// still to come of a frame that has begun. Errors wrap connector.ErrCorrupt.
 func parseChunk(b []byte, most, left int) (chunk, error) {
 	c := chunk{int(binary.LittleEndian.Uint32(b)), binary.LittleEndian.Uint32(b[4:])}
 	bad := c.length > most
@@ -113,7 +113,7 @@ func encodeFrame(header, payload int) (b [frameHead]byte) {
 	return b
 }
 
-// parseFrame reads what a begin of length bytes starts with. Errors wrap connector.ErrCorrupt or
+// parseFrame reads the start of a begin chunk of length bytes. Errors wrap connector.ErrCorrupt or
 // ErrIncompatible.
 func parseFrame(b []byte, length int) (header, payload int, err error) {
 	header = int(binary.LittleEndian.Uint32(b))

@@ -1,9 +1,9 @@
 // Package shm is a pipe through memory that two processes of one machine share.
 //
-// Each direction is a ring in a sealed memfd: a payload is copied in from where it lies and out to where
-// it belongs, and no system call moves a byte of it. Under every link is a unix socket, over which the
-// descriptor was passed, on which either end wakes the other, and which ends when a process does: then
-// the pipes end with connector.ErrGone. Only processes of the same user are talked to.
+// Each direction is a ring in a sealed memfd: a payload is copied in from the sender's memory and out to
+// the receiver's, and no system call moves a byte of it. Every link has a unix socket. The descriptor of
+// the memory is passed over it, each end wakes the other on it, and it closes when a process ends: then the
+// pipes end with connector.ErrGone. Only processes of the same user can make a link.
 package shm
 
 import (
@@ -25,12 +25,12 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// Network makes links on one machine. It must not be changed once it is used.
+// Network makes links on one machine. It must not be changed once it is in use.
 type Network struct {
-	// Dir is where the sockets of listeners lie; it is made if need be, for this user only. Empty: each
-	// listener has a folder of its own in the system's folder for temporary files.
+	// Dir is the folder of the listeners' sockets. It is created if necessary, for this user only. If it is
+	// empty, each listener has a folder of its own in the system's folder for temporary files.
 	Dir string
-	// Ring is how many bytes each direction holds, a power of two between 256 KiB and 1 GiB; 0: 4 MiB.
+	// Ring is how many bytes each direction holds, a power of two between 256 KiB and 1 GiB; 0 means 4 MiB.
 	Ring int
 }
 
@@ -54,7 +54,7 @@ func (n *Network) ring() (int, error) {
 
 func checkRing(size uint64) error {
 	if size < minData || size > maxData || size&(size-1) != 0 {
-		return fmt.Errorf("ring of %d bytes, want a power of two between %d and %d: %w", size, minData, maxData, connector.ErrIncompatible)
+		return fmt.Errorf("ring of %d bytes, must be a power of two between %d and %d: %w", size, minData, maxData, connector.ErrIncompatible)
 	}
 	return nil
 }
@@ -86,7 +86,7 @@ func (n *Network) Listen(ctx context.Context) (_ pipe.Listener, err error) {
 	return &listener{Acceptor: pipe.NewAcceptor(inner, greet), folder: own}, nil
 }
 
-// freeName makes a name for a socket that nothing has.
+// freeName makes a name for a socket that is not in use.
 func freeName(dir string) (string, error) {
 	f, err := os.CreateTemp(dir, "pipe-*")
 	if err != nil {
@@ -146,7 +146,7 @@ func offer(ctx context.Context, conn *net.UnixConn, ring int) (_ *shm.Region, er
 	}
 	var answer [1]byte
 	if _, err := conn.Read(answer[:]); err != nil || answer[0] != accepted {
-		return nil, errors.Join(fmt.Errorf("what listens did not take our memory: %w", connector.ErrIncompatible), err)
+		return nil, errors.Join(fmt.Errorf("the listener did not take the memory: %w", connector.ErrIncompatible), err)
 	}
 	if !stop() {
 		return nil, ctx.Err()
@@ -154,7 +154,7 @@ func offer(ctx context.Context, conn *net.UnixConn, ring int) (_ *shm.Region, er
 	return region, nil
 }
 
-// sameUser lets processes of this user in, and nobody else.
+// sameUser refuses processes of other users.
 func sameUser(conn *net.UnixConn) error {
 	raw, err := conn.SyscallConn()
 	if err != nil {
@@ -166,7 +166,7 @@ func sameUser(conn *net.UnixConn) error {
 		return err
 	}
 	if int(peer.Uid) != os.Getuid() {
-		return fmt.Errorf("the peer's user is %d, ours %d: %w", peer.Uid, os.Getuid(), connector.ErrIncompatible)
+		return fmt.Errorf("the peer belongs to user %d, this process to user %d: %w", peer.Uid, os.Getuid(), connector.ErrIncompatible)
 	}
 	return nil
 }
@@ -174,7 +174,7 @@ func sameUser(conn *net.UnixConn) error {
 // listener accepts links.
 type listener struct {
 	*pipe.Acceptor
-	folder string // of its own, removed at the end
+	folder string // the listener's own folder, removed at the end
 }
 
 // Address implements pipe.Listener.
@@ -183,7 +183,7 @@ func (l *listener) Address() string { return l.Addr().String() }
 // Close implements pipe.Listener.
 func (l *listener) Close() error { return errors.Join(l.Acceptor.Close(), tidy(l.folder)) }
 
-// tidy removes a folder of our own; empty: none.
+// tidy removes a listener's own folder; an empty name means that there is none.
 func tidy(folder string) error {
 	if folder == "" {
 		return nil
@@ -191,7 +191,7 @@ func tidy(folder string) error {
 	return os.RemoveAll(filepath.Clean(folder))
 }
 
-// greet takes the memory that a dialer offers.
+// greet accepts the memory that a dialer offers.
 func greet(ctx context.Context, raw net.Conn, to *pipe.Acceptor) error {
 	stop := context.AfterFunc(ctx, func() { _ = raw.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
@@ -212,7 +212,7 @@ func greet(ctx context.Context, raw net.Conn, to *pipe.Acceptor) error {
 	return to.Offer(newEnd(conn, region, true).link())
 }
 
-// take reads a dialer's hello and maps what came with it.
+// take reads a dialer's hello and maps the memory that came with it.
 func take(conn *net.UnixConn) (*shm.Region, error) {
 	hello, control := make([]byte, helloSize), make([]byte, unix.CmsgSpace(4))
 	n, nControl, _, _, err := conn.ReadMsgUnix(hello, control)
@@ -233,17 +233,17 @@ func take(conn *net.UnixConn) (*shm.Region, error) {
 		return nil, err
 	}
 	if len(files) != 1 {
-		return nil, fmt.Errorf("%d descriptors came, want 1: %w", len(files), connector.ErrIncompatible)
+		return nil, fmt.Errorf("%d descriptors came instead of 1: %w", len(files), connector.ErrIncompatible)
 	}
 	return shm.Map(int(files[0].Fd()), 2*(controlSize+int64(ring)))
 }
 
 func parseHello(b []byte) (ring uint64, err error) {
 	if len(b) != helloSize || binary.LittleEndian.Uint32(b) != helloMagic {
-		return 0, fmt.Errorf("what connected is no kvport: %w", connector.ErrIncompatible)
+		return 0, fmt.Errorf("the peer that connected does not speak kvport's protocol: %w", connector.ErrIncompatible)
 	}
 	if v := binary.LittleEndian.Uint32(b[4:]); v != helloVersion {
-		return 0, fmt.Errorf("peer speaks version %d, we %d: %w", v, helloVersion, connector.ErrIncompatible)
+		return 0, fmt.Errorf("the peer speaks version %d, this end version %d: %w", v, helloVersion, connector.ErrIncompatible)
 	}
 	ring = binary.LittleEndian.Uint64(b[8:])
 	return ring, checkRing(ring)
@@ -253,7 +253,7 @@ func parseHello(b []byte) (ring uint64, err error) {
 func descriptors(control []byte) ([]*os.File, error) {
 	messages, err := unix.ParseSocketControlMessage(control)
 	if err != nil {
-		return nil, fmt.Errorf("what came with the hello: %w: %w", err, connector.ErrIncompatible)
+		return nil, fmt.Errorf("the descriptors that came with the hello: %w: %w", err, connector.ErrIncompatible)
 	}
 	var files []*os.File
 	for i := range messages {
@@ -262,7 +262,7 @@ func descriptors(control []byte) ([]*os.File, error) {
 			files = append(files, os.NewFile(uintptr(fd), "pipe"))
 		}
 		if err != nil {
-			return files, fmt.Errorf("what came with the hello: %w: %w", err, connector.ErrIncompatible)
+			return files, fmt.Errorf("the descriptors that came with the hello: %w: %w", err, connector.ErrIncompatible)
 		}
 	}
 	return files, nil

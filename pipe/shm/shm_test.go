@@ -102,7 +102,7 @@ func TestProcessKilled(t *testing.T) {
 	}
 }
 
-// Whatever connects and is no kvport, and whatever it sends, the listener goes on.
+// Whatever connects that does not speak the protocol, and whatever it sends, the listener continues.
 func TestStrangers(t *testing.T) {
 	n := &Network{}
 	l, err := n.Listen(t.Context())
@@ -137,7 +137,7 @@ func TestStrangers(t *testing.T) {
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 }
 
-// A peer that writes what it likes into the ring gets an error for it, and no byte beside the spans.
+// A peer that writes arbitrary bytes into the ring causes an error, and no byte outside the spans changes.
 func TestHostileRing(t *testing.T) {
 	for name, harm := range map[string]func(r ring){
 		"head beyond the ring":   func(r ring) { r.control.head.Store(1 << 40) },
@@ -161,7 +161,7 @@ func TestHostileRing(t *testing.T) {
 	}
 }
 
-// write puts a chunk into a ring, as a sender that is wrong does.
+// write puts a chunk into a ring, like a wrong sender.
 func write(r ring, c chunk, n int, content ...byte) {
 	head := c.encode()
 	r.put(0, append(append(head[:], content...), make([]byte, n-len(content))...))

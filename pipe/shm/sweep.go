@@ -12,15 +12,15 @@ import (
 // folderPrefix begins the name of every folder that a listener makes for itself.
 const folderPrefix = "kvport-shm-"
 
-// How old a folder must be to be taken for one that was left behind: a listener makes the folder first and
-// its socket then.
+// How old a folder must be to count as left behind: a listener makes its folder first and its socket
+// afterwards.
 const (
 	staleSocket = 10 * time.Second
 	staleEmpty  = time.Hour
 )
 
-// sweep removes the folders that listeners of this user left behind when their processes were killed.
-// It is a help only: what cannot be removed stays.
+// sweep removes the folders that listeners of this user left behind when their processes were killed. It
+// only tidies up: what it cannot remove stays.
 func sweep(root string, now time.Time) {
 	dirs, _ := filepath.Glob(filepath.Join(root, folderPrefix+"*")) // the pattern is good
 	for _, dir := range dirs {
@@ -30,8 +30,8 @@ func sweep(root string, now time.Time) {
 	}
 }
 
-// abandoned reports whether a folder is this user's and nobody listens in it. The kernel knows that of a
-// socket, however its process ended and whoever has its id now.
+// abandoned reports whether a folder belongs to this user and nobody listens in it. The kernel knows
+// whether a socket has a listener, however the process ended and whichever process has its id now.
 func abandoned(dir string, now time.Time) bool {
 	st, err := os.Lstat(dir)
 	if err != nil || !st.IsDir() {
@@ -58,7 +58,7 @@ func abandoned(dir string, now time.Time) bool {
 func silent(path string) bool {
 	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path, Net: "unix"})
 	if err == nil {
-		_ = conn.Close() // a listener takes it for a dialer that left
+		_ = conn.Close() // the listener takes this for a dialer that left
 	}
 	return errors.Is(err, syscall.ECONNREFUSED)
 }

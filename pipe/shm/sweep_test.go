@@ -26,8 +26,8 @@ func listenForever() int {
 	return 1
 }
 
-// A process that is killed leaves its folder; the next listener removes it. What is used, or new, or not
-// a listener's stays.
+// A process that is killed leaves its folder, and the next listener removes it. A folder that is in use, is
+// new, or does not belong to a listener stays.
 func TestSweep(t *testing.T) {
 	root, err := os.MkdirTemp("/tmp", "kvport") //nolint:usetesting // short: unix sockets lie below it
 	require.NoError(t, err)
@@ -90,6 +90,6 @@ func TestSweep(t *testing.T) {
 	sweep(root, time.Now().Add(time.Minute))
 	require.FileExists(t, first.Address(), "somebody listens")
 	link, err := new(Network).Dial(t.Context(), first.Address())
-	require.NoError(t, err, "a look at a listener does it no harm")
+	require.NoError(t, err, "looking at a listener does not harm it")
 	require.NoError(t, link.Close())
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// end is what both ends of a pipe have in common: one connection after another.
+// end is the common part of both ends of a pipe: one connection after another.
 type end struct {
 	network  *Network
 	id       linkID
@@ -21,10 +21,10 @@ type end struct {
 
 	mu        sync.Mutex
 	conn      net.Conn // nil while there is none
-	peerHas   uint64   // frames that the peer had when conn was made
+	peerHas   uint64   // frames that the peer had received when conn was made
 	delivered uint64   // frames that were received here
 	busy      bool     // a frame is being received
-	closing   bool     // Close was called: whatever ends the pipe from here on, it was that
+	closing   bool     // Close was called, so whatever ends the pipe from here on counts as that
 	err       error    // why the pipe is over
 	change    chan struct{}
 	awaited   bool          // somebody waits for change
@@ -35,7 +35,7 @@ func newEnd(n *Network, id linkID, address string, l *listener) *end {
 	return &end{network: n, id: id, address: address, listener: l, change: make(chan struct{}), over: make(chan struct{})}
 }
 
-// changed wakes those who wait. The caller holds mu.
+// changed wakes everybody who waits. The caller holds mu.
 func (e *end) changed() {
 	if e.awaited {
 		close(e.change)
@@ -43,7 +43,7 @@ func (e *end) changed() {
 	}
 }
 
-// changes is closed when something changes from here on. The caller holds mu.
+// changes returns a channel that is closed at the next change. The caller holds mu.
 func (e *end) changes() <-chan struct{} {
 	e.awaited = true
 	return e.change
@@ -64,8 +64,8 @@ func (e *end) adopt(conn net.Conn, peerHas uint64) {
 	e.changed()
 }
 
-// quiet gives up the connection, waits until nothing is received from it, and gives the number of
-// frames that were received.
+// quiet gives up the connection, waits until nothing is received from it any more, and returns the number
+// of frames that were received.
 func (e *end) quiet() uint64 {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -79,7 +79,7 @@ func (e *end) quiet() uint64 {
 	return e.delivered
 }
 
-// broken gives up a connection, if it is still the one.
+// broken gives up a connection, if it is still the current one.
 func (e *end) broken(conn net.Conn) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -97,7 +97,7 @@ func (e *end) breakLocked(conn net.Conn) {
 	}
 }
 
-// finish ends the pipe with an error, the first of which stays.
+// finish ends the pipe with an error. Only the first error counts.
 func (e *end) finish(err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -119,7 +119,7 @@ func (e *end) finish(err error) {
 	}
 }
 
-// why is why the pipe is over; nil while it is not.
+// why returns why the pipe is over, or nil while it is not.
 func (e *end) why() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -132,15 +132,15 @@ func (e *end) Close() error {
 	return nil
 }
 
-// now is the connection if there is one, or why the pipe is over.
+// now returns the connection if there is one, or the reason why the pipe is over.
 func (e *end) now() (_ net.Conn, peerHas uint64, _ error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.conn, e.peerHas, e.err
 }
 
-// current waits for a connection: the dialer makes one, the listener's end is given one. When that takes
-// longer than the network's patience the peer is gone.
+// current waits for a connection: the dialer makes one, and the listener's end gets one from the listener.
+// If that takes longer than the network's patience, the peer is gone.
 func (e *end) current(ctx context.Context, outward bool) (net.Conn, uint64, error) {
 	if conn, peerHas, err := e.now(); err != nil || conn != nil {
 		return conn, peerHas, err
@@ -172,7 +172,7 @@ func (e *end) current(ctx context.Context, outward bool) (net.Conn, uint64, erro
 			if ctx.Err() != nil {
 				return nil, 0, ctx.Err()
 			}
-			e.finish(fmt.Errorf("the connection broke and was not made anew within %v: %w", e.network.patience(), connector.ErrGone))
+			e.finish(fmt.Errorf("the connection broke and did not come back within %v: %w", e.network.patience(), connector.ErrGone))
 		}
 	}
 }

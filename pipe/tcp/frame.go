@@ -14,16 +14,18 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// A frame on the wire: 32 bytes of prefix, header, payload, 8 bytes of digest over all before it. The
-// receiver answers with acknowledgements of 8 bytes: the number of the last frame that it has.
+// A frame on the wire has a prefix of 32 bytes, the header, the payload, and 8 bytes of digest over all
+// that. The receiver answers with acknowledgements of 8 bytes: the number of the last frame that it has.
 const (
 	magic      = 0x6b767031 // "kvp1"
 	prefixSize = 32
 	digestSize = 8
-	// ahead is how much is read or written together of what is small. More would copy payload that now goes
-	// straight to its place; less would take a system call for each part of a frame.
-	ahead = 4 << 10
-	// piece is how much is hashed at a time: little enough to be in the cache when it is copied.
+	// bufferSize is how many bytes of small parts are read or written together. A larger buffer would copy
+	// payload that now goes straight to its place; a smaller one would need a system call for each part of
+	// a frame.
+	bufferSize = 4 << 10
+	// piece is how many bytes are hashed at a time: few enough to be in the CPU's cache when they are
+	// copied.
 	piece = 256 << 10
 )
 
@@ -55,7 +57,7 @@ func parsePrefix(b []byte) (prefix, error) {
 	header, payload := binary.LittleEndian.Uint64(b[16:]), binary.LittleEndian.Uint64(b[24:])
 	switch {
 	case binary.LittleEndian.Uint32(b) != magic || p.flags&^(flagClose|flagDigest) != 0 || p.number == 0:
-		return p, fmt.Errorf("what arrived is no frame: %w", connector.ErrIncompatible)
+		return p, fmt.Errorf("the bytes that arrived are not a frame: %w", connector.ErrIncompatible)
 	case header > pipe.MaxHeader || payload > pipe.MaxPayload:
 		return p, fmt.Errorf("frame with a header of %d and a payload of %d bytes is too large: %w", header, payload, connector.ErrIncompatible)
 	}
@@ -76,12 +78,12 @@ type frameWriter struct {
 func newFrameWriter(conn net.Conn) *frameWriter {
 	w := &frameWriter{conn: conn}
 	if _, vector := conn.(*net.TCPConn); !vector {
-		w.gather = bufio.NewWriterSize(conn, ahead)
+		w.gather = bufio.NewWriterSize(conn, bufferSize)
 	}
 	return w
 }
 
-// add writes one frame from where it lies, but for what the next flush writes.
+// add writes one frame, without copying its payload, except for the part that the next flush writes.
 func (w *frameWriter) add(p prefix, header []byte, spans [][]byte) error {
 	at := len(w.small)
 	w.small = append(w.small, make([]byte, prefixSize)...)
@@ -113,11 +115,11 @@ func (w *frameWriter) add(p prefix, header []byte, spans [][]byte) error {
 
 func (w *frameWriter) append(b []byte) { w.spans, w.pending = append(w.spans, b), w.pending+len(b) }
 
-// flush writes what waits.
+// flush writes the buffered bytes and spans.
 func (w *frameWriter) flush() error {
 	defer func() { w.spans, w.small, w.pending = w.spans[:0], w.small[:0], 0 }()
 	if w.gather == nil {
-		buffers := w.spans // WriteTo eats its receiver
+		buffers := w.spans // WriteTo consumes its receiver
 		_, err := buffers.WriteTo(w.conn)
 		return err
 	}
@@ -131,7 +133,7 @@ func (w *frameWriter) flush() error {
 
 // frameReader reads frames from one connection.
 type frameReader struct {
-	in     *bufio.Reader // nil: there was no connection yet
+	in     *bufio.Reader // nil until the first connection
 	prefix [prefixSize]byte
 	header []byte
 	hash   xxh3.Hasher
@@ -199,7 +201,8 @@ func (r *frameReader) part(p *prefix, to []byte) error {
 	return nil
 }
 
-// errDamaged says that a frame's digest differs. The connection is given up, and the frame sent anew.
+// errDamaged says that a frame's digest differs. The connection is then given up, and the frame is sent
+// again.
 var errDamaged = errors.New("digest of a frame differs")
 
 func (r *frameReader) end() error {

@@ -11,13 +11,14 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// A connection begins with the dialer's hello (link, direction, frames delivered) and the listener's
-// answer (verdict, frames delivered). With a key the proof begins behind the hello, the listener answers
-// verdictProve before, both prove that they have it (see [pipe.Prove]), and until that was right the listener
-// keeps nothing of the hello. From then on frames flow in one direction, and acknowledgements in the other.
+// A connection begins with the dialer's hello (link, direction, frames delivered) and the listener's answer
+// (verdict, frames delivered). If there is a key, the proof begins after the hello: the listener first
+// answers verdictProve, both ends prove that they have the key (see [pipe.Prove]), and until that has
+// succeeded the listener keeps nothing of the hello. From then on, frames flow in one direction and
+// acknowledgements in the other.
 //
-// Without a key, or with TLS, all is as in the first version, which knew no keys. It reads a hello of version
-// 2, which has the same length, answers verdictVersion, and hangs up.
+// Without a key, or with TLS, everything is as in version 1, which had no keys. A peer of version 1 reads a
+// hello of version 2, which has the same length, answers verdictVersion, and hangs up.
 const (
 	helloMagic   = 0x6b767048 // "kvpH"
 	plainVersion = 1
@@ -28,22 +29,22 @@ const (
 
 // The listener's verdicts.
 const (
-	verdictNew     = 1 // a link that begins
-	verdictAgain   = 2 // a link that goes on
-	verdictUnknown = 3 // a link that is over: this end has forgotten it
-	verdictVersion = 4 // with the listener's version in the place of the frames; the first one says 0
-	verdictProve   = 5 // prove that you have the key
+	verdictNew     = 1 // the link begins
+	verdictAgain   = 2 // the link continues
+	verdictUnknown = 3 // the link is over: this end has forgotten it
+	verdictVersion = 4 // the listener's version takes the place of the frames; version 1 says 0
+	verdictProve   = 5 // the dialer must prove that it has the key
 )
 
 type linkID [16]byte
 
-// hello is what a dialer says first.
+// hello is the dialer's first message.
 type hello struct {
 	link      linkID
 	outward   bool   // the dialer sends on this connection
-	keyed     bool   // both ends are to prove that they have the key
+	keyed     bool   // both ends must prove that they have the key
 	again     bool   // the link existed before
-	delivered uint64 // frames that the dialer has received on it, where it receives
+	delivered uint64 // frames that the dialer has received on the link, if it is the receiver
 }
 
 func (h *hello) encode() []byte {
@@ -72,7 +73,7 @@ func flag(set bool) byte {
 // parseHello reads a hello. Errors wrap connector.ErrIncompatible.
 func parseHello(b []byte) (hello, error) {
 	if len(b) != helloSize || binary.LittleEndian.Uint32(b) != helloMagic || b[5] > 1 || b[6] > 1 {
-		return hello{}, fmt.Errorf("what connected is no kvport: %w", connector.ErrIncompatible)
+		return hello{}, fmt.Errorf("the peer that connected does not speak kvport's protocol: %w", connector.ErrIncompatible)
 	}
 	if b[4] != plainVersion && b[4] != keyedVersion {
 		return hello{}, otherVersion(uint64(b[4]))
@@ -83,14 +84,14 @@ func parseHello(b []byte) (hello, error) {
 	}, nil
 }
 
-// otherVersion says why a peer that speaks a version of the protocol cannot be talked to.
+// otherVersion is the error for a peer that speaks another version of the protocol.
 func otherVersion(theirs uint64) error {
-	why := "we do not know it"
+	why := "which is unknown here"
 	switch theirs {
 	case plainVersion:
-		why = "which proves no link key, and we require one: it is an older release of the plugin, or has a key_file that we lack"
+		why = "which does not prove a link key, but this end requires one: the peer is an older release of the plugin, or has a key_file that this end lacks"
 	case keyedVersion:
-		why = "which requires a link key, and we have none: we have a key_file that it lacks, or no key at all"
+		why = "which requires a link key, but this end has none: this end has a key_file that the peer lacks, or no key at all"
 	}
 	return fmt.Errorf("peer speaks version %d, %s: %w", theirs, why, connector.ErrIncompatible)
 }
@@ -107,7 +108,7 @@ func readAnswer(conn net.Conn) (verdict byte, delivered uint64, err error) {
 		return 0, 0, err
 	}
 	if binary.LittleEndian.Uint32(b[:]) != helloMagic {
-		return 0, 0, fmt.Errorf("what listens is no kvport: %w", connector.ErrIncompatible)
+		return 0, 0, fmt.Errorf("the listener does not speak kvport's protocol: %w", connector.ErrIncompatible)
 	}
 	switch verdict = b[4]; verdict {
 	case verdictNew, verdictAgain, verdictProve:

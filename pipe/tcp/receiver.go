@@ -14,7 +14,7 @@ import (
 )
 
 // An acknowledgement costs both ends about as much as 20 KB of payload. So it waits for the next frame if
-// that has begun to arrive, though never for longer than lazyTime: a caller who does not receive again must
+// that has begun to arrive, but never for longer than lazyTime: a caller that does not receive again must
 // not keep the sender waiting.
 const (
 	lazyFrames = window / 2
@@ -27,10 +27,10 @@ type receiver struct {
 	*end
 	turn   chan struct{} // holds one token while a Recv runs
 	reader frameReader
-	conn   net.Conn // of reader
+	conn   net.Conn // the connection that reader reads
 
 	owed      int  // frames received and not acknowledged; guarded by end.mu, as are the next two
-	owedBytes int  // of them
+	owedBytes int  // payload bytes of those frames
 	armed     bool // timer runs
 	timer     *time.Timer
 }
@@ -76,11 +76,11 @@ func (r *receiver) Recv(ctx context.Context, place pipe.Place) error {
 	}
 }
 
-// frame receives one frame from a connection. taken says that the frame is over for the caller, who may
-// have refused it; otherwise err says why the connection was left.
+// frame receives one frame from a connection. taken says that the frame is over for the caller, which may
+// have refused it; otherwise err says why the connection was given up.
 func (r *receiver) frame(ctx context.Context, conn net.Conn, place pipe.Place) (taken bool, err error) {
 	if r.conn != conn {
-		r.conn, r.reader = conn, frameReader{in: bufio.NewReaderSize(conn, ahead)}
+		r.conn, r.reader = conn, frameReader{in: bufio.NewReaderSize(conn, bufferSize)}
 	}
 	if !r.reader.more() {
 		r.settle(conn)
@@ -122,7 +122,8 @@ func (r *receiver) frame(ctx context.Context, conn net.Conn, place pipe.Place) (
 	return taken, err
 }
 
-// later has frames acknowledged together with the next one, or soon. It reports false if that must be now.
+// later lets frames be acknowledged together with the next one, or after lazyTime. It returns false if they
+// must be acknowledged now.
 func (r *receiver) later() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -140,7 +141,7 @@ func (r *receiver) later() bool {
 	return true
 }
 
-// soon acknowledges what is owed still.
+// soon acknowledges the frames that are still owed an acknowledgement.
 func (r *receiver) soon() {
 	r.mu.Lock()
 	r.armed = false
@@ -151,7 +152,7 @@ func (r *receiver) soon() {
 	}
 }
 
-// settle acknowledges what is owed, if anything is.
+// settle sends the acknowledgement that is owed, if any is.
 func (r *receiver) settle(conn net.Conn) {
 	r.mu.Lock()
 	owed := r.owed > 0
@@ -161,7 +162,7 @@ func (r *receiver) settle(conn net.Conn) {
 	}
 }
 
-// begin notes that a frame is being received, unless the connection was given up meanwhile.
+// begin records that a frame is being received, unless the connection has been given up.
 func (r *receiver) begin(conn net.Conn) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -172,7 +173,7 @@ func (r *receiver) begin(conn net.Conn) bool {
 	return true
 }
 
-// body receives a frame whose first byte is there. A frame that was delivered before is dropped: it
+// body receives a frame whose first byte has arrived. It drops a frame that was delivered before, which
 // counts neither as taken nor as an error.
 func (r *receiver) body(place pipe.Place) (p prefix, taken bool, err error) {
 	p, err = r.reader.begin()
@@ -212,7 +213,7 @@ func (r *receiver) acknowledge(conn net.Conn) {
 	}
 }
 
-// Close implements pipe.Pipe. It tells the sender, if there is a connection.
+// Close implements pipe.Pipe. It tells the sender if there is a connection.
 func (r *receiver) Close() error {
 	r.mu.Lock()
 	conn, over := r.end.conn, r.err != nil
@@ -220,11 +221,11 @@ func (r *receiver) Close() error {
 	r.mu.Unlock()
 	if conn != nil && !over {
 		_ = conn.SetWriteDeadline(time.Now().Add(time.Second))
-		r.settle(conn)                        // Sends of frames that were received end well
-		_ = writeNumber(conn, receiverClosed) // who does not hear it finds the connection closed
+		r.settle(conn)                        // the Sends of received frames succeed
+		_ = writeNumber(conn, receiverClosed) // a sender that misses it finds the connection closed
 	}
 	r.finish(pipe.ErrClosed)
-	return nil //nolint:nilerr // over is another's error
+	return nil //nolint:nilerr // over is why the pipe had already ended
 }
 
 func readFull(conn net.Conn, b []byte) (int, error) { return io.ReadFull(conn, b) }

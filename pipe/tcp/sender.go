@@ -26,15 +26,15 @@ func writeNumber(conn net.Conn, n uint64) error {
 	return err
 }
 
-// sender is the sending end of a pipe: a queue of the frames of the Sends that wait, and a goroutine
-// that writes them.
+// sender is the sending end of a pipe: a queue of the frames whose Sends wait, and a goroutine that writes
+// them.
 type sender struct {
 	*end
 	tasks sync.WaitGroup
 
 	queue  []*outgoing // not acknowledged, in order; guarded by end.mu
 	next   uint64      // number of the next frame to write
-	picked int         // frames of queue that were or are written to the current connection
+	picked int         // frames of queue that are, or have been, written to the current connection
 	bye    bool        // Close was called: the last frame is flagClose
 }
 
@@ -50,7 +50,7 @@ type outgoing struct {
 	done    chan error
 }
 
-// end tells the Send how it went, the first time.
+// end tells the Send its result. Only the first call counts.
 func (o *outgoing) end(err error) {
 	select {
 	case o.done <- err:
@@ -91,7 +91,7 @@ func (s *sender) Send(ctx context.Context, header []byte, spans [][]byte) error 
 	case <-ctx.Done():
 		s.withdraw(o)
 		select {
-		case err = <-o.done: // it was received at the last moment
+		case err = <-o.done: // the receiver got it at the last moment
 		default:
 			err = ctx.Err()
 		}
@@ -102,7 +102,7 @@ func (s *sender) Send(ctx context.Context, header []byte, spans [][]byte) error 
 	return nil
 }
 
-// enqueue waits for a place in the window.
+// enqueue waits for room in the window.
 func (s *sender) enqueue(ctx context.Context, o *outgoing) error {
 	for {
 		s.mu.Lock()
@@ -151,7 +151,7 @@ func (s *sender) withdraw(o *outgoing) {
 func (s *sender) run() {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	s.tasks.Go(func() { // the pipe's end ends a dial
+	s.tasks.Go(func() { // the end of the pipe ends a dial
 		<-s.over
 		cancel()
 	})
@@ -173,7 +173,7 @@ func (s *sender) run() {
 	}
 }
 
-// resume begins a connection with the first frame that the peer does not have.
+// resume starts a connection at the first frame that the peer does not have.
 func (s *sender) resume(peerHas uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -250,7 +250,7 @@ func (s *sender) write(conn net.Conn) {
 	}
 }
 
-// wrote notes that nothing reads the memory of frames any more.
+// wrote records that nothing reads the memory of frames any more.
 func (s *sender) wrote(frames []*outgoing) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -261,7 +261,8 @@ func (s *sender) wrote(frames []*outgoing) {
 	}
 }
 
-// pick waits for frames to write, and takes together what is small; none when the connection is over.
+// pick waits for frames to write and takes small ones together. It returns none when the connection is
+// over.
 func (s *sender) pick(conn net.Conn, frames []*outgoing) []*outgoing {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -303,10 +304,11 @@ func (s *sender) fail(err error) {
 	s.changed()
 }
 
-// closePatience is how long Close waits for the receiver to know. It has every frame whose Send returned nil.
+// closePatience is how long Close waits for the receiver to confirm. The receiver has every frame whose
+// Send has returned nil.
 const closePatience = 100 * time.Millisecond
 
-// Close implements pipe.Pipe: Sends that wait end with ErrClosed, and the receiver is told.
+// Close implements pipe.Pipe. Waiting Sends end with ErrClosed, and the receiver is told.
 func (s *sender) Close() error {
 	s.mu.Lock()
 	over := s.err != nil || s.bye

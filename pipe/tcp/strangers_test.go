@@ -49,7 +49,8 @@ func unproven(h *hello, address string) []byte {
 	return append(append(append(b, byte(len(address))), address...), make([]byte, 32)...)
 }
 
-// Whoever has no key, or another one, gets no link, leaves nothing behind, and does not keep others out.
+// A peer that has no key, or another one, gets no link, leaves nothing behind, and does not keep others
+// out.
 func TestKeyedListenerRefusesStrangers(t *testing.T) {
 	n, l := keyed(t)
 	for name, stranger := range map[string]*Network{"no key": {}, "another key": {Key: linkKey(2)}} {
@@ -75,11 +76,11 @@ func TestKeyedListenerRefusesStrangers(t *testing.T) {
 		answer, _ := io.ReadAll(conn) // it ends, although this end waits
 		require.GreaterOrEqual(t, len(answer), answerSize, name)
 		require.NotContains(t, []byte{verdictNew, verdictAgain, verdictUnknown}, answer[4], name)
-		require.LessOrEqual(t, len(answer), answerSize+1+32+32, "%s: a verdict, a nonce, the listener's proof and no more", name)
+		require.LessOrEqual(t, len(answer), answerSize+1+32+32, "%s: only a verdict, a nonce and the listener's proof", name)
 		require.Zero(t, l.known(), name)
 	}
 
-	for range 300 { // more than shake hands at once
+	for range 300 { // more than may shake hands at the same time
 		raw(t, l.Address())
 	}
 	d, err := n.Dial(t.Context(), l.Address())
@@ -125,7 +126,7 @@ func TestKeyedDialerRefusesStrangers(t *testing.T) {
 	}
 }
 
-// Peers of the first version, which knew no key, and we tell each other so.
+// Peers of version 1, which had no keys, and this version tell each other so.
 func TestFirstVersion(t *testing.T) {
 	n, l := keyed(t)
 	first := (&hello{link: linkID{1}, outward: true}).encode()
@@ -141,7 +142,7 @@ func TestFirstVersion(t *testing.T) {
 	require.NoError(t, err)
 	defer inner.Close()
 	done := make(chan struct{})
-	go func() { // as the first version answers
+	go func() { // as version 1 answers
 		defer close(done)
 		conn, err := inner.Accept()
 		if err != nil {
@@ -165,7 +166,7 @@ func descriptors(t *testing.T) int {
 	return len(entries)
 }
 
-// Links of which only one connection comes cost nothing for long, and no link that is whole.
+// A link of which only one connection comes costs nothing for long, and costs no complete link.
 func TestHalfLinks(t *testing.T) {
 	for name, n := range map[string]*Network{"plain": {}, "link key": {Key: linkKey(1)}} {
 		t.Run(name, func(t *testing.T) {

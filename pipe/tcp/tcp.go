@@ -1,14 +1,14 @@
 // Package tcp is a pipe over TCP.
 //
-// Frames are written from where they lie and read to where they belong, with a digest each. Send returns
-// when the receiver has the frame: a frame is received exactly once as long as both processes live,
-// whatever happens to connections between them. A connection that breaks is made anew by the dialer and
-// goes on with the first frame that was not acknowledged. When that does not succeed within
-// Network.Patience, or the other process has begun a new life, the pipe ends with connector.ErrGone.
+// Frames are written from the caller's memory and read into the caller's memory, each with a digest. Send
+// returns when the receiver has the frame: a frame is received exactly once as long as both processes live,
+// whatever happens to the connections between them. When a connection breaks, the dialer connects again and
+// the link continues with the first frame that was not acknowledged. If that does not succeed within
+// Network.Patience, or the other process has restarted, the pipe ends with connector.ErrGone.
 //
-// Listening beyond loopback needs mutual TLS: from certificates, or from a key that all peers share (see
-// [KeyTLS]). On loopback a key is enough, with which both ends prove who they are before anything else
-// ([pipe.Prove]): without one, every user of the machine may connect.
+// Listening beyond loopback needs mutual TLS, from certificates or from a key that all peers share (see
+// [KeyTLS]). On loopback a key is enough: both ends prove that they have it before anything else
+// ([pipe.Prove]). Without a key, every user of the machine may connect.
 package tcp
 
 import (
@@ -28,16 +28,16 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// Network makes links over TCP. It must not be changed once it is used.
+// Network makes links over TCP. It must not be changed once it is in use.
 type Network struct {
-	Address   string      // to listen at; empty: 127.0.0.1 with a port that the system chooses
-	Advertise string      // what peers dial, where that differs; ":0" at its end stands for the port taken
-	TLS       *tls.Config // mutual TLS; nil: none, and loopback only
-	// Key is what dialer and listener prove to each other where there is no TLS; with TLS it is not used. Without
-	// either, whoever reaches the address is talked to.
+	Address   string      // to listen at; empty means 127.0.0.1 with a port that the system chooses
+	Advertise string      // what peers dial, if that differs; ":0" at its end stands for the port that the listener has
+	TLS       *tls.Config // mutual TLS; nil means none, and then only loopback
+	// Key is the key that dialer and listener prove to each other that they have when there is no TLS; with
+	// TLS it is not used. Without Key and TLS, anybody who can reach the address can connect.
 	Key      connector.Secret
-	Patience time.Duration // for a broken connection to be made again; 0: 3 s
-	// NoDigest leaves payloads to TCP's checksum, or TLS, and to the host's digests.
+	Patience time.Duration // how long a broken connection may take to come back; 0 means 3 s
+	// NoDigest leaves the check of payloads to TCP's checksum, or TLS, and to the host's digests.
 	NoDigest bool
 }
 
@@ -57,7 +57,7 @@ func (n *Network) patience() time.Duration {
 	return defaultPatience
 }
 
-// keyed reports whether both ends have to prove that they have the key.
+// keyed reports whether both ends must prove that they have the key.
 func (n *Network) keyed() bool { return n.TLS == nil && len(n.Key) > 0 }
 
 func (n *Network) side() *pipe.Side {
@@ -96,7 +96,7 @@ func (n *Network) Dial(ctx context.Context, address string) (pipe.Link, error) {
 	return pipe.Link{Out: newSender(out), In: newReceiver(in)}, nil
 }
 
-// connect makes one connection and says hello. delivered is how many frames the listener has.
+// connect makes one connection and sends the hello. delivered is how many frames the listener has.
 func (n *Network) connect(ctx context.Context, address string, h hello) (_ net.Conn, delivered uint64, err error) {
 	ctx, cancel := context.WithTimeout(ctx, helloTimeout)
 	defer cancel()
@@ -109,7 +109,7 @@ func (n *Network) connect(ctx context.Context, address string, h hello) (_ net.C
 	h.keyed = n.keyed()
 	verdict, delivered, err := n.introduce(conn, h.encode())
 	if err == nil && h.again != (verdict == verdictAgain) {
-		err = fmt.Errorf("the peer has begun the link anew: %w", connector.ErrGone)
+		err = fmt.Errorf("the peer has begun the link again from its start: %w", connector.ErrGone)
 	}
 	if err != nil {
 		return nil, 0, errors.Join(err, conn.Close())
@@ -117,7 +117,7 @@ func (n *Network) connect(ctx context.Context, address string, h hello) (_ net.C
 	return conn, delivered, nil
 }
 
-// introduce says hello, proves the key if there is one, and gives the listener's answer.
+// introduce sends the hello, proves the key if there is one, and returns the listener's answer.
 func (n *Network) introduce(conn net.Conn, h []byte) (verdict byte, delivered uint64, err error) {
 	if t, isTCP := conn.RemoteAddr().(*net.TCPAddr); n.keyed() && (!isTCP || !t.IP.IsLoopback()) {
 		return 0, 0, fmt.Errorf("%s is on another host, which needs key_file: %w", conn.RemoteAddr(), connector.ErrIncompatible)
@@ -133,7 +133,7 @@ func (n *Network) introduce(conn net.Conn, h []byte) (verdict byte, delivered ui
 		return 0, 0, err
 	}
 	if verdict, _, err = readAnswer(conn); err == nil && verdict != verdictProve {
-		err = fmt.Errorf("the peer's answer has verdict %d where the key is to be proven: %w", verdict, connector.ErrIncompatible)
+		err = fmt.Errorf("the peer's answer has verdict %d where the key must be proved: %w", verdict, connector.ErrIncompatible)
 	}
 	if err == nil {
 		err = prove()
@@ -144,7 +144,8 @@ func (n *Network) introduce(conn net.Conn, h []byte) (verdict byte, delivered ui
 	return readAnswer(conn)
 }
 
-// interruptible makes the end of ctx end what a deadline of a connection is for; stop undoes it.
+// interruptible makes the end of ctx interrupt reads and writes on a connection, through a deadline; stop
+// undoes it.
 func interruptible(ctx context.Context, deadline func(time.Time) error) (stop func()) {
 	done := make(chan struct{})
 	end := context.AfterFunc(ctx, func() {
@@ -159,24 +160,24 @@ func interruptible(ctx context.Context, deadline func(time.Time) error) (stop fu
 	}
 }
 
-// listener puts connections together to links.
+// listener combines connections into links.
 type listener struct {
 	*pipe.Acceptor
 	network *Network
 
 	mu    sync.Mutex
 	links map[linkID]*accepted
-	half  []*accepted // of which one connection has arrived, the oldest first
+	half  []*accepted // links of which only one connection has arrived, the oldest first
 }
 
 // accepted is a link whose connections have been, or are being, accepted.
 type accepted struct {
 	out, in *end
 	sides   int         // connections that have arrived
-	expiry  *time.Timer // of a link whose other connection does not come
+	expiry  *time.Timer // ends the link if its other connection does not come
 }
 
-// expire ends a link that is not whole.
+// expire ends a link that is incomplete.
 func (a *accepted) expire() {
 	err := fmt.Errorf("the second connection of a link did not come: %w", connector.ErrGone)
 	a.out.finish(err)
@@ -186,8 +187,8 @@ func (a *accepted) expire() {
 // Address implements pipe.Listener.
 func (l *listener) Address() string { return l.network.side().Reach(l.Addr()) }
 
-// Close implements pipe.Listener. Links that were accepted stay, but a connection of theirs that breaks
-// cannot be mended any more.
+// Close implements pipe.Listener. Accepted links stay open, but if one of their connections breaks, the
+// link cannot be restored.
 func (l *listener) Close() error {
 	err := l.Acceptor.Close()
 	l.mu.Lock()
@@ -200,7 +201,7 @@ func (l *listener) Close() error {
 	return err
 }
 
-// greet reads the hello of a connection and gives it to its link.
+// greet reads the hello of a connection and hands the connection to its link.
 func (l *listener) greet(ctx context.Context, raw net.Conn, to *pipe.Acceptor) error {
 	stop := context.AfterFunc(ctx, func() { _ = raw.Close() })
 	defer stop()
@@ -246,7 +247,7 @@ func (l *listener) join(conn net.Conn, h *hello, to *pipe.Acceptor) error {
 	if h.again {
 		verdict = verdictAgain
 	}
-	delivered := e.quiet() // nothing of an older connection counts from here on
+	delivered := e.quiet() // from here on nothing from an older connection counts
 	if _, err := conn.Write(encodeAnswer(verdict, delivered)); err != nil {
 		return err
 	}
@@ -258,14 +259,15 @@ func (l *listener) join(conn net.Conn, h *hello, to *pipe.Acceptor) error {
 	defer l.mu.Unlock()
 	a.sides++
 	i := slices.Index(l.half, a)
-	if a.sides < 2 || i < 0 || !a.expiry.Stop() { // it is not whole, or has expired
+	if a.sides < 2 || i < 0 || !a.expiry.Stop() { // it is incomplete, or has expired
 		return nil
 	}
 	l.half = slices.Delete(l.half, i, i+1)
 	return to.Offer(pipe.Link{Out: newSender(a.out), In: newReceiver(a.in)})
 }
 
-// find gives the link of a hello, which is a new one unless it goes on; nil if it does not exist any more.
+// find returns the link of a hello: a new one, the existing one if the hello continues it, or nil if that
+// does not exist any more.
 func (l *listener) find(h *hello) *accepted {
 	l.mu.Lock()
 	defer l.mu.Unlock()

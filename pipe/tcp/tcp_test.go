@@ -142,7 +142,7 @@ func (p *proxy) cut() {
 	p.conns = nil
 }
 
-// A bit that changes on the way is noticed, and the frame comes again.
+// A bit that changes on the way is noticed, and the frame is sent again.
 func TestDamageOnTheWay(t *testing.T) {
 	n := &Network{}
 	l, err := n.Listen(t.Context())
@@ -165,7 +165,7 @@ func TestDamageOnTheWay(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		header, payload, err := pipe.Receive(ctx, a.In)
 		cancel()
-		if err != nil { // the frame's own head was hit: that is no kvport any more
+		if err != nil { // the frame's own prefix was hit, so the protocol is broken
 			require.ErrorIs(t, err, connector.ErrIncompatible)
 			return
 		}
@@ -175,7 +175,8 @@ func TestDamageOnTheWay(t *testing.T) {
 	}
 }
 
-// A peer that does not come back is gone after the patience, at both ends; one that refuses, at once.
+// A peer that does not come back is gone after the patience, at both ends; a peer that refuses is gone at
+// once.
 func TestPeerIsGone(t *testing.T) {
 	n := &Network{Patience: 300 * time.Millisecond}
 	l, err := n.Listen(t.Context())
@@ -223,7 +224,7 @@ func TestWhoMayListen(t *testing.T) {
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 }
 
-// Whatever connects and is no kvport, the listener goes on.
+// Whatever connects that does not speak the protocol, the listener continues.
 func TestStrangers(t *testing.T) {
 	n := &Network{}
 	l, err := n.Listen(t.Context())
@@ -274,8 +275,8 @@ func FuzzFrame(f *testing.F) {
 	})
 }
 
-// A frame is acknowledged soon although another one has begun to arrive, which nobody receives; and when the
-// receiver closes before that.
+// A frame is acknowledged soon even if another one has begun to arrive that nobody receives, and also if
+// the receiver closes before that.
 func TestLateAcknowledgement(t *testing.T) {
 	n := &Network{}
 	for try := range 10 {

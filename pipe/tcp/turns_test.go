@@ -56,7 +56,8 @@ func median(d []time.Duration) float64 {
 	return float64(d[len(d)/2].Microseconds())
 }
 
-// worked is the CPU time of this process, which other processes change less than what a clock shows.
+// worked is the CPU time of this process, on which other processes have less influence than on the time of
+// a clock.
 func worked(b *testing.B) time.Duration {
 	var u syscall.Rusage
 	require.NoError(b, syscall.Getrusage(syscall.RUSAGE_SELF, &u))
@@ -97,7 +98,8 @@ func newTurn(b *testing.B, n *Network, blocks [][][]byte) func() {
 	}
 }
 
-// newPlain is the same, read span by span, over a plain connection; a byte comes back when all is there.
+// newPlain is the same over a plain connection, read span by span; a byte comes back when everything has
+// arrived.
 func newPlain(b *testing.B, span int, blocks [][][]byte, digest bool) func() {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(b, err)

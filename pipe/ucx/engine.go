@@ -13,17 +13,17 @@ import (
 	"github.com/kvport/kvport/pipe/internal/staged"
 )
 
-// grace is how long landing memory rests that a peer may still write to.
+// grace is how long landing memory stays unused if a peer may still write to it.
 const grace = 10 * time.Second
 
-// engine is what the links of one network share: a worker, the goroutine that lets it make progress, and
-// memory for links.
+// engine is shared by the links of one network: it has a worker, the goroutine that lets the worker make
+// progress, and memory for links.
 type engine struct {
 	worker  *native.Worker
 	address []byte
 	room    staged.Room
 	links   sync.WaitGroup
-	stop    int // eventfd that wakes the progress
+	stop    int // eventfd that wakes the progress goroutine
 	stopped chan struct{}
 
 	mu     sync.Mutex
@@ -32,12 +32,12 @@ type engine struct {
 	closed bool
 }
 
-// slab is the memory of one link: slots to send from, and slots in which the peer's pieces land.
+// slab is the memory of one link: slots to send from, and slots into which the peer writes its pieces.
 type slab struct {
-	bytes  []byte // from mmap: it stays where it is
+	bytes  []byte // from mmap, so its address never changes
 	memory *native.Memory
 	key    []byte
-	rests  bool // a peer may still write to it: it is never unmapped
+	rests  bool // a peer may still write to it, so it is never unmapped
 }
 
 func (s *slab) address() uint64 { return s.memory.Addr() }
@@ -75,7 +75,7 @@ type progresser interface {
 	Arm() (armed bool, err error)
 }
 
-// progress lets UCX work whenever there is something to do, until stop, an eventfd, is written to. fd is the worker's.
+// progress lets UCX work whenever it has something to do, until stop, an eventfd, is written to. fd is the worker's.
 func progress(worker progresser, fd, stop int) {
 	wake := []unix.PollFd{{Fd: int32(stop), Events: unix.POLLIN}, {Fd: int32(fd), Events: unix.POLLIN}}
 	for {
@@ -111,7 +111,7 @@ func progress(worker progresser, fd, stop int) {
 // half is the size of the part to send from, and of the landing part.
 func (e *engine) half() int { return e.room.Piece * e.room.Slots }
 
-// take gives memory for a link.
+// take returns memory for a link.
 func (e *engine) take() (*slab, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -141,7 +141,7 @@ func (e *engine) take() (*slab, error) {
 	return s, nil
 }
 
-// give takes memory back, after a rest if a peer may still write to it.
+// give takes memory back, after a pause if a peer may still write to it.
 func (e *engine) give(s *slab, clean bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -158,7 +158,7 @@ func (e *engine) give(s *slab, clean bool) {
 	})
 }
 
-// close ends the engine when its links have ended.
+// close ends the engine after its links have ended.
 func (e *engine) close() error {
 	e.links.Wait()
 	var err error
@@ -185,11 +185,11 @@ type mover struct {
 	slab     *slab
 	patience time.Duration
 	peer     *hello
-	endpoint *native.Endpoint // nil until the first Put: UCX suffers from endpoints that end as they begin
+	endpoint *native.Endpoint // nil until the first Put, because UCX does not cope well with endpoints that end right after they begin
 	key      *native.Key
 }
 
-// mover takes memory for a link, for Free.
+// mover takes memory for a link, which Free gives back.
 func (e *engine) mover(patience time.Duration) (*mover, error) {
 	s, err := e.take()
 	if err != nil {

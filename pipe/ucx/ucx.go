@@ -1,15 +1,15 @@
-// Package ucx is a pipe over UCX: copies between processes or shared memory on one host, and RDMA between hosts.
-// UCX's TCP is used only where [Network.TrustNetwork] or [Network.Transports] says so: it opens ports at which
-// anybody can write any memory of the process.
+// Package ucx is a pipe over UCX, which copies between processes or uses shared memory on one host, and
+// uses RDMA between hosts. UCX uses TCP only if [Network.TrustNetwork] or [Network.Transports] says so,
+// because its TCP transport opens ports at which anybody can write any memory of the process.
 //
-// Payload is written into landing memory of the receiver that nothing but the pipe uses (UCX's put), and
-// announced over a TCP connection, which also carries headers, order, acknowledgements and the end of either
-// process. That connection is where a link is authenticated: with [Network.TLS] both ends show that they
-// have the shared key. UCX itself authenticates and encrypts nothing: payload can be read by whoever can read the
-// network. What is changed on its way is found by a digest that is seeded over the connection.
+// UCX's put writes payload into landing memory of the receiver, which only the pipe uses. A TCP connection
+// announces it; that connection also carries headers, order and acknowledgements, and shows the end of
+// either process. The link is authenticated on that connection: with [Network.TLS] both ends prove that
+// they have the shared key. UCX itself neither authenticates nor encrypts: whoever can read the network can
+// read the payload. A digest that is seeded over the connection finds what was changed on its way.
 //
-// A link that loses its peer ends with connector.ErrGone. Landing memory that a peer may still write is not
-// used for anything else for a while, and never for anything but landing.
+// A link that loses its peer ends with connector.ErrGone. Landing memory that a peer may still write is
+// left unused for a while, and is never used for anything except landing.
 package ucx
 
 import (
@@ -29,25 +29,25 @@ import (
 	"github.com/kvport/kvport/pipe/internal/staged"
 )
 
-// Network makes links over UCX. It must not be changed once it is used.
+// Network makes links over UCX. It must not be changed once it is in use.
 type Network struct {
-	Address    string      // to listen at, for words; empty: 127.0.0.1 with a port that the system chooses
-	Advertise  string      // what peers dial, where that differs; ":0" at its end stands for the port taken
-	TLS        *tls.Config // mutual TLS for words; nil: none, and loopback only
-	Dir        string      // folder of the library; empty: where native/ucx looks
-	Transports string      // UCX's list, taken as it is; empty: those that open no port, see Far and TrustNetwork
+	Address    string      // to listen at, for control messages; empty means 127.0.0.1 with a port that the system chooses
+	Advertise  string      // what peers dial, if that differs; ":0" at its end stands for the port that the listener has
+	TLS        *tls.Config // mutual TLS for control messages; nil means none, and then only loopback
+	Dir        string      // folder of the library; empty means where native/ucx looks
+	Transports string      // UCX's list of transports, used as it is; empty means those that open no port, see Far and TrustNetwork
 	Far        bool        // RDMA, for peers on other hosts, instead of shared memory
-	// TrustNetwork lets UCX use whatever UCX_TLS says, or all that it has, TCP too: whoever can reach its
-	// ports can write the memory of this process.
+	// TrustNetwork lets UCX use whatever UCX_TLS says, or every transport it has, including TCP. Whoever
+	// can reach UCX's ports can then write the memory of this process.
 	TrustNetwork bool
-	Devices      string        // network devices; empty: UCX_NET_DEVICES, or all
-	Piece        int           // bytes that are moved at a time; 0: 512 KiB
-	Slots        int           // pieces that each direction of a link holds; 0: 8
-	Patience     time.Duration // for the peer to make progress with a piece; 0: 3 s
-	NoDigest     bool          // leaves payload to the host's digests
+	Devices      string        // network devices; empty means UCX_NET_DEVICES, or all
+	Piece        int           // bytes that are moved at a time; 0 means 512 KiB
+	Slots        int           // pieces that each direction of a link holds; 0 means 8
+	Patience     time.Duration // how long the peer may make no progress with a piece; 0 means 3 s
+	NoDigest     bool          // leaves the check of payload to the host's digests
 
 	mu     sync.Mutex
-	engine *engine // nil: not started
+	engine *engine // nil until Start
 	closed bool
 }
 
@@ -57,7 +57,7 @@ const (
 	dialTimeout  = 5 * time.Second
 )
 
-// Start loads UCX and makes a worker, which Listen and Dial do otherwise. Its error wraps
+// Start loads UCX and makes a worker. Without it, Listen and Dial do that. The error wraps
 // ucx.ErrUnavailable of native/ucx if there is no UCX.
 func (n *Network) Start() error {
 	_, err := n.start()
@@ -91,7 +91,7 @@ func (n *Network) start() (*engine, error) {
 	return n.engine, err
 }
 
-// portless are the transports that open no port. Errors wrap connector.ErrIncompatible.
+// portless lists the transports that open no port. Errors wrap connector.ErrIncompatible.
 func (n *Network) portless() (string, error) {
 	if n.Far && !native.HasRDMA() {
 		return "", fmt.Errorf("ucx: this machine has no RDMA device: %w: %w", native.ErrOpenPort, connector.ErrIncompatible)
@@ -103,7 +103,8 @@ func (n *Network) portless() (string, error) {
 	return list, nil
 }
 
-// Close ends what is left of links, which should be closed before, and UCX. Closing twice does nothing.
+// Close ends what is left of the links, which should be closed first, and then UCX. A second Close does
+// nothing.
 func (n *Network) Close() error {
 	n.mu.Lock()
 	e := n.engine
@@ -127,7 +128,7 @@ func (n *Network) Dial(ctx context.Context, address string) (pipe.Link, error) {
 	return n.staged().Dial(ctx, address)
 }
 
-// shake makes a link of a connection. On an error the connection is the caller's.
+// shake makes a link of a connection. If it fails, the caller still owns the connection.
 func (n *Network) shake(ctx context.Context, conn net.Conn, _ bool) (_ pipe.Link, err error) {
 	e, err := n.start()
 	if err != nil {
@@ -164,13 +165,13 @@ func (n *Network) shake(ctx context.Context, conn net.Conn, _ bool) (_ pipe.Link
 // hello is what the ends of a link tell each other.
 type hello struct {
 	room    staged.Room
-	seed    uint64 // of the digests that this end sends
+	seed    uint64 // for the digests that this end sends
 	landing uint64 // address of the landing memory
-	key     []byte // that opens it
+	key     []byte // opens the landing memory
 	worker  []byte // address of UCX's worker
 }
 
-// helloHead is the fixed part: what speaks, piece, slots, seed, landing, length of key.
+// helloHead is the size of the fixed part: protocol, piece, slots, seed, landing, length of key.
 const helloHead = 3 + 4 + 4 + 8 + 8 + 2
 
 func (h *hello) encode() []byte {

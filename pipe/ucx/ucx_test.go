@@ -63,8 +63,8 @@ func sendForever(address string) int {
 
 func dir() string { return filepath.Join("..", "..", ".deps", "nixl") }
 
-// network is a network that is closed with the test. It skips the test, loudly, only where make deps has
-// not put UCX there, and never under make native-test.
+// network is a network that is closed with the test. It skips the test, loudly, only if make deps has not
+// put UCX there, and never under make native-test.
 func network(t testing.TB, n *Network) *Network {
 	t.Helper()
 	if _, err := os.Stat(filepath.Join(dir(), "lock.sha256")); err != nil && os.Getenv("KVPORT_NATIVE_TEST") == "" {
@@ -105,12 +105,13 @@ func TestPipe(t *testing.T) {
 // survivor makes this test binary the process that receives in TestProcess.
 const survivor = "KVPORT_TEST_SURVIVOR"
 
-// A process that is killed while it sends leaves whole frames and then ErrGone; one that is stopped holds
-// nobody for longer than the context says.
+// A process that is killed while it sends leaves whole frames and then ErrGone; a process that is stopped
+// blocks nobody for longer than the context says.
 //
 // Now and then UCX itself aborts the process whose peer was killed while the two were still making their
-// connection: "ucp_request.inl: unexpected error". Nothing here can keep it from that, which is one
-// reason for plugins to be processes of their own. So the receiver is one too, and is tried again then.
+// connection: "ucp_request.inl: unexpected error". Nothing here can prevent that, which is one reason why
+// plugins are processes of their own. So the receiver is also a process of its own, and the test tries
+// again if UCX aborts it.
 func TestProcess(t *testing.T) {
 	if os.Getenv(survivor) != "" {
 		testProcess(t)
@@ -177,7 +178,7 @@ func process(t *testing.T, l pipe.Listener, transports string, round uint64) {
 	require.NoError(t, link.Close())
 }
 
-// stopped stops a process, and sends to it until no more goes, for as long as a context lets it.
+// stopped stops a process and sends to it until the pipe is full or the context ends.
 func stopped(t *testing.T, p *os.Process, link pipe.Link) {
 	t.Helper()
 	require.NoError(t, p.Signal(syscall.SIGSTOP))
@@ -191,7 +192,7 @@ func stopped(t *testing.T, p *os.Process, link pipe.Link) {
 	require.Error(t, err)
 }
 
-// Peers without the key, and those that are none, are refused, and the listener goes on.
+// Peers without the key, and processes that are not peers, are refused, and the listener continues.
 func TestStrangers(t *testing.T) {
 	n := network(t, &Network{TLS: key(t, 1)})
 	l, err := n.Listen(t.Context())
@@ -234,7 +235,7 @@ func TestErrors(t *testing.T) {
 	require.Error(t, err)
 }
 
-// TestNoPort: by default UCX opens no port, and no UCX_TLS makes it; TrustNetwork does.
+// TestNoPort: by default UCX opens no port, whatever UCX_TLS says; with TrustNetwork it does.
 func TestNoPort(t *testing.T) {
 	before := ports(t)
 	network(t, &Network{})

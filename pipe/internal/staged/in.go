@@ -12,21 +12,21 @@ import (
 
 // in is the receiving end of a pipe.
 type in struct {
-	link  *link
-	turn  chan struct{} // holds a token while a Recv runs
-	words chan *word    // heard; never full if the peer keeps to its slots and frames
-	ready chan *word    // taken, in the same order
+	link     *link
+	turn     chan struct{} // holds a token while a Recv runs
+	messages chan *message // received; never full if the peer keeps to its slots and frames
+	ready    chan *message // messages whose piece was taken, in the same order
 
-	left int // bytes of a frame that was given up and still come, guarded by turn
+	left int // bytes still to come of a frame that was given up, guarded by turn
 
 	mu   sync.Mutex
 	err  error         // why the pipe is over
-	over chan struct{} // closed when err is set, by Close or at the end of what came
+	over chan struct{} // closed when err is set, by Close or after the last message
 }
 
 func newIn(l *link) *in {
 	n := l.o.Slots + 2*window + 2
-	return &in{link: l, turn: make(chan struct{}, 1), words: make(chan *word, n), ready: make(chan *word, n), over: make(chan struct{})}
+	return &in{link: l, turn: make(chan struct{}, 1), messages: make(chan *message, n), ready: make(chan *message, n), over: make(chan struct{})}
 }
 
 // Send implements pipe.Pipe.
@@ -34,57 +34,57 @@ func (*in) Send(context.Context, []byte, [][]byte) error {
 	return fmt.Errorf("this end receives: %w", connector.ErrIncompatible)
 }
 
-// heard queues a word of the peer's.
-func (r *in) heard(w *word) error {
-	if w.kind == wordPiece && (w.slot < 0 || w.slot >= r.link.o.Slots || w.n <= 0 || w.n > r.link.o.Piece) {
+// heard queues a message from the peer.
+func (r *in) heard(w *message) error {
+	if w.kind == messagePiece && (w.slot < 0 || w.slot >= r.link.o.Slots || w.n <= 0 || w.n > r.link.o.Piece) {
 		return fmt.Errorf("a piece of %d bytes in slot %d: %w", w.n, w.slot, connector.ErrIncompatible)
 	}
 	select {
-	case r.words <- w:
+	case r.messages <- w:
 		return nil
 	default:
 		return fmt.Errorf("the peer sends more than there is room for: %w", connector.ErrIncompatible)
 	}
 }
 
-// lost lets what has come be received, and then err.
+// lost lets Recv return what has come, and after that err.
 func (r *in) lost(err error) {
 	select {
-	case r.words <- &word{err: err}:
+	case r.messages <- &message{err: err}:
 	default:
 		r.finish(err)
 	}
 }
 
-// take takes pieces as they come, so that a peer that waits for that goes on.
+// take takes pieces as they come, so that a peer that waits for that can continue.
 func (r *in) take() {
 	for {
-		var w *word
+		var w *message
 		select {
-		case w = <-r.words:
+		case w = <-r.messages:
 		case <-r.over:
 			return
 		}
-		if w.kind == wordPiece && w.err == nil {
+		if w.kind == messagePiece && w.err == nil {
 			var err error
 			if w.data, err = r.link.mover.Take(r.link.ctx, w.slot, w.n); err != nil {
-				w = &word{err: fmt.Errorf("%w: %w", err, connector.ErrGone)}
+				w = &message{err: fmt.Errorf("%w: %w", err, connector.ErrGone)}
 			}
 		}
 		select {
 		case r.ready <- w: // there is room, if the peer keeps to its slots and frames
 		default:
-			w = &word{err: fmt.Errorf("the peer sends more than there is room for: %w", connector.ErrIncompatible)}
+			w = &message{err: fmt.Errorf("the peer sends more than there is room for: %w", connector.ErrIncompatible)}
 			r.finish(w.err)
 		}
-		if w.err != nil || w.kind == wordClose {
+		if w.err != nil || w.kind == messageClose {
 			return
 		}
 	}
 }
 
-// next waits for a word.
-func (r *in) next(ctx context.Context) (*word, error) {
+// next waits for a message.
+func (r *in) next(ctx context.Context) (*message, error) {
 	select {
 	case <-r.over:
 		return nil, r.reason()
@@ -95,7 +95,7 @@ func (r *in) next(ctx context.Context) (*word, error) {
 		switch {
 		case w.err != nil:
 			r.finish(w.err)
-		case w.kind == wordClose:
+		case w.kind == messageClose:
 			r.finish(pipe.ErrClosed)
 		default:
 			return w, nil
@@ -128,7 +128,7 @@ func (r *in) Recv(ctx context.Context, place pipe.Place) error {
 	return nil
 }
 
-// frame receives one frame. again says that its sender gave it up.
+// frame receives one frame. again says that its sender gave it up, so the caller tries the next one.
 func (r *in) frame(ctx context.Context, place pipe.Place) (again bool, err error) {
 	if err := r.skip(ctx); err != nil {
 		return false, err
@@ -137,8 +137,8 @@ func (r *in) frame(ctx context.Context, place pipe.Place) (again bool, err error
 	if err != nil {
 		return false, err
 	}
-	if w.kind != wordFrame {
-		return false, r.fail(fmt.Errorf("a word of kind %d came instead of a frame: %w", w.kind, connector.ErrIncompatible))
+	if w.kind != messageFrame {
+		return false, r.fail(fmt.Errorf("a message of kind %d came instead of a frame: %w", w.kind, connector.ErrIncompatible))
 	}
 	d := newDigest(r.link.o.SeedIn, r.link.o.NoDigest)
 	d.add(w.header)
@@ -171,19 +171,19 @@ func (r *in) fill(ctx context.Context, spans [][]byte, size int, d *digest) (aga
 			return false, err
 		}
 		switch {
-		case w.kind == wordAbort:
+		case w.kind == messageAbort:
 			r.taken()
 			return true, nil
-		case w.kind != wordPiece || w.n > size:
-			return false, r.fail(fmt.Errorf("a word of kind %d came in a frame: %w", w.kind, connector.ErrIncompatible))
+		case w.kind != messagePiece || w.n > size:
+			return false, r.fail(fmt.Errorf("a message of kind %d came inside a frame: %w", w.kind, connector.ErrIncompatible))
 		}
 		d.reset()
 		to.put(w.data, d)
 		if d.sum() != w.sum {
 			return false, r.fail(errDamaged)
 		}
-		if err := r.link.say(&word{kind: wordFree, slot: w.slot}); err != nil {
-			r.link.lose(err) // the frame may yet be whole
+		if err := r.link.say(&message{kind: messageFree, slot: w.slot}); err != nil {
+			r.link.lose(err) // the frame may still be complete
 		}
 		size -= w.n
 	}
@@ -197,8 +197,7 @@ type cursor struct {
 	at    int
 }
 
-// put copies b to where the cursor is. What was copied, not what lies in memory that a peer may write,
-// is what the digest is of.
+// put copies b to the cursor. The digest covers the copy, not the memory that a peer may still write.
 func (c *cursor) put(b []byte, d *digest) {
 	for len(b) > 0 {
 		if c.at == len(c.spans[0]) {
@@ -219,15 +218,15 @@ func (r *in) skip(ctx context.Context) error {
 			return err
 		}
 		switch {
-		case w.kind == wordAbort:
+		case w.kind == messageAbort:
 			r.left = 0
-		case w.kind == wordPiece && w.n <= r.left:
+		case w.kind == messagePiece && w.n <= r.left:
 			r.left -= w.n
-			if err := r.link.say(&word{kind: wordFree, slot: w.slot}); err != nil {
+			if err := r.link.say(&message{kind: messageFree, slot: w.slot}); err != nil {
 				r.link.lose(err)
 			}
 		default:
-			return r.fail(fmt.Errorf("a word of kind %d came in a frame: %w", w.kind, connector.ErrIncompatible))
+			return r.fail(fmt.Errorf("a message of kind %d came inside a frame: %w", w.kind, connector.ErrIncompatible))
 		}
 		if r.left == 0 {
 			r.taken()
@@ -236,15 +235,15 @@ func (r *in) skip(ctx context.Context) error {
 	return nil
 }
 
-// taken tells the sender that a frame is over. That it cannot be told does not make the frame worse.
+// taken tells the sender that a frame is over. The frame is valid even if that fails.
 func (r *in) taken() {
-	if err := r.link.say(&word{kind: wordTaken}); err != nil {
+	if err := r.link.say(&message{kind: messageTaken}); err != nil {
 		r.link.lose(err)
 	}
 }
 
-// errDamaged says that what came is not what was sent.
-var errDamaged = fmt.Errorf("digest of what came differs: %w", connector.ErrCorrupt)
+// errDamaged says that the received bytes are not those that were sent.
+var errDamaged = fmt.Errorf("the digest of the received bytes differs: %w", connector.ErrCorrupt)
 
 // fail ends the link.
 func (r *in) fail(err error) error {
@@ -253,7 +252,7 @@ func (r *in) fail(err error) error {
 	return err
 }
 
-// finish ends the pipe; the first reason stays.
+// finish ends the pipe. Only the first reason counts.
 func (r *in) finish(err error) {
 	r.mu.Lock()
 	if r.err != nil {
@@ -275,7 +274,7 @@ func (r *in) reason() error {
 // Close implements pipe.Pipe.
 func (r *in) Close() error {
 	if r.reason() == nil {
-		_ = r.link.say(&word{kind: wordClosed}) // who does not hear it finds the connection closed
+		_ = r.link.say(&message{kind: messageClosed}) // a sender that misses it finds the connection closed
 	}
 	r.finish(pipe.ErrClosed)
 	return nil

@@ -13,7 +13,7 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// linger is how long a link that is over waits for its peer to end too.
+// linger is how long a link that is over waits for its peer to end as well.
 const linger = time.Second
 
 // link is one end of a link: a connection, a mover and two pipes.
@@ -27,7 +27,7 @@ type link struct {
 
 	ctx    context.Context //nolint:containedctx // the link's life
 	cancel context.CancelFunc
-	tasks  sync.WaitGroup // those that use the mover
+	tasks  sync.WaitGroup // goroutines that use the mover
 	parted chan struct{}  // closed when both pipes are over and the peer was told
 
 	writing sync.Mutex
@@ -36,30 +36,30 @@ type link struct {
 	mu    sync.Mutex
 	over  [2]bool // out, in
 	ended bool
-	dirty bool // a Put has failed: it may yet write
+	dirty bool // a Put has failed, and it may still write
 }
 
-// say sends one word. A peer that does not take it in time ends the link.
-func (l *link) say(w *word) error {
+// say sends one message. If the peer does not take it in time, the link ends.
+func (l *link) say(w *message) error {
 	l.writing.Lock()
 	defer l.writing.Unlock()
 	l.buffer = w.encode(l.buffer[:0])
 	_ = l.conn.SetWriteDeadline(time.Now().Add(l.o.Patience))
 	if _, err := l.conn.Write(l.buffer); err != nil {
-		return fmt.Errorf("the peer takes no word: %w: %w", err, connector.ErrGone)
+		return fmt.Errorf("the peer does not take messages: %w: %w", err, connector.ErrGone)
 	}
 	return nil
 }
 
-// read takes the peer's words until there are no more, and then gives back what the link holds.
+// read receives the peer's messages until the last one, and then releases what the link holds.
 func (l *link) read() {
 	r := bufio.NewReaderSize(l.conn, 64<<10)
 	var err error
 	clean := false
 	for err == nil {
-		var w *word
-		if w, err = readWord(r); err == nil {
-			clean = w.kind == wordBye
+		var w *message
+		if w, err = readMessage(r); err == nil {
+			clean = w.kind == messageBye
 			err = l.hear(w)
 		}
 	}
@@ -75,30 +75,30 @@ func (l *link) read() {
 	}
 }
 
-// hear acts on one word.
-func (l *link) hear(w *word) error {
+// hear acts on one message.
+func (l *link) hear(w *message) error {
 	switch w.kind {
-	case wordFree:
+	case messageFree:
 		return l.out.freed(w.slot)
-	case wordTaken:
+	case messageTaken:
 		return l.out.taken()
-	case wordClosed:
+	case messageClosed:
 		l.out.finish(fmt.Errorf("the receiver has closed: %w", pipe.ErrClosed))
 		return nil
-	case wordBye:
+	case messageBye:
 		return nil
 	}
 	return l.in.heard(w)
 }
 
-// lose ends both pipes, of which what has come can still be received.
+// lose ends both pipes. What has already come can still be received.
 func (l *link) lose(err error) {
 	l.out.finish(err)
 	l.in.lost(err)
 	l.cancel()
 }
 
-// halfOver notes the end of one pipe. After the second nothing is moved any more, and the peer is told.
+// halfOver records the end of one pipe. After the second, nothing is moved any more, and the peer is told.
 func (l *link) halfOver(half int) {
 	l.mu.Lock()
 	l.over[half] = true
@@ -117,7 +117,7 @@ func (l *link) halfOver(half int) {
 			_ = l.conn.Close()
 			return
 		}
-		_ = l.say(&word{kind: wordBye}) // who does not hear it keeps its landing memory for a while
+		_ = l.say(&message{kind: messageBye}) // a peer that misses it keeps its landing memory for a while
 		if c, ok := l.conn.(interface{ CloseWrite() error }); !ok || c.CloseWrite() != nil {
 			_ = l.conn.Close()
 		}

@@ -18,14 +18,14 @@ const (
 	maxRoom         = 1 << 30 // bytes of one direction of a link
 )
 
-// Room is how the memory of each direction of a link is divided. Both ends have the same.
+// Room says how the memory of each direction of a link is divided. Both ends have the same Room.
 type Room struct {
 	Piece int // bytes of a slot, moved at a time
-	Slots int // how many
+	Slots int // number of slots
 }
 
-// Settle fills in what is 0. What is left must be positive and at most 1 GiB; otherwise the error wraps
-// connector.ErrIncompatible.
+// Settle fills in defaults for fields that are 0. The other fields must be positive, and the whole at most
+// 1 GiB; otherwise the error wraps connector.ErrIncompatible.
 func (r Room) Settle(defaults Room) (Room, error) {
 	if r.Piece == 0 {
 		r.Piece = defaults.Piece
@@ -39,15 +39,15 @@ func (r Room) Settle(defaults Room) (Room, error) {
 	return r, nil
 }
 
-// Agree refuses a peer whose room is another, with connector.ErrIncompatible.
+// Agree refuses a peer that has another Room, with connector.ErrIncompatible.
 func (r Room) Agree(theirs Room) error {
 	if theirs != r {
-		return fmt.Errorf("the peer has %d pieces of %d bytes, we %d of %d: %w", theirs.Slots, theirs.Piece, r.Slots, r.Piece, connector.ErrIncompatible)
+		return fmt.Errorf("the peer has %d pieces of %d bytes, this end %d of %d: %w", theirs.Slots, theirs.Piece, r.Slots, r.Piece, connector.ErrIncompatible)
 	}
 	return nil
 }
 
-// Patience is d, or 3 s where that is 0.
+// Patience is d, or 3 s if d is 0.
 func Patience(d time.Duration) time.Duration {
 	if d > 0 {
 		return d
@@ -55,20 +55,20 @@ func Patience(d time.Duration) time.Duration {
 	return defaultPatience
 }
 
-// Seed is a new seed of digests, which nobody can guess.
+// Seed returns a new seed for digests, which nobody can guess.
 func Seed() uint64 {
 	var b [8]byte
 	_, _ = rand.Read(b[:]) // never fails
 	return binary.LittleEndian.Uint64(b[:])
 }
 
-// Network makes links over connections on which both ends shake hands. It is a pipe.Network.
+// Network makes links from connections on which both ends shake hands. It is a pipe.Network.
 type Network struct {
 	Side    pipe.Side
-	Timeout time.Duration // for Dial, the handshake included
+	Timeout time.Duration // for Dial, including the handshake
 	Start   func() error  // before anything else
-	// Shake makes a link of a connection; dialer says that this end dialed. On an error the connection is
-	// the caller's.
+	// Shake makes a link of a connection; dialer says that this end dialed. If it fails, the caller still
+	// owns the connection.
 	Shake func(ctx context.Context, conn net.Conn, dialer bool) (pipe.Link, error)
 }
 

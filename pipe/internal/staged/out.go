@@ -18,9 +18,9 @@ const closePatience = time.Second
 type out struct {
 	link  *link
 	turn  chan struct{} // holds a token while a Send cuts its frame into pieces
-	slots chan int      // free ones
+	slots chan int      // free slots
 	room  chan struct{} // a token for each frame that may begin
-	queue chan *word    // to be said; never full: slots and room bound it
+	queue chan *message // messages to send; never full, because slots and room limit it
 
 	closing chan struct{} // closed by Close
 	once    sync.Once
@@ -35,7 +35,7 @@ type out struct {
 func newOut(l *link) *out {
 	o := &out{
 		link: l, turn: make(chan struct{}, 1), slots: make(chan int, l.o.Slots), room: make(chan struct{}, window),
-		queue: make(chan *word, l.o.Slots+2*window+1), closing: make(chan struct{}), idle: make(chan struct{}), over: make(chan struct{}),
+		queue: make(chan *message, l.o.Slots+2*window+1), closing: make(chan struct{}), idle: make(chan struct{}), over: make(chan struct{}),
 		used: make([]bool, l.o.Slots),
 	}
 	for i := range l.o.Slots {
@@ -69,7 +69,7 @@ func (o *out) Send(ctx context.Context, header []byte, spans [][]byte) error {
 	if _, err := wait(ctx, o, o.room, false); err != nil {
 		return fmt.Errorf("send: %w", err)
 	}
-	w := &word{kind: wordFrame, header: bytes.Clone(header), payload: size}
+	w := &message{kind: messageFrame, header: bytes.Clone(header), payload: size}
 	d := newDigest(o.link.o.SeedOut, o.link.o.NoDigest)
 	d.add(w.header)
 	if w.inlined() {
@@ -82,20 +82,20 @@ func (o *out) Send(ctx context.Context, header []byte, spans [][]byte) error {
 		return nil
 	}
 	if err := o.pieces(ctx, spans, size, d); err != nil {
-		o.queue <- &word{kind: wordAbort}
+		o.queue <- &message{kind: messageAbort}
 		return fmt.Errorf("send: %w", err)
 	}
 	return nil
 }
 
-// wait takes from (or, for a turn, puts to) a channel, unless ctx or the pipe ends before.
+// wait receives from a channel (or, for a turn, sends to it), unless ctx or the pipe ends first.
 func wait[T any](ctx context.Context, o *out, c chan T, put bool) (got T, err error) {
 	var in, from chan T = nil, c
 	if put {
 		in, from = c, nil
 	}
 	select {
-	case <-o.over: // it counts more than what could be had
+	case <-o.over: // the end of the pipe counts more than a token
 		return got, o.reason()
 	case <-o.closing:
 		return got, pipe.ErrClosed
@@ -138,13 +138,13 @@ func (o *out) pieces(ctx context.Context, spans [][]byte, size int, d *digest) e
 		}
 		d.reset()
 		d.add(slot[:n])
-		o.queue <- &word{kind: wordPiece, slot: i, n: n, sum: d.sum()}
+		o.queue <- &message{kind: messagePiece, slot: i, n: n, sum: d.sum()}
 		size -= n
 	}
 	return nil
 }
 
-// write says what is queued, and moves the pieces.
+// write sends the queued messages and moves the pieces.
 func (o *out) write() {
 	defer close(o.idle)
 	for {
@@ -154,7 +154,7 @@ func (o *out) write() {
 				o.link.lose(err)
 				return
 			}
-			if w.kind == wordClose {
+			if w.kind == messageClose {
 				return
 			}
 		case <-o.over:
@@ -163,8 +163,8 @@ func (o *out) write() {
 	}
 }
 
-func (o *out) tell(w *word) error {
-	if w.kind != wordPiece {
+func (o *out) tell(w *message) error {
+	if w.kind != messagePiece {
 		return o.link.say(w)
 	}
 	if o.link.o.Early {
@@ -194,17 +194,17 @@ func (o *out) freed(i int) error {
 	return nil
 }
 
-// taken notes that a frame is over.
+// taken records that a frame is over.
 func (o *out) taken() error {
 	select {
 	case o.room <- struct{}{}:
 		return nil
 	default:
-		return fmt.Errorf("the peer ends a frame that it was not sent: %w", connector.ErrIncompatible)
+		return fmt.Errorf("the peer ends a frame that was not sent to it: %w", connector.ErrIncompatible)
 	}
 }
 
-// finish ends the pipe; the first reason stays.
+// finish ends the pipe. Only the first reason counts.
 func (o *out) finish(err error) {
 	o.mu.Lock()
 	if o.err != nil {
@@ -230,8 +230,8 @@ func (o *out) Close() error {
 		timer := time.NewTimer(closePatience)
 		defer timer.Stop()
 		select {
-		case o.turn <- struct{}{}: // no Send queues anything from here on
-			o.queue <- &word{kind: wordClose}
+		case o.turn <- struct{}{}: // from here on, no Send queues anything
+			o.queue <- &message{kind: messageClose}
 		case <-o.over:
 			return
 		}

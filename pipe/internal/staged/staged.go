@@ -1,10 +1,11 @@
-// Package staged is what pipes have in common whose payload goes another way than their words: by UCX or
-// NCCL, between memory that only the pipe uses.
+// Package staged is the common part of pipes whose payload takes another way than their control messages:
+// it goes over UCX or NCCL, between memory that only the pipe uses.
 //
-// A link has one connection, over which go the words: a frame begins, a piece of it lies in slot i, slot i
-// is free. Payload is copied into a slot here, moved by a [Mover] into the same slot of the peer's landing
-// memory, and copied out from there; callers' memory is never in a transport's hands, so a call may be
-// cancelled and its memory used again although a transfer goes on. The slots are all that a link holds.
+// A link has one connection, which carries the control messages: a frame begins, a piece of it is in slot
+// i, slot i is free. Payload is copied into a slot here, moved by a [Mover] into the same slot of the
+// peer's landing memory, and copied out from there. A transport never touches the memory of callers, so a
+// call may be cancelled and its memory used again while a transfer is still running. The slots are the only
+// memory of a link.
 package staged
 
 import (
@@ -20,32 +21,32 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// A Mover moves payload from slots here to slots of the peer. One call of Put and one of Take run at a
-// time. Their contexts end with the link; then they return, whatever the peer does.
+// A Mover moves payload from slots here to slots of the peer. At most one call of Put and one of Take run
+// at the same time. Their contexts end with the link; then they return, whatever the peer does.
 type Mover interface {
-	// Slot is the memory of slot i from which Put sends, as long as a piece.
+	// Slot returns the memory of slot i, from which Put sends. It is as long as a piece.
 	Slot(i int) []byte
 	// Put moves the first n bytes of slot i to the peer's landing memory.
 	Put(ctx context.Context, i, n int) error
-	// Take gives the n bytes that have come, or come, into slot i. They do not change before the peer
-	// has been told that the slot is free.
+	// Take returns the n bytes of the piece in slot i, and waits for them if necessary. They do not change
+	// before the peer has been told that the slot is free.
 	Take(ctx context.Context, i, n int) ([]byte, error)
-	// Free ends the mover, after the last call. clean says that the peer has ended too: otherwise it may
-	// still write to the landing memory, which must not become anything else then.
+	// Free ends the mover, after the last call. clean says that the peer has also ended: otherwise it may
+	// still write to the landing memory, which must then not be used for anything else.
 	Free(clean bool) error
 }
 
-// Options are those of a link. Both ends have the same Room and Early.
+// Options configure a link. Both ends have the same Room and Early.
 type Options struct {
 	Room
-	Early    bool          // the peer is told of a piece before Put, since Put waits for Take; otherwise after it
-	Patience time.Duration // for the peer to take a word
-	NoDigest bool          // leaves payload to the transport's checksums
-	SeedOut  uint64        // of the digests sent, which the peer has as its SeedIn
+	Early    bool          // the peer is told about a piece before Put, because Put waits for Take; otherwise after Put
+	Patience time.Duration // how long the peer may take to accept a control message
+	NoDigest bool          // leaves the check of payload to the transport's checksums
+	SeedOut  uint64        // for the digests sent; the peer's SeedIn is equal
 	SeedIn   uint64
 }
 
-// Inline is how many bytes of payload go with the words.
+// Inline is how many bytes of payload a control message carries itself.
 const Inline = 4 << 10
 
 // maxHello bounds what two ends tell each other at the beginning, in bytes.
@@ -57,8 +58,8 @@ const (
 	helloHead    = 4 + 1 + 4
 )
 
-// Exchange tells the peer mine, at most 64 KiB, and gives what it tells. ctx interrupts it. A peer that is
-// none of ours, or of another version, is connector.ErrIncompatible.
+// Exchange sends mine, at most 64 KiB, to the peer and returns what the peer sends. ctx interrupts it. A
+// peer with another protocol or version is connector.ErrIncompatible.
 func Exchange(ctx context.Context, conn net.Conn, mine []byte) (theirs []byte, err error) {
 	if len(mine) > maxHello {
 		return nil, fmt.Errorf("hello of %d bytes: %w", len(mine), connector.ErrIncompatible)
@@ -81,14 +82,14 @@ func Exchange(ctx context.Context, conn net.Conn, mine []byte) (theirs []byte, e
 	}
 	var head [helloHead]byte
 	if _, err := io.ReadFull(conn, head[:]); err != nil {
-		return nil, fmt.Errorf("the peer says nothing: %w: %w", err, connector.ErrGone)
+		return nil, fmt.Errorf("the peer sends no hello: %w: %w", err, connector.ErrGone)
 	}
 	n := binary.LittleEndian.Uint32(head[5:])
 	switch {
 	case binary.LittleEndian.Uint32(head[:]) != helloMagic || n > maxHello:
-		return nil, fmt.Errorf("the peer is no kvport: %w", connector.ErrIncompatible)
+		return nil, fmt.Errorf("the peer does not speak kvport's protocol: %w", connector.ErrIncompatible)
 	case head[4] != helloVersion:
-		return nil, fmt.Errorf("peer speaks version %d, we %d: %w", head[4], helloVersion, connector.ErrIncompatible)
+		return nil, fmt.Errorf("the peer speaks version %d, this end version %d: %w", head[4], helloVersion, connector.ErrIncompatible)
 	}
 	theirs = make([]byte, n)
 	if _, err := io.ReadFull(conn, theirs); err != nil {
@@ -97,8 +98,8 @@ func Exchange(ctx context.Context, conn net.Conn, mine []byte) (theirs []byte, e
 	return theirs, nil
 }
 
-// New makes a link of a connection on which hellos were exchanged, and of a mover; both are the link's.
-// done, which may be nil, is called when nothing of the link is left.
+// New makes a link of a connection on which both ends have exchanged their hellos, and of a mover. The link
+// owns both. done, which may be nil, is called when nothing of the link is left.
 func New(conn net.Conn, m Mover, o Options, done func()) pipe.Link {
 	l := &link{conn: conn, mover: m, o: o, done: done, parted: make(chan struct{})}
 	l.ctx, l.cancel = context.WithCancel(context.Background())

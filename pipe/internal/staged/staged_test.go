@@ -74,7 +74,7 @@ func (m *twoSided) Take(ctx context.Context, i, n int) ([]byte, error) {
 	}
 }
 
-// ends are both ends of a link, with what a test does to them.
+// ends are both ends of a link, with everything that a test changes.
 type ends struct {
 	a, b  pipe.Link
 	conn  net.Conn // a's
@@ -137,7 +137,7 @@ func TestPipe(t *testing.T) {
 	}
 }
 
-// A link that both ends close is clean, one whose peer dies is not.
+// A link that both ends close is clean; a link whose peer dies is not.
 func TestClean(t *testing.T) {
 	e := pair(t, Options{Room: Room{Piece: 1000, Slots: 2}})
 	require.NoError(t, errors.Join(e.a.Close(), e.b.Close()))
@@ -152,7 +152,7 @@ func TestClean(t *testing.T) {
 	require.False(t, <-e.freed)
 }
 
-// What is changed on its way, or in the landing memory afterwards, is never received.
+// Bytes that are changed on their way, or in the landing memory afterwards, are never received.
 func TestDamage(t *testing.T) {
 	e := pair(t, Options{Room: Room{Piece: 1 << 16, Slots: 4}})
 	n := 0
@@ -171,7 +171,7 @@ func TestDamage(t *testing.T) {
 	require.Error(t, err, "the link has ended")
 }
 
-// A Recv that is cancelled in the middle of a frame loses that frame and no other.
+// A Recv that is cancelled in the middle of a frame loses only that frame.
 func TestCancelledInAFrame(t *testing.T) {
 	e := pair(t, Options{Room: Room{Piece: 1000, Slots: 2}})
 	ctx, cancel := context.WithCancel(t.Context())
@@ -185,7 +185,7 @@ func TestCancelledInAFrame(t *testing.T) {
 		stop()
 		return [][]byte{make([]byte, size)}, nil
 	})
-	if err != nil { // it may have been there already
+	if err != nil { // the frame may have been there already
 		require.ErrorIs(t, err, context.Canceled)
 	}
 	h, payload, err := pipe.Receive(t.Context(), e.b.In)
@@ -198,14 +198,14 @@ func TestCancelledInAFrame(t *testing.T) {
 
 // Peers that break the rules end the link, with a reason.
 func TestStrangeWords(t *testing.T) {
-	for _, w := range []*word{
-		{kind: wordFree, slot: 1},
-		{kind: wordFree, slot: 9},
-		{kind: wordTaken},
-		{kind: wordPiece, slot: 9, n: 1},
-		{kind: wordPiece, slot: 0, n: 1 << 30},
-		{kind: wordPiece, slot: 0, n: 10},
-		{kind: wordAbort},
+	for _, w := range []*message{
+		{kind: messageFree, slot: 1},
+		{kind: messageFree, slot: 9},
+		{kind: messageTaken},
+		{kind: messagePiece, slot: 9, n: 1},
+		{kind: messagePiece, slot: 0, n: 1 << 30},
+		{kind: messagePiece, slot: 0, n: 10},
+		{kind: messageAbort},
 		{kind: 99},
 	} {
 		e := pair(t, Options{Room: Room{Piece: 1000, Slots: 2}})
@@ -217,9 +217,9 @@ func TestStrangeWords(t *testing.T) {
 }
 
 func FuzzWord(f *testing.F) {
-	for _, w := range []*word{{kind: wordFrame, header: []byte("h"), payload: 2, inline: []byte("xy")}, {kind: wordPiece, slot: 1, n: 2, sum: 3}, {kind: wordFree, slot: 4}, {kind: wordBye}} {
+	for _, w := range []*message{{kind: messageFrame, header: []byte("h"), payload: 2, inline: []byte("xy")}, {kind: messagePiece, slot: 1, n: 2, sum: 3}, {kind: messageFree, slot: 4}, {kind: messageBye}} {
 		b := w.encode(nil)
-		f.Add(b[0], b[wordHead:])
+		f.Add(b[0], b[messageHead:])
 	}
 	f.Fuzz(func(t *testing.T, kind byte, body []byte) {
 		w, err := parseWord(kind, body)
@@ -228,7 +228,7 @@ func FuzzWord(f *testing.F) {
 			return
 		}
 		b := w.encode(nil)
-		require.Equal(t, body, append([]byte{}, b[wordHead:]...))
+		require.Equal(t, body, append([]byte{}, b[messageHead:]...))
 	})
 }
 

@@ -11,70 +11,70 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// What ends say to each other. The numbers are part of the protocol and never reused.
+// The kinds of messages. The numbers are part of the protocol and never reused.
 const (
-	wordFrame  byte = 1 + iota // sender: a frame begins
-	wordPiece                  // sender: a piece of it is in a slot, or comes into it
-	wordAbort                  // sender: the rest of the frame does not come
-	wordClose                  // sender: there are no more frames
-	wordFree                   // receiver: a slot is free
-	wordTaken                  // receiver: a frame is over
-	wordClosed                 // receiver: it receives no more
-	wordBye                    // last: this end moves nothing any more
+	messageFrame  byte = 1 + iota // sender: a frame begins
+	messagePiece                  // sender: a piece of it is in a slot, or is on its way there
+	messageAbort                  // sender: the rest of the frame will not come
+	messageClose                  // sender: there are no more frames
+	messageFree                   // receiver: a slot is free
+	messageTaken                  // receiver: a frame is over
+	messageClosed                 // receiver: it does not receive any more
+	messageBye                    // the last message: this end does not move anything any more
 )
 
 const (
-	wordHead  = 1 + 4     // kind, bytes that follow
-	frameHead = 8 + 4 + 8 // payload, header, digest of header and inline payload
-	pieceSize = 4 + 4 + 8 // slot, bytes, digest
-	window    = 64        // frames that were begun and are not over
-	maxWord   = frameHead + pipe.MaxHeader + Inline
+	messageHead = 1 + 4     // kind, bytes that follow
+	frameHead   = 8 + 4 + 8 // payload, header, digest of header and inline payload
+	pieceSize   = 4 + 4 + 8 // slot, bytes, digest
+	window      = 64        // frames that have begun and are not over
+	maxWord     = frameHead + pipe.MaxHeader + Inline
 )
 
-// word is one message.
-type word struct {
+// message is one control message.
+type message struct {
 	kind    byte
 	header  []byte // frame
 	payload int    // frame
-	inline  []byte // frame: its payload, if that is short
+	inline  []byte // frame: its payload if that is short
 	slot, n int    // piece; free: slot
-	sum     uint64 // frame: of header and inline; piece: of its bytes
+	sum     uint64 // frame: the digest of header and inline; piece: the digest of its bytes
 	data    []byte // piece, when it was taken
-	err     error  // instead of all others: nothing follows
+	err     error  // set instead of all other fields: nothing follows
 }
 
 // inlined reports whether a frame's payload comes with it.
-func (w *word) inlined() bool { return w.payload <= Inline }
+func (w *message) inlined() bool { return w.payload <= Inline }
 
-func (w *word) encode(to []byte) []byte {
+func (w *message) encode(to []byte) []byte {
 	to = append(to, w.kind, 0, 0, 0, 0)
 	at := len(to)
 	switch w.kind {
-	case wordFrame:
+	case messageFrame:
 		to = binary.LittleEndian.AppendUint64(to, uint64(w.payload))
 		to = binary.LittleEndian.AppendUint32(to, uint32(len(w.header)))
 		to = binary.LittleEndian.AppendUint64(to, w.sum)
 		to = append(append(to, w.header...), w.inline...)
-	case wordPiece:
+	case messagePiece:
 		to = binary.LittleEndian.AppendUint32(to, uint32(w.slot))
 		to = binary.LittleEndian.AppendUint32(to, uint32(w.n))
 		to = binary.LittleEndian.AppendUint64(to, w.sum)
-	case wordFree:
+	case messageFree:
 		to = binary.LittleEndian.AppendUint32(to, uint32(w.slot))
 	}
 	binary.LittleEndian.PutUint32(to[at-4:], uint32(len(to)-at))
 	return to
 }
 
-// readWord reads one message. What cannot be one wraps connector.ErrIncompatible.
-func readWord(r io.Reader) (*word, error) {
-	var head [wordHead]byte
+// readMessage reads one message. Errors about an invalid message wrap connector.ErrIncompatible.
+func readMessage(r io.Reader) (*message, error) {
+	var head [messageHead]byte
 	if _, err := io.ReadFull(r, head[:]); err != nil {
 		return nil, err
 	}
 	size := binary.LittleEndian.Uint32(head[1:])
 	if size > maxWord {
-		return nil, fmt.Errorf("a word of %d bytes: %w", size, connector.ErrIncompatible)
+		return nil, fmt.Errorf("a message of %d bytes: %w", size, connector.ErrIncompatible)
 	}
 	body := make([]byte, size)
 	if _, err := io.ReadFull(r, body); err != nil {
@@ -83,31 +83,31 @@ func readWord(r io.Reader) (*word, error) {
 	return parseWord(head[0], body)
 }
 
-func parseWord(kind byte, b []byte) (*word, error) {
-	w := &word{kind: kind}
+func parseWord(kind byte, b []byte) (*message, error) {
+	w := &message{kind: kind}
 	ok := false
 	switch kind {
-	case wordFrame:
+	case messageFrame:
 		ok = w.parseFrame(b)
-	case wordPiece:
+	case messagePiece:
 		if ok = len(b) == pieceSize; ok {
 			w.slot, w.n = int(binary.LittleEndian.Uint32(b)), int(binary.LittleEndian.Uint32(b[4:]))
 			w.sum = binary.LittleEndian.Uint64(b[8:])
 		}
-	case wordFree:
+	case messageFree:
 		if ok = len(b) == 4; ok {
 			w.slot = int(binary.LittleEndian.Uint32(b))
 		}
-	case wordAbort, wordClose, wordTaken, wordClosed, wordBye:
+	case messageAbort, messageClose, messageTaken, messageClosed, messageBye:
 		ok = len(b) == 0
 	}
 	if !ok {
-		return nil, fmt.Errorf("a word of kind %d with %d bytes is none of ours: %w", kind, len(b), connector.ErrIncompatible)
+		return nil, fmt.Errorf("a message of unknown kind %d with %d bytes: %w", kind, len(b), connector.ErrIncompatible)
 	}
 	return w, nil
 }
 
-func (w *word) parseFrame(b []byte) bool {
+func (w *message) parseFrame(b []byte) bool {
 	if len(b) < frameHead {
 		return false
 	}
@@ -124,7 +124,7 @@ func (w *word) parseFrame(b []byte) bool {
 	return len(w.inline) == 0
 }
 
-// digest is the digest of bytes that a seed, known to both ends only, is mixed into.
+// digest is a digest of bytes into which a seed is mixed that only the two ends know.
 type digest struct{ h *xxh3.Hasher }
 
 func newDigest(seed uint64, off bool) *digest {
