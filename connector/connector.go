@@ -25,7 +25,7 @@
 // Besides, a connector may ask for memory that outlives its process: [Info.ArenaBytes].
 //
 // An engine never asserts for these itself: [As] also honours proxies that have all methods but
-// support only some.
+// support only some. What every part of kvport does with each is in docs/powers.md; [Powers] lists them.
 package connector
 
 import (

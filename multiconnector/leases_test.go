@@ -337,3 +337,23 @@ func (f *failing) round(over []connector.HoldID) {
 		})
 	}
 }
+
+// TestMasked: what a composite does not pass on of a child it can say, for every power, where the child's role has
+// a use for it.
+func TestMasked(t *testing.T) {
+	for _, p := range connector.Powers() {
+		c := multiconnector.Child{Role: connector.RoleBoth, Info: connector.Info{Capabilities: p.Bit}}
+		if multiconnector.Powers&p.Bit != 0 {
+			require.Empty(t, c.Masked(), p.Name)
+			continue
+		}
+		require.Len(t, c.Masked(), 1)
+		require.Contains(t, c.Masked()[0], p.Name+": ")
+	}
+	all := connector.Info{Capabilities: ^connector.Capability(0)}
+	producer, consumer := multiconnector.Child{Role: connector.RoleProducer, Info: all}, multiconnector.Child{Role: connector.RoleConsumer, Info: all}
+	require.Len(t, producer.Masked(), 1)
+	require.Contains(t, producer.Masked()[0], "layers")
+	require.Len(t, consumer.Masked(), 1)
+	require.Contains(t, consumer.Masked()[0], "reshape")
+}
