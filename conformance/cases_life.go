@@ -242,9 +242,9 @@ func manifest(r *rig) {
 	if !m.Answers(info.Name) {
 		r.Errorf("Describe says %q, the manifest %q %q", info.Name, m.Name, m.Aliases)
 	}
-	for bit := connector.Capability(1); bit <= info.Capabilities; bit <<= 1 {
-		if info.Capabilities&bit != 0 && !slices.Contains(m.Capabilities, bit.String()) {
-			r.Errorf("Describe claims %v, the manifest only %q", bit, m.Capabilities)
+	for _, name := range info.Capabilities.Names() {
+		if !slices.Contains(m.Capabilities, name) {
+			r.Errorf("Describe claims %s, the manifest only %q", name, m.Capabilities)
 		}
 	}
 	var schema struct {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -27,6 +28,13 @@ func heldCase(id, rule, text string, body func(*family)) Case {
 	}
 }
 
+// renewedCase is one for children that renew holds.
+func renewedCase(id, rule, text string, body func(*family)) Case {
+	c := heldCase(id, rule, text, body)
+	c.Needs, c.Run = connector.CanLease, rigged(connector.CanLease, false, withChildren(body))
+	return c
+}
+
 func multiCases() []Case {
 	return []Case{
 		multiCase("multi-engine-id", "MULTI-01", "A child with an engine_id is refused, and the error says which.", multiEngineID),
@@ -45,6 +53,8 @@ func multiCases() []Case {
 		multiCase("multi-nested", "MULTI-06", "A child may be such a connector itself.", multiNested),
 		heldCase("multi-tickets", "MULTI-07", "A ticket has every child's: a consumer with any one of them can load by it.", multiTickets),
 		heldCase("multi-hold-last", "MULTI-07", "A hold is over when the last child's was fetched, not before.", multiHoldLast),
+		renewedCase("multi-renews", "MULTI-11", "A hold is renewed while a consumer waits that has any one of the children.", multiRenews),
+		renewedCase("multi-renews-no-more", "MULTI-11", "A hold that the host has ended is renewed no more, whoever waits for it.", multiRenewsNoMore),
 	}
 }
 
@@ -330,4 +340,48 @@ func multiHoldLast(f *family) {
 	}
 	f.fetch(f.b, hold, keys)
 	f.equal(1, len(f.consumed(p, soon)), "holds that are over when the last child's was fetched")
+}
+
+// waitsFor asks for a hold's ticket as an engine with one of the children, whose request waits.
+func (f *family) waitsFor(kid map[string]json.RawMessage, hold connector.Hold, keys []connector.BlockKey) (ask func()) {
+	f.Helper()
+	d := f.of(kid)
+	q := query(keys)
+	q.Ticket = hold.Ticket
+	return func() { d.ask(q) }
+}
+
+func multiRenews(f *family) {
+	p := f.of(f.a, f.b)
+	for i, kid := range []map[string]json.RawMessage{f.a, f.b} {
+		hold, keys := f.produced(p)
+		ask := f.waitsFor(kid, hold, keys)
+		for w := p.patience(soon); ; {
+			ask()
+			if slices.Contains(p.leases(), hold.ID) {
+				break
+			}
+			if w.over() {
+				f.Errorf("a consumer that has child %d waits, and the hold is not renewed", i)
+				break
+			}
+		}
+	}
+}
+
+func multiRenewsNoMore(f *family) {
+	p := f.of(f.a, f.b)
+	hold, keys := f.produced(p)
+	asks := []func(){f.waitsFor(f.a, hold, keys), f.waitsFor(f.b, hold, keys)}
+	p.leases()
+	p.leases(hold.ID)
+	for range 3 {
+		for _, ask := range asks {
+			ask()
+		}
+		if slices.Contains(p.leases(), hold.ID) {
+			f.Errorf("a hold is renewed that the host has ended")
+			return
+		}
+	}
 }

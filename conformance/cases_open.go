@@ -40,7 +40,12 @@ func describe(r *rig) {
 	if r.info.Scope < connector.ScopeEngine || r.info.Scope > connector.ScopeShared {
 		r.Errorf("Info.Scope is %v, want engine, node or shared", r.info.Scope)
 	}
-	have := connector.CapabilitiesOf(e.scheduler) | connector.CapabilitiesOf(e.workers[0])&(connector.CanLayers|connector.CanReshape)
+	have := connector.CapabilitiesOf(e.scheduler)
+	for _, p := range connector.Powers() {
+		if p.Worker {
+			have |= connector.CapabilitiesOf(e.workers[0]) & p.Bit
+		}
+	}
 	if r.info.Capabilities&^have != 0 {
 		r.Errorf("Info claims %v, the sides have %v", r.info.Capabilities, have)
 	}

@@ -174,7 +174,7 @@ func (h *inProcess) Manifest(context.Context) (*host.Manifest, error) {
 func manifestOf(p *connector.Plugin) *host.Manifest {
 	return &host.Manifest{
 		Name: p.Name, Aliases: p.Aliases, Version: p.Version, Environment: p.Environment, ConfigSchema: p.Schema,
-		Capabilities: strings.FieldsFunc(p.Capabilities.String(), func(c rune) bool { return c == ',' }),
+		Capabilities: p.Capabilities.Names(),
 	}
 }
 

@@ -73,11 +73,12 @@ func TestCapabilityString(t *testing.T) {
 // Every bit has one interface and every interface one bit.
 func TestOptionalTable(t *testing.T) {
 	seen := Capability(0)
-	for n, o := range optional {
-		require.Equal(t, Capability(1)<<n, o.bit)
-		require.Zero(t, seen&o.bit)
-		require.LessOrEqual(t, o.typ.NumMethod(), 2)
-		seen |= o.bit
+	for n, o := range Powers() {
+		require.Equal(t, Capability(1)<<n, o.Bit)
+		require.Equal(t, n+1, o.Number())
+		require.Zero(t, seen&o.Bit)
+		require.LessOrEqual(t, o.Interface.NumMethod(), 2)
+		seen |= o.Bit
 	}
 }
 

@@ -26,7 +26,8 @@
 // A connector may also ask for memory that outlives its process: [Info.ArenaBytes].
 //
 // Code that looks for one of these interfaces calls [As] instead of a type assertion, because a proxy has
-// every method but may support only some of them.
+// every method but may support only some of them. docs/powers.md says what every part of kvport does with each;
+// [Powers] lists them.
 package connector
 
 import (

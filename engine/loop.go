@@ -16,6 +16,9 @@ import (
 // again. The host says when asking is worthwhile; this is for answers that got lost.
 const askAgain = 100 * time.Millisecond
 
+// askTickets is how often the connector is asked about queued requests that have a ticket (rule LEASE-04).
+const askTickets = 500 * time.Millisecond
+
 // loop is the goroutine that runs an engine.
 type loop struct {
 	e       *Engine
@@ -27,6 +30,7 @@ type loop struct {
 	streams map[connector.RequestID]*stream
 	closing bool
 	batch   model.Batch
+	kept    time.Time   // when the connector was last asked about all queued requests that have a ticket
 	saving  uint64      // the step whose layers are saved while it is computed
 	logits  [][]float32 // one for each place in the largest batch so far
 	sampled []int32
@@ -97,9 +101,12 @@ func (l *loop) receive() {
 
 func (l *loop) wait() {
 	var again <-chan time.Time
-	later := l.sched.Later()
+	later, pause := l.sched.Later(), askTickets
 	if len(later) > 0 {
-		timer := time.NewTimer(askAgain)
+		pause = askAgain
+	}
+	if len(later) > 0 || len(l.sched.Tickets(true)) > 0 {
+		timer := time.NewTimer(pause)
 		defer timer.Stop()
 		again = timer.C
 	}
@@ -143,10 +150,20 @@ func (l *loop) event(ev host.Event, open bool) {
 
 // ask puts the scheduler's questions to the connector. Each takes 200 microseconds at most.
 func (l *loop) ask() {
-	for _, q := range l.sched.Questions() {
+	for _, q := range append(l.sched.Questions(), l.tickets()...) {
 		l.sched.Answer(q.Query.Request, q.Query.Computed, l.e.host.Match(q.Query, q.Ticket))
 		l.noteTicket(q.Query.Request)
 	}
+}
+
+// tickets are questions about queued requests that have a ticket: new ones at once, all of them again
+// and again.
+func (l *loop) tickets() []sched.Question {
+	again := time.Since(l.kept) >= askTickets
+	if again {
+		l.kept = time.Now()
+	}
+	return l.sched.Tickets(again)
 }
 
 // step carries out one step of the schedule. It reports whether anything was computed.

@@ -109,6 +109,29 @@ func (s childScheduler) poll(ctx context.Context, l *life, side connector.Schedu
 	return err
 }
 
+// Renewals implements connector.Leaser. A life hears only of its own holds, and of what it has named
+// that is not one of them.
+func (s childScheduler) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
+	l, side, err := s.scheduler(s.side)
+	if err != nil {
+		return nil, err
+	}
+	leaser, ok := connector.As[connector.Leaser](side)
+	if !ok {
+		return nil, connector.ErrIncompatible
+	}
+	s.mu.Lock()
+	over := s.holds.ended(l.n, ended)
+	s.mu.Unlock()
+	ids, err := leaser.Renewals(ctx, over)
+	if err != nil {
+		return nil, s.judge(l, err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.holds.renewed(l.n, ids), nil
+}
+
 // Reset implements connector.Resetter.
 func (s childScheduler) Reset(ctx context.Context) (bool, error) {
 	return childCall(ctx, s, s.set.Deadlines.Save, func(ctx context.Context, _ *life, side connector.Scheduler) (bool, error) {

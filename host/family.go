@@ -170,8 +170,14 @@ func (n *nest) open(ctx context.Context, cfg *Config, label, path string) (*fami
 		for i := range infos {
 			infos[i] = f.members[i].info()
 		}
-		if f.multi, err = multiconnector.New(MultiName, childrenOf(cfg, infos)); err != nil {
+		children := childrenOf(cfg, infos)
+		if f.multi, err = multiconnector.New(MultiName, children); err != nil {
 			err = fmt.Errorf("%w: %sconnectors: %w", ErrConfig, path, err)
+		}
+		for i := range children {
+			if masked := children[i].Masked(); len(masked) > 0 {
+				n.log.Info("a MultiConnector does not pass on all that its child can do", "child", f.members[i].label, "not_passed_on", strings.Join(masked, "; "))
+			}
 		}
 	}
 	if err != nil {

@@ -14,6 +14,7 @@ type holdBook struct {
 	ids  map[plugHold]connector.HoldID
 	over []connector.HoldID
 
+	refused   []plugHold         // named by the last Renewals, and none of ours
 	early     map[plugHold]int   // reported before the answer that announces them came
 	interrupt context.CancelFunc // ends the poll that runs; nil: none
 }
@@ -79,6 +80,36 @@ func (b *holdBook) consumed(life uint64, ids []connector.HoldID) {
 			b.drop(own, o)
 		}
 	}
+}
+
+// renewed gives our numbers of the holds that a life renews. What it names that is not one of them is
+// refused by the next call: it must not take it for renewed (rule LEASE-02).
+func (b *holdBook) renewed(life uint64, ids []connector.HoldID) (own []connector.HoldID) {
+	b.refused = nil
+	for _, id := range ids {
+		named := plugHold{life, id}
+		if o := b.ids[named]; o != 0 {
+			own = append(own, o)
+		} else {
+			b.refused = append(b.refused, named)
+		}
+	}
+	return own
+}
+
+// ended gives a life's own numbers of the holds that it has to hear the end of.
+func (b *holdBook) ended(life uint64, own []connector.HoldID) (ids []connector.HoldID) {
+	for _, id := range own {
+		if o := b.own[id]; o != nil && o.life == life {
+			ids = append(ids, o.id)
+		}
+	}
+	for _, named := range b.refused {
+		if named.life == life {
+			ids = append(ids, named.id)
+		}
+	}
+	return ids
 }
 
 // lose ends the holds of a life.

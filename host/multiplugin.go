@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/config"
+	"github.com/kvport/kvport/multiconnector"
 )
 
 // pluginPathKey names folders with plugins.
@@ -43,7 +44,7 @@ func MultiPlugin(version string) connector.Plugin {
 	m := &multiPlugin{regions: inheritedRegions(), houses: map[string]*house{}}
 	return connector.Plugin{
 		Name: MultiName, Version: version, Environment: []string{pluginPathKey, "HOME", "TMPDIR"},
-		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents, Schema: json.RawMessage(multiSchema),
+		Capabilities: multiconnector.Powers, Schema: json.RawMessage(multiSchema),
 		Describe: m.describe, Scheduler: m.scheduler, Worker: m.worker,
 	}
 }

@@ -3,6 +3,7 @@ package multiconnector
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"time"
 
@@ -25,8 +26,16 @@ type childHold struct {
 type held struct {
 	id      connector.HoldID
 	waiting map[childHold]int // consumers that have not fetched yet
-	expires time.Time
+	ttl     time.Duration
+	expires time.Time // the host has released it by then
+	over    bool      // the host has released it before all was fetched
 }
+
+// tellOver is how long after the end of a hold the host may still speak of it.
+const tellOver = 10 * time.Second
+
+// renew notes that a hold's time begins again.
+func (h *held) renew(now time.Time) { h.expires = now.Add(2*h.ttl + tellOver) }
 
 // ledger counts holds.
 type ledger struct {
@@ -98,7 +107,8 @@ func (s *scheduler) hold(k int, answers [][]connector.Hold) connector.Hold {
 	if len(sections) == 0 {
 		return connector.Hold{}
 	}
-	h.expires = now.Add(2 * joint.TTL)
+	h.ttl = joint.TTL
+	h.renew(now)
 	joint.ID, joint.Ticket = s.ledger.add(h, now), sealTicket(sections)
 	return joint
 }
@@ -145,9 +155,44 @@ func (l *ledger) consumed(c childHold) {
 	}
 	delete(h.waiting, c)
 	delete(l.open, c)
-	if len(h.waiting) == 0 {
+	if len(h.waiting) == 0 && !h.over {
 		l.report(h)
 	}
+}
+
+// renew gives the composite holds that a child renews its parts of, and what it named that is not an
+// open hold.
+func (l *ledger) renew(child int, ids []connector.HoldID, now time.Time) (own, unknown []connector.HoldID) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, id := range ids {
+		h := l.open[childHold{child, id}]
+		if h == nil || h.over {
+			unknown = append(unknown, id)
+			continue
+		}
+		h.renew(now)
+		own = append(own, h.id)
+	}
+	return own, unknown
+}
+
+// end notes that the host has released composite holds, and gives the parts that children keep of them.
+func (l *ledger) end(ids []connector.HoldID) (parts []childHold) {
+	if len(ids) == 0 {
+		return nil
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for c, h := range l.open {
+		if !h.over && slices.Contains(ids, h.id) {
+			parts = append(parts, c)
+		}
+	}
+	for _, c := range parts {
+		l.open[c].over = true
+	}
+	return parts
 }
 
 func (l *ledger) report(h *held) {

@@ -44,8 +44,27 @@ func (c *Child) mayHave(b *connector.Block) bool {
 	return b.Key != (connector.BlockKey{}) || c.keeps()
 }
 
-// powers are the optional interfaces that a composite passes on.
-const powers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents
+// Powers are the optional interfaces that a composite passes on.
+const Powers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLease
+
+// Masked lists the powers of the child that a composite does not pass on, each with what that costs.
+// Powers that a child's role has no use for are left out.
+func (c *Child) Masked() []string {
+	var out []string
+	for _, m := range []struct {
+		power connector.Capability
+		used  bool
+		cost  string
+	}{
+		{connector.CanLayers, c.Role.Saves(), "blocks are saved when the step is computed"},
+		{connector.CanReshape, c.Role.Loads(), "tickets of engines with other block sizes or ranks are refused, the prompt is computed"},
+	} {
+		if c.Info.Capabilities&m.power != 0 && m.used {
+			out = append(out, fmt.Sprintf("%v: %s", m.power, m.cost))
+		}
+	}
+	return out
+}
 
 // DefaultPatience is how long a child may take over one answer before the others go on without it.
 const DefaultPatience = 100 * time.Millisecond
@@ -107,7 +126,7 @@ func Fold(name string, children []Child) (connector.Info, error) {
 			return bad("two children are called %q", c.Name)
 		}
 		seen[c.Name] = true
-		info.Capabilities |= c.Info.Capabilities & powers
+		info.Capabilities |= c.Info.Capabilities & Powers
 		info.Groups = info.Groups && c.Info.Groups
 		info.Lossy = info.Lossy || c.Info.Lossy
 		if c.Role.Saves() || !saving {

@@ -27,6 +27,7 @@ type scheduler struct {
 	block   int // tokens of the smallest block, which each key stands for
 	groups  []connector.Group
 	ledger  ledger
+	leases  leases
 	desk    desk
 	tellers []*teller
 	life    context.Context //nolint:containedctx // ends with Close
@@ -42,7 +43,7 @@ type scheduler struct {
 // groups. The result owns them; closed, unless nil, is called after they were closed.
 func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group, closed func() error) connector.Scheduler {
 	life, stop := context.WithCancel(context.Background())
-	s := &scheduler{Multi: m, unit: 1, block: math.MaxInt32, groups: groups, life: life, stop: stop, closed: closed, ledger: newLedger(), desk: newDesk()}
+	s := &scheduler{Multi: m, unit: 1, block: math.MaxInt32, groups: groups, life: life, stop: stop, closed: closed, ledger: newLedger(), leases: newLeases(sides), desk: newDesk()}
 	for _, g := range groups {
 		s.unit = s.unit / gcd(s.unit, g.BlockTokens) * g.BlockTokens
 		s.block = min(s.block, g.BlockTokens)

@@ -1,6 +1,7 @@
 package multiconnector_test
 
 import (
+	"errors"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -34,4 +35,21 @@ func TestTailIsHoldersOnly(t *testing.T) {
 	require.Equal(t, []connector.BlockID{2}, some.Blocks)
 	require.Len(t, store.loads[0].Blocks, 2)
 	require.Len(t, holder.loads[0].Blocks, 1, "the partial block was asked of the one who may have it")
+}
+
+// A load of which nothing arrives fails as a whole, although each child names only those blocks that it was
+// asked for: the partial one is asked of the holder alone.
+func TestNothingArrives(t *testing.T) {
+	ks := keys(3)
+	holder, store := newShelf(), newShelf()
+	holder.loadErr = connector.ErrGone
+	r := newRig(t, func(cs []multiconnector.Child) { cs[0].Info.Capabilities = connector.CanHold }, holder, store)
+	partial := transfer("r", append(ks[:2:2], connector.BlockKey{}))
+	partial.Tokens--
+	err := r.worker.Load(t.Context(), partial, r.kv)
+	require.ErrorIs(t, err, connector.ErrGone)
+	var some *connector.BlockError
+	if errors.As(err, &some) {
+		require.ElementsMatch(t, []connector.BlockID{0, 1, 2}, some.Blocks)
+	}
 }

@@ -273,7 +273,8 @@ func blockError(t *connector.Transfer, indexes []int, cause error) error {
 	if cause == nil {
 		cause = connector.ErrGone
 	}
-	if len(indexes) == len(t.Blocks) {
+	var some *connector.BlockError // a child's, which names fewer
+	if len(indexes) == len(t.Blocks) && !errors.As(cause, &some) {
 		return cause
 	}
 	failed := &connector.BlockError{Err: cause}

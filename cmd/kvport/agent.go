@@ -6,11 +6,9 @@ import (
 	"fmt"
 	"log/slog"
 	"path/filepath"
-	"strings"
 
 	"github.com/spf13/cobra"
 
-	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/host/agent"
 )
@@ -91,14 +89,6 @@ type checked struct {
 	SaveMS       int64 `json:"save_ms"`
 }
 
-// powers lists capabilities by name.
-func powers(c connector.Capability) []string {
-	if c == 0 {
-		return []string{}
-	}
-	return strings.Split(c.String(), ",")
-}
-
 func (f *agentFlags) describe(cmd *cobra.Command, cfg *host.Config) error {
 	info, err := host.Inspect(cmd.Context(), cfg, host.Options{PluginPath: pluginFolders(f.pluginPath), Log: slog.Default()})
 	if err != nil {
@@ -107,7 +97,7 @@ func (f *agentFlags) describe(cmd *cobra.Command, cfg *host.Config) error {
 	d := &cfg.Settings.Deadlines
 	out := checked{
 		Connector: info.Name, Role: cfg.Role.String(), Loads: cfg.Role.Loads(), Saves: cfg.Role.Saves(),
-		Layouts: append([]string{}, info.Layouts...), Groups: info.Groups, Capabilities: powers(info.Capabilities),
+		Layouts: append([]string{}, info.Layouts...), Groups: info.Groups, Capabilities: info.Capabilities.Names(),
 		Scope: info.Scope.String(), Lossy: info.Lossy, FailurePolicy: string(cfg.FailurePolicy), Trust: string(cfg.Settings.Trust),
 		LoadMS: (d.Transfer + d.Grace).Milliseconds(), LoadPerGiBMS: d.TransferPerGiB.Milliseconds(), SaveMS: (d.Save + d.Grace).Milliseconds(),
 	}

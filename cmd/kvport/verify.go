@@ -147,11 +147,9 @@ func (v *verification) describe(ctx context.Context) (string, error) {
 	if info.Name != m.Name {
 		return "", fmt.Errorf("it calls itself %q here and %q in its manifest", info.Name, m.Name)
 	}
-	if names := info.Capabilities.String(); info.Capabilities != 0 {
-		for name := range strings.SplitSeq(names, ",") {
-			if !slices.Contains(m.Capabilities, name) {
-				return "", fmt.Errorf("it has %s with this config, which its manifest does not announce", name)
-			}
+	for _, name := range info.Capabilities.Names() {
+		if !slices.Contains(m.Capabilities, name) {
+			return "", fmt.Errorf("it has %s with this config, which its manifest does not announce", name)
 		}
 	}
 	v.info = info

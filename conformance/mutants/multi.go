@@ -22,7 +22,7 @@ const MultiConfig = `{"connectors": [
 const multiDepth = 4
 
 // shelfPowers are those of a child.
-const shelfPowers = connector.CanHold | connector.CanReset
+const shelfPowers = connector.CanHold | connector.CanReset | connector.CanLease
 
 // MultiReference is a correct connector made of others: shelves in memory, one for each name.
 func MultiReference() connector.Plugin { return multiPlugin(multiKnobs{}) }

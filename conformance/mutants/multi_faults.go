@@ -47,6 +47,9 @@ func multiMutants() []Mutant {
 		{"does not save to a nested child", "multi-nested", func() multiKnobs { return multiKnobs{worker: notNested} }},
 		{"hands a child another's ticket", "multi-tickets", func() multiKnobs { return multiKnobs{joint: swapsTickets} }},
 		{"counts the holds of two children as one", "multi-hold-last", func() multiKnobs { return multiKnobs{scheduler: firstCounts} }},
+		{"swallows its children's renewals", "multi-renews", func() multiKnobs { return multiKnobs{joint: swallowsRenewals} }},
+		{"passes on the first child's renewals only", "multi-renews", func() multiKnobs { return multiKnobs{scheduler: firstRenews} }},
+		{"does not tell its children which holds are over", "multi-renews-no-more", func() multiKnobs { return multiKnobs{joint: tellsNoEnd} }},
 	} {
 		out = append(out, Mutant{
 			Name: m.name, Case: m.caseID, Config: MultiConfig, Plugin: func() connector.Plugin { return multiPlugin(m.knobs()) },
@@ -69,15 +72,54 @@ func forgives(word string) multiKnobs {
 type jointSide struct {
 	connector.Scheduler
 	connector.Holder
+	connector.Leaser
 	connector.Resetter
 	connector.Partial
 }
 
 func sideOf(s connector.Scheduler) jointSide {
 	h, _ := s.(connector.Holder)
+	l, _ := s.(connector.Leaser)
 	r, _ := s.(connector.Resetter)
 	p, _ := s.(connector.Partial)
-	return jointSide{s, h, r, p}
+	return jointSide{s, h, l, r, p}
+}
+
+// renewing makes a Renewals in its own way.
+type renewing struct {
+	connector.Leaser
+	renewals func(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error)
+}
+
+// Renewals implements connector.Leaser.
+func (r renewing) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
+	return r.renewals(ctx, ended)
+}
+
+func swallowsRenewals(s connector.Scheduler) connector.Scheduler {
+	side := sideOf(s)
+	inner := side.Leaser
+	side.Leaser = renewing{inner, func(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
+		_, err := inner.Renewals(ctx, ended)
+		return nil, err
+	}}
+	return side
+}
+
+func firstRenews(i int, s connector.Scheduler) connector.Scheduler {
+	if i == 0 {
+		return s
+	}
+	return swallowsRenewals(s)
+}
+
+func tellsNoEnd(s connector.Scheduler) connector.Scheduler {
+	side := sideOf(s)
+	inner := side.Leaser
+	side.Leaser = renewing{inner, func(ctx context.Context, _ []connector.HoldID) ([]connector.HoldID, error) {
+		return inner.Renewals(ctx, nil)
+	}}
+	return side
 }
 
 // matching answers a Match in its own way.

@@ -116,6 +116,7 @@ type backend struct {
 // hold is one open hold. Its engine waits for fetched.
 type hold struct {
 	fetched chan connector.HoldID
+	wanted  bool // a consumer has asked for it since the last renewal
 }
 
 func (b *backend) get(k connector.StoreKey) ([]byte, bool) {
@@ -198,8 +199,23 @@ func (s *scheduler) Match(_ context.Context, queries []connector.Query) ([]conne
 	out := make([]connector.Match, len(queries))
 	for i, q := range queries {
 		out[i] = s.match(q, s.present)
+		if q.Request != "" {
+			s.backend.want(q.Ticket)
+		}
 	}
 	return out, nil
+}
+
+// want notes that a consumer waits for what a ticket names.
+func (b *backend) want(t connector.Ticket) {
+	if len(t) != 8 {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if h := b.holds[connector.HoldID(binary.LittleEndian.Uint64(t))]; h != nil {
+		h.wanted = true
+	}
 }
 
 // match offers the longest prefix that every group with policy all has and of which every other
@@ -288,7 +304,7 @@ func (s *scheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 	}
 }
 
-// leaseWait is how long Renewals waits: nobody asks here to hold anything longer.
+// leaseWait is how long Renewals waits for consumers.
 const leaseWait = 50 * time.Millisecond
 
 // Renewals implements connector.Leaser.
@@ -302,10 +318,23 @@ func (s *scheduler) Renewals(ctx context.Context, ended []connector.HoldID) ([]c
 	defer timer.Stop()
 	select {
 	case <-timer.C:
-		return nil, nil
+		return s.renewed(), nil
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
+}
+
+// renewed are this engine's holds that consumers have asked for since the last call.
+func (s *scheduler) renewed() (ids []connector.HoldID) {
+	s.backend.mu.Lock()
+	defer s.backend.mu.Unlock()
+	for id, h := range s.backend.holds {
+		if h.wanted && h.fetched == s.consumed() {
+			h.wanted = false
+			ids = append(ids, id)
+		}
+	}
+	return ids
 }
 
 // Reset implements connector.Resetter.

@@ -186,13 +186,33 @@ func (s *Scheduler) Questions() []Question {
 		}
 		slots--
 		if hit := s.localHit(r); s.mustAsk(r, hit) {
-			list = append(list, Question{
-				Query:  connector.Query{Request: r.ID, Tokens: len(r.tokens), Keys: r.Keys, Computed: hit},
-				Ticket: r.Ticket,
-			})
+			list = append(list, s.question(r, hit))
 		}
 	}
 	return list
+}
+
+// Tickets lists the queued requests that have a ticket, also those that there is no place for yet: a
+// producer keeps what a ticket names for as long as the connector is asked about it (rule LEASE-04).
+// Without again it lists those alone that have not been asked about.
+func (s *Scheduler) Tickets(again bool) []Question {
+	var list []Question
+	for _, r := range s.queue {
+		if r.state != waiting || r.Ticket == nil || r.match.Later || r.asked >= 0 && !again {
+			continue
+		}
+		if hit := s.localHit(r); s.mayLoad(r, hit) {
+			list = append(list, s.question(r, hit))
+		}
+	}
+	return list
+}
+
+func (s *Scheduler) question(r *seq, hit int) Question {
+	return Question{
+		Query:  connector.Query{Request: r.ID, Tokens: len(r.tokens), Keys: r.Keys, Computed: hit},
+		Ticket: r.Ticket,
+	}
 }
 
 // Answer is the connector's answer to a question; computed is the question's Computed. A request
@@ -222,9 +242,12 @@ func (s *Scheduler) Later() []connector.RequestID {
 }
 
 // mustAsk reports whether a request cannot be admitted before the connector has been asked.
-func (s *Scheduler) mustAsk(r *seq, hit int) bool {
+func (s *Scheduler) mustAsk(r *seq, hit int) bool { return r.asked != hit && s.mayLoad(r, hit) }
+
+// mayLoad reports whether the connector may have more of a request than is there.
+func (s *Scheduler) mayLoad(r *seq, hit int) bool {
 	more := hit < s.maxHit(r) || r.Ticket != nil && hit < len(r.tokens)-1 // a producer may offer part of a block
-	return s.cfg.Role.Loads() && !r.barred && r.asked != hit && more
+	return s.cfg.Role.Loads() && !r.barred && more
 }
 
 // maxHit is how many tokens may come from elsewhere in whole blocks: one token at least must be

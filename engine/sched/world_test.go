@@ -138,7 +138,7 @@ func (w *world) turn() (busy bool, err error) {
 	if err := w.disturb(); err != nil {
 		return false, err
 	}
-	for _, q := range w.s.Questions() {
+	for _, q := range append(w.s.Questions(), w.s.Tickets(w.rng.IntN(4) == 0)...) {
 		w.s.Answer(q.Query.Request, q.Query.Computed, w.match(q))
 	}
 	chunks, st := w.s.Schedule()

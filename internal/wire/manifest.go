@@ -28,10 +28,10 @@ type Manifest struct {
 func NewManifest(p *connector.Plugin, info *connector.Info) *Manifest {
 	m := &Manifest{
 		Name: p.Name, Aliases: list0(p.Aliases), Version: p.Version, ProtocolVersions: []int{ProtocolVersion},
-		Capabilities: capabilityNames(p.Capabilities), Environment: list0(p.Environment), ConfigSchema: p.Schema,
+		Capabilities: p.Capabilities.Names(), Environment: list0(p.Environment), ConfigSchema: p.Schema,
 	}
 	if info != nil {
-		m.Capabilities, m.Scope = capabilityNames(info.Capabilities), info.Scope.String()
+		m.Capabilities, m.Scope = info.Capabilities.Names(), info.Scope.String()
 		m.ArenaBytes = info.ArenaBytes
 		for _, s := range info.Stats {
 			m.Stats = append(m.Stats, s.Name)
@@ -65,13 +65,6 @@ func (m *Manifest) Speaks(version int) bool { return slices.Contains(m.ProtocolV
 // Answers reports whether kv_connector may call the plugin by name.
 func (m *Manifest) Answers(name string) bool {
 	return m.Name == name || slices.Contains(m.Aliases, name)
-}
-
-func capabilityNames(c connector.Capability) []string {
-	if c == 0 {
-		return []string{}
-	}
-	return strings.Split(c.String(), ",")
 }
 
 // list0 prints as [] and not as null.
