@@ -87,6 +87,7 @@ func kvportImports() map[string][]string {
 		"internal/archtest": {},
 		"verify/cluster":    {},                               // runs the binaries, so it needs none of the packages
 		"verify/acceptance": {"connector", "internal/ticket"}, // it forges, too
+		"verify/names":      {},                               // reads the source, and builds a program of its own
 		"verify/faultsuite": {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
 		"internal/shm":      {},
 		"internal/machine":  {},
