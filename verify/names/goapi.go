@@ -24,6 +24,11 @@ var public = []string{
 	"conformance", "conformance/*", "native/*", "connectors/*",
 }
 
+func isPublic(folder string) bool {
+	matches := func(pattern string) bool { ok, _ := path.Match(pattern, folder); return ok }
+	return slices.ContainsFunc(public, matches) && path.Base(folder) != "internal"
+}
+
 // goNames lists what public packages export, with types, as the compiler wrote it down for importers.
 func goNames(ctx context.Context, root string) (list []Name, err error) {
 	cmd := exec.CommandContext(ctx, "go", "list", "-export", "-f", "{{.ImportPath}}\t{{.Export}}", "./...")
@@ -40,10 +45,10 @@ func goNames(ctx context.Context, root string) (list []Name, err error) {
 		data, err := os.ReadFile(exports[path])
 		return io.NopCloser(bytes.NewReader(data)), err
 	})
+	var aliases []Rename
 	for importPath := range exports {
 		folder := strings.TrimPrefix(importPath, module+"/")
-		isPublic := slices.ContainsFunc(public, func(p string) bool { ok, _ := path.Match(p, folder); return ok })
-		if !isPublic || path.Base(folder) == "internal" {
+		if !isPublic(folder) {
 			continue
 		}
 		p, err := packages.Import(importPath)
@@ -56,16 +61,22 @@ func goNames(ctx context.Context, root string) (list []Name, err error) {
 				g.object(o)
 			}
 		}
-		list = append(list, g.list...)
+		list, aliases = append(list, g.list...), append(aliases, g.aliases...)
+	}
+	for _, a := range aliases {
+		for i := range list {
+			list[i].Detail = a.apply(list[i].Detail)
+		}
 	}
 	return list, nil
 }
 
 // goPackage lists the exported names of a package.
 type goPackage struct {
-	pkg    *types.Package
-	folder string
-	list   []Name
+	pkg     *types.Package
+	folder  string
+	list    []Name
+	aliases []Rename // from types of internal packages
 }
 
 func (g *goPackage) add(name, detail string) {
@@ -91,10 +102,15 @@ func (g *goPackage) object(o types.Object) {
 }
 
 func (g *goPackage) typeName(o *types.TypeName) {
-	t := o.Type()
+	t := types.Unalias(o.Type())
 	if o.IsAlias() {
-		g.add(o.Name(), "= "+text(types.Unalias(t)))
-		return
+		_, ok := t.(*types.Named)
+		if !ok || !strings.Contains("/"+text(t), "/internal/") {
+			g.add(o.Name(), "= "+text(t))
+			return
+		}
+		// Users see the type under this name alone.
+		g.aliases = append(g.aliases, Rename{Old: text(t), New: g.folder + "." + o.Name()})
 	}
 	switch u := t.Underlying().(type) {
 	case *types.Struct:

@@ -97,6 +97,36 @@ func TestRenames(t *testing.T) {
 	}
 }
 
+// What a public package exports is listed as importers see it, a type of an internal package by its alias.
+func TestExportedNames(t *testing.T) {
+	t.Parallel()
+	folder := t.TempDir()
+	for name, text := range map[string]string{
+		"go.mod": "module " + module + "\n\ngo 1.26\n",
+		"host/internal/config/config.go": "package config\n\ntype Settings struct { Peers []string; secret int }\n\n" +
+			"func (s *Settings) Equal(other *Settings) bool { return s.secret == other.secret }\n",
+		"host/host.go": "package host\n\nimport \"" + module + "/host/internal/config\"\n\n// Config is exported.\ntype Config = config.Settings\n\n" +
+			"type base struct { Name string }\n\n// Host is exported.\ntype Host struct { base; own int }\n\n// Role is exported.\ntype Role uint8\n\nconst RoleBoth Role = 1 << 1\n\n" +
+			"// Open is exported.\nfunc Open(c *config.Settings, run func(name string) error) (h *Host, err error) { return nil, nil }\n",
+	} {
+		require.NoError(t, os.MkdirAll(filepath.Join(folder, filepath.Dir(name)), 0o700))
+		require.NoError(t, os.WriteFile(filepath.Join(folder, name), []byte(text), 0o600))
+	}
+	names, err := goNames(t.Context(), folder)
+	require.NoError(t, err)
+	slices.SortFunc(names, func(a, b Name) int { return strings.Compare(a.Name, b.Name) })
+	require.Equal(t, []Name{
+		{"go", "host.Config", "type struct"},
+		{"go", "host.Config.Equal", "*func(*host.Config) bool"},
+		{"go", "host.Config.Peers", "field []string"},
+		{"go", "host.Host", "type struct"},
+		{"go", "host.Host.Name", "field string"},
+		{"go", "host.Open", "func(*host.Config, func(string) error) (*host.Host, error)"},
+		{"go", "host.Role", "type uint8"},
+		{"go", "host.RoleBoth", "const host.Role = 2"},
+	}, names)
+}
+
 // Every kind of log call gives its keys, and calls of other packages give none.
 func TestLogKeys(t *testing.T) {
 	t.Parallel()
