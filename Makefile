@@ -26,7 +26,7 @@ PART      ?= 1/1
 LONGEST   := ./verify/acceptance ./conformance/mutants
 # What has no goroutines of ours that share memory, or only those that other packages' tests start too: tests that
 # run processes, read files, or play everything in one goroutine.
-UNRACED   := ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance ./internal/archtest ./verify/simulate ./plugins/...
+UNRACED   := ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance ./internal/archtest ./verify/names/... ./verify/simulate ./plugins/...
 # The packages whose tests need failpoints.
 FAULTED   := ./internal/fault ./verify/faultsuite
 

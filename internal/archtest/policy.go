@@ -114,6 +114,7 @@ func kvportImports() map[string][]string {
 		"internal/archtest": {},
 		"verify/cluster":    {}, // runs the binaries, so it needs none of the packages
 		"verify/fixture":    {},
+		"verify/names":      {},                                                 // reads the source, and builds a program of its own
 		"verify/acceptance": {"connector", "internal/ticket", "verify/fixture"}, // it forges, too
 		"verify/faultsuite": {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
 		"internal/shm":      {},
