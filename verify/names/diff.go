@@ -98,8 +98,8 @@ func ParseAccepted(text string) (list []Accepted, err error) {
 // and accepted or renamed names that CHANGELOG.md does not have in backquotes.
 func Unaccounted(differences []Difference, accepted []Accepted, renames []Rename, changelog string) (wrong []string) {
 	for _, r := range renames {
-		if r.ofGo() && !strings.Contains(changelog, "`"+r.Old+"`") {
-			wrong = append(wrong, fmt.Sprintf("go\t%s is renamed, but CHANGELOG.md does not have `%[1]s`", r.Old))
+		if (r.ofGo() || isPublic(r.Old)) && !strings.Contains(changelog, "`"+r.Old+"`") {
+			wrong = append(wrong, fmt.Sprintf("%s is renamed, but CHANGELOG.md does not have `%[1]s`", r.Old))
 		}
 	}
 	used := make([]bool, len(accepted))

@@ -66,7 +66,9 @@ func TestDifferencesAreNoticed(t *testing.T) {
 	differences, added := Compare(before, moved, table)
 	require.Empty(t, differences)
 	require.Equal(t, []Name{{Section: "log", Name: "new"}}, added)
-	require.Equal(t, []string{"go\thost.Settings is renamed, but CHANGELOG.md does not have `host.Settings`"}, Unaccounted(nil, nil, table, "host.Settings"))
+	require.Equal(t, []string{
+		"sdk/host is renamed, but CHANGELOG.md does not have `sdk/host`", "host.Settings is renamed, but CHANGELOG.md does not have `host.Settings`",
+	}, Unaccounted(nil, nil, table, "sdk/host, host.Settings"))
 
 	changed := slices.Clone(moved[1:])
 	changed[2].Detail = "int default 80"
