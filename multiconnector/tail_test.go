@@ -48,8 +48,7 @@ func TestNothingArrives(t *testing.T) {
 	partial.Tokens--
 	err := r.worker.Load(t.Context(), partial, r.kv)
 	require.ErrorIs(t, err, connector.ErrGone)
-	var some *connector.BlockError
-	if errors.As(err, &some) {
+	if some, ok := errors.AsType[*connector.BlockError](err); ok {
 		require.ElementsMatch(t, []connector.BlockID{0, 1, 2}, some.Blocks)
 	}
 }
