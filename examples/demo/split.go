@@ -124,6 +124,9 @@ func (d *demo) split(ctx context.Context, prompts []prompt) (err error) {
 		fmt.Printf("     %-20s %s: %4d tokens, %5.1f MB in %v; second turn %s: %4d tokens; %s\n", r.name, r.first.via, r.first.external,
 			float64(r.first.bytes)/1e6, r.first.time().Round(1e4), r.second.via, r.second.external, r.verdict())
 	}
+	if !d.strikes {
+		return nil
+	}
 	if d.alone() {
 		fmt.Println("3/3  the plugin is killed with SIGKILL; the next one finds the blocks in the host's memory")
 		return d.replacePlugin(ctx, f, killPrompt(prompts))

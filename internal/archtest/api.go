@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"go/ast"
 	"go/token"
+	"path"
 	"regexp"
 	"slices"
 	"strconv"
@@ -74,26 +75,24 @@ func eachSelector(typ ast.Node, visit func(*ast.SelectorExpr)) {
 	})
 }
 
-// checkNames keeps the names of connectors where connectors are: everything else must treat them
-// alike.
+// checkNames keeps the names of connectors where connectors are: everything else, tests, suites and examples too, must treat
+// them alike and find what it has to know in fixtures.
 func checkNames(t *Tree, p *Policy, report reporter) {
 	homes := t.connectorNames() // name to the folder names that declare it
-	for _, f := range t.Files {
-		if f.Test || underAny(f.Folder, p.NameFolders) {
+	for _, file := range sortedKeys(t.Texts) {
+		if !t.code(file) {
 			continue
 		}
-		for _, name := range sortedKeys(homes) {
-			if slices.ContainsFunc(homes[name], func(x string) bool {
-				return under(f.Folder, "connectors/"+x) || under(f.Folder, "plugins/"+x)
-			}) {
-				continue
-			}
-			pattern := nameIn(name)
-			for i, line := range bytes.Split(t.Texts[f.Path], []byte("\n")) {
-				if pattern.Match(line) {
-					report(f.Path, i+1, "names the connector %q, which belongs to connectors/%s", name, homes[name][0])
-				}
-			}
+		named := t.namesIn(file, homes)
+		allowed := p.Names[file]
+		if len(named) < allowed {
+			report(file, 0, "names connectors in %d lines, and %s allows %d: lower it", len(named), policyFile, allowed)
+		}
+		if len(named) <= allowed {
+			continue
+		}
+		for _, line := range sortedKeys(named) {
+			report(file, line, "names the connector %q, which belongs to connectors/%s: read fixtures instead", named[line], homes[named[line]][0])
 		}
 	}
 	for folder := range t.packages(func(f *File) bool { return !f.Test && under(f.Folder, "connectors") }) {
@@ -105,6 +104,37 @@ func checkNames(t *Tree, p *Policy, report reporter) {
 			report(folder, 0, "declares no connector name that this rule can see: write Name in a Plugin literal")
 		}
 	}
+}
+
+// code reports whether a text file is code that is written by hand. What lies in testdata is data.
+func (t *Tree) code(file string) bool {
+	if !slices.Contains([]string{".go", ".py", ".sh"}, path.Ext(file)) && path.Base(file) != "Makefile" {
+		return false
+	}
+	if strings.Contains("/"+file, "/testdata/") {
+		return false
+	}
+	return !slices.ContainsFunc(t.Files, func(f *File) bool { return f.Path == file && f.Generated })
+}
+
+// namesIn are the lines of a file that name a connector away from its home, with the name.
+func (t *Tree) namesIn(file string, homes map[string][]string) map[int]string {
+	named := map[int]string{}
+	for name, folders := range homes {
+		if slices.ContainsFunc(folders, func(x string) bool { return under(file, "connectors/"+x) || under(file, "plugins/"+x) }) {
+			continue
+		}
+		pattern := nameIn(name)
+		if !pattern.Match(t.Texts[file]) {
+			continue
+		}
+		for i, line := range bytes.Split(t.Texts[file], []byte("\n")) {
+			if pattern.Match(line) {
+				named[i+1] = name
+			}
+		}
+	}
+	return named
 }
 
 // nameIn finds a connector's name in a line: as a word where it says that it is one, otherwise

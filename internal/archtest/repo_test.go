@@ -14,8 +14,14 @@ func TestRepository(t *testing.T) {
 	if len(tree.Files) == 0 {
 		t.Fatal("no Go file read")
 	}
-	for _, v := range tree.Check(Kvport()) {
+	policy := Kvport()
+	for _, v := range tree.Check(policy) {
 		t.Error(v)
+	}
+	for file := range policy.Names {
+		if _, ok := tree.Texts[file]; !ok {
+			t.Errorf("%s: %s is not there, and may not name connectors any more", policyFile, file)
+		}
 	}
 }
 

@@ -33,7 +33,7 @@ func TestConnectors(t *testing.T) {
 	for _, f := range scenes(t) {
 		for _, v := range f.variants() {
 			t.Run(v.title(), func(t *testing.T) {
-				s := connectorScene{rig: &rig{T: t, tokens: tokens}, f: v, b: b.under(t, v.name+v.Setup.Name), prompts: prompts, want: want}
+				s := connectorScene{rig: &rig{T: t, tokens: tokens}, f: v, b: b.under(t, v.name+v.Name), prompts: prompts, want: want}
 				rows = append(rows, s.run())
 			})
 		}

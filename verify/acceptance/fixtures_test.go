@@ -55,7 +55,7 @@ func (s *scene) extra(t *testing.T, b backend, role string) string {
 }
 
 // title is the scene's name and how it is set up.
-func (s *scene) title() string { return strings.TrimSuffix(s.name+", "+s.Setup.Name, ", ") }
+func (s *scene) title() string { return strings.TrimSuffix(s.name+", "+s.Name, ", ") }
 
 // pluginPath are the folders in which the connectors are found: those of make build, the example in Python, and
 // the examples that make build leaves out.
@@ -108,6 +108,16 @@ func scenes(t *testing.T) []scene {
 		require.NotEmpty(t, out, "-connector %s", *flagConnector)
 	}
 	return out
+}
+
+// typicalStore is the fixture that stands for connectors that keep blocks as files.
+func typicalStore(t *testing.T) *fixture.Fixture {
+	t.Helper()
+	list, err := fixture.Tree(os.DirFS(root(t)))
+	require.NoError(t, err)
+	f, err := list.Typical(fixture.Store)
+	require.NoError(t, err)
+	return f
 }
 
 // variants are all ways in which its fixture sets a scene's connector up.
