@@ -13,12 +13,12 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// side is one opened half of the connector: one of scheduler and worker is set.
+// side is one opened half of the connector: either scheduler or worker is set.
 type side struct {
 	scheduler connector.Scheduler
 	worker    connector.Worker
 	kv        *connector.KV
-	board     *shm.BoardView // nil: the host has none
+	board     *shm.BoardView // nil if the host has none
 	log       *slog.Logger
 	close     func() error // closes the half, then frees its memory
 }
@@ -148,8 +148,8 @@ func callScheduler(ctx context.Context, c *call, scheduler connector.Scheduler, 
 	return callBeside(ctx, c, scheduler, answer)
 }
 
-// beside reports a call that is made at the same time as others of the scheduler side, and is ended
-// when that closes.
+// beside reports whether a call runs concurrently with others of the scheduler side and ends when that side
+// closes.
 func beside(m *kvportv1.SessionRequest) bool {
 	switch m.GetCall().(type) {
 	case *kvportv1.SessionRequest_Consumed, *kvportv1.SessionRequest_Stats, *kvportv1.SessionRequest_Events, *kvportv1.SessionRequest_Renewals:
@@ -158,7 +158,7 @@ func beside(m *kvportv1.SessionRequest) bool {
 	return false
 }
 
-// callBeside runs a call that does not wait for its turn.
+// callBeside runs a call that does not wait for other calls.
 func callBeside(ctx context.Context, c *call, scheduler connector.Scheduler, answer *kvportv1.SessionResponse) error {
 	switch request := c.request.GetCall().(type) {
 	case *kvportv1.SessionRequest_Consumed:
@@ -238,7 +238,7 @@ func callFinish(ctx context.Context, scheduler connector.Scheduler, m *kvportv1.
 	return err
 }
 
-// power is the optional interface T of a side.
+// power returns the optional interface T of a side.
 func power[T any](v any, c connector.Capability) (T, error) {
 	t, ok := connector.As[T](v)
 	if !ok {
@@ -294,7 +294,7 @@ func (s *session) openInArena(ctx context.Context, o *wire.Open) (opened *side, 
 	}
 	closeSide := opened.close
 	opened.close = func() (err error) {
-		defer func() { err = errors.Join(err, free()) }() // also when Close panics
+		defer func() { err = errors.Join(err, free()) }() // even if Close panics
 		return closeSide()
 	}
 	return opened, nil
@@ -346,7 +346,7 @@ func (s *session) openWorker(ctx context.Context, o *wire.Open) (_ *side, err er
 	}
 	opened = true
 	return &side{worker: worker, kv: kv, board: board, close: func() (err error) {
-		defer func() { err = errors.Join(err, free()) }() // also when Close panics
+		defer func() { err = errors.Join(err, free()) }() // even if Close panics
 		return worker.Close()
 	}}, nil
 }

@@ -15,10 +15,11 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// The reflector drops what it does not understand of a `jsonschema` tag, and ends a description at a comma. Both
-// are noticed by nobody until a limit does not hold, so tags are read once more here.
+// The reflector drops the parts of a `jsonschema` tag that it does not understand, and ends a description
+// at a comma. Nobody notices either until a limit has no effect, so this file reads the tags again.
 
-// keywords are the words before = in a tag that the reflector knows, by the type of the field; "" is any type.
+// keywords lists the words before = in a tag that the reflector knows, by the type of the field; "" is any
+// type.
 func keywords() map[string][]string {
 	numbers := []string{"multipleOf", "minimum", "maximum", "exclusiveMaximum", "exclusiveMinimum", "default", "example", "enum"}
 	return map[string][]string{
@@ -62,7 +63,7 @@ func tagged(t reflect.Type, schema *jsonschema.Schema, path string, do func(f *t
 	return nil
 }
 
-// innermost is what lists and pointers are of.
+// innermost is the element type of nested lists and pointers.
 func innermost(t reflect.Type, schema *jsonschema.Schema) (reflect.Type, *jsonschema.Schema) {
 	for t.Kind() == reflect.Pointer || t.Kind() == reflect.Slice || t.Kind() == reflect.Array {
 		if t.Kind() != reflect.Pointer && schema != nil {
@@ -73,15 +74,15 @@ func innermost(t reflect.Type, schema *jsonschema.Schema) (reflect.Type, *jsonsc
 	return t, schema
 }
 
-// taggedField is a field of a config and what the schema says of it.
+// taggedField is a field of a config and what the schema says about it.
 type taggedField struct {
 	reflect.StructField
 	schema *jsonschema.Schema
 	path   string
 }
 
-// parts are the parts of the tag. A comma ends one, unless it stands behind a backslash, or what follows can be
-// nothing but more of a description.
+// parts are the parts of the tag. A comma ends a part, unless a backslash precedes it or the text after it
+// can only be more of a description.
 func (f *taggedField) parts() []string {
 	var parts []string
 	for part := range strings.SplitSeq(f.Tag.Get("jsonschema"), ",") {
@@ -98,14 +99,14 @@ func (f *taggedField) parts() []string {
 	return parts
 }
 
-// isText reports whether a part of a tag is no keyword, known or misspelt.
+// isText reports whether a part of a tag is text, and not a keyword, known or misspelt.
 func isText(part string) bool {
 	word, _, valued := strings.Cut(part, "=")
 	bare := []string{"", "-", "required", "nullable"}
 	return strings.ContainsAny(word, " .;:") || !valued && !slices.Contains(bare, part)
 }
 
-// describeFields gives properties the whole of their description.
+// describeFields gives each property its whole description.
 func describeFields(t reflect.Type, schema *jsonschema.Schema) {
 	_ = tagged(t, schema, "", func(f *taggedField) error {
 		for _, part := range f.parts() {
@@ -117,7 +118,7 @@ func describeFields(t reflect.Type, schema *jsonschema.Schema) {
 	})
 }
 
-// checkTags refuses tags that would be dropped: an error is the author's to mend.
+// checkTags refuses tags that the reflector would drop. The author of the connector must fix such an error.
 func checkTags(t reflect.Type, schema *jsonschema.Schema) error {
 	return tagged(t, schema, "", func(f *taggedField) error {
 		for _, part := range f.parts() {
@@ -133,7 +134,7 @@ func checkTags(t reflect.Type, schema *jsonschema.Schema) error {
 	})
 }
 
-// kinds are the schema types whose keywords a field may have; none: all.
+// kinds lists the schema types whose keywords a field may have; an empty list means all.
 func (f *taggedField) kinds() []string {
 	kinds := []string{""}
 	for s := f.schema; s != nil; s = s.Items {
@@ -163,12 +164,12 @@ func (f *taggedField) check(word, value string) error {
 			}
 		}
 		slices.Sort(known)
-		return fmt.Errorf("%w; write a comma inside of a text as \\\\,", unknownField(word, word, slices.Compact(known)))
+		return fmt.Errorf("%w; write a comma inside a text as \\\\,", unknownField(word, word, slices.Compact(known)))
 	}
 	return f.checkValue(word, value)
 }
 
-// checkValue wants numbers where the reflector reads numbers.
+// checkValue requires numbers where the reflector reads numbers.
 func (f *taggedField) checkValue(word, value string) error {
 	numeric := f.schema.Type == "integer" || f.schema.Type == "number"
 	switch {
@@ -177,19 +178,19 @@ func (f *taggedField) checkValue(word, value string) error {
 		return err
 	case slices.Contains([]string{"minLength", "maxLength", "minItems", "maxItems"}, word):
 		if _, err := strconv.ParseUint(value, 10, 64); err != nil {
-			return fmt.Errorf("want a number of 0 or more")
+			return fmt.Errorf("must be a number of 0 or more")
 		}
 	case slices.Contains([]string{"multipleOf", "minimum", "maximum", "exclusiveMaximum", "exclusiveMinimum"}, word), numeric && (word == "default" || word == "enum"):
 		if _, ok := new(big.Float).SetString(value); !ok {
-			return fmt.Errorf("want a number")
+			return fmt.Errorf("must be a number")
 		}
 	case f.schema.Type == "boolean" && word == "default" && value != "true" && value != "false":
-		return fmt.Errorf("want true or false")
+		return fmt.Errorf("must be true or false")
 	}
 	return nil
 }
 
-// Durations are texts, such as "250ms", as in kvport's own settings; a number counts nanoseconds, as it always did.
+// Durations are strings such as "250ms", as in kvport's own settings; a number still counts nanoseconds.
 
 func isDuration(t reflect.Type) bool {
 	for t.Kind() == reflect.Pointer || t.Kind() == reflect.Slice {
@@ -198,7 +199,7 @@ func isDuration(t reflect.Type) bool {
 	return t == reflect.TypeFor[time.Duration]()
 }
 
-// durationSchema is the schema of a duration; the reflector reads its tag as that of a string.
+// durationSchema is the schema of a duration; the reflector reads its tag like that of a string.
 func durationSchema(t reflect.Type) *jsonschema.Schema {
 	if t == reflect.TypeFor[time.Duration]() {
 		return &jsonschema.Schema{Type: "string"}
@@ -226,12 +227,12 @@ func nanoseconds(text string) (int64, error) {
 	}
 	d, err := time.ParseDuration(text)
 	if err != nil {
-		return 0, fmt.Errorf("want a duration such as 250ms, 5s or 1h")
+		return 0, fmt.Errorf("must be a duration such as 250ms, 5s or 1h")
 	}
 	return int64(d), nil
 }
 
-// withDurations makes numbers of the durations in a config, which encoding/json then reads.
+// withDurations turns the durations in a config into numbers, which encoding/json then reads.
 func withDurations(raw json.RawMessage, t reflect.Type, path string) (json.RawMessage, error) {
 	for t.Kind() == reflect.Pointer {
 		t = t.Elem()
@@ -263,7 +264,7 @@ func withDurations(raw json.RawMessage, t reflect.Type, path string) (json.RawMe
 	return raw, nil
 }
 
-// memberDurations is withDurations of the fields of a struct.
+// memberDurations is withDurations for the fields of a struct.
 func memberDurations(members map[string]json.RawMessage, t reflect.Type, path string) error {
 	for f := range t.Fields() {
 		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
@@ -286,7 +287,7 @@ func memberDurations(members map[string]json.RawMessage, t reflect.Type, path st
 	return nil
 }
 
-// hasDuration reports whether a type has a duration in it: others are read as they are.
+// hasDuration reports whether a type contains a duration. Other types need no conversion.
 func hasDuration(t reflect.Type, above []reflect.Type) bool {
 	for t.Kind() == reflect.Pointer || t.Kind() == reflect.Slice {
 		t = t.Elem()

@@ -10,7 +10,7 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// What a tag says holds, or the config says what is wrong with it.
+// A tag has an effect, or the config is refused with the reason.
 func TestTagsThatMeanNothing(t *testing.T) {
 	type misspelt struct {
 		Max int `json:"max" jsonschema:"minimun=5"`
@@ -38,13 +38,13 @@ func TestTagsThatMeanNothing(t *testing.T) {
 	}
 	for want, decode := range map[string]func(json.RawMessage) error{
 		`jsonschema tag of field max: "minimun=5": unknown field "minimun", did you mean "minimum"?`: decoding[misspelt](),
-		`jsonschema tag of field max: "minimum=five": want a number`:                                 decoding[number](),
+		`jsonschema tag of field max: "minimum=five": must be a number`:                              decoding[number](),
 		`jsonschema tag of field name: "minimum=5": minimum is not for a field of type string`:       decoding[otherType](),
-		`"minLength=-1": want a number of 0 or more`:                                                 decoding[length](),
-		`"default=yes": want true or false`:                                                          decoding[truth](),
+		`"minLength=-1": must be a number of 0 or more`:                                              decoding[length](),
+		`"default=yes": must be true or false`:                                                       decoding[truth](),
 		`jsonschema tag of field peers.max: "minimun=5"`:                                             decoding[nested](),
 		`field max: "minimun=5": unknown`:                                                            decoding[behind](),
-		`"default=soon": want a duration such as 250ms`:                                              decoding[wait](),
+		`"default=soon": must be a duration such as 250ms`:                                           decoding[wait](),
 	} {
 		err := decode(json.RawMessage(`{}`))
 		require.ErrorContains(t, err, want)
@@ -97,11 +97,11 @@ func TestDurations(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, config{Wait: 5 * time.Second, Off: time.Microsecond, Steps: []time.Duration{time.Second, 7}, Inner: inner{time.Hour}, Name: "5s"}, c)
 	for raw, want := range map[string]string{
-		`{"wait": "soon"}`:              `wait is "soon", want a duration such as 250ms`,
+		`{"wait": "soon"}`:              `wait is "soon", must be a duration such as 250ms`,
 		`{"wait": true}`:                `wait is a JSON bool, want time.Duration`,
-		`{"steps": ["1s", "x"]}`:        `steps[1] is "x", want a duration`,
+		`{"steps": ["1s", "x"]}`:        `steps[1] is "x", must be a duration`,
 		`{"inner": {"retry": "5"}}`:     "",
-		`{"inner": {"retry": "later"}}`: `inner.retry is "later", want a duration`,
+		`{"inner": {"retry": "later"}}`: `inner.retry is "later", must be a duration`,
 	} {
 		err := decoding[config]()(json.RawMessage(raw))
 		if want == "" {

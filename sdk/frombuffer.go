@@ -13,15 +13,15 @@ import (
 // selectPatience is how long a load waits for a block that was there a moment ago.
 const selectPatience = time.Second
 
-// FromBuffer makes a connector of a Buffer: producers insert what they compute, consumers select it. It
-// is [FromStore] for backends that give a block out once: all that is said there of keys, ranks, groups
-// and partial blocks holds here too. A load selects blocks that a match has found, and never waits for
-// one that was not: the engine computes it.
+// FromBuffer makes a connector of a Buffer: producers insert what they compute, and consumers select it. It
+// is [FromStore] for backends that give each block out once; what FromStore says about keys, ranks, groups
+// and partial blocks also holds here. A load selects only blocks that a match has found. It never waits for
+// others: the engine computes them.
 func FromBuffer[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (lookupbuffer.Buffer, error)) connector.Plugin {
 	return FromStore(d, func(ctx context.Context, env connector.Env, config C) (connector.Store, error) {
 		b, err := open(ctx, env, config)
 		if err == nil && b == nil {
-			err = fmt.Errorf("open gave no buffer: %w", connector.ErrIncompatible)
+			err = fmt.Errorf("open returned no buffer: %w", connector.ErrIncompatible)
 		}
 		if err != nil {
 			return nil, err
@@ -75,7 +75,7 @@ func (s *bufferStore) Get(ctx context.Context, items []connector.Item) error {
 	return nil
 }
 
-// take selects items that were there a moment ago; what another load was faster to take is gone.
+// take selects items that were there a moment ago. If another load was faster, the items are gone.
 func (s *bufferStore) take(ctx context.Context, items []connector.Item, places []int, failed *connector.ItemError) error {
 	if len(items) == 0 {
 		return nil
@@ -96,11 +96,11 @@ func (s *bufferStore) take(ctx context.Context, items []connector.Item, places [
 	}
 	for _, i := range some.Items {
 		if i < 0 || i >= len(places) {
-			return fmt.Errorf("buffer named item %d of %d: %w", i, len(places), err)
+			return fmt.Errorf("buffer reported item %d of %d: %w", i, len(places), err)
 		}
 		failed.Items = append(failed.Items, places[i])
 	}
-	if cause == err { //nolint:errorlint // the very same one: say it without its list of items
+	if cause == err { //nolint:errorlint // the very same error: wrap it without its list of items
 		cause = some.Err
 	}
 	failed.Err = cause

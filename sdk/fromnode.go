@@ -9,20 +9,22 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// A Node is one life of an engine in a plugin process, for connectors that are written in full and whose
-// sides and ranks share something: a listener, a table of holds.
+// A Node is what all sides and ranks of one engine share in a plugin process, such as a listener or a table
+// of holds. It is for connectors with a Scheduler and a Worker of their own.
 type Node interface {
-	// Scheduler opens a scheduler side. Its Close calls leave last and returns its error.
+	// Scheduler opens a scheduler side. The side's Close calls leave at its end and returns the error of
+	// leave.
 	Scheduler(ctx context.Context, env connector.Env, leave func() error) (connector.Scheduler, error)
-	// Worker opens the worker side of one rank, likewise.
+	// Worker opens the worker side of one rank. Its Close also calls leave at its end and returns the error
+	// of leave.
 	Worker(ctx context.Context, env connector.Env, leave func() error) (connector.Worker, error)
-	// Close is called once all sides have left.
+	// Close is called once, after all sides have left.
 	Close() error
 }
 
-// FromNode is [FromSides] for sides that share a Node. The first side of an engine's life opens it, with
-// that side's Env, in which Rank means nothing; the last to close closes it. Of the Definition Capabilities
-// are those of the scheduler side.
+// FromNode is [FromSides] for sides that share a Node. The first side of an engine that opens also opens
+// the Node, with that side's Env, in which Rank has no meaning; the last side that closes also closes the
+// Node. d.Capabilities are those of the scheduler side.
 func FromNode[C any, N Node](d Definition, open func(ctx context.Context, env connector.Env, config C) (N, error)) connector.Plugin {
 	all := &shares[N]{
 		shut: func(n N, _ *slog.Logger) error { return n.Close() },
@@ -40,7 +42,7 @@ func FromNode[C any, N Node](d Definition, open func(ctx context.Context, env co
 	return p
 }
 
-// enter opens a side of the Node that serves it.
+// enter opens a side of the Node that serves the engine.
 func enter[N Node, S any](ctx context.Context, all *shares[N], env connector.Env, raw json.RawMessage,
 	open func(N, context.Context, connector.Env, func() error) (S, error),
 ) (side S, err error) {

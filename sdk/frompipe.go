@@ -23,17 +23,19 @@ const (
 
 // FromPipe makes a connector of a pipe.Network. C is the struct of its config, see [DecodeConfig].
 //
-// Producers keep what they save in a bounded buffer and listen. The ticket of a request says where. A
-// consumer that is asked about a request with a ticket asks the producer for the blocks, answers Later,
-// and puts what arrives into a bounded buffer of its own, from which it loads: a pipe that ended in the
-// blocks themselves would stand still as soon as its first frame belonged to a request without blocks.
-// Whatever breaks (the connection, either process, a buffer that is full) costs the blocks that were on
-// their way, which are computed then; the next request dials again. Any number of consumers may ask any
-// number of producers. A producer whose Peers.Push knows where a request goes on sends it the blocks as they
-// are saved; what does not come is asked for all the same. With d.Stats, which begin with [PeerStats], it
-// shows numbers; with [LayerStats] among them, what a producer computes goes layer by layer, while it is computed,
-// to the consumers that have subscribed (Peers.Subscribe). Keys, ranks, groups and partial blocks are as with [FromStore]; Scope is
-// ScopeEngine, since others see a block by ticket only, or if they name this engine in their config.
+// Producers keep what they save in a bounded buffer and listen. The ticket of a request says at which
+// address. When a consumer is asked about a request with a ticket, it asks the producer for the blocks,
+// answers Later, and puts what arrives into a bounded buffer of its own, from which it loads: a pipe that
+// ended in the engine's blocks themselves would stall as soon as its first frame belonged to a request that
+// has no blocks yet. If anything breaks (the connection, either process) or a buffer is full, the blocks
+// that were on their way are lost and are computed; the next request dials again. Any number of consumers
+// may ask any number of producers. If a producer's Peers.Push knows the consumer of a request, the producer
+// sends it the blocks as they are saved; the consumer asks for those that do not come. With d.Stats, which
+// must begin with [PeerStats], the connector reports numbers. If they include [LayerStats], a producer
+// sends what it computes, layer by layer and while it computes, to the consumers that have subscribed
+// (Peers.Subscribe). Keys, ranks, groups and partial blocks are handled as by [FromStore]. Scope is
+// ScopeEngine, because other engines see a block only by ticket, or if they name this engine in their
+// config.
 func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (pipe.Peers, error)) connector.Plugin {
 	d.Scope, d.Capabilities, d.Reset = connector.ScopeEngine, 0, false
 	powers := connector.CanHold
@@ -84,7 +86,7 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 	}
 }
 
-// peers is side for stores that FromPipe made.
+// peers is side for stores that FromPipe makes.
 func (s *stores) peers(ctx context.Context, env connector.Env, raw json.RawMessage) (storeSide, *peerStore, error) {
 	side, err := s.side(ctx, env, raw)
 	if err != nil {
@@ -103,7 +105,8 @@ type pipeScheduler struct {
 	peers *peerStore
 }
 
-// Match implements connector.Scheduler: it has what is missing sent, and offers what is there.
+// Match implements connector.Scheduler. It asks producers to send what is missing, and offers what has
+// arrived.
 func (s *pipeScheduler) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
 	waits := make([]bool, len(queries))
 	queries = s.whole(queries)
@@ -123,8 +126,8 @@ func (s *pipeScheduler) Match(ctx context.Context, queries []connector.Query) ([
 	return matches, nil
 }
 
-// whole leaves the last block out of queries whose ticket lets an offer end with the prompt: the host
-// would take all of it but its last token, and partial blocks are not sent.
+// whole leaves the last block out of queries whose ticket allows an offer up to the end of the prompt: the
+// host would take all of that block except its last token, and partial blocks are not sent.
 func (s *pipeScheduler) whole(queries []connector.Query) []connector.Query {
 	n := s.env.Layout.Groups[0].BlockTokens
 	queries = slices.Clone(queries)
@@ -136,8 +139,8 @@ func (s *pipeScheduler) whole(queries []connector.Query) []connector.Query {
 	return queries
 }
 
-// ask has the blocks of a prompt sent that are not here, and reports whether some are on their way. It
-// does nothing for a probe, which must leave no trace.
+// ask asks for the blocks of a prompt that are not here, and reports whether some are on their way. It does
+// nothing for a probe, which must leave no trace.
 func (s *pipeScheduler) ask(q *connector.Query) (waits bool) {
 	if q.Request == "" {
 		return false
@@ -158,7 +161,7 @@ func (s *pipeScheduler) ask(q *connector.Query) (waits bool) {
 	for g := range s.env.Layout.Groups {
 		size += s.env.Layout.BlockBytes(uint16(g)) * int64(max(1, s.env.World))
 	}
-	if most := s.peers.peers.Bytes / 2 / max(1, size); int64(len(blocks)) > most { // leave room for other requests
+	if most := s.peers.peers.Bytes / 2 / max(1, size); int64(len(blocks)) > most { // leaves room for other requests
 		blocks = blocks[:most]
 	}
 	var keys []connector.StoreKey
@@ -173,8 +176,9 @@ func (s *pipeScheduler) ask(q *connector.Query) (waits bool) {
 	return s.peers.fetch(addresses, keys)
 }
 
-// Finish implements connector.Holder. What was saved lies in the buffer, so the engine gets its blocks
-// back at once: the hold is weak. What a consumer gets by itself is sent now, as far as it was not yet.
+// Finish implements connector.Holder. Saved blocks are in the buffer, so the engine gets its own blocks
+// back at once: the hold is weak. If blocks are pushed to a consumer, Finish sends those that have not been
+// sent yet.
 func (s *pipeScheduler) Finish(_ context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	holds := make([]connector.Hold, len(ended))
 	for i := range ended {
@@ -191,7 +195,7 @@ func (s *pipeScheduler) Finish(_ context.Context, ended []connector.Ended) ([]co
 	return holds, nil
 }
 
-// rest sends a consumer what was computed for another request before, and says that this is all.
+// rest sends a consumer the blocks that an earlier request computed, and says that this is all.
 func (s *pipeScheduler) rest(to string, e *connector.Ended, t peerTicket) bool {
 	var keys []connector.StoreKey
 	for _, b := range e.Blocks {
@@ -223,7 +227,7 @@ type pipeWorker struct {
 	peers *peerStore
 }
 
-// Load implements connector.Worker. The first rank tells the producer when it has all.
+// Load implements connector.Worker. The first rank tells the producer when it has everything.
 func (w *pipeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	err := w.storeWorker.Load(ctx, t, kv)
 	if err != nil || w.env.Rank != 0 || len(t.Ticket) == 0 {
@@ -235,14 +239,14 @@ func (w *pipeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connec
 	return nil
 }
 
-// Save implements connector.Worker. What was saved is sent to the consumer that the request names.
+// Save implements connector.Worker. It also sends the saved blocks to the consumer that the request names.
 func (w *pipeWorker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	err := w.storeWorker.Save(ctx, t, kv)
 	w.pushSaved(ctx, t)
 	return err
 }
 
-// pushSaved sends the consumer that a request names what was saved of it.
+// pushSaved sends the saved blocks of a request to the consumer that the request names.
 func (w *pipeWorker) pushSaved(ctx context.Context, t *connector.Transfer) {
 	to := w.peers.target(t.Request)
 	if to == "" {
@@ -260,10 +264,10 @@ func (w *pipeWorker) pushSaved(ctx context.Context, t *connector.Transfer) {
 	}
 }
 
-// openPeerStore starts what an engine's epoch needs: a listener if it saves.
+// openPeerStore starts what one engine epoch needs, including a listener if the engine saves.
 func openPeerStore(ctx context.Context, env connector.Env, peers pipe.Peers) (*peerStore, error) {
 	if peers.Network == nil {
-		return nil, fmt.Errorf("open gave no network: %w", connector.ErrIncompatible)
+		return nil, fmt.Errorf("open returned no network: %w", connector.ErrIncompatible)
 	}
 	if peers.Bytes == 0 {
 		peers.Bytes = defaultPeerBytes

@@ -180,7 +180,7 @@ func blocksAt(first int, keys ...byte) *connector.Transfer {
 	return t
 }
 
-// save computes blocks and gives the ticket.
+// save computes blocks and returns the ticket.
 func (e *peerEngine) save(keys ...byte) connector.Ticket {
 	e.Helper()
 	t := blocksAt(0, keys...)
@@ -269,7 +269,7 @@ func TestPipeAddressList(t *testing.T) {
 	require.Equal(t, connector.Match{}, probe, "a probe asks nobody")
 }
 
-// Nothing that breaks makes a consumer wait longer than it says, and the next request works.
+// Whatever breaks, a consumer waits no longer than its limit, and the next request works.
 func TestPipeBreaks(t *testing.T) {
 	w := &wires{}
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})
@@ -292,7 +292,7 @@ func TestPipeBreaks(t *testing.T) {
 	require.Zero(t, d.settled(nil, 77))
 }
 
-// A consumer's buffer that is too small for everything serves what fits, and never stands still.
+// A consumer's buffer that is too small for everything serves what fits, and never stalls.
 func TestPipeSmallBuffer(t *testing.T) {
 	w := &wires{}
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})

@@ -7,13 +7,13 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// FromSides makes a connector of a Scheduler and a Worker written in full: the level with the most
-// control, for backends that are no [FromStore], [FromBuffer] or [FromPipe]. C is the struct of the
-// config, see [DecodeConfig].
+// FromSides makes a connector of a complete Scheduler and Worker. This is the level with the most control,
+// for backends that do not fit [FromStore], [FromBuffer] or [FromPipe]. C is the struct of the config, see
+// [DecodeConfig].
 //
-// scheduler and worker open a side each, in any order and as often as the host likes (rule OPEN-01);
-// they may be one function if one type is both. The Env was checked. The sides have the optional
-// interfaces of d.Capabilities.
+// scheduler and worker each open a side, in any order and as often as the host asks (rule OPEN-01). They
+// may be the same function if one type implements both sides. Env has already been checked. The sides must
+// have the optional interfaces that d.Capabilities names.
 func FromSides[C any, S connector.Scheduler, W connector.Worker](d Definition,
 	scheduler func(ctx context.Context, env connector.Env, config C) (S, error),
 	worker func(ctx context.Context, env connector.Env, config C) (W, error),

@@ -15,22 +15,22 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// Producers push: who subscribed gets the layers of every block as they are computed, and has the block
-// when the producer does. What does not arrive is asked for as any other.
+// Producers push: a consumer that has subscribed gets the layers of every block as they are computed, and
+// has the block when the producer has it. It asks for blocks that do not arrive like for any others.
 
 const (
-	pushPatience = 2 * time.Second // for a subscriber that does not receive
+	pushPatience = 2 * time.Second // how long a subscriber may not receive
 	maxParts     = 1024            // parts of one frame
-	partSize     = keySize + 12    // of a part in a header
+	partSize     = keySize + 12    // size of a part in a header
 )
 
 // part is a piece of a block.
 type part struct {
 	key                 connector.StoreKey
-	total, offset, size uint32 // of the block, in it, of the piece
+	total, offset, size uint32 // size of the block, offset of the piece in it, size of the piece
 }
 
-// appendParts encodes the header of a frame of parts; the payload is their bytes, one after the other.
+// appendParts encodes the header of a frame of parts; the payload holds their bytes, one after the other.
 func appendParts(parts []part) []byte {
 	header := []byte{peerVersion, kindParts}
 	for _, p := range parts {
@@ -63,7 +63,7 @@ func parseParts(rest []byte, size int) ([]part, bool) {
 	return parts, sum == uint64(size)
 }
 
-// subscriber is a consumer that gets what is computed here.
+// subscriber is a consumer that receives what is computed here.
 type subscriber struct {
 	out   pipe.Pipe
 	sent  atomic.Int64 // bytes
@@ -104,10 +104,10 @@ func (p *pushes) all() []*subscriber {
 	return out
 }
 
-// confirmed notes how much a subscriber has.
+// confirmed records how much a subscriber has received.
 func (p *pushes) confirmed(s *subscriber, bytes int64) error {
 	if was := s.taken.Load(); bytes < was || bytes > s.sent.Load() {
-		return fmt.Errorf("a consumer confirms %d bytes after %d, %d were sent: %w", bytes, was, s.sent.Load(), connector.ErrIncompatible)
+		return fmt.Errorf("a consumer confirms %d bytes after %d, but %d were sent: %w", bytes, was, s.sent.Load(), connector.ErrIncompatible)
 	}
 	p.taken.Add(bytes - s.taken.Swap(bytes))
 	return nil
@@ -116,8 +116,8 @@ func (p *pushes) confirmed(s *subscriber, bytes int64) error {
 // layerStat is the first of LayerStats.
 const layerStat = "layer_bytes_total"
 
-// LayerStats declares what connectors of [FromPipe] count of layers, for Definition.Stats. With them the
-// connector saves layer by layer (connector.CanLayers).
+// LayerStats declares what connectors made by [FromPipe] count about layers, for Definition.Stats. With
+// them the connector saves layer by layer (connector.CanLayers).
 func LayerStats() []connector.StatInfo { return infos(layerNumbers()) }
 
 // layerNumbers are the numbers of pushes.
@@ -146,7 +146,7 @@ func (m *message) parseLayers(rest []byte, size int) (ok bool) {
 	return len(rest) == 0 && size == 0
 }
 
-// layered is a block that is being computed: its room in the buffer, and where its segments lie in it.
+// layered is a block that is being computed: its room in the buffer, and the offsets of its segments there.
 type layered struct {
 	item    connector.Item
 	group   uint16
@@ -155,8 +155,8 @@ type layered struct {
 	offsets map[int]int // by segment
 }
 
-// SaveLayers implements connector.LayerWorker: each layer is copied to the buffer and pushed to those
-// who have subscribed; with the last one the blocks can be found.
+// SaveLayers implements connector.LayerWorker. It copies each layer to the buffer and pushes it to the
+// subscribers; after the last layer the blocks can be found.
 func (w *pipeWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
 	if !w.env.Role.Saves() {
 		return fmt.Errorf("save: this engine is a %v: %w", w.env.Role, connector.ErrIncompatible)
@@ -194,8 +194,8 @@ func (w *pipeWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *
 	return nil
 }
 
-// reserve takes room for the blocks of a transfer that are not stored yet. failed are those that find
-// none.
+// reserve takes room for the blocks of a transfer that are not stored yet. failed lists those for which
+// there is none.
 func (w *pipeWorker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*layered, failed []connector.BlockID, err error) {
 	items, _, _, err := w.items(t, kv)
 	if err != nil {
@@ -229,8 +229,8 @@ func (w *pipeWorker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []
 // push is what one transfer sends to its subscribers.
 type push struct {
 	store *peerStore
-	to    map[*subscriber]int64 // how much it had confirmed when the transfer began
-	sent  int64                 // to each
+	to    map[*subscriber]int64 // how much each had confirmed when the transfer began
+	sent  int64                 // bytes sent to each
 }
 
 func (s *peerStore) beginPush() *push {
@@ -241,7 +241,7 @@ func (s *peerStore) beginPush() *push {
 	return p
 }
 
-// early counts what was confirmed when the last layer was computed.
+// early counts what subscribers had confirmed when the last layer was computed.
 func (p *push) early() {
 	for sub, before := range p.to {
 		p.store.pushes.early.Add(max(0, min(sub.taken.Load()-before, p.sent)))
@@ -268,7 +268,7 @@ func (p *push) layers(blocks []*layered, kv *connector.KV, from, to int) {
 	p.send(parts, spans)
 }
 
-// send sends one frame to every subscriber. One that does not take it in time is lost.
+// send sends one frame to every subscriber. It drops a subscriber that does not take the frame in time.
 func (p *push) send(parts []part, spans [][]byte) {
 	if len(parts) == 0 || len(p.to) == 0 {
 		return
@@ -281,7 +281,7 @@ func (p *push) send(parts []part, spans [][]byte) {
 	for sub := range p.to {
 		sub.sent.Add(size)
 		if err := p.tell(sub, header, spans); err != nil {
-			p.store.log.Warn("a subscriber is lost", "error", err)
+			p.store.log.Warn("a subscriber was dropped", "error", err)
 			sub.lost()
 			delete(p.to, sub)
 			continue
@@ -297,7 +297,7 @@ func (p *push) tell(sub *subscriber, header []byte, spans [][]byte) error {
 	return sub.out.Send(ctx, header, spans)
 }
 
-// drop says that the rest of some blocks will not come.
+// drop tells subscribers that the rest of some blocks will not come.
 func (p *push) drop(blocks []*layered) {
 	m := message{kind: kindDrop}
 	for _, b := range blocks {
@@ -315,7 +315,7 @@ func (p *push) drop(blocks []*layered) {
 	}
 }
 
-// subscription takes over what one producer computes, as long as the store is open.
+// subscription receives what one producer computes, as long as the store is open.
 type subscription struct {
 	store    *peerStore
 	address  string
@@ -325,7 +325,7 @@ type subscription struct {
 
 // partial is a block of which some parts have arrived.
 type partial struct {
-	slot *lookupbuffer.Slot // nil: there was no room, the parts are thrown away
+	slot *lookupbuffer.Slot // nil if there was no room; the parts are then dropped
 	size int
 	got  int
 }
@@ -342,7 +342,7 @@ func (s *subscription) run() {
 			pause, warned = redialAfter, false
 		}
 		if !warned {
-			s.store.log.Warn("a producer's layers do not come, its blocks are fetched", "address", s.address, "error", err)
+			s.store.log.Warn("a producer's layers do not arrive, its blocks are fetched instead", "address", s.address, "error", err)
 			warned = true
 		}
 		if !s.store.pause(pause) {
@@ -351,7 +351,7 @@ func (s *subscription) run() {
 	}
 }
 
-// once receives until the link breaks.
+// once dials and receives until the link breaks.
 func (s *subscription) once() error {
 	ctx, cancel := context.WithTimeout(s.store.ctx, s.store.peers.Wait)
 	link, err := s.store.peers.Network.Dial(ctx, s.address)
@@ -376,7 +376,7 @@ func (s *subscription) once() error {
 	}
 }
 
-// receive takes one frame.
+// receive handles one frame.
 func (s *subscription) receive(link pipe.Link) error {
 	var m *message
 	var payload []byte
@@ -418,7 +418,7 @@ func (s *subscription) receive(link pipe.Link) error {
 	return fmt.Errorf("a producer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
 }
 
-// place is where a part goes.
+// place returns the memory for a part.
 func (s *subscription) place(p *part) ([]byte, error) {
 	b := s.partial[p.key]
 	if b == nil {
@@ -451,7 +451,7 @@ func (s *subscription) arrived(p *part) {
 	}
 }
 
-// drop gives up a block that will not be whole.
+// drop gives up a block that will not be complete.
 func (s *subscription) drop(k connector.StoreKey) {
 	if b := s.partial[k]; b != nil && b.slot != nil {
 		_ = b.slot.Done(errUnwanted)

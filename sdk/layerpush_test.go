@@ -56,7 +56,7 @@ func TestSubscribe(t *testing.T) {
 	require.Eventually(t, func() bool { return d.has(3) == 1 }, time.Minute, time.Millisecond)
 }
 
-// What the engine gives up is nowhere, and its room is free again.
+// Blocks that the engine gives up are nowhere, and their room is free again.
 func TestSubscribedGivenUp(t *testing.T) {
 	w := &wires{}
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{Bytes: 256})
@@ -74,7 +74,7 @@ func TestSubscribedGivenUp(t *testing.T) {
 	require.Eventually(t, func() bool { return d.has(5, 6, 7, 8) == 4 }, time.Minute, time.Millisecond)
 }
 
-// A subscriber that does not receive costs its link, not the save.
+// A subscriber that does not receive loses its link, but the save succeeds.
 func TestSubscriberThatSleeps(t *testing.T) {
 	w := &wires{}
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})

@@ -11,7 +11,7 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// saveLayers is the worker's SaveLayers with the counter that a message names.
+// saveLayers calls the worker's SaveLayers with the counter that a message names.
 func (w *side) saveLayers(m *kvportv1.SaveLayers) (func(context.Context, *connector.Transfer, *connector.KV) error, error) {
 	s, err := wire.SaveLayersFromProto(m)
 	if err != nil {

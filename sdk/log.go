@@ -7,7 +7,7 @@ import (
 	"github.com/kvport/kvport/internal/wire"
 )
 
-// maxLogText is the longest string of a log line in bytes: go-plugin tears lines over 64 KiB apart.
+// maxLogText is the longest string of a log line in bytes: go-plugin splits lines over 64 KiB.
 const maxLogText = 16 << 10
 
 // newLogHandler writes slog records as the JSON lines that go-plugin's host understands, so that
@@ -37,7 +37,7 @@ func hclogAttr(groups []string, a slog.Attr) slog.Attr {
 		a.Key = "@message"
 		return a
 	}
-	if len(a.Key) > 0 && a.Key[0] == '@' { // the reader takes these for its own
+	if len(a.Key) > 0 && a.Key[0] == '@' { // the reader treats these as its own
 		a.Key = "_" + a.Key[1:]
 	}
 	return a

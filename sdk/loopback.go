@@ -15,9 +15,9 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// Loopback serves p in this process, on a connection in memory, so that a connector can be tested
-// through the protocol: give the connection to host.Connect. stop ends the connection and waits
-// until every session has closed its side. A nil log drops everything.
+// Loopback serves p in this process, on a connection in memory, so that a connector can be tested through
+// the protocol. The caller gives the connection to host.Connect. stop ends the connection and waits until
+// every session has closed its side. A nil log drops everything.
 func Loopback(p connector.Plugin, log *slog.Logger) (conn *grpc.ClientConn, stop func() error, err error) {
 	listener := bufconn.Listen(1 << 20)
 	server := NewServer(p, log)

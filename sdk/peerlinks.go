@@ -6,8 +6,8 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// silentFor is how long a consumer has said nothing when its link goes in favour of a new one. It dials again
-// when it needs something.
+// silentFor is how long a consumer must be silent before its link is closed in favour of a new one. The
+// consumer dials again when it needs something.
 const silentFor = 10 * time.Second
 
 // consumerLink is the link of a consumer that has connected; peerStore.mu guards its fields.
@@ -15,11 +15,11 @@ type consumerLink struct {
 	pipe.Link
 	spoken bool      // it has sent a message
 	busy   bool      // its message is being answered
-	heard  time.Time // of the last message or its answer; until then of its begin
+	heard  time.Time // the time of the last message or of its answer, and before that the time when the link began
 }
 
-// enter notes a new link. If there are too many one goes that has never said anything, or not for long; if
-// there is none the new one is refused.
+// enter adds a new link. If there are too many, it closes one that has never sent anything, or nothing for
+// a long time; if there is no such link, it refuses the new one.
 func (s *peerStore) enter(c *consumerLink) (ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -30,14 +30,14 @@ func (s *peerStore) enter(c *consumerLink) (ok bool) {
 			return false
 		}
 		delete(s.links, silent)
-		s.tasks.Go(func() { _ = silent.Close() }) // which ends its serve
+		s.tasks.Go(func() { _ = silent.Close() }) // this ends the serve of that link
 	}
 	s.links[c] = struct{}{}
 	return true
 }
 
-// silent is the link that has been silent for longest, first of those that never said a word: nil if all have
-// said something since then. The caller holds s.mu.
+// silent returns the link that has been silent for longest, and prefers links that have never sent
+// anything. It returns nil if all links were active recently. The caller holds s.mu.
 func (s *peerStore) silent(since time.Time) (oldest *consumerLink) {
 	for c := range s.links {
 		if c.busy || c.spoken && c.heard.After(since) {
@@ -50,7 +50,7 @@ func (s *peerStore) silent(since time.Time) (oldest *consumerLink) {
 	return oldest
 }
 
-// hear notes that a consumer's message came, or was answered.
+// hear records that a consumer's message came, or was answered.
 func (s *peerStore) hear(c *consumerLink, busy bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

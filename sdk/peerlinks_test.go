@@ -36,7 +36,7 @@ func TestSilentLinksKeepNobodyOut(t *testing.T) {
 	require.Equal(t, 2, d.settled(ticket, 1, 2), "who says something stays")
 }
 
-// Consumers that were heard of lately are not given up for a new one.
+// Consumers that were active recently are not dropped for a new one.
 func TestWhoGoesFirst(t *testing.T) {
 	s := newPeerStore(pipe.Peers{}, nil, nil)
 	defer func() { require.NoError(t, s.Close()) }()

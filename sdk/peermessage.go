@@ -11,20 +11,20 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// What peers say to each other. The numbers are part of the protocol and never reused.
+// The kinds of messages between peers. The numbers are part of the protocol and never reused.
 const (
-	kindWant      byte = 1 + iota // consumer: the payload is keys of blocks to send
-	kindBlock                     // producer: the header names a block, the payload is it
-	kindGone                      // producer: the payload is keys of blocks that it does not have
+	kindWant      byte = 1 + iota // consumer: the payload holds the keys of blocks to send
+	kindBlock                     // producer: the header names a block, and the payload is that block
+	kindGone                      // producer: the payload holds the keys of blocks that it does not have
 	kindFetched                   // consumer: the header names a hold whose blocks it has
-	kindPushed                    // producer: the header names a hold of its, and its address: what it pushes of it was sent
-	kindSubscribe                 // consumer: it wants what is computed from now on, layer by layer
-	kindParts                     // producer: the header names pieces of blocks, the payload is they
-	kindDrop                      // producer: the payload is keys of blocks whose other pieces will not come
-	kindTaken                     // consumer: the header counts the bytes of pieces that have come over this link
+	kindPushed                    // producer: the header names one of its holds and its address; everything that it pushes of that hold has been sent
+	kindSubscribe                 // consumer: it subscribes to what is computed from now on, layer by layer
+	kindParts                     // producer: the header names pieces of blocks, and the payload holds them
+	kindDrop                      // producer: the payload holds the keys of blocks whose other pieces will not come
+	kindTaken                     // consumer: the header counts the bytes of pieces that have arrived over this link
 )
 
-// kindPush is not sent: it has a producer send blocks as kindBlock.
+// kindPush is never sent: it makes a producer send blocks as kindBlock.
 const kindPush byte = 255
 
 const (
@@ -43,17 +43,17 @@ type message struct {
 	parts []part // parts
 	bytes int64  // taken
 
-	done chan struct{} // push: closed when it was sent or cannot be; nil: nobody waits
+	done chan struct{} // push: closed when the message was sent or cannot be sent; nil if nobody waits
 }
 
-// over tells who waits for a message that it was sent or cannot be.
+// over tells whoever waits for a message that it was sent or cannot be sent.
 func (m *message) over() {
 	if m.done != nil {
 		close(m.done)
 	}
 }
 
-// encode gives header and payload, but for the payload of a block.
+// encode returns header and payload, except for the payload of a block.
 func (m *message) encode() (header, payload []byte) {
 	header = []byte{peerVersion, m.kind}
 	switch m.kind {
@@ -81,7 +81,7 @@ func parseMessage(header []byte, size int) (*message, error) {
 		ok = m.parse(header[2:], size)
 	}
 	if !ok {
-		return nil, fmt.Errorf("message with %d bytes of header and %d of payload is none of ours: %w", len(header), size, connector.ErrIncompatible)
+		return nil, fmt.Errorf("message with %d bytes of header and %d of payload does not follow the protocol: %w", len(header), size, connector.ErrIncompatible)
 	}
 	return m, nil
 }
@@ -105,7 +105,7 @@ func (m *message) parse(rest []byte, size int) bool {
 	return false
 }
 
-// parseHold reads a hold and, where it was pushed, whose it is.
+// parseHold reads a hold and, if it was pushed, the address of its producer.
 func (m *message) parseHold(b []byte) bool {
 	if len(b) < 8 {
 		return false
@@ -132,17 +132,17 @@ func (m *message) parseKeys(payload []byte) error {
 type peerTicket struct {
 	hold    connector.HoldID
 	address string
-	pushed  bool // the producer sends the blocks to the consumer by itself
+	pushed  bool // the producer sends the blocks to the consumer without being asked
 }
 
-// The ticket of blocks that are pushed has a first byte and an end of its own, so that no change of one byte
-// makes it of another.
+// The ticket of blocks that are pushed has its own first byte and its own end, so that no change of one
+// byte turns one kind of ticket into the other.
 const (
 	pushedVersion = 2
 	pushedEnd     = "\x00pushed"
 )
 
-// maxAddress is the length of an address in a ticket.
+// maxAddress limits the length of an address in a ticket.
 const maxAddress = 1024
 
 func (t peerTicket) encode() []byte {
@@ -158,15 +158,15 @@ func parsePeerTicket(b []byte) (peerTicket, error) {
 	ours := len(b) >= 10 && (b[0] == peerVersion && !pushed || b[0] == pushedVersion && pushed)
 	address := bytes.TrimSuffix(b[min(9, len(b)):], []byte(pushedEnd))
 	if !ours || len(address) == 0 || len(address) > maxAddress {
-		return peerTicket{}, fmt.Errorf("ticket of %d bytes is none of ours: %w", len(b), connector.ErrIncompatible)
+		return peerTicket{}, fmt.Errorf("ticket of %d bytes does not follow the protocol: %w", len(b), connector.ErrIncompatible)
 	}
 	return peerTicket{connector.HoldID(binary.LittleEndian.Uint64(b[1:])), string(address), pushed}, nil
 }
 
-// maxHolds bounds the holds that are remembered, and the reports that nobody has asked for.
+// maxHolds limits the holds that are remembered, and the reports that nobody has fetched.
 const maxHolds = 1 << 14
 
-// holdTable knows which holds were not fetched yet.
+// holdTable knows which holds have not been fetched yet.
 type holdTable struct {
 	mu     sync.Mutex
 	waits  *recent[connector.HoldID, struct{}]
@@ -177,8 +177,8 @@ func newHoldTable() *holdTable {
 	return &holdTable{waits: newRecent[connector.HoldID, struct{}](maxHolds), report: make(chan connector.HoldID, maxHolds)}
 }
 
-// open gives a new id. None says anything of another, so a ticket that was changed, or one of a plugin's
-// former life, names no open hold (rule PD-09).
+// open returns a new id. Ids are random, so a ticket that was changed, or one from an earlier process of
+// the plugin, names no open hold (rule PD-09).
 func (h *holdTable) open() connector.HoldID {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -190,7 +190,8 @@ func (h *holdTable) open() connector.HoldID {
 	return id
 }
 
-// fetched notes that a consumer has fetched a hold; a second time, or of an unknown one, nothing.
+// fetched records that a consumer has fetched a hold. A second time, or for an unknown hold, it does
+// nothing.
 func (h *holdTable) fetched(id connector.HoldID) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -198,7 +199,7 @@ func (h *holdTable) fetched(id connector.HoldID) {
 		h.waits.remove(id)
 		select {
 		case h.report <- id:
-		default: // the engine does not ask; weak holds end by themselves
+		default: // the engine does not ask; weak holds end on their own
 		}
 	}
 }

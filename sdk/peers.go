@@ -13,18 +13,18 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// Limits of what peers may cost.
+// The limits of what peers may cost.
 const (
-	maxLinks    = 256                    // accepted at a time
-	maxWant     = 2048                   // keys of one question
-	maxAsked    = 1 << 17                // keys that one producer is being asked for
-	askQueue    = 64                     // questions that wait to be sent to one producer
+	maxLinks    = 256                    // accepted links at the same time
+	maxWant     = 2048                   // keys of one request
+	maxAsked    = 1 << 17                // outstanding keys of one producer
+	askQueue    = 64                     // requests that wait to be sent to one producer
 	redialAfter = 250 * time.Millisecond // after a failure
-	forgetGone  = 2 * time.Second        // then a producer is asked again for a block it did not have
+	forgetGone  = 2 * time.Second        // after this time a producer is asked again for a block that it did not have
 )
 
-// peerStore is the Store beneath FromPipe: one buffer for what this engine saved and what arrived from
-// others, a server for those who fetch, and a client for each producer.
+// peerStore is the Store below FromPipe: one buffer for what this engine saves and what arrives from
+// others, a server for consumers, and a client for each producer.
 type peerStore struct {
 	peers    pipe.Peers
 	log      *slog.Logger
@@ -35,7 +35,7 @@ type peerStore struct {
 	pushing  *pushing
 	coming   *coming
 	counts   counts
-	listener pipe.Listener // nil: nothing is saved here
+	listener pipe.Listener // nil if this engine does not save
 
 	ctx    context.Context //nolint:containedctx // the store's life
 	cancel context.CancelFunc
@@ -127,7 +127,7 @@ func (s *peerStore) accept() {
 		}
 		c := &consumerLink{Link: link}
 		if !s.enter(c) {
-			s.log.Warn("a consumer was refused: too many are connected", "limit", maxLinks)
+			s.log.Warn("a consumer was refused because too many are connected", "limit", maxLinks)
 			_ = link.Close()
 			continue
 		}
@@ -208,7 +208,7 @@ func (s *peerStore) answer(to *subscriber, m *message) error {
 	return fmt.Errorf("a consumer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
 }
 
-// send sends one message, to a peer that may have stopped to receive.
+// send sends one message to a peer that may have stopped receiving.
 func (s *peerStore) send(out pipe.Pipe, m *message, block []byte) error {
 	ctx, cancel := context.WithTimeout(s.ctx, s.peers.Patience)
 	defer cancel()
@@ -219,7 +219,7 @@ func (s *peerStore) send(out pipe.Pipe, m *message, block []byte) error {
 	return out.Send(ctx, header, [][]byte{payload})
 }
 
-// fetch has blocks sent that are not here, each by the first producer that has it, and reports whether
+// fetch asks for blocks that are not here, each from the first producer that has it, and reports whether
 // some are on their way.
 func (s *peerStore) fetch(addresses []string, keys []connector.StoreKey) (waits bool) {
 	missing := s.missing(keys)
@@ -238,7 +238,7 @@ func (s *peerStore) fetch(addresses []string, keys []connector.StoreKey) (waits 
 	return waits
 }
 
-// missing are the keys of blocks that are not here.
+// missing returns the keys of blocks that are not here.
 func (s *peerStore) missing(keys []connector.StoreKey) []connector.StoreKey {
 	missing := keys[:0:0]
 	for _, k := range keys {
@@ -249,7 +249,7 @@ func (s *peerStore) missing(keys []connector.StoreKey) []connector.StoreKey {
 	return missing
 }
 
-// fetched tells a producer that a consumer has all it wanted.
+// fetched tells a producer that a consumer has everything it asked for.
 func (s *peerStore) fetched(t peerTicket) {
 	if s.listener != nil && t.address == s.listener.Address() {
 		s.holds.fetched(t.hold)

@@ -11,10 +11,10 @@ import (
 // storePowers are the optional powers that a Store can have.
 const storePowers = connector.CanReset | connector.CanStat | connector.CanEvents
 
-// check reports what no Store can be.
+// check returns an error if no Store can satisfy the Definition.
 func (d *Definition) check() error {
 	if more := d.Capabilities &^ storePowers; more != 0 {
-		return fmt.Errorf("Definition.Capabilities: a Store has no part in %v: %w", more, connector.ErrIncompatible)
+		return fmt.Errorf("Definition.Capabilities: a Store cannot have %v: %w", more, connector.ErrIncompatible)
 	}
 	if (len(d.Stats) > 0) != (d.Capabilities&connector.CanStat != 0) {
 		return fmt.Errorf("Definition.Stats: %d of them, with capabilities %q: %w", len(d.Stats), d.Capabilities, connector.ErrIncompatible)
@@ -25,7 +25,7 @@ func (d *Definition) check() error {
 	return connector.ValidateStats(d.Stats)
 }
 
-// has reports a power that the Definition claims and the Store lacks.
+// has returns an error if the Definition claims a power that the Store lacks.
 func (d *Definition) has(store connector.Store) error {
 	var lacks connector.Capability
 	if _, ok := store.(connector.Resetter); !ok {
@@ -38,7 +38,7 @@ func (d *Definition) has(store connector.Store) error {
 		lacks |= connector.CanEvents
 	}
 	if lacks &= d.Capabilities; lacks != 0 {
-		return fmt.Errorf("Definition.Capabilities claims %v, the Store lacks its methods: %w", lacks, connector.ErrIncompatible)
+		return fmt.Errorf("Definition.Capabilities claims %v, but the Store lacks its methods: %w", lacks, connector.ErrIncompatible)
 	}
 	return nil
 }
@@ -83,7 +83,7 @@ func (s *storeScheduler) Events(ctx context.Context) ([]connector.BlockEvent, er
 	return s.watch.events(ctx)
 }
 
-// put stores items. A watch is told of them before and after.
+// put stores items. It tells a watch about them before and after.
 func (w *storeWorker) put(ctx context.Context, items []connector.Item, t *connector.Transfer) error {
 	call := func() error { return guard(w.log, "put", func() error { return w.store.Put(ctx, items) }) }
 	if w.watch == nil {
@@ -110,7 +110,7 @@ func (w *storeWorker) put(ctx context.Context, items []connector.Item, t *connec
 	return err
 }
 
-// watched are the items of groups that keep all blocks, their blocks' keys, and their indexes.
+// watched returns the items of groups that keep all blocks, with their blocks' keys and their indexes.
 func (w *storeWorker) watched(items []connector.Item, t *connector.Transfer) (out []connector.Item, keys []connector.BlockKey, index []int) {
 	groups, n := w.env.Layout.Groups, 0
 	for _, b := range t.Blocks {

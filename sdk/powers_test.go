@@ -90,12 +90,12 @@ func TestStorePowers(t *testing.T) {
 	require.Equal(t, connector.BlocksCleared, events[0].Kind)
 }
 
-// A power is what the Definition claims and the Store has: both or it does not open.
+// A power must be claimed by the Definition and implemented by the Store, or the side does not open.
 func TestStorePowersAreClaimed(t *testing.T) {
 	d := powerfulDefinition()
 	_, err := storeOf(d, newMemory()).Scheduler(t.Context(), testEnv(0, 1), nil)
 	require.ErrorIs(t, err, connector.ErrIncompatible)
-	require.ErrorContains(t, err, "claims reset,stat,events, the Store lacks its methods")
+	require.ErrorContains(t, err, "claims reset,stat,events, but the Store lacks its methods")
 
 	d.Capabilities, d.Stats = 0, nil
 	s, err := storeOf(d, &powerful{memory: newMemory()}).Scheduler(t.Context(), testEnv(0, 1), nil)
@@ -105,9 +105,9 @@ func TestStorePowersAreClaimed(t *testing.T) {
 	require.Error(t, func() error { _, err := s.(connector.EventSource).Events(t.Context()); return err }())
 
 	for want, change := range map[string]func(*Definition){
-		"has no part in hold": func(d *Definition) { d.Capabilities |= connector.CanHold },
+		"cannot have hold":    func(d *Definition) { d.Capabilities |= connector.CanHold },
 		"Definition.Stats":    func(d *Definition) { d.Stats = nil },
-		"must consist of a-z":      func(d *Definition) { d.Stats[0].Name = "A" },
+		"must consist of a-z": func(d *Definition) { d.Stats[0].Name = "A" },
 		"Definition.Medium":   func(d *Definition) { d.Medium = string(make([]byte, 65)) },
 	} {
 		d := powerfulDefinition()
@@ -154,7 +154,8 @@ func TestWatchedRanks(t *testing.T) {
 	require.Equal(t, connector.BlocksCleared, take(t, scheduler)[0].Kind)
 }
 
-// What goes while it is being saved is not reported as stored; what was not stored neither.
+// A block that goes while it is being saved is not reported as stored, and neither is one that was not
+// stored.
 func TestWatchedFailures(t *testing.T) {
 	store := &powerful{memory: newMemory()}
 	p := storeOf(powerfulDefinition(), store)
@@ -180,7 +181,7 @@ func TestWatchedFailures(t *testing.T) {
 	require.Equal(t, keys(3)[2:], events[0].Keys)
 }
 
-// A watch is bounded in blocks and events, and what it drops shows.
+// A watch is bounded in blocks and events, and a gap shows what it drops.
 func TestWatchIsBounded(t *testing.T) {
 	env := testEnv(0, 1)
 	d := powerfulDefinition()
@@ -223,8 +224,8 @@ type arenaTest struct {
 // ArenaBytes says what the test asks for.
 func (c arenaTest) ArenaBytes() int64 { return c.Bytes }
 
-// Rules LIFE-03 and ARENA-02: one Store works in an arena, also when the engine's next life opens with it before the
-// last one has closed; another arena has another Store.
+// Rules LIFE-03 and ARENA-02: one Store works in an arena, even if the engine's next epoch opens with it
+// before the last one has closed; another arena has another Store.
 func TestStoreForEachArena(t *testing.T) {
 	opened := 0
 	p := FromStore(Definition{Name: "A", Scope: connector.ScopeEngine}, func(context.Context, connector.Env, arenaTest) (connector.Store, error) {

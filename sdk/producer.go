@@ -12,7 +12,7 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// maxProducers bounds the producers that are remembered: each life of one has its own address.
+// maxProducers limits the producers that are remembered: a producer that restarts has a new address.
 const maxProducers = 256
 
 // producer is another engine's plugin from which blocks are fetched.
@@ -20,17 +20,17 @@ type producer struct {
 	store   *peerStore
 	address string
 	queue   chan *message
-	stop    chan struct{} // closed when it is forgotten
+	stop    chan struct{} // closed when the producer is forgotten
 
 	mu     sync.Mutex
 	asked  map[connector.StoreKey]asking
 	failed time.Time // of the last link
-	quiet  time.Time // when it was first asked for something since it last said anything; zero: it owes nothing
+	quiet  time.Time // when it was first asked for something after its last message; zero if no answer is due
 }
 
-// asking is what is known of a block that was asked for and has not arrived.
+// asking is what is known about a block that was asked for and has not arrived.
 type asking struct {
-	at   time.Time // when it was asked for, or when it became known to be gone
+	at   time.Time // when it was asked for, or when it was reported gone
 	gone bool
 }
 
@@ -46,7 +46,7 @@ func (s *peerStore) producer(address string) *producer {
 		s.forgetProducer()
 	}
 	if len(s.producers) >= maxProducers {
-		s.log.Warn("too many producers are in use, one more is not asked", "address", address, "limit", maxProducers)
+		s.log.Warn("too many producers are in use, so another one is not asked", "address", address, "limit", maxProducers)
 		return nil
 	}
 	p = &producer{store: s, address: address, queue: make(chan *message, askQueue), stop: make(chan struct{}), asked: map[connector.StoreKey]asking{}}
@@ -55,7 +55,7 @@ func (s *peerStore) producer(address string) *producer {
 	return p
 }
 
-// forgetProducer gives up one whose link has failed. The caller holds mu.
+// forgetProducer forgets one producer whose link has failed. The caller holds mu.
 func (s *peerStore) forgetProducer() {
 	for address, p := range s.producers {
 		p.mu.Lock()
@@ -70,7 +70,7 @@ func (s *peerStore) forgetProducer() {
 }
 
 // ask asks for blocks that nobody has asked for yet. It reports whether some are on their way, and which
-// this producer does not have.
+// ones this producer does not have.
 func (p *producer) ask(keys []connector.StoreKey) (waits bool, gone []connector.StoreKey) {
 	now := time.Now()
 	p.mu.Lock()
@@ -97,7 +97,7 @@ func (p *producer) ask(keys []connector.StoreKey) (waits bool, gone []connector.
 	for len(want) > 0 {
 		n := min(len(want), maxWant)
 		if !p.enqueue(&message{kind: kindWant, keys: want[:n]}) {
-			return true, gone // too much waits already: ask again
+			return true, gone // too many requests wait already: ask again
 		}
 		for _, k := range want[:n] {
 			p.asked[k] = asking{at: now}
@@ -110,14 +110,14 @@ func (p *producer) ask(keys []connector.StoreKey) (waits bool, gone []connector.
 	return waits, gone
 }
 
-// What a producer is known to do about a block.
+// What is known about a block at a producer.
 const (
-	blockUnknown = iota // it was not asked, or long ago
+	blockUnknown = iota // the producer was not asked, or was asked long ago
 	blockComes
 	blockGone // it does not have it, or did not send it in time
 )
 
-// known is what became of the last question for a block. The caller holds mu.
+// known is the result of the last request for a block. The caller holds mu.
 func (p *producer) known(k connector.StoreKey, now time.Time) int {
 	a, asked := p.asked[k]
 	age, wait := now.Sub(a.at), p.store.peers.Wait
@@ -132,7 +132,7 @@ func (p *producer) known(k connector.StoreKey, now time.Time) int {
 	return blockUnknown
 }
 
-// forget drops what is over. The caller holds mu.
+// forget drops the entries that are over. The caller holds mu.
 func (p *producer) forget(now time.Time) {
 	for k, a := range p.asked {
 		if now.Sub(a.at) > p.store.peers.Wait+forgetGone {
@@ -150,7 +150,7 @@ func (p *producer) enqueue(m *message) bool {
 	}
 }
 
-// run sends questions as long as the store is open, over one link after another.
+// run sends requests as long as the store is open, over one link after another.
 func (p *producer) run() {
 	var link *producerLink
 	defer func() {
@@ -188,7 +188,7 @@ func (p *producer) run() {
 	}
 }
 
-// deal sends what was queued, unless the peer has just failed, and gives the link if it still stands.
+// deal sends the queued messages, unless the peer has just failed, and returns the link if it still works.
 func (p *producer) deal(link *producerLink, m *message) *producerLink {
 	defer m.over()
 	if !p.justFailed() {
@@ -200,7 +200,7 @@ func (p *producer) deal(link *producerLink, m *message) *producerLink {
 	return link
 }
 
-// cutDeaf gives a link up on which the peer does not answer.
+// cutDeaf closes a link on which the peer does not answer.
 func (p *producer) cutDeaf(link *producerLink) *producerLink {
 	if link == nil || !p.deaf() {
 		return link
@@ -211,10 +211,10 @@ func (p *producer) cutDeaf(link *producerLink) *producerLink {
 	return nil
 }
 
-// errDeaf is why a link is given up on which the peer answers nothing.
-var errDeaf = errors.New("it does not answer")
+// errDeaf is the reason for closing a link on which the peer does not answer.
+var errDeaf = errors.New("the peer does not answer")
 
-// deaf reports whether the peer owes an answer for too long.
+// deaf reports whether an answer from the peer has been due for too long.
 func (p *producer) deaf() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -230,7 +230,7 @@ func (p *producer) deaf() bool {
 	return false
 }
 
-// heard notes that the peer said something.
+// heard records that a message came from the peer.
 func (p *producer) heard() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -239,7 +239,7 @@ func (p *producer) heard() {
 	}
 }
 
-// tell sends a question, over a new link if there is none, and gives the link if it still stands.
+// tell sends a message, over a new link if there is none, and returns the link if it still works.
 func (p *producer) tell(link *producerLink, m *message) *producerLink {
 	var err error
 	if link == nil {
@@ -267,14 +267,15 @@ func (p *producer) tell(link *producerLink, m *message) *producerLink {
 	return link
 }
 
-// justFailed reports whether it is too early to dial again; then what waits is gone.
+// justFailed reports whether it is too early to dial again. If so, the blocks that were asked for count as
+// gone.
 func (p *producer) justFailed() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return !p.failed.IsZero() && time.Since(p.failed) < redialAfter
 }
 
-// lost notes that nothing that was asked for will come.
+// lost records that none of the blocks that were asked for will come.
 func (p *producer) lost(err error) {
 	if p.store.ctx.Err() != nil {
 		return
@@ -289,7 +290,7 @@ func (p *producer) lost(err error) {
 		}
 	}
 	if p.failed.IsZero() || now.Sub(p.failed) > time.Minute { // a failure that repeats is not logged each time
-		p.store.log.Warn("a producer cannot be reached, its blocks are computed", "address", p.address, "error", err)
+		p.store.log.Warn("a producer cannot be reached, so its blocks are computed", "address", p.address, "error", err)
 	}
 	p.failed = now
 }
@@ -336,10 +337,11 @@ func (p *producer) dial() (*producerLink, error) {
 	return l, nil
 }
 
-// errUnwanted refuses a frame; the link goes on.
+// errUnwanted refuses a frame; the link continues.
 var errUnwanted = errors.New("not wanted")
 
-// receive takes one frame: a block that was asked for, or which of them there are none.
+// receive handles one frame: a block that was asked for, or the keys of blocks that the producer does not
+// have.
 func (p *producer) receive(in pipe.Pipe) error {
 	m, err := p.store.receive(in, p.room)
 	if err != nil {
@@ -362,7 +364,7 @@ func (p *producer) receive(in pipe.Pipe) error {
 	return fmt.Errorf("a producer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
 }
 
-// room is where a block goes that was asked for.
+// room returns the memory for a block that was asked for.
 func (p *producer) room(k connector.StoreKey, size int) (*lookupbuffer.Slot, error) {
 	p.mu.Lock()
 	a, known := p.asked[k]
@@ -380,7 +382,7 @@ func (p *producer) room(k connector.StoreKey, size int) (*lookupbuffer.Slot, err
 	return slot, nil
 }
 
-// gone notes which blocks the producer does not have.
+// gone records which blocks the producer does not have.
 func (p *producer) gone(m *message) {
 	now := time.Now()
 	p.mu.Lock()

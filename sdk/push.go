@@ -13,13 +13,13 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// Limits of what is remembered of blocks that are pushed.
+// The limits of what is remembered about blocks that are pushed.
 const (
 	maxPushing = 1 << 12 // requests whose blocks are being sent
 	maxComing  = 1 << 14 // holds whose blocks are coming
 )
 
-// pushing is what a producer knows of requests whose blocks it sends to a consumer by itself.
+// pushing is what a producer knows about requests whose blocks it pushes to a consumer.
 type pushing struct {
 	mu   sync.Mutex
 	sent *recent[connector.RequestID, map[connector.StoreKey]bool]
@@ -29,7 +29,7 @@ func newPushing() *pushing {
 	return &pushing{sent: newRecent[connector.RequestID, map[connector.StoreKey]bool](maxPushing)}
 }
 
-// add notes keys as sent for a request, and gives those that were not before.
+// add records keys as sent for a request, and returns those that had not been sent before.
 func (p *pushing) add(r connector.RequestID, keys []connector.StoreKey) (fresh []connector.StoreKey) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -53,7 +53,7 @@ func (p *pushing) end(r connector.RequestID) {
 	p.sent.remove(r)
 }
 
-// coming is what a consumer knows of holds whose blocks are pushed to it.
+// coming is what a consumer knows about holds whose blocks are pushed to it.
 type coming struct {
 	mu    sync.Mutex
 	holds *recent[peerTicket, arrival]
@@ -63,10 +63,10 @@ func newComing() *coming { return &coming{holds: newRecent[peerTicket, arrival](
 
 type arrival struct {
 	since time.Time // when a request first asked
-	whole bool      // the producer said that it has sent all
+	whole bool      // the producer has said that it has sent everything
 }
 
-// whole notes that a producer has sent all of a hold.
+// whole records that a producer has sent all blocks of a hold.
 func (c *coming) whole(t peerTicket) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -75,7 +75,8 @@ func (c *coming) whole(t peerTicket) {
 	c.holds.set(t, a)
 }
 
-// waits reports whether more of a hold may still come within a time of the first question.
+// waits reports whether more of a hold may still come, within a time limit that starts with the first
+// query.
 func (c *coming) waits(t peerTicket, within time.Duration) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -87,7 +88,7 @@ func (c *coming) waits(t peerTicket, within time.Duration) bool {
 	return !a.whole && time.Since(a.since) < within
 }
 
-// target is where the blocks of a request are pushed to; "" if nowhere.
+// target is the address to which the blocks of a request are pushed, or "" if they are not pushed.
 func (s *peerStore) target(r connector.RequestID) string {
 	if s.peers.Push == nil || s.listener == nil || r == "" {
 		return ""
@@ -99,8 +100,8 @@ func (s *peerStore) target(r connector.RequestID) string {
 	return to
 }
 
-// push sends blocks that were saved to a consumer, which is waited for if the config says so. What cannot
-// be sent waits in the buffer to be asked for.
+// push sends saved blocks to a consumer, and waits for the consumer if the config says so. Blocks that
+// cannot be sent stay in the buffer until the consumer asks for them.
 func (s *peerStore) push(ctx context.Context, to string, m *message) {
 	p := s.producer(to)
 	if s.peers.Await {
@@ -143,16 +144,16 @@ func (p *producer) pushAll(link *producerLink, m *message) error {
 	return nil
 }
 
-// errUnasked refuses a block that nobody may send us.
-var errUnasked = fmt.Errorf("a peer sent a block, nobody may here: %w", connector.ErrIncompatible)
+// errUnasked refuses a block from a peer that is not allowed to send one.
+var errUnasked = fmt.Errorf("a peer sent a block, which no peer may do here: %w", connector.ErrIncompatible)
 
-// roomForPushed is where a block goes that a producer sends by itself.
+// roomForPushed returns the memory for a block that a producer pushes.
 func (s *peerStore) roomForPushed(k connector.StoreKey, size int) (*lookupbuffer.Slot, error) {
 	if !s.peers.Pushed {
 		return nil, errUnasked
 	}
 	if n, err := s.memory.Lookup(s.ctx, [][]connector.StoreKey{{k}}); err == nil && n[0] == 1 {
-		return nil, errUnwanted // it is there already
+		return nil, errUnwanted // the block is already there
 	}
 	slot, err := s.memory.Reserve(k, size)
 	if err != nil {
@@ -162,8 +163,8 @@ func (s *peerStore) roomForPushed(k connector.StoreKey, size int) (*lookupbuffer
 	return slot, nil
 }
 
-// receive takes one frame of a peer: a block goes to the room that it is given, where it stays until it is
-// loaded. A nil message was a block that nobody wants.
+// receive handles one frame from a peer. A block goes to the memory that room returns and stays there until
+// it is loaded. A nil message means that the frame was a block for which there is no use.
 func (s *peerStore) receive(in pipe.Pipe, room func(connector.StoreKey, int) (*lookupbuffer.Slot, error)) (*message, error) {
 	var m *message
 	var slot *lookupbuffer.Slot
@@ -193,7 +194,7 @@ func (s *peerStore) receive(in pipe.Pipe, room func(connector.StoreKey, int) (*l
 	})
 	switch {
 	case errors.Is(err, errUnwanted):
-		return nil, nil //nolint:nilnil // it was received, and is nothing
+		return nil, nil //nolint:nilnil // the frame was received, and there is nothing to do
 	case err != nil:
 		drop()
 		return nil, err
@@ -210,8 +211,9 @@ type counts struct {
 	pushed, pushedBytes, pushFailed, served, servedBytes, received, receivedBytes, dropped, cut atomic.Int64
 }
 
-// PeerStats declares what connectors of [FromPipe] count, for Definition.Stats: with them the connector has
-// connector.CanStat. What Peers.Stats gives is shown beside them, and declared behind them.
+// PeerStats declares what connectors made by [FromPipe] count, for Definition.Stats. With them the
+// connector has connector.CanStat. The numbers of Peers.Stats are shown as well; the Definition must
+// declare them after these.
 func PeerStats() []connector.StatInfo { return infos(peerNumbers()) }
 
 // Stats implements connector.StatsSource.
@@ -244,14 +246,14 @@ func peerNumbers() []number[*peerStore] {
 	}
 }
 
-// number is a number of a T that a connector shows.
+// number is one number of a T that a connector reports.
 type number[T any] struct {
 	name, help string
 	kind       connector.StatKind
 	of         func(T) int64
 }
 
-// infos declares numbers.
+// infos returns the declarations of numbers.
 func infos[T any](list []number[T]) []connector.StatInfo {
 	out := make([]connector.StatInfo, len(list))
 	for i, n := range list {
@@ -260,7 +262,7 @@ func infos[T any](list []number[T]) []connector.StatInfo {
 	return out
 }
 
-// values are their values now.
+// values returns their present values.
 func values[T any](list []number[T], of T) []connector.Stat {
 	out := make([]connector.Stat, len(list))
 	for i, n := range list {

@@ -10,7 +10,7 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// Blocks go to the consumer that a request names, by themselves, also those that another request computed;
+// Blocks are pushed to the consumer that a request names, including those that another request computed;
 // the consumer asks only for what did not come.
 func TestPush(t *testing.T) {
 	for _, await := range []bool{false, true} {

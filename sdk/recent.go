@@ -1,24 +1,24 @@
 package sdk
 
-// recent is a map that holds what was added last: when limit more keys have been added, a key goes, however
-// often it was set meanwhile. It wants a lock of its user's.
+// recent is a map of the keys that were added last. A key is dropped when limit more keys have been added,
+// however often it was set in between. The caller must hold a lock.
 type recent[K comparable, V any] struct {
 	limit   int
 	entries map[K]recentEntry[V]
-	order   []K    // as they were added; those that were deleted too
-	first   uint64 // turn of order[0]
+	order   []K    // in the order of their addition, including deleted keys
+	first   uint64 // sequence number of order[0]
 }
 
 type recentEntry[V any] struct {
 	value V
-	turn  uint64 // when it was added
+	turn  uint64 // sequence number of its addition
 }
 
 func newRecent[K comparable, V any](limit int) *recent[K, V] {
 	return &recent[K, V]{limit: limit, entries: map[K]recentEntry[V]{}}
 }
 
-// get gives a key's value.
+// get returns a key's value.
 func (r *recent[K, V]) get(k K) (value V, known bool) {
 	e, known := r.entries[k]
 	return e.value, known
@@ -30,7 +30,7 @@ func (r *recent[K, V]) has(k K) bool {
 	return known
 }
 
-// set gives a key a value, and forgets the oldest key where it is one too many.
+// set gives a key a value, and drops the oldest key if there is one too many.
 func (r *recent[K, V]) set(k K, value V) {
 	e, known := r.entries[k]
 	e.value = value
@@ -40,12 +40,12 @@ func (r *recent[K, V]) set(k K, value V) {
 	}
 	r.entries[k] = e
 	if len(r.order) > r.limit {
-		if oldest := r.order[0]; r.entries[oldest].turn == r.first { // it was not deleted, and perhaps added again
+		if oldest := r.order[0]; r.entries[oldest].turn == r.first { // the key was not deleted and, perhaps, added again
 			delete(r.entries, oldest)
 		}
 		r.order, r.first = r.order[1:], r.first+1
 	}
 }
 
-// remove forgets a key.
+// remove deletes a key.
 func (r *recent[K, V]) remove(k K) { delete(r.entries, k) }

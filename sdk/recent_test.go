@@ -29,7 +29,7 @@ func TestRecent(t *testing.T) {
 	require.Equal(t, "again", value, "that it was there before does not make it older")
 }
 
-// It is a list of the keys in the order in which they were added, cut at its limit.
+// recent behaves like a list of the keys in the order of their addition, cut at its limit.
 func TestRecentModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		type added struct {

@@ -20,7 +20,7 @@ type regions struct {
 	mapped map[fileID]*sharedRegion
 }
 
-// fileID tells memfds apart; descriptor numbers are reused.
+// fileID identifies a memfd, because descriptor numbers are reused.
 type fileID struct{ device, inode uint64 }
 
 type sharedRegion struct {
@@ -33,7 +33,7 @@ func (r *regions) acquire(want []wire.Region) (_ [][]byte, free func() error, er
 	return r.acquireBy(want, shm.Map)
 }
 
-// arena maps the arena of a session; nil if it has none.
+// arena maps the arena of a session. It returns nil if the session has none.
 func (r *regions) arena(want wire.Region) (_ []byte, free func() error, err error) {
 	if want.Size == 0 {
 		return nil, func() error { return nil }, nil
@@ -45,7 +45,7 @@ func (r *regions) arena(want wire.Region) (_ []byte, free func() error, err erro
 	return views[0], free, nil
 }
 
-// board maps the counters of SaveLayers; nil if the host has none. free waits until nobody looks at
+// board maps the counters of SaveLayers. It returns nil if the host has none. free waits until nobody reads
 // them.
 func (r *regions) board(want wire.Region) (_ *shm.BoardView, free func() error, err error) {
 	if want.Size == 0 {
@@ -97,7 +97,7 @@ func (r *regions) one(w wire.Region, mapIt mapper) (fileID, *shm.Region, error) 
 	id := fileID{st.Dev, st.Ino}
 	if shared := r.mapped[id]; shared != nil {
 		if shared.region.Size() != w.Size {
-			return id, nil, fmt.Errorf("fd %d is %d bytes, want %d: %w", w.FD, shared.region.Size(), w.Size, connector.ErrIncompatible)
+			return id, nil, fmt.Errorf("fd %d has %d bytes instead of %d: %w", w.FD, shared.region.Size(), w.Size, connector.ErrIncompatible)
 		}
 		shared.refs++
 		return id, shared.region, nil

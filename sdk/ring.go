@@ -11,7 +11,7 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// ring is a session's end of the rings beside its stream.
+// ring is a session's end of the rings that complement its stream.
 type ring struct {
 	*shm.RingEnd
 	bell *sharedBell
@@ -57,8 +57,8 @@ func (b *bells) release(shared *sharedBell) error {
 	return shared.Close()
 }
 
-// openRing begins to read the ring that an Open offers. Without it the session works as well, only
-// slower, so that a ring that cannot be had is no error.
+// openRing begins to read the ring that an Open offers. The session also works without it, only slower, so
+// a ring that cannot be opened is not an error.
 func (s *session) openRing(want *wire.Ring) bool {
 	if want == nil {
 		return false
@@ -121,7 +121,7 @@ func (s *session) sendRing(m *kvportv1.SessionResponse) bool {
 		return false
 	}
 	sent, err := end.Send(wire.Frame(m))
-	if err != nil { // once: the end is closed then
+	if err != nil { // happens once, because the end is then closed
 		s.ringBroken(err)
 	}
 	return sent

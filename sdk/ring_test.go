@@ -117,7 +117,7 @@ func TestCallsOverTheRing(t *testing.T) {
 		require.Equal(t, id, answer.GetId())
 		require.EqualValues(t, n, answer.GetMatch().GetMatches()[0].GetTokens())
 	}
-	// What is too large for the ring goes over the stream, one way or both.
+	// A message that is too large for the ring goes over the stream, in one direction or both.
 	qs := make([]connector.Query, 4000)
 	id := r.send(matchCall(qs...))
 	require.Equal(t, id, r.recv().GetId())
@@ -148,7 +148,7 @@ func TestCancelOverTheRing(t *testing.T) {
 	require.Error(t, err)
 }
 
-// A host that breaks the ring ends its own session. The others of the process go on.
+// A host that breaks the ring ends its own session. The other sessions of the process continue.
 func TestBrokenRingEndsTheSession(t *testing.T) {
 	p := newPeer(t, quiet().plugin())
 	good := p.ringed(kvportv1.Side_SIDE_SCHEDULER)
@@ -182,7 +182,7 @@ func scribble(t *testing.T, file *os.File, at int64, value byte) {
 	require.NoError(t, err)
 }
 
-// A ring that cannot be had is no error.
+// A ring that cannot be opened is not an error.
 func TestRingsThatCannotBeHad(t *testing.T) {
 	p := newPeer(t, quiet().plugin())
 	null, err := os.Open(os.DevNull)

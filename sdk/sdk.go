@@ -1,12 +1,12 @@
-// Package sdk is what a connector author needs besides package connector.
+// Package sdk is what a connector author needs in addition to package connector.
 //
 //	func main() {
 //		sdk.Serve(sdk.FromStore(sdk.Definition{Name: "MyConnector", Version: "1.0.0", Scope: connector.ScopeShared}, open))
 //	}
 //
-// [FromStore] makes both sides of a connector of a plain key-value store, [DecodeConfig] reads its
-// config and [Serve] is the whole main function of its plugin process. Authors who decide for
-// themselves what is loaded and saved fill a connector.Plugin by hand and call Serve.
+// [FromStore] makes both sides of a connector from a plain key-value store, [DecodeConfig] reads its
+// config, and [Serve] is the whole main function of its plugin process. Authors who decide for themselves
+// what is loaded and saved use [FromSides], or fill a connector.Plugin by hand, and call Serve.
 package sdk
 
 import (
@@ -17,7 +17,7 @@ import (
 	"github.com/kvport/kvport/internal/wire"
 )
 
-// ErrPanic is what a call returns in which the connector's code panicked.
+// ErrPanic is what a call returns if the connector's code panicked in it.
 var ErrPanic = wire.ErrPanic
 
 // guard runs call and turns a panic in it into an error, so that one bad request does not take the

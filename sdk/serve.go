@@ -24,17 +24,17 @@ import (
 	"github.com/kvport/kvport/internal/wire"
 )
 
-// stopTimeout is how long a plugin that was told to stop waits for its sides to close.
+// stopTimeout is how long a plugin that must stop waits for its sides to close.
 const stopTimeout = 5 * time.Second
 
-// Serve is the whole main function of a plugin process: it serves p to the host that started it, and
-// does not return. It ends when the host says so, hangs up or dies, not by SIGINT or SIGTERM. With
-// --manifest it prints what p is, with --version its version; started by hand it says who should
-// start it and exits with code 2.
+// Serve is the whole main function of a plugin process. It serves p to the host that started the process,
+// and does not return. The process ends when the host says so, hangs up or dies; it ignores SIGINT and
+// SIGTERM. With --manifest it prints a description of p, and with --version the version. If a person starts
+// it by hand, it explains how plugins are started and exits with code 2.
 func Serve(p connector.Plugin) {
 	// Descriptors that the host passed must not reach processes that the connector starts: those
 	// could write into the cache after our death.
-	_ = unix.CloseRange(3, ^uint(0), unix.CLOSE_RANGE_CLOEXEC) // kernels before 5.11: shm.Map does it later
+	_ = unix.CloseRange(3, ^uint(0), unix.CLOSE_RANGE_CLOEXEC) // on kernels before 5.11, shm.Map does this later
 	if os.Getenv(wire.CookieKey) == wire.CookieValue && len(os.Args) == 1 {
 		serve(p)
 		os.Exit(0)
@@ -44,14 +44,14 @@ func Serve(p connector.Plugin) {
 
 // serve talks to the host until it hangs up.
 func serve(p connector.Plugin) {
-	// Service managers send SIGTERM to all processes at once. The engine then drains, for which it
-	// needs us, and stops us when it is done.
+	// Service managers send SIGTERM to all processes at once. The engine then drains, for which it needs
+	// this plugin, and stops the plugin when it is done.
 	signal.Notify(make(chan os.Signal, 1), unix.SIGTERM)
 	stderr := os.Stderr // go-plugin replaces it
 	log := slog.New(newLogHandler(stderr))
 	slog.SetDefault(log)
 	if err := watchParent(func() { os.Exit(1) }); err != nil {
-		log.Warn("cannot watch the host, an orphan would notice its death by its connection only", "error", err)
+		log.Warn("cannot watch the host: if it dies, only the closed connection shows it", "error", err)
 	}
 	fault.Crash("sdk.serve")
 	server := NewServer(p, log)
@@ -70,7 +70,7 @@ func serve(p connector.Plugin) {
 	}
 }
 
-// watchParent calls gone when the process that started us ends. It costs one goroutine that sleeps.
+// watchParent calls gone when the parent process ends. It costs one sleeping goroutine.
 func watchParent(gone func()) error {
 	parent := os.Getppid()
 	if parent == 0 {
@@ -83,7 +83,7 @@ func watchParent(gone func()) error {
 		}
 		return os.NewSyscallError("pidfd_open", err)
 	}
-	if os.Getppid() != parent { // it died before we looked: fd is of nobody or a stranger
+	if os.Getppid() != parent { // the parent died first, so fd refers to no process or to another one
 		gone()
 	}
 	file := os.NewFile(uintptr(fd), "parent")
@@ -104,7 +104,7 @@ func watchParent(gone func()) error {
 	return nil
 }
 
-// runByHand is the program as a person or a script meets it. It returns the exit code.
+// runByHand is the program when a person or a script starts it. It returns the exit code.
 func runByHand(p connector.Plugin, args []string, stdout, stderr io.Writer) int {
 	name := filepath.Base(args[0])
 	flags := flag.NewFlagSet(name, flag.ContinueOnError)
@@ -144,8 +144,8 @@ It does nothing by itself: an inference engine starts it, told by
 `, name, p.Name, p.Version, wire.ProtocolVersion)
 }
 
-// printManifest prints the manifest: of a config, or in general. Without a config it still says what
-// an empty one would do, where that is a valid one.
+// printManifest prints the manifest for a config, or in general. Without a config it describes the effect
+// of an empty one, if that is valid.
 func printManifest(name string, p connector.Plugin, config string, stdout, stderr io.Writer) int {
 	given := config != ""
 	if !given {

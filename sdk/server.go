@@ -18,8 +18,8 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// Server is the plugin end of the protocol, for one connector. [Serve] runs it in a process of its
-// own; tests register it on a connection of theirs.
+// Server is the plugin end of the protocol, for one connector. [Serve] runs it in a process of its own;
+// tests register it on their own connection.
 type Server struct {
 	kvportv1.UnimplementedPluginServer
 	plugin  connector.Plugin
@@ -44,8 +44,8 @@ func NewServer(p connector.Plugin, log *slog.Logger) *Server {
 // Panics counts the panics of the connector that were recovered.
 func (s *Server) Panics() uint64 { return s.panics.Load() }
 
-// Stop refuses new sessions and waits until the open ones have ended and closed their sides. It ends
-// none itself: closing the connection does.
+// Stop refuses new sessions and waits until the open ones have ended and closed their sides. It does not
+// end a session itself: closing the connection does that.
 func (s *Server) Stop(ctx context.Context) error {
 	s.mu.Lock()
 	s.stopped = true
@@ -84,8 +84,8 @@ func (s *Server) Heartbeat(_ context.Context, m *kvportv1.HeartbeatRequest) (*kv
 	return &kvportv1.HeartbeatResponse{Sequence: m.GetSequence(), Panics: s.panics.Load()}, nil
 }
 
-// Session implements kvportv1.PluginServer: one side of one engine rank. It returns when the side
-// was closed, the stream ended or the peer broke the protocol; no call of the session runs then.
+// Session implements kvportv1.PluginServer for one side of one engine rank. It returns when the side has
+// closed, the stream has ended or the peer has broken the protocol. No call of the session is then running.
 func (s *Server) Session(stream grpc.BidiStreamingServer[kvportv1.SessionRequest, kvportv1.SessionResponse]) error {
 	s.mu.Lock()
 	stopped := s.stopped
@@ -100,7 +100,7 @@ func (s *Server) Session(stream grpc.BidiStreamingServer[kvportv1.SessionRequest
 	return newSession(s, stream).run()
 }
 
-// call runs code of the connector and counts its panics, whoever recovered them.
+// call runs code of the connector and counts its panics, no matter where they were recovered.
 func (s *Server) call(log *slog.Logger, what string, call func() error) error {
 	err := guard(log, what, call)
 	if errors.Is(err, ErrPanic) {

@@ -350,7 +350,7 @@ func TestBrokenProtocolEndsTheSession(t *testing.T) {
 	}
 }
 
-// What arrives while the side opens, or where it could not be opened, is answered too.
+// A call that arrives while the side opens, or after it could not be opened, is also answered.
 func TestCallsWithoutASide(t *testing.T) {
 	opening, release := make(chan struct{}), make(chan struct{})
 	s := &scripted{}

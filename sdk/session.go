@@ -20,14 +20,14 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// maxCalls bounds the calls of one session that run at once. What exceeds it is answered ErrBusy.
+// maxCalls limits the calls of one session that run at the same time. Further calls get ErrBusy.
 const maxCalls = 1024
 
 // session is one stream: one side of one engine rank.
 //
-// Readers take messages off the stream and off the ring, and never wait for the connector. Worker calls, Consumed,
-// Renewals, Stats and Events run each on a goroutine of their own; all other calls of a scheduler run one after the
-// other, in the order in which they arrived, on the lane.
+// Readers take messages off the stream and off the ring, and never wait for the connector. Each worker call
+// and each call of Consumed, Renewals, Stats and Events runs on a goroutine of its own. All other calls of
+// a scheduler run one after the other on the lane, in the order in which they arrive.
 type session struct {
 	server *Server
 	stream grpc.BidiStreamingServer[kvportv1.SessionRequest, kvportv1.SessionResponse]
@@ -35,7 +35,7 @@ type session struct {
 	life   context.Context    //nolint:containedctx // of all calls
 	cancel context.CancelFunc // ends life
 	lane   chan func()
-	closed chan struct{} // the side was closed on request
+	closed chan struct{} // closed when the host has asked to close the side
 	ended  chan error    // how its readers ended
 	ring   atomic.Pointer[ring]
 
@@ -43,14 +43,14 @@ type session struct {
 
 	mu      sync.Mutex
 	running map[uint64]*call
-	calls   sync.WaitGroup // those that are running, but for Close
+	calls   sync.WaitGroup // the running calls, except Close
 	closer  sync.WaitGroup // Close
 	side    *side          // nil until opened
 	opening bool
 	closing bool
 }
 
-// call is one request that was not answered yet.
+// call is one request that has not been answered yet.
 type call struct {
 	request *kvportv1.SessionRequest
 	cancel  context.CancelFunc
@@ -63,8 +63,8 @@ func newSession(s *Server, stream grpc.BidiStreamingServer[kvportv1.SessionReque
 	}
 }
 
-// run serves the session to its end. The order of the ends matters: calls first, then the side,
-// then its memory.
+// run serves the session until it ends. Things end in a fixed order: first the calls, then the side, then
+// its memory.
 func (s *session) run() error {
 	ctx, cancel := context.WithCancel(s.stream.Context())
 	defer cancel()
@@ -79,11 +79,11 @@ func (s *session) run() error {
 	var err error
 	select {
 	case err = <-s.ended:
-	case <-s.closed: // the reader ends with the stream, when we return
+	case <-s.closed: // the reader ends with the stream, when run returns
 	}
 	s.cancel()
 	s.mu.Lock()
-	s.closing = true // a reader that still runs starts nothing any more
+	s.closing = true // a reader that still runs starts no more calls
 	s.mu.Unlock()
 	s.calls.Wait()
 	s.closer.Wait()
@@ -98,7 +98,7 @@ func (s *session) run() error {
 	return err
 }
 
-// logger is the side's, once there is one.
+// logger is the side's logger once there is a side.
 func (s *session) logger() *slog.Logger {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -124,13 +124,13 @@ func (s *session) read(ctx context.Context) error {
 	}
 }
 
-// take starts one call, or answers it if it cannot be started. An error ends the session.
+// take starts one call, or answers it if it cannot start. An error ends the session.
 func (s *session) take(ctx context.Context, m *kvportv1.SessionRequest) error {
 	err := s.accept(ctx, m)
 	switch {
 	case errors.Is(err, wire.ErrMalformed):
 		return s.malformed(err)
-	case ctx.Err() != nil: // the session is over, nobody may write to the stream
+	case ctx.Err() != nil: // the session is over, so nobody may write to the stream
 		return ctx.Err()
 	case err != nil:
 		s.send(&kvportv1.SessionResponse{Id: m.GetId(), Error: wire.ErrorToProto(err)})
@@ -138,13 +138,13 @@ func (s *session) take(ctx context.Context, m *kvportv1.SessionRequest) error {
 	return nil
 }
 
-// malformed is how a session ends whose host broke the protocol.
+// malformed is the error that ends a session if the host breaks the protocol.
 func (s *session) malformed(err error) error {
 	s.log.Error("session ended: the host broke the protocol", "error", err)
 	return status.Error(codes.InvalidArgument, err.Error())
 }
 
-// accept starts one call or says why not. ErrMalformed means that the peer broke the protocol.
+// accept starts one call or returns why it cannot. ErrMalformed means that the peer broke the protocol.
 func (s *session) accept(ctx context.Context, m *kvportv1.SessionRequest) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -174,7 +174,7 @@ func (s *session) accept(ctx context.Context, m *kvportv1.SessionRequest) error 
 	return nil
 }
 
-// start runs one call where it belongs. The caller holds the lock.
+// start runs one call on its own goroutine or on the lane. The caller holds the lock.
 func (s *session) start(ctx context.Context, m *kvportv1.SessionRequest) {
 	ctx, cancel := wire.WithTimeout(ctx, m.GetTimeoutUs())
 	c := &call{request: m, cancel: cancel}
@@ -196,7 +196,7 @@ func (s *session) start(ctx context.Context, m *kvportv1.SessionRequest) {
 func (s *session) serve(ctx context.Context, c *call) {
 	defer s.calls.Done()
 	answer := &kvportv1.SessionResponse{}
-	err := ctx.Err() // it may have been cancelled while it waited for its turn
+	err := ctx.Err() // the call may have been cancelled while it waited
 	if err == nil {
 		err = s.server.call(s.logger(), callName(c.request), func() error { return s.dispatch(ctx, c, answer) })
 	}
@@ -217,7 +217,7 @@ func (s *session) serveClose(c *call) {
 	side := s.side
 	s.side = nil
 	s.mu.Unlock()
-	s.closeRing() // before the answer: the host may use its memory for another session then
+	s.closeRing() // before the answer, because the host may then use the ring's memory for another session
 	fault.Crash("sdk.close")
 	var err error
 	if side != nil {
@@ -244,8 +244,8 @@ func (s *session) finish(c *call, answer *kvportv1.SessionResponse, err error) {
 	s.send(answer)
 }
 
-// send answers over the ring, or over the stream if there is none or no room in it. An error means that
-// the session is over, which a reader notices too.
+// send answers over the ring, or over the stream if there is no ring or no room in it. An error means that
+// the session is over, which a reader also notices.
 func (s *session) send(m *kvportv1.SessionResponse) {
 	if m.GetOpened() == nil && s.sendRing(m) {
 		return

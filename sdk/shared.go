@@ -11,8 +11,8 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// shares keeps one value for each engine epoch and config, which both sides and all ranks use, and only
-// one for each arena. The zero value with open and shut set is ready.
+// shares keeps one value for each engine epoch and config, which both sides and all ranks use, and only one
+// for each arena. A zero value in which open and shut are set is ready to use.
 type shares[V any] struct {
 	open func(ctx context.Context, env connector.Env, raw json.RawMessage) (V, error)
 	shut func(v V, log *slog.Logger) error // after the last user
@@ -28,8 +28,8 @@ type shareID struct {
 	arena  *byte // its first byte; nil without an arena
 }
 
-// shareIDOf says which value serves a side. An arena has one user in a process, whatever lives of an engine
-// open with it: two Stores would both write its first slot.
+// shareIDOf says which value serves a side. An arena has only one user in a process, whichever engine
+// epochs open with it: two Stores would both write its first slot.
 func shareIDOf(env *connector.Env, raw json.RawMessage) shareID {
 	id := shareID{engine: env.Engine, epoch: env.Epoch, config: sha256.Sum256(raw)}
 	if len(env.Arena) > 0 {
@@ -38,18 +38,18 @@ func shareIDOf(env *connector.Env, raw json.RawMessage) shareID {
 	return id
 }
 
-// share is one value and those who use it. It stays in the table until it is closed, so that no second
-// one touches the same files meanwhile.
+// share is one value and the number of its users. It stays in the table until it is closed, so that no
+// second value touches the same files in the meantime.
 type share[V any] struct {
 	refs  int           // sides that use or await it, under shares.mu; 0 while it closes
 	ready chan struct{} // closed when value or err is set
-	gone  chan struct{} // closed when it was closed and has left the table
+	gone  chan struct{} // closed when the value was closed and has left the table
 	value V
 	err   error
 }
 
 // acquire opens the value of an engine's epoch and config, or joins the open one. free gives it back; the
-// last one to do so closes it and gets its error.
+// last caller of free closes the value and gets the error of that.
 func (s *shares[V]) acquire(ctx context.Context, env connector.Env, raw json.RawMessage) (value V, free func() error, err error) {
 	if err := env.Validate(); err != nil {
 		return value, nil, err
@@ -77,7 +77,7 @@ func (s *shares[V]) acquire(ctx context.Context, env connector.Env, raw json.Raw
 		case first || ctx.Err() != nil || !isDone(e.err):
 			return value, nil, e.err
 		}
-		// It was the first side's deadline that ended the attempt, not ours: try again.
+		// The deadline of the first side ended the attempt, not that of this one: try again.
 	}
 }
 
@@ -112,7 +112,7 @@ func (s *shares[V]) join(id shareID) (e *share[V], first, closing bool) {
 	return e, first, false
 }
 
-// start opens the value of a new entry. One that fails leaves the table at once.
+// start opens the value of a new entry. An entry that fails leaves the table at once.
 func (s *shares[V]) start(ctx context.Context, id shareID, e *share[V], env connector.Env, raw json.RawMessage) {
 	e.err = guard(env.Log, "open", func() (err error) {
 		e.value, err = s.open(ctx, env, raw)

@@ -10,41 +10,41 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Definition says what a connector is.
+// Definition describes a connector.
 type Definition struct {
 	Name        string   // kv_connector value it answers to
 	Aliases     []string // further values
 	Version     string
 	Environment []string // environment variables that the process needs; nothing else is passed
 	Scope       connector.Scope
-	Groups      bool // the Store takes blocks of different sizes: it can serve caches of several groups
-	Reset       bool // the Store is a connector.Resetter too; short for Capabilities with CanReset
+	Groups      bool // the Store accepts blocks of different sizes, so it can serve caches of several groups
+	Reset       bool // the Store is also a connector.Resetter; short for Capabilities with CanReset
 
-	// Capabilities are the optional powers of the Store that open gives: CanReset for a method Reset
-	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch
-	// ([Watchable]). A Store that lacks one of them does not open.
+	// Capabilities are the optional powers of the Store that open returns: CanReset for a method Reset
+	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch ([Watchable]).
+	// If the Store lacks one of them, the side does not open.
 	Capabilities connector.Capability
-	Stats        []connector.StatInfo // what Stats counts
+	Stats        []connector.StatInfo // what the Store's Stats method reports
 	Medium       string               // BlockEvent.Medium of its blocks, such as "disk"
 }
 
 // FromStore makes a connector of a Store. C is the struct of its config, see [DecodeConfig]. If C has a
-// method Scope() connector.Scope, it says who sees the blocks with that config, instead of d.Scope.
+// method Scope() connector.Scope, that method instead of d.Scope says who sees the blocks with that config.
 //
-// open is called once for each engine epoch and config; both sides and all ranks share the Store,
-// which is closed with the last of them. Its Env is that of the side that came first, so Rank means
-// nothing to it. Full blocks are stored under a key for each rank and count as present only if every
-// rank's part is (rule STORE-03); partial blocks have no key and are recomputed. Blocks of different
-// groups have different keys. A prefix counts as present if every block is that its groups need to go
-// on behind it (rule GROUP-02): all, or the last ones.
+// open is called once for each engine epoch and config. Both sides and all ranks share the Store, which is
+// closed when the last of them closes. Its Env is that of the first side, so Rank has no meaning there.
+// Full blocks are stored under one key for each rank and count as present only if the parts of all ranks
+// are present (rule STORE-03); partial blocks have no key and are recomputed. Blocks of different groups
+// have different keys. A prefix counts as present if all the blocks are present that its groups need to
+// continue after it (rule GROUP-02): either all blocks or the last ones.
 //
 // A config with a method ArenaBytes() int64 asks the host for that much memory, which open gets as
-// Env.Arena: the same bytes for every life of the plugin in one life of the engine, never to be
-// trusted unverified (rules ARENA-01 to ARENA-04). It may be used until the Store's Close returns.
-// With a method ArenaBlocks() int64 it has room for so many of the engine's blocks on each rank
-// besides, and with ArenaBlockTokens() int64 these are blocks of so many tokens, see connector.Info. With a
-// method ArenaField() string it names the field of the config that an operator changes where the machine has no
-// room for that.
+// Env.Arena. The memory keeps its bytes when the plugin restarts, as long as the engine runs, and the Store
+// must verify what it finds there (rules ARENA-01 to ARENA-04). It may be used until the Store's Close
+// returns. A method ArenaBlocks() int64 adds room for that many of the engine's blocks on each rank, and
+// with ArenaBlockTokens() int64 these are blocks of that many tokens, see connector.Info. A method
+// ArenaField() string names the field of the config that an operator must change if the machine has no room
+// for the arena.
 func FromStore[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (connector.Store, error)) connector.Plugin {
 	if d.Reset {
 		d.Capabilities |= connector.CanReset
@@ -93,7 +93,7 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 	}
 }
 
-// askArena says in info what a config asks for: its ArenaBytes, ArenaBlocks and ArenaBlockTokens.
+// askArena sets in info what a config asks for: its ArenaBytes, ArenaBlocks and ArenaBlockTokens.
 func askArena(info *connector.Info, config any) {
 	if c, ok := config.(interface{ ArenaBytes() int64 }); ok {
 		info.ArenaBytes = c.ArenaBytes()
@@ -109,13 +109,13 @@ func askArena(info *connector.Info, config any) {
 	}
 }
 
-// storeSide is what both sides have in common.
+// storeSide is the common part of both sides.
 type storeSide struct {
 	env   connector.Env
 	log   *slog.Logger
 	store connector.Store
 	watch *watch       // nil without CanEvents
-	free  func() error // gives the reference to the store back
+	free  func() error // gives back the reference to the store
 }
 
 // Close implements connector.Scheduler and connector.Worker.
@@ -148,11 +148,11 @@ func (s *stores) fits(groups []connector.Group) error {
 	case n == 0:
 		return fmt.Errorf("the cache has no group: %w", connector.ErrIncompatible)
 	case !s.definition.Groups && (n > 1 || groups[0].Policy != connector.PolicyAll):
-		return fmt.Errorf("the cache has %d groups, this store needs one of full attention: %w", n, connector.ErrIncompatible)
+		return fmt.Errorf("the cache has %d groups, this store requires one of full attention: %w", n, connector.ErrIncompatible)
 	}
 	for i, g := range groups {
 		if g.BlockTokens != groups[0].BlockTokens {
-			return fmt.Errorf("group %d has blocks of %d tokens, group 0 of %d; a store needs them equal: %w",
+			return fmt.Errorf("group %d has blocks of %d tokens, group 0 of %d; a store requires them to be equal: %w",
 				i, g.BlockTokens, groups[0].BlockTokens, connector.ErrIncompatible)
 		}
 	}
@@ -187,18 +187,19 @@ func (s *storeScheduler) Match(ctx context.Context, queries []connector.Query) (
 	return matches, nil
 }
 
-// search looks for the longest prefix of a query that a request could go on from: with every block
-// of the groups of full attention, and the last ones before its end of the others, on all ranks.
+// search looks for the longest prefix of a query from which a request could continue. Such a prefix has, on
+// all ranks, every block of the groups of full attention, and the last blocks before its end of the other
+// groups.
 type search struct {
 	keys  []connector.BlockKey
-	first int  // blocks before it the engine has
-	end   int  // no longer prefix will do
-	fresh bool // nothing was looked up yet
+	first int  // the engine has the blocks before this one
+	end   int  // no prefix beyond this one is possible
+	fresh bool // nothing has been looked up yet
 	done  bool
 }
 
-// find narrows all searches down, each round with one Lookup for all of them. A round ends a search
-// or makes its prefix shorter; when everything is there, one is enough.
+// find narrows down all searches, with one Lookup for all of them in each round. A round ends a search or
+// makes its prefix shorter; if everything is present, one round is enough.
 func (s *storeScheduler) find(ctx context.Context, searches []*search) error {
 	for {
 		var l lookups
@@ -222,14 +223,15 @@ func (s *storeScheduler) find(ctx context.Context, searches []*search) error {
 	}
 }
 
-// lookups is one round: runs of keys, whose they are, and the block that each begins with.
+// lookups is one round: runs of keys, the search of each run, and the block at which it begins.
 type lookups struct {
 	runs  [][]connector.StoreKey
 	owner []*search
 	from  []int
 }
 
-// add asks whether the prefix that a search has come to is there. It is, unless a run ends early.
+// add adds the runs that check whether a search's current prefix is present. It is present unless a run
+// ends early.
 func (s *storeScheduler) add(l *lookups, q *search) {
 	for g, group := range s.env.Layout.Groups {
 		first := q.first
@@ -247,7 +249,7 @@ func (s *storeScheduler) add(l *lookups, q *search) {
 	q.fresh, q.done = false, true
 }
 
-// keys derives the keys of one rank's part of some blocks.
+// keys derives the keys of one rank's parts of blocks.
 func (s *storeScheduler) keys(blocks []connector.BlockKey, group uint16, rank int) []connector.StoreKey {
 	run := make([]connector.StoreKey, len(blocks))
 	shard := connector.Shard{Rank: rank, World: max(1, s.env.World)}
@@ -295,7 +297,7 @@ func (w *storeWorker) Load(ctx context.Context, t *connector.Transfer, kv *conne
 	}
 	var failed *connector.BlockError
 	if err != nil && !errors.As(err, &failed) {
-		return err // nothing arrived anyway
+		return err // nothing has arrived in any case
 	}
 	if failed == nil {
 		failed = &connector.BlockError{Err: fmt.Errorf("partial blocks are not stored: %w", connector.ErrGone)}
@@ -318,7 +320,7 @@ func (w *storeWorker) Save(ctx context.Context, t *connector.Transfer, kv *conne
 	return blockError(w.put(ctx, items, t), blocks)
 }
 
-// items are the full blocks of a transfer, their ids, and the ids of the partial ones.
+// items returns the full blocks of a transfer, their ids, and the ids of the partial blocks.
 func (w *storeWorker) items(t *connector.Transfer, kv *connector.KV) (items []connector.Item, full, partial []connector.BlockID, err error) {
 	shard := connector.Shard{Rank: w.env.Rank, World: max(1, w.env.World)}
 	items = make([]connector.Item, 0, len(t.Blocks))
@@ -339,8 +341,8 @@ func (w *storeWorker) items(t *connector.Transfer, kv *connector.KV) (items []co
 	return items, full, partial, nil
 }
 
-// blockError turns the items of an *ItemError into blocks. An error whose items do not exist is
-// taken to mean all of them.
+// blockError turns the items of an *ItemError into blocks. If the error names items that do not exist, it
+// counts for all blocks.
 func blockError(err error, blocks []connector.BlockID) error {
 	var failed *connector.ItemError
 	if !errors.As(err, &failed) {
@@ -349,12 +351,12 @@ func blockError(err error, blocks []connector.BlockID) error {
 	ids := make([]connector.BlockID, 0, len(failed.Items))
 	for _, i := range failed.Items {
 		if i < 0 || i >= len(blocks) {
-			return fmt.Errorf("store named item %d of %d: %w", i, len(blocks), failed.Err)
+			return fmt.Errorf("store reported item %d of %d: %w", i, len(blocks), failed.Err)
 		}
 		ids = append(ids, blocks[i])
 	}
 	if len(ids) == 0 {
-		return fmt.Errorf("store named no item: %w", failed.Err)
+		return fmt.Errorf("store reported no item: %w", failed.Err)
 	}
 	return &connector.BlockError{Blocks: ids, Err: failed.Err}
 }

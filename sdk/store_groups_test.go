@@ -46,8 +46,8 @@ func (m *memory) longest(env *connector.Env, keys []connector.BlockKey, first in
 	return 0
 }
 
-// A match is the longest prefix behind which every group can go on, on every rank; it is compared
-// with that found by trying all.
+// A match is the longest prefix after which every group can continue, on every rank. The test compares it
+// with the one found by trying all prefixes.
 func TestStoreGroups(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 1))
 	m := newMemory()

@@ -17,13 +17,13 @@ type stores struct {
 	arena      func(raw json.RawMessage, env *connector.Env) (int64, error) // the size that a config asks for
 }
 
-// sharedStore is one Store with what the sdk adds to it.
+// sharedStore is one Store and what the sdk adds to it.
 type sharedStore struct {
 	store connector.Store
 	watch *watch // nil without CanEvents
 }
 
-// newStores makes the table of Stores that open gives.
+// newStores makes the table of Stores that open returns.
 func newStores(d Definition, arena func(json.RawMessage, *connector.Env) (int64, error),
 	open func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error),
 ) *stores {
@@ -34,7 +34,7 @@ func newStores(d Definition, arena func(json.RawMessage, *connector.Env) (int64,
 			return e, err
 		}
 		if e.store == nil {
-			return e, fmt.Errorf("open gave no store: %w", connector.ErrIncompatible)
+			return e, fmt.Errorf("open returned no store: %w", connector.ErrIncompatible)
 		}
 		if err := s.definition.has(e.store); err != nil {
 			return e, errors.Join(err, guard(env.Log, "close", e.store.Close))
@@ -44,7 +44,7 @@ func newStores(d Definition, arena func(json.RawMessage, *connector.Env) (int64,
 	return s
 }
 
-// observe has a Store that can say so tell which blocks it gives up.
+// observe makes a Store that is [Watchable] report which blocks it drops.
 func (s *stores) observe(e *sharedStore, env *connector.Env) error {
 	if s.definition.Capabilities&connector.CanEvents == 0 {
 		return nil
