@@ -40,7 +40,7 @@ func TestHostileInputs(t *testing.T) {
 			for _, entry := range entries {
 				path := filepath.Join(folder, "testdata", "fuzz", fuzz, entry.Name())
 				text := read(t, []string{path})
-				require.True(t, strings.HasPrefix(text, "go test fuzz v1\n"), "%s is no seed", path)
+				require.True(t, strings.HasPrefix(text, "go test fuzz v1\n"), "%s is not a seed", path)
 				require.Less(t, len(text), large, "%s is large", path)
 				require.Empty(t, seen[target+text], "%s says the same", path)
 				seen[target+text] = path

@@ -99,9 +99,9 @@ func TestDurations(t *testing.T) {
 	for raw, want := range map[string]string{
 		`{"wait": "soon"}`:              `wait is "soon", must be a duration such as 250ms`,
 		`{"wait": true}`:                `wait is a JSON bool, want time.Duration`,
-		`{"steps": ["1s", "x"]}`:        `steps[1] is "x", want a duration`,
+		`{"steps": ["1s", "x"]}`:        `steps[1] is "x", must be a duration`,
 		`{"inner": {"retry": "5"}}`:     "",
-		`{"inner": {"retry": "later"}}`: `inner.retry is "later", want a duration`,
+		`{"inner": {"retry": "later"}}`: `inner.retry is "later", must be a duration`,
 	} {
 		err := decoding[config]()(json.RawMessage(raw))
 		if want == "" {

@@ -38,7 +38,7 @@ type Config struct {
 	DiskSize  json.RawMessage `json:"lmcache.max_local_disk_size,omitempty" jsonschema:"description=Its size in GiB."`
 	RemoteURL json.RawMessage `json:"lmcache.remote_url,omitempty" jsonschema:"description=Remote store: redis:// rediss:// redis-cluster:// resp:// unix:// or lm:// (LMCache's server); empty: none."`
 	Serde     json.RawMessage `json:"lmcache.remote_serde,omitempty" jsonschema:"description=naive: blocks are stored as they are."`
-	Policy    json.RawMessage `json:"lmcache.cache_policy,omitempty" jsonschema:"description=Which block goes when memory is full: LRU (default) or FIFO; ours besides: ARC and S3FIFO."`
+	Policy    json.RawMessage `json:"lmcache.cache_policy,omitempty" jsonschema:"description=Which block goes when memory is full: LRU (default) or FIFO; kvport adds ARC and S3FIFO."`
 	Timeout   json.RawMessage `json:"lmcache.blocking_timeout_secs,omitempty" jsonschema:"description=Longest time of an exchange with the remote store in seconds; default 10."`
 
 	// What else LMCache's connector knows, without a prefix.

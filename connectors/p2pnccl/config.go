@@ -47,7 +47,7 @@ type Config struct {
 	SocketDir  string   `json:"socket_dir,omitempty"         jsonschema:"description=shm: folder of the sockets; empty: one of its own for each"`
 	TimeoutMS  int      `json:"peer_timeout_ms,omitempty"    jsonschema:"default=3000,minimum=100,maximum=60000,description=how long a peer may neither receive nor answer before it is cut"`
 	RegisterMS int      `json:"register_ms,omitempty"        jsonschema:"default=3000,minimum=50,maximum=60000,description=time between two registrations"`
-	Digest     bool     `json:"digest,omitempty"             jsonschema:"default=true,description=digest over every frame besides the host's own over every block"`
+	Digest     bool     `json:"digest,omitempty"             jsonschema:"default=true,description=digest over every frame, in addition to the host's digest over every block"`
 }
 
 // Number is a whole number, in JSON a number or, as vLLM's users write it, a string of one.

@@ -48,7 +48,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 			Name: "kvport_router_retries_total", Help: "Attempts that failed before the first byte and were made again elsewhere, or given up.",
 		}, []string{"role"}),
 		turns: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_router_turns_total", Help: "Answers that decode instances hold for the next turn (kept), and those that a prefill instance was told of (handed).",
+			Name: "kvport_router_turns_total", Help: "Answers that decode instances hold for the next turn (kept), and those that a prefill instance learned about (handed).",
 		}, []string{"what"}),
 		up: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "kvport_router_instance_up", Help: "1 if the instance answers health checks and takes requests.",

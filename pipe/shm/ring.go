@@ -86,7 +86,7 @@ func (c chunk) encode() (b [chunkHead]byte) {
 	return b
 }
 
-// parseChunk reads the head of a chunk, after which at most most bytes were written. left is how much is
+// parseChunk reads the head of a chunk; no more than most bytes are written after it. left is how much is
 // still to come of a frame that has begun. Errors wrap connector.ErrCorrupt.
 func parseChunk(b []byte, most, left int) (chunk, error) {
 	c := chunk{int(binary.LittleEndian.Uint32(b)), binary.LittleEndian.Uint32(b[4:])}
