@@ -234,7 +234,7 @@ func (s *scheduler) see(f *search) {
 	}
 	for i, a := range f.known {
 		c := &s.children[i]
-		if a.end > a.from && c.Info.Scope == connector.ScopeShared && c.Role.Saves() {
+		if a.from >= 0 && a.end > a.from && c.Info.Scope == connector.ScopeShared && c.Role.Saves() {
 			first, last := a.from/s.unit, min(a.end/s.unit, len(f.q.Keys))
 			s.seen.add(i, f.q.Keys[min(first, last):last])
 		}
