@@ -25,6 +25,7 @@ type shelf struct {
 	mu      sync.Mutex
 	blocks  map[connector.BlockKey]byte
 	tickets []string // it was shown
+	asked   int      // blocks that it was asked for
 	loads   []connector.Transfer
 	saves   []connector.Transfer
 	loadErr error
@@ -57,6 +58,7 @@ func (s *shelf) Match(_ context.Context, qs []connector.Query) ([]connector.Matc
 			s.tickets = append(s.tickets, string(q.Ticket))
 		}
 		n := q.Computed / blockTokens
+		s.asked += max(0, len(q.Keys)-n)
 		for n < len(q.Keys) {
 			if _, has := s.blocks[q.Keys[n]]; !has {
 				break

@@ -93,8 +93,9 @@ type answer struct {
 	async     bool
 }
 
-// Match implements connector.Scheduler. All children are asked at once, and those that may go on
-// where the prefix found so far ends are asked again, until nobody can.
+// Match implements connector.Scheduler. All children are asked at once, except those that come in a
+// later round (see until), and those that may go on where the prefix found so far ends are asked again,
+// until nobody can.
 func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
 	list := make([]*search, len(qs))
 	for i := range qs {
@@ -131,15 +132,20 @@ func (s *scheduler) newSearch(q *connector.Query) *search {
 	return f
 }
 
-// round asks every child that may know more and reports whether anything was found.
-func (s *scheduler) round(ctx context.Context, list []*search) bool {
+// round asks every child whose turn it is and reports whether another round may find more.
+func (s *scheduler) round(ctx context.Context, list []*search) (again bool) {
 	asks := make([][]*search, len(s.lanes))
+	until := make([]int, len(list))
+	for k, f := range list {
+		until[k] = s.until(f)
+		again = again || until[k] < len(s.lanes)
+	}
 	var work sync.WaitGroup
 	answers := make([][]connector.Match, len(s.lanes))
 	for i, l := range s.lanes {
 		var queries []connector.Query
-		for _, f := range list {
-			if s.worthAsking(f, i) {
+		for k, f := range list {
+			if i < until[k] && s.worthAsking(f, i) {
 				asks[i] = append(asks[i], f)
 				q := f.q
 				q.Computed, q.Ticket, q.Keys = f.end, f.tickets[i], s.keysFor(i, f)
@@ -151,7 +157,6 @@ func (s *scheduler) round(ctx context.Context, list []*search) bool {
 		}
 	}
 	work.Wait()
-	found := false
 	for i, fs := range asks {
 		for k, f := range fs {
 			m := answers[i][k]
@@ -160,9 +165,27 @@ func (s *scheduler) round(ctx context.Context, list []*search) bool {
 		}
 	}
 	for _, f := range list {
-		found = f.extend() || found
+		again = f.extend() || again
 	}
-	return found
+	return again
+}
+
+// until gives the first child whose turn comes in a later round. A child that keeps blocks for consumers
+// has another engine send what it is asked for, before it knows whether it is chosen. So it is asked
+// after the children before it in the list, and only for what they do not have; those behind it wait with
+// it, since a block is loaded from the first child that has it.
+func (s *scheduler) until(f *search) int {
+	asked := false
+	for i := range s.lanes {
+		switch {
+		case !s.worthAsking(f, i):
+		case asked && s.children[i].keeps():
+			return i
+		default:
+			asked = true
+		}
+	}
+	return len(s.lanes)
 }
 
 // keysFor are the keys that a child is asked for. An offer for a ticket may end with the prompt, and
@@ -212,7 +235,7 @@ func (s *scheduler) see(f *search) {
 	}
 	for i, a := range f.known {
 		c := &s.children[i]
-		if a.end > a.from && c.Info.Scope == connector.ScopeShared && c.Role.Saves() {
+		if a.from >= 0 && a.end > a.from && c.Info.Scope == connector.ScopeShared && c.Role.Saves() {
 			first, last := a.from/s.unit, min(a.end/s.unit, len(f.q.Keys))
 			s.seen.add(i, f.q.Keys[min(first, last):last])
 		}

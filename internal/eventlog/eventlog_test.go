@@ -42,7 +42,10 @@ func TestNextWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := New()
 		got := make(chan []connector.BlockEvent)
-		go func() { got <- next(t, l) }()
+		go func() {
+			events, _ := l.Next(t.Context())
+			got <- events
+		}()
 		synctest.Wait() // it waits
 		l.Add(event(1))
 		require.Len(t, <-got, 1)
