@@ -3,6 +3,7 @@ package simulate
 import (
 	"encoding/binary"
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -98,7 +99,7 @@ func (p *proc) finish(ended []connector.Ended, d *dice, f Fault) []connector.Hol
 		var hold connector.Hold
 		if e.Remote && e.Tokens > 0 {
 			p.last++
-			hold = connector.Hold{ID: p.last, TTL: time.Duration(d.n(4)) * 5 * time.Second, Consumers: d.n(2)}
+			hold = connector.Hold{ID: p.last, TTL: time.Duration(d.n(4)) * 5 * time.Second, Consumers: (d.n(6) + 1) % 3}
 			hold.Ticket = ticketBytes{p.h.e.index, p.h.e.epoch, p.last, e.Tokens}.encode()
 			p.holds = append(p.holds, &kept{p.last, append([]connector.Block(nil), e.Blocks...), e.Tokens})
 			switch f {
@@ -204,15 +205,7 @@ func (p *proc) answerAsk(id connector.RequestID) {
 
 // doMove does up to n blocks of a load or save.
 func (p *proc) doMove(m *move, n int, d *dice, f Fault) {
-	if !m.begun {
-		m.begun = true
-		if m.Kind == tracker.Save && !p.h.w.is(AckBeforeSave) {
-			p.h.makeDigests(m)
-		}
-		if m.Kind == tracker.Save {
-			p.h.copyOut(m)
-		}
-	}
+	p.beginMove(m, d, f)
 	if f == faultStuck {
 		m.stuck = true
 		return
@@ -229,6 +222,42 @@ func (p *proc) doMove(m *move, n int, d *dice, f Fault) {
 		m.done++
 	}
 	if m.done == len(blocks) {
+		p.finishMove(m, n, d)
+	}
+}
+
+// beginMove is what happens before a plugin sees the blocks of a call.
+func (p *proc) beginMove(m *move, d *dice, f Fault) {
+	if m.begun {
+		return
+	}
+	m.begun = true
+	if m.Kind == tracker.Save && !p.h.w.is(AckBeforeSave) {
+		p.h.makeDigests(m)
+	}
+	if m.Kind == tracker.Save {
+		p.h.copyOut(m)
+	}
+	if f == faultScribble {
+		p.scribble(d)
+	}
+}
+
+// finishMove is what is left when all blocks of a call are done: a save that was told to be stored reads some
+// again, for others.
+func (p *proc) finishMove(m *move, n int, d *dice) {
+	blocks := m.Transfer.Blocks
+	for ; n > 0 && len(m.again) > 0; n-- {
+		b := m.again[0]
+		if m.again = m.again[1:]; !p.touch(m, b, slices.Index(blocks, b), d, faultNone) {
+			return
+		}
+	}
+	if m.Kind == tracker.Save && p.h.w.opt.Tells && !m.told && len(m.missing) == 0 && !p.dying {
+		p.tellStored(m, d)
+		return
+	}
+	if len(m.again) == 0 {
 		var err error
 		if len(m.missing) > 0 {
 			err = &connector.BlockError{Blocks: m.missing, Err: connector.ErrGone}
@@ -260,6 +289,9 @@ func (m *move) refusal(d *dice, f Fault) error {
 func (m *move) end(err error, p *proc) {
 	if !p.dying {
 		m.answered, m.out = true, tracker.Outcome{Err: err}
+		if p.h.w.is(CheckThenCopy) && m.Kind == tracker.Load {
+			m.bad = p.h.checkDigests(m, p.h.seen)
+		}
 	}
 }
 
@@ -319,6 +351,9 @@ func (p *proc) save(m *move, b connector.Block, c *cell, d *dice, f Fault) {
 		p.h.w.store.put(k, torn, m.Transfer.Replace)
 		return
 	default:
+	}
+	if p.h.w.is(DigestOfCopy) && m.Slots != nil {
+		c.sum = p.h.sum(c, b, m.Rank)
 	}
 	p.h.w.store.put(k, c, m.Transfer.Replace)
 }
@@ -398,6 +433,12 @@ func (p *proc) consume(f Fault) {
 		list = append(list, 999)
 	default:
 	}
+	for _, id := range list {
+		p.fetched[id]++
+	}
+	if p.h.w.is(FirstConsumerFrees) {
+		list = append(list, list...)
+	}
 	p.h.do(p.h.book.Consumed(p.n, list))
 }
 
@@ -414,9 +455,16 @@ func (h *host) moved(p *proc, m *move) {
 	}
 	h.remember(m.ID)
 	if m.Kind == tracker.Load {
+		m.grant.claimed = m.grant.claimed || isCorrupt(m.out.Err)
 		h.copyIn(m)
 		if !h.overlooks(m) {
-			m.out.Corrupt = h.checkDigests(m)
+			m.out.Corrupt = h.checkDigests(m, h.cached)
+			if h.w.is(CheckThenCopy) && m.Slots != nil {
+				m.out.Corrupt = m.bad
+			}
+			if !m.grant.turn { // what was reused is gone, not damaged
+				h.w.stats.Damaged += len(m.out.Corrupt)
+			}
 		}
 	}
 	if h.w.tracing() {

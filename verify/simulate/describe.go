@@ -10,7 +10,7 @@ import (
 
 // eventName says what an event is about.
 func eventName(k tracker.EventKind) string {
-	return [...]string{"", "loaded", "saved", "finished", "released", "answered"}[k]
+	return [...]string{"", "loaded", "saved", "finished", "released", "answered", "stored"}[k]
 }
 
 func describeEvent(e *tracker.Event) string {
@@ -61,6 +61,9 @@ func describeStep(s *connector.Step) string {
 	}
 	for i := range s.Computed {
 		parts = append(parts, "save "+describeTransfer(&s.Computed[i]))
+	}
+	for i := range s.Computing {
+		parts = append(parts, "save while computing "+describeTransfer(&s.Computing[i]))
 	}
 	for i := range s.Ended {
 		e := &s.Ended[i]

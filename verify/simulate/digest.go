@@ -10,7 +10,7 @@ func (h *host) makeDigests(m *move) {
 	for _, b := range m.Transfer.Blocks {
 		if b.Key != (connector.BlockKey{}) {
 			c := &h.e.mem[m.Rank][b.ID]
-			c.sum = c.digest(b, m.Rank)
+			c.sum = h.sum(c, b, m.Rank)
 		}
 	}
 }
@@ -21,25 +21,44 @@ func (h *host) makeTails(ended []connector.Ended) {
 		for _, b := range tracker.Tail(&ended[i]) {
 			for rank := range h.e.mem {
 				c := &h.e.mem[rank][b.ID]
-				c.sum = c.digest(b, rank)
+				c.sum = h.sum(c, b, rank)
 			}
 		}
 	}
 }
 
+// sum is a block's digest. Wrong hosts leave out what it is bound to.
+func (h *host) sum(c *cell, b connector.Block, rank int) uint64 {
+	if h.w.is(DigestWithoutKey) {
+		b.Key = connector.BlockKey{}
+	}
+	if h.w.is(DigestWithoutPlace) {
+		b.Group, rank = 0, 0
+	}
+	return c.digest(b, rank)
+}
+
+// cached is the memory of block i of a move in the engine's cache.
+func (h *host) cached(m *move, i int) *cell { return &h.e.mem[m.Rank][m.Transfer.Blocks[i].ID] }
+
 // checkDigests gives the blocks that should have arrived and are not what was saved.
-func (h *host) checkDigests(m *move) []connector.BlockID {
+func (h *host) checkDigests(m *move, at func(m *move, i int) *cell) []connector.BlockID {
 	missing, some := failedBlocks(m.out.Err)
 	if m.out.Err != nil && !some {
 		return nil
 	}
+	if h.w.is(TurnUnchecked) && m.grant.turn {
+		return nil
+	}
 	var bad []connector.BlockID
-	for _, b := range m.Check {
-		c := &h.e.mem[m.Rank][b.ID]
-		if !missing[b.ID] && (b.Key == (connector.BlockKey{}) || c.sum != c.digest(b, m.Rank)) {
+	for i, b := range m.Check {
+		if h.w.is(PartialUnchecked) && m.Transfer.Blocks[i].Key == (connector.BlockKey{}) {
+			continue
+		}
+		c := at(m, i)
+		if !missing[b.ID] && (b.Key == (connector.BlockKey{}) || c.sum != h.sum(c, b, m.Rank)) {
 			bad = append(bad, b.ID)
 		}
 	}
-	h.w.stats.Damaged += len(bad)
 	return bad
 }

@@ -55,6 +55,7 @@ func (e *engine) start() {
 	e.sched = sched.New(sched.Config{
 		BlockTokens: o.BlockTokens, Groups: o.Groups, Trailing: o.windows(), MaxBatchedTokens: o.MaxBatchedTokens, MaxSeqs: o.MaxSeqs,
 		PrefixCaching: o.PrefixCaching, Role: e.role, FailLoads: o.FailLoads,
+		LayerWise: o.Layers && e.role.Saves(),
 	}, e.pool)
 	e.mem = newMemory(o.Ranks, o.Blocks, o.BlockTokens)
 	e.landing = newMemory(o.Ranks, o.Slots, o.BlockTokens)
@@ -77,12 +78,13 @@ func (e *engine) restart() {
 }
 
 // submit takes in a request of a client.
-func (e *engine) submit(c *client, id connector.RequestID, n int, ticket []byte, remote bool) error {
+func (e *engine) submit(c *client, id connector.RequestID, n int, ticket []byte) error {
+	turn := c.phase == toDecode && e.w.opt.Turns
 	space := &connector.KeySpace{Salt: c.salt}
 	st := &stream{client: c, id: id, tokens: append([]int32(nil), c.prompt...), gen: e.empty}
 	st.prefix = prefixes(nil, st.tokens)
 	st.req = sched.Request{
-		ID: id, Prompt: c.prompt, Space: space, Keys: e.w.keys(space, c.prompt), MaxTokens: n, Ticket: ticket, Remote: remote,
+		ID: id, Prompt: c.prompt, Space: space, Keys: e.w.keys(space, c.prompt), MaxTokens: n, Ticket: ticket, Remote: turn || c.phase == toPrefill, Turn: turn,
 	}
 	return e.add(st)
 }
@@ -121,7 +123,10 @@ func (e *engine) turn(events, fast int) bool {
 	chunks, st := e.sched.Schedule()
 	e.tell(st)
 	if len(chunks) > 0 {
-		e.tell(e.compute(chunks))
+		e.meanwhile(st)
+		after := e.compute(chunks)
+		e.computed(st)
+		e.tell(after)
 	}
 	for _, out := range e.sched.Outputs() {
 		e.output(out)

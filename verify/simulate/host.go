@@ -27,8 +27,10 @@ type host struct {
 	queue   []report  // what the engine has not taken yet
 	reset   *resetting
 
-	due    map[duty]*grant // what the engine must still be told
-	open   []*grant        // whose end the engine has not taken yet
+	turns  map[connector.RequestID]*turnUse // of requests that came with the ticket of an earlier turn
+	final  uint64                           // the last step whose layers are all computed
+	due    map[duty]*grant                  // what the engine must still be told
+	open   []*grant                         // whose end the engine has not taken yet
 	holds  map[duty]*lease
 	answer []tracker.CallID             // of calls that were answered, for answers that come again
 	later  map[connector.RequestID]bool // a mutant's: whose answer was Later
@@ -49,6 +51,10 @@ type grant struct {
 	duty
 	blocks []connector.Block
 	open   bool
+
+	weak    bool // the end of a request whose consumer is only hoped for
+	turn    bool // a load by the ticket of an earlier turn
+	claimed bool // the plugin says itself that what it loaded is damaged
 }
 
 // report is an event on its way to the engine.
@@ -62,7 +68,7 @@ func newHost(e *engine) *host {
 	o := &e.w.opt
 	h := &host{
 		w: e.w, e: e, role: e.role, can: o.capabilities(), later: map[connector.RequestID]bool{},
-		guard: ticket.NewGuard(connector.Fingerprint{}, connector.Fingerprint{}), due: map[duty]*grant{}, holds: map[duty]*lease{},
+		guard: ticket.NewGuard(connector.Fingerprint{}, connector.Fingerprint{}), due: map[duty]*grant{}, turns: map[connector.RequestID]*turnUse{}, holds: map[duty]*lease{},
 		dice: dice(o.Seed<<8 ^ uint64(e.life)),
 		breaker: tracker.Breaker{
 			Deaths: 5, Window: 30 * time.Second, Cooldown: 30 * time.Second,
@@ -87,6 +93,7 @@ func (h *host) do(actions []tracker.Action) {
 		case tracker.Ask:
 			h.send(&job{ask: &a, id: a.ID})
 		case tracker.Plan:
+			h.w.stats.Plans++
 			h.send(&job{plan: &a, id: a.ID, deadline: a.Deadline})
 		case tracker.Finish:
 			h.makeTails(a.Ended)
@@ -122,7 +129,9 @@ func (h *host) start(a *tracker.Move) {
 	if a.Gen != h.proc.n {
 		h.w.fail('c', "%s sends a %s of generation %d to generation %d", h.e.name, a.Kind, a.Gen, h.proc.n)
 	}
+	h.shareSlots(m)
 	h.occupy(m)
+	h.useTurn(m)
 	h.proc.moves = append(h.proc.moves, m)
 	if a.Kind == tracker.Save && h.w.is(AckBeforeSave) {
 		m.reported = true
@@ -182,13 +191,20 @@ func (h *host) step(s *connector.Step) {
 		h.w.stats.Saves++
 		h.owe(tracker.Saved, s.ID, s.Computed[i].Request, s.Computed[i].Blocks)
 	}
+	for i := range s.Computing {
+		h.w.stats.Saves++
+		h.w.stats.Layered++
+		h.owe(tracker.Saved, s.ID, s.Computing[i].Request, s.Computing[i].Blocks)
+	}
 	for i := range s.Ended {
-		h.owe(tracker.Finished, s.ID, s.Ended[i].Request, s.Ended[i].Blocks)
+		h.owe(tracker.Finished, s.ID, s.Ended[i].Request, s.Ended[i].Blocks).weak = s.Ended[i].Weak
+		s.Ended[i].Weak = s.Ended[i].Weak && !h.w.is(TurnKept)
 	}
 	admitted, ended := s.Admitted, s.Ended // s is the book's from now on
 	h.do(h.book.Step(h.w.now, s))
 	for i := range ended {
 		delete(h.later, ended[i].Request)
+		delete(h.turns, ended[i].Request)
 	}
 	if h.w.is(PublishEarly) {
 		for i := range admitted {
@@ -197,13 +213,14 @@ func (h *host) step(s *connector.Step) {
 	}
 }
 
-func (h *host) owe(kind tracker.EventKind, step uint64, id connector.RequestID, blocks []connector.Block) {
+func (h *host) owe(kind tracker.EventKind, step uint64, id connector.RequestID, blocks []connector.Block) *grant {
 	g := &grant{duty: duty{kind, id, step}, blocks: blocks, open: true}
 	if h.due[g.duty] != nil {
 		h.w.fail('d', "%s gives its host the same thing twice: %v", h.e.name, g.duty)
 	}
 	h.due[g.duty] = g
 	h.open = append(h.open, g)
+	return g
 }
 
 // tell queues an event of the book for the engine.
@@ -217,10 +234,25 @@ func (h *host) tell(ev *tracker.Event) {
 		h.emit(ev)
 		h.queue[len(h.queue)-1].Held = false
 		return
-	case h.w.is(DoubleFinish) && ev.Kind == tracker.Finished:
+	case h.w.is(HoldOutlivesPlugin) && ev.Kind == tracker.Released && ev.Reason == tracker.ReleasedPluginDied:
+		return
+	case h.tellsTwice(ev.Kind):
 		h.emit(ev)
 	}
 	h.emit(ev)
+}
+
+// tellsTwice is a host that reports something twice.
+func (h *host) tellsTwice(kind tracker.EventKind) bool {
+	switch kind { //nolint:exhaustive // of the others nothing comes of it
+	case tracker.Finished:
+		return h.w.is(DoubleFinish)
+	case tracker.Loaded:
+		return h.w.is(DoubleLoaded)
+	case tracker.Released:
+		return h.w.is(DoubleRelease)
+	}
+	return false
 }
 
 // emit checks that the event was due, and due once.
@@ -229,6 +261,13 @@ func (h *host) emit(ev *tracker.Event) {
 	key := duty{ev.Kind, ev.Request, ev.Step}
 	switch ev.Kind {
 	case tracker.Answered:
+	case tracker.Stored:
+		key.kind = tracker.Saved
+		if r.grant = h.due[key]; r.grant == nil {
+			h.w.fail('d', "%s is told that %s is stored, step %d, and its save is over", h.e.name, ev.Request, ev.Step)
+			return
+		}
+		h.w.stats.Stored++
 	case tracker.Released:
 		key.kind = tracker.Finished
 		l := h.holds[key]
@@ -243,6 +282,7 @@ func (h *host) emit(ev *tracker.Event) {
 			return
 		}
 		delete(h.due, key)
+		h.checkWeak(r.grant, ev)
 		if ev.Kind == tracker.Finished {
 			r.ticket = h.finished(key, r.grant, ev)
 		}
@@ -256,8 +296,14 @@ func (h *host) release(key duty, l *lease, ev *tracker.Event) {
 	delete(h.holds, key)
 	switch ev.Reason {
 	case tracker.ReleasedExpired:
+		if h.w.now.Before(l.until) {
+			h.w.fail('e', "%s: the hold of %s expires %v before its time", h.e.name, key.request, l.until.Sub(h.w.now))
+		}
 		h.w.stats.Expired++
 	case tracker.ReleasedConsumed:
+		if h.proc != nil && h.proc.fetched[l.id] < l.consumers {
+			h.w.fail('e', "%s: the hold of %s is over after %d of %d consumers", h.e.name, key.request, h.proc.fetched[l.id], l.consumers)
+		}
 		h.w.stats.Consumed++
 	}
 }
@@ -266,7 +312,7 @@ func (h *host) release(key duty, l *lease, ev *tracker.Event) {
 func (h *host) finished(key duty, g *grant, ev *tracker.Event) []byte {
 	if ev.Held {
 		h.w.stats.Holds++
-		l := &lease{blocks: g.blocks, id: ev.Hold.ID, ttl: ev.Hold.TTL, began: h.w.now, until: h.w.now.Add(ev.Hold.TTL)}
+		l := &lease{blocks: g.blocks, id: ev.Hold.ID, ttl: ev.Hold.TTL, began: h.w.now, until: h.w.now.Add(ev.Hold.TTL), consumers: ev.Hold.Consumers}
 		for _, b := range g.blocks {
 			l.sums = append(l.sums, h.e.mem[0][b.ID].digest(b, 0))
 		}
@@ -275,7 +321,7 @@ func (h *host) finished(key duty, g *grant, ev *tracker.Event) []byte {
 	if ev.Ticket == nil {
 		return nil
 	}
-	return h.w.issue(h.e, ev.Ticket)
+	return h.w.issue(h.e, ev.Ticket, g.weak)
 }
 
 // checkLease verifies that held blocks are what they were.
@@ -304,7 +350,7 @@ func (h *host) give(r *report) {
 		h.w.say("%s hears: %s", h.e.name, describeEvent(&r.Event))
 	}
 	if r.Kind == tracker.Stored { // the save goes on for others, on the same blocks
-		s.Stored(r.Step, r.Request)
+		h.giveStored(r)
 		return
 	}
 	h.revoke(r.grant)
@@ -313,7 +359,11 @@ func (h *host) give(r *report) {
 		if len(r.Failed) > 0 {
 			h.w.stats.LoadFailed++
 		}
-		s.Loaded(r.Step, r.Request, r.Failed, isCorrupt(r.Err))
+		failed := r.Failed
+		if h.w.is(FailedUntold) {
+			failed = nil
+		}
+		s.Loaded(r.Step, r.Request, failed, isCorrupt(r.Err))
 		if h.w.is(RetryForever) && len(r.Failed) > 0 {
 			h.resubmit(r.Request)
 		}
@@ -330,6 +380,14 @@ func (h *host) give(r *report) {
 		s.Released(r.Step, r.Request)
 	case tracker.Answered:
 		s.Answered(r.Request)
+	}
+}
+
+func (h *host) giveStored(r *report) {
+	h.e.sched.Stored(r.Step, r.Request)
+	if h.w.is(StoredFrees) {
+		h.revoke(r.grant)
+		h.e.sched.Saved(r.Step, r.Request)
 	}
 }
 
@@ -359,6 +417,7 @@ func (h *host) match(q connector.Query, signed []byte, fast bool) connector.Matc
 	}
 	m := h.book.Match(h.w.now, q.Request)
 	h.checkMatch(&q, m)
+	h.checkTurn(&q, m)
 	if h.w.is(LaterForever) {
 		m.Later = m.Later || h.later[q.Request] && m.Tokens == 0
 		h.later[q.Request] = m.Later
@@ -393,7 +452,9 @@ func (h *host) checkMatch(q *connector.Query, m connector.Match) {
 func (h *host) bring(q *connector.Query, signed []byte) {
 	e, err := h.verify(signed, q.Request)
 	if err == nil && h.book.Accept(q, &tracker.Ticket{Tokens: e.Tokens, Lease: e.Lease, Plugin: e.Plugin}) {
-		h.w.office.accepted(h.w, h.e, q.Request, signed)
+		if h.w.office.accepted(h.w, h.e, q.Request, signed) {
+			h.turns[q.Request] = &turnUse{}
+		}
 		return
 	}
 	h.w.stats.Refused++

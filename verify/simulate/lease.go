@@ -15,6 +15,8 @@ type lease struct {
 	ttl    time.Duration
 	began  time.Time
 	until  time.Time
+
+	consumers int
 }
 
 // renew is a consumer at work: the plugin asks that some holds stay longer. What the host then says decides
@@ -30,8 +32,10 @@ func (h *host) renew(p *proc, d *dice) {
 		}
 	}
 	over := map[connector.HoldID]bool{}
-	for _, id := range h.book.Renewed(h.w.now, p.n, list) {
-		over[id] = true
+	if !h.w.is(RenewalLost) {
+		for _, id := range h.book.Renewed(h.w.now, p.n, list) {
+			over[id] = !h.w.is(RenewalOfNone)
+		}
 	}
 	for key, l := range h.holds {
 		if !slices.Contains(list, l.id) || over[l.id] {

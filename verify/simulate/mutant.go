@@ -39,6 +39,27 @@ const (
 	AcceptReplayed
 	AcceptStale
 	KeyOfBlockAlone
+	DoubleLoaded
+	DoubleRelease
+	FailedUntold
+	LostIsOver
+	HoldOutlivesPlugin
+	RenewalLost
+	RenewalOfNone
+	FirstConsumerFrees
+	ResetHalf
+	SlotsShared
+	CheckThenCopy
+	DigestOfCopy
+	DigestWithoutKey
+	DigestWithoutPlace
+	PartialUnchecked
+	TurnKept
+	TurnLeased
+	TurnUnchecked
+	TurnNotWorth
+	LayerEarly
+	StoredFrees
 	mutants
 )
 
@@ -79,6 +100,27 @@ func Mutants() []MutantInfo {
 		{AcceptReplayed, "accept-replayed", "a ticket can be used any number of times", "sglang#40125"},
 		{AcceptStale, "accept-stale", "tickets of a producer's former life are taken", "vllm#49238"},
 		{KeyOfBlockAlone, "key-of-block-alone", "a block's key says nothing of what stands before it", "vllm#53194, lmdeploy#4930"},
+		{DoubleLoaded, "duplicate-loaded", "the end of a load is reported twice", "rule HOST-01"},
+		{DoubleRelease, "duplicate-release", "the end of a hold is reported twice", "rule HOST-01"},
+		{FailedUntold, "failed-untold", "the engine is not told which blocks of a load failed", "vllm#49250"},
+		{LostIsOver, "lost-is-over", "a call whose connection broke counts as over, though the process still writes", "rule HOST-05"},
+		{HoldOutlivesPlugin, "hold-outlives-plugin", "the holds of a dead plugin stay", "vllm#41269"},
+		{RenewalLost, "renewal-lost", "a renewal does not reach the hold, and the plugin vouches for it", "rule LEASE-02"},
+		{RenewalOfNone, "renewal-of-none", "the plugin is not told which holds are over", "rule LEASE-02"},
+		{FirstConsumerFrees, "first-consumer-frees", "a hold for several consumers ends with the first", "rule HOLD-03"},
+		{ResetHalf, "reset-half", "a reset empties the store and leaves the engine's own prefix cache", "vllm#57727"},
+		{SlotsShared, "slots-shared", "calls at the same time get the same slots of landing memory", "trust level staged"},
+		{CheckThenCopy, "check-then-copy", "blocks are verified in landing memory, where the plugin still writes, and copied afterwards", "trust level staged"},
+		{DigestOfCopy, "digest-of-copy", "digests are made of the copy in landing memory, where the plugin writes", "trust level staged"},
+		{DigestWithoutKey, "digest-without-key", "a digest says what the bytes are, not of which block", "vllm#52234"},
+		{DigestWithoutPlace, "digest-without-place", "a digest says nothing of group and rank", "vllm#56104"},
+		{PartialUnchecked, "partial-unchecked", "partial blocks are not verified", "rule KEY-09"},
+		{TurnKept, "turn-kept", "blocks are kept for a next turn that may never come", "rule TURN-01"},
+		{TurnLeased, "turn-leased", "the ticket of an earlier turn says that its blocks are kept, and serves again and again", "rule TURN-03"},
+		{TurnUnchecked, "turn-unchecked", "what an earlier turn left is loaded unverified, and was reused meanwhile", "vllm#32553"},
+		{TurnNotWorth, "turn-not-worth", "an earlier turn is loaded, however little it brings", "vLLM's kv_recompute_threshold"},
+		{LayerEarly, "layer-early", "a layer is announced before it is computed", "rule LAYER-03"},
+		{StoredFrees, "stored-frees", "blocks are free when what a ticket promises is stored, and the save goes on", "rule MULTI-08"},
 	}
 }
 

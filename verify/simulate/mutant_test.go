@@ -12,6 +12,7 @@ import (
 func TestMutants(t *testing.T) {
 	list := Mutants()
 	require.Len(t, list, int(mutants)-1)
+	require.GreaterOrEqual(t, len(list), 45)
 	for i, m := range list {
 		require.Equal(t, Mutant(i+1), m.Mutant, m.Name)
 		k := Hunt(m, 100, 2000, 1000)

@@ -23,6 +23,7 @@ type issued struct {
 	engine    string
 	epoch     uint64
 	consumers int
+	turn      bool                                    // for the next turn: nothing keeps its blocks
 	used      map[string]map[connector.RequestID]bool // by the accepting engine's life
 }
 
@@ -31,9 +32,12 @@ func newLedger() ledger {
 }
 
 // issue signs the ticket of a finished request as a host does.
-func (w *World) issue(e *engine, t *tracker.Ticket) []byte {
+func (w *World) issue(e *engine, t *tracker.Ticket, turn bool) []byte {
 	env := &ticket.Envelope{
 		Engine: e.name, Epoch: e.epoch, Hold: t.Hold, Tokens: t.Tokens, Lease: t.Lease, Consumers: t.Consumers, Plugin: t.Plugin,
+	}
+	if turn && w.is(TurnLeased) {
+		env.Lease = holdMax
 	}
 	w.office.nonce++
 	binary.LittleEndian.PutUint64(env.Nonce[:], w.office.nonce)
@@ -42,7 +46,7 @@ func (w *World) issue(e *engine, t *tracker.Ticket) []byte {
 		w.fail('t', "%s cannot sign a ticket: %v", e.name, err)
 		return nil
 	}
-	i := &issued{signed, e.name, e.epoch, env.Consumers, map[string]map[connector.RequestID]bool{}}
+	i := &issued{signed, e.name, e.epoch, env.Consumers, turn, map[string]map[connector.RequestID]bool{}}
 	w.office.issued = append(w.office.issued, i)
 	w.office.byHash[hash(string(signed))] = i
 	return signed
@@ -91,12 +95,13 @@ func (l *ledger) stale(d *dice) []byte {
 	return old[d.n(len(old))].signed
 }
 
-// accepted checks that a ticket which an engine took is genuine, of its issuer's newest known life, and not used up.
-func (l *ledger) accepted(w *World, e *engine, id connector.RequestID, signed []byte) {
+// accepted checks that a ticket which an engine took is genuine, of its issuer's newest known life, and not used
+// up. It reports whether it is of an earlier turn.
+func (l *ledger) accepted(w *World, e *engine, id connector.RequestID, signed []byte) (turn bool) {
 	i := l.byHash[hash(string(signed))]
 	if i == nil {
 		w.fail('t', "%s accepts a ticket for %s that nobody issued", e.name, id)
-		return
+		return false
 	}
 	life := fmt.Sprint(e.life)
 	if l.newest[life] == nil {
@@ -104,7 +109,7 @@ func (l *ledger) accepted(w *World, e *engine, id connector.RequestID, signed []
 	}
 	if newest := l.newest[life][i.engine]; i.epoch < newest {
 		w.fail('t', "%s accepts a ticket for %s of epoch %d of %s, and has seen epoch %d", e.name, id, i.epoch, i.engine, newest)
-		return
+		return false
 	}
 	l.newest[life][i.engine] = i.epoch
 	if i.used[life] == nil {
@@ -114,6 +119,7 @@ func (l *ledger) accepted(w *World, e *engine, id connector.RequestID, signed []
 	if len(i.used[life]) > i.consumers {
 		w.fail('t', "%s accepts a ticket for %s that was used %d times and allows %d", e.name, id, len(i.used[life])-1, i.consumers)
 	}
+	return i.turn
 }
 
 // verify opens a ticket as a host does.

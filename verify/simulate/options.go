@@ -32,6 +32,11 @@ type Options struct {
 	Slots    int  // of landing memory on each rank: trust level staged; 0: in place
 	AllBoth  bool // every engine loads and saves
 
+	Turns     bool // decode engines give tickets for the next turn, which prefill engines load by; with ThroughHolds and AllBoth
+	Threshold int  // the fewest tokens of an earlier turn that are worth a load
+	Layers    bool // what is saved is handed over before it is computed; not with Planner
+	Tells     bool // saves say that they are stored before they are over, as those of a MultiConnector do
+
 	BlockTokens, Blocks, Groups, Ranks int
 	MaxBatchedTokens, MaxSeqs          int
 	Window                             int // blocks that groups after the first need to go on; 0: all
@@ -70,6 +75,11 @@ func draw(seed uint64) Options {
 	if o.Medium == NoConnector {
 		o.Prefills = 0
 	}
+	if o.Medium == ThroughHolds && r.IntN(2) == 0 {
+		o.Turns, o.AllBoth, o.Threshold = true, true, 1+r.IntN(4)
+	}
+	o.Layers = o.Medium != NoConnector && !o.Planner && r.IntN(3) == 0
+	o.Tells = o.Medium != NoConnector && r.IntN(3) == 0
 	return o
 }
 
@@ -80,7 +90,10 @@ func (o *Options) bookConfig(role connector.Role, can connector.Capability) trac
 		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
 		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
 		Hold: 30 * time.Second, HoldMax: holdMax,
-		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64, Shun: role.Saves(),
+		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64, Shun: role.Saves(), Threshold: o.Threshold,
+	}
+	if o.Mutant == TurnNotWorth {
+		c.Threshold = 0
 	}
 	for g, window := range o.windows() {
 		c.Groups = append(c.Groups, connector.Group{BlockTokens: o.BlockTokens, Policy: connector.PolicyAll})

@@ -28,6 +28,8 @@ type proc struct {
 	last  connector.HoldID
 	taken []connector.HoldID // fetched, not reported yet
 
+	fetched map[connector.HoldID]int // consumers that the host was told of
+
 	hung   time.Time // since when it is stopped, zero: it is not
 	dying  bool      // its end is certain; it, or a peer into its memory, may still write until reapAt
 	isDown bool      // the host knows
@@ -68,6 +70,9 @@ type move struct {
 	lost     bool // the host knows that no answer will come
 	reported bool // the host has been told its end before it came: a mutant's doing
 	out      tracker.Outcome
+	bad      []connector.BlockID // found before the copy: a mutant's doing
+	told     bool                // that it is stored
+	again    []connector.Block   // to be read for others
 }
 
 // kept is a hold as the plugin remembers it. It does not learn that the host released it.
@@ -85,7 +90,7 @@ func (h *host) up() {
 		h.died()
 		return
 	}
-	h.proc = &proc{h: h, n: h.n}
+	h.proc = &proc{h: h, n: h.n, fetched: map[connector.HoldID]int{}}
 	h.since, h.startAt = h.w.now, time.Time{}
 	if h.n > 1 {
 		h.w.stats.Restarts++
@@ -296,7 +301,7 @@ func (p *proc) work(d *dice, f Fault) {
 // todo lists the calls of the worker side that the plugin can go on with.
 func (p *proc) todo() (list []*move) {
 	for _, m := range p.moves {
-		if !m.answered && !m.stuck {
+		if !m.answered && !m.stuck && !p.h.waits(m) {
 			list = append(list, m)
 		}
 	}
@@ -346,7 +351,7 @@ func (p *proc) replyMove(m *move, d *dice, f Fault) {
 	if !m.answered {
 		if d.n(4) > 0 && !m.reported {
 			m.lost = true
-			p.h.do(p.h.book.Moved(p.h.w.now, m.ID, tracker.Outcome{Err: connector.ErrGone, Lost: true}))
+			p.h.do(p.h.book.Moved(p.h.w.now, m.ID, tracker.Outcome{Err: connector.ErrGone, Lost: !p.h.w.is(LostIsOver)}))
 		}
 		return
 	}

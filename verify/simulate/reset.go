@@ -1,6 +1,10 @@
 package simulate
 
-import "time"
+import (
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
 
 // resetting is a reset of an engine's caches under way: package engine's Reset.
 type resetting struct {
@@ -37,7 +41,7 @@ func (h *host) pumpReset() {
 		return
 	}
 	h.reset.asked = true
-	if h.proc == nil {
+	if h.proc == nil || h.can&connector.CanReset == 0 {
 		h.endReset(false)
 		return
 	}
@@ -57,7 +61,9 @@ func (e *engine) finishReset() {
 		return
 	}
 	e.forget = false
-	e.sched.Forget()
+	if !e.w.is(ResetHalf) {
+		e.sched.Forget()
+	}
 	if e.willBeEmpty {
 		e.emptied()
 	}

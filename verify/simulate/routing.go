@@ -32,6 +32,8 @@ type client struct {
 	engine   *engine // prefilling, decoding
 	id       connector.RequestID
 	ticket   []byte
+	turn     []byte // of the answer that the prompt goes on from
+	round    int    // turns before this one
 	tried    map[int]bool
 	attempts int
 	got      []int32
@@ -50,6 +52,8 @@ type routing struct {
 
 	workload []Prompt // what comes next, if that is given
 	given    bool
+
+	turns []turn // answers that a client may go on from
 }
 
 const attempts = 3 // at decode instances
@@ -68,8 +72,7 @@ func (r *routing) submit(d *dice) {
 		}
 		return
 	}
-	o := &r.w.opt
-	room := o.Blocks / o.Groups * o.BlockTokens
+	room := r.room()
 	n := 1 + d.n(max(1, min(40, room*2/3)))
 	prompt := make([]int32, n)
 	for i := range prompt {
@@ -78,11 +81,20 @@ func (r *routing) submit(d *dice) {
 	if d.n(2) == 0 {
 		prompt[d.n(n)] = int32(8 + d.n(3))
 	}
+	if len(r.turns) > 0 && d.n(4) > 0 && r.goOn(d, d.n(len(r.turns))) {
+		return
+	}
 	salt := ""
 	if d.n(6) == 0 {
 		salt = "tenant"
 	}
 	r.enter(prompt, salt, 1+d.n(max(1, min(10, room-n-1))))
+}
+
+// room is how many tokens the cache of an engine has room for.
+func (r *routing) room() int {
+	o := &r.w.opt
+	return o.Blocks / o.Groups * o.BlockTokens
 }
 
 func (r *routing) enter(prompt []int32, salt string, n int) {
@@ -123,7 +135,7 @@ func (r *routing) prefill(c *client, d *dice) {
 		return
 	}
 	c.tried[i] = true
-	if !r.hand(c, r.w.engines[i], 1, nil, d) {
+	if !r.hand(c, r.w.engines[i], 1, c.turn, d) {
 		r.wants = append(r.wants, c)
 		return
 	}
@@ -158,11 +170,10 @@ func (r *routing) hand(c *client, e *engine, n int, ticket []byte, d *dice) bool
 		c.id = e.old[d.n(len(e.old))]
 		r.w.stats.Reused++
 	}
-	remote := c.phase == toPrefill
-	err := e.submit(c, c.id, n, ticket, remote)
+	err := e.submit(c, c.id, n, ticket)
 	if err != nil {
 		c.id = connector.RequestID(fmt.Sprintf("c%d.%d+", c.n, len(c.tried)+c.attempts))
-		err = e.submit(c, c.id, n, ticket, remote)
+		err = e.submit(c, c.id, n, ticket)
 	}
 	if err != nil {
 		r.w.fail('g', "%s refuses %s: %v", e.name, c.id, err)
@@ -214,6 +225,7 @@ func (r *routing) news(st *stream, e *engine, o *sched.Output) {
 	case len(c.got) != c.max:
 		r.w.fail('g', "client %d gets %d of %d tokens and a whole answer (%s)", c.n, len(c.got), c.max, reasonName(o.Reason))
 	default:
+		r.keepTurn(c, o.Ticket)
 		r.w.stats.Answered++
 		r.finish(c)
 	}

@@ -33,6 +33,8 @@ func play(o Options, ops []Op) Result {
 		if e.host != nil {
 			c := e.host.book.Counters()
 			w.stats.BookRetries += c.Retries
+			w.stats.TurnLoaded += c.TurnLoaded
+			w.stats.TurnLost += c.TurnLost
 		}
 	}
 	return Result{o.Seed, w.violation, w.digest, w.steps, w.stats}
@@ -155,7 +157,7 @@ func (h *host) mistake(p *proc) {
 				h.late = append(h.late[:i], h.late[i+1:]...)
 				m.out = old.out
 				m.reported = true
-				m.out.Corrupt = h.checkDigests(m)
+				m.out.Corrupt = h.checkDigests(m, h.cached)
 				h.do(h.book.Moved(h.w.now, m.ID, m.out))
 				return
 			}

@@ -41,6 +41,12 @@ func TestSeeds(t *testing.T) {
 	for _, f := range r.Stats.fields() {
 		assert.Positive(t, *f.n, "%s never happened", f.name)
 	}
+	for _, p := range r.Stats.Powers() {
+		t.Logf("met %6d times: %s", p.Met, p.Name)
+		if !testing.Short() {
+			assert.GreaterOrEqual(t, p.Met, 1000, "%s", p.Name)
+		}
+	}
 }
 
 // TestEqualSeedsEqualLogs: no map order, clock or address gets into a run.

@@ -3,6 +3,7 @@ package simulate
 import (
 	"slices"
 
+	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -19,6 +20,7 @@ func (h *host) occupy(m *move) {
 		h.w.fail('c', "%s: a %s of %d blocks has %d landing slots", h.e.name, m.Kind, len(m.Transfer.Blocks), len(m.Slots))
 		return
 	}
+	h.w.stats.Staged++
 	for _, s := range m.Slots {
 		if old := h.slots[m.Rank][s]; old != nil && !old.reported && slices.Contains(h.proc.moves, old) {
 			h.w.fail('c', "%s: landing slot %d of rank %d is given to a %s of %s while a %s of %s has it",
@@ -26,6 +28,16 @@ func (h *host) occupy(m *move) {
 			return
 		}
 		h.slots[m.Rank][s] = m
+	}
+}
+
+// shareSlots is a host that lets several calls use the same slots.
+func (h *host) shareSlots(m *move) {
+	if h.w.is(SlotsShared) {
+		m.Slots = slices.Clone(m.Slots)
+		for i := range m.Slots {
+			m.Slots[i] = connector.BlockID(i)
+		}
 	}
 }
 
@@ -76,7 +88,13 @@ func (p *proc) scribble(d *dice) {
 	if n == 0 {
 		return
 	}
-	c := &p.h.e.landing[d.n(p.h.w.opt.Ranks)][d.n(n)]
+	rank, slot := d.n(p.h.w.opt.Ranks), d.n(n)
+	if d.n(2) == 0 && len(p.moves) > 0 { // where it does harm
+		if m := p.moves[d.n(len(p.moves))]; len(m.Slots) > 0 {
+			rank, slot = m.Rank, int(m.Slots[d.n(len(m.Slots))])
+		}
+	}
+	c := &p.h.e.landing[rank][slot]
 	c.tags[d.n(len(c.tags))].kv ^= 1 << d.n(64)
 	if d.n(4) == 0 {
 		c.sum ^= 1

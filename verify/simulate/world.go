@@ -40,7 +40,7 @@ type World struct {
 //	g  the client's tokens are those of a single engine without faults, or a prefix of them and a clean error
 //	h  a run is a function of its seed
 //	i  when faults stop, everything ends in bounded time
-//	t  no forged, stale or replayed ticket is accepted
+//	t  no forged, stale or replayed ticket is accepted, and one of an earlier turn serves one load that is worth it
 //	p  nothing panics
 type Violation struct {
 	Rule byte
@@ -64,6 +64,31 @@ type Stats struct {
 	Resets, EngineRestarts, Faults    int
 	Preemptions, Unknown, BookRetries int
 	StoreFaults, Misses, Late, Reused int
+
+	Turns, TurnLoads, TurnLoaded, TurnLost int // tickets for the next turn; loads by them; blocks
+	Plans                                  int // calls of a Planner
+	Layered, Stored, Staged                int // saves: handed over before they were computed; told stored before they were over; calls through landing memory
+}
+
+// Power is an optional power of connectors, and how often a run has met it.
+type Power struct {
+	Name string
+	Met  int
+}
+
+// Powers lists the powers that the simulation covers.
+func (s *Stats) Powers() []Power {
+	return []Power{
+		{"holds", s.Holds},
+		{"leases (renewals)", s.Renewed},
+		{"turns (tickets of weak holds)", s.Turns},
+		{"turns (loads by them)", s.TurnLoads},
+		{"layers (saves while computing)", s.Layered},
+		{"stored before saved", s.Stored},
+		{"staged (calls through landing memory)", s.Staged},
+		{"resets", s.Resets},
+		{"plans", s.Plans},
+	}
 }
 
 func (s *Stats) add(t *Stats) {
@@ -110,6 +135,14 @@ func (s *Stats) fields() []field {
 		{"misses", &s.Misses},
 		{"later", &s.Late},
 		{"ids reused", &s.Reused},
+		{"plans", &s.Plans},
+		{"turn tickets", &s.Turns},
+		{"turn loads", &s.TurnLoads},
+		{"turn blocks loaded", &s.TurnLoaded},
+		{"turn blocks lost", &s.TurnLost},
+		{"saves while computing", &s.Layered},
+		{"saves stored before they were over", &s.Stored},
+		{"staged calls", &s.Staged},
 	}
 }
 
