@@ -17,7 +17,7 @@ func hostile() map[string][]string {
 		"ticket":         {"internal/ticket/FuzzOpen"},
 		"wire messages":  {"internal/wire/FuzzSessionRequest"},
 		"HTTP bodies":    {"engine/server/FuzzDecode", "engine/router/FuzzParse"},
-		"plugin answers": {"internal/wire/FuzzSessionResponse", "host/FuzzPlainLines"},
+		"plugin answers": {"internal/wire/FuzzSessionResponse", "host/internal/plugin/FuzzPlainLines"},
 		"model files":    {"engine/gguf/FuzzParse"},
 		"layouts":        {"connector/FuzzLayout"},
 	}

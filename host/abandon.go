@@ -4,72 +4,30 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"time"
 
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/tracker"
 )
-
-// errAbandoned says that a fence did not come back. The host goes on without what it guards: memory is lost,
-// not the service.
-var errAbandoned = errors.New("a process to which it gave its fence may write its memory for ever")
 
 // maxAbandoned is how many lives of one plugin may leave such memory behind. It is not started again then.
 const maxAbandoned = 3
 
-// abandonedMemory is what former lives of a plugin have left behind.
-type abandonedMemory struct {
-	mu      sync.Mutex
-	fences  []*fence
-	spoiled bool // since the memory of the next life was made
-}
-
-// add takes a fence over. Its descriptors stay open: the number of its pipe must not come back, since locks
-// of other lives are found by it.
-func (a *abandonedMemory) add(f *fence) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.fences, a.spoiled = append(a.fences, f), true
-}
-
-func (a *abandonedMemory) count() int {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return len(a.fences)
-}
-
-// spoil says whether memory was left behind since it was last asked.
-func (a *abandonedMemory) spoil(yes bool) (was bool) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	was, a.spoiled = a.spoiled, yes
-	return was
-}
-
-func (a *abandonedMemory) close() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	for _, f := range a.fences {
-		f.close()
-	}
-	a.fences = nil
-}
-
 // abandon gives a fence up.
-func (s *source) abandon(f *fence) {
-	s.left.add(f)
+func (s *source) abandon(f *plugin.Fence) {
+	s.left.Add(f)
 	s.log.Error("a plugin left a process behind that holds its fence and may write its memory for ever: "+
-		"that memory is lost until the engine is started again", "plugin", s.prog.path, "waited", s.cfg.Settings.Deadlines.Fence)
+		"that memory is lost until the engine is started again", "plugin", s.prog.Path, "waited", s.cfg.Settings.Deadlines.Fence)
 }
 
 // renew gives the next life of the plugin other memory where somebody may still write that of the last one:
 // an arena, and landing memory if it is this plugin's alone. Cache blocks cannot be replaced: the book keeps
 // those that the last life had from ever being used again.
 func (s *source) renew() error {
-	if n := s.left.count(); n >= maxAbandoned {
-		return fmt.Errorf("%d lives of the plugin did not give their fences back, so it is not started until the engine is started again: %w", n, errAbandoned)
+	if n := s.left.Count(); n >= maxAbandoned {
+		return fmt.Errorf("%d lives of the plugin did not give their fences back, so it is not started until the engine is started again: %w", n, plugin.ErrAbandoned)
 	}
-	if !s.left.spoil(false) {
+	if !s.left.Spoil(false) {
 		return nil
 	}
 	err := s.arena.Renew()
@@ -77,7 +35,7 @@ func (s *source) renew() error {
 		err = s.reland()
 	}
 	if err != nil {
-		s.left.spoil(true)
+		s.left.Spoil(true)
 		return fmt.Errorf("memory in place of what was lost: %w", err)
 	}
 	return nil
@@ -125,7 +83,7 @@ func (h *Host) lostSome(s *Health) {
 	if h.src == nil {
 		return
 	}
-	if s.FencesLost = h.src.left.count(); s.FencesLost > 0 {
+	if s.FencesLost = h.src.left.Count(); s.FencesLost > 0 {
 		s.State = "degraded"
 	}
 }

@@ -7,13 +7,11 @@ import (
 	"os"
 	"sync"
 	"time"
-	"unsafe"
 
-	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/machine"
 	"github.com/kvport/kvport/internal/shm"
-	"github.com/kvport/kvport/internal/wire"
 )
 
 // Arena is memory that a connector asked for with Info.ArenaBytes: a sealed memfd that the host
@@ -122,27 +120,13 @@ func (a *Arena) Close() error {
 	return errors.Join(err, a.file.Close())
 }
 
-// arenaRef is an arena as a plugin knows it.
-type arenaRef struct {
-	arena *Arena // nil: none
-	fd    int    // in the plugin
-}
-
-// region is what an Open says of the memory that a side is to have as Env.Arena: that of the arena,
-// or none. Any other memory the plugin could not reach.
-func (r *arenaRef) region(want []byte) (wire.Region, error) {
-	if len(want) == 0 {
-		return wire.Region{}, nil
+// lent is the arena as a plugin process is given it.
+func (a *Arena) lent() *plugin.Arena {
+	if a == nil {
+		return nil
 	}
-	if r.arena == nil || unsafe.SliceData(want) != unsafe.SliceData(r.arena.Bytes()) {
-		return wire.Region{}, fmt.Errorf("arena: its memory is not this plugin's Arena: %w", connector.ErrIncompatible)
-	}
-	return wire.Region{FD: r.fd, Size: int64(len(want))}, nil
+	return &plugin.Arena{File: a.file, Bytes: a.Bytes}
 }
-
-// UseArena says which arena Env.Arena is of in the sides that are opened from now on. The plugin
-// must run in this process or have inherited the arena under the same descriptor number.
-func (r *Remote) UseArena(a *Arena) { r.arena = arenaRef{a, int(a.file.Fd())} }
 
 // promised is the memory that arenas of one host may take and have not taken yet.
 type promised struct {

@@ -1,7 +1,6 @@
 package host
 
 import (
-	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -39,21 +38,6 @@ func TestEarlyFailuresAreNamed(t *testing.T) {
 			}
 			leaks()
 		})
-	}
-}
-
-func TestLastLine(t *testing.T) {
-	for in, want := range map[string]string{
-		"":                                 "",
-		"a\nb\n\n":                         "b",
-		`{"@message":"m","@level":"warn"}`: "m",
-		`{"@message":1}`:                   `{"@message":1}`,
-		"x\npanic: as told\n\ngoroutine 1": "panic: as told",
-	} {
-		p := newPlainLines(io.NopCloser(strings.NewReader(in)))
-		_, err := io.ReadAll(p)
-		require.NoError(t, err)
-		require.Equal(t, want, p.lastLine(), in)
 	}
 }
 

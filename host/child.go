@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 )
 
 // child is one plugin of a MultiConnector, kept running. Its sides live as long as the family: while
@@ -80,11 +81,11 @@ func (c *child) install(l *life) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closing.Load() {
-		l.proc.kill(errClosing)
+		l.proc.KillFor(errClosing)
 		return
 	}
 	if !c.src.sides.match(l) {
-		l.proc.kill(errors.New("a side was opened or closed while it started"))
+		l.proc.KillFor(errors.New("a side was opened or closed while it started"))
 		return
 	}
 	c.turn(l)
@@ -153,7 +154,7 @@ func (c *child) down(l *life, reason error) {
 	}
 	c.mu.Unlock()
 	if !c.closing.Load() {
-		l.proc.kill(reason)
+		l.proc.KillFor(reason)
 	}
 }
 
@@ -184,7 +185,7 @@ func (c *child) notRunning() error {
 // judge looks at the error of a call of the scheduler side: without an answer the process is at its
 // end.
 func (c *child) judge(l *life, err error) error {
-	if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
+	if errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered) {
 		c.down(l, fmt.Errorf("scheduler side: %w", err))
 		return c.gone(err)
 	}
@@ -205,10 +206,10 @@ func (c *child) health() Health {
 	switch {
 	case c.now != nil:
 		h.State, h.PID = "ready", c.now.proc.PID()
-		if h.FencesLost = c.src.left.count(); h.FencesLost > 0 {
+		if h.FencesLost = c.src.left.Count(); h.FencesLost > 0 {
 			h.State = "degraded"
 		}
-	case c.last != nil && c.last.proc.run.waiting():
+	case c.last != nil && c.last.proc.Waiting():
 		h.State = "waiting_for_fence"
 	case c.broken:
 		h.State = "broken"
@@ -236,7 +237,7 @@ func (c *child) close(ctx context.Context, polite bool) error {
 		}
 		err = l.proc.Close(ctx)
 	default:
-		l.proc.kill(errClosing)
+		l.proc.KillFor(errClosing)
 		<-l.proc.Done()
 	}
 	<-c.left
@@ -328,17 +329,17 @@ func (w childWorker) move(ctx context.Context, limit time.Duration, what string,
 	late := time.AfterFunc(time.Until(end)+w.set.Deadlines.Grace, func() {
 		w.metrics.kills.Inc()
 		w.down(l, fmt.Errorf("%s of request %q past its deadline", what, t.Request))
-		l.proc.kill(errClosing) // when closing, down leaves it alone
+		l.proc.KillFor(errClosing) // when closing, down leaves it alone
 	})
 	defer late.Stop()
 	err = call(ctx, side)
 	w.metrics.moved(what, t, err)
-	if !errors.Is(err, errLost) {
+	if !errors.Is(err, plugin.ErrLost) {
 		return err
 	}
 	w.down(l, errors.New("worker side: the connection is gone"))
 	<-l.proc.Done() // until then it may still touch the blocks
-	if l.proc.run.abandoned() && !loseBlocks(ctx) {
+	if l.proc.Abandoned() && !loseBlocks(ctx) {
 		<-w.over // the host of this process ends it for that: others have the blocks otherwise
 	}
 	return w.gone(err)

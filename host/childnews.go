@@ -6,6 +6,7 @@ import (
 	"sync"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 )
 
 // childNews is what the scheduler side of a child has counted and told through all its lives.
@@ -52,7 +53,7 @@ func (s childScheduler) note(ctx context.Context, l *life, source connector.Stat
 		if err := s.news.stats.take(l.n, stats); err != nil {
 			s.src.complain("stats: " + err.Error())
 		}
-	case errors.Is(err, errUnanswered):
+	case errors.Is(err, plugin.ErrUnanswered):
 		s.news.mu.Lock()
 		s.news.mute = l.n
 		s.news.mu.Unlock()
@@ -95,7 +96,7 @@ func (s childScheduler) Events(ctx context.Context) ([]connector.BlockEvent, err
 			}
 			continue
 		}
-		gone := side == nil || errors.Is(err, errLost) || errors.Is(err, errUnanswered)
+		gone := side == nil || errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered)
 		if !gone || ctx.Err() != nil {
 			return nil, errors.Join(err, ctx.Err())
 		}

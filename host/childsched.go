@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 )
 
 // childScheduler is the scheduler side of a child, through all its lives.
@@ -102,7 +103,7 @@ func (s childScheduler) poll(ctx context.Context, l *life, side connector.Schedu
 		s.mu.Lock()
 		s.holds.consumed(l.n, ids)
 		s.mu.Unlock()
-	case errors.Is(err, errLost) || errors.Is(err, errUnanswered):
+	case errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered):
 		s.down(l, fmt.Errorf("scheduler side: %w", err))
 		return nil // its holds are over when it is reaped
 	}

@@ -92,11 +92,8 @@ func DefaultSettings() Settings {
 
 // Bounds that are not settings.
 const (
-	maxConfigBytes = 4 << 20 // of a transfer config
-	maxManifest    = 1 << 20 // of a manifest, in bytes
-	maxCorruptKeys = 1 << 16 // damaged keys remembered until they are saved anew
-	manifestWait   = 5 * time.Second
-	settleWait     = time.Second            // for plugins before the one that has answered
+	maxConfigBytes = 4 << 20                // of a transfer config
+	maxCorruptKeys = 1 << 16                // damaged keys remembered until they are saved anew
 	maxAsks        = 64                     // queries of one Match call
 	matchFresh     = 250 * time.Millisecond // an answer may be used again this long
 	firstRetry     = 5 * time.Millisecond   // after ErrBusy and Later, doubled each time

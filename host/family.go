@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/tracker"
 	"github.com/kvport/kvport/multiconnector"
 )
@@ -91,7 +92,7 @@ func (h *Host) firstFamily(ctx context.Context) (*generation, error) {
 // openFamily opens the sides of all children.
 func (h *Host) openFamily(ctx context.Context) (*generation, error) {
 	limit := h.cfg.Settings.Deadlines.Handshake
-	ctx, cancel := patient(ctx, limit, h.family.waits())
+	ctx, cancel := plugin.Patient(ctx, limit, h.family.waits())
 	defer cancel()
 	regions, layout := h.mapped()
 	env := connector.Env{
@@ -99,8 +100,8 @@ func (h *Host) openFamily(ctx context.Context) (*generation, error) {
 		Model: h.eng.Model, Shape: h.eng.Shape, Layout: h.eng.Layout, Log: h.log,
 	}
 	late := func(err error) error {
-		if ranOut(ctx) {
-			return longer(err, limit)
+		if plugin.RanOut(ctx) {
+			return plugin.Longer(err, limit)
 		}
 		return err
 	}
@@ -131,7 +132,7 @@ func (f *family) waits() func() time.Duration {
 		}
 		m.child.mu.Lock()
 		if m.child.now != nil {
-			each = append(each, m.child.now.proc.waits())
+			each = append(each, m.child.now.proc.Waits())
 		}
 		m.child.mu.Unlock()
 	}
@@ -191,7 +192,7 @@ func (n *nest) open(ctx context.Context, cfg *Config, label, path string) (*fami
 func (n *nest) start(ctx context.Context, cfg *Config, label string) (*child, error) {
 	src := &source{
 		cfg: cfg, eng: n.eng, epoch: n.epoch, log: n.log, regions: n.regions, layout: n.layout, started: n.started, held: n.held,
-		hurry: n.hurry, left: &abandonedMemory{},
+		hurry: n.hurry, left: &plugin.AbandonedMemory{},
 		promised: &n.promised,
 		keys:     n.keys,
 	}
@@ -254,9 +255,9 @@ func (f *family) Close(ctx context.Context) error {
 	return f.end
 }
 
-// kill implements body. Only the end of the host ends all children: one that lets a transfer miss its
+// KillFor implements body. Only the end of the host ends all children: one that lets a transfer miss its
 // deadline is killed alone, by the call that waits for it.
-func (f *family) kill(reason error) {
+func (f *family) KillFor(reason error) {
 	if errors.Is(reason, errClosing) {
 		go f.shut(context.Background(), false)
 	}

@@ -3,7 +3,6 @@ package host
 import (
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -49,7 +48,7 @@ func TestFindAmongBadNeighbours(t *testing.T) {
 	b, err = Find([]string{hanging, first, second}, "SharedName")
 	require.NoError(t, err)
 	require.Equal(t, one, b.Path)
-	require.Less(t, time.Since(began), manifestWait, "a hanging neighbour is not waited for")
+	require.Less(t, time.Since(began), 5*time.Second, "a hanging neighbour is not waited for")
 	leaks()
 }
 
@@ -120,17 +119,5 @@ func TestManifestThatFloods(t *testing.T) {
 		_, err := ReadManifest(t.Context(), path)
 		require.ErrorContains(t, err, path+" --manifest prints more than 1 MiB")
 	}
-	var why error
-	b := limitedBuffer{full: func(err error) { why = err }}
-	n, err := io.Copy(&b, io.LimitReader(zeros{}, 64<<20))
-	require.ErrorIs(t, err, errFlood)
-	require.ErrorIs(t, why, errFlood)
-	require.EqualValues(t, maxManifest, n)
-	require.Equal(t, maxManifest, b.kept.Len())
 	leaks()
 }
-
-// zeros is a reader without an end.
-type zeros struct{}
-
-func (zeros) Read(p []byte) (int, error) { return len(p), nil }

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -50,13 +51,13 @@ type body interface {
 	Err() error
 	// Close asks it to end and waits, until ctx is done at most; then it is killed.
 	Close(ctx context.Context) error
-	// kill ends it without waiting.
-	kill(reason error)
+	// KillFor ends it without waiting.
+	KillFor(reason error)
 }
 
 // pid is the number of the generation's process; 0 for several.
 func (g *generation) pid() int {
-	if p, one := g.proc.(*Process); one {
+	if p, one := g.proc.(*plugin.Process); one {
 		return p.PID()
 	}
 	return 0
@@ -64,14 +65,14 @@ func (g *generation) pid() int {
 
 // waiting says that the process is dead, and that others, which may still write its memory, are waited for.
 func (g *generation) waiting() bool {
-	p, one := g.proc.(*Process)
-	return one && p.run.waiting()
+	p, one := g.proc.(*plugin.Process)
+	return one && p.Waiting()
 }
 
 // abandoned says that they were waited for in vain.
 func (g *generation) abandoned() bool {
-	p, one := g.proc.(*Process)
-	return one && p.run.abandoned()
+	p, one := g.proc.(*plugin.Process)
+	return one && p.Abandoned()
 }
 
 // generation puts a life of the plugin at the book's disposal.
@@ -127,8 +128,8 @@ func (g *generation) serve() {
 
 // endOf is closed when the plugin ends the session of a side; nil for sides that have none.
 func endOf(side io.Closer) <-chan struct{} {
-	if s, ok := side.(interface{ gone() <-chan struct{} }); ok {
-		return s.gone()
+	if s, ok := side.(interface{ Gone() <-chan struct{} }); ok {
+		return s.Gone()
 	}
 	return nil
 }
@@ -161,7 +162,7 @@ func (g *generation) fail(reason error) {
 	polite := g.polite
 	g.mu.Unlock()
 	if !polite {
-		g.proc.kill(reason)
+		g.proc.KillFor(reason)
 	}
 }
 
@@ -171,7 +172,7 @@ func (g *generation) end(ctx context.Context, polite bool) {
 	g.polite = polite
 	g.mu.Unlock()
 	if !polite {
-		g.proc.kill(errClosing)
+		g.proc.KillFor(errClosing)
 		return
 	}
 	g.retire()
@@ -244,7 +245,7 @@ func (g *generation) callScheduler(life context.Context) {
 			}
 			var err error
 			batch, err = g.callNext(life, batch)
-			if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
+			if errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered) {
 				dead = true
 				g.down(fmt.Errorf("scheduler side: %w", err))
 			}
@@ -302,7 +303,7 @@ func (g *generation) watchHolds(life context.Context) {
 			g.h.mu.Lock()
 			g.h.do(g.h.book.Consumed(g.n, ids))
 			g.h.mu.Unlock()
-		case errors.Is(err, errLost), errors.Is(err, errUnanswered):
+		case errors.Is(err, plugin.ErrLost), errors.Is(err, plugin.ErrUnanswered):
 			return
 		default:
 			pause(life, slowestRetry)
@@ -323,7 +324,7 @@ func (g *generation) watchLeases(life context.Context) {
 			over = g.h.book.Renewed(time.Now(), g.n, ids)
 			g.h.mu.Unlock()
 			pause(life, firstRetry) // one that does not wait gets no more of the processor than this
-		case errors.Is(err, errLost), errors.Is(err, errUnanswered):
+		case errors.Is(err, plugin.ErrLost), errors.Is(err, plugin.ErrUnanswered):
 			return
 		default:
 			pause(life, slowestRetry)

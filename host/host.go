@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/tracker"
 )
@@ -85,7 +86,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	if h.log == nil {
 		h.log = slog.New(slog.DiscardHandler)
 	}
-	if n := sweepSockets(socketRoots(), time.Now()); n > 0 {
+	if n := plugin.SweepSockets(plugin.SocketRoots(), time.Now()); n > 0 {
 		h.log.Debug("removed socket folders of engines that were killed", "folders", n)
 	}
 	if err := h.identify(); err != nil {
@@ -187,7 +188,7 @@ func (h *Host) source(cfg *Config) *source {
 	regions, layout := h.mapped()
 	return &source{
 		cfg: cfg, eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout, started: h.opts.Started,
-		hurry: h.hurry, left: &abandonedMemory{},
+		hurry: h.hurry, left: &plugin.AbandonedMemory{},
 		promised: &promised{},
 		keys:     h.keys,
 	}
@@ -252,7 +253,7 @@ func (h *Host) Reset(ctx context.Context) (emptied bool, err error) {
 		emptied, err := r.Reset(ctx)
 		answer <- result{emptied, err}
 		return err
-	}, drop: func() { answer <- result{false, errLost} }})
+	}, drop: func() { answer <- result{false, plugin.ErrLost} }})
 	h.mu.Unlock()
 	select {
 	case r := <-answer:

@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/multiconnector"
 )
 
@@ -38,24 +39,24 @@ func inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 		Log: opts.Log, Environment: manifest.Environment, Handshake: d.Handshake, Heartbeat: cfg.Settings.Heartbeat, NoRing: true,
 	})
 	if err != nil {
-		return none, errors.Join(err, prog.close())
+		return none, errors.Join(err, prog.Close())
 	}
-	ctx, cancel := patient(ctx, d.Handshake, proc.waits())
+	ctx, cancel := plugin.Patient(ctx, d.Handshake, proc.Waits())
 	defer cancel()
 	info, err := proc.Describe(ctx, cfg.Extra)
 	switch {
-	case silent(err):
-		if ranOut(ctx) {
-			err = longer(err, d.Handshake)
+	case plugin.Silent(err):
+		if plugin.RanOut(ctx) {
+			err = plugin.Longer(err, d.Handshake)
 		}
-		err = fmt.Errorf("%w: plugin %s: %w", ErrConfig, proc.path, proc.run.blame("", err))
+		err = fmt.Errorf("%w: plugin %s: %w", ErrConfig, proc.Path(), proc.Blame(err))
 	case err != nil:
 		err = fmt.Errorf("%w: kv_connector_extra_config: %w", ErrConfig, err)
 	default:
 		err = accepts(cfg, &info)
 	}
 	proc.Kill()
-	return info, errors.Join(err, prog.close())
+	return info, errors.Join(err, prog.Close())
 }
 
 // inspectChildren asks every child of a MultiConnector and folds the answers.

@@ -8,10 +8,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/tracker"
-	"github.com/kvport/kvport/internal/wire"
-	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
 // Layer-wise saves: the engine counts the layers of a step as it computes them, the host makes the
@@ -197,41 +194,6 @@ func (p *sealedProgress) seal(from, to int) error {
 		}
 	})
 	return errors.Join(errs...)
-}
-
-// SaveLayers implements connector.LayerWorker. The counter that the plugin waits for is fed from
-// progress as long as the call lasts.
-func (p *workerProxy) SaveLayers(ctx context.Context, t *connector.Transfer, _ *connector.KV, progress connector.Progress) error {
-	counter, ok := p.board.Take()
-	if !ok {
-		return fmt.Errorf("all counters are in use: %w", connector.ErrBusy)
-	}
-	defer counter.Give()
-	feeding, stop := context.WithCancel(ctx)
-	fed := make(chan struct{})
-	go func() {
-		defer close(fed)
-		feed(feeding, counter, progress, p.layers)
-	}()
-	defer func() {
-		stop()
-		<-fed
-	}()
-	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_SaveLayers{
-		SaveLayers: wire.SaveLayersToProto(&wire.SaveLayers{Transfer: t, Slot: counter.Slot, Call: counter.Call}),
-	}})
-}
-
-// feed shows on a counter how far something has come, until it is over or ctx is done.
-func feed(ctx context.Context, counter *shm.Counter, progress connector.Progress, layers int) {
-	for n := 0; n < layers; {
-		var err error
-		if n, err = progress.Wait(ctx, n); err != nil {
-			counter.Set(shm.GivenUp)
-			return
-		}
-		counter.Set(uint32(n))
-	}
 }
 
 // SaveLayers lets a staged worker save as the layers of the cache become final: its parts are copied

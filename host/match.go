@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/internal/tracker"
@@ -145,7 +146,7 @@ func (h *Host) askAll(ctx context.Context, s connector.Scheduler, asks []*askJob
 	if err == nil {
 		err = fault.Point("host.matched")
 	}
-	if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
+	if errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered) {
 		return err
 	}
 	for i, a := range asks {
@@ -189,7 +190,7 @@ type note func(now time.Time) []tracker.Action
 func (h *Host) call(deadline time.Time, f func(ctx context.Context, s connector.Scheduler) (note, error)) {
 	h.gen.enqueue(job{deadline: deadline, run: func(ctx context.Context, s connector.Scheduler) error {
 		answer, err := f(ctx, s)
-		if errors.Is(err, errLost) || errors.Is(err, errUnanswered) {
+		if errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered) {
 			return err
 		}
 		h.mu.Lock()

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/config"
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/multiconnector"
 )
 
@@ -163,7 +164,7 @@ func (m *multiPlugin) leave(key string, h *house) error {
 	if !last {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), closePatience)
+	ctx, cancel := context.WithTimeout(context.Background(), plugin.ClosePatience)
 	defer cancel()
 	return h.family.Close(ctx)
 }

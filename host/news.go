@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 )
 
 // BlockReport is what a connector has said of blocks that came and went, in order (capability
@@ -52,7 +53,7 @@ func (g *generation) watchEvents(life context.Context) {
 	for ok && life.Err() == nil {
 		events, err := source.Events(life)
 		switch {
-		case errors.Is(err, errLost), errors.Is(err, errUnanswered):
+		case errors.Is(err, plugin.ErrLost), errors.Is(err, plugin.ErrUnanswered):
 			return
 		case err != nil || len(events) == 0: // it did not wait
 			pause(life, slowestRetry)

@@ -131,7 +131,7 @@ func TestHolds(t *testing.T) {
 	require.Equal(t, connector.Match{}, r.Match(query("x", ks), []byte("forged")), "nothing to find without a ticket")
 
 	require.True(t, r.end("killed", 40, true, blocksOf(ks, 8)...).Held)
-	r.gen.proc.kill(context.Canceled)
+	r.gen.proc.KillFor(context.Canceled)
 	require.Equal(t, []connector.BlockID{8, 9}, r.next(Released).Blocks)
 }
 

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/shm"
@@ -88,12 +89,21 @@ func (r *Region) file() *os.File {
 	return r.mem.File()
 }
 
+// lentRegions are regions as a plugin process is given them.
+func lentRegions(regions []*Region) []plugin.Region {
+	lent := make([]plugin.Region, len(regions))
+	for i, r := range regions {
+		lent[i] = plugin.Region{File: r.file(), Size: r.Size()}
+	}
+	return lent
+}
+
 // inheritedRegions are those that a plugin has from its host, in the order of the ranks: sealed memory
 // from the first descriptor on. They are not mapped.
 func inheritedRegions() []*Region {
 	const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 	var out []*Region
-	for fd := firstRegionFD; ; fd++ {
+	for fd := plugin.FirstRegionFD; ; fd++ {
 		got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 		var st unix.Stat_t
 		if err != nil || got&seals != seals || unix.Fstat(fd, &st) != nil {

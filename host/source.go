@@ -7,8 +7,10 @@ import (
 	"io"
 	"log/slog"
 	"slices"
+	"strings"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/fault"
 )
 
@@ -25,15 +27,15 @@ type source struct {
 	held     func(bytes int64) // told how large the arena is; may be nil
 	promised *promised         // shared with the other plugins of the host
 	violated func(what string)
-	hurry    <-chan struct{}  // closed when the host closes
-	left     *abandonedMemory // by former lives
-	reland   func() error     // replaces landing memory that is this plugin's alone; nil: there is none
+	hurry    <-chan struct{}         // closed when the host closes
+	left     *plugin.AbandonedMemory // by former lives
+	reland   func() error            // replaces landing memory that is this plugin's alone; nil: there is none
 	keys     keyring
 
 	sides   sides
 	sched   int   // the host's own sides: see openAll
 	workers []int // by rank
-	prog    *program
+	prog    *plugin.Program
 	arena   *Arena   // empty if the connector asks for none
 	env     []string // names of environment variables of the plugin
 	info    connector.Info
@@ -43,7 +45,7 @@ type source struct {
 // life is one process of a plugin with all its sides open.
 type life struct {
 	n     uint64
-	proc  *Process
+	proc  *plugin.Process
 	sides map[int]io.Closer
 }
 
@@ -56,7 +58,7 @@ func (s *source) find(ctx context.Context, paths []string) (*Manifest, error) {
 	s.cfg.adopt(manifest, s.log)
 	s.prog, s.env, s.name = prog, manifest.Environment, manifest.Name
 	if s.arena, err = NewArena(); err != nil {
-		return nil, errors.Join(err, prog.close())
+		return nil, errors.Join(err, prog.Close())
 	}
 	return manifest, nil
 }
@@ -66,8 +68,8 @@ func (s *source) close() error {
 	if s == nil || s.prog == nil {
 		return nil
 	}
-	s.left.close()
-	return errors.Join(s.prog.close(), s.arena.Close())
+	s.left.Close()
+	return errors.Join(s.prog.Close(), s.arena.Close())
 }
 
 // start launches the plugin and opens its sides. n counts its lives, from 1.
@@ -81,15 +83,15 @@ func (s *source) start(ctx context.Context, n uint64) (*life, error) {
 		return nil, err
 	}
 	l := &life{n: n, proc: proc}
-	ctx, cancel := patient(ctx, d.Handshake, proc.waits())
+	ctx, cancel := plugin.Patient(ctx, d.Handshake, proc.Waits())
 	defer cancel()
 	if err := s.open(ctx, l); err != nil {
 		proc.Kill()
-		if silent(err) {
-			if ranOut(ctx) {
-				err = longer(err, d.Handshake)
+		if plugin.Silent(err) {
+			if plugin.RanOut(ctx) {
+				err = plugin.Longer(err, d.Handshake)
 			}
-			err = fmt.Errorf("%w: plugin %s: %w", ErrConfig, proc.path, proc.run.blame("", err))
+			err = fmt.Errorf("%w: plugin %s: %w", ErrConfig, proc.Path(), proc.Blame(err))
 		}
 		return nil, err
 	}
@@ -100,7 +102,7 @@ func (s *source) start(ctx context.Context, n uint64) (*life, error) {
 }
 
 // launch starts a process without opening anything.
-func (s *source) launch(ctx context.Context) (*Process, error) {
+func (s *source) launch(ctx context.Context) (*plugin.Process, error) {
 	return launch(ctx, s.prog, LaunchOptions{
 		Regions: s.regions, Arena: s.arena, Started: s.started, Log: s.log, Environment: s.env, Handshake: s.cfg.Settings.Deadlines.Handshake,
 		Heartbeat: s.cfg.Settings.Heartbeat, Violated: s.violated, NoRing: !s.cfg.Settings.Ring, Fence: s.cfg.Settings.Deadlines.Fence, hurry: s.hurry, abandon: s.abandon,
@@ -124,19 +126,28 @@ func (s *source) open(ctx context.Context, l *life) error {
 // openError says that a side did not open. Which plugin it was is said by start if there was no answer.
 func openError(ctx context.Context, name string, err error) error {
 	switch {
-	case !silent(err):
+	case !plugin.Silent(err):
 		return fmt.Errorf("%w: %s: %w", ErrConfig, name, plainError{err})
-	case outOfTime(ctx):
+	case plugin.OutOfTime(ctx):
 		return fmt.Errorf("open: no answer in time: %w", err)
 	}
 	return fmt.Errorf("open: %w", err)
 }
 
+// plainError is an error of a config without the class at its end: the field that it names says more.
+type plainError struct{ err error }
+
+func (e plainError) Error() string {
+	return strings.TrimSuffix(e.err.Error(), ": "+connector.ErrIncompatible.Error())
+}
+
+func (e plainError) Unwrap() error { return e.err }
+
 // describe asks the connector what it would do with its config and checks that the engine can live
 // with that.
-func (s *source) describe(ctx context.Context, r *Remote) error {
+func (s *source) describe(ctx context.Context, r *plugin.Remote) error {
 	info, err := r.Describe(ctx, s.cfg.Extra)
-	if silent(err) {
+	if plugin.Silent(err) {
 		return err // start says which plugin it was
 	}
 	if err != nil {
@@ -166,7 +177,7 @@ func (s *source) fits(info *connector.Info) error {
 
 // describeAgain checks that a plugin that was started anew is what the first one was: its binary may
 // have been replaced, and the engine is built for what the first one said.
-func (s *source) describeAgain(ctx context.Context, r *Remote) error {
+func (s *source) describeAgain(ctx context.Context, r *plugin.Remote) error {
 	now, err := r.Describe(ctx, s.cfg.Extra)
 	if err != nil {
 		return err
@@ -177,5 +188,5 @@ func (s *source) describeAgain(ctx context.Context, r *Remote) error {
 		slices.EqualFunc(now.Stats, was.Stats, sameStat) {
 		return nil
 	}
-	return fmt.Errorf("%s has become another plugin, start the engine anew or put the old binary back: %w", s.prog.path, connector.ErrIncompatible)
+	return fmt.Errorf("%s has become another plugin, start the engine anew or put the old binary back: %w", s.prog.Path, connector.ErrIncompatible)
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 )
 
 // connectorStats shows the numbers of a StatsSource as metrics. Counters do not go back when the
@@ -137,10 +138,10 @@ func (g *generation) watchStats(life context.Context) {
 			if err := g.h.stats.take(g.n, stats); err != nil {
 				g.h.violation("stats: " + err.Error())
 			}
-		case errors.Is(err, errUnanswered) && life.Err() == nil:
+		case errors.Is(err, plugin.ErrUnanswered) && life.Err() == nil:
 			g.h.violation("stats: no answer, it is not asked again (rule STAT-03)")
 			return
-		case errors.Is(err, errLost):
+		case errors.Is(err, plugin.ErrLost):
 			return
 		}
 		pause(life, statsEvery)

@@ -94,7 +94,7 @@ func (h *Host) install(g *generation) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.closing.Load() {
-		g.proc.kill(errClosing)
+		g.proc.KillFor(errClosing)
 		return
 	}
 	h.gen, h.broken, h.since = g, false, time.Now()

@@ -7,47 +7,9 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-)
 
-// What a killed host leaves behind goes; what a host uses, or is just making, stays.
-func TestSweepSockets(t *testing.T) {
-	leaks := watchLeaks(t)
-	root := t.TempDir()
-	dir := func(name string, age time.Duration, lock bool) string {
-		path := filepath.Join(root, name)
-		require.NoError(t, os.Mkdir(path, 0o700))
-		if lock {
-			require.NoError(t, os.WriteFile(filepath.Join(path, lockName), nil, 0o600))
-			require.NoError(t, os.WriteFile(filepath.Join(path, "socket"), nil, 0o600))
-		}
-		then := time.Now().Add(-age)
-		require.NoError(t, os.Chtimes(path, then, then))
-		return path
-	}
-	gone := []string{dir("kvport-plugin-dead", time.Minute, true), dir("kvport-plugin-bare", 2*time.Hour, false)}
-	used := dir("kvport-plugin-used", time.Hour, true)
-	lock, err := lockDir(used)
-	require.NoError(t, err)
-	_, err = lockDir(used)
-	require.ErrorContains(t, err, "flock "+used)
-	stay := []string{
-		used, dir("kvport-plugin-new", 0, true), dir("kvport-plugin-newbare", time.Minute, false), dir("kvport-other", 2*time.Hour, true),
-		filepath.Join(root, "kvport-plugin-link"), filepath.Join(root, "kvport-plugin-file"),
-	}
-	require.NoError(t, os.Symlink(dir("target", 2*time.Hour, true), stay[4]))
-	require.NoError(t, os.WriteFile(stay[5], nil, 0o600))
-	require.Equal(t, 2, sweepSockets([]string{"/does/not/exist", root}, time.Now()))
-	for _, path := range gone {
-		require.NoDirExists(t, path)
-	}
-	for _, path := range stay {
-		_, err := os.Lstat(path)
-		require.NoError(t, err)
-	}
-	require.NoError(t, lock.Close())
-	require.Equal(t, 1, sweepSockets([]string{root}, time.Now().Add(time.Minute))-1, "used, and new")
-	leaks()
-}
+	"github.com/kvport/kvport/host/internal/plugin"
+)
 
 // The folder of a plugin that starts is in use, however old it is, and no folder is left while one
 // runs: an engine that is killed then leaves nothing behind. Opening a host sweeps.
@@ -58,7 +20,7 @@ func TestRunningPluginHasNoFolder(t *testing.T) {
 	t.Setenv("TMPDIR", root)
 	left := filepath.Join(root, "kvport-plugin-left")
 	require.NoError(t, os.Mkdir(left, 0o700))
-	require.NoError(t, os.WriteFile(filepath.Join(left, lockName), nil, 0o600))
+	require.NoError(t, os.WriteFile(filepath.Join(left, "lock"), nil, 0o600))
 	then := time.Now().Add(-time.Minute)
 	require.NoError(t, os.Chtimes(left, then, then))
 	o := rigOptions{}
@@ -66,28 +28,12 @@ func TestRunningPluginHasNoFolder(t *testing.T) {
 	h, err := Open(t.Context(), cfg, eng, opts)
 	require.NoError(t, err)
 	r := &rig{Host: h, t: t}
-	folders, err := filepath.Glob(filepath.Join(root, socketPrefix+"*"))
+	folders, err := filepath.Glob(filepath.Join(root, "kvport-plugin-*"))
 	require.NoError(t, err)
 	require.Empty(t, folders, "the plugin is connected")
 	r.mu.Lock()
-	p := r.gen.proc.(*Process)
+	p := r.gen.proc.(*plugin.Process)
 	r.mu.Unlock()
 	require.NoError(t, p.Heartbeat(t.Context()), "the connection does not need the folder")
 	require.NoError(t, r.closeNow())
-}
-
-// What a plugin that starts has is not taken for a folder that was left behind.
-func TestStartingPluginKeepsItsFolder(t *testing.T) {
-	t.Setenv("TMPDIR", t.TempDir())
-	p := &Process{}
-	var err error
-	p.dir, err = SocketDir()
-	require.NoError(t, err)
-	p.lock, err = lockDir(p.dir)
-	require.NoError(t, err)
-	dir := p.dir
-	require.False(t, abandoned(dir, time.Now().Add(24*time.Hour)))
-	p.vacate()
-	require.NoDirExists(t, dir)
-	require.Nil(t, p.lock)
 }

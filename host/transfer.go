@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/tracker"
@@ -83,7 +84,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move) tracker
 	r, w, t := h.ranks[a.Rank], g.workers[a.Rank], a.Transfer
 	if a.Computing {
 		err := h.saveLayers(ctx, w, a)
-		return tracker.Outcome{Err: err, Lost: errors.Is(err, errLost)}
+		return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost)}
 	}
 	if a.Kind == tracker.Save {
 		err := fault.Point("host.save")
@@ -96,13 +97,13 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move) tracker
 		fault.Crash("host.save.digested")
 		err = h.save(ctx, r, w, a)
 		fault.Crash("host.saved")
-		return tracker.Outcome{Err: err, Lost: errors.Is(err, errLost)}
+		return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost)}
 	}
 	if err := fault.Point("host.load"); err != nil {
 		return tracker.Outcome{Err: err}
 	}
 	err := h.load(ctx, r, w, a)
-	if errors.Is(err, errLost) {
+	if errors.Is(err, plugin.ErrLost) {
 		return tracker.Outcome{Err: err, Lost: true}
 	}
 	if err == nil && h.opts.Landed != nil && r.landing == nil {
@@ -159,7 +160,7 @@ func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker
 	}
 	s := &stage{t: a.Transfer, slots: a.Slots}
 	err := w.Load(ctx, s.landed(), r.landing.kv)
-	if errors.Is(err, errLost) {
+	if errors.Is(err, plugin.ErrLost) {
 		return err
 	}
 	fault.Crash("host.load.answered")

@@ -92,6 +92,7 @@ func planted() []violation {
 		{"import", "unheard/of.go", source("unheard", ""), 0},
 		{"heavy import", "host/agent/x.go", source("agent", `import _ "google.golang.org/grpc/codes"`), 4},
 		{"heavy import", "cmd/kvport/x.go", source("main", `import _ "github.com/hashicorp/go-plugin"`), 4},
+		{"heavy import", "host/x.go", source("host", `import _ "github.com/hashicorp/go-plugin"`), 4},
 		{"heavy import", "pipe/shm/x.go", source("shm", `import "C"`), 4},
 		{"standard library only", "connector/x.go", source("connector", `import _ "golang.org/x/sys/unix"`), 4},
 		{"module", "connectors/disk/go.mod", "module elsewhere\n", 1},

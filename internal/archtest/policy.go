@@ -59,10 +59,10 @@ type Budget struct {
 func Kvport() *Policy {
 	return &Policy{
 		Imports: kvportImports(),
-		Tests:   []string{"verify/cluster", "sdk", "host", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
+		Tests:   []string{"verify/cluster", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
 		Heavy: map[string][]string{
-			"github.com/hashicorp/go-plugin": {"sdk", "host", "proto", "internal/wire"},
-			"google.golang.org/grpc":         {"sdk", "host", "proto", "internal/wire"},
+			"github.com/hashicorp/go-plugin": {"sdk", "host/internal/plugin", "proto", "internal/wire"},
+			"google.golang.org/grpc":         {"sdk", "host", "host/internal/plugin", "proto", "internal/wire"}, // host: the connection that Connect is given
 			"C":                              {"native/*"},
 		},
 		StdOnly: []string{"connector", "engine/kvcache", "engine/sched", "engine/sample", "internal/archtest"},
@@ -190,14 +190,16 @@ func kvportImports() map[string][]string {
 		"multiconnector": {"connector", "internal/eventlog"},
 
 		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/eventlog", "internal/wire", "internal/shm", "internal/fault"},
-		"host":          {"connector", "multiconnector", "host/internal/...", "proto/...", "internal/...", "!internal/archtest"},
+		"host":          {"connector", "multiconnector", "host/internal/...", "internal/...", "!internal/archtest"},
 		"host/agent":    {"connector", "host", "proto/...", "internal/wire", "internal/shm"},
 		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
 		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host"},
 
-		"host/internal/config": {"internal/wire"},
+		"host/internal/config":   {"internal/wire"},
+		"host/internal/leaktest": {},
+		"host/internal/plugin":   {"connector", "host/internal/config", "proto/...", "internal/wire", "internal/shm", "internal/fault"},
 
 		"engine":              slices.Concat(host, engineParts()),
 		"engine/*":            host,

@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"bytes"
@@ -18,14 +18,14 @@ import (
 	"github.com/kvport/kvport/internal/wire"
 )
 
-// A fence is a pipe whose write end a plugin inherits beside its regions, and so does every process
+// A Fence is a pipe whose write end a plugin inherits beside its regions, and so does every process
 // that gets the regions from it. Nobody writes to it. Its end of file says that all of them are gone:
 // waiting for the plugin's own process alone would not, as one of its children may write on.
 //
 // Nor would that be all: a peer that writes into a process with process_vm_writev keeps the memory of
 // that process mapped while it does, however dead the process is. So each life of a plugin gets memory
 // by descriptions of its own, with a lock that goes only with the last of their mappings (ADR 125).
-type fence struct {
+type Fence struct {
 	read   *os.File
 	inode  uint64     // of the pipe, and the byte that the locks are of
 	mark   string     // in the environment of the plugin and of those that it starts
@@ -36,12 +36,12 @@ type fence struct {
 // killed. The kernel kills those that were started with a death signal.
 const fenceWait = 200 * time.Millisecond
 
-func newFence() (*fence, *os.File, error) {
+func newFence() (*Fence, *os.File, error) {
 	r, w, err := os.Pipe()
 	if err != nil {
 		return nil, nil, err
 	}
-	f := &fence{read: r}
+	f := &Fence{read: r}
 	var mark [16]byte
 	_, _ = rand.Read(mark[:]) // never fails, says its documentation
 	f.mark = hex.EncodeToString(mark[:])
@@ -63,7 +63,7 @@ func newFence() (*fence, *os.File, error) {
 
 // lend opens memory anew for a plugin, locked for this life and for those lives that we are part of
 // ourselves: others are the fences that we inherited.
-func (f *fence) lend(memory, others []*os.File) (lent []*os.File, err error) {
+func (f *Fence) lend(memory, others []*os.File) (lent []*os.File, err error) {
 	if f.memory, err = dupAll(memory); err != nil {
 		return nil, err
 	}
@@ -97,7 +97,7 @@ func byteLock(kind int16, at uint64) *unix.Flock_t {
 }
 
 // mapped says whether memory that was lent is still mapped, or open, anywhere.
-func (f *fence) mapped() bool {
+func (f *Fence) mapped() bool {
 	for _, m := range f.memory {
 		l := byteLock(unix.F_WRLCK, f.inode)
 		if err := unix.FcntlFlock(m.Fd(), unix.F_OFD_GETLK, l); err == nil && l.Type != unix.F_UNLCK {
@@ -108,7 +108,7 @@ func (f *fence) mapped() bool {
 }
 
 // close gives the descriptors back.
-func (f *fence) close() { closeAll(append(f.memory, f.read)) }
+func (f *Fence) close() { closeAll(append(f.memory, f.read)) }
 
 // patience says how long a fence is waited for.
 type patience struct {
@@ -121,7 +121,7 @@ const hurriedWait = time.Second
 
 // wait says whether nobody holds the fence any more and nobody writes through a mapping of what was lent.
 // It is false where that does not come: somebody may write into the memory for ever then.
-func (f *fence) wait(p patience) bool {
+func (f *Fence) wait(p patience) bool {
 	end, hurried := time.Now().Add(p.limit), false
 	over := func() bool {
 		select {
@@ -154,7 +154,7 @@ const (
 )
 
 // waitHeirs waits for the end of the pipe, at most until over.
-func (f *fence) waitHeirs(over func() bool) bool {
+func (f *Fence) waitHeirs(over func() bool) bool {
 	var seen map[int]bool
 	for next := time.Now().Add(fenceWait); !over(); {
 		_ = f.read.SetReadDeadline(next)
@@ -175,7 +175,7 @@ func (f *fence) waitHeirs(over func() bool) bool {
 // exec any child of ours holds all that we do. It returns whom it saw. A plugin can hand the fence to
 // anybody; only the mark in the environment tells that a process descends from it, and nobody else is
 // killed.
-func (f *fence) strike(seen map[int]bool) map[int]bool {
+func (f *Fence) strike(seen map[int]bool) map[int]bool {
 	now := map[int]bool{}
 	links, _ := filepath.Glob("/proc/[0-9]*/fd/*") // the pattern is good
 	for _, link := range links {
@@ -194,14 +194,14 @@ func (f *fence) strike(seen map[int]bool) map[int]bool {
 }
 
 // holds says whether a link in /proc is a descriptor of the fence.
-func (f *fence) holds(link string) bool {
+func (f *Fence) holds(link string) bool {
 	target, err := os.Readlink(link)
 	return err == nil && target == fmt.Sprintf("pipe:[%d]", f.inode)
 }
 
 // kill ends a process that descends from the plugin. The descriptor of the process is there first, so that
 // what is looked at afterwards is the process that the signal goes to.
-func (f *fence) kill(pid int, link string) {
+func (f *Fence) kill(pid int, link string) {
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
 		return
@@ -213,7 +213,7 @@ func (f *fence) kill(pid int, link string) {
 }
 
 // marked says whether a process was started with the mark of this life of the plugin, or by one that was.
-func (f *fence) marked(pid int) bool {
+func (f *Fence) marked(pid int) bool {
 	environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
 	if err != nil {
 		return false
@@ -228,7 +228,7 @@ func (f *fence) marked(pid int) bool {
 }
 
 // variable is the environment variable with the mark, and those of the lives that we are part of ourselves.
-func (f *fence) variable() string {
+func (f *Fence) variable() string {
 	marks := f.mark
 	if others := os.Getenv(wire.LifeKey); others != "" {
 		marks += "," + others

@@ -1,10 +1,9 @@
-package host
+package plugin
 
 import (
 	"bytes"
 	"context"
 	"debug/elf"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -23,60 +22,53 @@ import (
 	"github.com/kvport/kvport/internal/wire"
 )
 
-// Manifest is what a plugin says of itself when it is run with --manifest.
-type Manifest struct {
-	Name             string          `json:"name"`
-	Aliases          []string        `json:"aliases"`
-	Version          string          `json:"version"`
-	ProtocolVersions []int           `json:"protocol_versions"`
-	Capabilities     []string        `json:"capabilities"`
-	Environment      []string        `json:"environment"` // names of the variables it wants to see
-	Scope            string          `json:"scope,omitempty"`
-	ArenaBytes       int64           `json:"arena_bytes,omitempty"` // memory that it asks the host for, with an empty config
-	Stats            []string        `json:"stats,omitempty"`       // names of its metrics, after kvport_connector_
-	ConfigSchema     json.RawMessage `json:"config_schema,omitempty"`
-}
+// Bounds of what plugins say about themselves.
+const (
+	maxManifest  = 1 << 20 // of a manifest, in bytes
+	manifestWait = 5 * time.Second
+	settleWait   = time.Second // for plugins before the one that has answered
+)
 
-// Answers reports whether kv_connector may call the plugin by name.
-func (m *Manifest) Answers(name string) bool {
-	return m.Name == name || slices.Contains(m.Aliases, name)
+// Wanted says which plugin is looked for.
+type Wanted struct {
+	Connector string   // name or alias
+	Paths     []string // folders with kvport-* executables, in order
+	Module    string   // the plugin's binary; empty: it is searched for
+	SHA256    string   // that the binary must have, in hex; empty: any
+	Composed  []string // connectors that need no plugin: a misspelt name may be meant to be theirs
 }
 
 // Binary is a plugin on disk.
 type Binary struct {
 	Path     string
-	Manifest Manifest
+	Manifest *wire.Manifest
 }
 
 // pluginPrefix begins the file name of every plugin.
 const pluginPrefix = "kvport-"
 
-// Find looks for the plugin that answers to name, a connector's name or alias, among the kvport-*
-// executables of the given folders. Of several the first in the order of the folders wins, but one
-// whose file is called like the connector goes before all others: then nothing else is run. Errors
-// wrap ErrConfig and say where it looked, what it found, and which known name is nearest.
-func Find(paths []string, name string) (*Binary, error) {
-	return find(context.Background(), paths, name)
-}
-
-func find(ctx context.Context, paths []string, name string) (*Binary, error) {
+// Find looks for the plugin that answers to the wanted name among the executables of the given folders.
+// Of several the first in the order of the folders wins, but one whose file is called like the connector
+// goes before all others: then nothing else is run. Errors wrap config.Err and say where it looked, what
+// it found, and which known name is nearest.
+func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 	var named, others []string
-	for _, path := range candidates(paths) {
-		if namedAfter(path, name) {
+	for _, path := range candidates(w.Paths) {
+		if namedAfter(path, w.Connector) {
 			named = append(named, path)
 		} else {
 			others = append(others, path)
 		}
 	}
-	first, b := probe(ctx, named, name)
+	first, b := probe(ctx, named, w.Connector)
 	if b != nil {
 		return b, nil
 	}
-	second, b := probe(ctx, others, name)
+	second, b := probe(ctx, others, w.Connector)
 	if b != nil {
 		return b, nil
 	}
-	return nil, notFound(paths, name, append(first, second...))
+	return nil, notFound(w, append(first, second...))
 }
 
 // namedAfter reports whether a file is called like a connector: kvport-disk for DiskConnector.
@@ -86,8 +78,8 @@ func namedAfter(path, name string) bool {
 	return base == lower || base == strings.TrimSuffix(lower, "connector")
 }
 
-func notFound(paths []string, name string, found []Found) error {
-	known, own, broken := []string{MultiName}, []string{MultiName}, []string(nil)
+func notFound(w *Wanted, found []Found) error {
+	known, own, broken := slices.Clone(w.Composed), slices.Clone(w.Composed), []string(nil)
 	for _, f := range found {
 		if f.Err != nil {
 			broken = append(broken, f.Err.Error())
@@ -97,12 +89,12 @@ func notFound(paths []string, name string, found []Found) error {
 		known = append(append(known, f.Manifest.Name), f.Manifest.Aliases...)
 	}
 	looked := "no plugin folder is set"
-	if len(paths) > 0 {
-		looked = "looked in " + strings.Join(paths, ", ")
+	if len(w.Paths) > 0 {
+		looked = "looked in " + strings.Join(w.Paths, ", ")
 	}
 	slices.Sort(own)
 	err := fmt.Errorf("%w: kv_connector: no plugin is called %s%s; there are %s (%s)",
-		ErrConfig, config.Quote(name), nearestConnector(name, known), strings.Join(slices.Compact(own), ", "), looked)
+		config.Err, config.Quote(w.Connector), nearestConnector(w.Connector, known), strings.Join(slices.Compact(own), ", "), looked)
 	if len(broken) > 0 {
 		err = fmt.Errorf("%w; skipped: %s", err, strings.Join(broken, "; "))
 	}
@@ -173,14 +165,14 @@ func probe(ctx context.Context, paths []string, name string) ([]Found, *Binary) 
 	if best == len(paths) {
 		return found, nil
 	}
-	return nil, &Binary{Path: paths[best], Manifest: *found[best].Manifest}
+	return nil, &Binary{Path: paths[best], Manifest: found[best].Manifest}
 }
 
 // Found is a file that is called like a plugin: Manifest is what it says of itself, or Err says why
 // it is none.
 type Found struct {
 	Path     string
-	Manifest *Manifest
+	Manifest *wire.Manifest
 	Err      error
 }
 
@@ -251,14 +243,16 @@ func checkExecutable(path string) error {
 
 // ReadManifest runs a plugin with --manifest and reads what it prints. It gives the plugin a few
 // seconds, no environment and nothing to read. Errors name the binary.
-func ReadManifest(ctx context.Context, path string) (*Manifest, error) {
-	if err := checkExecutable(path); err != nil {
+func ReadManifest(ctx context.Context, path string) (*wire.Manifest, error) {
+	p, err := Executable(path)
+	if err != nil {
 		return nil, err
 	}
-	return readManifest(ctx, &program{path: path})
+	return p.Manifest(ctx)
 }
 
-func readManifest(ctx context.Context, p *program) (*Manifest, error) {
+// Manifest runs the program with --manifest and reads what it prints, like ReadManifest.
+func (p *Program) Manifest(ctx context.Context) (*wire.Manifest, error) {
 	ctx, cancel := context.WithTimeout(ctx, manifestWait)
 	defer cancel()
 	ctx, stop := context.WithCancelCause(ctx)
@@ -276,29 +270,28 @@ func readManifest(ctx context.Context, p *program) (*Manifest, error) {
 		err = nil
 	}
 	if errors.Is(context.Cause(ctx), errFlood) {
-		return nil, fmt.Errorf("%s --manifest %w, it was killed", p.path, errFlood)
+		return nil, fmt.Errorf("%s --manifest %w, it was killed", p.Path, errFlood)
 	}
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		return nil, fmt.Errorf("%s --manifest gave no answer within %s", p.path, manifestWait)
+		return nil, fmt.Errorf("%s --manifest gave no answer within %s", p.Path, manifestWait)
 	}
 	if ctx.Err() != nil {
-		return nil, fmt.Errorf("%s --manifest: %w", p.path, ctx.Err())
+		return nil, fmt.Errorf("%s --manifest: %w", p.Path, ctx.Err())
 	}
 	if errors.Is(err, syscall.ENOEXEC) {
-		return nil, fmt.Errorf("%s cannot be run on this machine%s: %w", p.path, builtFor(p.path), err)
+		return nil, fmt.Errorf("%s cannot be run on this machine%s: %w", p.Path, builtFor(p.Path), err)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("%s --manifest: it is no kvport plugin, or a broken one: %w%s", p.path, err, firstLine(complaint.kept.Bytes()))
+		return nil, fmt.Errorf("%s --manifest: it is no kvport plugin, or a broken one: %w%s", p.Path, err, firstLine(complaint.kept.Bytes()))
 	}
 	m, err := wire.ParseManifest(out.kept.Bytes())
 	if err != nil {
-		return nil, fmt.Errorf("%s --manifest: it is no kvport plugin: %w", p.path, err)
+		return nil, fmt.Errorf("%s --manifest: it is no kvport plugin: %w", p.Path, err)
 	}
 	if !m.Speaks(wire.ProtocolVersion) {
-		return nil, fmt.Errorf("%s speaks protocol versions %v, this host speaks %d: rebuild the older one", p.path, m.ProtocolVersions, wire.ProtocolVersion)
+		return nil, fmt.Errorf("%s speaks protocol versions %v, this host speaks %d: rebuild the older one", p.Path, m.ProtocolVersions, wire.ProtocolVersion)
 	}
-	own := Manifest(*m)
-	return &own, nil
+	return m, nil
 }
 
 // builtFor says for which machine a binary was built, if it was for another one.
@@ -359,33 +352,33 @@ func firstLine(b []byte) string {
 	return ": " + config.Quote(string(line))
 }
 
-// resolve finds the binary that a config asks for and pins its content if a hash is given. The
-// caller closes the program.
-func resolve(ctx context.Context, cfg *Config, paths []string) (*program, *Manifest, error) {
-	path, hash := cfg.ModulePath, cfg.Settings.PluginSHA256
+// Resolve finds the wanted program and pins its content if a hash is given. The caller closes it. Errors
+// wrap config.Err.
+func Resolve(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error) {
+	path, hash := w.Module, w.SHA256
 	switch {
 	case path == "" && hash != "":
-		return findPinned(ctx, cfg, paths)
+		return findPinned(ctx, w)
 	case path == "":
-		b, err := find(ctx, paths, cfg.Connector)
+		b, err := Find(ctx, w)
 		if err != nil {
 			return nil, nil, err
 		}
 		path = b.Path
 	}
 	if err := checkExecutable(path); err != nil {
-		return nil, nil, fmt.Errorf("%w: kv_connector_module_path: %w", ErrConfig, noModule(path, err))
+		return nil, nil, fmt.Errorf("%w: kv_connector_module_path: %w", config.Err, noModule(path, err))
 	}
-	p, err := openProgram(path, hash)
+	p, err := OpenProgram(path, hash)
 	if err != nil {
-		return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: %w", ErrConfig, err)
+		return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: %w", config.Err, err)
 	}
-	m, err := readManifest(ctx, p)
-	if err == nil && !m.Answers(cfg.Connector) {
-		err = fmt.Errorf("%s answers to %q, not to kv_connector %s", path, append([]string{m.Name}, m.Aliases...), config.Quote(cfg.Connector))
+	m, err := p.Manifest(ctx)
+	if err == nil && !m.Answers(w.Connector) {
+		err = fmt.Errorf("%s answers to %q, not to kv_connector %s", path, append([]string{m.Name}, m.Aliases...), config.Quote(w.Connector))
 	}
 	if err != nil {
-		return nil, nil, errors.Join(fmt.Errorf("%w: %w", ErrConfig, err), p.close())
+		return nil, nil, errors.Join(fmt.Errorf("%w: %w", config.Err, err), p.Close())
 	}
 	return p, m, nil
 }
@@ -400,21 +393,21 @@ func noModule(path string, err error) error {
 
 // findPinned looks for the binary with the wanted content. Nothing else is run, not even for its
 // manifest.
-func findPinned(ctx context.Context, cfg *Config, paths []string) (*program, *Manifest, error) {
+func findPinned(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error) {
 	var wrong []string
-	for _, path := range candidates(paths) {
-		p, err := openProgram(path, cfg.Settings.PluginSHA256)
+	for _, path := range candidates(w.Paths) {
+		p, err := OpenProgram(path, w.SHA256)
 		if err != nil {
 			wrong = append(wrong, filepath.Base(path))
 			continue
 		}
-		m, err := readManifest(ctx, p)
-		if err == nil && m.Answers(cfg.Connector) {
+		m, err := p.Manifest(ctx)
+		if err == nil && m.Answers(w.Connector) {
 			return p, m, nil
 		}
-		_ = p.close()
+		_ = p.Close()
 		wrong = append(wrong, filepath.Base(path))
 	}
-	return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: no plugin %s with SHA-256 %s (looked in %s; others: %s)", ErrConfig,
-		config.Quote(cfg.Connector), cfg.Settings.PluginSHA256, strings.Join(paths, ", "), strings.Join(wrong, ", "))
+	return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: no plugin %s with SHA-256 %s (looked in %s; others: %s)", config.Err,
+		config.Quote(w.Connector), w.SHA256, strings.Join(w.Paths, ", "), strings.Join(wrong, ", "))
 }

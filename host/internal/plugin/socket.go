@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"errors"
@@ -14,7 +14,7 @@ const maxSocketDir = 68
 // SocketDir makes a private folder (0700) for a plugin's socket. A temporary folder whose path is too
 // long for a socket, or that cannot be written to, is passed over for the user's runtime folder, and
 // that for /tmp. The caller removes it. Errors name TMPDIR.
-func SocketDir() (string, error) { return socketDir(socketRoots()) }
+func SocketDir() (string, error) { return socketDir(SocketRoots()) }
 
 func socketDir(roots []string) (string, error) {
 	var failed error
@@ -31,8 +31,8 @@ func socketDir(roots []string) (string, error) {
 	return "", fmt.Errorf("no folder for the plugin's socket, set TMPDIR to a short one: %w", failed)
 }
 
-// socketRoots are the folders to try, best first.
-func socketRoots() []string {
+// SocketRoots are the folders to try, best first.
+func SocketRoots() []string {
 	roots := []string{os.TempDir()}
 	if dir := os.Getenv("XDG_RUNTIME_DIR"); filepath.IsAbs(dir) {
 		roots = append(roots, dir)

@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"context"
@@ -12,12 +12,14 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kvport/kvport/host/internal/config"
 )
 
-// program is a binary that can be started. A pinned one is a sealed copy in memory of the bytes
+// Program is a binary that can be started. A pinned one is a sealed copy in memory of the bytes
 // that were hashed, so nobody can swap the file between the check and the start.
-type program struct {
-	path string
+type Program struct {
+	Path string
 	copy *os.File // nil unless pinned
 }
 
@@ -25,12 +27,20 @@ type program struct {
 // into place before exec, and the copy's must not be overwritten by that.
 const firstFreeFD = 256
 
-// openProgram opens a binary; with a hash its content must match.
-func openProgram(path, hash string) (*program, error) {
-	if hash == "" {
-		return &program{path: path}, nil
+// Executable is the program at path, which is not opened.
+func Executable(path string) (*Program, error) {
+	if err := checkExecutable(path); err != nil {
+		return nil, err
 	}
-	f, err := OpenFile(path)
+	return &Program{Path: path}, nil
+}
+
+// OpenProgram opens a binary; with a hash its content must match.
+func OpenProgram(path, hash string) (*Program, error) {
+	if hash == "" {
+		return &Program{Path: path}, nil
+	}
+	f, err := config.OpenFile(path)
 	if err != nil {
 		return nil, err
 	}
@@ -42,7 +52,7 @@ func openProgram(path, hash string) (*program, error) {
 	if got != hash {
 		return nil, errors.Join(fmt.Errorf("%s has SHA-256 %s, the config wants %s", path, got, hash), sealed.Close())
 	}
-	return &program{path: path, copy: sealed}, nil
+	return &Program{Path: path, copy: sealed}, nil
 }
 
 // sealCopy copies a file into memory that nobody can change any more and hashes the copy.
@@ -79,19 +89,20 @@ func sealCopy(f *os.File) (sealed *os.File, hash string, err error) {
 
 // command prepares a start in a process group of its own that dies with the thread that starts it,
 // with an empty environment.
-func (p *program) command(ctx context.Context, args ...string) *exec.Cmd {
-	file := p.path
+func (p *Program) command(ctx context.Context, args ...string) *exec.Cmd {
+	file := p.Path
 	if p.copy != nil {
 		file = fmt.Sprintf("/proc/self/fd/%d", p.copy.Fd())
 	}
 	cmd := exec.CommandContext(ctx, file, args...)
-	cmd.Args[0] = p.path
+	cmd.Args[0] = p.Path
 	cmd.Env = []string{}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	return cmd
 }
 
-func (p *program) close() error {
+// Close lets go of a pinned copy.
+func (p *Program) Close() error {
 	if p.copy == nil {
 		return nil
 	}

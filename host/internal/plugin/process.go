@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"context"
@@ -27,27 +27,46 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// LaunchOptions say what a plugin process gets. The zero value is usable.
-type LaunchOptions struct {
-	Regions     []*Region // the paged cache of each rank
-	Arena       *Arena    // what sides may have as Env.Arena; nil: none
-	Log         *slog.Logger
-	Environment []string      // names of environment variables that are passed on, if set; nothing else is
-	Handshake   time.Duration // 0: the default
-	Heartbeat   Heartbeat     // zero: the default
-	NoRing      bool          // all messages go over the stream
-	Violated    func(what string)
-	Started     func(pid, pidfd int) error // see Options
-
-	// Fence is how long those are waited for that may write the memory of a plugin which is dead; 0: the default.
-	Fence time.Duration
-
-	hurry   <-chan struct{} // see patience
-	abandon func(*fence)    // see runner
+// Region is the paged cache of one rank, as a plugin process is given it.
+type Region struct {
+	File *os.File // a sealed memfd; it stays the host's
+	Size int64
 }
 
-// firstRegionFD is the descriptor number of the first region in the plugin.
-const firstRegionFD = 3
+// Arena is memory that a connector asked for, as a plugin process is given it.
+type Arena struct {
+	File  *os.File      // a memfd; it stays the host's
+	Bytes func() []byte // as this process sees it; nil before it has its size
+}
+
+// Heartbeat says how a hung plugin is noticed.
+type Heartbeat struct {
+	Interval time.Duration
+	Limit    time.Duration // a plugin that could have answered for so long and did not is killed
+}
+
+// Options say what a plugin process gets. Durations must be positive.
+type Options struct {
+	Regions     []Region // the paged cache of each rank
+	Arena       *Arena   // what sides may have as Env.Arena; nil: none
+	Log         *slog.Logger
+	Environment []string // names of environment variables that are passed on, if set; nothing else is
+	Handshake   time.Duration
+	Heartbeat   Heartbeat
+	NoRing      bool              // all messages go over the stream
+	Violated    func(what string) // may be nil
+
+	// Started, unless nil, gets the process before one of its sides is opened. pidfd is only lent for
+	// the call. An error ends the process, and its start with that error.
+	Started func(pid, pidfd int) error
+
+	Fence   time.Duration   // how long those are waited for that may write the memory of a plugin which is dead
+	Hurry   <-chan struct{} // closed when the host closes: then they are waited for only shortly; may be nil
+	Abandon func(*Fence)    // gets a Fence that does not come back, which is its own then; may be nil
+}
+
+// FirstRegionFD is the descriptor number of the first region in the plugin.
+const FirstRegionFD = 3
 
 // Process is one life of a plugin. It is watched, and killed when it hangs, but not restarted.
 type Process struct {
@@ -70,44 +89,24 @@ type Process struct {
 	done    chan struct{}
 }
 
-// Launch starts a plugin binary and waits until it answers. ctx bounds the start only. Errors wrap
-// ErrConfig and name the binary; nothing of a failed start is left behind.
-func Launch(ctx context.Context, path string, opts LaunchOptions) (*Process, error) {
-	if err := checkExecutable(path); err != nil {
-		return nil, fmt.Errorf("%w: plugin: %w", ErrConfig, err)
-	}
-	return launch(ctx, &program{path: path}, opts)
-}
-
-func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, error) {
-	defaults := DefaultSettings()
-	if opts.Log == nil {
-		opts.Log = slog.New(slog.DiscardHandler)
-	}
-	if opts.Handshake <= 0 {
-		opts.Handshake = defaults.Deadlines.Handshake
-	}
-	if opts.Fence <= 0 {
-		opts.Fence = defaults.Deadlines.Fence
-	}
-	if opts.Heartbeat.Interval <= 0 || opts.Heartbeat.Limit <= 0 {
-		opts.Heartbeat = defaults.Heartbeat
-	}
-	p := &Process{done: make(chan struct{}), path: prog.path}
+// Launch starts a program and waits until it answers. ctx bounds the start only. Errors wrap
+// config.Err and name the binary; nothing of a failed start is left behind.
+func Launch(ctx context.Context, prog *Program, opts *Options) (*Process, error) {
+	p := &Process{done: make(chan struct{}), path: prog.Path}
 	p.beating, p.silence = context.WithCancel(context.Background())
 	err := fault.Point("host.handshake.start")
 	if err == nil {
-		err = p.prepare(prog, &opts)
+		err = p.prepare(prog, opts)
 	}
 	if err == nil {
-		err = p.start(ctx, &opts)
+		err = p.start(ctx, opts)
 	}
 	if err != nil {
 		p.cleanup()
 		if p.run != nil {
 			err = p.run.blame("", err)
 		}
-		return nil, fmt.Errorf("%w: plugin %s: %w", ErrConfig, prog.path, err)
+		return nil, fmt.Errorf("%w: plugin %s: %w", config.Err, prog.Path, err)
 	}
 	fault.Crash("host.handshake.done")
 	p.violated = opts.Violated
@@ -118,7 +117,7 @@ func launch(ctx context.Context, prog *program, opts LaunchOptions) (*Process, e
 }
 
 // prepare makes the socket folder, the runner and go-plugin's client.
-func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
+func (p *Process) prepare(prog *Program, opts *Options) (err error) {
 	if p.dir, err = SocketDir(); err != nil {
 		return err
 	}
@@ -139,9 +138,9 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 		return err
 	}
 	n := memoryOf(opts)
-	cmd.Env = append(cmd.Env, fenceVariable(firstRegionFD+n, len(inherit)-n), own.variable())
+	cmd.Env = append(cmd.Env, fenceVariable(FirstRegionFD+n, len(inherit)-n), own.variable())
 	if !opts.NoRing {
-		p.mem.fd, p.mem.bell = firstRegionFD+len(inherit), firstRegionFD+len(inherit)+1
+		p.mem.fd, p.mem.bell = FirstRegionFD+len(inherit), FirstRegionFD+len(inherit)+1
 		var ends []*os.File
 		if p.mem.rings, ends, err = ringsToInherit(); err != nil {
 			closeAll(inherit)
@@ -153,13 +152,13 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 	if p.run, err = newRunner(cmd, inherit, own); err != nil {
 		return err
 	}
-	p.run.announce, p.run.abandon, p.run.patience = opts.Started, opts.abandon, patience{opts.Fence, opts.hurry}
+	p.run.announce, p.run.abandon, p.run.patience = opts.Started, opts.Abandon, patience{opts.Fence, opts.Hurry}
 	clientTLS, certificate, err := newClientTLS()
 	if err != nil {
 		return err
 	}
 	cmd.Env = append(cmd.Env, clientCertKey+"="+string(certificate))
-	log := newPluginLog(opts.Log.With("plugin", filepath.Base(prog.path)), filepath.Base(prog.path))
+	log := newPluginLog(opts.Log.With("plugin", filepath.Base(prog.Path)), filepath.Base(prog.Path))
 	p.client = plugin.NewClient(&plugin.ClientConfig{
 		HandshakeConfig:  wire.Handshake(),
 		Plugins:          plugin.PluginSet{wire.PluginName: &wire.Plugin{}},
@@ -182,13 +181,13 @@ func (p *Process) prepare(prog *program, opts *LaunchOptions) (err error) {
 
 // fencedMemory is what the plugin inherits: the regions, the arena, the board, and the fences, of which the
 // first is its own. All are descriptors of the plugin's, so that the engine's stay the engine's.
-func fencedMemory(opts *LaunchOptions, board *shm.Board) ([]*os.File, *fence, error) {
+func fencedMemory(opts *Options, board *shm.Board) ([]*os.File, *Fence, error) {
 	var memory []*os.File
 	for _, r := range opts.Regions {
-		memory = append(memory, r.file())
+		memory = append(memory, r.File)
 	}
 	if opts.Arena != nil {
-		memory = append(memory, opts.Arena.file)
+		memory = append(memory, opts.Arena.File)
 	}
 	fences, err := inheritedFences()
 	if err != nil {
@@ -214,7 +213,7 @@ func fencedMemory(opts *LaunchOptions, board *shm.Board) ([]*os.File, *fence, er
 }
 
 // memoryOf is how many descriptors come before the fences.
-func memoryOf(opts *LaunchOptions) int {
+func memoryOf(opts *Options) int {
 	n := len(opts.Regions) + 1 // and the board
 	if opts.Arena != nil {
 		n++
@@ -255,23 +254,23 @@ func closeAll(files []*os.File) {
 }
 
 // start runs the handshake. Whatever hangs in it is ended by killing the process.
-func (p *Process) start(ctx context.Context, opts *LaunchOptions) error {
+func (p *Process) start(ctx context.Context, opts *Options) error {
 	began := time.Now()
-	ctx, cancel := patient(ctx, opts.Handshake, p.waits())
+	ctx, cancel := Patient(ctx, opts.Handshake, p.Waits())
 	defer cancel()
 	unhook := context.AfterFunc(ctx, p.run.kill)
 	err := p.connect(ctx, opts)
 	if !unhook() || ctx.Err() != nil {
-		if ranOut(ctx) {
+		if RanOut(ctx) {
 			waited := time.Since(began).Round(time.Millisecond)
-			return longer(fmt.Errorf("no handshake within %s, it was killed after %s", opts.Handshake, waited), opts.Handshake)
+			return Longer(fmt.Errorf("no handshake within %s, it was killed after %s", opts.Handshake, waited), opts.Handshake)
 		}
 		return ctx.Err()
 	}
 	return err
 }
 
-func (p *Process) connect(ctx context.Context, opts *LaunchOptions) error {
+func (p *Process) connect(ctx context.Context, opts *Options) error {
 	protocol, err := p.client.Client()
 	close(p.run.connected)
 	if err != nil {
@@ -287,10 +286,10 @@ func (p *Process) connect(ctx context.Context, opts *LaunchOptions) error {
 	}
 	p.Remote = &Remote{client: kvportv1.NewPluginClient(conn)}
 	for i, r := range opts.Regions {
-		p.regions = append(p.regions, wire.Region{FD: firstRegionFD + i, Size: r.Size()})
+		p.regions = append(p.regions, wire.Region{FD: FirstRegionFD + i, Size: r.Size})
 	}
-	p.arena = arenaRef{opts.Arena, firstRegionFD + len(opts.Regions)}
-	p.Remote.board, p.boardFD = p.board, firstRegionFD+len(opts.Regions)
+	p.arena = arenaRef{opts.Arena, FirstRegionFD + len(opts.Regions)}
+	p.Remote.board, p.boardFD = p.board, FirstRegionFD+len(opts.Regions)
 	if opts.Arena != nil {
 		p.boardFD++
 	}
@@ -305,7 +304,7 @@ func (p *Process) connect(ctx context.Context, opts *LaunchOptions) error {
 
 // vacate removes the folder of the socket. The connection that stands needs it no more and there is no
 // second one, so an engine that is killed later leaves nothing behind. An engine that is killed before
-// leaves a folder whose lock is free: the next one that starts removes it (see sweepSockets).
+// leaves a folder whose lock is free: the next one that starts removes it (see SweepSockets).
 func (p *Process) vacate() {
 	if p.dir != "" && os.RemoveAll(p.dir) == nil {
 		p.dir = ""
@@ -315,6 +314,9 @@ func (p *Process) vacate() {
 		p.lock = nil
 	}
 }
+
+// Path is that of the process's binary.
+func (p *Process) Path() string { return p.path }
 
 // PID is the process id.
 func (p *Process) PID() int { return p.run.id() }
@@ -335,12 +337,12 @@ func (p *Process) Err() error {
 
 // Kill ends the process with SIGKILL and waits until it is reaped.
 func (p *Process) Kill() {
-	p.kill(errors.New("killed by the host"))
+	p.KillFor(errors.New("killed by the host"))
 	<-p.done
 }
 
-// kill does not wait. The first reason counts.
-func (p *Process) kill(reason error) {
+// KillFor ends the process with SIGKILL and does not wait. The first reason counts.
+func (p *Process) KillFor(reason error) {
 	p.mu.Lock()
 	if p.reason == nil {
 		p.reason = reason
@@ -351,9 +353,9 @@ func (p *Process) kill(reason error) {
 
 // Close asks the process to end, and kills it when ctx is done first. Sides must be closed before.
 func (p *Process) Close(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, closePatience)
+	ctx, cancel := context.WithTimeout(ctx, ClosePatience)
 	defer cancel()
-	unhook := context.AfterFunc(ctx, func() { p.kill(fmt.Errorf("it did not end when asked: %w", ctx.Err())) })
+	unhook := context.AfterFunc(ctx, func() { p.KillFor(fmt.Errorf("it did not end when asked: %w", ctx.Err())) })
 	defer unhook()
 	// A heartbeat that the end overtakes would look like one that was missed.
 	p.silence()
@@ -366,6 +368,12 @@ func (p *Process) Close(ctx context.Context) error {
 	return p.end
 }
 
+// Waiting says that the process is dead, and that others, which may still write its memory, are waited for.
+func (p *Process) Waiting() bool { return p.run.waiting() }
+
+// Abandoned says that they were waited for in vain.
+func (p *Process) Abandoned() bool { return p.run.abandoned() }
+
 // watch waits for the end and cleans up.
 func (p *Process) watch() {
 	<-p.run.reaped
@@ -375,7 +383,7 @@ func (p *Process) watch() {
 		p.end = errors.Join(p.reason, p.end)
 	}
 	if p.run.abandoned() {
-		p.end = errors.Join(p.end, errAbandoned)
+		p.end = errors.Join(p.end, ErrAbandoned)
 	}
 	p.mu.Unlock()
 	p.cleanup()
@@ -425,7 +433,7 @@ func (p *Process) beat(h Heartbeat) {
 		case <-ticker.C:
 		}
 		if err := plugin.beat(p.beating); err != nil && p.beating.Err() == nil {
-			p.kill(err)
+			p.KillFor(err)
 			return
 		}
 	}

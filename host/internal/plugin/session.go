@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"context"
@@ -15,18 +15,18 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// errLost says that a call has no answer because the connection is gone. The plugin may still be
+// ErrLost says that a call has no answer because the connection is gone. The plugin may still be
 // alive and touch the blocks of the call: they come back when its process has been reaped.
-var errLost = fmt.Errorf("the connection to the plugin is gone: %w", connector.ErrGone)
+var ErrLost = fmt.Errorf("the connection to the plugin is gone: %w", connector.ErrGone)
 
-// errUnanswered says that a plugin has not answered long after it was told to stop. It is hung.
-var errUnanswered = errors.New("no answer from the plugin")
+// ErrUnanswered says that a plugin has not answered long after it was told to stop. It is hung.
+var ErrUnanswered = errors.New("no answer from the plugin")
 
 // reply is one message of a session.
 type reply = kvportv1.SessionResponse
 
 // session is one side of one rank on its own stream. Calls are concurrent; each gets exactly one
-// answer or errLost.
+// answer or ErrLost.
 type session struct {
 	stream   grpc.BidiStreamingClient[kvportv1.SessionRequest, reply]
 	stop     context.CancelFunc
@@ -97,8 +97,8 @@ func wrongAnswer(call string) error {
 // Capabilities implements connector.Partial.
 func (s *session) Capabilities() connector.Capability { return s.caps }
 
-// gone is closed when no answer will come any more.
-func (s *session) gone() <-chan struct{} { return s.lost }
+// Gone is closed when no answer will come any more.
+func (s *session) Gone() <-chan struct{} { return s.lost }
 
 // forever makes call wait until the plugin has answered or is gone.
 const forever time.Duration = -1
@@ -144,7 +144,7 @@ func (s *session) call(ctx context.Context, req *kvportv1.SessionRequest, patien
 	case <-s.lost:
 		return s.orLost(answer)
 	case <-late:
-		return nil, fmt.Errorf("%w: %w", errUnanswered, ctx.Err())
+		return nil, fmt.Errorf("%w: %w", ErrUnanswered, ctx.Err())
 	}
 }
 
@@ -204,7 +204,7 @@ func (s *session) expect(id uint64, answer chan *reply) bool {
 func (s *session) lostError() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return fmt.Errorf("%w: %w", errLost, s.cause)
+	return fmt.Errorf("%w: %w", ErrLost, s.cause)
 }
 
 // read hands each answer to its call, until the stream ends.
@@ -249,7 +249,7 @@ func (s *session) deliver(r *reply) {
 func (s *session) close(ctx context.Context) (err error) {
 	s.closed.Do(func() {
 		req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Close{Close: &kvportv1.Close{}}}
-		if _, err = s.call(ctx, req, 0); errors.Is(err, errLost) {
+		if _, err = s.call(ctx, req, 0); errors.Is(err, ErrLost) {
 			err = nil // nothing is left to close
 		}
 		s.stop()

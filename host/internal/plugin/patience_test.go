@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"context"
@@ -30,10 +30,10 @@ func TestPatience(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				began := time.Now()
-				ctx, cancel := patient(t.Context(), limit, c.stood)
+				ctx, cancel := Patient(t.Context(), limit, c.stood)
 				defer cancel()
 				require.Equal(t, c.want == 0, after(c.takes)(ctx) == nil)
-				require.Equal(t, c.want != 0, ranOut(ctx))
+				require.Equal(t, c.want != 0, RanOut(ctx))
 				if c.want != 0 {
 					require.Equal(t, c.want, time.Since(began))
 				}
@@ -41,11 +41,11 @@ func TestPatience(t *testing.T) {
 		})
 	}
 	ctx, stop := context.WithCancel(t.Context())
-	ctx, cancel := patient(ctx, time.Hour, nil)
+	ctx, cancel := Patient(ctx, time.Hour, nil)
 	defer cancel()
 	stop()
 	<-ctx.Done()
-	require.False(t, ranOut(ctx), "the caller has given up, not the plugin")
+	require.False(t, RanOut(ctx), "the caller has given up, not the plugin")
 }
 
 // A plugin waits for what it has started, too.

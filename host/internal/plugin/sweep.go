@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"io/fs"
@@ -37,9 +37,9 @@ func lockDir(dir string) (*os.File, error) {
 	return f, nil
 }
 
-// sweepSockets removes the socket folders that hosts of this user left behind when they were killed,
+// SweepSockets removes the socket folders that hosts of this user left behind when they were killed,
 // and counts them.
-func sweepSockets(roots []string, now time.Time) (removed int) {
+func SweepSockets(roots []string, now time.Time) (removed int) {
 	for _, root := range roots {
 		dirs, _ := filepath.Glob(filepath.Join(root, socketPrefix+"*")) // the pattern is good
 		for _, dir := range dirs {

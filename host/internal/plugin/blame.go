@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"context"
@@ -11,7 +11,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/config"
 )
 
@@ -29,6 +28,10 @@ func (r *runner) blame(phase string, err error) error {
 	}
 	return err
 }
+
+// Blame completes the error of a phase that the plugin did not live through or did not answer in: with how
+// its process ended and the last line that it wrote to standard error.
+func (p *Process) Blame(err error) error { return p.run.blame("", err) }
 
 // ending is how the process ended; empty if it was we who killed it, or it never ran.
 func (r *runner) ending() string {
@@ -50,15 +53,15 @@ func (r *runner) ending() string {
 	return exit.Error()
 }
 
-// silent reports whether an error says that the plugin gave no answer, rather than a bad one.
-func silent(err error) bool {
-	return errors.Is(err, errLost) || errors.Is(err, errUnanswered) ||
+// Silent reports whether an error says that the plugin gave no answer, rather than a bad one.
+func Silent(err error) bool {
+	return errors.Is(err, ErrLost) || errors.Is(err, ErrUnanswered) ||
 		errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
 }
 
-// outOfTime reports whether a call has failed because of its deadline. The other side counts too, and
+// OutOfTime reports whether a call has failed because of its deadline. The other side counts too, and
 // may be a little ahead.
-func outOfTime(ctx context.Context) bool {
+func OutOfTime(ctx context.Context) bool {
 	const ahead = 100 * time.Millisecond
 	d, ok := ctx.Deadline()
 	return ctx.Err() != nil || ok && time.Until(d) < ahead
@@ -135,12 +138,3 @@ func (p *plainLines) lastLine() string {
 	defer p.mu.Unlock()
 	return p.last
 }
-
-// plainError is an error of a config without the class at its end: the field that it names says more.
-type plainError struct{ err error }
-
-func (e plainError) Error() string {
-	return strings.TrimSuffix(e.err.Error(), ": "+connector.ErrIncompatible.Error())
-}
-
-func (e plainError) Unwrap() error { return e.err }

@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"context"
@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/test/bufconn"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
@@ -57,7 +58,7 @@ func connectTo(t *testing.T, answer func(s stream, m *kvportv1.SessionRequest) e
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(context.Context, string) (net.Conn, error) { return listener.Dial() }))...)
 	require.NoError(t, err)
-	region, err := NewRegion(4096)
+	region, err := shm.Create("kvport-cache", 4096)
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		require.NoError(t, conn.Close())
@@ -65,7 +66,7 @@ func connectTo(t *testing.T, answer func(s stream, m *kvportv1.SessionRequest) e
 		require.NoError(t, region.Close())
 		require.NoError(t, goleak.Find(before))
 	})
-	return Connect(conn, []*Region{region})
+	return Connect(conn, []Region{{File: region.File(), Size: region.Size()}})
 }
 
 func testEnv() connector.Env {
@@ -126,7 +127,7 @@ func TestSessionSurvivesWrongAnswers(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	_, err = ask(ctx, 5)
-	require.ErrorIs(t, err, errUnanswered)
+	require.ErrorIs(t, err, ErrUnanswered)
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 	m, err = ask(t.Context(), 60)
 	require.NoError(t, err)
@@ -184,7 +185,7 @@ func TestSessionEndIsLost(t *testing.T) {
 	require.NoError(t, err)
 	err = w.Save(t.Context(), &connector.Transfer{Request: "r", Tokens: 16, Blocks: []connector.Block{{ID: 1}}}, nil)
 	require.ErrorIs(t, err, connector.ErrGone)
-	require.ErrorIs(t, err, errLost)
+	require.ErrorIs(t, err, ErrLost)
 	require.NoError(t, w.Close())
 	env := testEnv()
 	env.Rank = 7

@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"context"
@@ -182,7 +182,7 @@ func TestLineOfProcess(t *testing.T) {
 		return stood > 200*time.Millisecond
 	}, time.Minute, 20*time.Millisecond)
 	require.NoError(t, unix.Kill(polite, unix.SIGSTOP))
-	require.Eventually(t, func() bool { return l.stood() == 0 && state(polite) == "T" }, 20*time.Second, 20*time.Millisecond)
+	require.Eventually(t, func() bool { return l.stood() == 0 && stateOf(fmt.Sprintf("/proc/%d/stat", polite)) == 'T' }, 20*time.Second, 20*time.Millisecond)
 	for range 3 {
 		require.Zero(t, l.stood())
 	}

@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"context"
@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"sync/atomic"
 	"time"
+	"unsafe"
 
 	"google.golang.org/grpc"
 
@@ -20,7 +21,7 @@ import (
 // may take.
 const (
 	schedulerPatience = 500 * time.Millisecond
-	closePatience     = 2 * time.Second
+	ClosePatience     = 2 * time.Second
 )
 
 // Remote is a plugin at the other end of a connection. The sides that it opens are the connector's,
@@ -40,13 +41,35 @@ type Remote struct {
 // Connect makes a Remote of any connection, such as one in memory. The plugin must run in this
 // process or have inherited the regions under the same descriptor numbers. regions[r] is the cache
 // of rank r.
-func Connect(conn grpc.ClientConnInterface, regions []*Region) *Remote {
+func Connect(conn grpc.ClientConnInterface, regions []Region) *Remote {
 	r := &Remote{client: kvportv1.NewPluginClient(conn)}
 	for _, m := range regions {
-		r.regions = append(r.regions, wire.Region{FD: int(m.file().Fd()), Size: m.Size()})
+		r.regions = append(r.regions, wire.Region{FD: int(m.File.Fd()), Size: m.Size})
 	}
 	return r
 }
+
+// arenaRef is an arena as a plugin knows it.
+type arenaRef struct {
+	arena *Arena // nil: none
+	fd    int    // in the plugin
+}
+
+// region is what an Open says of the memory that a side is to have as Env.Arena: that of the arena,
+// or none. Any other memory the plugin could not reach.
+func (r *arenaRef) region(want []byte) (wire.Region, error) {
+	if len(want) == 0 {
+		return wire.Region{}, nil
+	}
+	if r.arena == nil || unsafe.SliceData(want) != unsafe.SliceData(r.arena.Bytes()) {
+		return wire.Region{}, fmt.Errorf("arena: its memory is not this plugin's Arena: %w", connector.ErrIncompatible)
+	}
+	return wire.Region{FD: r.fd, Size: int64(len(want))}, nil
+}
+
+// UseArena says which arena Env.Arena is of in the sides that are opened from now on. The plugin
+// must run in this process or have inherited the arena under the same descriptor number.
+func (r *Remote) UseArena(a *Arena) { r.arena = arenaRef{a, int(a.File.Fd())} }
 
 // Violations counts answers that broke the protocol so far.
 func (r *Remote) Violations() int64 { return r.violations.Load() }
@@ -63,10 +86,10 @@ func (r *Remote) violation(what string) {
 func (r *Remote) Describe(ctx context.Context, config json.RawMessage) (connector.Info, error) {
 	answer, err := r.client.Describe(ctx, &kvportv1.DescribeRequest{Config: config})
 	if err != nil {
-		if outOfTime(ctx) {
-			return connector.Info{}, fmt.Errorf("describe: %w in time: %w", errUnanswered, connector.ErrGone)
+		if OutOfTime(ctx) {
+			return connector.Info{}, fmt.Errorf("describe: %w in time: %w", ErrUnanswered, connector.ErrGone)
 		}
-		return connector.Info{}, fmt.Errorf("describe: %w: %w", errLost, err)
+		return connector.Info{}, fmt.Errorf("describe: %w: %w", ErrLost, err)
 	}
 	if answer.GetError() != nil {
 		return connector.Info{}, wire.ErrorFromProto(answer.GetError())
@@ -223,7 +246,7 @@ func ask[T any](ctx context.Context, s *session, name string, req *kvportv1.Sess
 
 // Close implements connector.Scheduler.
 func (p *schedulerProxy) Close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), closePatience)
+	ctx, cancel := context.WithTimeout(context.Background(), ClosePatience)
 	defer cancel()
 	return p.close(ctx)
 }
@@ -269,9 +292,44 @@ func (p *workerProxy) move(ctx context.Context, req *kvportv1.SessionRequest) er
 	return err
 }
 
+// SaveLayers implements connector.LayerWorker. The counter that the plugin waits for is fed from
+// progress as long as the call lasts.
+func (p *workerProxy) SaveLayers(ctx context.Context, t *connector.Transfer, _ *connector.KV, progress connector.Progress) error {
+	counter, ok := p.board.Take()
+	if !ok {
+		return fmt.Errorf("all counters are in use: %w", connector.ErrBusy)
+	}
+	defer counter.Give()
+	feeding, stop := context.WithCancel(ctx)
+	fed := make(chan struct{})
+	go func() {
+		defer close(fed)
+		feed(feeding, counter, progress, p.layers)
+	}()
+	defer func() {
+		stop()
+		<-fed
+	}()
+	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_SaveLayers{
+		SaveLayers: wire.SaveLayersToProto(&wire.SaveLayers{Transfer: t, Slot: counter.Slot, Call: counter.Call}),
+	}})
+}
+
+// feed shows on a counter how far something has come, until it is over or ctx is done.
+func feed(ctx context.Context, counter *shm.Counter, progress connector.Progress, layers int) {
+	for n := 0; n < layers; {
+		var err error
+		if n, err = progress.Wait(ctx, n); err != nil {
+			counter.Set(shm.GivenUp)
+			return
+		}
+		counter.Set(uint32(n))
+	}
+}
+
 // Close implements connector.Worker.
 func (p *workerProxy) Close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), closePatience)
+	ctx, cancel := context.WithTimeout(context.Background(), ClosePatience)
 	defer cancel()
 	return errors.Join(p.close(ctx), p.closeBoard())
 }

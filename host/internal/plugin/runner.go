@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"context"
@@ -23,9 +23,9 @@ type runner struct {
 	stdout, stderr *os.File
 	lines          *plainLines // of stderr
 	childEnds      []*os.File  // closed once the child has them
-	fence          *fence
+	fence          *Fence
 	patience       patience
-	abandon        func(*fence) // told of a fence that does not come back, which is its own then; may be nil
+	abandon        func(*Fence) // told of a fence that does not come back, which is its own then; may be nil
 
 	mu     sync.Mutex
 	pid    int  // 0 until started
@@ -48,7 +48,7 @@ type runner struct {
 const drainWait = 200 * time.Millisecond
 
 // newRunner takes a command whose output is not set. It owns what the child inherits, and the fence.
-func newRunner(cmd *exec.Cmd, inherit []*os.File, f *fence) (*runner, error) {
+func newRunner(cmd *exec.Cmd, inherit []*os.File, f *Fence) (*runner, error) {
 	r := &runner{cmd: cmd, childEnds: inherit, fence: f, reaped: make(chan struct{}), connected: make(chan struct{}), pidfd: -1}
 	outR, outW, err := os.Pipe()
 	if err != nil {

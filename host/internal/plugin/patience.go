@@ -1,4 +1,4 @@
-package host
+package plugin
 
 import (
 	"context"
@@ -10,10 +10,10 @@ import (
 	"time"
 )
 
-// patient is a context for a plugin's start. It ends when the plugin could have used all of limit, so that a
+// Patient is a context for a plugin's start. It ends when the plugin could have used all of limit, so that a
 // busy machine costs patience and no start: see pulse, whose rules these are. Its cause is then
 // DeadlineExceeded. stood may be nil.
-func patient(ctx context.Context, limit time.Duration, stood func() time.Duration) (context.Context, context.CancelFunc) {
+func Patient(ctx context.Context, limit time.Duration, stood func() time.Duration) (context.Context, context.CancelFunc) {
 	tick := max(limit/pulseTicks, 1)
 	ctx, release := context.WithTimeout(ctx, pulseStretch*limit+tick)
 	ctx, end := context.WithCancelCause(ctx)
@@ -44,22 +44,22 @@ func patient(ctx context.Context, limit time.Duration, stood func() time.Duratio
 	}
 }
 
-// ranOut reports whether a patient context has ended because the plugin took too long.
-func ranOut(ctx context.Context) bool {
+// RanOut reports whether a patient context has ended because the plugin took too long.
+func RanOut(ctx context.Context) bool {
 	return ctx.Err() != nil && errors.Is(context.Cause(ctx), context.DeadlineExceeded)
 }
 
-// longer says what to do about a start that took too long.
-func longer(err error, limit time.Duration) error {
+// Longer says what to do about a start that took too long.
+func Longer(err error, limit time.Duration) error {
 	return fmt.Errorf("%w: raise kvport.deadlines.handshake (%s) if its start needs longer", err, limit)
 }
 
 // maxKin bounds the processes of a plugin that are looked at.
 const maxKin = 64
 
-// waits says how long the processes of a plugin stand in line for a processor or a disk: its own, and
+// Waits says how long the processes of a plugin stand in line for a processor or a disk: its own, and
 // those that it started and waits for. The result is for one goroutine.
-func (p *Process) waits() func() time.Duration {
+func (p *Process) Waits() func() time.Duration {
 	var l line
 	return func() time.Duration {
 		pid := p.PID()
