@@ -12,7 +12,7 @@ import (
 
 	"github.com/agnivade/levenshtein"
 
-	"github.com/kvport/kvport/internal/wire"
+	"github.com/kvport/kvport/internal/strictjson"
 )
 
 // field is one key of a JSON object and what to do with its value.
@@ -184,7 +184,7 @@ func whole(raw json.RawMessage, inBytes bool) (int64, error) {
 	if len(b) == 0 || !bytes.ContainsRune([]byte(`"-0123456789`), rune(b[0])) {
 		return 0, fmt.Errorf("must be %s, not %s", want, kindOf(raw))
 	}
-	n, err := wire.ConfigWhole(b, inBytes)
+	n, err := strictjson.ConfigWhole(b, inBytes)
 	if err != nil {
 		return 0, fmt.Errorf("must be %s: %s %w", want, shorten(string(b)), err)
 	}
@@ -275,7 +275,7 @@ func duration(to *time.Duration) func(json.RawMessage) error {
 				return err
 			}
 			var err error
-			if number, ok := wire.ConfigNumber(raw); ok {
+			if number, ok := strictjson.ConfigNumber(raw); ok {
 				return duration(to)(json.RawMessage(number))
 			}
 			if d, err = time.ParseDuration(s); err != nil {

@@ -17,7 +17,7 @@ import (
 	validator "github.com/santhosh-tekuri/jsonschema/v6"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/wire"
+	"github.com/kvport/kvport/internal/strictjson"
 )
 
 // SchemaOf is the JSON Schema of a config struct. Field names come from `json` tags; a field's text,
@@ -240,7 +240,7 @@ func plainWhole(raw json.RawMessage, path string) (json.RawMessage, error) {
 	if b := bytes.TrimSpace(raw); len(b) == 0 || !strings.ContainsRune("\"-0123456789", rune(b[0])) {
 		return raw, nil
 	}
-	n, err := wire.ConfigWhole(raw, slices.Contains(strings.Split(name, "_"), "bytes"))
+	n, err := strictjson.ConfigWhole(raw, slices.Contains(strings.Split(name, "_"), "bytes"))
 	if err != nil {
 		return nil, fmt.Errorf("%s is %s, which %w", path, clip(raw), err)
 	}
@@ -248,7 +248,7 @@ func plainWhole(raw json.RawMessage, path string) (json.RawMessage, error) {
 }
 
 func plainNumber(raw json.RawMessage, path string) (json.RawMessage, error) {
-	text, ok := wire.ConfigNumber(raw)
+	text, ok := strictjson.ConfigNumber(raw)
 	if b := bytes.TrimSpace(raw); !ok && len(b) > 0 && b[0] == '"' {
 		return nil, fmt.Errorf("%s is %s, which is no number", path, clip(raw))
 	}

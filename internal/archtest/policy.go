@@ -84,19 +84,20 @@ func kvportImports() map[string][]string {
 		"proto":     {},
 		"native/*":  {},
 
-		"internal/archtest": {},
-		"verify/cluster":    {},                               // runs the binaries, so it needs none of the packages
-		"verify/acceptance": {"connector", "internal/ticket"}, // it forges, too
-		"verify/faultsuite": {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
-		"internal/shm":      {},
-		"internal/machine":  {},
-		"internal/fault":    {},
-		"internal/digest":   {"connector"},
-		"internal/ticket":   {"connector"},
-		"internal/tracker":  {"connector"},
-		"verify/vllmtrace":  {"connector"},
-		"internal/wire":     {"connector", "proto/..."},
-		"verify/simulate":   {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/tracker", "internal/ticket"},
+		"internal/archtest":   {},
+		"verify/cluster":      {},                               // runs the binaries, so it needs none of the packages
+		"verify/acceptance":   {"connector", "internal/ticket"}, // it forges, too
+		"verify/faultsuite":   {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
+		"internal/shm":        {},
+		"internal/machine":    {},
+		"internal/fault":      {},
+		"internal/digest":     {"connector"},
+		"internal/ticket":     {"connector"},
+		"internal/tracker":    {"connector"},
+		"verify/vllmtrace":    {"connector"},
+		"internal/wire":       {"connector", "proto/..."},
+		"internal/strictjson": {},
+		"verify/simulate":     {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/tracker", "internal/ticket"},
 
 		"pipe":            {"connector"},
 		"pipe/*":          {"connector", "pipe"},
@@ -112,7 +113,7 @@ func kvportImports() map[string][]string {
 
 		"multiconnector": {"connector"},
 
-		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/wire", "internal/shm", "internal/fault"},
+		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/wire", "internal/shm", "internal/fault", "internal/strictjson"},
 		"host":          {"connector", "multiconnector", "proto/...", "internal/...", "!internal/archtest"},
 		"host/agent":    {"connector", "host", "proto/...", "internal/wire", "internal/shm"},
 		"plugins/*":     {"sdk", "connectors/*"},
