@@ -154,9 +154,9 @@ func TestSettingsPage(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, DefaultSettings(), c.Settings)
 	for _, f := range c.Settings.fields() {
-		require.Contains(t, string(page), "| `"+f.name+"` |")
+		require.Contains(t, string(page), "| `"+f.Name+"` |")
 	}
 	for _, f := range c.Settings.Deadlines.fields() {
-		require.Contains(t, example, `"`+f.name+`"`)
+		require.Contains(t, example, `"`+f.Name+`"`)
 	}
 }

@@ -2,12 +2,10 @@ package host
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
-	"io"
 	"os"
 
-	"golang.org/x/sys/unix"
+	"github.com/kvport/kvport/host/internal/config"
 )
 
 // maxSecret bounds a tenant secret's file, in bytes.
@@ -15,40 +13,10 @@ const maxSecret = 64 << 10
 
 // OpenFile opens a regular file for reading. Whatever else has the path is an error, and opening it
 // does not wait: a FIFO may never get a writer. The caller closes the file.
-func OpenFile(path string) (*os.File, error) {
-	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
-	if errors.Is(err, unix.ENXIO) { // a socket
-		return nil, fmt.Errorf("%s is not a regular file", path)
-	}
-	if err != nil {
-		return nil, err
-	}
-	st, err := f.Stat()
-	if err == nil && !st.Mode().IsRegular() {
-		err = fmt.Errorf("%s is not a regular file", path)
-	}
-	if err != nil {
-		return nil, errors.Join(err, f.Close())
-	}
-	return f, nil
-}
+func OpenFile(path string) (*os.File, error) { return config.OpenFile(path) }
 
 // ReadFile reads a regular file of at most limit bytes. The caller owns the slice.
-func ReadFile(path string, limit int64) ([]byte, error) {
-	f, err := OpenFile(path)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	data, err := io.ReadAll(io.LimitReader(f, limit+1))
-	if err != nil {
-		return nil, err
-	}
-	if int64(len(data)) > limit {
-		return nil, fmt.Errorf("%s is larger than %d bytes", path, limit)
-	}
-	return data, nil
-}
+func ReadFile(path string, limit int64) ([]byte, error) { return config.ReadFile(path, limit) }
 
 // TenantSecret reads kvport.tenant_secret_file; nil if none is set. White space around the secret
 // does not belong to it, so that an editor's newline makes no other tenant. The caller owns the
@@ -57,7 +25,7 @@ func (s *Settings) TenantSecret() ([]byte, error) {
 	if s.TenantSecretFile == "" {
 		return nil, nil
 	}
-	secret, err := ReadFile(s.TenantSecretFile, maxSecret)
+	secret, err := config.ReadFile(s.TenantSecretFile, maxSecret)
 	if secret = bytes.TrimSpace(secret); err == nil && len(secret) == 0 {
 		err = fmt.Errorf("%s is empty", s.TenantSecretFile)
 	}

@@ -1,13 +1,12 @@
 package host
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"slices"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/config"
 	"github.com/kvport/kvport/multiconnector"
 )
 
@@ -25,8 +24,8 @@ func parseChildren(raw json.RawMessage, parent *Config, depth int) (children []*
 		return nil, fmt.Errorf("MultiConnectors are nested more than %d deep", maxNesting)
 	}
 	list := []json.RawMessage(nil)
-	fields := []field{{"connectors", func(raw json.RawMessage) error {
-		list, err = decodeAs[[]json.RawMessage](raw, "an array of transfer configs", "[")
+	fields := []config.Field{{Name: "connectors", Set: func(raw json.RawMessage) error {
+		list, err = config.As[[]json.RawMessage](raw, "an array of transfer configs", "[")
 		switch {
 		case err != nil:
 		case len(list) == 0:
@@ -36,7 +35,7 @@ func parseChildren(raw json.RawMessage, parent *Config, depth int) (children []*
 		}
 		return err
 	}}}
-	if err := decodeObject(raw, fields, nil); err != nil {
+	if err := config.Object(raw, fields, nil); err != nil {
 		return nil, err
 	}
 	if list == nil {
@@ -46,11 +45,11 @@ func parseChildren(raw json.RawMessage, parent *Config, depth int) (children []*
 		at := fmt.Sprintf("connectors[%d]", i)
 		c, err := parseChild(item, parent, parent.at+"kv_connector_extra_config."+at+".", depth)
 		if err != nil {
-			return nil, fieldError(at, err)
+			return nil, config.FieldError(at, err)
 		}
 		for k, other := range children {
 			if sameChild(c, other) {
-				return nil, fieldError(at, fmt.Errorf("is the same as connectors[%d]", k))
+				return nil, config.FieldError(at, fmt.Errorf("is the same as connectors[%d]", k))
 			}
 		}
 		for _, w := range c.Warnings {
@@ -77,13 +76,13 @@ func parseChild(raw json.RawMessage, parent *Config, at string, depth int) (*Con
 	was, is := &parent.Settings, &c.Settings
 	switch {
 	case c.EngineID != "":
-		return nil, fieldError("engine_id", errors.New("belongs to the engine: give it to the MultiConnector, not to a child"))
+		return nil, config.FieldError("engine_id", errors.New("belongs to the engine: give it to the MultiConnector, not to a child"))
 	case !subset(c.Role, parent.Role):
-		return nil, fieldError("kv_role", fmt.Errorf("%s is more than the %s of its MultiConnector", c.Role, parent.Role))
+		return nil, config.FieldError("kv_role", fmt.Errorf("%s is more than the %s of its MultiConnector", c.Role, parent.Role))
 	case is.Trust != was.Trust || is.LandingBytes != was.LandingBytes:
-		return nil, fieldError("kvport", errors.New("trust and landing_bytes are the same for all children: set them at the MultiConnector"))
+		return nil, config.FieldError("kvport", errors.New("trust and landing_bytes are the same for all children: set them at the MultiConnector"))
 	case is.TicketKeyFile != was.TicketKeyFile || is.TenantSecretFile != was.TenantSecretFile || len(is.Peers) != len(was.Peers):
-		return nil, fieldError("kvport", errors.New("ticket_key_file, tenant_secret_file and peers are the engine's: set them at the MultiConnector"))
+		return nil, config.FieldError("kvport", errors.New("ticket_key_file, tenant_secret_file and peers are the engine's: set them at the MultiConnector"))
 	}
 	return c, nil
 }
@@ -95,18 +94,5 @@ func subset(child, parent connector.Role) bool {
 
 // sameChild reports whether two children would do the same in the same place.
 func sameChild(a, b *Config) bool {
-	return a.Connector == b.Connector && bytes.Equal(compacted(a.Extra), compacted(b.Extra)) && slices.EqualFunc(a.beside, b.beside, sameOption)
-}
-
-func sameOption(a, b option) bool {
-	return a.name == b.name && bytes.Equal(compacted(a.value), compacted(b.value))
-}
-
-// compacted makes equal JSON texts equal but for the order of keys.
-func compacted(raw json.RawMessage) []byte {
-	var out bytes.Buffer
-	if json.Compact(&out, raw) != nil {
-		return raw
-	}
-	return out.Bytes()
+	return a.Connector == b.Connector && config.SameJSON(a.Extra, b.Extra) && a.beside.Equal(b.beside)
 }

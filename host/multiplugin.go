@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sync/singleflight"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/config"
 )
 
 // pluginPathKey names folders with plugins.
@@ -70,7 +71,7 @@ func incompatible(err error) error {
 
 func multiConfigOf(raw json.RawMessage) (*Config, error) {
 	c := &Config{Connector: MultiName, Role: connector.RoleBoth, Extra: raw, Settings: DefaultSettings()}
-	if err := checkJSON(raw); err != nil {
+	if err := config.Check(raw); err != nil {
 		return nil, incompatible(err)
 	}
 	var err error

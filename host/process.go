@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
+	"github.com/kvport/kvport/host/internal/config"
 	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/wire"
@@ -440,7 +441,7 @@ func shakeError(err error) error {
 	case ok && said == "":
 		return errors.New("it did not say on standard output where it listens: it must call sdk.Serve")
 	case ok:
-		return fmt.Errorf("%s %s: it must call sdk.Serve and print nothing before", garbage, quote(said))
+		return fmt.Errorf("%s %s: it must call sdk.Serve and print nothing before", garbage, config.Quote(said))
 	}
 	return errors.New(line)
 }

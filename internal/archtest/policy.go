@@ -114,11 +114,13 @@ func kvportImports() map[string][]string {
 		"multiconnector": {"connector"},
 
 		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/wire", "internal/shm", "internal/fault", "internal/strictjson"},
-		"host":          {"connector", "multiconnector", "proto/...", "internal/...", "!internal/archtest"},
+		"host":          {"connector", "multiconnector", "host/internal/...", "proto/...", "internal/...", "!internal/archtest"},
 		"host/agent":    {"connector", "host", "proto/...", "internal/wire", "internal/shm"},
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
 		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host"},
+
+		"host/internal/config": {"internal/strictjson"},
 
 		"engine":              slices.Concat(host, engineParts()),
 		"engine/*":            host,

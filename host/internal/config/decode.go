@@ -1,4 +1,4 @@
-package host
+package config
 
 import (
 	"bytes"
@@ -15,15 +15,15 @@ import (
 	"github.com/kvport/kvport/internal/strictjson"
 )
 
-// field is one key of a JSON object and what to do with its value.
-type field struct {
-	name string
-	set  func(json.RawMessage) error
+// Field is one key of a JSON object and what to do with its value.
+type Field struct {
+	Name string
+	Set  func(json.RawMessage) error
 }
 
-// decodeObject gives each value of a JSON object to its field. Names must match exactly, case
+// Object gives each value of a JSON object to its field. Names must match exactly, case
 // included. A key without a field is an error unless accept says that it may stay.
-func decodeObject(raw json.RawMessage, fields []field, accept func(string, json.RawMessage) (bool, error)) error {
+func Object(raw json.RawMessage, fields []Field, accept func(string, json.RawMessage) (bool, error)) error {
 	dec := json.NewDecoder(bytes.NewReader(raw))
 	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
 		return fmt.Errorf("must be a JSON object, not %s", kindOf(raw))
@@ -40,15 +40,15 @@ func decodeObject(raw json.RawMessage, fields []field, accept func(string, json.
 		}
 		known := true
 		if i := indexOf(fields, key); i >= 0 {
-			err = fields[i].set(value)
+			err = fields[i].Set(value)
 		} else if known = accept != nil; known {
 			known, err = accept(key, value)
 		}
 		switch {
 		case err != nil:
-			return fieldError(key, err)
+			return FieldError(key, err)
 		case !known:
-			return fmt.Errorf("unknown field %s%s", quote(key), didYouMean(key, names(fields)))
+			return fmt.Errorf("unknown field %s%s", Quote(key), didYouMean(key, names(fields)))
 		}
 	}
 	return nil
@@ -63,41 +63,42 @@ type nested struct {
 func (e *nested) Error() string { return e.path + ": " + e.err.Error() }
 func (e *nested) Unwrap() error { return e.err }
 
-func fieldError(key string, err error) error {
+// FieldError says at which key an error is. The keys of nested objects are joined with dots.
+func FieldError(key string, err error) error {
 	if n, ok := errors.AsType[*nested](err); ok {
 		return &nested{path: key + "." + n.path, err: n.err}
 	}
 	return &nested{path: key, err: err}
 }
 
-func indexOf(fields []field, name string) int {
+func indexOf(fields []Field, name string) int {
 	for i := range fields {
-		if fields[i].name == name {
+		if fields[i].Name == name {
 			return i
 		}
 	}
 	return -1
 }
 
-func names(fields []field) []string {
+func names(fields []Field) []string {
 	out := make([]string, len(fields))
 	for i := range fields {
-		out[i] = fields[i].name
+		out[i] = fields[i].Name
 	}
 	return out
 }
 
 // didYouMean suggests the nearest of the known names, if one is near.
 func didYouMean(name string, known []string) string {
-	best := nearest(name, known, len(name)/3+2)
+	best := Nearest(name, known, len(name)/3+2)
 	if best == "" {
 		return ""
 	}
 	return fmt.Sprintf(", did you mean %q?", best)
 }
 
-// nearest is the known name with the fewest letters changed, if these are fewer than limit.
-func nearest(name string, known []string, limit int) (best string) {
+// Nearest is the known name with the fewest letters changed, if these are fewer than limit.
+func Nearest(name string, known []string, limit int) (best string) {
 	const longest = 64 // comparing is quadratic
 	for _, k := range known {
 		if len(name) > longest {
@@ -113,8 +114,8 @@ func nearest(name string, known []string, limit int) (best string) {
 // longestQuote is how many bytes of a value stand in a message, so that it stays a line.
 const longestQuote = 80
 
-// quote is strconv.Quote, shortened.
-func quote(s string) string {
+// Quote is strconv.Quote, shortened.
+func Quote(s string) string {
 	if len(s) > longestQuote {
 		return strconv.Quote(s[:longestQuote]) + "..."
 	}
@@ -148,7 +149,8 @@ func kindOf(raw json.RawMessage) string {
 	}
 }
 
-func decodeAs[T any](raw json.RawMessage, want string, prefixes string) (T, error) {
+// As decodes a value that begins with one of some characters; want says what it must be.
+func As[T any](raw json.RawMessage, want string, prefixes string) (T, error) {
 	var v T
 	b := bytes.TrimSpace(raw)
 	if len(b) == 0 || !bytes.ContainsRune([]byte(prefixes), rune(b[0])) {
@@ -160,22 +162,24 @@ func decodeAs[T any](raw json.RawMessage, want string, prefixes string) (T, erro
 	return v, nil
 }
 
-func text(to *string) func(json.RawMessage) error {
+// Text reads a string.
+func Text(to *string) func(json.RawMessage) error {
 	return func(raw json.RawMessage) (err error) {
-		*to, err = decodeAs[string](raw, "a string", `"`)
+		*to, err = As[string](raw, "a string", `"`)
 		return err
 	}
 }
 
-func boolean(to *bool) func(json.RawMessage) error {
+// Bool reads true or false.
+func Bool(to *bool) func(json.RawMessage) error {
 	return func(raw json.RawMessage) (err error) {
-		*to, err = decodeAs[bool](raw, "true or false", "tf")
+		*to, err = As[bool](raw, "true or false", "tf")
 		return err
 	}
 }
 
-// whole reads a whole number, which may be a string of one; inBytes, of a size such as "10GiB".
-func whole(raw json.RawMessage, inBytes bool) (int64, error) {
+// Whole reads a whole number, which may be a string of one; inBytes, of a size such as "10GiB".
+func Whole(raw json.RawMessage, inBytes bool) (int64, error) {
 	want := "a whole number"
 	if inBytes {
 		want = "a number of bytes"
@@ -191,17 +195,18 @@ func whole(raw json.RawMessage, inBytes bool) (int64, error) {
 	return n, nil
 }
 
-func positive(to *int) func(json.RawMessage) error {
+// Positive reads a positive whole number.
+func Positive(to *int) func(json.RawMessage) error {
 	return func(raw json.RawMessage) error { return setPositive(to, raw, false) }
 }
 
-// size reads a positive number of bytes.
-func size(to *int) func(json.RawMessage) error {
+// Size reads a positive number of bytes.
+func Size(to *int) func(json.RawMessage) error {
 	return func(raw json.RawMessage) error { return setPositive(to, raw, true) }
 }
 
 func setPositive(to *int, raw json.RawMessage, inBytes bool) error {
-	n, err := whole(raw, inBytes)
+	n, err := Whole(raw, inBytes)
 	if err != nil {
 		return err
 	}
@@ -212,15 +217,16 @@ func setPositive(to *int, raw json.RawMessage, inBytes bool) error {
 	return nil
 }
 
-func texts(to *[]string) func(json.RawMessage) error {
+// Texts reads an array of strings.
+func Texts(to *[]string) func(json.RawMessage) error {
 	return func(raw json.RawMessage) error {
-		list, err := decodeAs[[]json.RawMessage](raw, "an array of strings", "[")
+		list, err := As[[]json.RawMessage](raw, "an array of strings", "[")
 		if err != nil {
 			return err
 		}
 		for i, item := range list {
 			var s string
-			if err := text(&s)(item); err != nil {
+			if err := Text(&s)(item); err != nil {
 				return fmt.Errorf("[%d] %w", i, err)
 			}
 			*to = append(*to, s)
@@ -229,10 +235,11 @@ func texts(to *[]string) func(json.RawMessage) error {
 	}
 }
 
-func oneOf[S ~string](to *S, values ...S) func(json.RawMessage) error {
+// OneOf reads one of some strings.
+func OneOf[S ~string](to *S, values ...S) func(json.RawMessage) error {
 	return func(raw json.RawMessage) error {
 		var s string
-		if err := text(&s)(raw); err != nil {
+		if err := Text(&s)(raw); err != nil {
 			return err
 		}
 		for _, v := range values {
@@ -241,7 +248,7 @@ func oneOf[S ~string](to *S, values ...S) func(json.RawMessage) error {
 				return nil
 			}
 		}
-		return fmt.Errorf("is %s, want %s", quote(s), alternatives(values))
+		return fmt.Errorf("is %s, want %s", Quote(s), alternatives(values))
 	}
 }
 
@@ -254,7 +261,8 @@ func alternatives[S ~string](values []S) string {
 	return strings.Join(quoted, " or ")
 }
 
-func object(to *json.RawMessage) func(json.RawMessage) error {
+// RawObject keeps an object as it is.
+func RawObject(to *json.RawMessage) func(json.RawMessage) error {
 	return func(raw json.RawMessage) error {
 		if b := bytes.TrimSpace(raw); len(b) == 0 || b[0] != '{' {
 			return fmt.Errorf("must be a JSON object, not %s", kindOf(raw))
@@ -264,25 +272,25 @@ func object(to *json.RawMessage) func(json.RawMessage) error {
 	}
 }
 
-// duration reads "250ms" or a number of seconds.
-func duration(to *time.Duration) func(json.RawMessage) error {
+// Duration reads "250ms" or a number of seconds.
+func Duration(to *time.Duration) func(json.RawMessage) error {
 	const want = `a duration such as "250ms", or a number of seconds`
 	return func(raw json.RawMessage) error {
 		var d time.Duration
 		if b := bytes.TrimSpace(raw); len(b) > 0 && b[0] == '"' {
 			var s string
-			if err := text(&s)(raw); err != nil {
+			if err := Text(&s)(raw); err != nil {
 				return err
 			}
 			var err error
 			if number, ok := strictjson.ConfigNumber(raw); ok {
-				return duration(to)(json.RawMessage(number))
+				return Duration(to)(json.RawMessage(number))
 			}
 			if d, err = time.ParseDuration(s); err != nil {
-				return fmt.Errorf("%s is not %s", quote(s), want)
+				return fmt.Errorf("%s is not %s", Quote(s), want)
 			}
 		} else {
-			seconds, err := decodeAs[float64](raw, want, "-0123456789")
+			seconds, err := As[float64](raw, want, "-0123456789")
 			if err != nil {
 				return err
 			}
@@ -296,9 +304,9 @@ func duration(to *time.Duration) func(json.RawMessage) error {
 	}
 }
 
-// checkJSON refuses what encoding/json would let pass or explain badly: no value, several values,
+// Check refuses what encoding/json would let pass or explain badly: no value, several values,
 // keys given twice, bad syntax without a position.
-func checkJSON(data []byte) error {
+func Check(data []byte) error {
 	if len(bytes.TrimSpace(data)) == 0 {
 		return errors.New("is empty, must be a JSON object")
 	}
@@ -354,7 +362,7 @@ func checkKeys(data []byte) error {
 		if s, ok := t.(string); ok && top >= 0 && stack[top].keys != nil && stack[top].key {
 			if stack[top].keys[s] {
 				line, column := position(data, dec.InputOffset())
-				return fmt.Errorf("line %d, column %d: field %s is given twice", line, column, quote(s))
+				return fmt.Errorf("line %d, column %d: field %s is given twice", line, column, Quote(s))
 			}
 			stack[top].keys[s], stack[top].key = true, false
 			continue
