@@ -18,7 +18,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"github.com/kvport/kvport/host/internal/config"
+	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/internal/wire"
 )
 
@@ -101,7 +101,7 @@ func notFound(paths []string, name string, found []Found) error {
 	}
 	slices.Sort(own)
 	err := fmt.Errorf("%w: kv_connector: no plugin is called %s%s; there are %s (%s)",
-		ErrConfig, config.Quote(name), nearestConnector(name, known), strings.Join(slices.Compact(own), ", "), looked)
+		ErrConfig, strictjson.Quote(name), nearestConnector(name, known), strings.Join(slices.Compact(own), ", "), looked)
 	if len(broken) > 0 {
 		err = fmt.Errorf("%w; skipped: %s", err, strings.Join(broken, "; "))
 	}
@@ -116,9 +116,9 @@ func nearestConnector(name string, known []string) string {
 		stems[i] = stem(k)
 		whole[stems[i]] = k
 	}
-	near := config.Nearest(name, known, 3) // an end that was misspelt itself
+	near := strictjson.Nearest(name, known, 3) // an end that was misspelt itself
 	if near == "" {
-		near = whole[config.Nearest(stem(name), stems, len(stem(name))/3+1)]
+		near = whole[strictjson.Nearest(stem(name), stems, len(stem(name))/3+1)]
 	}
 	if near == "" {
 		return ""
@@ -349,7 +349,7 @@ func firstLine(b []byte) string {
 	if len(line) == 0 {
 		return ""
 	}
-	return ": " + config.Quote(string(line))
+	return ": " + strictjson.Quote(string(line))
 }
 
 // resolve finds the binary that a config asks for and pins its content if a hash is given. The
@@ -375,7 +375,7 @@ func resolve(ctx context.Context, cfg *Config, paths []string) (*program, *Manif
 	}
 	m, err := readManifest(ctx, p)
 	if err == nil && !m.Answers(cfg.Connector) {
-		err = fmt.Errorf("%s answers to %q, not to kv_connector %s", path, append([]string{m.Name}, m.Aliases...), config.Quote(cfg.Connector))
+		err = fmt.Errorf("%s answers to %q, not to kv_connector %s", path, append([]string{m.Name}, m.Aliases...), strictjson.Quote(cfg.Connector))
 	}
 	if err != nil {
 		return nil, nil, errors.Join(fmt.Errorf("%w: %w", ErrConfig, err), p.close())
@@ -409,5 +409,5 @@ func findPinned(ctx context.Context, cfg *Config, paths []string) (*program, *Ma
 		wrong = append(wrong, filepath.Base(path))
 	}
 	return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: no plugin %s with SHA-256 %s (looked in %s; others: %s)", ErrConfig,
-		config.Quote(cfg.Connector), cfg.Settings.PluginSHA256, strings.Join(paths, ", "), strings.Join(wrong, ", "))
+		strictjson.Quote(cfg.Connector), cfg.Settings.PluginSHA256, strings.Join(paths, ", "), strings.Join(wrong, ", "))
 }

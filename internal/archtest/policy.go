@@ -71,7 +71,7 @@ func Kvport() *Policy {
 			{Name: "main of a plugin", Folders: []string{"plugins/*"}, Lines: 20},
 			{Name: "minimal example", Folders: []string{"examples/minimal"}, Lines: 100},
 		},
-		Untyped:     []string{"engine/server", "engine/router"},
+		Untyped:     []string{"engine/server", "engine/router", "internal/strictjson"},
 		NameFolders: []string{"docs", "examples", "verify/bench"},
 	}
 }
@@ -108,8 +108,9 @@ func kvportImports() map[string][]string {
 		"lookupbuffer":    {"connector", "pipe"},
 		"connectors/*":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
 
-		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/ticket"}, // ADR 106
-		"connectors/internal/*": {"connector", "internal/fault", "internal/machine"},                                                                         // what several connectors share
+		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/ticket"},     // ADR 106
+		"connectors/lmcache":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"}, // LMCache's file suggests names, too
+		"connectors/internal/*": {"connector", "internal/fault", "internal/machine"},                                                                             // what several connectors share
 
 		"multiconnector": {"connector"},
 

@@ -53,7 +53,7 @@ func (o Options) decode(v *Value, into reflect.Value) error {
 }
 
 func (o Options) pointer(v *Value, into reflect.Value) error {
-	if v.isNull() {
+	if v.IsNull() {
 		into.SetZero()
 		return nil
 	}
@@ -125,7 +125,7 @@ func fieldsOf(t reflect.Type) []field {
 			if name == "" {
 				name = f.Name
 			}
-			inBytes := slices.Contains(strings.Split(name, "_"), "bytes") || f.Tag.Get("unit") == "bytes"
+			inBytes := slices.Contains(strings.Split(name, "_"), "bytes") || f.Tag.Get("jsonschema_extras") == "unit=bytes"
 			fields = slices.DeleteFunc(fields, func(embedded field) bool { return embedded.name == name }) // it is hidden
 			fields = append(fields, field{name, f.Index, inBytes && isInteger(inner)})
 		}
@@ -163,7 +163,7 @@ func target(in reflect.Value, index []int) reflect.Value {
 
 func (o Options) slice(v *Value, into reflect.Value) error {
 	switch {
-	case v.isNull():
+	case v.IsNull():
 		into.SetZero()
 		return nil
 	case into.Type().Elem().Kind() == reflect.Uint8: // bytes, which JSON has in base64
@@ -184,7 +184,7 @@ func (o Options) slice(v *Value, into reflect.Value) error {
 // whole reads a whole number, which may be a text of one; inBytes, of a size such as "10GiB".
 func whole(v *Value, into reflect.Value, inBytes bool) error {
 	if into.Kind() == reflect.Pointer {
-		if v.isNull() {
+		if v.IsNull() {
 			into.SetZero()
 			return nil
 		}
@@ -264,13 +264,16 @@ func (o Options) duration(v *Value, into reflect.Value) error {
 		return err
 	}
 	into.SetInt(int64(seconds * float64(time.Second)))
+	if into.Int() == 0 {
+		v.plain = json.RawMessage("0") // so that a part of a nanosecond is not positive
+	}
 	return nil
 }
 
 // standard leaves a value to encoding/json.
 func standard(v *Value, into reflect.Value) error {
 	wants := map[reflect.Kind]string{reflect.String: `"`, reflect.Bool: "t", reflect.Map: "{"}
-	if want, plain := wants[into.Kind()]; plain && !v.isNull() && v.kind() != want[0] && !readsItself(into.Type()) {
+	if want, plain := wants[into.Kind()]; plain && !v.IsNull() && v.kind() != want[0] && !readsItself(into.Type()) {
 		return v.Errorf("must be %s, not %s", named(into.Kind().String()), v.what())
 	}
 	err := json.Unmarshal(v.text[v.start:v.end], into.Addr().Interface())
@@ -294,7 +297,7 @@ func named(kind string) string {
 
 // Unknown says that a name is none of those that are known, and which one it may have meant.
 func Unknown(name string, known []string) error {
-	if near := Nearest(name, known); near != "" {
+	if near := Nearest(name, known, 1+max(2, len(name)/3)); near != "" {
 		return fmt.Errorf("unknown field %s, did you mean %q?", Quote(name), near)
 	}
 	const most = 16 // so that a message stays a line
@@ -304,16 +307,15 @@ func Unknown(name string, known []string) error {
 	return fmt.Errorf("unknown field %s, known are %s", Quote(name), strings.Join(known, ", "))
 }
 
-// Nearest is the known name that has the fewest letters changed, if these are at most a third of the name, or two; else
-// it is empty. Case does not matter.
-func Nearest(name string, known []string) (nearest string) {
+// Nearest is the known name that has the fewest letters changed, if these are fewer than a limit; else it is empty. Case
+// does not matter.
+func Nearest(name string, known []string, limit int) (nearest string) {
 	if len(name) > longest { // comparing is quadratic
 		return ""
 	}
-	fewest := 1 + max(2, len(name)/3)
 	for _, k := range known {
-		if d := levenshtein.ComputeDistance(strings.ToLower(name), strings.ToLower(k)); d < fewest {
-			nearest, fewest = k, d
+		if d := levenshtein.ComputeDistance(strings.ToLower(name), strings.ToLower(k)); d < limit {
+			nearest, limit = k, d
 		}
 	}
 	return nearest

@@ -182,6 +182,8 @@ func (v *Value) violation(e *validator.ValidationError) (at *Value, what string)
 		return at, fmt.Sprintf("must be %s, not %s", named(k.Want[0]), at.what())
 	case *kind.Enum:
 		return at, fmt.Sprintf("is %s, must be %s", at.shown(), alternatives(k.Want))
+	case *kind.MinLength:
+		return at, fmt.Sprintf("is %s, must have %d characters or more", at.shown(), k.Want)
 	case *kind.Minimum:
 		return at, fmt.Sprintf("is %s, must be at least %s", at.shown(), k.Want.RatString())
 	case *kind.Maximum:
@@ -368,10 +370,7 @@ func (f *taggedField) checkValue(word, value string) error {
 	numeric := f.schema.Type == "integer" || f.schema.Type == "number"
 	switch {
 	case isDuration(f.Type) && word == "default":
-		_, number := ConfigNumber([]byte(value))
-		if _, err := time.ParseDuration(value); err != nil && !number {
-			return fmt.Errorf("want a duration such as 250ms, 5s or 1h")
-		}
+		return checkDuration(value)
 	case slices.Contains([]string{"minLength", "maxLength", "minItems", "maxItems"}, word):
 		if _, err := strconv.ParseUint(value, 10, 64); err != nil {
 			return fmt.Errorf("want a number of 0 or more")
@@ -382,6 +381,14 @@ func (f *taggedField) checkValue(word, value string) error {
 		}
 	case f.schema.Type == "boolean" && word == "default" && value != "true" && value != "false":
 		return fmt.Errorf("want true or false")
+	}
+	return nil
+}
+
+func checkDuration(value string) error {
+	_, number := ConfigNumber([]byte(value))
+	if _, err := time.ParseDuration(value); err != nil && !number {
+		return fmt.Errorf("want a duration such as 250ms, 5s or 1h")
 	}
 	return nil
 }
@@ -419,4 +426,35 @@ func (o Options) openDurations(t reflect.Type, schema *jsonschema.Schema) {
 		}
 		return nil
 	})
+}
+
+// AcceptTexts adds to a schema that numbers may be texts of numbers, and numbers of bytes have a unit, as the decoder takes
+// them. What it checks itself are the numbers that it made of them.
+func AcceptTexts(schema *jsonschema.Schema) {
+	acceptTexts(schema, "")
+}
+
+func acceptTexts(s *jsonschema.Schema, name string) {
+	if s.Type == "integer" || s.Type == "number" {
+		pattern := `^\s*-?[0-9.]+([eE][-+]?[0-9]+)?\s*$`
+		if s.Extras["unit"] == "bytes" || slices.Contains(strings.Split(name, "_"), "bytes") {
+			pattern = `^\s*-?[0-9.]+([eE][-+]?[0-9]+)?\s*([kKmMgGtT][iI]?[bB])?\s*$`
+		}
+		s.AnyOf = append(s.AnyOf, &jsonschema.Schema{Type: s.Type}, &jsonschema.Schema{Type: "string", Pattern: pattern})
+		s.Type = ""
+	}
+	if s.Items != nil {
+		acceptTexts(s.Items, name)
+	}
+	if !slices.ContainsFunc(s.OneOf, func(one *jsonschema.Schema) bool { return one.Type == "string" }) {
+		for _, one := range s.OneOf {
+			acceptTexts(one, name)
+		}
+	}
+	if s.Properties == nil {
+		return
+	}
+	for p := s.Properties.Oldest(); p != nil; p = p.Next() {
+		acceptTexts(p.Value, p.Key)
+	}
 }

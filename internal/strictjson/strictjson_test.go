@@ -20,7 +20,7 @@ type config struct {
 	shared
 	*Limits
 	Name  string              `json:"name" jsonschema:"required,minLength=1"`
-	Size  int                 `json:"size" unit:"bytes" jsonschema:"minimum=1"`
+	Size  int                 `json:"size" jsonschema_extras:"unit=bytes" jsonschema:"minimum=1"`
 	Cap   *int64              `json:"cap_bytes" jsonschema:"nullable"`
 	Rate  float32             `json:"rate"`
 	Small uint8               `json:"small"`
@@ -88,7 +88,7 @@ func TestErrorsHaveAPlace(t *testing.T) {
 		`{"name": 1}`:                        `line 1, column 10: name: must be a string, not a number`,
 		`{"name": null}`:                     `name: must be a string, not null`,
 		`{"path": "p"}`:                      `line 1, column 1: name: is missing`,
-		`{"name": ""}`:                       `name: minLength: got 0, want 1`,
+		`{"name": ""}`:                       `name: is "", must have 1 characters or more`,
 		`{"name":"n","size":"1 apple"}`:      `line 1, column 20: size: must be a number of bytes: "1 apple" is no whole number and no size such as "10GiB"`,
 		`{"name":"n","size":0}`:              `size: is 0, must be at least 1`,
 		`{"name":"n","size":"0"}`:            `size: is "0", must be at least 1`,
@@ -125,7 +125,7 @@ func TestSchema(t *testing.T) {
 	raw, err := json.Marshal(strictjson.Options{Seconds: true}.Schema(&config{Size: 7, Wait: time.Minute, shared: shared{Path: "/p"}}))
 	require.NoError(t, err)
 	for _, want := range []string{
-		`"size":{"type":"integer","minimum":1,"default":7}`, `"default":"1m0s"`, `"path":{"type":"string","default":"/p"}`, `"required":["name"]`,
+		`"size":{"type":"integer","minimum":1,"default":7,"unit":"bytes"}`, `"default":"1m0s"`, `"path":{"type":"string","default":"/p"}`, `"required":["name"]`,
 		`"rest":{"type":"object"}`, `"each":{"items":true,"type":"array"}`,
 	} {
 		require.Contains(t, string(raw), want)
@@ -134,7 +134,7 @@ func TestSchema(t *testing.T) {
 
 func TestNearest(t *testing.T) {
 	known := []string{"kv_connector", "kv_role", "kvport"}
-	require.Equal(t, "kv_role", strictjson.Nearest("KV_Rol", known))
-	require.Empty(t, strictjson.Nearest("engine", known))
-	require.Empty(t, strictjson.Nearest(strings.Repeat("k", 1000), known))
+	require.Equal(t, "kv_role", strictjson.Nearest("KV_Rol", known, 3))
+	require.Empty(t, strictjson.Nearest("engine", known, 3))
+	require.Empty(t, strictjson.Nearest(strings.Repeat("k", 1000), known, 2000))
 }

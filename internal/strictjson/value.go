@@ -30,6 +30,7 @@ type Error struct {
 	Err          error
 }
 
+// Error is the message with line and column.
 func (e *Error) Error() string {
 	return fmt.Sprintf("line %d, column %d: %s", e.Line, e.Column, e.Field())
 }
@@ -42,6 +43,7 @@ func (e *Error) Field() string {
 	return e.Path + ": " + e.Err.Error()
 }
 
+// Unwrap is what is wrong.
 func (e *Error) Unwrap() error { return e.Err }
 
 // Parse reads the one JSON value of a text. It refuses what encoding/json lets pass or explains badly: no value, several
@@ -179,7 +181,8 @@ func (v *Value) kind() byte {
 	return '0'
 }
 
-func (v *Value) isNull() bool { return v.kind() == 'n' }
+// IsNull reports whether the value is null.
+func (v *Value) IsNull() bool { return v.kind() == 'n' }
 
 // what says in words which kind of value it is.
 func (v *Value) what() string {
