@@ -38,15 +38,14 @@ func (o Options) decode(v *Value, into reflect.Value) error {
 	case readsItself(t):
 		return standard(v, into)
 	}
-	switch t.Kind() {
-	case reflect.Struct:
+	switch kind := t.Kind(); {
+	case kind == reflect.Struct:
 		return o.object(v, into)
-	case reflect.Slice:
+	case kind == reflect.Slice:
 		return o.slice(v, into)
-	case reflect.Int, reflect.Int8, reflect.Int16, reflect.Int32, reflect.Int64,
-		reflect.Uint, reflect.Uint8, reflect.Uint16, reflect.Uint32, reflect.Uint64:
+	case isInteger(t):
 		return whole(v, into, false)
-	case reflect.Float32, reflect.Float64:
+	case kind == reflect.Float32 || kind == reflect.Float64:
 		return number(v, into)
 	}
 	return standard(v, into)
