@@ -46,7 +46,9 @@ func TestSchemaOfConnectors(t *testing.T) {
 	schema := printedSchema(t)
 	const config = `{"kv_connector": "NAME", "kv_role": "kv_both", "kv_connector_extra_config": EXTRA}`
 	multi := func(children string) string { return `{"connectors": [` + children + `]}` }
-	child := func(name, extra string) string { return strings.NewReplacer("NAME", name, "EXTRA", extra).Replace(config) }
+	child := func(name, extra string) string {
+		return strings.NewReplacer("NAME", name, "EXTRA", extra).Replace(config)
+	}
 	for _, c := range []struct {
 		name, extra string
 		fits        bool
