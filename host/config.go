@@ -2,13 +2,13 @@ package host
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/config"
+	"github.com/kvport/kvport/internal/strictjson"
 )
 
 // ErrConfig is wrapped by every error that a changed config, binary or flag could cure. Commands
@@ -45,7 +45,7 @@ type Config struct {
 }
 
 // ParseConfig reads the argument of --kv-transfer-config: JSON, or @FILE with JSON in it. Decoding
-// is strict. Errors wrap ErrConfig and name the field, or line and column.
+// is strict. Errors wrap ErrConfig and name the field, its line and column.
 func ParseConfig(arg string) (*Config, error) {
 	data, where := []byte(arg), "kv-transfer-config"
 	if path, isFile := strings.CutPrefix(arg, "@"); isFile {
@@ -63,66 +63,76 @@ func ParseConfig(arg string) (*Config, error) {
 }
 
 func parseConfig(data []byte) (*Config, error) {
-	if err := config.Check(data); err != nil {
+	v, err := strictjson.Parse(data)
+	if err != nil {
 		return nil, err
 	}
-	c := &Config{
-		FailurePolicy: PolicyRecompute,
-		Extra:         json.RawMessage("{}"),
-		Settings:      DefaultSettings(),
-	}
-	if err := c.decode(data, 0); err != nil {
+	c := &Config{Settings: DefaultSettings()}
+	if err := c.decode(v, 0); err != nil {
 		return nil, err
 	}
 	return c, nil
 }
 
-// decode fills c, whose fields have their defaults, from a JSON object. depth counts the
-// MultiConnectors around it.
-func (c *Config) decode(data json.RawMessage, depth int) error {
-	var role string
-	fields := []config.Field{
-		{Name: "kv_connector", Set: config.Text(&c.Connector)},
-		{Name: "kv_role", Set: config.Text(&role)},
-		{Name: "engine_id", Set: config.Text(&c.EngineID)},
-		{Name: "kv_buffer_device", Set: c.decodeDevice},
-		{Name: "kv_load_failure_policy", Set: config.OneOf(&c.FailurePolicy, PolicyRecompute, PolicyFail)},
-		{Name: "kv_connector_extra_config", Set: config.RawObject(&c.Extra)},
-		{Name: "kv_connector_module_path", Set: config.Text(&c.ModulePath)},
-		{Name: "kvport", Set: func(raw json.RawMessage) error { return c.Settings.decode(raw) }},
-	}
-	warn := func(key string, value json.RawMessage) (bool, error) {
-		if known, err := c.beside.Decode(key, value); known {
-			return known, err
-		}
-		known, err := config.Foreign(key, value)
-		if known {
-			c.Warnings = append(c.Warnings, fmt.Sprintf("%s: accepted for compatibility, has no effect", key))
-		}
-		return known, err
-	}
-	if err := config.Object(data, fields, warn); err != nil {
+// transferConfig is a transfer config as JSON has it. The schema of the tags is checked, and printed by kvport schema.
+type transferConfig struct {
+	Connector     string            `json:"kv_connector" jsonschema:"required,minLength=1,description=The name of the plugin's connector or one of its aliases."`
+	Role          string            `json:"kv_role" jsonschema:"required,enum=kv_producer,enum=kv_consumer,enum=kv_both,description=kv_producer saves; kv_consumer loads; kv_both does both."`
+	Extra         *strictjson.Value `json:"kv_connector_extra_config" jsonschema:"type=object,description=The connector's own config."`
+	FailurePolicy FailurePolicy     `json:"kv_load_failure_policy" jsonschema:"enum=recompute,enum=fail,description=What becomes of a request whose blocks could not be loaded."`
+	EngineID      string            `json:"engine_id" jsonschema:"description=How other engines know this one; two engines must not share one. Without it the engine makes one."`
+	ModulePath    string            `json:"kv_connector_module_path" jsonschema:"description=A plugin binary to use instead of looking for one by name."`
+	BufferDevice  string            `json:"kv_buffer_device" jsonschema:"enum=cpu,enum=cuda,description=Where the cache is; cuda is refused until caches can lie there."`
+	Settings      Settings          `json:"kvport" jsonschema:"description=The settings of kvport itself."`
+
+	// These of vLLM are given to a connector that has a field for them: see Adopt.
+	IP           string `json:"kv_ip" jsonschema:"description=Of vLLM; it is given to a connector whose config has this field."`
+	Port         *int64 `json:"kv_port" jsonschema:"nullable,description=As kv_ip."`
+	Rank         *int64 `json:"kv_rank" jsonschema:"nullable,description=As kv_ip."`
+	ParallelSize *int64 `json:"kv_parallel_size" jsonschema:"nullable,description=As kv_ip."`
+	BufferSize   *int64 `json:"kv_buffer_size" jsonschema:"nullable,description=As kv_ip." jsonschema_extras:"unit=bytes"`
+
+	Permute bool `json:"enable_permute_local_kv" jsonschema:"description=Of vLLM; it has no effect."`
+}
+
+// strict is how transfer configs are read.
+func strict() strictjson.Options { return strictjson.Options{Seconds: true, Foreign: config.Foreign} }
+
+// decode fills c, whose settings have their defaults. depth counts the MultiConnectors around it.
+func (c *Config) decode(v *strictjson.Value, depth int) error {
+	t := transferConfig{FailurePolicy: PolicyRecompute, Settings: c.Settings}
+	if err := strict().Decode(v, &t); err != nil {
 		return err
 	}
-	if c.ModulePath == shimModule || strings.HasPrefix(c.ModulePath, shimModule+".") {
-		return fmt.Errorf("kv_connector_module_path: %s is kvport's module for vLLM, so this is the outer object of vLLM's config: give the inner object, its kv_connector_extra_config", config.Quote(c.ModulePath))
+	if t.ModulePath == shimModule || strings.HasPrefix(t.ModulePath, shimModule+".") {
+		return v.Field("kv_connector_module_path").Errorf("%s is kvport's module for vLLM, so this is the outer object of vLLM's config: give the inner object, its kv_connector_extra_config", strictjson.Quote(t.ModulePath))
 	}
-	if c.Connector == "" {
-		return errors.New("kv_connector is required")
-	}
-	if role == "" {
-		return errors.New("kv_role is required: kv_producer, kv_consumer or kv_both")
+	if t.BufferDevice == "cuda" {
+		return v.Field("kv_buffer_device").Errorf(`is "cuda", but caches are in host memory here and transfers of a GPU's memory were never run; want "cpu": %w`, connector.ErrIncompatible)
 	}
 	var err error
-	if c.Role, err = connector.ParseRole(role); err != nil {
-		return fmt.Errorf("kv_role: %s is none of kv_producer, kv_consumer, kv_both", config.Quote(role))
+	if c.Role, err = connector.ParseRole(t.Role); err != nil {
+		return v.Field("kv_role").Errorf("%w", err)
 	}
-	if c.Connector == MultiName && c.ModulePath == "" {
-		if c.Children, err = parseChildren(c.Extra, c, depth+1); err != nil {
-			return config.FieldError("kv_connector_extra_config", err)
+	t.Settings.PluginSHA256 = strings.ToLower(t.Settings.PluginSHA256)
+	c.Connector, c.EngineID, c.BufferDevice, c.FailurePolicy = t.Connector, t.EngineID, t.BufferDevice, t.FailurePolicy
+	c.ModulePath, c.Settings, c.Extra, c.beside = t.ModulePath, t.Settings, json.RawMessage("{}"), config.BesideOf(v)
+	for _, name := range v.Names() {
+		if config.Foreign(name) || name == "enable_permute_local_kv" {
+			c.Warnings = append(c.Warnings, name+": accepted for compatibility, has no effect")
 		}
 	}
-	return nil
+	if t.Extra != nil {
+		c.Extra = t.Extra.Raw()
+	}
+	if c.Connector != MultiName || c.ModulePath != "" {
+		return nil
+	}
+	if t.Extra == nil {
+		return v.Errorf("kv_connector_extra_config is required: its connectors are the transfer configs of the children, in order")
+	}
+	c.Children, err = parseChildren(t.Extra, c, depth+1)
+	return err
 }
 
 // Adopt gives a plugin those of kv_ip, kv_port, kv_rank, kv_parallel_size and kv_buffer_size beside kv_connector
@@ -140,94 +150,4 @@ func (c *Config) adopt(m *Manifest, log *slog.Logger) {
 			log.Warn("kv-transfer-config: " + w)
 		}
 	}
-}
-
-func (s *Settings) decode(raw json.RawMessage) error { return config.Object(raw, s.fields(), nil) }
-
-func (s *Settings) fields() []config.Field {
-	return []config.Field{
-		{Name: "ticket_key_file", Set: config.Text(&s.TicketKeyFile)},
-		{Name: "peers", Set: config.Texts(&s.Peers)},
-		{Name: "trust", Set: s.decodeTrust},
-		{Name: "landing_bytes", Set: config.Size(&s.LandingBytes)},
-		{Name: "arena_limit", Set: config.Size(&s.ArenaLimit)},
-		{Name: "plugin_sha256", Set: s.decodeHash},
-		{Name: "tenant_secret_file", Set: config.Text(&s.TenantSecretFile)},
-		{Name: "allow_lossy", Set: config.Bool(&s.AllowLossy)},
-		{Name: "unverified", Set: config.Bool(&s.Unverified)},
-		{Name: "ring", Set: config.Bool(&s.Ring)},
-		{Name: "recompute_threshold", Set: config.Positive(&s.RecomputeThreshold)},
-		{Name: "allow_weak_hashes", Set: config.Bool(&s.AllowWeakHashes)},
-		{Name: "deadlines", Set: func(raw json.RawMessage) error { return config.Object(raw, s.Deadlines.fields(), nil) }},
-		{Name: "heartbeat", Set: func(raw json.RawMessage) error {
-			return config.Object(raw, []config.Field{
-				{Name: "interval", Set: config.Duration(&s.Heartbeat.Interval)},
-				{Name: "limit", Set: config.Duration(&s.Heartbeat.Limit)},
-			}, nil)
-		}},
-		{Name: "breaker", Set: func(raw json.RawMessage) error {
-			return config.Object(raw, []config.Field{
-				{Name: "deaths", Set: config.Positive(&s.Breaker.Deaths)},
-				{Name: "window", Set: config.Duration(&s.Breaker.Window)},
-				{Name: "cooldown", Set: config.Duration(&s.Breaker.Cooldown)},
-				{Name: "backoff_min", Set: config.Duration(&s.Breaker.BackoffMin)},
-				{Name: "backoff_max", Set: config.Duration(&s.Breaker.BackoffMax)},
-			}, nil)
-		}},
-	}
-}
-
-func (d *Deadlines) fields() []config.Field {
-	return []config.Field{
-		{Name: "handshake", Set: config.Duration(&d.Handshake)},
-		{Name: "match", Set: config.Duration(&d.Match)},
-		{Name: "later", Set: config.Duration(&d.Later)},
-		{Name: "transfer", Set: config.Duration(&d.Transfer)},
-		{Name: "transfer_per_gib", Set: config.Duration(&d.TransferPerGiB)},
-		{Name: "save", Set: config.Duration(&d.Save)},
-		{Name: "plan", Set: config.Duration(&d.Plan)},
-		{Name: "finish", Set: config.Duration(&d.Finish)},
-		{Name: "grace", Set: config.Duration(&d.Grace)},
-		{Name: "hold", Set: config.Duration(&d.Hold)},
-		{Name: "hold_max", Set: config.Duration(&d.HoldMax)},
-		{Name: "fence", Set: config.Duration(&d.Fence)},
-		{Name: "drain", Set: config.Duration(&d.Drain)},
-	}
-}
-
-func (s *Settings) decodeTrust(raw json.RawMessage) error {
-	var v string
-	if err := config.Text(&v)(raw); err != nil {
-		return err
-	}
-	switch Trust(v) {
-	case TrustInPlace, TrustStaged:
-		s.Trust = Trust(v)
-		return nil
-	case "read-only":
-		return fmt.Errorf("%q is not built yet, only %q and %q", v, TrustInPlace, TrustStaged)
-	}
-	return fmt.Errorf("%s is not a trust level, use %q or %q", config.Quote(v), TrustInPlace, TrustStaged)
-}
-
-func (s *Settings) decodeHash(raw json.RawMessage) error {
-	var v string
-	if err := config.Text(&v)(raw); err != nil {
-		return err
-	}
-	v = strings.ToLower(v)
-	if len(v) != 64 || strings.Trim(v, "0123456789abcdef") != "" {
-		return fmt.Errorf("%s is not a SHA-256 in hex (64 digits)", config.Quote(v))
-	}
-	s.PluginSHA256 = v
-	return nil
-}
-
-// decodeDevice reads kv_buffer_device. That it is not to be had wraps connector.ErrIncompatible.
-func (c *Config) decodeDevice(raw json.RawMessage) error {
-	err := config.OneOf(&c.BufferDevice, "cpu", "cuda")(raw)
-	if err == nil && c.BufferDevice == "cuda" {
-		err = fmt.Errorf(`is "cuda", but caches are in host memory here and transfers of a GPU's memory were never run; want "cpu": %w`, connector.ErrIncompatible)
-	}
-	return err
 }

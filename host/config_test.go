@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"testing"
 	"time"
@@ -50,11 +51,11 @@ func TestParseConfigErrors(t *testing.T) {
 	for arg, want := range map[string]string{
 		``:                                      "is empty",
 		`  `:                                    "is empty",
-		`null`:                                  "must be a JSON object, not null",
-		`[]`:                                    "must be a JSON object, not an array",
-		`{"kv_connector":"X"}`:                  "kv_role is required",
-		`{"kv_role":"kv_both"}`:                 "kv_connector is required",
-		`{"kv_connector":"X","kv_role":"both"}`: `kv_role: "both" is none of`,
+		`null`:                                  "line 1, column 1: must be an object, not null",
+		`[]`:                                    "line 1, column 1: must be an object, not an array",
+		`{"kv_connector":"X"}`:                  "kv_role: is missing",
+		`{"kv_role":"kv_both"}`:                 "kv_connector: is missing",
+		`{"kv_connector":"X","kv_role":"both"}`: `line 1, column 31: kv_role: is "both", must be "kv_producer", "kv_consumer" or "kv_both"`,
 		`{"kv_connector":"X","kv_role":7}`:      "kv_role: must be a string, not a number",
 		`{"kv_connector":null,"kv_role":"kv_both"}`:        "kv_connector: must be a string, not null",
 		ok + `,"kv_conector":"Y"}`:                         `unknown field "kv_conector", did you mean "kv_connector"?`,
@@ -62,9 +63,9 @@ func TestParseConfigErrors(t *testing.T) {
 		ok + `,"zzzzzzzzzzzz":1}`:                          `unknown field "zzzzzzzzzzzz"`,
 		ok + `,"kv_role":"kv_both"}`:                       `field "kv_role" is given twice`,
 		ok + `,"kv_connector_extra_config":{"a":1,"a":2}}`: `field "a" is given twice`,
-		ok + `,"kv_connector_extra_config":[]}`:            "kv_connector_extra_config: must be a JSON object, not an array",
-		ok + `,"kv_load_failure_policy":"retry"}`:          `is "retry", want "recompute" or "fail"`,
-		ok + `,"kv_buffer_device":"tpu"}`:                  `kv_buffer_device: is "tpu", want`,
+		ok + `,"kv_connector_extra_config":[]}`:            "kv_connector_extra_config: must be an object, not an array",
+		ok + `,"kv_load_failure_policy":"retry"}`:          `is "retry", must be "recompute" or "fail"`,
+		ok + `,"kv_buffer_device":"tpu"}`:                  `kv_buffer_device: is "tpu", must be`,
 		ok + `,"kv_buffer_device":"cuda"}`:                 `kv_buffer_device: is "cuda", but caches are in host memory here`,
 		ok + `,"kv_ip":1}`:                                 "kv_ip: must be a string, not a number",
 		ok + `,"kv_port":[]}`:                              "kv_port: must be a whole number, not an array",
@@ -74,17 +75,17 @@ func TestParseConfigErrors(t *testing.T) {
 		ok + `,"kv_buffer_size":"10 apples"}`:              `kv_buffer_size: must be a number of bytes: "10 apples" is no whole number and no size such as "10GiB"`,
 		ok + `,"kvport":{"landing_bytes":"1e99"}}`:         `kvport.landing_bytes: must be a number of bytes: "1e99" is too large`,
 		"\xef\xbb\xbf" + ok + "}":                          "byte order mark",
-		ok + `,"kvport":{"trust":"read-only"}}`:            `kvport.trust: "read-only" is not built yet`,
-		ok + `,"kvport":{"trust":"full"}}`:                 "is not a trust level",
+		ok + `,"kvport":{"trust":"read-only"}}`:            `kvport.trust: is "read-only", must be "in-place" or "staged"`,
+		ok + `,"kvport":{"trust":"full"}}`:                 `kvport.trust: is "full", must be "in-place" or "staged"`,
 		ok + `,"kvport":{"deadlines":{"tranfer":"1s"}}}`:   `kvport.deadlines: unknown field "tranfer", did you mean "transfer"?`,
-		ok + `,"kvport":{"deadlines":{"save":"soon"}}}`:    `kvport.deadlines.save: "soon" is not a duration`,
-		ok + `,"kvport":{"deadlines":{"save":-1}}}`:        "kvport.deadlines.save: is -1s",
+		ok + `,"kvport":{"deadlines":{"save":"soon"}}}`:    `kvport.deadlines.save: must be a duration such as "250ms", or a number of seconds: "soon" is none`,
+		ok + `,"kvport":{"deadlines":{"save":-1}}}`:        "kvport.deadlines.save: is -1, must be more than 0",
 		ok + `,"kvport":{"deadlines":{"save":true}}}`:      "not a boolean",
-		ok + `,"kvport":{"breaker":{"deaths":0}}}`:         "kvport.breaker.deaths: is 0",
+		ok + `,"kvport":{"breaker":{"deaths":0}}}`:         "kvport.breaker.deaths: is 0, must be at least 1",
 		ok + `,"kvport":{"breaker":{"deaths":1.5}}}`:       "must be a whole number",
-		ok + `,"kvport":{"peers":["a",1]}}`:                "kvport.peers: [1] must be a string",
+		ok + `,"kvport":{"peers":["a",1]}}`:                "kvport.peers[1]: must be a string",
 		ok + `,"kvport":{"plugin_sha256":"abc"}}`:          "kvport.plugin_sha256",
-		ok + `,"kvport":null}`:                             "kvport: must be a JSON object, not null",
+		ok + `,"kvport":null}`:                             "kvport: must be an object, not null",
 		ok + "\n,,}":                                       "line 2, column 2",
 		ok + `} {}`:                                        "line 1, column 42",
 		ok:                                                 "unexpected end of JSON input",
@@ -153,10 +154,10 @@ func TestSettingsPage(t *testing.T) {
 	c, err := ParseConfig(example)
 	require.NoError(t, err)
 	require.Equal(t, DefaultSettings(), c.Settings)
-	for _, f := range c.Settings.fields() {
-		require.Contains(t, string(page), "| `"+f.Name+"` |")
+	for f := range reflect.TypeFor[Settings]().Fields() {
+		require.Contains(t, string(page), "| `"+f.Tag.Get("json")+"` |")
 	}
-	for _, f := range c.Settings.Deadlines.fields() {
-		require.Contains(t, example, `"`+f.Name+`"`)
+	for f := range reflect.TypeFor[Deadlines]().Fields() {
+		require.Contains(t, example, `"`+f.Tag.Get("json")+`"`)
 	}
 }

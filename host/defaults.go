@@ -4,22 +4,32 @@ import "time"
 
 // Settings are the host's own settings: the object "kvport" of the transfer config.
 type Settings struct {
-	TicketKeyFile    string   // key that signs tickets; empty: one shared by this user's engines on this machine
-	Peers            []string // ids of the engines whose tickets are accepted; empty: all that have the key
-	Trust            Trust
-	LandingBytes     int    // staged: landing memory of each rank, in bytes
-	ArenaLimit       int    // the most bytes that a connector may have as its arena; 0: what the machine has free
-	PluginSHA256     string // the plugin binary must have this hash, in hex; empty: any
-	TenantSecretFile string // makes digests and keys keyed MACs
-	AllowLossy       bool   // accept a connector whose loaded bytes may differ from the saved ones
-	Unverified       bool   // accept blocks of engines of other shapes, whose bytes no digest verifies
-	Ring             bool   // small messages go through shared memory, if the plugin can; false: all over the stream
-	AllowWeakHashes  bool   // agent: accept an engine whose block hashes could collide or differ between processes
+	// TicketKeyFile signs tickets; empty: one that this user's engines on this machine share.
+	TicketKeyFile string `json:"ticket_key_file" jsonschema:"description=The key that signs tickets; without it this user's engines on this machine share one."`
+	// Peers are the ids of the engines whose tickets are accepted; empty: all that have the key.
+	Peers []string `json:"peers" jsonschema:"description=The ids of the engines whose tickets are accepted; without it all that have the key."`
+	Trust Trust    `json:"trust" jsonschema:"enum=in-place,enum=staged,description=in-place: the plugin maps the paged cache. staged: it maps landing memory."`
+	// LandingBytes is the landing memory of each rank at trust level staged.
+	LandingBytes int `json:"landing_bytes" jsonschema:"minimum=1,description=Landing memory of each rank at trust level staged."`
+	// ArenaLimit is the most bytes that a connector may have as its arena; 0: what the machine has free.
+	ArenaLimit int `json:"arena_limit" jsonschema:"minimum=1,description=The most bytes that a connector may have as memory that outlives it; without it what the machine has free." jsonschema_extras:"unit=bytes"`
+	// PluginSHA256 is the hash that the plugin binary must have, in hex; empty: any.
+	PluginSHA256 string `json:"plugin_sha256" jsonschema:"pattern=^[0-9a-fA-F]{64}$,description=The SHA-256 of the plugin binary in hex; without it any binary is run."`
+	// TenantSecretFile makes digests and keys keyed MACs.
+	TenantSecretFile string `json:"tenant_secret_file" jsonschema:"description=Makes keys and digests keyed ones."`
+	// AllowLossy accepts a connector whose loaded bytes may differ from the saved ones.
+	AllowLossy bool `json:"allow_lossy" jsonschema:"description=Accepts a connector whose loaded bytes may differ from the saved ones."`
+	// Unverified accepts blocks of engines of other shapes, whose bytes no digest verifies.
+	Unverified bool `json:"unverified" jsonschema:"description=Accepts blocks of engines with another block size or other ranks, whose bytes no digest verifies."`
+	// Ring: small messages go through shared memory, if the plugin can; false: all over the stream.
+	Ring bool `json:"ring" jsonschema:"description=Small messages go through shared memory, if the plugin can; false: all over the stream."`
+	// AllowWeakHashes is the agent's: it accepts an engine whose block hashes could collide or differ between processes.
+	AllowWeakHashes bool `json:"allow_weak_hashes" jsonschema:"description=agent: accepts an engine whose block hashes could collide or differ between processes."`
 	// RecomputeThreshold is how many tokens an earlier turn's blocks must hold to be loaded: fewer are computed.
-	RecomputeThreshold int
-	Deadlines          Deadlines
-	Heartbeat          Heartbeat
-	Breaker            Breaker
+	RecomputeThreshold int       `json:"recompute_threshold" jsonschema:"minimum=1,description=Blocks of an earlier turn are loaded if they hold at least so many tokens that the engine lacks; else they are computed."`
+	Deadlines          Deadlines `json:"deadlines"`
+	Heartbeat          Heartbeat `json:"heartbeat"`
+	Breaker            Breaker   `json:"breaker"`
 }
 
 // Trust says what a plugin may touch.
@@ -33,34 +43,34 @@ const (
 
 // Deadlines bound every call. None may be zero.
 type Deadlines struct {
-	Handshake      time.Duration // from start to the first answer
-	Match          time.Duration // how long Match itself waits before it answers Later
-	Later          time.Duration // how long a match may stay Later before it is a miss
-	Transfer       time.Duration // a load, besides TransferPerGiB
-	TransferPerGiB time.Duration
-	Save           time.Duration
-	Plan           time.Duration
-	Finish         time.Duration // from the end of a request until its Finished
-	Grace          time.Duration // from a passed deadline until the plugin is killed
-	Hold           time.Duration // TTL of a hold that names none
-	HoldMax        time.Duration // the longest TTL a plugin may ask for
-	Fence          time.Duration // how long a dead plugin's blocks wait for those that may still write them, before they are lost
-	Drain          time.Duration // how long Close waits for transfers
+	Handshake      time.Duration `json:"handshake"` // from start to the first answer
+	Match          time.Duration `json:"match"`     // how long Match itself waits before it answers Later
+	Later          time.Duration `json:"later"`     // how long a match may stay Later before it is a miss
+	Transfer       time.Duration `json:"transfer"`  // a load, besides TransferPerGiB
+	TransferPerGiB time.Duration `json:"transfer_per_gib"`
+	Save           time.Duration `json:"save"`
+	Plan           time.Duration `json:"plan"`
+	Finish         time.Duration `json:"finish"`   // from the end of a request until its Finished
+	Grace          time.Duration `json:"grace"`    // from a passed deadline until the plugin is killed
+	Hold           time.Duration `json:"hold"`     // TTL of a hold that names none
+	HoldMax        time.Duration `json:"hold_max"` // the longest TTL a plugin may ask for
+	Fence          time.Duration `json:"fence"`    // how long a dead plugin's blocks wait for those that may still write them, before they are lost
+	Drain          time.Duration `json:"drain"`    // how long Close waits for transfers
 }
 
 // Heartbeat says how a hung plugin is noticed.
 type Heartbeat struct {
-	Interval time.Duration
-	Limit    time.Duration // a plugin that could have answered for so long and did not is killed; a busy machine stretches it up to four times
+	Interval time.Duration `json:"interval"`
+	Limit    time.Duration `json:"limit"` // a plugin that could have answered for so long and did not is killed; a busy machine stretches it up to four times
 }
 
 // Breaker says when a plugin that keeps dying is left alone.
 type Breaker struct {
-	Deaths     int
-	Window     time.Duration
-	Cooldown   time.Duration // then one start is tried
-	BackoffMin time.Duration // wait before the first restart, doubled each time
-	BackoffMax time.Duration
+	Deaths     int           `json:"deaths" jsonschema:"minimum=1"`
+	Window     time.Duration `json:"window"`
+	Cooldown   time.Duration `json:"cooldown"`    // then one start is tried
+	BackoffMin time.Duration `json:"backoff_min"` // wait before the first restart, doubled each time
+	BackoffMax time.Duration `json:"backoff_max"`
 }
 
 // DefaultSettings are the defaults of every setting: the one place that has them.

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/strictjson"
 )
 
 // kid is the config of one child; change is laid over it.
@@ -40,6 +41,14 @@ func multiRig(t *testing.T, ranks int, settings map[string]any, kids ...map[stri
 	return multiRigWith(t, rigOptions{ranks: ranks, settings: settings}, kids...)
 }
 
+// parsed is a JSON text as the decoder of configs has it.
+func parsed(t *testing.T, raw []byte) *strictjson.Value {
+	t.Helper()
+	v, err := strictjson.Parse(raw)
+	require.NoError(t, err)
+	return v
+}
+
 func multiRigWith(t *testing.T, o rigOptions, kids ...map[string]any) *rig {
 	t.Helper()
 	leaks := watchLeaks(t)
@@ -47,7 +56,7 @@ func multiRigWith(t *testing.T, o rigOptions, kids ...map[string]any) *rig {
 	raw, err := json.Marshal(map[string]any{"connectors": kids})
 	require.NoError(t, err)
 	cfg.Connector, cfg.Extra = MultiName, raw
-	cfg.Children, err = parseChildren(raw, cfg, 1)
+	cfg.Children, err = parseChildren(parsed(t, raw), cfg, 1)
 	require.NoError(t, err)
 	h, err := Open(t.Context(), cfg, eng, opts)
 	require.NoError(t, err)
@@ -278,11 +287,11 @@ func TestMultiConfig(t *testing.T) {
 	for _, c := range []struct{ name, role, connectors, want string }{
 		{"engine_id", "kv_both", `[{"kv_connector":"A","kv_role":"kv_both"},{"kv_connector":"B","kv_role":"kv_both","engine_id":"x"}]`, `kv_connector_extra_config.connectors[1].engine_id: belongs to the engine`},
 		{"empty", "kv_both", `[]`, `connectors: is empty`},
-		{"no array", "kv_both", `{}`, `connectors: must be an array of transfer configs, not an object`},
-		{"null", "kv_both", `null`, `connectors: must be an array of transfer configs, not null`},
-		{"no object", "kv_both", `["A"]`, `connectors[0]: must be a JSON object, not a string`},
-		{"no name", "kv_both", `[{"kv_role":"kv_both"}]`, `connectors[0]: kv_connector is required`},
-		{"no role", "kv_both", `[{"kv_connector":"A"}]`, `connectors[0]: kv_role is required`},
+		{"no array", "kv_both", `{}`, `connectors: must be an array, not an object`},
+		{"null", "kv_both", `null`, `connectors: must be an array, not null`},
+		{"no object", "kv_both", `["A"]`, `connectors[0]: must be an object, not a string`},
+		{"no name", "kv_both", `[{"kv_role":"kv_both"}]`, `connectors[0].kv_connector: is missing`},
+		{"no role", "kv_both", `[{"kv_connector":"A"}]`, `connectors[0].kv_role: is missing`},
 		{"role", "kv_producer", `[{"kv_connector":"A","kv_role":"kv_both"}]`, `connectors[0].kv_role: kv_both is more than the kv_producer of its MultiConnector`},
 		{"twice", "kv_both", `[{"kv_connector":"A","kv_role":"kv_both","kv_connector_extra_config":{"a": 1}},{"kv_connector":"A","kv_role":"kv_consumer","kv_connector_extra_config":{"a":1}}]`, `connectors[1]: is the same as connectors[0]`},
 		{"deep", "kv_both", deep, `nested more than 4 deep`},
@@ -290,7 +299,7 @@ func TestMultiConfig(t *testing.T) {
 		{"unknown field", "kv_both", `[{"kv_connector":"A","kv_role":"kv_both","kv_rol":1}]`, `connectors[0]: unknown field "kv_rol", did you mean "kv_role"?`},
 		{"trust", "kv_both", `[{"kv_connector":"A","kv_role":"kv_both","kvport":{"trust":"staged"}}]`, `connectors[0].kvport: trust and landing_bytes are the same for all children`},
 		{"ticket key", "kv_both", `[{"kv_connector":"A","kv_role":"kv_both","kvport":{"ticket_key_file":"k"}}]`, `connectors[0].kvport: ticket_key_file`},
-		{"nested path", "kv_both", `[{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":{"connectors":[{"kv_connector":"A","kv_role":"both"}]}}]`, `kv_connector_extra_config.connectors[0].kv_connector_extra_config.connectors[0]: kv_role: "both" is none of`},
+		{"nested path", "kv_both", `[{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":{"connectors":[{"kv_connector":"A","kv_role":"both"}]}}]`, `kv_connector_extra_config.connectors[0].kv_connector_extra_config.connectors[0].kv_role: is "both", must be`},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			_, err := ParseConfig(multiConfig(c.role, c.connectors))
@@ -306,7 +315,7 @@ func TestMultiConfig(t *testing.T) {
 	require.Equal(t, PolicyFail, c.Children[1].FailurePolicy)
 	require.Equal(t, []string{"kv_connector_extra_config.connectors[0].kv_port: accepted for compatibility, has no effect on A"}, c.Children[0].Adopt(&Manifest{Name: "A"}))
 	_, err = ParseConfig(`{"kv_connector":"MultiConnector","kv_role":"kv_both"}`)
-	require.ErrorContains(t, err, "connectors is required")
+	require.ErrorContains(t, err, "kv_connector_extra_config is required")
 }
 
 // A child that does not start ends the opening, says which it was and leaves nothing behind.
@@ -319,7 +328,7 @@ func TestMultiChildDoesNotStart(t *testing.T) {
 	}})
 	require.NoError(t, err)
 	cfg.Connector = MultiName
-	cfg.Children, err = parseChildren(raw, cfg, 1)
+	cfg.Children, err = parseChildren(parsed(t, raw), cfg, 1)
 	require.NoError(t, err)
 	_, err = Open(t.Context(), cfg, eng, opts)
 	require.ErrorIs(t, err, ErrConfig)

@@ -1,12 +1,12 @@
 package host
 
 import (
-	"encoding/json"
-	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/config"
+	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/multiconnector"
 )
 
@@ -19,41 +19,36 @@ const maxNesting = 4
 
 // parseChildren reads the kv_connector_extra_config of a MultiConnector. The settings of parent are
 // the defaults of its children. Errors name the field.
-func parseChildren(raw json.RawMessage, parent *Config, depth int) (children []*Config, err error) {
+func parseChildren(v *strictjson.Value, parent *Config, depth int) (children []*Config, err error) {
 	if depth > maxNesting {
-		return nil, fmt.Errorf("MultiConnectors are nested more than %d deep", maxNesting)
+		return nil, v.Errorf("MultiConnectors are nested more than %d deep", maxNesting)
 	}
-	list := []json.RawMessage(nil)
-	fields := []config.Field{{Name: "connectors", Set: func(raw json.RawMessage) error {
-		list, err = config.As[[]json.RawMessage](raw, "an array of transfer configs", "[")
-		switch {
-		case err != nil:
-		case len(list) == 0:
-			err = errors.New("is empty, must name at least one connector")
-		case len(list) > multiconnector.MaxChildren:
-			err = fmt.Errorf("names %d connectors, at most %d", len(list), multiconnector.MaxChildren)
-		}
-		return err
-	}}}
-	if err := config.Object(raw, fields, nil); err != nil {
+	var extra struct {
+		Connectors []strictjson.Value `json:"connectors" jsonschema:"required"`
+	}
+	if err := strict().Decode(v, &extra); err != nil {
 		return nil, err
 	}
-	if list == nil {
-		return nil, errors.New("connectors is required: the transfer configs of the children, in order")
+	switch n, list := len(extra.Connectors), v.Field("connectors"); {
+	case n == 0:
+		return nil, list.Errorf("is empty, must name at least one connector")
+	case n > multiconnector.MaxChildren:
+		return nil, list.Errorf("names %d connectors, at most %d", n, multiconnector.MaxChildren)
 	}
-	for i, item := range list {
-		at := fmt.Sprintf("connectors[%d]", i)
-		c, err := parseChild(item, parent, parent.at+"kv_connector_extra_config."+at+".", depth)
+	for i := range extra.Connectors {
+		item := &extra.Connectors[i]
+		at := fmt.Sprintf("kv_connector_extra_config.connectors[%d].", i)
+		c, err := parseChild(item, parent, parent.at+at, depth)
 		if err != nil {
-			return nil, config.FieldError(at, err)
+			return nil, err
 		}
 		for k, other := range children {
 			if sameChild(c, other) {
-				return nil, config.FieldError(at, fmt.Errorf("is the same as connectors[%d]", k))
+				return nil, item.Errorf("is the same as connectors[%d]", k)
 			}
 		}
 		for _, w := range c.Warnings {
-			parent.Warnings = append(parent.Warnings, "kv_connector_extra_config."+at+"."+w)
+			parent.Warnings = append(parent.Warnings, at+w)
 		}
 		children = append(children, c)
 	}
@@ -67,22 +62,25 @@ func parseChildren(raw json.RawMessage, parent *Config, depth int) (children []*
 	return children, nil
 }
 
-func parseChild(raw json.RawMessage, parent *Config, at string, depth int) (*Config, error) {
-	c := &Config{FailurePolicy: PolicyRecompute, Extra: json.RawMessage("{}"), Settings: parent.Settings, at: at}
+func parseChild(v *strictjson.Value, parent *Config, at string, depth int) (*Config, error) {
+	c := &Config{Settings: parent.Settings, at: at}
 	c.Settings.PluginSHA256 = ""
-	if err := c.decode(raw, depth); err != nil {
+	if err := c.decode(v, depth); err != nil {
 		return nil, err
 	}
 	was, is := &parent.Settings, &c.Settings
+	if len(is.Peers) == 0 {
+		is.Peers = was.Peers
+	}
 	switch {
 	case c.EngineID != "":
-		return nil, config.FieldError("engine_id", errors.New("belongs to the engine: give it to the MultiConnector, not to a child"))
+		return nil, v.Field("engine_id").Errorf("belongs to the engine: give it to the MultiConnector, not to a child")
 	case !subset(c.Role, parent.Role):
-		return nil, config.FieldError("kv_role", fmt.Errorf("%s is more than the %s of its MultiConnector", c.Role, parent.Role))
+		return nil, v.Field("kv_role").Errorf("%s is more than the %s of its MultiConnector", c.Role, parent.Role)
 	case is.Trust != was.Trust || is.LandingBytes != was.LandingBytes:
-		return nil, config.FieldError("kvport", errors.New("trust and landing_bytes are the same for all children: set them at the MultiConnector"))
-	case is.TicketKeyFile != was.TicketKeyFile || is.TenantSecretFile != was.TenantSecretFile || len(is.Peers) != len(was.Peers):
-		return nil, config.FieldError("kvport", errors.New("ticket_key_file, tenant_secret_file and peers are the engine's: set them at the MultiConnector"))
+		return nil, v.Field("kvport").Errorf("trust and landing_bytes are the same for all children: set them at the MultiConnector")
+	case is.TicketKeyFile != was.TicketKeyFile || is.TenantSecretFile != was.TenantSecretFile || !slices.Equal(is.Peers, was.Peers):
+		return nil, v.Field("kvport").Errorf("ticket_key_file, tenant_secret_file and peers are the engine's: set them at the MultiConnector")
 	}
 	return c, nil
 }

@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sync/singleflight"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/host/internal/config"
 	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/multiconnector"
 )
 
@@ -65,19 +65,22 @@ type house struct {
 	users  int
 }
 
-// incompatible makes a config error one of the contract.
+// incompatible makes a config error one of the contract. Line and column are left out: the operator wrote a larger text.
 func incompatible(err error) error {
 	text := strings.TrimPrefix(err.Error(), ErrConfig.Error()+": ")
+	if wrong, is := errors.AsType[*strictjson.Error](err); is {
+		text = wrong.Field()
+	}
 	return fmt.Errorf("%s: %w", strings.TrimPrefix(text, "kv_connector_extra_config."), connector.ErrIncompatible)
 }
 
 func multiConfigOf(raw json.RawMessage) (*Config, error) {
 	c := &Config{Connector: MultiName, Role: connector.RoleBoth, Extra: raw, Settings: DefaultSettings()}
-	if err := config.Check(raw); err != nil {
+	v, err := strictjson.Parse(raw)
+	if err != nil {
 		return nil, incompatible(err)
 	}
-	var err error
-	if c.Children, err = parseChildren(raw, c, 1); err != nil {
+	if c.Children, err = parseChildren(v, c, 1); err != nil {
 		return nil, incompatible(err)
 	}
 	return c, nil

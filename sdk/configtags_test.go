@@ -97,11 +97,11 @@ func TestDurations(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, config{Wait: 5 * time.Second, Off: time.Microsecond, Steps: []time.Duration{time.Second, 7}, Inner: inner{time.Hour}, Name: "5s"}, c)
 	for raw, want := range map[string]string{
-		`{"wait": "soon"}`:              `wait is "soon", must be a duration such as 250ms`,
-		`{"wait": true}`:                `wait is a JSON bool, want time.Duration`,
-		`{"steps": ["1s", "x"]}`:        `steps[1] is "x", must be a duration`,
+		`{"wait": "soon"}`:              `wait: must be a duration such as "250ms": "soon" is none`,
+		`{"wait": true}`:                `wait: must be a duration such as "250ms", not a boolean`,
+		`{"steps": ["1s", "x"]}`:        `steps[1]: must be a duration such as "250ms": "x" is none`,
 		`{"inner": {"retry": "5"}}`:     "",
-		`{"inner": {"retry": "later"}}`: `inner.retry is "later", must be a duration`,
+		`{"inner": {"retry": "later"}}`: `inner.retry: must be a duration`,
 	} {
 		err := decoding[config]()(json.RawMessage(raw))
 		if want == "" {

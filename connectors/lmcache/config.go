@@ -16,12 +16,12 @@ import (
 	"strings"
 	"time"
 
-	"github.com/agnivade/levenshtein"
 	"go.yaml.in/yaml/v3"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/remote"
 	"github.com/kvport/kvport/connectors/internal/tier"
+	"github.com/kvport/kvport/internal/strictjson"
 )
 
 // Scope says that only the engine that stored a block is sure to find it: what is below memory is written
@@ -151,16 +151,11 @@ func switchedOff(name, value string) bool {
 
 // didYouMean suggests the nearest name, if one is near.
 func didYouMean(name string) string {
-	best, limit := "", len(name)/3+1
-	for _, known := range slices.Concat(slices.Sorted(maps.Keys((&Config{}).fields())), without()) {
-		if d := levenshtein.ComputeDistance(name, known); len(name) < 64 && d < limit {
-			best, limit = known, d
-		}
+	known := slices.Concat(slices.Sorted(maps.Keys((&Config{}).fields())), without())
+	if near := strictjson.Nearest(name, known, len(name)/3+1); near != "" {
+		return fmt.Sprintf(", did you mean %q?", near)
 	}
-	if best == "" {
-		return ""
-	}
-	return fmt.Sprintf(", did you mean %q?", best)
+	return ""
 }
 
 // settings are what config, environment and file come to.

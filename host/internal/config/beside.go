@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+
+	"github.com/kvport/kvport/internal/strictjson"
 )
 
 // Beside are keys of vLLM's KVTransferConfig that stand beside kv_connector, for connectors that have a field for them.
@@ -17,26 +19,19 @@ type option struct {
 	value json.RawMessage
 }
 
-// Decode keeps the keys that vLLM has for the connectors that need an address or a buffer.
-func (b *Beside) Decode(key string, value json.RawMessage) (known bool, err error) {
-	null := bytes.Equal(bytes.TrimSpace(value), []byte("null"))
-	switch key {
-	case "kv_ip":
-		_, err = As[string](value, "a string", `"`)
-	case "kv_buffer_size":
-		_, err = Whole(value, true)
-	case "kv_port", "kv_rank", "kv_parallel_size":
-		_, err = Whole(value, false)
-	default:
-		return false, nil
+// BesideNames are the names of those keys.
+func BesideNames() []string {
+	return []string{"kv_ip", "kv_port", "kv_rank", "kv_parallel_size", "kv_buffer_size"}
+}
+
+// BesideOf keeps those keys of a transfer config that was decoded. Null is as good as absent.
+func BesideOf(v *strictjson.Value) (b Beside) {
+	for _, name := range v.Names() {
+		if value := v.Field(name); slices.Contains(BesideNames(), name) && !value.IsNull() {
+			b = append(b, option{name, value.Raw()})
+		}
 	}
-	if null && key != "kv_ip" {
-		return true, nil
-	}
-	if err == nil {
-		*b = append(*b, option{key, bytes.Clone(value)})
-	}
-	return true, err
+	return b
 }
 
 // Adopt adds to extra, a connector's kv_connector_extra_config, those keys for which schema has a field of that name;
@@ -91,12 +86,7 @@ func compacted(raw json.RawMessage) []byte {
 	return out.Bytes()
 }
 
-// Foreign reports keys that vLLM's and LMCache's users have in their configs and that mean nothing
-// here. A value that could not be theirs is an error: it is a mistake that those systems refuse.
-func Foreign(key string, value json.RawMessage) (known bool, err error) {
-	if key == "enable_permute_local_kv" {
-		_, err = As[bool](value, "true or false", "tf")
-		return true, err
-	}
-	return strings.HasPrefix(key, "lmcache.") || strings.HasPrefix(key, "lmcache_"), nil
+// Foreign reports keys that LMCache's users have in their configs and that mean nothing here.
+func Foreign(key string) bool {
+	return strings.HasPrefix(key, "lmcache.") || strings.HasPrefix(key, "lmcache_")
 }

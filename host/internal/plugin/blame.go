@@ -11,7 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kvport/kvport/host/internal/config"
+	"github.com/kvport/kvport/internal/strictjson"
 )
 
 // blame completes the error of a phase that a plugin did not live through or did not answer in: with
@@ -24,7 +24,7 @@ func (r *runner) blame(phase string, err error) error {
 		err = fmt.Errorf("%w; its process ended: %s", err, how)
 	}
 	if line := r.lines.lastLine(); line != "" {
-		err = fmt.Errorf("%w; its last line on standard error: %s", err, config.Quote(line))
+		err = fmt.Errorf("%w; its last line on standard error: %s", err, strictjson.Quote(line))
 	}
 	return err
 }

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/kvport/kvport/host/internal/config"
+	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/internal/wire"
 )
 
@@ -94,7 +95,7 @@ func notFound(w *Wanted, found []Found) error {
 	}
 	slices.Sort(own)
 	err := fmt.Errorf("%w: kv_connector: no plugin is called %s%s; there are %s (%s)",
-		config.Err, config.Quote(w.Connector), nearestConnector(w.Connector, known), strings.Join(slices.Compact(own), ", "), looked)
+		config.Err, strictjson.Quote(w.Connector), nearestConnector(w.Connector, known), strings.Join(slices.Compact(own), ", "), looked)
 	if len(broken) > 0 {
 		err = fmt.Errorf("%w; skipped: %s", err, strings.Join(broken, "; "))
 	}
@@ -109,9 +110,9 @@ func nearestConnector(name string, known []string) string {
 		stems[i] = stem(k)
 		whole[stems[i]] = k
 	}
-	near := config.Nearest(name, known, 3) // an end that was misspelt itself
+	near := strictjson.Nearest(name, known, 3) // an end that was misspelt itself
 	if near == "" {
-		near = whole[config.Nearest(stem(name), stems, len(stem(name))/3+1)]
+		near = whole[strictjson.Nearest(stem(name), stems, len(stem(name))/3+1)]
 	}
 	if near == "" {
 		return ""
@@ -349,7 +350,7 @@ func firstLine(b []byte) string {
 	if len(line) == 0 {
 		return ""
 	}
-	return ": " + config.Quote(string(line))
+	return ": " + strictjson.Quote(string(line))
 }
 
 // Resolve finds the wanted program and pins its content if a hash is given. The caller closes it. Errors
@@ -375,7 +376,7 @@ func Resolve(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error) {
 	}
 	m, err := p.Manifest(ctx)
 	if err == nil && !m.Answers(w.Connector) {
-		err = fmt.Errorf("%s answers to %q, not to kv_connector %s", path, append([]string{m.Name}, m.Aliases...), config.Quote(w.Connector))
+		err = fmt.Errorf("%s answers to %q, not to kv_connector %s", path, append([]string{m.Name}, m.Aliases...), strictjson.Quote(w.Connector))
 	}
 	if err != nil {
 		return nil, nil, errors.Join(fmt.Errorf("%w: %w", config.Err, err), p.Close())
@@ -409,5 +410,5 @@ func findPinned(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error
 		wrong = append(wrong, filepath.Base(path))
 	}
 	return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: no plugin %s with SHA-256 %s (looked in %s; others: %s)", config.Err,
-		config.Quote(w.Connector), w.SHA256, strings.Join(w.Paths, ", "), strings.Join(wrong, ", "))
+		strictjson.Quote(w.Connector), w.SHA256, strings.Join(w.Paths, ", "), strings.Join(wrong, ", "))
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/kvport/kvport/host/internal/config"
 	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/shm"
+	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
@@ -449,7 +450,7 @@ func shakeError(err error) error {
 	case ok && said == "":
 		return errors.New("it did not say on standard output where it listens: it must call sdk.Serve")
 	case ok:
-		return fmt.Errorf("%s %s: it must call sdk.Serve and print nothing before", garbage, config.Quote(said))
+		return fmt.Errorf("%s %s: it must call sdk.Serve and print nothing before", garbage, strictjson.Quote(said))
 	}
 	return errors.New(line)
 }

@@ -1,4 +1,5 @@
-package wire
+// Package strictjson reads JSON configs strictly: what a config says that no reader knows is an error that names it.
+package strictjson
 
 import (
 	"bytes"

@@ -1,0 +1,250 @@
+package strictjson
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"regexp"
+	"strconv"
+	"strings"
+)
+
+// Value is a JSON value that knows where it stands: errors about it name its field, line and column. A field of this
+// type takes a value as it is, to be decoded later.
+type Value struct {
+	path   string
+	text   []byte // the whole document
+	start  int    // of the value in text
+	end    int
+	names  []string // of an object, in their order
+	fields map[string]*Value
+	items  []*Value
+	plain  json.RawMessage // the number that a text stands for, once it was decoded as one; else nil
+}
+
+// Error is a mistake in a JSON text.
+type Error struct {
+	Path         string // of the field, such as kvport.deadlines.save; empty: the whole text
+	Line, Column int    // from 1; the column counts bytes
+	Err          error
+}
+
+// Error is the message with line and column.
+func (e *Error) Error() string {
+	return fmt.Sprintf("line %d, column %d: %s", e.Line, e.Column, e.Field())
+}
+
+// Field is the message without line and column, for texts that their author does not see as they are decoded.
+func (e *Error) Field() string {
+	if e.Path == "" {
+		return e.Err.Error()
+	}
+	return e.Path + ": " + e.Err.Error()
+}
+
+// Unwrap is what is wrong.
+func (e *Error) Unwrap() error { return e.Err }
+
+// Parse reads the one JSON value of a text. It refuses what encoding/json lets pass or explains badly: no value, several
+// values, keys that are given twice. Errors are of type *Error.
+func Parse(text []byte) (*Value, error) {
+	whole := &Value{text: text}
+	if len(bytes.TrimSpace(text)) == 0 {
+		return nil, whole.Errorf("is empty, must be a JSON object")
+	}
+	if bytes.HasPrefix(text, []byte("\xef\xbb\xbf")) {
+		return nil, whole.Errorf("begins with a byte order mark (EF BB BF): save it as UTF-8 without one")
+	}
+	var syntax *json.SyntaxError
+	if err := json.Unmarshal(text, new(json.RawMessage)); errors.As(err, &syntax) {
+		at, hint := explain(text, int(syntax.Offset))
+		whole.start = max(at-1, 0)
+		return nil, whole.Errorf("bad JSON: %s%w", hint, err)
+	} else if err != nil {
+		return nil, whole.Errorf("bad JSON: %w", err)
+	}
+	p := &parser{text: text, decoder: json.NewDecoder(bytes.NewReader(text))}
+	return p.value("")
+}
+
+// explain gives the place of a mistake that was noticed at the byte before offset, and a hint if it is one that other
+// languages allow.
+func explain(text []byte, offset int) (at int, hint string) {
+	if offset < 1 || offset > len(text) {
+		return offset, ""
+	}
+	switch text[offset-1] {
+	case '\'':
+		return offset, "single quotes are not JSON, write double quotes: "
+	case '}', ']':
+		before := bytes.TrimRight(text[:offset-1], " \t\r\n")
+		if bytes.HasSuffix(before, []byte(",")) {
+			return len(before), "JSON has no comma behind the last item: "
+		}
+	}
+	return offset, ""
+}
+
+// parser makes values of a text whose syntax was checked.
+type parser struct {
+	text    []byte
+	decoder *json.Decoder
+}
+
+// next reads a token and says where it begins.
+func (p *parser) next() (token json.Token, start int, err error) {
+	start = int(p.decoder.InputOffset())
+	for start < len(p.text) && strings.IndexByte(" \t\r\n,:", p.text[start]) >= 0 {
+		start++
+	}
+	p.decoder.UseNumber()
+	token, err = p.decoder.Token()
+	return token, start, err
+}
+
+func (p *parser) value(path string) (*Value, error) {
+	token, start, err := p.next()
+	if err != nil {
+		return nil, err
+	}
+	v := &Value{path: path, text: p.text, start: start}
+	switch token {
+	case json.Delim('{'):
+		v.fields = map[string]*Value{}
+		err = p.object(v)
+	case json.Delim('['):
+		err = p.array(v)
+	}
+	v.end = int(p.decoder.InputOffset())
+	return v, err
+}
+
+func (p *parser) object(v *Value) error {
+	for p.decoder.More() {
+		token, start, err := p.next()
+		if err != nil {
+			return err
+		}
+		name, _ := token.(string)
+		if v.fields[name] != nil {
+			twice := &Value{path: v.path, text: v.text, start: start}
+			return twice.Errorf("field %s is given twice", Quote(name)) // readers disagree which of them counts
+		}
+		v.names = append(v.names, name)
+		if v.fields[name], err = p.value(join(v.path, name)); err != nil {
+			return err
+		}
+	}
+	_, _, err := p.next()
+	return err
+}
+
+func (p *parser) array(v *Value) error {
+	for p.decoder.More() {
+		item, err := p.value(fmt.Sprintf("%s[%d]", v.path, len(v.items)))
+		if err != nil {
+			return err
+		}
+		v.items = append(v.items, item)
+	}
+	_, _, err := p.next()
+	return err
+}
+
+// Raw is the text of the value.
+func (v *Value) Raw() json.RawMessage { return bytes.Clone(v.text[v.start:v.end]) }
+
+// Field is a field of an object; nil where there is none.
+func (v *Value) Field(name string) *Value { return v.fields[name] }
+
+// Names are the names of an object's fields in their order.
+func (v *Value) Names() []string { return v.names }
+
+// Errorf is an error about the value: *Error.
+func (v *Value) Errorf(format string, args ...any) error {
+	before := v.text[:min(v.start, len(v.text))]
+	return &Error{
+		Path: v.path, Line: bytes.Count(before, []byte("\n")) + 1, Column: len(before) - bytes.LastIndexByte(before, '\n'),
+		Err: fmt.Errorf(format, args...),
+	}
+}
+
+// kind is the first byte of a value, with 0 for numbers.
+func (v *Value) kind() byte {
+	switch b := v.text[v.start]; b {
+	case '{', '[', '"', 'n':
+		return b
+	case 't', 'f':
+		return 't'
+	}
+	return '0'
+}
+
+// IsNull reports whether the value is null.
+func (v *Value) IsNull() bool { return v.kind() == 'n' }
+
+// what says in words which kind of value it is.
+func (v *Value) what() string {
+	return map[byte]string{'{': "an object", '[': "an array", '"': "a string", 't': "a boolean", 'n': "null", '0': "a number"}[v.kind()]
+}
+
+// shown is a value in a message, which stays a line.
+func (v *Value) shown() string {
+	raw := v.Raw()
+	if len(raw) > longest {
+		return strings.ToValidUTF8(string(raw[:longest]), "") + "..."
+	}
+	return string(raw)
+}
+
+// instance is the value as the validator of schemas takes it, with numbers for the texts that stand for numbers.
+func (v *Value) instance() any {
+	switch v.kind() {
+	case '{':
+		object := make(map[string]any, len(v.fields))
+		for name, field := range v.fields {
+			object[name] = field.instance()
+		}
+		return object
+	case '[':
+		array := make([]any, len(v.items))
+		for i, item := range v.items {
+			array[i] = item.instance()
+		}
+		return array
+	}
+	raw := v.text[v.start:v.end]
+	if v.plain != nil {
+		raw = v.plain
+	}
+	d := json.NewDecoder(bytes.NewReader(raw))
+	d.UseNumber()
+	var plain any
+	_ = d.Decode(&plain) // its syntax was checked
+	return plain
+}
+
+// longest is how many bytes of a name or a value a message has.
+const longest = 80
+
+// Quote is strconv.Quote, shortened: a message stays a line.
+func Quote(s string) string {
+	if len(s) > longest {
+		return strconv.Quote(s[:longest]) + "..."
+	}
+	return strconv.Quote(s)
+}
+
+// ordinary is a name that stands in a path as it is.
+var ordinary = regexp.MustCompile(`^[\pL\pN_./-]{1,80}$`)
+
+func join(path, name string) string {
+	if !ordinary.MatchString(name) {
+		name = Quote(name)
+	}
+	if path == "" {
+		return name
+	}
+	return path + "." + name
+}
