@@ -24,7 +24,7 @@ type Config struct {
 	KeyFile   string   `json:"key_file,omitempty"     jsonschema:"description=key that all peers share; needed beyond loopback; makes mutual TLS of it. Without it peers prove a key that their hosts derive from the ticket key"`
 	Bytes     int64    `json:"buffer_bytes,omitempty" jsonschema:"default=1073741824,minimum=1048576,description=memory for blocks that wait to be fetched or have arrived"`
 	SocketDir string   `json:"socket_dir,omitempty"   jsonschema:"description=shm: folder of the listeners' sockets; empty: one of its own for each"`
-	Digest    bool     `json:"digest,omitempty"       jsonschema:"default=true,description=digest over every frame besides the host's own over every block"`
+	Digest    bool     `json:"digest,omitempty"       jsonschema:"default=true,description=digest over every frame apart from the host's own over every block"`
 }
 
 // Open makes the peers of a config, for sdk.FromPipe.

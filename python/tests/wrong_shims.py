@@ -182,7 +182,7 @@ LOADS = [
         around(SchedulerSide, "allocated", lambda real: lambda self, r, tables, n: real(self, r, [t[::-1] for t in tables], n)),
     ),
     Wrong(21, "a load begins with the offer", around(SchedulerSide, "match", at_the_offer)),
-    Wrong(38, "the worker does not hear of a load", around(SchedulerSide, "build", unheard)),
+    Wrong(38, "the worker does not learn about a load", around(SchedulerSide, "build", unheard)),
 ]
 
 # -- steps
