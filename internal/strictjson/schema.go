@@ -373,14 +373,14 @@ func (f *taggedField) checkValue(word, value string) error {
 		return checkDuration(value)
 	case slices.Contains([]string{"minLength", "maxLength", "minItems", "maxItems"}, word):
 		if _, err := strconv.ParseUint(value, 10, 64); err != nil {
-			return fmt.Errorf("want a number of 0 or more")
+			return fmt.Errorf("must be a number of 0 or more")
 		}
 	case slices.Contains([]string{"multipleOf", "minimum", "maximum", "exclusiveMaximum", "exclusiveMinimum"}, word), numeric && (word == "default" || word == "enum"):
 		if _, ok := new(big.Float).SetString(value); !ok {
-			return fmt.Errorf("want a number")
+			return fmt.Errorf("must be a number")
 		}
 	case f.schema.Type == "boolean" && word == "default" && value != "true" && value != "false":
-		return fmt.Errorf("want true or false")
+		return fmt.Errorf("must be true or false")
 	}
 	return nil
 }
@@ -388,7 +388,7 @@ func (f *taggedField) checkValue(word, value string) error {
 func checkDuration(value string) error {
 	_, number := ConfigNumber([]byte(value))
 	if _, err := time.ParseDuration(value); err != nil && !number {
-		return fmt.Errorf("want a duration such as 250ms, 5s or 1h")
+		return fmt.Errorf("must be a duration such as 250ms, 5s or 1h")
 	}
 	return nil
 }
