@@ -146,7 +146,7 @@ func TestExamplesOfLMCache(t *testing.T) {
 		"nixl alone": {file: fmt.Sprintf(nixl, "False", 0), want: "nowhere to keep blocks; LMCache's own transfer between engines (enable_nixl) is not built"},
 		"pd alone":   {file: fmt.Sprintf(pd, "False", 0), want: "nowhere to keep blocks; LMCache's own transfer between engines (enable_pd) is not built"},
 		"misspelt":   {config: `{"lmcache.chunk_siz": 1}`, want: `did you mean "lmcache.chunk_size"?`},
-		"unknown":    {config: `{"nothing_like_it_at_all": 1}`, want: "more: kvport plugins describe lists them"},
+		"unknown":    {config: `{"nothing_like_it_at_all": 1}`, want: "more: kvport schema lists them"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			clean(t)

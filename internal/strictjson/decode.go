@@ -301,7 +301,7 @@ func Unknown(name string, known []string) error {
 	}
 	const most = 16 // so that a message stays a line
 	if len(known) > most {
-		return fmt.Errorf("unknown field %s, known are %s and %d more", Quote(name), strings.Join(known[:most], ", "), len(known)-most)
+		return fmt.Errorf("unknown field %s, known are %s and %d more: kvport schema lists them", Quote(name), strings.Join(known[:most], ", "), len(known)-most)
 	}
 	return fmt.Errorf("unknown field %s, known are %s", Quote(name), strings.Join(known, ", "))
 }
