@@ -226,7 +226,7 @@ func trip[M proto.Message, T any](t *testing.T, m M, from func(M) (T, error), to
 	return got, true
 }
 
-// saneTransfers checks transfers that were accepted from a message of so many bytes.
+// saneTransfers checks transfers that were accepted from a message of size bytes.
 func saneTransfers(t *testing.T, size int, list ...connector.Transfer) {
 	t.Helper()
 	for _, tr := range list {
