@@ -38,7 +38,7 @@ func TestHeartbeat(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		ask   func(context.Context) error
-		stood func() time.Duration
+		waited func() time.Duration
 		alive bool
 		took  time.Duration
 	}{
@@ -54,7 +54,7 @@ func TestHeartbeat(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				began := time.Now()
-				err := (&heartbeat{limit: limit, ask: c.ask, waited: c.stood}).beat(t.Context())
+				err := (&heartbeat{limit: limit, ask: c.ask, waited: c.waited}).beat(t.Context())
 				require.Equal(t, c.took, time.Since(began))
 				if c.alive {
 					require.NoError(t, err)
@@ -127,14 +127,14 @@ func TestRunQueue(t *testing.T) {
 	require.Zero(t, l.waited(), "it sleeps")
 	write("7", "stat", "7 (a (b) S) R 1 2 3\n")
 	began := l.last
-	stood := l.waited()
-	require.Positive(t, stood, "it is in line and was not run at all")
-	require.Equal(t, l.last.Sub(began), stood)
+	waited := l.waited()
+	require.Positive(t, waited, "it waits for a processor and has not run at all")
+	require.Equal(t, l.last.Sub(began), waited)
 	write("7", "schedstat", "151 1250000000 7\n")
 	write("7", "stat", "7 (a) D 1 2 3\n")
 	began = l.last
-	stood = l.waited()
-	require.Equal(t, l.last.Sub(began), stood, "it waits for a disk")
+	waited = l.waited()
+	require.Equal(t, l.last.Sub(began), waited, "it waits for a disk")
 	write("8", "schedstat", "1 9000000000 1\n")
 	write("7", "stat", "7 (a) T 1 2 3\n")
 	require.Zero(t, l.waited(), "one thread is new, one is stopped")
@@ -176,10 +176,10 @@ func TestRunQueueOfProcess(t *testing.T) {
 	spin()
 	l := runQueue{folders: []string{fmt.Sprintf("/proc/%d/task", polite)}}
 	l.waited()
-	stood := time.Duration(0)
+	waited := time.Duration(0)
 	require.Eventually(t, func() bool {
-		stood += l.waited()
-		return stood > 200*time.Millisecond
+		waited += l.waited()
+		return waited > 200*time.Millisecond
 	}, time.Minute, 20*time.Millisecond)
 	require.NoError(t, unix.Kill(polite, unix.SIGSTOP))
 	require.Eventually(t, func() bool { return l.waited() == 0 && stateOf(fmt.Sprintf("/proc/%d/stat", polite)) == 'T' }, 20*time.Second, 20*time.Millisecond)

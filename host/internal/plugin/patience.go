@@ -12,8 +12,8 @@ import (
 
 // Patient is a context for a plugin's start. It ends when the plugin could have used all of limit, so that a
 // busy machine delays a start and does not fail it: see heartbeat, whose rules these are. Its cause is then
-// DeadlineExceeded. stood may be nil.
-func Patient(ctx context.Context, limit time.Duration, stood func() time.Duration) (context.Context, context.CancelFunc) {
+// DeadlineExceeded. waits may be nil.
+func Patient(ctx context.Context, limit time.Duration, waits func() time.Duration) (context.Context, context.CancelFunc) {
 	tick := max(limit/heartbeatTicks, 1)
 	ctx, release := context.WithTimeout(ctx, heartbeatStretch*limit+tick)
 	ctx, end := context.WithCancelCause(ctx)
@@ -29,8 +29,8 @@ func Patient(ctx context.Context, limit time.Duration, stood func() time.Duratio
 			case <-ticker.C:
 			}
 			now, waited := time.Now(), time.Duration(0)
-			if stood != nil {
-				waited = stood()
+			if waits != nil {
+				waited = waits()
 			}
 			counted += runnableTime(now.Sub(last), tick, waited)
 			last = now

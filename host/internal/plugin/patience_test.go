@@ -17,7 +17,7 @@ func TestPatience(t *testing.T) {
 	const tick = limit / heartbeatTicks
 	for _, c := range []struct {
 		name  string
-		stood func() time.Duration
+		waits func() time.Duration
 		takes time.Duration // the start
 		want  time.Duration // until it is given up; 0: it is not
 	}{
@@ -30,7 +30,7 @@ func TestPatience(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				began := time.Now()
-				ctx, cancel := Patient(t.Context(), limit, c.stood)
+				ctx, cancel := Patient(t.Context(), limit, c.waits)
 				defer cancel()
 				require.Equal(t, c.want == 0, after(c.takes)(ctx) == nil)
 				require.Equal(t, c.want != 0, RanOut(ctx))
