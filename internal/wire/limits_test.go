@@ -104,7 +104,7 @@ func TestCallsRefuseAndNameField(t *testing.T) {
 		"describe: arena_bytes":       second(InfoFromProto(InfoToProto(&connector.Info{Name: "x", Scope: 1, ArenaBytes: -1}))),
 		"stats has 65":                second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x", Scope: 1, Stats: make([]*kvportv1.StatInfo, 65)})),
 		"describe: stats[0]: kind":    second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x", Scope: 1, Stats: []*kvportv1.StatInfo{{Kind: 3}}})),
-		`stat "A" must be`:            second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x", Scope: 1, Stats: []*kvportv1.StatInfo{{Name: "A"}}})),
+		`stat "A" must consist of`:    second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x", Scope: 1, Stats: []*kvportv1.StatInfo{{Name: "A"}}})),
 		"stats has 513":               second(StatsFromProto(&kvportv1.StatsResponse{Stats: make([]*kvportv1.Stat, connector.MaxSamples+1)})),
 		"stats[0]: labels has 5":      second(StatsFromProto(&kvportv1.StatsResponse{Stats: []*kvportv1.Stat{{Labels: make([]string, 5)}}})),
 		"stats[0]: name":              second(StatsFromProto(&kvportv1.StatsResponse{Stats: []*kvportv1.Stat{{Name: long}}})),

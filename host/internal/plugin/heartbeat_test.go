@@ -36,11 +36,11 @@ func TestHeartbeat(t *testing.T) {
 	starved := func() time.Duration { return time.Hour }
 	half := func() time.Duration { return tick / 2 }
 	for _, c := range []struct {
-		name  string
-		ask   func(context.Context) error
+		name   string
+		ask    func(context.Context) error
 		waited func() time.Duration
-		alive bool
-		took  time.Duration
+		alive  bool
+		took   time.Duration
 	}{
 		{"at once", after(0), idle, true, 0},
 		{"in time", after(1900 * time.Millisecond), idle, true, 1900 * time.Millisecond},
