@@ -21,7 +21,7 @@ func (s *source) abandon(f *plugin.Fence) {
 }
 
 // renew gives the next life of the plugin other memory where somebody may still write that of the last one:
-// an arena, and landing memory if it is this plugin's alone. Cache blocks cannot be replaced: the book keeps
+// an arena, and landing memory if it is this plugin's alone. Cache blocks cannot be replaced: the tracker keeps
 // those that the last life had from ever being used again.
 func (s *source) renew() error {
 	if n := s.left.Count(); n >= maxAbandoned {
@@ -97,7 +97,7 @@ func (h *Host) losing(ctx context.Context, id tracker.CallID) context.Context {
 	return context.WithValue(ctx, loserKey{}, func() {
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		h.do(h.book.Lose(time.Now(), id))
+		h.do(h.tracker.Lose(time.Now(), id))
 	})
 }
 

@@ -15,13 +15,13 @@ type Engine struct {
 	Model connector.Fingerprint
 	Shape connector.Fingerprint
 
-	// Base is what Shape is made of but for block size and ranks; zero: blocks cannot be cut. See
+	// Base is what Shape is made of, except block size and ranks; zero: blocks cannot be cut. See
 	// connector.Env.
 	Base connector.Fingerprint
 
 	// Address is connector.KeySpace.Address of a request's leading tokens: it tells whether the ticket of an
 	// engine with other blocks is for the same prompt. It is asked in Match, of that request, by the same
-	// goroutine. It is zero where the request has not so many tokens. Nil: such tickets are refused.
+	// goroutine. It is zero where the request has fewer tokens. Nil: such tickets are refused.
 	Address func(request connector.RequestID, blockTokens, tokens int) connector.BlockKey
 
 	// ShapeText is what the shape is made of (dtype, layout, kernel), for messages; may be empty. At most
@@ -37,12 +37,12 @@ type Options struct {
 	PluginPath []string // folders in which to look for kvport-* binaries, in order
 	Log        *slog.Logger
 	Metrics    prometheus.Registerer
-	// BlockEvents gets what a connector with CanEvents says of its blocks; nil: it is not asked. The
+	// BlockEvents gets what a connector with CanEvents reports about its blocks; nil: it is not asked. The
 	// host never waits for the reader: what finds no room in the channel is dropped and counted, and
 	// the next report has Gap set. The host does not close it.
 	BlockEvents chan<- BlockReport
 
-	// Started, unless nil, is told of every process of the plugin before a side of it is opened, so
+	// Started, unless nil, is called for every process of the plugin before a side of it is opened, so
 	// before it is asked to touch a block. pidfd is only lent for the call. An error ends the process,
 	// and its start with that error.
 	Started func(pid, pidfd int) error
@@ -83,7 +83,7 @@ type Event struct {
 	Err  error // why Failed is not empty, for logs and metrics
 }
 
-// Health is what /health says of a host.
+// Health is what /health says about a host.
 type Health struct {
 	Connector string `json:"connector"`
 	State     string `json:"state"` // ready, degraded (some children are not ready, or memory is lost), waiting_for_fence, restarting, broken

@@ -186,8 +186,8 @@ func (s *source) fillArena() {
 
 // arenaBytes is the memory that connectors have as arenas.
 func (h *Host) arenaBytes() int64 {
-	if h.family != nil {
-		return h.family.arenaBytes()
+	if h.composite != nil {
+		return h.composite.arenaBytes()
 	}
 	return h.src.arena.Size()
 }

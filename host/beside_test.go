@@ -17,7 +17,7 @@ func TestParseConfigNumbers(t *testing.T) {
 	require.InDelta(t, 7, s.Breaker.Window.Seconds(), 0)
 }
 
-// What stands beside kv_connector goes to a plugin that has a field for it; for others it is a warning.
+// A key next to kv_connector goes to a plugin that has a field for it; for others it is a warning.
 func TestAdopt(t *testing.T) {
 	m := &Manifest{Name: "XConnector", ConfigSchema: json.RawMessage(`{"properties":{"kv_ip":{},"kv_port":{},"kv_buffer_size":{}}}`)}
 	c, err := ParseConfig(`{"kv_connector":"X","kv_role":"kv_both","kv_ip":"127.0.0.2","kv_port":"14579","kv_buffer_size":"1e1","kv_rank":1,

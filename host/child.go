@@ -14,7 +14,7 @@ import (
 	"github.com/kvport/kvport/host/internal/plugin"
 )
 
-// child is one plugin of a MultiConnector, kept running. Its sides live as long as the family: while
+// child is one plugin of a MultiConnector, kept running. Its sides live as long as the composite: while
 // the process is down a Match is a miss, and Load and Save fail with ErrGone.
 type child struct {
 	label   string // its place and name, such as 1/DiskConnector
@@ -33,7 +33,7 @@ type child struct {
 	broken  bool
 	since   time.Time
 	lastErr error
-	holds   holdBook
+	holds   holdTable
 	ended   map[<-chan struct{}]bool // sessions that we close
 
 	closing atomic.Bool
@@ -49,7 +49,7 @@ func (c *child) adopt(first *life) {
 	ctx, c.leave = context.WithCancel(context.Background())
 	c.over = ctx.Done()
 	c.left, c.changed = make(chan struct{}), make(chan struct{})
-	c.holds, c.ended = newHoldBook(), map[<-chan struct{}]bool{}
+	c.holds, c.ended = newHoldTable(), map[<-chan struct{}]bool{}
 	c.install(first)
 	k := keeper[*life]{
 		start: c.src.start, install: c.install, outlive: c.outlive, closing: c.closing.Load,
@@ -192,7 +192,7 @@ func (c *child) judge(l *life, err error) error {
 	return err
 }
 
-// gone is what callers hear of a process that went away. It must not look like the end of the whole
+// gone is the error that callers get for a process that went away. It must not look like the end of the whole
 // connector.
 func (c *child) gone(err error) error {
 	return fmt.Errorf("%s went away (%s): %w", c.label, err.Error(), connector.ErrGone)
@@ -286,7 +286,7 @@ func (c *child) closeSide(side int) error {
 
 func (c *child) openScheduler(ctx context.Context, env connector.Env) (connector.Scheduler, error) {
 	side, err := c.open(ctx, opening{env: env})
-	return childScheduler{c, side, newChildNews(c)}, err
+	return childScheduler{c, side, newChildReports(c)}, err
 }
 
 func (c *child) openWorker(ctx context.Context, env connector.Env) (connector.Worker, error) {

@@ -14,7 +14,7 @@ import (
 type childScheduler struct {
 	*child
 	side int
-	news *childNews
+	news *childReports
 }
 
 // Capabilities implements connector.Partial.

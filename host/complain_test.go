@@ -12,7 +12,7 @@ import (
 	"github.com/kvport/kvport/internal/tracker"
 )
 
-// A store without room is heard of in the engine's log, with what it could not keep and why.
+// A store without room appears in the engine's log, with what it could not keep and why.
 func TestFailedTransfersAreLogged(t *testing.T) {
 	leaks := watchLeaks(t)
 	o := rigOptions{extra: map[string]any{"fault": "full_save"}}

@@ -135,8 +135,8 @@ func (c *Config) decode(v *strictjson.Value, depth int) error {
 	return err
 }
 
-// Adopt gives a plugin those of kv_ip, kv_port, kv_rank, kv_parallel_size and kv_buffer_size beside kv_connector
-// for which its config has a field of that name, as if they stood in kv_connector_extra_config; what stands there
+// Adopt gives a plugin those of kv_ip, kv_port, kv_rank, kv_parallel_size and kv_buffer_size next to kv_connector
+// for which its config has a field of that name, as if they were in kv_connector_extra_config; what is there
 // already wins. The sentences that it returns are warnings about keys without effect.
 func (c *Config) Adopt(m *Manifest) (warnings []string) {
 	c.Extra, warnings = c.beside.Adopt(c.Extra, m.ConfigSchema, m.Name, c.at)

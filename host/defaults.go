@@ -26,7 +26,7 @@ type Settings struct {
 	// AllowWeakHashes is the agent's: it accepts an engine whose block hashes could collide or differ between processes.
 	AllowWeakHashes bool `json:"allow_weak_hashes" jsonschema:"description=agent: accepts an engine whose block hashes could collide or differ between processes."`
 	// RecomputeThreshold is how many tokens an earlier turn's blocks must hold to be loaded: fewer are computed.
-	RecomputeThreshold int       `json:"recompute_threshold" jsonschema:"minimum=1,description=Blocks of an earlier turn are loaded if they hold at least so many tokens that the engine lacks; else they are computed."`
+	RecomputeThreshold int       `json:"recompute_threshold" jsonschema:"minimum=1,description=Blocks of an earlier turn are loaded if they hold at least that many tokens that the engine lacks; else they are computed."`
 	Deadlines          Deadlines `json:"deadlines"`
 	Heartbeat          Heartbeat `json:"heartbeat"`
 	Breaker            Breaker   `json:"breaker"`
@@ -46,7 +46,7 @@ type Deadlines struct {
 	Handshake      time.Duration `json:"handshake"` // from start to the first answer
 	Match          time.Duration `json:"match"`     // how long Match itself waits before it answers Later
 	Later          time.Duration `json:"later"`     // how long a match may stay Later before it is a miss
-	Transfer       time.Duration `json:"transfer"`  // a load, besides TransferPerGiB
+	Transfer       time.Duration `json:"transfer"`  // a load, in addition to TransferPerGiB
 	TransferPerGiB time.Duration `json:"transfer_per_gib"`
 	Save           time.Duration `json:"save"`
 	Plan           time.Duration `json:"plan"`
@@ -103,7 +103,7 @@ func DefaultSettings() Settings {
 // Bounds that are not settings.
 const (
 	maxConfigBytes = 4 << 20                // of a transfer config
-	maxCorruptKeys = 1 << 16                // damaged keys remembered until they are saved anew
+	maxCorruptKeys = 1 << 16                // damaged keys remembered until they are saved again
 	maxAsks        = 64                     // queries of one Match call
 	matchFresh     = 250 * time.Millisecond // an answer may be used again this long
 	firstRetry     = 5 * time.Millisecond   // after ErrBusy and Later, doubled each time

@@ -1,7 +1,7 @@
 // Package host is the engine's end of a connector plugin.
 //
 // A [Host] starts the plugin as a process of its own, watches it, restarts it when it dies, and
-// turns the blocking contract of package connector into what an engine's loop wants: Match answers
+// turns the blocking contract of package connector into what an engine's loop needs: Match answers
 // within 200 microseconds, Step never waits, and everything else arrives as an [Event]. It pins the
 // blocks of every running call until nothing can touch them any more, gives each call a deadline,
 // checks each answer against what was asked, and verifies the digest of every block that was

@@ -3,6 +3,9 @@ package host
 import (
 	"sync"
 	"time"
+
+	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/tracker"
 )
 
 // eventQueue is an unbounded queue with a channel at its end.
@@ -80,4 +83,37 @@ func (q *eventQueue) close(patience time.Duration) {
 		close(q.giveUp)
 		<-q.done
 	}
+}
+
+// tell passes an event of the tracker on to the engine. The caller holds mu.
+func (h *Host) tell(b *tracker.Event) {
+	e := Event{
+		Request: b.Request, Step: b.Step, Blocks: b.Blocks, Failed: b.Failed, Held: b.Held, Lost: b.Lost, Err: b.Err,
+	}
+	switch b.Kind {
+	case tracker.Loaded:
+		e.Kind = Loaded
+		h.metrics.moved("load", b)
+		if b.Damaged > 0 {
+			h.log.Warn("damaged blocks, they are computed again", "connector", h.info.Name, "request", b.Request, "blocks", b.Damaged)
+		}
+		h.complain("load", &h.badLoads, b)
+	case tracker.Saved:
+		e.Kind = Saved
+		h.endProgress(b.Step)
+		h.metrics.moved("save", b)
+		h.complain("save", &h.badSaves, b)
+	case tracker.Finished:
+		e.Kind = Finished
+		e.Ticket = h.seal(b.Request, b.Ticket)
+	case tracker.Released:
+		fault.Crash("host.hold.release")
+		e.Kind = Released
+		h.metrics.released.WithLabelValues(b.Reason).Inc()
+	case tracker.Answered:
+		e.Kind = Answered
+	case tracker.Stored:
+		e.Kind = Stored
+	}
+	h.events.put(e)
 }

@@ -100,7 +100,7 @@ func TestLoadFaults(t *testing.T) {
 	}
 }
 
-// A damaged stored block is found, recomputed, and written anew by the next save.
+// A damaged stored block is found, recomputed, and written again by the next save.
 func TestDamagedBlockIsReplaced(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	ks := keys(1, 3)

@@ -85,7 +85,7 @@ func TestHiddenFenceCostsMemoryOnly(t *testing.T) {
 	r.works(7, 40)
 }
 
-// Whoever wants the engine to end does not wait for a fence.
+// The end of the engine does not wait for a fence.
 func TestCloseDoesNotWaitForFence(t *testing.T) {
 	dir, _ := park(t)
 	r := newRig(t, hiding(dir, "10m"))

@@ -15,7 +15,7 @@ type Manifest struct {
 	Version          string          `json:"version"`
 	ProtocolVersions []int           `json:"protocol_versions"`
 	Capabilities     []string        `json:"capabilities"`
-	Environment      []string        `json:"environment"` // names of the variables it wants to see
+	Environment      []string        `json:"environment"` // names of the variables it reads
 	Scope            string          `json:"scope,omitempty"`
 	ArenaBytes       int64           `json:"arena_bytes,omitempty"` // memory that it asks the host for, with an empty config
 	Stats            []string        `json:"stats,omitempty"`       // names of its metrics, after kvport_connector_

@@ -52,7 +52,7 @@ func TestFindAmongBadNeighbours(t *testing.T) {
 	leaks()
 }
 
-// A name that is no connector's is answered with those that there are; only one that was misspelt is suggested.
+// An unknown name is answered with those of all connectors; one is suggested only for a misspelt name.
 func TestFindSaysWhatThereIs(t *testing.T) {
 	dir := t.TempDir()
 	say(t, filepath.Join(dir, "kvport-minimal"), "MinimalConnector")
@@ -66,7 +66,7 @@ func TestFindSaysWhatThereIs(t *testing.T) {
 	}
 }
 
-// What cannot be run is told from what is no plugin.
+// A plugin that cannot be run is distinguished from a file that is not a plugin.
 func TestManifestOfWhatIsNoPlugin(t *testing.T) {
 	other, machine := "arm64", byte(183) // EM_AARCH64
 	if runtime.GOARCH == other {

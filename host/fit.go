@@ -60,7 +60,7 @@ func (h *Host) warnScope() {
 func (h *Host) Brought(request connector.RequestID) (promised int, refused string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return h.book.Brought(request)
+	return h.tracker.Brought(request)
 }
 
 // refusal says in one word what is wrong with a ticket, in terms of what an operator can change. e is nil if

@@ -13,7 +13,7 @@ import (
 	"github.com/kvport/kvport/internal/tracker"
 )
 
-// generation is one life of the connector with all its sides open, at work for the book.
+// generation is one life of the connector with all its sides open, at work for the tracker.
 type generation struct {
 	h       *Host
 	n       uint64
@@ -43,7 +43,7 @@ type job struct {
 	drop     func() // called instead when the plugin is gone; may be nil
 }
 
-// body is what a generation runs in: a process, or the family of a MultiConnector.
+// body is what a generation runs in: a process, or the children of a MultiConnector.
 type body interface {
 	// Done is closed when nothing of it can touch a block any more.
 	Done() <-chan struct{}
@@ -69,13 +69,13 @@ func (g *generation) waiting() bool {
 	return one && p.Waiting()
 }
 
-// abandoned says that they were waited for in vain.
+// abandoned says that the wait for them ended without success.
 func (g *generation) abandoned() bool {
 	p, one := g.proc.(*plugin.Process)
 	return one && p.Abandoned()
 }
 
-// generation puts a life of the plugin at the book's disposal.
+// generation makes a life of the plugin one that the tracker can use.
 func (h *Host) generation(l *life) *generation {
 	g := h.newGeneration(l.n, l.proc, l.scheduler(h.src.sched))
 	g.caps &= h.src.info.Capabilities
@@ -110,7 +110,7 @@ func (g *generation) serve() {
 		g.work.Add(1)
 		go g.watchStats(life)
 	}
-	if g.caps&connector.CanEvents != 0 && g.h.news.out != nil {
+	if g.caps&connector.CanEvents != 0 && g.h.blockEvents.out != nil {
 		g.work.Add(1)
 		go g.watchEvents(life)
 	}
@@ -153,7 +153,7 @@ func (g *generation) down(reason error) {
 	if g.h.gen == g {
 		g.h.vital.isUp(false)
 	}
-	g.h.do(g.h.book.Down(time.Now(), g.n))
+	g.h.do(g.h.tracker.Down(time.Now(), g.n))
 }
 
 // fail kills the process; the rest follows from its death.
@@ -284,7 +284,7 @@ func (g *generation) cancelCall(id tracker.CallID) {
 	}
 }
 
-// killFor ends the process if it is the one that the book means. The caller holds h.mu; g may be
+// killFor ends the process if it is the one that the tracker means. The caller holds h.mu; g may be
 // nil.
 func (g *generation) killFor(k tracker.Kill) {
 	if g != nil && g.n == k.Gen {
@@ -301,7 +301,7 @@ func (g *generation) watchHolds(life context.Context) {
 		switch {
 		case err == nil:
 			g.h.mu.Lock()
-			g.h.do(g.h.book.Consumed(g.n, ids))
+			g.h.do(g.h.tracker.Consumed(g.n, ids))
 			g.h.mu.Unlock()
 		case errors.Is(err, plugin.ErrLost), errors.Is(err, plugin.ErrUnanswered):
 			return
@@ -321,7 +321,7 @@ func (g *generation) watchLeases(life context.Context) {
 		switch {
 		case err == nil:
 			g.h.mu.Lock()
-			over = g.h.book.Renewed(time.Now(), g.n, ids)
+			over = g.h.tracker.Renewed(time.Now(), g.n, ids)
 			g.h.mu.Unlock()
 			pause(life, firstRetry) // one that does not wait gets no more of the processor than this
 		case errors.Is(err, plugin.ErrLost), errors.Is(err, plugin.ErrUnanswered):

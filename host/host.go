@@ -20,34 +20,34 @@ import (
 // Host is one connector at work for one engine. Match, Step and Events are for the engine's loop;
 // the other methods may be called from anywhere.
 type Host struct {
-	cfg     *Config
-	eng     Engine
-	opts    Options
-	log     *slog.Logger
-	epoch   uint64
-	src     *source // of plugin processes; nil: the children of a MultiConnector have theirs
-	family  *family // nil: there is one plugin
-	info    connector.Info
-	caps    connector.Capability // of the scheduler side
-	ranks   []*rank
-	lands   *connector.Layout // of landing memory; nil: the plugin maps the cache
-	tickets *ticketOffice
-	keys    keyring
-	metrics *metrics
-	vital   *vital // nil: the children of a MultiConnector have theirs
-	events  *eventQueue
-	layers  int // of the cache
+	cfg       *Config
+	eng       Engine
+	opts      Options
+	log       *slog.Logger
+	epoch     uint64
+	src       *source    // of plugin processes; nil: the children of a MultiConnector have theirs
+	composite *composite // nil: there is one plugin
+	info      connector.Info
+	caps      connector.Capability // of the scheduler side
+	ranks     []*rank
+	lands     *connector.Layout // of landing memory; nil: the plugin maps the cache
+	tickets   *ticketSigner
+	keys      keyring
+	metrics   *metrics
+	vital     *vital // nil: the children of a MultiConnector have theirs
+	events    *eventQueue
+	layers    int // of the cache
 
 	layerWise  bool
 	progressMu sync.Mutex
 	progress   map[uint64]*stepProgress // by step, while its saves run
 
-	stats *connectorStats
-	news  newsDesk
-	broke atomic.Uint64 // answers that broke the protocol
+	stats       *connectorStats
+	blockEvents blockEventReporter
+	broke       atomic.Uint64 // answers that broke the protocol
 
 	mu       sync.Mutex // guards all below; never held across a call to the plugin
-	book     *tracker.Book
+	tracker  *tracker.Tracker
 	gen      *generation // nil while none is up
 	waiter   *waiter
 	restarts int
@@ -55,7 +55,7 @@ type Host struct {
 	broken   bool
 	since    time.Time // of the last change of the state
 	lastErr  error
-	drained  chan struct{} // closed when the book is idle after Close
+	drained  chan struct{} // closed when the tracker is idle after Close
 	quiet    []chan struct{}
 	badLoads complaints
 	badSaves complaints
@@ -78,7 +78,7 @@ type Host struct {
 // it meanwhile.
 func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, error) {
 	h := &Host{
-		cfg: cfg, eng: eng, opts: opts, log: opts.Log, news: newsDesk{out: opts.BlockEvents},
+		cfg: cfg, eng: eng, opts: opts, log: opts.Log, blockEvents: blockEventReporter{out: opts.BlockEvents},
 		stats:    newConnectorStats("", nil),
 		progress: map[uint64]*stepProgress{}, layers: eng.Layout.Layers(),
 		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
@@ -104,7 +104,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	h.layerWise = h.findLayerWise(first)
 	h.openReshape()
 	h.warnScope()
-	h.book = tracker.New(h.bookConfig())
+	h.tracker = tracker.New(h.bookConfig())
 	var life context.Context
 	life, h.leave = context.WithCancel(context.Background())
 	h.install(first)
@@ -128,7 +128,7 @@ func (h *Host) identify() error {
 		h.eng.ID = hex.EncodeToString(b[:])
 	}
 	var err error
-	h.tickets, err = openTicketOffice(&h.cfg.Settings, h.eng, h.epoch)
+	h.tickets, err = newTicketSigner(&h.cfg.Settings, h.eng, h.epoch)
 	if err != nil {
 		return fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
 	}
@@ -139,7 +139,7 @@ func (h *Host) identify() error {
 // firstStart finds the plugin, starts it, asks what it would do and opens it.
 func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	if len(h.cfg.Children) > 0 {
-		return h.firstFamily(ctx)
+		return h.startComposite(ctx)
 	}
 	if h.src = h.source(h.cfg); h.lands != nil {
 		h.src.reland = h.reland
@@ -202,9 +202,9 @@ func (h *Host) bookConfig() tracker.Config {
 		Save: d.Save, Plan: d.Plan, Finish: d.Finish, Grace: d.Grace, Hold: d.Hold, HoldMax: d.HoldMax,
 		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
 		Slots: h.slots(), Threshold: h.cfg.Settings.RecomputeThreshold, Address: h.eng.Address, Reshape: h.cuts, Lossy: h.info.Lossy,
-		Shun: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
+		Quarantine: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
 	}
-	h.family.stretch(&c)
+	h.composite.stretch(&c)
 	for g := range h.eng.Layout.Groups {
 		c.BlockBytes = append(c.BlockBytes, h.eng.Layout.BlockBytes(uint16(g))*int64(len(h.ranks)))
 	}
@@ -224,7 +224,7 @@ func (h *Host) Step(s *connector.Step) {
 	h.beginProgress(s)
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.do(h.book.Step(time.Now(), s))
+	h.do(h.tracker.Step(time.Now(), s))
 }
 
 // Reset makes the connector forget every block. It waits for saves that are under way, at most
@@ -259,8 +259,8 @@ func (h *Host) Reset(ctx context.Context) (emptied bool, err error) {
 	case r := <-answer:
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		h.do(h.book.Forget(time.Now()))
-		return r.emptied && r.err == nil && !h.book.Saving(), r.err
+		h.do(h.tracker.Forget(time.Now()))
+		return r.emptied && r.err == nil && !h.tracker.Saving(), r.err
 	case <-ctx.Done():
 		return false, fmt.Errorf("reset: %w", ctx.Err())
 	}
@@ -275,7 +275,7 @@ func deadlineOf(ctx context.Context, otherwise time.Duration) time.Time {
 
 func (h *Host) waitForSaves(ctx context.Context) error {
 	h.mu.Lock()
-	if !h.book.Saving() {
+	if !h.tracker.Saving() {
 		h.mu.Unlock()
 		return nil
 	}
@@ -296,8 +296,8 @@ func (h *Host) Health() Health {
 	defer h.mu.Unlock()
 	s := Health{
 		Connector: h.info.Name, State: "restarting", Restarts: h.restarts, StartFailures: h.failures,
-		Since: time.Since(h.since), Pending: h.book.Pending(), Loading: h.book.Loading(), Held: h.book.Held(),
-		Trust: h.cfg.Settings.Trust, LandingSlots: h.slots() * len(h.ranks), LandingUsed: h.book.LandingUsed(),
+		Since: time.Since(h.since), Pending: h.tracker.Pending(), Loading: h.tracker.Loading(), Held: h.tracker.Held(),
+		Trust: h.cfg.Settings.Trust, LandingSlots: h.slots() * len(h.ranks), LandingUsed: h.tracker.LandingUsed(),
 		ArenaBytes: h.arenaBytes(),
 	}
 	switch {
@@ -305,12 +305,12 @@ func (h *Host) Health() Health {
 		s.State = "waiting_for_fence"
 	case h.gen != nil:
 		s.State, s.PID = "ready", h.gen.pid()
-		h.family.health(&s)
+		h.composite.health(&s)
 		h.lostSome(&s)
 	case h.broken:
 		s.State = "broken"
 	}
-	s.BlocksLost = h.book.Counters().Lost
+	s.BlocksLost = h.tracker.Counters().Lost
 	if h.lastErr != nil && s.State != "ready" {
 		s.Error = h.lastErr.Error()
 	}
@@ -333,7 +333,7 @@ func (h *Host) close(ctx context.Context) error {
 	h.closing.Store(true)
 	close(h.hurry)
 	h.leave()
-	h.do(h.book.Close(time.Now()))
+	h.do(h.tracker.Close(time.Now()))
 	h.mu.Unlock()
 	var err error
 	select {
@@ -354,12 +354,12 @@ func (h *Host) close(ctx context.Context) error {
 	return errors.Join(err, h.src.close(), h.closeLanding())
 }
 
-// do carries out what the book decided. The caller holds mu. Nothing here waits.
+// do carries out what the tracker decided. The caller holds mu. Nothing here waits.
 func (h *Host) do(actions []tracker.Action) {
-	if n := h.metrics.observe(h.book.Counters()); n > 0 { // before those who are told look
+	if n := h.metrics.observe(h.tracker.Counters()); n > 0 { // before those who are told look
 		h.missed(n)
 	}
-	h.metrics.landing.Set(float64(h.book.LandingUsed()))
+	h.metrics.landing.Set(float64(h.tracker.LandingUsed()))
 	for _, a := range actions {
 		switch a := a.(type) {
 		case tracker.Tell:
@@ -387,7 +387,7 @@ func (h *Host) do(actions []tracker.Action) {
 
 // noteIdle tells those who wait for transfers to end.
 func (h *Host) noteIdle() {
-	if len(h.quiet) > 0 && !h.book.Saving() {
+	if len(h.quiet) > 0 && !h.tracker.Saving() {
 		for _, q := range h.quiet {
 			close(q)
 		}
@@ -399,20 +399,20 @@ func (h *Host) noteIdle() {
 	select {
 	case <-h.drained:
 	default:
-		if h.book.Idle() {
+		if h.tracker.Idle() {
 			close(h.drained)
 		}
 	}
 }
 
-// watchClock lets the book know when a deadline has passed.
+// watchClock lets the tracker know when a deadline has passed.
 func (h *Host) watchClock() {
 	defer h.work.Done()
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	for {
 		h.mu.Lock()
-		next, due := h.book.Next()
+		next, due := h.tracker.Next()
 		h.mu.Unlock()
 		wait := time.Hour
 		if due {
@@ -425,7 +425,7 @@ func (h *Host) watchClock() {
 		case <-h.nudge:
 		case <-timer.C:
 			h.mu.Lock()
-			h.do(h.book.Tick(time.Now()))
+			h.do(h.tracker.Tick(time.Now()))
 			h.mu.Unlock()
 		}
 	}

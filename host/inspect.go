@@ -18,7 +18,7 @@ func Inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	if _, err := cfg.Settings.TenantSecret(); err != nil {
 		return none, err
 	}
-	if _, err := openTicketOffice(&cfg.Settings, Engine{}, 0); err != nil {
+	if _, err := newTicketSigner(&cfg.Settings, Engine{}, 0); err != nil {
 		return none, fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
 	}
 	return inspect(ctx, cfg, opts)
@@ -59,7 +59,7 @@ func inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	return info, errors.Join(err, prog.Close())
 }
 
-// inspectChildren asks every child of a MultiConnector and folds the answers.
+// inspectChildren asks every child of a MultiConnector and combines the answers.
 func inspectChildren(ctx context.Context, cfg *Config, opts Options) (connector.Info, error) {
 	infos := make([]connector.Info, len(cfg.Children))
 	for i, c := range cfg.Children {
@@ -75,7 +75,7 @@ func inspectChildren(ctx context.Context, cfg *Config, opts Options) (connector.
 	return info, accepts(cfg, &info)
 }
 
-// accepts checks what a connector says of itself against the settings.
+// accepts checks what a connector says about itself against the settings.
 func accepts(cfg *Config, info *connector.Info) error {
 	switch {
 	case cfg.Settings.Trust == TrustStaged && info.Capabilities&connector.CanHold != 0:

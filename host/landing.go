@@ -12,8 +12,8 @@ import (
 )
 
 // At trust level staged a plugin maps landing memory instead of the paged cache: a region with a few
-// slots, each with room for one block. The host copies what is to be saved out to it, and what was
-// loaded in from it. To the plugin the slots are the cache.
+// slots, each with room for one block. Before a save the host copies blocks to it, and after a load
+// from it. To the plugin the slots are the cache.
 
 // landingAlign is the alignment of segments in landing memory: a cache line.
 const landingAlign = 64

@@ -45,7 +45,7 @@ func TestUndecidedMatchIsSaid(t *testing.T) {
 	require.NoError(t, r.closeNow())
 	count, sum := h.metrics.answerTimes(t)
 	require.Positive(t, count)
-	// What Match took, which no call of the engine's loop waits for. On a busy machine the plugin hears of a call
+	// What Match took, which no call of the engine's loop waits for. On a busy machine a call reaches the plugin
 	// when its time is over, and answers at once.
 	require.GreaterOrEqual(t, sum/float64(count), 0.03)
 	leaks()

@@ -79,7 +79,7 @@ func (h *Host) progressing(step uint64, change func(*stepProgress) (over bool)) 
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.do(h.book.Computed(time.Now(), step))
+	h.do(h.tracker.Computed(time.Now(), step))
 }
 
 // beginProgress makes the progress of a step that is being computed.
@@ -122,7 +122,7 @@ func (h *Host) saveLayers(ctx context.Context, w connector.Worker, a *tracker.Mo
 		t, kv = p.stage.landed(), p.rank.landing.kv
 	}
 	worker, ok := connector.As[connector.LayerWorker](w)
-	if !ok { // another build of the plugin, started anew
+	if !ok { // another build of the plugin, after a restart
 		for n := 0; n < h.layers; {
 			var err error
 			if n, err = p.Wait(ctx, n); err != nil {

@@ -40,10 +40,10 @@ func (h *Host) Match(q connector.Query, signed []byte) connector.Match {
 		return h.probe(q, patience)
 	}
 	h.mu.Lock()
-	if len(signed) > 0 && h.book.WantsTicket(q.Request) {
+	if len(signed) > 0 && h.tracker.WantsTicket(q.Request) {
 		h.bring(&q, signed)
 	}
-	wait, actions := h.book.Query(began, q)
+	wait, actions := h.tracker.Query(began, q)
 	var w *waiter
 	if wait {
 		w = &waiter{q.Request, make(chan struct{})}
@@ -57,7 +57,7 @@ func (h *Host) Match(q connector.Query, signed []byte) connector.Match {
 		h.waiter = nil
 	}
 	defer h.mu.Unlock()
-	return h.book.Match(time.Now(), q.Request)
+	return h.tracker.Match(time.Now(), q.Request)
 }
 
 func await(ready <-chan struct{}, d time.Duration) bool {
@@ -74,17 +74,17 @@ func await(ready <-chan struct{}, d time.Duration) bool {
 // bring opens the ticket that came with a request's first question. The caller holds mu.
 func (h *Host) bring(q *connector.Query, signed []byte) {
 	e, reason, err := h.tickets.verify(signed, q.Request)
-	if err == nil && !h.book.Accept(q, h.opened(e)) {
+	if err == nil && !h.tracker.Accept(q, h.opened(e)) {
 		reason, err = "prompt", fmt.Errorf("ticket of engine %q is for another prompt", e.Engine)
 	}
 	if err != nil {
 		h.metrics.refused.WithLabelValues(reason).Inc()
 		h.log.Warn("ticket refused", "reason", reason, "error", err)
-		h.book.Refuse(q.Request, h.refusal(e, reason, err))
+		h.tracker.Refuse(q.Request, h.refusal(e, reason, err))
 	}
 }
 
-// opened is what a ticket says to the book.
+// opened is what a ticket says to the tracker.
 func (h *Host) opened(e *ticket.Envelope) *tracker.Ticket {
 	return &tracker.Ticket{
 		Tokens: e.Tokens, Lease: e.Lease, Plugin: e.Plugin, Reshaped: e.Shape != h.eng.Shape,
@@ -124,7 +124,7 @@ func (h *Host) startAsk(a *tracker.Ask) {
 	h.gen.enqueue(job{ask: &askJob{query: a.Query, answer: func(m connector.Match, err error) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		h.do(h.book.Matched(time.Now(), id, m, err))
+		h.do(h.tracker.Matched(time.Now(), id, m, err))
 		if h.waiter != nil && h.waiter.request == request {
 			close(h.waiter.ready)
 			h.waiter = nil
@@ -164,7 +164,7 @@ func (h *Host) startPlan(a *tracker.Plan) {
 	h.call(a.Deadline, func(ctx context.Context, s connector.Scheduler) (note, error) {
 		planner, _ := connector.As[connector.Planner](s)
 		plan, err := planner.Plan(ctx, a.Step)
-		return func(now time.Time) []tracker.Action { return h.book.Planned(now, a.ID, plan, err) }, err
+		return func(now time.Time) []tracker.Action { return h.tracker.Planned(now, a.ID, plan, err) }, err
 	})
 }
 
@@ -178,15 +178,15 @@ func (h *Host) startFinish(a *tracker.Finish) {
 		if err == nil {
 			err = fault.Point("host.held")
 		}
-		return func(now time.Time) []tracker.Action { return h.book.FinishAnswered(now, a.ID, holds, err) }, err
+		return func(now time.Time) []tracker.Action { return h.tracker.FinishAnswered(now, a.ID, holds, err) }, err
 	})
 }
 
-// note gives an answer to the book.
+// note gives an answer to the tracker.
 type note func(now time.Time) []tracker.Action
 
 // call makes a call of the scheduler side and notes its answer, unless none came: then the
-// generation is at its end, and the book learns that.
+// generation is at its end, and the tracker learns that.
 func (h *Host) call(deadline time.Time, f func(ctx context.Context, s connector.Scheduler) (note, error)) {
 	h.gen.enqueue(job{deadline: deadline, run: func(ctx context.Context, s connector.Scheduler) error {
 		answer, err := f(ctx, s)

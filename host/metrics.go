@@ -181,7 +181,7 @@ func (m *metrics) moved(direction string, e *tracker.Event) {
 	}
 }
 
-// observe adds what the book has counted since the last time. It returns the new matches that stayed undecided.
+// observe adds what the tracker has counted since the last time. It returns the new matches that stayed undecided.
 func (m *metrics) observe(c tracker.Counters) (undecided int) {
 	undecided = c.Undecided - m.seen.Undecided
 	m.undecided.Add(float64(undecided))

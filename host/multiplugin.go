@@ -42,7 +42,7 @@ const multiSchema = `{
 // binary. Its host's fence covers them: they hold it too. It must be made at the start of the
 // process, for the regions that the process inherits.
 func MultiPlugin(version string) connector.Plugin {
-	m := &multiPlugin{regions: inheritedRegions(), houses: map[string]*house{}}
+	m := &multiPlugin{regions: inheritedRegions(), sessions: map[string]*session{}}
 	return connector.Plugin{
 		Name: MultiName, Version: version, Environment: []string{pluginPathKey, "HOME", "TMPDIR"},
 		Capabilities: multiconnector.Powers, Schema: json.RawMessage(multiSchema),
@@ -50,19 +50,19 @@ func MultiPlugin(version string) connector.Plugin {
 	}
 }
 
-// multiPlugin is the houses of one process.
+// multiPlugin is the sessions of one process.
 type multiPlugin struct {
 	regions []*Region
 	asking  singleflight.Group
 
-	mu     sync.Mutex
-	houses map[string]*house // by engine, life and config
+	mu       sync.Mutex
+	sessions map[string]*session // by engine, life and config
 }
 
-// house is the children of one engine with one config. It stands as long as a side is open.
-type house struct {
-	family *family
-	users  int
+// session is the children of one engine with one config. It lasts as long as a side is open.
+type session struct {
+	composite *composite
+	users     int
 }
 
 // incompatible makes a config error one of the contract. Line and column are left out: the operator wrote a larger text.
@@ -115,8 +115,8 @@ func (m *multiPlugin) describe(ctx context.Context, raw json.RawMessage) (connec
 	return info, nil
 }
 
-// enter gives the house of an engine, built if it is new. leave must follow.
-func (m *multiPlugin) enter(ctx context.Context, env *connector.Env, raw json.RawMessage) (h *house, leave func() error, err error) {
+// enter returns the session of an engine, and builds it if it is new. leave must follow.
+func (m *multiPlugin) enter(ctx context.Context, env *connector.Env, raw json.RawMessage) (h *session, leave func() error, err error) {
 	c, err := multiConfigOf(raw)
 	if err != nil {
 		return nil, nil, err
@@ -134,34 +134,34 @@ func (m *multiPlugin) enter(ctx context.Context, env *connector.Env, raw json.Ra
 	key := fmt.Sprintf("%q %d %v %d %s", env.Engine, env.Epoch, env.Role, env.World, raw)
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	h = m.houses[key]
+	h = m.sessions[key]
 	if h == nil {
 		if h, err = m.build(ctx, env, c); err != nil {
 			return nil, nil, incompatible(err)
 		}
-		m.houses[key] = h
+		m.sessions[key] = h
 	}
 	h.users++
 	return h, func() error { return m.leave(key, h) }, nil
 }
 
-func (m *multiPlugin) build(ctx context.Context, env *connector.Env, c *Config) (*house, error) {
-	n := &nest{
+func (m *multiPlugin) build(ctx context.Context, env *connector.Env, c *Config) (*session, error) {
+	n := &childStarter{
 		eng:   Engine{ID: env.Engine, Model: env.Model, Shape: env.Shape, Layout: env.Layout},
 		epoch: env.Epoch, log: env.Log, regions: m.regions[:env.World], layout: env.Layout, paths: pluginFolders(),
 		metrics: newChildMetrics(), vitals: newVitals(), keys: keyring{links: env.LinkKey, router: env.RouterKey},
 	}
 	f, err := n.open(ctx, c, "", "")
-	return &house{family: f}, err
+	return &session{composite: f}, err
 }
 
 // leave ends the children when the last side of their engine has closed.
-func (m *multiPlugin) leave(key string, h *house) error {
+func (m *multiPlugin) leave(key string, h *session) error {
 	m.mu.Lock()
 	h.users--
 	last := h.users == 0
 	if last {
-		delete(m.houses, key)
+		delete(m.sessions, key)
 	}
 	m.mu.Unlock()
 	if !last {
@@ -169,10 +169,10 @@ func (m *multiPlugin) leave(key string, h *house) error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), plugin.ClosePatience)
 	defer cancel()
-	return h.family.Close(ctx)
+	return h.composite.Close(ctx)
 }
 
-// narrow leaves the children what of their roles the engine has.
+// narrow leaves the children only those of their roles that the engine has.
 func narrow(c *Config, role connector.Role) {
 	var kept []*Config
 	for _, child := range c.Children {
@@ -202,7 +202,7 @@ func (m *multiPlugin) scheduler(ctx context.Context, env connector.Env, raw json
 	if err != nil {
 		return nil, err
 	}
-	side, err := h.family.openScheduler(ctx, env, leave)
+	side, err := h.composite.openScheduler(ctx, env, leave)
 	if err != nil {
 		return nil, errors.Join(incompatible(err), leave())
 	}
@@ -214,7 +214,7 @@ func (m *multiPlugin) worker(ctx context.Context, env connector.Env, raw json.Ra
 	if err != nil {
 		return nil, err
 	}
-	side, err := h.family.openWorker(ctx, env, leave)
+	side, err := h.composite.openWorker(ctx, env, leave)
 	if err != nil {
 		return nil, errors.Join(incompatible(err), leave())
 	}
@@ -223,7 +223,7 @@ func (m *multiPlugin) worker(ctx context.Context, env connector.Env, raw json.Ra
 
 // openScheduler opens the scheduler sides of all children and joins them; after is
 // called when they are closed.
-func (f *family) openScheduler(ctx context.Context, env connector.Env, after func() error) (connector.Scheduler, error) {
+func (f *composite) openScheduler(ctx context.Context, env connector.Env, after func() error) (connector.Scheduler, error) {
 	list, err := openSides(f.members, func(m member) (connector.Scheduler, error) { return m.openScheduler(ctx, env) })
 	if err != nil {
 		return nil, err
@@ -232,7 +232,7 @@ func (f *family) openScheduler(ctx context.Context, env connector.Env, after fun
 }
 
 // openWorker opens the worker sides of one rank of all children and joins them.
-func (f *family) openWorker(ctx context.Context, env connector.Env, after func() error) (connector.Worker, error) {
+func (f *composite) openWorker(ctx context.Context, env connector.Env, after func() error) (connector.Worker, error) {
 	list, err := openSides(f.members, func(m member) (connector.Worker, error) { return m.openWorker(ctx, env) })
 	if err != nil {
 		return nil, err
@@ -255,18 +255,18 @@ func openSides[S io.Closer](members []member, open func(member) (S, error)) ([]S
 	return list, nil
 }
 
-// openScheduler opens the scheduler side of a child, or of the family that it is.
+// openScheduler opens the scheduler side of a child, or of the composite that it is.
 func (m member) openScheduler(ctx context.Context, env connector.Env) (connector.Scheduler, error) {
-	if m.family != nil {
-		return m.family.openScheduler(ctx, env, nil)
+	if m.composite != nil {
+		return m.composite.openScheduler(ctx, env, nil)
 	}
 	return m.child.openScheduler(ctx, env)
 }
 
 // openWorker is openScheduler for the worker side of a rank.
 func (m member) openWorker(ctx context.Context, env connector.Env) (connector.Worker, error) {
-	if m.family != nil {
-		return m.family.openWorker(ctx, env, nil)
+	if m.composite != nil {
+		return m.composite.openWorker(ctx, env, nil)
 	}
 	return m.child.openWorker(ctx, env)
 }

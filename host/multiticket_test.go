@@ -96,7 +96,7 @@ func TestMultiLeases(t *testing.T) {
 		if slices.Contains(heard, "1") && slices.Contains(heard, "2") && slices.Contains(heard, "3") {
 			break
 		}
-		require.Less(t, n, 200, "the last child does not hear of the end of its holds: %q", envelope.Plugin)
+		require.Less(t, n, 200, "the last child does not learn about the end of its holds: %q", envelope.Plugin)
 	}
 	lasts("kept again", 0, func() {})
 }

@@ -135,8 +135,8 @@ func TestHolds(t *testing.T) {
 	require.Equal(t, []connector.BlockID{8, 9}, r.next(Released).Blocks)
 }
 
-// TestLeases: a hold that the connector renews stays, to the longest that any may; the connector hears of
-// what is over.
+// TestLeases: a hold that the connector renews stays, to the longest that any may; the connector learns
+// which holds are over.
 func TestLeases(t *testing.T) {
 	r := newRig(t, rigOptions{extra: map[string]any{"fault": "lease"}, settings: map[string]any{"deadlines": map[string]any{"hold": "300ms", "hold_max": "1500ms"}}})
 	ks := keys(1, 2)
@@ -154,7 +154,7 @@ func TestLeases(t *testing.T) {
 		if strings.Contains(string(envelope.Plugin), "2") && strings.Contains(string(envelope.Plugin), "1") {
 			break
 		}
-		require.Less(t, n, 200, "the connector does not hear of the end of its holds: %s", envelope.Plugin)
+		require.Less(t, n, 200, "the connector does not learn about the end of its holds: %s", envelope.Plugin)
 	}
 }
 

@@ -96,7 +96,7 @@ func childrenSchema() *jsonschema.Schema {
 	return s
 }
 
-// extraSchema is what a plugin has in its kv_connector_extra_config. What may stand beside kv_connector is not required.
+// extraSchema is what a plugin has in its kv_connector_extra_config. A key that may be next to kv_connector is not required.
 func extraSchema(m *Manifest) *jsonschema.Schema {
 	extra := &jsonschema.Schema{}
 	if json.Unmarshal(m.ConfigSchema, extra) != nil {

@@ -65,7 +65,7 @@ func (s *source) openAll() {
 		Model: s.eng.Model, Shape: s.eng.Shape, Base: s.eng.Base, Layout: s.eng.Layout, Log: s.log,
 	}
 	s.sched = s.sides.add(opening{env: env})
-	// The scheduler side hears of the cache's blocks, a worker of those in the memory it maps.
+	// The scheduler side gets the layout of the cache, a worker that of the memory it maps.
 	env.Layout = s.layout
 	s.workers = nil
 	for rank := range s.regions {
@@ -74,7 +74,7 @@ func (s *source) openAll() {
 	}
 }
 
-// openSides opens in a new life what is to be open.
+// openSides opens in a new life all sides that must be open.
 func (s *source) openSides(ctx context.Context, l *life) error {
 	want := s.sides.all()
 	l.sides = map[int]io.Closer{}

@@ -175,7 +175,7 @@ func (s *source) fits(info *connector.Info) error {
 	return nil
 }
 
-// describeAgain checks that a plugin that was started anew is what the first one was: its binary may
+// describeAgain checks that a restarted plugin is what the first one was: its binary may
 // have been replaced, and the engine is built for what the first one said.
 func (s *source) describeAgain(ctx context.Context, r *plugin.Remote) error {
 	now, err := r.Describe(ctx, s.cfg.Extra)
@@ -188,5 +188,5 @@ func (s *source) describeAgain(ctx context.Context, r *plugin.Remote) error {
 		slices.EqualFunc(now.Stats, was.Stats, sameStat) {
 		return nil
 	}
-	return fmt.Errorf("%s has become another plugin, start the engine anew or put the old binary back: %w", s.prog.Path, connector.ErrIncompatible)
+	return fmt.Errorf("%s has become another plugin, restart the engine or put the old binary back: %w", s.prog.Path, connector.ErrIncompatible)
 }

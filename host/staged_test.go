@@ -17,7 +17,7 @@ import (
 // trustVariable names the environment variable that sets the trust level of every rig.
 const trustVariable = "KVPORT_TEST_TRUST"
 
-// landingBytes is the setting that gives a rig so many slots: two layers, digests and padding.
+// landingBytes is the setting that gives a rig that many slots: two layers, digests and padding.
 func landingBytes(slots int) int { return slots*(2*512+32) + 3*landingAlign }
 
 // TestStaged runs the host's tests again with landing memory that is smaller than most transfers.
@@ -134,7 +134,7 @@ func TestStagedStandsLateWrites(t *testing.T) {
 		}
 		r.stays(blocks, failed)
 		if damaged > 0 { // the store is whole, but the host thinks that it is not
-			r.book.Forget(time.Now())
+			r.tracker.Forget(time.Now())
 		}
 		r.end(id, 0, false)
 	}

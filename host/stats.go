@@ -15,7 +15,7 @@ import (
 )
 
 // connectorStats shows the numbers of a StatsSource as metrics. Counters do not go back when the
-// plugin starts anew: what its former lives counted is added (rule STAT-04).
+// plugin starts again: what its former lives counted is added (rule STAT-04).
 type connectorStats struct {
 	mu       sync.Mutex
 	families map[string]*statFamily

@@ -85,7 +85,7 @@ func (h *Host) died(pause time.Duration, broken bool) {
 	h.vital.isOpen(broken)
 	if h.broken = broken; broken && !h.closing.Load() {
 		h.log.Error("plugin keeps dying, it is left alone for a while", "connector", h.info.Name, "pause", pause)
-		h.do(h.book.Broken(time.Now()))
+		h.do(h.tracker.Broken(time.Now()))
 	}
 }
 
@@ -106,7 +106,7 @@ func (h *Host) install(g *generation) {
 	h.vital.isUp(true)
 	h.vital.isOpen(false)
 	g.serve()
-	h.do(h.book.Up(time.Now(), g.n))
+	h.do(h.tracker.Up(time.Now(), g.n))
 	h.log.Info("plugin is up", "connector", h.info.Name, "pid", g.pid(), "generation", g.n)
 }
 
@@ -115,7 +115,7 @@ func (h *Host) outlive(g *generation) {
 	<-g.proc.Done()
 	h.mu.Lock()
 	h.vital.isUp(false)
-	h.do(h.book.Down(time.Now(), g.n))
+	h.do(h.tracker.Down(time.Now(), g.n))
 	h.mu.Unlock()
 	g.finished()
 	h.mu.Lock()
@@ -127,10 +127,10 @@ func (h *Host) outlive(g *generation) {
 		h.log.Warn("plugin is gone", "connector", h.info.Name, "pid", g.pid(), "error", h.lastErr)
 	}
 	if g.abandoned() && h.lands == nil {
-		h.do(h.book.Abandoned(time.Now(), g.n))
+		h.do(h.tracker.Abandoned(time.Now(), g.n))
 		return
 	}
-	h.do(h.book.Reaped(time.Now(), g.n))
+	h.do(h.tracker.Reaped(time.Now(), g.n))
 }
 
 // violation counts an answer that broke the protocol.

@@ -74,7 +74,7 @@ func (h *Host) startMove(a *tracker.Move) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		delete(g.cancels, a.ID)
-		h.do(h.book.Moved(time.Now(), a.ID, out))
+		h.do(h.tracker.Moved(time.Now(), a.ID, out))
 	})
 }
 
@@ -145,7 +145,7 @@ func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID
 	return s.SaveTelling(ctx, t, kv, func() {
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		h.do(h.book.Stored(time.Now(), id))
+		h.do(h.tracker.Stored(time.Now(), id))
 	})
 }
 

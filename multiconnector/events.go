@@ -13,46 +13,46 @@ import (
 
 // The limits of what is kept of events.
 const (
-	maxTold = 1 << 17 // blocks that were reported as stored
-	maxGone = 1 << 12 // keys of one event that the desk makes itself
+	maxReported = 1 << 17 // blocks that were reported as stored
+	maxGone     = 1 << 12 // keys of one event that the queue makes itself
 )
 
 // retryEvents is the pause after a failed long poll.
 const retryEvents = 100 * time.Millisecond
 
-// desk makes one stream of events of the children's. A block is stored when the first of them has it,
-// and removed when the last has lost it. What a child with a gap in its events has is not known any
-// more: its blocks count as lost.
-type desk struct {
+// eventQueue merges the events of the children into one stream. A block is stored when the first child has
+// it, and removed when the last one has lost it. After a gap in a child's events nobody knows which blocks it
+// has: all of them count as lost.
+type eventQueue struct {
 	begin sync.Once // of the long polls
 	log   *eventlog.Log
 
 	mu     sync.Mutex
-	has    map[connector.BlockKey]*told
+	has    map[connector.BlockKey]*reported
 	oldest []connector.BlockKey // of has, by their first report; may name some that are gone
 }
 
-// told is what was reported of a block.
-type told struct {
+// reported is what was reported about a block.
+type reported struct {
 	children uint32 // who have it, as bits
 	medium   string // where it was first
 	scope    connector.Scope
 }
 
-func newDesk() desk {
-	return desk{has: map[connector.BlockKey]*told{}, log: eventlog.New()}
+func newEventQueue() eventQueue {
+	return eventQueue{has: map[connector.BlockKey]*reported{}, log: eventlog.New()}
 }
 
 // Events implements connector.EventSource.
 func (s *scheduler) Events(ctx context.Context) ([]connector.BlockEvent, error) {
-	s.desk.begin.Do(func() {
+	s.events.begin.Do(func() {
 		for i, l := range s.lanes {
 			if source, ok := connector.As[connector.EventSource](l.side); ok {
 				s.work.Go(func() { s.watchEvents(i, source) })
 			}
 		}
 	})
-	return s.desk.log.Next(ctx)
+	return s.events.log.Next(ctx)
 }
 
 // watchEvents reads one child's events.
@@ -76,16 +76,16 @@ func (s *scheduler) watchEvents(child int, source connector.EventSource) {
 				continue // it was reported before
 			}
 			if begun && e.Seq != last+1 {
-				s.desk.lose(child)
+				s.events.lose(child)
 			}
 			last, begun = e.Seq, true
-			s.desk.hear(child, e)
+			s.events.hear(child, e)
 		}
 	}
 }
 
 // hear takes a child's event.
-func (d *desk) hear(child int, e *connector.BlockEvent) {
+func (d *eventQueue) hear(child int, e *connector.BlockEvent) {
 	switch e.Kind {
 	case connector.BlocksStored:
 		d.stored(child, e)
@@ -99,14 +99,14 @@ func (d *desk) hear(child int, e *connector.BlockEvent) {
 }
 
 // stored notes that a child has blocks and reports those that no other has.
-func (d *desk) stored(child int, e *connector.BlockEvent) {
+func (d *eventQueue) stored(child int, e *connector.BlockEvent) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var fresh []connector.BlockKey
 	for _, k := range e.Keys {
 		t := d.has[k]
 		if t == nil {
-			t = &told{medium: e.Medium, scope: e.Scope}
+			t = &reported{medium: e.Medium, scope: e.Scope}
 			d.has[k] = t
 			d.oldest = append(d.oldest, k)
 			fresh = append(fresh, k)
@@ -116,7 +116,7 @@ func (d *desk) stored(child int, e *connector.BlockEvent) {
 	if len(fresh) > 0 {
 		d.log.Add(connector.BlockEvent{Kind: connector.BlocksStored, Keys: fresh, Medium: e.Medium, Scope: e.Scope})
 	}
-	for len(d.has) > maxTold { // nobody waits for its end any more
+	for len(d.has) > maxReported { // nobody waits for its end any more
 		k := d.oldest[0]
 		d.oldest = d.oldest[1:]
 		if t := d.has[k]; t != nil {
@@ -124,13 +124,13 @@ func (d *desk) stored(child int, e *connector.BlockEvent) {
 			d.log.Add(connector.BlockEvent{Kind: connector.BlocksRemoved, Keys: []connector.BlockKey{k}, Medium: t.medium, Scope: t.scope})
 		}
 	}
-	if len(d.oldest) > 2*maxTold { // most are gone
+	if len(d.oldest) > 2*maxReported { // most are gone
 		d.oldest = slices.DeleteFunc(d.oldest, func(k connector.BlockKey) bool { return d.has[k] == nil })
 	}
 }
 
 // removed notes that a child has lost blocks and reports those that no other has. The caller holds mu.
-func (d *desk) removed(child int, keys []connector.BlockKey) {
+func (d *eventQueue) removed(child int, keys []connector.BlockKey) {
 	type place struct {
 		medium string
 		scope  connector.Scope
@@ -156,7 +156,7 @@ func (d *desk) removed(child int, keys []connector.BlockKey) {
 }
 
 // lose notes that nothing is known any more of what a child has.
-func (d *desk) lose(child int) {
+func (d *eventQueue) lose(child int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var keys []connector.BlockKey

@@ -32,9 +32,9 @@ type leases struct {
 type lease struct {
 	leaser   bool
 	named    []connector.HoldID // by the child's last call, in its own numbers
-	passed   bool               // the host has been told of named and has not answered yet
+	passed   bool               // named was passed to the host, which has not answered yet
 	answered chan struct{}      // closed when the host has answered named
-	over     []connector.HoldID // that the child has to hear of
+	over     []connector.HoldID // ended holds that the child must be told about
 }
 
 func newLeases(children []connector.Scheduler) leases {
@@ -46,7 +46,7 @@ func newLeases(children []connector.Scheduler) leases {
 }
 
 // Renewals implements connector.Leaser. A composite hold is renewed when any child renews its part,
-// and every child that keeps a part of an ended hold hears of its end.
+// and every child that keeps a part of an ended hold learns about its end.
 func (s *scheduler) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
 	s.leases.begin.Do(func() {
 		for i, l := range s.lanes {
@@ -130,7 +130,7 @@ func (l *leases) overOf(child int) []connector.HoldID {
 	return l.children[child].over
 }
 
-// name takes the answer of a child that has heard of so many ended holds. The channel is closed when
+// name takes the answer of a child that has been told about heard ended holds. The channel is closed when
 // the host has answered what the child named.
 func (l *leases) name(child int, ids []connector.HoldID, heard int) <-chan struct{} {
 	l.mu.Lock()
@@ -170,7 +170,7 @@ func (c *lease) settle() {
 	close(c.answered)
 }
 
-// end notes that the child has to hear of the end of holds.
+// end notes that the child must be told about the end of holds.
 func (c *lease) end(ids []connector.HoldID) {
 	if c.leaser && len(c.over)+len(ids) <= maxOver {
 		c.over = append(c.over, ids...)

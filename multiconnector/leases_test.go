@@ -230,7 +230,7 @@ func TestRenewedHoldsAreConsumed(t *testing.T) {
 }
 
 // TestRenewalsOfFailingChildren: children fail and hang one by one, at random. What the others renew is
-// renewed, nothing else is, and who is back hears of all that ended meanwhile.
+// renewed, nothing else is, and a child that is back learns about all holds that ended meanwhile.
 func TestRenewalsOfFailingChildren(t *testing.T) {
 	for seed := range uint64(200) {
 		synctest.Test(t, func(t *testing.T) { failingChildren(t, rand.New(rand.NewPCG(seed, 1))) })

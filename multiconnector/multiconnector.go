@@ -77,7 +77,7 @@ type Multi struct {
 	seen     seen
 }
 
-// New checks that the children go together and folds what they say of themselves. Errors name the
+// New checks that the children go together and combines what they say about themselves. Errors name the
 // child and wrap connector.ErrIncompatible. The slice stays the caller's.
 func New(name string, children []Child) (*Multi, error) {
 	info, err := Fold(name, children)
@@ -94,7 +94,7 @@ func New(name string, children []Child) (*Multi, error) {
 	return m, nil
 }
 
-// Info is what the composite says of itself.
+// Info describes the composite.
 func (m *Multi) Info() connector.Info { return m.info }
 
 // Fold makes one Info of the children's:

@@ -83,7 +83,7 @@ func (m *Multi) owner(to route, end int) int {
 	return -1
 }
 
-// planOf is what one child wants. One that fails does nothing in this step.
+// planOf is the plan of one child. A child that fails does nothing in this step.
 func (s *scheduler) planOf(ctx context.Context, child int, own *connector.Step) *connector.Plan {
 	l := s.lanes[child]
 	if _, can := connector.As[connector.Planner](l.side); !can {

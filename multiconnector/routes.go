@@ -6,8 +6,8 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// maxRoutes bounds what is remembered of requests: beyond it all is forgotten. A route saves asking
-// children in vain; without one every child is asked in order.
+// maxRoutes bounds what is remembered of requests: beyond it all is forgotten. A route avoids
+// asking children that cannot answer; without one, every child is asked in order.
 const maxRoutes = 1 << 14
 
 // route says which child has which piece of one request's prefix, by the last Match.

@@ -28,8 +28,8 @@ type scheduler struct {
 	groups  []connector.Group
 	ledger  ledger
 	leases  leases
-	desk    desk
-	tellers []*teller
+	events  eventQueue
+	pollers []*statsPoller
 	life    context.Context //nolint:containedctx // ends with Close
 	stop    context.CancelFunc
 	work    sync.WaitGroup
@@ -43,7 +43,7 @@ type scheduler struct {
 // groups. The result owns them; closed, unless nil, is called after they were closed.
 func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group, closed func() error) connector.Scheduler {
 	life, stop := context.WithCancel(context.Background())
-	s := &scheduler{Multi: m, unit: 1, block: math.MaxInt32, groups: groups, life: life, stop: stop, closed: closed, ledger: newLedger(), leases: newLeases(sides), desk: newDesk()}
+	s := &scheduler{Multi: m, unit: 1, block: math.MaxInt32, groups: groups, life: life, stop: stop, closed: closed, ledger: newLedger(), leases: newLeases(sides), events: newEventQueue()}
 	for _, g := range groups {
 		s.unit = s.unit / gcd(s.unit, g.BlockTokens) * g.BlockTokens
 		s.block = min(s.block, g.BlockTokens)
@@ -55,7 +55,7 @@ func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group,
 			s.work.Go(func() { s.watchHolds(life, i, holder) })
 		}
 		if source, ok := connector.As[connector.StatsSource](side); ok {
-			s.tellers = append(s.tellers, &teller{child: &m.children[i], place: i, source: source, turn: make(chan struct{}, 1)})
+			s.pollers = append(s.pollers, &statsPoller{child: &m.children[i], place: i, source: source, busy: make(chan struct{}, 1)})
 		}
 	}
 	if len(m.info.Stats) == 0 {

@@ -43,24 +43,24 @@ func foldStats(children []Child) []connector.StatInfo {
 	return slices.DeleteFunc(out, func(s connector.StatInfo) bool { return s.Validate() != nil })
 }
 
-// teller asks one child for its numbers. A child that does not answer is not asked again until it has.
-type teller struct {
+// statsPoller asks one child for its numbers. A child that does not answer is not asked again until it has.
+type statsPoller struct {
 	child  *Child
 	place  int
 	source connector.StatsSource
-	turn   chan struct{} // full while it is asked
+	busy   chan struct{} // full while it is asked
 }
 
 // Stats implements connector.StatsSource. A child that is slow or fails is left out.
 func (s *scheduler) Stats(ctx context.Context) ([]connector.Stat, error) {
-	answers := make([][]connector.Stat, len(s.tellers))
+	answers := make([][]connector.Stat, len(s.pollers))
 	var work sync.WaitGroup
-	for i, t := range s.tellers {
+	for i, t := range s.pollers {
 		work.Go(func() { answers[i] = s.ask(ctx, t) })
 	}
 	work.Wait()
 	var out []connector.Stat
-	for i, t := range s.tellers {
+	for i, t := range s.pollers {
 		for k := range answers[i] {
 			if v, ok := s.labelled(t, &answers[i][k]); ok && len(out) < connector.MaxSamples {
 				out = append(out, v)
@@ -71,9 +71,9 @@ func (s *scheduler) Stats(ctx context.Context) ([]connector.Stat, error) {
 }
 
 // ask gives a child's numbers, or none if it takes longer than its patience.
-func (s *scheduler) ask(ctx context.Context, t *teller) []connector.Stat {
+func (s *scheduler) ask(ctx context.Context, t *statsPoller) []connector.Stat {
 	select {
-	case t.turn <- struct{}{}:
+	case t.busy <- struct{}{}:
 	default:
 		return nil // it has not answered the last time
 	}
@@ -81,7 +81,7 @@ func (s *scheduler) ask(ctx context.Context, t *teller) []connector.Stat {
 	defer cancel()
 	got := make(chan []connector.Stat, 1)
 	s.work.Go(func() { // it may take as long as a child that stands alone: only nobody waits
-		defer func() { <-t.turn }()
+		defer func() { <-t.busy }()
 		stats, err := t.source.Stats(s.life)
 		if err != nil {
 			stats = nil
@@ -97,7 +97,7 @@ func (s *scheduler) ask(ctx context.Context, t *teller) []connector.Stat {
 }
 
 // labelled is a child's number as the composite declares it; ok is false if it declares none such.
-func (s *scheduler) labelled(t *teller, v *connector.Stat) (out connector.Stat, ok bool) {
+func (s *scheduler) labelled(t *statsPoller, v *connector.Stat) (out connector.Stat, ok bool) {
 	named := func(list []connector.StatInfo) *connector.StatInfo {
 		i := slices.IndexFunc(list, func(o connector.StatInfo) bool { return o.Name == v.Name })
 		if i < 0 {

@@ -60,24 +60,24 @@ type server struct {
 	ledger *ledger
 	stop   context.CancelCauseFunc
 
-	mu      sync.Mutex // guards all below; no call that waits is made under it
-	conns   map[*conn]struct{}
-	peers   map[int]*peer // processes that attached and have not ended
-	came    bool          // one ever attached
-	since   time.Time     // when the last connection ended
-	sched   *conn
-	seats   map[int]*seat // by rank
-	version uint64        // of seats and of who steps
-	settled uint64        // the version that the keeper has dealt with
-	retired []*host.Region
-	house   *house   // nil while the connector is not open
-	used    bool     // the scheduler has said something that the house keeps
-	waiting []*conn  // schedulers whose answer waits for the keeper
-	guests  []*guest // processes of plugins, as far as is known
-	last    uint64   // the greatest id of a step
-	tardy   bool     // the last ticket of a holder came too late
-	told    string   // state that was told last
-	failure error    // why the connector did not open
+	mu        sync.Mutex // guards all below; no call that waits is made under it
+	conns     map[*conn]struct{}
+	peers     map[int]*peer // processes that attached and have not ended
+	came      bool          // one ever attached
+	since     time.Time     // when the last connection ended
+	sched     *conn
+	seats     map[int]*seat // by rank
+	version   uint64        // of seats and of who steps
+	settled   uint64        // the version that the keeper has dealt with
+	retired   []*host.Region
+	session   *session         // nil while the connector is not open
+	used      bool             // the scheduler has said something that the session keeps
+	waiting   []*conn          // schedulers whose answer waits for the keeper
+	processes []*pluginProcess // processes of plugins, as far as is known
+	last      uint64           // the greatest id of a step
+	tardy     bool             // the last ticket of a holder came too late
+	reported  string           // state that was told last
+	failure   error            // why the connector did not open
 
 	wake chan struct{}
 	work sync.WaitGroup
@@ -87,7 +87,7 @@ type server struct {
 type seat struct {
 	conn    *conn
 	attach  *rankAttach
-	pending uint64 // the id of the attach that is to be answered; 0: it has been
+	pending uint64 // the id of the attach that awaits its answer; 0: it was answered
 }
 
 // errOver is why an agent ends by itself.
@@ -306,7 +306,7 @@ func (s *server) disperse() {
 		retired = append(retired, seat.attach.region)
 	}
 	s.retired, s.seats = nil, map[int]*seat{}
-	for _, g := range s.guests {
+	for _, g := range s.processes {
 		g.close()
 	}
 	s.mu.Unlock()

@@ -305,7 +305,7 @@ func TestTicketOfAnotherKernel(t *testing.T) {
 	require.Contains(t, da.log.String(), `its blocks are made as \"float32 block=16 isa=avx512\", ours as \"float32 block=16 isa=avx2\"`)
 }
 
-// A connector that is made of others has a process for each: all are announced, to who comes later too.
+// A connector that is made of others has a process for each: all are announced, also to a process that comes later.
 func TestSeveralPlugins(t *testing.T) {
 	one, two := config(t.TempDir(), nil), config(t.TempDir(), nil)
 	strip := func(c string) string { return strings.Replace(c, `,"kvport":{"heartbeat":{"limit":"1m"}}`, "", 1) }

@@ -16,15 +16,15 @@ const (
 	readPause      = 20 * time.Millisecond // between looks whether the scheduler has read
 )
 
-// publish passes on to the scheduler what the connector says of its blocks, until the connector is
+// publish passes on to the scheduler what the connector reports about its blocks, until the connector is
 // closed (rule AGENT-13). It sends no more than the scheduler reads: an engine without requests reads
 // nothing, and must not be cut for it. What waits longer than the host's channel has room is a gap.
-func (o *house) publish() {
+func (o *session) publish() {
 	for {
 		select {
 		case <-o.over:
 			return
-		case r := <-o.news:
+		case r := <-o.reports:
 			for _, m := range o.answers(&r) {
 				if !o.deliver(m) {
 					return
@@ -36,7 +36,7 @@ func (o *house) publish() {
 
 // deliver sends a message when the scheduler has read what it was sent before; false: the connector is
 // closed. Without a scheduler the message is lost: the next one begins with a gap.
-func (o *house) deliver(m *kvportv1.AgentAnswer) bool {
+func (o *session) deliver(m *kvportv1.AgentAnswer) bool {
 	for {
 		o.s.mu.Lock()
 		c := o.s.sched
@@ -60,7 +60,7 @@ func (o *house) deliver(m *kvportv1.AgentAnswer) bool {
 }
 
 // answers makes messages of a report, in the engine's own hashes.
-func (o *house) answers(r *host.BlockReport) []*kvportv1.AgentAnswer {
+func (o *session) answers(r *host.BlockReport) []*kvportv1.AgentAnswer {
 	var out []*kvportv1.AgentAnswer
 	if r.Gap {
 		out = append(out, blocksAnswer(true, nil))

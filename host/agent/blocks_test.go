@@ -18,7 +18,7 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// small is a transfer config for shared storage that has room for so many bytes.
+// small is a transfer config for shared storage that has room for that many bytes.
 func small(t *testing.T, bytes int) string {
 	t.Helper()
 	c, err := json.Marshal(map[string]any{
@@ -66,7 +66,7 @@ const (
 	cleared = kvportv1.BlockEventKind_BLOCK_EVENT_KIND_CLEARED
 )
 
-// Rule AGENT-13: a scheduler hears of blocks under the engine's own hashes, and of gaps.
+// Rule AGENT-13: a scheduler is told which blocks come and go, under the engine's own hashes, and where there are gaps.
 func TestBlocks(t *testing.T) {
 	o := open(t, small(t, 24<<10), nil)
 	s := scheduler(t, o.socket)
@@ -97,7 +97,7 @@ func TestBlocks(t *testing.T) {
 	require.True(t, second.blocks().GetGap(), "after the plugin's death")
 }
 
-// Nobody is told who did not ask.
+// Only those who asked are told.
 func TestBlocksUnwanted(t *testing.T) {
 	o := open(t, config(t.TempDir(), nil), nil)
 	s := scheduler(t, o.socket)
@@ -132,7 +132,7 @@ func TestBlocksOfIdleEngine(t *testing.T) {
 		<-c.gone
 	}()
 
-	o := &house{s: &server{}, over: make(chan struct{})}
+	o := &session{s: &server{}, over: make(chan struct{})}
 	m := blocksAnswer(true, nil)
 	require.True(t, o.deliver(m), "nobody is there: the next one begins with a gap")
 	o.s.sched, c.joined = c, true
@@ -158,7 +158,7 @@ func TestBlocksOfIdleEngine(t *testing.T) {
 // Messages about blocks are small, and leave out what the agent has no hash of.
 func TestBlocksInPieces(t *testing.T) {
 	all, keys := hashes("h", 2*frameKeys+5), hashes("k", 2*frameKeys+5)
-	o := &house{keys: &keyring{back: newRecall()}}
+	o := &session{keys: &keyring{back: newRecall()}}
 	for i, k := range keys[1:] {
 		o.keys.back.add(k, all[i+1])
 	}

@@ -180,8 +180,8 @@ func (s *server) sit(c *conn, id uint64, a *rankAttach) (replaced *conn) {
 // left nothing behind. The caller holds mu.
 func (s *server) greet(c *conn, id uint64, scheduler bool) (sent <-chan struct{}, err error) {
 	c.attachID = id
-	s.guests = slices.DeleteFunc(s.guests, (*guest).gone)
-	for _, g := range s.guests {
+	s.processes = slices.DeleteFunc(s.processes, (*pluginProcess).gone)
+	for _, g := range s.processes {
 		if sent, err = s.introduce(c, g); err != nil { // the last is sent last
 			return nil, err
 		}
@@ -201,7 +201,7 @@ func (s *server) greet(c *conn, id uint64, scheduler bool) (sent <-chan struct{}
 func (s *server) seat(c *conn, id uint64) {
 	c.send(s.welcome(id, nil))
 	c.joined = true
-	if s.house.tells() {
+	if s.session.publishes() {
 		c.send(blocksAnswer(true, nil))
 	}
 }
@@ -213,7 +213,7 @@ func (s *server) match(c *conn, id uint64, m *kvportv1.Query) error {
 		return err
 	}
 	s.mu.Lock()
-	h := s.house
+	h := s.session
 	s.used = s.used || h != nil
 	s.mu.Unlock()
 	var found connector.Match
@@ -242,7 +242,7 @@ func (s *server) step(m *kvportv1.Step) error {
 // it has it.
 func (s *server) hand(step *connector.Step) error {
 	s.last = max(s.last, step.ID)
-	h := s.house
+	h := s.session
 	if h == nil {
 		s.refuse(step)
 		return nil
@@ -259,7 +259,7 @@ func (s *server) hand(step *connector.Step) error {
 }
 
 // finish ends one request and answers with its ticket: at once where the connector stores, else when
-// the holder has answered, or after a while without one: the engine stands still meanwhile, so a holder
+// the holder has answered, or after a while without one: the engine stalls meanwhile, so a holder
 // that was late is not waited for as long again.
 func (s *server) finish(c *conn, id uint64, m *kvportv1.Ended) error {
 	e, err := wire.EndFromProto(m)
@@ -268,7 +268,7 @@ func (s *server) finish(c *conn, id uint64, m *kvportv1.Ended) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	h := s.house
+	h := s.session
 	var ticket []byte
 	var later chan []byte
 	if h != nil {
@@ -320,10 +320,10 @@ func finished(id uint64, ticket []byte) *kvportv1.AgentAnswer {
 // reset makes the connector forget every block.
 func (s *server) reset(c *conn, id uint64) {
 	s.mu.Lock()
-	h := s.house
+	h := s.session
 	s.mu.Unlock()
 	answer := &kvportv1.AgentAnswer{Id: id}
-	emptied, err := false, errNoHouse
+	emptied, err := false, errNotOpen
 	if h != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), s.limits.reset)
 		defer cancel()

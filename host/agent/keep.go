@@ -17,16 +17,16 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// guest is a process of a plugin: a connector that is made of others has several.
-type guest struct {
+// pluginProcess is a process of a plugin: a connector that is made of others has several.
+type pluginProcess struct {
 	pid   int
 	pidfd *os.File
 }
 
-func (g *guest) close() { _ = g.pidfd.Close() }
+func (g *pluginProcess) close() { _ = g.pidfd.Close() }
 
 // gone reports whether the process has ended, and lets go of it if so.
-func (g *guest) gone() bool {
+func (g *pluginProcess) gone() bool {
 	ended := readable(int(g.pidfd.Fd()))
 	if ended {
 		g.close()
@@ -45,8 +45,8 @@ func (s *server) keep(ctx context.Context) {
 		}
 	}
 	s.mu.Lock()
-	old := s.house
-	s.house = nil
+	old := s.session
+	s.session = nil
 	s.mu.Unlock()
 	if old != nil {
 		s.log.Info("draining")
@@ -54,8 +54,8 @@ func (s *server) keep(ctx context.Context) {
 	}
 }
 
-// settle brings the connector in line with who is there. It returns true if that has changed
-// meanwhile. A host that served other memory, or a scheduler that has gone, is closed first: when an
+// settle opens or closes the connector according to which processes are attached. It returns true if that
+// has changed meanwhile. A host that served other memory, or a scheduler that has gone, is closed first: when an
 // attach is answered nothing touches what was there before (rule AGENT-05).
 func (s *server) settle(ctx context.Context) (again bool) {
 	s.mu.Lock()
@@ -63,8 +63,8 @@ func (s *server) settle(ctx context.Context) (again bool) {
 		s.mu.Unlock()
 		return false
 	}
-	old := s.house
-	s.house = nil
+	old := s.session
+	s.session = nil
 	s.mu.Unlock()
 	if old != nil {
 		old.close(s.limits.drain)
@@ -79,7 +79,7 @@ func (s *server) settle(ctx context.Context) (again bool) {
 	for _, r := range retired {
 		_ = r.Close()
 	}
-	var fresh *house
+	var fresh *session
 	if err == nil && eng != nil {
 		fresh, err = s.open(ctx, eng, first)
 	}
@@ -91,8 +91,8 @@ func (s *server) settle(ctx context.Context) (again bool) {
 		}
 		return true
 	}
-	s.settled, s.house, s.failure = version, fresh, err
-	if s.sched != nil && s.sched.joined && (old.tells() || fresh.tells()) {
+	s.settled, s.session, s.failure = version, fresh, err
+	if s.sched != nil && s.sched.joined && (old.publishes() || fresh.publishes()) {
 		s.sched.send(blocksAnswer(true, nil))
 	}
 	s.answer(err)
@@ -153,7 +153,7 @@ func (a *rankAttach) differs(b *rankAttach) string {
 const patience = 2 * time.Millisecond
 
 // open opens the connector for ranks that all are as first is.
-func (s *server) open(ctx context.Context, eng *host.Engine, first *rankAttach) (*house, error) {
+func (s *server) open(ctx context.Context, eng *host.Engine, first *rankAttach) (*session, error) {
 	began := time.Now()
 	secret, err := s.cfg.Transfer.Settings.TenantSecret()
 	if err != nil {
@@ -174,7 +174,7 @@ func (s *server) open(ctx context.Context, eng *host.Engine, first *rankAttach) 
 		return nil, err
 	}
 	s.log.Info("connector is open", "connector", h.Info().Name, "ranks", len(eng.Ranks), "shape", eng.ShapeText, "took", time.Since(began))
-	return newHouse(s, h, eng, keys, reports), nil
+	return newSession(s, h, eng, keys, reports), nil
 }
 
 // answer answers all who wait for the keeper. The caller holds mu.
@@ -211,9 +211,9 @@ func (s *server) announce(pid, pidfd int) error {
 		return os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
 	}
 	s.mu.Lock()
-	s.guests = slices.DeleteFunc(s.guests, (*guest).gone)
-	g := &guest{pid: pid, pidfd: os.NewFile(uintptr(fd), "pidfd")}
-	s.guests = append(s.guests, g)
+	s.processes = slices.DeleteFunc(s.processes, (*pluginProcess).gone)
+	g := &pluginProcess{pid: pid, pidfd: os.NewFile(uintptr(fd), "pidfd")}
+	s.processes = append(s.processes, g)
 	conns := s.everybody()
 	sent := make([]<-chan struct{}, len(conns))
 	for i, c := range conns {
@@ -236,7 +236,7 @@ func (s *server) announce(pid, pidfd int) error {
 }
 
 // introduce queues the message about a process of a plugin. The caller holds mu.
-func (s *server) introduce(c *conn, g *guest) (sent <-chan struct{}, err error) {
+func (s *server) introduce(c *conn, g *pluginProcess) (sent <-chan struct{}, err error) {
 	fd, err := unix.FcntlInt(g.pidfd.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
@@ -274,7 +274,7 @@ func (s *server) watch(ctx context.Context) {
 // state says how the connector is.
 func (s *server) state() (state, why string) {
 	s.mu.Lock()
-	h, failure := s.house, s.failure
+	h, failure := s.session, s.failure
 	s.mu.Unlock()
 	switch {
 	case h != nil:
@@ -291,10 +291,10 @@ func (s *server) tellState() {
 	state, why := s.state()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.told == state+" "+why {
+	if s.reported == state+" "+why {
 		return
 	}
-	s.told = state + " " + why
+	s.reported = state + " " + why
 	for _, c := range s.everybody() {
 		c.send(stateAnswer(state, why, nil))
 	}

@@ -13,7 +13,7 @@ type arrival struct {
 }
 
 // expect notes the loads of a step. The caller holds the server's mu.
-func (o *house) expect(step *connector.Step) {
+func (o *session) expect(step *connector.Step) {
 	for i := range step.Admitted {
 		o.arriving[step.Admitted[i].Request] = &arrival{step.ID, o.ranks}
 	}
@@ -24,10 +24,10 @@ func (o *house) expect(step *connector.Step) {
 func (s *server) landed(request connector.RequestID, _ int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.house == nil || s.house.arriving[request] == nil {
+	if s.session == nil || s.session.arriving[request] == nil {
 		return
 	}
-	a := s.house.arriving[request]
+	a := s.session.arriving[request]
 	if a.ranks--; a.ranks > 0 {
 		return
 	}

@@ -72,7 +72,7 @@ func privateFolder(dir string) error {
 	return nil
 }
 
-// lockFile takes the lock at path. The file is made anew if its holder has just removed it.
+// lockFile takes the lock at path. The file is created again if its holder has just removed it.
 func lockFile(path string) (*os.File, error) {
 	for range 100 {
 		f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)

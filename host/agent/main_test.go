@@ -88,15 +88,15 @@ func config(dir string, settings map[string]any) string {
 	return string(c)
 }
 
-// office is an agent that runs in this process.
-type office struct {
+// testAgent is an agent that runs in this process.
+type testAgent struct {
 	socket string
 	stop   context.CancelFunc
 	done   chan error
 }
 
 // open starts an agent in this process and makes sure that nothing of it is left at the end.
-func open(t testing.TB, transfer string, change func(*limits)) *office {
+func open(t testing.TB, transfer string, change func(*limits)) *testAgent {
 	t.Helper()
 	cfg, err := host.ParseConfig(transfer)
 	require.NoError(t, err)
@@ -108,7 +108,7 @@ func open(t testing.TB, transfer string, change func(*limits)) *office {
 	dir, err := os.MkdirTemp("", "a") //nolint:usetesting // of mode 0700, and short
 	require.NoError(t, err)
 	leaks, fds := goleak.IgnoreCurrent(), descriptors(t)
-	o := &office{socket: filepath.Join(dir, "s"), done: make(chan error, 1)}
+	o := &testAgent{socket: filepath.Join(dir, "s"), done: make(chan error, 1)}
 	var ctx context.Context
 	ctx, o.stop = context.WithCancel(context.WithoutCancel(t.Context()))
 	ready := make(chan struct{})
@@ -143,7 +143,7 @@ func descriptors(t testing.TB) int {
 }
 
 // end waits until the agent has ended by itself.
-func (o *office) end(t testing.TB) {
+func (o *testAgent) end(t testing.TB) {
 	t.Helper()
 	select {
 	case err := <-o.done:
@@ -289,7 +289,7 @@ func scheduler(t testing.TB, socket string) *process {
 	return p
 }
 
-// rankAt is what a rank says of itself.
+// rankAt is how a rank describes itself.
 func rankAt(rank, world int) *wire.Attach {
 	l := layout()
 	return &wire.Attach{

@@ -28,7 +28,7 @@ const Size = 16
 // align is the alignment of digest segments: a cache line.
 const align = 64
 
-// Binding is what a digest ties bytes to besides the Hasher's own engine and shard. Either Key or
+// Binding is what a digest ties bytes to, in addition to the Hasher's own engine and shard. Either Key or
 // Hold says which block it is.
 type Binding struct {
 	Key      connector.BlockKey
@@ -95,7 +95,7 @@ func (h *Hasher) keyedSum(data []byte, b *Binding) [Size]byte {
 	return [Size]byte(k.mac.Sum(k.sum[:0]))
 }
 
-// bind writes what the digest covers besides the data. Every field has its fixed place, so no two
+// bind writes what the digest covers in addition to the data. Every field has its fixed place, so no two
 // bindings are written alike.
 func (h *Hasher) bind(to *[bindingSize]byte, b *Binding, size int) {
 	out := append(to[:0], b.Key[:]...)

@@ -14,8 +14,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestRegistry compares the points in the code with the table of docs/failpoints.md. Each stands in
-// one place, so that a count of hits means something.
+// TestRegistry compares the points in the code with the table of docs/failpoints.md. Each is in
+// one place only, so that a count of hits means something.
 func TestRegistry(t *testing.T) {
 	root := filepath.Join("..", "..")
 	found := map[string]string{} // name -> Point or Crash
@@ -39,7 +39,7 @@ func TestRegistry(t *testing.T) {
 				return true
 			}
 			require.NotEmpty(t, name, "%s: the name of a point must be a literal", path)
-			require.NotContains(t, found, name, "%s: the point %s stands in two places", path, name)
+			require.NotContains(t, found, name, "%s: the point %s is in two places", path, name)
 			found[name] = kind
 			return true
 		})

@@ -13,7 +13,7 @@ import (
 )
 
 // Bell wakes one process when there are frames in any of its rings with another process. It is a socket,
-// on which a byte is sent to who sleeps: Go's poller waits for many of them without a thread of its own,
+// on which a sleeping process is sent a byte: Go's poller waits for many of them without a thread of its own,
 // where a futex would hold a thread and, until the runtime notices, one of its processors (ADR 116).
 type Bell struct {
 	file *os.File

@@ -107,7 +107,7 @@ func TestBoardRefuses(t *testing.T) {
 	require.ErrorIs(t, err, ErrIncompatible)
 }
 
-// A wait ends with its context, and a board that is closed takes no more.
+// A wait ends with its context, and a closed board accepts nothing.
 func TestBoardWaitEnds(t *testing.T) {
 	b, v := openBoard(t)
 	c, _ := b.Take()

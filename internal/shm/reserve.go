@@ -9,7 +9,7 @@ import (
 )
 
 // Reserve makes a memfd that has no size yet, so that it can be handed to a process whose answer
-// says how large it is to be. The caller closes it.
+// says how large it must be. The caller closes it.
 func Reserve(name string) (*os.File, error) {
 	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {

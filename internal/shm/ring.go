@@ -29,13 +29,13 @@ const (
 var ErrRing = errors.New("the other end broke the ring")
 
 // counts are what the ends of one direction tell each other, each on a cache line of its own. An end
-// keeps its own counter besides and never reads it from here.
+// also keeps its own counter and never reads it from here.
 type counts struct {
 	tail  atomic.Uint32 // frames sent
 	_     [60]byte
 	head  atomic.Uint32 // frames received
 	_     [60]byte
-	state atomic.Uint32 // asleep: the receiver wants to be woken
+	state atomic.Uint32 // asleep: the receiver must be woken
 	_     [60]byte
 }
 
@@ -62,7 +62,7 @@ type RingEnd struct {
 	frame     [RingFrame]byte // private copy
 	received  atomic.Uint32   // written under receiving
 
-	polling sync.Mutex // held by who polls, at last by Close
+	polling sync.Mutex // held by whoever polls, and in the end by Close
 	closing atomic.Bool
 }
 

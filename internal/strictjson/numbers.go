@@ -65,7 +65,7 @@ func ConfigWhole(raw []byte, inBytes bool) (int64, error) {
 }
 
 // cutUnit takes the unit of a size off its text. KB and so on are powers of 1000, KiB and so on of 1024. An
-// unknown unit stays, and is no number.
+// unknown unit stays in the text, which then does not parse as a number.
 func cutUnit(text string) (number string, unit int64) {
 	lower := strings.ToLower(text)
 	decimal, binary := int64(1), int64(1)

@@ -105,7 +105,7 @@ func defaultsOf(schema *jsonschema.Schema) map[string]json.RawMessage {
 	return out
 }
 
-// conforms checks what a schema says besides names and types: minimum, maximum, enum, pattern and the like.
+// conforms checks what a schema says beyond names and types: minimum, maximum, enum, pattern and the like.
 func (v *Value) conforms(schema *jsonschema.Schema, foreign func(string) bool) error {
 	compiled, err := compile(schema)
 	if err != nil {
@@ -270,15 +270,15 @@ func innermost(t reflect.Type, schema *jsonschema.Schema) (reflect.Type, *jsonsc
 	return t, schema
 }
 
-// taggedField is a field of a config and what the schema says of it.
+// taggedField is a field of a config and what the schema says about it.
 type taggedField struct {
 	reflect.StructField
 	schema *jsonschema.Schema
 	path   string
 }
 
-// parts are the parts of the tag. A comma ends one, unless it stands behind a backslash, or what follows can be
-// nothing but more of a description.
+// parts are the parts of the tag. A comma ends one, unless it follows a backslash, or what comes next can
+// only continue a description.
 func (f *taggedField) parts() []string {
 	var parts []string
 	for part := range strings.SplitSeq(f.Tag.Get("jsonschema"), ",") {
@@ -365,7 +365,7 @@ func (f *taggedField) check(word, value string) error {
 	return f.checkValue(word, value)
 }
 
-// checkValue wants numbers where the reflector reads numbers.
+// checkValue requires numbers where the reflector reads numbers.
 func (f *taggedField) checkValue(word, value string) error {
 	numeric := f.schema.Type == "integer" || f.schema.Type == "number"
 	switch {

@@ -120,7 +120,7 @@ func TestErrorsHaveAPlace(t *testing.T) {
 	}
 }
 
-// What a schema says of numbers and durations holds for the texts of them, too, and its defaults are those of the value.
+// What a schema says about numbers and durations holds for their texts, too, and its defaults are those of the value.
 func TestSchema(t *testing.T) {
 	raw, err := json.Marshal(strictjson.Options{Seconds: true}.Schema(&config{Size: 7, Wait: time.Minute, shared: shared{Path: "/p"}}))
 	require.NoError(t, err)

@@ -236,7 +236,7 @@ func Quote(s string) string {
 	return strconv.Quote(s)
 }
 
-// ordinary is a name that stands in a path as it is.
+// ordinary matches a name that a path contains unquoted.
 var ordinary = regexp.MustCompile(`^[\pL\pN_./-]{1,80}$`)
 
 func join(path, name string) string {

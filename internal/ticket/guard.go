@@ -45,7 +45,7 @@ func NewGuard(model, shape connector.Fingerprint) *Guard {
 }
 
 // Reshape makes the guard accept tickets of other shapes with that base, too, if blocks that nothing verifies
-// are accepted, and else refuse them for that (rule RESHAPE-01). It is to be called before the first Check.
+// are accepted, and else refuse them for that (rule RESHAPE-01). It must be called before the first Check.
 func (g *Guard) Reshape(base connector.Fingerprint, unverified bool) {
 	g.base, g.unverified = base, unverified
 }

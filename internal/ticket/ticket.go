@@ -74,7 +74,7 @@ type Envelope struct {
 // Cut is what engines of another shape need: what is equal all the same, and of which prompt the tokens
 // are, as the producer addresses its own blocks.
 type Cut struct {
-	Base        connector.Fingerprint // what the shape is made of but for block size and ranks; never zero
+	Base        connector.Fingerprint // what the shape is made of, except block size and ranks; never zero
 	BlockTokens int
 	Last        connector.BlockKey // of the last full block; zero without one
 	Tail        connector.BlockKey // of all tokens, if the last block is partial; zero: not known

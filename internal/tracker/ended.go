@@ -45,7 +45,7 @@ type hold struct {
 // maxEarly bounds the reports about holds that are not announced yet.
 const maxEarly = 1 << 10
 
-func (b *Book) addEnding(now time.Time, step uint64, ended *connector.Ended) *ending {
+func (b *Tracker) addEnding(now time.Time, step uint64, ended *connector.Ended) *ending {
 	r := b.request(ended.Request)
 	r.match.told = false // nobody waits for an answer any more
 	b.cancelLoads(now, r)
@@ -60,7 +60,7 @@ func (b *Book) addEnding(now time.Time, step uint64, ended *connector.Ended) *en
 
 // finishReady goes on with ended requests: a Holder is asked once the saves of a request with a
 // consumer are over, everything else is finished.
-func (b *Book) finishReady(now time.Time, list []*ending) {
+func (b *Tracker) finishReady(now time.Time, list []*ending) {
 	call := Finish{Gen: b.gen}
 	var batch []*ending
 	for _, e := range list {
@@ -91,7 +91,7 @@ func (b *Book) finishReady(now time.Time, list []*ending) {
 // Stored says that a running save has stored everything that a ticket promises, and goes on for others: its
 // blocks stay pinned, but nobody waits with a ticket for it. It is of no use where a part of the save has
 // failed already: what a consumer can get is known when the save is over.
-func (b *Book) Stored(now time.Time, id CallID) []Action {
+func (b *Tracker) Stored(now time.Time, id CallID) []Action {
 	c := b.calls[id]
 	if c == nil || c.op.kind != Save || c.op.stored {
 		return nil
@@ -123,7 +123,7 @@ func (o *op) waited() {
 }
 
 // FinishAnswered brings the holds for the requests of a Finish call, in order, or an error.
-func (b *Book) FinishAnswered(now time.Time, id CallID, holds []connector.Hold, err error) []Action {
+func (b *Tracker) FinishAnswered(now time.Time, id CallID, holds []connector.Hold, err error) []Action {
 	batch := b.finishes[id]
 	if batch == nil {
 		b.counters.Unknown++
@@ -140,7 +140,7 @@ func (b *Book) FinishAnswered(now time.Time, id CallID, holds []connector.Hold, 
 	return b.take()
 }
 
-func (b *Book) answerFinish(now time.Time, id CallID, holds []connector.Hold) {
+func (b *Tracker) answerFinish(now time.Time, id CallID, holds []connector.Hold) {
 	batch := b.finishes[id]
 	delete(b.finishes, id)
 	for i, e := range batch {
@@ -157,7 +157,7 @@ func (b *Book) answerFinish(now time.Time, id CallID, holds []connector.Hold) {
 }
 
 // finishEnding reports an ended request, once.
-func (b *Book) finishEnding(now time.Time, e *ending) {
+func (b *Tracker) finishEnding(now time.Time, e *ending) {
 	if b.endings[e.id] == nil {
 		return
 	}
@@ -180,7 +180,7 @@ func (b *Book) finishEnding(now time.Time, e *ending) {
 
 // addresses are those of an ended request's tokens up to one: of the last full block, and of all if the last
 // block is partial.
-func (b *Book) addresses(e *connector.Ended, tokens int) (last, tail connector.BlockKey) {
+func (b *Tracker) addresses(e *connector.Ended, tokens int) (last, tail connector.BlockKey) {
 	size := b.cfg.Groups[0].BlockTokens
 	n := 0
 	for _, bl := range e.Blocks {
@@ -200,7 +200,7 @@ func (b *Book) addresses(e *connector.Ended, tokens int) (last, tail connector.B
 
 // checked is the hold of an ending, or none if it breaks the contract: a hold without a consumer (rule
 // HOLD-01), under an id in use, or with numbers that mean nothing.
-func (b *Book) checked(e *ending) connector.Hold {
+func (b *Tracker) checked(e *ending) connector.Hold {
 	h := e.hold
 	if h.ID == 0 {
 		return connector.Hold{}
@@ -226,7 +226,7 @@ func (b *Book) checked(e *ending) connector.Hold {
 const maxWeak = 1 << 14
 
 // keepWeak remembers a hold that keeps no blocks, so that its consumer is known when it reports.
-func (b *Book) keepWeak(h connector.Hold) {
+func (b *Tracker) keepWeak(h connector.Hold) {
 	if h.ID == 0 {
 		return
 	}
@@ -236,7 +236,7 @@ func (b *Book) keepWeak(h connector.Hold) {
 	b.weak[h.ID] = h.Consumers
 }
 
-func (b *Book) keep(now time.Time, e *ending, h connector.Hold) {
+func (b *Tracker) keep(now time.Time, e *ending, h connector.Hold) {
 	kept := &hold{
 		id: h.ID, gen: e.gen, req: e.ended.Request, step: e.step, blocks: ids(e.ended.Blocks),
 		consumers: h.Consumers, began: now, ttl: h.TTL, deadline: now.Add(h.TTL),
@@ -246,7 +246,7 @@ func (b *Book) keep(now time.Time, e *ending, h connector.Hold) {
 }
 
 // fetchedEarly counts the consumers that were reported before the answer that announces their hold.
-func (b *Book) fetchedEarly() {
+func (b *Tracker) fetchedEarly() {
 	for _, id := range slices.Sorted(maps.Keys(b.early)) {
 		if h := b.holds[id]; h != nil {
 			b.consume(h, b.early[id])
@@ -259,7 +259,7 @@ func (b *Book) fetchedEarly() {
 	}
 }
 
-func (b *Book) consume(h *hold, consumers int) {
+func (b *Tracker) consume(h *hold, consumers int) {
 	if h.consumers -= consumers; h.consumers <= 0 {
 		b.release(h, ReleasedConsumed)
 	}
@@ -267,7 +267,7 @@ func (b *Book) consume(h *hold, consumers int) {
 
 // available counts the leading tokens that a consumer can get: all that a Holder keeps, or what was
 // stored, or will have been when the saves still under way are over.
-func (b *Book) available(r *request, ended *connector.Ended, h connector.Hold) int {
+func (b *Tracker) available(r *request, ended *connector.Ended, h connector.Hold) int {
 	if h.ID != 0 {
 		return ended.Tokens
 	}
@@ -283,7 +283,7 @@ func (b *Book) available(r *request, ended *connector.Ended, h connector.Hold) i
 
 // Promise is the ticket of a request that is about to end: of all that a consumer will be able to get when the
 // saves under way are over. Nil: of nothing, or of a Holder's blocks, which must be asked.
-func (b *Book) Promise(ended *connector.Ended) *Ticket {
+func (b *Tracker) Promise(ended *connector.Ended) *Ticket {
 	r := b.requests[ended.Request]
 	if r == nil {
 		r = &request{}
@@ -294,9 +294,9 @@ func (b *Book) Promise(ended *connector.Ended) *Ticket {
 	return b.ticket(r, ended, connector.Hold{})
 }
 
-// Renewed begins the TTL of these holds of generation gen anew, but not beyond HoldMax after they began. It
-// gives the holds that are over or do not stay longer, since the last call.
-func (b *Book) Renewed(now time.Time, gen uint64, list []connector.HoldID) (ended []connector.HoldID) {
+// Renewed restarts the TTL of these holds of generation gen, but not beyond HoldMax after they began. It
+// returns the holds that have ended, or can no longer be extended, since the last call.
+func (b *Tracker) Renewed(now time.Time, gen uint64, list []connector.HoldID) (ended []connector.HoldID) {
 	if gen != b.gen {
 		return list
 	}
@@ -319,7 +319,7 @@ func (b *Book) Renewed(now time.Time, gen uint64, list []connector.HoldID) (ende
 const maxOver = 1 << 12
 
 // Consumed says that a consumer has fetched each of these holds of generation gen.
-func (b *Book) Consumed(gen uint64, list []connector.HoldID) []Action {
+func (b *Tracker) Consumed(gen uint64, list []connector.HoldID) []Action {
 	for _, id := range list {
 		h := b.holds[id]
 		switch n := b.weak[id]; {
@@ -338,7 +338,7 @@ func (b *Book) Consumed(gen uint64, list []connector.HoldID) []Action {
 	return b.take()
 }
 
-func (b *Book) release(h *hold, reason string) {
+func (b *Tracker) release(h *hold, reason string) {
 	delete(b.holds, h.id)
 	if b.cfg.Can&connector.CanLease != 0 && reason != ReleasedConsumed && h.gen == b.gen && len(b.over) < maxOver {
 		b.over = append(b.over, h.id)

@@ -108,7 +108,7 @@ func span(t *connector.Transfer, blockTokens, left, n int) (from, tokens int) {
 type line struct{ waiting []*call }
 
 // queue lets the ready calls of an op wait for slots.
-func (b *Book) queue(o *op) {
+func (b *Tracker) queue(o *op) {
 	for _, c := range o.calls {
 		if c.state == ready && !c.waiting {
 			c.waiting = true
@@ -118,12 +118,12 @@ func (b *Book) queue(o *op) {
 	}
 }
 
-func (b *Book) line(rank int, kind Kind) *line { return &b.lines[2*rank+int(kind)-1] }
+func (b *Tracker) line(rank int, kind Kind) *line { return &b.lines[2*rank+int(kind)-1] }
 
 // startQueued starts the calls that are first in line and have slots. None overtakes another of its
 // rank and kind, so each has its turn: a call has at most as many blocks as there are slots, and
 // slots come back when a call returns or its generation is reaped.
-func (b *Book) startQueued() {
+func (b *Tracker) startQueued() {
 	for i := range b.lines {
 		l := &b.lines[i]
 		for len(l.waiting) > 0 {
@@ -145,7 +145,7 @@ func (b *Book) startQueued() {
 }
 
 // vacate gives back the slots of a call that nothing touches any more.
-func (b *Book) vacate(c *call) {
+func (b *Tracker) vacate(c *call) {
 	if c.slots != nil {
 		b.landing.Give(c.rank, c.op.kind, c.slots)
 		c.slots = nil
@@ -153,9 +153,9 @@ func (b *Book) vacate(c *call) {
 }
 
 // divide cuts the parts of an op so that each fits into landing memory. A part with bytes of the
-// connector's own stays whole, because nobody else knows what they say of which block; one that does
+// connector's own stays whole, because only the connector knows which bytes belong to which block; one that does
 // not fit fails.
-func (b *Book) divide(o *op, parts []*connector.Transfer) []*connector.Transfer {
+func (b *Tracker) divide(o *op, parts []*connector.Transfer) []*connector.Transfer {
 	var out []*connector.Transfer
 	for _, p := range parts {
 		switch {
@@ -171,7 +171,7 @@ func (b *Book) divide(o *op, parts []*connector.Transfer) []*connector.Transfer 
 }
 
 // LandingUsed counts the landing slots that calls have, over all ranks; 0 without landing memory.
-func (b *Book) LandingUsed() int {
+func (b *Tracker) LandingUsed() int {
 	if b.landing == nil {
 		return 0
 	}

@@ -6,13 +6,13 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// computeLimit bounds how long the engine may compute what is to be saved. The deadline of the save
+// computeLimit bounds how long the engine may compute what a save waits for. The deadline of the save
 // itself begins then, so that a long step costs no plugin its life.
 const computeLimit = time.Hour
 
 // computing takes on the saves of blocks whose KV the engine begins to compute. They start at once: the
 // connector gets the layers as they become final.
-func (b *Book) computing(now time.Time, s *connector.Step) {
+func (b *Tracker) computing(now time.Time, s *connector.Step) {
 	for _, t := range s.Computing {
 		o := b.addOp(now, Save, s.ID, t)
 		if o == nil {
@@ -26,7 +26,7 @@ func (b *Book) computing(now time.Time, s *connector.Step) {
 
 // Computed says that the engine has computed a step's Computing blocks, or given them up: their saves
 // have as long from now on as any other.
-func (b *Book) Computed(now time.Time, step uint64) []Action {
+func (b *Tracker) Computed(now time.Time, step uint64) []Action {
 	for _, o := range sorted(b.ops) {
 		if o.layered && o.step == step {
 			o.deadline = now.Add(b.cfg.Save)
@@ -39,7 +39,7 @@ func (b *Book) Computed(now time.Time, step uint64) []Action {
 
 // cancelLate tells the calls of a layered save that their time is over. Other calls were given their
 // deadline when they began.
-func (b *Book) cancelLate(o *op) {
+func (b *Tracker) cancelLate(o *op) {
 	if !o.layered || o.canceled {
 		return
 	}

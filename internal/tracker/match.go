@@ -29,9 +29,9 @@ type match struct {
 	retryAt time.Time // zero: none
 }
 
-// Query brings the engine's question; its Ticket and Reshaped are the Book's to say. wait says whether an
+// Query brings the engine's question; its Ticket and Reshaped are for the Tracker to set. wait says whether an
 // answer may come at any moment, so that Match is better called a little later. The caller keeps q.Keys.
-func (b *Book) Query(now time.Time, q connector.Query) (wait bool, actions []Action) {
+func (b *Tracker) Query(now time.Time, q connector.Query) (wait bool, actions []Action) {
 	r := b.request(q.Request)
 	r.queried = true
 	if len(r.keys) != len(q.Keys) {
@@ -51,10 +51,10 @@ func (b *Book) Query(now time.Time, q connector.Query) (wait bool, actions []Act
 	return m.ask != 0, b.take()
 }
 
-// renew asks anew what got old, and says whether the old answer may be given meanwhile: not for longer
+// renew asks again for an answer that is too old, and says whether the old answer may be given meanwhile: not for longer
 // than a fresh one may be. A request that was told Later would be passed over by its engine, although
 // nothing has changed most of the time.
-func (b *Book) renew(now time.Time, r *request) bool {
+func (b *Tracker) renew(now time.Time, r *request) bool {
 	m := &r.match
 	if m.ask != 0 {
 		return now.Sub(m.renewed) < b.cfg.Fresh
@@ -68,14 +68,14 @@ func (b *Book) renew(now time.Time, r *request) bool {
 }
 
 // hopeless says that the answer is a miss without asking.
-func (b *Book) hopeless(r *request) bool {
+func (b *Tracker) hopeless(r *request) bool {
 	q := &r.match.query
 	room := b.limit(q) > q.Computed
 	return r.denied || b.closed || b.state == broken || !b.cfg.Role.Loads() || !room || len(q.Keys) == 0 && q.Ticket == nil
 }
 
 // unit is the number of tokens in which external and local parts may meet.
-func (b *Book) unit() int {
+func (b *Tracker) unit() int {
 	n := 1
 	for _, g := range b.cfg.Groups {
 		n = n / gcd(n, g.BlockTokens) * g.BlockTokens
@@ -92,7 +92,7 @@ func gcd(a, b int) int {
 
 // limit is how many leading tokens may come from elsewhere: at least one is left to compute, and a
 // load ends with a full block. What a Holder keeps may end anywhere; there the engine leaves one.
-func (b *Book) limit(q *connector.Query) int {
+func (b *Tracker) limit(q *connector.Query) int {
 	if b.held(q) {
 		return q.Tokens
 	}
@@ -103,8 +103,8 @@ func (b *Book) limit(q *connector.Query) int {
 // undamaged is how many leading tokens are not known to be damaged where they are stored. Whoever asks
 // computes the rest, and the save of that mends it; an engine whose failure policy is fail would
 // otherwise fail at every request that begins so. An engine that only loads cannot know when another
-// has mended them, so it tries again (Config.Shun).
-func (b *Book) undamaged(keys []connector.BlockKey) int {
+// has mended them, so it tries again (Config.Quarantine).
+func (b *Tracker) undamaged(keys []connector.BlockKey) int {
 	if i := b.corrupt.first(keys); i >= 0 {
 		return i * b.cfg.Groups[0].BlockTokens
 	}
@@ -112,12 +112,12 @@ func (b *Book) undamaged(keys []connector.BlockKey) int {
 }
 
 // held says that a query is about what a Holder keeps.
-func (b *Book) held(q *connector.Query) bool {
+func (b *Tracker) held(q *connector.Query) bool {
 	return q.Ticket != nil && b.isHolder()
 }
 
 // Match answers the last Query of a request. It waits for nothing.
-func (b *Book) Match(now time.Time, id connector.RequestID) connector.Match {
+func (b *Tracker) Match(now time.Time, id connector.RequestID) connector.Match {
 	r := b.requests[id]
 	if r == nil || b.hopeless(r) {
 		return connector.Match{}
@@ -130,7 +130,7 @@ func (b *Book) Match(now time.Time, id connector.RequestID) connector.Match {
 	}
 	end := min(m.end, b.limit(&m.query))
 	if !b.held(&m.query) {
-		if b.cfg.Shun {
+		if b.cfg.Quarantine {
 			end = min(end, b.undamaged(m.query.Keys))
 		}
 		end -= end % b.unit()
@@ -142,7 +142,7 @@ func (b *Book) Match(now time.Time, id connector.RequestID) connector.Match {
 	return connector.Match{Tokens: tokens, Groups: m.groups, Async: true}
 }
 
-func (b *Book) beginLater(now time.Time, m *match) {
+func (b *Tracker) beginLater(now time.Time, m *match) {
 	if m.until.IsZero() {
 		m.until = now.Add(b.cfg.Later)
 		b.wakes.at(m.until)
@@ -150,7 +150,7 @@ func (b *Book) beginLater(now time.Time, m *match) {
 }
 
 // askAgain asks the plugin if an answer is wanted, none is on its way and one is up.
-func (b *Book) askAgain(now time.Time, r *request) {
+func (b *Tracker) askAgain(now time.Time, r *request) {
 	m := &r.match
 	if !m.open || m.ask != 0 {
 		return
@@ -164,7 +164,7 @@ func (b *Book) askAgain(now time.Time, r *request) {
 }
 
 // ask sends the last query of a request.
-func (b *Book) ask(r *request) {
+func (b *Tracker) ask(r *request) {
 	m := &r.match
 	m.ask, m.asked = CallID(b.id()), m.query
 	b.asks[m.ask] = r
@@ -173,7 +173,7 @@ func (b *Book) ask(r *request) {
 
 // Matched brings the answer to an Ask. An error is a miss, ErrBusy is Later. A host whose plugin went
 // away before it answered says Down instead.
-func (b *Book) Matched(now time.Time, id CallID, answer connector.Match, err error) []Action {
+func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err error) []Action {
 	r := b.asks[id]
 	if r == nil {
 		b.counters.Unknown++
@@ -210,7 +210,7 @@ func (b *Book) Matched(now time.Time, id CallID, answer connector.Match, err err
 }
 
 // sound checks an answer against its query.
-func (b *Book) sound(q *connector.Query, m connector.Match) bool {
+func (b *Tracker) sound(q *connector.Query, m connector.Match) bool {
 	all := uint64(1)<<len(b.cfg.Groups) - 1
 	most := q.Tokens
 	if q.Reshaped > 0 {
@@ -219,7 +219,7 @@ func (b *Book) sound(q *connector.Query, m connector.Match) bool {
 	return m.Tokens >= 0 && m.Tokens <= most-q.Computed && uint64(m.Groups)&^all == 0
 }
 
-func (b *Book) settleMatch(now time.Time, r *request) {
+func (b *Tracker) settleMatch(now time.Time, r *request) {
 	m := &r.match
 	told := m.told
 	m.open, m.known, m.told, m.at, m.retryAt = false, true, false, now, time.Time{}
@@ -228,7 +228,7 @@ func (b *Book) settleMatch(now time.Time, r *request) {
 	}
 }
 
-func (b *Book) tickMatch(now time.Time, r *request) {
+func (b *Tracker) tickMatch(now time.Time, r *request) {
 	m := &r.match
 	switch {
 	case !m.open:
@@ -245,7 +245,7 @@ func (b *Book) tickMatch(now time.Time, r *request) {
 }
 
 // giveUpMatch makes an open question a miss.
-func (b *Book) giveUpMatch(r *request) {
+func (b *Tracker) giveUpMatch(r *request) {
 	m := &r.match
 	b.cancelAsk(m)
 	if !m.open {
@@ -255,7 +255,7 @@ func (b *Book) giveUpMatch(r *request) {
 	b.settleMatch(m.at, r)
 }
 
-func (b *Book) cancelAsk(m *match) {
+func (b *Tracker) cancelAsk(m *match) {
 	if m.ask != 0 {
 		delete(b.asks, m.ask)
 		b.emit(CancelCall{ID: m.ask})
@@ -265,7 +265,7 @@ func (b *Book) cancelAsk(m *match) {
 
 // forgetMatch drops what is known of a request's offer: its blocks or the store have changed. An
 // engine that waits for an answer is told to ask again.
-func (b *Book) forgetMatch(r *request) {
+func (b *Tracker) forgetMatch(r *request) {
 	b.cancelAsk(&r.match)
 	if r.match.told {
 		b.emit(Tell{Event{Kind: Answered, Request: r.id}})
@@ -274,7 +274,7 @@ func (b *Book) forgetMatch(r *request) {
 }
 
 // Forget drops every answer: the connector was reset.
-func (b *Book) Forget(now time.Time) []Action {
+func (b *Tracker) Forget(now time.Time) []Action {
 	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
 		r := b.requests[id]
 		r.match.known, r.match.end = false, 0

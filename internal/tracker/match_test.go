@@ -9,8 +9,8 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// An answer that got old is given while it is asked anew, but not for ever, and not where no plugin is
-// up. What comes then counts, also that it is gone.
+// An old answer is given while the question is asked again, but not for ever, and not where no plugin is
+// up. The new answer then counts, even if it says that the blocks are gone.
 func TestOldAnswerIsGivenOnceMore(t *testing.T) {
 	old := func(age time.Duration) (*bench, Ask) {
 		b := newBench(t, nil)
@@ -28,7 +28,7 @@ func TestOldAnswerIsGivenOnceMore(t *testing.T) {
 	fresh := testConfig().Fresh
 	old(fresh - 1)
 	b, ask := old(fresh)
-	require.False(t, b.ask(prompt(4), 0), "asked anew once")
+	require.False(t, b.ask(prompt(4), 0), "it is asked again once")
 	b.quiet()
 	b.got(b.Matched(b.now, ask.ID, connector.Match{Tokens: 16}, nil))
 	b.quiet()

@@ -7,7 +7,7 @@ import (
 )
 
 // judge records which blocks of a returned call failed.
-func (b *Book) judge(c *call, out Outcome) {
+func (b *Tracker) judge(c *call, out Outcome) {
 	o := c.op
 	if o.kind == Load && o.req.turn {
 		out = b.reused(c.part, out)
@@ -37,7 +37,7 @@ func (b *Book) judge(c *call, out Outcome) {
 }
 
 // damaged counts blocks that are not what was saved, and remembers their keys.
-func (b *Book) damaged(o *op, bad []connector.Block) {
+func (b *Tracker) damaged(o *op, bad []connector.Block) {
 	o.damaged += len(bad)
 	b.counters.Damaged += len(bad)
 	for _, k := range bad {
@@ -67,7 +67,7 @@ func pick(blocks []connector.Block, ids []connector.BlockID) (found []connector.
 
 // settleLoad denies further offers to a request whose load left nothing valid: the engine would
 // ask, get the same offer and fail for ever.
-func (b *Book) settleLoad(o *op) {
+func (b *Tracker) settleLoad(o *op) {
 	b.forgetMatch(o.req)
 	if len(o.t.Blocks) == 0 || o.canceled {
 		return
@@ -79,7 +79,7 @@ func (b *Book) settleLoad(o *op) {
 
 // leftNothing says that a request cannot go on from anything that a load brought: the first block of a
 // group is missing, or one of a group that needs only the last ones.
-func (b *Book) leftNothing(o *op) bool {
+func (b *Tracker) leftNothing(o *op) bool {
 	var seen [connector.MaxGroups]bool
 	for _, k := range o.t.Blocks {
 		if int(k.Group) >= len(b.cfg.Groups) {
@@ -95,7 +95,7 @@ func (b *Book) leftNothing(o *op) bool {
 }
 
 // settleSave notes which tokens of the request a consumer will not find.
-func (b *Book) settleSave(o *op) {
+func (b *Tracker) settleSave(o *op) {
 	o.waited()
 	position := make([]int, len(b.cfg.Groups))
 	for _, k := range o.t.Blocks {

@@ -14,7 +14,7 @@ type planning struct {
 }
 
 // planOrStart starts new transfers, or asks a Planner first.
-func (b *Book) planOrStart(now time.Time, s *connector.Step, ops []*op) {
+func (b *Tracker) planOrStart(now time.Time, s *connector.Step, ops []*op) {
 	if b.cfg.Can&connector.CanPlan == 0 {
 		for _, o := range ops {
 			b.split(o, []*connector.Transfer{&o.t})
@@ -48,7 +48,7 @@ func empty(s *connector.Step) bool {
 
 // Planned brings a Planner's answer. What the plan leaves out is not loaded or not saved; what it
 // makes up is dropped and counted (rule PLAN-01).
-func (b *Book) Planned(now time.Time, id CallID, plan *connector.Plan, err error) []Action {
+func (b *Tracker) Planned(now time.Time, id CallID, plan *connector.Plan, err error) []Action {
 	p := b.plans[id]
 	if p == nil {
 		b.counters.Unknown++
@@ -105,8 +105,8 @@ func (o *op) leaveOut(k connector.Block) {
 }
 
 // place finds the op that a planned transfer belongs to and rebuilds it from the engine's own
-// blocks: nothing the plugin says of keys or slots is used. It marks the blocks as used.
-func (b *Book) place(ops []*op, kind Kind, t *connector.Transfer, used map[*op]map[connector.BlockID]struct{}) (*op, *connector.Transfer) {
+// blocks: nothing that the plugin says about keys or slots is used. It marks the blocks as used.
+func (b *Tracker) place(ops []*op, kind Kind, t *connector.Transfer, used map[*op]map[connector.BlockID]struct{}) (*op, *connector.Transfer) {
 	for _, o := range ops {
 		if o.kind != kind || o.t.Request != t.Request || len(t.Blocks) == 0 {
 			continue
@@ -153,7 +153,7 @@ func subset(have, want []connector.Block, used map[connector.BlockID]struct{}) [
 }
 
 // planFailed ends the transfers of a step that got no plan. Nothing has touched their blocks.
-func (b *Book) planFailed(now time.Time, id CallID, err error) {
+func (b *Tracker) planFailed(now time.Time, id CallID, err error) {
 	p := b.plans[id]
 	delete(b.plans, id)
 	if err == nil {

@@ -110,7 +110,7 @@ type Breaker struct {
 	open bool
 }
 
-// Died records a death and says how long to wait before the next start, and whether nothing is to
+// Died records a death and says how long to wait before the next start, and whether nothing can
 // be expected of the plugin until then.
 func (b *Breaker) Died(now time.Time) (wait time.Duration, isBroken bool) {
 	for len(b.seen) > 0 && now.Sub(b.seen[0]) > b.Window {

@@ -10,7 +10,7 @@ import (
 )
 
 // Ticket is what a ticket says. Whoever signs and opens it has other fields, too: they say for whom it is,
-// which is decided before a Book hears of it.
+// which is decided before a Tracker receives it.
 type Ticket struct {
 	Hold      connector.HoldID // 0: no hold keeps the blocks
 	Tokens    int              // leading tokens that a consumer can get
@@ -28,7 +28,7 @@ func (t *Ticket) String() string {
 	return fmt.Sprintf("%d tokens for %d, lease %v", t.Tokens, t.Consumers, t.Lease)
 }
 
-// Cut says of which prompt a ticket's tokens are, by the addresses of the producer's own blocks.
+// Cut says which prompt a ticket's tokens belong to, by the addresses of the producer's own blocks.
 type Cut struct {
 	BlockTokens int
 	Last        connector.BlockKey // of the last full block; zero without one
@@ -40,21 +40,21 @@ type brought struct {
 	plugin   connector.Ticket // not nil: the ticket is used
 	promised int              // tokens that it speaks of
 	need     int              // of them those that a store must have
-	reshaped int              // not 0: the ticket is of another shape, and so many tokens are the same there
+	reshaped int              // not 0: the ticket is of another shape, and this many tokens are the same there
 	turn     bool             // it is of an earlier turn: nothing keeps its blocks, and it serves one load
 	refused  string           // why it is not used, in one word
 }
 
-// WantsTicket says whether a ticket that comes with a question is to be opened: the one that a request brings
+// WantsTicket says whether a ticket that comes with a question must be opened: the one that a request brings
 // with its first question, to a role that loads. Accept or Refuse follows, then Query.
-func (b *Book) WantsTicket(id connector.RequestID) bool {
+func (b *Tracker) WantsTicket(id connector.RequestID) bool {
 	r := b.requests[id]
 	return b.cfg.Role.Loads() && (r == nil || !r.queried)
 }
 
 // Accept takes a ticket that was opened and is for us. It reports false, and takes nothing, if the ticket is of
 // another shape and for another prompt (rule RESHAPE-01).
-func (b *Book) Accept(q *connector.Query, t *Ticket) bool {
+func (b *Tracker) Accept(q *connector.Query, t *Ticket) bool {
 	in := brought{promised: t.Tokens, plugin: slices.Clone(t.Plugin)}
 	if t.Reshaped {
 		if in.reshaped = b.agreed(q, t); in.reshaped == 0 {
@@ -75,7 +75,7 @@ func (b *Book) Accept(q *connector.Query, t *Ticket) bool {
 
 // Refuse notes that a ticket is not used, and why in one word. Without one there is nothing to find where the
 // connector holds blocks; a store may have them all the same.
-func (b *Book) Refuse(id connector.RequestID, why string) {
+func (b *Tracker) Refuse(id connector.RequestID, why string) {
 	r := b.request(id)
 	r.brought = brought{refused: why}
 	r.denied = r.denied || b.isHolder()
@@ -83,7 +83,7 @@ func (b *Book) Refuse(id connector.RequestID, why string) {
 
 // Brought says what became of the ticket of a live request: how many tokens it promises, or why it is refused.
 // Both are zero without a ticket.
-func (b *Book) Brought(id connector.RequestID) (promised int, refused string) {
+func (b *Tracker) Brought(id connector.RequestID) (promised int, refused string) {
 	if r := b.requests[id]; r != nil {
 		return r.promised, r.refused
 	}
@@ -91,7 +91,7 @@ func (b *Book) Brought(id connector.RequestID) (promised int, refused string) {
 }
 
 // agreed is how many leading tokens of a request are those of a ticket of another shape.
-func (b *Book) agreed(q *connector.Query, t *Ticket) int {
+func (b *Tracker) agreed(q *connector.Query, t *Ticket) int {
 	c := &t.Cut
 	if b.cfg.Address == nil || c.BlockTokens <= 0 {
 		return 0
@@ -111,7 +111,7 @@ func (b *Book) agreed(q *connector.Query, t *Ticket) int {
 
 // ticket is what a consumer of an ended request is promised, nil if nothing is. Connectors that may change bytes
 // give none for the next turn: what is reused could not be told from what was kept.
-func (b *Book) ticket(r *request, ended *connector.Ended, h connector.Hold) *Ticket {
+func (b *Tracker) ticket(r *request, ended *connector.Ended, h connector.Hold) *Ticket {
 	t := &Ticket{Hold: h.ID, Tokens: b.available(r, ended, h), Lease: h.TTL, Consumers: max(h.Consumers, 1), Plugin: h.Ticket}
 	if t.Tokens <= 0 || ended.Weak && b.cfg.Lossy {
 		return nil
@@ -130,11 +130,11 @@ func (b *Book) ticket(r *request, ended *connector.Ended, h connector.Hold) *Tic
 }
 
 // isHolder says that the connector keeps the blocks of ended requests.
-func (b *Book) isHolder() bool { return b.cfg.Can&connector.CanHold != 0 }
+func (b *Tracker) isHolder() bool { return b.cfg.Can&connector.CanHold != 0 }
 
 // reused is the outcome of a load from where nothing keeps the blocks: those that hold something else by now
 // are gone, not damaged (rule TURN-02).
-func (b *Book) reused(part *connector.Transfer, out Outcome) Outcome {
+func (b *Tracker) reused(part *connector.Transfer, out Outcome) Outcome {
 	missing := out.Corrupt
 	if out.Err != nil {
 		var some *connector.BlockError

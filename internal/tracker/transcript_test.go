@@ -13,7 +13,7 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// TestTranscripts plays the scenarios of testdata: what a host tells a Book, and what the Book decides. They
+// TestTranscripts plays the scenarios of testdata: what a host tells a Tracker, and what the Tracker decides. They
 // are documentation first. Run with -rewrite after a change, then read the difference. Blocks have 16 tokens.
 //
 //	new [holder] [lossy] [role=NAME] [threshold=N]
@@ -43,7 +43,7 @@ func TestTranscripts(t *testing.T) {
 
 // script is one scenario.
 type script struct {
-	b         *Book
+	b         *Tracker
 	now       time.Time
 	out       strings.Builder
 	addresses map[string]connector.BlockKey
@@ -236,7 +236,7 @@ func answeredHold(t *testing.T, d *datadriven.TestData) connector.Hold {
 	return h
 }
 
-// do prints what the Book wants done.
+// do prints what the Tracker asks for.
 func (s *script) do(actions []Action) {
 	for _, a := range actions {
 		switch a := a.(type) {

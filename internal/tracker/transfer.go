@@ -71,8 +71,8 @@ type call struct {
 	stored  bool                // all that a ticket promises of it is
 }
 
-// Step takes what the engine decided. The book owns s from now on.
-func (b *Book) Step(now time.Time, s *connector.Step) []Action {
+// Step takes what the engine decided. The Tracker owns s from now on.
+func (b *Tracker) Step(now time.Time, s *connector.Step) []Action {
 	for i := range s.Arrived {
 		b.request(s.Arrived[i].Request).arrived = true
 	}
@@ -101,7 +101,7 @@ func (b *Book) Step(now time.Time, s *connector.Step) []Action {
 }
 
 // addOp takes on a transfer, or answers it at once and returns nil.
-func (b *Book) addOp(now time.Time, kind Kind, step uint64, t connector.Transfer) *op {
+func (b *Tracker) addOp(now time.Time, kind Kind, step uint64, t connector.Transfer) *op {
 	o := &op{
 		id: b.id(), kind: kind, req: b.request(t.Request), step: step, began: now, t: t,
 		failed: map[connector.BlockID]struct{}{},
@@ -139,7 +139,7 @@ func (b *Book) addOp(now time.Time, kind Kind, step uint64, t connector.Transfer
 
 // loadingAny reports whether a load may still write one of some blocks: what lies in such a block is
 // nobody's yet, and a store that took it would serve it (rule MULTI-08).
-func (b *Book) loadingAny(blocks []connector.Block) bool {
+func (b *Tracker) loadingAny(blocks []connector.Block) bool {
 	var wanted map[connector.Block]bool
 	for _, o := range b.ops {
 		if o.kind != Load {
@@ -161,7 +161,7 @@ func (b *Book) loadingAny(blocks []connector.Block) bool {
 }
 
 // split makes the calls of an op: every part on every rank.
-func (b *Book) split(o *op, parts []*connector.Transfer) {
+func (b *Tracker) split(o *op, parts []*connector.Transfer) {
 	if b.landing != nil {
 		parts = b.divide(o, parts)
 	}
@@ -172,7 +172,7 @@ func (b *Book) split(o *op, parts []*connector.Transfer) {
 	}
 }
 
-func (b *Book) startReady(o *op) {
+func (b *Tracker) startReady(o *op) {
 	if b.landing != nil {
 		b.queue(o)
 		b.startQueued()
@@ -188,7 +188,7 @@ func (b *Book) startReady(o *op) {
 	}
 }
 
-func (b *Book) start(c *call) {
+func (b *Tracker) start(c *call) {
 	c.state, c.id, c.gen = running, CallID(b.id()), b.gen
 	b.calls[c.id] = c
 	if c.op.kind == Load && c.op.req.turn {
@@ -206,7 +206,7 @@ func (b *Book) start(c *call) {
 }
 
 // Moved says that a call of the worker side has returned.
-func (b *Book) Moved(now time.Time, id CallID, out Outcome) []Action {
+func (b *Tracker) Moved(now time.Time, id CallID, out Outcome) []Action {
 	c := b.calls[id]
 	if c == nil {
 		b.counters.Unknown++
@@ -243,7 +243,7 @@ func (o *op) fail(blocks []connector.Block, err error) {
 }
 
 // failReady ends the calls of an op that no plugin works on.
-func (b *Book) failReady(now time.Time, o *op, err error) {
+func (b *Tracker) failReady(now time.Time, o *op, err error) {
 	for _, c := range o.calls {
 		if c.state == ready || c.state == backoff {
 			c.state = over
@@ -254,7 +254,7 @@ func (b *Book) failReady(now time.Time, o *op, err error) {
 }
 
 // cancelLoads asks the loads of a request to stop. Their blocks stay pinned until they have.
-func (b *Book) cancelLoads(now time.Time, r *request) {
+func (b *Tracker) cancelLoads(now time.Time, r *request) {
 	for _, o := range sorted(b.ops) {
 		if o.req != r || o.kind != Load || o.canceled {
 			continue
@@ -271,7 +271,7 @@ func (b *Book) cancelLoads(now time.Time, r *request) {
 
 // opReaped goes on with an op whose calls of a generation will never answer: with the next
 // generation, once, unless the op itself was at fault, or not at all.
-func (b *Book) opReaped(now time.Time, o *op, gen uint64) {
+func (b *Tracker) opReaped(now time.Time, o *op, gen uint64) {
 	if !slices.ContainsFunc(o.calls, func(c *call) bool { return c.stuck(gen) }) {
 		return
 	}
@@ -300,7 +300,7 @@ func (c *call) stuck(gen uint64) bool {
 	return c.gen == gen && (c.state == running || c.state == lost)
 }
 
-func (b *Book) tickOp(now time.Time, o *op) {
+func (b *Tracker) tickOp(now time.Time, o *op) {
 	if !now.Before(o.deadline) {
 		b.cancelLate(o)
 		b.failReady(now, o, errLate)
@@ -320,7 +320,7 @@ func (b *Book) tickOp(now time.Time, o *op) {
 
 // killLate ends the generations that let a transfer miss its deadline: its blocks come back only
 // when nothing can write them any more.
-func (b *Book) killLate(o *op) {
+func (b *Tracker) killLate(o *op) {
 	for _, c := range o.calls {
 		if c.state != running && c.state != lost {
 			continue
@@ -334,7 +334,7 @@ func (b *Book) killLate(o *op) {
 	}
 }
 
-func (b *Book) endIfOver(now time.Time, o *op) {
+func (b *Tracker) endIfOver(now time.Time, o *op) {
 	if o.planning || b.ops[o.id] == nil {
 		return
 	}
@@ -347,7 +347,7 @@ func (b *Book) endIfOver(now time.Time, o *op) {
 }
 
 // endOp reports an op, once, and unpins its blocks.
-func (b *Book) endOp(now time.Time, o *op) {
+func (b *Tracker) endOp(now time.Time, o *op) {
 	delete(b.ops, o.id)
 	ev := Event{
 		Kind: Loaded, Request: o.t.Request, Step: o.step, Tokens: o.t.Tokens, Took: now.Sub(o.began),
@@ -382,7 +382,7 @@ func (b *Book) endOp(now time.Time, o *op) {
 	}
 }
 
-func (b *Book) bytes(blocks []connector.Block) int64 {
+func (b *Tracker) bytes(blocks []connector.Block) int64 {
 	var n int64
 	for _, k := range blocks {
 		if int(k.Group) < len(b.cfg.BlockBytes) {

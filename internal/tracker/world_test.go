@@ -21,12 +21,12 @@ type key struct {
 	step    uint64
 }
 
-// world drives a Book as a host, an engine and a plugin at their worst would, and checks every
+// world drives a Tracker as a host, an engine and a plugin at their worst would, and checks every
 // invariant after every input. Everything follows from the seed.
 type world struct {
 	t    *testing.T
 	rng  *rand.Rand
-	b    *Book
+	b    *Tracker
 	cfg  Config
 	now  time.Time
 	log  []string
@@ -39,7 +39,7 @@ type world struct {
 	moves    map[CallID]Move // started, and the plugin may still touch the blocks
 	silent   map[CallID]bool // moves whose connection is lost
 	finishes map[CallID]Finish
-	doomed   bool // the book wants the generation dead
+	doomed   bool // the tracker requires the end of the generation
 
 	due    map[key]int // how often it must be told: 1
 	told   map[key]int
@@ -94,7 +94,7 @@ func testConfig() Config {
 	}
 }
 
-// do checks and takes note of what the book wants.
+// do checks and notes what the tracker asks for.
 func (w *world) do(input string, actions []Action) {
 	w.log = append(w.log, fmt.Sprintf("%s %s", w.now.Sub(time.Unix(0, 0)), input))
 	for _, a := range actions {

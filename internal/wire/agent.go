@@ -28,7 +28,7 @@ type Attach struct {
 	Layout       connector.Layout
 	Region       int64 // bytes
 	Hashes       string
-	Events       bool // the scheduler wants to know which blocks come and go
+	Events       bool // the scheduler asks which blocks come and go
 }
 
 // ReadFrame reads one frame of the agent protocol. It allocates as the bytes arrive, not for what the

@@ -69,7 +69,7 @@ func ErrorToProto(err error) *kvportv1.Error {
 }
 
 // ErrorFromProto is the error at this end. It never fails: a list of blocks that breaks the limits
-// is dropped, and with it the claim that other blocks succeeded. A nil message is no error.
+// is dropped, and with it the claim that other blocks succeeded. A nil message means success.
 func ErrorFromProto(m *kvportv1.Error) error {
 	if m == nil {
 		return nil

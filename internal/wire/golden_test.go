@@ -47,7 +47,7 @@ func TestGoldenDescriptor(t *testing.T) {
 	}
 }
 
-// breaks lists what of before is missing or different in after.
+// breaks lists which parts of before are missing or different in after.
 func breaks(before, after *descriptorpb.FileDescriptorProto) []string {
 	have := flatten(after)
 	var lost []string

@@ -104,7 +104,7 @@ func TestCallsRefuseAndNameField(t *testing.T) {
 		"describe: arena_bytes":       second(InfoFromProto(InfoToProto(&connector.Info{Name: "x", Scope: 1, ArenaBytes: -1}))),
 		"stats has 65":                second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x", Scope: 1, Stats: make([]*kvportv1.StatInfo, 65)})),
 		"describe: stats[0]: kind":    second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x", Scope: 1, Stats: []*kvportv1.StatInfo{{Kind: 3}}})),
-		`stat "A" must`:            second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x", Scope: 1, Stats: []*kvportv1.StatInfo{{Name: "A"}}})),
+		`stat "A" must consist of`:    second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x", Scope: 1, Stats: []*kvportv1.StatInfo{{Name: "A"}}})),
 		"stats has 513":               second(StatsFromProto(&kvportv1.StatsResponse{Stats: make([]*kvportv1.Stat, connector.MaxSamples+1)})),
 		"stats[0]: labels has 5":      second(StatsFromProto(&kvportv1.StatsResponse{Stats: []*kvportv1.Stat{{Labels: make([]string, 5)}}})),
 		"stats[0]: name":              second(StatsFromProto(&kvportv1.StatsResponse{Stats: []*kvportv1.Stat{{Name: long}}})),
@@ -226,7 +226,7 @@ func trip[M proto.Message, T any](t *testing.T, m M, from func(M) (T, error), to
 	return got, true
 }
 
-// saneTransfers checks transfers that were accepted from a message of so many bytes.
+// saneTransfers checks transfers that were accepted from a message of size bytes.
 func saneTransfers(t *testing.T, size int, list ...connector.Transfer) {
 	t.Helper()
 	for _, tr := range list {

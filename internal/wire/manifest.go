@@ -24,7 +24,7 @@ type Manifest struct {
 	ConfigSchema     json.RawMessage `json:"config_schema,omitempty"`
 }
 
-// NewManifest is the manifest of p. info is what p says of itself for one config, or nil.
+// NewManifest is the manifest of p. info describes p for one config, or is nil.
 func NewManifest(p *connector.Plugin, info *connector.Info) *Manifest {
 	m := &Manifest{
 		Name: p.Name, Aliases: list0(p.Aliases), Version: p.Version, ProtocolVersions: []int{ProtocolVersion},

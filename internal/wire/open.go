@@ -96,7 +96,7 @@ func OpenFromProto(m *kvportv1.Open) (*Open, error) {
 	return o, env.Layout.Validate(sizes)
 }
 
-// memoryFromProto converts the memory that a side may have besides its regions.
+// memoryFromProto converts the memory that a side may have in addition to its regions.
 func (o *Open) memoryFromProto(m *kvportv1.Open) (err error) {
 	if m.GetArena() != nil {
 		if o.Arena, err = regionFromProto(m.GetArena()); err != nil {

@@ -48,7 +48,7 @@ func (d Difference) String() string {
 	return fmt.Sprintf("%s was %q, is %q", d.Was.key(), d.Was.Detail, d.Is.Detail)
 }
 
-// Compare finds what of before is lost or changed, and what is new.
+// Compare finds which names of before are lost or changed, and which are new.
 func Compare(before, now []Name, renames []Rename) (differences []Difference, added []Name) {
 	today, old := map[string]Name{}, map[string]bool{}
 	for _, n := range now {

@@ -10,7 +10,7 @@
 //
 // testdata/before.txt is the list at commit 3bfa461, the parent of the redesign. It does not change.
 // testdata/renames.txt says which folders and Go names have other names since then. Every other name that is
-// lost or changed stands in testdata/accepted.txt, with what replaces it, and in CHANGELOG.md. A test fails
+// lost or changed is listed in testdata/accepted.txt, with what replaces it, and in CHANGELOG.md. A test fails
 // otherwise.
 //
 // With -lines the same command prints the lines of Go by folder, and with -tree PATH it reads another work
@@ -29,7 +29,7 @@ import (
 type Name struct {
 	Section string // such as "flag"
 	Name    string // such as "kvport serve --port"
-	Detail  string // such as "int default 8000": what users rely on besides the name
+	Detail  string // such as "int default 8000": what users rely on in addition to the name
 }
 
 // String is the line of the name.

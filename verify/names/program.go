@@ -31,7 +31,7 @@ func Root() *cobra.Command { return newRoot(io.Discard, io.Discard) }
 
 var packageMain = regexp.MustCompile(`(?m)^package main$`)
 
-// overlay tells the Go command which files stand in for those of a work tree.
+// overlay tells the Go command which files replace those of a work tree.
 type overlay struct {
 	folder  string            // where they are
 	Replace map[string]string // no file: as if the one in the work tree were not there

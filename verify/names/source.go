@@ -16,7 +16,7 @@ var (
 	violation = regexp.MustCompile(`(?m)^\t\t\{(\d+), "([^"]+)", "\w+", func`)
 )
 
-// sourceNames reads what stands in the source only: keys of log lines, exit codes, and the violations that
+// sourceNames reads names that only the source contains: keys of log lines, exit codes, and the violations that
 // the tests of vllmtrace plant in recorded calls.
 func sourceNames(_ context.Context, root string) (list []Name, err error) {
 	err = goFiles(root, func(f goFile) error {

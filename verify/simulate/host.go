@@ -16,7 +16,7 @@ type host struct {
 	can  connector.Capability
 	role connector.Role
 
-	book    *tracker.Book
+	book    *tracker.Tracker
 	breaker tracker.Breaker
 	guard   *ticket.Guard
 	proc    *proc // nil while none runs

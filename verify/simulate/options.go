@@ -90,7 +90,7 @@ func (o *Options) bookConfig(role connector.Role, can connector.Capability) trac
 		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
 		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
 		Hold: 30 * time.Second, HoldMax: holdMax,
-		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64, Shun: role.Saves(), Threshold: o.Threshold,
+		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64, Quarantine: role.Saves(), Threshold: o.Threshold,
 	}
 	if o.Mutant == TurnNotWorth {
 		c.Threshold = 0

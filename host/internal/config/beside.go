@@ -10,10 +10,10 @@ import (
 	"github.com/kvport/kvport/internal/strictjson"
 )
 
-// Beside are keys of vLLM's KVTransferConfig that stand beside kv_connector, for connectors that have a field for them.
+// Beside are keys of vLLM's KVTransferConfig next to kv_connector, for connectors that have a field for them.
 type Beside []option
 
-// option is a key of vLLM's KVTransferConfig that stands beside kv_connector.
+// option is a key of vLLM's KVTransferConfig next to kv_connector.
 type option struct {
 	name  string
 	value json.RawMessage
@@ -35,7 +35,7 @@ func BesideOf(v *strictjson.Value) (b Beside) {
 }
 
 // Adopt adds to extra, a connector's kv_connector_extra_config, those keys for which schema has a field of that name;
-// what stands there already wins. The sentences that it returns are warnings about keys without effect. name is the
+// what is there already wins. The sentences that it returns are warnings about keys without effect. name is the
 // connector's, and at the place of its config, with a dot behind it.
 func (b Beside) Adopt(extra, schema json.RawMessage, name, at string) (adopted json.RawMessage, warnings []string) {
 	if len(b) == 0 {

@@ -67,7 +67,7 @@ func OutOfTime(ctx context.Context) bool {
 	return ctx.Err() != nil || ok && time.Until(d) < ahead
 }
 
-// note remembers a line for the message about a plugin that failed. What a panic says of itself is
+// note remembers a line for the message about a plugin that failed. The message of a panic is
 // not replaced by its trace.
 func (p *plainLines) note(line string) {
 	var log struct {

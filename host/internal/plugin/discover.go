@@ -169,8 +169,8 @@ func probe(ctx context.Context, paths []string, name string) ([]Found, *Binary) 
 	return nil, &Binary{Path: paths[best], Manifest: found[best].Manifest}
 }
 
-// Found is a file that is called like a plugin: Manifest is what it says of itself, or Err says why
-// it is none.
+// Found is a file that is called like a plugin: Manifest is how it describes itself, or Err says why
+// it is not a plugin.
 type Found struct {
 	Path     string
 	Manifest *wire.Manifest
@@ -327,7 +327,7 @@ func onOwnThread(f func() error) error {
 // errFlood is why a plugin that prints without end is killed.
 var errFlood = errors.New("prints more than 1 MiB")
 
-// limitedBuffer keeps the first maxManifest bytes and takes no more. The bytes are in a named field:
+// limitedBuffer keeps the first maxManifest bytes and fails beyond them. The bytes are in a named field:
 // an embedded buffer would lend it a ReadFrom, by which io.Copy goes around the limit.
 type limitedBuffer struct {
 	kept bytes.Buffer

@@ -61,7 +61,7 @@ func newFence() (*Fence, *os.File, error) {
 	return f, w, nil
 }
 
-// lend opens memory anew for a plugin, locked for this life and for those lives that we are part of
+// lend opens memory again for a plugin, locked for this life and for those lives that we are part of
 // ourselves: others are the fences that we inherited.
 func (f *Fence) lend(memory, others []*os.File) (lent []*os.File, err error) {
 	if f.memory, err = dupAll(memory); err != nil {
@@ -79,7 +79,7 @@ func (f *Fence) lend(memory, others []*os.File) (lent []*os.File, err error) {
 		fd, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", m.Fd()), unix.O_RDWR|unix.O_CLOEXEC, 0)
 		if err != nil {
 			closeAll(lent)
-			return nil, fmt.Errorf("memory %s cannot be opened anew for the plugin, which needs /proc: %w", m.Name(), err)
+			return nil, fmt.Errorf("memory %s cannot be opened again for the plugin, which needs /proc: %w", m.Name(), err)
 		}
 		lent = append(lent, os.NewFile(uintptr(fd), m.Name()))
 		for _, mark := range marks {
@@ -134,7 +134,7 @@ func (f *Fence) wait(p patience) bool {
 		}
 		return !time.Now().Before(end)
 	}
-	if !f.waitHeirs(over) {
+	if !f.waitDescendants(over) {
 		return false
 	}
 	for wait := peerPause; f.mapped(); wait = min(2*wait, maxPeerPause) {
@@ -153,8 +153,8 @@ const (
 	maxPeerPause = 20 * time.Millisecond
 )
 
-// waitHeirs waits for the end of the pipe, at most until over.
-func (f *Fence) waitHeirs(over func() bool) bool {
+// waitDescendants waits for the end of the pipe, at most until over.
+func (f *Fence) waitDescendants(over func() bool) bool {
 	var seen map[int]bool
 	for next := time.Now().Add(fenceWait); !over(); {
 		_ = f.read.SetReadDeadline(next)
@@ -164,18 +164,18 @@ func (f *Fence) waitHeirs(over func() bool) bool {
 			return true
 		}
 		if !time.Now().Before(next) { // whoever writes to the fence must not keep us from looking
-			seen = f.strike(seen)
+			seen = f.killDescendants(seen)
 			next = time.Now().Add(fenceWait)
 		}
 	}
 	return false
 }
 
-// strike kills those that the plugin has left behind with the fence, but not at first sight: between fork and
-// exec any child of ours holds all that we do. It returns whom it saw. A plugin can hand the fence to
-// anybody; only the mark in the environment tells that a process descends from it, and nobody else is
-// killed.
-func (f *Fence) strike(seen map[int]bool) map[int]bool {
+// killDescendants kills the processes that the plugin has left behind with the fence, but not at first sight:
+// between fork and exec any child of ours holds all that we do. It returns the processes that it saw. A plugin
+// can hand the fence to any process; only the mark in the environment tells that a process descends from it,
+// and no other process is killed.
+func (f *Fence) killDescendants(seen map[int]bool) map[int]bool {
 	now := map[int]bool{}
 	links, _ := filepath.Glob("/proc/[0-9]*/fd/*") // the pattern is good
 	for _, link := range links {

@@ -33,7 +33,7 @@ func newPluginLog(log *slog.Logger, name string) *pluginLog {
 	return &pluginLog{log: log, name: name, tokens: logBurst, filled: time.Now()}
 }
 
-// hclog makes the logger that go-plugin wants.
+// hclog makes the logger that go-plugin requires.
 func (p *pluginLog) hclog() hclog.Logger {
 	l := hclog.NewInterceptLogger(&hclog.LoggerOptions{Level: hclog.Debug, Output: io.Discard})
 	l.RegisterSink(p)

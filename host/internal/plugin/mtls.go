@@ -24,7 +24,7 @@ const certLife = 30 * 365 * 24 * time.Hour
 // in PEM to hand it. go-plugin adds the plugin's own certificate, the only one that is trusted, when
 // the handshake line brings it.
 //
-// This is go-plugin's AutoMTLS but for the curve. Its P-521 is refused by BoringSSL, the TLS of gRPC
+// This is go-plugin's AutoMTLS, except for the curve. Its P-521 is refused by BoringSSL, the TLS of gRPC
 // in C++, Python, Ruby and others, so that only plugins in Go could talk to us.
 func newClientTLS() (*tls.Config, []byte, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

@@ -11,11 +11,11 @@ import (
 )
 
 // Patient is a context for a plugin's start. It ends when the plugin could have used all of limit, so that a
-// busy machine costs patience and no start: see pulse, whose rules these are. Its cause is then
-// DeadlineExceeded. stood may be nil.
-func Patient(ctx context.Context, limit time.Duration, stood func() time.Duration) (context.Context, context.CancelFunc) {
-	tick := max(limit/pulseTicks, 1)
-	ctx, release := context.WithTimeout(ctx, pulseStretch*limit+tick)
+// busy machine delays a start and does not fail it: see heartbeat, whose rules these are. Its cause is then
+// DeadlineExceeded. waits may be nil.
+func Patient(ctx context.Context, limit time.Duration, waits func() time.Duration) (context.Context, context.CancelFunc) {
+	tick := max(limit/heartbeatTicks, 1)
+	ctx, release := context.WithTimeout(ctx, heartbeatStretch*limit+tick)
 	ctx, end := context.WithCancelCause(ctx)
 	done := make(chan struct{})
 	go func() {
@@ -29,10 +29,10 @@ func Patient(ctx context.Context, limit time.Duration, stood func() time.Duratio
 			case <-ticker.C:
 			}
 			now, waited := time.Now(), time.Duration(0)
-			if stood != nil {
-				waited = stood()
+			if waits != nil {
+				waited = waits()
 			}
-			counted += chance(now.Sub(last), tick, waited)
+			counted += runnableTime(now.Sub(last), tick, waited)
 			last = now
 		}
 		end(context.DeadlineExceeded)
@@ -57,10 +57,10 @@ func Longer(err error, limit time.Duration) error {
 // maxKin bounds the processes of a plugin that are looked at.
 const maxKin = 64
 
-// Waits says how long the processes of a plugin stand in line for a processor or a disk: its own, and
+// Waits says how long the processes of a plugin wait for a processor or a disk: its own, and
 // those that it started and waits for. The result is for one goroutine.
 func (p *Process) Waits() func() time.Duration {
-	var l line
+	var l runQueue
 	return func() time.Duration {
 		pid := p.PID()
 		if pid == 0 {
@@ -71,7 +71,7 @@ func (p *Process) Waits() func() time.Duration {
 			l.folders = append(l.folders, taskFolder(kin[0]))
 			kin = append(kin, childrenOfProcess(kin[0])...)
 		}
-		return l.stood()
+		return l.waited()
 	}
 }
 

@@ -12,12 +12,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A start has its deadline alone, except on a machine where the plugin stands in line for a processor.
+// A start has its deadline alone, except on a machine where the plugin waits for a processor.
 func TestPatience(t *testing.T) {
-	const tick = limit / pulseTicks
+	const tick = limit / heartbeatTicks
 	for _, c := range []struct {
 		name  string
-		stood func() time.Duration
+		waits func() time.Duration
 		takes time.Duration // the start
 		want  time.Duration // until it is given up; 0: it is not
 	}{
@@ -25,12 +25,12 @@ func TestPatience(t *testing.T) {
 		{"late without a reason", nil, time.Hour, limit},
 		{"late, had half a processor", func() time.Duration { return tick / 2 }, 2*limit - tick, 0},
 		{"never, had half a processor", func() time.Duration { return tick / 2 }, time.Hour, 2 * limit},
-		{"never, had no processor", func() time.Duration { return time.Hour }, time.Hour, pulseStretch * limit},
+		{"never, had no processor", func() time.Duration { return time.Hour }, time.Hour, heartbeatStretch * limit},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				began := time.Now()
-				ctx, cancel := Patient(t.Context(), limit, c.stood)
+				ctx, cancel := Patient(t.Context(), limit, c.waits)
 				defer cancel()
 				require.Equal(t, c.want == 0, after(c.takes)(ctx) == nil)
 				require.Equal(t, c.want != 0, RanOut(ctx))

@@ -166,7 +166,7 @@ func (p *Process) prepare(prog *Program, opts *Options) (err error) {
 		AllowedProtocols: []plugin.Protocol{plugin.ProtocolGRPC},
 		TLSConfig:        clientTLS,
 		SkipHostEnv:      true,
-		StartTimeout:     2 * pulseStretch * opts.Handshake, // ours is shorter and kills
+		StartTimeout:     2 * heartbeatStretch * opts.Handshake, // ours is shorter and kills
 		UnixSocketConfig: &plugin.UnixSocketConfig{TempDir: p.dir},
 		Logger:           log.hclog(),
 		SyncStdout:       log,
@@ -372,7 +372,7 @@ func (p *Process) Close(ctx context.Context) error {
 // Waiting says that the process is dead, and that others, which may still write its memory, are waited for.
 func (p *Process) Waiting() bool { return p.run.waiting() }
 
-// Abandoned says that they were waited for in vain.
+// Abandoned says that the wait for them ended without success.
 func (p *Process) Abandoned() bool { return p.run.abandoned() }
 
 // watch waits for the end and cleans up.
@@ -421,8 +421,8 @@ func (p *Process) cleanup() {
 // beat asks for a sign of life again and again, and kills a plugin that gives none.
 func (p *Process) beat(h Heartbeat) {
 	defer p.beats.Done()
-	queue := line{folders: []string{taskFolder(p.PID())}}
-	plugin := pulse{limit: h.Limit, ask: p.Heartbeat, stood: queue.stood}
+	queue := runQueue{folders: []string{taskFolder(p.PID())}}
+	plugin := heartbeat{limit: h.Limit, ask: p.Heartbeat, waited: queue.waited}
 	ticker := time.NewTicker(h.Interval)
 	defer ticker.Stop()
 	for {

@@ -50,7 +50,7 @@ func OpenProgram(path, hash string) (*Program, error) {
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
 	if got != hash {
-		return nil, errors.Join(fmt.Errorf("%s has SHA-256 %s, the config wants %s", path, got, hash), sealed.Close())
+		return nil, errors.Join(fmt.Errorf("%s has SHA-256 %s, the config requires %s", path, got, hash), sealed.Close())
 	}
 	return &Program{Path: path, copy: sealed}, nil
 }

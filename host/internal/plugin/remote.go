@@ -55,8 +55,8 @@ type arenaRef struct {
 	fd    int    // in the plugin
 }
 
-// region is what an Open says of the memory that a side is to have as Env.Arena: that of the arena,
-// or none. Any other memory the plugin could not reach.
+// region is how an Open describes the memory that a side gets as Env.Arena: that of the arena,
+// or none. The plugin could not reach any other memory.
 func (r *arenaRef) region(want []byte) (wire.Region, error) {
 	if len(want) == 0 {
 		return wire.Region{}, nil

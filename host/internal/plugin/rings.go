@@ -94,7 +94,7 @@ type ring struct {
 
 func (r *ring) offset() int64 { return int64(r.n) * shm.RingArea }
 
-// take gives a session a ring; nil where there is none to have, which is no error: there is the stream.
+// take gives a session a ring; nil where none is free, in which case the session uses the stream.
 func (f *ringsRef) take() *ring {
 	if f.rings == nil {
 		return nil

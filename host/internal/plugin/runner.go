@@ -25,7 +25,7 @@ type runner struct {
 	childEnds      []*os.File  // closed once the child has them
 	fence          *Fence
 	patience       patience
-	abandon        func(*Fence) // told of a fence that does not come back, which is its own then; may be nil
+	abandon        func(*Fence) // gets a fence that does not come back, and owns it then; may be nil
 
 	mu     sync.Mutex
 	pid    int  // 0 until started
@@ -35,7 +35,7 @@ type runner struct {
 	err    error
 	reaped chan struct{}
 
-	// connected is closed when go-plugin has made its connection or given up. Told of the death
+	// connected is closed when go-plugin has made its connection or given up. If it learned about the death
 	// while it connects, it would forget the connection without closing it.
 	connected chan struct{}
 

@@ -120,7 +120,7 @@ func main() {
 			}
 			switch c.Fault {
 			case "events":
-				return &teller{scheduler{s}}, err
+				return &eventScheduler{scheduler{s}}, err
 			case "plan":
 				return &planner{scheduler{s}}, err
 			case "lease":
@@ -373,10 +373,10 @@ var (
 	seq   atomic.Uint64
 )
 
-// teller tells of each block that was saved.
-type teller struct{ scheduler }
+// eventScheduler reports each block that was saved.
+type eventScheduler struct{ scheduler }
 
-func (t *teller) Events(ctx context.Context) ([]connector.BlockEvent, error) {
+func (t *eventScheduler) Events(ctx context.Context) ([]connector.BlockEvent, error) {
 	select {
 	case e := <-saved:
 		return []connector.BlockEvent{e}, nil

@@ -18,8 +18,9 @@ import (
 	"github.com/kvport/kvport/multiconnector"
 )
 
-// nest is what all children of a MultiConnector are given, however deep they are nested.
-type nest struct {
+// childStarter starts the children of a MultiConnector, with what all of them are given, however deep they
+// are nested.
+type childStarter struct {
 	eng     Engine
 	epoch   uint64
 	log     *slog.Logger
@@ -30,7 +31,7 @@ type nest struct {
 	vitals  *vitals
 	hurry   <-chan struct{} // closed when the host closes; nil: it does not
 	started func(pid, pidfd int) error
-	held    func(bytes int64) // told how large each arena is
+	held    func(bytes int64) // called with the size of each arena
 
 	promised promised
 
@@ -38,9 +39,9 @@ type nest struct {
 	keys     keyring
 }
 
-// family is the children of one MultiConnector and their composite. To the host it is a plugin that
+// composite is the children of one MultiConnector and what joins them. To the host it is a plugin that
 // never dies: its children do, and come back, one by one.
-type family struct {
+type composite struct {
 	cfg     *Config
 	multi   *multiconnector.Multi
 	members []member
@@ -53,46 +54,46 @@ type family struct {
 
 // member is one child: a plugin or a MultiConnector of its own.
 type member struct {
-	label  string
-	child  *child
-	family *family
+	label     string
+	child     *child
+	composite *composite
 }
 
-// firstFamily starts all children of a MultiConnector.
-func (h *Host) firstFamily(ctx context.Context) (*generation, error) {
+// startComposite starts all children of a MultiConnector.
+func (h *Host) startComposite(ctx context.Context) (*generation, error) {
 	var err error
 	if h.metrics, err = newMetrics(h.opts.Metrics, MultiName, h.cfg.Settings.Trust); err != nil {
 		return nil, fmt.Errorf("metrics: %w", err)
 	}
 	regions, layout := h.mapped()
-	n := &nest{
+	n := &childStarter{
 		eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout,
 		paths: h.opts.PluginPath, metrics: h.metrics.children, vitals: h.metrics.vitals, hurry: h.hurry, started: h.opts.Started,
 		held: func(n int64) { h.metrics.arena.Add(float64(n)) }, violated: h.violation,
 		keys: h.keys,
 	}
-	if h.family, err = n.open(ctx, h.cfg, "", "kv_connector_extra_config."); err != nil {
+	if h.composite, err = n.open(ctx, h.cfg, "", "kv_connector_extra_config."); err != nil {
 		h.metrics.close()
 		return nil, err
 	}
-	h.info = h.family.multi.Info()
+	h.info = h.composite.multi.Info()
 	err = h.showStats()
 	var g *generation
 	if err == nil {
-		g, err = h.openFamily(ctx)
+		g, err = h.openComposite(ctx)
 	}
 	if err != nil {
-		h.family.shut(ctx, false)
+		h.composite.shut(ctx, false)
 		h.metrics.close()
 		return nil, err
 	}
 	return g, nil
 }
 
-// openFamily opens the sides of all children.
-func (h *Host) openFamily(ctx context.Context) (*generation, error) {
+// openComposite opens the sides of all children.
+func (h *Host) openComposite(ctx context.Context) (*generation, error) {
 	limit := h.cfg.Settings.Deadlines.Handshake
-	ctx, cancel := plugin.Patient(ctx, limit, h.family.waits())
+	ctx, cancel := plugin.Patient(ctx, limit, h.composite.waits())
 	defer cancel()
 	regions, layout := h.mapped()
 	env := connector.Env{
@@ -105,15 +106,15 @@ func (h *Host) openFamily(ctx context.Context) (*generation, error) {
 		}
 		return err
 	}
-	sched, err := h.family.openScheduler(ctx, env, nil)
+	sched, err := h.composite.openScheduler(ctx, env, nil)
 	if err != nil {
 		return nil, late(err)
 	}
-	g := h.newGeneration(1, h.family, sched)
+	g := h.newGeneration(1, h.composite, sched)
 	env.Layout = layout
 	for rank := range regions {
 		env.Rank = rank
-		w, err := h.family.openWorker(ctx, env, nil)
+		w, err := h.composite.openWorker(ctx, env, nil)
 		if err != nil {
 			return nil, errors.Join(late(err), sched.Close())
 		}
@@ -122,12 +123,13 @@ func (h *Host) openFamily(ctx context.Context) (*generation, error) {
 	return g, nil
 }
 
-// waits says how long the child that stood in line longest did so. The result is for one goroutine.
-func (f *family) waits() func() time.Duration {
+// waits says how long the children have waited for a processor or a disk: the longest wait counts. The
+// result is for one goroutine.
+func (f *composite) waits() func() time.Duration {
 	var each []func() time.Duration
 	for _, m := range f.members {
-		if m.family != nil {
-			each = append(each, m.family.waits())
+		if m.composite != nil {
+			each = append(each, m.composite.waits())
 			continue
 		}
 		m.child.mu.Lock()
@@ -137,8 +139,8 @@ func (f *family) waits() func() time.Duration {
 		m.child.mu.Unlock()
 	}
 	return func() (longest time.Duration) {
-		for _, stood := range each {
-			longest = max(longest, stood())
+		for _, waited := range each {
+			longest = max(longest, waited())
 		}
 		return longest
 	}
@@ -146,8 +148,8 @@ func (f *family) waits() func() time.Duration {
 
 // open starts the children of cfg. label is the place of the MultiConnector itself and path its
 // config's, both ending so that a child's can follow.
-func (n *nest) open(ctx context.Context, cfg *Config, label, path string) (*family, error) {
-	f := &family{cfg: cfg, members: make([]member, len(cfg.Children)), groups: n.eng.Layout.Groups, done: make(chan struct{})}
+func (n *childStarter) open(ctx context.Context, cfg *Config, label, path string) (*composite, error) {
+	f := &composite{cfg: cfg, members: make([]member, len(cfg.Children)), groups: n.eng.Layout.Groups, done: make(chan struct{})}
 	var group errgroup.Group
 	for i, c := range cfg.Children {
 		own := fmt.Sprintf("%s%d/", label, i)
@@ -157,7 +159,7 @@ func (n *nest) open(ctx context.Context, cfg *Config, label, path string) (*fami
 			m.label = own + c.Connector
 			var err error
 			if len(c.Children) > 0 {
-				m.family, err = n.open(ctx, c, own, at+".kv_connector_extra_config.")
+				m.composite, err = n.open(ctx, c, own, at+".kv_connector_extra_config.")
 			} else {
 				m.child, err = n.start(ctx, c, m.label)
 				err = under(at, err)
@@ -189,7 +191,7 @@ func (n *nest) open(ctx context.Context, cfg *Config, label, path string) (*fami
 }
 
 // start starts one child.
-func (n *nest) start(ctx context.Context, cfg *Config, label string) (*child, error) {
+func (n *childStarter) start(ctx context.Context, cfg *Config, label string) (*child, error) {
 	src := &source{
 		cfg: cfg, eng: n.eng, epoch: n.epoch, log: n.log, regions: n.regions, layout: n.layout, started: n.started, held: n.held,
 		hurry: n.hurry, left: &plugin.AbandonedMemory{},
@@ -229,17 +231,17 @@ func childrenOf(cfg *Config, infos []connector.Info) []multiconnector.Child {
 }
 
 func (m *member) info() connector.Info {
-	if m.family != nil {
-		return m.family.multi.Info()
+	if m.composite != nil {
+		return m.composite.multi.Info()
 	}
 	return m.child.src.info
 }
 
 // Done implements body.
-func (f *family) Done() <-chan struct{} { return f.done }
+func (f *composite) Done() <-chan struct{} { return f.done }
 
 // Err implements body.
-func (f *family) Err() error {
+func (f *composite) Err() error {
 	select {
 	case <-f.done:
 		return f.end
@@ -249,7 +251,7 @@ func (f *family) Err() error {
 }
 
 // Close implements body.
-func (f *family) Close(ctx context.Context) error {
+func (f *composite) Close(ctx context.Context) error {
 	f.shut(ctx, true)
 	<-f.done
 	return f.end
@@ -257,14 +259,14 @@ func (f *family) Close(ctx context.Context) error {
 
 // KillFor implements body. Only the end of the host ends all children: one that lets a transfer miss its
 // deadline is killed alone, by the call that waits for it.
-func (f *family) KillFor(reason error) {
+func (f *composite) KillFor(reason error) {
 	if errors.Is(reason, errClosing) {
 		go f.shut(context.Background(), false)
 	}
 }
 
 // shut ends every child.
-func (f *family) shut(ctx context.Context, polite bool) {
+func (f *composite) shut(ctx context.Context, polite bool) {
 	f.ending.Do(func() {
 		errs := make([]error, len(f.members))
 		var work sync.WaitGroup
@@ -272,11 +274,11 @@ func (f *family) shut(ctx context.Context, polite bool) {
 			switch {
 			case m.child != nil:
 				work.Go(func() { errs[i] = m.child.close(ctx, polite) })
-			case m.family != nil:
+			case m.composite != nil:
 				work.Go(func() {
-					m.family.shut(ctx, polite)
-					<-m.family.done
-					errs[i] = m.family.end
+					m.composite.shut(ctx, polite)
+					<-m.composite.done
+					errs[i] = m.composite.end
 				})
 			}
 		}
@@ -289,16 +291,16 @@ func (f *family) shut(ctx context.Context, polite bool) {
 }
 
 // health adds the children's to that of the host. f may be nil.
-func (f *family) health(h *Health) {
+func (f *composite) health(h *Health) {
 	if f == nil {
 		return
 	}
 	ready := 0
 	for _, m := range f.members {
 		var one Health
-		if m.family != nil {
+		if m.composite != nil {
 			one = Health{Connector: m.label, State: "ready", Trust: h.Trust}
-			m.family.health(&one)
+			m.composite.health(&one)
 		} else {
 			one = m.child.health()
 		}
@@ -320,10 +322,10 @@ func (f *family) health(h *Health) {
 }
 
 // arenaBytes is the memory that all children have as arenas.
-func (f *family) arenaBytes() (n int64) {
+func (f *composite) arenaBytes() (n int64) {
 	for _, m := range f.members {
-		if m.family != nil {
-			n += m.family.arenaBytes()
+		if m.composite != nil {
+			n += m.composite.arenaBytes()
 		} else {
 			n += m.child.src.arena.Size()
 		}
@@ -333,7 +335,7 @@ func (f *family) arenaBytes() (n int64) {
 
 // stretch gives a transfer as much time as it may take when one child after the other lets it down. f
 // may be nil.
-func (f *family) stretch(c *tracker.Config) {
+func (f *composite) stretch(c *tracker.Config) {
 	if f == nil {
 		return
 	}
@@ -341,12 +343,12 @@ func (f *family) stretch(c *tracker.Config) {
 	c.Grace += c.Grace // the children's own kill comes first
 }
 
-func (f *family) sum() (load, perGiB, save time.Duration) {
+func (f *composite) sum() (load, perGiB, save time.Duration) {
 	for i, m := range f.members {
 		d := &f.cfg.Children[i].Settings.Deadlines
 		l, g, s := d.Transfer+2*d.Grace, d.TransferPerGiB, d.Save
-		if m.family != nil {
-			l, g, s = m.family.sum()
+		if m.composite != nil {
+			l, g, s = m.composite.sum()
 		}
 		load, perGiB, save = load+l, perGiB+g, max(save, s)
 	}

@@ -1,88 +1,16 @@
 package host
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/internal/tracker"
 )
-
-// tell passes an event of the book on to the engine. The caller holds mu.
-func (h *Host) tell(b *tracker.Event) {
-	e := Event{
-		Request: b.Request, Step: b.Step, Blocks: b.Blocks, Failed: b.Failed, Held: b.Held, Lost: b.Lost, Err: b.Err,
-	}
-	switch b.Kind {
-	case tracker.Loaded:
-		e.Kind = Loaded
-		h.metrics.moved("load", b)
-		if b.Damaged > 0 {
-			h.log.Warn("damaged blocks, they are computed again", "connector", h.info.Name, "request", b.Request, "blocks", b.Damaged)
-		}
-		h.complain("load", &h.badLoads, b)
-	case tracker.Saved:
-		e.Kind = Saved
-		h.endProgress(b.Step)
-		h.metrics.moved("save", b)
-		h.complain("save", &h.badSaves, b)
-	case tracker.Finished:
-		e.Kind = Finished
-		e.Ticket = h.seal(b.Request, b.Ticket)
-	case tracker.Released:
-		fault.Crash("host.hold.release")
-		e.Kind = Released
-		h.metrics.released.WithLabelValues(b.Reason).Inc()
-	case tracker.Answered:
-		e.Kind = Answered
-	case tracker.Stored:
-		e.Kind = Stored
-	}
-	h.events.put(e)
-}
-
-// complaints says how often failed transfers of one direction were logged.
-type complaints struct {
-	next    time.Time // not before
-	dropped int       // since the last that was logged
-}
-
-// complain logs a transfer that failed, but not more than one a second: what fails once often fails
-// for every request. The end of a request that nobody waits
-// for is no failure, nor is what a connector chose not to store. The caller holds mu.
-func (h *Host) complain(direction string, c *complaints, b *tracker.Event) {
-	if len(b.Failed) == 0 || b.Err == nil || errors.Is(b.Err, context.Canceled) || errors.Is(b.Err, connector.ErrDeclined) {
-		return
-	}
-	now := time.Now()
-	if now.Before(c.next) {
-		c.dropped++
-		return
-	}
-	h.log.Warn("transfer failed", "connector", h.info.Name, "direction", direction, "request", b.Request,
-		"blocks", len(b.Failed), "error", b.Err, "not_logged", c.dropped)
-	*c = complaints{next: now.Add(time.Second)}
-}
-
-// missed logs that matches stayed undecided, which looks like a cold cache otherwise, but not more often than
-// missedEvery: a slow store is slow for every request. The caller holds mu.
-func (h *Host) missed(matches int) {
-	now, c := time.Now(), &h.misses
-	if now.Before(c.next) {
-		c.dropped += matches
-		return
-	}
-	later := h.cfg.Settings.Deadlines.Later
-	h.log.Warn(fmt.Sprintf("match undecided after %s, counted as a miss; raise kvport.deadlines.later if the connector's store is that slow", later),
-		"connector", h.info.Name, "matches", matches, "not_logged", c.dropped)
-	*c = complaints{next: now.Add(missedEvery)}
-}
 
 // seal signs what a consumer is promised, nil if it is nothing.
 func (h *Host) seal(request connector.RequestID, t *tracker.Ticket) []byte {
@@ -103,26 +31,26 @@ func (h *Host) seal(request connector.RequestID, t *tracker.Ticket) []byte {
 
 // Ticket makes the ticket of a request that is about to end and has a consumer, before its saves are
 // over: it promises all full blocks that are valid, and the consumer's host waits for them, within its
-// own limits. To be called before the Step that ends the request. It is nil where there is nothing to
+// own limits. It must be called before the Step that ends the request. It is nil where there is nothing to
 // promise: for a role that does not save, and for a connector that holds blocks, whose ticket comes
 // with Finished.
 func (h *Host) Ticket(e *connector.Ended) []byte {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return h.seal(e.Request, h.book.Promise(e))
+	return h.seal(e.Request, h.tracker.Promise(e))
 }
 
-// ticketOffice signs and verifies tickets for one engine.
-type ticketOffice struct {
+// ticketSigner signs and verifies tickets for one engine.
+type ticketSigner struct {
 	key   []byte
-	peers []string // whose tickets are accepted; empty: of all who have the key
+	peers []string // whose tickets are accepted; empty: all that have the key
 	eng   Engine
 	epoch uint64
 	guard *ticket.Guard
 }
 
-func openTicketOffice(s *Settings, eng Engine, epoch uint64) (*ticketOffice, error) {
-	o := &ticketOffice{peers: s.Peers, eng: eng, epoch: epoch, guard: ticket.NewGuard(eng.Model, eng.Shape)}
+func newTicketSigner(s *Settings, eng Engine, epoch uint64) (*ticketSigner, error) {
+	o := &ticketSigner{peers: s.Peers, eng: eng, epoch: epoch, guard: ticket.NewGuard(eng.Model, eng.Shape)}
 	var err error
 	if s.TicketKeyFile != "" {
 		o.key, err = ticket.LoadKey(s.TicketKeyFile)
@@ -132,7 +60,7 @@ func openTicketOffice(s *Settings, eng Engine, epoch uint64) (*ticketOffice, err
 	return o, err
 }
 
-func (o *ticketOffice) seal(e *ticket.Envelope) ([]byte, error) {
+func (o *ticketSigner) seal(e *ticket.Envelope) ([]byte, error) {
 	if err := fault.Point("host.ticket.seal"); err != nil {
 		return nil, err
 	}
@@ -143,7 +71,7 @@ func (o *ticketOffice) seal(e *ticket.Envelope) ([]byte, error) {
 
 // verify opens the ticket that a request brought, or says why it is refused: in one word for
 // metrics, and at length. A ticket that could be opened is returned with the refusal, too.
-func (o *ticketOffice) verify(signed []byte, request connector.RequestID) (e *ticket.Envelope, reason string, err error) {
+func (o *ticketSigner) verify(signed []byte, request connector.RequestID) (e *ticket.Envelope, reason string, err error) {
 	if err = fault.Point("host.ticket.verify"); err != nil {
 		return nil, "other", err
 	}

@@ -30,17 +30,17 @@ func after(d time.Duration) func(context.Context) error {
 	}
 }
 
-func TestPulse(t *testing.T) {
-	const tick = limit / pulseTicks
+func TestHeartbeat(t *testing.T) {
+	const tick = limit / heartbeatTicks
 	idle := func() time.Duration { return 0 }
 	starved := func() time.Duration { return time.Hour }
 	half := func() time.Duration { return tick / 2 }
 	for _, c := range []struct {
-		name  string
-		ask   func(context.Context) error
-		stood func() time.Duration
-		alive bool
-		took  time.Duration
+		name   string
+		ask    func(context.Context) error
+		waited func() time.Duration
+		alive  bool
+		took   time.Duration
 	}{
 		{"at once", after(0), idle, true, 0},
 		{"in time", after(1900 * time.Millisecond), idle, true, 1900 * time.Millisecond},
@@ -48,13 +48,13 @@ func TestPulse(t *testing.T) {
 		{"late without a reason", after(limit + tick), idle, false, limit},
 		{"late, had half a processor", after(2*limit - tick), half, true, 2*limit - tick},
 		{"never, had half a processor", after(time.Hour), half, false, 2 * limit},
-		{"late, had no processor", after(pulseStretch*limit - tick), starved, true, pulseStretch*limit - tick},
-		{"never, had no processor", after(time.Hour), starved, false, pulseStretch * limit},
+		{"late, had no processor", after(heartbeatStretch*limit - tick), starved, true, heartbeatStretch*limit - tick},
+		{"never, had no processor", after(time.Hour), starved, false, heartbeatStretch * limit},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				began := time.Now()
-				err := (&pulse{limit: limit, ask: c.ask, stood: c.stood}).beat(t.Context())
+				err := (&heartbeat{limit: limit, ask: c.ask, waited: c.waited}).beat(t.Context())
 				require.Equal(t, c.took, time.Since(began))
 				if c.alive {
 					require.NoError(t, err)
@@ -68,7 +68,7 @@ func TestPulse(t *testing.T) {
 }
 
 // A host that was not run for a minute has not seen that the plugin had a minute.
-func TestPulseOfLateHost(t *testing.T) {
+func TestHeartbeatOfLateHost(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		times int // that the host comes a minute late
@@ -78,14 +78,14 @@ func TestPulseOfLateHost(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				late := 0
 				asleep := make(chan struct{})
-				p := &pulse{limit: limit, ask: func(ctx context.Context) error {
+				p := &heartbeat{limit: limit, ask: func(ctx context.Context) error {
 					select {
 					case <-asleep: // it answers when the host runs again
-						return after(limit / pulseTicks / 2)(ctx)
+						return after(limit / heartbeatTicks / 2)(ctx)
 					case <-ctx.Done():
 						return ctx.Err()
 					}
-				}, stood: func() time.Duration {
+				}, waited: func() time.Duration {
 					if late++; late <= c.times {
 						<-time.After(time.Minute)
 					}
@@ -105,51 +105,51 @@ func TestPulseOfLateHost(t *testing.T) {
 	}
 }
 
-func TestPulseOfGonePlugin(t *testing.T) {
+func TestHeartbeatOfGonePlugin(t *testing.T) {
 	gone := errors.New("connection closed")
-	p := &pulse{limit: limit, ask: func(context.Context) error { return gone }, stood: func() time.Duration { return 0 }}
+	p := &heartbeat{limit: limit, ask: func(context.Context) error { return gone }, waited: func() time.Duration { return 0 }}
 	require.ErrorIs(t, p.beat(t.Context()), gone)
 }
 
-func TestLine(t *testing.T) {
+func TestRunQueue(t *testing.T) {
 	folder := t.TempDir()
 	write := func(tid, name, text string) {
 		require.NoError(t, os.MkdirAll(filepath.Join(folder, tid), 0o700))
 		require.NoError(t, os.WriteFile(filepath.Join(folder, tid, name), []byte(text), 0o600))
 	}
-	l := line{folders: []string{folder}}
-	require.Zero(t, l.stood(), "no such process")
+	l := runQueue{folders: []string{folder}}
+	require.Zero(t, l.waited(), "no such process")
 	write("7", "schedstat", "100 1000000000 5\n")
 	write("7", "stat", "7 (a (b) R) S 1 2 3\n")
-	require.Zero(t, l.stood(), "what was before is not counted")
+	require.Zero(t, l.waited(), "what was before is not counted")
 	write("7", "schedstat", "150 1250000000 6\n")
-	require.Equal(t, 250*time.Millisecond, l.stood())
-	require.Zero(t, l.stood(), "it sleeps")
+	require.Equal(t, 250*time.Millisecond, l.waited())
+	require.Zero(t, l.waited(), "it sleeps")
 	write("7", "stat", "7 (a (b) S) R 1 2 3\n")
 	began := l.last
-	stood := l.stood()
-	require.Positive(t, stood, "it is in line and was not run at all")
-	require.Equal(t, l.last.Sub(began), stood)
+	waited := l.waited()
+	require.Positive(t, waited, "it waits for a processor and has not run at all")
+	require.Equal(t, l.last.Sub(began), waited)
 	write("7", "schedstat", "151 1250000000 7\n")
 	write("7", "stat", "7 (a) D 1 2 3\n")
 	began = l.last
-	stood = l.stood()
-	require.Equal(t, l.last.Sub(began), stood, "it waits for a disk")
+	waited = l.waited()
+	require.Equal(t, l.last.Sub(began), waited, "it waits for a disk")
 	write("8", "schedstat", "1 9000000000 1\n")
 	write("7", "stat", "7 (a) T 1 2 3\n")
-	require.Zero(t, l.stood(), "one thread is new, one is stopped")
+	require.Zero(t, l.waited(), "one thread is new, one is stopped")
 	write("7", "schedstat", "151 1250000001 8\n")
 	write("8", "schedstat", "2 9000000003 2\n")
-	require.Equal(t, 3*time.Nanosecond, l.stood(), "the longest")
+	require.Equal(t, 3*time.Nanosecond, l.waited(), "the longest")
 	for _, bad := range []string{"", "1 2", "a b c", "-1 -2 -3"} {
 		write("7", "schedstat", bad)
 		write("8", "schedstat", bad)
-		require.Zero(t, l.stood(), bad)
+		require.Zero(t, l.waited(), bad)
 	}
 }
 
-// Of two processes on one processor the polite one stands in line; one that is stopped never does.
-func TestLineOfProcess(t *testing.T) {
+// Of two processes on one processor the polite one waits for it; one that is stopped never does.
+func TestRunQueueOfProcess(t *testing.T) {
 	if _, err := os.Stat("/proc/self/schedstat"); err != nil {
 		t.Skip("this kernel counts no waits: plugins have the heartbeat's limit alone")
 	}
@@ -174,16 +174,16 @@ func TestLineOfProcess(t *testing.T) {
 	polite := spin()
 	require.NoError(t, unix.Setpriority(unix.PRIO_PROCESS, polite, 10))
 	spin()
-	l := line{folders: []string{fmt.Sprintf("/proc/%d/task", polite)}}
-	l.stood()
-	stood := time.Duration(0)
+	l := runQueue{folders: []string{fmt.Sprintf("/proc/%d/task", polite)}}
+	l.waited()
+	waited := time.Duration(0)
 	require.Eventually(t, func() bool {
-		stood += l.stood()
-		return stood > 200*time.Millisecond
+		waited += l.waited()
+		return waited > 200*time.Millisecond
 	}, time.Minute, 20*time.Millisecond)
 	require.NoError(t, unix.Kill(polite, unix.SIGSTOP))
-	require.Eventually(t, func() bool { return l.stood() == 0 && stateOf(fmt.Sprintf("/proc/%d/stat", polite)) == 'T' }, 20*time.Second, 20*time.Millisecond)
+	require.Eventually(t, func() bool { return l.waited() == 0 && stateOf(fmt.Sprintf("/proc/%d/stat", polite)) == 'T' }, 20*time.Second, 20*time.Millisecond)
 	for range 3 {
-		require.Zero(t, l.stood())
+		require.Zero(t, l.waited())
 	}
 }

@@ -7,8 +7,8 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// holdBook numbers the holds of all lives of a child anew: every process counts from 1.
-type holdBook struct {
+// holdTable gives the holds of all lives of a child numbers of its own, because every process counts from 1.
+type holdTable struct {
 	last connector.HoldID
 	own  map[connector.HoldID]*openHold
 	ids  map[plugHold]connector.HoldID
@@ -34,12 +34,12 @@ type openHold struct {
 	expires   time.Time
 }
 
-func newHoldBook() holdBook {
-	return holdBook{own: map[connector.HoldID]*openHold{}, ids: map[plugHold]connector.HoldID{}, early: map[plugHold]int{}}
+func newHoldTable() holdTable {
+	return holdTable{own: map[connector.HoldID]*openHold{}, ids: map[plugHold]connector.HoldID{}, early: map[plugHold]int{}}
 }
 
 // add takes on a hold and gives its own number; 0 for none.
-func (b *holdBook) add(life uint64, h *connector.Hold, longest time.Duration) connector.HoldID {
+func (b *holdTable) add(life uint64, h *connector.Hold, longest time.Duration) connector.HoldID {
 	now := time.Now()
 	for id, o := range b.own {
 		if now.After(o.expires) {
@@ -60,12 +60,12 @@ func (b *holdBook) add(life uint64, h *connector.Hold, longest time.Duration) co
 	return own
 }
 
-func (b *holdBook) drop(id connector.HoldID, o *openHold) {
+func (b *holdTable) drop(id connector.HoldID, o *openHold) {
 	delete(b.own, id)
 	delete(b.ids, o.plugHold)
 }
 
-func (b *holdBook) consumed(life uint64, ids []connector.HoldID) {
+func (b *holdTable) consumed(life uint64, ids []connector.HoldID) {
 	for _, id := range ids {
 		own := b.ids[plugHold{life, id}]
 		o := b.own[own]
@@ -84,7 +84,7 @@ func (b *holdBook) consumed(life uint64, ids []connector.HoldID) {
 
 // renewed gives our numbers of the holds that a life renews. What it names that is not one of them is
 // refused by the next call: it must not take it for renewed (rule LEASE-02).
-func (b *holdBook) renewed(life uint64, ids []connector.HoldID) (own []connector.HoldID) {
+func (b *holdTable) renewed(life uint64, ids []connector.HoldID) (own []connector.HoldID) {
 	b.refused = nil
 	for _, id := range ids {
 		named := plugHold{life, id}
@@ -98,7 +98,7 @@ func (b *holdBook) renewed(life uint64, ids []connector.HoldID) (own []connector
 }
 
 // ended gives a life's own numbers of the holds that it has to hear the end of.
-func (b *holdBook) ended(life uint64, own []connector.HoldID) (ids []connector.HoldID) {
+func (b *holdTable) ended(life uint64, own []connector.HoldID) (ids []connector.HoldID) {
 	for _, id := range own {
 		if o := b.own[id]; o != nil && o.life == life {
 			ids = append(ids, o.id)
@@ -113,7 +113,7 @@ func (b *holdBook) ended(life uint64, own []connector.HoldID) (ids []connector.H
 }
 
 // lose ends the holds of a life.
-func (b *holdBook) lose(life uint64) {
+func (b *holdTable) lose(life uint64) {
 	for id, o := range b.own {
 		if o.life != life {
 			continue
@@ -127,14 +127,14 @@ func (b *holdBook) lose(life uint64) {
 }
 
 // finished notes one consumer of a hold and ends the poll, so that it is told.
-func (b *holdBook) finished(own connector.HoldID) {
+func (b *holdTable) finished(own connector.HoldID) {
 	b.over = append(b.over, own)
 	if b.interrupt != nil {
 		b.interrupt()
 	}
 }
 
-func (b *holdBook) take() []connector.HoldID {
+func (b *holdTable) take() []connector.HoldID {
 	over := b.over
 	b.over = nil
 	return over

@@ -12,9 +12,9 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// bench drives a book by hand.
+// bench drives a Tracker by hand.
 type bench struct {
-	*Book
+	*Tracker
 	t    *testing.T
 	now  time.Time
 	last []Action
@@ -25,7 +25,7 @@ func newBench(t *testing.T, change func(*Config)) *bench {
 	if change != nil {
 		change(&cfg)
 	}
-	b := &bench{Book: New(cfg), t: t, now: time.Unix(1000, 0)}
+	b := &bench{Tracker: New(cfg), t: t, now: time.Unix(1000, 0)}
 	b.got(b.Up(b.now, 1))
 	return b
 }
@@ -315,7 +315,7 @@ func TestDamagedBlocksAreNotOffered(t *testing.T) {
 	b.damaged(&op{}, []connector.Block{{Key: keys[2]}})
 	require.Equal(t, 32, b.undamaged(keys))
 	b.corrupt.remove(keys[2])
-	require.Equal(t, math.MaxInt, b.undamaged(keys), "it was saved anew")
+	require.Equal(t, math.MaxInt, b.undamaged(keys), "it was saved again")
 }
 
 func TestEndCancelsLoads(t *testing.T) {

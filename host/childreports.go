@@ -9,8 +9,8 @@ import (
 	"github.com/kvport/kvport/host/internal/plugin"
 )
 
-// childNews is what the scheduler side of a child has counted and told through all its lives.
-type childNews struct {
+// childReports is what the scheduler side of a child has counted and reported in all its lives.
+type childReports struct {
 	stats *connectorStats
 
 	mu    sync.Mutex
@@ -20,12 +20,12 @@ type childNews struct {
 	order eventOrder
 }
 
-func newChildNews(c *child) *childNews {
-	return &childNews{stats: newConnectorStats("", c.src.info.Stats)}
+func newChildReports(c *child) *childReports {
+	return &childReports{stats: newConnectorStats("", c.src.info.Stats)}
 }
 
-// Stats implements connector.StatsSource. Counters go on when the child starts anew; while it is down
-// they stand.
+// Stats implements connector.StatsSource. Counters continue when the child starts again; while it is down
+// they keep their values.
 func (s childScheduler) Stats(ctx context.Context) ([]connector.Stat, error) {
 	if l, side, err := s.scheduler(s.side); err == nil && !s.muted(l.n) {
 		source, ok := connector.As[connector.StatsSource](side)
@@ -110,7 +110,7 @@ func (s childScheduler) Events(ctx context.Context) ([]connector.BlockEvent, err
 
 // enter notes the life that events are read from; l is nil while none takes calls. The answer, unless
 // nil, says that those of the life before are over.
-func (n *childNews) enter(l *life) []connector.BlockEvent {
+func (n *childReports) enter(l *life) []connector.BlockEvent {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	was, is := n.from, uint64(0)

@@ -12,39 +12,39 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// house is an open connector and what belongs to it.
-type house struct {
-	s      *server
-	host   *host.Host
-	layout *connector.Layout
-	keys   *keyring
-	news   <-chan host.BlockReport // nil: nobody wants to know, or the connector does not tell
-	over   chan struct{}           // closed when the connector is closed
-	work   sync.WaitGroup          // done when the last event was passed on
+// session is an open connector and what belongs to it.
+type session struct {
+	s       *server
+	host    *host.Host
+	layout  *connector.Layout
+	keys    *keyring
+	reports <-chan host.BlockReport // nil: nobody asked, or the connector does not report
+	over    chan struct{}           // closed when the connector is closed
+	work    sync.WaitGroup          // done when the last event was passed on
 
 	tickets  map[connector.RequestID]chan []byte // finish calls that wait; guarded by s.mu
 	ranks    int
 	arriving map[connector.RequestID]*arrival // loads; guarded by s.mu
 }
 
-func newHouse(s *server, h *host.Host, eng *host.Engine, keys *keyring, news <-chan host.BlockReport) *house {
-	o := &house{
+func newSession(s *server, h *host.Host, eng *host.Engine, keys *keyring, news <-chan host.BlockReport) *session {
+	o := &session{
 		s: s, host: h, layout: &eng.Layout, keys: keys, over: make(chan struct{}), tickets: map[connector.RequestID]chan []byte{},
 		ranks: len(eng.Ranks), arriving: map[connector.RequestID]*arrival{},
 	}
 	o.work.Go(o.forward)
 	if news != nil && h.Info().Capabilities&connector.CanEvents != 0 {
-		o.news = news
+		o.reports = news
 		o.work.Go(o.publish)
 	}
 	return o
 }
 
-// tells reports whether events of blocks come from here. No house tells nothing.
-func (o *house) tells() bool { return o != nil && o.news != nil }
+// publishes says whether events of blocks come from here. A nil session publishes none.
+func (o *session) publishes() bool { return o != nil && o.reports != nil }
 
 // close ends the connector. Every Step has had its events then.
-func (o *house) close(patience time.Duration) {
+func (o *session) close(patience time.Duration) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	if err := o.host.Close(ctx); err != nil {
@@ -55,7 +55,7 @@ func (o *house) close(patience time.Duration) {
 }
 
 // forward passes events on: a load's end to all, everything else to the scheduler.
-func (o *house) forward() {
+func (o *session) forward() {
 	for e := range o.host.Events() {
 		if e.Kind == host.Stored {
 			continue // the engine's processes wait for Saved or the ticket
@@ -114,7 +114,7 @@ func numbers(ids []connector.BlockID) []int32 {
 
 // check makes sure that a step names only blocks that the cache has, and no more of them than its
 // tokens fill: what is behind believes it (rule AGENT-03).
-func (o *house) check(s *connector.Step) error {
+func (o *session) check(s *connector.Step) error {
 	for _, list := range []struct {
 		name      string
 		transfers []connector.Transfer
@@ -168,7 +168,7 @@ func checkSpan(l *connector.Layout, t *connector.Transfer) error {
 func (s *server) refuse(step *connector.Step) {
 	fail := func(kind host.EventKind, t *connector.Transfer) {
 		blocks := ids(t.Blocks)
-		s.tellEvent(&host.Event{Kind: kind, Request: t.Request, Step: step.ID, Blocks: blocks, Failed: blocks, Err: errNoHouse})
+		s.tellEvent(&host.Event{Kind: kind, Request: t.Request, Step: step.ID, Blocks: blocks, Failed: blocks, Err: errNotOpen})
 	}
 	for i := range step.Admitted {
 		fail(host.Loaded, &step.Admitted[i])
@@ -182,7 +182,7 @@ func (s *server) refuse(step *connector.Step) {
 	}
 }
 
-var errNoHouse = fmt.Errorf("the connector is not open: %w", connector.ErrGone)
+var errNotOpen = fmt.Errorf("the connector is not open: %w", connector.ErrGone)
 
 func ids(blocks []connector.Block) []connector.BlockID {
 	out := make([]connector.BlockID, len(blocks))

@@ -9,43 +9,43 @@ import (
 	"github.com/kvport/kvport/host/internal/plugin"
 )
 
-// BlockReport is what a connector has said of blocks that came and went, in order (capability
+// BlockReport is what a connector has reported about blocks that came and went, in order (capability
 // CanEvents). Keys are those of the engine's queries and transfers.
 type BlockReport struct {
-	// Gap: events before these were lost, or the plugin has started anew. Nothing is known any more
-	// of this connector's blocks but what Events say.
+	// Gap: events before these were lost, or the plugin has started again. Only what Events say is known
+	// about this connector's blocks now.
 	Gap    bool
 	Events []connector.BlockEvent // the reader's; may be empty
 }
 
-// newsDesk passes on what the connector says of blocks. It is used by one generation at a time.
-type newsDesk struct {
-	out chan<- BlockReport // nil: nobody wants to know
+// blockEventReporter passes on what the connector reports about blocks. It is used by one generation at a time.
+type blockEventReporter struct {
+	out chan<- BlockReport // nil: nobody asked
 	gap bool               // to be said with the next report
 }
 
 // report passes events on, if the reader has room for them.
 func (h *Host) report(events []connector.BlockEvent) {
-	if len(events) == 0 && !h.news.gap {
+	if len(events) == 0 && !h.blockEvents.gap {
 		return
 	}
 	select {
-	case h.news.out <- BlockReport{Gap: h.news.gap, Events: events}:
-		h.news.gap = false
+	case h.blockEvents.out <- BlockReport{Gap: h.blockEvents.gap, Events: events}:
+		h.blockEvents.gap = false
 		h.metrics.events.Add(float64(len(events)))
 	default:
-		h.news.gap = true
+		h.blockEvents.gap = true
 		h.metrics.lost.Add(float64(len(events)))
 	}
 }
 
-// watchEvents waits for events of the connector and passes them on. What was said before the plugin
-// started anew, and is not known to hold, is over: that is a gap.
+// watchEvents waits for events of the connector and passes them on. What was reported before the plugin
+// started again is no longer known to hold: that is a gap.
 func (g *generation) watchEvents(life context.Context) {
 	defer g.work.Done()
 	h := g.h
 	if g.n > 1 {
-		h.news.gap = true
+		h.blockEvents.gap = true
 		h.report(nil)
 	}
 	source, ok := connector.As[connector.EventSource](g.sched)
@@ -64,7 +64,7 @@ func (g *generation) watchEvents(life context.Context) {
 			h.violation(err.Error())
 		}
 		if lost > 0 {
-			h.news.gap = true
+			h.blockEvents.gap = true
 			h.metrics.lost.Add(float64(lost))
 		}
 		h.report(events)

@@ -1,4 +1,4 @@
-// Package tracker keeps a host's books: which transfers run on which generation of the plugin, which
+// Package tracker keeps account of a host's work: which transfers run on which generation of the plugin, which
 // blocks they pin, until when, and what the engine has still to be told.
 //
 // It is a pure state machine: no goroutine, clock, I/O or randomness. Every method takes the time,
@@ -19,7 +19,7 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Config is what a Book must know. All durations must be positive.
+// Config is what a Tracker must know. All durations must be positive.
 type Config struct {
 	Ranks      int // every transfer runs once on each
 	Role       connector.Role
@@ -29,7 +29,7 @@ type Config struct {
 
 	Later          time.Duration // how long a match may stay unknown before it is a miss
 	Fresh          time.Duration // how long an answer may be used again
-	Transfer       time.Duration // a load, besides TransferPerGiB
+	Transfer       time.Duration // a load, in addition to TransferPerGiB
 	TransferPerGiB time.Duration
 	Save           time.Duration
 	Plan           time.Duration
@@ -40,20 +40,20 @@ type Config struct {
 	BackoffMin     time.Duration // between retries of one call, doubled each time
 	BackoffMax     time.Duration
 	CorruptKeys    int // damaged keys remembered
-	// Shun has blocks that were found damaged not offered until they are saved anew: where this engine
-	// does that, or where a failed load would fail every request that begins so.
-	Shun  bool
-	Slots int // of landing memory on each rank; 0: calls touch the cache itself
+	// Quarantine withholds blocks that were found damaged until they are saved again. It is for engines that
+	// save them again, and for those where a failed load would fail every request with the same prefix.
+	Quarantine bool
+	Slots      int // of landing memory on each rank; 0: calls touch the cache itself
 
 	Lossy     bool // the connector may change bytes, so nothing that it loads can be verified
 	Reshape   bool // tickets are made for engines of other shapes, too
 	Threshold int  // the fewest tokens of an earlier turn that are worth a load
-	// Address is the content address of a request's leading tokens in blocks of some size, zero where it has
-	// not so many. Nil: tickets of other shapes are refused. It must not call the Book.
+	// Address is the content address of a request's leading tokens in blocks of some size, or zero where it has
+	// fewer. Nil: tickets of other shapes are refused. It must not call the Tracker.
 	Address func(request connector.RequestID, blockTokens, tokens int) connector.BlockKey
 }
 
-// Counters are what the book has seen, for metrics and tests.
+// Counters are what the Tracker has seen, for metrics and tests.
 type Counters struct {
 	Unknown    int // answers to calls that were given up or answered before, and reports of holds that are over
 	Violations int // answers that break the contract
@@ -75,8 +75,8 @@ const (
 	broken                     // none runs, and none will for a while
 )
 
-// Book is the state. It is not safe for concurrent use.
-type Book struct {
+// Tracker is the state. It is not safe for concurrent use.
+type Tracker struct {
 	cfg    Config
 	state  availability
 	gen    uint64 // the generation that takes calls while up
@@ -104,7 +104,7 @@ type Book struct {
 	counters Counters
 }
 
-// request is what the book knows of one request between its first Match and its end.
+// request is what the Tracker knows of one request between its first Match and its end.
 type request struct {
 	id      connector.RequestID
 	match   match
@@ -118,9 +118,9 @@ type request struct {
 	ending  *ending
 }
 
-// New makes an empty book with no plugin up.
-func New(cfg Config) *Book {
-	b := &Book{
+// New makes an empty Tracker with no plugin up.
+func New(cfg Config) *Tracker {
+	b := &Tracker{
 		cfg:      cfg,
 		ops:      map[uint64]*op{},
 		calls:    map[CallID]*call{},
@@ -143,9 +143,9 @@ func New(cfg Config) *Book {
 }
 
 // Up says that generation gen is ready for calls. Generations grow.
-func (b *Book) Up(now time.Time, gen uint64) []Action {
+func (b *Tracker) Up(now time.Time, gen uint64) []Action {
 	b.state, b.gen = up, gen
-	b.over = nil // holds of another life, which counts its own anew
+	b.over = nil // holds of another life: the new one numbers its own from the start
 	for _, o := range sorted(b.ops) {
 		b.startReady(o)
 	}
@@ -157,7 +157,7 @@ func (b *Book) Up(now time.Time, gen uint64) []Action {
 
 // Down says that generation gen takes no more calls. Its process may still live: blocks stay pinned
 // until Reaped.
-func (b *Book) Down(now time.Time, gen uint64) []Action {
+func (b *Tracker) Down(now time.Time, gen uint64) []Action {
 	if b.state != up || b.gen != gen {
 		return nil
 	}
@@ -177,7 +177,7 @@ func (b *Book) Down(now time.Time, gen uint64) []Action {
 
 // Reaped says that nothing of generation gen can touch a block any more. Its transfers go on with
 // the next generation if they may, and fail otherwise.
-func (b *Book) Reaped(now time.Time, gen uint64) []Action {
+func (b *Tracker) Reaped(now time.Time, gen uint64) []Action {
 	b.out = append(b.out, b.Down(now, gen)...)
 	delete(b.killed, gen)
 	for _, o := range sorted(b.ops) {
@@ -193,7 +193,7 @@ func (b *Book) Reaped(now time.Time, gen uint64) []Action {
 
 // Abandoned says that generation gen is gone, but that somebody may use the blocks for ever that it had. Those of
 // its transfers and holds are lost: they stay pinned, and no event says that they are free.
-func (b *Book) Abandoned(now time.Time, gen uint64) []Action {
+func (b *Tracker) Abandoned(now time.Time, gen uint64) []Action {
 	b.out = append(b.out, b.Down(now, gen)...)
 	delete(b.killed, gen)
 	for _, o := range sorted(b.ops) {
@@ -211,7 +211,7 @@ func (b *Book) Abandoned(now time.Time, gen uint64) []Action {
 }
 
 // Lose says the same of one call, of a part of the connector that is gone.
-func (b *Book) Lose(now time.Time, id CallID) []Action {
+func (b *Tracker) Lose(now time.Time, id CallID) []Action {
 	if c := b.calls[id]; c != nil {
 		b.lose(now, c.op)
 	}
@@ -219,7 +219,7 @@ func (b *Book) Lose(now time.Time, id CallID) []Action {
 }
 
 // lose ends a transfer without giving its blocks back, nor its slots of landing memory.
-func (b *Book) lose(now time.Time, o *op) {
+func (b *Tracker) lose(now time.Time, o *op) {
 	for _, c := range o.calls {
 		if c.state == running {
 			b.emit(CancelCall{ID: c.id})
@@ -233,7 +233,7 @@ func (b *Book) lose(now time.Time, o *op) {
 	b.endOp(now, o)
 }
 
-func (b *Book) forfeit(blocks []connector.BlockID) {
+func (b *Tracker) forfeit(blocks []connector.BlockID) {
 	for _, id := range blocks {
 		b.lost[id] = struct{}{}
 	}
@@ -241,7 +241,7 @@ func (b *Book) forfeit(blocks []connector.BlockID) {
 }
 
 // Broken says that no generation will come up for a while: nothing is worth waiting for.
-func (b *Book) Broken(now time.Time) []Action {
+func (b *Tracker) Broken(now time.Time) []Action {
 	b.state = broken
 	b.failIdle(now)
 	return b.take()
@@ -249,7 +249,7 @@ func (b *Book) Broken(now time.Time) []Action {
 
 // Close takes no new work and gives up what waits. Running calls go on until they return or their
 // generation is reaped. Holds are released: nobody will be there to serve them.
-func (b *Book) Close(now time.Time) []Action {
+func (b *Tracker) Close(now time.Time) []Action {
 	b.closed = true
 	b.failIdle(now)
 	for _, h := range sorted(b.holds) {
@@ -259,7 +259,7 @@ func (b *Book) Close(now time.Time) []Action {
 }
 
 // failIdle gives up all that waits for a plugin.
-func (b *Book) failIdle(now time.Time) {
+func (b *Tracker) failIdle(now time.Time) {
 	for _, o := range sorted(b.ops) {
 		b.failReady(now, o, connector.ErrGone)
 	}
@@ -269,7 +269,7 @@ func (b *Book) failIdle(now time.Time) {
 }
 
 // Tick lets time pass. The host calls it no later than Next.
-func (b *Book) Tick(now time.Time) []Action {
+func (b *Tracker) Tick(now time.Time) []Action {
 	b.wakes.drop(now)
 	for _, o := range sorted(b.ops) {
 		b.tickOp(now, o)
@@ -297,18 +297,18 @@ func (b *Book) Tick(now time.Time) []Action {
 }
 
 // Next is when Tick has to be called, if at all.
-func (b *Book) Next() (time.Time, bool) { return b.wakes.first() }
+func (b *Tracker) Next() (time.Time, bool) { return b.wakes.first() }
 
 // Idle reports whether nothing runs, waits or is held.
-func (b *Book) Idle() bool {
+func (b *Tracker) Idle() bool {
 	return len(b.ops) == 0 && len(b.plans) == 0 && len(b.endings) == 0 && len(b.holds) == 0
 }
 
 // Pending counts transfers that are not over.
-func (b *Book) Pending() int { return len(b.ops) }
+func (b *Tracker) Pending() int { return len(b.ops) }
 
 // Loading counts loads that a plugin works for.
-func (b *Book) Loading() (n int) {
+func (b *Tracker) Loading() (n int) {
 	for _, o := range b.ops {
 		if o.kind == Load && slices.ContainsFunc(o.calls, func(c *call) bool { return c.state == running }) {
 			n++
@@ -318,7 +318,7 @@ func (b *Book) Loading() (n int) {
 }
 
 // Saving reports whether a save is under way.
-func (b *Book) Saving() bool {
+func (b *Tracker) Saving() bool {
 	for _, o := range b.ops {
 		if o.kind == Save {
 			return true
@@ -328,13 +328,13 @@ func (b *Book) Saving() bool {
 }
 
 // Held counts open holds.
-func (b *Book) Held() int { return len(b.holds) }
+func (b *Tracker) Held() int { return len(b.holds) }
 
-// Counters reports what the book has seen so far.
-func (b *Book) Counters() Counters { return b.counters }
+// Counters reports what the Tracker has seen so far.
+func (b *Tracker) Counters() Counters { return b.counters }
 
 // Pins counts how many transfers, ended requests and holds pin each block.
-func (b *Book) Pins() map[connector.BlockID]int {
+func (b *Tracker) Pins() map[connector.BlockID]int {
 	pins := map[connector.BlockID]int{}
 	add := func(blocks []connector.Block) {
 		for _, k := range blocks {
@@ -355,7 +355,7 @@ func (b *Book) Pins() map[connector.BlockID]int {
 	return pins
 }
 
-func (b *Book) request(id connector.RequestID) *request {
+func (b *Tracker) request(id connector.RequestID) *request {
 	r := b.requests[id]
 	if r == nil {
 		r = &request{id: id}
@@ -364,14 +364,14 @@ func (b *Book) request(id connector.RequestID) *request {
 	return r
 }
 
-func (b *Book) id() uint64 {
+func (b *Tracker) id() uint64 {
 	b.last++
 	return b.last
 }
 
-func (b *Book) emit(a Action) { b.out = append(b.out, a) }
+func (b *Tracker) emit(a Action) { b.out = append(b.out, a) }
 
-func (b *Book) take() []Action {
+func (b *Tracker) take() []Action {
 	out := b.out
 	b.out = nil
 	return out
