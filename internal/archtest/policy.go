@@ -93,7 +93,6 @@ func kvportWords() map[string]int {
 		"internal":            46,
 		"multiconnector":      14,
 		"native":              13,
-		"proto":               5,
 		"verify/names":        5,
 	}
 }
