@@ -25,12 +25,12 @@ func arenaCases() []Case {
 	}
 	return []Case{
 		arenaCase("arena-missing", "ARENA-01", "A side without its arena, or with half of it, is refused.", arenaMissing),
-		arenaCase("arena-kept", "ARENA-02", "The next plugin of an engine finds the blocks in the arena, which lies elsewhere now.", arenaKept),
+		arenaCase("arena-kept", "ARENA-02", "The next plugin of an engine finds the blocks in the arena, which is at another address now.", arenaKept),
 		kill,
 		torn,
-		arenaCase("arena-damaged", "ARENA-03", "Bytes of the arena are flipped: blocks are right, or fail, or have digests that tell.", arenaDamaged),
-		arenaCase("arena-garbage", "ARENA-03", "The arena is full of anything: the sides open, and work.", arenaGarbage),
-		arenaCase("arena-fresh", "ARENA-04", "The engine's next life has an empty arena: what lay in the last one is not looked for in it.", arenaFresh),
+		arenaCase("arena-damaged", "ARENA-03", "Bytes of the arena are flipped: each block is right, or fails, or has a digest that shows the damage.", arenaDamaged),
+		arenaCase("arena-garbage", "ARENA-03", "The arena is full of random bytes: the sides open, and work.", arenaGarbage),
+		arenaCase("arena-fresh", "ARENA-04", "The engine's next life has an empty arena, in which the connector looks for no earlier block.", arenaFresh),
 	}
 }
 
@@ -48,7 +48,7 @@ func arenaMissing(r *rig) {
 	e.openAll()
 }
 
-// refuses wants a side not to have opened, because something does not fit.
+// refuses fails the case unless a side was refused because something does not fit.
 func (e *engine) refuses(what, name string, side interface{ Close() error }, err error) {
 	e.Helper()
 	switch {

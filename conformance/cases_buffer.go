@@ -19,14 +19,14 @@ func bufferCase(id, rule, text string, body func(*rig)) Case {
 
 func bufferCases() []Case {
 	return []Case{
-		bufferCase("buffer-full", "BUFFER-01", "Saves that nobody loads return soon, however many, and what is offered then is whole.", bufferFull),
+		bufferCase("buffer-full", "BUFFER-01", "Saves that nobody loads return soon, however many there are, and what is offered then is whole.", bufferFull),
 		bufferCase("buffer-cancelled", "BUFFER-02", "A cancelled load takes nothing out.", bufferCancelled),
 		bufferCase("buffer-two-loads", "BUFFER-03", "Two loads of one prefix at the same time end soon, each right or with ErrGone.", bufferTwoLoads),
-		bufferCase("buffer-gone", "BUFFER-04", "A load of what is not there does not wait for it.", bufferGone),
-		bufferCase("buffer-part", "BUFFER-04", "A load of which a part is there fills that and names the rest.", bufferPart),
-		bufferCase("buffer-take", "BUFFER-05", "What one engine saved another loads, byte for byte.", bufferTake),
+		bufferCase("buffer-gone", "BUFFER-04", "A load of blocks that are not there does not wait for them.", bufferGone),
+		bufferCase("buffer-part", "BUFFER-04", "A load whose blocks are partly there fills those and names the rest.", bufferPart),
+		bufferCase("buffer-take", "BUFFER-05", "Another engine loads what one has saved, byte for byte.", bufferTake),
 		bufferCase("buffer-again", "BUFFER-05", "What was taken out can be saved and loaded again.", bufferAgain),
-		bufferCase("buffer-ranks", "BUFFER-05", "Two ranks get their own parts, and none before both are there.", bufferRanks),
+		bufferCase("buffer-ranks", "BUFFER-05", "Each of two ranks gets its own part, and none is offered before both are there.", bufferRanks),
 	}
 }
 
@@ -41,7 +41,7 @@ func (r *rig) quick(what string, call func() error) error {
 	return err
 }
 
-// orGone wants an error that says that blocks are gone, or none.
+// orGone fails the case if there is an error other than ErrGone.
 func (r *rig) orGone(err error, what string) {
 	r.Helper()
 	if err != nil && !errors.Is(err, connector.ErrGone) {

@@ -18,8 +18,8 @@ import (
 
 func byHandCases() []Case {
 	return []Case{
-		lifeCase("by-hand", "LIFE-07", "Started by hand it ends by itself, not with success.", byHand),
-		lifeCase("host-death", "LIFE-08", "It ends within 5 s when the process that started it is killed.", hostDeath),
+		lifeCase("by-hand", "LIFE-07", "A plugin that is started by hand ends by itself, and its exit code is not 0.", byHand),
+		lifeCase("host-death", "LIFE-08", "A plugin ends within 5 s when the process that started it is killed.", hostDeath),
 	}
 }
 

@@ -19,11 +19,11 @@ func hostileCases() []Case {
 	return []Case{
 		faultCase("hostile-blocks", "INPUT-01", "Blocks and groups that the cache does not have are refused.", hostileBlocks),
 		faultCase("hostile-queries", "INPUT-02", "Queries that make no sense are answered within their bounds.", hostileQueries),
-		faultCase("hostile-ticket", "INPUT-03", "A forged ticket earns nothing that is not there.", hostileTicket),
+		faultCase("hostile-ticket", "INPUT-03", "A forged ticket makes no block appear that is not there.", hostileTicket),
 		faultCase("no-blocks", "INPUT-04", "A transfer without blocks succeeds and does nothing.", noBlocks),
 		faultCase("repeated-key", "INPUT-05", "One key in several blocks of a transfer fills all of them.", repeatedKey),
 		faultCase("shared-save", "WORK-09", "One block is in eight saves at the same time.", sharedSave),
-		faultCase("huge-batch", "SCHED-06", "6,000 blocks in one transfer, 1,000 queries in one Match.", hugeBatch),
+		faultCase("huge-batch", "SCHED-06", "One transfer has 6,000 blocks, and one Match has 1,000 queries.", hugeBatch),
 		faultCase("quiet", "LOG-01", "500 loads that fail alike log fewer than 100 lines.", quiet),
 	}
 }

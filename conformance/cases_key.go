@@ -14,7 +14,7 @@ func keyCases() []Case {
 	return []Case{
 		storeCase("partial-block", "KEY-04", "A block without a key is not stored, and a load of one fails.", partialBlock),
 		storeCase("other-shape", "KEY-05", "An engine with another Shape sees nothing.", otherShape),
-		storeCase("other-key", "KEY-06", "No key that differs in one bit is found, nor another model's.", otherKey),
+		storeCase("other-key", "KEY-06", "No key that differs in one bit is found, and none of another model.", otherKey),
 		storeCase("near-keys", "KEY-06", "Blocks whose store keys share their first or last bytes are kept apart.", nearKeys),
 		storeCase("other-rank", "KEY-07", "Each of two ranks gets back its own shard.", otherRank),
 		groups,

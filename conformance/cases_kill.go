@@ -14,16 +14,16 @@ import (
 func killCases() []Case {
 	const rule = "FAULT-01"
 	return []Case{
-		faultCase("kill-idle", rule, "Killed while idle: the next life has what Scope promises.", killIdle),
-		faultCase("kill-acked", rule, "Killed right after a save was acknowledged, 5 times.", killAcked),
-		faultCase("kill-match", rule, "Killed during Matches, 4 times.", killMatch),
-		faultCase("kill-load", rule, "Killed during loads, 4 times: what is stored stays whole.", killLoad),
-		faultCase("kill-save", rule, "Killed during saves, 6 times: nothing is torn.", killSave),
-		faultCase("kill-replace", rule, "Killed while it writes stored blocks anew, 6 times: nothing is torn.", killReplace),
-		faultCase("kill-open", rule, "Killed while sides open, 4 times.", killOpen),
-		faultCase("kill-two", "FAULT-03", "Of two engines one is killed while both save: the other is unharmed.", killTwo),
-		faultCase("stopped", "FAULT-04", "Stopped for 300 ms and continued: the calls of that time end right.", stopped),
-		faultCase("few-files", "FAULT-05", "Out of file descriptors: clean errors, and work again afterwards.", fewFiles),
+		faultCase("kill-idle", rule, "The plugin is killed while it is idle: its next life has what Scope promises.", killIdle),
+		faultCase("kill-acked", rule, "The plugin is killed right after a save was acknowledged, 5 times: the blocks are kept as Scope promises.", killAcked),
+		faultCase("kill-match", rule, "The plugin is killed during Matches, 4 times: what is stored stays whole.", killMatch),
+		faultCase("kill-load", rule, "The plugin is killed during loads, 4 times: what is stored stays whole.", killLoad),
+		faultCase("kill-save", rule, "The plugin is killed during saves, 6 times: no block is torn.", killSave),
+		faultCase("kill-replace", rule, "The plugin is killed while it replaces stored blocks, 6 times: no block is torn.", killReplace),
+		faultCase("kill-open", rule, "The plugin is killed while sides open, 4 times: its next life works.", killOpen),
+		faultCase("kill-two", "FAULT-03", "Two engines save, and the plugin of one is killed: the other is unharmed.", killTwo),
+		faultCase("stopped", "FAULT-04", "The plugin is stopped for 300 ms and continued: the calls of that time end right.", stopped),
+		faultCase("few-files", "FAULT-05", "The plugin runs out of file descriptors: calls fail cleanly, and succeed again afterwards.", fewFiles),
 	}
 }
 
@@ -125,7 +125,7 @@ func killSave(r *rig) {
 	}
 }
 
-// settled opens the next life and wants whatever is offered of each prompt to be whole.
+// settled opens the next life and checks that whatever it offers of each prompt is whole.
 func (e *engine) settled(keys [][]connector.BlockKey) {
 	e.Helper()
 	n := e.life()

@@ -25,20 +25,20 @@ func layerCases() []Case {
 	groups.Groups, groups.Run = true, rigged(connector.CanLayers, true, layerGroups)
 	return []Case{
 		layerCase("layer-order", "LAYER-01", "Each layer holds garbage until it is announced; what is loaded afterwards is right.", layerOrder),
-		layerCase("layer-jump", "LAYER-01", "Several layers are announced at once, and none was missed.", layerJump),
+		layerCase("layer-jump", "LAYER-01", "Several layers are announced at once, and none is missed.", layerJump),
 		layerCase("layer-digests", "LAYER-01", "The digests hold garbage until the last layer is announced.", layerDigests),
 		groups,
 		read,
-		layerCase("layer-last", "LAYER-02", "While the last layer is not there, nothing is acknowledged and nothing matches.", layerLast),
+		layerCase("layer-last", "LAYER-02", "Until the last layer is there, nothing is acknowledged and nothing matches.", layerLast),
 		layerCase("layer-match", "LAYER-02", "When SaveLayers has returned nil, a Match finds the blocks.", layerMatch),
-		layerCase("layer-again", "LAYER-02", "Blocks that are stored already are saved again layer by layer, also with Replace.", layerAgain),
+		layerCase("layer-again", "LAYER-02", "Blocks that are stored already are saved again layer by layer, with Replace too.", layerAgain),
 		layerCase("layer-ranks", "LAYER-02", "Blocks match when the last rank's last layer is stored, and not before.", layerRanks),
-		layerCase("layer-give-up", "LAYER-03", "The engine gives up in the middle: an error, and no block that matches.", layerGiveUp),
-		layerCase("layer-give-up-first", "LAYER-03", "The engine gives up before the first layer: an error, soon, and later saves work.", layerGiveUpFirst),
+		layerCase("layer-give-up", "LAYER-03", "The engine gives up in the middle: the save fails, and no block matches.", layerGiveUp),
+		layerCase("layer-give-up-first", "LAYER-03", "The engine gives up before the first layer: the save fails soon, and later saves work.", layerGiveUpFirst),
 		layerCase("layer-cancel", "LAYER-04", "SaveLayers returns when its context is done, although no layer comes.", layerCancel),
-		layerCase("layer-many", "LAYER-05", "Each of three transfers ends with its own layers, in the opposite order of their beginnings.", layerMany),
-		layerCase("layer-beside", "LAYER-05", "Saves, loads and matches go on while layers are waited for.", layerBeside),
-		layerCase("layer-idle", "LAYER-06", "Who waits for a layer uses no processor.", layerIdle),
+		layerCase("layer-many", "LAYER-05", "Each of three transfers ends with its own layers, in the reverse of the order in which they began.", layerMany),
+		layerCase("layer-beside", "LAYER-05", "Saves, loads and matches go on while a save waits for layers.", layerBeside),
+		layerCase("layer-idle", "LAYER-06", "A connector that waits for a layer uses no processor.", layerIdle),
 	}
 }
 
@@ -128,7 +128,7 @@ func (l *layering) result() error {
 	}
 }
 
-// running wants the call to be under way, now and a while later.
+// running checks that the call is under way, now and a while later.
 func (l *layering) running(why string) {
 	l.Helper()
 	select {
@@ -142,7 +142,7 @@ func (l *layering) running(why string) {
 // pauseOfLayer is how long a connector has time to do something wrong.
 const pauseOfLayer = 40 * time.Millisecond
 
-// comesBack wants blocks to match and to be loaded with the right content.
+// comesBack checks that blocks match and are loaded with the right content.
 func (e *engine) comesBack(first int, bs ...connector.Block) {
 	e.Helper()
 	keys := keysOf(bs)
@@ -157,7 +157,7 @@ func (e *engine) comesBack(first int, bs ...connector.Block) {
 	e.holds(to...)
 }
 
-// comesByTicket wants what lies in blocks to be loaded elsewhere by the ticket of a request that ends with them.
+// comesByTicket checks that the content of blocks can be loaded into other blocks by the ticket of a request that ends with them.
 func (e *engine) comesByTicket(from, to []connector.Block) {
 	e.Helper()
 	end := ended("request", from)
@@ -169,7 +169,7 @@ func (e *engine) comesByTicket(from, to []connector.Block) {
 	}
 	hold := e.finish(end)[0]
 	if hold.Ticket == nil {
-		e.Errorf("blocks whose layers were saved are not offered, and there is no ticket for them")
+		e.Errorf("blocks whose layers were saved are not offered, and there is not a ticket for them")
 		return
 	}
 	e.wipe(0, to...)

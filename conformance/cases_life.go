@@ -25,10 +25,10 @@ func lifeCases() []Case {
 		lifeCase("bad-env", "LIFE-02", "Opens with an impossible role, rank, world or layout are refused.", badEnv),
 		lifeCase("many-sides", "LIFE-03", "Eight lives of an engine have their sides open at once, and each works.", manySides),
 		lifeCase("close-after-cancel", "LIFE-04", "Sides close within 2 s after their calls were cancelled.", closeAfterCancel),
-		lifeCase("describe-pure", "CONF-02", "50 Describes at once, beside open sides, leave nothing behind.", describePure),
+		lifeCase("describe-pure", "CONF-02", "50 Describes run at once, beside open sides, and leave nothing behind.", describePure),
 		lifeCase("manifest", "CONF-03", "The manifest names the same connector, powers and fields.", manifest),
 		lifeCase("heartbeat", "LIFE-05", "Heartbeats are answered within 1 s while 64 loads and saves run.", heartbeat),
-		lifeCase("sigterm", "LIFE-06", "SIGTERM and SIGINT end no open side.", sigterm),
+		lifeCase("sigterm", "LIFE-06", "SIGTERM and SIGINT do not end an open side.", sigterm),
 	}
 }
 

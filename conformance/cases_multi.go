@@ -16,12 +16,12 @@ import (
 // A case of profile multi works on a connector whose config lists children under "connectors". It
 // opens the connector with some of them only to see what each has.
 
-func multiCase(id, rule, text string, body func(*family)) Case {
+func multiCase(id, rule, text string, body func(*composite)) Case {
 	return Case{ID: id, Rule: rule, Text: text, Profiles: []Profile{MultiChildren}, Run: rigged(0, false, withChildren(body))}
 }
 
 // heldCase is one for children that keep blocks for consumers.
-func heldCase(id, rule, text string, body func(*family)) Case {
+func heldCase(id, rule, text string, body func(*composite)) Case {
 	return Case{
 		ID: id, Rule: rule, Text: text, Profiles: []Profile{MultiChildren}, Needs: connector.CanHold, Optional: true,
 		Run: rigged(connector.CanHold, false, withChildren(body)),
@@ -29,7 +29,7 @@ func heldCase(id, rule, text string, body func(*family)) Case {
 }
 
 // renewedCase is one for children that renew holds.
-func renewedCase(id, rule, text string, body func(*family)) Case {
+func renewedCase(id, rule, text string, body func(*composite)) Case {
 	c := heldCase(id, rule, text, body)
 	c.Needs, c.Run = connector.CanLease, rigged(connector.CanLease, false, withChildren(body))
 	return c
@@ -37,34 +37,34 @@ func renewedCase(id, rule, text string, body func(*family)) Case {
 
 func multiCases() []Case {
 	return []Case{
-		multiCase("multi-engine-id", "MULTI-01", "A child with an engine_id is refused, and the error says which.", multiEngineID),
-		multiCase("multi-bad-list", "MULTI-01", "No list, an empty one and one with a child twice are refused, naming the field.", multiBadList),
+		multiCase("multi-engine-id", "MULTI-01", "A child with an engine_id is refused, and the error says which child it is.", multiEngineID),
+		multiCase("multi-bad-list", "MULTI-01", "A config with no list, an empty list or a child twice is refused, and the error names the field.", multiBadList),
 		multiCase("multi-depth", "MULTI-01", "A config nested 40 deep is refused.", multiDepth),
 		multiCase("multi-first", "MULTI-02", "A block that two children have is loaded from the first.", multiFirst),
-		multiCase("multi-producer", "MULTI-02", "A child that only saves is not loaded from.", multiProducer),
-		multiCase("multi-save-all", "MULTI-03", "What was saved every child has.", multiSaveAll),
-		multiCase("multi-consumer", "MULTI-03", "A child that only loads is not saved to.", multiConsumer),
-		multiCase("multi-replace", "MULTI-03", "A Save with Replace writes over what every child has.", multiReplace),
+		multiCase("multi-producer", "MULTI-02", "Nothing is loaded from a child that only saves.", multiProducer),
+		multiCase("multi-save-all", "MULTI-03", "Every child has what was saved.", multiSaveAll),
+		multiCase("multi-consumer", "MULTI-03", "Nothing is saved to a child that only loads.", multiConsumer),
+		multiCase("multi-replace", "MULTI-03", "A Save with Replace replaces the block in every child.", multiReplace),
 		multiCase("multi-compose", "MULTI-04", "The first blocks come from one child and the next from another.", multiCompose),
-		multiCase("multi-alternate", "MULTI-04", "Blocks that lie with the children in turn make one prefix.", multiAlternate),
+		multiCase("multi-alternate", "MULTI-04", "Blocks that alternate between two children make one prefix.", multiAlternate),
 		multiCase("multi-gap", "MULTI-04", "An offer ends at the first block that no child has.", multiGap),
-		multiCase("multi-second", "MULTI-05", "What the first child cannot load comes from the second, without a Match too.", multiSecond),
-		multiCase("multi-nobody", "MULTI-05", "A block that no child has is named, all others are filled.", multiNobody),
-		multiCase("multi-nested", "MULTI-06", "A child may be such a connector itself.", multiNested),
-		heldCase("multi-tickets", "MULTI-07", "A ticket has every child's: a consumer with any one of them can load by it.", multiTickets),
-		heldCase("multi-hold-last", "MULTI-07", "A hold is over when the last child's was fetched, not before.", multiHoldLast),
-		renewedCase("multi-renews", "MULTI-11", "A hold is renewed while a consumer waits that has any one of the children.", multiRenews),
-		renewedCase("multi-renews-no-more", "MULTI-11", "A hold that the host has ended is renewed no more, whoever waits for it.", multiRenewsNoMore),
+		multiCase("multi-second", "MULTI-05", "The second child loads what the first cannot, even without a Match.", multiSecond),
+		multiCase("multi-nobody", "MULTI-05", "A block that no child has is named as failed, and all others are filled.", multiNobody),
+		multiCase("multi-nested", "MULTI-06", "A child may itself be a connector that is made of children.", multiNested),
+		heldCase("multi-tickets", "MULTI-07", "A ticket contains the tickets of all children: a consumer with any one of these children can load by it.", multiTickets),
+		heldCase("multi-hold-last", "MULTI-07", "A hold ends when the hold of its last child was fetched, and not before.", multiHoldLast),
+		renewedCase("multi-renews", "MULTI-11", "A hold is renewed while a consumer that has any one of the children waits.", multiRenews),
+		renewedCase("multi-renews-no-more", "MULTI-11", "A hold that the host has ended is no longer renewed, whoever waits for it.", multiRenewsNoMore),
 	}
 }
 
-// family is a rig and the configs of the first two children.
-type family struct {
+// composite is a connector made of children: a rig and the configs of the first two children.
+type composite struct {
 	*rig
 	a, b map[string]json.RawMessage
 }
 
-func withChildren(body func(*family)) func(*rig) {
+func withChildren(body func(*composite)) func(*rig) {
 	return func(r *rig) {
 		var c struct {
 			Connectors []map[string]json.RawMessage `json:"connectors"`
@@ -72,7 +72,7 @@ func withChildren(body func(*family)) func(*rig) {
 		if json.Unmarshal(r.h.Config(), &c) != nil || len(c.Connectors) < 2 {
 			r.Skipf("the config does not list two children under connectors")
 		}
-		body(&family{r, c.Connectors[0], c.Connectors[1]})
+		body(&composite{r, c.Connectors[0], c.Connectors[1]})
 	}
 }
 
@@ -87,7 +87,7 @@ func child(of map[string]json.RawMessage, fields ...string) map[string]json.RawM
 	return out
 }
 
-func (f *family) configOf(children ...map[string]json.RawMessage) json.RawMessage {
+func (f *composite) configOf(children ...map[string]json.RawMessage) json.RawMessage {
 	f.Helper()
 	raw, err := json.Marshal(map[string][]map[string]json.RawMessage{"connectors": children})
 	f.must(err, "config")
@@ -95,7 +95,7 @@ func (f *family) configOf(children ...map[string]json.RawMessage) json.RawMessag
 }
 
 // of opens an engine whose connector has the given children.
-func (f *family) of(children ...map[string]json.RawMessage) *engine {
+func (f *composite) of(children ...map[string]json.RawMessage) *engine {
 	f.Helper()
 	r := *f.rig
 	r.config = f.configOf(children...)
@@ -105,12 +105,12 @@ func (f *family) of(children ...map[string]json.RawMessage) *engine {
 	return e
 }
 
-// refused wants a config to be refused by an error that has the given words.
-func (f *family) refused(config json.RawMessage, words ...string) {
+// refused checks that a config is refused by an error that has the given words.
+func (f *composite) refused(config json.RawMessage, words ...string) {
 	f.Helper()
 	_, err := f.start(1, 64).Describe(f.Context(), config)
 	if !errors.Is(err, connector.ErrIncompatible) {
-		f.Errorf("config %.200s: got %v, want it refused as incompatible", config, err)
+		f.Errorf("config %.200s: got %v, want ErrIncompatible", config, err)
 		return
 	}
 	for _, w := range words {
@@ -120,27 +120,27 @@ func (f *family) refused(config json.RawMessage, words ...string) {
 	}
 }
 
-func multiEngineID(f *family) {
+func multiEngineID(f *composite) {
 	f.refused(f.configOf(f.a, child(f.b, "engine_id", "mine")), "connectors[1]", "engine_id")
 	f.refused(f.configOf(child(f.a, "engine_id", "mine"), f.b), "connectors[0]", "engine_id")
 }
 
-func multiBadList(f *family) {
+func multiBadList(f *composite) {
 	f.refused(json.RawMessage(`{}`), "connectors")
 	f.refused(json.RawMessage(`{"connectors":[]}`), "connectors")
 	f.refused(f.configOf(f.a, f.b, f.a), "connectors[2]")
 }
 
-func multiDepth(f *family) {
+func multiDepth(f *composite) {
 	config := f.configOf(f.a)
 	for range 40 {
-		config = f.configOf(f.nest(config))
+		config = f.configOf(f.nested(config))
 	}
 	f.refused(config, "nested")
 }
 
-// nest makes a child of a whole config.
-func (f *family) nest(config json.RawMessage) map[string]json.RawMessage {
+// nested makes a child of a whole config.
+func (f *composite) nested(config json.RawMessage) map[string]json.RawMessage {
 	name, _ := json.Marshal(f.info.Name) // a string
 	return map[string]json.RawMessage{
 		"kv_connector": name, "kv_role": json.RawMessage(`"kv_both"`), "kv_connector_extra_config": config,
@@ -154,7 +154,7 @@ func (e *engine) damaged(bs ...connector.Block) {
 	e.must(e.saveOnly(e.Context(), transfer(bs)), "save")
 }
 
-func multiFirst(f *family) {
+func multiFirst(f *composite) {
 	a, b := f.of(f.a), f.of(f.b)
 	keys := a.keys(3)
 	a.save(blocks(0, keys...)...)
@@ -174,7 +174,7 @@ func multiFirst(f *family) {
 	}
 }
 
-func multiProducer(f *family) {
+func multiProducer(f *composite) {
 	a := f.of(f.a)
 	keys := a.keys(2)
 	a.save(blocks(0, keys...)...)
@@ -185,7 +185,7 @@ func multiProducer(f *family) {
 	}
 }
 
-func multiSaveAll(f *family) {
+func multiSaveAll(f *composite) {
 	both := f.of(f.a, f.b)
 	keys := both.keys(3)
 	both.save(blocks(0, keys...)...)
@@ -197,7 +197,7 @@ func multiSaveAll(f *family) {
 	}
 }
 
-func multiConsumer(f *family) {
+func multiConsumer(f *composite) {
 	e := f.of(f.a, child(f.b, "kv_role", "kv_consumer"))
 	keys := e.keys(2)
 	e.save(blocks(0, keys...)...)
@@ -205,7 +205,7 @@ func multiConsumer(f *family) {
 	f.equal(0, f.of(f.b).match(keys...), "blocks that the child has that only loads")
 }
 
-func multiReplace(f *family) {
+func multiReplace(f *composite) {
 	both := f.of(f.a, f.b)
 	keys := both.keys(2)
 	both.damaged(blocks(0, keys...)...)
@@ -221,7 +221,7 @@ func multiReplace(f *family) {
 }
 
 // spread saves each block in the child that where says: a, b, or none.
-func (f *family) spread(where string) []connector.BlockKey {
+func (f *composite) spread(where string) []connector.BlockKey {
 	f.Helper()
 	a, b := f.of(f.a), f.of(f.b)
 	keys := a.keys(len(where))
@@ -237,7 +237,7 @@ func (f *family) spread(where string) []connector.BlockKey {
 }
 
 // found matches and loads a prefix in both orders of the children.
-func (f *family) found(where string, want int) {
+func (f *composite) found(where string, want int) {
 	f.Helper()
 	keys := f.spread(where)
 	for _, e := range []*engine{f.of(f.a, f.b), f.of(f.b, f.a)} {
@@ -249,11 +249,11 @@ func (f *family) found(where string, want int) {
 	}
 }
 
-func multiCompose(f *family)   { f.found("aabbb", 5) }
-func multiAlternate(f *family) { f.found("abbabab", 7) }
-func multiGap(f *family)       { f.found("ab-ab", 2) }
+func multiCompose(f *composite)   { f.found("aabbb", 5) }
+func multiAlternate(f *composite) { f.found("abbabab", 7) }
+func multiGap(f *composite)       { f.found("ab-ab", 2) }
 
-func multiSecond(f *family) {
+func multiSecond(f *composite) {
 	b := f.of(f.b)
 	keys := b.keys(3)
 	b.save(blocks(0, keys...)...)
@@ -264,7 +264,7 @@ func multiSecond(f *family) {
 	e.holds(to...)
 }
 
-func multiNobody(f *family) {
+func multiNobody(f *composite) {
 	keys := f.spread("ab-ba")
 	e := f.of(f.a, f.b)
 	to := blocks(8, keys...)
@@ -273,8 +273,8 @@ func multiNobody(f *family) {
 	e.holds(to[0], to[1], to[3], to[4])
 }
 
-func multiNested(f *family) {
-	e := f.of(f.nest(f.configOf(f.a)), f.b)
+func multiNested(f *composite) {
+	e := f.of(f.nested(f.configOf(f.a)), f.b)
 	keys := e.keys(2)
 	e.save(blocks(0, keys...)...)
 	f.equal(2, f.of(f.a).match(keys...), "blocks that the nested child has")
@@ -285,7 +285,7 @@ func multiNested(f *family) {
 }
 
 // produced saves a prompt, ends its request and gives the hold.
-func (f *family) produced(p *engine) (connector.Hold, []connector.BlockKey) {
+func (f *composite) produced(p *engine) (connector.Hold, []connector.BlockKey) {
 	f.Helper()
 	keys := p.keys(3)
 	p.save(blocks(0, keys...)...)
@@ -297,7 +297,7 @@ func (f *family) produced(p *engine) (connector.Hold, []connector.BlockKey) {
 }
 
 // fetch loads by ticket into an engine with one of the children.
-func (f *family) fetch(kid map[string]json.RawMessage, hold connector.Hold, keys []connector.BlockKey) {
+func (f *composite) fetch(kid map[string]json.RawMessage, hold connector.Hold, keys []connector.BlockKey) {
 	f.Helper()
 	d := f.of(kid)
 	q := query(keys)
@@ -310,7 +310,7 @@ func (f *family) fetch(kid map[string]json.RawMessage, hold connector.Hold, keys
 }
 
 // consumed polls for a while.
-func (f *family) consumed(p *engine, wait time.Duration) []connector.HoldID {
+func (f *composite) consumed(p *engine, wait time.Duration) []connector.HoldID {
 	f.Helper()
 	ctx, cancel := context.WithTimeout(f.Context(), wait)
 	defer cancel()
@@ -321,7 +321,7 @@ func (f *family) consumed(p *engine, wait time.Duration) []connector.HoldID {
 	return ids
 }
 
-func multiTickets(f *family) {
+func multiTickets(f *composite) {
 	p := f.of(f.a, f.b)
 	hold, keys := f.produced(p)
 	f.fetch(f.b, hold, keys)
@@ -331,7 +331,7 @@ func multiTickets(f *family) {
 	}
 }
 
-func multiHoldLast(f *family) {
+func multiHoldLast(f *composite) {
 	p := f.of(f.a, f.b)
 	hold, keys := f.produced(p)
 	f.fetch(f.a, hold, keys)
@@ -343,7 +343,7 @@ func multiHoldLast(f *family) {
 }
 
 // waitsFor asks for a hold's ticket as an engine with one of the children, whose request waits.
-func (f *family) waitsFor(kid map[string]json.RawMessage, hold connector.Hold, keys []connector.BlockKey) (ask func()) {
+func (f *composite) waitsFor(kid map[string]json.RawMessage, hold connector.Hold, keys []connector.BlockKey) (ask func()) {
 	f.Helper()
 	d := f.of(kid)
 	q := query(keys)
@@ -351,7 +351,7 @@ func (f *family) waitsFor(kid map[string]json.RawMessage, hold connector.Hold, k
 	return func() { d.ask(q) }
 }
 
-func multiRenews(f *family) {
+func multiRenews(f *composite) {
 	p := f.of(f.a, f.b)
 	for i, kid := range []map[string]json.RawMessage{f.a, f.b} {
 		hold, keys := f.produced(p)
@@ -362,14 +362,14 @@ func multiRenews(f *family) {
 				break
 			}
 			if w.over() {
-				f.Errorf("a consumer that has child %d waits, and the hold is not renewed", i)
+				f.Errorf("the hold is not renewed, although a consumer that has child %d waits", i)
 				break
 			}
 		}
 	}
 }
 
-func multiRenewsNoMore(f *family) {
+func multiRenewsNoMore(f *composite) {
 	p := f.of(f.a, f.b)
 	hold, keys := f.produced(p)
 	asks := []func(){f.waitsFor(f.a, hold, keys), f.waitsFor(f.b, hold, keys)}
@@ -380,7 +380,7 @@ func multiRenewsNoMore(f *family) {
 			ask()
 		}
 		if slices.Contains(p.leases(), hold.ID) {
-			f.Errorf("a hold is renewed that the host has ended")
+			f.Errorf("a hold that the host has ended is renewed")
 			return
 		}
 	}

@@ -20,27 +20,27 @@ func offloadCase(id, rule, text string, body func(*rig)) Case {
 }
 
 func offloadCases() []Case {
-	acknowledged := offloadCase("offload-acknowledged", "OFF-05", "More is saved at once than memory holds: what the answer does not name is offered.", offloadAcknowledged)
+	acknowledged := offloadCase("offload-acknowledged", "OFF-05", "One save has more blocks than memory holds: those that the answer does not name are offered.", offloadAcknowledged)
 	acknowledged.Optional = true // not at trust level staged
 	return []Case{
 		offloadCase("offload-config", "OFF-01", "Sizes of the tiers that contradict each other are refused; the policies are known.", offloadConfig),
-		offloadCase("offload-bound", "OFF-02", "Three times what memory holds is saved: no more than it holds is offered.", offloadBound),
-		offloadCase("offload-disk-bound", "OFF-02", "Twenty times what the disk tier holds is saved: the folder stays within disk_bytes.", offloadDiskBound),
+		offloadCase("offload-bound", "OFF-02", "Three times as much as memory holds is saved: no more than it holds is offered.", offloadBound),
+		offloadCase("offload-disk-bound", "OFF-02", "Twenty times as much as the disk tier holds is saved: the folder stays within disk_bytes.", offloadDiskBound),
 		offloadCase("offload-newest", "OFF-03", "Memory is full: what was saved last is offered, what was saved first is not.", offloadNewest),
-		offloadCase("offload-hot", "OFF-03", "A block that is loaded all the time stays, whatever else is saved, with every policy.", offloadHot),
+		offloadCase("offload-hot", "OFF-03", "With every policy, a block that is loaded all the time stays, whatever else is saved.", offloadHot),
 		offloadCase("offload-policies", "OFF-03", "With every policy, what is offered is right while blocks come and go.", offloadPolicies),
 		offloadCase("offload-pinned", "OFF-04", "Blocks are loaded while others push them out: each load is whole or fails.", offloadPinned),
 		acknowledged,
-		offloadCase("offload-spill", "OFF-06", "What memory gave up is offered from disk, and right.", offloadSpill),
+		offloadCase("offload-spill", "OFF-06", "What memory has evicted is offered from disk, and loaded right.", offloadSpill),
 		offloadCase("offload-restart", "OFF-06", "The next life of the engine finds what is on disk.", offloadRestart),
 		offloadCase("offload-lookups", "OFF-07", "Matches of what is on disk push nothing out of memory.", offloadLookups),
-		offloadCase("offload-threshold", "OFF-08", "With store_threshold 2 a block is declined once, then stored.", offloadThreshold),
-		offloadCase("offload-quota", "OFF-09", "A tenant over its quota is told so; another is not concerned.", offloadQuota),
+		offloadCase("offload-threshold", "OFF-08", "With store_threshold 2, a block is declined once and then stored.", offloadThreshold),
+		offloadCase("offload-quota", "OFF-09", "A tenant over its quota is told so; another tenant is not affected.", offloadQuota),
 		offloadCase("offload-ttl", "OFF-10", "A block whose time is over is neither offered nor loaded, from memory or disk.", offloadTTL),
 		offloadCase("offload-reset", "OFF-11", "A Reset empties both tiers.", offloadReset),
-		offloadCase("offload-damaged", "OFF-12", "Bits are flipped all over the folder: loads are right or fail, and saves mend it.", offloadDamaged),
-		offloadCase("offload-cut", "OFF-12", "Files of the folder are cut short before the engine's next life: the same.", offloadCut),
-		offloadCase("offload-pieces", "OFF-13", "With block_size of two blocks, hits come in twos.", offloadPieces),
+		offloadCase("offload-damaged", "OFF-12", "Bits are flipped all over the folder: each load is right or fails, and later saves repair the blocks.", offloadDamaged),
+		offloadCase("offload-cut", "OFF-12", "Files of the folder are cut short before the engine's next life: each load is right or fails, and later saves repair the blocks.", offloadCut),
+		offloadCase("offload-pieces", "OFF-13", "With a block_size of two blocks, blocks are offered in pairs.", offloadPieces),
 	}
 }
 
@@ -195,7 +195,7 @@ func (r *rig) tierFiles() (files []string) {
 		if err == nil && d.Type().IsRegular() {
 			files = append(files, path)
 		}
-		return nil // what was evicted meanwhile is no error
+		return nil // a file that was evicted meanwhile is not an error
 	})
 	r.must(err, "list the folder")
 	return files
@@ -396,7 +396,7 @@ func offloadLookups(r *rig) {
 	}
 }
 
-// declined wants a save to fail as declined, for exactly these blocks.
+// declined checks that a save fails as declined, for exactly these blocks.
 func (e *engine) declined(err error, bs []connector.Block) {
 	e.Helper()
 	ids := make([]connector.BlockID, len(bs))
@@ -456,13 +456,13 @@ func offloadTTL(r *rig) {
 	e.saveEach(2 * smallTier) // so that memory has given up what it had
 	r.equal(0, e.offered(keys), "blocks offered after their time from disk")
 	if slices.ContainsFunc(keys, e.loadsRight) {
-		r.Errorf("a block is loaded whose time is over")
+		r.Errorf("a block whose time is over is loaded")
 		return
 	}
 	again := blocks(0, keys...)
 	e.fill(again...)
-	r.must(e.saveOnly(r.Context(), transfer(again)), "save anew")
-	r.equal(4, e.match(keys...), "blocks offered after they were saved anew")
+	r.must(e.saveOnly(r.Context(), transfer(again)), "save again")
+	r.equal(4, e.match(keys...), "blocks offered after they were saved again")
 	e.whole(keys, 8)
 }
 
@@ -514,12 +514,12 @@ func offloadDamaged(r *rig) {
 		}
 	}
 	if lost == 0 {
-		r.Errorf("the damage was not met: every block was loaded")
+		r.Errorf("no load met the damage: every block was loaded")
 	}
 	e.mendedTier(keys)
 }
 
-// mendedTier saves blocks anew, as a host does with what it computed, and wants them right.
+// mendedTier saves blocks again, as a host does with what it computed, and checks that they are loaded right.
 func (e *engine) mendedTier(keys []connector.BlockKey) {
 	e.Helper()
 	for _, k := range keys[len(keys)-smallTier:] {
@@ -557,5 +557,5 @@ func offloadPieces(r *rig) {
 	e.whole(keys[:4], 8)
 	odd := r.tiered(tierFields{Blocks: smallTier, Piece: blockTokens + 1})
 	s, err := odd.inst.Scheduler(r.Context(), odd.env, odd.config)
-	e.refuses("a block_size that is no multiple of the engine's", "scheduler", s, err)
+	e.refuses("a block_size that is not a multiple of the engine's", "scheduler", s, err)
 }

@@ -16,11 +16,11 @@ func pdConsumerCases() []Case {
 		pdCase("pd-exact", "PD-11", "A load writes its blocks and nothing else.", PDConsumer, pdExact),
 		pdCase("pd-slots", "PD-11", "Blocks arrive in the slots that the consumer has chosen.", PDConsumer, pdSlots),
 		pdCase("pd-part", "PD-11", "A consumer that has the first blocks loads the others.", PDConsumer, pdPart),
-		pdCase("pd-other-prompt", "PD-12", "A ticket brings another prompt nothing but the blocks that both share.", PDConsumer, pdOtherPrompt),
+		pdCase("pd-other-prompt", "PD-12", "By its ticket another prompt gets only the blocks that both prompts share.", PDConsumer, pdOtherPrompt),
 		pdCase("pd-named", "PD-12", "Blocks that the hold does not have are named.", PDConsumer, pdNamed),
 		pdCase("pd-cancel", "PD-13", "Loads that are cancelled at random moments write nothing after they have returned.", PDConsumer, pdCancel),
-		pdCase("pd-at-once", "PD-14", "Two loads of one ticket at a time both end, and the hold ends once.", PDConsumer, pdAtOnce),
-		pdCase("pd-crowd", "PD-14", "Eight requests are loaded at a time.", PDConsumer, pdCrowd),
+		pdCase("pd-at-once", "PD-14", "Two loads of one ticket at the same time both end, and the hold ends once.", PDConsumer, pdAtOnce),
+		pdCase("pd-crowd", "PD-14", "Eight requests are loaded at the same time.", PDConsumer, pdCrowd),
 	}
 }
 
@@ -150,7 +150,7 @@ func pdCancel(r *rig) {
 	d.take(p.hand(3, 0))
 }
 
-// unwritten wants blocks to be as they were left after their load.
+// unwritten checks that nothing has written to blocks since their load returned.
 func (d *pd) unwritten(bs []connector.Block) {
 	d.Helper()
 	for rank, kv := range d.kv {

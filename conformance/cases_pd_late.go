@@ -7,18 +7,18 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// What matters most where the producer writes: it does so although nobody waits for it any more, and a hold
-// that is over too soon is written from slots that are another's.
+// The faults that matter most where the producer writes: it still writes when nobody waits any longer, and
+// after a hold has ended too soon it sends what another request has put into the slots.
 
 func pdLateCases() []Case {
 	return []Case{
-		netCase("pd-asked-late", "PD-13", "What reaches the producer when its load has given up moves nothing.", PDConsumer, pdAskedLate),
-		netCase("pd-late-next", "PD-13", "What comes late does not reach the next load of the same slots.", PDConsumer, pdLateNext),
-		netCase("pd-under-way", "PD-04", "A hold is not over while its blocks are under way.", PDConsumer, pdUnderWay),
+		netCase("pd-asked-late", "PD-13", "A message that reaches the producer after the load has given up moves no block.", PDConsumer, pdAskedLate),
+		netCase("pd-late-next", "PD-13", "Blocks that arrive late do not end up in the next load of the same slots.", PDConsumer, pdLateNext),
+		netCase("pd-under-way", "PD-04", "A hold does not end while its blocks are on their way.", PDConsumer, pdUnderWay),
 	}
 }
 
-// pdAskedLate holds back what the consumer says. When it arrives the slots are another request's.
+// pdAskedLate holds back what the consumer sends. When it arrives, the slots belong to another request.
 func pdAskedLate(r *rig) {
 	const limit = 250 * time.Millisecond
 	p, d, w := r.routed()
@@ -47,12 +47,12 @@ func pdAskedLate(r *rig) {
 	}
 	d.recovers(p, w.through)
 	if met == 0 {
-		r.Skipf("no load said anything to its producer: the consumer has the blocks when it offers them")
+		r.Skipf("no load sent anything to its producer: the consumer has the blocks when it offers them")
 	}
 }
 
-// pdLateNext gives a load up in mid-transfer and lets what is left of it come while the next load into the
-// same slots, by another way, stands still.
+// pdLateNext gives up a load in the middle of its transfer. The rest of that transfer arrives while the next load
+// into the same slots, which goes through another relay, is stalled.
 func pdLateNext(r *rig) {
 	const limit = 250 * time.Millisecond
 	p, d, w := r.routed()
@@ -76,12 +76,12 @@ func pdLateNext(r *rig) {
 	}
 	d.recovers(p, w.through)
 	if met == 0 {
-		r.Skipf("no load stood still while another's blocks came late: the consumer has one connection for all, or fetches when it is asked")
+		r.Skipf("no load was stalled while the blocks of another came late: the consumer has one connection for all loads, or fetches when it is asked")
 	}
 }
 
-// lateFor loads a prompt by one relay and, when that stands still after so many bytes at most, lets go on what stands still at
-// another. It reports whether it stood still.
+// lateFor loads a prompt through the relay by, which stalls after at most the given number of bytes. Then it lets
+// the stalled relay late continue. It reports whether the load was stalled.
 func (d *pd) lateFor(pr *prompt, late, by *between, most int64) bool {
 	d.Helper()
 	stalls := by.Count().Stalls
@@ -92,7 +92,7 @@ func (d *pd) lateFor(pr *prompt, late, by *between, most int64) bool {
 		defer close(done)
 		d.try(pr)
 	})
-	met := by.stopped(stalls, done)
+	met := by.stalled(stalls, done)
 	late.Stall(false, false)
 	d.pause(aWhile / 2)
 	by.Stall(false, false)
@@ -100,7 +100,7 @@ func (d *pd) lateFor(pr *prompt, late, by *between, most int64) bool {
 	return met
 }
 
-// pdUnderWay lets a transfer stand still for a moment. Whatever the producer reports then is overwritten.
+// pdUnderWay stalls a transfer for a moment. If the producer reports the hold meanwhile, its slots are overwritten.
 func pdUnderWay(r *rig) {
 	p, d, w := r.routed()
 	for range 4 {

@@ -25,22 +25,22 @@ func pipeNetCase(id, rule, text string, body func(*rig)) Case {
 
 func pdNetworkCases() []Case {
 	return []Case{
-		netCase("pd-expired-reading", "PD-06", "A lease that ends amid a load leaves right blocks or an error.", PDProducer, pdExpiredReading),
-		netCase("pd-epoch", "PD-08", "The ticket of a producer's former life brings nothing of its next at the same address.", PDProducer, pdEpoch),
-		netCase("pd-wrong-engine", "PD-08", "A ticket that leads to another engine's port brings nothing of that and ends no hold of it.", PDProducer, pdWrongEngine),
-		netCase("pd-closed-reading", "PD-10", "A producer that closes amid a load leaves right blocks or an error.", PDProducer, pdClosedReading),
-		netCase("pd-deadline", "PD-13", "A load past its deadline returns soon, and what comes later is written nowhere.", PDConsumer, pdDeadlinePassed),
-		netCase("pd-late", "PD-13", "Answers that come after the deadline are written nowhere.", PDConsumer, pdLate),
-		pipeNetCase("pd-cut", "PD-15", "Connections that are cut amid a transfer cost its blocks at most.", pdCut),
-		pipeNetCase("pd-corrupt", "PD-15", "Bytes that were changed on their way are found out.", pdCorrupt),
+		netCase("pd-expired-reading", "PD-06", "If a lease ends during a load, the blocks are right or the load fails.", PDProducer, pdExpiredReading),
+		netCase("pd-epoch", "PD-08", "The ticket of a producer's former life brings no block of its next life at the same address.", PDProducer, pdEpoch),
+		netCase("pd-wrong-engine", "PD-08", "A ticket that leads to another engine's port brings no block of that engine and ends none of its holds.", PDProducer, pdWrongEngine),
+		netCase("pd-closed-reading", "PD-10", "If a producer closes during a load, the blocks are right or the load fails.", PDProducer, pdClosedReading),
+		netCase("pd-deadline", "PD-13", "A load past its deadline returns soon, and what arrives later is not written.", PDConsumer, pdDeadlinePassed),
+		netCase("pd-late", "PD-13", "Answers that arrive after the deadline are not written.", PDConsumer, pdLate),
+		pipeNetCase("pd-cut", "PD-15", "Connections that are cut during a transfer cost no more than its blocks.", pdCut),
+		pipeNetCase("pd-corrupt", "PD-15", "Bytes that were changed on their way are detected.", pdCorrupt),
 		pipeNetCase("pd-corrupt-asked", "PD-15", "Questions that were changed on their way bring no wrong block and end no other hold.", pdCorruptAsked),
-		pipeNetCase("pd-drip", "PD-15", "What arrives three bytes at a time arrives.", pdDrip),
-		pipeNetCase("pd-reordered", "PD-15", "Connections that overtake each other are not taken for each other.", pdReordered),
-		pipeNetCase("pd-refused", "PD-16", "A producer that refuses connections is a miss, soon, and is asked again later.", pdRefused),
-		netCase("pd-one-way", "PD-16", "What a consumer says is lost: it goes on soon, and so does the next request.", PDConsumer, pdOneWay),
-		netCase("pd-killed", "PD-16", "A producer that is killed amid a load leaves right blocks or an error, soon.", PDConsumer, pdKilled),
-		netCase("pd-stopped", "PD-16", "A producer that is stopped amid a load is given up, soon.", PDConsumer, pdStopped),
-		netCase("pd-taker-killed", "PD-05", "A consumer that is killed amid a load leaves the hold to another.", PDProducer, pdTakerKilled),
+		pipeNetCase("pd-drip", "PD-15", "Blocks arrive whole when the network passes three bytes at a time.", pdDrip),
+		pipeNetCase("pd-reordered", "PD-15", "Connections that overtake each other are not confused.", pdReordered),
+		pipeNetCase("pd-refused", "PD-16", "Blocks of a producer that refuses connections are soon a miss, and the producer is asked again later.", pdRefused),
+		netCase("pd-one-way", "PD-16", "What a consumer sends is lost: its load ends soon, and the next request works.", PDConsumer, pdOneWay),
+		netCase("pd-killed", "PD-16", "If a producer is killed during a load, the load soon ends with right blocks or an error.", PDConsumer, pdKilled),
+		netCase("pd-stopped", "PD-16", "If a producer is stopped during a load, the load soon gives up.", PDConsumer, pdStopped),
+		netCase("pd-taker-killed", "PD-05", "If a consumer is killed during a load, another one can still fetch the hold.", PDProducer, pdTakerKilled),
 	}
 }
 

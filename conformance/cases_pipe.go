@@ -8,9 +8,9 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// What hurts in pipes between engines: a first-in-first-out pipe stands still behind a request that has
-// no blocks, or never comes; a consumer waits for ever for a producer that died; a pipe that was made
-// anew loses what was on its way, or brings it twice; one producer knows one consumer only.
+// The known faults of pipes between engines: a first-in-first-out pipe stalls behind a request that has no
+// blocks, or never comes; a consumer waits for ever for a producer that died; a pipe that was opened again
+// loses what was on its way, or brings it twice; a producer knows only one consumer.
 
 func pipeCase(id, rule, text string, body func(*rig)) Case {
 	return Case{ID: id, Rule: rule, Text: text, Profiles: []Profile{Pipe}, Run: rigged(0, false, func(r *rig) {
@@ -25,18 +25,18 @@ func pipeCases() []Case {
 	return []Case{
 		pipeCase("handoff-unwanted", "PIPE-01", "Blocks that a consumer asks about and never loads do not hold up others.", handoffUnwanted),
 		pipeCase("handoff-order", "PIPE-01", "Requests are loaded in another order than they were computed in.", handoffOrder),
-		pipeCase("producer-gone", "PIPE-02", "A producer that has ended is a miss, soon.", producerGone),
-		pipeCase("producer-gone-late", "PIPE-02", "A producer that ends before the load leaves right blocks or ErrGone, soon.", producerGoneLate),
+		pipeCase("producer-gone", "PIPE-02", "Blocks of a producer that has ended are soon a miss.", producerGone),
+		pipeCase("producer-gone-late", "PIPE-02", "If a producer ends before the load, the load soon ends with right blocks or ErrGone.", producerGoneLate),
 		pipeCase("producer-again", "PIPE-03", "The next life of a producer serves the same consumer.", producerAgain),
 		pipeCase("consumer-again", "PIPE-03", "The next life of a consumer is served by the same producer.", consumerAgain),
 		pipeCase("two-consumers", "PIPE-04", "Two consumers get the blocks of one prefix.", twoConsumers),
 		pipeCase("two-producers", "PIPE-04", "One consumer gets blocks from two producers.", twoProducers),
-		pipeCase("same-prefix", "PIPE-04", "Two requests of one prefix both load it.", samePrefix),
-		pipeCase("handoff", "PIPE-05", "What a producer saved a consumer loads by ticket, byte for byte.", handoff),
+		pipeCase("same-prefix", "PIPE-04", "Two requests with the same prefix both load it.", samePrefix),
+		pipeCase("handoff", "PIPE-05", "A consumer loads by ticket what a producer saved, byte for byte.", handoff),
 		pipeCase("handoff-latest", "PIPE-05", "A block that was saved again with Replace arrives as it is now.", handoffLatest),
-		pipeCase("handoff-ranks", "PIPE-05", "Two ranks get their own parts.", handoffRanks),
+		pipeCase("handoff-ranks", "PIPE-05", "Each of two ranks gets its own part.", handoffRanks),
 		pipeCase("handoff-cancelled", "PIPE-06", "A load that was cancelled can be made again.", handoffCancelled),
-		pipeCase("strange-ticket", "PIPE-07", "A ticket that no producer made is a miss, soon, and harms nothing.", strangeTicket),
+		pipeCase("strange-ticket", "PIPE-07", "A ticket that no producer made is soon a miss, and harms nothing.", strangeTicket),
 	}
 }
 
@@ -82,7 +82,7 @@ func (e *engine) handed(keys []connector.BlockKey, ticket connector.Ticket) int 
 	return e.ask(q)[0].Tokens / blockTokens
 }
 
-// take wants all blocks to be offered, and loads them.
+// take checks that all blocks are offered, and loads them.
 func (e *engine) take(keys []connector.BlockKey, ticket connector.Ticket) {
 	e.Helper()
 	e.equal(len(keys), e.handed(keys, ticket), "blocks offered for the ticket")

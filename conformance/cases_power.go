@@ -16,8 +16,8 @@ func powerCase(c Case, needs connector.Capability, body func(*rig)) Case {
 
 func powerCases() []Case {
 	return []Case{
-		powerCase(Case{ID: "plan-within-step", Rule: "PLAN-01", Text: "A Plan holds transfers of its Step only."}, connector.CanPlan, planWithinStep),
-		powerCase(Case{ID: "plan-given-back", Rule: "PLAN-02", Text: "A Plan leaves blocks alone that are being given back."}, connector.CanPlan, planGivenBack),
+		powerCase(Case{ID: "plan-within-step", Rule: "PLAN-01", Text: "A Plan contains only transfers of its Step."}, connector.CanPlan, planWithinStep),
+		powerCase(Case{ID: "plan-given-back", Rule: "PLAN-02", Text: "A Plan does not touch blocks that are being given back."}, connector.CanPlan, planGivenBack),
 		powerCase(Case{ID: "hold-order", Rule: "HOLD-01", Text: "Finish answers each Ended in order and holds only for a consumer."}, connector.CanHold, holdOrder),
 		powerCase(Case{ID: "hold-consumed", Rule: "HOLD-02", Text: "A hold is reported once for each consumer that fetched it."}, connector.CanHold, holdConsumed),
 		powerCase(Case{ID: "hold-waits", Rule: "HOLD-03", Text: "Consumed waits until its context is done."}, connector.CanHold, holdWaits),
@@ -221,7 +221,7 @@ func holdWaits(r *rig) {
 	})
 }
 
-// waits wants a long poll that has nothing to report to wait until its context is done.
+// waits checks that a long poll which has nothing to report waits until its context is done.
 func (e *engine) waits(name string, poll func(ctx context.Context) int) {
 	e.Helper()
 	const wait = 100 * time.Millisecond

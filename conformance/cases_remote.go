@@ -26,10 +26,10 @@ func remoteCases() []Case {
 		remoteCase("remote-away", "REMOTE-03", "Connections are refused for a while; what was stored is there afterwards.", remoteAway),
 		remoteCase("remote-length", "REMOTE-04", "Values are shorter and longer than what was saved.", remoteLength),
 		remoteCase("remote-swapped", "REMOTE-04", "Each key has the value of another.", remoteSwapped),
-		remoteCase("remote-type", "REMOTE-04", "Lists lie under the keys.", remoteType),
-		remoteCase("remote-evicted", "REMOTE-05", "Some blocks go between Match and Load.", remoteEvicted),
-		remoteCase("remote-flushed", "REMOTE-05", "All blocks go between Match and Load.", remoteFlushed),
-		remoteCase("remote-full", "REMOTE-06", "The server has no memory left, and later it has.", remoteFull),
+		remoteCase("remote-type", "REMOTE-04", "The server has lists under the keys, not values.", remoteType),
+		remoteCase("remote-evicted", "REMOTE-05", "Some blocks are removed between Match and Load.", remoteEvicted),
+		remoteCase("remote-flushed", "REMOTE-05", "All blocks are removed between Match and Load.", remoteFlushed),
+		remoteCase("remote-full", "REMOTE-06", "The server has no memory left for a while.", remoteFull),
 		remoteCase("remote-slow", "REMOTE-07", "The server is 200 ms away.", remoteSlow),
 		remoteCase("remote-idle", "REMOTE-11", "Connections that nobody uses are closed, 3 times: the next Match and load miss nothing.", remoteIdle),
 		remoteCase("remote-busy", "REMOTE-08", "The server answers everything with BUSY for a while.", remoteBusy),
@@ -79,7 +79,7 @@ func (e *engine) strict(keys []connector.BlockKey) int {
 	return intact
 }
 
-// acceptable wants an error that a host can act on.
+// acceptable checks that a host can act on an error.
 func (e *engine) acceptable(what string, err error) {
 	e.Helper()
 	if !errors.Is(err, connector.ErrGone) && !errors.Is(err, connector.ErrCorrupt) && !errors.Is(err, connector.ErrBusy) {
@@ -253,7 +253,7 @@ func remoteIdle(r *rig, s *server) {
 	}
 }
 
-// damagedValues changes what is stored and wants the host's way out of it to work.
+// damagedValues changes what is stored and checks that the host can recover from it.
 func damagedValues(r *rig, s *server, change func(n int, value []byte) []byte) {
 	e := r.engine(setup{})
 	keys := e.stored(6)
@@ -320,7 +320,7 @@ func remoteEvicted(r *rig, s *server) {
 	e.mended(keys)
 }
 
-// lost wants the error of a load that finds blocks missing to be one that asks for no retry.
+// lost checks that a load which finds blocks missing fails with an error that asks for no retry.
 func lost(e *engine, keys []connector.BlockKey) {
 	e.Helper()
 	err := e.tryMove(transfer(blocks(0, keys...)), false)
@@ -453,7 +453,7 @@ func remoteOutageLog(r *rig, s *server) {
 
 // remoteSecretCase applies to connectors whose config names a file with a password.
 func remoteSecretCase() Case {
-	c := remoteCase("remote-secret", "REMOTE-10", "The password is wrong: opening fails, and nothing shows it.", func(r *rig, s *server) {
+	c := remoteCase("remote-secret", "REMOTE-10", "The password is wrong: opening fails, and neither errors nor logs show the password.", func(r *rig, s *server) {
 		if s.password == "" {
 			r.Skipf("the config names no file with a password (@PASSWORD_FILE@)")
 		}

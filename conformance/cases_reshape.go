@@ -24,12 +24,12 @@ func reshapeCase(id, rule, text string, body func(*rig)) Case {
 
 func reshapeCases() []Case {
 	return []Case{
-		reshapeCase("reshape-offer", "RESHAPE-02", "All tokens that are the same are offered, and none behind them.", reshapeOffer),
+		reshapeCase("reshape-offer", "RESHAPE-02", "All tokens that are the same are offered, and none after them.", reshapeOffer),
 		reshapeCase("reshape-blocks", "RESHAPE-03", "Blocks of 4 tokens are loaded into blocks of 8 and 16, and the other way.", reshapeBlocks),
-		reshapeCase("reshape-ranks", "RESHAPE-03", "Heads of one rank go to two and four, of two to three, and the other way.", reshapeRanks),
+		reshapeCase("reshape-ranks", "RESHAPE-03", "Heads go from one rank to two and four, from two to three, and the other way.", reshapeRanks),
 		reshapeCase("reshape-both", "RESHAPE-03", "Block size and ranks differ at once.", reshapeBoth),
 		reshapeCase("reshape-part", "RESHAPE-03", "A consumer that has the first blocks loads the others, up to the middle of a block.", reshapePart),
-		reshapeCase("reshape-refused", "RESHAPE-04", "What does not divide is refused, and nothing is written.", reshapeRefused),
+		reshapeCase("reshape-refused", "RESHAPE-04", "Block sizes and ranks that do not divide each other are refused, and nothing is written.", reshapeRefused),
 		reshapeCase("reshape-named", "RESHAPE-05", "Blocks that the hold has half of, or not at all, are named.", reshapeNamed),
 		reshapeCase("reshape-once", "RESHAPE-06", "A hold is reported once, after the last rank of its consumer.", reshapeOnce),
 		reshapeCase("reshape-consumed", "RESHAPE-06", "A hold that was fetched gives nothing more.", reshapeConsumed),
@@ -90,7 +90,7 @@ type cutPrompt struct {
 	seed uint64
 }
 
-// hand computes a prompt of so many tokens and ends it with a consumer announced.
+// hand computes a prompt of that many tokens and ends it with a consumer announced.
 func (e *cutEngine) hand(tokens int) cutPrompt {
 	e.Helper()
 	n := (tokens + e.cut.block - 1) / e.cut.block
@@ -162,9 +162,9 @@ type cutLoad struct {
 	rank     int   // the one that loads now
 }
 
-// load loads tokens of a prompt into blocks anywhere. Nothing in the cache may be another than before, but for
-// the tokens that were asked for, of this rank's heads; those of blocks that are named may be anything. It
-// gives how many blocks are named on all ranks, and the last error.
+// load loads tokens of a prompt into blocks anywhere. Nothing else in the cache may change: only the tokens that
+// were asked for, of this rank's heads. Blocks that are named as failed may contain anything. It returns how many
+// blocks are named on all ranks, and the last error.
 func (e *cutEngine) load(p cutPrompt, l cutLoad) (named int, err error) {
 	e.Helper()
 	first := l.from / e.cut.block
@@ -207,7 +207,7 @@ func (e *cutEngine) reshape(rank int, t *connector.Transfer) error {
 	return e.returns("Reshape", pdDeadline, func(ctx context.Context) error { return worker.Reshape(ctx, t, e.kv[rank]) })
 }
 
-// compare wants a rank's memory to be what it was, with a load's tokens in it.
+// compare checks that a rank's memory is as before, except for the tokens of a load.
 func (e *cutEngine) compare(want []byte, p cutPrompt, l cutLoad, bs []connector.Block, failed map[connector.BlockID]bool) {
 	e.Helper()
 	kv, err := connector.NewKV(e.env.Layout, [][]byte{want})
@@ -228,7 +228,7 @@ func (e *cutEngine) compare(want []byte, p cutPrompt, l cutLoad, bs []connector.
 	}
 }
 
-// all wants a prompt to be offered and to arrive whole.
+// all checks that a prompt is offered and arrives whole.
 func (e *cutEngine) all(p cutPrompt) {
 	e.Helper()
 	if n := e.offered(p, p.tokens, 0); n != p.tokens {
@@ -239,7 +239,7 @@ func (e *cutEngine) all(p cutPrompt) {
 	e.equal(0, named, "blocks that did not arrive")
 }
 
-// offered is how many tokens are offered of which so many are the same, beyond those that are computed.
+// offered is how many tokens are offered beyond those that are computed, where the first same tokens are equal.
 func (e *cutEngine) offered(p cutPrompt, same, computed int) int {
 	e.Helper()
 	tokens := p.tokens + 3

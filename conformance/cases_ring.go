@@ -8,9 +8,9 @@ import (
 // disturb. They hold for a plugin without rings as well.
 func ringCases() []Case {
 	return []Case{
-		lifeCase("many-calls", "RING-01", "200 loads of one side at once, more than a ring holds, are each answered.", manyCalls),
+		lifeCase("many-calls", "RING-01", "One side makes 200 loads at once, more than a ring holds, and each is answered.", manyCalls),
 		lifeCase("mixed-sizes", "RING-02", "Transfers of one block and of 300 run at once, each with its own blocks.", mixedSizes),
-		lifeCase("side-after-side", "RING-03", "100 sides open and close one after the other, more than there are rings, and each works.", sideAfterSide),
+		lifeCase("side-after-side", "RING-03", "100 sides, more than there are rings, open and close one after the other, and each works.", sideAfterSide),
 	}
 }
 

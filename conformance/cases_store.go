@@ -9,11 +9,11 @@ import (
 
 func storeCases() []Case {
 	return []Case{
-		storeCase("reopen", "STORE-01", "What was saved is there after sides closed and opened again.", reopen),
+		storeCase("reopen", "STORE-01", "What was saved is there after sides were closed and opened again.", reopen),
 		storeCase("all-ranks", "STORE-03", "A block is offered only when both ranks have saved it.", allRanks),
 		storeCase("two-engines", "STORE-04", "Two engines save the same blocks while both load them.", twoEngines),
-		storeCase("put-twice", "STORE-05", "Saving again what is stored succeeds and changes nothing.", putTwice),
-		storeCase("replace", "STORE-06", "A Save with Replace writes over what is stored.", replace),
+		storeCase("put-twice", "STORE-05", "A second save of a stored block succeeds and changes nothing.", putTwice),
+		storeCase("replace", "STORE-06", "A Save with Replace overwrites what is stored.", replace),
 	}
 }
 

@@ -17,12 +17,12 @@ func turnCases() []Case {
 	return []Case{
 		pdCase("turn-round", "TURN-04", "A prompt goes to the decode engine, and its answer back, turn after turn.", Bidirectional, turnRound),
 		pdCase("turn-both-ways", "TURN-04", "Prompts and answers go both ways at once.", Bidirectional, turnBothWays),
-		pdCase("turn-suffix", "TURN-04", "An engine that has the prompt loads the answer behind it, in front of what is new.", Bidirectional, turnSuffix),
+		pdCase("turn-suffix", "TURN-04", "An engine that has the prompt loads the answer that follows it, before what is new.", Bidirectional, turnSuffix),
 		pdCase("turn-ranks", "TURN-04", "Each rank gets its own part of an answer.", Bidirectional, turnRanks),
-		pdCase("turn-reused", "TURN-05", "Some slots of an answer are another request's by now, the other blocks arrive.", Bidirectional, turnReused),
-		pdCase("turn-held-anew", "TURN-05", "The slots of an answer are held for another consumer by now, who gets its own.", Bidirectional, turnHeldAnew),
-		pdCase("turn-twice", "TURN-06", "An answer is fetched twice, and reported as often as it has consumers at most.", Bidirectional, turnTwice),
-		pdCase("turn-diverges", "TURN-06", "The next turn's prompt goes on otherwise: it gets the blocks that both share, or none.", Bidirectional, turnDiverges),
+		pdCase("turn-reused", "TURN-05", "Another request has some slots of an answer by now: the other blocks arrive.", Bidirectional, turnReused),
+		pdCase("turn-held-anew", "TURN-05", "The slots of an answer are held for another consumer by now, which gets its own blocks.", Bidirectional, turnHeldAnew),
+		pdCase("turn-twice", "TURN-06", "An answer is fetched twice, and reported no more often than it has consumers.", Bidirectional, turnTwice),
+		pdCase("turn-diverges", "TURN-06", "The next turn's prompt continues differently: it gets the blocks that both share, or none.", Bidirectional, turnDiverges),
 		pdCase("turn-gone", "TURN-06", "The decode engine is gone: a load ends soon with an error, and its next life is served.", Bidirectional, turnGone),
 		pdCase("turn-never", "TURN-07", "Answers that nobody asks for do no harm to a hold that was there before.", Bidirectional, turnNever),
 	}
@@ -46,8 +46,8 @@ func (p *pd) talker() *pd {
 	return d
 }
 
-// answer computes an answer of full blocks, and so many tokens more, to a prompt, and offers it to the next
-// turn. Its slots are free then; they are the last that others take.
+// answer computes an answer to a prompt, of full blocks and some more tokens, and offers it to the next turn. Its
+// slots are free then; others take them last.
 func (p *pd) answer(to *prompt, full, more int) *prompt {
 	p.Helper()
 	var known []connector.BlockKey
@@ -245,7 +245,7 @@ func turnNever(r *rig) {
 	p.take(d.hand(3, 0))
 }
 
-// unrenewed wants none of some answers to be named as one that is to stay.
+// unrenewed checks that Renewals names none of the answers: nothing keeps them.
 func (p *pd) unrenewed(answers []*prompt) {
 	p.Helper()
 	leaser, ok := connector.As[connector.Leaser](p.scheduler)
@@ -260,7 +260,7 @@ func (p *pd) unrenewed(answers []*prompt) {
 	}), "renewals")
 	for _, pr := range answers {
 		if slices.Contains(ids, pr.hold.ID) {
-			p.Errorf("an answer is to stay longer, which nothing keeps")
+			p.Errorf("Renewals asks to keep an answer that is not held")
 		}
 	}
 }

@@ -12,11 +12,11 @@ import (
 
 func workCases() []Case {
 	return []Case{
-		storeCase("round-trip", "WORK-01", "What one engine saves another loads byte for byte.", roundTrip),
+		storeCase("round-trip", "WORK-01", "Another engine loads what one has saved, byte for byte.", roundTrip),
 		storeCase("partial-load", "WORK-02", "A load of absent blocks names exactly those and fills the others.", partialLoad),
 		storeCase("load-granted", "WORK-03", "A load changes no block but its own.", loadGranted),
-		storeCase("load-ends", "WORK-04", "After a load returned, also a cancelled one, nothing writes its blocks.", loadEnds),
-		storeCase("visible", "WORK-05", "What was saved is offered at once, also where it was absent before.", visible),
+		storeCase("load-ends", "WORK-04", "After a load has returned, even a cancelled one, nothing writes to its blocks.", loadEnds),
+		storeCase("visible", "WORK-05", "What was saved is offered at once, even if it was absent before.", visible),
 		storeCase("save-reads", "WORK-06", "A save changes nothing in the cache.", saveReads),
 		storeCase("done-context", "WORK-07", "Calls whose context is done return within 2 s.", doneContext),
 		storeCase("amid-call", "WORK-07", "Calls whose context ends while they run return within 2 s.", amidCall),
@@ -169,7 +169,7 @@ func amidCall(r *rig) {
 	e.works("after calls were cancelled")
 }
 
-// cutShort ends the context of a call after a while and wants it to return soon then.
+// cutShort ends the context of a call after a while and checks that the call returns soon then.
 func (e *engine) cutShort(what string, delay time.Duration, call func(context.Context)) {
 	e.Helper()
 	ctx, cancel := context.WithCancel(e.Context())

@@ -141,7 +141,7 @@ func TestSkippedIsFailedInAProfile(t *testing.T) {
 	require.Contains(t, r.Log[1], "profile power requires this case")
 }
 
-// Only the cases of the profiles run, besides those of powers that the connector may offer.
+// Only the cases of the profiles run, and those of powers that the connector may offer.
 func TestProfilesChooseCases(t *testing.T) {
 	for _, profile := range Profiles() {
 		o := Options{Profiles: []Profile{profile}}

@@ -10,8 +10,8 @@
 //	results := conformance.Check(ctx, conformance.Binary(path, config), conformance.Options{})
 //
 // A [Profile] names the cases that a kind of connector must pass. Only the cases of the chosen
-// profiles run, and skipped is failed there; besides, the cases of optional powers run wherever the
-// connector offers the power.
+// profiles run, and a case that is skipped counts as failed there. The cases of optional powers also run
+// wherever the connector offers the power.
 package conformance
 
 import (

@@ -35,9 +35,9 @@ type Instance struct {
 	Memory [][]byte // the cache of each rank
 	// Fit gives Arena the size that Describe asks for, before a side opens; once in an engine's life.
 	Fit func(size int64) error
-	// Arena is to be opened with as Env.Arena; nil: none.
+	// Arena is what sides get as Env.Arena when they open; nil: none.
 	Arena []byte
-	// Again starts the connector anew for the same engine life: same Memory, same content of the
+	// Again starts the connector again for the same engine life: same Memory, same content of the
 	// arena. All sides of this Instance are closed, or its process is dead; its Memory and Arena
 	// stay until its Close, which comes after that of the new one.
 	Again func(ctx context.Context) (*Instance, error)
@@ -47,7 +47,7 @@ type Instance struct {
 	Process Process      // the connector's process, to be hurt; nil: it runs in this one
 	Logged  func() int64 // lines logged so far by its process; nil: all lines go to Env.Log
 
-	killed bool // by the case: how it ended is no error
+	killed bool // by the case: the way it ended is not an error
 }
 
 // A Process is a connector's process, as far as a case of a fault needs it. Signals go to its PID.
@@ -60,7 +60,7 @@ type Process interface {
 	Done() <-chan struct{}
 }
 
-// A Manifester is a Harness that knows what the plugin says of itself before it is started.
+// A Manifester is a Harness that knows what the plugin says about itself before it is started.
 type Manifester interface {
 	// Manifest is what the plugin prints when it is run with --manifest.
 	Manifest(ctx context.Context) (*host.Manifest, error)
@@ -79,12 +79,12 @@ type Runner interface {
 	Program() string
 }
 
-// placeholders in a config's strings stand for a folder that every case gets anew; see
+// placeholders in a config's strings stand for a new folder that every case gets; see
 // plugins/*/conform.json.
 const placeholder, shellPlaceholder = "@TMP@", "${TMP}"
 
-// These stand for a Redis server that every case gets anew: its host:port, which is that of a relay in
-// front of it, and a file with the password that it wants.
+// These stand for a new Redis server that every case gets: its host:port, which is that of a relay in
+// front of it, and a file with the password that it requires.
 const serverPlaceholder, passwordPlaceholder = "@SERVER@", "@PASSWORD_FILE@"
 
 // base is what all harnesses share: the config, its folder and its server.
@@ -152,7 +152,7 @@ func (b base) Close() error {
 func (b base) remoteServer() *server { return b.server }
 
 // InProcess runs the connector without a process boundary. @TMP@ (or ${TMP}) in the config stands
-// for a folder that each case gets anew.
+// for a new folder that each case gets.
 func InProcess(p connector.Plugin, config json.RawMessage) Maker {
 	return func() (Harness, error) {
 		b, err := newBase(config)

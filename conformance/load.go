@@ -13,24 +13,24 @@ import (
 )
 
 // A right connector misses a limit of time when the machine does not let it run. So each case has a load: it
-// watches how long the threads of the connector and of the suite stand in line for a processor. Waits count
+// watches how long the threads of the connector and of the suite wait for a processor. Waits count
 // only the time in which the connector could run, up to a limit, and what still fails for time alone while the
-// machine was busy is inconclusive: it is said and repeated, and neither passed nor failed.
+// machine was busy is inconclusive: the case is reported and repeated, and has neither passed nor failed.
 
 const (
 	loadTick    = 100 * time.Millisecond
-	loadStretch = 4 // a busy machine stretches a wait at most so much
-	busyShare   = 3 // the machine is busy where a thread stands in line for a third of the time
+	loadStretch = 4 // a busy machine stretches a wait by this factor at most
+	busyShare   = 3 // the machine is busy if a thread waits for a processor for a third of the time
 )
 
 // load watches some processes.
 type load struct {
-	mu    sync.Mutex
-	lines map[string]uint64 // by the path of a thread's schedstat: the nanoseconds that it stood in line so far
-	pids  []string
-	marks []mark
-	stop  context.CancelFunc
-	done  chan struct{}
+	mu     sync.Mutex
+	waited map[string]uint64 // by the path of a thread's schedstat: the nanoseconds that it has waited for a processor so far
+	pids   []string
+	marks  []mark
+	stop   context.CancelFunc
+	done   chan struct{}
 }
 
 // mark is how much time was lost in all up to a moment.
@@ -42,7 +42,7 @@ type mark struct {
 // watchLoad begins to watch this process; end ends it.
 func watchLoad() *load {
 	ctx, cancel := context.WithCancel(context.Background())
-	l := &load{lines: map[string]uint64{}, pids: []string{"self"}, marks: []mark{{at: time.Now()}}, stop: cancel, done: make(chan struct{})}
+	l := &load{waited: map[string]uint64{}, pids: []string{"self"}, marks: []mark{{at: time.Now()}}, stop: cancel, done: make(chan struct{})}
 	go func() {
 		defer close(l.done)
 		ticker := time.NewTicker(loadTick)
@@ -82,33 +82,33 @@ func (l *load) sample(now time.Time) {
 	last := l.marks[len(l.marks)-1]
 	passed := now.Sub(last.at)
 	lost := max(passed-loadTick, 0)
-	lines := make(map[string]uint64, len(l.lines))
+	lines := make(map[string]uint64, len(l.waited))
 	for _, pid := range l.pids {
 		paths, _ := filepath.Glob(filepath.Join("/proc", pid, "task", "*", "schedstat")) // the pattern is good
 		for _, path := range paths {
-			stood, ok := inLine(path)
+			nanos, ok := waitedFor(path)
 			if !ok {
 				continue
 			}
-			if was, known := l.lines[path]; known && stood > was {
-				lost = max(lost, time.Duration(stood-was)) //nolint:gosec // less than a life
+			if was, known := l.waited[path]; known && nanos > was {
+				lost = max(lost, time.Duration(nanos-was)) //nolint:gosec // less than a life
 			}
-			lines[path] = stood
+			lines[path] = nanos
 		}
 	}
-	l.lines = lines
+	l.waited = lines
 	l.marks = append(l.marks, mark{now, last.lost + min(lost, passed)})
 }
 
-// inLine is how long a thread stood in line for a processor in its life, in nanoseconds.
-func inLine(path string) (uint64, bool) {
+// waitedFor is how long a thread has waited for a processor in its life, in nanoseconds.
+func waitedFor(path string) (uint64, bool) {
 	data, err := os.ReadFile(path) //nolint:gosec // below /proc
 	fields := strings.Fields(string(data))
 	if err != nil || len(fields) < 2 {
 		return 0, false
 	}
-	stood, err := strconv.ParseUint(fields[1], 10, 64)
-	return stood, err == nil
+	nanos, err := strconv.ParseUint(fields[1], 10, 64)
+	return nanos, err == nil
 }
 
 // lost is how much of the time since a moment the machine took.
@@ -133,8 +133,8 @@ func (l *load) spent(since time.Time) time.Duration {
 	return max(passed-l.lost(since), passed/loadStretch)
 }
 
-// busy reports whether the machine took so much of the time since a moment that nobody can be blamed for being
-// late.
+// busy reports whether the machine took a large part of the time since a moment, so that nobody can be blamed for
+// being late.
 func (l *load) busy(since time.Time) bool {
 	lost := l.lost(since)
 	return lost >= loadTick && lost >= time.Since(since)/busyShare
@@ -190,7 +190,7 @@ func (r *rig) late(since time.Time, format string, args ...any) {
 func (r *rig) overdue(since time.Time, format string, args ...any) {
 	r.Helper()
 	if r.watched().busy(since) {
-		r.inconclusive("%s; the machine was busy: of %v the connector or the suite stood in line for a processor for %v",
+		r.inconclusive("%s; the machine was busy: of %v the connector or the suite waited for a processor for %v",
 			fmt.Sprintf(format, args...), time.Since(since).Round(time.Millisecond), r.watched().lost(since).Round(time.Millisecond))
 	}
 	r.Errorf(format, args...)

@@ -190,7 +190,7 @@ func (p *pd) slots(n int) []connector.BlockID {
 	return out
 }
 
-// room reports whether so many slots are free.
+// room reports whether n slots are free.
 func (p *pd) room(n int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -208,7 +208,7 @@ func (p *pd) give(bs ...connector.Block) {
 	}
 }
 
-// prefer makes the next prompt lie where another lay.
+// prefer makes the next prompt use the slots that another used.
 func (p *pd) prefer(bs []connector.Block) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -218,7 +218,7 @@ func (p *pd) prefer(bs []connector.Block) {
 	}
 }
 
-// compute computes a prompt of full blocks, and so many tokens more, and saves it as a host does.
+// compute computes a prompt of full blocks and some more tokens, and saves it as a host does.
 func (p *pd) compute(full, more int) *prompt {
 	p.Helper()
 	return p.computeBehind(nil, full, more)
@@ -329,7 +329,7 @@ func (p *pd) hand(full, more int) *prompt {
 	return pr
 }
 
-// sweep frees what is held no more, and overwrites all that is free.
+// sweep frees what is no longer held, and overwrites all that is free.
 func (p *pd) sweep() {
 	now := time.Now()
 	var over []*prompt
@@ -348,7 +348,7 @@ func (p *pd) sweep() {
 	p.churn()
 }
 
-// churn overwrites every free slot with what others compute.
+// churn overwrites every free slot with what other requests compute.
 func (p *pd) churn() {
 	p.mu.Lock()
 	free := slices.Clone(p.free)
@@ -370,7 +370,7 @@ func (p *pd) reported(pr *prompt) int {
 	return p.reports[pr.hold.ID]
 }
 
-// consumed waits until a hold was reported so often, and wants no more.
+// consumed waits until a hold was reported the given number of times, and checks that no further report comes.
 func (p *pd) consumed(pr *prompt, times int) {
 	p.Helper()
 	for w := p.patience(soon); p.reported(pr) < times; {
@@ -388,7 +388,7 @@ func (p *pd) consumed(pr *prompt, times int) {
 	p.silent(pr, times)
 }
 
-// silent wants a hold to be reported so often and no more for a while.
+// silent checks that a hold has been reported the given number of times, and not again within a while.
 func (p *pd) silent(pr *prompt, times int) {
 	p.Helper()
 	p.pause(aWhile)
@@ -397,7 +397,7 @@ func (p *pd) silent(pr *prompt, times int) {
 	}
 }
 
-// expire waits until a host takes the prompt's blocks back, which it does then.
+// expire waits until the moment when a host takes the prompt's blocks back, and takes them back.
 func (p *pd) expire(pr *prompt) {
 	p.Helper()
 	if left := time.Until(pr.until); left > 0 {

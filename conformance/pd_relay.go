@@ -9,7 +9,7 @@ import (
 	"github.com/kvport/kvport/conformance/relay"
 )
 
-// A relay stands between a consumer and its producer: the address in the ticket is replaced by the relay's,
+// A relay is between a consumer and its producer: the address in the ticket is replaced by the relay's,
 // as a router or a proxy between two hosts would do it. Nothing of the connector's config changes.
 
 var loopbackAddress = regexp.MustCompile(`127\.0\.0\.1:\d{2,5}`)
@@ -101,7 +101,7 @@ func (w *between) halfway(p, d *pd, then func(*prompt)) {
 func (w *between) halfwayOf(p *pd, try, then func(*prompt)) {
 	w.r.Helper()
 	for most := int64(1200); most > 20; most /= 2 {
-		w.Cut() // so that connections begin anew
+		w.Cut() // so that new connections begin
 		pr := w.handThrough(p, 4)
 		stalls := w.Count().Stalls
 		w.StallAfter(1 + w.r.rand.Int64N(most))
@@ -111,7 +111,7 @@ func (w *between) halfwayOf(p *pd, try, then func(*prompt)) {
 			defer close(done)
 			try(pr)
 		})
-		stopped := w.stopped(stalls, done)
+		stopped := w.stalled(stalls, done)
 		if stopped {
 			then(pr)
 		}
@@ -122,11 +122,11 @@ func (w *between) halfwayOf(p *pd, try, then func(*prompt)) {
 		}
 		p.sweep()
 	}
-	w.r.Errorf("no load could be stopped amid what the producer sends")
+	w.r.Errorf("no load could be stopped while the producer was sending")
 }
 
-// stopped waits until the relay stands still; false: the try is over before.
-func (w *between) stopped(stalls int, done chan struct{}) bool {
+// stalled waits until the relay stalls. It reports false if the attempt ended before that.
+func (w *between) stalled(stalls int, done chan struct{}) bool {
 	for {
 		if w.Count().Stalls > stalls {
 			return true

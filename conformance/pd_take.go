@@ -144,7 +144,7 @@ func (d *pd) try(pr *prompt) int {
 	return right
 }
 
-// take wants all of a prompt to be offered and to arrive. A partial last block may be left out.
+// take checks that all of a prompt is offered and arrives. A partial last block may be left out.
 func (d *pd) take(pr *prompt) {
 	d.Helper()
 	n := d.offer(pr, 0)
@@ -183,7 +183,7 @@ func (r *rig) inLease(pr *prompt) {
 	}
 }
 
-// recovers wants new requests to be handed over again, in the end.
+// recovers checks that new requests are handed over again in the end.
 func (d *pd) recovers(p *pd, through func(*prompt)) {
 	d.Helper()
 	d.eventually(d.recovery(), func() string {

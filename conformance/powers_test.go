@@ -21,10 +21,10 @@ func powerColumns() []string {
 	return []string{"power", "interface", "bit", "side", "proto value", "Multi", "staged", "agent", "vLLM shim", "simulator", "suite"}
 }
 
-// verdicts are how a cell begins that says what a part of kvport does with a power.
+// verdicts are the possible beginnings of a cell that says what a part of kvport does with a power.
 func verdicts() []string { return []string{"used", "passed on", "masked", "refused", "not used"} }
 
-// powerFacts are what the code says of the powers.
+// powerFacts are what the code says about the powers.
 type powerFacts struct {
 	powers    []connector.Power
 	multi     connector.Capability // passed on
@@ -111,7 +111,7 @@ func checkPowers(page string, f *powerFacts) (wrong []string) {
 		}
 	}
 	for name := range rows {
-		wrong = append(wrong, name+": is no power")
+		wrong = append(wrong, name+": is not a power")
 	}
 	slices.Sort(wrong)
 	return wrong
@@ -162,7 +162,7 @@ func (f *powerFacts) check(p *connector.Power, row map[string]string) (wrong []s
 	return wrong
 }
 
-// TestPowersTable: docs/powers.md says of every power what the code does with it.
+// TestPowersTable: docs/powers.md says for every power what the code does with it.
 func TestPowersTable(t *testing.T) {
 	page, err := os.ReadFile("../docs/powers.md")
 	require.NoError(t, err)

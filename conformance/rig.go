@@ -19,10 +19,10 @@ import (
 
 const (
 	blockTokens = 4
-	slots       = 24                    // blocks of each rank's cache, but for large cases
+	slots       = 24                    // blocks of each rank's cache, except in large cases
 	soon        = 2 * time.Second       // what "soon" means in the rules
 	askAgain    = 10 * time.Millisecond // between two Matches while the answer is Later
-	guardByte   = 0xA5                  // fills everything that is no block
+	guardByte   = 0xA5                  // fills everything that is not a block
 )
 
 // rig is what one case works with.
@@ -90,7 +90,7 @@ func (r *rig) must(err error, format string, args ...any) {
 	}
 }
 
-// start starts the connector anew.
+// start starts another instance of the connector.
 func (r *rig) start(ranks int, size int64) *Instance {
 	r.Helper()
 	i, err := r.h.Start(r.Context(), ranks, size)
@@ -469,7 +469,7 @@ func (e *engine) pause(d time.Duration) {
 	}
 }
 
-// failed wants an error that names exactly the blocks.
+// failed checks that an error names exactly the blocks.
 func (e *engine) failed(err error, want ...connector.BlockID) {
 	e.Helper()
 	var be *connector.BlockError

@@ -16,7 +16,7 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// harness is the case's Harness as its Maker made it, to be asked for what it offers besides.
+// harness is the case's Harness as its Maker made it, which may have further methods.
 func (r *rig) harness() Harness {
 	h, _ := r.unwrapped()
 	return h
@@ -111,7 +111,7 @@ func (e *engine) survived(keys []connector.BlockKey, sure int) {
 	e.must(n.inst.Close(), "end of the next life")
 }
 
-// whole loads blocks into the slots from first on and wants them to hold their content.
+// whole loads blocks into the slots from first on and checks their content.
 func (e *engine) whole(keys []connector.BlockKey, first int) {
 	e.Helper()
 	if len(keys) == 0 {
@@ -182,7 +182,7 @@ func (e *engine) eventually(limit time.Duration, check func() string) {
 	}
 }
 
-// whatIs says of a segment that it is the digest's: it holds no layer, and a connector may have left it out.
+// whatIs adds to a message that a segment is the digest's: it holds no layer, and a connector may have left it out.
 func (e *engine) whatIs(segment int) string {
 	if e.env.Layout.Segments[segment].Layer == connector.DigestLayer {
 		return " (the digest, see LAYOUT-03)"
@@ -280,7 +280,7 @@ func (e *engine) judged(keys []connector.BlockKey) (intact int) {
 	return intact
 }
 
-// mended saves blocks anew, as a host does after damage, and wants them back.
+// mended saves blocks again, as a host does after damage, and checks that they can be loaded.
 func (e *engine) mended(keys []connector.BlockKey) {
 	e.Helper()
 	from := blocks(0, keys...)

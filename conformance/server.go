@@ -19,7 +19,7 @@ type server struct {
 	*redistest.Server
 	relay    *relay.Relay
 	dir      string
-	password string // "": it wants none
+	password string // "": it requires none
 }
 
 // newServer starts an empty server.

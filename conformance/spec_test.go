@@ -152,7 +152,7 @@ func TestCitedRulesExist(t *testing.T) {
 		for _, id := range cited.FindAllString(string(b), -1) {
 			n++
 			if !known[id] {
-				t.Errorf("%s names %s, which is no rule", path, id)
+				t.Errorf("%s names %s, which is not a rule", path, id)
 			}
 		}
 		return nil

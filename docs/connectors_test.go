@@ -17,7 +17,7 @@ import (
 	"github.com/kvport/kvport/verify/fixture"
 )
 
-var update = flag.Bool("update", false, "write the tables of fields in docs/connectors anew")
+var update = flag.Bool("update", false, "write the tables of fields in docs/connectors again")
 
 // TestConnectorPages: every plugin has a page, which its fixture names. The tables of fields in these pages are those of the
 // plugins' schemas; a page in docs/connectors has one.
@@ -81,7 +81,7 @@ func fieldTable(t *testing.T, schema json.RawMessage) string {
 	}
 	require.NoError(t, json.Unmarshal(schema, &s))
 	require.NotEmpty(t, s.Properties)
-	// Fields stand in the order of the schema.
+	// Fields are listed in the order of the schema.
 	order := make([]string, 0, len(s.Properties))
 	for name := range s.Properties {
 		order = append(order, name)

@@ -82,7 +82,7 @@ type checked struct {
 	FailurePolicy string   `json:"failure_policy"`
 	Trust         string   `json:"trust"`
 
-	// Milliseconds: how long a load, besides the second number for each GiB, and a save may take before
+	// Milliseconds: how long a load, in addition to the second number for each GiB, and a save may take before
 	// the agent ends the plugin.
 	LoadMS       int64 `json:"load_ms"`
 	LoadPerGiBMS int64 `json:"load_per_gib_ms"`

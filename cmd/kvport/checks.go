@@ -78,7 +78,7 @@ func failed(checks []check) int {
 	return n
 }
 
-// printable keeps what a plugin says of itself from steering the terminal, and to one line.
+// printable makes one line of what a plugin says about itself, without characters that control the terminal.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {

@@ -102,7 +102,7 @@ func (f *conformFlags) parseProfiles() ([]conformance.Profile, error) {
 	return profiles, nil
 }
 
-// checkOnly wants the names of --case to be those of cases.
+// checkOnly refuses a name in --case that no case has.
 func (f *conformFlags) checkOnly(cmd *cobra.Command) error {
 	if cmd.Flags().Changed("case") && len(f.only) == 0 {
 		return errors.New("--case names no case; kvport conform --list lists them")
@@ -145,7 +145,7 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	if binary, err = filepath.Abs(binary); err != nil {
 		return err
 	}
-	// What cannot even say its name is no plugin: not worth twenty failed cases.
+	// A program that cannot even say its name is not a plugin, and not worth twenty failed cases.
 	manifest, err := host.ReadManifest(cmd.Context(), binary)
 	if err != nil {
 		return err

@@ -163,8 +163,8 @@ func (f *doctorFlags) checkModel(asked bool) []check {
 	return []check{result(name, f.model+" is a GGUF file with a tokenizer", err, "give the path of a GGUF file of a Llama model; make deps fetches one")}
 }
 
-// checkPlugins starts every plugin that is found. One that is broken fails the examination only when
-// the config wants it.
+// checkPlugins starts every plugin that is found. A broken plugin fails the examination only if the
+// config names it.
 func (f *doctorFlags) checkPlugins(ctx context.Context, config *host.Config) []check {
 	const rebuild = "rebuild it, or take it away; plugins verify says more"
 	folders := pluginFolders(f.folders)

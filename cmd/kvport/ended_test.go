@@ -52,7 +52,7 @@ func TestEndedWhileStarting(t *testing.T) {
 func TestEndedIsNotReady(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	for range 20 { // a start that is done at once is told of both at once
+	for range 20 { // a start that is over at once learns about both at the same time
 		cmd := newServe()
 		var out bytes.Buffer
 		cmd.SetOut(&out)

@@ -18,7 +18,7 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// api is what a front stands before.
+// api is the handler behind a front.
 type api interface {
 	http.Handler
 	// Ready says why it cannot serve; "" if it can.

@@ -44,7 +44,7 @@ func (f *listenFlags) add(cmd *cobra.Command, port int) {
 	flags.IntVar(&f.port, "port", port, "port to listen on; 0 picks a free one, see the ready line")
 	flags.StringVar(&f.apiKeyFile, "api-key-file", "", "file with API keys, one a line; clients send one as bearer token; SIGHUP makes kvport read it again")
 	flags.BoolVar(&f.open, "allow-unauthenticated", false, "listen beyond loopback without API keys")
-	flags.StringSliceVar(&f.allowedHosts, "allowed-host", nil, "names besides localhost and --host that the Host header may have; beyond loopback any name is good unless one is given")
+	flags.StringSliceVar(&f.allowedHosts, "allowed-host", nil, "names that the Host header may have in addition to localhost and --host; beyond loopback any name is accepted unless one is given")
 	flags.IntVar(&f.maxConnections, "max-connections", 0, "connections at once at most, of which the longest idle one makes room for a new one (default from the limit of open files)")
 	flags.DurationVar(&f.drainTimeout, "drain-timeout", drainTime, "how long the process may take to end after SIGTERM or SIGINT; requests that run have four fifths of it")
 }

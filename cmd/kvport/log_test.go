@@ -20,7 +20,7 @@ import (
 )
 
 // readLine checks one line of a log and gives its keys and values. Decoding into a map would hide a key that
-// is there twice.
+// appears twice.
 func readLine(t *testing.T, line string) map[string]any {
 	t.Helper()
 	d := json.NewDecoder(strings.NewReader(line))
@@ -33,7 +33,7 @@ func readLine(t *testing.T, line string) map[string]any {
 		require.NoError(t, err, line)
 		name, ok := key.(string)
 		require.True(t, ok, line)
-		require.NotContains(t, out, name, "a key is there twice: %s", line)
+		require.NotContains(t, out, name, "a key appears twice: %s", line)
 		var value any
 		require.NoError(t, d.Decode(&value), line)
 		if list, is := value.([]any); is && len(list) > 0 {

@@ -68,7 +68,7 @@ func newRoot(stdout, stderr io.Writer) *cobra.Command {
 	root := &cobra.Command{
 		Use:   "kvport",
 		Short: "An inference engine with pluggable KV-cache connectors",
-		// Errors are a line or two; who wants the usage asks for it.
+		// Errors are a line or two; whoever needs the usage asks for it.
 		SilenceUsage: true, SilenceErrors: true,
 		Version: buildVersion(),
 		Args:    cobra.NoArgs,

@@ -35,7 +35,7 @@ func blocksInMemory(m model.Model, blockSize, maxModelLen int) int {
 	return max(1, int(min(int64(wanted), budget/max(1, block))))
 }
 
-// poolBytes is at least what the engine keeps about a block besides its content, in bytes.
+// poolBytes is a lower bound of what the engine keeps about a block in addition to its content, in bytes.
 const poolBytes = 64
 
 // checkSizes refuses sizes that the model or this machine cannot have.

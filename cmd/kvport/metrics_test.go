@@ -25,7 +25,7 @@ import (
 )
 
 // go test ./cmd/kvport -run TestMetricsPage -update writes docs/metrics.md.
-var update = flag.Bool("update", false, "write generated pages anew")
+var update = flag.Bool("update", false, "write generated pages again")
 
 // metric is what a registry was told.
 type metric struct {

@@ -60,7 +60,7 @@ type pluginRow struct {
 	Capabilities     []string `json:"capabilities"`
 	Path             string   `json:"path"`
 	SHA256           string   `json:"sha256"`
-	Error            string   `json:"error,omitempty"` // set: the file is no plugin that works, and all before Path is empty
+	Error            string   `json:"error,omitempty"` // set: the file is not a plugin that works, and all fields before Path are empty
 }
 
 func (f *pluginsFlags) list(cmd *cobra.Command) error {

@@ -51,7 +51,7 @@ func newRoute() *cobra.Command {
 	flags.StringVar(&f.policy, "policy", "round_robin", "how an instance is chosen: round_robin")
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
 	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the key that the engines share; default: that of one user on one host")
-	flags.IntVar(&f.turns, "bidirectional", 0, "remember so many conversations: prefill instances load from the decode instance that gave the last answer; all kv_both")
+	flags.IntVar(&f.turns, "bidirectional", 0, "number of conversations to remember: prefill instances load from the decode instance that gave the last answer; all instances are kv_both")
 	flags.StringVar(&f.upstreamKeyFile, "upstream-api-key-file", "", "file with the API key of the instances, its first line; without it, and without --api-key-file, clients' own keys are passed on")
 	flags.DurationVar(&f.prefillTimeout, "prefill-timeout", 2*time.Minute, "how long a prefill instance may take to answer before another one is tried")
 	flags.DurationVar(&f.firstByteTimeout, "first-byte-timeout", 2*time.Minute, "how long a decode instance may take to begin a stream before another one is tried")

@@ -105,7 +105,7 @@ func TestScripts(t *testing.T) {
 	t.Cleanup(func() {
 		left, err := os.ReadDir(tmp)
 		require.NoError(t, err)
-		for _, e := range left { // the private folder of this user's ticket key is to stay
+		for _, e := range left { // the private folder of this user's ticket key stays
 			require.Equal(t, fmt.Sprintf("kvport-%d", os.Getuid()), e.Name(), "commands left temporary files")
 		}
 		require.NoError(t, os.RemoveAll(tmp))
@@ -122,7 +122,7 @@ func TestScripts(t *testing.T) {
 	})
 }
 
-// exits CODE COMMAND [ARGS]: runs a command and wants that exit code.
+// exits CODE COMMAND [ARGS]: runs a command and checks its exit code.
 func exits(ts *testscript.TestScript, neg bool, args []string) {
 	if neg || len(args) < 2 {
 		ts.Fatalf("usage: exits CODE COMMAND [ARGS]")

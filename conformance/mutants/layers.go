@@ -24,7 +24,7 @@ type layerCall struct {
 	progress connector.Progress
 }
 
-// collect copies the segments that between names as layers become final, until so many are, and then
+// collect copies the segments that between names as layers become final, until the given number are, and then
 // stores the blocks.
 func (c layerCall) collect(layers int, between func(group uint16, from, to int) []int) error {
 	copies := make([]map[int][]byte, len(c.t.Blocks))
@@ -64,7 +64,7 @@ func (c layerCall) right() error {
 
 func (c layerCall) layers() int { return c.kv.Layout().Layers() }
 
-// waitFor waits until so many layers are final.
+// waitFor waits until the given number of layers are final.
 func (c layerCall) waitFor(layers int) error {
 	for n := 0; n < layers; {
 		var err error
@@ -137,7 +137,7 @@ func readsForLoaders(_ *backend, w *wrappers) {
 	}
 }
 
-// readAt reads everything when so many layers are final.
+// readAt reads everything when the given number of layers are final.
 func (c layerCall) readAt(layers int) error {
 	err := c.waitFor(layers)
 	early := c.copyAll()

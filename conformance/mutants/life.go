@@ -31,7 +31,7 @@ func (l *life) tell(kind connector.BlockEventKind, keys ...connector.BlockKey) {
 	l.wake = make(chan struct{})
 }
 
-// note counts a saved block and tells of it if it is there on all ranks now.
+// note counts a saved block and reports it if all ranks have it now.
 func (w *worker) note(b connector.Block) {
 	s := &scheduler{backend: w.backend, env: w.env}
 	there := s.all(b.Key, s.present)

@@ -63,7 +63,7 @@ func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transf
 			return nil
 		case err != nil:
 			return err
-		case a.Gone || !n.wants(a, b):
+		case a.Gone || !n.isFor(a, b):
 			failed.Blocks = append(failed.Blocks, b.ID)
 			continue
 		case n.sameSlots:
@@ -72,7 +72,7 @@ func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transf
 		w.put(kv, b, a.Data)
 	}
 	if _, err := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Done: true}); err != nil && !n.oneCheck {
-		return err // it may have read what was held no more
+		return err // it may have read what was no longer held
 	}
 	if len(failed.Blocks) > 0 && !n.hidesMissing {
 		return failed
@@ -80,8 +80,8 @@ func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transf
 	return nil
 }
 
-// wants reports whether an answer is the block that was asked for.
-func (n *pdNode) wants(a *pdAnswer, b connector.Block) bool {
+// isFor reports whether an answer is the block that was asked for.
+func (n *pdNode) isFor(a *pdAnswer, b connector.Block) bool {
 	return n.noKeys || bytes.Equal(a.Key, b.Key[:])
 }
 
@@ -217,7 +217,7 @@ func (c *pdConn) read(context.Context) (*pdAnswer, error) {
 	return a, json.Unmarshal(data, a)
 }
 
-// tellDone says that a rank wants nothing of a hold any more.
+// tellDone says that a rank needs nothing more of a hold.
 func (n *pdNode) tellDone(ctx context.Context, from *pdTicket, rank int) error {
 	c, err := n.dial(ctx, from)
 	if err != nil {

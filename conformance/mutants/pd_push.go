@@ -92,7 +92,7 @@ func (w *pdWorker) pushed(ctx context.Context, from *pdTicket, t *connector.Tran
 	_, _ = c.ask(ctx, pdQuestion{Rank: w.env.Rank, Done: true}) // unheard, the hold lasts as long as its lease
 	failed := &connector.BlockError{Err: fmt.Errorf("the producer does not hold them: %w", connector.ErrGone)}
 	for i, b := range t.Blocks {
-		if i >= len(a.Keys) || len(a.Keys[i]) == 0 || !n.wants(&pdAnswer{Key: a.Keys[i]}, b) {
+		if i >= len(a.Keys) || len(a.Keys[i]) == 0 || !n.isFor(&pdAnswer{Key: a.Keys[i]}, b) {
 			failed.Blocks = append(failed.Blocks, b.ID)
 		}
 	}
@@ -102,7 +102,7 @@ func (w *pdWorker) pushed(ctx context.Context, from *pdTicket, t *connector.Tran
 	return nil
 }
 
-// land takes what the producer sends until one of both has closed: writes go through their window, answers to who asked.
+// land takes what the producer sends until one of the two has closed: writes go through their window, answers to whoever asked.
 func (c *pdConn) land() {
 	n := c.node
 	defer func() {

@@ -15,7 +15,7 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// pdQuestion asks for one block of a hold, or says that a rank has all that it wants. Place counts a
+// pdQuestion asks for one block of a hold, or says that a rank has all that it needs. Place counts a
 // group's blocks from the prompt's first.
 type pdQuestion struct {
 	Engine string            `json:"engine"`
@@ -113,7 +113,7 @@ func (n *pdNode) accept() {
 	}
 }
 
-// serve answers the questions of one connection, the conn-th. Who cannot sign with the hold's secret is not answered.
+// serve answers the questions of one connection, the conn-th. A peer that cannot sign with the hold's secret gets no answer.
 func (n *pdNode) serve(c net.Conn, conn int) {
 	var kept *pdHold // for a fault
 	for {

@@ -107,7 +107,7 @@ func freeAddress() (string, error) {
 	return l.Addr().String(), l.Close()
 }
 
-// Restart starts the server anew, empty, on the same address. Kill comes first.
+// Restart starts the server again, empty, on the same address. Kill comes first.
 func (s *Server) Restart() error {
 	_, port, err := net.SplitHostPort(s.Address)
 	if err != nil {

@@ -1,4 +1,4 @@
-// Package relay passes TCP connections on and, when asked, does it badly: it delays, cuts, stands still,
+// Package relay passes TCP connections on and, when asked, does it badly: it delays, cuts, stalls,
 // changes bytes, lets connections overtake each other, and leads them elsewhere. It works in this process,
 // so tests of networks need neither privileges nor tools, and the same seed hurts the same bytes.
 //
@@ -36,8 +36,8 @@ type faults struct {
 	delay   [2]time.Duration
 	cutAt   [2]int64         // bytes until a connection is cut
 	stalled [2]chan struct{} // closed when the direction goes on
-	stallAt int64            // bytes from the server until both stand still
-	corrupt [2]int64         // one of about so many bytes is changed
+	stallAt int64            // bytes from the server until both directions stall
+	corrupt [2]int64         // one of about this many bytes is changed
 	next    [2]int64         // bytes until the next one is
 	piece   int              // bytes that are passed on at once, at most
 	shuffle time.Duration    // a connection waits up to that before its first byte
@@ -148,8 +148,8 @@ func (r *Relay) Drip(n int) { r.change(func(f *faults) { f.piece = n }) }
 // each other; 0 ends that.
 func (r *Relay) Shuffle(d time.Duration) { r.change(func(f *faults) { f.shuffle = d }) }
 
-// Stall makes the chosen directions stand still: connections stay, new ones are taken, and nobody hears
-// anything, not even of an end. When a direction goes on, what was held back arrives.
+// Stall stalls the chosen directions: connections stay open, new ones are accepted, and nothing arrives, not even
+// the end of a connection. When a direction continues, what was held back arrives.
 func (r *Relay) Stall(toServer, fromServer bool) {
 	r.change(func(f *faults) {
 		f.stallAt = 0
@@ -359,7 +359,7 @@ func (r *Relay) send(p *pair, to net.Conn, chunks <-chan chunk, direction int) {
 			}
 		}
 	}
-	if gate := r.gate(direction); gate != nil && !failed { // the end of a connection stands still too
+	if gate := r.gate(direction); gate != nil && !failed { // the end of a connection is held back too
 		select {
 		case <-gate:
 		case <-p.gone:
@@ -367,7 +367,7 @@ func (r *Relay) send(p *pair, to net.Conn, chunks <-chan chunk, direction int) {
 	}
 }
 
-// gate is what a direction that stands still waits for; nil: it does not.
+// gate is what a stalled direction waits for; nil: it is not stalled.
 func (r *Relay) gate(direction int) chan struct{} {
 	r.mu.Lock()
 	defer r.mu.Unlock()

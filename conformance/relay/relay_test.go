@@ -145,7 +145,7 @@ func TestCorrupt(t *testing.T) {
 	}
 }
 
-// Who is half open hears nothing, not even of the end; when it is over, what was held back arrives.
+// In a stalled direction nothing arrives, not even the end of a connection; when it continues, what was held back arrives.
 func TestStall(t *testing.T) {
 	r := between(t, 1)
 	c := dial(t, r)
@@ -214,7 +214,7 @@ func TestRefuseAndLead(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// StallAfter lets exactly so many bytes through.
+// StallAfter lets exactly the given number of bytes through.
 func TestStallAfter(t *testing.T) {
 	r := between(t, 1)
 	c := dial(t, r)

@@ -18,7 +18,7 @@ import (
 // the decode engine and the routers.
 type fleet struct {
 	prefills, decodes []*cluster.Process
-	// straight takes the engines in turn. So does crossed, but for the decode engines in the other order:
+	// straight takes the engines in turn. So does crossed, except that it takes the decode engines in reverse order:
 	// with both, every prefill engine hands over to every decode engine. aimed has the first two only.
 	straight, crossed, aimed *cluster.Process
 }
@@ -217,7 +217,7 @@ func (d *demo) kill(ctx context.Context, f *fleet, text string) error {
 		answered := make(chan struct{})
 		prompt := strings.Repeat("Again. ", try) + text
 		var lost error
-		err = d.client.StrikeLoad(ctx, decode, plugins[0], syscall.SIGKILL, func() <-chan struct{} {
+		err = d.client.SignalLoad(ctx, decode, plugins[0], syscall.SIGKILL, func() <-chan struct{} {
 			go func() {
 				defer close(answered)
 				d.killed.got, lost = d.complete(ctx, f.aimed.URL, prompt)

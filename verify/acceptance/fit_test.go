@@ -17,7 +17,7 @@ import (
 // namedWithin is how long the router may take to name a pair that does not fit.
 const namedWithin = 10 * time.Second
 
-// misfits is what a router's /health says of pairs that it never forms.
+// misfits is what a router's /health says about pairs that it never forms.
 func (r *rig) misfits(router *cluster.Process) (status string, reasons []string) {
 	data, err := r.client.Get(r.Context(), router.URL+"/health")
 	if err != nil {
@@ -98,7 +98,7 @@ func TestMisfits(t *testing.T) {
 	}
 }
 
-// counted waits until so many requests ended with an outcome: an answer comes a little before it is counted.
+// counted waits until n requests have ended with an outcome: an answer comes a little before it is counted.
 func (r *rig) counted(router *cluster.Process, outcome string, n int) {
 	r.Helper()
 	require.Eventually(r, func() bool {

@@ -36,7 +36,7 @@ func TestPluginKilled(t *testing.T) {
 		for try := uint64(0); len(got) == i; try++ {
 			require.Less(t, try, uint64(5), "five loads in a row were over before the fault")
 			prompt := texts(t, *flagSeed+1000*try+uint64(i)+100, 1, 3600, 4400)
-			answer, err := r.strike(router, d, prompt[0], signal)
+			answer, err := r.signalLoad(router, d, prompt[0], signal)
 			if errors.Is(err, cluster.ErrTooLate) {
 				continue
 			}
@@ -60,9 +60,9 @@ func TestPluginKilled(t *testing.T) {
 	t.Logf("resources of the decode engine before and after: %+v", before)
 }
 
-// strike sends a prompt through the router and signals the decode engine's plugin in the middle of
+// signalLoad sends a prompt through the router and signals the decode engine's plugin in the middle of
 // the load. It returns the answer.
-func (r *rig) strike(router, d *cluster.Process, prompt string, signal syscall.Signal) (answer *cluster.Completion, err error) {
+func (r *rig) signalLoad(router, d *cluster.Process, prompt string, signal syscall.Signal) (answer *cluster.Completion, err error) {
 	r.Helper()
 	plugin := 0
 	require.Eventually(r, func() bool {
@@ -74,7 +74,7 @@ func (r *rig) strike(router, d *cluster.Process, prompt string, signal syscall.S
 	}, time.Minute, 5*time.Millisecond, "no plugin runs")
 	answered := make(chan struct{})
 	var lost error
-	err = r.client.StrikeLoad(r.Context(), d, plugin, signal, func() <-chan struct{} {
+	err = r.client.SignalLoad(r.Context(), d, plugin, signal, func() <-chan struct{} {
 		go func() {
 			defer close(answered)
 			answer, lost = r.complete(router.URL, prompt)

@@ -76,7 +76,7 @@ func TestLayerWiseInPlace(t *testing.T) {
 	prompts := texts(t, *flagSeed+3200, count(t, "prompts", *flagPrompts, 2, 16), 1200, 2400)
 	same(t, "layers read in place", r.all(node.URL, prompts, 2), r.all(router.URL, prompts, 1))
 	m := r.metrics(p)
-	t.Logf("bytes of layers that the decode engine was told of: %.0f, confirmed: %.0f, when the last layer was computed: %.0f; blocks that were there before their load: %.0f",
+	t.Logf("bytes of layers that were announced to the decode engine: %.0f, confirmed: %.0f, when the last layer was computed: %.0f; blocks that were there before their load: %.0f",
 		m.Sum("kvport_connector_layer_bytes_total"), m.Sum("kvport_connector_layer_confirmed_bytes_total"), m.Sum("kvport_connector_layer_early_bytes_total"),
 		r.metrics(d).Sum("kvport_connector_early_blocks_total"))
 	require.Positive(t, r.metrics(d).Sum("kvport_connector_early_blocks_total"))

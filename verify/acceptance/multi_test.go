@@ -295,8 +295,8 @@ func struckKids(r *rig, url string) []kid {
 	}
 }
 
-// TestMultiKilled: children of MultiConnectors are killed and stopped at random under load, until so many of the
-// faults have met a transfer; tokens are right, no request is lost, and the other children are not harmed.
+// TestMultiKilled: children of MultiConnectors are killed and stopped at random under load, until the given number
+// of faults have met a transfer; tokens are right, no request is lost, and the other children are not harmed.
 func TestMultiKilled(t *testing.T) {
 	t.Run("sim", func(t *testing.T) {
 		testMultiKilled(newRig(t), "sim", count(t, "multikills", *flagMultiKills, 6, 100), 600, 3000)
@@ -336,7 +336,7 @@ func testMultiKilled(r *rig, m string, n, lo, hi int) {
 	met, faults, requests, kinds := 0, 0, 0, map[string]int{}
 	for i := 0; met < n; i++ {
 		require.Less(r, i, most, "%d faults met a transfer, want %d", met, n)
-		s := strike{engine: []*cluster.Process{p, d, both}[i%3], to: router.URL, signal: syscall.SIGKILL}
+		s := fault{engine: []*cluster.Process{p, d, both}[i%3], to: router.URL, signal: syscall.SIGKILL}
 		if s.engine == both {
 			s.to = both.URL
 		}
@@ -348,7 +348,7 @@ func testMultiKilled(r *rig, m string, n, lo, hi int) {
 		for k := known; k < min(len(prompts), known+fresh); k++ {
 			s.prompts = append(s.prompts, k)
 		}
-		hit, name, got := r.strikeChild(rng, s, prompts)
+		hit, name, got := r.signalChild(rng, s, prompts)
 		var expect []*cluster.Completion
 		for _, k := range s.prompts {
 			expect = append(expect, want[k])
@@ -388,8 +388,8 @@ func byChild(m cluster.Metrics, name, direction string) []string {
 	return out
 }
 
-// strike is one fault: what is asked for, of whom, and whose child gets the signal.
-type strike struct {
+// fault is one fault: the prompts, the engine they are sent to, and the engine whose child gets the signal.
+type fault struct {
 	engine  *cluster.Process
 	to      string
 	signal  syscall.Signal
@@ -410,9 +410,9 @@ func (r *rig) childrenReady(e *cluster.Process) (leaves []cluster.Connector) {
 	return leaves
 }
 
-// strikeChild asks for prompts and signals a child in the midst. It returns when the child is gone and
+// signalChild sends prompts and signals a child in the middle of them. It returns when the child is gone and
 // all answers are there; hit says whether a transfer was running.
-func (r *rig) strikeChild(rng *rand.Rand, s strike, prompts []string) (hit bool, name string, got []*cluster.Completion) {
+func (r *rig) signalChild(rng *rand.Rand, s fault, prompts []string) (hit bool, name string, got []*cluster.Completion) {
 	r.Helper()
 	leaves := r.childrenReady(s.engine)
 	victim := rng.IntN(len(leaves))

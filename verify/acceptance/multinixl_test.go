@@ -23,7 +23,7 @@ func TestMultiNixlQueued(t *testing.T) {
 	needNixl(t)
 	for name, plugin := range map[string]string{"composed by the host": "", "kvport-multi": filepath.Join(root(t), "bin", "kvport-multi")} {
 		t.Run(name, func(t *testing.T) {
-			const tries = 3 // a machine that stands still for a lease loses the hold
+			const tries = 3 // a machine that stalls for longer than a lease loses the hold
 			for try := 1; !newQueuedNixl(t, plugin, uint64(try)).run(); try++ {
 				require.Less(t, try, tries, "what was queued is computed")
 			}

@@ -52,7 +52,7 @@ func nixlModes() []string {
 	return []string{"pull", "push"}
 }
 
-// TestNixlFewBlocks: caches so small that blocks are used anew at once, leases so short that many are over before
+// TestNixlFewBlocks: caches so small that blocks are reused at once, leases so short that many are over before
 // their consumer comes: no token is wrong, and in the end nothing is held.
 func TestNixlFewBlocks(t *testing.T) {
 	needNixl(t)
@@ -125,7 +125,7 @@ func (f *nixlFleet) connector(e *cluster.Process) cluster.Connector {
 	return h.Connector
 }
 
-// caught is a load in the middle of which the plugin that reads stands still.
+// caught is a load in the middle of which the plugin that reads is stopped.
 type caught struct {
 	p, d   int
 	plugin int // of d, stopped
@@ -290,8 +290,8 @@ func (f *nixlFleet) reuse(p *cluster.Process, n uint64) {
 	f.all(p.URL, texts(f.T, *flagSeed+500_000+n, 2, 2000, 3000), 2)
 }
 
-// TestNixlPeerStops: a prefill engine that stands still, plugin and all, costs D its load after a bounded time, not
-// the request.
+// TestNixlPeerStops: a prefill engine that is stopped together with its plugin costs D its load after a bounded time,
+// not the request.
 func TestNixlPeerStops(t *testing.T) {
 	needNixl(t)
 	const limit = 5 * time.Second // the default
@@ -315,7 +315,7 @@ func TestNixlPeerStops(t *testing.T) {
 	took := time.Since(began)
 	t.Logf("the request was answered %v after its prefill engine had stopped", took.Round(time.Millisecond))
 	require.Less(t, took, limit+2*time.Second+busy, "what a transfer may take, and what its end may")
-	same(t, "a prefill engine that stands still", f.all(f.node.URL, []string{prompt}, 1), []*cluster.Completion{got})
+	same(t, "a prefill engine that is stopped", f.all(f.node.URL, []string{prompt}, 1), []*cluster.Completion{got})
 	wake()
 	require.Eventually(t, func() bool { return f.connector(p).State == "ready" }, time.Minute, 10*time.Millisecond)
 	f.idle(p)

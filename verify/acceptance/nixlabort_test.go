@@ -14,7 +14,7 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
-// patience is the deadline of a request that is to be answered: long enough for any machine.
+// patience is the deadline of a request that must be answered: long enough for any machine.
 const patience = 5 * time.Minute
 
 var flagNixlAborts = flag.Int("nixlaborts", 0, "requests whose clients go away at random moments; default 60, in soak 1000")

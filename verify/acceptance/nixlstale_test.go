@@ -14,7 +14,7 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
-var flagNixlHandles = flag.Int("nixlhandles", 0, "stale handles of NixlConnector, signed anew, that a decode engine is given; default 20, in soak 1000")
+var flagNixlHandles = flag.Int("nixlhandles", 0, "stale handles of NixlConnector, signed again, that a decode engine is given; default 20, in soak 1000")
 
 // staleNixl is a prefill and a decode engine, and somebody who has their key and makes handles that are wrong.
 type staleNixl struct {
@@ -39,7 +39,7 @@ func (s *staleNixl) open(data []byte) (*ticket.Envelope, handle) {
 	return e, h
 }
 
-// seal signs a ticket anew, as another one.
+// seal signs a ticket again, as another one.
 func (s *staleNixl) seal(e *ticket.Envelope, h handle) []byte {
 	s.Helper()
 	var err error

@@ -17,7 +17,7 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
-// TestNoPort: engines with the default of a connector that may use UCX have no TCP or UDP port besides those that
+// TestNoPort: engines with the default of a connector that may use UCX have no TCP or UDP port except those that
 // the connector's page names, and UCX's frame that writes memory without a word before, sent to every port, writes
 // nothing and harms nobody. Where ucx_tcp takes the risk, the test sees the ports, and the write.
 func TestNoPort(t *testing.T) {
@@ -55,7 +55,7 @@ func noPort(t *testing.T, config func(port string) string, open bool) {
 	p := r.serveModel("sim", "prefill", strings.Replace(config(side), "@ROLE@", "kv_producer", 1))
 	d := r.serveModel("sim", "decode", strings.Replace(config("0"), "@ROLE@", "kv_consumer", 1))
 	router := r.route(p, d)
-	same(t, "before the strikes", want[:2], r.all(router.URL, prompts[:2], 1)) // what opens late is open
+	same(t, "before the attacks", want[:2], r.all(router.URL, prompts[:2], 1)) // what opens late is open
 	opened, wrote := 0, false
 	for _, e := range []*cluster.Process{p, d} {
 		plugins := cluster.Plugins(e.PID())
@@ -79,13 +79,13 @@ func noPort(t *testing.T, config func(port string) string, open bool) {
 		}
 		wrote = wrote || !bytes.Equal(before, memory(t, plugins[0], last))
 	}
-	require.Equal(t, open, opened > 0, "open ports besides those of the page: %d", opened)
+	require.Equal(t, open, opened > 0, "open ports that the page does not name: %d", opened)
 	require.Equal(t, open, wrote, "a stranger has written the cache")
 	if open {
 		return
 	}
 	pids := append(cluster.Plugins(p.PID()), cluster.Plugins(d.PID())...)
-	same(t, "after the strikes", want[2:], r.all(router.URL, prompts[2:], 1))
+	same(t, "after the attacks", want[2:], r.all(router.URL, prompts[2:], 1))
 	require.Equal(t, pids, append(cluster.Plugins(p.PID()), cluster.Plugins(d.PID())...), "the plugins live")
 	require.Positive(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
 	require.Zero(t, r.metrics(d).Sum("kvport_failed_loads_total"))

@@ -64,7 +64,7 @@ func newXPYD(t *testing.T, extra, host string, each int) *xpyd {
 	return x
 }
 
-// await waits until the router knows so many instances.
+// await waits until the router knows n instances.
 func (x *xpyd) await(n int) {
 	x.Helper()
 	require.Eventually(x, func() bool {

@@ -134,7 +134,7 @@ func netFaults() []netFault {
 		}, func(c relay.Counts) int { return c.Corrupted }},
 		{"reordered", func(r *relay.Relay, rng *rand.Rand) {
 			r.Shuffle(time.Duration(20+rng.IntN(60)) * time.Millisecond)
-			r.Cut() // so that connections begin anew
+			r.Cut() // so that new connections begin
 		}, func(c relay.Counts) int { return c.Overtaken }},
 		{"refused", func(r *relay.Relay, _ *rand.Rand) { r.Refuse(true) }, func(c relay.Counts) int { return c.Refused }},
 	}

@@ -83,7 +83,7 @@ func TestPastedConfigs(t *testing.T) {
 	}
 }
 
-// requireUsage wants a start that ended with exit code 2 and a message with some words in it.
+// requireUsage checks that a start ended with exit code 2 and a message that contains some words.
 func requireUsage(t *testing.T, p *cluster.Process, err error, words string) {
 	t.Helper()
 	if err == nil {

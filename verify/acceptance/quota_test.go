@@ -22,7 +22,7 @@ type quotaCase struct {
 	before          func(t *testing.T, b backend)
 	says            []string // what the error tells: how much there is, and of what
 	metric          string   // that counts it
-	declined        bool     // it is as the config wants it
+	declined        bool     // it happens because the config asks for it
 }
 
 func quotaCases() []quotaCase {
@@ -97,7 +97,7 @@ func (c *quotaCase) run(t *testing.T, b backend) {
 	}
 }
 
-// save saves a prompt's blocks for a tenant and gives the event that tells of it.
+// save saves a prompt's blocks for a tenant and returns the event that reports it.
 func (e *keyEngine) save(id string, keys []connector.BlockKey, tenant uint64) host.Event {
 	e.Helper()
 	t := e.transfer(id, keys, 1)
@@ -111,7 +111,7 @@ func (e *keyEngine) save(id string, keys []connector.BlockKey, tenant uint64) ho
 	return saved
 }
 
-// settled wants a metric, which is asked of the plugin, to reach a count.
+// settled waits until a metric, which the plugin is asked for, reaches a count.
 func (e *keyEngine) settled(metric string, count int) {
 	e.Helper()
 	require.Eventually(e, func() bool { return int(e.counter(metric)) >= count }, time.Minute, 100*time.Millisecond, "%s, want %d", strings.TrimSpace(metric), count)

@@ -47,23 +47,23 @@ func remoteConfig(t *testing.T, connector, role string, extra map[string]string,
 // remoteFault is something that happens to the server.
 type remoteFault struct {
 	name         string
-	strike, heal func() error
-	met          func() bool // proof that it happened; nil: strike returned no error
+	inject, heal func() error
+	met          func() bool // proof that it happened; nil: inject returned no error
 }
 
 func remoteFaults(t *testing.T, srv *redistest.Server, between *relay.Relay) []remoteFault {
 	nothing := func() error { return nil }
 	do := func(args ...any) error { return srv.Do(t.Context(), args...) }
 	return []remoteFault{
-		{name: "200 ms slow", strike: func() error { between.Delay(200 * time.Millisecond); return nil }, heal: func() error { between.Delay(0); return nil }},
-		{name: "paused", strike: srv.Pause, heal: srv.Resume},
-		{name: "out of memory", strike: func() error { return do("config", "set", "maxmemory", "1") }, heal: func() error { return do("config", "set", "maxmemory", "0") }},
+		{name: "200 ms slow", inject: func() error { between.Delay(200 * time.Millisecond); return nil }, heal: func() error { between.Delay(0); return nil }},
+		{name: "paused", inject: srv.Pause, heal: srv.Resume},
+		{name: "out of memory", inject: func() error { return do("config", "set", "maxmemory", "1") }, heal: func() error { return do("config", "set", "maxmemory", "0") }},
 		{
-			name: "connections cut", strike: func() error { between.CutAfter(100 << 10); return nil }, heal: func() error { between.CutAfter(0); return nil },
+			name: "connections cut", inject: func() error { between.CutAfter(100 << 10); return nil }, heal: func() error { between.CutAfter(0); return nil },
 			met: func() bool { return between.Cuts() > 0 },
 		},
-		{name: "restarted", strike: func() error { srv.Kill(); return srv.Restart() }, heal: nothing},
-		{name: "killed", strike: func() error { srv.Kill(); return nil }, heal: srv.Restart},
+		{name: "restarted", inject: func() error { srv.Kill(); return srv.Restart() }, heal: nothing},
+		{name: "killed", inject: func() error { srv.Kill(); return nil }, heal: srv.Restart},
 	}
 }
 
@@ -98,7 +98,7 @@ func TestRemoteServerFaults(t *testing.T) {
 			stop, canaries := make(chan struct{}), make(chan time.Duration, 1)
 			go func() { canaries <- canary(r, engine.URL, stop) }()
 			before, broken := external(), failed()
-			require.NoError(t, fault.strike())
+			require.NoError(t, fault.inject())
 			slowest, tokens := time.Duration(0), 0
 			fresh := texts(t, *flagSeed+8700+uint64(n), 4, 200, 400) // with saves, too
 			for range 2 {
@@ -169,7 +169,7 @@ func TestRemoteWrongPassword(t *testing.T) {
 	r.stop(engine)
 }
 
-// TestRemoteWrongTLS: a server that speaks no TLS where the config wants it is one that cannot be used: the log says so,
+// TestRemoteWrongTLS: a server that speaks no TLS although the config requires it cannot be used: the log says so,
 // and the engine computes.
 func TestRemoteWrongTLS(t *testing.T) {
 	r := newRig(t)

@@ -58,7 +58,7 @@ func (r *rig) strangers(name string, where func(port string) string) {
 	silent(r, address, 300)
 	r.all(p.URL, prompts, 2)
 	require.Eventually(r, func() bool { // or it was one of those that made room for the silent ones
-		return strings.Contains(stranger.Logs(), "kvport.ticket_key_file") || strings.Contains(stranger.Logs(), "where the link key is to be proven")
+		return strings.Contains(stranger.Logs(), "kvport.ticket_key_file") || strings.Contains(stranger.Logs(), "it hung up where the link key")
 	}, time.Minute, 20*time.Millisecond, "the stranger's log says why")
 	m := r.metrics(p)
 	require.Zero(r, m.Sum("kvport_connector_subscribers"))

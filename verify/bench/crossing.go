@@ -84,7 +84,7 @@ func (c *crossing) transfer(end, n int) *connector.Transfer {
 }
 
 // move is what a consumer waits for: a load by ticket, and the check of its digests. That the producer ends a
-// request and gives a ticket is not part of it: clock stands still meanwhile.
+// request and gives a ticket is not part of it: the clock is paused meanwhile.
 func (c *crossing) move(ctx context.Context, n int, clock *stopwatch) error {
 	t := c.transfer(1, n)
 	err := clock.pause(func() error {

@@ -74,7 +74,7 @@ func (s *store) compare(ctx context.Context) error {
 		return err
 	}
 	for _, r := range s.rivals() {
-		if !s.wants(r.name) {
+		if !s.measures(r.name) {
 			continue
 		}
 		var ok bool
@@ -186,7 +186,7 @@ func (s *store) duel(ctx context.Context, binary string, set setup, sh shape, r 
 	return "", nil
 }
 
-// reason is what an error says of a peer that is not there; other errors stay errors.
+// reason is what an error says about a peer that is not there; other errors stay errors.
 func reason(err error) (string, error) {
 	if why, isAbsent := strings.CutSuffix(err.Error(), ": "+errAbsent.Error()); isAbsent && errors.Is(err, errAbsent) {
 		return why, nil

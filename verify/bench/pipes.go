@@ -77,14 +77,14 @@ func newBlocks(bytes int64, sh shape) *blocks {
 // step is the blocks of one transfer.
 func (b *blocks) step(n int) [][][]byte { return b.all[n%b.steps*b.batch:][:b.batch] }
 
-// ends are both ends of a pipe, with who receives from it.
+// ends are both ends of a pipe; done is the end of the goroutine that receives.
 type ends struct {
 	listener pipe.Listener
 	out, in  pipe.Link
 	done     chan error
 }
 
-// openEnds makes a pipe that ends in so many bytes of memory.
+// openEnds makes a pipe that ends in the given number of bytes of memory.
 func openEnds(ctx context.Context, network pipe.Network, sh shape, bytes int64) (_ *ends, err error) {
 	p := &ends{done: make(chan error, 1)}
 	if p.listener, err = network.Listen(ctx); err != nil {

@@ -22,7 +22,7 @@ import (
 // rawBinary is the name under which this program is the other process of NIXL and UCX alone.
 const rawBinary = "kvport-bench-raw"
 
-// rawOffer is what that process says: how its memory is reached. Why not, stands beside what is missing.
+// rawOffer is what that process says: how its memory is reached. Where something is missing, a field beside it says why.
 type rawOffer struct {
 	Addr    uint64 `json:"addr"`
 	NIXL    []byte `json:"nixl,omitempty"` // metadata of its agent
@@ -36,7 +36,7 @@ type rawOffer struct {
 // loopback keeps the TCP listeners of UCX off the network.
 const loopback = "lo"
 
-// serveRaw is the other process: it offers so many bytes until its stdin ends.
+// serveRaw is the other process: it offers the memory that it is asked for until its stdin ends.
 func serveRaw() {
 	var offer rawOffer
 	end, err := offerMemory(&offer)

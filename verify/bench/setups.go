@@ -24,7 +24,7 @@ type setup struct {
 	// second is something else to compare with in the same turns, which is named rival; nil: nothing.
 	second func(ctx context.Context, s *store, l *link, dir string) (limit, error)
 	rival  string
-	slots  int // blocks that it holds in memory besides one walk through the cache, in walks
+	slots  int // blocks that it holds in memory in addition to one walk through the cache, in walks
 }
 
 // smallBytes is a transfer whose copy takes no longer than some wakes of processes.

@@ -63,7 +63,7 @@ func (t *transfer) rawSockets(f *field) ([]course, error) {
 	}, nil
 }
 
-// awake has the other process look for bytes meanwhile. The clock stands still while that is told.
+// awake has the other process look for bytes meanwhile. The clock is paused while it gets that command.
 func (f *field) awake(r *raw, do func() error) error {
 	if err := f.clock.pause(func() error { return r.command(spinCommand) }); err != nil {
 		return err

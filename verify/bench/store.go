@@ -73,7 +73,7 @@ func Store(ctx context.Context, o StoreOptions) (err error) {
 			return fmt.Errorf("%s: %w", found.Manifest.Name, err)
 		}
 	}
-	if s.wants("pipe, tcp") {
+	if s.measures("pipe, tcp") {
 		if err := s.pipes(ctx); err != nil {
 			return err
 		}
@@ -84,8 +84,8 @@ func Store(ctx context.Context, o StoreOptions) (err error) {
 	return s.compare(ctx)
 }
 
-// wants reports whether something is to be measured.
-func (s *store) wants(name string) bool { return strings.Contains(name, s.Only) }
+// measures reports whether something with this name must be measured.
+func (s *store) measures(name string) bool { return strings.Contains(name, s.Only) }
 
 // memoryFolder is where files are in memory, if this system has such a place.
 func memoryFolder() string {
@@ -100,13 +100,13 @@ func memoryFolder() string {
 func (s *store) connector(ctx context.Context, found host.Found) error {
 	setups, why := s.setups(found.Manifest.Name)
 	if why != "" {
-		if !s.wants(found.Manifest.Name) {
+		if !s.measures(found.Manifest.Name) {
 			return nil
 		}
 		return s.Emit(absent(found.Manifest.Name, why))
 	}
 	for _, set := range setups {
-		if !s.wants(set.name) {
+		if !s.measures(set.name) {
 			continue
 		}
 		if set.absent != "" {

@@ -11,7 +11,7 @@ import (
 )
 
 // doJob carries out a call of the scheduler side; its answer is then on its way.
-func (p *proc) doJob(j *job, d *dice, f Fault) {
+func (p *proc) doJob(j *job, d *rng, f Fault) {
 	p.begin(j)
 	switch f {
 	case faultStuck, faultLost:
@@ -41,7 +41,7 @@ func (p *proc) doJob(j *job, d *dice, f Fault) {
 }
 
 // lookup is the connector's Match.
-func (p *proc) lookup(q *connector.Query, d *dice, f Fault) connector.Match {
+func (p *proc) lookup(q *connector.Query, d *rng, f Fault) connector.Match {
 	o := &p.h.w.opt
 	var m connector.Match
 	if o.Medium == ThroughHolds {
@@ -65,11 +65,11 @@ func (p *proc) lookup(q *connector.Query, d *dice, f Fault) connector.Match {
 }
 
 // choose is the connector's Plan: mostly everything, sometimes less, and with a fault nonsense.
-func (p *proc) choose(s *connector.Step, d *dice, f Fault) *connector.Plan {
+func (p *proc) choose(s *connector.Step, d *rng, f Fault) *connector.Plan {
 	return &connector.Plan{Loads: pickSome(s.Admitted, d, f), Saves: pickSome(s.Computed, d, f)}
 }
 
-func pickSome(offered []connector.Transfer, d *dice, f Fault) (out []connector.Transfer) {
+func pickSome(offered []connector.Transfer, d *rng, f Fault) (out []connector.Transfer) {
 	for _, t := range offered {
 		k := d.n(8)
 		switch {
@@ -93,7 +93,7 @@ func pickSome(offered []connector.Transfer, d *dice, f Fault) (out []connector.T
 }
 
 // finish is the connector's Finish: it keeps the blocks of requests that have a consumer.
-func (p *proc) finish(ended []connector.Ended, d *dice, f Fault) []connector.Hold {
+func (p *proc) finish(ended []connector.Ended, d *rng, f Fault) []connector.Hold {
 	var list []connector.Hold
 	for _, e := range ended {
 		var hold connector.Hold
@@ -186,7 +186,7 @@ func (h *host) remember(id tracker.CallID) {
 
 // answerAsk answers the question about a request at once, with all that was asked before it.
 func (p *proc) answerAsk(id connector.RequestID) {
-	d := dice(len(p.jobs))
+	d := rng(len(p.jobs))
 	for len(p.jobs) > 0 && p.hung.IsZero() && !p.dying {
 		j := p.jobs[0]
 		if j.ask == nil || j.stuck {
@@ -204,7 +204,7 @@ func (p *proc) answerAsk(id connector.RequestID) {
 }
 
 // doMove does up to n blocks of a load or save.
-func (p *proc) doMove(m *move, n int, d *dice, f Fault) {
+func (p *proc) doMove(m *move, n int, d *rng, f Fault) {
 	p.beginMove(m, d, f)
 	if f == faultStuck {
 		m.stuck = true
@@ -227,7 +227,7 @@ func (p *proc) doMove(m *move, n int, d *dice, f Fault) {
 }
 
 // beginMove is what happens before a plugin sees the blocks of a call.
-func (p *proc) beginMove(m *move, d *dice, f Fault) {
+func (p *proc) beginMove(m *move, d *rng, f Fault) {
 	if m.begun {
 		return
 	}
@@ -245,7 +245,7 @@ func (p *proc) beginMove(m *move, d *dice, f Fault) {
 
 // finishMove is what is left when all blocks of a call are done: a save that was told to be stored reads some
 // again, for others.
-func (p *proc) finishMove(m *move, n int, d *dice) {
+func (p *proc) finishMove(m *move, n int, d *rng) {
 	blocks := m.Transfer.Blocks
 	for ; n > 0 && len(m.again) > 0; n-- {
 		b := m.again[0]
@@ -267,7 +267,7 @@ func (p *proc) finishMove(m *move, n int, d *dice) {
 }
 
 // refusal is the error with which a call gives up, if it does.
-func (m *move) refusal(d *dice, f Fault) error {
+func (m *move) refusal(d *rng, f Fault) error {
 	switch f {
 	case faultBusy:
 		return connector.ErrBusy
@@ -296,7 +296,7 @@ func (m *move) end(err error, p *proc) {
 }
 
 // touch reads or writes one block of a transfer. This is what pins are for.
-func (p *proc) touch(m *move, b connector.Block, i int, d *dice, f Fault) bool {
+func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
 	h := p.h
 	if m.grant == nil || !m.grant.open {
 		what := "writes"
@@ -336,7 +336,7 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *dice, f Fault) bool {
 }
 
 // save stores one block, or says so. Partial blocks have no key.
-func (p *proc) save(m *move, b connector.Block, c *cell, d *dice, f Fault) {
+func (p *proc) save(m *move, b connector.Block, c *cell, d *rng, f Fault) {
 	if p.h.w.opt.Medium != ThroughStore || b.Key == (connector.BlockKey{}) || f == faultNothing {
 		return
 	}

@@ -8,7 +8,7 @@
 // to a wrong, stale or torn block shows at once; a plugin is a process that does its work piece by
 // piece, in any order, and may crash, hang, lie or be slow at every message.
 //
-// A run is a function of its [Options] and its script, a list of [Op]. Each Op carries its own dice, so
+// A run is a function of its [Options] and its script, a list of [Op]. Each Op carries its own seed, so
 // that taking one out of a script leaves the others as they are: this is how a failing seed is
 // minimised. After every step the invariants (a) to (i) are checked; see [Violation].
 //

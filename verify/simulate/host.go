@@ -23,23 +23,23 @@ type host struct {
 	n       uint64
 	startAt time.Time // when the next generation is up, while none runs
 	since   time.Time // of the generation
-	dice    dice      // for what no Op decides
+	rng     rng       // decides what no Op decides
 	queue   []report  // what the engine has not taken yet
 	reset   *resetting
 
 	turns  map[connector.RequestID]*turnUse // of requests that came with the ticket of an earlier turn
 	final  uint64                           // the last step whose layers are all computed
-	due    map[duty]*grant                  // what the engine must still be told
+	due    map[obligation]*grant            // what the engine must still be told
 	open   []*grant                         // whose end the engine has not taken yet
-	holds  map[duty]*lease
+	holds  map[obligation]*lease
 	answer []tracker.CallID             // of calls that were answered, for answers that come again
 	later  map[connector.RequestID]bool // a mutant's: whose answer was Later
 	late   []*move                      // of generations that are gone; only a mutant looks at them
 	slots  [][]*move                    // by rank and landing slot: the call that it was given to last
 }
 
-// duty names something that must be answered exactly once.
-type duty struct {
+// obligation names something that must be answered exactly once.
+type obligation struct {
 	kind    tracker.EventKind
 	request connector.RequestID
 	step    uint64
@@ -48,7 +48,7 @@ type duty struct {
 // grant is the right of a plugin to touch the blocks of a transfer, from its step until the engine
 // learns its end.
 type grant struct {
-	duty
+	obligation
 	blocks []connector.Block
 	open   bool
 
@@ -68,8 +68,8 @@ func newHost(e *engine) *host {
 	o := &e.w.opt
 	h := &host{
 		w: e.w, e: e, role: e.role, can: o.capabilities(), later: map[connector.RequestID]bool{},
-		guard: ticket.NewGuard(connector.Fingerprint{}, connector.Fingerprint{}), due: map[duty]*grant{}, turns: map[connector.RequestID]*turnUse{}, holds: map[duty]*lease{},
-		dice: dice(o.Seed<<8 ^ uint64(e.life)),
+		guard: ticket.NewGuard(connector.Fingerprint{}, connector.Fingerprint{}), due: map[obligation]*grant{}, turns: map[connector.RequestID]*turnUse{}, holds: map[obligation]*lease{},
+		rng: rng(o.Seed<<8 ^ uint64(e.life)),
 		breaker: tracker.Breaker{
 			Deaths: 5, Window: 30 * time.Second, Cooldown: 30 * time.Second,
 			BackoffMin: 10 * time.Millisecond, BackoffMax: time.Second,
@@ -214,11 +214,11 @@ func (h *host) step(s *connector.Step) {
 }
 
 func (h *host) owe(kind tracker.EventKind, step uint64, id connector.RequestID, blocks []connector.Block) *grant {
-	g := &grant{duty: duty{kind, id, step}, blocks: blocks, open: true}
-	if h.due[g.duty] != nil {
-		h.w.fail('d', "%s gives its host the same thing twice: %v", h.e.name, g.duty)
+	g := &grant{obligation: obligation{kind, id, step}, blocks: blocks, open: true}
+	if h.due[g.obligation] != nil {
+		h.w.fail('d', "%s gives its host the same thing twice: %v", h.e.name, g.obligation)
 	}
-	h.due[g.duty] = g
+	h.due[g.obligation] = g
 	h.open = append(h.open, g)
 	return g
 }
@@ -258,7 +258,7 @@ func (h *host) tellsTwice(kind tracker.EventKind) bool {
 // emit checks that the event was due, and due once.
 func (h *host) emit(ev *tracker.Event) {
 	r := report{Event: *ev}
-	key := duty{ev.Kind, ev.Request, ev.Step}
+	key := obligation{ev.Kind, ev.Request, ev.Step}
 	switch ev.Kind {
 	case tracker.Answered:
 	case tracker.Stored:
@@ -291,7 +291,7 @@ func (h *host) emit(ev *tracker.Event) {
 	h.queue = append(h.queue, r)
 }
 
-func (h *host) release(key duty, l *lease, ev *tracker.Event) {
+func (h *host) release(key obligation, l *lease, ev *tracker.Event) {
 	h.checkLease(key.request, l)
 	delete(h.holds, key)
 	switch ev.Reason {
@@ -309,7 +309,7 @@ func (h *host) release(key duty, l *lease, ev *tracker.Event) {
 }
 
 // finished notes a hold and signs the ticket of a request that has a consumer.
-func (h *host) finished(key duty, g *grant, ev *tracker.Event) []byte {
+func (h *host) finished(key obligation, g *grant, ev *tracker.Event) []byte {
 	if ev.Held {
 		h.w.stats.Holds++
 		l := &lease{blocks: g.blocks, id: ev.Hold.ID, ttl: ev.Hold.TTL, began: h.w.now, until: h.w.now.Add(ev.Hold.TTL), consumers: ev.Hold.Consumers}
@@ -452,7 +452,7 @@ func (h *host) checkMatch(q *connector.Query, m connector.Match) {
 func (h *host) bring(q *connector.Query, signed []byte) {
 	e, err := h.verify(signed, q.Request)
 	if err == nil && h.book.Accept(q, &tracker.Ticket{Tokens: e.Tokens, Lease: e.Lease, Plugin: e.Plugin}) {
-		if h.w.office.accepted(h.w, h.e, q.Request, signed) {
+		if h.w.tickets.accepted(h.w, h.e, q.Request, signed) {
 			h.turns[q.Request] = &turnUse{}
 		}
 		return

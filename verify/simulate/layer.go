@@ -8,8 +8,8 @@ func (e *engine) meanwhile(st *connector.Step) {
 		return
 	}
 	h := e.host
-	for n := h.dice.n(4); n > 0 && h.proc != nil && !h.proc.dying; n-- {
-		h.proc.work(&h.dice, faultNone)
+	for n := h.rng.n(4); n > 0 && h.proc != nil && !h.proc.dying; n-- {
+		h.proc.work(&h.rng, faultNone)
 	}
 }
 
@@ -27,9 +27,9 @@ func (h *host) waits(m *move) bool {
 	return m.Computing && m.Step > h.final && !h.w.is(LayerEarly)
 }
 
-// tellStored says of a save that everything is stored which a ticket promises, and lets it go on: for others, on
-// the same blocks.
-func (p *proc) tellStored(m *move, d *dice) {
+// tellStored reports that a save has stored everything that a ticket promises, and lets the save continue on the
+// same blocks for others.
+func (p *proc) tellStored(m *move, d *rng) {
 	h := p.h
 	m.told = true
 	h.do(h.book.Stored(h.w.now, m.ID))

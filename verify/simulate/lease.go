@@ -21,7 +21,7 @@ type lease struct {
 
 // renew is a consumer at work: the plugin asks that some holds stay longer. What the host then says decides
 // until when the plugin may vouch for them.
-func (h *host) renew(p *proc, d *dice) {
+func (h *host) renew(p *proc, d *rng) {
 	if p.isDown || !p.hung.IsZero() {
 		return
 	}
@@ -43,7 +43,7 @@ func (h *host) renew(p *proc, d *dice) {
 		}
 		until := h.w.now.Add(l.ttl)
 		if until.After(l.began.Add(holdMax)) {
-			h.w.fail('e', "%s: the hold of %s is to stay longer than any may", h.e.name, key.request)
+			h.w.fail('e', "%s: the hold of %s is renewed for longer than any hold may last", h.e.name, key.request)
 		}
 		if until.After(l.until) {
 			l.until = until

@@ -93,7 +93,7 @@ type storeKey struct {
 // store is a key-value store that several engines share.
 type store struct {
 	cells map[storeKey]*cell
-	order []storeKey // of arrival, so that dice can pick one
+	order []storeKey // of arrival, so that an rng can pick one
 }
 
 func newStore() *store { return &store{cells: map[storeKey]*cell{}} }
@@ -156,7 +156,7 @@ func (s *store) windows(keys []connector.BlockKey, have, n int, o *Options) bool
 }
 
 // misfortune is something that happens to stored blocks.
-func (s *store) misfortune(d *dice) string {
+func (s *store) misfortune(d *rng) string {
 	if len(s.order) == 0 {
 		return "nothing stored"
 	}

@@ -51,7 +51,7 @@ func Answers(o Options, prompts []Prompt, steps int) ([][]int32, *Violation) {
 	for w.violation == nil && len(w.router.workload) > 0 { // those that the script did not bring
 		w.quiet = false
 		for range min(8, len(w.router.workload)) {
-			var d dice
+			var d rng
 			w.router.submit(&d)
 		}
 		w.run(nil)

@@ -99,7 +99,7 @@ func Mutants() []MutantInfo {
 		{AcceptForged, "accept-forged", "the signature of a ticket is not checked", "vllm#52234, vllm#47843"},
 		{AcceptReplayed, "accept-replayed", "a ticket can be used any number of times", "sglang#40125"},
 		{AcceptStale, "accept-stale", "tickets of a producer's former life are taken", "vllm#49238"},
-		{KeyOfBlockAlone, "key-of-block-alone", "a block's key says nothing of what stands before it", "vllm#53194, lmdeploy#4930"},
+		{KeyOfBlockAlone, "key-of-block-alone", "a block's key says nothing about the blocks before it", "vllm#53194, lmdeploy#4930"},
 		{DoubleLoaded, "duplicate-loaded", "the end of a load is reported twice", "rule HOST-01"},
 		{DoubleRelease, "duplicate-release", "the end of a hold is reported twice", "rule HOST-01"},
 		{FailedUntold, "failed-untold", "the engine is not told which blocks of a load failed", "vllm#49250"},

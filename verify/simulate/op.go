@@ -62,11 +62,11 @@ var faultNames = [faults]string{
 // String names the fault; none is empty.
 func (f Fault) String() string { return faultNames[f] }
 
-// Op is one step of a script. Dice decides what the kind leaves open: which engine, which message.
+// Op is one step of a script. Seed decides what the kind leaves open: which engine, which message.
 type Op struct {
 	Kind  Kind
 	Fault Fault
-	Dice  uint32
+	Seed  uint32
 }
 
 // script draws the steps of a seed.
@@ -84,7 +84,7 @@ func script(o *Options, steps int) []Op {
 			at -= w[kind]
 			kind++
 		}
-		ops[i] = Op{Kind: kind, Dice: r.Uint32()}
+		ops[i] = Op{Kind: kind, Seed: r.Uint32()}
 		if f := Fault(1 + r.IntN(int(faults)-1)); r.IntN(1000) < o.FaultRate && o.Faults>>f&1 == 1 {
 			ops[i].Fault = f
 		}
@@ -92,10 +92,10 @@ func script(o *Options, steps int) []Op {
 	return ops
 }
 
-// dice is a small random generator whose whole state is one Op's Dice.
-type dice uint64
+// rng is a small random generator whose whole state begins as one Op's Seed.
+type rng uint64
 
-func (d *dice) next() uint64 {
+func (d *rng) next() uint64 {
 	*d += 0x9e3779b97f4a7c15
 	z := uint64(*d)
 	z = (z ^ z>>30) * 0xbf58476d1ce4e5b9
@@ -104,7 +104,7 @@ func (d *dice) next() uint64 {
 }
 
 // n is a number below k, 0 if there is none.
-func (d *dice) n(k int) int {
+func (d *rng) n(k int) int {
 	if k <= 1 {
 		return 0
 	}

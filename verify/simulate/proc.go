@@ -28,7 +28,7 @@ type proc struct {
 	last  connector.HoldID
 	taken []connector.HoldID // fetched, not reported yet
 
-	fetched map[connector.HoldID]int // consumers that the host was told of
+	fetched map[connector.HoldID]int // consumers that were reported to the host
 
 	hung   time.Time // since when it is stopped, zero: it is not
 	dying  bool      // its end is certain; it, or a peer into its memory, may still write until reapAt
@@ -85,7 +85,7 @@ type kept struct {
 // up starts a generation.
 func (h *host) up() {
 	h.n++
-	if h.n > 1 && h.dice.n(8) == 0 && !h.w.quiet && h.w.opt.Rough > 0 {
+	if h.n > 1 && h.rng.n(8) == 0 && !h.w.quiet && h.w.opt.Rough > 0 {
 		h.w.say("%s: its plugin does not start", h.e.name)
 		h.died()
 		return
@@ -125,7 +125,7 @@ func (p *proc) die() {
 	if p.dying {
 		return
 	}
-	d := &p.h.dice
+	d := &p.h.rng
 	p.dying = true
 	p.downAt = p.h.w.now.Add(time.Duration(d.n(20)) * time.Millisecond)
 	p.reapAt = p.downAt.Add(time.Duration(d.n(300)) * time.Millisecond)
@@ -260,7 +260,7 @@ func (h *host) reap(p *proc) {
 }
 
 // work does one piece of what the plugin has to do.
-func (p *proc) work(d *dice, f Fault) {
+func (p *proc) work(d *rng, f Fault) {
 	if !p.hung.IsZero() {
 		return
 	}
@@ -317,7 +317,7 @@ func (p *proc) crash() {
 }
 
 // reply lets one answer reach the host.
-func (p *proc) reply(d *dice, f Fault) {
+func (p *proc) reply(d *rng, f Fault) {
 	var ready []*move
 	for _, m := range p.moves {
 		if (m.answered || p.dying) && !m.lost {
@@ -343,7 +343,7 @@ func (p *proc) reply(d *dice, f Fault) {
 	p.replyMove(ready[i], d, f)
 }
 
-func (p *proc) replyMove(m *move, d *dice, f Fault) {
+func (p *proc) replyMove(m *move, d *rng, f Fault) {
 	if f == faultLost { // as good as a call that never answers
 		m.answered, m.stuck = false, true
 		return
@@ -362,7 +362,7 @@ func (p *proc) replyMove(m *move, d *dice, f Fault) {
 }
 
 // ghost is an answer that nobody waits for: to a call that was answered, or that never was.
-func (h *host) ghost(d *dice) {
+func (h *host) ghost(d *rng) {
 	h.w.stats.Unknown++
 	id := tracker.CallID(1<<40 + d.n(1000))
 	if len(h.answer) > 0 && d.n(2) == 0 {

@@ -13,9 +13,9 @@ import (
 type phase uint8
 
 const (
-	toPrefill phase = iota // at the router, wants a prefill instance
+	toPrefill phase = iota // at the router, needs a prefill instance
 	prefilling
-	toDecode // at the router, wants a decode instance
+	toDecode // at the router, needs a decode instance
 	decoding
 	done
 )
@@ -63,7 +63,7 @@ func newRouting(w *World) *routing {
 }
 
 // submit brings a client whose prompt shares a prefix with others.
-func (r *routing) submit(d *dice) {
+func (r *routing) submit(d *rng) {
 	if r.given = r.given || len(r.workload) > 0; r.given {
 		if len(r.workload) > 0 {
 			p := r.workload[0]
@@ -106,11 +106,11 @@ func (r *routing) enter(prompt []int32, salt string, n int) {
 	}
 	r.live = append(r.live, c)
 	r.wants = append(r.wants, c)
-	r.w.say("client %d: %d tokens %v, wants %d", c.n, len(prompt), prompt, n)
+	r.w.say("client %d: %d tokens %v, asks for %d", c.n, len(prompt), prompt, n)
 }
 
 // route takes the next step for one client.
-func (r *routing) route(d *dice, f Fault) {
+func (r *routing) route(d *rng, f Fault) {
 	if len(r.wants) == 0 {
 		return
 	}
@@ -127,7 +127,7 @@ func (r *routing) route(d *dice, f Fault) {
 	r.decode(c, d, f)
 }
 
-func (r *routing) prefill(c *client, d *dice) {
+func (r *routing) prefill(c *client, d *rng) {
 	i, ok := r.choice.Prefill(c.tried)
 	if !ok {
 		c.phase = toDecode
@@ -142,7 +142,7 @@ func (r *routing) prefill(c *client, d *dice) {
 	c.phase = prefilling
 }
 
-func (r *routing) decode(c *client, d *dice, f Fault) {
+func (r *routing) decode(c *client, d *rng, f Fault) {
 	i, ok := r.choice.Decode(c.tried)
 	if !ok || c.attempts == attempts {
 		r.breakOff(c, "no decode instance")
@@ -156,7 +156,7 @@ func (r *routing) decode(c *client, d *dice, f Fault) {
 		f = []Fault{faultLater, faultTwice, faultWrong, faultLost}[d.n(4)]
 		r.w.stats.Faults++
 	}
-	if r.hand(c, r.w.engines[i], c.max, r.w.office.tamper(t, d, f), d) {
+	if r.hand(c, r.w.engines[i], c.max, r.w.tickets.tamper(t, d, f), d) {
 		c.phase = decoding
 		return
 	}
@@ -164,7 +164,7 @@ func (r *routing) decode(c *client, d *dice, f Fault) {
 }
 
 // hand submits a client's request, now and then under an id that was used before.
-func (r *routing) hand(c *client, e *engine, n int, ticket []byte, d *dice) bool {
+func (r *routing) hand(c *client, e *engine, n int, ticket []byte, d *rng) bool {
 	c.id = connector.RequestID(fmt.Sprintf("c%d.%d", c.n, len(c.tried)+c.attempts))
 	if len(e.old) > 0 && d.n(6) == 0 {
 		c.id = e.old[d.n(len(e.old))]
@@ -272,7 +272,7 @@ func (r *routing) breakOff(c *client, why string) {
 }
 
 // leave is a client going away.
-func (r *routing) leave(d *dice) {
+func (r *routing) leave(d *rng) {
 	if len(r.live) == 0 {
 		return
 	}

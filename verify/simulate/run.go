@@ -73,7 +73,7 @@ func culprit(stack string) string {
 
 // apply does one step of a script and checks the invariants.
 func (w *World) apply(op Op) {
-	d := dice(op.Dice)
+	d := rng(op.Seed)
 	e := w.engines[d.n(len(w.engines))]
 	h := e.host
 	switch op.Kind {
@@ -118,7 +118,7 @@ func (w *World) apply(op Op) {
 }
 
 // apply does a step of one host's plugin.
-func (h *host) apply(op Op, d *dice) {
+func (h *host) apply(op Op, d *rng) {
 	if op.Kind == opGhost {
 		h.ghost(d)
 		return
@@ -209,7 +209,7 @@ func (w *World) settle() {
 // round lets everybody do everything there is to do. It reports whether anything was done.
 func (w *World) round(n int) (busy bool) {
 	w.router.probe()
-	d := dice(n)
+	d := rng(n)
 	for len(w.router.wants) > 0 && w.violation == nil {
 		busy = true
 		w.router.route(&d, faultNone)

@@ -49,7 +49,7 @@ func (h *host) seen(m *move, i int) *cell {
 	return &h.e.mem[m.Rank][m.Transfer.Blocks[i].ID]
 }
 
-// copyOut is what happens before a plugin reads what is to be saved.
+// copyOut is what happens before a plugin reads what it must save.
 func (h *host) copyOut(m *move) {
 	for i, s := range m.Slots {
 		h.e.landing[m.Rank][s].set(&h.e.mem[m.Rank][m.Transfer.Blocks[i].ID])
@@ -83,7 +83,7 @@ func (c *cell) set(from *cell) {
 }
 
 // scribble is an untrusted plugin writing to any landing slot at any time.
-func (p *proc) scribble(d *dice) {
+func (p *proc) scribble(d *rng) {
 	n := p.h.w.opt.Slots
 	if n == 0 {
 		return

@@ -92,14 +92,14 @@ func (s *story) begin(t *testing.T, d *datadriven.TestData) {
 
 func (s *story) command(t *testing.T, d *datadriven.TestData) {
 	w := s.w
-	dice := dice(1)
+	random := rng(1)
 	fault := faultOf(t, d)
 	switch d.Cmd {
 	case "client":
 		s.client(t, d)
 	case "route":
 		for range len(w.router.wants) {
-			w.router.route(&dice, fault)
+			w.router.route(&random, fault)
 		}
 	case "leave":
 		for _, c := range w.router.live {
@@ -108,7 +108,7 @@ func (s *story) command(t *testing.T, d *datadriven.TestData) {
 			}
 		}
 		var first zero
-		w.router.leave(first.dice())
+		w.router.leave(first.rng())
 	case "store":
 		s.store(t, d.CmdArgs[0].Key)
 	case "pass":
@@ -124,11 +124,11 @@ func (s *story) command(t *testing.T, d *datadriven.TestData) {
 	}
 }
 
-// zero makes dice that always say 0 or close to it: a list's first element.
-type zero struct{ d dice }
+// zero makes a generator that always gives 0, which is a list's first element, or a number close to it.
+type zero struct{ d rng }
 
-func (z *zero) dice() *dice {
-	for seed := dice(0); ; seed++ {
+func (z *zero) rng() *rng {
+	for seed := rng(0); ; seed++ {
 		probe := seed
 		if probe.next()%(2*3*4*5*7) == 0 {
 			z.d = seed
@@ -179,7 +179,7 @@ func (s *story) misbehave(t *testing.T, what string, e *engine) {
 		s.w.say("%s: plugin hangs", e.name)
 	case "ghost":
 		before := e.host.book.Counters().Unknown
-		for seed := range dice(100) {
+		for seed := range rng(100) {
 			e.host.ghost(&seed)
 		}
 		fmt.Fprintf(&s.out, "%d answers dropped\n", e.host.book.Counters().Unknown-before)
@@ -223,13 +223,13 @@ func (s *story) work(t *testing.T, d *datadriven.TestData, p *proc, fault Fault)
 	var z zero
 	if what != "load" && what != "save" {
 		require.NotEmpty(t, p.jobs, "the plugin has nothing to do")
-		p.doJob(p.jobs[0], z.dice(), fault)
+		p.doJob(p.jobs[0], z.rng(), fault)
 		return
 	}
 	for _, m := range p.moves {
 		if m.Kind.String() == what && !m.answered && !m.stuck {
 			m.canceled = m.canceled && !d.HasArg("deaf")
-			p.doMove(m, n, z.dice(), fault)
+			p.doMove(m, n, z.rng(), fault)
 			return
 		}
 	}
@@ -247,7 +247,7 @@ func (s *story) answer(h *host, scheduler bool, fault Fault) {
 	var z zero
 	for _, m := range slices.Clone(p.moves) {
 		if m.answered {
-			p.replyMove(m, z.dice(), fault)
+			p.replyMove(m, z.rng(), fault)
 		}
 	}
 }

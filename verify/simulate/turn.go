@@ -25,13 +25,13 @@ func (r *routing) keepTurn(c *client, ticket []byte) {
 	if len(r.turns) > 8 {
 		r.turns = r.turns[1:]
 	}
-	if d := dice(c.n); d.n(3) > 0 && c.round < 3 {
+	if d := rng(c.n); d.n(3) > 0 && c.round < 3 {
 		r.goOn(&d, len(r.turns)-1)
 	}
 }
 
 // goOn brings a client whose prompt is the next turn of a conversation. Its ticket goes to the prefill engine.
-func (r *routing) goOn(d *dice, i int) bool {
+func (r *routing) goOn(d *rng, i int) bool {
 	t := r.turns[i]
 	prompt := slices.Clone(t.tokens)
 	for n := 1 + d.n(4); n > 0; n-- {

@@ -20,7 +20,7 @@ type World struct {
 	store   *store
 	router  *routing
 	key     []byte // signs tickets
-	office  ledger // what was issued and accepted
+	tickets ledger // what was issued and accepted
 	lives   uint16
 	quiet   bool // no more faults: everything must come to its end
 
@@ -150,7 +150,7 @@ func (s *Stats) fields() []field {
 func newWorld(o Options) *World {
 	w := &World{
 		opt: o, now: time.Unix(0, 0), store: newStore(), key: []byte("a key of at least thirty-two bytes"),
-		office: newLedger(), digest: basis,
+		tickets: newLedger(), digest: basis,
 	}
 	w.router = newRouting(w)
 	for i := range o.Prefills + o.Decodes {

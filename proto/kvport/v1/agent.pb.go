@@ -473,7 +473,7 @@ type AgentAttach struct {
 	Layout        *Layout                `protobuf:"bytes,9,opt,name=layout,proto3" json:"layout,omitempty"`                        // without digest segments: the agent adds its own
 	Region        uint64                 `protobuf:"varint,10,opt,name=region,proto3" json:"region,omitempty"`                      // size in bytes, with room for the digests: 16 bytes for each segment of each block, and 64
 	Hashes        string                 `protobuf:"bytes,11,opt,name=hashes,proto3" json:"hashes,omitempty"`                       // the engine's name for its block hashes, such as "vllm/sha256"
-	Events        bool                   `protobuf:"varint,12,opt,name=events,proto3" json:"events,omitempty"`                      // the scheduler wants AgentBlocks
+	Events        bool                   `protobuf:"varint,12,opt,name=events,proto3" json:"events,omitempty"`                      // the scheduler asks for AgentBlocks
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }

@@ -636,7 +636,7 @@ type DescribeResponse struct {
 	Lossy            bool                   `protobuf:"varint,7,opt,name=lossy,proto3" json:"lossy,omitempty"`
 	ArenaBytes       uint64                 `protobuf:"varint,8,opt,name=arena_bytes,json=arenaBytes,proto3" json:"arena_bytes,omitempty"` // 0: no arena
 	Stats            []*StatInfo            `protobuf:"bytes,9,rep,name=stats,proto3" json:"stats,omitempty"`
-	ArenaBlocks      uint64                 `protobuf:"varint,10,opt,name=arena_blocks,json=arenaBlocks,proto3" json:"arena_blocks,omitempty"`                  // besides arena_bytes: room for blocks, see connector.Info
+	ArenaBlocks      uint64                 `protobuf:"varint,10,opt,name=arena_blocks,json=arenaBlocks,proto3" json:"arena_blocks,omitempty"`                  // in addition to arena_bytes: room for blocks, see connector.Info
 	ArenaField       string                 `protobuf:"bytes,11,opt,name=arena_field,json=arenaField,proto3" json:"arena_field,omitempty"`                      // the field of the config that says how large the arena is, for messages; empty: none does
 	ArenaBlockTokens uint64                 `protobuf:"varint,12,opt,name=arena_block_tokens,json=arenaBlockTokens,proto3" json:"arena_block_tokens,omitempty"` // tokens of each of arena_blocks; 0: as many as the engine's block has
 	unknownFields    protoimpl.UnknownFields
@@ -1486,7 +1486,7 @@ type Open struct {
 	Arena         *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`                          // what Describe asked for; absent: none
 	Progress      *Region                `protobuf:"bytes,13,opt,name=progress,proto3" json:"progress,omitempty"`                    // worker side only: where SaveLayers finds its counters
 	Ring          *Ring                  `protobuf:"bytes,14,opt,name=ring,proto3" json:"ring,omitempty"`                            // memory through which small messages may go; absent: none
-	Base          []byte                 `protobuf:"bytes,15,opt,name=base,proto3" json:"base,omitempty"`                            // 32 bytes, as shape but for block size and ranks; absent: blocks cannot be cut
+	Base          []byte                 `protobuf:"bytes,15,opt,name=base,proto3" json:"base,omitempty"`                            // 32 bytes, as shape, but without block size and ranks; absent: blocks cannot be cut
 	LinkKey       []byte                 `protobuf:"bytes,16,opt,name=link_key,json=linkKey,proto3" json:"link_key,omitempty"`       // 32 bytes, for peers to know each other by; absent: an older host
 	RouterKey     []byte                 `protobuf:"bytes,17,opt,name=router_key,json=routerKey,proto3" json:"router_key,omitempty"` // 32 bytes, what the deployment's routers sign with; absent: not for this connector
 	unknownFields protoimpl.UnknownFields
@@ -1643,7 +1643,7 @@ func (x *Open) GetRouterKey() []byte {
 }
 
 // Ring is memory for two rings of frames beside the session's stream: it begins at an offset of a
-// descriptor that the plugin inherited. Who does not know it leaves Opened.ring unset, and all
+// descriptor that the plugin inherited. A plugin that does not know it leaves Opened.ring unset, and all
 // messages go over the stream. Rules RING-01 to RING-08 say what is in it.
 type Ring struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2108,7 +2108,7 @@ type Query struct {
 	Keys          []byte                 `protobuf:"bytes,3,opt,name=keys,proto3" json:"keys,omitempty"` // 32 bytes a block
 	Computed      uint32                 `protobuf:"varint,4,opt,name=computed,proto3" json:"computed,omitempty"`
 	Ticket        []byte                 `protobuf:"bytes,5,opt,name=ticket,proto3" json:"ticket,omitempty"`
-	Reshaped      uint32                 `protobuf:"varint,6,opt,name=reshaped,proto3" json:"reshaped,omitempty"` // not 0: the ticket is of an engine with another shape, and so many tokens are the same
+	Reshaped      uint32                 `protobuf:"varint,6,opt,name=reshaped,proto3" json:"reshaped,omitempty"` // not 0: the ticket is of an engine with another shape, and this many tokens are the same
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }

@@ -21,7 +21,7 @@ import (
 func Kinds() []string { return []string{"engine", "transfer", "store"} }
 
 // Files gives what the files of a docs folder should hold, by path below it: the page with its tables
-// written anew, and a plot for each kind. They are made of benchmarks/KIND.jsonl, as kvport bench
+// written again, and a plot for each kind. They are made of benchmarks/KIND.jsonl, as kvport bench
 // --format json wrote it, and benchmarks/reasons.txt.
 func Files(docs string) (map[string][]byte, error) {
 	page, err := os.ReadFile(filepath.Join(docs, "benchmarks.md"))

@@ -56,21 +56,21 @@ func (c *Client) Health(ctx context.Context, url string) (*Health, error) {
 	return h, nil
 }
 
-// strikeTick is how often StrikeLoad looks.
-const strikeTick = 200 * time.Microsecond
+// lookEvery is how often SignalLoad looks.
+const lookEvery = 200 * time.Microsecond
 
-// StrikeLoad waits until the plugin with the given pid is at work on a load, stops it, makes sure that the
+// SignalLoad waits until the plugin with the given pid is at work on a load, stops it, makes sure that the
 // engine still waits for it, and only then gives it the signal. start should cause the load and return
-// what ends the wait. The error is ErrTooLate if the load was over by then: so a strike that returns nil is
-// known to have met a load.
+// what ends the wait. The error is ErrTooLate if the load was over by then: so a call that returns nil
+// has certainly met a load.
 //
 // That the plugin is at work shows in the bytes that it has read or in the engine's health: one that
 // reads another process's memory counts no bytes.
-func (c *Client) StrikeLoad(ctx context.Context, engine *Process, plugin int, signal syscall.Signal, start func() (over <-chan struct{})) error {
+func (c *Client) SignalLoad(ctx context.Context, engine *Process, plugin int, signal syscall.Signal, start func() (over <-chan struct{})) error {
 	const some = 1 << 20
 	before := BytesRead(plugin)
 	over := start()
-	tick := time.NewTicker(strikeTick)
+	tick := time.NewTicker(lookEvery)
 	defer tick.Stop()
 	for met := false; !met; {
 		select {

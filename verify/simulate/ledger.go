@@ -39,21 +39,21 @@ func (w *World) issue(e *engine, t *tracker.Ticket, turn bool) []byte {
 	if turn && w.is(TurnLeased) {
 		env.Lease = holdMax
 	}
-	w.office.nonce++
-	binary.LittleEndian.PutUint64(env.Nonce[:], w.office.nonce)
+	w.tickets.nonce++
+	binary.LittleEndian.PutUint64(env.Nonce[:], w.tickets.nonce)
 	signed, err := ticket.Seal(w.key, env)
 	if err != nil {
 		w.fail('t', "%s cannot sign a ticket: %v", e.name, err)
 		return nil
 	}
 	i := &issued{signed, e.name, e.epoch, env.Consumers, turn, map[string]map[connector.RequestID]bool{}}
-	w.office.issued = append(w.office.issued, i)
-	w.office.byHash[hash(string(signed))] = i
+	w.tickets.issued = append(w.tickets.issued, i)
+	w.tickets.byHash[hash(string(signed))] = i
 	return signed
 }
 
 // tamper is what happens to a ticket between two engines.
-func (l *ledger) tamper(t []byte, d *dice, f Fault) []byte {
+func (l *ledger) tamper(t []byte, d *rng, f Fault) []byte {
 	if len(l.issued) == 0 {
 		return t
 	}
@@ -78,7 +78,7 @@ func (l *ledger) tamper(t []byte, d *dice, f Fault) []byte {
 }
 
 // stale picks a ticket of a life that is over, of an engine that has issued tickets since.
-func (l *ledger) stale(d *dice) []byte {
+func (l *ledger) stale(d *rng) []byte {
 	newest := map[string]uint64{}
 	for _, i := range l.issued {
 		newest[i.engine] = i.epoch
@@ -126,7 +126,7 @@ func (l *ledger) accepted(w *World, e *engine, id connector.RequestID, signed []
 func (h *host) verify(signed []byte, id connector.RequestID) (*ticket.Envelope, error) {
 	e, err := ticket.Open(h.w.key, signed)
 	if err != nil && h.w.is(AcceptForged) {
-		if i := h.w.office.like(signed); i != nil {
+		if i := h.w.tickets.like(signed); i != nil {
 			return ticket.Open(h.w.key, i.signed)
 		}
 	}
