@@ -88,7 +88,6 @@ func kvportWords() map[string]int {
 		"CHANGELOG.md":            1,
 		"cmd":                     17,
 		"conformance":             114,
-		"connectors":              78,
 		"docs/acceptance.md":      6,
 		"docs/adr":                52,
 		"docs/connectors_test.go": 2,
