@@ -91,7 +91,6 @@ func kvportWords() map[string]int {
 		"docs/acceptance.md":      6,
 		"docs/adr":                52,
 		"docs/connectors_test.go": 2,
-		"engine":                  63,
 		"examples":                1,
 		"host":                    94,
 		"internal":                46,
