@@ -95,7 +95,6 @@ func kvportWords() map[string]int {
 		"host":                    94,
 		"internal":                46,
 		"multiconnector":          14,
-		"native":                  13,
 		"proto":                   5,
 		"verify":                  59,
 	}
