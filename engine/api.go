@@ -23,7 +23,7 @@ var (
 	// ErrInvalid says that a request's fields make no sense; the message names the field.
 	ErrInvalid = errors.New("invalid request")
 	// ErrStop, as the cause with which the context of a Submit is cancelled, ends the request with
-	// ReasonStop instead of ReasonAbort: the caller found a stop string and has all it wants.
+	// ReasonStop instead of ReasonAbort: the caller found a stop string and needs nothing more.
 	ErrStop = errors.New("stopped by the caller")
 	// ErrNotReset says that the prefix cache was reset, and that the connector cannot be.
 	ErrNotReset = errors.New("the prefix cache is empty, the connector is not")

@@ -97,7 +97,7 @@ func (c Config) shape(layout connector.Layout) connector.Fingerprint {
 	return connector.NewFingerprint("kvport/shape/1", slices.Clip(fields)...)
 }
 
-// fit is what an engine without a connector says of itself: nothing can be handed over.
+// fit is how an engine without a connector describes itself: nothing can be handed over.
 func (c Config) fit(layout connector.Layout) host.Fit {
 	spec := c.Model.Spec()
 	ranks := max(1, spec.Ranks)
@@ -148,7 +148,7 @@ type Info struct {
 	Fit         host.Fit
 }
 
-// Health is what /health says of an engine.
+// Health is what /health says about an engine.
 type Health struct {
 	Running int          `json:"running"` // requests in the batch
 	Waiting int          `json:"waiting"` // requests that wait, parked loads included

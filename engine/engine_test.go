@@ -378,7 +378,7 @@ func TestRefusals(t *testing.T) {
 	require.NotEmpty(t, collect(second).tokens)
 }
 
-// gate is a model that waits until it is let go on, then fails as often as it is told to.
+// gate is a model that waits until it may continue, and then fails as often as it is told to.
 type gate struct {
 	model.Model
 	open  chan struct{}

@@ -76,7 +76,7 @@ func TestPartialTails(t *testing.T) {
 	}
 }
 
-// TestOtherTail: a ticket for a prompt that ends otherwise gives its full blocks and no more.
+// TestOtherTail: a ticket for a prompt that ends differently gives only its full blocks.
 func TestOtherTail(t *testing.T) {
 	cfg := spreadConfig(t, 2, 2, sim.ByLayer)
 	cfg.PrefixCaching = false

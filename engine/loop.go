@@ -172,7 +172,7 @@ func (l *loop) step() bool {
 	l.watchLayers(st)
 	l.tell(st) // loads start while the model computes
 	if len(chunks) > 0 {
-		// Saves only afterwards, when the blocks are complete, but for those that go layer by layer.
+		// Saves start only afterwards, when the blocks are complete, except those that go layer by layer.
 		l.tell(l.compute(chunks))
 	}
 	for _, out := range l.sched.Outputs() {
@@ -182,8 +182,8 @@ func (l *loop) step() bool {
 	return len(chunks) > 0
 }
 
-// watchLayers has the host told of each layer of a step that is to be computed, if something of it is
-// saved meanwhile.
+// watchLayers arranges that the host is told about each layer of the coming step once it is computed, if
+// any of the step's blocks are saved meanwhile.
 func (l *loop) watchLayers(st *connector.Step) {
 	l.batch.AfterLayer = nil
 	if st == nil || len(st.Computing) == 0 {

@@ -76,7 +76,7 @@ const (
 // variable is the environment variable of a name.
 func variable(name string) string { return "LMCACHE_" + strings.ToUpper(name) }
 
-// fields are the names that matter to us and what the config says of them.
+// fields are the names that matter to us and the values that the config has for them.
 func (c *Config) fields() map[string]string {
 	fields := map[string]string{}
 	for name, raw := range map[string]json.RawMessage{

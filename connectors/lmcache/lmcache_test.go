@@ -114,7 +114,7 @@ func TestNamesOfLMCache(t *testing.T) {
 		require.Contains(t, string(plugin().Schema), `"lmcache.`+name+`"`)
 	}
 	const earlier = 12 // names of earlier versions, which TestExamplesOfLMCache has
-	require.Len(t, declared, known+3+earlier, "besides LMCACHE_CONFIG_FILE and what resp:// reads")
+	require.Len(t, declared, known+3+earlier, "in addition to LMCACHE_CONFIG_FILE and what resp:// reads")
 	var log strings.Builder
 	config, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(`{"lmcache.local_cpu": false, "lmcache.remote_url": "redis://127.0.0.1:1", "lmcache.use_layerwise": true, "lmcache.extra_config": {"a": [1]}, "lmcache.enable_xpyd": null}`))
 	require.NoError(t, err)

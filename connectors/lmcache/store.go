@@ -11,8 +11,8 @@ import (
 	"github.com/kvport/kvport/connectors/internal/tier"
 )
 
-// Open opens the tiers for the engine of env. Errors name what of the configuration is wrong and wrap
-// connector.ErrIncompatible.
+// Open opens the tiers for the engine of env. Errors name the field of the configuration that is wrong and
+// wrap connector.ErrIncompatible.
 func Open(ctx context.Context, env connector.Env, config Config) (connector.Store, error) {
 	s, err := config.settings()
 	if err != nil {

@@ -11,7 +11,7 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// many is an answer about so many blocks.
+// many is an answer about that many blocks.
 func many(blocks int) *answer {
 	a := &answer{Metadata: bytes.Repeat([]byte{7}, 1500), Segments: []segment{{Addr: 1, Stride: 2, Bytes: 3}}, Tokens: max(1, 16*blocks)}
 	for i := range blocks {

@@ -122,7 +122,7 @@ func TestLooks(t *testing.T) {
 	require.ErrorIs(t, load(9, func(x *ticket) { x.Secret[3]++ }), connector.ErrGone)
 }
 
-// TestIDs: what a ticket says of its blocks comes out as it was, by group.
+// TestIDs: the block ids of a ticket come out as they went in, by group.
 func TestIDs(t *testing.T) {
 	rng := rand.New(rand.NewPCG(32, 33))
 	for range 200 {

@@ -102,7 +102,8 @@ func (c *Config) settleMode() error {
 	return nil
 }
 
-// settleSubscribe wants addresses, or the word that stands for them, and room for what comes from there.
+// settleSubscribe checks that subscribe has addresses, or the word that stands for them, and that there is
+// room for what comes from there.
 func (c *Config) settleSubscribe() error {
 	if len(c.Subscribe) > 0 && c.EarlyBytes == 0 {
 		c.EarlyBytes = defaultEarly
@@ -137,7 +138,7 @@ func (c *Config) tls() (*tls.Config, error) {
 	}
 	info, err := os.Stat(c.KeyFile)
 	if err == nil && (!info.Mode().IsRegular() || info.Size() > maxKeyFile || info.Mode().Perm()&0o077 != 0) {
-		err = fmt.Errorf("%s wants to be a file of at most %d bytes that only its owner can read: %w", c.KeyFile, maxKeyFile, connector.ErrIncompatible)
+		err = fmt.Errorf("%s must be a file of at most %d bytes that only its owner can read: %w", c.KeyFile, maxKeyFile, connector.ErrIncompatible)
 	}
 	var key []byte
 	if err == nil {

@@ -10,7 +10,7 @@ import (
 
 const (
 	linger       = 2 * time.Second // after a Match; the host asks again as long as the request waits
-	beatShare    = 6               // of a lease: so often a sign of life is sent
+	beatShare    = 6               // heartbeats sent during one lease
 	minHeartbeat = 5 * time.Millisecond
 	maxHeartbeat = 5 * time.Second
 )

@@ -16,9 +16,9 @@ import (
 
 // holds are the finished requests whose blocks stay for a consumer.
 //
-// A hold ends here before it ends at the host: its lease begins before the host hears of it, and a
-// consumer's heartbeat lengthens it only once the host has said that it does the same (rule LEASE-02). So
-// whoever is told, after a read, that the hold is still there has read what was held.
+// A hold ends here before it ends at the host: its lease begins before the host learns about it, and a
+// consumer's heartbeat extends it only after the host has extended its own (rule LEASE-02). So a consumer
+// that is told after its read that the hold still exists has read blocks that were held.
 type holds struct {
 	world int
 	lease time.Duration
@@ -172,8 +172,8 @@ func (h *holds) find(id connector.HoldID, secret []byte) (connector.Ended, error
 // doneKept is how long a confirmed read is remembered, for those that have lost the answer.
 const doneKept = 30 * time.Second
 
-// done notes that a rank has read what it wants. That there is no error says that the hold was still there
-// when it first said so.
+// done notes that a rank has read what it asked for. A nil error means that the hold still existed when the
+// rank first said so.
 func (h *holds) done(q *question, now time.Time) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -70,7 +70,7 @@ func (r *rank) mode(a *answer, transport string) string {
 	return modePull
 }
 
-// early ends a context so much before its deadline that a load can still be ended in an orderly way.
+// early ends a context long enough before its deadline for a load to end in an orderly way.
 func early(ctx context.Context) (context.Context, context.CancelFunc) {
 	d, ok := ctx.Deadline()
 	if !ok || time.Until(d) < minTime {

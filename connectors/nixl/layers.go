@@ -9,16 +9,17 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// What is computed can be read while it is computed: a consumer that follows a producer asks over the side
-// channel again and again how many layers of which blocks are final, reads them in place, and says so with its
-// next question. The producer's engine keeps the blocks as long as the save lasts, and the save waits for who
-// reads. So whoever is told, after the last layer, that the save still lasted has read what was computed.
+// A consumer can read a prompt's blocks while they are computed: it follows the producer, which means that it
+// asks over the side channel again and again how many layers of which blocks are final, reads them in place, and
+// says so with its next question. The producer's engine keeps the blocks as long as the save lasts, and the save
+// waits for its readers. So a consumer that is told, after the last layer, that the save still lasted has read
+// what was computed.
 
 const (
 	followWait  = time.Second // an answer without news
 	followLimit = 5 * time.Second
-	// followPatience is how long a save waits, after its last layer, for those who read. Who is slower is
-	// followed no more, until it asks again.
+	// followPatience is how long a save waits for its readers after its last layer. A consumer that is
+	// slower no longer counts as a reader until it asks again.
 	followPatience = 500 * time.Millisecond
 	maxFollowers   = 64
 	maxFollowID    = 64

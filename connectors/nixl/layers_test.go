@@ -33,7 +33,7 @@ func (x *side) reaches(name string, least float64) {
 	require.Eventually(x, func() bool { return x.stat(name) >= least }, time.Minute, time.Millisecond, name)
 }
 
-// early waits until so many blocks lie ready that were read early.
+// early waits until that many blocks are ready that were read early.
 func (x *side) early(blocks int) {
 	x.Helper()
 	e := x.w.(*worker).rank.prefetch
@@ -207,10 +207,10 @@ func TestLayersSlow(t *testing.T) {
 	require.Len(t, a.Saves[0].Blocks, 3, "two full blocks and one of the other group")
 	require.NotEmpty(t, a.Metadata)
 	id := a.Saves[0].Save
-	require.Empty(t, ask(reached{Save: id, Layers: layers}).Kept, "it was not told of so many layers")
+	require.Empty(t, ask(reached{Save: id, Layers: layers}).Kept, "it was not told about that many layers")
 	l.compute(rng, layers)
 	require.NoError(t, <-l.ended)
-	require.Zero(t, p.stat("subscribers"), "it is followed no more")
+	require.Zero(t, p.stat("subscribers"), "it is no longer followed")
 	a = ask(reached{Save: id, Layers: layers})
 	require.Empty(t, a.Kept, "the save is over")
 	_, err := p.node.reply(&question{Version: protocolVersion, Model: p.node.env.Model[:], Shape: p.node.env.Shape[:], World: 1, Follow: &follow{}})

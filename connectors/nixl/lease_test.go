@@ -151,8 +151,8 @@ func checkStats(t *testing.T, stats []connector.Stat) map[string]float64 {
 	return out
 }
 
-// TestReset: a reset ends every hold, also a weak one. The host hears of it, consumers find them gone, and what is
-// held afterwards stays.
+// TestReset: a reset ends every hold, weak ones too. The host is told, consumers find the holds gone, and holds
+// that begin afterwards stay.
 func TestReset(t *testing.T) {
 	h := newHolds(1, time.Hour)
 	a, secretA := h.add(connector.Ended{})

@@ -21,9 +21,9 @@ const (
 	maxTokens       = 1 << 30
 )
 
-// question is what a consumer's rank asks about one hold: where its blocks are, or, with Done, whether
-// they still were what it has read. With Beats it only says which holds it is still interested in, and with
-// Push it wants them written; Done, when they are, says that the hold has served.
+// question is what a consumer's rank asks about one hold: where its blocks are, or, with Done, whether the
+// blocks that it has read were still held. With Beats it only says which holds it is still interested in. With
+// Push it asks for the blocks to be written; Done, once they are, says that the hold has served.
 type question struct {
 	Version int              `json:"version"`
 	Model   []byte           `json:"model"`
@@ -43,7 +43,7 @@ type question struct {
 	Follow  *follow          `json:"follow,omitempty"` // nothing but what is being computed
 }
 
-// push is where a consumer wants blocks written to.
+// push says where a producer is to write a consumer's blocks.
 type push struct {
 	Metadata []byte `json:"metadata"` // of the consumer's agent
 	Host     string `json:"host"`     // of the consumer, and its process there: to tell the transport

@@ -200,8 +200,8 @@ func testKeyFile(t *testing.T, mode string) {
 	require.ErrorContains(t, err, "only its owner")
 }
 
-// TestNextLife: a producer that starts anew at the same port knows nothing of its former life's tickets, and a
-// consumer goes on with it.
+// TestNextLife: a producer that starts again at the same port knows nothing about the tickets of its former life,
+// and a consumer continues with it.
 func TestNextLife(t *testing.T) { eachMode(t, testNextLife) }
 
 func testNextLife(t *testing.T, mode string) {

@@ -70,7 +70,7 @@ type Node struct {
 	ranks map[int]*rank
 	conns map[net.Conn]time.Time // questions of consumers, and when they last came
 
-	complained atomic.Int64 // when the log was told of a stranger last
+	complained atomic.Int64 // when a stranger was last logged
 }
 
 // Open makes the node of one life of an engine. Errors name the field, or say what the library lacks.

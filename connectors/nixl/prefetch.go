@@ -48,7 +48,7 @@ const (
 	prefetchTimeout = 2 * time.Second // of one read
 )
 
-// newAhead makes room for blocks; nil where the config wants none.
+// newPrefetch makes room for blocks; it returns nil where the config asks for no prefetching.
 func (r *rank) newPrefetch() (*prefetch, error) {
 	c := &r.node.config
 	if len(c.Subscribe) == 0 || !r.env.Role.Loads() {
@@ -108,7 +108,7 @@ func (h *prefetch) unmap() error {
 	return unix.Munmap(h.slab)
 }
 
-// learn begins to follow a producer that a ticket names, if the config wants that.
+// learn starts to follow a producer that a ticket names, if the config asks for that.
 func (h *prefetch) learn(address string) {
 	if h == nil {
 		return
@@ -378,7 +378,7 @@ func (h *prefetch) fits(a *answer) error {
 	return sameShape(&h.rank.env.Layout, &told)
 }
 
-// fetch reads. What a read that did not end in time may still write to is used no more.
+// fetch reads. Memory that a read may still write to, because it did not end in time, is no longer used.
 func (f *following) fetch(a *answer, p *reads) error {
 	if len(p.local) == 0 {
 		return nil

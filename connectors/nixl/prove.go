@@ -129,7 +129,7 @@ func (l *connPool) prove(conn net.Conn) error {
 	_, err = io.ReadFull(conn, head[:])
 	switch {
 	case errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET):
-		return fmt.Errorf("it hung up where the link key is to be proven: it is an older release of the plugin, or has a key_file: %w: %w",
+		return fmt.Errorf("it hung up where it had to prove the link key: it is an older release of the plugin, or has a key_file: %w: %w",
 			connector.ErrIncompatible, err)
 	case err != nil:
 		return err

@@ -33,7 +33,7 @@ type pushed struct {
 // once runs do for a question, or gives what it gave for the same.
 func (p *pushes) once(q *question, do func() (*answer, error)) (*answer, error) {
 	if q.Load == "" {
-		return nil, fmt.Errorf("a push wants a name: %w", connector.ErrIncompatible)
+		return nil, fmt.Errorf("a push has no name: %w", connector.ErrIncompatible)
 	}
 	name := readName{q.Hold, q.Rank, q.Load, string(q.Secret)}
 	p.mu.Lock()
@@ -67,7 +67,7 @@ func (p *pushes) sweep(now time.Time) {
 	}
 }
 
-// push writes blocks of a hold to where a consumer wants them, and says whether they were held until the end.
+// push writes blocks of a hold to where a consumer asked for them, and says whether they were held until the end.
 func (n *Node) push(r *rank, q *question, e *connector.Ended) (*answer, error) {
 	local, remote, err := unpackRuns(q.Push.Runs)
 	if err == nil {

@@ -13,7 +13,7 @@ import (
 // maxWorld bounds the ranks of an engine.
 const maxWorld = 4096
 
-// baseOf is what a question says of an engine whose blocks can be cut, nil for others.
+// baseOf is the base that a question carries if the engine's blocks can be cut, and nil otherwise.
 func baseOf(e *connector.Env) []byte {
 	if e.Base == (connector.Fingerprint{}) {
 		return nil
@@ -115,8 +115,8 @@ func (w *worker) Reshape(ctx context.Context, t *connector.Transfer, kv *connect
 	return err
 }
 
-// reshaping is one Reshape. It reads, whatever the config says of pushing: a producer's rank that pushes takes
-// the end of its write for the end of the load.
+// reshaping is one Reshape. It reads even where the config says to push: a producer's rank that pushes takes the
+// end of its own write for the end of the whole load.
 type reshaping struct {
 	worker   *worker
 	from     *ticket

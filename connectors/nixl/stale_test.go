@@ -60,7 +60,7 @@ func (s *staleScene) handle(kind string, prefix byte, n int) []byte {
 		holds.mu.Lock()
 		n := holds.open[hold.ID]
 		n.expires = time.Now().Add(-time.Duration(s.rng.Int64N(1e9)))
-		holds.board.set(n.slot, n.sum, n.expires) // as it stands there once it is over
+		holds.board.set(n.slot, n.sum, n.expires) // as the board shows it once it is over
 		holds.mu.Unlock()
 		s.p.fill(s.rng, theirs)
 	case "forged":

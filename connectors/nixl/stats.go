@@ -17,7 +17,7 @@ func StatInfos() []connector.StatInfo {
 		return connector.StatInfo{Name: name, Help: help, Kind: connector.Counter, Labels: labels}
 	}
 	return []connector.StatInfo{
-		counter("reads_total", "Loads of a producer's blocks, by who moved them, transport and result.", "mode", "transport", "result"),
+		counter("reads_total", "Loads of a producer's blocks, by mode (pull or push), transport and result.", "mode", "transport", "result"),
 		counter("read_bytes_total", "Bytes loaded, by transport.", "transport"),
 		counter("read_descriptors_total", "Runs of memory that loads were made of."),
 		counter("read_seconds_total", "Time from the post of loads to their end."),
@@ -29,7 +29,7 @@ func StatInfos() []connector.StatInfo {
 		counter("holds_consumed_total", "Holds that consumers have fetched."),
 		counter("holds_expired_total", "Holds that ended before a consumer had fetched them."),
 		counter("late_questions_total", "Questions about holds that were over, or never were."),
-		counter("layer_bytes_total", "Bytes of layers that consumers were told of while the rest was computed."),
+		counter("layer_bytes_total", "Bytes of layers that consumers were told about while the rest was computed."),
 		counter("layer_confirmed_bytes_total", "Those of them that consumers have read."),
 		counter("layer_early_bytes_total", "Those that they had read when the KV of the last layer was computed."),
 		counter("early_blocks_total", "Blocks that were here when their load began."),

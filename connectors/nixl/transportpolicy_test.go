@@ -48,12 +48,12 @@ func TestNoPort(t *testing.T) {
 					others = append(others, port)
 				}
 			}
-			require.Equal(t, c.ports, len(others) > 0, "ports besides the side channel's: %v", others)
+			require.Equal(t, c.ports, len(others) > 0, "ports other than the side channel's: %v", others)
 			target, err := syscall.Mmap(-1, 0, os.Getpagesize(), syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_ANON|syscall.MAP_PRIVATE)
 			require.NoError(t, err)
 			defer func() { require.NoError(t, syscall.Munmap(target)) }()
 			for _, port := range append(others, side) {
-				strike(t, port, uint64(uintptr(unsafe.Pointer(&target[0]))))
+				forge(t, port, uint64(uintptr(unsafe.Pointer(&target[0]))))
 			}
 			written := func() bool { return bytes.Contains(target, []byte(strings.Repeat("x", 64))) }
 			if c.ports {
@@ -64,9 +64,9 @@ func TestNoPort(t *testing.T) {
 	}
 }
 
-// strike sends UCX's frame that puts 64 bytes at an address, to a port of this machine, and waits until the other
+// forge sends UCX's frame that puts 64 bytes at an address to a port of this machine, and waits until the other
 // end has read it or hung up.
-func strike(t *testing.T, port string, addr uint64) {
+func forge(t *testing.T, port string, addr uint64) {
 	t.Helper()
 	conn, err := net.Dial("tcp", net.JoinHostPort("127.0.0.1", port))
 	require.NoError(t, err)

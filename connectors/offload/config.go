@@ -38,7 +38,7 @@ type Config struct {
 	DiskAhead  int    `json:"disk_prefetch_blocks,omitempty" jsonschema:"minimum=0,maximum=4096,default=16,description=Blocks of a matched prompt that are read from disk before they are asked for."`
 	DiskBehind int    `json:"disk_write_queue,omitempty" jsonschema:"minimum=1,maximum=1048576,default=1024,description=Blocks that may wait to be written to disk; more are not."`
 
-	// What vLLM knows besides. It is accepted, so that a config can be taken over, and has no effect.
+	// Fields that only vLLM uses. They are accepted so that its configs work here, and have no effect.
 	SpecName       string `json:"spec_name,omitempty" jsonschema:"description=Of vLLM; no effect."`
 	SpecModulePath string `json:"spec_module_path,omitempty" jsonschema:"description=Of vLLM; no effect."`
 	PolicyModule   string `json:"cache_policy_module_path,omitempty" jsonschema:"description=Of vLLM; no effect."`
@@ -117,7 +117,7 @@ func (c *Config) piece(groups []connector.Group) (int, error) {
 	return n, nil
 }
 
-// ArenaBytes is how much memory the host is asked for, besides ArenaBlocks.
+// ArenaBytes is how much memory the host is asked for, in addition to ArenaBlocks.
 func (c *Config) ArenaBytes() int64 {
 	switch {
 	case c.CPUBlocks > 0:

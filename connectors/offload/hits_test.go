@@ -67,8 +67,8 @@ func stop(t *testing.T, p *cluster.Process) {
 // turn is one request of a conversation: which, and how much was said.
 type turn struct{ who, bytes int }
 
-// talk is many conversations that take turns; some people talk more than others. All that is said is
-// at least so many blocks.
+// talk is many conversations that take turns; some people talk more than others. Together they say at
+// least that many blocks.
 func talk(seed uint64, people, blocks, turns int) (out []turn, working int) {
 	rng := rand.New(rand.NewPCG(seed, 0))
 	said := make([]int, people)

@@ -25,10 +25,10 @@ func (s *Store) Stats(context.Context) ([]connector.Stat, error) {
 	return stats, nil
 }
 
-// Watch is told of every block that neither tier has any more.
+// Watch implements sdk.Watchable: removed is called for every block that neither tier has any longer.
 func (s *Store) Watch(removed func(keys []connector.StoreKey)) { s.removed.Store(&removed) }
 
-// changed is told of every change of either tier, of which other is the other one.
+// changed is called for every change of one tier; other asks the other tier whether it has a block.
 func (s *Store) changed(k connector.StoreKey, stored bool, other func(connector.StoreKey) bool) {
 	if removed := s.removed.Load(); !stored && removed != nil && !other(k) {
 		(*removed)([]connector.StoreKey{k})

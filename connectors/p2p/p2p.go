@@ -64,8 +64,8 @@ func (c *Config) open(link connector.Secret) (pipe.Network, error) {
 
 const maxKeyFile = 4 << 10
 
-// network makes the network of a config, whose peers prove the link key to each other where there is no key
-// file. Errors name the field.
+// network makes the network of a config. Without a key file its peers prove the link key to each other.
+// Errors name the field.
 func (c *Config) network(link connector.Secret) (*tcp.Network, error) {
 	n := &tcp.Network{Address: c.Listen, Advertise: c.Advertise, NoDigest: !c.Digest, Key: link}
 	if c.KeyFile == "" && link == nil {
@@ -80,7 +80,7 @@ func (c *Config) network(link connector.Secret) (*tcp.Network, error) {
 	case err != nil:
 		return nil, fmt.Errorf("key_file: %w", err)
 	case !info.Mode().IsRegular() || info.Size() > maxKeyFile || info.Mode().Perm()&0o077 != 0:
-		return nil, fmt.Errorf("key_file: %s wants to be a file of at most %d bytes that only its owner can read: %w", c.KeyFile, maxKeyFile, connector.ErrIncompatible)
+		return nil, fmt.Errorf("key_file: %s must be a file of at most %d bytes that only its owner can read: %w", c.KeyFile, maxKeyFile, connector.ErrIncompatible)
 	}
 	key, err := os.ReadFile(c.KeyFile)
 	if err == nil {

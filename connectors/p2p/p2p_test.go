@@ -85,7 +85,7 @@ func TestKeyFile(t *testing.T) {
 	require.ErrorContains(t, err, "key_file")
 }
 
-// The link key of the host is used where there is no key file; without either nothing begins.
+// The host's link key is used if the config has no key file; without either, nothing starts.
 func TestLinkKey(t *testing.T) {
 	link := connector.Secret(strings.Repeat("l", 32))
 	c := Config{Listen: defaultListen}

@@ -53,7 +53,8 @@ type Config struct {
 // Number is a whole number, in JSON a number or, as vLLM's users write it, a string of one.
 type Number int64
 
-// UnmarshalJSON implements json.Unmarshaler. What is no number becomes -1, so that Validate can name the field.
+// UnmarshalJSON implements json.Unmarshaler. A value that is not a whole number becomes -1, so that Validate can
+// name the field.
 func (n *Number) UnmarshalJSON(b []byte) error {
 	f, err := number(b)
 	if err != nil || f != float64(int64(f)) {
@@ -95,7 +96,7 @@ func number(b []byte) (float64, error) {
 	}
 	f, err := strconv.ParseFloat(text, 64)
 	if err != nil || f != f || f < 0 || f > 1<<50 {
-		return 0, fmt.Errorf("%s is no number of 0 or more", b)
+		return 0, fmt.Errorf("%s is not a number of 0 or more", b)
 	}
 	return f, nil
 }
@@ -131,7 +132,7 @@ func (c *Config) Validate() error {
 	case (c.ProxyPort != 0) != (c.ProxyIP != ""):
 		return bad("proxy_port", "it goes together with proxy_ip")
 	case len(c.registrars()) > 0 && c.HTTPPort == 0:
-		return bad("http_port", "it is needed to register: the router wants to know where the engine's HTTP server is")
+		return bad("http_port", "it is needed to register: the router must know where the engine's HTTP server is")
 	case c.KeyFile == "" && !c.local():
 		return bad("key_file", "others can reach kv_ip %s, so it needs a shared key", c.IP)
 	}

@@ -25,7 +25,7 @@ const (
 	meetVersion = 1
 	maxMeet     = 8 << 10
 	meetTimeout = 5 * time.Second
-	shunFor     = 30 * time.Second // a way that failed towards a peer
+	quarantine  = 30 * time.Second // how long a way that failed towards a peer is not tried
 )
 
 // offer is what the dialer says.
@@ -50,8 +50,8 @@ type network struct {
 	host   string
 	log    *slog.Logger
 
-	mu   sync.Mutex
-	shun map[string]time.Time // address and way: until when it is not tried
+	mu          sync.Mutex
+	quarantined map[string]time.Time // address and way: until when it is not tried
 }
 
 func (c *Config) network(keyed *tls.Config, log *slog.Logger) (*network, error) {
@@ -72,7 +72,7 @@ func (c *Config) network(keyed *tls.Config, log *slog.Logger) (*network, error) 
 	if c.UCXTCP == trustNetwork {
 		log.Warn("UCX may use TCP: whoever can reach its ports can read and write the memory of this plugin", "ucx_tcp", trustNetwork)
 	}
-	n := &network{config: *c, tls: keyed, ways: usable, host: thisHost(), log: log, shun: map[string]time.Time{}}
+	n := &network{config: *c, tls: keyed, ways: usable, host: thisHost(), log: log, quarantined: map[string]time.Time{}}
 	log.Info("transports that can be used here, the best first", "transports", n.names())
 	return n, nil
 }
@@ -224,7 +224,7 @@ func (n *network) Dial(ctx context.Context, address string) (pipe.Link, error) {
 		failed = errors.Join(failed, fmt.Errorf("%s: %w", w.name, err))
 		n.log.Warn("a transport does not reach a peer, the next one is tried", "address", address, "transport", w.name, "error", err)
 		n.mu.Lock()
-		n.shun[address+" "+w.name] = time.Now().Add(shunFor)
+		n.quarantined[address+" "+w.name] = time.Now().Add(quarantine)
 		n.mu.Unlock()
 		can = slices.DeleteFunc(can, func(name string) bool { return name == w.name })
 	}
@@ -236,12 +236,12 @@ func (n *network) usable(address string) []string {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	now := time.Now()
-	for k, until := range n.shun {
+	for k, until := range n.quarantined {
 		if now.After(until) {
-			delete(n.shun, k)
+			delete(n.quarantined, k)
 		}
 	}
-	can := slices.DeleteFunc(n.names(), func(name string) bool { _, shunned := n.shun[address+" "+name]; return shunned })
+	can := slices.DeleteFunc(n.names(), func(name string) bool { _, failed := n.quarantined[address+" "+name]; return failed })
 	if len(can) == 0 {
 		return n.names()
 	}

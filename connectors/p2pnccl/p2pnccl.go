@@ -13,8 +13,8 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// Environment are the variables that the plugin wants to see: where sockets may lie, and those that UCX and
-// NCCL read.
+// Environment lists the variables that the plugin needs: they say where sockets may lie, and UCX and NCCL read
+// them.
 func Environment() []string {
 	return []string{
 		"TMPDIR", "KVPORT_UCX_DIR", "KVPORT_NCCL_DIR", "KVPORT_CUDA_DIR", "UCX_TLS", "UCX_NET_DEVICES", "UCX_MODULES",
@@ -22,7 +22,7 @@ func Environment() []string {
 	}
 }
 
-// Stats are the numbers that the connector shows besides sdk.PeerStats.
+// Stats lists the numbers that the connector shows in addition to sdk.PeerStats.
 func Stats() []connector.StatInfo {
 	counter := func(name, help string, labels ...string) connector.StatInfo {
 		return connector.StatInfo{Name: name, Help: help, Kind: connector.Counter, Labels: labels}

@@ -122,7 +122,7 @@ func TestProbe(t *testing.T) {
 }
 
 func aAddress(n *network) string {
-	for k := range n.shun {
+	for k := range n.quarantined {
 		return strings.Fields(k)[0]
 	}
 	return ""
@@ -270,7 +270,7 @@ func FuzzRequestID(f *testing.F) {
 	})
 }
 
-// An engine registers at once and again, signed; a router that is away is told of later.
+// An engine registers at once and then again and again, signed; a router that was away learns about it later.
 func TestRegister(t *testing.T) {
 	key := bytes.Repeat([]byte("k"), 32)
 	got := make(chan registration, 100)

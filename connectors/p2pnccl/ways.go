@@ -27,7 +27,7 @@ type way struct {
 	network pipe.Network
 	start   func() error // fails if this machine cannot use it; nil: it always can
 	close   func() error // nil: there is nothing to close
-	plain   bool         // it encrypts nothing: beyond one host it wants to be named
+	plain   bool         // it encrypts nothing: beyond one host the config must name it
 	near    bool         // it is for one host only
 
 	links                         atomic.Int64 // open

@@ -126,7 +126,7 @@ func (d *dir) folder(n int, create bool) (*os.File, error) {
 	return f, nil
 }
 
-// forget makes the next call open shard n anew.
+// forget makes the next call open shard n again.
 func (d *dir) forget(n int, f *os.File) {
 	if d.shard[n].CompareAndSwap(f, nil) {
 		d.mu.Lock()

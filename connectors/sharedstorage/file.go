@@ -91,7 +91,7 @@ func decode(b []byte) (header, error) {
 
 func checksum(b []byte) uint32 { return crc32.Checksum(b, crc32.MakeTable(crc32.Castagnoli)) }
 
-// check reports how a file's header differs from what the item wants.
+// check reports how a file's header differs from the one that the item requires.
 func (h header) check(want header) error {
 	switch {
 	case h.key != want.key:

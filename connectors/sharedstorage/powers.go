@@ -77,9 +77,9 @@ func (s *Store) Stats(context.Context) ([]connector.Stat, error) {
 	return stats, nil
 }
 
-// Watch is told of every block that this engine has evicted, or removed as damaged: removed is called
-// with their keys, and with nil when the folder is gone with all of them. What other engines evict it
-// does not learn.
+// Watch implements sdk.Watchable: removed is called with the keys of the blocks that this engine has
+// evicted, or removed as damaged, and with nil when the folder is gone with all of them. It is not called
+// for what other engines evict.
 func (s *Store) Watch(removed func(keys []connector.StoreKey)) { s.removed = removed }
 
 // Reset implements connector.Resetter: it removes every block file of the folder, those of other

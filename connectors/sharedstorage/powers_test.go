@@ -12,7 +12,7 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Every engine's blocks go, and another engine that has just seen one believes it no more.
+// Every engine's blocks go, and another engine that has just seen one no longer believes that it is there.
 func TestReset(t *testing.T) {
 	dir := t.TempDir()
 	s, peer := open(t, Config{Path: dir, MaxBytes: 1 << 20}), open(t, Config{Path: dir})

@@ -43,7 +43,7 @@ type Store struct {
 	slots  chan struct{} // one for each file being read or written
 	index  index
 	budget budget
-	write  func(fd int, it connector.Item) error // writeItem, but for tests
+	write  func(fd int, it connector.Item) error // writeItem, except in tests
 	serial atomic.Uint64
 
 	mu     sync.RWMutex // held for reading while dir is used
@@ -197,7 +197,7 @@ func (s *Store) get(d *dir, it connector.Item) error {
 	return err
 }
 
-// now is the current time twice, as futimes wants it.
+// now is the current time twice, as futimes expects it.
 func now() []unix.Timeval {
 	t := unix.NsecToTimeval(time.Now().UnixNano())
 	return []unix.Timeval{t, t}

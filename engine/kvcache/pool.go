@@ -3,7 +3,7 @@
 //
 // Three things keep a block: references of requests, pins of running transfers and holds for
 // consumers. A block is reusable only when it has none of them. A reusable block keeps its content,
-// and its key in the prefix cache, until it is the least recently used one and is allocated anew.
+// and its key in the prefix cache, until it is the least recently used one and is allocated again.
 package kvcache
 
 import (

@@ -57,7 +57,7 @@ func TestImages(t *testing.T) {
 		same(name)
 		mended, err := os.ReadFile(files[0])
 		require.NoError(t, err)
-		require.Equal(t, whole, mended, "%s: it is written anew", name)
+		require.Equal(t, whole, mended, "%s: it is written again", name)
 	}
 	require.NoError(t, os.Chmod(files[0], 0o622))
 	m, err := o.Images.Open(filepath.Base(files[0][:len(files[0])-len(".weights")]), len(whole)-4096)

@@ -36,7 +36,7 @@ type Options struct {
 	Images kernel.Images
 }
 
-// arithmetic names what decides the bits of a KV cache besides the weights. Change it with the kernels.
+// arithmetic names what decides the bits of a KV cache in addition to the weights. Change it with the kernels.
 const arithmetic = "kvport/llama/1"
 
 // Load reads a Llama-family model from a GGUF file. The file is not needed once it returns. Errors name

@@ -15,7 +15,7 @@ type Spec struct {
 	Layers    int
 	Ranks     int                   // caches over which the KV is spread; 0 means 1, more only for a Sharded model
 	Weights   connector.Fingerprint // weights, dtype, rope: becomes Env.Model
-	ByteShape string                // byte-layout id of a block besides its size: goes into Env.Shape
+	ByteShape string                // byte-layout id of a block, apart from its size: goes into Env.Shape
 }
 
 // Model is a language model over a paged KV cache. Forward is called from one goroutine.

@@ -27,7 +27,7 @@ type call struct {
 	failed  map[int]bool // instances of either role that this request does not try again
 	marks   []uint64     // of its conversation; nil where none is remembered
 	from    int          // the place of the prefill instance that gave the ticket
-	without string       // why there is no ticket though there are prefill instances; empty: none was wanted
+	without string       // why no ticket was had though there are prefill instances; empty: none was needed
 	severed bool         // the client gets nothing any more, not even the end of the answer
 	fault   fault        // the worst of what happened on decode instances that gave no answer
 }
@@ -52,7 +52,7 @@ const (
 var errSlow = errors.New("instance kept silent")
 
 // run serves the request: a ticket from a prefill instance if there is one, then tokens from a
-// decode instance. A ticket can be used once, so an attempt that may have used it wants a new one.
+// decode instance. A ticket can be used once, so after an attempt that may have used it a new one is needed.
 func (c *call) run(ctx context.Context) outcome {
 	var params json.RawMessage
 	var last *answer
@@ -352,7 +352,7 @@ func unsent(err error) bool {
 // errTooLong says that an answer is longer than it may be.
 var errTooLong = errors.New("answer is too long")
 
-// whole reads an answer of at most so many bytes to its end.
+// whole reads an answer to its end, or fails with errTooLong if it has more than limit bytes.
 func whole(resp *http.Response, limit int64) (*answer, error) {
 	body, err := io.ReadAll(io.LimitReader(resp.Body, limit+1))
 	if err != nil {

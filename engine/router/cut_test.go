@@ -76,7 +76,7 @@ func TestCutOff(t *testing.T) {
 	}
 }
 
-// What a browser says of a page's origin is for the router alone.
+// Headers in which a browser names a page's origin are for the router alone.
 func TestOriginStaysHere(t *testing.T) {
 	d := serveInstance(t, whole200)
 	f := serveRouter(t, Config{Decode: urls(d)})

@@ -94,8 +94,8 @@ func (x *exchange) pass(piece []byte) bool {
 	return err == nil
 }
 
-// whole passes an answer on that is no stream. So much of it is held at first that most can still be
-// retried when the connection breaks in their middle.
+// whole passes on an answer that is not a stream. At first it holds up to maxHeld bytes, so that most requests
+// can still be retried when the connection breaks in the middle of the answer.
 func (x *exchange) whole() attempt {
 	held, err := io.ReadAll(io.LimitReader(x.resp.Body, maxHeld+1))
 	x.tied.rest()

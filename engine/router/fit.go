@@ -10,8 +10,8 @@ import (
 	"strings"
 )
 
-// fit is what an instance's /health says of what must agree at both ends of a hand-off. Instances that say
-// nothing, such as those of other makers, are taken at their operator's word.
+// fit is the part of an instance's /health that must agree at both ends of a hand-off. Instances that report
+// nothing, such as those of other makers, are assumed to fit, as their operator has configured.
 type fit struct {
 	Role      string `json:"role"` // kv_producer, kv_consumer, kv_both; none: it has no connector
 	EngineID  string `json:"engine_id"`
@@ -41,7 +41,7 @@ func parseFit(body []byte) *fit {
 	return f
 }
 
-// maxWords bounds each text that an instance says of itself, in bytes.
+// maxWords bounds each text with which an instance describes itself, in bytes.
 const maxWords = 1 << 10
 
 // misfit says why a decode instance cannot load what a prefill instance has; empty if it can, as far as is known.
@@ -116,10 +116,10 @@ func (p *fit) misfitBlocks(d *fit) (reasons []string) {
 // pair are places of a prefill and a decode instance.
 type pair struct{ prefill, decode int }
 
-// maxTold is how many pairs are told of at once, in the log and by /health.
+// maxTold is how many pairs the log and /health name at once.
 const maxTold = 32
 
-// saw takes what an instance's /health says of what fits.
+// saw takes the fit that an instance's /health reports.
 func (p *pool) saw(i int, f *fit) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -167,7 +167,7 @@ func inOrder[T any](of map[pair]T) []pair {
 	return slices.SortedFunc(maps.Keys(of), func(a, b pair) int { return cmp.Or(a.prefill-b.prefill, a.decode-b.decode) })
 }
 
-// Misfit is what /health says of a prefill and a decode instance that are never made a pair, or in vain.
+// Misfit is how /health reports a prefill and a decode instance that are never paired, or whose hand-offs all fail.
 type Misfit struct {
 	Prefill string `json:"prefill"`
 	Decode  string `json:"decode"`

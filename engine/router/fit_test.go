@@ -17,7 +17,7 @@ const (
 	waitTick  = time.Millisecond
 )
 
-// engineFit is what a healthy pair says of itself; change makes another of it.
+// engineFit is what an instance of a healthy pair reports; change alters it.
 func engineFit(role string, change ...func(*fit)) *fit {
 	f := &fit{
 		Role: role, EngineID: "engine of " + role, Connector: "X", Scope: "shared", Carries: true, Model: "m", BlockSize: 16,
@@ -29,7 +29,7 @@ func engineFit(role string, change ...func(*fit)) *fit {
 	return f
 }
 
-// What an instance says of itself is bounded, and most instances say nothing.
+// What an instance reports about itself is bounded, and most instances report nothing.
 func TestParseFit(t *testing.T) {
 	for _, body := range []string{"", "ok", "{}", `{"kv":null}`, `{"kv":{}}`, `{"kv":7}`, `{"kv":{"role":1}}`} {
 		require.Nil(t, parseFit([]byte(body)), body)
@@ -153,7 +153,7 @@ func TestSameInstanceTwice(t *testing.T) {
 	require.Equal(t, "prefill and decode are the same instance", routerHealth(t, f, "").Incompatible[0].Reason)
 }
 
-// The probes bring what instances say of themselves.
+// The probes bring what instances report about themselves.
 func TestProbesCompare(t *testing.T) {
 	says := func(f *fit) http.HandlerFunc {
 		return func(w http.ResponseWriter, _ *http.Request) {

@@ -50,38 +50,38 @@ func (c *call) handedOver(d target, h http.Header) outcome {
 	return disaggregated
 }
 
-// maxInVain is how many hand-offs of a pair in a row may lead to nothing before the operator is told.
-const maxInVain = 20
+// maxWasted is how many hand-offs of a pair in a row may lead to nothing before the operator is told.
+const maxWasted = 20
 
-// inVain is what became of the last hand-offs of a pair.
-type inVain struct {
+// wasted is what became of the last hand-offs of a pair.
+type wasted struct {
 	count  int // in a row
 	reason string
 }
 
-// handedOver takes note of what became of a ticket, and tells once of a pair for which that is nothing every time.
+// handedOver notes what became of a ticket. It logs a pair once when nothing ever comes of its tickets.
 func (p *pool) handedOver(is pair, failed bool, reason string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	last, attrs := p.inVain[is], []any{"prefill", p.urls[is.prefill].String(), "decode", p.urls[is.decode].String()}
+	last, attrs := p.wasted[is], []any{"prefill", p.urls[is.prefill].String(), "decode", p.urls[is.decode].String()}
 	if !failed {
-		if last.count >= maxInVain {
+		if last.count >= maxWasted {
 			p.log.Info("hand-offs work again", attrs...)
 		}
-		delete(p.inVain, is)
+		delete(p.wasted, is)
 		return
 	}
-	p.inVain[is] = inVain{last.count + 1, reason}
-	if last.count+1 == maxInVain {
-		p.log.Warn("every hand-off of a pair is in vain, decode computes all prompts again", append(attrs, "requests", maxInVain, "reason", reason)...)
+	p.wasted[is] = wasted{last.count + 1, reason}
+	if last.count+1 == maxWasted {
+		p.log.Warn("every hand-off of a pair is wasted, decode computes all prompts again", append(attrs, "requests", maxWasted, "reason", reason)...)
 	}
 }
 
-// recomputing lists pairs whose hand-offs are in vain, the first ones if there are many. The caller holds mu.
+// recomputing lists pairs whose hand-offs are all wasted, the first ones if there are many. The caller holds mu.
 func (p *pool) recomputing() (list []Misfit) {
-	for _, is := range inOrder(p.inVain) {
-		if p.inVain[is].count >= maxInVain && len(list) < maxTold && !p.table.instances[is.prefill].left && !p.table.instances[is.decode].left {
-			list = append(list, Misfit{p.urls[is.prefill].String(), p.urls[is.decode].String(), p.inVain[is].reason})
+	for _, is := range inOrder(p.wasted) {
+		if p.wasted[is].count >= maxWasted && len(list) < maxTold && !p.table.instances[is.prefill].left && !p.table.instances[is.decode].left {
+			list = append(list, Misfit{p.urls[is.prefill].String(), p.urls[is.decode].String(), p.wasted[is].reason})
 		}
 	}
 	return list

@@ -71,7 +71,7 @@ func TestMissingTicketsAreCounted(t *testing.T) {
 	}
 }
 
-// A pair whose every hand-off is in vain is named once by the log and as long as it lasts by /health.
+// The log names a pair whose hand-offs are all wasted once, and /health names it as long as that lasts.
 func TestPairInVain(t *testing.T) {
 	said := "loaded"
 	d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) { becameOf(said, tokens)(w, r) })
@@ -93,9 +93,9 @@ func TestPairInVain(t *testing.T) {
 			post(t, f.URL+"/v1/completions", doc)
 		}
 	}
-	ask(maxInVain-1, "none; reason=gone")
+	ask(maxWasted-1, "none; reason=gone")
 	ask(1, "local")
-	ask(maxInVain-1, "none; reason=gone")
+	ask(maxWasted-1, "none; reason=gone")
 	require.Empty(t, log.String(), "not all of them")
 	require.NotContains(t, health(), "recomputing")
 	ask(3, "refused; reason=key")

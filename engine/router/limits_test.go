@@ -163,8 +163,8 @@ func TestBodiesTogether(t *testing.T) {
 	require.Eventually(t, func() bool { return f.router.bodies.Load() == 0 }, waitLimit, waitTick)
 }
 
-// Where an instance wants to send a request is no business of clients: another instance is asked, and
-// without one the answer is an error.
+// An instance's redirect never reaches a client: another instance is asked, and without one the answer is an
+// error.
 func TestRedirects(t *testing.T) {
 	elsewhere := func(w http.ResponseWriter, r *http.Request) {
 		http.Redirect(w, r, "http://10.0.0.1/secret", http.StatusTemporaryRedirect)

@@ -8,7 +8,7 @@ type outcome string
 const (
 	disaggregated outcome = "disaggregated" // served by D, which loaded what P's ticket promised, or does not say
 	local         outcome = "local"         // served by D, which had all that the ticket promised already
-	recomputed    outcome = "recomputed"    // served by D, which loaded nothing by its ticket: P worked in vain
+	recomputed    outcome = "recomputed"    // served by D, which loaded nothing by its ticket: P's work was wasted
 	plain         outcome = "plain"         // served by D alone
 	clientError   outcome = "client_error"  // refused by the router or an instance: 4xx
 	aborted       outcome = "aborted"       // the client went away

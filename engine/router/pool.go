@@ -41,7 +41,7 @@ type pool struct {
 	known []registered
 
 	misfits map[pair]string // why not; only pairs that do not fit
-	inVain  map[pair]inVain // only pairs whose last hand-off was in vain
+	wasted  map[pair]wasted // only pairs whose last hand-off was wasted
 
 	watching *watching // nil: Run does not run
 }
@@ -57,7 +57,7 @@ func newLife() life {
 }
 
 func newPool(prefills, decodes []*url.URL, log *slog.Logger, m *metrics) *pool {
-	p := &pool{log: log, metrics: m, misfits: map[pair]string{}, inVain: map[pair]inVain{}}
+	p := &pool{log: log, metrics: m, misfits: map[pair]string{}, wasted: map[pair]wasted{}}
 	for r, urls := range [roles][]*url.URL{prefill: prefills, decode: decodes} {
 		for _, u := range urls {
 			p.known[p.add(role(r), u)].fixed = true
@@ -177,7 +177,7 @@ func (p *pool) probed(i int, result probe, why string) {
 	p.log.Log(context.Background(), level, "instance changed state", attrs...)
 }
 
-// InstanceHealth is what /health says of one instance.
+// InstanceHealth is what /health says about one instance.
 type InstanceHealth struct {
 	URL     string `json:"url"`
 	Role    string `json:"role"`

@@ -57,7 +57,8 @@ func TestPrefillRefusesDecodeServes(t *testing.T) {
 	}
 }
 
-// Another prefill instance takes what one of them has no key for, and an answer ends what /health says of it.
+// When one prefill instance refuses the router's key, another takes the request. Once an instance answers,
+// /health no longer reports its refusal.
 func TestAnotherPrefillTakesIt(t *testing.T) {
 	bad, good, d := serveInstance(t, ticket("later"), code(401)), serveInstance(t, ticket("G")), serveInstance(t, tokens)
 	f := serveRouter(t, Config{Prefill: urls(bad, good), Decode: urls(d)})

@@ -38,7 +38,7 @@ type registration struct {
 	At   int64  `json:"at"`           // ascends: nanoseconds of the instance's clock
 }
 
-// registered is what is known of one instance besides its place in the table.
+// registered is what the router knows about one instance, apart from its place in the table.
 type registered struct {
 	kv    string    // where it takes blocks; "" if it never registered
 	at    int64     // of the last registration
@@ -54,8 +54,8 @@ type registered struct {
 	stop    context.CancelFunc // of its probes; nil: it is not probed
 }
 
-// Registrar is the handler for registrations: POST /register. It wants a listener of its own, since it
-// speaks of what clients have no business with.
+// Registrar is the handler for registrations: POST /register. It needs a listener of its own, which clients
+// cannot reach.
 func (r *Router) Registrar() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST /register", func(w http.ResponseWriter, req *http.Request) {

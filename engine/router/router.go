@@ -67,9 +67,9 @@ type Config struct {
 	Gatherer  prometheus.Gatherer   // what /metrics shows; nil: no /metrics
 }
 
-// What is held of answers, in bytes: all of a prefill instance's, of which only kv_transfer_params count, and
-// of a refusal; and so much of a whole answer of a decode instance, which is passed on as it comes from there on.
-// While it is held, a connection that breaks in the middle of it can still be retried.
+// How many bytes of an answer are held. maxPrefillAnswer bounds a prefill instance's answer, of which only
+// kv_transfer_params count, and a refusal. maxHeld is how much of a decode instance's whole answer is held before
+// it is passed on as it comes: up to there, a request whose connection breaks can still be retried.
 const (
 	maxPrefillAnswer = 2 << 20
 	maxHeld          = 256 << 10
@@ -127,7 +127,7 @@ func New(c Config) (*Router, error) {
 	for path, method := range paths {
 		r.mux.HandleFunc(path, func(w http.ResponseWriter, req *http.Request) {
 			w.Header().Set("Allow", method)
-			refuse(w, http.StatusMethodNotAllowed, "method_not_allowed", fmt.Sprintf("%s wants %s, not %s", req.URL.Path, method, req.Method))
+			refuse(w, http.StatusMethodNotAllowed, "method_not_allowed", fmt.Sprintf("%s requires %s, not %s", req.URL.Path, method, req.Method))
 		})
 	}
 	r.mux.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
@@ -147,7 +147,7 @@ func parseURLs(flag string, list []string) ([]*url.URL, error) {
 		}
 		place := u.Scheme + "://" + strings.ToLower(u.Host) + strings.TrimRight(u.Path, "/")
 		if seen[place] {
-			return nil, fmt.Errorf("--%s: %q is there twice", flag, s)
+			return nil, fmt.Errorf("--%s: %q appears twice", flag, s)
 		}
 		seen[place] = true
 		urls = append(urls, u)
@@ -358,7 +358,7 @@ func (r *Router) health(w http.ResponseWriter, req *http.Request) {
 		Status       string           `json:"status"` // ok, degraded (no prefill instance, or none that fits), unavailable, draining
 		Instances    []InstanceHealth `json:"instances,omitempty"`
 		Incompatible []Misfit         `json:"incompatible,omitempty"`
-		Recomputing  []Misfit         `json:"recomputing,omitempty"` // pairs whose hand-offs are all in vain
+		Recomputing  []Misfit         `json:"recomputing,omitempty"` // pairs whose hand-offs are all wasted
 	}{"ok", h.instances, h.incompatible, h.recomputing}
 	code := http.StatusOK
 	switch {

@@ -91,7 +91,7 @@ func code(status int) http.HandlerFunc {
 	}
 }
 
-// reset breaks the connection, after what of an answer was given.
+// reset sends the beginning of an answer and then breaks the connection.
 func reset(before string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
 		conn, _, err := http.NewResponseController(w).Hijack()

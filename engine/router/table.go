@@ -59,7 +59,7 @@ type instance struct {
 	role    role
 	state   state
 	silence int  // silent probes in a row
-	left    bool // it was registered and is so no more; it is down then
+	left    bool // it was registered and no longer is; then it is down
 }
 
 // hangs reports whether the requests that run on the instance are lost. Those of an instance that

@@ -182,7 +182,7 @@ func (c *call) lastTurn() json.RawMessage {
 	return asksFor(params, false, true)
 }
 
-// wishes adds to what a decode instance gets that its answer is to be held for the next turn.
+// wishes adds to a decode instance's parameters the request to hold its answer for the next turn.
 func (c *call) wishes(params json.RawMessage) json.RawMessage {
 	if len(c.marks) == 0 {
 		return params

@@ -16,8 +16,8 @@ func TestNewRefuses(t *testing.T) {
 		`--decode: "u@h:1" is no URL, want http://HOST:PORT`:               {Decode: []string{"u@h:1"}},
 		`--prefill: "ftp://x" is no URL, want http://HOST:PORT`:            {Decode: []string{"http://x"}, Prefill: []string{"ftp://x"}},
 		`--prefill: "http://x:y" is no URL, want http://HOST:PORT`:         {Decode: []string{"http://x"}, Prefill: []string{"http://x:y"}},
-		`--prefill: "http://X:1/" is there twice`:                          {Decode: []string{"http://x:1"}, Prefill: []string{"http://x:1", "http://X:1/"}},
-		`--decode: "http://x:1" is there twice`:                            {Decode: []string{"http://x:1", "http://x:2", "http://x:1"}},
+		`--prefill: "http://X:1/" appears twice`:                           {Decode: []string{"http://x:1"}, Prefill: []string{"http://x:1", "http://X:1/"}},
+		`--decode: "http://x:1" appears twice`:                             {Decode: []string{"http://x:1", "http://x:2", "http://x:1"}},
 	} {
 		_, err := New(c)
 		require.EqualError(t, err, want)

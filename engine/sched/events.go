@@ -224,8 +224,8 @@ func (s *Scheduler) Released(step uint64, id connector.RequestID) {
 	}
 }
 
-// end ends a request: the host is told, its blocks are dropped, and unless a ticket is to come the
-// client hears of it.
+// end ends a request: the host is told, its blocks are dropped, and the client is told too unless a
+// ticket is still to come.
 func (s *Scheduler) end(r *seq, reason connector.Reason, err error, tokens ...int32) {
 	s.queue, s.running = remove(s.queue, r), remove(s.running, r)
 	r.last = r.output(tokens...)

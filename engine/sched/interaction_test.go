@@ -92,7 +92,7 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 	}
 }
 
-// event is what the host says of something that was handed to it.
+// event is what the host reports about something that was handed to it.
 func (s *script) event(t *testing.T, d *datadriven.TestData, rid connector.RequestID) {
 	id := string(rid)
 	switch d.Cmd {
@@ -229,7 +229,7 @@ func (s *script) tell(st *connector.Step) {
 		s.steps["save "+string(x.Request)] = st.ID
 		how := "save"
 		if x.Replace {
-			how = "save anew"
+			how = "save again"
 		}
 		fmt.Fprintf(&s.out, "  host: %s %s %d..%d %s\n", how, x.Request, x.From, x.From+x.Tokens, ids(x.Blocks))
 	}

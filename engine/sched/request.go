@@ -10,7 +10,7 @@ import (
 var (
 	// ErrLoadFailed says that KV could not be loaded and Config.FailLoads is set.
 	ErrLoadFailed = errors.New("KV load failed")
-	// ErrNoRoom says that so many blocks are lost that the request has no room any more.
+	// ErrNoRoom says that too many blocks are lost for the request to fit.
 	ErrNoRoom = errors.New("too many blocks of the KV cache are lost")
 	// ErrCompute says that the model's Forward failed.
 	ErrCompute = errors.New("computing failed")
@@ -53,7 +53,7 @@ const (
 	gone
 )
 
-// none stands in a block table for a block that its group does not need any more.
+// none marks a block in a block table that its group no longer needs.
 const none connector.BlockID = -1
 
 // seq is the scheduler's side of a request.
@@ -116,7 +116,7 @@ func (r *seq) tail(block, end, blockTokens int) connector.BlockKey {
 }
 
 // Address is the content address of a request's leading tokens in blocks of another size; zero if the
-// request is not there, has not so many, or its blocks have no keys.
+// request is not there, has fewer tokens, or its blocks have no keys.
 func (s *Scheduler) Address(id connector.RequestID, blockTokens, tokens int) connector.BlockKey {
 	r := s.live[id]
 	if r == nil || r.Space == nil || tokens <= 0 || tokens > len(r.tokens) {

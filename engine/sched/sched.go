@@ -17,7 +17,7 @@
 // request gets the blocks of all its tokens at once, so that neither a prefill nor a load can get
 // stuck half way. A request whose KV is being loaded is parked and takes part again when the load is
 // over. When a running request needs one more block and there is none, the newest request loses its
-// blocks and starts over, matched anew; but if blocks come back on their own, because transfers that
+// blocks and starts over with a new match; but if blocks come back on their own, because transfers that
 // pin them will end, the request waits instead.
 //
 // Blocks are published in the prefix cache only when their KV is complete: computed ones in Commit,
@@ -45,9 +45,9 @@ type Config struct {
 	MaxBatchedTokens int   // tokens in one step at most
 	MaxSeqs          int   // requests in one step at most
 	PrefixCaching    bool
-	Role             connector.Role // 0: there is no connector
+	Role             connector.Role // 0: the engine has no connector
 	FailLoads        bool           // end requests whose load failed, instead of recomputing
-	LayerWise        bool           // what is to be saved is handed over before it is computed
+	LayerWise        bool           // blocks to save are handed over before they are computed
 }
 
 // Stats are totals since the start.
@@ -166,7 +166,7 @@ func (s *Scheduler) Forget() {
 	}
 }
 
-// A Question is to be put to the connector, and its answer given to Answer.
+// Question is what the caller asks the connector; it gives the answer to Answer.
 type Question struct {
 	Query  connector.Query
 	Ticket []byte // signed

@@ -50,8 +50,8 @@ type usage struct {
 	} `json:"prompt_tokens_details"`
 }
 
-// transferParams tell a router what a decode instance needs, in vLLM's words. Where the KV is stands
-// in the ticket alone.
+// transferParams tell a router what a decode instance needs, in vLLM's words. Only the ticket says where
+// the KV is.
 type transferParams struct {
 	DoRemotePrefill bool      `json:"do_remote_prefill"`
 	DoRemoteDecode  bool      `json:"do_remote_decode"`
@@ -193,8 +193,8 @@ func (a *writer) whole(pieces <-chan piece) error {
 	return a.server.sendJSON(a.w, http.StatusOK, body)
 }
 
-// handoffHeader tells a router what became of the ticket that it brought: a result and, behind a semicolon,
-// a reason. It is known before the first token, so it stands in the header of streams, too.
+// handoffHeader tells a router what became of the ticket that it brought: a result and, after a semicolon,
+// a reason. They are known before the first token, so streams have the header too.
 const handoffHeader = "X-Kvport-Handoff"
 
 func (a *writer) tellHandoff(h engine.Handoff) {

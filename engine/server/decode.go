@@ -14,7 +14,7 @@ import (
 	"github.com/kvport/kvport/engine/tokenizer"
 )
 
-// Limits of one request besides the size of its body.
+// Limits of one request, in addition to the size of its body.
 const (
 	maxPrompts   = 64
 	maxStops     = 16

@@ -133,7 +133,7 @@ func (s *Server) routes() *http.ServeMux {
 	for path, method := range methods {
 		mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("Allow", method)
-			e := &Error{http.StatusMethodNotAllowed, "invalid_request_error", "", "method_not_allowed", fmt.Sprintf("%s wants %s, not %s", r.URL.Path, method, r.Method)}
+			e := &Error{http.StatusMethodNotAllowed, "invalid_request_error", "", "method_not_allowed", fmt.Sprintf("%s requires %s, not %s", r.URL.Path, method, r.Method)}
 			e.Write(w)
 		})
 	}
@@ -349,7 +349,7 @@ func (s *Server) job(x *exchange, p prompt, field string) (job, error) {
 	}
 	if len(tokens)+n > limit {
 		return job{}, invalid(field, "context_length_exceeded",
-			"this model's maximum context length is %d tokens; the request has %d tokens in %s and wants %d more", limit, len(tokens), field, n)
+			"this model's maximum context length is %d tokens; the request has %d tokens in %s and asks for %d more", limit, len(tokens), field, n)
 	}
 	return job{stops: x.params.stops, prompt: slices.Clone(tokens), request: engine.Request{
 		Prompt: tokens, Params: x.params.sampling, MaxTokens: n, IgnoreEOS: x.params.ignoreEOS,
@@ -421,7 +421,7 @@ func (s *Server) reset(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// label is the client's id if it can stand in a header and a log line.
+// label is the client's id if it is fit for a header and a log line.
 func label(given, own string) string {
 	longest := 128
 	if strings.HasPrefix(given, pairPrefix) {

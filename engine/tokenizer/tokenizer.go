@@ -9,7 +9,8 @@ type Message struct {
 
 // Tokenizer maps text to token ids. It is safe for concurrent use.
 type Tokenizer interface {
-	// Encode gives the ids of text, with a leading BOS if the model wants one; special token text inside it is recognised only if special is set.
+	// Encode gives the ids of text, with a leading BOS if the model expects one. Text of special tokens is
+	// recognised only if special is set.
 	Encode(text string, special bool) ([]int32, error)
 	// Bytes is the raw text of one token; a token may hold part of a UTF-8 sequence. Control tokens and unknown
 	// ids have no text and give nil. The caller must not change it.

@@ -86,10 +86,7 @@ func Kvport() *Policy {
 func kvportWords() map[string]int {
 	return map[string]int{
 		"conformance/mutants": 10, // names of mutants, which verify/names keeps
-		"connectors":          78,
 		"docs/adr":            52,
-		"engine":              63,
-		"native":              13,
 	}
 }
 

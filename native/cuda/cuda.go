@@ -15,7 +15,7 @@ import (
 // CodeError is an error code of the CUDA runtime's.
 type CodeError struct {
 	Code int    // cudaError_t
-	Text string // what CUDA says of it
+	Text string // what CUDA says about it
 }
 
 // Error is CUDA's text with its code.

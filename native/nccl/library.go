@@ -7,7 +7,7 @@ import (
 	"path/filepath"
 )
 
-// Errors of this package, besides those that the library reports.
+// Errors of this package, in addition to those that the library reports.
 var (
 	// ErrUnavailable is what every failure of Open wraps: this machine or this build has no NCCL.
 	ErrUnavailable = errors.New("NCCL is not available")

@@ -22,7 +22,7 @@ import (
 // CodeError is an error of NCCL's.
 type CodeError struct {
 	Code int    // ncclResult_t
-	Text string // what NCCL says of it
+	Text string // what NCCL says about it
 }
 
 // Error is NCCL's text with its code.
@@ -72,8 +72,8 @@ type Comm struct {
 	handle unsafe.Pointer
 }
 
-// Join joins the communicator of an ID as one of so many ranks. It returns when all have joined, for however
-// long that takes: call it where it can be left behind.
+// Join joins the communicator of an ID as one of that many ranks. It returns when all have joined, however long
+// that takes: call it in a goroutine that can be abandoned.
 func (l *Library) Join(id ID, ranks, rank int) (*Comm, error) {
 	what := fmt.Sprintf("join as rank %d of %d", rank, ranks)
 	if ranks < 1 || rank < 0 || rank >= ranks {

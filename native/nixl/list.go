@@ -25,7 +25,7 @@ func (a *Agent) List(b *Backend, peer string, kind Kind, regions ...Region) (*Li
 	defer a.leave()
 	what := fmt.Sprintf("list %d regions of peer %q", len(regions), peer)
 	if b == nil || len(regions) == 0 || slices.ContainsFunc(regions, func(r Region) bool { return r.Len == 0 }) {
-		return nil, fmt.Errorf("nixl: %s: it wants a backend, and regions that are not empty: %w", what, ErrInvalid)
+		return nil, fmt.Errorf("nixl: %s: it needs a backend, and regions that are not empty: %w", what, ErrInvalid)
 	}
 	if err := a.listable(peer, kind, regions); err != nil {
 		return nil, fmt.Errorf("nixl: %s: %w", what, err)
@@ -103,7 +103,7 @@ type listed struct {
 // fit makes sure that regions of the agent's own and of a peer's go together.
 func (l listed) fit(remote listed) error {
 	if remote.agent != l.agent || l.peer != "" || remote.peer == "" || len(l.places) == 0 || len(l.places) != len(remote.places) {
-		return fmt.Errorf("it wants a list of its own, one of a peer, and as many places in each: %w", ErrInvalid)
+		return fmt.Errorf("it needs a list of its own, one of a peer, and as many places in each: %w", ErrInvalid)
 	}
 	for i := range l.places {
 		x, y := int(l.places[i]), int(remote.places[i])

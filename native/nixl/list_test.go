@@ -66,7 +66,7 @@ func TestLists(t *testing.T) {
 
 func second[T any](_ T, err error) error { return err }
 
-// BenchmarkPrepare is what a transfer of 256 scattered blocks costs before it is posted, anew and by lists.
+// BenchmarkPrepare is what a transfer of 256 scattered blocks costs before it is posted, without and with lists.
 func BenchmarkPrepare(b *testing.B) {
 	const n, size = 512, 4 << 10
 	rng := rand.New(rand.NewPCG(9, 10))

@@ -20,7 +20,7 @@ const (
 	busier = 4
 )
 
-// Begin is to be called before each call.
+// Begin must be called before each call.
 func (p *Pace) Begin() {
 	p.begun = time.Now()
 	if p.worked.IsZero() {
@@ -28,7 +28,7 @@ func (p *Pace) Begin() {
 	}
 }
 
-// End is to be called after it, and says how long to pause; 0: others may run, and then again.
+// End must be called after it. It says how long to pause; 0 means to yield to others and then call again.
 func (p *Pace) End() time.Duration {
 	now := time.Now()
 	took := max(now.Sub(p.begun), 1)

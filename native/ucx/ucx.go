@@ -7,11 +7,11 @@
 // and reads and writes of [Memory] whose [Memory.Key] the other side has been given.
 //
 // Everything that moves data starts a [Request] and returns at once. UCX works only inside calls: a request
-// advances when it, another one or its worker is polled, at both ends where a transport wants that (TCP
+// advances when it, another one or its worker is polled, at both ends where a transport requires that (TCP
 // does). Flushing is no exception: a peer that has stopped polling keeps a flush from ending, so flush
 // before saying goodbye, not after.
 //
-// Buffers of requests may be Go's: they are pinned until the request has ended. [Worker.Map] wants memory
+// Buffers of requests may be Go's: they are pinned until the request has ended. [Worker.Map] requires memory
 // that stays until the Memory is closed: from mmap, or pinned by the caller. Close it before unmapping it.
 //
 // Open sets UCX_LOG_FILE to stderr where it is not set. Everything here is safe for use by several goroutines

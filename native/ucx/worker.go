@@ -165,7 +165,7 @@ func (w *Worker) Map(b []byte) (*Memory, error) {
 	return m, nil
 }
 
-// Addr is the memory's address in this process, which a peer needs besides the key.
+// Addr is the memory's address in this process, which a peer needs in addition to the key.
 func (m *Memory) Addr() uint64 { return m.addr }
 
 // Key is what lets a peer read and write the memory: some ten bytes.

@@ -9,8 +9,8 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Memory is a connector.Store in this process, for where there is no server. It keeps at most so many
-// bytes; blocks that were not used for longest go first.
+// Memory is a connector.Store in the memory of this process, for use without a server. The size of what it
+// keeps is limited; the least recently used blocks go first.
 type Memory struct {
 	counters
 	limit int64

@@ -290,8 +290,8 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	return eachBatch(items, s.o.Connections, func(part []connector.Item) []error { return s.put(ctx, part, known) })
 }
 
-// refresh finds the blocks that are there already and lets their time to live begin anew. It does not ask for those
-// that were not there just now.
+// refresh finds the blocks that the server already has and starts their time to live again. It does not ask for
+// those that were missing just now.
 func (s *Store) refresh(ctx context.Context, items []connector.Item) (map[connector.StoreKey]bool, error) {
 	keys := make([]connector.StoreKey, 0, len(items))
 	now := time.Now()

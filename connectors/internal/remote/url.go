@@ -67,7 +67,7 @@ func (o *Options) database(path string) error {
 	}
 	db, err := strconv.Atoi(path)
 	if err != nil || db < 0 || db > 0 && o.Cluster {
-		return errors.New("ends with something that is no number of a database (a cluster has only 0)")
+		return errors.New("does not end with the number of a database (a cluster has only 0)")
 	}
 	o.DB = db
 	return nil

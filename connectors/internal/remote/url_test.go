@@ -43,8 +43,8 @@ func TestParseURL(t *testing.T) {
 		"redis://]":                      "error: has no host that could be read, want such as redis://127.0.0.1:6379",
 		"redis://h:99999":                `error: has the port "99999", want 1..65535`,
 		"redis://a:1,b:2":                "error: names 2 servers; for a cluster write redis-cluster://",
-		"redis://h/x":                    "error: ends with something that is no number of a database (a cluster has only 0)",
-		"redis-cluster://h:1/1":          "error: ends with something that is no number of a database (a cluster has only 0)",
+		"redis://h/x":                    "error: does not end with the number of a database (a cluster has only 0)",
+		"redis-cluster://h:1/1":          "error: does not end with the number of a database (a cluster has only 0)",
 		"unix://x":                       "error: names no absolute path, want such as unix:///run/redis.sock",
 		"redis://h?protocol=3&password=": "error: has no host that could be read, want such as redis://127.0.0.1:6379",
 	} {

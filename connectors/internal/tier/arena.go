@@ -63,7 +63,7 @@ func openArena(mem []byte, slotBytes int64) (a *arena, whole []found, torn int, 
 		}
 		a.clear(id)
 	}
-	whole = slices.DeleteFunc(whole, func(f found) bool { // a block written anew: the later one
+	whole = slices.DeleteFunc(whole, func(f found) bool { // of a block that was written again, keep the later one
 		old := f.generation < seen[f.key]
 		if old {
 			a.clear(f.id)

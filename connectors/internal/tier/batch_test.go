@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// turns cuts a trace of conversations where one begins anew.
+// turns cuts a trace of conversations wherever a conversation starts again.
 func turns(trace []uint64) (out [][]uint64) {
 	for i, k := range trace {
 		if k == 0 { // the first block of the system prompt

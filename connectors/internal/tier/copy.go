@@ -5,7 +5,7 @@ import (
 	"sync/atomic"
 )
 
-// piece is one copy that is to be made.
+// piece is one copy to make.
 type piece struct{ dst, src []byte }
 
 const (

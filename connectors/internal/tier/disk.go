@@ -164,7 +164,7 @@ func (d *Disk) Stats() Stats {
 	return s
 }
 
-// gone is told of every block that leaves, before its slot has another use.
+// gone is called for every block that leaves, before its slot is used again.
 func (d *Disk) gone(id uint32) {
 	if !d.resetting {
 		d.setState(id, stateFree)
@@ -251,7 +251,7 @@ func (d *Disk) lost(k connector.StoreKey, err error) {
 	} else {
 		d.c.errors.Add(1)
 	}
-	if now := time.Now().UnixMilli(); now >= d.told.Load() { // what is damaged once is so often
+	if now := time.Now().UnixMilli(); now >= d.told.Load() { // damage seldom comes alone
 		d.told.Store(now + time.Second.Milliseconds())
 		d.o.Log.Warn("a block on disk is lost", "folder", d.o.Path, "key", k.String(), "error", err)
 	}

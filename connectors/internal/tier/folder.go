@@ -71,8 +71,8 @@ func claim(folder string, super []byte) (*os.File, error) {
 
 func fileName(n int) string { return fmt.Sprintf("tier-%d.kv", n) }
 
-// fitting opens a file that has the superblock. It gives nil for one that has not or is in use, with what is to be
-// known of it in the first case: a missing one has no bytes.
+// fitting opens a file that has the superblock. It returns nil for a file that is in use or has another superblock,
+// and describes the latter in other: a missing file has no bytes.
 func fitting(root *os.Root, name string, super []byte) (_ *os.File, other *idle, err error) {
 	for try := 1; ; try++ {
 		f, err := openFile(root, name, os.O_RDWR)
@@ -148,7 +148,7 @@ func begin(f *os.File, super []byte) error {
 	return err
 }
 
-// makeRoom empties files that nobody uses until the others have at most so many bytes.
+// makeRoom empties files that nobody uses until the remaining ones have at most that many bytes.
 func makeRoom(folder string, most int64) (emptied int, err error) {
 	root, err := os.OpenRoot(folder)
 	if err != nil {

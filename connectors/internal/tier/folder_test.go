@@ -97,7 +97,7 @@ func TestShapesShareTheLimit(t *testing.T) {
 		require.Equal(t, c.want, stored(t, d, uint64(400_000/c.size), c.size), "blocks of %d bytes", c.size)
 		require.NoError(t, d.Close())
 	}
-	d = shaped(t, path, 3000, most) // one that wants all of it gets it
+	d = shaped(t, path, 3000, most) // a tier that needs all of it gets it
 	for k := range uint64(d.Slots() + 10) {
 		require.NoError(t, d.Put(t.Context(), []connector.Item{sized(k, 3000)}))
 		require.LessOrEqual(t, folderBytes(t, path), int64(most))

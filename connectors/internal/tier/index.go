@@ -30,8 +30,8 @@ type Index struct {
 	visible int
 	pins    map[uint32]int      // entries that may not go, and how often they are pinned
 	kept    map[uint32]struct{} // entries that Keep pinned
-	came    func(id uint32)     // told of an entry when it has become visible; nil: nobody
-	gone    func(id uint32)     // told of a visible entry before its key goes; nil: nobody
+	came    func(id uint32)     // called with an entry that has become visible; may be nil
+	gone    func(id uint32)     // called with a visible entry before its key goes; may be nil
 }
 
 // Marks of an entry. The low three bits belong to the policy.
@@ -221,7 +221,7 @@ func (x *Index) commit(id uint32, k connector.StoreKey, pins int) {
 	}
 }
 
-// drop takes an entry out that is in the table no more.
+// drop takes out an entry that is no longer in the table.
 func (x *Index) drop(id uint32) {
 	x.policy.remove(id)
 	x.visible--

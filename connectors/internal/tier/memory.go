@@ -89,7 +89,7 @@ func (m *memory) changed(id uint32, stored bool) {
 	}
 }
 
-// gone is told of every block that leaves, before its slot has another use.
+// gone is called for every block that leaves, before its slot is used again.
 func (m *memory) gone(id uint32) {
 	if h, ok := m.header(id); ok {
 		m.account(h.tenant, -int64(h.length))

@@ -248,7 +248,7 @@ func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
 	return false, nil
 }
 
-// Flush waits until everything that is to be written to the lower tier was, or ctx ends.
+// Flush waits until every block that waits for the lower tier has been written there, or ctx ends.
 func (s *Store) Flush(ctx context.Context) error {
 	if s.below == nil {
 		return nil

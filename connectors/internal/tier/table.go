@@ -13,9 +13,9 @@ import (
 // excludes the other only within a shard. The table has five bytes a place, a number and a tag, and
 // probes linearly; the tags that a search passes lie side by side.
 //
-// Changes are made one at a time, which is up to the Index. So a change finds out what is to be written
-// while lookups go on, and excludes them only to write it: looking at the keys of a whole cluster, each of
-// which is far away in memory, would make them wait ten times as long.
+// Changes are made one at a time; the Index sees to that. So a change finds out what it must write while
+// lookups continue, and excludes them only while it writes: looking at the keys of a whole cluster, each of
+// which is far away in memory, would make lookups wait ten times as long.
 type table struct {
 	seed   maphash.Seed
 	keys   []connector.StoreKey // of all entries; the entry's key does not change while it is in the table

@@ -31,7 +31,7 @@ type Images struct {
 	Max int    // how many images are kept, those used last; 0: 4
 }
 
-// errImage says that an image cannot be used; it will be written anew.
+// errImage says that an image cannot be used; it will be written again.
 var errImage = errors.New("no usable image")
 
 func (i Images) path(name string) string { return filepath.Join(i.Dir, name+imageSuffix) }
