@@ -89,7 +89,7 @@ func kvportWords() map[string]int {
 		"cmd":                     17,
 		"conformance":             114,
 		"docs/acceptance.md":      6,
-		"docs/adr":                52,
+		"docs/adr":                27,
 		"docs/connectors_test.go": 2,
 		"examples":                1,
 		"host":                    94,
