@@ -86,7 +86,7 @@ func Kvport() *Policy {
 func kvportWords() map[string]int {
 	return map[string]int{
 		"conformance/mutants": 10, // names of mutants, which verify/names keeps
-		"docs/adr":            52,
+		"docs/adr":            27,
 	}
 }
 
