@@ -158,14 +158,14 @@ func (p *proc) answerJob(f Fault) {
 	for range 1 + twice(f) {
 		switch {
 		case j.ask != nil:
-			h.do(h.book.Matched(h.w.now, j.id, j.match, j.err))
+			h.do(h.tracker.Matched(h.w.now, j.id, j.match, j.err))
 		case j.plan != nil:
-			h.do(h.book.Planned(h.w.now, j.id, j.planned, j.err))
+			h.do(h.tracker.Planned(h.w.now, j.id, j.planned, j.err))
 		case j.finish != nil:
-			h.do(h.book.FinishAnswered(h.w.now, j.id, j.given, j.err))
+			h.do(h.tracker.FinishAnswered(h.w.now, j.id, j.given, j.err))
 		case j.reset == h.reset && h.reset != nil:
-			h.do(h.book.Forget(h.w.now))
-			h.endReset(j.emptied && j.err == nil && (h.w.is(ResetInHaste) || !h.book.Saving()))
+			h.do(h.tracker.Forget(h.w.now))
+			h.endReset(j.emptied && j.err == nil && (h.w.is(ResetInHaste) || !h.tracker.Saving()))
 		}
 	}
 }
@@ -439,7 +439,7 @@ func (p *proc) consume(f Fault) {
 	if p.h.w.is(FirstConsumerFrees) {
 		list = append(list, list...)
 	}
-	p.h.do(p.h.book.Consumed(p.n, list))
+	p.h.do(p.h.tracker.Consumed(p.n, list))
 }
 
 // moved is the answer of a worker call at the host.
@@ -470,7 +470,7 @@ func (h *host) moved(p *proc, m *move) {
 	if h.w.tracing() {
 		h.w.say("%s: %s of %s on rank %d returns: %s", h.e.name, m.Kind, m.Transfer.Request, m.Rank, describeOutcome(&m.out))
 	}
-	h.do(h.book.Moved(h.w.now, m.ID, m.out))
+	h.do(h.tracker.Moved(h.w.now, m.ID, m.out))
 }
 
 // failedBlocks are the blocks that an error names, if it names some.

@@ -1,5 +1,5 @@
 // Package simulate plays whole deployments from a seed: engines with their schedulers, caches and
-// host bookkeeping, plugins, a store, a router and clients, in one loop with virtual time and
+// the tracker of hosts, plugins, a store, a router and clients, in one loop with virtual time and
 // without goroutines.
 //
 // The parts that decide are the real ones: engine/sched, engine/kvcache, internal/tracker,

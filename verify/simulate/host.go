@@ -8,7 +8,7 @@ import (
 	"github.com/kvport/kvport/internal/tracker"
 )
 
-// host is the layer between an engine, the real book and a modelled plugin: what package host
+// host is the layer between an engine, the real tracker and a modelled plugin: what package host
 // does with goroutines and processes. The mutants live here.
 type host struct {
 	w    *World
@@ -16,7 +16,7 @@ type host struct {
 	can  connector.Capability
 	role connector.Role
 
-	book    *tracker.Tracker
+	tracker *tracker.Tracker
 	breaker tracker.Breaker
 	guard   *ticket.Guard
 	proc    *proc // nil while none runs
@@ -79,12 +79,12 @@ func newHost(e *engine) *host {
 	for r := range h.slots {
 		h.slots[r] = make([]*move, o.Slots)
 	}
-	h.book = tracker.New(o.bookConfig(h.role, h.can))
+	h.tracker = tracker.New(o.trackerConfig(h.role, h.can))
 	h.up()
 	return h
 }
 
-// do carries out what the book decided.
+// do carries out what the tracker decided.
 func (h *host) do(actions []tracker.Action) {
 	for _, a := range actions {
 		switch a := a.(type) {
@@ -136,7 +136,7 @@ func (h *host) start(a *tracker.Move) {
 	if a.Kind == tracker.Save && h.w.is(AckBeforeSave) {
 		m.reported = true
 		h.makeDigests(m)
-		h.do(h.book.Moved(h.w.now, a.ID, tracker.Outcome{}))
+		h.do(h.tracker.Moved(h.w.now, a.ID, tracker.Outcome{}))
 	}
 }
 
@@ -170,7 +170,7 @@ func (h *host) cancel(id tracker.CallID) {
 		m.canceled = true
 		if h.w.is(FreeOnAbort) && !m.reported {
 			m.reported = true
-			h.do(h.book.Moved(h.w.now, id, tracker.Outcome{Err: errCanceled}))
+			h.do(h.tracker.Moved(h.w.now, id, tracker.Outcome{Err: errCanceled}))
 		}
 		return
 	}
@@ -200,8 +200,8 @@ func (h *host) step(s *connector.Step) {
 		h.owe(tracker.Finished, s.ID, s.Ended[i].Request, s.Ended[i].Blocks).weak = s.Ended[i].Weak
 		s.Ended[i].Weak = s.Ended[i].Weak && !h.w.is(TurnKept)
 	}
-	admitted, ended := s.Admitted, s.Ended // s is the book's from now on
-	h.do(h.book.Step(h.w.now, s))
+	admitted, ended := s.Admitted, s.Ended // s is the tracker's from now on
+	h.do(h.tracker.Step(h.w.now, s))
 	for i := range ended {
 		delete(h.later, ended[i].Request)
 		delete(h.turns, ended[i].Request)
@@ -223,7 +223,7 @@ func (h *host) owe(kind tracker.EventKind, step uint64, id connector.RequestID, 
 	return g
 }
 
-// tell queues an event of the book for the engine.
+// tell queues an event of the tracker for the engine.
 func (h *host) tell(ev *tracker.Event) {
 	switch {
 	case h.w.is(LostFinish) && ev.Kind == tracker.Finished && (h.proc == nil || h.proc.dying):
@@ -407,15 +407,15 @@ func (h *host) revoke(g *grant) {
 
 // match answers the engine's question. fast says that the plugin answers while the loop waits.
 func (h *host) match(q connector.Query, signed []byte, fast bool) connector.Match {
-	if len(signed) > 0 && h.book.WantsTicket(q.Request) {
+	if len(signed) > 0 && h.tracker.WantsTicket(q.Request) {
 		h.bring(&q, signed)
 	}
-	wait, actions := h.book.Query(h.w.now, q)
+	wait, actions := h.tracker.Query(h.w.now, q)
 	h.do(actions)
 	if wait && fast && h.proc != nil {
 		h.proc.answerAsk(q.Request)
 	}
-	m := h.book.Match(h.w.now, q.Request)
+	m := h.tracker.Match(h.w.now, q.Request)
 	h.checkMatch(&q, m)
 	h.checkTurn(&q, m)
 	if h.w.is(LaterForever) {
@@ -440,7 +440,7 @@ func (h *host) checkMatch(q *connector.Query, m connector.Match) {
 	if m.Later || m.Tokens == 0 {
 		return
 	}
-	promised, _ := h.book.Brought(q.Request)
+	promised, _ := h.tracker.Brought(q.Request)
 	held := promised > 0 && h.can&connector.CanHold != 0 // what a Holder keeps may end anywhere
 	whole := m.Tokens+q.Computed < q.Tokens && m.Tokens%h.w.opt.BlockTokens == 0
 	if m.Tokens < 0 || m.Tokens+q.Computed > q.Tokens || !held && !whole {
@@ -451,7 +451,7 @@ func (h *host) checkMatch(q *connector.Query, m connector.Match) {
 // bring opens the ticket that came with a request's first question.
 func (h *host) bring(q *connector.Query, signed []byte) {
 	e, err := h.verify(signed, q.Request)
-	if err == nil && h.book.Accept(q, &tracker.Ticket{Tokens: e.Tokens, Lease: e.Lease, Plugin: e.Plugin}) {
+	if err == nil && h.tracker.Accept(q, &tracker.Ticket{Tokens: e.Tokens, Lease: e.Lease, Plugin: e.Plugin}) {
 		if h.w.tickets.accepted(h.w, h.e, q.Request, signed) {
 			h.turns[q.Request] = &turnUse{}
 		}
@@ -459,7 +459,7 @@ func (h *host) bring(q *connector.Query, signed []byte) {
 	}
 	h.w.stats.Refused++
 	h.w.say("%s refuses the ticket of %s: %v", h.e.name, q.Request, err)
-	h.book.Refuse(q.Request, "ticket")
+	h.tracker.Refuse(q.Request, "ticket")
 }
 
 // check verifies what must hold after every step.
@@ -469,7 +469,7 @@ func (h *host) check() {
 			h.w.fail('e', "%s: the hold of %s is still there after its time", h.e.name, key.request)
 		}
 	}
-	c := h.book.Counters()
+	c := h.tracker.Counters()
 	if c.Unknown < 0 || c.Violations < 0 {
 		h.w.fail('d', "%s: counters %+v", h.e.name, c)
 	}

@@ -19,7 +19,7 @@ func (e *engine) computed(st *connector.Step) {
 		return
 	}
 	e.host.final = st.ID
-	e.host.do(e.host.book.Computed(e.w.now, st.ID))
+	e.host.do(e.host.tracker.Computed(e.w.now, st.ID))
 }
 
 // waits says that a save has to wait for the layers of its blocks.
@@ -32,7 +32,7 @@ func (h *host) waits(m *move) bool {
 func (p *proc) tellStored(m *move, d *rng) {
 	h := p.h
 	m.told = true
-	h.do(h.book.Stored(h.w.now, m.ID))
+	h.do(h.tracker.Stored(h.w.now, m.ID))
 	for i, b := range m.Transfer.Blocks {
 		if i > 0 && d.n(2) == 0 {
 			continue

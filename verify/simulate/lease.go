@@ -33,7 +33,7 @@ func (h *host) renew(p *proc, d *rng) {
 	}
 	over := map[connector.HoldID]bool{}
 	if !h.w.is(RenewalLost) {
-		for _, id := range h.book.Renewed(h.w.now, p.n, list) {
+		for _, id := range h.tracker.Renewed(h.w.now, p.n, list) {
 			over[id] = !h.w.is(RenewalOfNone)
 		}
 	}

@@ -145,6 +145,6 @@ func (h *host) overlooks(m *move) bool {
 func (h *host) forgetWriter(p *proc) {
 	if h.w.is(WriterForgotten) && p.isDown && !p.isOver && !h.w.now.Before(p.overAt) {
 		p.isOver = true
-		h.do(h.book.Reaped(h.w.now, p.n))
+		h.do(h.tracker.Reaped(h.w.now, p.n))
 	}
 }

@@ -83,8 +83,8 @@ func draw(seed uint64) Options {
 	return o
 }
 
-// bookConfig has the deadlines that hosts have by default.
-func (o *Options) bookConfig(role connector.Role, can connector.Capability) tracker.Config {
+// trackerConfig has the deadlines that hosts have by default.
+func (o *Options) trackerConfig(role connector.Role, can connector.Capability) tracker.Config {
 	c := tracker.Config{
 		Ranks: o.Ranks, Role: role, Can: can, Slots: o.Slots,
 		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,

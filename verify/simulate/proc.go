@@ -96,7 +96,7 @@ func (h *host) up() {
 		h.w.stats.Restarts++
 	}
 	h.w.say("%s: plugin generation %d is up", h.e.name, h.n)
-	h.do(h.book.Up(h.w.now, h.n))
+	h.do(h.tracker.Up(h.w.now, h.n))
 	if h.w.is(RetryUnpinned) {
 		for _, m := range h.late {
 			again := &move{Move: m.Move, grant: m.grant, reported: true}
@@ -112,7 +112,7 @@ func (h *host) died() {
 	h.startAt = h.w.now.Add(wait + 5*time.Millisecond)
 	if broken {
 		h.w.say("%s: the plugin keeps dying and is left alone until %v", h.e.name, h.startAt.Sub(time.Unix(0, 0)))
-		h.do(h.book.Broken(h.w.now))
+		h.do(h.tracker.Broken(h.w.now))
 	}
 }
 
@@ -137,7 +137,7 @@ func (p *proc) die() {
 
 // next is when fire has something to do.
 func (h *host) next() (time.Time, bool) {
-	first, found := h.book.Next()
+	first, found := h.tracker.Next()
 	consider := func(t time.Time, ok bool) {
 		if ok && (!found || t.Before(first)) {
 			first, found = t, true
@@ -189,14 +189,14 @@ func (h *host) fire() {
 	} else {
 		h.dueProc(h.proc)
 	}
-	if t, ok := h.book.Next(); ok && !now.Before(t) {
-		h.do(h.book.Tick(now))
+	if t, ok := h.tracker.Next(); ok && !now.Before(t) {
+		h.do(h.tracker.Tick(now))
 	}
 	if h.w.is(FreeAtDeadline) && h.proc != nil {
 		for _, m := range append([]*move(nil), h.proc.moves...) {
 			if !m.reported && !now.Before(m.Deadline) {
 				m.reported = true
-				h.do(h.book.Moved(now, m.ID, tracker.Outcome{Err: context.DeadlineExceeded}))
+				h.do(h.tracker.Moved(now, m.ID, tracker.Outcome{Err: context.DeadlineExceeded}))
 			}
 		}
 	}
@@ -234,9 +234,9 @@ func (h *host) down(p *proc) {
 	if h.reset != nil && h.reset.asked {
 		h.endReset(false)
 	}
-	h.do(h.book.Down(h.w.now, p.n))
+	h.do(h.tracker.Down(h.w.now, p.n))
 	if h.w.is(NoFence) {
-		h.do(h.book.Reaped(h.w.now, p.n))
+		h.do(h.tracker.Reaped(h.w.now, p.n))
 	}
 }
 
@@ -244,7 +244,7 @@ func (h *host) down(p *proc) {
 func (h *host) reap(p *proc) {
 	for _, m := range p.moves {
 		if !m.lost && !m.reported {
-			h.do(h.book.Moved(h.w.now, m.ID, tracker.Outcome{Err: connector.ErrGone, Lost: true}))
+			h.do(h.tracker.Moved(h.w.now, m.ID, tracker.Outcome{Err: connector.ErrGone, Lost: true}))
 		}
 	}
 	if h.w.is(OldAnswers) || h.w.is(RetryUnpinned) {
@@ -252,7 +252,7 @@ func (h *host) reap(p *proc) {
 	}
 	p.moves, h.proc = nil, nil
 	h.w.say("%s: plugin generation %d is reaped", h.e.name, p.n)
-	h.do(h.book.Reaped(h.w.now, p.n))
+	h.do(h.tracker.Reaped(h.w.now, p.n))
 	if h.w.now.Sub(h.since) > h.breaker.Window {
 		h.breaker.Proved()
 	}
@@ -351,13 +351,13 @@ func (p *proc) replyMove(m *move, d *rng, f Fault) {
 	if !m.answered {
 		if d.n(4) > 0 && !m.reported {
 			m.lost = true
-			p.h.do(p.h.book.Moved(p.h.w.now, m.ID, tracker.Outcome{Err: connector.ErrGone, Lost: !p.h.w.is(LostIsOver)}))
+			p.h.do(p.h.tracker.Moved(p.h.w.now, m.ID, tracker.Outcome{Err: connector.ErrGone, Lost: !p.h.w.is(LostIsOver)}))
 		}
 		return
 	}
 	p.h.moved(p, m)
 	if f == faultTwice && !m.reported {
-		p.h.do(p.h.book.Moved(p.h.w.now, m.ID, m.out))
+		p.h.do(p.h.tracker.Moved(p.h.w.now, m.ID, m.out))
 	}
 }
 
@@ -370,14 +370,14 @@ func (h *host) ghost(d *rng) {
 	}
 	switch d.n(5) {
 	case 0:
-		h.do(h.book.Matched(h.w.now, id, connector.Match{Tokens: d.n(50)}, nil))
+		h.do(h.tracker.Matched(h.w.now, id, connector.Match{Tokens: d.n(50)}, nil))
 	case 1:
-		h.do(h.book.Planned(h.w.now, id, &connector.Plan{}, nil))
+		h.do(h.tracker.Planned(h.w.now, id, &connector.Plan{}, nil))
 	case 2:
-		h.do(h.book.FinishAnswered(h.w.now, id, nil, nil))
+		h.do(h.tracker.FinishAnswered(h.w.now, id, nil, nil))
 	case 3:
-		h.do(h.book.Consumed(h.n, []connector.HoldID{connector.HoldID(1000 + d.n(100))}))
+		h.do(h.tracker.Consumed(h.n, []connector.HoldID{connector.HoldID(1000 + d.n(100))}))
 	default:
-		h.do(h.book.Moved(h.w.now, id, tracker.Outcome{Lost: d.n(2) == 0, Corrupt: []connector.BlockID{1 << 20}}))
+		h.do(h.tracker.Moved(h.w.now, id, tracker.Outcome{Lost: d.n(2) == 0, Corrupt: []connector.BlockID{1 << 20}}))
 	}
 }

@@ -37,7 +37,7 @@ func (e *engine) emptied() {
 
 // pumpReset asks the connector once no save is under way.
 func (h *host) pumpReset() {
-	if h.reset == nil || h.reset.asked || h.book.Saving() && !h.w.is(ResetInHaste) {
+	if h.reset == nil || h.reset.asked || h.tracker.Saving() && !h.w.is(ResetInHaste) {
 		return
 	}
 	h.reset.asked = true

@@ -31,7 +31,7 @@ func play(o Options, ops []Op) Result {
 	w.run(ops)
 	for _, e := range w.engines {
 		if e.host != nil {
-			c := e.host.book.Counters()
+			c := e.host.tracker.Counters()
 			w.stats.BookRetries += c.Retries
 			w.stats.TurnLoaded += c.TurnLoaded
 			w.stats.TurnLost += c.TurnLost
@@ -158,7 +158,7 @@ func (h *host) mistake(p *proc) {
 				m.out = old.out
 				m.reported = true
 				m.out.Corrupt = h.checkDigests(m, h.cached)
-				h.do(h.book.Moved(h.w.now, m.ID, m.out))
+				h.do(h.tracker.Moved(h.w.now, m.ID, m.out))
 				return
 			}
 		}
@@ -264,7 +264,7 @@ func (w *World) atRest() bool {
 		if e.forget || e.sched.Live() > 0 || len(e.streams) > 0 {
 			return false
 		}
-		if h := e.host; h != nil && (!h.book.Idle() || len(h.queue) > 0 || len(h.due) > 0 || h.reset != nil) {
+		if h := e.host; h != nil && (!h.tracker.Idle() || len(h.queue) > 0 || len(h.due) > 0 || h.reset != nil) {
 			return false
 		}
 	}
@@ -281,7 +281,7 @@ func (w *World) over() {
 		if h == nil {
 			continue
 		}
-		if n := len(h.book.Pins()) + h.book.Pending() + h.book.Held(); n > 0 {
+		if n := len(h.tracker.Pins()) + h.tracker.Pending() + h.tracker.Held(); n > 0 {
 			w.fail('f', "%s: %d pins, transfers and holds are left in the end", e.name, n)
 		}
 		if n := len(h.open) + len(h.holds); n > 0 {
@@ -298,7 +298,7 @@ func (w *World) unfinished() string {
 	for _, e := range w.engines {
 		parts = append(parts, fmt.Sprintf("%s: %d live, %d waiting, %d running", e.name, e.sched.Live(), e.sched.Waiting(), e.sched.Running()))
 		if h := e.host; h != nil {
-			parts = append(parts, fmt.Sprintf("%d transfers, %d holds, %d not told", h.book.Pending(), h.book.Held(), len(h.due)))
+			parts = append(parts, fmt.Sprintf("%d transfers, %d holds, %d not told", h.tracker.Pending(), h.tracker.Held(), len(h.due)))
 		}
 	}
 	return "not at rest long after the last fault: " + strings.Join(parts, "; ")

@@ -178,11 +178,11 @@ func (s *story) misbehave(t *testing.T, what string, e *engine) {
 		e.host.proc.hung = s.w.now
 		s.w.say("%s: plugin hangs", e.name)
 	case "ghost":
-		before := e.host.book.Counters().Unknown
+		before := e.host.tracker.Counters().Unknown
 		for seed := range rng(100) {
 			e.host.ghost(&seed)
 		}
-		fmt.Fprintf(&s.out, "%d answers dropped\n", e.host.book.Counters().Unknown-before)
+		fmt.Fprintf(&s.out, "%d answers dropped\n", e.host.tracker.Counters().Unknown-before)
 	case "blocks":
 		n := e.pool.Counts()
 		fmt.Fprintf(&s.out, "%s: %d free, %d used, %d pinned, %d held\n", e.name, n[0], n[1], n[2], n[3])
