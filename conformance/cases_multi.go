@@ -315,7 +315,7 @@ func (f *composite) consumed(p *engine, wait time.Duration) []connector.HoldID {
 	ctx, cancel := context.WithTimeout(f.Context(), wait)
 	defer cancel()
 	ids, err := p.holder().Consumed(ctx)
-	if err != nil && !errors.Is(err, context.DeadlineExceeded) { // over the wire the plugin's clock may be first
+	if err != nil && ctx.Err() == nil && !errors.Is(err, context.DeadlineExceeded) { // over the wire the plugin's clock may be first
 		f.Errorf("consumed: %v", err)
 	}
 	return ids
