@@ -69,6 +69,10 @@ func newEngine(lib *native.Library, o native.Options, room staged.Room) (_ *engi
 // busyPause is how long progress waits, in milliseconds, where UCX says that there is something to do and does nothing.
 const busyPause = 1
 
+// progressRounds is how often progress lets UCX work before it looks whether it must stop. After the death of a
+// peer UCX may say forever that it did something.
+const progressRounds = 1024
+
 // progresser is what progress needs of a worker.
 type progresser interface {
 	Progress() (some bool, err error)
@@ -79,14 +83,17 @@ type progresser interface {
 func progress(worker progresser, fd, stop int) {
 	wake := []unix.PollFd{{Fd: int32(stop), Events: unix.POLLIN}, {Fd: int32(fd), Events: unix.POLLIN}}
 	for {
-		did := false
-		for some := true; some; did = did || some {
+		rounds := 0
+		for some := true; some && rounds < progressRounds; rounds++ {
 			var err error
 			if some, err = worker.Progress(); err != nil {
 				return
 			}
 		}
-		armed, err := worker.Arm()
+		armed, err := false, error(nil)
+		if rounds < progressRounds {
+			armed, err = worker.Arm()
+		}
 		if err != nil {
 			return
 		}
@@ -95,7 +102,7 @@ func progress(worker progresser, fd, stop int) {
 			// After the death of a peer that shared memory with it, UCX may refuse for good: it has something to
 			// do that it never does.
 			on, wait = wake[:1], 0
-			if !did {
+			if rounds == 1 {
 				wait = busyPause
 			}
 		}

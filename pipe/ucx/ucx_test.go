@@ -121,7 +121,7 @@ func TestProcess(t *testing.T) {
 	self, err := os.Executable()
 	require.NoError(t, err)
 	for try := 1; ; try++ {
-		receiver := exec.CommandContext(t.Context(), self, "-test.run=^TestProcess$", "-test.v")
+		receiver := exec.CommandContext(t.Context(), self, "-test.run=^TestProcess$", "-test.v", "-test.timeout=2m")
 		receiver.Env = append(os.Environ(), survivor+"=1")
 		said, err := receiver.CombinedOutput()
 		if err != nil && try < 4 && bytes.Contains(said, []byte("ucp_request.inl")) && bytes.Contains(said, []byte("unexpected error")) {
