@@ -74,7 +74,10 @@ type received struct {
 	err             error
 }
 
+// recv receives a frame. A Recv that hangs is an error after a minute.
 func (r *rig) recv(ctx context.Context) received {
+	ctx, cancel := context.WithTimeout(ctx, 12*soon)
+	defer cancel()
 	var got received
 	got.err = r.In.Recv(ctx, func(header []byte, size int) ([][]byte, error) {
 		got.header, got.payload = bytes.Clone(header), r.memory(size, 0)

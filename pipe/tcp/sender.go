@@ -187,6 +187,7 @@ func (s *sender) resume(peerHas uint64) {
 		}
 	}
 	s.queue, s.picked = kept, 0
+	s.changed() // there may be room for a Send that waits for it
 }
 
 // acknowledged ends the Sends of frames up to a number. The caller holds mu.
