@@ -15,6 +15,8 @@ PLUGINS   := $(patsubst plugins/%/,%,$(sort $(wildcard plugins/*/)))
 
 # A package's tests run at most this many at once; each may use every core itself.
 TEST_P    ?= 2
+# After so long a package's tests end with the stacks of what hangs.
+TEST_LIMIT ?= 60m
 FUZZTIME  ?= 30s
 BENCH     ?= .
 # Where make vllm-test puts vLLM.
@@ -59,7 +61,7 @@ demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAM
 
 test: deps build ## every test, short counts (at most 20 minutes on 2 cores)
 	@$(MAKE) --no-print-directory pytest
-	$(GO) test -p $(TEST_P) -timeout 28m $(LONGEST) ./...
+	$(GO) test -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) ./...
 	$(GO) test -tags kvport_fault -v -timeout 20m $(FAULTED)
 
 pytest: pylint ## the tests of python/, without vLLM; needs make deps build
@@ -88,7 +90,7 @@ soak-sample: deps build ## some of them, picked by the commit, for at most SAMPL
 	@$(PYTHON) scripts/soak.py --sample $(or $(SAMPLE),120)
 
 race: deps build ## the tests under the race detector, shorter, but those of UNRACED
-	CGO_ENABLED=1 $(GO) test -race -short -p $(TEST_P) -timeout 12m $$($(GO) list ./... | grep -vxFf <($(GO) list $(UNRACED)))
+	CGO_ENABLED=1 $(GO) test -race -short -p $(TEST_P) -timeout $(TEST_LIMIT) $$($(GO) list ./... | grep -vxFf <($(GO) list $(UNRACED)))
 
 fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ_TOTAL=SECONDS caps them all together
 	@GO="$(GO)" FUZZTIME="$(FUZZTIME)" scripts/fuzz.sh
