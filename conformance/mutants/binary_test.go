@@ -132,6 +132,9 @@ func TestPrivateAsBinary(t *testing.T) {
 
 // What is kept in the arena outlives its process, as far as a Store of the sdk goes.
 func TestArenaAsBinary(t *testing.T) {
+	if testing.Short() {
+		t.Skip("some 60 processes, each with the race detector in make race; make test runs them")
+	}
 	conformance.Run(t, conformance.Binary(plugin(t, "kvport-arena"), nil), conformance.Store)
 }
 

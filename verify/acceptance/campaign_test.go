@@ -279,7 +279,7 @@ func (r *rig) useTicket(d *cluster.Process, prompt string, ticket []byte, want *
 	r.Helper()
 	quoted, err := json.Marshal(ticket)
 	require.NoError(r, err)
-	a := r.post(d, prompt, *flagTokens, map[string]json.RawMessage{"do_remote_prefill": []byte("true"), "do_remote_decode": []byte("false"), "kvport_ticket": quoted})
+	a := r.post(d, prompt, r.tokens, map[string]json.RawMessage{"do_remote_prefill": []byte("true"), "do_remote_decode": []byte("false"), "kvport_ticket": quoted})
 	require.Len(r, a.Choices, 1)
 	require.Equal(r, want.Tokens, a.Choices[0].Tokens)
 }

@@ -10,16 +10,16 @@ import (
 // prompt was computed, and whatever happens to the plugin.
 func TestEqualTokens(t *testing.T) {
 	prompts := texts(t, *flagSeed, count(t, "prompts", *flagPrompts, 4, 16), 400, 2400)
-	want := single.answers(newRig(t), prompts)
+	want := single.answers(newLongRig(t), prompts)
 
 	t.Run("chunk 64, block 32", func(t *testing.T) {
-		r := newRig(t)
+		r := newLongRig(t)
 		node := r.serve("chunked", "", "--max-num-batched-tokens", "64", "--block-size", "32")
 		same(t, "chunk 64, block 32", want, r.all(node.URL, prompts, 1))
 		r.idle(node)
 	})
 	t.Run("batch of 8, warm prefix cache", func(t *testing.T) {
-		r := newRig(t)
+		r := newLongRig(t)
 		node := r.serve("warm", "")
 		same(t, "batch of 8", want, r.all(node.URL, prompts, 8))
 		again := r.all(node.URL, prompts, 8)
@@ -30,7 +30,7 @@ func TestEqualTokens(t *testing.T) {
 		r.idle(node)
 	})
 	t.Run("preempted", func(t *testing.T) {
-		r := newRig(t)
+		r := newLongRig(t)
 		node := r.serve("small", "", "--num-blocks", "64", "--max-model-len", "960")
 		preempted := 0.0
 		for range 5 { // whether requests meet is up to their order
@@ -44,7 +44,7 @@ func TestEqualTokens(t *testing.T) {
 		r.idle(node)
 	})
 	t.Run("prefill and decode apart", func(t *testing.T) {
-		r := newRig(t)
+		r := newLongRig(t)
 		p, d := r.serve("prefill", r.config("kv_producer", "", "")), r.serve("decode", r.config("kv_consumer", "", ""))
 		router := r.route(p, d)
 		same(t, "P/D", want, r.all(router.URL, prompts, 2))
@@ -61,7 +61,7 @@ func TestEqualTokens(t *testing.T) {
 		r.idle(d)
 	})
 	t.Run("one engine that saves and loads", func(t *testing.T) {
-		r := newRig(t)
+		r := newLongRig(t)
 		node := r.serve("both", r.config("kv_both", "", ""), "--enable-prefix-caching=false")
 		same(t, "kv_both, cold", want, r.all(node.URL, prompts, 4))
 		same(t, "kv_both, warm", want, r.all(node.URL, prompts, 4))

@@ -117,7 +117,7 @@ func TestEngineKilled(t *testing.T) {
 
 // TestDrain: SIGTERM lets a running request finish, then everything is gone.
 func TestDrain(t *testing.T) {
-	r := newRig(t)
+	r := newLongRig(t)
 	prompt := texts(t, *flagSeed+3000, 1, 300, 400)
 	want := single.answers(r, prompt)
 	node := r.serve("engine", r.config("kv_both", "", ""))

@@ -92,7 +92,7 @@ func TestWrongConnectors(t *testing.T) {
 			continue
 		}
 		t.Run(m.Name, func(t *testing.T) {
-			r := &rig{T: t}
+			r := &rig{T: t, tokens: r.tokens}
 			name, host := mutantBinary, `,"kvport":{"deadlines":{"save":"3s"}}` // or one that waits for ever takes long
 			if trusted[m.Case] {
 				name, host = plainBinary, `,"kvport":{"trust":"staged"}`

@@ -99,7 +99,7 @@ func (x *xpyd) sum(engines []*cluster.Process, name string, labels ...string) (t
 
 // whole sends a prompt without streaming, so that the router may try again wherever an engine dies.
 func (x *xpyd) whole(prompt string) (*cluster.Completion, error) {
-	data, err := json.Marshal(map[string]any{"prompt": prompt, "max_tokens": *flagTokens, "temperature": 0, "ignore_eos": true, "return_token_ids": true})
+	data, err := json.Marshal(map[string]any{"prompt": prompt, "max_tokens": x.tokens, "temperature": 0, "ignore_eos": true, "return_token_ids": true})
 	if err != nil {
 		return nil, err
 	}

@@ -222,7 +222,7 @@ func TestRemoteConnectors(t *testing.T) {
 		},
 	} {
 		t.Run(c.connector, func(t *testing.T) {
-			r := &rig{T: t}
+			r := &rig{T: t, tokens: r.tokens}
 			host := map[string]string{"tenant_secret_file": secret}
 			p := r.serve("prefill", remoteConfig(t, c.connector, "kv_producer", c.shared, host))
 			d := r.serve("decode", remoteConfig(t, c.connector, "kv_consumer", c.shared, host), "--enable-prefix-caching=false")

@@ -99,7 +99,7 @@ type rig struct {
 	*testing.T
 	client cluster.Client
 	store  string // shared_storage_path
-	tokens int    // to generate for each prompt; 0: -tokens
+	tokens int    // to generate for each prompt
 }
 
 func newRig(t *testing.T) *rig {
@@ -107,7 +107,15 @@ func newRig(t *testing.T) *rig {
 	if testing.Short() {
 		t.Skip("runs the real model: left out with -short, which the race stage uses")
 	}
-	return &rig{T: t, store: filepath.Join(t.TempDir(), "blocks")}
+	return &rig{T: t, store: filepath.Join(t.TempDir(), "blocks"), tokens: count(t, "tokens", *flagTokens, 12, 32)}
+}
+
+// newLongRig is a rig whose answers have all of -tokens.
+func newLongRig(t *testing.T) *rig {
+	t.Helper()
+	r := newRig(t)
+	r.tokens = *flagTokens
+	return r
 }
 
 // config is the --kv-transfer-config of a role; extra and host are further JSON members, or empty.
@@ -161,11 +169,7 @@ func (r *rig) stop(p *cluster.Process) {
 
 // complete sends one greedy request.
 func (r *rig) complete(url, prompt string) (*cluster.Completion, error) {
-	tokens := r.tokens
-	if tokens == 0 {
-		tokens = *flagTokens
-	}
-	return r.client.Complete(r.Context(), url, cluster.Request{Prompt: prompt, MaxTokens: tokens, IgnoreEOS: true})
+	return r.client.Complete(r.Context(), url, cluster.Request{Prompt: prompt, MaxTokens: r.tokens, IgnoreEOS: true})
 }
 
 // all sends the prompts, several at a time, and gives the answers in order.
@@ -252,13 +256,18 @@ func texts(t *testing.T, seed uint64, n, lo, hi int) []string {
 	return out
 }
 
-// oracle gives a single node's answers, computed once for each list of prompts.
+// oracle gives a single node's answers, computed once for each prompt and length.
 type oracle struct {
 	mu    sync.Mutex
-	known map[string]*cluster.Completion
+	known map[question]*cluster.Completion
 }
 
-var single = oracle{known: map[string]*cluster.Completion{}}
+type question struct {
+	prompt string
+	tokens int
+}
+
+var single = oracle{known: map[question]*cluster.Completion{}}
 
 func (o *oracle) answers(r *rig, prompts []string) []*cluster.Completion {
 	r.Helper()
@@ -266,20 +275,20 @@ func (o *oracle) answers(r *rig, prompts []string) []*cluster.Completion {
 	defer o.mu.Unlock()
 	var missing []string
 	for _, p := range prompts {
-		if o.known[p] == nil {
+		if o.known[question{p, r.tokens}] == nil {
 			missing = append(missing, p)
 		}
 	}
 	if len(missing) > 0 {
 		node := r.serve("single", "")
 		for i, c := range r.all(node.URL, missing, 1) {
-			o.known[missing[i]] = c
+			o.known[question{missing[i], r.tokens}] = c
 		}
 		r.stop(node)
 	}
 	out := make([]*cluster.Completion, len(prompts))
 	for i, p := range prompts {
-		out[i] = o.known[p]
+		out[i] = o.known[question{p, r.tokens}]
 	}
 	return out
 }
