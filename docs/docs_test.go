@@ -214,3 +214,25 @@ func requirePaths(t *testing.T, page, heading string, column int) (rows int) {
 	}
 	return rows
 }
+
+// TestRecords: a record of a decision has a number and a status, and every record that code or a page names by number exists.
+func TestRecords(t *testing.T) {
+	records, err := filepath.Glob(filepath.Join("adr", "*.md"))
+	require.NoError(t, err)
+	there := map[string]bool{}
+	for _, path := range records {
+		number, _, _ := strings.Cut(filepath.Base(path), "-")
+		number = strings.TrimLeft(number, "0")
+		there[number] = true
+		require.Regexp(t, `(?s)^# `+number+`\. [^\n]+\n\nStatus: `, read(t, []string{path}), path)
+	}
+	require.NotEmpty(t, there)
+	named := regexp.MustCompile(`\brecord (\d+)\b`)
+	for _, suffix := range []string{".go", ".py", ".md", ".txt"} {
+		for _, path := range files(t, suffix) {
+			for _, m := range named.FindAllStringSubmatch(read(t, []string{path}), -1) {
+				require.True(t, there[m[1]], "%s names record %s, which is not there", path, m[1])
+			}
+		}
+	}
+}
