@@ -202,7 +202,7 @@ func requirePaths(t *testing.T, page, heading string, column int) (rows int) {
 	require.True(t, found, heading)
 	section, _, _ = strings.Cut(section, "\n## ")
 	path := regexp.MustCompile("`([^` ]+)`")
-	for _, row := range regexp.MustCompile("(?m)^\\| .* \\|$").FindAllString(section, -1)[1:] {
+	for _, row := range regexp.MustCompile(`(?m)^\| .* \|$`).FindAllString(section, -1)[1:] {
 		rows++
 		paths := path.FindAllStringSubmatch(strings.Split(strings.Trim(row, "|"), " | ")[column], -1)
 		require.NotEmpty(t, paths, "this row names no file: %s", row)
