@@ -186,3 +186,53 @@ func TestGlossary(t *testing.T) {
 	require.LessOrEqual(t, len(terms), 40)
 	require.IsIncreasing(t, terms)
 }
+
+// TestDesignPage: the design page stays short enough to be read at once, and what it says about folders and files is there.
+func TestDesignPage(t *testing.T) {
+	page := read(t, []string{"design.md"})
+	require.LessOrEqual(t, len(strings.Fields(page)), 6000)
+	require.Positive(t, requirePaths(t, page, "## The parts", 0))
+	require.GreaterOrEqual(t, requirePaths(t, page, "## Where do I change ...?", 1), 28)
+}
+
+// requirePaths checks the paths in one column of the table of a section, and counts the rows. X stands for any name.
+func requirePaths(t *testing.T, page, heading string, column int) (rows int) {
+	t.Helper()
+	_, section, found := strings.Cut(page, "\n"+heading+"\n")
+	require.True(t, found, heading)
+	section, _, _ = strings.Cut(section, "\n## ")
+	path := regexp.MustCompile("`([^` ]+)`")
+	for _, row := range regexp.MustCompile(`(?m)^\| .* \|$`).FindAllString(section, -1)[1:] {
+		rows++
+		paths := path.FindAllStringSubmatch(strings.Split(strings.Trim(row, "|"), " | ")[column], -1)
+		require.NotEmpty(t, paths, "this row names no file: %s", row)
+		for _, m := range paths {
+			matches, err := filepath.Glob(filepath.Join("..", strings.ReplaceAll(m[1], "X", "*")))
+			require.NoError(t, err)
+			require.NotEmpty(t, matches, "%s: %s is not there", heading, m[1])
+		}
+	}
+	return rows
+}
+
+// TestRecords: a record of a decision has a number and a status, and every record that code or a page names by number exists.
+func TestRecords(t *testing.T) {
+	records, err := filepath.Glob(filepath.Join("adr", "*.md"))
+	require.NoError(t, err)
+	there := map[string]bool{}
+	for _, path := range records {
+		number, _, _ := strings.Cut(filepath.Base(path), "-")
+		number = strings.TrimLeft(number, "0")
+		there[number] = true
+		require.Regexp(t, `(?s)^# `+number+`\. [^\n]+\n\nStatus: `, read(t, []string{path}), path)
+	}
+	require.NotEmpty(t, there)
+	named := regexp.MustCompile(`\brecord (\d+)\b`)
+	for _, suffix := range []string{".go", ".py", ".md", ".txt"} {
+		for _, path := range files(t, suffix) {
+			for _, m := range named.FindAllStringSubmatch(read(t, []string{path}), -1) {
+				require.True(t, there[m[1]], "%s names record %s, which is not there", path, m[1])
+			}
+		}
+	}
+}

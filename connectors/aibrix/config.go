@@ -158,7 +158,7 @@ func (r *reader) choice(name string, value json.RawMessage, byDefault string, wo
 	return byDefault
 }
 
-// backend reads what L2 is. AIBrix's own backends are libraries for its Python process (ADR 88).
+// backend reads what L2 is. AIBrix's own backends are libraries for its Python process.
 func (r *reader) backend(value json.RawMessage) (l2 bool) {
 	switch got := strings.ToUpper(text(l2Backend, value, "")); got {
 	case "":

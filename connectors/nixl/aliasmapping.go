@@ -14,7 +14,7 @@ import (
 
 // aliasMapping is a second mapping of the cache, which loads are written to: by NIXL here, or by a producer that
 // pushes. A writer that does not say that it has ended cannot be made to stop, but what it writes to can be
-// taken away: revoke puts other memory over the pages of its blocks (ADR 125).
+// taken away: revoke puts other memory over the pages of its blocks (record 125 in docs/adr).
 type aliasMapping struct {
 	rank     *rank
 	areas    []aliasArea

@@ -20,7 +20,7 @@ import (
 // the moment of this machine's clock at which it ends by itself, and a check of both.
 //
 // What ends a hold clears its slot first, and a hold that nobody ends is over by the clock that both ends
-// see; so a slot that a consumer finds right after a read says what the producer's answer would (ADR 129).
+// see; so a slot that a consumer finds right after a read says what the producer's answer would (record 129 in docs/adr).
 type board struct {
 	words []uint64
 	free  []int // slots, counted from 1

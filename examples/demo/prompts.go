@@ -13,7 +13,7 @@ type prompt struct {
 }
 
 // sources are the texts prompts are cut from; each is long enough for any piece.
-var sources = [...]string{"LICENSE", "CONTRIBUTING.md", "README.md", "docs/architecture.md"}
+var sources = [...]string{"LICENSE", "CONTRIBUTING.md", "README.md", "docs/design.md"}
 
 // Sizes of the smallest and largest prompt in bytes: about 100 and 1,400 tokens of English text.
 const minBytes, maxBytes = 500, 5600

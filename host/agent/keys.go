@@ -10,7 +10,7 @@ import (
 	"github.com/kvport/kvport/host"
 )
 
-// keyring turns an engine's block hashes into keys (ADR 0031). It remembers: a waiting request asks
+// keyring turns an engine's block hashes into keys. It remembers: a waiting request asks
 // with the same hashes again and again.
 type keyring struct {
 	space  connector.KeySpace

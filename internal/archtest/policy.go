@@ -86,7 +86,6 @@ func Kvport() *Policy {
 func kvportWords() map[string]int {
 	return map[string]int{
 		"conformance/mutants": 10, // names of mutants, which verify/names keeps
-		"docs/adr":            27,
 	}
 }
 
@@ -172,7 +171,7 @@ func kvportImports() map[string][]string {
 		"lookupbuffer":    {"connector", "pipe"},
 		"connectors/*":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
 
-		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/ticket"},     // ADR 106
+		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/ticket"},     // record 106
 		"connectors/lmcache":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"}, // LMCache's file suggests names, too
 		"connectors/internal/*": {"connector", "internal/fault", "internal/machine"},                                                                             // what several connectors share
 

@@ -14,7 +14,7 @@ import (
 
 // Bell wakes one process when there are frames in any of its rings with another process. It is a socket,
 // on which a sleeping process is sent a byte: Go's poller waits for many of them without a thread of its own,
-// where a futex would hold a thread and, until the runtime notices, one of its processors (ADR 116).
+// where a futex would hold a thread and, until the runtime notices, one of its processors (record 116 in docs/adr).
 type Bell struct {
 	file *os.File
 	conn syscall.RawConn

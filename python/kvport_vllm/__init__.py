@@ -18,7 +18,7 @@ def _config_of_caller() -> Any:
 
     vLLM has no hook that shows a connector its config before the model is loaded, minutes later.
     It does look the class up by name while it puts its config together, in a function that was given
-    that config; where a version does not, the check happens when the connector is made (ADR 55).
+    that config; where a version does not, the check happens when the connector is made.
     """
     frame = sys._getframe(2)
     config = frame.f_locals.get("kv_transfer_config")

@@ -17,10 +17,10 @@ type setup struct {
 	files   bool   // every stored block stays: few rounds
 	later   bool   // blocks are written to where they are loaded from after they are acknowledged
 	budget  budget
-	small   budget // of transfers below smallBytes, if it is another: there the plugin's message weighs (ADR 127)
+	small   budget // of transfers below smallBytes, if it is another: there the plugin's message weighs (record 127)
 	config  func(dir string, sh shape) (json.RawMessage, error)
 	limit   func(ctx context.Context, s *store, l *link, dir string) (limit, error)
-	bare    bool // a bare process that copies the same bytes is measured too (ADR 127)
+	bare    bool // a bare process that copies the same bytes is measured too (record 127)
 	// second is something else to compare with in the same turns, which is named rival; nil: nothing.
 	second func(ctx context.Context, s *store, l *link, dir string) (limit, error)
 	rival  string

@@ -263,7 +263,7 @@ func (s *store) emit(set setup, sh shape, saves, loads []took) error {
 }
 
 // bareBudget is how near to a bare process a store in memory must come: it also looks keys up, minds deadlines
-// and counts, which weighs more the less there is to copy (ADR 127).
+// and counts, which weighs more the less there is to copy (record 127 in docs/adr).
 func bareBudget(sh shape) budget {
 	if sh.block()*int64(sh.batch) < smallBytes {
 		return atLeast(0.6)

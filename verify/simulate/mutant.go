@@ -77,7 +77,7 @@ func Mutants() []MutantInfo {
 		{FreeOnAbort, "free-on-abort", "a cancelled load is over at once, though the plugin still writes", "sglang#24527, vllm#32255, dynamo#826"},
 		{FreeAtDeadline, "free-at-deadline", "pins are dropped when a deadline passes, not when the call is over", "vllm#55470"},
 		{NoFence, "no-fence", "a dead plugin's blocks are reused before the process is reaped", "vllm#56104"},
-		{WriterForgotten, "writer-forgotten", "a dead plugin's blocks are reused when the process is reaped, though a peer's call still writes into its memory", "measured: 111 ms and more of process_vm_writev (ADR 125, rule HOST-05)"},
+		{WriterForgotten, "writer-forgotten", "a dead plugin's blocks are reused when the process is reaped, though a peer's call still writes into its memory", "measured: 111 ms and more of process_vm_writev (record 125, rule HOST-05)"},
 		{NoDeadline, "no-deadline", "a call that never answers is waited for", "SGLang's 300 s, vllm#46283"},
 		{OldAnswers, "no-generation", "the answer of a former generation counts for the present one", "vllm#53095"},
 		{DoubleFinish, "duplicate-finish", "the end of a request is reported twice", "vllm#46240"},

@@ -14,7 +14,7 @@ import (
 )
 
 // LM is a connector.Store on LMCache's own cache server (`lmcache_server`, remote_url lm://HOST:PORT), in
-// its protocol of fixed binary headers: ADR 0087 has the layout and where it was read. Blocks are opaque to
+// its protocol of fixed binary headers: record 87 in docs/adr has the layout and where it was read. Blocks are opaque to
 // the server, which evicts nothing and asks for no password.
 type LM struct {
 	served

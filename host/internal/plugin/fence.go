@@ -24,7 +24,7 @@ import (
 //
 // Nor would that be all: a peer that writes into a process with process_vm_writev keeps the memory of
 // that process mapped while it does, however dead the process is. So each life of a plugin gets memory
-// by descriptions of its own, with a lock that goes only with the last of their mappings (ADR 125).
+// by descriptions of its own, with a lock that goes only with the last of their mappings (record 125 in docs/adr).
 type Fence struct {
 	read   *os.File
 	inode  uint64     // of the pipe, and the byte that the locks are of
