@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 	"github.com/kvport/kvport/lookupbuffer"
 	"github.com/kvport/kvport/pipe"
 )
@@ -299,7 +300,7 @@ func openPeerStore(ctx context.Context, env connector.Env, peers pipe.Peers) (*p
 		return s, nil
 	}
 	var err error
-	err = guard(log, "listen", func() error {
+	err = wire.Guard(log, "listen", func() error {
 		s.listener, err = peers.Network.Listen(ctx)
 		return err
 	})

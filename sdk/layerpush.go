@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 	"github.com/kvport/kvport/lookupbuffer"
 	"github.com/kvport/kvport/pipe"
 )
@@ -334,7 +335,7 @@ type partial struct {
 func (s *subscription) run() {
 	for pause, warned := redialAfter, false; ; pause = min(2*pause, pushPatience) {
 		began := time.Now()
-		err := guard(s.store.log, "subscribe", s.once)
+		err := wire.Guard(s.store.log, "subscribe", s.once)
 		if s.store.ctx.Err() != nil {
 			return
 		}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 	"github.com/kvport/kvport/lookupbuffer"
 	"github.com/kvport/kvport/pipe"
 )
@@ -320,7 +321,7 @@ func (p *producer) dial() (*producerLink, error) {
 	ctx, cancel := context.WithTimeout(p.store.ctx, p.store.peers.Wait)
 	defer cancel()
 	var link pipe.Link
-	err := guard(p.store.log, "dial", func() (err error) {
+	err := wire.Guard(p.store.log, "dial", func() (err error) {
 		link, err = p.store.peers.Network.Dial(ctx, p.address)
 		return err
 	})
@@ -331,7 +332,7 @@ func (p *producer) dial() (*producerLink, error) {
 	p.store.tasks.Go(func() {
 		defer close(l.done)
 		for l.err == nil {
-			l.err = guard(p.store.log, "receive", func() error { return p.receive(link.In) })
+			l.err = wire.Guard(p.store.log, "receive", func() error { return p.receive(link.In) })
 		}
 	})
 	return l, nil

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // Definition describes a connector.
@@ -260,7 +261,7 @@ func (s *storeScheduler) keys(blocks []connector.BlockKey, group uint16, rank in
 }
 
 func (s *storeScheduler) lookup(ctx context.Context, runs [][]connector.StoreKey) (found []int, err error) {
-	err = guard(s.log, "lookup", func() (err error) {
+	err = wire.Guard(s.log, "lookup", func() (err error) {
 		found, err = s.store.Lookup(ctx, runs)
 		return err
 	})
@@ -290,7 +291,7 @@ func (w *storeWorker) Load(ctx context.Context, t *connector.Transfer, kv *conne
 		return fmt.Errorf("load: %w", err)
 	}
 	if len(items) > 0 {
-		err = blockError(guard(w.log, "get", func() error { return w.store.Get(ctx, items) }), blocks)
+		err = blockError(wire.Guard(w.log, "get", func() error { return w.store.Get(ctx, items) }), blocks)
 	}
 	if len(partial) == 0 {
 		return err
