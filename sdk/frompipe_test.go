@@ -3,6 +3,7 @@ package sdk
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -144,7 +145,8 @@ func (w *wires) engine(t *testing.T, name string, role connector.Role, peers pip
 	t.Helper()
 	peers.Network = w
 	type config struct{}
-	p := FromPipe(Definition{Name: "PipeConnector", Version: "1"}, func(context.Context, connector.Env, config) (pipe.Peers, error) {
+	stats := append(PeerStats(), LayerStats()...)
+	p := FromPipe(Definition{Name: "PipeConnector", Version: "1", Stats: stats}, func(context.Context, connector.Env, config) (pipe.Peers, error) {
 		return peers, nil
 	})
 	e := &peerEngine{T: t, memory: make([]byte, 512)}
@@ -162,6 +164,18 @@ func (w *wires) engine(t *testing.T, name string, role connector.Role, peers pip
 	require.NoError(t, err)
 	t.Cleanup(e.close)
 	return e
+}
+
+// count is one of the numbers that the connector reports.
+func (e *peerEngine) count(name string) int64 {
+	e.Helper()
+	source, ok := connector.As[connector.StatsSource](e.scheduler)
+	require.True(e, ok)
+	stats, err := source.Stats(e.Context())
+	require.NoError(e, err)
+	i := slices.IndexFunc(stats, func(s connector.Stat) bool { return s.Name == name })
+	require.GreaterOrEqual(e, i, 0, name)
+	return int64(stats[i].Value)
 }
 
 func (e *peerEngine) close() {

@@ -149,82 +149,11 @@ func (m *message) parseLayers(rest []byte, size int) (ok bool) {
 
 // layered is a block that is being computed: its room in the buffer, and the offsets of its segments there.
 type layered struct {
-	item    connector.Item
+	key     connector.StoreKey
 	group   uint16
 	id      connector.BlockID
 	slot    *lookupbuffer.Slot
 	offsets map[int]int // by segment
-}
-
-// SaveLayers implements connector.LayerWorker. It copies each layer to the buffer and pushes it to the
-// subscribers; after the last layer the blocks can be found.
-func (w *pipeWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
-	if !w.env.Role.Saves() {
-		return fmt.Errorf("save: this engine is a %v: %w", w.env.Role, connector.ErrIncompatible)
-	}
-	blocks, failed, err := w.reserve(t, kv)
-	if err != nil {
-		return fmt.Errorf("save: %w", err)
-	}
-	push := w.peers.beginPush()
-	layers := kv.Layout().Layers()
-	for n := 0; n < layers; {
-		final, err := progress.Wait(ctx, n)
-		if err != nil {
-			for _, b := range blocks {
-				_ = b.slot.Done(err)
-			}
-			push.drop(blocks)
-			return err
-		}
-		if final == layers {
-			push.early()
-		}
-		push.layers(blocks, kv, n, final)
-		n = final
-	}
-	for _, b := range blocks {
-		if err := b.slot.Done(nil); err != nil {
-			failed = append(failed, b.id)
-		}
-	}
-	w.pushSaved(ctx, t)
-	if len(failed) > 0 {
-		return &connector.BlockError{Blocks: failed, Err: fmt.Errorf("no room in the buffer: %w", connector.ErrBusy)}
-	}
-	return nil
-}
-
-// reserve takes room for the blocks of a transfer that are not stored yet. failed lists those for which
-// there is none.
-func (w *pipeWorker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*layered, failed []connector.BlockID, err error) {
-	items, _, _, err := w.items(t, kv)
-	if err != nil {
-		return nil, nil, err
-	}
-	at := 0
-	for _, b := range t.Blocks {
-		if b.Key == (connector.BlockKey{}) {
-			continue
-		}
-		it := items[at]
-		at++
-		if found, _ := w.peers.memory.Lookup(context.Background(), [][]connector.StoreKey{{it.Key}}); !t.Replace && len(found) == 1 && found[0] == 1 {
-			continue
-		}
-		l := &layered{item: it, group: b.Group, id: b.ID, offsets: map[int]int{}}
-		offset := 0
-		for _, s := range kv.Segments(b.Group) {
-			l.offsets[s] = offset
-			offset += len(kv.View(s, b.ID))
-		}
-		if l.slot, err = w.peers.memory.Reserve(it.Key, it.Size()); err != nil {
-			failed = append(failed, b.ID)
-			continue
-		}
-		blocks = append(blocks, l)
-	}
-	return blocks, failed, nil
 }
 
 // push is what one transfer sends to its subscribers.
@@ -258,7 +187,7 @@ func (p *push) layers(blocks []*layered, kv *connector.KV, from, to int) {
 		for _, s := range kv.Between(b.group, from, to) {
 			at := b.offsets[s]
 			piece := data[at : at+copy(data[at:], kv.View(s, b.id))]
-			parts = append(parts, part{key: b.item.Key, total: uint32(len(data)), offset: uint32(at), size: uint32(len(piece))})
+			parts = append(parts, part{key: b.key, total: uint32(len(data)), offset: uint32(at), size: uint32(len(piece))})
 			spans = append(spans, piece)
 		}
 		if len(parts) >= maxParts-len(b.offsets) {
@@ -302,7 +231,7 @@ func (p *push) tell(sub *subscriber, header []byte, spans [][]byte) error {
 func (p *push) drop(blocks []*layered) {
 	m := message{kind: kindDrop}
 	for _, b := range blocks {
-		m.keys = append(m.keys, b.item.Key)
+		m.keys = append(m.keys, b.key)
 	}
 	for len(m.keys) > 0 {
 		some := message{kind: kindDrop, keys: m.keys[:min(len(m.keys), maxWant)]}

@@ -242,11 +242,17 @@ func (s *peerStore) fetch(addresses []string, keys []connector.StoreKey) (waits 
 func (s *peerStore) missing(keys []connector.StoreKey) []connector.StoreKey {
 	missing := keys[:0:0]
 	for _, k := range keys {
-		if n, err := s.memory.Lookup(s.ctx, [][]connector.StoreKey{{k}}); err == nil && n[0] == 0 {
+		if !s.has(k) {
 			missing = append(missing, k)
 		}
 	}
 	return missing
+}
+
+// has reports whether a block is in the buffer.
+func (s *peerStore) has(k connector.StoreKey) bool {
+	n, err := s.memory.Lookup(s.ctx, [][]connector.StoreKey{{k}})
+	return err == nil && n[0] == 1
 }
 
 // fetched tells a producer that a consumer has everything it asked for.

@@ -152,7 +152,7 @@ func (s *peerStore) roomForPushed(k connector.StoreKey, size int) (*lookupbuffer
 	if !s.peers.Pushed {
 		return nil, errUnasked
 	}
-	if n, err := s.memory.Lookup(s.ctx, [][]connector.StoreKey{{k}}); err == nil && n[0] == 1 {
+	if s.has(k) {
 		return nil, errUnwanted // the block is already there
 	}
 	slot, err := s.memory.Reserve(k, size)
