@@ -9,6 +9,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/pipe"
+	"github.com/kvport/kvport/sdk/internal/peer"
 )
 
 // FromPipe makes a connector of a pipe.Network. C is the struct of its config, see [DecodeConfig].
@@ -32,7 +33,7 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 	if len(d.Stats) > 0 {
 		powers |= connector.CanStat
 	}
-	layered := slices.ContainsFunc(d.Stats, func(s connector.StatInfo) bool { return s.Name == layerStat })
+	layered := slices.ContainsFunc(d.Stats, func(s connector.StatInfo) bool { return s.Name == peer.LayerStats()[0].Name })
 	if layered {
 		powers |= connector.CanLayers
 	}
@@ -46,7 +47,7 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 		if err != nil {
 			return nil, err
 		}
-		return openPeerStore(ctx, env, peers, layered)
+		return peer.Open(ctx, env, peers, layered)
 	})
 	return connector.Plugin{
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
@@ -60,25 +61,34 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 			if err != nil {
 				return nil, err
 			}
-			return &pipeScheduler{storeScheduler{side, powers &^ connector.CanLayers}, peers.scheduler(side.env)}, nil
+			return &pipeScheduler{storeScheduler{side, powers &^ connector.CanLayers}, peers.Scheduler(side.env)}, nil
 		},
 		Worker: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
 			side, peers, err := stores.peers(ctx, env, raw)
 			if err != nil {
 				return nil, err
 			}
-			return &pipeWorker{storeWorker{side}, peers.worker(side.env)}, nil
+			return &pipeWorker{storeWorker{side}, peers.Worker(side.env)}, nil
 		},
 	}
 }
 
+// PeerStats declares what connectors made by [FromPipe] count, for Definition.Stats. With them the
+// connector has connector.CanStat. The numbers of Peers.Stats are shown as well; the Definition must
+// declare them after these.
+func PeerStats() []connector.StatInfo { return peer.Stats() }
+
+// LayerStats declares what connectors made by [FromPipe] count about layers, for Definition.Stats. With
+// them the connector saves layer by layer (connector.CanLayers).
+func LayerStats() []connector.StatInfo { return peer.LayerStats() }
+
 // peers is side for stores that FromPipe makes.
-func (s *stores) peers(ctx context.Context, env connector.Env, raw json.RawMessage) (storeSide, *peerStore, error) {
+func (s *stores) peers(ctx context.Context, env connector.Env, raw json.RawMessage) (storeSide, *peer.Store, error) {
 	side, err := s.side(ctx, env, raw)
 	if err != nil {
 		return side, nil, err
 	}
-	peers, ok := side.store.(*peerStore)
+	peers, ok := side.store.(*peer.Store)
 	if !ok {
 		return side, nil, errors.Join(fmt.Errorf("a store of type %T: %w", side.store, connector.ErrIncompatible), side.free())
 	}
@@ -88,7 +98,7 @@ func (s *stores) peers(ctx context.Context, env connector.Env, raw json.RawMessa
 // pipeScheduler is the scheduler side: that of a Store, which asks producers and keeps tickets, too.
 type pipeScheduler struct {
 	storeScheduler
-	*peerScheduler
+	*peer.Scheduler
 }
 
 // Match implements connector.Scheduler. It asks producers to send what is missing, and offers what has
@@ -98,7 +108,7 @@ func (s *pipeScheduler) Match(ctx context.Context, queries []connector.Query) ([
 	queries = s.whole(queries)
 	if s.storeScheduler.env.Role.Loads() {
 		for i := range queries {
-			waits[i] = s.ask(&queries[i])
+			waits[i] = s.Ask(&queries[i])
 		}
 	}
 	matches, err := s.storeScheduler.Match(ctx, queries)
@@ -128,14 +138,14 @@ func (s *pipeScheduler) whole(queries []connector.Query) []connector.Query {
 // pipeWorker is the worker side of one rank: that of a Store, which pushes what it saves, too.
 type pipeWorker struct {
 	storeWorker
-	*peerWorker
+	*peer.Worker
 }
 
 // Load implements connector.Worker. The first rank tells the producer when it has everything.
 func (w *pipeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	err := w.storeWorker.Load(ctx, t, kv)
 	if err == nil && w.storeWorker.env.Rank == 0 {
-		w.fetched(t.Ticket)
+		w.Fetched(t.Ticket)
 	}
 	return err
 }
@@ -143,6 +153,6 @@ func (w *pipeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connec
 // Save implements connector.Worker. It also sends the saved blocks to the consumer that the request names.
 func (w *pipeWorker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	err := w.storeWorker.Save(ctx, t, kv)
-	w.pushSaved(ctx, t)
+	w.PushSaved(ctx, t)
 	return err
 }

@@ -320,49 +320,6 @@ func TestPipeSmallBuffer(t *testing.T) {
 	}
 }
 
-func TestPipeMessages(t *testing.T) {
-	for _, m := range []*message{
-		{kind: kindWant, keys: []connector.StoreKey{{1}, {2}}},
-		{kind: kindGone, keys: []connector.StoreKey{{3}}},
-		{kind: kindFetched, hold: 7},
-		{kind: kindPushed, hold: 8, from: "host:2"},
-	} {
-		header, payload := m.encode()
-		got, err := parseMessage(header, len(payload))
-		require.NoError(t, err)
-		require.NoError(t, got.parseKeys(payload))
-		require.Equal(t, m, got)
-	}
-	ticket := peerTicket{hold: 9, address: "host:1"}
-	got, err := parsePeerTicket(ticket.encode())
-	require.NoError(t, err)
-	require.Equal(t, ticket, got)
-}
-
-func FuzzPeerMessage(f *testing.F) {
-	for _, m := range []*message{{kind: kindWant}, {kind: kindBlock, key: connector.StoreKey{1}}, {kind: kindGone}, {kind: kindFetched, hold: 1 << 60}, {kind: 9}} {
-		header, _ := m.encode()
-		f.Add(header, 64)
-	}
-	f.Add([]byte{}, -1)
-	f.Add([]byte{1, 2}, 1<<30)
-	f.Fuzz(func(t *testing.T, header []byte, size int) {
-		if size < 0 {
-			return
-		}
-		m, err := parseMessage(header, size)
-		if err != nil {
-			require.ErrorIs(t, err, connector.ErrIncompatible)
-		} else {
-			again, _ := m.encode()
-			require.Equal(t, header, again)
-		}
-		if ticket, err := parsePeerTicket(header); err == nil {
-			require.Equal(t, header, ticket.encode())
-		}
-	})
-}
-
 func TestFromBuffer(t *testing.T) {
 	b := lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: 1 << 10})
 	s := &bufferStore{b}

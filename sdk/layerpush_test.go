@@ -1,7 +1,6 @@
 package sdk
 
 import (
-	"bytes"
 	"testing"
 	"time"
 
@@ -89,21 +88,4 @@ func TestSubscriberThatSleeps(t *testing.T) {
 		require.NoError(t, <-ended)
 	}
 	require.Eventually(t, func() bool { return p.count("subscribers") == 0 }, time.Minute, time.Millisecond)
-}
-
-func FuzzParts(f *testing.F) {
-	f.Add(appendParts([]part{{total: 8, offset: 4, size: 4}, {key: connector.StoreKey{1}, total: 9, size: 1}}), 5)
-	f.Fuzz(func(t *testing.T, header []byte, size int) {
-		m, err := parseMessage(header, size)
-		if err != nil || m.kind != kindParts {
-			return
-		}
-		sum := 0
-		for _, p := range m.parts {
-			require.LessOrEqual(t, uint64(p.offset)+uint64(p.size), uint64(p.total))
-			sum += int(p.size)
-		}
-		require.Equal(t, size, sum)
-		require.True(t, bytes.Equal(header, appendParts(m.parts)))
-	})
 }

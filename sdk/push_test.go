@@ -49,24 +49,3 @@ func TestPushRefused(t *testing.T) {
 	require.Equal(t, 1, both.settled(ticket, 1))
 	require.Equal(t, int64(1), p.count("served_blocks_total"))
 }
-
-func TestPushedIsForgotten(t *testing.T) {
-	p := newPushing()
-	for i := range 3 * maxPushing {
-		p.add(connector.RequestID(time.Duration(i).String()), []connector.StoreKey{{1}})
-	}
-	require.LessOrEqual(t, len(p.sent.entries), maxPushing)
-	require.Equal(t, []connector.StoreKey{{2}}, p.add("r", []connector.StoreKey{{2}}))
-	require.Equal(t, []connector.StoreKey{{3}}, p.add("r", []connector.StoreKey{{2}, {3}}))
-	p.end("r")
-	require.Len(t, p.add("r", []connector.StoreKey{{2}, {3}}), 2)
-	c := newComing()
-	for i := range 2 * maxComing {
-		c.whole(peerTicket{hold: connector.HoldID(i)})
-	}
-	require.LessOrEqual(t, len(c.holds.entries), maxComing)
-	require.False(t, c.waits(peerTicket{hold: 2*maxComing - 1}, time.Hour))
-	require.True(t, c.waits(peerTicket{hold: 1}, time.Hour))
-	require.False(t, c.waits(peerTicket{hold: 1}, 0))
-}
-

@@ -1,4 +1,4 @@
-package sdk
+package peer
 
 // recent is a map of the keys that were added last. A key is dropped when limit more keys have been added,
 // however often it was set in between. The caller must hold a lock.

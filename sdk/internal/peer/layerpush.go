@@ -1,4 +1,4 @@
-package sdk
+package peer
 
 import (
 	"context"
@@ -33,7 +33,7 @@ type part struct {
 
 // appendParts encodes the header of a frame of parts; the payload holds their bytes, one after the other.
 func appendParts(parts []part) []byte {
-	header := []byte{peerVersion, kindParts}
+	header := []byte{protocolVersion, kindParts}
 	for _, p := range parts {
 		header = append(header, p.key[:]...)
 		header = binary.LittleEndian.AppendUint32(header, p.total)
@@ -117,8 +117,7 @@ func (p *pushes) confirmed(s *subscriber, bytes int64) error {
 // layerStat is the first of LayerStats.
 const layerStat = "layer_bytes_total"
 
-// LayerStats declares what connectors made by [FromPipe] count about layers, for Definition.Stats. With
-// them the connector saves layer by layer (connector.CanLayers).
+// LayerStats declares what a connector counts about layers.
 func LayerStats() []connector.StatInfo { return infos(layerNumbers()) }
 
 // layerNumbers are the numbers of pushes.
@@ -158,12 +157,12 @@ type layered struct {
 
 // push is what one transfer sends to its subscribers.
 type push struct {
-	store *peerStore
+	store *Store
 	to    map[*subscriber]int64 // how much each had confirmed when the transfer began
 	sent  int64                 // bytes sent to each
 }
 
-func (s *peerStore) beginPush() *push {
+func (s *Store) beginPush() *push {
 	p := &push{store: s, to: map[*subscriber]int64{}}
 	for _, sub := range s.pushes.all() {
 		p.to[sub] = sub.taken.Load()
@@ -247,7 +246,7 @@ func (p *push) drop(blocks []*layered) {
 
 // subscription receives what one producer computes, as long as the store is open.
 type subscription struct {
-	store    *peerStore
+	store    *Store
 	address  string
 	partial  map[connector.StoreKey]*partial
 	received int64

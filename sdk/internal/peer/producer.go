@@ -1,4 +1,4 @@
-package sdk
+package peer
 
 import (
 	"context"
@@ -18,7 +18,7 @@ const maxProducers = 256
 
 // producer is another engine's plugin from which blocks are fetched.
 type producer struct {
-	store   *peerStore
+	store   *Store
 	address string
 	queue   chan *message
 	stop    chan struct{} // closed when the producer is forgotten
@@ -36,7 +36,7 @@ type asking struct {
 }
 
 // producer finds or makes the client of one address; nil when there are too many or the store closes.
-func (s *peerStore) producer(address string) *producer {
+func (s *Store) producer(address string) *producer {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	p := s.producers[address]
@@ -57,7 +57,7 @@ func (s *peerStore) producer(address string) *producer {
 }
 
 // forgetProducer forgets one producer whose link has failed. The caller holds mu.
-func (s *peerStore) forgetProducer() {
+func (s *Store) forgetProducer() {
 	for address, p := range s.producers {
 		p.mu.Lock()
 		idle := !p.failed.IsZero() && len(p.asked) == 0

@@ -1,4 +1,6 @@
-package sdk
+// Package peer is how connectors that sdk.FromPipe makes speak to each other: consumers ask producers for
+// blocks, and producers push them, whole or layer by layer.
+package peer
 
 import (
 	"context"
@@ -20,9 +22,9 @@ const (
 	defaultPatience  = 10 * time.Second
 )
 
-// openPeerStore starts what one engine epoch needs, including a listener if the engine saves. layered says that
+// Open starts what one engine epoch needs, including a listener if the engine saves. layered says that
 // it pushes layers to consumers that subscribe, and counts them.
-func openPeerStore(ctx context.Context, env connector.Env, peers pipe.Peers, layered bool) (*peerStore, error) {
+func Open(ctx context.Context, env connector.Env, peers pipe.Peers, layered bool) (*Store, error) {
 	if peers.Network == nil {
 		return nil, fmt.Errorf("open returned no network: %w", connector.ErrIncompatible)
 	}
@@ -46,7 +48,7 @@ func openPeerStore(ctx context.Context, env connector.Env, peers pipe.Peers, lay
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
 	}
-	s := newPeerStore(peers, pool, log)
+	s := newStore(peers, pool, log)
 	s.layered = layered
 	if env.Role.Loads() {
 		for _, address := range peers.Subscribe {
@@ -68,37 +70,39 @@ func openPeerStore(ctx context.Context, env connector.Env, peers pipe.Peers, lay
 	return s, nil
 }
 
-// peerSide is one side of one rank.
-type peerSide struct {
+// side is one side of one rank.
+type side struct {
 	env   connector.Env
-	peers *peerStore
+	peers *Store
 }
 
 // key is the key of a rank's part of a block.
-func (s *peerSide) key(k connector.BlockKey, group uint16, rank int) connector.StoreKey {
+func (s *side) key(k connector.BlockKey, group uint16, rank int) connector.StoreKey {
 	return connector.NewStoreKey(k, s.env.Shape, group, connector.Shard{Rank: rank, World: max(1, s.env.World)})
 }
 
-// peerScheduler is what a scheduler side does for peers, beside what it does for its own store.
-type peerScheduler struct{ peerSide }
+// Scheduler is what a scheduler side does for peers, beside what it does for its own store.
+type Scheduler struct{ side }
 
-// peerWorker is what the worker side of one rank does for peers, beside what it does for its own store.
-type peerWorker struct{ peerSide }
+// Worker is what the worker side of one rank does for peers, beside what it does for its own store.
+type Worker struct{ side }
 
-func (s *peerStore) scheduler(env connector.Env) *peerScheduler {
-	return &peerScheduler{peerSide{env, s}}
+// Scheduler is the scheduler side that belongs to env.
+func (s *Store) Scheduler(env connector.Env) *Scheduler {
+	return &Scheduler{side{env, s}}
 }
 
-func (s *peerStore) worker(env connector.Env) *peerWorker { return &peerWorker{peerSide{env, s}} }
+// Worker is the worker side that belongs to env.
+func (s *Store) Worker(env connector.Env) *Worker { return &Worker{side{env, s}} }
 
-// ask asks for the blocks of a prompt that are not here, and reports whether some are on their way. It does
+// Ask asks for the blocks of a prompt that are not here, and reports whether some are on their way. It does
 // nothing for a probe, which must leave no trace.
-func (s *peerScheduler) ask(q *connector.Query) (waits bool) {
+func (s *Scheduler) Ask(q *connector.Query) (waits bool) {
 	if q.Request == "" {
 		return false
 	}
 	addresses := s.peers.peers.Addresses
-	t, err := parsePeerTicket(q.Ticket)
+	t, err := parseTicket(q.Ticket)
 	switch {
 	case err == nil:
 		addresses = []string{t.address}
@@ -133,12 +137,12 @@ func (s *peerScheduler) ask(q *connector.Query) (waits bool) {
 // Finish implements connector.Holder. Saved blocks are in the buffer, so the engine gets its own blocks
 // back at once: the hold is weak. If blocks are pushed to a consumer, Finish sends those that have not been
 // sent yet.
-func (s *peerScheduler) Finish(_ context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+func (s *Scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	holds := make([]connector.Hold, len(ended))
 	for i := range ended {
 		e := &ended[i]
 		if e.Remote && len(e.Blocks) > 0 && s.peers.listener != nil {
-			t := peerTicket{hold: s.peers.holds.open(), address: s.peers.listener.Address()}
+			t := ticket{hold: s.peers.holds.open(), address: s.peers.listener.Address()}
 			if to := s.peers.target(e.Request); to != "" {
 				t.pushed = s.rest(to, e, t)
 			}
@@ -150,7 +154,7 @@ func (s *peerScheduler) Finish(_ context.Context, ended []connector.Ended) ([]co
 }
 
 // rest sends a consumer the blocks that an earlier request computed, and says that this is all.
-func (s *peerScheduler) rest(to string, e *connector.Ended, t peerTicket) bool {
+func (s *Scheduler) rest(to string, e *connector.Ended, t ticket) bool {
 	var keys []connector.StoreKey
 	for _, b := range e.Blocks {
 		if b.Key == (connector.BlockKey{}) {
@@ -171,19 +175,19 @@ func (s *peerScheduler) rest(to string, e *connector.Ended, t peerTicket) bool {
 }
 
 // Consumed implements connector.Holder.
-func (s *peerScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+func (s *Scheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 	return s.peers.holds.consumed(ctx)
 }
 
-// fetched tells the producer of a ticket that its blocks have been loaded.
-func (w *peerWorker) fetched(t connector.Ticket) {
-	if from, err := parsePeerTicket(t); err == nil {
+// Fetched tells the producer of a ticket that its blocks have been loaded.
+func (w *Worker) Fetched(t connector.Ticket) {
+	if from, err := parseTicket(t); err == nil {
 		w.peers.fetched(from)
 	}
 }
 
-// pushSaved sends the saved blocks of a request to the consumer that the request names.
-func (w *peerWorker) pushSaved(ctx context.Context, t *connector.Transfer) {
+// PushSaved sends the saved blocks of a request to the consumer that the request names.
+func (w *Worker) PushSaved(ctx context.Context, t *connector.Transfer) {
 	to := w.peers.target(t.Request)
 	if to == "" {
 		return
@@ -201,7 +205,7 @@ func (w *peerWorker) pushSaved(ctx context.Context, t *connector.Transfer) {
 
 // SaveLayers implements connector.LayerWorker. It copies each layer to the buffer and pushes it to the
 // subscribers; after the last layer the blocks can be found.
-func (w *peerWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
+func (w *Worker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
 	if !w.env.Role.Saves() {
 		return fmt.Errorf("save: this engine is a %v: %w", w.env.Role, connector.ErrIncompatible)
 	}
@@ -230,7 +234,7 @@ func (w *peerWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *
 			failed = append(failed, b.id)
 		}
 	}
-	w.pushSaved(ctx, t)
+	w.PushSaved(ctx, t)
 	if len(failed) > 0 {
 		return &connector.BlockError{Blocks: failed, Err: fmt.Errorf("no room in the buffer: %w", connector.ErrBusy)}
 	}
@@ -246,7 +250,7 @@ func giveUp(blocks []*layered, err error) {
 
 // reserve takes room for the blocks of a transfer that are not stored yet. failed lists those for which
 // there is none. With an error some blocks may have room.
-func (w *peerWorker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*layered, failed []connector.BlockID, err error) {
+func (w *Worker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*layered, failed []connector.BlockID, err error) {
 	for _, b := range t.Blocks {
 		if b.Key == (connector.BlockKey{}) {
 			continue

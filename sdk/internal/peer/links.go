@@ -1,4 +1,4 @@
-package sdk
+package peer
 
 import (
 	"time"
@@ -10,7 +10,7 @@ import (
 // consumer dials again when it needs something.
 const silentFor = 10 * time.Second
 
-// consumerLink is the link of a consumer that has connected; peerStore.mu guards its fields.
+// consumerLink is the link of a consumer that has connected; Store.mu guards its fields.
 type consumerLink struct {
 	pipe.Link
 	spoken bool      // it has sent a message
@@ -20,7 +20,7 @@ type consumerLink struct {
 
 // enter adds a new link. If there are too many, it closes one that has never sent anything, or nothing for
 // a long time; if there is no such link, it refuses the new one.
-func (s *peerStore) enter(c *consumerLink) (ok bool) {
+func (s *Store) enter(c *consumerLink) (ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	c.heard = time.Now()
@@ -38,7 +38,7 @@ func (s *peerStore) enter(c *consumerLink) (ok bool) {
 
 // silent returns the link that has been silent for longest, and prefers links that have never sent
 // anything. It returns nil if all links were active recently. The caller holds s.mu.
-func (s *peerStore) silent(since time.Time) (oldest *consumerLink) {
+func (s *Store) silent(since time.Time) (oldest *consumerLink) {
 	for c := range s.links {
 		if c.busy || c.spoken && c.heard.After(since) {
 			continue
@@ -51,13 +51,13 @@ func (s *peerStore) silent(since time.Time) (oldest *consumerLink) {
 }
 
 // hear records that a consumer's message came, or was answered.
-func (s *peerStore) hear(c *consumerLink, busy bool) {
+func (s *Store) hear(c *consumerLink, busy bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	c.spoken, c.busy, c.heard = true, busy, time.Now()
 }
 
-func (s *peerStore) left(c *consumerLink) {
+func (s *Store) left(c *consumerLink) {
 	_ = c.Close()
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -1,4 +1,4 @@
-package sdk
+package peer
 
 import (
 	"context"
@@ -56,10 +56,10 @@ func (p *pushing) end(r connector.RequestID) {
 // coming is what a consumer knows about holds whose blocks are pushed to it.
 type coming struct {
 	mu    sync.Mutex
-	holds *recent[peerTicket, arrival]
+	holds *recent[ticket, arrival]
 }
 
-func newComing() *coming { return &coming{holds: newRecent[peerTicket, arrival](maxComing)} }
+func newComing() *coming { return &coming{holds: newRecent[ticket, arrival](maxComing)} }
 
 type arrival struct {
 	since time.Time // when a request first asked
@@ -67,7 +67,7 @@ type arrival struct {
 }
 
 // whole records that a producer has sent all blocks of a hold.
-func (c *coming) whole(t peerTicket) {
+func (c *coming) whole(t ticket) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	a, _ := c.holds.get(t)
@@ -77,7 +77,7 @@ func (c *coming) whole(t peerTicket) {
 
 // waits reports whether more of a hold may still come, within a time limit that starts with the first
 // query.
-func (c *coming) waits(t peerTicket, within time.Duration) bool {
+func (c *coming) waits(t ticket, within time.Duration) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	a, _ := c.holds.get(t)
@@ -89,7 +89,7 @@ func (c *coming) waits(t peerTicket, within time.Duration) bool {
 }
 
 // target is the address to which the blocks of a request are pushed, or "" if they are not pushed.
-func (s *peerStore) target(r connector.RequestID) string {
+func (s *Store) target(r connector.RequestID) string {
 	if s.peers.Push == nil || s.listener == nil || r == "" {
 		return ""
 	}
@@ -102,7 +102,7 @@ func (s *peerStore) target(r connector.RequestID) string {
 
 // push sends saved blocks to a consumer, and waits for the consumer if the config says so. Blocks that
 // cannot be sent stay in the buffer until the consumer asks for them.
-func (s *peerStore) push(ctx context.Context, to string, m *message) {
+func (s *Store) push(ctx context.Context, to string, m *message) {
 	p := s.producer(to)
 	if s.peers.Await {
 		m.done = make(chan struct{})
@@ -148,7 +148,7 @@ func (p *producer) pushAll(link *producerLink, m *message) error {
 var errUnasked = fmt.Errorf("a peer sent a block, which no peer may do here: %w", connector.ErrIncompatible)
 
 // roomForPushed returns the memory for a block that a producer pushes.
-func (s *peerStore) roomForPushed(k connector.StoreKey, size int) (*lookupbuffer.Slot, error) {
+func (s *Store) roomForPushed(k connector.StoreKey, size int) (*lookupbuffer.Slot, error) {
 	if !s.peers.Pushed {
 		return nil, errUnasked
 	}
@@ -165,7 +165,7 @@ func (s *peerStore) roomForPushed(k connector.StoreKey, size int) (*lookupbuffer
 
 // receive handles one frame from a peer. A block goes to the memory that room returns and stays there until
 // it is loaded. A nil message means that the frame was a block for which there is no use.
-func (s *peerStore) receive(in pipe.Pipe, room func(connector.StoreKey, int) (*lookupbuffer.Slot, error)) (*message, error) {
+func (s *Store) receive(in pipe.Pipe, room func(connector.StoreKey, int) (*lookupbuffer.Slot, error)) (*message, error) {
 	var m *message
 	var slot *lookupbuffer.Slot
 	var payload []byte
@@ -206,19 +206,17 @@ func (s *peerStore) receive(in pipe.Pipe, room func(connector.StoreKey, int) (*l
 	return m, m.parseKeys(payload)
 }
 
-// counts are the numbers of a peerStore.
+// counts are the numbers of a Store.
 type counts struct {
 	pushed, pushedBytes, pushFailed, served, servedBytes, received, receivedBytes, dropped, cut atomic.Int64
 }
 
-// PeerStats declares what connectors made by [FromPipe] count, for Definition.Stats. With them the
-// connector has connector.CanStat. The numbers of Peers.Stats are shown as well; the Definition must
-// declare them after these.
-func PeerStats() []connector.StatInfo { return infos(peerNumbers()) }
+// Stats declares what a connector counts, except for layers and for the numbers of Peers.Stats.
+func Stats() []connector.StatInfo { return infos(numbers()) }
 
 // Stats implements connector.StatsSource.
-func (s *peerStore) Stats(context.Context) ([]connector.Stat, error) {
-	stats := values(peerNumbers(), s)
+func (s *Store) Stats(context.Context) ([]connector.Stat, error) {
+	stats := values(numbers(), s)
 	if s.layered {
 		stats = append(stats, values(layerNumbers(), &s.pushes)...)
 	}
@@ -228,21 +226,21 @@ func (s *peerStore) Stats(context.Context) ([]connector.Stat, error) {
 	return stats, nil
 }
 
-// peerNumbers are the numbers of a peerStore.
-func peerNumbers() []number[*peerStore] {
-	return []number[*peerStore]{
-		{"pushed_blocks_total", "Blocks that a producer sent to the consumer that a request names.", connector.Counter, func(s *peerStore) int64 { return s.counts.pushed.Load() }},
-		{"pushed_bytes_total", "Bytes of those blocks.", connector.Counter, func(s *peerStore) int64 { return s.counts.pushedBytes.Load() }},
-		{"push_failures_total", "Blocks that could not be sent, and wait to be asked for.", connector.Counter, func(s *peerStore) int64 { return s.counts.pushFailed.Load() }},
-		{"served_blocks_total", "Blocks that consumers asked for and were sent.", connector.Counter, func(s *peerStore) int64 { return s.counts.served.Load() }},
-		{"served_bytes_total", "Bytes of those blocks.", connector.Counter, func(s *peerStore) int64 { return s.counts.servedBytes.Load() }},
-		{"received_blocks_total", "Blocks that arrived from producers.", connector.Counter, func(s *peerStore) int64 { return s.counts.received.Load() }},
-		{"received_bytes_total", "Bytes of those blocks.", connector.Counter, func(s *peerStore) int64 { return s.counts.receivedBytes.Load() }},
-		{"dropped_blocks_total", "Blocks that arrived and found no room.", connector.Counter, func(s *peerStore) int64 { return s.counts.dropped.Load() }},
-		{"peers_cut_total", "Links given up because the peer did not answer or receive in time.", connector.Counter, func(s *peerStore) int64 { return s.counts.cut.Load() }},
-		{"spilled_blocks_total", "Blocks that moved from the buffer to the pool of host memory.", connector.Counter, func(s *peerStore) int64 { return s.memory.Spilled() }},
-		{"buffer_bytes", "Bytes of blocks in the buffer.", connector.Gauge, func(s *peerStore) int64 { return s.memory.Bytes() }},
-		{"pool_bytes", "Bytes of blocks in the pool of host memory.", connector.Gauge, func(s *peerStore) int64 { return s.memory.Pooled() }},
+// numbers are the numbers of a Store.
+func numbers() []number[*Store] {
+	return []number[*Store]{
+		{"pushed_blocks_total", "Blocks that a producer sent to the consumer that a request names.", connector.Counter, func(s *Store) int64 { return s.counts.pushed.Load() }},
+		{"pushed_bytes_total", "Bytes of those blocks.", connector.Counter, func(s *Store) int64 { return s.counts.pushedBytes.Load() }},
+		{"push_failures_total", "Blocks that could not be sent, and wait to be asked for.", connector.Counter, func(s *Store) int64 { return s.counts.pushFailed.Load() }},
+		{"served_blocks_total", "Blocks that consumers asked for and were sent.", connector.Counter, func(s *Store) int64 { return s.counts.served.Load() }},
+		{"served_bytes_total", "Bytes of those blocks.", connector.Counter, func(s *Store) int64 { return s.counts.servedBytes.Load() }},
+		{"received_blocks_total", "Blocks that arrived from producers.", connector.Counter, func(s *Store) int64 { return s.counts.received.Load() }},
+		{"received_bytes_total", "Bytes of those blocks.", connector.Counter, func(s *Store) int64 { return s.counts.receivedBytes.Load() }},
+		{"dropped_blocks_total", "Blocks that arrived and found no room.", connector.Counter, func(s *Store) int64 { return s.counts.dropped.Load() }},
+		{"peers_cut_total", "Links given up because the peer did not answer or receive in time.", connector.Counter, func(s *Store) int64 { return s.counts.cut.Load() }},
+		{"spilled_blocks_total", "Blocks that moved from the buffer to the pool of host memory.", connector.Counter, func(s *Store) int64 { return s.memory.Spilled() }},
+		{"buffer_bytes", "Bytes of blocks in the buffer.", connector.Gauge, func(s *Store) int64 { return s.memory.Bytes() }},
+		{"pool_bytes", "Bytes of blocks in the pool of host memory.", connector.Gauge, func(s *Store) int64 { return s.memory.Pooled() }},
 	}
 }
 
