@@ -21,22 +21,18 @@ import (
 // has no blocks yet. If anything breaks (the connection, either process) or a buffer is full, the blocks
 // that were on their way are lost and are computed; the next request dials again. Any number of consumers
 // may ask any number of producers. If a producer's Peers.Push knows the consumer of a request, the producer
-// sends it the blocks as they are saved; the consumer asks for those that do not come. With d.Stats, which
-// must begin with [PeerStats], the connector reports numbers. If they include [LayerStats], a producer
-// sends what it computes, layer by layer and while it computes, to the consumers that have subscribed
-// (Peers.Subscribe). Keys, ranks, groups and partial blocks are handled as by [FromStore]. Scope is
+// sends it the blocks as they are saved; the consumer asks for those that do not come. With d.LayerWise a
+// producer sends what it computes, layer by layer and while it computes, to the consumers that have
+// subscribed (Peers.Subscribe). With d.Stats, which must begin with [PeerStats], and with d.LayerWise
+// include [LayerStats], the connector reports numbers. Keys, ranks, groups and partial blocks are handled as by [FromStore]. Scope is
 // ScopeEngine, because other engines see a block only by ticket, or if they name this engine in their
 // config.
 func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (pipe.Peers, error)) connector.Plugin {
-	d.Scope, d.Capabilities, d.Reset = connector.ScopeEngine, 0, false
-	powers := connector.CanHold
+	d.Scope, d.Capabilities, d.Reset = connector.ScopeEngine, connector.CanHold, false
 	if len(d.Stats) > 0 {
-		powers |= connector.CanStat
+		d.Capabilities |= connector.CanStat
 	}
-	layered := slices.ContainsFunc(d.Stats, func(s connector.StatInfo) bool { return s.Name == peer.LayerStats()[0].Name })
-	if layered {
-		powers |= connector.CanLayers
-	}
+	d.Capabilities = d.powers()
 	noArena := func(json.RawMessage, *connector.Env) (int64, error) { return 0, nil }
 	stores := newStores(d, noArena, func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Store, error) {
 		config, err := DecodeConfig[C](raw)
@@ -47,28 +43,31 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 		if err != nil {
 			return nil, err
 		}
-		return peer.Open(ctx, env, peers, layered)
+		return peer.Open(ctx, env, peers, d.LayerWise)
 	})
 	return connector.Plugin{
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
-		Capabilities: powers,
+		Capabilities: d.Capabilities,
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			_, err := DecodeConfig[C](raw)
-			return connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: powers, Stats: d.Stats}, err
+			if err == nil {
+				err = d.checkLayers()
+			}
+			return connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.Capabilities, Stats: d.Stats}, err
 		},
 		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			side, peers, err := stores.peers(ctx, env, raw)
 			if err != nil {
 				return nil, err
 			}
-			return &pipeScheduler{storeScheduler{side, powers &^ connector.CanLayers}, peers.Scheduler(side.env)}, nil
+			return &pipeScheduler{storeScheduler{side, d.Capabilities}, peers.Scheduler(side.env)}, nil
 		},
 		Worker: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
 			side, peers, err := stores.peers(ctx, env, raw)
 			if err != nil {
 				return nil, err
 			}
-			return &pipeWorker{storeWorker{side}, peers.Worker(side.env)}, nil
+			return &pipeWorker{storeWorker{side}, peers.Worker(side.env), d.Capabilities}, nil
 		},
 	}
 }
@@ -78,9 +77,22 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 // declare them after these.
 func PeerStats() []connector.StatInfo { return peer.Stats() }
 
-// LayerStats declares what connectors made by [FromPipe] count about layers, for Definition.Stats. With
-// them the connector saves layer by layer (connector.CanLayers).
+// LayerStats declares what connectors made by [FromPipe] with Definition.LayerWise count about layers, for
+// Definition.Stats.
 func LayerStats() []connector.StatInfo { return peer.LayerStats() }
+
+// checkLayers returns an error unless layers are counted if and only if they are pushed.
+func (d *Definition) checkLayers() error {
+	first := peer.LayerStats()[0].Name
+	counted := slices.ContainsFunc(d.Stats, func(s connector.StatInfo) bool { return s.Name == first })
+	switch {
+	case len(d.Stats) == 0 || counted == d.LayerWise:
+		return nil
+	case counted:
+		return fmt.Errorf("Definition.Stats includes LayerStats, but Definition.LayerWise is not set: %w", connector.ErrIncompatible)
+	}
+	return fmt.Errorf("Definition.LayerWise is set, but Definition.Stats lacks LayerStats: %w", connector.ErrIncompatible)
+}
 
 // peers is side for stores that FromPipe makes.
 func (s *stores) peers(ctx context.Context, env connector.Env, raw json.RawMessage) (storeSide, *peer.Store, error) {
@@ -106,7 +118,7 @@ type pipeScheduler struct {
 func (s *pipeScheduler) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
 	waits := make([]bool, len(queries))
 	queries = s.whole(queries)
-	if s.storeScheduler.env.Role.Loads() {
+	if s.env.Role.Loads() {
 		for i := range queries {
 			waits[i] = s.Ask(&queries[i])
 		}
@@ -116,7 +128,7 @@ func (s *pipeScheduler) Match(ctx context.Context, queries []connector.Query) ([
 		return nil, err
 	}
 	for i, q := range queries {
-		whole := q.Computed+matches[i].Tokens >= len(q.Keys)*s.storeScheduler.env.Layout.Groups[0].BlockTokens
+		whole := q.Computed+matches[i].Tokens >= len(q.Keys)*s.env.Layout.Groups[0].BlockTokens
 		matches[i].Later = waits[i] && !whole
 	}
 	return matches, nil
@@ -125,7 +137,7 @@ func (s *pipeScheduler) Match(ctx context.Context, queries []connector.Query) ([
 // whole leaves the last block out of queries whose ticket allows an offer up to the end of the prompt: the
 // host would take all of that block except its last token, and partial blocks are not sent.
 func (s *pipeScheduler) whole(queries []connector.Query) []connector.Query {
-	n := s.storeScheduler.env.Layout.Groups[0].BlockTokens
+	n := s.env.Layout.Groups[0].BlockTokens
 	queries = slices.Clone(queries)
 	for i := range queries {
 		if q := &queries[i]; q.Ticket != nil && len(q.Keys)*n >= q.Tokens {
@@ -139,12 +151,16 @@ func (s *pipeScheduler) whole(queries []connector.Query) []connector.Query {
 type pipeWorker struct {
 	storeWorker
 	*peer.Worker
+	powers connector.Capability
 }
+
+// Capabilities implements connector.Partial.
+func (w *pipeWorker) Capabilities() connector.Capability { return w.powers }
 
 // Load implements connector.Worker. The first rank tells the producer when it has everything.
 func (w *pipeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	err := w.storeWorker.Load(ctx, t, kv)
-	if err == nil && w.storeWorker.env.Rank == 0 {
+	if err == nil && w.env.Rank == 0 {
 		w.Fetched(t.Ticket)
 	}
 	return err

@@ -146,7 +146,7 @@ func (w *wires) engine(t *testing.T, name string, role connector.Role, peers pip
 	peers.Network = w
 	type config struct{}
 	stats := append(PeerStats(), LayerStats()...)
-	p := FromPipe(Definition{Name: "PipeConnector", Version: "1", Stats: stats}, func(context.Context, connector.Env, config) (pipe.Peers, error) {
+	p := FromPipe(Definition{Name: "PipeConnector", Version: "1", LayerWise: true, Stats: stats}, func(context.Context, connector.Env, config) (pipe.Peers, error) {
 		return peers, nil
 	})
 	e := &peerEngine{T: t, memory: make([]byte, 512)}
@@ -336,4 +336,31 @@ func TestFromBuffer(t *testing.T) {
 	require.Less(t, time.Since(began), selectPatience/2, "it does not wait for what nobody promised")
 	require.ErrorIs(t, s.Get(t.Context(), []connector.Item{item(1)}), connector.ErrGone, "it was given out")
 	require.NoError(t, s.Close())
+}
+
+// Whether a connector pushes layers is what its definition says; the numbers that it reports must fit.
+func TestLayerWise(t *testing.T) {
+	layered := append(PeerStats(), LayerStats()...)
+	for _, d := range []Definition{{}, {LayerWise: true}, {Stats: PeerStats()}, {LayerWise: true, Stats: layered}, {LayerWise: true, Stats: PeerStats()}, {Stats: layered}} {
+		p := FromPipe(d, func(context.Context, connector.Env, struct{}) (pipe.Peers, error) {
+			return pipe.Peers{Network: &wires{}}, nil
+		})
+		require.Equal(t, d.LayerWise, p.Capabilities&connector.CanLayers != 0)
+		info, err := p.Describe(t.Context(), nil)
+		if len(d.Stats) > 0 && d.LayerWise != (len(d.Stats) == len(layered)) {
+			require.ErrorIs(t, err, connector.ErrIncompatible)
+			require.ErrorContains(t, err, "Definition.LayerWise")
+			continue
+		}
+		require.NoError(t, err)
+		require.Equal(t, p.Capabilities, info.Capabilities)
+		w, err := p.Worker(t.Context(), testEnv(0, 1), nil)
+		require.NoError(t, err)
+		_, ok := connector.As[connector.LayerWorker](w)
+		require.Equal(t, d.LayerWise, ok)
+		require.NoError(t, w.Close())
+	}
+
+	_, err := FromStore(Definition{LayerWise: true}, func(context.Context, connector.Env, struct{}) (connector.Store, error) { return newMemory(), nil }).Describe(t.Context(), nil)
+	require.ErrorIs(t, err, connector.ErrIncompatible, "a Store saves no layers")
 }

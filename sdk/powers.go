@@ -12,6 +12,18 @@ import (
 // storePowers are the optional powers that a Store can have.
 const storePowers = connector.CanReset | connector.CanStat | connector.CanEvents
 
+// powers are Capabilities, and what the fields say that are short for some.
+func (d *Definition) powers() connector.Capability {
+	c := d.Capabilities
+	if d.Reset {
+		c |= connector.CanReset
+	}
+	if d.LayerWise {
+		c |= connector.CanLayers
+	}
+	return c
+}
+
 // check returns an error if no Store can satisfy the Definition.
 func (d *Definition) check() error {
 	if more := d.Capabilities &^ storePowers; more != 0 {

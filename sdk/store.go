@@ -20,6 +20,7 @@ type Definition struct {
 	Scope       connector.Scope
 	Groups      bool // the Store accepts blocks of different sizes, so it can serve caches of several groups
 	Reset       bool // the Store is also a connector.Resetter; short for Capabilities with CanReset
+	LayerWise   bool // a connector of [FromPipe] pushes layers while others are computed; short for Capabilities with CanLayers
 
 	// Capabilities are the optional powers of the Store that open returns: CanReset for a method Reset
 	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch ([Watchable]).
@@ -47,9 +48,7 @@ type Definition struct {
 // ArenaField() string names the field of the config that an operator must change if the machine has no room
 // for the arena.
 func FromStore[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (connector.Store, error)) connector.Plugin {
-	if d.Reset {
-		d.Capabilities |= connector.CanReset
-	}
+	d.Capabilities = d.powers()
 	stores := newStores(d, func(raw json.RawMessage, env *connector.Env) (int64, error) {
 		config, err := DecodeConfig[C](raw)
 		info := connector.Info{}
