@@ -98,9 +98,6 @@ type Transfer struct {
 	// host can check whether that content arrived (rule KEY-09). Only the host uses it: connectors see
 	// zero.
 	Tail BlockKey
-	// Reshaped says that the ticket of this load comes from an engine with another Shape, so the host calls
-	// Reshaper.Reshape. Only the host uses it: connectors see false.
-	Reshaped bool
 }
 
 // Step tells a Planner what the engine has decided and what it has computed. An engine that learns the two

@@ -56,6 +56,9 @@ type (
 		// it holds. Nil: nothing is there to verify them by.
 		Check    []connector.Block
 		Deadline time.Time
+		// Reshaped says that the ticket of the load comes from an engine of another shape, so that the host calls
+		// Reshaper.Reshape.
+		Reshaped bool
 		// Computing says that the save's blocks are being computed, or were, in the given Step.
 		Computing bool
 		Step      uint64

@@ -12,7 +12,7 @@ import (
 // check gives the blocks of a call that are to be verified when they have arrived. Blocks of another shape come
 // with digests of other blocks than ours, and lossy connectors with other bytes.
 func (b *Tracker) check(c *call) []connector.Block {
-	if c.op.kind != Load || c.part.Reshaped || b.cfg.Lossy {
+	if c.op.kind != Load || c.op.reshaped || b.cfg.Lossy {
 		return nil
 	}
 	return addressed(c.part.Blocks, c.part.Tail)

@@ -253,7 +253,7 @@ func (s *script) do(actions []Action) {
 		case Move:
 			s.moves = append(s.moves, a)
 			fmt.Fprintf(&s.out, "%ss blocks of %s", a.Kind, a.Transfer.Request)
-			if a.Transfer.Reshaped {
+			if a.Reshaped {
 				fmt.Fprint(&s.out, ", reshaped")
 			}
 			fmt.Fprintln(&s.out)

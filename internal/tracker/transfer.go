@@ -46,6 +46,7 @@ type op struct {
 	planning bool // its parts are not known yet
 	stored   bool // see Stored
 	layered  bool // its blocks were handed over before they were computed
+	reshaped bool // the ticket comes from an engine of another shape
 	damaged  int  // loads: blocks that arrived and are not what was saved, by all calls
 	retried  bool // it has lost one generation already
 	canceled bool
@@ -110,7 +111,7 @@ func (b *Tracker) addOp(now time.Time, kind Kind, step uint64, t connector.Trans
 		o.req.saves++
 		o.deadline = now.Add(b.cfg.Save)
 	} else {
-		o.t.Ticket, o.t.Reshaped = o.req.plugin, o.req.reshaped > 0
+		o.t.Ticket, o.reshaped = o.req.plugin, o.req.reshaped > 0
 		gib := float64(b.bytes(t.Blocks)) / (1 << 30)
 		o.deadline = now.Add(b.cfg.Transfer + time.Duration(gib*float64(b.cfg.TransferPerGiB)))
 	}
@@ -201,7 +202,7 @@ func (b *Tracker) start(c *call) {
 	}
 	b.emit(Move{
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
-		Check: b.check(c), Computing: c.op.layered, Step: c.op.step,
+		Check: b.check(c), Reshaped: c.op.reshaped, Computing: c.op.layered, Step: c.op.step,
 	})
 }
 
