@@ -170,7 +170,7 @@ func (h *Host) startPlan(a *tracker.Plan) {
 
 // startFinish sends ended requests to the scheduler side. The caller holds mu.
 func (h *Host) startFinish(a *tracker.Finish) {
-	h.makeTails(a.Ended)
+	h.makeTails(a.Partial)
 	h.call(a.Deadline, func(ctx context.Context, s connector.Scheduler) (note, error) {
 		holder, _ := connector.As[connector.Holder](s)
 		fault.Crash("host.hold")

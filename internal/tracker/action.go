@@ -63,12 +63,14 @@ type (
 		Computing bool
 		Step      uint64
 	}
-	// Finish sends ended requests to the scheduler side; FinishAnswered brings the holds. Before it, digests
-	// are made of the partial blocks that may be kept: Tail gives them.
+	// Finish sends ended requests to the scheduler side; FinishAnswered brings the holds.
 	Finish struct {
-		ID       CallID
-		Gen      uint64
-		Ended    []connector.Ended
+		ID    CallID
+		Gen   uint64
+		Ended []connector.Ended
+		// Partial are the partial blocks that may be kept, each under the address of what it holds. Their digests
+		// are made before the requests are sent; those of full blocks were made when they were saved.
+		Partial  []connector.Block
 		Deadline time.Time
 	}
 	// CancelCall ends the wait of a call. Its answer is awaited nevertheless.
