@@ -1,10 +1,12 @@
 package wire
 
 import (
+	"cmp"
 	"encoding/binary"
 	"fmt"
 	"io"
 	"math"
+	"slices"
 
 	"google.golang.org/protobuf/proto"
 
@@ -159,7 +161,46 @@ func (a *Attach) rank(m *kvportv1.AgentAttach) error {
 		}
 	}
 	a.Layout = *l
-	return l.Validate([]int64{a.Region})
+	if err := l.Validate([]int64{a.Region}); err != nil {
+		return err
+	}
+	return apart(l)
+}
+
+// apart returns an error if two segments of a group have bytes in common: a block's layers would overwrite each
+// other. Groups may share memory, because a block belongs to one of them at a time.
+func apart(l *connector.Layout) error {
+	order := make([]int, len(l.Segments))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortFunc(order, func(i, j int) int {
+		a, b := &l.Segments[i], &l.Segments[j]
+		return cmp.Or(cmp.Compare(a.Group, b.Group), cmp.Compare(a.Offset, b.Offset))
+	})
+	for at, i := range order {
+		first := &l.Segments[i]
+		end := first.Offset + int64(l.Blocks-1)*first.BlockStride + first.Bytes
+		for _, j := range order[at+1:] {
+			next := &l.Segments[j]
+			if next.Group != first.Group || next.Offset >= end {
+				break
+			}
+			// Distances between their blocks are this one plus multiples of what divides both strides.
+			step := gcd(first.BlockStride, next.BlockStride)
+			if gap := (next.Offset - first.Offset) % step; gap < first.Bytes || gap+next.Bytes > step {
+				return malformed("attach: layout.segments[%d] and layout.segments[%d] of group %d overlap", min(i, j), max(i, j), first.Group)
+			}
+		}
+	}
+	return nil
+}
+
+func gcd(a, b int64) int64 {
+	for b != 0 {
+		a, b = b, a%b
+	}
+	return a
 }
 
 // AttachToProto converts an Attach.
