@@ -2,13 +2,16 @@ package peer
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 	"github.com/kvport/kvport/lookupbuffer"
 	"github.com/kvport/kvport/pipe"
 )
@@ -267,4 +270,376 @@ func values[T any](list []number[T], of T) []connector.Stat {
 		out[i] = connector.Stat{Name: n.name, Value: float64(n.of(of))}
 	}
 	return out
+}
+
+// Producers push: a consumer that has subscribed gets the layers of every block as they are computed, and
+// has the block when the producer has it. It asks for blocks that do not arrive like for any others.
+
+const (
+	pushPatience = 2 * time.Second // how long a subscriber may not receive
+	maxParts     = 1024            // parts of one frame
+	partSize     = keySize + 12    // size of a part in a header
+)
+
+// part is a piece of a block.
+type part struct {
+	key                 connector.StoreKey
+	total, offset, size uint32 // size of the block, offset of the piece in it, size of the piece
+}
+
+// appendParts encodes the header of a frame of parts; the payload holds their bytes, one after the other.
+func appendParts(parts []part) []byte {
+	header := []byte{protocolVersion, kindParts}
+	for _, p := range parts {
+		header = append(header, p.key[:]...)
+		header = binary.LittleEndian.AppendUint32(header, p.total)
+		header = binary.LittleEndian.AppendUint32(header, p.offset)
+		header = binary.LittleEndian.AppendUint32(header, p.size)
+	}
+	return header
+}
+
+// parseParts reads what appendParts wrote, for a payload of size bytes.
+func parseParts(rest []byte, size int) ([]part, bool) {
+	if len(rest)%partSize != 0 || len(rest) > maxParts*partSize {
+		return nil, false
+	}
+	parts := make([]part, 0, len(rest)/partSize)
+	sum := uint64(0)
+	for ; len(rest) > 0; rest = rest[partSize:] {
+		p := part{key: connector.StoreKey(rest[:keySize])}
+		p.total = binary.LittleEndian.Uint32(rest[keySize:])
+		p.offset = binary.LittleEndian.Uint32(rest[keySize+4:])
+		p.size = binary.LittleEndian.Uint32(rest[keySize+8:])
+		if p.size == 0 || uint64(p.offset)+uint64(p.size) > uint64(p.total) || p.total > math.MaxInt32 {
+			return nil, false
+		}
+		sum += uint64(p.size)
+		parts = append(parts, p)
+	}
+	return parts, sum == uint64(size)
+}
+
+// subscriber is a consumer that receives what is computed here.
+type subscriber struct {
+	out   pipe.Pipe
+	sent  atomic.Int64 // bytes
+	taken atomic.Int64 // bytes that it has confirmed
+	lost  func()       // ends its link
+}
+
+// pushes counts what was pushed.
+type pushes struct {
+	mu          sync.Mutex
+	subscribers map[*subscriber]struct{}
+
+	sent, taken, early atomic.Int64 // bytes
+}
+
+func (p *pushes) add(s *subscriber) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.subscribers == nil {
+		p.subscribers = map[*subscriber]struct{}{}
+	}
+	p.subscribers[s] = struct{}{}
+}
+
+func (p *pushes) remove(s *subscriber) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.subscribers, s)
+}
+
+func (p *pushes) all() []*subscriber {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	out := make([]*subscriber, 0, len(p.subscribers))
+	for s := range p.subscribers {
+		out = append(out, s)
+	}
+	return out
+}
+
+// confirmed records how much a subscriber has received.
+func (p *pushes) confirmed(s *subscriber, bytes int64) error {
+	if was := s.taken.Load(); bytes < was || bytes > s.sent.Load() {
+		return fmt.Errorf("a consumer confirms %d bytes after %d, but %d were sent: %w", bytes, was, s.sent.Load(), connector.ErrIncompatible)
+	}
+	p.taken.Add(bytes - s.taken.Swap(bytes))
+	return nil
+}
+
+// layerStat is the first of LayerStats.
+const layerStat = "layer_bytes_total"
+
+// LayerStats declares what a connector counts about layers.
+func LayerStats() []connector.StatInfo { return infos(layerNumbers()) }
+
+// layerNumbers are the numbers of pushes.
+func layerNumbers() []number[*pushes] {
+	return []number[*pushes]{
+		{layerStat, "Bytes sent to subscribers while they were computed, layer by layer.", connector.Counter, func(p *pushes) int64 { return p.sent.Load() }},
+		{"layer_confirmed_bytes_total", "Those of them that subscribers have confirmed.", connector.Counter, func(p *pushes) int64 { return p.taken.Load() }},
+		{"layer_early_bytes_total", "Those that were confirmed when the KV of the last layer was computed.", connector.Counter, func(p *pushes) int64 { return p.early.Load() }},
+		{"subscribers", "Consumers that get layers as they are computed.", connector.Gauge, func(p *pushes) int64 { return int64(len(p.all())) }},
+	}
+}
+
+// parseLayers reads the messages of subscriptions.
+func (m *message) parseLayers(rest []byte, size int) (ok bool) {
+	switch m.kind {
+	case kindParts:
+		m.parts, ok = parseParts(rest, size)
+		return ok
+	case kindTaken:
+		if len(rest) != 8 || size != 0 {
+			return false
+		}
+		m.bytes = int64(binary.LittleEndian.Uint64(rest))
+		return m.bytes >= 0
+	}
+	return len(rest) == 0 && size == 0
+}
+
+// layered is a block that is being computed: its room in the buffer, and the offsets of its segments there.
+type layered struct {
+	key     connector.StoreKey
+	group   uint16
+	id      connector.BlockID
+	slot    *lookupbuffer.Slot
+	offsets map[int]int // by segment
+}
+
+// push is what one transfer sends to its subscribers.
+type push struct {
+	store *Store
+	to    map[*subscriber]int64 // how much each had confirmed when the transfer began
+	sent  int64                 // bytes sent to each
+}
+
+func (s *Store) beginPush() *push {
+	p := &push{store: s, to: map[*subscriber]int64{}}
+	for _, sub := range s.pushes.all() {
+		p.to[sub] = sub.taken.Load()
+	}
+	return p
+}
+
+// early counts what subscribers had confirmed when the last layer was computed.
+func (p *push) early() {
+	for sub, before := range p.to {
+		p.store.pushes.early.Add(max(0, min(sub.taken.Load()-before, p.sent)))
+	}
+}
+
+// layers copies layers to the buffer and sends them.
+func (p *push) layers(blocks []*layered, kv *connector.KV, from, to int) {
+	var parts []part
+	var spans [][]byte
+	for _, b := range blocks {
+		data := b.slot.Bytes()
+		for _, s := range kv.Between(b.group, from, to) {
+			at := b.offsets[s]
+			piece := data[at : at+copy(data[at:], kv.View(s, b.id))]
+			parts = append(parts, part{key: b.key, total: uint32(len(data)), offset: uint32(at), size: uint32(len(piece))})
+			spans = append(spans, piece)
+		}
+		if len(parts) >= maxParts-len(b.offsets) {
+			p.send(parts, spans)
+			parts, spans = nil, nil
+		}
+	}
+	p.send(parts, spans)
+}
+
+// send sends one frame to every subscriber. It drops a subscriber that does not take the frame in time.
+func (p *push) send(parts []part, spans [][]byte) {
+	if len(parts) == 0 || len(p.to) == 0 {
+		return
+	}
+	size := int64(0)
+	for _, s := range spans {
+		size += int64(len(s))
+	}
+	header := appendParts(parts)
+	for sub := range p.to {
+		sub.sent.Add(size)
+		if err := p.tell(sub, header, spans); err != nil {
+			p.store.log.Warn("a subscriber was dropped", "error", err)
+			sub.lost()
+			delete(p.to, sub)
+			continue
+		}
+		p.store.pushes.sent.Add(size)
+	}
+	p.sent += size
+}
+
+func (p *push) tell(sub *subscriber, header []byte, spans [][]byte) error {
+	ctx, cancel := context.WithTimeout(p.store.ctx, pushPatience)
+	defer cancel()
+	return sub.out.Send(ctx, header, spans)
+}
+
+// drop tells subscribers that the rest of some blocks will not come.
+func (p *push) drop(blocks []*layered) {
+	m := message{kind: kindDrop}
+	for _, b := range blocks {
+		m.keys = append(m.keys, b.key)
+	}
+	for len(m.keys) > 0 {
+		some := message{kind: kindDrop, keys: m.keys[:min(len(m.keys), maxWant)]}
+		m.keys = m.keys[len(some.keys):]
+		header, payload := some.encode()
+		for sub := range p.to {
+			if p.tell(sub, header, [][]byte{payload}) != nil {
+				sub.lost()
+			}
+		}
+	}
+}
+
+// subscription receives what one producer computes, as long as the store is open.
+type subscription struct {
+	store    *Store
+	address  string
+	partial  map[connector.StoreKey]*partial
+	received int64
+}
+
+// partial is a block of which some parts have arrived.
+type partial struct {
+	slot *lookupbuffer.Slot // nil if there was no room; the parts are then dropped
+	size int
+	got  int
+}
+
+// run dials again and again.
+func (s *subscription) run() {
+	for pause, warned := redialAfter, false; ; pause = min(2*pause, pushPatience) {
+		began := time.Now()
+		err := wire.Guard(s.store.log, "subscribe", s.once)
+		if s.store.ctx.Err() != nil {
+			return
+		}
+		if time.Since(began) > time.Second {
+			pause, warned = redialAfter, false
+		}
+		if !warned {
+			s.store.log.Warn("a producer's layers do not arrive, its blocks are fetched instead", "address", s.address, "error", err)
+			warned = true
+		}
+		if !s.store.pause(pause) {
+			return
+		}
+	}
+}
+
+// once dials and receives until the link breaks.
+func (s *subscription) once() error {
+	ctx, cancel := context.WithTimeout(s.store.ctx, s.store.peers.Wait)
+	link, err := s.store.peers.Network.Dial(ctx, s.address)
+	cancel()
+	if err != nil {
+		return err
+	}
+	s.partial, s.received = map[connector.StoreKey]*partial{}, 0
+	defer func() {
+		_ = link.Close()
+		for k := range s.partial {
+			s.drop(k)
+		}
+	}()
+	if err := s.store.send(link.Out, &message{kind: kindSubscribe}, nil); err != nil {
+		return err
+	}
+	for {
+		if err := s.receive(link); err != nil {
+			return err
+		}
+	}
+}
+
+// receive handles one frame.
+func (s *subscription) receive(link pipe.Link) error {
+	var m *message
+	var payload []byte
+	err := link.In.Recv(s.store.ctx, func(header []byte, size int) (spans [][]byte, err error) {
+		if m, err = parseMessage(header, size); err != nil {
+			return nil, err
+		}
+		if m.kind != kindParts {
+			payload = make([]byte, size)
+			return [][]byte{payload}, nil
+		}
+		for _, p := range m.parts {
+			span, err := s.place(&p)
+			if err != nil {
+				return nil, err
+			}
+			spans = append(spans, span)
+		}
+		return spans, nil
+	})
+	if err != nil {
+		return err
+	}
+	switch m.kind {
+	case kindParts:
+		for _, p := range m.parts {
+			s.arrived(&p)
+		}
+		return s.store.send(link.Out, &message{kind: kindTaken, bytes: s.received}, nil)
+	case kindDrop:
+		if err := m.parseKeys(payload); err != nil {
+			return err
+		}
+		for _, k := range m.keys {
+			s.drop(k)
+		}
+		return nil
+	}
+	return fmt.Errorf("a producer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
+}
+
+// place returns the memory for a part.
+func (s *subscription) place(p *part) ([]byte, error) {
+	b := s.partial[p.key]
+	if b == nil {
+		b = &partial{size: int(p.total)}
+		var err error
+		if b.slot, err = s.store.memory.Reserve(p.key, b.size); err != nil && !errors.Is(err, connector.ErrBusy) && !errors.Is(err, connector.ErrIncompatible) {
+			return nil, err
+		}
+		s.partial[p.key] = b
+	}
+	switch {
+	case b.size != int(p.total) || b.got+int(p.size) > b.size:
+		return nil, fmt.Errorf("a producer sends parts that do not fit: %w", connector.ErrIncompatible)
+	case b.slot == nil:
+		return make([]byte, p.size), nil
+	}
+	return b.slot.Bytes()[p.offset:][:p.size], nil
+}
+
+// arrived counts a part; with the last one its block can be found.
+func (s *subscription) arrived(p *part) {
+	s.received += int64(p.size)
+	b := s.partial[p.key]
+	if b.got += int(p.size); b.got < b.size {
+		return
+	}
+	delete(s.partial, p.key)
+	if b.slot != nil {
+		_ = b.slot.Done(nil)
+	}
+}
+
+// drop gives up a block that will not be complete.
+func (s *subscription) drop(k connector.StoreKey) {
+	if b := s.partial[k]; b != nil && b.slot != nil {
+		_ = b.slot.Done(errUnwanted)
+	}
+	delete(s.partial, k)
 }
