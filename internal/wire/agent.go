@@ -1,12 +1,10 @@
 package wire
 
 import (
-	"cmp"
 	"encoding/binary"
 	"fmt"
 	"io"
 	"math"
-	"slices"
 
 	"google.golang.org/protobuf/proto"
 
@@ -170,26 +168,19 @@ func (a *Attach) rank(m *kvportv1.AgentAttach) error {
 // apart returns an error if two segments of a group have bytes in common: a block's layers would overwrite each
 // other. Groups may share memory, because a block belongs to one of them at a time.
 func apart(l *connector.Layout) error {
-	order := make([]int, len(l.Segments))
-	for i := range order {
-		order[i] = i
-	}
-	slices.SortFunc(order, func(i, j int) int {
-		a, b := &l.Segments[i], &l.Segments[j]
-		return cmp.Or(cmp.Compare(a.Group, b.Group), cmp.Compare(a.Offset, b.Offset))
-	})
-	for at, i := range order {
-		first := &l.Segments[i]
-		end := first.Offset + int64(l.Blocks-1)*first.BlockStride + first.Bytes
-		for _, j := range order[at+1:] {
-			next := &l.Segments[j]
-			if next.Group != first.Group || next.Offset >= end {
-				break
+	for j := range l.Segments {
+		for i := range j {
+			a, b := &l.Segments[i], &l.Segments[j]
+			if b.Offset < a.Offset {
+				a, b = b, a
+			}
+			if a.Group != b.Group || b.Offset >= a.Offset+int64(l.Blocks-1)*a.BlockStride+a.Bytes {
+				continue
 			}
 			// Distances between their blocks are this one plus multiples of what divides both strides.
-			step := gcd(first.BlockStride, next.BlockStride)
-			if gap := (next.Offset - first.Offset) % step; gap < first.Bytes || gap+next.Bytes > step {
-				return malformed("attach: layout.segments[%d] and layout.segments[%d] of group %d overlap", min(i, j), max(i, j), first.Group)
+			step := gcd(a.BlockStride, b.BlockStride)
+			if gap := (b.Offset - a.Offset) % step; gap < a.Bytes || gap+b.Bytes > step {
+				return malformed("attach: layout.segments[%d] and layout.segments[%d] of group %d overlap", i, j, a.Group)
 			}
 		}
 	}
