@@ -81,6 +81,16 @@ func (s *side) key(k connector.BlockKey, group uint16, rank int) connector.Store
 	return connector.NewStoreKey(k, s.env.Shape, group, connector.Shard{Rank: rank, World: max(1, s.env.World)})
 }
 
+// keys are the keys of the parts of full blocks on some ranks, from the first up to but not including the last.
+func (s *side) keys(blocks []connector.Block, first, last int) (keys []connector.StoreKey) {
+	for _, b := range blocks {
+		for rank := first; rank < last && b.Key != (connector.BlockKey{}); rank++ {
+			keys = append(keys, s.key(b.Key, b.Group, rank))
+		}
+	}
+	return keys
+}
+
 // Scheduler is what a scheduler side does for peers, beside what it does for its own store.
 type Scheduler struct{ side }
 
@@ -155,20 +165,11 @@ func (s *Scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connec
 
 // rest sends a consumer the blocks that an earlier request computed, and says that this is all.
 func (s *Scheduler) rest(to string, e *connector.Ended, t ticket) bool {
-	var keys []connector.StoreKey
-	for _, b := range e.Blocks {
-		if b.Key == (connector.BlockKey{}) {
-			continue
-		}
-		for rank := range max(1, s.env.World) {
-			keys = append(keys, s.key(b.Key, b.Group, rank))
-		}
-	}
 	p := s.peers.producer(to)
 	if p == nil {
 		return false
 	}
-	if keys = s.peers.pushing.add(e.Request, keys); len(keys) > 0 && !p.enqueue(&message{kind: kindPush, keys: keys}) {
+	if keys := s.peers.pushing.add(e.Request, s.keys(e.Blocks, 0, max(1, s.env.World))); len(keys) > 0 && !p.enqueue(&message{kind: kindPush, keys: keys}) {
 		return false
 	}
 	return p.enqueue(&message{kind: kindPushed, hold: t.hold, from: t.address})
@@ -181,8 +182,14 @@ func (s *Scheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 
 // Fetched tells the producer of a ticket that its blocks have been loaded.
 func (w *Worker) Fetched(t connector.Ticket) {
-	if from, err := parseTicket(t); err == nil {
-		w.peers.fetched(from)
+	from, err := parseTicket(t)
+	if err != nil {
+		return
+	}
+	if l := w.peers.listener; l != nil && from.address == l.Address() {
+		w.peers.holds.fetched(from.hold)
+	} else if p := w.peers.producer(from.address); p != nil {
+		p.enqueue(&message{kind: kindFetched, hold: from.hold})
 	}
 }
 
@@ -192,13 +199,7 @@ func (w *Worker) PushSaved(ctx context.Context, t *connector.Transfer) {
 	if to == "" {
 		return
 	}
-	var keys []connector.StoreKey
-	for _, b := range t.Blocks {
-		if b.Key != (connector.BlockKey{}) {
-			keys = append(keys, w.key(b.Key, b.Group, w.env.Rank))
-		}
-	}
-	if keys = w.peers.pushing.add(t.Request, keys); len(keys) > 0 {
+	if keys := w.peers.pushing.add(t.Request, w.keys(t.Blocks, w.env.Rank, w.env.Rank+1)); len(keys) > 0 {
 		w.peers.push(ctx, to, &message{kind: kindPush, keys: keys})
 	}
 }

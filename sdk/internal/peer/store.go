@@ -255,17 +255,6 @@ func (s *Store) has(k connector.StoreKey) bool {
 	return err == nil && n[0] == 1
 }
 
-// fetched tells a producer that a consumer has everything it asked for.
-func (s *Store) fetched(t ticket) {
-	if s.listener != nil && t.address == s.listener.Address() {
-		s.holds.fetched(t.hold)
-		return
-	}
-	if p := s.producer(t.address); p != nil {
-		p.enqueue(&message{kind: kindFetched, hold: t.hold})
-	}
-}
-
 // silentFor is how long a consumer must be silent before its link is closed in favour of a new one. The
 // consumer dials again when it needs something.
 const silentFor = 10 * time.Second
