@@ -94,13 +94,6 @@ type Transfer struct {
 	// Tenant identifies whose request this is, for quotas. It is a hash that is equal for equal tenants of
 	// one engine and does not reveal the tenant. 0 means that the request belongs to no tenant.
 	Tenant uint64
-	// Tail is the content address of what a partial last block holds in its producer's cache, so that the
-	// host can check whether that content arrived (rule KEY-09). Only the host uses it: connectors see
-	// zero.
-	Tail BlockKey
-	// Reshaped says that the ticket of this load comes from an engine with another Shape, so the host calls
-	// Reshaper.Reshape. Only the host uses it: connectors see false.
-	Reshaped bool
 }
 
 // Step tells a Planner what the engine has decided and what it has computed. An engine that learns the two
@@ -149,7 +142,6 @@ type Ended struct {
 	// may never come. The hold is then weak, whatever the Holder answers (rule TURN-01).
 	Weak   bool
 	Blocks []Block
-	Tail   BlockKey // as in Transfer
 }
 
 // Hold is a Holder's request to keep the blocks of one ended request. The zero Hold frees them at once. The

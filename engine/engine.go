@@ -117,6 +117,7 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 		Address: func(id connector.RequestID, blockTokens, tokens int) connector.BlockKey {
 			return e.loop.sched.Address(id, blockTokens, tokens)
 		},
+		Tail: func(id connector.RequestID) connector.BlockKey { return e.loop.sched.Tail(id) },
 	}, host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics})
 	if err != nil {
 		return err

@@ -24,6 +24,12 @@ type Engine struct {
 	// goroutine. It is zero where the request has fewer tokens. Nil: such tickets are refused.
 	Address func(request connector.RequestID, blockTokens, tokens int) connector.BlockKey
 
+	// Tail is the content address of a request's partial last block: of an Admitted transfer, what the block
+	// holds at its producer, and of an Ended request, what it holds here. By it the host checks whether that
+	// content arrived (rule KEY-09). It is asked in Step, of that step's requests, by the same goroutine. It is
+	// zero where there is no partial block. Nil: partial blocks are not handed over.
+	Tail func(request connector.RequestID) connector.BlockKey
+
 	// ShapeText is what the shape is made of (dtype, layout, kernel), for messages; may be empty. At most
 	// 1 KiB of it goes into tickets.
 	ShapeText string

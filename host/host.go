@@ -222,9 +222,10 @@ func (h *Host) Events() <-chan Event { return h.events.out }
 // on, and the blocks of its transfers stay untouched by the engine until their events arrive.
 func (h *Host) Step(s *connector.Step) {
 	h.beginProgress(s)
+	tails := h.tails(s)
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.do(h.tracker.Step(time.Now(), s))
+	h.do(h.tracker.Step(time.Now(), s, tails))
 }
 
 // Reset makes the connector forget every block. It waits for saves that are under way, at most

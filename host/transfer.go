@@ -110,7 +110,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move) tracker
 		h.opts.Landed(t.Request, a.Rank)
 	}
 	out := tracker.Outcome{Err: err}
-	if t.Reshaped {
+	if a.Reshaped {
 		h.unverified(r, t, err)
 	}
 	out.Corrupt = r.checkDigests(a.Check, err)
@@ -152,7 +152,7 @@ func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID
 // load lets a worker fill the blocks of a move: in the cache, or in landing memory, from where what
 // arrived is copied. Digests are checked in the cache, after the copy.
 func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
-	if a.Transfer.Reshaped {
+	if a.Reshaped {
 		return reshape(ctx, r, w, a)
 	}
 	if r.landing == nil {

@@ -3,6 +3,7 @@ package sdk
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -144,7 +145,8 @@ func (w *wires) engine(t *testing.T, name string, role connector.Role, peers pip
 	t.Helper()
 	peers.Network = w
 	type config struct{}
-	p := FromPipe(Definition{Name: "PipeConnector", Version: "1"}, func(context.Context, connector.Env, config) (pipe.Peers, error) {
+	stats := append(PeerStats(), LayerStats()...)
+	p := FromPipe(Definition{Name: "PipeConnector", Version: "1", LayerWise: true, Stats: stats}, func(context.Context, connector.Env, config) (pipe.Peers, error) {
 		return peers, nil
 	})
 	e := &peerEngine{T: t, memory: make([]byte, 512)}
@@ -162,6 +164,18 @@ func (w *wires) engine(t *testing.T, name string, role connector.Role, peers pip
 	require.NoError(t, err)
 	t.Cleanup(e.close)
 	return e
+}
+
+// count is one of the numbers that the connector reports.
+func (e *peerEngine) count(name string) int64 {
+	e.Helper()
+	source, ok := connector.As[connector.StatsSource](e.scheduler)
+	require.True(e, ok)
+	stats, err := source.Stats(e.Context())
+	require.NoError(e, err)
+	i := slices.IndexFunc(stats, func(s connector.Stat) bool { return s.Name == name })
+	require.GreaterOrEqual(e, i, 0, name)
+	return int64(stats[i].Value)
 }
 
 func (e *peerEngine) close() {
@@ -306,49 +320,6 @@ func TestPipeSmallBuffer(t *testing.T) {
 	}
 }
 
-func TestPipeMessages(t *testing.T) {
-	for _, m := range []*message{
-		{kind: kindWant, keys: []connector.StoreKey{{1}, {2}}},
-		{kind: kindGone, keys: []connector.StoreKey{{3}}},
-		{kind: kindFetched, hold: 7},
-		{kind: kindPushed, hold: 8, from: "host:2"},
-	} {
-		header, payload := m.encode()
-		got, err := parseMessage(header, len(payload))
-		require.NoError(t, err)
-		require.NoError(t, got.parseKeys(payload))
-		require.Equal(t, m, got)
-	}
-	ticket := peerTicket{hold: 9, address: "host:1"}
-	got, err := parsePeerTicket(ticket.encode())
-	require.NoError(t, err)
-	require.Equal(t, ticket, got)
-}
-
-func FuzzPeerMessage(f *testing.F) {
-	for _, m := range []*message{{kind: kindWant}, {kind: kindBlock, key: connector.StoreKey{1}}, {kind: kindGone}, {kind: kindFetched, hold: 1 << 60}, {kind: 9}} {
-		header, _ := m.encode()
-		f.Add(header, 64)
-	}
-	f.Add([]byte{}, -1)
-	f.Add([]byte{1, 2}, 1<<30)
-	f.Fuzz(func(t *testing.T, header []byte, size int) {
-		if size < 0 {
-			return
-		}
-		m, err := parseMessage(header, size)
-		if err != nil {
-			require.ErrorIs(t, err, connector.ErrIncompatible)
-		} else {
-			again, _ := m.encode()
-			require.Equal(t, header, again)
-		}
-		if ticket, err := parsePeerTicket(header); err == nil {
-			require.Equal(t, header, ticket.encode())
-		}
-	})
-}
-
 func TestFromBuffer(t *testing.T) {
 	b := lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: 1 << 10})
 	s := &bufferStore{b}
@@ -365,4 +336,31 @@ func TestFromBuffer(t *testing.T) {
 	require.Less(t, time.Since(began), selectPatience/2, "it does not wait for what nobody promised")
 	require.ErrorIs(t, s.Get(t.Context(), []connector.Item{item(1)}), connector.ErrGone, "it was given out")
 	require.NoError(t, s.Close())
+}
+
+// Whether a connector pushes layers is what its definition says; the numbers that it reports must fit.
+func TestLayerWise(t *testing.T) {
+	layered := append(PeerStats(), LayerStats()...)
+	for _, d := range []Definition{{}, {LayerWise: true}, {Stats: PeerStats()}, {LayerWise: true, Stats: layered}, {LayerWise: true, Stats: PeerStats()}, {Stats: layered}} {
+		p := FromPipe(d, func(context.Context, connector.Env, struct{}) (pipe.Peers, error) {
+			return pipe.Peers{Network: &wires{}}, nil
+		})
+		require.Equal(t, d.LayerWise, p.Capabilities&connector.CanLayers != 0)
+		info, err := p.Describe(t.Context(), nil)
+		if len(d.Stats) > 0 && d.LayerWise != (len(d.Stats) == len(layered)) {
+			require.ErrorIs(t, err, connector.ErrIncompatible)
+			require.ErrorContains(t, err, "Definition.LayerWise")
+			continue
+		}
+		require.NoError(t, err)
+		require.Equal(t, p.Capabilities, info.Capabilities)
+		w, err := p.Worker(t.Context(), testEnv(0, 1), nil)
+		require.NoError(t, err)
+		_, ok := connector.As[connector.LayerWorker](w)
+		require.Equal(t, d.LayerWise, ok)
+		require.NoError(t, w.Close())
+	}
+
+	_, err := FromStore(Definition{LayerWise: true}, func(context.Context, connector.Env, struct{}) (connector.Store, error) { return newMemory(), nil }).Describe(t.Context(), nil)
+	require.ErrorIs(t, err, connector.ErrIncompatible, "a Store saves no layers")
 }

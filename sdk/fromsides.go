@@ -18,9 +18,7 @@ func FromSides[C any, S connector.Scheduler, W connector.Worker](d Definition,
 	scheduler func(ctx context.Context, env connector.Env, config C) (S, error),
 	worker func(ctx context.Context, env connector.Env, config C) (W, error),
 ) connector.Plugin {
-	if d.Reset {
-		d.Capabilities |= connector.CanReset
-	}
+	d.Capabilities = d.powers()
 	return connector.Plugin{
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
 		Capabilities: d.Capabilities,

@@ -1,7 +1,6 @@
 package sdk
 
 import (
-	"bytes"
 	"testing"
 	"time"
 
@@ -36,7 +35,7 @@ func TestSubscribe(t *testing.T) {
 	w := &wires{}
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})
 	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}})
-	subscribed := func() bool { return len(p.store().pushes.all()) == 1 }
+	subscribed := func() bool { return p.count("subscribers") == 1 }
 	require.Eventually(t, subscribed, time.Minute, time.Millisecond)
 	count, ended := p.begin(1, 2)
 	require.Zero(t, d.has(1, 2))
@@ -44,8 +43,8 @@ func TestSubscribe(t *testing.T) {
 	require.NoError(t, <-ended)
 	require.Eventually(t, func() bool { return d.has(1, 2) == 2 }, time.Minute, time.Millisecond)
 	d.load(nil, 1, 2)
-	require.Zero(t, p.store().counts.served.Load(), "nothing was asked for")
-	require.Eventually(t, func() bool { return p.store().pushes.taken.Load() == 128 }, time.Minute, time.Millisecond)
+	require.Zero(t, p.count("served_blocks_total"), "nothing was asked for")
+	require.Eventually(t, func() bool { return p.count("layer_confirmed_bytes_total") == 128 }, time.Minute, time.Millisecond)
 
 	w.cut()
 	require.Eventually(t, func() bool { return !subscribed() }, time.Minute, time.Millisecond)
@@ -61,7 +60,7 @@ func TestSubscribedGivenUp(t *testing.T) {
 	w := &wires{}
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{Bytes: 256})
 	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}, Bytes: 256})
-	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 1 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return p.count("subscribers") == 1 }, time.Minute, time.Millisecond)
 	for range 4 {
 		count, ended := p.begin(1, 2, 3, 4)
 		count.GiveUp()
@@ -81,30 +80,12 @@ func TestSubscriberThatSleeps(t *testing.T) {
 	link, err := w.Dial(t.Context(), "wire-0")
 	require.NoError(t, err)
 	defer link.Close()
-	header, payload := (&message{kind: kindSubscribe}).encode()
-	require.NoError(t, link.Out.Send(t.Context(), header, [][]byte{payload}))
-	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 1 }, time.Minute, time.Millisecond)
+	require.NoError(t, link.Out.Send(t.Context(), []byte{1, 6}, nil)) // it subscribes
+	require.Eventually(t, func() bool { return p.count("subscribers") == 1 }, time.Minute, time.Millisecond)
 	for k := range byte(3) { // the pipe has room for one frame
 		count, ended := p.begin(9 + k)
 		count.Advance(1)
 		require.NoError(t, <-ended)
 	}
-	require.Eventually(t, func() bool { return len(p.store().pushes.all()) == 0 }, time.Minute, time.Millisecond)
-}
-
-func FuzzParts(f *testing.F) {
-	f.Add(appendParts([]part{{total: 8, offset: 4, size: 4}, {key: connector.StoreKey{1}, total: 9, size: 1}}), 5)
-	f.Fuzz(func(t *testing.T, header []byte, size int) {
-		m, err := parseMessage(header, size)
-		if err != nil || m.kind != kindParts {
-			return
-		}
-		sum := 0
-		for _, p := range m.parts {
-			require.LessOrEqual(t, uint64(p.offset)+uint64(p.size), uint64(p.total))
-			sum += int(p.size)
-		}
-		require.Equal(t, size, sum)
-		require.True(t, bytes.Equal(header, appendParts(m.parts)))
-	})
+	require.Eventually(t, func() bool { return p.count("subscribers") == 0 }, time.Minute, time.Millisecond)
 }

@@ -6,10 +6,23 @@ import (
 	"fmt"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // storePowers are the optional powers that a Store can have.
 const storePowers = connector.CanReset | connector.CanStat | connector.CanEvents
+
+// powers are Capabilities, and what the fields say that are short for some.
+func (d *Definition) powers() connector.Capability {
+	c := d.Capabilities
+	if d.Reset {
+		c |= connector.CanReset
+	}
+	if d.LayerWise {
+		c |= connector.CanLayers
+	}
+	return c
+}
 
 // check returns an error if no Store can satisfy the Definition.
 func (d *Definition) check() error {
@@ -52,7 +65,7 @@ func (s *storeScheduler) Reset(ctx context.Context) (emptied bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	err = guard(s.log, "reset", func() (err error) {
+	err = wire.Guard(s.log, "reset", func() (err error) {
 		emptied, err = store.Reset(ctx)
 		return err
 	})
@@ -68,7 +81,7 @@ func (s *storeScheduler) Stats(ctx context.Context) (stats []connector.Stat, err
 	if err != nil {
 		return nil, err
 	}
-	err = guard(s.log, "stats", func() (err error) {
+	err = wire.Guard(s.log, "stats", func() (err error) {
 		stats, err = store.Stats(ctx)
 		return err
 	})
@@ -85,7 +98,7 @@ func (s *storeScheduler) Events(ctx context.Context) ([]connector.BlockEvent, er
 
 // put stores items. It tells a watch about them before and after.
 func (w *storeWorker) put(ctx context.Context, items []connector.Item, t *connector.Transfer) error {
-	call := func() error { return guard(w.log, "put", func() error { return w.store.Put(ctx, items) }) }
+	call := func() error { return wire.Guard(w.log, "put", func() error { return w.store.Put(ctx, items) }) }
 	if w.watch == nil {
 		return call()
 	}

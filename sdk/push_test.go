@@ -21,17 +21,17 @@ func TestPush(t *testing.T) {
 		ticket := p.save(1, 2, 3)
 		require.Equal(t, 3, d.settled(ticket, 1, 2, 3))
 		d.load(ticket, 1, 2, 3)
-		require.Zero(t, d.store().counts.received.Load()-3)
-		require.Equal(t, int64(3), p.store().counts.pushed.Load())
-		require.Zero(t, p.store().counts.served.Load(), "nothing was asked for")
+		require.Zero(t, d.count("received_blocks_total")-3)
+		require.Equal(t, int64(3), p.count("pushed_blocks_total"))
+		require.Zero(t, p.count("served_blocks_total"), "nothing was asked for")
 
 		to = "nobody"
 		began := time.Now()
 		ticket = p.save(4, 5)
 		require.Less(t, time.Since(began), 5*time.Second)
 		require.Equal(t, 2, d.settled(ticket, 4, 5), "what cannot be pushed is asked for")
-		require.Equal(t, int64(2), p.store().counts.served.Load())
-		require.Positive(t, p.store().counts.pushFailed.Load())
+		require.Equal(t, int64(2), p.count("served_blocks_total"))
+		require.Positive(t, p.count("push_failures_total"))
 
 		to = ""
 		ticket = p.save(6)
@@ -47,31 +47,5 @@ func TestPushRefused(t *testing.T) {
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{Push: func(connector.RequestID) string { return "wire-0" }})
 	ticket := p.save(1)
 	require.Equal(t, 1, both.settled(ticket, 1))
-	require.Equal(t, int64(1), p.store().counts.served.Load())
-}
-
-func TestPushedIsForgotten(t *testing.T) {
-	p := newPushing()
-	for i := range 3 * maxPushing {
-		p.add(connector.RequestID(time.Duration(i).String()), []connector.StoreKey{{1}})
-	}
-	require.LessOrEqual(t, len(p.sent.entries), maxPushing)
-	require.Equal(t, []connector.StoreKey{{2}}, p.add("r", []connector.StoreKey{{2}}))
-	require.Equal(t, []connector.StoreKey{{3}}, p.add("r", []connector.StoreKey{{2}, {3}}))
-	p.end("r")
-	require.Len(t, p.add("r", []connector.StoreKey{{2}, {3}}), 2)
-	c := newComing()
-	for i := range 2 * maxComing {
-		c.whole(peerTicket{hold: connector.HoldID(i)})
-	}
-	require.LessOrEqual(t, len(c.holds.entries), maxComing)
-	require.False(t, c.waits(peerTicket{hold: 2*maxComing - 1}, time.Hour))
-	require.True(t, c.waits(peerTicket{hold: 1}, time.Hour))
-	require.False(t, c.waits(peerTicket{hold: 1}, 0))
-}
-
-func (e *peerEngine) store() *peerStore {
-	s, ok := e.scheduler.(*pipeScheduler)
-	require.True(e, ok)
-	return s.peers
+	require.Equal(t, int64(1), p.count("served_blocks_total"))
 }

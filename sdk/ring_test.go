@@ -27,7 +27,7 @@ type ringLine struct {
 	bell    *os.File
 }
 
-func (p *peer) ringed(side kvportv1.Side) *ringLine {
+func (p *hostEnd) ringed(side kvportv1.Side) *ringLine {
 	file, err := shm.NewRings("test", 1)
 	require.NoError(p.t, err)
 	require.NoError(p.t, shm.AllocateRing(file, 0))

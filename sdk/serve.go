@@ -152,7 +152,7 @@ func printManifest(name string, p connector.Plugin, config string, stdout, stder
 		config = "{}"
 	}
 	var info connector.Info
-	err := guard(slog.New(slog.NewTextHandler(stderr, nil)), "describe", func() (err error) {
+	err := wire.Guard(slog.New(slog.NewTextHandler(stderr, nil)), "describe", func() (err error) {
 		info, err = p.Describe(context.Background(), json.RawMessage(config))
 		return err
 	})

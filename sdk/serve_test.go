@@ -115,7 +115,7 @@ func TestServeProcess(t *testing.T) {
 	conn, ok := raw.(*grpc.ClientConn)
 	require.True(t, ok)
 
-	p := &peer{t: t, client: kvportv1.NewPluginClient(conn)}
+	p := &hostEnd{t: t, client: kvportv1.NewPluginClient(conn)}
 	l := p.session()
 	answer := l.call(openCall(kvportv1.Side_SIDE_WORKER, wire.Region{FD: 3, Size: region.Size()}))
 	require.NotNil(t, answer.GetOpened(), "%v", answer.GetError())

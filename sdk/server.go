@@ -102,7 +102,7 @@ func (s *Server) Session(stream grpc.BidiStreamingServer[kvportv1.SessionRequest
 
 // call runs code of the connector and counts its panics, no matter where they were recovered.
 func (s *Server) call(log *slog.Logger, what string, call func() error) error {
-	err := guard(log, what, call)
+	err := wire.Guard(log, what, call)
 	if errors.Is(err, ErrPanic) {
 		s.panics.Add(1)
 	}

@@ -9,6 +9,7 @@ import (
 	"sync"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // shares keeps one value for each engine epoch and config, which both sides and all ranks use, and only one
@@ -114,7 +115,7 @@ func (s *shares[V]) join(id shareID) (e *share[V], first, closing bool) {
 
 // start opens the value of a new entry. An entry that fails leaves the table at once.
 func (s *shares[V]) start(ctx context.Context, id shareID, e *share[V], env connector.Env, raw json.RawMessage) {
-	e.err = guard(env.Log, "open", func() (err error) {
+	e.err = wire.Guard(env.Log, "open", func() (err error) {
 		e.value, err = s.open(ctx, env, raw)
 		return err
 	})
@@ -134,7 +135,7 @@ func (s *shares[V]) release(id shareID, e *share[V], log *slog.Logger) error {
 		return nil
 	}
 	defer s.remove(id, e)
-	return guard(log, "close", func() error { return s.shut(e.value, log) })
+	return wire.Guard(log, "close", func() error { return s.shut(e.value, log) })
 }
 
 func (s *shares[V]) remove(id shareID, e *share[V]) {

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // Definition describes a connector.
@@ -19,6 +20,7 @@ type Definition struct {
 	Scope       connector.Scope
 	Groups      bool // the Store accepts blocks of different sizes, so it can serve caches of several groups
 	Reset       bool // the Store is also a connector.Resetter; short for Capabilities with CanReset
+	LayerWise   bool // a connector of [FromPipe] pushes layers while others are computed; short for Capabilities with CanLayers
 
 	// Capabilities are the optional powers of the Store that open returns: CanReset for a method Reset
 	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch ([Watchable]).
@@ -46,9 +48,7 @@ type Definition struct {
 // ArenaField() string names the field of the config that an operator must change if the machine has no room
 // for the arena.
 func FromStore[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (connector.Store, error)) connector.Plugin {
-	if d.Reset {
-		d.Capabilities |= connector.CanReset
-	}
+	d.Capabilities = d.powers()
 	stores := newStores(d, func(raw json.RawMessage, env *connector.Env) (int64, error) {
 		config, err := DecodeConfig[C](raw)
 		info := connector.Info{}
@@ -260,7 +260,7 @@ func (s *storeScheduler) keys(blocks []connector.BlockKey, group uint16, rank in
 }
 
 func (s *storeScheduler) lookup(ctx context.Context, runs [][]connector.StoreKey) (found []int, err error) {
-	err = guard(s.log, "lookup", func() (err error) {
+	err = wire.Guard(s.log, "lookup", func() (err error) {
 		found, err = s.store.Lookup(ctx, runs)
 		return err
 	})
@@ -290,7 +290,7 @@ func (w *storeWorker) Load(ctx context.Context, t *connector.Transfer, kv *conne
 		return fmt.Errorf("load: %w", err)
 	}
 	if len(items) > 0 {
-		err = blockError(guard(w.log, "get", func() error { return w.store.Get(ctx, items) }), blocks)
+		err = blockError(wire.Guard(w.log, "get", func() error { return w.store.Get(ctx, items) }), blocks)
 	}
 	if len(partial) == 0 {
 		return err

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // stores are the open Stores of one Definition.
@@ -37,7 +38,7 @@ func newStores(d Definition, arena func(json.RawMessage, *connector.Env) (int64,
 			return e, fmt.Errorf("open returned no store: %w", connector.ErrIncompatible)
 		}
 		if err := s.definition.has(e.store); err != nil {
-			return e, errors.Join(err, guard(env.Log, "close", e.store.Close))
+			return e, errors.Join(err, wire.Guard(env.Log, "close", e.store.Close))
 		}
 		return e, s.observe(&e, &env)
 	}
@@ -50,7 +51,7 @@ func (s *stores) observe(e *sharedStore, env *connector.Env) error {
 		return nil
 	}
 	e.watch = newWatch(&s.definition, env)
-	return guard(env.Log, "watch", func() error {
+	return wire.Guard(env.Log, "watch", func() error {
 		if w, ok := e.store.(Watchable); ok { // has saw it
 			w.Watch(e.watch.removed)
 		}

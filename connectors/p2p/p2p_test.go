@@ -15,7 +15,7 @@ import (
 )
 
 func plugin() connector.Plugin {
-	return sdk.FromPipe(sdk.Definition{Name: "PipeConnector", Version: "1", Groups: true, Stats: append(sdk.PeerStats(), sdk.LayerStats()...)}, Open)
+	return sdk.FromPipe(sdk.Definition{Name: "PipeConnector", Version: "1", Groups: true, LayerWise: true, Stats: append(sdk.PeerStats(), sdk.LayerStats()...)}, Open)
 }
 
 func TestConformance(t *testing.T) {

@@ -235,11 +235,8 @@ func (s *Scheduler) end(r *seq, reason connector.Reason, err error, tokens ...in
 	if s.cfg.Role != 0 {
 		blocks := s.blocks(r, 0, r.computed, true)
 		s.hand('e', r, &handover{blocks: blocks})
-		ended := connector.Ended{Request: r.ID, Reason: reason, Tokens: r.computed, Remote: remote, Weak: remote && r.Turn, Blocks: blocks}
-		if remote && r.computed%s.cfg.BlockTokens != 0 {
-			ended.Tail = r.tail(r.computed/s.cfg.BlockTokens, r.computed, s.cfg.BlockTokens)
-		}
-		s.step.Ended = append(s.step.Ended, ended)
+		r.tail = r.tailOf(r.computed, r.computed, s.cfg.BlockTokens)
+		s.step.Ended = append(s.step.Ended, connector.Ended{Request: r.ID, Reason: reason, Tokens: r.computed, Remote: remote, Weak: remote && r.Turn, Blocks: blocks})
 	}
 	s.release(r)
 	if !remote {

@@ -68,11 +68,12 @@ type seq struct {
 	full     int // leading blocks that were complete already: found, loaded or reported as computed
 	handed   int // leading blocks that the step under way completes and that were handed over to be saved
 
-	asked   int             // Computed of the question that match answers, -1: none
-	match   connector.Match // the connector's offer
-	barred  bool            // a load left nothing valid: asking again would end the same way
-	replace int             // tokens before this one were found damaged in the store
-	private bool            // the load under way began before Forget: what it brings is not published
+	asked   int                // Computed of the question that match answers, -1: none
+	match   connector.Match    // the connector's offer
+	barred  bool               // a load left nothing valid: asking again would end the same way
+	replace int                // tokens before this one were found damaged in the store
+	tail    connector.BlockKey // see Scheduler.Tail
+	private bool               // the load under way began before Forget: what it brings is not published
 
 	local, external int
 
@@ -102,17 +103,27 @@ func (r *seq) extendKeys(blockTokens int) {
 	}
 }
 
-// tail is the content address of a block's leading tokens, as far as they go before end; zero if the
-// request's blocks have no keys.
-func (r *seq) tail(block, end, blockTokens int) connector.BlockKey {
-	if r.Space == nil || block > len(r.Keys) {
+// tailOf is the content address of the block that holds the last of some leading tokens, if they fill it in
+// part: of its tokens before held. It is zero if the request's blocks have no keys.
+func (r *seq) tailOf(tokens, held, blockTokens int) connector.BlockKey {
+	block := tokens / blockTokens
+	if r.Space == nil || tokens%blockTokens == 0 || block > len(r.Keys) {
 		return connector.BlockKey{}
 	}
 	parent := r.Space.Root()
 	if block > 0 {
 		parent = r.Keys[block-1]
 	}
-	return r.Space.Next(parent, r.tokens[block*blockTokens:min(end, (block+1)*blockTokens)])
+	return r.Space.Next(parent, r.tokens[block*blockTokens:min(held, (block+1)*blockTokens)])
+}
+
+// Tail is the content address of the partial last block of what a request began to load last, or, once it has
+// ended, of what it has computed. It is zero without one.
+func (s *Scheduler) Tail(id connector.RequestID) connector.BlockKey {
+	if r := s.live[id]; r != nil {
+		return r.tail
+	}
+	return connector.BlockKey{}
 }
 
 // Address is the content address of a request's leading tokens in blocks of another size; zero if the

@@ -181,11 +181,8 @@ func (s *Scheduler) load(r *seq, to, held int) {
 	from := r.computed
 	blocks := s.blocks(r, from, to, false)
 	s.hand('l', r, &handover{blocks: blocks, from: from, to: to})
-	t := connector.Transfer{Request: r.ID, From: from, Tokens: to - from, Blocks: blocks, Tenant: r.Space.Tenant()}
-	if to%s.cfg.BlockTokens != 0 {
-		t.Tail = r.tail(to/s.cfg.BlockTokens, held, s.cfg.BlockTokens)
-	}
-	s.step.Admitted = append(s.step.Admitted, t)
+	r.tail = r.tailOf(to, held, s.cfg.BlockTokens)
+	s.step.Admitted = append(s.step.Admitted, connector.Transfer{Request: r.ID, From: from, Tokens: to - from, Blocks: blocks, Tenant: r.Space.Tenant()})
 	s.stats.Loads++
 	r.state = loading
 }

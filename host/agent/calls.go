@@ -111,13 +111,18 @@ func (s *server) attach(c *conn, id uint64, m *kvportv1.AgentAttach, file *os.Fi
 		return err
 	}
 	s.mu.Lock()
-	if err := s.meet(c); err != nil {
+	err = s.sameEngine(a)
+	if err == nil {
+		err = s.meet(c)
+	}
+	if err != nil {
 		s.mu.Unlock()
 		if brought != nil {
 			_ = brought.region.Close()
 		}
 		return err
 	}
+	c.engine = a.Engine
 	var replaced *conn
 	if brought == nil {
 		replaced, s.sched = s.sched, c
@@ -140,6 +145,23 @@ func (s *server) attach(c *conn, id uint64, m *kvportv1.AgentAttach, file *os.Fi
 		}
 	}
 	return nil
+}
+
+// sameEngine returns an error if a scheduler names another engine than the ranks, or a rank another one than the
+// scheduler. That ranks name the same is for the keeper to see. The caller holds mu.
+func (s *server) sameEngine(a *wire.Attach) error {
+	there := s.sched
+	if a.Side == kvportv1.Side_SIDE_SCHEDULER {
+		there = nil
+		for _, seat := range s.seats {
+			there = seat.conn
+		}
+	}
+	if there == nil || there.engine == a.Engine {
+		return nil
+	}
+	return fmt.Errorf("attach.engine is %q, but the other side of the connector is of engine %q: both must have the same engine_id: %w",
+		a.Engine, there.engine, connector.ErrIncompatible)
 }
 
 // receive maps what a rank has brought and checks that its cache, and digests, lie in it.

@@ -31,6 +31,7 @@ type conn struct {
 	in       *bufio.Reader
 	fds      intake
 	pid      int
+	engine   string // that its attach named; guarded by the server's mu
 	attachID uint64
 	joined   bool // its attach was answered: events are for it; guarded by the server's mu
 	wait     time.Duration

@@ -34,6 +34,7 @@ func TestRefusedRanks(t *testing.T) {
 		"unsealed":        {seals: unix.F_SEAL_SEAL, want: "seals are"},
 		"no descriptor":   {none: true, want: "did not come beside the frame"},
 		"second region":   {change: func(a *wire.Attach) { a.Layout.Segments[1].Region = 1 }, want: "region 1"},
+		"overlap":         {change: func(a *wire.Attach) { a.Layout.Segments[1].Offset-- }, want: "layout.segments[0] and layout.segments[1] of group 0 overlap"},
 		"own digests":     {change: func(a *wire.Attach) { a.Layout.Segments[1].Layer = connector.DigestLayer }, want: "digests are the agent's"},
 		"no blocks":       {change: func(a *wire.Attach) { a.Layout.Blocks = 0 }, want: "layout.blocks"},
 		"other world":     {change: func(a *wire.Attach) { a.Rank = 2 }, want: "rank 2 of 2"},
@@ -71,6 +72,28 @@ func TestRefusedRanks(t *testing.T) {
 	require.Contains(t, one.state("broken").GetError(), "differ in shape")
 	worker(t, o.socket, rankAt(1, 2)).attached()
 	one.state("ready")
+}
+
+// A scheduler and ranks of different engines are not taken for one, whoever comes first, and the agent goes on.
+func TestOtherEngine(t *testing.T) {
+	o := open(t, config(t.TempDir(), nil), nil)
+	refused := func(p *process) {
+		t.Helper()
+		m := p.answer(1)
+		require.Contains(t, m.GetError().GetMessage(), "both must have the same engine_id")
+		require.Equal(t, kvportv1.ErrorCode_ERROR_CODE_INCOMPATIBLE, m.GetError().GetCode())
+		<-p.over
+	}
+	other := rankAt(0, 1)
+	other.Engine = "other"
+	s := scheduler(t, o.socket)
+	refused(worker(t, o.socket, other))
+	w := worker(t, o.socket, rankAt(0, 1))
+	w.attached()
+	late := dial(t, o.socket)
+	late.post(attachCall(&wire.Attach{Side: kvportv1.Side_SIDE_SCHEDULER, Engine: "other"}), nil)
+	refused(late)
+	require.Zero(t, s.match(query("r", hashes("a", 2))), "the scheduler keeps its place")
 }
 
 // The error of a connector that does not open is the answer to the last rank.

@@ -177,13 +177,15 @@ func kvportImports() map[string][]string {
 
 		"multiconnector": {"connector", "internal/eventlog"},
 
-		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/eventlog", "internal/strictjson", "internal/wire", "internal/shm", "internal/fault"},
+		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/eventlog", "internal/strictjson", "internal/wire", "internal/shm", "internal/fault", "sdk/internal/..."},
 		"host":          {"connector", "multiconnector", "host/internal/...", "internal/...", "!internal/archtest"},
 		"host/agent":    {"connector", "host", "proto/...", "internal/wire", "internal/shm"},
 		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
 		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host"},
+
+		"sdk/internal/peer": {"connector", "pipe", "lookupbuffer", "internal/wire"},
 
 		"host/internal/config":   {"internal/strictjson"},
 		"host/internal/leaktest": {},

@@ -56,16 +56,21 @@ type (
 		// it holds. Nil: nothing is there to verify them by.
 		Check    []connector.Block
 		Deadline time.Time
+		// Reshaped says that the ticket of the load comes from an engine of another shape, so that the host calls
+		// Reshaper.Reshape.
+		Reshaped bool
 		// Computing says that the save's blocks are being computed, or were, in the given Step.
 		Computing bool
 		Step      uint64
 	}
-	// Finish sends ended requests to the scheduler side; FinishAnswered brings the holds. Before it, digests
-	// are made of the partial blocks that may be kept: Tail gives them.
+	// Finish sends ended requests to the scheduler side; FinishAnswered brings the holds.
 	Finish struct {
-		ID       CallID
-		Gen      uint64
-		Ended    []connector.Ended
+		ID    CallID
+		Gen   uint64
+		Ended []connector.Ended
+		// Partial are the partial blocks that may be kept, each under the address of what it holds. Their digests
+		// are made before the requests are sent; those of full blocks were made when they were saved.
+		Partial  []connector.Block
 		Deadline time.Time
 	}
 	// CancelCall ends the wait of a call. Its answer is awaited nevertheless.

@@ -23,6 +23,7 @@ type ending struct {
 	req      *request
 	step     uint64
 	ended    connector.Ended
+	tail     connector.BlockKey // of its partial last block
 	deadline time.Time
 	finish   finishState
 	call     CallID
@@ -45,13 +46,13 @@ type hold struct {
 // maxEarly bounds the reports about holds that are not announced yet.
 const maxEarly = 1 << 10
 
-func (b *Tracker) addEnding(now time.Time, step uint64, ended *connector.Ended) *ending {
+func (b *Tracker) addEnding(now time.Time, step uint64, ended *connector.Ended, tail connector.BlockKey) *ending {
 	r := b.request(ended.Request)
 	r.match.told = false // nobody waits for an answer any more
 	b.cancelLoads(now, r)
 	b.forgetMatch(r)
 	delete(b.requests, ended.Request) // the id may be used again from now on
-	e := &ending{id: b.id(), req: r, step: step, ended: *ended, deadline: now.Add(b.cfg.Finish)}
+	e := &ending{id: b.id(), req: r, step: step, ended: *ended, tail: tail, deadline: now.Add(b.cfg.Finish)}
 	r.ending = e
 	b.endings[e.id] = e
 	b.wakes.at(e.deadline)
@@ -72,7 +73,7 @@ func (b *Tracker) finishReady(now time.Time, list []*ending) {
 			continue
 		}
 		batch = append(batch, e)
-		call.Ended = append(call.Ended, e.ended)
+		call.Ended, call.Partial = append(call.Ended, e.ended), append(call.Partial, e.partial()...)
 	}
 	if len(batch) == 0 {
 		return
@@ -173,14 +174,13 @@ func (b *Tracker) finishEnding(now time.Time, e *ending) {
 		b.keepWeak(h)
 	}
 	if e.ended.Remote {
-		ev.Ticket = b.ticket(e.req, &e.ended, h)
+		ev.Ticket = b.ticket(e.req, &e.ended, e.tail, h)
 	}
 	b.emit(Tell{ev})
 }
 
-// addresses are those of an ended request's tokens up to one: of the last full block, and of all if the last
-// block is partial.
-func (b *Tracker) addresses(e *connector.Ended, tokens int) (last, tail connector.BlockKey) {
+// lastFull is the address of the last full block of an ended request's leading tokens.
+func (b *Tracker) lastFull(e *connector.Ended, tokens int) (last connector.BlockKey) {
 	size := b.cfg.Groups[0].BlockTokens
 	n := 0
 	for _, bl := range e.Blocks {
@@ -190,12 +190,9 @@ func (b *Tracker) addresses(e *connector.Ended, tokens int) (last, tail connecto
 		}
 	}
 	if n < tokens/size {
-		last = connector.BlockKey{}
+		return connector.BlockKey{}
 	}
-	if tokens == e.Tokens && tokens%size != 0 {
-		tail = e.Tail
-	}
-	return last, tail
+	return last
 }
 
 // checked is the hold of an ending, or none if it breaks the contract: a hold without a consumer (rule
@@ -291,7 +288,7 @@ func (b *Tracker) Promise(ended *connector.Ended) *Ticket {
 	if b.closed || b.state == broken {
 		return nil
 	}
-	return b.ticket(r, ended, connector.Hold{})
+	return b.ticket(r, ended, connector.BlockKey{}, connector.Hold{})
 }
 
 // Renewed restarts the TTL of these holds of generation gen, but not beyond HoldMax after they began. It

@@ -38,7 +38,7 @@ func TestEmptyLoadOfGroups(t *testing.T) {
 		moved[2].Group, moved[3].Group = 1, 1
 		b.got(b.Step(b.now, &connector.Step{ID: 9, Arrived: []connector.Query{{Request: "r"}}, Admitted: []connector.Transfer{
 			{Request: "r", Tokens: 32, Blocks: moved},
-		}}))
+		}}, nil))
 		b.done(one[Move](b), Outcome{Corrupt: []connector.BlockID{failed}})
 		require.Equal(t, []connector.BlockID{failed}, b.event().Failed)
 		require.Equal(t, !denied, b.ask(prompt(4), 0), "block %d", failed)

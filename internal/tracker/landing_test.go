@@ -99,7 +99,7 @@ func TestLandingQueue(t *testing.T) {
 		}
 		return tr
 	}
-	first := moves(b.Step(now, &connector.Step{ID: 1, Admitted: []connector.Transfer{transfer("a", 0, 5), transfer("b", 10, 1)}}))
+	first := moves(b.Step(now, &connector.Step{ID: 1, Admitted: []connector.Transfer{transfer("a", 0, 5), transfer("b", 10, 1)}}, nil))
 	require.Len(t, first, 3, "three slots are for loads")
 	next := moves(b.Moved(now, first[0].ID, Outcome{}))
 	require.Len(t, next, 1)
@@ -137,7 +137,7 @@ func TestLandingTooSmall(t *testing.T) {
 	b, now := New(cfg), time.Unix(0, 0)
 	b.Up(now, 1)
 	tr := connector.Transfer{Request: "a", Tokens: 48, Blocks: []connector.Block{{ID: 1}, {ID: 2}, {ID: 3}}}
-	plan, ok := b.Step(now, &connector.Step{ID: 1, Admitted: []connector.Transfer{tr}})[0].(Plan)
+	plan, ok := b.Step(now, &connector.Step{ID: 1, Admitted: []connector.Transfer{tr}}, nil)[0].(Plan)
 	require.True(t, ok)
 	tr.Extra = []byte("mine")
 	told, ok := b.Planned(now, plan.ID, &connector.Plan{Loads: []connector.Transfer{tr}}, nil)[0].(Tell)

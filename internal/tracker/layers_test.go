@@ -18,7 +18,7 @@ func computing(id connector.RequestID) *connector.Step {
 // Rule LAYER-08: a save of what is being computed starts at once, and its time begins when that is done.
 func TestComputingHasTime(t *testing.T) {
 	b := newBench(t, func(c *Config) { c.Ranks = 1 })
-	b.got(b.Step(b.now, computing("a")))
+	b.got(b.Step(b.now, computing("a"), nil))
 	m := one[Move](b)
 	require.True(t, m.Computing)
 	require.EqualValues(t, 7, m.Step)
@@ -42,7 +42,7 @@ func TestComputingHasTime(t *testing.T) {
 // A plugin that dies gets the save again in its next life, as any other.
 func TestComputingIsRetried(t *testing.T) {
 	b := newBench(t, func(c *Config) { c.Ranks = 1 })
-	b.got(b.Step(b.now, computing("a")))
+	b.got(b.Step(b.now, computing("a"), nil))
 	b.got(b.Reaped(b.now, 1))
 	require.Empty(t, all[Tell](b))
 	b.got(b.Up(b.now, 2))

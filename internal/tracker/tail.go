@@ -6,25 +6,26 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Full blocks have a key, which is the address of what they hold. A partial block has none: its address comes
-// beside it, as the tail of its transfer or of its ended request (rule KEY-09).
+// Tails are the addresses of what partial last blocks hold, by request: of blocks that are loaded, at their
+// producer, or of an ended request's own. Full blocks have a key, which is that address (rule KEY-09).
+type Tails = map[connector.RequestID]connector.BlockKey
 
 // check gives the blocks of a call that are to be verified when they have arrived. Blocks of another shape come
 // with digests of other blocks than ours, and lossy connectors with other bytes.
 func (b *Tracker) check(c *call) []connector.Block {
-	if c.op.kind != Load || c.part.Reshaped || b.cfg.Lossy {
+	if c.op.kind != Load || c.op.reshaped || b.cfg.Lossy {
 		return nil
 	}
-	return addressed(c.part.Blocks, c.part.Tail)
+	return addressed(c.part.Blocks, c.op.tail)
 }
 
-// Tail gives the partial blocks of an ended request that a Holder may keep, each under the address of what it
-// holds. Digests of full blocks were made when they were saved.
-func Tail(e *connector.Ended) []connector.Block {
-	if !e.Remote || e.Tail == (connector.BlockKey{}) {
+// partial gives the partial blocks of an ended request that a Holder may keep, each under the address of what it
+// holds.
+func (e *ending) partial() []connector.Block {
+	if !e.ended.Remote || e.tail == (connector.BlockKey{}) {
 		return nil
 	}
-	return addressed(slices.DeleteFunc(slices.Clone(e.Blocks), func(k connector.Block) bool { return k.Key != connector.BlockKey{} }), e.Tail)
+	return addressed(slices.DeleteFunc(slices.Clone(e.ended.Blocks), func(k connector.Block) bool { return k.Key != connector.BlockKey{} }), e.tail)
 }
 
 // addressed gives partial blocks the address of what they hold.

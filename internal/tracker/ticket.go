@@ -109,9 +109,10 @@ func (b *Tracker) agreed(q *connector.Query, t *Ticket) int {
 	return 0
 }
 
-// ticket is what a consumer of an ended request is promised, nil if nothing is. Connectors that may change bytes
+// ticket is what a consumer of an ended request is promised, nil if nothing is. tail is the address of its
+// partial last block. Connectors that may change bytes
 // give none for the next turn: what is reused could not be told from what was kept.
-func (b *Tracker) ticket(r *request, ended *connector.Ended, h connector.Hold) *Ticket {
+func (b *Tracker) ticket(r *request, ended *connector.Ended, tail connector.BlockKey, h connector.Hold) *Ticket {
 	t := &Ticket{Hold: h.ID, Tokens: b.available(r, ended, h), Lease: h.TTL, Consumers: max(h.Consumers, 1), Plugin: h.Ticket}
 	if t.Tokens <= 0 || ended.Weak && b.cfg.Lossy {
 		return nil
@@ -124,7 +125,10 @@ func (b *Tracker) ticket(r *request, ended *connector.Ended, h connector.Hold) *
 	}
 	if b.cfg.Reshape && !h.Weak && !ended.Weak { // nothing but digests tells whether a weak hold's blocks are still there
 		t.Cut.BlockTokens = b.cfg.Groups[0].BlockTokens
-		t.Cut.Last, t.Cut.Tail = b.addresses(ended, t.Tokens)
+		t.Cut.Last = b.lastFull(ended, t.Tokens)
+		if t.Tokens == ended.Tokens && t.Tokens%t.Cut.BlockTokens != 0 {
+			t.Cut.Tail = tail
+		}
 	}
 	return t
 }

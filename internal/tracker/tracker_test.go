@@ -82,7 +82,7 @@ func (b *bench) start(kind Kind, n int) {
 	} else {
 		s.Computed = []connector.Transfer{t}
 	}
-	b.got(b.Step(b.now, s))
+	b.got(b.Step(b.now, s, nil))
 }
 
 func (b *bench) done(m Move, out Outcome) { b.got(b.Moved(b.now, m.ID, out)) }
@@ -322,7 +322,7 @@ func TestEndCancelsLoads(t *testing.T) {
 	b := newBench(t, nil)
 	b.start(Load, 2)
 	m := one[Move](b)
-	b.got(b.Step(b.now, &connector.Step{ID: 10, Ended: []connector.Ended{{Request: "r", Reason: connector.ReasonAbort}}}))
+	b.got(b.Step(b.now, &connector.Step{ID: 10, Ended: []connector.Ended{{Request: "r", Reason: connector.ReasonAbort}}}, nil))
 	require.Equal(t, m.ID, one[CancelCall](b).ID)
 	require.Equal(t, Finished, b.event().Kind)
 	require.Len(t, b.Pins(), 2, "the load still writes")
@@ -334,7 +334,7 @@ func TestEndCancelsLoads(t *testing.T) {
 func (b *bench) end(tokens int, remote bool) {
 	b.got(b.Step(b.now, &connector.Step{ID: 10, Ended: []connector.Ended{{
 		Request: "r", Tokens: tokens, Remote: remote, Blocks: blocks(2),
-	}}}))
+	}}}, nil))
 }
 
 func TestRemoteEndWaitsForItsSaves(t *testing.T) {

@@ -117,7 +117,7 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 // answer is what the engine decides, or the plugin answers.
 func (s *script) answer(t *testing.T, d *datadriven.TestData, id connector.RequestID, n map[string]int) {
 	s.step++
-	st := &connector.Step{ID: s.step}
+	st, tails := &connector.Step{ID: s.step}, Tails{}
 	switch d.Cmd {
 	case "matched":
 		var err error
@@ -147,14 +147,15 @@ func (s *script) answer(t *testing.T, d *datadriven.TestData, id connector.Reque
 	case "end":
 		tail := ""
 		d.MaybeScanArgs(t, "tail", &tail)
+		tails[id] = named(tail)
 		st.Ended = []connector.Ended{{
 			Request: id, Reason: connector.ReasonLength, Tokens: n["tokens"], Remote: d.HasArg("remote") || d.HasArg("weak"),
-			Weak: d.HasArg("weak"), Blocks: blocks((n["tokens"] + 15) / 16), Tail: named(tail),
+			Weak: d.HasArg("weak"), Blocks: blocks((n["tokens"] + 15) / 16),
 		}}
 	default:
 		t.Fatalf("unknown command %s", d.Cmd)
 	}
-	s.do(s.b.Step(s.now, st))
+	s.do(s.b.Step(s.now, st, tails))
 }
 
 func (s *script) ticket(t *testing.T, d *datadriven.TestData, id connector.RequestID, n map[string]int) {
@@ -253,7 +254,7 @@ func (s *script) do(actions []Action) {
 		case Move:
 			s.moves = append(s.moves, a)
 			fmt.Fprintf(&s.out, "%ss blocks of %s", a.Kind, a.Transfer.Request)
-			if a.Transfer.Reshaped {
+			if a.Reshaped {
 				fmt.Fprint(&s.out, ", reshaped")
 			}
 			fmt.Fprintln(&s.out)

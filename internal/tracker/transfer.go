@@ -43,11 +43,13 @@ type op struct {
 	deadline time.Time
 	t        connector.Transfer
 	calls    []*call
-	planning bool // its parts are not known yet
-	stored   bool // see Stored
-	layered  bool // its blocks were handed over before they were computed
-	damaged  int  // loads: blocks that arrived and are not what was saved, by all calls
-	retried  bool // it has lost one generation already
+	planning bool               // its parts are not known yet
+	stored   bool               // see Stored
+	layered  bool               // its blocks were handed over before they were computed
+	tail     connector.BlockKey // loads: of the partial last block, at its producer
+	reshaped bool               // the ticket comes from an engine of another shape
+	damaged  int                // loads: blocks that arrived and are not what was saved, by all calls
+	retried  bool               // it has lost one generation already
 	canceled bool
 	lost     bool // its blocks never come back
 	guilty   bool // it made its generation miss the deadline
@@ -71,8 +73,9 @@ type call struct {
 	stored  bool                // all that a ticket promises of it is
 }
 
-// Step takes what the engine decided. The Tracker owns s from now on.
-func (b *Tracker) Step(now time.Time, s *connector.Step) []Action {
+// Step takes what the engine decided, with the tails of the step's Admitted and Ended. The Tracker owns s from
+// now on.
+func (b *Tracker) Step(now time.Time, s *connector.Step, tails Tails) []Action {
 	for i := range s.Arrived {
 		b.request(s.Arrived[i].Request).arrived = true
 	}
@@ -84,17 +87,21 @@ func (b *Tracker) Step(now time.Time, s *connector.Step) []Action {
 	}
 	var ops []*op // after the preempted ones: a request may have got new blocks in the same step
 	for _, t := range s.Admitted {
-		ops = append(ops, b.addOp(now, Load, s.ID, t))
+		if o := b.addOp(now, Load, s.ID, t); o != nil {
+			o.tail = tails[t.Request]
+			ops = append(ops, o)
+		}
 	}
 	for _, t := range s.Computed {
-		ops = append(ops, b.addOp(now, Save, s.ID, t))
+		if o := b.addOp(now, Save, s.ID, t); o != nil {
+			ops = append(ops, o)
+		}
 	}
-	ops = slices.DeleteFunc(ops, func(o *op) bool { return o == nil })
 	b.planOrStart(now, s, ops)
 	b.computing(now, s)
 	var ended []*ending
 	for i := range s.Ended {
-		ended = append(ended, b.addEnding(now, s.ID, &s.Ended[i]))
+		ended = append(ended, b.addEnding(now, s.ID, &s.Ended[i], tails[s.Ended[i].Request]))
 	}
 	b.finishReady(now, ended)
 	return b.take()
@@ -110,7 +117,7 @@ func (b *Tracker) addOp(now time.Time, kind Kind, step uint64, t connector.Trans
 		o.req.saves++
 		o.deadline = now.Add(b.cfg.Save)
 	} else {
-		o.t.Ticket, o.t.Reshaped = o.req.plugin, o.req.reshaped > 0
+		o.t.Ticket, o.reshaped = o.req.plugin, o.req.reshaped > 0
 		gib := float64(b.bytes(t.Blocks)) / (1 << 30)
 		o.deadline = now.Add(b.cfg.Transfer + time.Duration(gib*float64(b.cfg.TransferPerGiB)))
 	}
@@ -201,7 +208,7 @@ func (b *Tracker) start(c *call) {
 	}
 	b.emit(Move{
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
-		Check: b.check(c), Computing: c.op.layered, Step: c.op.step,
+		Check: b.check(c), Reshaped: c.op.reshaped, Computing: c.op.layered, Step: c.op.step,
 	})
 }
 

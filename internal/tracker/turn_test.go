@@ -13,7 +13,7 @@ import (
 func TestWeakEnded(t *testing.T) {
 	for role, held := range map[connector.Role]connector.HoldID{connector.RoleBoth: 7, connector.RoleConsumer: 0, connector.RoleProducer: 0} {
 		b := newBench(t, func(c *Config) { c.Can, c.Role = connector.CanHold, role })
-		b.got(b.Step(b.now, &connector.Step{ID: 10, Ended: []connector.Ended{{Request: "r", Tokens: 40, Remote: true, Weak: true, Blocks: blocks(2)}}}))
+		b.got(b.Step(b.now, &connector.Step{ID: 10, Ended: []connector.Ended{{Request: "r", Tokens: 40, Remote: true, Weak: true, Blocks: blocks(2)}}}, nil))
 		b.got(b.FinishAnswered(b.now, one[Finish](b).ID, []connector.Hold{{ID: 7}}, nil))
 		e := b.event()
 		require.False(t, e.Held)

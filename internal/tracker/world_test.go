@@ -273,7 +273,7 @@ func (w *world) endOne(s *connector.Step) {
 }
 
 func (w *world) give(s *connector.Step) {
-	w.do("step", w.b.Step(w.now, s))
+	w.do("step", w.b.Step(w.now, s, nil))
 	if w.computing = s.ID; w.steps%2 == 0 {
 		w.computed()
 	}

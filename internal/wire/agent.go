@@ -159,7 +159,39 @@ func (a *Attach) rank(m *kvportv1.AgentAttach) error {
 		}
 	}
 	a.Layout = *l
-	return l.Validate([]int64{a.Region})
+	if err := l.Validate([]int64{a.Region}); err != nil {
+		return err
+	}
+	return apart(l)
+}
+
+// apart returns an error if two segments of a group have bytes in common: a block's layers would overwrite each
+// other. Groups may share memory, because a block belongs to one of them at a time.
+func apart(l *connector.Layout) error {
+	for j := range l.Segments {
+		for i := range j {
+			a, b := &l.Segments[i], &l.Segments[j]
+			if b.Offset < a.Offset {
+				a, b = b, a
+			}
+			if a.Group != b.Group || b.Offset >= a.Offset+int64(l.Blocks-1)*a.BlockStride+a.Bytes {
+				continue
+			}
+			// Distances between their blocks are this one plus multiples of what divides both strides.
+			step := gcd(a.BlockStride, b.BlockStride)
+			if gap := (b.Offset - a.Offset) % step; gap < a.Bytes || gap+b.Bytes > step {
+				return malformed("attach: layout.segments[%d] and layout.segments[%d] of group %d overlap", i, j, a.Group)
+			}
+		}
+	}
+	return nil
+}
+
+func gcd(a, b int64) int64 {
+	for b != 0 {
+		a, b = b, a%b
+	}
+	return a
 }
 
 // AttachToProto converts an Attach.

@@ -118,3 +118,32 @@ func FuzzAgentCall(f *testing.F) {
 		}
 	})
 }
+
+// Segments of a group may lie between each other's blocks, but have no byte in common.
+func TestApart(t *testing.T) {
+	segment := func(group uint16, offset, stride, size int64) connector.Segment {
+		return connector.Segment{Group: group, Offset: offset, BlockStride: stride, Bytes: size}
+	}
+	for name, c := range map[string]struct {
+		segments []connector.Segment
+		overlap  bool
+	}{
+		"one after the other":   {segments: []connector.Segment{segment(0, 64, 16, 16), segment(0, 0, 16, 16)}},
+		"by turns":              {segments: []connector.Segment{segment(0, 16, 32, 16), segment(0, 0, 32, 16)}},
+		"by turns, shifted":     {segments: []connector.Segment{segment(0, 0, 32, 16), segment(0, 48, 32, 16)}},
+		"memory of two groups":  {segments: []connector.Segment{segment(0, 0, 16, 16), segment(1, 0, 16, 16)}},
+		"strides of two sizes":  {segments: []connector.Segment{segment(0, 0, 32, 8), segment(0, 8, 16, 8)}},
+		"the same":              {segments: []connector.Segment{segment(0, 0, 16, 16), segment(0, 0, 16, 16)}, overlap: true},
+		"the last byte":         {segments: []connector.Segment{segment(0, 0, 32, 17), segment(0, 16, 32, 16)}, overlap: true},
+		"the next block":        {segments: []connector.Segment{segment(0, 0, 32, 16), segment(0, 17, 32, 16)}, overlap: true},
+		"from a later block on": {segments: []connector.Segment{segment(0, 0, 16, 16), segment(0, 48, 16, 16)}, overlap: true},
+		"not the neighbour":     {segments: []connector.Segment{segment(0, 0, 64, 64), segment(0, 256, 16, 16), segment(0, 32, 64, 8)}, overlap: true},
+	} {
+		l := &connector.Layout{Blocks: 4, Groups: make([]connector.Group, 2), Segments: c.segments}
+		err := apart(l)
+		require.Equal(t, c.overlap, err != nil, name)
+		if err != nil {
+			require.ErrorIs(t, err, ErrMalformed)
+		}
+	}
+}

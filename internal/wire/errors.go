@@ -3,6 +3,9 @@ package wire
 import (
 	"context"
 	"errors"
+	"fmt"
+	"log/slog"
+	"runtime/debug"
 	"strings"
 	"unicode/utf8"
 
@@ -12,6 +15,18 @@ import (
 
 // ErrPanic says that the connector panicked and the sdk recovered.
 var ErrPanic = errors.New("connector panicked")
+
+// Guard runs call and turns a panic in it into an error, so that one bad request does not take the
+// process and everybody's cache with it.
+func Guard(log *slog.Logger, what string, call func() error) (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			log.Error("connector panicked", "call", what, "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+			err = fmt.Errorf("%s: %v: %w", what, p, ErrPanic)
+		}
+	}()
+	return call()
+}
 
 // codes ties what a caller can act on to its number. Where an error is several of them the first
 // one counts.

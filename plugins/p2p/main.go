@@ -7,5 +7,7 @@ import (
 )
 
 func main() {
-	sdk.Serve(sdk.FromPipe(sdk.Definition{Name: "PipeConnector", Version: "1.0.0", Groups: true, Stats: append(sdk.PeerStats(), sdk.LayerStats()...)}, p2p.Open))
+	sdk.Serve(sdk.FromPipe(sdk.Definition{
+		Name: "PipeConnector", Version: "1.0.0", Groups: true, LayerWise: true, Stats: append(sdk.PeerStats(), sdk.LayerStats()...),
+	}, p2p.Open))
 }

@@ -1,4 +1,4 @@
-"""Each wrong connector is caught by the rule that it breaks, while recorded calls of vLLM are played to it."""
+"""Each wrong connector is refused by the agent, or caught by the rule that it breaks while recorded calls of vLLM are played to it."""
 
 import golden
 import pytest
@@ -6,6 +6,8 @@ import wrong_shims
 from engine import Engine
 from judge import BrokenError
 from player import Player
+
+from kvport_vllm.errors import KvportError
 
 
 def caught(wrong, here):
@@ -24,6 +26,10 @@ def caught(wrong, here):
 @pytest.mark.parametrize("wrong", wrong_shims.ALL, ids=lambda w: f"{w.number} {w.name}")
 def test_wrong_shim(wrong, here, monkeypatch):
     wrong.plant(monkeypatch)
+    if wrong.refused:
+        with pytest.raises(KvportError, match=wrong.refused):
+            Engine(here / "store", pool=not wrong.older)
+        return
     assert caught(wrong, here) == wrong.number
 
 

@@ -23,6 +23,7 @@ class Wrong:
     plant: Callable
     trace: str = "async"
     older: bool = False  # it shows where vLLM has no pool to pin in and shows no tables
+    refused: str = ""  # what the agent answers to its attach; empty: it is taken in, and breaks the rule
 
 
 def around(owner, name, wrap, static=False):
@@ -60,8 +61,8 @@ def moved(shift):
 
 
 START = [
-    Wrong(2, "the two sides name two engines", other_engine),
-    Wrong(4, "layers overlap", moved(lambda i, s: 0)),
+    Wrong(2, "the two sides name two engines", other_engine, refused="both must have the same engine_id"),
+    Wrong(4, "layers overlap", moved(lambda i, s: 0), refused="of group 0 overlap"),
     Wrong(4, "a layer lies beyond the storage", moved(lambda i, s: s.offset + i * 4096)),
 ]
 

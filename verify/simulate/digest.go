@@ -2,7 +2,6 @@ package simulate
 
 import (
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/tracker"
 )
 
 // makeDigests is what the host does before a plugin may read blocks.
@@ -16,13 +15,11 @@ func (h *host) makeDigests(m *move) {
 }
 
 // makeTails is what the host does for partial blocks before a Holder may keep them.
-func (h *host) makeTails(ended []connector.Ended) {
-	for i := range ended {
-		for _, b := range tracker.Tail(&ended[i]) {
-			for rank := range h.e.mem {
-				c := &h.e.mem[rank][b.ID]
-				c.sum = h.sum(c, b, rank)
-			}
+func (h *host) makeTails(partial []connector.Block) {
+	for _, b := range partial {
+		for rank := range h.e.mem {
+			c := &h.e.mem[rank][b.ID]
+			c.sum = h.sum(c, b, rank)
 		}
 	}
 }

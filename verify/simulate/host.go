@@ -96,7 +96,7 @@ func (h *host) do(actions []tracker.Action) {
 			h.w.stats.Plans++
 			h.send(&job{plan: &a, id: a.ID, deadline: a.Deadline})
 		case tracker.Finish:
-			h.makeTails(a.Ended)
+			h.makeTails(a.Partial)
 			h.send(&job{finish: &a, id: a.ID, deadline: a.Deadline})
 		case tracker.Move:
 			h.start(&a)
@@ -200,8 +200,15 @@ func (h *host) step(s *connector.Step) {
 		h.owe(tracker.Finished, s.ID, s.Ended[i].Request, s.Ended[i].Blocks).weak = s.Ended[i].Weak
 		s.Ended[i].Weak = s.Ended[i].Weak && !h.w.is(TurnKept)
 	}
+	tails := tracker.Tails{}
+	for i := range s.Admitted {
+		tails[s.Admitted[i].Request] = h.e.sched.Tail(s.Admitted[i].Request)
+	}
+	for i := range s.Ended {
+		tails[s.Ended[i].Request] = h.e.sched.Tail(s.Ended[i].Request)
+	}
 	admitted, ended := s.Admitted, s.Ended // s is the tracker's from now on
-	h.do(h.tracker.Step(h.w.now, s))
+	h.do(h.tracker.Step(h.w.now, s, tails))
 	for i := range ended {
 		delete(h.later, ended[i].Request)
 		delete(h.turns, ended[i].Request)

@@ -1,4 +1,4 @@
-package sdk
+package peer
 
 import (
 	"context"
@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 	"github.com/kvport/kvport/lookupbuffer"
 	"github.com/kvport/kvport/pipe"
 )
@@ -17,7 +18,7 @@ const maxProducers = 256
 
 // producer is another engine's plugin from which blocks are fetched.
 type producer struct {
-	store   *peerStore
+	store   *Store
 	address string
 	queue   chan *message
 	stop    chan struct{} // closed when the producer is forgotten
@@ -35,7 +36,7 @@ type asking struct {
 }
 
 // producer finds or makes the client of one address; nil when there are too many or the store closes.
-func (s *peerStore) producer(address string) *producer {
+func (s *Store) producer(address string) *producer {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	p := s.producers[address]
@@ -56,7 +57,7 @@ func (s *peerStore) producer(address string) *producer {
 }
 
 // forgetProducer forgets one producer whose link has failed. The caller holds mu.
-func (s *peerStore) forgetProducer() {
+func (s *Store) forgetProducer() {
 	for address, p := range s.producers {
 		p.mu.Lock()
 		idle := !p.failed.IsZero() && len(p.asked) == 0
@@ -320,7 +321,7 @@ func (p *producer) dial() (*producerLink, error) {
 	ctx, cancel := context.WithTimeout(p.store.ctx, p.store.peers.Wait)
 	defer cancel()
 	var link pipe.Link
-	err := guard(p.store.log, "dial", func() (err error) {
+	err := wire.Guard(p.store.log, "dial", func() (err error) {
 		link, err = p.store.peers.Network.Dial(ctx, p.address)
 		return err
 	})
@@ -331,7 +332,7 @@ func (p *producer) dial() (*producerLink, error) {
 	p.store.tasks.Go(func() {
 		defer close(l.done)
 		for l.err == nil {
-			l.err = guard(p.store.log, "receive", func() error { return p.receive(link.In) })
+			l.err = wire.Guard(p.store.log, "receive", func() error { return p.receive(link.In) })
 		}
 	})
 	return l, nil

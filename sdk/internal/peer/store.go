@@ -1,4 +1,4 @@
-package sdk
+package peer
 
 import (
 	"context"
@@ -23,9 +23,9 @@ const (
 	forgetGone  = 2 * time.Second        // after this time a producer is asked again for a block that it did not have
 )
 
-// peerStore is the Store below FromPipe: one buffer for what this engine saves and what arrives from
+// Store is the Store below FromPipe: one buffer for what this engine saves and what arrives from
 // others, a server for consumers, and a client for each producer.
-type peerStore struct {
+type Store struct {
 	peers    pipe.Peers
 	log      *slog.Logger
 	memory   *lookupbuffer.Memory
@@ -46,8 +46,8 @@ type peerStore struct {
 	links     map[*consumerLink]struct{} // accepted and open
 }
 
-func newPeerStore(peers pipe.Peers, pool *lookupbuffer.Pool, log *slog.Logger) *peerStore {
-	s := &peerStore{
+func newStore(peers pipe.Peers, pool *lookupbuffer.Pool, log *slog.Logger) *Store {
+	s := &Store{
 		peers: peers, log: log, holds: newHoldTable(), pushing: newPushing(), coming: newComing(), producers: map[string]*producer{}, links: map[*consumerLink]struct{}{},
 		memory: lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: peers.Bytes, Keep: true, Spill: pool}),
 	}
@@ -56,17 +56,17 @@ func newPeerStore(peers pipe.Peers, pool *lookupbuffer.Pool, log *slog.Logger) *
 }
 
 // Lookup implements connector.Store.
-func (s *peerStore) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
 	return s.memory.Lookup(ctx, runs)
 }
 
 // Put implements connector.Store.
-func (s *peerStore) Put(ctx context.Context, items []connector.Item) error {
+func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	return s.memory.Insert(ctx, items)
 }
 
 // Get implements connector.Store. It never waits.
-func (s *peerStore) Get(ctx context.Context, items []connector.Item) error {
+func (s *Store) Get(ctx context.Context, items []connector.Item) error {
 	failed := &connector.ItemError{}
 	for i, it := range items {
 		err := ctx.Err()
@@ -94,7 +94,7 @@ func (s *peerStore) Get(ctx context.Context, items []connector.Item) error {
 }
 
 // Close implements connector.Store.
-func (s *peerStore) Close() error {
+func (s *Store) Close() error {
 	s.cancel()
 	var err error
 	if s.listener != nil {
@@ -109,7 +109,7 @@ func (s *peerStore) Close() error {
 }
 
 // accept serves consumers until the listener is closed.
-func (s *peerStore) accept() {
+func (s *Store) accept() {
 	for {
 		link, err := s.listener.Accept(s.ctx)
 		if s.ctx.Err() != nil || errors.Is(err, pipe.ErrClosed) {
@@ -135,7 +135,7 @@ func (s *peerStore) accept() {
 	}
 }
 
-func (s *peerStore) pause(d time.Duration) bool {
+func (s *Store) pause(d time.Duration) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
@@ -147,7 +147,7 @@ func (s *peerStore) pause(d time.Duration) bool {
 }
 
 // serve answers one consumer until it goes away.
-func (s *peerStore) serve(link *consumerLink) {
+func (s *Store) serve(link *consumerLink) {
 	defer s.left(link)
 	consumer := &subscriber{out: link.Out, lost: func() { _ = link.Close() }}
 	defer s.pushes.remove(consumer)
@@ -168,7 +168,7 @@ func (s *peerStore) serve(link *consumerLink) {
 	}
 }
 
-func (s *peerStore) answer(to *subscriber, m *message) error {
+func (s *Store) answer(to *subscriber, m *message) error {
 	out := to.out
 	switch m.kind {
 	case kindSubscribe:
@@ -202,14 +202,14 @@ func (s *peerStore) answer(to *subscriber, m *message) error {
 	case kindBlock:
 		return nil
 	case kindPushed:
-		s.coming.whole(peerTicket{hold: m.hold, address: m.from, pushed: true})
+		s.coming.whole(ticket{hold: m.hold, address: m.from, pushed: true})
 		return nil
 	}
 	return fmt.Errorf("a consumer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
 }
 
 // send sends one message to a peer that may have stopped receiving.
-func (s *peerStore) send(out pipe.Pipe, m *message, block []byte) error {
+func (s *Store) send(out pipe.Pipe, m *message, block []byte) error {
 	ctx, cancel := context.WithTimeout(s.ctx, s.peers.Patience)
 	defer cancel()
 	header, payload := m.encode()
@@ -221,7 +221,7 @@ func (s *peerStore) send(out pipe.Pipe, m *message, block []byte) error {
 
 // fetch asks for blocks that are not here, each from the first producer that has it, and reports whether
 // some are on their way.
-func (s *peerStore) fetch(addresses []string, keys []connector.StoreKey) (waits bool) {
+func (s *Store) fetch(addresses []string, keys []connector.StoreKey) (waits bool) {
 	missing := s.missing(keys)
 	for _, address := range addresses {
 		if len(missing) == 0 || s.listener != nil && address == s.listener.Address() {
@@ -239,23 +239,76 @@ func (s *peerStore) fetch(addresses []string, keys []connector.StoreKey) (waits 
 }
 
 // missing returns the keys of blocks that are not here.
-func (s *peerStore) missing(keys []connector.StoreKey) []connector.StoreKey {
+func (s *Store) missing(keys []connector.StoreKey) []connector.StoreKey {
 	missing := keys[:0:0]
 	for _, k := range keys {
-		if n, err := s.memory.Lookup(s.ctx, [][]connector.StoreKey{{k}}); err == nil && n[0] == 0 {
+		if !s.has(k) {
 			missing = append(missing, k)
 		}
 	}
 	return missing
 }
 
-// fetched tells a producer that a consumer has everything it asked for.
-func (s *peerStore) fetched(t peerTicket) {
-	if s.listener != nil && t.address == s.listener.Address() {
-		s.holds.fetched(t.hold)
-		return
+// has reports whether a block is in the buffer.
+func (s *Store) has(k connector.StoreKey) bool {
+	n, err := s.memory.Lookup(s.ctx, [][]connector.StoreKey{{k}})
+	return err == nil && n[0] == 1
+}
+
+// silentFor is how long a consumer must be silent before its link is closed in favour of a new one. The
+// consumer dials again when it needs something.
+const silentFor = 10 * time.Second
+
+// consumerLink is the link of a consumer that has connected; Store.mu guards its fields.
+type consumerLink struct {
+	pipe.Link
+	spoken bool      // it has sent a message
+	busy   bool      // its message is being answered
+	heard  time.Time // the time of the last message or of its answer, and before that the time when the link began
+}
+
+// enter adds a new link. If there are too many, it closes one that has never sent anything, or nothing for
+// a long time; if there is no such link, it refuses the new one.
+func (s *Store) enter(c *consumerLink) (ok bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c.heard = time.Now()
+	if len(s.links) >= maxLinks {
+		silent := s.silent(c.heard.Add(-silentFor))
+		if silent == nil {
+			return false
+		}
+		delete(s.links, silent)
+		s.tasks.Go(func() { _ = silent.Close() }) // this ends the serve of that link
 	}
-	if p := s.producer(t.address); p != nil {
-		p.enqueue(&message{kind: kindFetched, hold: t.hold})
+	s.links[c] = struct{}{}
+	return true
+}
+
+// silent returns the link that has been silent for longest, and prefers links that have never sent
+// anything. It returns nil if all links were active recently. The caller holds s.mu.
+func (s *Store) silent(since time.Time) (oldest *consumerLink) {
+	for c := range s.links {
+		if c.busy || c.spoken && c.heard.After(since) {
+			continue
+		}
+		if oldest == nil || !c.spoken && oldest.spoken || c.spoken == oldest.spoken && c.heard.Before(oldest.heard) {
+			oldest = c
+		}
 	}
+	return oldest
+}
+
+// hear records that a consumer's message came, or was answered.
+func (s *Store) hear(c *consumerLink, busy bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c.spoken, c.busy, c.heard = true, busy, time.Now()
+}
+
+func (s *Store) left(c *consumerLink) {
+	_ = c.Close()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.links, c)
 }

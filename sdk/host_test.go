@@ -77,8 +77,8 @@ func (s *scripted) plugin() connector.Plugin {
 	}
 }
 
-// peer is the host's end of a connection to a Server, as thin as can be.
-type peer struct {
+// hostEnd is the host's end of a connection to a Server, as thin as can be.
+type hostEnd struct {
 	t      *testing.T
 	server *Server
 	client kvportv1.PluginClient
@@ -102,7 +102,7 @@ func (b *syncBuffer) String() string {
 	return b.buf.String()
 }
 
-func newPeer(t *testing.T, p connector.Plugin) *peer {
+func newPeer(t *testing.T, p connector.Plugin) *hostEnd {
 	t.Helper()
 	log := &syncBuffer{}
 	server := NewServer(p, slog.New(slog.NewTextHandler(log, nil)))
@@ -124,7 +124,7 @@ func newPeer(t *testing.T, p connector.Plugin) *peer {
 		require.NoError(t, server.Stop(ctx), "a session outlived its stream")
 		require.Empty(t, server.regions.mapped, "memory is still mapped")
 	})
-	return &peer{t: t, server: server, client: kvportv1.NewPluginClient(conn), log: log}
+	return &hostEnd{t: t, server: server, client: kvportv1.NewPluginClient(conn), log: log}
 }
 
 // line is one session.
@@ -134,7 +134,7 @@ type line struct {
 	id     uint64
 }
 
-func (p *peer) session() *line {
+func (p *hostEnd) session() *line {
 	ctx, cancel := context.WithTimeout(p.t.Context(), 20*time.Second)
 	p.t.Cleanup(cancel)
 	stream, err := p.client.Session(ctx)
@@ -188,13 +188,13 @@ func cancelCall(id uint64) *kvportv1.SessionRequest {
 }
 
 // scheduler and worker open a side.
-func (p *peer) scheduler() *line {
+func (p *hostEnd) scheduler() *line {
 	l := p.session()
 	require.NotNil(p.t, l.call(openCall(kvportv1.Side_SIDE_SCHEDULER)).GetOpened())
 	return l
 }
 
-func (p *peer) worker() (*line, *shm.Region) {
+func (p *hostEnd) worker() (*line, *shm.Region) {
 	region, err := shm.Create("test", 8*testBlock)
 	require.NoError(p.t, err)
 	p.t.Cleanup(func() { require.NoError(p.t, region.Close()) })

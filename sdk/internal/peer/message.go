@@ -1,4 +1,4 @@
-package sdk
+package peer
 
 import (
 	"bytes"
@@ -28,8 +28,8 @@ const (
 const kindPush byte = 255
 
 const (
-	peerVersion = 1 // first byte of every header and ticket
-	keySize     = len(connector.StoreKey{})
+	protocolVersion = 1 // first byte of every header and ticket
+	keySize         = len(connector.StoreKey{})
 )
 
 // message is one frame between peers.
@@ -55,7 +55,7 @@ func (m *message) over() {
 
 // encode returns header and payload, except for the payload of a block.
 func (m *message) encode() (header, payload []byte) {
-	header = []byte{peerVersion, m.kind}
+	header = []byte{protocolVersion, m.kind}
 	switch m.kind {
 	case kindBlock:
 		header = append(header, m.key[:]...)
@@ -74,7 +74,7 @@ func (m *message) encode() (header, payload []byte) {
 
 // parseMessage reads a header and checks the payload's size. Errors wrap connector.ErrIncompatible.
 func parseMessage(header []byte, size int) (*message, error) {
-	ok := len(header) >= 2 && header[0] == peerVersion
+	ok := len(header) >= 2 && header[0] == protocolVersion
 	m := &message{}
 	if ok {
 		m.kind = header[1]
@@ -128,8 +128,8 @@ func (m *message) parseKeys(payload []byte) error {
 	return nil
 }
 
-// peerTicket is what a consumer needs to find a producer: the plugin's part of a signed ticket.
-type peerTicket struct {
+// ticket is what a consumer needs to find a producer: the plugin's part of a signed ticket.
+type ticket struct {
 	hold    connector.HoldID
 	address string
 	pushed  bool // the producer sends the blocks to the consumer without being asked
@@ -145,22 +145,22 @@ const (
 // maxAddress limits the length of an address in a ticket.
 const maxAddress = 1024
 
-func (t peerTicket) encode() []byte {
-	version, end := byte(peerVersion), ""
+func (t ticket) encode() []byte {
+	version, end := byte(protocolVersion), ""
 	if t.pushed {
 		version, end = pushedVersion, pushedEnd
 	}
 	return append(append(binary.LittleEndian.AppendUint64([]byte{version}, uint64(t.hold)), t.address...), end...)
 }
 
-func parsePeerTicket(b []byte) (peerTicket, error) {
+func parseTicket(b []byte) (ticket, error) {
 	pushed := bytes.HasSuffix(b, []byte(pushedEnd))
-	ours := len(b) >= 10 && (b[0] == peerVersion && !pushed || b[0] == pushedVersion && pushed)
+	ours := len(b) >= 10 && (b[0] == protocolVersion && !pushed || b[0] == pushedVersion && pushed)
 	address := bytes.TrimSuffix(b[min(9, len(b)):], []byte(pushedEnd))
 	if !ours || len(address) == 0 || len(address) > maxAddress {
-		return peerTicket{}, fmt.Errorf("ticket of %d bytes does not follow the protocol: %w", len(b), connector.ErrIncompatible)
+		return ticket{}, fmt.Errorf("ticket of %d bytes does not follow the protocol: %w", len(b), connector.ErrIncompatible)
 	}
-	return peerTicket{connector.HoldID(binary.LittleEndian.Uint64(b[1:])), string(address), pushed}, nil
+	return ticket{connector.HoldID(binary.LittleEndian.Uint64(b[1:])), string(address), pushed}, nil
 }
 
 // maxHolds limits the holds that are remembered, and the reports that nobody has fetched.
@@ -217,3 +217,53 @@ func (h *holdTable) consumed(ctx context.Context) ([]connector.HoldID, error) {
 		return nil, ctx.Err()
 	}
 }
+
+// recent is a map of the keys that were added last. A key is dropped when limit more keys have been added,
+// however often it was set in between. The caller must hold a lock.
+type recent[K comparable, V any] struct {
+	limit   int
+	entries map[K]recentEntry[V]
+	order   []K    // in the order of their addition, including deleted keys
+	first   uint64 // sequence number of order[0]
+}
+
+type recentEntry[V any] struct {
+	value V
+	turn  uint64 // sequence number of its addition
+}
+
+func newRecent[K comparable, V any](limit int) *recent[K, V] {
+	return &recent[K, V]{limit: limit, entries: map[K]recentEntry[V]{}}
+}
+
+// get returns a key's value.
+func (r *recent[K, V]) get(k K) (value V, known bool) {
+	e, known := r.entries[k]
+	return e.value, known
+}
+
+// has reports whether a key is there.
+func (r *recent[K, V]) has(k K) bool {
+	_, known := r.entries[k]
+	return known
+}
+
+// set gives a key a value, and drops the oldest key if there is one too many.
+func (r *recent[K, V]) set(k K, value V) {
+	e, known := r.entries[k]
+	e.value = value
+	if !known {
+		e.turn = r.first + uint64(len(r.order))
+		r.order = append(r.order, k)
+	}
+	r.entries[k] = e
+	if len(r.order) > r.limit {
+		if oldest := r.order[0]; r.entries[oldest].turn == r.first { // the key was not deleted and, perhaps, added again
+			delete(r.entries, oldest)
+		}
+		r.order, r.first = r.order[1:], r.first+1
+	}
+}
+
+// remove deletes a key.
+func (r *recent[K, V]) remove(k K) { delete(r.entries, k) }
