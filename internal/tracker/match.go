@@ -2,7 +2,6 @@ package tracker
 
 import (
 	"errors"
-	"maps"
 	"math"
 	"slices"
 	"time"
@@ -275,11 +274,6 @@ func (b *Tracker) forgetMatch(r *request) {
 
 // Forget drops every answer: the connector was reset.
 func (b *Tracker) Forget(now time.Time) []Action {
-	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
-		r := b.requests[id]
-		r.match.known, r.match.end = false, 0
-		b.cancelAsk(&r.match)
-		b.askAgain(now, r)
-	}
+	b.forget(now)
 	return b.take()
 }

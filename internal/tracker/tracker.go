@@ -88,6 +88,7 @@ type Tracker struct {
 	plans    map[CallID]*planning
 	asks     map[CallID]*request
 	finishes map[CallID][]*ending
+	resets   map[CallID]*reset
 	requests map[connector.RequestID]*request
 	endings  map[uint64]*ending
 	holds    map[connector.HoldID]*hold
@@ -127,6 +128,7 @@ func New(cfg Config) *Tracker {
 		plans:    map[CallID]*planning{},
 		asks:     map[CallID]*request{},
 		finishes: map[CallID][]*ending{},
+		resets:   map[CallID]*reset{},
 		requests: map[connector.RequestID]*request{},
 		endings:  map[uint64]*ending{},
 		holds:    map[connector.HoldID]*hold{},
@@ -172,6 +174,7 @@ func (b *Tracker) Down(now time.Time, gen uint64) []Action {
 	for _, id := range slices.Sorted(maps.Keys(b.finishes)) {
 		b.answerFinish(now, id, nil)
 	}
+	b.resetsLost(now)
 	return b.take()
 }
 
@@ -293,6 +296,7 @@ func (b *Tracker) Tick(now time.Time) []Action {
 			b.release(h, ReleasedExpired)
 		}
 	}
+	b.tickResets(now)
 	return b.take()
 }
 
@@ -371,7 +375,9 @@ func (b *Tracker) id() uint64 {
 
 func (b *Tracker) emit(a Action) { b.out = append(b.out, a) }
 
+// take gives the actions that follow from an input, including those of resets that waited for a save to end.
 func (b *Tracker) take() []Action {
+	b.startResets()
 	out := b.out
 	b.out = nil
 	return out

@@ -1,6 +1,7 @@
 package tracker
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -39,7 +40,8 @@ type world struct {
 	moves    map[CallID]Move // started, and the plugin may still touch the blocks
 	silent   map[CallID]bool // moves whose connection is lost
 	finishes map[CallID]Finish
-	doomed   bool // the tracker requires the end of the generation
+	resets   map[CallID]bool // not over; true: the plugin works on it
+	doomed   bool            // the tracker requires the end of the generation
 
 	due    map[key]int // how often it must be told: 1
 	told   map[key]int
@@ -57,6 +59,8 @@ type world struct {
 	planned   map[key]bool // waits for a plan
 	last      connector.HoldID
 	events    int
+	emptied   bool // what the plugin says of a reset
+	empty     int  // resets that went well
 }
 
 func newWorld(t *testing.T, seed uint64) *world {
@@ -68,6 +72,9 @@ func newWorld(t *testing.T, seed uint64) *world {
 	if rng.IntN(2) == 0 {
 		caps |= connector.CanHold
 	}
+	if rng.IntN(4) > 0 {
+		caps |= connector.CanReset
+	}
 	cfg := testConfig()
 	if rng.IntN(2) == 0 {
 		cfg.Slots = 1 + rng.IntN(8)
@@ -78,7 +85,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 		asks: map[CallID]Ask{}, plans: map[CallID]Plan{}, moves: map[CallID]Move{}, silent: map[CallID]bool{},
 		finishes: map[CallID]Finish{}, due: map[key]int{}, told: map[key]int{}, blocks: map[key][]connector.BlockID{},
 		holds: map[connector.HoldID]key{}, held: map[key]bool{}, later: map[connector.RequestID]bool{},
-		ended: map[connector.RequestID]bool{}, planned: map[key]bool{},
+		ended: map[connector.RequestID]bool{}, resets: map[CallID]bool{}, planned: map[key]bool{},
 	}
 }
 
@@ -116,6 +123,12 @@ func (w *world) do(input string, actions []Action) {
 		case Finish:
 			require.True(w.t, w.live && a.Gen == w.gen)
 			w.finishes[a.ID] = a
+		case Reset:
+			require.True(w.t, w.live && a.Gen == w.gen)
+			require.False(w.t, w.b.Saving(), "a reset does not wait for saves")
+			w.resets[a.ID] = true
+		case ResetOver:
+			w.resetOver(&a)
 		case Kill:
 			require.Equal(w.t, w.gen, a.Gen)
 			w.doomed = true
@@ -381,6 +394,46 @@ func (w *world) answerMove() {
 	w.perhapsAgain(id)
 }
 
+// reset empties the caches, with or without a deadline, or gives up one that was begun.
+func (w *world) reset() {
+	if ids := slices.Sorted(maps.Keys(w.resets)); len(ids) > 0 && w.rng.IntN(3) == 0 {
+		w.do("give up a reset", w.b.GiveUpReset(ids[0], context.Canceled))
+		return
+	}
+	var deadline time.Time
+	if w.rng.IntN(2) == 0 {
+		deadline = w.now.Add(time.Duration(w.rng.IntN(5000)) * time.Millisecond)
+	}
+	id, actions := w.b.Reset(w.now, deadline)
+	w.resets[id] = false
+	w.do("reset", actions)
+}
+
+// answerReset is the plugin's answer; a reset that has not started gets none.
+func (w *world) answerReset() {
+	for _, id := range slices.Sorted(maps.Keys(w.resets)) {
+		if w.resets[id] {
+			w.emptied = w.rng.IntN(3) > 0
+			w.do("reset answered", w.b.ResetAnswered(w.now, id, w.emptied, w.err()))
+			w.emptied = false
+			return
+		}
+	}
+}
+
+func (w *world) resetOver(a *ResetOver) {
+	started, due := w.resets[a.ID]
+	require.True(w.t, due, "a reset is over twice")
+	delete(w.resets, a.ID)
+	require.False(w.t, a.Emptied && (!started || !w.emptied || a.Err != nil || w.b.Saving()), "emptied, and it is not")
+	if a.Emptied {
+		w.empty++
+		for _, r := range w.b.requests {
+			require.False(w.t, r.match.known, "an answer of before the reset is kept")
+		}
+	}
+}
+
 func (w *world) answerFinish() {
 	id, ok := pickOne(w, w.finishes)
 	if !ok {
@@ -432,7 +485,7 @@ func (w *world) tick() {
 
 func (w *world) run(steps int) {
 	for range steps {
-		switch w.rng.IntN(12) {
+		switch w.rng.IntN(13) {
 		case 0, 1:
 			w.step()
 		case 2:
@@ -449,6 +502,11 @@ func (w *world) run(steps int) {
 			w.tick()
 		case 10:
 			w.do("consumed", w.b.Consumed(w.gen, []connector.HoldID{connector.HoldID(w.rng.IntN(int(w.last) + 2))}))
+		case 12:
+			if w.rng.IntN(4) == 0 {
+				w.reset()
+			}
+			w.answerReset()
 		case 11:
 			if w.doomed || w.rng.IntN(4) == 0 {
 				w.plugin()
@@ -494,6 +552,11 @@ func (w *world) drain() {
 		require.Fail(w.t, "a call is left", "%+v of %+v", *c, *c.op)
 	}
 	require.Empty(w.t, w.later)
+	w.now = w.now.Add(2 * w.cfg.Save)
+	w.do("tick", w.b.Tick(w.now))
+	w.now = w.now.Add(w.cfg.Grace)
+	w.do("tick", w.b.Tick(w.now))
+	require.Empty(w.t, w.resets, "resets that never end")
 	for _, r := range w.b.asks {
 		require.Fail(w.t, "an ask is left", "of %q", r.id)
 	}
