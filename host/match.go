@@ -182,6 +182,15 @@ func (h *Host) startFinish(a *tracker.Finish) {
 	})
 }
 
+// startReset has the scheduler side forget every block. The caller holds mu.
+func (h *Host) startReset(a *tracker.Reset) {
+	h.call(a.Deadline, func(ctx context.Context, s connector.Scheduler) (note, error) {
+		resetter, _ := connector.As[connector.Resetter](s)
+		emptied, err := resetter.Reset(ctx)
+		return func(now time.Time) []tracker.Action { return h.tracker.ResetAnswered(now, a.ID, emptied, err) }, err
+	})
+}
+
 // note gives an answer to the tracker.
 type note func(now time.Time) []tracker.Action
 

@@ -271,9 +271,3 @@ func (b *Tracker) forgetMatch(r *request) {
 	}
 	r.match = match{}
 }
-
-// Forget drops every answer: the connector was reset.
-func (b *Tracker) Forget(now time.Time) []Action {
-	b.forget(now)
-	return b.take()
-}

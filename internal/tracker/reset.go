@@ -19,10 +19,10 @@ type reset struct {
 }
 
 // Reset makes the connector forget every block. The plugin is called once no save is under way, and ResetOver says
-// how it ended, no later than at the deadline. A zero deadline leaves time for the saves and for the call.
+// how it ended, no later than at the deadline. If the deadline is zero, all this may take as long as a save.
 func (b *Tracker) Reset(now, deadline time.Time) (CallID, []Action) {
 	if deadline.IsZero() {
-		deadline = now.Add(2*b.cfg.Save + b.cfg.Grace)
+		deadline = now.Add(b.cfg.Save)
 	}
 	id := CallID(b.id())
 	b.resets[id] = &reset{deadline: deadline}

@@ -552,9 +552,7 @@ func (w *world) drain() {
 		require.Fail(w.t, "a call is left", "%+v of %+v", *c, *c.op)
 	}
 	require.Empty(w.t, w.later)
-	w.now = w.now.Add(2 * w.cfg.Save)
-	w.do("tick", w.b.Tick(w.now))
-	w.now = w.now.Add(w.cfg.Grace)
+	w.now = w.now.Add(w.cfg.Save)
 	w.do("tick", w.b.Tick(w.now))
 	require.Empty(w.t, w.resets, "resets that never end")
 	for _, r := range w.b.asks {

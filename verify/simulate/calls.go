@@ -33,7 +33,7 @@ func (p *proc) doJob(j *job, d *rng, f Fault) {
 		j.given = p.finish(j.finish.Ended, d, f)
 	case j.reset != nil:
 		p.h.w.say("%s: the connector is reset", p.h.e.name)
-		if !p.h.w.is(ResetLies) {
+		if !p.h.w.is(ResetLies) && !p.h.w.is(ResetInHaste) {
 			p.h.w.store.clear()
 		}
 		j.emptied = f != faultPartial
@@ -163,9 +163,8 @@ func (p *proc) answerJob(f Fault) {
 			h.do(h.tracker.Planned(h.w.now, j.id, j.planned, j.err))
 		case j.finish != nil:
 			h.do(h.tracker.FinishAnswered(h.w.now, j.id, j.given, j.err))
-		case j.reset == h.reset && h.reset != nil:
-			h.do(h.tracker.Forget(h.w.now))
-			h.endReset(j.emptied && j.err == nil && (h.w.is(ResetInHaste) || !h.tracker.Saving()))
+		case j.reset != nil:
+			h.do(h.tracker.ResetAnswered(h.w.now, j.id, j.emptied, j.err))
 		}
 	}
 }

@@ -21,11 +21,11 @@ type host struct {
 	guard   *ticket.Guard
 	proc    *proc // nil while none runs
 	n       uint64
-	startAt time.Time // when the next generation is up, while none runs
-	since   time.Time // of the generation
-	rng     rng       // decides what no Op decides
-	queue   []report  // what the engine has not taken yet
-	reset   *resetting
+	startAt time.Time      // when the next generation is up, while none runs
+	since   time.Time      // of the generation
+	rng     rng            // decides what no Op decides
+	queue   []report       // what the engine has not taken yet
+	reset   tracker.CallID // under way; 0: none
 
 	turns  map[connector.RequestID]*turnUse // of requests that came with the ticket of an earlier turn
 	final  uint64                           // the last step whose layers are all computed
@@ -100,6 +100,10 @@ func (h *host) do(actions []tracker.Action) {
 			h.send(&job{finish: &a, id: a.ID, deadline: a.Deadline})
 		case tracker.Move:
 			h.start(&a)
+		case tracker.Reset:
+			h.send(&job{reset: &a, id: a.ID, deadline: a.Deadline})
+		case tracker.ResetOver:
+			h.resetOver(&a)
 		case tracker.CancelCall:
 			h.cancel(a.ID)
 		case tracker.Kill:

@@ -45,7 +45,7 @@ type job struct {
 	ask      *tracker.Ask
 	plan     *tracker.Plan
 	finish   *tracker.Finish
-	reset    *resetting
+	reset    *tracker.Reset
 	deadline time.Time // zero: not begun
 	stuck    bool
 	answered bool
@@ -157,9 +157,6 @@ func (h *host) next() (time.Time, bool) {
 			consider(p.begin(p.jobs[0]).Add(grace), true)
 		}
 	}
-	if h.reset != nil {
-		consider(h.reset.deadline, true)
-	}
 	return first, found
 }
 
@@ -179,9 +176,6 @@ func (p *proc) begin(j *job) time.Time {
 // fire does everything whose time has come.
 func (h *host) fire() {
 	now := h.w.now
-	if h.reset != nil && !now.Before(h.reset.deadline) {
-		h.endReset(false)
-	}
 	if h.proc == nil {
 		if !now.Before(h.startAt) {
 			h.up()
@@ -231,9 +225,6 @@ func (h *host) down(p *proc) {
 	p.isDown = true
 	h.w.say("%s: plugin generation %d is gone", h.e.name, p.n)
 	p.jobs = nil
-	if h.reset != nil && h.reset.asked {
-		h.endReset(false)
-	}
 	h.do(h.tracker.Down(h.w.now, p.n))
 	if h.w.is(NoFence) {
 		h.do(h.tracker.Reaped(h.w.now, p.n))

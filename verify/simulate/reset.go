@@ -3,19 +3,13 @@ package simulate
 import (
 	"time"
 
-	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/tracker"
 )
 
-// resetting is a reset of an engine's caches under way: package engine's Reset.
-type resetting struct {
-	deadline time.Time
-	asked    bool
-}
-
-// reset empties the prefix cache and the connector's.
+// reset empties the prefix cache and the connector's: package engine's Reset.
 func (e *engine) reset() {
 	h := e.host
-	if e.forget || h != nil && h.reset != nil {
+	if e.forget || h != nil && h.reset != 0 {
 		return
 	}
 	e.gen++
@@ -25,8 +19,12 @@ func (e *engine) reset() {
 		return
 	}
 	e.w.say("%s is reset", e.name)
-	h.reset = &resetting{deadline: e.w.now.Add(10 * time.Second)}
-	h.pumpReset()
+	if e.w.is(ResetInHaste) {
+		e.w.store.clear()
+	}
+	id, actions := h.tracker.Reset(e.w.now, e.w.now.Add(10*time.Second))
+	h.reset = id
+	h.do(actions)
 }
 
 func (e *engine) emptied() {
@@ -35,23 +33,13 @@ func (e *engine) emptied() {
 	e.w.say("%s is empty", e.name)
 }
 
-// pumpReset asks the connector once no save is under way.
-func (h *host) pumpReset() {
-	if h.reset == nil || h.reset.asked || h.tracker.Saving() && !h.w.is(ResetInHaste) {
-		return
+// resetOver is followed by the engine's part, in its next turn.
+func (h *host) resetOver(a *tracker.ResetOver) {
+	if h.reset != a.ID {
+		h.w.fail('d', "%s is told that a reset is over, which is not under way", h.e.name)
 	}
-	h.reset.asked = true
-	if h.proc == nil || h.can&connector.CanReset == 0 {
-		h.endReset(false)
-		return
-	}
-	h.send(&job{reset: h.reset, deadline: h.reset.deadline})
-}
-
-// endReset is followed by the engine's part, in its next turn.
-func (h *host) endReset(emptied bool) {
-	h.reset = nil
-	h.e.forget, h.e.willBeEmpty = true, emptied
+	h.reset = 0
+	h.e.forget, h.e.willBeEmpty = true, a.Emptied
 }
 
 // finishReset is the engine's part: the prefix cache, last, because until the connector was empty its

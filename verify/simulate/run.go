@@ -166,11 +166,6 @@ func (h *host) mistake(p *proc) {
 }
 
 func (w *World) after() {
-	for _, e := range w.engines {
-		if e.host != nil {
-			e.host.pumpReset()
-		}
-	}
 	if w.violation == nil {
 		w.checkAll()
 	}
@@ -264,7 +259,7 @@ func (w *World) atRest() bool {
 		if e.forget || e.sched.Live() > 0 || len(e.streams) > 0 {
 			return false
 		}
-		if h := e.host; h != nil && (!h.tracker.Idle() || len(h.queue) > 0 || len(h.due) > 0 || h.reset != nil) {
+		if h := e.host; h != nil && (!h.tracker.Idle() || len(h.queue) > 0 || len(h.due) > 0 || h.reset != 0) {
 			return false
 		}
 	}
