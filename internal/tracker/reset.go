@@ -15,6 +15,7 @@ var errNotUp = fmt.Errorf("the plugin is not running: %w", connector.ErrGone)
 // reset is a Reset that is not over: it waits for saves, or the plugin works on it.
 type reset struct {
 	started  bool
+	saved    bool // since it was started: the plugin may have stored that before or after
 	deadline time.Time
 }
 
@@ -42,7 +43,7 @@ func (b *Tracker) startResets() {
 		case b.state != up || b.closed:
 			b.endReset(id, false, errNotUp)
 		default:
-			r.started = true
+			r.started, r.saved = true, false
 			b.emit(Reset{ID: id, Gen: b.gen, Deadline: r.deadline})
 		}
 	}
@@ -50,12 +51,13 @@ func (b *Tracker) startResets() {
 
 // ResetAnswered brings the answer to a Reset. It counts only if nothing was saved meanwhile.
 func (b *Tracker) ResetAnswered(now time.Time, id CallID, emptied bool, err error) []Action {
-	if r := b.resets[id]; r == nil || !r.started {
+	r := b.resets[id]
+	if r == nil || !r.started {
 		b.counters.Unknown++
 		return nil
 	}
 	b.forget(now)
-	b.endReset(id, emptied && err == nil && !b.Saving(), err)
+	b.endReset(id, emptied && err == nil && !r.saved, err)
 	return b.take()
 }
 

@@ -41,6 +41,7 @@ type world struct {
 	silent   map[CallID]bool // moves whose connection is lost
 	finishes map[CallID]Finish
 	resets   map[CallID]bool // not over; true: the plugin works on it
+	stored   map[CallID]bool // resets during which something was saved
 	doomed   bool            // the tracker requires the end of the generation
 
 	due    map[key]int // how often it must be told: 1
@@ -85,7 +86,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 		asks: map[CallID]Ask{}, plans: map[CallID]Plan{}, moves: map[CallID]Move{}, silent: map[CallID]bool{},
 		finishes: map[CallID]Finish{}, due: map[key]int{}, told: map[key]int{}, blocks: map[key][]connector.BlockID{},
 		holds: map[connector.HoldID]key{}, held: map[key]bool{}, later: map[connector.RequestID]bool{},
-		ended: map[connector.RequestID]bool{}, resets: map[CallID]bool{}, planned: map[key]bool{},
+		ended: map[connector.RequestID]bool{}, resets: map[CallID]bool{}, stored: map[CallID]bool{}, planned: map[key]bool{},
 	}
 }
 
@@ -120,6 +121,9 @@ func (w *world) do(input string, actions []Action) {
 			w.granted(a)
 			w.slotted(a)
 			w.moves[a.ID] = a
+			for id, started := range w.resets {
+				w.stored[id] = w.stored[id] || started && a.Kind == Save
+			}
 		case Finish:
 			require.True(w.t, w.live && a.Gen == w.gen)
 			w.finishes[a.ID] = a
@@ -425,7 +429,7 @@ func (w *world) resetOver(a *ResetOver) {
 	started, due := w.resets[a.ID]
 	require.True(w.t, due, "a reset is over twice")
 	delete(w.resets, a.ID)
-	require.False(w.t, a.Emptied && (!started || !w.emptied || a.Err != nil || w.b.Saving()), "emptied, and it is not")
+	require.False(w.t, a.Emptied && (!started || !w.emptied || a.Err != nil || w.stored[a.ID]), "emptied, and it is not")
 	if a.Emptied {
 		w.empty++
 		for _, r := range w.b.requests {
