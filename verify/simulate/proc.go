@@ -268,9 +268,11 @@ func (p *proc) work(d *rng, f Fault) {
 		p.h.w.stats.Faults++
 	}
 	i := d.n(n)
-	switch f {
-	case faultScribble:
+	o := &p.h.w.opt
+	if f == faultScribble || o.Slots > 0 && o.Rough > 0 && !p.h.w.quiet && d.n(10) == 1 {
 		p.scribble(d)
+	}
+	switch f {
 	case faultCrash:
 		p.crash()
 		return

@@ -6,9 +6,13 @@ import (
 	"github.com/kvport/kvport/internal/tracker"
 )
 
-// reset empties the prefix cache and the connector's: package engine's Reset.
-func (e *engine) reset() {
+// reset empties the prefix cache and the connector's: package engine's Reset. Now and then its caller has little
+// time, or goes away.
+func (e *engine) reset(d *rng) {
 	h := e.host
+	if d.n(2) == 1 {
+		e.leaveReset()
+	}
 	if e.forget || h != nil && h.reset != 0 {
 		return
 	}
@@ -22,9 +26,20 @@ func (e *engine) reset() {
 	if e.w.is(ResetInHaste) {
 		e.w.store.clear()
 	}
-	id, actions := h.tracker.Reset(e.w.now, e.w.now.Add(10*time.Second))
+	limit := 10 * time.Second
+	if d.n(4) == 3 {
+		limit = time.Duration(d.n(500)) * time.Millisecond
+	}
+	id, actions := h.tracker.Reset(e.w.now, e.w.now.Add(limit))
 	h.reset = id
 	h.do(actions)
+}
+
+// leaveReset is the end of whoever waits for a reset.
+func (e *engine) leaveReset() {
+	if h := e.host; h != nil && h.reset != 0 {
+		h.do(h.tracker.GiveUpReset(h.reset, errCanceled))
+	}
 }
 
 func (e *engine) emptied() {
@@ -38,8 +53,17 @@ func (h *host) resetOver(a *tracker.ResetOver) {
 	if h.reset != a.ID {
 		h.w.fail('d', "%s is told that a reset is over, which is not under way", h.e.name)
 	}
+	switch {
+	case h.w.is(ResetUntold) && a.Err != nil:
+		return
+	case a.Err != nil:
+		h.w.stats.ResetsFailed++
+		h.w.say("%s: the reset fails: %v", h.e.name, a.Err)
+	case !a.Emptied:
+		h.w.stats.ResetsKept++
+	}
 	h.reset = 0
-	h.e.forget, h.e.willBeEmpty = true, a.Emptied
+	h.e.forget, h.e.willBeEmpty = true, a.Emptied || a.Err != nil && h.w.is(ResetGone)
 }
 
 // finishReset is the engine's part: the prefix cache, last, because until the connector was empty its

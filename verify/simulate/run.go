@@ -102,7 +102,7 @@ func (w *World) apply(op Op) {
 			w.say("the store %s", what)
 		}
 	case opReset:
-		e.reset()
+		e.reset(&d)
 	case opRestart:
 		if d.n(3) == 0 {
 			w.stats.EngineRestarts++

@@ -61,7 +61,8 @@ type Stats struct {
 	Crashes, Hangs, Kills, Restarts   int
 	Holds, Expired, Consumed, Renewed int
 	Refused                           int // tickets
-	Resets, EngineRestarts, Faults    int
+	Resets, ResetsKept, ResetsFailed  int // emptied all; kept something; without an answer or with an error
+	EngineRestarts, Faults            int
 	Preemptions, Unknown, BookRetries int
 	StoreFaults, Misses, Late, Reused int
 
@@ -87,6 +88,7 @@ func (s *Stats) Powers() []Power {
 		{"stored before saved", s.Stored},
 		{"staged (calls through landing memory)", s.Staged},
 		{"resets", s.Resets},
+		{"resets that fail or keep something", s.ResetsKept + s.ResetsFailed},
 		{"plans", s.Plans},
 	}
 }
@@ -126,6 +128,8 @@ func (s *Stats) fields() []field {
 		{"renewed", &s.Renewed},
 		{"tickets refused", &s.Refused},
 		{"resets", &s.Resets},
+		{"resets that keep something", &s.ResetsKept},
+		{"resets that fail", &s.ResetsFailed},
 		{"engine restarts", &s.EngineRestarts},
 		{"faulty messages", &s.Faults},
 		{"preemptions", &s.Preemptions},
