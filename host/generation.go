@@ -301,13 +301,15 @@ func (g *generation) watchHolds(life context.Context) {
 func (g *generation) watchLeases(life context.Context) {
 	defer g.work.Done()
 	leaser, ok := connector.As[connector.Leaser](g.sched)
-	var over []connector.HoldID
 	for ok && life.Err() == nil {
+		g.h.mu.Lock()
+		over := g.h.tracker.Over(g.n)
+		g.h.mu.Unlock()
 		ids, err := leaser.Renewals(life, over)
 		switch {
 		case err == nil:
 			g.h.mu.Lock()
-			over = g.h.tracker.Renewed(time.Now(), g.n, ids)
+			g.h.tracker.Renewed(time.Now(), g.n, ids)
 			g.h.mu.Unlock()
 			pause(life, firstRetry) // one that does not wait gets no more of the processor than this
 		case errors.Is(err, plugin.ErrLost), errors.Is(err, plugin.ErrUnanswered):

@@ -92,7 +92,8 @@ type Tracker struct {
 	requests map[connector.RequestID]*request
 	endings  map[uint64]*ending
 	holds    map[connector.HoldID]*hold
-	over     []connector.HoldID       // holds that ended by themselves, for a Leaser
+	over     []connector.HoldID       // holds that ended by themselves or were not renewed, for a Leaser
+	heard    int                      // the first of them that it is being told
 	early    map[connector.HoldID]int // consumers of holds that a running Finish may announce
 	weak     map[connector.HoldID]int // consumers that have not reported; they keep no blocks
 	killed   map[uint64]bool          // generations told to die and not reaped yet
@@ -147,7 +148,7 @@ func New(cfg Config) *Tracker {
 // Up says that generation gen is ready for calls. Generations grow.
 func (b *Tracker) Up(now time.Time, gen uint64) []Action {
 	b.state, b.gen = up, gen
-	b.over = nil // holds of another life: the new one numbers its own from the start
+	b.over, b.heard = nil, 0 // holds of another life: the new one numbers its own from the start
 	for _, o := range sorted(b.ops) {
 		b.startReady(o)
 	}
