@@ -34,6 +34,7 @@ type child struct {
 	since   time.Time
 	lastErr error
 	holds   holdTable
+	poll    context.CancelFunc       // ends the wait for the next news of holds; nil: nobody waits
 	ended   map[<-chan struct{}]bool // sessions that we close
 
 	closing atomic.Bool
@@ -141,8 +142,16 @@ func (c *child) outlive(l *life) {
 	}
 	c.lastErr = l.proc.Err()
 	c.holds.lose(l.n)
+	c.wakePoll()
 	if !c.closing.Load() {
 		c.log.Warn("child is gone", "child", c.label, "pid", l.proc.PID(), "error", c.lastErr)
+	}
+}
+
+// wakePoll has the news of holds told. The caller holds mu.
+func (c *child) wakePoll() {
+	if c.poll != nil && len(c.holds.over) > 0 {
+		c.poll()
 	}
 }
 

@@ -52,8 +52,9 @@ func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for i := range holds {
-			holds[i].ID = s.holds.add(l.n, &holds[i], s.set.Deadlines.HoldMax)
+			holds[i].ID = s.holds.add(time.Now(), l.n, &holds[i], s.set.Deadlines.HoldMax)
 		}
+		s.wakePoll()
 		return holds, nil
 	})
 }
@@ -68,7 +69,7 @@ func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error
 			side = l.scheduler(s.side)
 		}
 		poll, cancel := context.WithCancel(ctx)
-		s.holds.interrupt = cancel
+		s.child.poll = cancel
 		s.mu.Unlock()
 		if len(over) > 0 || ctx.Err() != nil {
 			cancel()
@@ -102,6 +103,7 @@ func (s childScheduler) poll(ctx context.Context, l *life, side connector.Schedu
 	case err == nil:
 		s.mu.Lock()
 		s.holds.consumed(l.n, ids)
+		s.wakePoll()
 		s.mu.Unlock()
 	case errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered):
 		s.down(l, fmt.Errorf("scheduler side: %w", err))

@@ -1,7 +1,6 @@
 package host
 
 import (
-	"context"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -14,9 +13,8 @@ type holdTable struct {
 	ids  map[plugHold]connector.HoldID
 	over []connector.HoldID
 
-	refused   []plugHold         // named by the last Renewals, and none of ours
-	early     map[plugHold]int   // reported before the answer that announces them came
-	interrupt context.CancelFunc // ends the poll that runs; nil: none
+	refused []plugHold       // named by the last Renewals, and none of ours
+	early   map[plugHold]int // reported before the answer that announces them came
 }
 
 // maxEarly bounds the reports about holds that are not announced yet.
@@ -39,8 +37,7 @@ func newHoldTable() holdTable {
 }
 
 // add takes on a hold and gives its own number; 0 for none.
-func (b *holdTable) add(life uint64, h *connector.Hold, longest time.Duration) connector.HoldID {
-	now := time.Now()
+func (b *holdTable) add(now time.Time, life uint64, h *connector.Hold, longest time.Duration) connector.HoldID {
 	for id, o := range b.own {
 		if now.After(o.expires) {
 			b.drop(id, o)
@@ -75,7 +72,7 @@ func (b *holdTable) consumed(life uint64, ids []connector.HoldID) {
 			}
 			continue
 		}
-		b.finished(own)
+		b.over = append(b.over, own)
 		if o.consumers--; o.consumers == 0 {
 			b.drop(own, o)
 		}
@@ -119,21 +116,14 @@ func (b *holdTable) lose(life uint64) {
 			continue
 		}
 		for range o.consumers {
-			b.finished(id)
+			b.over = append(b.over, id)
 		}
 		b.drop(id, o)
 	}
 	clear(b.early)
 }
 
-// finished notes one consumer of a hold and ends the poll, so that it is told.
-func (b *holdTable) finished(own connector.HoldID) {
-	b.over = append(b.over, own)
-	if b.interrupt != nil {
-		b.interrupt()
-	}
-}
-
+// take gives the holds that were fetched or lost since the last call, each once for every consumer.
 func (b *holdTable) take() []connector.HoldID {
 	over := b.over
 	b.over = nil
