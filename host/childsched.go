@@ -52,7 +52,7 @@ func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for i := range holds {
-			holds[i].ID = s.holds.add(time.Now(), l.n, &holds[i], s.set.Deadlines.HoldMax)
+			holds[i].ID = s.holds.Add(time.Now(), l.n, &holds[i], s.set.Deadlines.HoldMax)
 		}
 		s.wakePoll()
 		return holds, nil
@@ -63,7 +63,7 @@ func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]
 func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 	for {
 		s.mu.Lock()
-		over, l, changed := s.holds.take(), s.now, s.changed
+		over, l, changed := s.holds.Take(), s.now, s.changed
 		var side connector.Scheduler
 		if l != nil {
 			side = l.scheduler(s.side)
@@ -102,7 +102,7 @@ func (s childScheduler) poll(ctx context.Context, l *life, side connector.Schedu
 	switch {
 	case err == nil:
 		s.mu.Lock()
-		s.holds.consumed(l.n, ids)
+		s.holds.Consumed(l.n, ids)
 		s.wakePoll()
 		s.mu.Unlock()
 	case errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered):
@@ -124,7 +124,7 @@ func (s childScheduler) Renewals(ctx context.Context, ended []connector.HoldID) 
 		return nil, connector.ErrIncompatible
 	}
 	s.mu.Lock()
-	over := s.holds.ended(l.n, ended)
+	over := s.holds.Ended(l.n, ended)
 	s.mu.Unlock()
 	ids, err := leaser.Renewals(ctx, over)
 	if err != nil {
@@ -132,7 +132,7 @@ func (s childScheduler) Renewals(ctx context.Context, ended []connector.HoldID) 
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.holds.renewed(l.n, ids), nil
+	return s.holds.Renewed(l.n, ids), nil
 }
 
 // Reset implements connector.Resetter.

@@ -1,4 +1,4 @@
-package host
+package tracker
 
 import (
 	"time"
@@ -6,8 +6,8 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// holdTable gives the holds of all lives of a child numbers of its own, because every process counts from 1.
-type holdTable struct {
+// HoldTable gives the holds of all lives of a child numbers of its own, because every process counts from 1.
+type HoldTable struct {
 	last connector.HoldID
 	own  map[connector.HoldID]*openHold
 	ids  map[plugHold]connector.HoldID
@@ -16,9 +16,6 @@ type holdTable struct {
 	refused []plugHold       // named by the last Renewals, and none of ours
 	early   map[plugHold]int // reported before the answer that announces them came
 }
-
-// maxEarly bounds the reports about holds that are not announced yet.
-const maxEarly = 1 << 10
 
 // plugHold is a hold as the plugin names it.
 type plugHold struct {
@@ -32,12 +29,13 @@ type openHold struct {
 	expires   time.Time
 }
 
-func newHoldTable() holdTable {
-	return holdTable{own: map[connector.HoldID]*openHold{}, ids: map[plugHold]connector.HoldID{}, early: map[plugHold]int{}}
+// NewHoldTable makes an empty one.
+func NewHoldTable() *HoldTable {
+	return &HoldTable{own: map[connector.HoldID]*openHold{}, ids: map[plugHold]connector.HoldID{}, early: map[plugHold]int{}}
 }
 
-// add takes on a hold and gives its own number; 0 for none.
-func (b *holdTable) add(now time.Time, life uint64, h *connector.Hold, longest time.Duration) connector.HoldID {
+// Add takes on a hold and gives its own number; 0 for none.
+func (b *HoldTable) Add(now time.Time, life uint64, h *connector.Hold, longest time.Duration) connector.HoldID {
 	for id, o := range b.own {
 		if now.After(o.expires) {
 			b.drop(id, o)
@@ -51,18 +49,19 @@ func (b *holdTable) add(now time.Time, life uint64, h *connector.Hold, longest t
 	b.own[b.last], b.ids[o.plugHold] = o, b.last
 	own := b.last
 	for range b.early[o.plugHold] {
-		b.consumed(life, []connector.HoldID{h.ID})
+		b.Consumed(life, []connector.HoldID{h.ID})
 	}
 	delete(b.early, o.plugHold)
 	return own
 }
 
-func (b *holdTable) drop(id connector.HoldID, o *openHold) {
+func (b *HoldTable) drop(id connector.HoldID, o *openHold) {
 	delete(b.own, id)
 	delete(b.ids, o.plugHold)
 }
 
-func (b *holdTable) consumed(life uint64, ids []connector.HoldID) {
+// Consumed says that a consumer has fetched each of these holds of a life.
+func (b *HoldTable) Consumed(life uint64, ids []connector.HoldID) {
 	for _, id := range ids {
 		own := b.ids[plugHold{life, id}]
 		o := b.own[own]
@@ -79,9 +78,9 @@ func (b *holdTable) consumed(life uint64, ids []connector.HoldID) {
 	}
 }
 
-// renewed gives our numbers of the holds that a life renews. What it names that is not one of them is
+// Renewed gives our numbers of the holds that a life renews. What it names that is not one of them is
 // refused by the next call: it must not take it for renewed (rule LEASE-02).
-func (b *holdTable) renewed(life uint64, ids []connector.HoldID) (own []connector.HoldID) {
+func (b *HoldTable) Renewed(life uint64, ids []connector.HoldID) (own []connector.HoldID) {
 	b.refused = nil
 	for _, id := range ids {
 		named := plugHold{life, id}
@@ -94,8 +93,8 @@ func (b *holdTable) renewed(life uint64, ids []connector.HoldID) (own []connecto
 	return own
 }
 
-// ended gives a life's own numbers of the holds that it has to hear the end of.
-func (b *holdTable) ended(life uint64, own []connector.HoldID) (ids []connector.HoldID) {
+// Ended gives a life's own numbers of the holds that it has to hear the end of.
+func (b *HoldTable) Ended(life uint64, own []connector.HoldID) (ids []connector.HoldID) {
 	for _, id := range own {
 		if o := b.own[id]; o != nil && o.life == life {
 			ids = append(ids, o.id)
@@ -109,8 +108,8 @@ func (b *holdTable) ended(life uint64, own []connector.HoldID) (ids []connector.
 	return ids
 }
 
-// lose ends the holds of a life.
-func (b *holdTable) lose(life uint64) {
+// Lose ends the holds of a life.
+func (b *HoldTable) Lose(life uint64) {
 	for id, o := range b.own {
 		if o.life != life {
 			continue
@@ -123,8 +122,11 @@ func (b *holdTable) lose(life uint64) {
 	clear(b.early)
 }
 
-// take gives the holds that were fetched or lost since the last call, each once for every consumer.
-func (b *holdTable) take() []connector.HoldID {
+// Pending says whether Take has something to give.
+func (b *HoldTable) Pending() bool { return len(b.over) > 0 }
+
+// Take gives the holds that were fetched or lost since the last call, each once for every consumer.
+func (b *HoldTable) Take() []connector.HoldID {
 	over := b.over
 	b.over = nil
 	return over
