@@ -1,6 +1,8 @@
 package tracker
 
 import (
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -12,6 +14,7 @@ type HoldTable struct {
 	own  map[connector.HoldID]*openHold
 	ids  map[plugHold]connector.HoldID
 	over []connector.HoldID
+	lost uint64 // the newest life whose end is known; lives grow
 
 	refused []plugHold       // named by the last Renewals, and none of ours
 	early   map[plugHold]int // reported before the answer that announces them came
@@ -34,14 +37,15 @@ func NewHoldTable() *HoldTable {
 	return &HoldTable{own: map[connector.HoldID]*openHold{}, ids: map[plugHold]connector.HoldID{}, early: map[plugHold]int{}}
 }
 
-// Add takes on a hold and gives its own number; 0 for none.
+// Add takes on a hold and gives its own number; 0 for none, and for one of a life that is lost: its answer came too
+// late.
 func (b *HoldTable) Add(now time.Time, life uint64, h *connector.Hold, longest time.Duration) connector.HoldID {
 	for id, o := range b.own {
 		if now.After(o.expires) {
 			b.drop(id, o)
 		}
 	}
-	if h.ID == 0 {
+	if h.ID == 0 || life <= b.lost {
 		return 0
 	}
 	b.last++
@@ -66,7 +70,7 @@ func (b *HoldTable) Consumed(life uint64, ids []connector.HoldID) {
 		own := b.ids[plugHold{life, id}]
 		o := b.own[own]
 		if o == nil {
-			if len(b.early) < maxEarly {
+			if life > b.lost && len(b.early) < maxEarly {
 				b.early[plugHold{life, id}]++
 			}
 			continue
@@ -110,7 +114,9 @@ func (b *HoldTable) Ended(life uint64, own []connector.HoldID) (ids []connector.
 
 // Lose ends the holds of a life.
 func (b *HoldTable) Lose(life uint64) {
-	for id, o := range b.own {
+	b.lost = max(b.lost, life)
+	for _, id := range slices.Sorted(maps.Keys(b.own)) {
+		o := b.own[id]
 		if o.life != life {
 			continue
 		}
