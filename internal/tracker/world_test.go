@@ -109,40 +109,62 @@ func (w *world) do(input string, actions []Action) {
 		w.log = append(w.log, "    "+describe(a))
 	}
 	for _, a := range actions {
-		switch a := a.(type) {
-		case Ask:
-			require.True(w.t, w.live && a.Gen == w.gen)
-			w.asks[a.ID] = a
-		case Plan:
-			require.True(w.t, w.live && a.Gen == w.gen)
-			w.plans[a.ID] = a
-		case Move:
-			require.True(w.t, w.live && a.Gen == w.gen, "a call needs a living plugin")
-			w.granted(a)
-			w.slotted(a)
-			w.moves[a.ID] = a
-			for id, started := range w.resets {
-				w.stored[id] = w.stored[id] || started && a.Kind == Save
-			}
-		case Finish:
-			require.True(w.t, w.live && a.Gen == w.gen)
-			w.finishes[a.ID] = a
-		case Reset:
-			require.True(w.t, w.live && a.Gen == w.gen)
-			require.False(w.t, w.b.Saving(), "a reset does not wait for saves")
-			w.resets[a.ID] = true
-		case ResetOver:
-			w.resetOver(&a)
-		case Kill:
-			require.Equal(w.t, w.gen, a.Gen)
-			w.doomed = true
-		case Tell:
-			w.tell(&a.Event)
+		if e, tells := a.(Tell); tells {
+			w.tell(&e.Event)
+		} else {
+			w.act(a)
 		}
 	}
 	if due, ok := w.b.Next(); ok && len(w.b.ops) > 0 {
 		require.False(w.t, due.IsZero())
 	}
+}
+
+// act notes a call to the plugin, or the end of one.
+func (w *world) act(a Action) {
+	if gen, call := generationOf(a); call {
+		require.True(w.t, w.live && gen == w.gen, "a call needs a living plugin")
+	}
+	switch a := a.(type) {
+	case Ask:
+		w.asks[a.ID] = a
+	case Plan:
+		w.plans[a.ID] = a
+	case Move:
+		w.granted(a)
+		w.slotted(a)
+		w.moves[a.ID] = a
+		for id, started := range w.resets {
+			w.stored[id] = w.stored[id] || started && a.Kind == Save
+		}
+	case Finish:
+		w.finishes[a.ID] = a
+	case Reset:
+		require.False(w.t, w.b.Saving(), "a reset does not wait for saves")
+		w.resets[a.ID] = true
+	case ResetOver:
+		w.resetOver(&a)
+	case Kill:
+		require.Equal(w.t, w.gen, a.Gen)
+		w.doomed = true
+	}
+}
+
+// generationOf is the generation that a call is for.
+func generationOf(a Action) (gen uint64, call bool) {
+	switch a := a.(type) {
+	case Ask:
+		return a.Gen, true
+	case Plan:
+		return a.Gen, true
+	case Move:
+		return a.Gen, true
+	case Finish:
+		return a.Gen, true
+	case Reset:
+		return a.Gen, true
+	}
+	return 0, false
 }
 
 // granted checks that a call touches only blocks of one transfer that is not over.

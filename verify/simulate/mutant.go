@@ -63,6 +63,8 @@ const (
 	ResetUnheard
 	ResetGone
 	ResetUntold
+	AbandonedIsReaped
+	LostIsFree
 	mutants
 )
 
@@ -127,6 +129,8 @@ func Mutants() []MutantInfo {
 		{ResetUnheard, "reset-unheard", "a reset counts as done whatever the plugin answers", "vllm#57727"},
 		{ResetGone, "reset-gone", "a reset counts as done when the plugin dies or the time is over", "vllm#57727"},
 		{ResetUntold, "reset-untold", "nobody is told that a reset failed", "vllm#46283"},
+		{AbandonedIsReaped, "abandoned-is-reaped", "a dead plugin's blocks are used again although somebody may write them for ever", "rule HOST-05"},
+		{LostIsFree, "lost-is-free", "the engine takes blocks that are lost for free", "rule HOST-05"},
 	}
 }
 

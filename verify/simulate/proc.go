@@ -241,9 +241,14 @@ func (h *host) reap(p *proc) {
 	if h.w.is(OldAnswers) || h.w.is(RetryUnpinned) {
 		h.late = append(h.late, p.moves...)
 	}
+	moves := p.moves
 	p.moves, h.proc = nil, nil
 	h.w.say("%s: plugin generation %d is reaped", h.e.name, p.n)
-	h.do(h.tracker.Reaped(h.w.now, p.n))
+	if h.mayLose(moves, h.holds) && h.rng.n(4) > 0 {
+		h.abandon(moves)
+	} else {
+		h.do(h.tracker.Reaped(h.w.now, p.n))
+	}
 	if h.w.now.Sub(h.since) > h.breaker.Window {
 		h.breaker.Proved()
 	}
@@ -268,10 +273,7 @@ func (p *proc) work(d *rng, f Fault) {
 		p.h.w.stats.Faults++
 	}
 	i := d.n(n)
-	o := &p.h.w.opt
-	if f == faultScribble || o.Slots > 0 && o.Rough > 0 && !p.h.w.quiet && d.n(10) == 1 {
-		p.scribble(d)
-	}
+	p.scribbleAtTimes(d, f)
 	switch f {
 	case faultCrash:
 		p.crash()

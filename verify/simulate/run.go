@@ -123,6 +123,7 @@ func (h *host) apply(op Op, d *rng) {
 		h.ghost(d)
 		return
 	}
+	h.haunt(d)
 	p := h.proc
 	if p == nil {
 		return
@@ -141,7 +142,9 @@ func (h *host) apply(op Op, d *rng) {
 		h.renew(p, d)
 		p.consume(op.Fault)
 	case opCrash:
-		p.crash()
+		if !h.loseCall(p, d) {
+			p.crash()
+		}
 	default:
 	}
 }
@@ -269,10 +272,13 @@ func (w *World) atRest() bool {
 // over checks that nothing is left.
 func (w *World) over() {
 	for _, e := range w.engines {
-		if e.pool.Available() != e.pool.Size() {
-			w.fail('f', "%s: %d of %d blocks are free in the end", e.name, e.pool.Available(), e.pool.Size())
+		h, lost := e.host, 0
+		if h != nil {
+			lost = h.tracker.Counters().Lost
 		}
-		h := e.host
+		if e.pool.Available() != e.pool.Size()-lost {
+			w.fail('f', "%s: %d of %d blocks are free in the end, %d are lost", e.name, e.pool.Available(), e.pool.Size(), lost)
+		}
 		if h == nil {
 			continue
 		}

@@ -82,6 +82,14 @@ func (c *cell) set(from *cell) {
 	c.sum = from.sum
 }
 
+// scribbleAtTimes is a plugin that writes where it has no business, because of a fault or, in a rough world, of itself.
+func (p *proc) scribbleAtTimes(d *rng, f Fault) {
+	o := &p.h.w.opt
+	if f == faultScribble || o.Slots > 0 && o.Rough > 0 && !p.h.w.quiet && d.n(10) == 1 {
+		p.scribble(d)
+	}
+}
+
 // scribble is an untrusted plugin writing to any landing slot at any time.
 func (p *proc) scribble(d *rng) {
 	n := p.h.w.opt.Slots

@@ -68,6 +68,7 @@ type Stats struct {
 
 	Turns, TurnLoads, TurnLoaded, TurnLost int // tickets for the next turn; loads by them; blocks
 	Plans                                  int // calls of a Planner
+	Lost                                   int // transfers and holds whose blocks are never used again
 	Layered, Stored, Staged                int // saves: handed over before they were computed; told stored before they were over; calls through landing memory
 }
 
@@ -90,6 +91,7 @@ func (s *Stats) Powers() []Power {
 		{"resets", s.Resets},
 		{"resets that fail or keep something", s.ResetsKept + s.ResetsFailed},
 		{"plans", s.Plans},
+		{"transfers and holds whose blocks are lost", s.Lost},
 	}
 }
 
@@ -147,6 +149,7 @@ func (s *Stats) fields() []field {
 		{"saves while computing", &s.Layered},
 		{"saves stored before they were over", &s.Stored},
 		{"staged calls", &s.Staged},
+		{"transfers and holds lost", &s.Lost},
 	}
 }
 
