@@ -241,7 +241,7 @@ func (h *Host) Reset(ctx context.Context) (emptied bool, err error) {
 	defer context.AfterFunc(ctx, func() {
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		h.do(h.tracker.GiveUpReset(id, ctx.Err()))
+		h.do(h.tracker.GiveUpReset(time.Now(), id, ctx.Err()))
 	})()
 	r := <-over
 	if r.Err != nil {

@@ -1,10 +1,7 @@
 package tracker
 
 import (
-	"context"
 	"fmt"
-	"maps"
-	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -14,9 +11,10 @@ var errNotUp = fmt.Errorf("the plugin is not running: %w", connector.ErrGone)
 
 // reset is a Reset that is not over: it waits for saves, or the plugin works on it.
 type reset struct {
+	id       CallID
+	deadline time.Time
 	started  bool
 	saved    bool // since it was started: the plugin may have stored that before or after
-	deadline time.Time
 }
 
 // Reset makes the connector forget every block. The plugin is called once no save is under way, and ResetOver says
@@ -25,26 +23,25 @@ func (b *Tracker) Reset(now, deadline time.Time) (CallID, []Action) {
 	if deadline.IsZero() {
 		deadline = now.Add(b.cfg.Save)
 	}
-	id := CallID(b.id())
-	b.resets[id] = &reset{deadline: deadline}
+	r := &reset{id: CallID(b.id()), deadline: deadline}
+	b.resets[r.id] = r
 	b.wakes.at(deadline)
-	return id, b.take()
+	return r.id, b.take()
 }
 
 // startResets starts the resets that wait for saves once none is under way, or ends those that cannot start.
 func (b *Tracker) startResets() {
-	for _, id := range slices.Sorted(maps.Keys(b.resets)) {
-		r := b.resets[id]
+	for _, r := range sorted(b.resets) {
 		switch {
 		case r.started:
 		case b.cfg.Can&connector.CanReset == 0:
-			b.endReset(id, false, nil)
+			b.endReset(r, false, nil)
 		case b.Saving():
 		case b.state != up || b.closed:
-			b.endReset(id, false, errNotUp)
+			b.endReset(r, false, errNotUp)
 		default:
 			r.started, r.saved = true, false
-			b.emit(Reset{ID: id, Gen: b.gen, Deadline: r.deadline})
+			b.emit(Reset{ID: r.id, Gen: b.gen, Deadline: r.deadline})
 		}
 	}
 }
@@ -57,53 +54,38 @@ func (b *Tracker) ResetAnswered(now time.Time, id CallID, emptied bool, err erro
 		return nil
 	}
 	b.forget(now)
-	b.endReset(id, emptied && err == nil && !r.saved, err)
+	b.endReset(r, emptied && err == nil && !r.saved, err)
 	return b.take()
 }
 
 // GiveUpReset ends a reset that nobody waits for any longer, and does nothing if it is over.
-func (b *Tracker) GiveUpReset(id CallID, why error) []Action {
-	b.giveUpReset(id, why)
+func (b *Tracker) GiveUpReset(now time.Time, id CallID, why error) []Action {
+	b.failResets(now, func(r *reset) bool { return r.id == id }, why)
 	return b.take()
 }
 
-func (b *Tracker) giveUpReset(id CallID, why error) {
-	switch r := b.resets[id]; {
-	case r == nil:
-	case r.started:
-		b.endReset(id, false, why)
-	default:
-		b.endReset(id, false, fmt.Errorf("saves are under way: %w", why))
-	}
-}
-
-func (b *Tracker) tickResets(now time.Time) {
-	for _, id := range slices.Sorted(maps.Keys(b.resets)) {
-		if !now.Before(b.resets[id].deadline) {
-			b.giveUpReset(id, context.DeadlineExceeded)
-		}
-	}
-}
-
-// resetsLost ends the resets that the plugin was working on when it went away: it may have forgotten anything.
-func (b *Tracker) resetsLost(now time.Time) {
-	for _, id := range slices.Sorted(maps.Keys(b.resets)) {
-		if b.resets[id].started {
+// failResets ends some resets without an answer. The plugin may have forgotten anything.
+func (b *Tracker) failResets(now time.Time, which func(*reset) bool, why error) {
+	for _, r := range sorted(b.resets) {
+		switch {
+		case !which(r):
+		case r.started:
 			b.forget(now)
-			b.endReset(id, false, errNotUp)
+			b.endReset(r, false, why)
+		default:
+			b.endReset(r, false, fmt.Errorf("saves are under way: %w", why))
 		}
 	}
 }
 
-func (b *Tracker) endReset(id CallID, emptied bool, err error) {
-	delete(b.resets, id)
-	b.emit(ResetOver{ID: id, Emptied: emptied, Err: err})
+func (b *Tracker) endReset(r *reset, emptied bool, err error) {
+	delete(b.resets, r.id)
+	b.emit(ResetOver{ID: r.id, Emptied: emptied, Err: err})
 }
 
 // forget drops every answer: the connector was reset.
 func (b *Tracker) forget(now time.Time) {
-	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
-		r := b.requests[id]
+	for _, r := range sorted(b.requests) {
 		r.match.known, r.match.end = false, 0
 		b.cancelAsk(&r.match)
 		b.askAgain(now, r)

@@ -12,6 +12,7 @@ package tracker
 
 import (
 	"cmp"
+	"context"
 	"maps"
 	"slices"
 	"time"
@@ -152,8 +153,8 @@ func (b *Tracker) Up(now time.Time, gen uint64) []Action {
 	for _, o := range sorted(b.ops) {
 		b.startReady(o)
 	}
-	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
-		b.askAgain(now, b.requests[id])
+	for _, r := range sorted(b.requests) {
+		b.askAgain(now, r)
 	}
 	return b.take()
 }
@@ -175,7 +176,7 @@ func (b *Tracker) Down(now time.Time, gen uint64) []Action {
 	for _, id := range slices.Sorted(maps.Keys(b.finishes)) {
 		b.answerFinish(now, id, nil)
 	}
-	b.resetsLost(now)
+	b.failResets(now, func(r *reset) bool { return r.started }, errNotUp)
 	return b.take()
 }
 
@@ -267,8 +268,8 @@ func (b *Tracker) failIdle(now time.Time) {
 	for _, o := range sorted(b.ops) {
 		b.failReady(now, o, connector.ErrGone)
 	}
-	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
-		b.giveUpMatch(b.requests[id])
+	for _, r := range sorted(b.requests) {
+		b.giveUpMatch(r)
 	}
 }
 
@@ -284,8 +285,8 @@ func (b *Tracker) Tick(now time.Time) []Action {
 			b.planFailed(now, id, errPlanLate)
 		}
 	}
-	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
-		b.tickMatch(now, b.requests[id])
+	for _, r := range sorted(b.requests) {
+		b.tickMatch(now, r)
 	}
 	for _, e := range sorted(b.endings) {
 		if !now.Before(e.deadline) {
@@ -297,7 +298,7 @@ func (b *Tracker) Tick(now time.Time) []Action {
 			b.release(h, ReleasedExpired)
 		}
 	}
-	b.tickResets(now)
+	b.failResets(now, func(r *reset) bool { return !now.Before(r.deadline) }, context.DeadlineExceeded)
 	return b.take()
 }
 

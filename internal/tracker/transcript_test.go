@@ -181,7 +181,7 @@ func (s *script) resetting(t *testing.T, d *datadriven.TestData) {
 		s.reset, actions = s.b.Reset(s.now, deadline)
 		s.do(actions)
 	case "give_up":
-		s.do(s.b.GiveUpReset(s.reset, context.Canceled))
+		s.do(s.b.GiveUpReset(s.now, s.reset, context.Canceled))
 	case "reset_answered":
 		id := s.resets[0]
 		s.resets = s.resets[1:]

@@ -60,7 +60,7 @@ type world struct {
 	planned   map[key]bool // waits for a plan
 	last      connector.HoldID
 	events    int
-	emptied   bool // what the plugin says of a reset
+	emptied   bool // what the plugin answers to a reset
 	empty     int  // resets that went well
 }
 
@@ -423,7 +423,7 @@ func (w *world) answerMove() {
 // reset empties the caches, with or without a deadline, or gives up one that was begun.
 func (w *world) reset() {
 	if ids := slices.Sorted(maps.Keys(w.resets)); len(ids) > 0 && w.rng.IntN(3) == 0 {
-		w.do("give up a reset", w.b.GiveUpReset(ids[0], context.Canceled))
+		w.do("give up a reset", w.b.GiveUpReset(w.now, ids[0], context.Canceled))
 		return
 	}
 	var deadline time.Time

@@ -38,7 +38,7 @@ func (e *engine) reset(d *rng) {
 // leaveReset is the end of whoever waits for a reset.
 func (e *engine) leaveReset() {
 	if h := e.host; h != nil && h.reset != 0 {
-		h.do(h.tracker.GiveUpReset(h.reset, errCanceled))
+		h.do(h.tracker.GiveUpReset(e.w.now, h.reset, errCanceled))
 	}
 }
 
