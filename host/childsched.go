@@ -29,23 +29,15 @@ func (s childScheduler) Match(ctx context.Context, qs []connector.Query) ([]conn
 
 // Plan implements connector.Planner.
 func (s childScheduler) Plan(ctx context.Context, step *connector.Step) (*connector.Plan, error) {
-	return childCall(ctx, s, s.set.Deadlines.Plan, func(ctx context.Context, _ *life, side connector.Scheduler) (*connector.Plan, error) {
-		p, ok := connector.As[connector.Planner](side)
-		if !ok {
-			return nil, connector.ErrIncompatible
-		}
-		return p.Plan(ctx, step)
+	return childCall(ctx, s, s.set.Deadlines.Plan, func(ctx context.Context, _ *life, side connector.Planner) (*connector.Plan, error) {
+		return side.Plan(ctx, step)
 	})
 }
 
 // Finish implements connector.Holder.
 func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
-	return childCall(ctx, s, s.set.Deadlines.Finish, func(ctx context.Context, l *life, side connector.Scheduler) ([]connector.Hold, error) {
-		h, ok := connector.As[connector.Holder](side)
-		if !ok {
-			return nil, connector.ErrIncompatible
-		}
-		holds, err := h.Finish(ctx, ended)
+	return childCall(ctx, s, s.set.Deadlines.Finish, func(ctx context.Context, l *life, side connector.Holder) ([]connector.Hold, error) {
+		holds, err := side.Finish(ctx, ended)
 		if err != nil {
 			return nil, err
 		}
@@ -137,19 +129,16 @@ func (s childScheduler) Renewals(ctx context.Context, ended []connector.HoldID) 
 
 // Reset implements connector.Resetter.
 func (s childScheduler) Reset(ctx context.Context) (bool, error) {
-	return childCall(ctx, s, s.set.Deadlines.Save, func(ctx context.Context, _ *life, side connector.Scheduler) (bool, error) {
-		r, ok := connector.As[connector.Resetter](side)
-		if !ok {
-			return false, nil
-		}
-		return r.Reset(ctx)
+	return childCall(ctx, s, s.set.Deadlines.Save, func(ctx context.Context, _ *life, side connector.Resetter) (bool, error) {
+		return side.Reset(ctx)
 	})
 }
 
 // Close implements connector.Scheduler. The process goes on.
 func (s childScheduler) Close() error { return s.closeSide(s.side) }
 
-func childCall[T any](ctx context.Context, c childScheduler, limit time.Duration, call func(context.Context, *life, connector.Scheduler) (T, error)) (T, error) {
+// childCall has the life that takes calls use a power.
+func childCall[P, T any](ctx context.Context, c childScheduler, limit time.Duration, use func(context.Context, *life, P) (T, error)) (T, error) {
 	l, side, err := c.scheduler(c.side)
 	if err != nil {
 		var none T
@@ -157,6 +146,6 @@ func childCall[T any](ctx context.Context, c childScheduler, limit time.Duration
 	}
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	v, err := call(ctx, l, side)
+	v, err := usePower(ctx, side, func(ctx context.Context, p P) (T, error) { return use(ctx, l, p) })
 	return v, c.judge(l, err)
 }
