@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/internal/tracker"
 )
 
 // child is one plugin of a MultiConnector, kept running. Its sides live as long as the composite: while
@@ -33,7 +34,8 @@ type child struct {
 	broken  bool
 	since   time.Time
 	lastErr error
-	holds   holdTable
+	holds   *tracker.HoldTable
+	poll    context.CancelFunc       // ends the wait for the next news of holds; nil: nobody waits
 	ended   map[<-chan struct{}]bool // sessions that we close
 
 	closing atomic.Bool
@@ -49,7 +51,7 @@ func (c *child) adopt(first *life) {
 	ctx, c.leave = context.WithCancel(context.Background())
 	c.over = ctx.Done()
 	c.left, c.changed = make(chan struct{}), make(chan struct{})
-	c.holds, c.ended = newHoldTable(), map[<-chan struct{}]bool{}
+	c.holds, c.ended = tracker.NewHoldTable(), map[<-chan struct{}]bool{}
 	c.install(first)
 	k := keeper[*life]{
 		start: c.src.start, install: c.install, outlive: c.outlive, closing: c.closing.Load,
@@ -140,9 +142,17 @@ func (c *child) outlive(l *life) {
 		c.turn(nil)
 	}
 	c.lastErr = l.proc.Err()
-	c.holds.lose(l.n)
+	c.holds.Lose(l.n)
+	c.wakePoll()
 	if !c.closing.Load() {
 		c.log.Warn("child is gone", "child", c.label, "pid", l.proc.PID(), "error", c.lastErr)
+	}
+}
+
+// wakePoll has the news of holds told. The caller holds mu.
+func (c *child) wakePoll() {
+	if c.poll != nil && c.holds.Pending() {
+		c.poll()
 	}
 }
 

@@ -29,31 +29,24 @@ func (s childScheduler) Match(ctx context.Context, qs []connector.Query) ([]conn
 
 // Plan implements connector.Planner.
 func (s childScheduler) Plan(ctx context.Context, step *connector.Step) (*connector.Plan, error) {
-	return childCall(ctx, s, s.set.Deadlines.Plan, func(ctx context.Context, _ *life, side connector.Scheduler) (*connector.Plan, error) {
-		p, ok := connector.As[connector.Planner](side)
-		if !ok {
-			return nil, connector.ErrIncompatible
-		}
-		return p.Plan(ctx, step)
+	return childCall(ctx, s, s.set.Deadlines.Plan, func(ctx context.Context, _ *life, side connector.Planner) (*connector.Plan, error) {
+		return side.Plan(ctx, step)
 	})
 }
 
 // Finish implements connector.Holder.
 func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
-	return childCall(ctx, s, s.set.Deadlines.Finish, func(ctx context.Context, l *life, side connector.Scheduler) ([]connector.Hold, error) {
-		h, ok := connector.As[connector.Holder](side)
-		if !ok {
-			return nil, connector.ErrIncompatible
-		}
-		holds, err := h.Finish(ctx, ended)
+	return childCall(ctx, s, s.set.Deadlines.Finish, func(ctx context.Context, l *life, side connector.Holder) ([]connector.Hold, error) {
+		holds, err := side.Finish(ctx, ended)
 		if err != nil {
 			return nil, err
 		}
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for i := range holds {
-			holds[i].ID = s.holds.add(l.n, &holds[i], s.set.Deadlines.HoldMax)
+			holds[i].ID = s.holds.Add(time.Now(), l.n, &holds[i], s.set.Deadlines.HoldMax)
 		}
+		s.wakePoll()
 		return holds, nil
 	})
 }
@@ -62,13 +55,13 @@ func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]
 func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 	for {
 		s.mu.Lock()
-		over, l, changed := s.holds.take(), s.now, s.changed
+		over, l, changed := s.holds.Take(), s.now, s.changed
 		var side connector.Scheduler
 		if l != nil {
 			side = l.scheduler(s.side)
 		}
 		poll, cancel := context.WithCancel(ctx)
-		s.holds.interrupt = cancel
+		s.child.poll = cancel
 		s.mu.Unlock()
 		if len(over) > 0 || ctx.Err() != nil {
 			cancel()
@@ -101,7 +94,8 @@ func (s childScheduler) poll(ctx context.Context, l *life, side connector.Schedu
 	switch {
 	case err == nil:
 		s.mu.Lock()
-		s.holds.consumed(l.n, ids)
+		s.holds.Consumed(l.n, ids)
+		s.wakePoll()
 		s.mu.Unlock()
 	case errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered):
 		s.down(l, fmt.Errorf("scheduler side: %w", err))
@@ -122,7 +116,7 @@ func (s childScheduler) Renewals(ctx context.Context, ended []connector.HoldID) 
 		return nil, connector.ErrIncompatible
 	}
 	s.mu.Lock()
-	over := s.holds.ended(l.n, ended)
+	over := s.holds.Ended(l.n, ended)
 	s.mu.Unlock()
 	ids, err := leaser.Renewals(ctx, over)
 	if err != nil {
@@ -130,24 +124,21 @@ func (s childScheduler) Renewals(ctx context.Context, ended []connector.HoldID) 
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.holds.renewed(l.n, ids), nil
+	return s.holds.Renewed(l.n, ids), nil
 }
 
 // Reset implements connector.Resetter.
 func (s childScheduler) Reset(ctx context.Context) (bool, error) {
-	return childCall(ctx, s, s.set.Deadlines.Save, func(ctx context.Context, _ *life, side connector.Scheduler) (bool, error) {
-		r, ok := connector.As[connector.Resetter](side)
-		if !ok {
-			return false, nil
-		}
-		return r.Reset(ctx)
+	return childCall(ctx, s, s.set.Deadlines.Save, func(ctx context.Context, _ *life, side connector.Resetter) (bool, error) {
+		return side.Reset(ctx)
 	})
 }
 
 // Close implements connector.Scheduler. The process goes on.
 func (s childScheduler) Close() error { return s.closeSide(s.side) }
 
-func childCall[T any](ctx context.Context, c childScheduler, limit time.Duration, call func(context.Context, *life, connector.Scheduler) (T, error)) (T, error) {
+// childCall has the life that takes calls use a power.
+func childCall[P, T any](ctx context.Context, c childScheduler, limit time.Duration, use func(context.Context, *life, P) (T, error)) (T, error) {
 	l, side, err := c.scheduler(c.side)
 	if err != nil {
 		var none T
@@ -155,6 +146,6 @@ func childCall[T any](ctx context.Context, c childScheduler, limit time.Duration
 	}
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	v, err := call(ctx, l, side)
+	v, err := usePower(ctx, side, func(ctx context.Context, p P) (T, error) { return use(ctx, l, p) })
 	return v, c.judge(l, err)
 }

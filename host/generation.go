@@ -40,7 +40,6 @@ type job struct {
 	ask      *askJob // several are sent as one Match
 	deadline time.Time
 	run      func(ctx context.Context, s connector.Scheduler) error
-	drop     func() // called instead when the plugin is gone; may be nil
 }
 
 // body is what a generation runs in: a process, or the children of a MultiConnector.
@@ -209,20 +208,14 @@ func (g *generation) signal() {
 	}
 }
 
-// enqueue adds a call of the scheduler side. It never waits.
+// enqueue adds a call of the scheduler side. It never waits. When the plugin is gone the call is not made: the
+// tracker learns that from Down.
 func (g *generation) enqueue(j job) {
 	g.mu.Lock()
-	ended := g.ended
-	if !ended {
+	if !g.ended {
 		g.jobs = append(g.jobs, j)
 	}
 	g.mu.Unlock()
-	if ended {
-		if j.drop != nil {
-			j.drop()
-		}
-		return
-	}
 	g.signal()
 }
 
@@ -235,14 +228,7 @@ func (g *generation) callScheduler(life context.Context) {
 		batch, ended := g.jobs, g.ended
 		g.jobs = nil
 		g.mu.Unlock()
-		for len(batch) > 0 {
-			if dead {
-				if batch[0].drop != nil {
-					batch[0].drop()
-				}
-				batch = batch[1:]
-				continue
-			}
+		for len(batch) > 0 && !dead {
 			var err error
 			batch, err = g.callNext(life, batch)
 			if errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered) {
@@ -315,13 +301,15 @@ func (g *generation) watchHolds(life context.Context) {
 func (g *generation) watchLeases(life context.Context) {
 	defer g.work.Done()
 	leaser, ok := connector.As[connector.Leaser](g.sched)
-	var over []connector.HoldID
 	for ok && life.Err() == nil {
+		g.h.mu.Lock()
+		over := g.h.tracker.Over(g.n)
+		g.h.mu.Unlock()
 		ids, err := leaser.Renewals(life, over)
 		switch {
 		case err == nil:
 			g.h.mu.Lock()
-			over = g.h.tracker.Renewed(time.Now(), g.n, ids)
+			g.h.tracker.Renewed(time.Now(), g.n, ids)
 			g.h.mu.Unlock()
 			pause(life, firstRetry) // one that does not wait gets no more of the processor than this
 		case errors.Is(err, plugin.ErrLost), errors.Is(err, plugin.ErrUnanswered):

@@ -56,7 +56,7 @@ type Host struct {
 	since    time.Time // of the last change of the state
 	lastErr  error
 	drained  chan struct{} // closed when the tracker is idle after Close
-	quiet    []chan struct{}
+	resets   map[tracker.CallID]chan<- tracker.ResetOver
 	badLoads complaints
 	badSaves complaints
 	misses   complaints // about matches that stayed undecided
@@ -80,7 +80,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	h := &Host{
 		cfg: cfg, eng: eng, opts: opts, log: opts.Log, blockEvents: blockEventReporter{out: opts.BlockEvents},
 		stats:    newConnectorStats("", nil),
-		progress: map[uint64]*stepProgress{}, layers: eng.Layout.Layers(),
+		progress: map[uint64]*stepProgress{}, resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(),
 		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
 	if h.log == nil {
@@ -232,63 +232,23 @@ func (h *Host) Step(s *connector.Step) {
 // until ctx ends. emptied is true only if no block that was ever saved can be matched any more; it
 // is false for a connector that cannot reset.
 func (h *Host) Reset(ctx context.Context) (emptied bool, err error) {
-	if h.caps&connector.CanReset == 0 {
-		return false, nil
-	}
-	if err := h.waitForSaves(ctx); err != nil {
-		return false, fmt.Errorf("reset: saves are under way: %w", err)
-	}
-	type result struct {
-		emptied bool
-		err     error
-	}
-	answer := make(chan result, 1)
+	over := make(chan tracker.ResetOver, 1)
+	deadline, _ := ctx.Deadline()
 	h.mu.Lock()
-	g := h.gen
-	if g == nil {
-		h.mu.Unlock()
-		return false, fmt.Errorf("reset: the plugin is not running: %w", connector.ErrGone)
-	}
-	g.enqueue(job{deadline: deadlineOf(ctx, h.cfg.Settings.Deadlines.Save), run: func(ctx context.Context, s connector.Scheduler) error {
-		r, _ := connector.As[connector.Resetter](s)
-		emptied, err := r.Reset(ctx)
-		answer <- result{emptied, err}
-		return err
-	}, drop: func() { answer <- result{false, plugin.ErrLost} }})
+	id, actions := h.tracker.Reset(time.Now(), deadline)
+	h.resets[id] = over
+	h.do(actions)
 	h.mu.Unlock()
-	select {
-	case r := <-answer:
+	defer context.AfterFunc(ctx, func() {
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		h.do(h.tracker.Forget(time.Now()))
-		return r.emptied && r.err == nil && !h.tracker.Saving(), r.err
-	case <-ctx.Done():
-		return false, fmt.Errorf("reset: %w", ctx.Err())
+		h.do(h.tracker.GiveUpReset(time.Now(), id, ctx.Err()))
+	})()
+	r := <-over
+	if r.Err != nil {
+		return false, fmt.Errorf("reset: %w", r.Err)
 	}
-}
-
-func deadlineOf(ctx context.Context, otherwise time.Duration) time.Time {
-	if d, ok := ctx.Deadline(); ok {
-		return d
-	}
-	return time.Now().Add(otherwise)
-}
-
-func (h *Host) waitForSaves(ctx context.Context) error {
-	h.mu.Lock()
-	if !h.tracker.Saving() {
-		h.mu.Unlock()
-		return nil
-	}
-	quiet := make(chan struct{})
-	h.quiet = append(h.quiet, quiet)
-	h.mu.Unlock()
-	select {
-	case <-quiet:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
+	return r.Emptied, nil
 }
 
 // Health says how the plugin is.
@@ -373,6 +333,11 @@ func (h *Host) do(actions []tracker.Action) {
 			h.startPlan(&a)
 		case tracker.Finish:
 			h.startFinish(&a)
+		case tracker.Reset:
+			h.startReset(&a)
+		case tracker.ResetOver:
+			h.resets[a.ID] <- a
+			delete(h.resets, a.ID)
 		case tracker.CancelCall:
 			h.gen.cancelCall(a.ID)
 		case tracker.Kill:
@@ -386,14 +351,8 @@ func (h *Host) do(actions []tracker.Action) {
 	}
 }
 
-// noteIdle tells those who wait for transfers to end.
+// noteIdle tells Close that nothing is left to wait for.
 func (h *Host) noteIdle() {
-	if len(h.quiet) > 0 && !h.tracker.Saving() {
-		for _, q := range h.quiet {
-			close(q)
-		}
-		h.quiet = nil
-	}
 	if !h.closing.Load() {
 		return
 	}

@@ -161,41 +161,48 @@ func (h *Host) askAll(ctx context.Context, s connector.Scheduler, asks []*askJob
 
 // startPlan sends a step to the scheduler side. The caller holds mu.
 func (h *Host) startPlan(a *tracker.Plan) {
-	h.call(a.Deadline, func(ctx context.Context, s connector.Scheduler) (note, error) {
-		planner, _ := connector.As[connector.Planner](s)
-		plan, err := planner.Plan(ctx, a.Step)
-		return func(now time.Time) []tracker.Action { return h.tracker.Planned(now, a.ID, plan, err) }, err
+	call(h, a.Deadline, func(ctx context.Context, p connector.Planner) (*connector.Plan, error) {
+		return p.Plan(ctx, a.Step)
+	}, func(now time.Time, plan *connector.Plan, err error) []tracker.Action {
+		return h.tracker.Planned(now, a.ID, plan, err)
 	})
 }
 
 // startFinish sends ended requests to the scheduler side. The caller holds mu.
 func (h *Host) startFinish(a *tracker.Finish) {
 	h.makeTails(a.Partial)
-	h.call(a.Deadline, func(ctx context.Context, s connector.Scheduler) (note, error) {
-		holder, _ := connector.As[connector.Holder](s)
+	call(h, a.Deadline, func(ctx context.Context, holder connector.Holder) ([]connector.Hold, error) {
 		fault.Crash("host.hold")
 		holds, err := holder.Finish(ctx, a.Ended)
 		if err == nil {
 			err = fault.Point("host.held")
 		}
-		return func(now time.Time) []tracker.Action { return h.tracker.FinishAnswered(now, a.ID, holds, err) }, err
+		return holds, err
+	}, func(now time.Time, holds []connector.Hold, err error) []tracker.Action {
+		return h.tracker.FinishAnswered(now, a.ID, holds, err)
 	})
 }
 
-// note gives an answer to the tracker.
-type note func(now time.Time) []tracker.Action
+// startReset has the scheduler side forget every block. The caller holds mu.
+func (h *Host) startReset(a *tracker.Reset) {
+	call(h, a.Deadline, func(ctx context.Context, r connector.Resetter) (bool, error) {
+		return r.Reset(ctx)
+	}, func(now time.Time, emptied bool, err error) []tracker.Action {
+		return h.tracker.ResetAnswered(now, a.ID, emptied, err)
+	})
+}
 
-// call makes a call of the scheduler side and notes its answer, unless none came: then the
-// generation is at its end, and the tracker learns that.
-func (h *Host) call(deadline time.Time, f func(ctx context.Context, s connector.Scheduler) (note, error)) {
+// call has the scheduler side use a power and gives the answer to the tracker, unless none comes: then the
+// generation is at its end, and the tracker learns that. The caller holds mu.
+func call[P, T any](h *Host, deadline time.Time, use func(context.Context, P) (T, error), answer func(time.Time, T, error) []tracker.Action) {
 	h.gen.enqueue(job{deadline: deadline, run: func(ctx context.Context, s connector.Scheduler) error {
-		answer, err := f(ctx, s)
+		v, err := usePower(ctx, s, use)
 		if errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered) {
 			return err
 		}
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		h.do(answer(time.Now()))
+		h.do(answer(time.Now(), v, err))
 		return nil
 	}})
 }
@@ -225,4 +232,13 @@ func (h *Host) makeTails(partial []connector.Block) {
 			}
 		}
 	}
+}
+
+// usePower calls a side that has a power. One that does not have it is of another build of the plugin, after a restart.
+func usePower[P, T any](ctx context.Context, side any, use func(context.Context, P) (T, error)) (T, error) {
+	if p, ok := connector.As[P](side); ok {
+		return use(ctx, p)
+	}
+	var none T
+	return none, fmt.Errorf("the connector cannot do this any longer: %w", connector.ErrIncompatible)
 }

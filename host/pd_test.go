@@ -185,6 +185,16 @@ func TestReset(t *testing.T) {
 	require.Equal(t, connector.Match{}, r.match(query("b", ks), nil), "a cached answer is forgotten too")
 }
 
+// Another build of a plugin may have lost a power when it comes back: its use fails, and the engine goes on.
+func TestPowerIsLost(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	require.NoError(t, os.WriteFile(filepath.Join(r.dir, "poorer"), nil, 0o600))
+	r.killed()
+	_, err := r.Reset(t.Context())
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.Equal(t, "ready", r.Health().State)
+}
+
 func TestProbe(t *testing.T) {
 	r := newRig(t, rigOptions{settings: map[string]any{"deadlines": map[string]any{"match": "5s"}}})
 	ks := keys(1, 2)

@@ -133,9 +133,6 @@ func TestStagedStandsLateWrites(t *testing.T) {
 			require.True(t, r.same([]connector.Block{b}), "block %d of load %d", b.ID, i)
 		}
 		r.stays(blocks, failed)
-		if damaged > 0 { // the store is whole, but the host thinks that it is not
-			r.tracker.Forget(time.Now())
-		}
 		r.end(id, 0, false)
 	}
 	t.Logf("%d blocks whole, %d found damaged", whole, damaged)

@@ -31,6 +31,7 @@ type Pool struct {
 	index    map[content]connector.BlockID
 	counts   [states]int
 	settling int
+	lost     int
 }
 
 // content is what a published block holds.
@@ -42,7 +43,7 @@ type content struct {
 type block struct {
 	refs, pins, holds int32
 	prev, next        connector.BlockID // in the free list, while reusable
-	published         bool
+	published, lost   bool
 	content           content
 }
 
@@ -65,8 +66,11 @@ func (p *Pool) Size() int { return len(p.blocks) - 1 }
 func (p *Pool) Available() int { return p.counts[Free] }
 
 // Settling is the number of blocks that become reusable as soon as the running transfers end: no
-// request refers to them and nothing holds them.
+// request refers to them, nothing holds them, and they are not lost.
 func (p *Pool) Settling() int { return p.settling }
+
+// Lost is the number of blocks that are lost.
+func (p *Pool) Lost() int { return p.lost }
 
 // Counts is the number of blocks in each state, indexed by State. It adds up to Size.
 func (p *Pool) Counts() [4]int { return p.counts }
@@ -125,6 +129,14 @@ func (p *Pool) Hold(id connector.BlockID) { p.change(id, func(b *block) { b.hold
 // Unhold drops a hold.
 func (p *Pool) Unhold(id connector.BlockID) { p.change(id, func(b *block) { b.holds-- }) }
 
+// Lose says that a pin of a block never ends.
+func (p *Pool) Lose(id connector.BlockID) {
+	if !p.blocks[id].lost {
+		p.lost++
+	}
+	p.change(id, func(b *block) { b.lost = true })
+}
+
 // change applies one change to a block's claims and keeps counts and free list right.
 func (p *Pool) change(id connector.BlockID, f func(*block)) {
 	b := &p.blocks[id]
@@ -157,7 +169,7 @@ func (b *block) state() State {
 }
 
 func (b *block) settling() int {
-	if b.pins > 0 && b.refs == 0 && b.holds == 0 {
+	if b.pins > 0 && b.refs == 0 && b.holds == 0 && !b.lost {
 		return 1
 	}
 	return 0

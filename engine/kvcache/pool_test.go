@@ -94,6 +94,21 @@ func TestEveryClaimKeepsABlock(t *testing.T) {
 	}
 }
 
+// A lost block stays pinned, whatever else ends, and nobody waits for it.
+func TestLost(t *testing.T) {
+	p := New(2)
+	a := alloc(t, p)
+	p.Pin(a)
+	p.Unref(a)
+	require.Equal(t, 1, p.Settling())
+	p.Lose(a)
+	p.Lose(a)
+	require.Equal(t, 1, p.Lost())
+	require.Zero(t, p.Settling())
+	require.Equal(t, 1, p.Counts()[Pinned])
+	require.NoError(t, p.Check())
+}
+
 func TestForget(t *testing.T) {
 	p := New(2)
 	a, b := alloc(t, p), alloc(t, p)

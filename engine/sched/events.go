@@ -134,7 +134,7 @@ func (s *Scheduler) Lost(step uint64, id connector.RequestID, load bool) {
 	}
 	delete(s.handed, key)
 	for _, b := range h.blocks {
-		s.lost[b.ID] = struct{}{}
+		s.pool.Lose(b.ID)
 	}
 	r := h.seq
 	switch {

@@ -70,7 +70,6 @@ type Scheduler struct {
 	chunks  []Chunk // what Schedule planned and Commit completes
 	step    connector.Step
 	handed  map[handle]*handover
-	lost    map[connector.BlockID]struct{} // blocks that stay pinned for good
 	outputs []Output
 	stats   Stats
 }
@@ -96,7 +95,7 @@ func New(cfg Config, pool *kvcache.Pool) *Scheduler {
 	cfg.Groups = max(cfg.Groups, 1)
 	return &Scheduler{
 		cfg: cfg, pool: pool, step: connector.Step{ID: 1},
-		live: map[connector.RequestID]*seq{}, handed: map[handle]*handover{}, lost: map[connector.BlockID]struct{}{},
+		live: map[connector.RequestID]*seq{}, handed: map[handle]*handover{},
 	}
 }
 
@@ -123,7 +122,7 @@ func (s *Scheduler) Add(req Request) error {
 }
 
 // room is how many blocks requests can have.
-func (s *Scheduler) room() int { return s.pool.Size() - len(s.lost) }
+func (s *Scheduler) room() int { return s.pool.Size() - s.pool.Lost() }
 
 // Abort ends a request in whatever state it is; unknown ids are ignored.
 func (s *Scheduler) Abort(id connector.RequestID, reason connector.Reason, err error) {

@@ -73,6 +73,19 @@ type (
 		Partial  []connector.Block
 		Deadline time.Time
 	}
+	// Reset makes the scheduler side forget every block; ResetAnswered brings the answer.
+	Reset struct {
+		ID       CallID
+		Gen      uint64
+		Deadline time.Time
+	}
+	// ResetOver ends a Reset of the Tracker, once. Emptied is true only if no block that was ever saved can be
+	// matched any more; it is false for a connector that cannot reset.
+	ResetOver struct {
+		ID      CallID
+		Emptied bool
+		Err     error
+	}
 	// CancelCall ends the wait of a call. Its answer is awaited nevertheless.
 	CancelCall struct{ ID CallID }
 	// Kill ends the process of a generation; Down and Reaped follow.
@@ -88,6 +101,8 @@ func (Ask) action()        {}
 func (Plan) action()       {}
 func (Move) action()       {}
 func (Finish) action()     {}
+func (Reset) action()      {}
+func (ResetOver) action()  {}
 func (CancelCall) action() {}
 func (Kill) action()       {}
 func (Tell) action()       {}

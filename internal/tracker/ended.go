@@ -291,17 +291,27 @@ func (b *Tracker) Promise(ended *connector.Ended) *Ticket {
 	return b.ticket(r, ended, connector.BlockKey{}, connector.Hold{})
 }
 
-// Renewed restarts the TTL of these holds of generation gen, but not beyond HoldMax after they began. It
-// returns the holds that have ended, or can no longer be extended, since the last call.
-func (b *Tracker) Renewed(now time.Time, gen uint64, list []connector.HoldID) (ended []connector.HoldID) {
+// Over gives the holds of generation gen whose end its Leaser has not heard of: they are over, or could not be
+// renewed. They are given again until Renewed says that the Leaser has answered.
+func (b *Tracker) Over(gen uint64) []connector.HoldID {
 	if gen != b.gen {
-		return list
+		return nil
 	}
-	ended, b.over = b.over, nil
+	b.heard = len(b.over)
+	return slices.Clone(b.over)
+}
+
+// Renewed restarts the TTL of these holds of generation gen, but not beyond HoldMax after they began. Its Leaser
+// has heard what Over gave.
+func (b *Tracker) Renewed(now time.Time, gen uint64, list []connector.HoldID) {
+	if gen != b.gen {
+		return
+	}
+	b.over, b.heard = b.over[b.heard:], 0
 	for _, id := range list {
 		h := b.holds[id]
 		if h == nil || h.gen != gen || now.Add(h.ttl).After(h.began.Add(b.cfg.HoldMax)) {
-			ended = append(ended, id)
+			b.over = append(b.over, id)
 			continue
 		}
 		if end := now.Add(h.ttl); end.After(h.deadline) { // longer, never shorter
@@ -309,7 +319,6 @@ func (b *Tracker) Renewed(now time.Time, gen uint64, list []connector.HoldID) (e
 			b.wakes.at(end)
 		}
 	}
-	return ended
 }
 
 // maxOver bounds the holds that a Leaser has not heard of; it is sure to know of those that were fetched.

@@ -2,7 +2,6 @@ package tracker
 
 import (
 	"errors"
-	"maps"
 	"math"
 	"slices"
 	"time"
@@ -271,15 +270,4 @@ func (b *Tracker) forgetMatch(r *request) {
 		b.emit(Tell{Event{Kind: Answered, Request: r.id}})
 	}
 	r.match = match{}
-}
-
-// Forget drops every answer: the connector was reset.
-func (b *Tracker) Forget(now time.Time) []Action {
-	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
-		r := b.requests[id]
-		r.match.known, r.match.end = false, 0
-		b.cancelAsk(&r.match)
-		b.askAgain(now, r)
-	}
-	return b.take()
 }

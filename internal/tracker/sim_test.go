@@ -26,7 +26,7 @@ func TestBookUnderRandomFaults(t *testing.T) {
 	if os.Getenv("KVPORT_SOAK") != "" {
 		seeds = 100_000
 	}
-	events, counters := 0, Counters{}
+	events, empty, counters := 0, 0, Counters{}
 	for seed := range uint64(seeds) {
 		w := newWorld(t, seed)
 		func() {
@@ -34,17 +34,19 @@ func TestBookUnderRandomFaults(t *testing.T) {
 			w.run(steps)
 		}()
 		events += w.events
+		empty += w.empty
 		c := w.b.Counters()
 		counters.Kills += c.Kills
 		counters.Retries += c.Retries
 		counters.Violations += c.Violations
 		counters.Unknown += c.Unknown
 	}
+	require.NotZero(t, empty)
 	require.NotZero(t, counters.Kills)
 	require.NotZero(t, counters.Retries)
 	require.NotZero(t, counters.Violations)
 	require.NotZero(t, counters.Unknown)
-	t.Logf("%d seeds, %d inputs, %d events, %+v", seeds, seeds*steps, events, counters)
+	t.Logf("%d seeds, %d inputs, %d events, %d resets, %+v", seeds, seeds*steps, events, empty, counters)
 }
 
 func TestEqualInputsGiveEqualActions(t *testing.T) {

@@ -12,6 +12,7 @@ package tracker
 
 import (
 	"cmp"
+	"context"
 	"maps"
 	"slices"
 	"time"
@@ -88,10 +89,12 @@ type Tracker struct {
 	plans    map[CallID]*planning
 	asks     map[CallID]*request
 	finishes map[CallID][]*ending
+	resets   map[CallID]*reset
 	requests map[connector.RequestID]*request
 	endings  map[uint64]*ending
 	holds    map[connector.HoldID]*hold
-	over     []connector.HoldID       // holds that ended by themselves, for a Leaser
+	over     []connector.HoldID       // holds that ended by themselves or were not renewed, for a Leaser
+	heard    int                      // the first of them that it is being told
 	early    map[connector.HoldID]int // consumers of holds that a running Finish may announce
 	weak     map[connector.HoldID]int // consumers that have not reported; they keep no blocks
 	killed   map[uint64]bool          // generations told to die and not reaped yet
@@ -127,6 +130,7 @@ func New(cfg Config) *Tracker {
 		plans:    map[CallID]*planning{},
 		asks:     map[CallID]*request{},
 		finishes: map[CallID][]*ending{},
+		resets:   map[CallID]*reset{},
 		requests: map[connector.RequestID]*request{},
 		endings:  map[uint64]*ending{},
 		holds:    map[connector.HoldID]*hold{},
@@ -145,12 +149,12 @@ func New(cfg Config) *Tracker {
 // Up says that generation gen is ready for calls. Generations grow.
 func (b *Tracker) Up(now time.Time, gen uint64) []Action {
 	b.state, b.gen = up, gen
-	b.over = nil // holds of another life: the new one numbers its own from the start
+	b.over, b.heard = nil, 0 // holds of another life: the new one numbers its own from the start
 	for _, o := range sorted(b.ops) {
 		b.startReady(o)
 	}
-	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
-		b.askAgain(now, b.requests[id])
+	for _, r := range sorted(b.requests) {
+		b.askAgain(now, r)
 	}
 	return b.take()
 }
@@ -172,6 +176,7 @@ func (b *Tracker) Down(now time.Time, gen uint64) []Action {
 	for _, id := range slices.Sorted(maps.Keys(b.finishes)) {
 		b.answerFinish(now, id, nil)
 	}
+	b.failResets(now, func(r *reset) bool { return r.started }, errNotUp)
 	return b.take()
 }
 
@@ -263,8 +268,8 @@ func (b *Tracker) failIdle(now time.Time) {
 	for _, o := range sorted(b.ops) {
 		b.failReady(now, o, connector.ErrGone)
 	}
-	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
-		b.giveUpMatch(b.requests[id])
+	for _, r := range sorted(b.requests) {
+		b.giveUpMatch(r)
 	}
 }
 
@@ -280,8 +285,8 @@ func (b *Tracker) Tick(now time.Time) []Action {
 			b.planFailed(now, id, errPlanLate)
 		}
 	}
-	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
-		b.tickMatch(now, b.requests[id])
+	for _, r := range sorted(b.requests) {
+		b.tickMatch(now, r)
 	}
 	for _, e := range sorted(b.endings) {
 		if !now.Before(e.deadline) {
@@ -293,6 +298,7 @@ func (b *Tracker) Tick(now time.Time) []Action {
 			b.release(h, ReleasedExpired)
 		}
 	}
+	b.failResets(now, func(r *reset) bool { return !now.Before(r.deadline) }, context.DeadlineExceeded)
 	return b.take()
 }
 
@@ -371,7 +377,9 @@ func (b *Tracker) id() uint64 {
 
 func (b *Tracker) emit(a Action) { b.out = append(b.out, a) }
 
+// take gives the actions that follow from an input, including those of resets that waited for a save to end.
 func (b *Tracker) take() []Action {
+	b.startResets()
 	out := b.out
 	b.out = nil
 	return out

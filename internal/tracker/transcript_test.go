@@ -1,6 +1,7 @@
 package tracker
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"strings"
@@ -26,6 +27,9 @@ import (
 //	moved [corrupt=(N,...)] [gone=(N,...)] [error=gone|busy|corrupt]   the plugin's answer to its oldest call
 //	held [id=N] [ttl=DURATION] [consumers=N] [weak]        the Holder's answer to its oldest Finish
 //	brought ID
+//	reset [within=DURATION], give_up     a reset of the caches; its caller goes away
+//	reset_answered [kept] [error=gone|busy]   the plugin's answer to its oldest reset
+//	down, up                             the plugin
 //	pass DURATION
 func TestTranscripts(t *testing.T) {
 	datadriven.Walk(t, "testdata", func(t *testing.T, path string) {
@@ -50,6 +54,8 @@ type script struct {
 	moves     []Move
 	asks      []Ask
 	finishes  []Finish
+	resets    []CallID // that the plugin works on
+	reset     CallID   // the last one
 	step      uint64
 }
 
@@ -62,6 +68,7 @@ func (s *script) begin(t *testing.T, d *datadriven.TestData) {
 	*s = script{now: time.Unix(0, 0), addresses: map[string]connector.BlockKey{}}
 	cfg := testConfig()
 	role := ""
+	cfg.Can = connector.CanReset
 	if d.HasArg("holder") {
 		cfg.Can = connector.CanHold
 	}
@@ -104,6 +111,8 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 	case "brought":
 		promised, refused := s.b.Brought(connector.RequestID(id))
 		fmt.Fprintf(&s.out, "promises %d tokens, refused %q\n", promised, refused)
+	case "reset", "give_up", "reset_answered", "down", "up":
+		s.resetting(t, d)
 	case "pass":
 		by, err := time.ParseDuration(id)
 		require.NoError(t, err)
@@ -156,6 +165,35 @@ func (s *script) answer(t *testing.T, d *datadriven.TestData, id connector.Reque
 		t.Fatalf("unknown command %s", d.Cmd)
 	}
 	s.do(s.b.Step(s.now, st, tails))
+}
+
+// resetting is what concerns resets.
+func (s *script) resetting(t *testing.T, d *datadriven.TestData) {
+	switch d.Cmd {
+	case "reset":
+		var deadline time.Time
+		within := ""
+		if d.MaybeScanArgs(t, "within", &within); within != "" {
+			by, err := time.ParseDuration(within)
+			require.NoError(t, err)
+			deadline = s.now.Add(by)
+		}
+		var actions []Action
+		s.reset, actions = s.b.Reset(s.now, deadline)
+		s.do(actions)
+	case "give_up":
+		s.do(s.b.GiveUpReset(s.now, s.reset, context.Canceled))
+	case "reset_answered":
+		id := s.resets[0]
+		s.resets = s.resets[1:]
+		s.do(s.b.ResetAnswered(s.now, id, !d.HasArg("kept"), outcome(t, d).Err))
+	case "down":
+		s.moves = nil
+		s.do(s.b.Down(s.now, 1))
+		s.do(s.b.Reaped(s.now, 1))
+	default:
+		s.do(s.b.Up(s.now, 2))
+	}
 }
 
 func (s *script) ticket(t *testing.T, d *datadriven.TestData, id connector.RequestID, n map[string]int) {
@@ -261,6 +299,11 @@ func (s *script) do(actions []Action) {
 		case Finish:
 			s.finishes = append(s.finishes, a)
 			fmt.Fprintf(&s.out, "asks the plugin whether to keep %s\n", a.Ended[0].Request)
+		case Reset:
+			s.resets = append(s.resets, a.ID)
+			fmt.Fprintln(&s.out, "resets the connector")
+		case ResetOver:
+			fmt.Fprintf(&s.out, "the reset is over: emptied %v, error %v\n", a.Emptied, a.Err)
 		case CancelCall:
 			fmt.Fprintln(&s.out, "cancels a call")
 		case Tell:

@@ -206,6 +206,11 @@ func (b *Tracker) start(c *call) {
 		p.Replace = true
 		c.part = &p
 	}
+	if c.op.kind == Save {
+		for _, r := range b.resets {
+			r.saved = true
+		}
+	}
 	b.emit(Move{
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
 		Check: b.check(c), Reshaped: c.op.reshaped, Computing: c.op.layered, Step: c.op.step,

@@ -1,6 +1,7 @@
 package tracker
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -39,7 +40,9 @@ type world struct {
 	moves    map[CallID]Move // started, and the plugin may still touch the blocks
 	silent   map[CallID]bool // moves whose connection is lost
 	finishes map[CallID]Finish
-	doomed   bool // the tracker requires the end of the generation
+	resets   map[CallID]bool // not over; true: the plugin works on it
+	stored   map[CallID]bool // resets during which something was saved
+	doomed   bool            // the tracker requires the end of the generation
 
 	due    map[key]int // how often it must be told: 1
 	told   map[key]int
@@ -57,6 +60,8 @@ type world struct {
 	planned   map[key]bool // waits for a plan
 	last      connector.HoldID
 	events    int
+	emptied   bool // what the plugin answers to a reset
+	empty     int  // resets that went well
 }
 
 func newWorld(t *testing.T, seed uint64) *world {
@@ -68,6 +73,9 @@ func newWorld(t *testing.T, seed uint64) *world {
 	if rng.IntN(2) == 0 {
 		caps |= connector.CanHold
 	}
+	if rng.IntN(4) > 0 {
+		caps |= connector.CanReset
+	}
 	cfg := testConfig()
 	if rng.IntN(2) == 0 {
 		cfg.Slots = 1 + rng.IntN(8)
@@ -78,7 +86,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 		asks: map[CallID]Ask{}, plans: map[CallID]Plan{}, moves: map[CallID]Move{}, silent: map[CallID]bool{},
 		finishes: map[CallID]Finish{}, due: map[key]int{}, told: map[key]int{}, blocks: map[key][]connector.BlockID{},
 		holds: map[connector.HoldID]key{}, held: map[key]bool{}, later: map[connector.RequestID]bool{},
-		ended: map[connector.RequestID]bool{}, planned: map[key]bool{},
+		ended: map[connector.RequestID]bool{}, resets: map[CallID]bool{}, stored: map[CallID]bool{}, planned: map[key]bool{},
 	}
 }
 
@@ -101,31 +109,62 @@ func (w *world) do(input string, actions []Action) {
 		w.log = append(w.log, "    "+describe(a))
 	}
 	for _, a := range actions {
-		switch a := a.(type) {
-		case Ask:
-			require.True(w.t, w.live && a.Gen == w.gen)
-			w.asks[a.ID] = a
-		case Plan:
-			require.True(w.t, w.live && a.Gen == w.gen)
-			w.plans[a.ID] = a
-		case Move:
-			require.True(w.t, w.live && a.Gen == w.gen, "a call needs a living plugin")
-			w.granted(a)
-			w.slotted(a)
-			w.moves[a.ID] = a
-		case Finish:
-			require.True(w.t, w.live && a.Gen == w.gen)
-			w.finishes[a.ID] = a
-		case Kill:
-			require.Equal(w.t, w.gen, a.Gen)
-			w.doomed = true
-		case Tell:
-			w.tell(&a.Event)
+		if e, tells := a.(Tell); tells {
+			w.tell(&e.Event)
+		} else {
+			w.act(a)
 		}
 	}
 	if due, ok := w.b.Next(); ok && len(w.b.ops) > 0 {
 		require.False(w.t, due.IsZero())
 	}
+}
+
+// act notes a call to the plugin, or the end of one.
+func (w *world) act(a Action) {
+	if gen, call := generationOf(a); call {
+		require.True(w.t, w.live && gen == w.gen, "a call needs a living plugin")
+	}
+	switch a := a.(type) {
+	case Ask:
+		w.asks[a.ID] = a
+	case Plan:
+		w.plans[a.ID] = a
+	case Move:
+		w.granted(a)
+		w.slotted(a)
+		w.moves[a.ID] = a
+		for id, started := range w.resets {
+			w.stored[id] = w.stored[id] || started && a.Kind == Save
+		}
+	case Finish:
+		w.finishes[a.ID] = a
+	case Reset:
+		require.False(w.t, w.b.Saving(), "a reset does not wait for saves")
+		w.resets[a.ID] = true
+	case ResetOver:
+		w.resetOver(&a)
+	case Kill:
+		require.Equal(w.t, w.gen, a.Gen)
+		w.doomed = true
+	}
+}
+
+// generationOf is the generation that a call is for.
+func generationOf(a Action) (gen uint64, call bool) {
+	switch a := a.(type) {
+	case Ask:
+		return a.Gen, true
+	case Plan:
+		return a.Gen, true
+	case Move:
+		return a.Gen, true
+	case Finish:
+		return a.Gen, true
+	case Reset:
+		return a.Gen, true
+	}
+	return 0, false
 }
 
 // granted checks that a call touches only blocks of one transfer that is not over.
@@ -381,6 +420,46 @@ func (w *world) answerMove() {
 	w.perhapsAgain(id)
 }
 
+// reset empties the caches, with or without a deadline, or gives up one that was begun.
+func (w *world) reset() {
+	if ids := slices.Sorted(maps.Keys(w.resets)); len(ids) > 0 && w.rng.IntN(3) == 0 {
+		w.do("give up a reset", w.b.GiveUpReset(w.now, ids[0], context.Canceled))
+		return
+	}
+	var deadline time.Time
+	if w.rng.IntN(2) == 0 {
+		deadline = w.now.Add(time.Duration(w.rng.IntN(5000)) * time.Millisecond)
+	}
+	id, actions := w.b.Reset(w.now, deadline)
+	w.resets[id] = false
+	w.do("reset", actions)
+}
+
+// answerReset is the plugin's answer; a reset that has not started gets none.
+func (w *world) answerReset() {
+	for _, id := range slices.Sorted(maps.Keys(w.resets)) {
+		if w.resets[id] {
+			w.emptied = w.rng.IntN(3) > 0
+			w.do("reset answered", w.b.ResetAnswered(w.now, id, w.emptied, w.err()))
+			w.emptied = false
+			return
+		}
+	}
+}
+
+func (w *world) resetOver(a *ResetOver) {
+	started, due := w.resets[a.ID]
+	require.True(w.t, due, "a reset is over twice")
+	delete(w.resets, a.ID)
+	require.False(w.t, a.Emptied && (!started || !w.emptied || a.Err != nil || w.stored[a.ID]), "emptied, and it is not")
+	if a.Emptied {
+		w.empty++
+		for _, r := range w.b.requests {
+			require.False(w.t, r.match.known, "an answer of before the reset is kept")
+		}
+	}
+}
+
 func (w *world) answerFinish() {
 	id, ok := pickOne(w, w.finishes)
 	if !ok {
@@ -432,7 +511,7 @@ func (w *world) tick() {
 
 func (w *world) run(steps int) {
 	for range steps {
-		switch w.rng.IntN(12) {
+		switch w.rng.IntN(13) {
 		case 0, 1:
 			w.step()
 		case 2:
@@ -449,6 +528,11 @@ func (w *world) run(steps int) {
 			w.tick()
 		case 10:
 			w.do("consumed", w.b.Consumed(w.gen, []connector.HoldID{connector.HoldID(w.rng.IntN(int(w.last) + 2))}))
+		case 12:
+			if w.rng.IntN(4) == 0 {
+				w.reset()
+			}
+			w.answerReset()
 		case 11:
 			if w.doomed || w.rng.IntN(4) == 0 {
 				w.plugin()
@@ -494,6 +578,9 @@ func (w *world) drain() {
 		require.Fail(w.t, "a call is left", "%+v of %+v", *c, *c.op)
 	}
 	require.Empty(w.t, w.later)
+	w.now = w.now.Add(w.cfg.Save)
+	w.do("tick", w.b.Tick(w.now))
+	require.Empty(w.t, w.resets, "resets that never end")
 	for _, r := range w.b.asks {
 		require.Fail(w.t, "an ask is left", "of %q", r.id)
 	}

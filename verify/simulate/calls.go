@@ -32,12 +32,21 @@ func (p *proc) doJob(j *job, d *rng, f Fault) {
 	case j.finish != nil:
 		j.given = p.finish(j.finish.Ended, d, f)
 	case j.reset != nil:
-		p.h.w.say("%s: the connector is reset", p.h.e.name)
-		if !p.h.w.is(ResetLies) {
-			p.h.w.store.clear()
-		}
-		j.emptied = f != faultPartial
+		p.reset(j, d, f)
 	}
+}
+
+// reset is the connector's Reset: it forgets everything, or fails, or says that it kept what it has.
+func (p *proc) reset(j *job, d *rng, f Fault) {
+	if j.err != nil || f == faultPartial || d.n(4) == 1 && p.h.w.opt.Rough > 0 {
+		p.h.w.say("%s: the connector is not reset", p.h.e.name)
+		return
+	}
+	p.h.w.say("%s: the connector is reset", p.h.e.name)
+	if !p.h.w.is(ResetLies) && !p.h.w.is(ResetInHaste) {
+		p.h.w.store.clear()
+	}
+	j.emptied = true
 }
 
 // lookup is the connector's Match.
@@ -163,9 +172,11 @@ func (p *proc) answerJob(f Fault) {
 			h.do(h.tracker.Planned(h.w.now, j.id, j.planned, j.err))
 		case j.finish != nil:
 			h.do(h.tracker.FinishAnswered(h.w.now, j.id, j.given, j.err))
-		case j.reset == h.reset && h.reset != nil:
-			h.do(h.tracker.Forget(h.w.now))
-			h.endReset(j.emptied && j.err == nil && (h.w.is(ResetInHaste) || !h.tracker.Saving()))
+		case j.reset != nil:
+			if h.w.is(ResetUnheard) {
+				j.emptied, j.err = true, nil
+			}
+			h.do(h.tracker.ResetAnswered(h.w.now, j.id, j.emptied, j.err))
 		}
 	}
 }

@@ -21,21 +21,22 @@ type host struct {
 	guard   *ticket.Guard
 	proc    *proc // nil while none runs
 	n       uint64
-	startAt time.Time // when the next generation is up, while none runs
-	since   time.Time // of the generation
-	rng     rng       // decides what no Op decides
-	queue   []report  // what the engine has not taken yet
-	reset   *resetting
+	startAt time.Time      // when the next generation is up, while none runs
+	since   time.Time      // of the generation
+	rng     rng            // decides what no Op decides
+	queue   []report       // what the engine has not taken yet
+	reset   tracker.CallID // under way; 0: none
 
-	turns  map[connector.RequestID]*turnUse // of requests that came with the ticket of an earlier turn
-	final  uint64                           // the last step whose layers are all computed
-	due    map[obligation]*grant            // what the engine must still be told
-	open   []*grant                         // whose end the engine has not taken yet
-	holds  map[obligation]*lease
-	answer []tracker.CallID             // of calls that were answered, for answers that come again
-	later  map[connector.RequestID]bool // a mutant's: whose answer was Later
-	late   []*move                      // of generations that are gone; only a mutant looks at them
-	slots  [][]*move                    // by rank and landing slot: the call that it was given to last
+	turns   map[connector.RequestID]*turnUse // of requests that came with the ticket of an earlier turn
+	final   uint64                           // the last step whose layers are all computed
+	due     map[obligation]*grant            // what the engine must still be told
+	open    []*grant                         // whose end the engine has not taken yet
+	holds   map[obligation]*lease
+	answer  []tracker.CallID             // of calls that were answered, for answers that come again
+	later   map[connector.RequestID]bool // a mutant's: whose answer was Later
+	late    []*move                      // of generations that are gone; only a mutant looks at them
+	orphans []*move                      // calls with which somebody goes on for ever
+	slots   [][]*move                    // by rank and landing slot: the call that it was given to last
 }
 
 // obligation names something that must be answered exactly once.
@@ -100,6 +101,10 @@ func (h *host) do(actions []tracker.Action) {
 			h.send(&job{finish: &a, id: a.ID, deadline: a.Deadline})
 		case tracker.Move:
 			h.start(&a)
+		case tracker.Reset:
+			h.send(&job{reset: &a, id: a.ID, deadline: a.Deadline})
+		case tracker.ResetOver:
+			h.resetOver(&a)
 		case tracker.CancelCall:
 			h.cancel(a.ID)
 		case tracker.Kill:
@@ -347,15 +352,20 @@ func (h *host) deliver(n int) {
 	batch := h.queue[:n]
 	h.queue = append([]report(nil), h.queue[n:]...)
 	for i := range batch {
-		h.give(&batch[i])
+		r := &batch[i]
+		if h.w.tracing() {
+			h.w.say("%s hears: %s", h.e.name, describeEvent(&r.Event))
+		}
+		if r.Lost {
+			h.giveLost(r)
+		} else {
+			h.give(r)
+		}
 	}
 }
 
 func (h *host) give(r *report) {
 	s := h.e.sched
-	if h.w.tracing() {
-		h.w.say("%s hears: %s", h.e.name, describeEvent(&r.Event))
-	}
 	if r.Kind == tracker.Stored { // the save goes on for others, on the same blocks
 		h.giveStored(r)
 		return
@@ -404,6 +414,11 @@ func (h *host) revoke(g *grant) {
 		return
 	}
 	g.open = false
+	h.forget(g)
+}
+
+// forget ends what the engine expects of a transfer.
+func (h *host) forget(g *grant) {
 	for i := range h.open {
 		if h.open[i] == g {
 			h.open = append(h.open[:i], h.open[i+1:]...)

@@ -33,7 +33,8 @@ func (h *host) renew(p *proc, d *rng) {
 	}
 	over := map[connector.HoldID]bool{}
 	if !h.w.is(RenewalLost) {
-		for _, id := range h.tracker.Renewed(h.w.now, p.n, list) {
+		h.tracker.Renewed(h.w.now, p.n, list)
+		for _, id := range h.tracker.Over(p.n) {
 			over[id] = !h.w.is(RenewalOfNone)
 		}
 	}

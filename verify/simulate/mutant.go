@@ -60,6 +60,11 @@ const (
 	TurnNotWorth
 	LayerEarly
 	StoredFrees
+	ResetUnheard
+	ResetGone
+	ResetUntold
+	AbandonedIsReaped
+	LostIsFree
 	mutants
 )
 
@@ -121,6 +126,11 @@ func Mutants() []MutantInfo {
 		{TurnNotWorth, "turn-not-worth", "an earlier turn is loaded, however little it brings", "vLLM's kv_recompute_threshold"},
 		{LayerEarly, "layer-early", "a layer is announced before it is computed", "rule LAYER-03"},
 		{StoredFrees, "stored-frees", "blocks are free when what a ticket promises is stored, and the save goes on", "rule MULTI-08"},
+		{ResetUnheard, "reset-unheard", "a reset counts as done whatever the plugin answers", "vllm#57727"},
+		{ResetGone, "reset-gone", "a reset counts as done when the plugin dies or the time is over", "vllm#57727"},
+		{ResetUntold, "reset-untold", "nobody is told that a reset failed", "vllm#46283"},
+		{AbandonedIsReaped, "abandoned-is-reaped", "a dead plugin's blocks are used again although somebody may write them for ever", "rule HOST-05"},
+		{LostIsFree, "lost-is-free", "the engine takes blocks that are lost for free", "rule HOST-05"},
 	}
 }
 

@@ -15,9 +15,11 @@ func TestMutants(t *testing.T) {
 	require.GreaterOrEqual(t, len(list), 45)
 	for i, m := range list {
 		require.Equal(t, Mutant(i+1), m.Mutant, m.Name)
-		k := Hunt(m, 100, 2000, 1000)
-		if assert.NotNil(t, k.First, "%s survives %d seeds: %s (%s)", m.Name, k.Seeds, m.Does, m.Incident) {
-			t.Logf("%-18s %3d of %4d seeds, seed %4d %v", m.Name, k.Killed, k.Seeds, k.Seed, k.First)
-		}
+		t.Run(m.Name, func(t *testing.T) {
+			k := Hunt(m, 100, 2000, 1000)
+			if assert.NotNil(t, k.First, "%s survives %d seeds: %s (%s)", m.Name, k.Seeds, m.Does, m.Incident) {
+				t.Logf("%-18s %3d of %4d seeds, seed %4d %v", m.Name, k.Killed, k.Seeds, k.Seed, k.First)
+			}
+		})
 	}
 }

@@ -27,7 +27,7 @@ const (
 func weights(rough int) [kinds]int {
 	return [kinds]int{
 		opTurn: 300, opWork: 220, opAnswer: 200, opTick: 90, opSubmit: 45, opRoute: 80, opAbort: 5 + 8*rough, opConsume: 15,
-		opGhost: 4 * rough, opCrash: 3 * rough, opStore: 8 * rough, opReset: 5, opRestart: rough,
+		opGhost: 4 * rough, opCrash: 3 * rough, opStore: 8 * rough, opReset: 8, opRestart: rough,
 	}
 }
 

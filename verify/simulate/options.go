@@ -35,6 +35,7 @@ type Options struct {
 	Turns     bool // decode engines give tickets for the next turn, which prefill engines load by; with ThroughHolds and AllBoth
 	Threshold int  // the fewest tokens of an earlier turn that are worth a load
 	Layers    bool // what is saved is handed over before it is computed; not with Planner
+	Orphans   bool // what a dead plugin leaves behind may write its blocks for ever; not with Slots, whose memory is replaced
 	Tells     bool // saves say that they are stored before they are over, as those of a MultiConnector do
 
 	BlockTokens, Blocks, Groups, Ranks int
@@ -80,6 +81,7 @@ func draw(seed uint64) Options {
 	}
 	o.Layers = o.Medium != NoConnector && !o.Planner && r.IntN(3) == 0
 	o.Tells = o.Medium != NoConnector && r.IntN(3) == 0
+	o.Orphans = o.Medium != NoConnector && o.Slots == 0 && o.Rough > 0 && r.IntN(6) > 0
 	return o
 }
 
@@ -120,6 +122,14 @@ func (o *Options) first(group, tokens int) int {
 		return 0
 	}
 	return max(0, tokens/o.BlockTokens-o.Window)
+}
+
+// mostLost is how many blocks of an engine may be lost.
+func (o *Options) mostLost() int {
+	if !o.Orphans {
+		return 0
+	}
+	return o.Blocks / 3
 }
 
 func (o *Options) role(engine int) connector.Role {

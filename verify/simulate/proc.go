@@ -45,7 +45,7 @@ type job struct {
 	ask      *tracker.Ask
 	plan     *tracker.Plan
 	finish   *tracker.Finish
-	reset    *resetting
+	reset    *tracker.Reset
 	deadline time.Time // zero: not begun
 	stuck    bool
 	answered bool
@@ -157,9 +157,6 @@ func (h *host) next() (time.Time, bool) {
 			consider(p.begin(p.jobs[0]).Add(grace), true)
 		}
 	}
-	if h.reset != nil {
-		consider(h.reset.deadline, true)
-	}
 	return first, found
 }
 
@@ -179,9 +176,6 @@ func (p *proc) begin(j *job) time.Time {
 // fire does everything whose time has come.
 func (h *host) fire() {
 	now := h.w.now
-	if h.reset != nil && !now.Before(h.reset.deadline) {
-		h.endReset(false)
-	}
 	if h.proc == nil {
 		if !now.Before(h.startAt) {
 			h.up()
@@ -231,9 +225,6 @@ func (h *host) down(p *proc) {
 	p.isDown = true
 	h.w.say("%s: plugin generation %d is gone", h.e.name, p.n)
 	p.jobs = nil
-	if h.reset != nil && h.reset.asked {
-		h.endReset(false)
-	}
 	h.do(h.tracker.Down(h.w.now, p.n))
 	if h.w.is(NoFence) {
 		h.do(h.tracker.Reaped(h.w.now, p.n))
@@ -250,9 +241,14 @@ func (h *host) reap(p *proc) {
 	if h.w.is(OldAnswers) || h.w.is(RetryUnpinned) {
 		h.late = append(h.late, p.moves...)
 	}
+	moves := p.moves
 	p.moves, h.proc = nil, nil
 	h.w.say("%s: plugin generation %d is reaped", h.e.name, p.n)
-	h.do(h.tracker.Reaped(h.w.now, p.n))
+	if h.mayLose(moves, h.holds) && h.rng.n(4) > 0 {
+		h.abandon(moves)
+	} else {
+		h.do(h.tracker.Reaped(h.w.now, p.n))
+	}
 	if h.w.now.Sub(h.since) > h.breaker.Window {
 		h.breaker.Proved()
 	}
@@ -277,9 +273,8 @@ func (p *proc) work(d *rng, f Fault) {
 		p.h.w.stats.Faults++
 	}
 	i := d.n(n)
+	p.scribbleAtTimes(d, f)
 	switch f {
-	case faultScribble:
-		p.scribble(d)
 	case faultCrash:
 		p.crash()
 		return

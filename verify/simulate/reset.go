@@ -3,19 +3,17 @@ package simulate
 import (
 	"time"
 
-	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/tracker"
 )
 
-// resetting is a reset of an engine's caches under way: package engine's Reset.
-type resetting struct {
-	deadline time.Time
-	asked    bool
-}
-
-// reset empties the prefix cache and the connector's.
-func (e *engine) reset() {
+// reset empties the prefix cache and the connector's: package engine's Reset. Now and then its caller has little
+// time, or goes away.
+func (e *engine) reset(d *rng) {
 	h := e.host
-	if e.forget || h != nil && h.reset != nil {
+	if d.n(2) == 1 {
+		e.leaveReset()
+	}
+	if e.forget || h != nil && h.reset != 0 {
 		return
 	}
 	e.gen++
@@ -25,8 +23,23 @@ func (e *engine) reset() {
 		return
 	}
 	e.w.say("%s is reset", e.name)
-	h.reset = &resetting{deadline: e.w.now.Add(10 * time.Second)}
-	h.pumpReset()
+	if e.w.is(ResetInHaste) {
+		e.w.store.clear()
+	}
+	limit := 10 * time.Second
+	if d.n(4) == 3 {
+		limit = time.Duration(d.n(500)) * time.Millisecond
+	}
+	id, actions := h.tracker.Reset(e.w.now, e.w.now.Add(limit))
+	h.reset = id
+	h.do(actions)
+}
+
+// leaveReset is the end of whoever waits for a reset.
+func (e *engine) leaveReset() {
+	if h := e.host; h != nil && h.reset != 0 {
+		h.do(h.tracker.GiveUpReset(e.w.now, h.reset, errCanceled))
+	}
 }
 
 func (e *engine) emptied() {
@@ -35,23 +48,22 @@ func (e *engine) emptied() {
 	e.w.say("%s is empty", e.name)
 }
 
-// pumpReset asks the connector once no save is under way.
-func (h *host) pumpReset() {
-	if h.reset == nil || h.reset.asked || h.tracker.Saving() && !h.w.is(ResetInHaste) {
-		return
+// resetOver is followed by the engine's part, in its next turn.
+func (h *host) resetOver(a *tracker.ResetOver) {
+	if h.reset != a.ID {
+		h.w.fail('d', "%s is told that a reset is over, which is not under way", h.e.name)
 	}
-	h.reset.asked = true
-	if h.proc == nil || h.can&connector.CanReset == 0 {
-		h.endReset(false)
+	switch {
+	case h.w.is(ResetUntold) && a.Err != nil:
 		return
+	case a.Err != nil:
+		h.w.stats.ResetsFailed++
+		h.w.say("%s: the reset fails: %v", h.e.name, a.Err)
+	case !a.Emptied:
+		h.w.stats.ResetsKept++
 	}
-	h.send(&job{reset: h.reset, deadline: h.reset.deadline})
-}
-
-// endReset is followed by the engine's part, in its next turn.
-func (h *host) endReset(emptied bool) {
-	h.reset = nil
-	h.e.forget, h.e.willBeEmpty = true, emptied
+	h.reset = 0
+	h.e.forget, h.e.willBeEmpty = true, a.Emptied || a.Err != nil && h.w.is(ResetGone)
 }
 
 // finishReset is the engine's part: the prefix cache, last, because until the connector was empty its

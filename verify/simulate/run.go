@@ -102,7 +102,7 @@ func (w *World) apply(op Op) {
 			w.say("the store %s", what)
 		}
 	case opReset:
-		e.reset()
+		e.reset(&d)
 	case opRestart:
 		if d.n(3) == 0 {
 			w.stats.EngineRestarts++
@@ -123,6 +123,7 @@ func (h *host) apply(op Op, d *rng) {
 		h.ghost(d)
 		return
 	}
+	h.haunt(d)
 	p := h.proc
 	if p == nil {
 		return
@@ -141,7 +142,9 @@ func (h *host) apply(op Op, d *rng) {
 		h.renew(p, d)
 		p.consume(op.Fault)
 	case opCrash:
-		p.crash()
+		if !h.loseCall(p, d) {
+			p.crash()
+		}
 	default:
 	}
 }
@@ -166,11 +169,6 @@ func (h *host) mistake(p *proc) {
 }
 
 func (w *World) after() {
-	for _, e := range w.engines {
-		if e.host != nil {
-			e.host.pumpReset()
-		}
-	}
 	if w.violation == nil {
 		w.checkAll()
 	}
@@ -264,7 +262,7 @@ func (w *World) atRest() bool {
 		if e.forget || e.sched.Live() > 0 || len(e.streams) > 0 {
 			return false
 		}
-		if h := e.host; h != nil && (!h.tracker.Idle() || len(h.queue) > 0 || len(h.due) > 0 || h.reset != nil) {
+		if h := e.host; h != nil && (!h.tracker.Idle() || len(h.queue) > 0 || len(h.due) > 0 || h.reset != 0) {
 			return false
 		}
 	}
@@ -274,10 +272,13 @@ func (w *World) atRest() bool {
 // over checks that nothing is left.
 func (w *World) over() {
 	for _, e := range w.engines {
-		if e.pool.Available() != e.pool.Size() {
-			w.fail('f', "%s: %d of %d blocks are free in the end", e.name, e.pool.Available(), e.pool.Size())
+		h, lost := e.host, 0
+		if h != nil {
+			lost = h.tracker.Counters().Lost
 		}
-		h := e.host
+		if e.pool.Available() != e.pool.Size()-lost {
+			w.fail('f', "%s: %d of %d blocks are free in the end, %d are lost", e.name, e.pool.Available(), e.pool.Size(), lost)
+		}
 		if h == nil {
 			continue
 		}

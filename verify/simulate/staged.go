@@ -82,21 +82,31 @@ func (c *cell) set(from *cell) {
 	c.sum = from.sum
 }
 
+// scribbleAtTimes is a plugin that writes where it has no business, because of a fault or, in a rough world, of itself.
+func (p *proc) scribbleAtTimes(d *rng, f Fault) {
+	o := &p.h.w.opt
+	if f == faultScribble || o.Slots > 0 && o.Rough > 0 && !p.h.w.quiet && d.n(10) == 1 {
+		p.scribble(d)
+	}
+}
+
 // scribble is an untrusted plugin writing to any landing slot at any time.
 func (p *proc) scribble(d *rng) {
 	n := p.h.w.opt.Slots
 	if n == 0 {
 		return
 	}
-	rank, slot := d.n(p.h.w.opt.Ranks), d.n(n)
+	rank, slots := d.n(p.h.w.opt.Ranks), []connector.BlockID{connector.BlockID(d.n(n))}
 	if d.n(2) == 0 && len(p.moves) > 0 { // where it does harm
 		if m := p.moves[d.n(len(p.moves))]; len(m.Slots) > 0 {
-			rank, slot = m.Rank, int(m.Slots[d.n(len(m.Slots))])
+			rank, slots = m.Rank, m.Slots
 		}
 	}
-	c := &p.h.e.landing[rank][slot]
-	c.tags[d.n(len(c.tags))].kv ^= 1 << d.n(64)
-	if d.n(4) == 0 {
-		c.sum ^= 1
+	for _, s := range slots {
+		c := &p.h.e.landing[rank][s]
+		c.tags[d.n(len(c.tags))].kv ^= 1 << d.n(64)
+		if d.n(4) == 0 {
+			c.sum ^= 1
+		}
 	}
 }

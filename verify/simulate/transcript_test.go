@@ -26,7 +26,7 @@ import (
 //	scribble ENGINE                  the plugin writes where it likes in landing memory
 //	leave N                          the client goes away
 //	store WHAT                       lose, damage, swap: the oldest stored block, or the oldest two
-//	reset ENGINE, restart ENGINE
+//	reset ENGINE [leave], restart ENGINE      leave: who resets it goes away
 //	ghost ENGINE                     answers that nobody waits for
 //	pass DURATION
 //	settle                           no more faults, until all is over
@@ -157,7 +157,11 @@ func (s *story) engine(t *testing.T, d *datadriven.TestData, fault Fault) {
 	case "crash":
 		e.host.proc.crash()
 	case "reset":
-		e.reset()
+		if d.HasArg("leave") {
+			e.leaveReset()
+			return
+		}
+		e.reset(new(zero).rng())
 	case "restart":
 		s.w.say("%s dies and starts again", e.name)
 		e.restart()

@@ -61,12 +61,14 @@ type Stats struct {
 	Crashes, Hangs, Kills, Restarts   int
 	Holds, Expired, Consumed, Renewed int
 	Refused                           int // tickets
-	Resets, EngineRestarts, Faults    int
+	Resets, ResetsKept, ResetsFailed  int // emptied all; kept something; without an answer or with an error
+	EngineRestarts, Faults            int
 	Preemptions, Unknown, BookRetries int
 	StoreFaults, Misses, Late, Reused int
 
 	Turns, TurnLoads, TurnLoaded, TurnLost int // tickets for the next turn; loads by them; blocks
 	Plans                                  int // calls of a Planner
+	Lost                                   int // transfers and holds whose blocks are never used again
 	Layered, Stored, Staged                int // saves: handed over before they were computed; told stored before they were over; calls through landing memory
 }
 
@@ -87,7 +89,9 @@ func (s *Stats) Powers() []Power {
 		{"stored before saved", s.Stored},
 		{"staged (calls through landing memory)", s.Staged},
 		{"resets", s.Resets},
+		{"resets that fail or keep something", s.ResetsKept + s.ResetsFailed},
 		{"plans", s.Plans},
+		{"transfers and holds whose blocks are lost", s.Lost},
 	}
 }
 
@@ -126,6 +130,8 @@ func (s *Stats) fields() []field {
 		{"renewed", &s.Renewed},
 		{"tickets refused", &s.Refused},
 		{"resets", &s.Resets},
+		{"resets that keep something", &s.ResetsKept},
+		{"resets that fail", &s.ResetsFailed},
 		{"engine restarts", &s.EngineRestarts},
 		{"faulty messages", &s.Faults},
 		{"preemptions", &s.Preemptions},
@@ -143,6 +149,7 @@ func (s *Stats) fields() []field {
 		{"saves while computing", &s.Layered},
 		{"saves stored before they were over", &s.Stored},
 		{"staged calls", &s.Staged},
+		{"transfers and holds lost", &s.Lost},
 	}
 }
 

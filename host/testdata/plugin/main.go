@@ -42,6 +42,9 @@ const badLog = `{"@message":1}
 null
 `
 
+// poorer is a scheduler side without any power, as that of another build.
+type poorer struct{ connector.Scheduler }
+
 func main() {
 	switch filepath.Base(os.Args[0]) {
 	case "kvport-hang":
@@ -115,6 +118,9 @@ func main() {
 				return nil, err
 			}
 			s := &side{config: c, env: env}
+			if _, err := os.Stat(filepath.Join(c.Dir, "poorer")); err == nil {
+				return poorer{&scheduler{s}}, nil
+			}
 			if strings.HasPrefix(c.Fault, "stat") {
 				return &counter{scheduler: scheduler{s}}, err
 			}

@@ -1,0 +1,139 @@
+package tracker
+
+import (
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// HoldTable gives the holds of all lives of a child numbers of its own, because every process counts from 1.
+type HoldTable struct {
+	last connector.HoldID
+	own  map[connector.HoldID]*openHold
+	ids  map[plugHold]connector.HoldID
+	over []connector.HoldID
+	lost uint64 // the newest life whose end is known; lives grow
+
+	refused []plugHold       // named by the last Renewals, and none of ours
+	early   map[plugHold]int // reported before the answer that announces them came
+}
+
+// plugHold is a hold as the plugin names it.
+type plugHold struct {
+	life uint64
+	id   connector.HoldID
+}
+
+type openHold struct {
+	plugHold
+	consumers int
+	expires   time.Time
+}
+
+// NewHoldTable makes an empty one.
+func NewHoldTable() *HoldTable {
+	return &HoldTable{own: map[connector.HoldID]*openHold{}, ids: map[plugHold]connector.HoldID{}, early: map[plugHold]int{}}
+}
+
+// Add takes on a hold and gives its own number; 0 for none, and for one of a life that is lost: its answer came too
+// late.
+func (b *HoldTable) Add(now time.Time, life uint64, h *connector.Hold, longest time.Duration) connector.HoldID {
+	for id, o := range b.own {
+		if now.After(o.expires) {
+			b.drop(id, o)
+		}
+	}
+	if h.ID == 0 || life <= b.lost {
+		return 0
+	}
+	b.last++
+	o := &openHold{plugHold{life, h.ID}, max(h.Consumers, 1), now.Add(2 * longest)}
+	b.own[b.last], b.ids[o.plugHold] = o, b.last
+	own := b.last
+	for range b.early[o.plugHold] {
+		b.Consumed(life, []connector.HoldID{h.ID})
+	}
+	delete(b.early, o.plugHold)
+	return own
+}
+
+func (b *HoldTable) drop(id connector.HoldID, o *openHold) {
+	delete(b.own, id)
+	delete(b.ids, o.plugHold)
+}
+
+// Consumed says that a consumer has fetched each of these holds of a life.
+func (b *HoldTable) Consumed(life uint64, ids []connector.HoldID) {
+	for _, id := range ids {
+		own := b.ids[plugHold{life, id}]
+		o := b.own[own]
+		if o == nil {
+			if life > b.lost && len(b.early) < maxEarly {
+				b.early[plugHold{life, id}]++
+			}
+			continue
+		}
+		b.over = append(b.over, own)
+		if o.consumers--; o.consumers == 0 {
+			b.drop(own, o)
+		}
+	}
+}
+
+// Renewed gives our numbers of the holds that a life renews. What it names that is not one of them is
+// refused by the next call: it must not take it for renewed (rule LEASE-02).
+func (b *HoldTable) Renewed(life uint64, ids []connector.HoldID) (own []connector.HoldID) {
+	b.refused = nil
+	for _, id := range ids {
+		named := plugHold{life, id}
+		if o := b.ids[named]; o != 0 {
+			own = append(own, o)
+		} else {
+			b.refused = append(b.refused, named)
+		}
+	}
+	return own
+}
+
+// Ended gives a life's own numbers of the holds that it has to hear the end of.
+func (b *HoldTable) Ended(life uint64, own []connector.HoldID) (ids []connector.HoldID) {
+	for _, id := range own {
+		if o := b.own[id]; o != nil && o.life == life {
+			ids = append(ids, o.id)
+		}
+	}
+	for _, named := range b.refused {
+		if named.life == life {
+			ids = append(ids, named.id)
+		}
+	}
+	return ids
+}
+
+// Lose ends the holds of a life.
+func (b *HoldTable) Lose(life uint64) {
+	b.lost = max(b.lost, life)
+	for _, id := range slices.Sorted(maps.Keys(b.own)) {
+		o := b.own[id]
+		if o.life != life {
+			continue
+		}
+		for range o.consumers {
+			b.over = append(b.over, id)
+		}
+		b.drop(id, o)
+	}
+	clear(b.early)
+}
+
+// Pending says whether Take has something to give.
+func (b *HoldTable) Pending() bool { return len(b.over) > 0 }
+
+// Take gives the holds that were fetched or lost since the last call, each once for every consumer.
+func (b *HoldTable) Take() []connector.HoldID {
+	over := b.over
+	b.over = nil
+	return over
+}

@@ -1,0 +1,131 @@
+package tracker
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// promisedHold is what a HoldTable has numbered, as its children know it.
+type promisedHold struct {
+	life      uint64
+	id        connector.HoldID
+	consumers int
+	told      int // how often the table has reported it
+}
+
+// holdWorld is children that fail one by one: their processes announce holds, report consumers before and after that,
+// renew, and die, and some answers come after the death.
+type holdWorld struct {
+	t     *testing.T
+	rng   *rand.Rand
+	b     *HoldTable
+	now   time.Time
+	life  uint64
+	last  connector.HoldID // of the life
+	own   map[connector.HoldID]*promisedHold
+	early map[connector.HoldID]int // reported, not announced
+	met   map[string]int
+}
+
+func (w *holdWorld) add(life uint64) {
+	w.last++
+	p := &promisedHold{life: life, id: w.last, consumers: 1 + w.rng.IntN(3)}
+	own := w.b.Add(w.now, life, &connector.Hold{ID: p.id, Consumers: p.consumers}, time.Hour)
+	if life != w.life {
+		require.Zero(w.t, own, "the process that keeps it is dead")
+		w.met["late"]++
+		return
+	}
+	require.NotZero(w.t, own)
+	require.NotContains(w.t, w.own, own)
+	w.own[own] = p
+	w.take()
+	require.Equal(w.t, min(w.early[p.id], p.consumers), p.told)
+	w.met["early"] += p.told
+	delete(w.early, p.id)
+}
+
+// take notes what the table reports.
+func (w *holdWorld) take() {
+	for _, own := range w.b.Take() {
+		p := w.own[own]
+		p.told++
+		require.LessOrEqual(w.t, p.told, p.consumers)
+		w.met["told"]++
+	}
+	require.False(w.t, w.b.Pending())
+}
+
+func (w *holdWorld) consume() {
+	id := connector.HoldID(1 + w.rng.IntN(int(w.last)+2))
+	w.b.Consumed(w.life, []connector.HoldID{id})
+	if id > w.last {
+		w.early[id]++
+	}
+	w.take()
+}
+
+func (w *holdWorld) renew() {
+	var named, open []connector.HoldID
+	for own, p := range w.own {
+		if p.life == w.life && p.told < p.consumers && w.rng.IntN(2) == 0 {
+			named, open = append(named, p.id), append(open, own)
+		}
+	}
+	require.ElementsMatch(w.t, open, w.b.Renewed(w.life, append(named, 9999)))
+	require.ElementsMatch(w.t, append(named, 9999), w.b.Ended(w.life, append(open, 12345)), "9999 is refused")
+	require.Empty(w.t, w.b.Ended(w.life+1, open), "another life's")
+	w.met["renewed"] += len(open)
+}
+
+func (w *holdWorld) die() {
+	w.b.Lose(w.life)
+	w.take()
+	for own, p := range w.own {
+		require.Equal(w.t, p.consumers, p.told, "hold %d of a dead process is not over", own)
+	}
+	clear(w.early)
+	w.life, w.last = w.life+1, 0
+	w.met["lives"]++
+}
+
+// TestHoldTable: every hold gets a number that no other has, each consumer is reported once, and what a process kept
+// is over with it, however late its answers are.
+func TestHoldTable(t *testing.T) {
+	met := map[string]int{}
+	for seed := range uint64(300) {
+		w := &holdWorld{
+			t: t, rng: rand.New(rand.NewPCG(seed, 21)), b: NewHoldTable(), now: time.Unix(0, 0), life: 1,
+			own: map[connector.HoldID]*promisedHold{}, early: map[connector.HoldID]int{}, met: met,
+		}
+		for range 200 {
+			w.now = w.now.Add(time.Second)
+			switch n := w.rng.IntN(20); {
+			case n < 6:
+				w.add(w.life)
+			case n < 15:
+				w.consume()
+			case n < 17:
+				w.renew()
+			case n == 17 && w.life > 1:
+				w.add(w.life - 1)
+				w.last--
+			case n == 18:
+				w.b.Consumed(w.life-1, []connector.HoldID{1})
+				w.take()
+			case n == 19:
+				w.die()
+			}
+		}
+		w.die()
+	}
+	for _, what := range []string{"told", "early", "late", "renewed", "lives"} {
+		require.Positive(t, met[what], what)
+	}
+	t.Log(met)
+}
