@@ -17,28 +17,16 @@ import (
 
 // harness is the case's Harness as its Maker made it, which may have further methods.
 func (r *rig) harness() Harness {
-	h, _ := r.unwrapped()
-	return h
+	if s, ok := r.h.(seeded); ok {
+		return s.Harness
+	}
+	return r.h
 }
 
 // isStaged reports whether the connector runs at trust level staged.
 func (r *rig) isStaged() bool {
-	_, is := r.unwrapped()
-	return is
-}
-
-func (r *rig) unwrapped() (_ Harness, isStaged bool) {
-	h := r.h
-	for {
-		switch wrapped := h.(type) {
-		case seeded:
-			h = wrapped.Harness
-		case *staged:
-			h, isStaged = wrapped.Harness, true
-		default:
-			return h, isStaged
-		}
-	}
+	h, ok := r.harness().(*loopback)
+	return ok && h.staged
 }
 
 // folder is where the connector keeps what it stores. Without one the case does not apply.

@@ -184,7 +184,7 @@ func kvportImports() map[string][]string {
 		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
-		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest"},
+		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest", "internal/ticket"},
 
 		"host/internal/config":   {"internal/strictjson"},
 		"host/internal/leaktest": {},
