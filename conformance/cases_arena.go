@@ -124,7 +124,7 @@ func arenaDamaged(r *rig) {
 		e := r.engine(setup{})
 		keys := e.keys(6)
 		from := blocks(0, keys...)
-		e.sealed(from...)
+		e.fill(from...)
 		r.must(e.saveOnly(r.Context(), transfer(from)), "save")
 		e.closeAll()
 		var used []int
@@ -147,7 +147,7 @@ func arenaGarbage(r *rig) {
 	e := r.engine(setup{})
 	keys := e.keys(4)
 	from := blocks(0, keys...)
-	e.sealed(from...)
+	e.fill(from...)
 	r.must(e.saveOnly(r.Context(), transfer(from)), "save")
 	e.closeAll()
 	for at := range e.inst.Arena {

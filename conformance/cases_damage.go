@@ -134,14 +134,14 @@ func damaged(r *rig, damage func(*rig, []string) error) {
 	folder := r.folder()
 	e := r.engine(setup{})
 	kept := e.keys(4)
-	e.sealed(blocks(0, kept...)...)
+	e.fill(blocks(0, kept...)...)
 	r.must(e.saveOnly(r.Context(), transfer(blocks(0, kept...))), "save")
 	for life := range 2 {
 		hit := e.keys(6)
 		before, err := state(folder)
 		r.must(err, "files of the backend")
 		from := blocks(0, hit...)
-		e.sealed(from...)
+		e.fill(from...)
 		r.must(e.saveOnly(r.Context(), transfer(from)), "save")
 		e.closeAll() // what it has not written yet
 		after, err := state(folder)

@@ -34,7 +34,7 @@ func away(r *rig, instead func(path string) error) {
 	folder := r.folder()
 	e := r.engine(setup{})
 	keys := e.keys(4)
-	e.sealed(blocks(0, keys...)...)
+	e.fill(blocks(0, keys...)...)
 	r.must(e.saveOnly(r.Context(), transfer(blocks(0, keys...))), "save")
 	hidden := folder + ".away"
 	r.must(os.Rename(folder, hidden), "move the folder away")
@@ -53,7 +53,7 @@ func away(r *rig, instead func(path string) error) {
 		e.judged(keys)
 		fresh := e.keys(2)
 		save := transfer(blocks(8, fresh...))
-		e.sealed(save.Blocks...)
+		e.fill(save.Blocks...)
 		if e.tryMove(save, true) == nil {
 			e.judged(fresh)
 		}
@@ -73,7 +73,7 @@ func foreignFiles(r *rig) {
 	folder := r.folder()
 	e := r.engine(setup{})
 	keys := e.keys(4)
-	e.sealed(blocks(0, keys...)...)
+	e.fill(blocks(0, keys...)...)
 	r.must(e.saveOnly(r.Context(), transfer(blocks(0, keys...))), "save")
 	before, err := state(folder)
 	r.must(err, "files of the backend")

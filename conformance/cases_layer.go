@@ -102,6 +102,9 @@ func (l *layering) fillTo(n int) {
 				view[i] = byte(content.Uint32())
 			}
 		}
+		if n == l.layers() {
+			l.seal(kv, b)
+		}
 	}
 	l.done = n
 }

@@ -39,17 +39,17 @@ func remoteCases() []Case {
 	}
 }
 
-// stored saves n sealed blocks from slot 0 on.
+// stored saves n blocks from slot 0 on.
 func (e *engine) stored(n int) []connector.BlockKey {
 	e.Helper()
 	keys := e.keys(n)
 	from := blocks(0, keys...)
-	e.sealed(from...)
+	e.fill(from...)
 	e.must(e.saveOnly(e.Context(), transfer(from)), "save")
 	return keys
 }
 
-// strict loads sealed blocks: each that no error names must be right. It gives their number.
+// strict loads blocks: each that no error names must be right. It gives their number.
 func (e *engine) strict(keys []connector.BlockKey) int {
 	e.Helper()
 	to := blocks(0, keys...)
@@ -106,7 +106,7 @@ func remoteStopped(r *rig, s *server) {
 	r.must(s.Pause(), "stop the server")
 	fresh := e.keys(2)
 	save := transfer(blocks(8, fresh...))
-	e.sealed(save.Blocks...)
+	e.fill(save.Blocks...)
 	// Each call returns soon after its deadline, which these check; none succeeds by magic.
 	if n := e.strict(keys); n > 0 {
 		r.Errorf("%d blocks were loaded from a stopped server", n)
@@ -184,7 +184,7 @@ func remoteCutSave(r *rig, s *server) {
 		e.back(before) // it is connected
 		keys := e.keys(4)
 		from := blocks(0, keys...)
-		e.sealed(from...)
+		e.fill(from...)
 		t := transfer(from)
 		s.relay.CutSentAfter(1 + r.rand.Int64N(4000))
 		err := e.tryMove(t, true)
@@ -230,7 +230,7 @@ func remoteAway(r *rig, s *server) {
 		e.tryMatch(keys)
 		e.strict(keys)
 		save := transfer(blocks(8, e.keys(2)...))
-		e.sealed(save.Blocks...)
+		e.fill(save.Blocks...)
 		if e.tryMove(save, true) == nil {
 			r.Errorf("a save succeeded while the server was away")
 		}
@@ -352,7 +352,7 @@ func remoteFull(r *rig, s *server) {
 	for range 4 {
 		fresh := e.keys(2)
 		save := transfer(blocks(8, fresh...))
-		e.sealed(save.Blocks...)
+		e.fill(save.Blocks...)
 		if err := e.tryMove(save, true); err == nil {
 			r.equal(2, e.match(fresh...), "blocks offered after a save that a full server took")
 		} else {
@@ -399,7 +399,7 @@ func remoteBusy(r *rig, s *server) {
 			r.Errorf("%d blocks were loaded from a server that answers BUSY", n)
 		}
 		save := transfer(blocks(8, e.keys(2)...))
-		e.sealed(save.Blocks...)
+		e.fill(save.Blocks...)
 		if err := e.tryMove(save, true); err == nil {
 			r.Errorf("a save succeeded on a server that answers BUSY")
 		} else {

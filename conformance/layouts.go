@@ -1,15 +1,15 @@
 package conformance
 
-import "github.com/kvport/kvport/connector"
+import (
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/digest"
+)
 
 // Sizes of the segments. They are all different and none divides another, so that a connector that
 // takes one for the other is found out.
 var segmentBytes = []int64{96, 160, 72}
 
-const (
-	gap         = 24 // guard bytes between blocks and segments
-	digestBytes = 16 // a segment, as a host's digest segment has them
-)
+const gap = 24 // guard bytes between blocks and segments
 
 // interleaved puts all segments of block 0 before those of block 1, with gaps.
 func interleaved(blocks int) connector.Layout {
@@ -57,6 +57,9 @@ func twoGroups() connector.Layout {
 	l.Name = "two groups"
 	l.Groups = append(l.Groups, connector.Group{BlockTokens: blockTokens, Policy: connector.PolicyTrailing, Trailing: 2})
 	l.Segments[len(segmentBytes)-1].Group = 1
+	digests := &l.Segments[len(segmentBytes)] // of the first group, which has one segment fewer now
+	digests.Bytes -= digest.Size
+	digests.BlockStride = digests.Bytes
 	return withDigest(l, 1)
 }
 
@@ -65,7 +68,7 @@ func withDigest(l connector.Layout, group uint16) connector.Layout {
 	var n int64
 	for _, s := range l.Segments {
 		if s.Group == group && s.Layer != connector.DigestLayer {
-			n += digestBytes
+			n += digest.Size
 		}
 	}
 	l.Segments = append(l.Segments, connector.Segment{Layer: connector.DigestLayer, Group: group, Offset: (end(&l) + 63) &^ 63, BlockStride: n, Bytes: n})

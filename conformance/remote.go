@@ -41,13 +41,14 @@ func closeRegions(rs []*host.Region) error {
 func Wire(p connector.Plugin, config json.RawMessage) Maker {
 	return func() (Harness, error) {
 		b, err := newBase(config)
-		return &loopback{b, p}, err
+		return &loopback{base: b, plugin: p}, err
 	}
 }
 
 type loopback struct {
 	base
 	plugin connector.Plugin
+	staged bool
 }
 
 // Manifest implements Manifester.
@@ -115,18 +116,35 @@ func (h *loopback) instance(m *engineMemory) (*Instance, error) {
 	if err != nil {
 		return nil, err
 	}
-	remote := host.Connect(conn, m.regions)
-	remote.UseArena(m.arena)
-	return &Instance{
+	var mu sync.Mutex
+	var remotes []*host.Remote
+	connect := func(regions []*host.Region) *host.Remote {
+		remote := host.Connect(conn, regions)
+		remote.UseArena(m.arena)
+		mu.Lock()
+		defer mu.Unlock()
+		remotes = append(remotes, remote)
+		return remote
+	}
+	remote := connect(m.regions)
+	i := &Instance{
 		Describe: remote.Describe, Scheduler: remote.OpenScheduler, Worker: remote.OpenWorker, Memory: m.views,
 		Close: func() error {
 			err := stop()
-			if n := remote.Violations(); n > 0 {
-				err = errors.Join(err, fmt.Errorf("%d answers broke the protocol", n))
+			for _, r := range remotes {
+				if n := r.Violations(); n > 0 {
+					err = errors.Join(err, fmt.Errorf("%d answers broke the protocol", n))
+				}
 			}
 			return err
 		},
-	}, nil
+	}
+	if h.staged {
+		i.Worker = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error) {
+			return m.openStaged(ctx, connect, env, config)
+		}
+	}
+	return i, nil
 }
 
 const (

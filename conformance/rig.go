@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/digest"
 )
 
 const (
@@ -296,8 +297,17 @@ func (e *engine) fill(bs ...connector.Block) {
 					view[i] = byte(content.Uint32())
 				}
 			}
+			e.seal(kv, b)
 		}
 	}
+}
+
+// seal puts the digests of a block's bytes into its digest segment, as the host of one rank does. A partial
+// block has none.
+func (e *engine) seal(kv *connector.KV, b connector.Block) { _ = e.hasher().Make(kv, b) }
+
+func (e *engine) hasher() *digest.Hasher {
+	return digest.New(e.env.Model, e.env.Shape, connector.Shard{World: 1}, nil)
 }
 
 // wipe overwrites blocks with one byte on every rank.
@@ -318,10 +328,16 @@ func (e *engine) wipe(with byte, bs ...connector.Block) {
 func (e *engine) differs(b connector.Block) string {
 	for rank, kv := range e.kv {
 		for _, s := range kv.Segments(b.Group) {
+			if e.isDigest(s) && b.Key != (connector.BlockKey{}) {
+				if e.hasher().Check(kv, b) != nil {
+					return fmt.Sprintf("block %d, group %d, rank %d: segment %d, the digest (see LAYOUT-03), is wrong", b.ID, b.Group, rank, s)
+				}
+				continue
+			}
 			content := e.stream(b, rank, s)
 			for i, have := range kv.View(s, b.ID) {
 				if have != byte(content.Uint32()) {
-					return fmt.Sprintf("block %d, group %d, rank %d: byte %d of segment %d%s is wrong", b.ID, b.Group, rank, i, s, e.whatIs(s))
+					return fmt.Sprintf("block %d, group %d, rank %d: byte %d of segment %d is wrong", b.ID, b.Group, rank, i, s)
 				}
 			}
 		}

@@ -3,12 +3,11 @@ package conformance
 import (
 	"cmp"
 	"context"
-	"crypto/sha256"
-	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -18,28 +17,16 @@ import (
 
 // harness is the case's Harness as its Maker made it, which may have further methods.
 func (r *rig) harness() Harness {
-	h, _ := r.unwrapped()
-	return h
+	if s, ok := r.h.(seeded); ok {
+		return s.Harness
+	}
+	return r.h
 }
 
 // isStaged reports whether the connector runs at trust level staged.
 func (r *rig) isStaged() bool {
-	_, is := r.unwrapped()
-	return is
-}
-
-func (r *rig) unwrapped() (_ Harness, isStaged bool) {
-	h := r.h
-	for {
-		switch wrapped := h.(type) {
-		case seeded:
-			h = wrapped.Harness
-		case *staged:
-			h, isStaged = wrapped.Harness, true
-		default:
-			return h, isStaged
-		}
-	}
+	h, ok := r.harness().(*loopback)
+	return ok && h.staged
 }
 
 // folder is where the connector keeps what it stores. Without one the case does not apply.
@@ -182,62 +169,22 @@ func (e *engine) eventually(limit time.Duration, check func() string) {
 	}
 }
 
-// whatIs adds to a message that a segment is the digest's: it holds no layer, and a connector may have left it out.
-func (e *engine) whatIs(segment int) string {
-	if e.env.Layout.Segments[segment].Layer == connector.DigestLayer {
-		return " (the digest, see LAYOUT-03)"
-	}
-	return ""
-}
-
-// sealed fills blocks and puts the digests of their bytes into the digest segments, as a host does.
-func (e *engine) sealed(bs ...connector.Block) {
-	e.fill(bs...)
-	for rank := range e.kv {
-		for _, b := range bs {
-			for _, s := range e.kv[rank].Segments(b.Group) {
-				if e.env.Layout.Segments[s].Layer == connector.DigestLayer {
-					copy(e.kv[rank].View(s, b.ID), e.digests(rank, b))
-				}
-			}
-		}
-	}
-}
-
-// digests are the digests of a block's bytes on one rank, bound to its key, group and rank.
-func (e *engine) digests(rank int, b connector.Block) []byte {
-	var out []byte
-	for _, s := range e.kv[rank].Segments(b.Group) {
-		if e.env.Layout.Segments[s].Layer == connector.DigestLayer {
-			continue
-		}
-		h := sha256.New()
-		h.Write(b.Key[:])
-		h.Write(binary.LittleEndian.AppendUint64(nil, uint64(b.Group)<<40|uint64(rank)<<20|uint64(s)))
-		h.Write(e.kv[rank].View(s, b.ID))
-		out = append(out, h.Sum(nil)[:digestBytes]...)
-	}
-	return out
+// isDigest reports whether a segment is the one of the digests.
+func (e *engine) isDigest(segment int) bool {
+	return e.env.Layout.Segments[segment].Layer == connector.DigestLayer
 }
 
 // fits reports whether a block's digests are those of its bytes: a host that finds otherwise drops
 // the block.
 func (e *engine) fits(b connector.Block) bool {
-	for rank := range e.kv {
-		for _, s := range e.kv[rank].Segments(b.Group) {
-			if e.env.Layout.Segments[s].Layer == connector.DigestLayer && string(e.kv[rank].View(s, b.ID)) != string(e.digests(rank, b)) {
-				return false
-			}
-		}
-	}
-	return true
+	return !slices.ContainsFunc(e.kv, func(kv *connector.KV) bool { return e.hasher().Check(kv, b) != nil })
 }
 
-// right reports whether a block holds its sealed content. It overwrites the slot spare.
+// right reports whether a block holds its content. It overwrites the slot spare.
 func (e *engine) right(b connector.Block, spare connector.BlockID) bool {
 	want := b
 	want.ID = spare
-	e.sealed(want)
+	e.fill(want)
 	for rank := range e.kv {
 		for _, s := range e.kv[rank].Segments(b.Group) {
 			if firstDifference(e.kv[rank].View(s, spare), e.kv[rank].View(s, b.ID)) >= 0 {
@@ -248,7 +195,7 @@ func (e *engine) right(b connector.Block, spare connector.BlockID) bool {
 	return true
 }
 
-// judged loads sealed blocks of a damaged backend. Each must be right, or be named by an error that
+// judged loads blocks of a damaged backend. Each must be right, or be named by an error that
 // a host can act on, or have digests that tell. It gives the number that were right.
 func (e *engine) judged(keys []connector.BlockKey) (intact int) {
 	e.Helper()
@@ -287,7 +234,7 @@ func (e *engine) mended(keys []connector.BlockKey) {
 	t := transfer(from)
 	t.Replace = true
 	e.eventually(e.recovery(), func() string {
-		e.sealed(from...)
+		e.fill(from...)
 		if err := e.tryMove(t, true); err != nil {
 			return fmt.Sprintf("save: %v", err)
 		}

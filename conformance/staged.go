@@ -4,89 +4,192 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/ticket"
 )
 
-// Staged runs the connectors of another harness at trust level staged: they reach the cache only
-// through landing memory, with the host's own code in between. The memory has room for a third of
-// the cache, so that transfers are divided and wait for each other.
+// Staged runs the connectors that Wire makes at trust level staged: each of their worker sides has a
+// host.Host before it, so that it reaches the cache only through landing memory. That memory has room for
+// a third of the cache, so that transfers are divided and wait for each other.
 func Staged(inner Maker) Maker {
 	return func() (Harness, error) {
 		h, err := inner()
 		if err != nil {
 			return nil, err
 		}
-		return &staged{h}, nil
-	}
-}
-
-type staged struct{ Harness }
-
-// Start implements Harness.
-func (h *staged) Start(ctx context.Context, ranks int, size int64) (*Instance, error) {
-	inner, err := h.Harness.Start(ctx, ranks, size)
-	if err != nil {
-		return nil, err
-	}
-	memory := make([][]byte, ranks)
-	for r := range memory {
-		memory[r] = make([]byte, size)
-	}
-	return stage(inner, memory), nil
-}
-
-// stage puts landing memory between a connector and the cache.
-func stage(inner *Instance, memory [][]byte) *Instance {
-	i := *inner
-	i.Memory = memory
-	i.Worker = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error) {
-		return openStaged(ctx, inner, env, config)
-	}
-	i.Fit = func(size int64) error {
-		err := inner.Fit(size)
-		i.Arena = inner.Arena
-		return err
-	}
-	i.Again = func(ctx context.Context) (*Instance, error) {
-		again, err := inner.Again(ctx)
-		if err != nil {
-			return nil, err
+		wired, ok := h.(*loopback)
+		if !ok {
+			return nil, errors.Join(errors.New("only connectors that Wire makes can run staged"), h.Close())
 		}
-		return stage(again, memory), nil
+		wired.staged = true
+		return wired, nil
 	}
-	return &i
 }
 
-// openStaged opens a worker side on landing memory. A cache that landing memory cannot stand for is
-// the connector's to refuse, so it sees that cache as it is.
-func openStaged(ctx context.Context, inner *Instance, env connector.Env, config json.RawMessage) (connector.Worker, error) {
-	if env.Rank < 0 || env.Rank >= len(inner.Memory) {
-		return inner.Worker(ctx, env, config)
+// hostedWorker is a worker side that is called through a host. The host makes and checks digests, divides
+// transfers, copies them and retries, and it tells only which blocks of a transfer failed, and why the first did.
+type hostedWorker struct {
+	connector.Worker // what the host calls
+	host             *host.Host
+	env              connector.Env // of the engine
+	read             chan struct{} // closed when no more events come
+
+	mu   sync.Mutex
+	step uint64
+	ends map[uint64]chan host.Event // by step: each has one transfer
+}
+
+// openStaged opens a worker side behind a host. An env that does not fit the cache is the connector's to refuse.
+func (m *engineMemory) openStaged(ctx context.Context, connect func([]*host.Region) *host.Remote, env connector.Env, config json.RawMessage) (connector.Worker, error) {
+	if env.Rank < 0 || env.Rank >= len(m.regions) || env.Layout.Validate([]int64{int64(len(m.views[env.Rank]))}) != nil {
+		return connect(m.regions).OpenWorker(ctx, env, config)
 	}
-	memory := inner.Memory[env.Rank]
-	if env.Layout.Validate([]int64{int64(len(memory))}) != nil {
-		return inner.Worker(ctx, env, config)
-	}
-	cut := env.Layout
-	cut.Blocks = max(1, cut.Blocks/3)
-	layout, _, err := host.LandingLayout(cut, int64(len(memory)))
-	if errors.Is(err, connector.ErrIncompatible) {
-		cut.Blocks = 1 // alignment leaves no room: one slot, where the cache has its first block
-		layout, err = cut, nil
-	}
+	cfg, err := host.ParseConfig(fmt.Sprintf(
+		`{"kv_connector":"conformance","kv_role":"kv_both","kvport":{"trust":"staged","landing_bytes":%d}}`, landingBytes(&env.Layout)))
 	if err != nil {
 		return nil, err
 	}
-	landing, err := connector.NewKV(layout, [][]byte{memory})
+	w := &hostedWorker{env: env, read: make(chan struct{}), ends: map[uint64]chan host.Event{}}
+	w.host, err = host.Open(ctx, cfg, host.Engine{
+		ID: env.Engine, Model: env.Model, Shape: env.Shape, Layout: env.Layout, Ranks: m.regions[env.Rank : env.Rank+1],
+	}, host.Options{Workers: func(memory []*host.Region, layout connector.Layout) ([]connector.Worker, error) {
+		env.Layout = layout
+		var err error
+		w.Worker, err = connect(slices.Repeat(memory, len(m.regions))).OpenWorker(ctx, env, config)
+		return []connector.Worker{w.Worker}, err
+	}})
 	if err != nil {
 		return nil, err
 	}
-	env.Layout = layout
-	w, err := inner.Worker(ctx, env, config)
-	if err != nil {
-		return nil, err
+	go w.watch()
+	return w, nil
+}
+
+// landingBytes is landing memory for a third of a cache's blocks, with room for the alignment of its segments.
+func landingBytes(l *connector.Layout) (n int64) {
+	const align = 64
+	for _, s := range l.Segments {
+		n += int64(max(1, l.Blocks/3))*s.Bytes + align
 	}
-	return host.Staged(w, landing), nil
+	return n
+}
+
+// watch passes on how transfers ended.
+func (w *hostedWorker) watch() {
+	defer close(w.read)
+	for e := range w.host.Events() {
+		if e.Kind != host.Loaded && e.Kind != host.Saved {
+			continue
+		}
+		w.mu.Lock()
+		w.ends[e.Step] <- e
+		delete(w.ends, e.Step)
+		w.mu.Unlock()
+	}
+}
+
+// move is a transfer that the host was given.
+type move struct {
+	*hostedWorker
+	step    uint64
+	request connector.RequestID // of its own, so that it can be cancelled alone
+	end     chan host.Event
+}
+
+// begin hands a transfer over in a step of its own.
+func (w *hostedWorker) begin(t *connector.Transfer, place func(*connector.Step) *[]connector.Transfer) *move {
+	w.mu.Lock()
+	w.step++
+	m := &move{w, w.step, connector.RequestID(fmt.Sprintf("%s %d", t.Request, w.step)), make(chan host.Event, 1)}
+	w.ends[m.step] = m.end
+	w.mu.Unlock()
+	if len(t.Ticket) > 0 {
+		w.bring(m.request, t)
+	}
+	own := *t
+	own.Request = m.request
+	s := &connector.Step{ID: m.step}
+	*place(s) = []connector.Transfer{own}
+	w.host.Step(s)
+	return m
+}
+
+// wait waits for the end of a transfer, which cancel hastens when ctx ends.
+func (m *move) wait(ctx context.Context, cancel func()) error {
+	defer context.AfterFunc(ctx, cancel)()
+	select {
+	case e := <-m.end:
+		if len(e.Failed) == 0 {
+			return nil
+		}
+		if some, ok := errors.AsType[*connector.BlockError](e.Err); ok {
+			e.Err = some.Err
+		}
+		return &connector.BlockError{Blocks: e.Failed, Err: e.Err}
+	case <-m.read:
+		return fmt.Errorf("the worker side is closed: %w", connector.ErrGone)
+	}
+}
+
+// bring gives the host the ticket of a load, signed as the producer's host signs it. Without it the connector does
+// not find the blocks.
+func (w *hostedWorker) bring(request connector.RequestID, t *connector.Transfer) {
+	tokens := t.From + t.Tokens
+	e := ticket.Envelope{Engine: "producer", Tokens: tokens, Lease: time.Minute, Model: w.env.Model, Shape: w.env.Shape, Plugin: t.Ticket}
+	key, err := ticket.SharedKey()
+	if err == nil {
+		if signed, err := ticket.Seal(key, &e); err == nil {
+			w.host.Match(connector.Query{Request: request, Tokens: tokens}, signed)
+		}
+	}
+}
+
+// Load implements connector.Worker.
+func (w *hostedWorker) Load(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
+	m := w.begin(t, func(s *connector.Step) *[]connector.Transfer { return &s.Admitted })
+	return m.wait(ctx, func() { w.host.Step(&connector.Step{Preempted: []connector.RequestID{m.request}}) })
+}
+
+// Save implements connector.Worker. A host lets a save go on to its deadline, whatever becomes of the request.
+func (w *hostedWorker) Save(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
+	m := w.begin(t, func(s *connector.Step) *[]connector.Transfer { return &s.Computed })
+	return m.wait(ctx, func() {})
+}
+
+// Capabilities implements connector.Partial.
+func (w *hostedWorker) Capabilities() connector.Capability {
+	return connector.CapabilitiesOf(w.Worker)
+}
+
+// SaveLayers implements connector.LayerWorker.
+func (w *hostedWorker) SaveLayers(ctx context.Context, t *connector.Transfer, _ *connector.KV, progress connector.Progress) error {
+	m := w.begin(t, func(s *connector.Step) *[]connector.Transfer { return &s.Computing })
+	waiting, stop := context.WithCancel(ctx)
+	var feeding sync.WaitGroup
+	feeding.Go(func() {
+		for final := 0; final < w.env.Layout.Layers(); {
+			var err error
+			if final, err = progress.Wait(waiting, final); err != nil {
+				w.host.GiveUp(m.step)
+				return
+			}
+			w.host.Layers(m.step, final)
+		}
+	})
+	defer feeding.Wait()
+	defer stop()
+	return m.wait(ctx, func() {})
+}
+
+// Close implements connector.Worker.
+func (w *hostedWorker) Close() error {
+	err := w.host.Close(context.Background())
+	<-w.read
+	return err
 }

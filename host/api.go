@@ -57,6 +57,11 @@ type Options struct {
 	// their digests are checked. Its Loaded follows, and only that says whether they are right. Not of
 	// loads with a fault, nor at trust level staged. It must not call the host.
 	Landed func(request connector.RequestID, rank int)
+
+	// Workers, unless nil, opens the worker sides of a connector in this process, in the order of the ranks, and no
+	// plugin is started: package conformance runs connectors so. memory is what they may touch, one region for each
+	// rank, and layout says where its blocks are. Every Match is a miss.
+	Workers func(memory []*Region, layout connector.Layout) ([]connector.Worker, error)
 }
 
 // EventKind says what happened.

@@ -186,8 +186,11 @@ func (s *source) fillArena() {
 
 // arenaBytes is the memory that connectors have as arenas.
 func (h *Host) arenaBytes() int64 {
-	if h.composite != nil {
+	switch {
+	case h.composite != nil:
 		return h.composite.arenaBytes()
+	case h.src == nil:
+		return 0
 	}
 	return h.src.arena.Size()
 }

@@ -25,7 +25,7 @@ type Host struct {
 	opts      Options
 	log       *slog.Logger
 	epoch     uint64
-	src       *source    // of plugin processes; nil: the children of a MultiConnector have theirs
+	src       *source    // of plugin processes; nil: the children of a MultiConnector have theirs, or there are none
 	composite *composite // nil: there is one plugin
 	info      connector.Info
 	caps      connector.Capability // of the scheduler side
@@ -138,7 +138,10 @@ func (h *Host) identify() error {
 
 // firstStart finds the plugin, starts it, asks what it would do and opens it.
 func (h *Host) firstStart(ctx context.Context) (*generation, error) {
-	if len(h.cfg.Children) > 0 {
+	switch {
+	case h.opts.Workers != nil:
+		return h.startWorkers()
+	case len(h.cfg.Children) > 0:
 		return h.startComposite(ctx)
 	}
 	if h.src = h.source(h.cfg); h.lands != nil {

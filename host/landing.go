@@ -1,14 +1,11 @@
 package host
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
-	"sync"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/tracker"
 )
 
 // At trust level staged a plugin maps landing memory instead of the paged cache: a region with a few
@@ -18,11 +15,11 @@ import (
 // landingAlign is the alignment of segments in landing memory: a cache line.
 const landingAlign = 64
 
-// LandingLayout is the layout of landing memory for a cache of layout l: the same segments, packed,
+// landingLayout is the layout of landing memory for a cache of layout l: the same segments, packed,
 // with as many slots as fit into size bytes, but no more than l has blocks. The last result is the
 // size in bytes that the region needs. Errors wrap connector.ErrIncompatible and say how much is
 // needed.
-func LandingLayout(l connector.Layout, size int64) (connector.Layout, int64, error) {
+func landingLayout(l connector.Layout, size int64) (connector.Layout, int64, error) {
 	var slot, padding int64
 	for _, s := range l.Segments {
 		slot += s.Bytes
@@ -56,7 +53,7 @@ func (h *Host) openLanding() error {
 	if h.cfg.Settings.Trust != TrustStaged {
 		return nil
 	}
-	layout, size, err := LandingLayout(h.eng.Layout, int64(h.cfg.Settings.LandingBytes))
+	layout, size, err := landingLayout(h.eng.Layout, int64(h.cfg.Settings.LandingBytes))
 	if err != nil {
 		return fmt.Errorf("%w: kvport.landing_bytes: %w", ErrConfig, err)
 	}
@@ -190,98 +187,4 @@ func failedBlocks(err error) (failed []connector.BlockID, some bool) {
 		return e.Blocks, true
 	}
 	return nil, false
-}
-
-// Staged is a worker that reaches the cache only through landing memory, as a host at trust level
-// staged does for a plugin. w was opened with landing memory and its layout; the KV that Load and
-// Save are given is the cache. Loaded blocks are copied, not verified: that needs a host.
-func Staged(w connector.Worker, landing *connector.KV) connector.Worker {
-	s := &stagedWorker{Worker: w, landing: landing, slots: tracker.NewLanding(1, landing.Layout().Blocks)}
-	s.free = sync.NewCond(&s.mu)
-	return s
-}
-
-type stagedWorker struct {
-	connector.Worker
-	landing *connector.KV
-
-	mu    sync.Mutex
-	free  *sync.Cond
-	slots *tracker.Landing
-}
-
-// Load implements connector.Worker.
-func (w *stagedWorker) Load(ctx context.Context, t *connector.Transfer, cache *connector.KV) error {
-	return w.each(ctx, t, cache, tracker.Load, func(s *stage) error {
-		err := w.Worker.Load(ctx, s.landed(), w.landing)
-		s.in(cache, w.landing, err)
-		return err
-	})
-}
-
-// Save implements connector.Worker.
-func (w *stagedWorker) Save(ctx context.Context, t *connector.Transfer, cache *connector.KV) error {
-	return w.each(ctx, t, cache, tracker.Save, func(s *stage) error {
-		s.out(w.landing, cache)
-		return w.Worker.Save(ctx, s.landed(), w.landing)
-	})
-}
-
-// each runs a transfer in parts, one after the other. A part that fails as a whole ends it.
-func (w *stagedWorker) each(ctx context.Context, t *connector.Transfer, cache *connector.KV, kind tracker.Kind, do func(*stage) error) error {
-	for _, b := range t.Blocks {
-		if _, err := cache.Spans(b); err != nil {
-			return err
-		}
-	}
-	var failed *connector.BlockError
-	for _, part := range tracker.Divide(t, w.landing.Layout().Groups, w.slots.Piece()) {
-		s := &stage{t: part}
-		if err := w.take(ctx, s, kind); err != nil {
-			return err
-		}
-		err := s.back(do(s))
-		w.give(s, kind)
-		more := asBlockError(err)
-		switch {
-		case more != nil && failed != nil:
-			failed.Blocks = append(failed.Blocks, more.Blocks...)
-		case more != nil:
-			failed = more
-		case err != nil:
-			return err
-		}
-	}
-	if failed != nil {
-		return failed
-	}
-	return nil
-}
-
-func (w *stagedWorker) take(ctx context.Context, s *stage, kind tracker.Kind) error {
-	defer context.AfterFunc(ctx, w.wake)()
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for {
-		if s.slots = w.slots.Take(0, kind, len(s.t.Blocks)); s.slots != nil || len(s.t.Blocks) == 0 {
-			return nil
-		}
-		if err := ctx.Err(); err != nil {
-			return err
-		}
-		w.free.Wait()
-	}
-}
-
-func (w *stagedWorker) give(s *stage, kind tracker.Kind) {
-	w.mu.Lock()
-	w.slots.Give(0, kind, s.slots)
-	w.mu.Unlock()
-	w.wake()
-}
-
-func (w *stagedWorker) wake() {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.free.Broadcast()
 }

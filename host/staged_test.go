@@ -171,3 +171,39 @@ func TestStagedRefusals(t *testing.T) {
 		})
 	}
 }
+
+// idleWorker is a worker side in this process that does nothing.
+type idleWorker struct{}
+
+func (idleWorker) Load(context.Context, *connector.Transfer, *connector.KV) error { return nil }
+func (idleWorker) Save(context.Context, *connector.Transfer, *connector.KV) error { return nil }
+func (idleWorker) Close() error                                                   { return nil }
+
+// Worker sides in this process need no plugin: each maps the landing memory of its rank. What they did not load is
+// found by its digest.
+func TestWorkers(t *testing.T) {
+	leaks := watchLeaks(t)
+	o := rigOptions{ranks: 2, settings: staged(8)}
+	cfg, eng, opts := o.build(t)
+	failure := fmt.Errorf("does not open: %w", connector.ErrIncompatible)
+	opts.PluginPath = nil
+	opts.Workers = func([]*Region, connector.Layout) ([]connector.Worker, error) { return nil, failure }
+	_, err := Open(t.Context(), cfg, eng, opts)
+	require.ErrorIs(t, err, failure)
+	leaks()
+
+	opts.Workers = func(memory []*Region, layout connector.Layout) ([]connector.Worker, error) {
+		require.Len(t, memory, 2)
+		require.Equal(t, 8, layout.Blocks)
+		return []connector.Worker{idleWorker{}, idleWorker{}}, nil
+	}
+	h, err := Open(t.Context(), cfg, eng, opts)
+	require.NoError(t, err)
+	require.Equal(t, "ready", h.Health().State)
+	h.Step(&connector.Step{ID: 1, Computed: []connector.Transfer{transfer("a", keys(1, 16), 0)}})
+	require.Empty(t, (<-h.Events()).Failed)
+	h.Step(&connector.Step{ID: 2, Admitted: []connector.Transfer{transfer("b", keys(2, 2), 20)}})
+	require.Len(t, (<-h.Events()).Failed, 2)
+	require.NoError(t, h.Close(t.Context()))
+	leaks()
+}

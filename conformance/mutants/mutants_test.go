@@ -52,24 +52,18 @@ func TestArenaReference(t *testing.T) {
 
 // What runs in this process passes or says that it needs one of its own; nothing else is skipped.
 func TestFaultsInProcess(t *testing.T) {
-	// The sides of several lives would share one landing memory, which no host lets them.
 	files := mutants.Files()
 	count := map[conformance.Status]int{}
-	for _, run := range []struct {
-		harness conformance.Maker
-		without string
-	}{
-		{conformance.InProcess(files, filesConfig()), ""},
-		{conformance.Wire(files, filesConfig()), ""},
-		{conformance.Staged(conformance.Wire(files, filesConfig())), "many-sides"},
-	} {
-		var only []string
-		for _, c := range conformance.Cases() {
-			if c.ID != run.without && (slices.Contains(c.Profiles, conformance.Fault) || slices.Contains(c.Profiles, conformance.Lifecycle)) {
-				only = append(only, c.ID)
-			}
+	var only []string
+	for _, c := range conformance.Cases() {
+		if slices.Contains(c.Profiles, conformance.Fault) || slices.Contains(c.Profiles, conformance.Lifecycle) {
+			only = append(only, c.ID)
 		}
-		for _, r := range conformance.Check(t.Context(), run.harness, conformance.Options{Only: only}) {
+	}
+	for _, harness := range []conformance.Maker{
+		conformance.InProcess(files, filesConfig()), conformance.Wire(files, filesConfig()), conformance.Staged(conformance.Wire(files, filesConfig())),
+	} {
+		for _, r := range conformance.Check(t.Context(), harness, conformance.Options{Only: only}) {
 			require.NotEqual(t, conformance.Fail, r.Status, "%s: %v", r.ID, r.Log)
 			if r.Status == conformance.Skip && !slices.Contains(needDisk(), r.ID) {
 				require.Contains(t, r.Log[0], "kvport conform runs", r.ID)
