@@ -474,3 +474,16 @@ func (p *process) counter(name string) float64 {
 	}
 	return sum
 }
+
+// counts waits until a counter has reached a value, and returns what it then is. Counters that arrive first may
+// have been read before what the test has seen.
+func (p *process) counts(name string, least float64) float64 {
+	p.t.Helper()
+	for end := time.Now().Add(time.Minute); ; {
+		sum := p.counter(name)
+		if sum >= least {
+			return sum
+		}
+		require.True(p.t, time.Now().Before(end), "%s is %v, and does not reach %v", name, sum, least)
+	}
+}
