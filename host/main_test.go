@@ -148,7 +148,7 @@ func (o *rigOptions) build(t *testing.T) (*Config, Engine, Options) {
 
 func newRig(t *testing.T, o rigOptions) *rig {
 	t.Helper()
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	cfg, eng, opts := o.build(t)
 	h, err := Open(t.Context(), cfg, eng, opts)
 	require.NoError(t, err)
@@ -177,12 +177,6 @@ func (r *rig) closeNow() error {
 	err := r.Close(context.WithoutCancel(r.t.Context())) // in Cleanup the test's context is over
 	<-done
 	return err
-}
-
-// watchLeaks notes what is there now; the result fails the test if anything is left over.
-func watchLeaks(t *testing.T) func() {
-	t.Helper()
-	return leaktest.Watch(t)
 }
 
 // keys are those of a prompt of n full blocks; seed tells prompts apart.
