@@ -59,7 +59,7 @@ type Budget struct {
 func Kvport() *Policy {
 	return &Policy{
 		Imports: kvportImports(),
-		Tests:   []string{"verify/cluster", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
+		Tests:   []string{"verify/cluster", "verify/testkit", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
 		Heavy: map[string][]string{
 			"github.com/hashicorp/go-plugin": {"sdk", "host/internal/plugin", "proto", "internal/wire"},
 			"google.golang.org/grpc":         {"sdk", "host", "host/internal/plugin", "proto", "internal/wire"}, // host: the connection that Connect is given
@@ -142,13 +142,15 @@ func kvportNames() map[string]int {
 // kvportImports is the import table of DESIGN section 3.
 func kvportImports() map[string][]string {
 	rows := map[string][]string{
-		"connector": {},
-		"proto":     {},
-		"native/*":  {},
+		"connector":         {},
+		"proto":             {},
+		"native/*":          {"native/internal/..."},
+		"native/internal/*": {}, // what several bindings share
 
 		"internal/archtest":   {},
 		"verify/cluster":      {}, // runs the binaries, so it needs none of the packages
 		"verify/fixture":      {},
+		"verify/testkit":      {"connector"},                                      // what tests of several packages share
 		"verify/names":        {},                                                 // reads the source, and builds a program of its own
 		"verify/acceptance":   {"connector", "internal/ticket", "verify/fixture"}, // it forges, too
 		"verify/faultsuite":   {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
