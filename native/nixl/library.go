@@ -1,11 +1,14 @@
 package nixl
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
+
+	"github.com/kvport/kvport/native/internal/wheel"
 )
 
 // ErrUnavailable is what every failure of Open wraps: this machine or this build has no NIXL.
@@ -38,10 +41,8 @@ const EnvDir = "NIXL_LIB_DIR"
 
 const (
 	libraryName = "libnixl_capi.so"
-	// wheelPackage is the package of kvport's wheel, whose folder bin holds our programs.
-	wheelPackage = "kvport_vllm"
-	mendMissing  = "run make deps in the repository of kvport, or pip install nixl-cu12==1.5.1 beside kvport's wheel, or set " + EnvDir + " to a folder into which that wheel was unpacked"
-	mendVersion  = "it is not NIXL 1.5.1; " + mendMissing
+	mendMissing = "run make deps in the repository of kvport, or pip install nixl-cu12==1.5.1 beside kvport's wheel, or set " + EnvDir + " to a folder into which that wheel was unpacked"
+	mendVersion = "it is not NIXL 1.5.1; " + mendMissing
 )
 
 // Library is NIXL, loaded. It stays loaded until the process ends.
@@ -83,26 +84,7 @@ func find(dir string) (string, error) {
 		}
 		return "", &LoadError{Reason: fmt.Sprintf("no %s in %s", libraryName, dir), Mend: mendMissing}
 	}
-	if exe, err := os.Executable(); err == nil {
-		for _, dir := range beside(exe) {
-			if path := within(dir); path != "" {
-				return path, nil
-			}
-		}
-	}
-	return libraryName, nil
-}
-
-// beside are the folders in which a program finds NIXL's unpacked wheel: the one that make deps fills beside the
-// program's folder, and, for a program in kvport's own wheel, the folder into which pip unpacks both wheels. No
-// other program looks there: its grandparent may be a folder that anybody can write.
-func beside(program string) []string {
-	parent := filepath.Dir(filepath.Dir(program))
-	folders := []string{filepath.Join(parent, ".deps", "nixl")}
-	if filepath.Base(parent) == wheelPackage {
-		folders = append(folders, filepath.Dir(parent))
-	}
-	return folders
+	return cmp.Or(wheel.Find(within), libraryName), nil
 }
 
 // within is the absolute path of the library in a folder, or in that of an unpacked wheel; "" if there

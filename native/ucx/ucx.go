@@ -22,11 +22,14 @@
 package ucx
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
+
+	"github.com/kvport/kvport/native/internal/wheel"
 )
 
 // Errors of this package; those of UCX itself are a StatusError.
@@ -98,8 +101,6 @@ const EnvDir = "KVPORT_UCX_DIR"
 const (
 	systemName  = "libucp.so.0"
 	mendMissing = "run make deps in the repository of kvport, or pip install nixl-cu12==1.5.1 beside kvport's wheel, or install UCX 1.22 or later (Debian: libucx0), or set " + EnvDir + " to a folder with libucp"
-	// wheelPackage is the package of kvport's wheel, whose folder bin holds our programs.
-	wheelPackage = "kvport_vllm"
 )
 
 // Library is UCX, loaded. It stays loaded until the process ends.
@@ -145,26 +146,7 @@ func find(dir string) (string, error) {
 		}
 		return "", &LoadError{Reason: "no libucp in " + dir, Mend: mendMissing}
 	}
-	if exe, err := os.Executable(); err == nil {
-		for _, dir := range beside(exe) {
-			if path := within(dir); path != "" {
-				return path, nil
-			}
-		}
-	}
-	return systemName, nil
-}
-
-// beside are the folders in which a program finds NIXL's unpacked wheel: the one that make deps fills beside the
-// program's folder, and, for a program in kvport's own wheel, the folder into which pip unpacks both wheels. No
-// other program looks there: its grandparent may be a folder that anybody can write.
-func beside(program string) []string {
-	parent := filepath.Dir(filepath.Dir(program))
-	folders := []string{filepath.Join(parent, ".deps", "nixl")}
-	if filepath.Base(parent) == wheelPackage {
-		folders = append(folders, filepath.Dir(parent))
-	}
-	return folders
+	return cmp.Or(wheel.Find(within), systemName), nil
 }
 
 // within is the absolute path of libucp in a folder, or in that of an unpacked wheel; "" if there is none.
