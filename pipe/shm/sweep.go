@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"syscall"
 	"time"
+
+	"github.com/kvport/kvport/internal/shm"
 )
 
 // folderPrefix begins the name of every folder that a listener makes for itself.
@@ -19,30 +21,15 @@ const (
 	staleEmpty  = time.Hour
 )
 
-// sweep removes the folders that listeners of this user left behind when their processes were killed. It
-// only tidies up: what it cannot remove stays.
+// sweep removes the folders that listeners of this user left behind when their processes were killed.
 func sweep(root string, now time.Time) {
-	dirs, _ := filepath.Glob(filepath.Join(root, folderPrefix+"*")) // the pattern is good
-	for _, dir := range dirs {
-		if abandoned(dir, now) {
-			_ = os.RemoveAll(dir)
-		}
-	}
+	shm.Sweep(filepath.Join(root, folderPrefix+"*"), now, abandoned)
 }
 
-// abandoned reports whether a folder belongs to this user and nobody listens in it. The kernel knows
-// whether a socket has a listener, however the process ended and whichever process has its id now.
-func abandoned(dir string, now time.Time) bool {
-	st, err := os.Lstat(dir)
-	if err != nil || !st.IsDir() {
-		return false
-	}
-	owner, ok := st.Sys().(*syscall.Stat_t)
-	if !ok || int(owner.Uid) != os.Getuid() {
-		return false
-	}
+// abandoned reports whether nobody listens in a folder. The kernel knows whether a socket has a listener, however
+// the process ended and whichever process has its id now.
+func abandoned(dir string, age time.Duration) bool {
 	entries, err := os.ReadDir(dir)
-	age := now.Sub(st.ModTime())
 	if err != nil || age <= staleSocket || len(entries) == 0 && age <= staleEmpty {
 		return false
 	}

@@ -4,10 +4,11 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kvport/kvport/internal/shm"
 )
 
 // socketPrefix begins the name of every folder of a plugin's socket.
@@ -41,27 +42,13 @@ func lockDir(dir string) (*os.File, error) {
 // and counts them.
 func SweepSockets(roots []string, now time.Time) (removed int) {
 	for _, root := range roots {
-		dirs, _ := filepath.Glob(filepath.Join(root, socketPrefix+"*")) // the pattern is good
-		for _, dir := range dirs {
-			if abandoned(dir, now) && os.RemoveAll(dir) == nil {
-				removed++
-			}
-		}
+		removed += shm.Sweep(filepath.Join(root, socketPrefix+"*"), now, abandoned)
 	}
 	return removed
 }
 
-// abandoned reports whether a folder is this user's and its host is gone.
-func abandoned(dir string, now time.Time) bool {
-	st, err := os.Lstat(dir)
-	if err != nil || !st.IsDir() {
-		return false
-	}
-	owner, ok := st.Sys().(*syscall.Stat_t)
-	if !ok || int(owner.Uid) != os.Getuid() {
-		return false
-	}
-	age := now.Sub(st.ModTime())
+// abandoned reports whether the host of a folder is gone.
+func abandoned(dir string, age time.Duration) bool {
 	f, err := os.OpenFile(filepath.Join(dir, lockName), os.O_RDWR|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return age > staleBare && os.IsNotExist(err)
