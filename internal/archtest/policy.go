@@ -186,11 +186,11 @@ func kvportImports() map[string][]string {
 		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
-		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host"},
+		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/machine"},
 
 		"host/internal/config":   {"internal/strictjson"},
 		"host/internal/leaktest": {},
-		"host/internal/plugin":   {"connector", "host/internal/config", "proto/...", "internal/strictjson", "internal/wire", "internal/shm", "internal/fault"},
+		"host/internal/plugin":   {"connector", "host/internal/config", "proto/...", "internal/strictjson", "internal/wire", "internal/shm", "internal/fault", "internal/machine"},
 
 		"verify/bench":     {"...", "!connectors/...", "!plugins/...", "plugins", "!cmd/...", "!examples/..."},
 		"cmd/kvport":       {"...", "!connectors/...", "!plugins/...", "!examples/..."},

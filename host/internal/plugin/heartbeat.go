@@ -6,9 +6,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strconv"
-	"strings"
 	"time"
+
+	"github.com/kvport/kvport/internal/machine"
 )
 
 const (
@@ -65,35 +65,20 @@ func runnableTime(passed, tick, waited time.Duration) time.Duration {
 type runQueue struct {
 	folders []string // /proc/PID/task
 	last    time.Time
-	threads map[string]schedStat
-}
-
-// schedStat is what a thread's schedstat says, in nanoseconds and counts.
-type schedStat struct {
-	ran, waited, slices uint64
+	threads map[string]machine.SchedStat
 }
 
 // waited is the longest wait of a thread since the last call; 0 on the first.
 func (l *runQueue) waited() time.Duration {
 	now := time.Now()
 	passed := now.Sub(l.last)
-	var stats []string
-	for _, folder := range l.folders {
-		found, _ := filepath.Glob(filepath.Join(folder, "*", "schedstat")) // the pattern is good
-		stats = append(stats, found...)
-	}
-	threads, longest := make(map[string]schedStat, len(stats)), time.Duration(0)
-	for _, path := range stats {
-		is, ok := readSchedStat(path)
-		if !ok {
-			continue
-		}
-		threads[path] = is
+	threads, longest := machine.SchedStats(l.folders...), time.Duration(0)
+	for path, is := range threads {
 		was, known := l.threads[path]
 		if !known {
 			continue
 		}
-		longest = max(longest, time.Duration(is.waited-was.waited)) //nolint:gosec // it grows, by less than a life
+		longest = max(longest, time.Duration(is.Waited-was.Waited)) //nolint:gosec // it grows, by less than a life
 		state := stateOf(filepath.Join(filepath.Dir(path), "stat"))
 		if state == 'D' || state == 'R' && is == was { // the kernel adds a wait when it is over
 			longest = max(longest, passed)
@@ -101,22 +86,6 @@ func (l *runQueue) waited() time.Duration {
 	}
 	l.last, l.threads = now, threads
 	return longest
-}
-
-// readSchedStat reads /proc/PID/task/TID/schedstat.
-func readSchedStat(path string) (schedStat, bool) {
-	data, err := os.ReadFile(path) //nolint:gosec // below /proc
-	fields := strings.Fields(string(data))
-	if err != nil || len(fields) < 3 {
-		return schedStat{}, false
-	}
-	var n [3]uint64
-	for i := range n {
-		if n[i], err = strconv.ParseUint(fields[i], 10, 64); err != nil {
-			return schedStat{}, false
-		}
-	}
-	return schedStat{n[0], n[1], n[2]}, true
 }
 
 // stateOf reads a thread's state from /proc/PID/task/TID/stat: R is ready to run, D waits for a disk. The name before it may hold anything.
