@@ -63,9 +63,9 @@ func (h *Host) Brought(request connector.RequestID) (promised int, refused strin
 	return h.tracker.Brought(request)
 }
 
-// refusal says in one word what is wrong with a ticket, in terms of what an operator can change. e is nil if
+// mismatch says in one word what is wrong with a ticket, in terms of what an operator can change. e is nil if
 // the ticket could not be opened.
-func (h *Host) refusal(e *ticket.Envelope, reason string, err error) string {
+func (h *Host) mismatch(e *ticket.Envelope, reason string, err error) string {
 	switch {
 	case errors.Is(err, ticket.ErrForged):
 		return "key"
