@@ -56,7 +56,7 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	regions, ranks, err := newCaches(layout, size, max(1, spec.Ranks))
 	if err != nil {
-		m.close()
+		m.set.Unregister()
 		return nil, fmt.Errorf("%d blocks of %d tokens: %w", cfg.NumBlocks, cfg.BlockSize, err)
 	}
 	e := &Engine{
@@ -69,7 +69,7 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 		live: map[connector.RequestID]*stream{},
 	}
 	if err := e.openHost(ctx, layout); err != nil {
-		m.close()
+		m.set.Unregister()
 		return nil, errors.Join(err, closeAll(regions))
 	}
 	l := newLoop(e, ranks)
@@ -274,7 +274,7 @@ func (e *Engine) Close(ctx context.Context) error {
 			<-e.done
 		}
 		e.closed = errors.Join(e.closeHost(ctx), closeAll(e.regions))
-		e.metrics.close()
+		e.metrics.set.Unregister()
 	})
 	return e.closed
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/kvport/kvport/engine/sample"
 	"github.com/kvport/kvport/engine/sched"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/meter"
 )
 
 // askAgain is how long a request whose match is not known yet waits at most before it is asked about
@@ -399,56 +400,32 @@ type metrics struct {
 	blocks, load                  *prometheus.GaugeVec
 	first, next, step             prometheus.Histogram
 	seen                          sched.Stats
-	registry                      prometheus.Registerer
-	registered                    []prometheus.Collector
+	set                           *meter.Set
 }
 
 // newMetrics registers the figures; it fails if another engine has registered the same ones.
 func newMetrics(reg prometheus.Registerer) (*metrics, error) {
-	seconds := func(name, help string) prometheus.Histogram {
-		return prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: prometheus.ExponentialBuckets(0.0005, 2, 18)})
-	}
-	counter := func(name, help string) prometheus.Counter {
-		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
-	}
-	counters := func(name, help, label string) *prometheus.CounterVec {
-		return prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, []string{label})
-	}
-	gauges := func(name, help, label string) *prometheus.GaugeVec {
-		return prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, []string{label})
-	}
+	s, seconds := meter.New(), prometheus.ExponentialBuckets(0.0005, 2, 18)
 	m := &metrics{
-		registry:  reg,
-		prompt:    counters("kvport_prompt_tokens_total", "Prompt tokens of requests that got a first token, by where their KV came from.", "source"),
-		requests:  counters("kvport_requests_total", "Requests that ended, by reason.", "reason"),
-		generated: counter("kvport_generated_tokens_total", "Tokens generated."),
-		preempted: counter("kvport_preemptions_total", "Requests that lost their blocks and were recomputed."),
-		badLoad:   counter("kvport_failed_loads_total", "Loads of which at least one block had to be recomputed."),
-		blocks:    gauges("kvport_blocks", "Blocks of the cache, by state.", "state"),
-		load:      gauges("kvport_requests", "Requests in the engine, by state.", "state"),
-		first:     seconds("kvport_time_to_first_token_seconds", "From Submit to the first token."),
-		next:      seconds("kvport_time_per_token_seconds", "Between two tokens of a request."),
-		step:      seconds("kvport_step_seconds", "Computing and sampling of one step."),
+		set:       s,
+		prompt:    s.Counters("kvport_prompt_tokens_total", "Prompt tokens of requests that got a first token, by where their KV came from.", "source"),
+		requests:  s.Counters("kvport_requests_total", "Requests that ended, by reason.", "reason"),
+		generated: s.Counter("kvport_generated_tokens_total", "Tokens generated."),
+		preempted: s.Counter("kvport_preemptions_total", "Requests that lost their blocks and were recomputed."),
+		badLoad:   s.Counter("kvport_failed_loads_total", "Loads of which at least one block had to be recomputed."),
+		blocks:    s.Gauges("kvport_blocks", "Blocks of the cache, by state.", "state"),
+		load:      s.Gauges("kvport_requests", "Requests in the engine, by state.", "state"),
+		first:     s.Histogram("kvport_time_to_first_token_seconds", "From Submit to the first token.", seconds),
+		next:      s.Histogram("kvport_time_per_token_seconds", "Between two tokens of a request.", seconds),
+		step:      s.Histogram("kvport_step_seconds", "Computing and sampling of one step.", seconds),
 	}
 	for _, source := range []string{"local_compute", "local_cache", "external"} {
 		m.prompt.WithLabelValues(source) // shown as 0 from the start
 	}
-	for _, c := range []prometheus.Collector{
-		m.prompt, m.requests, m.generated, m.preempted, m.badLoad, m.blocks, m.load, m.first, m.next, m.step,
-	} {
-		if err := reg.Register(c); err != nil {
-			m.close()
-			return nil, fmt.Errorf("metrics: %w", err)
-		}
-		m.registered = append(m.registered, c)
+	if err := s.Register(reg); err != nil {
+		return nil, fmt.Errorf("metrics: %w", err)
 	}
 	return m, nil
-}
-
-func (m *metrics) close() {
-	for _, c := range m.registered {
-		m.registry.Unregister(c)
-	}
 }
 
 // output counts a request's news.

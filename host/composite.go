@@ -16,6 +16,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/config"
 	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/internal/meter"
 	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/internal/tracker"
 	"github.com/kvport/kvport/multiconnector"
@@ -76,7 +77,7 @@ func (h *Host) startComposite(ctx context.Context) (*generation, error) {
 		keys: h.keys,
 	}
 	if h.composite, err = n.open(ctx, h.cfg, "", "kv_connector_extra_config."); err != nil {
-		h.metrics.close()
+		h.metrics.set.Unregister()
 		return nil, err
 	}
 	h.info = h.composite.multi.Info()
@@ -87,7 +88,7 @@ func (h *Host) startComposite(ctx context.Context) (*generation, error) {
 	}
 	if err != nil {
 		h.composite.shut(ctx, false)
-		h.metrics.close()
+		h.metrics.set.Unregister()
 		return nil, err
 	}
 	return g, nil
@@ -392,23 +393,14 @@ type childMetrics struct {
 	failed   *prometheus.CounterVec
 }
 
-func newChildMetrics() *childMetrics {
-	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
-		return prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, append([]string{"child"}, labels...))
-	}
+func newChildMetrics(s *meter.Set) *childMetrics {
 	return &childMetrics{
-		up: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "kvport_child_up", Help: "1 while a child of a MultiConnector takes calls.",
-		}, []string{"child"}),
-		restarts: counter("kvport_child_restarts_total", "Processes of a child started after its first."),
-		kills:    counter("kvport_child_deadline_kills_total", "Processes of a child killed for a passed transfer deadline."),
-		blocks:   counter("kvport_child_blocks_total", "Blocks that a child was asked to load or save, counted for each rank.", "direction"),
-		failed:   counter("kvport_child_failed_blocks_total", "Blocks among them that it did not.", "direction"),
+		up:       s.Gauges("kvport_child_up", "1 while a child of a MultiConnector takes calls.", "child"),
+		restarts: s.Counters("kvport_child_restarts_total", "Processes of a child started after its first.", "child"),
+		kills:    s.Counters("kvport_child_deadline_kills_total", "Processes of a child killed for a passed transfer deadline.", "child"),
+		blocks:   s.Counters("kvport_child_blocks_total", "Blocks that a child was asked to load or save, counted for each rank.", "child", "direction"),
+		failed:   s.Counters("kvport_child_failed_blocks_total", "Blocks among them that it did not.", "child", "direction"),
 	}
-}
-
-func (m *childMetrics) all() []prometheus.Collector {
-	return []prometheus.Collector{m.up, m.restarts, m.kills, m.blocks, m.failed}
 }
 
 // childCounters are the metrics of one child.

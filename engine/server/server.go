@@ -24,6 +24,7 @@ import (
 	"github.com/kvport/kvport/engine"
 	"github.com/kvport/kvport/engine/tokenizer"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/meter"
 )
 
 // Engine is what a Server needs of an engine; *engine.Engine has it.
@@ -452,28 +453,12 @@ type metrics struct {
 }
 
 func newMetrics(reg prometheus.Registerer) (*metrics, error) {
+	s := meter.New()
 	m := &metrics{
-		requests: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_http_requests_total", Help: "Generation requests by path and status; 499: the client went away.",
-		}, []string{"path", "code"}),
-		seconds: prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Name: "kvport_http_request_seconds", Help: "From a generation request's arrival to the end of its answer.",
-			Buckets: prometheus.ExponentialBuckets(0.002, 2, 18),
-		}, []string{"path"}),
-		unknownFields: prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "kvport_http_unknown_fields_total", Help: "Fields of request bodies that were ignored because nothing here knows them.",
-		}),
-		inFlight: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "kvport_http_requests_in_flight", Help: "Generation requests being served.",
-		}),
+		requests:      s.Counters("kvport_http_requests_total", "Generation requests by path and status; 499: the client went away.", "path", "code"),
+		seconds:       s.Histograms("kvport_http_request_seconds", "From a generation request's arrival to the end of its answer.", prometheus.ExponentialBuckets(0.002, 2, 18), "path"),
+		unknownFields: s.Counter("kvport_http_unknown_fields_total", "Fields of request bodies that were ignored because nothing here knows them."),
+		inFlight:      s.Gauge("kvport_http_requests_in_flight", "Generation requests being served."),
 	}
-	if reg == nil {
-		return m, nil
-	}
-	for _, c := range []prometheus.Collector{m.requests, m.seconds, m.unknownFields, m.inFlight} {
-		if err := reg.Register(c); err != nil {
-			return nil, err
-		}
-	}
-	return m, nil
+	return m, s.Register(reg)
 }

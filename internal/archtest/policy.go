@@ -156,6 +156,7 @@ func kvportImports() map[string][]string {
 		"verify/faultsuite":   {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
 		"internal/shm":        {},
 		"internal/machine":    {},
+		"internal/meter":      {},
 		"internal/fault":      {},
 		"internal/digest":     {"connector"},
 		"internal/eventlog":   {"connector"},
@@ -205,7 +206,7 @@ func kvportImports() map[string][]string {
 
 // engineImports are the rows of the engine.
 func engineImports() map[string][]string {
-	host := []string{"connector", "host", "internal/fault"}
+	host := []string{"connector", "host", "internal/fault", "internal/meter"}
 	return map[string][]string{
 		"engine":              slices.Concat(host, engineParts()),
 		"engine/*":            host,
@@ -214,7 +215,7 @@ func engineImports() map[string][]string {
 		"engine/model":        {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
 		"engine/model/kernel": {"engine/gguf"},
 		"engine/model/sim":    {"connector", "engine/model"},
-		"engine/router":       {"connector"},
+		"engine/router":       {"connector", "internal/meter"},
 		"engine/sample":       {},
 		"engine/sched":        {"connector", "engine/kvcache"},
 		"engine/server":       slices.Concat(host, engineParts(), []string{"engine"}),
