@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 	"github.com/kvport/kvport/internal/fault"
 )
 
@@ -288,46 +289,19 @@ func (s *Store) writeFile(d *dir, it connector.Item) error {
 // all have ended. The error is a *connector.ItemError that names the failed items.
 func (s *Store) each(ctx context.Context, items []connector.Item, do func(connector.Item) error) error {
 	errs := make([]error, len(items))
-	var next atomic.Int64
-	work := func() {
-		for i := next.Add(1) - 1; i < int64(len(items)); i = next.Add(1) - 1 {
-			select {
-			case <-ctx.Done():
-				errs[i] = ctx.Err()
-				continue
-			case s.slots <- struct{}{}:
-			}
-			if errs[i] = ctx.Err(); errs[i] == nil {
-				errs[i] = do(items[i])
-			}
-			<-s.slots
+	storekit.Parallel(len(items), s.config.Workers, func(i int) {
+		select {
+		case <-ctx.Done():
+			errs[i] = ctx.Err()
+			return
+		case s.slots <- struct{}{}:
 		}
-	}
-	var wg sync.WaitGroup
-	for range min(s.config.Workers, len(items)) - 1 {
-		wg.Go(work)
-	}
-	work()
-	wg.Wait()
-	failed := &connector.ItemError{}
-	for i, err := range errs {
-		if err != nil {
-			failed.Items = append(failed.Items, i)
-			failed.Err = firstOf(failed.Err, err)
+		if errs[i] = ctx.Err(); errs[i] == nil {
+			errs[i] = do(items[i])
 		}
-	}
-	if len(failed.Items) == 0 {
-		return nil
-	}
-	return failed
-}
-
-// firstOf keeps one error of many, corruption before any other: it is what must not be overlooked.
-func firstOf(have, err error) error {
-	if have == nil || errors.Is(err, connector.ErrCorrupt) && !errors.Is(have, connector.ErrCorrupt) {
-		return err
-	}
-	return have
+		<-s.slots
+	})
+	return storekit.ItemError(errs)
 }
 
 // Capabilities are the optional powers of a Store.
@@ -354,45 +328,30 @@ func (s *Store) Counts() Counts {
 	}
 }
 
+// counts are the numbers that a Store gives.
+func counts() []storekit.Count[Counts] {
+	return []storekit.Count[Counts]{
+		{Name: "loaded_blocks_total", Help: "Block files read.", Of: func(c Counts) uint64 { return c.Loaded }},
+		{Name: "loaded_bytes_total", Help: "Bytes of the block files read.", Of: func(c Counts) uint64 { return c.LoadedBytes }},
+		{Name: "saved_blocks_total", Help: "Block files written.", Of: func(c Counts) uint64 { return c.Saved }},
+		{Name: "saved_bytes_total", Help: "Bytes of the block files written.", Of: func(c Counts) uint64 { return c.SavedBytes }},
+		{Name: "known_blocks_total", Help: "Saves of blocks that were stored already.", Of: func(c Counts) uint64 { return c.Known }},
+		{Name: "evicted_blocks_total", Help: "Block files evicted by this engine to keep max_bytes.", Of: func(c Counts) uint64 { return c.Evicted }},
+		{Name: "corrupt_blocks_total", Help: "Damaged block files found.", Of: func(c Counts) uint64 { return c.Corrupt }},
+		{Name: "refused_saves_total", Help: "Saves refused because the folder cannot be written.", Of: func(c Counts) uint64 { return c.Refused }},
+		{Name: "reopened_total", Help: "Times that the folder had to be opened again.", Of: func(c Counts) uint64 { return c.Reopened }},
+	}
+}
+
 // StatInfos declares what Stats gives.
 func StatInfos() []connector.StatInfo {
-	counter := func(name, help string) connector.StatInfo {
-		return connector.StatInfo{Name: name, Help: help, Kind: connector.Counter}
-	}
-	return []connector.StatInfo{
-		counter("loaded_blocks_total", "Block files read."),
-		counter("loaded_bytes_total", "Bytes of the block files read."),
-		counter("saved_blocks_total", "Block files written."),
-		counter("saved_bytes_total", "Bytes of the block files written."),
-		counter("known_blocks_total", "Saves of blocks that were stored already."),
-		counter("evicted_blocks_total", "Block files evicted by this engine to keep max_bytes."),
-		counter("corrupt_blocks_total", "Damaged block files found."),
-		counter("refused_saves_total", "Saves refused because the folder cannot be written."),
-		counter("reopened_total", "Times that the folder had to be opened again."),
-		{Name: "used_bytes", Help: "Bytes of all block files, as far as this engine knows; only with max_bytes.", Kind: connector.Gauge},
-	}
+	used := connector.StatInfo{Name: "used_bytes", Help: "Bytes of all block files, as far as this engine knows; only with max_bytes.", Kind: connector.Gauge}
+	return append(storekit.Infos("", counts()), used)
 }
 
 // Stats implements connector.StatsSource.
 func (s *Store) Stats(context.Context) ([]connector.Stat, error) {
-	c := s.Counts()
-	stats := make([]connector.Stat, 0, len(StatInfos()))
-	for _, v := range []struct {
-		name  string
-		value uint64
-	}{
-		{"loaded_blocks_total", c.Loaded},
-		{"loaded_bytes_total", c.LoadedBytes},
-		{"saved_blocks_total", c.Saved},
-		{"saved_bytes_total", c.SavedBytes},
-		{"known_blocks_total", c.Known},
-		{"evicted_blocks_total", c.Evicted},
-		{"corrupt_blocks_total", c.Corrupt},
-		{"refused_saves_total", c.Refused},
-		{"reopened_total", c.Reopened},
-	} {
-		stats = append(stats, connector.Stat{Name: v.name, Value: float64(v.value)})
-	}
+	stats := storekit.Stats("", counts(), s.Counts())
 	if used, known := s.budget.known(); known {
 		stats = append(stats, connector.Stat{Name: "used_bytes", Value: float64(used)})
 	}

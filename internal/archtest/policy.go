@@ -177,7 +177,7 @@ func kvportImports() map[string][]string {
 
 		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/ticket"},     // ADR 106
 		"connectors/lmcache":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"}, // LMCache's file suggests names, too
-		"connectors/internal/*": {"connector", "internal/fault", "internal/machine"},                                                                             // what several connectors share
+		"connectors/internal/*": {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                             // what several connectors share
 
 		"multiconnector": {"connector", "internal/eventlog"},
 

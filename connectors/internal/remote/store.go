@@ -11,12 +11,12 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 const (
@@ -409,33 +409,14 @@ func (a *absent) take(k connector.StoreKey, now time.Time) bool {
 func eachBatch(items []connector.Item, parallel int, do func([]connector.Item) []error) error {
 	ends := batches(items)
 	errs := make([]error, len(items))
-	var next atomic.Int64
-	work := func() {
-		for b := int(next.Add(1)) - 1; b < len(ends); b = int(next.Add(1)) - 1 {
-			begin := 0
-			if b > 0 {
-				begin = ends[b-1]
-			}
-			copy(errs[begin:ends[b]], do(items[begin:ends[b]]))
+	storekit.Parallel(len(ends), parallel, func(b int) {
+		begin := 0
+		if b > 0 {
+			begin = ends[b-1]
 		}
-	}
-	var wg sync.WaitGroup
-	for range min(parallel, len(ends)) - 1 {
-		wg.Go(work)
-	}
-	work()
-	wg.Wait()
-	failed := &connector.ItemError{}
-	for i, err := range errs {
-		if err != nil {
-			failed.Items = append(failed.Items, i)
-			failed.Err = firstOf(failed.Err, err)
-		}
-	}
-	if len(failed.Items) == 0 {
-		return nil
-	}
-	return failed
+		copy(errs[begin:ends[b]], do(items[begin:ends[b]]))
+	})
+	return storekit.ItemError(errs)
 }
 
 // batches divides items so that each part has at most batchBytes, or one item. It gives the ends.
@@ -450,14 +431,6 @@ func batches(items []connector.Item) (ends []int) {
 		ends = append(ends, len(items))
 	}
 	return ends
-}
-
-// firstOf keeps one error of many, corruption before any other: it is what must not be overlooked.
-func firstOf(have, err error) error {
-	if have == nil || errors.Is(err, connector.ErrCorrupt) && !errors.Is(have, connector.ErrCorrupt) {
-		return err
-	}
-	return have
 }
 
 // sendGathered sends values with SET by way of go-redis, which finds the server of each in a cluster, and makes a

@@ -3,13 +3,13 @@ package tier
 import (
 	"context"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 // LowerHeader is what a block has more in the lower tier: eight bytes before it with the time until
@@ -126,7 +126,7 @@ func (b *below) writeJobs(ctx context.Context, jobs []job) {
 	if len(items) == 0 {
 		return
 	}
-	failed := failedItems(b.lower.Put(ctx, items), len(items))
+	failed := storekit.ErrorsOf(b.lower.Put(ctx, items), len(items))
 	for i, id := range ids {
 		state := uint32(isLowered)
 		if failed[i] != nil {
@@ -185,7 +185,7 @@ func (b *below) get(ctx context.Context, items []connector.Item, absent []int, e
 	if len(rest) == 0 {
 		return
 	}
-	failed := failedItems(b.lower.Get(ctx, rest), len(rest))
+	failed := storekit.ErrorsOf(b.lower.Get(ctx, rest), len(rest))
 	for j, i := range index {
 		errs[i] = failed[j]
 		if errs[i] == nil {
@@ -219,27 +219,6 @@ func (b *below) expiry(k connector.StoreKey) int64 {
 		return until.(int64) //nolint:forcetypeassert // arrived stores nothing else
 	}
 	return 0
-}
-
-// failedItems spreads the error of a call over its items.
-func failedItems(err error, n int) []error {
-	errs := make([]error, n)
-	if err == nil {
-		return errs
-	}
-	var items *connector.ItemError
-	if !errors.As(err, &items) || len(items.Items) == 0 {
-		for i := range errs {
-			errs[i] = err
-		}
-		return errs
-	}
-	for _, i := range items.Items {
-		if i >= 0 && i < n {
-			errs[i] = items.Err
-		}
-	}
-	return errs
 }
 
 // flush waits until all that is queued now was written.

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 	"github.com/kvport/kvport/internal/machine"
 )
 
@@ -218,7 +219,7 @@ func (d *Disk) Get(ctx context.Context, items []connector.Item) error {
 			errs[i] = d.get(it)
 		}
 	}
-	return itemError(errs)
+	return storekit.ItemError(errs)
 }
 
 func (d *Disk) get(it connector.Item) error {
@@ -309,7 +310,7 @@ func (d *Disk) Put(ctx context.Context, items []connector.Item) error {
 			errs[i] = d.put(it)
 		}
 	}
-	return itemError(errs)
+	return storekit.ItemError(errs)
 }
 
 func (d *Disk) put(it connector.Item) error {

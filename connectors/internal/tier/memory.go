@@ -15,6 +15,7 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 // memory is the tier in an arena.
@@ -549,22 +550,9 @@ func copyAll(pieces []piece, workers int) {
 		return
 	}
 	const chunk = 4 // pieces are often much smaller than pieceBytes
-	var next atomic.Int64
-	work := func() {
-		for {
-			end := int(next.Add(chunk))
-			if end-chunk >= len(pieces) {
-				return
-			}
-			for _, p := range pieces[end-chunk : min(end, len(pieces))] {
-				copy(p.dst, p.src)
-			}
+	storekit.Parallel((len(pieces)+chunk-1)/chunk, min(workers, 1+bytes/pieceBytes), func(i int) {
+		for _, p := range pieces[i*chunk : min((i+1)*chunk, len(pieces))] {
+			copy(p.dst, p.src)
 		}
-	}
-	var wg sync.WaitGroup
-	for range min(workers, 1+bytes/pieceBytes) - 1 {
-		wg.Go(work)
-	}
-	work()
-	wg.Wait()
+	})
 }

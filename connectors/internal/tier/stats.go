@@ -1,9 +1,11 @@
 package tier
 
 import (
+	"slices"
 	"sync/atomic"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 // Stats counts what one tier did since it was opened.
@@ -37,82 +39,56 @@ func (c *counters) stats() Stats {
 	}
 }
 
-// count is one number of a tier.
-type count struct {
-	name, help string
-	of         func(Stats) uint64
-	gauge      bool
-}
-
 // counts are the numbers of both tiers.
-func counts() []count {
-	return []count{
-		{"hits_total", "Blocks that were wanted and there.", func(s Stats) uint64 { return s.Hits }, false},
-		{"misses_total", "Blocks that were wanted and not there.", func(s Stats) uint64 { return s.Misses }, false},
-		{"read_bytes_total", "Bytes read.", func(s Stats) uint64 { return s.BytesOut }, false},
-		{"written_bytes_total", "Bytes written.", func(s Stats) uint64 { return s.BytesIn }, false},
-		{"evictions_total", "Blocks given up for others.", func(s Stats) uint64 { return s.Evicted }, false},
-		{"adopted_blocks", "Blocks found at the start.", func(s Stats) uint64 { return s.Adopted }, true},
-		{"torn_slots", "Slots found half written, or with a damaged header.", func(s Stats) uint64 { return s.Torn }, true},
-		{"corrupt_total", "Blocks that were not what was written.", func(s Stats) uint64 { return s.Corrupt }, false},
-		{"errors_total", "Reads and writes that failed.", func(s Stats) uint64 { return s.Errors }, false},
-		{"expired_total", "Blocks whose time was over.", func(s Stats) uint64 { return s.Expired }, false},
-		{"blocks", "Blocks stored.", func(s Stats) uint64 { return s.Blocks }, true},
-		{"slots", "Blocks that fit.", func(s Stats) uint64 { return s.Slots }, true},
+func counts() []storekit.Count[Stats] {
+	return []storekit.Count[Stats]{
+		{Name: "hits_total", Help: "Blocks that were wanted and there.", Of: func(s Stats) uint64 { return s.Hits }},
+		{Name: "misses_total", Help: "Blocks that were wanted and not there.", Of: func(s Stats) uint64 { return s.Misses }},
+		{Name: "read_bytes_total", Help: "Bytes read.", Of: func(s Stats) uint64 { return s.BytesOut }},
+		{Name: "written_bytes_total", Help: "Bytes written.", Of: func(s Stats) uint64 { return s.BytesIn }},
+		{Name: "evictions_total", Help: "Blocks given up for others.", Of: func(s Stats) uint64 { return s.Evicted }},
+		{Name: "adopted_blocks", Help: "Blocks found at the start.", Of: func(s Stats) uint64 { return s.Adopted }, Gauge: true},
+		{Name: "torn_slots", Help: "Slots found half written, or with a damaged header.", Of: func(s Stats) uint64 { return s.Torn }, Gauge: true},
+		{Name: "corrupt_total", Help: "Blocks that were not what was written.", Of: func(s Stats) uint64 { return s.Corrupt }},
+		{Name: "errors_total", Help: "Reads and writes that failed.", Of: func(s Stats) uint64 { return s.Errors }},
+		{Name: "expired_total", Help: "Blocks whose time was over.", Of: func(s Stats) uint64 { return s.Expired }},
+		{Name: "blocks", Help: "Blocks stored.", Of: func(s Stats) uint64 { return s.Blocks }, Gauge: true},
+		{Name: "slots", Help: "Blocks that fit.", Of: func(s Stats) uint64 { return s.Slots }, Gauge: true},
 	}
 }
 
 // betweenTiers are the numbers of what goes on between the tiers, and of what was not stored.
-func betweenTiers() []count {
-	return []count{
-		{"write_backs_total", "Blocks written behind to the tier below.", func(s Stats) uint64 { return s.WriteBacks }, false},
-		{"write_backs_dropped_total", "Blocks not written to the tier below: the queue was full, or they had gone.", func(s Stats) uint64 { return s.Dropped }, false},
-		{"not_admitted_total", "Times that a block was not yet used often enough for the tier below.", func(s Stats) uint64 { return s.NotAdmitted }, false},
-		{"prefetches_total", "Blocks read from the tier below before they were asked for.", func(s Stats) uint64 { return s.Prefetches }, false},
+func betweenTiers() []storekit.Count[Stats] {
+	return []storekit.Count[Stats]{
+		{Name: "write_backs_total", Help: "Blocks written behind to the tier below.", Of: func(s Stats) uint64 { return s.WriteBacks }},
+		{Name: "write_backs_dropped_total", Help: "Blocks not written to the tier below: the queue was full, or they had gone.", Of: func(s Stats) uint64 { return s.Dropped }},
+		{Name: "not_admitted_total", Help: "Times that a block was not yet used often enough for the tier below.", Of: func(s Stats) uint64 { return s.NotAdmitted }},
+		{Name: "prefetches_total", Help: "Blocks read from the tier below before they were asked for.", Of: func(s Stats) uint64 { return s.Prefetches }},
 	}
 }
 
 // declined are the numbers of what memory did not store.
-func declined() []count {
-	return []count{
-		{"declined_threshold_total", "Saves declined by a store threshold.", func(s Stats) uint64 { return s.BelowThreshold }, false},
-		{"declined_quota_total", "Saves declined by a tenant's quota.", func(s Stats) uint64 { return s.NoQuota }, false},
-		{"declined_pinned_total", "Saves declined because every slot was in use.", func(s Stats) uint64 { return s.AllPinned }, false},
+func declined() []storekit.Count[Stats] {
+	return []storekit.Count[Stats]{
+		{Name: "declined_threshold_total", Help: "Saves declined by a store threshold.", Of: func(s Stats) uint64 { return s.BelowThreshold }},
+		{Name: "declined_quota_total", Help: "Saves declined by a tenant's quota.", Of: func(s Stats) uint64 { return s.NoQuota }},
+		{Name: "declined_pinned_total", Help: "Saves declined because every slot was in use.", Of: func(s Stats) uint64 { return s.AllPinned }},
 	}
-}
-
-// declare adds numbers with a prefix.
-func declare(infos []connector.StatInfo, prefix string, list []count) []connector.StatInfo {
-	for _, c := range list {
-		kind := connector.Counter
-		if c.gauge {
-			kind = connector.Gauge
-		}
-		infos = append(infos, connector.StatInfo{Name: prefix + c.name, Help: c.help, Kind: kind})
-	}
-	return infos
-}
-
-func values(stats []connector.Stat, prefix string, list []count, of Stats) []connector.Stat {
-	for _, c := range list {
-		stats = append(stats, connector.Stat{Name: prefix + c.name, Value: float64(c.of(of))})
-	}
-	return stats
 }
 
 // Infos declares what Store.Values gives.
 func Infos() []connector.StatInfo {
-	return declare(declare(declare(nil, "memory_", counts()), "", betweenTiers()), "", declined())
+	return slices.Concat(storekit.Infos("memory_", counts()), storekit.Infos("", betweenTiers()), storekit.Infos("", declined()))
 }
 
 // DiskInfos declares what Disk.Values gives.
-func DiskInfos() []connector.StatInfo { return declare(nil, "disk_", counts()) }
+func DiskInfos() []connector.StatInfo { return storekit.Infos("disk_", counts()) }
 
 // Values are the numbers of the memory tier and of the way below.
 func (s *Store) Values() []connector.Stat {
 	memory, lower := s.Stats()
-	return values(values(values(nil, "memory_", counts(), memory), "", betweenTiers(), lower), "", declined(), memory)
+	return slices.Concat(storekit.Stats("memory_", counts(), memory), storekit.Stats("", betweenTiers(), lower), storekit.Stats("", declined(), memory))
 }
 
 // Values are the numbers of the disk tier.
-func (d *Disk) Values() []connector.Stat { return values(nil, "disk_", counts(), d.Stats()) }
+func (d *Disk) Values() []connector.Stat { return storekit.Stats("disk_", counts(), d.Stats()) }

@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 // Store keeps blocks in memory and in the tier below.
@@ -145,7 +146,7 @@ func (s *Store) Get(ctx context.Context, items []connector.Item) error {
 			errs[i] = fmt.Errorf("%v: %w: %w", items[i].Key, err, connector.ErrGone)
 		}
 	}
-	return itemError(errs)
+	return storekit.ItemError(errs)
 }
 
 // batch is how many blocks are pinned and copied in one go.
@@ -228,7 +229,7 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	if s.below != nil {
 		s.below.replace(ctx, items, p.expires, p.errs)
 	}
-	return itemError(p.errs)
+	return storekit.ItemError(p.errs)
 }
 
 // Reset implements connector.Resetter: it waits for running calls and forgets every block, in memory
@@ -275,23 +276,6 @@ func (s *Store) Close() error {
 	_ = s.below.flush(ctx) // what is not written is computed again
 	s.below.close()
 	return s.o.Lower.Close()
-}
-
-// itemError makes one error of those of the items, nil if there is none.
-func itemError(errs []error) error {
-	failed := &connector.ItemError{}
-	for i, err := range errs {
-		if err != nil {
-			failed.Items = append(failed.Items, i)
-			if failed.Err == nil || errors.Is(err, connector.ErrCorrupt) && !errors.Is(failed.Err, connector.ErrCorrupt) {
-				failed.Err = err // corruption is what must not be overlooked
-			}
-		}
-	}
-	if len(failed.Items) == 0 {
-		return nil
-	}
-	return failed
 }
 
 // put is one call that writes blocks into memory. What it has written stays pinned until the call is
