@@ -54,7 +54,8 @@ func BoundPorts(t *testing.T, pid int) (out []string) {
 // the other end has read it or hung up.
 func PutFrame(t *testing.T, to string, addr uint64) {
 	t.Helper()
-	conn, err := net.DialTimeout("tcp", to, 5*time.Second)
+	dialer := net.Dialer{Timeout: 5 * time.Second}
+	conn, err := dialer.DialContext(t.Context(), "tcp", to)
 	require.NoError(t, err)
 	defer conn.Close()
 	const magic, put, head = 0xCAFEBABE12345678, 33, 20

@@ -48,7 +48,7 @@ func ErrorsOf(err error, n int) []error {
 	return errs
 }
 
-// Parallel calls do with 0 to n-1, by at most so many workers at once, and returns when all calls have ended.
+// Parallel calls do with 0 to n-1, with that many workers at most, and returns when all calls have ended.
 func Parallel(n, workers int, do func(i int)) {
 	var next atomic.Int64
 	work := func() {
