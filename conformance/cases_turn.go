@@ -20,7 +20,7 @@ func turnCases() []Case {
 		pdCase("turn-suffix", "TURN-04", "An engine that has the prompt loads the answer that follows it, before what is new.", Bidirectional, turnSuffix),
 		pdCase("turn-ranks", "TURN-04", "Each rank gets its own part of an answer.", Bidirectional, turnRanks),
 		pdCase("turn-reused", "TURN-05", "Another request has some slots of an answer by now: the other blocks arrive.", Bidirectional, turnReused),
-		pdCase("turn-held-anew", "TURN-05", "The slots of an answer are held for another consumer by now, which gets its own blocks.", Bidirectional, turnHeldAnew),
+		pdCase("turn-held-anew", "TURN-05", "The slots of an answer are now held for another consumer, which gets its own blocks.", Bidirectional, turnHeldAnew),
 		pdCase("turn-twice", "TURN-06", "An answer is fetched twice, and reported no more often than it has consumers.", Bidirectional, turnTwice),
 		pdCase("turn-diverges", "TURN-06", "The next turn's prompt continues differently: it gets the blocks that both share, or none.", Bidirectional, turnDiverges),
 		pdCase("turn-gone", "TURN-06", "The decode engine is gone: a load ends soon with an error, and its next life is served.", Bidirectional, turnGone),

@@ -4,12 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
+
+	"github.com/kvport/kvport/internal/machine"
 )
 
 // A right connector misses a limit of time when the machine does not let it run. So each case has a load: it
@@ -25,12 +23,12 @@ const (
 
 // load watches some processes.
 type load struct {
-	mu     sync.Mutex
-	waited map[string]uint64 // by the path of a thread's schedstat: the nanoseconds that it has waited for a processor so far
-	pids   []string
-	marks  []mark
-	stop   context.CancelFunc
-	done   chan struct{}
+	mu      sync.Mutex
+	threads map[string]machine.SchedStat // so far
+	folders []string                     // /proc/PID/task
+	marks   []mark
+	stop    context.CancelFunc
+	done    chan struct{}
 }
 
 // mark is how much time was lost in all up to a moment.
@@ -42,7 +40,7 @@ type mark struct {
 // watchLoad begins to watch this process; end ends it.
 func watchLoad() *load {
 	ctx, cancel := context.WithCancel(context.Background())
-	l := &load{waited: map[string]uint64{}, pids: []string{"self"}, marks: []mark{{at: time.Now()}}, stop: cancel, done: make(chan struct{})}
+	l := &load{folders: []string{"/proc/self/task"}, marks: []mark{{at: time.Now()}}, stop: cancel, done: make(chan struct{})}
 	go func() {
 		defer close(l.done)
 		ticker := time.NewTicker(loadTick)
@@ -71,7 +69,7 @@ func (l *load) watch(pid int) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.pids = append(l.pids, strconv.Itoa(pid))
+	l.folders = append(l.folders, fmt.Sprintf("/proc/%d/task", pid))
 }
 
 // sample adds what was lost since the last one: what the thread that waited longest waited for a processor, or
@@ -82,33 +80,14 @@ func (l *load) sample(now time.Time) {
 	last := l.marks[len(l.marks)-1]
 	passed := now.Sub(last.at)
 	lost := max(passed-loadTick, 0)
-	lines := make(map[string]uint64, len(l.waited))
-	for _, pid := range l.pids {
-		paths, _ := filepath.Glob(filepath.Join("/proc", pid, "task", "*", "schedstat")) // the pattern is good
-		for _, path := range paths {
-			nanos, ok := waitedFor(path)
-			if !ok {
-				continue
-			}
-			if was, known := l.waited[path]; known && nanos > was {
-				lost = max(lost, time.Duration(nanos-was)) //nolint:gosec // less than a life
-			}
-			lines[path] = nanos
+	threads := machine.SchedStats(l.folders...)
+	for path, is := range threads {
+		if was, known := l.threads[path]; known && is.Waited > was.Waited {
+			lost = max(lost, time.Duration(is.Waited-was.Waited)) //nolint:gosec // less than a life
 		}
 	}
-	l.waited = lines
+	l.threads = threads
 	l.marks = append(l.marks, mark{now, last.lost + min(lost, passed)})
-}
-
-// waitedFor is how long a thread has waited for a processor in its life, in nanoseconds.
-func waitedFor(path string) (uint64, bool) {
-	data, err := os.ReadFile(path) //nolint:gosec // below /proc
-	fields := strings.Fields(string(data))
-	if err != nil || len(fields) < 2 {
-		return 0, false
-	}
-	nanos, err := strconv.ParseUint(fields[1], 10, 64)
-	return nanos, err == nil
 }
 
 // lost is how much of the time since a moment the machine took.

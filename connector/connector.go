@@ -32,6 +32,7 @@ package connector
 
 import (
 	"context"
+	"fmt"
 	"time"
 )
 
@@ -209,4 +210,93 @@ type Leaser interface {
 type Resetter interface {
 	// Reset reports whether every block is gone. After (true, nil) no earlier block matches.
 	Reset(ctx context.Context) (emptied bool, err error)
+}
+
+// A Store is the easy level of the contract: it keeps blocks by content address. Package sdk makes a
+// Scheduler and a Worker of it, so an author writes these four methods and nothing else.
+//
+// Calls arrive concurrently. The sdk opens one Store per plugin process and engine; both sides and
+// all ranks share it.
+type Store interface {
+	// Lookup reports for each run how many of its leading keys are present: the count stops at the first
+	// absent key (rule STORE-02). It has no side effects.
+	Lookup(ctx context.Context, runs [][]StoreKey) ([]int, error)
+	// Get fills the spans of every item. An *ItemError names the items that could not be filled; all others
+	// are filled. After any other error none of them is reliable.
+	Get(ctx context.Context, items []Item) error
+	// Put stores every item; once it has returned nil, Lookup finds them. A key that is already there is
+	// not an error: equal keys mean equal bytes (rule STORE-05). An *ItemError names the items that were
+	// not stored; ErrDeclined in it means that the connector chose not to store them.
+	Put(ctx context.Context, items []Item) error
+	// Close releases what the store holds. No other call is running, and none follows.
+	Close() error
+}
+
+// Item is one block of a Store call, in place: Spans point into the engine's cache, one for each segment in
+// layout order. The last span is the host's digest, which is as opaque as the rest. Lengths are those of
+// the Layout and are the same on every call for the same key. The slices are valid until the call returns.
+type Item struct {
+	Key     StoreKey
+	Replace bool   // Put only: what is stored under Key is damaged, so it must be written again (rule STORE-06)
+	Tenant  uint64 // as in Transfer
+	Spans   [][]byte
+}
+
+// Size is the total length of the item's spans in bytes.
+func (it Item) Size() int {
+	n := 0
+	for _, s := range it.Spans {
+		n += len(s)
+	}
+	return n
+}
+
+// An EventSource reports which blocks come and go (capability CanEvents), for routers and caches that need
+// to know where a prompt is cached without asking. It reports what the engine it is open for does, not what
+// was stored before. Events are hints: a block that was reported as stored may be gone, and only a Match
+// says what can be loaded.
+type EventSource interface {
+	// Events waits until there is at least one event that it has not reported yet, and returns all such
+	// events in order (rules EVENT-01 to EVENT-04). It runs at the same time as other calls. A source that
+	// cannot keep all events until they are fetched drops the oldest, which shows as a gap in Seq. The
+	// caller owns the slice.
+	Events(ctx context.Context) ([]BlockEvent, error)
+}
+
+// BlockEventKind says what happened to blocks.
+type BlockEventKind uint8
+
+// The kinds. The numbers are part of the wire protocol and never reused.
+const (
+	BlocksStored  BlockEventKind = 1 + iota // they can be matched
+	BlocksRemoved                           // they can no longer be matched, or the source no longer watches whether they can
+	BlocksCleared                           // no block reported so far can be matched
+)
+
+// String is the kind's name.
+func (k BlockEventKind) String() string {
+	switch k {
+	case BlocksStored:
+		return "stored"
+	case BlocksRemoved:
+		return "removed"
+	case BlocksCleared:
+		return "cleared"
+	}
+	return fmt.Sprintf("kind %d", uint8(k))
+}
+
+// The limits of an event.
+const (
+	MaxEvents = 1 << 12 // of one answer
+	MaxMedium = 64      // bytes of BlockEvent.Medium
+)
+
+// BlockEvent is one change of what can be matched. A block counts as stored once all ranks have stored it.
+type BlockEvent struct {
+	Seq    uint64 // one more than that of the event before; the first may have any number
+	Kind   BlockEventKind
+	Keys   []BlockKey // none when Kind is BlocksCleared
+	Medium string     // where the blocks are, or were: "memory", "disk", "remote"; at most MaxMedium bytes
+	Scope  Scope      // who can see them
 }

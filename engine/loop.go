@@ -2,7 +2,10 @@ package engine
 
 import (
 	"errors"
+	"fmt"
 	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/kvcache"
@@ -10,6 +13,7 @@ import (
 	"github.com/kvport/kvport/engine/sample"
 	"github.com/kvport/kvport/engine/sched"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/meter"
 )
 
 // askAgain is how long a request whose match is not known yet waits at most before it is asked about
@@ -321,4 +325,138 @@ func (st *stream) send(o Output) {
 	default:
 	}
 	st.out <- o
+}
+
+// Handoff says what became of the ticket that a request brought. The zero value: it brought none.
+type Handoff struct {
+	Result string // one of the Handoff constants
+	Reason string // why it is not HandoffLoaded, in one word; empty where there is nothing to explain
+}
+
+// The results of a hand-off.
+const (
+	HandoffLoaded  = "loaded"  // all that the ticket promised and that was not here already
+	HandoffPartial = "partial" // some of it, the rest was computed; reason load_failed or gone
+	HandoffLocal   = "local"   // nothing was loaded since all of it was here already
+	HandoffRefused = "refused" // the ticket was not accepted; reason key, model, block_size, shape, role, replayed, gone, peer, prompt, unverified, unsupported, other
+	HandoffNone    = "none"    // the ticket was accepted and nothing could be loaded; reason load_failed or gone
+)
+
+// brought is what is known of a request's ticket.
+type brought struct {
+	any      bool   // there is one
+	promised int    // tokens that it speaks of; 0 until the host has looked at it
+	refused  string // why the host does not use it
+	failed   bool   // a load failed, or a part of one
+}
+
+// noteTicket remembers what the host made of a request's ticket.
+func (l *loop) noteTicket(id connector.RequestID) {
+	if st := l.streams[id]; st != nil && st.brought.any && st.brought.promised == 0 {
+		st.brought.promised, st.brought.refused = l.e.host.Brought(id)
+	}
+}
+
+// noteLoaded remembers that a load failed, or a part of one. A lost load, whose blocks nobody can use again, has failed.
+func (l *loop) noteLoaded(id connector.RequestID, failed bool) {
+	if st := l.streams[id]; st != nil && failed {
+		st.brought.failed = true
+	}
+}
+
+// handoff says what became of a request's ticket so far. From the first token on it does not change.
+func (l *loop) handoff(st *stream, o sched.Output) Handoff {
+	b := &st.brought
+	lost := "gone"
+	if b.failed {
+		lost = "load_failed"
+	}
+	size := l.e.cfg.BlockSize
+	want := max(0, min(b.promised, st.prompt-1)) / size * size
+	here := o.Local+o.External >= want
+	switch {
+	case !b.any:
+		return Handoff{}
+	case l.e.host == nil:
+		return Handoff{HandoffRefused, "unsupported"}
+	case !l.e.cfg.Connector.Role.Loads():
+		return Handoff{HandoffRefused, "role"}
+	case b.refused != "":
+		return Handoff{HandoffRefused, b.refused}
+	case o.External > 0 && here:
+		return Handoff{Result: HandoffLoaded}
+	case o.External > 0:
+		return Handoff{HandoffPartial, lost}
+	case here && o.Local > 0:
+		return Handoff{Result: HandoffLocal}
+	}
+	return Handoff{HandoffNone, lost}
+}
+
+// metrics are the engine's own figures; the host has those of the connector.
+type metrics struct {
+	prompt, requests              *prometheus.CounterVec
+	generated, preempted, badLoad prometheus.Counter
+	blocks, load                  *prometheus.GaugeVec
+	first, next, step             prometheus.Histogram
+	seen                          sched.Stats
+	set                           *meter.Set
+}
+
+// newMetrics registers the figures; it fails if another engine has registered the same ones.
+func newMetrics(reg prometheus.Registerer) (*metrics, error) {
+	s, seconds := meter.New(), prometheus.ExponentialBuckets(0.0005, 2, 18)
+	m := &metrics{
+		set:       s,
+		prompt:    s.Counters("kvport_prompt_tokens_total", "Prompt tokens of requests that got a first token, by where their KV came from.", "source"),
+		requests:  s.Counters("kvport_requests_total", "Requests that ended, by reason.", "reason"),
+		generated: s.Counter("kvport_generated_tokens_total", "Tokens generated."),
+		preempted: s.Counter("kvport_preemptions_total", "Requests that lost their blocks and were recomputed."),
+		badLoad:   s.Counter("kvport_failed_loads_total", "Loads of which at least one block had to be recomputed."),
+		blocks:    s.Gauges("kvport_blocks", "Blocks of the cache, by state.", "state"),
+		load:      s.Gauges("kvport_requests", "Requests in the engine, by state.", "state"),
+		first:     s.Histogram("kvport_time_to_first_token_seconds", "From Submit to the first token.", seconds),
+		next:      s.Histogram("kvport_time_per_token_seconds", "Between two tokens of a request.", seconds),
+		step:      s.Histogram("kvport_step_seconds", "Computing and sampling of one step.", seconds),
+	}
+	for _, source := range []string{"local_compute", "local_cache", "external"} {
+		m.prompt.WithLabelValues(source) // shown as 0 from the start
+	}
+	if err := s.Register(reg); err != nil {
+		return nil, fmt.Errorf("metrics: %w", err)
+	}
+	return m, nil
+}
+
+// output counts a request's news.
+func (m *metrics) output(st *stream, o sched.Output) {
+	if len(o.Tokens) > 0 {
+		now := time.Now()
+		m.generated.Add(float64(len(o.Tokens)))
+		if st.last.IsZero() {
+			m.first.Observe(now.Sub(st.since).Seconds())
+			m.prompt.WithLabelValues("local_cache").Add(float64(o.Local))
+			m.prompt.WithLabelValues("external").Add(float64(o.External))
+			m.prompt.WithLabelValues("local_compute").Add(float64(st.prompt - o.Local - o.External))
+		} else {
+			m.next.Observe(now.Sub(st.last).Seconds())
+		}
+		st.last = now
+	}
+	if o.Reason != 0 {
+		m.requests.WithLabelValues([]string{"", "stop", "length", "abort", "error"}[o.Reason]).Inc()
+	}
+}
+
+// state shows the state after a step.
+func (m *metrics) state(h Health, s sched.Stats) {
+	m.blocks.WithLabelValues("free").Set(float64(h.Blocks.Free))
+	m.blocks.WithLabelValues("used").Set(float64(h.Blocks.Used))
+	m.blocks.WithLabelValues("pinned").Set(float64(h.Blocks.Pinned))
+	m.blocks.WithLabelValues("held").Set(float64(h.Blocks.Held))
+	m.load.WithLabelValues("running").Set(float64(h.Running))
+	m.load.WithLabelValues("waiting").Set(float64(h.Waiting))
+	m.preempted.Add(float64(s.Preemptions - m.seen.Preemptions))
+	m.badLoad.Add(float64(s.FailedLoads - m.seen.FailedLoads))
+	m.seen = s
 }

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/leaktest"
 	"github.com/kvport/kvport/internal/machine"
 )
 
@@ -93,7 +94,7 @@ func TestArenaThatIsNotThere(t *testing.T) {
 		"beyond any machine": {math.MaxInt64, 0, "arena_bytes"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			leaks := watchLeaks(t)
+			leaks := leaktest.Watch(t)
 			o := rigOptions{extra: map[string]any{"arena": c.size}}
 			if c.limit > 0 {
 				o.settings = map[string]any{"arena_limit": c.limit}

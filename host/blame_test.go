@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/host/internal/leaktest"
 )
 
 // The error of a plugin that fails while it is asked or opened names its binary, the phase, how its
@@ -21,7 +23,7 @@ func TestEarlyFailuresAreNamed(t *testing.T) {
 		"hang_open":     {"open: no answer in time: scheduler side: ", "raise kvport.deadlines.handshake (700ms) if", `"waiting for a licence to open"`},
 	} {
 		t.Run(fault, func(t *testing.T) {
-			leaks := watchLeaks(t)
+			leaks := leaktest.Watch(t)
 			o := rigOptions{extra: map[string]any{"fault": fault}}
 			if strings.HasPrefix(fault, "hang") {
 				o.settings = map[string]any{"deadlines": map[string]any{"handshake": "700ms"}}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/internal/meter"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -130,7 +131,7 @@ func (c *child) turn(l *life) {
 	c.now, c.since = l, time.Now()
 	close(c.changed)
 	c.changed = make(chan struct{})
-	set(c.metrics.up, l != nil)
+	meter.Mark(c.metrics.up, l != nil)
 	c.vital.isUp(l != nil)
 }
 

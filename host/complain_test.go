@@ -9,12 +9,13 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/leaktest"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
 // A store without room appears in the engine's log, with what it could not keep and why.
 func TestFailedTransfersAreLogged(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	o := rigOptions{extra: map[string]any{"fault": "full_save"}}
 	cfg, eng, opts := o.build(t)
 	var log syncBuffer

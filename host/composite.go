@@ -10,10 +10,14 @@ import (
 	"sync"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/config"
 	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/internal/meter"
+	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/internal/tracker"
 	"github.com/kvport/kvport/multiconnector"
 )
@@ -73,7 +77,7 @@ func (h *Host) startComposite(ctx context.Context) (*generation, error) {
 		keys: h.keys,
 	}
 	if h.composite, err = n.open(ctx, h.cfg, "", "kv_connector_extra_config."); err != nil {
-		h.metrics.close()
+		h.metrics.set.Unregister()
 		return nil, err
 	}
 	h.info = h.composite.multi.Info()
@@ -84,7 +88,7 @@ func (h *Host) startComposite(ctx context.Context) (*generation, error) {
 	}
 	if err != nil {
 		h.composite.shut(ctx, false)
-		h.metrics.close()
+		h.metrics.set.Unregister()
 		return nil, err
 	}
 	return g, nil
@@ -379,3 +383,273 @@ func (e *childError) Error() string {
 
 // Unwrap gives the cause.
 func (e *childError) Unwrap() error { return e.err }
+
+// childMetrics are those of the children of a MultiConnector.
+type childMetrics struct {
+	up       *prometheus.GaugeVec // child
+	restarts *prometheus.CounterVec
+	kills    *prometheus.CounterVec
+	blocks   *prometheus.CounterVec // child, direction
+	failed   *prometheus.CounterVec
+}
+
+func newChildMetrics(s *meter.Set) *childMetrics {
+	return &childMetrics{
+		up:       s.Gauges("kvport_child_up", "1 while a child of a MultiConnector takes calls.", "child"),
+		restarts: s.Counters("kvport_child_restarts_total", "Processes of a child started after its first.", "child"),
+		kills:    s.Counters("kvport_child_deadline_kills_total", "Processes of a child killed for a passed transfer deadline.", "child"),
+		blocks:   s.Counters("kvport_child_blocks_total", "Blocks that a child was asked to load or save, counted for each rank.", "child", "direction"),
+		failed:   s.Counters("kvport_child_failed_blocks_total", "Blocks among them that it did not.", "child", "direction"),
+	}
+}
+
+// childCounters are the metrics of one child.
+type childCounters struct {
+	up              prometheus.Gauge
+	restarts, kills prometheus.Counter
+	blocks, failed  map[string]prometheus.Counter // by direction
+}
+
+func (m *childMetrics) of(label string) childCounters {
+	c := childCounters{
+		up: m.up.WithLabelValues(label), restarts: m.restarts.WithLabelValues(label), kills: m.kills.WithLabelValues(label),
+		blocks: map[string]prometheus.Counter{}, failed: map[string]prometheus.Counter{},
+	}
+	for _, direction := range []string{"load", "save"} {
+		c.blocks[direction] = m.blocks.WithLabelValues(label, direction)
+		c.failed[direction] = m.failed.WithLabelValues(label, direction)
+	}
+	return c
+}
+
+// moved counts a call that has returned.
+func (c *childCounters) moved(direction string, t *connector.Transfer, err error) {
+	c.blocks[direction].Add(float64(len(t.Blocks)))
+	if err != nil {
+		c.failed[direction].Add(float64(failedCount(t, err)))
+	}
+}
+
+// childReports is what the scheduler side of a child has counted and reported in all its lives.
+type childReports struct {
+	stats *connectorStats
+
+	mu    sync.Mutex
+	mute  uint64 // the life that did not answer Stats and is not asked again
+	seq   uint64 // of the last event that was passed on
+	from  uint64 // the life whose events are read; 0: none yet
+	order eventOrder
+}
+
+func newChildReports(c *child) *childReports {
+	return &childReports{stats: newConnectorStats("", c.src.info.Stats)}
+}
+
+// Stats implements connector.StatsSource. Counters continue when the child starts again; while it is down
+// they keep their values.
+func (s childScheduler) Stats(ctx context.Context) ([]connector.Stat, error) {
+	if l, side, err := s.scheduler(s.side); err == nil && !s.muted(l.n) {
+		source, ok := connector.As[connector.StatsSource](side)
+		if !ok {
+			return nil, connector.ErrIncompatible
+		}
+		s.note(ctx, l, source)
+	}
+	return s.news.stats.values(), nil
+}
+
+func (s childScheduler) muted(life uint64) bool {
+	s.news.mu.Lock()
+	defer s.news.mu.Unlock()
+	return s.news.mute == life
+}
+
+// note asks one life for its numbers.
+func (s childScheduler) note(ctx context.Context, l *life, source connector.StatsSource) {
+	ctx, cancel := context.WithTimeout(ctx, statsWait)
+	defer cancel()
+	stats, err := source.Stats(ctx)
+	switch {
+	case err == nil:
+		if err := s.news.stats.take(l.n, stats); err != nil {
+			s.src.complain("stats: " + err.Error())
+		}
+	case errors.Is(err, plugin.ErrUnanswered):
+		s.news.mu.Lock()
+		s.news.mute = l.n
+		s.news.mu.Unlock()
+		s.src.complain("stats: no answer, it is not asked again (rule STAT-03)")
+	}
+}
+
+// complain counts what broke the contract.
+func (s *source) complain(what string) {
+	if s.violated != nil {
+		s.violated(what)
+	}
+}
+
+// Events implements connector.EventSource. The end of a process is reported as BlocksCleared: what it
+// said does not hold while it is down, and what its heir still has nobody knows. Events that were lost
+// show as a gap.
+func (s childScheduler) Events(ctx context.Context) ([]connector.BlockEvent, error) {
+	for {
+		s.mu.Lock()
+		l, changed := s.now, s.changed
+		var side connector.Scheduler
+		if l != nil {
+			side = l.scheduler(s.side)
+		}
+		s.mu.Unlock()
+		if cleared := s.news.enter(l); cleared != nil {
+			return cleared, nil
+		}
+		var events []connector.BlockEvent
+		var err error
+		if source, ok := connector.As[connector.EventSource](side); ok {
+			events, err = source.Events(ctx)
+		} else if side != nil {
+			return nil, connector.ErrIncompatible
+		}
+		if err == nil && len(events) > 0 {
+			if events = s.passOn(l, events); len(events) > 0 {
+				return events, nil
+			}
+			continue
+		}
+		gone := side == nil || errors.Is(err, plugin.ErrLost) || errors.Is(err, plugin.ErrUnanswered)
+		if !gone || ctx.Err() != nil {
+			return nil, errors.Join(err, ctx.Err())
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+// enter notes the life that events are read from; l is nil while none takes calls. The answer, unless
+// nil, says that those of the life before are over.
+func (n *childReports) enter(l *life) []connector.BlockEvent {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	was, is := n.from, uint64(0)
+	if l != nil {
+		is = l.n
+	}
+	n.from = is
+	if was == is {
+		return nil
+	}
+	n.order = eventOrder{}
+	if was == 0 {
+		return nil
+	}
+	n.seq++
+	return []connector.BlockEvent{{Seq: n.seq, Kind: connector.BlocksCleared, Scope: connector.ScopeEngine}}
+}
+
+// passOn numbers the events of one life on from those of the ones before.
+func (s childScheduler) passOn(l *life, events []connector.BlockEvent) []connector.BlockEvent {
+	s.news.mu.Lock()
+	defer s.news.mu.Unlock()
+	if s.news.from != l.n {
+		return nil
+	}
+	events, lost, err := s.news.order.check(events)
+	if err != nil {
+		s.src.complain(err.Error())
+	}
+	s.news.seq += lost
+	for i := range events {
+		s.news.seq++
+		events[i].Seq = s.news.seq
+	}
+	return events
+}
+
+// MultiName is the kv_connector that the host composes itself of the children in
+// kv_connector_extra_config, unless kv_connector_module_path names a plugin for it.
+const MultiName = "MultiConnector"
+
+// maxNesting is how deep MultiConnectors may be nested.
+const maxNesting = 4
+
+// parseChildren reads the kv_connector_extra_config of a MultiConnector. The settings of parent are
+// the defaults of its children. Errors name the field.
+func parseChildren(v *strictjson.Value, parent *Config, depth int) (children []*Config, err error) {
+	if depth > maxNesting {
+		return nil, v.Errorf("MultiConnectors are nested more than %d deep", maxNesting)
+	}
+	var extra struct {
+		Connectors []strictjson.Value `json:"connectors" jsonschema:"required"`
+	}
+	if err := strict().Decode(v, &extra); err != nil {
+		return nil, err
+	}
+	switch n, list := len(extra.Connectors), v.Field("connectors"); {
+	case n == 0:
+		return nil, list.Errorf("is empty, must name at least one connector")
+	case n > multiconnector.MaxChildren:
+		return nil, list.Errorf("names %d connectors, at most %d", n, multiconnector.MaxChildren)
+	}
+	for i := range extra.Connectors {
+		item := &extra.Connectors[i]
+		at := fmt.Sprintf("kv_connector_extra_config.connectors[%d].", i)
+		c, err := parseChild(item, parent, parent.at+at, depth)
+		if err != nil {
+			return nil, err
+		}
+		for k, other := range children {
+			if sameChild(c, other) {
+				return nil, item.Errorf("is the same as connectors[%d]", k)
+			}
+		}
+		for _, w := range c.Warnings {
+			parent.Warnings = append(parent.Warnings, at+w)
+		}
+		children = append(children, c)
+	}
+	names := make([]string, len(children))
+	for i, c := range children {
+		names[i] = c.Connector
+	}
+	for i, tag := range multiconnector.Tags(names) {
+		children[i].tag = tag
+	}
+	return children, nil
+}
+
+func parseChild(v *strictjson.Value, parent *Config, at string, depth int) (*Config, error) {
+	c := &Config{Settings: parent.Settings, at: at}
+	c.Settings.PluginSHA256 = ""
+	if err := c.decode(v, depth); err != nil {
+		return nil, err
+	}
+	was, is := &parent.Settings, &c.Settings
+	if len(is.Peers) == 0 {
+		is.Peers = was.Peers
+	}
+	switch {
+	case c.EngineID != "":
+		return nil, v.Field("engine_id").Errorf("belongs to the engine: give it to the MultiConnector, not to a child")
+	case !subset(c.Role, parent.Role):
+		return nil, v.Field("kv_role").Errorf("%s is more than the %s of its MultiConnector", c.Role, parent.Role)
+	case is.Trust != was.Trust || is.LandingBytes != was.LandingBytes:
+		return nil, v.Field("kvport").Errorf("trust and landing_bytes are the same for all children: set them at the MultiConnector")
+	case is.TicketKeyFile != was.TicketKeyFile || is.TenantSecretFile != was.TenantSecretFile || !slices.Equal(is.Peers, was.Peers):
+		return nil, v.Field("kvport").Errorf("ticket_key_file, tenant_secret_file and peers are the engine's: set them at the MultiConnector")
+	}
+	return c, nil
+}
+
+// subset reports whether a child may have a role under a parent's.
+func subset(child, parent connector.Role) bool {
+	return (!child.Loads() || parent.Loads()) && (!child.Saves() || parent.Saves())
+}
+
+// sameChild reports whether two children would do the same in the same place.
+func sameChild(a, b *Config) bool {
+	return a.Connector == b.Connector && config.SameJSON(a.Extra, b.Extra) && a.beside.Equal(b.beside)
+}

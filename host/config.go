@@ -1,14 +1,22 @@
 package host
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"os"
+	"slices"
 	"strings"
+	"time"
+
+	"github.com/invopop/jsonschema"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/config"
 	"github.com/kvport/kvport/internal/strictjson"
+	"github.com/kvport/kvport/internal/ticket"
+	"github.com/kvport/kvport/multiconnector"
 )
 
 // ErrConfig is wrapped by every error that a changed config, binary or flag could cure. Commands
@@ -150,4 +158,268 @@ func (c *Config) adopt(m *Manifest, log *slog.Logger) {
 			log.Warn("kv-transfer-config: " + w)
 		}
 	}
+}
+
+// Settings are the host's own settings: the object "kvport" of the transfer config.
+type Settings struct {
+	// TicketKeyFile signs tickets; empty: one that this user's engines on this machine share.
+	TicketKeyFile string `json:"ticket_key_file" jsonschema:"description=The key that signs tickets; without it this user's engines on this machine share one."`
+	// Peers are the ids of the engines whose tickets are accepted; empty: all that have the key.
+	Peers []string `json:"peers" jsonschema:"description=The ids of the engines whose tickets are accepted; without it all that have the key."`
+	Trust Trust    `json:"trust" jsonschema:"enum=in-place,enum=staged,description=in-place: the plugin maps the paged cache. staged: it maps landing memory."`
+	// LandingBytes is the landing memory of each rank at trust level staged.
+	LandingBytes int `json:"landing_bytes" jsonschema:"minimum=1,description=Landing memory of each rank at trust level staged."`
+	// ArenaLimit is the most bytes that a connector may have as its arena; 0: what the machine has free.
+	ArenaLimit int `json:"arena_limit" jsonschema:"minimum=1,description=The most bytes that a connector may have as memory that outlives it; without it what the machine has free." jsonschema_extras:"unit=bytes"`
+	// PluginSHA256 is the hash that the plugin binary must have, in hex; empty: any.
+	PluginSHA256 string `json:"plugin_sha256" jsonschema:"pattern=^[0-9a-fA-F]{64}$,description=The SHA-256 of the plugin binary in hex; without it any binary is run."`
+	// TenantSecretFile makes digests and keys keyed MACs.
+	TenantSecretFile string `json:"tenant_secret_file" jsonschema:"description=Makes keys and digests keyed ones."`
+	// AllowLossy accepts a connector whose loaded bytes may differ from the saved ones.
+	AllowLossy bool `json:"allow_lossy" jsonschema:"description=Accepts a connector whose loaded bytes may differ from the saved ones."`
+	// Unverified accepts blocks of engines of other shapes, whose bytes no digest verifies.
+	Unverified bool `json:"unverified" jsonschema:"description=Accepts blocks of engines with another block size or other ranks, whose bytes no digest verifies."`
+	// Ring: small messages go through shared memory, if the plugin can; false: all over the stream.
+	Ring bool `json:"ring" jsonschema:"description=Small messages go through shared memory, if the plugin can; false: all over the stream."`
+	// AllowWeakHashes is the agent's: it accepts an engine whose block hashes could collide or differ between processes.
+	AllowWeakHashes bool `json:"allow_weak_hashes" jsonschema:"description=agent: accepts an engine whose block hashes could collide or differ between processes."`
+	// RecomputeThreshold is how many tokens an earlier turn's blocks must hold to be loaded: fewer are computed.
+	RecomputeThreshold int       `json:"recompute_threshold" jsonschema:"minimum=1,description=Blocks of an earlier turn are loaded if they hold at least that many tokens that the engine lacks; else they are computed."`
+	Deadlines          Deadlines `json:"deadlines"`
+	Heartbeat          Heartbeat `json:"heartbeat"`
+	Breaker            Breaker   `json:"breaker"`
+}
+
+// Trust says what a plugin may touch.
+type Trust string
+
+// The levels.
+const (
+	TrustInPlace Trust = "in-place" // the plugin maps the paged cache
+	TrustStaged  Trust = "staged"   // it maps landing memory: the host copies saves out and verified loads in
+)
+
+// Deadlines bound every call. None may be zero.
+type Deadlines struct {
+	Handshake      time.Duration `json:"handshake"` // from start to the first answer
+	Match          time.Duration `json:"match"`     // how long Match itself waits before it answers Later
+	Later          time.Duration `json:"later"`     // how long a match may stay Later before it is a miss
+	Transfer       time.Duration `json:"transfer"`  // a load, in addition to TransferPerGiB
+	TransferPerGiB time.Duration `json:"transfer_per_gib"`
+	Save           time.Duration `json:"save"`
+	Plan           time.Duration `json:"plan"`
+	Finish         time.Duration `json:"finish"`   // from the end of a request until its Finished
+	Grace          time.Duration `json:"grace"`    // from a passed deadline until the plugin is killed
+	Hold           time.Duration `json:"hold"`     // TTL of a hold that names none
+	HoldMax        time.Duration `json:"hold_max"` // the longest TTL a plugin may ask for
+	Fence          time.Duration `json:"fence"`    // how long a dead plugin's blocks wait for those that may still write them, before they are lost
+	Drain          time.Duration `json:"drain"`    // how long Close waits for transfers
+}
+
+// Heartbeat says how a hung plugin is noticed.
+type Heartbeat struct {
+	Interval time.Duration `json:"interval"`
+	Limit    time.Duration `json:"limit"` // a plugin that could have answered for so long and did not is killed; a busy machine stretches it up to four times
+}
+
+// Breaker says when a plugin that keeps dying is left alone.
+type Breaker struct {
+	Deaths     int           `json:"deaths" jsonschema:"minimum=1"`
+	Window     time.Duration `json:"window"`
+	Cooldown   time.Duration `json:"cooldown"`    // then one start is tried
+	BackoffMin time.Duration `json:"backoff_min"` // wait before the first restart, doubled each time
+	BackoffMax time.Duration `json:"backoff_max"`
+}
+
+// DefaultSettings are the defaults of every setting: the one place that has them.
+func DefaultSettings() Settings {
+	return Settings{
+		Trust: TrustInPlace, LandingBytes: 64 << 20, Ring: true, RecomputeThreshold: 64,
+		Deadlines: Deadlines{
+			Handshake:      5 * time.Second,
+			Match:          200 * time.Microsecond,
+			Later:          2 * time.Second,
+			Transfer:       5 * time.Second,
+			TransferPerGiB: time.Second,
+			Save:           30 * time.Second,
+			Plan:           2 * time.Second,
+			Finish:         5 * time.Second,
+			Grace:          500 * time.Millisecond,
+			Hold:           30 * time.Second,
+			HoldMax:        10 * time.Minute,
+			Fence:          5 * time.Second,
+			Drain:          10 * time.Second,
+		},
+		Heartbeat: Heartbeat{Interval: 250 * time.Millisecond, Limit: 2 * time.Second},
+		Breaker: Breaker{
+			Deaths: 5, Window: 30 * time.Second, Cooldown: 30 * time.Second,
+			BackoffMin: 10 * time.Millisecond, BackoffMax: time.Second,
+		},
+	}
+}
+
+// Bounds that are not settings.
+const (
+	maxConfigBytes = 4 << 20                // of a transfer config
+	maxCorruptKeys = 1 << 16                // damaged keys remembered until they are saved again
+	maxAsks        = 64                     // queries of one Match call
+	matchFresh     = 250 * time.Millisecond // an answer may be used again this long
+	firstRetry     = 5 * time.Millisecond   // after ErrBusy and Later, doubled each time
+	slowestRetry   = 200 * time.Millisecond
+	readerWait     = time.Second      // for the last events to be read
+	missedEvery    = 10 * time.Second // a warning about matches that stayed undecided
+	statsEvery     = time.Second      // a connector is asked for its numbers
+	statsWait      = time.Second      // for them
+)
+
+// configName is the definition of a transfer config in a [ConfigSchema].
+const configName = "transfer_config"
+
+// ConfigSchema is the JSON Schema of a transfer config with any of some plugins' connectors, or the children of a
+// MultiConnector. If only is a connector's name or alias, it is the schema of that connector's kv_connector_extra_config.
+func ConfigSchema(plugins []*Manifest, only string) (json.RawMessage, error) {
+	defaults := &transferConfig{FailurePolicy: PolicyRecompute, Settings: DefaultSettings()}
+	whole := strict().Schema(defaults)
+	strictjson.AcceptTexts(whole)
+	whole.PatternProperties = map[string]*jsonschema.Schema{`^lmcache[._]`: {Description: "Of LMCache; it has no effect here."}}
+	root := &jsonschema.Schema{
+		Version: jsonschema.Version, Title: "The argument of --kv-transfer-config", Ref: reference(configName),
+		Definitions: jsonschema.Definitions{configName: whole, MultiName: childrenSchema()},
+	}
+	var known []any
+	add := func(name string, aliases []string, extra *jsonschema.Schema) {
+		names := []any{name}
+		for _, alias := range aliases {
+			names = append(names, alias)
+		}
+		known = append(known, names...)
+		if slices.Contains(names, any(only)) {
+			root.Title, root.Ref = "The kv_connector_extra_config of "+name, reference(name)
+		}
+		whole.AllOf = append(whole.AllOf, whenNamed(names, name, extra))
+	}
+	add(MultiName, nil, root.Definitions[MultiName])
+	for _, m := range plugins {
+		if m.Name == MultiName {
+			continue // the host composes it itself
+		}
+		extra := extraSchema(m)
+		root.Definitions[m.Name] = extra
+		add(m.Name, m.Aliases, extra)
+	}
+	if only != "" && !slices.Contains(known, any(only)) {
+		return nil, fmt.Errorf("%w: no plugin that is found is called %s; there are %s", ErrConfig, strictjson.Quote(only), strings.Trim(fmt.Sprint(known), "[]"))
+	}
+	if only != "" && root.Ref != reference(MultiName) {
+		one := root.Definitions[root.Ref[len(reference("")):]]
+		one.Version, one.Title = root.Version, root.Title
+		return json.MarshalIndent(one, "", "  ")
+	}
+	whole.AllOf = append(whole.AllOf, &jsonschema.Schema{If: searched(), Then: property("kv_connector", &jsonschema.Schema{Enum: known})})
+	return json.MarshalIndent(root, "", "  ")
+}
+
+func reference(definition string) string { return "#/$defs/" + definition }
+
+// property is the schema of objects in which a property has a schema.
+func property(name string, schema *jsonschema.Schema) *jsonschema.Schema {
+	s := &jsonschema.Schema{Properties: jsonschema.NewProperties()}
+	s.Properties.Set(name, schema)
+	return s
+}
+
+// searched is the schema of configs whose plugin is found by name.
+func searched() *jsonschema.Schema {
+	return &jsonschema.Schema{Not: &jsonschema.Schema{Required: []string{"kv_connector_module_path"}}}
+}
+
+// whenNamed says what the kv_connector_extra_config of a connector is.
+func whenNamed(names []any, definition string, extra *jsonschema.Schema) *jsonschema.Schema {
+	s := &jsonschema.Schema{If: property("kv_connector", &jsonschema.Schema{Enum: names}), Then: property("kv_connector_extra_config", &jsonschema.Schema{Ref: reference(definition)})}
+	s.If.Required, s.If.Not = []string{"kv_connector"}, searched().Not
+	if len(extra.Required) > 0 {
+		s.Then.Required = []string{"kv_connector_extra_config"}
+	}
+	return s
+}
+
+// childrenSchema is what a MultiConnector has in its kv_connector_extra_config.
+func childrenSchema() *jsonschema.Schema {
+	least, most := uint64(1), uint64(multiconnector.MaxChildren)
+	child := property("engine_id", jsonschema.FalseSchema)
+	child.AllOf = []*jsonschema.Schema{{Ref: reference(configName)}}
+	s := property("connectors", &jsonschema.Schema{
+		Type: "array", MinItems: &least, MaxItems: &most, Items: child, Description: "The transfer configs of the children, in order.",
+	})
+	s.Type, s.Required, s.AdditionalProperties = "object", []string{"connectors"}, jsonschema.FalseSchema
+	return s
+}
+
+// extraSchema is what a plugin has in its kv_connector_extra_config. A key that may be next to kv_connector is not required.
+func extraSchema(m *Manifest) *jsonschema.Schema {
+	extra := &jsonschema.Schema{}
+	if json.Unmarshal(m.ConfigSchema, extra) != nil {
+		return &jsonschema.Schema{Description: "The plugin does not say."}
+	}
+	if len(extra.Definitions) > 0 && extra.ID == "" {
+		extra.ID = jsonschema.ID("kvport:" + m.Name) // its references are to itself
+	}
+	extra.Version = ""
+	extra.Required = slices.DeleteFunc(extra.Required, func(name string) bool { return slices.Contains(config.BesideNames(), name) })
+	strictjson.AcceptTexts(extra)
+	return extra
+}
+
+// maxSecret bounds a tenant secret's file, in bytes.
+const maxSecret = 64 << 10
+
+// OpenFile opens a regular file for reading. Whatever else has the path is an error, and opening it
+// does not wait: a FIFO may never get a writer. The caller closes the file.
+func OpenFile(path string) (*os.File, error) { return config.OpenFile(path) }
+
+// ReadFile reads a regular file of at most limit bytes. The caller owns the slice.
+func ReadFile(path string, limit int64) ([]byte, error) { return config.ReadFile(path, limit) }
+
+// TenantSecret reads kvport.tenant_secret_file; nil if none is set. White space around the secret
+// does not belong to it, so that an editor's newline makes no other tenant. The caller owns the
+// slice. Errors wrap ErrConfig.
+func (s *Settings) TenantSecret() ([]byte, error) {
+	if s.TenantSecretFile == "" {
+		return nil, nil
+	}
+	secret, err := config.ReadFile(s.TenantSecretFile, maxSecret)
+	if secret = bytes.TrimSpace(secret); err == nil && len(secret) == 0 {
+		err = fmt.Errorf("%s is empty", s.TenantSecretFile)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: kvport.tenant_secret_file: %w", ErrConfig, err)
+	}
+	return secret, nil
+}
+
+// keyring is what plugins' keys come from. The key that signs tickets stays with the host.
+type keyring struct {
+	links  connector.Secret // of which each connector is given its own; nil: none
+	router connector.Secret
+}
+
+func newKeyring(ticketKey []byte) (k keyring, err error) {
+	if k.links, err = ticket.LinkRoot(ticketKey); err != nil {
+		return k, err
+	}
+	k.router, err = ticket.RouterKey(ticketKey)
+	return k, err
+}
+
+// of is what a connector is given. It depends on its name and not on its place in a MultiConnector, so that
+// engines with other composites have the same. Whoever keeps no blocks for others has no business with routers.
+func (k keyring) of(name string, info *connector.Info) (link, router connector.Secret, err error) {
+	if k.links == nil {
+		return nil, nil, nil
+	}
+	if info.Scope == connector.ScopeEngine && info.Capabilities&connector.CanHold != 0 {
+		router = k.router
+	}
+	link, err = ticket.LinkKey(k.links, name)
+	return link, router, err
 }

@@ -1,9 +1,14 @@
 package host
 
 import (
+	"context"
+	"errors"
+	"fmt"
 	"sync"
 	"time"
 
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/tracker"
 )
@@ -116,4 +121,91 @@ func (h *Host) tell(b *tracker.Event) {
 		e.Kind = Stored
 	}
 	h.events.put(e)
+}
+
+// BlockReport is what a connector has reported about blocks that came and went, in order (capability
+// CanEvents). Keys are those of the engine's queries and transfers.
+type BlockReport struct {
+	// Gap: events before these were lost, or the plugin has started again. Only what Events say is known
+	// about this connector's blocks now.
+	Gap    bool
+	Events []connector.BlockEvent // the reader's; may be empty
+}
+
+// blockEventReporter passes on what the connector reports about blocks. It is used by one generation at a time.
+type blockEventReporter struct {
+	out chan<- BlockReport // nil: nobody asked
+	gap bool               // to be said with the next report
+}
+
+// report passes events on, if the reader has room for them.
+func (h *Host) report(events []connector.BlockEvent) {
+	if len(events) == 0 && !h.blockEvents.gap {
+		return
+	}
+	select {
+	case h.blockEvents.out <- BlockReport{Gap: h.blockEvents.gap, Events: events}:
+		h.blockEvents.gap = false
+		h.metrics.events.Add(float64(len(events)))
+	default:
+		h.blockEvents.gap = true
+		h.metrics.lost.Add(float64(len(events)))
+	}
+}
+
+// watchEvents waits for events of the connector and passes them on. What was reported before the plugin
+// started again is no longer known to hold: that is a gap.
+func (g *generation) watchEvents(life context.Context) {
+	defer g.work.Done()
+	h := g.h
+	if g.n > 1 {
+		h.blockEvents.gap = true
+		h.report(nil)
+	}
+	source, ok := connector.As[connector.EventSource](g.sched)
+	order := &eventOrder{}
+	for ok && life.Err() == nil {
+		events, err := source.Events(life)
+		switch {
+		case errors.Is(err, plugin.ErrLost), errors.Is(err, plugin.ErrUnanswered):
+			return
+		case err != nil || len(events) == 0: // it did not wait
+			pause(life, slowestRetry)
+			continue
+		}
+		events, lost, err := order.check(events)
+		if err != nil {
+			h.violation(err.Error())
+		}
+		if lost > 0 {
+			h.blockEvents.gap = true
+			h.metrics.lost.Add(float64(lost))
+		}
+		h.report(events)
+	}
+}
+
+// eventOrder checks that events come in order (rule EVENT-02).
+type eventOrder struct {
+	last  uint64
+	begun bool
+}
+
+// check gives the events that are new. Those before a gap are left out: what they say does not hold
+// when nothing is known any more. lost is how many are missing.
+func (o *eventOrder) check(events []connector.BlockEvent) (fresh []connector.BlockEvent, lost uint64, err error) {
+	fresh = events[:0]
+	for _, e := range events {
+		switch {
+		case o.begun && e.Seq <= o.last:
+			err = fmt.Errorf("events: seq %d after %d (rule EVENT-02)", e.Seq, o.last)
+			continue
+		case o.begun && e.Seq > o.last+1:
+			lost += e.Seq - o.last - 1 + uint64(len(fresh))
+			fresh = events[:0]
+		}
+		o.last, o.begun = e.Seq, true
+		fresh = append(fresh, e)
+	}
+	return fresh, lost, err
 }

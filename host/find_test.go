@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/host/internal/leaktest"
 )
 
 // say makes a plugin that has a manifest and nothing else.
@@ -24,7 +26,7 @@ func say(t *testing.T, path, name string) string {
 // Files of other plugins that hang or break do not delay a start, and which one is found does not
 // depend on who answers first.
 func TestFindAmongBadNeighbours(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	hanging, first, second := filepath.Dir(alias(t, "kvport-hangmanifest")), t.TempDir(), t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(first, "kvport-aaa"), []byte("#!/bin/sh\nexit 1\n"), 0o755))
 	one := say(t, filepath.Join(first, "kvport-one"), "SharedName")
@@ -93,7 +95,7 @@ func TestManifestOfWhatIsNoPlugin(t *testing.T) {
 
 // A manifest counts although a child of the plugin holds the plugin's output open, and that child is killed.
 func TestManifestOfOpenOutput(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	path := filepath.Join(t.TempDir(), "kvport-open")
 	script := fmt.Sprintf("#!/bin/sh\nsleep 600 &\necho $! > '%s.child'\necho '{\"name\":\"OpenConnector\",\"protocol_versions\":[1]}'\n", path)
 	require.NoError(t, os.WriteFile(path, []byte(script), 0o755))
@@ -112,7 +114,7 @@ func TestManifestOfOpenOutput(t *testing.T) {
 // A plugin that prints without end for its manifest is killed when it has printed too much, whichever
 // output it floods, and takes no more memory than that.
 func TestManifestThatFloods(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	for _, to := range []string{"1", "2"} {
 		path := filepath.Join(t.TempDir(), "kvport-flood")
 		require.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\nwhile :; do echo "+strings.Repeat("x", 4096)+" >&"+to+"; done\n"), 0o755))

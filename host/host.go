@@ -159,7 +159,7 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	h.src.openAll()
 	first, err := h.src.start(ctx, 1)
 	if err != nil {
-		h.metrics.close()
+		h.metrics.set.Unregister()
 		return nil, errors.Join(err, h.src.close())
 	}
 	h.info = h.src.info
@@ -168,7 +168,7 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	}
 	if err := h.showStats(); err != nil {
 		first.proc.Kill()
-		h.metrics.close()
+		h.metrics.set.Unregister()
 		return nil, errors.Join(err, h.src.close())
 	}
 	return h.generation(first), nil
@@ -180,7 +180,7 @@ func (h *Host) showStats() error {
 	if len(h.info.Stats) == 0 {
 		return nil
 	}
-	if err := h.metrics.add(h.stats); err != nil {
+	if err := h.metrics.set.Show(h.stats); err != nil {
 		return fmt.Errorf("%w: the stats of %s cannot be metrics: %w", ErrConfig, h.info.Name, err)
 	}
 	return nil
@@ -314,7 +314,7 @@ func (h *Host) close(ctx context.Context) error {
 	h.work.Wait()
 	fault.Crash("host.closed")
 	h.events.close(readerWait)
-	h.metrics.close()
+	h.metrics.set.Unregister()
 	return errors.Join(err, h.src.close(), h.closeLanding())
 }
 

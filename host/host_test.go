@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/leaktest"
 )
 
 func TestSaveMatchLoad(t *testing.T) {
@@ -63,7 +64,7 @@ func TestDescribeRefusals(t *testing.T) {
 		"layout":        {map[string]any{"layout": "other"}, "layouts"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			leaks := watchLeaks(t)
+			leaks := leaktest.Watch(t)
 			o := rigOptions{extra: c.extra}
 			cfg, eng, opts := o.build(t)
 			_, err := Open(t.Context(), cfg, eng, opts)

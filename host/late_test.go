@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/leaktest"
 )
 
 // A right plugin whose answers come after their requests have ended breaks no contract: operators have
@@ -29,7 +30,7 @@ func TestLateAnswersAreNoViolations(t *testing.T) {
 
 // A store that is slower than the deadline is a hit rate of 0 otherwise, and nothing says why.
 func TestUndecidedMatchIsSaid(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	o := rigOptions{extra: map[string]any{"match_ms": 120}, settings: map[string]any{"deadlines": map[string]any{"later": "40ms"}}}
 	cfg, eng, opts := o.build(t)
 	var log syncBuffer

@@ -20,6 +20,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/leaktest"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // pluginFolder holds the test plugin under several names.
@@ -57,8 +58,11 @@ func alias(t *testing.T, name string) string {
 	return path
 }
 
+// The engine's prompts.
+var blocksOf, transfer, query = testkit.Blocks, testkit.Transfer, testkit.Query
+
 const (
-	blockTokens = 16
+	blockTokens = testkit.BlockTokens
 	numBlocks   = 64
 )
 
@@ -148,7 +152,7 @@ func (o *rigOptions) build(t *testing.T) (*Config, Engine, Options) {
 
 func newRig(t *testing.T, o rigOptions) *rig {
 	t.Helper()
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	cfg, eng, opts := o.build(t)
 	h, err := Open(t.Context(), cfg, eng, opts)
 	require.NoError(t, err)
@@ -179,32 +183,10 @@ func (r *rig) closeNow() error {
 	return err
 }
 
-// watchLeaks notes what is there now; the result fails the test if anything is left over.
-func watchLeaks(t *testing.T) func() {
-	t.Helper()
-	return leaktest.Watch(t)
-}
-
 // keys are those of a prompt of n full blocks; seed tells prompts apart.
 func keys(seed, n int) []connector.BlockKey {
 	space := connector.KeySpace{Salt: strconv.Itoa(seed)}
 	return space.Keys(make([]int32, n*blockTokens), blockTokens)
-}
-
-func blocksOf(ks []connector.BlockKey, first connector.BlockID) []connector.Block {
-	out := make([]connector.Block, len(ks))
-	for i, k := range ks {
-		out[i] = connector.Block{Key: k, ID: first + connector.BlockID(i)}
-	}
-	return out
-}
-
-func transfer(id string, ks []connector.BlockKey, first connector.BlockID) connector.Transfer {
-	return connector.Transfer{Request: connector.RequestID(id), Tokens: len(ks) * blockTokens, Blocks: blocksOf(ks, first)}
-}
-
-func query(id string, ks []connector.BlockKey) connector.Query {
-	return connector.Query{Request: connector.RequestID(id), Tokens: len(ks)*blockTokens + 1, Keys: ks}
 }
 
 // fill writes what belongs under the blocks' keys; wipe removes it.

@@ -80,7 +80,7 @@ func (h *Host) bring(q *connector.Query, signed []byte) {
 	if err != nil {
 		h.metrics.refused.WithLabelValues(reason).Inc()
 		h.log.Warn("ticket refused", "reason", reason, "error", err)
-		h.tracker.Refuse(q.Request, h.refusal(e, reason, err))
+		h.tracker.Refuse(q.Request, h.mismatch(e, reason, err))
 	}
 }
 

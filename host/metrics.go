@@ -1,10 +1,18 @@
 package host
 
 import (
+	"context"
 	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/internal/meter"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -36,99 +44,48 @@ type metrics struct {
 	events     prometheus.Counter // of blocks
 	lost       prometheus.Counter
 
-	name       string
-	seen       tracker.Counters
-	registry   prometheus.Registerer
-	registered []prometheus.Collector
-}
-
-func newUnchecked(name string) prometheus.Counter {
-	return prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "kvport_unverified_blocks_total", Help: "Loaded blocks whose bytes nothing was there to check by.",
-		ConstLabels: prometheus.Labels{"connector": name, "reason": "reshaped"},
-	})
+	name string
+	seen tracker.Counters
+	set  *meter.Set
 }
 
 func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metrics, error) {
-	own := prometheus.Labels{"connector": name}
-	counter := func(name, help string) prometheus.Counter {
-		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help, ConstLabels: own})
-	}
+	s := meter.New()
+	own := s.With(prometheus.Labels{"connector": name})
 	m := &metrics{
-		name: name, registry: registry, unchecked: newUnchecked(name),
-		bytes: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_transfer_bytes_total", Help: "KV bytes moved, of blocks that did not fail.",
-		}, []string{"connector", "direction"}),
-		seconds: prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Name: "kvport_transfer_seconds", Help: "Time from a step to the end of its transfer.",
-			Buckets: prometheus.ExponentialBuckets(1e-4, 4, 10),
-		}, []string{"connector", "direction"}),
-		failed: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_transfer_failed_blocks_total", Help: "Blocks that could not be loaded or saved.",
-		}, []string{"connector", "direction"}),
-		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_tickets_refused_total", Help: "Tickets that were not accepted.",
-		}, []string{"reason"}),
-		released: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_holds_released_total", Help: "Holds that are over.",
-		}, []string{"reason"}),
-		turns:      newTurns(),
-		restarts:   counter("kvport_plugin_restarts_total", "Plugin processes started after the first."),
-		integrity:  counter("kvport_integrity_failures_total", "Loaded blocks that were not what was saved."),
-		violations: counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
-		late:       counter("kvport_plugin_late_answers_total", "Answers and reports of the plugin that nobody waited for any more: no fault of the plugin's."),
-		undecided:  counter("kvport_match_undecided_total", "Matches that the connector left undecided until kvport.deadlines.later: what it had not found by then counted as a miss."),
-		retries:    counter("kvport_transfer_retries_total", "Transfer calls that were started again."),
-		kills:      counter("kvport_plugin_deadline_kills_total", "Plugins killed for a passed transfer deadline."),
-		events:     counter("kvport_block_events_total", "Events of blocks that the connector has reported."),
-		lost:       counter("kvport_block_events_lost_total", "Events of blocks that were lost before anybody read them."),
-		copied: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_landing_copied_bytes_total", Help: "KV bytes copied between cache and landing memory (trust level staged).",
-		}, []string{"connector", "direction"}),
+		name: name, set: s,
+		bytes:      s.Counters("kvport_transfer_bytes_total", "KV bytes moved, of blocks that did not fail.", "connector", "direction"),
+		seconds:    s.Histograms("kvport_transfer_seconds", "Time from a step to the end of its transfer.", prometheus.ExponentialBuckets(1e-4, 4, 10), "connector", "direction"),
+		failed:     s.Counters("kvport_transfer_failed_blocks_total", "Blocks that could not be loaded or saved.", "connector", "direction"),
+		refused:    s.Counters("kvport_tickets_refused_total", "Tickets that were not accepted.", "reason"),
+		released:   s.Counters("kvport_holds_released_total", "Holds that are over.", "reason"),
+		turns:      s.Counters("kvport_turn_blocks_total", "Blocks of earlier turns that were fetched from where the answer was made: loaded, or lost to other requests meanwhile.", "connector", "result"),
+		copied:     s.Counters("kvport_landing_copied_bytes_total", "KV bytes copied between cache and landing memory (trust level staged).", "connector", "direction"),
+		restarts:   own.Counter("kvport_plugin_restarts_total", "Plugin processes started after the first."),
+		integrity:  own.Counter("kvport_integrity_failures_total", "Loaded blocks that were not what was saved."),
+		violations: own.Counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
+		late:       own.Counter("kvport_plugin_late_answers_total", "Answers and reports of the plugin that nobody waited for any more: no fault of the plugin's."),
+		undecided:  own.Counter("kvport_match_undecided_total", "Matches that the connector left undecided until kvport.deadlines.later: what it had not found by then counted as a miss."),
+		retries:    own.Counter("kvport_transfer_retries_total", "Transfer calls that were started again."),
+		kills:      own.Counter("kvport_plugin_deadline_kills_total", "Plugins killed for a passed transfer deadline."),
+		events:     own.Counter("kvport_block_events_total", "Events of blocks that the connector has reported."),
+		lost:       own.Counter("kvport_block_events_lost_total", "Events of blocks that were lost before anybody read them."),
+		landing:    own.Gauge("kvport_landing_slots_used", "Slots of landing memory that transfers have."),
+		arena:      own.Gauge("kvport_arena_bytes", "Memory that the connector asked the host to keep for it."),
+		lostBlocks: own.Gauge("kvport_blocks_lost", "Blocks of the cache that are not used again, since somebody that a dead plugin left behind may write them."),
+		answer:     own.Histogram("kvport_plugin_match_seconds", "Time the connector took to answer Match, of one call with one or more queries, also where nobody waited any more.", prometheus.ExponentialBuckets(1e-5, 4, 11)),
+		match:      own.Histogram("kvport_match_seconds", "Time the engine's loop spent in Match.", prometheus.ExponentialBuckets(1e-6, 4, 8)),
+		info:       s.With(prometheus.Labels{"connector": name, "trust": string(trust)}).Gauge("kvport_connector_info", "1 for the trust level at which the connector runs."),
+		unchecked: s.With(prometheus.Labels{"connector": name, "reason": "reshaped"}).Counter("kvport_unverified_blocks_total",
+			"Loaded blocks whose bytes nothing was there to check by."),
+		children: newChildMetrics(s), vitals: newVitals(s),
 	}
-	m.own(own, trust)
 	m.info.Set(1)
-	m.children, m.vitals = newChildMetrics(), newVitals()
-	if registry == nil {
-		return m, nil
-	}
-	for _, c := range append(append(m.children.all(), m.vitals.all()...), []prometheus.Collector{
-		m.bytes, m.seconds, m.failed, m.refused, m.released, m.turns, m.restarts, m.integrity, m.violations, m.late, m.undecided, m.retries, m.kills, m.match, m.answer,
-		m.copied, m.landing, m.info, m.lostBlocks, m.arena, m.events, m.lost, m.unchecked,
-	}...) {
-		if err := registry.Register(c); err != nil {
-			m.close()
-			return nil, errors.Join(errors.New("two hosts on one registry"), err)
-		}
-		m.registered = append(m.registered, c)
+	if err := s.Register(registry); err != nil {
+		return nil, errors.Join(errors.New("two hosts on one registry"), err)
 	}
 	m.zeros()
 	return m, nil
-}
-
-// own makes the gauges and the histograms that have no other label than the connector's.
-func (m *metrics) own(own prometheus.Labels, trust Trust) {
-	m.landing = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "kvport_landing_slots_used", Help: "Slots of landing memory that transfers have.", ConstLabels: own,
-	})
-	m.arena = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "kvport_arena_bytes", Help: "Memory that the connector asked the host to keep for it.", ConstLabels: own,
-	})
-	m.lostBlocks = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "kvport_blocks_lost", Help: "Blocks of the cache that are not used again, since somebody that a dead plugin left behind may write them.", ConstLabels: own,
-	})
-	m.info = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "kvport_connector_info", Help: "1 for the trust level at which the connector runs.",
-		ConstLabels: prometheus.Labels{"connector": m.name, "trust": string(trust)},
-	})
-	m.answer = prometheus.NewHistogram(prometheus.HistogramOpts{
-		Name: "kvport_plugin_match_seconds", Help: "Time the connector took to answer Match, of one call with one or more queries, also where nobody waited any more.",
-		ConstLabels: own, Buckets: prometheus.ExponentialBuckets(1e-5, 4, 11),
-	})
-	m.match = prometheus.NewHistogram(prometheus.HistogramOpts{
-		Name: "kvport_match_seconds", Help: "Time the engine's loop spent in Match.", ConstLabels: own,
-		Buckets: prometheus.ExponentialBuckets(1e-6, 4, 8),
-	})
 }
 
 // zeros shows the series that will be there, so that their first increase is one.
@@ -146,30 +103,12 @@ func (m *metrics) zeros() {
 	}
 }
 
-func newTurns() *prometheus.CounterVec {
-	return prometheus.NewCounterVec(prometheus.CounterOpts{
-		Name: "kvport_turn_blocks_total", Help: "Blocks of earlier turns that were fetched from where the answer was made: loaded, or lost to other requests meanwhile.",
-	}, []string{"connector", "result"})
-}
-
 // turned counts blocks of earlier turns. Both series begin with the first of them.
 func (m *metrics) turned(loaded, lost int) {
 	if loaded+lost > 0 {
 		m.turns.WithLabelValues(m.name, "loaded").Add(float64(loaded))
 		m.turns.WithLabelValues(m.name, "lost").Add(float64(lost))
 	}
-}
-
-// add shows what else there is to show; close takes it away.
-func (m *metrics) add(c prometheus.Collector) error {
-	if m.registry == nil {
-		return nil
-	}
-	if err := m.registry.Register(c); err != nil {
-		return err
-	}
-	m.registered = append(m.registered, c)
-	return nil
 }
 
 // moved counts the end of a transfer.
@@ -196,9 +135,189 @@ func (m *metrics) observe(c tracker.Counters) (undecided int) {
 	return undecided
 }
 
-func (m *metrics) close() {
-	for _, c := range m.registered {
-		m.registry.Unregister(c)
+// connectorStats shows the numbers of a StatsSource as metrics. Counters do not go back when the
+// plugin starts again: what its former lives counted is added (rule STAT-04).
+type connectorStats struct {
+	mu       sync.Mutex
+	families map[string]*statFamily
+	samples  int // of all families
+}
+
+type statFamily struct {
+	info   connector.StatInfo
+	desc   *prometheus.Desc
+	series map[string]*statSeries
+}
+
+// statSeries is one number with its labels.
+type statSeries struct {
+	labels []string
+	before float64 // what former lives of the plugin have counted
+	last   float64
+	gen    uint64 // that gave last
+}
+
+func newConnectorStats(name string, infos []connector.StatInfo) *connectorStats {
+	s := &connectorStats{families: map[string]*statFamily{}}
+	for _, i := range infos {
+		s.families[i.Name] = &statFamily{info: i, series: map[string]*statSeries{}, desc: prometheus.NewDesc(
+			"kvport_connector_"+i.Name, i.Help, i.Labels, prometheus.Labels{"connector": name})}
 	}
-	m.registered = nil
+	return s
+}
+
+// take notes what the plugin of a generation has answered. What was not declared, or cannot be, is
+// left out; the first such error is returned.
+func (s *connectorStats) take(gen uint64, stats []connector.Stat) (err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for i := range stats {
+		v := &stats[i]
+		f := s.families[v.Name]
+		var e error
+		if f == nil {
+			e = fmt.Errorf("stat %q was not declared", v.Name)
+		} else if e = f.info.Check(v); e == nil {
+			e = s.note(f, gen, v)
+		}
+		if err == nil {
+			err = e
+		}
+	}
+	return err
+}
+
+func (s *connectorStats) note(f *statFamily, gen uint64, v *connector.Stat) error {
+	key := strings.Join(v.Labels, "\x00")
+	n := f.series[key]
+	if n == nil {
+		if s.samples == connector.MaxSamples {
+			return fmt.Errorf("stat %q: more than %d series", v.Name, connector.MaxSamples)
+		}
+		s.samples++
+		n = &statSeries{labels: v.Labels, gen: gen}
+		f.series[key] = n
+	}
+	if f.info.Kind == connector.Counter {
+		if n.gen != gen {
+			n.before, n.last = n.before+n.last, 0
+		} else if v.Value < n.last {
+			return fmt.Errorf("stat %q went back from %v to %v", v.Name, n.last, v.Value)
+		}
+	}
+	n.gen, n.last = gen, v.Value
+	return nil
+}
+
+// Describe implements prometheus.Collector.
+func (s *connectorStats) Describe(out chan<- *prometheus.Desc) {
+	for _, f := range s.families {
+		out <- f.desc
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (s *connectorStats) Collect(out chan<- prometheus.Metric) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, f := range s.families {
+		kind := prometheus.GaugeValue
+		if f.info.Kind == connector.Counter {
+			kind = prometheus.CounterValue
+		}
+		for _, n := range f.series {
+			if m, err := prometheus.NewConstMetric(f.desc, kind, n.before+n.last, n.labels...); err == nil {
+				out <- m
+			}
+		}
+	}
+}
+
+// values are the present ones of all series.
+func (s *connectorStats) values() []connector.Stat {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []connector.Stat
+	for name, f := range s.families {
+		for _, n := range f.series {
+			out = append(out, connector.Stat{Name: name, Labels: n.labels, Value: n.before + n.last})
+		}
+	}
+	return out
+}
+
+// watchStats asks the connector for its numbers again and again.
+func (g *generation) watchStats(life context.Context) {
+	defer g.work.Done()
+	source, ok := connector.As[connector.StatsSource](g.sched)
+	for ok && life.Err() == nil {
+		ctx, cancel := context.WithTimeout(life, statsWait)
+		stats, err := source.Stats(ctx)
+		cancel()
+		switch {
+		case err == nil:
+			if err := g.h.stats.take(g.n, stats); err != nil {
+				g.h.violation("stats: " + err.Error())
+			}
+		case errors.Is(err, plugin.ErrUnanswered) && life.Err() == nil:
+			g.h.violation("stats: no answer, it is not asked again (rule STAT-03)")
+			return
+		case errors.Is(err, plugin.ErrLost):
+			return
+		}
+		pause(life, statsEvery)
+	}
+}
+
+// sameStat reports whether two declarations make the same metric.
+func sameStat(a, b connector.StatInfo) bool {
+	return a.Name == b.Name && a.Kind == b.Kind && slices.Equal(a.Labels, b.Labels)
+}
+
+// vitals are the metrics of plugin processes, by connector: of the one plugin, or of each child of a
+// MultiConnector by its label.
+type vitals struct {
+	up       *prometheus.GaugeVec
+	breaker  *prometheus.GaugeVec
+	failures *prometheus.CounterVec
+}
+
+func newVitals(s *meter.Set) *vitals {
+	return &vitals{
+		up:       s.Gauges("kvport_plugin_up", "1 while a plugin takes calls, 0 while it is down. A MultiConnector has one for each child.", "connector"),
+		breaker:  s.Gauges("kvport_plugin_breaker_open", "1 while a plugin that keeps dying, or does not start, is left alone (kvport.breaker).", "connector"),
+		failures: s.Counters("kvport_plugin_start_failures_total", "Failed starts of a plugin, after its first successful one.", "connector"),
+	}
+}
+
+// vital are the metrics of one plugin.
+type vital struct {
+	up, breaker prometheus.Gauge
+	failures    prometheus.Counter
+}
+
+// of makes the metrics of one plugin, which show zeros from then on.
+func (v *vitals) of(connector string) *vital {
+	return &vital{v.up.WithLabelValues(connector), v.breaker.WithLabelValues(connector), v.failures.WithLabelValues(connector)}
+}
+
+// isUp says whether the plugin takes calls. v may be nil, here and below.
+func (v *vital) isUp(yes bool) {
+	if v != nil {
+		meter.Mark(v.up, yes)
+	}
+}
+
+// isOpen says whether the breaker is.
+func (v *vital) isOpen(yes bool) {
+	if v != nil {
+		meter.Mark(v.breaker, yes)
+	}
+}
+
+// failed counts a start that failed.
+func (v *vital) failed() {
+	if v != nil {
+		v.failures.Inc()
+	}
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/leaktest"
 	"github.com/kvport/kvport/internal/strictjson"
 )
 
@@ -51,7 +52,7 @@ func parsed(t *testing.T, raw []byte) *strictjson.Value {
 
 func multiRigWith(t *testing.T, o rigOptions, kids ...map[string]any) *rig {
 	t.Helper()
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	cfg, eng, opts := o.build(t)
 	raw, err := json.Marshal(map[string]any{"connectors": kids})
 	require.NoError(t, err)
@@ -320,7 +321,7 @@ func TestMultiConfig(t *testing.T) {
 
 // A child that does not start ends the opening, says which it was and leaves nothing behind.
 func TestMultiChildDoesNotStart(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	o := rigOptions{}
 	cfg, eng, opts := o.build(t)
 	raw, err := json.Marshal(map[string]any{"connectors": []any{

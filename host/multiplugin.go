@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/internal/meter"
 	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/multiconnector"
 )
@@ -146,10 +147,11 @@ func (m *multiPlugin) enter(ctx context.Context, env *connector.Env, raw json.Ra
 }
 
 func (m *multiPlugin) build(ctx context.Context, env *connector.Env, c *Config) (*session, error) {
+	unshown := meter.New()
 	n := &childStarter{
 		eng:   Engine{ID: env.Engine, Model: env.Model, Shape: env.Shape, Layout: env.Layout},
 		epoch: env.Epoch, log: env.Log, regions: m.regions[:env.World], layout: env.Layout, paths: pluginFolders(),
-		metrics: newChildMetrics(), vitals: newVitals(), keys: keyring{links: env.LinkKey, router: env.RouterKey},
+		metrics: newChildMetrics(unshown), vitals: newVitals(unshown), keys: keyring{links: env.LinkKey, router: env.RouterKey},
 	}
 	f, err := n.open(ctx, c, "", "")
 	return &session{composite: f}, err

@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/leaktest"
 	"github.com/kvport/kvport/host/internal/plugin"
 )
 
@@ -55,7 +56,7 @@ func TestFind(t *testing.T) {
 }
 
 func TestManifestThatHangs(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	path := alias(t, "kvport-hangmanifest")
 	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 	defer cancel()
@@ -73,7 +74,7 @@ func TestLaunchFailures(t *testing.T) {
 			`its process ended: exit status 3; its last line on standard error: "no licence"`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			leaks := watchLeaks(t)
+			leaks := leaktest.Watch(t)
 			path := alias(t, name)
 			began := time.Now()
 			_, err := Launch(t.Context(), path, LaunchOptions{Handshake: 400 * time.Millisecond})
@@ -103,7 +104,7 @@ func TestLaunchFailures(t *testing.T) {
 		require.NoError(t, err)
 		require.Empty(t, left)
 	})
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	path := filepath.Join(t.TempDir(), "kvport-text")
 	require.NoError(t, os.WriteFile(path, []byte("no program"), 0o755))
 	_, err := Launch(t.Context(), path, LaunchOptions{})
@@ -113,7 +114,7 @@ func TestLaunchFailures(t *testing.T) {
 
 // A host that opens a plugin which hangs at start is back within the handshake deadline.
 func TestOpenHangingPlugin(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	o := rigOptions{path: alias(t, "kvport-hang"), settings: map[string]any{"deadlines": map[string]any{"handshake": "300ms"}}}
 	cfg, eng, opts := o.build(t)
 	_, err := Open(t.Context(), cfg, eng, opts)
@@ -131,7 +132,7 @@ func TestOpenHangingPlugin(t *testing.T) {
 }
 
 func TestProcessLife(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	t.Setenv("HOME", "/seen-by-nobody")
 	t.Setenv("KVPORT_TEST_SEEN", "yes")
 	p, err := Launch(t.Context(), testPlugin(), LaunchOptions{Environment: []string{"KVPORT_TEST_SEEN"}})
@@ -168,7 +169,7 @@ func TestProcessLife(t *testing.T) {
 
 // Kills at every moment of a start leave nothing behind.
 func TestKillWhileStarting(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	for i := range 25 {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(i)*3*time.Millisecond)
 		p, err := Launch(ctx, testPlugin(), LaunchOptions{})
@@ -189,7 +190,7 @@ func TestPinnedBinary(t *testing.T) {
 	sum := sha256.Sum256(data)
 	hash := hex.EncodeToString(sum[:])
 
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	p, err := plugin.OpenProgram(path, hash)
 	require.NoError(t, err)
 	require.NoError(t, os.WriteFile(path+".new", []byte("#!/bin/sh\nexit 1\n"), 0o755))

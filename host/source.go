@@ -2,16 +2,20 @@ package host
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // source is where the processes of one plugin come from: the program and what each of its processes
@@ -189,4 +193,183 @@ func (s *source) describeAgain(ctx context.Context, r *plugin.Remote) error {
 		return nil
 	}
 	return fmt.Errorf("%s has become another plugin, restart the engine or put the old binary back: %w", s.prog.Path, connector.ErrIncompatible)
+}
+
+// Manifest is what a plugin says about itself when it is run with --manifest.
+type Manifest struct {
+	Name             string          `json:"name"`
+	Aliases          []string        `json:"aliases"`
+	Version          string          `json:"version"`
+	ProtocolVersions []int           `json:"protocol_versions"`
+	Capabilities     []string        `json:"capabilities"`
+	Environment      []string        `json:"environment"` // names of the variables it reads
+	Scope            string          `json:"scope,omitempty"`
+	ArenaBytes       int64           `json:"arena_bytes,omitempty"` // memory that it asks the host for, with an empty config
+	Stats            []string        `json:"stats,omitempty"`       // names of its metrics, after kvport_connector_
+	ConfigSchema     json.RawMessage `json:"config_schema,omitempty"`
+}
+
+// Answers reports whether kv_connector may call the plugin by name.
+func (m *Manifest) Answers(name string) bool { return (*wire.Manifest)(m).Answers(name) }
+
+// Binary is a plugin on disk.
+type Binary struct {
+	Path     string
+	Manifest Manifest
+}
+
+// Find looks for the plugin that answers to name, a connector's name or alias, among the kvport-*
+// executables of the given folders. Of several the first in the order of the folders wins, but one
+// whose file is called like the connector goes before all others: then nothing else is run. Errors
+// wrap ErrConfig and say where it looked, what it found, and which known name is nearest.
+func Find(paths []string, name string) (*Binary, error) {
+	b, err := plugin.Find(context.Background(), &plugin.Wanted{Connector: name, Paths: paths, Composed: []string{MultiName}})
+	if err != nil {
+		return nil, err
+	}
+	return &Binary{Path: b.Path, Manifest: Manifest(*b.Manifest)}, nil
+}
+
+// resolve finds the program that a config asks for. The caller closes it.
+func resolve(ctx context.Context, cfg *Config, paths []string) (*plugin.Program, *Manifest, error) {
+	prog, m, err := plugin.Resolve(ctx, &plugin.Wanted{
+		Connector: cfg.Connector, Paths: paths, Module: cfg.ModulePath, SHA256: cfg.Settings.PluginSHA256, Composed: []string{MultiName},
+	})
+	return prog, (*Manifest)(m), err
+}
+
+// Found is a file that is called like a plugin: Manifest is what it says about itself, or Err says why
+// it is none.
+type Found struct {
+	Path     string
+	Manifest *Manifest
+	Err      error
+}
+
+// List asks every kvport-* executable of the given folders for its manifest, in order.
+func List(ctx context.Context, paths []string) []Found {
+	list := plugin.List(ctx, paths)
+	found := make([]Found, len(list))
+	for i, f := range list {
+		found[i] = Found{Path: f.Path, Manifest: (*Manifest)(f.Manifest), Err: f.Err}
+	}
+	return found
+}
+
+// ReadManifest runs a plugin with --manifest and reads what it prints. It gives the plugin a few
+// seconds, no environment and nothing to read. Errors name the binary.
+func ReadManifest(ctx context.Context, path string) (*Manifest, error) {
+	m, err := plugin.ReadManifest(ctx, path)
+	return (*Manifest)(m), err
+}
+
+// sides are those that every life of a plugin has open, by a number of their own.
+type sides struct {
+	mu   sync.Mutex
+	last int
+	open map[int]opening
+}
+
+// opening is one side that is open.
+type opening struct {
+	worker bool
+	env    connector.Env
+}
+
+func (s *sides) add(o opening) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.open == nil {
+		s.open = map[int]opening{}
+	}
+	s.last++
+	s.open[s.last] = o
+	return s.last
+}
+
+func (s *sides) remove(side int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.open, side)
+}
+
+func (s *sides) all() map[int]opening {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return maps.Clone(s.open)
+}
+
+// match reports whether a life has open what it should.
+func (s *sides) match(l *life) bool {
+	want := s.all()
+	for side := range l.sides {
+		if _, ok := want[side]; !ok {
+			return false
+		}
+	}
+	return len(want) == len(l.sides)
+}
+
+// openAll says that every life has the scheduler side and a worker side for each region.
+func (s *source) openAll() {
+	env := connector.Env{
+		Engine: s.eng.ID, Epoch: s.epoch, Role: s.cfg.Role, World: len(s.regions),
+		Model: s.eng.Model, Shape: s.eng.Shape, Base: s.eng.Base, Layout: s.eng.Layout, Log: s.log,
+	}
+	s.sched = s.sides.add(opening{env: env})
+	// The scheduler side gets the layout of the cache, a worker that of the memory it maps.
+	env.Layout = s.layout
+	s.workers = nil
+	for rank := range s.regions {
+		env.Rank = rank
+		s.workers = append(s.workers, s.sides.add(opening{worker: true, env: env}))
+	}
+}
+
+// openSides opens in a new life all sides that must be open.
+func (s *source) openSides(ctx context.Context, l *life) error {
+	want := s.sides.all()
+	l.sides = map[int]io.Closer{}
+	for _, side := range slices.Sorted(maps.Keys(want)) {
+		if side == s.sched+1 {
+			fault.Crash("host.open.worker")
+		}
+		open, err := s.openSide(ctx, l, want[side])
+		if err != nil {
+			return err
+		}
+		l.sides[side] = open
+	}
+	fault.Crash("host.open.done")
+	return nil
+}
+
+func (s *source) openSide(ctx context.Context, l *life, o opening) (io.Closer, error) {
+	o.env.Arena = s.arena.Bytes()
+	var err error
+	if o.env.LinkKey, o.env.RouterKey, err = s.keys.of(s.name, &s.info); err != nil {
+		return nil, err
+	}
+	var side io.Closer
+	if o.worker {
+		side, err = l.proc.OpenWorker(ctx, o.env, s.cfg.Extra)
+	} else {
+		side, err = l.proc.OpenScheduler(ctx, o.env, s.cfg.Extra)
+	}
+	if err != nil {
+		return nil, openError(ctx, s.info.Name, err)
+	}
+	return side, nil
+}
+
+// scheduler is a side of this life; nil if it is not open.
+func (l *life) scheduler(side int) connector.Scheduler {
+	s, _ := l.sides[side].(connector.Scheduler)
+	return s
+}
+
+// worker is a side of this life; nil if it is not open.
+func (l *life) worker(side int) connector.Worker {
+	w, _ := l.sides[side].(connector.Worker)
+	return w
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/leaktest"
 )
 
 // trustVariable names the environment variable that sets the trust level of every rig.
@@ -161,7 +162,7 @@ func TestStagedRefusals(t *testing.T) {
 		"holds":     {map[string]any{"fault": "hold"}, staged(8), "kvport.trust"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			leaks := watchLeaks(t)
+			leaks := leaktest.Watch(t)
 			o := rigOptions{extra: c.extra, settings: c.settings}
 			cfg, eng, opts := o.build(t)
 			_, err := Open(t.Context(), cfg, eng, opts)

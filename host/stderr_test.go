@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/host/internal/leaktest"
 )
 
 // syncBuffer is a log that several goroutines write.
@@ -31,7 +33,7 @@ func (b *syncBuffer) String() string {
 
 // A plugin cannot bring its engine down by what it writes to standard error.
 func TestHostileStderr(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	var log syncBuffer
 	p, err := Launch(t.Context(), alias(t, "kvport-badlog"), LaunchOptions{
 		Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug})),

@@ -17,7 +17,7 @@ func (h *Host) startWorkers() (*generation, error) {
 	}
 	workers, err := h.opts.Workers(h.mapped())
 	if err != nil {
-		h.metrics.close()
+		h.metrics.set.Unregister()
 		return nil, err
 	}
 	h.info = connector.Info{Name: h.cfg.Connector}

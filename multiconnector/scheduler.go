@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -294,4 +295,297 @@ func (s *scheduler) close() error {
 		err = errors.Join(err, s.closed())
 	}
 	return err
+}
+
+// maxRoutes bounds what is remembered of requests: beyond it all is forgotten. A route avoids
+// asking children that cannot answer; without one, every child is asked in order.
+const maxRoutes = 1 << 14
+
+// route says which child has which piece of one request's prefix, by the last Match.
+type route struct {
+	segments []segment
+}
+
+// segment is a piece of a prefix that one child has: up to end, in tokens from 0.
+type segment struct {
+	child, end int
+}
+
+// routes are what the scheduler side tells the workers. Both are in one process.
+type routes struct {
+	mu      sync.Mutex
+	request map[connector.RequestID]route
+}
+
+func (r *routes) set(id connector.RequestID, to route) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if _, known := r.request[id]; !known && len(r.request) >= maxRoutes {
+		clear(r.request)
+	}
+	r.request[id] = to
+}
+
+func (r *routes) get(id connector.RequestID) route {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.request[id]
+}
+
+func (r *routes) forget(ids ...connector.RequestID) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, id := range ids {
+		delete(r.request, id)
+	}
+}
+
+func (r *routes) clear() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	clear(r.request)
+}
+
+// first is the child that a block ending at token end is routed to; ok is false without a route.
+func (r route) first(end int) (child int, ok bool) {
+	for _, s := range r.segments {
+		if end <= s.end {
+			return s.child, true
+		}
+	}
+	return 0, false
+}
+
+// maxSeen bounds the keys that are remembered of what children have: beyond it all are forgotten.
+const maxSeen = 1 << 16
+
+// seen is what children of scope shared were seen to have.
+type seen struct {
+	mu   sync.Mutex
+	keys map[connector.BlockKey]uint32 // the children, as bits
+}
+
+func (s *seen) add(child int, keys []connector.BlockKey) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.keys == nil || len(s.keys)+len(keys) > maxSeen {
+		s.keys = map[connector.BlockKey]uint32{}
+	}
+	for _, k := range keys {
+		s.keys[k] |= 1 << child
+	}
+}
+
+// lost forgets that a child has some blocks: it failed to load them.
+func (s *seen) lost(child int, blocks []connector.Block) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, b := range blocks {
+		if s.keys[b.Key] != 0 {
+			s.keys[b.Key] &^= 1 << child
+		}
+	}
+}
+
+// any reports whether a child has a block.
+func (s *seen) any(k connector.BlockKey) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.keys[k] != 0
+}
+
+func (s *seen) clear() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	clear(s.keys)
+}
+
+// errSlow says that a child has not answered in time. Its answer is not waited for any more.
+var errSlow = errors.New("no answer in time")
+
+// patiencePerKey is what a query's keys add to a child's patience.
+const patiencePerKey = 20 * time.Microsecond
+
+// maxLaters bounds the requests for which a lane remembers when Later began.
+const maxLaters = 1 << 12
+
+// lane makes the calls of one child's scheduler side, one at a time. A call that takes longer than
+// the child's patience goes on alone; until it has returned the child counts as slow, and nobody
+// waits for it.
+type lane struct {
+	child *Child
+	side  connector.Scheduler
+	life  context.Context //nolint:containedctx // of calls that nobody waits for any more
+	turn  chan struct{}   // full while a call runs
+	late  atomic.Int64    // when the call that runs becomes slow, in Unix nanoseconds; 0: none runs
+	work  sync.WaitGroup
+
+	mu     sync.Mutex
+	laters map[connector.RequestID]time.Time // when a child began to say Later
+}
+
+func newLane(life context.Context, child *Child, side connector.Scheduler) *lane {
+	return &lane{child: child, side: side, life: life, turn: make(chan struct{}, 1), laters: map[connector.RequestID]time.Time{}}
+}
+
+// try runs f on the side in its turn and waits for patience at most. When it gives errSlow, f may
+// still run: what it writes is not the caller's.
+func (l *lane) try(ctx context.Context, patience time.Duration, f func(ctx context.Context, side connector.Scheduler) error) error {
+	if l.slow() {
+		return errSlow
+	}
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	select {
+	case l.turn <- struct{}{}:
+	case <-timer.C:
+		return errSlow
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	// The call keeps the caller's deadline, but not its end: nobody may stop waiting for all children
+	// because one is slow.
+	call, cancel := l.life, context.CancelFunc(func() {})
+	if d, ok := ctx.Deadline(); ok {
+		call, cancel = context.WithDeadline(l.life, d)
+	}
+	done := make(chan error, 1)
+	l.work.Go(func() {
+		defer cancel()
+		l.late.Store(time.Now().Add(patience).UnixNano())
+		err := f(call, l.side)
+		l.late.Store(0)
+		<-l.turn
+		done <- err
+	})
+	select {
+	case err := <-done:
+		return err
+	case <-timer.C:
+		return errSlow
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// slow reports whether a call has outlived the child's patience.
+func (l *lane) slow() bool {
+	late := l.late.Load()
+	return late != 0 && time.Now().UnixNano() > late
+}
+
+// match asks the child. A child that is slow or fails has nothing; ErrBusy is Later.
+func (l *lane) match(ctx context.Context, qs []connector.Query) []connector.Match {
+	got := make(chan []connector.Match, 1)
+	patience := l.child.Patience
+	for i := range qs {
+		patience += time.Duration(len(qs[i].Keys)) * patiencePerKey
+	}
+	err := l.try(ctx, patience, func(ctx context.Context, side connector.Scheduler) error {
+		answers, err := side.Match(ctx, qs)
+		got <- answers
+		return err
+	})
+	out := make([]connector.Match, len(qs))
+	if err == nil {
+		if answers := <-got; len(answers) == len(qs) {
+			copy(out, answers)
+		}
+	}
+	for i := range out {
+		q := &qs[i]
+		if out[i].Tokens < 0 || out[i].Tokens > q.Tokens-q.Computed {
+			out[i] = connector.Match{} // an answer that no engine could use
+		}
+		out[i].Later = l.believed(q.Request, out[i].Later || errors.Is(err, connector.ErrBusy))
+	}
+	return out
+}
+
+// believed bounds how long a child may say Later of one request.
+func (l *lane) believed(id connector.RequestID, later bool) bool {
+	if l.child.Later <= 0 || id == "" {
+		return later
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	since, known := l.laters[id]
+	switch {
+	case !later:
+		delete(l.laters, id)
+		return false
+	case known:
+		return time.Since(since) < l.child.Later
+	case len(l.laters) >= maxLaters:
+		clear(l.laters)
+	}
+	l.laters[id] = time.Now()
+	return true
+}
+
+// close waits for the last call and closes the side.
+func (l *lane) close() error {
+	l.work.Wait()
+	return l.child.named(l.side.Close())
+}
+
+// ordinals numbers the blocks of a transfer within their groups, from the begin of the prompt: the
+// blocks of each group end with the transfer's last token (rule GROUP-01).
+func ordinals(t *connector.Transfer, groups []connector.Group) []int {
+	count := make([]int, len(groups))
+	for _, b := range t.Blocks {
+		if int(b.Group) < len(count) {
+			count[b.Group]++
+		}
+	}
+	out := make([]int, len(t.Blocks))
+	for i, b := range t.Blocks {
+		if int(b.Group) >= len(count) {
+			continue
+		}
+		n := groups[b.Group].BlockTokens
+		out[i] = (t.From+t.Tokens+n-1)/n - count[b.Group]
+		count[b.Group]--
+	}
+	return out
+}
+
+// ends gives the token after each block of a transfer, counted from the begin of the prompt.
+func ends(t *connector.Transfer, groups []connector.Group) []int {
+	out := ordinals(t, groups)
+	for i, b := range t.Blocks {
+		if int(b.Group) < len(groups) {
+			out[i] = min((out[i]+1)*groups[b.Group].BlockTokens, t.From+t.Tokens)
+		}
+	}
+	return out
+}
+
+// pick makes transfers of some blocks of t, given by index in order: t itself if it is all of them,
+// else one for each run of adjacent blocks of a group.
+func pick(t *connector.Transfer, indexes []int, groups []connector.Group) []connector.Transfer {
+	if len(indexes) == len(t.Blocks) {
+		return []connector.Transfer{*t}
+	}
+	ordinal, end := ordinals(t, groups), ends(t, groups)
+	var out []connector.Transfer
+	last := -1
+	for _, i := range indexes {
+		b := t.Blocks[i]
+		if int(b.Group) >= len(groups) {
+			continue
+		}
+		n := groups[b.Group].BlockTokens
+		if last >= 0 && t.Blocks[last].Group == b.Group && ordinal[last]+1 == ordinal[i] {
+			p := &out[len(out)-1]
+			p.Blocks, p.Tokens = append(p.Blocks, b), end[i]-p.From
+		} else {
+			p := *t
+			p.From = ordinal[i] * n
+			p.Tokens, p.Blocks = end[i]-p.From, []connector.Block{b}
+			out = append(out, p)
+		}
+		last = i
+	}
+	return out
 }

@@ -7,16 +7,24 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"os/signal"
+	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/wire"
 	"github.com/kvport/kvport/verify/bench"
 )
 
@@ -169,4 +177,142 @@ func secondSignal(ctx context.Context, cancel func(), signals <-chan os.Signal) 
 		}
 	}
 	return nil
+}
+
+// addLogLevel adds --log-level, whose value setLog reads.
+func addLogLevel(cmd *cobra.Command, level *string) {
+	cmd.Flags().StringVar(level, "log-level", "info", "debug, info, warn or error")
+}
+
+// setLog makes the default logger: text on a terminal, else JSON, to w.
+func setLog(w io.Writer, level string) error {
+	var least slog.Level
+	if err := least.UnmarshalText([]byte(strings.ToUpper(level))); err != nil {
+		return fmt.Errorf("--log-level is %q, want debug, info, warn or error", level)
+	}
+	options := &slog.HandlerOptions{Level: least, ReplaceAttr: plainAttr}
+	if f, ok := w.(*os.File); ok && isTerminal(f) {
+		slog.SetDefault(slog.New(slog.NewTextHandler(w, options)))
+		return nil
+	}
+	slog.SetDefault(slog.New(slog.NewJSONHandler(w, options)))
+	return nil
+}
+
+// plainAttr gives each thing one name and one form in all lines.
+func plainAttr(groups []string, a slog.Attr) slog.Attr {
+	if len(groups) == 0 && a.Key == "err" {
+		a.Key = "error"
+	}
+	a.Value = wire.PlainValue(a.Value)
+	return a
+}
+
+func isTerminal(f *os.File) bool {
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
+}
+
+// flagSet takes a flag that is a list.
+type flagSet interface {
+	StringSliceVar(p *[]string, name string, value []string, usage string)
+}
+
+// addPluginPath adds --plugin-path, whose folders pluginFolders takes.
+func addPluginPath(flags flagSet, folders *[]string) {
+	flags.StringSliceVar(folders, "plugin-path", nil, "folders with kvport-* plugins, before KVPORT_PLUGIN_PATH and this binary's own")
+}
+
+// pluginFolders are where plugins are looked for, in order.
+func pluginFolders(first []string) []string {
+	folders := slices.Clone(first)
+	for _, folder := range filepath.SplitList(os.Getenv("KVPORT_PLUGIN_PATH")) {
+		if folder != "" {
+			folders = append(folders, folder)
+		}
+	}
+	if self, err := os.Executable(); err == nil {
+		if target, err := filepath.EvalSymlinks(self); err == nil {
+			self = target
+		}
+		folders = append(folders, filepath.Dir(self))
+	}
+	return folders
+}
+
+func newVersion() *cobra.Command {
+	return &cobra.Command{
+		Use:   "version",
+		Short: "Print the version, as --version does",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			_, err := fmt.Fprintf(cmd.OutOrStdout(), "kvport %s\n", buildVersion())
+			return fail(err)
+		},
+	}
+}
+
+// buildVersion is what the linker was told. A binary of go install or go build has what the Go command
+// noted in it.
+func buildVersion() string {
+	if version != "unknown" {
+		return version
+	}
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return version
+	}
+	return notedVersion(info)
+}
+
+// notedVersion is the module's version, else the commit, else "devel": of a working tree, unknown which.
+func notedVersion(info *debug.BuildInfo) string {
+	if v := info.Main.Version; v != "" && v != "(devel)" {
+		return v
+	}
+	commit, changed := "devel", ""
+	for _, s := range info.Settings {
+		switch {
+		case s.Key == "vcs.revision" && s.Value != "":
+			commit = s.Value[:min(12, len(s.Value))]
+		case s.Key == "vcs.modified" && s.Value == "true":
+			changed = "+dirty"
+		}
+	}
+	return commit + changed
+}
+
+// newBuildInfo is the metric that says which program runs.
+func newBuildInfo() prometheus.Gauge {
+	g := prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "kvport_build_info", Help: "1 for the version of kvport that runs and the Go that built it.",
+		ConstLabels: prometheus.Labels{"version": buildVersion(), "goversion": runtime.Version()},
+	})
+	g.Set(1)
+	return g
+}
+
+func newSchema() *cobra.Command {
+	var folders []string
+	cmd := &cobra.Command{
+		Use:   "schema [CONNECTOR]",
+		Short: "Print the JSON Schema of --kv-transfer-config, or of one connector's kv_connector_extra_config",
+		Args:  cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			var plugins []*host.Manifest
+			for _, found := range host.List(cmd.Context(), pluginFolders(folders)) {
+				if found.Manifest != nil {
+					plugins = append(plugins, found.Manifest)
+				}
+			}
+			schema, err := host.ConfigSchema(plugins, append(args, "")[0])
+			if err != nil {
+				return err
+			}
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s\n", schema)
+			return fail(err)
+		},
+	}
+	addPluginPath(cmd.Flags(), &folders)
+	return cmd
 }

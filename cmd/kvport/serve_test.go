@@ -130,7 +130,7 @@ func TestSecondSignal(t *testing.T) {
 	_, err = bufio.NewReader(resp.Body).ReadString('\n')
 	require.NoError(t, err)
 	require.NoError(t, p.Signal(syscall.SIGINT))
-	require.Eventually(t, func() bool { return strings.Contains(p.Logs(), "draining") }, time.Minute, time.Millisecond)
+	require.NoError(t, p.Logged(t.Context(), "draining"))
 	require.NoError(t, p.Signal(syscall.SIGINT)) // the same one, as far as the process can tell
 	<-time.After(sameSignal + 100*time.Millisecond)
 	require.NotContains(t, p.Logs(), "not waiting any longer")

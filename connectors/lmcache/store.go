@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/remote"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 	"github.com/kvport/kvport/connectors/internal/tier"
 )
 
@@ -162,34 +163,18 @@ func (b *both) Get(ctx context.Context, items []connector.Item) error {
 	if err == nil {
 		return nil
 	}
-	missing := failedItems(err, len(items))
-	rest := make([]connector.Item, len(missing))
-	for i, n := range missing {
-		rest[i] = items[n]
+	var rest []connector.Item
+	var missing []int
+	for i, e := range storekit.ErrorsOf(err, len(items)) {
+		if e != nil {
+			rest, missing = append(rest, items[i]), append(missing, i)
+		}
 	}
-	if err = b.far.Get(ctx, rest); err == nil {
-		return nil
+	errs := make([]error, len(items))
+	for i, e := range storekit.ErrorsOf(b.far.Get(ctx, rest), len(rest)) {
+		errs[missing[i]] = e
 	}
-	failed := &connector.ItemError{Err: err}
-	if part, ok := errors.AsType[*connector.ItemError](err); ok {
-		failed.Err = part.Err
-	}
-	for _, i := range failedItems(err, len(rest)) {
-		failed.Items = append(failed.Items, missing[i])
-	}
-	return failed
-}
-
-// failedItems are the items that an error of a Store with n items means.
-func failedItems(err error, n int) []int {
-	if part, ok := errors.AsType[*connector.ItemError](err); ok {
-		return part.Items
-	}
-	all := make([]int, n)
-	for i := range all {
-		all[i] = i
-	}
-	return all
+	return storekit.ItemError(errs)
 }
 
 // Put implements connector.Store. It succeeds if either store has taken the blocks.

@@ -3,10 +3,17 @@ package nixl
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
+	"errors"
 	"fmt"
+	"io"
 	"net"
 	"strconv"
+	"sync"
+	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/pipe"
@@ -168,4 +175,215 @@ func (n *Node) hear(beats []beat) (*answer, error) {
 		}
 	}
 	return a, nil
+}
+
+// producerCache is what a rank remembers of producers that have answered: with it and a ticket that names its
+// blocks, the rank does not have to ask where they are.
+type producerCache struct {
+	mu  sync.Mutex
+	all map[string]*producer // by life
+}
+
+// producer is a rank of a producer's life. It does not change.
+type producer struct {
+	address   string
+	answer    answer // without what belongs to one hold
+	transport string
+	mode      string
+	near      bool // it is on this machine, and we see its board
+}
+
+// remember keeps what the producer of a ticket has answered to a question that began at a moment of our clock.
+// A producer that says it is another than the ticket's is not remembered.
+func (r *rank) remember(from *ticket, a *answer, began uint64) *producer {
+	p := &producer{address: from.Address, answer: *a}
+	p.answer.Blocks, p.answer.Tokens = nil, 0
+	var first uint64
+	if len(a.Segments) > 0 {
+		first = a.Segments[0].Addr
+	}
+	p.transport = r.node.transports.transport(r.backend.Name(), a.Host, a.PID, first)
+	p.mode = r.mode(a, p.transport)
+	p.near = a.Clock != "" && a.Clock == clockName() && began <= a.Now && a.Now <= monotonic() && a.Slots > 0 && canRead(a.PID, a.Board)
+	if a.Life == "" || a.Life != from.Life {
+		return p
+	}
+	r.producers.mu.Lock()
+	defer r.producers.mu.Unlock()
+	for life, other := range r.producers.all { // a former life at this address, or one too many
+		if other.address == from.Address || len(r.producers.all) >= maxPeers {
+			delete(r.producers.all, life)
+		}
+	}
+	if r.producers.all == nil {
+		r.producers.all = map[string]*producer{}
+	}
+	r.producers.all[a.Life] = p
+	return p
+}
+
+func (m *producerCache) get(life string) *producer {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.all[life]
+}
+
+func (m *producerCache) forget(life string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	delete(m.all, life)
+}
+
+// answers is what the producer would answer about a ticket's blocks; nil: the rank has to ask. A read that
+// needs its process awake is a question first, which wakes it; a push is a question itself.
+func (p *producer) answers(from *ticket, t *connector.Transfer, l *connector.Layout) *answer {
+	if p == nil || p.address != from.Address || p.mode == modePull && copied(p.transport, rdmaDevices) || !from.names(t, l) {
+		return nil
+	}
+	blocks, err := unpackIDs(from.IDs, len(l.Groups))
+	if err != nil {
+		return nil
+	}
+	a := p.answer
+	a.Tokens, a.Blocks = from.Tokens, blocks
+	return &a
+}
+
+// holds says whether the hold of a ticket is seen to be open now. False may mean that it cannot be seen.
+func (p *producer) holds(slot int, sum ticketSum) bool {
+	if p == nil || !p.near || slot < 1 || slot > p.answer.Slots {
+		return false
+	}
+	var raw [slotBytes]byte
+	local := []unix.Iovec{{Base: &raw[0], Len: slotBytes}}
+	remote := []unix.RemoteIovec{{Base: uintptr(p.answer.Board + uint64(slot-1)*slotBytes), Len: slotBytes}}
+	n, err := unix.ProcessVMReadv(p.answer.PID, local, remote, 0)
+	return err == nil && n == slotBytes && slotSays(raw[:], sum)
+}
+
+// Without TLS a connection of the side channel begins with eight bytes of the consumer's, magic and version, and
+// as many of the producer's; both prove that they have the link key (see [pipe.Prove]). No question is
+// read before. Releases without it asked at once, and take the magic for a length that they refuse.
+const (
+	greetMagic   = "kvpN"
+	greetVersion = 1
+	greetSize    = 8
+	// unread is how much of what an older consumer says is thrown away, so that it hears why it is refused.
+	unread = 64 << 10
+	// complainEvery is between two lines of the log about strangers.
+	complainEvery = time.Second
+)
+
+func greeting() []byte { return append([]byte(greetMagic), greetVersion, 0, 0, 0) }
+
+// needsKey refuses to begin without any key.
+func (c *Config) needsKey(link connector.Secret) error {
+	if c.KeyFile != "" || link != nil {
+		return nil
+	}
+	return fmt.Errorf("key_file: it is needed, since this engine's host gives its plugins no link key (it is older than this plugin), "+
+		"and every user of the machine reaches loopback: %w", connector.ErrIncompatible)
+}
+
+// greet finds out whether whoever has connected has the key, and then answers its questions.
+func (n *Node) greet(ctx context.Context, raw net.Conn, _ *pipe.Acceptor) error {
+	stop := context.AfterFunc(ctx, func() { _ = raw.Close() })
+	conn, err := n.admit(ctx, raw)
+	if err == nil && !stop() {
+		err = ctx.Err()
+	}
+	if err != nil {
+		stop()
+		n.complain(raw, err)
+		return err
+	}
+	if !n.keep(conn) {
+		return errors.New("the side channel is being closed")
+	}
+	n.tasks.Go(func() {
+		defer n.forget(conn)
+		n.serve(conn)
+	})
+	return nil
+}
+
+// complain logs a stranger, but not one after the other.
+func (n *Node) complain(conn net.Conn, err error) {
+	last, now := n.complained.Load(), time.Now().UnixNano()
+	if now-last < int64(complainEvery) || !n.complained.CompareAndSwap(last, now) {
+		return
+	}
+	n.log.Warn("side channel: somebody without the key was refused", "peer", conn.RemoteAddr().String(), "error", err)
+}
+
+// admit has a consumer prove that it has the key.
+func (n *Node) admit(ctx context.Context, raw net.Conn) (net.Conn, error) {
+	conn, err := (&pipe.Side{TLS: n.tls}).Secure(ctx, raw, true)
+	if err != nil || n.tls != nil {
+		return conn, err
+	}
+	var head [greetSize]byte
+	if _, err := io.ReadFull(conn, head[:]); err != nil {
+		return nil, err
+	}
+	if string(head[:len(greetMagic)]) != greetMagic {
+		err := fmt.Errorf("no link key was proven first: the consumer is an older release of the plugin, or has a key_file that we lack: %w", connector.ErrIncompatible)
+		if writeMessage(conn, refuse(err)) == nil {
+			_, _ = io.CopyN(io.Discard, conn, unread)
+		}
+		return nil, err
+	}
+	if _, err := conn.Write(greeting()); err != nil {
+		return nil, err
+	}
+	if v := head[len(greetMagic)]; v != greetVersion {
+		return nil, otherGreeting(v)
+	}
+	return conn, pipe.Demand(conn, n.env.LinkKey, head[:])
+}
+
+func otherGreeting(theirs byte) error {
+	return fmt.Errorf("peer speaks version %d of the side channel, we speak %d: %w", theirs, greetVersion, connector.ErrIncompatible)
+}
+
+// dial makes a connection to a producer. Both ends have proven to each other then that they have the key.
+func (l *connPool) dial(ctx context.Context, address string) (conn net.Conn, err error) {
+	dialer := &net.Dialer{Timeout: askTimeout}
+	if l.tls != nil {
+		return (&tls.Dialer{NetDialer: dialer, Config: l.tls}).DialContext(ctx, "tcp", address)
+	}
+	if conn, err = dialer.DialContext(ctx, "tcp", address); err != nil {
+		return nil, err
+	}
+	_ = conn.SetDeadline(time.Now().Add(askTimeout))
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	if err := l.prove(conn); err != nil {
+		return nil, errors.Join(err, conn.Close())
+	}
+	return conn, nil
+}
+
+func (l *connPool) prove(conn net.Conn) error {
+	if t, isTCP := conn.RemoteAddr().(*net.TCPAddr); !isTCP || !t.IP.IsLoopback() {
+		return fmt.Errorf("it is on another host, which needs key_file: %w", connector.ErrIncompatible)
+	}
+	prove, err := pipe.Prove(conn, l.key, greeting())
+	if err != nil {
+		return err
+	}
+	var head [greetSize]byte
+	_, err = io.ReadFull(conn, head[:])
+	switch {
+	case errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET):
+		return fmt.Errorf("it hung up where it had to prove the link key: it is an older release of the plugin, or has a key_file: %w: %w",
+			connector.ErrIncompatible, err)
+	case err != nil:
+		return err
+	case string(head[:len(greetMagic)]) != greetMagic:
+		return fmt.Errorf("it is no NixlConnector, or has a key_file: %w", connector.ErrIncompatible)
+	case head[len(greetMagic)] != greetVersion:
+		return otherGreeting(head[len(greetMagic)])
+	}
+	return prove()
 }

@@ -2,15 +2,12 @@ package nixl
 
 import (
 	"bytes"
-	"encoding/binary"
-	"errors"
 	"log/slog"
 	"math/rand/v2"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -23,6 +20,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/native/nixl"
 	"github.com/kvport/kvport/native/ucx"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // TestNoPort: except for the side channel no port is open, whatever UCX_TLS says, and a frame of UCX's that writes
@@ -35,25 +33,19 @@ func TestNoPort(t *testing.T) {
 	}{{"", "", false}, {"all", "", false}, {"tcp,posix,cma,self", "", false}, {"all", trustNetwork, true}} {
 		t.Run(c.tls+" "+c.tcp, func(t *testing.T) {
 			t.Setenv(envTransports, c.tls)
-			before := ports(t)
+			before := testkit.BoundPorts(t, os.Getpid())
 			var said bytes.Buffer
 			p := open(t, connector.RoleProducer, Config{UCXTCP: c.tcp}, func(e *connector.Env) { e.Log = slog.New(slog.NewTextHandler(&said, nil)) })
 			open(t, connector.RoleConsumer, Config{UCXTCP: c.tcp, Mode: modePush}, nil)
 			require.Equal(t, strings.Contains(c.tls, "tcp,"), strings.Contains(said.String(), "left_out=tcp"), said.String())
-			_, side, err := net.SplitHostPort(p.node.address())
-			require.NoError(t, err)
-			var others []string
-			for port := range ports(t) {
-				if !before[port] && port != side {
-					others = append(others, port)
-				}
-			}
+			side := p.node.address()
+			others := slices.DeleteFunc(testkit.BoundPorts(t, os.Getpid()), func(port string) bool { return port == side || slices.Contains(before, port) })
 			require.Equal(t, c.ports, len(others) > 0, "ports other than the side channel's: %v", others)
 			target, err := syscall.Mmap(-1, 0, os.Getpagesize(), syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_ANON|syscall.MAP_PRIVATE)
 			require.NoError(t, err)
 			defer func() { require.NoError(t, syscall.Munmap(target)) }()
 			for _, port := range append(others, side) {
-				forge(t, port, uint64(uintptr(unsafe.Pointer(&target[0]))))
+				testkit.PutFrame(t, port, uint64(uintptr(unsafe.Pointer(&target[0]))))
 			}
 			written := func() bool { return bytes.Contains(target, []byte(strings.Repeat("x", 64))) }
 			if c.ports {
@@ -62,61 +54,6 @@ func TestNoPort(t *testing.T) {
 			require.Equal(t, c.ports, written())
 		})
 	}
-}
-
-// forge sends UCX's frame that puts 64 bytes at an address to a port of this machine, and waits until the other
-// end has read it or hung up.
-func forge(t *testing.T, port string, addr uint64) {
-	t.Helper()
-	conn, err := net.Dial("tcp", net.JoinHostPort("127.0.0.1", port))
-	require.NoError(t, err)
-	defer conn.Close()
-	const magic, put, head = 0xCAFEBABE12345678, 33, 20
-	frame := binary.LittleEndian.AppendUint64(nil, magic)
-	frame = binary.LittleEndian.AppendUint32(append(frame, put), head)
-	frame = binary.LittleEndian.AppendUint64(frame, addr)
-	frame = binary.LittleEndian.AppendUint64(frame, 64)
-	frame = append(binary.LittleEndian.AppendUint32(frame, 0), strings.Repeat("x", 64)...)
-	require.Len(t, frame, 97)
-	_, err = conn.Write(frame)
-	require.NoError(t, err)
-	require.NoError(t, conn.SetReadDeadline(time.Now().Add(300*time.Millisecond)))
-	_, err = conn.Read(make([]byte, 1)) // an answer, the end, or none
-	if err != nil {
-		require.True(t, errors.Is(err, os.ErrDeadlineExceeded) || !errors.Is(err, net.ErrClosed), "%v", err)
-	}
-}
-
-// ports are the TCP and UDP ports that sockets of this process are bound to without a peer.
-func ports(t *testing.T) map[string]bool {
-	t.Helper()
-	own := map[string]bool{}
-	fds, err := os.ReadDir("/proc/self/fd")
-	require.NoError(t, err)
-	for _, fd := range fds {
-		if to, err := os.Readlink("/proc/self/fd/" + fd.Name()); err == nil {
-			own[to] = true
-		}
-	}
-	out := map[string]bool{}
-	for _, table := range []string{"tcp", "tcp6", "udp", "udp6"} {
-		lines, err := os.ReadFile("/proc/self/net/" + table)
-		if os.IsNotExist(err) {
-			continue // no IPv6
-		}
-		require.NoError(t, err)
-		for line := range strings.Lines(string(lines)) {
-			f := strings.Fields(line)
-			if len(f) < 10 || !own["socket:["+f[9]+"]"] || strings.Trim(f[2], "0:") != "" {
-				continue
-			}
-			_, hex, _ := strings.Cut(f[1], ":")
-			port, err := strconv.ParseUint(hex, 16, 16)
-			require.NoError(t, err)
-			out[strconv.FormatUint(port, 10)] = true
-		}
-	}
-	return out
 }
 
 // TestDoors: what would need an open port, or has no way to other machines, is an error at the start that says
@@ -186,11 +123,11 @@ func TestWithoutCMA(t *testing.T) {
 		require.NoError(t, err, "%s", said)
 		return
 	}
-	before := ports(t)
+	before := testkit.BoundPorts(t, os.Getpid())
 	for _, mode := range []string{modePull, modePush} {
 		rng := rand.New(rand.NewPCG(32, 33))
 		p, d := open(t, connector.RoleProducer, Config{}, nil), open(t, connector.RoleConsumer, Config{Mode: mode}, nil)
-		require.Len(t, ports(t), len(before)+1, "the side channel's")
+		require.Len(t, testkit.BoundPorts(t, os.Getpid()), len(before)+1, "the side channel's")
 		for i := range 5 {
 			theirs, hold := p.finish(rng, byte(i), 9)
 			ours, err := d.load(rng, byte(i), 9, hold.Ticket)
@@ -198,7 +135,7 @@ func TestWithoutCMA(t *testing.T) {
 			require.Equal(t, p.bytes(theirs), d.bytes(ours))
 		}
 		require.InDelta(t, 5, d.value("reads_total", mode, "ucx:posix", "ok"), 0)
-		before = ports(t)
+		before = testkit.BoundPorts(t, os.Getpid())
 	}
 }
 

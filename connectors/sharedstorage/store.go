@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 	"github.com/kvport/kvport/internal/fault"
 )
 
@@ -288,44 +289,254 @@ func (s *Store) writeFile(d *dir, it connector.Item) error {
 // all have ended. The error is a *connector.ItemError that names the failed items.
 func (s *Store) each(ctx context.Context, items []connector.Item, do func(connector.Item) error) error {
 	errs := make([]error, len(items))
-	var next atomic.Int64
-	work := func() {
-		for i := next.Add(1) - 1; i < int64(len(items)); i = next.Add(1) - 1 {
-			select {
-			case <-ctx.Done():
-				errs[i] = ctx.Err()
-				continue
-			case s.slots <- struct{}{}:
-			}
-			if errs[i] = ctx.Err(); errs[i] == nil {
-				errs[i] = do(items[i])
-			}
-			<-s.slots
+	storekit.Parallel(len(items), s.config.Workers, func(i int) {
+		select {
+		case <-ctx.Done():
+			errs[i] = ctx.Err()
+			return
+		case s.slots <- struct{}{}:
 		}
-	}
-	var wg sync.WaitGroup
-	for range min(s.config.Workers, len(items)) - 1 {
-		wg.Go(work)
-	}
-	work()
-	wg.Wait()
-	failed := &connector.ItemError{}
-	for i, err := range errs {
-		if err != nil {
-			failed.Items = append(failed.Items, i)
-			failed.Err = firstOf(failed.Err, err)
+		if errs[i] = ctx.Err(); errs[i] == nil {
+			errs[i] = do(items[i])
 		}
-	}
-	if len(failed.Items) == 0 {
-		return nil
-	}
-	return failed
+		<-s.slots
+	})
+	return storekit.ItemError(errs)
 }
 
-// firstOf keeps one error of many, corruption before any other: it is what must not be overlooked.
-func firstOf(have, err error) error {
-	if have == nil || errors.Is(err, connector.ErrCorrupt) && !errors.Is(have, connector.ErrCorrupt) {
+// Capabilities are the optional powers of a Store.
+const Capabilities = connector.CanReset | connector.CanStat | connector.CanEvents
+
+// Medium is where the blocks are.
+const Medium = "disk"
+
+// Counts is what a Store did since it was opened.
+type Counts struct {
+	Loaded, Saved, Known       uint64 // files read, files written, saves of blocks that were there
+	LoadedBytes, SavedBytes    uint64 // of whole files
+	Corrupt, Evicted, Refused  uint64 // damaged files found, files evicted, saves refused as read-only
+	Reopened, StaleTemporaries uint64
+}
+
+// Counts gives the counts so far.
+func (s *Store) Counts() Counts {
+	return Counts{
+		Loaded: s.loaded.Load(), Saved: s.saved.Load(), Known: s.known.Load(),
+		LoadedBytes: s.loadedBytes.Load(), SavedBytes: s.savedBytes.Load(),
+		Corrupt: s.corrupt.Load(), Evicted: s.evicted.Load(), Refused: s.refused.Load(),
+		Reopened: s.reopened.Load(), StaleTemporaries: s.stale.Load(),
+	}
+}
+
+// counts are the numbers that a Store gives.
+func counts() []storekit.Count[Counts] {
+	return []storekit.Count[Counts]{
+		{Name: "loaded_blocks_total", Help: "Block files read.", Of: func(c Counts) uint64 { return c.Loaded }},
+		{Name: "loaded_bytes_total", Help: "Bytes of the block files read.", Of: func(c Counts) uint64 { return c.LoadedBytes }},
+		{Name: "saved_blocks_total", Help: "Block files written.", Of: func(c Counts) uint64 { return c.Saved }},
+		{Name: "saved_bytes_total", Help: "Bytes of the block files written.", Of: func(c Counts) uint64 { return c.SavedBytes }},
+		{Name: "known_blocks_total", Help: "Saves of blocks that were stored already.", Of: func(c Counts) uint64 { return c.Known }},
+		{Name: "evicted_blocks_total", Help: "Block files evicted by this engine to keep max_bytes.", Of: func(c Counts) uint64 { return c.Evicted }},
+		{Name: "corrupt_blocks_total", Help: "Damaged block files found.", Of: func(c Counts) uint64 { return c.Corrupt }},
+		{Name: "refused_saves_total", Help: "Saves refused because the folder cannot be written.", Of: func(c Counts) uint64 { return c.Refused }},
+		{Name: "reopened_total", Help: "Times that the folder had to be opened again.", Of: func(c Counts) uint64 { return c.Reopened }},
+	}
+}
+
+// StatInfos declares what Stats gives.
+func StatInfos() []connector.StatInfo {
+	used := connector.StatInfo{Name: "used_bytes", Help: "Bytes of all block files, as far as this engine knows; only with max_bytes.", Kind: connector.Gauge}
+	return append(storekit.Infos("", counts()), used)
+}
+
+// Stats implements connector.StatsSource.
+func (s *Store) Stats(context.Context) ([]connector.Stat, error) {
+	stats := storekit.Stats("", counts(), s.Counts())
+	if used, known := s.budget.known(); known {
+		stats = append(stats, connector.Stat{Name: "used_bytes", Value: float64(used)})
+	}
+	return stats, nil
+}
+
+// Watch implements sdk.Watchable: removed is called with the keys of the blocks that this engine has
+// evicted, or removed as damaged, and with nil when the folder is gone with all of them. It is not called
+// for what other engines evict.
+func (s *Store) Watch(removed func(keys []connector.StoreKey)) { s.removed = removed }
+
+// Reset implements connector.Resetter: it removes every block file of the folder, those of other
+// engines too. They may believe for a second that a block is there which they have just seen, so it
+// takes as long. A folder that cannot be written keeps its blocks.
+func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
+	if s.writable() != nil {
+		return false, nil
+	}
+	err = s.with(func(d *dir) error {
+		for n := range shards {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			if err := emptyShard(d, n); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	s.index.clear()
+	s.budget.forget()
+	if err != nil {
+		return false, fmt.Errorf("reset: %w", err)
+	}
+	timer := time.NewTimer(fresh)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true, nil
+	case <-ctx.Done():
+		return false, ctx.Err()
+	}
+}
+
+// emptyShard removes the block files of one shard. One that cannot be removed is an error.
+func emptyShard(d *dir, n int) error {
+	for {
+		files := appendShard(nil, d, n)
+		if len(files) == 0 {
+			return nil
+		}
+		for _, f := range files {
+			d.remove(f.key)
+		}
+		if _, still := d.size(files[0].key); still {
+			return fmt.Errorf("%s cannot be removed", fileName(files[0].key))
+		}
+	}
+}
+
+// with runs op on the open folder. When op finds that the folder was removed it is made again and
+// op runs once more.
+func (s *Store) with(op func(*dir) error) error {
+	for attempt := 0; ; attempt++ {
+		s.mu.RLock()
+		d := s.dir
+		err := errStale
+		if d != nil {
+			err = op(d)
+		}
+		s.mu.RUnlock()
+		if !errors.Is(err, errStale) || attempt > 0 {
+			return err
+		}
+		if err := s.reopen(d); err != nil {
+			return err
+		}
+	}
+}
+
+// check opens the folder again if it is no longer the one at its path. It looks at most once in
+// checkEvery: a miss is common, a folder that went away is not.
+func (s *Store) check() {
+	s.health.Lock()
+	due := time.Since(s.checked) >= checkEvery
+	if due {
+		s.checked = time.Now()
+	}
+	s.health.Unlock()
+	if !due {
+		return
+	}
+	s.mu.RLock()
+	d := s.dir
+	ok := d != nil && d.current()
+	if ok {
+		d.forgetRemoved()
+	}
+	s.mu.RUnlock()
+	if !ok {
+		_ = s.reopen(d) // logged; the lookup is a miss in any case
+	}
+}
+
+// reopen replaces the folder old, which is gone, unless that has happened already. After a failure
+// it makes no new attempt for a while.
+func (s *Store) reopen(old *dir) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return fmt.Errorf("%s was closed: %w", s.config.Path, connector.ErrGone)
+	}
+	if s.dir != old {
+		return nil
+	}
+	s.health.Lock()
+	defer s.health.Unlock()
+	if time.Now().Before(s.retryAt) {
+		return fmt.Errorf("%s is not there, next attempt soon: %w", s.config.Path, connector.ErrGone)
+	}
+	if old != nil {
+		_ = old.close() // nothing was written through these descriptors
+		s.dir = nil
+		s.log.Warn("opening the folder again", "shared_storage_path", s.config.Path)
+	}
+	s.index.clear()
+	if err := fault.Point("store.reopen"); err != nil {
 		return err
 	}
-	return have
+	d, err := openDir(s.config.Path, s.config.ReadOnly)
+	if err != nil {
+		s.retryAt, s.wait = time.Now().Add(s.wait), min(2*s.wait, longestWait)
+		s.log.Error("cannot open the folder, computing instead", "error", err, "next_attempt_in", s.wait)
+		return fmt.Errorf("shared_storage_path %s: %w: %w", s.config.Path, err, connector.ErrGone)
+	}
+	s.budget.forget()
+	s.dir, s.wait = d, firstWait
+	s.reopened.Add(1)
+	s.removed(nil)
+	return nil
+}
+
+// writable reports why nothing can be saved now.
+func (s *Store) writable() error {
+	s.health.Lock()
+	until := s.locked
+	s.health.Unlock()
+	if s.config.ReadOnly || time.Now().Before(until) {
+		s.refused.Add(1)
+		return fmt.Errorf("%s: %w", s.config.Path, ErrReadOnly)
+	}
+	if until.IsZero() {
+		return nil
+	}
+	s.mu.RLock()
+	d := s.dir
+	s.mu.RUnlock()
+	if d != nil && d.tmp == nil { // it was opened while it could not be written
+		return s.reopen(d)
+	}
+	return nil
+}
+
+// lock refuses saves for a while after cause showed that the folder cannot be written. It says so
+// once; loads go on.
+func (s *Store) lock(cause error) error {
+	s.health.Lock()
+	first := s.locked.IsZero()
+	s.locked = time.Now().Add(lockedWait)
+	s.health.Unlock()
+	s.refused.Add(1)
+	if first {
+		s.log.Error("folder cannot be written: nothing is saved, stored blocks are still loaded", "error", cause)
+	}
+	return fmt.Errorf("%w: %w", ErrReadOnly, cause)
+}
+
+// unlock takes note that a save after the lock's time succeeded, so that the next failure is told
+// again. One that began before the lock says nothing.
+func (s *Store) unlock() {
+	s.health.Lock()
+	defer s.health.Unlock()
+	if s.locked.IsZero() || time.Now().Before(s.locked) {
+		return
+	}
+	s.locked = time.Time{}
+	s.log.Info("folder can be written again", "shared_storage_path", s.config.Path)
 }

@@ -130,22 +130,32 @@ func (x *exchange) rest(held []byte) attempt {
 		piece = buffer[:n]
 		switch {
 		case err == nil:
-		case errors.Is(err, io.EOF):
-			if n > 0 && !x.pass(piece) {
-				return attempt{done: aborted}
-			}
-			x.router.pool.worked(x.d)
-			return attempt{done: x.served}
-		case left(x.tied.ctx) && !cutOff(x.tied.ctx):
+		case errors.Is(err, io.EOF) && n > 0 && !x.pass(piece):
 			return attempt{done: aborted}
 		default:
-			x.blame(x.tied.ctx, x.d, x.tied.why(err))
-			// The client must not take it for a whole answer: it never sees the end of it.
-			_ = http.NewResponseController(x.w).SetWriteDeadline(time.Unix(1, 0)) // a recorder in a test has none
-			x.severed = true
-			return attempt{done: broken}
+			return x.over(err, x.sever)
 		}
 	}
+}
+
+// over ends an answer of which the client has seen something: breakOff is for one that is not whole.
+func (x *exchange) over(err error, breakOff func()) attempt {
+	switch {
+	case errors.Is(err, io.EOF):
+		x.router.pool.worked(x.d)
+		return attempt{done: x.served}
+	case left(x.tied.ctx) && !cutOff(x.tied.ctx):
+		return attempt{done: aborted}
+	}
+	x.blame(x.tied.ctx, x.d, x.tied.why(err))
+	breakOff()
+	return attempt{done: broken}
+}
+
+// sever keeps the client from taking an answer for a whole one: it never sees the end of it.
+func (x *exchange) sever() {
+	_ = http.NewResponseController(x.w).SetWriteDeadline(time.Unix(1, 0)) // a recorder in a test has none
+	x.severed = true
 }
 
 // lastEvent ends every complete stream.
@@ -178,15 +188,8 @@ func (x *exchange) stream() attempt {
 		case !x.begun:
 			x.blame(x.tied.ctx, x.d, fmt.Errorf("stream ended before its first byte: %w", x.tied.why(err)))
 			return attempt{}
-		case errors.Is(err, io.EOF):
-			x.router.pool.worked(x.d)
-			return attempt{done: x.served}
-		case left(x.tied.ctx) && !cutOff(x.tied.ctx):
-			return attempt{done: aborted}
 		default:
-			x.blame(x.tied.ctx, x.d, x.tied.why(err))
-			x.cut()
-			return attempt{done: broken}
+			return x.over(err, x.cut)
 		}
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
+	"net/http"
 	"net/url"
 	"slices"
 	"strings"
@@ -186,4 +187,179 @@ func (p *pool) incompatible(available func(i int) bool) (list []Misfit, apart in
 		}
 	}
 	return list, apart
+}
+
+// handoffHeader is where a decode instance says what became of its ticket: a result and, behind a semicolon,
+// a reason. It is for the router alone.
+const handoffHeader = "X-Kvport-Handoff"
+
+// What a decode instance may say. Anything else is counted as unknown or other, so that nobody makes labels.
+var (
+	handoffResults = []string{"loaded", "partial", "local", "refused", "none"}
+	handoffReasons = []string{
+		"", "key", "model", "block_size", "shape", "role", "replayed", "gone", "peer", "prompt", "unsupported", "unverified", "load_failed",
+	}
+)
+
+// Why a request of a router with prefill instances went to its decode instance without a ticket.
+const (
+	noPrefill    = "no_prefill"   // no prefill instance is available, or all of them failed
+	incompatible = "incompatible" // those that are do not fit the decode instance
+	noTicket     = "no_ticket"    // the prefill instance answered and kept nothing, as for a short prompt
+)
+
+// handedOver counts what became of a ticket and says what that makes of the request. An instance that says
+// nothing about it is believed to have loaded.
+func (c *call) handedOver(d target, h http.Header) outcome {
+	said := h.Get(handoffHeader)
+	result, rest, _ := strings.Cut(said, ";")
+	_, reason, _ := strings.Cut(rest, "reason=")
+	result, reason = strings.TrimSpace(result), strings.TrimSpace(reason)
+	if !slices.Contains(handoffResults, result) {
+		result, reason = "unknown", ""
+	}
+	if !slices.Contains(handoffReasons, reason) {
+		reason = "other"
+	}
+	c.router.metrics.handoffs.WithLabelValues(result, reason).Inc()
+	vain := result == "refused" || result == "none"
+	c.router.pool.handedOver(pair{c.from, d.index}, vain, strings.Trim(result+": "+reason, ": "))
+	switch {
+	case vain:
+		return recomputed
+	case result == "local":
+		return local
+	}
+	return disaggregated
+}
+
+// maxWasted is how many hand-offs of a pair in a row may lead to nothing before the operator is told.
+const maxWasted = 20
+
+// wasted is what became of the last hand-offs of a pair.
+type wasted struct {
+	count  int // in a row
+	reason string
+}
+
+// handedOver notes what became of a ticket. It logs a pair once when nothing ever comes of its tickets.
+func (p *pool) handedOver(is pair, failed bool, reason string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	last, attrs := p.wasted[is], []any{"prefill", p.urls[is.prefill].String(), "decode", p.urls[is.decode].String()}
+	if !failed {
+		if last.count >= maxWasted {
+			p.log.Info("hand-offs work again", attrs...)
+		}
+		delete(p.wasted, is)
+		return
+	}
+	p.wasted[is] = wasted{last.count + 1, reason}
+	if last.count+1 == maxWasted {
+		p.log.Warn("every hand-off of a pair is wasted, decode computes all prompts again", append(attrs, "requests", maxWasted, "reason", reason)...)
+	}
+}
+
+// recomputing lists pairs whose hand-offs are all wasted, the first ones if there are many. The caller holds mu.
+func (p *pool) recomputing() (list []Misfit) {
+	for _, is := range inOrder(p.wasted) {
+		if p.wasted[is].count >= maxWasted && len(list) < maxTold && !p.table.instances[is.prefill].left && !p.table.instances[is.decode].left {
+			list = append(list, Misfit{p.urls[is.prefill].String(), p.urls[is.decode].String(), p.wasted[is].reason})
+		}
+	}
+	return list
+}
+
+// notHandedOver counts a request that had no ticket though the router has prefill instances.
+func (c *call) notHandedOver() outcome {
+	if c.without != "" {
+		c.router.metrics.handoffs.WithLabelValues("none", c.without).Inc()
+	}
+	return plain
+}
+
+// turnedAway takes note that a prefill instance refused a request. That is never the client's business: the
+// decode instance serves it alone, and refuses it by itself if it is wrong. It reports whether another prefill
+// instance may take it, since the reason lies with this one.
+func (c *call) turnedAway(p target, got *answer) (another bool) {
+	c.router.pool.worked(p) // it is alive
+	code := errorCode(got.body)
+	if plainlyWrong(got.status) && code != "context_length_exceeded" {
+		c.router.config.Log.Debug("prefill instance calls a request invalid, decode judges it", "id", c.id,
+			"instance", p.url.String(), "status", got.status, "code", code)
+		return false
+	}
+	remedy := ""
+	switch got.status {
+	case http.StatusUnauthorized, http.StatusForbidden:
+		another, remedy = true, c.router.config.keyRemedy()
+	case http.StatusNotFound:
+		another, remedy = true, "see whether its URL and the name of its model are those of the decode instances"
+	}
+	c.router.pool.refuses(p, got.status, code, remedy)
+	return another
+}
+
+// plainlyWrong reports whether a status says that the request is invalid, as every instance would say.
+func plainlyWrong(status int) bool {
+	return status == http.StatusBadRequest || status == http.StatusUnprocessableEntity
+}
+
+// keyRemedy says what to do about an instance that asks for another API key.
+func (c *Config) keyRemedy() string {
+	switch {
+	case c.UpstreamKey != "":
+		return "it does not take the key of --upstream-api-key-file"
+	case c.OwnKeys:
+		return "it needs --upstream-api-key-file"
+	}
+	return "it needs --upstream-api-key-file, or the client's own key is wrong"
+}
+
+// errorCode is the code in an instance's error; empty if it has none. It is text, or a number as of vLLM.
+func errorCode(body []byte) string {
+	var e struct {
+		Error struct {
+			Code json.RawMessage `json:"code"`
+		} `json:"error"`
+	}
+	if json.Unmarshal(body, &e) != nil || string(e.Error.Code) == "null" {
+		return ""
+	}
+	code := strings.Trim(string(e.Error.Code), `"`)
+	return strings.ToValidUTF8(code[:min(len(code), maxCode)], "")
+}
+
+// maxCode bounds the code of an instance's error, in bytes.
+const maxCode = 64
+
+// refuses takes note that an instance turns requests away. The log has each status once until the instance
+// changes its state: clients must not be able to fill it.
+func (p *pool) refuses(t target, status int, code, remedy string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	k := &p.known[t.index]
+	k.refusal = fmt.Sprintf("it refused a request with HTTP %d", status)
+	for _, more := range []string{code, remedy} {
+		if more != "" {
+			k.refusal += ": " + more
+		}
+	}
+	if k.warned[status] {
+		return
+	}
+	if k.warned == nil {
+		k.warned = map[int]bool{}
+	}
+	k.warned[status] = true
+	p.log.Warn("prefill instance refuses a request, decode serves alone if no other takes it", "instance", t.url.String(),
+		"status", status, "code", code, "remedy", remedy)
+}
+
+// accepted takes note that a prefill instance did what a request asks for.
+func (p *pool) accepted(t target) {
+	p.worked(t)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.known[t.index].refusal = ""
 }

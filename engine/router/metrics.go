@@ -1,6 +1,10 @@
 package router
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/kvport/kvport/internal/meter"
+)
 
 // outcome says how a request ended, as a label of kvport_router_requests_total.
 type outcome string
@@ -34,67 +38,27 @@ type metrics struct {
 }
 
 func newMetrics(reg prometheus.Registerer) (*metrics, error) {
+	s := meter.New()
 	m := &metrics{
-		requests: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_router_requests_total", Help: "Requests by how they ended.",
-		}, []string{"outcome"}),
-		handoffs: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_router_handoffs_total", Help: "What became of tickets, as decode instances say, and of requests that went without one.",
-		}, []string{"result", "reason"}),
-		broken: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "kvport_router_breaker_open", Help: "1 if the instance is left out since it fails every request, whatever its health checks say.",
-		}, []string{"instance", "role"}),
-		retries: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_router_retries_total", Help: "Attempts that failed before the first byte and were made again elsewhere, or given up.",
-		}, []string{"role"}),
-		turns: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_router_turns_total", Help: "Answers that decode instances hold for the next turn (kept), and those that a prefill instance learned about (handed).",
-		}, []string{"what"}),
-		up: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "kvport_router_instance_up", Help: "1 if the instance answers health checks and takes requests.",
-		}, []string{"instance", "role"}),
-		ttft: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "kvport_router_ttft_seconds", Help: "From a request's arrival to the first byte of its answer.",
-			Buckets: prometheus.ExponentialBuckets(0.001, 2, 18),
-		}),
-		inFlight: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "kvport_router_requests_in_flight", Help: "Requests being served.",
-		}),
-		registrations: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "kvport_router_registrations_total", Help: "Registrations of instances by HTTP status.",
-		}, []string{"code"}),
-		introduced: prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "kvport_router_introductions_total", Help: "Requests whose id named both engines, signed.",
-		}),
-		known: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "kvport_router_registered_instances", Help: "Instances that have said where they take blocks.",
-		}),
+		requests:      s.Counters("kvport_router_requests_total", "Requests by how they ended.", "outcome"),
+		handoffs:      s.Counters("kvport_router_handoffs_total", "What became of tickets, as decode instances say, and of requests that went without one.", "result", "reason"),
+		broken:        s.Gauges("kvport_router_breaker_open", "1 if the instance is left out since it fails every request, whatever its health checks say.", "instance", "role"),
+		retries:       s.Counters("kvport_router_retries_total", "Attempts that failed before the first byte and were made again elsewhere, or given up.", "role"),
+		turns:         s.Counters("kvport_router_turns_total", "Answers that decode instances hold for the next turn (kept), and those that a prefill instance learned about (handed).", "what"),
+		up:            s.Gauges("kvport_router_instance_up", "1 if the instance answers health checks and takes requests.", "instance", "role"),
+		ttft:          s.Histogram("kvport_router_ttft_seconds", "From a request's arrival to the first byte of its answer.", prometheus.ExponentialBuckets(0.001, 2, 18)),
+		inFlight:      s.Gauge("kvport_router_requests_in_flight", "Requests being served."),
+		registrations: s.Counters("kvport_router_registrations_total", "Registrations of instances by HTTP status.", "code"),
+		introduced:    s.Counter("kvport_router_introductions_total", "Requests whose id named both engines, signed."),
+		known:         s.Gauge("kvport_router_registered_instances", "Instances that have said where they take blocks."),
 	}
-	if reg == nil {
-		return m, nil
-	}
-	for _, c := range []prometheus.Collector{
-		m.requests, m.handoffs, m.retries, m.turns, m.up, m.broken, m.ttft, m.inFlight, m.registrations, m.introduced, m.known,
-	} {
-		if err := reg.Register(c); err != nil {
-			return nil, err
-		}
-	}
-	return m, nil
+	return m, s.Register(reg)
 }
 
 func (m *metrics) setUp(instance string, r role, isUp bool) {
-	v := 0.0
-	if isUp {
-		v = 1
-	}
-	m.up.WithLabelValues(instance, r.String()).Set(v)
+	meter.Mark(m.up.WithLabelValues(instance, r.String()), isUp)
 }
 
 func (m *metrics) setBroken(instance string, r role, open bool) {
-	v := 0.0
-	if open {
-		v = 1
-	}
-	m.broken.WithLabelValues(instance, r.String()).Set(v)
+	meter.Mark(m.broken.WithLabelValues(instance, r.String()), open)
 }

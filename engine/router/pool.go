@@ -315,3 +315,214 @@ func unready(body []byte) probe {
 	}
 	return leaving
 }
+
+// When an instance is left out, and how long.
+const (
+	breakAfter   = 5 // failures in a row
+	firstPause   = time.Second
+	longestPause = 30 * time.Second
+)
+
+// breaker leaves an instance out that fails every request, though it may answer its health checks. After
+// a pause one request tries it again; each failure of such a trial doubles the pause. Only an answer
+// to a request ends that.
+type breaker struct {
+	failures int           // in a row
+	pause    time.Duration // the last one
+	until    time.Time     // its end
+	trial    bool          // a request tries the instance
+}
+
+func (b *breaker) open() bool { return b.failures >= breakAfter }
+
+// admits reports whether a request may go to the instance.
+func (b *breaker) admits(now time.Time) bool { return !b.open() || !b.trial && !now.Before(b.until) }
+
+// picked notes that a request goes there.
+func (b *breaker) picked() { b.trial = b.open() }
+
+// failed notes that one failed and reports whether the instance is left out from now on.
+func (b *breaker) failed(now time.Time) (opened bool) {
+	if b.open() && !b.trial {
+		return false // it began before the pause
+	}
+	b.failures++
+	if !b.open() {
+		return false
+	}
+	b.pause = min(max(firstPause, 2*b.pause), longestPause)
+	b.until, b.trial = now.Add(b.pause), false
+	return true
+}
+
+// worked notes that a request got its answer and reports whether the instance was left out before.
+func (b *breaker) worked() (closed bool) {
+	closed = b.open()
+	*b = breaker{}
+	return closed
+}
+
+// released notes that a trial is over without a verdict, or goes well so far: another may follow.
+func (b *breaker) released() { b.trial = false }
+
+// role is the part an instance plays for the router.
+type role uint8
+
+const (
+	prefill role = iota
+	decode
+	roles // how many there are
+)
+
+// String names the role in logs and metrics.
+func (r role) String() string {
+	if r == prefill {
+		return "prefill"
+	}
+	return "decode"
+}
+
+// state is what the router believes of an instance.
+type state uint8
+
+const (
+	up       state = iota // also before the first probe: trying is how a router finds out soonest
+	suspect               // a request failed there since the last good probe; used when none is up
+	draining              // it answers, but takes no new requests
+	loading               // it answers, but does not take requests yet
+	down                  // it does not answer probes
+)
+
+// String names the state in /health.
+func (s state) String() string {
+	return [...]string{"up", "suspect", "draining", "loading", "down"}[s]
+}
+
+// probe is the result of one health check.
+type probe uint8
+
+const (
+	healthy  probe = iota
+	leaving        // 503: the instance drains
+	starting       // 503 that says so: its model is still loading
+	refused        // nobody listens
+	silent         // no answer in time, a broken one, or another status
+)
+
+// silences is how many silent probes in a row mean that an instance is down. A busy instance may
+// miss one; a refused connection is certain at once. With the defaults of Config one that hangs is down within
+// 10 s: three times 1.2 s until a probe, and 2 s for it.
+const silences = 3
+
+// table knows the instances and picks among them. It has no clock and does no I/O.
+type table struct {
+	instances []instance
+	next      [roles]int // where the next round of picking starts, an index into instances
+}
+
+type instance struct {
+	role    role
+	state   state
+	silence int  // silent probes in a row
+	left    bool // it was registered and no longer is; then it is down
+}
+
+// hangs reports whether the requests that run on the instance are lost. Those of an instance that
+// refuses connections are not: it may be finishing them before it ends, and if it is dead already
+// their connections break by themselves.
+func (in *instance) hangs() bool { return in.state == down && in.silence >= silences }
+
+// pick chooses an instance of the role that is not in tried: the next one that is up, else the next
+// suspect.
+func (t *table) pick(r role, tried map[int]bool) (index int, ok bool) {
+	return t.pickIf(r, func(i int) bool { return !tried[i] })
+}
+
+// pickIf is pick among the instances that may be had.
+func (t *table) pickIf(r role, may func(i int) bool) (index int, ok bool) {
+	for _, want := range []state{up, suspect} {
+		for k := range t.instances {
+			i := (t.next[r] + k) % len(t.instances)
+			if in := t.instances[i]; in.role == r && in.state == want && may(i) {
+				t.next[r] = i + 1
+				return i, true
+			}
+		}
+	}
+	return 0, false
+}
+
+// probed takes the result of a health check and reports whether the state changed.
+func (t *table) probed(i int, p probe) (changed bool) {
+	in := &t.instances[i]
+	before := in.state
+	if p != silent {
+		in.silence = 0
+	}
+	switch p {
+	case healthy:
+		in.state = up
+	case leaving:
+		in.state = draining
+	case starting:
+		in.state = loading
+	case refused:
+		in.state = down
+	case silent:
+		if in.silence++; in.silence >= silences {
+			in.state = down
+		}
+	}
+	return in.state != before
+}
+
+// failed takes note that a request to the instance failed in a way that blames it.
+func (t *table) failed(i int) {
+	if in := &t.instances[i]; in.state == up {
+		in.state = suspect
+	}
+}
+
+// available reports whether pick could return an instance.
+func (t *table) available(i int) bool { return t.instances[i].state <= suspect }
+
+// Choice is the part of a Router that decides which instance gets a request, without its clock and
+// its network: what a simulation drives. It is not safe for concurrent use.
+type Choice struct{ table table }
+
+// NewChoice makes the choice among instances that are numbered from 0, prefill instances first.
+// All count as up.
+func NewChoice(prefills, decodes int) *Choice {
+	c := &Choice{}
+	for range prefills {
+		c.table.instances = append(c.table.instances, instance{role: prefill})
+	}
+	for range decodes {
+		c.table.instances = append(c.table.instances, instance{role: decode})
+	}
+	return c
+}
+
+// Prefill picks a prefill instance that is not in tried, if there is one to be had.
+func (c *Choice) Prefill(tried map[int]bool) (index int, ok bool) {
+	return c.table.pick(prefill, tried)
+}
+
+// Decode picks a decode instance that is not in tried, if there is one to be had.
+func (c *Choice) Decode(tried map[int]bool) (index int, ok bool) { return c.table.pick(decode, tried) }
+
+// Failed takes note that an instance failed a request.
+func (c *Choice) Failed(index int) { c.table.failed(index) }
+
+// Probed takes the result of a health check: whether the instance answered that it is well, and if
+// not, whether its address refused the connection, which is certain, or only kept silent.
+func (c *Choice) Probed(index int, well, refusing bool) {
+	switch {
+	case well:
+		c.table.probed(index, healthy)
+	case refusing:
+		c.table.probed(index, refused)
+	default:
+		c.table.probed(index, silent)
+	}
+}

@@ -7,9 +7,12 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 
+	"github.com/kvport/kvport/engine"
 	"github.com/kvport/kvport/engine/sample"
 	"github.com/kvport/kvport/engine/tokenizer"
 )
@@ -411,4 +414,215 @@ func clip(raw json.RawMessage) string {
 		return string(raw[:40]) + "..."
 	}
 	return string(raw)
+}
+
+// wish is a field of OpenAI or vLLM that changes the answer and that this engine does not know. null, "", [] and {}
+// ask for nothing, and neither do its neutral values.
+type wish struct {
+	name    string
+	neutral []string // JSON
+}
+
+// wishes are those that both endpoints have.
+func wishes() []wish {
+	return []wish{
+		{"stop_token_ids", nil},
+		{"include_stop_str_in_output", []string{"false"}},
+		{"bad_words", nil},
+		{"allowed_token_ids", nil},
+		{"logits_processors", nil},
+		{"use_beam_search", []string{"false"}},
+		{"length_penalty", []string{"1"}},
+		{"skip_special_tokens", []string{"true"}},
+		{"spaces_between_special_tokens", []string{"true"}},
+		{"prompt_logprobs", []string{"false"}},
+		{"truncate_prompt_tokens", nil},
+		{"structured_outputs", nil},
+		{"guided_json", nil},
+		{"guided_regex", nil},
+		{"guided_choice", nil},
+		{"guided_grammar", nil},
+		{"guided_whitespace_pattern", nil},
+		{"structural_tag", nil},
+		{"thinking_token_budget", nil},
+		{"priority", []string{"0"}},
+		{"vllm_xargs", nil},
+	}
+}
+
+// completionWishes are those of completions.
+func completionWishes() []wish {
+	return append(wishes(), wish{"prompt_embeds", nil}, wish{"add_special_tokens", []string{"true"}})
+}
+
+// chatWishes are those of chat completions.
+func chatWishes() []wish {
+	return append(wishes(),
+		wish{"add_special_tokens", []string{"false"}},
+		wish{"add_generation_prompt", []string{"true"}},
+		wish{"continue_final_message", []string{"false"}},
+		wish{"chat_template", nil},
+		wish{"chat_template_kwargs", nil},
+		wish{"documents", nil},
+		wish{"mm_processor_kwargs", nil},
+		wish{"media_io_kwargs", nil},
+		wish{"echo", []string{"false"}},
+		wish{"tool_choice", []string{`"none"`, `"auto"`}},
+		wish{"functions", nil},
+		wish{"function_call", []string{`"none"`, `"auto"`}},
+		wish{"modalities", []string{`["text"]`}},
+		wish{"audio", nil},
+		wish{"web_search_options", nil},
+	)
+}
+
+// harmless are fields that clients send and that change no token of the answer.
+func harmless() []string {
+	return []string{
+		"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
+		"parallel_tool_calls", "return_tokens_as_token_ids", "guided_decoding_backend",
+	}
+}
+
+// refuse takes out what changes no answer and fails on a wish that cannot be granted.
+func (o *object) refuse(wishes []wish) {
+	for _, name := range harmless() {
+		o.raw(name)
+	}
+	for _, w := range wishes {
+		if raw, ok := o.raw(w.name); ok && !w.asksForNothing(raw) {
+			o.fail(unsupported(w.name, "is not supported, got %s", clip(raw)))
+		}
+	}
+}
+
+func (w *wish) asksForNothing(raw json.RawMessage) bool {
+	value := string(raw)
+	var compact bytes.Buffer
+	if json.Compact(&compact, raw) == nil {
+		value = compact.String()
+	}
+	if slices.Contains([]string{`""`, "[]", "{}"}, value) || slices.Contains(w.neutral, value) {
+		return true
+	}
+	number, err := strconv.ParseFloat(value, 64)
+	return err == nil && slices.ContainsFunc(w.neutral, func(n string) bool {
+		neutral, err := strconv.ParseFloat(n, 64)
+		return err == nil && number == neutral
+	})
+}
+
+// refuseParams fails on what kv_transfer_params ask for and nobody here knows. What vLLM's connectors and proxies
+// say there of the other side, and what later versions of kvport may say, is no wish.
+func (o *object) refuseParams() {
+	for _, name := range sortedNames(o.fields) {
+		known := strings.HasPrefix(name, "remote_") || strings.HasPrefix(name, "kvport_") || name == "tp_size"
+		w := wish{name, []string{"false", "0"}}
+		if raw, ok := o.raw(name); ok && !known && !w.asksForNothing(raw) {
+			o.fail(unsupported(clip(json.RawMessage(name)), "is not supported, got %s", clip(raw)))
+		}
+	}
+}
+
+func sortedNames(fields map[string]json.RawMessage) []string {
+	names := make([]string, 0, len(fields))
+	for name := range fields {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	return names
+}
+
+// Error is an error as OpenAI's clients expect it.
+type Error struct {
+	Status  int    // of HTTP
+	Kind    string // invalid_request_error, rate_limit_error or server_error
+	Param   string // the field that is wrong; empty: none in particular
+	Code    string
+	Message string
+}
+
+// Error implements error.
+func (e *Error) Error() string { return e.Message }
+
+// MarshalJSON gives the body that OpenAI's clients read.
+func (e *Error) MarshalJSON() ([]byte, error) {
+	var body struct {
+		Error struct {
+			Message string  `json:"message"`
+			Type    string  `json:"type"`
+			Param   *string `json:"param"`
+			Code    string  `json:"code"`
+		} `json:"error"`
+	}
+	body.Error.Message, body.Error.Type, body.Error.Code = e.Message, e.Kind, e.Code
+	if e.Param != "" {
+		body.Error.Param = &e.Param
+	}
+	return json.Marshal(body)
+}
+
+// Write sends the error as the whole answer.
+func (e *Error) Write(w http.ResponseWriter) {
+	data, err := json.Marshal(e)
+	if err != nil {
+		data = []byte(`{"error":{"message":"error cannot be encoded","type":"server_error","param":null,"code":"internal"}}`)
+	}
+	h := w.Header()
+	h.Set("Content-Type", "application/json")
+	h.Set("Content-Length", strconv.Itoa(len(data)+1))
+	if e.Status == http.StatusTooManyRequests || e.Status == http.StatusServiceUnavailable {
+		h.Set("Retry-After", "1")
+	}
+	w.WriteHeader(e.Status)
+	_, _ = w.Write(append(data, '\n')) // a client that left needs no answer
+}
+
+func invalid(param, code, format string, args ...any) *Error {
+	return &Error{http.StatusBadRequest, "invalid_request_error", param, code, fmt.Sprintf(format, args...)}
+}
+
+// wrongType says that a field holds the wrong kind of JSON value.
+func wrongType(param, want string) *Error {
+	return invalid(param, "invalid_type", "%s: want %s", param, want)
+}
+
+// wrongValue says that a field's value is out of range.
+func wrongValue(param, format string, args ...any) *Error {
+	return invalid(param, "invalid_value", param+": "+format, args...)
+}
+
+// unsupported says that a field asks for what this engine cannot do. Silently leaving it out would
+// change the answer.
+func unsupported(param, format string, args ...any) *Error {
+	return invalid(param, "unsupported_value", param+": "+format, args...)
+}
+
+// errDraining refuses new requests at shutdown.
+func errDraining() *Error {
+	return &Error{http.StatusServiceUnavailable, "server_error", "", "draining", "the server is shutting down"}
+}
+
+// asError turns what the engine said into an answer.
+func asError(err error) *Error {
+	var e *Error
+	switch {
+	case errors.As(err, &e):
+		return e
+	case errors.Is(err, engine.ErrTooLong):
+		return invalid("", "context_length_exceeded", "%v", err)
+	case errors.Is(err, engine.ErrInvalid):
+		return invalid("", "invalid_value", "%v", err)
+	case errors.Is(err, engine.ErrOverloaded):
+		return &Error{http.StatusTooManyRequests, "rate_limit_error", "", "overloaded", err.Error()}
+	case errors.Is(err, engine.ErrClosed):
+		return errDraining()
+	case errors.Is(err, engine.ErrLoadFailed):
+		return &Error{http.StatusInternalServerError, "server_error", "", "kv_load_failed", err.Error()}
+	case errors.Is(err, engine.ErrNotReset):
+		return &Error{http.StatusNotImplemented, "server_error", "", "reset_not_supported", err.Error()}
+	case errors.Is(err, engine.ErrKept):
+		return &Error{http.StatusConflict, "invalid_request_error", "", "blocks_kept", err.Error()}
+	}
+	return &Error{http.StatusInternalServerError, "server_error", "", "internal", err.Error()}
 }

@@ -24,6 +24,7 @@ import (
 	"github.com/kvport/kvport/engine"
 	"github.com/kvport/kvport/engine/tokenizer"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/meter"
 )
 
 // Engine is what a Server needs of an engine; *engine.Engine has it.
@@ -442,4 +443,22 @@ func newID() string {
 	var id [16]byte
 	_, _ = rand.Read(id[:]) // never fails, says its documentation
 	return hex.EncodeToString(id[:])
+}
+
+type metrics struct {
+	requests      *prometheus.CounterVec
+	seconds       *prometheus.HistogramVec
+	unknownFields prometheus.Counter
+	inFlight      prometheus.Gauge
+}
+
+func newMetrics(reg prometheus.Registerer) (*metrics, error) {
+	s := meter.New()
+	m := &metrics{
+		requests:      s.Counters("kvport_http_requests_total", "Generation requests by path and status; 499: the client went away.", "path", "code"),
+		seconds:       s.Histograms("kvport_http_request_seconds", "From a generation request's arrival to the end of its answer.", prometheus.ExponentialBuckets(0.002, 2, 18), "path"),
+		unknownFields: s.Counter("kvport_http_unknown_fields_total", "Fields of request bodies that were ignored because nothing here knows them."),
+		inFlight:      s.Gauge("kvport_http_requests_in_flight", "Generation requests being served."),
+	}
+	return m, s.Register(reg)
 }

@@ -1,6 +1,16 @@
 // Package tokenizer turns text into token ids and back: a byte-level BPE read from GGUF metadata, or plain bytes.
 package tokenizer
 
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/nikolalohinski/gonja/v2"
+	"github.com/nikolalohinski/gonja/v2/exec"
+	"github.com/nikolalohinski/gonja/v2/loaders"
+)
+
 // Message is one turn of a chat.
 type Message struct {
 	Role    string `json:"role"`
@@ -19,4 +29,112 @@ type Tokenizer interface {
 	Stops() []int32
 	// Chat renders messages with the model's chat template, ready for Encode with special set, ending with the opening of the assistant's turn.
 	Chat(messages []Message) (string, error)
+}
+
+// The tokens of [Bytes] beyond the 256 bytes.
+const (
+	BOS   = 256
+	EOS   = 257
+	Pad   = 258
+	Vocab = 259 // how many tokens there are
+)
+
+// Bytes is the tokenizer of the models without a vocabulary: token 0 to 255 is that byte.
+func Bytes() Tokenizer { return byteTokenizer{} }
+
+type byteTokenizer struct{}
+
+// Encode implements [Tokenizer]; "<bos>", "<eos>" and "<pad>" are special text. No BOS is added.
+func (byteTokenizer) Encode(text string, special bool) ([]int32, error) {
+	tokens := make([]int32, 0, len(text))
+	for len(text) > 0 {
+		if special {
+			if token, n := specialByte(text); n > 0 {
+				tokens, text = append(tokens, token), text[n:]
+				continue
+			}
+		}
+		tokens, text = append(tokens, int32(text[0])), text[1:]
+	}
+	return tokens, nil
+}
+
+// specialByte is the special token that text starts with and its length.
+func specialByte(text string) (token int32, n int) {
+	for i, name := range [...]string{"<bos>", "<eos>", "<pad>"} {
+		if strings.HasPrefix(text, name) {
+			return int32(BOS + i), len(name)
+		}
+	}
+	return 0, 0
+}
+
+// Bytes implements [Tokenizer].
+func (byteTokenizer) Bytes(token int32) []byte {
+	if token < 0 || token > 255 {
+		return nil
+	}
+	return []byte{byte(token)}
+}
+
+// Stops implements [Tokenizer].
+func (byteTokenizer) Stops() []int32 { return []int32{EOS} }
+
+// Chat implements [Tokenizer]: a line for each message, as "role: content". Nothing stands between "assistant:" and an
+// answer, since nothing did when it was generated: so the next turn's prompt begins with the tokens of this turn.
+func (byteTokenizer) Chat(messages []Message) (string, error) {
+	var b strings.Builder
+	b.WriteString("<bos>")
+	for i, m := range messages {
+		if m.Role == "" {
+			return "", fmt.Errorf("messages[%d].role is empty", i)
+		}
+		space := " "
+		if m.Role == "assistant" {
+			space = ""
+		}
+		fmt.Fprintf(&b, "%s:%s%s\n", m.Role, space, m.Content)
+	}
+	b.WriteString("assistant:")
+	return b.String(), nil
+}
+
+// template is a model's Jinja chat template.
+type template struct {
+	jinja    *exec.Template
+	bos, eos string
+}
+
+// templateName is how the template is called in its own messages.
+const templateName = "/chat_template"
+
+// parseTemplate compiles a template. It can reach no file: the loader knows only the template itself.
+func parseTemplate(source, bos, eos string) (*template, error) {
+	loader, err := loaders.NewMemoryLoader(map[string]string{templateName: source})
+	if err != nil {
+		return nil, fmt.Errorf("chat template: %w", err)
+	}
+	jinja, err := exec.NewTemplate(templateName, gonja.DefaultConfig, loader, gonja.DefaultEnvironment)
+	if err != nil {
+		return nil, fmt.Errorf("chat template: %w", err)
+	}
+	return &template{jinja: jinja, bos: bos, eos: eos}, nil
+}
+
+func (t *template) render(messages []Message) (string, error) {
+	list := make([]map[string]string, len(messages))
+	for i, m := range messages {
+		list[i] = map[string]string{"role": m.Role, "content": m.Content}
+	}
+	ctx := exec.EmptyContext()
+	ctx.Set("messages", list)
+	ctx.Set("add_generation_prompt", true)
+	ctx.Set("bos_token", t.bos)
+	ctx.Set("eos_token", t.eos)
+	ctx.Set("raise_exception", func(message string) (string, error) { return "", errors.New(message) })
+	text, err := t.jinja.ExecuteToString(ctx)
+	if err != nil {
+		return "", fmt.Errorf("chat template: %w", err)
+	}
+	return text, nil
 }

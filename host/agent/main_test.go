@@ -25,6 +25,7 @@ import (
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // bin holds kvport and the plugin of shared storage.
@@ -50,8 +51,11 @@ func withBinaries(m *testing.M) int {
 	return m.Run()
 }
 
+// The engine's prompts.
+var blocksOf, transfer, query = testkit.Blocks, testkit.Transfer, testkit.Query
+
 const (
-	blockTokens = 16
+	blockTokens = testkit.BlockTokens
 	numBlocks   = 64
 	blockBytes  = 512
 	segments    = 2
@@ -338,22 +342,6 @@ func hashes(seed string, n int) []connector.BlockKey {
 		out[i] = connector.BlockKey(connector.NewFingerprint("engine hash", seed, fmt.Sprint(i)))
 	}
 	return out
-}
-
-func blocksOf(hs []connector.BlockKey, first connector.BlockID) []connector.Block {
-	out := make([]connector.Block, len(hs))
-	for i, h := range hs {
-		out[i] = connector.Block{Key: h, ID: first + connector.BlockID(i)}
-	}
-	return out
-}
-
-func transfer(id string, hs []connector.BlockKey, first connector.BlockID) connector.Transfer {
-	return connector.Transfer{Request: connector.RequestID(id), Tokens: len(hs) * blockTokens, Blocks: blocksOf(hs, first)}
-}
-
-func query(id string, hs []connector.BlockKey) connector.Query {
-	return connector.Query{Request: connector.RequestID(id), Tokens: len(hs)*blockTokens + 1, Keys: hs}
 }
 
 // each visits what belongs into blocks.

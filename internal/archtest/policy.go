@@ -59,7 +59,7 @@ type Budget struct {
 func Kvport() *Policy {
 	return &Policy{
 		Imports: kvportImports(),
-		Tests:   []string{"verify/cluster", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
+		Tests:   []string{"verify/cluster", "verify/testkit", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
 		Heavy: map[string][]string{
 			"github.com/hashicorp/go-plugin": {"sdk", "host/internal/plugin", "proto", "internal/wire"},
 			"google.golang.org/grpc":         {"sdk", "host", "host/internal/plugin", "proto", "internal/wire"}, // host: the connection that Connect is given
@@ -141,18 +141,21 @@ func kvportNames() map[string]int {
 // kvportImports is the import table of DESIGN section 3.
 func kvportImports() map[string][]string {
 	rows := map[string][]string{
-		"connector": {},
-		"proto":     {},
-		"native/*":  {},
+		"connector":         {},
+		"proto":             {},
+		"native/*":          {"native/internal/..."},
+		"native/internal/*": {}, // what several bindings share
 
 		"internal/archtest":   {},
 		"verify/cluster":      {}, // runs the binaries, so it needs none of the packages
 		"verify/fixture":      {},
+		"verify/testkit":      {"connector"},                                      // what tests of several packages share
 		"verify/names":        {},                                                 // reads the source, and builds a program of its own
 		"verify/acceptance":   {"connector", "internal/ticket", "verify/fixture"}, // it forges, too
 		"verify/faultsuite":   {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
 		"internal/shm":        {},
 		"internal/machine":    {},
+		"internal/meter":      {},
 		"internal/fault":      {},
 		"internal/digest":     {"connector"},
 		"internal/eventlog":   {"connector"},
@@ -173,7 +176,7 @@ func kvportImports() map[string][]string {
 
 		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/ticket"},     // record 106
 		"connectors/lmcache":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"}, // LMCache's file suggests names, too
-		"connectors/internal/*": {"connector", "internal/fault", "internal/machine"},                                                                             // what several connectors share
+		"connectors/internal/*": {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                             // what several connectors share
 
 		"multiconnector": {"connector", "internal/eventlog"},
 
@@ -183,13 +186,13 @@ func kvportImports() map[string][]string {
 		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
-		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest", "internal/ticket"},
+		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest", "internal/machine", "internal/ticket"},
 
 		"sdk/internal/peer": {"connector", "pipe", "lookupbuffer", "internal/wire"},
 
 		"host/internal/config":   {"internal/strictjson"},
 		"host/internal/leaktest": {},
-		"host/internal/plugin":   {"connector", "host/internal/config", "proto/...", "internal/strictjson", "internal/wire", "internal/shm", "internal/fault"},
+		"host/internal/plugin":   {"connector", "host/internal/config", "proto/...", "internal/strictjson", "internal/wire", "internal/shm", "internal/fault", "internal/machine"},
 
 		"verify/bench":     {"...", "!connectors/...", "!plugins/...", "plugins", "!cmd/...", "!examples/..."},
 		"cmd/kvport":       {"...", "!connectors/...", "!plugins/...", "!examples/..."},
@@ -204,7 +207,7 @@ func kvportImports() map[string][]string {
 
 // engineImports are the rows of the engine.
 func engineImports() map[string][]string {
-	host := []string{"connector", "host", "internal/fault"}
+	host := []string{"connector", "host", "internal/fault", "internal/meter"}
 	return map[string][]string{
 		"engine":              slices.Concat(host, engineParts()),
 		"engine/*":            host,
@@ -213,7 +216,7 @@ func engineImports() map[string][]string {
 		"engine/model":        {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
 		"engine/model/kernel": {"engine/gguf"},
 		"engine/model/sim":    {"connector", "engine/model"},
-		"engine/router":       {"connector"},
+		"engine/router":       {"connector", "internal/meter"},
 		"engine/sample":       {},
 		"engine/sched":        {"connector", "engine/kvcache"},
 		"engine/server":       slices.Concat(host, engineParts(), []string{"engine"}),

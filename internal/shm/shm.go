@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -154,4 +155,73 @@ func (r *Region) Close() error {
 		err = errors.Join(err, r.file.Close())
 	}
 	return err
+}
+
+// hugePage is what one entry of the processor maps where the memory's owner has made huge pages of it,
+// in bytes. They count only where addresses and offsets agree modulo this size.
+const hugePage = 2 << 20
+
+// mmap maps a whole file for reading and writing, at an address that is a multiple of hugePage.
+func mmap(fd int, size int64, flags int) ([]byte, error) {
+	span := uintptr(size) + hugePage
+	// Addresses without memory: the mapping goes over some of them, the rest is given back.
+	base, err := unix.MmapPtr(-1, 0, nil, span, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	if err != nil {
+		return nil, os.NewSyscallError("mmap", err)
+	}
+	skip := -uintptr(base) & (hugePage - 1)
+	at := unsafe.Add(base, skip)
+	if _, err := unix.MmapPtr(fd, 0, at, uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED|flags); err != nil {
+		return nil, errors.Join(os.NewSyscallError("mmap", err), os.NewSyscallError("munmap", unix.MunmapPtr(base, span)))
+	}
+	page := uintptr(os.Getpagesize())
+	used := (uintptr(size) + page - 1) &^ (page - 1)
+	if skip > 0 {
+		err = unix.MunmapPtr(base, skip)
+	}
+	err = errors.Join(err, unix.MunmapPtr(unsafe.Add(at, used), hugePage-skip))
+	data := unsafe.Slice((*byte)(at), size)
+	if err != nil {
+		return nil, errors.Join(os.NewSyscallError("munmap", err), munmap(data))
+	}
+	return data, nil
+}
+
+func munmap(data []byte) error {
+	return os.NewSyscallError("munmap", unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(data)), uintptr(len(data))))
+}
+
+// Reserve makes a memfd that has no size yet, so that it can be handed to a process whose answer
+// says how large it must be. The caller closes it.
+func Reserve(name string) (*os.File, error) {
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return nil, fmt.Errorf("shared memory %q: %w", name, os.NewSyscallError("memfd_create", err))
+	}
+	return os.NewFile(uintptr(fd), "memfd:"+name), nil
+}
+
+// Fit gives a reserved memfd its size, zeroed and sealed, and maps it on demand. It takes no memory yet,
+// whatever the size: a page is allocated when it is first touched, or by Allocate. Whoever else had the
+// descriptor could have sized it first: the size is checked after the seals. The file stays the caller's;
+// the region has no descriptor of its own.
+func Fit(file *os.File, size int64) (*Region, error) {
+	if size <= 0 || size > MaxSize {
+		return nil, fmt.Errorf("shared memory: size %d, want 1..%d bytes", size, int64(MaxSize))
+	}
+	fd := int(file.Fd())
+	if err := errors.Join(unix.Ftruncate(fd, 0), unix.Ftruncate(fd, size)); err != nil {
+		return nil, fmt.Errorf("shared memory of %d bytes: %w", size, os.NewSyscallError("ftruncate", err))
+	}
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
+		return nil, fmt.Errorf("shared memory of %d bytes: %w", size, os.NewSyscallError("fcntl F_ADD_SEALS", err))
+	}
+	return MapOnDemand(fd, size)
+}
+
+// Allocate gives size bytes of a memfd from an offset on their pages, as far as they have none. What is
+// written there stays.
+func Allocate(file *os.File, from, size int64) error {
+	err := retry(func() error { return unix.Fallocate(int(file.Fd()), 0, from, size) })
+	return os.NewSyscallError("fallocate", err)
 }

@@ -2,6 +2,8 @@ package ticket
 
 import (
 	"bytes"
+	"crypto/hkdf"
+	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/hex"
@@ -117,3 +119,54 @@ func createKey(dir, path string) (err error) {
 // KeyID names a key, so that the keys of two engines can be compared without being shown: 16 hexadecimal
 // digits, from which nobody can tell the key.
 func KeyID(key []byte) string { return SignText(key, keyIDText, "")[:16] }
+
+// What keys are derived for. A key for one says nothing of another, nor of the key that signs tickets.
+const (
+	linkPurpose   = "kvport/link/1"   // what the plugins of a deployment know each other by
+	routerPurpose = "kvport/router/1" // what its routers sign with
+)
+
+// derivedKey is the length of a derived key.
+const derivedKey = 32
+
+// LinkRoot derives what all link keys of a deployment come from.
+func LinkRoot(key []byte) (connector.Secret, error) { return derive(key, linkPurpose) }
+
+// LinkKey derives the key by which the plugins of one connector know each other, whatever composite they are
+// in. name is the connector's in its manifest.
+func LinkKey(root connector.Secret, name string) (connector.Secret, error) {
+	return derive(root, linkPurpose+"/"+name)
+}
+
+// RouterKey derives the key for [SignText] and [VerifyText], which routers and connectors share.
+func RouterKey(key []byte) (connector.Secret, error) { return derive(key, routerPurpose) }
+
+func derive(key []byte, purpose string) (connector.Secret, error) {
+	if err := checkKey(key); err != nil {
+		return nil, err
+	}
+	out, err := hkdf.Key(sha256.New, key, nil, purpose, derivedKey)
+	if err != nil {
+		return nil, fmt.Errorf("derive a key: %w", err)
+	}
+	return out, nil
+}
+
+// What texts are signed for. A signature for one is none for another.
+const (
+	RequestIDText = "request-id"   // the addresses of a request's two engines
+	RegisterText  = "registration" // an engine's registration with a router
+	keyIDText     = "key-id"
+)
+
+// SignText signs a text for a purpose: 32 hexadecimal digits.
+func SignText(key []byte, purpose, text string) string {
+	h := hmac.New(sha256.New, key)
+	h.Write([]byte("kvport/" + purpose + "/1\x00" + text))
+	return hex.EncodeToString(h.Sum(nil)[:16])
+}
+
+// VerifyText reports whether SignText made a signature.
+func VerifyText(key []byte, purpose, text, signature string) bool {
+	return hmac.Equal([]byte(SignText(key, purpose, text)), []byte(signature))
+}

@@ -1,6 +1,7 @@
 package wire
 
 import (
+	"fmt"
 	"math"
 	"time"
 
@@ -262,4 +263,189 @@ func PlanFromProto(m *kvportv1.Plan) (*connector.Plan, error) {
 	}
 	p.Saves, err = list("plan.saves", m.GetSaves(), 2*MaxQueries, transferFromProto)
 	return p, err
+}
+
+const keySize = len(connector.BlockKey{})
+
+// BlocksToProto converts blocks to columns.
+func BlocksToProto(blocks []connector.Block) *kvportv1.Blocks {
+	if len(blocks) == 0 {
+		return nil
+	}
+	m := &kvportv1.Blocks{Keys: make([]byte, 0, len(blocks)*keySize), Ids: make([]int32, len(blocks))}
+	for i := range blocks {
+		b := &blocks[i]
+		m.Keys = append(m.Keys, b.Key[:]...)
+		m.Ids[i] = int32(b.ID)
+		if b.Group != 0 && m.Groups == nil {
+			m.Groups = make([]uint32, len(blocks))
+		}
+		if m.Groups != nil {
+			m.Groups[i] = uint32(b.Group)
+		}
+	}
+	return m
+}
+
+// BlocksFromProto converts columns to blocks. That the ids exist is for the receiver to check.
+func BlocksFromProto(m *kvportv1.Blocks) ([]connector.Block, error) {
+	n := len(m.GetIds())
+	if n > MaxBlocks {
+		return nil, malformed("blocks: %d ids, limit %d", n, MaxBlocks)
+	}
+	if len(m.GetKeys()) != n*keySize {
+		return nil, malformed("blocks: %d bytes of keys for %d ids", len(m.GetKeys()), n)
+	}
+	if len(m.GetGroups()) != 0 && len(m.GetGroups()) != n {
+		return nil, malformed("blocks: %d groups for %d ids", len(m.GetGroups()), n)
+	}
+	if n == 0 {
+		return nil, nil
+	}
+	blocks := make([]connector.Block, n)
+	for i, id := range m.GetIds() {
+		if id < 0 {
+			return nil, malformed("blocks.ids[%d] is %d", i, id)
+		}
+		blocks[i] = connector.Block{Key: connector.BlockKey(m.GetKeys()[i*keySize:]), ID: connector.BlockID(id)}
+		if len(m.GetGroups()) != 0 {
+			if m.GetGroups()[i] >= connector.MaxGroups {
+				return nil, malformed("blocks.groups[%d] is %d", i, m.GetGroups()[i])
+			}
+			blocks[i].Group = uint16(m.GetGroups()[i])
+		}
+	}
+	return blocks, nil
+}
+
+func keysToProto(keys []connector.BlockKey) []byte {
+	out := make([]byte, 0, len(keys)*keySize)
+	for i := range keys {
+		out = append(out, keys[i][:]...)
+	}
+	return out
+}
+
+func keysFromProto(b []byte) ([]connector.BlockKey, error) {
+	if len(b)%keySize != 0 || len(b) > MaxBlocks*keySize {
+		return nil, malformed("keys has %d bytes, want a multiple of %d up to %d", len(b), keySize, MaxBlocks*keySize)
+	}
+	if len(b) == 0 {
+		return nil, nil
+	}
+	keys := make([]connector.BlockKey, len(b)/keySize)
+	for i := range keys {
+		copy(keys[i][:], b[i*keySize:])
+	}
+	return keys, nil
+}
+
+// SaveLayers is a save with a counter: which one of the board it is, and which use of it.
+type SaveLayers struct {
+	Transfer *connector.Transfer
+	Slot     int
+	Call     uint32 // never 0
+}
+
+// SaveLayersToProto converts a SaveLayers.
+func SaveLayersToProto(s *SaveLayers) *kvportv1.SaveLayers {
+	return &kvportv1.SaveLayers{Transfer: TransferToProto(s.Transfer), Slot: count(s.Slot), Call: s.Call}
+}
+
+// SaveLayersFromProto converts a SaveLayers.
+func SaveLayersFromProto(m *kvportv1.SaveLayers) (*SaveLayers, error) {
+	if m.GetCall() == 0 || m.GetSlot() >= MaxCounters {
+		return nil, malformed("counter %d of call %d, there are %d", m.GetSlot(), m.GetCall(), MaxCounters)
+	}
+	t, err := TransferFromProto(m.GetTransfer())
+	return &SaveLayers{Transfer: t, Slot: int(m.GetSlot()), Call: m.GetCall()}, err
+}
+
+func statInfoToProto(s *connector.StatInfo) *kvportv1.StatInfo {
+	return &kvportv1.StatInfo{Name: s.Name, Help: s.Help, Kind: kvportv1.StatKind(s.Kind), Labels: s.Labels}
+}
+
+func statInfoFromProto(m *kvportv1.StatInfo) (connector.StatInfo, error) {
+	s := connector.StatInfo{Name: m.GetName(), Help: m.GetHelp(), Kind: connector.StatKind(m.GetKind())}
+	if m.GetKind() < 0 || m.GetKind() > kvportv1.StatKind_STAT_KIND_GAUGE {
+		return s, malformed("kind is %d", m.GetKind())
+	}
+	if err := short("help", m.GetHelp(), MaxName); err != nil {
+		return s, err
+	}
+	var err error
+	s.Labels, err = list("labels", m.GetLabels(), connector.MaxStatLabels, nameFromProto)
+	return s, err
+}
+
+// statsFromProto reads what a Describe declares.
+func statsFromProto(m []*kvportv1.StatInfo) ([]connector.StatInfo, error) {
+	stats, err := list("describe: stats", m, connector.MaxStats, statInfoFromProto)
+	if err != nil {
+		return nil, err
+	}
+	if err := connector.ValidateStats(stats); err != nil {
+		return nil, fmt.Errorf("describe: %w: %w", err, ErrMalformed)
+	}
+	return stats, nil
+}
+
+// StatsToProto converts the answer of Stats.
+func StatsToProto(stats []connector.Stat) *kvportv1.StatsResponse {
+	return &kvportv1.StatsResponse{Stats: each(stats, func(s *connector.Stat) *kvportv1.Stat {
+		return &kvportv1.Stat{Name: s.Name, Labels: s.Labels, Value: s.Value}
+	})}
+}
+
+// StatsFromProto converts the answer of Stats. That the stats were declared is for the host to check.
+func StatsFromProto(m *kvportv1.StatsResponse) ([]connector.Stat, error) {
+	return list("stats", m.GetStats(), connector.MaxSamples, func(m *kvportv1.Stat) (connector.Stat, error) {
+		s := connector.Stat{Name: m.GetName(), Value: m.GetValue()}
+		if err := short("name", m.GetName(), connector.MaxStatName); err != nil {
+			return s, err
+		}
+		var err error
+		s.Labels, err = list("labels", m.GetLabels(), connector.MaxStatLabels, nameFromProto)
+		return s, err
+	})
+}
+
+// BlockEventsToProto converts events.
+func BlockEventsToProto(events []connector.BlockEvent) []*kvportv1.BlockEvent {
+	return each(events, func(e *connector.BlockEvent) *kvportv1.BlockEvent {
+		return &kvportv1.BlockEvent{
+			Seq: e.Seq, Kind: kvportv1.BlockEventKind(e.Kind), Keys: keysToProto(e.Keys), Medium: e.Medium, Scope: kvportv1.Scope(e.Scope),
+		}
+	})
+}
+
+// EventsToProto converts the answer of Events.
+func EventsToProto(events []connector.BlockEvent) *kvportv1.EventsResponse {
+	return &kvportv1.EventsResponse{Events: BlockEventsToProto(events)}
+}
+
+// EventsFromProto converts the answer of Events. That Seq grows is for the host to check.
+func EventsFromProto(m *kvportv1.EventsResponse) ([]connector.BlockEvent, error) {
+	return list("events", m.GetEvents(), connector.MaxEvents, blockEventFromProto)
+}
+
+func blockEventFromProto(m *kvportv1.BlockEvent) (connector.BlockEvent, error) {
+	e := connector.BlockEvent{
+		Seq: m.GetSeq(), Kind: connector.BlockEventKind(m.GetKind()), Medium: m.GetMedium(), Scope: connector.Scope(m.GetScope()),
+	}
+	if k := m.GetKind(); k < kvportv1.BlockEventKind_BLOCK_EVENT_KIND_STORED || k > kvportv1.BlockEventKind_BLOCK_EVENT_KIND_CLEARED {
+		return e, malformed("kind is %d", k)
+	}
+	if s := m.GetScope(); s < kvportv1.Scope_SCOPE_ENGINE || s > kvportv1.Scope_SCOPE_SHARED {
+		return e, malformed("scope is %d", s)
+	}
+	if err := short("medium", m.GetMedium(), connector.MaxMedium); err != nil {
+		return e, err
+	}
+	if (len(m.GetKeys()) == 0) != (e.Kind == connector.BlocksCleared) {
+		return e, malformed("%v with %d bytes of keys", e.Kind, len(m.GetKeys()))
+	}
+	var err error
+	e.Keys, err = keysFromProto(m.GetKeys())
+	return e, err
 }

@@ -8,12 +8,21 @@ package wire
 
 import (
 	"context"
+	"encoding/hex"
 	"fmt"
+	"log/slog"
 	"math"
+	"reflect"
 	"time"
 
 	"github.com/hashicorp/go-plugin"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/encoding"
+	_ "google.golang.org/grpc/encoding/proto" // registers the codec that ours wraps
+	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	"github.com/kvport/kvport/connector"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
@@ -170,4 +179,146 @@ func short[S string | []byte](field string, s S, limit int) error {
 		return malformed("%s has %d bytes, limit %d", field, len(s), limit)
 	}
 	return nil
+}
+
+// What one message may unfold to. Empty sub-messages take two bytes on the wire and a hundred in
+// memory: 4 MiB of them become 212 MiB, so they are counted before anything is decoded.
+const (
+	maxObjects = 1 << 17 // sub-messages, strings and byte slices in lists
+	maxNumbers = 1 << 20 // numbers in lists
+	maxDepth   = 16      // nesting; our deepest message has 5 levels
+)
+
+// Codec is gRPC's protobuf codec with bounded decoding. Both ends of a connection use it.
+func Codec() encoding.CodecV2 { return &codec{encoding.GetCodecV2("proto")} }
+
+type codec struct{ encoding.CodecV2 }
+
+// Unmarshal refuses what breaks the bounds before it decodes the message.
+func (c *codec) Unmarshal(data mem.BufferSlice, v any) error {
+	if m, ok := v.(proto.Message); ok {
+		buf := data.MaterializeToBuffer(mem.DefaultBufferPool())
+		defer buf.Free()
+		if err := CheckSize(buf.ReadOnlyData(), m.ProtoReflect().Descriptor()); err != nil {
+			return err
+		}
+	}
+	return c.CodecV2.Unmarshal(data, v)
+}
+
+// CheckSize reports whether an encoded message of type d unfolds within the bounds. Errors wrap
+// ErrMalformed.
+func CheckSize(b []byte, d protoreflect.MessageDescriptor) error {
+	return (&sizer{}).message(b, d, 0)
+}
+
+type sizer struct{ objects, numbers int }
+
+func (s *sizer) message(b []byte, d protoreflect.MessageDescriptor, depth int) error {
+	if depth > maxDepth {
+		return malformed("nested deeper than %d", maxDepth)
+	}
+	for len(b) > 0 {
+		number, kind, n := protowire.ConsumeTag(b)
+		if n < 0 {
+			return fmt.Errorf("%w: %w", protowire.ParseError(n), ErrMalformed)
+		}
+		b = b[n:]
+		size := protowire.ConsumeFieldValue(number, kind, b)
+		if size < 0 {
+			return fmt.Errorf("%w: %w", protowire.ParseError(size), ErrMalformed)
+		}
+		if err := s.field(b[:size], kind, d.Fields().ByNumber(number), depth); err != nil {
+			return err
+		}
+		b = b[size:]
+	}
+	return nil
+}
+
+// field counts one value. f is nil for a field of a newer peer, which is kept as bytes.
+func (s *sizer) field(value []byte, kind protowire.Type, f protoreflect.FieldDescriptor, depth int) error {
+	if f != nil && f.Message() != nil && kind == protowire.BytesType {
+		s.objects++
+		inner, _ := protowire.ConsumeBytes(value)
+		if err := s.message(inner, f.Message(), depth+1); err != nil {
+			return err
+		}
+	} else {
+		s.scalar(value, kind, f)
+	}
+	if s.objects > maxObjects || s.numbers > maxNumbers {
+		return malformed("%d parts and %d numbers, limits %d and %d", s.objects, s.numbers, maxObjects, maxNumbers)
+	}
+	return nil
+}
+
+// scalar counts one value that is no message.
+func (s *sizer) scalar(value []byte, kind protowire.Type, f protoreflect.FieldDescriptor) {
+	switch {
+	case f == nil:
+		s.objects++
+	case !f.IsList():
+	case kind != protowire.BytesType:
+		s.numbers++
+	case f.Kind() == protoreflect.StringKind || f.Kind() == protoreflect.BytesKind:
+		s.objects++
+	default: // packed: one byte of each number has no continuation bit
+		inner, _ := protowire.ConsumeBytes(value)
+		for _, c := range inner {
+			if c < 0x80 {
+				s.numbers++
+			}
+		}
+	}
+}
+
+// Frame says how long a message is as a frame of a ring, and gives the function that appends it to an
+// empty slice with room for it.
+func Frame(m proto.Message) (size int, fill func(to []byte) ([]byte, error)) {
+	return proto.Size(m), func(to []byte) ([]byte, error) {
+		return proto.MarshalOptions{UseCachedSize: true}.MarshalAppend(to, m)
+	}
+}
+
+// FromFrame decodes a frame of a ring, of which m keeps nothing. What it may unfold to need not be
+// counted: a frame has 4 KiB. Errors wrap ErrMalformed.
+func FromFrame(frame []byte, m proto.Message) error {
+	if err := proto.Unmarshal(frame, m); err != nil {
+		return fmt.Errorf("frame of %d bytes: %w: %w", len(frame), err, ErrMalformed)
+	}
+	return nil
+}
+
+// PlainValue makes the value of a log line one that people can read: JSON has numbers of nanoseconds for a
+// duration and a list of numbers for bytes, which keys and fingerprints are.
+func PlainValue(v slog.Value) slog.Value {
+	switch v.Kind() {
+	case slog.KindDuration:
+		return slog.StringValue(v.Duration().String())
+	case slog.KindAny:
+		return plainAny(v)
+	default:
+		return v
+	}
+}
+
+func plainAny(v slog.Value) slog.Value {
+	switch x := v.Any().(type) {
+	case nil, error, slog.Level, *slog.Source, time.Time: // slog knows them
+		return v
+	case []byte:
+		return slog.StringValue(hex.EncodeToString(x))
+	case fmt.Stringer:
+		if r := reflect.ValueOf(x); r.Kind() == reflect.Pointer && r.IsNil() {
+			return v
+		}
+		return slog.StringValue(x.String())
+	default:
+		r := reflect.ValueOf(x)
+		if k := r.Kind(); (k == reflect.Array || k == reflect.Slice) && r.Type().Elem().Kind() == reflect.Uint8 {
+			return slog.StringValue(fmt.Sprintf("%x", x))
+		}
+		return v
+	}
 }

@@ -8,7 +8,10 @@
 package cuda
 
 import (
+	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"unsafe"
 )
 
@@ -111,3 +114,70 @@ func (l *Library) Wait(s Stream) error { return fail("wait for a stream", l.lib.
 
 // FreeStream ends a stream.
 func (l *Library) FreeStream(s Stream) error { return fail("free a stream", l.lib.freeStream(s)) }
+
+// Errors of this package, in addition to those that the library reports.
+var (
+	// ErrUnavailable is what every failure of Open wraps: this machine or this build has no CUDA.
+	ErrUnavailable = errors.New("CUDA is not available")
+	// ErrNoDevice means that the library is here and a GPU, or its driver, is not.
+	ErrNoDevice = errors.New("no GPU that CUDA can use")
+	// ErrInvalid means that an argument cannot be right.
+	ErrInvalid = errors.New("invalid argument")
+)
+
+// LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
+type LoadError struct {
+	Path   string // the library
+	Symbol string // the function that the library lacks, "" if that is not the trouble
+	Reason string // what was found wrong
+	Mend   string // what to do
+}
+
+// Error is the reason, with its mend.
+func (e *LoadError) Error() string {
+	if e.Symbol != "" {
+		return fmt.Sprintf("cuda: %s has no function %s: %s", e.Path, e.Symbol, e.Mend)
+	}
+	return fmt.Sprintf("cuda: cannot load %s: %s: %s", e.Path, e.Reason, e.Mend)
+}
+
+// Unwrap is ErrUnavailable.
+func (e *LoadError) Unwrap() error { return ErrUnavailable }
+
+// EnvDir names the environment variable with the folder that Open looks in first.
+const EnvDir = "KVPORT_CUDA_DIR"
+
+const mendMissing = "install the CUDA runtime 12 or 13, or set KVPORT_CUDA_DIR to the folder with libcudart; without a GPU nothing of it is of use"
+
+// Library is CUDA, loaded. It stays loaded until the process ends.
+type Library struct {
+	path string
+	lib  *library
+}
+
+// Open loads the library from dir. If dir is empty it takes the folder that KVPORT_CUDA_DIR names; without
+// that, what the system's loader finds. Its errors are a *LoadError. It needs no GPU.
+func Open(dir string) (*Library, error) {
+	if dir == "" {
+		dir = os.Getenv(EnvDir)
+	}
+	var err error
+	for _, name := range [...]string{"libcudart.so.13", "libcudart.so.12", "libcudart.so"} {
+		path := name
+		if dir != "" {
+			path = filepath.Join(dir, name)
+		}
+		var lib *library
+		if lib, err = load(path); err == nil {
+			return &Library{path, lib}, nil
+		}
+		var failed *LoadError
+		if errors.As(err, &failed) && failed.Symbol != "" {
+			break
+		}
+	}
+	return nil, err
+}
+
+// Path is what was loaded.
+func (l *Library) Path() string { return l.path }

@@ -11,7 +11,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -24,6 +23,7 @@ import (
 	"github.com/kvport/kvport/pipe"
 	"github.com/kvport/kvport/pipe/internal/staged"
 	"github.com/kvport/kvport/pipe/pipetest"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // dialTo makes this test binary a process that dials and sends until it is killed.
@@ -237,48 +237,21 @@ func TestErrors(t *testing.T) {
 
 // TestNoPort: by default UCX opens no port, whatever UCX_TLS says; with TrustNetwork it does.
 func TestNoPort(t *testing.T) {
-	before := ports(t)
+	before := testkit.BoundPorts(t, os.Getpid())
 	network(t, &Network{})
 	t.Setenv("UCX_TLS", "tcp,posix,self")
 	network(t, &Network{})
-	require.ElementsMatch(t, before, ports(t))
+	require.ElementsMatch(t, before, testkit.BoundPorts(t, os.Getpid()))
 	t.Setenv("UCX_TLS", "tcp,self")
 	require.ErrorIs(t, (&Network{Dir: dir()}).Start(), native.ErrOpenPort)
 	t.Setenv("UCX_TLS", "")
 	if !native.HasRDMA() {
 		require.ErrorIs(t, (&Network{Dir: dir(), Far: true}).Start(), native.ErrOpenPort)
 	}
-	require.ElementsMatch(t, before, ports(t))
+	require.ElementsMatch(t, before, testkit.BoundPorts(t, os.Getpid()))
 	t.Setenv("UCX_TLS", "all")
 	network(t, &Network{TrustNetwork: true})
-	require.Greater(t, len(ports(t)), len(before), "the test sees ports")
-}
-
-// ports are the sockets of this process that are bound to a TCP or UDP port.
-func ports(t *testing.T) []string {
-	t.Helper()
-	own := map[string]bool{}
-	fds, err := os.ReadDir("/proc/self/fd")
-	require.NoError(t, err)
-	for _, fd := range fds {
-		if to, err := os.Readlink("/proc/self/fd/" + fd.Name()); err == nil {
-			own[to] = true
-		}
-	}
-	var out []string
-	for _, table := range []string{"tcp", "tcp6", "udp", "udp6"} {
-		lines, err := os.ReadFile("/proc/self/net/" + table)
-		if os.IsNotExist(err) {
-			continue // no IPv6
-		}
-		require.NoError(t, err)
-		for line := range strings.Lines(string(lines)) {
-			if f := strings.Fields(line); len(f) > 9 && own["socket:["+f[9]+"]"] {
-				out = append(out, table+" "+f[1]+" "+f[3])
-			}
-		}
-	}
-	return out
+	require.Greater(t, len(testkit.BoundPorts(t, os.Getpid())), len(before), "the test sees ports")
 }
 
 func FuzzHello(f *testing.F) {

@@ -3,11 +3,9 @@ package acceptance
 import (
 	"bytes"
 	"crypto/tls"
-	endian "encoding/binary"
 	"fmt"
 	"net"
 	"os"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -15,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // TestNoPort: engines with the default of a connector that may use UCX have no TCP or UDP port except those that
@@ -63,12 +62,12 @@ func noPort(t *testing.T, config func(port string) string, open bool) {
 		at, size := cacheOf(t, plugins[0])
 		last := at + size - 64
 		before := memory(t, plugins[0], last)
-		for _, port := range boundPorts(t, plugins[0]) {
+		for _, port := range testkit.BoundPorts(t, plugins[0]) {
 			if _, number, _ := net.SplitHostPort(port); number != side && !speaksTLS(t, port) {
 				opened++
 				t.Logf("%s: %s is open", e.Name, port)
 			}
-			putFrame(t, port, uint64(last))
+			testkit.PutFrame(t, port, uint64(last))
 		}
 		if open && opened > 0 && !wrote { // UCX takes its time
 			deadline := time.Now().Add(10 * time.Second)
@@ -91,42 +90,6 @@ func noPort(t *testing.T, config func(port string) string, open bool) {
 	require.Zero(t, r.metrics(d).Sum("kvport_failed_loads_total"))
 }
 
-// boundPorts are the addresses that TCP and UDP sockets of a process are bound to without a peer.
-func boundPorts(t *testing.T, pid int) (out []string) {
-	t.Helper()
-	own := map[string]bool{}
-	folder := fmt.Sprintf("/proc/%d/fd", pid)
-	fds, err := os.ReadDir(folder)
-	require.NoError(t, err)
-	for _, fd := range fds {
-		if to, err := os.Readlink(folder + "/" + fd.Name()); err == nil {
-			own[to] = true
-		}
-	}
-	for _, table := range []string{"tcp", "tcp6", "udp", "udp6"} {
-		lines, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/%s", pid, table))
-		if os.IsNotExist(err) {
-			continue // no IPv6
-		}
-		require.NoError(t, err)
-		for line := range strings.Lines(string(lines)) {
-			f := strings.Fields(line)
-			if len(f) < 10 || !own["socket:["+f[9]+"]"] || strings.Trim(f[2], "0:") != "" {
-				continue
-			}
-			host, hex, _ := strings.Cut(f[1], ":")
-			port, err := strconv.ParseUint(hex, 16, 16)
-			require.NoError(t, err)
-			ip := net.IPv4(127, 0, 0, 1)
-			if n, err := strconv.ParseUint(host, 16, 32); err == nil && n != 0 { // in the machine's order
-				ip = net.IPv4(byte(n), byte(n>>8), byte(n>>16), byte(n>>24))
-			}
-			out = append(out, net.JoinHostPort(ip.String(), strconv.FormatUint(port, 10)))
-		}
-	}
-	return out
-}
-
 // speaksTLS says whether what listens at an address answers with TLS, and refuses whoever has no certificate.
 func speaksTLS(t *testing.T, address string) bool {
 	t.Helper()
@@ -140,25 +103,6 @@ func speaksTLS(t *testing.T, address string) bool {
 	}
 	_, err = client.Read(make([]byte, 1))
 	return err != nil && strings.Contains(err.Error(), "certificate required")
-}
-
-// putFrame sends UCX's frame that puts 64 bytes at an address.
-func putFrame(t *testing.T, to string, addr uint64) {
-	t.Helper()
-	conn, err := net.DialTimeout("tcp", to, 5*time.Second)
-	require.NoError(t, err)
-	defer conn.Close()
-	const magic, put, head = 0xCAFEBABE12345678, 33, 20
-	frame := endian.LittleEndian.AppendUint64(nil, magic)
-	frame = endian.LittleEndian.AppendUint32(append(frame, put), head)
-	frame = endian.LittleEndian.AppendUint64(frame, addr)
-	frame = endian.LittleEndian.AppendUint64(frame, 64)
-	frame = append(endian.LittleEndian.AppendUint32(frame, 0), strings.Repeat("x", 64)...)
-	require.Len(t, frame, 97)
-	_, err = conn.Write(frame)
-	require.NoError(t, err)
-	require.NoError(t, conn.SetReadDeadline(time.Now().Add(time.Second)))
-	_, _ = conn.Read(make([]byte, 1)) // the end, or time for it to be read
 }
 
 // memory is 64 bytes of a process.

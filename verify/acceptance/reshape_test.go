@@ -127,7 +127,7 @@ func TestReshapeIsRefusedUnlessAccepted(t *testing.T) {
 	require.Zero(t, m.Sum("kvport_prompt_tokens_total", `source="external"`))
 	require.Zero(t, m.Sum("kvport_unverified_blocks_total"))
 	// The router compares the two and brings no tickets; those that came before it had are refused.
-	require.Eventually(t, func() bool { return strings.Contains(router.Logs(), "block_size 16 / 32") }, time.Minute, 20*time.Millisecond)
+	require.NoError(t, router.Logged(t.Context(), "block_size 16 / 32"))
 	if m.Sum("kvport_tickets_refused_total", `reason="unverified"`) > 0 {
 		require.NoError(t, d.Logged(t.Context(), "set kvport.unverified to true to accept that"))
 	}

@@ -23,16 +23,8 @@ import (
 
 // storage compares one file for each block, through the shared storage plugin, with plain files.
 func (t *transfer) storage(ctx context.Context) error {
-	store, err := typicalStore()
-	if err != nil {
-		return err
-	}
-	binary, err := store.find(t.PluginPath)
-	if err != nil {
-		return err
-	}
 	for _, s := range shapes()[2:] {
-		if err := t.files(ctx, binary, store, s); err != nil {
+		if err := t.files(ctx, s); err != nil {
 			return fmt.Errorf("shared storage, %s: %w", s.name, err)
 		}
 	}
@@ -40,26 +32,21 @@ func (t *transfer) storage(ctx context.Context) error {
 }
 
 // files is one size. Every round saves a new block, since one that is stored is not written again.
-func (t *transfer) files(ctx context.Context, binary string, store fileStore, s shape) (err error) {
-	dir, err := os.MkdirTemp(t.Dir, "kvport-bench-")
+func (t *transfer) files(ctx context.Context, s shape) (err error) {
+	at, err := t.emptyStore()
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	config, err := store.config(dir)
-	if err != nil {
+	defer func() { err = errors.Join(err, os.RemoveAll(at.dir)) }()
+	if err := at.warm(ctx); err != nil {
 		return err
 	}
-	if err := warm(ctx, binary, config); err != nil {
-		return err
-	}
-	o := linkOptions{binary: binary, config: config, shape: s, bytes: 16 * s.block()}
-	l, err := openLink(ctx, o)
+	l, err := openLink(ctx, linkOptions{binary: at.binary, config: at.config, shape: s, bytes: 16 * s.block()})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, l.close()) }()
-	f := &files{link: l, dir: dir, peer: t.Peer}
+	f := &files{link: l, dir: at.dir, peer: t.Peer}
 	if f.hasPeer, err = t.Peer.has(t.Emit, "safetensors "+s.name, "save", f.name(0), s.segments, s.bytes); err != nil {
 		return err
 	}
@@ -92,9 +79,33 @@ func (t *transfer) files(ctx context.Context, binary string, store fileStore, s 
 	return nil
 }
 
-// warm stores many small blocks, so that a store's folders are there.
-func warm(ctx context.Context, binary string, config json.RawMessage) (err error) {
-	l, err := openLink(ctx, linkOptions{binary: binary, config: config, shape: shape{"warm", 1, 64, 1000}, bytes: 1})
+// storeFolder is a store with a folder of its own.
+type storeFolder struct {
+	binary, dir string
+	config      json.RawMessage
+}
+
+func (t *transfer) emptyStore() (*storeFolder, error) {
+	store, err := typicalStore()
+	if err != nil {
+		return nil, err
+	}
+	at := &storeFolder{}
+	if at.binary, err = store.find(t.PluginPath); err != nil {
+		return nil, err
+	}
+	if at.dir, err = os.MkdirTemp(t.Dir, "kvport-bench-"); err != nil {
+		return nil, err
+	}
+	if at.config, err = store.config(at.dir); err != nil {
+		return nil, errors.Join(err, os.RemoveAll(at.dir))
+	}
+	return at, nil
+}
+
+// warm stores many small blocks, so that the store's folders are there.
+func (f *storeFolder) warm(ctx context.Context) (err error) {
+	l, err := openLink(ctx, linkOptions{binary: f.binary, config: f.config, shape: shape{"warm", 1, 64, 1000}, bytes: 1})
 	if err != nil {
 		return err
 	}
@@ -172,25 +183,13 @@ func (f *files) ask(name string, n int) error {
 
 // lookup asks the shared storage plugin for 32 keys that it has.
 func (t *transfer) lookup(ctx context.Context) (err error) {
-	store, err := typicalStore()
+	at, err := t.emptyStore()
 	if err != nil {
 		return err
 	}
-	binary, err := store.find(t.PluginPath)
-	if err != nil {
-		return err
-	}
-	dir, err := os.MkdirTemp(t.Dir, "kvport-bench-")
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	config, err := store.config(dir)
-	if err != nil {
-		return err
-	}
+	defer func() { err = errors.Join(err, os.RemoveAll(at.dir)) }()
 	const keys = 32
-	l, err := openLink(ctx, linkOptions{binary: binary, config: config, shape: shape{"lookup", 1, 4096, keys}, bytes: 1})
+	l, err := openLink(ctx, linkOptions{binary: at.binary, config: at.config, shape: shape{"lookup", 1, 4096, keys}, bytes: 1})
 	if err != nil {
 		return err
 	}

@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 // Memory is a connector.Store in the memory of this process, for use without a server. The size of what it
@@ -47,20 +48,17 @@ func (m *Memory) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, 
 
 // Get implements connector.Store.
 func (m *Memory) Get(ctx context.Context, items []connector.Item) error {
-	failed := &connector.ItemError{}
+	return each(ctx, items, m.get)
+}
+
+func each(ctx context.Context, items []connector.Item, do func(connector.Item) error) error {
+	errs := make([]error, len(items))
 	for i, it := range items {
-		err := ctx.Err()
-		if err == nil {
-			err = m.get(it)
-		}
-		if err != nil {
-			failed.Items, failed.Err = append(failed.Items, i), firstOf(failed.Err, err)
+		if errs[i] = ctx.Err(); errs[i] == nil {
+			errs[i] = do(it)
 		}
 	}
-	if len(failed.Items) == 0 {
-		return nil
-	}
-	return failed
+	return storekit.ItemError(errs)
 }
 
 func (m *Memory) get(it connector.Item) error {
@@ -90,20 +88,7 @@ func (m *Memory) get(it connector.Item) error {
 
 // Put implements connector.Store.
 func (m *Memory) Put(ctx context.Context, items []connector.Item) error {
-	failed := &connector.ItemError{}
-	for i, it := range items {
-		err := ctx.Err()
-		if err == nil {
-			err = m.put(it)
-		}
-		if err != nil {
-			failed.Items, failed.Err = append(failed.Items, i), firstOf(failed.Err, err)
-		}
-	}
-	if len(failed.Items) == 0 {
-		return nil
-	}
-	return failed
+	return each(ctx, items, m.put)
 }
 
 func (m *Memory) put(it connector.Item) error {

@@ -4,6 +4,7 @@ import (
 	"sync/atomic"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 // Stats counts what a store did since it was opened.
@@ -27,27 +28,20 @@ func (c *counters) stats() Stats {
 	}
 }
 
-// number is one number of a store.
-type number struct {
-	name, help string
-	of         func(Stats) uint64
-	gauge      bool
-}
-
-// numbers are all of them.
-func numbers() []number {
-	return []number{
-		{"loaded_blocks_total", "Blocks read.", func(s Stats) uint64 { return s.Loaded }, false},
-		{"saved_blocks_total", "Blocks written.", func(s Stats) uint64 { return s.Saved }, false},
-		{"known_blocks_total", "Saves of blocks that were there.", func(s Stats) uint64 { return s.Known }, false},
-		{"gone_blocks_total", "Blocks that were wanted and not there.", func(s Stats) uint64 { return s.Gone }, false},
-		{"corrupt_blocks_total", "Values that were not the block.", func(s Stats) uint64 { return s.Corrupt }, false},
-		{"refused_blocks_total", "Blocks that were not written: the server was away or full, or they were too large.", func(s Stats) uint64 { return s.Refused }, false},
-		{"loaded_bytes_total", "Bytes read.", func(s Stats) uint64 { return s.BytesLoaded }, false},
-		{"saved_bytes_total", "Bytes written.", func(s Stats) uint64 { return s.BytesSaved }, false},
-		{"evicted_blocks_total", "Without a server: blocks given up for others.", func(s Stats) uint64 { return s.Evicted }, false},
-		{"held_bytes", "Without a server: bytes of blocks held.", func(s Stats) uint64 { return s.Held }, true},
-		{"away", "1 while the server cannot be used.", Stats.away, true},
+// counts are all numbers of a store.
+func counts() []storekit.Count[Stats] {
+	return []storekit.Count[Stats]{
+		{Name: "loaded_blocks_total", Help: "Blocks read.", Of: func(s Stats) uint64 { return s.Loaded }},
+		{Name: "saved_blocks_total", Help: "Blocks written.", Of: func(s Stats) uint64 { return s.Saved }},
+		{Name: "known_blocks_total", Help: "Saves of blocks that were there.", Of: func(s Stats) uint64 { return s.Known }},
+		{Name: "gone_blocks_total", Help: "Blocks that were wanted and not there.", Of: func(s Stats) uint64 { return s.Gone }},
+		{Name: "corrupt_blocks_total", Help: "Values that were not the block.", Of: func(s Stats) uint64 { return s.Corrupt }},
+		{Name: "refused_blocks_total", Help: "Blocks that were not written: the server was away or full, or they were too large.", Of: func(s Stats) uint64 { return s.Refused }},
+		{Name: "loaded_bytes_total", Help: "Bytes read.", Of: func(s Stats) uint64 { return s.BytesLoaded }},
+		{Name: "saved_bytes_total", Help: "Bytes written.", Of: func(s Stats) uint64 { return s.BytesSaved }},
+		{Name: "evicted_blocks_total", Help: "Without a server: blocks given up for others.", Of: func(s Stats) uint64 { return s.Evicted }},
+		{Name: "held_bytes", Help: "Without a server: bytes of blocks held.", Of: func(s Stats) uint64 { return s.Held }, Gauge: true},
+		{Name: "away", Help: "1 while the server cannot be used.", Of: Stats.away, Gauge: true},
 	}
 }
 
@@ -58,25 +52,13 @@ func (s Stats) away() uint64 {
 	return 0
 }
 
+const statPrefix = "remote_"
+
 // Infos declares what Values gives.
-func Infos() (infos []connector.StatInfo) {
-	for _, n := range numbers() {
-		kind := connector.Counter
-		if n.gauge {
-			kind = connector.Gauge
-		}
-		infos = append(infos, connector.StatInfo{Name: "remote_" + n.name, Help: n.help, Kind: kind})
-	}
-	return infos
-}
+func Infos() []connector.StatInfo { return storekit.Infos(statPrefix, counts()) }
 
 // Values are the numbers that Infos declares.
-func (s Stats) Values() (values []connector.Stat) {
-	for _, n := range numbers() {
-		values = append(values, connector.Stat{Name: "remote_" + n.name, Value: float64(n.of(s))})
-	}
-	return values
-}
+func (s Stats) Values() []connector.Stat { return storekit.Stats(statPrefix, counts(), s) }
 
 // served is what stores on a server have in common.
 type served struct {

@@ -1,13 +1,21 @@
 package tier
 
 import (
+	"bytes"
+	"cmp"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+	"unsafe"
+
+	"github.com/zeebo/xxh3"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 // memory is the tier in an arena.
@@ -297,4 +305,254 @@ func (p *pins) forget(id uint32) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.loads[id] = 0
+}
+
+// arena is slots in memory that may outlive this process.
+type arena struct {
+	shape
+	mem        []byte
+	generation uint64 // of the last write; under the memory's lock
+}
+
+// ArenaHead is how much an arena takes beyond its slots and 256 bytes for each, at most.
+const ArenaHead = 2 * superSize
+
+// ArenaBytes is the size of an arena with n slots of slotBytes.
+func ArenaBytes(n int, slotBytes int64) int64 { return need(n, slotBytes) }
+
+// found is a slot that a former process left.
+type found struct {
+	header
+	id uint32
+}
+
+// openArena takes memory into use, whatever is in it. found are the blocks that are whole, in the
+// order in which they were written; torn is the number of slots that are not. Everything else is free.
+func openArena(mem []byte, slotBytes int64) (a *arena, whole []found, torn int, err error) {
+	a = &arena{shape: fit(int64(len(mem)), slotBytes), mem: mem}
+	if a.slots < 1 {
+		return nil, nil, 0, fmt.Errorf("an arena of %d bytes has no room for a block of %d: %w", len(mem), slotBytes, connector.ErrIncompatible)
+	}
+	if super := a.super(); !bytes.Equal(mem[:len(super)], super) {
+		if fresh := make([]byte, superSize); !bytes.Equal(mem[:superSize], fresh) { // else nobody has written, and every slot is free: none is touched
+			for id := range uint32(a.slots) {
+				a.clear(id)
+			}
+		}
+		copy(mem, super)
+		return a, nil, 0, nil
+	}
+	now := time.Now().UnixMilli()
+	seen := map[connector.StoreKey]uint64{}
+	for id := range uint32(a.slots) {
+		b := a.head(id)
+		var h header
+		switch state := word(b).Load(); {
+		case state == stateFree:
+			continue
+		case state != stateReady || !h.decode(b) || int64(h.length) > slotBytes:
+			torn++
+		case h.expires == 0 || h.expires > now:
+			whole = append(whole, found{h, id})
+			seen[h.key] = max(seen[h.key], h.generation)
+			a.generation = max(a.generation, h.generation)
+			continue
+		}
+		a.clear(id)
+	}
+	whole = slices.DeleteFunc(whole, func(f found) bool { // of a block that was written again, keep the later one
+		old := f.generation < seen[f.key]
+		if old {
+			a.clear(f.id)
+		}
+		return old
+	})
+	slices.SortFunc(whole, func(a, b found) int { return cmp.Compare(a.generation, b.generation) })
+	return a, whole, torn, nil
+}
+
+func (a *arena) head(id uint32) []byte {
+	at := a.headerAt(id)
+	return a.mem[at : at+headerSize : at+headerSize]
+}
+
+// block is the bytes of a slot.
+func (a *arena) block(id uint32, length int) []byte {
+	at := a.slotAt(id)
+	return a.mem[at : at+int64(length) : at+int64(length)]
+}
+
+// begin takes a slot out of use: from here to publish it holds no block.
+func (a *arena) begin(id uint32) { word(a.head(id)).Store(stateWriting) }
+
+// publish says that the slot holds all of a block.
+func (a *arena) publish(id uint32, h *header) {
+	b := a.head(id)
+	h.encode(b)
+	word(b).Store(stateReady)
+}
+
+// clear says that the slot holds nothing.
+func (a *arena) clear(id uint32) { word(a.head(id)).Store(stateFree) }
+
+// header reads back what publish wrote.
+func (a *arena) header(id uint32) (h header, ok bool) {
+	b := a.head(id)
+	ok = word(b).Load() == stateReady && h.decode(b)
+	return h, ok
+}
+
+// Both tiers are a row of slots of one size with a row of headers before them:
+//
+//	0      superblock: magic, version, slot size, number of slots, checksum
+//	4096   headers, 128 bytes each
+//	       slots, from the next multiple of 4096 on
+//
+// A slot is written between two states of its header: it is taken out of use, filled, and made ready
+// when all of it is there. Whoever finds it in between finds no block (rule OFF-02).
+const (
+	superSize  = 4096
+	headerSize = 128
+	slotAlign  = 64
+	magic      = "kvport tier 1\n\x00\x00"
+)
+
+// The states of a slot. Any other value is a damaged header.
+const (
+	stateFree    = 0
+	stateWriting = 0x57524954
+	stateReady   = 0x52454459
+)
+
+// header is what is known of the block in a slot.
+type header struct {
+	length     uint32 // of the block in bytes
+	generation uint64 // grows with every write: the order of writing
+	key        connector.StoreKey
+	expires    int64 // Unix time in ms; 0: never
+	tenant     uint64
+	data       xxh3.Uint128 // of the block's bytes; zero in memory, where a reader's host has a digest
+}
+
+// encode writes all but the state, which comes first.
+func (h *header) encode(b []byte) {
+	binary.LittleEndian.PutUint32(b[4:], h.length)
+	binary.LittleEndian.PutUint64(b[8:], h.generation)
+	copy(b[16:48], h.key[:])
+	binary.LittleEndian.PutUint64(b[48:], uint64(h.expires))
+	binary.LittleEndian.PutUint64(b[56:], h.tenant)
+	binary.LittleEndian.PutUint64(b[64:], h.data.Lo)
+	binary.LittleEndian.PutUint64(b[72:], h.data.Hi)
+	binary.LittleEndian.PutUint64(b[80:], xxh3.Hash(b[4:80]))
+}
+
+// decode reads a header; false if its bytes are not what was written.
+func (h *header) decode(b []byte) bool {
+	h.length = binary.LittleEndian.Uint32(b[4:])
+	h.generation = binary.LittleEndian.Uint64(b[8:])
+	copy(h.key[:], b[16:48])
+	h.expires = int64(binary.LittleEndian.Uint64(b[48:]))
+	h.tenant = binary.LittleEndian.Uint64(b[56:])
+	h.data = xxh3.Uint128{Lo: binary.LittleEndian.Uint64(b[64:]), Hi: binary.LittleEndian.Uint64(b[72:])}
+	return binary.LittleEndian.Uint64(b[80:]) == xxh3.Hash(b[4:80])
+}
+
+// shape is the geometry of a row of slots.
+type shape struct {
+	slotBytes int64 // the largest block
+	slots     int
+}
+
+// fit is how many slots of the given size fit into total bytes.
+func fit(total, slotBytes int64) shape {
+	s := shape{slotBytes: slotBytes}
+	s.slots = int(min(MaxEntries, max(0, (total-superSize)/(s.stride()+headerSize))))
+	for s.slots > 0 && need(s.slots, slotBytes) > total { // what aligning the slots costs
+		s.slots--
+	}
+	return s
+}
+
+// need is how many bytes n slots take.
+func need(n int, slotBytes int64) int64 {
+	s := shape{slotBytes: slotBytes, slots: n}
+	return s.dataAt() + int64(n)*s.stride()
+}
+
+func (s shape) stride() int64 { return (s.slotBytes + slotAlign - 1) &^ (slotAlign - 1) }
+
+func (s shape) headerAt(id uint32) int64 { return superSize + int64(id)*headerSize }
+
+func (s shape) dataAt() int64 {
+	return (superSize + int64(s.slots)*headerSize + superSize - 1) &^ (superSize - 1)
+}
+
+func (s shape) slotAt(id uint32) int64 { return s.dataAt() + int64(id)*s.stride() }
+
+// super is the superblock, as far as it says something.
+func (s shape) super() []byte {
+	b := make([]byte, 64)
+	copy(b, magic)
+	binary.LittleEndian.PutUint64(b[16:], uint64(s.slotBytes))
+	binary.LittleEndian.PutUint64(b[24:], uint64(s.slots))
+	binary.LittleEndian.PutUint64(b[32:], xxh3.Hash(b[:32]))
+	return b
+}
+
+// word is a state in shared memory. It is stored after what it vouches for, also in the eyes of the
+// process that finds it when this one is dead.
+func word(b []byte) *atomic.Uint32 { return (*atomic.Uint32)(unsafe.Pointer(&b[0])) }
+
+// piece is one copy to make.
+type piece struct{ dst, src []byte }
+
+const (
+	pieceBytes    = 256 << 10 // no piece is larger, so that workers end together
+	parallelBytes = 512 << 10 // less is copied by the caller alone: starting a worker costs as much
+)
+
+// scatter appends the copies from a slot to the spans of an item.
+func scatter(to []piece, spans [][]byte, slot []byte) []piece {
+	for _, s := range spans {
+		to = split(to, s, slot[:len(s)])
+		slot = slot[len(s):]
+	}
+	return to
+}
+
+// gather appends the copies from the spans of an item to a slot.
+func gather(to []piece, slot []byte, spans [][]byte) []piece {
+	for _, s := range spans {
+		to = split(to, slot[:len(s)], s)
+		slot = slot[len(s):]
+	}
+	return to
+}
+
+func split(to []piece, dst, src []byte) []piece {
+	for len(src) > pieceBytes {
+		to = append(to, piece{dst[:pieceBytes], src[:pieceBytes]})
+		dst, src = dst[pieceBytes:], src[pieceBytes:]
+	}
+	return append(to, piece{dst, src})
+}
+
+// copyAll makes the copies, with at most workers goroutines, and returns when all are made.
+func copyAll(pieces []piece, workers int) {
+	bytes := 0
+	for _, p := range pieces {
+		bytes += len(p.src)
+	}
+	if bytes < parallelBytes || workers < 2 {
+		for _, p := range pieces {
+			copy(p.dst, p.src)
+		}
+		return
+	}
+	const chunk = 4 // pieces are often much smaller than pieceBytes
+	storekit.Parallel((len(pieces)+chunk-1)/chunk, min(workers, 1+bytes/pieceBytes), func(i int) {
+		for _, p := range pieces[i*chunk : min((i+1)*chunk, len(pieces))] {
+			copy(p.dst, p.src)
+		}
+	})
 }

@@ -15,10 +15,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"sync"
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 // Store keeps blocks in memory and in the tier below.
@@ -144,7 +146,7 @@ func (s *Store) Get(ctx context.Context, items []connector.Item) error {
 			errs[i] = fmt.Errorf("%v: %w: %w", items[i].Key, err, connector.ErrGone)
 		}
 	}
-	return itemError(errs)
+	return storekit.ItemError(errs)
 }
 
 // batch is how many blocks are pinned and copied in one go.
@@ -227,7 +229,7 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	if s.below != nil {
 		s.below.replace(ctx, items, p.expires, p.errs)
 	}
-	return itemError(p.errs)
+	return storekit.ItemError(p.errs)
 }
 
 // Reset implements connector.Resetter: it waits for running calls and forgets every block, in memory
@@ -276,19 +278,235 @@ func (s *Store) Close() error {
 	return s.o.Lower.Close()
 }
 
-// itemError makes one error of those of the items, nil if there is none.
-func itemError(errs []error) error {
-	failed := &connector.ItemError{}
-	for i, err := range errs {
-		if err != nil {
-			failed.Items = append(failed.Items, i)
-			if failed.Err == nil || errors.Is(err, connector.ErrCorrupt) && !errors.Is(failed.Err, connector.ErrCorrupt) {
-				failed.Err = err // corruption is what must not be overlooked
+// put is one call that writes blocks into memory. What it has written stays pinned until the call is
+// over, so that it does not evict its own blocks: when it returns all are visible.
+type put struct {
+	store   *Store
+	ctx     context.Context //nolint:containedctx // the arguments of a call, for the time of the call
+	items   []connector.Item
+	expires []int64 // nil: never
+	errs    []error
+	lowered uint32 // the blocks come from the lower tier
+
+	pinned []uint32
+	pieces []piece
+	fills  []*fill
+	index  []int // items of fills
+}
+
+// run writes the items. An item that somebody else is writing is looked at again afterwards: nobody
+// waits while others may wait for them.
+func (p *put) run() {
+	todo := make([]int, len(p.items))
+	for i := range todo {
+		todo[i] = i
+	}
+	for len(todo) > 0 {
+		var later []int
+		var wait <-chan struct{}
+		for len(todo) > 0 {
+			n := min(batch, len(todo))
+			busy, first := p.write(todo[:n])
+			todo = todo[n:]
+			if len(busy) > 0 && wait == nil {
+				wait = first
+			}
+			later = append(later, busy...)
+		}
+		if wait != nil {
+			select {
+			case <-wait:
+			case <-p.ctx.Done():
 			}
 		}
+		todo = later
 	}
-	if len(failed.Items) == 0 {
+	for _, id := range p.pinned {
+		p.store.memory.index.Release(id)
+	}
+}
+
+// write writes one batch. busy are the items that others are writing, the first of them until wait ends.
+func (p *put) write(batch []int) (busy []int, wait <-chan struct{}) {
+	p.pieces, p.fills, p.index = p.pieces[:0], p.fills[:0], p.index[:0]
+	for _, i := range batch {
+		other := p.begin(i)
+		if other == nil {
+			continue
+		}
+		if wait == nil {
+			wait = other
+		}
+		busy = append(busy, i)
+	}
+	copyAll(p.pieces, p.store.o.Workers)
+	for j, f := range p.fills {
+		if err := p.ctx.Err(); err != nil {
+			p.store.memory.abandon(f)
+			p.errs[p.index[j]] = err
+			continue
+		}
+		p.store.memory.commit(f, p.lowered)
+		p.pinned = append(p.pinned, f.id)
+		if p.lowered == notLowered {
+			p.store.writeBehind(f.key, f.id)
+		}
+	}
+	return busy, wait
+}
+
+// begin starts to write one item. The result is not nil if somebody else is writing it.
+func (p *put) begin(i int) (wait <-chan struct{}) {
+	s, it := p.store, p.items[i]
+	if p.errs[i] = p.ctx.Err(); p.errs[i] != nil {
 		return nil
 	}
-	return failed
+	if p.lowered == notLowered && s.threshold != nil && !s.memory.has(it.Key) && s.threshold.add(it.Key) < s.o.StoreThreshold {
+		s.mem.belowThreshold.Add(1)
+		p.errs[i] = ErrThreshold
+		return nil
+	}
+	var expires int64
+	if p.expires != nil {
+		expires = p.expires[i]
+	}
+	size := it.Size()
+	f, known, wait, err := s.memory.begin(it, size, expires)
+	switch {
+	case err != nil:
+		p.errs[i] = err
+	case known:
+		s.mem.known.Add(1)
+		if p.lowered == notLowered {
+			s.memory.index.Touch(it.Key)
+		}
+	case wait == nil:
+		p.pieces = gather(p.pieces, f.slot, it.Spans)
+		p.fills, p.index = append(p.fills, f), append(p.index, i)
+	}
+	return wait
+}
+
+// Why a block was not stored. Put gives them inside a *connector.ItemError.
+var (
+	// ErrPinned says that every slot is in use at this moment.
+	ErrPinned = fmt.Errorf("all slots are pinned: %w", connector.ErrDeclined)
+	// ErrThreshold says that the block was not offered often enough yet (Options.StoreThreshold).
+	ErrThreshold = fmt.Errorf("below the store threshold: %w", connector.ErrDeclined)
+	errFull      = errors.New("the disk is full")
+	errAbsent    = errors.New("not stored")
+	// ErrQuota is what every *QuotaError is.
+	ErrQuota = fmt.Errorf("over quota: %w", connector.ErrDeclined)
+)
+
+// QuotaError says that a tenant may not store a block.
+type QuotaError struct {
+	Tenant      uint64
+	Used, Limit int64 // bytes
+}
+
+// Error implements error.
+func (e *QuotaError) Error() string {
+	return fmt.Sprintf("tenant %016x has %d of %d bytes: %v", e.Tenant, e.Used, e.Limit, ErrQuota)
+}
+
+// Unwrap makes it ErrQuota.
+func (e *QuotaError) Unwrap() error { return ErrQuota }
+
+// Options say how a Store works. Zero values are the defaults.
+type Options struct {
+	// SlotBytes is the size of the largest block, all spans of an Item together.
+	SlotBytes int64
+	// SameSize says that every block has SlotBytes, so that blocks can be fetched from Lower before
+	// anybody has said how large they are.
+	SameSize bool
+	// Memory is what the memory tier lives in. Blocks that an earlier Store left in it are taken over.
+	// The caller owns it and keeps it until Close has returned. nil: MemoryBytes of this process.
+	Memory      []byte
+	MemoryBytes int64
+	// Policy is the memory tier's eviction policy: LRU, ARC, S3FIFO or FIFO; "": LRU.
+	Policy string
+	// StoreThreshold is how often a block is offered before it is stored; 0 and 1: at once.
+	StoreThreshold int
+	// Tracked is how many keys StoreThreshold tells apart; 0: 64000, vLLM's max_tracker_size.
+	Tracked int
+	// TTL is how long a block may be served after it was stored; 0: for ever.
+	TTL time.Duration
+	// TenantBytes limits what one tenant has in memory; 0: no limit.
+	TenantBytes int64
+	// PinAfter keeps a block from eviction once it was loaded that often; 0: never. At most PinShare
+	// of all slots are kept, the earliest is let go for the next; 0: a tenth.
+	PinAfter int
+	PinShare float64
+	// Lower is the tier below memory: a Disk, or a store elsewhere. What is written to it are blocks
+	// of one span. The Store closes it, and resets it if it is a connector.Resetter. nil: none.
+	Lower connector.Store
+	// AdmitAfter is how often a block is stored or loaded before it is written to Lower; 0: twice, 1:
+	// every block.
+	AdmitAfter int
+	// WriteBehind is how many blocks may wait to be written to Lower; 0: 1024. More are dropped.
+	WriteBehind int
+	// Prefetch is how many blocks of a run are fetched from Lower when Lookup has found them there; 0:
+	// none.
+	Prefetch int
+	// Workers is how many goroutines copy the blocks of one call; 0: two.
+	Workers int
+	// Changed is told when a block appears in or leaves the memory tier. It must be quick and must not
+	// call the Store; nil: nobody is.
+	Changed func(k connector.StoreKey, stored bool)
+	// Log is for what an operator should know; nil: nothing.
+	Log *slog.Logger
+}
+
+// Validate reports the first option that cannot work. Errors wrap connector.ErrIncompatible.
+func (o *Options) Validate() error {
+	bad := func(what string, value any) error {
+		return fmt.Errorf("tier: %s is %v: %w", what, value, connector.ErrIncompatible)
+	}
+	for _, n := range []int{o.PinAfter, o.Prefetch, o.WriteBehind, o.Workers, o.Tracked, int(min(o.TTL, 0)), int(min(o.TenantBytes, 0))} {
+		if n < 0 {
+			return bad("a limit", "negative")
+		}
+	}
+	switch {
+	case o.SlotBytes < 1:
+		return bad("the largest block", o.SlotBytes)
+	case o.Memory == nil && o.MemoryBytes < 1:
+		return bad("the memory's size", o.MemoryBytes)
+	case o.StoreThreshold < 0 || o.StoreThreshold > maxCount:
+		return bad("the store threshold", o.StoreThreshold)
+	case o.AdmitAfter < 0 || o.AdmitAfter > maxCount:
+		return bad("the admission threshold", o.AdmitAfter)
+	case o.PinShare < 0 || o.PinShare > 0.5:
+		return bad("the share of pinned slots", o.PinShare)
+	}
+	return nil
+}
+
+// defaults of Options.
+const (
+	defaultTracked     = 64000
+	defaultAdmitAfter  = 2
+	defaultWriteBehind = 1024
+	defaultWorkers     = 2
+	defaultPinShare    = 0.1
+)
+
+func (o Options) withDefaults() Options {
+	set := func(v *int, d int) {
+		if *v == 0 {
+			*v = d
+		}
+	}
+	set(&o.Tracked, defaultTracked)
+	set(&o.AdmitAfter, defaultAdmitAfter)
+	set(&o.WriteBehind, defaultWriteBehind)
+	set(&o.Workers, defaultWorkers)
+	if o.PinShare == 0 {
+		o.PinShare = defaultPinShare
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	return o
 }

@@ -1,11 +1,18 @@
+// Package config reads a transfer config: strictly, and with messages that say where a mistake is. What the keys mean
+// stands with the types that they fill, in package host.
 package config
 
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
+	"os"
 	"slices"
 	"strings"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/internal/strictjson"
 )
@@ -89,4 +96,44 @@ func compacted(raw json.RawMessage) []byte {
 // Foreign reports keys that LMCache's users have in their configs and that mean nothing here.
 func Foreign(key string) bool {
 	return strings.HasPrefix(key, "lmcache.") || strings.HasPrefix(key, "lmcache_")
+}
+
+// Err is wrapped by every error that a changed config, binary or flag could cure: it is host.ErrConfig.
+var Err = errors.New("config")
+
+// OpenFile opens a regular file for reading. Whatever else has the path is an error, and opening it
+// does not wait: a FIFO may never get a writer. The caller closes the file.
+func OpenFile(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if errors.Is(err, unix.ENXIO) { // a socket
+		return nil, fmt.Errorf("%s is not a regular file", path)
+	}
+	if err != nil {
+		return nil, err
+	}
+	st, err := f.Stat()
+	if err == nil && !st.Mode().IsRegular() {
+		err = fmt.Errorf("%s is not a regular file", path)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+// ReadFile reads a regular file of at most limit bytes. The caller owns the slice.
+func ReadFile(path string, limit int64) ([]byte, error) {
+	f, err := OpenFile(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	data, err := io.ReadAll(io.LimitReader(f, limit+1))
+	if err != nil {
+		return nil, err
+	}
+	if int64(len(data)) > limit {
+		return nil, fmt.Errorf("%s is larger than %d bytes", path, limit)
+	}
+	return data, nil
 }

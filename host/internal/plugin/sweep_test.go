@@ -61,7 +61,7 @@ func TestStartingPluginKeepsItsFolder(t *testing.T) {
 	p.lock, err = lockDir(p.dir)
 	require.NoError(t, err)
 	dir := p.dir
-	require.False(t, abandoned(dir, time.Now().Add(24*time.Hour)))
+	require.False(t, abandoned(dir, 24*time.Hour))
 	p.vacate()
 	require.NoDirExists(t, dir)
 	require.Nil(t, p.lock)

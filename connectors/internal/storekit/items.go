@@ -1,0 +1,65 @@
+// Package storekit has what several stores share: how a call goes over its items, and how a store counts.
+package storekit
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// ItemError makes one error of those of the items of a call, nil if there is none. Corruption counts before any
+// other error: it is what must not be overlooked.
+func ItemError(errs []error) error {
+	failed := &connector.ItemError{}
+	for i, err := range errs {
+		if err != nil {
+			failed.Items = append(failed.Items, i)
+			if failed.Err == nil || errors.Is(err, connector.ErrCorrupt) && !errors.Is(failed.Err, connector.ErrCorrupt) {
+				failed.Err = err
+			}
+		}
+	}
+	if len(failed.Items) == 0 {
+		return nil
+	}
+	return failed
+}
+
+// ErrorsOf spreads the error of a call over its n items.
+func ErrorsOf(err error, n int) []error {
+	errs := make([]error, n)
+	if err == nil {
+		return errs
+	}
+	items, ok := errors.AsType[*connector.ItemError](err)
+	if !ok || len(items.Items) == 0 {
+		for i := range errs {
+			errs[i] = err
+		}
+		return errs
+	}
+	for _, i := range items.Items {
+		if i >= 0 && i < n {
+			errs[i] = items.Err
+		}
+	}
+	return errs
+}
+
+// Parallel calls do with 0 to n-1, with that many workers at most, and returns when all calls have ended.
+func Parallel(n, workers int, do func(i int)) {
+	var next atomic.Int64
+	work := func() {
+		for i := int(next.Add(1)) - 1; i < n; i = int(next.Add(1)) - 1 {
+			do(i)
+		}
+	}
+	var wg sync.WaitGroup
+	for range min(workers, n) - 1 {
+		wg.Go(work)
+	}
+	work()
+	wg.Wait()
+}
