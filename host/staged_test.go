@@ -183,7 +183,7 @@ func (idleWorker) Close() error                                                 
 // Worker sides in this process need no plugin: each maps the landing memory of its rank. What they did not load is
 // found by its digest.
 func TestWorkers(t *testing.T) {
-	leaks := watchLeaks(t)
+	leaks := leaktest.Watch(t)
 	o := rigOptions{ranks: 2, settings: staged(8)}
 	cfg, eng, opts := o.build(t)
 	failure := fmt.Errorf("does not open: %w", connector.ErrIncompatible)
