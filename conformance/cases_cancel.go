@@ -67,7 +67,9 @@ func cancelStorm(r *rig) {
 			if n%2 == 0 {
 				save.Replace = random.IntN(2) == 0
 				acked[i] = e.workers[0].Save(ctx, &save, e.kv[0]) == nil || acked[i]
-			} else if e.workers[0].Load(ctx, &load, e.kv[0]) == nil {
+			} else if err := e.workers[0].Load(ctx, &load, e.kv[0]); r.torn(err) {
+				torn.Add(1)
+			} else if err == nil {
 				for _, b := range load.Blocks {
 					if e.differs(b) != "" {
 						torn.Add(1)

@@ -272,7 +272,10 @@ func offloadPinned(r *rig) {
 			defer loading.Add(-1)
 			for range rounds {
 				e.wipe(0, to...)
-				if e.moveRank(r.Context(), 0, &t, false) != nil {
+				if err := e.moveRank(r.Context(), 0, &t, false); r.torn(err) {
+					errs[n] = err
+					return
+				} else if err != nil {
 					continue // pushed out: that is no fault
 				}
 				for _, b := range to {

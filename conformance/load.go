@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"sync"
 	"time"
 
@@ -80,7 +81,7 @@ func (l *load) sample(now time.Time) {
 	last := l.marks[len(l.marks)-1]
 	passed := now.Sub(last.at)
 	lost := max(passed-loadTick, 0)
-	threads := machine.SchedStats(l.folders...)
+	threads := maps.Collect(machine.SchedStats(l.folders...))
 	for path, is := range threads {
 		if was, known := l.threads[path]; known && is.Waited > was.Waited {
 			lost = max(lost, time.Duration(is.Waited-was.Waited)) //nolint:gosec // less than a life

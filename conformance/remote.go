@@ -131,6 +131,8 @@ func (h *loopback) instance(m *engineMemory) (*Instance, error) {
 		Describe: remote.Describe, Scheduler: remote.OpenScheduler, Worker: remote.OpenWorker, Memory: m.views,
 		Close: func() error {
 			err := stop()
+			mu.Lock()
+			defer mu.Unlock()
 			for _, r := range remotes {
 				if n := r.Violations(); n > 0 {
 					err = errors.Join(err, fmt.Errorf("%d answers broke the protocol", n))

@@ -29,6 +29,9 @@ func (r *rig) isStaged() bool {
 	return ok && h.staged
 }
 
+// torn reports whether a load that nothing damaged gave wrong bytes, which at staged the host notices before the case can.
+func (r *rig) torn(err error) bool { return r.isStaged() && errors.Is(err, connector.ErrCorrupt) }
+
 // folder is where the connector keeps what it stores. Without one the case does not apply.
 func (r *rig) folder() string {
 	r.Helper()

@@ -40,9 +40,10 @@ type hostedWorker struct {
 	env              connector.Env // of the engine
 	read             chan struct{} // closed when no more events come
 
-	mu   sync.Mutex
-	step uint64
-	ends map[uint64]chan host.Event // by step: each has one transfer
+	mu     sync.Mutex
+	step   uint64
+	ends   map[uint64]chan host.Event // by step: each has one transfer
+	closed error                      // of the worker side's Close
 }
 
 // openStaged opens a worker side behind a host. An env that does not fit the cache is the connector's to refuse.
@@ -62,7 +63,7 @@ func (m *engineMemory) openStaged(ctx context.Context, connect func([]*host.Regi
 		env.Layout = layout
 		var err error
 		w.Worker, err = connect(slices.Repeat(memory, len(m.regions))).OpenWorker(ctx, env, config)
-		return []connector.Worker{w.Worker}, err
+		return []connector.Worker{&behind{w.Worker, w}}, err
 	}})
 	if err != nil {
 		return nil, err
@@ -187,9 +188,34 @@ func (w *hostedWorker) SaveLayers(ctx context.Context, t *connector.Transfer, _ 
 	return m.wait(ctx, func() {})
 }
 
-// Close implements connector.Worker.
+// Close implements connector.Worker. A host closes a worker side once and drops its error: this returns it, too.
 func (w *hostedWorker) Close() error {
 	err := w.host.Close(context.Background())
 	<-w.read
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return errors.Join(err, w.closed)
+}
+
+// behind is the worker side as the host sees it.
+type behind struct {
+	connector.Worker
+	front *hostedWorker
+}
+
+// Close implements connector.Worker.
+func (b *behind) Close() error {
+	err := b.Worker.Close()
+	b.front.mu.Lock()
+	defer b.front.mu.Unlock()
+	b.front.closed = err
 	return err
+}
+
+// Capabilities implements connector.Partial.
+func (b *behind) Capabilities() connector.Capability { return connector.CapabilitiesOf(b.Worker) }
+
+// SaveLayers implements connector.LayerWorker.
+func (b *behind) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, p connector.Progress) error {
+	return b.Worker.(connector.LayerWorker).SaveLayers(ctx, t, kv, p) //nolint:forcetypeassert // Capabilities says so
 }

@@ -232,7 +232,7 @@ func (h *Host) Step(s *connector.Step) {
 }
 
 // Reset makes the connector forget every block. It waits for saves that are under way, at most
-// until ctx ends. emptied is true only if no block that was ever saved can be matched any more; it
+// until ctx ends or, if that has no deadline, for as long as a save may take. emptied is true only if no block that was ever saved can be matched any more; it
 // is false for a connector that cannot reset.
 func (h *Host) Reset(ctx context.Context) (emptied bool, err error) {
 	over := make(chan tracker.ResetOver, 1)

@@ -2,6 +2,7 @@ package machine
 
 import (
 	"fmt"
+	"iter"
 	"os"
 	"path/filepath"
 )
@@ -11,19 +12,19 @@ type SchedStat struct {
 	Ran, Waited, Slices uint64 // Waited: for a processor
 }
 
-// SchedStats are the counts of the threads in folders like /proc/PID/task, by the path of their schedstat. A thread
-// without counts (the kernel has none, /proc is hidden, the thread is gone) is left out.
-func SchedStats(folders ...string) map[string]SchedStat {
-	stats := map[string]SchedStat{}
-	for _, folder := range folders {
-		paths, _ := filepath.Glob(filepath.Join(folder, "*", "schedstat")) // the pattern is good
-		for _, path := range paths {
-			data, _ := os.ReadFile(path) //nolint:gosec // below /proc
-			var s SchedStat
-			if _, err := fmt.Sscan(string(data), &s.Ran, &s.Waited, &s.Slices); err == nil {
-				stats[path] = s
+// SchedStats reads, one after the other, the counts of the threads in folders like /proc/PID/task, by the path of their
+// schedstat. A thread without counts (the kernel has none, /proc is hidden, the thread is gone) is left out.
+func SchedStats(folders ...string) iter.Seq2[string, SchedStat] {
+	return func(yield func(string, SchedStat) bool) {
+		for _, folder := range folders {
+			paths, _ := filepath.Glob(filepath.Join(folder, "*", "schedstat")) // the pattern is good
+			for _, path := range paths {
+				data, _ := os.ReadFile(path) //nolint:gosec // below /proc
+				var s SchedStat
+				if _, err := fmt.Sscan(string(data), &s.Ran, &s.Waited, &s.Slices); err == nil && !yield(path, s) {
+					return
+				}
 			}
 		}
 	}
-	return stats
 }

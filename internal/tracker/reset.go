@@ -13,20 +13,24 @@ var errNotUp = fmt.Errorf("the plugin is not running: %w", connector.ErrGone)
 type reset struct {
 	id       CallID
 	deadline time.Time
+	patient  bool // it waits for saves and nobody named a deadline: the plugin gets time of its own then
 	started  bool
 	saved    bool // since it was started: the plugin may have stored that before or after
 }
 
 // Reset makes the connector forget every block. The plugin is called once no save is under way, and ResetOver says
-// how it ended, no later than at the deadline. If the deadline is zero, all this may take as long as a save.
+// how it ended, no later than at the deadline. If the deadline is zero, the wait for saves may take as long as a save,
+// and so may the plugin after it.
 func (b *Tracker) Reset(now, deadline time.Time) (CallID, []Action) {
-	if deadline.IsZero() {
-		deadline = now.Add(b.cfg.Save)
-	}
 	r := &reset{id: CallID(b.id()), deadline: deadline}
+	if deadline.IsZero() {
+		r.deadline = now.Add(b.cfg.Save)
+	}
 	b.resets[r.id] = r
-	b.wakes.at(deadline)
-	return r.id, b.take()
+	b.wakes.at(r.deadline)
+	actions := b.take()
+	r.patient = deadline.IsZero() && !r.started
+	return r.id, actions
 }
 
 // startResets starts the resets that wait for saves once none is under way, or ends those that cannot start.
@@ -41,6 +45,10 @@ func (b *Tracker) startResets() {
 			b.endReset(r, false, errNotUp)
 		default:
 			r.started, r.saved = true, false
+			if r.patient {
+				r.deadline = r.deadline.Add(b.cfg.Save)
+				b.wakes.at(r.deadline)
+			}
 			b.emit(Reset{ID: r.id, Gen: b.gen, Deadline: r.deadline})
 		}
 	}

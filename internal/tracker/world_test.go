@@ -578,8 +578,10 @@ func (w *world) drain() {
 		require.Fail(w.t, "a call is left", "%+v of %+v", *c, *c.op)
 	}
 	require.Empty(w.t, w.later)
-	w.now = w.now.Add(w.cfg.Save)
-	w.do("tick", w.b.Tick(w.now))
+	for range 2 { // one Save for the wait, one for the plugin
+		w.now = w.now.Add(w.cfg.Save)
+		w.do("tick", w.b.Tick(w.now))
+	}
 	require.Empty(w.t, w.resets, "resets that never end")
 	for _, r := range w.b.asks {
 		require.Fail(w.t, "an ask is left", "of %q", r.id)

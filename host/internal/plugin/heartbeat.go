@@ -75,8 +75,9 @@ type runQueue struct {
 func (l *runQueue) waited() time.Duration {
 	now := time.Now()
 	passed := now.Sub(l.last)
-	threads, longest := machine.SchedStats(l.folders...), time.Duration(0)
-	for path, is := range threads {
+	threads, longest := map[string]machine.SchedStat{}, time.Duration(0)
+	for path, is := range machine.SchedStats(l.folders...) {
+		threads[path] = is
 		was, known := l.threads[path]
 		if !known {
 			continue
