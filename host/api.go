@@ -60,7 +60,8 @@ type Options struct {
 
 	// Workers, unless nil, opens the worker sides of a connector in this process, in the order of the ranks, and no
 	// plugin is started: package conformance runs connectors so. memory is what they may touch, one region for each
-	// rank, and layout says where its blocks are. Every Match is a miss.
+	// rank, and layout says where its blocks are. Every Match is a miss. Nothing can kill such a worker side: a call
+	// that ignores its context keeps Close waiting.
 	Workers func(memory []*Region, layout connector.Layout) ([]connector.Worker, error)
 }
 

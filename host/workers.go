@@ -16,6 +16,9 @@ func (h *Host) startWorkers() (*generation, error) {
 		return nil, fmt.Errorf("metrics: %w", err)
 	}
 	workers, err := h.opts.Workers(h.mapped())
+	if err == nil && len(workers) != len(h.ranks) {
+		err = fmt.Errorf("Options.Workers opened %d worker sides for %d ranks: %w", len(workers), len(h.ranks), ErrConfig)
+	}
 	if err != nil {
 		h.metrics.set.Unregister()
 		return nil, err
