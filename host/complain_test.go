@@ -11,6 +11,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/leaktest"
 	"github.com/kvport/kvport/internal/tracker"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // A store without room appears in the engine's log, with what it could not keep and why.
@@ -18,7 +19,7 @@ func TestFailedTransfersAreLogged(t *testing.T) {
 	leaks := leaktest.Watch(t)
 	o := rigOptions{extra: map[string]any{"fault": "full_save"}}
 	cfg, eng, opts := o.build(t)
-	var log syncBuffer
+	var log testkit.Log
 	opts.Log = slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	h, err := Open(t.Context(), cfg, eng, opts)
 	require.NoError(t, err)
@@ -35,7 +36,7 @@ func TestFailedTransfersAreLogged(t *testing.T) {
 }
 
 func TestOrdinaryEndsAreNotLogged(t *testing.T) {
-	var log syncBuffer
+	var log testkit.Log
 	h := &Host{log: slog.New(slog.NewTextHandler(&log, nil))}
 	for _, b := range []tracker.Event{
 		{}, {Err: connector.ErrGone}, {Failed: []connector.BlockID{1}}, {Failed: []connector.BlockID{1}, Err: context.Canceled},

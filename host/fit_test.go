@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // A connector whose blocks no other engine can load is of no use between prefill and decode: the start says
@@ -25,7 +26,7 @@ func TestEngineScopeIsToldAtStart(t *testing.T) {
 		{connector.RoleProducer, connector.Info{Name: "X", Scope: connector.ScopeShared}, 0},
 		{connector.RoleProducer, connector.Info{Name: "X"}, 0}, // over a pipe
 	} {
-		var log syncBuffer
+		var log testkit.Log
 		h := &Host{cfg: &Config{Role: tt.role}, info: tt.info, log: slog.New(slog.NewTextHandler(&log, nil))}
 		h.warnScope()
 		require.Equal(t, tt.told, strings.Count(log.String(), "level=WARN"), "%+v", tt)
@@ -39,7 +40,7 @@ func TestRefusalsAreRemembered(t *testing.T) {
 	dir := t.TempDir()
 	p := newRig(t, rigOptions{dir: dir, engine: "p", change: words("block_size 32, 2 layers")})
 	same := newRig(t, rigOptions{dir: dir, change: words("block_size 32, 2 layers")})
-	var log syncBuffer
+	var log testkit.Log
 	o := rigOptions{dir: dir, engine: "d", shape: "other", change: words("block_size 16, 2 layers")}
 	cfg, eng, opts := o.build(t)
 	opts.Log = slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))

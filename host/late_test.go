@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/leaktest"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // A right plugin whose answers come after their requests have ended breaks no contract: operators have
@@ -33,7 +34,7 @@ func TestUndecidedMatchIsSaid(t *testing.T) {
 	leaks := leaktest.Watch(t)
 	o := rigOptions{extra: map[string]any{"match_ms": 120}, settings: map[string]any{"deadlines": map[string]any{"later": "40ms"}}}
 	cfg, eng, opts := o.build(t)
-	var log syncBuffer
+	var log testkit.Log
 	opts.Log = slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	h, err := Open(t.Context(), cfg, eng, opts)
 	require.NoError(t, err)

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // A ticket waits for the saves that it promises, not for those of every child: the save of a slow child goes
@@ -103,7 +104,7 @@ func TestMultiLeases(t *testing.T) {
 
 // TestMultiSaysWhatItMasks: the log names the powers of children that are not passed on, and what that costs.
 func TestMultiSaysWhatItMasks(t *testing.T) {
-	var log syncBuffer
+	var log testkit.Log
 	multiRigWith(t, rigOptions{log: slog.New(slog.NewTextHandler(&log, nil))},
 		kid(map[string]any{"dir": t.TempDir(), "fault": "layers"}, nil, nil), kid(map[string]any{"dir": t.TempDir()}, nil, nil),
 		kid(map[string]any{"dir": t.TempDir(), "fault": "reshape"}, nil, map[string]any{"kv_role": "kv_producer"}))

@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // cuts opens an engine of a shape of its own that can reshape. prompt is the address of its only prompt's
@@ -75,7 +76,7 @@ func TestReshapeIsRefused(t *testing.T) {
 	p.save("a", ks, 0)
 	ticket := p.end("a", 33, true, blocksOf(ks, 0)...).Ticket
 	require.NotNil(t, ticket)
-	log := &syncBuffer{}
+	log := &testkit.Log{}
 	d := cutsWith(t, "d", ks[1], "base", rigOptions{log: slog.New(slog.NewTextHandler(log, nil))})
 	require.Equal(t, connector.Match{}, d.match(query("x", keys(2, 2)), ticket))
 	require.InDelta(t, 1, d.metric("kvport_tickets_refused_total"), 0)
@@ -85,7 +86,7 @@ func TestReshapeIsRefused(t *testing.T) {
 	require.Contains(t, log.String(), "reason=unverified")
 	require.Contains(t, log.String(), "no digest would verify their bytes: incompatible: set kvport.unverified to true to accept that")
 	require.NotContains(t, log.String(), "are loaded, too")
-	allowed := &syncBuffer{}
+	allowed := &testkit.Log{}
 	cutsWith(t, "e", ks[1], "base", rigOptions{log: slog.New(slog.NewTextHandler(allowed, nil)), settings: map[string]any{"unverified": true}})
 	require.Equal(t, 1, strings.Count(allowed.String(), "level=WARN"), allowed.String())
 	require.Contains(t, allowed.String(), "no digest verifies their bytes (kvport.unverified)")

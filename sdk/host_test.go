@@ -1,12 +1,10 @@
 package sdk
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"log/slog"
 	"net"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -20,6 +18,7 @@ import (
 	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // scripted is a connector whose calls do what a test says.
@@ -82,29 +81,12 @@ type hostEnd struct {
 	t      *testing.T
 	server *Server
 	client kvportv1.PluginClient
-	log    *syncBuffer
-}
-
-type syncBuffer struct {
-	mu  sync.Mutex
-	buf bytes.Buffer
-}
-
-func (b *syncBuffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.buf.Write(p)
-}
-
-func (b *syncBuffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.buf.String()
+	log    *testkit.Log
 }
 
 func newPeer(t *testing.T, p connector.Plugin) *hostEnd {
 	t.Helper()
-	log := &syncBuffer{}
+	log := &testkit.Log{}
 	server := NewServer(p, slog.New(slog.NewTextHandler(log, nil)))
 	listener := bufconn.Listen(1 << 20)
 	g := grpc.NewServer(wire.ServerOptions()...)

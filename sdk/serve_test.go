@@ -24,6 +24,7 @@ import (
 	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // pluginCommand runs the test binary as a plugin process.
@@ -101,7 +102,7 @@ func TestServeProcess(t *testing.T) {
 	defer region.Close()
 	cmd := pluginCommand()
 	cmd.ExtraFiles = []*os.File{region.File()}
-	logs := &syncBuffer{}
+	logs := &testkit.Log{}
 	client := plugin.NewClient(&plugin.ClientConfig{
 		HandshakeConfig: wire.Handshake(), Plugins: plugin.PluginSet{wire.PluginName: &wire.Plugin{}}, Cmd: cmd,
 		AllowedProtocols: []plugin.Protocol{plugin.ProtocolGRPC}, AutoMTLS: true, SkipHostEnv: true, GRPCDialOptions: wire.DialOptions(),

@@ -8,6 +8,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // Every way in which a prefill instance can fail leads to another one, and without any to a plain
@@ -50,7 +52,7 @@ func TestPrefillFaults(t *testing.T) {
 	})
 	t.Run("400 is the client's, as decode says", func(t *testing.T) {
 		p, d := serveInstance(t, code(400)), serveInstance(t, code(400))
-		var log lines
+		var log testkit.Log
 		f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), Log: logTo(&log)})
 		resp, text := post(t, f.URL+"/v1/completions", doc)
 		require.Equal(t, 400, resp.StatusCode)

@@ -9,6 +9,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // How long tests wait for what other goroutines do, and how often they look.
@@ -99,7 +101,7 @@ func TestMisfit(t *testing.T) {
 // the decode instance serves alone. When it fits again, it is used again.
 func TestMisfitsAreNeverPaired(t *testing.T) {
 	p, d := serveInstance(t, ticket("T")), serveInstance(t, becameOf("loaded", tokens))
-	var log lines
+	var log testkit.Log
 	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), Log: logTo(&log)})
 	f.router.pool.saw(0, engineFit("kv_producer"))
 	require.Empty(t, log.String())

@@ -1,17 +1,17 @@
 package router
 
 import (
-	"bytes"
 	"fmt"
 	"io"
 	"log/slog"
 	"net/http"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // becameOf answers as a decode instance that says what became of its ticket.
@@ -76,7 +76,7 @@ func TestPairInVain(t *testing.T) {
 	said := "loaded"
 	d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) { becameOf(said, tokens)(w, r) })
 	p := serveInstance(t, ticket("T"))
-	var log lines
+	var log testkit.Log
 	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), Log: logTo(&log)})
 	health := func() string {
 		resp, err := http.Get(f.URL + "/health")
@@ -107,22 +107,4 @@ func TestPairInVain(t *testing.T) {
 	require.NotContains(t, health(), "recomputing")
 }
 
-// lines is a log that can be read while it is written.
-type lines struct {
-	mu  sync.Mutex
-	buf bytes.Buffer
-}
-
-func (l *lines) Write(b []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.buf.Write(b)
-}
-
-func (l *lines) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.buf.String()
-}
-
-func logTo(l *lines) *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }
+func logTo(l *testkit.Log) *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }

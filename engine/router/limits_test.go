@@ -11,6 +11,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 const (
@@ -102,7 +104,7 @@ func TestSlowStreamIsNoIdleStream(t *testing.T) {
 func TestSilentPrefill(t *testing.T) {
 	t.Parallel()
 	stuck, good, d := serveInstance(t, silentAfter("")), serveInstance(t, ticket("G")), serveInstance(t, tokens)
-	var log lines
+	var log testkit.Log
 	f := serveRouter(t, Config{Prefill: urls(stuck, good), Decode: urls(d), PrefillTimeout: enough, Log: logTo(&log)})
 	resp, _ := post(t, f.URL+"/v1/completions", doc)
 	require.Equal(t, 200, resp.StatusCode)

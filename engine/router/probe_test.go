@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // An instance that is down is a warning with the reason, which /health has too; one that loads says so.
@@ -31,7 +33,7 @@ func TestReasonOfAState(t *testing.T) {
 		"draining": {serveInstance(t, code(503)).URL, "draining", "", Config{}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var log lines
+			var log testkit.Log
 			tt.config.Decode, tt.config.Log, tt.config.HealthInterval = []string{tt.url}, logTo(&log), time.Millisecond
 			f := serveRouter(t, tt.config)
 			stop := running(t, f.router)

@@ -8,6 +8,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // tooLong answers that the prompt is too long.
@@ -33,7 +35,7 @@ func TestPrefillRefusesDecodeServes(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			p, d := serveInstance(t, tt.refusal), serveInstance(t, tokens)
-			var log lines
+			var log testkit.Log
 			tt.config.Prefill, tt.config.Decode, tt.config.Log = urls(p), urls(d), logTo(&log)
 			f := serveRouter(t, tt.config)
 			for range 3 {
