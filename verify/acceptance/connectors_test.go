@@ -1,7 +1,11 @@
 package acceptance
 
 import (
+	"bytes"
 	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"text/tabwriter"
@@ -9,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // connectorRow is what one connector did for the engines before it.
@@ -112,4 +117,48 @@ func (s *connectorScene) same(url, what string) {
 
 func (s *connectorScene) loaded(e *cluster.Process) int {
 	return int(s.metrics(e).Sum("kvport_prompt_tokens_total", `source="external"`))
+}
+
+// TestRemoteConnectors: the real model goes through prefill, a Redis server and decode by each connector that has one, with
+// keyed digests, and on one engine that saves and loads. The tokens are those of a single node.
+func TestRemoteConnectors(t *testing.T) {
+	r := newRig(t)
+	prompts := texts(t, *flagSeed+8800, count(t, "prompts", *flagPrompts, 2, 6), 300, 1200)
+	node := r.serve("single", "")
+	want := r.all(node.URL, prompts, 1)
+	r.stop(node)
+	b := newBackend(t)
+	secret := filepath.Join(t.TempDir(), "secret")
+	require.NoError(t, os.WriteFile(secret, []byte("a tenant's secret"), 0o600))
+	keyed := fmt.Sprintf(`"tenant_secret_file":%q`, secret)
+	for _, f := range scenes(t) {
+		apart := slices.IndexFunc(f.Setups, func(s fixture.Setup) bool {
+			return s.Pairs && bytes.Contains(s.Config, []byte("@SERVER@")) && !bytes.Contains(s.Config, []byte("@TMP@"))
+		})
+		if apart < 0 {
+			continue
+		}
+		t.Run(f.name, func(t *testing.T) {
+			r, own := &rig{T: t, tokens: r.tokens}, b.under(t, f.name)
+			shared := f.variants()[apart]
+			p := r.serve("prefill", shared.config("kv_producer", "P", shared.extra(t, own, "kv_producer"), keyed))
+			d := r.serve("decode", shared.config("kv_consumer", "D", shared.extra(t, own, "kv_consumer"), keyed), "--enable-prefix-caching=false")
+			router := r.route(p, d)
+			got := r.all(router.URL, prompts, 2)
+			same(t, f.name+", prefill and decode apart", want, got)
+			r.external(d, got)
+			require.Zero(t, r.metrics(d).Sum("kvport_integrity_failures_total"))
+			for _, e := range []*cluster.Process{router, d, p} {
+				r.stop(e)
+			}
+			both := r.serve("both", f.config("kv_both", "both", f.extra(t, own, "kv_both"), keyed), "--enable-prefix-caching=false")
+			same(t, f.name+", saves", want, r.all(both.URL, prompts, 2))
+			r.idle(both)
+			same(t, f.name+", loads", want, r.all(both.URL, prompts, 2))
+			external := r.metrics(both).Sum("kvport_prompt_tokens_total", `source="external"`)
+			t.Logf("%s: %.0f tokens of %d prompts loaded by one engine", f.name, external, len(prompts))
+			require.Positive(t, external)
+			r.stop(both)
+		})
+	}
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // namedWithin is how long the router may take to name a pair that does not fit.
@@ -45,8 +46,9 @@ func TestMisfits(t *testing.T) {
 	shared := func(r *rig, role, key string) string {
 		return r.config(role, "", fmt.Sprintf(`,"kvport":{"ticket_key_file":%q}`, key))
 	}
-	offloading := func(role string) string {
-		return fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":%q,"kv_connector_extra_config":{"cpu_bytes_to_use":16777216}}`, role)
+	alone := those(t, func(f *fixture.Fixture) bool { return f.Demo != nil && f.Demo.Alone })[0]
+	keeping := func(role string) string {
+		return fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"kv_connector_extra_config":%s}`, alone.Connector, role, alone.Demo.Config)
 	}
 	one, other := keyFile(t, strings.Repeat("one key ", 8)), keyFile(t, strings.Repeat("other key ", 4))
 	for _, tt := range []struct {
@@ -69,8 +71,8 @@ func TestMisfits(t *testing.T) {
 		{"no connector", "an engine without a connector hands nothing over", func(r *rig) (p, d *cluster.Process) {
 			return r.serveModel("sim", "prefill", ""), r.serveModel("sim", "decode", shared(r, "kv_consumer", one))
 		}},
-		{"inside one engine", "OffloadingConnector keeps blocks inside one engine, no other can load them", func(r *rig) (p, d *cluster.Process) {
-			p, d = r.serveModel("sim", "prefill", offloading("kv_producer")), r.serveModel("sim", "decode", offloading("kv_consumer"))
+		{"inside one engine", alone.Connector + " keeps blocks inside one engine, no other can load them", func(r *rig) (p, d *cluster.Process) {
+			p, d = r.serveModel("sim", "prefill", keeping("kv_producer")), r.serveModel("sim", "decode", keeping("kv_consumer"))
 			for _, engine := range []*cluster.Process{p, d} {
 				require.NoError(r, engine.Logged(r.Context(), "keeps blocks inside one engine"))
 				require.Equal(r, 1, strings.Count(engine.Logs(), "keeps blocks inside one engine"), engine.Logs())

@@ -81,8 +81,7 @@ func pluginPath(t *testing.T) []string {
 // -connector. One without a fixture fails the test.
 func scenes(t *testing.T) []scene {
 	t.Helper()
-	known, err := fixture.Tree(os.DirFS(root(t)))
-	require.NoError(t, err)
+	known := fixtures(t)
 	var out []scene
 	for _, found := range host.List(t.Context(), pluginPath(t)) {
 		require.NoError(t, found.Err)
@@ -92,8 +91,7 @@ func scenes(t *testing.T) []scene {
 		}
 		f := known.Of(name)
 		require.NotNil(t, f, "no fixture.json for %s of %s", name, found.Path)
-		if !have(t, f.Needs) {
-			t.Logf("%s IS NOT TESTED: there is no .deps/%s; run make deps", name, f.Needs)
+		if !ready(t, f) {
 			continue
 		}
 		s := scene{Fixture: f, Setup: f.Setups[0], name: name, binary: found.Path}
@@ -110,14 +108,50 @@ func scenes(t *testing.T) []scene {
 	return out
 }
 
-// typicalStore is the fixture that stands for connectors that keep blocks as files.
-func typicalStore(t *testing.T) *fixture.Fixture {
+// fixtures are those of all plugins and examples.
+func fixtures(t *testing.T) fixture.List {
 	t.Helper()
 	list, err := fixture.Tree(os.DirFS(root(t)))
 	require.NoError(t, err)
-	f, err := list.Typical(fixture.Store)
+	return list
+}
+
+// typical is the fixture that stands for connectors of a kind.
+func typical(t *testing.T, kind fixture.Kind) *fixture.Fixture {
+	t.Helper()
+	f, err := fixtures(t).Typical(kind)
 	require.NoError(t, err)
 	return f
+}
+
+// those are the fixtures of plugins that have a property. What one needs and make deps has not put there is left out.
+func those(t *testing.T, have func(*fixture.Fixture) bool) (out fixture.List) {
+	t.Helper()
+	for _, f := range fixtures(t) {
+		if strings.HasPrefix(f.Folder, "plugins/") && have(f) && ready(t, f) {
+			out = append(out, f)
+		}
+	}
+	if len(out) == 0 {
+		t.Skip("no such connector is there")
+	}
+	return out
+}
+
+// movers are the connectors that bring blocks from a prefill engine to a decode engine.
+func movers(t *testing.T) fixture.List {
+	t.Helper()
+	return those(t, func(f *fixture.Fixture) bool { return f.Peers && f.Setups[0].Pairs })
+}
+
+// ready says whether make deps has put what a connector needs.
+func ready(t *testing.T, f *fixture.Fixture) bool {
+	t.Helper()
+	if have(t, f.Needs) {
+		return true
+	}
+	t.Logf("%s IS NOT TESTED: there is no .deps/%s; run make deps", f.Connector, f.Needs)
+	return false
 }
 
 // variants are all ways in which its fixture sets a scene's connector up.

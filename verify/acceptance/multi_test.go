@@ -1,10 +1,13 @@
 package acceptance
 
 import (
+	"cmp"
 	"encoding/json"
 	"flag"
 	"fmt"
+	"maps"
 	"math/rand/v2"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -14,7 +17,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 var (
@@ -23,52 +28,59 @@ var (
 	flagOrders         = flag.Int("orders", 0, "orders of three children on the real model; default 1, in soak all 6")
 )
 
-// kid is the transfer config of one child.
-type kid struct {
-	Connector string         `json:"kv_connector"`
-	Role      string         `json:"kv_role"`
-	Extra     map[string]any `json:"kv_connector_extra_config"`
+// child is a child of a MultiConnector, and what a test expects of it.
+type child struct {
+	Config json.RawMessage `json:"config"` // @TMP@, @NAME@ and @SERVER@ are the test's own, @ROLE@ the engine's kv_role
+	Remote bool            `json:"remote"` // another engine can load what it has
+	Slow   bool            `json:"slow"`   // what it is still fetching comes from the others
+	Tail   bool            `json:"tail"`   // it reads another engine's cache: what is behind a prompt's full blocks, too
 }
 
-func newKid(name string, extra map[string]any) kid { return kid{Connector: name, Extra: extra} }
-
-// nested makes one child of several.
-func nested(kids ...kid) kid { return newKid("MultiConnector", map[string]any{"connectors": kids}) }
-
-// in gives a child a role, and those in it.
-func (k kid) in(role string) kid {
-	k.Role = role
-	if inner, ok := k.Extra["connectors"].([]kid); ok {
-		k.Extra = map[string]any{"connectors": kidsIn(role, inner)}
+// name is the child's connector.
+func (c *child) name(t *testing.T) string {
+	t.Helper()
+	var config struct {
+		Connector string `json:"kv_connector"`
 	}
-	return k
+	require.NoError(t, json.Unmarshal(c.Config, &config))
+	return config.Connector
 }
 
-func kidsIn(role string, kids []kid) []kid {
-	out := make([]kid, len(kids))
-	for i := range kids {
-		out[i] = kids[i].in(role)
+// children are a list of testdata/children.json.
+func children(t *testing.T, list string) []child {
+	t.Helper()
+	var lists map[string][]child
+	data, err := os.ReadFile("testdata/children.json")
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(data, &lists))
+	require.NotEmpty(t, lists[list], list)
+	return lists[list]
+}
+
+// ofFixture is a child as its fixture sets it up.
+func ofFixture(f *fixture.Fixture) child {
+	return child{Config: fmt.Appendf(nil, `{"kv_connector":%q,"kv_role":"@ROLE@","kv_connector_extra_config":%s}`, f.Connector, f.Setups[0].Config)}
+}
+
+// composed is a MultiConnector.
+type composed struct {
+	children []child
+	values   fixture.Values // but @ROLE@
+	settings string         // more members of the config, with a comma before them
+}
+
+// config is the --kv-transfer-config for a role; that of its children is another one, where it is not empty.
+func (c *composed) config(t *testing.T, role, inner string) string {
+	t.Helper()
+	all := make([]string, len(c.children))
+	values := fixture.Values{"ROLE": cmp.Or(inner, role)}
+	maps.Copy(values, c.values)
+	for i, one := range c.children {
+		var err error
+		all[i], err = fixture.Fill(one.Config, values)
+		require.NoError(t, err)
 	}
-	return out
-}
-
-// multi is the --kv-transfer-config of a MultiConnector; settings are its "kvport" object or nil.
-func (r *rig) multi(role string, settings map[string]any, kids ...kid) string {
-	r.Helper()
-	return r.multiOf(role, settings, kidsIn(role, kids)...)
-}
-
-// multiOf is multi for children that have roles.
-func (r *rig) multiOf(role string, settings map[string]any, kids ...kid) string {
-	r.Helper()
-	config := nested(kids...)
-	config.Role = role
-	data, err := json.Marshal(struct {
-		kid
-		Settings map[string]any `json:"kvport,omitempty"`
-	}{config, settings})
-	require.NoError(r, err)
-	return string(data)
+	return fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"kv_connector_extra_config":{"connectors":[%s]}%s}`, host.MultiName, role, strings.Join(all, ","), c.settings)
 }
 
 // permutations are all orders of n things.
@@ -85,51 +97,13 @@ func permutations(n int) [][]int {
 	return out
 }
 
-// trio is three children whose every order is run. A decode engine can load from those that are
-// remote; what a slow one of them is still fetching comes from the others.
+// trio is three children whose every order is run.
 type trio struct {
 	name   string
-	kids   func(r *rig, at string) []kid // at tells the runs apart
-	remote func(k kid) bool
-	slow   string
-	tail   string // a child that reads another engine's cache: what is behind a prompt's full blocks too
-	full   bool   // only when all orders are run on the real model
-
-	order []int
-	at    string
-}
-
-func trios(url string) []trio {
-	folder := func(r *rig, at string) map[string]any {
-		return map[string]any{"shared_storage_path": filepath.Join(r.store, at)}
-	}
-	return []trio{
-		{name: "stores", kids: func(r *rig, at string) []kid {
-			return []kid{
-				newKid("OffloadingConnector", map[string]any{"cpu_bytes_to_use": 256 << 20}),
-				newKid("SharedStorageConnector", folder(r, at)),
-				newKid("RemoteStoreConnector", map[string]any{"url": url, "key_prefix": at}),
-			}
-		}, remote: func(k kid) bool { return k.Connector != "OffloadingConnector" }},
-		{name: "peers", kids: func(r *rig, at string) []kid {
-			return []kid{
-				newKid("PipeConnector", map[string]any{"buffer_bytes": 256 << 20}),
-				newKid("AIBrixOffloadingConnectorV1Type1", aibrixMemory()),
-				newKid("SharedStorageConnector", folder(r, at)),
-			}
-		}, remote: func(k kid) bool { return !strings.HasPrefix(k.Connector, "AIBrix") }, slow: "PipeConnector"},
-		{name: "nixl", full: true, tail: "NixlConnector", kids: func(r *rig, at string) []kid {
-			return []kid{
-				newKid("NixlConnector", map[string]any{}),
-				newKid("AIBrixOffloadingConnectorV1Type1", aibrixMemory()),
-				newKid("SharedStorageConnector", folder(r, at)),
-			}
-		}, remote: func(k kid) bool { return !strings.HasPrefix(k.Connector, "AIBrix") }},
-	}
-}
-
-func aibrixMemory() map[string]any {
-	return map[string]any{"AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB": "0.25"}
+	full   bool // only when all orders are run on the real model
+	order  []int
+	server string
+	at     string // tells the runs apart
 }
 
 // TestMultiOrders: a MultiConnector of three children in every order, prefill and decode apart and on
@@ -137,9 +111,13 @@ func aibrixMemory() map[string]any {
 func TestMultiOrders(t *testing.T) {
 	orders := min(6, count(t, "orders", *flagOrders, 1, 6))
 	_, relay := remoteServer(t)
-	for i, three := range trios("redis://" + relay.Address()) {
-		if three.full && (orders < 6 || !haveNixl(t)) {
-			t.Logf("%s: left out, -orders 6 and NIXL run it", three.name)
+	for i, three := range []trio{{name: "stores"}, {name: "peers"}, {name: "holder", full: true}} {
+		three.server = relay.Address()
+		if three.full && orders < 6 {
+			t.Logf("%s: left out, -orders 6 runs it", three.name)
+			continue
+		}
+		if known := fixtures(t); slices.ContainsFunc(children(t, three.name), func(c child) bool { return !ready(t, known.Of(c.name(t))) }) {
 			continue
 		}
 		for _, m := range []string{"sim", model(t)} {
@@ -171,36 +149,41 @@ func TestMultiOrders(t *testing.T) {
 
 func (r *rig) testOrder(m string, three trio, prompts []string, want []*cluster.Completion) (tokens int) {
 	r.Helper()
-	listed := func(at string) (kids []kid, names string) {
-		all := three.kids(r, at)
-		for _, i := range three.order {
-			kids = append(kids, all[i])
-			names += " " + all[i].Connector
-		}
-		return kids, names
+	all, names, tail := children(r.T, three.name), "", false
+	var listed []child
+	for _, i := range three.order {
+		listed = append(listed, all[i])
+		names += " " + all[i].name(r.T)
+		tail = tail || all[i].Tail
 	}
-	apart, names := listed(three.at + "-apart")
+	multi := func(at string) *composed {
+		return &composed{children: listed, values: fixture.Values{"TMP": filepath.Join(r.store, at), "NAME": at, "SERVER": three.server}}
+	}
+	apart, waits := multi(three.at+"-apart"), multi(three.at+"-apart")
 	// A child whose saves are late would be passed over: which is first would depend on the machine's load.
-	waits := map[string]any{"deadlines": map[string]any{"match": "20s"}}
-	p := r.serveModel(m, "prefill", r.multi("kv_producer", waits, apart...))
-	d := r.serveModel(m, "decode", r.multi("kv_consumer", nil, apart...), "--enable-prefix-caching=false")
+	waits.settings = `,"kvport":{"deadlines":{"match":"20s"}}`
+	p := r.serveModel(m, "prefill", waits.config(r.T, "kv_producer", ""))
+	d := r.serveModel(m, "decode", apart.config(r.T, "kv_consumer", ""), "--enable-prefix-caching=false")
 	router := r.route(p, d)
 	got := r.all(router.URL, prompts, 2)
 	tokens += compare(r.T, "P/D,"+names, want, got)
-	r.externalAndTail(d, got, three.tail != "")
-	r.loadsOnlyFrom(d, apart, three)
+	r.externalAndTail(d, got, tail)
+	r.loadsOnlyFrom(d, listed)
 	for _, e := range []*cluster.Process{p, d} {
 		r.idle(e)
 		r.stop(e)
 	}
 	r.stop(router)
 
-	one, _ := listed(three.at + "-one")
-	both := r.serveModel(m, "both", r.multi("kv_both", nil, one...), "--enable-prefix-caching=false")
+	both := r.serveModel(m, "both", multi(three.at+"-one").config(r.T, "kv_both", ""), "--enable-prefix-caching=false")
 	tokens += compare(r.T, "one engine, saves,"+names, want, r.all(both.URL, prompts, 2))
 	r.idle(both)
 	tokens += compare(r.T, "one engine, loads,"+names, want, r.all(both.URL, prompts, 2))
-	r.loadsOnlyFrom(both, one, trio{remote: func(k kid) bool { return k.Connector != three.tail }}) // which needs another engine
+	var alone []child
+	for _, c := range listed { // a tail needs another engine
+		alone = append(alone, child{Config: c.Config, Remote: !c.Tail})
+	}
+	r.loadsOnlyFrom(both, alone)
 	r.idle(both)
 	r.stop(both)
 	return tokens
@@ -208,22 +191,22 @@ func (r *rig) testOrder(m string, three trio, prompts []string, want []*cluster.
 
 // loadsOnlyFrom checks that all that was loaded came from the first child that has blocks, or, if that
 // is the slow one, from it and the next.
-func (r *rig) loadsOnlyFrom(p *cluster.Process, kids []kid, three trio) {
+func (r *rig) loadsOnlyFrom(p *cluster.Process, listed []child) {
 	r.Helper()
 	m := r.metrics(p)
 	h, err := r.client.Health(r.Context(), p.URL)
 	require.NoError(r, err)
 	require.Equal(r, "ready", h.Connector.State)
 	loaded, first := 0.0, true
-	for i, k := range kids {
-		name := fmt.Sprintf("%d/%s", i, k.Connector)
+	for i, c := range listed {
+		name := fmt.Sprintf("%d/%s", i, c.name(r.T))
 		require.Equal(r, name, h.Connector.Children[i].Name)
 		n := m.Sum("kvport_child_blocks_total", fmt.Sprintf("child=%q", name), `direction="load"`)
 		switch {
-		case three.remote(k) && first:
-			first = k.Connector == three.slow
+		case c.Remote && first:
+			first = c.Slow
 			loaded += n
-		case k.Connector != three.tail:
+		case !c.Tail:
 			require.Zero(r, n, "blocks from %s", name)
 		}
 	}
@@ -232,47 +215,37 @@ func (r *rig) loadsOnlyFrom(p *cluster.Process, kids []kid, three trio) {
 	require.Zero(r, m.Sum("kvport_integrity_failures_total"))
 }
 
-// movers are the connectors that bring blocks from a prefill engine to a decode engine.
-func movers(t *testing.T) []string {
-	t.Helper()
-	out := []string{"PipeConnector"}
-	if haveNixl(t) {
-		return append(out, "NixlConnector")
-	}
-	t.Log("NixlConnector IS NOT TESTED: NIXL is not in .deps/nixl; run make deps")
-	return out
-}
-
 // TestMultiPeer: blocks go to the decode engine by a child that connects the two and are kept by one
 // that offloads them: the first request of a prompt is fetched from the producer, and the producer
 // itself loads the second from its own memory.
 func TestMultiPeer(t *testing.T) {
 	for _, mover := range movers(t) {
 		for _, m := range []string{"sim", model(t)} {
-			t.Run(mover+"/"+filepath.Base(m), func(t *testing.T) { testMultiPeer(newRig(t), mover, m) })
+			t.Run(mover.Connector+"/"+filepath.Base(m), func(t *testing.T) { testMultiPeer(newRig(t), mover, m) })
 		}
 	}
 }
 
-func testMultiPeer(r *rig, mover, m string) {
+func testMultiPeer(r *rig, mover *fixture.Fixture, m string) {
 	r.Helper()
 	prompts := texts(r.T, *flagSeed+55000, min(4, count(r.T, "prompts", *flagPrompts, 2, 4)), 400, 1600)
 	node := r.serveModel(m, "single", "")
 	want := r.all(node.URL, prompts, 2)
 	r.stop(node)
-	peer, memory := newKid(mover, map[string]any{}), newKid("AIBrixOffloadingConnectorV1Type1", aibrixMemory())
-	p := r.serveModel(m, "prefill", r.multiOf("kv_both", nil, peer.in("kv_producer"), memory.in("kv_both")), "--enable-prefix-caching=false")
-	d := r.serveModel(m, "decode", r.multiOf("kv_both", nil, peer.in("kv_consumer"), memory.in("kv_both")), "--enable-prefix-caching=false")
+	memory := children(r.T, "memory")[0]
+	both := composed{children: []child{ofFixture(mover), memory}}
+	p := r.serveModel(m, "prefill", both.config(r.T, "kv_both", "kv_producer"), "--enable-prefix-caching=false")
+	d := r.serveModel(m, "decode", both.config(r.T, "kv_both", "kv_consumer"), "--enable-prefix-caching=false")
 	router := r.route(p, d)
 	tokens := compare(r.T, "first", want, r.all(router.URL, prompts, 2))
 	blocks := func(e *cluster.Process, child, direction string) float64 {
 		return r.metrics(e).Sum("kvport_child_blocks_total", fmt.Sprintf("child=%q", child), fmt.Sprintf("direction=%q", direction))
 	}
-	fetched := blocks(d, "0/"+mover, "load")
+	fetched := blocks(d, "0/"+mover.Connector, "load")
 	require.Positive(r, fetched)
-	require.Zero(r, blocks(d, "1/AIBrixOffloadingConnectorV1Type1", "load"))
+	require.Zero(r, blocks(d, "1/"+memory.name(r.T), "load"))
 	tokens += compare(r.T, "again", want, r.all(router.URL, prompts, 2))
-	kept := blocks(p, "1/AIBrixOffloadingConnectorV1Type1", "load")
+	kept := blocks(p, "1/"+memory.name(r.T), "load")
 	require.Positive(r, kept)
 	for _, e := range []*cluster.Process{p, d} {
 		r.idle(e)
@@ -280,19 +253,6 @@ func testMultiPeer(r *rig, mover, m string) {
 		r.stop(e)
 	}
 	r.Logf("%d tokens compared, 0 differ; %.0f blocks fetched from the producer, which loaded %.0f from its own memory the second time", tokens, fetched, kept)
-}
-
-// struckKids are the children of the engines whose children are killed: of every kind, some nested.
-// Prefill and decode share a folder and a server, and producers give tickets.
-func struckKids(r *rig, url string) []kid {
-	return []kid{
-		newKid("PipeConnector", map[string]any{"buffer_bytes": 64 << 20}),
-		nested(
-			newKid("OffloadingConnector", map[string]any{"cpu_bytes_to_use": 64 << 20}),
-			newKid("SharedStorageConnector", map[string]any{"shared_storage_path": r.store}),
-		),
-		newKid("RemoteStoreConnector", map[string]any{"url": url}),
-	}
 }
 
 // TestMultiKilled: children of MultiConnectors are killed and stopped at random under load, until the given number
@@ -309,20 +269,22 @@ func TestMultiKilled(t *testing.T) {
 func testMultiKilled(r *rig, m string, n, lo, hi int) {
 	r.Helper()
 	_, relay := remoteServer(r.T)
-	kids := struckKids(r, "redis://"+relay.Address())
-	settings := map[string]any{
-		"breaker":   map[string]any{"deaths": 100000, "backoff_max": "20ms"},
-		"deadlines": map[string]any{"transfer": "2s", "save": "2s"}, "heartbeat": map[string]any{"limit": "2s"},
+	// The children are of every kind, some nested. Prefill and decode share a folder and a server, and producers give tickets.
+	all := composed{
+		children: children(r.T, "struck"), values: fixture.Values{"TMP": r.store, "SERVER": relay.Address()},
+		settings: `,"kvport":{"breaker":{"deaths":100000,"backoff_max":"20ms"},"deadlines":{"transfer":"2s","save":"2s"},"heartbeat":{"limit":"2s"}}`,
 	}
+	stores := all
+	stores.children = all.children[1:]
 	const fresh, old = 2, 4
 	most := 2*n + 10 // faults: some meet none
 	prompts := texts(r.T, *flagSeed+60000, old+fresh*(n+n/4+1), lo, hi)
 	node := r.serveModel(m, "single", "")
 	want := r.all(node.URL, prompts, 4)
 	r.stop(node)
-	p := r.serveModel(m, "prefill", r.multi("kv_producer", settings, kids...), "--enable-prefix-caching=false")
-	d := r.serveModel(m, "decode", r.multi("kv_consumer", settings, kids...), "--enable-prefix-caching=false")
-	both := r.serveModel(m, "both", r.multi("kv_both", settings, kids[1:]...), "--enable-prefix-caching=false")
+	p := r.serveModel(m, "prefill", all.config(r.T, "kv_producer", ""), "--enable-prefix-caching=false")
+	d := r.serveModel(m, "decode", all.config(r.T, "kv_consumer", ""), "--enable-prefix-caching=false")
+	both := r.serveModel(m, "both", stores.config(r.T, "kv_both", ""), "--enable-prefix-caching=false")
 	router := r.route(p, d)
 	tokens := compare(r.T, "before", want[:old], r.all(router.URL, prompts[:old], 4))
 	compare(r.T, "before", want[:old], r.all(both.URL, prompts[:old], 4))

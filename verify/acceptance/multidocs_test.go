@@ -1,7 +1,6 @@
 package acceptance
 
 import (
-	"encoding/json"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -15,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 var jsonBlock = regexp.MustCompile("(?s)```json\n(.*?)```")
@@ -50,21 +50,15 @@ func TestMultiPage(t *testing.T) {
 func TestMultiPlugin(t *testing.T) {
 	kills := count(t, "multikills", *flagMultiKills, 5, 50)
 	r := newRig(t)
-	config, err := json.Marshal(map[string]any{
-		"kv_connector": "MultiConnector", "kv_role": "kv_both",
-		"kv_connector_module_path": filepath.Join(root(t), "bin", "kvport-multi"),
-		"kvport":                   map[string]any{"breaker": map[string]any{"deaths": 1000, "backoff_max": "20ms"}},
-		"kv_connector_extra_config": map[string]any{"connectors": kidsIn("kv_both", []kid{
-			newKid("OffloadingConnector", map[string]any{"cpu_bytes_to_use": 64 << 20}),
-			newKid("SharedStorageConnector", map[string]any{"shared_storage_path": r.store}),
-		})},
-	})
-	require.NoError(t, err)
+	multi := composed{
+		children: children(t, "plugin"), values: fixture.Values{"TMP": r.store},
+		settings: fmt.Sprintf(`,"kv_connector_module_path":%q,"kvport":{"breaker":{"deaths":1000,"backoff_max":"20ms"}}`, filepath.Join(root(t), "bin", "kvport-multi")),
+	}
 	prompts := texts(t, *flagSeed+58000, 6+kills, 400, 2000)
 	node := r.serveModel("sim", "single", "")
 	want := r.all(node.URL, prompts, 4)
 	r.stop(node)
-	engine := r.serveModel("sim", "engine", string(config), "--enable-prefix-caching=false")
+	engine := r.serveModel("sim", "engine", multi.config(t, "kv_both", ""), "--enable-prefix-caching=false")
 	rng := rand.New(rand.NewPCG(*flagSeed, 11))
 	tokens := compare(t, "cold", want[:6], r.all(engine.URL, prompts[:6], 4))
 	var family []int

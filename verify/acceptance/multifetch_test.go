@@ -2,13 +2,13 @@ package acceptance
 
 import (
 	"fmt"
-	"slices"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // TestPipeFetchesOnlyTheRest counts what a peer sends for prompts that a store in the list has, too. Behind
@@ -18,23 +18,23 @@ func TestPipeFetchesOnlyTheRest(t *testing.T) {
 	for _, behind := range []bool{true, false} {
 		t.Run(fmt.Sprintf("behind the store=%t", behind), func(t *testing.T) {
 			r := newRig(t)
-			kids := []kid{
-				newKid("SharedStorageConnector", map[string]any{"shared_storage_path": r.store}),
-				newKid("PipeConnector", map[string]any{"buffer_bytes": 64 << 20}),
-			}
+			first, second := typical(t, fixture.Store), typical(t, fixture.Peers)
 			if !behind {
-				slices.Reverse(kids)
+				first, second = second, first
 			}
+			both := composed{children: []child{ofFixture(first), ofFixture(second)}, values: fixture.Values{"TMP": r.store}}
 			prompts := texts(t, *flagSeed+61000, 4, 400, 1600)
-			p := r.serveModel("sim", "prefill", r.multi("kv_producer", nil, kids...))
+			p := r.serveModel("sim", "prefill", both.config(t, "kv_producer", ""))
 			want := r.all(p.URL, prompts, 2)
 			r.idle(p) // the store has all of them
-			d := r.serveModel("sim", "decode", r.multi("kv_consumer", nil, kids...), "--enable-prefix-caching=false")
+			d := r.serveModel("sim", "decode", both.config(t, "kv_consumer", ""), "--enable-prefix-caching=false")
 			router := r.route(p, d)
 			same(t, "P/D", want, r.all(router.URL, prompts, 2))
 			r.idle(d)
-			at := map[bool]int{true: 0, false: 1}[behind]
-			store, pipe := fmt.Sprintf("child=\"%d/SharedStorageConnector\"", at), fmt.Sprintf("child=\"%d/PipeConnector\"", 1-at)
+			store, pipe := fmt.Sprintf("child=\"0/%s\"", first.Connector), fmt.Sprintf("child=\"1/%s\"", second.Connector)
+			if !behind {
+				store, pipe = pipe, store
+			}
 			var m cluster.Metrics
 			require.Eventually(t, func() bool { // what children count is shown some time later
 				m = r.metrics(d)

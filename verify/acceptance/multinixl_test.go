@@ -2,7 +2,6 @@ package acceptance
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"path/filepath"
 	"testing"
@@ -12,6 +11,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 const queuedLease = 2 * time.Second
@@ -47,18 +47,12 @@ func newQueuedNixl(t *testing.T, plugin string, n uint64) *queuedNixl {
 	node := q.serveModel(slow, "single", "")
 	q.want = q.all(node.URL, q.prompts, 4)
 	q.stop(node)
-	config := func(role string) string {
-		nixl := newKid("NixlConnector", map[string]any{"lease_ms": queuedLease.Milliseconds()})
-		memory := newKid("OffloadingConnector", map[string]any{"cpu_bytes_to_use": 64 << 20})
-		data, err := json.Marshal(map[string]any{
-			"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_module_path": plugin,
-			"kv_connector_extra_config": map[string]any{"connectors": []kid{nixl.in(role), memory.in("kv_both")}},
-		})
-		require.NoError(t, err)
-		return string(data)
+	multi := composed{
+		children: children(t, "queued"), values: fixture.Values{"LEASE": queuedLease.Milliseconds()},
+		settings: fmt.Sprintf(`,"kv_connector_module_path":%q`, plugin),
 	}
-	q.p = q.serveModel(slow, "prefill", config("kv_producer"))
-	q.d = q.serveModel(slow, "decode", config("kv_consumer"), "--max-num-seqs", "1", "--enable-prefix-caching=false")
+	q.p = q.serveModel(slow, "prefill", multi.config(t, "kv_both", "kv_producer"))
+	q.d = q.serveModel(slow, "decode", multi.config(t, "kv_both", "kv_consumer"), "--max-num-seqs", "1", "--enable-prefix-caching=false")
 	return q
 }
 

@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // planted is the name of a connector that is a copy of the one that stands for stores. It is written so that it does not stand here:
@@ -120,7 +122,7 @@ func (p *plantedTree) copy(from, rel string) error {
 // plant writes the three places.
 func (p *plantedTree) plant() {
 	p.Helper()
-	typical := typicalStore(p.T)
+	typical := typical(p.T, fixture.Store)
 	x := filepath.Base(typical.Folder)
 	main := p.read(filepath.Join(typical.Folder, "main.go"))
 	_, aliases, found := strings.Cut(main, "Aliases: ")

@@ -1,7 +1,7 @@
 package acceptance
 
 import (
-	"encoding/json"
+	"bytes"
 	"fmt"
 	"strings"
 	"testing"
@@ -14,39 +14,6 @@ import (
 	"github.com/kvport/kvport/verify/fixture"
 )
 
-// quotaCase is a connector with room for a few blocks only.
-type quotaCase struct {
-	name, connector string
-	room            int // blocks of a tenant, or of all, that are stored for sure
-	extra           func(b backend) string
-	before          func(t *testing.T, b backend)
-	says            []string // what the error tells: how much there is, and of what
-	metric          string   // that counts it
-	declined        bool     // it happens because the config asks for it
-}
-
-func quotaCases() []quotaCase {
-	const block = 16*32*2 + 2*16 // two layers and their digests, as openKeys has them
-	room := int64(8 * (block + 512))
-	tiers := func(b backend) string {
-		return fmt.Sprintf(`{"cpu_bytes_to_use":134217728,"tenant_bytes":%d,"disk_path":"%s/disk","disk_bytes":134217728,"disk_admit_after":1}`, room, b.dir)
-	}
-	remote := func(b backend) string { return fmt.Sprintf(`{"url":"redis://%s"}`, b.server) }
-	full := func(t *testing.T, b backend) {
-		require.NoError(t, b.redis.Do(t.Context(), "config", "set", "maxmemory", "1", "maxmemory-policy", "noeviction"))
-	}
-	return []quotaCase{
-		{
-			name: "tenant_bytes of OffloadingConnector", connector: "OffloadingConnector", room: 8, extra: tiers, declined: true,
-			says: []string{"tenant", fmt.Sprintf("of %d bytes", room), "over quota"}, metric: "kvport_connector_declined_quota_total",
-		},
-		{
-			name: "maxmemory of RemoteStoreConnector's server", connector: "RemoteStoreConnector", extra: remote, before: full,
-			says: []string{"127.0.0.1:", "server has no memory left"}, metric: "kvport_transfer_failed_blocks_total",
-		},
-	}
-}
-
 // TestQuotaOverflow: who saves beyond what a config or a server permits is told which blocks were not stored and why, by
 // the event of the save and by a metric; what was stored stays, and other tenants go on.
 func TestQuotaOverflow(t *testing.T) {
@@ -54,18 +21,20 @@ func TestQuotaOverflow(t *testing.T) {
 		t.Skip("starts plugins and a server: left out with -short, which the race stage uses")
 	}
 	b := newBackend(t)
-	for _, c := range quotaCases() {
-		t.Run(c.name, func(t *testing.T) { c.run(t, b.under(t, c.connector)) })
+	for _, f := range those(t, func(f *fixture.Fixture) bool { return f.Quota != nil }) {
+		t.Run(f.Connector, func(t *testing.T) { quotaOverflow(t, f, b.under(t, f.Connector)) })
 	}
 }
 
-func (c *quotaCase) run(t *testing.T, b backend) {
-	f := scene{name: c.connector, Fixture: &fixture.Fixture{}, Setup: fixture.Setup{Config: json.RawMessage(c.extra(b))}}
+func quotaOverflow(t *testing.T, f *fixture.Fixture, b backend) {
+	const block = 16*32*2 + 2*16 // two layers and their digests, as openKeys has them
+	c, room := f.Quota, fmt.Sprint(f.Quota.Room*(block+512))
+	s := scene{name: f.Connector, Fixture: &fixture.Fixture{}, Setup: fixture.Setup{Config: bytes.ReplaceAll(c.Config, []byte(`"@ROOM@"`), []byte(room))}}
 	i := usual()
-	e, err := openKeys(t, &f, b, i, "engine")
+	e, err := openKeys(t, &s, b, i, "engine")
 	require.NoError(t, err)
-	if c.before != nil {
-		c.before(t, b)
+	if c.ServerFull {
+		require.NoError(t, b.redis.Do(t.Context(), "config", "set", "maxmemory", "1", "maxmemory-policy", "noeviction"))
 	}
 	stored, failed := 0, 0
 	var last error
@@ -79,18 +48,18 @@ func (c *quotaCase) run(t *testing.T, b backend) {
 			last = saved.Err
 		}
 	}
-	require.GreaterOrEqual(t, stored, c.room)
+	require.GreaterOrEqual(t, stored, c.Room)
 	require.Positive(t, failed, "blocks that were not stored")
 	require.Error(t, last)
-	for _, part := range c.says {
-		require.ErrorContains(t, last, part)
+	for _, part := range c.Says {
+		require.ErrorContains(t, last, strings.ReplaceAll(part, "@ROOM@", room))
 	}
-	if c.declined {
+	if c.Declined {
 		require.ErrorIs(t, last, connector.ErrDeclined)
 	}
-	e.settled(c.metric, failed)
-	t.Logf("%d blocks stored, %d refused, told by the event: %v; counted by %s", stored, failed, last, c.metric)
-	if c.declined { // another tenant has its own
+	e.settled(c.Metric, failed)
+	t.Logf("%d blocks stored, %d refused, told by the event: %v; counted by %s", stored, failed, last, c.Metric)
+	if c.Declined { // another tenant has its own
 		i.space.Salt = "another"
 		saved := e.save("another tenant's", i.space.Keys(make([]int32, keyPrompt), i.block), 2)
 		require.Empty(t, saved.Failed, "%v", saved.Err)

@@ -3,7 +3,6 @@ package acceptance
 import (
 	"context"
 	"encoding/json"
-	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -30,15 +29,14 @@ func remoteServer(t *testing.T, args ...string) (*redistest.Server, *relay.Relay
 	return srv, between
 }
 
-// remoteConfig is the --kv-transfer-config of a connector with some server; host is its "kvport" object or empty.
-func remoteConfig(t *testing.T, connector, role string, extra map[string]string, host map[string]string) string {
+// remoteConfig is the --kv-transfer-config of an engine that does both.
+func remoteConfig(t *testing.T, extra map[string]string) string {
 	t.Helper()
 	config := struct {
 		Connector string            `json:"kv_connector"`
 		Role      string            `json:"kv_role"`
 		Extra     map[string]string `json:"kv_connector_extra_config"`
-		Host      map[string]string `json:"kvport,omitempty"`
-	}{connector, role, extra, host}
+	}{"RemoteStoreConnector", "kv_both", extra}
 	data, err := json.Marshal(config)
 	require.NoError(t, err)
 	return string(data)
@@ -78,7 +76,7 @@ func TestRemoteServerFaults(t *testing.T) {
 	r.stop(node)
 
 	srv, between := remoteServer(t)
-	config := remoteConfig(t, "RemoteStoreConnector", "kv_both", map[string]string{"url": "redis://" + between.Address()}, nil)
+	config := remoteConfig(t, map[string]string{"url": "redis://" + between.Address()})
 	engine := r.serveModel("sim", "engine", config, "--enable-prefix-caching=false")
 	external := func() float64 { return r.metrics(engine).Sum("kvport_prompt_tokens_total", `source="external"`) }
 	loads := func() { // until blocks come from the server again
@@ -157,7 +155,7 @@ func TestRemoteWrongPassword(t *testing.T) {
 	srv, _ := remoteServer(t, "--requirepass", "right-password")
 	file := filepath.Join(t.TempDir(), "password")
 	require.NoError(t, os.WriteFile(file, []byte("wrong-password"), 0o600))
-	config := remoteConfig(t, "RemoteStoreConnector", "kv_both", map[string]string{"url": "redis://" + srv.Address, "password_file": file}, nil)
+	config := remoteConfig(t, map[string]string{"url": "redis://" + srv.Address, "password_file": file})
 	_, err := cluster.Start(t.Context(), nil, "engine", binary(t), "serve", "--model", "sim", "--port", "0", "--kv-transfer-config", config)
 	require.Error(t, err)
 	require.ErrorContains(t, err, "password_file")
@@ -177,7 +175,7 @@ func TestRemoteWrongTLS(t *testing.T) {
 	node := r.serveModel("sim", "single", "")
 	want := r.all(node.URL, prompts, 1)
 	srv, _ := remoteServer(t)
-	config := remoteConfig(t, "RemoteStoreConnector", "kv_both", map[string]string{"url": "rediss://" + srv.Address}, nil)
+	config := remoteConfig(t, map[string]string{"url": "rediss://" + srv.Address})
 	engine := r.serveModel("sim", "engine", config, "--enable-prefix-caching=false")
 	for range 2 {
 		same(t, "no TLS", want, r.all(engine.URL, prompts, 2))
@@ -190,58 +188,4 @@ func TestRemoteWrongTLS(t *testing.T) {
 	keys, err := srv.Keys(t.Context())
 	require.NoError(t, err)
 	require.Empty(t, keys, "nothing went over the wire in clear text")
-}
-
-// TestRemoteConnectors: the real model goes through prefill, a Redis server and decode by each connector that has one, with
-// keyed digests, and on one engine that saves and loads. The tokens are those of a single node.
-func TestRemoteConnectors(t *testing.T) {
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+8800, count(t, "prompts", *flagPrompts, 2, 6), 300, 1200)
-	node := r.serve("single", "")
-	want := r.all(node.URL, prompts, 1)
-	r.stop(node)
-	_, between := remoteServer(t)
-	url := "redis://" + between.Address()
-	secret := filepath.Join(t.TempDir(), "secret")
-	require.NoError(t, os.WriteFile(secret, []byte("a tenant's secret"), 0o600))
-	const olPrefix = "AIBRIX_KV_CACHE_OL_"
-	for _, c := range []struct {
-		connector    string
-		shared, tier map[string]string // blocks in the server alone; with memory in front of it
-	}{
-		{"RemoteStoreConnector", map[string]string{"url": url}, map[string]string{"url": ""}},
-		{
-			"AIBrixOffloadingConnectorV1Type1",
-			map[string]string{olPrefix + "L1_CACHE_ENABLED": "0", olPrefix + "L2_CACHE_BACKEND": "REDIS", olPrefix + "REDIS_URL": url},
-			map[string]string{olPrefix + "L1_CACHE_CAPACITY_GB": "0.1", olPrefix + "L2_CACHE_BACKEND": "REDIS", olPrefix + "REDIS_URL": url},
-		},
-		{
-			"LMCacheConnectorV1",
-			map[string]string{"lmcache.chunk_size": "16", "lmcache.local_cpu": "false", "lmcache.remote_url": url},
-			map[string]string{"lmcache.chunk_size": "16", "lmcache.max_local_cpu_size": "0.1", "lmcache.remote_url": url},
-		},
-	} {
-		t.Run(c.connector, func(t *testing.T) {
-			r := &rig{T: t, tokens: r.tokens}
-			host := map[string]string{"tenant_secret_file": secret}
-			p := r.serve("prefill", remoteConfig(t, c.connector, "kv_producer", c.shared, host))
-			d := r.serve("decode", remoteConfig(t, c.connector, "kv_consumer", c.shared, host), "--enable-prefix-caching=false")
-			router := r.route(p, d)
-			got := r.all(router.URL, prompts, 2)
-			same(t, c.connector+", prefill and decode apart", want, got)
-			r.external(d, got)
-			require.Zero(t, r.metrics(d).Sum("kvport_integrity_failures_total"))
-			for _, e := range []*cluster.Process{router, d, p} {
-				r.stop(e)
-			}
-			both := r.serve("both", remoteConfig(t, c.connector, "kv_both", c.tier, host), "--enable-prefix-caching=false")
-			same(t, c.connector+", saves", want, r.all(both.URL, prompts, 2))
-			r.idle(both)
-			same(t, c.connector+", loads", want, r.all(both.URL, prompts, 2))
-			m := r.metrics(both)
-			t.Logf("%s: %.0f prompt tokens loaded by decode's like, %v", c.connector, m.Sum("kvport_prompt_tokens_total", `source="external"`), fmt.Sprint(len(prompts), " prompts"))
-			require.Positive(t, m.Sum("kvport_prompt_tokens_total", `source="external"`))
-			r.stop(both)
-		})
-	}
 }

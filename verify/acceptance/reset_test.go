@@ -1,6 +1,7 @@
 package acceptance
 
 import (
+	"fmt"
 	"io"
 	"net/http"
 	"testing"
@@ -9,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // reset empties the caches of an engine and gives what it says.
@@ -44,8 +46,8 @@ func TestResetOfHolder(t *testing.T) {
 	r.useTicket(d, prompts[1], r.ticket(p, prompts[1]), want[1])
 	require.Positive(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
 
-	pipe := r.serveModel("sim", "pipe", `{"kv_connector":"PipeConnector","kv_role":"kv_producer"}`)
-	status, body = r.reset(pipe)
+	other := typical(t, fixture.Peers).Connector
+	status, body = r.reset(r.serveModel("sim", "other", fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_producer"}`, other)))
 	require.Equal(t, http.StatusNotImplemented, status)
-	require.Contains(t, body, "the prefix cache is empty, the connector is not: PipeConnector cannot be reset")
+	require.Contains(t, body, "the prefix cache is empty, the connector is not: "+other+" cannot be reset")
 }

@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // What a run does; the defaults are the counts the project promises.
@@ -42,8 +43,6 @@ var (
 	flagConversations = flag.Int("conversations", 16, "conversations with several turns")
 	flagAnswer        = flag.Int("answer", 96, "tokens of each answer of a conversation")
 )
-
-const connectorName = "SharedStorageConnector"
 
 // count is how much of something a test runs: the value of the flag of that name if it was given, else a short
 // count, or the full one with KVPORT_SOAK=1.
@@ -98,7 +97,7 @@ func model(t *testing.T) string {
 type rig struct {
 	*testing.T
 	client cluster.Client
-	store  string // shared_storage_path
+	store  string // where the typical store keeps its blocks
 	tokens int    // to generate for each prompt
 }
 
@@ -118,10 +117,14 @@ func newLongRig(t *testing.T) *rig {
 	return r
 }
 
-// config is the --kv-transfer-config of a role; extra and host are further JSON members, or empty.
+// config is the --kv-transfer-config of a role with the typical store; extra and host are further JSON members, or empty.
 func (r *rig) config(role, extra, host string) string {
-	return fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"kv_connector_extra_config":{"shared_storage_path":%q%s}%s}`,
-		connectorName, role, r.store, extra, host)
+	r.Helper()
+	f := typical(r.T, fixture.Store)
+	own, err := fixture.Fill(f.Setups[0].Config, fixture.Values{"TMP": r.store})
+	require.NoError(r, err, "%s/fixture.json", f.Folder)
+	return fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"kv_connector_extra_config":%s%s}%s}`,
+		f.Connector, role, strings.TrimSuffix(own, "}"), extra, host)
 }
 
 // serve starts an engine. config may be empty.

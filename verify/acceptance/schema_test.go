@@ -3,6 +3,7 @@ package acceptance
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"os"
 	"os/exec"
 	"strings"
@@ -10,6 +11,9 @@ import (
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // kvport schema takes every pasted config that serves, alone and as the child of a MultiConnector, and none with a mistake.
@@ -29,7 +33,7 @@ func TestPastedConfigsFitTheSchema(t *testing.T) {
 			fits++
 			require.NoError(t, validate(schema, config), "%s: %s", row.Source, config)
 			if !strings.Contains(config, `"engine_id"`) {
-				require.NoError(t, validate(schema, `{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":{"connectors":[`+config+`]}}`))
+				require.NoError(t, validate(schema, fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kv_connector_extra_config":{"connectors":[%s]}}`, host.MultiName, config)))
 			}
 		}
 		for _, mistake := range []string{`"kv_conector": "X"`, `"kvport": {"deadlines": {"save": true}}`, `"kvport": {"landing_bytes": "10 apples"}`, `"kvport": {"trus": "staged"}`, `"kv_rank": {}`} {
@@ -44,43 +48,28 @@ func TestSchemaOfConnectors(t *testing.T) {
 		t.Skip("runs processes: left out with -short, which the race stage uses")
 	}
 	schema := printedSchema(t)
-	const config = `{"kv_connector": "NAME", "kv_role": "kv_both", "kv_connector_extra_config": EXTRA}`
-	multi := func(children string) string { return `{"connectors": [` + children + `]}` }
-	child := func(name, extra string) string {
-		return strings.NewReplacer("NAME", name, "EXTRA", extra).Replace(config)
+	data, err := os.ReadFile("testdata/schema.json")
+	require.NoError(t, err)
+	var rows []struct {
+		Of     string          `json:"of"` // the connector's own config, instead of the whole
+		Config json.RawMessage `json:"config"`
+		Fits   bool            `json:"fits"`
 	}
-	for _, c := range []struct {
-		name, extra string
-		fits        bool
-	}{
-		{"SharedStorageConnector", `{"shared_storage_path": "/x"}`, true},
-		{"ExampleConnector", `{"shared_storage_path": "/x"}`, true},
-		{"ExampleConnector", `{"shared_storage_path": 7}`, false},
-		{"SharedStorageConnector", `{"shared_storage_pth": "/x"}`, false},
-		{"RedisConnector", `{"max_value_bytes": "10MiB"}`, true},
-		{"RedisConnector", `{"max_value_bytes": "10 apples"}`, false},
-		{"NoSuchConnector", `{}`, false},
-		{"MultiConnector", multi(child("SharedStorageConnector", `{"shared_storage_path": "/x"}`)), true},
-		{"MultiConnector", multi(child("SharedStorageConnector", `{"shared_storage_pth": "/x"}`)), false},
-		{"MultiConnector", multi(child("MultiConnector", multi(child("SharedStorageConnector", `{}`)))), true},
-		{"MultiConnector", multi(child("MultiConnector", multi(child("SharedStorageConnector", `{"x": 1}`)))), false},
-		{"MultiConnector", multi(``), false},
-		{"MultiConnector", `{}`, false},
-	} {
-		err := validate(schema, child(c.name, c.extra))
-		if c.fits {
-			require.NoError(t, err, "%+v", c)
+	require.NoError(t, json.Unmarshal(data, &rows))
+	for _, row := range rows {
+		against := schema
+		if row.Of != "" {
+			against = printedSchema(t, row.Of)
+		}
+		if row.Fits {
+			require.NoError(t, validate(against, string(row.Config)), "%+v", row)
 		} else {
-			require.Error(t, err, "%+v", c)
+			require.Error(t, validate(against, string(row.Config)), "%+v", row)
 		}
 	}
-	one := printedSchema(t, "ExampleConnector")
-	require.NoError(t, validate(one, `{"shared_storage_path": "/x"}`))
-	require.Error(t, validate(one, `{"shared_storage_pth": "/x"}`))
-	require.NoError(t, validate(printedSchema(t, "MultiConnector"), multi(child("SharedStorageConnector", `{}`))))
 	out, err := exec.CommandContext(t.Context(), binary(t), "schema", "NoSuchConnector").CombinedOutput()
 	require.Error(t, err)
-	require.Contains(t, string(out), "SharedStorageConnector")
+	require.Contains(t, string(out), typical(t, fixture.Store).Connector)
 }
 
 // printedSchema is what kvport schema prints.

@@ -1,10 +1,12 @@
 package acceptance
 
 import (
+	"encoding/json"
 	"fmt"
 	"net"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -12,47 +14,41 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // TestStrangersOnLoopback: an engine with another ticket key, as another user of the machine has, subscribes to
 // a producer and gets nothing; 300 connections of others who say nothing keep no consumer out, after a restart
 // either. The same consumer with the right key gets what is computed.
 func TestStrangersOnLoopback(t *testing.T) {
-	for name, where := range map[string]func(port string) string{
-		"PipeConnector": func(port string) string { return fmt.Sprintf(`"listen":"127.0.0.1:%s"`, port) },
-		"NixlConnector": func(port string) string { return `"side_channel_port":` + port },
-	} {
-		t.Run(name, func(t *testing.T) {
+	for _, f := range those(t, func(f *fixture.Fixture) bool { return f.LayerWise != nil }) {
+		t.Run(f.Connector, func(t *testing.T) {
 			r := newRig(t)
-			if name == "NixlConnector" && !haveNixl(t) {
-				t.Skip("NixlConnector IS NOT TESTED: NIXL is not in .deps/nixl; run make deps")
-			}
 			r.tokens = 4
-			r.strangers(name, where)
+			r.strangers(f)
 		})
 	}
 }
 
-func (r *rig) strangers(name string, where func(port string) string) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+func (r *rig) strangers(f *fixture.Fixture) {
+	port := freePort(r.T)
+	number, err := strconv.Atoi(port)
 	require.NoError(r, err)
-	address := l.Addr().String()
-	_, port, err := net.SplitHostPort(address)
-	require.NoError(r, err)
-	require.NoError(r, l.Close())
+	address := net.JoinHostPort("127.0.0.1", port)
 	key := filepath.Join(r.TempDir(), "another.key")
 	require.NoError(r, os.WriteFile(key, []byte(strings.Repeat("another key ", 4)), 0o600))
 
-	config := func(role, extra, host string) string {
-		return fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"kv_connector_extra_config":{%s}%s}`, name, role, extra, host)
+	config := func(role string, own json.RawMessage, host string) string {
+		extra, err := fixture.Fill(own, fixture.Values{"PORT": number})
+		require.NoError(r, err)
+		return fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"kv_connector_extra_config":%s%s}`, f.Connector, role, extra, host)
 	}
 	serve := func(name, config string) *cluster.Process {
 		return r.serveModel("tiny-random", name, config, "--enable-prefix-caching=false", "--max-num-batched-tokens", "128")
 	}
-	subscribe := fmt.Sprintf(`"subscribe":[%q]`, address)
 	node := serve("single", "")
-	p := serve("prefill", config("kv_producer", where(port), ""))
-	stranger := serve("stranger", config("kv_consumer", subscribe, fmt.Sprintf(`,"kvport":{"ticket_key_file":%q}`, key)))
+	p := serve("prefill", config("kv_producer", f.LayerWise.Producer, ""))
+	stranger := serve("stranger", config("kv_consumer", f.LayerWise.Consumer, fmt.Sprintf(`,"kvport":{"ticket_key_file":%q}`, key)))
 
 	prompts := texts(r.T, *flagSeed+7000, 8, 600, 1200)
 	silent(r, address, 300)
@@ -66,16 +62,16 @@ func (r *rig) strangers(name string, where func(port string) string) {
 	require.Zero(r, m.Sum("kvport_connector_layer_confirmed_bytes_total"))
 
 	for _, life := range []string{"decode", "decode again"} {
-		d := serve(life, config("kv_consumer", subscribe, ""))
+		d := serve(life, config("kv_consumer", f.LayerWise.Consumer, ""))
 		router := r.route(p, d)
 		subscribed := func() bool { return r.metrics(p).Sum("kvport_connector_subscribers") > 0 }
-		if name == "PipeConnector" { // the other one begins with the first ticket
+		if !f.Holds { // the other one begins with the first ticket
 			require.Eventually(r, subscribed, time.Minute, 20*time.Millisecond)
 		}
 		same(r.T, life, r.all(node.URL, prompts, 2), r.all(router.URL, prompts, 2))
 		require.Positive(r, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
 		r.stop(d)
-		if name == "PipeConnector" {
+		if !f.Holds {
 			require.Eventually(r, func() bool { return !subscribed() }, time.Minute, 20*time.Millisecond, "somebody else has subscribed")
 		}
 		silent(r, address, 300)

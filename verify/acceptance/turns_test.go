@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // conversation is token ids that grow from turn to turn.
@@ -32,9 +33,9 @@ type turns struct {
 	answer               int // tokens of each answer
 }
 
-func newTurns(r *rig, model, connector string, conversations int, decode ...string) *turns {
+func newTurns(r *rig, model string, f *fixture.Fixture, conversations int, decode ...string) *turns {
 	r.Helper()
-	config := fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kvport":{"recompute_threshold":32}}`, connector)
+	config := fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kv_connector_extra_config":%s,"kvport":{"recompute_threshold":32}}`, f.Connector, f.Setups[0].Config)
 	x := &turns{rig: r, answer: count(r.T, "answer", *flagAnswer, 48, 96)}
 	x.single = r.serveModel(model, "single", "")
 	x.p, x.d = r.serveModel(model, "prefill", config), r.serveModel(model, "decode", config, decode...)
@@ -79,17 +80,14 @@ func (x *turns) fetched() (tokens, lost int) {
 // TestTurns: the prefill engine of the next turn takes the last answer's blocks from the decode engine, and no
 // more than it lacks.
 func TestTurns(t *testing.T) {
-	for _, connector := range []string{"PipeConnector", "NixlConnector"} {
+	for _, f := range movers(t) {
 		for name, model := range map[string]string{"sim": "sim", "model": model(t)} {
-			t.Run(connector+"/"+name, func(t *testing.T) {
-				if connector == "NixlConnector" && !haveNixl(t) {
-					t.Skip("NixlConnector IS NOT TESTED: NIXL is not in .deps/nixl; run make deps")
-				}
+			t.Run(f.Connector+"/"+name, func(t *testing.T) {
 				short := 2
 				if name == "model" {
 					short = 1
 				}
-				x := newTurns(newRig(t), model, connector, count(t, "conversations", *flagConversations, short, 16))
+				x := newTurns(newRig(t), model, f, count(t, "conversations", *flagConversations, short, 16))
 				n := count(t, "turns", *flagTurns, short+1, 8)
 				for turn := range n {
 					x.turn(turn)
@@ -111,10 +109,8 @@ func TestTurns(t *testing.T) {
 // TestTurnsUnderPressure: the decode engine keeps nothing for the next turn. What it has given to others in the
 // meantime is noticed and computed, and costs no token.
 func TestTurnsUnderPressure(t *testing.T) {
-	if !haveNixl(t) {
-		t.Skip("NixlConnector IS NOT TESTED: NIXL is not in .deps/nixl; run make deps")
-	}
-	x := newTurns(newRig(t), "sim", "NixlConnector", count(t, "conversations", *flagConversations, 4, 32), "--num-blocks", "160", "--max-model-len", "2048")
+	holder := those(t, func(f *fixture.Fixture) bool { return f.Holds })[0]
+	x := newTurns(newRig(t), "sim", holder, count(t, "conversations", *flagConversations, 4, 32), "--num-blocks", "160", "--max-model-len", "2048")
 	other := &conversation{rng: rand.New(rand.NewPCG(*flagSeed, 1000))}
 	for turn := range count(t, "turns", *flagTurns, 4, 8) {
 		x.turn(turn)
