@@ -2,18 +2,12 @@ package acceptance
 
 import (
 	"bytes"
-	"context"
-	"encoding/json"
-	"errors"
 	"flag"
 	"fmt"
-	"io"
 	"math/rand/v2"
-	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -82,38 +76,6 @@ func testSimKilled(r *rig, trust string, kills, stops int) {
 			"resources of %s: before %+v, after %+v", e.Name, before[i], cluster.Usage(e.PID()))
 		r.Logf("resources of %s before and after: %+v", e.Name, before[i])
 	}
-}
-
-// shoot runs the prompts and signals an engine's plugin in the midst of them. It returns when the
-// plugin is gone and all answers are there; hit says whether a transfer was running.
-func (r *rig) shoot(rng *rand.Rand, router, engine *cluster.Process, signal syscall.Signal, prompts []string) (hit bool, got []*cluster.Completion) {
-	r.Helper()
-	plugin := 0
-	require.Eventually(r, func() bool {
-		h, err := r.client.Health(r.Context(), engine.URL)
-		if err == nil && h.Connector.State == "ready" {
-			plugin = h.Connector.PID
-		}
-		return plugin != 0
-	}, time.Minute, time.Millisecond, "no plugin runs")
-	answered := make(chan struct{})
-	go func() {
-		defer close(answered)
-		got = r.all(router.URL, prompts, 4)
-	}()
-	// Wait for a transfer, but not for long: some faults are to meet an idle plugin.
-	deadline := time.Now().Add(time.Duration(5+rng.IntN(60)) * time.Millisecond)
-	for !hit && time.Now().Before(deadline) {
-		h, err := r.client.Health(r.Context(), engine.URL)
-		hit = err == nil && h.Connector.Pending > 0
-	}
-	if err := syscall.Kill(plugin, signal); err != nil {
-		require.ErrorIs(r, err, syscall.ESRCH)
-		require.Fail(r, "the plugin died by itself")
-	}
-	<-answered
-	require.Eventually(r, func() bool { return !cluster.Alive(plugin) }, time.Minute, time.Millisecond, "plugin %d lives on after %v", plugin, signal)
-	return hit, got
 }
 
 // TestSimDamaged: stored blocks are damaged; each is noticed, and no token is wrong.
@@ -244,14 +206,6 @@ func wrongTicket(rng *rand.Rand, good, old, strange []byte) (kind string, ticket
 	return "replayed", ticket
 }
 
-// answer is the part of a completion without streaming that tickets are in.
-type answer struct {
-	Choices []struct {
-		Tokens []int32 `json:"token_ids"`
-	} `json:"choices"`
-	Transfer map[string]json.RawMessage `json:"kv_transfer_params"`
-}
-
 // tickets runs a producer for a while and gives its tickets for the prompts.
 func (r *rig) tickets(name, config string, prompts []string) (out [][]byte) {
 	r.Helper()
@@ -262,51 +216,4 @@ func (r *rig) tickets(name, config string, prompts []string) (out [][]byte) {
 	r.idle(p)
 	r.stop(p)
 	return out
-}
-
-// ticket runs a prefill as a router does and gives the ticket.
-func (r *rig) ticket(p *cluster.Process, prompt string) []byte {
-	r.Helper()
-	a := r.post(p, prompt, 1, map[string]json.RawMessage{"do_remote_decode": []byte("true"), "do_remote_prefill": []byte("false")})
-	var ticket []byte
-	require.NoError(r, json.Unmarshal(a.Transfer["kvport_ticket"], &ticket))
-	require.NotEmpty(r, ticket)
-	return ticket
-}
-
-// useTicket runs a decode with a ticket and compares the tokens.
-func (r *rig) useTicket(d *cluster.Process, prompt string, ticket []byte, want *cluster.Completion) {
-	r.Helper()
-	quoted, err := json.Marshal(ticket)
-	require.NoError(r, err)
-	a := r.post(d, prompt, r.tokens, map[string]json.RawMessage{"do_remote_prefill": []byte("true"), "do_remote_decode": []byte("false"), "kvport_ticket": quoted})
-	require.Len(r, a.Choices, 1)
-	require.Equal(r, want.Tokens, a.Choices[0].Tokens)
-}
-
-func (r *rig) post(to *cluster.Process, prompt string, tokens int, params map[string]json.RawMessage) *answer {
-	r.Helper()
-	body, err := json.Marshal(struct {
-		Prompt    string                     `json:"prompt"`
-		MaxTokens int                        `json:"max_tokens"`
-		Greedy    float64                    `json:"temperature"`
-		IgnoreEOS bool                       `json:"ignore_eos"`
-		TokenIDs  bool                       `json:"return_token_ids"`
-		Params    map[string]json.RawMessage `json:"kv_transfer_params"`
-	}{prompt, tokens, 0, true, true, params})
-	require.NoError(r, err)
-	ctx, cancel := context.WithTimeout(r.Context(), 20*time.Second)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, to.URL+"/v1/completions", strings.NewReader(string(body)))
-	require.NoError(r, err)
-	req.Header.Set("Content-Type", "application/json")
-	resp, err := r.client.HTTP.Do(req)
-	require.NoError(r, err)
-	defer func() { require.NoError(r, resp.Body.Close()) }()
-	data, err := io.ReadAll(resp.Body)
-	require.NoError(r, errors.Join(err, ctx.Err()))
-	require.Equal(r, http.StatusOK, resp.StatusCode, "%s", data)
-	a := &answer{}
-	require.NoError(r, json.Unmarshal(data, a))
-	return a
 }

@@ -2,8 +2,8 @@ package acceptance
 
 import (
 	"bytes"
+	"flag"
 	"fmt"
-	"io/fs"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -14,18 +14,7 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
-// blockFiles lists the stored blocks.
-func (r *rig) blockFiles() []string {
-	r.Helper()
-	var out []string
-	require.NoError(r, filepath.WalkDir(r.store, func(path string, d fs.DirEntry, err error) error {
-		if err == nil && d.Type().IsRegular() && len(d.Name()) >= 64 {
-			out = append(out, path)
-		}
-		return err
-	}))
-	return out
-}
+var flagDamages = flag.Int("damages", 0, "damaged blocks to read; default 28, in soak 200")
 
 // damages are ways in which a stored block can be wrong. Each changes data or gives it back at
 // another length; other is the content of another block.

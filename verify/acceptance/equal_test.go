@@ -1,3 +1,9 @@
+// Package acceptance checks the product from the outside: the binaries in bin, the real model, real
+// processes, and faults that are shown to have happened. Every test compares tokens with those of a
+// single node that has no connector.
+//
+// Package rig has the flags that change what is run; -damages, -connector and those of the campaigns on sim (-simkills, -simstops,
+// -simdamages, -tickets) are here.
 package acceptance
 
 import (

@@ -1,6 +1,7 @@
 package acceptance
 
 import (
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -15,6 +16,8 @@ import (
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/verify/fixture"
 )
+
+var flagConnector = flag.String("connector", "", "connectors to test, by name with commas between; default: all that are found")
 
 // backend is where the connectors of one test keep their blocks.
 type backend struct {
@@ -108,52 +111,6 @@ func scenes(t *testing.T) []scene {
 	return out
 }
 
-// fixtures are those of all plugins and examples.
-func fixtures(t *testing.T) fixture.List {
-	t.Helper()
-	list, err := fixture.Tree(os.DirFS(root(t)))
-	require.NoError(t, err)
-	return list
-}
-
-// typical is the fixture that stands for connectors of a kind.
-func typical(t *testing.T, kind fixture.Kind) *fixture.Fixture {
-	t.Helper()
-	f, err := fixtures(t).Typical(kind)
-	require.NoError(t, err)
-	return f
-}
-
-// those are the fixtures of plugins that have a property. What one needs and make deps has not put there is left out.
-func those(t *testing.T, have func(*fixture.Fixture) bool) (out fixture.List) {
-	t.Helper()
-	for _, f := range fixtures(t) {
-		if strings.HasPrefix(f.Folder, "plugins/") && have(f) && ready(t, f) {
-			out = append(out, f)
-		}
-	}
-	if len(out) == 0 {
-		t.Skip("no such connector is there")
-	}
-	return out
-}
-
-// movers are the connectors that bring blocks from a prefill engine to a decode engine.
-func movers(t *testing.T) fixture.List {
-	t.Helper()
-	return those(t, func(f *fixture.Fixture) bool { return f.Peers && f.Setups[0].Pairs })
-}
-
-// ready says whether make deps has put what a connector needs.
-func ready(t *testing.T, f *fixture.Fixture) bool {
-	t.Helper()
-	if have(t, f.Needs) {
-		return true
-	}
-	t.Logf("%s IS NOT TESTED: there is no .deps/%s; run make deps", f.Connector, f.Needs)
-	return false
-}
-
 // variants are all ways in which its fixture sets a scene's connector up.
 func (s *scene) variants() []scene {
 	out := make([]scene, len(s.Setups))
@@ -162,24 +119,6 @@ func (s *scene) variants() []scene {
 		out[i].Setup = setup
 	}
 	return out
-}
-
-// have says whether make deps has put what a fixture needs where its plugin looks.
-func have(t *testing.T, needs string) bool {
-	t.Helper()
-	if needs == "" {
-		return true
-	}
-	_, err := os.Stat(filepath.Join(root(t), ".deps", needs, "lock.sha256"))
-	require.True(t, err == nil || os.IsNotExist(err), "%v", err)
-	require.False(t, err != nil && os.Getenv("KVPORT_NATIVE_TEST") != "", "make native-test needs %s", needs)
-	return err == nil
-}
-
-// haveNixl says whether NIXL is there.
-func haveNixl(t *testing.T) bool {
-	t.Helper()
-	return have(t, "nixl")
 }
 
 // config is a --kv-transfer-config of the connector.

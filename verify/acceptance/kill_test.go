@@ -13,10 +13,6 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
-// patient raises the breaker so that many deaths in a row are survived, and shortens the deadline
-// after which a hanging transfer costs the plugin its life.
-const patient = `,"kvport":{"breaker":{"deaths":1000},"deadlines":{"transfer":"1s"}}`
-
 // TestPluginKilled: the decode engine's plugin dies or stops while it loads; no token is wrong, no
 // request is lost, nothing is left behind.
 func TestPluginKilled(t *testing.T) {
@@ -87,19 +83,6 @@ func (r *rig) signalLoad(router, d *cluster.Process, prompt string, signal sysca
 		require.Eventually(r, func() bool { return !cluster.Alive(plugin) }, time.Minute, time.Millisecond, "plugin %d lives on after %v", plugin, signal)
 	}
 	return answer, err
-}
-
-// settled waits until the process's resources stay the same for a while.
-func settled(t *testing.T, p *cluster.Process) cluster.Resources {
-	t.Helper()
-	last, since := cluster.Usage(p.PID()), time.Now()
-	require.Eventually(t, func() bool {
-		if now := cluster.Usage(p.PID()); now != last {
-			last, since = now, time.Now()
-		}
-		return time.Since(since) > 500*time.Millisecond
-	}, time.Minute, 20*time.Millisecond)
-	return last
 }
 
 // TestEngineKilled: a plugin dies with its engine.

@@ -20,7 +20,7 @@ const queuedLease = 2 * time.Second
 // are queued for three times the lease of what they wait for. The producer's hold is renewed through the
 // MultiConnector, composed by the host and as a plugin: they load, and compute nothing.
 func TestMultiNixlQueued(t *testing.T) {
-	needNixl(t)
+	needAll(t, "queued")
 	for name, plugin := range map[string]string{"composed by the host": "", "kvport-multi": filepath.Join(root(t), "bin", "kvport-multi")} {
 		t.Run(name, func(t *testing.T) {
 			const tries = 3 // a machine that stalls for longer than a lease loses the hold

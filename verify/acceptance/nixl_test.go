@@ -24,22 +24,11 @@ var (
 	flagNixlKills    = flag.Int("nixlkills", 0, "kills in mid-transfer of each of P, D and their plugins, by NIXL; default 1, in soak 5 with the real model and 100 with -model sim")
 )
 
-// needNixl skips a test where make deps has not put NIXL.
-func needNixl(t *testing.T) {
-	t.Helper()
-	if !haveNixl(t) {
-		t.Skip("NixlConnector IS NOT TESTED: NIXL is not in .deps/nixl; run make deps")
-	}
-}
-
 // calm settings let a stopped plugin be: a test decides what becomes of it, and how long a transfer may take.
 const calm = `"breaker":{"deaths":1000},"heartbeat":{"limit":"1m"},"deadlines":{"transfer":%q}`
 
-// unhurried is a limit of transfers that no test waits for.
-const unhurried = time.Minute
-
-// nixl is a --kv-transfer-config of NixlConnector.
-func nixl(role, mode string, lease, transfer time.Duration) string {
+// nixlConfig is a --kv-transfer-config of NixlConnector.
+func nixlConfig(role, mode string, lease, transfer time.Duration) string {
 	return fmt.Sprintf(`{"kv_connector":"NixlConnector","kv_role":%q,"kv_connector_extra_config":{"lease_ms":%d,"mode":%q},"kvport":{%s}}`,
 		role, lease.Milliseconds(), mode, fmt.Sprintf(calm, transfer))
 }
@@ -55,7 +44,7 @@ func nixlModes() []string {
 // TestNixlFewBlocks: caches so small that blocks are reused at once, leases so short that many are over before
 // their consumer comes: no token is wrong, and in the end nothing is held.
 func TestNixlFewBlocks(t *testing.T) {
-	needNixl(t)
+	need(t, "nixl")
 	for _, mode := range nixlModes() {
 		t.Run(mode, func(t *testing.T) { nixlFewBlocks(t, mode) })
 	}
@@ -70,8 +59,8 @@ func nixlFewBlocks(t *testing.T, mode string) {
 	want := r.all(node.URL, prompts, 4)
 	r.stop(node)
 	const lease = 50 * time.Millisecond
-	p := r.serveModel("sim", "prefill", nixl("kv_producer", mode, lease, unhurried), "--num-blocks", "24")
-	d := r.serveModel("sim", "decode", nixl("kv_consumer", mode, lease, unhurried), "--num-blocks", "24")
+	p := r.serveModel("sim", "prefill", nixlConfig("kv_producer", mode, lease, unhurried), "--num-blocks", "24")
+	d := r.serveModel("sim", "decode", nixlConfig("kv_consumer", mode, lease, unhurried), "--num-blocks", "24")
 	same(t, "24 blocks, leases of 50 ms", want, r.all(r.route(p, d).URL, prompts, 8))
 	r.idle(p)
 	r.idle(d)
@@ -100,7 +89,7 @@ func (f *nixlFleet) engine(role string, i int, port string) *cluster.Process {
 	f.Helper()
 	modes := nixlModes() // the engines of a role differ in it
 	return f.start(fmt.Sprintf("%s %d", role, i), "serve", "--model", f.model, "--port", port, "--num-blocks", "512",
-		"--kv-transfer-config", nixl(role, modes[i%len(modes)], f.lease, f.limit))
+		"--kv-transfer-config", nixlConfig(role, modes[i%len(modes)], f.lease, f.limit))
 }
 
 // newNixlFleet starts everything; limit is of a transfer.
@@ -229,7 +218,7 @@ func (f *nixlFleet) back(p *cluster.Process) time.Duration {
 // TestNixlKills: P, D and their plugins get SIGKILL while D's plugin is in the middle of reading P's cache. No
 // request is lost, no token is wrong, and P has its blocks back when the lease is over.
 func TestNixlKills(t *testing.T) {
-	needNixl(t)
+	need(t, "nixl")
 	name, full := *flagModel, 5
 	if name == "" {
 		name = model(t)
@@ -293,7 +282,7 @@ func (f *nixlFleet) reuse(p *cluster.Process, n uint64) {
 // TestNixlPeerStops: a prefill engine that is stopped together with its plugin costs D its load after a bounded time,
 // not the request.
 func TestNixlPeerStops(t *testing.T) {
-	needNixl(t)
+	need(t, "nixl")
 	const limit = 5 * time.Second // the default
 	f := newNixlFleet(t, peersModel(), limit)
 	c, prompt, answer := f.caughtAnew(7)

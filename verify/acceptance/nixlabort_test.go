@@ -22,7 +22,7 @@ var flagNixlAborts = flag.Int("nixlaborts", 0, "requests whose clients go away a
 // TestNixlAborts: clients go away at every moment of a request, of its prefill, its load and its decode. No block
 // stays used, pinned or held, and the answers of those that stay are right.
 func TestNixlAborts(t *testing.T) {
-	needNixl(t)
+	need(t, "nixl")
 	f := newNixlFleet(t, "sim", unhurried)
 	n := count(t, "nixlaborts", *flagNixlAborts, 60, 1000)
 	prompts := texts(t, *flagSeed, n, 500, 3000)

@@ -4,9 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"flag"
-	"fmt"
-	"os"
-	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -23,7 +20,7 @@ var flagNixlWriters = flag.Int("nixlwriters", 0, "plugins of NixlConnector that 
 // peer writes on, into the cache of an engine that goes on: no token is wrong, since the blocks of the load
 // come back only when the peer's call is over.
 func TestNixlWriterOutlivesPlugin(t *testing.T) {
-	needNixl(t)
+	need(t, "nixl")
 	f := newNixlFleet(t, "sim", unhurried)
 	n := count(t, "nixlwriters", *flagNixlWriters, 1, 20)
 	var longest time.Duration
@@ -54,23 +51,6 @@ func TestNixlWriterOutlivesPlugin(t *testing.T) {
 		f.again("kv_consumer", c.d, &f.d[c.d])
 	}
 	t.Logf("%d writes outlived a reaped plugin, the longest by %v; 0 wrong tokens", n, longest.Round(time.Millisecond))
-}
-
-// cacheOf is where a plugin has mapped the engine's cache.
-func cacheOf(t *testing.T, pid int) (at, size uintptr) {
-	t.Helper()
-	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
-	require.NoError(t, err)
-	for line := range strings.Lines(string(maps)) {
-		if strings.Contains(line, "kvport-cache") {
-			var end uintptr
-			_, err := fmt.Sscanf(line, "%x-%x", &at, &end)
-			require.NoError(t, err)
-			return at, end - at
-		}
-	}
-	require.Fail(t, "the plugin has not mapped the cache")
-	return 0, 0
 }
 
 // scribble writes a gigabyte over memory of a process, again and again over the same, in one call.

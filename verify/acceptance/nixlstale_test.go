@@ -164,7 +164,7 @@ func (s *staleNixl) spoil(kind, prompt string, good []byte) []byte {
 // TestNixlStaleHandles: a decode engine gets tickets that are signed and wrong, so that only NixlConnector stands between
 // them and a wrong token: each costs computing.
 func TestNixlStaleHandles(t *testing.T) {
-	needNixl(t)
+	need(t, "nixl")
 	for _, mode := range nixlModes() {
 		t.Run(mode, func(t *testing.T) { nixlStaleHandles(t, mode) })
 	}
@@ -182,8 +182,8 @@ func nixlStaleHandles(t *testing.T, mode string) {
 	node := s.serveModel("sim", "single", "")
 	want := s.all(node.URL, prompts, 4)
 	s.stop(node)
-	s.p = s.serveModel("sim", "prefill", nixl("kv_producer", mode, s.lease, unhurried), "--num-blocks", "64", "--enable-prefix-caching=false")
-	s.d = s.serveModel("sim", "decode", nixl("kv_consumer", mode, s.lease, unhurried), "--enable-prefix-caching=false")
+	s.p = s.serveModel("sim", "prefill", nixlConfig("kv_producer", mode, s.lease, unhurried), "--num-blocks", "64", "--enable-prefix-caching=false")
+	s.d = s.serveModel("sim", "decode", nixlConfig("kv_consumer", mode, s.lease, unhurried), "--enable-prefix-caching=false")
 	kinds, served, tried := staleKinds(), map[string]int{}, map[string]int{}
 	for i, prompt := range prompts {
 		kind := kinds[i%len(kinds)]

@@ -16,33 +16,9 @@ import (
 	"github.com/kvport/kvport/verify/testkit"
 )
 
-// TestNoPort: engines with the default of a connector that may use UCX have no TCP or UDP port except those that
+// noPort: engines with the default of a connector that may use UCX have no TCP or UDP port except those that
 // the connector's page names, and UCX's frame that writes memory without a word before, sent to every port, writes
-// nothing and harms nobody. Where ucx_tcp takes the risk, the test sees the ports, and the write.
-func TestNoPort(t *testing.T) {
-	needNixl(t)
-	nixl := func(mode, tcp string) func(port string) string {
-		return func(port string) string {
-			return fmt.Sprintf(`{"kv_connector":"NixlConnector","kv_role":"@ROLE@","kv_connector_extra_config":{"mode":%q,"side_channel_port":%s%s}}`, mode, port, tcp)
-		}
-	}
-	p2p := func(tcp string) func(port string) string {
-		return func(string) string {
-			return fmt.Sprintf(`{"kv_connector":"P2pNcclConnector","kv_role":"@ROLE@","kv_connector_extra_config":{"kv_buffer_size":67108864%s}}`, tcp)
-		}
-	}
-	const trusted = `,"ucx_tcp":"trusted-network"`
-	for name, c := range map[string]struct {
-		config func(port string) string
-		open   bool
-	}{
-		"NixlConnector pull": {nixl("pull", ""), false}, "NixlConnector push": {nixl("push", ""), false}, "P2pNcclConnector": {p2p(""), false},
-		"NixlConnector, trusted network": {nixl("pull", trusted), true}, "P2pNcclConnector, trusted network": {p2p(trusted), true},
-	} {
-		t.Run(name, func(t *testing.T) { noPort(t, c.config, c.open) })
-	}
-}
-
+// nothing and harms nobody. Where ucx_tcp takes the risk, which open says, the test sees the ports, and the write.
 func noPort(t *testing.T, config func(port string) string, open bool) {
 	r := newRig(t)
 	r.tokens = 8
@@ -115,4 +91,21 @@ func memory(t *testing.T, pid int, at uintptr) []byte {
 	_, err = f.ReadAt(b, int64(at))
 	require.NoError(t, err)
 	return b
+}
+
+// cacheOf is where a plugin has mapped the engine's cache.
+func cacheOf(t *testing.T, pid int) (at, size uintptr) {
+	t.Helper()
+	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
+	require.NoError(t, err)
+	for line := range strings.Lines(string(maps)) {
+		if strings.Contains(line, "kvport-cache") {
+			var end uintptr
+			_, err := fmt.Sscanf(line, "%x-%x", &at, &end)
+			require.NoError(t, err)
+			return at, end - at
+		}
+	}
+	require.Fail(t, "the plugin has not mapped the cache")
+	return 0, 0
 }

@@ -19,17 +19,6 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
-// freePort is a port that nobody listens at, for those who must know theirs beforehand.
-func freePort(t *testing.T) string {
-	t.Helper()
-	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	_, port, err := net.SplitHostPort(l.Addr().String())
-	require.NoError(t, err)
-	require.NoError(t, l.Close())
-	return port
-}
-
 // xpyd is prefill and decode engines that register with a router by themselves.
 type xpyd struct {
 	*rig
@@ -126,7 +115,7 @@ func TestP2pNccl(t *testing.T) {
 	prompts := texts(t, *flagSeed, *flagPrompts, 400, 1200)
 	want := single.all(single.serveModel(peersModel(), "single", "").URL, prompts, 4)
 	transports := []string{"shm", "tcp", "ucx"}
-	if !haveNixl(t) {
+	if !have(t, "nixl") {
 		t.Log("UCX IS NOT TESTED: it is not in .deps/nixl; run make deps")
 		transports = transports[:2]
 	}

@@ -3,29 +3,12 @@ package acceptance
 import (
 	"fmt"
 	"os/exec"
-	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/verify/cluster"
 )
-
-// peersModel is sim, unless -model says otherwise.
-func peersModel() string {
-	if *flagModel != "" {
-		return *flagModel
-	}
-	return "sim"
-}
-
-// pair is a prefill and a decode engine behind a router, with a connector given by its config.
-func (r *rig) pair(config string) (p, d, router *cluster.Process) {
-	r.Helper()
-	of := func(role string) string { return fmt.Sprintf(`{"kv_role":%q,%s}`, role, config) }
-	p, d = r.serveModel(peersModel(), "prefill", of("kv_producer")), r.serveModel(peersModel(), "decode", of("kv_consumer"))
-	return p, d, r.route(p, d)
-}
 
 // TestPeers: prefill sends to decode, over TCP and through shared memory; an engine or plugin that dies
 // costs computing, never a token, and the next requests are served from peers again.
@@ -84,34 +67,4 @@ func TestManyPeers(t *testing.T) {
 		t.Logf("%s: %.0f tokens from peers", d.Name, external)
 		require.Positive(t, external)
 	}
-}
-
-// TestExamples: each example is built and serves prefill and decode.
-func TestExamples(t *testing.T) {
-	r := newRig(t)
-	prompts := texts(t, *flagSeed, 8, 400, 1200)
-	single := r.serveModel(peersModel(), "single", "")
-	want := r.all(single.URL, prompts, 4)
-	for name, connector := range map[string]string{"custom": "CustomExample", "database": "DatabaseExample", "p2p": "PeerExample"} {
-		t.Run(name, func(t *testing.T) {
-			r := newRig(t)
-			path := filepath.Join(t.TempDir(), "kvport-"+name)
-			output, err := exec.Command("go", "build", "-buildvcs=false", "-o", path, "../../examples/"+name).CombinedOutput()
-			require.NoError(t, err, "%s", output)
-			dir := shortDir(t)
-			_, d, router := r.pair(fmt.Sprintf(`"kv_connector":%q,"kv_connector_module_path":%q,"kv_connector_extra_config":{"dir":%q}`, connector, path, dir))
-			same(t, "P/D with "+connector, want, r.all(router.URL, prompts, 4))
-			external := r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
-			t.Logf("tokens from the connector: %.0f", external)
-			require.Positive(t, external)
-		})
-	}
-}
-
-// shortDir is a folder whose name leaves room for that of a socket.
-func shortDir(t *testing.T) string {
-	t.Helper()
-	dir, err := filepath.EvalSymlinks(t.TempDir())
-	require.NoError(t, err)
-	return dir
 }

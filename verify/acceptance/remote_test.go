@@ -15,20 +15,6 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
-// remoteServer is a real server behind a relay, for one test.
-func remoteServer(t *testing.T, args ...string) (*redistest.Server, *relay.Relay) {
-	t.Helper()
-	srv, err := redistest.Start(args...)
-	require.NoError(t, err)
-	between, err := relay.New(srv.Address, 0)
-	require.NoError(t, err)
-	t.Cleanup(func() {
-		require.NoError(t, between.Close())
-		require.NoError(t, srv.Close())
-	})
-	return srv, between
-}
-
 // remoteConfig is the --kv-transfer-config of an engine that does both.
 func remoteConfig(t *testing.T, extra map[string]string) string {
 	t.Helper()

@@ -29,13 +29,13 @@ func (r *rig) reset(p *cluster.Process) (status int, body string) {
 // TestResetOfHolder: a reset of NixlConnector ends what it holds for consumers: a ticket from before is worth
 // nothing, its prompt is computed, and the next one is worth something again. A connector that has no reset says so.
 func TestResetOfHolder(t *testing.T) {
-	needNixl(t)
+	need(t, "nixl")
 	r := newRig(t)
 	prompts := texts(t, *flagSeed+129, 2, 600, 900)
 	node := r.serveModel("sim", "single", "")
 	want := r.all(node.URL, prompts, 1)
-	p := r.serveModel("sim", "prefill", nixl("kv_producer", "auto", time.Minute, unhurried))
-	d := r.serveModel("sim", "decode", nixl("kv_consumer", "auto", time.Minute, unhurried))
+	p := r.serveModel("sim", "prefill", nixlConfig("kv_producer", "auto", time.Minute, unhurried))
+	d := r.serveModel("sim", "decode", nixlConfig("kv_consumer", "auto", time.Minute, unhurried))
 	old := r.ticket(p, prompts[0])
 	require.Positive(t, r.metrics(p).Sum("kvport_blocks", `state="held"`))
 	status, body := r.reset(p)

@@ -37,8 +37,8 @@ func reshapes(t *testing.T, model string, n int, pairs [][2]cutting, size [2]int
 	want := r.all(node.URL, prompts, 4)
 	r.stop(node)
 	for i, pair := range pairs {
-		p := r.serveModel(model, "prefill", nixl("kv_producer", "auto", 30*time.Second, unhurried), pair[0].args()...)
-		d := r.serveModel(model, "decode", unverified(nixl("kv_consumer", "auto", 30*time.Second, unhurried)), pair[1].args()...)
+		p := r.serveModel(model, "prefill", nixlConfig("kv_producer", "auto", 30*time.Second, unhurried), pair[0].args()...)
+		d := r.serveModel(model, "decode", unverified(nixlConfig("kv_consumer", "auto", 30*time.Second, unhurried)), pair[1].args()...)
 		router := r.route(p, d)
 		what := fmt.Sprintf("%v to %v", pair[0], pair[1])
 		same(t, what, want[i*n:(i+1)*n], r.all(router.URL, prompts[i*n:(i+1)*n], 2))
@@ -61,7 +61,7 @@ func reshapes(t *testing.T, model string, n int, pairs [][2]cutting, size [2]int
 // TestReshape: P and D of the real model with different block sizes, different ranks (it has three KV heads),
 // and both.
 func TestReshape(t *testing.T) {
-	needNixl(t)
+	need(t, "nixl")
 	name := model(t)
 	if strings.HasPrefix(name, "sim") {
 		t.Skip("TestReshapeSim runs sim")
@@ -76,7 +76,7 @@ func TestReshape(t *testing.T) {
 
 // TestReshapeSim is TestReshape with sim, whose four heads go on one, two or four ranks.
 func TestReshapeSim(t *testing.T) {
-	needNixl(t)
+	need(t, "nixl")
 	n := count(t, "reshapeprompts", *flagReshapePrompts, 12, 200)
 	for _, stride := range []string{"blocks", "planes"}[:1+min(1, n/13)] {
 		pairs := [][2]cutting{{{16, 1}, {32, 2}}, {{32, 4}, {16, 2}}, {{8, 2}, {64, 1}}}
@@ -86,7 +86,7 @@ func TestReshapeSim(t *testing.T) {
 
 // TestReshapeRefused: what does not divide is refused with a reason, and computed.
 func TestReshapeRefused(t *testing.T) {
-	needNixl(t)
+	need(t, "nixl")
 	r := newRig(t)
 	r.tokens = 8
 	for name, c := range map[string]struct {
@@ -101,8 +101,8 @@ func TestReshapeRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			prompts := texts(t, *flagSeed+127, 2, 300, 900)
-			p := r.serveModel(c.p, "prefill", nixl("kv_producer", "auto", 30*time.Second, unhurried))
-			d := r.serveModel(c.d, "decode", unverified(nixl("kv_consumer", "auto", 30*time.Second, unhurried)), c.shape.args()...)
+			p := r.serveModel(c.p, "prefill", nixlConfig("kv_producer", "auto", 30*time.Second, unhurried))
+			d := r.serveModel(c.d, "decode", unverified(nixlConfig("kv_consumer", "auto", 30*time.Second, unhurried)), c.shape.args()...)
 			node := r.serveModel(c.d, "single", "")
 			same(t, name, r.all(node.URL, prompts, 1), r.all(r.route(p, d).URL, prompts, 1))
 			require.Zero(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
@@ -114,13 +114,13 @@ func TestReshapeRefused(t *testing.T) {
 // TestReshapeIsRefusedUnlessAccepted: without kvport.unverified nothing comes over from an engine of another shape,
 // since no digest would verify it. The reason names the setting, and the tokens are right.
 func TestReshapeIsRefusedUnlessAccepted(t *testing.T) {
-	needNixl(t)
+	need(t, "nixl")
 	r := newRig(t)
 	r.tokens = 8
 	prompts := texts(t, *flagSeed+128, 4, 300, 900)
 	node := r.serveModel("sim", "single", "")
-	p := r.serveModel("sim", "prefill", unverified(nixl("kv_producer", "auto", 30*time.Second, unhurried)))
-	d := r.serveModel("sim", "decode", nixl("kv_consumer", "auto", 30*time.Second, unhurried), cutting{32, 2}.args()...)
+	p := r.serveModel("sim", "prefill", unverified(nixlConfig("kv_producer", "auto", 30*time.Second, unhurried)))
+	d := r.serveModel("sim", "decode", nixlConfig("kv_consumer", "auto", 30*time.Second, unhurried), cutting{32, 2}.args()...)
 	router := r.route(p, d)
 	same(t, "refused", r.all(node.URL, prompts, 1), r.all(router.URL, prompts, 1))
 	m := r.metrics(d)

@@ -1,15 +1,14 @@
-// Package acceptance checks the product from the outside: the binaries in bin, the real model, real
-// processes, and faults that are shown to have happened. Every test compares tokens with those of a
-// single node that has no connector.
+// Package rig starts engines, routers and single nodes for acceptance tests, sends them prompts and compares tokens. Package
+// acceptance uses it, and so do the tests of one connector, which stand beside its plugin.
 //
-// Flags after -args change what is run: -prompts, -tokens, -seed, -model, -kills, -stops, -damages, -connector, and those of
-// the campaigns on sim: -simkills, -simstops, -simdamages, -tickets.
+// Flags after -args change what is run: -prompts, -tokens, -seed, -model, -kills, -stops, and those of the test itself.
 package acceptance
 
 import (
 	"context"
 	"flag"
 	"fmt"
+	"io/fs"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -27,21 +26,12 @@ import (
 
 // What a run does; the defaults are the counts the project promises.
 var (
-	flagPrompts   = flag.Int("prompts", 16, "prompts to compare")
-	flagTokens    = flag.Int("tokens", 32, "tokens to generate for each")
-	flagSeed      = flag.Uint64("seed", 1, "seed of prompts and faults")
-	flagModel     = flag.String("model", "", "GGUF file, tiny-random or sim; default: the model of make deps")
-	flagKills     = flag.Int("kills", 10, "plugin kills in mid-load")
-	flagStops     = flag.Int("stops", 2, "plugin stops (SIGSTOP) in mid-load")
-	flagConnector = flag.String("connector", "", "connectors to test, by name with commas between; default: all that are found")
-	flagTurns     = flag.Int("turns", 8, "turns of each conversation")
-	flagDamages   = flag.Int("damages", 0, "damaged blocks to read; default 28, in soak 200")
-)
-
-// These are for TestTurns and TestTurnsUnderPressure.
-var (
-	flagConversations = flag.Int("conversations", 16, "conversations with several turns")
-	flagAnswer        = flag.Int("answer", 96, "tokens of each answer of a conversation")
+	flagPrompts = flag.Int("prompts", 16, "prompts to compare")
+	flagTokens  = flag.Int("tokens", 32, "tokens to generate for each")
+	flagSeed    = flag.Uint64("seed", 1, "seed of prompts and faults")
+	flagModel   = flag.String("model", "", "GGUF file, tiny-random or sim; default: the model of make deps")
+	flagKills   = flag.Int("kills", 10, "plugin kills in mid-load")
+	flagStops   = flag.Int("stops", 2, "plugin stops (SIGSTOP) in mid-load")
 )
 
 // count is how much of something a test runs: the value of the flag of that name if it was given, else a short
@@ -76,6 +66,7 @@ func root(t *testing.T) string {
 	}
 }
 
+// binary is kvport as make build has built it.
 func binary(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(root(t), "bin", "kvport")
@@ -83,6 +74,7 @@ func binary(t *testing.T) string {
 	return path
 }
 
+// model is -model, or the file of the real model that make deps fetches.
 func model(t *testing.T) string {
 	t.Helper()
 	if *flagModel != "" {
@@ -96,11 +88,12 @@ func model(t *testing.T) string {
 // rig starts processes for one test and stops them at its end.
 type rig struct {
 	*testing.T
-	client cluster.Client
-	store  string // where the typical store keeps its blocks
-	tokens int    // to generate for each prompt
+	client cluster.Client // for requests
+	store  string         // where the typical store keeps its blocks
+	tokens int            // to generate for each prompt
 }
 
+// newRig makes a rig for short answers. It skips the test with -short.
 func newRig(t *testing.T) *rig {
 	t.Helper()
 	if testing.Short() {
@@ -133,6 +126,7 @@ func (r *rig) serve(name, config string, args ...string) *cluster.Process {
 	return r.serveModel(model(r.T), name, config, args...)
 }
 
+// serveModel starts an engine with a model: a GGUF file, sim or tiny-random.
 func (r *rig) serveModel(model, name, config string, args ...string) *cluster.Process {
 	r.Helper()
 	all := []string{"serve", "--model", model, "--port", "0"}
@@ -145,11 +139,13 @@ func (r *rig) serveModel(model, name, config string, args ...string) *cluster.Pr
 	return r.start(name, append(all, args...)...)
 }
 
+// route starts a router for a prefill and a decode engine.
 func (r *rig) route(prefill, decode *cluster.Process, args ...string) *cluster.Process {
 	r.Helper()
 	return r.start("router", append([]string{"route", "--port", "0", "--prefill", prefill.URL, "--decode", decode.URL}, args...)...)
 }
 
+// start runs kvport until the test is over. A test that fails shows its output.
 func (r *rig) start(name string, args ...string) *cluster.Process {
 	r.Helper()
 	p, err := cluster.Start(r.Context(), nil, name, binary(r.T), args...)
@@ -163,6 +159,7 @@ func (r *rig) start(name string, args ...string) *cluster.Process {
 	return p
 }
 
+// stop ends a process with SIGTERM.
 func (r *rig) stop(p *cluster.Process) {
 	r.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
@@ -194,6 +191,7 @@ func (r *rig) all(url string, prompts []string, parallel int) []*cluster.Complet
 	return out
 }
 
+// metrics asks an engine or a router for its metrics.
 func (r *rig) metrics(p *cluster.Process) cluster.Metrics {
 	r.Helper()
 	m, err := r.client.Metrics(r.Context(), p.URL)
@@ -270,8 +268,10 @@ type question struct {
 	tokens int
 }
 
+// single is the node without a connector that all others are compared with.
 var single = oracle{known: map[question]*cluster.Completion{}}
 
+// answers are the single node's, for prompts and the tokens of a rig.
 func (o *oracle) answers(r *rig, prompts []string) []*cluster.Completion {
 	r.Helper()
 	o.mu.Lock()
@@ -293,5 +293,39 @@ func (o *oracle) answers(r *rig, prompts []string) []*cluster.Completion {
 	for i, p := range prompts {
 		out[i] = o.known[question{p, r.tokens}]
 	}
+	return out
+}
+
+// external checks that all full blocks of the prompts came through the connector.
+func (r *rig) external(d *cluster.Process, answers []*cluster.Completion) {
+	r.Helper()
+	r.externalAndTail(d, answers, false)
+}
+
+// externalAndTail is external; with tail there may be a part of a block behind them too.
+func (r *rig) externalAndTail(d *cluster.Process, answers []*cluster.Completion, tail bool) {
+	r.Helper()
+	full, all := 0, 0
+	for _, a := range answers {
+		full, all = full+(a.Prompt-1)/16*16, all+a.Prompt-1
+	}
+	if !tail {
+		all = full
+	}
+	got := r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
+	require.GreaterOrEqual(r, got, float64(full))
+	require.LessOrEqual(r, got, float64(all))
+}
+
+// blockFiles lists the stored blocks.
+func (r *rig) blockFiles() []string {
+	r.Helper()
+	var out []string
+	require.NoError(r, filepath.WalkDir(r.store, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && d.Type().IsRegular() && len(d.Name()) >= 64 {
+			out = append(out, path)
+		}
+		return err
+	}))
 	return out
 }

@@ -60,27 +60,6 @@ func TestSpread(t *testing.T) {
 	}
 }
 
-// external checks that all full blocks of the prompts came through the connector.
-func (r *rig) external(d *cluster.Process, answers []*cluster.Completion) {
-	r.Helper()
-	r.externalAndTail(d, answers, false)
-}
-
-// externalAndTail is external; with tail there may be a part of a block behind them too.
-func (r *rig) externalAndTail(d *cluster.Process, answers []*cluster.Completion, tail bool) {
-	r.Helper()
-	full, all := 0, 0
-	for _, a := range answers {
-		full, all = full+(a.Prompt-1)/16*16, all+a.Prompt-1
-	}
-	if !tail {
-		all = full
-	}
-	got := r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
-	require.GreaterOrEqual(r, got, float64(full))
-	require.LessOrEqual(r, got, float64(all))
-}
-
 // damageSome changes one byte in some shards and removes others, then asks for the prompts again.
 func (r *rig) damageSome(d *cluster.Process, prompts []string, want []*cluster.Completion) {
 	r.Helper()
@@ -142,17 +121,4 @@ func TestSpreadPluginKilled(t *testing.T) {
 	t.Logf("%d kills, %d stops, %d tokens compared, 0 differ; %v tokens external, %v loads failed, %v started again", *flagKills, *flagStops, tokens,
 		m.Sum("kvport_prompt_tokens_total", `source="external"`), m.Sum("kvport_failed_loads_total"), m.Sum("kvport_transfer_retries_total"))
 	require.Positive(t, m.Sum("kvport_prompt_tokens_total", `source="external"`))
-}
-
-// plugin waits until an engine's plugin is ready.
-func (r *rig) plugin(p *cluster.Process) (pid int) {
-	r.Helper()
-	require.Eventually(r, func() bool {
-		h, err := r.client.Health(r.Context(), p.URL)
-		if err == nil && h.Connector.State == "ready" {
-			pid = h.Connector.PID
-		}
-		return pid != 0
-	}, time.Minute, 5*time.Millisecond, "no plugin runs")
-	return pid
 }

@@ -1,6 +1,7 @@
 package acceptance
 
 import (
+	"flag"
 	"fmt"
 	"math/rand/v2"
 	"testing"
@@ -10,6 +11,12 @@ import (
 
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
+)
+
+var (
+	flagTurns         = flag.Int("turns", 8, "turns of each conversation")
+	flagConversations = flag.Int("conversations", 16, "conversations with several turns")
+	flagAnswer        = flag.Int("answer", 96, "tokens of each answer of a conversation")
 )
 
 // conversation is token ids that grow from turn to turn.

@@ -1,0 +1,124 @@
+package acceptance
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance/redistest"
+	"github.com/kvport/kvport/conformance/relay"
+	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/fixture"
+)
+
+// fixtures are those of all plugins and examples.
+func fixtures(t *testing.T) fixture.List {
+	t.Helper()
+	list, err := fixture.Tree(os.DirFS(root(t)))
+	require.NoError(t, err)
+	return list
+}
+
+// typical is the fixture that stands for connectors of a kind.
+func typical(t *testing.T, kind fixture.Kind) *fixture.Fixture {
+	t.Helper()
+	f, err := fixtures(t).Typical(kind)
+	require.NoError(t, err)
+	return f
+}
+
+// those are the fixtures of plugins that have a property. What one needs and make deps has not put there is left out.
+func those(t *testing.T, have func(*fixture.Fixture) bool) (out fixture.List) {
+	t.Helper()
+	for _, f := range fixtures(t) {
+		if strings.HasPrefix(f.Folder, "plugins/") && have(f) && ready(t, f) {
+			out = append(out, f)
+		}
+	}
+	if len(out) == 0 {
+		t.Skip("no such connector is there")
+	}
+	return out
+}
+
+// movers are the connectors that bring blocks from a prefill engine to a decode engine.
+func movers(t *testing.T) fixture.List {
+	t.Helper()
+	return those(t, func(f *fixture.Fixture) bool { return f.Peers && f.Setups[0].Pairs })
+}
+
+// ready says whether make deps has put what a connector needs.
+func ready(t *testing.T, f *fixture.Fixture) bool {
+	t.Helper()
+	if have(t, f.Needs) {
+		return true
+	}
+	t.Logf("%s IS NOT TESTED: there is no .deps/%s; run make deps", f.Connector, f.Needs)
+	return false
+}
+
+// have says whether make deps has put what a fixture needs where its plugin looks.
+func have(t *testing.T, needs string) bool {
+	t.Helper()
+	if needs == "" {
+		return true
+	}
+	_, err := os.Stat(filepath.Join(root(t), ".deps", needs, "lock.sha256"))
+	require.True(t, err == nil || os.IsNotExist(err), "%v", err)
+	require.False(t, err != nil && os.Getenv("KVPORT_NATIVE_TEST") != "", "make native-test needs %s", needs)
+	return err == nil
+}
+
+// need skips a test where make deps has not put a folder of .deps.
+func need(t *testing.T, folder string) {
+	t.Helper()
+	if !have(t, folder) {
+		t.Skipf("IT IS NOT TESTED: there is no .deps/%s; run make deps", folder)
+	}
+}
+
+// freePort is a port that nobody listens at, for those who must know theirs beforehand.
+func freePort(t *testing.T) string {
+	t.Helper()
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	_, port, err := net.SplitHostPort(l.Addr().String())
+	require.NoError(t, err)
+	require.NoError(t, l.Close())
+	return port
+}
+
+// remoteServer is a real server behind a relay, for one test.
+func remoteServer(t *testing.T, args ...string) (*redistest.Server, *relay.Relay) {
+	t.Helper()
+	srv, err := redistest.Start(args...)
+	require.NoError(t, err)
+	between, err := relay.New(srv.Address, 0)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		require.NoError(t, between.Close())
+		require.NoError(t, srv.Close())
+	})
+	return srv, between
+}
+
+// peersModel is sim, unless -model says otherwise.
+func peersModel() string {
+	if *flagModel != "" {
+		return *flagModel
+	}
+	return "sim"
+}
+
+// pair is a prefill and a decode engine behind a router, with a connector given by its config.
+func (r *rig) pair(config string) (p, d, router *cluster.Process) {
+	r.Helper()
+	of := func(role string) string { return fmt.Sprintf(`{"kv_role":%q,%s}`, role, config) }
+	p, d = r.serveModel(peersModel(), "prefill", of("kv_producer")), r.serveModel(peersModel(), "decode", of("kv_consumer"))
+	return p, d, r.route(p, d)
+}
