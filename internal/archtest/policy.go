@@ -59,7 +59,7 @@ type Budget struct {
 func Kvport() *Policy {
 	return &Policy{
 		Imports: kvportImports(),
-		Tests:   []string{"verify/cluster", "verify/testkit", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
+		Tests:   []string{"verify/acceptance/rig", "verify/cluster", "verify/fixture", "verify/testkit", "internal/ticket", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
 		Heavy: map[string][]string{
 			"github.com/hashicorp/go-plugin": {"sdk", "host/internal/plugin", "proto", "internal/wire"},
 			"google.golang.org/grpc":         {"sdk", "host", "host/internal/plugin", "proto", "internal/wire"}, // host: the connection that Connect is given
@@ -92,29 +92,6 @@ func kvportWords() map[string]int {
 // kvportNames are the files that still name connectors.
 func kvportNames() map[string]int {
 	return map[string]int{
-		// Acceptance of one connector, which is to stand beside that connector.
-		"verify/acceptance/fit_test.go":        2,
-		"verify/acceptance/layerwise_test.go":  3,
-		"verify/acceptance/memory_test.go":     7,
-		"verify/acceptance/multi_test.go":      22,
-		"verify/acceptance/multidocs_test.go":  2,
-		"verify/acceptance/multifetch_test.go": 3,
-		"verify/acceptance/multinixl_test.go":  3,
-		"verify/acceptance/nixl_test.go":       3,
-		"verify/acceptance/nixlpush_test.go":   1,
-		"verify/acceptance/nixlstale_test.go":  2,
-		"verify/acceptance/noport_test.go":     4,
-		"verify/acceptance/p2pnccl_test.go":    2,
-		"verify/acceptance/p2pncclnet_test.go": 1,
-		"verify/acceptance/peers_test.go":      2,
-		"verify/acceptance/quota_test.go":      2,
-		"verify/acceptance/remote_test.go":     6,
-		"verify/acceptance/reset_test.go":      3,
-		"verify/acceptance/schema_test.go":     13,
-		"verify/acceptance/rig_test.go":        1,
-		"verify/acceptance/strangers_test.go":  6,
-		"verify/acceptance/turns_test.go":      5,
-
 		// Configs in unit tests, and an example in the shim's documentation.
 		"engine/connector_test.go":           1,
 		"engine/handoff_test.go":             1,
@@ -149,9 +126,9 @@ func kvportImports() map[string][]string {
 		"internal/archtest":   {},
 		"verify/cluster":      {}, // runs the binaries, so it needs none of the packages
 		"verify/fixture":      {},
-		"verify/testkit":      {"connector"},                                      // what tests of several packages share
-		"verify/names":        {},                                                 // reads the source, and builds a program of its own
-		"verify/acceptance":   {"connector", "internal/ticket", "verify/fixture"}, // it forges, too
+		"verify/testkit":      {"connector"}, // what tests of several packages share
+		"verify/names":        {},            // reads the source, and builds a program of its own
+		"verify/acceptance":   {"connector", "conformance/redistest", "conformance/relay", "verify/cluster", "verify/fixture", "verify/testkit"},
 		"verify/faultsuite":   {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
 		"internal/shm":        {},
 		"internal/machine":    {},

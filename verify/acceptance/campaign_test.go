@@ -14,6 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -28,37 +29,37 @@ var (
 
 // TestSimKilled: plugins of both engines are killed and stopped while requests run.
 func TestSimKilled(t *testing.T) {
-	kills, stops := count(t, "simkills", *flagSimKills, 20, 200), count(t, "simstops", *flagSimStops, 2, 20)
+	kills, stops := rig.Count(t, "simkills", *flagSimKills, 20, 200), rig.Count(t, "simstops", *flagSimStops, 2, 20)
 	for i, trust := range []string{"in-place", "staged"} {
 		share := func(n int) int { return (n + 1 - i) / 2 }
-		t.Run(trust, func(t *testing.T) { testSimKilled(newRig(t), trust, share(kills), share(stops)) })
+		t.Run(trust, func(t *testing.T) { testSimKilled(rig.New(t), trust, share(kills), share(stops)) })
 	}
 }
 
-func testSimKilled(r *rig, trust string, kills, stops int) {
+func testSimKilled(r *rig.Rig, trust string, kills, stops int) {
 	r.Helper()
 	level := fmt.Sprintf(`,"kvport":{"trust":%q,"breaker":{"deaths":100000,"backoff_max":"20ms"},"deadlines":{"transfer":"1s"},"heartbeat":{"limit":"1s"}}`, trust)
-	rng := rand.New(rand.NewPCG(*flagSeed, 9))
+	rng := rand.New(rand.NewPCG(*rig.Seed, 9))
 	faults := slices.Concat(slices.Repeat([]syscall.Signal{syscall.SIGKILL}, kills), slices.Repeat([]syscall.Signal{syscall.SIGSTOP}, stops))
 	rng.Shuffle(len(faults), func(i, j int) { faults[i], faults[j] = faults[j], faults[i] })
 
-	node := r.serveModel("sim", "single", "")
-	p := r.serveModel("sim", "prefill", r.config("kv_producer", "", level), "--enable-prefix-caching=false")
-	d := r.serveModel("sim", "decode", r.config("kv_consumer", "", level), "--enable-prefix-caching=false")
-	router := r.route(p, d)
+	node := r.ServeModel("sim", "single", "")
+	p := r.ServeModel("sim", "prefill", r.Config("kv_producer", "", level), "--enable-prefix-caching=false")
+	d := r.ServeModel("sim", "decode", r.Config("kv_consumer", "", level), "--enable-prefix-caching=false")
+	router := r.Route(p, d)
 	engines := []*cluster.Process{p, d}
-	r.all(router.URL, texts(r.T, *flagSeed+20000, 2, 400, 400), 1)
+	r.All(router.URL, rig.Texts(r.T, *rig.Seed+20000, 2, 400, 400), 1)
 	var before []cluster.Resources
 	for _, e := range engines {
-		r.idle(e)
-		before = append(before, settled(r.T, e))
+		r.Idle(e)
+		before = append(before, rig.Settled(r.T, e))
 	}
-	prompts := texts(r.T, *flagSeed+21000, 8, 600, 3000)
-	want := r.all(node.URL, prompts, 4)
+	prompts := rig.Texts(r.T, *rig.Seed+21000, 8, 600, 3000)
+	want := r.All(node.URL, prompts, 4)
 	tokens, met := 0, 0
 	for i, signal := range faults {
-		hit, got := r.shoot(rng, router, engines[i%2], signal, prompts)
-		tokens += compare(r.T, fmt.Sprintf("fault %d, %v", i, signal), want, got)
+		hit, got := r.SignalAmid(rng, router, engines[i%2], signal, prompts)
+		tokens += rig.Compare(r.T, fmt.Sprintf("fault %d, %v", i, signal), want, got)
 		if hit {
 			met++
 		}
@@ -67,9 +68,9 @@ func testSimKilled(r *rig, trust string, kills, stops int) {
 		trust, kills, stops, met, tokens, len(faults)*len(prompts))
 	require.Greater(r, met, len(faults)/4)
 	for i, e := range engines {
-		r.idle(e)
+		r.Idle(e)
 		require.Eventually(r, func() bool {
-			h, err := r.client.Health(r.Context(), e.URL)
+			h, err := r.Client.Health(r.Context(), e.URL)
 			return err == nil && h.Connector.State == "ready"
 		}, time.Minute, 20*time.Millisecond)
 		require.Eventually(r, func() bool { return cluster.Usage(e.PID()) == before[i] }, time.Minute, 50*time.Millisecond,
@@ -80,22 +81,22 @@ func testSimKilled(r *rig, trust string, kills, stops int) {
 
 // TestSimDamaged: stored blocks are damaged; each is noticed, and no token is wrong.
 func TestSimDamaged(t *testing.T) {
-	n := count(t, "simdamages", *flagSimDamages, 200, 2000)
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+30000, 12, 500, 900)
+	n := rig.Count(t, "simdamages", *flagSimDamages, 200, 2000)
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+30000, 12, 500, 900)
 	for i := range prompts { // a byte is a token: no prompt ends with a full block
 		prompts[i] = prompts[i][:len(prompts[i])/16*16-7]
 	}
-	node := r.serveModel("sim", "single", "")
-	want := r.all(node.URL, prompts, 4)
-	p := r.serveModel("sim", "prefill", r.config("kv_producer", "", ""))
+	node := r.ServeModel("sim", "single", "")
+	want := r.All(node.URL, prompts, 4)
+	p := r.ServeModel("sim", "prefill", r.Config("kv_producer", "", ""))
 	for _, prompt := range prompts {
-		_, err := r.client.Complete(t.Context(), p.URL, cluster.Request{Prompt: prompt, MaxTokens: 1})
+		_, err := r.Client.Complete(t.Context(), p.URL, cluster.Request{Prompt: prompt, MaxTokens: 1})
 		require.NoError(t, err)
 	}
-	r.idle(p)
-	r.stop(p)
-	files := r.blockFiles()
+	r.Idle(p)
+	r.Stop(p)
+	files := r.BlockFiles()
 	require.NotEmpty(t, files)
 	contents := make([][]byte, len(files))
 	for i, path := range files {
@@ -105,9 +106,9 @@ func TestSimDamaged(t *testing.T) {
 	}
 	var readers []*cluster.Process
 	for _, trust := range []string{"in-place", "staged"} {
-		readers = append(readers, r.serveModel("sim", trust, r.config("kv_consumer", "", fmt.Sprintf(`,"kvport":{"trust":%q}`, trust)), "--enable-prefix-caching=false"))
+		readers = append(readers, r.ServeModel("sim", trust, r.Config("kv_consumer", "", fmt.Sprintf(`,"kvport":{"trust":%q}`, trust)), "--enable-prefix-caching=false"))
 	}
-	rng := rand.New(rand.NewPCG(*flagSeed, 2))
+	rng := rand.New(rand.NewPCG(*rig.Seed, 2))
 	kinds, tokens, counted := map[string]int{}, 0, 0.0
 	for done, round := 0, 0; done < n; round++ {
 		batch := min(20, n-done)
@@ -117,9 +118,9 @@ func TestSimDamaged(t *testing.T) {
 			require.NoError(t, os.WriteFile(files[i], damaged, 0o600))
 		}
 		d := readers[round%len(readers)]
-		was := r.metrics(d).Sum("kvport_integrity_failures_total")
-		tokens += compare(t, fmt.Sprintf("damaged blocks %d-%d", done+1, done+batch), want, r.all(d.URL, prompts, 4))
-		now := r.metrics(d).Sum("kvport_integrity_failures_total") - was
+		was := r.Metrics(d).Sum("kvport_integrity_failures_total")
+		tokens += rig.Compare(t, fmt.Sprintf("damaged blocks %d-%d", done+1, done+batch), want, r.All(d.URL, prompts, 4))
+		now := r.Metrics(d).Sum("kvport_integrity_failures_total") - was
 		require.Equal(t, float64(batch), now, "every damaged block that was read is counted once")
 		counted += now
 		done += batch
@@ -128,7 +129,7 @@ func TestSimDamaged(t *testing.T) {
 		}
 	}
 	for _, d := range readers {
-		r.idle(d)
+		r.Idle(d)
 	}
 	t.Logf("%d damages of %d kinds, half at each trust level, %v noticed, %d tokens compared, 0 differ: %v", n, len(kinds), counted, tokens, kinds)
 }
@@ -149,35 +150,35 @@ func damageSmall(t *testing.T, rng *rand.Rand, whole, other []byte, kinds map[st
 // TestSimTickets: tickets that are forged, of an earlier life of the producer, of another key, or
 // used before are refused and counted; the answer is right all the same.
 func TestSimTickets(t *testing.T) {
-	n := count(t, "tickets", *flagTickets, 100, 1000)
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+40000, 8, 200, 600)
-	node := r.serveModel("sim", "single", "")
-	want := r.all(node.URL, prompts, 4)
+	n := rig.Count(t, "tickets", *flagTickets, 100, 1000)
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+40000, 8, 200, 600)
+	node := r.ServeModel("sim", "single", "")
+	want := r.All(node.URL, prompts, 4)
 	key := filepath.Join(t.TempDir(), "key")
 	require.NoError(t, os.WriteFile(key, []byte("a key that only a stranger has ...."), 0o600))
-	d := r.serveModel("sim", "decode", r.config("kv_consumer", "", ""), "--enable-prefix-caching=false")
+	d := r.ServeModel("sim", "decode", r.Config("kv_consumer", "", ""), "--enable-prefix-caching=false")
 
 	// Two lives of one producer, and a producer with another key.
-	old := r.tickets("earlier life", `,"engine_id":"P"`, prompts)
-	good := r.tickets("prefill", `,"engine_id":"P"`, prompts)
-	strange := r.tickets("stranger", fmt.Sprintf(`,"kvport":{"ticket_key_file":%q}`, key), prompts)
+	old := tickets(r, "earlier life", `,"engine_id":"P"`, prompts)
+	good := tickets(r, "prefill", `,"engine_id":"P"`, prompts)
+	strange := tickets(r, "stranger", fmt.Sprintf(`,"kvport":{"ticket_key_file":%q}`, key), prompts)
 	for i, prompt := range prompts { // the first use is fine, every other is a replay
-		r.useTicket(d, prompt, good[i], want[i])
+		r.UseTicket(d, prompt, good[i], want[i])
 	}
-	refused := func() float64 { return r.metrics(d).Sum("kvport_tickets_refused_total") }
+	refused := func() float64 { return r.Metrics(d).Sum("kvport_tickets_refused_total") }
 	require.Zero(t, refused())
-	rng := rand.New(rand.NewPCG(*flagSeed, 3))
+	rng := rand.New(rand.NewPCG(*rig.Seed, 3))
 	kinds := map[string]int{}
 	for i := range n {
 		at := rng.IntN(len(prompts))
 		kind, ticket := wrongTicket(rng, good[at], old[at], strange[at])
 		kinds[kind]++
-		r.useTicket(d, prompts[at], ticket, want[at])
+		r.UseTicket(d, prompts[at], ticket, want[at])
 		require.Equal(t, float64(i+1), refused(), "ticket %d: %s", i, kind)
 	}
-	r.idle(d)
-	m := r.metrics(d)
+	r.Idle(d)
+	m := r.Metrics(d)
 	t.Logf("%d tickets refused (%v), by reason: forged %.0f, replayed %.0f, stale %.0f; %d answers compared, 0 differ", n, kinds,
 		m.Sum("kvport_tickets_refused_total", `reason="forged"`), m.Sum("kvport_tickets_refused_total", `reason="replayed"`),
 		m.Sum("kvport_tickets_refused_total", `reason="stale"`), n)
@@ -207,13 +208,13 @@ func wrongTicket(rng *rand.Rand, good, old, strange []byte) (kind string, ticket
 }
 
 // tickets runs a producer for a while and gives its tickets for the prompts.
-func (r *rig) tickets(name, config string, prompts []string) (out [][]byte) {
+func tickets(r *rig.Rig, name, config string, prompts []string) (out [][]byte) {
 	r.Helper()
-	p := r.serveModel("sim", name, r.config("kv_producer", "", config))
+	p := r.ServeModel("sim", name, r.Config("kv_producer", "", config))
 	for _, prompt := range prompts {
-		out = append(out, r.ticket(p, prompt))
+		out = append(out, r.Ticket(p, prompt))
 	}
-	r.idle(p)
-	r.stop(p)
+	r.Idle(p)
+	r.Stop(p)
 	return out
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
 )
@@ -26,19 +27,19 @@ type connectorRow struct {
 // TestConnectors: the model gives a single node's tokens through every connector that is found: on one engine that saves
 // and loads, on a later engine, and with prefill and decode apart. What the connector gave is counted.
 func TestConnectors(t *testing.T) {
-	r := newRig(t)
-	n, tokens := count(t, "prompts", *flagPrompts, 1, 6), count(t, "tokens", *flagTokens, 8, 32)
-	prompts := texts(t, *flagSeed+9100, n, 300, 1000)
-	r.tokens = tokens
-	node := r.serve("single", "")
-	want := r.all(node.URL, prompts, 1)
-	r.stop(node)
+	r := rig.New(t)
+	n, tokens := rig.Count(t, "prompts", *rig.Prompts, 1, 6), rig.Count(t, "tokens", *rig.Tokens, 8, 32)
+	prompts := rig.Texts(t, *rig.Seed+9100, n, 300, 1000)
+	r.Tokens = tokens
+	node := r.Serve("single", "")
+	want := r.All(node.URL, prompts, 1)
+	r.Stop(node)
 	b := newBackend(t)
 	var rows []connectorRow
 	for _, f := range scenes(t) {
 		for _, v := range f.variants() {
 			t.Run(v.title(), func(t *testing.T) {
-				s := connectorScene{rig: &rig{T: t, tokens: tokens}, f: v, b: b.under(t, v.name+v.Name), prompts: prompts, want: want}
+				s := connectorScene{Rig: &rig.Rig{T: t, Tokens: tokens}, f: v, b: b.under(t, v.name+v.Name), prompts: prompts, want: want}
 				rows = append(rows, s.run())
 			})
 		}
@@ -55,7 +56,7 @@ func TestConnectors(t *testing.T) {
 
 // connectorScene is one connector's part.
 type connectorScene struct {
-	*rig
+	*rig.Rig
 	f       scene
 	b       backend
 	prompts []string
@@ -68,20 +69,20 @@ func (s *connectorScene) run() connectorRow {
 	s.row = connectorRow{name: s.f.title(), warm: -1, later: -1}
 	one := s.engine("one", "kv_both")
 	s.same(one.URL, "cold")
-	s.idle(one)
+	s.Idle(one)
 	s.same(one.URL, "warm")
 	if got := s.loaded(one); !s.f.Peers {
 		require.Positive(s, got, "prompt tokens from the connector on one engine")
 		s.row.warm = got
 	}
-	s.idle(one)
-	s.stop(one)
+	s.Idle(one)
+	s.Stop(one)
 	if s.f.Keeps {
 		later := s.engine("later", "kv_both")
 		s.same(later.URL, "a later engine")
 		s.row.later = s.loaded(later)
 		require.Positive(s, s.row.later, "prompt tokens from the connector on a later engine")
-		s.stop(later)
+		s.Stop(later)
 	}
 	s.apart()
 	return s.row
@@ -92,41 +93,41 @@ func (s *connectorScene) apart() {
 	s.b = s.b.under(s.T, s.f.name+" apart") // nothing is there but what prefill saves
 	require.NoError(s, s.b.redis.Do(s.Context(), "flushall"))
 	p, d := s.engine("prefill", "kv_producer"), s.engine("decode", "kv_consumer")
-	router := s.route(p, d)
+	router := s.Route(p, d)
 	s.same(router.URL, "prefill and decode apart")
 	s.row.apart = s.loaded(d)
 	if s.f.Pairs {
 		require.Positive(s, s.row.apart, "prompt tokens that decode had of prefill")
 	}
-	s.idle(p)
-	s.idle(d)
+	s.Idle(p)
+	s.Idle(d)
 	for _, e := range []*cluster.Process{router, d, p} {
-		s.stop(e)
+		s.Stop(e)
 	}
 }
 
 func (s *connectorScene) engine(name, role string) *cluster.Process {
 	config := s.f.config(role, name, s.f.extra(s.T, s.b, role), `"deadlines":{"handshake":"30s"}`)
-	return s.serve(name, config, "--enable-prefix-caching=false")
+	return s.Serve(name, config, "--enable-prefix-caching=false")
 }
 
 func (s *connectorScene) same(url, what string) {
 	s.Helper()
-	s.row.compared += compare(s.T, s.row.name+", "+what, s.want, s.all(url, s.prompts, 2))
+	s.row.compared += rig.Compare(s.T, s.row.name+", "+what, s.want, s.All(url, s.prompts, 2))
 }
 
 func (s *connectorScene) loaded(e *cluster.Process) int {
-	return int(s.metrics(e).Sum("kvport_prompt_tokens_total", `source="external"`))
+	return int(s.Metrics(e).Sum("kvport_prompt_tokens_total", `source="external"`))
 }
 
 // TestRemoteConnectors: the real model goes through prefill, a Redis server and decode by each connector that has one, with
 // keyed digests, and on one engine that saves and loads. The tokens are those of a single node.
 func TestRemoteConnectors(t *testing.T) {
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+8800, count(t, "prompts", *flagPrompts, 2, 6), 300, 1200)
-	node := r.serve("single", "")
-	want := r.all(node.URL, prompts, 1)
-	r.stop(node)
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+8800, rig.Count(t, "prompts", *rig.Prompts, 2, 6), 300, 1200)
+	node := r.Serve("single", "")
+	want := r.All(node.URL, prompts, 1)
+	r.Stop(node)
 	b := newBackend(t)
 	secret := filepath.Join(t.TempDir(), "secret")
 	require.NoError(t, os.WriteFile(secret, []byte("a tenant's secret"), 0o600))
@@ -139,26 +140,26 @@ func TestRemoteConnectors(t *testing.T) {
 			continue
 		}
 		t.Run(f.name, func(t *testing.T) {
-			r, own := &rig{T: t, tokens: r.tokens}, b.under(t, f.name)
+			r, own := &rig.Rig{T: t, Tokens: r.Tokens}, b.under(t, f.name)
 			shared := f.variants()[apart]
-			p := r.serve("prefill", shared.config("kv_producer", "P", shared.extra(t, own, "kv_producer"), keyed))
-			d := r.serve("decode", shared.config("kv_consumer", "D", shared.extra(t, own, "kv_consumer"), keyed), "--enable-prefix-caching=false")
-			router := r.route(p, d)
-			got := r.all(router.URL, prompts, 2)
-			same(t, f.name+", prefill and decode apart", want, got)
-			r.external(d, got)
-			require.Zero(t, r.metrics(d).Sum("kvport_integrity_failures_total"))
+			p := r.Serve("prefill", shared.config("kv_producer", "P", shared.extra(t, own, "kv_producer"), keyed))
+			d := r.Serve("decode", shared.config("kv_consumer", "D", shared.extra(t, own, "kv_consumer"), keyed), "--enable-prefix-caching=false")
+			router := r.Route(p, d)
+			got := r.All(router.URL, prompts, 2)
+			rig.Same(t, f.name+", prefill and decode apart", want, got)
+			r.External(d, got)
+			require.Zero(t, r.Metrics(d).Sum("kvport_integrity_failures_total"))
 			for _, e := range []*cluster.Process{router, d, p} {
-				r.stop(e)
+				r.Stop(e)
 			}
-			both := r.serve("both", f.config("kv_both", "both", f.extra(t, own, "kv_both"), keyed), "--enable-prefix-caching=false")
-			same(t, f.name+", saves", want, r.all(both.URL, prompts, 2))
-			r.idle(both)
-			same(t, f.name+", loads", want, r.all(both.URL, prompts, 2))
-			external := r.metrics(both).Sum("kvport_prompt_tokens_total", `source="external"`)
+			both := r.Serve("both", f.config("kv_both", "both", f.extra(t, own, "kv_both"), keyed), "--enable-prefix-caching=false")
+			rig.Same(t, f.name+", saves", want, r.All(both.URL, prompts, 2))
+			r.Idle(both)
+			rig.Same(t, f.name+", loads", want, r.All(both.URL, prompts, 2))
+			external := r.Metrics(both).Sum("kvport_prompt_tokens_total", `source="external"`)
 			t.Logf("%s: %.0f tokens of %d prompts loaded by one engine", f.name, external, len(prompts))
 			require.Positive(t, external)
-			r.stop(both)
+			r.Stop(both)
 		})
 	}
 }

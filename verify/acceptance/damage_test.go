@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -48,22 +49,22 @@ var damages = []struct {
 // TestDamagedBlocks: whatever happens to a stored block, it is noticed when it is read, counted, and
 // the tokens are right.
 func TestDamagedBlocks(t *testing.T) {
-	r := newRig(t)
-	all := count(t, "damages", *flagDamages, 14, 200)
-	prompts, want := r.unaligned(texts(t, *flagSeed+4000, 8, 700, 900), 4)
-	p := r.serve("prefill", r.config("kv_producer", "", ""))
+	r := rig.New(t)
+	all := rig.Count(t, "damages", *flagDamages, 14, 200)
+	prompts, want := unaligned(r, rig.Texts(t, *rig.Seed+4000, 8, 700, 900), 4)
+	p := r.Serve("prefill", r.Config("kv_producer", "", ""))
 	for _, prompt := range prompts { // one token: the answer's blocks are not stored
-		_, err := r.client.Complete(t.Context(), p.URL, cluster.Request{Prompt: prompt, MaxTokens: 1})
+		_, err := r.Client.Complete(t.Context(), p.URL, cluster.Request{Prompt: prompt, MaxTokens: 1})
 		require.NoError(t, err)
 	}
-	r.idle(p)
-	r.stop(p)
-	files := r.blockFiles()
+	r.Idle(p)
+	r.Stop(p)
+	files := r.BlockFiles()
 	require.NotEmpty(t, files)
 
-	d := r.serve("decode", r.config("kv_consumer", "", ""), "--enable-prefix-caching=false")
-	rng := rand.New(rand.NewPCG(*flagSeed, 1))
-	counted := func() float64 { return r.metrics(d).Sum("kvport_integrity_failures_total") }
+	d := r.Serve("decode", r.Config("kv_consumer", "", ""), "--enable-prefix-caching=false")
+	rng := rand.New(rand.NewPCG(*rig.Seed, 1))
+	counted := func() float64 { return r.Metrics(d).Sum("kvport_integrity_failures_total") }
 	require.Zero(t, counted())
 	seen, tokens, kinds := 0.0, 0, map[string]int{}
 	for n := 0; n < all; {
@@ -71,9 +72,9 @@ func TestDamagedBlocks(t *testing.T) {
 		restore := make([]func(), 0, batch)
 		order := rng.Perm(len(files))
 		for _, i := range order[:batch] {
-			restore = append(restore, r.damage(rng, files[i], files[order[batch]], kinds)) // the other file is whole
+			restore = append(restore, damage(r, rng, files[i], files[order[batch]], kinds)) // the other file is whole
 		}
-		tokens += compare(t, fmt.Sprintf("damaged blocks %d-%d", n+1, n+batch), want, r.all(d.URL, prompts, 4))
+		tokens += rig.Compare(t, fmt.Sprintf("damaged blocks %d-%d", n+1, n+batch), want, r.All(d.URL, prompts, 4))
 		n += batch
 		now := counted()
 		require.Equal(t, seen+float64(batch), now, "every damaged block that was read is counted once")
@@ -83,15 +84,15 @@ func TestDamagedBlocks(t *testing.T) {
 		}
 	}
 	t.Logf("%d damages of %d kinds, %v integrity failures counted, %d tokens compared, 0 differ: %v", all, len(kinds), seen, tokens, kinds)
-	same(t, "restored", want, r.all(d.URL, prompts, 4))
+	rig.Same(t, "restored", want, r.All(d.URL, prompts, 4))
 	require.Equal(t, seen, counted(), "blocks that are whole again are not counted")
 }
 
 // unaligned picks n prompts that do not end with a full block: then every stored block of a prompt is
 // read by the next request for it.
-func (r *rig) unaligned(prompts []string, n int) (picked []string, want []*cluster.Completion) {
+func unaligned(r *rig.Rig, prompts []string, n int) (picked []string, want []*cluster.Completion) {
 	r.Helper()
-	for i, c := range single.answers(r, prompts) {
+	for i, c := range rig.Single.Answers(r, prompts) {
 		if c.Prompt%16 != 0 && len(picked) < n {
 			picked, want = append(picked, prompts[i]), append(want, c)
 		}
@@ -100,7 +101,7 @@ func (r *rig) unaligned(prompts []string, n int) (picked []string, want []*clust
 	return picked, want
 }
 
-func (r *rig) damage(rng *rand.Rand, path, otherPath string, kinds map[string]int) (restore func()) {
+func damage(r *rig.Rig, rng *rand.Rand, path, otherPath string, kinds map[string]int) (restore func()) {
 	r.Helper()
 	whole, err := os.ReadFile(path)
 	require.NoError(r, err)
@@ -120,70 +121,70 @@ func (r *rig) damage(rng *rand.Rand, path, otherPath string, kinds map[string]in
 // TestDirectoryDeleted: the store's directory goes away while engines run; service goes on, and new
 // blocks are stored again.
 func TestDirectoryDeleted(t *testing.T) {
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+5000, 6, 600, 900)
-	want := single.answers(r, prompts)
-	node := r.serve("both", r.config("kv_both", "", ""), "--enable-prefix-caching=false")
-	same(t, "before", want, r.all(node.URL, prompts, 2))
-	r.idle(node)
-	require.NotEmpty(t, r.blockFiles())
-	require.NoError(t, os.RemoveAll(r.store))
-	same(t, "directory deleted", want, r.all(node.URL, prompts, 2))
-	same(t, "after", want, r.all(node.URL, prompts, 2))
-	r.idle(node)
-	require.NotEmpty(t, r.blockFiles(), "blocks are stored again")
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+5000, 6, 600, 900)
+	want := rig.Single.Answers(r, prompts)
+	node := r.Serve("both", r.Config("kv_both", "", ""), "--enable-prefix-caching=false")
+	rig.Same(t, "before", want, r.All(node.URL, prompts, 2))
+	r.Idle(node)
+	require.NotEmpty(t, r.BlockFiles())
+	require.NoError(t, os.RemoveAll(r.Store))
+	rig.Same(t, "directory deleted", want, r.All(node.URL, prompts, 2))
+	rig.Same(t, "after", want, r.All(node.URL, prompts, 2))
+	r.Idle(node)
+	require.NotEmpty(t, r.BlockFiles(), "blocks are stored again")
 }
 
 // TestReadOnlyStore: an engine that may not write loads what is there and leaves the rest.
 func TestReadOnlyStore(t *testing.T) {
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+6000, 6, 600, 900)
-	want := single.answers(r, prompts)
-	p := r.serve("prefill", r.config("kv_producer", "", ""))
-	r.all(p.URL, prompts[:3], 1)
-	r.idle(p)
-	r.stop(p)
-	files := r.blockFiles()
-	node := r.serve("reader", r.config("kv_both", `,"read_only":true`, ""), "--enable-prefix-caching=false")
-	same(t, "read-only store", want, r.all(node.URL, prompts, 2))
-	require.Positive(t, r.metrics(node).Sum("kvport_prompt_tokens_total", `source="external"`))
-	r.idle(node)
-	require.ElementsMatch(t, files, r.blockFiles(), "a read-only store must not change")
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+6000, 6, 600, 900)
+	want := rig.Single.Answers(r, prompts)
+	p := r.Serve("prefill", r.Config("kv_producer", "", ""))
+	r.All(p.URL, prompts[:3], 1)
+	r.Idle(p)
+	r.Stop(p)
+	files := r.BlockFiles()
+	node := r.Serve("reader", r.Config("kv_both", `,"read_only":true`, ""), "--enable-prefix-caching=false")
+	rig.Same(t, "read-only store", want, r.All(node.URL, prompts, 2))
+	require.Positive(t, r.Metrics(node).Sum("kvport_prompt_tokens_total", `source="external"`))
+	r.Idle(node)
+	require.ElementsMatch(t, files, r.BlockFiles(), "a read-only store must not change")
 }
 
 // TestTwoModelsOneDirectory: engines whose weights differ never read each other's blocks.
 func TestTwoModelsOneDirectory(t *testing.T) {
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+7000, 3, 600, 900)
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+7000, 3, 600, 900)
 	other := changedModel(t)
-	want := single.answers(r, prompts)
-	node := r.serveModel(other, "other single", "")
-	wantOther := r.all(node.URL, prompts, 1)
-	r.stop(node)
+	want := rig.Single.Answers(r, prompts)
+	node := r.ServeModel(other, "other single", "")
+	wantOther := r.All(node.URL, prompts, 1)
+	r.Stop(node)
 	differs := false
 	for i := range want {
 		differs = differs || !want[i].Equal(wantOther[i])
 	}
 	require.True(t, differs, "the changed weights should change tokens")
 
-	a := r.serve("a", r.config("kv_both", "", ""), "--enable-prefix-caching=false")
-	same(t, "weights A, cold", want, r.all(a.URL, prompts, 1))
-	r.stop(a)
-	b := r.serveModel(other, "b", r.config("kv_both", "", ""), "--enable-prefix-caching=false")
-	same(t, "weights B, cold, on A's directory", wantOther, r.all(b.URL, prompts, 1))
-	require.Zero(t, r.metrics(b).Sum("kvport_prompt_tokens_total", `source="external"`), "B loaded A's blocks")
-	same(t, "weights B, warm", wantOther, r.all(b.URL, prompts, 1))
-	require.Positive(t, r.metrics(b).Sum("kvport_prompt_tokens_total", `source="external"`))
-	r.stop(b)
-	a = r.serve("a again", r.config("kv_both", "", ""), "--enable-prefix-caching=false")
-	same(t, "weights A, warm", want, r.all(a.URL, prompts, 1))
-	require.Positive(t, r.metrics(a).Sum("kvport_prompt_tokens_total", `source="external"`))
+	a := r.Serve("a", r.Config("kv_both", "", ""), "--enable-prefix-caching=false")
+	rig.Same(t, "weights A, cold", want, r.All(a.URL, prompts, 1))
+	r.Stop(a)
+	b := r.ServeModel(other, "b", r.Config("kv_both", "", ""), "--enable-prefix-caching=false")
+	rig.Same(t, "weights B, cold, on A's directory", wantOther, r.All(b.URL, prompts, 1))
+	require.Zero(t, r.Metrics(b).Sum("kvport_prompt_tokens_total", `source="external"`), "B loaded A's blocks")
+	rig.Same(t, "weights B, warm", wantOther, r.All(b.URL, prompts, 1))
+	require.Positive(t, r.Metrics(b).Sum("kvport_prompt_tokens_total", `source="external"`))
+	r.Stop(b)
+	a = r.Serve("a again", r.Config("kv_both", "", ""), "--enable-prefix-caching=false")
+	rig.Same(t, "weights A, warm", want, r.All(a.URL, prompts, 1))
+	require.Positive(t, r.Metrics(a).Sum("kvport_prompt_tokens_total", `source="external"`))
 }
 
 // changedModel is a copy of the model file in which some weights differ.
 func changedModel(t *testing.T) string {
 	t.Helper()
-	data, err := os.ReadFile(model(t))
+	data, err := os.ReadFile(rig.Model(t))
 	require.NoError(t, err)
 	// The last bytes of a GGUF file are tensor data. Flipping the low bits of quantised values
 	// changes weights a little and never makes them infinite.

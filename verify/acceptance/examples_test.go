@@ -7,24 +7,26 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/acceptance/rig"
 )
 
 // TestExamples: each example is built and serves prefill and decode.
 func TestExamples(t *testing.T) {
-	r := newRig(t)
-	prompts := texts(t, *flagSeed, 8, 400, 1200)
-	single := r.serveModel(peersModel(), "single", "")
-	want := r.all(single.URL, prompts, 4)
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed, 8, 400, 1200)
+	single := r.ServeModel(rig.Simulated(), "single", "")
+	want := r.All(single.URL, prompts, 4)
 	for name, connector := range map[string]string{"custom": "CustomExample", "database": "DatabaseExample", "p2p": "PeerExample"} {
 		t.Run(name, func(t *testing.T) {
-			r := newRig(t)
+			r := rig.New(t)
 			path := filepath.Join(t.TempDir(), "kvport-"+name)
 			output, err := exec.Command("go", "build", "-buildvcs=false", "-o", path, "../../examples/"+name).CombinedOutput()
 			require.NoError(t, err, "%s", output)
 			dir := shortDir(t)
-			_, d, router := r.pair(fmt.Sprintf(`"kv_connector":%q,"kv_connector_module_path":%q,"kv_connector_extra_config":{"dir":%q}`, connector, path, dir))
-			same(t, "P/D with "+connector, want, r.all(router.URL, prompts, 4))
-			external := r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
+			_, d, router := r.Pair(fmt.Sprintf(`"kv_connector":%q,"kv_connector_module_path":%q,"kv_connector_extra_config":{"dir":%q}`, connector, path, dir))
+			rig.Same(t, "P/D with "+connector, want, r.All(router.URL, prompts, 4))
+			external := r.Metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
 			t.Logf("tokens from the connector: %.0f", external)
 			require.Positive(t, external)
 		})

@@ -15,6 +15,8 @@ import (
 	"github.com/kvport/kvport/conformance/redistest"
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/verify/fixture"
+
+	"github.com/kvport/kvport/verify/acceptance/rig"
 )
 
 var flagConnector = flag.String("connector", "", "connectors to test, by name with commas between; default: all that are found")
@@ -65,8 +67,8 @@ func (s *scene) title() string { return strings.TrimSuffix(s.name+", "+s.Name, "
 func pluginPath(t *testing.T) []string {
 	t.Helper()
 	dir := t.TempDir()
-	bin := filepath.Join(root(t), "bin")
-	mains, err := filepath.Glob(filepath.Join(root(t), "examples", "*", "main.go"))
+	bin := filepath.Join(rig.Root(t), "bin")
+	mains, err := filepath.Glob(filepath.Join(rig.Root(t), "examples", "*", "main.go"))
 	require.NoError(t, err)
 	for _, main := range mains {
 		folder := filepath.Dir(main)
@@ -77,14 +79,14 @@ func pluginPath(t *testing.T) []string {
 		out, err := exec.CommandContext(t.Context(), "go", "build", "-o", filepath.Join(dir, "kvport-example-"+name), folder).CombinedOutput()
 		require.NoError(t, err, "%s", out)
 	}
-	return []string{bin, filepath.Join(root(t), "examples", "python"), dir}
+	return []string{bin, filepath.Join(rig.Root(t), "examples", "python"), dir}
 }
 
 // scenes are all connectors that answer with a manifest, each once and as its fixture sets it up first, or those of
 // -connector. One without a fixture fails the test.
 func scenes(t *testing.T) []scene {
 	t.Helper()
-	known := fixtures(t)
+	known := rig.Fixtures(t)
 	var out []scene
 	for _, found := range host.List(t.Context(), pluginPath(t)) {
 		require.NoError(t, found.Err)
@@ -94,7 +96,7 @@ func scenes(t *testing.T) []scene {
 		}
 		f := known.Of(name)
 		require.NotNil(t, f, "no fixture.json for %s of %s", name, found.Path)
-		if !ready(t, f) {
+		if !rig.Ready(t, f) {
 			continue
 		}
 		s := scene{Fixture: f, Setup: f.Setups[0], name: name, binary: found.Path}

@@ -17,6 +17,8 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
+
+	"github.com/kvport/kvport/verify/acceptance/rig"
 )
 
 // identity is everything that decides whether two requests may share blocks.
@@ -136,7 +138,7 @@ func openKeys(t *testing.T, f *scene, b backend, i identity, name string) (*keyE
 }
 
 // pluginFolders are those of the children of a MultiConnector.
-func pluginFolders(t *testing.T) []string { return []string{root(t) + "/bin"} }
+func pluginFolders(t *testing.T) []string { return []string{rig.Root(t) + "/bin"} }
 
 // layout has two layers a group, one after the other or interleaved.
 func (e *keyEngine) layout() connector.Layout {

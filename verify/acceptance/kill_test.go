@@ -10,43 +10,44 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
 // TestPluginKilled: the decode engine's plugin dies or stops while it loads; no token is wrong, no
 // request is lost, nothing is left behind.
 func TestPluginKilled(t *testing.T) {
-	r := newRig(t)
-	kills, stops := count(t, "kills", *flagKills, 2, 10), count(t, "stops", *flagStops, 1, 2)
+	r := rig.New(t)
+	kills, stops := rig.Count(t, "kills", *rig.Kills, 2, 10), rig.Count(t, "stops", *rig.Stops, 1, 2)
 	faults := slices.Concat(slices.Repeat([]syscall.Signal{syscall.SIGKILL}, kills), slices.Repeat([]syscall.Signal{syscall.SIGSTOP}, stops))
-	node := r.serve("single", "")
-	p := r.serve("prefill", r.config("kv_producer", "", ""))
-	d := r.serve("decode", r.config("kv_consumer", `,"workers":1`, patient))
-	router := r.route(p, d)
-	r.all(router.URL, texts(t, *flagSeed+2000, 1, 400, 400), 1)
-	r.idle(d)
-	before := settled(t, d)
+	node := r.Serve("single", "")
+	p := r.Serve("prefill", r.Config("kv_producer", "", ""))
+	d := r.Serve("decode", r.Config("kv_consumer", `,"workers":1`, rig.Patient))
+	router := r.Route(p, d)
+	r.All(router.URL, rig.Texts(t, *rig.Seed+2000, 1, 400, 400), 1)
+	r.Idle(d)
+	before := rig.Settled(t, d)
 
 	var got, want []*cluster.Completion
 	for i, signal := range faults {
 		for try := uint64(0); len(got) == i; try++ {
 			require.Less(t, try, uint64(5), "five loads in a row were over before the fault")
-			prompt := texts(t, *flagSeed+1000*try+uint64(i)+100, 1, 3600, 4400)
-			answer, err := r.signalLoad(router, d, prompt[0], signal)
+			prompt := rig.Texts(t, *rig.Seed+1000*try+uint64(i)+100, 1, 3600, 4400)
+			answer, err := signalLoad(r, router, d, prompt[0], signal)
 			if errors.Is(err, cluster.ErrTooLate) {
 				continue
 			}
 			require.NoError(t, err)
-			got, want = append(got, answer), append(want, r.all(node.URL, prompt, 1)...)
+			got, want = append(got, answer), append(want, r.All(node.URL, prompt, 1)...)
 		}
 	}
-	same(t, fmt.Sprintf("%d kills and %d stops in mid-load", kills, stops), want, got)
+	rig.Same(t, fmt.Sprintf("%d kills and %d stops in mid-load", kills, stops), want, got)
 
-	r.idle(d)
-	r.idle(p)
-	m := r.metrics(d)
+	r.Idle(d)
+	r.Idle(p)
+	m := r.Metrics(d)
 	require.Eventually(t, func() bool { // the last restart waits for its back-off
-		m = r.metrics(d)
+		m = r.Metrics(d)
 		return m.Sum("kvport_plugin_restarts_total") >= float64(len(faults))
 	}, 10*time.Second, 20*time.Millisecond)
 	t.Logf("restarts: %.0f, loads that failed: %.0f, started again: %.0f, blocks pinned: %.0f, held: %.0f", m.Sum("kvport_plugin_restarts_total"),
@@ -58,11 +59,11 @@ func TestPluginKilled(t *testing.T) {
 
 // signalLoad sends a prompt through the router and signals the decode engine's plugin in the middle of
 // the load. It returns the answer.
-func (r *rig) signalLoad(router, d *cluster.Process, prompt string, signal syscall.Signal) (answer *cluster.Completion, err error) {
+func signalLoad(r *rig.Rig, router, d *cluster.Process, prompt string, signal syscall.Signal) (answer *cluster.Completion, err error) {
 	r.Helper()
 	plugin := 0
 	require.Eventually(r, func() bool {
-		h, err := r.client.Health(r.Context(), d.URL)
+		h, err := r.Client.Health(r.Context(), d.URL)
 		if err == nil && h.Connector.State == "ready" {
 			plugin = h.Connector.PID
 		}
@@ -70,10 +71,10 @@ func (r *rig) signalLoad(router, d *cluster.Process, prompt string, signal sysca
 	}, time.Minute, 5*time.Millisecond, "no plugin runs")
 	answered := make(chan struct{})
 	var lost error
-	err = r.client.SignalLoad(r.Context(), d, plugin, signal, func() <-chan struct{} {
+	err = r.Client.SignalLoad(r.Context(), d, plugin, signal, func() <-chan struct{} {
 		go func() {
 			defer close(answered)
-			answer, lost = r.complete(router.URL, prompt)
+			answer, lost = r.Complete(router.URL, prompt)
 		}()
 		return answered
 	})
@@ -87,9 +88,9 @@ func (r *rig) signalLoad(router, d *cluster.Process, prompt string, signal sysca
 
 // TestEngineKilled: a plugin dies with its engine.
 func TestEngineKilled(t *testing.T) {
-	r := newRig(t)
-	node := r.serveModel("sim", "engine", r.config("kv_both", "", ""))
-	r.all(node.URL, texts(t, *flagSeed, 2, 100, 200), 2)
+	r := rig.New(t)
+	node := r.ServeModel("sim", "engine", r.Config("kv_both", "", ""))
+	r.All(node.URL, rig.Texts(t, *rig.Seed, 2, 100, 200), 2)
 	plugins := cluster.Plugins(node.PID())
 	require.Len(t, plugins, 1)
 	killed := time.Now()
@@ -100,25 +101,25 @@ func TestEngineKilled(t *testing.T) {
 
 // TestDrain: SIGTERM lets a running request finish, then everything is gone.
 func TestDrain(t *testing.T) {
-	r := newLongRig(t)
-	prompt := texts(t, *flagSeed+3000, 1, 300, 400)
-	want := single.answers(r, prompt)
-	node := r.serve("engine", r.config("kv_both", "", ""))
+	r := rig.NewLong(t)
+	prompt := rig.Texts(t, *rig.Seed+3000, 1, 300, 400)
+	want := rig.Single.Answers(r, prompt)
+	node := r.Serve("engine", r.Config("kv_both", "", ""))
 	plugins := cluster.Plugins(node.PID())
 	require.Len(t, plugins, 1)
 	got := make(chan *cluster.Completion, 1)
 	go func() {
-		c, err := r.complete(node.URL, prompt[0])
+		c, err := r.Complete(node.URL, prompt[0])
 		if err != nil {
 			t.Errorf("the running request was lost: %v", err)
 		}
 		got <- c
 	}()
-	require.Eventually(t, func() bool { return r.metrics(node).Sum("kvport_requests", `state="running"`) == 1 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return r.Metrics(node).Sum("kvport_requests", `state="running"`) == 1 }, time.Minute, time.Millisecond)
 	started := time.Now()
-	r.stop(node)
+	r.Stop(node)
 	t.Logf("drained in %v", time.Since(started))
 	require.Less(t, time.Since(started), time.Minute)
-	same(t, "request running at SIGTERM", want, []*cluster.Completion{<-got})
+	rig.Same(t, "request running at SIGTERM", want, []*cluster.Completion{<-got})
 	require.False(t, cluster.Alive(plugins[0]), "plugin %d is left", plugins[0])
 }

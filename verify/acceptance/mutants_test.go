@@ -16,6 +16,7 @@ import (
 	"github.com/kvport/kvport/conformance/mutants"
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -78,21 +79,21 @@ var flagMutants = flag.Int("mutants", 1, "run every n-th wrong connector; defaul
 // without a connector, or refuses to start with it. Those that write where they must not are run at
 // trust level staged.
 func TestWrongConnectors(t *testing.T) {
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+8000, 6, 200, 600)
-	node := r.serveModel("sim", "single", "")
-	want := r.all(node.URL, prompts, 3)
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+8000, 6, 200, 600)
+	node := r.ServeModel("sim", "single", "")
+	want := r.All(node.URL, prompts, 3)
 
 	served, refused, staged, tokens := 0, 0, 0, 0
 	folder := t.TempDir()
-	all, share := mutants.All(), count(t, "mutants", *flagMutants, 4, 1)
+	all, share := mutants.All(), rig.Count(t, "mutants", *flagMutants, 4, 1)
 	t.Logf("every %d. of %d wrong connectors, and those that write wildly; all of them in soak", share, len(all))
 	for n, m := range all {
-		if (n+int(*flagSeed))%share != 0 && !trusted[m.Case] {
+		if (n+int(*rig.Seed))%share != 0 && !trusted[m.Case] {
 			continue
 		}
 		t.Run(m.Name, func(t *testing.T) {
-			r := &rig{T: t, tokens: r.tokens}
+			r := &rig.Rig{T: t, Tokens: r.Tokens}
 			name, host := mutantBinary, `,"kvport":{"deadlines":{"save":"3s"}}` // or one that waits for ever takes long
 			if trusted[m.Case] {
 				name, host = plainBinary, `,"kvport":{"trust":"staged"}`
@@ -101,7 +102,7 @@ func TestWrongConnectors(t *testing.T) {
 			if m.Plugin().Name == "FilesConnector" {
 				host += fmt.Sprintf(`,"kv_connector_extra_config":{"dir":%q}`, t.TempDir())
 			}
-			p, err := r.wrong(filepath.Join(folder, fmt.Sprint(name, n)), fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both"%s}`, m.Plugin().Name, host))
+			p, err := wrong(r, filepath.Join(folder, fmt.Sprint(name, n)), fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both"%s}`, m.Plugin().Name, host))
 			if err != nil {
 				require.ErrorContains(t, err, "exit status 2")
 				require.False(t, trusted[m.Case], "at trust level staged it should serve: %v", err)
@@ -109,10 +110,10 @@ func TestWrongConnectors(t *testing.T) {
 				return
 			}
 			for range 2 {
-				tokens += compare(t, m.Name, want, r.all(p.URL, prompts, 3))
+				tokens += rig.Compare(t, m.Name, want, r.All(p.URL, prompts, 3))
 			}
-			r.idle(p)
-			r.stop(p)
+			r.Idle(p)
+			r.Stop(p)
 			served++
 		})
 	}
@@ -122,13 +123,13 @@ func TestWrongConnectors(t *testing.T) {
 }
 
 // wrong starts an engine with the test binary as its plugin, under the given path.
-func (r *rig) wrong(plugin, config string) (*cluster.Process, error) {
+func wrong(r *rig.Rig, plugin, config string) (*cluster.Process, error) {
 	r.Helper()
 	self, err := os.Executable()
 	require.NoError(r, err)
 	require.NoError(r, os.Symlink(self, plugin))
 	r.Cleanup(func() { _ = os.Remove(plugin) })
-	p, err := cluster.Start(r.Context(), nil, filepath.Base(plugin), binary(r.T), "serve", "--model", "sim", "--port", "0",
+	p, err := cluster.Start(r.Context(), nil, filepath.Base(plugin), rig.Binary(r.T), "serve", "--model", "sim", "--port", "0",
 		"--plugin-path", filepath.Dir(plugin), "--enable-prefix-caching=false", "--kv-transfer-config", config)
 	if err == nil {
 		r.Cleanup(p.Kill)

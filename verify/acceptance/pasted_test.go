@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -33,7 +34,7 @@ func (p *pasted) prepare(t *testing.T) (config, port string) {
 	dir := t.TempDir()
 	t.Chdir(dir)
 	t.Setenv("XDG_CACHE_HOME", filepath.Join(dir, "cache"))
-	port = freePort(t)
+	port = rig.FreePort(t)
 	for name, value := range p.Env {
 		t.Setenv(name, strings.ReplaceAll(value, "@PORT@", port))
 	}
@@ -55,7 +56,7 @@ func TestPastedConfigs(t *testing.T) {
 	var rows []pasted
 	require.NoError(t, json.Unmarshal(data, &rows))
 	require.Greater(t, len(rows), 20)
-	kvport := binary(t)
+	kvport := rig.Binary(t)
 	for _, row := range rows {
 		t.Run(row.Source, func(t *testing.T) {
 			config, port := row.prepare(t)
@@ -105,7 +106,7 @@ func TestPastedConfigsAreChecked(t *testing.T) {
 	require.NoError(t, err)
 	var rows []pasted
 	require.NoError(t, json.Unmarshal(data, &rows))
-	kvport := binary(t)
+	kvport := rig.Binary(t)
 	for _, row := range rows {
 		if row.Lacks != "" {
 			continue

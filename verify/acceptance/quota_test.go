@@ -12,6 +12,8 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/verify/fixture"
+
+	"github.com/kvport/kvport/verify/acceptance/rig"
 )
 
 // TestQuotaOverflow: who saves beyond what a config or a server permits is told which blocks were not stored and why, by
@@ -21,7 +23,7 @@ func TestQuotaOverflow(t *testing.T) {
 		t.Skip("starts plugins and a server: left out with -short, which the race stage uses")
 	}
 	b := newBackend(t)
-	for _, f := range those(t, func(f *fixture.Fixture) bool { return f.Quota != nil }) {
+	for _, f := range rig.Connectors(t, func(f *fixture.Fixture) bool { return f.Quota != nil }) {
 		t.Run(f.Connector, func(t *testing.T) { quotaOverflow(t, f, b.under(t, f.Connector)) })
 	}
 }

@@ -14,6 +14,8 @@ import (
 
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/verify/fixture"
+
+	"github.com/kvport/kvport/verify/acceptance/rig"
 )
 
 // kvport schema takes every pasted config that serves, alone and as the child of a MultiConnector, and none with a mistake.
@@ -67,15 +69,15 @@ func TestSchemaOfConnectors(t *testing.T) {
 			require.Error(t, validate(against, string(row.Config)), "%+v", row)
 		}
 	}
-	out, err := exec.CommandContext(t.Context(), binary(t), "schema", "NoSuchConnector").CombinedOutput()
+	out, err := exec.CommandContext(t.Context(), rig.Binary(t), "schema", "NoSuchConnector").CombinedOutput()
 	require.Error(t, err)
-	require.Contains(t, string(out), typical(t, fixture.Store).Connector)
+	require.Contains(t, string(out), rig.Typical(t, fixture.Store).Connector)
 }
 
 // printedSchema is what kvport schema prints.
 func printedSchema(t *testing.T, args ...string) *jsonschema.Schema {
 	t.Helper()
-	out, err := exec.CommandContext(t.Context(), binary(t), append([]string{"schema"}, args...)...).Output()
+	out, err := exec.CommandContext(t.Context(), rig.Binary(t), append([]string{"schema"}, args...)...).Output()
 	require.NoError(t, err)
 	doc, err := jsonschema.UnmarshalJSON(bytes.NewReader(out))
 	require.NoError(t, err)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -23,27 +24,27 @@ func spread(stride string) string { return "sim:groups=2,window=100,layers=6,see
 // is, goes through prefill, decode and router at both trust levels; single nodes, other strides and damaged shards give
 // the same tokens.
 func TestSpread(t *testing.T) {
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+8000, 8, 100, 900)
-	node := r.serveModel(spread("layers"), "single", "", spreadArgs...)
-	want := r.all(node.URL, prompts, 1)
-	r.stop(node)
-	single := r.serveModel(spread("layers"), "one rank", "")
-	require.NotEqual(t, want[0].Tokens, r.all(single.URL, prompts[:1], 1)[0].Tokens, "ranks should show in the tokens")
-	r.stop(single)
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+8000, 8, 100, 900)
+	node := r.ServeModel(spread("layers"), "single", "", spreadArgs...)
+	want := r.All(node.URL, prompts, 1)
+	r.Stop(node)
+	single := r.ServeModel(spread("layers"), "one rank", "")
+	require.NotEqual(t, want[0].Tokens, r.All(single.URL, prompts[:1], 1)[0].Tokens, "ranks should show in the tokens")
+	r.Stop(single)
 	const staged = `,"kvport":{"trust":"staged"}`
 	for _, c := range []struct{ p, d, trust string }{
 		{"layers", "blocks", ""}, {"blocks", "shared", staged}, {"planes", "planes", ""}, {"planes", "planes", staged}, {"shared", "layers", ""},
 	} {
 		t.Run(fmt.Sprintf("%s to %s, staged %t", c.p, c.d, c.trust == staged), func(t *testing.T) {
-			r := newRig(t)
-			p := r.serveModel(spread(c.p), "prefill", r.config("kv_producer", "", c.trust), spreadArgs...)
-			d := r.serveModel(spread(c.d), "decode", r.config("kv_consumer", "", c.trust), append(spreadArgs, "--enable-prefix-caching=false")...)
-			router := r.route(p, d)
-			got := r.all(router.URL, prompts, 4)
-			same(t, c.p+" to "+c.d, want, got)
-			r.external(d, got)
-			files := r.blockFiles()
+			r := rig.New(t)
+			p := r.ServeModel(spread(c.p), "prefill", r.Config("kv_producer", "", c.trust), spreadArgs...)
+			d := r.ServeModel(spread(c.d), "decode", r.Config("kv_consumer", "", c.trust), append(spreadArgs, "--enable-prefix-caching=false")...)
+			router := r.Route(p, d)
+			got := r.All(router.URL, prompts, 4)
+			rig.Same(t, c.p+" to "+c.d, want, got)
+			r.External(d, got)
+			files := r.BlockFiles()
 			blocks := 0
 			for _, w := range want { // every full block of a prompt on three ranks in two groups, at most
 				blocks += w.Prompt / 16
@@ -51,20 +52,20 @@ func TestSpread(t *testing.T) {
 			require.Zero(t, len(files)%6)
 			require.LessOrEqual(t, len(files), 6*blocks)
 			require.Greater(t, len(files), 3*blocks)
-			r.damageSome(d, prompts, want)
-			r.idle(p)
-			r.idle(d)
-			r.stop(d)
-			r.stop(p)
+			damageSome(r, d, prompts, want)
+			r.Idle(p)
+			r.Idle(d)
+			r.Stop(d)
+			r.Stop(p)
 		})
 	}
 }
 
 // damageSome changes one byte in some shards and removes others, then asks for the prompts again.
-func (r *rig) damageSome(d *cluster.Process, prompts []string, want []*cluster.Completion) {
+func damageSome(r *rig.Rig, d *cluster.Process, prompts []string, want []*cluster.Completion) {
 	r.Helper()
-	rng := rand.New(rand.NewPCG(*flagSeed, 2))
-	files := r.blockFiles()
+	rng := rand.New(rand.NewPCG(*rig.Seed, 2))
+	files := r.BlockFiles()
 	damaged := 0
 	for _, i := range rng.Perm(len(files))[:len(files)/8] {
 		if rng.IntN(3) == 0 {
@@ -77,9 +78,9 @@ func (r *rig) damageSome(d *cluster.Process, prompts []string, want []*cluster.C
 		require.NoError(r, os.WriteFile(files[i], data, 0o600))
 		damaged++
 	}
-	got := r.all(d.URL, prompts, 4)
-	found := r.metrics(d).Sum("kvport_integrity_failures_total")
-	same(r.T, fmt.Sprintf("%d shards damaged, %v found", damaged, found), want, got)
+	got := r.All(d.URL, prompts, 4)
+	found := r.Metrics(d).Sum("kvport_integrity_failures_total")
+	rig.Same(r.T, fmt.Sprintf("%d shards damaged, %v found", damaged, found), want, got)
 	require.Positive(r, found)
 	require.LessOrEqual(r, found, float64(damaged))
 }
@@ -87,38 +88,38 @@ func (r *rig) damageSome(d *cluster.Process, prompts []string, want []*cluster.C
 // TestSpreadPluginKilled: the plugin that serves all three ranks dies or stops at random moments while
 // they load and save; no token is wrong, no request is lost, no block is left.
 func TestSpreadPluginKilled(t *testing.T) {
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+9000, 8, 300, 900)
-	node := r.serveModel(spread("blocks"), "single", "", spreadArgs...)
-	want := r.all(node.URL, prompts, 1)
-	r.stop(node)
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+9000, 8, 300, 900)
+	node := r.ServeModel(spread("blocks"), "single", "", spreadArgs...)
+	want := r.All(node.URL, prompts, 1)
+	r.Stop(node)
 	args := append(spreadArgs, "--enable-prefix-caching=false")
-	both := r.serveModel(spread("blocks"), "both", r.config("kv_both", "", patient), args...)
-	rng := rand.New(rand.NewPCG(*flagSeed, 3))
+	both := r.ServeModel(spread("blocks"), "both", r.Config("kv_both", "", rig.Patient), args...)
+	rng := rand.New(rand.NewPCG(*rig.Seed, 3))
 	tokens := 0
-	for i := range *flagKills + *flagStops {
+	for i := range *rig.Kills + *rig.Stops {
 		signal := syscall.SIGKILL
-		if i >= *flagKills {
+		if i >= *rig.Kills {
 			signal = syscall.SIGSTOP
 		}
-		plugin := r.plugin(both)
+		plugin := r.Plugin(both)
 		delay := time.NewTimer(time.Duration(rng.IntN(30)) * time.Millisecond)
 		struck := make(chan error, 1)
 		go func() {
 			<-delay.C
 			struck <- syscall.Kill(plugin, signal)
 		}()
-		tokens += compare(t, fmt.Sprintf("%v %d", signal, i), want, r.all(both.URL, prompts, 4))
+		tokens += rig.Compare(t, fmt.Sprintf("%v %d", signal, i), want, r.All(both.URL, prompts, 4))
 		require.NoError(t, <-struck)
 		require.Eventually(t, func() bool { return !cluster.Alive(plugin) }, time.Minute, time.Millisecond)
 		if i%4 == 3 { // so that blocks are saved again
-			r.idle(both)
-			require.NoError(t, os.RemoveAll(r.store))
+			r.Idle(both)
+			require.NoError(t, os.RemoveAll(r.Store))
 		}
 	}
-	r.idle(both)
-	m := r.metrics(both)
-	t.Logf("%d kills, %d stops, %d tokens compared, 0 differ; %v tokens external, %v loads failed, %v started again", *flagKills, *flagStops, tokens,
+	r.Idle(both)
+	m := r.Metrics(both)
+	t.Logf("%d kills, %d stops, %d tokens compared, 0 differ; %v tokens external, %v loads failed, %v started again", *rig.Kills, *rig.Stops, tokens,
 		m.Sum("kvport_prompt_tokens_total", `source="external"`), m.Sum("kvport_failed_loads_total"), m.Sum("kvport_transfer_retries_total"))
 	require.Positive(t, m.Sum("kvport_prompt_tokens_total", `source="external"`))
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -28,13 +29,13 @@ func TestTrustLevels(t *testing.T) {
 		prompts int
 		narrow  int // bytes of landing memory: a few blocks and padding
 	}{
-		{"sim:groups=2,window=64,stride=blocks", *flagPrompts / 2, 40 << 10},
-		{"sim:groups=2,window=64,stride=planes", *flagPrompts / 2, 40 << 10},
-		{"sim:groups=2,window=64,stride=shared", *flagPrompts / 2, 40 << 10},
-		{"sim", 2 * *flagPrompts, 4*4*(1024+16) + 5*64},
-		{model(t), min(3, *flagPrompts), 4 << 20},
+		{"sim:groups=2,window=64,stride=blocks", *rig.Prompts / 2, 40 << 10},
+		{"sim:groups=2,window=64,stride=planes", *rig.Prompts / 2, 40 << 10},
+		{"sim:groups=2,window=64,stride=shared", *rig.Prompts / 2, 40 << 10},
+		{"sim", 2 * *rig.Prompts, 4*4*(1024+16) + 5*64},
+		{rig.Model(t), min(3, *rig.Prompts), 4 << 20},
 	} {
-		prompts := texts(t, *flagSeed+8000, c.prompts, 400, 1600)
+		prompts := rig.Texts(t, *rig.Seed+8000, c.prompts, 400, 1600)
 		for name, level := range levels {
 			if strings.Contains(level, "%d") {
 				level = fmt.Sprintf(level, c.narrow)
@@ -42,33 +43,33 @@ func TestTrustLevels(t *testing.T) {
 			if !strings.HasPrefix(c.model, "sim") && name != "staged, narrow" {
 				continue // the others are compared on sim; in-place on the real model is TestEqualTokens
 			}
-			t.Run(filepath.Base(c.model)+"/"+name, func(t *testing.T) { testLevel(newRig(t), c.model, level, prompts) })
+			t.Run(filepath.Base(c.model)+"/"+name, func(t *testing.T) { testLevel(rig.New(t), c.model, level, prompts) })
 		}
 	}
 }
 
-func testLevel(r *rig, model, level string, prompts []string) {
+func testLevel(r *rig.Rig, model, level string, prompts []string) {
 	r.Helper()
 	var ranks []string
 	if strings.HasPrefix(model, "sim:") {
 		ranks = []string{"--tensor-parallel-size", "3"}
 	}
 	uncached := append([]string{"--enable-prefix-caching=false"}, ranks...)
-	node := r.serveModel(model, "single", "", ranks...)
-	want := r.all(node.URL, prompts, 4)
-	r.stop(node)
-	p := r.serveModel(model, "prefill", r.config("kv_producer", "", level), ranks...)
-	d := r.serveModel(model, "decode", r.config("kv_consumer", "", level), uncached...)
-	router := r.route(p, d)
-	same(r.T, "P/D", want, r.all(router.URL, prompts, 4))
-	both := r.serveModel(model, "both", r.config("kv_both", "", level), uncached...)
-	same(r.T, "kv_both, warm", want, r.all(both.URL, prompts, 4))
+	node := r.ServeModel(model, "single", "", ranks...)
+	want := r.All(node.URL, prompts, 4)
+	r.Stop(node)
+	p := r.ServeModel(model, "prefill", r.Config("kv_producer", "", level), ranks...)
+	d := r.ServeModel(model, "decode", r.Config("kv_consumer", "", level), uncached...)
+	router := r.Route(p, d)
+	rig.Same(r.T, "P/D", want, r.All(router.URL, prompts, 4))
+	both := r.ServeModel(model, "both", r.Config("kv_both", "", level), uncached...)
+	rig.Same(r.T, "kv_both, warm", want, r.All(both.URL, prompts, 4))
 	for _, engine := range []*cluster.Process{p, d, both} {
-		r.idle(engine)
-		r.mapsOnly(engine, strings.Contains(level, "staged"))
+		r.Idle(engine)
+		mapsOnly(r, engine, strings.Contains(level, "staged"))
 	}
 	for _, engine := range []*cluster.Process{d, both} {
-		m := r.metrics(engine)
+		m := r.Metrics(engine)
 		require.Positive(r, m.Sum("kvport_prompt_tokens_total", `source="external"`))
 		require.Equal(r, strings.Contains(level, "staged"), m.Sum("kvport_landing_copied_bytes_total", `direction="load"`) > 0)
 		require.Zero(r, m.Sum("kvport_landing_slots_used"))
@@ -79,7 +80,7 @@ func testLevel(r *rig, model, level string, prompts []string) {
 }
 
 // mapsOnly checks which of the engine's memory its plugin maps.
-func (r *rig) mapsOnly(engine *cluster.Process, staged bool) {
+func mapsOnly(r *rig.Rig, engine *cluster.Process, staged bool) {
 	r.Helper()
 	plugins := cluster.Plugins(engine.PID())
 	require.Len(r, plugins, 1)

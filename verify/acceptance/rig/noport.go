@@ -1,4 +1,4 @@
-package acceptance
+package rig
 
 import (
 	"bytes"
@@ -16,26 +16,26 @@ import (
 	"github.com/kvport/kvport/verify/testkit"
 )
 
-// noPort: engines with the default of a connector that may use UCX have no TCP or UDP port except those that
+// NoPort checks that engines with the default of a connector that may use UCX have no TCP or UDP port except those that
 // the connector's page names, and UCX's frame that writes memory without a word before, sent to every port, writes
 // nothing and harms nobody. Where ucx_tcp takes the risk, which open says, the test sees the ports, and the write.
-func noPort(t *testing.T, config func(port string) string, open bool) {
-	r := newRig(t)
-	r.tokens = 8
-	side := freePort(t)
-	prompts := texts(t, *flagSeed, 4, 200, 400)
-	node := r.serveModel("sim", "single", "")
-	want := r.all(node.URL, prompts, 1)
-	r.stop(node)
-	p := r.serveModel("sim", "prefill", strings.Replace(config(side), "@ROLE@", "kv_producer", 1))
-	d := r.serveModel("sim", "decode", strings.Replace(config("0"), "@ROLE@", "kv_consumer", 1))
-	router := r.route(p, d)
-	same(t, "before the attacks", want[:2], r.all(router.URL, prompts[:2], 1)) // what opens late is open
+func NoPort(t *testing.T, config func(port string) string, open bool) {
+	r := New(t)
+	r.Tokens = 8
+	side := FreePort(t)
+	prompts := Texts(t, *Seed, 4, 200, 400)
+	node := r.ServeModel("sim", "single", "")
+	want := r.All(node.URL, prompts, 1)
+	r.Stop(node)
+	p := r.ServeModel("sim", "prefill", strings.Replace(config(side), "@ROLE@", "kv_producer", 1))
+	d := r.ServeModel("sim", "decode", strings.Replace(config("0"), "@ROLE@", "kv_consumer", 1))
+	router := r.Route(p, d)
+	Same(t, "before the attacks", want[:2], r.All(router.URL, prompts[:2], 1)) // what opens late is open
 	opened, wrote := 0, false
 	for _, e := range []*cluster.Process{p, d} {
 		plugins := cluster.Plugins(e.PID())
 		require.Len(t, plugins, 1)
-		at, size := cacheOf(t, plugins[0])
+		at, size := CacheOf(t, plugins[0])
 		last := at + size - 64
 		before := memory(t, plugins[0], last)
 		for _, port := range testkit.BoundPorts(t, plugins[0]) {
@@ -48,7 +48,7 @@ func noPort(t *testing.T, config func(port string) string, open bool) {
 		if open && opened > 0 && !wrote { // UCX takes its time
 			deadline := time.Now().Add(10 * time.Second)
 			for ; !wrote && time.Now().Before(deadline); wrote = !bytes.Equal(before, memory(t, plugins[0], last)) {
-				_, err := r.complete(router.URL, prompts[0]) // it works within calls
+				_, err := r.Complete(router.URL, prompts[0]) // it works within calls
 				require.NoError(t, err)
 			}
 		}
@@ -60,21 +60,21 @@ func noPort(t *testing.T, config func(port string) string, open bool) {
 		return
 	}
 	pids := append(cluster.Plugins(p.PID()), cluster.Plugins(d.PID())...)
-	same(t, "after the attacks", want[2:], r.all(router.URL, prompts[2:], 1))
+	Same(t, "after the attacks", want[2:], r.All(router.URL, prompts[2:], 1))
 	require.Equal(t, pids, append(cluster.Plugins(p.PID()), cluster.Plugins(d.PID())...), "the plugins live")
-	require.Positive(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
-	require.Zero(t, r.metrics(d).Sum("kvport_failed_loads_total"))
+	require.Positive(t, r.Metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
+	require.Zero(t, r.Metrics(d).Sum("kvport_failed_loads_total"))
 }
 
 // speaksTLS says whether what listens at an address answers with TLS, and refuses whoever has no certificate.
 func speaksTLS(t *testing.T, address string) bool {
 	t.Helper()
-	conn, err := net.DialTimeout("tcp", address, 5*time.Second)
+	conn, err := (&net.Dialer{Timeout: 5 * time.Second}).DialContext(t.Context(), "tcp", address)
 	require.NoError(t, err)
 	defer conn.Close()
 	require.NoError(t, conn.SetDeadline(time.Now().Add(5*time.Second)))
 	client := tls.Client(conn, &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS13}) //nolint:gosec // a stranger has no certificate to compare with
-	if err := client.Handshake(); err != nil {
+	if err := client.HandshakeContext(t.Context()); err != nil {
 		return false
 	}
 	_, err = client.Read(make([]byte, 1))
@@ -93,8 +93,8 @@ func memory(t *testing.T, pid int, at uintptr) []byte {
 	return b
 }
 
-// cacheOf is where a plugin has mapped the engine's cache.
-func cacheOf(t *testing.T, pid int) (at, size uintptr) {
+// CacheOf is where a plugin has mapped the engine's cache.
+func CacheOf(t *testing.T, pid int) (at, size uintptr) {
 	t.Helper()
 	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
 	require.NoError(t, err)

@@ -1,4 +1,4 @@
-package acceptance
+package main
 
 import (
 	"bufio"
@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance/relay"
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -44,7 +45,7 @@ func (w *wires) lay() {
 				if w.at[port] != nil {
 					continue
 				}
-				r, err := relay.NewAt(net.JoinHostPort(outside, port), net.JoinHostPort("127.0.0.1", port), *flagSeed+uint64(len(w.at)))
+				r, err := relay.NewAt(net.JoinHostPort(outside, port), net.JoinHostPort("127.0.0.1", port), *rig.Seed+uint64(len(w.at)))
 				require.NoError(w, err)
 				w.at[port] = r
 			}
@@ -145,9 +146,9 @@ func netFaults() []netFault {
 // come from peers again.
 func TestP2pNcclNetwork(t *testing.T) {
 	ways := []string{"PUT", "PUT_ASYNC", "GET"}
-	rounds := count(t, "netrounds", *flagNetRounds, 1, 20)
+	rounds := rig.Count(t, "netrounds", *flagNetRounds, 1, 20)
 	if rounds == 1 {
-		ways = []string{ways[*flagSeed%3]}
+		ways = []string{ways[*rig.Seed%3]}
 	}
 	for _, send := range ways {
 		t.Run(send, func(t *testing.T) { p2pNcclNetwork(t, send, rounds) })
@@ -156,19 +157,19 @@ func TestP2pNcclNetwork(t *testing.T) {
 
 func p2pNcclNetwork(t *testing.T, send string, rounds int) {
 	extra := fmt.Sprintf(`,"advertise":%q,"http_ip":"127.0.0.1","send_type":%q,"transports":["tcp"],"peer_timeout_ms":300`, outside, send)
-	w := &wires{newXPYD(t, extra, fmt.Sprintf(`,"kvport":{"breaker":{"deaths":1000},"heartbeat":{"limit":"1m"},"deadlines":{"transfer":%q,"later":"300ms"}}`, unhurried), 2), map[string]*relay.Relay{}}
+	w := &wires{newXPYD(t, extra, fmt.Sprintf(`,"kvport":{"breaker":{"deaths":1000},"heartbeat":{"limit":"1m"},"deadlines":{"transfer":%q,"later":"300ms"}}`, rig.Unhurried), 2), map[string]*relay.Relay{}}
 	t.Cleanup(func() {
 		w.each(func(r *relay.Relay) { require.NoError(t, r.Close()) })
 	})
-	w.tokens = 8
+	w.Tokens = 8
 	w.lay()
-	node := w.serveModel(peersModel(), "single", "")
-	rng := rand.New(rand.NewPCG(*flagSeed, 11))
-	met, requests, tokens, prompt := map[string]int{}, 0, 0, *flagSeed*1_000_000
+	node := w.ServeModel(rig.Simulated(), "single", "")
+	rng := rand.New(rand.NewPCG(*rig.Seed, 11))
+	met, requests, tokens, prompt := map[string]int{}, 0, 0, *rig.Seed*1_000_000
 	ask := func(n int) {
 		prompt++
-		prompts := texts(t, prompt, n, 400, 1200)
-		tokens += compare(t, "behind relays", w.all(node.URL, prompts, n), w.all(w.router.URL, prompts, n))
+		prompts := rig.Texts(t, prompt, n, 400, 1200)
+		tokens += rig.Compare(t, "behind relays", w.All(node.URL, prompts, n), w.All(w.router.URL, prompts, n))
 		requests += n
 	}
 	external := func() float64 { return w.sum(w.decodes, "kvport_prompt_tokens_total", `source="external"`) }
@@ -196,7 +197,7 @@ func p2pNcclNetwork(t *testing.T, send string, rounds int) {
 		}
 	}
 	for _, e := range w.engines() {
-		w.idle(e)
+		w.Idle(e)
 	}
 	t.Logf("%s: %d rounds, %d requests, %d tokens compared, 0 differ; hurt: %v; %.0f tokens from peers, %d bytes through relays",
 		send, rounds, requests, tokens, met, external(), passed())

@@ -1,4 +1,4 @@
-package acceptance
+package main
 
 import (
 	"bytes"
@@ -16,12 +16,13 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/internal/ticket"
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
 // xpyd is prefill and decode engines that register with a router by themselves.
 type xpyd struct {
-	*rig
+	*rig.Rig
 	router            *cluster.Process
 	at                string // port for registrations
 	extra, host       string // more of the connector's config, and of the host's
@@ -36,18 +37,18 @@ func (x *xpyd) engine(role, port string) *cluster.Process {
 	x.Helper()
 	config := fmt.Sprintf(`{"kv_connector":"P2pNcclConnector","kv_role":%q,"kv_connector_extra_config":{"kv_buffer_size":"268435456","proxy_ip":"127.0.0.1",`+
 		`"proxy_port":%q,"http_port":%q,"register_ms":200%s}%s}`, role, x.at, port, x.extra, x.host)
-	e := x.start(role+" "+port, "serve", "--model", peersModel(), "--port", port, "--kv-transfer-config", config)
+	e := x.Start(role+" "+port, "serve", "--model", rig.Simulated(), "--port", port, "--kv-transfer-config", config)
 	x.ports[e] = port
 	return e
 }
 
 func newXPYD(t *testing.T, extra, host string, each int) *xpyd {
 	t.Helper()
-	x := &xpyd{rig: newRig(t), at: freePort(t), extra: extra, host: host, ports: map[*cluster.Process]string{}}
-	x.router = x.start("router", "route", "--port", "0", "--register", "127.0.0.1:"+x.at)
+	x := &xpyd{Rig: rig.New(t), at: rig.FreePort(t), extra: extra, host: host, ports: map[*cluster.Process]string{}}
+	x.router = x.Start("router", "route", "--port", "0", "--register", "127.0.0.1:"+x.at)
 	for range each {
-		x.prefills = append(x.prefills, x.engine("kv_producer", freePort(t)))
-		x.decodes = append(x.decodes, x.engine("kv_consumer", freePort(t)))
+		x.prefills = append(x.prefills, x.engine("kv_producer", rig.FreePort(t)))
+		x.decodes = append(x.decodes, x.engine("kv_consumer", rig.FreePort(t)))
 	}
 	x.await(2 * each)
 	return x
@@ -81,14 +82,14 @@ func (x *xpyd) await(n int) {
 func (x *xpyd) sum(engines []*cluster.Process, name string, labels ...string) (total float64) {
 	x.Helper()
 	for _, e := range engines {
-		total += x.metrics(e).Sum(name, labels...)
+		total += x.Metrics(e).Sum(name, labels...)
 	}
 	return total
 }
 
 // whole sends a prompt without streaming, so that the router may try again wherever an engine dies.
 func (x *xpyd) whole(prompt string) (*cluster.Completion, error) {
-	data, err := json.Marshal(map[string]any{"prompt": prompt, "max_tokens": x.tokens, "temperature": 0, "ignore_eos": true, "return_token_ids": true})
+	data, err := json.Marshal(map[string]any{"prompt": prompt, "max_tokens": x.Tokens, "temperature": 0, "ignore_eos": true, "return_token_ids": true})
 	if err != nil {
 		return nil, err
 	}
@@ -111,11 +112,11 @@ func (x *xpyd) whole(prompt string) (*cluster.Completion, error) {
 // TestP2pNccl: two prefill and two decode engines that register, every way to send, over every transport
 // that this host has.
 func TestP2pNccl(t *testing.T) {
-	single := newRig(t)
-	prompts := texts(t, *flagSeed, *flagPrompts, 400, 1200)
-	want := single.all(single.serveModel(peersModel(), "single", "").URL, prompts, 4)
+	single := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed, *rig.Prompts, 400, 1200)
+	want := single.All(single.ServeModel(rig.Simulated(), "single", "").URL, prompts, 4)
 	transports := []string{"shm", "tcp", "ucx"}
-	if !have(t, "nixl") {
+	if !rig.Have(t, "nixl") {
 		t.Log("UCX IS NOT TESTED: it is not in .deps/nixl; run make deps")
 		transports = transports[:2]
 	}
@@ -123,9 +124,9 @@ func TestP2pNccl(t *testing.T) {
 		transport := transports[i%len(transports)]
 		t.Run(send+" "+transport, func(t *testing.T) {
 			x := newXPYD(t, fmt.Sprintf(`,"send_type":%q,"transports":[%q]`, send, transport), "", 2)
-			same(t, "2P2D", want, x.all(x.router.URL, prompts, 4))
+			rig.Same(t, "2P2D", want, x.All(x.router.URL, prompts, 4))
 			external := x.sum(x.decodes, "kvport_prompt_tokens_total", `source="external"`)
-			introduced := x.metrics(x.router).Sum("kvport_router_introductions_total")
+			introduced := x.Metrics(x.router).Sum("kvport_router_introductions_total")
 			require.Positive(t, external)
 			require.GreaterOrEqual(t, introduced, float64(len(prompts)))
 			pushed := func() float64 { return x.sum(x.prefills, "kvport_connector_pushed_blocks_total") }
@@ -141,7 +142,7 @@ func TestP2pNccl(t *testing.T) {
 			}
 			t.Logf("%.0f tokens from peers, %.0f ids signed, %.0f blocks pushed, %.0f asked for, %.0f bytes over %s", external, introduced, pushed(), served(), sent(), transport)
 			for _, e := range append(x.prefills, x.decodes...) {
-				x.idle(e)
+				x.Idle(e)
 			}
 		})
 	}
@@ -151,11 +152,11 @@ func TestP2pNccl(t *testing.T) {
 // decode plugin that stops holds a prefill engine no longer than its deadline.
 func TestP2pNcclKilled(t *testing.T) {
 	x := newXPYD(t, `,"peer_timeout_ms":500,"transports":["tcp"]`, `,"kvport":{"breaker":{"deaths":100000,"backoff_max":"20ms"},"heartbeat":{"limit":"60s"}}`, 2)
-	x.prompts = texts(t, *flagSeed+5, 8, 400, 2000)
-	x.want = x.all(x.serveModel(peersModel(), "single", "").URL, x.prompts, 4)
-	x.all(x.router.URL, x.prompts, 4)
-	rng := rand.New(rand.NewPCG(*flagSeed, 7))
-	kills, requests := count(t, "kills", *flagKills, 2, 100), 0
+	x.prompts = rig.Texts(t, *rig.Seed+5, 8, 400, 2000)
+	x.want = x.All(x.ServeModel(rig.Simulated(), "single", "").URL, x.prompts, 4)
+	x.All(x.router.URL, x.prompts, 4)
+	rng := rand.New(rand.NewPCG(*rig.Seed, 7))
+	kills, requests := rig.Count(t, "kills", *rig.Kills, 2, 100), 0
 	for round := range kills {
 		for _, list := range []*[]*cluster.Process{&x.prefills, &x.decodes} {
 			for _, whole := range []bool{false, true} {
@@ -194,14 +195,14 @@ func (x *xpyd) struck(victim *cluster.Process, engine bool, after time.Duration)
 	for i, err := range errs {
 		require.NoError(x, err, "prompt %d is lost", i)
 	}
-	compare(x.T, "killed", x.want, got)
+	rig.Compare(x.T, "killed", x.want, got)
 	return len(x.prompts)
 }
 
 // stopped stops the decode plugins, so that whatever prefill engines send goes nowhere.
 func (x *xpyd) stopped() {
 	x.Helper()
-	more := texts(x.T, *flagSeed+uint64(time.Now().UnixNano()), 4, 400, 1200)
+	more := rig.Texts(x.T, *rig.Seed+uint64(time.Now().UnixNano()), 4, 400, 1200)
 	var plugins []int
 	for _, d := range x.decodes {
 		plugins = append(plugins, cluster.Plugins(d.PID())...)
@@ -216,22 +217,22 @@ func (x *xpyd) stopped() {
 	before := x.sum(x.prefills, "kvport_connector_peers_cut_total")
 	signal(syscall.SIGSTOP)
 	began := time.Now()
-	x.all(x.router.URL, more, 2)
+	x.All(x.router.URL, more, 2)
 	took := time.Since(began)
 	require.Eventually(x, func() bool { return x.sum(x.prefills, "kvport_connector_peers_cut_total") > before }, time.Minute, 50*time.Millisecond, "a stopped peer is cut")
 	signal(syscall.SIGCONT)
 	x.Logf("stopped decode plugins: %d requests took %v, %.0f links cut", len(more), took, x.sum(x.prefills, "kvport_connector_peers_cut_total")-before)
 	pushed := x.sum(x.prefills, "kvport_connector_pushed_blocks_total")
 	require.Eventually(x, func() bool {
-		same(x.T, "after the stop", x.want, x.all(x.router.URL, x.prompts, 4))
+		rig.Same(x.T, "after the stop", x.want, x.All(x.router.URL, x.prompts, 4))
 		return x.sum(x.prefills, "kvport_connector_pushed_blocks_total") > pushed
 	}, time.Minute, 100*time.Millisecond, "and sent to again")
 }
 
 // TestP2pNcclForged: what a request id says counts only if a router has signed it, and once.
 func TestP2pNcclForged(t *testing.T) {
-	r := newRig(t)
-	p := r.serveModel(peersModel(), "prefill", `{"kv_connector":"P2pNcclConnector","kv_role":"kv_producer"}`)
+	r := rig.New(t)
+	p := r.ServeModel(rig.Simulated(), "prefill", `{"kv_connector":"P2pNcclConnector","kv_role":"kv_producer"}`)
 	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	var calls atomic.Int64
@@ -253,7 +254,7 @@ func TestP2pNcclForged(t *testing.T) {
 	n := 0
 	ask := func(id string) {
 		n++
-		prompt := texts(t, *flagSeed+uint64(n), 1, 400, 600)[0]
+		prompt := rig.Texts(t, *rig.Seed+uint64(n), 1, 400, 600)[0]
 		data, err := json.Marshal(map[string]any{"prompt": prompt, "max_tokens": 1, "kv_transfer_params": map[string]any{"do_remote_decode": true, "do_remote_prefill": false}})
 		require.NoError(t, err)
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.URL+"/v1/completions", bytes.NewReader(data))
@@ -266,7 +267,7 @@ func TestP2pNcclForged(t *testing.T) {
 		require.Equal(t, http.StatusOK, resp.StatusCode)
 	}
 	counted := func(kind string) float64 {
-		return r.metrics(p).Sum("kvport_connector_request_ids_total", fmt.Sprintf("kind=%q", kind))
+		return r.Metrics(p).Sum("kvport_connector_request_ids_total", fmt.Sprintf("kind=%q", kind))
 	}
 	text := func(i int) string {
 		return fmt.Sprintf("___prefill_addr_127.0.0.1:1___decode_addr_%s_%032x", l.Addr(), i)

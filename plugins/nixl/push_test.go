@@ -1,4 +1,4 @@
-package acceptance
+package main
 
 import (
 	"bytes"
@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -20,15 +21,15 @@ var flagNixlWriters = flag.Int("nixlwriters", 0, "plugins of NixlConnector that 
 // peer writes on, into the cache of an engine that goes on: no token is wrong, since the blocks of the load
 // come back only when the peer's call is over.
 func TestNixlWriterOutlivesPlugin(t *testing.T) {
-	need(t, "nixl")
-	f := newNixlFleet(t, "sim", unhurried)
-	n := count(t, "nixlwriters", *flagNixlWriters, 1, 20)
+	rig.Need(t, "nixl")
+	f := newNixlFleet(t, "sim", rig.Unhurried)
+	n := rig.Count(t, "nixlwriters", *flagNixlWriters, 1, 20)
 	var longest time.Duration
 	for done, try := 0, uint64(0); done < n; try++ {
 		require.Less(t, try, uint64(10*n+10), "%d writes have outlived their plugin, of %d", done, try)
 		f.ready()
 		c, prompt, answer := f.caughtAnew(100 + try)
-		at, size := cacheOf(t, c.plugin)
+		at, size := rig.CacheOf(t, c.plugin)
 		ended := make(chan time.Time, 1)
 		began := make(chan struct{})
 		go func() {
@@ -46,7 +47,7 @@ func TestNixlWriterOutlivesPlugin(t *testing.T) {
 			done++
 			longest = max(longest, after)
 		}
-		same(t, "a peer that outlives D's plugin", f.all(f.node.URL, []string{prompt}, 1), []*cluster.Completion{got})
+		rig.Same(t, "a peer that outlives D's plugin", f.All(f.node.URL, []string{prompt}, 1), []*cluster.Completion{got})
 		f.d[c.d].Kill() // what else it had in its cache is scribbled over
 		f.again("kv_consumer", c.d, &f.d[c.d])
 	}

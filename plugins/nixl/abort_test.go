@@ -1,4 +1,4 @@
-package acceptance
+package main
 
 import (
 	"context"
@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -22,16 +23,16 @@ var flagNixlAborts = flag.Int("nixlaborts", 0, "requests whose clients go away a
 // TestNixlAborts: clients go away at every moment of a request, of its prefill, its load and its decode. No block
 // stays used, pinned or held, and the answers of those that stay are right.
 func TestNixlAborts(t *testing.T) {
-	need(t, "nixl")
-	f := newNixlFleet(t, "sim", unhurried)
-	n := count(t, "nixlaborts", *flagNixlAborts, 60, 1000)
-	prompts := texts(t, *flagSeed, n, 500, 3000)
+	rig.Need(t, "nixl")
+	f := newNixlFleet(t, "sim", rig.Unhurried)
+	n := rig.Count(t, "nixlaborts", *flagNixlAborts, 60, 1000)
+	prompts := rig.Texts(t, *rig.Seed, n, 500, 3000)
 	whole := prompts[:4]
-	want := f.all(f.node.URL, whole, 1)
+	want := f.All(f.node.URL, whole, 1)
 	began := time.Now()
-	same(t, "before aborts", want, f.all(f.router.URL, whole, 1))
+	rig.Same(t, "before aborts", want, f.All(f.router.URL, whole, 1))
 	longest := max(2*time.Since(began)/time.Duration(len(whole)), 50*time.Millisecond) // of a request
-	rng := rand.New(rand.NewPCG(*flagSeed, 1000))
+	rng := rand.New(rand.NewPCG(*rig.Seed, 1000))
 	slots := make(chan struct{}, 4)
 	var work sync.WaitGroup
 	var mu sync.Mutex
@@ -47,7 +48,7 @@ func TestNixlAborts(t *testing.T) {
 			defer func() { <-slots }()
 			ctx, cancel := context.WithTimeout(t.Context(), after)
 			defer cancel()
-			_, err := f.client.Complete(ctx, f.router.URL, cluster.Request{Prompt: prompt, MaxTokens: f.tokens, IgnoreEOS: true})
+			_, err := f.Client.Complete(ctx, f.router.URL, cluster.Request{Prompt: prompt, MaxTokens: f.Tokens, IgnoreEOS: true})
 			if errors.Is(err, context.DeadlineExceeded) {
 				mu.Lock()
 				aborted++
@@ -61,10 +62,10 @@ func TestNixlAborts(t *testing.T) {
 	require.Positive(t, aborted)
 	require.LessOrEqual(t, aborted, n-patient, "those that stay come to their end")
 	f.ready()
-	same(t, "after aborts", want, f.all(f.router.URL, whole, 2))
+	rig.Same(t, "after aborts", want, f.All(f.router.URL, whole, 2))
 	for i := range f.p {
-		f.idle(f.p[i])
-		f.idle(f.d[i])
+		f.Idle(f.p[i])
+		f.Idle(f.d[i])
 	}
 	t.Logf("%d of %d requests aborted within %v; 0 blocks are still used, pinned or held", aborted, n, longest.Round(time.Millisecond))
 }

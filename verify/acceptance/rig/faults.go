@@ -1,4 +1,4 @@
-package acceptance
+package rig
 
 import (
 	"math/rand/v2"
@@ -11,15 +11,15 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
-// patient raises the breaker so that many deaths in a row are survived, and shortens the deadline
+// Patient raises the breaker so that many deaths in a row are survived, and shortens the deadline
 // after which a hanging transfer costs the plugin its life.
-const patient = `,"kvport":{"breaker":{"deaths":1000},"deadlines":{"transfer":"1s"}}`
+const Patient = `,"kvport":{"breaker":{"deaths":1000},"deadlines":{"transfer":"1s"}}`
 
-// unhurried is a limit of transfers that no test waits for.
-const unhurried = time.Minute
+// Unhurried is a limit of transfers that no test waits for.
+const Unhurried = time.Minute
 
-// settled waits until the process's resources stay the same for a while.
-func settled(t *testing.T, p *cluster.Process) cluster.Resources {
+// Settled waits until the process's resources stay the same for a while.
+func Settled(t *testing.T, p *cluster.Process) cluster.Resources {
 	t.Helper()
 	last, since := cluster.Usage(p.PID()), time.Now()
 	require.Eventually(t, func() bool {
@@ -31,13 +31,13 @@ func settled(t *testing.T, p *cluster.Process) cluster.Resources {
 	return last
 }
 
-// shoot runs the prompts and signals an engine's plugin in the midst of them. It returns when the
+// SignalAmid runs the prompts and signals an engine's plugin in the midst of them. It returns when the
 // plugin is gone and all answers are there; hit says whether a transfer was running.
-func (r *rig) shoot(rng *rand.Rand, router, engine *cluster.Process, signal syscall.Signal, prompts []string) (hit bool, got []*cluster.Completion) {
+func (r *Rig) SignalAmid(rng *rand.Rand, router, engine *cluster.Process, signal syscall.Signal, prompts []string) (hit bool, got []*cluster.Completion) {
 	r.Helper()
 	plugin := 0
 	require.Eventually(r, func() bool {
-		h, err := r.client.Health(r.Context(), engine.URL)
+		h, err := r.Client.Health(r.Context(), engine.URL)
 		if err == nil && h.Connector.State == "ready" {
 			plugin = h.Connector.PID
 		}
@@ -46,12 +46,12 @@ func (r *rig) shoot(rng *rand.Rand, router, engine *cluster.Process, signal sysc
 	answered := make(chan struct{})
 	go func() {
 		defer close(answered)
-		got = r.all(router.URL, prompts, 4)
+		got = r.All(router.URL, prompts, 4)
 	}()
 	// Wait for a transfer, but not for long: some faults are to meet an idle plugin.
 	deadline := time.Now().Add(time.Duration(5+rng.IntN(60)) * time.Millisecond)
 	for !hit && time.Now().Before(deadline) {
-		h, err := r.client.Health(r.Context(), engine.URL)
+		h, err := r.Client.Health(r.Context(), engine.URL)
 		hit = err == nil && h.Connector.Pending > 0
 	}
 	if err := syscall.Kill(plugin, signal); err != nil {
@@ -63,11 +63,11 @@ func (r *rig) shoot(rng *rand.Rand, router, engine *cluster.Process, signal sysc
 	return hit, got
 }
 
-// plugin waits until an engine's plugin is ready.
-func (r *rig) plugin(p *cluster.Process) (pid int) {
+// Plugin waits until an engine's plugin is ready.
+func (r *Rig) Plugin(p *cluster.Process) (pid int) {
 	r.Helper()
 	require.Eventually(r, func() bool {
-		h, err := r.client.Health(r.Context(), p.URL)
+		h, err := r.Client.Health(r.Context(), p.URL)
 		if err == nil && h.Connector.State == "ready" {
 			pid = h.Connector.PID
 		}
@@ -76,11 +76,11 @@ func (r *rig) plugin(p *cluster.Process) (pid int) {
 	return pid
 }
 
-// killAmidLayers kills a plugin while the prefill engine saves what it computes.
-func (r *rig) killAmidLayers(p, victim *cluster.Process) {
+// KillAmidLayers kills a plugin while the prefill engine saves what it computes.
+func (r *Rig) KillAmidLayers(p, victim *cluster.Process) {
 	r.Helper()
 	require.Eventually(r, func() bool {
-		h, err := r.client.Health(r.Context(), p.URL)
+		h, err := r.Client.Health(r.Context(), p.URL)
 		return err == nil && h.Connector.Pending > 0
 	}, time.Minute, time.Millisecond)
 	plugins := cluster.Plugins(victim.PID())

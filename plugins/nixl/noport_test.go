@@ -1,13 +1,15 @@
-package acceptance
+package main
 
 import (
 	"fmt"
 	"testing"
+
+	"github.com/kvport/kvport/verify/acceptance/rig"
 )
 
 // TestNoPort: engines with NixlConnector's default have no port that its page does not name.
 func TestNoPort(t *testing.T) {
-	need(t, "nixl")
+	rig.Need(t, "nixl")
 	config := func(mode, tcp string) func(port string) string {
 		return func(port string) string {
 			return fmt.Sprintf(`{"kv_connector":"NixlConnector","kv_role":"@ROLE@","kv_connector_extra_config":{"mode":%q,"side_channel_port":%s%s}}`, mode, port, tcp)
@@ -20,6 +22,6 @@ func TestNoPort(t *testing.T) {
 	}{
 		"pull": {config("pull", ""), false}, "push": {config("push", ""), false}, "trusted network": {config("pull", trusted), true},
 	} {
-		t.Run(name, func(t *testing.T) { noPort(t, c.config, c.open) })
+		t.Run(name, func(t *testing.T) { rig.NoPort(t, c.config, c.open) })
 	}
 }

@@ -1,4 +1,4 @@
-package acceptance
+package main
 
 import (
 	"context"
@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvport/kvport/conformance/redistest"
 	"github.com/kvport/kvport/conformance/relay"
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -55,28 +56,28 @@ func remoteFaults(t *testing.T, srv *redistest.Server, between *relay.Relay) []r
 // other requests of the same engine go on.
 func TestRemoteServerFaults(t *testing.T) {
 	const limit = 10 * time.Second // 2 s for the answer to a match, 5 s for a load, and a busy machine
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+8600, 12, 300, 900)
-	node := r.serveModel("sim", "single", "")
-	want := r.all(node.URL, prompts, 1)
-	r.stop(node)
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+8600, 12, 300, 900)
+	node := r.ServeModel("sim", "single", "")
+	want := r.All(node.URL, prompts, 1)
+	r.Stop(node)
 
-	srv, between := remoteServer(t)
+	srv, between := rig.RemoteServer(t)
 	config := remoteConfig(t, map[string]string{"url": "redis://" + between.Address()})
-	engine := r.serveModel("sim", "engine", config, "--enable-prefix-caching=false")
-	external := func() float64 { return r.metrics(engine).Sum("kvport_prompt_tokens_total", `source="external"`) }
+	engine := r.ServeModel("sim", "engine", config, "--enable-prefix-caching=false")
+	external := func() float64 { return r.Metrics(engine).Sum("kvport_prompt_tokens_total", `source="external"`) }
 	loads := func() { // until blocks come from the server again
 		before := external()
 		require.Eventually(t, func() bool {
-			same(t, "healthy", want, r.all(engine.URL, prompts, 4))
+			rig.Same(t, "healthy", want, r.All(engine.URL, prompts, 4))
 			return external() > before
 		}, time.Minute, 100*time.Millisecond)
 	}
 	loads()
 	had := external()
-	same(t, "all of it from the server", want, r.all(engine.URL, prompts, 4))
+	rig.Same(t, "all of it from the server", want, r.All(engine.URL, prompts, 4))
 	healthy := 2 * (external() - had) // what two rounds of the prompts have of the server
-	failed := func() float64 { return r.metrics(engine).Sum("kvport_transfer_failed_blocks_total") }
+	failed := func() float64 { return r.Metrics(engine).Sum("kvport_transfer_failed_blocks_total") }
 	for n, fault := range remoteFaults(t, srv, between) {
 		t.Run(fault.name, func(t *testing.T) {
 			stop, canaries := make(chan struct{}), make(chan time.Duration, 1)
@@ -84,11 +85,11 @@ func TestRemoteServerFaults(t *testing.T) {
 			before, broken := external(), failed()
 			require.NoError(t, fault.inject())
 			slowest, tokens := time.Duration(0), 0
-			fresh := texts(t, *flagSeed+8700+uint64(n), 4, 200, 400) // with saves, too
+			fresh := rig.Texts(t, *rig.Seed+8700+uint64(n), 4, 200, 400) // with saves, too
 			for range 2 {
-				got := r.all(engine.URL, prompts, 4)
-				tokens += compare(t, fault.name, want, got)
-				got = append(got, r.all(engine.URL, fresh, 4)...)
+				got := r.All(engine.URL, prompts, 4)
+				tokens += rig.Compare(t, fault.name, want, got)
+				got = append(got, r.All(engine.URL, fresh, 4)...)
 				for _, c := range got {
 					slowest = max(slowest, c.Total)
 				}
@@ -102,32 +103,32 @@ func TestRemoteServerFaults(t *testing.T) {
 			close(stop)
 			waited := <-canaries
 			loads()
-			h, err := r.client.Health(t.Context(), engine.URL)
+			h, err := r.Client.Health(t.Context(), engine.URL)
 			require.NoError(t, err)
 			require.Zero(t, h.Connector.Restarts, "a call went past its deadline and the plugin was killed for it")
 			require.Less(t, slowest, limit)
 			require.Positive(t, waited)
 			require.Less(t, waited, 2*time.Second, "a request that needs nothing of the server")
-			m := r.metrics(engine)
+			m := r.Metrics(engine)
 			t.Logf("%s: %d tokens compared, 0 differ; slowest request %v; slowest of those beside it %v; a match held the loop for %.2f ms on average; 0 plugin restarts; met by transfers: %.0f blocks failed, %.0f of %.0f prompt tokens not found",
 				fault.name, tokens, slowest.Round(time.Millisecond), waited.Round(time.Millisecond),
 				1e3*m.Sum("kvport_match_seconds_sum")/m.Sum("kvport_match_seconds_count"), broken, max(0, missed), healthy)
 		})
 	}
-	r.idle(engine)
-	r.stop(engine)
+	r.Idle(engine)
+	r.Stop(engine)
 }
 
 // canary sends one short request after another, which has no full block and so asks the server nothing, until stop is
 // closed. It gives the time of the slowest.
-func canary(r *rig, url string, stop <-chan struct{}) (slowest time.Duration) {
+func canary(r *rig.Rig, url string, stop <-chan struct{}) (slowest time.Duration) {
 	for {
 		select {
 		case <-stop:
 			return slowest
 		default:
 		}
-		c, err := r.client.Complete(context.WithoutCancel(r.Context()), url, cluster.Request{Prompt: "hello", MaxTokens: 2, IgnoreEOS: true})
+		c, err := r.Client.Complete(context.WithoutCancel(r.Context()), url, cluster.Request{Prompt: "hello", MaxTokens: 2, IgnoreEOS: true})
 		if err != nil {
 			return time.Hour
 		}
@@ -137,40 +138,40 @@ func canary(r *rig, url string, stop <-chan struct{}) (slowest time.Duration) {
 
 // TestRemoteWrongPassword: it ends the start, named by its field, and is shown nowhere.
 func TestRemoteWrongPassword(t *testing.T) {
-	r := newRig(t)
-	srv, _ := remoteServer(t, "--requirepass", "right-password")
+	r := rig.New(t)
+	srv, _ := rig.RemoteServer(t, "--requirepass", "right-password")
 	file := filepath.Join(t.TempDir(), "password")
 	require.NoError(t, os.WriteFile(file, []byte("wrong-password"), 0o600))
 	config := remoteConfig(t, map[string]string{"url": "redis://" + srv.Address, "password_file": file})
-	_, err := cluster.Start(t.Context(), nil, "engine", binary(t), "serve", "--model", "sim", "--port", "0", "--kv-transfer-config", config)
+	_, err := cluster.Start(t.Context(), nil, "engine", rig.Binary(t), "serve", "--model", "sim", "--port", "0", "--kv-transfer-config", config)
 	require.Error(t, err)
 	require.ErrorContains(t, err, "password_file")
 	require.ErrorContains(t, err, "exit status 2")
 	require.NotContains(t, err.Error(), "wrong-password")
 
 	require.NoError(t, os.WriteFile(file, []byte("right-password\n"), 0o600))
-	engine := r.serveModel("sim", "engine", config)
-	r.stop(engine)
+	engine := r.ServeModel("sim", "engine", config)
+	r.Stop(engine)
 }
 
 // TestRemoteWrongTLS: a server that speaks no TLS although the config requires it cannot be used: the log says so,
 // and the engine computes.
 func TestRemoteWrongTLS(t *testing.T) {
-	r := newRig(t)
-	prompts := texts(t, *flagSeed+8900, 4, 200, 400)
-	node := r.serveModel("sim", "single", "")
-	want := r.all(node.URL, prompts, 1)
-	srv, _ := remoteServer(t)
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+8900, 4, 200, 400)
+	node := r.ServeModel("sim", "single", "")
+	want := r.All(node.URL, prompts, 1)
+	srv, _ := rig.RemoteServer(t)
 	config := remoteConfig(t, map[string]string{"url": "rediss://" + srv.Address})
-	engine := r.serveModel("sim", "engine", config, "--enable-prefix-caching=false")
+	engine := r.ServeModel("sim", "engine", config, "--enable-prefix-caching=false")
 	for range 2 {
-		same(t, "no TLS", want, r.all(engine.URL, prompts, 2))
+		rig.Same(t, "no TLS", want, r.All(engine.URL, prompts, 2))
 	}
-	require.Zero(t, r.metrics(engine).Sum("kvport_prompt_tokens_total", `source="external"`))
+	require.Zero(t, r.Metrics(engine).Sum("kvport_prompt_tokens_total", `source="external"`))
 	require.NoError(t, engine.Logged(t.Context(), "server cannot be used, computing instead"))
-	r.idle(engine)
-	r.stop(engine)
-	r.stop(node)
+	r.Idle(engine)
+	r.Stop(engine)
+	r.Stop(node)
 	keys, err := srv.Keys(t.Context())
 	require.NoError(t, err)
 	require.Empty(t, keys, "nothing went over the wire in clear text")

@@ -1,4 +1,4 @@
-package acceptance
+package main
 
 import (
 	"flag"
@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/acceptance/rig"
 )
 
 var flagReshapePrompts = flag.Int("reshapeprompts", 0, "prompts for each pair of shapes; default 3 with the model and 12 with sim, in soak 16 and 200")
@@ -30,19 +32,19 @@ func unverified(config string) string {
 // a single node. Each prompt's tokens but the last must come over.
 func reshapes(t *testing.T, model string, n int, pairs [][2]cutting, size [2]int) {
 	t.Helper()
-	r := newRig(t)
-	r.tokens = 8
-	prompts := texts(t, *flagSeed+126, n*len(pairs), size[0], size[1])
-	node := r.serveModel(model, "single", "")
-	want := r.all(node.URL, prompts, 4)
-	r.stop(node)
+	r := rig.New(t)
+	r.Tokens = 8
+	prompts := rig.Texts(t, *rig.Seed+126, n*len(pairs), size[0], size[1])
+	node := r.ServeModel(model, "single", "")
+	want := r.All(node.URL, prompts, 4)
+	r.Stop(node)
 	for i, pair := range pairs {
-		p := r.serveModel(model, "prefill", nixlConfig("kv_producer", "auto", 30*time.Second, unhurried), pair[0].args()...)
-		d := r.serveModel(model, "decode", unverified(nixlConfig("kv_consumer", "auto", 30*time.Second, unhurried)), pair[1].args()...)
-		router := r.route(p, d)
+		p := r.ServeModel(model, "prefill", nixlConfig("kv_producer", "auto", 30*time.Second, rig.Unhurried), pair[0].args()...)
+		d := r.ServeModel(model, "decode", unverified(nixlConfig("kv_consumer", "auto", 30*time.Second, rig.Unhurried)), pair[1].args()...)
+		router := r.Route(p, d)
 		what := fmt.Sprintf("%v to %v", pair[0], pair[1])
-		same(t, what, want[i*n:(i+1)*n], r.all(router.URL, prompts[i*n:(i+1)*n], 2))
-		m := r.metrics(d)
+		rig.Same(t, what, want[i*n:(i+1)*n], r.All(router.URL, prompts[i*n:(i+1)*n], 2))
+		m := r.Metrics(d)
 		external := m.Sum("kvport_prompt_tokens_total", `source="external"`)
 		local := m.Sum("kvport_prompt_tokens_total", `source="local_compute"`)
 		t.Logf("%s: %.0f of %.0f prompt tokens from the prefill engine, %.0f blocks unverified", what, external, external+local, m.Sum("kvport_unverified_blocks_total"))
@@ -50,23 +52,23 @@ func reshapes(t *testing.T, model string, n int, pairs [][2]cutting, size [2]int
 		require.Positive(t, m.Sum("kvport_unverified_blocks_total"))
 		require.Zero(t, m.Sum("kvport_tickets_refused_total"))
 		require.Zero(t, m.Sum("kvport_transfer_failed_blocks_total"))
-		r.idle(p)
-		r.idle(d)
-		r.stop(router)
-		r.stop(p)
-		r.stop(d)
+		r.Idle(p)
+		r.Idle(d)
+		r.Stop(router)
+		r.Stop(p)
+		r.Stop(d)
 	}
 }
 
 // TestReshape: P and D of the real model with different block sizes, different ranks (it has three KV heads),
 // and both.
 func TestReshape(t *testing.T) {
-	need(t, "nixl")
-	name := model(t)
+	rig.Need(t, "nixl")
+	name := rig.Model(t)
 	if strings.HasPrefix(name, "sim") {
 		t.Skip("TestReshapeSim runs sim")
 	}
-	n := count(t, "reshapeprompts", *flagReshapePrompts, 3, 16)
+	n := rig.Count(t, "reshapeprompts", *flagReshapePrompts, 3, 16)
 	pairs := [][2]cutting{{{16, 1}, {32, 3}}, {{32, 3}, {16, 1}}}
 	if n > 3 { // asked for, or in soak: each by itself, too
 		pairs = append(pairs, [][2]cutting{{{16, 1}, {32, 1}}, {{32, 1}, {16, 1}}, {{16, 1}, {16, 3}}, {{16, 3}, {16, 1}}}...)
@@ -76,8 +78,8 @@ func TestReshape(t *testing.T) {
 
 // TestReshapeSim is TestReshape with sim, whose four heads go on one, two or four ranks.
 func TestReshapeSim(t *testing.T) {
-	need(t, "nixl")
-	n := count(t, "reshapeprompts", *flagReshapePrompts, 12, 200)
+	rig.Need(t, "nixl")
+	n := rig.Count(t, "reshapeprompts", *flagReshapePrompts, 12, 200)
 	for _, stride := range []string{"blocks", "planes"}[:1+min(1, n/13)] {
 		pairs := [][2]cutting{{{16, 1}, {32, 2}}, {{32, 4}, {16, 2}}, {{8, 2}, {64, 1}}}
 		reshapes(t, "sim:stride="+stride, n, pairs, [2]int{100, 2000})
@@ -86,9 +88,9 @@ func TestReshapeSim(t *testing.T) {
 
 // TestReshapeRefused: what does not divide is refused with a reason, and computed.
 func TestReshapeRefused(t *testing.T) {
-	need(t, "nixl")
-	r := newRig(t)
-	r.tokens = 8
+	rig.Need(t, "nixl")
+	r := rig.New(t)
+	r.Tokens = 8
 	for name, c := range map[string]struct {
 		p, d  string
 		shape cutting
@@ -100,12 +102,12 @@ func TestReshapeRefused(t *testing.T) {
 		"other blocks": {"sim", "sim", cutting{24, 1}, "neither is a multiple of the other"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			prompts := texts(t, *flagSeed+127, 2, 300, 900)
-			p := r.serveModel(c.p, "prefill", nixlConfig("kv_producer", "auto", 30*time.Second, unhurried))
-			d := r.serveModel(c.d, "decode", unverified(nixlConfig("kv_consumer", "auto", 30*time.Second, unhurried)), c.shape.args()...)
-			node := r.serveModel(c.d, "single", "")
-			same(t, name, r.all(node.URL, prompts, 1), r.all(r.route(p, d).URL, prompts, 1))
-			require.Zero(t, r.metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
+			prompts := rig.Texts(t, *rig.Seed+127, 2, 300, 900)
+			p := r.ServeModel(c.p, "prefill", nixlConfig("kv_producer", "auto", 30*time.Second, rig.Unhurried))
+			d := r.ServeModel(c.d, "decode", unverified(nixlConfig("kv_consumer", "auto", 30*time.Second, rig.Unhurried)), c.shape.args()...)
+			node := r.ServeModel(c.d, "single", "")
+			rig.Same(t, name, r.All(node.URL, prompts, 1), r.All(r.Route(p, d).URL, prompts, 1))
+			require.Zero(t, r.Metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
 			require.NoError(t, d.Logged(t.Context(), c.why))
 		})
 	}
@@ -114,16 +116,16 @@ func TestReshapeRefused(t *testing.T) {
 // TestReshapeIsRefusedUnlessAccepted: without kvport.unverified nothing comes over from an engine of another shape,
 // since no digest would verify it. The reason names the setting, and the tokens are right.
 func TestReshapeIsRefusedUnlessAccepted(t *testing.T) {
-	need(t, "nixl")
-	r := newRig(t)
-	r.tokens = 8
-	prompts := texts(t, *flagSeed+128, 4, 300, 900)
-	node := r.serveModel("sim", "single", "")
-	p := r.serveModel("sim", "prefill", unverified(nixlConfig("kv_producer", "auto", 30*time.Second, unhurried)))
-	d := r.serveModel("sim", "decode", nixlConfig("kv_consumer", "auto", 30*time.Second, unhurried), cutting{32, 2}.args()...)
-	router := r.route(p, d)
-	same(t, "refused", r.all(node.URL, prompts, 1), r.all(router.URL, prompts, 1))
-	m := r.metrics(d)
+	rig.Need(t, "nixl")
+	r := rig.New(t)
+	r.Tokens = 8
+	prompts := rig.Texts(t, *rig.Seed+128, 4, 300, 900)
+	node := r.ServeModel("sim", "single", "")
+	p := r.ServeModel("sim", "prefill", unverified(nixlConfig("kv_producer", "auto", 30*time.Second, rig.Unhurried)))
+	d := r.ServeModel("sim", "decode", nixlConfig("kv_consumer", "auto", 30*time.Second, rig.Unhurried), cutting{32, 2}.args()...)
+	router := r.Route(p, d)
+	rig.Same(t, "refused", r.All(node.URL, prompts, 1), r.All(router.URL, prompts, 1))
+	m := r.Metrics(d)
 	require.Zero(t, m.Sum("kvport_prompt_tokens_total", `source="external"`))
 	require.Zero(t, m.Sum("kvport_unverified_blocks_total"))
 	// The router compares the two and brings no tickets; those that came before it had are refused.

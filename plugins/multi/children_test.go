@@ -1,4 +1,4 @@
-package acceptance
+package main
 
 import (
 	"cmp"
@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
 )
@@ -60,10 +61,10 @@ func children(t *testing.T, list string) []child {
 // needAll skips a test where make deps has not put what children need.
 func needAll(t *testing.T, list string) {
 	t.Helper()
-	known := fixtures(t)
+	known := rig.Fixtures(t)
 	for _, c := range children(t, list) {
 		if f := known.Of(c.name(t)); f != nil {
-			need(t, f.Needs)
+			rig.Need(t, f.Needs)
 		}
 	}
 }
@@ -120,27 +121,27 @@ type trio struct {
 // TestMultiOrders: a MultiConnector of three children in every order, prefill and decode apart and on
 // one engine that saves and loads; blocks come from the first child that has them.
 func TestMultiOrders(t *testing.T) {
-	orders := min(6, count(t, "orders", *flagOrders, 1, 6))
-	_, relay := remoteServer(t)
+	orders := min(6, rig.Count(t, "orders", *flagOrders, 1, 6))
+	_, relay := rig.RemoteServer(t)
 	for i, three := range []trio{{name: "stores"}, {name: "peers"}, {name: "holder", full: true}} {
 		three.server = relay.Address()
 		if three.full && orders < 6 {
 			t.Logf("%s: left out, -orders 6 runs it", three.name)
 			continue
 		}
-		for _, m := range []string{"sim", model(t)} {
-			if m == "sim" && *flagModel != "" {
+		for _, m := range []string{"sim", rig.Model(t)} {
+			if m == "sim" && *rig.ModelName != "" {
 				continue
 			}
 			t.Run(three.name+"/"+filepath.Base(m), func(t *testing.T) {
 				needAll(t, three.name)
-				r := newRig(t)
-				prompts := texts(t, *flagSeed+uint64(50000+1000*i), min(4, count(t, "prompts", *flagPrompts, 2, 4)), 400, 1600)
-				node := r.serveModel(m, "single", "")
-				want := r.all(node.URL, prompts, 2)
-				r.stop(node)
+				r := rig.New(t)
+				prompts := rig.Texts(t, *rig.Seed+uint64(50000+1000*i), min(4, rig.Count(t, "prompts", *rig.Prompts, 2, 4)), 400, 1600)
+				node := r.ServeModel(m, "single", "")
+				want := r.All(node.URL, prompts, 2)
+				r.Stop(node)
 				all := permutations(3)
-				rng := rand.New(rand.NewPCG(*flagSeed, uint64(i)))
+				rng := rand.New(rand.NewPCG(*rig.Seed, uint64(i)))
 				rng.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
 				if m != "sim" {
 					all = all[:orders]
@@ -148,7 +149,7 @@ func TestMultiOrders(t *testing.T) {
 				tokens := 0
 				for n, order := range all {
 					three.order, three.at = order, fmt.Sprintf("%s-%s-%d", three.name, filepath.Base(m), n)
-					tokens += r.testOrder(m, three, prompts, want)
+					tokens += testOrder(r, m, three, prompts, want)
 				}
 				t.Logf("%d orders of three children, P/D and single node: %d tokens compared, 0 differ", len(all), tokens)
 			})
@@ -156,7 +157,7 @@ func TestMultiOrders(t *testing.T) {
 	}
 }
 
-func (r *rig) testOrder(m string, three trio, prompts []string, want []*cluster.Completion) (tokens int) {
+func testOrder(r *rig.Rig, m string, three trio, prompts []string, want []*cluster.Completion) (tokens int) {
 	r.Helper()
 	all, names, tail := children(r.T, three.name), "", false
 	var listed []child
@@ -166,44 +167,44 @@ func (r *rig) testOrder(m string, three trio, prompts []string, want []*cluster.
 		tail = tail || all[i].Tail
 	}
 	multi := func(at string) *composed {
-		return &composed{children: listed, values: fixture.Values{"TMP": filepath.Join(r.store, at), "NAME": at, "SERVER": three.server}}
+		return &composed{children: listed, values: fixture.Values{"TMP": filepath.Join(r.Store, at), "NAME": at, "SERVER": three.server}}
 	}
 	apart, waits := multi(three.at+"-apart"), multi(three.at+"-apart")
 	// A child whose saves are late would be passed over: which is first would depend on the machine's load.
 	waits.settings = `,"kvport":{"deadlines":{"match":"20s"}}`
-	p := r.serveModel(m, "prefill", waits.config(r.T, "kv_producer", ""))
-	d := r.serveModel(m, "decode", apart.config(r.T, "kv_consumer", ""), "--enable-prefix-caching=false")
-	router := r.route(p, d)
-	got := r.all(router.URL, prompts, 2)
-	tokens += compare(r.T, "P/D,"+names, want, got)
-	r.externalAndTail(d, got, tail)
-	r.loadsOnlyFrom(d, listed)
+	p := r.ServeModel(m, "prefill", waits.config(r.T, "kv_producer", ""))
+	d := r.ServeModel(m, "decode", apart.config(r.T, "kv_consumer", ""), "--enable-prefix-caching=false")
+	router := r.Route(p, d)
+	got := r.All(router.URL, prompts, 2)
+	tokens += rig.Compare(r.T, "P/D,"+names, want, got)
+	r.ExternalAndTail(d, got, tail)
+	loadsOnlyFrom(r, d, listed)
 	for _, e := range []*cluster.Process{p, d} {
-		r.idle(e)
-		r.stop(e)
+		r.Idle(e)
+		r.Stop(e)
 	}
-	r.stop(router)
+	r.Stop(router)
 
-	both := r.serveModel(m, "both", multi(three.at+"-one").config(r.T, "kv_both", ""), "--enable-prefix-caching=false")
-	tokens += compare(r.T, "one engine, saves,"+names, want, r.all(both.URL, prompts, 2))
-	r.idle(both)
-	tokens += compare(r.T, "one engine, loads,"+names, want, r.all(both.URL, prompts, 2))
+	both := r.ServeModel(m, "both", multi(three.at+"-one").config(r.T, "kv_both", ""), "--enable-prefix-caching=false")
+	tokens += rig.Compare(r.T, "one engine, saves,"+names, want, r.All(both.URL, prompts, 2))
+	r.Idle(both)
+	tokens += rig.Compare(r.T, "one engine, loads,"+names, want, r.All(both.URL, prompts, 2))
 	var alone []child
 	for _, c := range listed { // a tail needs another engine
 		alone = append(alone, child{Config: c.Config, Remote: !c.Tail})
 	}
-	r.loadsOnlyFrom(both, alone)
-	r.idle(both)
-	r.stop(both)
+	loadsOnlyFrom(r, both, alone)
+	r.Idle(both)
+	r.Stop(both)
 	return tokens
 }
 
 // loadsOnlyFrom checks that all that was loaded came from the first child that has blocks, or, if that
 // is the slow one, from it and the next.
-func (r *rig) loadsOnlyFrom(p *cluster.Process, listed []child) {
+func loadsOnlyFrom(r *rig.Rig, p *cluster.Process, listed []child) {
 	r.Helper()
-	m := r.metrics(p)
-	h, err := r.client.Health(r.Context(), p.URL)
+	m := r.Metrics(p)
+	h, err := r.Client.Health(r.Context(), p.URL)
 	require.NoError(r, err)
 	require.Equal(r, "ready", h.Connector.State)
 	loaded, first := 0.0, true
@@ -228,38 +229,38 @@ func (r *rig) loadsOnlyFrom(p *cluster.Process, listed []child) {
 // that offloads them: the first request of a prompt is fetched from the producer, and the producer
 // itself loads the second from its own memory.
 func TestMultiPeer(t *testing.T) {
-	for _, mover := range movers(t) {
-		for _, m := range []string{"sim", model(t)} {
-			t.Run(mover.Connector+"/"+filepath.Base(m), func(t *testing.T) { testMultiPeer(newRig(t), mover, m) })
+	for _, mover := range rig.Movers(t) {
+		for _, m := range []string{"sim", rig.Model(t)} {
+			t.Run(mover.Connector+"/"+filepath.Base(m), func(t *testing.T) { testMultiPeer(rig.New(t), mover, m) })
 		}
 	}
 }
 
-func testMultiPeer(r *rig, mover *fixture.Fixture, m string) {
+func testMultiPeer(r *rig.Rig, mover *fixture.Fixture, m string) {
 	r.Helper()
-	prompts := texts(r.T, *flagSeed+55000, min(4, count(r.T, "prompts", *flagPrompts, 2, 4)), 400, 1600)
-	node := r.serveModel(m, "single", "")
-	want := r.all(node.URL, prompts, 2)
-	r.stop(node)
+	prompts := rig.Texts(r.T, *rig.Seed+55000, min(4, rig.Count(r.T, "prompts", *rig.Prompts, 2, 4)), 400, 1600)
+	node := r.ServeModel(m, "single", "")
+	want := r.All(node.URL, prompts, 2)
+	r.Stop(node)
 	memory := children(r.T, "memory")[0]
 	both := composed{children: []child{ofFixture(mover), memory}}
-	p := r.serveModel(m, "prefill", both.config(r.T, "kv_both", "kv_producer"), "--enable-prefix-caching=false")
-	d := r.serveModel(m, "decode", both.config(r.T, "kv_both", "kv_consumer"), "--enable-prefix-caching=false")
-	router := r.route(p, d)
-	tokens := compare(r.T, "first", want, r.all(router.URL, prompts, 2))
+	p := r.ServeModel(m, "prefill", both.config(r.T, "kv_both", "kv_producer"), "--enable-prefix-caching=false")
+	d := r.ServeModel(m, "decode", both.config(r.T, "kv_both", "kv_consumer"), "--enable-prefix-caching=false")
+	router := r.Route(p, d)
+	tokens := rig.Compare(r.T, "first", want, r.All(router.URL, prompts, 2))
 	blocks := func(e *cluster.Process, child, direction string) float64 {
-		return r.metrics(e).Sum("kvport_child_blocks_total", fmt.Sprintf("child=%q", child), fmt.Sprintf("direction=%q", direction))
+		return r.Metrics(e).Sum("kvport_child_blocks_total", fmt.Sprintf("child=%q", child), fmt.Sprintf("direction=%q", direction))
 	}
 	fetched := blocks(d, "0/"+mover.Connector, "load")
 	require.Positive(r, fetched)
 	require.Zero(r, blocks(d, "1/"+memory.name(r.T), "load"))
-	tokens += compare(r.T, "again", want, r.all(router.URL, prompts, 2))
+	tokens += rig.Compare(r.T, "again", want, r.All(router.URL, prompts, 2))
 	kept := blocks(p, "1/"+memory.name(r.T), "load")
 	require.Positive(r, kept)
 	for _, e := range []*cluster.Process{p, d} {
-		r.idle(e)
-		require.Zero(r, r.metrics(e).Sum("kvport_child_failed_blocks_total"))
-		r.stop(e)
+		r.Idle(e)
+		require.Zero(r, r.Metrics(e).Sum("kvport_child_failed_blocks_total"))
+		r.Stop(e)
 	}
 	r.Logf("%d tokens compared, 0 differ; %.0f blocks fetched from the producer, which loaded %.0f from its own memory the second time", tokens, fetched, kept)
 }
@@ -268,42 +269,42 @@ func testMultiPeer(r *rig, mover *fixture.Fixture, m string) {
 // of faults have met a transfer; tokens are right, no request is lost, and the other children are not harmed.
 func TestMultiKilled(t *testing.T) {
 	t.Run("sim", func(t *testing.T) {
-		testMultiKilled(newRig(t), "sim", count(t, "multikills", *flagMultiKills, 6, 100), 600, 3000)
+		testMultiKilled(rig.New(t), "sim", rig.Count(t, "multikills", *flagMultiKills, 6, 100), 600, 3000)
 	})
 	t.Run("real model", func(t *testing.T) {
-		testMultiKilled(newRig(t), model(t), count(t, "multirealkills", *flagMultiRealKills, 1, 10), 1600, 3600)
+		testMultiKilled(rig.New(t), rig.Model(t), rig.Count(t, "multirealkills", *flagMultiRealKills, 1, 10), 1600, 3600)
 	})
 }
 
-func testMultiKilled(r *rig, m string, n, lo, hi int) {
+func testMultiKilled(r *rig.Rig, m string, n, lo, hi int) {
 	r.Helper()
-	_, relay := remoteServer(r.T)
+	_, relay := rig.RemoteServer(r.T)
 	// The children are of every kind, some nested. Prefill and decode share a folder and a server, and producers give tickets.
 	all := composed{
-		children: children(r.T, "struck"), values: fixture.Values{"TMP": r.store, "SERVER": relay.Address()},
+		children: children(r.T, "struck"), values: fixture.Values{"TMP": r.Store, "SERVER": relay.Address()},
 		settings: `,"kvport":{"breaker":{"deaths":100000,"backoff_max":"20ms"},"deadlines":{"transfer":"2s","save":"2s"},"heartbeat":{"limit":"2s"}}`,
 	}
 	stores := all
 	stores.children = all.children[1:]
 	const fresh, old = 2, 4
 	most := 2*n + 10 // faults: some meet none
-	prompts := texts(r.T, *flagSeed+60000, old+fresh*(n+n/4+1), lo, hi)
-	node := r.serveModel(m, "single", "")
-	want := r.all(node.URL, prompts, 4)
-	r.stop(node)
-	p := r.serveModel(m, "prefill", all.config(r.T, "kv_producer", ""), "--enable-prefix-caching=false")
-	d := r.serveModel(m, "decode", all.config(r.T, "kv_consumer", ""), "--enable-prefix-caching=false")
-	both := r.serveModel(m, "both", stores.config(r.T, "kv_both", ""), "--enable-prefix-caching=false")
-	router := r.route(p, d)
-	tokens := compare(r.T, "before", want[:old], r.all(router.URL, prompts[:old], 4))
-	compare(r.T, "before", want[:old], r.all(both.URL, prompts[:old], 4))
+	prompts := rig.Texts(r.T, *rig.Seed+60000, old+fresh*(n+n/4+1), lo, hi)
+	node := r.ServeModel(m, "single", "")
+	want := r.All(node.URL, prompts, 4)
+	r.Stop(node)
+	p := r.ServeModel(m, "prefill", all.config(r.T, "kv_producer", ""), "--enable-prefix-caching=false")
+	d := r.ServeModel(m, "decode", all.config(r.T, "kv_consumer", ""), "--enable-prefix-caching=false")
+	both := r.ServeModel(m, "both", stores.config(r.T, "kv_both", ""), "--enable-prefix-caching=false")
+	router := r.Route(p, d)
+	tokens := rig.Compare(r.T, "before", want[:old], r.All(router.URL, prompts[:old], 4))
+	rig.Compare(r.T, "before", want[:old], r.All(both.URL, prompts[:old], 4))
 	var before []cluster.Resources
 	for _, e := range []*cluster.Process{p, d, both} {
-		r.idle(e)
-		before = append(before, settled(r.T, e))
+		r.Idle(e)
+		before = append(before, rig.Settled(r.T, e))
 	}
 
-	rng := rand.New(rand.NewPCG(*flagSeed, 10))
+	rng := rand.New(rand.NewPCG(*rig.Seed, 10))
 	met, faults, requests, kinds := 0, 0, 0, map[string]int{}
 	for i := 0; met < n; i++ {
 		require.Less(r, i, most, "%d faults met a transfer, want %d", met, n)
@@ -319,12 +320,12 @@ func testMultiKilled(r *rig, m string, n, lo, hi int) {
 		for k := known; k < min(len(prompts), known+fresh); k++ {
 			s.prompts = append(s.prompts, k)
 		}
-		hit, name, got := r.signalChild(rng, s, prompts)
+		hit, name, got := signalChild(r, rng, s, prompts)
 		var expect []*cluster.Completion
 		for _, k := range s.prompts {
 			expect = append(expect, want[k])
 		}
-		tokens += compare(r.T, fmt.Sprintf("fault %d, %v of %s of %s", i, s.signal, name, s.engine.Name), expect, got)
+		tokens += rig.Compare(r.T, fmt.Sprintf("fault %d, %v of %s of %s", i, s.signal, name, s.engine.Name), expect, got)
 		kinds[fmt.Sprintf("%s %v", name, s.signal)]++
 		faults, requests = faults+1, requests+len(s.prompts)
 		if hit {
@@ -333,11 +334,11 @@ func testMultiKilled(r *rig, m string, n, lo, hi int) {
 	}
 	r.Logf("%d faults, %d of them while a transfer ran; %d tokens compared, 0 differ, 0 of %d requests lost; %v", faults, met, tokens, requests, kinds)
 	for i, e := range []*cluster.Process{p, d, both} {
-		r.idle(e)
-		r.childrenReady(e)
+		r.Idle(e)
+		childrenReady(r, e)
 		require.Eventually(r, func() bool { return cluster.Usage(e.PID()) == before[i] }, time.Minute, 50*time.Millisecond,
 			"resources of %s: before %+v, after %+v", e.Name, before[i], cluster.Usage(e.PID()))
-		m := r.metrics(e)
+		m := r.Metrics(e)
 		r.Logf("%s: blocks loaded and saved by child %v and %v, failed %v and %v; resources before and after %+v", e.Name,
 			byChild(m, "kvport_child_blocks_total", "load"), byChild(m, "kvport_child_blocks_total", "save"),
 			byChild(m, "kvport_child_failed_blocks_total", "load"), byChild(m, "kvport_child_failed_blocks_total", "save"), before[i])
@@ -368,10 +369,10 @@ type fault struct {
 }
 
 // childrenReady waits until all children of an engine take calls.
-func (r *rig) childrenReady(e *cluster.Process) (leaves []cluster.Connector) {
+func childrenReady(r *rig.Rig, e *cluster.Process) (leaves []cluster.Connector) {
 	r.Helper()
 	require.Eventually(r, func() bool {
-		h, err := r.client.Health(r.Context(), e.URL)
+		h, err := r.Client.Health(r.Context(), e.URL)
 		if err != nil || h.Connector.State != "ready" {
 			return false
 		}
@@ -383,9 +384,9 @@ func (r *rig) childrenReady(e *cluster.Process) (leaves []cluster.Connector) {
 
 // signalChild sends prompts and signals a child in the middle of them. It returns when the child is gone and
 // all answers are there; hit says whether a transfer was running.
-func (r *rig) signalChild(rng *rand.Rand, s fault, prompts []string) (hit bool, name string, got []*cluster.Completion) {
+func signalChild(r *rig.Rig, rng *rand.Rand, s fault, prompts []string) (hit bool, name string, got []*cluster.Completion) {
 	r.Helper()
-	leaves := r.childrenReady(s.engine)
+	leaves := childrenReady(r, s.engine)
 	victim := rng.IntN(len(leaves))
 	pid := leaves[victim].PID
 	list := make([]string, len(s.prompts))
@@ -395,7 +396,7 @@ func (r *rig) signalChild(rng *rand.Rand, s fault, prompts []string) (hit bool, 
 	answered := make(chan struct{})
 	go func() {
 		defer close(answered)
-		got = r.all(s.to, list, 4)
+		got = r.All(s.to, list, 4)
 	}()
 	// Wait for a transfer, which a slow model begins late, but not always: some faults are to meet an idle
 	// child.
@@ -404,7 +405,7 @@ func (r *rig) signalChild(rng *rand.Rand, s fault, prompts []string) (hit bool, 
 		deadline = deadline.Add(20 * time.Second)
 	}
 	for over := false; !hit && !over && time.Now().Before(deadline); {
-		h, err := r.client.Health(r.Context(), s.engine.URL)
+		h, err := r.Client.Health(r.Context(), s.engine.URL)
 		hit = err == nil && h.Connector.Pending > 0
 		select {
 		case <-answered:
@@ -417,7 +418,7 @@ func (r *rig) signalChild(rng *rand.Rand, s fault, prompts []string) (hit bool, 
 	require.Eventually(r, func() bool { return !cluster.Alive(pid) }, time.Minute, time.Millisecond, "child %d lives on after %v", pid, s.signal)
 	after := leaves
 	require.Eventually(r, func() bool { // the engine may not have noticed yet
-		after = r.childrenReady(s.engine)
+		after = childrenReady(r, s.engine)
 		return after[victim].PID != pid
 	}, 20*time.Second, time.Millisecond)
 	for i, c := range after {

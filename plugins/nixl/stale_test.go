@@ -1,4 +1,4 @@
-package acceptance
+package main
 
 import (
 	varints "encoding/binary"
@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/internal/ticket"
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -18,7 +19,7 @@ var flagNixlHandles = flag.Int("nixlhandles", 0, "stale handles of NixlConnector
 
 // staleNixl is a prefill and a decode engine, and somebody who has their key and makes handles that are wrong.
 type staleNixl struct {
-	*rig
+	*rig.Rig
 	p, d  *cluster.Process
 	rng   *rand.Rand
 	key   []byte
@@ -84,7 +85,7 @@ func (s *staleNixl) ids(h handle, next func(i int) int64) []byte {
 func (s *staleNixl) compute() {
 	s.Helper()
 	for range 3 {
-		s.post(s.p, s.more[s.rng.IntN(len(s.more))], 1, nil)
+		s.Post(s.p, s.more[s.rng.IntN(len(s.more))], 1, nil)
 	}
 }
 
@@ -93,9 +94,9 @@ func (s *staleNixl) use(prompt string, data []byte) (tokens []int32, external fl
 	s.Helper()
 	quoted, err := json.Marshal(data)
 	require.NoError(s, err)
-	count := func() float64 { return s.metrics(s.d).Sum("kvport_prompt_tokens_total", `source="external"`) }
+	count := func() float64 { return s.Metrics(s.d).Sum("kvport_prompt_tokens_total", `source="external"`) }
 	before := count()
-	a := s.post(s.d, prompt, s.tokens, map[string]json.RawMessage{"do_remote_prefill": []byte("true"), "do_remote_decode": []byte("false"), "kvport_ticket": quoted})
+	a := s.Post(s.d, prompt, s.Tokens, map[string]json.RawMessage{"do_remote_prefill": []byte("true"), "do_remote_decode": []byte("false"), "kvport_ticket": quoted})
 	require.Len(s, a.Choices, 1)
 	return a.Choices[0].Tokens, count() - before
 }
@@ -153,7 +154,7 @@ func (s *staleNixl) spoil(kind, prompt string, good []byte) []byte {
 		s.use(prompt, good)
 		return good
 	case "another prompt":
-		_, other := s.open(s.ticket(s.p, s.more[s.rng.IntN(len(s.more))]))
+		_, other := s.open(s.Ticket(s.p, s.more[s.rng.IntN(len(s.more))]))
 		for _, field := range []string{"hold", "secret", "ids", "slot"} {
 			h[field] = other[field]
 		}
@@ -164,30 +165,30 @@ func (s *staleNixl) spoil(kind, prompt string, good []byte) []byte {
 // TestNixlStaleHandles: a decode engine gets tickets that are signed and wrong, so that only NixlConnector stands between
 // them and a wrong token: each costs computing.
 func TestNixlStaleHandles(t *testing.T) {
-	need(t, "nixl")
+	rig.Need(t, "nixl")
 	for _, mode := range nixlModes() {
 		t.Run(mode, func(t *testing.T) { nixlStaleHandles(t, mode) })
 	}
 }
 
 func nixlStaleHandles(t *testing.T, mode string) {
-	n := count(t, "nixlhandles", *flagNixlHandles, 20, 1000)
-	s := &staleNixl{rig: newRig(t), rng: rand.New(rand.NewPCG(*flagSeed, 52234)), lease: 250 * time.Millisecond}
-	s.tokens = 4
+	n := rig.Count(t, "nixlhandles", *flagNixlHandles, 20, 1000)
+	s := &staleNixl{Rig: rig.New(t), rng: rand.New(rand.NewPCG(*rig.Seed, 52234)), lease: 250 * time.Millisecond}
+	s.Tokens = 4
 	var err error
 	s.key, err = ticket.SharedKey()
 	require.NoError(t, err)
-	s.more = texts(t, *flagSeed+600_000, 200, 60, 300)
-	prompts := texts(t, *flagSeed+500_000, n, 60, 300)
-	node := s.serveModel("sim", "single", "")
-	want := s.all(node.URL, prompts, 4)
-	s.stop(node)
-	s.p = s.serveModel("sim", "prefill", nixlConfig("kv_producer", mode, s.lease, unhurried), "--num-blocks", "64", "--enable-prefix-caching=false")
-	s.d = s.serveModel("sim", "decode", nixlConfig("kv_consumer", mode, s.lease, unhurried), "--enable-prefix-caching=false")
+	s.more = rig.Texts(t, *rig.Seed+600_000, 200, 60, 300)
+	prompts := rig.Texts(t, *rig.Seed+500_000, n, 60, 300)
+	node := s.ServeModel("sim", "single", "")
+	want := s.All(node.URL, prompts, 4)
+	s.Stop(node)
+	s.p = s.ServeModel("sim", "prefill", nixlConfig("kv_producer", mode, s.lease, rig.Unhurried), "--num-blocks", "64", "--enable-prefix-caching=false")
+	s.d = s.ServeModel("sim", "decode", nixlConfig("kv_consumer", mode, s.lease, rig.Unhurried), "--enable-prefix-caching=false")
 	kinds, served, tried := staleKinds(), map[string]int{}, map[string]int{}
 	for i, prompt := range prompts {
 		kind := kinds[i%len(kinds)]
-		got, external := s.use(prompt, s.spoil(kind.name, prompt, s.ticket(s.p, prompt)))
+		got, external := s.use(prompt, s.spoil(kind.name, prompt, s.Ticket(s.p, prompt)))
 		require.Equal(t, want[i].Tokens, got, "handle %d: %s", i, kind.name)
 		tried[kind.name]++
 		if external > 0 {
@@ -196,13 +197,13 @@ func nixlStaleHandles(t *testing.T, mode string) {
 		}
 	}
 	require.Eventually(t, func() bool {
-		got, external := s.use(prompts[0], s.ticket(s.p, prompts[0]))
+		got, external := s.use(prompts[0], s.Ticket(s.p, prompts[0]))
 		require.Equal(t, want[0].Tokens, got)
 		return external > 0
 	}, time.Minute, time.Millisecond, "a good one after all that")
-	s.idle(s.p)
-	s.idle(s.d)
-	m := s.metrics(s.d)
+	s.Idle(s.p)
+	s.Idle(s.d)
+	m := s.Metrics(s.d)
 	t.Logf("%d stale handles, %d tokens compared, 0 differ; tried: %v; right blocks came all the same: %v; %.0f loads failed, %.0f blocks with a wrong digest",
-		n, n*s.tokens, tried, served, m.Sum("kvport_failed_loads_total"), m.Sum("kvport_integrity_failures_total"))
+		n, n*s.Tokens, tried, served, m.Sum("kvport_failed_loads_total"), m.Sum("kvport_integrity_failures_total"))
 }

@@ -1,4 +1,4 @@
-package acceptance
+package main
 
 import (
 	"errors"
@@ -15,6 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -44,29 +45,29 @@ func nixlModes() []string {
 // TestNixlFewBlocks: caches so small that blocks are reused at once, leases so short that many are over before
 // their consumer comes: no token is wrong, and in the end nothing is held.
 func TestNixlFewBlocks(t *testing.T) {
-	need(t, "nixl")
+	rig.Need(t, "nixl")
 	for _, mode := range nixlModes() {
 		t.Run(mode, func(t *testing.T) { nixlFewBlocks(t, mode) })
 	}
 }
 
 func nixlFewBlocks(t *testing.T, mode string) {
-	r := newRig(t)
-	r.tokens = 4
-	n := count(t, "nixlrequests", *flagNixlRequests, 100, 2000)
-	prompts := texts(t, *flagSeed, n, 40, 150)
-	node := r.serveModel("sim", "single", "")
-	want := r.all(node.URL, prompts, 4)
-	r.stop(node)
+	r := rig.New(t)
+	r.Tokens = 4
+	n := rig.Count(t, "nixlrequests", *flagNixlRequests, 100, 2000)
+	prompts := rig.Texts(t, *rig.Seed, n, 40, 150)
+	node := r.ServeModel("sim", "single", "")
+	want := r.All(node.URL, prompts, 4)
+	r.Stop(node)
 	const lease = 50 * time.Millisecond
-	p := r.serveModel("sim", "prefill", nixlConfig("kv_producer", mode, lease, unhurried), "--num-blocks", "24")
-	d := r.serveModel("sim", "decode", nixlConfig("kv_consumer", mode, lease, unhurried), "--num-blocks", "24")
-	same(t, "24 blocks, leases of 50 ms", want, r.all(r.route(p, d).URL, prompts, 8))
-	r.idle(p)
-	r.idle(d)
-	fetched := func() float64 { return r.metrics(p).Sum("kvport_connector_holds_consumed_total") }
+	p := r.ServeModel("sim", "prefill", nixlConfig("kv_producer", mode, lease, rig.Unhurried), "--num-blocks", "24")
+	d := r.ServeModel("sim", "decode", nixlConfig("kv_consumer", mode, lease, rig.Unhurried), "--num-blocks", "24")
+	rig.Same(t, "24 blocks, leases of 50 ms", want, r.All(r.Route(p, d).URL, prompts, 8))
+	r.Idle(p)
+	r.Idle(d)
+	fetched := func() float64 { return r.Metrics(p).Sum("kvport_connector_holds_consumed_total") }
 	require.Eventually(t, func() bool { return fetched() > 0 }, time.Minute, 50*time.Millisecond) // it is asked about once a second
-	m, q := r.metrics(d), r.metrics(p)
+	m, q := r.Metrics(d), r.Metrics(p)
 	external := m.Sum("kvport_prompt_tokens_total", `source="external"`)
 	require.Positive(t, external)
 	t.Logf("%.0f tokens from the prefill engine, %.0f loads failed; holds fetched %.0f, expired %.0f; %.0f questions came too late",
@@ -76,7 +77,7 @@ func nixlFewBlocks(t *testing.T, mode string) {
 
 // nixlFleet is two prefill and two decode engines behind a router. An engine that dies comes back at its port.
 type nixlFleet struct {
-	*rig
+	*rig.Rig
 	model  string
 	lease  time.Duration
 	limit  time.Duration // of a transfer
@@ -88,26 +89,26 @@ type nixlFleet struct {
 func (f *nixlFleet) engine(role string, i int, port string) *cluster.Process {
 	f.Helper()
 	modes := nixlModes() // the engines of a role differ in it
-	return f.start(fmt.Sprintf("%s %d", role, i), "serve", "--model", f.model, "--port", port, "--num-blocks", "512",
+	return f.Start(fmt.Sprintf("%s %d", role, i), "serve", "--model", f.model, "--port", port, "--num-blocks", "512",
 		"--kv-transfer-config", nixlConfig(role, modes[i%len(modes)], f.lease, f.limit))
 }
 
 // newNixlFleet starts everything; limit is of a transfer.
 func newNixlFleet(t *testing.T, model string, limit time.Duration) *nixlFleet {
 	t.Helper()
-	f := &nixlFleet{rig: newRig(t), model: model, lease: time.Second, limit: limit}
-	f.tokens = 8
-	f.node = f.serveModel(model, "single", "")
+	f := &nixlFleet{Rig: rig.New(t), model: model, lease: time.Second, limit: limit}
+	f.Tokens = 8
+	f.node = f.ServeModel(model, "single", "")
 	for i := range f.p {
 		f.p[i], f.d[i] = f.engine("kv_producer", i, "0"), f.engine("kv_consumer", i, "0")
 	}
-	f.router = f.start("router", "route", "--port", "0", "--prefill", f.p[0].URL+","+f.p[1].URL, "--decode", f.d[0].URL+","+f.d[1].URL)
+	f.router = f.Start("router", "route", "--port", "0", "--prefill", f.p[0].URL+","+f.p[1].URL, "--decode", f.d[0].URL+","+f.d[1].URL)
 	return f
 }
 
 // connector is how an engine's plugin is; without an answer it is nothing.
 func (f *nixlFleet) connector(e *cluster.Process) cluster.Connector {
-	h, err := f.client.Health(f.Context(), e.URL)
+	h, err := f.Client.Health(f.Context(), e.URL)
 	if err != nil {
 		return cluster.Connector{}
 	}
@@ -128,7 +129,7 @@ func (f *nixlFleet) catch(prompt string) (c caught, answer chan *cluster.Complet
 	over := make(chan struct{})
 	go func() {
 		defer close(over)
-		got, err := f.complete(f.router.URL, prompt)
+		got, err := f.Complete(f.router.URL, prompt)
 		if err != nil {
 			f.Errorf("a request was lost: %v", err)
 		}
@@ -169,7 +170,7 @@ func (f *nixlFleet) caughtAnew(n uint64) (c caught, prompt string, answer chan *
 	f.Helper()
 	lo, hi := 2000, 3000
 	for try := range uint64(50) {
-		prompt = texts(f.T, *flagSeed+1000*n+try, 1, lo, hi)[0]
+		prompt = rig.Texts(f.T, *rig.Seed+1000*n+try, 1, lo, hi)[0]
 		var err error
 		if c, answer, err = f.catch(prompt); err == nil {
 			return c, prompt, answer
@@ -218,15 +219,15 @@ func (f *nixlFleet) back(p *cluster.Process) time.Duration {
 // TestNixlKills: P, D and their plugins get SIGKILL while D's plugin is in the middle of reading P's cache. No
 // request is lost, no token is wrong, and P has its blocks back when the lease is over.
 func TestNixlKills(t *testing.T) {
-	need(t, "nixl")
-	name, full := *flagModel, 5
+	rig.Need(t, "nixl")
+	name, full := *rig.ModelName, 5
 	if name == "" {
-		name = model(t)
+		name = rig.Model(t)
 	} else if strings.HasPrefix(name, "sim") {
 		full = 100
 	}
-	f := newNixlFleet(t, name, unhurried)
-	n := count(t, "nixlkills", *flagNixlKills, 1, full)
+	f := newNixlFleet(t, name, rig.Unhurried)
+	n := rig.Count(t, "nixlkills", *flagNixlKills, 1, full)
 	var longest time.Duration
 	for k := range n {
 		for i, what := range []string{"the decode engine", "the decode engine's plugin", "the prefill engine", "the prefill engine's plugin"} {
@@ -259,13 +260,13 @@ func TestNixlKills(t *testing.T) {
 			case 2:
 				f.again("kv_producer", c.p, &f.p[c.p])
 			}
-			same(t, "SIGKILL of "+what, f.all(f.node.URL, []string{prompt}, 1), []*cluster.Completion{got})
+			rig.Same(t, "SIGKILL of "+what, f.All(f.node.URL, []string{prompt}, 1), []*cluster.Completion{got})
 		}
 	}
 	f.ready()
 	for i := range f.p {
-		f.idle(f.p[i])
-		f.idle(f.d[i])
+		f.Idle(f.p[i])
+		f.Idle(f.d[i])
 	}
 	t.Logf("%d kills of each in mid-transfer; P's blocks were back %v after the death of their reader at the latest", n, longest.Round(time.Millisecond))
 }
@@ -276,15 +277,15 @@ const busy = 3 * time.Second
 // reuse has an engine compute other prompts, which takes the slots that are free again.
 func (f *nixlFleet) reuse(p *cluster.Process, n uint64) {
 	f.Helper()
-	f.all(p.URL, texts(f.T, *flagSeed+500_000+n, 2, 2000, 3000), 2)
+	f.All(p.URL, rig.Texts(f.T, *rig.Seed+500_000+n, 2, 2000, 3000), 2)
 }
 
 // TestNixlPeerStops: a prefill engine that is stopped together with its plugin costs D its load after a bounded time,
 // not the request.
 func TestNixlPeerStops(t *testing.T) {
-	need(t, "nixl")
+	rig.Need(t, "nixl")
 	const limit = 5 * time.Second // the default
-	f := newNixlFleet(t, peersModel(), limit)
+	f := newNixlFleet(t, rig.Simulated(), limit)
 	c, prompt, answer := f.caughtAnew(7)
 	p := f.p[c.p]
 	stopped := append(cluster.Plugins(p.PID()), p.PID())
@@ -304,9 +305,9 @@ func TestNixlPeerStops(t *testing.T) {
 	took := time.Since(began)
 	t.Logf("the request was answered %v after its prefill engine had stopped", took.Round(time.Millisecond))
 	require.Less(t, took, limit+2*time.Second+busy, "what a transfer may take, and what its end may")
-	same(t, "a prefill engine that is stopped", f.all(f.node.URL, []string{prompt}, 1), []*cluster.Completion{got})
+	rig.Same(t, "a prefill engine that is stopped", f.All(f.node.URL, []string{prompt}, 1), []*cluster.Completion{got})
 	wake()
 	require.Eventually(t, func() bool { return f.connector(p).State == "ready" }, time.Minute, 10*time.Millisecond)
-	f.idle(p)
-	f.idle(f.d[c.d])
+	f.Idle(p)
+	f.Idle(f.d[c.d])
 }
