@@ -21,6 +21,8 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/model/sim"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // plugins is the folder with the plugin binaries that TestMain builds.
@@ -69,8 +71,8 @@ func sharedWith(t testing.TB, cfg Config, role connector.Role, fields map[string
 	if settings == "" {
 		settings = "{}"
 	}
-	c, err := host.ParseConfig(fmt.Sprintf(`{"kv_connector": "SharedStorageConnector", "kv_role": %q,
-		"kv_connector_extra_config": %s, "kvport": %s}`, role, extra, settings))
+	c, err := host.ParseConfig(fmt.Sprintf(`{"kv_connector": %q, "kv_role": %q,
+		"kv_connector_extra_config": %s, "kvport": %s}`, testkit.Typical(t, fixture.Store).Connector, role, extra, settings))
 	require.NoError(t, err)
 	c.Settings.TicketKeyFile = key
 	cfg.Connector, cfg.PluginPath = c, []string{plugins}

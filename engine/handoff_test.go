@@ -14,6 +14,8 @@ import (
 	"github.com/kvport/kvport/engine/kvcache"
 	"github.com/kvport/kvport/engine/sched"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // long is one request whose prompt has several full blocks at every block size used here.
@@ -108,7 +110,7 @@ func TestFit(t *testing.T) {
 	require.Equal(t, "kv_producer", p.Role)
 	require.Equal(t, "kv_consumer", d.Role)
 	require.Equal(t, "none", alone.Role)
-	require.Equal(t, "SharedStorageConnector", p.Connector)
+	require.Equal(t, testkit.Typical(t, fixture.Store).Connector, p.Connector)
 	require.Equal(t, "shared", p.Scope)
 	require.True(t, p.Carries)
 	require.False(t, alone.Carries)

@@ -18,6 +18,8 @@ import (
 	"github.com/kvport/kvport/engine/model"
 	"github.com/kvport/kvport/engine/model/sim"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // freeAddress is where nobody listens.
@@ -32,8 +34,8 @@ func freeAddress(t testing.TB) string {
 func piped(t testing.TB, cfg Config, role connector.Role, dir, extra string) Config {
 	key := filepath.Join(dir, "ticket.key")
 	require.NoError(t, os.WriteFile(key, []byte("0123456789abcdef0123456789abcdef"), 0o600))
-	c, err := host.ParseConfig(fmt.Sprintf(`{"kv_connector": "PipeConnector", "kv_role": %q, "kv_connector_extra_config": {%s},
-		"kvport": {"breaker": {"deaths": 1000}}}`, role, extra))
+	c, err := host.ParseConfig(fmt.Sprintf(`{"kv_connector": %q, "kv_role": %q, "kv_connector_extra_config": {%s},
+		"kvport": {"breaker": {"deaths": 1000}}}`, testkit.Typical(t, fixture.Peers).Connector, role, extra))
 	require.NoError(t, err)
 	c.Settings.TicketKeyFile = key
 	cfg.Connector, cfg.PluginPath = c, []string{plugins}

@@ -17,7 +17,7 @@ import (
 
 func TestParseConfig(t *testing.T) {
 	c, err := ParseConfig(`{
-		"kv_connector": "SharedStorageConnector", "kv_role": "kv_both", "engine_id": "e1", "kv_buffer_device": "cpu",
+		"kv_connector": "StoreConnector", "kv_role": "kv_both", "engine_id": "e1", "kv_buffer_device": "cpu",
 		"kv_load_failure_policy": "fail", "kv_connector_module_path": "/x/kvport-y", "kv_ip": "127.0.0.1", "kv_port": 14579, "kv_rank": null, "kv_buffer_size": 1e9,
 		"lmcache.mp.host": "h", "kv_connector_extra_config": {"shared_storage_path": "/tmp/x", "Any": [1, null]},
 		"kvport": {"ticket_key_file": "k", "peers": ["a", "b"], "trust": "in-place", "tenant_secret_file": "s",
@@ -25,7 +25,7 @@ func TestParseConfig(t *testing.T) {
 			"deadlines": {"transfer": "7s", "save": 1.5}, "heartbeat": {"interval": "1s", "limit": "3s"}, "breaker": {"deaths": 9}}
 	}`)
 	require.NoError(t, err)
-	require.Equal(t, "SharedStorageConnector", c.Connector)
+	require.Equal(t, "StoreConnector", c.Connector)
 	require.Equal(t, connector.RoleBoth, c.Role)
 	require.Equal(t, PolicyFail, c.FailurePolicy)
 	require.JSONEq(t, `{"shared_storage_path": "/tmp/x", "Any": [1, null]}`, string(c.Extra))

@@ -58,11 +58,11 @@ func TestFindAmongBadNeighbours(t *testing.T) {
 func TestFindSaysWhatThereIs(t *testing.T) {
 	dir := t.TempDir()
 	say(t, filepath.Join(dir, "kvport-minimal"), "MinimalConnector")
-	say(t, filepath.Join(dir, "kvport-nixl"), "NixlConnector")
+	say(t, filepath.Join(dir, "kvport-other"), "OtherConnector")
 	_, err := Find([]string{dir}, "MooncakeConnector")
 	require.ErrorIs(t, err, ErrConfig)
-	require.ErrorContains(t, err, `no plugin is called "MooncakeConnector"; there are MinimalConnector, MultiConnector, NixlConnector (looked in `)
-	for name, meant := range map[string]string{"NixConnector": "NixlConnector", "MinimalConector": "MinimalConnector", "Multiconnector": "MultiConnector"} {
+	require.ErrorContains(t, err, `no plugin is called "MooncakeConnector"; there are MinimalConnector, MultiConnector, OtherConnector (looked in `)
+	for name, meant := range map[string]string{"OterConnector": "OtherConnector", "MinimalConector": "MinimalConnector", "Multiconnector": "MultiConnector"} {
 		_, err = Find([]string{dir}, name)
 		require.ErrorContains(t, err, fmt.Sprintf("did you mean %q?", meant))
 	}

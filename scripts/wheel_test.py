@@ -4,6 +4,7 @@ Run through `make wheel-test`.
 """
 
 import email
+import json
 import pathlib
 import re
 import subprocess
@@ -46,8 +47,8 @@ def check_installed(wheel, folder):
     version = output(kvport, "--version")
     assert wheel.name.split("-")[1] in version, version
     listed = output(kvport, "plugins", "list")
-    for name in ("NixlConnector", "OffloadingConnector", "SharedStorageConnector"):
-        assert name in listed, listed
+    for fixture in ROOT.glob("plugins/*/fixture.json"):
+        assert json.loads(fixture.read_text())["connector"] in listed, listed
     doctor = (kvport, "doctor")
     before = subprocess.run(doctor, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False).stdout
     assert "pip install nixl-cu12" in before, before

@@ -146,7 +146,7 @@ func (w *wires) engine(t *testing.T, name string, role connector.Role, peers pip
 	peers.Network = w
 	type config struct{}
 	stats := append(PeerStats(), LayerStats()...)
-	p := FromPipe(Definition{Name: "PipeConnector", Version: "1", LayerWise: true, Stats: stats}, func(context.Context, connector.Env, config) (pipe.Peers, error) {
+	p := FromPipe(Definition{Name: "PeersConnector", Version: "1", LayerWise: true, Stats: stats}, func(context.Context, connector.Env, config) (pipe.Peers, error) {
 		return peers, nil
 	})
 	e := &peerEngine{T: t, memory: make([]byte, 512)}

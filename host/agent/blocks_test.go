@@ -16,13 +16,15 @@ import (
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // small is a transfer config for shared storage that has room for that many bytes.
 func small(t *testing.T, bytes int) string {
 	t.Helper()
 	c, err := json.Marshal(map[string]any{
-		"kv_connector": "SharedStorageConnector", "kv_role": "kv_both",
+		"kv_connector": testkit.Typical(t, fixture.Store).Connector, "kv_role": "kv_both",
 		"kv_connector_extra_config": map[string]any{"shared_storage_path": t.TempDir(), "max_bytes": bytes},
 		"kvport":                    map[string]any{"heartbeat": map[string]any{"limit": "1m"}},
 	})

@@ -25,6 +25,7 @@ import (
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+	"github.com/kvport/kvport/verify/fixture"
 	"github.com/kvport/kvport/verify/testkit"
 )
 
@@ -83,8 +84,16 @@ func regionSize(l *connector.Layout) int64 {
 func config(dir string, settings map[string]any) string {
 	all := map[string]any{"heartbeat": map[string]any{"limit": "1m"}} // a busy machine is no fault
 	maps.Copy(all, settings)
+	list, err := fixture.Tree(os.DirFS("../.."))
+	if err != nil {
+		panic(err)
+	}
+	store, err := list.Typical(fixture.Store)
+	if err != nil {
+		panic(err)
+	}
 	c, err := json.Marshal(map[string]any{
-		"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": map[string]any{"shared_storage_path": dir}, "kvport": all,
+		"kv_connector": store.Connector, "kv_role": "kv_both", "kv_connector_extra_config": map[string]any{"shared_storage_path": dir}, "kvport": all,
 	})
 	if err != nil {
 		panic(err)

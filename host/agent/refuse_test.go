@@ -2,6 +2,7 @@ package agent
 
 import (
 	"encoding/binary"
+	"fmt"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -15,6 +16,8 @@ import (
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // Ranks whose memory, layout or hashes cannot be served are refused with a reason that names the field,
@@ -98,7 +101,7 @@ func TestOtherEngine(t *testing.T) {
 
 // The error of a connector that does not open is the answer to the last rank.
 func TestConnectorDoesNotOpen(t *testing.T) {
-	o := open(t, `{"kv_connector":"ExampleConnector","kv_role":"kv_both","kv_connector_extra_config":{"shared_storage_pat":"x"}}`, nil)
+	o := open(t, fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kv_connector_extra_config":{"shared_storage_pat":"x"}}`, testkit.Typical(t, fixture.Store).Connector), nil)
 	s := scheduler(t, o.socket)
 	m := worker(t, o.socket, rankAt(0, 1)).answer(1)
 	require.Contains(t, m.GetError().GetMessage(), "shared_storage_pat")

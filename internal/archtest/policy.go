@@ -92,26 +92,11 @@ func kvportWords() map[string]int {
 // kvportNames are the files that still name connectors.
 func kvportNames() map[string]int {
 	return map[string]int{
-		// Configs in unit tests, and an example in the shim's documentation.
-		"engine/connector_test.go":           1,
-		"engine/handoff_test.go":             1,
-		"engine/layerwise_test.go":           1,
-		"host/agent/blocks_test.go":          1,
-		"host/agent/main_test.go":            1,
-		"host/agent/refuse_test.go":          1,
-		"host/config_test.go":                2,
-		"host/find_test.go":                  3,
-		"python/kvport_vllm/__init__.py":     1,
-		"python/kvport_vllm/config.py":       1,
-		"python/tests/engine.py":             1,
-		"python/tests/test_units.py":         1,
-		"scripts/wheel_test.py":              1,
-		"sdk/frompipe_test.go":               1,
+		// Examples in the documentation and a message of the shim, which can be pasted.
+		"python/kvport_vllm/__init__.py": 1,
+		"python/kvport_vllm/config.py":   1,
+		// It runs without the repository around it.
 		"verify/faultsuite/workload_test.go": 2,
-
-		// Two courses that are compared with bare NIXL.
-		"verify/bench/crossing.go":   1,
-		"verify/bench/transports.go": 2,
 	}
 }
 
@@ -126,8 +111,8 @@ func kvportImports() map[string][]string {
 		"internal/archtest":   {},
 		"verify/cluster":      {}, // runs the binaries, so it needs none of the packages
 		"verify/fixture":      {},
-		"verify/testkit":      {"connector"}, // what tests of several packages share
-		"verify/names":        {},            // reads the source, and builds a program of its own
+		"verify/testkit":      {"connector", "verify/fixture"}, // what tests of several packages share
+		"verify/names":        {},                              // reads the source, and builds a program of its own
 		"verify/acceptance":   {"connector", "conformance/redistest", "conformance/relay", "verify/cluster", "verify/fixture", "verify/testkit"},
 		"verify/faultsuite":   {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
 		"internal/shm":        {},

@@ -21,6 +21,7 @@ import (
 	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 var (
@@ -61,7 +62,7 @@ func children(t *testing.T, list string) []child {
 // needAll skips a test where make deps has not put what children need.
 func needAll(t *testing.T, list string) {
 	t.Helper()
-	known := rig.Fixtures(t)
+	known := testkit.Fixtures(t)
 	for _, c := range children(t, list) {
 		if f := known.Of(c.name(t)); f != nil {
 			rig.Need(t, f.Needs)

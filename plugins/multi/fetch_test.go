@@ -10,6 +10,7 @@ import (
 	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // TestPipeFetchesOnlyTheRest counts what a peer sends for prompts that a store in the list has, too. Behind
@@ -19,7 +20,7 @@ func TestPipeFetchesOnlyTheRest(t *testing.T) {
 	for _, behind := range []bool{true, false} {
 		t.Run(fmt.Sprintf("behind the store=%t", behind), func(t *testing.T) {
 			r := rig.New(t)
-			first, second := rig.Typical(t, fixture.Store), rig.Typical(t, fixture.Peers)
+			first, second := testkit.Typical(t, fixture.Store), testkit.Typical(t, fixture.Peers)
 			if !behind {
 				first, second = second, first
 			}

@@ -16,6 +16,7 @@ import (
 	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 var jsonBlock = regexp.MustCompile("(?s)```json\n(.*?)```")
@@ -24,7 +25,7 @@ var jsonBlock = regexp.MustCompile("(?s)```json\n(.*?)```")
 // single node, cold and warm.
 func TestMultiPage(t *testing.T) {
 	r := rig.New(t)
-	page, err := os.ReadFile(filepath.Join(rig.Root(t), "docs", "multiconnector.md"))
+	page, err := os.ReadFile(filepath.Join(testkit.Root(t), "docs", "multiconnector.md"))
 	require.NoError(t, err)
 	configs := jsonBlock.FindAllStringSubmatch(string(page), -1)
 	require.Len(t, configs, 3)
@@ -53,7 +54,7 @@ func TestMultiPlugin(t *testing.T) {
 	r := rig.New(t)
 	multi := composed{
 		children: children(t, "plugin"), values: fixture.Values{"TMP": r.Store},
-		settings: fmt.Sprintf(`,"kv_connector_module_path":%q,"kvport":{"breaker":{"deaths":1000,"backoff_max":"20ms"}}`, filepath.Join(rig.Root(t), "bin", "kvport-multi")),
+		settings: fmt.Sprintf(`,"kv_connector_module_path":%q,"kvport":{"breaker":{"deaths":1000,"backoff_max":"20ms"}}`, filepath.Join(testkit.Root(t), "bin", "kvport-multi")),
 	}
 	prompts := rig.Texts(t, *rig.Seed+58000, 6+kills, 400, 2000)
 	node := r.ServeModel("sim", "single", "")

@@ -13,6 +13,7 @@ import (
 	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 const queuedLease = 2 * time.Second
@@ -22,7 +23,7 @@ const queuedLease = 2 * time.Second
 // MultiConnector, composed by the host and as a plugin: they load, and compute nothing.
 func TestMultiNixlQueued(t *testing.T) {
 	needAll(t, "queued")
-	for name, plugin := range map[string]string{"composed by the host": "", "kvport-multi": filepath.Join(rig.Root(t), "bin", "kvport-multi")} {
+	for name, plugin := range map[string]string{"composed by the host": "", "kvport-multi": filepath.Join(testkit.Root(t), "bin", "kvport-multi")} {
 		t.Run(name, func(t *testing.T) {
 			const tries = 3 // a machine that stalls for longer than a lease loses the hold
 			for try := 1; !newQueuedNixl(t, plugin, uint64(try)).run(); try++ {

@@ -12,6 +12,7 @@ import (
 	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // reset empties the caches of an engine and gives what it says.
@@ -47,7 +48,7 @@ func TestResetOfHolder(t *testing.T) {
 	r.UseTicket(d, prompts[1], r.Ticket(p, prompts[1]), want[1])
 	require.Positive(t, r.Metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
 
-	other := rig.Typical(t, fixture.Peers).Connector
+	other := testkit.Typical(t, fixture.Peers).Connector
 	status, body = reset(r, r.ServeModel("sim", "other", fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_producer"}`, other)))
 	require.Equal(t, http.StatusNotImplemented, status)
 	require.Contains(t, body, "the prefix cache is empty, the connector is not: "+other+" cannot be reset")

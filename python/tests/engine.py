@@ -1,6 +1,8 @@
 """The two sides of the connector in one process, over memory that is not torch's, as vLLM would hold them."""
 
 import hashlib
+import json
+import pathlib
 import sys
 import types
 
@@ -40,13 +42,21 @@ def content(key, layer):
     return hashlib.shake_128(f"{key}/{layer}".encode()).digest(LAYER_BYTES)
 
 
+def typical_store():
+    """The connector that stands for stores."""
+    for path in pathlib.Path(__file__).resolve().parents[2].glob("plugins/*/fixture.json"):
+        if (fixture := json.loads(path.read_text())).get("typical") == "store":
+            return fixture["connector"]
+    raise LookupError("no fixture is typical of stores")
+
+
 class Engine:
     """vLLM, as far as the connector can tell."""
 
     def __init__(self, store, blocks=66, engine="e", role="kv_both", pool=True, waits=False, **inner):
         torchless()
         self.blocks = blocks
-        extra = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": str(store)}, **inner}
+        extra = {"kv_connector": typical_store(), "kv_connector_extra_config": {"shared_storage_path": str(store)}, **inner}
         transfer = fakes.KVTransferConfig(
             engine_id=engine, kv_role=role, kv_load_failure_policy="recompute", kv_connector_extra_config=extra
         )

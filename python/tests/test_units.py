@@ -88,7 +88,7 @@ def outer(**values):
         "engine_id": "e",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"kv_connector": "SharedStorageConnector"},
+        "kv_connector_extra_config": {"kv_connector": "SomeConnector"},
     }
     return fakes.KVTransferConfig(**{**base, **values})
 

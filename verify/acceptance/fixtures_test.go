@@ -17,6 +17,7 @@ import (
 	"github.com/kvport/kvport/verify/fixture"
 
 	"github.com/kvport/kvport/verify/acceptance/rig"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 var flagConnector = flag.String("connector", "", "connectors to test, by name with commas between; default: all that are found")
@@ -67,8 +68,8 @@ func (s *scene) title() string { return strings.TrimSuffix(s.name+", "+s.Name, "
 func pluginPath(t *testing.T) []string {
 	t.Helper()
 	dir := t.TempDir()
-	bin := filepath.Join(rig.Root(t), "bin")
-	mains, err := filepath.Glob(filepath.Join(rig.Root(t), "examples", "*", "main.go"))
+	bin := filepath.Join(testkit.Root(t), "bin")
+	mains, err := filepath.Glob(filepath.Join(testkit.Root(t), "examples", "*", "main.go"))
 	require.NoError(t, err)
 	for _, main := range mains {
 		folder := filepath.Dir(main)
@@ -79,14 +80,14 @@ func pluginPath(t *testing.T) []string {
 		out, err := exec.CommandContext(t.Context(), "go", "build", "-o", filepath.Join(dir, "kvport-example-"+name), folder).CombinedOutput()
 		require.NoError(t, err, "%s", out)
 	}
-	return []string{bin, filepath.Join(rig.Root(t), "examples", "python"), dir}
+	return []string{bin, filepath.Join(testkit.Root(t), "examples", "python"), dir}
 }
 
 // scenes are all connectors that answer with a manifest, each once and as its fixture sets it up first, or those of
 // -connector. One without a fixture fails the test.
 func scenes(t *testing.T) []scene {
 	t.Helper()
-	known := rig.Fixtures(t)
+	known := testkit.Fixtures(t)
 	var out []scene
 	for _, found := range host.List(t.Context(), pluginPath(t)) {
 		require.NoError(t, found.Err)

@@ -18,7 +18,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
 
-	"github.com/kvport/kvport/verify/acceptance/rig"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // identity is everything that decides whether two requests may share blocks.
@@ -138,7 +138,7 @@ func openKeys(t *testing.T, f *scene, b backend, i identity, name string) (*keyE
 }
 
 // pluginFolders are those of the children of a MultiConnector.
-func pluginFolders(t *testing.T) []string { return []string{rig.Root(t) + "/bin"} }
+func pluginFolders(t *testing.T) []string { return []string{testkit.Root(t) + "/bin"} }
 
 // layout has two layers a group, one after the other or interleaved.
 func (e *keyEngine) layout() connector.Layout {

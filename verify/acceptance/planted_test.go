@@ -13,7 +13,7 @@ import (
 
 	"github.com/kvport/kvport/verify/fixture"
 
-	"github.com/kvport/kvport/verify/acceptance/rig"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // planted is the name of a connector that is a copy of the one that stands for stores. It is written so that it does not stand here:
@@ -39,7 +39,7 @@ func TestPlantedConnector(t *testing.T) {
 	if testing.Short() {
 		t.Skip("builds and runs a copy of the repository: left out with -short, which the race stage uses")
 	}
-	tree := copyTree(t, rig.Root(t))
+	tree := copyTree(t, testkit.Root(t))
 	tree.plant()
 	tree.run("go", "build", "-trimpath", "-buildvcs=false", "-o", "bin/", "./cmd/kvport")
 	tree.run("go", "build", "-trimpath", "-buildvcs=false", "-o", "bin/kvport-planted", "./plugins/planted")
@@ -124,7 +124,7 @@ func (p *plantedTree) copy(from, rel string) error {
 // plant writes the three places.
 func (p *plantedTree) plant() {
 	p.Helper()
-	typical := rig.Typical(p.T, fixture.Store)
+	typical := testkit.Typical(p.T, fixture.Store)
 	x := filepath.Base(typical.Folder)
 	main := p.read(filepath.Join(typical.Folder, "main.go"))
 	_, aliases, found := strings.Cut(main, "Aliases: ")

@@ -16,6 +16,7 @@ import (
 	"github.com/kvport/kvport/verify/fixture"
 
 	"github.com/kvport/kvport/verify/acceptance/rig"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // kvport schema takes every pasted config that serves, alone and as the child of a MultiConnector, and none with a mistake.
@@ -71,7 +72,7 @@ func TestSchemaOfConnectors(t *testing.T) {
 	}
 	out, err := exec.CommandContext(t.Context(), rig.Binary(t), "schema", "NoSuchConnector").CombinedOutput()
 	require.Error(t, err)
-	require.Contains(t, string(out), rig.Typical(t, fixture.Store).Connector)
+	require.Contains(t, string(out), testkit.Typical(t, fixture.Store).Connector)
 }
 
 // printedSchema is what kvport schema prints.

@@ -21,7 +21,7 @@ type crossing struct {
 	order    [2][]int // of the blocks in either cache
 }
 
-// crossConfig is the config of NixlConnector, as far as the benchmark needs it.
+// crossConfig is the config of the connector that holds blocks, as far as the benchmark needs it.
 type crossConfig struct {
 	LibDir string `json:"nixl_lib_dir,omitempty"`
 	Mode   string `json:"mode"`

@@ -188,9 +188,9 @@ func (t *transfer) crossings(f *field) ([]course, error) {
 	return all, nil
 }
 
-// cross opens two courses of NixlConnector: where the consumer reads, and where the producer writes.
+// cross opens two courses of the connector that holds blocks: where the consumer reads, and where the producer writes.
 func (t *transfer) cross(f *field, all []course) {
-	binary, err := host.Find(t.PluginPath, "NixlConnector")
+	binary, err := holder(t.PluginPath)
 	if err != nil {
 		all[0].absent, all[1].absent = "kvport-nixl is not built", "kvport-nixl is not built"
 		return

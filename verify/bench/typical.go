@@ -2,7 +2,9 @@ package bench
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/plugins"
@@ -75,4 +77,17 @@ func typicalPeers() (string, error) {
 		return "", err
 	}
 	return f.Connector, nil
+}
+
+// holder is the plugin of the connector that reads blocks where their engine holds them.
+func holder(folders []string) (*host.Binary, error) {
+	list, err := fixtures()
+	if err != nil {
+		return nil, err
+	}
+	i := slices.IndexFunc(list, func(f *fixture.Fixture) bool { return f.Holds })
+	if i < 0 {
+		return nil, errors.New("no connector holds blocks")
+	}
+	return host.Find(folders, list[i].Connector)
 }

@@ -14,28 +14,13 @@ import (
 	"github.com/kvport/kvport/conformance/relay"
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
-
-// Fixtures are those of all plugins and examples.
-func Fixtures(t *testing.T) fixture.List {
-	t.Helper()
-	list, err := fixture.Tree(os.DirFS(Root(t)))
-	require.NoError(t, err)
-	return list
-}
-
-// Typical is the fixture that stands for connectors of a kind.
-func Typical(t *testing.T, kind fixture.Kind) *fixture.Fixture {
-	t.Helper()
-	f, err := Fixtures(t).Typical(kind)
-	require.NoError(t, err)
-	return f
-}
 
 // Connectors are the fixtures of plugins that have a property. What one needs and make deps has not put there is left out.
 func Connectors(t *testing.T, have func(*fixture.Fixture) bool) (out fixture.List) {
 	t.Helper()
-	for _, f := range Fixtures(t) {
+	for _, f := range testkit.Fixtures(t) {
 		if strings.HasPrefix(f.Folder, "plugins/") && have(f) && Ready(t, f) {
 			out = append(out, f)
 		}
@@ -68,7 +53,7 @@ func Have(t *testing.T, needs string) bool {
 	if needs == "" {
 		return true
 	}
-	_, err := os.Stat(filepath.Join(Root(t), ".deps", needs, "lock.sha256"))
+	_, err := os.Stat(filepath.Join(testkit.Root(t), ".deps", needs, "lock.sha256"))
 	require.True(t, err == nil || os.IsNotExist(err), "%v", err)
 	require.False(t, err != nil && os.Getenv("KVPORT_NATIVE_TEST") != "", "make native-test needs %s", needs)
 	return err == nil

@@ -22,6 +22,7 @@ import (
 
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // What a run does; the defaults are the counts the project promises.
@@ -51,25 +52,10 @@ func Count(t *testing.T, name string, value, short, full int) int {
 	return n
 }
 
-// Root is the folder with go.mod.
-func Root(t *testing.T) string {
-	t.Helper()
-	dir, err := os.Getwd()
-	require.NoError(t, err)
-	for {
-		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
-			return dir
-		}
-		parent := filepath.Dir(dir)
-		require.NotEqual(t, dir, parent, "no go.mod above the test")
-		dir = parent
-	}
-}
-
 // Binary is kvport as make build has built it.
 func Binary(t *testing.T) string {
 	t.Helper()
-	path := filepath.Join(Root(t), "bin", "kvport")
+	path := filepath.Join(testkit.Root(t), "bin", "kvport")
 	require.FileExists(t, path, "run make build first")
 	return path
 }
@@ -80,7 +66,7 @@ func Model(t *testing.T) string {
 	if *ModelName != "" {
 		return *ModelName
 	}
-	path := filepath.Join(Root(t), ".deps", "model", "SmolLM2-135M-Instruct.Q4_1.gguf")
+	path := filepath.Join(testkit.Root(t), ".deps", "model", "SmolLM2-135M-Instruct.Q4_1.gguf")
 	require.FileExists(t, path, "run make deps first")
 	return path
 }
@@ -113,7 +99,7 @@ func NewLong(t *testing.T) *Rig {
 // Config is the --kv-transfer-config of a role with the typical store; extra and host are further JSON members, or empty.
 func (r *Rig) Config(role, extra, host string) string {
 	r.Helper()
-	f := Typical(r.T, fixture.Store)
+	f := testkit.Typical(r.T, fixture.Store)
 	own, err := fixture.Fill(f.Setups[0].Config, fixture.Values{"TMP": r.Store})
 	require.NoError(r, err, "%s/fixture.json", f.Folder)
 	return fmt.Sprintf(`{"kv_connector":%q,"kv_role":%q,"kv_connector_extra_config":%s%s}%s}`,
@@ -242,7 +228,7 @@ func Texts(t *testing.T, seed uint64, n, lo, hi int) []string {
 	t.Helper()
 	var all strings.Builder
 	for _, name := range []string{"LICENSE", "CONTRIBUTING.md", "README.md", "connector/connector.go", "engine/model/model.go"} {
-		data, err := os.ReadFile(filepath.Join(Root(t), name))
+		data, err := os.ReadFile(filepath.Join(testkit.Root(t), name))
 		require.NoError(t, err)
 		all.Write(data)
 	}
