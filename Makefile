@@ -13,8 +13,8 @@ BUILD     := $(GO) build -trimpath -buildvcs=false -ldflags '-X main.version=$(V
 GOLDEN    := proto/kvport/v1/v1.binpb
 PLUGINS   := $(patsubst plugins/%/,%,$(sort $(wildcard plugins/*/)))
 
-# A package's tests run at most this many at once; each may use every core itself.
-TEST_P    ?= 2
+# So many packages' tests run at once. Many of them mostly wait, so that is one more than the cores that CI has.
+TEST_P    ?= 3
 # After so long a package's tests end with the stacks of what hangs.
 TEST_LIMIT ?= 60m
 FUZZTIME  ?= 30s

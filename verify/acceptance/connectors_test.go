@@ -29,7 +29,7 @@ type connectorRow struct {
 func TestConnectors(t *testing.T) {
 	r := rig.New(t)
 	n, tokens := rig.Count(t, "prompts", *rig.Prompts, 1, 6), rig.Count(t, "tokens", *rig.Tokens, 8, 32)
-	prompts := rig.Texts(t, *rig.Seed+9100, n, 300, 1000)
+	prompts := rig.Texts(t, *rig.Seed+9100, n, 250, 600)
 	r.Tokens = tokens
 	node := r.Serve("single", "")
 	want := r.All(node.URL, prompts, 1)

@@ -28,7 +28,7 @@ func TestEqualTokens(t *testing.T) {
 	})
 	t.Run("batch of 8, warm prefix cache", func(t *testing.T) {
 		r := rig.NewLong(t)
-		node := r.Serve("warm", "")
+		node := r.Serve("warm", "", "--num-blocks", "512")
 		rig.Same(t, "batch of 8", want, r.All(node.URL, prompts, 8))
 		again := r.All(node.URL, prompts, 8)
 		rig.Same(t, "warm prefix cache", want, again)

@@ -73,7 +73,7 @@ var trusted = map[string]bool{
 	"load-ends":    true, // goes on writing after its answer
 }
 
-var flagMutants = flag.Int("mutants", 1, "run every n-th wrong connector; default 4, in soak 1: all")
+var flagMutants = flag.Int("mutants", 1, "run every n-th wrong connector; default 8, in soak 1: all")
 
 // TestWrongConnectors: an engine with a connector that is wrong on purpose gives the tokens of one
 // without a connector, or refuses to start with it. Those that write where they must not are run at
@@ -86,7 +86,7 @@ func TestWrongConnectors(t *testing.T) {
 
 	served, refused, staged, tokens := 0, 0, 0, 0
 	folder := t.TempDir()
-	all, share := mutants.All(), rig.Count(t, "mutants", *flagMutants, 4, 1)
+	all, share := mutants.All(), rig.Count(t, "mutants", *flagMutants, 8, 1)
 	t.Logf("every %d. of %d wrong connectors, and those that write wildly; all of them in soak", share, len(all))
 	for n, m := range all {
 		if (n+int(*rig.Seed))%share != 0 && !trusted[m.Case] {

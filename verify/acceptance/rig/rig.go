@@ -116,8 +116,8 @@ func (r *Rig) Serve(name, config string, args ...string) *cluster.Process {
 func (r *Rig) ServeModel(model, name, config string, args ...string) *cluster.Process {
 	r.Helper()
 	all := []string{"serve", "--model", model, "--port", "0"}
-	if strings.HasSuffix(model, ".gguf") { // room for 8192 tokens: to fill the default 512 MiB with zeros takes most of a start
-		all = append(all, "--num-blocks", "512")
+	if strings.HasSuffix(model, ".gguf") { // room for 4096 tokens: to fill the default 512 MiB with zeros takes most of a start
+		all = append(all, "--num-blocks", "256")
 	}
 	if config != "" {
 		all = append(all, "--kv-transfer-config", config)
