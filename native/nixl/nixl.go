@@ -51,7 +51,7 @@ import (
 	"strings"
 	"unsafe"
 
-	"github.com/kvport/kvport/native/internal/wheel"
+	"github.com/kvport/kvport/native/internal/loader"
 )
 
 // Errors that NIXL's calls end with, wrapped in what was asked for: match them with errors.Is.
@@ -222,7 +222,7 @@ func find(dir string) (string, error) {
 		}
 		return "", &LoadError{Reason: fmt.Sprintf("no %s in %s", libraryName, dir), Mend: mendMissing}
 	}
-	return cmp.Or(wheel.Find(within), libraryName), nil
+	return cmp.Or(loader.Find(within), libraryName), nil
 }
 
 // within is the absolute path of the library in a folder, or in that of an unpacked wheel; "" if there

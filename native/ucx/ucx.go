@@ -30,7 +30,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kvport/kvport/native/internal/wheel"
+	"github.com/kvport/kvport/native/internal/loader"
 )
 
 // Errors of this package; those of UCX itself are a StatusError.
@@ -147,7 +147,7 @@ func find(dir string) (string, error) {
 		}
 		return "", &LoadError{Reason: "no libucp in " + dir, Mend: mendMissing}
 	}
-	return cmp.Or(wheel.Find(within), systemName), nil
+	return cmp.Or(loader.Find(within), systemName), nil
 }
 
 // within is the absolute path of libucp in a folder, or in that of an unpacked wheel; "" if there is none.
