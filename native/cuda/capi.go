@@ -21,7 +21,7 @@ func load(path string) (*library, error) {
 	table := C.kvport_cuda_load(name, &reason, &symbol)
 	if table == nil {
 		defer C.free(unsafe.Pointer(reason))
-		return nil, &LoadError{Path: path, Symbol: C.GoString(symbol), Reason: C.GoString(reason), Mend: mendMissing}
+		return nil, binding().Fail(path, C.GoString(symbol), C.GoString(reason))
 	}
 	return &library{table}, nil
 }

@@ -22,7 +22,6 @@
 package ucx
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -74,26 +73,11 @@ func (e StatusError) Error() string {
 }
 
 // LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
-type LoadError struct {
-	Path   string // the library, "" if none was found
-	Symbol string // the function that the library lacks, "" if that is not the trouble
-	Reason string // what was found wrong
-	Mend   string // what to do
-}
+type LoadError = loader.LoadError
 
-// Error is the reason, with its mend.
-func (e *LoadError) Error() string {
-	switch {
-	case e.Symbol != "":
-		return fmt.Sprintf("ucx: %s has no function %s: %s", e.Path, e.Symbol, e.Mend)
-	case e.Path != "":
-		return fmt.Sprintf("ucx: cannot load %s: %s: %s", e.Path, e.Reason, e.Mend)
-	}
-	return fmt.Sprintf("ucx: %s: %s", e.Reason, e.Mend)
+func binding() *loader.Binding {
+	return &loader.Binding{Name: "ucx", EnvDir: EnvDir, Unavailable: ErrUnavailable, Mend: mendMissing}
 }
-
-// Unwrap is ErrUnavailable.
-func (e *LoadError) Unwrap() error { return ErrUnavailable }
 
 // EnvDir names the environment variable with the folder that Open looks in first. (It does not begin with
 // UCX_: UCX complains about variables that it does not know.)
@@ -115,14 +99,12 @@ type Library struct {
 // folder, or, for a program in kvport's wheel, the one that pip unpacks wheels into; without that, what the
 // system's loader finds. Its errors are a *LoadError.
 func Open(dir string) (*Library, error) {
-	path, err := find(dir)
+	path, err := binding().Locate(dir, "libucp", systemName, within)
 	if err != nil {
 		return nil, err
 	}
-	if _, set := os.LookupEnv("UCX_LOG_FILE"); !set {
-		if err := os.Setenv("UCX_LOG_FILE", "stderr"); err != nil {
-			return nil, &LoadError{Path: path, Reason: err.Error(), Mend: "check the environment"}
-		}
+	if err := binding().Default(path, [2]string{"UCX_LOG_FILE", "stderr"}); err != nil {
+		return nil, err
 	}
 	lib, err := load(path)
 	if err != nil {
@@ -136,19 +118,6 @@ func (l *Library) Path() string { return l.path }
 
 // Version is UCX's, as in "1.23.0".
 func (l *Library) Version() string { return l.lib.version() }
-
-func find(dir string) (string, error) {
-	if dir == "" {
-		dir = os.Getenv(EnvDir)
-	}
-	if dir != "" {
-		if path := within(dir); path != "" {
-			return path, nil
-		}
-		return "", &LoadError{Reason: "no libucp in " + dir, Mend: mendMissing}
-	}
-	return cmp.Or(loader.Find(within), systemName), nil
-}
 
 // within is the absolute path of libucp in a folder, or in that of an unpacked wheel; "" if there is none.
 func within(dir string) string {
@@ -169,7 +138,7 @@ func within(dir string) string {
 }
 
 func loadError(path, symbol, reason string) error {
-	e := &LoadError{Path: path, Symbol: symbol, Reason: reason, Mend: mendMissing}
+	e := binding().Fail(path, symbol, reason)
 	if symbol != "" {
 		e.Mend = "it is older than UCX 1.22; " + mendMissing
 	}
