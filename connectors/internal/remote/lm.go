@@ -235,20 +235,6 @@ func (s *LM) Get(ctx context.Context, items []connector.Item) error {
 	})
 }
 
-// received counts one answer and gives its error.
-func (s *LM) received(r *scatter) error {
-	switch {
-	case r.err == nil:
-		s.loaded.Add(1)
-		s.in.Add(uint64(r.item.Size()))
-	case errors.Is(r.err, connector.ErrCorrupt):
-		s.corrupt.Add(1)
-	default:
-		s.gone.Add(1)
-	}
-	return r.err
-}
-
 // askFor sends a GET for each item.
 func (c *lmConn) askFor(items []connector.Item) error {
 	out := make([]byte, 0, len(items)*lmAskBytes)
@@ -304,7 +290,7 @@ func (s *LM) Put(ctx context.Context, items []connector.Item) error {
 				errs[i] = s.o.explain(ctx, err)
 			}
 			if errs[i] != nil {
-				s.refused.Add(1)
+				s.counts.Count(func(n *Stats) { n.Refused++ })
 			}
 		}
 		return errs
@@ -317,7 +303,7 @@ func (s *LM) put(c *lmConn, part []connector.Item, known map[connector.StoreKey]
 		length := headerSize + it.Size()
 		switch {
 		case known[it.Key] && !it.Replace:
-			s.known.Add(1)
+			s.counts.Count(func(n *Stats) { n.Known++ })
 			continue
 		case length > s.o.MaxValue:
 			errs[i] = fmt.Errorf("block of %d bytes is larger than the largest value, %d: %w", it.Size(), s.o.MaxValue, connector.ErrIncompatible)
@@ -343,8 +329,7 @@ func (s *LM) put(c *lmConn, part []connector.Item, known map[connector.StoreKey]
 			errs[i] = fmt.Errorf("%s: the server has not stored it: %w", short(part[i].Key), connector.ErrGone)
 			continue
 		}
-		s.saved.Add(1)
-		s.out.Add(uint64(part[i].Size()))
+		s.counts.Count(func(n *Stats) { n.wrote(part[i].Size()) })
 	}
 	return nil
 }

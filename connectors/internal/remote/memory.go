@@ -13,8 +13,8 @@ import (
 // Memory is a connector.Store in the memory of this process, for use without a server. The size of what it
 // keeps is limited; the least recently used blocks go first.
 type Memory struct {
-	counters
-	limit int64
+	counts storekit.Counts[Stats]
+	limit  int64
 
 	mu    sync.Mutex
 	bytes int64
@@ -66,7 +66,7 @@ func (m *Memory) get(it connector.Item) error {
 	e := m.byKey[it.Key]
 	if e == nil {
 		m.mu.Unlock()
-		m.gone.Add(1)
+		m.counts.Count(func(n *Stats) { n.Gone++ })
 		return fmt.Errorf("%s is not stored: %w", short(it.Key), connector.ErrGone)
 	}
 	m.order.MoveToFront(e)
@@ -74,15 +74,14 @@ func (m *Memory) get(it connector.Item) error {
 	m.mu.Unlock()
 	value := block.value
 	if len(value) != headerSize+it.Size() {
-		m.corrupt.Add(1)
+		m.counts.Count(func(n *Stats) { n.Corrupt++ })
 		return fmt.Errorf("value of %s has %d bytes, want %d: %w", short(it.Key), len(value), headerSize+it.Size(), connector.ErrCorrupt)
 	}
 	value = value[headerSize:]
 	for _, span := range it.Spans {
 		value = value[copy(span, value):]
 	}
-	m.loaded.Add(1)
-	m.in.Add(uint64(it.Size()))
+	m.counts.Count(func(n *Stats) { n.read(it.Size()) })
 	return nil
 }
 
@@ -99,12 +98,12 @@ func (m *Memory) put(it connector.Item) error {
 	}
 	m.mu.Unlock()
 	if e != nil && !it.Replace {
-		m.known.Add(1)
+		m.counts.Count(func(n *Stats) { n.Known++ })
 		return nil
 	}
 	size := int64(headerSize + it.Size())
 	if size > m.limit {
-		m.refused.Add(1)
+		m.counts.Count(func(n *Stats) { n.Refused++ })
 		return fmt.Errorf("block of %d bytes, memory_bytes is %d: %w", it.Size(), m.limit, connector.ErrIncompatible)
 	}
 	block := &entry{key: it.Key, value: appendValue(make([]byte, 0, size), it)}
@@ -115,10 +114,9 @@ func (m *Memory) put(it connector.Item) error {
 	}
 	for m.bytes+size > m.limit {
 		m.remove(m.order.Back())
-		m.evicted.Add(1)
+		m.counts.Count(func(n *Stats) { n.Evicted++ })
 	}
-	m.saved.Add(1)
-	m.out.Add(uint64(it.Size()))
+	m.counts.Count(func(n *Stats) { n.wrote(it.Size()) })
 	m.byKey[it.Key] = m.order.PushFront(block)
 	m.bytes += size
 	return nil

@@ -29,7 +29,7 @@ type Store struct {
 	memory    *memory
 	below     *below  // nil without a lower tier
 	threshold *sketch // nil without a store threshold
-	mem       counters
+	mem       counts
 
 	gate   sync.RWMutex // held for reading by every call, so that Reset meets none
 	closed bool
@@ -64,10 +64,10 @@ func (s *Store) Slots() int { return s.memory.slots }
 // Stats gives the counts of the memory tier and of the way to the lower one. What a Disk itself counts
 // is in Disk.Stats.
 func (s *Store) Stats() (memory, lower Stats) {
-	memory = s.mem.stats()
+	memory = s.mem.Now()
 	memory.Blocks, memory.Slots = uint64(s.memory.index.Len()), uint64(s.memory.slots)
 	if s.below != nil {
-		lower = s.below.c.stats()
+		lower = s.below.c.Now()
 	}
 	return memory, lower
 }
@@ -113,7 +113,7 @@ func (s *Store) lookupBelow(ctx context.Context, runs [][]connector.StoreKey, fo
 		}
 		counts, err := s.o.Lower.Lookup(ctx, rest)
 		if err != nil || len(counts) != len(rest) {
-			s.below.c.errors.Add(1)
+			s.below.c.Count(func(n *Stats) { n.Errors++ })
 			return
 		}
 		next := open[:0]
@@ -167,7 +167,7 @@ func (s *Store) fromMemory(ctx context.Context, items []connector.Item, errs []e
 			id, err := s.memory.acquire(items[i].Key, size, true)
 			if err != nil {
 				errs[i] = err
-				s.mem.misses.Add(1)
+				s.mem.Count(func(n *Stats) { n.Misses++ })
 				if errors.Is(err, errAbsent) {
 					absent = append(absent, i)
 				}
@@ -175,8 +175,7 @@ func (s *Store) fromMemory(ctx context.Context, items []connector.Item, errs []e
 			}
 			ids = append(ids, id)
 			pieces = scatter(pieces, items[i].Spans, s.memory.block(id, size))
-			s.mem.hits.Add(1)
-			s.mem.bytesOut.Add(uint64(size))
+			s.mem.Count(func(n *Stats) { n.read(size) })
 			s.memory.pins.loaded(s.memory.index, id, items[i].Key)
 			s.writeBehind(items[i].Key, id)
 		}
@@ -362,7 +361,7 @@ func (p *put) begin(i int) (wait <-chan struct{}) {
 		return nil
 	}
 	if p.lowered == notLowered && s.threshold != nil && !s.memory.has(it.Key) && s.threshold.add(it.Key) < s.o.StoreThreshold {
-		s.mem.belowThreshold.Add(1)
+		s.mem.Count(func(n *Stats) { n.BelowThreshold++ })
 		p.errs[i] = ErrThreshold
 		return nil
 	}
@@ -376,7 +375,7 @@ func (p *put) begin(i int) (wait <-chan struct{}) {
 	case err != nil:
 		p.errs[i] = err
 	case known:
-		s.mem.known.Add(1)
+		s.mem.Count(func(n *Stats) { n.Known++ })
 		if p.lowered == notLowered {
 			s.memory.index.Touch(it.Key)
 		}
