@@ -2,6 +2,7 @@ package nixl
 
 import (
 	"bytes"
+	"cmp"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -53,12 +54,7 @@ const (
 
 // settle fills in what the environment and the defaults say. Errors name the field.
 func (c Config) settle(getenv func(string) string) (Config, error) {
-	if c.Host == "" {
-		c.Host = getenv(EnvHost)
-	}
-	if c.Host == "" {
-		c.Host = "127.0.0.1"
-	}
+	c.Host = cmp.Or(c.Host, getenv(EnvHost), "127.0.0.1")
 	var err error
 	if c.Port == 0 {
 		if c.Port, err = number(getenv, EnvPort, 0, 65535, 0); err != nil {

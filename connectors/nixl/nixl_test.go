@@ -117,7 +117,7 @@ func ids(blocks []connector.Block) (out []connector.BlockID) {
 // TestHoldsExpire: a hold is there for its lease and no longer, and is not reported as consumed then.
 func TestHoldsExpire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := newHolds(1, time.Second)
+		h := newHolds(1, time.Second, newTally())
 		id, secret := h.add(connector.Ended{Tokens: 4})
 		<-time.After(time.Second - 1)
 		_, err := h.find(id, secret)
@@ -132,7 +132,7 @@ func TestHoldsExpire(t *testing.T) {
 
 // TestHoldsOfRanks: a hold is over when every rank has read it, and no rank counts twice.
 func TestHoldsOfRanks(t *testing.T) {
-	h := newHolds(2, time.Hour)
+	h := newHolds(2, time.Hour, newTally())
 	id, secret := h.add(connector.Ended{})
 	require.NoError(t, h.done(&question{Hold: id, Secret: secret, Rank: 1}, h.now()))
 	require.NoError(t, h.done(&question{Hold: id, Secret: secret, Rank: 1}, h.now()))

@@ -52,7 +52,7 @@ type Node struct {
 	holds      *holds
 	pool       connPool
 	heartbeats heartbeats
-	tally      tally
+	tally      *tally
 	board      *board // nil where the role does not save
 	pushes     pushes
 	layers     *layering
@@ -82,10 +82,10 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 	if err != nil {
 		return nil, err
 	}
-	life := rand.Text()
+	life, counts := rand.Text(), newTally()
 	n := &Node{
 		config: c, env: env, name: env.Engine + "/" + strconv.FormatUint(env.Epoch, 16) + "/" + life[:8], life: life, log: env.Log,
-		holds: newHolds(env.World, c.lease()), layers: newLayering(), stop: make(chan struct{}), ranks: map[int]*rank{}, conns: map[net.Conn]time.Time{},
+		tally: counts, holds: newHolds(env.World, c.lease(), counts), layers: newLayering(counts), pushes: pushes{all: map[readName]*pushed{}}, stop: make(chan struct{}), ranks: map[int]*rank{}, conns: map[net.Conn]time.Time{},
 	}
 	if n.transports, err = c.transportPolicy(env.Log); err != nil {
 		return nil, err
