@@ -9,6 +9,7 @@
 package staged
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/binary"
@@ -143,6 +144,25 @@ func (r Room) Agree(theirs Room) error {
 		return fmt.Errorf("the peer has %d pieces of %d bytes, this end %d of %d: %w", theirs.Slots, theirs.Piece, r.Slots, r.Piece, connector.ErrIncompatible)
 	}
 	return nil
+}
+
+// Meet has the two ends tell each other their protocol, Room and seed, and what else mine says. It returns what else
+// the peer says, and the Options on which the ends agree; the caller adds those that need no agreement.
+func (r Room) Meet(ctx context.Context, conn net.Conn, protocol string, mine []byte) (theirs []byte, o Options, err error) {
+	const head = 4 + 4 + 8 // piece, slots, seed
+	o = Options{Room: r, SeedOut: Seed()}
+	b := binary.LittleEndian.AppendUint32([]byte(protocol), uint32(r.Piece))
+	b = binary.LittleEndian.AppendUint32(b, uint32(r.Slots))
+	b = binary.LittleEndian.AppendUint64(b, o.SeedOut)
+	if theirs, err = Exchange(ctx, conn, append(b, mine...)); err != nil {
+		return nil, o, err
+	}
+	theirs, speaks := bytes.CutPrefix(theirs, []byte(protocol))
+	if !speaks || len(theirs) < head {
+		return nil, o, fmt.Errorf("the peer does not speak %s: %w", protocol, connector.ErrIncompatible)
+	}
+	o.SeedIn = binary.LittleEndian.Uint64(theirs[8:])
+	return theirs[head:], o, r.Agree(Room{Piece: int(binary.LittleEndian.Uint32(theirs)), Slots: int(binary.LittleEndian.Uint32(theirs[4:]))})
 }
 
 // Patience is d, or 3 s if d is 0.
