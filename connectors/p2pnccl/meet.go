@@ -118,7 +118,7 @@ type listener struct {
 
 // Listen implements pipe.Network.
 func (n *network) Listen(ctx context.Context) (_ pipe.Listener, err error) {
-	meet, err := new(net.ListenConfig).Listen(ctx, "tcp", net.JoinHostPort(n.config.host(), strconv.Itoa(int(n.config.Port))))
+	meet, err := new(net.ListenConfig).Listen(ctx, "tcp", net.JoinHostPort(n.config.host(), strconv.Itoa(n.config.Port)))
 	if err != nil {
 		return nil, fmt.Errorf("kv_ip and kv_port: %w", err)
 	}
