@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 // LM is a connector.Store on LMCache's own cache server (`lmcache_server`, remote_url lm://HOST:PORT), in
@@ -162,17 +163,11 @@ func (c *lmConn) answer() (ok bool, length int, err error) {
 
 // Lookup implements connector.Store. While the server is away nothing is found.
 func (s *LM) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
-	found := make([]int, len(runs))
 	present, err := s.present(ctx, distinct(runs))
 	if err != nil {
-		return found, ctx.Err()
+		return make([]int, len(runs)), ctx.Err()
 	}
-	for i, run := range runs {
-		for found[i] < len(run) && present[run[found[i]]] {
-			found[i]++
-		}
-	}
-	return found, nil
+	return storekit.Leading(runs, func(k connector.StoreKey) bool { return present[k] }), nil
 }
 
 func (s *LM) present(ctx context.Context, keys []connector.StoreKey) (map[connector.StoreKey]bool, error) {

@@ -37,28 +37,12 @@ func NewMemory(limit int64) *Memory {
 func (m *Memory) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	found := make([]int, len(runs))
-	for i, run := range runs {
-		for found[i] < len(run) && m.byKey[run[found[i]]] != nil {
-			found[i]++
-		}
-	}
-	return found, nil
+	return storekit.Leading(runs, func(k connector.StoreKey) bool { return m.byKey[k] != nil }), nil
 }
 
 // Get implements connector.Store.
 func (m *Memory) Get(ctx context.Context, items []connector.Item) error {
-	return each(ctx, items, m.get)
-}
-
-func each(ctx context.Context, items []connector.Item, do func(connector.Item) error) error {
-	errs := make([]error, len(items))
-	for i, it := range items {
-		if errs[i] = ctx.Err(); errs[i] == nil {
-			errs[i] = do(it)
-		}
-	}
-	return storekit.ItemError(errs)
+	return storekit.Each(ctx, items, m.get)
 }
 
 func (m *Memory) get(it connector.Item) error {
@@ -87,7 +71,7 @@ func (m *Memory) get(it connector.Item) error {
 
 // Put implements connector.Store.
 func (m *Memory) Put(ctx context.Context, items []connector.Item) error {
-	return each(ctx, items, m.put)
+	return storekit.Each(ctx, items, m.put)
 }
 
 func (m *Memory) put(it connector.Item) error {

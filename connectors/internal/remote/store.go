@@ -147,25 +147,19 @@ func (s *Store) do(ctx context.Context, lanes *lanes, call func(context.Context,
 
 // Lookup implements connector.Store. While the server is away nothing is found.
 func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
-	found := make([]int, len(runs))
 	keys := distinct(runs)
 	if len(keys) == 0 {
-		return found, nil
+		return make([]int, len(runs)), nil
 	}
 	present, err := s.present(ctx, s.asker, keys)
 	if err != nil {
 		if ctx.Err() == nil && causeOf(err) == causeBusy {
 			return nil, s.o.explain(ctx, err)
 		}
-		return found, ctx.Err()
+		return make([]int, len(runs)), ctx.Err()
 	}
 	s.absent.note(keys, present, time.Now())
-	for i, run := range runs {
-		for found[i] < len(run) && present[run[found[i]]] {
-			found[i]++
-		}
-	}
-	return found, nil
+	return storekit.Leading(runs, func(k connector.StoreKey) bool { return present[k] }), nil
 }
 
 // distinct are the keys of all runs, each once, in order.

@@ -191,13 +191,7 @@ func (d *Disk) setState(id, state uint32) {
 
 // Lookup implements connector.Store.
 func (d *Disk) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
-	found := make([]int, len(runs))
-	for i, keys := range runs {
-		for found[i] < len(keys) && d.has(keys[found[i]]) {
-			found[i]++
-		}
-	}
-	return found, nil
+	return storekit.Leading(runs, d.has), nil
 }
 
 // has reports whether a block can be read, as far as is known.
@@ -213,13 +207,7 @@ func (d *Disk) Has(k connector.StoreKey) bool { return d.has(k) }
 func (d *Disk) Get(ctx context.Context, items []connector.Item) error {
 	d.gate.RLock()
 	defer d.gate.RUnlock()
-	errs := make([]error, len(items))
-	for i, it := range items {
-		if errs[i] = ctx.Err(); errs[i] == nil {
-			errs[i] = d.get(it)
-		}
-	}
-	return storekit.ItemError(errs)
+	return storekit.Each(ctx, items, d.get)
 }
 
 func (d *Disk) get(it connector.Item) error {
@@ -303,13 +291,7 @@ func (d *Disk) readFull(b []byte, at int64) error {
 func (d *Disk) Put(ctx context.Context, items []connector.Item) error {
 	d.gate.RLock()
 	defer d.gate.RUnlock()
-	errs := make([]error, len(items))
-	for i, it := range items {
-		if errs[i] = ctx.Err(); errs[i] == nil {
-			errs[i] = d.put(it)
-		}
-	}
-	return storekit.ItemError(errs)
+	return storekit.Each(ctx, items, d.put)
 }
 
 func (d *Disk) put(it connector.Item) error {

@@ -131,11 +131,7 @@ func (m *memory) has(k connector.StoreKey) bool {
 }
 
 func (m *memory) expired(id uint32) bool {
-	if m.expires == nil {
-		return false
-	}
-	at := m.expires[id].Load()
-	return at != 0 && at <= time.Now().UnixMilli()
+	return m.expires != nil && past(m.expires[id].Load())
 }
 
 // acquire pins a block of the given size until release; -1: of any. An error says why it cannot be

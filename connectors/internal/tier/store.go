@@ -12,6 +12,7 @@
 package tier
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -492,20 +493,11 @@ const (
 )
 
 func (o Options) withDefaults() Options {
-	set := func(v *int, d int) {
-		if *v == 0 {
-			*v = d
-		}
-	}
-	set(&o.Tracked, defaultTracked)
-	set(&o.AdmitAfter, defaultAdmitAfter)
-	set(&o.WriteBehind, defaultWriteBehind)
-	set(&o.Workers, defaultWorkers)
-	if o.PinShare == 0 {
-		o.PinShare = defaultPinShare
-	}
-	if o.Log == nil {
-		o.Log = slog.New(slog.DiscardHandler)
-	}
+	o.Tracked = cmp.Or(o.Tracked, defaultTracked)
+	o.AdmitAfter = cmp.Or(o.AdmitAfter, defaultAdmitAfter)
+	o.WriteBehind = cmp.Or(o.WriteBehind, defaultWriteBehind)
+	o.Workers = cmp.Or(o.Workers, defaultWorkers)
+	o.PinShare = cmp.Or(o.PinShare, defaultPinShare)
+	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	return o
 }
