@@ -44,7 +44,7 @@ type Config struct {
 	Routers    []string `json:"routers,omitempty"            jsonschema:"description=further routers to register with as HOST:PORT"`
 	HTTPIP     string   `json:"http_ip,omitempty"            jsonschema:"description=host at which the router reaches this engine's HTTP server; default: advertise or kv_ip"`
 	HTTPPort   int      `json:"http_port,omitempty"          jsonschema:"minimum=0,maximum=65535,description=the port of the engine's HTTP server; needed to register"`
-	BufferSize int64    `json:"kv_buffer_size,omitempty"     jsonschema:"minimum=0,maximum=1125899906842624,description=default 1000000000 and at least 1048576: bytes of blocks that wait to be fetched or have arrived"`
+	BufferSize int64    `json:"kv_buffer_size,omitempty"     jsonschema:"minimum=0,description=default 1000000000 and at least 1048576: bytes of blocks that wait to be fetched or have arrived"`
 	PoolGB     float64  `json:"mem_pool_size_gb,omitempty"   jsonschema:"minimum=0,maximum=1048576,default=4,description=GiB of host memory to which the oldest blocks move when that is full; 0: they are dropped. Memory is taken as it is used."`
 	Transports []string `json:"transports,omitempty"         jsonschema:"description=ways to try in this order; default nccl ucx shm tcp. Beyond one host UCX and NCCL encrypt nothing and are used only if they are named here; UCX goes by RDMA there."`
 	UCXTCP     string   `json:"ucx_tcp,omitempty"            jsonschema:"enum=trusted-network,description=trusted-network lets UCX use TCP: anybody who can reach its ports can then write the plugin's memory. Default: UCX within one host by shared memory, and beyond it by RDMA if transports names it."`
