@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"math/bits"
+	"slices"
 	"sync"
 	"syscall"
 
@@ -130,46 +131,6 @@ type Slot struct {
 // Reserve takes room for a block of size bytes and drops older blocks for it if the options allow that. It
 // never waits. The caller must call Done once for every Slot.
 func (m *Memory) Reserve(k connector.StoreKey, size int) (*Slot, error) {
-	e, err := m.reserve(k, size)
-	if err != nil {
-		return nil, err
-	}
-	return &Slot{m, e}, nil
-}
-
-// Bytes is the memory to write. After Done it belongs to the buffer again.
-func (s *Slot) Bytes() []byte { return s.entry.data }
-
-// Done makes the block visible, in place of an older block of that key. If err says that it could not be
-// written, Done gives its room back instead. It returns err, or the reason why the block was not put in.
-func (s *Slot) Done(err error) error { return s.memory.publish(s.entry, err) }
-
-// publish makes a reserved entry visible, or gives it back if it could not be filled.
-func (m *Memory) publish(e *entry, err error) error {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	e.readers--
-	if err == nil && m.over {
-		err = ErrClosed
-	}
-	if err != nil {
-		m.free(e)
-		return err
-	}
-	if old := m.entries[e.key]; old != nil {
-		m.remove(old)
-	}
-	m.entries[e.key], e.place = e, m.order.PushBack(e)
-	e.readers += len(m.waiters[e.key]) // counted before anybody can remove the entry
-	for _, w := range m.waiters[e.key] {
-		w.got <- e
-	}
-	delete(m.waiters, e.key)
-	return nil
-}
-
-// reserve takes the memory for a block that is about to be written.
-func (m *Memory) reserve(k connector.StoreKey, size int) (*entry, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	n := int64(size)
@@ -190,7 +151,36 @@ func (m *Memory) reserve(k connector.StoreKey, size int) (*entry, error) {
 		return nil, fmt.Errorf("%d of %d bytes are in use: %w", m.used, m.o.Bytes, connector.ErrBusy)
 	}
 	m.used += n
-	return &entry{key: k, data: m.alloc(size), readers: 1}, nil
+	return &Slot{m, &entry{key: k, data: m.alloc(size), readers: 1}}, nil
+}
+
+// Bytes is the memory to write. After Done it belongs to the buffer again.
+func (s *Slot) Bytes() []byte { return s.entry.data }
+
+// Done makes the block visible, in place of an older block of that key. If err says that it could not be
+// written, Done gives its room back instead. It returns err, or the reason why the block was not put in.
+func (s *Slot) Done(err error) error {
+	m, e := s.memory, s.entry
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	e.readers--
+	if err == nil && m.over {
+		err = ErrClosed
+	}
+	if err != nil {
+		m.free(e)
+		return err
+	}
+	if old := m.entries[e.key]; old != nil {
+		m.remove(old)
+	}
+	m.entries[e.key], e.place = e, m.order.PushBack(e)
+	e.readers += len(m.waiters[e.key]) // counted before anybody can remove the entry
+	for _, w := range m.waiters[e.key] {
+		w.got <- e
+	}
+	delete(m.waiters, e.key)
+	return nil
 }
 
 // alloc returns size bytes of memory and reuses old memory if it can. The caller holds mu and has counted
@@ -383,12 +373,7 @@ func (m *Memory) await(ctx context.Context, k connector.StoreKey, w *waiter) (*e
 // leave removes a waiter from the queue. If it was served in the meantime, it gives the block back.
 func (m *Memory) leave(k connector.StoreKey, w *waiter) {
 	m.mu.Lock()
-	queue := m.waiters[k]
-	for i, other := range queue {
-		if other == w {
-			m.waiters[k] = append(queue[:i:i], queue[i+1:]...)
-		}
-	}
+	m.waiters[k] = slices.DeleteFunc(m.waiters[k], func(other *waiter) bool { return other == w })
 	if len(m.waiters[k]) == 0 {
 		delete(m.waiters, k)
 	}

@@ -10,6 +10,7 @@ package staged
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/binary"
@@ -126,12 +127,7 @@ type Room struct {
 // Settle fills in defaults for fields that are 0. The other fields must be positive, and the whole at most
 // 1 GiB; otherwise the error wraps connector.ErrIncompatible.
 func (r Room) Settle(defaults Room) (Room, error) {
-	if r.Piece == 0 {
-		r.Piece = defaults.Piece
-	}
-	if r.Slots == 0 {
-		r.Slots = defaults.Slots
-	}
+	r.Piece, r.Slots = cmp.Or(r.Piece, defaults.Piece), cmp.Or(r.Slots, defaults.Slots)
 	if r.Piece < 1 || r.Slots < 1 || r.Piece > maxRoom/r.Slots {
 		return r, fmt.Errorf("%d pieces of %d bytes: %w", r.Slots, r.Piece, connector.ErrIncompatible)
 	}
