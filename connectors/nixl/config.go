@@ -1,13 +1,10 @@
 package nixl
 
 import (
-	"bytes"
 	"cmp"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
-	"os"
 	"strconv"
 	"time"
 
@@ -49,7 +46,6 @@ const (
 const (
 	defaultLease = 30 * time.Second
 	defaultEarly = 256 << 20
-	maxKeyFile   = 4 << 10
 )
 
 // settle fills in what the environment and the defaults say. Errors name the field.
@@ -126,26 +122,3 @@ func number(getenv func(string) string, name string, low, high, otherwise int) (
 }
 
 func (c *Config) lease() time.Duration { return time.Duration(c.LeaseMS) * time.Millisecond }
-
-// tls is mutual TLS of the key file, nil without one.
-func (c *Config) tls() (*tls.Config, error) {
-	if c.KeyFile == "" {
-		return nil, nil
-	}
-	info, err := os.Stat(c.KeyFile)
-	if err == nil && (!info.Mode().IsRegular() || info.Size() > maxKeyFile || info.Mode().Perm()&0o077 != 0) {
-		err = fmt.Errorf("%s must be a file of at most %d bytes that only its owner can read: %w", c.KeyFile, maxKeyFile, connector.ErrIncompatible)
-	}
-	var key []byte
-	if err == nil {
-		key, err = os.ReadFile(c.KeyFile)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("key_file: %w", err)
-	}
-	t, err := pipe.KeyTLS(bytes.TrimSpace(key))
-	if err != nil {
-		return nil, errors.Join(errors.New("key_file"), err)
-	}
-	return t, nil
-}

@@ -18,6 +18,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/peerkey"
 )
 
 // TestLoad: what a consumer loads is what the producer has, whatever slots both use.
@@ -196,7 +197,7 @@ func testKeyFile(t *testing.T, mode string) {
 	require.NoError(t, err)
 	require.Equal(t, p.bytes(theirs), friend.bytes(ours))
 	require.NoError(t, os.Chmod(a, 0o644))
-	_, err = (&Config{KeyFile: a}).tls()
+	_, err = peerkey.TLS(a, nil)
 	require.ErrorContains(t, err, "only its owner")
 }
 

@@ -22,6 +22,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/peerkey"
 	"github.com/kvport/kvport/native/nixl"
 	"github.com/kvport/kvport/pipe"
 )
@@ -90,10 +91,7 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 	if n.transports, err = c.transportPolicy(env.Log); err != nil {
 		return nil, err
 	}
-	if n.tls, err = c.tls(); err != nil {
-		return nil, err
-	}
-	if err := c.needsKey(env.LinkKey); err != nil {
+	if n.tls, err = peerkey.TLS(c.KeyFile, env.LinkKey); err != nil {
 		return nil, err
 	}
 	n.pool = connPool{tls: n.tls, key: env.LinkKey, idle: map[string][]net.Conn{}}

@@ -268,15 +268,6 @@ const (
 
 func greeting() []byte { return append([]byte(greetMagic), greetVersion, 0, 0, 0) }
 
-// needsKey refuses to begin without any key.
-func (c *Config) needsKey(link connector.Secret) error {
-	if c.KeyFile != "" || link != nil {
-		return nil
-	}
-	return fmt.Errorf("key_file: it is needed, since this engine's host gives its plugins no link key (it is older than this plugin), "+
-		"and every user of the machine reaches loopback: %w", connector.ErrIncompatible)
-}
-
 // greet finds out whether whoever has connected has the key, and then answers its questions.
 func (n *Node) greet(ctx context.Context, raw net.Conn, _ *pipe.Acceptor) error {
 	stop := context.AfterFunc(ctx, func() { _ = raw.Close() })
