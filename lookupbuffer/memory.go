@@ -37,7 +37,7 @@ type Memory struct {
 	used    int64     // bytes of all entries, including those that only readers still have
 	spare   map[int][][]byte
 	spared  int64 // bytes in spare
-	waiters map[connector.StoreKey][]*waiter
+	waiters map[connector.StoreKey][]waiter
 	closed  chan struct{}
 	over    bool
 }
@@ -52,16 +52,15 @@ type entry struct {
 	pool    *piece        // where data is in the pool; nil if it is not there
 }
 
-// waiter is one item of a selection whose block is not there yet.
-type waiter struct {
-	got chan *entry // has capacity 1; an entry sent to it counts one more reader
-}
+// waiter is one item of a selection whose block is not there yet. It has capacity 1, and an entry sent to it counts one
+// more reader.
+type waiter chan *entry
 
 // NewMemory makes an empty buffer.
 func NewMemory(o Options) *Memory {
 	return &Memory{
 		o: o, entries: map[connector.StoreKey]*entry{}, spare: map[int][][]byte{},
-		waiters: map[connector.StoreKey][]*waiter{}, closed: make(chan struct{}),
+		waiters: map[connector.StoreKey][]waiter{}, closed: make(chan struct{}),
 	}
 }
 
@@ -177,7 +176,7 @@ func (s *Slot) Done(err error) error {
 	m.entries[e.key], e.place = e, m.order.PushBack(e)
 	e.readers += len(m.waiters[e.key]) // counted before anybody can remove the entry
 	for _, w := range m.waiters[e.key] {
-		w.got <- e
+		w <- e
 	}
 	delete(m.waiters, e.key)
 	return nil
@@ -309,7 +308,7 @@ func (m *Memory) Read(k connector.StoreKey, read func(data []byte) error) (found
 // DropSelect implements Buffer.
 func (m *Memory) DropSelect(ctx context.Context, items []connector.Item) error {
 	var failed failures
-	waiting := make([]*waiter, len(items)) // joins the queues of all items before it waits for the first
+	waiting := make([]waiter, len(items)) // joins the queues of all items before it waits for the first
 	for i := range items {
 		e, w, err := m.find(items[i].Key)
 		if err == nil && e != nil {
@@ -336,7 +335,7 @@ func (m *Memory) DropSelect(ctx context.Context, items []connector.Item) error {
 }
 
 // find returns an entry with one more reader, or a waiter in the queue for it.
-func (m *Memory) find(k connector.StoreKey) (*entry, *waiter, error) {
+func (m *Memory) find(k connector.StoreKey) (*entry, waiter, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.over {
@@ -346,20 +345,20 @@ func (m *Memory) find(k connector.StoreKey) (*entry, *waiter, error) {
 		e.readers++
 		return e, nil, nil
 	}
-	w := &waiter{got: make(chan *entry, 1)}
+	w := make(waiter, 1)
 	m.waiters[k] = append(m.waiters[k], w)
 	return nil, w, nil
 }
 
-func (m *Memory) await(ctx context.Context, k connector.StoreKey, w *waiter) (*entry, error) {
+func (m *Memory) await(ctx context.Context, k connector.StoreKey, w waiter) (*entry, error) {
 	select {
-	case e := <-w.got:
+	case e := <-w:
 		return e, nil
 	default: // a block that is there wins over a context that has ended
 	}
 	var err error
 	select {
-	case e := <-w.got:
+	case e := <-w:
 		return e, nil
 	case <-m.closed:
 		err = ErrClosed
@@ -371,15 +370,15 @@ func (m *Memory) await(ctx context.Context, k connector.StoreKey, w *waiter) (*e
 }
 
 // leave removes a waiter from the queue. If it was served in the meantime, it gives the block back.
-func (m *Memory) leave(k connector.StoreKey, w *waiter) {
+func (m *Memory) leave(k connector.StoreKey, w waiter) {
 	m.mu.Lock()
-	m.waiters[k] = slices.DeleteFunc(m.waiters[k], func(other *waiter) bool { return other == w })
+	m.waiters[k] = slices.DeleteFunc(m.waiters[k], func(other waiter) bool { return other == w })
 	if len(m.waiters[k]) == 0 {
 		delete(m.waiters, k)
 	}
 	m.mu.Unlock()
 	select {
-	case e := <-w.got:
+	case e := <-w:
 		m.done(e, false)
 	default:
 	}

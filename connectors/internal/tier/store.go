@@ -17,6 +17,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -456,6 +457,16 @@ type Options struct {
 	Changed func(k connector.StoreKey, stored bool)
 	// Log is for what an operator should know; nil: nothing.
 	Log *slog.Logger
+}
+
+// Fit sets SlotBytes and SameSize for the blocks of a layout.
+func (o *Options) Fit(l *connector.Layout) {
+	sizes := make([]int64, len(l.Groups))
+	for g := range sizes {
+		sizes[g] = l.BlockBytes(uint16(g))
+	}
+	o.SlotBytes = slices.Max(sizes)
+	o.SameSize = slices.Min(sizes) == o.SlotBytes
 }
 
 // Validate reports the first option that cannot work. Errors wrap connector.ErrIncompatible.
