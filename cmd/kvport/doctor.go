@@ -410,8 +410,19 @@ func newProbe() *cobra.Command {
 // missing is the line of a library that cannot be loaded: its error says what to do.
 func missing(name string, err error) check {
 	c := check{name, statusWarn, err.Error(), "see the message"}
-	if failed, ok := errors.AsType[*nixl.LoadError](err); ok { // the one type of all bindings
-		c.Mend = failed.Mend
+	var n *nixl.LoadError
+	var u *ucx.LoadError
+	var d *cuda.LoadError
+	var l *nccl.LoadError
+	switch {
+	case errors.As(err, &n):
+		c.Mend = n.Mend
+	case errors.As(err, &u):
+		c.Mend = u.Mend
+	case errors.As(err, &d):
+		c.Mend = d.Mend
+	case errors.As(err, &l):
+		c.Mend = l.Mend
 	}
 	c.Detail = strings.TrimSuffix(c.Detail, ": "+c.Mend)
 	return c

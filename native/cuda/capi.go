@@ -14,7 +14,7 @@ import "unsafe"
 // library is the table of the library's functions, in C's memory. Its methods are the calls, one to one.
 type library struct{ table *C.cx_table }
 
-func load(path string) (*library, error) {
+func load(path string) (*library, *failure) {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
 	var reason, symbol *C.char

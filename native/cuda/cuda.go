@@ -126,7 +126,9 @@ var (
 )
 
 // LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
-type LoadError = loader.LoadError
+type LoadError struct{ failure }
+
+type failure = loader.Failure
 
 func binding() *loader.Binding {
 	return &loader.Binding{Name: "cuda", EnvDir: EnvDir, Unavailable: ErrUnavailable, Mend: mendMissing}
@@ -146,9 +148,9 @@ type Library struct {
 // Open loads the library from dir. If dir is empty it takes the folder that KVPORT_CUDA_DIR names; without
 // that, what the system's loader finds. Its errors are a *LoadError. It needs no GPU.
 func Open(dir string) (*Library, error) {
-	lib, path, err := loader.First(binding(), dir, load, "libcudart.so.13", "libcudart.so.12", "libcudart.so")
-	if err != nil {
-		return nil, err
+	lib, path, failed := loader.First(binding(), dir, load, "libcudart.so.13", "libcudart.so.12", "libcudart.so")
+	if failed != nil {
+		return nil, &LoadError{*failed}
 	}
 	return &Library{path, lib}, nil
 }

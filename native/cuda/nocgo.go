@@ -6,7 +6,7 @@ package cuda
 
 type library struct{}
 
-func load(path string) (*library, error) {
+func load(path string) (*library, *failure) {
 	return nil, binding().NotBuilt(path)
 }
 

@@ -17,7 +17,7 @@ import (
 // library is the table of the library's functions, in C's memory. Its methods are the calls, one to one.
 type library struct{ table *C.ncx_table }
 
-func load(path string) (*library, error) {
+func load(path string) (*library, *failure) {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
 	var reason, symbol *C.char

@@ -131,7 +131,9 @@ var (
 )
 
 // LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
-type LoadError = loader.LoadError
+type LoadError struct{ failure }
+
+type failure = loader.Failure
 
 func binding() *loader.Binding {
 	return &loader.Binding{Name: "nccl", EnvDir: EnvDir, Unavailable: ErrUnavailable, Mend: mendMissing}
@@ -151,9 +153,9 @@ type Library struct {
 // Open loads the library from dir. If dir is empty it takes the folder that KVPORT_NCCL_DIR names; without
 // that, what the system's loader finds. Its errors are a *LoadError. It needs no GPU.
 func Open(dir string) (*Library, error) {
-	lib, path, err := loader.First(binding(), dir, load, "libnccl.so.2", "libnccl.so")
-	if err != nil {
-		return nil, err
+	lib, path, failed := loader.First(binding(), dir, load, "libnccl.so.2", "libnccl.so")
+	if failed != nil {
+		return nil, &LoadError{*failed}
 	}
 	return &Library{path, lib}, nil
 }

@@ -8,7 +8,7 @@ import "unsafe"
 
 type library struct{}
 
-func load(path string) (*library, error) {
+func load(path string) (*library, *failure) {
 	return nil, binding().NotBuilt(path)
 }
 

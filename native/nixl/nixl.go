@@ -152,7 +152,9 @@ func (r Region) Slice(offset, n uint64) (Region, error) {
 var ErrUnavailable = errors.New("NIXL is not available")
 
 // LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
-type LoadError = loader.LoadError
+type LoadError struct{ failure }
+
+type failure = loader.Failure
 
 func binding() *loader.Binding {
 	return &loader.Binding{Name: "nixl", EnvDir: EnvDir, Unavailable: ErrUnavailable, Mend: mendMissing}
@@ -178,17 +180,17 @@ type Library struct {
 // program's own folder, or, for a program in kvport's wheel, the one that pip unpacks wheels into; without that,
 // what the system's loader finds. Its errors are a *LoadError.
 func Open(dir string) (*Library, error) {
-	path, err := binding().Locate(dir, libraryName, libraryName, within)
-	if err != nil {
-		return nil, err
+	path, failed := binding().Locate(dir, libraryName, libraryName, within)
+	if failed == nil {
+		// Without the second, freed memory stays registered; vLLM sets the same.
+		failed = binding().Default(path, [2]string{"UCX_LOG_FILE", "stderr"}, [2]string{"UCX_RCACHE_MAX_UNRELEASED", "1024"})
 	}
-	// Without the second, freed memory stays registered; vLLM sets the same.
-	if err := binding().Default(path, [2]string{"UCX_LOG_FILE", "stderr"}, [2]string{"UCX_RCACHE_MAX_UNRELEASED", "1024"}); err != nil {
-		return nil, err
+	var lib *library
+	if failed == nil {
+		lib, failed = load(path)
 	}
-	lib, err := load(path)
-	if err != nil {
-		return nil, err
+	if failed != nil {
+		return nil, &LoadError{*failed}
 	}
 	return &Library{path: path, lib: lib}, nil
 }
@@ -219,7 +221,7 @@ func within(dir string) string {
 }
 
 // loadError explains what the loader said.
-func loadError(path, symbol, reason string) error {
+func loadError(path, symbol, reason string) *failure {
 	e := binding().Fail(path, symbol, reason)
 	switch {
 	case symbol != "":

@@ -10,7 +10,7 @@ type handle = unsafe.Pointer
 
 type library struct{}
 
-func load(path string) (*library, error) {
+func load(path string) (*library, *failure) {
 	return nil, binding().NotBuilt(path)
 }
 

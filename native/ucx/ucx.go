@@ -73,7 +73,9 @@ func (e StatusError) Error() string {
 }
 
 // LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
-type LoadError = loader.LoadError
+type LoadError struct{ failure }
+
+type failure = loader.Failure
 
 func binding() *loader.Binding {
 	return &loader.Binding{Name: "ucx", EnvDir: EnvDir, Unavailable: ErrUnavailable, Mend: mendMissing}
@@ -99,16 +101,16 @@ type Library struct {
 // folder, or, for a program in kvport's wheel, the one that pip unpacks wheels into; without that, what the
 // system's loader finds. Its errors are a *LoadError.
 func Open(dir string) (*Library, error) {
-	path, err := binding().Locate(dir, "libucp", systemName, within)
-	if err != nil {
-		return nil, err
+	path, failed := binding().Locate(dir, "libucp", systemName, within)
+	if failed == nil {
+		failed = binding().Default(path, [2]string{"UCX_LOG_FILE", "stderr"})
 	}
-	if err := binding().Default(path, [2]string{"UCX_LOG_FILE", "stderr"}); err != nil {
-		return nil, err
+	var lib *library
+	if failed == nil {
+		lib, failed = load(path)
 	}
-	lib, err := load(path)
-	if err != nil {
-		return nil, err
+	if failed != nil {
+		return nil, &LoadError{*failed}
 	}
 	return &Library{path: path, lib: lib}, nil
 }
@@ -137,7 +139,7 @@ func within(dir string) string {
 	return ""
 }
 
-func loadError(path, symbol, reason string) error {
+func loadError(path, symbol, reason string) *failure {
 	e := binding().Fail(path, symbol, reason)
 	if symbol != "" {
 		e.Mend = "it is older than UCX 1.22; " + mendMissing
