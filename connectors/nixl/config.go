@@ -2,9 +2,9 @@ package nixl
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strconv"
 	"time"
 
@@ -64,7 +64,10 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 		}
 		c.LeaseMS = seconds * 1000
 	}
-	if err := errors.Join(c.settleMode(), c.settleSubscribe()); err != nil {
+	if c.Mode = cmp.Or(c.Mode, modeAuto); !slices.Contains([]string{modeAuto, modePull, modePush}, c.Mode) {
+		return c, fmt.Errorf("mode: is %q, want auto, pull or push: %w", c.Mode, connector.ErrIncompatible)
+	}
+	if err := c.settleSubscribe(); err != nil {
 		return c, err
 	}
 	if len(c.Backends) == 0 {
@@ -81,17 +84,6 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 		c.NetDevices = "lo"
 	}
 	return c, nil
-}
-
-func (c *Config) settleMode() error {
-	switch c.Mode {
-	case "":
-		c.Mode = modeAuto
-	case modeAuto, modePull, modePush:
-	default:
-		return fmt.Errorf("mode: is %q, want auto, pull or push: %w", c.Mode, connector.ErrIncompatible)
-	}
-	return nil
 }
 
 // settleSubscribe checks that subscribe has addresses, or the word that stands for them, and that there is
