@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"math/bits"
+	"slices"
 	"sync"
 	"syscall"
 
@@ -36,7 +37,7 @@ type Memory struct {
 	used    int64     // bytes of all entries, including those that only readers still have
 	spare   map[int][][]byte
 	spared  int64 // bytes in spare
-	waiters map[connector.StoreKey][]*waiter
+	waiters map[connector.StoreKey][]waiter
 	closed  chan struct{}
 	over    bool
 }
@@ -51,16 +52,15 @@ type entry struct {
 	pool    *piece        // where data is in the pool; nil if it is not there
 }
 
-// waiter is one item of a selection whose block is not there yet.
-type waiter struct {
-	got chan *entry // has capacity 1; an entry sent to it counts one more reader
-}
+// waiter is one item of a selection whose block is not there yet. It has capacity 1, and an entry sent to it counts one
+// more reader.
+type waiter chan *entry
 
 // NewMemory makes an empty buffer.
 func NewMemory(o Options) *Memory {
 	return &Memory{
 		o: o, entries: map[connector.StoreKey]*entry{}, spare: map[int][][]byte{},
-		waiters: map[connector.StoreKey][]*waiter{}, closed: make(chan struct{}),
+		waiters: map[connector.StoreKey][]waiter{}, closed: make(chan struct{}),
 	}
 }
 
@@ -130,46 +130,6 @@ type Slot struct {
 // Reserve takes room for a block of size bytes and drops older blocks for it if the options allow that. It
 // never waits. The caller must call Done once for every Slot.
 func (m *Memory) Reserve(k connector.StoreKey, size int) (*Slot, error) {
-	e, err := m.reserve(k, size)
-	if err != nil {
-		return nil, err
-	}
-	return &Slot{m, e}, nil
-}
-
-// Bytes is the memory to write. After Done it belongs to the buffer again.
-func (s *Slot) Bytes() []byte { return s.entry.data }
-
-// Done makes the block visible, in place of an older block of that key. If err says that it could not be
-// written, Done gives its room back instead. It returns err, or the reason why the block was not put in.
-func (s *Slot) Done(err error) error { return s.memory.publish(s.entry, err) }
-
-// publish makes a reserved entry visible, or gives it back if it could not be filled.
-func (m *Memory) publish(e *entry, err error) error {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	e.readers--
-	if err == nil && m.over {
-		err = ErrClosed
-	}
-	if err != nil {
-		m.free(e)
-		return err
-	}
-	if old := m.entries[e.key]; old != nil {
-		m.remove(old)
-	}
-	m.entries[e.key], e.place = e, m.order.PushBack(e)
-	e.readers += len(m.waiters[e.key]) // counted before anybody can remove the entry
-	for _, w := range m.waiters[e.key] {
-		w.got <- e
-	}
-	delete(m.waiters, e.key)
-	return nil
-}
-
-// reserve takes the memory for a block that is about to be written.
-func (m *Memory) reserve(k connector.StoreKey, size int) (*entry, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	n := int64(size)
@@ -190,7 +150,36 @@ func (m *Memory) reserve(k connector.StoreKey, size int) (*entry, error) {
 		return nil, fmt.Errorf("%d of %d bytes are in use: %w", m.used, m.o.Bytes, connector.ErrBusy)
 	}
 	m.used += n
-	return &entry{key: k, data: m.alloc(size), readers: 1}, nil
+	return &Slot{m, &entry{key: k, data: m.alloc(size), readers: 1}}, nil
+}
+
+// Bytes is the memory to write. After Done it belongs to the buffer again.
+func (s *Slot) Bytes() []byte { return s.entry.data }
+
+// Done makes the block visible, in place of an older block of that key. If err says that it could not be
+// written, Done gives its room back instead. It returns err, or the reason why the block was not put in.
+func (s *Slot) Done(err error) error {
+	m, e := s.memory, s.entry
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	e.readers--
+	if err == nil && m.over {
+		err = ErrClosed
+	}
+	if err != nil {
+		m.free(e)
+		return err
+	}
+	if old := m.entries[e.key]; old != nil {
+		m.remove(old)
+	}
+	m.entries[e.key], e.place = e, m.order.PushBack(e)
+	e.readers += len(m.waiters[e.key]) // counted before anybody can remove the entry
+	for _, w := range m.waiters[e.key] {
+		w <- e
+	}
+	delete(m.waiters, e.key)
+	return nil
 }
 
 // alloc returns size bytes of memory and reuses old memory if it can. The caller holds mu and has counted
@@ -319,7 +308,7 @@ func (m *Memory) Read(k connector.StoreKey, read func(data []byte) error) (found
 // DropSelect implements Buffer.
 func (m *Memory) DropSelect(ctx context.Context, items []connector.Item) error {
 	var failed failures
-	waiting := make([]*waiter, len(items)) // joins the queues of all items before it waits for the first
+	waiting := make([]waiter, len(items)) // joins the queues of all items before it waits for the first
 	for i := range items {
 		e, w, err := m.find(items[i].Key)
 		if err == nil && e != nil {
@@ -346,7 +335,7 @@ func (m *Memory) DropSelect(ctx context.Context, items []connector.Item) error {
 }
 
 // find returns an entry with one more reader, or a waiter in the queue for it.
-func (m *Memory) find(k connector.StoreKey) (*entry, *waiter, error) {
+func (m *Memory) find(k connector.StoreKey) (*entry, waiter, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.over {
@@ -356,20 +345,20 @@ func (m *Memory) find(k connector.StoreKey) (*entry, *waiter, error) {
 		e.readers++
 		return e, nil, nil
 	}
-	w := &waiter{got: make(chan *entry, 1)}
+	w := make(waiter, 1)
 	m.waiters[k] = append(m.waiters[k], w)
 	return nil, w, nil
 }
 
-func (m *Memory) await(ctx context.Context, k connector.StoreKey, w *waiter) (*entry, error) {
+func (m *Memory) await(ctx context.Context, k connector.StoreKey, w waiter) (*entry, error) {
 	select {
-	case e := <-w.got:
+	case e := <-w:
 		return e, nil
 	default: // a block that is there wins over a context that has ended
 	}
 	var err error
 	select {
-	case e := <-w.got:
+	case e := <-w:
 		return e, nil
 	case <-m.closed:
 		err = ErrClosed
@@ -381,20 +370,15 @@ func (m *Memory) await(ctx context.Context, k connector.StoreKey, w *waiter) (*e
 }
 
 // leave removes a waiter from the queue. If it was served in the meantime, it gives the block back.
-func (m *Memory) leave(k connector.StoreKey, w *waiter) {
+func (m *Memory) leave(k connector.StoreKey, w waiter) {
 	m.mu.Lock()
-	queue := m.waiters[k]
-	for i, other := range queue {
-		if other == w {
-			m.waiters[k] = append(queue[:i:i], queue[i+1:]...)
-		}
-	}
+	m.waiters[k] = slices.DeleteFunc(m.waiters[k], func(other waiter) bool { return other == w })
 	if len(m.waiters[k]) == 0 {
 		delete(m.waiters, k)
 	}
 	m.mu.Unlock()
 	select {
-	case e := <-w.got:
+	case e := <-w:
 		m.done(e, false)
 	default:
 	}

@@ -1,6 +1,7 @@
 package pipe
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"encoding/hex"
@@ -29,10 +30,7 @@ type Side struct {
 // Listen listens at the side's address. Without TLS it refuses an address that other machines can reach,
 // with connector.ErrIncompatible.
 func (s *Side) Listen(ctx context.Context) (net.Listener, error) {
-	address := s.Address
-	if address == "" {
-		address = "127.0.0.1:0"
-	}
+	address := cmp.Or(s.Address, "127.0.0.1:0")
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", address)
 	if err != nil {
 		return nil, fmt.Errorf("listen at %s: %w", address, err)

@@ -115,7 +115,7 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 		}
 	}
 	answer.Result = &kvportv1.SessionResponse_Moved{Moved: &kvportv1.Moved{}}
-	return move(ctx, t, w.kv)
+	return move(ctx, &t, w.kv)
 }
 
 func callScheduler(ctx context.Context, c *call, scheduler connector.Scheduler, answer *kvportv1.SessionResponse) error {

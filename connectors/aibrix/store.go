@@ -3,7 +3,6 @@ package aibrix
 import (
 	"context"
 	"errors"
-	"slices"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/remote"
@@ -30,14 +29,8 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 	if s.memory == 0 {
 		return &Store{Store: far, far: far}, nil
 	}
-	sizes := make([]int64, len(env.Layout.Groups))
-	for g := range sizes {
-		sizes[g] = env.Layout.BlockBytes(uint16(g))
-	}
-	o := tier.Options{
-		SlotBytes: slices.Max(sizes), SameSize: slices.Min(sizes) == slices.Max(sizes), Policy: s.policy, Lower: lower, AdmitAfter: 1,
-		Prefetch: ahead, Memory: env.Arena, MemoryBytes: s.memory, Log: env.Log,
-	}
+	o := tier.Options{Policy: s.policy, Lower: lower, AdmitAfter: 1, Prefetch: ahead, Memory: env.Arena, MemoryBytes: s.memory, Log: env.Log}
+	o.Fit(&env.Layout)
 	if s.hot {
 		o.AdmitAfter = 2
 	}

@@ -365,14 +365,9 @@ func (out *settings) warn(log *slog.Logger) {
 
 // options are those of the memory tier for one engine.
 func (out *settings) options(env *connector.Env) tier.Options {
-	sizes := make([]int64, len(env.Layout.Groups))
-	for g := range sizes {
-		sizes[g] = env.Layout.BlockBytes(uint16(g))
-	}
-	return tier.Options{
-		SlotBytes: slices.Max(sizes), SameSize: slices.Min(sizes) == slices.Max(sizes), Policy: out.policy, AdmitAfter: 1, Prefetch: 16,
-		Memory: env.Arena, MemoryBytes: out.memory, Log: env.Log,
-	}
+	o := tier.Options{Policy: out.policy, AdmitAfter: 1, Prefetch: 16, Memory: env.Arena, MemoryBytes: out.memory, Log: env.Log}
+	o.Fit(&env.Layout)
+	return o
 }
 
 // Unused are the names of LMCache 0.5.6 (lmcache/v1/config.py, with its deprecated ones) and of the earlier versions whose

@@ -86,15 +86,16 @@ func (s *settings) lower(ctx context.Context, env *connector.Env, o tier.Options
 
 func (s *settings) openRemote(ctx context.Context, env *connector.Env, out *Store) (connector.Store, error) {
 	s.remote.Log = env.Log
-	if s.lm {
-		far, err := remote.OpenLM(*s.remote)
-		if err != nil {
-			return nil, err
-		}
-		out.values = append(out.values, func() []connector.Stat { return far.Stats().Values() })
-		return far, nil
+	var far interface {
+		connector.Store
+		Stats() remote.Stats
 	}
-	far, err := remote.Open(ctx, *s.remote)
+	var err error
+	if s.lm {
+		far, err = remote.OpenLM(*s.remote)
+	} else {
+		far, err = remote.Open(ctx, *s.remote)
+	}
 	if err != nil {
 		return nil, err
 	}

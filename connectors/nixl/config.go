@@ -1,12 +1,10 @@
 package nixl
 
 import (
-	"bytes"
-	"crypto/tls"
-	"errors"
+	"cmp"
 	"fmt"
 	"net"
-	"os"
+	"slices"
 	"strconv"
 	"time"
 
@@ -48,17 +46,11 @@ const (
 const (
 	defaultLease = 30 * time.Second
 	defaultEarly = 256 << 20
-	maxKeyFile   = 4 << 10
 )
 
 // settle fills in what the environment and the defaults say. Errors name the field.
 func (c Config) settle(getenv func(string) string) (Config, error) {
-	if c.Host == "" {
-		c.Host = getenv(EnvHost)
-	}
-	if c.Host == "" {
-		c.Host = "127.0.0.1"
-	}
+	c.Host = cmp.Or(c.Host, getenv(EnvHost), "127.0.0.1")
 	var err error
 	if c.Port == 0 {
 		if c.Port, err = number(getenv, EnvPort, 0, 65535, 0); err != nil {
@@ -72,7 +64,10 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 		}
 		c.LeaseMS = seconds * 1000
 	}
-	if err := errors.Join(c.settleMode(), c.settleSubscribe()); err != nil {
+	if c.Mode = cmp.Or(c.Mode, modeAuto); !slices.Contains([]string{modeAuto, modePull, modePush}, c.Mode) {
+		return c, fmt.Errorf("mode: is %q, want auto, pull or push: %w", c.Mode, connector.ErrIncompatible)
+	}
+	if err := c.settleSubscribe(); err != nil {
 		return c, err
 	}
 	if len(c.Backends) == 0 {
@@ -89,17 +84,6 @@ func (c Config) settle(getenv func(string) string) (Config, error) {
 		c.NetDevices = "lo"
 	}
 	return c, nil
-}
-
-func (c *Config) settleMode() error {
-	switch c.Mode {
-	case "":
-		c.Mode = modeAuto
-	case modeAuto, modePull, modePush:
-	default:
-		return fmt.Errorf("mode: is %q, want auto, pull or push: %w", c.Mode, connector.ErrIncompatible)
-	}
-	return nil
 }
 
 // settleSubscribe checks that subscribe has addresses, or the word that stands for them, and that there is
@@ -130,26 +114,3 @@ func number(getenv func(string) string, name string, low, high, otherwise int) (
 }
 
 func (c *Config) lease() time.Duration { return time.Duration(c.LeaseMS) * time.Millisecond }
-
-// tls is mutual TLS of the key file, nil without one.
-func (c *Config) tls() (*tls.Config, error) {
-	if c.KeyFile == "" {
-		return nil, nil
-	}
-	info, err := os.Stat(c.KeyFile)
-	if err == nil && (!info.Mode().IsRegular() || info.Size() > maxKeyFile || info.Mode().Perm()&0o077 != 0) {
-		err = fmt.Errorf("%s must be a file of at most %d bytes that only its owner can read: %w", c.KeyFile, maxKeyFile, connector.ErrIncompatible)
-	}
-	var key []byte
-	if err == nil {
-		key, err = os.ReadFile(c.KeyFile)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("key_file: %w", err)
-	}
-	t, err := pipe.KeyTLS(bytes.TrimSpace(key))
-	if err != nil {
-		return nil, errors.Join(errors.New("key_file"), err)
-	}
-	return t, nil
-}

@@ -21,10 +21,8 @@ type heartbeats struct {
 	node *Node
 	ctx  context.Context //nolint:containedctx // the node's life
 
-	mu     sync.Mutex
-	all    map[string]map[connector.HoldID]*heartbeat // by address
-	sent   float64
-	failed float64
+	mu  sync.Mutex
+	all map[string]map[connector.HoldID]*heartbeat // by address
 }
 
 // heartbeat is one hold that a request of this consumer waits for or reads.
@@ -137,11 +135,11 @@ func (p *heartbeats) sentTo(address string, over []connector.HoldID, err error) 
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if err != nil {
-		p.failed++
+		p.node.tally.count("heartbeats_total", 1, "failed")
 		p.node.log.Debug("sign of life", "peer", address, "error", err)
 		return
 	}
-	p.sent++
+	p.node.tally.count("heartbeats_total", 1, "ok")
 	for _, id := range over {
 		if h := p.all[address][id]; h != nil && h.reads == 0 {
 			delete(p.all[address], id)

@@ -30,16 +30,14 @@ type holds struct {
 	over []connector.HoldID // consumed, to be reported
 	wake chan struct{}
 
-	told     map[readName]time.Time    // reads that were confirmed
-	beaten   map[connector.HoldID]bool // consumers were heard of since the last renewal
-	beat     chan struct{}
-	offered  []connector.HoldID // that the last answer of renewals named
-	askedAt  time.Time
-	expired  float64 // holds that ended by time
-	late     float64 // questions about holds that were not there
-	consumed float64
-	turns    []connector.HoldID // weak ones, the oldest first; some may be over
-	board    *board             // nil: none
+	told    map[readName]time.Time    // reads that were confirmed
+	beaten  map[connector.HoldID]bool // consumers were heard of since the last renewal
+	beat    chan struct{}
+	offered []connector.HoldID // that the last answer of renewals named
+	askedAt time.Time
+	turns   []connector.HoldID // weak ones, the oldest first; some may be over
+	board   *board             // nil: none
+	tally   *tally
 }
 
 type hold struct {
@@ -51,8 +49,8 @@ type hold struct {
 	sum     ticketSum    // of its ticket
 }
 
-func newHolds(world int, lease time.Duration) *holds {
-	return &holds{world: world, lease: lease, now: time.Now, open: map[connector.HoldID]*hold{}, wake: make(chan struct{}, 1), beaten: map[connector.HoldID]bool{}, told: map[readName]time.Time{}, beat: make(chan struct{}, 1)}
+func newHolds(world int, lease time.Duration, t *tally) *holds {
+	return &holds{world: world, lease: lease, tally: t, now: time.Now, open: map[connector.HoldID]*hold{}, wake: make(chan struct{}, 1), beaten: map[connector.HoldID]bool{}, told: map[readName]time.Time{}, beat: make(chan struct{}, 1)}
 }
 
 // add takes on the blocks of an ended request.
@@ -77,7 +75,7 @@ func (h *holds) sweep(now time.Time) {
 	for id, n := range h.open {
 		if !now.Before(n.expires) {
 			h.end(id)
-			h.expired++
+			h.tally.count("holds_expired_total", 1)
 		}
 	}
 }
@@ -149,10 +147,10 @@ func (h *holds) get(id connector.HoldID, secret []byte) (*hold, error) {
 	n := h.open[id]
 	switch {
 	case n == nil:
-		h.late++
+		h.tally.count("late_questions_total", 1)
 		return nil, fmt.Errorf("hold %d is not there: it was consumed, has expired, or never was: %w", id, connector.ErrGone)
 	case subtle.ConstantTimeCompare(secret, n.secret[:]) != 1:
-		h.late++
+		h.tally.count("late_questions_total", 1)
 		return nil, fmt.Errorf("hold %d has another secret: %w", id, connector.ErrGone)
 	}
 	return n, nil
@@ -198,7 +196,7 @@ func (h *holds) done(q *question, now time.Time) error {
 		return nil
 	}
 	h.end(q.Hold)
-	h.consumed++
+	h.tally.count("holds_consumed_total", 1)
 	h.over = append(h.over, q.Hold)
 	signal(h.wake)
 	return nil

@@ -46,9 +46,7 @@ type layering struct {
 	saves     map[uint64]*saving
 	followers map[string]*follower
 	news      chan struct{} // closed at the next change
-
-	told, confirmed, early float64 // bytes
-	taken                  float64 // blocks that loads found here
+	tally     *tally
 }
 
 // saving is one save that lasts.
@@ -69,8 +67,8 @@ type follower struct {
 	read  map[uint64]int
 }
 
-func newLayering() *layering {
-	return &layering{saves: map[uint64]*saving{}, followers: map[string]*follower{}, news: make(chan struct{})}
+func newLayering(t *tally) *layering {
+	return &layering{tally: t, saves: map[uint64]*saving{}, followers: map[string]*follower{}, news: make(chan struct{})}
 }
 
 // change lets everybody look again. The caller holds mu.
@@ -125,7 +123,7 @@ func (l *layering) advance(s *saving, final int, last bool) {
 	s.final = final
 	for _, f := range l.followers {
 		if last && f.rank == s.rank {
-			l.early += s.bytes(0, f.read[s.id])
+			l.tally.count("layer_early_bytes_total", s.bytes(0, f.read[s.id]))
 		}
 	}
 	l.change()
@@ -239,7 +237,7 @@ func (l *layering) hear(q *question, a *answer) (*follower, error) {
 		if s == nil || s.rank != f.rank || r.Layers > f.told[r.Save] || r.Layers <= f.read[r.Save] {
 			continue
 		}
-		l.confirmed += s.bytes(f.read[r.Save], r.Layers)
+		l.tally.count("layer_confirmed_bytes_total", s.bytes(f.read[r.Save], r.Layers))
 		f.read[r.Save] = r.Layers
 		if r.Layers >= s.layout.Layers() {
 			a.Kept = append(a.Kept, r.Save)
@@ -277,28 +275,9 @@ func (l *layering) tell(f *follower, a *answer) (news <-chan struct{}) {
 		if !known {
 			r.Blocks = s.blocks
 		}
-		l.told += s.bytes(was, s.final)
+		l.tally.count("layer_bytes_total", s.bytes(was, s.final))
 		f.told[id] = s.final
 		a.Saves = append(a.Saves, r)
 	}
 	return l.news
-}
-
-// took counts blocks that a load found here.
-func (l *layering) took(blocks int) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.taken += float64(blocks)
-}
-
-func (l *layering) stats() []connector.Stat {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return []connector.Stat{
-		{Name: "layer_bytes_total", Value: l.told},
-		{Name: "layer_confirmed_bytes_total", Value: l.confirmed},
-		{Name: "layer_early_bytes_total", Value: l.early},
-		{Name: "early_blocks_total", Value: l.taken},
-		{Name: "subscribers", Value: float64(len(l.followers))},
-	}
 }

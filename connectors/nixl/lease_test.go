@@ -16,7 +16,7 @@ import (
 // moment that it was asked.
 func TestRenewalWantsTheHost(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := newHolds(1, 10*time.Second)
+		h := newHolds(1, 10*time.Second, newTally())
 		there := func(id connector.HoldID, secret []byte) bool {
 			_, err := h.find(id, secret)
 			return err == nil
@@ -59,7 +59,7 @@ func TestRenewalWantsTheHost(t *testing.T) {
 		cancel()
 		_, err := h.renewals(ctx, time.Hour)
 		require.ErrorIs(t, err, context.Canceled)
-		require.InDelta(t, 2, h.expired, 0)
+		require.InDelta(t, 2, h.tally.values[series{name: "holds_expired_total"}], 0)
 	})
 }
 
@@ -154,7 +154,7 @@ func checkStats(t *testing.T, stats []connector.Stat) map[string]float64 {
 // TestReset: a reset ends every hold, weak ones too. The host is told, consumers find the holds gone, and holds
 // that begin afterwards stay.
 func TestReset(t *testing.T) {
-	h := newHolds(1, time.Hour)
+	h := newHolds(1, time.Hour, newTally())
 	a, secretA := h.add(connector.Ended{})
 	b, secretB := h.add(connector.Ended{Weak: true})
 	s := &scheduler{node: &Node{holds: h}}

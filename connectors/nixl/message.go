@@ -14,7 +14,7 @@ import (
 )
 
 // The side channel carries one question and one answer at a time, each a length, a checksum, JSON and what is
-// too much for that (see tailed). TCP's own checksum misses one error in some thousands, and a wrong address
+// too much for that (see appendTail). TCP's own checksum misses one error in some thousands, and a wrong address
 // here would be read without a word.
 const (
 	protocolVersion = 2
@@ -118,8 +118,8 @@ func checksum(data []byte) uint32 { return crc32.Checksum(data, crc32.MakeTable(
 
 func writeMessage(w io.Writer, m any) error {
 	data, err := json.Marshal(m)
-	if t, has := m.(tailed); has && err == nil {
-		data, err = t.appendTail(append(data, 0))
+	if a, is := m.(*answer); is && err == nil {
+		data, err = a.appendTail(append(data, 0))
 	}
 	if err != nil {
 		return err
@@ -159,8 +159,8 @@ func readMessage(r io.Reader, limit int, m any) error {
 	if err := json.Unmarshal(data, m); err != nil {
 		return err
 	}
-	if t, has := m.(tailed); has {
-		return t.parseTail(tail)
+	if a, is := m.(*answer); is {
+		return a.parseTail(tail)
 	}
 	return nil
 }
@@ -191,13 +191,7 @@ const (
 	blockSize = 2 + 4 + keySize
 )
 
-// tailed is a message of which a part is not JSON.
-type tailed interface {
-	appendTail(to []byte) ([]byte, error)
-	parseTail(tail []byte) error
-}
-
-// appendTail implements tailed.
+// appendTail appends the blocks.
 func (a *answer) appendTail(to []byte) ([]byte, error) {
 	to = slices.Grow(to, len(a.Blocks)*blockSize)
 	for i, b := range a.Blocks {
@@ -211,7 +205,7 @@ func (a *answer) appendTail(to []byte) ([]byte, error) {
 	return to, nil
 }
 
-// parseTail implements tailed. The answer keeps the tail.
+// parseTail reads the blocks. The answer keeps the tail.
 func (a *answer) parseTail(tail []byte) error {
 	if len(tail)%blockSize != 0 {
 		return fmt.Errorf("%d bytes of blocks, want a multiple of %d", len(tail), blockSize)

@@ -18,6 +18,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/peerkey"
 )
 
 // TestLoad: what a consumer loads is what the producer has, whatever slots both use.
@@ -117,7 +118,7 @@ func ids(blocks []connector.Block) (out []connector.BlockID) {
 // TestHoldsExpire: a hold is there for its lease and no longer, and is not reported as consumed then.
 func TestHoldsExpire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := newHolds(1, time.Second)
+		h := newHolds(1, time.Second, newTally())
 		id, secret := h.add(connector.Ended{Tokens: 4})
 		<-time.After(time.Second - 1)
 		_, err := h.find(id, secret)
@@ -132,7 +133,7 @@ func TestHoldsExpire(t *testing.T) {
 
 // TestHoldsOfRanks: a hold is over when every rank has read it, and no rank counts twice.
 func TestHoldsOfRanks(t *testing.T) {
-	h := newHolds(2, time.Hour)
+	h := newHolds(2, time.Hour, newTally())
 	id, secret := h.add(connector.Ended{})
 	require.NoError(t, h.done(&question{Hold: id, Secret: secret, Rank: 1}, h.now()))
 	require.NoError(t, h.done(&question{Hold: id, Secret: secret, Rank: 1}, h.now()))
@@ -196,7 +197,7 @@ func testKeyFile(t *testing.T, mode string) {
 	require.NoError(t, err)
 	require.Equal(t, p.bytes(theirs), friend.bytes(ours))
 	require.NoError(t, os.Chmod(a, 0o644))
-	_, err = (&Config{KeyFile: a}).tls()
+	_, err = peerkey.TLS(a, nil)
 	require.ErrorContains(t, err, "only its owner")
 }
 

@@ -22,6 +22,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/peerkey"
 	"github.com/kvport/kvport/native/nixl"
 	"github.com/kvport/kvport/pipe"
 )
@@ -52,7 +53,7 @@ type Node struct {
 	holds      *holds
 	pool       connPool
 	heartbeats heartbeats
-	tally      tally
+	tally      *tally
 	board      *board // nil where the role does not save
 	pushes     pushes
 	layers     *layering
@@ -82,18 +83,15 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 	if err != nil {
 		return nil, err
 	}
-	life := rand.Text()
+	life, counts := rand.Text(), newTally()
 	n := &Node{
 		config: c, env: env, name: env.Engine + "/" + strconv.FormatUint(env.Epoch, 16) + "/" + life[:8], life: life, log: env.Log,
-		holds: newHolds(env.World, c.lease()), layers: newLayering(), stop: make(chan struct{}), ranks: map[int]*rank{}, conns: map[net.Conn]time.Time{},
+		tally: counts, holds: newHolds(env.World, c.lease(), counts), layers: newLayering(counts), pushes: pushes{all: map[readName]*pushed{}}, stop: make(chan struct{}), ranks: map[int]*rank{}, conns: map[net.Conn]time.Time{},
 	}
 	if n.transports, err = c.transportPolicy(env.Log); err != nil {
 		return nil, err
 	}
-	if n.tls, err = c.tls(); err != nil {
-		return nil, err
-	}
-	if err := c.needsKey(env.LinkKey); err != nil {
+	if n.tls, err = peerkey.TLS(c.KeyFile, env.LinkKey); err != nil {
 		return nil, err
 	}
 	n.pool = connPool{tls: n.tls, key: env.LinkKey, idle: map[string][]net.Conn{}}

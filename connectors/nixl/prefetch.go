@@ -163,7 +163,7 @@ func (h *prefetch) take(t *connector.Transfer, kv *connector.KV) *connector.Tran
 		delete(h.have, prefetchKey{b.Group, b.Key})
 		h.free = append(h.free, at)
 	}
-	h.rank.node.layers.took(len(t.Blocks) - len(rest.Blocks))
+	h.rank.node.tally.count("early_blocks_total", float64(len(t.Blocks)-len(rest.Blocks)))
 	return &rest
 }
 

@@ -13,8 +13,6 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/pipe"
 )
@@ -215,9 +213,6 @@ func (r *rank) remember(from *ticket, a *answer, began uint64) *producer {
 			delete(r.producers.all, life)
 		}
 	}
-	if r.producers.all == nil {
-		r.producers.all = map[string]*producer{}
-	}
 	r.producers.all[a.Life] = p
 	return p
 }
@@ -254,11 +249,8 @@ func (p *producer) holds(slot int, sum ticketSum) bool {
 	if p == nil || !p.near || slot < 1 || slot > p.answer.Slots {
 		return false
 	}
-	var raw [slotBytes]byte
-	local := []unix.Iovec{{Base: &raw[0], Len: slotBytes}}
-	remote := []unix.RemoteIovec{{Base: uintptr(p.answer.Board + uint64(slot-1)*slotBytes), Len: slotBytes}}
-	n, err := unix.ProcessVMReadv(p.answer.PID, local, remote, 0)
-	return err == nil && n == slotBytes && slotSays(raw[:], sum)
+	raw := make([]byte, slotBytes)
+	return peek(p.answer.PID, p.answer.Board+uint64(slot-1)*slotBytes, raw) && slotSays(raw, sum)
 }
 
 // Without TLS a connection of the side channel begins with eight bytes of the consumer's, magic and version, and
@@ -275,15 +267,6 @@ const (
 )
 
 func greeting() []byte { return append([]byte(greetMagic), greetVersion, 0, 0, 0) }
-
-// needsKey refuses to begin without any key.
-func (c *Config) needsKey(link connector.Secret) error {
-	if c.KeyFile != "" || link != nil {
-		return nil
-	}
-	return fmt.Errorf("key_file: it is needed, since this engine's host gives its plugins no link key (it is older than this plugin), "+
-		"and every user of the machine reaches loopback: %w", connector.ErrIncompatible)
-}
 
 // greet finds out whether whoever has connected has the key, and then answers its questions.
 func (n *Node) greet(ctx context.Context, raw net.Conn, _ *pipe.Acceptor) error {

@@ -57,9 +57,6 @@ func (p *pushes) once(q *question, do func() (*answer, error)) (*answer, error) 
 
 // sweep forgets what nobody asks about any more. The caller holds p.mu.
 func (p *pushes) sweep(now time.Time) {
-	if p.all == nil {
-		p.all = map[readName]*pushed{}
-	}
 	for name, x := range p.all {
 		if !x.at.IsZero() && now.Sub(x.at) > doneKept {
 			delete(p.all, name)

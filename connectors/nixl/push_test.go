@@ -141,7 +141,7 @@ func testLateWriter(t *testing.T, tcp string) {
 
 // TestOneWrite: who asks for the same push again gets the answer of the first.
 func TestOneWrite(t *testing.T) {
-	var p pushes
+	p := pushes{all: map[readName]*pushed{}}
 	began, end := make(chan struct{}), make(chan struct{})
 	calls := 0
 	ask := func(load string) (*answer, error) {

@@ -49,7 +49,7 @@ func (n *Node) newRank(env connector.Env) (*rank, error) {
 	}
 	r := &rank{
 		node: n, env: env, agent: agent, awake: make(chan struct{}, 1),
-		stop: make(chan struct{}), stopped: make(chan struct{}),
+		stop: make(chan struct{}), stopped: make(chan struct{}), producers: producerCache{all: map[string]*producer{}},
 	}
 	r.peers = &peers{rank: r}
 	if err := r.startBackends(); err != nil {
@@ -157,12 +157,7 @@ const (
 )
 
 // wake has progress poll often for a while: somebody is about to read.
-func (r *rank) wake() {
-	select {
-	case r.awake <- struct{}{}:
-	default:
-	}
-}
+func (r *rank) wake() { signal(r.awake) }
 
 // progress lets NIXL work: a peer connects, and reads over TCP, only while somebody calls.
 func (r *rank) progress() {

@@ -2,6 +2,7 @@ package nixl
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"fmt"
@@ -273,7 +274,7 @@ func (c *cutter) cut(p *reads, segment int, spans []span) error {
 		BlockTokens: c.answer.Sizes[group], Bytes: int64(from.Bytes), Planes: from.Planes, Heads: from.Heads, Rank: c.of, World: c.answer.World,
 	}
 	if err := own.Fits(&other); err != nil || from.Group != group {
-		return fmt.Errorf("segments[%d] of the producer, of group %d: %w", segment, from.Group, errOr(err, connector.ErrIncompatible))
+		return fmt.Errorf("segments[%d] of the producer, of group %d: %w", segment, from.Group, cmp.Or(err, connector.ErrIncompatible))
 	}
 	for _, s := range spans {
 		own.Pieces(&other, s.from, s.to, func(piece connector.Piece) {
@@ -282,12 +283,4 @@ func (c *cutter) cut(p *reads, segment int, spans []span) error {
 		})
 	}
 	return nil
-}
-
-// errOr is err, or another if that is nil.
-func errOr(err, other error) error {
-	if err != nil {
-		return err
-	}
-	return other
 }

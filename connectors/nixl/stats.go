@@ -3,8 +3,6 @@ package nixl
 import (
 	"context"
 	"errors"
-	"maps"
-	"slices"
 	"sync"
 	"time"
 
@@ -39,15 +37,38 @@ func StatInfos() []connector.StatInfo {
 	}
 }
 
-// tally counts what ranks do.
+// tally counts what a node does, in the counters of StatInfos.
 type tally struct {
-	mu                      sync.Mutex
-	reads                   map[[3]string]float64 // by mode, transport and result
-	bytes                   map[string]float64    // by transport
-	descriptors, moved, set float64               // the last two in seconds
-	writes                  map[[2]string]float64 // by transport and result
-	written                 map[string]float64    // by transport
-	writing, revoked        float64               // the first in seconds
+	mu     sync.Mutex
+	values map[series]float64
+}
+
+// series is one value of a counter.
+type series struct {
+	name   string
+	n      int // labels
+	labels [3]string
+}
+
+func newTally() *tally {
+	t := &tally{values: map[series]float64{}}
+	for _, info := range StatInfos() {
+		if info.Kind == connector.Counter && len(info.Labels) == 0 {
+			t.count(info.Name, 0)
+		}
+	}
+	t.count("heartbeats_total", 0, "ok")
+	t.count("heartbeats_total", 0, "failed")
+	return t
+}
+
+// count adds to a counter.
+func (t *tally) count(name string, by float64, labels ...string) {
+	s := series{name: name, n: len(labels)}
+	copy(s.labels[:], labels)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.values[s] += by
 }
 
 // read is one transfer, for tally.
@@ -61,35 +82,18 @@ type read struct {
 }
 
 func (t *tally) add(r *read) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.reads == nil {
-		t.reads, t.bytes = map[[3]string]float64{}, map[string]float64{}
-	}
-	t.reads[[3]string{r.mode, r.transport, r.result()}]++
-	t.bytes[r.transport] += float64(r.bytes)
-	t.descriptors += float64(r.descriptors)
-	t.moved += r.took.Seconds()
-	t.set += r.post.Seconds()
+	t.count("reads_total", 1, r.mode, r.transport, r.result())
+	t.count("read_bytes_total", float64(r.bytes), r.transport)
+	t.count("read_descriptors_total", float64(r.descriptors))
+	t.count("read_seconds_total", r.took.Seconds())
+	t.count("post_seconds_total", r.post.Seconds())
 }
 
 // wrote counts a push on the producer's side.
 func (t *tally) wrote(r *read) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.writes == nil {
-		t.writes, t.written = map[[2]string]float64{}, map[string]float64{}
-	}
-	t.writes[[2]string{r.transport, r.result()}]++
-	t.written[r.transport] += float64(r.bytes)
-	t.writing += r.took.Seconds()
-}
-
-// revoke counts a load whose memory was taken away.
-func (t *tally) revoke() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.revoked++
+	t.count("writes_total", 1, r.transport, r.result())
+	t.count("write_bytes_total", float64(r.bytes), r.transport)
+	t.count("write_seconds_total", r.took.Seconds())
 }
 
 func (r *read) result() string {
@@ -104,51 +108,30 @@ func (r *read) result() string {
 
 // Stats implements connector.StatsSource.
 func (s *scheduler) Stats(context.Context) ([]connector.Stat, error) {
-	return slices.Concat(s.node.tally.stats(), s.node.holds.stats(), s.node.heartbeats.stats(), s.node.layers.stats()), nil
+	n := s.node
+	stats := []connector.Stat{
+		{Name: "open_holds", Value: float64(n.holds.left())},
+		{Name: "subscribers", Value: float64(n.layers.readers())},
+	}
+	n.tally.mu.Lock()
+	defer n.tally.mu.Unlock()
+	for c, v := range n.tally.values {
+		stats = append(stats, connector.Stat{Name: c.name, Labels: c.labels[:c.n], Value: v})
+	}
+	return stats, nil
 }
 
-func (t *tally) stats() []connector.Stat {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	out := []connector.Stat{
-		{Name: "read_descriptors_total", Value: t.descriptors},
-		{Name: "read_seconds_total", Value: t.moved},
-		{Name: "post_seconds_total", Value: t.set},
-		{Name: "write_seconds_total", Value: t.writing},
-		{Name: "revoked_total", Value: t.revoked},
-	}
-	for k, v := range t.writes {
-		out = append(out, connector.Stat{Name: "writes_total", Labels: k[:], Value: v})
-	}
-	for _, k := range slices.Sorted(maps.Keys(t.written)) {
-		out = append(out, connector.Stat{Name: "write_bytes_total", Labels: []string{k}, Value: t.written[k]})
-	}
-	for k, v := range t.reads {
-		out = append(out, connector.Stat{Name: "reads_total", Labels: k[:], Value: v})
-	}
-	for _, k := range slices.Sorted(maps.Keys(t.bytes)) {
-		out = append(out, connector.Stat{Name: "read_bytes_total", Labels: []string{k}, Value: t.bytes[k]})
-	}
-	return out
-}
-
-func (h *holds) stats() []connector.Stat {
+// left is how many holds are open.
+func (h *holds) left() int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.sweep(h.now())
-	return []connector.Stat{
-		{Name: "holds_consumed_total", Value: h.consumed},
-		{Name: "holds_expired_total", Value: h.expired},
-		{Name: "late_questions_total", Value: h.late},
-		{Name: "open_holds", Value: float64(len(h.open))},
-	}
+	return len(h.open)
 }
 
-func (p *heartbeats) stats() []connector.Stat {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return []connector.Stat{
-		{Name: "heartbeats_total", Labels: []string{"ok"}, Value: p.sent},
-		{Name: "heartbeats_total", Labels: []string{"failed"}, Value: p.failed},
-	}
+// readers is how many consumers read layers.
+func (l *layering) readers() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.followers)
 }

@@ -152,37 +152,27 @@ func overTCP(transport, rdma string) bool {
 
 // copied says whether the peer's process has to work for every byte: over TCP, and by shared memory without cma.
 func copied(transport, rdma string) bool {
-	return overTCP(transport, rdma) || only(transport, "posix") || only(transport, "tcp", "posix")
+	return overTCP(transport, rdma) || only(transport, "posix") || only(transport, "posix", "tcp")
 }
 
-// only says whether a list of UCX's has all of some transports and no others; self aside.
+// only says whether a list of UCX's has all of some transports, in order, and no others; self aside.
 func only(transport string, all ...string) bool {
 	list, ucx := strings.CutPrefix(transport, "ucx:")
-	found := map[string]bool{}
-	for name := range strings.SplitSeq(list, ",") {
-		if name != "self" {
-			found[name] = true
-		}
-	}
-	for _, name := range all {
-		if !found[name] {
-			return false
-		}
-	}
-	return ucx && len(found) == len(all)
+	found := slices.DeleteFunc(strings.Split(list, ","), func(name string) bool { return name == "self" })
+	slices.Sort(found)
+	return ucx && slices.Equal(slices.Compact(found), all)
 }
 
 // rdmaDevices are those of this machine.
 const rdmaDevices = "/sys/class/infiniband"
 
 // canRead tries to read one byte of a process's memory.
-func canRead(pid int, addr uint64) bool {
-	if pid <= 0 {
-		return false
-	}
-	b := make([]byte, 1)
-	local := []unix.Iovec{{Base: &b[0], Len: 1}}
-	remote := []unix.RemoteIovec{{Base: uintptr(addr), Len: 1}}
+func canRead(pid int, addr uint64) bool { return pid > 0 && peek(pid, addr, make([]byte, 1)) }
+
+// peek copies memory of another process.
+func peek(pid int, addr uint64, to []byte) bool {
+	local := []unix.Iovec{{Base: &to[0], Len: uint64(len(to))}}
+	remote := []unix.RemoteIovec{{Base: uintptr(addr), Len: len(to)}}
 	n, err := unix.ProcessVMReadv(pid, local, remote, 0)
-	return err == nil && n == 1
+	return err == nil && n == len(to)
 }

@@ -13,7 +13,7 @@ import (
 // TestTurnsLast: an answer can be asked for longer than a prompt, and the oldest goes when there are too many.
 func TestTurnsLast(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := newHolds(1, time.Second)
+		h := newHolds(1, time.Second, newTally())
 		prompt, secret := h.add(connector.Ended{Request: "p", Remote: true})
 		answer, key := h.add(connector.Ended{Request: "d", Remote: true, Weak: true})
 		<-time.After(2 * time.Second)

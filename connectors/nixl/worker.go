@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -212,7 +213,8 @@ func (h *heldBlock) is(b *connector.Block) bool {
 
 // ofGroup are the blocks of one group, of a transfer and of what its producer holds.
 func ofGroup(group uint16, t *connector.Transfer, a *answer) (ours []connector.Block, theirs []heldBlock) {
-	if all(t.Blocks, func(b *connector.Block) bool { return b.Group == group }) && all(a.Blocks, func(b *heldBlock) bool { return b.Group == group }) {
+	if !slices.ContainsFunc(t.Blocks, func(b connector.Block) bool { return b.Group != group }) &&
+		!slices.ContainsFunc(a.Blocks, func(b heldBlock) bool { return b.Group != group }) {
 		return t.Blocks, a.Blocks
 	}
 	for _, b := range t.Blocks {
@@ -226,15 +228,6 @@ func ofGroup(group uint16, t *connector.Transfer, a *answer) (ours []connector.B
 		}
 	}
 	return ours, theirs
-}
-
-func all[T any](list []T, is func(*T) bool) bool {
-	for i := range list {
-		if !is(&list[i]) {
-			return false
-		}
-	}
-	return true
 }
 
 // add adds a block's part, to the descriptor before it where both ends touch.
@@ -341,7 +334,7 @@ func (l *landing) pull(ctx context.Context, done *read) error {
 	m := move{op: nixl.Read, metadata: l.metadata, local: l.local, remote: l.remote, transport: done.transport}
 	err := l.rank.move(ctx, &m, done)
 	if errors.Is(err, errUnfinished) {
-		l.rank.node.tally.revoke()
+		l.rank.node.tally.count("revoked_total", 1)
 		return errors.Join(err, l.mapping.revoke(l.local))
 	}
 	return err
@@ -371,7 +364,7 @@ func (l *landing) push(ctx context.Context, at *pendingQuestion, done *read) err
 	if a != nil && a.Refusal != "" && !a.Unsure {
 		return err
 	}
-	l.rank.node.tally.revoke()
+	l.rank.node.tally.count("revoked_total", 1)
 	return errors.Join(fmt.Errorf("%w: %w", errUnfinished, err), l.mapping.revoke(l.local))
 }
 

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"log/slog"
 	"path/filepath"
-	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -144,17 +143,15 @@ func (c *Config) ArenaBlockTokens() int64 { return int64(c.BlockSize) }
 
 // options are those of the tiers for one engine.
 func (c *Config) options(env *connector.Env) tier.Options {
-	sizes := make([]int64, len(env.Layout.Groups))
-	for g := range sizes {
-		sizes[g] = env.Layout.BlockBytes(uint16(g))
-	}
-	largest := slices.Max(sizes)
-	return tier.Options{
-		SlotBytes: largest, SameSize: slices.Min(sizes) == largest, Policy: c.policy(),
+	o := tier.Options{
+		Policy:         c.policy(),
 		StoreThreshold: c.StoreThreshold, Tracked: c.Tracker, TTL: time.Duration(c.TTL) * time.Second, TenantBytes: c.TenantBytes,
 		PinAfter: c.PinAfter, PinShare: float64(c.PinPercent) / 100, AdmitAfter: c.DiskAdmit, WriteBehind: c.DiskBehind,
-		Prefetch: c.DiskAhead, Workers: c.Workers, Log: env.Log, Memory: c.memory(env, largest),
+		Prefetch: c.DiskAhead, Workers: c.Workers, Log: env.Log,
 	}
+	o.Fit(&env.Layout)
+	o.Memory = c.memory(env, o.SlotBytes)
+	return o
 }
 
 // memory is what the memory tier lives in: the arena, or as much of it as num_cpu_blocks takes.

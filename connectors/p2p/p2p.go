@@ -3,12 +3,11 @@
 package p2p
 
 import (
-	"bytes"
 	"context"
 	"fmt"
-	"os"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/peerkey"
 	"github.com/kvport/kvport/pipe"
 	"github.com/kvport/kvport/pipe/shm"
 	"github.com/kvport/kvport/pipe/tcp"
@@ -62,32 +61,12 @@ func (c *Config) open(link connector.Secret) (pipe.Network, error) {
 	return c.network(link)
 }
 
-const maxKeyFile = 4 << 10
-
 // network makes the network of a config. Without a key file its peers prove the link key to each other.
 // Errors name the field.
 func (c *Config) network(link connector.Secret) (*tcp.Network, error) {
-	n := &tcp.Network{Address: c.Listen, Advertise: c.Advertise, NoDigest: !c.Digest, Key: link}
-	if c.KeyFile == "" && link == nil {
-		return nil, fmt.Errorf("key_file: it is needed, since this engine's host gives its plugins no link key (it is older than this plugin), "+
-			"and every user of the machine reaches loopback: %w", connector.ErrIncompatible)
-	}
-	if c.KeyFile == "" {
-		return n, nil
-	}
-	info, err := os.Stat(c.KeyFile)
-	switch {
-	case err != nil:
-		return nil, fmt.Errorf("key_file: %w", err)
-	case !info.Mode().IsRegular() || info.Size() > maxKeyFile || info.Mode().Perm()&0o077 != 0:
-		return nil, fmt.Errorf("key_file: %s must be a file of at most %d bytes that only its owner can read: %w", c.KeyFile, maxKeyFile, connector.ErrIncompatible)
-	}
-	key, err := os.ReadFile(c.KeyFile)
-	if err == nil {
-		n.TLS, err = tcp.KeyTLS(bytes.TrimSpace(key))
-	}
+	keyed, err := peerkey.TLS(c.KeyFile, link)
 	if err != nil {
-		return nil, fmt.Errorf("key_file: %w", err)
+		return nil, err
 	}
-	return n, nil
+	return &tcp.Network{Address: c.Listen, Advertise: c.Advertise, NoDigest: !c.Digest, Key: link, TLS: keyed}, nil
 }

@@ -9,9 +9,9 @@
 package p2pnccl
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -22,8 +22,6 @@ import (
 	"strings"
 	"sync/atomic"
 	"time"
-
-	"github.com/invopop/jsonschema"
 
 	"github.com/kvport/kvport/connector"
 	native "github.com/kvport/kvport/native/ucx"
@@ -38,76 +36,25 @@ import (
 type Config struct {
 	SendType   string   `json:"send_type,omitempty"          jsonschema:"default=PUT_ASYNC,enum=PUT,enum=PUT_ASYNC,enum=GET,description=PUT: a save ends when the decode engine was sent the blocks. PUT_ASYNC: they are sent meanwhile. GET: the decode engine asks for them."`
 	IP         string   `json:"kv_ip,omitempty"              jsonschema:"default=127.0.0.1,description=address at which peers find this engine; they all share one key"`
-	Port       Number   `json:"kv_port,omitempty"            jsonschema:"description=the port of all its ranks; 0 takes a free one"`
+	Port       int      `json:"kv_port,omitempty"            jsonschema:"minimum=0,maximum=65535,description=the port of all its ranks; 0 takes a free one"`
 	Advertise  string   `json:"advertise,omitempty"          jsonschema:"description=host that peers and routers are told instead of kv_ip"`
 	KeyFile    string   `json:"key_file,omitempty"           jsonschema:"description=the deployment's key as kvport.ticket_key_file and the router's --ticket-key-file name it; the keys for peers and routers are derived from it; default: the host derives them from its own; needed beyond loopback"`
 	ProxyIP    string   `json:"proxy_ip,omitempty"           jsonschema:"description=host of the router to register with"`
-	ProxyPort  Number   `json:"proxy_port,omitempty"         jsonschema:"description=port of its kvport route --register; without it the engine does not register"`
+	ProxyPort  int      `json:"proxy_port,omitempty"         jsonschema:"minimum=0,maximum=65535,description=port of its kvport route --register; without it the engine does not register"`
 	Routers    []string `json:"routers,omitempty"            jsonschema:"description=further routers to register with as HOST:PORT"`
 	HTTPIP     string   `json:"http_ip,omitempty"            jsonschema:"description=host at which the router reaches this engine's HTTP server; default: advertise or kv_ip"`
-	HTTPPort   Number   `json:"http_port,omitempty"          jsonschema:"description=the port of the engine's HTTP server; needed to register"`
-	BufferSize Number   `json:"kv_buffer_size,omitempty"     jsonschema:"description=default 1000000000 and at least 1048576: bytes of blocks that wait to be fetched or have arrived"`
-	PoolGB     *Decimal `json:"mem_pool_size_gb,omitempty"   jsonschema:"default=4,description=default 4: GiB of host memory to which the oldest blocks move when that is full; 0: they are dropped. Memory is taken as it is used."`
+	HTTPPort   int      `json:"http_port,omitempty"          jsonschema:"minimum=0,maximum=65535,description=the port of the engine's HTTP server; needed to register"`
+	BufferSize int64    `json:"kv_buffer_size,omitempty"     jsonschema:"minimum=0,description=default 1000000000 and at least 1048576: bytes of blocks that wait to be fetched or have arrived"`
+	PoolGB     float64  `json:"mem_pool_size_gb,omitempty"   jsonschema:"minimum=0,maximum=1048576,default=4,description=GiB of host memory to which the oldest blocks move when that is full; 0: they are dropped. Memory is taken as it is used."`
 	Transports []string `json:"transports,omitempty"         jsonschema:"description=ways to try in this order; default nccl ucx shm tcp. Beyond one host UCX and NCCL encrypt nothing and are used only if they are named here; UCX goes by RDMA there."`
 	UCXTCP     string   `json:"ucx_tcp,omitempty"            jsonschema:"enum=trusted-network,description=trusted-network lets UCX use TCP: anybody who can reach its ports can then write the plugin's memory. Default: UCX within one host by shared memory, and beyond it by RDMA if transports names it."`
 	Device     int      `json:"device,omitempty"             jsonschema:"minimum=0,description=the GPU for NCCL"`
-	Channels   Number   `json:"nccl_num_channels,omitempty"  jsonschema:"description=NCCL_MAX_NCHANNELS; 0: as NCCL likes"`
+	Channels   int      `json:"nccl_num_channels,omitempty"  jsonschema:"minimum=0,maximum=1024,description=NCCL_MAX_NCHANNELS; 0: as NCCL likes"`
 	NetDevices string   `json:"ucx_net_devices,omitempty"    jsonschema:"description=UCX_NET_DEVICES; default lo where kv_ip is a loopback address and else all. Of no use where UCX has shared memory alone."`
 	SocketDir  string   `json:"socket_dir,omitempty"         jsonschema:"description=shm: folder of the sockets; empty: one of its own for each"`
 	TimeoutMS  int      `json:"peer_timeout_ms,omitempty"    jsonschema:"default=3000,minimum=100,maximum=60000,description=how long a peer may neither receive nor answer before it is cut"`
 	RegisterMS int      `json:"register_ms,omitempty"        jsonschema:"default=3000,minimum=50,maximum=60000,description=time between two registrations"`
 	Digest     bool     `json:"digest,omitempty"             jsonschema:"default=true,description=digest over every frame, in addition to the host's digest over every block"`
-}
-
-// Number is a whole number, in JSON a number or, as vLLM's users write it, a string of one.
-type Number int64
-
-// UnmarshalJSON implements json.Unmarshaler. A value that is not a whole number becomes -1, so that Validate can
-// name the field.
-func (n *Number) UnmarshalJSON(b []byte) error {
-	f, err := number(b)
-	if err != nil || f != float64(int64(f)) {
-		f = -1
-	}
-	*n = Number(f)
-	return nil
-}
-
-// JSONSchema says what a Number may look like.
-func (Number) JSONSchema() *jsonschema.Schema { return numberSchema() }
-
-// Decimal is a number, likewise.
-type Decimal float64
-
-// UnmarshalJSON implements json.Unmarshaler, as Number's.
-func (d *Decimal) UnmarshalJSON(b []byte) error {
-	f, err := number(b)
-	if err != nil {
-		f = -1
-	}
-	*d = Decimal(f)
-	return nil
-}
-
-// JSONSchema says what a Decimal may look like.
-func (Decimal) JSONSchema() *jsonschema.Schema { return numberSchema() }
-
-func numberSchema() *jsonschema.Schema {
-	return &jsonschema.Schema{OneOf: []*jsonschema.Schema{{Type: "number"}, {Type: "string"}}}
-}
-
-func number(b []byte) (float64, error) {
-	text := string(b)
-	if len(b) > 0 && b[0] == '"' {
-		if err := json.Unmarshal(b, &text); err != nil {
-			return 0, err
-		}
-	}
-	f, err := strconv.ParseFloat(text, 64)
-	if err != nil || f != f || f < 0 || f > 1<<50 {
-		return 0, fmt.Errorf("%s is not a number of 0 or more", b)
-	}
-	return f, nil
 }
 
 const (
@@ -129,9 +76,6 @@ func bad(field, format string, args ...any) error {
 
 // Validate reports what cannot be meant. Errors name the field and wrap connector.ErrIncompatible.
 func (c *Config) Validate() error {
-	if err := c.validateNumbers(); err != nil {
-		return err
-	}
 	if err := c.validateWays(); err != nil {
 		return err
 	}
@@ -148,7 +92,13 @@ func (c *Config) Validate() error {
 	return nil
 }
 
+// validateWays checks what leads to peers and routers.
 func (c *Config) validateWays() error {
+	for _, r := range c.Routers {
+		if host, _, err := net.SplitHostPort(r); err != nil || host == "" {
+			return bad("routers", "%q is not HOST:PORT", r)
+		}
+	}
 	for _, w := range c.Transports {
 		if !slices.Contains(ways(), w) {
 			return bad("transports", "%q is none of %s", w, strings.Join(ways(), ", "))
@@ -169,33 +119,7 @@ func (c *Config) registrars() []string {
 	if host == "0.0.0.0" { // where a router listens; whoever connects to it comes to this machine
 		host = "127.0.0.1"
 	}
-	return append([]string{net.JoinHostPort(host, strconv.Itoa(int(c.ProxyPort)))}, c.Routers...)
-}
-
-func (c *Config) validateNumbers() error {
-	for _, r := range c.Routers {
-		if host, _, err := net.SplitHostPort(r); err != nil || host == "" {
-			return bad("routers", "%q is not HOST:PORT", r)
-		}
-	}
-	const port, most = 65535, 1 << 50
-	for _, n := range []struct {
-		field string
-		value float64
-		limit float64
-	}{
-		{"kv_port", float64(c.Port), port},
-		{"proxy_port", float64(c.ProxyPort), port},
-		{"http_port", float64(c.HTTPPort), port},
-		{"kv_buffer_size", float64(c.BufferSize), most},
-		{"mem_pool_size_gb", c.poolGB(), 1 << 20},
-		{"nccl_num_channels", float64(c.Channels), 1024},
-	} {
-		if n.value < 0 || n.value > n.limit {
-			return bad(n.field, "want a whole number between 0 and %.0f", n.limit)
-		}
-	}
-	return nil
+	return append([]string{net.JoinHostPort(host, strconv.Itoa(c.ProxyPort))}, c.Routers...)
 }
 
 // leastBuffer is the smallest buffer: vLLM's users give prefill engines, which receive nothing, one of 10 bytes.
@@ -208,47 +132,26 @@ func (c *Config) buffer(log *slog.Logger) int64 {
 	case c.BufferSize == 0:
 		return usual
 	case c.BufferSize < leastBuffer:
-		log.Warn("kv_buffer_size is too small for a block and is raised", "kv_buffer_size", int64(c.BufferSize), "bytes", leastBuffer)
+		log.Warn("kv_buffer_size is too small for a block and is raised", "kv_buffer_size", c.BufferSize, "bytes", leastBuffer)
 		return leastBuffer
 	}
-	return int64(c.BufferSize)
+	return c.BufferSize
 }
 
 // local reports whether only this host can reach the engine's address.
 func (c *Config) local() bool { return pipe.IsLoopback(c.host()) }
 
-func (c *Config) host() string {
-	if c.IP == "" {
-		return "127.0.0.1"
-	}
-	return c.IP
-}
+func (c *Config) host() string { return cmp.Or(c.IP, "127.0.0.1") }
 
 // reach is the host that others are told.
-func (c *Config) reach() string {
-	if c.Advertise != "" {
-		return c.Advertise
-	}
-	return c.host()
-}
+func (c *Config) reach() string { return cmp.Or(c.Advertise, c.host()) }
 
 func (c *Config) timeout() time.Duration {
-	if c.TimeoutMS == 0 {
-		return 3 * time.Second
-	}
-	return time.Duration(c.TimeoutMS) * time.Millisecond
+	return cmp.Or(time.Duration(c.TimeoutMS)*time.Millisecond, 3*time.Second)
 }
 
 // spill is the size of the pool in bytes.
-func (c *Config) spill() int64 { return int64(c.poolGB() * (1 << 30)) }
-
-func (c *Config) poolGB() float64 {
-	const usual = 4
-	if c.PoolGB == nil {
-		return usual
-	}
-	return float64(*c.PoolGB)
-}
+func (c *Config) spill() int64 { return int64(c.PoolGB * (1 << 30)) }
 
 // errNoWay says that two ends have no transport in common.
 var errNoWay = errors.New("no transport that both ends have")
@@ -332,7 +235,7 @@ func (c *Config) setChannels() error {
 	if c.Channels == 0 {
 		return nil
 	}
-	return os.Setenv("NCCL_MAX_NCHANNELS", strconv.Itoa(int(c.Channels)))
+	return os.Setenv("NCCL_MAX_NCHANNELS", strconv.Itoa(c.Channels))
 }
 
 // choose gives the first of our ways that a peer can use too: one of its list, and none that is for one

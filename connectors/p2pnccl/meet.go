@@ -118,7 +118,7 @@ type listener struct {
 
 // Listen implements pipe.Network.
 func (n *network) Listen(ctx context.Context) (_ pipe.Listener, err error) {
-	meet, err := new(net.ListenConfig).Listen(ctx, "tcp", net.JoinHostPort(n.config.host(), strconv.Itoa(int(n.config.Port))))
+	meet, err := new(net.ListenConfig).Listen(ctx, "tcp", net.JoinHostPort(n.config.host(), strconv.Itoa(n.config.Port)))
 	if err != nil {
 		return nil, fmt.Errorf("kv_ip and kv_port: %w", err)
 	}
@@ -320,21 +320,18 @@ type reader struct {
 	key     []byte
 	pattern *regexp.Regexp
 
-	mu       sync.Mutex
-	owner    map[string]connector.RequestID // of signed ids: who came with it first
-	order    []string
-	signed   int64
-	unsigned int64
-	forged   int64
-	replayed int64
-	known    map[connector.RequestID]addresses // what was found, as it is asked for often
-	asked    []connector.RequestID
+	mu    sync.Mutex
+	owner map[string]connector.RequestID // of signed ids: who came with it first
+	order []string
+	found map[string]int64                  // by kind
+	known map[connector.RequestID]addresses // what was found, as it is asked for often
+	asked []connector.RequestID
 }
 
 func newReader(key []byte) *reader {
 	return &reader{
 		key: key, pattern: regexp.MustCompile(idPattern + `(?:_([0-9a-f]{32}))?`),
-		owner: map[string]connector.RequestID{}, known: map[connector.RequestID]addresses{},
+		found: map[string]int64{"signed": 0, "unsigned": 0, "forged": 0, "replayed": 0}, owner: map[string]connector.RequestID{}, known: map[connector.RequestID]addresses{},
 	}
 }
 
@@ -368,13 +365,13 @@ func (r *reader) check(id connector.RequestID) addresses {
 	a := addresses{prefill: join(m[1], m[2]), decode: join(m[3], m[4])}
 	switch owner, seen := r.owner[uuid]; {
 	case signature == "":
-		r.unsigned++
+		r.found["unsigned"]++
 	case !ticket.VerifyText(r.key, ticket.RequestIDText, text, signature) || a.prefill == "" || a.decode == "":
-		r.forged++
+		r.found["forged"]++
 	case seen && owner != id:
-		r.replayed++
+		r.found["replayed"]++
 	default:
-		r.signed++
+		r.found["signed"]++
 		r.owner[uuid], r.order = id, append(r.order, uuid)
 		if len(r.order) > maxIDs {
 			delete(r.owner, r.order[0])
@@ -397,11 +394,11 @@ func join(host, port string) string {
 }
 
 // stats shows what ids were found.
-func (r *reader) stats() []connector.Stat {
+func (r *reader) stats() (stats []connector.Stat) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	stat := func(kind string, n int64) connector.Stat {
-		return connector.Stat{Name: "request_ids_total", Labels: []string{kind}, Value: float64(n)}
+	for kind, n := range r.found {
+		stats = append(stats, connector.Stat{Name: "request_ids_total", Labels: []string{kind}, Value: float64(n)})
 	}
-	return []connector.Stat{stat("signed", r.signed), stat("unsigned", r.unsigned), stat("forged", r.forged), stat("replayed", r.replayed)}
+	return stats
 }

@@ -2,6 +2,7 @@ package p2pnccl
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -117,11 +118,7 @@ func (c *Config) keys(env *connector.Env) (link, router connector.Secret, err er
 }
 
 func (c *Config) httpAddress() string {
-	host := c.HTTPIP
-	if host == "" {
-		host = c.reach()
-	}
-	return net.JoinHostPort(host, strconv.Itoa(int(c.HTTPPort)))
+	return net.JoinHostPort(cmp.Or(c.HTTPIP, c.reach()), strconv.Itoa(c.HTTPPort))
 }
 
 // registered is a network that is registered with a router from the time it listens until it is closed.
@@ -187,10 +184,7 @@ type registrar struct {
 }
 
 func newRegistrar(c *Config, router string, key []byte, log *slog.Logger) *registrar {
-	every := time.Duration(c.RegisterMS) * time.Millisecond
-	if every == 0 {
-		every = 3 * time.Second
-	}
+	every := cmp.Or(time.Duration(c.RegisterMS)*time.Millisecond, 3*time.Second)
 	return &registrar{
 		url: "http://" + router + "/register",
 		key: key, every: every, log: log, client: http.Client{Timeout: every, Transport: &http.Transport{}},

@@ -59,8 +59,7 @@ type Store struct {
 
 	removed func([]connector.StoreKey) // of Watch
 
-	loaded, saved, known, corrupt, evicted, refused, reopened, stale atomic.Uint64
-	loadedBytes, savedBytes                                          atomic.Uint64
+	counts storekit.Counts[Counts]
 }
 
 // Open opens the folder of config; env's log is used for what an operator should know. Errors name
@@ -92,7 +91,7 @@ func newStore(log *slog.Logger, config Config) (*Store, error) {
 		budget: budget{max: config.MaxBytes}, removed: func([]connector.StoreKey) {},
 	}
 	fault.Crash("store.open.sweep")
-	s.stale.Add(uint64(d.sweep(time.Now())))
+	s.counts.Count(func(n *Counts) { n.StaleTemporaries = uint64(d.sweep(time.Now())) })
 	return s, nil
 }
 
@@ -184,7 +183,7 @@ func (s *Store) get(d *dir, it connector.Item) error {
 	fault.Crash("store.get.done")
 	if errors.Is(err, connector.ErrCorrupt) {
 		fault.Crash("store.get.remove")
-		s.corrupt.Add(1)
+		s.counts.Count(func(n *Counts) { n.Corrupt++ })
 		s.log.Warn("damaged block file", "key", fileName(it.Key), "error", err, "removed", !s.config.ReadOnly)
 		if !s.config.ReadOnly {
 			d.remove(it.Key)
@@ -192,8 +191,10 @@ func (s *Store) get(d *dir, it connector.Item) error {
 		}
 	}
 	if err == nil {
-		s.loaded.Add(1)
-		s.loadedBytes.Add(uint64(headerSize + it.Size()))
+		s.counts.Count(func(n *Counts) {
+			n.Loaded++
+			n.LoadedBytes += uint64(headerSize + it.Size())
+		})
 	}
 	return err
 }
@@ -227,14 +228,14 @@ func (s *Store) put(d *dir, it connector.Item) error {
 	}
 	size := headerSize + int64(it.Size())
 	if have, ok := d.size(it.Key); ok && have == size && !it.Replace {
-		s.known.Add(1)
+		s.counts.Count(func(n *Counts) { n.Known++ })
 		return nil
 	}
 	gone, err := s.budget.reserve(d, size)
 	for _, k := range gone {
 		s.index.drop(k)
 	}
-	s.evicted.Add(uint64(len(gone)))
+	s.counts.Count(func(n *Counts) { n.Evicted += uint64(len(gone)) })
 	if len(gone) > 0 {
 		s.removed(gone)
 	}
@@ -244,8 +245,10 @@ func (s *Store) put(d *dir, it connector.Item) error {
 	err = s.writeFile(d, it)
 	s.budget.settle(size, err == nil)
 	if err == nil {
-		s.saved.Add(1)
-		s.savedBytes.Add(uint64(size))
+		s.counts.Count(func(n *Counts) {
+			n.Saved++
+			n.SavedBytes += uint64(size)
+		})
 		s.unlock()
 	}
 	return err
@@ -312,46 +315,31 @@ const Medium = "disk"
 
 // Counts is what a Store did since it was opened.
 type Counts struct {
-	Loaded, Saved, Known       uint64 // files read, files written, saves of blocks that were there
-	LoadedBytes, SavedBytes    uint64 // of whole files
-	Corrupt, Evicted, Refused  uint64 // damaged files found, files evicted, saves refused as read-only
-	Reopened, StaleTemporaries uint64
+	Loaded      uint64 `stat:"loaded_blocks_total" help:"Block files read."`
+	LoadedBytes uint64 `stat:"loaded_bytes_total" help:"Bytes of the block files read."`
+	Saved       uint64 `stat:"saved_blocks_total" help:"Block files written."`
+	SavedBytes  uint64 `stat:"saved_bytes_total" help:"Bytes of the block files written."`
+	Known       uint64 `stat:"known_blocks_total" help:"Saves of blocks that were stored already."`
+	Evicted     uint64 `stat:"evicted_blocks_total" help:"Block files evicted by this engine to keep max_bytes."`
+	Corrupt     uint64 `stat:"corrupt_blocks_total" help:"Damaged block files found."`
+	Refused     uint64 `stat:"refused_saves_total" help:"Saves refused because the folder cannot be written."`
+	Reopened    uint64 `stat:"reopened_total" help:"Times that the folder had to be opened again."`
+
+	StaleTemporaries uint64
 }
 
 // Counts gives the counts so far.
-func (s *Store) Counts() Counts {
-	return Counts{
-		Loaded: s.loaded.Load(), Saved: s.saved.Load(), Known: s.known.Load(),
-		LoadedBytes: s.loadedBytes.Load(), SavedBytes: s.savedBytes.Load(),
-		Corrupt: s.corrupt.Load(), Evicted: s.evicted.Load(), Refused: s.refused.Load(),
-		Reopened: s.reopened.Load(), StaleTemporaries: s.stale.Load(),
-	}
-}
-
-// counts are the numbers that a Store gives.
-func counts() []storekit.Count[Counts] {
-	return []storekit.Count[Counts]{
-		{Name: "loaded_blocks_total", Help: "Block files read.", Of: func(c Counts) uint64 { return c.Loaded }},
-		{Name: "loaded_bytes_total", Help: "Bytes of the block files read.", Of: func(c Counts) uint64 { return c.LoadedBytes }},
-		{Name: "saved_blocks_total", Help: "Block files written.", Of: func(c Counts) uint64 { return c.Saved }},
-		{Name: "saved_bytes_total", Help: "Bytes of the block files written.", Of: func(c Counts) uint64 { return c.SavedBytes }},
-		{Name: "known_blocks_total", Help: "Saves of blocks that were stored already.", Of: func(c Counts) uint64 { return c.Known }},
-		{Name: "evicted_blocks_total", Help: "Block files evicted by this engine to keep max_bytes.", Of: func(c Counts) uint64 { return c.Evicted }},
-		{Name: "corrupt_blocks_total", Help: "Damaged block files found.", Of: func(c Counts) uint64 { return c.Corrupt }},
-		{Name: "refused_saves_total", Help: "Saves refused because the folder cannot be written.", Of: func(c Counts) uint64 { return c.Refused }},
-		{Name: "reopened_total", Help: "Times that the folder had to be opened again.", Of: func(c Counts) uint64 { return c.Reopened }},
-	}
-}
+func (s *Store) Counts() Counts { return s.counts.Now() }
 
 // StatInfos declares what Stats gives.
 func StatInfos() []connector.StatInfo {
 	used := connector.StatInfo{Name: "used_bytes", Help: "Bytes of all block files, as far as this engine knows; only with max_bytes.", Kind: connector.Gauge}
-	return append(storekit.Infos("", counts()), used)
+	return append(storekit.Infos[Counts](""), used)
 }
 
 // Stats implements connector.StatsSource.
 func (s *Store) Stats(context.Context) ([]connector.Stat, error) {
-	stats := storekit.Stats("", counts(), s.Counts())
+	stats := storekit.Stats("", s.Counts())
 	if used, known := s.budget.known(); known {
 		stats = append(stats, connector.Stat{Name: "used_bytes", Value: float64(used)})
 	}
@@ -489,7 +477,7 @@ func (s *Store) reopen(old *dir) error {
 	}
 	s.budget.forget()
 	s.dir, s.wait = d, firstWait
-	s.reopened.Add(1)
+	s.counts.Count(func(n *Counts) { n.Reopened++ })
 	s.removed(nil)
 	return nil
 }
@@ -500,7 +488,7 @@ func (s *Store) writable() error {
 	until := s.locked
 	s.health.Unlock()
 	if s.config.ReadOnly || time.Now().Before(until) {
-		s.refused.Add(1)
+		s.counts.Count(func(n *Counts) { n.Refused++ })
 		return fmt.Errorf("%s: %w", s.config.Path, ErrReadOnly)
 	}
 	if until.IsZero() {
@@ -522,7 +510,7 @@ func (s *Store) lock(cause error) error {
 	first := s.locked.IsZero()
 	s.locked = time.Now().Add(lockedWait)
 	s.health.Unlock()
-	s.refused.Add(1)
+	s.counts.Count(func(n *Counts) { n.Refused++ })
 	if first {
 		s.log.Error("folder cannot be written: nothing is saved, stored blocks are still loaded", "error", cause)
 	}

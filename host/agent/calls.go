@@ -245,7 +245,7 @@ func (s *server) match(c *conn, id uint64, m *kvportv1.Query) error {
 		h.keys.query(&q)
 		found = h.host.Match(q, signed)
 	}
-	c.send(&kvportv1.AgentAnswer{Id: id, Result: &kvportv1.AgentAnswer_Match{Match: wire.MatchToProto(found)}})
+	c.send(&kvportv1.AgentAnswer{Id: id, Result: &kvportv1.AgentAnswer_Match{Match: wire.MatchToProto(&found)}})
 	return nil
 }
 

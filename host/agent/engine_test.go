@@ -15,6 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/wire"
@@ -69,8 +70,8 @@ func attachAll(socket string) error {
 			if err != nil {
 				return err
 			}
-			m, err := wire.AgentAnswerFromFrame(frame)
-			if err != nil {
+			m := &kvportv1.AgentAnswer{}
+			if err := proto.Unmarshal(frame, m); err != nil {
 				return err
 			}
 			if m.GetError() != nil {

@@ -20,6 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
@@ -217,8 +218,8 @@ func (p *process) read() {
 		if err != nil {
 			return
 		}
-		answer, err := wire.AgentAnswerFromFrame(frame)
-		if err != nil {
+		answer := &kvportv1.AgentAnswer{}
+		if proto.Unmarshal(frame, answer) != nil {
 			return
 		}
 		p.mu.Lock()
@@ -288,7 +289,12 @@ func (p *process) post(c *kvportv1.AgentCall, file *os.File) {
 }
 
 func attachCall(a *wire.Attach) *kvportv1.AgentCall {
-	return &kvportv1.AgentCall{Call: &kvportv1.AgentCall_Attach{Attach: wire.AttachToProto(a)}}
+	m := &kvportv1.AgentAttach{Version: wire.AgentVersion, Side: a.Side, Engine: a.Engine}
+	if a.Side == kvportv1.Side_SIDE_WORKER {
+		m.Rank, m.World, m.Model, m.Shape, m.ShapeText = uint32(a.Rank), uint32(a.World), a.Model[:], a.Shape[:], a.ShapeText
+		m.Layout, m.Region, m.Hashes, m.Events = wire.LayoutToProto(&a.Layout), uint64(a.Region), a.Hashes, a.Events
+	}
+	return &kvportv1.AgentCall{Call: &kvportv1.AgentCall_Attach{Attach: m}}
 }
 
 // scheduler attaches as the scheduler.

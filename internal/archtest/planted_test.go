@@ -189,7 +189,7 @@ func TestImportTable(t *testing.T) {
 	}{
 		"cycle":           {"connector", []string{"host"}, "connector -> host -> connector"},
 		"cycle by prefix": {"internal/shm", []string{"sdk/..."}, "internal/shm -> sdk -> internal/shm"},
-		"cycle of stars":  {"pipe", []string{"connectors/..."}, "lookupbuffer -> pipe -> connectors/* -> lookupbuffer"},
+		"cycle of stars":  {"pipe", []string{"connectors/..."}, "pipe -> connectors/* -> "},
 		"unknown folder":  {"sdk", []string{"conector"}, "row sdk allows conector, which has no row"},
 	} {
 		t.Run(name, func(t *testing.T) {

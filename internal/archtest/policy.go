@@ -140,6 +140,8 @@ func kvportImports() map[string][]string {
 		"connectors/lmcache":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"}, // LMCache's file suggests names, too
 		"connectors/internal/*": {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                             // what several connectors share
 
+		"connectors/internal/peerkey": {"connector", "pipe"},
+
 		"multiconnector": {"connector", "internal/eventlog"},
 
 		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/eventlog", "internal/strictjson", "internal/wire", "internal/shm", "internal/fault", "sdk/internal/..."},

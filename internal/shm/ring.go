@@ -73,16 +73,12 @@ func NewRingEnd(fd int, offset int64, first bool, bell *Bell) (*RingEnd, error) 
 	if offset < 0 || offset%int64(os.Getpagesize()) != 0 {
 		return nil, fmt.Errorf("ring at %d: no multiple of a page: %w", offset, ErrIncompatible)
 	}
-	got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
-	if err != nil || got&seals != seals {
-		return nil, fmt.Errorf("ring of fd %d: seals are %#x (%w), want %#x: %w", fd, got, err, seals, ErrIncompatible)
+	size, err := sealedSize(fd)
+	if err != nil {
+		return nil, fmt.Errorf("ring of %w", err)
 	}
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, fmt.Errorf("ring of fd %d: %w", fd, os.NewSyscallError("fstat", err))
-	}
-	if offset > st.Size-RingArea {
-		return nil, fmt.Errorf("ring of fd %d: %d bytes at %d of %d: %w", fd, RingArea, offset, st.Size, ErrIncompatible)
+	if offset > size-RingArea {
+		return nil, fmt.Errorf("ring of fd %d: %d bytes at %d of %d: %w", fd, RingArea, offset, size, ErrIncompatible)
 	}
 	mem, err := unix.Mmap(fd, offset, RingArea, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
@@ -280,8 +276,7 @@ func NewRings(name string, n int) (*os.File, error) {
 
 // AllocateRing gives an area its memory, so that a lack of it is an error here and not a SIGBUS later.
 func AllocateRing(file *os.File, offset int64) error {
-	err := retry(func() error { return unix.Fallocate(int(file.Fd()), 0, offset, RingArea) })
-	return os.NewSyscallError("fallocate", err)
+	return Allocate(file, offset, RingArea)
 }
 
 // FreeRing takes the memory of an area away, which is zeros from then on.

@@ -40,12 +40,11 @@ func Create(name string, size int64) (*Region, error) {
 	if size <= 0 || size > MaxSize {
 		return nil, fmt.Errorf("shared memory %q: size %d, want 1..%d bytes", name, size, int64(MaxSize))
 	}
-	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	file, err := Reserve(name)
 	if err != nil {
-		return nil, fmt.Errorf("shared memory %q: %w", name, os.NewSyscallError("memfd_create", err))
+		return nil, err
 	}
-	file := os.NewFile(uintptr(fd), "memfd:"+name)
-	data, err := prepare(fd, size)
+	data, err := prepare(file, size)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("shared memory %q of %d bytes: %w", name, size, err), file.Close())
 	}
@@ -53,12 +52,13 @@ func Create(name string, size int64) (*Region, error) {
 }
 
 // prepare sizes, allocates, seals and maps a fresh memfd.
-func prepare(fd int, size int64) ([]byte, error) {
+func prepare(file *os.File, size int64) ([]byte, error) {
+	fd := int(file.Fd())
 	if err := unix.Ftruncate(fd, size); err != nil {
 		return nil, os.NewSyscallError("ftruncate", err)
 	}
-	if err := retry(func() error { return unix.Fallocate(fd, 0, 0, size) }); err != nil {
-		return nil, os.NewSyscallError("fallocate", err)
+	if err := Allocate(file, 0, size); err != nil {
+		return nil, err
 	}
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
 		return nil, os.NewSyscallError("fcntl F_ADD_SEALS", err)
@@ -81,19 +81,12 @@ func mapSealed(fd int, size int64, flags int) (*Region, error) {
 	if size <= 0 || size > MaxSize {
 		return nil, fmt.Errorf("shared memory fd %d: size %d, want 1..%d bytes: %w", fd, size, int64(MaxSize), ErrIncompatible)
 	}
-	got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	got, err := sealedSize(fd)
 	if err != nil {
-		return nil, fmt.Errorf("shared memory fd %d is no sealable memfd (%w): %w", fd, err, ErrIncompatible)
+		return nil, fmt.Errorf("shared memory %w", err)
 	}
-	if got&seals != seals {
-		return nil, fmt.Errorf("shared memory fd %d: seals are %#x, want %#x: %w", fd, got, seals, ErrIncompatible)
-	}
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, fmt.Errorf("shared memory fd %d: %w", fd, os.NewSyscallError("fstat", err))
-	}
-	if st.Size != size {
-		return nil, fmt.Errorf("shared memory fd %d is %d bytes, want %d: %w", fd, st.Size, size, ErrIncompatible)
+	if got != size {
+		return nil, fmt.Errorf("shared memory fd %d is %d bytes, want %d: %w", fd, got, size, ErrIncompatible)
 	}
 	unix.CloseOnExec(fd)
 	data, err := mmap(fd, size, flags)
@@ -101,6 +94,22 @@ func mapSealed(fd int, size int64, flags int) (*Region, error) {
 		return nil, fmt.Errorf("shared memory fd %d: %w", fd, err)
 	}
 	return &Region{data: data, size: size}, nil
+}
+
+// sealedSize is the size of a sealed memfd. Errors name the descriptor.
+func sealedSize(fd int) (int64, error) {
+	got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err != nil {
+		return 0, fmt.Errorf("fd %d is no sealable memfd (%w): %w", fd, err, ErrIncompatible)
+	}
+	if got&seals != seals {
+		return 0, fmt.Errorf("fd %d: seals are %#x, want %#x: %w", fd, got, seals, ErrIncompatible)
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return 0, fmt.Errorf("fd %d: %w", fd, os.NewSyscallError("fstat", err))
+	}
+	return st.Size, nil
 }
 
 // Adopt maps the region behind a descriptor that another process made and sent, and keeps the file,
@@ -113,8 +122,8 @@ func Adopt(file *os.File, size int64) (*Region, error) {
 		return nil, errors.Join(err, file.Close())
 	}
 	r.file = file
-	if err := retry(func() error { return unix.Fallocate(fd, 0, 0, size) }); err != nil {
-		return nil, errors.Join(fmt.Errorf("shared memory fd %d: %w", fd, os.NewSyscallError("fallocate", err)), r.Close())
+	if err := Allocate(file, 0, size); err != nil {
+		return nil, errors.Join(fmt.Errorf("shared memory fd %d: %w", fd, err), r.Close())
 	}
 	return r, nil
 }

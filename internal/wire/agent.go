@@ -1,7 +1,9 @@
 package wire
 
 import (
+	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -15,8 +17,12 @@ import (
 // AgentVersion is the version of the protocol between an agent and the processes of an engine.
 const AgentVersion = 1
 
-// frameHead is the length that goes before each frame.
-const frameHead = 4
+const (
+	// frameHead is the length that goes before each frame.
+	frameHead = 4
+	// firstRoom is allocated for a frame before its bytes have arrived, at most.
+	firstRoom = 64 << 10
+)
 
 // Attach is the first message of a process of a foreign engine.
 type Attach struct {
@@ -43,24 +49,13 @@ func ReadFrame(r io.Reader) ([]byte, error) {
 	if size == 0 || size > MaxMessage {
 		return nil, malformed("frame of %d bytes, want 1..%d", size, MaxMessage)
 	}
-	const step = 64 << 10
-	frame := make([]byte, 0, min(int(size), step))
-	for len(frame) < int(size) {
-		n := min(int(size)-len(frame), max(step, len(frame)))
-		at := len(frame)
-		frame = append(frame, make([]byte, n)...)
-		if _, err := io.ReadFull(r, frame[at:]); err != nil {
-			return nil, unexpected(err)
-		}
+	var frame bytes.Buffer
+	frame.Grow(min(int(size), firstRoom))
+	_, err := io.CopyN(&frame, r, int64(size))
+	if errors.Is(err, io.EOF) {
+		err = io.ErrUnexpectedEOF
 	}
-	return frame, nil
-}
-
-func unexpected(err error) error {
-	if err == io.EOF { //nolint:errorlint // ReadFull gives it bare
-		return io.ErrUnexpectedEOF
-	}
-	return err
+	return frame.Bytes(), err
 }
 
 // AgentFrame encodes a message of the agent protocol with its length before it.
@@ -91,18 +86,6 @@ func AgentCallFromFrame(frame []byte) (*kvportv1.AgentCall, error) {
 	}
 	if _, step := m.GetCall().(*kvportv1.AgentCall_Step); step != (m.GetId() == 0) {
 		return nil, malformed("a %T has id %d: a step has none, every other call has one", m.GetCall(), m.GetId())
-	}
-	return m, nil
-}
-
-// AgentAnswerFromFrame decodes what an agent sent. Errors wrap ErrMalformed.
-func AgentAnswerFromFrame(frame []byte) (*kvportv1.AgentAnswer, error) {
-	m := &kvportv1.AgentAnswer{}
-	if err := CheckSize(frame, m.ProtoReflect().Descriptor()); err != nil {
-		return nil, err
-	}
-	if err := proto.Unmarshal(frame, m); err != nil {
-		return nil, fmt.Errorf("answer: %w: %w", err, ErrMalformed)
 	}
 	return m, nil
 }
@@ -192,32 +175,4 @@ func gcd(a, b int64) int64 {
 		a, b = b, a%b
 	}
 	return a
-}
-
-// AttachToProto converts an Attach.
-func AttachToProto(a *Attach) *kvportv1.AgentAttach {
-	m := &kvportv1.AgentAttach{Version: AgentVersion, Side: a.Side, Engine: a.Engine}
-	if a.Side == kvportv1.Side_SIDE_WORKER {
-		m.Rank, m.World, m.Model, m.Shape, m.ShapeText = count(a.Rank), count(a.World), a.Model[:], a.Shape[:], a.ShapeText
-		m.Layout, m.Region, m.Hashes = LayoutToProto(&a.Layout), uint64(a.Region), a.Hashes
-		m.Events = a.Events
-	}
-	return m
-}
-
-// QueryFromProto converts one query.
-func QueryFromProto(m *kvportv1.Query) (connector.Query, error) { return queryFromProto(m) }
-
-// QueryToProto converts one query.
-func QueryToProto(q *connector.Query) *kvportv1.Query { return queryToProto(q) }
-
-// EndFromProto converts one ended request.
-func EndFromProto(m *kvportv1.Ended) (connector.Ended, error) { return endedFromProto(m) }
-
-// EndToProto converts one ended request.
-func EndToProto(e *connector.Ended) *kvportv1.Ended { return endedToProto(e) }
-
-// MatchToProto converts one match.
-func MatchToProto(m connector.Match) *kvportv1.Match {
-	return &kvportv1.Match{Tokens: count(m.Tokens), Groups: m.Groups, Async: m.Async, Later: m.Later}
 }

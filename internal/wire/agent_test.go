@@ -37,7 +37,7 @@ func frames(t testing.TB, calls ...*kvportv1.AgentCall) []byte {
 func TestAgentFrames(t *testing.T) {
 	want := agentAttach()
 	r := bytes.NewReader(frames(t,
-		&kvportv1.AgentCall{Id: 1, Call: &kvportv1.AgentCall_Attach{Attach: AttachToProto(want)}},
+		&kvportv1.AgentCall{Id: 1, Call: &kvportv1.AgentCall_Attach{Attach: attachToProto(want)}},
 		&kvportv1.AgentCall{Call: &kvportv1.AgentCall_Step{Step: StepToProto(&connector.Step{ID: 7})}},
 	))
 	frame, err := ReadFrame(r)
@@ -72,7 +72,7 @@ func TestAgentFrames(t *testing.T) {
 		_, err = AgentCallFromFrame(frames(t, c)[frameHead:])
 		require.ErrorIs(t, err, ErrMalformed)
 	}
-	old := AttachToProto(want)
+	old := attachToProto(want)
 	old.Version = 2
 	_, err = AttachFromProto(old)
 	require.ErrorContains(t, err, "attach.version is 2")
@@ -81,7 +81,7 @@ func TestAgentFrames(t *testing.T) {
 // FuzzAgentCall: whatever a process sends, reading it does not panic, and what is accepted is within the
 // limits.
 func FuzzAgentCall(f *testing.F) {
-	f.Add(frames(f, &kvportv1.AgentCall{Id: 1, Call: &kvportv1.AgentCall_Attach{Attach: AttachToProto(agentAttach())}}))
+	f.Add(frames(f, &kvportv1.AgentCall{Id: 1, Call: &kvportv1.AgentCall_Attach{Attach: attachToProto(agentAttach())}}))
 	f.Add(frames(f, &kvportv1.AgentCall{Call: &kvportv1.AgentCall_Step{Step: StepToProto(&connector.Step{ID: 1, Computed: []connector.Transfer{
 		{Request: "r", Tokens: 16, Blocks: []connector.Block{{ID: 1}}},
 	}})}}))
@@ -146,4 +146,15 @@ func TestApart(t *testing.T) {
 			require.ErrorIs(t, err, ErrMalformed)
 		}
 	}
+}
+
+// attachToProto converts an Attach.
+func attachToProto(a *Attach) *kvportv1.AgentAttach {
+	m := &kvportv1.AgentAttach{Version: AgentVersion, Side: a.Side, Engine: a.Engine}
+	if a.Side == kvportv1.Side_SIDE_WORKER {
+		m.Rank, m.World, m.Model, m.Shape, m.ShapeText = count(a.Rank), count(a.World), a.Model[:], a.Shape[:], a.ShapeText
+		m.Layout, m.Region, m.Hashes = LayoutToProto(&a.Layout), uint64(a.Region), a.Hashes
+		m.Events = a.Events
+	}
+	return m
 }

@@ -11,22 +11,24 @@ import (
 
 // QueriesToProto converts the argument of Match.
 func QueriesToProto(qs []connector.Query) *kvportv1.MatchRequest {
-	return &kvportv1.MatchRequest{Queries: each(qs, queryToProto)}
+	return &kvportv1.MatchRequest{Queries: each(qs, QueryToProto)}
 }
 
 // QueriesFromProto converts the argument of Match.
 func QueriesFromProto(m *kvportv1.MatchRequest) ([]connector.Query, error) {
-	return list("match.queries", m.GetQueries(), MaxQueries, queryFromProto)
+	return list("match.queries", m.GetQueries(), MaxQueries, QueryFromProto)
 }
 
-func queryToProto(q *connector.Query) *kvportv1.Query {
+// QueryToProto converts one query.
+func QueryToProto(q *connector.Query) *kvportv1.Query {
 	return &kvportv1.Query{
 		Request: string(q.Request), Tokens: count(q.Tokens), Keys: keysToProto(q.Keys),
 		Computed: count(q.Computed), Ticket: q.Ticket, Reshaped: count(q.Reshaped),
 	}
 }
 
-func queryFromProto(m *kvportv1.Query) (connector.Query, error) {
+// QueryFromProto converts one query.
+func QueryFromProto(m *kvportv1.Query) (connector.Query, error) {
 	q := connector.Query{Request: connector.RequestID(m.GetRequest()), Ticket: ticket(m.GetTicket())}
 	if err := short("request", m.GetRequest(), MaxName); err != nil {
 		return q, err
@@ -61,9 +63,12 @@ func ticket(b []byte) connector.Ticket {
 
 // MatchesToProto converts the answer of Match.
 func MatchesToProto(ms []connector.Match) *kvportv1.MatchResponse {
-	return &kvportv1.MatchResponse{Matches: each(ms, func(m *connector.Match) *kvportv1.Match {
-		return MatchToProto(*m)
-	})}
+	return &kvportv1.MatchResponse{Matches: each(ms, MatchToProto)}
+}
+
+// MatchToProto converts one match.
+func MatchToProto(m *connector.Match) *kvportv1.Match {
+	return &kvportv1.Match{Tokens: count(m.Tokens), Groups: m.Groups, Async: m.Async, Later: m.Later}
 }
 
 // MatchesFromProto converts the answer of Match to want queries (rule SCHED-01).
@@ -86,15 +91,7 @@ func TransferToProto(t *connector.Transfer) *kvportv1.Transfer {
 }
 
 // TransferFromProto converts a Transfer.
-func TransferFromProto(m *kvportv1.Transfer) (*connector.Transfer, error) {
-	t, err := transferFromProto(m)
-	if err != nil {
-		return nil, err
-	}
-	return &t, nil
-}
-
-func transferFromProto(m *kvportv1.Transfer) (connector.Transfer, error) {
+func TransferFromProto(m *kvportv1.Transfer) (connector.Transfer, error) {
 	t := connector.Transfer{
 		Request: connector.RequestID(m.GetRequest()), Ticket: ticket(m.GetTicket()),
 		Extra: ticket(m.GetExtra()), Replace: m.GetReplace(), Tenant: m.GetTenant(),
@@ -121,22 +118,24 @@ func transferFromProto(m *kvportv1.Transfer) (connector.Transfer, error) {
 
 // EndedToProto converts the argument of Finish.
 func EndedToProto(ended []connector.Ended) *kvportv1.FinishRequest {
-	return &kvportv1.FinishRequest{Ended: each(ended, endedToProto)}
+	return &kvportv1.FinishRequest{Ended: each(ended, EndToProto)}
 }
 
 // EndedFromProto converts the argument of Finish.
 func EndedFromProto(m *kvportv1.FinishRequest) ([]connector.Ended, error) {
-	return list("finish.ended", m.GetEnded(), MaxQueries, endedFromProto)
+	return list("finish.ended", m.GetEnded(), MaxQueries, EndFromProto)
 }
 
-func endedToProto(e *connector.Ended) *kvportv1.Ended {
+// EndToProto converts one ended request.
+func EndToProto(e *connector.Ended) *kvportv1.Ended {
 	return &kvportv1.Ended{
 		Request: string(e.Request), Reason: kvportv1.Reason(e.Reason), Tokens: count(e.Tokens),
 		Blocks: BlocksToProto(e.Blocks), Remote: e.Remote, Weak: e.Weak,
 	}
 }
 
-func endedFromProto(m *kvportv1.Ended) (connector.Ended, error) {
+// EndFromProto converts one ended request.
+func EndFromProto(m *kvportv1.Ended) (connector.Ended, error) {
 	e := connector.Ended{Request: connector.RequestID(m.GetRequest()), Reason: connector.Reason(m.GetReason()), Remote: m.GetRemote(), Weak: m.GetWeak()}
 	if m.GetReason() < kvportv1.Reason_REASON_STOP || m.GetReason() > kvportv1.Reason_REASON_ERROR {
 		return e, malformed("reason is %d", m.GetReason())
@@ -214,10 +213,10 @@ func ConsumedFromProto(m *kvportv1.ConsumedResponse) ([]connector.HoldID, error)
 // StepToProto converts the argument of Plan.
 func StepToProto(s *connector.Step) *kvportv1.Step {
 	return &kvportv1.Step{
-		Id: s.ID, Arrived: each(s.Arrived, queryToProto),
+		Id: s.ID, Arrived: each(s.Arrived, QueryToProto),
 		Admitted: each(s.Admitted, TransferToProto), Computed: each(s.Computed, TransferToProto),
 		Preempted: each(s.Preempted, func(r *connector.RequestID) string { return string(*r) }),
-		Ended:     each(s.Ended, endedToProto),
+		Ended:     each(s.Ended, EndToProto),
 	}
 }
 
@@ -225,19 +224,19 @@ func StepToProto(s *connector.Step) *kvportv1.Step {
 func StepFromProto(m *kvportv1.Step) (*connector.Step, error) {
 	s := &connector.Step{ID: m.GetId()}
 	var err error
-	if s.Arrived, err = list("plan.arrived", m.GetArrived(), MaxQueries, queryFromProto); err != nil {
+	if s.Arrived, err = list("plan.arrived", m.GetArrived(), MaxQueries, QueryFromProto); err != nil {
 		return nil, err
 	}
-	if s.Admitted, err = list("plan.admitted", m.GetAdmitted(), MaxQueries, transferFromProto); err != nil {
+	if s.Admitted, err = list("plan.admitted", m.GetAdmitted(), MaxQueries, TransferFromProto); err != nil {
 		return nil, err
 	}
-	if s.Computed, err = list("plan.computed", m.GetComputed(), MaxQueries, transferFromProto); err != nil {
+	if s.Computed, err = list("plan.computed", m.GetComputed(), MaxQueries, TransferFromProto); err != nil {
 		return nil, err
 	}
 	if s.Preempted, err = list("plan.preempted", m.GetPreempted(), MaxQueries, requestFromProto); err != nil {
 		return nil, err
 	}
-	s.Ended, err = list("plan.ended", m.GetEnded(), MaxQueries, endedFromProto)
+	s.Ended, err = list("plan.ended", m.GetEnded(), MaxQueries, EndFromProto)
 	return s, err
 }
 
@@ -258,10 +257,10 @@ func PlanToProto(p *connector.Plan) *kvportv1.Plan {
 func PlanFromProto(m *kvportv1.Plan) (*connector.Plan, error) {
 	p := &connector.Plan{}
 	var err error
-	if p.Loads, err = list("plan.loads", m.GetLoads(), 2*MaxQueries, transferFromProto); err != nil {
+	if p.Loads, err = list("plan.loads", m.GetLoads(), 2*MaxQueries, TransferFromProto); err != nil {
 		return nil, err
 	}
-	p.Saves, err = list("plan.saves", m.GetSaves(), 2*MaxQueries, transferFromProto)
+	p.Saves, err = list("plan.saves", m.GetSaves(), 2*MaxQueries, TransferFromProto)
 	return p, err
 }
 
@@ -358,7 +357,7 @@ func SaveLayersFromProto(m *kvportv1.SaveLayers) (*SaveLayers, error) {
 		return nil, malformed("counter %d of call %d, there are %d", m.GetSlot(), m.GetCall(), MaxCounters)
 	}
 	t, err := TransferFromProto(m.GetTransfer())
-	return &SaveLayers{Transfer: t, Slot: int(m.GetSlot()), Call: m.GetCall()}, err
+	return &SaveLayers{Transfer: &t, Slot: int(m.GetSlot()), Call: m.GetCall()}, err
 }
 
 func statInfoToProto(s *connector.StatInfo) *kvportv1.StatInfo {

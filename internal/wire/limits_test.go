@@ -265,8 +265,8 @@ func FuzzSessionRequest(f *testing.F) {
 			require.LessOrEqual(t, len(q.Keys), len(data)/keySize, "no more than was sent")
 		}
 		for _, m := range []*kvportv1.Transfer{m.GetLoad(), m.GetSave()} {
-			if tr, ok := trip(t, m, TransferFromProto, TransferToProto); ok {
-				saneTransfers(t, len(data), *tr)
+			if tr, ok := trip(t, m, TransferFromProto, func(x connector.Transfer) *kvportv1.Transfer { return TransferToProto(&x) }); ok {
+				saneTransfers(t, len(data), tr)
 			}
 		}
 		if step, ok := trip(t, m.GetPlan(), StepFromProto, StepToProto); ok {

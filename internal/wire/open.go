@@ -306,17 +306,13 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 	if s := m.GetScope(); s < kvportv1.Scope_SCOPE_ENGINE || s > kvportv1.Scope_SCOPE_SHARED {
 		return connector.Info{}, malformed("describe: scope is %d", s)
 	}
-	if m.GetArenaBytes() > MaxArena {
-		return connector.Info{}, malformed("describe: arena_bytes is %d, limit %d", m.GetArenaBytes(), int64(MaxArena))
-	}
-	if m.GetArenaBlocks() > MaxArena {
-		return connector.Info{}, malformed("describe: arena_blocks is %d, limit %d", m.GetArenaBlocks(), int64(MaxArena))
+	for field, n := range map[string]uint64{"bytes": m.GetArenaBytes(), "blocks": m.GetArenaBlocks(), "block_tokens": m.GetArenaBlockTokens()} {
+		if n > MaxArena {
+			return connector.Info{}, malformed("describe: arena_%s is %d, limit %d", field, n, int64(MaxArena))
+		}
 	}
 	if err := short("describe: arena_field", m.GetArenaField(), MaxName); err != nil {
 		return connector.Info{}, err
-	}
-	if m.GetArenaBlockTokens() > MaxArena {
-		return connector.Info{}, malformed("describe: arena_block_tokens is %d, limit %d", m.GetArenaBlockTokens(), int64(MaxArena))
 	}
 	stats, err := statsFromProto(m.GetStats())
 	if err != nil {
@@ -351,8 +347,8 @@ type Manifest struct {
 // NewManifest is the manifest of p. info describes p for one config, or is nil.
 func NewManifest(p *connector.Plugin, info *connector.Info) *Manifest {
 	m := &Manifest{
-		Name: p.Name, Aliases: list0(p.Aliases), Version: p.Version, ProtocolVersions: []int{ProtocolVersion},
-		Capabilities: p.Capabilities.Names(), Environment: list0(p.Environment), ConfigSchema: p.Schema,
+		Name: p.Name, Aliases: append([]string{}, p.Aliases...), Version: p.Version, ProtocolVersions: []int{ProtocolVersion},
+		Capabilities: p.Capabilities.Names(), Environment: append([]string{}, p.Environment...), ConfigSchema: p.Schema,
 	}
 	if info != nil {
 		m.Capabilities, m.Scope = info.Capabilities.Names(), info.Scope.String()
@@ -389,12 +385,4 @@ func (m *Manifest) Speaks(version int) bool { return slices.Contains(m.ProtocolV
 // Answers reports whether kv_connector may call the plugin by name.
 func (m *Manifest) Answers(name string) bool {
 	return m.Name == name || slices.Contains(m.Aliases, name)
-}
-
-// list0 prints as [] and not as null.
-func list0(s []string) []string {
-	if s == nil {
-		return []string{}
-	}
-	return s
 }

@@ -99,7 +99,7 @@ func TestCallsRoundTrip(t *testing.T) {
 		transfer := genTransfer().Draw(t, "transfer")
 		gotTransfer, err := TransferFromProto(over(t, TransferToProto(&transfer)))
 		require.NoError(t, err)
-		require.Equal(t, &transfer, gotTransfer)
+		require.Equal(t, transfer, gotTransfer)
 
 		layers := &SaveLayers{Transfer: &transfer, Slot: rapid.IntRange(0, MaxCounters-1).Draw(t, "slot"), Call: rapid.Uint32Min(1).Draw(t, "call")}
 		gotLayers, err := SaveLayersFromProto(over(t, SaveLayersToProto(layers)))

@@ -14,14 +14,14 @@ import "unsafe"
 // library is the table of the library's functions, in C's memory. Its methods are the calls, one to one.
 type library struct{ table *C.cx_table }
 
-func load(path string) (*library, error) {
+func load(path string) (*library, *failure) {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
 	var reason, symbol *C.char
 	table := C.kvport_cuda_load(name, &reason, &symbol)
 	if table == nil {
 		defer C.free(unsafe.Pointer(reason))
-		return nil, &LoadError{Path: path, Symbol: C.GoString(symbol), Reason: C.GoString(reason), Mend: mendMissing}
+		return nil, binding().Fail(path, C.GoString(symbol), C.GoString(reason))
 	}
 	return &library{table}, nil
 }

@@ -10,9 +10,9 @@ package cuda
 import (
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
 	"unsafe"
+
+	"github.com/kvport/kvport/native/internal/loader"
 )
 
 // CodeError is an error code of the CUDA runtime's.
@@ -126,23 +126,13 @@ var (
 )
 
 // LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
-type LoadError struct {
-	Path   string // the library
-	Symbol string // the function that the library lacks, "" if that is not the trouble
-	Reason string // what was found wrong
-	Mend   string // what to do
-}
+type LoadError struct{ failure }
 
-// Error is the reason, with its mend.
-func (e *LoadError) Error() string {
-	if e.Symbol != "" {
-		return fmt.Sprintf("cuda: %s has no function %s: %s", e.Path, e.Symbol, e.Mend)
-	}
-	return fmt.Sprintf("cuda: cannot load %s: %s: %s", e.Path, e.Reason, e.Mend)
-}
+type failure = loader.Failure
 
-// Unwrap is ErrUnavailable.
-func (e *LoadError) Unwrap() error { return ErrUnavailable }
+func binding() *loader.Binding {
+	return &loader.Binding{Name: "cuda", EnvDir: EnvDir, Unavailable: ErrUnavailable, Mend: mendMissing}
+}
 
 // EnvDir names the environment variable with the folder that Open looks in first.
 const EnvDir = "KVPORT_CUDA_DIR"
@@ -158,25 +148,11 @@ type Library struct {
 // Open loads the library from dir. If dir is empty it takes the folder that KVPORT_CUDA_DIR names; without
 // that, what the system's loader finds. Its errors are a *LoadError. It needs no GPU.
 func Open(dir string) (*Library, error) {
-	if dir == "" {
-		dir = os.Getenv(EnvDir)
+	lib, path, failed := loader.First(binding(), dir, load, "libcudart.so.13", "libcudart.so.12", "libcudart.so")
+	if failed != nil {
+		return nil, &LoadError{*failed}
 	}
-	var err error
-	for _, name := range [...]string{"libcudart.so.13", "libcudart.so.12", "libcudart.so"} {
-		path := name
-		if dir != "" {
-			path = filepath.Join(dir, name)
-		}
-		var lib *library
-		if lib, err = load(path); err == nil {
-			return &Library{path, lib}, nil
-		}
-		var failed *LoadError
-		if errors.As(err, &failed) && failed.Symbol != "" {
-			break
-		}
-	}
-	return nil, err
+	return &Library{path, lib}, nil
 }
 
 // Path is what was loaded.

@@ -6,8 +6,8 @@ package cuda
 
 type library struct{}
 
-func load(path string) (*library, error) {
-	return nil, &LoadError{Path: path, Reason: "this program was built without cgo or for another system", Mend: "build it on Linux on amd64 or arm64, with gcc and CGO_ENABLED=1"}
+func load(path string) (*library, *failure) {
+	return nil, binding().NotBuilt(path)
 }
 
 func (*library) version() (int, error)                { return 0, ErrUnavailable }

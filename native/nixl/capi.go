@@ -29,7 +29,7 @@ var _ = [1]struct{}{}[unsafe.Sizeof(Region{})-unsafe.Sizeof(C.nx_region{})]
 // check nothing.
 type library struct{ table *C.nx_table }
 
-func load(path string) (*library, error) {
+func load(path string) (*library, *failure) {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
 	var reason, symbol *C.char

@@ -43,7 +43,6 @@
 package nixl
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -51,7 +50,7 @@ import (
 	"strings"
 	"unsafe"
 
-	"github.com/kvport/kvport/native/internal/wheel"
+	"github.com/kvport/kvport/native/internal/loader"
 )
 
 // Errors that NIXL's calls end with, wrapped in what was asked for: match them with errors.Is.
@@ -153,26 +152,13 @@ func (r Region) Slice(offset, n uint64) (Region, error) {
 var ErrUnavailable = errors.New("NIXL is not available")
 
 // LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
-type LoadError struct {
-	Path   string // the library, "" if none was found
-	Symbol string // the function that the library lacks, "" if that is not the trouble
-	Reason string // what was found wrong
-	Mend   string // what to do
-}
+type LoadError struct{ failure }
 
-// Error is the reason, with its mend.
-func (e *LoadError) Error() string {
-	switch {
-	case e.Symbol != "":
-		return fmt.Sprintf("nixl: %s has no function %s: %s", e.Path, e.Symbol, e.Mend)
-	case e.Path != "":
-		return fmt.Sprintf("nixl: cannot load %s: %s: %s", e.Path, e.Reason, e.Mend)
-	}
-	return fmt.Sprintf("nixl: %s: %s", e.Reason, e.Mend)
-}
+type failure = loader.Failure
 
-// Unwrap is ErrUnavailable.
-func (e *LoadError) Unwrap() error { return ErrUnavailable }
+func binding() *loader.Binding {
+	return &loader.Binding{Name: "nixl", EnvDir: EnvDir, Unavailable: ErrUnavailable, Mend: mendMissing}
+}
 
 // EnvDir names the environment variable with the folder that Open looks in first.
 const EnvDir = "NIXL_LIB_DIR"
@@ -194,36 +180,23 @@ type Library struct {
 // program's own folder, or, for a program in kvport's wheel, the one that pip unpacks wheels into; without that,
 // what the system's loader finds. Its errors are a *LoadError.
 func Open(dir string) (*Library, error) {
-	path, err := find(dir)
-	if err != nil {
-		return nil, err
+	path, failed := binding().Locate(dir, libraryName, libraryName, within)
+	if failed == nil {
+		// Without the second, freed memory stays registered; vLLM sets the same.
+		failed = binding().Default(path, [2]string{"UCX_LOG_FILE", "stderr"}, [2]string{"UCX_RCACHE_MAX_UNRELEASED", "1024"})
 	}
-	if err := defaults(); err != nil {
-		return nil, &LoadError{Path: path, Reason: err.Error(), Mend: "check the environment"}
+	var lib *library
+	if failed == nil {
+		lib, failed = load(path)
 	}
-	lib, err := load(path)
-	if err != nil {
-		return nil, err
+	if failed != nil {
+		return nil, &LoadError{*failed}
 	}
 	return &Library{path: path, lib: lib}, nil
 }
 
 // Path is the file that was loaded.
 func (l *Library) Path() string { return l.path }
-
-// find is the path of the library: absolute, or its bare name for the loader to look for.
-func find(dir string) (string, error) {
-	if dir == "" {
-		dir = os.Getenv(EnvDir)
-	}
-	if dir != "" {
-		if path := within(dir); path != "" {
-			return path, nil
-		}
-		return "", &LoadError{Reason: fmt.Sprintf("no %s in %s", libraryName, dir), Mend: mendMissing}
-	}
-	return cmp.Or(wheel.Find(within), libraryName), nil
-}
 
 // within is the absolute path of the library in a folder, or in that of an unpacked wheel; "" if there
 // is none.
@@ -247,23 +220,9 @@ func within(dir string) string {
 	return ""
 }
 
-// defaults sets what UCX reads from the environment, where the user has not.
-func defaults() error {
-	var errs []error
-	for _, v := range [...][2]string{
-		{"UCX_LOG_FILE", "stderr"},
-		{"UCX_RCACHE_MAX_UNRELEASED", "1024"}, // otherwise freed memory stays registered; vLLM sets the same
-	} {
-		if _, set := os.LookupEnv(v[0]); !set {
-			errs = append(errs, os.Setenv(v[0], v[1]))
-		}
-	}
-	return errors.Join(errs...)
-}
-
 // loadError explains what the loader said.
-func loadError(path, symbol, reason string) error {
-	e := &LoadError{Path: path, Symbol: symbol, Reason: reason, Mend: mendMissing}
+func loadError(path, symbol, reason string) *failure {
+	e := binding().Fail(path, symbol, reason)
 	switch {
 	case symbol != "":
 		e.Mend = mendVersion

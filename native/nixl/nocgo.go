@@ -10,8 +10,8 @@ type handle = unsafe.Pointer
 
 type library struct{}
 
-func load(path string) (*library, error) {
-	return nil, &LoadError{Path: path, Reason: "this program was built without cgo or for another system", Mend: "build it on Linux on amd64 or arm64, with gcc and CGO_ENABLED=1"}
+func load(path string) (*library, *failure) {
+	return nil, binding().NotBuilt(path)
 }
 
 func (*library) newAgent(string, Options) (handle, error)            { return nil, ErrUnavailable }

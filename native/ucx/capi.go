@@ -24,7 +24,7 @@ type handle = unsafe.Pointer
 // nothing, and the caller sees to it that those of one worker take turns.
 type library struct{ table *C.ux_table }
 
-func load(path string) (*library, error) {
+func load(path string) (*library, *failure) {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
 	var reason, symbol *C.char

@@ -22,7 +22,6 @@
 package ucx
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -30,7 +29,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kvport/kvport/native/internal/wheel"
+	"github.com/kvport/kvport/native/internal/loader"
 )
 
 // Errors of this package; those of UCX itself are a StatusError.
@@ -74,26 +73,13 @@ func (e StatusError) Error() string {
 }
 
 // LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
-type LoadError struct {
-	Path   string // the library, "" if none was found
-	Symbol string // the function that the library lacks, "" if that is not the trouble
-	Reason string // what was found wrong
-	Mend   string // what to do
-}
+type LoadError struct{ failure }
 
-// Error is the reason, with its mend.
-func (e *LoadError) Error() string {
-	switch {
-	case e.Symbol != "":
-		return fmt.Sprintf("ucx: %s has no function %s: %s", e.Path, e.Symbol, e.Mend)
-	case e.Path != "":
-		return fmt.Sprintf("ucx: cannot load %s: %s: %s", e.Path, e.Reason, e.Mend)
-	}
-	return fmt.Sprintf("ucx: %s: %s", e.Reason, e.Mend)
-}
+type failure = loader.Failure
 
-// Unwrap is ErrUnavailable.
-func (e *LoadError) Unwrap() error { return ErrUnavailable }
+func binding() *loader.Binding {
+	return &loader.Binding{Name: "ucx", EnvDir: EnvDir, Unavailable: ErrUnavailable, Mend: mendMissing}
+}
 
 // EnvDir names the environment variable with the folder that Open looks in first. (It does not begin with
 // UCX_: UCX complains about variables that it does not know.)
@@ -115,18 +101,16 @@ type Library struct {
 // folder, or, for a program in kvport's wheel, the one that pip unpacks wheels into; without that, what the
 // system's loader finds. Its errors are a *LoadError.
 func Open(dir string) (*Library, error) {
-	path, err := find(dir)
-	if err != nil {
-		return nil, err
+	path, failed := binding().Locate(dir, "libucp", systemName, within)
+	if failed == nil {
+		failed = binding().Default(path, [2]string{"UCX_LOG_FILE", "stderr"})
 	}
-	if _, set := os.LookupEnv("UCX_LOG_FILE"); !set {
-		if err := os.Setenv("UCX_LOG_FILE", "stderr"); err != nil {
-			return nil, &LoadError{Path: path, Reason: err.Error(), Mend: "check the environment"}
-		}
+	var lib *library
+	if failed == nil {
+		lib, failed = load(path)
 	}
-	lib, err := load(path)
-	if err != nil {
-		return nil, err
+	if failed != nil {
+		return nil, &LoadError{*failed}
 	}
 	return &Library{path: path, lib: lib}, nil
 }
@@ -136,19 +120,6 @@ func (l *Library) Path() string { return l.path }
 
 // Version is UCX's, as in "1.23.0".
 func (l *Library) Version() string { return l.lib.version() }
-
-func find(dir string) (string, error) {
-	if dir == "" {
-		dir = os.Getenv(EnvDir)
-	}
-	if dir != "" {
-		if path := within(dir); path != "" {
-			return path, nil
-		}
-		return "", &LoadError{Reason: "no libucp in " + dir, Mend: mendMissing}
-	}
-	return cmp.Or(wheel.Find(within), systemName), nil
-}
 
 // within is the absolute path of libucp in a folder, or in that of an unpacked wheel; "" if there is none.
 func within(dir string) string {
@@ -168,8 +139,8 @@ func within(dir string) string {
 	return ""
 }
 
-func loadError(path, symbol, reason string) error {
-	e := &LoadError{Path: path, Symbol: symbol, Reason: reason, Mend: mendMissing}
+func loadError(path, symbol, reason string) *failure {
+	e := binding().Fail(path, symbol, reason)
 	if symbol != "" {
 		e.Mend = "it is older than UCX 1.22; " + mendMissing
 	}

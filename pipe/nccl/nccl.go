@@ -15,11 +15,11 @@ package nccl
 import (
 	"context"
 	"crypto/tls"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -137,65 +137,31 @@ func (n *Network) shake(ctx context.Context, conn net.Conn, dialer bool) (pipe.L
 	if err != nil {
 		return pipe.Link{}, err
 	}
-	mine := hello{room: m.room, seed: staged.Seed()}
+	var ids [2]native.ID // of the communicators, the one to the listener first; the dialer makes them
 	if dialer {
-		for i := range mine.ids {
-			if mine.ids[i], err = m.nccl.NewID(); err != nil {
+		for i := range ids {
+			if ids[i], err = m.nccl.NewID(); err != nil {
 				return pipe.Link{}, err
 			}
 		}
 	}
-	b, err := staged.Exchange(ctx, conn, mine.encode())
+	theirs, o, err := m.room.Meet(ctx, conn, "nccl", slices.Concat(ids[0][:], ids[1][:]))
+	if err == nil && len(theirs) != 2*idSize {
+		err = fmt.Errorf("the peer's hello has %d bytes of ids: %w", len(theirs), connector.ErrIncompatible)
+	}
 	if err != nil {
 		return pipe.Link{}, err
 	}
-	theirs, err := parseHello(b)
-	if err != nil {
-		return pipe.Link{}, err
-	}
-	if err := m.room.Agree(theirs.room); err != nil {
-		return pipe.Link{}, err
-	}
-	ids := mine.ids
 	if !dialer {
-		ids = theirs.ids
+		ids = [2]native.ID{native.ID(theirs[:idSize]), native.ID(theirs[idSize:])}
 	}
-	mv, err := m.join(ctx, ids, dialer, staged.Patience(n.Patience))
+	o.Early, o.Patience, o.NoDigest = true, staged.Patience(n.Patience), n.NoDigest
+	mv, err := m.join(ctx, ids, dialer, o.Patience)
 	if err != nil {
 		return pipe.Link{}, err
 	}
 	n.links.Add(1)
-	return staged.New(conn, mv, staged.Options{
-		Room: m.room, Early: true, Patience: staged.Patience(n.Patience), NoDigest: n.NoDigest, SeedOut: mine.seed, SeedIn: theirs.seed,
-	}, n.links.Done), nil
+	return staged.New(conn, mv, o, n.links.Done), nil
 }
 
-// hello is what the ends of a link tell each other.
-type hello struct {
-	room staged.Room
-	seed uint64       // for the digests that this end sends
-	ids  [2]native.ID // from the dialer: the ids of the communicators, the one to the listener first
-}
-
-const (
-	idSize    = len(native.ID{})
-	helloSize = 4 + 4 + 4 + 8 + 2*idSize // protocol, piece, slots, seed, ids
-)
-
-func (h *hello) encode() []byte {
-	b := append(make([]byte, 0, helloSize), "nccl"...)
-	b = binary.LittleEndian.AppendUint32(b, uint32(h.room.Piece))
-	b = binary.LittleEndian.AppendUint32(b, uint32(h.room.Slots))
-	b = binary.LittleEndian.AppendUint64(b, h.seed)
-	return append(append(b, h.ids[0][:]...), h.ids[1][:]...)
-}
-
-func parseHello(b []byte) (*hello, error) {
-	if len(b) != helloSize || string(b[:4]) != "nccl" {
-		return nil, fmt.Errorf("the peer does not speak NCCL: %w", connector.ErrIncompatible)
-	}
-	return &hello{
-		room: staged.Room{Piece: int(binary.LittleEndian.Uint32(b[4:])), Slots: int(binary.LittleEndian.Uint32(b[8:]))}, seed: binary.LittleEndian.Uint64(b[12:]),
-		ids: [2]native.ID{native.ID(b[20 : 20+idSize]), native.ID(b[20+idSize:])},
-	}, nil
-}
+const idSize = len(native.ID{})

@@ -9,7 +9,6 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/native/cuda"
-	"github.com/kvport/kvport/pipe/internal/staged"
 	"github.com/kvport/kvport/pipe/pipetest"
 )
 
@@ -58,16 +57,4 @@ func TestStayLocal(t *testing.T) {
 	t.Setenv(name, "eth0")
 	require.NoError(t, stayLocal(""))
 	require.Equal(t, "eth0", os.Getenv(name), "what is set stays")
-}
-
-func FuzzHello(f *testing.F) {
-	f.Add((&hello{room: staged.Room{Piece: 1, Slots: 2}, seed: 3}).encode())
-	f.Fuzz(func(t *testing.T, b []byte) {
-		h, err := parseHello(b)
-		if err != nil {
-			require.ErrorIs(t, err, connector.ErrIncompatible)
-			return
-		}
-		require.Equal(t, b, h.encode())
-	})
 }

@@ -2,6 +2,7 @@ package pipetest
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -25,12 +26,7 @@ type rig struct {
 }
 
 func open(t T, h Harness) *rig {
-	if h.Bound == 0 {
-		h.Bound = defaultBound
-	}
-	if h.Large == 0 {
-		h.Large = defaultLarge
-	}
+	h.Bound, h.Large = cmp.Or(h.Bound, defaultBound), cmp.Or(h.Large, defaultLarge)
 	r := &rig{T: t, Harness: h, Ends: h.Open(t), rand: rand.New(rand.NewPCG(1, 2))}
 	t.Cleanup(func() {
 		_ = r.Out.Close()

@@ -7,6 +7,7 @@
 package shm
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -45,10 +46,7 @@ const (
 )
 
 func (n *Network) ring() (int, error) {
-	size := n.Ring
-	if size == 0 {
-		size = defaultRing
-	}
+	size := cmp.Or(n.Ring, defaultRing)
 	return size, checkRing(uint64(size)) //nolint:gosec // a negative size is too large
 }
 

@@ -167,11 +167,8 @@ func (r *frameReader) fill(p *prefix, spans [][]byte) error {
 	for _, s := range spans {
 		for len(s) > 0 {
 			n := min(len(s), piece)
-			if _, err := io.ReadFull(r.in, s[:n]); err != nil {
+			if err := r.part(p, s[:n]); err != nil {
 				return err
-			}
-			if p.flags&flagDigest != 0 {
-				_, _ = r.hash.Write(s[:n])
 			}
 			s = s[n:]
 		}

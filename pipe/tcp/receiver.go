@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"time"
 
@@ -227,5 +226,3 @@ func (r *receiver) Close() error {
 	r.finish(pipe.ErrClosed)
 	return nil //nolint:nilerr // over is why the pipe had already ended
 }
-
-func readFull(conn net.Conn, b []byte) (int, error) { return io.ReadFull(conn, b) }

@@ -17,6 +17,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"slices"
 	"sync"
@@ -210,7 +211,7 @@ func (l *listener) greet(ctx context.Context, raw net.Conn, to *pipe.Acceptor) e
 		return err
 	}
 	var b [helloSize]byte
-	if _, err := readFull(conn, b[:]); err != nil {
+	if _, err := io.ReadFull(conn, b[:]); err != nil {
 		return err
 	}
 	h, err := parseHello(b[:])

@@ -144,56 +144,41 @@ func (n *Network) shake(ctx context.Context, conn net.Conn, _ bool) (_ pipe.Link
 			e.links.Done()
 		}
 	}()
-	mine := hello{room: e.room, seed: staged.Seed(), landing: m.slab.address() + uint64(e.half()), key: m.slab.key, worker: e.address}
-	b, err := staged.Exchange(ctx, conn, mine.encode())
+	mine := hello{landing: m.slab.address() + uint64(e.half()), key: m.slab.key, worker: e.address}
+	b, o, err := e.room.Meet(ctx, conn, "ucx", mine.encode())
 	if err != nil {
 		return pipe.Link{}, err
 	}
-	theirs, err := parseHello(b)
-	if err != nil {
+	if m.peer, err = parseHello(b); err != nil {
 		return pipe.Link{}, err
 	}
-	if err := e.room.Agree(theirs.room); err != nil {
-		return pipe.Link{}, err
-	}
-	m.peer = theirs
-	return staged.New(conn, m, staged.Options{
-		Room: e.room, Patience: staged.Patience(n.Patience), NoDigest: n.NoDigest, SeedOut: mine.seed, SeedIn: theirs.seed,
-	}, e.links.Done), nil
+	o.Patience, o.NoDigest = m.patience, n.NoDigest
+	return staged.New(conn, m, o, e.links.Done), nil
 }
 
 // hello is what the ends of a link tell each other.
 type hello struct {
-	room    staged.Room
-	seed    uint64 // for the digests that this end sends
 	landing uint64 // address of the landing memory
 	key     []byte // opens the landing memory
 	worker  []byte // address of UCX's worker
 }
 
-// helloHead is the size of the fixed part: protocol, piece, slots, seed, landing, length of key.
-const helloHead = 3 + 4 + 4 + 8 + 8 + 2
+// helloHead is the size of the fixed part: landing, length of key.
+const helloHead = 8 + 2
 
 func (h *hello) encode() []byte {
-	b := append(make([]byte, 0, helloHead+len(h.key)+len(h.worker)), "ucx"...)
-	b = binary.LittleEndian.AppendUint32(b, uint32(h.room.Piece))
-	b = binary.LittleEndian.AppendUint32(b, uint32(h.room.Slots))
-	b = binary.LittleEndian.AppendUint64(b, h.seed)
-	b = binary.LittleEndian.AppendUint64(b, h.landing)
+	b := binary.LittleEndian.AppendUint64(make([]byte, 0, helloHead+len(h.key)+len(h.worker)), h.landing)
 	b = binary.LittleEndian.AppendUint16(b, uint16(len(h.key)))
 	return append(append(b, h.key...), h.worker...)
 }
 
 func parseHello(b []byte) (*hello, error) {
-	if len(b) < helloHead || string(b[:3]) != "ucx" {
-		return nil, fmt.Errorf("the peer does not speak UCX: %w", connector.ErrIncompatible)
+	if len(b) < helloHead {
+		return nil, fmt.Errorf("the peer's hello has %d bytes: %w", len(b), connector.ErrIncompatible)
 	}
-	h := &hello{room: staged.Room{Piece: int(binary.LittleEndian.Uint32(b[3:])), Slots: int(binary.LittleEndian.Uint32(b[7:]))}}
-	h.seed, h.landing = binary.LittleEndian.Uint64(b[11:]), binary.LittleEndian.Uint64(b[19:])
-	n, rest := int(binary.LittleEndian.Uint16(b[27:])), b[helloHead:]
+	n, rest := int(binary.LittleEndian.Uint16(b[8:])), b[helloHead:]
 	if n == 0 || n >= len(rest) {
 		return nil, fmt.Errorf("the peer's hello has a key of %d bytes in %d: %w", n, len(rest), connector.ErrIncompatible)
 	}
-	h.key, h.worker = rest[:n], rest[n:]
-	return h, nil
+	return &hello{landing: binary.LittleEndian.Uint64(b), key: rest[:n], worker: rest[n:]}, nil
 }

@@ -21,7 +21,6 @@ import (
 	"github.com/kvport/kvport/connector"
 	native "github.com/kvport/kvport/native/ucx"
 	"github.com/kvport/kvport/pipe"
-	"github.com/kvport/kvport/pipe/internal/staged"
 	"github.com/kvport/kvport/pipe/pipetest"
 	"github.com/kvport/kvport/verify/testkit"
 )
@@ -255,7 +254,7 @@ func TestNoPort(t *testing.T) {
 }
 
 func FuzzHello(f *testing.F) {
-	f.Add((&hello{room: staged.Room{Piece: 1, Slots: 2}, seed: 3, landing: 4, key: []byte("key"), worker: []byte("worker")}).encode())
+	f.Add((&hello{landing: 4, key: []byte("key"), worker: []byte("worker")}).encode())
 	f.Fuzz(func(t *testing.T, b []byte) {
 		h, err := parseHello(b)
 		if err != nil {

@@ -1,6 +1,7 @@
 package remote
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -230,10 +231,7 @@ func (o *Options) explain(ctx context.Context, err error) error {
 func (o *Options) configError(err error) error {
 	switch causeOf(err) {
 	case causeRefused:
-		user := o.Username
-		if user == "" {
-			user = "default"
-		}
+		user := cmp.Or(o.Username, "default")
 		return fmt.Errorf("%s: server %s refuses user %q: %w: %w", o.CredentialField, o.where(), user, o.scrub(err), connector.ErrIncompatible)
 	case causeMode:
 		return fmt.Errorf("url: server %s is of another kind, write redis-cluster:// for a cluster, redis:// for one server and a database that it has: %w: %w",

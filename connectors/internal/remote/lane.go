@@ -69,19 +69,9 @@ func newLane(o *Options) *lane {
 	dial := func(ctx context.Context, network, address string) (net.Conn, error) {
 		return l.dial(ctx, o, network, address)
 	}
-	if o.Cluster {
-		l.client = redis.NewClusterClient(&redis.ClusterOptions{
-			Addrs: o.Addresses, Dialer: dial, Username: o.Username, Password: o.Password,
-			ContextTimeoutEnabled: true, MaxRetries: -1, MaxRedirects: 3, DialerRetries: 1,
-			DialTimeout: o.Timeout, ReadTimeout: o.Timeout, WriteTimeout: o.Timeout,
-			PoolSize: poolSize, DisableIdentity: true, Protocol: 2,
-			MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
-		})
-		return l
-	}
-	l.client = redis.NewClient(&redis.Options{
-		Network: o.Network, Addr: o.Addresses[0], Dialer: dial, Username: o.Username, Password: o.Password, DB: o.DB,
-		ContextTimeoutEnabled: true, MaxRetries: -1, DialerRetries: 1,
+	l.client = redis.NewUniversalClient(&redis.UniversalOptions{
+		Addrs: o.Addresses, IsClusterMode: o.Cluster, Dialer: dial, Username: o.Username, Password: o.Password, DB: o.DB,
+		ContextTimeoutEnabled: true, MaxRetries: -1, MaxRedirects: 3, DialerRetries: 1,
 		DialTimeout: o.Timeout, ReadTimeout: o.Timeout, WriteTimeout: o.Timeout,
 		PoolSize: poolSize, DisableIdentity: true, Protocol: 2,
 		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 // LM is a connector.Store on LMCache's own cache server (`lmcache_server`, remote_url lm://HOST:PORT), in
@@ -162,17 +163,11 @@ func (c *lmConn) answer() (ok bool, length int, err error) {
 
 // Lookup implements connector.Store. While the server is away nothing is found.
 func (s *LM) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
-	found := make([]int, len(runs))
 	present, err := s.present(ctx, distinct(runs))
 	if err != nil {
-		return found, ctx.Err()
+		return make([]int, len(runs)), ctx.Err()
 	}
-	for i, run := range runs {
-		for found[i] < len(run) && present[run[found[i]]] {
-			found[i]++
-		}
-	}
-	return found, nil
+	return storekit.Leading(runs, func(k connector.StoreKey) bool { return present[k] }), nil
 }
 
 func (s *LM) present(ctx context.Context, keys []connector.StoreKey) (map[connector.StoreKey]bool, error) {
@@ -235,20 +230,6 @@ func (s *LM) Get(ctx context.Context, items []connector.Item) error {
 	})
 }
 
-// received counts one answer and gives its error.
-func (s *LM) received(r *scatter) error {
-	switch {
-	case r.err == nil:
-		s.loaded.Add(1)
-		s.in.Add(uint64(r.item.Size()))
-	case errors.Is(r.err, connector.ErrCorrupt):
-		s.corrupt.Add(1)
-	default:
-		s.gone.Add(1)
-	}
-	return r.err
-}
-
 // askFor sends a GET for each item.
 func (c *lmConn) askFor(items []connector.Item) error {
 	out := make([]byte, 0, len(items)*lmAskBytes)
@@ -304,7 +285,7 @@ func (s *LM) Put(ctx context.Context, items []connector.Item) error {
 				errs[i] = s.o.explain(ctx, err)
 			}
 			if errs[i] != nil {
-				s.refused.Add(1)
+				s.counts.Count(func(n *Stats) { n.Refused++ })
 			}
 		}
 		return errs
@@ -317,7 +298,7 @@ func (s *LM) put(c *lmConn, part []connector.Item, known map[connector.StoreKey]
 		length := headerSize + it.Size()
 		switch {
 		case known[it.Key] && !it.Replace:
-			s.known.Add(1)
+			s.counts.Count(func(n *Stats) { n.Known++ })
 			continue
 		case length > s.o.MaxValue:
 			errs[i] = fmt.Errorf("block of %d bytes is larger than the largest value, %d: %w", it.Size(), s.o.MaxValue, connector.ErrIncompatible)
@@ -343,8 +324,7 @@ func (s *LM) put(c *lmConn, part []connector.Item, known map[connector.StoreKey]
 			errs[i] = fmt.Errorf("%s: the server has not stored it: %w", short(part[i].Key), connector.ErrGone)
 			continue
 		}
-		s.saved.Add(1)
-		s.out.Add(uint64(part[i].Size()))
+		s.counts.Count(func(n *Stats) { n.wrote(part[i].Size()) })
 	}
 	return nil
 }

@@ -13,8 +13,8 @@ import (
 // Memory is a connector.Store in the memory of this process, for use without a server. The size of what it
 // keeps is limited; the least recently used blocks go first.
 type Memory struct {
-	counters
-	limit int64
+	counts storekit.Counts[Stats]
+	limit  int64
 
 	mu    sync.Mutex
 	bytes int64
@@ -37,28 +37,12 @@ func NewMemory(limit int64) *Memory {
 func (m *Memory) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	found := make([]int, len(runs))
-	for i, run := range runs {
-		for found[i] < len(run) && m.byKey[run[found[i]]] != nil {
-			found[i]++
-		}
-	}
-	return found, nil
+	return storekit.Leading(runs, func(k connector.StoreKey) bool { return m.byKey[k] != nil }), nil
 }
 
 // Get implements connector.Store.
 func (m *Memory) Get(ctx context.Context, items []connector.Item) error {
-	return each(ctx, items, m.get)
-}
-
-func each(ctx context.Context, items []connector.Item, do func(connector.Item) error) error {
-	errs := make([]error, len(items))
-	for i, it := range items {
-		if errs[i] = ctx.Err(); errs[i] == nil {
-			errs[i] = do(it)
-		}
-	}
-	return storekit.ItemError(errs)
+	return storekit.Each(ctx, items, m.get)
 }
 
 func (m *Memory) get(it connector.Item) error {
@@ -66,7 +50,7 @@ func (m *Memory) get(it connector.Item) error {
 	e := m.byKey[it.Key]
 	if e == nil {
 		m.mu.Unlock()
-		m.gone.Add(1)
+		m.counts.Count(func(n *Stats) { n.Gone++ })
 		return fmt.Errorf("%s is not stored: %w", short(it.Key), connector.ErrGone)
 	}
 	m.order.MoveToFront(e)
@@ -74,21 +58,20 @@ func (m *Memory) get(it connector.Item) error {
 	m.mu.Unlock()
 	value := block.value
 	if len(value) != headerSize+it.Size() {
-		m.corrupt.Add(1)
+		m.counts.Count(func(n *Stats) { n.Corrupt++ })
 		return fmt.Errorf("value of %s has %d bytes, want %d: %w", short(it.Key), len(value), headerSize+it.Size(), connector.ErrCorrupt)
 	}
 	value = value[headerSize:]
 	for _, span := range it.Spans {
 		value = value[copy(span, value):]
 	}
-	m.loaded.Add(1)
-	m.in.Add(uint64(it.Size()))
+	m.counts.Count(func(n *Stats) { n.read(it.Size()) })
 	return nil
 }
 
 // Put implements connector.Store.
 func (m *Memory) Put(ctx context.Context, items []connector.Item) error {
-	return each(ctx, items, m.put)
+	return storekit.Each(ctx, items, m.put)
 }
 
 func (m *Memory) put(it connector.Item) error {
@@ -99,12 +82,12 @@ func (m *Memory) put(it connector.Item) error {
 	}
 	m.mu.Unlock()
 	if e != nil && !it.Replace {
-		m.known.Add(1)
+		m.counts.Count(func(n *Stats) { n.Known++ })
 		return nil
 	}
 	size := int64(headerSize + it.Size())
 	if size > m.limit {
-		m.refused.Add(1)
+		m.counts.Count(func(n *Stats) { n.Refused++ })
 		return fmt.Errorf("block of %d bytes, memory_bytes is %d: %w", it.Size(), m.limit, connector.ErrIncompatible)
 	}
 	block := &entry{key: it.Key, value: appendValue(make([]byte, 0, size), it)}
@@ -115,10 +98,9 @@ func (m *Memory) put(it connector.Item) error {
 	}
 	for m.bytes+size > m.limit {
 		m.remove(m.order.Back())
-		m.evicted.Add(1)
+		m.counts.Count(func(n *Stats) { n.Evicted++ })
 	}
-	m.saved.Add(1)
-	m.out.Add(uint64(it.Size()))
+	m.counts.Count(func(n *Stats) { n.wrote(it.Size()) })
 	m.byKey[it.Key] = m.order.PushFront(block)
 	m.bytes += size
 	return nil

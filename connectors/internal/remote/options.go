@@ -8,6 +8,7 @@
 package remote
 
 import (
+	"cmp"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -57,24 +58,12 @@ type Options struct {
 
 // withDefaults fills in what is zero.
 func (o Options) withDefaults() Options {
-	if o.Network == "" {
-		o.Network = "tcp"
-	}
-	if o.Timeout == 0 {
-		o.Timeout = DefaultTimeout
-	}
-	if o.Connections == 0 {
-		o.Connections = DefaultConnections
-	}
-	if o.MaxValue == 0 {
-		o.MaxValue = DefaultMaxValue
-	}
-	if o.Log == nil {
-		o.Log = slog.New(slog.DiscardHandler)
-	}
-	if o.CredentialField == "" {
-		o.CredentialField = "password"
-	}
+	o.Network = cmp.Or(o.Network, "tcp")
+	o.Timeout = cmp.Or(o.Timeout, DefaultTimeout)
+	o.Connections = cmp.Or(o.Connections, DefaultConnections)
+	o.MaxValue = cmp.Or(o.MaxValue, DefaultMaxValue)
+	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
+	o.CredentialField = cmp.Or(o.CredentialField, "password")
 	return o
 }
 

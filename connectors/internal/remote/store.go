@@ -2,6 +2,7 @@ package remote
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -146,25 +147,19 @@ func (s *Store) do(ctx context.Context, lanes *lanes, call func(context.Context,
 
 // Lookup implements connector.Store. While the server is away nothing is found.
 func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
-	found := make([]int, len(runs))
 	keys := distinct(runs)
 	if len(keys) == 0 {
-		return found, nil
+		return make([]int, len(runs)), nil
 	}
 	present, err := s.present(ctx, s.asker, keys)
 	if err != nil {
 		if ctx.Err() == nil && causeOf(err) == causeBusy {
 			return nil, s.o.explain(ctx, err)
 		}
-		return found, ctx.Err()
+		return make([]int, len(runs)), ctx.Err()
 	}
 	s.absent.note(keys, present, time.Now())
-	for i, run := range runs {
-		for found[i] < len(run) && present[run[found[i]]] {
-			found[i]++
-		}
-	}
-	return found, nil
+	return storekit.Leading(runs, func(k connector.StoreKey) bool { return present[k] }), nil
 }
 
 // distinct are the keys of all runs, each once, in order.
@@ -224,7 +219,7 @@ func (s *Store) Get(ctx context.Context, items []connector.Item) error {
 			return s.answered(ctx, l.client, replies, err)
 		})
 		for i, r := range replies {
-			errs[i] = s.received(ctx, r, err)
+			errs[i] = s.result(ctx, r, err)
 		}
 		return errs
 	})
@@ -259,34 +254,24 @@ func (e answerError) Error() string { return string(e) }
 // RedisError implements redis.Error.
 func (answerError) RedisError() {}
 
-// received counts one reply and gives its error. all is that of the whole pipeline.
-func (s *Store) received(ctx context.Context, r *scatter, all error) error {
+// result gives the error of one reply. all is that of the whole pipeline.
+func (s *Store) result(ctx context.Context, r *scatter, all error) error {
 	switch {
 	case r == nil:
-		return s.o.explain(ctx, all)
-	case r.err == nil:
-		s.loaded.Add(1)
-		s.in.Add(uint64(r.item.Size()))
-		return nil
 	case r.server != nil:
-		return s.o.explain(ctx, answerError(r.server.Error()))
+		all = answerError(r.server.Error())
 	case errors.Is(r.err, errNoReply):
-		if all == nil {
-			all = r.err
-		}
-		return s.o.explain(ctx, all)
-	case errors.Is(r.err, connector.ErrCorrupt):
-		s.corrupt.Add(1)
+		all = cmp.Or(all, r.err)
 	default:
-		s.gone.Add(1)
+		return s.received(r)
 	}
-	return r.err
+	return s.o.explain(ctx, all)
 }
 
 // Put implements connector.Store. Blocks that are there are not sent again.
 func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	if err := s.health.room(time.Now()); err != nil {
-		s.refused.Add(uint64(len(items)))
+		s.counts.Count(func(n *Stats) { n.Refused += uint64(len(items)) })
 		return err
 	}
 	known, err := s.refresh(ctx, items)
@@ -333,9 +318,9 @@ func (s *Store) put(ctx context.Context, part []connector.Item, known map[connec
 	for i, it := range part {
 		switch {
 		case known[it.Key] && !it.Replace:
-			s.known.Add(1)
+			s.counts.Count(func(n *Stats) { n.Known++ })
 		case headerSize+it.Size() > s.o.MaxValue:
-			s.refused.Add(1)
+			s.counts.Count(func(n *Stats) { n.Refused++ })
 			errs[i] = fmt.Errorf("block of %d bytes is larger than the largest value, %d: %w", it.Size(), s.o.MaxValue, connector.ErrIncompatible)
 		default:
 			todo, items = append(todo, i), append(items, it)
@@ -357,11 +342,10 @@ func (s *Store) put(ctx context.Context, part []connector.Item, known map[connec
 			cause = err
 		}
 		if errs[i] = s.o.explain(ctx, cause); cause != nil {
-			s.refused.Add(1)
+			s.counts.Count(func(n *Stats) { n.Refused++ })
 			continue
 		}
-		s.saved.Add(1)
-		s.out.Add(uint64(part[i].Size()))
+		s.counts.Count(func(n *Stats) { n.wrote(part[i].Size()) })
 	}
 	return errs
 }

@@ -1,30 +1,54 @@
 package storekit
 
-import "github.com/kvport/kvport/connector"
+import (
+	"reflect"
+	"strings"
+	"sync"
 
-// Count is one number of what a store counts, which is an S.
-type Count[S any] struct {
-	Name, Help string
-	Of         func(S) uint64
-	Gauge      bool
+	"github.com/kvport/kvport/connector"
+)
+
+// Counts counts in the fields of S, a struct of uint64. The tags of a field make a metric of it: stat is its name, which
+// ends in _total if it is a counter and not a gauge, and help explains it.
+type Counts[S any] struct {
+	mu  sync.Mutex
+	now S
 }
 
-// Infos declares numbers whose names begin with a prefix.
-func Infos[S any](prefix string, counts []Count[S]) (infos []connector.StatInfo) {
-	for _, c := range counts {
-		kind := connector.Counter
-		if c.Gauge {
-			kind = connector.Gauge
+// Count lets add change the numbers.
+func (c *Counts[S]) Count(add func(now *S)) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	add(&c.now)
+}
+
+// Now are the numbers so far.
+func (c *Counts[S]) Now() S {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.now
+}
+
+// Infos declares the metrics of S, with a prefix before their names.
+func Infos[S any](prefix string) (infos []connector.StatInfo) {
+	for f := range reflect.TypeFor[S]().Fields() {
+		kind := connector.Gauge
+		if strings.HasSuffix(f.Tag.Get("stat"), "_total") {
+			kind = connector.Counter
 		}
-		infos = append(infos, connector.StatInfo{Name: prefix + c.Name, Help: c.Help, Kind: kind})
+		if name := f.Tag.Get("stat"); name != "" {
+			infos = append(infos, connector.StatInfo{Name: prefix + name, Help: f.Tag.Get("help"), Kind: kind})
+		}
 	}
 	return infos
 }
 
-// Stats are the numbers that Infos declares.
-func Stats[S any](prefix string, counts []Count[S], of S) (stats []connector.Stat) {
-	for _, c := range counts {
-		stats = append(stats, connector.Stat{Name: prefix + c.Name, Value: float64(c.Of(of))})
+// Stats are the values of the metrics that Infos declares.
+func Stats[S any](prefix string, of S) (stats []connector.Stat) {
+	for f, v := range reflect.ValueOf(of).Fields() {
+		if name := f.Tag.Get("stat"); name != "" {
+			stats = append(stats, connector.Stat{Name: prefix + name, Value: float64(v.Uint())})
+		}
 	}
 	return stats
 }

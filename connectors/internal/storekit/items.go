@@ -2,6 +2,7 @@
 package storekit
 
 import (
+	"context"
 	"errors"
 	"sync"
 	"sync/atomic"
@@ -46,6 +47,28 @@ func ErrorsOf(err error, n int) []error {
 		}
 	}
 	return errs
+}
+
+// Each calls do with each item until ctx ends. Its error names the items that failed.
+func Each(ctx context.Context, items []connector.Item, do func(connector.Item) error) error {
+	errs := make([]error, len(items))
+	for i, it := range items {
+		if errs[i] = ctx.Err(); errs[i] == nil {
+			errs[i] = do(it)
+		}
+	}
+	return ItemError(errs)
+}
+
+// Leading counts the keys of each run before the first that is not there.
+func Leading(runs [][]connector.StoreKey, there func(connector.StoreKey) bool) []int {
+	found := make([]int, len(runs))
+	for i, run := range runs {
+		for found[i] < len(run) && there(run[found[i]]) {
+			found[i]++
+		}
+	}
+	return found
 }
 
 // Parallel calls do with 0 to n-1, with that many workers at most, and returns when all calls have ended.

@@ -40,10 +40,14 @@ func TestParallel(t *testing.T) {
 }
 
 func TestCounts(t *testing.T) {
-	counts := []Count[int]{
-		{Name: "a_total", Help: "A.", Of: func(n int) uint64 { return uint64(n) }},
-		{Name: "b", Help: "B.", Of: func(n int) uint64 { return uint64(2 * n) }, Gauge: true},
+	type numbers struct {
+		A      uint64 `stat:"a_total" help:"A."`
+		Hidden uint64
+		B      uint64 `stat:"b" help:"B."`
 	}
-	require.Equal(t, []connector.StatInfo{{Name: "x_a_total", Help: "A.", Kind: connector.Counter}, {Name: "x_b", Help: "B.", Kind: connector.Gauge}}, Infos("x_", counts))
-	require.Equal(t, []connector.Stat{{Name: "x_a_total", Value: 3}, {Name: "x_b", Value: 6}}, Stats("x_", counts, 3))
+	var c Counts[numbers]
+	c.Count(func(now *numbers) { now.A, now.B, now.Hidden = 3, 6, 9 })
+	c.Count(func(now *numbers) { now.A++ })
+	require.Equal(t, []connector.StatInfo{{Name: "x_a_total", Help: "A.", Kind: connector.Counter}, {Name: "x_b", Help: "B.", Kind: connector.Gauge}}, Infos[numbers]("x_"))
+	require.Equal(t, []connector.Stat{{Name: "x_a_total", Value: 4}, {Name: "x_b", Value: 6}}, Stats("x_", c.Now()))
 }

@@ -22,7 +22,7 @@ type below struct {
 	memory *memory
 	lower  connector.Store
 	gate   *sync.RWMutex // the Store's
-	c      counters
+	c      counts
 	admit  *sketch // nil: every block
 	staged staging
 
@@ -68,7 +68,7 @@ func (b *below) used(k connector.StoreKey, id uint32) {
 		return
 	}
 	if b.admit != nil && b.admit.add(k) < b.o.AdmitAfter {
-		b.c.notAdmitted.Add(1)
+		b.c.Count(func(n *Stats) { n.NotAdmitted++ })
 		return
 	}
 	if !b.memory.lowered[id].CompareAndSwap(notLowered, lowering) {
@@ -78,7 +78,7 @@ func (b *below) used(k connector.StoreKey, id uint32) {
 	case b.queue <- job{key: k}:
 	default:
 		b.memory.lowered[id].Store(notLowered)
-		b.c.dropped.Add(1)
+		b.c.Count(func(n *Stats) { n.Dropped++ })
 	}
 }
 
@@ -116,7 +116,7 @@ func (b *below) writeJobs(ctx context.Context, jobs []job) {
 		}
 		id, err := b.memory.acquire(j.key, -1, false)
 		if err != nil {
-			b.c.dropped.Add(1)
+			b.c.Count(func(n *Stats) { n.Dropped++ })
 			continue
 		}
 		h, _ := b.memory.header(id)
@@ -131,10 +131,12 @@ func (b *below) writeJobs(ctx context.Context, jobs []job) {
 		state := uint32(isLowered)
 		if failed[i] != nil {
 			state = notLowered
-			b.c.errors.Add(1)
+			b.c.Count(func(n *Stats) { n.Errors++ })
 		} else {
-			b.c.writeBacks.Add(1)
-			b.c.bytesIn.Add(uint64(items[i].Size()))
+			b.c.Count(func(n *Stats) {
+				n.WriteBacks++
+				n.BytesIn += uint64(items[i].Size())
+			})
 		}
 		b.memory.lowered[id].CompareAndSwap(lowering, state)
 		b.memory.index.Release(id)
@@ -164,7 +166,7 @@ func (b *below) replace(ctx context.Context, items []connector.Item, expires []i
 		again = append(again, lower)
 	}
 	if len(again) > 0 && b.lower.Put(ctx, again) != nil {
-		b.c.errors.Add(1) // memory has the right bytes
+		b.c.Count(func(n *Stats) { n.Errors++ }) // memory has the right bytes
 	}
 }
 
@@ -176,8 +178,7 @@ func (b *below) get(ctx context.Context, items []connector.Item, absent []int, e
 		it := items[i]
 		if b.fromStaged(ctx, it) {
 			errs[i] = nil
-			b.c.hits.Add(1)
-			b.c.bytesOut.Add(uint64(it.Size()))
+			b.c.Count(func(n *Stats) { n.read(it.Size()) })
 			continue
 		}
 		rest, index = append(rest, b.item(it.Key, 0, it.Spans...)), append(index, i)
@@ -192,11 +193,10 @@ func (b *below) get(ctx context.Context, items []connector.Item, absent []int, e
 			errs[i] = b.arrived(rest[j].Key, rest[j].Spans[0])
 		}
 		if errs[i] != nil {
-			b.c.misses.Add(1)
+			b.c.Count(func(n *Stats) { n.Misses++ })
 			continue
 		}
-		b.c.hits.Add(1)
-		b.c.bytesOut.Add(uint64(items[i].Size()))
+		b.c.Count(func(n *Stats) { n.read(items[i].Size()) })
 	}
 }
 
@@ -204,7 +204,7 @@ func (b *below) get(ctx context.Context, items []connector.Item, absent []int, e
 func (b *below) arrived(k connector.StoreKey, head []byte) error {
 	until := int64(binary.LittleEndian.Uint64(head))
 	if past(until) {
-		b.c.expired.Add(1)
+		b.c.Count(func(n *Stats) { n.Expired++ })
 		return fmt.Errorf("%w: its time is over", errAbsent)
 	}
 	if until != 0 {
@@ -375,7 +375,7 @@ func (b *below) fetch(ctx context.Context) {
 		for _, s := range stages { // one at a time: the first is wanted first
 			s.err = b.lower.Get(ctx, []connector.Item{{Key: s.key, Spans: [][]byte{s.data}}})
 			if s.err == nil {
-				b.c.prefetches.Add(1)
+				b.c.Count(func(n *Stats) { n.Prefetches++ })
 			}
 			close(s.done)
 		}

@@ -55,7 +55,7 @@ type Disk struct {
 	o       DiskOptions
 	file    *os.File
 	index   *Index
-	c       counters
+	c       counts
 	serial  atomic.Uint64
 	expires []atomic.Int64 // of each slot, in Unix ms; nil without TTL
 
@@ -162,7 +162,7 @@ func (d *Disk) Slots() int { return d.slots }
 
 // Stats gives the counts so far.
 func (d *Disk) Stats() Stats {
-	s := d.c.stats()
+	s := d.c.Now()
 	s.Blocks, s.Slots = uint64(d.index.Len()), uint64(d.slots)
 	return s
 }
@@ -185,19 +185,13 @@ func (d *Disk) changed(id uint32, stored bool) {
 func (d *Disk) setState(id, state uint32) {
 	b := [4]byte{byte(state), byte(state >> 8), byte(state >> 16), byte(state >> 24)}
 	if _, err := d.writeAt(b[:], d.headerAt(id)); err != nil {
-		d.c.errors.Add(1)
+		d.c.Count(func(n *Stats) { n.Errors++ })
 	}
 }
 
 // Lookup implements connector.Store.
 func (d *Disk) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
-	found := make([]int, len(runs))
-	for i, keys := range runs {
-		for found[i] < len(keys) && d.has(keys[found[i]]) {
-			found[i]++
-		}
-	}
-	return found, nil
+	return storekit.Leading(runs, d.has), nil
 }
 
 // has reports whether a block can be read, as far as is known.
@@ -213,27 +207,20 @@ func (d *Disk) Has(k connector.StoreKey) bool { return d.has(k) }
 func (d *Disk) Get(ctx context.Context, items []connector.Item) error {
 	d.gate.RLock()
 	defer d.gate.RUnlock()
-	errs := make([]error, len(items))
-	for i, it := range items {
-		if errs[i] = ctx.Err(); errs[i] == nil {
-			errs[i] = d.get(it)
-		}
-	}
-	return storekit.ItemError(errs)
+	return storekit.Each(ctx, items, d.get)
 }
 
 func (d *Disk) get(it connector.Item) error {
 	for {
 		id, ok := d.index.Acquire(it.Key, true)
 		if !ok {
-			d.c.misses.Add(1)
+			d.c.Count(func(n *Stats) { n.Misses++ })
 			return fmt.Errorf("%v is not on disk: %w", it.Key, connector.ErrGone)
 		}
 		err := d.read(id, it)
 		if err == nil || errors.Is(err, connector.ErrIncompatible) {
 			d.index.Release(id)
-			d.c.hits.Add(1)
-			d.c.bytesOut.Add(uint64(it.Size()))
+			d.c.Count(func(n *Stats) { n.read(it.Size()) })
 			return err
 		}
 		same := d.index.forget(it.Key, id)
@@ -248,11 +235,11 @@ func (d *Disk) get(it connector.Item) error {
 
 // lost counts and tells that a block could not be read as it was written.
 func (d *Disk) lost(k connector.StoreKey, err error) {
-	d.c.misses.Add(1)
+	d.c.Count(func(n *Stats) { n.Misses++ })
 	if errors.Is(err, connector.ErrCorrupt) {
-		d.c.corrupt.Add(1)
+		d.c.Count(func(n *Stats) { n.Corrupt++ })
 	} else {
-		d.c.errors.Add(1)
+		d.c.Count(func(n *Stats) { n.Errors++ })
 	}
 	if now := time.Now().UnixMilli(); now >= d.told.Load() { // damage seldom comes alone
 		d.told.Store(now + time.Second.Milliseconds())
@@ -304,13 +291,7 @@ func (d *Disk) readFull(b []byte, at int64) error {
 func (d *Disk) Put(ctx context.Context, items []connector.Item) error {
 	d.gate.RLock()
 	defer d.gate.RUnlock()
-	errs := make([]error, len(items))
-	for i, it := range items {
-		if errs[i] = ctx.Err(); errs[i] == nil {
-			errs[i] = d.put(it)
-		}
-	}
-	return storekit.ItemError(errs)
+	return storekit.Each(ctx, items, d.put)
 }
 
 func (d *Disk) put(it connector.Item) error {
@@ -320,7 +301,7 @@ func (d *Disk) put(it connector.Item) error {
 		return fmt.Errorf("block of %d bytes, slots have %d: %w", size, d.slotBytes, connector.ErrIncompatible)
 	case !it.Replace && d.has(it.Key):
 		d.index.Touch(it.Key)
-		d.c.known.Add(1)
+		d.c.Count(func(n *Stats) { n.Known++ })
 		return nil
 	}
 	if past(d.full.Load()) {
@@ -331,11 +312,11 @@ func (d *Disk) put(it connector.Item) error {
 	}
 	id, v, err := d.index.Reserve(it.Key)
 	if err != nil {
-		d.c.allPinned.Add(1)
+		d.c.Count(func(n *Stats) { n.AllPinned++ })
 		return err
 	}
 	if v.Evicted {
-		d.c.evicted.Add(1)
+		d.c.Count(func(n *Stats) { n.Evicted++ })
 	}
 	if err := d.write(id, it, size); err != nil {
 		d.index.Cancel(id)
@@ -343,8 +324,7 @@ func (d *Disk) put(it connector.Item) error {
 		return err
 	}
 	d.index.Commit(id, it.Key)
-	d.c.stored.Add(1)
-	d.c.bytesIn.Add(uint64(size))
+	d.c.Count(func(n *Stats) { n.wrote(size) })
 	return nil
 }
 
@@ -376,7 +356,7 @@ func (d *Disk) write(id uint32, it connector.Item, size int) error {
 
 // failed counts a failed write and leaves a full disk alone for a while.
 func (d *Disk) failed(err error) {
-	d.c.errors.Add(1)
+	d.c.Count(func(n *Stats) { n.Errors++ })
 	if !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) {
 		d.o.Log.Error("cannot write to the disk tier", "folder", d.o.Path, "error", err)
 		return
@@ -648,7 +628,7 @@ func (d *Disk) restart() error {
 			switch {
 			case stateOf(b) == stateFree:
 			case stateOf(b) != stateReady || !f.decode(b) || int64(f.length) > d.slotBytes:
-				d.c.torn.Add(1)
+				d.c.Count(func(n *Stats) { n.Torn++ })
 			default:
 				whole = append(whole, f)
 				best[f.key] = max(best[f.key], f.generation)
@@ -665,7 +645,7 @@ func (d *Disk) restart() error {
 			d.expires[f.id].Store(f.expires)
 		}
 		d.index.adopt(f.id, f.key)
-		d.c.adopted.Add(1)
+		d.c.Count(func(n *Stats) { n.Adopted++ })
 	}
 	return nil
 }

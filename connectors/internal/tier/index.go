@@ -67,7 +67,7 @@ func NewIndex(n int, policy string) (*Index, error) {
 
 // Has reports whether a key is visible. It changes nothing.
 func (x *Index) Has(k connector.StoreKey) bool {
-	return x.table.find(&k, x.table.hashOf(&k)) != none
+	return x.entry(k) != none
 }
 
 // entry is the entry of a visible key, or none.

@@ -23,7 +23,7 @@ type memory struct {
 	*arena
 	o      *Options
 	index  *Index
-	c      *counters
+	c      *counts
 	serial atomic.Uint64
 
 	fillMu sync.Mutex
@@ -54,7 +54,7 @@ type fill struct {
 	done    chan struct{}
 }
 
-func newMemory(o *Options, c *counters) (*memory, error) {
+func newMemory(o *Options, c *counts) (*memory, error) {
 	mem := o.Memory
 	if mem == nil {
 		mem = make([]byte, o.MemoryBytes)
@@ -79,7 +79,7 @@ func newMemory(o *Options, c *counters) (*memory, error) {
 	}
 	m.serial.Store(a.generation)
 	index.came, index.gone = func(id uint32) { m.changed(id, true) }, m.gone
-	c.torn.Add(uint64(torn))
+	c.Count(func(n *Stats) { n.Torn += uint64(torn) })
 	for _, f := range whole {
 		m.account(f.tenant, int64(f.length)) // what is there stays, over the quota or not
 		if m.expires != nil {
@@ -87,7 +87,7 @@ func newMemory(o *Options, c *counters) (*memory, error) {
 		}
 		index.adopt(f.id, f.key)
 	}
-	c.adopted.Add(uint64(len(whole)))
+	c.Count(func(n *Stats) { n.Adopted += uint64(len(whole)) })
 	return m, nil
 }
 
@@ -131,11 +131,7 @@ func (m *memory) has(k connector.StoreKey) bool {
 }
 
 func (m *memory) expired(id uint32) bool {
-	if m.expires == nil {
-		return false
-	}
-	at := m.expires[id].Load()
-	return at != 0 && at <= time.Now().UnixMilli()
+	return m.expires != nil && past(m.expires[id].Load())
 }
 
 // acquire pins a block of the given size until release; -1: of any. An error says why it cannot be
@@ -162,9 +158,9 @@ func (m *memory) acquire(k connector.StoreKey, size int, use bool) (id uint32, e
 		m.index.Release(id)
 		if same {
 			if errors.Is(err, errAbsent) {
-				m.c.expired.Add(1)
+				m.c.Count(func(n *Stats) { n.Expired++ })
 			} else {
-				m.c.torn.Add(1)
+				m.c.Count(func(n *Stats) { n.Torn++ })
 			}
 			return 0, err
 		}
@@ -192,18 +188,18 @@ func (m *memory) begin(it connector.Item, size int, expires int64) (f *fill, kno
 	m.fillMu.Unlock()
 	if !m.account(f.tenant, int64(size)) {
 		m.fillDone(f)
-		m.c.noQuota.Add(1)
+		m.c.Count(func(n *Stats) { n.NoQuota++ })
 		return nil, false, nil, m.quota(f.tenant)
 	}
 	id, v, err := m.index.Reserve(it.Key)
 	if err != nil {
 		m.account(f.tenant, -int64(size))
 		m.fillDone(f)
-		m.c.allPinned.Add(1)
+		m.c.Count(func(n *Stats) { n.AllPinned++ })
 		return nil, false, nil, err
 	}
 	if v.Evicted {
-		m.c.evicted.Add(1)
+		m.c.Count(func(n *Stats) { n.Evicted++ })
 	}
 	f.id, f.slot = id, m.block(id, size)
 	m.arena.begin(id)
@@ -234,8 +230,7 @@ func (m *memory) commit(f *fill, lowered uint32) {
 	}
 	m.lowered[f.id].Store(lowered)
 	m.index.commit(f.id, f.key, 1)
-	m.c.stored.Add(1)
-	m.c.bytesIn.Add(uint64(len(f.slot)))
+	m.c.Count(func(n *Stats) { n.wrote(len(f.slot)) })
 }
 
 // abandon frees a slot that was not written.

@@ -12,10 +12,12 @@
 package tier
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -29,7 +31,7 @@ type Store struct {
 	memory    *memory
 	below     *below  // nil without a lower tier
 	threshold *sketch // nil without a store threshold
-	mem       counters
+	mem       counts
 
 	gate   sync.RWMutex // held for reading by every call, so that Reset meets none
 	closed bool
@@ -64,10 +66,10 @@ func (s *Store) Slots() int { return s.memory.slots }
 // Stats gives the counts of the memory tier and of the way to the lower one. What a Disk itself counts
 // is in Disk.Stats.
 func (s *Store) Stats() (memory, lower Stats) {
-	memory = s.mem.stats()
+	memory = s.mem.Now()
 	memory.Blocks, memory.Slots = uint64(s.memory.index.Len()), uint64(s.memory.slots)
 	if s.below != nil {
-		lower = s.below.c.stats()
+		lower = s.below.c.Now()
 	}
 	return memory, lower
 }
@@ -113,7 +115,7 @@ func (s *Store) lookupBelow(ctx context.Context, runs [][]connector.StoreKey, fo
 		}
 		counts, err := s.o.Lower.Lookup(ctx, rest)
 		if err != nil || len(counts) != len(rest) {
-			s.below.c.errors.Add(1)
+			s.below.c.Count(func(n *Stats) { n.Errors++ })
 			return
 		}
 		next := open[:0]
@@ -167,7 +169,7 @@ func (s *Store) fromMemory(ctx context.Context, items []connector.Item, errs []e
 			id, err := s.memory.acquire(items[i].Key, size, true)
 			if err != nil {
 				errs[i] = err
-				s.mem.misses.Add(1)
+				s.mem.Count(func(n *Stats) { n.Misses++ })
 				if errors.Is(err, errAbsent) {
 					absent = append(absent, i)
 				}
@@ -175,8 +177,7 @@ func (s *Store) fromMemory(ctx context.Context, items []connector.Item, errs []e
 			}
 			ids = append(ids, id)
 			pieces = scatter(pieces, items[i].Spans, s.memory.block(id, size))
-			s.mem.hits.Add(1)
-			s.mem.bytesOut.Add(uint64(size))
+			s.mem.Count(func(n *Stats) { n.read(size) })
 			s.memory.pins.loaded(s.memory.index, id, items[i].Key)
 			s.writeBehind(items[i].Key, id)
 		}
@@ -362,7 +363,7 @@ func (p *put) begin(i int) (wait <-chan struct{}) {
 		return nil
 	}
 	if p.lowered == notLowered && s.threshold != nil && !s.memory.has(it.Key) && s.threshold.add(it.Key) < s.o.StoreThreshold {
-		s.mem.belowThreshold.Add(1)
+		s.mem.Count(func(n *Stats) { n.BelowThreshold++ })
 		p.errs[i] = ErrThreshold
 		return nil
 	}
@@ -376,7 +377,7 @@ func (p *put) begin(i int) (wait <-chan struct{}) {
 	case err != nil:
 		p.errs[i] = err
 	case known:
-		s.mem.known.Add(1)
+		s.mem.Count(func(n *Stats) { n.Known++ })
 		if p.lowered == notLowered {
 			s.memory.index.Touch(it.Key)
 		}
@@ -458,6 +459,16 @@ type Options struct {
 	Log *slog.Logger
 }
 
+// Fit sets SlotBytes and SameSize for the blocks of a layout.
+func (o *Options) Fit(l *connector.Layout) {
+	sizes := make([]int64, len(l.Groups))
+	for g := range sizes {
+		sizes[g] = l.BlockBytes(uint16(g))
+	}
+	o.SlotBytes = slices.Max(sizes)
+	o.SameSize = slices.Min(sizes) == o.SlotBytes
+}
+
 // Validate reports the first option that cannot work. Errors wrap connector.ErrIncompatible.
 func (o *Options) Validate() error {
 	bad := func(what string, value any) error {
@@ -493,20 +504,11 @@ const (
 )
 
 func (o Options) withDefaults() Options {
-	set := func(v *int, d int) {
-		if *v == 0 {
-			*v = d
-		}
-	}
-	set(&o.Tracked, defaultTracked)
-	set(&o.AdmitAfter, defaultAdmitAfter)
-	set(&o.WriteBehind, defaultWriteBehind)
-	set(&o.Workers, defaultWorkers)
-	if o.PinShare == 0 {
-		o.PinShare = defaultPinShare
-	}
-	if o.Log == nil {
-		o.Log = slog.New(slog.DiscardHandler)
-	}
+	o.Tracked = cmp.Or(o.Tracked, defaultTracked)
+	o.AdmitAfter = cmp.Or(o.AdmitAfter, defaultAdmitAfter)
+	o.WriteBehind = cmp.Or(o.WriteBehind, defaultWriteBehind)
+	o.Workers = cmp.Or(o.Workers, defaultWorkers)
+	o.PinShare = cmp.Or(o.PinShare, defaultPinShare)
+	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	return o
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/pipe"
@@ -19,14 +18,12 @@ type in struct {
 
 	left int // bytes still to come of a frame that was given up, guarded by turn
 
-	mu   sync.Mutex
-	err  error         // why the pipe is over
-	over chan struct{} // closed when err is set, by Close or after the last message
+	ending // by Close or after the last message
 }
 
 func newIn(l *link) *in {
 	n := l.o.Slots + 2*window + 2
-	return &in{link: l, turn: make(chan struct{}, 1), messages: make(chan *message, n), ready: make(chan *message, n), over: make(chan struct{})}
+	return &in{link: l, turn: make(chan struct{}, 1), messages: make(chan *message, n), ready: make(chan *message, n), ending: ending{over: make(chan struct{})}}
 }
 
 // Send implements pipe.Pipe.
@@ -254,21 +251,9 @@ func (r *in) fail(err error) error {
 
 // finish ends the pipe. Only the first reason counts.
 func (r *in) finish(err error) {
-	r.mu.Lock()
-	if r.err != nil {
-		r.mu.Unlock()
-		return
+	if r.end(err) {
+		r.link.halfOver(halfIn)
 	}
-	r.err = err
-	close(r.over)
-	r.mu.Unlock()
-	r.link.halfOver(halfIn)
-}
-
-func (r *in) reason() error {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.err
 }
 
 // Close implements pipe.Pipe.

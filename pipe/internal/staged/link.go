@@ -43,6 +43,31 @@ type link struct {
 	dirty bool // a Put has failed, and it may still write
 }
 
+// ending is whether one pipe of a link is over, and why.
+type ending struct {
+	mu   sync.Mutex
+	err  error
+	over chan struct{} // closed when err is set
+}
+
+// end ends the pipe, unless that has happened.
+func (e *ending) end(err error) (first bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.err != nil {
+		return false
+	}
+	e.err = err
+	close(e.over)
+	return true
+}
+
+func (e *ending) reason() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.err
+}
+
 // say sends one message. If the peer does not take it in time, the link ends.
 func (l *link) say(w *message) error {
 	l.writing.Lock()

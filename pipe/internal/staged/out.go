@@ -26,16 +26,14 @@ type out struct {
 	once    sync.Once
 	idle    chan struct{} // closed when nothing is written any more
 
-	mu   sync.Mutex
-	err  error         // why the pipe is over
-	over chan struct{} // closed when err is set
-	used []bool        // slots in use
+	ending
+	used []bool // slots in use, guarded by mu
 }
 
 func newOut(l *link) *out {
 	o := &out{
 		link: l, turn: make(chan struct{}, 1), slots: make(chan int, l.o.Slots), room: make(chan struct{}, window),
-		queue: make(chan *message, l.o.Slots+2*window+1), closing: make(chan struct{}), idle: make(chan struct{}), over: make(chan struct{}),
+		queue: make(chan *message, l.o.Slots+2*window+1), closing: make(chan struct{}), idle: make(chan struct{}), ending: ending{over: make(chan struct{})},
 		used: make([]bool, l.o.Slots),
 	}
 	for i := range l.o.Slots {
@@ -206,21 +204,9 @@ func (o *out) taken() error {
 
 // finish ends the pipe. Only the first reason counts.
 func (o *out) finish(err error) {
-	o.mu.Lock()
-	if o.err != nil {
-		o.mu.Unlock()
-		return
+	if o.end(err) {
+		o.link.halfOver(halfOut)
 	}
-	o.err = err
-	close(o.over)
-	o.mu.Unlock()
-	o.link.halfOver(halfOut)
-}
-
-func (o *out) reason() error {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.err
 }
 
 // Close implements pipe.Pipe.

@@ -9,6 +9,8 @@
 package staged
 
 import (
+	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/binary"
@@ -125,12 +127,7 @@ type Room struct {
 // Settle fills in defaults for fields that are 0. The other fields must be positive, and the whole at most
 // 1 GiB; otherwise the error wraps connector.ErrIncompatible.
 func (r Room) Settle(defaults Room) (Room, error) {
-	if r.Piece == 0 {
-		r.Piece = defaults.Piece
-	}
-	if r.Slots == 0 {
-		r.Slots = defaults.Slots
-	}
+	r.Piece, r.Slots = cmp.Or(r.Piece, defaults.Piece), cmp.Or(r.Slots, defaults.Slots)
 	if r.Piece < 1 || r.Slots < 1 || r.Piece > maxRoom/r.Slots {
 		return r, fmt.Errorf("%d pieces of %d bytes: %w", r.Slots, r.Piece, connector.ErrIncompatible)
 	}
@@ -143,6 +140,25 @@ func (r Room) Agree(theirs Room) error {
 		return fmt.Errorf("the peer has %d pieces of %d bytes, this end %d of %d: %w", theirs.Slots, theirs.Piece, r.Slots, r.Piece, connector.ErrIncompatible)
 	}
 	return nil
+}
+
+// Meet has the two ends tell each other their protocol, Room and seed, and what else mine says. It returns what else
+// the peer says, and the Options on which the ends agree; the caller adds those that need no agreement.
+func (r Room) Meet(ctx context.Context, conn net.Conn, protocol string, mine []byte) (theirs []byte, o Options, err error) {
+	const head = 4 + 4 + 8 // piece, slots, seed
+	o = Options{Room: r, SeedOut: Seed()}
+	b := binary.LittleEndian.AppendUint32([]byte(protocol), uint32(r.Piece))
+	b = binary.LittleEndian.AppendUint32(b, uint32(r.Slots))
+	b = binary.LittleEndian.AppendUint64(b, o.SeedOut)
+	if theirs, err = Exchange(ctx, conn, append(b, mine...)); err != nil {
+		return nil, o, err
+	}
+	theirs, speaks := bytes.CutPrefix(theirs, []byte(protocol))
+	if !speaks || len(theirs) < head {
+		return nil, o, fmt.Errorf("the peer does not speak %s: %w", protocol, connector.ErrIncompatible)
+	}
+	o.SeedIn = binary.LittleEndian.Uint64(theirs[8:])
+	return theirs[head:], o, r.Agree(Room{Piece: int(binary.LittleEndian.Uint32(theirs)), Slots: int(binary.LittleEndian.Uint32(theirs[4:]))})
 }
 
 // Patience is d, or 3 s if d is 0.

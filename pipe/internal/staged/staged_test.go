@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"sync"
 	"testing"
 	"time"
 
@@ -246,6 +247,44 @@ func TestExchange(t *testing.T) {
 			require.NoError(t, a.Close())
 		})
 	}
+}
+
+// TestMeet: two ends of one protocol and room learn each other's seed and hello, and others do not go on.
+func TestMeet(t *testing.T) {
+	room := Room{Piece: 4096, Slots: 4}
+	for _, c := range []struct {
+		protocol string
+		room     Room
+		fits     bool
+	}{{"ucx", room, true}, {"nccl", room, false}, {"ucx", Room{Piece: 4096, Slots: 5}, false}} {
+		a, b := net.Pipe()
+		var theirs Options
+		var group sync.WaitGroup
+		group.Go(func() {
+			var hello []byte
+			if hello, theirs, _ = c.room.Meet(t.Context(), &buffered{Conn: b}, c.protocol, []byte("theirs")); c.fits {
+				require.Equal(t, "ours", string(hello))
+			}
+		})
+		hello, ours, err := room.Meet(t.Context(), &buffered{Conn: a}, "ucx", []byte("ours"))
+		group.Wait()
+		require.NoError(t, errors.Join(a.Close(), b.Close()))
+		if !c.fits {
+			require.ErrorIs(t, err, connector.ErrIncompatible)
+			continue
+		}
+		require.NoError(t, err)
+		require.Equal(t, "theirs", string(hello))
+		require.Equal(t, Options{Room: room, SeedOut: theirs.SeedIn, SeedIn: theirs.SeedOut}, ours)
+	}
+}
+
+// buffered writes without waiting for a reader, as a socket does.
+type buffered struct{ net.Conn }
+
+func (b *buffered) Write(p []byte) (int, error) {
+	go func(p []byte) { _, _ = b.Conn.Write(p) }(bytes.Clone(p))
+	return len(p), nil
 }
 
 func TestRoom(t *testing.T) {

@@ -1,5 +1,5 @@
-// Package wheel finds the libraries inside NIXL's unpacked wheel.
-package wheel
+// Package loader finds the libraries inside NIXL's unpacked wheel.
+package loader
 
 import (
 	"os"

@@ -1,0 +1,44 @@
+// Package peerkey finds the key that a connector's peers must have.
+package peerkey
+
+import (
+	"bytes"
+	"crypto/tls"
+	"fmt"
+	"os"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
+)
+
+// maxFile bounds a key file, in bytes.
+const maxFile = 4 << 10
+
+// TLS is mutual TLS of the key file at a path. Without a path it is nil, and peers prove the link key, which the host must
+// have given then. Errors name the field key_file.
+func TLS(path string, link connector.Secret) (*tls.Config, error) {
+	switch {
+	case path != "":
+	case link != nil:
+		return nil, nil
+	default:
+		return nil, fmt.Errorf("key_file: it is needed, since this engine's host gives its plugins no link key (it is older than this plugin), "+
+			"and every user of the machine reaches loopback: %w", connector.ErrIncompatible)
+	}
+	info, err := os.Stat(path)
+	if err == nil && (!info.Mode().IsRegular() || info.Size() > maxFile || info.Mode().Perm()&0o077 != 0) {
+		err = fmt.Errorf("%s must be a file of at most %d bytes that only its owner can read: %w", path, maxFile, connector.ErrIncompatible)
+	}
+	var key []byte
+	if err == nil {
+		key, err = os.ReadFile(path)
+	}
+	var keyed *tls.Config
+	if err == nil {
+		keyed, err = pipe.KeyTLS(bytes.TrimSpace(key))
+	}
+	if err != nil {
+		return nil, fmt.Errorf("key_file: %w", err)
+	}
+	return keyed, nil
+}
