@@ -187,8 +187,7 @@ func (r *rank) size(blocks []connector.Block) float64 {
 }
 
 func failedCount(t *connector.Transfer, err error) int {
-	var some *connector.BlockError
-	if errors.As(err, &some) && len(some.Blocks) > 0 {
+	if some, is := errors.AsType[*connector.BlockError](err); is && len(some.Blocks) > 0 {
 		return len(some.Blocks)
 	}
 	return len(t.Blocks)
@@ -235,8 +234,8 @@ func (r *rank) share(n int, f func(int)) {
 func (r *rank) checkDigests(blocks []connector.Block, err error) []connector.BlockID {
 	missing := map[connector.BlockID]bool{}
 	if err != nil {
-		var some *connector.BlockError
-		if !errors.As(err, &some) || len(some.Blocks) == 0 {
+		some, is := errors.AsType[*connector.BlockError](err)
+		if !is || len(some.Blocks) == 0 {
 			return nil // nothing arrived
 		}
 		for _, id := range some.Blocks {
