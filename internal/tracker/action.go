@@ -139,7 +139,7 @@ type Event struct {
 	Tokens  int            // Loaded, Saved: of the transfer. 0 otherwise
 	Bytes   int64          // Loaded, Saved: of the blocks that did not fail, on all ranks
 	Damaged int            // Loaded: blocks that were not what was saved, counted on every rank
-	Lost    bool           // Loaded, Saved: the blocks stay pinned for good
+	Lost    bool           // Loaded, Saved, Released: the blocks stay pinned for good
 	Held    bool           // Finished: the blocks stay pinned until Released
 	Hold    connector.Hold // Finished: what the Holder answered
 	Ticket  *Ticket        // Finished: for the consumer, nil: there is nothing to promise
