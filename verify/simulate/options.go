@@ -129,7 +129,7 @@ func (o *Options) mostLost() int {
 	if !o.Orphans {
 		return 0
 	}
-	return o.Blocks / 3
+	return o.Blocks / 2
 }
 
 func (o *Options) role(engine int) connector.Role {
