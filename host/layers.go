@@ -116,10 +116,10 @@ func (h *Host) saveLayers(ctx context.Context, w connector.Worker, a *tracker.Mo
 	if step == nil {
 		return fmt.Errorf("step %d is unknown: %w", a.Step, connector.ErrGone)
 	}
-	p := &sealedProgress{inner: step, rank: h.ranks[a.Rank], stage: &stage{t: a.Transfer, slots: a.Slots}, layers: h.layers}
-	t, kv := a.Transfer, p.rank.kv
+	p := &sealedProgress{inner: step, rank: h.ranks[a.Rank], move: a, layers: h.layers}
+	t, kv := a.Seen(), p.rank.kv
 	if p.rank.landing != nil {
-		t, kv = p.stage.landed(), p.rank.landing.kv
+		kv = p.rank.landing.kv
 	}
 	worker, ok := connector.As[connector.LayerWorker](w)
 	if !ok { // another build of the plugin, after a restart
@@ -129,13 +129,13 @@ func (h *Host) saveLayers(ctx context.Context, w connector.Worker, a *tracker.Mo
 				return err
 			}
 		}
-		return p.stage.back(w.Save(ctx, t, kv))
+		return a.Back(w.Save(ctx, t, kv))
 	}
 	err := worker.SaveLayers(ctx, t, kv, p)
 	if err == nil && !p.complete() {
 		err = errEarly
 	}
-	return p.stage.back(err)
+	return a.Back(err)
 }
 
 // sealedProgress makes the digests of each layer before it says that the layer is final, and copies it
@@ -143,7 +143,7 @@ func (h *Host) saveLayers(ctx context.Context, w connector.Worker, a *tracker.Mo
 type sealedProgress struct {
 	inner  connector.Progress
 	rank   *rank
-	stage  *stage
+	move   *tracker.Move
 	layers int
 
 	mu     sync.Mutex
@@ -175,7 +175,7 @@ func (p *sealedProgress) complete() bool {
 
 // seal makes ready the layers from one number to another.
 func (p *sealedProgress) seal(from, to int) error {
-	r, blocks := p.rank, p.stage.t.Blocks
+	r, blocks := p.rank, p.move.Transfer.Blocks
 	errs := make([]error, len(blocks))
 	r.share(len(blocks), func(i int) {
 		b := blocks[i]
@@ -189,7 +189,7 @@ func (p *sealedProgress) seal(from, to int) error {
 		}
 		if r.landing != nil {
 			for _, s := range segments {
-				copy(r.landing.kv.View(s, p.stage.slots[i]), r.kv.View(s, b.ID))
+				copy(r.landing.kv.View(s, p.move.Slots[i]), r.kv.View(s, b.ID))
 			}
 		}
 	})
