@@ -65,26 +65,29 @@ func (h *Host) startMove(a *tracker.Move) {
 	ctx, cancel := context.WithDeadline(context.Background(), a.Deadline)
 	g.cancels[a.ID] = cancel
 	ctx = h.losing(ctx, a.ID)
+	count := g.follow(a)
 	g.work.Go(func() {
 		defer cancel()
-		out := h.move(ctx, g, a)
+		out := h.move(ctx, g, a, count)
 		if out.Lost {
 			g.down(errors.New("worker side: the connection is gone"))
 		}
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		delete(g.cancels, a.ID)
+		delete(g.layers, a.ID)
 		h.do(h.tracker.Moved(time.Now(), a.ID, out))
 	})
 }
 
 // move makes the digests of what is saved and checks those of what was loaded, while the bytes are
 // hot.
-func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move) tracker.Outcome {
+func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *connector.LayerCount) tracker.Outcome {
 	r, w, t := h.ranks[a.Rank], g.workers[a.Rank], a.Transfer
 	if a.Computing {
-		err := h.saveLayers(ctx, w, a)
-		return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost)}
+		p := &sealedProgress{inner: count, rank: r, move: a}
+		err := a.Back(h.saveLayers(ctx, w, p))
+		return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost), Layers: p.told()}
 	}
 	if a.Kind == tracker.Save {
 		err := fault.Point("host.save")

@@ -45,6 +45,7 @@ type Config struct {
 	// save them again, and for those where a failed load would fail every request with the same prefix.
 	Quarantine bool
 	Slots      int // of landing memory on each rank; 0: calls touch the cache itself
+	Layers     int // of the cache
 
 	Lossy     bool // the connector may change bytes, so nothing that it loads can be verified
 	Reshape   bool // tickets are made for engines of other shapes, too

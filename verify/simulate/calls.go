@@ -298,7 +298,7 @@ func (m *move) refusal(d *rng, f Fault) error {
 // end sends a call's answer on its way.
 func (m *move) end(err error, p *proc) {
 	if !p.dying {
-		m.answered, m.out = true, tracker.Outcome{Err: m.Back(err)}
+		m.answered, m.out = true, tracker.Outcome{Err: m.Back(err), Layers: m.Layers}
 		if p.h.w.is(CheckThenCopy) && m.Kind == tracker.Load {
 			m.bad = p.h.checkDigests(m, p.h.seen)
 		}
