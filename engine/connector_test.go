@@ -42,7 +42,7 @@ func run(m *testing.M) int {
 	plugins = dir
 	for name, pkg := range map[string]string{
 		"kvport-sharedstorage": "github.com/kvport/kvport/plugins/sharedstorage", "kvport-hold": "./testdata/plugin",
-		"kvport-p2p": "github.com/kvport/kvport/plugins/p2p",
+		"kvport-p2p": "github.com/kvport/kvport/plugins/p2p", "kvport-test": "../host/testdata/plugin",
 	} {
 		if out, err := exec.Command("go", "build", "-o", filepath.Join(dir, name), pkg).CombinedOutput(); err != nil {
 			fmt.Fprintf(os.Stderr, "building the plugin: %v\n%s", err, out)

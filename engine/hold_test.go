@@ -3,6 +3,7 @@ package engine
 import (
 	"encoding/json"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/model/sim"
+	"github.com/kvport/kvport/engine/sched"
 	"github.com/kvport/kvport/host"
 )
 
@@ -36,6 +38,32 @@ func sockets(t testing.TB) string {
 	require.NoError(t, err)
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	return dir
+}
+
+// TestLostHold: when a plugin leaves somebody behind who may use its blocks for ever, those that it held are lost as well
+// as those that it loaded. A request that has no room in what is left ends with an error and does not wait.
+func TestLostHold(t *testing.T) {
+	dir := sockets(t)
+	parked, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, "park.sock"), Net: "unix"})
+	require.NoError(t, err)
+	defer parked.Close()
+	c, err := host.ParseConfig(fmt.Sprintf(`{"kv_connector": "TestConnector", "kv_role": "kv_both",
+		"kv_connector_extra_config": {"dir": %q, "fault": "hold_fence", "once": true}, "kvport": {"trust": "in-place", "heartbeat": {"limit": "1m"},
+		"deadlines": {"fence": "300ms", "later": "1m", "transfer": "1m", "finish": "1m", "hold": "5m"}}}`, dir))
+	require.NoError(t, err)
+	cfg := simConfig(t)
+	cfg.NumBlocks, cfg.PrefixCaching, cfg.Connector, cfg.PluginPath = 12, false, c, []string{plugins}
+	r := start(t, cfg)
+	req := long("a", 80)
+	req.MaxTokens = 1
+	prefill(t, r, []Request{req}) // holds 5 blocks
+	req.ID = "b"
+	got := collect(submit(t, r, req)) // begins to load 4 blocks, and does not have 5 others then
+	require.ErrorIs(t, got.last.Err, sched.ErrNoRoom)
+	require.Equal(t, 9, r.Health().Host.BlocksLost)
+	short := long("c", 20)
+	short.MaxTokens = 1
+	require.Len(t, collect(submit(t, r, short)).tokens, 1)
 }
 
 // released waits until a producer's holds are over.

@@ -130,7 +130,11 @@ func (l *loop) event(ev host.Event, open bool) {
 		l.events = nil
 		return
 	}
-	if ev.Lost {
+	switch {
+	case ev.Lost && ev.Kind == host.Released:
+		l.sched.LostHold(ev.Step, ev.Request)
+		return
+	case ev.Lost:
 		l.noteLoaded(ev.Request, ev.Kind == host.Loaded)
 		l.sched.Lost(ev.Step, ev.Request, ev.Kind == host.Loaded)
 		return

@@ -90,7 +90,7 @@ type Event struct {
 	Held    bool                // Finished: Blocks is empty and stays pinned until Released
 	Ticket  []byte              // Finished of a Remote request: signed, for the consumer
 	// Lost says that Blocks stay pinned for good, against what is said above: the plugin is dead, and somebody
-	// that it left behind may write them for ever. Blocks of holds that are lost get no Released.
+	// that it left behind may write them for ever. It is set for Loaded, Saved and Released only.
 	Lost bool
 	Err  error // why Failed is not empty, for logs and metrics
 }

@@ -426,7 +426,7 @@ func (m *childMetrics) of(label string) childCounters {
 func (c *childCounters) moved(direction string, t *connector.Transfer, err error) {
 	c.blocks[direction].Add(float64(len(t.Blocks)))
 	if err != nil {
-		c.failed[direction].Add(float64(failedCount(t, err)))
+		c.failed[direction].Add(float64(len(t.Blocks) - len(tracker.Arrived(t.Blocks, err))))
 	}
 }
 

@@ -103,7 +103,6 @@ func (h *Host) tell(b *tracker.Event) {
 		h.complain("load", &h.badLoads, b)
 	case tracker.Saved:
 		e.Kind = Saved
-		h.endProgress(b.Step)
 		h.metrics.moved("save", b)
 		h.complain("save", &h.badSaves, b)
 	case tracker.Finished:

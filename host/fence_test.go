@@ -85,6 +85,27 @@ func TestHiddenFenceCostsMemoryOnly(t *testing.T) {
 	r.works(7, 40)
 }
 
+// The blocks of holds are lost in the same way, and the engine is told.
+func TestHiddenFenceCostsHolds(t *testing.T) {
+	dir, _ := park(t)
+	o := hiding(dir, "300ms")
+	o.extra["fault"] = "hold_fence"
+	r := newRig(t, o)
+	ks := keys(1, 3)
+	r.save("a", ks, 0)
+	fin := r.end("a", 48, true, blocksOf(ks, 0)...)
+	require.True(t, fin.Held)
+	r.start("b", ks, 20)
+	e := r.next(Released)
+	require.True(t, e.Lost)
+	require.Equal(t, []connector.BlockID{0, 1, 2}, e.Blocks)
+	require.Equal(t, fin.Step, e.Step)
+	r.becomes("degraded")
+	require.Equal(t, 6, r.Health().BlocksLost)
+	require.Zero(t, r.Health().Held)
+	r.works(7, 40)
+}
+
 // The end of the engine does not wait for a fence.
 func TestCloseDoesNotWaitForFence(t *testing.T) {
 	dir, _ := park(t)

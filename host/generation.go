@@ -22,9 +22,10 @@ type generation struct {
 	workers []connector.Worker
 	caps    connector.Capability
 
-	retire  context.CancelFunc                    // ends the calls that wait; nil before serve
-	work    sync.WaitGroup                        // every goroutine that may touch blocks or call the plugin
-	cancels map[tracker.CallID]context.CancelFunc // guarded by h.mu
+	retire  context.CancelFunc                       // ends the calls that wait; nil before serve
+	work    sync.WaitGroup                           // every goroutine that may touch blocks or call the plugin
+	cancels map[tracker.CallID]context.CancelFunc    // guarded by h.mu
+	layers  map[tracker.CallID]*connector.LayerCount // of calls that wait for them; guarded by h.mu
 
 	mu     sync.Mutex
 	jobs   []job
@@ -87,7 +88,7 @@ func (h *Host) generation(l *life) *generation {
 func (h *Host) newGeneration(n uint64, proc body, sched connector.Scheduler) *generation {
 	return &generation{
 		h: h, n: n, proc: proc, sched: sched, caps: connector.CapabilitiesOf(sched),
-		cancels: map[tracker.CallID]context.CancelFunc{}, wake: make(chan struct{}, 1),
+		cancels: map[tracker.CallID]context.CancelFunc{}, layers: map[tracker.CallID]*connector.LayerCount{}, wake: make(chan struct{}, 1),
 	}
 }
 

@@ -39,9 +39,7 @@ type Host struct {
 	events    *eventQueue
 	layers    int // of the cache
 
-	layerWise  bool
-	progressMu sync.Mutex
-	progress   map[uint64]*stepProgress // by step, while its saves run
+	layerWise bool
 
 	stats       *connectorStats
 	blockEvents blockEventReporter
@@ -80,8 +78,8 @@ type Host struct {
 func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, error) {
 	h := &Host{
 		cfg: cfg, eng: eng, opts: opts, log: cmp.Or(opts.Log, slog.New(slog.DiscardHandler)), blockEvents: blockEventReporter{out: opts.BlockEvents},
-		stats:    newConnectorStats("", nil),
-		progress: map[uint64]*stepProgress{}, resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(),
+		stats:  newConnectorStats("", nil),
+		resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(),
 		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
 	if n := plugin.SweepSockets(plugin.SocketRoots(), time.Now()); n > 0 {
@@ -201,7 +199,7 @@ func (h *Host) bookConfig() tracker.Config {
 		Later: d.Later, Fresh: matchFresh, Transfer: d.Transfer, TransferPerGiB: d.TransferPerGiB,
 		Save: d.Save, Plan: d.Plan, Finish: d.Finish, Grace: d.Grace, Hold: d.Hold, HoldMax: d.HoldMax,
 		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
-		Slots: h.slots(), Threshold: h.cfg.Settings.RecomputeThreshold, Address: h.eng.Address, Reshape: h.cuts, Lossy: h.info.Lossy,
+		Slots: h.slots(), Layers: h.layers, Threshold: h.cfg.Settings.RecomputeThreshold, Address: h.eng.Address, Reshape: h.cuts, Lossy: h.info.Lossy,
 		Quarantine: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
 	}
 	h.composite.stretch(&c)
@@ -221,7 +219,6 @@ func (h *Host) Events() <-chan Event { return h.events.out }
 // Step hands over what the engine decided in one step. It never blocks. s is the host's from now
 // on, and the blocks of its transfers stay untouched by the engine until their events arrive.
 func (h *Host) Step(s *connector.Step) {
-	h.beginProgress(s)
 	tails := h.tails(s)
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -338,6 +335,8 @@ func (h *Host) do(actions []tracker.Action) {
 		case tracker.ResetOver:
 			h.resets[a.ID] <- a
 			delete(h.resets, a.ID)
+		case tracker.Advance:
+			h.gen.advance(a)
 		case tracker.CancelCall:
 			h.gen.cancelCall(a.ID)
 		case tracker.Kill:

@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/tracker"
 )
 
 // At trust level staged a plugin maps landing memory instead of the paged cache: a region with a few
@@ -110,81 +111,20 @@ func (h *Host) slots() int {
 	return h.lands.Blocks
 }
 
-// copyBlock copies a whole block of a group, digests included, between two memories whose segments
-// are alike.
-func copyBlock(dst, src *connector.KV, group uint16, to, from connector.BlockID) {
-	for _, s := range src.Segments(group) {
-		copy(dst.View(s, to), src.View(s, from))
-	}
-}
-
-// stage is one transfer on its way through landing memory.
-type stage struct {
-	t     *connector.Transfer // with the cache's blocks
-	slots []connector.BlockID // of each block
-}
-
-// landed is the transfer as the plugin sees it.
-func (s *stage) landed() *connector.Transfer {
-	t := *s.t
-	t.Blocks = slices.Clone(t.Blocks)
-	for i := range t.Blocks {
-		t.Blocks[i].ID = s.slots[i]
-	}
-	return &t
-}
-
-// out copies the transfer's blocks to landing memory.
-func (s *stage) out(landing, cache *connector.KV) {
-	for i, b := range s.t.Blocks {
-		copyBlock(landing, cache, b.Group, s.slots[i], b.ID)
-	}
-}
-
-// in copies those of the transfer's blocks to the cache that arrived, as err says. What the plugin
-// writes from now on changes nothing: each byte is read once, and checked where nobody but the host
-// can write.
-func (s *stage) in(cache, landing *connector.KV, err error) {
-	failed, some := failedBlocks(err)
-	if err != nil && !some {
-		return // nothing arrived
-	}
-	for i, b := range s.t.Blocks {
-		if !slices.Contains(failed, s.slots[i]) {
-			copyBlock(cache, landing, b.Group, b.ID, s.slots[i])
+// copyOut copies whole blocks, digests included, from the cache to landing memory.
+func (r *rank) copyOut(list []tracker.Copy) {
+	for _, c := range list {
+		for _, s := range r.kv.Segments(c.Group) {
+			copy(r.landing.kv.View(s, c.Slot), r.kv.View(s, c.Block))
 		}
 	}
 }
 
-// noBlock stands for a slot that the plugin named and was not given.
-const noBlock connector.BlockID = -1
-
-// back translates the slots that an error names into the cache's blocks.
-func (s *stage) back(err error) error {
-	failed, some := failedBlocks(err)
-	if !some {
-		return err
-	}
-	ids := make([]connector.BlockID, len(failed))
-	for i, slot := range failed {
-		ids[i] = noBlock
-		if at := slices.Index(s.slots, slot); at >= 0 {
-			ids[i] = s.t.Blocks[at].ID
+// copyIn copies them from landing memory to the cache.
+func (r *rank) copyIn(list []tracker.Copy) {
+	for _, c := range list {
+		for _, s := range r.kv.Segments(c.Group) {
+			copy(r.kv.View(s, c.Block), r.landing.kv.View(s, c.Slot))
 		}
 	}
-	return &connector.BlockError{Blocks: ids, Err: errors.Unwrap(asBlockError(err))}
-}
-
-func asBlockError(err error) *connector.BlockError {
-	var some *connector.BlockError
-	errors.As(err, &some)
-	return some
-}
-
-// failedBlocks gives the blocks that an error names; some is false if it names none and so means all.
-func failedBlocks(err error) (failed []connector.BlockID, some bool) {
-	if e := asBlockError(err); e != nil && len(e.Blocks) > 0 {
-		return e.Blocks, true
-	}
-	return nil, false
 }

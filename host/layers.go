@@ -15,16 +15,6 @@ import (
 // digests of each layer and then announces it to the plugin through a counter in shared memory. The
 // engine never waits.
 
-// errEarly says that a plugin took for stored what was not computed yet.
-var errEarly = fmt.Errorf("the connector answered before all layers were computed: %w", connector.ErrIncompatible)
-
-// stepProgress is how far the engine has come with one step.
-type stepProgress struct {
-	connector.LayerCount
-	transfers int // of the step that have not ended
-	over      bool
-}
-
 // LayerWise reports whether the connector saves layers while others are computed. If so, the engine
 // may hand over blocks that it is about to compute as Step.Computing, and then says with Layers how far
 // it is, or with GiveUp that it failed. It never changes.
@@ -47,104 +37,66 @@ func (h *Host) findLayerWise(g *generation) bool {
 // Layers says that the first n layers of a step's Computing blocks are final in the cache. When n is the
 // number of the layout's layers the step is over. It never blocks.
 func (h *Host) Layers(step uint64, n int) {
-	h.progressing(step, func(p *stepProgress) bool {
-		p.Advance(n)
-		return n >= h.layers
-	})
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.do(h.tracker.Layers(time.Now(), step, n))
 }
 
 // GiveUp says that the rest of a step's layers will not be computed: what was handed over as Computing
 // is not saved. It never blocks, and does nothing when the step is over.
 func (h *Host) GiveUp(step uint64) {
-	h.progressing(step, func(p *stepProgress) bool {
-		p.GiveUp()
-		return true
-	})
-}
-
-// progressing changes the progress of a step that is not over. From its end on its saves have a
-// deadline.
-func (h *Host) progressing(step uint64, change func(*stepProgress) (over bool)) {
-	h.progressMu.Lock()
-	p := h.progress[step]
-	if p == nil || p.over {
-		h.progressMu.Unlock()
-		return
-	}
-	p.over = change(p)
-	over := p.over
-	h.progressMu.Unlock()
-	if !over {
-		return
-	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.do(h.tracker.Computed(time.Now(), step))
+	h.do(h.tracker.GiveUp(time.Now(), step))
 }
 
-// beginProgress makes the progress of a step that is being computed.
-func (h *Host) beginProgress(s *connector.Step) {
-	if len(s.Computing) == 0 {
+// follow gives a call that saves what is being computed the count of its layers, and nil to any other. The caller holds
+// h.mu.
+func (g *generation) follow(a *tracker.Move) *connector.LayerCount {
+	if !a.Computing {
+		return nil
+	}
+	g.layers[a.ID] = &connector.LayerCount{}
+	g.advance(tracker.Advance{ID: a.ID, Layers: a.Layers, GivenUp: a.GivenUp})
+	return g.layers[a.ID]
+}
+
+// advance tells a call what has become of its layers. The caller holds h.mu; g may be nil.
+func (g *generation) advance(a tracker.Advance) {
+	if g == nil || g.layers[a.ID] == nil {
 		return
 	}
-	h.progressMu.Lock()
-	defer h.progressMu.Unlock()
-	h.progress[s.ID] = &stepProgress{transfers: len(s.Computing) + len(s.Computed)}
-}
-
-// endProgress forgets the progress of a step when its last save has ended.
-func (h *Host) endProgress(step uint64) {
-	h.progressMu.Lock()
-	defer h.progressMu.Unlock()
-	if p := h.progress[step]; p != nil {
-		if p.transfers--; p.transfers == 0 {
-			delete(h.progress, step)
-		}
+	g.layers[a.ID].Advance(a.Layers)
+	if a.GivenUp {
+		g.layers[a.ID].GiveUp()
 	}
 }
 
-func (h *Host) progressOf(step uint64) *stepProgress {
-	h.progressMu.Lock()
-	defer h.progressMu.Unlock()
-	return h.progress[step]
-}
-
-// saveLayers saves blocks of a step that is being computed, layer by layer where the plugin can, and
-// otherwise when all are there.
-func (h *Host) saveLayers(ctx context.Context, w connector.Worker, a *tracker.Move) error {
-	step := h.progressOf(a.Step)
-	if step == nil {
-		return fmt.Errorf("step %d is unknown: %w", a.Step, connector.ErrGone)
-	}
-	p := &sealedProgress{inner: step, rank: h.ranks[a.Rank], stage: &stage{t: a.Transfer, slots: a.Slots}, layers: h.layers}
-	t, kv := a.Transfer, p.rank.kv
+// saveLayers saves blocks that are being computed, layer by layer where the plugin can, and otherwise when all are
+// there.
+func (h *Host) saveLayers(ctx context.Context, w connector.Worker, p *sealedProgress) error {
+	t, kv := p.move.Seen(), p.rank.kv
 	if p.rank.landing != nil {
-		t, kv = p.stage.landed(), p.rank.landing.kv
+		kv = p.rank.landing.kv
 	}
-	worker, ok := connector.As[connector.LayerWorker](w)
-	if !ok { // another build of the plugin, after a restart
-		for n := 0; n < h.layers; {
-			var err error
-			if n, err = p.Wait(ctx, n); err != nil {
-				return err
-			}
+	if worker, ok := connector.As[connector.LayerWorker](w); ok {
+		return worker.SaveLayers(ctx, t, kv, p)
+	}
+	for n := 0; n < h.layers; { // another build of the plugin, after a restart
+		var err error
+		if n, err = p.Wait(ctx, n); err != nil {
+			return err
 		}
-		return p.stage.back(w.Save(ctx, t, kv))
 	}
-	err := worker.SaveLayers(ctx, t, kv, p)
-	if err == nil && !p.complete() {
-		err = errEarly
-	}
-	return p.stage.back(err)
+	return w.Save(ctx, t, kv)
 }
 
 // sealedProgress makes the digests of each layer before it says that the layer is final, and copies it
 // to landing memory if the plugin reads from there.
 type sealedProgress struct {
-	inner  connector.Progress
-	rank   *rank
-	stage  *stage
-	layers int
+	inner connector.Progress
+	rank  *rank
+	move  *tracker.Move
 
 	mu     sync.Mutex
 	sealed int
@@ -167,15 +119,16 @@ func (p *sealedProgress) Wait(ctx context.Context, seen int) (int, error) {
 	return p.sealed, nil
 }
 
-func (p *sealedProgress) complete() bool {
+// told is how many layers the plugin knows to be final.
+func (p *sealedProgress) told() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.sealed >= p.layers
+	return p.sealed
 }
 
 // seal makes ready the layers from one number to another.
 func (p *sealedProgress) seal(from, to int) error {
-	r, blocks := p.rank, p.stage.t.Blocks
+	r, blocks := p.rank, p.move.Transfer.Blocks
 	errs := make([]error, len(blocks))
 	r.share(len(blocks), func(i int) {
 		b := blocks[i]
@@ -189,7 +142,7 @@ func (p *sealedProgress) seal(from, to int) error {
 		}
 		if r.landing != nil {
 			for _, s := range segments {
-				copy(r.landing.kv.View(s, p.stage.slots[i]), r.kv.View(s, b.ID))
+				copy(r.landing.kv.View(s, p.move.Slots[i]), r.kv.View(s, b.ID))
 			}
 		}
 	})

@@ -69,7 +69,9 @@ func TestLayersAreSealed(t *testing.T) {
 			require.Equal(t, 48, r.match(query("b", ks), nil).Tokens)
 			require.NoError(t, r.load("b", ks, 20).Err)
 			require.True(t, r.same(blocksOf(ks, 20)))
-			require.Empty(t, r.progress, "the step is forgotten")
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			require.Empty(t, r.gen.layers, "the call is forgotten")
 		})
 	}
 }

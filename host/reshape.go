@@ -2,9 +2,7 @@ package host
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"slices"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/tracker"
@@ -41,14 +39,7 @@ func reshape(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) 
 // unverified counts the blocks that arrived of an engine of another shape, and gives them digests of what
 // they are now: from here on they are blocks like any other.
 func (h *Host) unverified(r *rank, t *connector.Transfer, err error) {
-	var some *connector.BlockError
-	if err != nil && (!errors.As(err, &some) || len(some.Blocks) == 0) {
-		return // nothing arrived
-	}
-	arrived := slices.Clone(t.Blocks)
-	if some != nil {
-		arrived = slices.DeleteFunc(arrived, func(b connector.Block) bool { return slices.Contains(some.Blocks, b.ID) })
-	}
+	arrived := tracker.Arrived(t.Blocks, err)
 	h.metrics.unchecked.Add(float64(len(arrived)))
 	if err := r.makeDigests(arrived); err != nil {
 		h.log.Error("reshaped blocks have no digests", "request", t.Request, "error", err)

@@ -65,26 +65,29 @@ func (h *Host) startMove(a *tracker.Move) {
 	ctx, cancel := context.WithDeadline(context.Background(), a.Deadline)
 	g.cancels[a.ID] = cancel
 	ctx = h.losing(ctx, a.ID)
+	count := g.follow(a)
 	g.work.Go(func() {
 		defer cancel()
-		out := h.move(ctx, g, a)
+		out := h.move(ctx, g, a, count)
 		if out.Lost {
 			g.down(errors.New("worker side: the connection is gone"))
 		}
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		delete(g.cancels, a.ID)
+		delete(g.layers, a.ID)
 		h.do(h.tracker.Moved(time.Now(), a.ID, out))
 	})
 }
 
 // move makes the digests of what is saved and checks those of what was loaded, while the bytes are
 // hot.
-func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move) tracker.Outcome {
+func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *connector.LayerCount) tracker.Outcome {
 	r, w, t := h.ranks[a.Rank], g.workers[a.Rank], a.Transfer
 	if a.Computing {
-		err := h.saveLayers(ctx, w, a)
-		return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost)}
+		p := &sealedProgress{inner: count, rank: r, move: a}
+		err := a.Back(h.saveLayers(ctx, w, p))
+		return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost), Layers: p.told()}
 	}
 	if a.Kind == tracker.Save {
 		err := fault.Point("host.save")
@@ -109,13 +112,12 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move) tracker
 	if err == nil && h.opts.Landed != nil && r.landing == nil {
 		h.opts.Landed(t.Request, a.Rank)
 	}
-	out := tracker.Outcome{Err: err}
 	if a.Reshaped {
 		h.unverified(r, t, err)
 	}
-	out.Corrupt = r.checkDigests(a.Check, err)
+	corrupt := r.checkDigests(tracker.Arrived(a.Check, err))
 	fault.Crash("host.load.checked")
-	return out
+	return tracker.Outcome{Err: err, Corrupt: corrupt}
 }
 
 // save lets a worker read the blocks of a move: in the cache, or a copy of them. Their digests were
@@ -124,11 +126,10 @@ func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *tracker
 	if r.landing == nil {
 		return h.saveTo(ctx, w, a.ID, a.Transfer, r.kv)
 	}
-	s := &stage{t: a.Transfer, slots: a.Slots}
-	r.busy(func() { s.out(r.landing.kv, r.kv) })
+	r.busy(func() { r.copyOut(a.Out()) })
 	fault.Crash("host.save.copied")
 	h.metrics.copied.WithLabelValues(h.metrics.name, "save").Add(r.size(a.Transfer.Blocks))
-	return s.back(h.saveTo(ctx, w, a.ID, s.landed(), r.landing.kv))
+	return a.Back(h.saveTo(ctx, w, a.ID, a.Seen(), r.landing.kv))
 }
 
 // tellingSaver is a worker that knows before its Save is over that what a ticket promises is stored: that of
@@ -158,16 +159,15 @@ func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker
 	if r.landing == nil {
 		return w.Load(ctx, a.Transfer, r.kv)
 	}
-	s := &stage{t: a.Transfer, slots: a.Slots}
-	err := w.Load(ctx, s.landed(), r.landing.kv)
+	err := a.Back(w.Load(ctx, a.Seen(), r.landing.kv))
 	if errors.Is(err, plugin.ErrLost) {
 		return err
 	}
 	fault.Crash("host.load.answered")
-	r.busy(func() { s.in(r.kv, r.landing.kv, err) })
+	r.busy(func() { r.copyIn(a.In(err)) })
 	fault.Crash("host.load.copied")
 	h.metrics.copied.WithLabelValues(h.metrics.name, "load").Add(r.size(a.Transfer.Blocks))
-	return s.back(err)
+	return err
 }
 
 // busy runs what keeps a core busy.
@@ -184,13 +184,6 @@ func (r *rank) size(blocks []connector.Block) float64 {
 		n += r.kv.Layout().BlockBytes(b.Group)
 	}
 	return float64(n)
-}
-
-func failedCount(t *connector.Transfer, err error) int {
-	if some, is := errors.AsType[*connector.BlockError](err); is && len(some.Blocks) > 0 {
-		return len(some.Blocks)
-	}
-	return len(t.Blocks)
 }
 
 func (r *rank) makeDigests(blocks []connector.Block) error {
@@ -230,21 +223,11 @@ func (r *rank) share(n int, f func(int)) {
 	others.Wait()
 }
 
-// checkDigests gives the blocks that should have arrived and are not what was saved.
-func (r *rank) checkDigests(blocks []connector.Block, err error) []connector.BlockID {
-	missing := map[connector.BlockID]bool{}
-	if err != nil {
-		some, is := errors.AsType[*connector.BlockError](err)
-		if !is || len(some.Blocks) == 0 {
-			return nil // nothing arrived
-		}
-		for _, id := range some.Blocks {
-			missing[id] = true
-		}
-	}
+// checkDigests gives the blocks that are not what was saved.
+func (r *rank) checkDigests(blocks []connector.Block) []connector.BlockID {
 	bad := make([]bool, len(blocks))
 	r.share(len(blocks), func(i int) {
-		bad[i] = !missing[blocks[i].ID] && r.hasher.Check(r.kv, blocks[i]) != nil
+		bad[i] = r.hasher.Check(r.kv, blocks[i]) != nil
 	})
 	var corrupt []connector.BlockID
 	for i, b := range blocks {

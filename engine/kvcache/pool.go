@@ -129,7 +129,7 @@ func (p *Pool) Hold(id connector.BlockID) { p.change(id, func(b *block) { b.hold
 // Unhold drops a hold.
 func (p *Pool) Unhold(id connector.BlockID) { p.change(id, func(b *block) { b.holds-- }) }
 
-// Lose says that a pin of a block never ends.
+// Lose says that a pin of a block never ends, or a hold.
 func (p *Pool) Lose(id connector.BlockID) {
 	if !p.blocks[id].lost {
 		p.lost++

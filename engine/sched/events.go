@@ -128,13 +128,9 @@ func (s *Scheduler) Lost(step uint64, id connector.RequestID, load bool) {
 	if load {
 		key.kind = 'l'
 	}
-	h := s.handed[key]
+	h := s.lose(key)
 	if h == nil {
 		return
-	}
-	delete(s.handed, key)
-	for _, b := range h.blocks {
-		s.pool.Lose(b.ID)
 	}
 	r := h.seq
 	switch {
@@ -151,6 +147,21 @@ func (s *Scheduler) Lost(step uint64, id connector.RequestID, load bool) {
 		s.preempt(r)
 		r.barred, r.private = true, false
 	}
+}
+
+// LostHold says that a hold is over whose blocks somebody may still use and always will: they stay held.
+func (s *Scheduler) LostHold(step uint64, id connector.RequestID) { s.lose(handle{'h', step, id}) }
+
+// lose ends a handover and leaves its claims on the blocks for good. It returns nil for one that is not open.
+func (s *Scheduler) lose(key handle) *handover {
+	h := s.handed[key]
+	if h != nil {
+		delete(s.handed, key)
+		for _, b := range h.blocks {
+			s.pool.Lose(b.ID)
+		}
+	}
+	return h
 }
 
 // valid is how far a request can go on after a load of which some blocks failed: to where every

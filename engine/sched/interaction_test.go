@@ -99,7 +99,11 @@ func (s *script) event(t *testing.T, d *datadriven.TestData, rid connector.Reque
 	case "loaded":
 		s.s.Loaded(s.steps["load "+id], rid, blockIDs(t, d, "failed"), d.HasArg("corrupt"))
 	case "lost":
-		s.lost(rid, d.HasArg("load"))
+		if d.HasArg("hold") {
+			s.s.LostHold(s.steps["end "+id], rid)
+		} else {
+			s.lost(rid, d.HasArg("load"))
+		}
 	case "saved":
 		s.s.Saved(s.steps["save "+id], rid)
 	case "stored":

@@ -5,7 +5,7 @@
 // The engine's loop feeds it and carries out what it decides:
 //
 //	for {
-//		Add, Abort, Loaded, Saved, Stored, Finished, Released, Answered   what happened meanwhile
+//		Add, Abort, Loaded, Saved, Stored, Finished, Released, Lost, LostHold, Answered   what happened meanwhile
 //		Questions -> ask the connector -> Answer
 //		Schedule  -> step for the host, chunks for the model
 //		Commit    <- sampled tokens; -> step for the host

@@ -71,10 +71,13 @@ func (o *session) forward() {
 		if e.Kind == host.Loaded {
 			delete(o.arriving, e.Request)
 		}
-		if e.Lost {
-			// The engine keeps blocks until it is told otherwise, and these it must keep for good.
+		// The engine keeps blocks until it is told otherwise, and these it must keep for good.
+		switch {
+		case e.Lost && e.Kind == host.Loaded:
 			o.s.log.Error("blocks of a request are lost, it waits until its client gives up", "request", e.Request, "blocks", len(e.Blocks), "error", e.Err)
-		} else {
+		case e.Lost:
+			o.s.log.Error("saved or held blocks of a request are lost", "request", e.Request, "blocks", len(e.Blocks), "error", e.Err)
+		default:
 			o.s.tellEvent(&e)
 		}
 		o.s.mu.Unlock()

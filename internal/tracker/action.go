@@ -59,9 +59,17 @@ type (
 		// Reshaped says that the ticket of the load comes from an engine of another shape, so that the host calls
 		// Reshaper.Reshape.
 		Reshaped bool
-		// Computing says that the save's blocks are being computed, or were, in the given Step.
+		// Computing says that the save's blocks are being computed, or were. Layers of them are final so far, and
+		// GivenUp says that no more will be; Advance tells the rest.
 		Computing bool
-		Step      uint64
+		Layers    int
+		GivenUp   bool
+	}
+	// Advance says that more layers are final of what a call with Computing saves, or that no more will be.
+	Advance struct {
+		ID      CallID
+		Layers  int
+		GivenUp bool
 	}
 	// Finish sends ended requests to the scheduler side; FinishAnswered brings the holds.
 	Finish struct {
@@ -100,6 +108,7 @@ type (
 func (Ask) action()        {}
 func (Plan) action()       {}
 func (Move) action()       {}
+func (Advance) action()    {}
 func (Finish) action()     {}
 func (Reset) action()      {}
 func (ResetOver) action()  {}
@@ -139,7 +148,7 @@ type Event struct {
 	Tokens  int            // Loaded, Saved: of the transfer. 0 otherwise
 	Bytes   int64          // Loaded, Saved: of the blocks that did not fail, on all ranks
 	Damaged int            // Loaded: blocks that were not what was saved, counted on every rank
-	Lost    bool           // Loaded, Saved: the blocks stay pinned for good
+	Lost    bool           // Loaded, Saved, Released: the blocks stay pinned for good
 	Held    bool           // Finished: the blocks stay pinned until Released
 	Hold    connector.Hold // Finished: what the Holder answered
 	Ticket  *Ticket        // Finished: for the consumer, nil: there is nothing to promise
@@ -151,5 +160,6 @@ type Event struct {
 type Outcome struct {
 	Err     error               // what the plugin said
 	Corrupt []connector.BlockID // loads: blocks whose digest was wrong
+	Layers  int                 // saves with Computing: how many layers the plugin was told to be final
 	Lost    bool                // the connection went away: the plugin may still touch the blocks
 }

@@ -41,6 +41,7 @@ type hold struct {
 	began     time.Time
 	ttl       time.Duration
 	deadline  time.Time
+	lost      bool // its blocks never come back
 }
 
 // maxEarly bounds the reports about holds that are not announced yet.
@@ -349,5 +350,5 @@ func (b *Tracker) release(h *hold, reason string) {
 	if b.cfg.Can&connector.CanLease != 0 && reason != ReleasedConsumed && h.gen == b.gen && len(b.over) < maxOver {
 		b.over = append(b.over, h.id)
 	}
-	b.emit(Tell{Event{Kind: Released, Request: h.req, Step: h.step, Blocks: h.blocks, Reason: reason}})
+	b.emit(Tell{Event{Kind: Released, Request: h.req, Step: h.step, Blocks: h.blocks, Lost: h.lost, Reason: reason}})
 }

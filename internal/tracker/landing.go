@@ -1,6 +1,11 @@
 package tracker
 
-import "github.com/kvport/kvport/connector"
+import (
+	"errors"
+	"slices"
+
+	"github.com/kvport/kvport/connector"
+)
 
 // Landing is the account of landing memory: which slot of which rank belongs to which call. A slot
 // is given back when nothing can touch it any more, and the one that has been free for longest is
@@ -176,4 +181,80 @@ func (b *Tracker) LandingUsed() int {
 		return 0
 	}
 	return b.landing.Used()
+}
+
+// Copy is one block on its way between the cache and a slot of landing memory.
+type Copy struct {
+	Group       uint16
+	Block, Slot connector.BlockID
+}
+
+// Seen is the transfer as the plugin sees it, with landing slots in place of the cache's blocks. Without landing
+// memory it is the transfer itself.
+func (m *Move) Seen() *connector.Transfer {
+	if m.Slots == nil {
+		return m.Transfer
+	}
+	t := *m.Transfer
+	t.Blocks = slices.Clone(t.Blocks)
+	for i := range t.Blocks {
+		t.Blocks[i].ID = m.Slots[i]
+	}
+	return &t
+}
+
+// noBlock stands for a slot that the plugin named and was not given.
+const noBlock connector.BlockID = -1
+
+// Back translates the slots that the plugin's error names into the cache's blocks.
+func (m *Move) Back(err error) error {
+	var some *connector.BlockError
+	if m.Slots == nil || !errors.As(err, &some) || len(some.Blocks) == 0 {
+		return err
+	}
+	blocks := make([]connector.BlockID, len(some.Blocks))
+	for i, slot := range some.Blocks {
+		blocks[i] = noBlock
+		if at := slices.Index(m.Slots, slot); at >= 0 {
+			blocks[i] = m.Transfer.Blocks[at].ID
+		}
+	}
+	return &connector.BlockError{Blocks: blocks, Err: some.Err}
+}
+
+// Out lists what is copied to landing memory before a save: all of it.
+func (m *Move) Out() []Copy { return m.In(nil) }
+
+// In lists what is copied to the cache after a load: what has arrived, as the error says that Back gave. What the plugin
+// writes from then on changes nothing: each byte is read once, and checked where nobody but the host can write.
+func (m *Move) In(err error) (in []Copy) {
+	missing := missing(err)
+	for i, s := range m.Slots {
+		if b := m.Transfer.Blocks[i]; !missing(b.ID) {
+			in = append(in, Copy{b.Group, b.ID, s})
+		}
+	}
+	return in
+}
+
+// Arrived gives those of a load's blocks that are there, as its error says.
+func Arrived(blocks []connector.Block, err error) []connector.Block {
+	if err == nil {
+		return blocks
+	}
+	missing := missing(err)
+	return slices.DeleteFunc(slices.Clone(blocks), func(b connector.Block) bool { return missing(b.ID) })
+}
+
+// missing tells which blocks are not there after a load: those that its error names, or all if it names none.
+func missing(err error) func(connector.BlockID) bool {
+	var some *connector.BlockError
+	if !errors.As(err, &some) || len(some.Blocks) == 0 {
+		return func(connector.BlockID) bool { return err != nil }
+	}
+	named := make(map[connector.BlockID]bool, len(some.Blocks))
+	for _, id := range some.Blocks {
+		named[id] = true
+	}
+	return func(id connector.BlockID) bool { return named[id] }
 }

@@ -76,6 +76,24 @@ func TestLanding(t *testing.T) {
 	require.Equal(t, connector.BlockID(7), l.Take(0, Load, 1)[0], "the slot that was free for longest")
 }
 
+// TestLandedCall: the plugin sees slots; what it says of them is translated, and what it was not given is nobody's.
+func TestLandedCall(t *testing.T) {
+	m := Move{
+		Transfer: &connector.Transfer{Request: "a", Blocks: []connector.Block{{ID: 5}, {ID: 6, Group: 1}}},
+		Slots:    []connector.BlockID{3, 1},
+	}
+	require.Equal(t, []connector.Block{{ID: 3}, {ID: 1, Group: 1}}, m.Seen().Blocks)
+	require.Equal(t, []Copy{{0, 5, 3}, {1, 6, 1}}, m.Out())
+	err := m.Back(&connector.BlockError{Blocks: []connector.BlockID{1, 5}, Err: connector.ErrGone})
+	require.Equal(t, &connector.BlockError{Blocks: []connector.BlockID{6, noBlock}, Err: connector.ErrGone}, err)
+	require.Equal(t, []Copy{{0, 5, 3}}, m.In(err))
+	require.Equal(t, []connector.Block{{ID: 5}}, Arrived(m.Transfer.Blocks, err))
+	require.Empty(t, m.In(connector.ErrGone), "an error without blocks means all of them")
+	m.Slots = nil
+	require.Equal(t, connector.ErrGone, m.Back(connector.ErrGone))
+	require.Same(t, m.Transfer, m.Seen())
+}
+
 func moves(actions []Action) (out []Move) {
 	for _, a := range actions {
 		if m, ok := a.(Move); ok {

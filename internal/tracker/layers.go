@@ -24,11 +24,30 @@ func (b *Tracker) computing(now time.Time, s *connector.Step) {
 	}
 }
 
-// Computed says that the engine has computed a step's Computing blocks, or given them up: their saves
-// have as long from now on as any other.
-func (b *Tracker) Computed(now time.Time, step uint64) []Action {
+// Layers says that the first n layers of a step's Computing blocks are final in the cache. With the last one the step
+// is over: its saves have as long from then on as any other.
+func (b *Tracker) Layers(now time.Time, step uint64, n int) []Action {
+	return b.progress(now, step, func(o *op) { o.layers = max(o.layers, n) })
+}
+
+// GiveUp says that the rest of a step's layers will never be final. The step is over.
+func (b *Tracker) GiveUp(now time.Time, step uint64) []Action {
+	return b.progress(now, step, func(o *op) { o.givenUp = true })
+}
+
+// progress changes how far the saves of a step that is not over are, and tells their calls.
+func (b *Tracker) progress(now time.Time, step uint64, change func(*op)) []Action {
 	for _, o := range sorted(b.ops) {
-		if o.layered && o.step == step {
+		if !o.layered || o.step != step || o.computed {
+			continue
+		}
+		change(o)
+		for _, c := range o.calls {
+			if c.state == running {
+				b.emit(Advance{ID: c.id, Layers: o.layers, GivenUp: o.givenUp})
+			}
+		}
+		if o.computed = o.givenUp || o.layers >= b.cfg.Layers; o.computed {
 			o.deadline = now.Add(b.cfg.Save)
 			b.wakes.at(o.deadline)
 			b.wakes.at(o.deadline.Add(b.cfg.Grace))

@@ -21,11 +21,17 @@ func TestComputingHasTime(t *testing.T) {
 	b.got(b.Step(b.now, computing("a"), nil))
 	m := one[Move](b)
 	require.True(t, m.Computing)
-	require.EqualValues(t, 7, m.Step)
 	b.after(10 * b.cfg.Save)
 	require.Empty(t, all[Kill](b), "the engine may take its time")
 	require.Empty(t, all[CancelCall](b))
-	b.got(b.Computed(b.now, 7))
+	b.got(b.Layers(b.now, 7, 1))
+	require.Equal(t, Advance{ID: m.ID, Layers: 1}, one[Advance](b))
+	b.after(10 * b.cfg.Save)
+	require.Empty(t, all[CancelCall](b))
+	b.got(b.Layers(b.now, 7, 2))
+	require.Equal(t, Advance{ID: m.ID, Layers: 2}, one[Advance](b))
+	b.got(b.GiveUp(b.now, 7))
+	b.quiet() // the step is over
 	b.after(b.cfg.Save - time.Second)
 	require.Empty(t, all[CancelCall](b))
 	b.after(time.Second)
@@ -43,17 +49,45 @@ func TestComputingHasTime(t *testing.T) {
 func TestComputingIsRetried(t *testing.T) {
 	b := newBench(t, func(c *Config) { c.Ranks = 1 })
 	b.got(b.Step(b.now, computing("a"), nil))
+	b.got(b.Layers(b.now, 7, 1))
 	b.got(b.Reaped(b.now, 1))
 	require.Empty(t, all[Tell](b))
 	b.got(b.Up(b.now, 2))
 	m := one[Move](b)
 	require.True(t, m.Computing)
-	b.got(b.Moved(b.now, m.ID, Outcome{}))
+	require.Equal(t, 1, m.Layers, "what it was told before holds")
+	b.got(b.Layers(b.now, 7, 2))
+	b.got(b.Moved(b.now, m.ID, Outcome{Layers: 2}))
 	require.Empty(t, b.event().Failed)
 }
 
-// computed ends the computing of the last step.
-func (w *world) computed() { w.do("computed", w.b.Computed(w.now, w.computing)) }
+// Rule LAYER-02: a connector that answers before it was told of all layers has not stored them. After GiveUp it cannot be.
+func TestEarlyAnswerFails(t *testing.T) {
+	b := newBench(t, func(c *Config) { c.Ranks = 1 })
+	b.got(b.Step(b.now, computing("a"), nil))
+	b.got(b.Layers(b.now, 7, 1))
+	b.got(b.Moved(b.now, one[Advance](b).ID, Outcome{Layers: 1}))
+	require.ErrorIs(t, b.event().Err, connector.ErrIncompatible)
+	require.True(t, b.Idle())
+
+	b.got(b.Step(b.now, computing("b"), nil))
+	m := one[Move](b)
+	b.got(b.GiveUp(b.now, 7))
+	require.Equal(t, Advance{ID: m.ID, GivenUp: true}, one[Advance](b))
+	b.got(b.Reaped(b.now, 1))
+	b.got(b.Up(b.now, 2))
+	require.True(t, one[Move](b).GivenUp)
+}
+
+// computed ends the computing of the last step, or gives it up.
+func (w *world) computed() {
+	if w.rng.IntN(8) == 0 {
+		w.do("given up", w.b.GiveUp(w.now, w.computing))
+	}
+	for n := range w.cfg.Layers {
+		w.do("layers", w.b.Layers(w.now, w.computing, n+1))
+	}
+}
 
 // save adds a save to a step, in one of three steps layer by layer.
 func (w *world) save(s *connector.Step, t connector.Transfer) {

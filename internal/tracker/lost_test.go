@@ -51,3 +51,25 @@ func TestLostCall(t *testing.T) {
 	require.Equal(t, 2, b.Counters().Lost)
 	require.Zero(t, b.Counters().Violations)
 }
+
+// The blocks of a hold are lost with its generation, too, and the engine hears it: otherwise requests would wait for
+// them. A request whose Finish was not answered is finished without a hold, since the plugin gave no ticket for it.
+func TestHoldIsLost(t *testing.T) {
+	b := newBench(t, func(c *Config) { c.Can = connector.CanHold })
+	b.end(40, true)
+	b.got(b.FinishAnswered(b.now, one[Finish](b).ID, []connector.Hold{{ID: 7}}, nil))
+	held := b.event()
+	require.True(t, held.Held)
+	b.end(16, true)
+	require.Len(t, all[Finish](b), 1)
+	b.got(b.Down(b.now, 1))
+	e := b.event()
+	require.Equal(t, Finished, e.Kind)
+	require.False(t, e.Held || e.Lost)
+	b.got(b.Abandoned(b.now, 1))
+	e = b.event()
+	require.Equal(t, Event{Kind: Released, Request: held.Request, Step: held.Step, Blocks: e.Blocks, Lost: true, Reason: ReleasedPluginDied}, e)
+	require.Len(t, e.Blocks, 2)
+	require.Equal(t, 2, b.Counters().Lost)
+	require.True(t, b.Idle())
+}

@@ -45,6 +45,7 @@ type Config struct {
 	// save them again, and for those where a failed load would fail every request with the same prefix.
 	Quarantine bool
 	Slots      int // of landing memory on each rank; 0: calls touch the cache itself
+	Layers     int // of the cache
 
 	Lossy     bool // the connector may change bytes, so nothing that it loads can be verified
 	Reshape   bool // tickets are made for engines of other shapes, too
@@ -197,7 +198,7 @@ func (b *Tracker) Reaped(now time.Time, gen uint64) []Action {
 }
 
 // Abandoned says that generation gen is gone, but that somebody may use the blocks for ever that it had. Those of
-// its transfers and holds are lost: they stay pinned, and no event says that they are free.
+// its transfers and holds are lost: they stay pinned, as their events say.
 func (b *Tracker) Abandoned(now time.Time, gen uint64) []Action {
 	b.out = append(b.out, b.Down(now, gen)...)
 	delete(b.killed, gen)
@@ -208,8 +209,9 @@ func (b *Tracker) Abandoned(now time.Time, gen uint64) []Action {
 	}
 	for _, h := range sorted(b.holds) {
 		if h.gen == gen {
-			delete(b.holds, h.id)
+			h.lost = true
 			b.forfeit(h.blocks)
+			b.release(h, ReleasedPluginDied)
 		}
 	}
 	return b.take()

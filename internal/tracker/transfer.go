@@ -20,6 +20,7 @@ var (
 	errRole       = errors.New("the role does not load")
 	errLoading    = errors.New("a load still writes one of the blocks")
 	errReused     = fmt.Errorf("an earlier turn's blocks have been reused: %w", connector.ErrGone)
+	errEarly      = fmt.Errorf("the connector answered before all layers were computed: %w", connector.ErrIncompatible)
 	errLanding    = errors.New("more blocks than landing memory holds: raise kvport.landing_bytes")
 )
 
@@ -46,6 +47,9 @@ type op struct {
 	planning bool               // its parts are not known yet
 	stored   bool               // see Stored
 	layered  bool               // its blocks were handed over before they were computed
+	layers   int                // of those blocks that are final
+	givenUp  bool               // no more will be
+	computed bool               // its step is over
 	tail     connector.BlockKey // loads: of the partial last block, at its producer
 	reshaped bool               // the ticket comes from an engine of another shape
 	damaged  int                // loads: blocks that arrived and are not what was saved, by all calls
@@ -213,7 +217,7 @@ func (b *Tracker) start(c *call) {
 	}
 	b.emit(Move{
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
-		Check: b.check(c), Reshaped: c.op.reshaped, Computing: c.op.layered, Step: c.op.step,
+		Check: b.check(c), Reshaped: c.op.reshaped, Computing: c.op.layered, Layers: c.op.layers, GivenUp: c.op.givenUp,
 	})
 }
 
@@ -239,6 +243,9 @@ func (b *Tracker) Moved(now time.Time, id CallID, out Outcome) []Action {
 		return b.take()
 	}
 	c.state = over
+	if o.layered && out.Err == nil && out.Layers < b.cfg.Layers {
+		out.Err = errEarly
+	}
 	b.judge(c, out)
 	b.endIfOver(now, o)
 	b.startQueued()

@@ -98,7 +98,7 @@ func testConfig() Config {
 		Later:      2 * time.Second, Fresh: 100 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
 		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
 		Hold: 30 * time.Second, HoldMax: time.Minute, BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond,
-		CorruptKeys: 8,
+		CorruptKeys: 8, Layers: 2,
 	}
 }
 
@@ -400,7 +400,7 @@ func (w *world) answerMove() {
 		return
 	}
 	m := w.moves[id]
-	out := Outcome{Err: w.err()}
+	out := Outcome{Err: w.err(), Layers: w.rng.IntN(w.cfg.Layers + 1)}
 	switch w.rng.IntN(6) {
 	case 0:
 		out = Outcome{Lost: true, Err: connector.ErrGone}

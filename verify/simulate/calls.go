@@ -2,7 +2,6 @@ package simulate
 
 import (
 	"encoding/binary"
-	"errors"
 	"slices"
 	"time"
 
@@ -299,7 +298,7 @@ func (m *move) refusal(d *rng, f Fault) error {
 // end sends a call's answer on its way.
 func (m *move) end(err error, p *proc) {
 	if !p.dying {
-		m.answered, m.out = true, tracker.Outcome{Err: err}
+		m.answered, m.out = true, tracker.Outcome{Err: m.Back(err), Layers: m.Layers}
 		if p.h.w.is(CheckThenCopy) && m.Kind == tracker.Load {
 			m.bad = p.h.checkDigests(m, p.h.seen)
 		}
@@ -328,7 +327,7 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
 	}
 	from, ok := p.source(m, b, i)
 	if !ok || f == faultPartial {
-		m.missing = append(m.missing, b.ID)
+		m.lacks(b)
 		clear(c.tags) // what it wrote before it gave up
 		return true
 	}
@@ -354,7 +353,7 @@ func (p *proc) save(m *move, b connector.Block, c *cell, d *rng, f Fault) {
 	k := storeKey{b.Key, b.Group, uint8(m.Rank)}
 	switch f {
 	case faultPartial:
-		m.missing = append(m.missing, b.ID)
+		m.lacks(b)
 		return
 	case faultHalf, faultWrong:
 		torn := &cell{tags: append([]tag(nil), c.tags...), sum: c.sum}
@@ -482,17 +481,4 @@ func (h *host) moved(p *proc, m *move) {
 		h.w.say("%s: %s of %s on rank %d returns: %s", h.e.name, m.Kind, m.Transfer.Request, m.Rank, describeOutcome(&m.out))
 	}
 	h.do(h.tracker.Moved(h.w.now, m.ID, m.out))
-}
-
-// failedBlocks are the blocks that an error names, if it names some.
-func failedBlocks(err error) (map[connector.BlockID]bool, bool) {
-	var some *connector.BlockError
-	if !errors.As(err, &some) || len(some.Blocks) == 0 {
-		return nil, false
-	}
-	missing := make(map[connector.BlockID]bool, len(some.Blocks))
-	for _, id := range some.Blocks {
-		missing[id] = true
-	}
-	return missing, true
 }

@@ -1,7 +1,10 @@
 package simulate
 
 import (
+	"slices"
+
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/tracker"
 )
 
 // makeDigests is what the host does before a plugin may read blocks.
@@ -40,20 +43,16 @@ func (h *host) cached(m *move, i int) *cell { return &h.e.mem[m.Rank][m.Transfer
 
 // checkDigests gives the blocks that should have arrived and are not what was saved.
 func (h *host) checkDigests(m *move, at func(m *move, i int) *cell) []connector.BlockID {
-	missing, some := failedBlocks(m.out.Err)
-	if m.out.Err != nil && !some {
-		return nil
-	}
 	if h.w.is(TurnUnchecked) && m.grant.turn {
 		return nil
 	}
 	var bad []connector.BlockID
-	for i, b := range m.Check {
+	for _, b := range tracker.Arrived(m.Check, m.out.Err) {
+		i := slices.IndexFunc(m.Check, func(k connector.Block) bool { return k.ID == b.ID })
 		if h.w.is(PartialUnchecked) && m.Transfer.Blocks[i].Key == (connector.BlockKey{}) {
 			continue
 		}
-		c := at(m, i)
-		if !missing[b.ID] && (b.Key == (connector.BlockKey{}) || c.sum != h.sum(c, b, m.Rank)) {
+		if c := at(m, i); b.Key == (connector.BlockKey{}) || c.sum != h.sum(c, b, m.Rank) {
 			bad = append(bad, b.ID)
 		}
 	}

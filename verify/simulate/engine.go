@@ -1,7 +1,6 @@
 package simulate
 
 import (
-	"errors"
 	"fmt"
 	"strings"
 	"time"
@@ -232,7 +231,7 @@ func (e *engine) output(o sched.Output) {
 	if o.Reason == connector.ReasonAbort && !st.aborts {
 		e.w.fail('g', "%s: %s was aborted and nobody asked for it", e.name, o.Request)
 	}
-	if o.Reason == connector.ReasonError && (!errors.Is(o.Err, sched.ErrLoadFailed) || !e.w.opt.FailLoads) {
+	if o.Reason == connector.ReasonError && !e.mayFail(st, o.Err) {
 		e.w.fail('g', "%s: %s ends with an error: %v", e.name, o.Request, o.Err)
 	}
 	if e.w.tracing() {

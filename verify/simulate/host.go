@@ -28,7 +28,6 @@ type host struct {
 	reset   tracker.CallID // under way; 0: none
 
 	turns   map[connector.RequestID]*turnUse // of requests that came with the ticket of an earlier turn
-	final   uint64                           // the last step whose layers are all computed
 	due     map[obligation]*grant            // what the engine must still be told
 	open    []*grant                         // whose end the engine has not taken yet
 	holds   map[obligation]*lease
@@ -105,6 +104,8 @@ func (h *host) do(actions []tracker.Action) {
 			h.send(&job{reset: &a, id: a.ID, deadline: a.Deadline})
 		case tracker.ResetOver:
 			h.resetOver(&a)
+		case tracker.Advance:
+			h.advance(a)
 		case tracker.CancelCall:
 			h.cancel(a.ID)
 		case tracker.Kill:
@@ -134,6 +135,9 @@ func (h *host) start(a *tracker.Move) {
 	if a.Gen != h.proc.n {
 		h.w.fail('c', "%s sends a %s of generation %d to generation %d", h.e.name, a.Kind, a.Gen, h.proc.n)
 	}
+	if h.w.is(LayerEarly) {
+		m.Layers = layers
+	}
 	h.shareSlots(m)
 	h.occupy(m)
 	h.useTurn(m)
@@ -141,7 +145,7 @@ func (h *host) start(a *tracker.Move) {
 	if a.Kind == tracker.Save && h.w.is(AckBeforeSave) {
 		m.reported = true
 		h.makeDigests(m)
-		h.do(h.tracker.Moved(h.w.now, a.ID, tracker.Outcome{}))
+		h.do(h.tracker.Moved(h.w.now, a.ID, tracker.Outcome{Layers: layers}))
 	}
 }
 

@@ -1,6 +1,9 @@
 package simulate
 
-import "github.com/kvport/kvport/connector"
+import (
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/tracker"
+)
 
 // meanwhile is a plugin at work while the engine computes what it was already given to save.
 func (e *engine) meanwhile(st *connector.Step) {
@@ -13,19 +16,33 @@ func (e *engine) meanwhile(st *connector.Step) {
 	}
 }
 
-// computed says that the blocks of a step are final.
+// computed says that the blocks of a step are final, one layer after the other.
 func (e *engine) computed(st *connector.Step) {
 	if st == nil || len(st.Computing) == 0 {
 		return
 	}
-	e.host.final = st.ID
-	e.host.do(e.host.tracker.Computed(e.w.now, st.ID))
+	for n := range layers {
+		e.host.do(e.host.tracker.Layers(e.w.now, st.ID, n+1))
+	}
+}
+
+// layers are those of every cache. The model computes them at once.
+const layers = 2
+
+// advance lets a call know how many layers of its blocks are final.
+func (h *host) advance(a tracker.Advance) {
+	if h.proc == nil {
+		return
+	}
+	for _, m := range h.proc.moves {
+		if m.ID == a.ID {
+			m.Layers = max(m.Layers, a.Layers)
+		}
+	}
 }
 
 // waits says that a save has to wait for the layers of its blocks.
-func (h *host) waits(m *move) bool {
-	return m.Computing && m.Step > h.final && !h.w.is(LayerEarly)
-}
+func (m *move) waits() bool { return m.Computing && m.Layers < layers }
 
 // tellStored reports that a save has stored everything that a ticket promises, and lets the save continue on the
 // same blocks for others.

@@ -1,7 +1,10 @@
 package simulate
 
 import (
+	"errors"
+
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/sched"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -36,8 +39,6 @@ func (h *host) abandon(moves []*move) {
 		h.do(h.tracker.Reaped(h.w.now, h.n))
 		return
 	}
-	h.w.stats.Lost += len(h.holds)
-	clear(h.holds) // nobody is told that they are over
 	h.do(h.tracker.Abandoned(h.w.now, h.n))
 }
 
@@ -56,15 +57,34 @@ func (h *host) loseCall(p *proc, d *rng) bool {
 	return true
 }
 
-// giveLost tells the engine that a transfer is over whose blocks it must not use again.
+// giveLost tells the engine that a transfer or a hold is over whose blocks it must not use again.
 func (h *host) giveLost(r *report) {
 	h.w.stats.Lost++
-	if h.w.is(LostIsFree) {
+	switch {
+	case h.w.is(LostIsFree):
 		h.give(r)
-		return
+	case r.Kind == tracker.Released && h.w.is(LostHoldUntold):
+	case r.Kind == tracker.Released:
+		h.w.stats.LostHolds++
+		h.e.sched.LostHold(r.Step, r.Request)
+	default:
+		h.forget(r.grant)
+		h.e.sched.Lost(r.Step, r.Request, r.Kind == tracker.Loaded)
 	}
-	h.forget(r.grant)
-	h.e.sched.Lost(r.Step, r.Request, r.Kind == tracker.Loaded)
+}
+
+// fits says whether an engine has blocks for some tokens, lost ones left out.
+func (e *engine) fits(tokens int) bool {
+	o, lost := &e.w.opt, 0
+	if e.host != nil {
+		lost = e.host.tracker.Counters().Lost
+	}
+	return (tokens+o.BlockTokens-1)/o.BlockTokens*o.Groups <= o.Blocks-lost
+}
+
+// mayFail says whether a request has a reason to end with an error.
+func (e *engine) mayFail(st *stream, err error) bool {
+	return errors.Is(err, sched.ErrLoadFailed) && e.w.opt.FailLoads || errors.Is(err, sched.ErrNoRoom) && !e.fits(len(st.tokens))
 }
 
 // haunt lets those who were left behind write.

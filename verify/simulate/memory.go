@@ -155,6 +155,19 @@ func (s *store) windows(keys []connector.BlockKey, have, n int, o *Options) bool
 	return true
 }
 
+// other is a stored block to mistake for the given one: of the same key in another place, most of the time.
+func (s *store) other(i int, d *rng) int {
+	if j := d.n(len(s.order)); d.n(4) == 0 {
+		return j
+	}
+	for j := range s.order {
+		if j != i && s.order[j].key == s.order[i].key {
+			return j
+		}
+	}
+	return d.n(len(s.order))
+}
+
 // misfortune is something that happens to stored blocks.
 func (s *store) misfortune(d *rng) string {
 	if len(s.order) == 0 {
@@ -167,7 +180,7 @@ func (s *store) misfortune(d *rng) string {
 		s.lose(i)
 		return "loses a block"
 	case 1:
-		j := d.n(len(s.order))
+		j := s.other(i, d)
 		s.cells[s.order[i]], s.cells[s.order[j]] = s.cells[s.order[j]], s.cells[s.order[i]]
 		return "swaps two blocks"
 	case 2:

@@ -37,7 +37,7 @@ func Variants(seed uint64, n int) []Options {
 		o := draw(seed<<8 + uint64(i))
 		need := o.Groups * ((40 + o.BlockTokens - 1) / o.BlockTokens)
 		if o.Orphans {
-			need += need/2 + 1 // a third may be lost
+			need *= 2 // half may be lost
 		}
 		o.Blocks = max(o.Blocks, need)
 		o.FailLoads = false

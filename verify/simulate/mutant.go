@@ -65,6 +65,7 @@ const (
 	ResetUntold
 	AbandonedIsReaped
 	LostIsFree
+	LostHoldUntold
 	mutants
 )
 
@@ -131,6 +132,7 @@ func Mutants() []MutantInfo {
 		{ResetUntold, "reset-untold", "nobody is told that a reset failed", "vllm#46283"},
 		{AbandonedIsReaped, "abandoned-is-reaped", "a dead plugin's blocks are used again although somebody may write them for ever", "rule HOST-05"},
 		{LostIsFree, "lost-is-free", "the engine takes blocks that are lost for free", "rule HOST-05"},
+		{LostHoldUntold, "lost-hold-untold", "the engine is not told that the blocks of a hold are lost, and lets requests wait for them", "rule HOST-05"},
 	}
 }
 

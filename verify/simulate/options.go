@@ -88,7 +88,7 @@ func draw(seed uint64) Options {
 // trackerConfig has the deadlines that hosts have by default.
 func (o *Options) trackerConfig(role connector.Role, can connector.Capability) tracker.Config {
 	c := tracker.Config{
-		Ranks: o.Ranks, Role: role, Can: can, Slots: o.Slots,
+		Ranks: o.Ranks, Role: role, Can: can, Slots: o.Slots, Layers: layers,
 		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
 		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
 		Hold: 30 * time.Second, HoldMax: holdMax,
@@ -129,7 +129,7 @@ func (o *Options) mostLost() int {
 	if !o.Orphans {
 		return 0
 	}
-	return o.Blocks / 3
+	return o.Blocks / 2
 }
 
 func (o *Options) role(engine int) connector.Role {

@@ -296,7 +296,7 @@ func (p *proc) work(d *rng, f Fault) {
 // todo lists the calls of the worker side that the plugin can go on with.
 func (p *proc) todo() (list []*move) {
 	for _, m := range p.moves {
-		if !m.answered && !m.stuck && !p.h.waits(m) {
+		if !m.answered && !m.stuck && !m.waits() {
 			list = append(list, m)
 		}
 	}

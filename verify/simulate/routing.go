@@ -94,7 +94,7 @@ func (r *routing) submit(d *rng) {
 // room is how many tokens the cache of an engine has room for.
 func (r *routing) room() int {
 	o := &r.w.opt
-	return (o.Blocks - o.mostLost()) / o.Groups * o.BlockTokens
+	return o.Blocks / o.Groups * o.BlockTokens
 }
 
 func (r *routing) enter(prompt []int32, salt string, n int) {
@@ -176,7 +176,9 @@ func (r *routing) hand(c *client, e *engine, n int, ticket []byte, d *rng) bool 
 		err = e.submit(c, c.id, n, ticket)
 	}
 	if err != nil {
-		r.w.fail('g', "%s refuses %s: %v", e.name, c.id, err)
+		if e.fits(len(c.prompt) + n) {
+			r.w.fail('g', "%s refuses %s: %v", e.name, c.id, err)
+		}
 		return false
 	}
 	c.engine = e

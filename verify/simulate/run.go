@@ -276,8 +276,8 @@ func (w *World) over() {
 		if h != nil {
 			lost = h.tracker.Counters().Lost
 		}
-		if e.pool.Available() != e.pool.Size()-lost {
-			w.fail('f', "%s: %d of %d blocks are free in the end, %d are lost", e.name, e.pool.Available(), e.pool.Size(), lost)
+		if e.pool.Available() != e.pool.Size()-lost || e.pool.Lost() != lost {
+			w.fail('f', "%s: %d of %d blocks are free in the end, %d are lost, %d for the engine", e.name, e.pool.Available(), e.pool.Size(), lost, e.pool.Lost())
 		}
 		if h == nil {
 			continue

@@ -4,7 +4,6 @@ import (
 	"slices"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/tracker"
 )
 
 // At trust level staged a plugin sees landing memory only: the host copies what is saved out to it,
@@ -51,22 +50,21 @@ func (h *host) seen(m *move, i int) *cell {
 
 // copyOut is what happens before a plugin reads what it must save.
 func (h *host) copyOut(m *move) {
-	for i, s := range m.Slots {
-		h.e.landing[m.Rank][s].set(&h.e.mem[m.Rank][m.Transfer.Blocks[i].ID])
+	for _, c := range m.Out() {
+		h.e.landing[m.Rank][c.Slot].set(&h.e.mem[m.Rank][c.Block])
 	}
 }
 
 // copyIn takes what arrived, as the plugin's answer says.
 func (h *host) copyIn(m *move) {
-	missing, some := failedBlocks(m.out.Err)
-	if m.Kind != tracker.Load || m.out.Err != nil && !some {
-		return
+	for _, c := range m.In(m.out.Err) {
+		h.e.mem[m.Rank][c.Block].set(&h.e.landing[m.Rank][c.Slot])
 	}
-	for i, s := range m.Slots {
-		if b := m.Transfer.Blocks[i].ID; !missing[b] {
-			h.e.mem[m.Rank][b].set(&h.e.landing[m.Rank][s])
-		}
-	}
+}
+
+// lacks notes that a block of a call failed, under the name by which the plugin knows it.
+func (m *move) lacks(b connector.Block) {
+	m.missing = append(m.missing, m.Seen().Blocks[slices.Index(m.Transfer.Blocks, b)].ID)
 }
 
 // orphan forgets where the content of a block came from: what a load leaves in it may be the right KV by

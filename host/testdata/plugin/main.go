@@ -90,7 +90,7 @@ func main() {
 			if c.Fault == "reshape" {
 				info.Capabilities |= connector.CanHold | connector.CanReshape
 			}
-			if c.Fault == "hold" {
+			if c.Fault == "hold" || c.Fault == "hold_fence" {
 				info.Capabilities |= connector.CanHold
 			}
 			if c.Fault == "lease" {
@@ -133,7 +133,7 @@ func main() {
 				return newLeaser(s), err
 			case "reshape":
 				return &cutter{holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}}, err
-			case "hold":
+			case "hold", "hold_fence":
 				return &holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}, err
 			}
 			return &scheduler{s}, err
@@ -405,7 +405,7 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 		panic("as told")
 	case w.due("crash_load"):
 		os.Exit(3)
-	case w.due("hide_fence"):
+	case w.due("hide_fence"), w.due("hold_fence"):
 		hideFence(w.Dir)
 	case w.due("leave_child"):
 		leaveChild(w.Dir)
