@@ -146,13 +146,26 @@ func (s *store) prefix(keys []connector.BlockKey, have int, o *Options) int {
 
 func (s *store) windows(keys []connector.BlockKey, have, n int, o *Options) bool {
 	for g := 1; g < o.Groups; g++ {
-		for i := max(have, o.first(g, n*o.BlockTokens)); i < n; i++ {
+		for i := max(have, o.first(g, n*o.BlockTokens, o.BlockTokens)); i < n; i++ {
 			if !s.has(keys[i], g, o.Ranks) {
 				return false
 			}
 		}
 	}
 	return true
+}
+
+// other is a stored block to mistake for the given one: of the same key in another place, half of the time.
+func (s *store) other(i int, d *rng) int {
+	if j := d.n(len(s.order)); d.n(2) == 0 {
+		return j
+	}
+	for j := range s.order {
+		if j != i && s.order[j].key == s.order[i].key {
+			return j
+		}
+	}
+	return d.n(len(s.order))
 }
 
 // misfortune is something that happens to stored blocks.
@@ -167,7 +180,7 @@ func (s *store) misfortune(d *rng) string {
 		s.lose(i)
 		return "loses a block"
 	case 1:
-		j := d.n(len(s.order))
+		j := s.other(i, d)
 		s.cells[s.order[i]], s.cells[s.order[j]] = s.cells[s.order[j]], s.cells[s.order[i]]
 		return "swaps two blocks"
 	case 2:

@@ -94,7 +94,7 @@ func (r *routing) submit(d *rng) {
 // room is how many tokens the cache of an engine has room for.
 func (r *routing) room() int {
 	o := &r.w.opt
-	return (o.Blocks - o.mostLost()) / o.Groups * o.BlockTokens
+	return (o.Blocks - o.mostLost()) / o.Groups * o.smallest()
 }
 
 func (r *routing) enter(prompt []int32, salt string, n int) {
