@@ -254,7 +254,9 @@ func (p *proc) beginMove(m *move, d *rng, f Fault) {
 	if m.Kind == tracker.Save {
 		p.h.copyOut(m)
 	}
-	p.scribbleAtTimes(d, f)
+	if o := &p.h.w.opt; f == faultScribble || m.Kind == tracker.Save && m.Slots != nil && o.Rough > 0 && !p.h.w.quiet && d.n(3) == 1 {
+		p.scribbleOn(m.Rank, m.Slots, d)
+	}
 }
 
 // finishMove is what is left when all blocks of a call are done: a save that was told to be stored reads some
@@ -334,6 +336,12 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
 		return true
 	}
 	from, ok := p.source(m, b, i)
+	if f == faultWrong && d.n(2) == 0 {
+		if other, found := p.source(p.misplaced(m, &b), b, i); found {
+			c.set(other)
+			return true
+		}
+	}
 	if !ok || f == faultPartial {
 		m.missing = append(m.missing, b.ID)
 		clear(c.tags) // what it wrote before it gave up
@@ -351,6 +359,17 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
 		c.set(from)
 	}
 	return true
+}
+
+// misplaced is a load of another rank or group by mistake.
+func (p *proc) misplaced(m *move, b *connector.Block) *move {
+	o, wrong := &p.h.w.opt, *m
+	if o.Ranks > 1 {
+		wrong.Rank = (m.Rank + 1) % o.Ranks
+	} else {
+		b.Group = uint16((int(b.Group) + 1) % o.Groups)
+	}
+	return &wrong
 }
 
 // save stores one block, or says so. Partial blocks have no key.

@@ -33,6 +33,9 @@ type engine struct {
 	askAt   time.Time // when requests told Later are asked about again at the latest; zero: not waiting
 	old     []connector.RequestID
 
+	lurks bool    // somebody resets it as soon as the first blocks of a prompt are being saved
+	again *client // whose prompt comes again after that
+
 	forget, willBeEmpty bool // the connector's part of a reset is over, and went well
 }
 
@@ -51,7 +54,7 @@ func (e *engine) start() {
 	o := &e.w.opt
 	e.epoch++
 	e.w.lives++
-	e.life, e.gen, e.empty, e.forget, e.askAt = e.w.lives, 0, 0, false, time.Time{}
+	e.life, e.gen, e.empty, e.forget, e.lurks, e.again, e.askAt = e.w.lives, 0, 0, false, false, nil, time.Time{}
 	e.pool = kvcache.New(o.Blocks)
 	e.sched = sched.New(sched.Config{
 		BlockTokens: e.size, Groups: o.Groups, Trailing: o.windows(), MaxBatchedTokens: o.MaxBatchedTokens, MaxSeqs: o.MaxSeqs,

@@ -155,9 +155,9 @@ func (s *store) windows(keys []connector.BlockKey, have, n int, o *Options) bool
 	return true
 }
 
-// other is a stored block to mistake for the given one: of the same key in another place, half of the time.
+// other is a stored block to mistake for the given one: of the same key in another place, most of the time.
 func (s *store) other(i int, d *rng) int {
-	if j := d.n(len(s.order)); d.n(2) == 0 {
+	if j := d.n(len(s.order)); d.n(4) == 0 {
 		return j
 	}
 	for j := range s.order {

@@ -61,6 +61,21 @@ func (h *host) opened(q *connector.Query, e *ticket.Envelope) *tracker.Ticket {
 	return t
 }
 
+// mistaken is the ticket of another client that waits: what it says of the prompt is all that tells engines with
+// other blocks.
+func (r *routing) mistaken(t []byte, d *rng) []byte {
+	o := &r.w.opt
+	if o.OtherTokens == 0 || o.Rough == 0 || r.w.quiet || d.n(2) > 0 {
+		return t
+	}
+	for _, c := range r.wants {
+		if c.ticket != nil {
+			return c.ticket
+		}
+	}
+	return t
+}
+
 // reshape is the connector's Reshape, of one block: it fills the tokens that the transfer covers from what the
 // producer holds.
 func (p *proc) reshape(m *move, b connector.Block, i int, c *cell, f Fault) {

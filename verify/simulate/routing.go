@@ -156,7 +156,7 @@ func (r *routing) decode(c *client, d *rng, f Fault) {
 		f = []Fault{faultLater, faultTwice, faultWrong, faultLost}[d.n(4)]
 		r.w.stats.Faults++
 	}
-	if r.hand(c, r.w.engines[i], c.max, r.w.tickets.tamper(t, d, f), d) {
+	if r.hand(c, r.w.engines[i], c.max, r.w.tickets.tamper(r.mistaken(t, d), d, f), d) {
 		c.phase = decoding
 		return
 	}
