@@ -56,27 +56,23 @@ func newLedger() ledger {
 // one of them does, and its ticket has a section of each.
 func (s *scheduler) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	answers := make([][]connector.Hold, len(s.lanes))
-	var work sync.WaitGroup
-	for i, l := range s.lanes {
-		if _, can := connector.As[connector.Holder](l.side); !can {
-			continue
+	s.together(len(s.lanes), func(i int) {
+		if _, can := connector.As[connector.Holder](s.lanes[i].side); !can {
+			return
 		}
 		got := make(chan []connector.Hold, 1)
-		work.Go(func() {
-			err := l.try(ctx, untilDeadline(ctx), func(ctx context.Context, side connector.Scheduler) error {
-				h, _ := connector.As[connector.Holder](side)
-				holds, err := h.Finish(ctx, ended)
-				got <- holds
-				return err
-			})
-			if err == nil {
-				if holds := <-got; len(holds) == len(ended) {
-					answers[i] = holds
-				}
-			}
+		err := s.lanes[i].try(ctx, untilDeadline(ctx), func(ctx context.Context, side connector.Scheduler) error {
+			h, _ := connector.As[connector.Holder](side)
+			holds, err := h.Finish(ctx, ended)
+			got <- holds
+			return err
 		})
-	}
-	work.Wait()
+		if err == nil {
+			if holds := <-got; len(holds) == len(ended) {
+				answers[i] = holds
+			}
+		}
+	})
 	out := make([]connector.Hold, len(ended))
 	for k := range ended {
 		out[k] = s.hold(k, answers)
@@ -87,7 +83,7 @@ func (s *scheduler) Finish(ctx context.Context, ended []connector.Ended) ([]conn
 
 // hold joins the children's holds of one ended request.
 func (s *scheduler) hold(k int, answers [][]connector.Hold) connector.Hold {
-	now := time.Now()
+	now := s.run.Now()
 	joint := connector.Hold{Consumers: 1, Weak: true}
 	h := &held{waiting: map[childHold]int{}}
 	var sections []section
@@ -215,10 +211,8 @@ func (s *scheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 		if len(over) > 0 {
 			return over, nil
 		}
-		select {
-		case <-s.ledger.wake:
-		case <-ctx.Done():
-			return nil, ctx.Err()
+		if err := s.run.Wait(ctx, s.ledger.wake, time.Time{}); err != nil {
+			return nil, err
 		}
 	}
 }
@@ -236,10 +230,7 @@ func (s *scheduler) watchHolds(life context.Context, child int, holder connector
 		if errors.Is(err, context.Canceled) && life.Err() != nil {
 			return
 		}
-		select {
-		case <-time.After(retryHolds):
-		case <-life.Done():
-		}
+		s.pause(life, retryHolds)
 	}
 }
 
@@ -284,22 +275,16 @@ func (s *scheduler) Renewals(ctx context.Context, ended []connector.HoldID) ([]c
 	s.leases.begin.Do(func() {
 		for i, l := range s.lanes {
 			if leaser, ok := connector.As[connector.Leaser](l.side); ok {
-				s.work.Go(func() { s.watchLeases(i, leaser) })
+				s.beside(&s.work, func() { s.watchLeases(i, leaser) })
 			}
 		}
 	})
 	s.leases.answer(s.ledger.end(ended))
-	timer := time.NewTimer(renewWait)
-	defer timer.Stop()
-	for {
+	for until := s.run.Now().Add(renewWait); ; {
 		if ids := s.renewed(); len(ids) > 0 {
 			return ids, nil
 		}
-		select {
-		case <-s.leases.wake:
-		case <-timer.C:
-			return nil, nil
-		case <-ctx.Done():
+		if s.run.Wait(ctx, s.leases.wake, until) != nil {
 			return nil, ctx.Err()
 		}
 	}
@@ -316,7 +301,7 @@ func (s *scheduler) renewed() []connector.HoldID {
 		if len(c.named) == 0 || c.passed {
 			continue
 		}
-		own, unknown := s.ledger.renew(i, c.named, time.Now())
+		own, unknown := s.ledger.renew(i, c.named, s.run.Now())
 		c.end(unknown)
 		if len(own) == 0 {
 			c.settle()
@@ -339,9 +324,7 @@ func (s *scheduler) watchLeases(child int, leaser connector.Leaser) {
 		switch {
 		case err == nil:
 			answered := s.leases.name(child, ids, len(over))
-			select {
-			case <-answered:
-			case <-s.life.Done():
+			if s.run.Wait(s.life, answered, time.Time{}) != nil {
 				return
 			}
 		case errors.Is(err, context.Canceled) && s.life.Err() != nil:
@@ -349,10 +332,7 @@ func (s *scheduler) watchLeases(child int, leaser connector.Leaser) {
 		default:
 			rest = retryRenewals
 		}
-		select {
-		case <-time.After(rest):
-		case <-s.life.Done():
-		}
+		s.pause(s.life, rest)
 	}
 }
 

@@ -73,6 +73,7 @@ const DefaultPatience = 100 * time.Millisecond
 type Multi struct {
 	children []Child
 	info     connector.Info
+	run      Runner
 	routes   routes
 	seen     seen
 }
@@ -84,7 +85,7 @@ func New(name string, children []Child) (*Multi, error) {
 	if err != nil {
 		return nil, err
 	}
-	m := &Multi{children: slices.Clone(children), info: info}
+	m := &Multi{children: slices.Clone(children), info: info, run: goroutines{}}
 	for i := range m.children {
 		if m.children[i].Patience <= 0 {
 			m.children[i].Patience = DefaultPatience

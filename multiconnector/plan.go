@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math"
-	"sync"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -23,12 +22,7 @@ type share struct {
 // carries in Extra which child does what with which block.
 func (s *scheduler) Plan(ctx context.Context, step *connector.Step) (*connector.Plan, error) {
 	plans := make([]*connector.Plan, len(s.lanes))
-	var work sync.WaitGroup
-	for i := range s.lanes {
-		own := s.stepOf(i, step)
-		work.Go(func() { plans[i] = s.planOf(ctx, i, own) })
-	}
-	work.Wait()
+	s.together(len(s.lanes), func(i int) { plans[i] = s.planOf(ctx, i, s.stepOf(i, step)) })
 	loads, saves := make([][]share, len(step.Admitted)), make([][]share, len(step.Computed))
 	for i, p := range plans {
 		assign(loads, step.Admitted, p.Loads, i)

@@ -50,10 +50,10 @@ func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group,
 		s.block = min(s.block, g.BlockTokens)
 	}
 	for i, side := range sides {
-		s.lanes = append(s.lanes, newLane(life, &m.children[i], side))
+		s.lanes = append(s.lanes, newLane(life, m, &m.children[i], side))
 		s.caps |= connector.CapabilitiesOf(side)
 		if holder, ok := connector.As[connector.Holder](side); ok {
-			s.work.Go(func() { s.watchHolds(life, i, holder) })
+			s.beside(&s.work, func() { s.watchHolds(life, i, holder) })
 		}
 		if source, ok := connector.As[connector.StatsSource](side); ok {
 			s.pollers = append(s.pollers, &statsPoller{child: &m.children[i], place: i, source: source, busy: make(chan struct{}, 1)})
@@ -141,23 +141,23 @@ func (s *scheduler) round(ctx context.Context, list []*search) (again bool) {
 		until[k] = s.until(f)
 		again = again || until[k] < len(s.lanes)
 	}
-	var work sync.WaitGroup
 	answers := make([][]connector.Match, len(s.lanes))
-	for i, l := range s.lanes {
-		var queries []connector.Query
+	queries := make([][]connector.Query, len(s.lanes))
+	var asked []int
+	for i := range s.lanes {
 		for k, f := range list {
 			if i < until[k] && s.worthAsking(f, i) {
 				asks[i] = append(asks[i], f)
 				q := f.q
 				q.Computed, q.Ticket, q.Keys = f.end, f.tickets[i], s.keysFor(i, f)
-				queries = append(queries, q)
+				queries[i] = append(queries[i], q)
 			}
 		}
-		if len(queries) > 0 {
-			work.Go(func() { answers[i] = l.match(ctx, queries) })
+		if len(queries[i]) > 0 {
+			asked = append(asked, i)
 		}
 	}
-	work.Wait()
+	s.together(len(asked), func(k int) { answers[asked[k]] = s.lanes[asked[k]].match(ctx, queries[asked[k]]) })
 	for i, fs := range asks {
 		for k, f := range fs {
 			m := answers[i][k]
@@ -285,11 +285,7 @@ func (s *scheduler) close() error {
 	s.stop()
 	s.work.Wait()
 	errs := make([]error, len(s.lanes))
-	var work sync.WaitGroup
-	for i, l := range s.lanes {
-		work.Go(func() { errs[i] = l.close() })
-	}
-	work.Wait()
+	s.together(len(s.lanes), func(i int) { errs[i] = s.lanes[i].close() })
 	err := errors.Join(errs...)
 	if s.closed != nil {
 		err = errors.Join(err, s.closed())
@@ -413,10 +409,11 @@ const maxLaters = 1 << 12
 // the child's patience goes on alone; until it has returned the child counts as slow, and nobody
 // waits for it.
 type lane struct {
+	*Multi
 	child *Child
 	side  connector.Scheduler
 	life  context.Context //nolint:containedctx // of calls that nobody waits for any more
-	turn  chan struct{}   // full while a call runs
+	turn  chan struct{}   // has a token unless a call runs
 	late  atomic.Int64    // when the call that runs becomes slow, in Unix nanoseconds; 0: none runs
 	work  sync.WaitGroup
 
@@ -424,8 +421,10 @@ type lane struct {
 	laters map[connector.RequestID]time.Time // when a child began to say Later
 }
 
-func newLane(life context.Context, child *Child, side connector.Scheduler) *lane {
-	return &lane{child: child, side: side, life: life, turn: make(chan struct{}, 1), laters: map[connector.RequestID]time.Time{}}
+func newLane(life context.Context, m *Multi, child *Child, side connector.Scheduler) *lane {
+	l := &lane{Multi: m, child: child, side: side, life: life, turn: make(chan struct{}, 1), laters: map[connector.RequestID]time.Time{}}
+	l.turn <- struct{}{}
+	return l
 }
 
 // try runs f on the side in its turn and waits for patience at most. When it gives errSlow, f may
@@ -434,14 +433,9 @@ func (l *lane) try(ctx context.Context, patience time.Duration, f func(ctx conte
 	if l.slow() {
 		return errSlow
 	}
-	timer := time.NewTimer(patience)
-	defer timer.Stop()
-	select {
-	case l.turn <- struct{}{}:
-	case <-timer.C:
-		return errSlow
-	case <-ctx.Done():
-		return ctx.Err()
+	until := l.run.Now().Add(patience)
+	if err := l.wait(ctx, l.turn, until); err != nil {
+		return err
 	}
 	// The call keeps the caller's deadline, but not its end: nobody may stop waiting for all children
 	// because one is slow.
@@ -449,29 +443,35 @@ func (l *lane) try(ctx context.Context, patience time.Duration, f func(ctx conte
 	if d, ok := ctx.Deadline(); ok {
 		call, cancel = context.WithDeadline(l.life, d)
 	}
-	done := make(chan error, 1)
-	l.work.Go(func() {
+	done := make(chan struct{})
+	var err error
+	l.beside(&l.work, func() {
 		defer cancel()
-		l.late.Store(time.Now().Add(patience).UnixNano())
-		err := f(call, l.side)
+		l.late.Store(l.run.Now().Add(patience).UnixNano())
+		err = f(call, l.side)
 		l.late.Store(0)
-		<-l.turn
-		done <- err
+		l.turn <- struct{}{}
+		close(done)
 	})
-	select {
-	case err := <-done:
-		return err
-	case <-timer.C:
-		return errSlow
-	case <-ctx.Done():
-		return ctx.Err()
+	if slow := l.wait(ctx, done, until); slow != nil {
+		return slow
 	}
+	return err
+}
+
+// wait is Wait, after which the child counts as slow when until has come.
+func (l *lane) wait(ctx context.Context, ready <-chan struct{}, until time.Time) error {
+	err := l.run.Wait(ctx, ready, until)
+	if err != nil && ctx.Err() == nil {
+		return errSlow
+	}
+	return err
 }
 
 // slow reports whether a call has outlived the child's patience.
 func (l *lane) slow() bool {
 	late := l.late.Load()
-	return late != 0 && time.Now().UnixNano() > late
+	return late != 0 && l.run.Now().UnixNano() > late
 }
 
 // match asks the child. A child that is slow or fails has nothing; ErrBusy is Later.
@@ -515,11 +515,11 @@ func (l *lane) believed(id connector.RequestID, later bool) bool {
 		delete(l.laters, id)
 		return false
 	case known:
-		return time.Since(since) < l.child.Later
+		return l.run.Now().Sub(since) < l.child.Later
 	case len(l.laters) >= maxLaters:
 		clear(l.laters)
 	}
-	l.laters[id] = time.Now()
+	l.laters[id] = l.run.Now()
 	return true
 }
 

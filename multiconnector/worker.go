@@ -200,11 +200,7 @@ func (l *loading) run(ctx context.Context, asks []ask) {
 	l.asked = len(asks) > 0
 	bad := make([]map[connector.Block]bool, len(asks))
 	errs := make([]error, len(asks))
-	var work sync.WaitGroup
-	for i := range asks {
-		work.Go(func() { bad[i], errs[i] = l.one(ctx, &asks[i]) })
-	}
-	work.Wait()
+	l.together(len(asks), func(i int) { bad[i], errs[i] = l.one(ctx, &asks[i]) })
 	for i := range asks {
 		c := &l.children[asks[i].child]
 		for _, k := range asks[i].indexes {
@@ -309,11 +305,7 @@ func (w *worker) Close() error {
 
 func (w *worker) close() error {
 	errs := make([]error, len(w.sides))
-	var work sync.WaitGroup
-	for i, side := range w.sides {
-		work.Go(func() { errs[i] = w.children[i].named(side.Close()) })
-	}
-	work.Wait()
+	w.together(len(w.sides), func(i int) { errs[i] = w.children[i].named(w.sides[i].Close()) })
 	err := errors.Join(errs...)
 	if w.closed != nil {
 		err = errors.Join(err, w.closed())
@@ -342,19 +334,16 @@ func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *con
 	p := newSaving(w, shares, stored, promised)
 	p.told = len(busy) > 0
 	p.look()
-	var work sync.WaitGroup
-	for _, s := range shares {
-		indexes, parts := w.partsOf(t, &s, busy)
-		work.Go(func() {
-			bad, err := w.saveParts(ctx, s.child, parts, kv)
-			p.returned(s.child, err, func() {
-				for _, i := range indexes {
-					stored[i] = stored[i] || !bad[t.Blocks[i]] && (!p.wide || reaches(&w.children[s.child]))
-				}
-			})
+	w.together(len(shares), func(k int) {
+		s := &shares[k]
+		indexes, parts := w.partsOf(t, s, busy)
+		bad, err := w.saveParts(ctx, s.child, parts, kv)
+		p.returned(s.child, err, func() {
+			for _, i := range indexes {
+				stored[i] = stored[i] || !bad[t.Blocks[i]] && (!p.wide || reaches(&w.children[s.child]))
+			}
 		})
-	}
-	work.Wait()
+	})
 	p.end()
 	if len(busy) > 0 {
 		p.errs = append(p.errs, errLoading)
@@ -487,13 +476,14 @@ type saving struct {
 	mu      sync.Mutex
 	stored  []bool // by block
 	errs    []error
-	running map[int]bool // children that have not returned; true: they have outlived their patience
-	told    bool         // what a ticket promises is stored, or will not be told
-	timer   *time.Timer  // of the patience, once nothing else is waited for
+	running map[int]bool  // children that have not returned; true: they have outlived their patience
+	told    bool          // what a ticket promises is stored, or will not be told
+	timed   bool          // the patience has begun: nothing else is waited for
+	over    chan struct{} // closed when every child has returned
 }
 
 func newSaving(w *worker, shares []share, stored []bool, promised func()) *saving {
-	p := &saving{worker: w, promised: promised, stored: stored, wide: w.reach(shares), running: map[int]bool{}}
+	p := &saving{worker: w, promised: promised, stored: stored, wide: w.reach(shares), running: map[int]bool{}, over: make(chan struct{})}
 	for i := range w.children {
 		p.keeps = p.keeps || w.children[i].keeps() && w.children[i].Role.Saves()
 	}
@@ -545,8 +535,13 @@ func (p *saving) due() bool {
 		p.told = true
 		return true
 	}
-	if p.timer == nil {
-		p.timer = time.AfterFunc(patience, p.outlived)
+	if !p.timed {
+		p.timed = true
+		p.run.Go(func() {
+			if p.run.Wait(context.Background(), p.over, p.run.Now().Add(patience)) != nil {
+				p.outlived()
+			}
+		})
 	}
 	return false
 }
@@ -582,9 +577,7 @@ func (p *saving) end() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.told = true
-	if p.timer != nil {
-		p.timer.Stop()
-	}
+	close(p.over)
 }
 
 // late adds to the saves of a child that have outlived its patience and gives their number.

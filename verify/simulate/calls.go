@@ -55,6 +55,9 @@ func (p *proc) lookup(q *connector.Query, d *rng, f Fault) connector.Match {
 	if o.Medium == ThroughHolds {
 		if t, ok := parseTicket(q.Ticket); ok {
 			m.Tokens = min(t.tokens, q.Tokens) - q.Computed
+			if q.Reshaped > 0 {
+				m.Tokens = min(m.Tokens, q.Reshaped-q.Computed)
+			}
 		}
 	} else {
 		m.Tokens = p.h.w.store.prefix(q.Keys, q.Computed/o.BlockTokens, o)*o.BlockTokens - q.Computed
@@ -108,7 +111,7 @@ func (p *proc) finish(ended []connector.Ended, d *rng, f Fault) []connector.Hold
 		if e.Remote && e.Tokens > 0 {
 			p.last++
 			hold = connector.Hold{ID: p.last, TTL: time.Duration(d.n(4)) * 5 * time.Second, Consumers: (d.n(6) + 1) % 3}
-			hold.Ticket = ticketBytes{p.h.e.index, p.h.e.epoch, p.last, e.Tokens}.encode()
+			hold.Ticket = ticketBytes{p.h.e.index, p.h.e.epoch, p.last, e.Tokens, p.n}.encode()
 			p.holds = append(p.holds, &kept{p.last, append([]connector.Block(nil), e.Blocks...), e.Tokens})
 			switch f {
 			case faultWild:
@@ -132,17 +135,19 @@ type ticketBytes struct {
 	epoch  uint64
 	hold   connector.HoldID
 	tokens int
+	life   uint64 // of the plugin: what only digests protect does not look at it
 }
 
 func (t ticketBytes) encode() []byte {
 	b := binary.AppendUvarint(nil, uint64(t.engine))
 	b = binary.AppendUvarint(b, t.epoch)
 	b = binary.AppendUvarint(b, uint64(t.hold))
-	return binary.AppendUvarint(b, uint64(t.tokens))
+	b = binary.AppendUvarint(b, uint64(t.tokens))
+	return binary.AppendUvarint(b, t.life)
 }
 
 func parseTicket(b []byte) (t ticketBytes, ok bool) {
-	var f [4]uint64
+	var f [5]uint64
 	for i := range f {
 		v, n := binary.Uvarint(b)
 		if n <= 0 {
@@ -150,7 +155,7 @@ func parseTicket(b []byte) (t ticketBytes, ok bool) {
 		}
 		f[i], b = v, b[n:]
 	}
-	return ticketBytes{int(f[0]), f[1], connector.HoldID(f[2]), int(f[3])}, true
+	return ticketBytes{int(f[0]), f[1], connector.HoldID(f[2]), int(f[3]), f[4]}, true
 }
 
 // answerJob gives the answer to the first job to the host.
@@ -248,8 +253,8 @@ func (p *proc) beginMove(m *move, d *rng, f Fault) {
 	if m.Kind == tracker.Save {
 		p.h.copyOut(m)
 	}
-	if f == faultScribble {
-		p.scribble(d)
+	if o := &p.h.w.opt; f == faultScribble || m.Kind == tracker.Save && m.Slots != nil && o.Rough > 0 && !p.h.w.quiet && d.n(3) == 1 {
+		p.scribbleOn(m.Rank, m.Slots, d)
 	}
 }
 
@@ -321,11 +326,21 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
 		p.save(m, b, c, d, f)
 		return true
 	}
+	if m.Reshaped {
+		p.reshape(m, b, i, c, f)
+		return true
+	}
 	if f == faultNothing {
 		c.orphan()
 		return true
 	}
 	from, ok := p.source(m, b, i)
+	if f == faultWrong && d.n(2) == 0 {
+		if other, found := p.source(p.misplaced(m, &b), b, i); found {
+			c.set(other)
+			return true
+		}
+	}
 	if !ok || f == faultPartial {
 		m.lacks(b)
 		clear(c.tags) // what it wrote before it gave up
@@ -343,6 +358,17 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
 		c.set(from)
 	}
 	return true
+}
+
+// misplaced is a load of another rank or group by mistake.
+func (p *proc) misplaced(m *move, b *connector.Block) *move {
+	o, wrong := &p.h.w.opt, *m
+	if o.Ranks > 1 {
+		wrong.Rank = (m.Rank + 1) % o.Ranks
+	} else {
+		b.Group = uint16((int(b.Group) + 1) % o.Groups)
+	}
+	return &wrong
 }
 
 // save stores one block, or says so. Partial blocks have no key.
@@ -376,14 +402,26 @@ func (p *proc) source(m *move, b connector.Block, i int) (*cell, bool) {
 		return c, c != nil && b.Key != (connector.BlockKey{})
 	}
 	t, ok := parseTicket(m.Transfer.Ticket)
-	if !ok || t.engine >= len(w.engines) {
+	if !ok {
 		return nil, false
+	}
+	from := w.pluginOf(t)
+	if from == nil {
+		return nil, false
+	}
+	return from.fetch(t.hold, m, b, i)
+}
+
+// pluginOf is the plugin that gave a ticket, nil if it does not answer any more.
+func (w *World) pluginOf(t ticketBytes) *proc {
+	if t.engine >= len(w.engines) {
+		return nil
 	}
 	e := w.engines[t.engine]
 	if e.epoch != t.epoch || e.host == nil || e.host.proc == nil || e.host.proc.dying || !e.host.proc.hung.IsZero() {
-		return nil, false
+		return nil
 	}
-	return e.host.proc.fetch(t.hold, m, b, i)
+	return e.host.proc
 }
 
 // fetch serves a consumer: it reads the producer's memory as it is now. If the hold is over the block
@@ -393,7 +431,7 @@ func (p *proc) fetch(id connector.HoldID, m *move, b connector.Block, i int) (*c
 		if k.id != id {
 			continue
 		}
-		size, t := p.h.w.opt.BlockTokens, m.Transfer
+		size, t := p.h.e.size, m.Transfer
 		at := position(t.Blocks, b, t.From+t.Tokens, size)
 		for _, have := range k.blocks {
 			if have.Group != b.Group || position(k.blocks, have, k.tokens, size) != at {
@@ -465,6 +503,7 @@ func (h *host) moved(p *proc, m *move) {
 	}
 	h.remember(m.ID)
 	if m.Kind == tracker.Load {
+		h.reshaped(m)
 		m.grant.claimed = m.grant.claimed || isCorrupt(m.out.Err)
 		h.copyIn(m)
 		if !h.overlooks(m) {

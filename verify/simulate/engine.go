@@ -16,6 +16,7 @@ type engine struct {
 	w     *World
 	index int
 	name  string
+	size  int    // tokens of a block
 	epoch uint64 // grows with every life
 	life  uint16 // unique in the world
 	gen   uint16 // resets begun in this life
@@ -30,6 +31,9 @@ type engine struct {
 	streams map[connector.RequestID]*stream
 	askAt   time.Time // when requests told Later are asked about again at the latest; zero: not waiting
 	old     []connector.RequestID
+
+	lurks bool    // somebody resets it as soon as the first blocks of a prompt are being saved
+	again *client // whose prompt comes again after that
 
 	forget, willBeEmpty bool // the connector's part of a reset is over, and went well
 }
@@ -49,15 +53,15 @@ func (e *engine) start() {
 	o := &e.w.opt
 	e.epoch++
 	e.w.lives++
-	e.life, e.gen, e.empty, e.forget, e.askAt = e.w.lives, 0, 0, false, time.Time{}
+	e.life, e.gen, e.empty, e.forget, e.lurks, e.again, e.askAt = e.w.lives, 0, 0, false, false, nil, time.Time{}
 	e.pool = kvcache.New(o.Blocks)
 	e.sched = sched.New(sched.Config{
-		BlockTokens: o.BlockTokens, Groups: o.Groups, Trailing: o.windows(), MaxBatchedTokens: o.MaxBatchedTokens, MaxSeqs: o.MaxSeqs,
+		BlockTokens: e.size, Groups: o.Groups, Trailing: o.windows(), MaxBatchedTokens: o.MaxBatchedTokens, MaxSeqs: o.MaxSeqs,
 		PrefixCaching: o.PrefixCaching, Role: e.role, FailLoads: o.FailLoads,
 		LayerWise: o.Layers && e.role.Saves(),
 	}, e.pool)
-	e.mem = newMemory(o.Ranks, o.Blocks, o.BlockTokens)
-	e.landing = newMemory(o.Ranks, o.Slots, o.BlockTokens)
+	e.mem = newMemory(o.Ranks, o.Blocks, e.size)
+	e.landing = newMemory(o.Ranks, o.Slots, e.size)
 	e.streams = map[connector.RequestID]*stream{}
 	if e.role != 0 {
 		e.host = newHost(e)
@@ -83,7 +87,7 @@ func (e *engine) submit(c *client, id connector.RequestID, n int, ticket []byte)
 	st := &stream{client: c, id: id, tokens: append([]int32(nil), c.prompt...), gen: e.empty}
 	st.prefix = prefixes(nil, st.tokens)
 	st.req = sched.Request{
-		ID: id, Prompt: c.prompt, Space: space, Keys: e.w.keys(space, c.prompt), MaxTokens: n, Ticket: ticket, Remote: turn || c.phase == toPrefill, Turn: turn,
+		ID: id, Prompt: c.prompt, Space: space, Keys: e.w.keys(space, c.prompt, e.size), MaxTokens: n, Ticket: ticket, Remote: turn || c.phase == toPrefill, Turn: turn,
 	}
 	return e.add(st)
 }
@@ -185,12 +189,12 @@ func (e *engine) compute(chunks []sched.Chunk) *connector.Step {
 }
 
 func (e *engine) forward(st *stream, c *sched.Chunk) uint64 {
-	bt := e.w.opt.BlockTokens
+	bt := e.size
 	end := c.Start + len(c.Tokens)
 	e.w.stats.Tokens += len(c.Tokens)
 	for rank := range e.mem {
 		for g, table := range c.Blocks {
-			for at := e.w.opt.first(g, c.Start) * bt; at < end; at++ {
+			for at := e.w.opt.first(g, c.Start, bt) * bt; at < end; at++ {
 				slot := &e.mem[rank][table[at/bt]].tags[at%bt]
 				want := kvOf(st.prefix[at], g, rank)
 				switch {

@@ -52,9 +52,10 @@ type grant struct {
 	blocks []connector.Block
 	open   bool
 
-	weak    bool // the end of a request whose consumer is only hoped for
-	turn    bool // a load by the ticket of an earlier turn
-	claimed bool // the plugin says itself that what it loaded is damaged
+	weak     bool // the end of a request whose consumer is only hoped for
+	turn     bool // a load by the ticket of an earlier turn
+	reshaped bool // a load from an engine with blocks of another size
+	claimed  bool // the plugin says itself that what it loaded is damaged
 }
 
 // report is an event on its way to the engine.
@@ -68,7 +69,7 @@ func newHost(e *engine) *host {
 	o := &e.w.opt
 	h := &host{
 		w: e.w, e: e, role: e.role, can: o.capabilities(), later: map[connector.RequestID]bool{},
-		guard: ticket.NewGuard(connector.Fingerprint{}, connector.Fingerprint{}), due: map[obligation]*grant{}, turns: map[connector.RequestID]*turnUse{}, holds: map[obligation]*lease{},
+		guard: ticket.NewGuard(connector.Fingerprint{}, e.shape()), due: map[obligation]*grant{}, turns: map[connector.RequestID]*turnUse{}, holds: map[obligation]*lease{},
 		rng: rng(o.Seed<<8 ^ uint64(e.life)),
 		breaker: tracker.Breaker{
 			Deaths: 5, Window: 30 * time.Second, Cooldown: 30 * time.Second,
@@ -79,7 +80,8 @@ func newHost(e *engine) *host {
 	for r := range h.slots {
 		h.slots[r] = make([]*move, o.Slots)
 	}
-	h.tracker = tracker.New(o.trackerConfig(h.role, h.can))
+	h.openReshape()
+	h.tracker = tracker.New(h.trackerConfig())
 	h.up()
 	return h
 }
@@ -299,6 +301,7 @@ func (h *host) emit(ev *tracker.Event) {
 		}
 		delete(h.due, key)
 		h.checkWeak(r.grant, ev)
+		h.checkReshaped(r.grant, ev)
 		if ev.Kind == tracker.Finished {
 			r.ticket = h.finished(key, r.grant, ev)
 		}
@@ -468,7 +471,7 @@ func (h *host) checkMatch(q *connector.Query, m connector.Match) {
 	}
 	promised, _ := h.tracker.Brought(q.Request)
 	held := promised > 0 && h.can&connector.CanHold != 0 // what a Holder keeps may end anywhere
-	whole := m.Tokens+q.Computed < q.Tokens && m.Tokens%h.w.opt.BlockTokens == 0
+	whole := m.Tokens+q.Computed < q.Tokens && m.Tokens%h.e.size == 0
 	if m.Tokens < 0 || m.Tokens+q.Computed > q.Tokens || !held && !whole {
 		h.w.fail('c', "%s: match of %d tokens beyond %d for a prompt of %d", h.e.name, m.Tokens, q.Computed, q.Tokens)
 	}
@@ -477,7 +480,7 @@ func (h *host) checkMatch(q *connector.Query, m connector.Match) {
 // bring opens the ticket that came with a request's first question.
 func (h *host) bring(q *connector.Query, signed []byte) {
 	e, err := h.verify(signed, q.Request)
-	if err == nil && h.tracker.Accept(q, &tracker.Ticket{Tokens: e.Tokens, Lease: e.Lease, Plugin: e.Plugin}) {
+	if err == nil && h.tracker.Accept(q, h.opened(q, e)) {
 		if h.w.tickets.accepted(h.w, h.e, q.Request, signed) {
 			h.turns[q.Request] = &turnUse{}
 		}

@@ -22,6 +22,7 @@ type issued struct {
 	signed    []byte
 	engine    string
 	epoch     uint64
+	size      int // tokens of a block
 	consumers int
 	turn      bool                                    // for the next turn: nothing keeps its blocks
 	used      map[string]map[connector.RequestID]bool // by the accepting engine's life
@@ -35,6 +36,7 @@ func newLedger() ledger {
 func (w *World) issue(e *engine, t *tracker.Ticket, turn bool) []byte {
 	env := &ticket.Envelope{
 		Engine: e.name, Epoch: e.epoch, Hold: t.Hold, Tokens: t.Tokens, Lease: t.Lease, Consumers: t.Consumers, Plugin: t.Plugin,
+		Shape: e.shape(), Cut: cutOf(t),
 	}
 	if turn && w.is(TurnLeased) {
 		env.Lease = holdMax
@@ -46,7 +48,7 @@ func (w *World) issue(e *engine, t *tracker.Ticket, turn bool) []byte {
 		w.fail('t', "%s cannot sign a ticket: %v", e.name, err)
 		return nil
 	}
-	i := &issued{signed, e.name, e.epoch, env.Consumers, turn, map[string]map[connector.RequestID]bool{}}
+	i := &issued{signed, e.name, e.epoch, e.size, env.Consumers, turn, map[string]map[connector.RequestID]bool{}}
 	w.tickets.issued = append(w.tickets.issued, i)
 	w.tickets.byHash[hash(string(signed))] = i
 	return signed
@@ -102,6 +104,9 @@ func (l *ledger) accepted(w *World, e *engine, id connector.RequestID, signed []
 	if i == nil {
 		w.fail('t', "%s accepts a ticket for %s that nobody issued", e.name, id)
 		return false
+	}
+	if i.size != e.size && (!w.opt.Unverified || i.turn) {
+		w.fail('t', "%s accepts a ticket for %s of blocks of %d tokens, which nothing would verify", e.name, id, i.size)
 	}
 	life := fmt.Sprint(e.life)
 	if l.newest[life] == nil {

@@ -146,7 +146,7 @@ func (s *store) prefix(keys []connector.BlockKey, have int, o *Options) int {
 
 func (s *store) windows(keys []connector.BlockKey, have, n int, o *Options) bool {
 	for g := 1; g < o.Groups; g++ {
-		for i := max(have, o.first(g, n*o.BlockTokens)); i < n; i++ {
+		for i := max(have, o.first(g, n*o.BlockTokens, o.BlockTokens)); i < n; i++ {
 			if !s.has(keys[i], g, o.Ranks) {
 				return false
 			}

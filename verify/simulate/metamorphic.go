@@ -35,7 +35,7 @@ func Variants(seed uint64, n int) []Options {
 	list := []Options{plain}
 	for i := range n - 1 {
 		o := draw(seed<<8 + uint64(i))
-		need := o.Groups * ((40 + o.BlockTokens - 1) / o.BlockTokens)
+		need := o.Groups * ((40 + o.smallest() - 1) / o.smallest())
 		if o.Orphans {
 			need *= 2 // half may be lost
 		}

@@ -66,6 +66,11 @@ const (
 	AbandonedIsReaped
 	LostIsFree
 	LostHoldUntold
+	ReshapeUnasked
+	ReshapeUncompared
+	ReshapeOffByOne
+	ReshapePart
+	ReshapeUndigested
 	mutants
 )
 
@@ -133,6 +138,11 @@ func Mutants() []MutantInfo {
 		{AbandonedIsReaped, "abandoned-is-reaped", "a dead plugin's blocks are used again although somebody may write them for ever", "rule HOST-05"},
 		{LostIsFree, "lost-is-free", "the engine takes blocks that are lost for free", "rule HOST-05"},
 		{LostHoldUntold, "lost-hold-untold", "the engine is not told that the blocks of a hold are lost, and lets requests wait for them", "rule HOST-05"},
+		{ReshapeUnasked, "reshape-unasked", "tickets of engines with other blocks are taken, though nobody accepted unverified blocks", "rule RESHAPE-01"},
+		{ReshapeUncompared, "reshape-uncompared", "a ticket of an engine with other blocks is taken for any prompt", "rule RESHAPE-01"},
+		{ReshapeOffByOne, "reshape-off-by-one", "reshaped blocks are filled from one block of the producer too early", "rule RESHAPE-03"},
+		{ReshapePart, "reshape-part", "a block of which the producer lacks a token counts as reshaped", "rule RESHAPE-05"},
+		{ReshapeUndigested, "reshape-undigested", "reshaped blocks keep the digests of what was there before", "rule RESHAPE-07"},
 	}
 }
 

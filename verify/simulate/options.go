@@ -39,6 +39,8 @@ type Options struct {
 	Tells     bool // saves say that they are stored before they are over, as those of a MultiConnector do
 
 	BlockTokens, Blocks, Groups, Ranks int
+	OtherTokens                        int  // of a block of every second engine; 0: all have BlockTokens. With ThroughHolds, not with Slots or Planner
+	Unverified                         bool // tickets of engines with blocks of the other size are accepted
 	MaxBatchedTokens, MaxSeqs          int
 	Window                             int // blocks that groups after the first need to go on; 0: all
 	PrefixCaching, FailLoads           bool
@@ -82,23 +84,30 @@ func draw(seed uint64) Options {
 	o.Layers = o.Medium != NoConnector && !o.Planner && r.IntN(3) == 0
 	o.Tells = o.Medium != NoConnector && r.IntN(3) == 0
 	o.Orphans = o.Medium != NoConnector && o.Slots == 0 && o.Rough > 0 && r.IntN(6) > 0
+	if o.Medium == ThroughHolds && o.Slots == 0 && !o.Planner && r.IntN(4) > 0 {
+		o.OtherTokens, o.Unverified = o.BlockTokens*(2+r.IntN(2)), r.IntN(4) > 0
+		if r.IntN(2) == 0 {
+			o.BlockTokens, o.OtherTokens = o.OtherTokens, o.BlockTokens
+		}
+	}
 	return o
 }
 
 // trackerConfig has the deadlines that hosts have by default.
-func (o *Options) trackerConfig(role connector.Role, can connector.Capability) tracker.Config {
+func (h *host) trackerConfig() tracker.Config {
+	o := &h.w.opt
 	c := tracker.Config{
-		Ranks: o.Ranks, Role: role, Can: can, Slots: o.Slots, Layers: layers,
+		Ranks: o.Ranks, Role: h.role, Can: h.can, Slots: o.Slots, Layers: layers, Reshape: o.OtherTokens > 0, Address: h.e.sched.Address,
 		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
 		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
 		Hold: 30 * time.Second, HoldMax: holdMax,
-		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64, Quarantine: role.Saves(), Threshold: o.Threshold,
+		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64, Quarantine: h.role.Saves(), Threshold: o.Threshold,
 	}
 	if o.Mutant == TurnNotWorth {
 		c.Threshold = 0
 	}
 	for g, window := range o.windows() {
-		c.Groups = append(c.Groups, connector.Group{BlockTokens: o.BlockTokens, Policy: connector.PolicyAll})
+		c.Groups = append(c.Groups, connector.Group{BlockTokens: h.e.size, Policy: connector.PolicyAll})
 		if window > 0 {
 			c.Groups[g].Policy, c.Groups[g].Trailing = connector.PolicyTrailing, window
 		}
@@ -116,12 +125,12 @@ func (o *Options) windows() []int {
 	return list
 }
 
-// first is the first block that a group needs to go on after some tokens.
-func (o *Options) first(group, tokens int) int {
+// first is the first block of a size that a group needs to go on after some tokens.
+func (o *Options) first(group, tokens, size int) int {
 	if group == 0 || o.Window == 0 {
 		return 0
 	}
-	return max(0, tokens/o.BlockTokens-o.Window)
+	return max(0, tokens/size-o.Window)
 }
 
 // mostLost is how many blocks of an engine may be lost.

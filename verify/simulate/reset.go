@@ -10,7 +10,7 @@ import (
 // time, or goes away.
 func (e *engine) reset(d *rng) {
 	h := e.host
-	if d.n(2) == 1 {
+	if d.n(4) == 1 {
 		e.leaveReset()
 	}
 	if e.forget || h != nil && h.reset != 0 {
@@ -35,6 +35,22 @@ func (e *engine) reset(d *rng) {
 	h.do(actions)
 }
 
+// resetInTime resets an engine when it does most harm: while what a prompt begins with is being saved, which
+// somebody asks again afterwards.
+func (e *engine) resetInTime(d *rng) {
+	h := e.host
+	if !e.lurks || h.proc == nil {
+		return
+	}
+	for _, m := range h.proc.moves {
+		if st := e.streams[m.Transfer.Request]; m.Kind == tracker.Save && m.Transfer.From == 0 && m.done == 0 && st != nil {
+			e.lurks, e.again = false, st.client
+			e.reset(d)
+			return
+		}
+	}
+}
+
 // leaveReset is the end of whoever waits for a reset.
 func (e *engine) leaveReset() {
 	if h := e.host; h != nil && h.reset != 0 {
@@ -46,6 +62,10 @@ func (e *engine) emptied() {
 	e.empty = e.gen
 	e.w.stats.Resets++
 	e.w.say("%s is empty", e.name)
+	if c := e.again; c != nil && !e.w.router.given {
+		e.again = nil
+		e.w.router.enter(c.prompt, c.salt, c.max)
+	}
 }
 
 // resetOver is followed by the engine's part, in its next turn.

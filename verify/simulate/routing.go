@@ -94,7 +94,7 @@ func (r *routing) submit(d *rng) {
 // room is how many tokens the cache of an engine has room for.
 func (r *routing) room() int {
 	o := &r.w.opt
-	return o.Blocks / o.Groups * o.BlockTokens
+	return o.Blocks / o.Groups * o.smallest()
 }
 
 func (r *routing) enter(prompt []int32, salt string, n int) {
@@ -156,7 +156,7 @@ func (r *routing) decode(c *client, d *rng, f Fault) {
 		f = []Fault{faultLater, faultTwice, faultWrong, faultLost}[d.n(4)]
 		r.w.stats.Faults++
 	}
-	if r.hand(c, r.w.engines[i], c.max, r.w.tickets.tamper(t, d, f), d) {
+	if r.hand(c, r.w.engines[i], c.max, r.w.tickets.tamper(r.mistaken(t, d), d, f), d) {
 		c.phase = decoding
 		return
 	}

@@ -102,7 +102,9 @@ func (w *World) apply(op Op) {
 			w.say("the store %s", what)
 		}
 	case opReset:
-		e.reset(&d)
+		if e.lurks = h != nil && d.n(4) > 0; !e.lurks {
+			e.reset(&d)
+		}
 	case opRestart:
 		if d.n(3) == 0 {
 			w.stats.EngineRestarts++
@@ -114,6 +116,7 @@ func (w *World) apply(op Op) {
 			h.apply(op, &d)
 		}
 	}
+	e.resetInTime(&d)
 	w.after()
 }
 

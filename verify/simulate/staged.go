@@ -100,6 +100,10 @@ func (p *proc) scribble(d *rng) {
 			rank, slots = m.Rank, m.Slots
 		}
 	}
+	p.scribbleOn(rank, slots, d)
+}
+
+func (p *proc) scribbleOn(rank int, slots []connector.BlockID, d *rng) {
 	for _, s := range slots {
 		c := &p.h.e.landing[rank][s]
 		c.tags[d.n(len(c.tags))].kv ^= 1 << d.n(64)

@@ -41,6 +41,7 @@ type World struct {
 //	h  a run is a function of its seed
 //	i  when faults stop, everything ends in bounded time
 //	t  no forged, stale or replayed ticket is accepted, and one of an earlier turn serves one load that is worth it
+//	v  what a reshaped load brought carries the digests of what it holds
 //	p  nothing panics
 type Violation struct {
 	Rule byte
@@ -69,6 +70,7 @@ type Stats struct {
 	Turns, TurnLoads, TurnLoaded, TurnLost int // tickets for the next turn; loads by them; blocks
 	Plans                                  int // calls of a Planner
 	Lost, LostHolds                        int // transfers and holds whose blocks are never used again; the holds among them
+	Reshaped                               int // loads from an engine with blocks of another size, on each rank
 	Layered, Stored, Staged                int // saves: handed over before they were computed; told stored before they were over; calls through landing memory
 }
 
@@ -91,6 +93,7 @@ func (s *Stats) Powers() []Power {
 		{"resets", s.Resets},
 		{"resets that fail or keep something", s.ResetsKept + s.ResetsFailed},
 		{"plans", s.Plans},
+		{"reshapes (loads from engines with other blocks)", s.Reshaped},
 		{"transfers and holds whose blocks are lost", s.Lost},
 	}
 }
@@ -149,6 +152,7 @@ func (s *Stats) fields() []field {
 		{"saves while computing", &s.Layered},
 		{"saves stored before they were over", &s.Stored},
 		{"staged calls", &s.Staged},
+		{"reshaped loads", &s.Reshaped},
 		{"transfers and holds lost", &s.Lost},
 		{"holds lost", &s.LostHolds},
 	}
@@ -166,7 +170,7 @@ func newWorld(o Options) *World {
 		if i < o.Prefills {
 			name = fmt.Sprintf("p%d", i)
 		}
-		e := &engine{w: w, index: i, name: name, role: o.role(i)}
+		e := &engine{w: w, index: i, name: name, size: o.size(i), role: o.role(i)}
 		w.engines = append(w.engines, e)
 		e.start()
 	}
@@ -211,13 +215,13 @@ func hash(s string) uint64 {
 }
 
 // keys are those of a prompt's full blocks.
-func (w *World) keys(space *connector.KeySpace, tokens []int32) []connector.BlockKey {
+func (w *World) keys(space *connector.KeySpace, tokens []int32, size int) []connector.BlockKey {
 	if w.opt.Mutant != KeyOfBlockAlone {
-		return space.Keys(tokens, w.opt.BlockTokens)
+		return space.Keys(tokens, size)
 	}
 	var keys []connector.BlockKey
-	for i := w.opt.BlockTokens; i <= len(tokens); i += w.opt.BlockTokens {
-		keys = append(keys, space.Next(space.Root(), tokens[i-w.opt.BlockTokens:i]))
+	for i := size; i <= len(tokens); i += size {
+		keys = append(keys, space.Next(space.Root(), tokens[i-size:i]))
 	}
 	return keys
 }
