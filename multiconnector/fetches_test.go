@@ -18,7 +18,7 @@ func fetches(at ...int) func([]multiconnector.Child) {
 }
 
 // A child that has blocks sent as soon as it is asked for them is asked only for what no other child has,
-// wherever it stands in the list.
+// wherever it is in the list.
 func TestMatchFetches(t *testing.T) {
 	ks := keys(6)
 	for name, c := range map[string]struct {

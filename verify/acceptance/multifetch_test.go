@@ -12,7 +12,7 @@ import (
 )
 
 // TestPipeFetchesOnlyTheRest counts what a peer sends for prompts that a store in the list has, too: nothing,
-// wherever the two stand in the list.
+// whichever of the two comes first in the list.
 func TestPipeFetchesOnlyTheRest(t *testing.T) {
 	for _, behind := range []bool{true, false} {
 		t.Run(fmt.Sprintf("behind the store=%t", behind), func(t *testing.T) {
