@@ -42,8 +42,8 @@ type hostedWorker struct {
 
 	mu     sync.Mutex
 	step   uint64
-	ends   map[uint64]chan host.Event // by step: each has one transfer
-	closed error                      // of the worker side's Close
+	moves  map[connector.RequestID]*move // that run
+	closed error                         // of the worker side's Close
 }
 
 // openStaged opens a worker side behind a host. An env that does not fit the cache is the connector's to refuse.
@@ -56,7 +56,7 @@ func (m *engineMemory) openStaged(ctx context.Context, connect func([]*host.Regi
 	if err != nil {
 		return nil, err
 	}
-	w := &hostedWorker{env: env, read: make(chan struct{}), ends: map[uint64]chan host.Event{}}
+	w := &hostedWorker{env: env, read: make(chan struct{}), moves: map[connector.RequestID]*move{}}
 	w.host, err = host.Open(ctx, cfg, host.Engine{
 		ID: env.Engine, Model: env.Model, Shape: env.Shape, Layout: env.Layout, Ranks: m.regions[env.Rank : env.Rank+1],
 	}, host.Options{Workers: func(memory []*host.Region, layout connector.Layout) ([]connector.Worker, error) {
@@ -89,8 +89,8 @@ func (w *hostedWorker) watch() {
 			continue
 		}
 		w.mu.Lock()
-		w.ends[e.Step] <- e
-		delete(w.ends, e.Step)
+		w.moves[e.Request].end <- e
+		delete(w.moves, e.Request)
 		w.mu.Unlock()
 	}
 }
@@ -98,17 +98,18 @@ func (w *hostedWorker) watch() {
 // move is a transfer that the host was given.
 type move struct {
 	*hostedWorker
+	ctx     context.Context //nolint:containedctx // of the case's call
 	step    uint64
 	request connector.RequestID // of its own, so that it can be cancelled alone
 	end     chan host.Event
 }
 
 // begin hands a transfer over in a step of its own.
-func (w *hostedWorker) begin(t *connector.Transfer, place func(*connector.Step) *[]connector.Transfer) *move {
+func (w *hostedWorker) begin(ctx context.Context, t *connector.Transfer, place func(*connector.Step) *[]connector.Transfer) *move {
 	w.mu.Lock()
 	w.step++
-	m := &move{w, w.step, connector.RequestID(fmt.Sprintf("%s %d", t.Request, w.step)), make(chan host.Event, 1)}
-	w.ends[m.step] = m.end
+	m := &move{w, ctx, w.step, connector.RequestID(fmt.Sprintf("%s %d", t.Request, w.step)), make(chan host.Event, 1)}
+	w.moves[m.request] = m
 	w.mu.Unlock()
 	if len(t.Ticket) > 0 {
 		w.bring(m.request, t)
@@ -121,9 +122,8 @@ func (w *hostedWorker) begin(t *connector.Transfer, place func(*connector.Step) 
 	return m
 }
 
-// wait waits for the end of a transfer, which cancel hastens when ctx ends.
-func (m *move) wait(ctx context.Context, cancel func()) error {
-	defer context.AfterFunc(ctx, cancel)()
+// wait waits for the end of a transfer.
+func (m *move) wait() error {
 	select {
 	case e := <-m.end:
 		if len(e.Failed) == 0 {
@@ -151,16 +151,16 @@ func (w *hostedWorker) bring(request connector.RequestID, t *connector.Transfer)
 	}
 }
 
-// Load implements connector.Worker.
+// Load implements connector.Worker. A host cancels the load of a preempted request.
 func (w *hostedWorker) Load(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
-	m := w.begin(t, func(s *connector.Step) *[]connector.Transfer { return &s.Admitted })
-	return m.wait(ctx, func() { w.host.Step(&connector.Step{Preempted: []connector.RequestID{m.request}}) })
+	m := w.begin(ctx, t, func(s *connector.Step) *[]connector.Transfer { return &s.Admitted })
+	defer context.AfterFunc(ctx, func() { w.host.Step(&connector.Step{Preempted: []connector.RequestID{m.request}}) })()
+	return m.wait()
 }
 
-// Save implements connector.Worker. A host lets a save go on to its deadline, whatever becomes of the request.
+// Save implements connector.Worker.
 func (w *hostedWorker) Save(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
-	m := w.begin(t, func(s *connector.Step) *[]connector.Transfer { return &s.Computed })
-	return m.wait(ctx, func() {})
+	return w.begin(ctx, t, func(s *connector.Step) *[]connector.Transfer { return &s.Computed }).wait()
 }
 
 // Capabilities implements connector.Partial.
@@ -170,8 +170,8 @@ func (w *hostedWorker) Capabilities() connector.Capability {
 
 // SaveLayers implements connector.LayerWorker.
 func (w *hostedWorker) SaveLayers(ctx context.Context, t *connector.Transfer, _ *connector.KV, progress connector.Progress) error {
-	m := w.begin(t, func(s *connector.Step) *[]connector.Transfer { return &s.Computing })
-	waiting, stop := context.WithCancel(ctx)
+	m := w.begin(ctx, t, func(s *connector.Step) *[]connector.Transfer { return &s.Computing })
+	waiting, stop := context.WithCancel(context.WithoutCancel(ctx)) // an engine goes on computing
 	var feeding sync.WaitGroup
 	feeding.Go(func() {
 		for final := 0; final < w.env.Layout.Layers(); {
@@ -185,7 +185,7 @@ func (w *hostedWorker) SaveLayers(ctx context.Context, t *connector.Transfer, _ 
 	})
 	defer feeding.Wait()
 	defer stop()
-	return m.wait(ctx, func() {})
+	return m.wait()
 }
 
 // Close implements connector.Worker. A host closes a worker side once and drops its error: this returns it, too.
@@ -215,7 +215,34 @@ func (b *behind) Close() error {
 // Capabilities implements connector.Partial.
 func (b *behind) Capabilities() connector.Capability { return connector.CapabilitiesOf(b.Worker) }
 
+// Save implements connector.Worker.
+func (b *behind) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	return b.front.untilCaller(ctx, t.Request, func(ctx context.Context) error { return b.Worker.Save(ctx, t, kv) })
+}
+
 // SaveLayers implements connector.LayerWorker.
 func (b *behind) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, p connector.Progress) error {
-	return b.Worker.(connector.LayerWorker).SaveLayers(ctx, t, kv, p) //nolint:forcetypeassert // Capabilities says so
+	return b.front.untilCaller(ctx, t.Request, func(ctx context.Context) error {
+		return b.Worker.(connector.LayerWorker).SaveLayers(ctx, t, kv, p) //nolint:forcetypeassert // Capabilities says so
+	})
+}
+
+// untilCaller makes a call of a save. An engine does not cancel saves: the host ends their calls when their
+// deadline passes, which is half a minute away. Here the end of the context of the case's call takes that place,
+// so a call that fails then is not made again.
+func (w *hostedWorker) untilCaller(ctx context.Context, request connector.RequestID, call func(context.Context) error) error {
+	w.mu.Lock()
+	caller := w.moves[request].ctx
+	w.mu.Unlock()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(caller, cancel)()
+	if caller.Err() != nil {
+		cancel() // before the call, not beside it
+	}
+	err := call(ctx)
+	if errors.Is(err, connector.ErrBusy) && caller.Err() != nil {
+		return caller.Err()
+	}
+	return err
 }

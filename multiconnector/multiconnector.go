@@ -2,7 +2,8 @@
 //
 // The order of the children is their rank: a block is loaded from the first child that has it, and a
 // prefix may come from several, the first blocks from one and the next from another. What one child
-// fails to load the next one is asked for. What is saved goes to every child whose role saves.
+// fails to load the next one is asked for. What is saved goes to every child whose role saves. A child
+// whose Match fetches (connector.Info) is asked only for what no other child has.
 //
 // A [Multi] is a pure composite over the interfaces of package connector. It does not know what its
 // children are: package host hands it supervised plugin processes, a test hands it anything.
@@ -37,6 +38,9 @@ type Child struct {
 
 // keeps reports whether the child keeps finished blocks for consumers.
 func (c *Child) keeps() bool { return c.Info.Capabilities&connector.CanHold != 0 }
+
+// fetches reports whether blocks are sent to the child as soon as it is asked about them.
+func (c *Child) fetches() bool { return c.Info.MatchFetches && c.Role.Loads() }
 
 // mayHave reports whether the child can be asked for a block: only one that keeps finished blocks can
 // have a partial one, which has no key.
@@ -105,6 +109,7 @@ func (m *Multi) Info() connector.Info { return m.info }
 //	layouts        those that every child takes
 //	scope          the widest of the children that save, else the widest
 //	lossy          any
+//	match fetches  any that loads
 //	stats          all, with a label child: its place and name
 //
 // Errors name the child and wrap connector.ErrIncompatible.
@@ -130,6 +135,7 @@ func Fold(name string, children []Child) (connector.Info, error) {
 		info.Capabilities |= c.Info.Capabilities & Powers
 		info.Groups = info.Groups && c.Info.Groups
 		info.Lossy = info.Lossy || c.Info.Lossy
+		info.MatchFetches = info.MatchFetches || c.fetches()
 		if c.Role.Saves() || !saving {
 			info.Scope = max(info.Scope, c.Info.Scope)
 		}

@@ -94,9 +94,8 @@ type answer struct {
 	async     bool
 }
 
-// Match implements connector.Scheduler. All children are asked at once, except those that come in a
-// later round (see until), and those that may go on where the prefix found so far ends are asked again,
-// until nobody can.
+// Match implements connector.Scheduler. All children are asked at once, except those whose Match fetches (see
+// inTurn), and those that may go on where the prefix found so far ends are asked again, until nobody can.
 func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
 	list := make([]*search, len(qs))
 	for i := range qs {
@@ -133,31 +132,29 @@ func (s *scheduler) newSearch(q *connector.Query) *search {
 	return f
 }
 
-// round asks every child whose turn it is and reports whether another round may find more.
-func (s *scheduler) round(ctx context.Context, list []*search) (again bool) {
+// round asks every child whose turn it is and reports whether there was one.
+func (s *scheduler) round(ctx context.Context, list []*search) (asked bool) {
 	asks := make([][]*search, len(s.lanes))
-	until := make([]int, len(list))
-	for k, f := range list {
-		until[k] = s.until(f)
-		again = again || until[k] < len(s.lanes)
+	for _, f := range list {
+		for _, i := range s.inTurn(f) {
+			asks[i] = append(asks[i], f)
+			asked = true
+		}
 	}
 	answers := make([][]connector.Match, len(s.lanes))
 	queries := make([][]connector.Query, len(s.lanes))
-	var asked []int
-	for i := range s.lanes {
-		for k, f := range list {
-			if i < until[k] && s.worthAsking(f, i) {
-				asks[i] = append(asks[i], f)
-				q := f.q
-				q.Computed, q.Ticket, q.Keys = f.end, f.tickets[i], s.keysFor(i, f)
-				queries[i] = append(queries[i], q)
-			}
+	var lanes []int
+	for i, fs := range asks {
+		for _, f := range fs {
+			q := f.q
+			q.Computed, q.Ticket, q.Keys = f.end, f.tickets[i], s.keysFor(i, f)
+			queries[i] = append(queries[i], q)
 		}
-		if len(queries[i]) > 0 {
-			asked = append(asked, i)
+		if len(fs) > 0 {
+			lanes = append(lanes, i)
 		}
 	}
-	s.together(len(asked), func(k int) { answers[asked[k]] = s.lanes[asked[k]].match(ctx, queries[asked[k]]) })
+	s.together(len(lanes), func(k int) { answers[lanes[k]] = s.lanes[lanes[k]].match(ctx, queries[lanes[k]]) })
 	for i, fs := range asks {
 		for k, f := range fs {
 			m := answers[i][k]
@@ -166,27 +163,29 @@ func (s *scheduler) round(ctx context.Context, list []*search) (again bool) {
 		}
 	}
 	for _, f := range list {
-		again = f.extend() || again
+		f.extend()
 	}
-	return again
+	return asked
 }
 
-// until gives the first child whose turn comes in a later round. A child that keeps blocks for consumers
-// has another engine send what it is asked for, before it knows whether it is chosen. So it is asked
-// after the children before it in the list, and only for what they do not have; those behind it wait with
-// it, since a block is loaded from the first child that has it.
-func (s *scheduler) until(f *search) int {
-	asked := false
+// inTurn lists the children that are asked next: all at once those that may have more and have nothing sent
+// by being asked. Only when no such child is left, the others come, one at a time: each is asked for what
+// nobody before it has.
+func (s *scheduler) inTurn(f *search) (children []int) {
+	last := -1
 	for i := range s.lanes {
 		switch {
 		case !s.worthAsking(f, i):
-		case asked && s.children[i].keeps():
-			return i
-		default:
-			asked = true
+		case !s.children[i].fetches():
+			children = append(children, i)
+		case last < 0:
+			last = i
 		}
 	}
-	return len(s.lanes)
+	if len(children) == 0 && last >= 0 {
+		return []int{last}
+	}
+	return children
 }
 
 // keysFor are the keys that a child is asked for. An offer for a ticket may end with the prompt, and
@@ -211,10 +210,8 @@ func (s *scheduler) worthAsking(f *search, child int) bool {
 	return f.known[child].from < 0 || f.known[child].end < f.end && f.known[child].from < f.end
 }
 
-// extend lengthens the prefix by what is known, from the first child that can, and reports whether it
-// has.
-func (f *search) extend() bool {
-	before := f.end
+// extend lengthens the prefix by what is known, from the first child that can.
+func (f *search) extend() {
 	for grown := true; grown; {
 		grown = false
 		for i, a := range f.known {
@@ -226,7 +223,6 @@ func (f *search) extend() bool {
 			break
 		}
 	}
-	return f.end > before
 }
 
 // see remembers what children of scope shared have, so that it is not sent to them again.

@@ -53,7 +53,7 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 			if err == nil {
 				err = d.checkLayers()
 			}
-			return connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.Capabilities, Stats: d.Stats}, err
+			return connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.Capabilities, Stats: d.Stats, MatchFetches: true}, err
 		},
 		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			side, peers, err := stores.peers(ctx, env, raw)

@@ -23,6 +23,10 @@ type Definition struct {
 	Reset       bool // the Store is also a connector.Resetter; short for Capabilities with CanReset
 	LayerWise   bool // a connector of [FromPipe] pushes layers while others are computed; short for Capabilities with CanLayers
 
+	// MatchFetches is the field of connector.Info: to ask the Store for blocks has them sent here. A connector
+	// of [FromPipe] has it in any case.
+	MatchFetches bool
+
 	// Capabilities are the optional powers of the Store that open returns: CanReset for a method Reset
 	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch ([Watchable]).
 	// If the Store lacks one of them, the side does not open.
@@ -67,7 +71,7 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 		Capabilities: d.Capabilities,
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			config, err := DecodeConfig[C](raw)
-			info := connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.Capabilities, Stats: d.Stats}
+			info := connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.Capabilities, Stats: d.Stats, MatchFetches: d.MatchFetches}
 			if err != nil {
 				return info, err
 			}

@@ -1,12 +1,15 @@
 package mutants_test
 
 import (
+	"context"
+	"encoding/json"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
 	"github.com/kvport/kvport/conformance/mutants"
+	"github.com/kvport/kvport/connector"
 )
 
 func TestReferenceStaged(t *testing.T) {
@@ -26,4 +29,28 @@ func TestStagedStopsLateWrites(t *testing.T) {
 		results = conformance.Check(t.Context(), conformance.Staged(conformance.Wire(m.Plugin(), nil)), o)
 		require.Equal(t, conformance.Pass, results[0].Status, "staged: %s: %v", m.Name, results[0].Log)
 	}
+}
+
+// patient saves until its context ends, which is what a right connector may do with a backend that is stuck.
+type patient struct{ connector.Worker }
+
+func (p patient) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	if !t.Replace {
+		return p.Worker.Save(ctx, t, kv)
+	}
+	<-ctx.Done()
+	return ctx.Err()
+}
+
+// The end of a save's context reaches the connector at level staged, too.
+func TestStagedCancelsSaves(t *testing.T) {
+	p := mutants.Reference()
+	open := p.Worker
+	p.Worker = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error) {
+		w, err := open(ctx, env, config)
+		return patient{w}, err
+	}
+	o := conformance.Options{Only: []string{"amid-call"}, Seed: 7, Profiles: conformance.Profiles()}
+	results := conformance.Check(t.Context(), conformance.Staged(conformance.Wire(p, nil)), o)
+	require.Contains(t, []conformance.Status{conformance.Pass, conformance.Inconclusive}, results[0].Status, results[0].Log)
 }

@@ -2,11 +2,13 @@ package wire
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"math"
+	"slices"
 
 	"google.golang.org/protobuf/proto"
 
@@ -151,23 +153,59 @@ func (a *Attach) rank(m *kvportv1.AgentAttach) error {
 // apart returns an error if two segments of a group have bytes in common: a block's layers would overwrite each
 // other. Groups may share memory, because a block belongs to one of them at a time.
 func apart(l *connector.Layout) error {
-	for j := range l.Segments {
-		for i := range j {
-			a, b := &l.Segments[i], &l.Segments[j]
-			if b.Offset < a.Offset {
-				a, b = b, a
-			}
-			if a.Group != b.Group || b.Offset >= a.Offset+int64(l.Blocks-1)*a.BlockStride+a.Bytes {
-				continue
-			}
-			// Distances between their blocks are this one plus multiples of what divides both strides.
-			step := gcd(a.BlockStride, b.BlockStride)
-			if gap := (b.Offset - a.Offset) % step; gap < a.Bytes || gap+b.Bytes > step {
-				return malformed("attach: layout.segments[%d] and layout.segments[%d] of group %d overlap", i, j, a.Group)
+	order := make([]int, len(l.Segments))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortFunc(order, func(i, j int) int {
+		a, b := &l.Segments[i], &l.Segments[j]
+		return cmp.Or(cmp.Compare(a.Group, b.Group), cmp.Compare(a.Offset, b.Offset))
+	})
+	for len(order) > 0 {
+		n, even := mixed(l, order)
+		for j := range n {
+			for i := 0; i < j; i++ {
+				if overlap(l, order[i], order[j]) {
+					return malformed("attach: layout.segments[%d] and layout.segments[%d] of group %d overlap",
+						min(order[i], order[j]), max(order[i], order[j]), l.Segments[order[i]].Group)
+				}
+				if even {
+					i = max(i, j-2) // what lies between the first and the last is apart from the last if its neighbour is
+				}
 			}
 		}
+		order = order[n:]
 	}
 	return nil
+}
+
+// mixed counts the segments at the begin of order whose blocks may lie between those of one another. even says
+// that they are the parts of blocks that follow one another: their strides are equal, and all begin within one.
+func mixed(l *connector.Layout, order []int) (n int, even bool) {
+	first, end := &l.Segments[order[0]], int64(0)
+	even = true
+	for _, i := range order {
+		s := &l.Segments[i]
+		if n > 0 && (s.Group != first.Group || s.Offset >= end) {
+			break
+		}
+		n++
+		end = max(end, s.Offset+int64(l.Blocks-1)*s.BlockStride+s.Bytes)
+		even = even && s.BlockStride == first.BlockStride && s.Offset-first.Offset < s.BlockStride
+	}
+	return n, even
+}
+
+// overlap reports whether two segments, of which i begins first, have bytes in common.
+func overlap(l *connector.Layout, i, j int) bool {
+	a, b := &l.Segments[i], &l.Segments[j]
+	if b.Offset >= a.Offset+int64(l.Blocks-1)*a.BlockStride+a.Bytes {
+		return false
+	}
+	// Distances between their blocks are this one plus multiples of what divides both strides.
+	step := gcd(a.BlockStride, b.BlockStride)
+	gap := (b.Offset - a.Offset) % step
+	return gap < a.Bytes || gap+b.Bytes > step
 }
 
 func gcd(a, b int64) int64 {

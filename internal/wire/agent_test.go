@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
 
 	"github.com/kvport/kvport/connector"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
@@ -157,4 +158,43 @@ func attachToProto(a *Attach) *kvportv1.AgentAttach {
 		m.Events = a.Events
 	}
 	return m
+}
+
+// That neighbours alone are compared where that is enough changes nothing: any pair that overlaps is found.
+func TestApartLikeAllPairs(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		strides := rapid.SliceOfN(rapid.SampledFrom([]int64{4, 6, 8, 12, 16}), 1, 2).Draw(t, "strides")
+		l := &connector.Layout{Blocks: rapid.IntRange(1, 4).Draw(t, "blocks"), Groups: make([]connector.Group, 2)}
+		for range rapid.IntRange(2, 8).Draw(t, "segments") {
+			s := connector.Segment{
+				Group: uint16(rapid.IntRange(0, 1).Draw(t, "group")), Offset: int64(rapid.IntRange(0, 60).Draw(t, "offset")),
+				BlockStride: rapid.SampledFrom(strides).Draw(t, "stride"),
+			}
+			s.Bytes = int64(rapid.IntRange(1, int(min(3, s.BlockStride))).Draw(t, "bytes"))
+			l.Segments = append(l.Segments, s)
+		}
+		err := apart(l)
+		for j := range l.Segments {
+			for i := range j {
+				a, b := &l.Segments[i], &l.Segments[j]
+				if a.Group == b.Group && (a.Offset <= b.Offset && overlap(l, i, j) || a.Offset > b.Offset && overlap(l, j, i)) {
+					require.ErrorIs(t, err, ErrMalformed)
+					return
+				}
+			}
+		}
+		require.NoError(t, err)
+	})
+}
+
+// As many segments as an attach may have, layers that lie between each other's blocks.
+func BenchmarkApart(b *testing.B) {
+	const segments, size = 20480, 64
+	l := &connector.Layout{Blocks: 64, Groups: make([]connector.Group, 1)}
+	for i := range int64(segments) {
+		l.Segments = append(l.Segments, connector.Segment{Layer: int(i), Offset: i * size, BlockStride: segments * size, Bytes: size})
+	}
+	for b.Loop() {
+		require.NoError(b, apart(l))
+	}
 }

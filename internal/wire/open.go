@@ -278,7 +278,7 @@ func CapabilitiesFromProto(m []kvportv1.Capability) connector.Capability {
 func InfoToProto(info *connector.Info) *kvportv1.DescribeResponse {
 	return &kvportv1.DescribeResponse{
 		Name: info.Name, Capabilities: CapabilitiesToProto(info.Capabilities), Layouts: info.Layouts,
-		Groups: info.Groups, Scope: kvportv1.Scope(info.Scope), Lossy: info.Lossy,
+		Groups: info.Groups, Scope: kvportv1.Scope(info.Scope), Lossy: info.Lossy, MatchFetches: info.MatchFetches,
 		ArenaBytes: arenaToProto(info.ArenaBytes), ArenaBlocks: arenaToProto(info.ArenaBlocks),
 		ArenaField: info.ArenaField, ArenaBlockTokens: arenaToProto(info.ArenaBlockTokens), Stats: each(info.Stats, statInfoToProto),
 	}
@@ -321,7 +321,7 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 	layouts, err := list("describe: layouts", m.GetLayouts(), MaxRegions, nameFromProto)
 	return connector.Info{
 		Name: m.GetName(), Capabilities: CapabilitiesFromProto(m.GetCapabilities()), Layouts: layouts,
-		Groups: m.GetGroups(), Scope: connector.Scope(m.GetScope()), Lossy: m.GetLossy(),
+		Groups: m.GetGroups(), Scope: connector.Scope(m.GetScope()), Lossy: m.GetLossy(), MatchFetches: m.GetMatchFetches(),
 		ArenaBytes: int64(m.GetArenaBytes()), ArenaBlocks: int64(m.GetArenaBlocks()), ArenaField: m.GetArenaField(),
 		ArenaBlockTokens: int64(m.GetArenaBlockTokens()), Stats: stats,
 	}, err

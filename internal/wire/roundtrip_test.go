@@ -172,7 +172,7 @@ func TestAnswersRoundTrip(t *testing.T) {
 		info := connector.Info{
 			Name: "x" + rapid.StringN(0, 20, 100).Draw(t, "name"), Capabilities: connector.Capability(rapid.Uint64Range(0, 31).Draw(t, "capabilities")),
 			Layouts: some(t, "layouts", rapid.StringN(0, 20, 100)), Groups: rapid.Bool().Draw(t, "groups"),
-			Scope: connector.Scope(rapid.IntRange(1, 3).Draw(t, "scope")), Lossy: rapid.Bool().Draw(t, "lossy"),
+			Scope: connector.Scope(rapid.IntRange(1, 3).Draw(t, "scope")), Lossy: rapid.Bool().Draw(t, "lossy"), MatchFetches: rapid.Bool().Draw(t, "fetches"),
 			ArenaBytes: rapid.Int64Range(0, MaxArena).Draw(t, "arena"), ArenaBlocks: rapid.Int64Range(0, MaxArena).Draw(t, "arena blocks"),
 			ArenaField:       rapid.StringN(0, 20, 100).Draw(t, "arena field"),
 			ArenaBlockTokens: rapid.Int64Range(0, MaxArena).Draw(t, "arena block tokens"),

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"maps"
 	"path/filepath"
 	"testing"
 	"time"
@@ -10,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/kvport/kvport/internal/machine"
 	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
@@ -25,10 +27,7 @@ func TestMultiNixlQueued(t *testing.T) {
 	needAll(t, "queued")
 	for name, plugin := range map[string]string{"composed by the host": "", "kvport-multi": filepath.Join(testkit.Root(t), "bin", "kvport-multi")} {
 		t.Run(name, func(t *testing.T) {
-			const tries = 3 // a machine that stalls for longer than a lease loses the hold
-			for try := 1; !newQueuedNixl(t, plugin, uint64(try)).run(); try++ {
-				require.Less(t, try, tries, "what was queued is computed")
-			}
+			newQueuedNixl(t, plugin).run()
 		})
 	}
 }
@@ -41,10 +40,10 @@ type queuedNixl struct {
 	p, d    *cluster.Process
 }
 
-func newQueuedNixl(t *testing.T, plugin string, n uint64) *queuedNixl {
+func newQueuedNixl(t *testing.T, plugin string) *queuedNixl {
 	t.Helper()
 	const slow = "sim:layers=64" // its longest answer takes minutes
-	q := &queuedNixl{Rig: rig.New(t), prompts: rig.Texts(t, *rig.Seed+61000+n, 4, 100, 400)}
+	q := &queuedNixl{Rig: rig.New(t), prompts: rig.Texts(t, *rig.Seed+61001, 4, 100, 400)}
 	q.Tokens = 4
 	node := q.ServeModel(slow, "single", "")
 	q.want = q.All(node.URL, q.prompts, 4)
@@ -58,9 +57,11 @@ func newQueuedNixl(t *testing.T, plugin string, n uint64) *queuedNixl {
 	return q
 }
 
-// run reports whether all was loaded. Tokens must be right in any case.
-func (q *queuedNixl) run() bool {
+// run checks that all was loaded. A machine that lets a process wait for a large part of a lease may lose the hold,
+// which says nothing; tokens must be right in any case.
+func (q *queuedNixl) run() {
 	q.Helper()
+	stalled := q.watchStalls()
 	busy, leave := context.WithCancel(q.Context())
 	defer leave()
 	var others errgroup.Group
@@ -98,5 +99,54 @@ func (q *queuedNixl) run() bool {
 	external := m.Sum("kvport_prompt_tokens_total", `source="external"`)
 	q.Logf("%.0f requests queued for %v, leases of %v: %d tokens compared, 0 differ; %.0f prompt tokens loaded, %d are in full blocks",
 		all, 3*queuedLease, queuedLease, tokens, external, full)
-	return external >= float64(full) && m.Sum("kvport_failed_loads_total") == 0
+	worst := stalled()
+	loaded := external >= float64(full) && m.Sum("kvport_failed_loads_total") == 0
+	if !loaded && worst >= queuedLease/3 {
+		q.Skipf("inconclusive: within a lease of %v threads waited for a processor for %v", queuedLease, worst)
+	}
+	require.True(q, loaded, "what was queued is computed; within a lease of %v threads waited for a processor for %v", queuedLease, worst)
+}
+
+// watchStalls watches how long the threads of the engines and their plugins, and this process, wait for a processor.
+// The function that it returns ends that and says how much was lost within a lease at most.
+func (q *queuedNixl) watchStalls() (worst func() time.Duration) {
+	const tick = 100 * time.Millisecond
+	folders := []string{"/proc/self/task"}
+	for pids := []int{q.p.PID(), q.d.PID()}; len(pids) > 0; pids = pids[1:] {
+		folders = append(folders, fmt.Sprintf("/proc/%d/task", pids[0]))
+		pids = append(pids, cluster.Children(pids[0])...)
+	}
+	ctx, stop := context.WithCancel(q.Context())
+	result := make(chan time.Duration, 1)
+	go func() {
+		var most time.Duration
+		var lost []time.Duration // in each of the last ticks
+		was, last := map[string]machine.SchedStat{}, time.Now()
+		for ticker := time.NewTicker(tick); ; {
+			select {
+			case <-ctx.Done():
+				ticker.Stop()
+				result <- most
+				return
+			case now := <-ticker.C:
+				one := now.Sub(last) - tick
+				threads := maps.Collect(machine.SchedStats(folders...))
+				for path, is := range threads {
+					if before, known := was[path]; known {
+						one = max(one, time.Duration(is.Waited-before.Waited)) //nolint:gosec // less than a life
+					}
+				}
+				was, last = threads, now
+				if lost = append(lost, max(one, 0)); len(lost) > int(queuedLease/tick) {
+					lost = lost[1:]
+				}
+				sum := time.Duration(0)
+				for _, d := range lost {
+					sum += d
+				}
+				most = max(most, sum)
+			}
+		}
+	}()
+	return func() time.Duration { stop(); return <-result }
 }

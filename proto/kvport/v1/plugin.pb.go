@@ -639,6 +639,7 @@ type DescribeResponse struct {
 	ArenaBlocks      uint64                 `protobuf:"varint,10,opt,name=arena_blocks,json=arenaBlocks,proto3" json:"arena_blocks,omitempty"`                  // in addition to arena_bytes: room for blocks, see connector.Info
 	ArenaField       string                 `protobuf:"bytes,11,opt,name=arena_field,json=arenaField,proto3" json:"arena_field,omitempty"`                      // the field of the config that says how large the arena is, for messages; empty: none does
 	ArenaBlockTokens uint64                 `protobuf:"varint,12,opt,name=arena_block_tokens,json=arenaBlockTokens,proto3" json:"arena_block_tokens,omitempty"` // tokens of each of arena_blocks; 0: as many as the engine's block has
+	MatchFetches     bool                   `protobuf:"varint,13,opt,name=match_fetches,json=matchFetches,proto3" json:"match_fetches,omitempty"`               // a match has what it asks for sent, whether or not it is loaded then
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -755,6 +756,13 @@ func (x *DescribeResponse) GetArenaBlockTokens() uint64 {
 		return x.ArenaBlockTokens
 	}
 	return 0
+}
+
+func (x *DescribeResponse) GetMatchFetches() bool {
+	if x != nil {
+		return x.MatchFetches
+	}
+	return false
 }
 
 // StatInfo declares one number that a connector shows.
@@ -3601,7 +3609,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
 	"\x06blocks\x18\x03 \x03(\x05R\x06blocks\")\n" +
 	"\x0fDescribeRequest\x12\x16\n" +
-	"\x06config\x18\x01 \x01(\fR\x06config\"\xb7\x03\n" +
+	"\x06config\x18\x01 \x01(\fR\x06config\"\xdc\x03\n" +
 	"\x10DescribeResponse\x12&\n" +
 	"\x05error\x18\x01 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x129\n" +
@@ -3617,7 +3625,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	" \x01(\x04R\varenaBlocks\x12\x1f\n" +
 	"\varena_field\x18\v \x01(\tR\n" +
 	"arenaField\x12,\n" +
-	"\x12arena_block_tokens\x18\f \x01(\x04R\x10arenaBlockTokens\"s\n" +
+	"\x12arena_block_tokens\x18\f \x01(\x04R\x10arenaBlockTokens\x12#\n" +
+	"\rmatch_fetches\x18\r \x01(\bR\fmatchFetches\"s\n" +
 	"\bStatInfo\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04help\x18\x02 \x01(\tR\x04help\x12'\n" +
