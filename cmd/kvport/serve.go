@@ -128,7 +128,7 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	}
 	c := server.Config{
 		Engine: e, Tokenizer: tok, ModelName: f.name(m), Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		MaxInFlight: f.inFlight(maxRequests),
+		MaxInFlight: f.inFlight(maxRequests), Known: t.knows,
 	}
 	if transfer != nil {
 		c.EngineID = transfer.EngineID
