@@ -123,6 +123,12 @@ type Fit struct {
 	ShapeText string `json:"shape_text,omitempty"` // the same in words
 	Base      string `json:"base,omitempty"`       // fingerprint of the shape apart from block size and ranks; empty: blocks of other shapes are refused
 	TicketKey string `json:"ticket_key,omitempty"` // names the key that signs tickets, and does not reveal it
+	Tenant    string `json:"tenant,omitempty"`     // names the tenant secret likewise; none: there is none
+	// Ways by which blocks leave this engine and come to it: "shared" is a store that every engine sees, and all else
+	// names a connector. An engine hands blocks over to another if one way of the first's Gives is in the other's Takes.
+	// Nil: not known.
+	Gives []string `json:"gives,omitempty"`
+	Takes []string `json:"takes,omitempty"`
 }
 
 // Fit says what another engine must have in common with this one. It never changes.
@@ -130,7 +136,11 @@ func (h *Host) Fit() Fit {
 	f := Fit{
 		Role: h.cfg.Role.String(), EngineID: h.eng.ID, Connector: h.info.Name, Carries: h.carries(),
 		Model: h.eng.Model.String(), BlockSize: h.eng.Layout.Groups[0].BlockTokens,
-		Shape: h.eng.Shape.String(), ShapeText: h.eng.ShapeText, TicketKey: ticket.KeyID(h.tickets.key),
+		Shape: h.eng.Shape.String(), ShapeText: h.eng.ShapeText, TicketKey: ticket.KeyID(h.tickets.key), Tenant: h.tenant,
+	}
+	if h.composite != nil || h.info.Name != MultiName { // of children in a plugin of their own nothing is known
+		f.Gives = ways(h.composite, "", h.info, h.cfg.Role, connector.Role.Saves)
+		f.Takes = ways(h.composite, "", h.info, h.cfg.Role, connector.Role.Loads)
 	}
 	if h.info.Scope != 0 { // connectors over a pipe do not say
 		f.Scope = h.info.Scope.String()
