@@ -233,6 +233,22 @@ func TestHangup(t *testing.T) {
 	require.Equal(t, 200, code, "a load balancer needs no key")
 }
 
+// SIGHUP does not end an agent either: its engine does.
+func TestHangupOfAgent(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "own", "s")
+	agent, lines := launch(t, "agent", "--socket", socket, "--kv-transfer-config", `{"kv_connector":"DemoConnector","kv_role":"kv_both"}`)
+	require.Eventually(t, func() bool {
+		_, err := os.Stat(socket)
+		return err == nil
+	}, time.Minute, time.Millisecond)
+	require.NoError(t, agent.Process.Signal(syscall.SIGHUP))
+	require.NoError(t, agent.Process.Signal(syscall.SIGTERM))
+	for range lines {
+		continue
+	}
+	require.NoError(t, agent.Wait(), "the second signal ended it, in good order")
+}
+
 // Clients that send a head and one byte keep nobody out, of engine or router, also if there are more of
 // them than requests may run.
 func TestSlowClientsKeepNobodyOut(t *testing.T) {

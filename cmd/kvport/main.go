@@ -42,8 +42,17 @@ const (
 )
 
 func main() {
+	surviveHangups()
 	bench.ServePlugin()
 	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
+}
+
+// surviveHangups keeps SIGHUP from ending a command that serves. A front that reads its API keys again then hears of it
+// by itself.
+func surviveHangups() {
+	if len(os.Args) > 1 && slices.Contains([]string{"serve", "route", "agent"}, os.Args[1]) {
+		signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
+	}
 }
 
 // run executes one command line and gives its exit code.
