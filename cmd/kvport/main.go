@@ -37,7 +37,7 @@ const (
 	exitFailure = 1
 	exitUsage   = 2 // a changed flag, config or binary could cure it
 
-	exitCutOff       = 3 // of serve and route: requests had not ended when --drain-timeout was over
+	exitCutOff       = 3 // of serve and route: requests, or saves of a connector, had not ended when --drain-timeout was over
 	exitInconclusive = 3 // of conform: the machine kept a case from a verdict
 )
 
@@ -68,7 +68,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	if !errors.Is(err, errSilent) {
 		fmt.Fprintln(stderr, "kvport: "+brief(err.Error()))
 	}
-	if errors.Is(err, errCutOff) {
+	if errors.Is(err, errCutOff) || errors.Is(err, errGivenUp) {
 		return exitCutOff
 	}
 	if errors.Is(err, errInconclusive) {
