@@ -26,6 +26,7 @@ func StatInfos() []connector.StatInfo {
 		counter("write_bytes_total", "Bytes pushed, by transport.", "transport"),
 		counter("write_seconds_total", "Time from the post of pushes to their end."),
 		counter("revoked_total", "Loads whose memory was taken from a writer that did not say it had ended."),
+		counter("connections_refused_total", "Connections of consumers that were refused because all others were being answered."),
 		counter("holds_consumed_total", "Holds that consumers have fetched."),
 		counter("holds_expired_total", "Holds that ended before a consumer had fetched them."),
 		counter("late_questions_total", "Questions about holds that were over, or never were."),
@@ -48,6 +49,7 @@ type tally struct {
 	writes                  map[[2]string]float64 // by transport and result
 	written                 map[string]float64    // by transport
 	writing, revoked        float64               // the first in seconds
+	refused                 float64               // connections
 }
 
 // read is one transfer, for tally.
@@ -92,6 +94,13 @@ func (t *tally) revoke() {
 	t.revoked++
 }
 
+// refuse counts a consumer for which there was no room.
+func (t *tally) refuse() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.refused++
+}
+
 func (r *read) result() string {
 	switch {
 	case errors.Is(r.err, errStale):
@@ -116,6 +125,7 @@ func (t *tally) stats() []connector.Stat {
 		{Name: "post_seconds_total", Value: t.set},
 		{Name: "write_seconds_total", Value: t.writing},
 		{Name: "revoked_total", Value: t.revoked},
+		{Name: "connections_refused_total", Value: t.refused},
 	}
 	for k, v := range t.writes {
 		out = append(out, connector.Stat{Name: "writes_total", Labels: k[:], Value: v})
