@@ -264,6 +264,17 @@ func TestInconclusiveRunsAgain(t *testing.T) {
 	require.NoError(t, Failed(results))
 }
 
+// In go test, too, a case without a verdict has not passed; whoever must be green beside other work says so.
+func TestInconclusiveFails(t *testing.T) {
+	t.Setenv(MayBeInconclusive, "")
+	require.Contains(t, complaint(Result{Rule: "WORK-04", Status: Inconclusive}), "rule WORK-04: there is no verdict, since the machine was too busy")
+	for status, want := range map[Status]string{Fail: "rule X-01: It works.", Skip: "", Pass: ""} {
+		require.Equal(t, want, complaint(Result{Rule: "X-01", Text: "It works.", Status: status}))
+	}
+	t.Setenv(MayBeInconclusive, "1")
+	require.Empty(t, complaint(Result{Rule: "WORK-04", Status: Inconclusive}))
+}
+
 // What ends a run leaves the results of the cases until then, and of the case under way that it was interrupted.
 func TestRunIsInterrupted(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/machine"
@@ -137,6 +138,22 @@ type promised struct {
 // free is what the machine has left. The caller holds mu.
 func (p *promised) free() int64 { return max(0, machine.FreeMemory("/")-p.bytes) }
 
+// take promises a connector an arena of so many bytes, if the config and the machine permit it. field is what asks for it.
+func (p *promised) take(set *Settings, info *connector.Info, want int64) (field string, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	limit, of, or := int64(set.ArenaLimit), "kvport.arena_limit permits", "raise the limit"
+	if free := p.free(); limit == 0 || free < limit {
+		limit, of, or = free, "this machine has free", "free some memory"
+	}
+	field = cmp.Or(info.ArenaField, "the connector's config")
+	if want > limit {
+		return field, fmt.Errorf("%w: kv_connector_extra_config: %s: %s asks for an arena of %d bytes, %s %d: ask for less or %s", ErrConfig, field, info.Name, want, of, limit, or)
+	}
+	p.bytes += want
+	return field, nil
+}
+
 func (p *promised) kept(bytes int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -150,20 +167,13 @@ func (s *source) fitArena() error {
 	if want == 0 {
 		return nil
 	}
-	s.promised.mu.Lock()
-	defer s.promised.mu.Unlock()
-	limit, of, or := int64(s.cfg.Settings.ArenaLimit), "kvport.arena_limit permits", "raise the limit"
-	if free := s.promised.free(); limit == 0 || free < limit {
-		limit, of, or = free, "this machine has free", "free some memory"
-	}
-	field := cmp.Or(s.info.ArenaField, "the connector's config")
-	if want > limit {
-		return fmt.Errorf("%w: kv_connector_extra_config: %s: %s asks for an arena of %d bytes, %s %d: ask for less or %s", ErrConfig, field, s.info.Name, want, of, limit, or)
+	field, err := s.promised.take(&s.cfg.Settings, &s.info, want)
+	if err != nil {
+		return err
 	}
 	if err := s.arena.Fit(want); err != nil {
 		return fmt.Errorf("%w: kv_connector_extra_config: %s: %s asks for an arena of %d bytes: %w", ErrConfig, field, s.info.Name, want, err)
 	}
-	s.promised.bytes += want
 	if s.held != nil {
 		s.held(want)
 	}

@@ -104,6 +104,9 @@ func TestArenaThatIsNotThere(t *testing.T) {
 			require.ErrorIs(t, err, ErrConfig)
 			require.ErrorContains(t, err, c.want)
 			require.Zero(t, countArenas(t))
+			_, asked := Inspect(t.Context(), cfg, opts)
+			require.ErrorIs(t, asked, ErrConfig)
+			require.ErrorContains(t, asked, c.want, "it refuses what Open refuses")
 			leaks()
 		})
 	}

@@ -98,6 +98,7 @@ func (c *child) install(l *life) {
 	c.lives++
 	if l.n > 1 {
 		c.metrics.restarts.Inc()
+		c.vital.restarted()
 	}
 	for _, side := range l.sides {
 		c.guard(l, side)

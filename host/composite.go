@@ -325,6 +325,23 @@ func (f *composite) health(h *Health) {
 	}
 }
 
+// ways are those of all children whose role takes part. The tickets of a child go into that of the MultiConnector, so
+// only the same child of another MultiConnector reads them; place says which MultiConnector this is.
+func (f *composite) ways(place string, takesPart func(connector.Role) bool) []string {
+	ways := []string{}
+	for i, m := range f.members {
+		c := f.cfg.Children[i]
+		switch {
+		case !takesPart(c.Role):
+		case m.composite != nil:
+			ways = append(ways, m.composite.ways(place+c.tag+"/", takesPart)...)
+		default:
+			ways = append(ways, waysOf(&m.child.src.info, place+c.tag)...)
+		}
+	}
+	return ways
+}
+
 // arenaBytes is the memory that all children have as arenas.
 func (f *composite) arenaBytes() (n int64) {
 	for _, m := range f.members {

@@ -34,6 +34,41 @@ func TestEngineScopeIsToldAtStart(t *testing.T) {
 	}
 }
 
+// An engine says by which ways its blocks leave it and come to it: a MultiConnector's tickets are for MultiConnectors
+// with the same child, and every engine sees a shared store.
+func TestWaysOfBlocks(t *testing.T) {
+	info := func(name string, scope connector.Scope, can connector.Capability) connector.Info {
+		return connector.Info{Name: name, Scope: scope, Capabilities: can}
+	}
+	holder, store := info("Holder", connector.ScopeEngine, connector.CanHold), info("Store", connector.ScopeShared, 0)
+	one := func(i connector.Info, role connector.Role) *Host { return &Host{cfg: &Config{Role: role}, info: i} }
+	child := func(i connector.Info) member { return member{child: &child{src: &source{info: i}}} }
+	children := &composite{
+		members: []member{child(info("Memory", connector.ScopeEngine, 0)), child(holder), child(store), {composite: &composite{
+			members: []member{child(holder)}, cfg: &Config{Children: []*Config{{Role: connector.RoleBoth, tag: "Inner"}}},
+		}}},
+		cfg: &Config{Children: []*Config{
+			{Role: connector.RoleBoth, tag: "Memory"}, {Role: connector.RoleProducer, tag: "Holder"}, {Role: connector.RoleConsumer, tag: "Store"},
+			{Role: connector.RoleBoth, tag: "Nested"},
+		}},
+	}
+	for name, tt := range map[string]struct {
+		h            *Host
+		gives, takes []string
+	}{
+		"memory of one engine": {one(info("M", connector.ScopeEngine, 0), connector.RoleBoth), []string{}, []string{}},
+		"holder":               {one(holder, connector.RoleProducer), []string{"Holder"}, []string{}},
+		"pipe":                 {one(info("Pipe", 0, 0), connector.RoleConsumer), []string{}, []string{"Pipe"}},
+		"shared store":         {one(store, connector.RoleBoth), []string{"a shared store", "the node's Store"}, []string{"a shared store", "the node's Store"}},
+		"store of a node":      {one(info("S", connector.ScopeNode, 0), connector.RoleBoth), []string{"the node's S"}, []string{"the node's S"}},
+		"children":             {&Host{cfg: &Config{Role: connector.RoleBoth}, composite: children}, []string{"MultiConnector/Holder", "MultiConnector/Nested/Inner"}, []string{"a shared store", "the node's Store", "MultiConnector/Nested/Inner"}},
+		"children in a plugin": {one(info(MultiName, connector.ScopeShared, connector.CanHold), connector.RoleBoth), nil, nil},
+	} {
+		require.Equal(t, tt.gives, tt.h.ways(connector.Role.Saves), name)
+		require.Equal(t, tt.takes, tt.h.ways(connector.Role.Loads), name)
+	}
+}
+
 // A refused ticket is told in words that an operator can act on, and the host remembers why for the answer.
 func TestRefusalsAreRemembered(t *testing.T) {
 	words := func(text string) func(*Engine) { return func(e *Engine) { e.ShapeText = text } }

@@ -33,6 +33,7 @@ type Host struct {
 	ranks     []*rank
 	lands     *connector.Layout // of landing memory; nil: the plugin maps the cache
 	tickets   *ticketSigner
+	tenant    string // names the tenant secret
 	keys      keyring
 	metrics   *metrics
 	vital     *vital // nil: the children of a MultiConnector have theirs

@@ -10,7 +10,8 @@ import (
 	"github.com/kvport/kvport/multiconnector"
 )
 
-// Inspect finds the plugin that cfg names and asks it what it would do with its config. Nothing is
+// Inspect finds the plugin that cfg names and asks it what it would do with its config. It refuses what Open
+// would refuse whatever the engine is, memory that the machine does not have included. Nothing is
 // opened and nothing is left behind. What a changed config or binary would cure wraps ErrConfig and
 // names the field.
 func Inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, error) {
@@ -21,13 +22,13 @@ func Inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	if _, err := newTicketSigner(&cfg.Settings, Engine{}, 0); err != nil {
 		return none, fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
 	}
-	return inspect(ctx, cfg, opts)
+	return inspect(ctx, cfg, opts, &promised{})
 }
 
-func inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, error) {
+func inspect(ctx context.Context, cfg *Config, opts Options, memory *promised) (connector.Info, error) {
 	var none connector.Info
 	if len(cfg.Children) > 0 {
-		return inspectChildren(ctx, cfg, opts)
+		return inspectChildren(ctx, cfg, opts, memory)
 	}
 	prog, manifest, err := resolve(ctx, cfg, opts.PluginPath)
 	if err != nil {
@@ -53,18 +54,21 @@ func inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	case err != nil:
 		err = fmt.Errorf("%w: kv_connector_extra_config: %w", ErrConfig, err)
 	default:
-		err = accepts(cfg, &info)
+		if err = accepts(cfg, &info); err == nil {
+			// The size of the engine's blocks is not known: this is the least that the connector asks for.
+			_, err = memory.take(&cfg.Settings, &info, info.ArenaSize(&connector.Layout{}, 1))
+		}
 	}
 	proc.Kill()
 	return info, errors.Join(err, prog.Close())
 }
 
 // inspectChildren asks every child of a MultiConnector and combines the answers.
-func inspectChildren(ctx context.Context, cfg *Config, opts Options) (connector.Info, error) {
+func inspectChildren(ctx context.Context, cfg *Config, opts Options, memory *promised) (connector.Info, error) {
 	infos := make([]connector.Info, len(cfg.Children))
 	for i, c := range cfg.Children {
 		var err error
-		if infos[i], err = inspect(ctx, c, opts); err != nil {
+		if infos[i], err = inspect(ctx, c, opts, memory); err != nil {
 			return connector.Info{}, under(fmt.Sprintf("kv_connector_extra_config.connectors[%d]", i), err)
 		}
 	}

@@ -25,7 +25,6 @@ type metrics struct {
 	refused    *prometheus.CounterVec // reason
 	released   *prometheus.CounterVec // reason
 	turns      *prometheus.CounterVec // connector, result
-	restarts   prometheus.Counter
 	integrity  prometheus.Counter
 	violations prometheus.Counter
 	late       prometheus.Counter // answers
@@ -62,7 +61,6 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		released:   s.Counters("kvport_holds_released_total", "Holds that are over.", "reason"),
 		turns:      s.Counters("kvport_turn_blocks_total", "Blocks of earlier turns that were fetched from where the answer was made: loaded, or lost to other requests meanwhile.", "connector", "result"),
 		copied:     s.Counters("kvport_landing_copied_bytes_total", "KV bytes copied between cache and landing memory (trust level staged).", "connector", "direction"),
-		restarts:   own.Counter("kvport_plugin_restarts_total", "Plugin processes started after the first."),
 		integrity:  own.Counter("kvport_integrity_failures_total", "Loaded blocks that were not what was saved."),
 		violations: own.Counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
 		late:       own.Counter("kvport_plugin_late_answers_total", "Answers and reports of the plugin that nobody waited for any more: no fault of the plugin's."),
@@ -277,6 +275,7 @@ func sameStat(a, b connector.StatInfo) bool {
 type vitals struct {
 	up       *prometheus.GaugeVec
 	breaker  *prometheus.GaugeVec
+	restarts *prometheus.CounterVec
 	failures *prometheus.CounterVec
 }
 
@@ -284,19 +283,20 @@ func newVitals(s *meter.Set) *vitals {
 	return &vitals{
 		up:       s.Gauges("kvport_plugin_up", "1 while a plugin takes calls, 0 while it is down. A MultiConnector has one for each child.", "connector"),
 		breaker:  s.Gauges("kvport_plugin_breaker_open", "1 while a plugin that keeps dying, or does not start, is left alone (kvport.breaker).", "connector"),
+		restarts: s.Counters("kvport_plugin_restarts_total", "Plugin processes started after the first. A MultiConnector has a number for each child.", "connector"),
 		failures: s.Counters("kvport_plugin_start_failures_total", "Failed starts of a plugin, after its first successful one.", "connector"),
 	}
 }
 
 // vital are the metrics of one plugin.
 type vital struct {
-	up, breaker prometheus.Gauge
-	failures    prometheus.Counter
+	up, breaker        prometheus.Gauge
+	restarts, failures prometheus.Counter
 }
 
 // of makes the metrics of one plugin, which show zeros from then on.
 func (v *vitals) of(connector string) *vital {
-	return &vital{v.up.WithLabelValues(connector), v.breaker.WithLabelValues(connector), v.failures.WithLabelValues(connector)}
+	return &vital{v.up.WithLabelValues(connector), v.breaker.WithLabelValues(connector), v.restarts.WithLabelValues(connector), v.failures.WithLabelValues(connector)}
 }
 
 // isUp says whether the plugin takes calls. v may be nil, here and below.
@@ -310,6 +310,13 @@ func (v *vital) isUp(yes bool) {
 func (v *vital) isOpen(yes bool) {
 	if v != nil {
 		meter.Mark(v.breaker, yes)
+	}
+}
+
+// restarted counts a process after the first.
+func (v *vital) restarted() {
+	if v != nil {
+		v.restarts.Inc()
 	}
 }
 

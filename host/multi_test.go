@@ -162,6 +162,7 @@ func TestMultiChildDies(t *testing.T) {
 			require.NotEqual(t, before[0], after[0])
 			require.Equal(t, before[1], after[1])
 			require.InDelta(t, 1, r.metric("kvport_child_restarts_total"), 0)
+			require.InDelta(t, 1, r.metric("kvport_plugin_restarts_total"), 0)
 			require.Equal(t, 1, r.Health().Restarts)
 			require.NoError(t, os.Remove(filepath.Join(d[0], "happened")))
 		})

@@ -107,7 +107,7 @@ func (m *multiPlugin) describe(ctx context.Context, raw json.RawMessage) (connec
 	}
 	// Those who ask at once share an answer: each would start all the children.
 	answer, err, _ := m.asking.Do(string(raw), func() (any, error) {
-		return inspectChildren(ctx, c, Options{PluginPath: pluginFolders()})
+		return inspectChildren(ctx, c, Options{PluginPath: pluginFolders()}, &promised{})
 	})
 	info, ok := answer.(connector.Info)
 	if err != nil || !ok {

@@ -104,7 +104,7 @@ func (h *Host) install(g *generation) {
 	if g.n > 1 {
 		fault.Crash("host.restart.up")
 		h.restarts++
-		h.metrics.restarts.Inc()
+		h.vital.restarted()
 	}
 	h.vital.isUp(true)
 	h.vital.isOpen(false)

@@ -123,6 +123,11 @@ type Fit struct {
 	ShapeText string `json:"shape_text,omitempty"` // the same in words
 	Base      string `json:"base,omitempty"`       // fingerprint of the shape apart from block size and ranks; empty: blocks of other shapes are refused
 	TicketKey string `json:"ticket_key,omitempty"` // names the key that signs tickets, and does not reveal it
+	Tenant    string `json:"tenant,omitempty"`     // names the tenant secret likewise; none: there is none
+	// The ways by which blocks leave this engine, and by which they come to it. One hands blocks over to another if a
+	// way of its Gives is in the other's Takes. Nil: not known.
+	Gives []string `json:"gives"`
+	Takes []string `json:"takes"`
 }
 
 // Fit says what another engine must have in common with this one. It never changes.
@@ -130,7 +135,8 @@ func (h *Host) Fit() Fit {
 	f := Fit{
 		Role: h.cfg.Role.String(), EngineID: h.eng.ID, Connector: h.info.Name, Carries: h.carries(),
 		Model: h.eng.Model.String(), BlockSize: h.eng.Layout.Groups[0].BlockTokens,
-		Shape: h.eng.Shape.String(), ShapeText: h.eng.ShapeText, TicketKey: ticket.KeyID(h.tickets.key),
+		Shape: h.eng.Shape.String(), ShapeText: h.eng.ShapeText, TicketKey: ticket.KeyID(h.tickets.key), Tenant: h.tenant,
+		Gives: h.ways(connector.Role.Saves), Takes: h.ways(connector.Role.Loads),
 	}
 	if h.info.Scope != 0 { // connectors over a pipe do not say
 		f.Scope = h.info.Scope.String()
@@ -139,6 +145,34 @@ func (h *Host) Fit() Fit {
 		f.Base = h.eng.Base.String()
 	}
 	return f
+}
+
+// ways are those by which blocks go from engine to engine, for connectors whose role takes part.
+func (h *Host) ways(takesPart func(connector.Role) bool) []string {
+	switch {
+	case !takesPart(h.cfg.Role):
+		return []string{}
+	case h.composite != nil:
+		return h.composite.ways(MultiName+"/", takesPart)
+	case h.info.Name == MultiName:
+		return nil // its children are its plugin's business
+	}
+	return waysOf(&h.info, h.info.Name)
+}
+
+// waysOf are those of one connector: a store that engines share, and tickets, which only connectors of that name read.
+func waysOf(info *connector.Info, name string) []string {
+	ways := []string{}
+	if info.Scope == connector.ScopeShared {
+		ways = append(ways, "a shared store")
+	}
+	if info.Scope >= connector.ScopeNode { // a shared store may have tiers
+		ways = append(ways, "the node's "+info.Name)
+	}
+	if info.Scope == 0 || info.Capabilities&connector.CanHold != 0 {
+		ways = append(ways, name)
+	}
+	return ways
 }
 
 // carries reports whether another engine can load what this one has saved: from a store that both see, or

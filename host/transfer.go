@@ -13,6 +13,7 @@ import (
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -44,6 +45,9 @@ func (h *Host) openRanks() error {
 	secret, err := h.cfg.Settings.TenantSecret()
 	if err != nil {
 		return err
+	}
+	if h.tenant = "none"; secret != nil {
+		h.tenant = ticket.KeyID(secret)
 	}
 	hands := make(chan struct{}, runtime.GOMAXPROCS(0))
 	for i, r := range h.eng.Ranks {

@@ -176,7 +176,9 @@ func (d *Database) get(ctx context.Context, it *connector.Item) (there bool, err
 	case errors.Is(err, connector.ErrGone):
 		return false, nil
 	case err == nil:
-		err = fits(it, len(value))
+		if n := it.Size(); n != len(value) { // somebody else has cut or damaged it
+			err = fmt.Errorf("block %v has %d bytes, there is room for %d: %w", it.Key, len(value), n, connector.ErrCorrupt)
+		}
 	}
 	if err != nil {
 		return false, err

@@ -1,17 +1,21 @@
 """Runs the tests that have a full count, with it, in parts.
 
     scripts/soak.py --part 3/12     # one part; at most 45 minutes, then the same command goes on
-    scripts/soak.py --sample 120    # some tests, picked by the commit, for at most 120 seconds
+    scripts/soak.py --sample 120    # some tests, picked by the commit, which run for at most 120 seconds
 
 Run through `make soak PART=n/N`. Every test runs as a process of its own with KVPORT_SOAK=1. What has ended is
 kept in .deps/soak/COMMIT, so that a part that was interrupted goes on where it was; remove that folder to begin
 again. A part writes the counts of each test that passed, and the commit, into the table at the end of
 docs/acceptance.md, in the place of what an earlier run of that test wrote.
+
+A sample takes a few packages and passes over the tests that, by that table, do not fit into the time that is left.
+A test without a row gets a part of the time, and counts neither as passed nor as failed if it does not end in it.
 """
 
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -26,6 +30,9 @@ PAGE = ROOT / "docs" / "acceptance.md"
 TABLE = "| test | counts | commit | date | seconds |\n|---|---|---|---|---|\n"
 MARK = "<!-- soak -->\n"
 LIMIT = 45 * 60  # seconds of one call
+SAMPLED = 3  # packages of a sample
+TRIES = 6  # a sample gives a test without a row in the table so small a part of its time
+SLACK = 1.5  # a sample takes a test if this times its seconds in the table are left
 FAULT_TAGS = ("-tags", "kvport_fault")
 # These need failpoints, which the build tag of FAULT_TAGS puts in.
 FAULTED = ("./internal/fault", "./verify/faultsuite")
@@ -47,9 +54,14 @@ class Test:
     def title(self):
         return f"{self.package.removeprefix('./')} {self.name}"
 
-    def place(self, seed):
-        """Orders tests: the same for one seed, unlike for another."""
-        return hashlib.sha256(f"{seed} {self.title()}".encode()).digest()
+    def log(self, folder):
+        """Where the test's output goes."""
+        return folder / f"{self.binary.stem}-{self.name}.log"
+
+
+def place(seed, title):
+    """Orders titles: the same for one seed, unlike for another."""
+    return hashlib.sha256(f"{seed} {title}".encode()).digest()
 
 
 def git(*arguments):
@@ -64,18 +76,18 @@ def commit():
 
 
 def soaked():
-    """The packages in which a test reads KVPORT_SOAK, by itself or through the rig of acceptance tests."""
+    """The packages in which a test reads KVPORT_SOAK, by itself or through the rig of acceptance tests, and those with failpoints."""
     reads = re.compile(r"KVPORT_SOAK|\brig\.Count\(")
     found = {path.parent for path in ROOT.rglob("*_test.go") if ".deps" not in path.parts and reads.search(path.read_text())}
-    return sorted("./" + str(folder.relative_to(ROOT)) for folder in found)
+    return sorted({"./" + str(folder.relative_to(ROOT)) for folder in found} | set(FAULTED))
 
 
-def compile_tests(folder):
-    """Every test with a full count."""
+def compile_tests(folder, packages):
+    """Every test of the packages."""
     tests = []
     folder.mkdir(parents=True, exist_ok=True)
-    packages = [(name, ()) for name in soaked() if name not in FAULTED] + [(name, FAULT_TAGS) for name in FAULTED]
-    for package, tags in packages:
+    for package in packages:
+        tags = FAULT_TAGS if package in FAULTED else ()
         binary = folder / (package.removeprefix("./").replace("/", "-") + ".test")
         subprocess.run(["go", "test", "-c", *tags, "-o", str(binary), package], cwd=ROOT, check=True)
         listed = subprocess.run([str(binary), "-test.list", "^Test"], cwd=ROOT / package, check=True, capture_output=True, text=True)
@@ -139,7 +151,7 @@ def soak(tests, limit, folder, rev):
         if row is None:
             left = limit - (time.monotonic() - began)
             start = time.monotonic()
-            passed, logged = run(test, left, folder / (test.binary.stem + "-" + test.name + ".log")) if left > 1 else (None, [])
+            passed, logged = run(test, left, test.log(folder)) if left > 1 else (None, [])
             if passed is None:
                 print(f"soak: {i}/{len(tests)} no time is left for {test.title()}", flush=True)
                 return results, tests[i - 1:]
@@ -154,26 +166,77 @@ def soak(tests, limit, folder, rev):
     return results, []
 
 
+def known_seconds(page):
+    """How long each test took that has a row in the table at the end of docs/acceptance.md."""
+    rows = [line.strip("| ").split(" | ") for line in page.partition(MARK)[2].splitlines()[2:] if line.startswith("| ")]
+    return {row[0]: float(row[-1]) for row in rows}
+
+
+def in_turns(tests, seed):
+    """Puts tests into an order that the seed picks, with one of each package in turn."""
+    packages = {}
+    for test in sorted(tests, key=lambda test: place(seed, test.title())):
+        packages.setdefault(test.package, []).append(test)
+    return [test for turn in itertools.zip_longest(*packages.values()) for test in turn if test]
+
+
+def sample(tests, known, seconds, attempt):
+    """Gives the tests that fit into so many seconds, in order, to attempt; returns (test, passed, lines) of those that ended."""
+    results, left = [], seconds
+    for test in tests:
+        need = known.get(test.title())
+        if need is not None and need * SLACK > left:
+            continue
+        limit = left if need is not None else min(left, seconds / TRIES)
+        if limit <= 1:
+            break
+        began = time.monotonic()
+        passed, logged = attempt(test, limit)
+        took = time.monotonic() - began
+        left -= took
+        print(f"soak: {'too long' if passed is None else 'ok' if passed else 'FAIL'} {test.title()} {took:.1f} s", flush=True)
+        for line in logged if passed is not None else []:
+            print(f"    {line}", flush=True)
+        if passed is not None:
+            results.append((test, passed, logged))
+    return results
+
+
+def sampled(rev, seconds):
+    """Runs a sample; returns the exit status."""
+    folder = STATE / f"{rev}-sample"
+    tests = compile_tests(folder, sorted(soaked(), key=lambda package: place(rev, package))[:SAMPLED])
+    results = sample(in_turns(tests, rev), known_seconds(PAGE.read_text()), seconds, lambda test, limit: run(test, limit, test.log(folder)))
+    failed = [test for test, passed, _ in results if not passed]
+    for test in failed:
+        print(f"soak: FAILED {test.title()}; its output is in {test.log(folder).relative_to(ROOT)}")
+    print(f"soak: {len(results) - len(failed)} passed, {len(failed)} failed, of {len(tests)} in the packages of the sample")
+    if not results:
+        print("soak: no test ended in its time: give the sample more seconds")
+    return 1 if failed else 0 if results else 3
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", default="1/1")
     parser.add_argument("--sample", type=int, metavar="SECONDS")
     args = parser.parse_args()
     rev = commit()
+    if args.sample:
+        return sampled(rev, args.sample)
     n, of = part_of(args.part)
-    folder = STATE / (f"{rev}-sample" if args.sample else rev)
-    tests = compile_tests(folder)
-    tests.sort(key=lambda test: test.place(rev if args.sample else ""))
-    results, left = soak(tests[n - 1 :: of], args.sample or LIMIT, folder, rev)
+    folder = STATE / rev
+    tests = compile_tests(folder, soaked())
+    tests.sort(key=lambda test: place("", test.title()))
+    results, left = soak(tests[n - 1 :: of], LIMIT, folder, rev)
     failed = [row for row in results if not row["passed"]]
     for row in failed:
         print(f"soak: FAILED {row['test']}; its output is in {folder.relative_to(ROOT)}")
-    if not args.sample:
-        publish([row for row in results if row["passed"]])
+    publish([row for row in results if row["passed"]])
     print(f"soak: {len(results) - len(failed)} passed, {len(failed)} failed, {len(left)} not run")
-    if left and not args.sample:
+    if left:
         print(f"soak: the same command goes on with {left[0].title()}")
-    return 1 if failed else 3 if left and not args.sample else 0
+    return 1 if failed else 3 if left else 0
 
 
 if __name__ == "__main__":

@@ -52,15 +52,15 @@ func (f *agentFlags) run(cmd *cobra.Command) error {
 	for _, w := range cfg.Warnings {
 		slog.Warn("kv-transfer-config: " + w)
 	}
-	if f.check {
-		return f.describe(cmd, cfg)
-	}
-	if f.socket == "" {
+	if f.socket == "" && !f.check {
 		return errors.New("--socket is required: the path of the socket to make")
 	}
 	path, err := filepath.Abs(f.socket)
 	if err != nil {
 		return fail(err)
+	}
+	if f.check {
+		return f.describe(cmd, cfg, path)
 	}
 	return fail(agent.Run(cmd.Context(), agent.Config{
 		Transfer: cfg, PluginPath: pluginFolders(f.pluginPath), Socket: path, Log: slog.Default(), Build: newBuildInfo(),
@@ -89,7 +89,12 @@ type checked struct {
 	SaveMS       int64 `json:"save_ms"`
 }
 
-func (f *agentFlags) describe(cmd *cobra.Command, cfg *host.Config) error {
+func (f *agentFlags) describe(cmd *cobra.Command, cfg *host.Config, path string) error {
+	if f.socket != "" {
+		if err := agent.CheckSocket(path); err != nil {
+			return err
+		}
+	}
 	info, err := host.Inspect(cmd.Context(), cfg, host.Options{PluginPath: pluginFolders(f.pluginPath), Log: slog.Default()})
 	if err != nil {
 		return fail(err)

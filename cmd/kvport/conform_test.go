@@ -133,7 +133,7 @@ func TestConformList(t *testing.T) {
 	}
 }
 
-// sickPlugin is a connector of which each load goes wrong as its config says.
+// sickPlugin is a connector of which each load, or each save, goes wrong as its config says.
 func sickPlugin() {
 	type config struct {
 		Dir  string `json:"dir"`
@@ -161,6 +161,14 @@ func (s *sick) Get(ctx context.Context, items []connector.Item) error {
 		select {}
 	}
 	return s.folder.Get(ctx, items)
+}
+
+// Put implements connector.Store.
+func (s *sick) Put(ctx context.Context, items []connector.Item) error {
+	if s.load == "never stores" {
+		select {}
+	}
+	return s.folder.Put(ctx, items)
 }
 
 func sickly(t *testing.T, load string, args ...string) *exec.Cmd {

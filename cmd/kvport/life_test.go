@@ -208,6 +208,18 @@ func TestCutOffWhole(t *testing.T) {
 	require.Equal(t, 3, exitCode(t, p))
 }
 
+// A save that never returns is given up with the rest of what runs at a signal: the exit code says so, and a line.
+func TestSaveThatNeverReturns(t *testing.T) {
+	t.Parallel()
+	p := startAny(t, "serve", "--model", "sim", "--port", "0", "--drain-timeout", "1s", "--kv-transfer-config", fmt.Sprintf(
+		`{"kv_connector":"SickConnector","kv_role":"kv_both","kv_connector_extra_config":{"dir":%q,"load":"never stores"}}`, t.TempDir()))
+	code, body := do(t, "POST", p.URL+"/v1/completions", fmt.Sprintf(`{"prompt":%q,"max_tokens":2}`, strings.Repeat("never stored ", 20)))
+	require.Equal(t, 200, code, body)
+	require.NoError(t, p.Signal(syscall.SIGTERM))
+	require.Equal(t, exitCutOff, exitCode(t, p), p.Logs())
+	require.Contains(t, p.Logs(), "kvport: transfers of the connector were given up: they had not ended in --drain-timeout 1s")
+}
+
 // SIGHUP does not end anything: it makes new API keys known. A file that is no good changes nothing.
 func TestHangup(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "keys")
@@ -231,6 +243,22 @@ func TestHangup(t *testing.T) {
 	require.Equal(t, 401, asks("alpha"))
 	code, _ := do(t, "GET", engine.URL+"/readyz", "")
 	require.Equal(t, 200, code, "a load balancer needs no key")
+}
+
+// SIGHUP does not end an agent either: its engine does.
+func TestHangupOfAgent(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "own", "s")
+	agent, lines := launch(t, "agent", "--socket", socket, "--kv-transfer-config", `{"kv_connector":"DemoConnector","kv_role":"kv_both"}`)
+	require.Eventually(t, func() bool {
+		_, err := os.Stat(socket)
+		return err == nil
+	}, time.Minute, time.Millisecond)
+	require.NoError(t, agent.Process.Signal(syscall.SIGHUP))
+	require.NoError(t, agent.Process.Signal(syscall.SIGTERM))
+	for range lines {
+		continue
+	}
+	require.NoError(t, agent.Wait(), "the second signal ended it, in good order")
 }
 
 // Clients that send a head and one byte keep nobody out, of engine or router, also if there are more of

@@ -37,13 +37,22 @@ const (
 	exitFailure = 1
 	exitUsage   = 2 // a changed flag, config or binary could cure it
 
-	exitCutOff       = 3 // of serve and route: requests had not ended when --drain-timeout was over
+	exitCutOff       = 3 // of serve and route: requests, or saves of a connector, had not ended when --drain-timeout was over
 	exitInconclusive = 3 // of conform: the machine kept a case from a verdict
 )
 
 func main() {
+	surviveHangups()
 	bench.ServePlugin()
 	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
+}
+
+// surviveHangups keeps SIGHUP from ending a command that serves. A front that reads its API keys again then hears of it
+// by itself.
+func surviveHangups() {
+	if len(os.Args) > 1 && slices.Contains([]string{"serve", "route", "agent"}, os.Args[1]) {
+		signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
+	}
 }
 
 // run executes one command line and gives its exit code.
@@ -59,7 +68,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	if !errors.Is(err, errSilent) {
 		fmt.Fprintln(stderr, "kvport: "+brief(err.Error()))
 	}
-	if errors.Is(err, errCutOff) {
+	if errors.Is(err, errCutOff) || errors.Is(err, errGivenUp) {
 		return exitCutOff
 	}
 	if errors.Is(err, errInconclusive) {

@@ -127,7 +127,7 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	}
 	c := server.Config{
 		Engine: e, Tokenizer: tok, ModelName: f.name(m), Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		MaxInFlight: f.inFlight(maxRequests),
+		MaxInFlight: f.inFlight(maxRequests), Known: t.knows,
 	}
 	if transfer != nil {
 		c.EngineID = transfer.EngineID
@@ -142,7 +142,18 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	deadline, err := t.serve(cmd.Context(), cmd, s)
 	ctx, cancel := context.WithTimeout(context.Background(), max(closeTime, time.Until(deadline)))
 	defer cancel()
-	return fail(errors.Join(err, e.Close(ctx)))
+	return fail(errors.Join(err, f.closed(e.Close(ctx))))
+}
+
+// errGivenUp says that a connector did not end its transfers in time after a signal.
+var errGivenUp = errors.New("transfers of the connector were given up")
+
+// closed says of an engine that is closed what the connector did not end.
+func (f *serveFlags) closed(err error) error {
+	if !errors.Is(err, context.DeadlineExceeded) {
+		return err
+	}
+	return fmt.Errorf("%w: they had not ended in --drain-timeout %s, or in kvport.deadlines.drain: %w", errGivenUp, f.drainTimeout, err)
 }
 
 // load opens a model. When ctx ends it does not wait any longer: the process ends, and the model with it.

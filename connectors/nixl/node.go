@@ -69,9 +69,9 @@ type Node struct {
 
 	mu    sync.Mutex
 	ranks map[int]*rank
-	conns map[net.Conn]time.Time // questions of consumers, and when they last came
+	conns map[net.Conn]time.Time // of consumers, and since when they are silent; zero while they are answered
 
-	complained atomic.Int64 // when a stranger was last logged
+	complained atomic.Int64 // when a refused connection was last logged
 }
 
 // Open makes the node of one life of an engine. Errors name the field, or say what the library lacks.

@@ -44,35 +44,43 @@ func (n *Node) address() string {
 	return net.JoinHostPort(n.config.Advertise, port)
 }
 
-// keep notes a connection. When there are too many, the one goes that has been silent for longest.
-func (n *Node) keep(c net.Conn) bool {
+// errFull refuses a consumer when all that are connected are being answered.
+var errFull = fmt.Errorf("%d consumers are connected and are all being answered: %w", maxConns, connector.ErrGone)
+
+// keep notes a connection. When there are too many, the one goes that has been silent for longest; one that is being
+// answered stays.
+func (n *Node) keep(c net.Conn) error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	select {
 	case <-n.stop:
-		return false
+		return errors.New("the side channel is being closed")
 	default:
 	}
 	if len(n.conns) >= maxConns {
 		var silent net.Conn
-		for other, heard := range n.conns {
-			if silent == nil || heard.Before(n.conns[silent]) {
+		for other, since := range n.conns {
+			if !since.IsZero() && (silent == nil || since.Before(n.conns[silent])) {
 				silent = other
 			}
+		}
+		if silent == nil {
+			n.tally.count("connections_refused_total", 1)
+			return errFull
 		}
 		delete(n.conns, silent)
 		_ = silent.Close() // which ends its serve
 	}
 	n.conns[c] = time.Now()
-	return true
+	return nil
 }
 
-// heard notes that a consumer says something.
-func (n *Node) heard(c net.Conn) {
+// mark notes since when a consumer is silent; zero while it is answered.
+func (n *Node) mark(c net.Conn, since time.Time) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if _, known := n.conns[c]; known {
-		n.conns[c] = time.Now()
+		n.conns[c] = since
 	}
 }
 
@@ -91,7 +99,7 @@ func (n *Node) serve(c net.Conn) {
 		if err := readMessage(c, maxQuestion, &q); err != nil {
 			return
 		}
-		n.heard(c)
+		n.mark(c, time.Time{})
 		a, err := n.reply(&q)
 		if err != nil {
 			n.log.Info("a consumer is refused", "peer", c.RemoteAddr().String(), "hold", q.Hold, "reason", err)
@@ -101,6 +109,7 @@ func (n *Node) serve(c net.Conn) {
 		if err := writeMessage(c, a); err != nil {
 			return
 		}
+		n.mark(c, time.Now())
 	}
 }
 
@@ -277,11 +286,16 @@ func (n *Node) greet(ctx context.Context, raw net.Conn, _ *pipe.Acceptor) error 
 	}
 	if err != nil {
 		stop()
-		n.complain(raw, err)
+		n.complain(raw, "side channel: somebody without the key was refused", err)
 		return err
 	}
-	if !n.keep(conn) {
-		return errors.New("the side channel is being closed")
+	if err := n.keep(conn); err != nil {
+		if errors.Is(err, errFull) {
+			n.complain(raw, "side channel: a consumer was refused", err)
+			_ = conn.SetDeadline(time.Now().Add(askTimeout))
+			_ = writeMessage(conn, refuse(err)) // the answer to what it is about to ask
+		}
+		return errors.Join(err, conn.Close())
 	}
 	n.tasks.Go(func() {
 		defer n.forget(conn)
@@ -290,13 +304,13 @@ func (n *Node) greet(ctx context.Context, raw net.Conn, _ *pipe.Acceptor) error 
 	return nil
 }
 
-// complain logs a stranger, but not one after the other.
-func (n *Node) complain(conn net.Conn, err error) {
+// complain logs a connection that was refused, but not one after the other.
+func (n *Node) complain(conn net.Conn, what string, err error) {
 	last, now := n.complained.Load(), time.Now().UnixNano()
 	if now-last < int64(complainEvery) || !n.complained.CompareAndSwap(last, now) {
 		return
 	}
-	n.log.Warn("side channel: somebody without the key was refused", "peer", conn.RemoteAddr().String(), "error", err)
+	n.log.Warn(what, "peer", conn.RemoteAddr().String(), "error", err)
 }
 
 // admit has a consumer prove that it has the key.

@@ -24,6 +24,7 @@ func StatInfos() []connector.StatInfo {
 		counter("write_bytes_total", "Bytes pushed, by transport.", "transport"),
 		counter("write_seconds_total", "Time from the post of pushes to their end."),
 		counter("revoked_total", "Loads whose memory was taken from a writer that did not say it had ended."),
+		counter("connections_refused_total", "Connections of consumers that were refused because all others were being answered."),
 		counter("holds_consumed_total", "Holds that consumers have fetched."),
 		counter("holds_expired_total", "Holds that ended before a consumer had fetched them."),
 		counter("late_questions_total", "Questions about holds that were over, or never were."),

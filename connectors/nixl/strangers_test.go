@@ -103,6 +103,41 @@ func TestSilentStrangersKeepNobodyOut(t *testing.T) {
 	require.Less(t, len(p.node.conns), maxConns)
 }
 
+// At the limit of connections the one that has been silent for longest makes room, and none that is being answered: if
+// all are, the new one is refused and counted.
+func TestConnectionsMakeRoom(t *testing.T) {
+	n := &Node{conns: map[net.Conn]time.Time{}, stop: make(chan struct{})}
+	var conns []net.Conn
+	add := func() error {
+		ours, theirs := net.Pipe()
+		t.Cleanup(func() {
+			_ = ours.Close()
+			_ = theirs.Close()
+		})
+		conns = append(conns, ours)
+		return n.keep(ours)
+	}
+	for range maxConns {
+		require.NoError(t, add())
+		n.mark(conns[len(conns)-1], time.Time{})
+	}
+	require.ErrorIs(t, add(), errFull)
+	require.ErrorIs(t, add(), connector.ErrGone, "a consumer computes the prompt")
+	require.InDelta(t, 2, n.tally.values[series{name: "connections_refused_total"}], 0)
+	now := time.Now()
+	n.mark(conns[3], now.Add(-time.Second))
+	n.mark(conns[5], now.Add(-time.Hour))
+	require.NoError(t, add())
+	require.NotContains(t, n.conns, conns[5])
+	require.Contains(t, n.conns, conns[0], "it has been answered for longest")
+	require.NoError(t, add())
+	require.NotContains(t, n.conns, conns[3])
+	require.Len(t, n.conns, maxConns)
+	close(n.stop)
+	require.Error(t, add())
+	require.InDelta(t, 2, n.tally.values[series{name: "connections_refused_total"}], 0)
+}
+
 // A release that knows no link keys is told so.
 func TestOldSideChannel(t *testing.T) {
 	inner, err := net.Listen("tcp", "127.0.0.1:0")

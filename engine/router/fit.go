@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net/http"
 	"net/url"
+	"reflect"
 	"slices"
 	"strings"
 )
@@ -25,6 +26,10 @@ type fit struct {
 	ShapeText string `json:"shape_text"`
 	Base      string `json:"base"`
 	TicketKey string `json:"ticket_key"`
+	Tenant    string `json:"tenant"` // which tenant secret; empty: not known
+
+	Gives []string `json:"gives"` // the ways by which blocks leave the instance; nil: not known
+	Takes []string `json:"takes"` // and by which they come to it
 }
 
 // parseFit reads a body of /health; nil if it says nothing of what fits.
@@ -36,7 +41,14 @@ func parseFit(body []byte) *fit {
 		return nil
 	}
 	f := h.KV
-	for _, text := range []*string{&f.Role, &f.EngineID, &f.Connector, &f.Scope, &f.Model, &f.Shape, &f.ShapeText, &f.Base, &f.TicketKey} {
+	texts := []*string{&f.Role, &f.EngineID, &f.Connector, &f.Scope, &f.Model, &f.Shape, &f.ShapeText, &f.Base, &f.TicketKey, &f.Tenant}
+	for _, ways := range []*[]string{&f.Gives, &f.Takes} {
+		*ways = (*ways)[:min(len(*ways), maxWays)]
+		for i := range *ways {
+			texts = append(texts, &(*ways)[i])
+		}
+	}
+	for _, text := range texts {
 		*text = strings.ToValidUTF8((*text)[:min(len(*text), maxWords)], "")
 	}
 	return f
@@ -44,6 +56,9 @@ func parseFit(body []byte) *fit {
 
 // maxWords bounds each text with which an instance describes itself, in bytes.
 const maxWords = 1 << 10
+
+// maxWays bounds how many ways an instance names.
+const maxWays = 64
 
 // misfit says why a decode instance cannot load what a prefill instance has; empty if it can, as far as is known.
 func misfit(p, d *registered, atP, atD *url.URL) string {
@@ -86,15 +101,23 @@ func (p *fit) misfitRole(d *fit) (reasons []string) {
 			break
 		}
 	}
-	// Stores with one format may have several names, and a MultiConnector any child.
-	if p.Connector != d.Connector && p.Connector != multiName && d.Connector != multiName && (p.Scope != "shared" || d.Scope != "shared") {
-		reasons = append(reasons, fmt.Sprintf("connector %s / %s", p.Connector, d.Connector))
+	if len(reasons) == 0 && !p.reaches(d) {
+		return []string{fmt.Sprintf("connector %s / %s: prefill hands blocks over through %s, and decode takes them through %s",
+			p.Connector, d.Connector, said(p.Gives), said(d.Takes))}
 	}
 	return reasons
 }
 
-// multiName is the connector that has others.
-const multiName = "MultiConnector"
+// reaches reports whether there is a way by which blocks of p come to d.
+func (p *fit) reaches(d *fit) bool {
+	if p.Gives == nil || d.Takes == nil {
+		return true
+	}
+	return slices.ContainsFunc(p.Gives, func(way string) bool { return slices.Contains(d.Takes, way) })
+}
+
+// said lists ways in words.
+func said(ways []string) string { return cmp.Or(strings.Join(ways, ", "), "nothing") }
 
 // misfitBlocks is what differs in what the blocks hold, how they are cut, and who may name them.
 func (p *fit) misfitBlocks(d *fit) (reasons []string) {
@@ -103,6 +126,9 @@ func (p *fit) misfitBlocks(d *fit) (reasons []string) {
 	}
 	if p.TicketKey != d.TicketKey {
 		reasons = append(reasons, "the ticket keys differ, see kvport.ticket_key_file")
+	}
+	if p.Tenant != d.Tenant && p.Tenant != "" && d.Tenant != "" {
+		reasons = append(reasons, "the tenant secrets differ, see kvport.tenant_secret_file")
 	}
 	switch {
 	case p.Shape == d.Shape, p.Base != "" && p.Base == d.Base:
@@ -124,7 +150,7 @@ const maxTold = 32
 func (p *pool) saw(i int, f *fit) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if old := p.known[i].fit; old == f || old != nil && f != nil && *old == *f {
+	if old := p.known[i].fit; old == f || old != nil && f != nil && reflect.DeepEqual(old, f) {
 		return
 	}
 	p.known[i].fit = f

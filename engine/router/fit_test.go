@@ -31,6 +31,15 @@ func engineFit(role string, change ...func(*fit)) *fit {
 	return f
 }
 
+const multi = "MultiConnector"
+
+// gives and takes alter the ways of blocks in what an instance reports.
+func gives(ways ...string) func(*fit) { return func(f *fit) { f.Gives = ways } }
+
+func takes(connector string, ways ...string) func(*fit) {
+	return func(f *fit) { f.Connector, f.Takes = connector, append([]string{}, ways...) }
+}
+
 // What an instance reports about itself is bounded, and most instances report nothing.
 func TestParseFit(t *testing.T) {
 	for _, body := range []string{"", "ok", "{}", `{"kv":null}`, `{"kv":{}}`, `{"kv":7}`, `{"kv":{"role":1}}`} {
@@ -84,11 +93,28 @@ func TestMisfit(t *testing.T) {
 			"incompatible: the ticket keys differ, see kvport.ticket_key_file",
 		},
 		{
-			"other peers", engineFit("kv_producer", func(f *fit) { f.Scope = "engine" }),
-			engineFit("kv_consumer", func(f *fit) { f.Connector, f.Scope = "Y", "engine" }), "incompatible: connector X / Y",
+			"other peers", engineFit("kv_producer", gives("X")), engineFit("kv_consumer", takes("Y", "Y")),
+			"incompatible: connector X / Y: prefill hands blocks over through X, and decode takes them through Y",
 		},
+		{
+			"several connectors and one of them alone", engineFit("kv_producer", gives(multi+"/X"), func(f *fit) { f.Connector = multi }), engineFit("kv_consumer", takes("X", "X")),
+			"incompatible: connector MultiConnector / X: prefill hands blocks over through MultiConnector/X, and decode takes them through X",
+		},
+		{
+			"children that load nothing", engineFit("kv_producer", gives("a shared store")), engineFit("kv_consumer", takes(multi)),
+			"incompatible: connector X / MultiConnector: prefill hands blocks over through a shared store, and decode takes them through nothing",
+		},
+		{
+			"several connectors with one in common", engineFit("kv_producer", gives("a shared store", multi+"/X"), func(f *fit) { f.Connector = multi }),
+			engineFit("kv_consumer", takes(multi, multi+"/X", multi+"/Z")), "",
+		},
+		{
+			"tenants", engineFit("kv_producer", func(f *fit) { f.Tenant = "none" }), engineFit("kv_consumer", func(f *fit) { f.Tenant = "0123" }),
+			"incompatible: the tenant secrets differ, see kvport.tenant_secret_file",
+		},
+		{"a tenant that is not known", engineFit("kv_producer"), engineFit("kv_consumer", func(f *fit) { f.Tenant = "0123" }), ""},
 		{"stores with two names", engineFit("kv_producer"), engineFit("kv_consumer", func(f *fit) { f.Connector = "Y" }), ""},
-		{"several connectors", engineFit("kv_producer", func(f *fit) { f.Connector, f.Scope = multiName, "node" }), engineFit("kv_consumer"), ""},
+		{"ways that are not known", engineFit("kv_producer", gives("X")), engineFit("kv_consumer", func(f *fit) { f.Connector = multi }), ""},
 	} {
 		u, err := parseURLs("test", []string{at, "http://10.0.0.1:2"})
 		require.NoError(t, err)

@@ -53,6 +53,10 @@ type Config struct {
 	BodyTimeout  time.Duration // to receive a whole body; 30 s
 	WriteTimeout time.Duration // for a client to take one piece of an answer; 30 s
 
+	// Known reports whether an Authorization header has one of the front's keys. Others learn from /health how
+	// the engine is, and nothing else. Nil: there are no keys.
+	Known func(authorization string) bool
+
 	Log      *slog.Logger          // nil: none
 	Metrics  prometheus.Registerer // nil: not registered
 	Gatherer prometheus.Gatherer   // what /metrics shows; nil: no /metrics
@@ -376,16 +380,22 @@ func (s *Server) models(w http.ResponseWriter, r *http.Request) {
 }
 
 // health answers 200 as long as the engine serves, also when it has lost its connector.
-func (s *Server) health(w http.ResponseWriter, _ *http.Request) {
-	h := s.config.Engine.Health()
-	answer := struct {
-		Status string `json:"status"` // ok, degraded (connector not ready), draining
-		Model  string `json:"model"`
+func (s *Server) health(w http.ResponseWriter, r *http.Request) {
+	type details struct {
+		Model string `json:"model"`
 		engine.Health
 		Fit *host.Fit `json:"kv,omitempty"` // for routers: which engines can hand blocks to each other
-	}{"ok", s.config.ModelName, h, nil}
-	if s.info.Fit.Role != "" {
-		answer.Fit = &s.info.Fit
+	}
+	h := s.config.Engine.Health()
+	answer := struct {
+		Status   string `json:"status"` // ok, degraded (connector not ready), draining
+		*details        // nil: for strangers
+	}{Status: "ok"}
+	if s.config.Known == nil || s.config.Known(r.Header.Get("Authorization")) {
+		answer.details = &details{Model: s.config.ModelName, Health: h}
+		if s.info.Fit.Role != "" {
+			answer.Fit = &s.info.Fit
+		}
 	}
 	code := http.StatusOK
 	switch {

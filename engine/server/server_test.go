@@ -166,6 +166,29 @@ func TestHealthSaysWhatFits(t *testing.T) {
 	require.Equal(t, e.fit, got.KV)
 }
 
+// Where there are API keys, whoever has none learns the status and nothing else.
+func TestHealthForStrangers(t *testing.T) {
+	e := &fitting{fit: host.Fit{Role: "kv_producer", EngineID: "P1", TicketKey: "k"}}
+	f := serve(t, e, func(c *Config) { c.Known = func(authorization string) bool { return authorization == "Bearer k" } })
+	for header, details := range map[string]bool{"": false, "Bearer x": false, "Bearer k": true} {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, f.URL+"/health", nil)
+		require.NoError(t, err)
+		req.Header.Set("Authorization", header)
+		resp, err := http.DefaultClient.Do(req)
+		require.NoError(t, err)
+		body, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+		require.Equal(t, http.StatusOK, resp.StatusCode)
+		if details {
+			require.Contains(t, string(body), `"kv":{"role":"kv_producer"`)
+			require.Contains(t, string(body), `"model":"tiny"`)
+			continue
+		}
+		require.JSONEq(t, `{"status":"ok"}`, string(body), header)
+	}
+}
+
 // fitting is an engine with a connector.
 type fitting struct {
 	script

@@ -32,7 +32,7 @@ func (d database) Exists(ctx context.Context, keys []string) ([]bool, error) {
 	for i, k := range keys {
 		_, err := os.Stat(d.path(k))
 		if there[i] = err == nil; !there[i] && !errors.Is(err, fs.ErrNotExist) {
-			return nil, err
+			return nil, fmt.Errorf("%w: %w", connector.ErrGone, err) // until the folder is back
 		}
 	}
 	return there, ctx.Err()

@@ -366,10 +366,14 @@ type socket struct {
 // (rule AGENT-01). The socket that a killed agent left behind is replaced; one that is in use is not.
 // Errors wrap host.ErrConfig where another path could cure them.
 func listen(path string) (*socket, error) {
-	if len(path) > maxSocketPath {
-		return nil, fmt.Errorf("%w: socket: %s has %d bytes, want at most %d: use a shorter folder", host.ErrConfig, path, len(path), maxSocketPath)
+	if err := CheckSocket(path); err != nil {
+		return nil, err
 	}
-	if err := privateFolder(filepath.Dir(path)); err != nil {
+	err := os.Mkdir(filepath.Dir(path), 0o700)
+	if err == nil || errors.Is(err, fs.ErrExist) {
+		err = privateFolder(filepath.Dir(path))
+	}
+	if err != nil {
 		return nil, fmt.Errorf("%w: socket: %w", host.ErrConfig, err)
 	}
 	lock, err := lockFile(path + lockSuffix)
@@ -386,11 +390,25 @@ func listen(path string) (*socket, error) {
 	return s, nil
 }
 
+// CheckSocket refuses a path at which Run would not listen. A folder that Run would make need not be there. It leaves
+// nothing behind. Errors wrap host.ErrConfig.
+func CheckSocket(path string) error {
+	if len(path) > maxSocketPath {
+		return fmt.Errorf("%w: socket: %s has %d bytes, want at most %d: use a shorter folder", host.ErrConfig, path, len(path), maxSocketPath)
+	}
+	dir := filepath.Dir(path)
+	err := privateFolder(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		_, err = os.Stat(filepath.Dir(dir))
+	}
+	if err != nil {
+		return fmt.Errorf("%w: socket: %w", host.ErrConfig, err)
+	}
+	return nil
+}
+
 // privateFolder makes sure that nobody else can enter dir.
 func privateFolder(dir string) error {
-	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return err
-	}
 	st, err := os.Lstat(dir)
 	if err != nil {
 		return err
