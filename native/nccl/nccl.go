@@ -133,7 +133,7 @@ var (
 // LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
 type LoadError struct{ failure }
 
-type failure = loader.Failure
+type failure = loader.LoadError
 
 func binding() *loader.Binding {
 	return &loader.Binding{Name: "nccl", EnvDir: EnvDir, Unavailable: ErrUnavailable, Mend: mendMissing}

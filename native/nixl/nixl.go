@@ -154,7 +154,7 @@ var ErrUnavailable = errors.New("NIXL is not available")
 // LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
 type LoadError struct{ failure }
 
-type failure = loader.Failure
+type failure = loader.LoadError
 
 func binding() *loader.Binding {
 	return &loader.Binding{Name: "nixl", EnvDir: EnvDir, Unavailable: ErrUnavailable, Mend: mendMissing}

@@ -75,7 +75,7 @@ func (e StatusError) Error() string {
 // LoadError says why the library could not be loaded and what to do about it. It wraps ErrUnavailable.
 type LoadError struct{ failure }
 
-type failure = loader.Failure
+type failure = loader.LoadError
 
 func binding() *loader.Binding {
 	return &loader.Binding{Name: "ucx", EnvDir: EnvDir, Unavailable: ErrUnavailable, Mend: mendMissing}

@@ -15,8 +15,8 @@ type Binding struct {
 	Mend        string // what to do where nothing better is known
 }
 
-// Failure is why a library could not be loaded. Each binding has an error of its own with a Failure in it.
-type Failure struct {
+// LoadError is why a library could not be loaded. Each binding has an error of its own with a LoadError in it.
+type LoadError struct {
 	Path   string // the library, "" if none was found
 	Symbol string // the function that the library lacks, "" if that is not the trouble
 	Reason string // what was found wrong
@@ -26,7 +26,7 @@ type Failure struct {
 }
 
 // Error is the reason, with its mend.
-func (e *Failure) Error() string {
+func (e *LoadError) Error() string {
 	switch {
 	case e.Symbol != "":
 		return fmt.Sprintf("%s: %s has no function %s: %s", e.of.Name, e.Path, e.Symbol, e.Mend)
@@ -37,22 +37,22 @@ func (e *Failure) Error() string {
 }
 
 // Unwrap is the binding's ErrUnavailable.
-func (e *Failure) Unwrap() error { return e.of.Unavailable }
+func (e *LoadError) Unwrap() error { return e.of.Unavailable }
 
 // Fail is the error for a library that the system's loader refuses.
-func (b *Binding) Fail(path, symbol, reason string) *Failure {
-	return &Failure{Path: path, Symbol: symbol, Reason: reason, Mend: b.Mend, of: b}
+func (b *Binding) Fail(path, symbol, reason string) *LoadError {
+	return &LoadError{Path: path, Symbol: symbol, Reason: reason, Mend: b.Mend, of: b}
 }
 
 // NotBuilt is the error of a program that can load no library.
-func (b *Binding) NotBuilt(path string) *Failure {
+func (b *Binding) NotBuilt(path string) *LoadError {
 	e := b.Fail(path, "", "this program was built without cgo or for another system")
 	e.Mend = "build it on Linux on amd64 or arm64, with gcc and CGO_ENABLED=1"
 	return e
 }
 
 // Default sets variables that the library at a path will read, where the user has not.
-func (b *Binding) Default(path string, variables ...[2]string) *Failure {
+func (b *Binding) Default(path string, variables ...[2]string) *LoadError {
 	for _, v := range variables {
 		if _, set := os.LookupEnv(v[0]); set {
 			continue
@@ -68,7 +68,7 @@ func (b *Binding) Default(path string, variables ...[2]string) *Failure {
 
 // Locate is the path of a library, absolute, or its bare name for the system's loader to look for. It is what within
 // finds in dir; if dir is empty, in the folder that the environment names; without that, in NIXL's unpacked wheel.
-func (b *Binding) Locate(dir, name, bare string, within func(dir string) string) (string, *Failure) {
+func (b *Binding) Locate(dir, name, bare string, within func(dir string) string) (string, *LoadError) {
 	if dir = cmp.Or(dir, os.Getenv(b.EnvDir)); dir == "" {
 		return cmp.Or(Find(within), bare), nil
 	}
@@ -81,7 +81,7 @@ func (b *Binding) Locate(dir, name, bare string, within func(dir string) string)
 // First loads the first of several names that can be loaded from dir; if dir is empty, from the folder that the
 // environment names; without that, from where the system's loader finds it. A library that lacks a function is the last
 // that it tries.
-func First[L any](b *Binding, dir string, load func(path string) (L, *Failure), names ...string) (lib L, path string, failed *Failure) {
+func First[L any](b *Binding, dir string, load func(path string) (L, *LoadError), names ...string) (lib L, path string, failed *LoadError) {
 	dir = cmp.Or(dir, os.Getenv(b.EnvDir))
 	for _, name := range names {
 		path = filepath.Join(dir, name)

@@ -1,4 +1,4 @@
-// Package loader finds the libraries inside NIXL's unpacked wheel.
+// Package loader finds and loads the libraries of the bindings, also those inside NIXL's unpacked wheel.
 package loader
 
 import (
