@@ -464,6 +464,7 @@ func (h *host) moved(p *proc, m *move) {
 		return
 	}
 	h.remember(m.ID)
+	h.noteEarly(m)
 	if m.Kind == tracker.Load {
 		m.grant.claimed = m.grant.claimed || isCorrupt(m.out.Err)
 		h.copyIn(m)

@@ -66,6 +66,7 @@ const (
 	AbandonedIsReaped
 	LostIsFree
 	LostHoldUntold
+	EarlyIsStored
 	mutants
 )
 
@@ -133,6 +134,7 @@ func Mutants() []MutantInfo {
 		{AbandonedIsReaped, "abandoned-is-reaped", "a dead plugin's blocks are used again although somebody may write them for ever", "rule HOST-05"},
 		{LostIsFree, "lost-is-free", "the engine takes blocks that are lost for free", "rule HOST-05"},
 		{LostHoldUntold, "lost-hold-untold", "the engine is not told that the blocks of a hold are lost, and lets requests wait for them", "rule HOST-05"},
+		{EarlyIsStored, "early-is-stored", "a save counts as stored when the plugin answers before its blocks are computed", "rule LAYER-02"},
 	}
 }
 

@@ -139,6 +139,10 @@ func (h *host) apply(op Op, d *rng) {
 			p.reply(d, op.Fault)
 		}
 	case opConsume:
+		if len(h.holds) > 0 && h.mayLose(p.moves, h.holds) && d.n(2) == 0 {
+			p.crash()
+			return
+		}
 		h.renew(p, d)
 		p.consume(op.Fault)
 	case opCrash:
