@@ -139,12 +139,7 @@ func (h *host) apply(op Op, d *rng) {
 			p.reply(d, op.Fault)
 		}
 	case opConsume:
-		if len(h.holds) > 0 && h.mayLose(p.moves, h.holds) && d.n(2) == 0 {
-			p.crash()
-			return
-		}
-		h.renew(p, d)
-		p.consume(op.Fault)
+		h.serveHolds(p, d, op.Fault)
 	case opCrash:
 		if !h.loseCall(p, d) {
 			p.crash()
