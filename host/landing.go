@@ -111,20 +111,15 @@ func (h *Host) slots() int {
 	return h.lands.Blocks
 }
 
-// copyOut copies whole blocks, digests included, from the cache to landing memory.
-func (r *rank) copyOut(list []tracker.Copy) {
+// copyBlocks copies whole blocks, digests included: to landing memory for a save, to the cache for a load.
+func (r *rank) copyBlocks(kind tracker.Kind, list []tracker.Copy) {
 	for _, c := range list {
 		for _, s := range r.kv.Segments(c.Group) {
-			copy(r.landing.kv.View(s, c.Slot), r.kv.View(s, c.Block))
-		}
-	}
-}
-
-// copyIn copies them from landing memory to the cache.
-func (r *rank) copyIn(list []tracker.Copy) {
-	for _, c := range list {
-		for _, s := range r.kv.Segments(c.Group) {
-			copy(r.kv.View(s, c.Block), r.landing.kv.View(s, c.Slot))
+			to, from := r.kv.View(s, c.Block), r.landing.kv.View(s, c.Slot)
+			if kind == tracker.Save {
+				to, from = from, to
+			}
+			copy(to, from)
 		}
 	}
 }

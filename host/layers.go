@@ -50,8 +50,7 @@ func (h *Host) GiveUp(step uint64) {
 	h.do(h.tracker.GiveUp(time.Now(), step))
 }
 
-// follow gives a call that saves what is being computed the count of its layers, and nil to any other. The caller holds
-// h.mu.
+// follow gives a call that saves what is being computed the count of its layers. The caller holds h.mu.
 func (g *generation) follow(a *tracker.Move) *connector.LayerCount {
 	if !a.Computing {
 		return nil
@@ -72,8 +71,7 @@ func (g *generation) advance(a tracker.Advance) {
 	}
 }
 
-// saveLayers saves blocks that are being computed, layer by layer where the plugin can, and otherwise when all are
-// there.
+// saveLayers saves blocks that are being computed: layer by layer where the plugin can, otherwise when all are there.
 func (h *Host) saveLayers(ctx context.Context, w connector.Worker, p *sealedProgress) error {
 	t, kv := p.move.Seen(), p.rank.kv
 	if p.rank.landing != nil {

@@ -130,7 +130,7 @@ func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *tracker
 	if r.landing == nil {
 		return h.saveTo(ctx, w, a.ID, a.Transfer, r.kv)
 	}
-	r.busy(func() { r.copyOut(a.Out()) })
+	r.busy(func() { r.copyBlocks(a.Kind, a.Out()) })
 	fault.Crash("host.save.copied")
 	h.metrics.copied.WithLabelValues(h.metrics.name, "save").Add(r.size(a.Transfer.Blocks))
 	return a.Back(h.saveTo(ctx, w, a.ID, a.Seen(), r.landing.kv))
@@ -168,7 +168,7 @@ func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker
 		return err
 	}
 	fault.Crash("host.load.answered")
-	r.busy(func() { r.copyIn(a.In(err)) })
+	r.busy(func() { r.copyBlocks(a.Kind, a.In(err)) })
 	fault.Crash("host.load.copied")
 	h.metrics.copied.WithLabelValues(h.metrics.name, "load").Add(r.size(a.Transfer.Blocks))
 	return err

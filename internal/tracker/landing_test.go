@@ -76,7 +76,7 @@ func TestLanding(t *testing.T) {
 	require.Equal(t, connector.BlockID(7), l.Take(0, Load, 1)[0], "the slot that was free for longest")
 }
 
-// TestLandedCall: the plugin sees slots; what it says of them is translated, and what it was not given is nobody's.
+// TestLandedCall: the plugin sees slots; what it says about them is translated, and a slot that it was not given is nobody's.
 func TestLandedCall(t *testing.T) {
 	m := Move{
 		Transfer: &connector.Transfer{Request: "a", Blocks: []connector.Block{{ID: 5}, {ID: 6, Group: 1}}},

@@ -61,7 +61,7 @@ func TestComputingIsRetried(t *testing.T) {
 	require.Empty(t, b.event().Failed)
 }
 
-// Rule LAYER-02: a connector that answers before it was told of all layers has not stored them. After GiveUp it cannot be.
+// Rule LAYER-02: a connector that answers before all layers were announced to it has not stored them. After GiveUp it cannot be.
 func TestEarlyAnswerFails(t *testing.T) {
 	b := newBench(t, func(c *Config) { c.Ranks = 1 })
 	b.got(b.Step(b.now, computing("a"), nil))

@@ -502,6 +502,7 @@ func (h *host) moved(p *proc, m *move) {
 		return
 	}
 	h.remember(m.ID)
+	h.noteEarly(m)
 	if m.Kind == tracker.Load {
 		h.reshaped(m)
 		m.grant.claimed = m.grant.claimed || isCorrupt(m.out.Err)

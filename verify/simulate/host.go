@@ -56,6 +56,7 @@ type grant struct {
 	turn     bool // a load by the ticket of an earlier turn
 	reshaped bool // a load from an engine with blocks of another size
 	claimed  bool // the plugin says itself that what it loaded is damaged
+	early    bool // the plugin has said that it stored what was not computed
 }
 
 // report is an event on its way to the engine.
@@ -302,6 +303,9 @@ func (h *host) emit(ev *tracker.Event) {
 		delete(h.due, key)
 		h.checkWeak(r.grant, ev)
 		h.checkReshaped(r.grant, ev)
+		if r.grant.early && len(ev.Failed) == 0 {
+			h.w.fail('d', "%s: a save of %s counts as stored, and was answered before its blocks were computed", h.e.name, ev.Request)
+		}
 		if ev.Kind == tracker.Finished {
 			r.ticket = h.finished(key, r.grant, ev)
 		}

@@ -31,6 +31,16 @@ func (h *host) mayLose(moves []*move, holds map[obligation]*lease) bool {
 	return h.tracker.Counters().Lost+len(blocks) <= o.mostLost()
 }
 
+// serveHolds is a plugin that renews holds and reports what was fetched, or dies with those that may be lost.
+func (h *host) serveHolds(p *proc, d *rng, f Fault) {
+	if len(h.holds) > 0 && h.mayLose(p.moves, h.holds) && d.n(2) == 0 {
+		p.crash()
+		return
+	}
+	h.renew(p, d)
+	p.consume(f)
+}
+
 // abandon ends a generation that has left somebody behind.
 func (h *host) abandon(moves []*move) {
 	h.w.say("%s: somebody may write the blocks of plugin generation %d for ever", h.e.name, h.n)
@@ -79,7 +89,7 @@ func (e *engine) fits(tokens int) bool {
 	if e.host != nil {
 		lost = e.host.tracker.Counters().Lost
 	}
-	return (tokens+o.BlockTokens-1)/o.BlockTokens*o.Groups <= o.Blocks-lost
+	return (tokens+e.size-1)/e.size*o.Groups <= o.Blocks-lost
 }
 
 // mayFail says whether a request has a reason to end with an error.

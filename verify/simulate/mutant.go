@@ -71,6 +71,7 @@ const (
 	ReshapeOffByOne
 	ReshapePart
 	ReshapeUndigested
+	EarlyIsStored
 	mutants
 )
 
@@ -143,6 +144,7 @@ func Mutants() []MutantInfo {
 		{ReshapeOffByOne, "reshape-off-by-one", "reshaped blocks are filled from one block of the producer too early", "rule RESHAPE-03"},
 		{ReshapePart, "reshape-part", "a block of which the producer lacks a token counts as reshaped", "rule RESHAPE-05"},
 		{ReshapeUndigested, "reshape-undigested", "reshaped blocks keep the digests of what was there before", "rule RESHAPE-07"},
+		{EarlyIsStored, "early-is-stored", "a save counts as stored when the plugin answers before its blocks are computed", "rule LAYER-02"},
 	}
 }
 

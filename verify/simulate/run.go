@@ -142,8 +142,7 @@ func (h *host) apply(op Op, d *rng) {
 			p.reply(d, op.Fault)
 		}
 	case opConsume:
-		h.renew(p, d)
-		p.consume(op.Fault)
+		h.serveHolds(p, d, op.Fault)
 	case opCrash:
 		if !h.loseCall(p, d) {
 			p.crash()

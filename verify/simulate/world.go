@@ -69,6 +69,7 @@ type Stats struct {
 
 	Turns, TurnLoads, TurnLoaded, TurnLost int // tickets for the next turn; loads by them; blocks
 	Plans                                  int // calls of a Planner
+	Early                                  int // saves that were answered before their blocks were computed
 	Lost, LostHolds                        int // transfers and holds whose blocks are never used again; the holds among them
 	Reshaped                               int // loads from an engine with blocks of another size, on each rank
 	Layered, Stored, Staged                int // saves: handed over before they were computed; told stored before they were over; calls through landing memory
@@ -153,6 +154,7 @@ func (s *Stats) fields() []field {
 		{"saves stored before they were over", &s.Stored},
 		{"staged calls", &s.Staged},
 		{"reshaped loads", &s.Reshaped},
+		{"saves answered too early", &s.Early},
 		{"transfers and holds lost", &s.Lost},
 		{"holds lost", &s.LostHolds},
 	}
