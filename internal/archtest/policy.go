@@ -149,9 +149,9 @@ func kvportImports() map[string][]string {
 		"internal/archtest":   {},
 		"verify/cluster":      {}, // runs the binaries, so it needs none of the packages
 		"verify/fixture":      {},
-		"verify/testkit":      {"connector"},                                      // what tests of several packages share
-		"verify/names":        {},                                                 // reads the source, and builds a program of its own
-		"verify/acceptance":   {"connector", "internal/ticket", "verify/fixture"}, // it forges, too
+		"verify/testkit":      {"connector"},                                                          // what tests of several packages share
+		"verify/names":        {},                                                                     // reads the source, and builds a program of its own
+		"verify/acceptance":   {"connector", "internal/machine", "internal/ticket", "verify/fixture"}, // it forges, and watches what it waits for, too
 		"verify/faultsuite":   {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
 		"internal/shm":        {},
 		"internal/machine":    {},
