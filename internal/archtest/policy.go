@@ -59,7 +59,7 @@ type Budget struct {
 func Kvport() *Policy {
 	return &Policy{
 		Imports: kvportImports(),
-		Tests:   []string{"verify/acceptance/rig", "verify/cluster", "verify/fixture", "verify/testkit", "internal/ticket", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
+		Tests:   []string{"verify/acceptance/rig", "verify/cluster", "verify/fixture", "verify/testkit", "internal/machine", "internal/ticket", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
 		Heavy: map[string][]string{
 			"github.com/hashicorp/go-plugin": {"sdk", "host/internal/plugin", "proto", "internal/wire"},
 			"google.golang.org/grpc":         {"sdk", "host", "host/internal/plugin", "proto", "internal/wire"}, // host: the connection that Connect is given
