@@ -168,12 +168,13 @@ func testOrder(r *rig.Rig, m string, three trio, prompts []string, want []*clust
 		tail = tail || all[i].Tail
 	}
 	multi := func(at string) *composed {
-		return &composed{children: listed, values: fixture.Values{"TMP": filepath.Join(r.Store, at), "NAME": at, "SERVER": three.server}}
+		return &composed{
+			children: listed, values: fixture.Values{"TMP": filepath.Join(r.Store, at), "NAME": at, "SERVER": three.server},
+			settings: `,"kvport":{"deadlines":{"match":"20s"}}`, // a child that is late is passed over: which is first is not to depend on the machine's load
+		}
 	}
-	apart, waits := multi(three.at+"-apart"), multi(three.at+"-apart")
-	// A child whose saves are late would be passed over: which is first would depend on the machine's load.
-	waits.settings = `,"kvport":{"deadlines":{"match":"20s"}}`
-	p := r.ServeModel(m, "prefill", waits.config(r.T, "kv_producer", ""))
+	apart := multi(three.at + "-apart")
+	p := r.ServeModel(m, "prefill", apart.config(r.T, "kv_producer", ""))
 	d := r.ServeModel(m, "decode", apart.config(r.T, "kv_consumer", ""), "--enable-prefix-caching=false")
 	router := r.Route(p, d)
 	got := r.All(router.URL, prompts, 2)
