@@ -138,7 +138,7 @@ type promised struct {
 // free is what the machine has left. The caller holds mu.
 func (p *promised) free() int64 { return max(0, machine.FreeMemory("/")-p.bytes) }
 
-// take promises a connector an arena of so many bytes, if the config and the machine permit it. field is what asks for it.
+// take promises a connector an arena of that many bytes, if the config and the machine permit it. field is what asks for it.
 func (p *promised) take(set *Settings, info *connector.Info, want int64) (field string, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

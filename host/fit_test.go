@@ -48,7 +48,9 @@ func TestWaysOfBlocks(t *testing.T) {
 			members: []member{child(holder)}, cfg: &Config{Children: []*Config{{Role: connector.RoleBoth, tag: "Inner"}}},
 		}}},
 		cfg: &Config{Children: []*Config{
-			{Role: connector.RoleBoth, tag: "Memory"}, {Role: connector.RoleProducer, tag: "Holder"}, {Role: connector.RoleConsumer, tag: "Store"},
+			{Role: connector.RoleBoth, tag: "Memory"},
+			{Role: connector.RoleProducer, tag: "Holder"},
+			{Role: connector.RoleConsumer, tag: "Store"},
 			{Role: connector.RoleBoth, tag: "Nested"},
 		}},
 	}

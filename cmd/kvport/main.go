@@ -47,8 +47,8 @@ func main() {
 	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
 }
 
-// surviveHangups keeps SIGHUP from ending a command that serves. A front that reads its API keys again then hears of it
-// by itself.
+// surviveHangups keeps SIGHUP from ending a command that serves. A front, which reads its API keys again then, has a
+// channel of its own.
 func surviveHangups() {
 	if len(os.Args) > 1 && slices.Contains([]string{"serve", "route", "agent"}, os.Args[1]) {
 		signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)

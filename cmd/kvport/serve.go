@@ -148,7 +148,7 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 // errGivenUp says that a connector did not end its transfers in time after a signal.
 var errGivenUp = errors.New("transfers of the connector were given up")
 
-// closed says of an engine that is closed what the connector did not end.
+// closed explains the error of an engine's Close if it is that the connector did not end in time.
 func (f *serveFlags) closed(err error) error {
 	if !errors.Is(err, context.DeadlineExceeded) {
 		return err
