@@ -163,7 +163,7 @@ func kvportImports() map[string][]string {
 		"internal/tracker":    {"connector"},
 		"internal/wire":       {"connector", "proto/..."},
 		"internal/strictjson": {},
-		"verify/simulate":     {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/tracker", "internal/ticket"},
+		"verify/simulate":     {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/tracker", "internal/ticket", "multiconnector"},
 
 		"pipe":            {"connector"},
 		"pipe/*":          {"connector", "pipe"},

@@ -31,6 +31,9 @@ func (h *host) renew(p *proc, d *rng) {
 			list = append(list, k.id)
 		}
 	}
+	if p.comp != nil {
+		list = p.comp.renewals(d)
+	}
 	over := map[connector.HoldID]bool{}
 	if !h.w.is(RenewalLost) {
 		h.tracker.Renewed(h.w.now, p.n, list)

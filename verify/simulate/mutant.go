@@ -70,6 +70,9 @@ const (
 	ReshapeOffByOne
 	ReshapePart
 	ReshapeUndigested
+	ChildGoneEarly
+	ChildFreedOnCancel
+	ChildTicketsMixed
 	mutants
 )
 
@@ -141,6 +144,9 @@ func Mutants() []MutantInfo {
 		{ReshapeOffByOne, "reshape-off-by-one", "reshaped blocks are filled from one block of the producer too early", "rule RESHAPE-03"},
 		{ReshapePart, "reshape-part", "a block of which the producer lacks a token counts as reshaped", "rule RESHAPE-05"},
 		{ReshapeUndigested, "reshape-undigested", "reshaped blocks keep the digests of what was there before", "rule RESHAPE-07"},
+		{ChildGoneEarly, "child-gone-early", "the calls of a child that died return while something of it can still write", "rule MULTI-02"},
+		{ChildFreedOnCancel, "child-freed-on-cancel", "a cancelled call of a child returns at once, though the child still writes", "rule WORK-04"},
+		{ChildTicketsMixed, "child-tickets-mixed", "children are known by their place, so that another order at the other end mixes up their tickets", "rule MULTI-07"},
 	}
 }
 

@@ -39,6 +39,7 @@ type Options struct {
 	Tells     bool // saves say that they are stored before they are over, as those of a MultiConnector do
 
 	BlockTokens, Blocks, Groups, Ranks int
+	Children                           bool // the plugin is a MultiConnector: with ThroughHolds of a holder and a store, with ThroughStore of two stores. Not with Planner, Slots, Layers, Tells, Orphans and OtherTokens
 	OtherTokens                        int  // of a block of every second engine; 0: all have BlockTokens. With ThroughHolds, not with Slots or Planner
 	Unverified                         bool // tickets of engines with blocks of the other size are accepted
 	MaxBatchedTokens, MaxSeqs          int
@@ -84,7 +85,10 @@ func draw(seed uint64) Options {
 	o.Layers = o.Medium != NoConnector && !o.Planner && r.IntN(3) == 0
 	o.Tells = o.Medium != NoConnector && r.IntN(3) == 0
 	o.Orphans = o.Medium != NoConnector && o.Slots == 0 && o.Rough > 0 && r.IntN(6) > 0
-	if o.Medium == ThroughHolds && o.Slots == 0 && !o.Planner && r.IntN(4) > 0 {
+	if o.Medium != NoConnector && o.Slots == 0 && !o.Planner && !o.Turns && r.IntN(5) < 2 {
+		o.Children, o.Layers, o.Tells, o.Orphans = true, false, false, false
+	}
+	if o.Medium == ThroughHolds && o.Slots == 0 && !o.Planner && !o.Children && r.IntN(4) > 0 {
 		o.OtherTokens, o.Unverified = o.BlockTokens*(2+r.IntN(2)), r.IntN(4) > 0
 		if r.IntN(2) == 0 {
 			o.BlockTokens, o.OtherTokens = o.OtherTokens, o.BlockTokens
@@ -103,6 +107,7 @@ func (h *host) trackerConfig() tracker.Config {
 		Hold: 30 * time.Second, HoldMax: holdMax,
 		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64, Quarantine: h.role.Saves(), Threshold: o.Threshold,
 	}
+	o.stretch(&c)
 	if o.Mutant == TurnNotWorth {
 		c.Threshold = 0
 	}
@@ -160,6 +165,9 @@ func (o *Options) capabilities() connector.Capability {
 	can := connector.CanReset
 	if o.Medium == ThroughHolds {
 		can = connector.CanHold | connector.CanLease // holds are not reset, so nothing can promise to be empty
+	}
+	if o.Children {
+		can |= connector.CanReset
 	}
 	if o.Planner {
 		can |= connector.CanPlan

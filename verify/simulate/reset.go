@@ -25,6 +25,7 @@ func (e *engine) reset(d *rng) {
 	e.w.say("%s is reset", e.name)
 	if e.w.is(ResetInHaste) {
 		e.w.store.clear()
+		e.w.second.clear()
 	}
 	limit := 10 * time.Second
 	if d.n(4) == 3 {

@@ -29,6 +29,7 @@ func Draw(seed uint64) Options { return draw(seed) }
 func play(o Options, ops []Op) Result {
 	w := newWorld(o)
 	w.run(ops)
+	defer w.vanish()
 	for _, e := range w.engines {
 		if e.host != nil {
 			c := e.host.tracker.Counters()
@@ -56,6 +57,15 @@ func (w *World) run(ops []Op) {
 		}
 	}
 	w.settle()
+}
+
+// vanish ends what still waits in a world that is over.
+func (w *World) vanish() {
+	for _, e := range w.engines {
+		if e.host != nil {
+			e.host.vanish()
+		}
+	}
 }
 
 // culprit is the line of the first frame below a panic that is ours.
@@ -96,9 +106,13 @@ func (w *World) apply(op Op) {
 	case opAbort:
 		w.router.leave(&d)
 	case opStore:
-		if w.opt.Medium == ThroughStore {
+		if w.opt.Medium == ThroughStore || w.opt.Children {
 			w.stats.StoreFaults++
-			what := w.store.misfortune(&d)
+			s := w.store
+			if w.opt.Children && (w.opt.Medium == ThroughHolds || d.n(2) == 0) {
+				s = w.second
+			}
+			what := s.misfortune(&d)
 			w.say("the store %s", what)
 		}
 	case opReset:
@@ -145,7 +159,9 @@ func (h *host) apply(op Op, d *rng) {
 		h.renew(p, d)
 		p.consume(op.Fault)
 	case opCrash:
-		if !h.loseCall(p, d) {
+		if p.comp != nil {
+			p.comp.crash(d)
+		} else if !h.loseCall(p, d) {
 			p.crash()
 		}
 	default:
@@ -172,6 +188,11 @@ func (h *host) mistake(p *proc) {
 }
 
 func (w *World) after() {
+	for _, e := range w.engines {
+		if h := e.host; h != nil && h.proc != nil && h.proc.comp != nil {
+			h.proc.comp.crew.pump()
+		}
+	}
 	if w.violation == nil {
 		w.checkAll()
 	}
@@ -247,6 +268,9 @@ func (w *World) round(n int) (busy bool) {
 func (p *proc) busy() bool {
 	if p == nil || p.dying || !p.hung.IsZero() {
 		return false
+	}
+	if p.comp != nil {
+		return p.comp.busy()
 	}
 	for _, m := range p.moves {
 		if !m.stuck {

@@ -18,6 +18,7 @@ type World struct {
 	steps   int
 	engines []*engine
 	store   *store
+	second  *store // of the other child of a MultiConnector
 	router  *routing
 	key     []byte // signs tickets
 	tickets ledger // what was issued and accepted
@@ -70,6 +71,7 @@ type Stats struct {
 	Turns, TurnLoads, TurnLoaded, TurnLost int // tickets for the next turn; loads by them; blocks
 	Plans                                  int // calls of a Planner
 	Reshaped                               int // loads from an engine with blocks of another size, on each rank
+	ChildDeaths, ChildCalls, ChildFailed   int // of the children of MultiConnectors: deaths; calls; loads that another must do
 	Lost                                   int // transfers and holds whose blocks are never used again
 	Layered, Stored, Staged                int // saves: handed over before they were computed; told stored before they were over; calls through landing memory
 }
@@ -94,6 +96,9 @@ func (s *Stats) Powers() []Power {
 		{"resets that fail or keep something", s.ResetsKept + s.ResetsFailed},
 		{"plans", s.Plans},
 		{"reshapes (loads from engines with other blocks)", s.Reshaped},
+		{"children (deaths, one by one)", s.ChildDeaths},
+		{"children (calls of a composite)", s.ChildCalls},
+		{"children (loads that fail, and others are asked)", s.ChildFailed},
 		{"transfers and holds whose blocks are lost", s.Lost},
 	}
 }
@@ -153,6 +158,9 @@ func (s *Stats) fields() []field {
 		{"saves stored before they were over", &s.Stored},
 		{"staged calls", &s.Staged},
 		{"reshaped loads", &s.Reshaped},
+		{"children died", &s.ChildDeaths},
+		{"calls of children", &s.ChildCalls},
+		{"loads that a child failed", &s.ChildFailed},
 		{"transfers and holds lost", &s.Lost},
 	}
 }
@@ -160,7 +168,7 @@ func (s *Stats) fields() []field {
 // newWorld builds a deployment in which every plugin is up.
 func newWorld(o Options) *World {
 	w := &World{
-		opt: o, now: time.Unix(0, 0), store: newStore(), key: []byte("a key of at least thirty-two bytes"),
+		opt: o, now: time.Unix(0, 0), store: newStore(), second: newStore(), key: []byte("a key of at least thirty-two bytes"),
 		tickets: newLedger(), digest: basis,
 	}
 	w.router = newRouting(w)
