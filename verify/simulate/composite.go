@@ -92,6 +92,20 @@ func (o *Options) stretch(c *tracker.Config) {
 	}
 }
 
+// misfortune is something that happens to what a store keeps, of a composite to that of any child.
+func (w *World) misfortune(d *rng) {
+	s := w.store
+	switch {
+	case w.opt.Children && (w.opt.Medium == ThroughHolds || d.n(2) == 0):
+		s = w.second
+	case w.opt.Medium != ThroughStore:
+		return
+	}
+	w.stats.StoreFaults++
+	what := s.misfortune(d)
+	w.say("the store %s", what)
+}
+
 // begin starts a load or save of the composite.
 func (f *composite) begin(m *move) {
 	m.begun = true
@@ -203,11 +217,7 @@ func (f *composite) renewals(d *rng) []connector.HoldID {
 	}
 	for _, c := range f.children {
 		if p := c.proc; p != nil && p.hung.IsZero() {
-			for _, k := range p.holds {
-				if d.n(3) == 0 {
-					p.renews = append(p.renews, k.id)
-				}
-			}
+			p.renews = append(p.renews, p.someHolds(d)...)
 		}
 	}
 	f.crew.pump()
@@ -465,8 +475,9 @@ func (w childWorker) Save(ctx context.Context, t *connector.Transfer, _ *connect
 
 // move has the life that runs make a call, and waits until nothing of it can touch the blocks any more.
 func (w childWorker) move(ctx context.Context, kind tracker.Kind, t *connector.Transfer, limit time.Duration) error {
-	p, up := w.proc, ctx.Value(moveKey{}).(*move)
-	if p == nil || p.isDown {
+	p := w.proc
+	up, ok := ctx.Value(moveKey{}).(*move)
+	if !ok || p == nil || p.isDown {
 		return connector.ErrGone
 	}
 	w.h.w.stats.ChildCalls++

@@ -86,6 +86,15 @@ func (c *crew) wait(ready func() bool, until time.Time) (late bool) {
 	return co.late
 }
 
+// pump lets the compositions of all engines go on.
+func (w *World) pump() {
+	for _, e := range w.engines {
+		if h := e.host; h != nil && h.proc != nil && h.proc.comp != nil {
+			h.proc.comp.crew.pump()
+		}
+	}
+}
+
 // pump lets all go on that can.
 func (c *crew) pump() {
 	if c.current != nil {

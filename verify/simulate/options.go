@@ -79,12 +79,23 @@ func draw(seed uint64) Options {
 	if o.Medium == NoConnector {
 		o.Prefills = 0
 	}
+	o.drawPowers(r)
+	return o
+}
+
+// drawPowers chooses the powers of a world's connector.
+func (o *Options) drawPowers(r *rand.Rand) {
 	if o.Medium == ThroughHolds && r.IntN(2) == 0 {
 		o.Turns, o.AllBoth, o.Threshold = true, true, 1+r.IntN(4)
 	}
 	o.Layers = o.Medium != NoConnector && !o.Planner && r.IntN(3) == 0
 	o.Tells = o.Medium != NoConnector && r.IntN(3) == 0
 	o.Orphans = o.Medium != NoConnector && o.Slots == 0 && o.Rough > 0 && r.IntN(6) > 0
+	o.drawComposition(r)
+}
+
+// drawComposition chooses whether plugins are composites, and whether engines differ.
+func (o *Options) drawComposition(r *rand.Rand) {
 	if o.Medium != NoConnector && o.Slots == 0 && !o.Planner && !o.Turns && r.IntN(5) < 2 {
 		o.Children, o.Layers, o.Tells, o.Orphans = true, false, false, false
 	}
@@ -94,7 +105,6 @@ func draw(seed uint64) Options {
 			o.BlockTokens, o.OtherTokens = o.OtherTokens, o.BlockTokens
 		}
 	}
-	return o
 }
 
 // trackerConfig has the deadlines that hosts have by default.

@@ -36,6 +36,13 @@ func (e *engine) reset(d *rng) {
 	h.do(actions)
 }
 
+// resetSoon resets an engine now or when it does more harm.
+func (e *engine) resetSoon(d *rng) {
+	if e.lurks = e.host != nil && d.n(4) > 0; !e.lurks {
+		e.reset(d)
+	}
+}
+
 // resetInTime resets an engine when it does most harm: while what a prompt begins with is being saved, which
 // somebody asks again afterwards.
 func (e *engine) resetInTime(d *rng) {

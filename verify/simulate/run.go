@@ -106,19 +106,9 @@ func (w *World) apply(op Op) {
 	case opAbort:
 		w.router.leave(&d)
 	case opStore:
-		if w.opt.Medium == ThroughStore || w.opt.Children {
-			w.stats.StoreFaults++
-			s := w.store
-			if w.opt.Children && (w.opt.Medium == ThroughHolds || d.n(2) == 0) {
-				s = w.second
-			}
-			what := s.misfortune(&d)
-			w.say("the store %s", what)
-		}
+		w.misfortune(&d)
 	case opReset:
-		if e.lurks = h != nil && d.n(4) > 0; !e.lurks {
-			e.reset(&d)
-		}
+		e.resetSoon(&d)
 	case opRestart:
 		if d.n(3) == 0 {
 			w.stats.EngineRestarts++
@@ -188,11 +178,7 @@ func (h *host) mistake(p *proc) {
 }
 
 func (w *World) after() {
-	for _, e := range w.engines {
-		if h := e.host; h != nil && h.proc != nil && h.proc.comp != nil {
-			h.proc.comp.crew.pump()
-		}
-	}
+	w.pump()
 	if w.violation == nil {
 		w.checkAll()
 	}
@@ -259,7 +245,9 @@ func (w *World) round(n int) (busy bool) {
 		if e.host != nil {
 			busy = busy || e.host.proc.busy()
 		}
-		w.after()
+		if w.pump(); w.violation == nil {
+			e.check()
+		}
 	}
 	return busy || len(w.router.wants) > 0
 }
