@@ -225,21 +225,7 @@ func (w *World) round(n int) (busy bool) {
 	for _, e := range w.engines {
 		if h := e.host; h != nil {
 			busy = busy || len(h.queue) > 0
-			for range 64 {
-				p := h.proc
-				if p == nil {
-					break
-				}
-				before := w.digest
-				todo := len(p.jobs) + len(p.moves)
-				p.work(&d, faultNone)
-				h.mistake(p)
-				p.reply(&d, faultNone)
-				p.consume(faultNone)
-				if w.digest == before && len(p.jobs)+len(p.moves) == todo && d.n(8) == 0 {
-					break
-				}
-			}
+			h.workOff(&d)
 		}
 		busy = e.turn(1000, n%3) || busy
 		if e.host != nil {
@@ -250,6 +236,25 @@ func (w *World) round(n int) (busy bool) {
 		}
 	}
 	return busy || len(w.router.wants) > 0
+}
+
+// workOff lets a plugin do what it can.
+func (h *host) workOff(d *rng) {
+	for range 64 {
+		p := h.proc
+		if p == nil {
+			return
+		}
+		before := h.w.digest
+		todo := len(p.jobs) + len(p.moves)
+		p.work(d, faultNone)
+		h.mistake(p)
+		p.reply(d, faultNone)
+		p.consume(faultNone)
+		if h.w.digest == before && len(p.jobs)+len(p.moves) == todo && d.n(8) == 0 {
+			return
+		}
+	}
 }
 
 // busy reports whether a plugin can go on with something.
