@@ -64,10 +64,7 @@ func (s *scheduler) watchEvents(child int, source connector.EventSource) {
 			if errors.Is(err, context.Canceled) && s.life.Err() != nil {
 				return
 			}
-			select {
-			case <-time.After(retryEvents):
-			case <-s.life.Done():
-			}
+			s.pause(s.life, retryEvents)
 			continue
 		}
 		for i := range events {

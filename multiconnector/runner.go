@@ -9,6 +9,7 @@ import (
 // Runner is how a composite does several things at once, and its clock. Without one it has goroutines and the time of
 // day; a simulation has its own, so that equal seeds give equal runs.
 type Runner interface {
+	// Now is the time.
 	Now() time.Time
 	// Go runs f beside its caller.
 	Go(f func())
@@ -20,10 +21,13 @@ type Runner interface {
 // goroutines is the Runner of composites that nobody simulates.
 type goroutines struct{}
 
+// Now implements Runner.
 func (goroutines) Now() time.Time { return time.Now() }
 
+// Go implements Runner.
 func (goroutines) Go(f func()) { go f() }
 
+// Wait implements Runner.
 func (goroutines) Wait(ctx context.Context, ready <-chan struct{}, until time.Time) error {
 	var late <-chan time.Time
 	if !until.IsZero() {

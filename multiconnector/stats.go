@@ -5,7 +5,6 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"sync"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -55,11 +54,7 @@ type statsPoller struct {
 // Stats implements connector.StatsSource. A child that is slow or fails is left out.
 func (s *scheduler) Stats(ctx context.Context) ([]connector.Stat, error) {
 	answers := make([][]connector.Stat, len(s.pollers))
-	var work sync.WaitGroup
-	for i, t := range s.pollers {
-		work.Go(func() { answers[i] = s.ask(ctx, t) })
-	}
-	work.Wait()
+	s.together(len(s.pollers), func(i int) { answers[i] = s.ask(ctx, s.pollers[i]) })
 	var out []connector.Stat
 	for i, t := range s.pollers {
 		for k := range answers[i] {

@@ -43,7 +43,7 @@ func (p *proc) reset(j *job, d *rng, f Fault) {
 	}
 	p.h.w.say("%s: the connector is reset", p.h.e.name)
 	if !p.h.w.is(ResetLies) && !p.h.w.is(ResetInHaste) {
-		p.h.w.store.clear()
+		p.store().clear()
 	}
 	j.emptied = true
 }
@@ -52,7 +52,7 @@ func (p *proc) reset(j *job, d *rng, f Fault) {
 func (p *proc) lookup(q *connector.Query, d *rng, f Fault) connector.Match {
 	o := &p.h.w.opt
 	var m connector.Match
-	if o.Medium == ThroughHolds {
+	if p.medium() == ThroughHolds {
 		if t, ok := parseTicket(q.Ticket); ok {
 			m.Tokens = min(t.tokens, q.Tokens) - q.Computed
 			if q.Reshaped > 0 {
@@ -60,7 +60,7 @@ func (p *proc) lookup(q *connector.Query, d *rng, f Fault) connector.Match {
 			}
 		}
 	} else {
-		m.Tokens = p.h.w.store.prefix(q.Keys, q.Computed/o.BlockTokens, o)*o.BlockTokens - q.Computed
+		m.Tokens = p.store().prefix(q.Keys, q.Computed/o.BlockTokens, o)*o.BlockTokens - q.Computed
 	}
 	m.Tokens = max(m.Tokens, 0)
 	switch f {
@@ -111,7 +111,7 @@ func (p *proc) finish(ended []connector.Ended, d *rng, f Fault) []connector.Hold
 		if e.Remote && e.Tokens > 0 {
 			p.last++
 			hold = connector.Hold{ID: p.last, TTL: time.Duration(d.n(4)) * 5 * time.Second, Consumers: (d.n(6) + 1) % 3}
-			hold.Ticket = ticketBytes{p.h.e.index, p.h.e.epoch, p.last, e.Tokens, p.n}.encode()
+			hold.Ticket = ticketBytes{p.h.e.index, p.h.e.epoch, p.last, e.Tokens, p.n, p.kind()}.encode()
 			p.holds = append(p.holds, &kept{p.last, append([]connector.Block(nil), e.Blocks...), e.Tokens})
 			switch f {
 			case faultWild:
@@ -136,6 +136,7 @@ type ticketBytes struct {
 	hold   connector.HoldID
 	tokens int
 	life   uint64 // of the plugin: what only digests protect does not look at it
+	child  int
 }
 
 func (t ticketBytes) encode() []byte {
@@ -143,11 +144,12 @@ func (t ticketBytes) encode() []byte {
 	b = binary.AppendUvarint(b, t.epoch)
 	b = binary.AppendUvarint(b, uint64(t.hold))
 	b = binary.AppendUvarint(b, uint64(t.tokens))
-	return binary.AppendUvarint(b, t.life)
+	b = binary.AppendUvarint(b, t.life)
+	return binary.AppendUvarint(b, uint64(t.child))
 }
 
 func parseTicket(b []byte) (t ticketBytes, ok bool) {
-	var f [5]uint64
+	var f [6]uint64
 	for i := range f {
 		v, n := binary.Uvarint(b)
 		if n <= 0 {
@@ -155,7 +157,7 @@ func parseTicket(b []byte) (t ticketBytes, ok bool) {
 		}
 		f[i], b = v, b[n:]
 	}
-	return ticketBytes{int(f[0]), f[1], connector.HoldID(f[2]), int(f[3]), f[4]}, true
+	return ticketBytes{int(f[0]), f[1], connector.HoldID(f[2]), int(f[3]), f[4], int(f[5])}, true
 }
 
 // answerJob gives the answer to the first job to the host.
@@ -166,6 +168,10 @@ func (p *proc) answerJob(f Fault) {
 		return
 	}
 	p.jobs = p.jobs[1:]
+	if p.child != nil {
+		j.over = true
+		return
+	}
 	h := p.h
 	h.remember(j.id)
 	for range 1 + twice(f) {
@@ -247,7 +253,7 @@ func (p *proc) beginMove(m *move, d *rng, f Fault) {
 		return
 	}
 	m.begun = true
-	if m.Kind == tracker.Save && !p.h.w.is(AckBeforeSave) {
+	if m.Kind == tracker.Save && m.of == nil && !p.h.w.is(AckBeforeSave) {
 		p.h.makeDigests(m)
 	}
 	if m.Kind == tracker.Save {
@@ -273,6 +279,7 @@ func (p *proc) finishMove(m *move, n int, d *rng) {
 		return
 	}
 	if len(m.again) == 0 {
+		p.releasePart(m)
 		var err error
 		if len(m.missing) > 0 {
 			err = &connector.BlockError{Blocks: m.missing, Err: connector.ErrGone}
@@ -294,7 +301,7 @@ func (m *move) refusal(d *rng, f Fault) error {
 		return connector.ErrCorrupt
 	default:
 	}
-	if m.canceled && d.n(2) == 0 {
+	if (m.canceled || m.of != nil && m.of.canceled) && d.n(2) == 0 {
 		return errCanceled
 	}
 	return nil
@@ -336,7 +343,8 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
 	}
 	from, ok := p.source(m, b, i)
 	if f == faultWrong && d.n(2) == 0 {
-		if other, found := p.source(p.misplaced(m, &b), b, i); found {
+		other, elsewhere := p.misplaced(m, b)
+		if other, found := p.source(other, elsewhere, i); found {
 			c.set(other)
 			return true
 		}
@@ -361,19 +369,19 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
 }
 
 // misplaced is a load of another rank or group by mistake.
-func (p *proc) misplaced(m *move, b *connector.Block) *move {
+func (p *proc) misplaced(m *move, b connector.Block) (*move, connector.Block) {
 	o, wrong := &p.h.w.opt, *m
 	if o.Ranks > 1 {
 		wrong.Rank = (m.Rank + 1) % o.Ranks
 	} else {
 		b.Group = uint16((int(b.Group) + 1) % o.Groups)
 	}
-	return &wrong
+	return &wrong, b
 }
 
 // save stores one block, or says so. Partial blocks have no key.
 func (p *proc) save(m *move, b connector.Block, c *cell, d *rng, f Fault) {
-	if p.h.w.opt.Medium != ThroughStore || b.Key == (connector.BlockKey{}) || f == faultNothing {
+	if p.medium() != ThroughStore || b.Key == (connector.BlockKey{}) || f == faultNothing {
 		return
 	}
 	k := storeKey{b.Key, b.Group, uint8(m.Rank)}
@@ -384,21 +392,21 @@ func (p *proc) save(m *move, b connector.Block, c *cell, d *rng, f Fault) {
 	case faultHalf, faultWrong:
 		torn := &cell{tags: append([]tag(nil), c.tags...), sum: c.sum}
 		torn.tags[d.n(len(torn.tags))].kv ^= 1 << d.n(64)
-		p.h.w.store.put(k, torn, m.Transfer.Replace)
+		p.store().put(k, torn, m.Transfer.Replace)
 		return
 	default:
 	}
 	if p.h.w.is(DigestOfCopy) && m.Slots != nil {
 		c.sum = p.h.sum(c, b, m.Rank)
 	}
-	p.h.w.store.put(k, c, m.Transfer.Replace)
+	p.store().put(k, c, m.Transfer.Replace)
 }
 
 // source finds what a block is filled from.
 func (p *proc) source(m *move, b connector.Block, i int) (*cell, bool) {
 	w := p.h.w
-	if w.opt.Medium == ThroughStore {
-		c := w.store.cells[storeKey{b.Key, b.Group, uint8(m.Rank)}]
+	if p.medium() == ThroughStore {
+		c := p.store().cells[storeKey{b.Key, b.Group, uint8(m.Rank)}]
 		return c, c != nil && b.Key != (connector.BlockKey{})
 	}
 	t, ok := parseTicket(m.Transfer.Ticket)
@@ -418,10 +426,17 @@ func (w *World) pluginOf(t ticketBytes) *proc {
 		return nil
 	}
 	e := w.engines[t.engine]
-	if e.epoch != t.epoch || e.host == nil || e.host.proc == nil || e.host.proc.dying || !e.host.proc.hung.IsZero() {
+	if e.epoch != t.epoch || e.host == nil {
 		return nil
 	}
-	return e.host.proc
+	p := e.host.proc
+	if p != nil && p.comp != nil {
+		p = p.comp.backend(t.child)
+	}
+	if p == nil || p.dying || !p.hung.IsZero() {
+		return nil
+	}
+	return p
 }
 
 // fetch serves a consumer: it reads the producer's memory as it is now. If the hold is over the block
@@ -467,6 +482,10 @@ func position(blocks []connector.Block, b connector.Block, end, size int) int {
 
 // consume reports what consumers have fetched.
 func (p *proc) consume(f Fault) {
+	if p.comp != nil {
+		p.comp.consume(f)
+		return
+	}
 	if len(p.taken) == 0 || p.isDown || !p.hung.IsZero() {
 		return
 	}
@@ -486,6 +505,10 @@ func (p *proc) consume(f Fault) {
 	}
 	if p.h.w.is(FirstConsumerFrees) {
 		list = append(list, list...)
+	}
+	if p.child != nil {
+		p.child.holds.Consumed(p.n, list)
+		return
 	}
 	p.h.do(p.h.tracker.Consumed(p.n, list))
 }

@@ -71,11 +71,8 @@ func newHost(e *engine) *host {
 	h := &host{
 		w: e.w, e: e, role: e.role, can: o.capabilities(), later: map[connector.RequestID]bool{},
 		guard: ticket.NewGuard(connector.Fingerprint{}, e.shape()), due: map[obligation]*grant{}, turns: map[connector.RequestID]*turnUse{}, holds: map[obligation]*lease{},
-		rng: rng(o.Seed<<8 ^ uint64(e.life)),
-		breaker: tracker.Breaker{
-			Deaths: 5, Window: 30 * time.Second, Cooldown: 30 * time.Second,
-			BackoffMin: 10 * time.Millisecond, BackoffMax: time.Second,
-		},
+		rng:     rng(o.Seed<<8 ^ uint64(e.life)),
+		breaker: newBreaker(),
 	}
 	h.slots = make([][]*move, o.Ranks)
 	for r := range h.slots {
@@ -85,6 +82,13 @@ func newHost(e *engine) *host {
 	h.tracker = tracker.New(h.trackerConfig())
 	h.up()
 	return h
+}
+
+func newBreaker() tracker.Breaker {
+	return tracker.Breaker{
+		Deaths: 5, Window: 30 * time.Second, Cooldown: 30 * time.Second,
+		BackoffMin: 10 * time.Millisecond, BackoffMax: time.Second,
+	}
 }
 
 // do carries out what the tracker decided.
@@ -145,6 +149,10 @@ func (h *host) start(a *tracker.Move) {
 	h.occupy(m)
 	h.useTurn(m)
 	h.proc.moves = append(h.proc.moves, m)
+	if h.proc.comp != nil {
+		h.proc.comp.begin(m)
+		return
+	}
 	if a.Kind == tracker.Save && h.w.is(AckBeforeSave) {
 		m.reported = true
 		h.makeDigests(m)
@@ -180,6 +188,9 @@ func (h *host) cancel(id tracker.CallID) {
 			continue
 		}
 		m.canceled = true
+		if m.stop != nil {
+			m.stop()
+		}
 		if h.w.is(FreeOnAbort) && !m.reported {
 			m.reported = true
 			h.do(h.tracker.Moved(h.w.now, id, tracker.Outcome{Err: errCanceled}))

@@ -25,11 +25,9 @@ func (h *host) renew(p *proc, d *rng) {
 	if p.isDown || !p.hung.IsZero() {
 		return
 	}
-	var list []connector.HoldID
-	for _, k := range p.holds {
-		if d.n(3) == 0 {
-			list = append(list, k.id)
-		}
+	list := p.someHolds(d)
+	if p.comp != nil {
+		list = p.comp.renewals(d)
 	}
 	over := map[connector.HoldID]bool{}
 	if !h.w.is(RenewalLost) {
@@ -56,6 +54,16 @@ func (h *host) renew(p *proc, d *rng) {
 			h.w.fail('e', "%s: hold %d is renewed, and is not there", h.e.name, id)
 		}
 	}
+}
+
+// someHolds are those whose consumers are at work.
+func (p *proc) someHolds(d *rng) (list []connector.HoldID) {
+	for _, k := range p.holds {
+		if d.n(3) == 0 {
+			list = append(list, k.id)
+		}
+	}
+	return list
 }
 
 // isOpen says whether a hold is open for the engine.

@@ -60,6 +60,7 @@ func Answers(o Options, prompts []Prompt, steps int) ([][]int32, *Violation) {
 		}
 		w.run(nil)
 	}
+	w.vanish()
 	answers := make([][]int32, len(prompts))
 	for _, c := range w.router.past {
 		if c.n <= len(answers) && !c.left && !c.broken {

@@ -72,6 +72,9 @@ const (
 	ReshapePart
 	ReshapeUndigested
 	EarlyIsStored
+	ChildGoneEarly
+	ChildFreedOnCancel
+	ChildTicketsMixed
 	mutants
 )
 
@@ -145,6 +148,9 @@ func Mutants() []MutantInfo {
 		{ReshapePart, "reshape-part", "a block of which the producer lacks a token counts as reshaped", "rule RESHAPE-05"},
 		{ReshapeUndigested, "reshape-undigested", "reshaped blocks keep the digests of what was there before", "rule RESHAPE-07"},
 		{EarlyIsStored, "early-is-stored", "a save counts as stored when the plugin answers before its blocks are computed", "rule LAYER-02"},
+		{ChildGoneEarly, "child-gone-early", "the calls of a child that died return while something of it can still write", "rule MULTI-02"},
+		{ChildFreedOnCancel, "child-freed-on-cancel", "a cancelled call of a child returns at once, though the child still writes", "rule WORK-04"},
+		{ChildTicketsMixed, "child-tickets-mixed", "children are known by their place, so that another order at the other end mixes up their tickets", "rule MULTI-07"},
 	}
 }
 

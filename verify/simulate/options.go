@@ -39,6 +39,7 @@ type Options struct {
 	Tells     bool // saves say that they are stored before they are over, as those of a MultiConnector do
 
 	BlockTokens, Blocks, Groups, Ranks int
+	Children                           bool // the plugin is a MultiConnector: with ThroughHolds of a holder and a store, with ThroughStore of two stores. Not with Planner, Slots, Layers, Tells, Orphans and OtherTokens
 	OtherTokens                        int  // of a block of every second engine; 0: all have BlockTokens. With ThroughHolds, not with Slots or Planner
 	Unverified                         bool // tickets of engines with blocks of the other size are accepted
 	MaxBatchedTokens, MaxSeqs          int
@@ -78,19 +79,32 @@ func draw(seed uint64) Options {
 	if o.Medium == NoConnector {
 		o.Prefills = 0
 	}
+	o.drawPowers(r)
+	return o
+}
+
+// drawPowers chooses the powers of a world's connector.
+func (o *Options) drawPowers(r *rand.Rand) {
 	if o.Medium == ThroughHolds && r.IntN(2) == 0 {
 		o.Turns, o.AllBoth, o.Threshold = true, true, 1+r.IntN(4)
 	}
 	o.Layers = o.Medium != NoConnector && !o.Planner && r.IntN(3) == 0
 	o.Tells = o.Medium != NoConnector && r.IntN(3) == 0
 	o.Orphans = o.Medium != NoConnector && o.Slots == 0 && o.Rough > 0 && r.IntN(6) > 0
-	if o.Medium == ThroughHolds && o.Slots == 0 && !o.Planner && r.IntN(4) > 0 {
+	o.drawComposition(r)
+}
+
+// drawComposition chooses whether plugins are composites, and whether engines differ.
+func (o *Options) drawComposition(r *rand.Rand) {
+	if o.Medium != NoConnector && o.Slots == 0 && !o.Planner && !o.Turns && r.IntN(5) < 2 {
+		o.Children, o.Layers, o.Tells, o.Orphans = true, false, false, false
+	}
+	if o.Medium == ThroughHolds && o.Slots == 0 && !o.Planner && !o.Children && r.IntN(4) > 0 {
 		o.OtherTokens, o.Unverified = o.BlockTokens*(2+r.IntN(2)), r.IntN(4) > 0
 		if r.IntN(2) == 0 {
 			o.BlockTokens, o.OtherTokens = o.OtherTokens, o.BlockTokens
 		}
 	}
-	return o
 }
 
 // trackerConfig has the deadlines that hosts have by default.
@@ -103,6 +117,7 @@ func (h *host) trackerConfig() tracker.Config {
 		Hold: 30 * time.Second, HoldMax: holdMax,
 		BackoffMin: 5 * time.Millisecond, BackoffMax: 200 * time.Millisecond, CorruptKeys: 64, Quarantine: h.role.Saves(), Threshold: o.Threshold,
 	}
+	o.stretch(&c)
 	if o.Mutant == TurnNotWorth {
 		c.Threshold = 0
 	}
@@ -160,6 +175,9 @@ func (o *Options) capabilities() connector.Capability {
 	can := connector.CanReset
 	if o.Medium == ThroughHolds {
 		can = connector.CanHold | connector.CanLease // holds are not reset, so nothing can promise to be empty
+	}
+	if o.Children {
+		can |= connector.CanReset
 	}
 	if o.Planner {
 		can |= connector.CanPlan

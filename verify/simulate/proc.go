@@ -28,6 +28,10 @@ type proc struct {
 	last  connector.HoldID
 	taken []connector.HoldID // fetched, not reported yet
 
+	comp   *composite         // whose calls these are; nil: a plugin of its own
+	child  *child             // of a composite, whose life this is; nil: the host's own plugin
+	renews []connector.HoldID // holds that a child has to renew
+
 	fetched map[connector.HoldID]int // consumers that were reported to the host
 
 	hung   time.Time // since when it is stopped, zero: it is not
@@ -47,8 +51,10 @@ type job struct {
 	finish   *tracker.Finish
 	reset    *tracker.Reset
 	deadline time.Time // zero: not begun
+	begun    bool      // by a composite
 	stuck    bool
 	answered bool
+	over     bool // a child's: the composition has the answer
 
 	match   connector.Match
 	planned *connector.Plan
@@ -73,6 +79,9 @@ type move struct {
 	bad      []connector.BlockID // found before the copy: a mutant's doing
 	told     bool                // that it is stored
 	again    []connector.Block   // to be read for others
+	of       *move               // a child's: the composite's call that it is part of
+	over     bool                // a child's: the composition has the answer
+	stop     func()              // a composite's: cancels it
 }
 
 // kept is a hold as the plugin remembers it. It does not learn that the host released it.
@@ -91,6 +100,9 @@ func (h *host) up() {
 		return
 	}
 	h.proc = &proc{h: h, n: h.n, fetched: map[connector.HoldID]int{}}
+	if h.w.opt.Children {
+		h.proc.comp = newComposite(h)
+	}
 	h.since, h.startAt = h.w.now, time.Time{}
 	if h.n > 1 {
 		h.w.stats.Restarts++
@@ -117,12 +129,17 @@ func (h *host) died() {
 }
 
 // vanish is the end of the host itself: the engine died.
-func (h *host) vanish() { h.proc = nil }
+func (h *host) vanish() {
+	if h.proc != nil && h.proc.comp != nil {
+		h.proc.comp.crew.end()
+	}
+	h.proc = nil
+}
 
 // die is the beginning of the end of a process: it takes a while until the host notices and longer
 // until nothing of it can write.
 func (p *proc) die() {
-	if p.dying {
+	if p.dying || p.comp != nil { // a composite's children are killed by their own deadlines
 		return
 	}
 	d := &p.h.rng
@@ -146,6 +163,10 @@ func (h *host) next() (time.Time, bool) {
 	p := h.proc
 	if p == nil {
 		consider(h.startAt, true)
+		return first, found
+	}
+	if p.comp != nil {
+		consider(p.comp.next())
 		return first, found
 	}
 	consider(p.downAt, p.dying && !p.isDown)
@@ -197,6 +218,10 @@ func (h *host) fire() {
 }
 
 func (h *host) dueProc(p *proc) {
+	if p.comp != nil {
+		p.comp.fire()
+		return
+	}
 	now := h.w.now
 	h.forgetWriter(p)
 	switch {
@@ -257,6 +282,10 @@ func (h *host) reap(p *proc) {
 
 // work does one piece of what the plugin has to do.
 func (p *proc) work(d *rng, f Fault) {
+	if p.comp != nil {
+		p.comp.work(d, f)
+		return
+	}
 	if !p.hung.IsZero() {
 		return
 	}
@@ -313,6 +342,10 @@ func (p *proc) crash() {
 
 // reply lets one answer reach the host.
 func (p *proc) reply(d *rng, f Fault) {
+	if p.comp != nil {
+		p.comp.reply(d, f)
+		f = faultNone
+	}
 	var ready []*move
 	for _, m := range p.moves {
 		if (m.answered || p.dying) && !m.lost {
@@ -339,6 +372,10 @@ func (p *proc) reply(d *rng, f Fault) {
 }
 
 func (p *proc) replyMove(m *move, d *rng, f Fault) {
+	if p.child != nil {
+		p.answerPart(m, f)
+		return
+	}
 	if f == faultLost { // as good as a call that never answers
 		m.answered, m.stuck = false, true
 		return

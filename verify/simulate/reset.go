@@ -25,6 +25,7 @@ func (e *engine) reset(d *rng) {
 	e.w.say("%s is reset", e.name)
 	if e.w.is(ResetInHaste) {
 		e.w.store.clear()
+		e.w.second.clear()
 	}
 	limit := 10 * time.Second
 	if d.n(4) == 3 {
@@ -33,6 +34,13 @@ func (e *engine) reset(d *rng) {
 	id, actions := h.tracker.Reset(e.w.now, e.w.now.Add(limit))
 	h.reset = id
 	h.do(actions)
+}
+
+// resetSoon resets an engine now or when it does more harm.
+func (e *engine) resetSoon(d *rng) {
+	if e.lurks = e.host != nil && d.n(4) > 0; !e.lurks {
+		e.reset(d)
+	}
 }
 
 // resetInTime resets an engine when it does most harm: while what a prompt begins with is being saved, which

@@ -61,7 +61,7 @@ func (h *host) opened(q *connector.Query, e *ticket.Envelope) *tracker.Ticket {
 	return t
 }
 
-// mistaken is the ticket of another client that waits: what it says of the prompt is all that tells engines with
+// mistaken is the ticket of another client that waits: what it says about the prompt is all that tells engines with
 // other blocks.
 func (r *routing) mistaken(t []byte, d *rng) []byte {
 	o := &r.w.opt

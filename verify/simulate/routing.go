@@ -278,7 +278,7 @@ func (r *routing) leave(d *rng) {
 	if len(r.live) == 0 {
 		return
 	}
-	c := r.live[d.n(len(r.live))]
+	c := r.impatient(r.live[d.n(len(r.live))], d)
 	r.w.say("client %d leaves", c.n)
 	r.w.stats.Gone++
 	c.left = true

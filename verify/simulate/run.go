@@ -29,6 +29,7 @@ func Draw(seed uint64) Options { return draw(seed) }
 func play(o Options, ops []Op) Result {
 	w := newWorld(o)
 	w.run(ops)
+	defer w.vanish()
 	for _, e := range w.engines {
 		if e.host != nil {
 			c := e.host.tracker.Counters()
@@ -56,6 +57,15 @@ func (w *World) run(ops []Op) {
 		}
 	}
 	w.settle()
+}
+
+// vanish ends what still waits in a world that is over.
+func (w *World) vanish() {
+	for _, e := range w.engines {
+		if e.host != nil {
+			e.host.vanish()
+		}
+	}
 }
 
 // culprit is the line of the first frame below a panic that is ours.
@@ -96,15 +106,9 @@ func (w *World) apply(op Op) {
 	case opAbort:
 		w.router.leave(&d)
 	case opStore:
-		if w.opt.Medium == ThroughStore {
-			w.stats.StoreFaults++
-			what := w.store.misfortune(&d)
-			w.say("the store %s", what)
-		}
+		w.misfortune(&d)
 	case opReset:
-		if e.lurks = h != nil && d.n(4) > 0; !e.lurks {
-			e.reset(&d)
-		}
+		e.resetSoon(&d)
 	case opRestart:
 		if d.n(3) == 0 {
 			w.stats.EngineRestarts++
@@ -144,7 +148,9 @@ func (h *host) apply(op Op, d *rng) {
 	case opConsume:
 		h.serveHolds(p, d, op.Fault)
 	case opCrash:
-		if !h.loseCall(p, d) {
+		if p.comp != nil {
+			p.comp.crash(d)
+		} else if !h.loseCall(p, d) {
 			p.crash()
 		}
 	default:
@@ -171,6 +177,7 @@ func (h *host) mistake(p *proc) {
 }
 
 func (w *World) after() {
+	w.pump()
 	if w.violation == nil {
 		w.checkAll()
 	}
@@ -217,35 +224,45 @@ func (w *World) round(n int) (busy bool) {
 	for _, e := range w.engines {
 		if h := e.host; h != nil {
 			busy = busy || len(h.queue) > 0
-			for range 64 {
-				p := h.proc
-				if p == nil {
-					break
-				}
-				before := w.digest
-				todo := len(p.jobs) + len(p.moves)
-				p.work(&d, faultNone)
-				h.mistake(p)
-				p.reply(&d, faultNone)
-				p.consume(faultNone)
-				if w.digest == before && len(p.jobs)+len(p.moves) == todo && d.n(8) == 0 {
-					break
-				}
-			}
+			h.workOff(&d)
 		}
 		busy = e.turn(1000, n%3) || busy
 		if e.host != nil {
 			busy = busy || e.host.proc.busy()
 		}
-		w.after()
+		if w.pump(); w.violation == nil {
+			e.check()
+		}
 	}
 	return busy || len(w.router.wants) > 0
+}
+
+// workOff lets a plugin do what it can.
+func (h *host) workOff(d *rng) {
+	for range 64 {
+		p := h.proc
+		if p == nil {
+			return
+		}
+		before := h.w.digest
+		todo := len(p.jobs) + len(p.moves)
+		p.work(d, faultNone)
+		h.mistake(p)
+		p.reply(d, faultNone)
+		p.consume(faultNone)
+		if h.w.digest == before && len(p.jobs)+len(p.moves) == todo && d.n(8) == 0 {
+			return
+		}
+	}
 }
 
 // busy reports whether a plugin can go on with something.
 func (p *proc) busy() bool {
 	if p == nil || p.dying || !p.hung.IsZero() {
 		return false
+	}
+	if p.comp != nil {
+		return p.comp.busy()
 	}
 	for _, m := range p.moves {
 		if !m.stuck {

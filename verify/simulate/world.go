@@ -18,6 +18,7 @@ type World struct {
 	steps   int
 	engines []*engine
 	store   *store
+	second  *store // of the other child of a MultiConnector
 	router  *routing
 	key     []byte // signs tickets
 	tickets ledger // what was issued and accepted
@@ -72,6 +73,7 @@ type Stats struct {
 	Early                                  int // saves that were answered before their blocks were computed
 	Lost, LostHolds                        int // transfers and holds whose blocks are never used again; the holds among them
 	Reshaped                               int // loads from an engine with blocks of another size, on each rank
+	ChildDeaths, ChildCalls, ChildFailed   int // of the children of MultiConnectors: deaths; calls; loads that another must do
 	Layered, Stored, Staged                int // saves: handed over before they were computed; told stored before they were over; calls through landing memory
 }
 
@@ -95,6 +97,9 @@ func (s *Stats) Powers() []Power {
 		{"resets that fail or keep something", s.ResetsKept + s.ResetsFailed},
 		{"plans", s.Plans},
 		{"reshapes (loads from engines with other blocks)", s.Reshaped},
+		{"children (deaths, one by one)", s.ChildDeaths},
+		{"children (calls of a composite)", s.ChildCalls},
+		{"children (loads that fail, and others are asked)", s.ChildFailed},
 		{"transfers and holds whose blocks are lost", s.Lost},
 	}
 }
@@ -155,6 +160,9 @@ func (s *Stats) fields() []field {
 		{"staged calls", &s.Staged},
 		{"reshaped loads", &s.Reshaped},
 		{"saves answered too early", &s.Early},
+		{"children died", &s.ChildDeaths},
+		{"calls of children", &s.ChildCalls},
+		{"loads that a child failed", &s.ChildFailed},
 		{"transfers and holds lost", &s.Lost},
 		{"holds lost", &s.LostHolds},
 	}
@@ -163,7 +171,7 @@ func (s *Stats) fields() []field {
 // newWorld builds a deployment in which every plugin is up.
 func newWorld(o Options) *World {
 	w := &World{
-		opt: o, now: time.Unix(0, 0), store: newStore(), key: []byte("a key of at least thirty-two bytes"),
+		opt: o, now: time.Unix(0, 0), store: newStore(), second: newStore(), key: []byte("a key of at least thirty-two bytes"),
 		tickets: newLedger(), digest: basis,
 	}
 	w.router = newRouting(w)
