@@ -70,10 +70,10 @@ func (m *Multi) together(n int, f func(i int)) {
 
 // closeAll closes n sides of the children at once, and then what is behind them, unless that is nil.
 func (m *Multi) closeAll(n int, side func(child int) error, behind func() error) error {
-	errs := make([]error, n)
+	errs := make([]error, n+1)
 	m.together(n, func(i int) { errs[i] = m.children[i].named(side(i)) })
 	if behind != nil {
-		errs = append(errs, behind())
+		errs[n] = behind()
 	}
 	return errors.Join(errs...)
 }
