@@ -2,10 +2,8 @@ package multiconnector
 
 import (
 	"context"
-	"errors"
 	"slices"
 	"sync"
-	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/eventlog"
@@ -16,9 +14,6 @@ const (
 	maxReported = 1 << 17 // blocks that were reported as stored
 	maxGone     = 1 << 12 // keys of one event that the queue makes itself
 )
-
-// retryEvents is the pause after a failed long poll.
-const retryEvents = 100 * time.Millisecond
 
 // eventQueue merges the events of the children into one stream. A block is stored when the first child has
 // it, and removed when the last one has lost it. After a gap in a child's events nobody knows which blocks it
@@ -61,10 +56,7 @@ func (s *scheduler) watchEvents(child int, source connector.EventSource) {
 	for s.life.Err() == nil {
 		events, err := source.Events(s.life)
 		if err != nil || len(events) == 0 {
-			if errors.Is(err, context.Canceled) && s.life.Err() != nil {
-				return
-			}
-			s.pause(s.life, retryEvents)
+			s.pause(s.life, retryPoll)
 			continue
 		}
 		for i := range events {

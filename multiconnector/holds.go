@@ -14,8 +14,8 @@ import (
 // maxEarly bounds the reports of one child about holds that it has not announced yet.
 const maxEarly = 1 << 10
 
-// retryHolds is the pause after a failed long poll.
-const retryHolds = 100 * time.Millisecond
+// retryPoll is the pause after a long poll that failed.
+const retryPoll = 100 * time.Millisecond
 
 // childHold names one child's hold.
 type childHold struct {
@@ -57,20 +57,13 @@ func newLedger() ledger {
 func (s *scheduler) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	answers := make([][]connector.Hold, len(s.lanes))
 	s.together(len(s.lanes), func(i int) {
-		if _, can := connector.As[connector.Holder](s.lanes[i].side); !can {
+		holder, can := connector.As[connector.Holder](s.lanes[i].side)
+		if !can {
 			return
 		}
-		got := make(chan []connector.Hold, 1)
-		err := s.lanes[i].try(ctx, untilDeadline(ctx), func(ctx context.Context, side connector.Scheduler) error {
-			h, _ := connector.As[connector.Holder](side)
-			holds, err := h.Finish(ctx, ended)
-			got <- holds
-			return err
-		})
-		if err == nil {
-			if holds := <-got; len(holds) == len(ended) {
-				answers[i] = holds
-			}
+		holds, err := try(ctx, s.lanes[i], untilDeadline(ctx), func(ctx context.Context) ([]connector.Hold, error) { return holder.Finish(ctx, ended) })
+		if err == nil && len(holds) == len(ended) {
+			answers[i] = holds
 		}
 	})
 	out := make([]connector.Hold, len(ended))
@@ -218,27 +211,23 @@ func (s *scheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 }
 
 // watchHolds learns what consumers fetched from one child.
-func (s *scheduler) watchHolds(life context.Context, child int, holder connector.Holder) {
-	for life.Err() == nil {
-		ids, err := holder.Consumed(life)
-		if err == nil {
-			for _, id := range ids {
-				s.ledger.consumed(childHold{child, id})
-			}
+func (s *scheduler) watchHolds(child int, holder connector.Holder) {
+	for s.life.Err() == nil {
+		ids, err := holder.Consumed(s.life)
+		if err != nil {
+			s.pause(s.life, retryPoll)
 			continue
 		}
-		if errors.Is(err, context.Canceled) && life.Err() != nil {
-			return
+		for _, id := range ids {
+			s.ledger.consumed(childHold{child, id})
 		}
-		s.pause(life, retryHolds)
 	}
 }
 
 const (
-	renewWait     = 500 * time.Millisecond // for a child that renews a hold (rule LEASE-01)
-	restRenewals  = 5 * time.Millisecond   // after a call: a child that never waits gets no more of the processor than this
-	retryRenewals = 100 * time.Millisecond // after a call that failed
-	maxOver       = 1 << 12                // ended holds that one child has not heard of
+	renewWait    = 500 * time.Millisecond // for a child that renews a hold (rule LEASE-01)
+	restRenewals = 5 * time.Millisecond   // after a call: a child that never waits gets no more of the processor than this
+	maxOver      = 1 << 12                // ended holds that one child has not heard of
 )
 
 // leases carry renewals from the children to the host and the host's answers back (rule MULTI-11). A
@@ -320,19 +309,12 @@ func (s *scheduler) watchLeases(child int, leaser connector.Leaser) {
 	for s.life.Err() == nil {
 		over := s.leases.overOf(child)
 		ids, err := leaser.Renewals(s.life, slices.Clone(over))
-		rest := restRenewals
-		switch {
-		case err == nil:
-			answered := s.leases.name(child, ids, len(over))
-			if s.run.Wait(s.life, answered, time.Time{}) != nil {
-				return
-			}
-		case errors.Is(err, context.Canceled) && s.life.Err() != nil:
-			return
-		default:
-			rest = retryRenewals
+		if err != nil {
+			s.pause(s.life, retryPoll)
+			continue
 		}
-		s.pause(s.life, rest)
+		_ = s.run.Wait(s.life, s.leases.name(child, ids, len(over)), time.Time{})
+		s.pause(s.life, restRenewals)
 	}
 }
 

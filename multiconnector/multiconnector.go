@@ -159,11 +159,7 @@ func commonLayouts(a, b []string) (both []string, ok bool) {
 	case len(b) == 0:
 		return a, true
 	}
-	for _, l := range a {
-		if slices.Contains(b, l) {
-			both = append(both, l)
-		}
-	}
+	both = slices.DeleteFunc(slices.Clone(a), func(l string) bool { return !slices.Contains(b, l) })
 	return both, len(both) > 0
 }
 

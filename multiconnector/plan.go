@@ -80,23 +80,15 @@ func (m *Multi) owner(to route, end int) int {
 // planOf is the plan of one child. A child that fails does nothing in this step.
 func (s *scheduler) planOf(ctx context.Context, child int, own *connector.Step) *connector.Plan {
 	l := s.lanes[child]
-	if _, can := connector.As[connector.Planner](l.side); !can {
+	planner, can := connector.As[connector.Planner](l.side)
+	if !can {
 		return &connector.Plan{Loads: own.Admitted, Saves: own.Computed}
 	}
-	got := make(chan *connector.Plan, 1)
-	err := l.try(ctx, l.child.Patience, func(ctx context.Context, side connector.Scheduler) error {
-		p, _ := connector.As[connector.Planner](side)
-		plan, err := p.Plan(ctx, own)
-		got <- plan
-		return err
-	})
-	if err != nil {
+	plan, err := try(ctx, l, l.child.Patience, func(ctx context.Context) (*connector.Plan, error) { return planner.Plan(ctx, own) })
+	if err != nil || plan == nil {
 		return &connector.Plan{}
 	}
-	if plan := <-got; plan != nil {
-		return plan
-	}
-	return &connector.Plan{}
+	return plan
 }
 
 // assign finds the transfers that one child's planned ones belong to. What belongs to none, or names

@@ -2,6 +2,7 @@ package multiconnector
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"time"
 )
@@ -69,6 +70,16 @@ func (m *Multi) together(n int, f func(i int)) {
 	for range n {
 		_ = m.run.Wait(context.Background(), done, time.Time{})
 	}
+}
+
+// closeAll closes n sides of the children at once, and then what is behind them, unless that is nil.
+func (m *Multi) closeAll(n int, side func(child int) error, behind func() error) error {
+	errs := make([]error, n+1)
+	m.together(n, func(i int) { errs[i] = m.children[i].named(side(i)) })
+	if behind != nil {
+		errs[n] = behind()
+	}
+	return errors.Join(errs...)
 }
 
 // pause waits a while, or until ctx is over.

@@ -32,19 +32,15 @@ type scheduler struct {
 	events  eventQueue
 	pollers []*statsPoller
 	life    context.Context //nolint:containedctx // ends with Close
-	stop    context.CancelFunc
 	work    sync.WaitGroup
-	closed  func() error
-
-	closing  sync.Once
-	closeErr error
+	close   func() error // acts once
 }
 
 // Scheduler joins the scheduler sides of all children, in their order, for a cache of the given
 // groups. The result owns them; closed, unless nil, is called after they were closed.
 func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group, closed func() error) connector.Scheduler {
 	life, stop := context.WithCancel(context.Background())
-	s := &scheduler{Multi: m, unit: 1, block: math.MaxInt32, groups: groups, life: life, stop: stop, closed: closed, ledger: newLedger(), leases: newLeases(sides), events: newEventQueue()}
+	s := &scheduler{Multi: m, unit: 1, block: math.MaxInt32, groups: groups, life: life, ledger: newLedger(), leases: newLeases(sides), events: newEventQueue()}
 	for _, g := range groups {
 		s.unit = s.unit / gcd(s.unit, g.BlockTokens) * g.BlockTokens
 		s.block = min(s.block, g.BlockTokens)
@@ -53,7 +49,7 @@ func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group,
 		s.lanes = append(s.lanes, newLane(life, m, &m.children[i], side))
 		s.caps |= connector.CapabilitiesOf(side)
 		if holder, ok := connector.As[connector.Holder](side); ok {
-			s.beside(&s.work, func() { s.watchHolds(life, i, holder) })
+			s.beside(&s.work, func() { s.watchHolds(i, holder) })
 		}
 		if source, ok := connector.As[connector.StatsSource](side); ok {
 			s.pollers = append(s.pollers, &statsPoller{child: &m.children[i], place: i, source: source, busy: make(chan struct{}, 1)})
@@ -62,6 +58,11 @@ func (m *Multi) Scheduler(sides []connector.Scheduler, groups []connector.Group,
 	if len(m.info.Stats) == 0 {
 		s.caps &^= connector.CanStat
 	}
+	s.close = sync.OnceValue(func() error {
+		stop()
+		s.work.Wait()
+		return m.closeAll(len(s.lanes), func(i int) error { return s.lanes[i].close() }, closed)
+	})
 	return s
 }
 
@@ -113,7 +114,7 @@ func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connecto
 			out[i].Later = out[i].Later || later && f.end < f.q.Tokens-f.q.Tokens%s.unit
 		}
 		if f.q.Request != "" {
-			s.routes.set(f.q.Request, route{f.segs})
+			s.routes.set(f.q.Request, f.segs)
 			s.see(f)
 		}
 	}
@@ -244,18 +245,13 @@ func (s *scheduler) Reset(ctx context.Context) (emptied bool, err error) {
 	emptied = true
 	var errs []error
 	for i, l := range s.lanes {
-		if _, can := connector.As[connector.Resetter](l.side); !can {
+		resetter, can := connector.As[connector.Resetter](l.side)
+		if !can {
 			emptied = false
 			continue
 		}
-		done := make(chan bool, 1)
-		err := l.try(ctx, untilDeadline(ctx), func(ctx context.Context, side connector.Scheduler) error {
-			r, _ := connector.As[connector.Resetter](side)
-			one, err := r.Reset(ctx)
-			done <- one
-			return err
-		})
-		emptied = err == nil && <-done && emptied
+		one, err := try(ctx, l, untilDeadline(ctx), resetter.Reset)
+		emptied = err == nil && one && emptied
 		errs = append(errs, s.children[i].named(err))
 	}
 	s.routes.clear()
@@ -272,31 +268,14 @@ func untilDeadline(ctx context.Context) time.Duration {
 }
 
 // Close implements connector.Scheduler.
-func (s *scheduler) Close() error {
-	s.closing.Do(func() { s.closeErr = s.close() })
-	return s.closeErr
-}
-
-func (s *scheduler) close() error {
-	s.stop()
-	s.work.Wait()
-	errs := make([]error, len(s.lanes))
-	s.together(len(s.lanes), func(i int) { errs[i] = s.lanes[i].close() })
-	err := errors.Join(errs...)
-	if s.closed != nil {
-		err = errors.Join(err, s.closed())
-	}
-	return err
-}
+func (s *scheduler) Close() error { return s.close() }
 
 // maxRoutes bounds what is remembered of requests: beyond it all is forgotten. A route avoids
 // asking children that cannot answer; without one, every child is asked in order.
 const maxRoutes = 1 << 14
 
 // route says which child has which piece of one request's prefix, by the last Match.
-type route struct {
-	segments []segment
-}
+type route []segment
 
 // segment is a piece of a prefix that one child has: up to end, in tokens from 0.
 type segment struct {
@@ -324,12 +303,10 @@ func (r *routes) get(id connector.RequestID) route {
 	return r.request[id]
 }
 
-func (r *routes) forget(ids ...connector.RequestID) {
+func (r *routes) forget(id connector.RequestID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for _, id := range ids {
-		delete(r.request, id)
-	}
+	delete(r.request, id)
 }
 
 func (r *routes) clear() {
@@ -340,7 +317,7 @@ func (r *routes) clear() {
 
 // first is the child that a block ending at token end is routed to; ok is false without a route.
 func (r route) first(end int) (child int, ok bool) {
-	for _, s := range r.segments {
+	for _, s := range r {
 		if end <= s.end {
 			return s.child, true
 		}
@@ -423,15 +400,15 @@ func newLane(life context.Context, m *Multi, child *Child, side connector.Schedu
 	return l
 }
 
-// try runs f on the side in its turn and waits for patience at most. When it gives errSlow, f may
-// still run: what it writes is not the caller's.
-func (l *lane) try(ctx context.Context, patience time.Duration, f func(ctx context.Context, side connector.Scheduler) error) error {
+// try makes a call of the lane's side in its turn and waits for patience at most. When it gives errSlow, the
+// call may still run.
+func try[T any](ctx context.Context, l *lane, patience time.Duration, f func(context.Context) (T, error)) (none T, err error) {
 	if l.slow() {
-		return errSlow
+		return none, errSlow
 	}
 	until := l.run.Now().Add(patience)
 	if err := l.wait(ctx, l.turn, until); err != nil {
-		return err
+		return none, err
 	}
 	// The call keeps the caller's deadline, but not its end: nobody may stop waiting for all children
 	// because one is slow.
@@ -440,19 +417,20 @@ func (l *lane) try(ctx context.Context, patience time.Duration, f func(ctx conte
 		call, cancel = context.WithDeadline(l.life, d)
 	}
 	done := make(chan struct{})
-	var err error
+	var answer T
+	var failed error
 	l.beside(&l.work, func() {
 		defer cancel()
 		l.late.Store(l.run.Now().Add(patience).UnixNano())
-		err = f(call, l.side)
+		answer, failed = f(call)
 		l.late.Store(0)
 		l.turn <- struct{}{}
 		close(done)
 	})
-	if slow := l.wait(ctx, done, until); slow != nil {
-		return slow
+	if err := l.wait(ctx, done, until); err != nil {
+		return none, err
 	}
-	return err
+	return answer, failed
 }
 
 // wait is Wait, after which the child counts as slow when until has come.
@@ -472,21 +450,14 @@ func (l *lane) slow() bool {
 
 // match asks the child. A child that is slow or fails has nothing; ErrBusy is Later.
 func (l *lane) match(ctx context.Context, qs []connector.Query) []connector.Match {
-	got := make(chan []connector.Match, 1)
 	patience := l.child.Patience
 	for i := range qs {
 		patience += time.Duration(len(qs[i].Keys)) * patiencePerKey
 	}
-	err := l.try(ctx, patience, func(ctx context.Context, side connector.Scheduler) error {
-		answers, err := side.Match(ctx, qs)
-		got <- answers
-		return err
-	})
+	answers, err := try(ctx, l, patience, func(ctx context.Context) ([]connector.Match, error) { return l.side.Match(ctx, qs) })
 	out := make([]connector.Match, len(qs))
-	if err == nil {
-		if answers := <-got; len(answers) == len(qs) {
-			copy(out, answers)
-		}
+	if err == nil && len(answers) == len(qs) {
+		copy(out, answers)
 	}
 	for i := range out {
 		q := &qs[i]
@@ -522,7 +493,7 @@ func (l *lane) believed(id connector.RequestID, later bool) bool {
 // close waits for the last call and closes the side.
 func (l *lane) close() error {
 	l.work.Wait()
-	return l.child.named(l.side.Close())
+	return l.side.Close()
 }
 
 // ordinals numbers the blocks of a transfer within their groups, from the begin of the prompt: the

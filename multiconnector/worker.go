@@ -19,10 +19,7 @@ type worker struct {
 	*Multi
 	sides  []connector.Worker
 	groups []connector.Group
-	closed func() error
-
-	closing  sync.Once
-	closeErr error
+	close  func() error // acts once
 
 	mu      sync.Mutex
 	loading map[blockName]int // blocks that loads may write now
@@ -38,7 +35,12 @@ type blockName struct {
 // Worker joins the worker sides of all children, in their order, of one rank. The result owns them;
 // closed, unless nil, is called after they were closed.
 func (m *Multi) Worker(sides []connector.Worker, groups []connector.Group, closed func() error) connector.Worker {
-	return &worker{Multi: m, sides: sides, groups: groups, closed: closed, loading: map[blockName]int{}, overdue: map[int]int{}}
+	return &worker{
+		Multi: m, sides: sides, groups: groups, loading: map[blockName]int{}, overdue: map[int]int{},
+		close: sync.OnceValue(func() error {
+			return m.closeAll(len(sides), func(i int) error { return sides[i].Close() }, closed)
+		}),
+	}
 }
 
 // Load implements connector.Worker. Every block is asked of the child that it is routed to, and when
@@ -83,7 +85,7 @@ func (l *loading) release(ctx context.Context) {
 			chosen[i] = chosen[i] || tried&(1<<i) != 0
 		}
 	}
-	for _, s := range l.routes.get(l.t.Request).segments {
+	for _, s := range l.routes.get(l.t.Request) {
 		chosen[s.child] = true
 	}
 	for i := range l.children {
@@ -226,15 +228,21 @@ func (l *loading) run(ctx context.Context, asks []ask) {
 
 // one loads the parts of one child, one after the other.
 func (l *loading) one(ctx context.Context, a *ask) (bad map[connector.Block]bool, err error) {
-	bad = map[connector.Block]bool{}
-	for i := range a.parts {
-		part := a.parts[i]
+	return eachPart(a.parts, func(part *connector.Transfer) error {
 		part.Ticket = l.ticketOf(a.child, l.t.Ticket)
-		failed := l.sides[a.child].Load(ctx, &part, l.kv)
+		return l.sides[a.child].Load(ctx, part, l.kv)
+	})
+}
+
+// eachPart moves the parts of one child, one after the other, and gives the blocks that failed.
+func eachPart(parts []connector.Transfer, move func(*connector.Transfer) error) (bad map[connector.Block]bool, err error) {
+	bad = map[connector.Block]bool{}
+	for i := range parts {
+		failed := move(&parts[i])
 		if failed != nil {
 			err = failed
 		}
-		for _, b := range failedBlocks(&part, failed) {
+		for _, b := range failedBlocks(&parts[i], failed) {
 			bad[b] = true
 		}
 	}
@@ -298,20 +306,7 @@ func (w *worker) mark(t *connector.Transfer, by int) {
 }
 
 // Close implements connector.Worker.
-func (w *worker) Close() error {
-	w.closing.Do(func() { w.closeErr = w.close() })
-	return w.closeErr
-}
-
-func (w *worker) close() error {
-	errs := make([]error, len(w.sides))
-	w.together(len(w.sides), func(i int) { errs[i] = w.children[i].named(w.sides[i].Close()) })
-	err := errors.Join(errs...)
-	if w.closed != nil {
-		err = errors.Join(err, w.closed())
-	}
-	return err
-}
+func (w *worker) Close() error { return w.close() }
 
 // Save implements connector.Worker. Every child whose role saves gets the blocks, all at once. A
 // block counts as stored if a child has it that consumers reach (one of scope node or shared), or any
@@ -337,7 +332,7 @@ func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *con
 	w.together(len(shares), func(k int) {
 		s := &shares[k]
 		indexes, parts := w.partsOf(t, s, busy)
-		bad, err := w.saveParts(ctx, s.child, parts, kv)
+		bad, err := eachPart(parts, func(part *connector.Transfer) error { return w.sides[s.child].Save(ctx, part, kv) })
 		p.returned(s.child, err, func() {
 			for _, i := range indexes {
 				stored[i] = stored[i] || !bad[t.Blocks[i]] && (!p.wide || reaches(&w.children[s.child]))
@@ -348,7 +343,12 @@ func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *con
 	if len(busy) > 0 {
 		p.errs = append(p.errs, errLoading)
 	}
-	failed := without(all(len(t.Blocks)), func(i int) bool { return stored[i] })
+	var failed []int
+	for i, ok := range stored {
+		if !ok {
+			failed = append(failed, i)
+		}
+	}
 	if len(failed) == 0 {
 		return nil // what some child could not store, another has
 	}
@@ -360,7 +360,7 @@ func (w *worker) partsOf(t *connector.Transfer, s *share, busy map[int]bool) (in
 	part := *t
 	part.From, part.Tokens, part.Extra, part.Blocks, part.Ticket = s.from, s.tokens, s.extra, nil, nil
 	if len(s.extra) == 0 {
-		indexes = without(s.indexes, func(i int) bool { return busy[i] })
+		indexes = slices.DeleteFunc(slices.Clone(s.indexes), func(i int) bool { return busy[i] })
 		if len(indexes) == 0 {
 			return nil, nil
 		}
@@ -374,14 +374,6 @@ func (w *worker) partsOf(t *connector.Transfer, s *share, busy map[int]bool) (in
 		part.Blocks = append(part.Blocks, t.Blocks[i])
 	}
 	return s.indexes, []connector.Transfer{part}
-}
-
-func all(n int) []int {
-	out := make([]int, n)
-	for i := range out {
-		out[i] = i
-	}
-	return out
 }
 
 // saves says which child gets which blocks.
@@ -423,47 +415,17 @@ func (w *worker) twice(t *connector.Transfer) []bool {
 // reaches reports whether consumers other than this engine can see what a child stores.
 func reaches(c *Child) bool { return c.Info.Scope >= connector.ScopeNode }
 
-func (w *worker) reach(shares []share) bool {
-	for _, s := range shares {
-		if reaches(&w.children[s.child]) {
-			return true
-		}
-	}
-	return false
-}
-
 // written are the indexes of the blocks that a load may write now.
 func (w *worker) written(t *connector.Transfer) map[int]bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	var out map[int]bool
+	out := map[int]bool{}
 	for i, b := range t.Blocks {
 		if w.loading[blockName{b.Group, b.ID}] > 0 {
-			if out == nil {
-				out = map[int]bool{}
-			}
 			out[i] = true
 		}
 	}
 	return out
-}
-
-func without(indexes []int, drop func(int) bool) []int {
-	return slices.DeleteFunc(slices.Clone(indexes), drop)
-}
-
-func (w *worker) saveParts(ctx context.Context, child int, parts []connector.Transfer, kv *connector.KV) (bad map[connector.Block]bool, err error) {
-	bad = map[connector.Block]bool{}
-	for i := range parts {
-		failed := w.sides[child].Save(ctx, &parts[i], kv)
-		if failed != nil {
-			err = failed
-		}
-		for _, b := range failedBlocks(&parts[i], failed) {
-			bad[b] = true
-		}
-	}
-	return bad, err
 }
 
 // saving is one Save on its way to the children.
@@ -483,12 +445,13 @@ type saving struct {
 }
 
 func newSaving(w *worker, shares []share, stored []bool, promised func()) *saving {
-	p := &saving{worker: w, promised: promised, stored: stored, wide: w.reach(shares), running: map[int]bool{}, over: make(chan struct{})}
+	p := &saving{worker: w, promised: promised, stored: stored, running: map[int]bool{}, over: make(chan struct{})}
 	for i := range w.children {
 		p.keeps = p.keeps || w.children[i].keeps() && w.children[i].Role.Saves()
 	}
 	for _, s := range shares {
 		p.running[s.child] = false
+		p.wide = p.wide || reaches(&w.children[s.child])
 	}
 	return p
 }

@@ -343,8 +343,8 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
 	}
 	from, ok := p.source(m, b, i)
 	if f == faultWrong && d.n(2) == 0 {
-		other, elsewhere := p.misplaced(m, b)
-		if other, found := p.source(other, elsewhere, i); found {
+		wrong, elsewhere := p.misplaced(m, b)
+		if other, found := p.source(wrong, elsewhere, i); found {
 			c.set(other)
 			return true
 		}
