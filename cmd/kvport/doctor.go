@@ -26,6 +26,7 @@ import (
 	"github.com/kvport/kvport/engine/model/kernel"
 	"github.com/kvport/kvport/engine/tokenizer"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/machine"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/native/cuda"
 	"github.com/kvport/kvport/native/nccl"
@@ -726,36 +727,15 @@ func checkSpace() []check {
 // checkMemory: a cache is memory that is taken at start.
 func checkMemory() check {
 	const name, mend = "memory", "free some, raise the container's limit, or give serve a small --num-blocks"
-	available := availableMemory()
+	available, _ := machine.Memory("/", "MemAvailable")
 	detail := size(uint64(available)) + " available"
-	if room := controlGroupRoom(); room >= 0 && room < available {
+	if room := machine.GroupMemory("/"); room < available {
 		available, detail = room, size(uint64(room))+" left to this control group"
 	}
 	if available < leastMemory {
 		return check{name, statusWarn, detail, mend}
 	}
 	return check{Check: name, Status: statusOK, Detail: detail}
-}
-
-// controlGroupRoom is what a container may still take; -1 without a limit.
-func controlGroupRoom() int64 {
-	const folder = "/sys/fs/cgroup/"
-	read := func(name string) int64 {
-		data, err := os.ReadFile(folder + name)
-		if err != nil {
-			return -1
-		}
-		n, err := strconv.ParseInt(strings.TrimSpace(string(data)), 10, 64)
-		if err != nil { // "max"
-			return -1
-		}
-		return n
-	}
-	most, used := read("memory.max"), read("memory.current")
-	if most < 0 || used < 0 {
-		return -1
-	}
-	return max(0, most-used)
 }
 
 func size(n uint64) string {

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bufio"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -11,7 +10,6 @@ import (
 	"math"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"time"
 
@@ -26,6 +24,7 @@ import (
 	"github.com/kvport/kvport/engine/server"
 	"github.com/kvport/kvport/engine/tokenizer"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/machine"
 )
 
 type serveFlags struct {
@@ -339,7 +338,7 @@ func blocksInMemory(m model.Model, blockSize, maxModelLen int) int {
 	block *= int64(max(1, m.Spec().Ranks))
 	wanted := cacheSequences * len(layout.Groups) * ((maxModelLen + blockSize - 1) / blockSize)
 	budget := int64(cacheLimit)
-	if available := availableMemory(); available > 0 {
+	if available, known := machine.Memory("/", "MemAvailable"); known {
 		budget = min(budget, available/cacheShare)
 	}
 	return max(1, int(min(int64(wanted), budget/max(1, block))))
@@ -366,37 +365,9 @@ func (f *serveFlags) checkSizes(m model.Model) error {
 		return fmt.Errorf("--num-blocks is %d, which holds no sequence of 2 tokens: want at least %d", f.numBlocks, (1+f.blockSize)/f.blockSize*groups)
 	}
 	block = max(1, block)*int64(max(1, m.Spec().Ranks)) + poolBytes
-	memory := meminfo("MemTotal")
-	if memory == 0 {
-		memory = math.MaxInt64
-	}
-	if most := memory / block; int64(f.numBlocks) > most {
+	memory, known := machine.Memory("/", "MemTotal")
+	if most := memory / block; known && int64(f.numBlocks) > most {
 		return fmt.Errorf("--num-blocks is %d, at %d bytes each more than this machine has memory for: want at most %d", f.numBlocks, block, most)
 	}
 	return nil
-}
-
-// availableMemory is what the kernel says could be allocated without swapping; 0 if it does not say.
-func availableMemory() int64 { return meminfo("MemAvailable") }
-
-// meminfo is a value of /proc/meminfo in bytes; 0 if it is not there.
-func meminfo(name string) int64 {
-	file, err := os.Open("/proc/meminfo")
-	if err != nil {
-		return 0
-	}
-	defer file.Close()
-	lines := bufio.NewScanner(file)
-	for lines.Scan() {
-		rest, found := strings.CutPrefix(lines.Text(), name+":")
-		if !found {
-			continue
-		}
-		kib, err := strconv.ParseInt(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 10, 64)
-		if err != nil {
-			return 0
-		}
-		return kib << 10
-	}
-	return 0
 }

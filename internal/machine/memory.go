@@ -2,7 +2,6 @@
 package machine
 
 import (
-	"bufio"
 	"math"
 	"os"
 	"path/filepath"
@@ -13,18 +12,25 @@ import (
 // FreeMemory is how much memory can still be allocated without swapping, in bytes, also by the limits of
 // our control group and those above it; MaxInt64 where the kernel does not say. root is "/" except in tests.
 func FreeMemory(root string) int64 {
-	free := int64(math.MaxInt64)
-	if kib, ok := field(filepath.Join(root, "proc/meminfo"), "MemAvailable:"); ok {
-		free = kib << 10
+	free := GroupMemory(root)
+	if available, ok := Memory(root, "MemAvailable"); ok {
+		free = min(free, available)
 	}
+	return free
+}
+
+// GroupMemory is how much the limits of our control group and those above it still permit, in bytes; MaxInt64
+// without a limit.
+func GroupMemory(root string) int64 {
+	room := int64(math.MaxInt64)
 	for _, group := range groups(root) {
 		limit, hasLimit := number(filepath.Join(group, "memory.max"))
 		used, hasUsed := number(filepath.Join(group, "memory.current"))
 		if hasLimit && hasUsed {
-			free = min(free, max(0, limit-used))
+			room = min(room, max(0, limit-used))
 		}
 	}
-	return free
+	return room
 }
 
 // groups are the folders of our control group and of those above it, the outermost first.
@@ -52,17 +58,13 @@ func groups(root string) []string {
 	return folders
 }
 
-// field reads a value of a file like /proc/meminfo.
-func field(path, name string) (int64, bool) {
-	f, err := os.Open(path)
-	if err != nil {
-		return 0, false
-	}
-	defer f.Close()
-	for lines := bufio.NewScanner(f); lines.Scan(); {
-		if fields := strings.Fields(lines.Text()); len(fields) >= 2 && fields[0] == name {
-			n, err := strconv.ParseInt(fields[1], 10, 53)
-			return n, err == nil
+// Memory is a value of /proc/meminfo in bytes; false where the kernel does not say.
+func Memory(root, name string) (bytes int64, ok bool) {
+	data, _ := os.ReadFile(filepath.Join(root, "proc/meminfo"))
+	for line := range strings.Lines(string(data)) {
+		if fields := strings.Fields(line); len(fields) >= 2 && fields[0] == name+":" {
+			kib, err := strconv.ParseInt(fields[1], 10, 53)
+			return kib << 10, err == nil
 		}
 	}
 	return 0, false
