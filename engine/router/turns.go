@@ -2,6 +2,7 @@ package router
 
 import (
 	"bytes"
+	"container/list"
 	"encoding/binary"
 	"encoding/json"
 	"hash/maphash"
@@ -17,25 +18,23 @@ type turns struct {
 	seed maphash.Seed
 	most int
 
-	mu     sync.Mutex
-	known  map[uint64]*turn
-	oldest *turn // of a list, the newest at its end
-	newest *turn
+	mu    sync.Mutex
+	known map[uint64]*list.Element
+	order list.List // of turn, the oldest first
 }
 
 // turn is the last one of a conversation.
 type turn struct {
-	mark       uint64
-	instance   int // of the pool
-	params     json.RawMessage
-	prev, next *turn
+	mark     uint64
+	instance int // of the pool
+	params   json.RawMessage
 }
 
 // step is the length, in bytes, in which prompts are told apart.
 const step = 64
 
 func newTurns(most int) *turns {
-	return &turns{seed: maphash.MakeSeed(), most: most, known: map[uint64]*turn{}}
+	return &turns{seed: maphash.MakeSeed(), most: most, known: map[uint64]*list.Element{}}
 }
 
 // marks are the hashes of a prompt's beginnings, a step longer each.
@@ -58,15 +57,13 @@ func (t *turns) take(marks []uint64, usable func(instance int) bool) json.RawMes
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, mark := range slices.Backward(marks) {
-		last := t.known[mark]
-		if last == nil {
-			continue
-		}
-		t.drop(last)
-		if usable(last.instance) {
+		last, known := t.drop(t.known[mark])
+		switch {
+		case known && usable(last.instance):
 			return last.params
+		case known:
+			return nil
 		}
-		return nil
 	}
 	return nil
 }
@@ -76,37 +73,23 @@ func (t *turns) keep(marks []uint64, instance int, params json.RawMessage) {
 	if len(marks) == 0 {
 		return
 	}
-	n := &turn{mark: marks[len(marks)-1], instance: instance, params: params}
+	mark := marks[len(marks)-1]
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if old := t.known[n.mark]; old != nil {
-		t.drop(old)
-	}
+	t.drop(t.known[mark])
 	if len(t.known) >= t.most {
-		t.drop(t.oldest)
+		t.drop(t.order.Front())
 	}
-	t.known[n.mark] = n
-	if n.prev = t.newest; n.prev != nil {
-		n.prev.next = n
-	} else {
-		t.oldest = n
-	}
-	t.newest = n
+	t.known[mark] = t.order.PushBack(turn{mark, instance, params})
 }
 
-// drop forgets a turn. The caller holds mu.
-func (t *turns) drop(x *turn) {
-	delete(t.known, x.mark)
-	if x.prev != nil {
-		x.prev.next = x.next
-	} else {
-		t.oldest = x.next
+// drop forgets a turn, if there is one. The caller holds mu.
+func (t *turns) drop(place *list.Element) (last turn, known bool) {
+	if place != nil {
+		last, known = t.order.Remove(place).(turn)
+		delete(t.known, last.mark)
 	}
-	if x.next != nil {
-		x.next.prev = x.prev
-	} else {
-		t.newest = x.prev
-	}
+	return last, known
 }
 
 // prompt is what a request's conversation is known by: messages or prompt, without what closes them, so that

@@ -80,8 +80,8 @@ func TestTurnsAreBounded(t *testing.T) {
 		}
 		require.Len(t, r.known, len(order))
 		at := 0
-		for x := r.oldest; x != nil; x = x.next {
-			require.Equal(t, order[at], x.mark)
+		for x := r.order.Front(); x != nil; x = x.Next() {
+			require.Same(t, x, r.known[order[at]])
 			at++
 		}
 		require.Equal(t, len(order), at)
