@@ -52,7 +52,7 @@ func newConform() *cobra.Command {
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&f.config, "config", "{}", "the plugin's kv_connector_extra_config as JSON, or @FILE; @TMP@ in it becomes a fresh folder in every case")
-	flags.StringSliceVar(&f.profiles, "profile", []string{string(conformance.Store)}, "kind of connector, whose cases must all run; may be repeated: "+profileNames())
+	flags.StringSliceVar(&f.profiles, "profile", []string{string(conformance.Store)}, "kind of connector, whose cases must all run; may be repeated: "+joined(conformance.Profiles(), ", "))
 	flags.StringVar(&f.format, "format", "text", "text, json (a line a case) or junit (at the end)")
 	flags.DurationVar(&f.timeout, "timeout", 0, "end the run after this time, such as 10m, with the results so far and exit code 1; 0: never")
 	flags.BoolVar(&f.failFast, "fail-fast", false, "end the run at the first case that failed")
@@ -78,11 +78,7 @@ func (f *conformFlags) writeCases(cmd *cobra.Command) error {
 			continue
 		}
 		count++
-		var names []string
-		for _, p := range c.Profiles {
-			names = append(names, string(p))
-		}
-		if _, err := fmt.Fprintf(w, "%-11s %-21s %s [%s]\n", c.Rule, c.ID, c.Text, strings.Join(names, " ")); err != nil {
+		if _, err := fmt.Fprintf(w, "%-11s %-21s %s [%s]\n", c.Rule, c.ID, c.Text, joined(c.Profiles, " ")); err != nil {
 			return err
 		}
 	}
@@ -115,12 +111,12 @@ func (f *conformFlags) checkOnly(cmd *cobra.Command) error {
 	return nil
 }
 
-func profileNames() string {
+func joined(profiles []conformance.Profile, separator string) string {
 	var names []string
-	for _, p := range conformance.Profiles() {
+	for _, p := range profiles {
 		names = append(names, string(p))
 	}
-	return strings.Join(names, ", ")
+	return strings.Join(names, separator)
 }
 
 func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
@@ -230,11 +226,10 @@ func readObject(arg string) (json.RawMessage, error) {
 	}
 	var object map[string]json.RawMessage
 	err := json.Unmarshal(data, &object)
-	var syntax *json.SyntaxError
-	switch {
-	case errors.As(err, &syntax):
+	if syntax, is := errors.AsType[*json.SyntaxError](err); is {
 		return nil, fmt.Errorf("not JSON: %w at byte %d", err, syntax.Offset)
-	case err != nil || object == nil:
+	}
+	if err != nil || object == nil {
 		return nil, errors.New("want a JSON object")
 	}
 	return bytes.TrimSpace(data), nil

@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -96,7 +97,7 @@ func (f *doctorFlags) run(cmd *cobra.Command) error {
 	if err := writeChecks(cmd.OutOrStdout(), f.format, checks); err != nil {
 		return fail(err)
 	}
-	if failed(checks) > 0 {
+	if failed(checks) {
 		return fail(errSilent)
 	}
 	return nil
@@ -313,15 +314,9 @@ func writeJSONLines[T any](w io.Writer, rows []T) error {
 	return nil
 }
 
-// failed counts the checks that did not pass.
-func failed(checks []check) int {
-	n := 0
-	for _, c := range checks {
-		if c.Status == statusFail {
-			n++
-		}
-	}
-	return n
+// failed reports whether one of the checks did not pass.
+func failed(checks []check) bool {
+	return slices.ContainsFunc(checks, func(c check) bool { return c.Status == statusFail })
 }
 
 // printable makes one line of what a plugin says about itself, without characters that control the terminal.
@@ -643,50 +638,33 @@ const (
 	leastMemory           = 256 << 20
 )
 
+// checkLimits looks at how much a process may have: less than least fails, and less than good has a consequence.
 func checkLimits() []check {
-	return []check{checkFiles(), checkLocked(), checkFileSize()}
-}
-
-func checkFiles() check {
-	const name, mend = "open files", "ulimit -n 65536, or LimitNOFILE= in the systemd unit"
-	var l unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &l); err != nil {
-		return result(name, "", err, mend)
+	var checks []check
+	for _, want := range []struct {
+		resource    int
+		name, limit string
+		least, good uint64
+		consequence string
+		mend        string
+	}{
+		{unix.RLIMIT_NOFILE, "open files", "RLIMIT_NOFILE", leastFiles, goodFiles, ": each request and each plugin session takes one", "ulimit -n 65536, or LimitNOFILE= in the systemd unit"},
+		{unix.RLIMIT_MEMLOCK, "locked memory", "RLIMIT_MEMLOCK", 0, goodLocked, " bytes: connectors that register memory with a network card cannot", "ulimit -l unlimited, or LimitMEMLOCK=infinity in the systemd unit; not needed for stores"},
+		{unix.RLIMIT_FSIZE, "file size", "RLIMIT_FSIZE", 0, goodSpace, " bytes: larger caches and blocks cannot be written", "ulimit -f unlimited"},
+	} {
+		var l unix.Rlimit
+		err := unix.Getrlimit(want.resource, &l)
+		c := result(want.name, want.limit+" is "+limit(l.Cur), err, want.mend)
+		switch {
+		case err != nil:
+		case l.Cur < want.least:
+			c.Status, c.Mend = statusFail, want.mend
+		case l.Cur < want.good:
+			c = check{want.name, statusWarn, c.Detail + want.consequence, want.mend}
+		}
+		checks = append(checks, c)
 	}
-	detail := "RLIMIT_NOFILE is " + limit(l.Cur)
-	switch {
-	case l.Cur < leastFiles:
-		return check{name, statusFail, detail, mend}
-	case l.Cur < goodFiles:
-		return check{name, statusWarn, detail + ": each request and each plugin session takes one", mend}
-	}
-	return check{Check: name, Status: statusOK, Detail: detail}
-}
-
-func checkLocked() check {
-	const name = "locked memory"
-	var l unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l); err != nil {
-		return result(name, "", err, "see the message")
-	}
-	detail := "RLIMIT_MEMLOCK is " + limit(l.Cur)
-	if l.Cur < goodLocked {
-		return check{name, statusWarn, detail + " bytes: connectors that register memory with a network card cannot", "ulimit -l unlimited, or LimitMEMLOCK=infinity in the systemd unit; not needed for stores"}
-	}
-	return check{Check: name, Status: statusOK, Detail: detail}
-}
-
-func checkFileSize() check {
-	const name = "file size"
-	var l unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &l); err != nil {
-		return result(name, "", err, "see the message")
-	}
-	detail := "RLIMIT_FSIZE is " + limit(l.Cur)
-	if l.Cur < goodSpace {
-		return check{name, statusWarn, detail + " bytes: larger caches and blocks cannot be written", "ulimit -f unlimited"}
-	}
-	return check{Check: name, Status: statusOK, Detail: detail}
+	return checks
 }
 
 func limit(n uint64) string {

@@ -130,12 +130,10 @@ const lastWords = time.Second
 
 // within waits for done, but not longer than limit.
 func within(limit time.Duration, done <-chan struct{}) bool {
-	timer := time.NewTimer(limit)
-	defer timer.Stop()
 	select {
 	case <-done:
 		return true
-	case <-timer.C:
+	case <-time.After(limit):
 	}
 	select {
 	case <-done: // both at once

@@ -65,8 +65,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	if errors.Is(err, errInconclusive) {
 		return exitInconclusive
 	}
-	var f *failure
-	if errors.As(err, &f) && !errors.Is(err, host.ErrConfig) {
+	if _, is := errors.AsType[*failure](err); is && !errors.Is(err, host.ErrConfig) {
 		return exitFailure
 	}
 	return exitUsage

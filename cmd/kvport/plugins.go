@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"crypto/sha256"
@@ -169,10 +170,6 @@ func writeManifest(w io.Writer, b *host.Binary, hash string) error {
 		}
 		return strings.Join(names, ", ")
 	}
-	scope := m.Scope
-	if scope == "" {
-		scope = "depends on the config"
-	}
 	arena := "none"
 	switch {
 	case m.ArenaBytes > 0:
@@ -189,7 +186,7 @@ func writeManifest(w io.Writer, b *host.Binary, hash string) error {
 		{"sha256", hash},
 		{"protocol versions", numbers(m.ProtocolVersions)},
 		{"capabilities", list(m.Capabilities)},
-		{"scope", scope},
+		{"scope", cmp.Or(m.Scope, "depends on the config")},
 		{"environment it sees", list(m.Environment)},
 		{"arena", arena},
 		{"metrics of its own", list(m.Stats)},
@@ -327,7 +324,7 @@ func (f *pluginsFlags) verify(cmd *cobra.Command, name string) error {
 	config = bytes.ReplaceAll(config, []byte("${TMP}"), bytes.Trim(quoted, `"`))
 	checks := verifyPlugin(cmd.Context(), b, config)
 	err = errors.Join(writeChecks(cmd.OutOrStdout(), f.format, checks), os.RemoveAll(tmp))
-	if err == nil && failed(checks) > 0 {
+	if err == nil && failed(checks) {
 		err = errSilent
 	}
 	return fail(err)
