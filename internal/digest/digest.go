@@ -108,15 +108,12 @@ func (h *Hasher) bind(to *[bindingSize]byte, b *Binding, size int) {
 // Make computes the digests of a full block and writes them into its digest segment. Errors wrap
 // ErrIncompatible.
 func (h *Hasher) Make(kv *connector.KV, b connector.Block) error {
-	return h.each(kv, b, func(sum [Size]byte, stored []byte, _ int) error {
-		copy(stored, sum[:])
-		return nil
-	})
+	return h.MakeSegments(kv, b, kv.Segments(b.Group))
 }
 
 // MakeSegments is Make for some of the block's segments; the digests of the others stay as they are.
 func (h *Hasher) MakeSegments(kv *connector.KV, b connector.Block, segments []int) error {
-	return h.some(kv, b, segments, func(sum [Size]byte, stored []byte, _ int) error {
+	return h.each(kv, b, segments, func(sum [Size]byte, stored []byte, _ int) error {
 		copy(stored, sum[:])
 		return nil
 	})
@@ -125,7 +122,7 @@ func (h *Hasher) MakeSegments(kv *connector.KV, b connector.Block, segments []in
 // Check compares a full block with the digests in its digest segment. Damage is ErrCorrupt and
 // names the block and the first damaged layer; a block that has no digests is ErrIncompatible.
 func (h *Hasher) Check(kv *connector.KV, b connector.Block) error {
-	return h.each(kv, b, func(sum [Size]byte, stored []byte, layer int) error {
+	return h.each(kv, b, kv.Segments(b.Group), func(sum [Size]byte, stored []byte, layer int) error {
 		if subtle.ConstantTimeCompare(sum[:], stored) == 0 {
 			return fmt.Errorf("block %d of group %d, layer %d: digest differs: %w", b.ID, b.Group, layer, connector.ErrCorrupt)
 		}
@@ -133,13 +130,8 @@ func (h *Hasher) Check(kv *connector.KV, b connector.Block) error {
 	})
 }
 
-// each visits the computed and the stored digest of every segment of a block.
-func (h *Hasher) each(kv *connector.KV, b connector.Block, visit func(sum [Size]byte, stored []byte, layer int) error) error {
-	return h.some(kv, b, kv.Segments(b.Group), visit)
-}
-
-// some visits those of the given segments, in layout order.
-func (h *Hasher) some(kv *connector.KV, b connector.Block, wanted []int, visit func(sum [Size]byte, stored []byte, layer int) error) error {
+// each visits the computed and the stored digest of the given segments of a block, in layout order.
+func (h *Hasher) each(kv *connector.KV, b connector.Block, wanted []int, visit func(sum [Size]byte, stored []byte, layer int) error) error {
 	if b.Key == (connector.BlockKey{}) {
 		return fmt.Errorf("block %d of group %d is partial, it has no digest: %w", b.ID, b.Group, connector.ErrIncompatible)
 	}
