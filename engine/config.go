@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"cmp"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -57,9 +58,7 @@ func (c Config) withDefaults() (Config, error) {
 		if *f.value < 0 {
 			return c, fmt.Errorf("engine config: %s is %d, want a positive number", f.name, *f.value)
 		}
-		if *f.value == 0 {
-			*f.value = f.initial
-		}
+		*f.value = cmp.Or(*f.value, f.initial)
 	}
 	if c.MaxModelLen > spec.MaxTokens {
 		return c, fmt.Errorf("engine config: max model length is %d, but model %s handles at most %d tokens", c.MaxModelLen, spec.Name, spec.MaxTokens)
@@ -70,16 +69,12 @@ func (c Config) withDefaults() (Config, error) {
 			return c, fmt.Errorf("engine config: model %s has blocks of %d tokens in group %d, want %d in all", spec.Name, n, g, c.BlockSize)
 		}
 	}
-	if c.NumBlocks == 0 {
-		c.NumBlocks = 4 * len(groups) * ((c.MaxModelLen + c.BlockSize - 1) / c.BlockSize)
-	}
+	c.NumBlocks = cmp.Or(c.NumBlocks, 4*len(groups)*((c.MaxModelLen+c.BlockSize-1)/c.BlockSize))
 	c.MaxModelLen = min(c.MaxModelLen, c.NumBlocks/len(groups)*c.BlockSize)
 	if c.MaxModelLen == 0 {
 		return c, fmt.Errorf("engine config: number of blocks is %d, want one at least for each of %d groups", c.NumBlocks, len(groups))
 	}
-	if c.Log == nil {
-		c.Log = slog.Default()
-	}
+	c.Log = cmp.Or(c.Log, slog.Default())
 	if c.Metrics == nil {
 		c.Metrics = prometheus.NewRegistry()
 	}

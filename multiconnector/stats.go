@@ -1,6 +1,7 @@
 package multiconnector
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -127,9 +128,5 @@ func (s *scheduler) labelled(t *statsPoller, v *connector.Stat) (out connector.S
 
 // place is where a child stands among its siblings, and its name: the value of the label child.
 func (c *Child) place(i int) string {
-	name := c.Label
-	if name == "" {
-		name = c.Name
-	}
-	return fmt.Sprintf("%d/%s", i, name)
+	return fmt.Sprintf("%d/%s", i, cmp.Or(c.Label, c.Name))
 }

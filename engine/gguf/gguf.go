@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"math/bits"
 	"os"
@@ -95,14 +96,7 @@ func (f *File) Has(tensor string) bool {
 }
 
 // Keys lists the metadata keys, sorted.
-func (f *File) Keys() []string {
-	keys := make([]string, 0, len(f.meta))
-	for k := range f.meta {
-		keys = append(keys, k)
-	}
-	slices.Sort(keys)
-	return keys
-}
+func (f *File) Keys() []string { return slices.Sorted(maps.Keys(f.meta)) }
 
 const (
 	magic       = "GGUF"

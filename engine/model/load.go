@@ -1,6 +1,7 @@
 package model
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
@@ -182,9 +183,7 @@ func (r *metadata) integer(key string) int {
 	if err == nil && (n == 0 || n > limit) {
 		err = fmt.Errorf("metadata key %q is %d, want 1 to %d: %w", key, n, limit, gguf.ErrFormat)
 	}
-	if r.err == nil {
-		r.err = err
-	}
+	r.err = cmp.Or(r.err, err)
 	return int(min(n, limit))
 }
 
@@ -203,9 +202,7 @@ func (r *metadata) number(key string, missing float64) float64 {
 	if err == nil && !(v > 0 && !math.IsInf(v, 0)) {
 		err = fmt.Errorf("metadata key %q is %v, want a positive number: %w", key, v, gguf.ErrFormat)
 	}
-	if r.err == nil {
-		r.err = err
-	}
+	r.err = cmp.Or(r.err, err)
 	return v
 }
 

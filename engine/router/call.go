@@ -347,8 +347,8 @@ func redirects(status int) bool { return status >= 300 && status < 400 }
 
 // unsent reports whether a request certainly did not reach the instance.
 func unsent(err error) bool {
-	var op *net.OpError
-	return errors.As(err, &op) && op.Op == "dial"
+	op, is := errors.AsType[*net.OpError](err)
+	return is && op.Op == "dial"
 }
 
 // errTooLong says that an answer is longer than it may be.

@@ -6,6 +6,7 @@
 package router
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -192,9 +193,7 @@ func withDefaults(c Config) Config {
 	setDefault(&c.MaxInFlight, 1024)
 	setDefault(&c.BodyTimeout, 30*time.Second)
 	setDefault(&c.WriteTimeout, 30*time.Second)
-	if c.Log == nil {
-		c.Log = slog.New(slog.DiscardHandler)
-	}
+	setDefault(&c.Log, slog.New(slog.DiscardHandler))
 	if c.Transport == nil {
 		c.Transport = &http.Transport{
 			MaxResponseHeaderBytes: maxUpstreamHeader,
@@ -206,12 +205,7 @@ func withDefaults(c Config) Config {
 	return c
 }
 
-func setDefault[T comparable](v *T, value T) {
-	var zero T
-	if *v == zero {
-		*v = value
-	}
-}
+func setDefault[T comparable](v *T, value T) { *v = cmp.Or(*v, value) }
 
 // noRedirect keeps a redirect from sending a prompt to a host that nobody configured.
 func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }

@@ -2,10 +2,12 @@ package server
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net/http"
 	"slices"
@@ -73,11 +75,10 @@ type object struct {
 func parseObject(body []byte) (*object, *Error) {
 	o := &object{}
 	err := json.Unmarshal(body, &o.fields)
-	var syntax *json.SyntaxError
-	switch {
-	case errors.As(err, &syntax):
+	if syntax, is := errors.AsType[*json.SyntaxError](err); is {
 		return nil, invalid("", "invalid_json", "request body is not JSON: %v at byte %d", err, syntax.Offset)
-	case err != nil || o.fields == nil:
+	}
+	if err != nil || o.fields == nil {
 		return nil, invalid("", "invalid_json", "request body: want a JSON object")
 	}
 	return o, nil
@@ -102,11 +103,7 @@ func (o *object) left() (n int, name string) {
 	return n, strings.ToValidUTF8(name[:min(len(name), longest)], "")
 }
 
-func (o *object) fail(err *Error) {
-	if o.err == nil {
-		o.err = err
-	}
-}
+func (o *object) fail(err *Error) { o.err = cmp.Or(o.err, err) }
 
 // take decodes a field into dst and reports whether it was there. want says in words what it holds.
 func take[T any](o *object, name, want string, dst *T) bool {
@@ -515,22 +512,13 @@ func (w *wish) asksForNothing(raw json.RawMessage) bool {
 // refuseParams fails on what kv_transfer_params ask for and nobody here knows. What vLLM's connectors and proxies
 // say there of the other side, and what later versions of kvport may say, is no wish.
 func (o *object) refuseParams() {
-	for _, name := range sortedNames(o.fields) {
+	for _, name := range slices.Sorted(maps.Keys(o.fields)) {
 		known := strings.HasPrefix(name, "remote_") || strings.HasPrefix(name, "kvport_") || name == "tp_size"
 		w := wish{name, []string{"false", "0"}}
 		if raw, ok := o.raw(name); ok && !known && !w.asksForNothing(raw) {
 			o.fail(unsupported(clip(json.RawMessage(name)), "is not supported, got %s", clip(raw)))
 		}
 	}
-}
-
-func sortedNames(fields map[string]json.RawMessage) []string {
-	names := make([]string, 0, len(fields))
-	for name := range fields {
-		names = append(names, name)
-	}
-	slices.Sort(names)
-	return names
 }
 
 // Error is an error as OpenAI's clients expect it.
@@ -605,10 +593,10 @@ func errDraining() *Error {
 
 // asError turns what the engine said into an answer.
 func asError(err error) *Error {
-	var e *Error
-	switch {
-	case errors.As(err, &e):
+	if e, is := errors.AsType[*Error](err); is {
 		return e
+	}
+	switch {
 	case errors.Is(err, engine.ErrTooLong):
 		return invalid("", "context_length_exceeded", "%v", err)
 	case errors.Is(err, engine.ErrInvalid):

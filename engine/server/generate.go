@@ -1,6 +1,7 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"sync"
@@ -135,10 +136,7 @@ func (f *follower) push(r *engine.Output) piece {
 	case connector.ReasonAbort:
 		p.err = engine.ErrClosed // if the client left, nobody reads it
 	default:
-		p.err = r.Err
-		if p.err == nil {
-			p.err = engine.ErrClosed
-		}
+		p.err = cmp.Or(r.Err, engine.ErrClosed)
 	}
 	p.text += f.text.Flush()
 	return p

@@ -3,6 +3,7 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -93,9 +94,7 @@ func New(c Config) (*Server, error) {
 	setDefault(&c.MaxInFlight, 256)
 	setDefault(&c.BodyTimeout, 30*time.Second)
 	setDefault(&c.WriteTimeout, 30*time.Second)
-	if c.Log == nil {
-		c.Log = slog.New(slog.DiscardHandler)
-	}
+	setDefault(&c.Log, slog.New(slog.DiscardHandler))
 	m, err := newMetrics(c.Metrics)
 	if err != nil {
 		return nil, err
@@ -108,12 +107,7 @@ func New(c Config) (*Server, error) {
 	return s, nil
 }
 
-func setDefault[T comparable](v *T, value T) {
-	var zero T
-	if *v == zero {
-		*v = value
-	}
-}
+func setDefault[T comparable](v *T, value T) { *v = cmp.Or(*v, value) }
 
 func (s *Server) routes() *http.ServeMux {
 	mux := http.NewServeMux()
@@ -256,11 +250,10 @@ func (s *Server) readBody(w http.ResponseWriter, r *http.Request) ([]byte, error
 		return body, nil
 	}
 	w.Header().Set("Connection", "close") // the deadline stays, so that nothing waits for the rest
-	var tooLarge *http.MaxBytesError
-	switch {
-	case errors.As(err, &tooLarge):
+	if tooLarge, is := errors.AsType[*http.MaxBytesError](err); is {
 		return nil, &Error{http.StatusRequestEntityTooLarge, "invalid_request_error", "", "request_too_large", fmt.Sprintf("request body is over %d bytes", tooLarge.Limit)}
-	case errors.Is(err, os.ErrDeadlineExceeded):
+	}
+	if errors.Is(err, os.ErrDeadlineExceeded) {
 		return nil, &Error{http.StatusRequestTimeout, "invalid_request_error", "", "request_timeout", fmt.Sprintf("request body took over %v", s.config.BodyTimeout)}
 	}
 	return nil, invalid("", "bad_request", "request body: %v", err)

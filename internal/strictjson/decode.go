@@ -121,9 +121,7 @@ func fieldsOf(t reflect.Type) []field {
 				}
 			}
 		case f.IsExported():
-			if name == "" {
-				name = f.Name
-			}
+			name = cmp.Or(name, f.Name)
 			inBytes := slices.Contains(strings.Split(name, "_"), "bytes") || f.Tag.Get("jsonschema_extras") == "unit=bytes"
 			fields = slices.DeleteFunc(fields, func(embedded field) bool { return embedded.name == name }) // it is hidden
 			fields = append(fields, field{name, f.Index, inBytes && isInteger(inner)})

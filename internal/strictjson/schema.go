@@ -2,6 +2,7 @@ package strictjson
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -242,9 +243,7 @@ func tagged(t reflect.Type, schema *jsonschema.Schema, path string, do func(f *t
 			}
 			continue
 		}
-		if name == "" {
-			name = f.Name
-		}
+		name = cmp.Or(name, f.Name)
 		property, ok := schema.Properties.Get(name)
 		if !ok {
 			continue

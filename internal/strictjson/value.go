@@ -58,13 +58,12 @@ func Parse(text []byte) (*Value, error) {
 	if bytes.HasPrefix(text, []byte("\xef\xbb\xbf")) {
 		return nil, whole.Errorf("begins with a byte order mark (EF BB BF): save it as UTF-8 without one")
 	}
-	var syntax *json.SyntaxError
-	if err := json.Unmarshal(text, new(json.RawMessage)); errors.As(err, &syntax) {
-		at, hint := explain(text, int(syntax.Offset))
-		whole.start = max(at-1, 0)
+	if err := json.Unmarshal(text, new(json.RawMessage)); err != nil {
+		var hint string
+		if syntax, is := errors.AsType[*json.SyntaxError](err); is {
+			whole.start, hint = explain(text, int(syntax.Offset))
+		}
 		return nil, whole.Errorf("bad JSON: %s%w", hint, err)
-	} else if err != nil {
-		return nil, whole.Errorf("bad JSON: %w", err)
 	}
 	p := &parser{text: text, decoder: json.NewDecoder(bytes.NewReader(text))}
 	return p.value("")
@@ -73,19 +72,20 @@ func Parse(text []byte) (*Value, error) {
 // explain gives the place of a mistake that was noticed at the byte before offset, and a hint if it is one that other
 // languages allow.
 func explain(text []byte, offset int) (at int, hint string) {
+	at = max(offset-1, 0)
 	if offset < 1 || offset > len(text) {
-		return offset, ""
+		return at, ""
 	}
-	switch text[offset-1] {
+	switch text[at] {
 	case '\'':
-		return offset, "single quotes are not JSON, write double quotes: "
+		return at, "single quotes are not JSON, write double quotes: "
 	case '}', ']':
-		before := bytes.TrimRight(text[:offset-1], " \t\r\n")
+		before := bytes.TrimRight(text[:at], " \t\r\n")
 		if bytes.HasSuffix(before, []byte(",")) {
-			return len(before), "JSON has no comma behind the last item: "
+			return len(before) - 1, "JSON has no comma behind the last item: "
 		}
 	}
-	return offset, ""
+	return at, ""
 }
 
 // parser makes values of a text whose syntax was checked.

@@ -12,6 +12,7 @@
 package kernel
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"runtime"
@@ -85,9 +86,7 @@ func New(o Options) (*Compute, error) {
 	if o.Threads < 0 || o.Threads > 1024 {
 		return nil, fmt.Errorf("threads is %d, want 0 to 1024", o.Threads)
 	}
-	if o.Threads == 0 {
-		o.Threads = runtime.GOMAXPROCS(0)
-	}
+	o.Threads = cmp.Or(o.Threads, runtime.GOMAXPROCS(0))
 	kernels, err := choose(o.ISA)
 	if err != nil {
 		return nil, err

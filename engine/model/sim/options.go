@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -72,9 +73,7 @@ func ParseOptions(text string) (Options, error) {
 // shareOut gives heads and bytes that were left out: those of all ranks together do not depend on their
 // number, where it divides the heads.
 func (o *Options) shareOut() {
-	if o.Ranks == 0 {
-		o.Ranks = 1
-	}
+	o.Ranks = cmp.Or(o.Ranks, 1)
 	if o.Ranks < 0 || o.Heads < 0 || o.BytesPerToken < 0 {
 		return // refused next
 	}
@@ -105,16 +104,12 @@ func (o Options) withDefaults() (Options, error) {
 		{"groups", &o.Groups, 1, connector.MaxGroups},
 		{"window", &o.Window, 64, 1 << 24},
 	} {
-		if *f.value == 0 {
-			*f.value = f.initial
-		}
+		*f.value = cmp.Or(*f.value, f.initial)
 		if *f.value < 0 || *f.value > f.most {
 			return o, fmt.Errorf("%s is %d, want 1..%d", f.name, *f.value, f.most)
 		}
 	}
-	if o.Stride == "" {
-		o.Stride = ByLayer
-	}
+	o.Stride = cmp.Or(o.Stride, ByLayer)
 	switch {
 	case o.Heads%o.Ranks != 0:
 		return o, fmt.Errorf("heads is %d, want a multiple of %d ranks", o.Heads, o.Ranks)
