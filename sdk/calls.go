@@ -23,39 +23,6 @@ type side struct {
 	close     func() error // closes the half, then frees its memory
 }
 
-// callName is the call's name in logs and errors.
-func callName(m *kvportv1.SessionRequest) string {
-	switch m.GetCall().(type) {
-	case *kvportv1.SessionRequest_Open:
-		return "open"
-	case *kvportv1.SessionRequest_Match:
-		return "match"
-	case *kvportv1.SessionRequest_Plan:
-		return "plan"
-	case *kvportv1.SessionRequest_Load:
-		return "load"
-	case *kvportv1.SessionRequest_Save:
-		return "save"
-	case *kvportv1.SessionRequest_SaveLayers:
-		return "save layers"
-	case *kvportv1.SessionRequest_Reshape:
-		return "reshape"
-	case *kvportv1.SessionRequest_Finish:
-		return "finish"
-	case *kvportv1.SessionRequest_Consumed:
-		return "consumed"
-	case *kvportv1.SessionRequest_Reset_:
-		return "reset"
-	case *kvportv1.SessionRequest_Stats:
-		return "stats"
-	case *kvportv1.SessionRequest_Events:
-		return "events"
-	case *kvportv1.SessionRequest_Renewals:
-		return "renewals"
-	}
-	return "close"
-}
-
 // dispatch runs one call and fills its answer.
 func (s *session) dispatch(ctx context.Context, c *call, answer *kvportv1.SessionResponse) error {
 	if open, ok := c.request.GetCall().(*kvportv1.SessionRequest_Open); ok {
@@ -68,7 +35,7 @@ func (s *session) dispatch(ctx context.Context, c *call, answer *kvportv1.Sessio
 	s.mu.Unlock()
 	switch {
 	case side == nil:
-		return fmt.Errorf("%s: the side is not open: %w", callName(c.request), connector.ErrIncompatible)
+		return fmt.Errorf("%s: the side is not open: %w", wire.CallName(c.request), connector.ErrIncompatible)
 	case side.worker != nil:
 		return callWorker(ctx, c, side, answer)
 	}
@@ -100,7 +67,7 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 		}
 		move, m = reshaper.Reshape, request.Reshape
 	default:
-		return fmt.Errorf("%s is not for a worker side: %w", callName(c.request), connector.ErrIncompatible)
+		return fmt.Errorf("%s is not for a worker side: %w", wire.CallName(c.request), connector.ErrIncompatible)
 	}
 	if err := fault.Point("sdk.move"); err != nil {
 		return err
@@ -189,7 +156,7 @@ func callBeside(ctx context.Context, c *call, scheduler connector.Scheduler, ans
 	case *kvportv1.SessionRequest_Renewals:
 		return callRenewals(ctx, scheduler, request.Renewals, answer)
 	}
-	return fmt.Errorf("%s is not for a scheduler side: %w", callName(c.request), connector.ErrIncompatible)
+	return fmt.Errorf("%s is not for a scheduler side: %w", wire.CallName(c.request), connector.ErrIncompatible)
 }
 
 func callRenewals(ctx context.Context, scheduler connector.Scheduler, m *kvportv1.RenewalsRequest, answer *kvportv1.SessionResponse) error {
@@ -318,7 +285,7 @@ func (s *session) openWorker(ctx context.Context, o *wire.Open) (_ *side, err er
 	if s.server.plugin.Worker == nil {
 		return nil, fmt.Errorf("connector %s has no worker side: %w", s.server.plugin.Name, connector.ErrIncompatible)
 	}
-	views, unmap, err := s.server.regions.acquire(o.Regions)
+	views, unmap, err := s.server.regions.acquire(o.Regions, shm.Map)
 	if err != nil {
 		return nil, err
 	}

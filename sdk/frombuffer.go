@@ -90,8 +90,8 @@ func (s *bufferStore) take(ctx context.Context, items []connector.Item, places [
 	if ctx.Err() == nil && waiting.Err() != nil && isDone(err) {
 		cause = fmt.Errorf("block was taken by another load: %w", connector.ErrGone)
 	}
-	var some *connector.ItemError
-	if !errors.As(err, &some) {
+	some, is := errors.AsType[*connector.ItemError](err)
+	if !is {
 		return cause
 	}
 	for _, i := range some.Items {

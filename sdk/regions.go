@@ -28,17 +28,12 @@ type sharedRegion struct {
 	refs   int
 }
 
-// acquire maps all regions of a session, in order. free unmaps those that nobody else uses.
-func (r *regions) acquire(want []wire.Region) (_ [][]byte, free func() error, err error) {
-	return r.acquireBy(want, shm.Map)
-}
-
 // arena maps the arena of a session. It returns nil if the session has none.
 func (r *regions) arena(want wire.Region) (_ []byte, free func() error, err error) {
 	if want.Size == 0 {
 		return nil, func() error { return nil }, nil
 	}
-	views, free, err := r.acquireBy([]wire.Region{want}, shm.MapOnDemand)
+	views, free, err := r.acquire([]wire.Region{want}, shm.MapOnDemand)
 	if err != nil {
 		return nil, nil, fmt.Errorf("arena: %w", err)
 	}
@@ -51,7 +46,7 @@ func (r *regions) board(want wire.Region) (_ *shm.BoardView, free func() error, 
 	if want.Size == 0 {
 		return nil, func() error { return nil }, nil
 	}
-	views, unmap, err := r.acquireBy([]wire.Region{want}, shm.Map)
+	views, unmap, err := r.acquire([]wire.Region{want}, shm.Map)
 	if err != nil {
 		return nil, func() error { return nil }, fmt.Errorf("progress: %w", err)
 	}
@@ -67,7 +62,8 @@ func (r *regions) board(want wire.Region) (_ *shm.BoardView, free func() error, 
 
 type mapper func(fd int, size int64) (*shm.Region, error)
 
-func (r *regions) acquireBy(want []wire.Region, mapIt mapper) (_ [][]byte, free func() error, err error) {
+// acquire maps all regions of a session, in order. free unmaps those that nobody else uses.
+func (r *regions) acquire(want []wire.Region, mapIt mapper) (_ [][]byte, free func() error, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	var ids []fileID
@@ -112,9 +108,6 @@ func (r *regions) one(w wire.Region, mapIt mapper) (fileID, *shm.Region, error) 
 	}
 	if err != nil {
 		return id, nil, err
-	}
-	if r.mapped == nil {
-		r.mapped = map[fileID]*sharedRegion{}
 	}
 	r.mapped[id] = &sharedRegion{region: region, refs: 1}
 	return id, region, nil

@@ -38,9 +38,6 @@ func (b *bells) acquire(fd int) (*sharedBell, error) {
 			return nil, err
 		}
 		shared = &sharedBell{Bell: bell, fd: fd}
-		if b.open == nil {
-			b.open = map[int]*sharedBell{}
-		}
 		b.open[fd] = shared
 	}
 	shared.refs++

@@ -1,6 +1,7 @@
 package sdk
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -35,10 +36,10 @@ type Server struct {
 
 // NewServer makes the server of a connector. A nil log drops everything.
 func NewServer(p connector.Plugin, log *slog.Logger) *Server {
-	if log == nil {
-		log = slog.New(slog.DiscardHandler)
+	return &Server{
+		plugin: p, log: cmp.Or(log, slog.New(slog.DiscardHandler)),
+		regions: regions{mapped: map[fileID]*sharedRegion{}}, bells: bells{open: map[int]*sharedBell{}},
 	}
-	return &Server{plugin: p, log: log}
 }
 
 // Panics counts the panics of the connector that were recovered.

@@ -198,7 +198,7 @@ func (s *session) serve(ctx context.Context, c *call) {
 	answer := &kvportv1.SessionResponse{}
 	err := ctx.Err() // the call may have been cancelled while it waited
 	if err == nil {
-		err = s.server.call(s.logger(), callName(c.request), func() error { return s.dispatch(ctx, c, answer) })
+		err = s.server.call(s.logger(), wire.CallName(c.request), func() error { return s.dispatch(ctx, c, answer) })
 	}
 	s.finish(c, answer, err)
 }
@@ -238,7 +238,7 @@ func (s *session) finish(c *call, answer *kvportv1.SessionResponse, err error) {
 	if err != nil {
 		answer.Error, answer.Result = wire.ErrorToProto(err), nil
 	} else if size := proto.Size(answer); size > wire.MaxMessage {
-		err := fmt.Errorf("answer to %s has %d bytes, limit %d: %w", callName(c.request), size, wire.MaxMessage, connector.ErrIncompatible)
+		err := fmt.Errorf("answer to %s has %d bytes, limit %d: %w", wire.CallName(c.request), size, wire.MaxMessage, connector.ErrIncompatible)
 		answer.Error, answer.Result = wire.ErrorToProto(err), nil
 	}
 	s.send(answer)

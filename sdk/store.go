@@ -1,6 +1,7 @@
 package sdk
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -132,9 +133,7 @@ func (s *stores) side(ctx context.Context, env connector.Env, raw json.RawMessag
 	if err := env.CheckArena(size); err != nil {
 		return storeSide{}, err
 	}
-	if env.Log == nil {
-		env.Log = slog.New(slog.DiscardHandler)
-	}
+	env.Log = cmp.Or(env.Log, slog.New(slog.DiscardHandler))
 	shared, free, err := s.acquire(ctx, env, raw)
 	if err != nil {
 		return storeSide{}, err
@@ -295,11 +294,11 @@ func (w *storeWorker) Load(ctx context.Context, t *connector.Transfer, kv *conne
 	if len(partial) == 0 {
 		return err
 	}
-	var failed *connector.BlockError
-	if err != nil && !errors.As(err, &failed) {
+	failed, some := errors.AsType[*connector.BlockError](err)
+	if err != nil && !some {
 		return err // nothing has arrived in any case
 	}
-	if failed == nil {
+	if !some {
 		failed = &connector.BlockError{Err: fmt.Errorf("partial blocks are not stored: %w", connector.ErrGone)}
 	}
 	return &connector.BlockError{Blocks: append(partial, failed.Blocks...), Err: failed.Err}
@@ -344,8 +343,8 @@ func (w *storeWorker) items(t *connector.Transfer, kv *connector.KV) (items []co
 // blockError turns the items of an *ItemError into blocks. If the error names items that do not exist, it
 // counts for all blocks.
 func blockError(err error, blocks []connector.BlockID) error {
-	var failed *connector.ItemError
-	if !errors.As(err, &failed) {
+	failed, some := errors.AsType[*connector.ItemError](err)
+	if !some {
 		return err
 	}
 	ids := make([]connector.BlockID, 0, len(failed.Items))

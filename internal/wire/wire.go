@@ -13,6 +13,7 @@ import (
 	"log/slog"
 	"math"
 	"reflect"
+	"strings"
 	"time"
 
 	"github.com/hashicorp/go-plugin"
@@ -105,6 +106,16 @@ func ServerOptions() []grpc.ServerOption {
 func DialOptions() []grpc.DialOption {
 	return []grpc.DialOption{grpc.WithDefaultCallOptions(
 		grpc.MaxCallRecvMsgSize(MaxMessage), grpc.MaxCallSendMsgSize(MaxMessage), grpc.ForceCodecV2(Codec()))}
+}
+
+// CallName is the name of a request's call, for logs and errors.
+func CallName(m *kvportv1.SessionRequest) string {
+	r := m.ProtoReflect()
+	call := r.WhichOneof(r.Descriptor().Oneofs().ByName("call"))
+	if call == nil {
+		return "unknown call"
+	}
+	return strings.ReplaceAll(string(call.Name()), "_", " ")
 }
 
 // Timeout is the timeout_us of a call that runs under ctx: 0 without a deadline, 1 for one that

@@ -3,6 +3,7 @@
 package peer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -28,15 +29,9 @@ func Open(ctx context.Context, env connector.Env, peers pipe.Peers, layered bool
 	if peers.Network == nil {
 		return nil, fmt.Errorf("open returned no network: %w", connector.ErrIncompatible)
 	}
-	if peers.Bytes == 0 {
-		peers.Bytes = defaultPeerBytes
-	}
-	if peers.Wait == 0 {
-		peers.Wait = defaultPeerWait
-	}
-	if peers.Patience == 0 {
-		peers.Patience = defaultPatience
-	}
+	peers.Bytes = cmp.Or(peers.Bytes, defaultPeerBytes)
+	peers.Wait = cmp.Or(peers.Wait, defaultPeerWait)
+	peers.Patience = cmp.Or(peers.Patience, defaultPatience)
 	var pool *lookupbuffer.Pool
 	if peers.Spill > 0 {
 		var err error
@@ -44,10 +39,7 @@ func Open(ctx context.Context, env connector.Env, peers pipe.Peers, layered bool
 			return nil, err
 		}
 	}
-	log := env.Log
-	if log == nil {
-		log = slog.New(slog.DiscardHandler)
-	}
+	log := cmp.Or(env.Log, slog.New(slog.DiscardHandler))
 	s := newStore(peers, pool, log)
 	s.layered = layered
 	if env.Role.Loads() {

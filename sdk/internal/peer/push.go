@@ -5,7 +5,9 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -339,9 +341,6 @@ type pushes struct {
 func (p *pushes) add(s *subscriber) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.subscribers == nil {
-		p.subscribers = map[*subscriber]struct{}{}
-	}
 	p.subscribers[s] = struct{}{}
 }
 
@@ -354,11 +353,7 @@ func (p *pushes) remove(s *subscriber) {
 func (p *pushes) all() []*subscriber {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	out := make([]*subscriber, 0, len(p.subscribers))
-	for s := range p.subscribers {
-		out = append(out, s)
-	}
-	return out
+	return slices.Collect(maps.Keys(p.subscribers))
 }
 
 // confirmed records how much a subscriber has received.

@@ -49,6 +49,7 @@ type Store struct {
 func newStore(peers pipe.Peers, pool *lookupbuffer.Pool, log *slog.Logger) *Store {
 	s := &Store{
 		peers: peers, log: log, holds: newHoldTable(), pushing: newPushing(), coming: newComing(), producers: map[string]*producer{}, links: map[*consumerLink]struct{}{},
+		pushes: pushes{subscribers: map[*subscriber]struct{}{}},
 		memory: lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: peers.Bytes, Keep: true, Spill: pool}),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
@@ -136,10 +137,8 @@ func (s *Store) accept() {
 }
 
 func (s *Store) pause(d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
 	select {
-	case <-timer.C:
+	case <-time.After(d):
 		return true
 	case <-s.ctx.Done():
 		return false
