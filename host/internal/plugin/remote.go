@@ -153,95 +153,68 @@ type schedulerProxy struct{ *session }
 // Match implements connector.Scheduler.
 func (p *schedulerProxy) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Match{Match: wire.QueriesToProto(queries)}}
-	return ask(ctx, p.session, "match", req, func(r *reply) ([]connector.Match, error) {
-		return wire.MatchesFromProto(r.GetMatch(), len(queries)) // one of another kind has too few
+	return ask(ctx, p.session, req, (*reply).GetMatch, func(m *kvportv1.MatchResponse) ([]connector.Match, error) {
+		return wire.MatchesFromProto(m, len(queries))
 	})
 }
 
 // Plan implements connector.Planner.
 func (p *schedulerProxy) Plan(ctx context.Context, s *connector.Step) (*connector.Plan, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Plan{Plan: wire.StepToProto(s)}}
-	return ask(ctx, p.session, "plan", req, func(r *reply) (*connector.Plan, error) {
-		if r.GetPlan() == nil {
-			return nil, wrongAnswer("plan")
-		}
-		return wire.PlanFromProto(r.GetPlan())
-	})
+	return ask(ctx, p.session, req, (*reply).GetPlan, wire.PlanFromProto)
 }
 
 // Finish implements connector.Holder.
 func (p *schedulerProxy) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Finish{Finish: wire.EndedToProto(ended)}}
-	return ask(ctx, p.session, "finish", req, func(r *reply) ([]connector.Hold, error) {
-		return wire.HoldsFromProto(r.GetFinish(), len(ended)) // one of another kind has too few
+	return ask(ctx, p.session, req, (*reply).GetFinish, func(m *kvportv1.FinishResponse) ([]connector.Hold, error) {
+		return wire.HoldsFromProto(m, len(ended))
 	})
 }
 
 // Consumed implements connector.Holder.
 func (p *schedulerProxy) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Consumed{Consumed: &kvportv1.ConsumedRequest{}}}
-	return ask(ctx, p.session, "consumed", req, func(r *reply) ([]connector.HoldID, error) {
-		if r.GetConsumed() == nil {
-			return nil, wrongAnswer("consumed")
-		}
-		return wire.ConsumedFromProto(r.GetConsumed())
-	})
+	return ask(ctx, p.session, req, (*reply).GetConsumed, wire.ConsumedFromProto)
 }
 
 // Renewals implements connector.Leaser.
 func (p *schedulerProxy) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Renewals{Renewals: wire.RenewalsToProto(ended)}}
-	return ask(ctx, p.session, "renewals", req, func(r *reply) ([]connector.HoldID, error) {
-		if r.GetRenewals() == nil {
-			return nil, wrongAnswer("renewals")
-		}
-		return wire.RenewedFromProto(r.GetRenewals())
-	})
+	return ask(ctx, p.session, req, (*reply).GetRenewals, wire.RenewedFromProto)
 }
 
 // Reset implements connector.Resetter.
 func (p *schedulerProxy) Reset(ctx context.Context) (bool, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Reset_{Reset_: &kvportv1.ResetRequest{}}}
-	return ask(ctx, p.session, "reset", req, func(r *reply) (bool, error) {
-		if r.GetReset_() == nil {
-			return false, wrongAnswer("reset")
-		}
-		return r.GetReset_().GetEmptied(), nil
-	})
+	return ask(ctx, p.session, req, (*reply).GetReset_, func(m *kvportv1.ResetResponse) (bool, error) { return m.GetEmptied(), nil })
 }
 
 // Stats implements connector.StatsSource.
 func (p *schedulerProxy) Stats(ctx context.Context) ([]connector.Stat, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Stats{Stats: &kvportv1.StatsRequest{}}}
-	return ask(ctx, p.session, "stats", req, func(r *reply) ([]connector.Stat, error) {
-		if r.GetStats() == nil {
-			return nil, wrongAnswer("stats")
-		}
-		return wire.StatsFromProto(r.GetStats())
-	})
+	return ask(ctx, p.session, req, (*reply).GetStats, wire.StatsFromProto)
 }
 
 // Events implements connector.EventSource.
 func (p *schedulerProxy) Events(ctx context.Context) ([]connector.BlockEvent, error) {
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Events{Events: &kvportv1.EventsRequest{}}}
-	return ask(ctx, p.session, "events", req, func(r *reply) ([]connector.BlockEvent, error) {
-		if r.GetEvents() == nil {
-			return nil, wrongAnswer("events")
-		}
-		return wire.EventsFromProto(r.GetEvents())
-	})
+	return ask(ctx, p.session, req, (*reply).GetEvents, wire.EventsFromProto)
 }
 
-// ask makes one call of the scheduler side and reads the answer. One that breaks the protocol is
-// counted.
-func ask[T any](ctx context.Context, s *session, name string, req *kvportv1.SessionRequest, read func(*reply) (T, error)) (T, error) {
+// ask makes one call of the scheduler side, gets its kind of answer and reads that. One that breaks the protocol
+// is counted.
+func ask[M, T any](ctx context.Context, s *session, req *kvportv1.SessionRequest, get func(*reply) *M, read func(*M) (T, error)) (v T, err error) {
 	r, err := s.call(ctx, req, schedulerPatience)
 	if err != nil {
-		var none T
-		return none, err
+		return v, err
 	}
-	v, err := read(r)
-	return v, s.broken(name, err)
+	if m := get(r); m != nil {
+		v, err = read(m)
+	} else {
+		err = wrongAnswer(req)
+	}
+	return v, s.broken(req, err)
 }
 
 // Close implements connector.Scheduler.
@@ -252,9 +225,9 @@ func (p *schedulerProxy) Close() error {
 }
 
 // broken counts an answer that breaks the protocol and passes its error on.
-func (s *session) broken(call string, err error) error {
+func (s *session) broken(req *kvportv1.SessionRequest, err error) error {
 	if err != nil {
-		s.violated(call + ": " + err.Error())
+		s.violated(wire.CallName(req) + ": " + err.Error())
 	}
 	return err
 }
@@ -287,7 +260,7 @@ func (p *workerProxy) Save(ctx context.Context, t *connector.Transfer, _ *connec
 func (p *workerProxy) move(ctx context.Context, req *kvportv1.SessionRequest) error {
 	r, err := p.call(ctx, req, forever)
 	if err == nil && r.GetMoved() == nil {
-		err = p.broken("load or save", wrongAnswer("load or save"))
+		err = p.broken(req, wrongAnswer(req))
 	}
 	return err
 }

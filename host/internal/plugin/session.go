@@ -76,7 +76,7 @@ func (r *Remote) openSession(ctx context.Context, open *wire.Open) (*session, er
 	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Open{Open: wire.OpenToProto(open)}}
 	answer, err := s.call(ctx, req, 0)
 	if err == nil && answer.GetOpened() == nil {
-		err = wrongAnswer("open")
+		err = wrongAnswer(req)
 	}
 	if err == nil {
 		s.openRing(answer.GetOpened().GetRing())
@@ -95,8 +95,8 @@ func (r *Remote) openSession(ctx context.Context, open *wire.Open) (*session, er
 	return s, nil
 }
 
-func wrongAnswer(call string) error {
-	return fmt.Errorf("the answer to %s is of another kind: %w", call, wire.ErrMalformed)
+func wrongAnswer(req *kvportv1.SessionRequest) error {
+	return fmt.Errorf("the answer to %s is of another kind: %w", wire.CallName(req), wire.ErrMalformed)
 }
 
 // Capabilities implements connector.Partial.
@@ -139,9 +139,7 @@ func (s *session) call(ctx context.Context, req *kvportv1.SessionRequest, patien
 	go s.cancel(req.Id, overRing) // sending blocks when the plugin does not read
 	var late <-chan time.Time
 	if patience != forever {
-		timer := time.NewTimer(patience)
-		defer timer.Stop()
-		late = timer.C
+		late = time.After(patience)
 	}
 	select {
 	case r := <-answer:
