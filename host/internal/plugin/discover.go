@@ -16,10 +16,10 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
-	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/host/internal/config"
@@ -134,16 +134,13 @@ func probe(ctx context.Context, paths []string, name string) ([]Found, *Binary) 
 	ctx, cancel := context.WithCancel(ctx)
 	found := make([]Found, len(paths))
 	answers := make(chan int, len(paths))
-	var group errgroup.Group
-	defer func() {
-		cancel() // kills who still runs
-		_ = group.Wait()
-	}()
+	var work sync.WaitGroup
+	defer work.Wait()
+	defer cancel() // kills who still runs
 	for i, path := range paths {
-		group.Go(func() error {
+		work.Go(func() {
 			found[i] = look(ctx, path)
 			answers <- i
-			return nil
 		})
 	}
 	settled := time.NewTimer(settleWait)
@@ -185,14 +182,11 @@ type Found struct {
 func List(ctx context.Context, paths []string) []Found {
 	files := candidates(paths)
 	found := make([]Found, len(files))
-	var group errgroup.Group
+	var work sync.WaitGroup
 	for i, path := range files {
-		group.Go(func() error {
-			found[i] = look(ctx, path)
-			return nil
-		})
+		work.Go(func() { found[i] = look(ctx, path) })
 	}
-	_ = group.Wait() // each error is kept in its place
+	work.Wait()
 	return found
 }
 

@@ -247,9 +247,7 @@ func inheritedFences() ([]*os.File, error) {
 			n, err = unix.FcntlInt(uintptr(n), unix.F_DUPFD_CLOEXEC, 0)
 		}
 		if err != nil {
-			for _, f := range out {
-				_ = f.Close()
-			}
+			closeAll(out)
 			return nil, fmt.Errorf("%s names %q: %w", wire.FenceKey, text, err)
 		}
 		out = append(out, os.NewFile(uintptr(n), "fence"))

@@ -35,19 +35,9 @@ func (p *heartbeat) beat(ctx context.Context) error {
 	defer cancel()
 	answer := make(chan error, 1)
 	go func() { answer <- p.ask(ctx) }()
-	tick := max(p.limit/heartbeatTicks, 1)
-	ticker := time.NewTicker(tick)
-	defer ticker.Stop()
 	began := time.Now()
-	for last, counted := began, time.Duration(0); counted < p.limit; {
-		select {
-		case err := <-answer:
-			return err
-		case <-ticker.C:
-		}
-		now := time.Now()
-		counted += runnableTime(now.Sub(last), tick, p.waited())
-		last = now
+	if err, answered := runs(p.limit, p.waited, answer); answered {
+		return err
 	}
 	took := time.Since(began)
 	cancel()
@@ -55,6 +45,28 @@ func (p *heartbeat) beat(ctx context.Context) error {
 		return fmt.Errorf("no heartbeat within %s, waited %s: %w", p.limit, took.Round(time.Millisecond), err)
 	}
 	return nil
+}
+
+// runs waits until a plugin could have used all of limit, or for what comes before that. waited is the time for
+// which the plugin has waited since the last call; nil: none.
+func runs[T any](limit time.Duration, waited func() time.Duration, before <-chan T) (what T, came bool) {
+	tick := max(limit/heartbeatTicks, 1)
+	ticker := time.NewTicker(tick)
+	defer ticker.Stop()
+	for last, counted := time.Now(), time.Duration(0); counted < limit; {
+		select {
+		case what = <-before:
+			return what, true
+		case <-ticker.C:
+		}
+		now, lost := time.Now(), time.Duration(0)
+		if waited != nil {
+			lost = waited()
+		}
+		counted += runnableTime(now.Sub(last), tick, lost)
+		last = now
+	}
+	return what, false
 }
 
 // runnableTime is how much of the time since the last tick the plugin could have used. A host that comes late
@@ -106,28 +118,14 @@ func stateOf(path string) byte {
 // busy machine delays a start and does not fail it: see heartbeat, whose rules these are. Its cause is then
 // DeadlineExceeded. waits may be nil.
 func Patient(ctx context.Context, limit time.Duration, waits func() time.Duration) (context.Context, context.CancelFunc) {
-	tick := max(limit/heartbeatTicks, 1)
-	ctx, release := context.WithTimeout(ctx, heartbeatStretch*limit+tick)
+	ctx, release := context.WithTimeout(ctx, heartbeatStretch*limit+max(limit/heartbeatTicks, 1))
 	ctx, end := context.WithCancelCause(ctx)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		ticker := time.NewTicker(tick)
-		defer ticker.Stop()
-		for last, counted := time.Now(), time.Duration(0); counted < limit; {
-			select {
-			case <-ctx.Done():
-				return
-			case <-ticker.C:
-			}
-			now, waited := time.Now(), time.Duration(0)
-			if waits != nil {
-				waited = waits()
-			}
-			counted += runnableTime(now.Sub(last), tick, waited)
-			last = now
+		if _, ended := runs(limit, waits, ctx.Done()); !ended {
+			end(context.DeadlineExceeded)
 		}
-		end(context.DeadlineExceeded)
 	}()
 	return ctx, func() {
 		end(context.Canceled)

@@ -4,6 +4,7 @@
 package plugin
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -108,15 +109,14 @@ func Launch(ctx context.Context, prog *Program, opts *Options) (*Process, error)
 	if err != nil {
 		p.cleanup()
 		if p.run != nil {
-			err = p.run.blame("", err)
+			err = p.Blame(err)
 		}
 		return nil, fmt.Errorf("%w: plugin %s: %w", config.Err, prog.Path, err)
 	}
 	fault.Crash("host.handshake.done")
 	p.violated = opts.Violated
 	go p.watch()
-	p.beats.Add(1)
-	go p.beat(opts.Heartbeat)
+	p.beats.Go(func() { p.beat(opts.Heartbeat) })
 	return p, nil
 }
 
@@ -348,9 +348,7 @@ func (p *Process) Kill() {
 // KillFor ends the process with SIGKILL and does not wait. The first reason counts.
 func (p *Process) KillFor(reason error) {
 	p.mu.Lock()
-	if p.reason == nil {
-		p.reason = reason
-	}
+	p.reason = cmp.Or(p.reason, reason)
 	p.mu.Unlock()
 	p.run.kill()
 }
@@ -423,7 +421,6 @@ func (p *Process) cleanup() {
 
 // beat asks for a sign of life again and again, and kills a plugin that gives none.
 func (p *Process) beat(h Heartbeat) {
-	defer p.beats.Done()
 	queue := runQueue{folders: []string{taskFolder(p.PID())}}
 	plugin := heartbeat{limit: h.Limit, ask: p.Heartbeat, waited: queue.waited}
 	ticker := time.NewTicker(h.Interval)

@@ -252,24 +252,17 @@ func (r *runner) HostToPlugin(network, addr string) (string, string, error) {
 	return network, addr, nil
 }
 
-// blame completes the error of a phase that a plugin did not live through or did not answer in: with
-// how its process ended and the last line that it wrote to standard error. The process must be reaped.
-func (r *runner) blame(phase string, err error) error {
-	if phase != "" {
-		err = fmt.Errorf("%s: %w", phase, err)
-	}
-	if how := r.ending(); how != "" {
+// Blame completes the error of a phase that the plugin did not live through or did not answer in: with how
+// its process ended and the last line that it wrote to standard error. The process must be reaped.
+func (p *Process) Blame(err error) error {
+	if how := p.run.ending(); how != "" {
 		err = fmt.Errorf("%w; its process ended: %s", err, how)
 	}
-	if line := r.lines.lastLine(); line != "" {
+	if line := p.run.lines.lastLine(); line != "" {
 		err = fmt.Errorf("%w; its last line on standard error: %s", err, strictjson.Quote(line))
 	}
 	return err
 }
-
-// Blame completes the error of a phase that the plugin did not live through or did not answer in: with how
-// its process ended and the last line that it wrote to standard error.
-func (p *Process) Blame(err error) error { return p.run.blame("", err) }
 
 // ending is how the process ended; empty if it was we who killed it, or it never ran.
 func (r *runner) ending() string {
