@@ -80,11 +80,9 @@ func (q *eventQueue) close(patience time.Duration) {
 	q.closed = true
 	q.mu.Unlock()
 	q.signal()
-	timer := time.NewTimer(patience)
-	defer timer.Stop()
 	select {
 	case <-q.done:
-	case <-timer.C:
+	case <-time.After(patience):
 		close(q.giveUp)
 		<-q.done
 	}
@@ -156,7 +154,6 @@ func (h *Host) report(events []connector.BlockEvent) {
 // watchEvents waits for events of the connector and passes them on. What was reported before the plugin
 // started again is no longer known to hold: that is a gap.
 func (g *generation) watchEvents(life context.Context) {
-	defer g.work.Done()
 	h := g.h
 	if g.n > 1 {
 		h.blockEvents.gap = true

@@ -95,23 +95,18 @@ func (h *Host) newGeneration(n uint64, proc body, sched connector.Scheduler) *ge
 func (g *generation) serve() {
 	var life context.Context
 	life, g.retire = context.WithCancel(context.Background())
-	g.work.Add(1)
-	go g.callScheduler(life)
+	g.work.Go(func() { g.callScheduler(life) })
 	if g.caps&connector.CanHold != 0 {
-		g.work.Add(1)
-		go g.watchHolds(life)
+		g.work.Go(func() { g.watchHolds(life) })
 	}
 	if g.caps&connector.CanHold != 0 && g.caps&connector.CanLease != 0 {
-		g.work.Add(1)
-		go g.watchLeases(life)
+		g.work.Go(func() { g.watchLeases(life) })
 	}
 	if g.caps&connector.CanStat != 0 {
-		g.work.Add(1)
-		go g.watchStats(life)
+		g.work.Go(func() { g.watchStats(life) })
 	}
 	if g.caps&connector.CanEvents != 0 && g.h.blockEvents.out != nil {
-		g.work.Add(1)
-		go g.watchEvents(life)
+		g.work.Go(func() { g.watchEvents(life) })
 	}
 	list := []io.Closer{g.sched}
 	for _, w := range g.workers {
@@ -119,8 +114,7 @@ func (g *generation) serve() {
 	}
 	for _, side := range list {
 		if gone := endOf(side); gone != nil {
-			g.work.Add(1)
-			go g.watchSide(life, gone)
+			g.work.Go(func() { g.watchSide(life, gone) })
 		}
 	}
 }
@@ -136,7 +130,6 @@ func endOf(side io.Closer) <-chan struct{} {
 // watchSide ends a plugin that ends one of its sides: its calls have no answers any more, and only
 // the end of the process says that their blocks are free.
 func (g *generation) watchSide(life context.Context, gone <-chan struct{}) {
-	defer g.work.Done()
 	select {
 	case <-gone:
 		g.down(errors.New("the plugin ended a session"))
@@ -221,7 +214,6 @@ func (g *generation) enqueue(j job) {
 
 // callScheduler makes the calls of the scheduler side, one at a time.
 func (g *generation) callScheduler(life context.Context) {
-	defer g.work.Done()
 	dead := false
 	for {
 		g.mu.Lock()
@@ -280,7 +272,6 @@ func (g *generation) killFor(k tracker.Kill) {
 
 // watchHolds learns what consumers have fetched.
 func (g *generation) watchHolds(life context.Context) {
-	defer g.work.Done()
 	holder, ok := connector.As[connector.Holder](g.sched)
 	for ok && life.Err() == nil {
 		ids, err := holder.Consumed(life)
@@ -299,7 +290,6 @@ func (g *generation) watchHolds(life context.Context) {
 
 // watchLeases learns which holds stay longer and tells which are over.
 func (g *generation) watchLeases(life context.Context) {
-	defer g.work.Done()
 	leaser, ok := connector.As[connector.Leaser](g.sched)
 	for ok && life.Err() == nil {
 		g.h.mu.Lock()
@@ -322,10 +312,8 @@ func (g *generation) watchLeases(life context.Context) {
 
 // pause waits, but not beyond the end of ctx.
 func pause(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
 	select {
-	case <-timer.C:
+	case <-time.After(d):
 	case <-ctx.Done():
 	}
 }

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -83,9 +84,7 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 		progress: map[uint64]*stepProgress{}, resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(),
 		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
-	if h.log == nil {
-		h.log = slog.New(slog.DiscardHandler)
-	}
+	h.log = cmp.Or(h.log, slog.New(slog.DiscardHandler))
 	if n := plugin.SweepSockets(plugin.SocketRoots(), time.Now()); n > 0 {
 		h.log.Debug("removed socket folders of engines that were killed", "folders", n)
 	}
@@ -108,9 +107,8 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	var life context.Context
 	life, h.leave = context.WithCancel(context.Background())
 	h.install(first)
-	h.work.Add(2)
-	go h.supervise(life, first)
-	go h.watchClock()
+	h.work.Go(func() { h.supervise(life, first) })
+	h.work.Go(h.watchClock)
 	return h, nil
 }
 
@@ -370,7 +368,6 @@ func (h *Host) noteIdle() {
 
 // watchClock lets the tracker know when a deadline has passed.
 func (h *Host) watchClock() {
-	defer h.work.Done()
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	for {

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -55,9 +56,7 @@ func Launch(ctx context.Context, path string, opts LaunchOptions) (*Process, err
 // launch is Launch for a program, with the defaults of what opts do not say.
 func launch(ctx context.Context, prog *plugin.Program, opts LaunchOptions) (*plugin.Process, error) {
 	defaults := DefaultSettings()
-	if opts.Log == nil {
-		opts.Log = slog.New(slog.DiscardHandler)
-	}
+	opts.Log = cmp.Or(opts.Log, slog.New(slog.DiscardHandler))
 	if opts.Handshake <= 0 {
 		opts.Handshake = defaults.Deadlines.Handshake
 	}

@@ -52,23 +52,15 @@ func (h *Host) Match(q connector.Query, signed []byte) connector.Match {
 	h.do(actions)
 	if wait {
 		h.mu.Unlock()
-		await(w.ready, patience-time.Since(began))
+		select {
+		case <-w.ready:
+		case <-time.After(patience - time.Since(began)):
+		}
 		h.mu.Lock()
 		h.waiter = nil
 	}
 	defer h.mu.Unlock()
 	return h.tracker.Match(time.Now(), q.Request)
-}
-
-func await(ready <-chan struct{}, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ready:
-		return true
-	case <-timer.C:
-		return false
-	}
 }
 
 // bring opens the ticket that came with a request's first question. The caller holds mu.
@@ -108,12 +100,10 @@ func (h *Host) probe(q connector.Query, patience time.Duration) connector.Match 
 		answer <- m
 	}}})
 	h.mu.Unlock()
-	timer := time.NewTimer(patience)
-	defer timer.Stop()
 	select {
 	case m := <-answer:
 		return m
-	case <-timer.C:
+	case <-time.After(patience):
 		return connector.Match{Later: true}
 	}
 }

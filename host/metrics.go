@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -180,9 +181,7 @@ func (s *connectorStats) take(gen uint64, stats []connector.Stat) (err error) {
 		} else if e = f.info.Check(v); e == nil {
 			e = s.note(f, gen, v)
 		}
-		if err == nil {
-			err = e
-		}
+		err = cmp.Or(err, e)
 	}
 	return err
 }
@@ -248,7 +247,6 @@ func (s *connectorStats) values() []connector.Stat {
 
 // watchStats asks the connector for its numbers again and again.
 func (g *generation) watchStats(life context.Context) {
-	defer g.work.Done()
 	source, ok := connector.As[connector.StatsSource](g.sched)
 	for ok && life.Err() == nil {
 		ctx, cancel := context.WithTimeout(life, statsWait)

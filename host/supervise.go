@@ -56,7 +56,6 @@ func (k *keeper[L]) keep(ctx context.Context, b Breaker, first L, n uint64) {
 
 // supervise keeps a plugin running until the host closes. g is at work already.
 func (h *Host) supervise(life context.Context, g *generation) {
-	defer h.work.Done()
 	defer close(h.left)
 	k := keeper[*generation]{
 		start: func(ctx context.Context, n uint64) (*generation, error) {

@@ -9,14 +9,17 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -74,22 +77,22 @@ type server struct {
 
 	mu        sync.Mutex // guards all below; no call that waits is made under it
 	conns     map[*conn]struct{}
-	peers     map[int]*peer // processes that attached and have not ended
-	came      bool          // one ever attached
-	since     time.Time     // when the last connection ended
+	peers     map[int]*osProcess // processes that attached and have not ended
+	came      bool               // one ever attached
+	since     time.Time          // when the last connection ended
 	sched     *conn
 	seats     map[int]*seat // by rank
 	version   uint64        // of seats and of who steps
 	settled   uint64        // the version that the keeper has dealt with
 	retired   []*host.Region
-	session   *session         // nil while the connector is not open
-	used      bool             // the scheduler has said something that the session keeps
-	waiting   []*conn          // schedulers whose answer waits for the keeper
-	processes []*pluginProcess // processes of plugins, as far as is known
-	last      uint64           // the greatest id of a step
-	tardy     bool             // the last ticket of a holder came too late
-	reported  string           // state that was told last
-	failure   error            // why the connector did not open
+	session   *session     // nil while the connector is not open
+	used      bool         // the scheduler has said something that the session keeps
+	waiting   []*conn      // schedulers whose answer waits for the keeper
+	processes []*osProcess // processes of plugins, as far as is known
+	last      uint64       // the greatest id of a step
+	tardy     bool         // the last ticket of a holder came too late
+	reported  string       // state that was told last
+	failure   error        // why the connector did not open
 
 	wake chan struct{}
 	work sync.WaitGroup
@@ -111,16 +114,14 @@ var errOver = errors.New("the engine has ended")
 func Run(ctx context.Context, cfg Config) error { return run(ctx, cfg, defaultLimits()) }
 
 func run(ctx context.Context, cfg Config, l limits) error {
-	if cfg.Log == nil {
-		cfg.Log = slog.New(slog.DiscardHandler)
-	}
+	cfg.Log = cmp.Or(cfg.Log, slog.New(slog.DiscardHandler))
 	sock, err := listen(cfg.Socket)
 	if err != nil {
 		return err
 	}
 	s := &server{
 		cfg: cfg, limits: l, log: cfg.Log, life: uint64(time.Now().UnixNano()), ledger: newLedger(),
-		conns: map[*conn]struct{}{}, peers: map[int]*peer{}, seats: map[int]*seat{}, since: time.Now(),
+		conns: map[*conn]struct{}{}, peers: map[int]*osProcess{}, seats: map[int]*seat{}, since: time.Now(),
 		wake: make(chan struct{}, 1),
 	}
 	if cfg.Build != nil {
@@ -273,7 +274,7 @@ func (s *server) meet(c *conn) error {
 }
 
 // bury forgets a process that has ended.
-func (s *server) bury(p *peer) {
+func (s *server) bury(p *osProcess) {
 	s.mu.Lock()
 	if s.peers[p.pid] == p {
 		delete(s.peers, p.pid)
@@ -291,10 +292,7 @@ func (s *server) bury(p *peer) {
 // disperse ends all connections, when what was said last has been sent.
 func (s *server) disperse() {
 	s.mu.Lock()
-	var conns []*conn
-	for c := range s.conns {
-		conns = append(conns, c)
-	}
+	conns := slices.Collect(maps.Keys(s.conns))
 	for _, p := range s.peers {
 		p.close()
 	}

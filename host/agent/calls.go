@@ -202,7 +202,7 @@ func (s *server) sit(c *conn, id uint64, a *rankAttach) (replaced *conn) {
 // left nothing behind. The caller holds mu.
 func (s *server) greet(c *conn, id uint64, scheduler bool) (sent <-chan struct{}, err error) {
 	c.attachID = id
-	s.processes = slices.DeleteFunc(s.processes, (*pluginProcess).gone)
+	s.processes = slices.DeleteFunc(s.processes, (*osProcess).gone)
 	for _, g := range s.processes {
 		if sent, err = s.introduce(c, g); err != nil { // the last is sent last
 			return nil, err
@@ -318,13 +318,11 @@ func (s *server) finish(c *conn, id uint64, m *kvportv1.Ended) error {
 		wait /= 10
 	}
 	s.work.Go(func() {
-		timer := time.NewTimer(wait)
-		defer timer.Stop()
 		var ticket []byte
 		late := false
 		select {
 		case ticket = <-later:
-		case <-timer.C:
+		case <-time.After(wait):
 			late = true
 		}
 		s.mu.Lock()

@@ -2,6 +2,7 @@ package agent
 
 import (
 	"bufio"
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -189,9 +190,7 @@ func (c *conn) finish() {
 func (c *conn) cut(why error) {
 	c.mu.Lock()
 	c.closed = true
-	if c.why == nil {
-		c.why = why
-	}
+	c.why = cmp.Or(c.why, why)
 	c.mu.Unlock()
 	_ = c.Close()
 	c.signal()
@@ -270,8 +269,8 @@ func (l *letter) drop() {
 	}
 }
 
-// peer is a process at the other end of connections.
-type peer struct {
+// osProcess is a process at the other end of connections, or one of a plugin: a connector that is made of others has several.
+type osProcess struct {
 	pid   int
 	pidfd *os.File
 }
@@ -287,7 +286,7 @@ func credentials(c *net.UnixConn) (*unix.Ucred, error) {
 }
 
 // newPeer opens the process that made a connection.
-func newPeer(c *net.UnixConn, pid int) (*peer, error) {
+func newPeer(c *net.UnixConn, pid int) (*osProcess, error) {
 	fd := -1
 	err := control(c, func(conn int) (err error) {
 		if fd, err = unix.GetsockoptInt(conn, unix.SOL_SOCKET, unix.SO_PEERPIDFD); err != nil { // before Linux 6.5
@@ -302,11 +301,20 @@ func newPeer(c *net.UnixConn, pid int) (*peer, error) {
 	if err := unix.SetNonblock(fd, true); err != nil {
 		return nil, errors.Join(os.NewSyscallError("fcntl", err), unix.Close(fd))
 	}
-	return &peer{pid: pid, pidfd: os.NewFile(uintptr(fd), "pidfd")}, nil
+	return &osProcess{pid: pid, pidfd: os.NewFile(uintptr(fd), "pidfd")}, nil
 }
 
-// wait returns true when the process has ended, and false when the peer was closed before.
-func (p *peer) wait() bool {
+// gone reports whether the process has ended, and lets go of it if so.
+func (p *osProcess) gone() bool {
+	ended := readable(int(p.pidfd.Fd()))
+	if ended {
+		p.close()
+	}
+	return ended
+}
+
+// wait returns true when the process has ended, and false when it was let go of before.
+func (p *osProcess) wait() bool {
 	raw, err := p.pidfd.SyscallConn()
 	if err != nil {
 		return false
@@ -322,7 +330,7 @@ func readable(pidfd int) bool {
 	return err == nil && n == 1
 }
 
-func (p *peer) close() { _ = p.pidfd.Close() }
+func (p *osProcess) close() { _ = p.pidfd.Close() }
 
 // control runs f with a connection's descriptor.
 func control(c *net.UnixConn, f func(fd int) error) error {

@@ -17,23 +17,6 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// pluginProcess is a process of a plugin: a connector that is made of others has several.
-type pluginProcess struct {
-	pid   int
-	pidfd *os.File
-}
-
-func (g *pluginProcess) close() { _ = g.pidfd.Close() }
-
-// gone reports whether the process has ended, and lets go of it if so.
-func (g *pluginProcess) gone() bool {
-	ended := readable(int(g.pidfd.Fd()))
-	if ended {
-		g.close()
-	}
-	return ended
-}
-
 // keep opens and closes the connector as ranks come and go.
 func (s *server) keep(ctx context.Context) {
 	for ctx.Err() == nil {
@@ -211,8 +194,8 @@ func (s *server) announce(pid, pidfd int) error {
 		return os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
 	}
 	s.mu.Lock()
-	s.processes = slices.DeleteFunc(s.processes, (*pluginProcess).gone)
-	g := &pluginProcess{pid: pid, pidfd: os.NewFile(uintptr(fd), "pidfd")}
+	s.processes = slices.DeleteFunc(s.processes, (*osProcess).gone)
+	g := &osProcess{pid: pid, pidfd: os.NewFile(uintptr(fd), "pidfd")}
 	s.processes = append(s.processes, g)
 	conns := s.everybody()
 	sent := make([]<-chan struct{}, len(conns))
@@ -236,7 +219,7 @@ func (s *server) announce(pid, pidfd int) error {
 }
 
 // introduce queues the message about a process of a plugin. The caller holds mu.
-func (s *server) introduce(c *conn, g *pluginProcess) (sent <-chan struct{}, err error) {
+func (s *server) introduce(c *conn, g *osProcess) (sent <-chan struct{}, err error) {
 	fd, err := unix.FcntlInt(g.pidfd.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)

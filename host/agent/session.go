@@ -232,12 +232,10 @@ func (o *session) deliver(m *kvportv1.AgentAnswer) bool {
 			c.send(m)
 			return true
 		}
-		pause := time.NewTimer(readPause)
 		select {
 		case <-o.over:
-			pause.Stop()
 			return false
-		case <-pause.C:
+		case <-time.After(readPause):
 		}
 	}
 }
