@@ -189,18 +189,13 @@ const (
 
 // size is the encoded size of a scalar, or 0 for other types.
 func (k kind) size() uint64 {
-	switch k {
-	case kindU8, kindI8, kindBool:
-		return 1
-	case kindU16, kindI16:
-		return 2
-	case kindU32, kindI32, kindF32:
-		return 4
-	case kindU64, kindI64, kindF64:
-		return 8
-	default:
+	sizes := [...]uint64{
+		kindU8: 1, kindI8: 1, kindBool: 1, kindU16: 2, kindI16: 2, kindU32: 4, kindI32: 4, kindF32: 4, kindU64: 8, kindI64: 8, kindF64: 8,
+	}
+	if k >= kind(len(sizes)) {
 		return 0
 	}
+	return sizes[k]
 }
 
 // value is a metadata value, still encoded.
@@ -210,107 +205,87 @@ type value struct {
 	raw        []byte
 }
 
-func (f *File) get(key string) (value, error) {
-	v, ok := f.meta[key]
-	if !ok {
-		return value{}, fmt.Errorf("metadata key %q: %w", key, ErrMissing)
+// get decodes a metadata value, which is no want if decode says so.
+func get[T any](f *File, key, want string, decode func(value) (T, bool)) (T, error) {
+	v, there := f.meta[key]
+	if !there {
+		var none T
+		return none, fmt.Errorf("metadata key %q: %w", key, ErrMissing)
 	}
-	return v, nil
-}
-
-func wrongType(key, want string) error {
-	return fmt.Errorf("metadata key %q is no %s: %w", key, want, ErrFormat)
+	out, ok := decode(v)
+	if !ok {
+		var none T
+		return none, fmt.Errorf("metadata key %q is no %s: %w", key, want, ErrFormat)
+	}
+	return out, nil
 }
 
 // String is a string value. Errors wrap ErrMissing or ErrFormat, here and below.
 func (f *File) String(key string) (string, error) {
-	v, err := f.get(key)
-	if err != nil {
-		return "", err
-	}
-	if v.kind != kindString {
-		return "", wrongType(key, "string")
-	}
-	return string(v.raw), nil
+	return get(f, key, "string", func(v value) (string, bool) { return string(v.raw), v.kind == kindString })
 }
 
 // Uint is an integer value of any width that is not negative.
 func (f *File) Uint(key string) (uint64, error) {
-	v, err := f.get(key)
-	if err != nil {
-		return 0, err
-	}
-	n, ok := v.kind.integer(v.raw)
-	if !ok || n < 0 {
-		return 0, wrongType(key, "unsigned integer")
-	}
-	return uint64(n), nil
+	return get(f, key, "unsigned integer", func(v value) (uint64, bool) {
+		n, ok := v.kind.integer(v.raw)
+		return uint64(n), ok && n >= 0
+	})
 }
 
 // Float is a floating-point value.
 func (f *File) Float(key string) (float64, error) {
-	v, err := f.get(key)
-	if err != nil {
-		return 0, err
-	}
-	switch v.kind {
-	case kindF32:
-		return float64(math.Float32frombits(binary.LittleEndian.Uint32(v.raw))), nil
-	case kindF64:
-		return math.Float64frombits(binary.LittleEndian.Uint64(v.raw)), nil
-	default:
-		return 0, wrongType(key, "number")
-	}
+	return get(f, key, "number", func(v value) (float64, bool) {
+		switch v.kind {
+		case kindF32:
+			return float64(math.Float32frombits(binary.LittleEndian.Uint32(v.raw))), true
+		case kindF64:
+			return math.Float64frombits(binary.LittleEndian.Uint64(v.raw)), true
+		default:
+			return 0, false
+		}
+	})
 }
 
 // Bool is a truth value.
 func (f *File) Bool(key string) (bool, error) {
-	v, err := f.get(key)
-	if err != nil {
-		return false, err
-	}
-	if v.kind != kindBool || v.raw[0] > 1 {
-		return false, wrongType(key, "bool")
-	}
-	return v.raw[0] == 1, nil
+	return get(f, key, "bool", func(v value) (bool, bool) {
+		return v.kind == kindBool && v.raw[0] == 1, v.kind == kindBool && v.raw[0] <= 1
+	})
 }
 
 // Strings is an array of strings, a new slice each time.
 func (f *File) Strings(key string) ([]string, error) {
-	v, err := f.get(key)
-	if err != nil {
-		return nil, err
-	}
-	if v.kind != kindArray || v.elem != kindString {
-		return nil, wrongType(key, "array of strings")
-	}
-	r := &reader{data: v.raw}
-	out := make([]string, 0, v.count) // the parser has seen them all: 8 bytes each at least
-	for range v.count {
-		out = append(out, string(r.bytes(r.u64())))
-	}
-	return out, r.err
+	return get(f, key, "array of strings", func(v value) ([]string, bool) {
+		if v.kind != kindArray || v.elem != kindString {
+			return nil, false
+		}
+		r := &reader{data: v.raw}
+		out := make([]string, 0, v.count) // the parser has seen them all: 8 bytes each at least
+		for range v.count {
+			out = append(out, string(r.bytes(r.u64())))
+		}
+		return out, r.err == nil
+	})
 }
 
 // Ints is an array of integers that fit 32 bits, a new slice each time.
 func (f *File) Ints(key string) ([]int32, error) {
-	v, err := f.get(key)
-	if err != nil {
-		return nil, err
-	}
-	size := int(v.elem.size())
-	if v.kind != kindArray || size == 0 {
-		return nil, wrongType(key, "array of integers")
-	}
-	out := make([]int32, 0, v.count)
-	for raw := v.raw; len(raw) > 0; raw = raw[size:] {
-		n, ok := v.elem.integer(raw[:size])
-		if !ok || n != int64(int32(n)) {
-			return nil, wrongType(key, "array of 32-bit integers")
+	return get(f, key, "array of 32-bit integers", func(v value) ([]int32, bool) {
+		size := int(v.elem.size())
+		if v.kind != kindArray || size == 0 {
+			return nil, false
 		}
-		out = append(out, int32(n))
-	}
-	return out, nil
+		out := make([]int32, 0, v.count)
+		for raw := range slices.Chunk(v.raw, size) {
+			n, ok := v.elem.integer(raw)
+			if !ok || n != int64(int32(n)) {
+				return nil, false
+			}
+			out = append(out, int32(n))
+		}
+		return out, true
+	})
 }
 
 // integer decodes a scalar; false for other types and for numbers beyond int64.
