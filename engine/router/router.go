@@ -115,21 +115,20 @@ func New(c Config) (*Router, error) {
 	if c.Turns > 0 && (len(prefills) > 0 || c.Register.Verify != nil) {
 		r.turns = newTurns(c.Turns)
 	}
-	r.mux.HandleFunc("POST /v1/completions", r.generate)
-	r.mux.HandleFunc("POST /v1/chat/completions", r.generate)
-	r.mux.HandleFunc("GET /v1/models", r.models)
-	r.mux.HandleFunc("GET /v1/models/{model...}", r.models)
-	r.mux.HandleFunc("GET /health", r.health)
-	paths := map[string]string{"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET", "/v1/models/{model...}": "GET", "/health": "GET"}
-	if c.Gatherer != nil {
-		r.mux.Handle("GET /metrics", promhttp.HandlerFor(c.Gatherer, promhttp.HandlerOpts{}))
-		paths["/metrics"] = "GET"
-	}
-	for path, method := range paths {
+	handle := func(method, path string, h http.HandlerFunc) {
+		r.mux.HandleFunc(method+" "+path, h)
 		r.mux.HandleFunc(path, func(w http.ResponseWriter, req *http.Request) {
 			w.Header().Set("Allow", method)
 			refuse(w, http.StatusMethodNotAllowed, "method_not_allowed", fmt.Sprintf("%s requires %s, not %s", req.URL.Path, method, req.Method))
 		})
+	}
+	handle("POST", "/v1/completions", r.generate)
+	handle("POST", "/v1/chat/completions", r.generate)
+	handle("GET", "/v1/models", r.models)
+	handle("GET", "/v1/models/{model...}", r.models)
+	handle("GET", "/health", r.health)
+	if c.Gatherer != nil {
+		handle("GET", "/metrics", promhttp.HandlerFor(c.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
 	}
 	r.mux.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
 		refuse(w, http.StatusNotFound, "not_found", fmt.Sprintf("there is no %s", req.URL.Path))

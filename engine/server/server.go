@@ -111,10 +111,13 @@ func setDefault[T comparable](v *T, value T) { *v = cmp.Or(*v, value) }
 
 func (s *Server) routes() *http.ServeMux {
 	mux := http.NewServeMux()
-	methods := map[string]string{}
 	handle := func(method, path string, h http.HandlerFunc) {
 		mux.HandleFunc(method+" "+path, h)
-		methods[path] = method
+		mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Allow", method)
+			e := &Error{http.StatusMethodNotAllowed, "invalid_request_error", "", "method_not_allowed", fmt.Sprintf("%s requires %s, not %s", r.URL.Path, method, r.Method)}
+			e.Write(w)
+		})
 	}
 	handle("POST", "/v1/completions", s.generate(false))
 	handle("POST", "/v1/chat/completions", s.generate(true))
@@ -124,13 +127,6 @@ func (s *Server) routes() *http.ServeMux {
 	handle("POST", "/reset_prefix_cache", s.reset)
 	if s.config.Gatherer != nil {
 		handle("GET", "/metrics", promhttp.HandlerFor(s.config.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
-	}
-	for path, method := range methods {
-		mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {
-			w.Header().Set("Allow", method)
-			e := &Error{http.StatusMethodNotAllowed, "invalid_request_error", "", "method_not_allowed", fmt.Sprintf("%s requires %s, not %s", r.URL.Path, method, r.Method)}
-			e.Write(w)
-		})
 	}
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		e := &Error{http.StatusNotFound, "invalid_request_error", "", "not_found", "there is no " + r.URL.Path}
