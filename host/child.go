@@ -169,28 +169,18 @@ func (c *child) down(l *life, reason error) {
 	}
 }
 
-// scheduler is a scheduler side of the life that takes calls.
-func (c *child) scheduler(number int) (*life, connector.Scheduler, error) {
+// sideOf is a scheduler or worker side of the life that takes calls.
+func sideOf[S any](c *child, number int) (l *life, side S, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.now == nil || c.now.scheduler(number) == nil {
-		return nil, nil, c.notRunning()
+	open := false
+	if c.now != nil {
+		side, open = c.now.sides[number].(S)
 	}
-	return c.now, c.now.scheduler(number), nil
-}
-
-// worker is a worker side, likewise.
-func (c *child) worker(number int) (*life, connector.Worker, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.now == nil || c.now.worker(number) == nil {
-		return nil, nil, c.notRunning()
+	if !open {
+		return nil, side, fmt.Errorf("%s is not running: %w", c.label, connector.ErrGone)
 	}
-	return c.now, c.now.worker(number), nil
-}
-
-func (c *child) notRunning() error {
-	return fmt.Errorf("%s is not running: %w", c.label, connector.ErrGone)
+	return c.now, side, nil
 }
 
 // judge looks at the error of a call of the scheduler side: without an answer the process is at its
@@ -330,7 +320,7 @@ func (w childWorker) Save(ctx context.Context, t *connector.Transfer, kv *connec
 // move makes a call with a deadline. A child that misses it is killed, alone; the call returns when it
 // is gone.
 func (w childWorker) move(ctx context.Context, limit time.Duration, what string, t *connector.Transfer, call func(context.Context, connector.Worker) error) error {
-	l, side, err := w.worker(w.side)
+	l, side, err := sideOf[connector.Worker](w.child, w.side)
 	if err != nil {
 		return err
 	}

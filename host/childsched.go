@@ -107,7 +107,7 @@ func (s childScheduler) poll(ctx context.Context, l *life, side connector.Schedu
 // Renewals implements connector.Leaser. A life hears only of its own holds, and of what it has named
 // that is not one of them.
 func (s childScheduler) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
-	l, side, err := s.scheduler(s.side)
+	l, side, err := sideOf[connector.Scheduler](s.child, s.side)
 	if err != nil {
 		return nil, err
 	}
@@ -139,7 +139,7 @@ func (s childScheduler) Close() error { return s.closeSide(s.side) }
 
 // childCall has the life that takes calls use a power.
 func childCall[P, T any](ctx context.Context, c childScheduler, limit time.Duration, use func(context.Context, *life, P) (T, error)) (T, error) {
-	l, side, err := c.scheduler(c.side)
+	l, side, err := sideOf[connector.Scheduler](c.child, c.side)
 	if err != nil {
 		var none T
 		return none, err

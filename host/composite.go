@@ -448,7 +448,7 @@ func newChildReports(c *child) *childReports {
 // Stats implements connector.StatsSource. Counters continue when the child starts again; while it is down
 // they keep their values.
 func (s childScheduler) Stats(ctx context.Context) ([]connector.Stat, error) {
-	if l, side, err := s.scheduler(s.side); err == nil && !s.muted(l.n) {
+	if l, side, err := sideOf[connector.Scheduler](s.child, s.side); err == nil && !s.muted(l.n) {
 		source, ok := connector.As[connector.StatsSource](side)
 		if !ok {
 			return nil, connector.ErrIncompatible
