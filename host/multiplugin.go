@@ -47,7 +47,13 @@ func MultiPlugin(version string) connector.Plugin {
 	return connector.Plugin{
 		Name: MultiName, Version: version, Environment: []string{pluginPathKey, "HOME", "TMPDIR"},
 		Capabilities: multiconnector.Powers, Schema: json.RawMessage(multiSchema),
-		Describe: m.describe, Scheduler: m.scheduler, Worker: m.worker,
+		Describe: m.describe,
+		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
+			return openMulti(ctx, m, env, raw, (*composite).openScheduler)
+		},
+		Worker: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
+			return openMulti(ctx, m, env, raw, (*composite).openWorker)
+		},
 	}
 }
 
@@ -199,28 +205,18 @@ func narrow(c *Config, role connector.Role) {
 	c.Children = kept
 }
 
-func (m *multiPlugin) scheduler(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
+// openMulti opens a side of the session of an engine.
+func openMulti[S any](ctx context.Context, m *multiPlugin, env connector.Env, raw json.RawMessage,
+	open func(*composite, context.Context, connector.Env, func() error) (S, error),
+) (side S, err error) {
 	h, leave, err := m.enter(ctx, &env, raw)
 	if err != nil {
-		return nil, err
+		return side, err
 	}
-	side, err := h.composite.openScheduler(ctx, env, leave)
-	if err != nil {
-		return nil, errors.Join(incompatible(err), leave())
+	if side, err = open(h.composite, ctx, env, leave); err != nil {
+		err = errors.Join(incompatible(err), leave())
 	}
-	return side, nil
-}
-
-func (m *multiPlugin) worker(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
-	h, leave, err := m.enter(ctx, &env, raw)
-	if err != nil {
-		return nil, err
-	}
-	side, err := h.composite.openWorker(ctx, env, leave)
-	if err != nil {
-		return nil, errors.Join(incompatible(err), leave())
-	}
-	return side, nil
+	return side, err
 }
 
 // openScheduler opens the scheduler sides of all children and joins them; after is

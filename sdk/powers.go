@@ -93,7 +93,7 @@ func (s *storeScheduler) Events(ctx context.Context) ([]connector.BlockEvent, er
 	if s.watch == nil {
 		return nil, fmt.Errorf("the connector cannot %v: %w", connector.CanEvents, connector.ErrIncompatible)
 	}
-	return s.watch.events(ctx)
+	return s.watch.log.Next(ctx)
 }
 
 // put stores items. It tells a watch about them before and after.

@@ -198,7 +198,7 @@ func TestWatchIsBounded(t *testing.T) {
 	}
 	require.Len(t, w.blocks, watchedBlocks)
 	require.Len(t, w.shards, watchedBlocks)
-	events, err := w.events(t.Context())
+	events, err := w.log.Next(t.Context())
 	require.NoError(t, err)
 	require.LessOrEqual(t, len(events), connector.MaxEvents)
 	require.EqualValues(t, all+100, events[len(events)-1].Seq, "100 blocks were reported as removed")
@@ -212,7 +212,7 @@ func TestWatchIsBounded(t *testing.T) {
 	require.Equal(t, 100, removed)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	_, err = w.events(ctx)
+	_, err = w.log.Next(ctx)
 	require.ErrorIs(t, err, context.Canceled)
 }
 

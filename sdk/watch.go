@@ -1,7 +1,6 @@
 package sdk
 
 import (
-	"context"
 	"slices"
 	"sync"
 
@@ -169,6 +168,3 @@ func (w *watch) put(e connector.BlockEvent) {
 	e.Medium, e.Scope = w.medium, w.scope
 	w.log.Add(e)
 }
-
-// events waits for events and takes them.
-func (w *watch) events(ctx context.Context) ([]connector.BlockEvent, error) { return w.log.Next(ctx) }

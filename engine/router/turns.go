@@ -6,7 +6,6 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"hash/maphash"
-	"maps"
 	"slices"
 	"sync"
 )
@@ -142,7 +141,6 @@ func asksFor(params json.RawMessage, prefill, decode bool) json.RawMessage {
 	if params != nil && json.Unmarshal(params, &p) != nil {
 		p = fields{}
 	}
-	p = maps.Clone(p)
 	for name, wish := range map[string]bool{"do_remote_prefill": prefill, "do_remote_decode": decode} {
 		p[name] = json.RawMessage("false")
 		if wish {
