@@ -97,32 +97,6 @@ func TestTicketBetweenAgents(t *testing.T) {
 	require.Empty(t, p.finish("empty", 5, nil), "no full block, nothing to fetch")
 }
 
-// A request that has a ticket is asked about as long as the engine has no place for it: its producer keeps the
-// blocks only while its consumer's connector says that it waits.
-func TestQueuedTicket(t *testing.T) {
-	dir := t.TempDir()
-	c := fmt.Sprintf(`{"kv_connector": "TestConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"dir": %q, "fault": "lease"}, "kvport": {"heartbeat": {"limit": "1m"}}}`, dir)
-	o := open(t, c, nil)
-	w := worker(t, o.socket, rankAt(0, 1))
-	w.attached()
-	s := scheduler(t, o.socket)
-	hs := hashes("a", 2)
-	s.save(w, "r", hs, 0)
-	ticket := s.finish("r", 2*blockTokens, blocksOf(hs, 0))
-	require.NotEmpty(t, ticket)
-	const asked = "kvport_plugin_match_seconds"
-	before := s.counter(asked)
-	q := query("q", hs)
-	q.Ticket = ticket
-	s.step(&connector.Step{ID: 2, Arrived: []connector.Query{q, query("without", hs)}})
-	s.counts(asked, before+3)
-	s.step(&connector.Step{ID: 3, Ended: []connector.Ended{{Request: "q", Reason: connector.ReasonAbort}}})
-	s.event(finishedEvent, "q")
-	after := s.counter(asked)
-	<-time.After(5 * askTickets)
-	require.InDelta(t, after, s.counter(asked), 2, "it is still asked about; what was under way when it ended is counted later")
-}
-
 // The ranks hear that the bytes of a load are there, on all of them, before they hear that they are right.
 func TestLanded(t *testing.T) {
 	o := open(t, config(t.TempDir(), nil), nil)

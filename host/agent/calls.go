@@ -244,11 +244,6 @@ func (s *server) match(c *conn, id uint64, m *kvportv1.Query) error {
 		q.Ticket = nil
 		h.keys.query(&q)
 		found = h.host.Match(q, signed)
-		if found == (connector.Match{}) {
-			s.mu.Lock()
-			delete(h.queued, q.Request) // the engine computes it
-			s.mu.Unlock()
-		}
 	}
 	c.send(&kvportv1.AgentAnswer{Id: id, Result: &kvportv1.AgentAnswer_Match{Match: wire.MatchToProto(&found)}})
 	return nil
@@ -281,7 +276,6 @@ func (s *server) hand(step *connector.Step) error {
 	h.keys.remember(step)
 	h.keys.step(step)
 	h.expect(step)
-	h.queue(step)
 	h.host.Step(step)
 	return nil
 }

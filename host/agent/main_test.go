@@ -45,7 +45,7 @@ func withBinaries(m *testing.M) int {
 	}
 	defer os.RemoveAll(dir)
 	bin = dir
-	for name, pkg := range map[string]string{"kvport-sharedstorage": "plugins/sharedstorage", "kvport-test": "host/testdata/plugin", "kvport": "cmd/kvport"} {
+	for name, pkg := range map[string]string{"kvport-sharedstorage": "plugins/sharedstorage", "kvport": "cmd/kvport"} {
 		if out, err := exec.Command("go", "build", "-o", filepath.Join(dir, name), "github.com/kvport/kvport/"+pkg).CombinedOutput(); err != nil {
 			panic(fmt.Sprintf("build %s: %v\n%s", pkg, err, out))
 		}
@@ -462,7 +462,7 @@ func (p *process) save(w *process, id string, hs []connector.BlockKey, first con
 	require.Empty(p.t, e.GetFailed(), e.GetError())
 }
 
-// counter is the sum of a counter, or how often a histogram observed something, as the next state gives it.
+// counter is the sum of a counter, as the next state gives it.
 func (p *process) counter(name string) float64 {
 	p.t.Helper()
 	p.mu.Lock()
@@ -473,9 +473,6 @@ func (p *process) counter(name string) float64 {
 	for _, c := range m.GetState().GetCounters() {
 		if c.GetName() == name {
 			sum += c.GetValue()
-			for _, n := range c.GetHistogram().GetCounts() {
-				sum += float64(n)
-			}
 		}
 	}
 	return sum

@@ -3,7 +3,6 @@ package agent
 import (
 	"context"
 	"fmt"
-	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -27,9 +26,6 @@ type session struct {
 	tickets  map[connector.RequestID]chan []byte // finish calls that wait; guarded by s.mu
 	ranks    int
 	arriving map[connector.RequestID]*arrival // loads; guarded by s.mu
-
-	queued map[connector.RequestID]connector.Query // requests with a ticket; nil: the connector renews no leases; guarded by s.mu
-	asking chan struct{}                           // full: requests were queued
 }
 
 func newSession(s *server, h *host.Host, eng *host.Engine, keys *keyring, news <-chan host.BlockReport) *session {
@@ -38,10 +34,6 @@ func newSession(s *server, h *host.Host, eng *host.Engine, keys *keyring, news <
 		ranks: len(eng.Ranks), arriving: map[connector.RequestID]*arrival{},
 	}
 	o.work.Go(o.forward)
-	if h.Info().Capabilities&connector.CanLease != 0 {
-		o.queued, o.asking = map[connector.RequestID]connector.Query{}, make(chan struct{}, 1)
-		o.work.Go(o.askQueued)
-	}
 	if news != nil && h.Info().Capabilities&connector.CanEvents != 0 {
 		o.reports = news
 		o.work.Go(o.publish)
@@ -122,58 +114,6 @@ func numbers(ids []connector.BlockID) []int32 {
 		out[i] = int32(id)
 	}
 	return out
-}
-
-// askTickets is how often the connector is asked about queued requests that have a ticket (rule LEASE-04).
-const askTickets = 500 * time.Millisecond
-
-// queue notes which requests that have a ticket wait in the engine's queue. The engine asks about those alone for
-// which it has a place, so the others are asked about here: from their arrival until they are admitted, or have
-// ended, or the engine was told that there is nothing to load. The caller holds the server's mu.
-func (o *session) queue(step *connector.Step) {
-	if o.queued == nil {
-		return
-	}
-	for i := range step.Admitted {
-		delete(o.queued, step.Admitted[i].Request)
-	}
-	for i := range step.Ended {
-		delete(o.queued, step.Ended[i].Request)
-	}
-	for i := range step.Arrived {
-		if q := step.Arrived[i]; len(q.Ticket) > 0 {
-			o.queued[q.Request] = q
-			select {
-			case o.asking <- struct{}{}:
-			default:
-			}
-		}
-	}
-}
-
-// askQueued asks about the queued requests until the connector is closed.
-func (o *session) askQueued() {
-	again := time.NewTicker(askTickets)
-	defer again.Stop()
-	for {
-		select {
-		case <-o.over:
-			return
-		case <-o.asking:
-		case <-again.C:
-		}
-		o.s.mu.Lock()
-		for _, id := range slices.Collect(maps.Keys(o.queued)) {
-			if q, still := o.queued[id]; still { // others may have come and gone between two questions
-				signed := q.Ticket
-				q.Ticket = nil
-				o.host.Match(q, signed)
-			}
-			o.s.mu.Unlock()
-			o.s.mu.Lock()
-		}
-		o.s.mu.Unlock()
-	}
 }
 
 // check makes sure that a step names only blocks that the cache has, and no more of them than its
