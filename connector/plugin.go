@@ -189,7 +189,8 @@ type Info struct {
 	Scope        Scope
 	Lossy        bool // loaded bytes may differ from saved ones; the host refuses such a connector by default
 	// MatchFetches says that a Match has what it asks for sent here before it is known whether it will be
-	// loaded. A MultiConnector asks such a child last, and only for what no other child has (rule MULTI-12).
+	// loaded. A MultiConnector asks such a child last, and only for what follows the prefix that the others are
+	// known to have (rule MULTI-12).
 	MatchFetches bool
 	// ArenaBytes is how much memory the connector asks for as Env.Arena; 0 means none. The host creates the
 	// arena once when the engine starts and refuses a size that the machine does not have. Its pages are

@@ -60,7 +60,7 @@ func TestWaysOfBlocks(t *testing.T) {
 	}{
 		"memory of one engine": {one(info("M", connector.ScopeEngine, 0), connector.RoleBoth), []string{}, []string{}},
 		"holder":               {one(holder, connector.RoleProducer), []string{"Holder"}, []string{}},
-		"pipe":                 {one(info("Pipe", 0, 0), connector.RoleConsumer), []string{}, []string{"Pipe"}},
+		"consumer":             {one(holder, connector.RoleConsumer), []string{}, []string{"Holder"}},
 		"shared store":         {one(store, connector.RoleBoth), []string{"a shared store", "the node's Store"}, []string{"a shared store", "the node's Store"}},
 		"store of a node":      {one(info("S", connector.ScopeNode, 0), connector.RoleBoth), []string{"the node's S"}, []string{"the node's S"}},
 		"children":             {&Host{cfg: &Config{Role: connector.RoleBoth}, composite: children}, []string{"MultiConnector/Holder", "MultiConnector/Nested/Inner"}, []string{"a shared store", "the node's Store", "MultiConnector/Nested/Inner"}},

@@ -188,7 +188,7 @@ func (s *source) describeAgain(ctx context.Context, r *plugin.Remote) error {
 	}
 	was := &s.info
 	if now.Name == was.Name && slices.Equal(now.Layouts, was.Layouts) && now.Groups == was.Groups &&
-		now.Lossy == was.Lossy && now.Scope == was.Scope && now.ArenaBytes == was.ArenaBytes && now.ArenaBlocks == was.ArenaBlocks && now.ArenaBlockTokens == was.ArenaBlockTokens &&
+		now.Lossy == was.Lossy && now.MatchFetches == was.MatchFetches && now.Scope == was.Scope && now.ArenaBytes == was.ArenaBytes && now.ArenaBlocks == was.ArenaBlocks && now.ArenaBlockTokens == was.ArenaBlockTokens &&
 		slices.EqualFunc(now.Stats, was.Stats, sameStat) {
 		return nil
 	}

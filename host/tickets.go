@@ -133,13 +133,10 @@ type Fit struct {
 // Fit says what another engine must have in common with this one. It never changes.
 func (h *Host) Fit() Fit {
 	f := Fit{
-		Role: h.cfg.Role.String(), EngineID: h.eng.ID, Connector: h.info.Name, Carries: h.carries(),
+		Role: h.cfg.Role.String(), EngineID: h.eng.ID, Connector: h.info.Name, Scope: h.info.Scope.String(), Carries: h.carries(),
 		Model: h.eng.Model.String(), BlockSize: h.eng.Layout.Groups[0].BlockTokens,
 		Shape: h.eng.Shape.String(), ShapeText: h.eng.ShapeText, TicketKey: ticket.KeyID(h.tickets.key), Tenant: h.tenant,
 		Gives: h.ways(connector.Role.Saves), Takes: h.ways(connector.Role.Loads),
-	}
-	if h.info.Scope != 0 { // connectors over a pipe do not say
-		f.Scope = h.info.Scope.String()
 	}
 	if h.cuts && (h.cfg.Settings.Unverified || !h.cfg.Role.Loads()) {
 		f.Base = h.eng.Base.String()
@@ -169,7 +166,7 @@ func waysOf(info *connector.Info, name string) []string {
 	if info.Scope >= connector.ScopeNode { // a shared store may have tiers
 		ways = append(ways, "the node's "+info.Name)
 	}
-	if info.Scope == 0 || info.Capabilities&connector.CanHold != 0 {
+	if info.Capabilities&connector.CanHold != 0 {
 		ways = append(ways, name)
 	}
 	return ways

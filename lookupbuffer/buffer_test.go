@@ -91,7 +91,7 @@ func TestDatabase(t *testing.T) {
 				continue // this database evicts nothing
 			}
 			t.Run(fmt.Sprintf("%s keep=%v", c.Name, keep), func(t *testing.T) {
-				c.Run(t, lookupbuffertest.Harness{Capacity: capacity, Keep: keep, Open: func(lookupbuffertest.T) lookupbuffertest.Ends {
+				c.Run(t, lookupbuffertest.Harness{Capacity: capacity, Keep: keep, Shared: true, Open: func(lookupbuffertest.T) lookupbuffertest.Ends {
 					return one(lookupbuffer.NewDatabase(&kv{values: map[string][]byte{}}, lookupbuffer.DatabaseOptions{Keep: keep, Poll: time.Millisecond}))
 				}})
 			})

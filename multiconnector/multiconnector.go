@@ -3,7 +3,7 @@
 // The order of the children is their rank: a block is loaded from the first child that has it, and a
 // prefix may come from several, the first blocks from one and the next from another. What one child
 // fails to load the next one is asked for. What is saved goes to every child whose role saves. A child
-// whose Match fetches (connector.Info) is asked only for what no other child has.
+// whose Match fetches (connector.Info) is asked only for what follows the prefix that the others have.
 //
 // A [Multi] is a pure composite over the interfaces of package connector. It does not know what its
 // children are: package host hands it supervised plugin processes, a test hands it anything.

@@ -9,7 +9,7 @@ again. A part writes the counts of each test that passed, and the commit, into t
 docs/acceptance.md, in the place of what an earlier run of that test wrote.
 
 A sample takes a few packages and passes over the tests that, by that table, do not fit into the time that is left.
-A test without a row gets a part of the time, and counts neither as passed nor as failed if it does not end in it.
+A test without a row gets a part of the time. One that does not end in its time counts neither as passed nor as failed.
 """
 
 import argparse

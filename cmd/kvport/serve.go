@@ -142,7 +142,11 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	deadline, err := t.serve(cmd.Context(), cmd, s)
 	ctx, cancel := context.WithTimeout(context.Background(), max(closeTime, time.Until(deadline)))
 	defer cancel()
-	return fail(errors.Join(err, f.closed(e.Close(ctx))))
+	closed := e.Close(ctx)
+	if err == nil || errors.Is(err, errCutOff) { // otherwise the exit code is that of the server's error
+		closed = f.closed(closed)
+	}
+	return fail(errors.Join(err, closed))
 }
 
 // errGivenUp says that a connector did not end its transfers in time after a signal.

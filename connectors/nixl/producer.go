@@ -293,7 +293,9 @@ func (n *Node) greet(ctx context.Context, raw net.Conn, _ *pipe.Acceptor) error 
 		if errors.Is(err, errFull) {
 			n.complain(raw, "side channel: a consumer was refused", err)
 			_ = conn.SetDeadline(time.Now().Add(askTimeout))
-			_ = writeMessage(conn, refuse(err)) // the answer to what it is about to ask
+			if writeMessage(conn, refuse(err)) == nil { // the answer to what it is about to ask
+				_, _ = io.CopyN(io.Discard, conn, unread)
+			}
 		}
 		return errors.Join(err, conn.Close())
 	}

@@ -106,7 +106,7 @@ func TestSilentStrangersKeepNobodyOut(t *testing.T) {
 // At the limit of connections the one that has been silent for longest makes room, and none that is being answered: if
 // all are, the new one is refused and counted.
 func TestConnectionsMakeRoom(t *testing.T) {
-	n := &Node{conns: map[net.Conn]time.Time{}, stop: make(chan struct{})}
+	n := &Node{tally: newTally(), conns: map[net.Conn]time.Time{}, stop: make(chan struct{})}
 	var conns []net.Conn
 	add := func() error {
 		ours, theirs := net.Pipe()

@@ -110,11 +110,14 @@ func (p *fit) misfitRole(d *fit) (reasons []string) {
 
 // reaches reports whether there is a way by which blocks of p come to d.
 func (p *fit) reaches(d *fit) bool {
-	if p.Gives == nil || d.Takes == nil {
-		return true
+	if p.Gives == nil || d.Takes == nil { // not known: a MultiConnector, or an engine of an earlier version
+		return p.Connector == d.Connector || p.Connector == multiName || d.Connector == multiName || p.Scope == "shared" && d.Scope == "shared"
 	}
 	return slices.ContainsFunc(p.Gives, func(way string) bool { return slices.Contains(d.Takes, way) })
 }
+
+// multiName is the connector that has others.
+const multiName = "MultiConnector"
 
 // said lists ways in words.
 func said(ways []string) string { return cmp.Or(strings.Join(ways, ", "), "nothing") }

@@ -28,7 +28,7 @@ func TestBuffer(t *testing.T) {
 		}
 		t.Run(c.Name, func(t *testing.T) {
 			dir := t.TempDir()
-			c.Run(t, lookupbuffertest.Harness{Capacity: 1 << 20, Open: func(lookupbuffertest.T) lookupbuffertest.Ends {
+			c.Run(t, lookupbuffertest.Harness{Capacity: 1 << 20, Shared: true, Open: func(lookupbuffertest.T) lookupbuffertest.Ends {
 				b := lookupbuffer.NewDatabase(database{dir}, lookupbuffer.DatabaseOptions{})
 				return lookupbuffertest.Ends{Insert: b, Select: b}
 			}})

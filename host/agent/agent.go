@@ -390,7 +390,7 @@ func listen(path string) (*socket, error) {
 	return s, nil
 }
 
-// CheckSocket refuses a path at which Run would not listen. A folder that Run would make need not be there. It leaves
+// CheckSocket refuses a path that is too long, and one whose folder others can enter. A folder that Run would make need not be there. It leaves
 // nothing behind. Errors wrap host.ErrConfig.
 func CheckSocket(path string) error {
 	if len(path) > maxSocketPath {

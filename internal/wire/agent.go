@@ -52,7 +52,7 @@ func ReadFrame(r io.Reader) ([]byte, error) {
 		return nil, malformed("frame of %d bytes, want 1..%d", size, MaxMessage)
 	}
 	var frame bytes.Buffer
-	frame.Grow(min(int(size), firstRoom))
+	frame.Grow(min(int(size), firstRoom) + bytes.MinRead) // CopyN asks for that much before it sees the end
 	_, err := io.CopyN(&frame, r, int64(size))
 	if errors.Is(err, io.EOF) {
 		err = io.ErrUnexpectedEOF
@@ -179,7 +179,7 @@ func apart(l *connector.Layout) error {
 	return nil
 }
 
-// mixed counts the segments at the begin of order whose blocks may lie between those of one another. even says
+// mixed counts the segments at the beginning of order whose blocks may lie between those of one another. even says
 // that they are the parts of blocks that follow one another: their strides are equal, and all begin within one.
 func mixed(l *connector.Layout, order []int) (n int, even bool) {
 	first, end := &l.Segments[order[0]], int64(0)

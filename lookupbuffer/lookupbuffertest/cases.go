@@ -233,7 +233,7 @@ func failedPlacement(t T, h Harness) {
 		}
 		err := r.end(r.waiting(r.Context(), to))
 		want := connector.ErrIncompatible
-		if errors.Is(err, connector.ErrCorrupt) { // of a buffer whose blocks others may cut
+		if h.Shared {
 			want = connector.ErrCorrupt
 		}
 		r.failed(err, want, len(to)-1)

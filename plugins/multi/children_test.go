@@ -193,7 +193,7 @@ func testOrder(r *rig.Rig, m string, three trio, prompts []string, want []*clust
 	tokens += rig.Compare(r.T, "one engine, loads,"+names, want, r.All(both.URL, prompts, 2))
 	var alone []child
 	for _, c := range listed { // a tail needs another engine
-		alone = append(alone, child{Config: c.Config, Remote: !c.Tail})
+		alone = append(alone, child{Config: c.Config, Remote: !c.Tail, Slow: c.Slow})
 	}
 	loadsOnlyFrom(r, both, alone)
 	r.Idle(both)

@@ -120,8 +120,17 @@ func (q *queuedNixl) watchStalls() (worst func() time.Duration) {
 	result := make(chan time.Duration, 1)
 	go func() {
 		var most time.Duration
-		var lost []time.Duration // in each of the last ticks
+		lost := map[string][]time.Duration{} // of each thread in each of the last ticks, and of this goroutine under ""
 		was, last := map[string]machine.SchedStat{}, time.Now()
+		note := func(thread string, waited time.Duration) {
+			lost[thread] = append(lost[thread], max(waited, 0))
+			lost[thread] = lost[thread][max(0, len(lost[thread])-int(queuedLease/tick)):]
+			sum := time.Duration(0)
+			for _, d := range lost[thread] {
+				sum += d
+			}
+			most = max(most, sum)
+		}
 		for ticker := time.NewTicker(tick); ; {
 			select {
 			case <-ctx.Done():
@@ -129,22 +138,14 @@ func (q *queuedNixl) watchStalls() (worst func() time.Duration) {
 				result <- most
 				return
 			case now := <-ticker.C:
-				one := now.Sub(last) - tick
+				note("", now.Sub(last)-tick)
 				threads := maps.Collect(machine.SchedStats(folders...))
 				for path, is := range threads {
 					if before, known := was[path]; known {
-						one = max(one, time.Duration(is.Waited-before.Waited)) //nolint:gosec // less than a life
+						note(path, time.Duration(is.Waited-before.Waited)) //nolint:gosec // less than a life
 					}
 				}
 				was, last = threads, now
-				if lost = append(lost, max(one, 0)); len(lost) > int(queuedLease/tick) {
-					lost = lost[1:]
-				}
-				sum := time.Duration(0)
-				for _, d := range lost {
-					sum += d
-				}
-				most = max(most, sum)
 			}
 		}
 	}()

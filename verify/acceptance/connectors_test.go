@@ -132,6 +132,7 @@ func TestRemoteConnectors(t *testing.T) {
 	secret := filepath.Join(t.TempDir(), "secret")
 	require.NoError(t, os.WriteFile(secret, []byte("a tenant's secret"), 0o600))
 	keyed := fmt.Sprintf(`"tenant_secret_file":%q`, secret)
+	ran := 0
 	for _, f := range scenes(t) {
 		apart := slices.IndexFunc(f.Setups, func(s fixture.Setup) bool {
 			return s.Pairs && bytes.Contains(s.Config, []byte("@SERVER@")) && !bytes.Contains(s.Config, []byte("@TMP@"))
@@ -139,6 +140,7 @@ func TestRemoteConnectors(t *testing.T) {
 		if apart < 0 {
 			continue
 		}
+		ran++
 		t.Run(f.name, func(t *testing.T) {
 			r, own := &rig.Rig{T: t, Tokens: r.Tokens}, b.under(t, f.name)
 			shared := f.variants()[apart]
@@ -161,5 +163,8 @@ func TestRemoteConnectors(t *testing.T) {
 			require.Positive(t, external)
 			r.Stop(both)
 		})
+	}
+	if *flagConnector == "" {
+		require.Positive(t, ran, "no connector has a setup with a server")
 	}
 }

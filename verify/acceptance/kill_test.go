@@ -61,14 +61,7 @@ func TestPluginKilled(t *testing.T) {
 // the load. It returns the answer.
 func signalLoad(r *rig.Rig, router, d *cluster.Process, prompt string, signal syscall.Signal) (answer *cluster.Completion, err error) {
 	r.Helper()
-	plugin := 0
-	require.Eventually(r, func() bool {
-		h, err := r.Client.Health(r.Context(), d.URL)
-		if err == nil && h.Connector.State == "ready" {
-			plugin = h.Connector.PID
-		}
-		return plugin != 0
-	}, time.Minute, 5*time.Millisecond, "no plugin runs")
+	plugin := r.Plugin(d)
 	answered := make(chan struct{})
 	var lost error
 	err = r.Client.SignalLoad(r.Context(), d, plugin, signal, func() <-chan struct{} {

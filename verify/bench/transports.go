@@ -192,7 +192,7 @@ func (t *transfer) crossings(f *field) ([]course, error) {
 func (t *transfer) cross(f *field, all []course) {
 	binary, err := holder(t.PluginPath)
 	if err != nil {
-		all[0].absent, all[1].absent = "kvport-nixl is not built", "kvport-nixl is not built"
+		all[0].absent, all[1].absent = err.Error(), err.Error()
 		return
 	}
 	for i, mode := range []string{"pull", "push"} {

@@ -290,6 +290,7 @@ func (w *World) atRest() bool {
 
 // over checks that nothing is left.
 func (w *World) over() {
+	w.checkAll()
 	for _, e := range w.engines {
 		h, lost := e.host, 0
 		if h != nil {

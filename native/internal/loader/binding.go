@@ -22,22 +22,24 @@ type LoadError struct {
 	Reason string // what was found wrong
 	Mend   string // what to do
 
-	of *Binding
+	of *Binding // nil in an error that no binding made
 }
+
+func (e *LoadError) binding() *Binding { return cmp.Or(e.of, &Binding{Name: "library"}) }
 
 // Error is the reason, with its mend.
 func (e *LoadError) Error() string {
 	switch {
 	case e.Symbol != "":
-		return fmt.Sprintf("%s: %s has no function %s: %s", e.of.Name, e.Path, e.Symbol, e.Mend)
+		return fmt.Sprintf("%s: %s has no function %s: %s", e.binding().Name, e.Path, e.Symbol, e.Mend)
 	case e.Path != "":
-		return fmt.Sprintf("%s: cannot load %s: %s: %s", e.of.Name, e.Path, e.Reason, e.Mend)
+		return fmt.Sprintf("%s: cannot load %s: %s: %s", e.binding().Name, e.Path, e.Reason, e.Mend)
 	}
-	return fmt.Sprintf("%s: %s: %s", e.of.Name, e.Reason, e.Mend)
+	return fmt.Sprintf("%s: %s: %s", e.binding().Name, e.Reason, e.Mend)
 }
 
 // Unwrap is the binding's ErrUnavailable.
-func (e *LoadError) Unwrap() error { return e.of.Unavailable }
+func (e *LoadError) Unwrap() error { return e.binding().Unavailable }
 
 // Fail is the error for a library that the system's loader refuses.
 func (b *Binding) Fail(path, symbol, reason string) *LoadError {

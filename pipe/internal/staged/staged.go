@@ -142,10 +142,11 @@ func (r Room) Agree(theirs Room) error {
 	return nil
 }
 
+const meetHead = 4 + 4 + 8 // piece, slots, seed
+
 // Meet has the two ends tell each other their protocol, Room and seed, and what else mine says. It returns what else
 // the peer says, and the Options on which the ends agree; the caller adds those that need no agreement.
 func (r Room) Meet(ctx context.Context, conn net.Conn, protocol string, mine []byte) (theirs []byte, o Options, err error) {
-	const head = 4 + 4 + 8 // piece, slots, seed
 	o = Options{Room: r, SeedOut: Seed()}
 	b := binary.LittleEndian.AppendUint32([]byte(protocol), uint32(r.Piece))
 	b = binary.LittleEndian.AppendUint32(b, uint32(r.Slots))
@@ -153,12 +154,18 @@ func (r Room) Meet(ctx context.Context, conn net.Conn, protocol string, mine []b
 	if theirs, err = Exchange(ctx, conn, append(b, mine...)); err != nil {
 		return nil, o, err
 	}
-	theirs, speaks := bytes.CutPrefix(theirs, []byte(protocol))
-	if !speaks || len(theirs) < head {
-		return nil, o, fmt.Errorf("the peer does not speak %s: %w", protocol, connector.ErrIncompatible)
+	theirs, err = r.met(&o, protocol, theirs)
+	return theirs, o, err
+}
+
+// met reads what the peer says to Meet, and returns what else it says.
+func (r Room) met(o *Options, protocol string, b []byte) (theirs []byte, err error) {
+	theirs, speaks := bytes.CutPrefix(b, []byte(protocol))
+	if !speaks || len(theirs) < meetHead {
+		return nil, fmt.Errorf("the peer does not speak %s: %w", protocol, connector.ErrIncompatible)
 	}
 	o.SeedIn = binary.LittleEndian.Uint64(theirs[8:])
-	return theirs[head:], o, r.Agree(Room{Piece: int(binary.LittleEndian.Uint32(theirs)), Slots: int(binary.LittleEndian.Uint32(theirs[4:]))})
+	return theirs[meetHead:], r.Agree(Room{Piece: int(binary.LittleEndian.Uint32(theirs)), Slots: int(binary.LittleEndian.Uint32(theirs[4:]))})
 }
 
 // Patience is d, or 3 s if d is 0.

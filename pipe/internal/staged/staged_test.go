@@ -3,6 +3,7 @@ package staged
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
@@ -315,4 +316,25 @@ func TestRoom(t *testing.T) {
 	require.Equal(t, time.Second, Patience(time.Second))
 	one, two := Seed(), Seed()
 	require.NotEqual(t, one, two)
+}
+
+// FuzzMeet: whatever a peer says, it is refused as incompatible, or it agrees with this end.
+func FuzzMeet(f *testing.F) {
+	mine := Room{Piece: 4096, Slots: 4}
+	said := binary.LittleEndian.AppendUint32([]byte("x1"), uint32(mine.Piece))
+	said = binary.LittleEndian.AppendUint32(said, uint32(mine.Slots))
+	said = binary.LittleEndian.AppendUint64(said, 7)
+	f.Add(said)
+	f.Add(append(said, "more"...))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var o Options
+		theirs, err := mine.met(&o, "x1", b)
+		if err != nil {
+			require.ErrorIs(t, err, connector.ErrIncompatible)
+			return
+		}
+		require.Equal(t, said[:10], b[:10])
+		require.Equal(t, b[len(b)-len(theirs):], theirs)
+		require.Equal(t, binary.LittleEndian.Uint64(b[10:]), o.SeedIn)
+	})
 }

@@ -20,11 +20,17 @@ import (
 // Connectors are the fixtures of plugins that have a property. What one needs and make deps has not put there is left out.
 func Connectors(t *testing.T, have func(*fixture.Fixture) bool) (out fixture.List) {
 	t.Helper()
+	known := 0
 	for _, f := range testkit.Fixtures(t) {
-		if strings.HasPrefix(f.Folder, "plugins/") && have(f) && Ready(t, f) {
+		if !strings.HasPrefix(f.Folder, "plugins/") || !have(f) {
+			continue
+		}
+		known++
+		if Ready(t, f) {
 			out = append(out, f)
 		}
 	}
+	require.Positive(t, known, "no fixture of a plugin has the property")
 	if len(out) == 0 {
 		t.Skip("no such connector is there")
 	}

@@ -35,14 +35,7 @@ func Settled(t *testing.T, p *cluster.Process) cluster.Resources {
 // plugin is gone and all answers are there; hit says whether a transfer was running.
 func (r *Rig) SignalAmid(rng *rand.Rand, router, engine *cluster.Process, signal syscall.Signal, prompts []string) (hit bool, got []*cluster.Completion) {
 	r.Helper()
-	plugin := 0
-	require.Eventually(r, func() bool {
-		h, err := r.Client.Health(r.Context(), engine.URL)
-		if err == nil && h.Connector.State == "ready" {
-			plugin = h.Connector.PID
-		}
-		return plugin != 0
-	}, time.Minute, time.Millisecond, "no plugin runs")
+	plugin := r.Plugin(engine)
 	answered := make(chan struct{})
 	go func() {
 		defer close(answered)
