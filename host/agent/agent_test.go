@@ -75,7 +75,7 @@ func TestTicketBetweenAgents(t *testing.T) {
 	hs := hashes("a", 4)
 	tr := transfer("r", hs, 0)
 	pw.fill(tr.Blocks, 0)
-	require.NoError(t, unix.PidfdSendSignal(int(pidfd.Fd()), unix.SIGSTOP, nil, 0))
+	halt(t, pidfd)
 	p.step(&connector.Step{ID: 1, Arrived: []connector.Query{query("r", hs)}, Computed: []connector.Transfer{tr}})
 	ticket := p.finish("r", 70, tr.Blocks)
 	require.NotEmpty(t, ticket)
@@ -204,7 +204,7 @@ func TestPluginKilledMidLoad(t *testing.T) {
 	s.save(w, "r", hs, 0)
 	for i := range 3 {
 		pidfd := w.announced(1 + i)
-		require.NoError(t, unix.PidfdSendSignal(int(pidfd.Fd()), unix.SIGSTOP, nil, 0))
+		halt(t, pidfd)
 		s.step(&connector.Step{ID: uint64(2 + i), Admitted: []connector.Transfer{transfer("q", hs, 10)}})
 		require.NoError(t, unix.PidfdSendSignal(int(pidfd.Fd()), unix.SIGKILL, nil, 0))
 		e := w.event(loaded, "q")

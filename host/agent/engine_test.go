@@ -168,7 +168,7 @@ func TestAgentKilledMidLoad(t *testing.T) {
 	hs := hashes("a", 3)
 	s.save(w, "r", hs, 0)
 	pidfd := w.announced(1)
-	require.NoError(t, unix.PidfdSendSignal(int(pidfd.Fd()), unix.SIGSTOP, nil, 0))
+	halt(t, pidfd)
 	s.step(&connector.Step{ID: 3, Admitted: []connector.Transfer{transfer("q", hs, 10)}})
 	require.Zero(t, s.call(&kvportv1.AgentCall{Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{}}}).GetMatch().GetTokens())
 	require.NoError(t, a.Process.Kill())

@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -434,6 +435,25 @@ func (p *process) announced(n int) *os.File {
 	defer p.mu.Unlock()
 	require.Len(p.t, p.pidfds, n)
 	return p.pidfds[n-1]
+}
+
+// halt stops the process of a pidfd, and returns when all of its threads have stopped.
+func halt(t *testing.T, pidfd *os.File) {
+	t.Helper()
+	require.NoError(t, unix.PidfdSendSignal(int(pidfd.Fd()), unix.SIGSTOP, nil, 0))
+	info, err := os.ReadFile(fmt.Sprintf("/proc/self/fdinfo/%d", pidfd.Fd()))
+	require.NoError(t, err)
+	_, after, found := strings.Cut(string(info), "Pid:")
+	require.True(t, found, "%s", info)
+	folder := fmt.Sprintf("/proc/%s/task", strings.Fields(after)[0])
+	require.Eventually(t, func() bool {
+		threads, err := os.ReadDir(folder)
+		return err == nil && !slices.ContainsFunc(threads, func(d os.DirEntry) bool {
+			stat, err := os.ReadFile(folder + "/" + d.Name() + "/stat")
+			_, state, _ := strings.Cut(string(stat), ") ")
+			return err == nil && !strings.HasPrefix(state, "T")
+		})
+	}, time.Minute, time.Millisecond, "a thread runs on")
 }
 
 func (p *process) finish(id string, tokens int, blocks []connector.Block) []byte {
