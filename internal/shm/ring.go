@@ -62,7 +62,8 @@ type RingEnd struct {
 	frame     [RingFrame]byte // private copy
 	received  atomic.Uint32   // written under receiving
 
-	polling sync.Mutex // held by whoever polls, and in the end by Close
+	polling sync.Mutex  // held by whoever polls, and in the end by Close
+	owed    atomic.Bool // the bell left it to whoever holds polling to be idle
 	closing atomic.Bool
 }
 
@@ -211,7 +212,10 @@ func (e *RingEnd) idle() bool {
 // rest is idle unless somebody polls, who will see to it.
 func (e *RingEnd) rest() bool {
 	if !e.polling.TryLock() {
-		return true
+		e.owed.Store(true)
+		if !e.polling.TryLock() { // it is held, so whoever holds it has not looked at owed yet
+			return true
+		}
 	}
 	defer e.polling.Unlock()
 	return e.idle()
@@ -225,7 +229,6 @@ func (e *RingEnd) Poll(limit time.Duration, done func() bool) {
 	if !e.polling.TryLock() {
 		return
 	}
-	defer e.polling.Unlock()
 	e.in.state.Store(0)
 	for begin := time.Now(); !done() && !e.closing.Load(); {
 		for i := 0; i < checks && e.none(); i++ {
@@ -235,8 +238,20 @@ func (e *RingEnd) Poll(limit time.Duration, done func() bool) {
 			break
 		}
 	}
+	e.leave()
+}
+
+// leave ends the polling, and says that the other end has to ring. If the bell rang after that and before the lock
+// was free, it has left it to this end to say so again.
+func (e *RingEnd) leave() {
 	for !e.idle() {
 		e.drain()
+	}
+	e.polling.Unlock()
+	for e.owed.Swap(false) {
+		for !e.rest() {
+			e.drain()
+		}
 	}
 }
 

@@ -119,6 +119,26 @@ func TestRingFull(t *testing.T) {
 	require.False(t, sent, "closed")
 }
 
+// A frame that comes when a poller has looked for the last time and has not left yet is taken by the bell, which leaves
+// the rest to the poller: the next frame has to ring again.
+func TestRingRungAsPollerLeaves(t *testing.T) {
+	a, b := pair(t)
+	got := 0
+	b.take = func([]byte) { got++ }
+	b.polling.Lock()
+	require.True(t, b.idle(), "the poller has looked")
+	_, err := send(a, "x")
+	require.NoError(t, err)
+	require.Equal(t, 1, b.drain(), "the bell takes it")
+	require.True(t, b.rest(), "and leaves the rest to the poller")
+	b.leave()
+	require.EqualValues(t, asleep, b.in.state.Load(), "nobody looks for frames any more, so the other end has to ring")
+	require.False(t, b.owed.Load())
+	require.NoError(t, a.Close())
+	require.NoError(t, b.Close())
+	require.Equal(t, 1, got)
+}
+
 // What was sent before an end closes is taken.
 func TestRingClose(t *testing.T) {
 	for range 100 {
