@@ -77,12 +77,7 @@ type Host struct {
 // is left behind then. From then on a plugin that dies is restarted, and the host answers without
 // it meanwhile.
 func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, error) {
-	h := &Host{
-		cfg: cfg, eng: eng, opts: opts, log: cmp.Or(opts.Log, slog.New(slog.DiscardHandler)), blockEvents: blockEventReporter{out: opts.BlockEvents},
-		stats:  newConnectorStats("", nil),
-		resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(),
-		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
-	}
+	h := newHost(cfg, eng, opts)
 	if n := plugin.SweepSockets(plugin.SocketRoots(), time.Now()); n > 0 {
 		h.log.Debug("removed socket folders of engines that were killed", "folders", n)
 	}
@@ -96,6 +91,22 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	if err != nil {
 		return nil, errors.Join(err, h.closeLanding())
 	}
+	h.begin(first)
+	return h, nil
+}
+
+// newHost is one that has not begun: it knows its engine, and no connector.
+func newHost(cfg *Config, eng Engine, opts Options) *Host {
+	return &Host{
+		cfg: cfg, eng: eng, opts: opts, log: cmp.Or(opts.Log, slog.New(slog.DiscardHandler)), blockEvents: blockEventReporter{out: opts.BlockEvents},
+		stats:  newConnectorStats("", nil),
+		resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(),
+		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
+	}
+}
+
+// begin puts the first generation to work.
+func (h *Host) begin(first *generation) {
 	h.events = newEventQueue()
 	h.caps = first.caps
 	h.layerWise = h.findLayerWise(first)
@@ -107,7 +118,6 @@ func Open(ctx context.Context, cfg *Config, eng Engine, opts Options) (*Host, er
 	h.install(first)
 	h.work.Go(func() { h.supervise(life, first) })
 	h.work.Go(h.watchClock)
-	return h, nil
 }
 
 // identify gives the engine a name, if it has none, and this life of it a number.

@@ -1,11 +1,13 @@
 package host
 
 import (
+	"context"
 	"log/slog"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
 	"github.com/stretchr/testify/require"
 
@@ -29,27 +31,51 @@ func TestLateAnswersAreNoViolations(t *testing.T) {
 	require.Positive(t, r.metric("kvport_plugin_late_answers_total"))
 }
 
+// slowStore is a scheduler side that takes a while over a Match, and does not look at its deadline.
+type slowStore struct {
+	noScheduler
+	takes time.Duration
+}
+
+func (s slowStore) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+	<-time.After(s.takes)
+	return s.noScheduler.Match(ctx, qs)
+}
+
 // A store that is slower than the deadline is a hit rate of 0 otherwise, and nothing says why.
 func TestUndecidedMatchIsSaid(t *testing.T) {
 	leaks := leaktest.Watch(t)
-	o := rigOptions{extra: map[string]any{"match_ms": 120}, settings: map[string]any{"deadlines": map[string]any{"later": "40ms"}}}
-	cfg, eng, opts := o.build(t)
-	var log testkit.Log
-	opts.Log = slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))
-	h, err := Open(t.Context(), cfg, eng, opts)
-	require.NoError(t, err)
-	r := &rig{Host: h, t: t, metrics: opts.Metrics.(*prometheus.Registry)}
-	for _, id := range []string{"a", "b", "c"} {
-		require.Equal(t, connector.Match{}, r.match(query(id, keys(1, 2)), nil))
-	}
-	require.InDelta(t, 3, r.metric("kvport_match_undecided_total"), 0)
-	require.Equal(t, 1, strings.Count(log.String(), "match undecided after 40ms, counted as a miss; raise kvport.deadlines.later"), log.String())
-	require.NoError(t, r.closeNow())
-	count, sum := h.metrics.answerTimes(t)
-	require.Positive(t, count)
-	// What Match took, which no call of the engine's loop waits for. On a busy machine a call reaches the plugin
-	// when its time is over, and answers at once.
-	require.GreaterOrEqual(t, sum/float64(count), 0.03)
+	synctest.Test(t, func(t *testing.T) {
+		var log testkit.Log
+		const later, takes = 40 * time.Millisecond, 120 * time.Millisecond
+		r := inProcess(t, rigOptions{
+			log:      slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn})),
+			settings: map[string]any{"deadlines": map[string]any{"later": later.String()}},
+		}, slowStore{takes: takes})
+		miss := func(id string) {
+			t.Helper()
+			began := time.Now()
+			require.Equal(t, connector.Match{}, r.match(query(id, keys(1, 2)), nil))
+			require.Equal(t, later, time.Since(began))
+		}
+		said := func() int {
+			return strings.Count(log.String(), "match undecided after 40ms, counted as a miss; raise kvport.deadlines.later")
+		}
+		for _, id := range []string{"a", "b", "c"} {
+			miss(id)
+		}
+		require.InDelta(t, 3, r.metric("kvport_match_undecided_total"), 0)
+		require.Equal(t, 1, said(), log.String())
+		<-time.After(missedEvery)
+		miss("d")
+		require.InDelta(t, 4, r.metric("kvport_match_undecided_total"), 0)
+		require.Equal(t, 2, said(), log.String())
+		require.Contains(t, log.String(), "matches=1 not_logged=2")
+		require.NoError(t, r.closeNow())
+		count, sum := r.Host.metrics.answerTimes(t)
+		require.Positive(t, count)
+		require.InDelta(t, takes.Seconds(), sum/float64(count), 1e-6, "what Match took, which no call of the engine's loop waits for")
+	})
 	leaks()
 }
 

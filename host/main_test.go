@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/binary"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -169,6 +170,22 @@ func newRig(t *testing.T, o rigOptions) *rig {
 	return r
 }
 
+// inProcess is a rig whose scheduler side is in this process. It may have a clock of its own (testing/synctest).
+func inProcess(t *testing.T, o rigOptions, sched connector.Scheduler) *rig {
+	t.Helper()
+	cfg, eng, opts := o.build(t)
+	h := newHost(cfg, eng, opts)
+	require.NoError(t, errors.Join(h.identify(), h.openRanks()))
+	var err error
+	h.metrics, err = newMetrics(opts.Metrics, cfg.Connector, cfg.Settings.Trust)
+	require.NoError(t, err)
+	h.info = connector.Info{Name: cfg.Connector, Capabilities: connector.CapabilitiesOf(sched)}
+	h.begin(h.newGeneration(1, &thisProcess{done: make(chan struct{})}, sched))
+	r := &rig{Host: h, t: t, ranks: eng.Ranks, metrics: opts.Metrics.(*prometheus.Registry)}
+	t.Cleanup(func() { require.NoError(t, r.closeNow()) })
+	return r
+}
+
 // closeNow closes the host while somebody reads its events.
 func (r *rig) closeNow() error {
 	done := make(chan struct{})
@@ -227,7 +244,7 @@ func (r *rig) send(s *connector.Step) uint64 {
 // next waits for the next event of a kind and keeps all others.
 func (r *rig) next(kind EventKind) Event {
 	r.t.Helper()
-	timeout := time.NewTimer(20 * time.Second)
+	timeout := time.NewTimer(time.Minute)
 	defer timeout.Stop()
 	for {
 		select {

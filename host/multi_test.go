@@ -6,6 +6,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
 	"testing"
 	"time"
@@ -170,20 +171,43 @@ func TestMultiChildDies(t *testing.T) {
 	_ = shared
 }
 
+// stop stops a process. SIGSTOP reaches one of its threads, and that stops the others when a busy machine runs it.
+func stop(t *testing.T, pid int) {
+	t.Helper()
+	require.Positive(t, pid) // 0 is this process's group
+	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
+	require.Eventually(t, func() bool { return stopped(pid) }, time.Minute, time.Millisecond)
+}
+
+// stopped reports whether no thread of a process can run.
+func stopped(pid int) bool {
+	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", pid))
+	return err == nil && len(threads) > 0 && !slices.ContainsFunc(threads, func(path string) bool { return stateIn(path) != "T" })
+}
+
 // A stopped child does not hold back the others: not their matches, loads or saves.
 func TestMultiChildStopped(t *testing.T) {
 	d := dirs(t, 2)
-	short := map[string]any{"deadlines": map[string]any{"save": "200ms", "transfer": "200ms", "grace": "50ms"}}
-	r := multiRig(t, 1, nil, kid(map[string]any{"dir": d[0]}, short, nil), kid(map[string]any{"dir": d[1]}, short, nil))
 	ks := keys(1, 4)
-	require.Empty(t, r.save("a", ks, 0).Failed)
+	for _, dir := range d { // both have them, and none of the saves is in a hurry
+		one := newRig(t, rigOptions{dir: dir})
+		require.Empty(t, one.save("a", ks, 0).Failed)
+		require.NoError(t, one.closeNow())
+	}
+	const never = "1h"
+	patient := map[string]any{"deadlines": map[string]any{"match": never, "later": never, "save": never, "transfer": never}}
+	short := map[string]any{
+		"heartbeat": map[string]any{"limit": never}, "deadlines": map[string]any{"later": never, "save": "200ms", "transfer": "200ms", "grace": "50ms"},
+	}
+	r := multiRig(t, 1, map[string]any{"deadlines": map[string]any{"later": never}}, kid(map[string]any{"dir": d[0]}, short, nil), kid(map[string]any{"dir": d[1]}, patient, nil))
 	before := r.pids()
-	require.NoError(t, syscall.Kill(before[0], syscall.SIGSTOP))
-	began := time.Now()
-	require.Equal(t, 4*blockTokens, r.match(query("b", ks), nil).Tokens)
-	require.Less(t, time.Since(began), 2*time.Second)
+	stop(t, before[0])
+	require.Equal(t, 4*blockTokens, r.match(query("b", ks), nil).Tokens, "the answer of the stopped one would be waited for an hour")
 	require.Empty(t, r.load("b", ks, 10).Failed)
 	require.True(t, r.same(blocksOf(ks, 10)))
+	require.Equal(t, before, r.pids())
+	require.True(t, stopped(before[0]), "still")
+	require.Zero(t, r.metric("kvport_child_deadline_kills_total"))
 	require.Empty(t, r.save("c", keys(2, 4), 20).Failed)
 	r.waitFor("ready", "ready")
 	after := r.pids()

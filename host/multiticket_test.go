@@ -1,18 +1,26 @@
 package host
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
+	"os"
+	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host/internal/leaktest"
+	"github.com/kvport/kvport/multiconnector"
 	"github.com/kvport/kvport/verify/testkit"
 )
 
@@ -62,44 +70,158 @@ func TestMultiTicketOfFailedSave(t *testing.T) {
 	require.NotContains(t, []EventKind{p.seen[0].Kind, p.seen[1].Kind}, Stored)
 }
 
-// TestMultiLeases: a hold stays as long as any child renews its part, also when the other one dies, and at most
-// for hold_max; each child hears in its own numbers of what is over.
+// TestMultiLeases: a hold stays as long as any child renews its part, also when the other one dies; each child hears in
+// its own numbers of what is over.
 func TestMultiLeases(t *testing.T) {
 	d := dirs(t, 3)
-	r := multiRig(t, 1, map[string]any{"deadlines": map[string]any{"hold": "300ms", "hold_max": "1500ms"}},
-		kid(map[string]any{"dir": d[0], "fault": "lease"}, nil, nil), kid(map[string]any{"dir": d[1]}, nil, nil), kid(map[string]any{"dir": d[2], "fault": "lease"}, nil, nil))
+	leaser := func(dir string) map[string]any {
+		return kid(map[string]any{"dir": dir, "fault": "lease", "lease_ms": time.Hour.Milliseconds()}, nil, nil)
+	}
+	r := multiRig(t, 1, map[string]any{"deadlines": map[string]any{"hold_max": "2h", "finish": "1m"}}, leaser(d[0]), kid(map[string]any{"dir": d[1]}, nil, nil), leaser(d[2]))
 	require.NotZero(t, r.Info().Capabilities&connector.CanLease)
 	ks := keys(1, 2)
-	lasts := func(id string, to connector.BlockID, during func()) {
-		began := time.Now()
-		require.True(t, r.end(id, 40, true, blocksOf(ks, to)...).Held)
-		during()
-		require.Equal(t, connector.RequestID(id), r.next(Released).Request)
-		require.Greater(t, time.Since(began), 1100*time.Millisecond, "renewed as long as it may")
+	renewed := func(child, hold int) { // once more
+		t.Helper()
+		times := func() int {
+			text, _ := os.ReadFile(filepath.Join(d[child], fmt.Sprint("renewed", hold)))
+			n, _ := strconv.Atoi(string(text))
+			return n
+		}
+		was := times()
+		require.Eventually(t, func() bool { return times() > was }, time.Minute, time.Millisecond)
 	}
-	lasts("kept", 0, func() {
-		require.True(t, r.end("forgotten", 40, true, blocksOf(ks, 4)...).Held)
-		require.Equal(t, connector.RequestID("forgotten"), r.next(Released).Request)
-	})
-	lasts("kept by one", 0, func() {
-		pid := r.pids()[0]
-		require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
-	})
-	require.Eventually(t, func() bool { return r.pids()[0] != 0 }, time.Minute, time.Millisecond)
-	for n := 0; ; n++ { // the first child counts from 1 again
-		e := r.end(fmt.Sprint("fetched ", n), 40, true, blocksOf(ks, 8)...)
+	ends := func(id string, to connector.BlockID) {
+		t.Helper()
+		require.True(t, r.end(id, 40, true, blocksOf(ks, to)...).Held)
+		require.Equal(t, connector.RequestID(id), r.next(Released).Request)
+	}
+	require.True(t, r.end("kept", 40, true, blocksOf(ks, 0)...).Held)
+	renewed(0, 1)
+	renewed(2, 1)
+	ends("forgotten", 4)
+	r.killChild(0)
+	renewed(2, 1)
+	renewed(2, 1)
+	ends("forgotten too", 4) // the first child counts from 1 again
+	n := 0
+	for until := time.Now().Add(time.Minute); ; n++ {
+		id := fmt.Sprint("fetched ", n)
+		e := r.end(id, 40, true, blocksOf(ks, 8)...)
+		require.Equal(t, connector.RequestID(id), r.next(Released).Request)
 		envelope, _, err := r.tickets.verify(e.Ticket, connector.RequestID(fmt.Sprint("x", n)))
 		require.NoError(t, err)
-		require.Equal(t, connector.RequestID(fmt.Sprint("fetched ", n)), r.next(Released).Request)
-		_, last, found := strings.Cut(string(envelope.Plugin), "TestConnector#3")
-		require.True(t, found)
-		heard := strings.Fields(strings.Trim(last[strings.Index(last, "["):], "[]"))
-		if slices.Contains(heard, "1") && slices.Contains(heard, "2") && slices.Contains(heard, "3") {
+		first, last := heardIn(t, envelope.Plugin, "TestConnector"), heardIn(t, envelope.Plugin, "TestConnector#3")
+		require.NotContains(t, last, "1", "it is kept")
+		if slices.Contains(first, "1") && slices.Contains(last, "2") && slices.Contains(last, "3") {
 			break
 		}
-		require.Less(t, n, 200, "the last child does not learn about the end of its holds: %q", envelope.Plugin)
+		require.True(t, time.Now().Before(until), "the children do not learn about the end of their holds: %q", envelope.Plugin)
 	}
-	lasts("kept again", 0, func() {})
+	require.True(t, r.end("kept again", 40, true, blocksOf(ks, 12)...).Held)
+	renewed(0, n+3)
+	renewed(2, n+5)
+	require.Equal(t, 2, r.Health().Held)
+}
+
+// heardIn is what a child of the test plugin has heard of, by its part of a ticket.
+func heardIn(t *testing.T, ticket []byte, child string) []string {
+	t.Helper()
+	_, part, found := strings.Cut(string(ticket), child)
+	require.True(t, found)
+	list, _, _ := strings.Cut(part[strings.Index(part, "[")+1:], "]")
+	return strings.Fields(list)
+}
+
+// renewer is a scheduler side in this process that renews the holds of requests named "kept".
+type renewer struct {
+	noScheduler
+	mu   sync.Mutex
+	last connector.HoldID
+	kept []connector.HoldID
+	dead bool
+}
+
+const renewerTTL = 300 * time.Millisecond
+
+func (k *renewer) Finish(_ context.Context, ended []connector.Ended) ([]connector.Hold, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	out := make([]connector.Hold, len(ended))
+	for i, e := range ended {
+		k.last++
+		out[i] = connector.Hold{ID: k.last, TTL: renewerTTL}
+		if strings.HasPrefix(string(e.Request), "kept") {
+			k.kept = append(k.kept, k.last)
+		}
+	}
+	return out, nil
+}
+
+func (k *renewer) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+func (k *renewer) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
+	pause(ctx, 50*time.Millisecond)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.dead || ctx.Err() != nil {
+		return nil, connector.ErrGone
+	}
+	k.kept = slices.DeleteFunc(k.kept, func(id connector.HoldID) bool { return slices.Contains(ended, id) })
+	return slices.Clone(k.kept), nil
+}
+
+func (k *renewer) isDead(yes bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.dead = yes
+}
+
+// TestMultiLeasesLast: a hold that any child renews lasts as long as any may, and no longer.
+func TestMultiLeasesLast(t *testing.T) {
+	leaks := leaktest.Watch(t)
+	synctest.Test(t, func(t *testing.T) {
+		one, other := &renewer{}, &renewer{}
+		child := multiconnector.Child{
+			Name: "one", Role: connector.RoleBoth,
+			Info: connector.Info{Groups: true, Scope: connector.ScopeNode, Capabilities: connector.CanHold | connector.CanLease},
+		}
+		sibling := child
+		sibling.Name = "other"
+		m, err := multiconnector.New(MultiName, []multiconnector.Child{child, sibling})
+		require.NoError(t, err)
+		const longest = 1500 * time.Millisecond
+		r := inProcess(t, rigOptions{settings: map[string]any{"deadlines": map[string]any{"hold_max": longest.String()}}},
+			m.Scheduler([]connector.Scheduler{one, other}, []connector.Group{{BlockTokens: blockTokens}}, nil))
+		ks := keys(1, 2)
+		lasts := func(id string, to connector.BlockID, during func()) time.Duration {
+			t.Helper()
+			began := time.Now()
+			require.True(t, r.end(id, 40, true, blocksOf(ks, to)...).Held)
+			during()
+			require.Equal(t, connector.RequestID(id), r.next(Released).Request)
+			return time.Since(began)
+		}
+		nothing := func() {}
+		for _, c := range []struct {
+			id     string
+			during func()
+		}{
+			{"kept", func() { require.Equal(t, renewerTTL, lasts("forgotten", 4, nothing)) }},
+			{"kept by one", func() { one.isDead(true) }},
+			{"kept again", func() { one.isDead(false) }},
+		} {
+			lasted := lasts(c.id, 0, c.during)
+			require.Greater(t, lasted, longest-renewerTTL, "%s: renewed as long as it may", c.id)
+			require.LessOrEqual(t, lasted, longest, c.id)
+		}
+		one.isDead(true)
+		other.isDead(true)
+		require.Equal(t, renewerTTL, lasts("kept by nobody", 0, nothing))
+	})
+	leaks()
 }
 
 // TestMultiSaysWhatItMasks: the log names the powers of children that are not passed on, and what that costs.

@@ -15,20 +15,21 @@ import (
 	"github.com/kvport/kvport/internal/shm"
 )
 
-// ringMemory opens the rings of the plugin that is at work.
-func ringMemory(t *testing.T) *os.File {
-	t.Helper()
-	fds, err := filepath.Glob("/proc/self/fd/*")
-	require.NoError(t, err)
+// ringMemory opens the rings of the plugin that is at work. It finds them in the plugin's process: this one has those
+// of all hosts.
+func (r *rig) ringMemory() *os.File {
+	r.t.Helper()
+	fds, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", r.Health().PID))
+	require.NoError(r.t, err)
 	var found []string
 	for _, fd := range fds {
 		if link, err := os.Readlink(fd); err == nil && strings.HasPrefix(link, "/memfd:kvport-rings") {
 			found = append(found, fd)
 		}
 	}
-	require.Len(t, found, 1)
+	require.Len(r.t, found, 1)
 	f, err := os.OpenFile(found[0], os.O_RDWR, 0)
-	require.NoError(t, err)
+	require.NoError(r.t, err)
 	return f
 }
 
@@ -44,10 +45,10 @@ func TestScribbledRings(t *testing.T) {
 		{"all of it", strings.Repeat("\xff", shm.RingArea), 0},
 	} {
 		t.Run(harm.name, func(t *testing.T) {
-			r := newRig(t, rigOptions{ranks: 2})
+			r := newRig(t, rigOptions{ranks: 2, settings: map[string]any{"deadlines": map[string]any{"transfer": "20s"}}})
 			ks := keys(1, 4)
 			r.save("a", ks, 0)
-			rings := ringMemory(t)
+			rings := r.ringMemory()
 			before, err := rings.Stat()
 			require.NoError(t, err)
 			for n := range int64(3) { // a scheduler side and two worker sides have taken the first areas
@@ -62,7 +63,7 @@ func TestScribbledRings(t *testing.T) {
 			require.Eventually(t, func() bool { return r.Health().Restarts >= 1 }, time.Minute, time.Millisecond)
 			e = r.load("c", ks, 20)
 			require.NoError(t, e.Err)
-			rings = ringMemory(t)
+			rings = r.ringMemory()
 			after, err := rings.Stat()
 			require.NoError(t, errors.Join(err, rings.Close()))
 			require.False(t, os.SameFile(before, after))

@@ -77,8 +77,8 @@ func (s *scheduler) ask(ctx context.Context, t *statsPoller) []connector.Stat {
 	defer cancel()
 	got := make(chan []connector.Stat, 1)
 	s.work.Go(func() { // it may take as long as a child that stands alone: only nobody waits
-		defer func() { <-t.busy }()
 		stats, err := t.source.Stats(s.life)
+		<-t.busy // before anybody has the answer, and asks again
 		if err != nil {
 			stats = nil
 		}

@@ -181,6 +181,7 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 	delete(b.asks, id)
 	m := &r.match
 	m.ask = 0
+	over := m.open && !now.Before(m.until)
 	if !m.open { // the old answer ends here
 		m.open, m.known, m.end, m.groups = true, false, 0, 0
 	}
@@ -188,8 +189,8 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 		b.counters.Violations++
 		err = errViolation
 	}
-	if err != nil {
-		answer = connector.Match{Later: errors.Is(err, connector.ErrBusy)}
+	if err != nil { // when Later has ended it does not matter which: the match is undecided, as Tick would say
+		answer = connector.Match{Later: over || errors.Is(err, connector.ErrBusy)}
 	}
 	if end := m.asked.Computed + answer.Tokens; err == nil && (!answer.Later || end > m.end) {
 		if end > m.end {

@@ -1,6 +1,7 @@
 package tracker
 
 import (
+	"context"
 	"testing"
 	"time"
 
@@ -8,6 +9,24 @@ import (
 
 	"github.com/kvport/kvport/connector"
 )
+
+// A connector that is out of time has decided nothing, also where its error is heard of before the clock.
+func TestErrorAfterLater(t *testing.T) {
+	for _, c := range []struct {
+		age       time.Duration // of the end of Later
+		undecided int
+	}{{-1, 0}, {0, 1}, {time.Minute, 1}} {
+		b := newBench(t, nil)
+		b.ask(prompt(4), 0)
+		ask := one[Ask](b)
+		require.True(t, b.Match(b.now, "r").Later)
+		b.now = b.now.Add(b.cfg.Later + c.age)
+		b.got(b.Matched(b.now, ask.ID, connector.Match{}, context.DeadlineExceeded))
+		require.Equal(t, Answered, b.event().Kind)
+		require.Equal(t, connector.Match{}, b.Match(b.now, "r"))
+		require.Equal(t, c.undecided, b.Counters().Undecided)
+	}
+}
 
 // An old answer is given while the question is asked again, but not for ever, and not where no plugin is
 // up. The new answer then counts, even if it says that the blocks are gone.

@@ -17,6 +17,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -252,7 +253,8 @@ func ReadManifest(ctx context.Context, path string) (*wire.Manifest, error) {
 
 // Manifest runs the program with --manifest and reads what it prints, like ReadManifest.
 func (p *Program) Manifest(ctx context.Context) (*wire.Manifest, error) {
-	ctx, cancel := context.WithTimeout(ctx, manifestWait)
+	var pid atomic.Int64
+	ctx, cancel := Patient(ctx, manifestWait, waits(func() int { return int(pid.Load()) }))
 	defer cancel()
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
@@ -261,7 +263,13 @@ func (p *Program) Manifest(ctx context.Context) (*wire.Manifest, error) {
 	cmd.Stdout, cmd.Stderr = &out, &complaint
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = time.Second
-	err := onOwnThread(cmd.Run)
+	err := onOwnThread(func() error {
+		if err := cmd.Start(); err != nil {
+			return err
+		}
+		pid.Store(int64(cmd.Process.Pid))
+		return cmd.Wait()
+	})
 	if errors.Is(err, exec.ErrWaitDelay) {
 		// It exited with 0, and somebody else still holds its output: a child of its own, which ends here, or
 		// another child of this process between its fork and its exec, on a busy machine.
@@ -271,7 +279,7 @@ func (p *Program) Manifest(ctx context.Context) (*wire.Manifest, error) {
 	if errors.Is(context.Cause(ctx), errFlood) {
 		return nil, fmt.Errorf("%s --manifest %w, it was killed", p.Path, errFlood)
 	}
-	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+	if RanOut(ctx) {
 		return nil, fmt.Errorf("%s --manifest gave no answer within %s", p.Path, manifestWait)
 	}
 	if ctx.Err() != nil {

@@ -149,12 +149,15 @@ const maxKin = 64
 
 // Waits says how long the processes of a plugin wait for a processor or a disk: its own, and
 // those that it started and waits for. The result is for one goroutine.
-func (p *Process) Waits() func() time.Duration {
+func (p *Process) Waits() func() time.Duration { return waits(p.PID) }
+
+// waits is Waits for the process that number gives; 0: it is not started yet.
+func waits(number func() int) func() time.Duration {
 	var l runQueue
 	return func() time.Duration {
-		pid := p.PID()
+		pid := number()
 		if pid == 0 {
-			return 0 // not started yet
+			return 0
 		}
 		l.folders = l.folders[:0]
 		for kin := []int{pid}; len(kin) > 0 && len(l.folders) < maxKin; kin = kin[1:] {

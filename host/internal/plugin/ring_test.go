@@ -3,6 +3,7 @@ package plugin
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"log/slog"
 	"os/exec"
 	"path/filepath"
@@ -56,7 +57,8 @@ func TestSessionsHaveRings(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				if s := w.(*workerProxy).session; !s.ringed.Load() {
+				s := w.(*workerProxy).session
+				if !s.ringed.Load() {
 					t.Error("the session has no ring")
 				}
 				big := &connector.Transfer{Request: "r", Tokens: 4, Extra: make([]byte, shm.RingFrame)} // goes over the stream
@@ -65,7 +67,8 @@ func TestSessionsHaveRings(t *testing.T) {
 						t.Error(err)
 					}
 				}
-				if err := w.Close(); err != nil {
+				// An area is free when the plugin has answered, for which Close alone waits two seconds.
+				if err := errors.Join(s.close(t.Context()), w.Close()); err != nil {
 					t.Error(err)
 				}
 			})

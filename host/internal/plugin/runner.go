@@ -53,6 +53,38 @@ type runner struct {
 // could hold the pipes open for ever.
 const drainWait = 200 * time.Millisecond
 
+// pipeRoom is the most that a pipe holds.
+const pipeRoom = 64 << 10
+
+// pipe is our end of what a plugin writes. Its deadline ends the wait for more: what is in the pipe by then is read
+// all the same, however late a busy machine runs us.
+type pipe struct {
+	*os.File
+	late int // bytes that were read after the deadline
+}
+
+// Read implements io.Reader.
+func (p *pipe) Read(b []byte) (int, error) {
+	n, err := p.File.Read(b)
+	if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) || p.late >= pipeRoom {
+		return n, err
+	}
+	raw, closed := p.SyscallConn()
+	if closed != nil {
+		return 0, err
+	}
+	n = -1
+	_ = raw.Control(func(fd uintptr) { n, _ = unix.Read(int(fd), b) })
+	switch {
+	case n < 0: // nothing is there
+		return 0, err
+	case n == 0:
+		return 0, io.EOF
+	}
+	p.late += n
+	return n, nil
+}
+
 // newRunner takes a command whose output is not set. It owns what the child inherits, and the fence.
 func newRunner(cmd *exec.Cmd, inherit []*os.File, f *Fence) (*runner, error) {
 	r := &runner{cmd: cmd, childEnds: inherit, fence: f, reaped: make(chan struct{}), connected: make(chan struct{}), pidfd: -1}
@@ -68,7 +100,7 @@ func newRunner(cmd *exec.Cmd, inherit []*os.File, f *Fence) (*runner, error) {
 		return nil, err
 	}
 	r.stderr, r.childEnds = errR, append(r.childEnds, errW)
-	r.lines = newPlainLines(errR)
+	r.lines = newPlainLines(&pipe{File: errR})
 	cmd.Stdout, cmd.Stderr, cmd.ExtraFiles = outW, errW, inherit
 	cmd.SysProcAttr.PidFD = &r.pidfd
 	return r, nil
@@ -229,7 +261,7 @@ func (r *runner) ID() string {
 }
 
 // Stdout implements go-plugin's runner.Runner.
-func (r *runner) Stdout() io.ReadCloser { return r.stdout }
+func (r *runner) Stdout() io.ReadCloser { return &pipe{File: r.stdout} }
 
 // Stderr implements go-plugin's runner.Runner.
 func (r *runner) Stderr() io.ReadCloser { return r.lines }

@@ -5,9 +5,11 @@ import (
 	"bytes"
 	"encoding/json"
 	"io"
+	"os"
 	"strings"
 	"testing"
 	"testing/iotest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -64,6 +66,40 @@ func FuzzPlainLines(f *testing.F) {
 		}
 		require.NoError(t, lines.Err())
 	})
+}
+
+// What a plugin has written is read, however late; a process that it has left behind is not listened to for ever.
+func TestLateReader(t *testing.T) {
+	in, out, err := os.Pipe()
+	require.NoError(t, err)
+	p := &pipe{File: in}
+	_, err = out.WriteString("last words")
+	require.NoError(t, err)
+	require.NoError(t, in.SetReadDeadline(time.Unix(1, 0)))
+	b := make([]byte, 4)
+	for _, want := range []string{"last", " wor", "ds"} {
+		n, err := p.Read(b)
+		require.NoError(t, err)
+		require.Equal(t, want, string(b[:n]))
+	}
+	_, err = p.Read(b)
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+	read := len("last words")
+	for err = nil; err == nil; {
+		_, failed := out.WriteString("more")
+		require.NoError(t, failed)
+		var n int
+		n, err = p.Read(b)
+		read += n
+		require.LessOrEqual(t, read, pipeRoom+len(b))
+	}
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+	require.NoError(t, out.Close())
+	p.late = 0
+	rest, err := io.ReadAll(p)
+	require.NoError(t, err)
+	require.Equal(t, "more", string(rest))
+	require.NoError(t, p.Close())
 }
 
 func TestLastLine(t *testing.T) {

@@ -30,6 +30,7 @@ type config struct {
 	Layout  string `json:"layout" jsonschema:"description=the one layout it needs"`
 	SlowMS  int    `json:"slow_ms" jsonschema:"description=time that a load takes"`
 	MatchMS int    `json:"match_ms" jsonschema:"description=time that a match takes"`
+	LeaseMS int    `json:"lease_ms" jsonschema:"description=how long a hold lasts that is not renewed; 300 without it and for requests named forgotten"`
 	Arena   int64  `json:"arena" jsonschema:"description=bytes of the arena that it asks for; its first bytes count what was opened"`
 }
 
@@ -301,16 +302,18 @@ func (h *holder) Consumed(ctx context.Context) ([]connector.HoldID, error) {
 	}
 }
 
-// leaser keeps holds of requests named "kept" as long as it may; what it was told is over has a request
-// "over N" in the next ticket.
+// leaser keeps holds of requests named "kept" as long as it may; what it was told is over is in the next ticket. How
+// often it was told that a hold is renewed is in the file "renewed" and its number.
 type leaser struct {
 	holder
-	kept []connector.HoldID
-	over []connector.HoldID
+	kept    []connector.HoldID
+	over    []connector.HoldID
+	named   []connector.HoldID // by the last answer
+	renewed map[connector.HoldID]int
 }
 
 func newLeaser(s *side) *leaser {
-	return &leaser{holder: holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}}
+	return &leaser{holder: holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}, renewed: map[connector.HoldID]int{}}
 }
 
 func (l *leaser) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
@@ -322,6 +325,9 @@ func (l *leaser) Finish(ctx context.Context, ended []connector.Ended) ([]connect
 			continue
 		}
 		out[i].TTL, out[i].Ticket = 300*time.Millisecond, fmt.Appendf(nil, "%v", l.over)
+		if !strings.HasPrefix(string(e.Request), "forgotten") {
+			out[i].TTL = max(out[i].TTL, time.Duration(l.LeaseMS)*time.Millisecond)
+		}
 		if strings.HasPrefix(string(e.Request), "kept") {
 			l.kept = append(l.kept, out[i].ID)
 		}
@@ -330,6 +336,9 @@ func (l *leaser) Finish(ctx context.Context, ended []connector.Ended) ([]connect
 }
 
 func (l *leaser) Renewals(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
+	if err := l.hear(ended); err != nil {
+		return nil, err
+	}
 	timer := time.NewTimer(50 * time.Millisecond)
 	defer timer.Stop()
 	select {
@@ -341,7 +350,29 @@ func (l *leaser) Renewals(ctx context.Context, ended []connector.HoldID) ([]conn
 	defer l.mu.Unlock()
 	l.over = append(l.over, ended...)
 	l.kept = slices.DeleteFunc(l.kept, func(id connector.HoldID) bool { return slices.Contains(ended, id) })
+	l.named = slices.Clone(l.kept)
 	return slices.Clone(l.kept), nil
+}
+
+// hear counts what the last answer has named and the host has not refused.
+func (l *leaser) hear(ended []connector.HoldID) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, id := range l.named {
+		if slices.Contains(ended, id) {
+			continue
+		}
+		l.renewed[id]++
+		path := filepath.Join(l.Dir, fmt.Sprint("renewed", id))
+		if err := os.WriteFile(path+".new", fmt.Append(nil, l.renewed[id]), 0o600); err != nil {
+			return err
+		}
+		if err := os.Rename(path+".new", path); err != nil {
+			return err
+		}
+	}
+	l.named = nil
+	return nil
 }
 
 func statInfos(fault string) []connector.StatInfo {
