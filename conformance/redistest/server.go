@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -21,8 +22,10 @@ import (
 const ProgramVariable = "KVPORT_REDIS_SERVER"
 
 const (
-	startTimeout = 20 * time.Second
+	startTimeout = time.Minute
 	probeEvery   = 5 * time.Millisecond
+	clientWait   = time.Minute        // for an answer: a busy machine must not make a client send a command again
+	highestPort  = 1<<16 - 1 - 10_000 // a node of a cluster takes the port that is 10,000 above, too
 )
 
 // ErrNoServer says that this machine has no server to run.
@@ -100,11 +103,18 @@ func StartProgram(program string, args ...string) (*Server, error) {
 }
 
 func freeAddress() (string, error) {
-	l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		return "", err
+	for {
+		l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
+		if err != nil {
+			return "", err
+		}
+		if err := l.Close(); err != nil {
+			return "", err
+		}
+		if port := netip.MustParseAddrPort(l.Addr().String()).Port(); port <= highestPort {
+			return l.Addr().String(), nil
+		}
 	}
-	return l.Addr().String(), l.Close()
 }
 
 // Restart starts the server again, empty, on the same address. Kill comes first.
@@ -168,7 +178,10 @@ func (s *Server) Resume() error { return s.cmd.Process.Signal(syscall.SIGCONT) }
 
 // Client is a client of the server itself, past any relay. The caller closes it.
 func (s *Server) Client() *redis.Client {
-	return redis.NewClient(&redis.Options{Addr: s.Address, Username: s.value("--user"), Password: s.value("--requirepass"), Protocol: 2, DisableIdentity: true})
+	return redis.NewClient(&redis.Options{
+		Addr: s.Address, Username: s.value("--user"), Password: s.value("--requirepass"), Protocol: 2, DisableIdentity: true,
+		DialTimeout: clientWait, ReadTimeout: clientWait, WriteTimeout: clientWait,
+	})
 }
 
 // value is the argument behind a name, or empty.

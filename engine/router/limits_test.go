@@ -139,18 +139,21 @@ func TestLongHeaders(t *testing.T) {
 // Bodies of running requests have a limit together: each is held until its request ends.
 func TestBodiesTogether(t *testing.T) {
 	held := make(chan struct{})
-	came := make(chan struct{}, 64)
+	letGo := sync.OnceFunc(func() { close(held) })
+	came := make(chan struct{}, 64) // the instance has a body, or its request is over
 	d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body)
 		came <- struct{}{}
 		<-held
 		tokens(w, r)
 	})
-	f := serveRouter(t, Config{Decode: urls(d)})
+	f := serveRouter(t, Config{Decode: urls(d), FirstByteTimeout: notSoon, BodyTimeout: notSoon, WriteTimeout: notSoon})
+	t.Cleanup(letGo) // before router and instance close, which wait for their requests
 	large := `{"stream":true,"prompt":"` + strings.Repeat("a", 7<<20) + `"}`
 	var tasks sync.WaitGroup
 	for range maxBodies / len(large) {
 		tasks.Go(func() {
+			defer func() { came <- struct{}{} }()
 			resp, _ := post(t, f.URL+"/v1/completions", large)
 			if resp.StatusCode != http.StatusOK {
 				t.Errorf("status %d", resp.StatusCode)
@@ -160,7 +163,7 @@ func TestBodiesTogether(t *testing.T) {
 	}
 	resp, text := post(t, f.URL+"/v1/completions", large)
 	require.Equal(t, 429, resp.StatusCode, text)
-	close(held)
+	letGo()
 	tasks.Wait()
 	require.Eventually(t, func() bool { return f.router.bodies.Load() == 0 }, waitLimit, waitTick)
 }

@@ -9,6 +9,7 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"errors"
+	"fmt"
 	"io"
 	"math/big"
 	"net"
@@ -23,40 +24,41 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// cluster starts three nodes that share the slots.
+// cluster starts three nodes that share the slots. None is taken for dead, however busy the machine is, and what the
+// first says about slots goes before what the others say: its epoch is the highest.
 func cluster(t *testing.T) (nodes [3]*redistest.Server) {
 	t.Helper()
 	for i := range nodes {
-		nodes[i] = server(t, "--cluster-enabled", "yes")
+		nodes[i] = server(t, "--cluster-enabled", "yes", "--cluster-node-timeout", "3600000")
 		require.NoError(t, nodes[i].Do(t.Context(), "cluster", "addslotsrange", firstSlot(i), firstSlot(i+1)-1))
+		require.NoError(t, nodes[i].Do(t.Context(), "cluster", "set-config-epoch", len(nodes)-i))
 	}
 	for _, node := range nodes[1:] {
 		host, port, err := net.SplitHostPort(node.Address)
 		require.NoError(t, err)
 		require.NoError(t, nodes[0].Do(t.Context(), "cluster", "meet", host, port))
 	}
-	require.Eventually(t, func() bool {
-		for _, node := range nodes {
-			if !clusterOK(t, node) {
-				return false
-			}
-		}
-		return true
-	}, time.Minute, 50*time.Millisecond)
+	agree(t, nodes, "info", "cluster_state:ok", "cluster_slots_ok:16384", "cluster_known_nodes:3")
 	return nodes
+}
+
+// agree waits until a CLUSTER command says all of what is wanted on each node.
+func agree(t *testing.T, nodes [3]*redistest.Server, command string, wanted ...string) {
+	t.Helper()
+	says := func(node *redistest.Server, want string) bool {
+		c := node.Client()
+		text, err := c.Do(t.Context(), "cluster", command).Text()
+		return errors.Join(err, c.Close()) == nil && strings.Contains(text, want)
+	}
+	for _, node := range nodes {
+		for _, want := range wanted {
+			require.Eventually(t, func() bool { return says(node, want) }, 5*time.Minute, 50*time.Millisecond, want)
+		}
+	}
 }
 
 // firstSlot is the first of the slots of node n of three.
 func firstSlot(n int) int { return n * 16384 / 3 }
-
-func clusterOK(t *testing.T, s *redistest.Server) bool {
-	t.Helper()
-	c := s.Client()
-	info, err := c.ClusterInfo(t.Context()).Result()
-	require.NoError(t, err)
-	require.NoError(t, c.Close())
-	return strings.Contains(info, "cluster_state:ok") && strings.Contains(info, "cluster_slots_ok:16384") && strings.Contains(info, "cluster_known_nodes:3")
-}
 
 // Blocks are spread over the nodes of a cluster, and found again when slots have moved.
 func TestCluster(t *testing.T) {
@@ -75,21 +77,22 @@ func TestCluster(t *testing.T) {
 		require.Less(t, len(keys), 40)
 	}
 
-	// All slots of b go to a, with what b forgets: those blocks are gone, the others are not.
+	// All slots of b go to a, with what b forgets: those blocks are gone, the others are not. Only a is told: b becomes
+	// its replica when it hears of it, and a node that heard of it before it was told would refuse.
 	kept, err := a.Keys(t.Context())
 	require.NoError(t, err)
-	id := nodeID(t, a)
 	require.NoError(t, b.Do(t.Context(), "flushall"))
-	for _, node := range nodes {
-		c := node.Client()
-		pipe := c.Pipeline()
-		for slot := firstSlot(1); slot < firstSlot(2); slot++ {
-			pipe.Do(t.Context(), "cluster", "setslot", slot, "node", id)
-		}
-		_, err := pipe.Exec(t.Context())
-		require.NoError(t, err)
-		require.NoError(t, c.Close())
+	c := a.Client()
+	defer func() { require.NoError(t, c.Close()) }()
+	id, err := c.Do(t.Context(), "cluster", "myid").Text()
+	require.NoError(t, err)
+	pipe := c.Pipeline()
+	for slot := firstSlot(1); slot < firstSlot(2); slot++ {
+		pipe.Do(t.Context(), "cluster", "setslot", slot, "node", id)
 	}
+	_, err = pipe.Exec(t.Context())
+	require.NoError(t, err)
+	agree(t, nodes, "nodes", fmt.Sprintf(" 0-%d\n", firstSlot(2)-1))
 	for end := time.Now().Add(time.Minute); ; {
 		err := errors.Join(s.Put(t.Context(), full), s.Get(t.Context(), empty))
 		if err == nil {
@@ -104,18 +107,9 @@ func TestCluster(t *testing.T) {
 	require.Greater(t, len(keys), len(kept))
 
 	// A client that knows nothing of clusters is told so.
-	_, err = Open(t.Context(), Options{Addresses: []string{b.Address}, Prefix: "c:"})
+	_, err = Open(t.Context(), patient(Options{Addresses: []string{b.Address}, Prefix: "c:"}))
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 	require.ErrorContains(t, err, "redis-cluster://")
-}
-
-func nodeID(t *testing.T, s *redistest.Server) string {
-	t.Helper()
-	c := s.Client()
-	id, err := c.Do(t.Context(), "cluster", "myid").Text()
-	require.NoError(t, err)
-	require.NoError(t, c.Close())
-	return id
 }
 
 // A node that dies takes its blocks with it and no others.
@@ -125,14 +119,14 @@ func TestClusterNodeDies(t *testing.T) {
 	for _, node := range nodes {
 		require.NoError(t, node.Do(t.Context(), "config", "set", "cluster-require-full-coverage", "no"))
 	}
-	s := open(t, Options{Addresses: []string{a.Address, b.Address}, Cluster: true, Timeout: time.Second})
+	s := open(t, Options{Addresses: []string{a.Address, b.Address}, Cluster: true, Timeout: time.Hour})
 	full, empty := items(20, 100, 16)
 	require.NoError(t, s.Put(t.Context(), full))
 	b.Kill()
 	start := time.Now()
 	err := s.Get(t.Context(), empty)
 	require.ErrorIs(t, err, connector.ErrGone)
-	require.Less(t, time.Since(start), 5*time.Second)
+	require.Less(t, time.Since(start), time.Minute, "nobody waits for it")
 	var failed *connector.ItemError
 	require.ErrorAs(t, err, &failed)
 	bad := map[int]bool{}
@@ -198,7 +192,7 @@ func join(c net.Conn, target string) {
 func TestTLS(t *testing.T) {
 	srv := server(t)
 	address, roots := tlsFront(t, srv.Address)
-	s, err := Open(t.Context(), Options{Addresses: []string{address}, TLS: &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12}})
+	s, err := Open(t.Context(), patient(Options{Addresses: []string{address}, Timeout: time.Hour, TLS: &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12}}))
 	require.NoError(t, err)
 	full, empty := items(3, 1<<20, 16)
 	require.NoError(t, s.Put(t.Context(), full))
@@ -210,14 +204,14 @@ func TestTLS(t *testing.T) {
 	time.AfterFunc(50*time.Millisecond, cancel)
 	start := time.Now()
 	require.ErrorIs(t, s.Get(ctx, empty), context.Canceled)
-	require.Less(t, time.Since(start), 2*time.Second, "cancelling reaches through TLS")
+	require.Less(t, time.Since(start), time.Minute, "cancelling reaches through TLS")
 	require.NoError(t, srv.Resume())
 	require.NoError(t, s.Close())
 
 	// A certificate that nobody we trust has signed, or of another name: nothing is sent.
 	for _, config := range []*tls.Config{{MinVersion: tls.VersionTLS12}, {RootCAs: roots, ServerName: "other.test", MinVersion: tls.VersionTLS12}} {
 		var log strings.Builder
-		s, err := Open(t.Context(), Options{Addresses: []string{address}, TLS: config, Log: textLog(&log)})
+		s, err := Open(t.Context(), patient(Options{Addresses: []string{address}, TLS: config, Log: textLog(&log)}))
 		require.NoError(t, err)
 		require.Zero(t, found(t, s, full))
 		require.Contains(t, log.String(), "certificate")

@@ -78,7 +78,7 @@ func TestLMSilentServer(t *testing.T) {
 	n, err := s.Lookup(t.Context(), [][]connector.StoreKey{keysOf(full)})
 	require.NoError(t, err)
 	require.Zero(t, n[0])
-	require.Less(t, time.Since(start), 2*time.Second)
+	require.Less(t, time.Since(start), time.Minute)
 	require.NoError(t, s.Close())
 	require.NoError(t, l.Close())
 	<-done

@@ -54,6 +54,8 @@ type Options struct {
 	// CredentialField names the config field or environment variable that the password came from, for
 	// errors.
 	CredentialField string
+
+	openTimeout time.Duration // longest time of the first contact, for which a start waits; 0: the constant of that name
 }
 
 // withDefaults fills in what is zero.
@@ -64,6 +66,7 @@ func (o Options) withDefaults() Options {
 	o.MaxValue = cmp.Or(o.MaxValue, DefaultMaxValue)
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	o.CredentialField = cmp.Or(o.CredentialField, "password")
+	o.openTimeout = cmp.Or(o.openTimeout, openTimeout)
 	return o
 }
 

@@ -56,7 +56,7 @@ func Open(ctx context.Context, o Options) (*Store, error) {
 		}
 		s.movers.give(l)
 	}
-	ctx, cancel := context.WithTimeout(ctx, min(openTimeout, o.Timeout))
+	ctx, cancel := context.WithTimeout(ctx, min(o.openTimeout, o.Timeout))
 	defer cancel()
 	if err := s.hello(ctx); err != nil {
 		if bad := s.o.configError(err); bad != nil {
