@@ -390,8 +390,8 @@ func listen(path string) (*socket, error) {
 	return s, nil
 }
 
-// CheckSocket refuses a path that is too long, and one whose folder others can enter. A folder that Run would make need not be there. It leaves
-// nothing behind. Errors wrap host.ErrConfig.
+// CheckSocket refuses a path that is too long, and one whose folder others can enter. A folder that Run would make
+// need not be there. It leaves nothing behind. Errors wrap host.ErrConfig.
 func CheckSocket(path string) error {
 	if len(path) > maxSocketPath {
 		return fmt.Errorf("%w: socket: %s has %d bytes, want at most %d: use a shorter folder", host.ErrConfig, path, len(path), maxSocketPath)

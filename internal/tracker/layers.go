@@ -37,10 +37,13 @@ func (b *Tracker) GiveUp(now time.Time, step uint64) []Action {
 
 // progress changes how far the saves of a step that is not over are, and tells their calls.
 func (b *Tracker) progress(now time.Time, step uint64, change func(*op)) []Action {
-	for _, o := range sorted(b.ops) {
-		if !o.layered || o.step != step || o.computed {
-			continue
+	saves := map[uint64]*op{} // a step has few of all operations, and each of its layers asks
+	for id, o := range b.ops {
+		if o.layered && o.step == step && !o.computed {
+			saves[id] = o
 		}
+	}
+	for _, o := range sorted(saves) {
 		change(o)
 		for _, c := range o.calls {
 			if c.state == running {
