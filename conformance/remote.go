@@ -149,10 +149,7 @@ func (h *loopback) instance(m *engineMemory) (*Instance, error) {
 	return i, nil
 }
 
-const (
-	exitWait     = 5 * time.Second // for a plugin process to end when it is asked to
-	manifestWait = 10 * time.Second
-)
+const exitWait = 5 * time.Second // for a plugin process to end when it is asked to
 
 // Binary runs the plugin binary at path as a process of its own for each engine, as production
 // does. For @TMP@ see InProcess.
@@ -161,9 +158,7 @@ func Binary(path string, config json.RawMessage) Maker {
 		path = abs // a bare name means a file here, not one on PATH
 	}
 	manifest := sync.OnceValues(func() (*host.Manifest, error) {
-		ctx, cancel := context.WithTimeout(context.Background(), manifestWait)
-		defer cancel()
-		return host.ReadManifest(ctx, path)
+		return host.ReadManifest(context.Background(), path)
 	})
 	return func() (Harness, error) {
 		b, err := newBase(config)

@@ -234,6 +234,7 @@ func Find(paths []string, name string) (*Binary, error) {
 func resolve(ctx context.Context, cfg *Config, paths []string) (*plugin.Program, *Manifest, error) {
 	prog, m, err := plugin.Resolve(ctx, &plugin.Wanted{
 		Connector: cfg.Connector, Paths: paths, Module: cfg.ModulePath, SHA256: cfg.Settings.PluginSHA256, Composed: []string{MultiName},
+		Handshake: cfg.Settings.Deadlines.Handshake,
 	})
 	return prog, (*Manifest)(m), err
 }
@@ -257,7 +258,7 @@ func List(ctx context.Context, paths []string) []Found {
 }
 
 // ReadManifest runs a plugin with --manifest and reads what it prints. It gives the plugin a few
-// seconds, no environment and nothing to read. Errors name the binary.
+// seconds, more on a busy machine, no environment and nothing to read. Errors name the binary.
 func ReadManifest(ctx context.Context, path string) (*Manifest, error) {
 	m, err := plugin.ReadManifest(ctx, path)
 	return (*Manifest)(m), err

@@ -30,9 +30,9 @@ import (
 
 // Bounds of what plugins say about themselves.
 const (
-	maxManifest  = 1 << 20 // of a manifest, in bytes
-	manifestWait = 5 * time.Second
-	settleWait   = time.Second // for plugins before the one that has answered
+	maxManifest  = 1 << 20         // of a manifest, in bytes
+	manifestWait = 5 * time.Second // for a manifest at least; a busy machine stretches it, see Patient
+	settleWait   = time.Second     // for plugins before the one that has answered
 )
 
 // Wanted says which plugin is looked for.
@@ -42,7 +42,12 @@ type Wanted struct {
 	Module    string   // the plugin's binary; empty: it is searched for
 	SHA256    string   // that the binary must have, in hex; empty: any
 	Composed  []string // connectors that need no plugin: a misspelt name may be meant to be theirs
+
+	Handshake time.Duration // that the config gives a plugin's start; a manifest may take as long
 }
+
+// wait is how long each plugin may take for its manifest.
+func (w *Wanted) wait() time.Duration { return max(manifestWait, w.Handshake) }
 
 // Binary is a plugin on disk.
 type Binary struct {
@@ -66,11 +71,11 @@ func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 			others = append(others, path)
 		}
 	}
-	first, b := probe(ctx, named, w.Connector)
+	first, b := probe(ctx, named, w)
 	if b != nil {
 		return b, nil
 	}
-	second, b := probe(ctx, others, w.Connector)
+	second, b := probe(ctx, others, w)
 	if b != nil {
 		return b, nil
 	}
@@ -129,9 +134,9 @@ func stem(connector string) string {
 	return strings.TrimSuffix(strings.ToLower(connector), "connector")
 }
 
-// probe asks all candidates at once. When one answers to name, those before it in order have
+// probe asks all candidates at once. When one answers to the wanted name, those before it in order have
 // settleWait to do so too; the rest is not waited for. Without a winner it returns all answers.
-func probe(ctx context.Context, paths []string, name string) ([]Found, *Binary) {
+func probe(ctx context.Context, paths []string, w *Wanted) ([]Found, *Binary) {
 	ctx, cancel := context.WithCancel(ctx)
 	found := make([]Found, len(paths))
 	answers := make(chan int, len(paths))
@@ -140,7 +145,7 @@ func probe(ctx context.Context, paths []string, name string) ([]Found, *Binary) 
 	defer cancel() // kills who still runs
 	for i, path := range paths {
 		work.Go(func() {
-			found[i] = look(ctx, path)
+			found[i] = look(ctx, path, w.wait())
 			answers <- i
 		})
 	}
@@ -152,7 +157,7 @@ func probe(ctx context.Context, paths []string, name string) ([]Found, *Binary) 
 		select {
 		case i := <-answers:
 			done[i] = true
-			if m := found[i].Manifest; m != nil && m.Answers(name) && i < best {
+			if m := found[i].Manifest; m != nil && m.Answers(w.Connector) && i < best {
 				if best == len(paths) {
 					settled.Reset(settleWait)
 				}
@@ -185,14 +190,18 @@ func List(ctx context.Context, paths []string) []Found {
 	found := make([]Found, len(files))
 	var work sync.WaitGroup
 	for i, path := range files {
-		work.Go(func() { found[i] = look(ctx, path) })
+		work.Go(func() { found[i] = look(ctx, path, manifestWait) })
 	}
 	work.Wait()
 	return found
 }
 
-func look(ctx context.Context, path string) Found {
-	m, err := ReadManifest(ctx, path)
+func look(ctx context.Context, path string, limit time.Duration) Found {
+	p, err := Executable(path)
+	if err != nil {
+		return Found{Path: path, Err: err}
+	}
+	m, err := p.Manifest(ctx, limit)
 	return Found{Path: path, Manifest: m, Err: err}
 }
 
@@ -242,19 +251,17 @@ func checkExecutable(path string) error {
 }
 
 // ReadManifest runs a plugin with --manifest and reads what it prints. It gives the plugin a few
-// seconds, no environment and nothing to read. Errors name the binary.
+// seconds, more on a busy machine, no environment and nothing to read. Errors name the binary.
 func ReadManifest(ctx context.Context, path string) (*wire.Manifest, error) {
-	p, err := Executable(path)
-	if err != nil {
-		return nil, err
-	}
-	return p.Manifest(ctx)
+	f := look(ctx, path, manifestWait)
+	return f.Manifest, f.Err
 }
 
-// Manifest runs the program with --manifest and reads what it prints, like ReadManifest.
-func (p *Program) Manifest(ctx context.Context) (*wire.Manifest, error) {
+// Manifest runs the program with --manifest and reads what it prints, like ReadManifest. It gives the
+// plugin limit, which a busy machine stretches.
+func (p *Program) Manifest(ctx context.Context, limit time.Duration) (*wire.Manifest, error) {
 	var pid atomic.Int64
-	ctx, cancel := Patient(ctx, manifestWait, waits(func() int { return int(pid.Load()) }))
+	ctx, cancel := Patient(ctx, limit, waits(func() int { return int(pid.Load()) }))
 	defer cancel()
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
@@ -280,7 +287,7 @@ func (p *Program) Manifest(ctx context.Context) (*wire.Manifest, error) {
 		return nil, fmt.Errorf("%s --manifest %w, it was killed", p.Path, errFlood)
 	}
 	if RanOut(ctx) {
-		return nil, fmt.Errorf("%s --manifest gave no answer within %s", p.Path, manifestWait)
+		return nil, fmt.Errorf("%s --manifest gave no answer within %s", p.Path, limit)
 	}
 	if ctx.Err() != nil {
 		return nil, fmt.Errorf("%s --manifest: %w", p.Path, ctx.Err())
@@ -380,7 +387,7 @@ func Resolve(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error) {
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: %w", config.Err, err)
 	}
-	m, err := p.Manifest(ctx)
+	m, err := p.Manifest(ctx, w.wait())
 	if err == nil && !m.Answers(w.Connector) {
 		err = fmt.Errorf("%s answers to %q, not to kv_connector %s", path, append([]string{m.Name}, m.Aliases...), strictjson.Quote(w.Connector))
 	}
@@ -408,7 +415,7 @@ func findPinned(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error
 			wrong = append(wrong, filepath.Base(path))
 			continue
 		}
-		m, err := p.Manifest(ctx)
+		m, err := p.Manifest(ctx, w.wait())
 		if err == nil && m.Answers(w.Connector) {
 			return p, m, nil
 		}

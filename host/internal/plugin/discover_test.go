@@ -2,7 +2,10 @@ package plugin
 
 import (
 	"io"
+	"os"
+	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -16,6 +19,17 @@ func TestLimitedBuffer(t *testing.T) {
 	require.ErrorIs(t, why, errFlood)
 	require.EqualValues(t, maxManifest, n)
 	require.Equal(t, maxManifest, b.kept.Len())
+}
+
+// A manifest has a few seconds, and as long as the config gives a start if that is more. A plugin that could run and
+// says nothing has no more than that.
+func TestManifestDeadline(t *testing.T) {
+	require.Equal(t, manifestWait, (&Wanted{Handshake: time.Second}).wait())
+	require.Equal(t, time.Minute, (&Wanted{Handshake: time.Minute}).wait())
+	path := filepath.Join(t.TempDir(), "kvport-mute")
+	require.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\nexec sleep 3600\n"), 0o755))
+	_, err := (&Program{Path: path}).Manifest(t.Context(), 200*time.Millisecond)
+	require.EqualError(t, err, path+" --manifest gave no answer within 200ms")
 }
 
 // zeros is a reader without an end.
