@@ -109,11 +109,11 @@ func openKeys(t *testing.T, f *scene, b backend, i identity, name string) (*keyE
 	if f.Groups {
 		e.groups = 2
 	}
-	later := "20s"
+	later := "1m"
 	if name == stranger {
 		later = "300ms" // it is to find nothing, and a ticket for another prompt makes it wait for that
 	}
-	settings := fmt.Sprintf(`"deadlines":{"handshake":"30s","later":%q},"heartbeat":{"limit":"1m"}`, later)
+	settings := fmt.Sprintf(`"deadlines":{"handshake":"30s","later":%q,"plan":"1m","transfer":"1m","save":"1m","finish":"1m"},"heartbeat":{"limit":"1m"}`, later)
 	cfg, err := host.ParseConfig(f.config("kv_both", name, f.extra(t, b, "kv_both"), settings))
 	require.NoError(t, err)
 	layout, size := host.WithDigests(e.layout())
@@ -176,7 +176,7 @@ func (e *keyEngine) close() {
 // next waits for an event.
 func (e *keyEngine) next(kind host.EventKind, id connector.RequestID) host.Event {
 	e.Helper()
-	timeout := time.NewTimer(time.Minute)
+	timeout := time.NewTimer(5 * time.Minute)
 	defer timeout.Stop()
 	for {
 		select {
