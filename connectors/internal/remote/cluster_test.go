@@ -77,8 +77,8 @@ func TestCluster(t *testing.T) {
 		require.Less(t, len(keys), 40)
 	}
 
-	// All slots of b go to a, with what b forgets: those blocks are gone, the others are not. Only a is told: b becomes
-	// its replica when it hears of it, and a node that heard of it before it was told would refuse.
+	// All slots of b go to a, with what b forgets: those blocks are gone, the others are not. Only a gets the command: b
+	// becomes its replica as soon as a's gossip reaches it, and would refuse a command that comes after that.
 	kept, err := a.Keys(t.Context())
 	require.NoError(t, err)
 	require.NoError(t, b.Do(t.Context(), "flushall"))
