@@ -198,7 +198,7 @@ func TestPinnedBinary(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, os.WriteFile(path+".new", []byte("#!/bin/sh\nexit 1\n"), 0o755))
 	require.NoError(t, os.Rename(path+".new", path)) // swapped after the check
-	m, err := p.Manifest(t.Context())
+	m, err := p.Manifest(t.Context(), time.Minute)
 	require.NoError(t, err)
 	require.Equal(t, "TestConnector", m.Name)
 	region, err := NewRegion(4096)
