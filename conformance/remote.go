@@ -149,7 +149,7 @@ func (h *loopback) instance(m *engineMemory) (*Instance, error) {
 	return i, nil
 }
 
-const exitWait = 5 * time.Second // for a plugin process to end when it is asked to
+const exitWait = time.Minute // for a plugin process to end when it is asked to; one that could run has less, see host.Process
 
 // Binary runs the plugin binary at path as a process of its own for each engine, as production
 // does. For @TMP@ see InProcess.

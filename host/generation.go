@@ -168,6 +168,8 @@ func (g *generation) end(ctx context.Context, polite bool) {
 		g.proc.KillFor(errClosing)
 		return
 	}
+	unhook := context.AfterFunc(ctx, func() { g.proc.KillFor(errClosing) })
+	defer unhook()
 	g.retire()
 	g.stopJobs()
 	g.work.Wait()

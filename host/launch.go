@@ -86,7 +86,8 @@ func (p *Process) Err() error { return p.proc.Err() }
 // Kill ends the process with SIGKILL and waits until it is reaped.
 func (p *Process) Kill() { p.proc.Kill() }
 
-// Close asks the process to end, and kills it when ctx is done first. Sides must be closed before.
+// Close asks the process to end. It kills it when ctx is done first, or when the process could have run for 2 s and
+// has not ended. Sides must be closed before.
 func (p *Process) Close(ctx context.Context) error { return p.proc.Close(ctx) }
 
 // LastWords says how the process ended, if it did so by itself, and which lines it wrote to standard error last.

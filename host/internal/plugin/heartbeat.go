@@ -114,8 +114,8 @@ func stateOf(path string) byte {
 	return data[end+2]
 }
 
-// Patient is a context for a plugin's start. It ends when the plugin could have used all of limit, so that a
-// busy machine delays a start and does not fail it: see heartbeat, whose rules these are. Its cause is then
+// Patient is a context for a plugin's start and end. It ends when the plugin could have used all of limit, so that a
+// busy machine delays them and does not fail them: see heartbeat, whose rules these are. Its cause is then
 // DeadlineExceeded. waits may be nil.
 func Patient(ctx context.Context, limit time.Duration, waits func() time.Duration) (context.Context, context.CancelFunc) {
 	ctx, release := context.WithTimeout(ctx, heartbeatStretch*limit+max(limit/heartbeatTicks, 1))

@@ -114,7 +114,7 @@ func Launch(ctx context.Context, prog *Program, opts *Options) (*Process, error)
 		return nil, fmt.Errorf("%w: plugin %s: %w", config.Err, prog.Path, err)
 	}
 	fault.Crash("host.handshake.done")
-	p.violated = opts.Violated
+	p.violated, p.waits = opts.Violated, p.Waits
 	go p.watch()
 	p.beats.Go(func() { p.beat(opts.Heartbeat) })
 	return p, nil
@@ -353,11 +353,12 @@ func (p *Process) KillFor(reason error) {
 	p.run.kill()
 }
 
-// Close asks the process to end, and kills it when ctx is done first. Sides must be closed before.
+// Close asks the process to end, and kills it when ctx is done first, or when it could have run for ClosePatience.
+// Sides must be closed before.
 func (p *Process) Close(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, ClosePatience)
+	ctx, cancel := Patient(ctx, ClosePatience, p.Waits())
 	defer cancel()
-	unhook := context.AfterFunc(ctx, func() { p.KillFor(fmt.Errorf("it did not end when asked: %w", ctx.Err())) })
+	unhook := context.AfterFunc(ctx, func() { p.KillFor(fmt.Errorf("it did not end when asked: %w", context.Cause(ctx))) })
 	defer unhook()
 	// A heartbeat that the end overtakes would look like one that was missed.
 	p.silence()

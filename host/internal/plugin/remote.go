@@ -17,8 +17,8 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// How long a proxy waits after ctx is done before it takes the plugin for hung, and how long Close
-// may take.
+// How long a proxy waits after ctx is done before it takes the plugin for hung, and how long a plugin that could
+// run may take to close.
 const (
 	schedulerPatience = 500 * time.Millisecond
 	ClosePatience     = 2 * time.Second
@@ -35,7 +35,8 @@ type Remote struct {
 	boardFD    int        // in the plugin
 	rings      ringsRef
 	violations atomic.Int64
-	violated   func(what string) // nil: only counted
+	violated   func(what string)           // nil: only counted
+	waits      func() func() time.Duration // of the process, see Process.Waits; nil: none is known
 }
 
 // Connect makes a Remote of any connection, such as one in memory. The plugin must run in this
@@ -219,7 +220,7 @@ func ask[M, T any](ctx context.Context, s *session, req *kvportv1.SessionRequest
 
 // Close implements connector.Scheduler.
 func (p *schedulerProxy) Close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), ClosePatience)
+	ctx, cancel := Patient(context.Background(), ClosePatience, p.waits)
 	defer cancel()
 	return p.close(ctx)
 }
@@ -302,7 +303,7 @@ func feed(ctx context.Context, counter *shm.Counter, progress connector.Progress
 
 // Close implements connector.Worker.
 func (p *workerProxy) Close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), ClosePatience)
+	ctx, cancel := Patient(context.Background(), ClosePatience, p.waits)
 	defer cancel()
 	return errors.Join(p.close(ctx), p.closeBoard())
 }

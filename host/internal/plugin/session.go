@@ -37,6 +37,7 @@ type session struct {
 	stop     context.CancelFunc
 	caps     connector.Capability
 	violated func(what string)
+	waits    func() time.Duration // how long the plugin could not run; nil: not known
 
 	sending sync.Mutex
 	last    atomic.Uint64
@@ -68,6 +69,9 @@ func (r *Remote) openSession(ctx context.Context, open *wire.Open) (*session, er
 	s := &session{
 		stream: stream, stop: stop, violated: r.violation, ring: r.rings.take(),
 		calls: map[uint64]chan *reply{}, lost: make(chan struct{}),
+	}
+	if r.waits != nil {
+		s.waits = r.waits()
 	}
 	if s.ring != nil {
 		open.Ring = s.ring.wire
@@ -147,7 +151,7 @@ func (s *session) call(ctx context.Context, req *kvportv1.SessionRequest, patien
 	case <-s.lost:
 		return s.orLost(answer)
 	case <-late:
-		return nil, fmt.Errorf("%w: %w", ErrUnanswered, ctx.Err())
+		return nil, fmt.Errorf("%w: %w", ErrUnanswered, context.Cause(ctx))
 	}
 }
 
