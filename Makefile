@@ -109,7 +109,7 @@ vllm-test: deps build ## from nothing a real vLLM in .deps/vllm (6 GB), then kvp
 
 lint: ## golangci-lint, buf lint and buf breaking, at the versions of tools/go.mod (the first run compiles them)
 	$(TOOL) golangci-lint config verify
-	$(TOOL) golangci-lint run --timeout 10m ./...
+	$(TOOL) golangci-lint run --allow-parallel-runners --timeout 10m ./...
 	$(TOOL) buf lint proto
 	$(TOOL) buf breaking proto --against $(GOLDEN)
 
