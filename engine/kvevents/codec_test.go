@@ -78,7 +78,7 @@ func TestGolden(t *testing.T) {
 	}
 	other := map[string]bool{"negative": true, "offloaded": true, "removed": true} // numbers without sign, fields that are not kept
 	files := golden(t)
-	require.Equal(t, uint64(end), binary.BigEndian.Uint64(files["end of a replay"]))
+	require.Equal(t, uint64(endOfReplay), binary.BigEndian.Uint64(files["end of a replay"]))
 	delete(files, "end of a replay")
 	require.Len(t, files, len(want))
 	for name, payload := range files {

@@ -179,7 +179,7 @@ func engineImports() map[string][]string {
 		"engine/*":            host,
 		"engine/gguf":         {},
 		"engine/kvcache":      {"connector"},
-		"engine/kvevents":     {"internal/strictjson", "internal/zmtp"},
+		"engine/kvevents":     {"internal/meter", "internal/strictjson", "internal/zmtp"},
 		"engine/model":        {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
 		"engine/model/kernel": {"engine/gguf"},
 		"engine/model/sim":    {"connector", "engine/model"},
