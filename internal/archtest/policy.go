@@ -194,7 +194,7 @@ func engineImports() map[string][]string {
 
 // engineParts are the packages that the engine's loop and its HTTP front put together.
 func engineParts() []string {
-	return []string{"engine/gguf", "engine/kvcache", "engine/model", "engine/model/sim", "engine/sample", "engine/sched", "engine/tokenizer"}
+	return []string{"engine/gguf", "engine/kvcache", "engine/kvevents", "engine/model", "engine/model/sim", "engine/sample", "engine/sched", "engine/tokenizer"}
 }
 
 // sortedKeys makes walks over a map the same in every run.
