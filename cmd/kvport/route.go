@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -16,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvport/kvport/engine/router"
+	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/ticket"
 )
@@ -27,6 +29,9 @@ type routeFlags struct {
 	listenFlags
 	prefill, decode []string
 	mode, policy    string
+	weights         string
+	sessionKey      string
+	replicas        []string
 	turns           int
 	logLevel        string
 	register        string
@@ -47,8 +52,11 @@ func newRoute() *cobra.Command {
 	flags := cmd.Flags()
 	flags.StringSliceVar(&f.prefill, "prefill", nil, "base URLs of prefill instances; without one, decode instances serve alone")
 	flags.StringSliceVar(&f.decode, "decode", nil, "base URLs of decode instances")
-	flags.StringVar(&f.mode, "mode", "pool", "pool: any prefill instance goes with any decode instance")
-	flags.StringVar(&f.policy, "policy", "round_robin", "how an instance is chosen: round_robin")
+	flags.StringVar(&f.mode, "mode", "pool", "pool: any prefill instance goes with any decode instance; replica: only with those of its own --replica")
+	flags.StringArrayVar(&f.replicas, "replica", nil, "with --mode replica, once for each: NAME=prefill:URL,...;decode:URL,...")
+	flags.StringVar(&f.policy, "policy", policy.RoundRobin, "how instances are chosen: "+strings.Join(policy.Names(), ", "))
+	flags.StringVar(&f.weights, "policy-weights", "", "what the policy's scorers count, instead of its own weights, such as prefix=1,load=1,session=0")
+	flags.StringVar(&f.sessionKey, "session-key", "header:X-Session-Id", "where a request has the key of its session: header:NAME, cookie:NAME or field:NAME of the body, such as field:user")
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
 	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the key that the engines share; default: that of one user on one host")
 	flags.IntVar(&f.turns, "bidirectional", 0, "number of conversations to remember: prefill instances load from the decode instance that gave the last answer; all instances are kv_both")
@@ -69,6 +77,14 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	if err := setLog(cmd.ErrOrStderr(), f.logLevel); err != nil {
 		return err
 	}
+	weights, err := policy.ParseWeights(f.weights)
+	if err != nil {
+		return fmt.Errorf("--policy-weights: %w", err)
+	}
+	replicas, err := parseReplicas(f.replicas)
+	if err != nil {
+		return err
+	}
 	registering, err := f.registration()
 	if err != nil {
 		return err
@@ -81,7 +97,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	registry := newRegistry()
 	r, err := router.New(router.Config{
 		Register: registering,
-		Prefill:  f.prefill, Decode: f.decode, Log: slog.Default(), Metrics: registry, Gatherer: registry,
+		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey, Log: slog.Default(), Metrics: registry, Gatherer: registry,
 		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, MaxInFlight: f.inFlight(maxRouted),
 		Known:          func(authorization string) bool { return t.knows(authorization) },
 		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
@@ -112,15 +128,19 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 // check refuses flags that cannot work.
 func (f *routeFlags) check() error {
 	switch {
-	case f.mode == "replica":
-		return errors.New("--mode replica is not built yet, only pool")
-	case f.mode != "pool":
-		return fmt.Errorf("--mode is %q, want pool", f.mode)
-	case f.policy != "round_robin":
-		return fmt.Errorf("--policy is %q, want round_robin", f.policy)
+	case f.mode != "pool" && f.mode != "replica":
+		return fmt.Errorf("--mode is %q, want pool or replica", f.mode)
+	case f.mode == "pool" && len(f.replicas) > 0:
+		return errors.New("--replica is for --mode replica")
+	case f.mode == "replica" && len(f.prefill)+len(f.decode) > 0:
+		return errors.New("--prefill and --decode are for --mode pool; with --mode replica each --replica has its own")
+	case f.mode == "replica" && len(f.replicas) == 0:
+		return errors.New("--mode replica requires at least one --replica NAME=prefill:URL,...;decode:URL,...")
+	case !slices.Contains(policy.Names(), f.policy):
+		return fmt.Errorf("--policy is %q, want %s", f.policy, strings.Join(policy.Names(), ", "))
 	case f.turns < 0:
 		return fmt.Errorf("--bidirectional is %d, want a number of conversations", f.turns)
-	case len(f.decode) == 0 && f.register == "":
+	case len(f.decode) == 0 && len(f.replicas) == 0 && f.register == "":
 		return errors.New("--decode is required: the base URL of at least one decode instance, or --register")
 	case f.keyFile != "" && f.register == "":
 		return errors.New("--ticket-key-file is for --register")
@@ -139,6 +159,28 @@ func (f *routeFlags) check() error {
 		}
 	}
 	return nil
+}
+
+// parseReplicas reads the values of --replica.
+func parseReplicas(list []string) (replicas []router.Replica, err error) {
+	const want = "want NAME=prefill:URL,...;decode:URL,..."
+	for _, text := range list {
+		name, parts, ok := strings.Cut(text, "=")
+		if !ok {
+			return nil, fmt.Errorf("--replica is %q, %s", text, want)
+		}
+		r := router.Replica{Name: name}
+		for part := range strings.SplitSeq(parts, ";") {
+			role, urls, _ := strings.Cut(part, ":")
+			to := map[string]*[]string{"prefill": &r.Prefill, "decode": &r.Decode}[role]
+			if to == nil || urls == "" || *to != nil {
+				return nil, fmt.Errorf("--replica %s: %q is not understood, %s", name, part, want)
+			}
+			*to = strings.Split(urls, ",")
+		}
+		replicas = append(replicas, r)
+	}
+	return replicas, nil
 }
 
 // upstreamKey is the API key that instances get; empty: none.

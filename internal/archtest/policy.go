@@ -175,20 +175,21 @@ func kvportImports() map[string][]string {
 func engineImports() map[string][]string {
 	host := []string{"connector", "host", "internal/fault", "internal/meter"}
 	return map[string][]string{
-		"engine":              slices.Concat(host, engineParts()),
-		"engine/*":            host,
-		"engine/gguf":         {},
-		"engine/kvcache":      {"connector"},
-		"engine/kvevents":     {"internal/meter", "internal/strictjson", "internal/zmtp"},
-		"engine/model":        {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
-		"engine/model/kernel": {"engine/gguf"},
-		"engine/model/sim":    {"connector", "engine/model"},
-		"engine/router":       {"connector", "engine/kvevents", "engine/router/...", "internal/meter"},
-		"engine/router/*":     {"engine/kvevents"},
-		"engine/sample":       {},
-		"engine/sched":        {"connector", "engine/kvcache"},
-		"engine/server":       slices.Concat(host, engineParts(), []string{"engine"}),
-		"engine/tokenizer":    {"engine/gguf"},
+		"engine":                slices.Concat(host, engineParts()),
+		"engine/*":              host,
+		"engine/gguf":           {},
+		"engine/kvcache":        {"connector"},
+		"engine/kvevents":       {"internal/meter", "internal/strictjson", "internal/zmtp"},
+		"engine/model":          {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
+		"engine/model/kernel":   {"engine/gguf"},
+		"engine/model/sim":      {"connector", "engine/model"},
+		"engine/router":         {"connector", "engine/kvevents", "engine/router/kvindex", "engine/router/policy", "internal/meter"},
+		"engine/router/kvindex": {"engine/kvevents"},
+		"engine/router/policy":  {"internal/strictjson"}, // pure: no clock, no lock, no I/O
+		"engine/sample":         {},
+		"engine/sched":          {"connector", "engine/kvcache"},
+		"engine/server":         slices.Concat(host, engineParts(), []string{"engine"}),
+		"engine/tokenizer":      {"engine/gguf"},
 	}
 }
 
