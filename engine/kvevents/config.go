@@ -3,6 +3,10 @@ package kvevents
 import (
 	"errors"
 	"fmt"
+	"net"
+	"os"
+	"strings"
+	"syscall"
 
 	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/internal/zmtp"
@@ -57,4 +61,69 @@ func ParseConfig(data []byte) (*Config, error) {
 		return nil, fmt.Errorf("%w: %w", ErrConfig, v.Field("replay_endpoint").Errorf("is of no use without endpoint: give both or neither"))
 	}
 	return c, nil
+}
+
+// Check refuses a place to which nobody can connect. The message names the endpoint.
+func (p *Place) Check() error {
+	for _, endpoint := range []string{p.Endpoint, p.ReplayEndpoint} {
+		if endpoint == "" && p.Endpoint != "" {
+			continue
+		}
+		if _, err := zmtp.ParseEndpoint(endpoint); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Of is the place as an instance with that host name tells it, if a reader elsewhere can and may go there: to a port of
+// the same host, or on this machine to a socket of this user. An instance cannot send a reader anywhere else.
+func (p *Place) Of(host string) (Place, error) {
+	of := Place{Topic: p.Topic}
+	if len(p.Topic) > maxText {
+		return Place{}, fmt.Errorf("the topic has %d bytes, want at most %d", len(p.Topic), maxText)
+	}
+	for _, one := range []struct {
+		from string
+		to   *string
+	}{{p.Endpoint, &of.Endpoint}, {p.ReplayEndpoint, &of.ReplayEndpoint}} {
+		if one.from == "" && one.to != &of.Endpoint {
+			continue
+		}
+		e, err := zmtp.ParseEndpoint(one.from)
+		if err == nil {
+			e, err = reachable(e, host)
+		}
+		if err != nil {
+			return Place{}, fmt.Errorf("%.200q: %w", one.from, err)
+		}
+		*one.to = e.String()
+	}
+	return of, nil
+}
+
+func reachable(e zmtp.Endpoint, host string) (zmtp.Endpoint, error) {
+	if e.Network == "unix" {
+		if ip := net.ParseIP(host); host != "localhost" && (ip == nil || !ip.IsLoopback()) {
+			return e, errors.New("a socket of another machine")
+		}
+		info, err := os.Lstat(e.Address)
+		if err != nil {
+			return e, err
+		}
+		stat, ok := info.Sys().(*syscall.Stat_t)
+		if !ok || info.Mode()&os.ModeSocket == 0 || int(stat.Uid) != os.Getuid() {
+			return e, errors.New("it is not a socket of this user")
+		}
+		return e, nil
+	}
+	named, port, err := net.SplitHostPort(e.Address)
+	if err != nil {
+		return e, err
+	}
+	if ip := net.ParseIP(named); named != "" && !strings.EqualFold(named, host) && (ip == nil || !ip.IsUnspecified()) {
+		return e, errors.New("a port of another host than the instance's")
+	}
+	e.Address = net.JoinHostPort(host, port)
+	return e, nil
 }

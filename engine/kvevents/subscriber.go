@@ -17,6 +17,9 @@ const maxMessage = 8 << 20
 
 // Sink gets what a subscription learns. One goroutine calls it.
 type Sink interface {
+	// From says that the next events to be applied are those of the batch with this number: at the beginning, and after
+	// Lost. 0 means that all is known from then on, since the engine had nothing before.
+	From(seq uint64)
 	// Apply takes events in order. The sink may keep them.
 	Apply(events []Event)
 	// Lost says that events are missing: nothing is known any more of what the engine has, apart from what Apply
@@ -176,6 +179,7 @@ type follower struct {
 	s       *Subscription
 	replays *zmtp.Endpoint // nil: there are none
 	begun   bool           // something was applied
+	knows   bool           // the sink was told from where on it knows
 	next    uint64         // the number of the next batch to apply
 	seen    uint64         // one more than the last live number
 	asked   time.Time      // when a replay was asked for last
@@ -221,7 +225,10 @@ func (f *follower) apply(payload []byte) error {
 	if err != nil {
 		return err
 	}
-	f.begun = true
+	if !f.knows {
+		f.s.Sink.From(f.next)
+	}
+	f.begun, f.knows = true, true
 	f.next++
 	f.s.Sink.Apply(batch.Events)
 	f.s.Count(CountedEvents, len(batch.Events))
@@ -234,6 +241,7 @@ func (f *follower) lost() {
 		f.s.Sink.Lost()
 		f.s.Count(CountedLost, 1)
 	}
+	f.knows = false
 }
 
 // replay asks for the next batch and all behind it, and applies them. That a replay is not to be had is not an

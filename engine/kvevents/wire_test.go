@@ -31,6 +31,7 @@ const patience = 2 * time.Minute
 type recorder struct {
 	mu    sync.Mutex
 	log   []string
+	from  []uint64
 	count map[Counted]int
 	news  chan struct{}
 }
@@ -44,6 +45,8 @@ func (r *recorder) Apply(events []Event) {
 		r.note(fmt.Sprint(ev.Tokens[0]))
 	}
 }
+
+func (r *recorder) From(seq uint64) { r.from = append(r.from, seq) }
 
 func (r *recorder) Lost() { r.note("lost") }
 
@@ -263,18 +266,19 @@ func TestFollower(t *testing.T) {
 		live    []int
 		want    string
 		gaps    int
+		from    []uint64
 	}{
-		"in order":                {false, []int{0, 1, 2}, "0 1 2", 0},
-		"from the middle":         {false, []int{5, 6}, "5 6", 0},
-		"gap":                     {false, []int{0, 1, 4}, "0 1 lost 4", 1},
-		"again":                   {false, []int{3, 4, 0, 1}, "3 4 lost 0 1", 0},
-		"again, further":          {false, []int{3, 4, 2, 3}, "3 4 lost lost 2 3", 1},
-		"same":                    {false, []int{3, 3}, "3 lost lost 3", 1},
-		"filled":                  {true, []int{5, 6, 9}, "7 8 9", 1},
-		"filled in the middle":    {true, []int{7, 9, 10}, "7 8 9 10", 1},
-		"what was replayed":       {true, []int{7, 10, 11}, "7 8 9 10 11", 1},
-		"gap before what is kept": {true, []int{4, 6}, "7 8 9", 1},
-		"gap behind":              {true, []int{12}, "7 8 9 lost 12", 1},
+		"in order":                {false, []int{0, 1, 2}, "0 1 2", 0, []uint64{0}},
+		"from the middle":         {false, []int{5, 6}, "5 6", 0, []uint64{5}},
+		"gap":                     {false, []int{0, 1, 4}, "0 1 lost 4", 1, []uint64{0, 4}},
+		"again":                   {false, []int{3, 4, 0, 1}, "3 4 lost 0 1", 0, []uint64{3, 0}},
+		"again, further":          {false, []int{3, 4, 2, 3}, "3 4 lost lost 2 3", 1, []uint64{3, 2}},
+		"same":                    {false, []int{3, 3}, "3 lost lost 3", 1, []uint64{3, 3}},
+		"filled":                  {true, []int{5, 6, 9}, "7 8 9", 1, []uint64{7}},
+		"filled in the middle":    {true, []int{7, 9, 10}, "7 8 9 10", 1, []uint64{7}},
+		"what was replayed":       {true, []int{7, 10, 11}, "7 8 9 10 11", 1, []uint64{7}},
+		"gap before what is kept": {true, []int{4, 6}, "7 8 9", 1, []uint64{7}},
+		"gap behind":              {true, []int{12}, "7 8 9 lost 12", 1, []uint64{7, 12}},
 	} {
 		r := newRecorder()
 		s := &Subscription{Place: p.Place(), Sink: r, Log: slog.New(slog.DiscardHandler), Count: r.counted, pause: func(context.Context, time.Duration) {}}
@@ -287,6 +291,7 @@ func TestFollower(t *testing.T) {
 		}
 		require.Equal(t, c.want, r.text(), name)
 		require.Equal(t, c.gaps, r.counts(CountedGaps), name)
+		require.Equal(t, c.from, r.from, name)
 	}
 }
 
@@ -464,4 +469,38 @@ func TestConfig(t *testing.T) {
 	}
 	require.ErrorContains(t, (&Subscription{Place: Place{Endpoint: "a"}}).Run(t.Context()), "endpoint: ")
 	require.ErrorContains(t, (&Subscription{Place: Place{Endpoint: "ipc:///a", ReplayEndpoint: "b"}}).Run(t.Context()), "replay_endpoint: ")
+}
+
+// An instance tells a router where its events are, and can send it nowhere else than to itself.
+func TestPlaces(t *testing.T) {
+	own := publisher(t, "").Place()
+	got, err := own.Of("127.0.0.1")
+	require.NoError(t, err)
+	require.Equal(t, own, got)
+	file := filepath.Join(t.TempDir(), "file")
+	require.NoError(t, os.WriteFile(file, nil, 0o600))
+	for _, c := range []struct{ endpoint, host, want, message string }{
+		{"tcp://*:5557", "10.0.0.1", "tcp://10.0.0.1:5557", ""},
+		{"tcp://0.0.0.0:5557", "worker", "tcp://worker:5557", ""},
+		{"tcp://worker:5557", "Worker", "tcp://Worker:5557", ""},
+		{"tcp://[::]:5557", "::1", "tcp://[::1]:5557", ""},
+		{"tcp://10.0.0.2:5557", "10.0.0.1", "", "a port of another host than the instance's"},
+		{own.Endpoint, "10.0.0.1", "", "a socket of another machine"},
+		{"ipc://" + file, "localhost", "", "not a socket of this user"},
+		{"ipc:///none", "localhost", "", "no such file"},
+		{"", "localhost", "", "is no endpoint"},
+	} {
+		got, err := (&Place{Endpoint: c.endpoint, ReplayEndpoint: c.endpoint}).Of(c.host)
+		if c.message != "" {
+			require.ErrorContains(t, err, c.message, c.endpoint)
+			continue
+		}
+		require.NoError(t, err, c.endpoint)
+		require.Equal(t, Place{Endpoint: c.want, ReplayEndpoint: c.want}, got)
+	}
+	_, err = (&Place{Endpoint: "tcp://*:1", Topic: strings.Repeat("x", maxText+1)}).Of("a")
+	require.ErrorContains(t, err, "the topic has 1025 bytes")
+	require.NoError(t, (&Place{Endpoint: "tcp://a:1"}).Check())
+	require.ErrorContains(t, (&Place{}).Check(), "is no endpoint")
+	require.ErrorContains(t, (&Place{Endpoint: "tcp://a:1", ReplayEndpoint: "b"}).Check(), `"b" is no endpoint`)
 }

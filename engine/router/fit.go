@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/router/policy"
 )
 
@@ -32,6 +33,8 @@ type fit struct {
 
 	Gives []string `json:"gives"` // the ways by which blocks leave the instance; nil: not known
 	Takes []string `json:"takes"` // and by which they come to it
+
+	Events *kvevents.Place `json:"events"` // where it publishes which blocks it has; nil: it does not
 }
 
 // parseFit reads a body of /health; nil if it says nothing of what fits.

@@ -43,6 +43,7 @@ type pool struct {
 	urls   []*url.URL
 	known  []registered
 
+	blocks  *blocks         // nil: nobody is asked which blocks it has
 	misfits map[pair]string // why not; only pairs that do not fit
 	wasted  map[pair]wasted // only pairs whose last hand-off was wasted
 

@@ -162,6 +162,7 @@ func (p *pool) expire(ttl time.Duration) {
 			continue
 		}
 		in.left, in.state = true, down
+		p.blocks.leave(p.urls[i])
 		p.policy.Forget(i)
 		if k.stop != nil {
 			k.stop()
@@ -191,6 +192,7 @@ func (p *pool) watchLocked(i int) {
 		c.watch(ctx, u, func(got checked) {
 			if got.result == healthy {
 				p.saw(i, got.says)
+				p.blocks.follow(u, got.says)
 			}
 			p.probed(i, got.result, got.why)
 		})

@@ -29,6 +29,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/router/policy"
 )
 
@@ -41,6 +42,10 @@ type Config struct {
 	Policy     string             // a name of policy.Names; round_robin
 	Weights    map[string]float64 // of the policy's scorers, instead of its own
 	SessionKey string             // header:NAME, cookie:NAME or field:NAME; header:X-Session-Id
+
+	// Events says where instances publish which blocks they have, by base URL: those that do not tell it in /health,
+	// such as vLLM's.
+	Events map[string]kvevents.Place
 
 	HealthInterval time.Duration // between probes of an instance; 1 s
 	HealthTimeout  time.Duration // of one probe; 2 s
@@ -129,6 +134,12 @@ func New(c Config) (*Router, error) {
 		config: c, metrics: m, pool: newPool(members, chooser, c.Log, m), policy: chooser, session: session, seed: newSeed(),
 		client: &http.Client{Transport: c.Transport, CheckRedirect: noRedirect},
 		mux:    http.NewServeMux(), slots: make(chan struct{}, c.MaxInFlight),
+	}
+	if chooser.UsesPrompts() {
+		if r.pool.blocks, err = newBlocks(c, r.client, r.pool, m); err != nil {
+			return nil, err
+		}
+		r.holders = append(r.holders, r.pool.blocks)
 	}
 	if c.Turns > 0 && (prefills || c.Register.Verify != nil) {
 		r.turns = newTurns(c.Turns)
@@ -239,10 +250,12 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.mux.Ser
 
 // Run probes the instances until ctx ends. It returns when nothing that it started is left.
 func (r *Router) Run(ctx context.Context) {
+	r.pool.blocks.begin(ctx)
 	r.pool.run(ctx, checker{
 		client: r.client, interval: r.config.HealthInterval, timeout: r.config.HealthTimeout,
 		key: r.config.UpstreamKey, remedy: r.config.keyRemedy(),
 	}, r.config.Register.TTL)
+	r.pool.blocks.end()
 }
 
 // Ready says why no request should be sent here; "" if one may.

@@ -1,0 +1,249 @@
+package router
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/engine/kvevents"
+	"github.com/kvport/kvport/engine/router/policy"
+)
+
+// teller is an instance that publishes events and has a token for each byte of a text.
+type teller struct {
+	*httptest.Server
+	events *kvevents.Publisher
+	tells  bool // in /health
+
+	mu       sync.Mutex
+	tokenize func(w http.ResponseWriter, r *http.Request) // nil: as it should
+	asked    int                                          // at /tokenize
+}
+
+func serveTeller(t *testing.T, tells bool) *teller {
+	t.Helper()
+	c, err := kvevents.ParseConfig([]byte(`{"enable_kv_cache_events": true}`))
+	require.NoError(t, err)
+	p, err := kvevents.NewPublisher(*c, slog.New(slog.DiscardHandler), prometheus.NewRegistry())
+	require.NoError(t, err)
+	s := &teller{events: p, tells: tells}
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(w http.ResponseWriter, _ *http.Request) {
+		answer := map[string]any{"status": "ok"}
+		if s.tells {
+			answer["kv"] = map[string]any{"role": "none", "events": p.Place()}
+		}
+		_ = json.NewEncoder(w).Encode(answer)
+	})
+	mux.HandleFunc("/tokenize", s.tokens)
+	mux.HandleFunc("/", whole200)
+	s.Server = httptest.NewServer(mux)
+	t.Cleanup(func() {
+		s.Close()
+		require.NoError(t, p.Close())
+	})
+	return s
+}
+
+func (s *teller) tokens(w http.ResponseWriter, r *http.Request) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.asked++
+	if s.tokenize != nil {
+		s.tokenize(w, r)
+		return
+	}
+	var q struct {
+		Prompt   string `json:"prompt"`
+		Messages []struct{ Content string }
+	}
+	_ = json.NewDecoder(r.Body).Decode(&q)
+	for _, m := range q.Messages {
+		q.Prompt += m.Content
+	}
+	ids := []int{}
+	for _, c := range []byte(q.Prompt) {
+		ids = append(ids, int(c))
+	}
+	_ = json.NewEncoder(w).Encode(map[string]any{"count": len(ids), "max_model_len": 100, "tokens": ids})
+}
+
+// has publishes that the instance has a text, in blocks of 4 tokens.
+func (s *teller) has(text string) {
+	ev := kvevents.Event{Kind: kvevents.Stored, BlockSize: 4, Medium: kvevents.GPU, LoRAID: -1}
+	for i := 0; i+4 <= len(text); i += 4 {
+		ev.Hashes = append(ev.Hashes, kvevents.BytesHash([]byte(text[:i+4])))
+		for _, c := range []byte(text[i : i+4]) {
+			ev.Tokens = append(ev.Tokens, int32(c))
+		}
+	}
+	s.events.Publish([]kvevents.Event{ev})
+}
+
+// following is a router over some tellers whose events it follows.
+func following(t *testing.T, c Config, tellers ...*teller) *front {
+	t.Helper()
+	c.Policy, c.HealthInterval = policy.PrefixAware, 10*time.Millisecond
+	for _, s := range tellers {
+		c.Decode = append(c.Decode, s.URL)
+	}
+	f := serveRouter(t, c)
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	running.Go(func() { f.router.Run(ctx) })
+	t.Cleanup(func() {
+		cancel()
+		running.Wait()
+		require.Zero(t, f.router.pool.blocks.index.Blocks(), "nothing is known of whom nobody follows")
+	})
+	return f
+}
+
+// knows waits until the index has that many blocks.
+func (f *front) knows(t *testing.T, blocks int) {
+	t.Helper()
+	require.Eventually(t, func() bool { return testutil.ToFloat64(f.router.metrics.indexed) == float64(blocks) }, time.Minute, time.Millisecond)
+}
+
+// word is what instances hold of a prompt by their events.
+func (f *front) word(body string) []policy.Held {
+	parsed, _ := parse([]byte(body))
+	c := &call{router: f.router, body: parsed, header: http.Header{"Content-Type": {"application/json"}}}
+	return f.router.pool.blocks.held(context.Background(), c)
+}
+
+// Requests go where their prompt is by the instances' events, whatever form the prompt has.
+func TestEventsDecide(t *testing.T) {
+	a, b := serveTeller(t, true), serveTeller(t, true)
+	f := following(t, Config{}, a, b)
+	a.has("in the beginning there was nothing")
+	b.has("in the end there is nothing left, or so it seems")
+	f.knows(t, 8+12)
+	for body, want := range map[string][]policy.Held{
+		`{"prompt": "in the end there is more"}`:                       {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 20}},
+		`{"prompt": ["in the beginning there was nothing"]}`:           {{Place: 0, Tokens: 32}, {Place: 1, Tokens: 4}},
+		`{"prompt": [105, 110, 32, 116, 104]}`:                         {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 4}},
+		`{"prompt": [[105, 110, 32, 116, 104]]}`:                       {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 4}},
+		`{"messages": [{"content": "in the "}, {"content": "end t"}]}`: {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 12}},
+		`{"prompt": "in the end", "cache_salt": "s"}`:                  {{Place: 0}, {Place: 1}},
+		`{"prompt": "something else"}`:                                 {{Place: 0}, {Place: 1}},
+		`{"prompt": []}`:                                               nil,
+		`{"prompt": [-1]}`:                                             nil,
+		`{}`:                                                           nil,
+	} {
+		require.Equal(t, want, f.word(body), body)
+	}
+	for range 3 { // round robin would alternate
+		got := complete(t, f, `{"prompt": "in the end there is more"}`, routeHeader, "1")
+		require.Contains(t, got.Get(routeHeader), "decode="+b.URL)
+		got = complete(t, f, `{"prompt": "in the beginning there was nothing"}`, routeHeader, "1")
+		require.Contains(t, got.Get(routeHeader), "decode="+a.URL)
+	}
+	asked := a.asked + b.asked
+	f.word(`{"prompt": "in the end there is more"}`)
+	require.Equal(t, asked, a.asked+b.asked, "the tokens of a text are remembered")
+
+	b.events.Publish([]kvevents.Event{{Kind: kvevents.Cleared}})
+	f.knows(t, 8)
+	require.Equal(t, []policy.Held{{Place: 0, Tokens: 4}, {Place: 1}}, f.word(`{"prompt": "in the end there is more"}`))
+	require.NoError(t, a.events.Close())
+	f.knows(t, 0)
+	require.Equal(t, []policy.Held{{Place: 1}}, f.word(`{"prompt": "in the end there is more"}`), "of the other one nothing is known")
+}
+
+// The operator says where the events of instances are that do not tell it.
+func TestEventsByConfig(t *testing.T) {
+	s := serveTeller(t, false)
+	f := following(t, Config{Events: map[string]kvevents.Place{s.URL: s.events.Place()}}, s)
+	s.has("in the beginning")
+	f.knows(t, 4)
+	for list, message := range map[string]Config{
+		"is no endpoint": {Events: map[string]kvevents.Place{"http://a:1": {Endpoint: "a"}}},
+		"is no URL":      {Events: map[string]kvevents.Place{"a:b:c": {Endpoint: "tcp://a:1"}}},
+	} {
+		message.Decode, message.Policy = []string{"http://a:1"}, policy.PrefixAware
+		_, err := New(message)
+		require.ErrorContains(t, err, "--kv-events: ")
+		require.ErrorContains(t, err, list)
+	}
+}
+
+// An instance can send the router to no other host, and says so only once in the log.
+func TestEventsElsewhere(t *testing.T) {
+	var log bytes.Buffer
+	says := `{"kv": {"role": "none", "events": {"endpoint": "tcp://10.1.2.3:5557"}}}`
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, says) }))
+	defer s.Close()
+	b, err := newBlocks(withDefaults(Config{Log: slog.New(slog.NewTextHandler(&log, nil))}), nil, nil, nil)
+	require.NoError(t, err)
+	b.begin(t.Context())
+	u, err := url.Parse(s.URL)
+	require.NoError(t, err)
+	for range 2 {
+		b.follow(u, parseFit([]byte(says)))
+	}
+	require.Equal(t, 1, strings.Count(log.String(), "a port of another host than the instance's"), log.String())
+	require.Empty(t, b.sources)
+	b.end()
+}
+
+// Without tokens the history decides, and an instance that does not tell them is left alone for a while.
+func TestTokensAreNotToBeHad(t *testing.T) {
+	s := serveTeller(t, true)
+	f := following(t, Config{}, s)
+	s.has("in the beginning")
+	f.knows(t, 4)
+	failed := func() float64 { return testutil.ToFloat64(f.router.metrics.tokenize.WithLabelValues("failed")) }
+	s.tokenize = code(http.StatusBadRequest)
+	require.Nil(t, f.word(`{"prompt": "1"}`))
+	require.EqualValues(t, 1, failed())
+	for n, h := range []http.HandlerFunc{
+		code(http.StatusNotFound),
+		func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "{") },
+		func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"tokens": [-1]}`) },
+		func(w http.ResponseWriter, _ *http.Request) {
+			_, _ = w.Write(bytes.Repeat([]byte(" "), maxTokenAnswer+2))
+		},
+		func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() },
+	} {
+		s.tokenize = h
+		require.Nil(t, f.word(`{"prompt": "in the beginning"}`))
+		require.EqualValues(t, 2+n, failed())
+		require.True(t, f.router.pool.blocks.tokens.ails(placeOf(f.router.pool.urls[0])))
+		asked := s.asked
+		require.Nil(t, f.word(`{"prompt": "in the beginning"}`))
+		require.Equal(t, asked, s.asked)
+		f.router.pool.blocks.tokens.ill = map[string]time.Time{placeOf(f.router.pool.urls[0]): time.Now()} // the while is over
+	}
+	s.tokenize = nil
+	require.Equal(t, []policy.Held{{Place: 0, Tokens: 16}}, f.word(`{"prompt": "in the beginning"}`))
+}
+
+// Only so many tokens are remembered, those of the texts that were used last.
+func TestRememberedTokens(t *testing.T) {
+	k := newPromptTokens(nil, nil)
+	for n := range uint64(4) {
+		k.remember(n, make([]int32, maxRemembered/3))
+		k.remember(n, make([]int32, maxRemembered/3))
+		require.NotNil(t, k.recall(0))
+	}
+	require.Nil(t, k.recall(1))
+	require.NotNil(t, k.recall(2))
+	k.remember(9, make([]int32, maxRemembered+1))
+	require.Nil(t, k.recall(9))
+	require.Equal(t, maxRemembered/3*3, k.size)
+	require.Len(t, k.known, k.order.Len())
+}
