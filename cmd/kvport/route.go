@@ -16,6 +16,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
+	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/router"
 	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/host"
@@ -32,6 +33,7 @@ type routeFlags struct {
 	weights         string
 	sessionKey      string
 	replicas        []string
+	events          []string
 	turns           int
 	logLevel        string
 	register        string
@@ -56,6 +58,7 @@ func newRoute() *cobra.Command {
 	flags.StringArrayVar(&f.replicas, "replica", nil, "with --mode replica, once for each: NAME=prefill:URL,...;decode:URL,...")
 	flags.StringVar(&f.policy, "policy", policy.RoundRobin, "how instances are chosen: "+strings.Join(policy.Names(), ", "))
 	flags.StringVar(&f.weights, "policy-weights", "", "what the policy's scorers count, instead of its own weights, such as prefix=1,load=1,session=0")
+	flags.StringArrayVar(&f.events, "kv-events", nil, "once for each instance whose /health does not tell it, such as one of vLLM: URL=ENDPOINT or URL=ENDPOINT,REPLAY_ENDPOINT, where it publishes KV events")
 	flags.StringVar(&f.sessionKey, "session-key", "header:X-Session-Id", "where a request has the key of its session: header:NAME, cookie:NAME or field:NAME of the body, such as field:user")
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
 	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the key that the engines share; default: that of one user on one host")
@@ -81,6 +84,10 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return fmt.Errorf("--policy-weights: %w", err)
 	}
+	events, err := parseEvents(f.events)
+	if err != nil {
+		return err
+	}
 	replicas, err := parseReplicas(f.replicas)
 	if err != nil {
 		return err
@@ -97,7 +104,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	registry := newRegistry()
 	r, err := router.New(router.Config{
 		Register: registering,
-		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey, Log: slog.Default(), Metrics: registry, Gatherer: registry,
+		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey, Events: events, Log: slog.Default(), Metrics: registry, Gatherer: registry,
 		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, MaxInFlight: f.inFlight(maxRouted),
 		Known:          func(authorization string) bool { return t.knows(authorization) },
 		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
@@ -159,6 +166,24 @@ func (f *routeFlags) check() error {
 		}
 	}
 	return nil
+}
+
+// parseEvents reads the values of --kv-events.
+func parseEvents(list []string) (map[string]kvevents.Place, error) {
+	places := map[string]kvevents.Place{}
+	for _, text := range list {
+		url, endpoints, ok := strings.Cut(text, "=")
+		if !ok || endpoints == "" {
+			return nil, fmt.Errorf("--kv-events is %q, want URL=ENDPOINT or URL=ENDPOINT,REPLAY_ENDPOINT", text)
+		}
+		var p kvevents.Place
+		p.Endpoint, p.ReplayEndpoint, _ = strings.Cut(endpoints, ",")
+		if _, twice := places[url]; twice {
+			return nil, fmt.Errorf("--kv-events has %s twice", url)
+		}
+		places[url] = p
+	}
+	return places, nil
 }
 
 // parseReplicas reads the values of --replica.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -29,8 +30,8 @@ type teller struct {
 	tells  bool // in /health
 
 	mu       sync.Mutex
-	tokenize func(w http.ResponseWriter, r *http.Request) // nil: as it should
-	asked    int                                          // at /tokenize
+	tokenize http.HandlerFunc // nil: as it should
+	asked    int              // at /tokenize
 }
 
 func serveTeller(t *testing.T, tells bool) *teller {
@@ -59,18 +60,20 @@ func serveTeller(t *testing.T, tells bool) *teller {
 }
 
 func (s *teller) tokens(w http.ResponseWriter, r *http.Request) {
+	body, _ := io.ReadAll(r.Body)
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	s.asked++
-	if s.tokenize != nil {
-		s.tokenize(w, r)
+	instead := s.tokenize
+	s.mu.Unlock()
+	if instead != nil {
+		instead(w, r)
 		return
 	}
 	var q struct {
 		Prompt   string `json:"prompt"`
 		Messages []struct{ Content string }
 	}
-	_ = json.NewDecoder(r.Body).Decode(&q)
+	_ = json.Unmarshal(body, &q)
 	for _, m := range q.Messages {
 		q.Prompt += m.Content
 	}
@@ -79,6 +82,20 @@ func (s *teller) tokens(w http.ResponseWriter, r *http.Request) {
 		ids = append(ids, int(c))
 	}
 	_ = json.NewEncoder(w).Encode(map[string]any{"count": len(ids), "max_model_len": 100, "tokens": ids})
+}
+
+// answers says what /tokenize answers from now on; nil: what it should.
+func (s *teller) answers(h http.HandlerFunc) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.tokenize = h
+}
+
+// questions is how often tokens were asked for.
+func (s *teller) questions() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.asked
 }
 
 // has publishes that the instance has a text, in blocks of 4 tokens.
@@ -101,6 +118,7 @@ func following(t *testing.T, c Config, tellers ...*teller) *front {
 		c.Decode = append(c.Decode, s.URL)
 	}
 	f := serveRouter(t, c)
+	f.router.pool.blocks.tokens.limit = time.Minute
 	ctx, cancel := context.WithCancel(t.Context())
 	var running sync.WaitGroup
 	running.Go(func() { f.router.Run(ctx) })
@@ -152,9 +170,9 @@ func TestEventsDecide(t *testing.T) {
 		got = complete(t, f, `{"prompt": "in the beginning there was nothing"}`, routeHeader, "1")
 		require.Contains(t, got.Get(routeHeader), "decode="+a.URL)
 	}
-	asked := a.asked + b.asked
+	asked := a.questions() + b.questions()
 	f.word(`{"prompt": "in the end there is more"}`)
-	require.Equal(t, asked, a.asked+b.asked, "the tokens of a text are remembered")
+	require.Equal(t, asked, a.questions()+b.questions(), "the tokens of a text are remembered")
 
 	b.events.Publish([]kvevents.Event{{Kind: kvevents.Cleared}})
 	f.knows(t, 8)
@@ -179,6 +197,8 @@ func TestEventsByConfig(t *testing.T) {
 		require.ErrorContains(t, err, "--kv-events: ")
 		require.ErrorContains(t, err, list)
 	}
+	_, err := New(Config{Decode: []string{"http://a:1"}, Events: map[string]kvevents.Place{"http://a:1": {Endpoint: "tcp://a:1"}}})
+	require.ErrorContains(t, err, "--kv-events: policy round_robin does not ask what instances hold")
 }
 
 // An instance can send the router to no other host, and says so only once in the log.
@@ -207,7 +227,7 @@ func TestTokensAreNotToBeHad(t *testing.T) {
 	s.has("in the beginning")
 	f.knows(t, 4)
 	failed := func() float64 { return testutil.ToFloat64(f.router.metrics.tokenize.WithLabelValues("failed")) }
-	s.tokenize = code(http.StatusBadRequest)
+	s.answers(code(http.StatusBadRequest))
 	require.Nil(t, f.word(`{"prompt": "1"}`))
 	require.EqualValues(t, 1, failed())
 	for n, h := range []http.HandlerFunc{
@@ -219,16 +239,20 @@ func TestTokensAreNotToBeHad(t *testing.T) {
 		},
 		func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() },
 	} {
-		s.tokenize = h
+		if n == 4 { // the one that keeps silent
+			f.router.pool.blocks.tokens.limit = time.Millisecond
+		}
+		s.answers(h)
 		require.Nil(t, f.word(`{"prompt": "in the beginning"}`))
 		require.EqualValues(t, 2+n, failed())
 		require.True(t, f.router.pool.blocks.tokens.ails(placeOf(f.router.pool.urls[0])))
-		asked := s.asked
+		asked := s.questions()
 		require.Nil(t, f.word(`{"prompt": "in the beginning"}`))
-		require.Equal(t, asked, s.asked)
+		require.Equal(t, asked, s.questions())
 		f.router.pool.blocks.tokens.ill = map[string]time.Time{placeOf(f.router.pool.urls[0]): time.Now()} // the while is over
 	}
-	s.tokenize = nil
+	s.answers(nil)
+	f.router.pool.blocks.tokens.limit = time.Minute
 	require.Equal(t, []policy.Held{{Place: 0, Tokens: 16}}, f.word(`{"prompt": "in the beginning"}`))
 }
 

@@ -140,6 +140,8 @@ func New(c Config) (*Router, error) {
 			return nil, err
 		}
 		r.holders = append(r.holders, r.pool.blocks)
+	} else if len(c.Events) > 0 {
+		return nil, fmt.Errorf("--kv-events: policy %s does not ask what instances hold, want %s or %s", c.Policy, policy.PrefixAware, policy.PDAware)
 	}
 	if c.Turns > 0 && (prefills || c.Register.Verify != nil) {
 		r.turns = newTurns(c.Turns)

@@ -28,6 +28,7 @@ const (
 type promptTokens struct {
 	client  *http.Client
 	metrics *metrics
+	limit   time.Duration // for an answer
 	seed    maphash.Seed
 
 	mu    sync.Mutex
@@ -44,7 +45,7 @@ type text struct {
 }
 
 func newPromptTokens(client *http.Client, m *metrics) *promptTokens {
-	return &promptTokens{client: client, metrics: m, seed: maphash.MakeSeed(), known: map[uint64]*list.Element{}, ill: map[string]time.Time{}}
+	return &promptTokens{client: client, metrics: m, limit: tokenizeTime, seed: maphash.MakeSeed(), known: map[uint64]*list.Element{}, ill: map[string]time.Time{}}
 }
 
 // of is the prompt of a request in tokens; nil if they cannot be had. teller is who may be asked; nil: nobody.
@@ -132,7 +133,7 @@ var errWrongPrompt = errors.New("the prompt is refused")
 
 // ask asks an instance.
 func (t *promptTokens) ask(ctx context.Context, c *call, teller *url.URL, body []byte) ([]int32, error) {
-	ctx, cancel := context.WithTimeout(ctx, tokenizeTime)
+	ctx, cancel := context.WithTimeout(ctx, t.limit)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, teller.JoinPath("tokenize").String(), bytes.NewReader(body))
 	if err != nil {
