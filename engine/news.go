@@ -133,7 +133,7 @@ func (n *news) removed(medium string, group int, key connector.BlockKey) {
 	n.events = append(n.events, kvevents.Event{Kind: kvevents.Removed, Medium: medium, Group: group, Hashes: []kvevents.Hash{hash}})
 }
 
-// reused tells of the blocks again that a request found in the prefix cache, so that a reader that came late knows the
+// reused tells about the blocks again that a request found in the prefix cache, so that a reader that came late knows the
 // prompts that are asked most. vLLM does so with kv_cache_report_mode full.
 func (n *news) reused(r *sched.Request, tokens int) {
 	if n == nil || tokens == 0 {
@@ -164,7 +164,7 @@ func (n *news) clear(forget func()) {
 	}
 }
 
-// report takes what the connector says of its blocks. Those that the engine did not publish lately are left out, since
+// report takes what the connector reports about its blocks. Those that the engine did not publish lately are left out, since
 // nobody knows their tokens any more.
 func (n *news) report(r host.BlockReport) {
 	if r.Gap {

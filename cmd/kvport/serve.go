@@ -283,7 +283,7 @@ func (f *serveFlags) events() (*kvevents.Config, error) {
 	return c, nil
 }
 
-// publish opens the publisher of an engine's events, if there is to be one, and says where it is.
+// publish opens the publisher of an engine's events, if there is a config, and says where it is.
 func (f *serveFlags) publish(engine *engine.Config, c *kvevents.Config) (place *kvevents.Place, stop func(), err error) {
 	if c == nil {
 		return nil, func() {}, nil

@@ -32,7 +32,7 @@ type Pool struct {
 	counts   [states]int
 	settling int
 	lost     int
-	Gone     func(group uint16, key connector.BlockKey) // is told of content that is no longer found; set before use
+	Gone     func(group uint16, key connector.BlockKey) // is told about content that is no longer found; set before use
 }
 
 // content is what a published block holds.

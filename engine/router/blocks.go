@@ -206,7 +206,7 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 	if len(sources) == 0 {
 		return nil
 	}
-	tokens := b.tokens.of(ctx, c, b.teller(sources))
+	tokens := b.tokens.of(ctx, c, b.helper(sources))
 	if tokens == nil {
 		return nil
 	}
@@ -234,8 +234,8 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 	return list
 }
 
-// teller is an instance that can be asked for the tokens of a text: all that are followed have the same model.
-func (b *blocks) teller(sources map[string]*source) *url.URL {
+// helper is an instance that can be asked for the tokens of a text: all that are followed have the same model.
+func (b *blocks) helper(sources map[string]*source) *url.URL {
 	b.pool.mu.Lock()
 	defer b.pool.mu.Unlock()
 	for i, u := range b.pool.urls {

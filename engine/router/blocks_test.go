@@ -23,8 +23,8 @@ import (
 	"github.com/kvport/kvport/engine/router/policy"
 )
 
-// teller is an instance that publishes events and has a token for each byte of a text.
-type teller struct {
+// eventful is an instance that publishes events and has a token for each byte of a text.
+type eventful struct {
 	*httptest.Server
 	events *kvevents.Publisher
 	tells  bool // in /health
@@ -34,13 +34,13 @@ type teller struct {
 	asked    int              // at /tokenize
 }
 
-func serveTeller(t *testing.T, tells bool) *teller {
+func serveSource(t *testing.T, tells bool) *eventful {
 	t.Helper()
 	c, err := kvevents.ParseConfig([]byte(`{"enable_kv_cache_events": true}`))
 	require.NoError(t, err)
 	p, err := kvevents.NewPublisher(*c, slog.New(slog.DiscardHandler), prometheus.NewRegistry())
 	require.NoError(t, err)
-	s := &teller{events: p, tells: tells}
+	s := &eventful{events: p, tells: tells}
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(w http.ResponseWriter, _ *http.Request) {
 		answer := map[string]any{"status": "ok"}
@@ -59,7 +59,7 @@ func serveTeller(t *testing.T, tells bool) *teller {
 	return s
 }
 
-func (s *teller) tokens(w http.ResponseWriter, r *http.Request) {
+func (s *eventful) tokens(w http.ResponseWriter, r *http.Request) {
 	body, _ := io.ReadAll(r.Body)
 	s.mu.Lock()
 	s.asked++
@@ -85,21 +85,21 @@ func (s *teller) tokens(w http.ResponseWriter, r *http.Request) {
 }
 
 // answers says what /tokenize answers from now on; nil: what it should.
-func (s *teller) answers(h http.HandlerFunc) {
+func (s *eventful) answers(h http.HandlerFunc) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.tokenize = h
 }
 
 // questions is how often tokens were asked for.
-func (s *teller) questions() int {
+func (s *eventful) questions() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.asked
 }
 
 // has publishes that the instance has a text, in blocks of 4 tokens.
-func (s *teller) has(text string) {
+func (s *eventful) has(text string) {
 	ev := kvevents.Event{Kind: kvevents.Stored, BlockSize: 4, Medium: kvevents.GPU, LoRAID: -1}
 	for i := 0; i+4 <= len(text); i += 4 {
 		ev.Hashes = append(ev.Hashes, kvevents.BytesHash([]byte(text[:i+4])))
@@ -110,11 +110,11 @@ func (s *teller) has(text string) {
 	s.events.Publish([]kvevents.Event{ev})
 }
 
-// following is a router over some tellers whose events it follows.
-func following(t *testing.T, c Config, tellers ...*teller) *front {
+// following is a router over some instances whose events it follows.
+func following(t *testing.T, c Config, instances ...*eventful) *front {
 	t.Helper()
 	c.Policy, c.HealthInterval = policy.PrefixAware, 10*time.Millisecond
-	for _, s := range tellers {
+	for _, s := range instances {
 		c.Decode = append(c.Decode, s.URL)
 	}
 	f := serveRouter(t, c)
@@ -145,7 +145,7 @@ func (f *front) word(body string) []policy.Held {
 
 // Requests go where their prompt is by the instances' events, whatever form the prompt has.
 func TestEventsDecide(t *testing.T) {
-	a, b := serveTeller(t, true), serveTeller(t, true)
+	a, b := serveSource(t, true), serveSource(t, true)
 	f := following(t, Config{}, a, b)
 	a.has("in the beginning there was nothing")
 	b.has("in the end there is nothing left, or so it seems")
@@ -184,7 +184,7 @@ func TestEventsDecide(t *testing.T) {
 
 // The operator says where the events of instances are that do not tell it.
 func TestEventsByConfig(t *testing.T) {
-	s := serveTeller(t, false)
+	s := serveSource(t, false)
 	f := following(t, Config{Events: map[string]kvevents.Place{s.URL: s.events.Place()}}, s)
 	s.has("in the beginning")
 	f.knows(t, 4)
@@ -222,7 +222,7 @@ func TestEventsElsewhere(t *testing.T) {
 
 // Without tokens the history decides, and an instance that does not tell them is left alone for a while.
 func TestTokensAreNotToBeHad(t *testing.T) {
-	s := serveTeller(t, true)
+	s := serveSource(t, true)
 	f := following(t, Config{}, s)
 	s.has("in the beginning")
 	f.knows(t, 4)
@@ -256,7 +256,7 @@ func TestTokensAreNotToBeHad(t *testing.T) {
 	require.Equal(t, []policy.Held{{Place: 0, Tokens: 16}}, f.word(`{"prompt": "in the beginning"}`))
 }
 
-// Only so many tokens are remembered, those of the texts that were used last.
+// Only a number of tokens is remembered, those of the texts that were used last.
 func TestRememberedTokens(t *testing.T) {
 	k := newPromptTokens(nil, nil)
 	for n := range uint64(4) {

@@ -48,8 +48,8 @@ func newPromptTokens(client *http.Client, m *metrics) *promptTokens {
 	return &promptTokens{client: client, metrics: m, limit: tokenizeTime, seed: maphash.MakeSeed(), known: map[uint64]*list.Element{}, ill: map[string]time.Time{}}
 }
 
-// of is the prompt of a request in tokens; nil if they cannot be had. teller is who may be asked; nil: nobody.
-func (t *promptTokens) of(ctx context.Context, c *call, teller *url.URL) []int32 {
+// of is the prompt of a request in tokens; nil if they cannot be had. instance is who may be asked; nil: nobody.
+func (t *promptTokens) of(ctx context.Context, c *call, instance *url.URL) []int32 {
 	question, ids := c.body.question()
 	if ids != nil {
 		t.metrics.tokenize.WithLabelValues("given").Inc()
@@ -64,16 +64,16 @@ func (t *promptTokens) of(ctx context.Context, c *call, teller *url.URL) []int32
 		t.metrics.tokenize.WithLabelValues("remembered").Inc()
 		return ids
 	}
-	if teller == nil {
+	if instance == nil {
 		return nil
 	}
-	ids, err := t.ask(ctx, c, teller, body)
+	ids, err := t.ask(ctx, c, instance, body)
 	if err != nil {
 		if ctx.Err() == nil {
 			if !errors.Is(err, errWrongPrompt) {
-				t.fell(placeOf(teller))
+				t.fell(placeOf(instance))
 			}
-			c.router.config.Log.Debug("an instance does not say the tokens of a prompt", "id", c.id, "instance", teller.String(), "err", err)
+			c.router.config.Log.Debug("an instance does not say the tokens of a prompt", "id", c.id, "instance", instance.String(), "err", err)
 		}
 		t.metrics.tokenize.WithLabelValues("failed").Inc()
 		return nil
@@ -132,10 +132,10 @@ func tokenIDs(data []byte) []int32 {
 var errWrongPrompt = errors.New("the prompt is refused")
 
 // ask asks an instance.
-func (t *promptTokens) ask(ctx context.Context, c *call, teller *url.URL, body []byte) ([]int32, error) {
+func (t *promptTokens) ask(ctx context.Context, c *call, instance *url.URL, body []byte) ([]int32, error) {
 	ctx, cancel := context.WithTimeout(ctx, t.limit)
 	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, teller.JoinPath("tokenize").String(), bytes.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, instance.JoinPath("tokenize").String(), bytes.NewReader(body))
 	if err != nil {
 		return nil, err
 	}

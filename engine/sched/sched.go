@@ -48,7 +48,7 @@ type Config struct {
 	Role             connector.Role                                            // 0: the engine has no connector
 	FailLoads        bool                                                      // end requests whose load failed, instead of recomputing
 	LayerWise        bool                                                      // blocks to save are handed over before they are computed
-	Published        func(group uint16, block int, r *Request, tokens []int32) // unless nil, is told of each block that the prefix cache has from now on; nothing may be kept of tokens
+	Published        func(group uint16, block int, r *Request, tokens []int32) // unless nil, is told about each block that the prefix cache has from now on; nothing may be kept of tokens
 }
 
 // Stats are totals since the start.
