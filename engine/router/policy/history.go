@@ -113,7 +113,7 @@ func (h *history) add(pieces []uint64, places []int) {
 		h.at = h.at[:0] // those were rows of the generation that is old now
 	}
 	for n, piece := range pieces {
-		row := []uint64(nil)
+		var row []uint64
 		if n < len(h.at) && h.at[n] >= 0 {
 			row = h.young.row(h.at[n], h.words)
 		} else {

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"strings"
 	"testing"
 	"time"
 
@@ -314,7 +313,8 @@ func TestSkips(t *testing.T) {
 	for i := range 40 {
 		n := 100 + 100*(i%7)
 		for _, l := range []*Leg{
-			{Place: 0, role: Prefill, peer: None, Compute: n, born: 1}, {Place: 1, role: Decode, peer: None, Compute: n, born: 2},
+			{Place: 0, role: Prefill, peer: None, Compute: n, born: 1},
+			{Place: 1, role: Decode, peer: None, Compute: n, born: 2},
 			{Place: 1, role: Decode, peer: 0, Load: n, born: 2},
 		} {
 			seconds := map[bool]float64{true: 0.001}[l.role == Decode] * float64(n)
@@ -448,7 +448,7 @@ func TestConfig(t *testing.T) {
 	c, ok := p.Choose(&Request{Standing: all, Explain: true})
 	require.True(t, ok)
 	require.Equal(t, []int{2, 5}, []int{c.Prefill.Place, c.Decode.Place})
-	require.True(t, strings.Contains(c.Why, "last 5: it is number 5"), c.Why)
+	require.Contains(t, c.Why, "last 5: it is number 5")
 }
 
 // lastScorer prefers the instance with the highest place.
