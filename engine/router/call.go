@@ -176,7 +176,7 @@ func (c *call) prefill(ctx context.Context, at *route) (params json.RawMessage) 
 	}
 }
 
-// goWithout notes why there is no ticket, unless prefill instances that were asked gave none.
+// goWithout notes why the decode instance gets no ticket, unless prefill instances that were asked gave none.
 func (c *call) goWithout(why string) {
 	if c.without != noTicket {
 		c.without = why

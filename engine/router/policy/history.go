@@ -88,7 +88,7 @@ func (h *history) look(pieces []uint64, held func(place, pieces int)) {
 	}
 }
 
-// report calls held for the places of one word, which have so many pieces.
+// report calls held for the places of one word, which have that number of pieces.
 func report(word uint64, w, pieces int, held func(place, pieces int)) {
 	for ; word != 0 && pieces > 0; word &= word - 1 {
 		held(w*64+bits.TrailingZeros64(word), pieces)

@@ -82,8 +82,7 @@ func TestChoiceProperty(t *testing.T) {
 			if !ok {
 				continue
 			}
-			require.Equal(t, Decode, instances[c.Decode.Place].Role)
-			require.Equal(t, best, standings[c.Decode.Place])
+			require.Equal(t, []any{Decode, best}, []any{instances[c.Decode.Place].Role, standings[c.Decode.Place]})
 			require.NotEmpty(t, c.Why)
 			if c.Prefill != nil {
 				require.False(t, r.Alone)
@@ -367,7 +366,7 @@ func TestLine(t *testing.T) {
 	require.GreaterOrEqual(t, down.base, 0.0)
 }
 
-// The history says of each place what a plain model says, as long as it has not forgotten, and never more.
+// The history says about each place what a plain model says, as long as it has not forgotten, and never more.
 func TestHistoryProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		h := newHistory(rapid.SampledFrom([]int{8, 1 << 20}).Draw(t, "pieces"))
