@@ -132,8 +132,8 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	return fail(err)
 }
 
-// check refuses flags that cannot work.
-func (f *routeFlags) check() error {
+// checkMode refuses flags that do not go with the mode.
+func (f *routeFlags) checkMode() error {
 	switch {
 	case f.mode != "pool" && f.mode != "replica":
 		return fmt.Errorf("--mode is %q, want pool or replica", f.mode)
@@ -142,7 +142,17 @@ func (f *routeFlags) check() error {
 	case f.mode == "replica" && len(f.prefill)+len(f.decode) > 0:
 		return errors.New("--prefill and --decode are for --mode pool; with --mode replica each --replica has its own")
 	case f.mode == "replica" && len(f.replicas) == 0:
-		return errors.New("--mode replica requires at least one --replica NAME=prefill:URL,...;decode:URL,...")
+		return errors.New("--mode replica requires at least one --replica, such as a=prefill:http://HOST:PORT;decode:http://HOST:PORT")
+	}
+	return nil
+}
+
+// check refuses flags that cannot work.
+func (f *routeFlags) check() error {
+	if err := f.checkMode(); err != nil {
+		return err
+	}
+	switch {
 	case !slices.Contains(policy.Names(), f.policy):
 		return fmt.Errorf("--policy is %q, want %s", f.policy, strings.Join(policy.Names(), ", "))
 	case f.turns < 0:

@@ -176,7 +176,7 @@ func (c *call) prefill(ctx context.Context, at *route) (params json.RawMessage) 
 	}
 }
 
-// goWithout notes why there is no ticket, unless prefill instances that were asked gave none.
+// goWithout notes why the decode instance gets no ticket, unless prefill instances that were asked gave none.
 func (c *call) goWithout(why string) {
 	if c.without != noTicket {
 		c.without = why
@@ -456,7 +456,7 @@ func (f fields) forDecode(params json.RawMessage) fields {
 // several reports whether the request has more than one prompt. kv_transfer_params describe one.
 func (f fields) several() bool {
 	var list []json.RawMessage
-	if json.Unmarshal(f["prompt"], &list) != nil || len(list) < 2 {
+	if !bytes.HasPrefix(f["prompt"], []byte("[")) || json.Unmarshal(f["prompt"], &list) != nil || len(list) < 2 {
 		return false
 	}
 	first := bytes.TrimSpace(list[0])

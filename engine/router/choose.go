@@ -113,13 +113,64 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 	if !r.policy.UsesPrompts() || q.Alone {
 		return q
 	}
-	scope, text := c.body.prompt()
 	q.Tokens = c.body.tokenIDs()
-	q.Prompt = policy.NewPrompt(r.seed, scope, text)
+	scope, beginning := c.body.beginning()
+	q.Prompt = policy.NewPrompt(r.seed, scope, beginning)
 	for _, h := range r.holders {
 		q.Held = append(q.Held, h.held(ctx, c)...)
 	}
 	return q
+}
+
+// beginning is the prompt as the policy tells it from others: messages or prompt as JSON without spaces and without
+// what closes them, so that the next turn begins with it. scope is what else makes prompts differ.
+func (f fields) beginning() (scope, text []byte) {
+	for _, name := range []string{"model", "cache_salt", "tools"} {
+		scope = append(append(scope, f[name]...), 0)
+	}
+	text = f["messages"]
+	if len(text) == 0 {
+		text = f["prompt"]
+	}
+	return scope, bytes.TrimRight(withoutSpaces(text), `"]`)
+}
+
+// withoutSpaces is valid JSON without the spaces between its parts.
+func withoutSpaces(value []byte) []byte {
+	short := make([]byte, 0, len(value))
+	for len(value) > 0 {
+		quote := bytes.IndexByte(value, '"')
+		if quote < 0 {
+			quote = len(value)
+		}
+		for _, c := range value[:quote] {
+			if c > ' ' {
+				short = append(short, c)
+			}
+		}
+		end := quote + lengthOfText(value[quote:])
+		short, value = append(short, value[quote:end]...), value[end:]
+	}
+	return short
+}
+
+// lengthOfText is the length of the JSON string at the beginning of a value, quotes included.
+func lengthOfText(value []byte) int {
+	for i := 1; i < len(value); {
+		next := bytes.IndexByte(value[i:], '"')
+		if next < 0 {
+			break
+		}
+		i += next
+		slashes := 0
+		for value[i-1-slashes] == '\\' {
+			slashes++
+		}
+		if i++; slashes%2 == 0 {
+			return i
+		}
+	}
+	return len(value)
 }
 
 // tokenIDs is how many tokens the prompt has; 0 if it is text.

@@ -1,6 +1,7 @@
 package router
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -213,8 +214,8 @@ func TestRouteHeader(t *testing.T) {
 	require.Empty(t, complete(t, f, long, "X-Kvport-Route", "1").Values("X-Kvport-Route"))
 	got := complete(t, f, long, "X-Kvport-Route", "1", "Authorization", "Bearer k").Values("X-Kvport-Route")
 	require.Len(t, got, 1)
-	require.Equal(t, fmt.Sprintf("policy=prefix_aware; prefill=%s; decode=%s; why=prefill load 1: 0 running, 0 tokens waiting, 152 lately, prefix 1: holds 96 of 125 tokens, "+
-		"decode load 1: 0 running, 0 tokens waiting, 0 lately, prefix 1: holds 96 of 125 tokens", p.URL, d.URL), got[0])
+	require.Equal(t, fmt.Sprintf("policy=prefix_aware; prefill=%s; decode=%s; why=prefill load 1: 0 running, 0 tokens waiting, 153 lately, prefix 1: holds 95 of 125 tokens, "+
+		"decode load 1: 0 running, 0 tokens waiting, 0 lately, prefix 1: holds 95 of 125 tokens", p.URL, d.URL), got[0])
 	for _, s := range append(p.requests(), d.requests()...) {
 		require.NotContains(t, s.header, "X-Kvport-Route")
 	}
@@ -272,6 +273,43 @@ func TestOwnWord(t *testing.T) {
 	for kind, want := range map[string]float64{"prompt": 300, "expected": 180, "cached": 192} {
 		require.Equal(t, want, testutil.ToFloat64(f.router.metrics.prefix.WithLabelValues(kind)), kind)
 	}
+}
+
+// TestBeginning: the next turn begins with the last one, whatever the spaces, and other conversations do not.
+func TestBeginning(t *testing.T) {
+	for _, tt := range [][2]string{
+		{`{"messages": [ {"role": "user", "content": "a \\\" b\\\\" } ] }`, `{"messages":[{"role":"user","content":"a \\\" b\\\\"},{"role":"assistant","content":" c"}]}`},
+		{`{"prompt":"a b"}`, `{"prompt":"a b c"}`},
+		{`{"prompt":["a b"]}`, `{"prompt":["a b c"]}`},
+		{`{"prompt":[1, 2,3]}`, `{"prompt":[1,2, 3,4]}`},
+		{`{"prompt":[1,2,3]}`, `{"prompt":[1,2,3]}`},
+	} {
+		var first, next fields
+		require.NoError(t, json.Unmarshal([]byte(tt[0]), &first))
+		require.NoError(t, json.Unmarshal([]byte(tt[1]), &next))
+		_, before := first.beginning()
+		_, after := next.beginning()
+		require.NotEmpty(t, before)
+		require.True(t, strings.HasPrefix(string(after), string(before)), "%s, %s", before, after)
+		next["cache_salt"] = json.RawMessage(`"s"`)
+		scope, _ := next.beginning()
+		other, _ := first.beginning()
+		require.NotEqual(t, other, scope)
+	}
+}
+
+// FuzzWithoutSpaces compares with encoding/json.
+func FuzzWithoutSpaces(f *testing.F) {
+	for _, seed := range []string{`{"a" : "b \\" , "c":["\"", 1 , null]}`, `"`, `" \`, `[1, 2]`, "", `"x"y" z`} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, value []byte) {
+		got := withoutSpaces(value)
+		var want bytes.Buffer
+		if json.Compact(&want, value) == nil {
+			require.Equal(t, want.String(), string(got))
+		}
+	})
 }
 
 func TestUsage(t *testing.T) {

@@ -88,7 +88,7 @@ func (h *history) look(pieces []uint64, held func(place, pieces int)) {
 	}
 }
 
-// report calls held for the places of one word, which have so many pieces.
+// report calls held for the places of one word, which have that number of pieces.
 func report(word uint64, w, pieces int, held func(place, pieces int)) {
 	for ; word != 0 && pieces > 0; word &= word - 1 {
 		held(w*64+bits.TrailingZeros64(word), pieces)
@@ -113,7 +113,7 @@ func (h *history) add(pieces []uint64, places []int) {
 		h.at = h.at[:0] // those were rows of the generation that is old now
 	}
 	for n, piece := range pieces {
-		row := []uint64(nil)
+		var row []uint64
 		if n < len(h.at) && h.at[n] >= 0 {
 			row = h.young.row(h.at[n], h.words)
 		} else {

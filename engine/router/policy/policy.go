@@ -427,6 +427,9 @@ type Usage struct {
 	Cached int // of these, those that were not computed
 }
 
+// maxTemplate is how many tokens a prompt may have more than its text has bytes, for an instance to be believed.
+const maxTemplate = 4096
+
 // Answered notes that the first byte of an answer came from a decode instance, or the whole answer of a prefill
 // instance. Nothing is learnt from the time if now is zero.
 func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
@@ -434,7 +437,7 @@ func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
 		return
 	}
 	p.unqueue(l)
-	if u.Prompt > 0 {
+	if u.Prompt > 0 && (l.bytes == 0 || u.Prompt <= l.bytes+maxTemplate) {
 		p.learnt.length(u.Prompt, l.bytes)
 		if l.peer == None {
 			l.Compute = max(0, u.Prompt-u.Cached)

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"strings"
 	"testing"
 	"time"
 
@@ -83,8 +82,7 @@ func TestChoiceProperty(t *testing.T) {
 			if !ok {
 				continue
 			}
-			require.Equal(t, Decode, instances[c.Decode.Place].Role)
-			require.Equal(t, best, standings[c.Decode.Place])
+			require.Equal(t, []any{Decode, best}, []any{instances[c.Decode.Place].Role, standings[c.Decode.Place]})
 			require.NotEmpty(t, c.Why)
 			if c.Prefill != nil {
 				require.False(t, r.Alone)
@@ -314,7 +312,8 @@ func TestSkips(t *testing.T) {
 	for i := range 40 {
 		n := 100 + 100*(i%7)
 		for _, l := range []*Leg{
-			{Place: 0, role: Prefill, peer: None, Compute: n, born: 1}, {Place: 1, role: Decode, peer: None, Compute: n, born: 2},
+			{Place: 0, role: Prefill, peer: None, Compute: n, born: 1},
+			{Place: 1, role: Decode, peer: None, Compute: n, born: 2},
 			{Place: 1, role: Decode, peer: 0, Load: n, born: 2},
 		} {
 			seconds := map[bool]float64{true: 0.001}[l.role == Decode] * float64(n)
@@ -367,7 +366,7 @@ func TestLine(t *testing.T) {
 	require.GreaterOrEqual(t, down.base, 0.0)
 }
 
-// The history says of each place what a plain model says, as long as it has not forgotten, and never more.
+// The history says about each place what a plain model says, as long as it has not forgotten, and never more.
 func TestHistoryProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		h := newHistory(rapid.SampledFrom([]int{8, 1 << 20}).Draw(t, "pieces"))
@@ -448,7 +447,7 @@ func TestConfig(t *testing.T) {
 	c, ok := p.Choose(&Request{Standing: all, Explain: true})
 	require.True(t, ok)
 	require.Equal(t, []int{2, 5}, []int{c.Prefill.Place, c.Decode.Place})
-	require.True(t, strings.Contains(c.Why, "last 5: it is number 5"), c.Why)
+	require.Contains(t, c.Why, "last 5: it is number 5")
 }
 
 // lastScorer prefers the instance with the highest place.

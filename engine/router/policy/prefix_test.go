@@ -8,7 +8,7 @@ import (
 	"github.com/kvport/kvport/engine/router/policy"
 )
 
-// cluster is prefill and decode machines with caches of so many blocks.
+// cluster is prefill and decode machines with caches of that number of blocks.
 func cluster(prefills, decodes, blocks int) (list []*machine) {
 	for i := range prefills + decodes {
 		m := &machine{role: policy.Prefill, cache: newCache(blocks), rate: 50e-6, base: 0.005, link: 2e-6}

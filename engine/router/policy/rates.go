@@ -43,7 +43,7 @@ func (l *line) fit() (base, slope float64) {
 }
 
 // rates is what was learnt from answers: about instances, about pairs, and about all of a kind together, which
-// stands in where one instance or pair was measured seldom.
+// counts where one instance or pair was measured seldom.
 type rates struct {
 	instances map[int]*line  // seconds until the first byte, by tokens that waited and were computed
 	pairs     map[pair]*line // seconds until the first byte at a decode instance, by tokens that it loaded

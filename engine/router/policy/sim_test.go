@@ -5,6 +5,7 @@ import (
 	"container/list"
 	"encoding/binary"
 	"math/rand/v2"
+	"slices"
 	"strconv"
 	"time"
 
@@ -49,12 +50,12 @@ func (c *cache) held(blocks []uint64) int {
 }
 
 func (c *cache) use(blocks []uint64) {
-	for i := len(blocks) - 1; i >= 0; i-- { // the beginning is the newest
-		if e := c.blocks[blocks[i]]; e != nil {
+	for _, block := range slices.Backward(blocks) { // the beginning is the newest
+		if e := c.blocks[block]; e != nil {
 			c.order.MoveToFront(e)
 			continue
 		}
-		c.blocks[blocks[i]] = c.order.PushFront(blocks[i])
+		c.blocks[block] = c.order.PushFront(block)
 	}
 	for len(c.blocks) > c.most {
 		delete(c.blocks, c.order.Remove(c.order.Back()).(uint64))
@@ -242,14 +243,14 @@ func conversations(seed uint64, count, turns int, gap, think float64) (jobs []jo
 		at := start
 		history := append([]byte(nil), systems[min(rng.IntN(6), rng.IntN(6))]...)
 		for range turns {
-			history = append(history[:len(history):len(history)], text(rng, 40+rng.IntN(400))...)
+			history = append(slices.Clip(history), text(rng, 40+rng.IntN(400))...)
 			out := 20 + rng.IntN(200)
 			session := strconv.Itoa(c)
 			jobs = append(jobs, newJob(at, history, out, session))
 			if rng.IntN(6) == 0 { // another branch from the same history
-				jobs = append(jobs, newJob(at+rng.ExpFloat64()*think, append(history[:len(history):len(history)], text(rng, 100)...), out, session))
+				jobs = append(jobs, newJob(at+rng.ExpFloat64()*think, append(slices.Clip(history), text(rng, 100)...), out, session))
 			}
-			history = append(history[:len(history):len(history)], text(rng, out)...)
+			history = append(slices.Clip(history), text(rng, out)...)
 			at += rng.ExpFloat64()*think + 0.02*float64(out)
 		}
 	}
