@@ -31,7 +31,7 @@ func startPeer(t *testing.T, ours, theirs Place) *peer {
 	python, err := filepath.Abs("../../.deps/vllm/venv/bin/python")
 	require.NoError(t, err)
 	if _, err := os.Stat(python); err != nil {
-		t.Skipf("vLLM is not installed (make vllm-setup): %v", err)
+		t.Skipf("vLLM is not installed (make vllm-deps): %v", err)
 	}
 	cmd := exec.CommandContext(t.Context(), python, "testdata/peer.py", ours.Endpoint, ours.ReplayEndpoint, theirs.Endpoint, theirs.ReplayEndpoint)
 	cmd.Stderr = os.Stderr
@@ -46,8 +46,7 @@ func startPeer(t *testing.T, ours, theirs Place) *peer {
 		_ = in.Close()
 		_ = cmd.Wait()
 	})
-	for p.line() != "ready" { // vLLM says this and that when it is imported
-	}
+	require.Equal(t, "ready", p.line())
 	return p
 }
 
@@ -70,9 +69,6 @@ func (p *peer) do(command string, number int) (list []told) {
 
 // vLLM's subscriber reads what kvport publishes and replays, and kvport follows vLLM's publisher, through a gap, too.
 func TestAgainstVLLM(t *testing.T) {
-	if testing.Short() {
-		t.Skip("importing vLLM takes a while")
-	}
 	dir := t.TempDir()
 	ours := publisher(t, fmt.Sprintf(`, "endpoint": "ipc://%s/o", "replay_endpoint": "ipc://%s/r", "topic": "kv@us"`, dir, dir))
 	theirs := Place{Endpoint: fmt.Sprintf("ipc://%s/t", dir), ReplayEndpoint: fmt.Sprintf("ipc://%s/u", dir)}

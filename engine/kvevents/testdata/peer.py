@@ -1,19 +1,46 @@
 """The other end of a test: vLLM's own classes read what kvport publishes, and publish what kvport reads.
 
+They are those of vllm/distributed/kv_events.py. That file is loaded alone, since importing all of vLLM takes a minute.
+
 python peer.py EVENTS REPLAY THEIRS THEIR_REPLAY: subscribes to EVENTS and publishes at THEIRS. It takes a command a
 line: "read N" prints the next N messages, "replay FROM" prints what a replay gives, "publish N" publishes N batches.
 """
 
+import importlib.util
 import json
+import logging
 import sys
+import types
+from pathlib import Path
 
 import msgspec
 import zmq
-from vllm.distributed.kv_events import (
-    BlockStored,
-    KVEventBatch,
-    ZmqEventPublisher,
-)
+
+
+def load():
+    """Load the file, with what it imports from the rest of vLLM replaced."""
+    [path] = Path(sys.prefix).glob("lib/python*/site-packages/vllm/distributed/kv_events.py")
+    imported = {
+        "vllm.config.kv_events": {"KVEventsConfig": types.SimpleNamespace},
+        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.utils.network_utils": {"get_ip": None, "get_tcp_uri": None, "is_valid_ipv6_address": None, "split_zmq_path": None},
+        "vllm.v1.core.kv_cache_utils": {"ExternalBlockHash": bytes | int},
+    }
+    for name, content in imported.items():
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            sys.modules.setdefault(".".join(parts[:i]), types.ModuleType(parts[i - 1]))
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(content)
+    spec = importlib.util.spec_from_file_location("kv_events", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kv_events"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+vllm = load()
+BlockStored, KVEventBatch, ZmqEventPublisher = vllm.BlockStored, vllm.KVEventBatch, vllm.ZmqEventPublisher
 
 events, replay, theirs, their_replay = sys.argv[1:5]
 context = zmq.Context.instance()
