@@ -31,7 +31,7 @@ func startPeer(t *testing.T, ours, theirs Place) *peer {
 	python, err := filepath.Abs("../../.deps/vllm/venv/bin/python")
 	require.NoError(t, err)
 	if _, err := os.Stat(python); err != nil {
-		t.Skipf("vLLM is not installed (make vllm-deps): %v", err)
+		t.Skipf("vLLM is not installed (make vllm-test): %v", err)
 	}
 	cmd := exec.CommandContext(t.Context(), python, "testdata/peer.py", ours.Endpoint, ours.ReplayEndpoint, theirs.Endpoint, theirs.ReplayEndpoint)
 	cmd.Stderr = os.Stderr
