@@ -40,7 +40,8 @@ type Publisher struct {
 	place  Place
 	log    *slog.Logger
 	topic  []byte
-	folder string // to be removed at the end; empty: none
+	slow   time.Duration // for a reader to take one message
+	folder string        // to be removed at the end; empty: none
 
 	published, lost prometheus.Counter
 	dropped         *prometheus.CounterVec
@@ -78,7 +79,7 @@ type message struct {
 func NewPublisher(c Config, log *slog.Logger, metrics prometheus.Registerer) (*Publisher, error) {
 	s := meter.New()
 	p := &Publisher{
-		config: c, log: log, topic: []byte(c.Topic), set: s, wake: make(chan struct{}, 1),
+		config: c, log: log, topic: []byte(c.Topic), slow: writeTime, set: s, wake: make(chan struct{}, 1),
 		published: s.Counter("kvport_kv_events_total", "KV events that were published."),
 		lost:      s.Counter("kvport_kv_events_lost_total", "KV events that were not published since too many waited."),
 		dropped:   s.Counters("kvport_kv_events_dropped_total", "Batches of KV events that a reader did not get, by why: it was slow, or too many were connected.", "why"),
@@ -295,7 +296,7 @@ func (p *Publisher) read(conn net.Conn) {
 	p.mu.Unlock()
 	var writing sync.WaitGroup
 	writing.Go(func() {
-		r.write(conn, z, p.topic)
+		r.write(conn, z, p)
 		_ = conn.Close() // which ends the loop below
 	})
 	for err == nil {
@@ -354,15 +355,15 @@ func (r *reader) offer(m *message, most int) bool {
 }
 
 // write sends what waits until the reader is closed or does not take it.
-func (r *reader) write(conn net.Conn, z *zmtp.Conn, topic []byte) {
+func (r *reader) write(conn net.Conn, z *zmtp.Conn, p *Publisher) {
 	for {
 		r.mu.Lock()
 		waiting, closed := r.queue, r.closed
 		r.queue, r.bytes = nil, 0
 		r.mu.Unlock()
 		for _, m := range waiting {
-			_ = conn.SetWriteDeadline(time.Now().Add(writeTime)) // the write fails if this does
-			if z.Send(topic, m.number, m.payload) != nil {
+			_ = conn.SetWriteDeadline(time.Now().Add(p.slow)) // the write fails if this does
+			if z.Send(p.topic, m.number, m.payload) != nil {
 				return
 			}
 		}
@@ -403,12 +404,12 @@ func (p *Publisher) sendFrom(conn net.Conn, z *zmtp.Conn, first uint64) error {
 		if m.seq < first {
 			continue
 		}
-		_ = conn.SetWriteDeadline(time.Now().Add(writeTime)) // the write fails if this does
+		_ = conn.SetWriteDeadline(time.Now().Add(p.slow)) // the write fails if this does
 		if err := z.Send(nil, p.topic, m.number, m.payload); err != nil {
 			return err
 		}
 	}
-	_ = conn.SetWriteDeadline(time.Now().Add(writeTime))
+	_ = conn.SetWriteDeadline(time.Now().Add(p.slow))
 	return z.Send(nil, nil, binary.BigEndian.AppendUint64(nil, endOfReplay), nil)
 }
 

@@ -298,6 +298,7 @@ func TestFollower(t *testing.T) {
 // A reader that takes nothing keeps neither the engine nor other readers waiting. It sees a gap.
 func TestSlowReader(t *testing.T) {
 	p := publisher(t, `, "hwm": 4, "buffer_steps": 2`)
+	p.slow = time.Hour
 	e, err := zmtp.ParseEndpoint(p.Place().Endpoint)
 	require.NoError(t, err)
 	conn, err := net.Dial(e.Network, e.Address)
@@ -310,7 +311,7 @@ func TestSlowReader(t *testing.T) {
 	quick := follow(t, p.Place())
 	subscribed(t, p, 2)
 
-	const batches = 40
+	const batches = 20
 	want := []string{}
 	for i := range batches { // more than sockets hold
 		ev := Event{Kind: Stored, BlockSize: 50_000, Hashes: []Hash{NumberHash(1)}, Tokens: make([]int32, 50_000), LoRAID: -1}

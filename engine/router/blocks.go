@@ -210,6 +210,7 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 	if tokens == nil {
 		return nil
 	}
+	c.tokens = len(tokens)
 	prompt := kvindex.Prompt{Tokens: tokens}
 	_ = json.Unmarshal(c.body["cache_salt"], &prompt.Salt) // an instance will refuse what is not a text
 	_ = json.Unmarshal(c.body["model"], &prompt.Model)

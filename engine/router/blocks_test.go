@@ -167,6 +167,7 @@ func TestEventsDecide(t *testing.T) {
 	for range 3 { // round robin would alternate
 		got := complete(t, f, `{"prompt": "in the end there is more"}`, routeHeader, "1")
 		require.Contains(t, got.Get(routeHeader), "decode="+b.URL)
+		require.Contains(t, got.Get(routeHeader), "holds 20 of 24 tokens", "the prompt's length is known, too")
 		got = complete(t, f, `{"prompt": "in the beginning there was nothing"}`, routeHeader, "1")
 		require.Contains(t, got.Get(routeHeader), "decode="+a.URL)
 	}

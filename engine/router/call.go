@@ -33,6 +33,7 @@ type call struct {
 	explain bool            // the client asks why its instances are chosen, and may know
 	request *policy.Request // what the choice depends on
 	failed  map[int]bool    // instances of either role that this request does not try again
+	tokens  int             // of the prompt, if an instance has said so; 0: not known
 	marks   []uint64        // of its conversation; nil where none is remembered
 	from    int             // the place of the prefill instance that gave the ticket
 	without string          // why no ticket was had though there are prefill instances; empty: none was needed

@@ -119,6 +119,9 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 	for _, h := range r.holders {
 		q.Held = append(q.Held, h.held(ctx, c)...)
 	}
+	if c.tokens > 0 {
+		q.Tokens = c.tokens
+	}
 	return q
 }
 
