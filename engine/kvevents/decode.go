@@ -169,15 +169,15 @@ func (d *decoder) float(what string) float64 {
 	return f
 }
 
-// text reads a text of at most that many bytes; null gives an empty one.
-func (d *decoder) text(what string, most int) string {
+// text reads a short text; null gives an empty one.
+func (d *decoder) text(what string) string {
 	if d.null() {
 		return ""
 	}
 	if c := d.code(); d.err == nil && !msgpcode.IsString(c) {
 		d.fail("%s is no text", what)
 	}
-	return string(d.bytes(what, most))
+	return string(d.bytes(what, maxText))
 }
 
 // bytes reads a text or some bytes.
@@ -253,7 +253,7 @@ func (d *decoder) event() (ev Event, known bool) {
 	}
 	ev.Group, ev.LoRAID = -1, -1
 	for i := 0; i < n && d.err == nil; i++ {
-		d.field(&ev, d.text("the name of a field", maxText))
+		d.field(&ev, d.text("the name of a field"))
 	}
 	d.consistent(&ev)
 	return ev, ev.Kind != 0
@@ -263,11 +263,11 @@ func (d *decoder) event() (ev Event, known bool) {
 func (d *decoder) field(ev *Event, name string) {
 	switch name {
 	case "type":
-		ev.Kind = kinds()[d.text(name, maxText)]
+		ev.Kind = kinds()[d.text(name)]
 	case "block_hashes":
 		ev.Hashes = d.hashes()
 	case "medium":
-		ev.Medium = d.text(name, maxText)
+		ev.Medium = d.text(name)
 	case "group_idx":
 		if !d.null() {
 			ev.Group = int(d.int(name, 0, maxGroups))
@@ -283,7 +283,7 @@ func (d *decoder) field(ev *Event, name string) {
 			ev.LoRAID = d.int(name, 0, math.MaxInt64)
 		}
 	case "lora_name":
-		ev.LoRAName = d.text(name, maxText)
+		ev.LoRAName = d.text(name)
 	case "extra_keys":
 		ev.Extra = d.extra()
 	default:

@@ -1,6 +1,7 @@
 package kvevents
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -32,7 +33,7 @@ func privateFolder() (string, error) {
 
 // answers reports whether somebody listens at a socket.
 func answers(path string) bool {
-	conn, err := net.DialTimeout("unix", path, time.Second)
+	conn, err := (&net.Dialer{Timeout: time.Second}).DialContext(context.Background(), "unix", path)
 	if err == nil {
 		_ = conn.Close()
 	}
@@ -43,7 +44,7 @@ func answers(path string) bool {
 // nobody listens any more.
 func listen(e zmtp.Endpoint) (net.Listener, error) {
 	if e.Network != "unix" {
-		return net.Listen(e.Network, e.Address)
+		return (&net.ListenConfig{}).Listen(context.Background(), e.Network, e.Address)
 	}
 	switch info, err := os.Lstat(e.Address); {
 	case errors.Is(err, os.ErrNotExist):

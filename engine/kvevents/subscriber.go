@@ -88,7 +88,7 @@ func (s *Subscription) Run(ctx context.Context) error {
 			told, wait = "", firstPause
 		}
 		if ctx.Err() != nil {
-			return nil
+			return nil //nolint:nilerr // the connection broke because ctx has ended
 		}
 		if text := err.Error(); text != told {
 			told = text

@@ -66,7 +66,7 @@ func Open(conn net.Conn, limit int, own string, peers ...string) (*Conn, error) 
 	if err := checkGreeting(theirs[:]); err != nil {
 		return nil, err
 	}
-	if err := c.write(flagCommand, ready(own)); err != nil {
+	if err := c.sendCommand(ready(own)); err != nil {
 		return nil, err
 	}
 	flags, size, err := c.header()
@@ -220,7 +220,7 @@ func (c *Conn) command(flags byte, size uint64) (frame []byte, err error) {
 	case name == "CANCEL":
 		return append([]byte{0}, rest...), nil
 	case name == "PING" && len(rest) >= 2: // its time to live, and what the answer repeats
-		return nil, c.write(flagCommand, append([]byte("\x04PONG"), rest[2:]...))
+		return nil, c.sendCommand(append([]byte("\x04PONG"), rest[2:]...))
 	}
 	return nil, nil // commands of later versions
 }
@@ -241,11 +241,11 @@ func (c *Conn) Send(frames ...[]byte) error {
 	return err
 }
 
-// write sends one frame.
-func (c *Conn) write(flags byte, body []byte) error {
+// sendCommand sends a command.
+func (c *Conn) sendCommand(body []byte) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	_, err := c.conn.Write(append(frameHeader(flags, len(body)), body...))
+	_, err := c.conn.Write(append(frameHeader(flagCommand, len(body)), body...))
 	return err
 }
 

@@ -64,10 +64,10 @@ func TestMessages(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, [][]byte{[]byte("a")}, got)
 
-	require.NoError(t, sub.write(flagCommand, []byte("\x09SUBSCRIBEt")))
-	require.NoError(t, sub.write(flagCommand, []byte("\x06CANCELt")))
-	require.NoError(t, sub.write(flagCommand, []byte("\x05OTHER")))
-	require.NoError(t, sub.write(flagCommand, []byte("\x04PING\x00\x00echo")))
+	require.NoError(t, sub.sendCommand([]byte("\x09SUBSCRIBEt")))
+	require.NoError(t, sub.sendCommand([]byte("\x06CANCELt")))
+	require.NoError(t, sub.sendCommand([]byte("\x05OTHER")))
+	require.NoError(t, sub.sendCommand([]byte("\x04PING\x00\x00echo")))
 	require.NoError(t, sub.Send([]byte("\x01t")))
 	for _, want := range []string{"\x01t", "\x00t", "\x01t"} {
 		got, err = pub.Receive()
