@@ -30,6 +30,7 @@ type Config struct {
 
 	Connector  *host.Config // nil: no connector
 	PluginPath []string     // folders in which to look for plugins
+	Events     EventSink    // is told which blocks the engine has; nil: nobody is
 	Log        *slog.Logger // nil: slog.Default()
 	Metrics    prometheus.Registerer
 }

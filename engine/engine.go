@@ -26,8 +26,9 @@ type Engine struct {
 	info    Info
 	space   connector.KeySpace // of requests without salt
 	metrics *metrics
-	regions []*host.Region // the cache of each rank
-	host    *host.Host     // nil: no connector
+	regions []*host.Region        // the cache of each rank
+	host    *host.Host            // nil: no connector
+	reports chan host.BlockReport // of its blocks; nil: nobody is told
 	wake    chan struct{}
 	loop    *loop         // to be used by its own goroutine
 	done    chan struct{} // closed when the loop has ended
@@ -114,6 +115,9 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 	if e.space.Secret, err = c.Settings.TenantSecret(); err != nil {
 		return err
 	}
+	if e.cfg.Events != nil {
+		e.reports = make(chan host.BlockReport, maxReports)
+	}
 	e.host, err = host.Open(ctx, c, host.Engine{
 		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Base: e.cfg.base(layout),
 		ShapeText: e.info.Fit.ShapeText, Layout: layout, Ranks: e.regions,
@@ -121,7 +125,7 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 			return e.loop.sched.Address(id, blockTokens, tokens)
 		},
 		Tail: func(id connector.RequestID) connector.BlockKey { return e.loop.sched.Tail(id) },
-	}, host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics})
+	}, host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics, BlockEvents: e.reports})
 	if err != nil {
 		return err
 	}
@@ -232,7 +236,7 @@ func (e *Engine) Reset(ctx context.Context) error {
 	// Only now: until the connector was empty its blocks could still come into the prefix cache.
 	forgotten := make(chan struct{})
 	e.do(func(l *loop) {
-		l.sched.Forget()
+		l.news.clear(l.sched.Forget)
 		close(forgotten)
 	})
 	select {

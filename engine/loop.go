@@ -30,6 +30,8 @@ type loop struct {
 	pool    *kvcache.Pool
 	ranks   []*connector.KV   // the cache of each rank
 	events  <-chan host.Event // nil without a connector
+	reports <-chan host.BlockReport
+	news    *news // nil: nobody is told which blocks there are
 	metrics *metrics
 	streams map[connector.RequestID]*stream
 	closing bool
@@ -58,7 +60,11 @@ func newLoop(e *Engine, ranks []*connector.KV) *loop {
 		cfg.Role = e.cfg.Connector.Role
 		cfg.FailLoads = e.cfg.Connector.FailurePolicy == host.PolicyFail
 		cfg.LayerWise = e.host.LayerWise()
-		l.events = e.host.Events()
+		l.events, l.reports = e.host.Events(), e.reports
+	}
+	if e.cfg.Events != nil {
+		l.news = newNews(e, l.pool)
+		cfg.Published, l.pool.Gone = l.news.published, l.news.gone
 	}
 	l.sched = sched.New(cfg, l.pool)
 	return l
@@ -97,6 +103,8 @@ func (l *loop) receive() {
 		select {
 		case ev, open := <-l.events:
 			l.event(ev, open)
+		case r := <-l.reports:
+			l.news.report(r)
 		default:
 			return
 		}
@@ -118,6 +126,8 @@ func (l *loop) wait() {
 	case <-l.e.wake:
 	case ev, open := <-l.events:
 		l.event(ev, open)
+	case r := <-l.reports:
+		l.news.report(r)
 	case <-again:
 		for _, id := range later {
 			l.sched.Answered(id)
@@ -186,6 +196,7 @@ func (l *loop) step() bool {
 	for _, out := range l.sched.Outputs() {
 		l.deliver(out)
 	}
+	l.news.send()
 	l.observe()
 	return len(chunks) > 0
 }
@@ -252,7 +263,7 @@ func (l *loop) forward() error {
 
 // add takes in a submitted request.
 func (l *loop) add(st *stream, seq sched.Request) {
-	l.streams[st.id] = st
+	l.streams[st.id], st.asked = st, &seq
 	if err := l.sched.Add(seq); err != nil {
 		l.deliver(sched.Output{Request: st.id, Reason: connector.ReasonError, Err: err})
 		return
@@ -285,6 +296,9 @@ func (l *loop) deliver(o sched.Output) {
 	st := l.streams[o.Request]
 	usage := Usage{Prompt: st.prompt, Generated: o.Generated, Local: o.Local, External: o.External, Handoff: l.handoff(st, o)}
 	l.metrics.output(st, o)
+	if o.Generated == len(o.Tokens) && o.Generated > 0 {
+		l.news.reused(st.asked, o.Local)
+	}
 	if o.Reason != 0 { // first, so that a client that has the last output can use the id again
 		st.unwatch()
 		delete(l.streams, o.Request)
@@ -317,7 +331,8 @@ type stream struct {
 	out     chan Output
 	cause   func() error // why its context is done, nil while it is not
 	unwatch func() bool
-	brought brought // to be used by the loop
+	asked   *sched.Request // to be used by the loop, as what follows
+	brought brought
 }
 
 // send never blocks: what the client has not read yet is taken back and sent again with the news.

@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/engine"
+	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/model/sim"
 	"github.com/kvport/kvport/engine/router"
 	"github.com/kvport/kvport/engine/server"
@@ -136,6 +137,11 @@ func sections(t *testing.T) []section {
 	_, err = router.New(router.Config{Decode: []string{"http://127.0.0.1:1"}, Metrics: c})
 	require.NoError(t, err)
 	list[3].metrics = c.metrics
+	c = &catalogue{}
+	events, err := kvevents.NewPublisher(kvevents.Config{}, slog.New(slog.DiscardHandler), c)
+	require.NoError(t, err)
+	require.NoError(t, events.Close())
+	list[0].metrics = append(list[0].metrics, c.metrics...)
 	return list
 }
 

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -15,7 +16,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
+	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/router"
+	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/ticket"
 )
@@ -27,6 +30,10 @@ type routeFlags struct {
 	listenFlags
 	prefill, decode []string
 	mode, policy    string
+	weights         string
+	sessionKey      string
+	replicas        []string
+	events          []string
 	turns           int
 	logLevel        string
 	register        string
@@ -47,8 +54,12 @@ func newRoute() *cobra.Command {
 	flags := cmd.Flags()
 	flags.StringSliceVar(&f.prefill, "prefill", nil, "base URLs of prefill instances; without one, decode instances serve alone")
 	flags.StringSliceVar(&f.decode, "decode", nil, "base URLs of decode instances")
-	flags.StringVar(&f.mode, "mode", "pool", "pool: any prefill instance goes with any decode instance")
-	flags.StringVar(&f.policy, "policy", "round_robin", "how an instance is chosen: round_robin")
+	flags.StringVar(&f.mode, "mode", "pool", "pool: any prefill instance goes with any decode instance; replica: only with those of its own --replica")
+	flags.StringArrayVar(&f.replicas, "replica", nil, "with --mode replica, once for each: NAME=prefill:URL,...;decode:URL,...")
+	flags.StringVar(&f.policy, "policy", policy.RoundRobin, "how instances are chosen: "+strings.Join(policy.Names(), ", "))
+	flags.StringVar(&f.weights, "policy-weights", "", "what the policy's scorers count, instead of its own weights, such as prefix=1,load=1,session=0")
+	flags.StringArrayVar(&f.events, "kv-events", nil, "once for each instance whose /health does not tell it, such as one of vLLM: URL=ENDPOINT or URL=ENDPOINT,REPLAY_ENDPOINT, where it publishes KV events")
+	flags.StringVar(&f.sessionKey, "session-key", "header:X-Session-Id", "where a request has the key of its session: header:NAME, cookie:NAME or field:NAME of the body, such as field:user")
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
 	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the key that the engines share; default: that of one user on one host")
 	flags.IntVar(&f.turns, "bidirectional", 0, "number of conversations to remember: prefill instances load from the decode instance that gave the last answer; all instances are kv_both")
@@ -69,6 +80,18 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	if err := setLog(cmd.ErrOrStderr(), f.logLevel); err != nil {
 		return err
 	}
+	weights, err := policy.ParseWeights(f.weights)
+	if err != nil {
+		return fmt.Errorf("--policy-weights: %w", err)
+	}
+	events, err := parseEvents(f.events)
+	if err != nil {
+		return err
+	}
+	replicas, err := parseReplicas(f.replicas)
+	if err != nil {
+		return err
+	}
 	registering, err := f.registration()
 	if err != nil {
 		return err
@@ -81,7 +104,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	registry := newRegistry()
 	r, err := router.New(router.Config{
 		Register: registering,
-		Prefill:  f.prefill, Decode: f.decode, Log: slog.Default(), Metrics: registry, Gatherer: registry,
+		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey, Events: events, Log: slog.Default(), Metrics: registry, Gatherer: registry,
 		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, MaxInFlight: f.inFlight(maxRouted),
 		Known:          func(authorization string) bool { return t.knows(authorization) },
 		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
@@ -109,18 +132,32 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	return fail(err)
 }
 
+// checkMode refuses flags that do not go with the mode.
+func (f *routeFlags) checkMode() error {
+	switch {
+	case f.mode != "pool" && f.mode != "replica":
+		return fmt.Errorf("--mode is %q, want pool or replica", f.mode)
+	case f.mode == "pool" && len(f.replicas) > 0:
+		return errors.New("--replica is for --mode replica")
+	case f.mode == "replica" && len(f.prefill)+len(f.decode) > 0:
+		return errors.New("--prefill and --decode are for --mode pool; with --mode replica each --replica has its own")
+	case f.mode == "replica" && len(f.replicas) == 0:
+		return errors.New("--mode replica requires at least one --replica, such as a=prefill:http://HOST:PORT;decode:http://HOST:PORT")
+	}
+	return nil
+}
+
 // check refuses flags that cannot work.
 func (f *routeFlags) check() error {
+	if err := f.checkMode(); err != nil {
+		return err
+	}
 	switch {
-	case f.mode == "replica":
-		return errors.New("--mode replica is not built yet, only pool")
-	case f.mode != "pool":
-		return fmt.Errorf("--mode is %q, want pool", f.mode)
-	case f.policy != "round_robin":
-		return fmt.Errorf("--policy is %q, want round_robin", f.policy)
+	case !slices.Contains(policy.Names(), f.policy):
+		return fmt.Errorf("--policy is %q, want %s", f.policy, strings.Join(policy.Names(), ", "))
 	case f.turns < 0:
 		return fmt.Errorf("--bidirectional is %d, want a number of conversations", f.turns)
-	case len(f.decode) == 0 && f.register == "":
+	case len(f.decode) == 0 && len(f.replicas) == 0 && f.register == "":
 		return errors.New("--decode is required: the base URL of at least one decode instance, or --register")
 	case f.keyFile != "" && f.register == "":
 		return errors.New("--ticket-key-file is for --register")
@@ -139,6 +176,46 @@ func (f *routeFlags) check() error {
 		}
 	}
 	return nil
+}
+
+// parseEvents reads the values of --kv-events.
+func parseEvents(list []string) (map[string]kvevents.Place, error) {
+	places := map[string]kvevents.Place{}
+	for _, text := range list {
+		url, endpoints, ok := strings.Cut(text, "=")
+		if !ok || endpoints == "" {
+			return nil, fmt.Errorf("--kv-events is %q, want URL=ENDPOINT or URL=ENDPOINT,REPLAY_ENDPOINT", text)
+		}
+		var p kvevents.Place
+		p.Endpoint, p.ReplayEndpoint, _ = strings.Cut(endpoints, ",")
+		if _, twice := places[url]; twice {
+			return nil, fmt.Errorf("--kv-events has %s twice", url)
+		}
+		places[url] = p
+	}
+	return places, nil
+}
+
+// parseReplicas reads the values of --replica.
+func parseReplicas(list []string) (replicas []router.Replica, err error) {
+	const want = "want NAME=prefill:URL,...;decode:URL,..."
+	for _, text := range list {
+		name, parts, ok := strings.Cut(text, "=")
+		if !ok {
+			return nil, fmt.Errorf("--replica is %q, %s", text, want)
+		}
+		r := router.Replica{Name: name}
+		for part := range strings.SplitSeq(parts, ";") {
+			role, urls, _ := strings.Cut(part, ":")
+			to := map[string]*[]string{"prefill": &r.Prefill, "decode": &r.Decode}[role]
+			if to == nil || urls == "" || *to != nil {
+				return nil, fmt.Errorf("--replica %s: %q is not understood, %s", name, part, want)
+			}
+			*to = strings.Split(urls, ",")
+		}
+		replicas = append(replicas, r)
+	}
+	return replicas, nil
 }
 
 // upstreamKey is the API key that instances get; empty: none.

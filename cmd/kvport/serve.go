@@ -18,6 +18,7 @@ import (
 
 	"github.com/kvport/kvport/engine"
 	"github.com/kvport/kvport/engine/gguf"
+	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/model"
 	"github.com/kvport/kvport/engine/model/kernel"
 	"github.com/kvport/kvport/engine/model/sim"
@@ -41,6 +42,7 @@ type serveFlags struct {
 	weightCache       bool
 	tensorParallel    int
 	transferConfig    string
+	eventsConfig      string
 	pluginPath        []string
 	logLevel          string
 }
@@ -76,6 +78,7 @@ func newServe() *cobra.Command {
 	flags.BoolVar(&f.prefixCaching, "enable-prefix-caching", true, "reuse the KV of prompts that start alike")
 	flags.IntVar(&f.tensorParallel, "tensor-parallel-size", 1, "ranks, each with its share of the KV heads, a cache and a connector session of its own")
 	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it")
+	flags.StringVar(&f.eventsConfig, "kv-events-config", "", "where to publish which KV blocks there are, as JSON with vLLM's fields, or @FILE with it")
 	addPluginPath(flags, &f.pluginPath)
 	f.add(cmd, 8000)
 	addLogLevel(cmd, &f.logLevel)
@@ -101,6 +104,10 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+	events, err := f.events()
+	if err != nil {
+		return err
+	}
 	l, keys, err := f.listen()
 	if err != nil {
 		return err
@@ -116,7 +123,13 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 		return err
 	}
 	registry := newRegistry()
-	e, err := engine.New(cmd.Context(), f.config(m, tok, transfer, registry))
+	config := f.config(m, tok, transfer, registry)
+	place, stop, err := f.publish(&config, events)
+	if err != nil {
+		return err
+	}
+	defer stop()
+	e, err := engine.New(cmd.Context(), config)
 	if err != nil {
 		return unlessEnded(cmd.Context(), err)
 	}
@@ -127,7 +140,7 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	}
 	c := server.Config{
 		Engine: e, Tokenizer: tok, ModelName: f.name(m), Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		MaxInFlight: f.inFlight(maxRequests), Known: t.knows,
+		MaxInFlight: f.inFlight(maxRequests), Known: t.knows, Events: place,
 	}
 	if transfer != nil {
 		c.EngineID = transfer.EngineID
@@ -244,6 +257,49 @@ func (f *serveFlags) transfer(given bool) (*host.Config, error) {
 		c.EngineID = hex.EncodeToString(id[:])
 	}
 	return c, nil
+}
+
+// events reads --kv-events-config; nil: nothing is published.
+func (f *serveFlags) events() (*kvevents.Config, error) {
+	if f.eventsConfig == "" {
+		return nil, nil
+	}
+	data := []byte(f.eventsConfig)
+	if path, isFile := strings.CutPrefix(f.eventsConfig, "@"); isFile {
+		var err error
+		if data, err = host.ReadFile(path, maxConfig); err != nil {
+			return nil, fmt.Errorf("--kv-events-config: %w", err)
+		}
+	}
+	c, err := kvevents.ParseConfig(data)
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("--%w", err)
+	case !c.Enable:
+		return nil, nil
+	case !f.prefixCaching:
+		return nil, errors.New("--kv-events-config: there are no events with --enable-prefix-caching=false")
+	}
+	return c, nil
+}
+
+// publish opens the publisher of an engine's events, if there is a config, and says where it is.
+func (f *serveFlags) publish(engine *engine.Config, c *kvevents.Config) (place *kvevents.Place, stop func(), err error) {
+	if c == nil {
+		return nil, func() {}, nil
+	}
+	p, err := kvevents.NewPublisher(*c, slog.Default(), engine.Metrics)
+	if err != nil {
+		return nil, nil, fmt.Errorf("--%w", err)
+	}
+	at := p.Place()
+	engine.Events = p
+	slog.Info("KV events are published", "endpoint", at.Endpoint, "replay_endpoint", at.ReplayEndpoint)
+	return &at, func() {
+		if err := p.Close(); err != nil {
+			slog.Warn("KV events", "err", err)
+		}
+	}, nil
 }
 
 // kind is the model without the options that sim takes behind a colon.

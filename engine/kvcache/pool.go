@@ -32,6 +32,7 @@ type Pool struct {
 	counts   [states]int
 	settling int
 	lost     int
+	Gone     func(group uint16, key connector.BlockKey) // is told about content that is no longer found; set before use
 }
 
 // content is what a published block holds.
@@ -49,7 +50,7 @@ type block struct {
 
 // New makes a pool of blocks 0..n-1, all free.
 func New(n int) *Pool {
-	p := &Pool{blocks: make([]block, n+1), index: make(map[content]connector.BlockID)}
+	p := &Pool{blocks: make([]block, n+1), index: make(map[content]connector.BlockID), Gone: func(uint16, connector.BlockKey) {}}
 	end := p.end()
 	p.blocks[end].prev, p.blocks[end].next = end, end
 	for id := range end {
@@ -94,14 +95,15 @@ func (p *Pool) Lookup(group uint16, key connector.BlockKey) (connector.BlockID, 
 }
 
 // Publish makes a block's content findable: its KV is complete, and final while anyone keeps it. If
-// another block has the same content already, that one stays the one to be found.
-func (p *Pool) Publish(id connector.BlockID, group uint16, key connector.BlockKey) {
+// another block has the same content already, that one stays the one to be found. It reports whether this block is now.
+func (p *Pool) Publish(id connector.BlockID, group uint16, key connector.BlockKey) bool {
 	c := content{group, key}
 	if _, taken := p.index[c]; taken || p.blocks[id].published {
-		return
+		return false
 	}
 	p.index[c] = id
 	p.blocks[id].published, p.blocks[id].content = true, c
+	return true
 }
 
 // Forget drops all content: nothing published so far is found again.
@@ -179,6 +181,7 @@ func (p *Pool) unpublish(id connector.BlockID) {
 	if b := &p.blocks[id]; b.published {
 		delete(p.index, b.content)
 		b.published = false
+		p.Gone(b.content.group, b.content.key)
 	}
 }
 

@@ -13,6 +13,8 @@ import (
 	"net/http"
 	"strings"
 	"time"
+
+	"github.com/kvport/kvport/engine/router/policy"
 )
 
 // call is one request on its way through the instances.
@@ -26,12 +28,17 @@ type call struct {
 	pair    string      // their id, where it names both engines
 	body    fields
 	started time.Time
-	failed  map[int]bool // instances of either role that this request does not try again
-	marks   []uint64     // of its conversation; nil where none is remembered
-	from    int          // the place of the prefill instance that gave the ticket
-	without string       // why no ticket was had though there are prefill instances; empty: none was needed
-	severed bool         // the client gets nothing any more, not even the end of the answer
-	fault   fault        // the worst of what happened on decode instances that gave no answer
+	size    int             // of its body, in bytes
+	session string          // key of its session; empty: none
+	explain bool            // the client asks why its instances are chosen, and may know
+	request *policy.Request // what the choice depends on
+	failed  map[int]bool    // instances of either role that this request does not try again
+	tokens  int             // of the prompt, if an instance has said so; 0: not known
+	marks   []uint64        // of its conversation; nil where none is remembered
+	from    int             // the place of the prefill instance that gave the ticket
+	without string          // why no ticket was had though there are prefill instances; empty: none was needed
+	severed bool            // the client gets nothing any more, not even the end of the answer
+	fault   fault           // the worst of what happened on decode instances that gave no answer
 }
 
 // answer is a whole answer of an instance.
@@ -62,8 +69,9 @@ func (c *call) run(ctx context.Context) outcome {
 	if wanted && c.router.turns != nil {
 		c.marks = c.router.turns.marks(c.body.prompt())
 	}
+	c.request = c.prepare(ctx)
 	for attempt := range c.router.config.Attempts {
-		d, ok := c.router.pool.pickDecode(c.failed)
+		at, ok := c.choose(ctx, &params)
 		if !ok {
 			break
 		}
@@ -71,9 +79,9 @@ func (c *call) run(ctx context.Context) outcome {
 			c.router.metrics.retries.WithLabelValues(decode.String()).Inc()
 		}
 		if wanted && params == nil {
-			params = c.prefill(ctx, d)
+			params = c.prefill(ctx, &at)
 		}
-		result, used := c.decode(ctx, d, params)
+		result, used := c.decode(ctx, at.decode, params)
 		switch {
 		case result.done != "":
 			return result.done
@@ -138,46 +146,68 @@ func (c *call) reply(a *answer) outcome {
 	return plain
 }
 
-// prefill asks prefill instances in turn. No params: decode must serve alone.
-func (c *call) prefill(ctx context.Context, d target) (params json.RawMessage) {
+// prefill asks the prefill instance of a choice, and others if it fails. No params: decode must serve alone.
+func (c *call) prefill(ctx context.Context, at *route) (params json.RawMessage) {
+	defer func() {
+		if params == nil {
+			c.router.pool.unaided(at.decode)
+		}
+	}()
+	if at.prefill.leg == nil {
+		c.goWithout(at.without)
+		return nil
+	}
 	request := c.body.forPrefill()
 	if last := c.lastTurn(); last != nil {
 		request["kv_transfer_params"] = last
 	}
 	body := request.encode()
-	for first := true; ctx.Err() == nil; first = false {
-		p, why, ok := c.router.pool.pickFor(d, c.failed)
+	for p := at.prefill; ; {
+		params, another := c.promptAt(ctx, p, at.decode, body)
+		if !another || ctx.Err() != nil {
+			return params
+		}
+		next, why, ok := c.router.pool.chooseFor(at.decode, c.request, c.failed)
 		if !ok {
-			if c.without != noTicket { // which is what those that were asked gave
-				c.without = why
-			}
+			c.goWithout(why)
 			return nil
 		}
-		if !first {
-			c.router.metrics.retries.WithLabelValues(prefill.String()).Inc()
-		}
-		c.meet(p, d)
-		got, err := c.ask(ctx, p, body)
-		switch {
-		case errors.Is(err, errTooLong): // the request asks for it: another instance would say no less
-			c.router.pool.worked(p)
-			c.router.config.Log.Warn("prefill answer is not used", "id", c.id, "instance", p.url.String(), "err", err)
-			c.without = noTicket
-			return nil
-		case err != nil:
-			c.blame(ctx, p, err)
-		case got.status == http.StatusOK:
-			return c.ticket(ctx, p, got)
-		case retryable(got.status):
-			c.refused(p, got.status)
-		default:
-			c.without = noTicket
-			if !c.turnedAway(p, got) {
-				return nil
-			}
-		}
+		p = next
+		c.router.metrics.retries.WithLabelValues(prefill.String()).Inc()
 	}
-	return nil
+}
+
+// goWithout notes why the decode instance gets no ticket, unless prefill instances that were asked gave none.
+func (c *call) goWithout(why string) {
+	if c.without != noTicket {
+		c.without = why
+	}
+}
+
+// promptAt lets one prefill instance compute the prompt. It reports whether another one may do what this one did not.
+func (c *call) promptAt(ctx context.Context, p, d target, body []byte) (params json.RawMessage, another bool) {
+	defer c.router.pool.done(p)
+	c.meet(p, d)
+	c.router.pool.sent(p)
+	got, err := c.ask(ctx, p, body)
+	switch {
+	case errors.Is(err, errTooLong): // the request asks for it: another instance would say no less
+		c.router.pool.worked(p)
+		c.router.config.Log.Warn("prefill answer is not used", "id", c.id, "instance", p.url.String(), "err", err)
+		c.without = noTicket
+		return nil, false
+	case err != nil:
+		c.blame(ctx, p, err)
+		return nil, true
+	case got.status == http.StatusOK:
+		c.router.pool.answered(p, got.body, true)
+		return c.ticket(ctx, p, got), false
+	case retryable(got.status):
+		c.refused(p, got.status)
+		return nil, true
+	}
+	c.without = noTicket
+	return nil, c.turnedAway(p, got)
 }
 
 // ticket takes what a prefill instance kept out of its answer; nil if that is nothing.
@@ -223,6 +253,8 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 		body = c.body.forDecode(c.wishes(params)).encode()
 	}
 	defer c.router.pool.released(d)
+	defer c.router.pool.done(d)
+	c.router.pool.sent(d)
 	t := tie(ctx, d.life)
 	defer t.release()
 	t.await(c.firstByte())
@@ -370,7 +402,7 @@ func whole(resp *http.Response, limit int64) (*answer, error) {
 // of the ticket.
 func copyHeader(to, from http.Header) {
 	for name, values := range forwarded(from) {
-		if name != "X-Request-Id" && name != handoffHeader {
+		if name != "X-Request-Id" && name != handoffHeader && name != routeHeader {
 			to[name] = values
 		}
 	}
@@ -425,7 +457,7 @@ func (f fields) forDecode(params json.RawMessage) fields {
 // several reports whether the request has more than one prompt. kv_transfer_params describe one.
 func (f fields) several() bool {
 	var list []json.RawMessage
-	if json.Unmarshal(f["prompt"], &list) != nil || len(list) < 2 {
+	if !bytes.HasPrefix(f["prompt"], []byte("[")) || json.Unmarshal(f["prompt"], &list) != nil || len(list) < 2 {
 		return false
 	}
 	first := bytes.TrimSpace(list[0])

@@ -107,6 +107,9 @@ func (x *exchange) whole() attempt {
 		return x.rest(held)
 	}
 	x.router.pool.worked(x.d)
+	if x.resp.StatusCode == http.StatusOK && x.router.policy.UsesPrompts() {
+		x.router.pool.answered(x.d, held, false)
+	}
 	done := x.reply(&answer{status: x.resp.StatusCode, header: x.resp.Header, body: held})
 	if done == plain {
 		done = x.served
@@ -171,6 +174,7 @@ func (x *exchange) stream() attempt {
 		n, err := x.read(buffer)
 		if n > 0 && !x.begun {
 			x.begin()
+			x.router.pool.answered(x.d, nil, true)
 		}
 		if n > 0 {
 			if !x.pass(buffer[:n]) {

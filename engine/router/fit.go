@@ -10,6 +10,9 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+
+	"github.com/kvport/kvport/engine/kvevents"
+	"github.com/kvport/kvport/engine/router/policy"
 )
 
 // fit is the part of an instance's /health that must agree at both ends of a hand-off. Instances that report
@@ -30,6 +33,8 @@ type fit struct {
 
 	Gives []string `json:"gives"` // the ways by which blocks leave the instance; nil: not known
 	Takes []string `json:"takes"` // and by which they come to it
+
+	Events *kvevents.Place `json:"events"` // where it publishes which blocks it has; nil: it does not
 }
 
 // parseFit reads a body of /health; nil if it says nothing of what fits.
@@ -168,7 +173,7 @@ func (p *pool) compare(i int) {
 		if p.table.instances[i].role == decode {
 			is = pair{j, i}
 		}
-		if p.table.instances[is.prefill].role != prefill || p.table.instances[is.decode].role != decode {
+		if a, b := &p.table.instances[is.prefill], &p.table.instances[is.decode]; a.role != prefill || b.role != decode || a.group != b.group {
 			continue
 		}
 		before := p.misfits[is]
@@ -204,18 +209,14 @@ type Misfit struct {
 	Reason  string `json:"reason"`
 }
 
-// incompatible lists pairs that do not fit, the first ones if there are many, and counts those of which both
-// are available. The caller holds mu.
-func (p *pool) incompatible(available func(i int) bool) (list []Misfit, apart int) {
+// incompatible lists pairs that do not fit, the first ones if there are many. The caller holds mu.
+func (p *pool) incompatible() (list []Misfit) {
 	for _, is := range inOrder(p.misfits) {
-		if available(is.prefill) && available(is.decode) {
-			apart++
-		}
 		if len(list) < maxTold && !p.table.instances[is.prefill].left && !p.table.instances[is.decode].left {
 			list = append(list, Misfit{p.urls[is.prefill].String(), p.urls[is.decode].String(), p.misfits[is]})
 		}
 	}
-	return list, apart
+	return list
 }
 
 // handoffHeader is where a decode instance says what became of its ticket: a result and, behind a semicolon,
@@ -232,9 +233,9 @@ var (
 
 // Why a request of a router with prefill instances went to its decode instance without a ticket.
 const (
-	noPrefill    = "no_prefill"   // no prefill instance is available, or all of them failed
-	incompatible = "incompatible" // those that are do not fit the decode instance
-	noTicket     = "no_ticket"    // the prefill instance answered and kept nothing, as for a short prompt
+	noPrefill    = policy.NoPrefill // no prefill instance is available, or all of them failed
+	incompatible = policy.Misfit    // those that are do not fit the decode instance
+	noTicket     = "no_ticket"      // the prefill instance answered and kept nothing, as for a short prompt
 )
 
 // handedOver counts what became of a ticket and says what that makes of the request. An instance that says

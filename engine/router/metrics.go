@@ -28,9 +28,15 @@ type metrics struct {
 	broken   *prometheus.GaugeVec
 	retries  *prometheus.CounterVec
 	turns    *prometheus.CounterVec
+	prefix   *prometheus.CounterVec
 	up       *prometheus.GaugeVec
 	ttft     prometheus.Histogram
 	inFlight prometheus.Gauge
+
+	events   *prometheus.CounterVec
+	blocks   *prometheus.CounterVec
+	indexed  prometheus.Gauge
+	tokenize *prometheus.CounterVec
 
 	registrations *prometheus.CounterVec
 	introduced    prometheus.Counter
@@ -45,9 +51,14 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		broken:        s.Gauges("kvport_router_breaker_open", "1 if the instance is left out since it fails every request, whatever its health checks say.", "instance", "role"),
 		retries:       s.Counters("kvport_router_retries_total", "Attempts that failed before the first byte and were made again elsewhere, or given up.", "role"),
 		turns:         s.Counters("kvport_router_turns_total", "Answers that decode instances hold for the next turn (kept), and those that a prefill instance learned about (handed).", "what"),
+		prefix:        s.Counters("kvport_router_prefix_tokens_total", "Tokens of prompts that instances computed and said so: of the whole prompts, and of these those that the router expected to be there already (expected) and those that were (cached).", "kind"),
 		up:            s.Gauges("kvport_router_instance_up", "1 if the instance answers health checks and takes requests.", "instance", "role"),
 		ttft:          s.Histogram("kvport_router_ttft_seconds", "From a request's arrival to the first byte of its answer.", prometheus.ExponentialBuckets(0.001, 2, 18)),
 		inFlight:      s.Gauge("kvport_router_requests_in_flight", "Requests being served."),
+		events:        s.Counters("kvport_router_kv_events_total", "What came of the KV events of instances: events applied, gaps in their numbers, replays asked for, batches replayed, times when what was known of an instance was lost, and invalid messages.", "what"),
+		blocks:        s.Counters("kvport_router_kv_blocks_total", "Blocks in the KV events of instances: stored, removed, and left out since their place is not known (unplaced) or the instance has too many (full).", "what"),
+		indexed:       s.Gauge("kvport_router_kv_index_blocks", "Blocks that the router knows of by KV events, each counted for each instance that has it."),
+		tokenize:      s.Counters("kvport_router_tokenize_total", "Prompts whose tokens were needed: those that had them (given), whose tokens were remembered, asked of an instance, or not to be had in time (failed).", "result"),
 		registrations: s.Counters("kvport_router_registrations_total", "Registrations of instances by HTTP status.", "code"),
 		introduced:    s.Counter("kvport_router_introductions_total", "Requests whose id named both engines, signed."),
 		known:         s.Gauge("kvport_router_registered_instances", "Instances that have said where they take blocks."),

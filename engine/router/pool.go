@@ -11,10 +11,11 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"net/url"
-	"slices"
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/kvport/kvport/engine/router/policy"
 )
 
 // errLost ends the requests that run on an instance which stopped answering.
@@ -26,6 +27,7 @@ type target struct {
 	role  role
 	url   *url.URL
 	life  context.Context //nolint:containedctx // ends when the instance is found hanging, for each attempt on it
+	leg   *policy.Leg     // what the policy counts
 }
 
 // pool is the table with what it needs to be used from many goroutines: a lock, and a context for
@@ -34,12 +36,14 @@ type pool struct {
 	log     *slog.Logger
 	metrics *metrics
 
-	mu    sync.Mutex
-	table table
-	lives []life
-	urls  []*url.URL
-	known []registered
+	mu     sync.Mutex
+	table  table
+	policy *policy.Policy
+	lives  []life
+	urls   []*url.URL
+	known  []registered
 
+	blocks  *blocks         // nil: nobody is asked which blocks it has
 	misfits map[pair]string // why not; only pairs that do not fit
 	wasted  map[pair]wasted // only pairs whose last hand-off was wasted
 
@@ -56,52 +60,12 @@ func newLife() life {
 	return life{ctx, end}
 }
 
-func newPool(prefills, decodes []*url.URL, log *slog.Logger, m *metrics) *pool {
-	p := &pool{log: log, metrics: m, misfits: map[pair]string{}, wasted: map[pair]wasted{}}
-	for r, urls := range [roles][]*url.URL{prefill: prefills, decode: decodes} {
-		for _, u := range urls {
-			p.known[p.add(role(r), u)].fixed = true
-		}
+func newPool(members []member, chooser *policy.Policy, log *slog.Logger, m *metrics) *pool {
+	p := &pool{log: log, metrics: m, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{}}
+	for _, one := range members {
+		p.known[p.add(one)].fixed = true
 	}
 	return p
-}
-
-// pickDecode chooses a decode instance for one attempt and adds it to tried.
-func (p *pool) pickDecode(tried map[int]bool) (target, bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.pickIf(decode, tried, func(int) bool { return true })
-}
-
-// pickFor chooses among the prefill instances that fit a decode instance. If there is none, why says whether
-// that is because of those that do not fit; it is empty where there are no prefill instances.
-func (p *pool) pickFor(d target, tried map[int]bool) (t target, why string, ok bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	why = noPrefill
-	t, ok = p.pickIf(prefill, tried, func(i int) bool {
-		if p.misfits[pair{i, d.index}] == "" {
-			return true
-		}
-		why = incompatible
-		return false
-	})
-	if !ok && !slices.ContainsFunc(p.table.instances, func(in instance) bool { return in.role == prefill && !in.left }) {
-		why = "" // the decode instances are meant to serve alone
-	}
-	return t, why, ok
-}
-
-// pickIf chooses an instance that may be had and whose breaker admits it. The caller holds mu.
-func (p *pool) pickIf(r role, tried map[int]bool, may func(i int) bool) (target, bool) {
-	now := time.Now()
-	i, ok := p.table.pickIf(r, func(i int) bool { return !tried[i] && p.known[i].breaker.admits(now) && may(i) })
-	if !ok {
-		return target{}, false
-	}
-	tried[i] = true
-	p.known[i].breaker.picked()
-	return target{index: i, role: r, url: p.urls[i], life: p.lives[i].ctx}, true
 }
 
 // usable reports whether an instance may be talked to.
@@ -156,6 +120,9 @@ func (p *pool) probed(i int, result probe, why string) {
 	before := p.table.instances[i].state
 	changed := p.table.probed(i, result)
 	in := p.table.instances[i]
+	if changed && result == refused { // what starts there again has nothing of what it held
+		p.policy.Forget(i)
+	}
 	if before == down && in.state == up { // somebody may have mended it: no need to wait for the trial
 		p.known[i].breaker.until = time.Time{}
 	}
@@ -182,6 +149,7 @@ type InstanceHealth struct {
 	URL     string `json:"url"`
 	Role    string `json:"role"`
 	State   string `json:"state"`             // up, suspect, draining, loading, down
+	Group   string `json:"group,omitempty"`   // its replica
 	Breaker string `json:"breaker,omitempty"` // open: it is left out since it fails every request
 	Error   string `json:"error,omitempty"`   // what is wrong with it
 }
@@ -209,17 +177,32 @@ func (p *pool) health() (h poolHealth) {
 		if in.left {
 			continue
 		}
-		one := InstanceHealth{URL: p.urls[i].String(), Role: in.role.String(), State: in.state.String(), Error: cmp.Or(p.known[i].unwell, p.known[i].refusal)}
+		one := InstanceHealth{URL: p.urls[i].String(), Role: in.role.String(), Group: in.group, State: in.state.String(), Error: cmp.Or(p.known[i].unwell, p.known[i].refusal)}
 		if p.known[i].breaker.open() {
 			one.Breaker = "open"
 		}
 		h.instances = append(h.instances, one)
 	}
 	h.recomputing = p.recomputing()
-	var apart int
-	h.incompatible, apart = p.incompatible(available)
-	h.paired = h.available[prefill]*h.available[decode] > apart
+	h.incompatible = p.incompatible()
+	h.paired = p.paired(available)
 	return h
+}
+
+// paired reports whether some prefill instance that is available may be the partner of a decode instance that is. The
+// caller holds mu.
+func (p *pool) paired(available func(i int) bool) bool {
+	for i, a := range p.table.instances {
+		if a.role != prefill || !available(i) {
+			continue
+		}
+		for j, b := range p.table.instances {
+			if b.role == decode && b.group == a.group && p.misfits[pair{i, j}] == "" && available(j) {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // close ends the lives, so that nothing waits on them.
@@ -382,6 +365,15 @@ func (r role) String() string {
 	return "decode"
 }
 
+// instance is what the policy is told about an instance of the role.
+func (r role) instance(name, group string) policy.Instance {
+	is := policy.Instance{Role: policy.Decode, Name: name, Group: group}
+	if r == prefill {
+		is.Role = policy.Prefill
+	}
+	return is
+}
+
 // state is what the router believes of an instance.
 type state uint8
 
@@ -414,14 +406,14 @@ const (
 // 10 s: three times 1.2 s until a probe, and 2 s for it.
 const silences = 3
 
-// table knows the instances and picks among them. It has no clock and does no I/O.
+// table knows the instances and their states. It has no clock and does no I/O.
 type table struct {
 	instances []instance
-	next      [roles]int // where the next round of picking starts, an index into instances
 }
 
 type instance struct {
 	role    role
+	group   string // its replica
 	state   state
 	silence int  // silent probes in a row
 	left    bool // it was registered and no longer is; then it is down
@@ -431,26 +423,6 @@ type instance struct {
 // refuses connections are not: it may be finishing them before it ends, and if it is dead already
 // their connections break by themselves.
 func (in *instance) hangs() bool { return in.state == down && in.silence >= silences }
-
-// pick chooses an instance of the role that is not in tried: the next one that is up, else the next
-// suspect.
-func (t *table) pick(r role, tried map[int]bool) (index int, ok bool) {
-	return t.pickIf(r, func(i int) bool { return !tried[i] })
-}
-
-// pickIf is pick among the instances that may be had.
-func (t *table) pickIf(r role, may func(i int) bool) (index int, ok bool) {
-	for _, want := range []state{up, suspect} {
-		for k := range t.instances {
-			i := (t.next[r] + k) % len(t.instances)
-			if in := t.instances[i]; in.role == r && in.state == want && may(i) {
-				t.next[r] = i + 1
-				return i, true
-			}
-		}
-	}
-	return 0, false
-}
 
 // probed takes the result of a health check and reports whether the state changed.
 func (t *table) probed(i int, p probe) (changed bool) {
@@ -483,33 +455,73 @@ func (t *table) failed(i int) {
 	}
 }
 
-// available reports whether pick could return an instance.
+// standing is what an instance's state means for the policy.
+func (t *table) standing(i int) policy.Standing {
+	switch t.instances[i].state {
+	case up:
+		return policy.Up
+	case suspect:
+		return policy.Suspect
+	case draining, loading, down:
+	}
+	return policy.Out
+}
+
+// available reports whether an instance may be chosen.
 func (t *table) available(i int) bool { return t.instances[i].state <= suspect }
 
 // Choice is the part of a Router that decides which instance gets a request, without its clock and
 // its network: what a simulation drives. It is not safe for concurrent use.
-type Choice struct{ table table }
+type Choice struct {
+	table  table
+	policy *policy.Policy // round_robin
+}
 
 // NewChoice makes the choice among instances that are numbered from 0, prefill instances first.
 // All count as up.
 func NewChoice(prefills, decodes int) *Choice {
-	c := &Choice{}
-	for range prefills {
-		c.table.instances = append(c.table.instances, instance{role: prefill})
+	var list []role
+	for i := range prefills + decodes {
+		list = append(list, map[bool]role{true: prefill, false: decode}[i < prefills])
 	}
-	for range decodes {
-		c.table.instances = append(c.table.instances, instance{role: decode})
+	return newChoice(list)
+}
+
+func newChoice(list []role) *Choice {
+	p, _ := policy.New(policy.Config{}) // what is given in a config may be wrong, and nothing is
+	c := &Choice{policy: p}
+	for i, r := range list {
+		c.table.instances = append(c.table.instances, instance{role: r})
+		p.Add(i, r.instance("", ""))
 	}
 	return c
 }
 
 // Prefill picks a prefill instance that is not in tried, if there is one to be had.
-func (c *Choice) Prefill(tried map[int]bool) (index int, ok bool) {
-	return c.table.pick(prefill, tried)
-}
+func (c *Choice) Prefill(tried map[int]bool) (index int, ok bool) { return c.pick(prefill, tried) }
 
 // Decode picks a decode instance that is not in tried, if there is one to be had.
-func (c *Choice) Decode(tried map[int]bool) (index int, ok bool) { return c.table.pick(decode, tried) }
+func (c *Choice) Decode(tried map[int]bool) (index int, ok bool) { return c.pick(decode, tried) }
+
+func (c *Choice) pick(r role, tried map[int]bool) (index int, ok bool) {
+	q := &policy.Request{Alone: r == decode, Standing: func(i int) policy.Standing {
+		if tried[i] {
+			return policy.Out
+		}
+		return c.table.standing(i)
+	}}
+	var leg *policy.Leg
+	if r == prefill {
+		leg = c.policy.ChoosePrefill(q, &policy.Leg{}).Prefill // in turn, whichever the decode instance is
+	} else if choice, ok := c.policy.Choose(q); ok {
+		leg = choice.Decode
+	}
+	if leg == nil {
+		return 0, false
+	}
+	c.policy.Done(leg)
+	return leg.Place, true
+}
 
 // Failed takes note that an instance failed a request.
 func (c *Choice) Failed(index int) { c.table.failed(index) }

@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/engine/router/policy"
 )
 
 type roundTrip func(*http.Request) (*http.Response, error)
@@ -69,8 +71,14 @@ func TestLostInstance(t *testing.T) {
 	require.NoError(t, err)
 	u, err := url.Parse("http://x")
 	require.NoError(t, err)
-	p := newPool(nil, []*url.URL{u}, slog.New(slog.DiscardHandler), m)
-	first, ok := p.pickDecode(map[int]bool{})
+	chooser, err := policy.New(policy.Config{})
+	require.NoError(t, err)
+	p := newPool([]member{{role: decode, url: u}}, chooser, slog.New(slog.DiscardHandler), m)
+	pick := func() (target, bool) {
+		at, ok := p.choose(&policy.Request{}, map[int]bool{}, policy.None)
+		return at.decode, ok
+	}
+	first, ok := pick()
 	require.True(t, ok)
 	tied := tie(t.Context(), first.life)
 	defer tied.release()
@@ -85,10 +93,10 @@ func TestLostInstance(t *testing.T) {
 	p.probed(0, silent, "")
 	<-ctx.Done()
 	require.ErrorIs(t, context.Cause(ctx), errLost)
-	_, ok = p.pickDecode(map[int]bool{})
+	_, ok = pick()
 	require.False(t, ok)
 	p.probed(0, healthy, "")
-	second, ok := p.pickDecode(map[int]bool{})
+	second, ok := pick()
 	require.True(t, ok)
 	require.NoError(t, second.life.Err())
 	p.close()

@@ -109,7 +109,7 @@ func (p *pool) register(part role, g *registration) error {
 	case i < 0 && len(p.urls) >= maxInstances:
 		return fmt.Errorf("%d instances are registered already", maxInstances)
 	case i < 0:
-		i = p.add(part, &url.URL{Scheme: "http", Host: g.HTTP})
+		i = p.add(member{role: part, url: &url.URL{Scheme: "http", Host: g.HTTP}})
 		p.log.Info("instance registered", "instance", g.HTTP, "role", part.String(), "kv", g.KV)
 	}
 	k := &p.known[i]
@@ -136,8 +136,10 @@ func (p *pool) index(part role, host string) int {
 }
 
 // add gives a new instance a place, which it keeps. The caller holds mu.
-func (p *pool) add(part role, u *url.URL) int {
-	p.table.instances = append(p.table.instances, instance{role: part})
+func (p *pool) add(one member) int {
+	u, part := one.url, one.role
+	p.policy.Add(len(p.urls), part.instance(placeOf(u), one.group))
+	p.table.instances = append(p.table.instances, instance{role: part, group: one.group})
 	p.urls, p.lives, p.known = append(p.urls, u), append(p.lives, newLife()), append(p.known, registered{})
 	p.metrics.up.WithLabelValues(u.String(), part.String()).Set(1)
 	p.compare(len(p.urls) - 1)
@@ -160,6 +162,8 @@ func (p *pool) expire(ttl time.Duration) {
 			continue
 		}
 		in.left, in.state = true, down
+		p.blocks.leave(p.urls[i])
+		p.policy.Forget(i)
 		if k.stop != nil {
 			k.stop()
 			k.stop = nil
@@ -188,6 +192,7 @@ func (p *pool) watchLocked(i int) {
 		c.watch(ctx, u, func(got checked) {
 			if got.result == healthy {
 				p.saw(i, got.says)
+				p.blocks.follow(u, got.says)
 			}
 			p.probed(i, got.result, got.why)
 		})

@@ -9,6 +9,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
+	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -20,18 +21,31 @@ import (
 	"net/url"
 	"os"
 	"path"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/kvport/kvport/engine/kvevents"
+	"github.com/kvport/kvport/engine/router/policy"
 )
 
 // Config says what a Router routes to. Zero values of all but Decode mean the defaults named.
 type Config struct {
-	Prefill []string // base URLs; none: decode instances serve alone
-	Decode  []string // base URLs, at least one unless instances may register
+	Prefill  []string  // base URLs; none: decode instances serve alone
+	Decode   []string  // base URLs, at least one unless instances may register or there are replicas
+	Replicas []Replica // groups of instances, each of which hands blocks over within itself
+
+	Policy     string             // a name of policy.Names; round_robin
+	Weights    map[string]float64 // of the policy's scorers, instead of its own
+	SessionKey string             // header:NAME, cookie:NAME or field:NAME; header:X-Session-Id
+
+	// Events says where instances publish which blocks they have, by base URL: those that do not tell it in /health,
+	// such as vLLM's.
+	Events map[string]kvevents.Place
 
 	HealthInterval time.Duration // between probes of an instance; 1 s
 	HealthTimeout  time.Duration // of one probe; 2 s
@@ -81,6 +95,10 @@ type Router struct {
 	config   Config
 	client   *http.Client
 	pool     *pool
+	policy   *policy.Policy // under the pool's lock, apart from what never changes
+	session  sessionKey
+	seed     uint64   // of the hashes of prompts
+	holders  []holder // instances' own word on what they hold
 	metrics  *metrics
 	mux      *http.ServeMux
 	bodies   atomic.Int64  // bytes of the bodies of running requests
@@ -91,28 +109,41 @@ type Router struct {
 
 // New makes a Router. Errors name the URL that is wrong.
 func New(c Config) (*Router, error) {
-	prefills, err := parseURLs("prefill", c.Prefill)
+	members, err := c.members()
 	if err != nil {
 		return nil, err
 	}
-	decodes, err := parseURLs("decode", c.Decode)
-	if err != nil {
-		return nil, err
-	}
-	if len(decodes) == 0 && c.Register.Verify == nil {
+	prefills := slices.ContainsFunc(members, func(m member) bool { return m.role == prefill })
+	if !slices.ContainsFunc(members, func(m member) bool { return m.role == decode }) && c.Register.Verify == nil {
 		return nil, errors.New("no decode instance given")
 	}
 	c = withDefaults(c)
+	chooser, err := policy.New(policy.Config{Policy: c.Policy, Weights: c.Weights})
+	if err != nil {
+		return nil, fmt.Errorf("--policy: %w", err)
+	}
+	session, err := parseSessionKey(c.SessionKey)
+	if err != nil {
+		return nil, err
+	}
 	m, err := newMetrics(c.Metrics)
 	if err != nil {
 		return nil, err
 	}
 	r := &Router{
-		config: c, metrics: m, pool: newPool(prefills, decodes, c.Log, m),
+		config: c, metrics: m, pool: newPool(members, chooser, c.Log, m), policy: chooser, session: session, seed: newSeed(),
 		client: &http.Client{Transport: c.Transport, CheckRedirect: noRedirect},
 		mux:    http.NewServeMux(), slots: make(chan struct{}, c.MaxInFlight),
 	}
-	if c.Turns > 0 && (len(prefills) > 0 || c.Register.Verify != nil) {
+	if chooser.UsesPrompts() {
+		if r.pool.blocks, err = newBlocks(c, r.client, r.pool, m); err != nil {
+			return nil, err
+		}
+		r.holders = append(r.holders, r.pool.blocks)
+	} else if len(c.Events) > 0 {
+		return nil, fmt.Errorf("--kv-events: policy %s does not ask what instances hold, want %s or %s", c.Policy, policy.PrefixAware, policy.PDAware)
+	}
+	if c.Turns > 0 && (prefills || c.Register.Verify != nil) {
 		r.turns = newTurns(c.Turns)
 	}
 	handle := func(method, path string, h http.HandlerFunc) {
@@ -145,7 +176,7 @@ func parseURLs(flag string, list []string) ([]*url.URL, error) {
 		if err != nil {
 			return nil, fmt.Errorf("--%s: %w", flag, err)
 		}
-		place := u.Scheme + "://" + strings.ToLower(u.Host) + strings.TrimRight(u.Path, "/")
+		place := placeOf(u)
 		if seen[place] {
 			return nil, fmt.Errorf("--%s: %q appears twice", flag, s)
 		}
@@ -153,6 +184,11 @@ func parseURLs(flag string, list []string) ([]*url.URL, error) {
 		urls = append(urls, u)
 	}
 	return urls, nil
+}
+
+// placeOf is one spelling of a base URL.
+func placeOf(u *url.URL) string {
+	return u.Scheme + "://" + strings.ToLower(u.Host) + strings.TrimRight(u.Path, "/")
 }
 
 // parseURL reads a base URL. Where only the scheme is missing, the error has the whole URL.
@@ -188,6 +224,8 @@ func withDefaults(c Config) Config {
 	setDefault(&c.AnswerTimeout, 10*time.Minute)
 	setDefault(&c.Register.TTL, 15*time.Second)
 	setDefault(&c.Attempts, 3)
+	setDefault(&c.Policy, policy.RoundRobin)
+	setDefault(&c.SessionKey, "header:X-Session-Id")
 	setDefault(&c.MaxBody, 8<<20)
 	setDefault(&c.MaxInFlight, 1024)
 	setDefault(&c.BodyTimeout, 30*time.Second)
@@ -214,10 +252,12 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.mux.Ser
 
 // Run probes the instances until ctx ends. It returns when nothing that it started is left.
 func (r *Router) Run(ctx context.Context) {
+	r.pool.blocks.begin(ctx)
 	r.pool.run(ctx, checker{
 		client: r.client, interval: r.config.HealthInterval, timeout: r.config.HealthTimeout,
 		key: r.config.UpstreamKey, remedy: r.config.keyRemedy(),
 	}, r.config.Register.TTL)
+	r.pool.blocks.end()
 }
 
 // Ready says why no request should be sent here; "" if one may.
@@ -291,6 +331,8 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusBadRequest, "bad_request", err.Error())
 		return clientError
 	}
+	c.size, c.session = len(body), r.session.of(req, c.body)
+	c.explain = req.Header.Get(routeHeader) != "" && (r.config.Known == nil || r.config.Known(req.Header.Get("Authorization")))
 	c.header = r.upstreamHeader(req, c.id)
 	c.header.Set("Content-Type", "application/json")
 	return c.run(req.Context())
@@ -321,6 +363,7 @@ func (r *Router) readBody(w http.ResponseWriter, req *http.Request) (body []byte
 func (r *Router) upstreamHeader(req *http.Request, id string) http.Header {
 	h := forwarded(req.Header)
 	h.Set("X-Request-Id", id)
+	h.Del(routeHeader)
 	switch {
 	case r.config.UpstreamKey != "":
 		h.Set("Authorization", "Bearer "+r.config.UpstreamKey)
@@ -368,6 +411,13 @@ func (r *Router) health(w http.ResponseWriter, req *http.Request) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
 	_ = json.NewEncoder(w).Encode(answer) // a client that left needs no answer
+}
+
+// newSeed is 64 random bits.
+func newSeed() uint64 {
+	var seed [8]byte
+	_, _ = rand.Read(seed[:]) // never fails, says its documentation
+	return binary.LittleEndian.Uint64(seed[:])
 }
 
 // newID is 128 random bits.

@@ -8,16 +8,12 @@ import (
 	"pgregory.net/rapid"
 )
 
-func twoByTwo() *table {
-	return &table{instances: []instance{{role: prefill}, {role: prefill}, {role: decode}, {role: decode}}}
-}
-
 func TestPickGoesRound(t *testing.T) {
-	tb := twoByTwo()
+	c := NewChoice(2, 2)
 	var got []int
 	for range 3 {
 		for _, r := range []role{prefill, decode} {
-			i, ok := tb.pick(r, nil)
+			i, ok := c.pick(r, nil)
 			require.True(t, ok)
 			got = append(got, i)
 		}
@@ -26,17 +22,17 @@ func TestPickGoesRound(t *testing.T) {
 }
 
 func TestPickPrefersUpThenSuspect(t *testing.T) {
-	tb := twoByTwo()
-	tb.failed(2)
+	c := NewChoice(2, 2)
+	c.Failed(2)
 	for range 3 {
-		i, ok := tb.pick(decode, nil)
+		i, ok := c.pick(decode, nil)
 		require.True(t, ok)
 		require.Equal(t, 3, i, "the one that is up")
 	}
-	i, ok := tb.pick(decode, map[int]bool{3: true})
+	i, ok := c.pick(decode, map[int]bool{3: true})
 	require.True(t, ok)
 	require.Equal(t, 2, i, "a suspect is better than none")
-	_, ok = tb.pick(decode, map[int]bool{2: true, 3: true})
+	_, ok = c.pick(decode, map[int]bool{2: true, 3: true})
 	require.False(t, ok)
 }
 
@@ -59,13 +55,14 @@ func TestProbes(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(fmt.Sprintf("%v", tt.probes), func(t *testing.T) {
-			tb := &table{instances: []instance{{role: decode}}}
+			c := NewChoice(0, 1)
+			tb := &c.table
 			for _, p := range tt.probes {
 				before := tb.instances[0].state
 				require.Equal(t, tb.probed(0, p), tb.instances[0].state != before)
 			}
 			require.Equal(t, tt.want, tb.instances[0].state)
-			_, ok := tb.pick(decode, nil)
+			_, ok := c.pick(decode, nil)
 			require.Equal(t, tt.want <= suspect, ok)
 		})
 	}
@@ -86,10 +83,8 @@ func TestSuspectRecoversByProbe(t *testing.T) {
 // and one that is up if there is one.
 func TestPickProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		tb := &table{}
-		for range rapid.IntRange(1, 6).Draw(t, "instances") {
-			tb.instances = append(tb.instances, instance{role: role(rapid.IntRange(0, 1).Draw(t, "role"))})
-		}
+		c := newChoice(rapid.SliceOfN(rapid.SampledFrom([]role{prefill, decode}), 1, 6).Draw(t, "roles"))
+		tb := &c.table
 		index := rapid.IntRange(0, len(tb.instances)-1)
 		for range rapid.IntRange(1, 40).Draw(t, "events") {
 			switch rapid.IntRange(0, 2).Draw(t, "event") {
@@ -106,7 +101,7 @@ func TestPickProperty(t *testing.T) {
 					best, free = min(best, in.state), free+1
 				}
 			}
-			i, ok := tb.pick(r, tried)
+			i, ok := c.pick(r, tried)
 			if ok != (free > 0) {
 				t.Fatalf("pick says %v with %d usable", ok, free)
 			}

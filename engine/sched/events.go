@@ -80,8 +80,8 @@ func (s *Scheduler) publish(r *seq, full int) {
 	if s.cfg.PrefixCaching {
 		for g, table := range r.table {
 			for i := r.full; i < min(full, len(r.Keys)); i++ {
-				if table[i] != none {
-					s.pool.Publish(table[i], uint16(g), r.Keys[i])
+				if table[i] != none && s.pool.Publish(table[i], uint16(g), r.Keys[i]) && s.cfg.Published != nil {
+					s.cfg.Published(uint16(g), i, &r.Request, r.tokens)
 				}
 			}
 		}

@@ -45,9 +45,10 @@ type Config struct {
 	MaxBatchedTokens int   // tokens in one step at most
 	MaxSeqs          int   // requests in one step at most
 	PrefixCaching    bool
-	Role             connector.Role // 0: the engine has no connector
-	FailLoads        bool           // end requests whose load failed, instead of recomputing
-	LayerWise        bool           // blocks to save are handed over before they are computed
+	Role             connector.Role                                            // 0: the engine has no connector
+	FailLoads        bool                                                      // end requests whose load failed, instead of recomputing
+	LayerWise        bool                                                      // blocks to save are handed over before they are computed
+	Published        func(group uint16, block int, r *Request, tokens []int32) // unless nil, is told about each block that the prefix cache has from now on; nothing may be kept of tokens
 }
 
 // Stats are totals since the start.

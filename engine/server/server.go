@@ -23,6 +23,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine"
+	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/tokenizer"
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/meter"
@@ -45,8 +46,9 @@ type Engine interface {
 type Config struct {
 	Engine    Engine
 	Tokenizer tokenizer.Tokenizer
-	ModelName string // what clients call the model
-	EngineID  string // told to consumers; empty: not told
+	ModelName string          // what clients call the model
+	EngineID  string          // told to consumers; empty: not told
+	Events    *kvevents.Place // where the engine publishes which blocks it has, told to routers; nil: it does not
 
 	MaxBody      int64         // bytes of a request body at most; 8 MiB
 	MaxInFlight  int           // requests at once at most, from the end of their bodies on; 256
@@ -129,6 +131,7 @@ func (s *Server) routes() *http.ServeMux {
 	handle("GET", "/v1/models/{model...}", s.models)
 	handle("GET", "/health", s.health)
 	handle("POST", "/reset_prefix_cache", s.reset)
+	handle("POST", "/tokenize", s.tokenize)
 	if s.config.Gatherer != nil {
 		handle("GET", "/metrics", promhttp.HandlerFor(s.config.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
 	}
@@ -299,8 +302,8 @@ func (s *Server) decode(x *exchange, body []byte) error {
 		x.params, prompts = c.params, c.prompts
 	}
 	s.tellUnknown(&x.params)
-	if name := x.params.model; name != "" && name != "default" && name != s.config.ModelName {
-		return &Error{http.StatusNotFound, "invalid_request_error", "model", "model_not_found", fmt.Sprintf("there is no model %q here, only %q", name, s.config.ModelName)}
+	if err := s.knownModel(x.params.model); err != nil {
+		return err
 	}
 	for i, p := range prompts {
 		j, err := s.job(x, p, field)
@@ -311,6 +314,14 @@ func (s *Server) decode(x *exchange, body []byte) error {
 		x.jobs = append(x.jobs, j)
 	}
 	return nil
+}
+
+// knownModel refuses the name of a model that is not here.
+func (s *Server) knownModel(name string) error {
+	if name == "" || name == "default" || name == s.config.ModelName {
+		return nil
+	}
+	return &Error{http.StatusNotFound, "invalid_request_error", "model", "model_not_found", fmt.Sprintf("there is no model %q here, only %q", name, s.config.ModelName)}
 }
 
 // defaultTokens is max_tokens of a completion that does not say: OpenAI's default. Chat goes on as
@@ -381,10 +392,14 @@ func (s *Server) models(w http.ResponseWriter, r *http.Request) {
 
 // health answers 200 as long as the engine serves, also when it has lost its connector.
 func (s *Server) health(w http.ResponseWriter, r *http.Request) {
+	type kv struct { // for routers: which engines can hand blocks to each other, and where they say which they have
+		host.Fit
+		Events *kvevents.Place `json:"events,omitempty"`
+	}
 	type details struct {
 		Model string `json:"model"`
 		engine.Health
-		Fit *host.Fit `json:"kv,omitempty"` // for routers: which engines can hand blocks to each other
+		KV *kv `json:"kv,omitempty"`
 	}
 	h := s.config.Engine.Health()
 	answer := struct {
@@ -394,7 +409,7 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 	if s.config.Known == nil || s.config.Known(r.Header.Get("Authorization")) {
 		answer.details = &details{Model: s.config.ModelName, Health: h}
 		if s.info.Fit.Role != "" {
-			answer.Fit = &s.info.Fit
+			answer.KV = &kv{s.info.Fit, s.config.Events}
 		}
 	}
 	code := http.StatusOK

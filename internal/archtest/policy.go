@@ -126,6 +126,7 @@ func kvportImports() map[string][]string {
 		"internal/tracker":    {"connector"},
 		"internal/wire":       {"connector", "proto/..."},
 		"internal/strictjson": {},
+		"internal/zmtp":       {},
 		"verify/simulate":     {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/tracker", "internal/ticket", "multiconnector"},
 
 		"pipe":            {"connector"},
@@ -174,24 +175,27 @@ func kvportImports() map[string][]string {
 func engineImports() map[string][]string {
 	host := []string{"connector", "host", "internal/fault", "internal/meter"}
 	return map[string][]string{
-		"engine":              slices.Concat(host, engineParts()),
-		"engine/*":            host,
-		"engine/gguf":         {},
-		"engine/kvcache":      {"connector"},
-		"engine/model":        {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
-		"engine/model/kernel": {"engine/gguf"},
-		"engine/model/sim":    {"connector", "engine/model"},
-		"engine/router":       {"connector", "internal/meter"},
-		"engine/sample":       {},
-		"engine/sched":        {"connector", "engine/kvcache"},
-		"engine/server":       slices.Concat(host, engineParts(), []string{"engine"}),
-		"engine/tokenizer":    {"engine/gguf"},
+		"engine":                slices.Concat(host, engineParts()),
+		"engine/*":              host,
+		"engine/gguf":           {},
+		"engine/kvcache":        {"connector"},
+		"engine/kvevents":       {"internal/meter", "internal/strictjson", "internal/zmtp"},
+		"engine/model":          {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
+		"engine/model/kernel":   {"engine/gguf"},
+		"engine/model/sim":      {"connector", "engine/model"},
+		"engine/router":         {"connector", "engine/kvevents", "engine/router/kvindex", "engine/router/policy", "internal/meter"},
+		"engine/router/kvindex": {"engine/kvevents"},
+		"engine/router/policy":  {"internal/strictjson"}, // pure: no clock, no lock, no I/O
+		"engine/sample":         {},
+		"engine/sched":          {"connector", "engine/kvcache"},
+		"engine/server":         slices.Concat(host, engineParts(), []string{"engine"}),
+		"engine/tokenizer":      {"engine/gguf"},
 	}
 }
 
 // engineParts are the packages that the engine's loop and its HTTP front put together.
 func engineParts() []string {
-	return []string{"engine/gguf", "engine/kvcache", "engine/model", "engine/model/sim", "engine/sample", "engine/sched", "engine/tokenizer"}
+	return []string{"engine/gguf", "engine/kvcache", "engine/kvevents", "engine/model", "engine/model/sim", "engine/sample", "engine/sched", "engine/tokenizer"}
 }
 
 // sortedKeys makes walks over a map the same in every run.

@@ -1,0 +1,296 @@
+package kvevents
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"time"
+
+	"github.com/kvport/kvport/internal/zmtp"
+)
+
+// maxMessage bounds a message of a publisher, in bytes.
+const maxMessage = 8 << 20
+
+// Sink gets what a subscription learns. One goroutine calls it.
+type Sink interface {
+	// From says that the next events to be applied are those of the batch with this number: at the beginning, and after
+	// Lost. 0 means that all is known from then on, since the engine had nothing before.
+	From(seq uint64)
+	// Apply takes events in order. The sink may keep them.
+	Apply(events []Event)
+	// Lost says that events are missing: nothing is known any more of what the engine has, apart from what Apply
+	// is given afterwards.
+	Lost()
+}
+
+// Counted is what a subscription counts.
+type Counted string
+
+// What is counted.
+const (
+	CountedEvents   Counted = "events"   // events that were applied
+	CountedGaps     Counted = "gaps"     // places where batches were missing
+	CountedReplays  Counted = "replays"  // replays that were asked for
+	CountedReplayed Counted = "replayed" // batches that came so
+	CountedLost     Counted = "lost"     // times when nothing was known any more, since a gap could not be filled or the connection ended
+	CountedInvalid  Counted = "invalid"  // messages that were no events
+)
+
+// Subscription follows one publisher, of vLLM or of kvport. A publisher that starts again, breaks or lies costs what
+// is known of it and nothing else: its memory is bounded, and it is asked again after ever longer pauses.
+type Subscription struct {
+	Place Place // where to connect to
+	Sink  Sink
+	Log   *slog.Logger
+	Count func(what Counted, n int)
+	Dial  func(ctx context.Context, network, address string) (net.Conn, error) // nil: net.Dialer
+
+	pause func(ctx context.Context, d time.Duration) // of tests
+}
+
+// The pauses of a subscription.
+const (
+	firstPause   = 100 * time.Millisecond // before it connects again, doubled
+	longestPause = 10 * time.Second
+	replayPause  = time.Second      // between two replays
+	silence      = 10 * time.Second // of a publisher in a replay
+	replayTime   = 2 * time.Minute  // of a whole replay
+)
+
+// Run follows the publisher until ctx ends. An error is one of Place, before anything was tried.
+func (s *Subscription) Run(ctx context.Context) error {
+	events, err := zmtp.ParseEndpoint(s.Place.Endpoint)
+	if err != nil {
+		return fmt.Errorf("endpoint: %w", err)
+	}
+	var replays *zmtp.Endpoint
+	if s.Place.ReplayEndpoint != "" {
+		e, err := zmtp.ParseEndpoint(s.Place.ReplayEndpoint)
+		if err != nil {
+			return fmt.Errorf("replay_endpoint: %w", err)
+		}
+		replays = &e
+	}
+	if s.pause == nil {
+		s.pause = pause
+	}
+	told, wait := "", firstPause
+	for {
+		f := &follower{s: s, replays: replays}
+		err := s.follow(ctx, events, f)
+		if f.begun {
+			s.Sink.Lost()
+			s.Count(CountedLost, 1)
+			told, wait = "", firstPause
+		}
+		if ctx.Err() != nil {
+			return nil //nolint:nilerr // the connection broke because ctx has ended
+		}
+		if text := err.Error(); text != told {
+			told = text
+			s.Log.Warn("KV events of an instance cannot be read, it is tried again", "endpoint", s.Place.Endpoint, "err", err)
+		}
+		s.pause(ctx, wait)
+		wait = min(2*wait, longestPause)
+	}
+}
+
+// pause waits, unless ctx ends first.
+func pause(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}
+
+// dial connects to one of the publisher's endpoints. The connection ends with ctx; release ends it before.
+func (s *Subscription) dial(ctx context.Context, e zmtp.Endpoint, own string, peers ...string) (z *zmtp.Conn, conn net.Conn, release func(), err error) {
+	dial := s.Dial
+	if dial == nil {
+		dial = (&net.Dialer{}).DialContext
+	}
+	short, cancel := context.WithTimeout(ctx, handshakeTime)
+	defer cancel()
+	if conn, err = dial(short, e.Network, e.Address); err != nil {
+		return nil, nil, nil, err
+	}
+	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
+	release = func() {
+		stop()
+		_ = conn.Close()
+	}
+	if err = conn.SetDeadline(time.Now().Add(handshakeTime)); err == nil {
+		z, err = zmtp.Open(conn, maxMessage, own, peers...)
+	}
+	if err != nil {
+		release()
+		return nil, nil, nil, err
+	}
+	return z, conn, release, conn.SetDeadline(time.Time{})
+}
+
+// follow reads events over one connection until it ends. What was published before it comes by a replay.
+func (s *Subscription) follow(ctx context.Context, e zmtp.Endpoint, f *follower) error {
+	z, _, release, err := s.dial(ctx, e, zmtp.Sub, zmtp.Pub)
+	if err != nil {
+		return err
+	}
+	defer release()
+	if err := z.Send([]byte("\x01" + s.Place.Topic)); err != nil {
+		return err
+	}
+	if f.replays != nil {
+		if err := f.replay(ctx); err != nil {
+			return err
+		}
+	}
+	for {
+		frames, err := z.Receive()
+		if err != nil {
+			return err
+		}
+		seq, payload, err := parts(frames)
+		if err == nil {
+			err = f.live(ctx, seq, payload)
+		}
+		if err != nil {
+			s.Count(CountedInvalid, 1)
+			return err
+		}
+	}
+}
+
+// parts takes a message of a publisher apart: topic, number, batch.
+func parts(frames [][]byte) (seq uint64, payload []byte, err error) {
+	if len(frames) != 3 || len(frames[1]) != sequenceLength {
+		return 0, nil, fmt.Errorf("%w: a message has %d frames, want topic, number and events", ErrFormat, len(frames))
+	}
+	return binary.BigEndian.Uint64(frames[1]), frames[2], nil
+}
+
+// follower puts the batches of one connection in order.
+type follower struct {
+	s       *Subscription
+	replays *zmtp.Endpoint // nil: there are none
+	begun   bool           // something was applied
+	knows   bool           // the sink was told from where on it knows
+	next    uint64         // the number of the next batch to apply
+	seen    uint64         // one more than the last live number
+	asked   time.Time      // when a replay was asked for last
+}
+
+// live takes a batch that was just published.
+func (f *follower) live(ctx context.Context, seq uint64, payload []byte) error {
+	if seq < f.seen { // the publisher has started again, behind a connection that went on
+		f.lost()
+		f.next = 0
+	}
+	f.seen = seq + 1
+	if seq > f.next && (f.begun || f.replays != nil) {
+		f.s.Count(CountedGaps, 1)
+		if err := f.fill(ctx); err != nil {
+			return err
+		}
+	}
+	if seq > f.next {
+		f.lost()
+		f.next = seq
+	}
+	if seq < f.next {
+		return nil // a replay had it
+	}
+	return f.apply(payload)
+}
+
+// fill asks for what is missing, if it can.
+func (f *follower) fill(ctx context.Context) error {
+	if f.replays == nil {
+		return nil
+	}
+	if rest := replayPause - time.Since(f.asked); rest > 0 { // one whose numbers jump is not asked all the time
+		f.s.pause(ctx, rest)
+	}
+	return f.replay(ctx)
+}
+
+// apply takes the next batch.
+func (f *follower) apply(payload []byte) error {
+	batch, err := Decode(payload)
+	if err != nil {
+		return err
+	}
+	if !f.knows {
+		f.s.Sink.From(f.next)
+	}
+	f.begun, f.knows = true, true
+	f.next++
+	f.s.Sink.Apply(batch.Events)
+	f.s.Count(CountedEvents, len(batch.Events))
+	return nil
+}
+
+// lost says that events are missing, if there is anything that this makes doubtful.
+func (f *follower) lost() {
+	if f.begun {
+		f.s.Sink.Lost()
+		f.s.Count(CountedLost, 1)
+	}
+	f.knows = false
+}
+
+// replay asks for the next batch and all behind it, and applies them. That a replay is not to be had is not an
+// error: what is missing stays missing.
+func (f *follower) replay(ctx context.Context) error {
+	f.asked = time.Now()
+	f.s.Count(CountedReplays, 1)
+	ctx, cancel := context.WithTimeout(ctx, replayTime)
+	defer cancel()
+	z, conn, release, err := f.s.dial(ctx, *f.replays, zmtp.Dealer, zmtp.Router)
+	if err != nil {
+		f.s.Log.Warn("KV events that were missed cannot be had", "replay_endpoint", f.s.Place.ReplayEndpoint, "err", err)
+		return nil
+	}
+	defer release()
+	if err := z.Send(nil, binary.BigEndian.AppendUint64(nil, f.next)); err != nil {
+		return nil
+	}
+	for {
+		_ = conn.SetReadDeadline(time.Now().Add(silence)) // the read fails if this does
+		frames, err := z.Receive()
+		if errors.Is(err, zmtp.ErrProtocol) {
+			return err
+		}
+		if err != nil {
+			f.s.Log.Warn("a replay of KV events broke off", "replay_endpoint", f.s.Place.ReplayEndpoint, "err", err)
+			return nil
+		}
+		if len(frames) > 0 && len(frames[0]) == 0 {
+			frames = frames[1:]
+		}
+		if len(frames) == 2 { // of vLLM before topics were repeated here
+			frames = append([][]byte{nil}, frames...)
+		}
+		seq, payload, err := parts(frames)
+		switch {
+		case err != nil:
+			return err
+		case seq == endOfReplay:
+			return nil
+		case seq < f.next:
+			continue
+		case seq > f.next: // the publisher has no more what is in between
+			f.lost()
+			f.next = seq
+		}
+		if err := f.apply(payload); err != nil {
+			return err
+		}
+		f.s.Count(CountedReplayed, 1)
+	}
+}

@@ -1,0 +1,234 @@
+package engine
+
+import (
+	"slices"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/kvcache"
+	"github.com/kvport/kvport/engine/kvevents"
+	"github.com/kvport/kvport/engine/sched"
+	"github.com/kvport/kvport/host"
+)
+
+// EventSink is told which KV blocks an engine has; *kvevents.Publisher is one.
+type EventSink interface {
+	// Publish takes the events of a step, in order. It must not wait, and owns the events.
+	Publish(events []kvevents.Event)
+}
+
+// The limits of what is remembered for the connector's reports.
+const (
+	maxReports  = 64      // that the loop has not taken yet
+	maxReported = 1 << 16 // blocks; their tokens are remembered until then
+)
+
+// news gathers events for a sink: blocks of the prefix cache that come and go, and what the connector reports of its
+// own. The loop's goroutine uses it. A nil one does nothing.
+type news struct {
+	sink      EventSink
+	pool      *kvcache.Pool
+	blockSize int
+	groups    int
+	secret    bool // tenants have a secret: neither tokens nor salts are told
+	cleared   bool // the whole prefix cache is being emptied
+	events    []kvevents.Event
+	blocks    map[connector.BlockKey]*reported // nil: the connector reports nothing
+	order     []connector.BlockKey             // of blocks, the oldest first
+}
+
+// reported is what an event needs of a block that the connector may report.
+type reported struct {
+	parent connector.BlockKey
+	first  bool // it has no parent
+	tokens []int32
+	salt   string
+	media  []string // where it is, by what was published
+}
+
+func newNews(e *Engine, pool *kvcache.Pool) *news {
+	n := &news{
+		sink: e.cfg.Events, pool: pool, blockSize: e.cfg.BlockSize, secret: len(e.space.Secret) > 0,
+		groups: len(e.cfg.Model.Layout(e.cfg.BlockSize, 1).Groups),
+	}
+	if e.host != nil && e.host.Info().Capabilities&connector.CanEvents != 0 {
+		n.blocks = map[connector.BlockKey]*reported{}
+	}
+	return n
+}
+
+// published notes a block that the prefix cache has from now on.
+func (n *news) published(group uint16, block int, r *sched.Request, tokens []int32) {
+	b := n.describe(block, r, tokens)
+	n.stored(kvevents.GPU, int(group), r.Keys[block], b)
+	if n.blocks == nil || n.blocks[r.Keys[block]] != nil {
+		return
+	}
+	n.blocks[r.Keys[block]], n.order = b, append(n.order, r.Keys[block])
+	if len(n.order) > maxReported {
+		n.takeBack(n.order[0], n.blocks[n.order[0]], nil)
+		delete(n.blocks, n.order[0])
+		n.order = n.order[1:]
+	}
+}
+
+func (n *news) describe(block int, r *sched.Request, tokens []int32) *reported {
+	b := &reported{first: block == 0}
+	if block > 0 {
+		b.parent = r.Keys[block-1]
+	}
+	if !n.secret {
+		b.tokens = slices.Clone(tokens[block*n.blockSize : (block+1)*n.blockSize])
+		b.salt = r.Space.Salt
+	}
+	return b
+}
+
+// stored adds a block to the last event if it continues that, and else begins one.
+func (n *news) stored(medium string, group int, key connector.BlockKey, b *reported) {
+	hash := kvevents.BytesHash(key[:])
+	if last := n.last(kvevents.Stored, medium, group); last != nil && !b.first && last.Hashes[len(last.Hashes)-1] == kvevents.BytesHash(b.parent[:]) {
+		last.Hashes = append(last.Hashes, hash)
+		last.Tokens = append(last.Tokens, b.tokens...)
+		if last.Extra != nil {
+			last.Extra = append(last.Extra, nil)
+		}
+		return
+	}
+	ev := kvevents.Event{
+		Kind: kvevents.Stored, Medium: medium, Group: group, Hashes: []kvevents.Hash{hash}, Tokens: slices.Clone(b.tokens),
+		BlockSize: n.blockSize, LoRAID: -1,
+	}
+	if !b.first {
+		ev.Parent = kvevents.BytesHash(b.parent[:])
+	} else if b.salt != "" {
+		ev.Extra = [][]string{{kvevents.Text(b.salt)}}
+	}
+	n.events = append(n.events, ev)
+}
+
+// last is the last event, if it is of that kind and place.
+func (n *news) last(kind kvevents.Kind, medium string, group int) *kvevents.Event {
+	if len(n.events) == 0 {
+		return nil
+	}
+	if ev := &n.events[len(n.events)-1]; ev.Kind == kind && ev.Medium == medium && ev.Group == group {
+		return ev
+	}
+	return nil
+}
+
+// gone notes a block that the prefix cache no longer has.
+func (n *news) gone(group uint16, key connector.BlockKey) {
+	if !n.cleared {
+		n.removed(kvevents.GPU, int(group), key)
+	}
+}
+
+func (n *news) removed(medium string, group int, key connector.BlockKey) {
+	hash := kvevents.BytesHash(key[:])
+	if last := n.last(kvevents.Removed, medium, group); last != nil {
+		last.Hashes = append(last.Hashes, hash)
+		return
+	}
+	n.events = append(n.events, kvevents.Event{Kind: kvevents.Removed, Medium: medium, Group: group, Hashes: []kvevents.Hash{hash}})
+}
+
+// reused tells about the blocks again that a request found in the prefix cache, so that a reader that came late knows the
+// prompts that are asked most. vLLM does so with kv_cache_report_mode full.
+func (n *news) reused(r *sched.Request, tokens int) {
+	if n == nil || tokens == 0 {
+		return
+	}
+	for g := range n.groups {
+		for block := range min(tokens/n.blockSize, len(r.Keys)) {
+			if _, ok := n.pool.Lookup(uint16(g), r.Keys[block]); !ok {
+				break // of a group with a window, or it is gone already
+			}
+			n.stored(kvevents.GPU, g, r.Keys[block], n.describe(block, r, r.Prompt))
+		}
+	}
+}
+
+// clear empties the prefix cache.
+func (n *news) clear(forget func()) {
+	if n == nil {
+		forget()
+		return
+	}
+	n.cleared = true
+	forget()
+	n.cleared = false
+	n.events = append(n.events, kvevents.Event{Kind: kvevents.Cleared})
+	for _, b := range n.blocks {
+		b.media = nil
+	}
+}
+
+// report takes what the connector reports about its blocks. Those that the engine did not publish lately are left out, since
+// nobody knows their tokens any more.
+func (n *news) report(r host.BlockReport) {
+	if r.Gap {
+		n.takeAllBack()
+	}
+	for _, e := range r.Events {
+		medium := mediumOf(e.Medium)
+		switch e.Kind {
+		case connector.BlocksStored:
+			for _, key := range e.Keys {
+				if b := n.blocks[key]; b != nil && !slices.Contains(b.media, medium) {
+					b.media = append(b.media, medium)
+					n.stored(medium, -1, key, b)
+				}
+			}
+		case connector.BlocksRemoved:
+			for _, key := range e.Keys {
+				n.takeBack(key, n.blocks[key], []string{medium})
+			}
+		case connector.BlocksCleared:
+			n.takeAllBack()
+		}
+	}
+}
+
+// mediumOf is what vLLM calls a place that a connector names, as python/kvport_vllm/events.py has it.
+func mediumOf(name string) string {
+	switch name {
+	case "memory":
+		return kvevents.CPU
+	case "disk", "remote":
+		return kvevents.Storage
+	case "":
+		return "kvport"
+	}
+	return name
+}
+
+// takeBack says that a block is no longer in some media; nil: in none.
+func (n *news) takeBack(key connector.BlockKey, b *reported, media []string) {
+	if b == nil {
+		return
+	}
+	b.media = slices.DeleteFunc(b.media, func(medium string) bool {
+		if media != nil && !slices.Contains(media, medium) {
+			return false
+		}
+		n.removed(medium, -1, key)
+		return true
+	})
+}
+
+// takeAllBack says that the connector has none of the blocks, or that nobody knows.
+func (n *news) takeAllBack() {
+	for _, key := range n.order {
+		n.takeBack(key, n.blocks[key], nil)
+	}
+}
+
+// send gives the sink what has gathered.
+func (n *news) send() {
+	if n == nil || len(n.events) == 0 {
+		return
+	}
+	n.sink.Publish(n.events)
+	n.events = nil
+}

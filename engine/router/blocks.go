@@ -1,0 +1,248 @@
+package router
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/http"
+	"net/url"
+	"sync"
+
+	"github.com/kvport/kvport/engine/kvevents"
+	"github.com/kvport/kvport/engine/router/kvindex"
+	"github.com/kvport/kvport/engine/router/policy"
+)
+
+// blocks knows which instances hold the beginning of a prompt, by the events that they publish. A nil one knows nothing
+// and follows nobody.
+type blocks struct {
+	log     *slog.Logger
+	metrics *metrics
+	index   *kvindex.Index
+	pool    *pool
+	tokens  *promptTokens
+	places  map[string]kvevents.Place // of the config, by placeOf
+
+	mu      sync.Mutex
+	ctx     context.Context //nolint:containedctx // of Run; nil: Run does not run
+	sources map[string]*source
+	refused map[string]bool // instances whose place was refused, once in the log
+	numbers [kvindex.Instances]bool
+	tasks   sync.WaitGroup
+}
+
+// source is an instance whose events are followed.
+type source struct {
+	of     *blocks
+	number int // in the index
+	place  kvevents.Place
+	stop   context.CancelFunc
+
+	mu    sync.Mutex
+	whole bool // all that the instance has is in the index: what is not there, it does not have
+}
+
+func newBlocks(c Config, client *http.Client, p *pool, m *metrics) (*blocks, error) {
+	b := &blocks{
+		log: c.Log, metrics: m, pool: p, index: kvindex.New(kvindex.Config{}), tokens: newPromptTokens(client, m),
+		places: map[string]kvevents.Place{}, sources: map[string]*source{}, refused: map[string]bool{},
+	}
+	for text, place := range c.Events {
+		u, err := parseURL(text)
+		if err == nil {
+			err = place.Check()
+		}
+		if err != nil {
+			return nil, fmt.Errorf("--kv-events: %w", err)
+		}
+		b.places[placeOf(u)] = place
+	}
+	return b, nil
+}
+
+// begin lets instances be followed until ctx ends; end waits until none is any more.
+func (b *blocks) begin(ctx context.Context) {
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.ctx = ctx
+}
+
+func (b *blocks) end() {
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	b.ctx = nil
+	clear(b.sources)
+	b.mu.Unlock()
+	b.tasks.Wait()
+}
+
+// follow follows the events of an instance that is well, as it says or as the config does.
+func (b *blocks) follow(u *url.URL, says *fit) {
+	if b == nil {
+		return
+	}
+	key := placeOf(u)
+	place, configured := b.places[key]
+	if !configured {
+		if says == nil || says.Events == nil {
+			b.leave(u)
+			return
+		}
+		var err error
+		if place, err = says.Events.Of(u.Hostname()); err != nil {
+			b.refuse(key, err)
+			return
+		}
+	}
+	b.mu.Lock()
+	s := b.sources[key]
+	b.mu.Unlock()
+	if s != nil && s.place == place {
+		return
+	}
+	b.leave(u)
+	b.start(key, place)
+}
+
+// refuse notes a place to which the router does not go. The log has it once for each instance.
+func (b *blocks) refuse(key string, err error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if !b.refused[key] {
+		b.refused[key] = true
+		b.log.Warn("KV events of an instance are not read", "instance", key, "err", err)
+	}
+}
+
+// start begins to follow an instance that is not followed yet.
+func (b *blocks) start(key string, place kvevents.Place) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.ctx == nil || b.sources[key] != nil {
+		return
+	}
+	number := 0
+	for number < len(b.numbers) && b.numbers[number] {
+		number++
+	}
+	if number == len(b.numbers) {
+		return // as many as instances can be registered
+	}
+	ctx, stop := context.WithCancel(b.ctx)
+	s := &source{of: b, number: number, place: place, stop: stop}
+	b.sources[key], b.numbers[number] = s, true
+	b.log.Info("KV events of an instance are read", "instance", key, "endpoint", place.Endpoint, "replay_endpoint", place.ReplayEndpoint)
+	b.tasks.Go(func() {
+		defer stop()
+		subscription := kvevents.Subscription{Place: place, Sink: s, Log: b.log, Count: func(what kvevents.Counted, n int) {
+			b.metrics.events.WithLabelValues(string(what)).Add(float64(n))
+		}}
+		if err := subscription.Run(ctx); err != nil {
+			b.log.Warn("KV events of an instance cannot be read", "instance", key, "err", err)
+		}
+		s.Lost()
+		b.mu.Lock()
+		b.numbers[number] = false
+		b.mu.Unlock()
+	})
+}
+
+// leave stops following an instance, if it is followed.
+func (b *blocks) leave(u *url.URL) {
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if s := b.sources[placeOf(u)]; s != nil {
+		s.stop()
+		delete(b.sources, placeOf(u))
+	}
+}
+
+// From implements kvevents.Sink.
+func (s *source) From(seq uint64) { s.setWhole(seq == 0) }
+
+func (s *source) setWhole(whole bool) {
+	s.mu.Lock()
+	s.whole = whole
+	s.mu.Unlock()
+}
+
+// Apply implements kvevents.Sink.
+func (s *source) Apply(events []kvevents.Event) {
+	r := s.of.index.Apply(s.number, events)
+	if r.Unplaced+r.Full > 0 {
+		s.setWhole(false)
+	}
+	for what, n := range map[string]int{"stored": r.Stored, "removed": r.Removed, "unplaced": r.Unplaced, "full": r.Full} {
+		if n > 0 {
+			s.of.metrics.blocks.WithLabelValues(what).Add(float64(n))
+		}
+	}
+	s.of.metrics.indexed.Set(float64(s.of.index.Blocks()))
+}
+
+// Lost implements kvevents.Sink.
+func (s *source) Lost() {
+	s.setWhole(false)
+	s.of.index.Forget(s.number)
+	s.of.metrics.indexed.Set(float64(s.of.index.Blocks()))
+}
+
+// held implements holder: how many tokens of the prompt each instance has whose events say so. An instance that is not
+// listed may have more than is known of it.
+func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
+	b.mu.Lock()
+	sources := maps.Clone(b.sources)
+	b.mu.Unlock()
+	if len(sources) == 0 {
+		return nil
+	}
+	tokens := b.tokens.of(ctx, c, b.helper(sources))
+	if tokens == nil {
+		return nil
+	}
+	c.tokens = len(tokens)
+	prompt := kvindex.Prompt{Tokens: tokens}
+	_ = json.Unmarshal(c.body["cache_salt"], &prompt.Salt) // an instance will refuse what is not a text
+	_ = json.Unmarshal(c.body["model"], &prompt.Model)
+	has := map[int]int{}
+	for _, h := range b.index.Prefix(&prompt) {
+		has[h.Instance] = h.Any
+	}
+	b.pool.mu.Lock()
+	defer b.pool.mu.Unlock()
+	for i, u := range b.pool.urls {
+		s := sources[placeOf(u)]
+		if s == nil {
+			continue
+		}
+		s.mu.Lock()
+		whole := s.whole
+		s.mu.Unlock()
+		if n := has[s.number]; n > 0 || whole {
+			list = append(list, policy.Held{Place: i, Tokens: n})
+		}
+	}
+	return list
+}
+
+// helper is an instance that can be asked for the tokens of a text: all that are followed have the same model.
+func (b *blocks) helper(sources map[string]*source) *url.URL {
+	b.pool.mu.Lock()
+	defer b.pool.mu.Unlock()
+	for i, u := range b.pool.urls {
+		if sources[placeOf(u)] != nil && b.pool.table.available(i) && !b.tokens.ails(placeOf(u)) {
+			return u
+		}
+	}
+	return nil
+}

@@ -1,0 +1,355 @@
+package router
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"strings"
+	"time"
+
+	"github.com/kvport/kvport/engine/router/policy"
+)
+
+// Replica is a group of instances. A prompt that a prefill instance of a group computes goes to a decode instance of
+// the same group.
+type Replica struct {
+	Name    string
+	Prefill []string // base URLs; none: its decode instances serve alone
+	Decode  []string // base URLs
+}
+
+// member is an instance of the config.
+type member struct {
+	role  role
+	group string
+	url   *url.URL
+}
+
+// members lists the instances of a config. Errors name the URL that is wrong.
+func (c *Config) members() (list []member, err error) {
+	seen := map[string]bool{}
+	add := func(flag, group string, r role, urls []string) {
+		parsed, problem := parseURLs(flag, urls)
+		err = errors.Join(err, problem)
+		for _, u := range parsed {
+			key := r.String() + " " + placeOf(u)
+			if seen[key] {
+				err = errors.Join(err, fmt.Errorf("--%s: %q appears in two replicas", flag, u))
+			}
+			seen[key] = true
+			list = append(list, member{r, group, u})
+		}
+	}
+	add("prefill", "", prefill, c.Prefill)
+	add("decode", "", decode, c.Decode)
+	names := map[string]bool{}
+	for _, r := range c.Replicas {
+		switch {
+		case r.Name == "" || strings.ContainsFunc(r.Name, func(c rune) bool { return c <= ' ' || c > '~' || c == '"' }):
+			err = errors.Join(err, fmt.Errorf("--replica: %q is not a name, want visible ASCII without spaces or quotes", r.Name))
+		case names[r.Name]:
+			err = errors.Join(err, fmt.Errorf("--replica: the name %q appears twice", r.Name))
+		case len(r.Decode) == 0:
+			err = errors.Join(err, fmt.Errorf("--replica: %s has no decode instance", r.Name))
+		}
+		names[r.Name] = true
+		add("replica", r.Name, prefill, r.Prefill)
+		add("replica", r.Name, decode, r.Decode)
+	}
+	return list, err
+}
+
+// sessionKey says where a request has the key of its session.
+type sessionKey struct{ kind, name string }
+
+// parseSessionKey reads header:NAME, cookie:NAME or field:NAME.
+func parseSessionKey(s string) (sessionKey, error) {
+	kind, name, _ := strings.Cut(s, ":")
+	if kind != "header" && kind != "cookie" && kind != "field" || name == "" || strings.ContainsAny(name, " \t\r\n\"") {
+		return sessionKey{}, fmt.Errorf("--session-key is %q, want header:NAME, cookie:NAME or field:NAME, such as header:X-Session-Id", s)
+	}
+	return sessionKey{kind, name}, nil
+}
+
+// of is the key of a request; empty if it has none.
+func (k sessionKey) of(req *http.Request, body fields) string {
+	switch k.kind {
+	case "header":
+		return req.Header.Get(k.name)
+	case "cookie":
+		if c, err := req.Cookie(k.name); err == nil {
+			return c.Value
+		}
+	case "field":
+		if v := body[k.name]; string(v) != "null" && string(v) != `""` {
+			return string(v)
+		}
+	}
+	return ""
+}
+
+// routeHeader asks for the reasons of a choice, in a request, and has them, in its answer.
+const routeHeader = "X-Kvport-Route"
+
+// holder says what instances hold of a request's prompt by their own word, such as their KV events or what they answer
+// to a query. For instances that it does not list, the history decides. It keeps to a short limit of its own.
+type holder interface {
+	held(ctx context.Context, c *call) []policy.Held
+}
+
+// prepare says what the choice of instances for a request depends on.
+func (c *call) prepare(ctx context.Context) *policy.Request {
+	r := c.router
+	q := &policy.Request{Session: c.session, Alone: c.method != "" || c.body.several(), Explain: c.explain || r.config.Log.Enabled(ctx, slog.LevelDebug)}
+	if c.method != "" {
+		return q
+	}
+	q.Tokens = c.size / 4 // about
+	if !r.policy.UsesPrompts() || q.Alone {
+		return q
+	}
+	q.Tokens = c.body.tokenIDs()
+	scope, beginning := c.body.beginning()
+	q.Prompt = policy.NewPrompt(r.seed, scope, beginning)
+	for _, h := range r.holders {
+		q.Held = append(q.Held, h.held(ctx, c)...)
+	}
+	if c.tokens > 0 {
+		q.Tokens = c.tokens
+	}
+	return q
+}
+
+// beginning is the prompt as the policy tells it from others: messages or prompt as JSON without spaces and without
+// what closes them, so that the next turn begins with it. scope is what else makes prompts differ.
+func (f fields) beginning() (scope, text []byte) {
+	for _, name := range []string{"model", "cache_salt", "tools"} {
+		scope = append(append(scope, f[name]...), 0)
+	}
+	text = f["messages"]
+	if len(text) == 0 {
+		text = f["prompt"]
+	}
+	return scope, bytes.TrimRight(withoutSpaces(text), `"]`)
+}
+
+// withoutSpaces is valid JSON without the spaces between its parts.
+func withoutSpaces(value []byte) []byte {
+	short := make([]byte, 0, len(value))
+	for len(value) > 0 {
+		quote := bytes.IndexByte(value, '"')
+		if quote < 0 {
+			quote = len(value)
+		}
+		for _, c := range value[:quote] {
+			if c > ' ' {
+				short = append(short, c)
+			}
+		}
+		end := quote + lengthOfText(value[quote:])
+		short, value = append(short, value[quote:end]...), value[end:]
+	}
+	return short
+}
+
+// lengthOfText is the length of the JSON string at the beginning of a value, quotes included.
+func lengthOfText(value []byte) int {
+	for i := 1; i < len(value); {
+		next := bytes.IndexByte(value[i:], '"')
+		if next < 0 {
+			break
+		}
+		i += next
+		slashes := 0
+		for value[i-1-slashes] == '\\' {
+			slashes++
+		}
+		if i++; slashes%2 == 0 {
+			return i
+		}
+	}
+	return len(value)
+}
+
+// tokenIDs is how many tokens the prompt has; 0 if it is text.
+func (f fields) tokenIDs() int {
+	list := bytes.TrimSpace(f["prompt"])
+	if len(list) < 2 || list[0] != '[' {
+		return 0
+	}
+	if first := bytes.TrimSpace(list[1:])[0]; first < '0' || first > '9' {
+		return 0
+	}
+	return 1 + bytes.Count(list, []byte(","))
+}
+
+// route is the choice for one attempt at a request.
+type route struct {
+	prefill, decode target // without a prefill instance its leg is nil
+	without         string // why there is none; empty: none is needed
+	why             string
+}
+
+// choose picks the instances of the next attempt. With a ticket only a decode instance is needed, unless none fits the
+// prefill instance that gave it: then the ticket is dropped.
+func (c *call) choose(ctx context.Context, params *json.RawMessage) (at route, ok bool) {
+	pool := c.router.pool
+	if *params != nil {
+		at, ok = pool.choose(c.request, c.failed, c.from)
+	}
+	if !ok {
+		*params, c.pair = nil, ""
+		at, ok = pool.choose(c.request, c.failed, policy.None)
+	}
+	if !ok {
+		return route{}, false
+	}
+	if c.explain {
+		c.w.Header().Set(routeHeader, at.String(c.router.config.Policy))
+	}
+	if c.router.config.Log.Enabled(ctx, slog.LevelDebug) {
+		attrs := []any{"id", c.id, "decode", at.decode.url.String()}
+		if at.prefill.leg != nil {
+			attrs = append(attrs, "prefill", at.prefill.url.String())
+		}
+		c.router.config.Log.Debug("instances chosen", append(attrs, "without", at.without, "why", at.why)...)
+	}
+	return at, true
+}
+
+// String is the value of routeHeader.
+func (at *route) String(name string) string {
+	parts := []string{"policy=" + name}
+	if at.prefill.leg != nil {
+		parts = append(parts, "prefill="+at.prefill.url.String())
+	}
+	parts = append(parts, "decode="+at.decode.url.String())
+	if at.without != "" {
+		parts = append(parts, "without="+at.without)
+	}
+	return strings.Join(append(parts, "why="+strings.ReplaceAll(at.why, ";", ",")), "; ")
+}
+
+// choose picks the instances for an attempt and adds them to tried. from is the place of the prefill instance that has
+// computed the prompt already, or None.
+func (p *pool) choose(r *policy.Request, tried map[int]bool, from int) (at route, ok bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.filter(r, tried)
+	var c policy.Choice
+	if from == policy.None {
+		c, ok = p.policy.Choose(r)
+	} else {
+		c, ok = p.policy.ChooseDecode(r, from)
+	}
+	if !ok {
+		return route{}, false
+	}
+	at = route{decode: p.take(c.Decode, tried), without: c.Without, why: c.Why}
+	if c.Prefill != nil {
+		at.prefill = p.take(c.Prefill, tried)
+	}
+	return at, true
+}
+
+// chooseFor picks another prefill instance for a decode instance and adds it to tried. Without one, why is the reason.
+func (p *pool) chooseFor(d target, r *policy.Request, tried map[int]bool) (t target, why string, ok bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.filter(r, tried)
+	c := p.policy.ChoosePrefill(r, d.leg)
+	if c.Prefill == nil {
+		return target{}, c.Without, false
+	}
+	return p.take(c.Prefill, tried), "", true
+}
+
+// filter says which instances may be had now. The caller holds mu, also while the policy chooses.
+func (p *pool) filter(r *policy.Request, tried map[int]bool) {
+	now := time.Now()
+	r.Standing = func(i int) policy.Standing {
+		if tried[i] || !p.known[i].breaker.admits(now) {
+			return policy.Out
+		}
+		return p.table.standing(i)
+	}
+	r.Fits = nil
+	if len(p.misfits) > 0 {
+		r.Fits = func(a, b int) bool { return p.misfits[pair{a, b}] == "" }
+	}
+}
+
+// take makes the target of a leg. The caller holds mu.
+func (p *pool) take(l *policy.Leg, tried map[int]bool) target {
+	i := l.Place
+	tried[i] = true
+	p.known[i].breaker.picked()
+	return target{index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l}
+}
+
+// sent takes note that a request goes to the instance.
+func (p *pool) sent(t target) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.policy.Sent(t.leg, time.Now())
+}
+
+// unaided takes note that the decode instance gets no ticket.
+func (p *pool) unaided(t target) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.policy.Unaided(t.leg)
+}
+
+// answered takes note of the first byte of a stream or of a whole answer, and of what the instance says about the
+// prompt. Whole answers of decode instances say nothing about the time to the first byte.
+func (p *pool) answered(t target, body []byte, timely bool) {
+	var now time.Time
+	if timely {
+		now = time.Now()
+	}
+	u := usage(body)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if u.Prompt > 0 && t.leg.Computes() {
+		for kind, n := range map[string]int{"prompt": u.Prompt, "expected": t.leg.Held, "cached": u.Cached} {
+			p.metrics.prefix.WithLabelValues(kind).Add(float64(n))
+		}
+	}
+	p.policy.Answered(t.leg, now, u)
+}
+
+// done takes note that the instance has nothing to do with the request any more.
+func (p *pool) done(t target) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.policy.Done(t.leg)
+}
+
+// usage is what an answer says about its prompt.
+func usage(answer []byte) policy.Usage {
+	var a struct {
+		Usage struct {
+			Prompt  int `json:"prompt_tokens"`
+			Details struct {
+				Cached int `json:"cached_tokens"`
+			} `json:"prompt_tokens_details"`
+		} `json:"usage"`
+	}
+	if len(answer) == 0 || json.Unmarshal(answer, &a) != nil {
+		return policy.Usage{}
+	}
+	u := policy.Usage{Prompt: a.Usage.Prompt, Cached: a.Usage.Details.Cached}
+	if u.Prompt < 0 || u.Prompt > maxTokens || u.Cached < 0 || u.Cached > u.Prompt { // nobody is believed
+		return policy.Usage{}
+	}
+	return u
+}
+
+// maxTokens is how many tokens a prompt may have, for an instance to be believed.
+const maxTokens = 16 << 20

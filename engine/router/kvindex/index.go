@@ -1,0 +1,416 @@
+// Package kvindex knows which instance has which KV blocks, as far as their events say.
+//
+// Engines name blocks by hashes of their own, which differ between makers, versions and settings. The index names
+// them by what all have in common: a hash of all tokens up to the end of the block, and of whatever else decides what
+// is in it. That hash does not depend on the size of blocks, so that engines of different sizes agree, and it is keyed
+// with a random secret, so that no client can make prompts that collide.
+package kvindex
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"hash/maphash"
+	"math/bits"
+	"sync"
+
+	"github.com/kvport/kvport/engine/kvevents"
+)
+
+// Instances is how many instances an index can tell apart: they are numbered from 0.
+const Instances = 1 << 10
+
+// The limits of what one instance can make the index remember.
+const (
+	maxSizes    = 8       // of blocks
+	maxAdapters = 1 << 10 // names of LoRA adapters, for all instances together
+	groups      = 8       // KV cache groups; blocks of others are left out
+)
+
+// Config bounds an index. Zero values mean the defaults named.
+type Config struct {
+	MaxBlocks int // of one instance; 4 Mi, which are about 200 MB. More are left out
+	secret    *[2]uint64
+}
+
+// Index is safe for concurrent use. All events of one instance must come from one goroutine.
+type Index struct {
+	max    int
+	secret [2]uint64
+	seed   maphash.Seed
+
+	mu        sync.RWMutex
+	planes    [Instances / 64]*plane
+	instances [Instances]*instance
+	adapters  map[string]bool // LoRA adapters that events have named
+	blocks    int
+}
+
+// plane has what 64 instances have: by the hash of a prefix, a bit for each instance that has its last block.
+type plane struct {
+	own, other table[uint64]  // in the engine's own cache, and in what the instance can load from
+	sizes      map[int]uint64 // of blocks: the instances that have such
+}
+
+// instance is what is known of one instance's blocks, by the engine's own hash.
+type instance struct {
+	blocks table[held]
+	sizes  map[int]bool
+}
+
+// held is a block that an instance has. It has no padding.
+type held struct {
+	prefix [2]uint32 // the hash of all tokens up to its end
+	where  uint32    // a bit for each medium and group
+}
+
+func (h *held) hash() uint64     { return uint64(h.prefix[0])<<32 | uint64(h.prefix[1]) }
+func (h *held) setHash(n uint64) { h.prefix = [2]uint32{uint32(n >> 32), uint32(n)} }
+
+// ownBits are the bits of held.where that stand for the engine's own cache.
+const ownBits = 1<<groups - 1
+
+// New makes an index of nothing.
+func New(c Config) *Index {
+	x := &Index{max: c.MaxBlocks, seed: maphash.MakeSeed(), adapters: map[string]bool{}}
+	if x.max <= 0 {
+		x.max = 4 << 20
+	}
+	if c.secret != nil {
+		x.secret = *c.secret
+		return x
+	}
+	var random [16]byte
+	_, _ = rand.Read(random[:]) // never fails, says its documentation
+	x.secret = [2]uint64{binary.LittleEndian.Uint64(random[:]), binary.LittleEndian.Uint64(random[8:])}
+	return x
+}
+
+// Result says what became of the blocks of some events.
+type Result struct {
+	Stored   int // that the index knows now, or knew before
+	Removed  int // that an instance no longer has
+	Unplaced int // left out: their tokens or those before them are not known, or they are of a group beyond the eighth
+	Full     int // left out: the instance has too many
+}
+
+// Apply takes events of an instance, in order.
+func (x *Index) Apply(number int, events []kvevents.Event) (r Result) {
+	if number < 0 || number >= Instances {
+		return r
+	}
+	for i := range events {
+		ev := &events[i]
+		switch ev.Kind {
+		case kvevents.Stored:
+			x.store(number, ev, &r)
+		case kvevents.Removed:
+			x.remove(number, ev, &r)
+		case kvevents.Cleared:
+			r.Removed += x.Forget(number)
+		}
+	}
+	return r
+}
+
+// place is the bit of a medium and a group; ok is false for a group that is not indexed.
+func place(medium string, group int) (bit uint32, ok bool) {
+	group = max(group, 0) // not said: there is only one
+	kind := 2
+	switch medium {
+	case kvevents.GPU, "":
+		kind = 0
+	case kvevents.CPU:
+		kind = 1
+	}
+	return 1 << (kind*groups + group), group < groups
+}
+
+func (x *Index) store(number int, ev *kvevents.Event, r *Result) {
+	bit, ok := place(ev.Medium, ev.Group)
+	if !ok || len(ev.Hashes) == 0 || ev.BlockSize == 0 || len(ev.Tokens) != len(ev.Hashes)*ev.BlockSize {
+		r.Unplaced += len(ev.Hashes)
+		return
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	in, p := x.enter(number)
+	prefix, ok := x.parent(in, ev)
+	if !ok || !in.addSize(p, number, ev.BlockSize) {
+		r.Unplaced += len(ev.Hashes)
+		return
+	}
+	for i, h := range ev.Hashes {
+		var extra []string
+		if ev.Extra != nil {
+			extra = withoutAdapter(ev.Extra[i], ev.LoRAName)
+		}
+		prefix = x.extend(x.depend(prefix, extra), ev.Tokens[i*ev.BlockSize:(i+1)*ev.BlockSize])
+		key := x.key(h)
+		b := in.blocks.get(key)
+		if b == nil {
+			if in.blocks.size >= x.max {
+				r.Full += len(ev.Hashes) - i
+				return
+			}
+			b = in.blocks.put(key)
+			b.setHash(prefix)
+			x.blocks++
+		}
+		if b.hash() != prefix { // the engine uses the hash for something else now
+			p.clear(b.hash(), number, true, true)
+			b.setHash(prefix)
+			b.where = 0
+		}
+		b.where |= bit
+		p.set(prefix, number, bit)
+		r.Stored++
+	}
+}
+
+// enter finds what is known of an instance, and makes it if there is nothing yet. The caller holds mu.
+func (x *Index) enter(number int) (*instance, *plane) {
+	p, in := x.planes[number/64], x.instances[number]
+	if p == nil {
+		p = &plane{sizes: map[int]uint64{}}
+		x.planes[number/64] = p
+	}
+	if in == nil {
+		in = &instance{sizes: map[int]bool{}}
+		x.instances[number] = in
+	}
+	return in, p
+}
+
+// addSize notes that an instance has blocks of a size. It reports whether that is not one size too many.
+func (in *instance) addSize(p *plane, number, size int) bool {
+	if in.sizes[size] {
+		return true
+	}
+	if len(in.sizes) == maxSizes {
+		return false
+	}
+	in.sizes[size] = true
+	p.sizes[size] |= 1 << (number % 64)
+	return true
+}
+
+// parent is the hash of what comes before an event's blocks; ok is false if that is not known. The caller holds mu.
+func (x *Index) parent(in *instance, ev *kvevents.Event) (prefix uint64, ok bool) {
+	if ev.LoRAName != "" && !x.adapters[ev.LoRAName] {
+		if len(x.adapters) == maxAdapters {
+			return 0, false
+		}
+		x.adapters[ev.LoRAName] = true
+	}
+	if ev.Parent.IsZero() {
+		return x.root(ev.LoRAName), true
+	}
+	b := in.blocks.get(x.key(ev.Parent))
+	if b == nil {
+		return 0, false
+	}
+	return b.hash(), true
+}
+
+func (x *Index) remove(number int, ev *kvevents.Event, r *Result) {
+	bit, ok := place(ev.Medium, ev.Group)
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	in, p := x.instances[number], x.planes[number/64]
+	if !ok || in == nil {
+		return
+	}
+	for _, h := range ev.Hashes {
+		key := x.key(h)
+		b := in.blocks.get(key)
+		if b == nil || b.where&bit == 0 {
+			continue
+		}
+		b.where &^= bit
+		p.clear(b.hash(), number, b.where&ownBits == 0, b.where&^ownBits == 0)
+		if b.where == 0 {
+			in.blocks.remove(key)
+			x.blocks--
+		}
+		r.Removed++
+	}
+}
+
+func (p *plane) set(prefix uint64, number int, bit uint32) {
+	t := &p.other
+	if bit&ownBits != 0 {
+		t = &p.own
+	}
+	*t.put(prefix) |= 1 << (number % 64)
+}
+
+// clear notes that an instance does not have a block any more, in its own cache or elsewhere.
+func (p *plane) clear(prefix uint64, number int, own, other bool) {
+	if own {
+		clearBit(&p.own, prefix, number)
+	}
+	if other {
+		clearBit(&p.other, prefix, number)
+	}
+}
+
+func clearBit(t *table[uint64], prefix uint64, number int) {
+	v := t.get(prefix)
+	if v == nil {
+		return
+	}
+	if *v &^= 1 << (number % 64); *v == 0 {
+		t.remove(prefix)
+	}
+}
+
+// Forget drops all that is known of an instance, and says how many blocks that were.
+func (x *Index) Forget(number int) (blocks int) {
+	if number < 0 || number >= Instances {
+		return 0
+	}
+	for s := range shards { // others take their turn in between
+		x.mu.Lock()
+		in, p := x.instances[number], x.planes[number/64]
+		if in == nil {
+			x.mu.Unlock()
+			return blocks
+		}
+		part := &in.blocks.shards[s]
+		for i, key := range part.keys {
+			if key != 0 {
+				p.clear(part.values[i].hash(), number, true, true)
+			}
+		}
+		blocks += part.size
+		x.blocks -= part.size
+		in.blocks.size -= part.size
+		*part = shard[held]{}
+		if s == shards-1 {
+			for size := range in.sizes {
+				if p.sizes[size] &^= 1 << (number % 64); p.sizes[size] == 0 {
+					delete(p.sizes, size)
+				}
+			}
+			x.instances[number] = nil
+		}
+		x.mu.Unlock()
+	}
+	return blocks
+}
+
+// Blocks is how many blocks the index knows, each counted for each instance that has it.
+func (x *Index) Blocks() int {
+	x.mu.RLock()
+	defer x.mu.RUnlock()
+	return x.blocks
+}
+
+// Prompt is what a request asks about.
+type Prompt struct {
+	Tokens []int32
+	Salt   string // its cache_salt; empty: none
+	Model  string // the model it names, which may be a LoRA adapter
+}
+
+// Held is how much of a prompt's beginning an instance has, in tokens.
+type Held struct {
+	Instance int
+	Own      int // in the engine's own cache
+	Any      int // there, or where the instance can load from; at least Own
+}
+
+// Prefix finds the instances that have the beginning of a prompt, in the order of their numbers.
+func (x *Index) Prefix(prompt *Prompt) []Held {
+	x.mu.RLock()
+	defer x.mu.RUnlock()
+	step := x.step()
+	if step == 0 || len(prompt.Tokens) < step {
+		return nil
+	}
+	marks := x.marks(prompt, step)
+	var list []Held
+	for n, p := range x.planes {
+		if p != nil && len(p.sizes) > 0 {
+			list = p.prefix(list, n*64, marks, step)
+		}
+	}
+	return list
+}
+
+// step is the number of tokens of which the sizes of all blocks are multiples; 0 if there are no blocks.
+func (x *Index) step() (step int) {
+	for _, p := range x.planes {
+		if p == nil {
+			continue
+		}
+		for size := range p.sizes {
+			for a := size; a != 0; {
+				step, a = a, step%a
+			}
+		}
+	}
+	return step
+}
+
+// marks are the hashes of a prompt's beginnings, each a step longer.
+func (x *Index) marks(prompt *Prompt, step int) []uint64 {
+	adapter := ""
+	if x.adapters[prompt.Model] {
+		adapter = prompt.Model
+	}
+	prefix := x.root(adapter)
+	if prompt.Salt != "" {
+		prefix = x.depend(prefix, []string{kvevents.Text(prompt.Salt)})
+	}
+	marks := make([]uint64, 0, len(prompt.Tokens)/step)
+	for i := step; i <= len(prompt.Tokens); i += step {
+		prefix = x.extend(prefix, prompt.Tokens[i-step:i])
+		marks = append(marks, prefix)
+	}
+	return marks
+}
+
+// prefix adds those of the plane's instances that have the beginning of a prompt. first is the number of the first.
+func (p *plane) prefix(list []Held, first int, marks []uint64, step int) []Held {
+	var own, whole [64]int // tokens, by instance
+	some := uint64(0)      // instances that have any
+	for size, members := range p.sizes {
+		every := size / step
+		inOwn, inAny, tokens := members, members, 0
+		for at := every - 1; at < len(marks) && inAny != 0; at += every {
+			has, more := p.lookup(marks[at])
+			note(&own, inOwn&^has, tokens)
+			note(&whole, inAny&^(has|more), tokens)
+			inOwn &= has
+			inAny &= has | more
+			some |= inAny
+			tokens += size
+		}
+		note(&own, inOwn, tokens)
+		note(&whole, inAny, tokens)
+	}
+	for ; some != 0; some &= some - 1 {
+		i := bits.TrailingZeros64(some)
+		list = append(list, Held{first + i, own[i], whole[i]})
+	}
+	return list
+}
+
+// note writes down how much some instances have, unless more was found with blocks of another size.
+func note(list *[64]int, members uint64, tokens int) {
+	for ; members != 0; members &= members - 1 {
+		i := bits.TrailingZeros64(members)
+		list[i] = max(list[i], tokens)
+	}
+}
+
+func (p *plane) lookup(prefix uint64) (own, other uint64) {
+	if v := p.own.get(prefix); v != nil {
+		own = *v
+	}
+	if v := p.other.get(prefix); v != nil {
+		other = *v
+	}
+	return own, other
+}

@@ -1,0 +1,216 @@
+package router
+
+import (
+	"bytes"
+	"container/list"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"io"
+	"math"
+	"net/http"
+	"net/url"
+	"sync"
+	"time"
+)
+
+// The limits of asking instances for tokens.
+const (
+	tokenizeTime   = 250 * time.Millisecond // for an answer, which a request waits for
+	ailing         = 5 * time.Second        // after a failure, in which an instance is not asked
+	maxRemembered  = 4 << 20                // tokens of all texts that are remembered
+	maxTokenAnswer = 16 << 20               // bytes
+)
+
+// promptTokens knows the token ids of prompts. Those of a text are asked of an instance, and remembered for a while.
+type promptTokens struct {
+	client  *http.Client
+	metrics *metrics
+	limit   time.Duration // for an answer
+	seed    maphash.Seed
+
+	mu    sync.Mutex
+	known map[uint64]*list.Element
+	order list.List // of text, what was used last at the end
+	size  int       // tokens of all texts
+	ill   map[string]time.Time
+}
+
+// text is what is remembered of one.
+type text struct {
+	hash   uint64
+	tokens []int32
+}
+
+func newPromptTokens(client *http.Client, m *metrics) *promptTokens {
+	return &promptTokens{client: client, metrics: m, limit: tokenizeTime, seed: maphash.MakeSeed(), known: map[uint64]*list.Element{}, ill: map[string]time.Time{}}
+}
+
+// of is the prompt of a request in tokens; nil if they cannot be had. instance is who may be asked; nil: nobody.
+func (t *promptTokens) of(ctx context.Context, c *call, instance *url.URL) []int32 {
+	question, ids := c.body.question()
+	if ids != nil {
+		t.metrics.tokenize.WithLabelValues("given").Inc()
+		return ids
+	}
+	if question == nil {
+		return nil
+	}
+	body := question.encode()
+	hash := maphash.Bytes(t.seed, body)
+	if ids = t.recall(hash); ids != nil {
+		t.metrics.tokenize.WithLabelValues("remembered").Inc()
+		return ids
+	}
+	if instance == nil {
+		return nil
+	}
+	ids, err := t.ask(ctx, c, instance, body)
+	if err != nil {
+		if ctx.Err() == nil {
+			if !errors.Is(err, errWrongPrompt) {
+				t.fell(placeOf(instance))
+			}
+			c.router.config.Log.Debug("an instance does not say the tokens of a prompt", "id", c.id, "instance", instance.String(), "err", err)
+		}
+		t.metrics.tokenize.WithLabelValues("failed").Inc()
+		return nil
+	}
+	t.metrics.tokenize.WithLabelValues("asked").Inc()
+	t.remember(hash, ids)
+	return ids
+}
+
+// question is a request to /tokenize for the prompt, or the prompt's tokens if it has them. Both are nil if it has
+// neither text nor tokens.
+func (f fields) question() (question fields, ids []int32) {
+	question = fields{}
+	names := []string{"model", "add_special_tokens"}
+	if _, chat := f["messages"]; chat {
+		names = append(names, "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "mm_processor_kwargs")
+	} else {
+		prompt := bytes.TrimSpace(f["prompt"])
+		var one []json.RawMessage
+		if json.Unmarshal(prompt, &one) == nil && len(one) == 1 { // a list of one prompt, or of one token
+			if first := bytes.TrimSpace(one[0]); len(first) > 0 && (first[0] == '"' || first[0] == '[') {
+				prompt = first
+			}
+		}
+		switch {
+		case len(prompt) == 0:
+			return nil, nil
+		case prompt[0] != '"':
+			return nil, tokenIDs(prompt)
+		}
+		question["prompt"] = prompt
+	}
+	for _, name := range names {
+		if value, ok := f[name]; ok {
+			question[name] = value
+		}
+	}
+	return question, nil
+}
+
+// tokenIDs reads a list of token ids; nil if it is none.
+func tokenIDs(data []byte) []int32 {
+	var ids []int32
+	if json.Unmarshal(data, &ids) != nil || len(ids) == 0 {
+		return nil
+	}
+	for _, id := range ids {
+		if id < 0 {
+			return nil
+		}
+	}
+	return ids
+}
+
+// errWrongPrompt says that a prompt has no tokens, which is not the fault of the instance that was asked.
+var errWrongPrompt = errors.New("the prompt is refused")
+
+// ask asks an instance.
+func (t *promptTokens) ask(ctx context.Context, c *call, instance *url.URL, body []byte) ([]int32, error) {
+	ctx, cancel := context.WithTimeout(ctx, t.limit)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, instance.JoinPath("tokenize").String(), bytes.NewReader(body))
+	if err != nil {
+		return nil, err
+	}
+	req.Header = c.header.Clone()
+	resp, err := t.client.Do(req)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	data, err := io.ReadAll(io.LimitReader(resp.Body, maxTokenAnswer+1))
+	if err != nil {
+		return nil, err
+	}
+	if plainlyWrong(resp.StatusCode) {
+		return nil, fmt.Errorf("%w: HTTP %d", errWrongPrompt, resp.StatusCode)
+	}
+	if resp.StatusCode != http.StatusOK || len(data) > maxTokenAnswer {
+		return nil, fmt.Errorf("HTTP %d with %d bytes", resp.StatusCode, len(data))
+	}
+	var answer struct {
+		Tokens json.RawMessage `json:"tokens"`
+	}
+	if err := json.Unmarshal(data, &answer); err != nil {
+		return nil, err
+	}
+	ids := tokenIDs(answer.Tokens)
+	if ids == nil {
+		return nil, fmt.Errorf("an answer without tokens, each 0 to %d", math.MaxInt32)
+	}
+	return ids, nil
+}
+
+// recall finds the tokens of a text.
+func (t *promptTokens) recall(hash uint64) []int32 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	place := t.known[hash]
+	if place == nil {
+		return nil
+	}
+	t.order.MoveToBack(place)
+	return place.Value.(text).tokens //nolint:forcetypeassert // nothing else is in the list
+}
+
+// remember keeps the tokens of a text, and forgets those that were not used for longest.
+func (t *promptTokens) remember(hash uint64, ids []int32) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.known[hash] != nil || len(ids) > maxRemembered {
+		return
+	}
+	t.known[hash] = t.order.PushBack(text{hash, ids})
+	t.size += len(ids)
+	for t.size > maxRemembered {
+		oldest := t.order.Remove(t.order.Front()).(text) //nolint:forcetypeassert // nothing else is in the list
+		delete(t.known, oldest.hash)
+		t.size -= len(oldest.tokens)
+	}
+}
+
+// fell notes that an instance did not answer in time, or wrongly.
+func (t *promptTokens) fell(instance string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.ill[instance] = time.Now().Add(ailing)
+}
+
+// ails reports whether an instance failed a moment ago.
+func (t *promptTokens) ails(instance string) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	until, ill := t.ill[instance]
+	if ill && !time.Now().Before(until) {
+		delete(t.ill, instance)
+		return false
+	}
+	return ill
+}
