@@ -28,7 +28,7 @@ func TestPrefixAwareHits(t *testing.T) {
 		prefills, blocks int
 	}{
 		{"2 prefill instances, ample caches", 2, 60_000},
-		{"2 prefill instances, scarce caches", 2, 4_000},
+		{"2 prefill instances, scarce caches", 2, 2_000},
 		{"8 prefill instances, ample caches", 8, 60_000},
 		{"8 prefill instances, scarce caches", 8, 2_000},
 	} {
