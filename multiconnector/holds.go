@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -44,6 +45,7 @@ type ledger struct {
 	last  connector.HoldID
 	open  map[childHold]*held
 	early map[childHold]int // reported before they were announced
+	asked bool              // Finish runs: what is reported now may be announced by it
 	over  []connector.HoldID
 	wake  chan struct{}
 }
@@ -56,6 +58,8 @@ func newLedger() ledger {
 // one of them does, and its ticket has a section of each.
 func (s *scheduler) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	answers := make([][]connector.Hold, len(s.lanes))
+	s.ledger.ask(true)
+	defer s.ledger.ask(false)
 	s.together(len(s.lanes), func(i int) {
 		holder, can := connector.As[connector.Holder](s.lanes[i].side)
 		if !can {
@@ -68,16 +72,17 @@ func (s *scheduler) Finish(ctx context.Context, ended []connector.Ended) ([]conn
 	})
 	out := make([]connector.Hold, len(ended))
 	for k := range ended {
-		out[k] = s.hold(k, answers)
+		out[k] = s.hold(k, &ended[k], answers)
 		s.routes.forget(ended[k].Request)
 	}
 	return out, nil
 }
 
-// hold joins the children's holds of one ended request.
-func (s *scheduler) hold(k int, answers [][]connector.Hold) connector.Hold {
+// hold joins the children's holds of one ended request. Where nothing is kept for consumers, it serves as many as the
+// child that serves the fewest.
+func (s *scheduler) hold(k int, e *connector.Ended, answers [][]connector.Hold) connector.Hold {
 	now := s.run.Now()
-	joint := connector.Hold{Consumers: 1, Weak: true}
+	joint, serves := connector.Hold{Consumers: 1, Weak: true}, math.MaxInt
 	h := &held{waiting: map[childHold]int{}}
 	var sections []section
 	for i, holds := range answers {
@@ -88,14 +93,18 @@ func (s *scheduler) hold(k int, answers [][]connector.Hold) connector.Hold {
 		if one.TTL <= 0 {
 			one.TTL = HoldTTL
 		}
-		joint.TTL, joint.Weak = max(joint.TTL, one.TTL), joint.Weak && one.Weak
+		weak := one.Weak || e.Weak
+		joint.TTL, joint.Weak, serves = max(joint.TTL, one.TTL), joint.Weak && weak, min(serves, max(one.Consumers, 1))
 		sections = append(sections, section{s.children[i].Name, one.Ticket})
-		if !one.Weak {
+		if !weak {
 			h.waiting[childHold{i, one.ID}] = max(one.Consumers, 1)
 		}
 	}
 	if len(sections) == 0 {
 		return connector.Hold{}
+	}
+	if joint.Weak {
+		joint.Consumers = serves
 	}
 	h.ttl = joint.TTL
 	h.renew(now)
@@ -129,13 +138,23 @@ func (l *ledger) add(h *held, now time.Time) connector.HoldID {
 	return h.id
 }
 
+// ask notes that Finish begins, or that all that its children have answered was added.
+func (l *ledger) ask(begins bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.asked = begins
+	if !begins {
+		clear(l.early) // nobody announced them
+	}
+}
+
 // consumed counts one consumer of a child's hold.
 func (l *ledger) consumed(c childHold) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	h := l.open[c]
 	if h == nil {
-		if len(l.early) < maxEarly {
+		if l.asked && len(l.early) < maxEarly { // else it is of a hold that nothing is kept for
 			l.early[c]++
 		}
 		return
