@@ -6,6 +6,7 @@ import (
 	"errors"
 	"math"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -108,7 +109,7 @@ func (s *scheduler) hold(k int, e *connector.Ended, answers [][]connector.Hold) 
 	}
 	h.ttl = joint.TTL
 	h.renew(now)
-	joint.ID, joint.Ticket = s.ledger.add(h, now), sealTicket(sections)
+	joint.ID, joint.Ticket = s.ledger.add(h, now), sealTicket(append(sections, s.inStores(e)...))
 	return joint
 }
 
@@ -393,12 +394,16 @@ func (c *lease) end(ids []connector.HoldID) {
 
 // A composite ticket is a version byte and sections: u16 length and name of a child, u32 length and
 // that child's ticket. Lengths are big endian. Sections of children that the reader does not have
-// are skipped, so that P and D need not have the same children.
+// are skipped, so that P and D need not have the same children. A section whose name begins with storeSection names
+// a shared store: it says, as an unsigned varint, how many leading tokens are there. No child is called so.
 
 const ticketVersion = 1
 
 // maxTicketSections bounds a ticket of hostile bytes.
 const maxTicketSections = 4 * MaxChildren
+
+// storeSection begins the name of the section of a shared store, before the child's name.
+const storeSection = "shared/"
 
 var errTicket = errors.New("composite ticket is malformed")
 
@@ -475,4 +480,42 @@ func (m *Multi) ticketOf(child int, t connector.Ticket) connector.Ticket {
 		return connector.Ticket{} // stores learn that there is one
 	}
 	return nil
+}
+
+// inStores are the sections that say which leading tokens of an ended request are in shared stores: what was loaded
+// from there or saved there, or was found there.
+func (s *scheduler) inStores(e *connector.Ended) (list []section) {
+	if len(s.groups) != 1 || s.groups[0].Policy != connector.PolicyAll {
+		return nil // blocks do not go one to one with the prompt's keys
+	}
+	for i := range s.children {
+		if !s.children[i].isSharedStore() {
+			continue
+		}
+		if n := s.stored.prefix(i, e.Blocks) * s.unit; n > 0 {
+			list = append(list, section{storeSection + s.children[i].Name, binary.AppendUvarint(nil, uint64(n))})
+		}
+	}
+	return list
+}
+
+// namedBy is how many leading tokens a ticket says are in the shared store of each child.
+func (m *Multi) namedBy(t connector.Ticket) []int {
+	named := make([]int, len(m.children))
+	sections, err := openTicket(t)
+	if err != nil {
+		return named
+	}
+	for _, s := range sections {
+		name, isStore := strings.CutPrefix(s.child, storeSection)
+		if !isStore {
+			continue
+		}
+		for i := range m.children {
+			if n, size := binary.Uvarint(s.ticket); size > 0 && n <= math.MaxInt32 && m.children[i].Name == name && m.children[i].isSharedStore() {
+				named[i] = int(n)
+			}
+		}
+	}
+	return named
 }
