@@ -195,6 +195,7 @@ func (h *holds) done(q *question, now time.Time) error {
 		return err
 	}
 	h.told[name] = now
+	h.tally.count("served_bytes_total", float64(q.Bytes))
 	if n.fetched[q.Rank]++; len(n.fetched) < q.readers(h.world) {
 		return nil
 	}
