@@ -131,8 +131,8 @@ func TestNoTwoHops(t *testing.T) {
 	require.Positive(t, moved["producer"])
 }
 
-// TestTicketNamesStore: the children's order decides where a ticket says nothing of the store, and what it says of one
-// that nobody has, or in bytes that mean nothing, changes nothing.
+// TestTicketNamesStore: the children's order decides where a ticket does not name the store. A store that nobody has, or
+// bytes that mean nothing, change nothing.
 func TestTicketNamesStore(t *testing.T) {
 	ks := keys(4)
 	p := newTiers(t, false, newShelf(), newShelf(ks...))
