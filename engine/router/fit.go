@@ -79,8 +79,8 @@ func misfit(p, d *registered, atP, atD *url.URL) string {
 }
 
 // givesTickets reports whether blocks go to another instance by ticket, and not only through a store.
-func (f *fit) givesTickets(to *fit) bool {
-	return slices.ContainsFunc(f.Gives, func(way string) bool {
+func (p *fit) givesTickets(to *fit) bool {
+	return slices.ContainsFunc(p.Gives, func(way string) bool {
 		return way != "a shared store" && !strings.HasPrefix(way, "the node's ") && slices.Contains(to.Takes, way)
 	})
 }
