@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -45,6 +46,7 @@ func newTiers(t *testing.T, storeFirst bool, held, store *shelf) *tiers {
 		shelves, at = []*shelf{store, held}, 0
 	}
 	r := newRig(t, func(cs []multiconnector.Child) {
+		cs[0].Patience, cs[1].Patience = time.Minute, time.Minute // a busy machine passes none over
 		cs[at].Name, cs[at].Info.Scope = "store", connector.ScopeShared
 		cs[1-at].Name, cs[1-at].Info.Scope, cs[1-at].Info.Capabilities = "holder", connector.ScopeEngine, connector.CanHold
 	}, shelves...)
