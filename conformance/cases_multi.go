@@ -53,6 +53,7 @@ func multiCases() []Case {
 		multiCase("multi-nested", "MULTI-06", "A child may itself be a connector that is made of children.", multiNested),
 		heldCase("multi-tickets", "MULTI-07", "A ticket contains the tickets of all children: a consumer with any one of these children can load by it.", multiTickets),
 		heldCase("multi-hold-last", "MULTI-07", "A hold ends when the hold of its last child was fetched, and not before.", multiHoldLast),
+		heldCase("multi-named", "MULTI-13", "What a producer has saved to a shared store is loaded from there, although another child hands it over, too.", multiNamed),
 		renewedCase("multi-renews", "MULTI-11", "A hold is renewed while a consumer that has any one of the children waits.", multiRenews),
 		renewedCase("multi-renews-no-more", "MULTI-11", "A hold that the host has ended is no longer renewed, whoever waits for it.", multiRenewsNoMore),
 	}
@@ -328,6 +329,45 @@ func multiTickets(f *composite) {
 	f.fetch(f.a, hold, keys)
 	if ids := f.consumed(p, soon); fmt.Sprint(ids) != fmt.Sprint([]connector.HoldID{hold.ID}) {
 		f.Errorf("both children's holds were fetched, Consumed gave %v, want [%d]", ids, hold.ID)
+	}
+}
+
+// infoOf is what a connector says that has one child.
+func (f *composite) infoOf(kid map[string]json.RawMessage) connector.Info {
+	f.Helper()
+	info, err := f.start(1, 64).Describe(f.Context(), f.configOf(kid))
+	f.must(err, "describe a child")
+	return info
+}
+
+func multiNamed(f *composite) {
+	holder, store := f.a, f.b
+	keeps := func(kid map[string]json.RawMessage) bool { return f.infoOf(kid).Capabilities&connector.CanHold != 0 }
+	if !keeps(holder) {
+		holder, store = store, holder
+	}
+	if !keeps(holder) || keeps(store) || f.infoOf(store).Scope != connector.ScopeShared {
+		f.Skipf("the children are not one that keeps blocks for consumers and a shared store")
+	}
+	hold, keys := f.produced(f.of(holder, store))
+	from := blocks(0, keys...) // what the store has now is told apart from what the producer has
+	s := f.of(store)
+	s.wipe(0x5A, from...)
+	t := transfer(from)
+	t.Replace = true
+	f.must(s.saveOnly(f.Context(), t), "save with Replace")
+	for _, order := range [][]map[string]json.RawMessage{{holder, store}, {store, holder}} {
+		d := f.of(order...)
+		q := query(keys)
+		q.Ticket = hold.Ticket
+		f.equal(3*blockTokens, d.ask(q)[0].Tokens, "tokens offered for the ticket")
+		to := blocks(6, keys...)
+		f.must(d.loadTicket(f.Context(), to, hold.Ticket), "load with the ticket")
+		for _, b := range to {
+			if d.differs(b) == "" {
+				f.Errorf("block %d came from the producer, which had saved it to a shared store", b.ID)
+			}
+		}
 	}
 }
 

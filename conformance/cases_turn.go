@@ -22,6 +22,7 @@ func turnCases() []Case {
 		pdCase("turn-reused", "TURN-05", "Another request has some slots of an answer by now: the other blocks arrive.", Bidirectional, turnReused),
 		pdCase("turn-held-anew", "TURN-05", "The slots of an answer are now held for another consumer, which gets its own blocks.", Bidirectional, turnHeldAnew),
 		pdCase("turn-twice", "TURN-06", "An answer is fetched twice, and reported no more often than it has consumers.", Bidirectional, turnTwice),
+		pdCase("turn-forks", "TURN-08", "Several consumers fetch an answer, as many as its hold says: one after the other, and two at once.", Bidirectional, turnForks),
 		pdCase("turn-diverges", "TURN-06", "The next turn's prompt continues differently: it gets the blocks that both share, or none.", Bidirectional, turnDiverges),
 		pdCase("turn-gone", "TURN-06", "The decode engine is gone: a load ends soon with an error, and its next life is served.", Bidirectional, turnGone),
 		pdCase("turn-never", "TURN-07", "Answers that nobody asks for do no harm to a hold that was there before.", Bidirectional, turnNever),
@@ -182,8 +183,31 @@ func turnTwice(r *rig) {
 	p.take(pr)
 	p.try(pr)
 	d.pause(aWhile)
-	if n := d.reported(pr); n > pr.consumers() {
-		r.Errorf("an answer for %d consumers is reported %d times", pr.consumers(), n)
+	if n, most := d.reported(pr), min(pr.consumers(), 2); n > most {
+		r.Errorf("an answer for %d consumers that was fetched twice at most is reported %d times, want %d at most", pr.consumers(), n, most)
+	}
+	p.take(d.answer(nil, 4, 0))
+}
+
+// forks is how many consumers the case has at most.
+const forks = 4
+
+func turnForks(r *rig) {
+	p, d := r.talkers(1)
+	pr := d.answer(nil, 4, 0)
+	n := min(pr.consumers(), forks)
+	takers := []*pd{p, p.talker()}
+	for i := range max(1, n-len(takers)) {
+		takers[i%len(takers)].take(pr)
+	}
+	if n >= forks {
+		together(len(takers), func(i int) { takers[i].take(pr) })
+	} else if n > 1 {
+		takers[1].take(pr)
+	}
+	d.pause(aWhile)
+	if got := d.reported(pr); got > n {
+		r.Errorf("an answer that was fetched %d times is reported %d times", n, got)
 	}
 	p.take(d.answer(nil, 4, 0))
 }

@@ -151,7 +151,7 @@ type Ended struct {
 type Hold struct {
 	ID        HoldID
 	TTL       time.Duration // 0: the host's default
-	Consumers int           // how often Consumed must report the hold before it is over; 0 means 1
+	Consumers int           // how often Consumed must report the hold before it is over, and how many requests its ticket serves; 0 means 1
 	Weak      bool          // blocks may be evicted meanwhile; consumers notice by digest
 	Ticket    []byte        // what a consumer's connector needs; the host signs it
 }

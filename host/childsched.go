@@ -44,6 +44,7 @@ func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for i := range holds {
+			holds[i].Weak = holds[i].Weak || i < len(ended) && ended[i].Weak // rule TURN-01
 			holds[i].ID = s.holds.Add(time.Now(), l.n, &holds[i], s.set.Deadlines.HoldMax)
 		}
 		s.wakePoll()

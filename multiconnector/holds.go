@@ -4,7 +4,9 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"math"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -44,6 +46,7 @@ type ledger struct {
 	last  connector.HoldID
 	open  map[childHold]*held
 	early map[childHold]int // reported before they were announced
+	asked bool              // Finish runs: what is reported now may be announced by it
 	over  []connector.HoldID
 	wake  chan struct{}
 }
@@ -56,6 +59,8 @@ func newLedger() ledger {
 // one of them does, and its ticket has a section of each.
 func (s *scheduler) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	answers := make([][]connector.Hold, len(s.lanes))
+	s.ledger.ask(true)
+	defer s.ledger.ask(false)
 	s.together(len(s.lanes), func(i int) {
 		holder, can := connector.As[connector.Holder](s.lanes[i].side)
 		if !can {
@@ -68,16 +73,17 @@ func (s *scheduler) Finish(ctx context.Context, ended []connector.Ended) ([]conn
 	})
 	out := make([]connector.Hold, len(ended))
 	for k := range ended {
-		out[k] = s.hold(k, answers)
+		out[k] = s.hold(k, &ended[k], answers)
 		s.routes.forget(ended[k].Request)
 	}
 	return out, nil
 }
 
-// hold joins the children's holds of one ended request.
-func (s *scheduler) hold(k int, answers [][]connector.Hold) connector.Hold {
+// hold joins the children's holds of one ended request. Where nothing is kept for consumers, it serves as many as the
+// child that serves the fewest.
+func (s *scheduler) hold(k int, e *connector.Ended, answers [][]connector.Hold) connector.Hold {
 	now := s.run.Now()
-	joint := connector.Hold{Consumers: 1, Weak: true}
+	joint, serves := connector.Hold{Consumers: 1, Weak: true}, math.MaxInt
 	h := &held{waiting: map[childHold]int{}}
 	var sections []section
 	for i, holds := range answers {
@@ -88,18 +94,22 @@ func (s *scheduler) hold(k int, answers [][]connector.Hold) connector.Hold {
 		if one.TTL <= 0 {
 			one.TTL = HoldTTL
 		}
-		joint.TTL, joint.Weak = max(joint.TTL, one.TTL), joint.Weak && one.Weak
+		weak := one.Weak || e.Weak
+		joint.TTL, joint.Weak, serves = max(joint.TTL, one.TTL), joint.Weak && weak, min(serves, max(one.Consumers, 1))
 		sections = append(sections, section{s.children[i].Name, one.Ticket})
-		if !one.Weak {
+		if !weak {
 			h.waiting[childHold{i, one.ID}] = max(one.Consumers, 1)
 		}
 	}
 	if len(sections) == 0 {
 		return connector.Hold{}
 	}
+	if joint.Weak {
+		joint.Consumers = serves
+	}
 	h.ttl = joint.TTL
 	h.renew(now)
-	joint.ID, joint.Ticket = s.ledger.add(h, now), sealTicket(sections)
+	joint.ID, joint.Ticket = s.ledger.add(h, now), sealTicket(append(sections, s.inStores(e)...))
 	return joint
 }
 
@@ -129,13 +139,23 @@ func (l *ledger) add(h *held, now time.Time) connector.HoldID {
 	return h.id
 }
 
+// ask notes that Finish begins, or that all that its children have answered was added.
+func (l *ledger) ask(begins bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.asked = begins
+	if !begins {
+		clear(l.early) // nobody announced them
+	}
+}
+
 // consumed counts one consumer of a child's hold.
 func (l *ledger) consumed(c childHold) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	h := l.open[c]
 	if h == nil {
-		if len(l.early) < maxEarly {
+		if l.asked && len(l.early) < maxEarly { // else it is of a hold that nothing is kept for
 			l.early[c]++
 		}
 		return
@@ -374,12 +394,16 @@ func (c *lease) end(ids []connector.HoldID) {
 
 // A composite ticket is a version byte and sections: u16 length and name of a child, u32 length and
 // that child's ticket. Lengths are big endian. Sections of children that the reader does not have
-// are skipped, so that P and D need not have the same children.
+// are skipped, so that P and D need not have the same children. A section whose name begins with storeSection names
+// a shared store: it says, as an unsigned varint, how many leading tokens are there. No child is called so.
 
 const ticketVersion = 1
 
 // maxTicketSections bounds a ticket of hostile bytes.
 const maxTicketSections = 4 * MaxChildren
+
+// storeSection begins the name of the section of a shared store, before the child's name.
+const storeSection = "shared/"
 
 var errTicket = errors.New("composite ticket is malformed")
 
@@ -456,4 +480,42 @@ func (m *Multi) ticketOf(child int, t connector.Ticket) connector.Ticket {
 		return connector.Ticket{} // stores learn that there is one
 	}
 	return nil
+}
+
+// inStores are the sections that say which leading tokens of an ended request are in shared stores: what was loaded
+// from there or saved there, or was found there.
+func (s *scheduler) inStores(e *connector.Ended) (list []section) {
+	if len(s.groups) != 1 || s.groups[0].Policy != connector.PolicyAll {
+		return nil // blocks do not go one to one with the prompt's keys
+	}
+	for i := range s.children {
+		if !s.children[i].isSharedStore() {
+			continue
+		}
+		if n := s.stored.prefix(i, e.Blocks) * s.unit; n > 0 {
+			list = append(list, section{storeSection + s.children[i].Name, binary.AppendUvarint(nil, uint64(n))})
+		}
+	}
+	return list
+}
+
+// namedBy is how many leading tokens a ticket says are in the shared store of each child.
+func (m *Multi) namedBy(t connector.Ticket) []int {
+	named := make([]int, len(m.children))
+	sections, err := openTicket(t)
+	if err != nil {
+		return named
+	}
+	for _, s := range sections {
+		name, isStore := strings.CutPrefix(s.child, storeSection)
+		if !isStore {
+			continue
+		}
+		for i := range m.children {
+			if n, size := binary.Uvarint(s.ticket); size > 0 && n <= math.MaxInt32 && m.children[i].Name == name && m.children[i].isSharedStore() {
+				named[i] = int(n)
+			}
+		}
+	}
+	return named
 }

@@ -4,6 +4,8 @@
 // prefix may come from several, the first blocks from one and the next from another. What one child
 // fails to load the next one is asked for. What is saved goes to every child whose role saves. A child
 // whose Match fetches (connector.Info) is asked only for what follows the prefix that the others have.
+// What a ticket names as being in a shared store comes from there, wherever that store is in the list: its
+// producer has loaded it from there or saved it there, and need not pass it on.
 //
 // A [Multi] is a pure composite over the interfaces of package connector. It does not know what its
 // children are: package host hands it supervised plugin processes, a test hands it anything.
@@ -38,6 +40,9 @@ type Child struct {
 
 // keeps reports whether the child keeps finished blocks for consumers.
 func (c *Child) keeps() bool { return c.Info.Capabilities&connector.CanHold != 0 }
+
+// isSharedStore reports whether other engines can find in the child what this one saves, without a ticket.
+func (c *Child) isSharedStore() bool { return c.Info.Scope == connector.ScopeShared && !c.keeps() }
 
 // fetches reports whether blocks are sent to the child as soon as it is asked about them.
 func (c *Child) fetches() bool { return c.Info.MatchFetches && c.Role.Loads() }
@@ -79,7 +84,8 @@ type Multi struct {
 	info     connector.Info
 	run      Runner
 	routes   routes
-	seen     seen
+	seen     seen // in children of scope shared, by their answers to Match
+	stored   seen // what was loaded from or saved to shared stores, or found there: tickets name it
 }
 
 // New checks that the children go together and combines what they say about themselves. Errors name the

@@ -86,6 +86,7 @@ type search struct {
 	later   []bool
 	segs    []segment
 	tickets []connector.Ticket
+	named   []int // by child: leading tokens that the ticket says are in its shared store
 }
 
 // answer is what a child has of a prefix: all tokens between from and end.
@@ -124,10 +125,11 @@ func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connecto
 func (s *scheduler) newSearch(q *connector.Query) *search {
 	f := &search{
 		q: *q, end: q.Computed, known: make([]answer, len(s.lanes)), later: make([]bool, len(s.lanes)),
-		tickets: make([]connector.Ticket, len(s.lanes)),
+		tickets: make([]connector.Ticket, len(s.lanes)), named: s.namedBy(q.Ticket),
 	}
 	for i := range s.lanes {
 		f.known[i] = answer{from: -1}
+		f.named[i] -= f.named[i] % s.unit
 		f.tickets[i] = s.ticketOf(i, q.Ticket)
 	}
 	return f
@@ -211,31 +213,57 @@ func (s *scheduler) worthAsking(f *search, child int) bool {
 	return f.known[child].from < 0 || f.known[child].end < f.end && f.known[child].from < f.end
 }
 
-// extend lengthens the prefix by what is known, from the first child that can.
+// extend lengthens the prefix by what is known.
 func (f *search) extend() {
-	for grown := true; grown; {
-		grown = false
-		for i, a := range f.known {
-			if a.from < 0 || a.from > f.end || a.end <= f.end || len(f.segs) > 0 && a.groups != f.groups {
-				continue
-			}
-			f.segs = append(f.segs, segment{i, a.end})
-			f.end, f.groups, f.async, grown = a.end, a.groups, f.async || a.async, true
-			break
-		}
+	for child, end := f.best(); end > f.end; child, end = f.best() {
+		a := &f.known[child]
+		f.segs = append(f.segs, segment{child, end})
+		f.end, f.groups, f.async = end, a.groups, f.async || a.async
 	}
 }
 
-// see remembers what children of scope shared have, so that it is not sent to them again.
+// best is the child that the prefix goes on with, and up to where: a shared store as far as the ticket names it, else
+// the first child that can.
+func (f *search) best() (child, end int) {
+	for i := range f.known {
+		if end = min(f.reach(i), f.named[i]); end > f.end {
+			return i, end
+		}
+	}
+	for i := range f.known {
+		if end = f.reach(i); end > f.end {
+			return i, end
+		}
+	}
+	return 0, f.end
+}
+
+// reach is where the prefix ends if it goes on with a child; 0 if it cannot.
+func (f *search) reach(child int) int {
+	a := &f.known[child]
+	if a.from < 0 || a.from > f.end || len(f.segs) > 0 && a.groups != f.groups {
+		return 0
+	}
+	return a.end
+}
+
+// see remembers what children of scope shared have: it is not sent to them again, and tickets name it.
 func (s *scheduler) see(f *search) {
 	if len(s.groups) != 1 {
 		return // keys and blocks of several groups do not go one to one
 	}
 	for i, a := range f.known {
 		c := &s.children[i]
-		if a.from >= 0 && a.end > a.from && c.Info.Scope == connector.ScopeShared && c.Role.Saves() {
-			first, last := a.from/s.unit, min(a.end/s.unit, len(f.q.Keys))
-			s.seen.add(i, f.q.Keys[min(first, last):last])
+		if a.from < 0 || a.end <= a.from || c.Info.Scope != connector.ScopeShared {
+			continue
+		}
+		first, last := a.from/s.unit, min(a.end/s.unit, len(f.q.Keys))
+		keys := f.q.Keys[min(first, last):last]
+		if c.Role.Saves() {
+			s.seen.add(i, keys)
+		}
+		if c.isSharedStore() {
+			s.stored.add(i, keys)
 		}
 	}
 }
@@ -256,6 +284,7 @@ func (s *scheduler) Reset(ctx context.Context) (emptied bool, err error) {
 	}
 	s.routes.clear()
 	s.seen.clear()
+	s.stored.clear()
 	return emptied, errors.Join(errs...)
 }
 
@@ -328,7 +357,7 @@ func (r route) first(end int) (child int, ok bool) {
 // maxSeen bounds the keys that are remembered of what children have: beyond it all are forgotten.
 const maxSeen = 1 << 16
 
-// seen is what children of scope shared were seen to have.
+// seen is what children of scope shared were seen to have, or were sent.
 type seen struct {
 	mu   sync.Mutex
 	keys map[connector.BlockKey]uint32 // the children, as bits
@@ -354,6 +383,16 @@ func (s *seen) lost(child int, blocks []connector.Block) {
 			s.keys[b.Key] &^= 1 << child
 		}
 	}
+}
+
+// prefix counts the leading blocks that a child has.
+func (s *seen) prefix(child int, blocks []connector.Block) (n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for n < len(blocks) && s.keys[blocks[n].Key]&(1<<child) != 0 {
+		n++
+	}
+	return n
 }
 
 // any reports whether a child has a block.

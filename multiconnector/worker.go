@@ -219,6 +219,7 @@ func (l *loading) run(ctx context.Context, asks []ask) {
 			continue
 		}
 		l.seen.lost(asks[i].child, l.t.Blocks)
+		l.stored.lost(asks[i].child, l.t.Blocks)
 		if c.Fail {
 			errs[i] = errors.Join(errs[i], ErrFail)
 		}
@@ -333,6 +334,7 @@ func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *con
 		s := &shares[k]
 		indexes, parts := w.partsOf(t, s, busy)
 		bad, err := eachPart(parts, func(part *connector.Transfer) error { return w.sides[s.child].Save(ctx, part, kv) })
+		w.note(t, s.child, indexes, bad)
 		p.returned(s.child, err, func() {
 			for _, i := range indexes {
 				stored[i] = stored[i] || !bad[t.Blocks[i]] && (!p.wide || reaches(&w.children[s.child]))
@@ -353,6 +355,20 @@ func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *con
 		return nil // what some child could not store, another has
 	}
 	return blockError(t, failed, errors.Join(p.errs...))
+}
+
+// note remembers what a shared store has been sent, for tickets.
+func (w *worker) note(t *connector.Transfer, child int, indexes []int, bad map[connector.Block]bool) {
+	if !w.children[child].isSharedStore() {
+		return
+	}
+	var keys []connector.BlockKey
+	for _, i := range indexes {
+		if b := t.Blocks[i]; !bad[b] && b.Key != (connector.BlockKey{}) {
+			keys = append(keys, b.Key)
+		}
+	}
+	w.stored.add(child, keys)
 }
 
 // partsOf makes the transfers of one child, less the blocks that loads still write.

@@ -26,6 +26,9 @@ import (
 // maxRouted is how many requests the router serves at once at most.
 const maxRouted = 1024
 
+// defaultTurns is how many answers are remembered for the turns that follow: as many as one decode instance offers.
+const defaultTurns = 4096
+
 type routeFlags struct {
 	listenFlags
 	prefill, decode []string
@@ -35,6 +38,7 @@ type routeFlags struct {
 	replicas        []string
 	events          []string
 	turns           int
+	turnsFile       string
 	logLevel        string
 	register        string
 	keyFile         string
@@ -62,7 +66,8 @@ func newRoute() *cobra.Command {
 	flags.StringVar(&f.sessionKey, "session-key", "header:X-Session-Id", "where a request has the key of its session: header:NAME, cookie:NAME or field:NAME of the body, such as field:user")
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
 	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the key that the engines share; default: that of one user on one host")
-	flags.IntVar(&f.turns, "bidirectional", 0, "number of conversations to remember: prefill instances load from the decode instance that gave the last answer; all instances are kv_both")
+	flags.IntVar(&f.turns, "bidirectional", 0, fmt.Sprintf("number of answers to remember: prefill instances load from the decode instance that gave an earlier answer of a conversation, all instances are kv_both; 0: none; without the flag %d, of instances that say that they can do so", defaultTurns))
+	flags.StringVar(&f.turnsFile, "bidirectional-file", "", "file that keeps what --bidirectional remembers over a restart of the router; it has tickets in it, and mode 0600")
 	flags.StringVar(&f.upstreamKeyFile, "upstream-api-key-file", "", "file with the API key of the instances, its first line; without it, and without --api-key-file, clients' own keys are passed on")
 	flags.DurationVar(&f.prefillTimeout, "prefill-timeout", 2*time.Minute, "how long a prefill instance may take to answer before another one is tried")
 	flags.DurationVar(&f.firstByteTimeout, "first-byte-timeout", 2*time.Minute, "how long a decode instance may take to begin a stream before another one is tried")
@@ -74,6 +79,10 @@ func newRoute() *cobra.Command {
 }
 
 func (f *routeFlags) run(cmd *cobra.Command) error {
+	byDefault := !cmd.Flags().Changed("bidirectional")
+	if byDefault {
+		f.turns = defaultTurns
+	}
 	if err := f.check(); err != nil {
 		return err
 	}
@@ -105,7 +114,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	r, err := router.New(router.Config{
 		Register: registering,
 		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey, Events: events, Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, MaxInFlight: f.inFlight(maxRouted),
+		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, TurnsWhereKnown: byDefault, TurnsFile: f.turnsFile, MaxInFlight: f.inFlight(maxRouted),
 		Known:          func(authorization string) bool { return t.knows(authorization) },
 		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
 	})
@@ -156,7 +165,9 @@ func (f *routeFlags) check() error {
 	case !slices.Contains(policy.Names(), f.policy):
 		return fmt.Errorf("--policy is %q, want %s", f.policy, strings.Join(policy.Names(), ", "))
 	case f.turns < 0:
-		return fmt.Errorf("--bidirectional is %d, want a number of conversations", f.turns)
+		return fmt.Errorf("--bidirectional is %d, want a number of answers", f.turns)
+	case f.turnsFile != "" && f.turns == 0:
+		return errors.New("--bidirectional-file is for --bidirectional, which is 0: nothing is remembered")
 	case len(f.decode) == 0 && len(f.replicas) == 0 && f.register == "":
 		return errors.New("--decode is required: the base URL of at least one decode instance, or --register")
 	case f.keyFile != "" && f.register == "":

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"time"
 
@@ -17,6 +18,12 @@ import (
 const MultiConfig = `{"connectors": [
 	{"kv_connector": "ShelfA", "kv_role": "kv_both"},
 	{"kv_connector": "ShelfB", "kv_role": "kv_both"}
+]}`
+
+// MultiStoreConfig is one whose second child is a shared store.
+const MultiStoreConfig = `{"connectors": [
+	{"kv_connector": "ShelfA", "kv_role": "kv_both"},
+	{"kv_connector": "Store", "kv_role": "kv_both"}
 ]}`
 
 const multiDepth = 4
@@ -101,11 +108,19 @@ func checkShelves(list []shelfConfig, knobs *multiKnobs, depth int) error {
 type shelves struct {
 	mu     sync.Mutex
 	byName map[string]*backend
+	joint  map[engineLife]*multiconnector.Multi // both sides of an engine share one
 	knobs  multiKnobs
 }
 
+// engineLife is one life of an engine with its config.
+type engineLife struct {
+	engine string
+	epoch  uint64
+	config string
+}
+
 func multiPlugin(knobs multiKnobs) connector.Plugin {
-	s := &shelves{byName: map[string]*backend{}, knobs: knobs}
+	s := &shelves{byName: map[string]*backend{}, joint: map[engineLife]*multiconnector.Multi{}, knobs: knobs}
 	return connector.Plugin{
 		Name: "MultiReference", Version: "1", Capabilities: shelfPowers,
 		Schema: json.RawMessage(`{"type": "object", "properties": {"connectors": {"type": "array"}}, "required": ["connectors"]}`),
@@ -145,8 +160,17 @@ func (s *shelves) open(env *connector.Env, raw json.RawMessage) ([]shelfConfig, 
 	if err != nil {
 		return nil, nil, err
 	}
-	m, err := multiconnector.New("MultiReference", s.childrenOf(list))
-	return list, m, err
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	life := engineLife{env.Engine, env.Epoch, string(raw)}
+	m := s.joint[life]
+	if m == nil {
+		if m, err = multiconnector.New("MultiReference", s.childrenOf(list)); err != nil {
+			return nil, nil, err
+		}
+		s.joint[life] = m
+	}
+	return list, m, nil
 }
 
 func (s *shelves) childrenOf(list []shelfConfig) []multiconnector.Child {
@@ -158,6 +182,9 @@ func (s *shelves) childrenOf(list []shelfConfig) []multiconnector.Child {
 	for i, tag := range multiconnector.Tags(names) {
 		info := connector.Info{Name: tag, Groups: true, Scope: connector.ScopeNode, Capabilities: shelfPowers}
 		// A child that a busy machine holds up is not the subject here, so nobody gives it up.
+		if isStore(tag) {
+			info.Scope, info.Capabilities = connector.ScopeShared, connector.CanReset
+		}
 		out[i] = multiconnector.Child{Name: tag, Role: list[i].role, Info: info, Patience: time.Minute}
 	}
 	if s.knobs.children != nil {
@@ -182,6 +209,15 @@ func (s *shelves) shelf(name string) *backend {
 // shelfSide is a reference that is no Planner.
 type shelfSide struct{ *scheduler }
 
+// storeSide is one that keeps nothing for consumers.
+type storeSide struct{ *scheduler }
+
+// Capabilities implements connector.Partial.
+func (storeSide) Capabilities() connector.Capability { return connector.CanReset }
+
+// isStore reports whether a child is a shared store, by its name.
+func isStore(name string) bool { return strings.HasPrefix(name, "Store") }
+
 // Capabilities implements connector.Partial.
 func (shelfSide) Capabilities() connector.Capability { return shelfPowers }
 
@@ -194,7 +230,11 @@ func (s *shelves) scheduler(m *multiconnector.Multi, list []shelfConfig, env *co
 			sides[i] = s.scheduler(inner, c.inner, env)
 		} else {
 			b := s.shelf(c.Connector)
-			sides[i] = shelfSide{&scheduler{backend: b, env: *env, life: b.join(nil)}}
+			side := &scheduler{backend: b, env: *env, life: b.join(nil)}
+			sides[i] = shelfSide{side}
+			if isStore(c.Connector) {
+				sides[i] = storeSide{side}
+			}
 		}
 		if s.knobs.scheduler != nil {
 			sides[i] = s.knobs.scheduler(i, sides[i])

@@ -1,6 +1,7 @@
 package mutants
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"slices"
@@ -55,7 +56,23 @@ func multiMutants() []Mutant {
 			Name: m.name, Case: m.caseID, Config: MultiConfig, Plugin: func() connector.Plugin { return multiPlugin(m.knobs()) },
 		})
 	}
-	return out
+	return append(out, Mutant{
+		Name: "does not name the shared store", Case: "multi-named", Config: MultiStoreConfig,
+		Plugin: func() connector.Plugin { return multiPlugin(multiKnobs{joint: namesNoStore}) },
+	})
+}
+
+// namesNoStore leaves out of tickets what is in shared stores, which comes last.
+func namesNoStore(s connector.Scheduler) connector.Scheduler {
+	side := sideOf(s)
+	side.Holder = finishing{side.Holder, func(holds []connector.Hold) {
+		for k := range holds {
+			if at := bytes.Index(holds[k].Ticket, []byte("shared/")); at >= 2 {
+				holds[k].Ticket = holds[k].Ticket[:at-2] // with the length of the name
+			}
+		}
+	}}
+	return side
 }
 
 // forgives takes a config although an error with the given word was found in it.

@@ -37,6 +37,15 @@ func TestMultiReference(t *testing.T) {
 	conformance.Run(t, conformance.Wire(mutants.MultiReference(), json.RawMessage(mutants.MultiConfig)), profiles...)
 }
 
+func TestMultiStoreReference(t *testing.T) {
+	config := json.RawMessage(mutants.MultiStoreConfig)
+	for _, h := range []conformance.Maker{conformance.InProcess(mutants.MultiReference(), config), conformance.Wire(mutants.MultiReference(), config)} {
+		results := conformance.Check(t.Context(), h, conformance.Options{Only: []string{"multi-named"}, Seed: 7})
+		require.Len(t, results, 1)
+		require.Equal(t, conformance.Pass, results[0].Status, "%v", results[0].Log)
+	}
+}
+
 func TestReferenceOverTheWire(t *testing.T) {
 	conformance.Run(t, conformance.Wire(mutants.Reference(), nil), inProcess()...)
 }

@@ -86,6 +86,7 @@ type pdHold struct {
 	secret  []byte
 	expires time.Time
 	fetched map[int]bool      // ranks
+	left    int               // loads that it serves
 	was     map[pdSlot][]byte // for a fault
 }
 
@@ -155,6 +156,9 @@ func (n *pdNode) hangUp() {
 	n.tasks.Wait()
 }
 
+// pdTurnLoads is how many loads an answer serves.
+const pdTurnLoads = 4
+
 // add takes on the blocks of an ended request.
 func (n *pdNode) add(e connector.Ended) *pdHold {
 	secret := make([]byte, 16)
@@ -168,7 +172,10 @@ func (n *pdNode) add(e connector.Ended) *pdHold {
 	if n.shortLease {
 		lease /= 8
 	}
-	h := &pdHold{id: n.last, ended: e, secret: secret, expires: time.Now().Add(lease), fetched: map[int]bool{}}
+	h := &pdHold{id: n.last, ended: e, secret: secret, expires: time.Now().Add(lease), fetched: map[int]bool{}, left: 1}
+	if e.Weak {
+		h.left = pdTurnLoads
+	}
 	for id, old := range n.holds {
 		if n.byRequest && old.ended.Request == e.Request || n.few && id+4 <= n.last {
 			delete(n.holds, id)
@@ -226,6 +233,9 @@ func (n *pdNode) done(h *pdHold, q *pdQuestion) {
 			defer n.mu.Unlock()
 			delete(n.holds, h.id)
 		})
+	case h.left > 1 && !n.wrongCount:
+		h.left--
+		clear(h.fetched)
 	default:
 		delete(n.holds, h.id)
 	}
@@ -300,7 +310,7 @@ func (s *pdScheduler) Finish(_ context.Context, ended []connector.Ended) ([]conn
 		if err != nil {
 			return nil, err
 		}
-		out[i] = connector.Hold{ID: h.id, TTL: n.lease, Consumers: 1, Ticket: data}
+		out[i] = connector.Hold{ID: h.id, TTL: n.lease, Consumers: h.left, Ticket: data}
 		if failed {
 			out[i].ID = 0
 		}

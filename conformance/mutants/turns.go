@@ -15,6 +15,7 @@ func turnMutants() []Mutant {
 		pdMutant("an engine that serves its first rank's part of an answer to all", "turn-ranks", pdFaults{firstRank: true}),
 		pdMutant("an engine that mixes what an answer was with what lies there now", "turn-reused", pdFaults{mixes: true}),
 		pdMutant("an engine that knows answers by their slots", "turn-held-anew", pdFaults{slotNames: true, noSecret: true, noKeys: true}),
+		pdMutant("an engine that promises an answer to two and lets one in", "turn-forks", pdFaults{wrongCount: true}),
 		pdMutant("an engine that reports an answer twice", "turn-twice", pdFaults{twice: true}),
 		pdMutant("an engine that takes an answer for that to another prompt", "turn-diverges", pdFaults{noKeys: true}),
 		pdMutant("an engine that serves an answer after it has closed", "turn-gone", pdFaults{servesClosed: true}),

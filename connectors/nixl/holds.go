@@ -44,9 +44,10 @@ type hold struct {
 	ended   connector.Ended
 	secret  [secretSize]byte
 	expires time.Time
-	fetched map[int]bool // ranks
-	slot    int          // of the board; 0: none
-	sum     ticketSum    // of its ticket
+	fetched map[int]int // by rank: its reads that are not part of a whole load yet
+	loads   int         // whole ones
+	slot    int         // of the board; 0: none
+	sum     ticketSum   // of its ticket
 }
 
 func newHolds(world int, lease time.Duration, t *tally) *holds {
@@ -55,7 +56,7 @@ func newHolds(world int, lease time.Duration, t *tally) *holds {
 
 // add takes on the blocks of an ended request.
 func (h *holds) add(e connector.Ended) (connector.HoldID, []byte) {
-	n := &hold{ended: e, fetched: map[int]bool{}}
+	n := &hold{ended: e, fetched: map[int]int{}}
 	_, _ = rand.Read(n.secret[:]) // never fails
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -75,7 +76,9 @@ func (h *holds) sweep(now time.Time) {
 	for id, n := range h.open {
 		if !now.Before(n.expires) {
 			h.end(id)
-			h.tally.count("holds_expired_total", 1)
+			if n.loads == 0 {
+				h.tally.count("holds_expired_total", 1)
+			}
 		}
 	}
 }
@@ -192,14 +195,33 @@ func (h *holds) done(q *question, now time.Time) error {
 		return err
 	}
 	h.told[name] = now
-	if n.fetched[q.Rank] = true; len(n.fetched) < q.readers(h.world) {
+	h.tally.count("served_bytes_total", float64(q.Bytes))
+	if n.fetched[q.Rank]++; len(n.fetched) < q.readers(h.world) {
 		return nil
 	}
-	h.end(q.Hold)
-	h.tally.count("holds_consumed_total", 1)
+	if n.loads++; n.loads == 1 {
+		h.tally.count("holds_consumed_total", 1)
+	}
+	if n.loads < n.consumers() {
+		n.nextLoad()
+	} else {
+		h.end(q.Hold)
+	}
 	h.over = append(h.over, q.Hold)
 	signal(h.wake)
 	return nil
+}
+
+// consumers is how many loads a hold serves.
+func (n *hold) consumers() int { return consumersOf(&n.ended) }
+
+// nextLoad leaves of the ranks' reads those that belong to other loads, which may run at the same time.
+func (n *hold) nextLoad() {
+	for rank := range n.fetched {
+		if n.fetched[rank]--; n.fetched[rank] == 0 {
+			delete(n.fetched, rank)
+		}
+	}
 }
 
 // reset ends every hold: whoever has its ticket computes, and the host gives the blocks free.
@@ -300,9 +322,20 @@ const (
 	// turnLease is how long the answer of a conversation may be asked for: as long as vLLM's decoder keeps
 	// its blocks. Nothing keeps ours; what was reused meanwhile the consumer's host finds by its digests.
 	turnLease = 480 * time.Second
+	// turnLoads is how many loads an answer serves: as many follow-ups may go on from it. Nothing is kept for them, so
+	// it only bounds what hosts remember of a ticket.
+	turnLoads = 256
 	// maxTurns bounds the answers that are remembered, whose next turn may never come.
 	maxTurns = 4096
 )
+
+// consumersOf is how many loads the blocks of an ended request serve.
+func consumersOf(e *connector.Ended) int {
+	if e.Weak {
+		return turnLoads
+	}
+	return 1
+}
 
 // leaseOf is how long the blocks of an ended request can be asked for. The caller holds h.mu.
 func (h *holds) leaseOf(e *connector.Ended) time.Duration {

@@ -37,8 +37,9 @@ type question struct {
 	Hold    connector.HoldID `json:"hold"`
 	Secret  []byte           `json:"secret"`
 	Done    bool             `json:"done,omitempty"`
-	Sum     []byte           `json:"sum,omitempty"`  // of the ticket, where its word was taken for where the blocks are
-	Load    string           `json:"load,omitempty"` // with Done: names the read, so that asking again after a lost answer gives the same
+	Sum     []byte           `json:"sum,omitempty"`   // of the ticket, where its word was taken for where the blocks are
+	Bytes   uint64           `json:"bytes,omitempty"` // with Done: that were read
+	Load    string           `json:"load,omitempty"`  // with Done: names the read, so that asking again after a lost answer gives the same
 	Beats   []beat           `json:"beats,omitempty"`
 	Push    *push            `json:"push,omitempty"`   // write them, and then say whether they still were there; Load names it
 	Follow  *follow          `json:"follow,omitempty"` // nothing but what is being computed

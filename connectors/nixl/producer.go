@@ -131,6 +131,7 @@ func (n *Node) reply(q *question) (*answer, error) {
 		return n.follow(q)
 	}
 	if q.Done {
+		q.Bytes = min(q.Bytes, cacheBytes(&n.env.Layout)) // nobody can have read more
 		return &answer{}, n.holds.done(q, time.Now())
 	}
 	e, err := n.holds.find(q.Hold, q.Secret)
@@ -162,6 +163,14 @@ func (n *Node) reply(q *question) (*answer, error) {
 		n.told()
 	}
 	return a, nil
+}
+
+// cacheBytes is the size of a rank's cache.
+func cacheBytes(l *connector.Layout) (n uint64) {
+	for _, s := range l.Segments {
+		n += uint64(s.Bytes) * uint64(l.Blocks)
+	}
+	return n
 }
 
 // introduce adds what a consumer needs to do without such an answer next time.

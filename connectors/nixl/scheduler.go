@@ -59,7 +59,7 @@ func (s *scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connec
 			return nil, err
 		}
 		s.node.holds.seal(id, sumOf(data))
-		out[i] = connector.Hold{ID: id, TTL: s.node.config.lease(), Consumers: 1, Ticket: data}
+		out[i] = connector.Hold{ID: id, TTL: s.node.config.lease(), Consumers: consumersOf(&e), Ticket: data}
 	}
 	return out, nil
 }

@@ -22,6 +22,7 @@ func StatInfos() []connector.StatInfo {
 		counter("post_seconds_total", "Time to prepare and post reads."),
 		counter("writes_total", "Pushes to consumers, by transport and result.", "transport", "result"),
 		counter("write_bytes_total", "Bytes pushed, by transport.", "transport"),
+		counter("served_bytes_total", "Bytes that consumers say they have read from this engine, and those that were pushed to them."),
 		counter("write_seconds_total", "Time from the post of pushes to their end."),
 		counter("revoked_total", "Loads whose memory was taken from a writer that did not say it had ended."),
 		counter("connections_refused_total", "Connections of consumers that were refused because all others were being answered."),
@@ -94,6 +95,7 @@ func (t *tally) add(r *read) {
 func (t *tally) wrote(r *read) {
 	t.count("writes_total", 1, r.transport, r.result())
 	t.count("write_bytes_total", float64(r.bytes), r.transport)
+	t.count("served_bytes_total", float64(r.bytes))
 	t.count("write_seconds_total", r.took.Seconds())
 }
 

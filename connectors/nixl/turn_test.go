@@ -1,6 +1,7 @@
 package nixl
 
 import (
+	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -33,6 +34,34 @@ func TestTurnsLast(t *testing.T) {
 		_, err = h.find(last, key)
 		require.NoError(t, err)
 	})
+}
+
+// TestTurnServesMany: an answer serves as many loads as its hold says, also when the ranks of several consumers read at
+// the same time; each is reported once, and it counts as one hold.
+func TestTurnServesMany(t *testing.T) {
+	const ranks = 2
+	h := newHolds(ranks, time.Minute, newTally())
+	id, secret := h.add(connector.Ended{Request: "d", Remote: true, Weak: true})
+	read := func(load, rank int) error {
+		q := &question{Hold: id, Secret: secret, Rank: rank, Load: fmt.Sprint(load), World: ranks}
+		return h.done(q, time.Now())
+	}
+	require.NoError(t, read(0, 0))
+	require.NoError(t, read(1, 0))
+	require.Empty(t, h.take(), "no load is whole")
+	require.NoError(t, read(1, 1))
+	require.NoError(t, read(1, 1), "said again")
+	require.Len(t, h.take(), 1)
+	require.NoError(t, read(0, 1))
+	require.Len(t, h.take(), 1)
+	for load := 2; load < turnLoads; load++ {
+		require.NoError(t, read(load, 1))
+		require.NoError(t, read(load, 0))
+	}
+	require.Len(t, h.take(), turnLoads-2)
+	require.ErrorIs(t, read(turnLoads, 0), connector.ErrGone)
+	require.InDelta(t, 1, h.tally.values[series{name: "holds_consumed_total"}], 0)
+	require.Zero(t, h.tally.values[series{name: "holds_expired_total"}])
 }
 
 // TestTurnFits: a ticket of an earlier turn is for any prompt: its blocks are told apart by their keys.

@@ -120,6 +120,7 @@ func (w *worker) move(ctx context.Context, at *pendingQuestion, p *reads, m *rea
 		if w.rank.node.moved != nil {
 			w.rank.node.moved()
 		}
+		at.q.Bytes = m.bytes
 		err = w.confirm(ctx, at)
 	}
 	at.lost = err != nil && !errors.Is(err, errUnfinished)

@@ -250,7 +250,7 @@ type attempt struct {
 func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (result attempt, used bool) {
 	var body []byte
 	if c.method == "" {
-		body = c.body.forDecode(c.wishes(params)).encode()
+		body = c.body.forDecode(c.wishes(d, params)).encode()
 	}
 	defer c.router.pool.released(d)
 	defer c.router.pool.done(d)

@@ -83,6 +83,13 @@ func misfit(p, d *registered, atP, atD *url.URL) string {
 	return "incompatible: " + strings.Join(reasons, "; ")
 }
 
+// givesTickets reports whether blocks go to another instance by ticket, and not only through a store.
+func (p *fit) givesTickets(to *fit) bool {
+	return slices.ContainsFunc(p.Gives, func(way string) bool {
+		return way != "a shared store" && !strings.HasPrefix(way, "the node's ") && slices.Contains(to.Takes, way)
+	})
+}
+
 // misfitRole is what is wrong with the parts that the two play, and with what they play them by.
 func (p *fit) misfitRole(d *fit) (reasons []string) {
 	if p.Role == "none" || d.Role == "none" {

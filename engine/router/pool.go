@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"net/url"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -73,6 +74,39 @@ func (p *pool) usable(i int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.table.instances[i].state <= suspect
+}
+
+// bothWays reports whether answers of a decode instance can go back to a prefill instance by ticket: it and one of those
+// say that they are kv_both, and by which connector blocks come and go. What lies in a store is found there without one.
+func (p *pool) bothWays(d int) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	from := p.known[d].fit
+	if from == nil || from.Role != "kv_both" {
+		return false
+	}
+	for i, in := range p.table.instances {
+		to := p.known[i].fit
+		if in.role == prefill && !in.left && to != nil && to.Role == "kv_both" && from.givesTickets(to) {
+			return true
+		}
+	}
+	return false
+}
+
+// name is an instance's URL.
+func (p *pool) name(i int) string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.urls[i].String()
+}
+
+// decodeAt is the place of a decode instance by its URL.
+func (p *pool) decodeAt(name string) (place int, known bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	place = slices.IndexFunc(p.urls, func(u *url.URL) bool { return u.String() == name })
+	return place, place >= 0 && p.table.instances[place].role == decode
 }
 
 // failed takes note that a request failed in a way that blames the instance. One that is only overloaded

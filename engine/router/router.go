@@ -23,6 +23,7 @@ import (
 	"path"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -66,9 +67,15 @@ type Config struct {
 	Register Registration // zero: instances are those of the config
 
 	// Turns is how many conversations are remembered: the decode instance that answered holds its blocks,
-	// and the prefill instance that gets the next turn loads from there what it lacks. Both ends must be
+	// and the prefill instances that get the turns that follow load from there what they lack. Both ends must be
 	// kv_both. 0: none.
 	Turns int
+	// TurnsWhereKnown leaves out decode instances whose /health does not say that they are kv_both and give tickets that a
+	// prefill instance takes, which is kv_both too. Those of other makers say nothing.
+	TurnsWhereKnown bool
+	// TurnsFile keeps what is remembered of conversations for the router's next life. It is written every 5 s and when Run
+	// ends, with mode 0600 since tickets are secret. Answers of instances that registered are not restored. Empty: none.
+	TurnsFile string
 
 	OwnKeys     bool   // the front checked Authorization itself: it is not passed on
 	UpstreamKey string // API key that instances get instead of the client's; empty: none
@@ -145,6 +152,9 @@ func New(c Config) (*Router, error) {
 	}
 	if c.Turns > 0 && (prefills || c.Register.Verify != nil) {
 		r.turns = newTurns(c.Turns)
+		if err := r.restoreTurns(); err != nil {
+			return nil, err
+		}
 	}
 	handle := func(method, path string, h http.HandlerFunc) {
 		r.mux.HandleFunc(method+" "+path, h)
@@ -253,6 +263,11 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.mux.Ser
 // Run probes the instances until ctx ends. It returns when nothing that it started is left.
 func (r *Router) Run(ctx context.Context) {
 	r.pool.blocks.begin(ctx)
+	if r.turns != nil && r.config.TurnsFile != "" {
+		var saving sync.WaitGroup
+		saving.Go(func() { r.saveTurns(ctx) })
+		defer saving.Wait()
+	}
 	r.pool.run(ctx, checker{
 		client: r.client, interval: r.config.HealthInterval, timeout: r.config.HealthTimeout,
 		key: r.config.UpstreamKey, remedy: r.config.keyRemedy(),

@@ -3,43 +3,56 @@ package router
 import (
 	"bytes"
 	"container/list"
+	"crypto/rand"
 	"encoding/binary"
 	"encoding/json"
-	"hash/maphash"
 	"slices"
 	"sync"
+
+	"github.com/zeebo/xxh3"
 )
 
-// turns remembers for conversations which decode instance holds the last answer: its ticket, for the prefill
-// instance that gets the next turn. A conversation is known by the bytes that its prompt begins with. It may
+// turns remembers for conversations which decode instance holds an answer: its ticket, for the prefill
+// instances that get the turns that follow. A conversation is known by the bytes that its prompt begins with. It may
 // be mistaken for another, and the ticket may be worth nothing: then the prefill instance computes.
 type turns struct {
-	seed maphash.Seed
 	most int
 
-	mu    sync.Mutex
-	known map[uint64]*list.Element
-	order list.List // of turn, the oldest first
+	mu      sync.Mutex
+	seed    uint64 // of the marks; it changes only before the first is made
+	known   map[uint64]*list.Element
+	order   list.List // of turn, the one that was not used for longest first
+	changed bool      // since it was written to its file
 }
 
-// turn is the last one of a conversation.
+// turn is one of a conversation.
 type turn struct {
 	mark     uint64
 	instance int // of the pool
 	params   json.RawMessage
 }
 
+// once reports whether the params serve one follow-up only: those of engines without a ticket of kvport's, which says
+// itself how many it serves and whose blocks are verified, name blocks that are given to others after the first.
+func (t *turn) once() bool {
+	return !bytes.Contains(t.params, []byte(`"kvport_ticket":"`))
+}
+
+// maxTurnParams bounds what is remembered of an answer, in bytes.
+const maxTurnParams = 16 << 10
+
 // step is the length, in bytes, in which prompts are told apart.
 const step = 64
 
 func newTurns(most int) *turns {
-	return &turns{seed: maphash.MakeSeed(), most: most, known: map[uint64]*list.Element{}}
+	var seed [8]byte
+	_, _ = rand.Read(seed[:]) // never fails, says its documentation
+	return &turns{seed: binary.LittleEndian.Uint64(seed[:]), most: most, known: map[uint64]*list.Element{}}
 }
 
 // marks are the hashes of a prompt's beginnings, a step longer each.
 func (t *turns) marks(scope, prompt []byte) []uint64 {
-	var h maphash.Hash
-	h.SetSeed(t.seed)
+	h := xxh3.NewSeed(t.seed)
 	_, _ = h.Write(binary.LittleEndian.AppendUint64(nil, uint64(len(scope)))) // never fails
 	_, _ = h.Write(scope)
 	list := make([]uint64, 0, len(prompt)/step)
@@ -50,26 +63,33 @@ func (t *turns) marks(scope, prompt []byte) []uint64 {
 	return list
 }
 
-// take finds the last turn of which a prompt is the continuation, and forgets it: a ticket is good for one
-// use. usable says whether the instance may be asked.
-func (t *turns) take(marks []uint64, usable func(instance int) bool) json.RawMessage {
+// find gives what is known of the last turn of which a prompt is the continuation, of those on instances that are usable.
+func (t *turns) find(marks []uint64, usable func(instance int) bool) json.RawMessage {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, mark := range slices.Backward(marks) {
-		last, known := t.drop(t.known[mark])
-		switch {
-		case known && usable(last.instance):
-			return last.params
-		case known:
-			return nil
+		place := t.known[mark]
+		if place == nil {
+			continue
 		}
+		last, _ := place.Value.(turn)
+		switch {
+		case !usable(last.instance):
+			continue
+		case last.once():
+			t.drop(place)
+		default:
+			t.order.MoveToBack(place)
+		}
+		return last.params
 	}
 	return nil
 }
 
-// keep remembers where the answer to a prompt is held. The oldest is forgotten when there are too many.
+// keep remembers where the answer to a prompt is held. When there are too many, the one is forgotten that was not used
+// for longest.
 func (t *turns) keep(marks []uint64, instance int, params json.RawMessage) {
-	if len(marks) == 0 {
+	if len(marks) == 0 || len(params) > maxTurnParams {
 		return
 	}
 	mark := marks[len(marks)-1]
@@ -80,15 +100,16 @@ func (t *turns) keep(marks []uint64, instance int, params json.RawMessage) {
 		t.drop(t.order.Front())
 	}
 	t.known[mark] = t.order.PushBack(turn{mark, instance, params})
+	t.changed = true
 }
 
 // drop forgets a turn, if there is one. The caller holds mu.
-func (t *turns) drop(place *list.Element) (last turn, known bool) {
+func (t *turns) drop(place *list.Element) {
 	if place != nil {
-		last, known = t.order.Remove(place).(turn)
+		last, _ := t.order.Remove(place).(turn)
 		delete(t.known, last.mark)
+		t.changed = true
 	}
-	return last, known
 }
 
 // prompt is what a request's conversation is known by: messages or prompt, without what closes them, so that
@@ -155,7 +176,7 @@ func (c *call) lastTurn() json.RawMessage {
 	if len(c.marks) == 0 {
 		return nil
 	}
-	params := c.router.turns.take(c.marks, c.router.pool.usable)
+	params := c.router.turns.find(c.marks, c.router.pool.usable)
 	if params == nil {
 		return nil
 	}
@@ -164,8 +185,8 @@ func (c *call) lastTurn() json.RawMessage {
 }
 
 // wishes adds to a decode instance's parameters the request to hold its answer for the next turn.
-func (c *call) wishes(params json.RawMessage) json.RawMessage {
-	if len(c.marks) == 0 {
+func (c *call) wishes(d target, params json.RawMessage) json.RawMessage {
+	if len(c.marks) == 0 || c.router.config.TurnsWhereKnown && !c.router.pool.bothWays(d.index) {
 		return params
 	}
 	return asksFor(params, true, true)

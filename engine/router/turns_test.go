@@ -6,6 +6,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 
@@ -24,7 +25,7 @@ func chat(messages ...string) fields {
 	return fields{"messages": data}
 }
 
-// TestTurns: the next turn of a conversation finds the last one, once.
+// TestTurns: the turns that follow an answer find it, and parameters that serve once are found once.
 func TestTurns(t *testing.T) {
 	long := strings.Repeat("words ", 30)
 	for name, turns := range map[string][2]fields{
@@ -37,42 +38,57 @@ func TestTurns(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := newTurns(2)
 			marks := func(f fields) []uint64 { return r.marks(f.prompt()) }
-			require.Nil(t, r.take(marks(turns[1]), always))
+			require.Nil(t, r.find(marks(turns[1]), always))
 			r.keep(marks(turns[0]), 3, json.RawMessage("1"))
-			require.Nil(t, r.take(marks(chat("Hello, "+strings.ToUpper(long))), always), "another conversation")
+			require.Nil(t, r.find(marks(chat("Hello, "+strings.ToUpper(long))), always), "another conversation")
 			other := turns[1]
 			other["model"] = json.RawMessage(`"other"`)
-			require.Nil(t, r.take(marks(other), always), "another model")
+			require.Nil(t, r.find(marks(other), always), "another model")
 			delete(other, "model")
-			require.JSONEq(t, "1", string(r.take(marks(turns[1]), always)))
-			require.Nil(t, r.take(marks(turns[1]), always), "a ticket is good for one use")
-			r.keep(marks(turns[0]), 3, json.RawMessage("1"))
-			require.Nil(t, r.take(marks(turns[1]), func(i int) bool { return i != 3 }), "its instance is down")
+			up := func(i int) bool { return i != 3 }
+			require.Nil(t, r.find(marks(turns[1]), up), "its instance is down")
+			require.JSONEq(t, "1", string(r.find(marks(turns[1]), always)))
+			require.Nil(t, r.find(marks(turns[1]), always), "it is good for one use")
+			ticket := json.RawMessage(`{"kvport_ticket":"x"}`)
+			r.keep(marks(turns[0]), 3, ticket)
+			for range 3 {
+				require.Equal(t, ticket, r.find(marks(turns[1]), always))
+			}
+			r.keep(marks(turns[1]), 4, json.RawMessage(`{"kvport_ticket":"`+strings.Repeat("x", maxTurnParams)+`"}`))
+			require.Equal(t, ticket, r.find(marks(turns[1]), always), "what is too long is not kept")
+			r.keep(marks(turns[1]), 3, json.RawMessage(`{"kvport_ticket":"y"}`))
+			r.keep(marks(turns[0]), 4, ticket)
+			require.Equal(t, ticket, r.find(marks(turns[1]), up), "an earlier turn, if the last one cannot be had")
 		})
 	}
 }
 
-// TestTurnsAreBounded: the oldest goes, and what is taken leaves no hole in the list.
+// TestTurnsAreBounded: the one goes that was not used for longest, and what is used up leaves no hole in the list.
 func TestTurnsAreBounded(t *testing.T) {
 	r := newTurns(8)
 	rng := rand.New(rand.NewPCG(1, 2))
 	var order []uint64
 	for range 2000 {
 		mark := rng.Uint64N(24)
-		i := -1
-		for at, m := range order {
-			if m == mark {
-				i = at
-			}
-		}
-		if i >= 0 {
-			order = append(order[:i:i], order[i+1:]...)
-		}
+		i := slices.Index(order, mark)
 		if rng.IntN(3) == 0 {
-			got := r.take([]uint64{mark}, always)
+			got := r.find([]uint64{mark}, always)
 			require.Equal(t, i >= 0, got != nil)
+			if i >= 0 {
+				order = slices.Delete(order, i, i+1)
+			}
+			if got != nil && mark%2 == 0 { // of a ticket that may be used again
+				order = append(order, mark)
+			}
 		} else {
-			r.keep([]uint64{mark}, 0, json.RawMessage("{}"))
+			params := json.RawMessage("{}")
+			if mark%2 == 0 {
+				params = json.RawMessage(`{"kvport_ticket":"x"}`)
+			}
+			r.keep([]uint64{mark}, 0, params)
+			if i >= 0 {
+				order = slices.Delete(order, i, i+1)
+			}
 			if len(order) == 8 {
 				order = order[1:]
 			}
@@ -117,7 +133,18 @@ func held(name string, stream bool) http.HandlerFunc {
 	}
 }
 
-// TestNextTurn: the prefill instance of the second turn is told where the first answer is held, once; and the
+// ask sends a chat request and reads all of its answer.
+func (f *front) ask(t *testing.T, body fields) {
+	t.Helper()
+	resp, err := f.Client().Post(f.URL+"/v1/chat/completions", "application/json", strings.NewReader(string(body.encode())))
+	require.NoError(t, err)
+	require.Equal(t, 200, resp.StatusCode)
+	_, err = io.Copy(io.Discard, resp.Body)
+	require.NoError(t, err)
+	require.NoError(t, resp.Body.Close())
+}
+
+// TestNextTurn: the prefill instances of the turns that follow are told where the last answer is held; and the
 // decode instances are asked to hold theirs.
 func TestNextTurn(t *testing.T) {
 	for _, stream := range []bool{false, true} {
@@ -126,12 +153,7 @@ func TestNextTurn(t *testing.T) {
 		f := serveRouter(t, Config{Prefill: []string{p.URL}, Decode: []string{d.URL}, Turns: 10})
 		long := strings.Repeat("long ", 20)
 		for _, body := range []fields{chat(long), chat(long, "answer", "next"), chat(long, "answer", "next")} {
-			resp, err := f.Client().Post(f.URL+"/v1/chat/completions", "application/json", strings.NewReader(string(body.encode())))
-			require.NoError(t, err)
-			require.Equal(t, 200, resp.StatusCode)
-			_, err = io.Copy(io.Discard, resp.Body)
-			require.NoError(t, err)
-			require.NoError(t, resp.Body.Close())
+			f.ask(t, body)
 		}
 		params := func(s seen) (p struct {
 			Prefill bool    `json:"do_remote_prefill"`
@@ -160,6 +182,54 @@ func TestNextTurn(t *testing.T) {
 	}
 }
 
+// TestForks: each of several follow-ups to one answer is told where that is held.
+func TestForks(t *testing.T) {
+	p, d := serveInstance(t, ticket("of P")), serveInstance(t, held("of D", false))
+	f := serveRouter(t, Config{Prefill: []string{p.URL}, Decode: []string{d.URL}, Turns: 10})
+	long := strings.Repeat("long ", 20)
+	f.ask(t, chat(long))
+	for _, next := range []string{strings.Repeat("this ", 20), strings.Repeat("that ", 20), strings.Repeat("else ", 20)} {
+		f.ask(t, chat(long, "answer", next))
+	}
+	ps := p.requests()
+	require.Len(t, ps, 4)
+	for _, s := range ps[1:] {
+		require.Contains(t, string(s.body["kv_transfer_params"]), `"kvport_ticket":"of D"`)
+	}
+}
+
+// TestTurnsByDefault: without the flag, answers are held where a prefill and the decode instance say that they are
+// kv_both and hand blocks over by ticket.
+func TestTurnsByDefault(t *testing.T) {
+	for _, c := range []struct {
+		p, d string
+		way  string
+		held bool
+	}{
+		{"kv_both", "kv_both", "HolderConnector", true},
+		{"kv_both", "kv_both", "MultiConnector/HolderConnector", true},
+		{"kv_both", "kv_both", "a shared store", false},
+		{"kv_both", "kv_both", "the node's StoreConnector", false},
+		{"kv_producer", "kv_both", "HolderConnector", false},
+		{"kv_both", "kv_consumer", "HolderConnector", false},
+		{"", "", "", false},
+	} {
+		p, d := serveInstance(t, ticket("of P")), serveInstance(t, held("of D", false))
+		f := serveRouter(t, Config{Prefill: []string{p.URL}, Decode: []string{d.URL}, Turns: 10, TurnsWhereKnown: true})
+		for i, role := range []string{c.p, c.d} {
+			if role != "" {
+				f.router.pool.mu.Lock()
+				f.router.pool.known[i].fit = &fit{Role: role, Gives: []string{c.way}, Takes: []string{c.way}}
+				f.router.pool.mu.Unlock()
+			}
+		}
+		f.ask(t, chat(strings.Repeat("long ", 20)))
+		ds := d.requests()
+		require.Len(t, ds, 1)
+		require.Equal(t, c.held, strings.Contains(string(ds[0].body["kv_transfer_params"]), `"do_remote_decode":true`), "%+v", c)
+	}
+}
+
 // TestNoTurns: without conversations to remember nothing is asked for and nothing told.
 func TestNoTurns(t *testing.T) {
 	p := serveInstance(t, ticket("of P"))
@@ -167,9 +237,7 @@ func TestNoTurns(t *testing.T) {
 	f := serveRouter(t, Config{Prefill: []string{p.URL}, Decode: []string{d.URL}})
 	long := strings.Repeat("long ", 20)
 	for _, body := range []fields{chat(long), chat(long, "answer", "next")} {
-		resp, err := f.Client().Post(f.URL+"/v1/chat/completions", "application/json", strings.NewReader(string(body.encode())))
-		require.NoError(t, err)
-		require.NoError(t, resp.Body.Close())
+		f.ask(t, body)
 	}
 	for _, s := range p.requests() {
 		require.NotContains(t, string(s.body["kv_transfer_params"]), "ticket")

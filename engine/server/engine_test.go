@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -150,4 +151,37 @@ func TestRealEngineRefuses(t *testing.T) {
 		require.Equal(t, 400, resp.StatusCode)
 		require.Contains(t, data, code)
 	}
+}
+
+// The next turn's prompt begins with the tokens of the last one and its answer, whether the answer ended by itself or was
+// cut off: so their blocks are used again. The token that ends an answer is no text.
+func TestChatHistory(t *testing.T) {
+	f, _ := serveSim(t)
+	ended := map[string]int{}
+	for n := range 6 {
+		messages := []map[string]string{{"role": "user", "content": fmt.Sprintf("Question %d: ☃ and more?", n)}}
+		before := []int32{}
+		for range 3 {
+			request, err := json.Marshal(map[string]any{"messages": messages, "max_tokens": 60, "temperature": 0, "return_token_ids": true})
+			require.NoError(t, err)
+			resp, data := f.post(t, "/v1/chat/completions", string(request))
+			require.Equal(t, 200, resp.StatusCode, data)
+			var a answer
+			var u usage
+			require.NoError(t, json.Unmarshal([]byte(data), &a))
+			require.NoError(t, json.Unmarshal(a.Usage, &u))
+			require.Equal(t, before, a.PromptTokenIDs[:len(before)])
+			require.GreaterOrEqual(t, u.Details.CachedTokens, len(before)/16*16-16)
+			c := a.Choices[0]
+			ended[*c.FinishReason]++
+			said := c.TokenIDs
+			if *c.FinishReason == "stop" {
+				said = said[:len(said)-1]
+			}
+			before = slices.Concat(a.PromptTokenIDs, said)
+			messages = append(messages, map[string]string{"role": "assistant", "content": *c.Message.Content}, map[string]string{"role": "user", "content": "And then?"})
+		}
+	}
+	require.Positive(t, ended["stop"])
+	require.Positive(t, ended["length"])
 }

@@ -29,6 +29,7 @@ type plugHold struct {
 type openHold struct {
 	plugHold
 	consumers int
+	weak      bool // nothing is kept, so nobody waits for its end
 	expires   time.Time
 }
 
@@ -49,7 +50,7 @@ func (b *HoldTable) Add(now time.Time, life uint64, h *connector.Hold, longest t
 		return 0
 	}
 	b.last++
-	o := &openHold{plugHold{life, h.ID}, max(h.Consumers, 1), now.Add(2 * longest)}
+	o := &openHold{plugHold{life, h.ID}, max(h.Consumers, 1), h.Weak, now.Add(2 * longest)}
 	b.own[b.last], b.ids[o.plugHold] = o, b.last
 	own := b.last
 	for range b.early[o.plugHold] {
@@ -121,7 +122,9 @@ func (b *HoldTable) Lose(life uint64) {
 			continue
 		}
 		for range o.consumers {
-			b.over = append(b.over, id)
+			if !o.weak {
+				b.over = append(b.over, id)
+			}
 		}
 		b.drop(id, o)
 	}

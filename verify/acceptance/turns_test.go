@@ -4,7 +4,10 @@ import (
 	"flag"
 	"fmt"
 	"math/rand/v2"
+	"path/filepath"
+	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
@@ -41,9 +44,14 @@ type turns struct {
 	answer               int // tokens of each answer
 }
 
+// turnsConfig is the config of both engines.
+func turnsConfig(f *fixture.Fixture) string {
+	return fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kv_connector_extra_config":%s,"kvport":{"recompute_threshold":32}}`, f.Connector, f.Setups[0].Config)
+}
+
 func newTurns(r *rig.Rig, model string, f *fixture.Fixture, conversations int, decode ...string) *turns {
 	r.Helper()
-	config := fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kv_connector_extra_config":%s,"kvport":{"recompute_threshold":32}}`, f.Connector, f.Setups[0].Config)
+	config := turnsConfig(f)
 	x := &turns{Rig: r, answer: rig.Count(r.T, "answer", *flagAnswer, 48, 96)}
 	x.single = r.ServeModel(model, "single", "")
 	x.p, x.d = r.ServeModel(model, "prefill", config), r.ServeModel(model, "decode", config, decode...)
@@ -111,6 +119,62 @@ func TestTurns(t *testing.T) {
 				x.Idle(x.d)
 			})
 		}
+	}
+}
+
+// TestTurnForks: each of several follow-ups to one answer loads prompt and answer from the decode engine, although there
+// were others before it, the prefill engines have nothing left of the conversation, and the router was started again before
+// the last. No flag asks for turns.
+func TestTurnForks(t *testing.T) {
+	const forks, prompt, answer, more = 6, 100, 64, 50
+	for _, f := range rig.Movers(t) {
+		t.Run(f.Connector, func(t *testing.T) {
+			r, file := rig.New(t), filepath.Join(t.TempDir(), "turns")
+			single := r.ServeModel("sim", "single", "")
+			p1 := r.ServeModel("sim", "prefill 1", turnsConfig(f), "--enable-prefix-caching=false")
+			p2 := r.ServeModel("sim", "prefill 2", turnsConfig(f), "--enable-prefix-caching=false")
+			d := r.ServeModel("sim", "decode", turnsConfig(f))
+			route := func() *cluster.Process {
+				return r.Start("router", "route", "--port", "0", "--prefill", p1.URL+","+p2.URL, "--decode", d.URL, "--bidirectional-file", file)
+			}
+			router := route()
+			c := &conversation{rng: rand.New(rand.NewPCG(*rig.Seed, 1))}
+			c.say(prompt)
+			ask := func(url string, tokens []int32) []int32 {
+				got, err := r.Client.Complete(t.Context(), url, cluster.Request{Tokens: tokens, MaxTokens: answer, IgnoreEOS: true})
+				require.NoError(t, err)
+				return got.Tokens
+			}
+			same := func(tokens []int32) []int32 {
+				got := ask(router.URL, tokens)
+				require.Equal(t, ask(single.URL, tokens), got)
+				return got
+			}
+			first := slices.Concat(c.tokens, same(c.tokens))
+			require.Eventually(t, func() bool { // the router learns from the engines what they are
+				return r.Metrics(router).Sum("kvport_router_turns_total", `what="kept"`) > 0 || len(ask(router.URL, c.tokens)) == 0
+			}, time.Minute, 20*time.Millisecond)
+			for i := range forks {
+				if i == forks-1 { // the router's next life
+					r.Stop(router)
+					router = route()
+				}
+				c.tokens = slices.Clone(first)
+				c.say(more)
+				same(c.tokens)
+			}
+			fetched, failed := 0.0, 0.0
+			for _, p := range []*cluster.Process{p1, p2} {
+				fetched += r.Metrics(p).Sum("kvport_prompt_tokens_total", `source="external"`)
+				failed += r.Metrics(p).Sum("kvport_integrity_failures_total")
+				r.Idle(p)
+			}
+			r.Idle(d)
+			least := forks * (len(first)/16*16 - 16) // the last token of an answer is never computed
+			t.Logf("%d follow-ups to one answer: the prefill engines load %.0f of %d tokens", forks, fetched, forks*len(first))
+			require.GreaterOrEqual(t, fetched, float64(least))
+			require.Zero(t, failed)
+		})
 	}
 }
 

@@ -413,6 +413,7 @@ func (s childScheduler) Finish(_ context.Context, ended []connector.Ended) ([]co
 		return nil, err
 	}
 	for i := range j.given {
+		j.given[i].Weak = j.given[i].Weak || i < len(ended) && ended[i].Weak
 		j.given[i].ID = s.holds.Add(s.h.w.now, life, &j.given[i], holdMax)
 	}
 	return j.given, nil

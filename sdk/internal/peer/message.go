@@ -166,37 +166,39 @@ func parseTicket(b []byte) (ticket, error) {
 // maxHolds limits the holds that are remembered, and the reports that nobody has fetched.
 const maxHolds = 1 << 14
 
-// holdTable knows which holds have not been fetched yet.
+// holdTable knows how often holds are still to be fetched.
 type holdTable struct {
 	mu     sync.Mutex
-	waits  *recent[connector.HoldID, struct{}]
+	waits  *recent[connector.HoldID, int]
 	report chan connector.HoldID
 }
 
 func newHoldTable() *holdTable {
-	return &holdTable{waits: newRecent[connector.HoldID, struct{}](maxHolds), report: make(chan connector.HoldID, maxHolds)}
+	return &holdTable{waits: newRecent[connector.HoldID, int](maxHolds), report: make(chan connector.HoldID, maxHolds)}
 }
 
-// open returns a new id. Ids are random, so a ticket that was changed, or one from an earlier process of
+// open returns a new id of a hold for some consumers. Ids are random, so a ticket that was changed, or one from an earlier process of
 // the plugin, names no open hold (rule PD-09).
-func (h *holdTable) open() connector.HoldID {
+func (h *holdTable) open(consumers int) connector.HoldID {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	id := connector.HoldID(rand.Uint64()>>1 | 1)
 	for h.waits.has(id) {
 		id += 2
 	}
-	h.waits.set(id, struct{}{})
+	h.waits.set(id, consumers)
 	return id
 }
 
-// fetched records that a consumer has fetched a hold. A second time, or for an unknown hold, it does
+// fetched records that a consumer has fetched a hold. After its last one, or for an unknown hold, it does
 // nothing.
 func (h *holdTable) fetched(id connector.HoldID) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.waits.has(id) {
-		h.waits.remove(id)
+	if left, waits := h.waits.get(id); waits {
+		if h.waits.set(id, left-1); left == 1 {
+			h.waits.remove(id)
+		}
 		select {
 		case h.report <- id:
 		default: // the engine does not ask; weak holds end on their own

@@ -144,15 +144,27 @@ func (s *Scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connec
 	for i := range ended {
 		e := &ended[i]
 		if e.Remote && len(e.Blocks) > 0 && s.peers.listener != nil {
-			t := ticket{hold: s.peers.holds.open(), address: s.peers.listener.Address()}
+			t := ticket{hold: s.peers.holds.open(consumersOf(e)), address: s.peers.listener.Address()}
 			if to := s.peers.target(e.Request); to != "" {
 				t.pushed = s.rest(to, e, t)
 			}
-			holds[i] = connector.Hold{ID: t.hold, Weak: true, Consumers: 1, Ticket: t.encode()}
+			holds[i] = connector.Hold{ID: t.hold, Weak: true, Consumers: consumersOf(e), Ticket: t.encode()}
 		}
 		s.peers.pushing.end(e.Request)
 	}
 	return holds, nil
+}
+
+// turnLoads is how many loads the answer of a conversation serves: as many follow-ups may go on from it. The buffer
+// keeps nothing for them, so it only bounds what hosts remember of a ticket.
+const turnLoads = 256
+
+// consumersOf is how many loads the blocks of an ended request serve.
+func consumersOf(e *connector.Ended) int {
+	if e.Weak {
+		return turnLoads
+	}
+	return 1
 }
 
 // rest sends a consumer the blocks that an earlier request computed, and says that this is all.

@@ -1,0 +1,154 @@
+package router
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+)
+
+// turnsFile is what a router writes of the answers that it remembers, so that its next life knows them. Marks are
+// hashes with a seed of the file's own; tickets are secret, so nobody else may read it.
+type turnsFile struct {
+	Version int         `json:"version"`
+	Seed    uint64      `json:"seed,string"`
+	Turns   []savedTurn `json:"turns"` // the one that was not used for longest first
+}
+
+type savedTurn struct {
+	Mark     uint64          `json:"mark,string"`
+	Instance string          `json:"instance"` // URL
+	Params   json.RawMessage `json:"params"`
+}
+
+const (
+	turnsVersion = 1
+	// maxTurnsFile bounds a file that is read, in bytes.
+	maxTurnsFile = 128 << 20
+	// saveTurnsEvery is how much of what is remembered a router loses at most that is killed.
+	saveTurnsEvery = 5 * time.Second
+)
+
+// readTurns reads a file. One that is not there is empty, but its folder must be. Errors name the file.
+func readTurns(path string) (*turnsFile, error) {
+	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a FIFO must not block us
+	if errors.Is(err, fs.ErrNotExist) {
+		_, err = os.Stat(filepath.Dir(path))
+		return &turnsFile{}, err
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	info, err := file.Stat()
+	switch {
+	case err != nil:
+		return nil, err
+	case !info.Mode().IsRegular():
+		return nil, fmt.Errorf("%s is no regular file", path)
+	case info.Mode().Perm()&0o077 != 0:
+		return nil, fmt.Errorf("%s: mode %#o lets others read tickets, use chmod 600", path, info.Mode().Perm())
+	}
+	data, err := io.ReadAll(io.LimitReader(file, maxTurnsFile+1))
+	if err != nil {
+		return nil, err
+	}
+	f := &turnsFile{}
+	if err = json.Unmarshal(data, f); err == nil && f.Version != turnsVersion {
+		err = fmt.Errorf("version is %d, want %d", f.Version, turnsVersion)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s was not written by this release: %w; remove it", path, err)
+	}
+	return f, nil
+}
+
+// restoreTurns reads Config.TurnsFile, if there is one.
+func (r *Router) restoreTurns() error {
+	if r.config.TurnsFile == "" {
+		return nil
+	}
+	f, err := readTurns(r.config.TurnsFile)
+	if err != nil {
+		return fmt.Errorf("--bidirectional-file: %w", err)
+	}
+	r.turns.restore(f, r.pool.decodeAt)
+	return nil
+}
+
+// restore takes over what an earlier life has written. place gives an instance's place in the pool; answers on instances
+// that are not there any more are left out. It must be called before any mark is made.
+func (t *turns) restore(f *turnsFile, place func(instance string) (int, bool)) {
+	if f.Version != turnsVersion {
+		return // there was no file
+	}
+	t.seed = f.Seed
+	for _, s := range f.Turns {
+		if i, known := place(s.Instance); known {
+			t.keep([]uint64{s.Mark}, i, s.Params)
+		}
+	}
+}
+
+// snapshot is what the file must have; nil if nothing has changed. name gives an instance's URL.
+func (t *turns) snapshot(name func(instance int) string) *turnsFile {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.changed {
+		return nil
+	}
+	t.changed = false
+	f := &turnsFile{Version: turnsVersion, Seed: t.seed, Turns: make([]savedTurn, 0, t.order.Len())}
+	for e := t.order.Front(); e != nil; e = e.Next() {
+		if s, ok := e.Value.(turn); ok {
+			f.Turns = append(f.Turns, savedTurn{s.mark, name(s.instance), s.params})
+		}
+	}
+	return f
+}
+
+// write puts the file in place as a whole: whoever reads it sees all of it or its predecessor.
+func (f *turnsFile) write(path string) (err error) {
+	data, err := json.Marshal(f)
+	if err != nil {
+		return err
+	}
+	file, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+"-*") // mode 0600
+	if err != nil {
+		return err
+	}
+	_, err = file.Write(data)
+	if err = errors.Join(err, file.Close()); err == nil {
+		err = os.Rename(file.Name(), path)
+	}
+	if err != nil {
+		err = errors.Join(err, os.Remove(file.Name()))
+	}
+	return err
+}
+
+// saveTurns writes what is remembered from time to time until ctx ends, and then once more.
+func (r *Router) saveTurns(ctx context.Context) {
+	tick := time.NewTicker(saveTurnsEvery)
+	defer tick.Stop()
+	for over := false; !over; {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			over = true
+		}
+		f := r.turns.snapshot(r.pool.name)
+		if f == nil {
+			continue
+		}
+		if err := f.write(r.config.TurnsFile); err != nil {
+			r.config.Log.Warn("what is known of conversations could not be written, and a restart forgets it", "err", err)
+		}
+	}
+}
