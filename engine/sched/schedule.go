@@ -132,6 +132,23 @@ func (s *Scheduler) admit(budget int) {
 // returns false. Beyond its own it leaves a block for each request that has some, to grow into.
 func (s *Scheduler) place(r *seq) bool {
 	hit := s.localHit(r)
+	s.attach(r, hit)
+	if s.missing(r)+s.holders() > s.pool.Available() {
+		s.release(r)
+		return false
+	}
+	s.allocate(r)
+	if r.generated() == 0 {
+		r.local, r.external = hit, 0
+	}
+	if end, held := s.offered(r, hit); end > hit {
+		s.load(r, end, held)
+	}
+	return true
+}
+
+// attach gives a waiting request the blocks of the prefix cache that hold its first tokens.
+func (s *Scheduler) attach(r *seq, hit int) {
 	r.table = make([][]connector.BlockID, s.cfg.Groups)
 	for g := range r.table {
 		for i, key := range r.Keys[:hit/s.cfg.BlockTokens] {
@@ -143,19 +160,7 @@ func (s *Scheduler) place(r *seq) bool {
 			r.table[g] = append(r.table[g], id)
 		}
 	}
-	if s.missing(r)+s.holders() > s.pool.Available() {
-		s.release(r)
-		return false
-	}
-	s.allocate(r)
 	r.computed, r.full = hit, hit/s.cfg.BlockTokens
-	if r.generated() == 0 {
-		r.local, r.external = hit, 0
-	}
-	if end, held := s.offered(r, hit); end > hit {
-		s.load(r, end, held)
-	}
-	return true
 }
 
 // offered is where the connector's offer ends, in tokens, and how much of it to load. Whole blocks stay
