@@ -178,13 +178,12 @@ func (s *Scheduler) Questions() []Question {
 	var list []Question
 	slots := s.slots()
 	for _, r := range s.queue {
-		if slots == 0 {
-			break
-		}
-		if r.state != waiting || r.match.Later {
+		if r.state != waiting || r.match.Later || slots == 0 && !r.Query {
 			continue
 		}
-		slots--
+		if !r.Query {
+			slots--
+		}
 		if hit := s.localHit(r); s.mustAsk(r, hit) {
 			list = append(list, s.question(r, hit))
 		}

@@ -98,21 +98,24 @@ func (s *Scheduler) preempt(r *seq) {
 
 // admit brings queued requests into the batch, in order of arrival, while there are places, blocks
 // and tokens left. A request that must be asked about first, or whose answer was Later, is passed
-// over; one that does not fit keeps those behind it waiting, so that it gets its turn.
+// over; one that does not fit keeps those behind it waiting, so that it gets its turn. A cache query needs no place.
 func (s *Scheduler) admit(budget int) {
 	full := s.slots() == 0
 	for _, r := range slices.Clone(s.queue) {
-		if budget == 0 {
-			return
+		if budget == 0 && !r.Query {
+			continue
 		}
 		switch {
 		case r.state == ready && len(s.running) < s.cfg.MaxSeqs:
-		case r.state != waiting || r.match.Later || full:
+		case r.state != waiting || r.match.Later || full && !r.Query:
 			continue
 		case s.cfg.Groups*s.blocksFor(len(r.tokens)) > s.room():
 			s.end(r, connector.ReasonError, ErrNoRoom)
 			continue
 		case s.mustAsk(r, s.localHit(r)):
+			continue
+		case r.Query:
+			s.tell(r)
 			continue
 		default:
 			if full = !s.place(r); full || r.state == loading {
@@ -126,6 +129,17 @@ func (s *Scheduler) admit(budget int) {
 		budget -= s.plan(r, budget)
 		full = full || s.slots() == 0
 	}
+}
+
+// tell ends a cache query: it says what a request would get now. It has blocks only if they are to be held.
+func (s *Scheduler) tell(r *seq) {
+	hit := s.localHit(r)
+	end, _ := s.offered(r, hit)
+	r.local, r.external = hit, end-hit
+	if r.Remote {
+		s.attach(r, hit)
+	}
+	s.end(r, connector.ReasonStop, nil)
 }
 
 // place gives a waiting request all blocks it needs and starts its load, or changes nothing and
