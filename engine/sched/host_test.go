@@ -86,7 +86,7 @@ func (w *world) take(st *connector.Step) error {
 		if c.ended++; c.arrived != 1 || c.ended != 1 {
 			return fmt.Errorf("%s arrived %d times, ended %d times", e.Request, c.arrived, c.ended)
 		}
-		if c.req.Query && (e.Weak != e.Remote || !e.Remote && len(e.Blocks) > 0) {
+		if c.req.Query && (e.Weak != e.Remote || e.Remote != (len(e.Blocks) > 0)) {
 			return fmt.Errorf("a cache query ends with %+v", e)
 		}
 		if err := w.check(e.Request, 0, e.Tokens, e.Blocks); err != nil {

@@ -136,7 +136,7 @@ func (s *Scheduler) tell(r *seq) {
 	hit := s.localHit(r)
 	end, _ := s.offered(r, hit)
 	r.local, r.external = hit, end-hit
-	if r.Remote {
+	if r.Remote = r.Remote && hit > 0; r.Remote {
 		s.attach(r, hit)
 	}
 	s.end(r, connector.ReasonStop, nil)

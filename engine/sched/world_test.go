@@ -316,7 +316,8 @@ func (w *world) mayEnd(c *client, o Output) bool {
 // last of its saves.
 func (w *world) ticketFits(c *client, o Output) bool {
 	normal := o.Reason == connector.ReasonLength || o.Reason == connector.ReasonStop
-	if !normal || !c.req.Remote || w.cfg.Role == 0 {
+	nothing := c.req.Query && o.Local == 0
+	if !normal || !c.req.Remote || w.cfg.Role == 0 || nothing {
 		return o.Ticket == nil
 	}
 	saving := slices.ContainsFunc(w.ops, func(x *op) bool { return x.kind == 's' && x.client == c })
