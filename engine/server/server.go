@@ -57,6 +57,12 @@ type Config struct {
 	// the engine is, and nothing else. Nil: there are no keys.
 	Known func(authorization string) bool
 
+	// CacheQueryRate is how many cache queries a second each API key may ask; 100. Below 0: none are answered.
+	CacheQueryRate int
+	// KeyName tells the API keys of Authorization headers apart, without revealing them. Headers that have none of the
+	// front's keys must all have the same name. Nil: all are the same.
+	KeyName func(authorization string) string
+
 	Log      *slog.Logger          // nil: none
 	Metrics  prometheus.Registerer // nil: not registered
 	Gatherer prometheus.Gatherer   // what /metrics shows; nil: no /metrics
@@ -81,6 +87,7 @@ type Server struct {
 	config   Config
 	info     engine.Info
 	stops    []int32
+	queries  *queryLimit
 	metrics  *metrics
 	mux      *http.ServeMux
 	slots    chan struct{} // one for each request in flight whose body has come
@@ -98,13 +105,14 @@ func New(c Config) (*Server, error) {
 	setDefault(&c.MaxInFlight, 256)
 	setDefault(&c.BodyTimeout, 30*time.Second)
 	setDefault(&c.WriteTimeout, 30*time.Second)
+	setDefault(&c.CacheQueryRate, 100)
 	setDefault(&c.Log, slog.New(slog.DiscardHandler))
 	m, err := newMetrics(c.Metrics)
 	if err != nil {
 		return nil, err
 	}
 	s := &Server{
-		config: c, info: c.Engine.Info(), stops: c.Tokenizer.Stops(), metrics: m,
+		config: c, info: c.Engine.Info(), stops: c.Tokenizer.Stops(), metrics: m, queries: newQueryLimit(c.CacheQueryRate),
 		slots: make(chan struct{}, c.MaxInFlight), started: time.Now(),
 	}
 	s.mux = s.routes()
@@ -160,13 +168,18 @@ type exchange struct {
 	id     string // 128 random bits; a client's own id is a label only
 	pair   string // begins the engine's request ids, if a label names two engines: connectors check its signature
 	chat   bool
+	key    string // names the client's API key
 	params params
 	jobs   []job
+	cached *engine.Cached // the answer to a cache query
 }
 
 func (s *Server) generate(chat bool) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		x := &exchange{id: newID(), chat: chat}
+		if s.config.KeyName != nil {
+			x.key = s.config.KeyName(r.Header.Get("Authorization"))
+		}
 		label := label(r.Header.Get("X-Request-Id"), x.id)
 		if strings.HasPrefix(label, pairPrefix) {
 			x.pair = label + "-"
@@ -186,6 +199,9 @@ func (s *Server) generate(chat bool) http.HandlerFunc {
 			e = asError(err)
 			code = fmt.Sprint(e.Status)
 			e.Write(w)
+		}
+		if x.params.query {
+			s.metrics.queries.WithLabelValues(x.answered(e)).Inc()
 		}
 		s.metrics.requests.WithLabelValues(r.URL.Path, code).Inc()
 		s.metrics.seconds.WithLabelValues(r.URL.Path).Observe(time.Since(began).Seconds())
@@ -302,6 +318,9 @@ func (s *Server) decode(x *exchange, body []byte) error {
 	if name := x.params.model; name != "" && name != "default" && name != s.config.ModelName {
 		return &Error{http.StatusNotFound, "invalid_request_error", "model", "model_not_found", fmt.Sprintf("there is no model %q here, only %q", name, s.config.ModelName)}
 	}
+	if err := s.admitQuery(x); err != nil { // before its prompt costs anything
+		return err
+	}
 	for i, p := range prompts {
 		j, err := s.job(x, p, field)
 		if err != nil {
@@ -336,6 +355,8 @@ func (s *Server) job(x *exchange, p prompt, field string) (job, error) {
 	}
 	n := x.params.maxTokens
 	switch {
+	case x.params.query: // what follows a prompt does not matter to what is cached of it
+		n = 1
 	case n == 0 && x.chat:
 		n = max(1, limit-len(tokens))
 	case n == 0:
@@ -348,6 +369,7 @@ func (s *Server) job(x *exchange, p prompt, field string) (job, error) {
 	return job{stops: x.params.stops, prompt: slices.Clone(tokens), request: engine.Request{
 		Prompt: tokens, Params: x.params.sampling, MaxTokens: n, IgnoreEOS: x.params.ignoreEOS,
 		Salt: x.params.salt, Ticket: x.params.ticket, Remote: x.params.remote, Turn: x.params.turn,
+		Query: x.params.query, Hold: x.params.hold,
 	}}, nil
 }
 
@@ -385,6 +407,8 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 		Model string `json:"model"`
 		engine.Health
 		Fit *host.Fit `json:"kv,omitempty"` // for routers: which engines can hand blocks to each other
+
+		CacheQuery bool `json:"cache_query,omitempty"` // cache queries are answered
 	}
 	h := s.config.Engine.Health()
 	answer := struct {
@@ -392,7 +416,7 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 		*details        // nil: for strangers
 	}{Status: "ok"}
 	if s.config.Known == nil || s.config.Known(r.Header.Get("Authorization")) {
-		answer.details = &details{Model: s.config.ModelName, Health: h}
+		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0}
 		if s.info.Fit.Role != "" {
 			answer.Fit = &s.info.Fit
 		}
@@ -447,6 +471,7 @@ func newID() string {
 type metrics struct {
 	requests      *prometheus.CounterVec
 	seconds       *prometheus.HistogramVec
+	queries       *prometheus.CounterVec
 	unknownFields prometheus.Counter
 	inFlight      prometheus.Gauge
 }
@@ -456,6 +481,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 	m := &metrics{
 		requests:      s.Counters("kvport_http_requests_total", "Generation requests by path and status; 499: the client went away.", "path", "code"),
 		seconds:       s.Histograms("kvport_http_request_seconds", "From a generation request's arrival to the end of its answer.", prometheus.ExponentialBuckets(0.002, 2, 18), "path"),
+		queries:       s.Counters("kvport_cache_queries_total", "Cache queries by how they ended: answered, unknown (a connector of some scope did not say in time), limited (too many of one API key), failed.", "result"),
 		unknownFields: s.Counter("kvport_http_unknown_fields_total", "Fields of request bodies that were ignored because nothing here knows them."),
 		inFlight:      s.Gauge("kvport_http_requests_in_flight", "Generation requests being served."),
 	}
