@@ -206,13 +206,9 @@ func (s *Scheduler) load(r *seq, to, held int) {
 	r.state = loading
 }
 
-// missing is the number of blocks a request lacks for the tokens it has.
+// missing is the number of blocks a request lacks for the tokens it has, as many in each group.
 func (s *Scheduler) missing(r *seq) int {
-	n := 0
-	for _, t := range r.table {
-		n += s.blocksFor(len(r.tokens)) - len(t)
-	}
-	return n
+	return s.cfg.Groups * (s.blocksFor(len(r.tokens)) - len(r.table[0]))
 }
 
 // allocate gives a request the blocks it lacks; the caller has made sure that they are there.
