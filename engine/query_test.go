@@ -152,7 +152,8 @@ func TestCacheQueryOfStore(t *testing.T) {
 }
 
 // several is the config of an engine with a store that all engines share and one of the node.
-func several(t testing.TB, role connector.Role, dir, node, extra, settings string) Config {
+func several(t testing.TB, dir, node, extra, settings string) Config {
+	role := connector.RoleConsumer
 	cfg := shared(t, simConfig(t), role, dir, "")
 	path, err := json.Marshal(dir)
 	require.NoError(t, err)
@@ -178,7 +179,7 @@ func TestCacheQueryOfSeveral(t *testing.T) {
 	collect(submit(t, w, prompted("b", 1, 100)))
 	requireIdle(t, w)
 
-	m := start(t, several(t, connector.RoleConsumer, dir, node, "", "{}"))
+	m := start(t, several(t, dir, node, "", "{}"))
 	answer := m.asks(t, prompted("c", 1, 100))
 	require.Equal(t, [3]int{0, 48, 48}, inScopes(answer))
 	all := (&connector.KeySpace{Model: cfg.Model.Spec().Weights}).Keys(prompted("c", 1, 100).Prompt, 16)
@@ -199,7 +200,7 @@ func TestCacheQueryUnknown(t *testing.T) {
 	}
 	dir, node := storage(t), t.TempDir()
 	prefill(t, start(t, shared(t, simConfig(t), connector.RoleProducer, dir, "")), []Request{prompted("a", 1, 50)})
-	m := start(t, several(t, connector.RoleConsumer, dir, node, `, "fault": "hang_match"`, `{"heartbeat": {"limit": "1m"}}`))
+	m := start(t, several(t, dir, node, `, "fault": "hang_match"`, `{"heartbeat": {"limit": "1m"}}`))
 	answer := m.asks(t, prompted("a", 1, 50))
 	require.Equal(t, [3]int{0, 0, 48}, inScopes(answer), "the others answer without it")
 	require.Equal(t, []bool{false, true, false}, unknown(answer))
@@ -251,7 +252,7 @@ func TestCacheQueryHolds(t *testing.T) {
 	requireIdle(t, d)
 }
 
-// TestCacheQueryCannotHold: the answer says why there is no ticket.
+// TestCacheQueryCannotHold: the answer says why nothing is held.
 func TestCacheQueryCannotHold(t *testing.T) {
 	req := prompted("a", 1, 50)
 	for want, cfg := range map[string]Config{

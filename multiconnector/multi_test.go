@@ -498,7 +498,7 @@ func (r *rig) expect(seed uint64, ks []connector.BlockKey, broken []bool, err er
 	}
 }
 
-// TestFound: who has what of a prompt, and who has not said.
+// TestFound: each part of a prompt has its child, and a child that does not answer is named.
 func TestFound(t *testing.T) {
 	ks := keys(6)
 	a, b, c := newShelf(ks[0], ks[1], ks[4]), newShelf(ks[2], ks[3]), newShelf(ks[5])

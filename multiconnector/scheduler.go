@@ -315,8 +315,8 @@ type Piece struct {
 	Child, End int
 }
 
-// Found says which child has what of a live request's prompt, in order, by the last Match; and whether a child was
-// asked and gave no answer that could be used, by child. silent is nil for a request that is not known, and must not be
+// Found says which child has which part of a live request's prompt, in order, by the last Match; and, by child, whether
+// it was asked and gave no answer that could be used. silent is nil for a request that is not known, and must not be
 // changed.
 func (m *Multi) Found(request connector.RequestID) (pieces []Piece, silent []bool) {
 	m.routes.mu.Lock()

@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// Cached is what an instance says of a prompt: how many tokens a request would get there without computing them, by who
-// else has them. It is a hint: blocks may be evicted before a request comes.
+// Cached is what an instance says about a prompt: how many tokens a request would get there without computing them, and
+// from where. It is a hint: blocks may be evicted before a request comes.
 type Cached struct {
 	Prompt  int  // tokens of the prompt
 	Engine  int  // of them in the instance itself
@@ -80,7 +80,7 @@ func (a *asker) note(q question, s heard) {
 	a.known[q] = s
 }
 
-// question names what a request asks an instance. Who asks is part of it: nobody learns what others have.
+// question names what a request asks an instance. The API key is part of it: nobody learns what others have.
 func (a *asker) question(c *call, instance int) question {
 	var h maphash.Hash
 	h.SetSeed(a.seed)

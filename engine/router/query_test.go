@@ -100,7 +100,7 @@ func TestCacheQueryUnanswered(t *testing.T) {
 	}
 }
 
-// Nobody waits longer than a moment for an answer, and at most so many queries run.
+// Nobody waits longer than a moment for an answer, and the number of queries that run is bounded.
 func TestCacheQueryIsBounded(t *testing.T) {
 	ended := make(chan struct{})
 	d := serveInstance(t, func(_ http.ResponseWriter, r *http.Request) {

@@ -102,20 +102,19 @@ func (s *Scheduler) preempt(r *seq) {
 func (s *Scheduler) admit(budget int) {
 	full := s.slots() == 0
 	for _, r := range slices.Clone(s.queue) {
-		if budget == 0 && !r.Query {
-			continue
-		}
 		switch {
+		case r.Query:
+			s.tell(r)
+			continue
+		case budget == 0:
+			continue
 		case r.state == ready && len(s.running) < s.cfg.MaxSeqs:
-		case r.state != waiting || r.match.Later || full && !r.Query:
+		case r.state != waiting || r.match.Later || full:
 			continue
 		case s.cfg.Groups*s.blocksFor(len(r.tokens)) > s.room():
 			s.end(r, connector.ReasonError, ErrNoRoom)
 			continue
 		case s.mustAsk(r, s.localHit(r)):
-			continue
-		case r.Query:
-			s.tell(r)
 			continue
 		default:
 			if full = !s.place(r); full || r.state == loading {
@@ -131,9 +130,13 @@ func (s *Scheduler) admit(budget int) {
 	}
 }
 
-// tell ends a cache query: it says what a request would get now. It has blocks only if they are to be held.
+// tell ends a cache query, unless the connector has yet to answer: it says what a request would get now. It has blocks
+// only if they are to be held.
 func (s *Scheduler) tell(r *seq) {
 	hit := s.localHit(r)
+	if r.match.Later || s.mustAsk(r, hit) {
+		return
+	}
 	end, _ := s.offered(r, hit)
 	r.local, r.external = hit, end-hit
 	if r.Remote = r.Remote && hit > 0; r.Remote {

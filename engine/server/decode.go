@@ -325,7 +325,7 @@ func (o *object) transfer(p *params) {
 	}
 }
 
-// cacheQuery takes what kv_transfer_params say of a cache query.
+// cacheQuery takes the fields of a cache query from kv_transfer_params.
 func (o *object) cacheQuery(p *params) {
 	if !take(o, "cache_query", "a boolean", &p.query) || !p.query {
 		return

@@ -18,7 +18,7 @@ type cacheAnswer struct {
 	Engine       scopeAnswer `json:"engine"`
 	Node         scopeAnswer `json:"node"`
 	Shared       scopeAnswer `json:"shared"`
-	NotHeld      string      `json:"not_held,omitempty"` // why there is no ticket, if one was wanted
+	NotHeld      string      `json:"not_held,omitempty"` // why the hold that was wanted is not there
 }
 
 // scopeAnswer is what would come from one scope.
@@ -95,7 +95,7 @@ func (s *Server) admitQuery(x *exchange) error {
 	return nil
 }
 
-// maxQueryKeys bounds the API keys of which the rate is remembered: beyond it all begin anew.
+// maxQueryKeys bounds the API keys of which the rate is remembered: beyond it all are forgotten.
 const maxQueryKeys = 1 << 12
 
 // queryLimit bounds the rate of cache queries of each API key. It is safe for concurrent use.

@@ -90,7 +90,7 @@ func TestCacheQueryHolds(t *testing.T) {
 	require.NotContains(t, body, "ticket")
 }
 
-// Each wrong query is refused by name before the engine hears of it.
+// Each wrong query is refused by name before the engine has it.
 func TestCacheQueryRefused(t *testing.T) {
 	e := &script{}
 	f := serve(t, e)
@@ -120,7 +120,7 @@ func TestCacheQueryRefused(t *testing.T) {
 	require.Equal(t, 1.0, testutil.ToFloat64(off.server.metrics.queries.WithLabelValues("failed")))
 }
 
-// Each API key may ask so often a second, whatever the others do; other requests are not limited.
+// The rate of each API key is its own, and it limits nothing but cache queries.
 func TestCacheQueryRate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, err := New(Config{

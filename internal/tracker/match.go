@@ -67,8 +67,8 @@ func (b *Tracker) renew(now time.Time, r *request) bool {
 	return true
 }
 
-// Sure reports whether what Match says of a request is the connector's word. It is not where the connector's answer
-// was late or an error, and where nobody is there to ask.
+// Sure reports whether the answer of Match is the connector's. It is not if the connector was late or failed, or if
+// nobody is there to ask.
 func (b *Tracker) Sure(id connector.RequestID) bool {
 	r := b.requests[id]
 	switch {
