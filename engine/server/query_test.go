@@ -120,6 +120,22 @@ func TestCacheQueryRefused(t *testing.T) {
 	require.Equal(t, 1.0, testutil.ToFloat64(off.server.metrics.queries.WithLabelValues("failed")))
 }
 
+// TestCacheQueryNamesNobody: a label that names two engines, by which blocks would be sent, has no effect.
+func TestCacheQueryNamesNobody(t *testing.T) {
+	e := &script{outputs: []engine.Output{queried(nil, "")}}
+	f := serve(t, e)
+	for _, params := range []string{`{"cache_query":true}`, "null"} {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, f.URL+"/v1/completions", strings.NewReader(`{"prompt":"x","kv_transfer_params":`+params+`}`))
+		require.NoError(t, err)
+		req.Header.Set("X-Request-Id", pairPrefix+"a___decode_addr_b_c")
+		resp, err := http.DefaultClient.Do(req)
+		require.NoError(t, err)
+		resp.Body.Close()
+	}
+	require.NotContains(t, e.requests()[0].ID, pairPrefix)
+	require.Contains(t, e.requests()[1].ID, pairPrefix)
+}
+
 // The rate of each API key is its own, and it limits nothing but cache queries.
 func TestCacheQueryRate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -321,6 +321,9 @@ func (s *Server) decode(x *exchange, body []byte) error {
 	if err := s.admitQuery(x); err != nil { // before its prompt costs anything
 		return err
 	}
+	if x.params.query { // no other engine is asked to send blocks for it
+		x.pair = ""
+	}
 	for i, p := range prompts {
 		j, err := s.job(x, p, field)
 		if err != nil {
