@@ -89,8 +89,10 @@ func (s *Server) admitQuery(x *exchange) error {
 	case s.config.CacheQueryRate < 0:
 		return unsupported("kv_transfer_params.cache_query", "is turned off on this server")
 	case !s.queries.allow(x.key):
-		return &Error{http.StatusTooManyRequests, "rate_limit_error", "kv_transfer_params.cache_query", tooManyQueries,
-			fmt.Sprintf("more than %d cache queries a second with this API key, try again later", s.config.CacheQueryRate)}
+		return &Error{
+			http.StatusTooManyRequests, "rate_limit_error", "kv_transfer_params.cache_query", tooManyQueries,
+			fmt.Sprintf("more than %d cache queries a second with this API key, try again later", s.config.CacheQueryRate),
+		}
 	}
 	return nil
 }
