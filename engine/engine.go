@@ -160,7 +160,7 @@ func (e *Engine) Submit(ctx context.Context, req Request) (<-chan Output, error)
 	space := e.space
 	space.Salt = req.Salt
 	seq := sched.Request{
-		ID: req.ID, Prompt: req.Prompt, MaxTokens: req.MaxTokens, Ticket: req.Ticket, Remote: req.Remote, Turn: req.Turn,
+		ID: req.ID, Prompt: req.Prompt, MaxTokens: req.MaxTokens, Ticket: req.Ticket, Remote: req.Remote, Turn: req.Turn, Query: req.Query,
 	}
 	if e.cfg.PrefixCaching || e.host != nil {
 		seq.Space, seq.Keys = &space, space.Keys(req.Prompt, e.cfg.BlockSize) // hashed here, off the loop
@@ -171,6 +171,9 @@ func (e *Engine) Submit(ctx context.Context, req Request) (<-chan Output, error)
 	st := &stream{
 		id: req.ID, params: req.Params, prompt: len(req.Prompt), since: time.Now(), out: make(chan Output, 1),
 		cause: func() error { return context.Cause(ctx) }, brought: brought{any: len(req.Ticket) > 0},
+	}
+	if req.Query {
+		st.query = e.query(&req, &seq)
 	}
 	if err := e.register(st); err != nil {
 		return nil, err
@@ -183,6 +186,9 @@ func (e *Engine) Submit(ctx context.Context, req Request) (<-chan Output, error)
 
 // check refuses a request that cannot be served.
 func (e *Engine) check(req *Request) error {
+	if err := checkQuery(req); err != nil {
+		return err
+	}
 	outside := func(t int32) bool { return t < 0 || int(t) >= e.info.Vocab }
 	switch {
 	case req.ID == "":
@@ -340,6 +346,8 @@ type Request struct {
 	Ticket    []byte // signed ticket of a producer (P/D, decode side); nil if none
 	Remote    bool   // P/D, prefill side: a consumer will fetch the KV, give a ticket at the end
 	Turn      bool   // P/D, decode side, with Remote: the ticket is for the next turn, and keeps nothing from being evicted
+	Query     bool   // a cache query: nothing is generated, the only Output says what is Cached; MaxTokens does not matter
+	Hold      bool   // with Query: give a ticket for what the prefix cache has; it keeps nothing from being evicted
 }
 
 // Output is a piece of a generation. The last one has Reason set, and Err too if that is ReasonError.
@@ -348,7 +356,8 @@ type Output struct {
 	Reason connector.Reason // 0 while the request runs
 	Err    error            // set when Reason is ReasonError
 	Usage  Usage            // complete in the last Output, running totals before
-	Ticket []byte           // last Output of a Remote request, if there is anything to fetch
+	Ticket []byte           // last Output of a Remote request, and of one with Hold, if there is anything to fetch
+	Cached *Cached          // Output of a Query that was answered; nil otherwise
 }
 
 // Usage says where the KV of a request's prompt came from, in tokens.

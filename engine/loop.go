@@ -169,8 +169,10 @@ func (l *loop) event(ev host.Event, open bool) {
 // ask puts the scheduler's questions to the connector. Each takes 200 microseconds at most.
 func (l *loop) ask() {
 	for _, q := range append(l.sched.Questions(), l.tickets()...) {
-		l.sched.Answer(q.Query.Request, q.Query.Computed, l.e.host.Match(q.Query, q.Ticket))
+		m := l.e.host.Match(q.Query, q.Ticket)
+		l.sched.Answer(q.Query.Request, q.Query.Computed, m)
 		l.noteTicket(q.Query.Request)
+		l.noteOrigin(q.Query.Request, m)
 	}
 }
 
@@ -306,7 +308,7 @@ func (l *loop) deliver(o sched.Output) {
 		delete(l.e.live, o.Request)
 		l.e.mu.Unlock()
 	}
-	st.send(Output{Tokens: o.Tokens, Reason: o.Reason, Err: o.Err, Ticket: o.Ticket, Usage: usage})
+	st.send(Output{Tokens: o.Tokens, Reason: o.Reason, Err: o.Err, Ticket: o.Ticket, Usage: usage, Cached: l.cached(st, o)})
 	if o.Reason != 0 {
 		close(st.out)
 	}
@@ -333,6 +335,7 @@ type stream struct {
 	unwatch func() bool
 	asked   *sched.Request // to be used by the loop, as what follows
 	brought brought
+	query   *query // of a cache query
 }
 
 // send never blocks: what the client has not read yet is taken back and sent again with the news.
@@ -462,7 +465,7 @@ func (m *metrics) output(st *stream, o sched.Output) {
 		}
 		st.last = now
 	}
-	if o.Reason != 0 {
+	if o.Reason != 0 && st.query == nil {
 		m.requests.WithLabelValues([]string{"", "stop", "length", "abort", "error"}[o.Reason]).Inc()
 	}
 }

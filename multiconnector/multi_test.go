@@ -497,3 +497,29 @@ func (r *rig) expect(seed uint64, ks []connector.BlockKey, broken []bool, err er
 		require.ElementsMatch(t, want, some.Blocks, "seed %d", seed)
 	}
 }
+
+// TestFound: each part of a prompt has its child, and a child that does not answer is named.
+func TestFound(t *testing.T) {
+	ks := keys(6)
+	a, b, c := newShelf(ks[0], ks[1], ks[4]), newShelf(ks[2], ks[3]), newShelf(ks[5])
+	c.hang = make(chan struct{})
+	r := newRig(t, func(cs []multiconnector.Child) { cs[0].Patience, cs[1].Patience = time.Minute, time.Minute }, a, b, c)
+	found := func() ([]multiconnector.Piece, []bool) {
+		r.match("r", ks)
+		return r.multi.Found("r")
+	}
+	pieces, silent := found()
+	require.Equal(t, []multiconnector.Piece{{Child: 0, End: 2 * blockTokens}, {Child: 1, End: 4 * blockTokens}, {Child: 0, End: 5 * blockTokens}}, pieces)
+	require.Equal(t, []bool{false, false, true}, silent)
+	close(c.hang)
+	require.Eventually(t, func() bool {
+		pieces, silent = found()
+		return !silent[2]
+	}, time.Minute, time.Millisecond)
+	require.Equal(t, multiconnector.Piece{Child: 2, End: 6 * blockTokens}, pieces[3])
+	b.later = true
+	_, silent = found()
+	require.True(t, silent[1], "it may have more")
+	_, silent = r.multi.Found("another")
+	require.Nil(t, silent)
+}

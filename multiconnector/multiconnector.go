@@ -101,7 +101,7 @@ func New(name string, children []Child) (*Multi, error) {
 			m.children[i].Patience = DefaultPatience
 		}
 	}
-	m.routes.request = map[connector.RequestID]route{}
+	m.routes.request = map[connector.RequestID]matched{}
 	return m, nil
 }
 

@@ -84,6 +84,7 @@ type search struct {
 	async   bool
 	known   []answer // by child
 	later   []bool
+	silent  []bool // no answer that could be used
 	segs    []segment
 	tickets []connector.Ticket
 	named   []int // by child: leading tokens that the ticket says are in its shared store
@@ -115,7 +116,7 @@ func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connecto
 			out[i].Later = out[i].Later || later && f.end < f.q.Tokens-f.q.Tokens%s.unit
 		}
 		if f.q.Request != "" {
-			s.routes.set(f.q.Request, f.segs)
+			s.routes.set(f.q.Request, f.segs, f.silent)
 			s.see(f)
 		}
 	}
@@ -125,7 +126,7 @@ func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connecto
 func (s *scheduler) newSearch(q *connector.Query) *search {
 	f := &search{
 		q: *q, end: q.Computed, known: make([]answer, len(s.lanes)), later: make([]bool, len(s.lanes)),
-		tickets: make([]connector.Ticket, len(s.lanes)), named: s.namedBy(q.Ticket),
+		silent: make([]bool, len(s.lanes)), tickets: make([]connector.Ticket, len(s.lanes)), named: s.namedBy(q.Ticket),
 	}
 	for i := range s.lanes {
 		f.known[i] = answer{from: -1}
@@ -144,7 +145,7 @@ func (s *scheduler) round(ctx context.Context, list []*search) (asked bool) {
 			asked = true
 		}
 	}
-	answers := make([][]connector.Match, len(s.lanes))
+	answers := make([][]heard, len(s.lanes))
 	queries := make([][]connector.Query, len(s.lanes))
 	var lanes []int
 	for i, fs := range asks {
@@ -162,7 +163,7 @@ func (s *scheduler) round(ctx context.Context, list []*search) (asked bool) {
 		for k, f := range fs {
 			m := answers[i][k]
 			f.known[i] = answer{from: f.end, end: f.end + m.Tokens, groups: m.Groups, async: m.Async}
-			f.later[i] = m.Later
+			f.later[i], f.silent[i] = m.Later, m.silent
 		}
 	}
 	for _, f := range list {
@@ -314,22 +315,46 @@ type segment struct {
 // routes are what the scheduler side tells the workers. Both are in one process.
 type routes struct {
 	mu      sync.Mutex
-	request map[connector.RequestID]route
+	request map[connector.RequestID]matched
 }
 
-func (r *routes) set(id connector.RequestID, to route) {
+// matched is what came of a request's last Match: where what is whose, and, by child, who gave no answer.
+type matched struct {
+	to     route
+	silent []bool
+}
+
+func (r *routes) set(id connector.RequestID, to route, silent []bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if _, known := r.request[id]; !known && len(r.request) >= maxRoutes {
 		clear(r.request)
 	}
-	r.request[id] = to
+	r.request[id] = matched{to, silent}
 }
 
 func (r *routes) get(id connector.RequestID) route {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.request[id]
+	return r.request[id].to
+}
+
+// Piece is a part of a prompt that one child has: up to token End, counted from 0.
+type Piece struct {
+	Child, End int
+}
+
+// Found says which child has which part of a live request's prompt, in order, by the last Match; and, by child, whether
+// it was asked and gave no answer that could be used. silent is nil for a request that is not known, and must not be
+// changed.
+func (m *Multi) Found(request connector.RequestID) (pieces []Piece, silent []bool) {
+	m.routes.mu.Lock()
+	defer m.routes.mu.Unlock()
+	last := m.routes.request[request]
+	for _, s := range last.to {
+		pieces = append(pieces, Piece{s.child, s.end})
+	}
+	return pieces, last.silent
 }
 
 func (r *routes) forget(id connector.RequestID) {
@@ -487,23 +512,32 @@ func (l *lane) slow() bool {
 	return late != 0 && l.run.Now().UnixNano() > late
 }
 
+// heard is a child's answer, or what stands for it where the child is silent.
+type heard struct {
+	connector.Match
+	silent bool // slow, failed, wrong, or later for too long
+}
+
 // match asks the child. A child that is slow or fails has nothing; ErrBusy is Later.
-func (l *lane) match(ctx context.Context, qs []connector.Query) []connector.Match {
+func (l *lane) match(ctx context.Context, qs []connector.Query) []heard {
 	patience := l.child.Patience
 	for i := range qs {
 		patience += time.Duration(len(qs[i].Keys)) * patiencePerKey
 	}
 	answers, err := try(ctx, l, patience, func(ctx context.Context) ([]connector.Match, error) { return l.side.Match(ctx, qs) })
-	out := make([]connector.Match, len(qs))
-	if err == nil && len(answers) == len(qs) {
-		copy(out, answers)
-	}
+	out := make([]heard, len(qs))
+	whole := err == nil && len(answers) == len(qs)
 	for i := range out {
-		q := &qs[i]
-		if out[i].Tokens < 0 || out[i].Tokens > q.Tokens-q.Computed {
-			out[i] = connector.Match{} // an answer that no engine could use
+		q, m := &qs[i], &out[i]
+		if m.silent = !whole; whole {
+			m.Match = answers[i]
 		}
-		out[i].Later = l.believed(q.Request, out[i].Later || errors.Is(err, connector.ErrBusy))
+		if m.Tokens < 0 || m.Tokens > q.Tokens-q.Computed {
+			*m = heard{silent: true} // an answer that no engine could use
+		}
+		later := m.Later || errors.Is(err, connector.ErrBusy)
+		m.Later = l.believed(q.Request, later)
+		m.silent = m.silent || later
 	}
 	return out
 }

@@ -245,6 +245,14 @@ func (t *front) knows(authorization string) bool {
 	return keys == nil || keys.allows(authorization)
 }
 
+// keyName tells API keys of Authorization headers apart; it is empty for a header without one.
+func (t *front) keyName(authorization string) string {
+	if keys := t.keys.Load(); keys != nil {
+		return keys.name(authorization)
+	}
+	return ""
+}
+
 // reload reads the API keys again at each SIGHUP, until ctx ends. A file that is not good leaves the keys
 // as they were. Without a file of keys nothing happens.
 func (t *front) reload(ctx context.Context, file string) {

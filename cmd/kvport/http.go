@@ -6,6 +6,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"crypto/subtle"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -150,6 +151,16 @@ func (k *keyring) allows(authorization string) bool {
 		found |= subtle.ConstantTimeCompare(hash[:], known[:])
 	}
 	return found == 1 && strings.EqualFold(scheme, "Bearer")
+}
+
+// name tells the keys apart without revealing them; it is empty for a header that has none of them.
+func (k *keyring) name(authorization string) string {
+	if !k.allows(authorization) {
+		return ""
+	}
+	_, key, _ := strings.Cut(authorization, " ")
+	hash := sha256.Sum256([]byte(strings.TrimSpace(key)))
+	return hex.EncodeToString(hash[:8])
 }
 
 // names are the hosts that a listener answers for. A web page can make a browser take any name for this

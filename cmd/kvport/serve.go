@@ -41,6 +41,7 @@ type serveFlags struct {
 	prefixCaching     bool
 	weightCache       bool
 	tensorParallel    int
+	cacheQueryRate    int
 	transferConfig    string
 	eventsConfig      string
 	pluginPath        []string
@@ -54,6 +55,7 @@ const (
 	maxBatch         = 1 << 20 // tokens of a step
 	maxSequences     = 1 << 12 // of a step
 	maxRequests      = 256     // at once
+	maxQueryRate     = 1 << 20 // cache queries a second
 )
 
 func newServe() *cobra.Command {
@@ -77,6 +79,7 @@ func newServe() *cobra.Command {
 	flags.BoolVar(&f.weightCache, "weight-cache", true, "keep packed weights in the user's cache folder, for a quick start the next time")
 	flags.BoolVar(&f.prefixCaching, "enable-prefix-caching", true, "reuse the KV of prompts that start alike")
 	flags.IntVar(&f.tensorParallel, "tensor-parallel-size", 1, "ranks, each with its share of the KV heads, a cache and a connector session of its own")
+	flags.IntVar(&f.cacheQueryRate, "cache-query-rate", 100, "cache queries a second that each API key may ask; without keys, all clients together; 0 answers none")
 	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it")
 	flags.StringVar(&f.eventsConfig, "kv-events-config", "", "where to publish which KV blocks there are, as JSON with vLLM's fields, or @FILE with it")
 	addPluginPath(flags, &f.pluginPath)
@@ -140,7 +143,10 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	}
 	c := server.Config{
 		Engine: e, Tokenizer: tok, ModelName: f.name(m), Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		MaxInFlight: f.inFlight(maxRequests), Known: t.knows, Events: place,
+		MaxInFlight: f.inFlight(maxRequests), Known: t.knows, Events: place, KeyName: t.keyName, CacheQueryRate: f.cacheQueryRate,
+	}
+	if c.CacheQueryRate == 0 {
+		c.CacheQueryRate = -1
 	}
 	if transfer != nil {
 		c.EngineID = transfer.EngineID
@@ -227,6 +233,7 @@ func (f *serveFlags) check() error {
 		{"max-model-len", f.maxModelLen, math.MaxInt},
 		{"max-num-batched-tokens", f.maxBatchedTokens, maxBatch},
 		{"max-num-seqs", f.maxSeqs, maxSequences},
+		{"cache-query-rate", f.cacheQueryRate, maxQueryRate},
 	} {
 		if n.value < 0 {
 			return fmt.Errorf("--%s is %d, want a positive number", n.flag, n.value)

@@ -174,6 +174,49 @@ func TestAPIKey(t *testing.T) {
 	}
 }
 
+// TestCacheQueryOfKeys: a cache query needs an API key as all requests do, and sees what a request of its salt would find.
+func TestCacheQueryOfKeys(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "keys")
+	require.NoError(t, os.WriteFile(file, []byte("alpha\nbeta\n"), 0o600))
+	p := start(t, "serve", "--model", "sim", "--port", "0", "--api-key-file", file)
+	prompt := strings.Repeat("the quick brown fox ", 10)
+	ask := func(key, salt, params string) (int, string) {
+		body := fmt.Sprintf(`{"prompt":%q,"cache_salt":%q,"max_tokens":1,"kv_transfer_params":%s}`, prompt, salt, params)
+		return do(t, "POST", p.URL+"/v1/completions", body, "Authorization", "Bearer "+key)
+	}
+	code, body := ask("alpha", "s", "null")
+	require.Equal(t, 200, code, body)
+	for salt, want := range map[string]string{"s": `"cached_tokens":192`, "other": `"cached_tokens":0`} {
+		code, body = ask("alpha", salt, `{"cache_query":true}`)
+		require.Equal(t, 200, code, body)
+		require.Contains(t, body, `"prompt_tokens_details":{`+want)
+	}
+	code, _ = ask("gamma", "s", `{"cache_query":true}`)
+	require.Equal(t, 401, code)
+
+	off := start(t, "serve", "--model", "sim", "--port", "0", "--cache-query-rate", "0")
+	code, body = do(t, "POST", off.URL+"/v1/completions", `{"prompt":"x","kv_transfer_params":{"cache_query":true}}`)
+	require.Equal(t, 400, code)
+	require.Contains(t, body, "turned off on this server")
+	_, body = do(t, "GET", off.URL+"/health", "")
+	require.NotContains(t, body, "cache_query")
+}
+
+func TestKeyNames(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "keys")
+	require.NoError(t, os.WriteFile(file, []byte("alpha\nbeta\n"), 0o600))
+	keys, err := readKeys(file)
+	require.NoError(t, err)
+	a, b := keys.name("Bearer alpha"), keys.name("Bearer beta")
+	require.NotEqual(t, a, b)
+	require.Equal(t, a, keys.name("bearer  alpha "))
+	require.NotContains(t, a, "alpha")
+	for _, other := range []string{"", "Bearer", "Bearer gamma", "Basic alpha"} {
+		require.Empty(t, keys.name(other))
+	}
+	require.Empty(t, (&front{}).keyName("Bearer alpha"), "there are no keys")
+}
+
 func TestBrief(t *testing.T) {
 	require.Equal(t, "a\nb", brief("a\nb\nc\n"))
 	require.Len(t, brief(strings.Repeat("é", 5000)), 1003)

@@ -34,18 +34,21 @@ type fit struct {
 	Gives []string `json:"gives"` // the ways by which blocks leave the instance; nil: not known
 	Takes []string `json:"takes"` // and by which they come to it
 
-	Events *kvevents.Place `json:"events"` // where it publishes which blocks it has; nil: it does not
+	Events  *kvevents.Place `json:"events"` // where it publishes which blocks it has; nil: it does not
+	answers bool            // cache queries
 }
 
 // parseFit reads a body of /health; nil if it says nothing of what fits.
 func parseFit(body []byte) *fit {
 	var h struct {
-		KV *fit `json:"kv"`
+		KV         *fit `json:"kv"`
+		CacheQuery bool `json:"cache_query"`
 	}
 	if json.Unmarshal(body, &h) != nil || h.KV == nil || h.KV.Role == "" {
 		return nil
 	}
 	f := h.KV
+	f.answers = h.CacheQuery
 	texts := []*string{&f.Role, &f.EngineID, &f.Connector, &f.Scope, &f.Model, &f.Shape, &f.ShapeText, &f.Base, &f.TicketKey, &f.Tenant}
 	for _, ways := range []*[]string{&f.Gives, &f.Takes} {
 		*ways = (*ways)[:min(len(*ways), maxWays)]

@@ -111,6 +111,7 @@ type Router struct {
 	bodies   atomic.Int64  // bytes of the bodies of running requests
 	slots    chan struct{} // one for each request in flight whose body has come
 	turns    *turns        // nil: conversations are not remembered
+	asker    *asker
 	draining atomic.Bool
 }
 
@@ -140,7 +141,7 @@ func New(c Config) (*Router, error) {
 	r := &Router{
 		config: c, metrics: m, pool: newPool(members, chooser, c.Log, m), policy: chooser, session: session, seed: newSeed(),
 		client: &http.Client{Transport: c.Transport, CheckRedirect: noRedirect},
-		mux:    http.NewServeMux(), slots: make(chan struct{}, c.MaxInFlight),
+		mux:    http.NewServeMux(), slots: make(chan struct{}, c.MaxInFlight), asker: newAsker(),
 	}
 	if chooser.UsesPrompts() {
 		if r.pool.blocks, err = newBlocks(c, r.client, r.pool, m); err != nil {
@@ -344,6 +345,10 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 	var err error
 	if c.body, err = parse(body); err != nil {
 		refuse(c.w, http.StatusBadRequest, "bad_request", err.Error())
+		return clientError
+	}
+	if c.body.asksForCache() {
+		refuse(c.w, http.StatusBadRequest, "unsupported_value", "kv_transfer_params.cache_query: the router answers none, ask an instance")
 		return clientError
 	}
 	c.size, c.session = len(body), r.session.of(req, c.body)

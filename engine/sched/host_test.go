@@ -86,7 +86,7 @@ func (w *world) take(st *connector.Step) error {
 		if c.ended++; c.arrived != 1 || c.ended != 1 {
 			return fmt.Errorf("%s arrived %d times, ended %d times", e.Request, c.arrived, c.ended)
 		}
-		if err := w.check(e.Request, 0, e.Tokens, e.Blocks); err != nil {
+		if err := w.checkEnd(c, e); err != nil {
 			return fmt.Errorf("ended: %w", err)
 		}
 		w.ops = append(w.ops, &op{kind: 'e', step: st.ID, request: e.Request, ended: e, want: w.snapshot(e.Blocks)})
@@ -94,9 +94,20 @@ func (w *world) take(st *connector.Step) error {
 	return nil
 }
 
+// checkEnd verifies what an ended request leaves. A cache query leaves something only where it is held, and not for sure.
+func (w *world) checkEnd(c *client, e connector.Ended) error {
+	if c.req.Query && (e.Weak != e.Remote || e.Remote != (len(e.Blocks) > 0)) {
+		return fmt.Errorf("a cache query ends with %+v", e)
+	}
+	return w.check(e.Request, 0, e.Tokens, e.Blocks)
+}
+
 func (w *world) startLoad(step uint64, t connector.Transfer) error {
 	if !w.cfg.Role.Loads() || t.Tokens <= 0 || len(t.Blocks) == 0 {
 		return fmt.Errorf("load of %d tokens with role %v", t.Tokens, w.cfg.Role)
+	}
+	if w.clients[t.Request].req.Query {
+		return fmt.Errorf("%s: a cache query loads", t.Request)
 	}
 	if w.clients[t.Request].barred {
 		return fmt.Errorf("%s: another load after one that left nothing", t.Request)

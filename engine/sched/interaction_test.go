@@ -155,7 +155,8 @@ func subject(d *datadriven.TestData) connector.RequestID {
 
 // add submits a prompt: letters, one token each.
 func (s *script) add(t *testing.T, d *datadriven.TestData, id connector.RequestID) {
-	req := Request{ID: id, Space: &connector.KeySpace{}, MaxTokens: 8, Remote: d.HasArg("remote")}
+	req := Request{ID: id, Space: &connector.KeySpace{}, MaxTokens: 8, Remote: d.HasArg("remote"), Query: d.HasArg("query")}
+	req.Turn = req.Query && req.Remote
 	for _, c := range strings.TrimSpace(d.Input) {
 		req.Prompt = append(req.Prompt, c)
 	}
@@ -242,6 +243,9 @@ func (s *script) tell(st *connector.Step) {
 		remote := ""
 		if e.Remote {
 			remote = " for a consumer"
+			if e.Weak {
+				remote += " that may not come"
+			}
 		}
 		fmt.Fprintf(&s.out, "  host: %s ended, reason %d, %d tokens %s%s\n", e.Request, e.Reason, e.Tokens, ids(e.Blocks), remote)
 	}

@@ -27,6 +27,7 @@ type Request struct {
 	Ticket    []byte               // signed, nil if none
 	Remote    bool                 // withhold the last output until the host has a ticket for it
 	Turn      bool                 // with Remote: the ticket is for the next turn of the conversation, if there is one
+	Query     bool                 // a cache query: say what there is and compute nothing; with Remote and Turn, hold it
 }
 
 // Output is news of one request. The last one has Reason set.

@@ -94,6 +94,7 @@ type handover struct {
 // New makes a scheduler over an empty cache. Groups below 1 means 1.
 func New(cfg Config, pool *kvcache.Pool) *Scheduler {
 	cfg.Groups = max(cfg.Groups, 1)
+	cfg.Trailing = append(slices.Clip(cfg.Trailing), make([]int, max(0, cfg.Groups-len(cfg.Trailing)))...)
 	return &Scheduler{
 		cfg: cfg, pool: pool, step: connector.Step{ID: 1},
 		live: map[connector.RequestID]*seq{}, handed: map[handle]*handover{},
@@ -178,13 +179,12 @@ func (s *Scheduler) Questions() []Question {
 	var list []Question
 	slots := s.slots()
 	for _, r := range s.queue {
-		if slots == 0 {
-			break
-		}
-		if r.state != waiting || r.match.Later {
+		if r.state != waiting || r.match.Later || slots == 0 && !r.Query {
 			continue
 		}
-		slots--
+		if !r.Query {
+			slots--
+		}
 		if hit := s.localHit(r); s.mustAsk(r, hit) {
 			list = append(list, s.question(r, hit))
 		}
@@ -272,7 +272,7 @@ func (s *Scheduler) localHit(r *seq) int {
 				row[g] = 0
 			}
 			whole = whole && row[g] > i-s.first(g, (i+1)*size)
-			if row[g] == 0 && s.trailing(g) == 0 {
+			if row[g] == 0 && s.cfg.Trailing[g] == 0 {
 				return hit
 			}
 		}
@@ -283,17 +283,9 @@ func (s *Scheduler) localHit(r *seq) int {
 	return hit
 }
 
-// trailing is how many of its last full blocks a group needs to go on, 0 for all.
-func (s *Scheduler) trailing(group int) int {
-	if group < len(s.cfg.Trailing) {
-		return s.cfg.Trailing[group]
-	}
-	return 0
-}
-
 // first is the first block that a group needs to go on behind the given number of tokens.
 func (s *Scheduler) first(group, tokens int) int {
-	if n := s.trailing(group); n > 0 {
+	if n := s.cfg.Trailing[group]; n > 0 {
 		return max(0, tokens/s.cfg.BlockTokens-n)
 	}
 	return 0

@@ -98,14 +98,16 @@ func (s *Scheduler) preempt(r *seq) {
 
 // admit brings queued requests into the batch, in order of arrival, while there are places, blocks
 // and tokens left. A request that must be asked about first, or whose answer was Later, is passed
-// over; one that does not fit keeps those behind it waiting, so that it gets its turn.
+// over; one that does not fit keeps those behind it waiting, so that it gets its turn. A cache query needs no place.
 func (s *Scheduler) admit(budget int) {
 	full := s.slots() == 0
 	for _, r := range slices.Clone(s.queue) {
-		if budget == 0 {
-			return
-		}
 		switch {
+		case r.Query:
+			s.tell(r)
+			continue
+		case budget == 0:
+			continue
 		case r.state == ready && len(s.running) < s.cfg.MaxSeqs:
 		case r.state != waiting || r.match.Later || full:
 			continue
@@ -128,10 +130,42 @@ func (s *Scheduler) admit(budget int) {
 	}
 }
 
+// tell ends a cache query, unless the connector has yet to answer: it says what a request would get now. It has blocks
+// only if they are to be held.
+func (s *Scheduler) tell(r *seq) {
+	hit := s.localHit(r)
+	if r.match.Later || s.mustAsk(r, hit) {
+		return
+	}
+	end, _ := s.offered(r, hit)
+	r.local, r.external = hit, end-hit
+	if r.Remote = r.Remote && hit > 0; r.Remote {
+		s.attach(r, hit)
+	}
+	s.end(r, connector.ReasonStop, nil)
+}
+
 // place gives a waiting request all blocks it needs and starts its load, or changes nothing and
 // returns false. Beyond its own it leaves a block for each request that has some, to grow into.
 func (s *Scheduler) place(r *seq) bool {
 	hit := s.localHit(r)
+	s.attach(r, hit)
+	if s.missing(r)+s.holders() > s.pool.Available() {
+		s.release(r)
+		return false
+	}
+	s.allocate(r)
+	if r.generated() == 0 {
+		r.local, r.external = hit, 0
+	}
+	if end, held := s.offered(r, hit); end > hit {
+		s.load(r, end, held)
+	}
+	return true
+}
+
+// attach gives a waiting request the blocks of the prefix cache that hold its first tokens.
+func (s *Scheduler) attach(r *seq, hit int) {
 	r.table = make([][]connector.BlockID, s.cfg.Groups)
 	for g := range r.table {
 		for i, key := range r.Keys[:hit/s.cfg.BlockTokens] {
@@ -143,19 +177,7 @@ func (s *Scheduler) place(r *seq) bool {
 			r.table[g] = append(r.table[g], id)
 		}
 	}
-	if s.missing(r)+s.holders() > s.pool.Available() {
-		s.release(r)
-		return false
-	}
-	s.allocate(r)
 	r.computed, r.full = hit, hit/s.cfg.BlockTokens
-	if r.generated() == 0 {
-		r.local, r.external = hit, 0
-	}
-	if end, held := s.offered(r, hit); end > hit {
-		s.load(r, end, held)
-	}
-	return true
 }
 
 // offered is where the connector's offer ends, in tokens, and how much of it to load. Whole blocks stay
@@ -187,13 +209,9 @@ func (s *Scheduler) load(r *seq, to, held int) {
 	r.state = loading
 }
 
-// missing is the number of blocks a request lacks for the tokens it has.
+// missing is the number of blocks a request lacks for the tokens it has, as many in each group.
 func (s *Scheduler) missing(r *seq) int {
-	n := 0
-	for _, t := range r.table {
-		n += s.blocksFor(len(r.tokens)) - len(t)
-	}
-	return n
+	return s.cfg.Groups * (s.blocksFor(len(r.tokens)) - len(r.table[0]))
 }
 
 // allocate gives a request the blocks it lacks; the caller has made sure that they are there.

@@ -117,6 +117,9 @@ func (w *world) submit() error {
 	if c.ticketed = w.rng.IntN(4) == 0; c.ticketed {
 		c.req.Ticket = []byte("t")
 	}
+	if w.rng.IntN(6) == 0 {
+		c.req.Query, c.req.Turn, c.req.MaxTokens, c.req.Ticket, c.ticketed = true, true, 1, nil, false
+	}
 	c.tokens = slices.Clone(c.req.Prompt)
 	err := w.s.Add(c.req)
 	if n+c.req.MaxTokens > room {
@@ -228,6 +231,9 @@ func (w *world) compute(chunks []Chunk) error {
 }
 
 func (w *world) forward(c *Chunk) error {
+	if w.clients[c.Request].req.Query {
+		return fmt.Errorf("%s: a cache query is computed", c.Request)
+	}
 	all, end := w.clients[c.Request].tokens, c.Start+len(c.Tokens)
 	if len(c.Tokens) == 0 || !slices.Equal(c.Tokens, all[c.Start:end]) || c.Sample != (end == len(all)) {
 		return fmt.Errorf("%s: wrong chunk at %d", c.Request, c.Start)
@@ -268,6 +274,7 @@ func (w *world) outputs() error {
 			continue
 		}
 		c.final = append(c.final, o)
+		w.noteQuery(c, o)
 		w.seen[fmt.Sprintf("reason %d", o.Reason)]++
 		n := len(c.tokens) - len(c.req.Prompt)
 		if o.Generated != n || o.Local+o.External >= len(c.req.Prompt) || !w.mayEnd(c, o) || !w.ticketFits(c, o) {
@@ -277,13 +284,26 @@ func (w *world) outputs() error {
 	return nil
 }
 
+// noteQuery counts what cache queries found.
+func (w *world) noteQuery(c *client, o Output) {
+	switch {
+	case !c.req.Query || o.Reason != connector.ReasonStop:
+	case c.req.Remote && o.Local > 0 && w.cfg.Role != 0:
+		w.seen["query that holds"]++
+	case o.External > 0:
+		w.seen["query that finds more"]++
+	case o.Local > 0:
+		w.seen["query that finds"]++
+	}
+}
+
 // mayEnd reports whether a request has reason to end as it did.
 func (w *world) mayEnd(c *client, o Output) bool {
 	switch o.Reason {
 	case connector.ReasonLength:
 		return o.Generated == c.req.MaxTokens
 	case connector.ReasonStop:
-		return slices.Contains(c.req.Stops, c.tokens[len(c.tokens)-1])
+		return c.req.Query || slices.Contains(c.req.Stops, c.tokens[len(c.tokens)-1])
 	case connector.ReasonAbort:
 		return c.aborted
 	case connector.ReasonError:
@@ -296,7 +316,8 @@ func (w *world) mayEnd(c *client, o Output) bool {
 // last of its saves.
 func (w *world) ticketFits(c *client, o Output) bool {
 	normal := o.Reason == connector.ReasonLength || o.Reason == connector.ReasonStop
-	if !normal || !c.req.Remote || w.cfg.Role == 0 {
+	nothing := c.req.Query && o.Local == 0
+	if !normal || !c.req.Remote || w.cfg.Role == 0 || nothing {
 		return o.Ticket == nil
 	}
 	saving := slices.ContainsFunc(w.ops, func(x *op) bool { return x.kind == 's' && x.client == c })

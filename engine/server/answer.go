@@ -21,7 +21,7 @@ type answer struct {
 	Choices        []choice        `json:"choices"`
 	Usage          json.RawMessage `json:"usage,omitempty"` // null in chunks before the last
 	PromptTokenIDs []int32         `json:"prompt_token_ids,omitempty"`
-	TransferParams *transferParams `json:"kv_transfer_params,omitempty"`
+	TransferParams any             `json:"kv_transfer_params,omitempty"` // a transferParams or what a cache query gets
 }
 
 // choice is one of an answer's choices. Text is of completions, Message of chat, Delta of its chunks.
@@ -65,6 +65,7 @@ type transferParams struct {
 // writer puts the pieces of one request into the words of its endpoint.
 type writer struct {
 	server *Server
+	x      *exchange
 	ctx    context.Context //nolint:containedctx // of the request
 	w      http.ResponseWriter
 	chat   bool
@@ -84,7 +85,7 @@ func (s *Server) newWriter(ctx context.Context, w http.ResponseWriter, x *exchan
 		prefix = "chatcmpl-"
 	}
 	return &writer{
-		server: s, ctx: ctx, w: w, chat: x.chat, params: &x.params, jobs: x.jobs, begun: make([]bool, len(x.jobs)), open: len(x.jobs),
+		server: s, x: x, ctx: ctx, w: w, chat: x.chat, params: &x.params, jobs: x.jobs, begun: make([]bool, len(x.jobs)), open: len(x.jobs),
 		base: answer{ID: prefix + x.id, Created: time.Now().Unix(), Model: s.config.ModelName},
 	}
 }
@@ -128,6 +129,9 @@ func (a *writer) note(p *piece) {
 	if p.ticket != nil {
 		a.ticket = p.ticket
 	}
+	if p.cached != nil {
+		a.x.cached = p.cached
+	}
 }
 
 func (a *writer) usage() json.RawMessage {
@@ -137,7 +141,19 @@ func (a *writer) usage() json.RawMessage {
 	return data
 }
 
-func (a *writer) transferParams() *transferParams {
+// transferParams are kv_transfer_params of the answer, nil if there is nothing to say.
+func (a *writer) transferParams() any {
+	t := a.ticketParams()
+	switch {
+	case a.x.cached != nil:
+		return a.cacheAnswer(t)
+	case t != nil:
+		return t
+	}
+	return nil
+}
+
+func (a *writer) ticketParams() *transferParams {
 	if a.ticket == nil {
 		return nil
 	}
@@ -298,6 +314,9 @@ func (a *writer) choices(p *piece, first bool) (list []choice) {
 	if a.chat && first {
 		empty := ""
 		list = append(list, choice{Delta: &message{"assistant", &empty}})
+		if a.params.query { // nothing follows
+			return list
+		}
 	}
 	shown := a.params.tokenIDs && len(p.tokens) > 0
 	if p.text != "" || shown || (!a.chat && p.last()) {

@@ -42,6 +42,9 @@ type params struct {
 	salt       string
 	remote     bool
 	turn       bool // remote, for the next turn of the conversation
+	query      bool // say what is cached, and generate nothing
+	hold       bool // with query: give a ticket for it
+	noBlockIDs bool // with query: say how much, and leave out of which blocks
 	ticket     []byte
 	unexpected int    // fields that nobody here knows
 	unknown    string // the first of them in alphabetical order, shortened
@@ -145,7 +148,7 @@ func decodeCompletion(body []byte) (*completionRequest, *Error) {
 	}
 	o.refuse(completionWishes())
 	r.params = o.params()
-	if len(r.prompts) > 1 && (r.remote || r.ticket != nil) {
+	if len(r.prompts) > 1 && (r.remote || r.ticket != nil || r.query) {
 		o.fail(unsupported("kv_transfer_params", "describe one prompt, the request has %d", len(r.prompts)))
 	}
 	return r, o.err
@@ -298,6 +301,10 @@ func (o *object) transfer(p *params) {
 	take(t, "do_remote_prefill", "a boolean", &load)
 	var ticket string
 	take(t, "kvport_ticket", "a base64 string", &ticket)
+	t.cacheQuery(p)
+	if p.query && (p.remote || load || ticket != "") {
+		t.fail(unsupported("cache_query", "goes without do_remote_decode, do_remote_prefill and kvport_ticket"))
+	}
 	t.refuseParams()
 	p.turn = p.remote && load
 	if t.err != nil {
@@ -316,6 +323,17 @@ func (o *object) transfer(p *params) {
 	if p.ticket, err = base64.StdEncoding.DecodeString(ticket); err != nil {
 		o.fail(wrongValue(name, "%v", err))
 	}
+}
+
+// cacheQuery takes the fields of a cache query from kv_transfer_params.
+func (o *object) cacheQuery(p *params) {
+	if !take(o, "cache_query", "a boolean", &p.query) || !p.query {
+		return
+	}
+	take(o, "hold", "a boolean", &p.hold)
+	blockIDs := true
+	take(o, "block_ids", "a boolean", &blockIDs)
+	p.noBlockIDs = !blockIDs
 }
 
 // decodePrompts reads a string, a list of strings, a list of token ids, or a list of such lists.

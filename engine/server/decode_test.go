@@ -331,7 +331,6 @@ func TestDecodeHarmless(t *testing.T) {
 // A wish in kv_transfer_params that nobody here knows is refused instead of answered with tokens.
 func TestDecodeRefusesWishesOfTransfer(t *testing.T) {
 	for params, want := range map[string]string{
-		`"cache_query":true`:                    "kv_transfer_params.cache_query",
 		`"request_type":"cache_query"`:          "kv_transfer_params.request_type",
 		`"` + strings.Repeat("x", 5000) + `":1`: "kv_transfer_params.xxx",
 		`"cache_query":false,"request_type":null,"a":[],"remote_host":"h","remote_port":5,"remote_block_ids":[1],"remote_engine_id":"e","tp_size":2,"kvport_later":1`: "",

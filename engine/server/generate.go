@@ -27,6 +27,8 @@ type piece struct {
 	err    error
 	usage  engine.Usage // last piece only
 	ticket []byte       // last piece only
+
+	cached *engine.Cached // last piece of a cache query only
 }
 
 // last reports whether nothing of the choice follows.
@@ -91,7 +93,7 @@ func (f *follower) run(ctx context.Context, results <-chan engine.Output) {
 			continue
 		}
 		p := f.push(&r)
-		p.usage, p.ticket = r.Usage, r.Ticket
+		p.usage, p.ticket, p.cached = r.Usage, r.Ticket, r.Cached
 		if p.last() {
 			f.ended, final = true, p
 			if r.Reason == 0 {

@@ -59,6 +59,12 @@ type Config struct {
 	// the engine is, and nothing else. Nil: there are no keys.
 	Known func(authorization string) bool
 
+	// CacheQueryRate is how many cache queries a second each API key may ask; 100. Below 0: none are answered.
+	CacheQueryRate int
+	// KeyName tells the API keys of Authorization headers apart, without revealing them. Headers that have none of the
+	// front's keys must all have the same name. Nil: all are the same.
+	KeyName func(authorization string) string
+
 	Log      *slog.Logger          // nil: none
 	Metrics  prometheus.Registerer // nil: not registered
 	Gatherer prometheus.Gatherer   // what /metrics shows; nil: no /metrics
@@ -83,6 +89,7 @@ type Server struct {
 	config   Config
 	info     engine.Info
 	stops    []int32
+	queries  *queryLimit
 	metrics  *metrics
 	mux      *http.ServeMux
 	slots    chan struct{} // one for each request in flight whose body has come
@@ -100,13 +107,14 @@ func New(c Config) (*Server, error) {
 	setDefault(&c.MaxInFlight, 256)
 	setDefault(&c.BodyTimeout, 30*time.Second)
 	setDefault(&c.WriteTimeout, 30*time.Second)
+	setDefault(&c.CacheQueryRate, 100)
 	setDefault(&c.Log, slog.New(slog.DiscardHandler))
 	m, err := newMetrics(c.Metrics)
 	if err != nil {
 		return nil, err
 	}
 	s := &Server{
-		config: c, info: c.Engine.Info(), stops: c.Tokenizer.Stops(), metrics: m,
+		config: c, info: c.Engine.Info(), stops: c.Tokenizer.Stops(), metrics: m, queries: newQueryLimit(c.CacheQueryRate),
 		slots: make(chan struct{}, c.MaxInFlight), started: time.Now(),
 	}
 	s.mux = s.routes()
@@ -163,13 +171,18 @@ type exchange struct {
 	id     string // 128 random bits; a client's own id is a label only
 	pair   string // begins the engine's request ids, if a label names two engines: connectors check its signature
 	chat   bool
+	key    string // names the client's API key
 	params params
 	jobs   []job
+	cached *engine.Cached // the answer to a cache query
 }
 
 func (s *Server) generate(chat bool) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		x := &exchange{id: newID(), chat: chat}
+		if s.config.KeyName != nil {
+			x.key = s.config.KeyName(r.Header.Get("Authorization"))
+		}
 		label := label(r.Header.Get("X-Request-Id"), x.id)
 		if strings.HasPrefix(label, pairPrefix) {
 			x.pair = label + "-"
@@ -189,6 +202,9 @@ func (s *Server) generate(chat bool) http.HandlerFunc {
 			e = asError(err)
 			code = fmt.Sprint(e.Status)
 			e.Write(w)
+		}
+		if x.params.query {
+			s.metrics.queries.WithLabelValues(x.answered(e)).Inc()
 		}
 		s.metrics.requests.WithLabelValues(r.URL.Path, code).Inc()
 		s.metrics.seconds.WithLabelValues(r.URL.Path).Observe(time.Since(began).Seconds())
@@ -305,6 +321,12 @@ func (s *Server) decode(x *exchange, body []byte) error {
 	if err := s.knownModel(x.params.model); err != nil {
 		return err
 	}
+	if err := s.admitQuery(x); err != nil { // before its prompt costs anything
+		return err
+	}
+	if x.params.query { // no other engine is asked to send blocks for it
+		x.pair = ""
+	}
 	for i, p := range prompts {
 		j, err := s.job(x, p, field)
 		if err != nil {
@@ -347,6 +369,8 @@ func (s *Server) job(x *exchange, p prompt, field string) (job, error) {
 	}
 	n := x.params.maxTokens
 	switch {
+	case x.params.query: // what follows a prompt does not matter to what is cached of it
+		n = 1
 	case n == 0 && x.chat:
 		n = max(1, limit-len(tokens))
 	case n == 0:
@@ -359,6 +383,7 @@ func (s *Server) job(x *exchange, p prompt, field string) (job, error) {
 	return job{stops: x.params.stops, prompt: slices.Clone(tokens), request: engine.Request{
 		Prompt: tokens, Params: x.params.sampling, MaxTokens: n, IgnoreEOS: x.params.ignoreEOS,
 		Salt: x.params.salt, Ticket: x.params.ticket, Remote: x.params.remote, Turn: x.params.turn,
+		Query: x.params.query, Hold: x.params.hold,
 	}}, nil
 }
 
@@ -399,7 +424,8 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 	type details struct {
 		Model string `json:"model"`
 		engine.Health
-		KV *kv `json:"kv,omitempty"`
+		KV         *kv  `json:"kv,omitempty"`
+		CacheQuery bool `json:"cache_query,omitempty"` // cache queries are answered
 	}
 	h := s.config.Engine.Health()
 	answer := struct {
@@ -407,7 +433,7 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 		*details        // nil: for strangers
 	}{Status: "ok"}
 	if s.config.Known == nil || s.config.Known(r.Header.Get("Authorization")) {
-		answer.details = &details{Model: s.config.ModelName, Health: h}
+		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0}
 		if s.info.Fit.Role != "" {
 			answer.KV = &kv{s.info.Fit, s.config.Events}
 		}
@@ -462,6 +488,7 @@ func newID() string {
 type metrics struct {
 	requests      *prometheus.CounterVec
 	seconds       *prometheus.HistogramVec
+	queries       *prometheus.CounterVec
 	unknownFields prometheus.Counter
 	inFlight      prometheus.Gauge
 }
@@ -471,6 +498,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 	m := &metrics{
 		requests:      s.Counters("kvport_http_requests_total", "Generation requests by path and status; 499: the client went away.", "path", "code"),
 		seconds:       s.Histograms("kvport_http_request_seconds", "From a generation request's arrival to the end of its answer.", prometheus.ExponentialBuckets(0.002, 2, 18), "path"),
+		queries:       s.Counters("kvport_cache_queries_total", "Cache queries by how they ended: answered, unknown (a connector of some scope did not say in time), limited (too many of one API key), failed.", "result"),
 		unknownFields: s.Counter("kvport_http_unknown_fields_total", "Fields of request bodies that were ignored because nothing here knows them."),
 		inFlight:      s.Gauge("kvport_http_requests_in_flight", "Generation requests being served."),
 	}

@@ -24,6 +24,7 @@ type match struct {
 	told    bool      // the engine was told Later
 	until   time.Time // when Later ends; zero: not begun
 	spent   bool      // Later has ended once, it will not begin again
+	unsure  bool      // known, but not from the connector: its answer was late or an error
 	wait    time.Duration
 	retryAt time.Time // zero: none
 }
@@ -64,6 +65,19 @@ func (b *Tracker) renew(now time.Time, r *request) bool {
 	m.renewed = now
 	b.ask(r)
 	return true
+}
+
+// Sure reports whether the answer of Match is the connector's. It is not if the connector was late or failed, or if
+// nobody is there to ask.
+func (b *Tracker) Sure(id connector.RequestID) bool {
+	r := b.requests[id]
+	switch {
+	case r == nil || b.closed || b.state == broken:
+		return false
+	case b.hopeless(r):
+		return true
+	}
+	return r.match.known && !r.match.unsure
 }
 
 // hopeless says that the answer is a miss without asking.
@@ -192,6 +206,7 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 	if err != nil { // when Later has ended it does not matter which: the match is undecided, as Tick would say
 		answer = connector.Match{Later: over || errors.Is(err, connector.ErrBusy)}
 	}
+	m.unsure = err != nil
 	if end := m.asked.Computed + answer.Tokens; err == nil && (!answer.Later || end > m.end) {
 		if end > m.end {
 			m.wait = 0 // what is awaited is on its way: look again soon
@@ -233,7 +248,7 @@ func (b *Tracker) tickMatch(now time.Time, r *request) {
 	switch {
 	case !m.open:
 	case !m.until.IsZero() && !now.Before(m.until):
-		m.spent = true
+		m.spent, m.unsure = true, true
 		if b.state == up {
 			b.counters.Undecided++
 		}
@@ -251,7 +266,7 @@ func (b *Tracker) giveUpMatch(r *request) {
 	if !m.open {
 		return
 	}
-	m.end = 0
+	m.end, m.unsure = 0, true
 	b.settleMatch(m.at, r)
 }
 

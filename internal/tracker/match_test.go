@@ -84,3 +84,37 @@ func TestOldAnswerIsGivenOnceMore(t *testing.T) {
 	b.got(b.Up(b.now, 2))
 	require.NotEqual(t, ask.ID, one[Ask](b).ID)
 }
+
+// What Match says is the connector's word only where it answered in time and without an error, or need not be asked.
+func TestSure(t *testing.T) {
+	for name, c := range map[string]struct {
+		role connector.Role
+		do   func(b *bench, ask Ask)
+		sure bool
+	}{
+		"answered": {connector.RoleBoth, func(b *bench, ask Ask) { b.Matched(b.now, ask.ID, connector.Match{}, nil) }, true},
+		"not yet":  {connector.RoleBoth, func(*bench, Ask) {}, false},
+		"error":    {connector.RoleBoth, func(b *bench, ask Ask) { b.Matched(b.now, ask.ID, connector.Match{}, connector.ErrCorrupt) }, false},
+		"wrong":    {connector.RoleBoth, func(b *bench, ask Ask) { b.Matched(b.now, ask.ID, connector.Match{Tokens: -1}, nil) }, false},
+		"late":     {connector.RoleBoth, func(b *bench, _ Ask) { b.after(b.cfg.Later) }, false},
+		"later, later": {connector.RoleBoth, func(b *bench, ask Ask) {
+			b.Matched(b.now, ask.ID, connector.Match{Tokens: 16, Later: true}, nil)
+			b.after(b.cfg.Later)
+		}, false},
+		"closed":      {connector.RoleBoth, func(b *bench, ask Ask) { b.Matched(b.now, ask.ID, connector.Match{}, nil); b.Close(b.now) }, false},
+		"role is not": {connector.RoleProducer, func(*bench, Ask) {}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBench(t, func(cfg *Config) { cfg.Role = c.role })
+			require.False(t, b.Sure("r"), "nobody has asked")
+			b.ask(prompt(4), 0)
+			var ask Ask
+			if c.role.Loads() {
+				ask = one[Ask](b)
+				b.Match(b.now, "r")
+			}
+			c.do(b, ask)
+			require.Equal(t, c.sure, b.Sure("r"))
+		})
+	}
+}

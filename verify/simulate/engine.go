@@ -72,7 +72,9 @@ func (e *engine) start() {
 // and its memory is unmapped. Clients see their connections break.
 func (e *engine) restart() {
 	for _, id := range sortedKeys(e.streams) {
-		e.w.router.lost(e.streams[id].client, e)
+		if st := e.streams[id]; !st.req.Query {
+			e.w.router.lost(st.client, e)
+		}
 	}
 	if e.host != nil {
 		e.host.vanish()
@@ -89,7 +91,11 @@ func (e *engine) submit(c *client, id connector.RequestID, n int, ticket []byte)
 	st.req = sched.Request{
 		ID: id, Prompt: c.prompt, Space: space, Keys: e.w.keys(space, c.prompt, e.size), MaxTokens: n, Ticket: ticket, Remote: turn || c.phase == toPrefill, Turn: turn,
 	}
-	return e.add(st)
+	err := e.add(st)
+	if err == nil && e.w.opt.Queries {
+		e.ask(st)
+	}
+	return err
 }
 
 func (e *engine) add(st *stream) error {
@@ -220,6 +226,10 @@ func (e *engine) output(o sched.Output) {
 	st := e.streams[o.Request]
 	if st == nil {
 		e.w.fail('d', "%s has news of %s, which is over", e.name, o.Request)
+		return
+	}
+	if st.req.Query {
+		e.answered(st, &o)
 		return
 	}
 	e.w.mix('o', uint64(e.index), hash(string(o.Request)), uint64(o.Reason), uint64(o.Generated), uint64(len(o.Tokens)))

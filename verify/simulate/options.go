@@ -36,6 +36,7 @@ type Options struct {
 	Threshold int  // the fewest tokens of an earlier turn that are worth a load
 	Layers    bool // what is saved is handed over before it is computed; not with Planner
 	Orphans   bool // what a dead plugin leaves behind may write its blocks for ever; not with Slots, whose memory is replaced
+	Queries   bool // engines are asked what they have of every prompt that they get; with Turns the answers have tickets
 	Tells     bool // saves say that they are stored before they are over, as those of a MultiConnector do
 
 	BlockTokens, Blocks, Groups, Ranks int
@@ -80,6 +81,7 @@ func draw(seed uint64) Options {
 		o.Prefills = 0
 	}
 	o.drawPowers(r)
+	o.Queries = r.IntN(3) == 0
 	return o
 }
 

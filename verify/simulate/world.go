@@ -68,6 +68,7 @@ type Stats struct {
 	Preemptions, Unknown, BookRetries int
 	StoreFaults, Misses, Late, Reused int
 
+	Queries, QueryFinds, QueryTickets      int // cache queries answered; that found something; with a ticket
 	Turns, TurnLoads, TurnLoaded, TurnLost int // tickets for the next turn; loads by them; blocks
 	Plans                                  int // calls of a Planner
 	Early                                  int // saves that were answered before their blocks were computed
@@ -90,6 +91,8 @@ func (s *Stats) Powers() []Power {
 		{"leases (renewals)", s.Renewed},
 		{"turns (tickets of weak holds)", s.Turns},
 		{"turns (loads by them)", s.TurnLoads},
+		{"cache queries", s.Queries},
+		{"cache queries (with a ticket)", s.QueryTickets},
 		{"layers (saves while computing)", s.Layered},
 		{"stored before saved", s.Stored},
 		{"staged (calls through landing memory)", s.Staged},
@@ -151,6 +154,9 @@ func (s *Stats) fields() []field {
 		{"later", &s.Late},
 		{"ids reused", &s.Reused},
 		{"plans", &s.Plans},
+		{"cache queries", &s.Queries},
+		{"cache queries that found something", &s.QueryFinds},
+		{"cache queries with a ticket", &s.QueryTickets},
 		{"turn tickets", &s.Turns},
 		{"turn loads", &s.TurnLoads},
 		{"turn blocks loaded", &s.TurnLoaded},
