@@ -32,6 +32,7 @@ type call struct {
 	without string       // why no ticket was had though there are prefill instances; empty: none was needed
 	severed bool         // the client gets nothing any more, not even the end of the answer
 	fault   fault        // the worst of what happened on decode instances that gave no answer
+	cost    consumption  // of the answer
 }
 
 // answer is a whole answer of an instance.
@@ -494,7 +495,8 @@ func refuse(w http.ResponseWriter, status int, code, message string) {
 	if status < http.StatusInternalServerError {
 		kind = "invalid_request_error"
 	}
-	if status == http.StatusServiceUnavailable || status == http.StatusTooManyRequests {
+	busy := status == http.StatusServiceUnavailable || status == http.StatusTooManyRequests
+	if busy && w.Header().Get("Retry-After") == "" {
 		w.Header().Set("Retry-After", "1")
 	}
 	w.Header().Set("Content-Type", "application/json")

@@ -32,6 +32,10 @@ type metrics struct {
 	ttft     prometheus.Histogram
 	inFlight prometheus.Gauge
 
+	queued       prometheus.Gauge
+	queueSeconds prometheus.Histogram
+	refusals     *prometheus.CounterVec
+
 	registrations *prometheus.CounterVec
 	introduced    prometheus.Counter
 	known         prometheus.Gauge
@@ -48,6 +52,9 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		up:            s.Gauges("kvport_router_instance_up", "1 if the instance answers health checks and takes requests.", "instance", "role"),
 		ttft:          s.Histogram("kvport_router_ttft_seconds", "From a request's arrival to the first byte of its answer.", prometheus.ExponentialBuckets(0.001, 2, 18)),
 		inFlight:      s.Gauge("kvport_router_requests_in_flight", "Requests being served."),
+		queued:        s.Gauge("kvport_router_queue_requests", "Requests that wait until they may run."),
+		queueSeconds:  s.Histogram("kvport_router_queue_seconds", "How long requests waited until they could run or were refused.", prometheus.ExponentialBuckets(0.001, 2, 18)),
+		refusals:      s.Counters("kvport_router_refusals_total", "Requests that were not admitted: the queue was full, they waited too long, or their client's rate is used up.", "reason"),
 		registrations: s.Counters("kvport_router_registrations_total", "Registrations of instances by HTTP status.", "code"),
 		introduced:    s.Counter("kvport_router_introductions_total", "Requests whose id named both engines, signed."),
 		known:         s.Gauge("kvport_router_registered_instances", "Instances that have said where they take blocks."),

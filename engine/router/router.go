@@ -26,6 +26,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/kvport/kvport/engine/router/admission"
 )
 
 // Config says what a Router routes to. Zero values of all but Decode mean the defaults named.
@@ -46,6 +48,9 @@ type Config struct {
 
 	MaxBody      int64         // bytes of a request body at most; 8 MiB
 	MaxInFlight  int           // requests at once at most, from the end of their bodies on; 1024
+	MaxQueue     int           // further requests that wait until one of these has ended, at most; 0: none waits
+	QueueTimeout time.Duration // how long a request may wait; 30 s
+	Limits       Limits        // of each client; SetLimits changes them
 	BodyTimeout  time.Duration // to receive a whole body; 30 s
 	WriteTimeout time.Duration // for a client to take one piece of an answer; 30 s
 
@@ -83,9 +88,10 @@ type Router struct {
 	pool     *pool
 	metrics  *metrics
 	mux      *http.ServeMux
-	bodies   atomic.Int64  // bytes of the bodies of running requests
-	slots    chan struct{} // one for each request in flight whose body has come
-	turns    *turns        // nil: conversations are not remembered
+	bodies   atomic.Int64 // bytes of the bodies of requests that run or wait
+	gate     *gate        // lets requests in whose body has come
+	limits   atomic.Pointer[Limits]
+	turns    *turns // nil: conversations are not remembered
 	draining atomic.Bool
 }
 
@@ -110,8 +116,10 @@ func New(c Config) (*Router, error) {
 	r := &Router{
 		config: c, metrics: m, pool: newPool(prefills, decodes, c.Log, m),
 		client: &http.Client{Transport: c.Transport, CheckRedirect: noRedirect},
-		mux:    http.NewServeMux(), slots: make(chan struct{}, c.MaxInFlight),
+		mux:    http.NewServeMux(),
+		gate:   &gate{patience: c.QueueTimeout, metrics: m, queue: admission.NewQueue(admission.Config{Slots: c.MaxInFlight, Waiting: c.MaxQueue})},
 	}
+	r.SetLimits(c.Limits)
 	if c.Turns > 0 && (len(prefills) > 0 || c.Register.Verify != nil) {
 		r.turns = newTurns(c.Turns)
 	}
@@ -172,8 +180,8 @@ func isBase(u *url.URL) bool {
 	return (u.Scheme == "http" || u.Scheme == "https") && u.Host != "" && u.RawQuery == "" && u.User == nil
 }
 
-// maxBodies is how many bytes the bodies of all running requests may have: each is held, in a few copies, until its
-// request ends. 128 KiB each, where all slots are taken.
+// maxBodies is how many bytes the bodies of all running and waiting requests may have: each is held, in a few copies,
+// until its request ends. 128 KiB each, where all slots are taken.
 const maxBodies = 128 << 20
 
 // maxUpstreamHeader is how many bytes of headers an instance may answer with: each running request may hold as much.
@@ -190,6 +198,7 @@ func withDefaults(c Config) Config {
 	setDefault(&c.Attempts, 3)
 	setDefault(&c.MaxBody, 8<<20)
 	setDefault(&c.MaxInFlight, 1024)
+	setDefault(&c.QueueTimeout, 30*time.Second)
 	setDefault(&c.BodyTimeout, 30*time.Second)
 	setDefault(&c.WriteTimeout, 30*time.Second)
 	setDefault(&c.Log, slog.New(slog.DiscardHandler))
@@ -272,25 +281,23 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusServiceUnavailable, "draining", "the router is shutting down")
 		return unavailable
 	}
-	select {
-	case r.slots <- struct{}{}:
-		defer func() { <-r.slots }()
-	default:
-		refuse(c.w, http.StatusTooManyRequests, "overloaded", fmt.Sprintf("%d requests are running already", cap(r.slots)))
-		return overloaded
-	}
 	defer r.bodies.Add(-int64(len(body)))
 	if r.bodies.Add(int64(len(body))) > maxBodies {
-		refuse(c.w, http.StatusTooManyRequests, "overloaded", fmt.Sprintf("the requests that are running have bodies of %d MiB already", maxBodies>>20))
+		refuse(c.w, http.StatusTooManyRequests, "overloaded", fmt.Sprintf("the requests that are running and waiting have bodies of %d MiB already", maxBodies>>20))
 		return overloaded
 	}
-	r.metrics.inFlight.Inc()
-	defer r.metrics.inFlight.Dec()
 	var err error
 	if c.body, err = parse(body); err != nil {
 		refuse(c.w, http.StatusBadRequest, "bad_request", err.Error())
 		return clientError
 	}
+	leave, refused := r.queued(c, req)
+	if leave == nil {
+		return refused
+	}
+	defer leave()
+	r.metrics.inFlight.Inc()
+	defer r.metrics.inFlight.Dec()
 	c.header = r.upstreamHeader(req, c.id)
 	c.header.Set("Content-Type", "application/json")
 	return c.run(req.Context())

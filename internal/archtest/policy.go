@@ -181,11 +181,13 @@ func engineImports() map[string][]string {
 		"engine/model":        {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
 		"engine/model/kernel": {"engine/gguf"},
 		"engine/model/sim":    {"connector", "engine/model"},
-		"engine/router":       {"connector", "internal/meter"},
+		"engine/router":       {"connector", "engine/router/...", "internal/meter"},
 		"engine/sample":       {},
 		"engine/sched":        {"connector", "engine/kvcache"},
 		"engine/server":       slices.Concat(host, engineParts(), []string{"engine"}),
 		"engine/tokenizer":    {"engine/gguf"},
+
+		"engine/router/admission": {}, // pure
 	}
 }
 
