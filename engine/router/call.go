@@ -33,6 +33,7 @@ type call struct {
 	severed bool         // the client gets nothing any more, not even the end of the answer
 	fault   fault        // the worst of what happened on decode instances that gave no answer
 	cost    consumption  // of the answer
+	picked  []int        // instances whose places the request keeps until it ends
 }
 
 // answer is a whole answer of an instance.
@@ -68,6 +69,7 @@ func (c *call) run(ctx context.Context) outcome {
 		if !ok {
 			break
 		}
+		c.picked = append(c.picked, d.index)
 		if attempt > 0 {
 			c.router.metrics.retries.WithLabelValues(decode.String()).Inc()
 		}
@@ -154,6 +156,7 @@ func (c *call) prefill(ctx context.Context, d target) (params json.RawMessage) {
 			}
 			return nil
 		}
+		c.picked = append(c.picked, p.index)
 		if !first {
 			c.router.metrics.retries.WithLabelValues(prefill.String()).Inc()
 		}

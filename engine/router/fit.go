@@ -153,6 +153,10 @@ const maxTold = 32
 func (p *pool) saw(i int, f *fit) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.sawLocked(i, f)
+}
+
+func (p *pool) sawLocked(i int, f *fit) {
 	if old := p.known[i].fit; old == f || old != nil && f != nil && reflect.DeepEqual(old, f) {
 		return
 	}
@@ -168,7 +172,7 @@ func (p *pool) compare(i int) {
 		if p.table.instances[i].role == decode {
 			is = pair{j, i}
 		}
-		if p.table.instances[is.prefill].role != prefill || p.table.instances[is.decode].role != decode {
+		if p.urls[j] == nil || p.table.instances[is.prefill].role != prefill || p.table.instances[is.decode].role != decode {
 			continue
 		}
 		before := p.misfits[is]

@@ -69,3 +69,9 @@ func (m *metrics) setUp(instance string, r role, isUp bool) {
 func (m *metrics) setBroken(instance string, r role, open bool) {
 	meter.Mark(m.broken.WithLabelValues(instance, r.String()), open)
 }
+
+// forget drops the series of an instance that is gone.
+func (m *metrics) forget(instance string, r role) {
+	m.up.DeleteLabelValues(instance, r.String())
+	m.broken.DeleteLabelValues(instance, r.String())
+}

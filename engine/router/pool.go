@@ -43,6 +43,10 @@ type pool struct {
 	misfits map[pair]string // why not; only pairs that do not fit
 	wasted  map[pair]wasted // only pairs whose last hand-off was wasted
 
+	free        []int // places that a new instance can have
+	cooling     []int // places of instances that are gone, before they are free
+	everPrefill bool  // there is a prefill instance, or was one
+
 	watching *watching // nil: Run does not run
 }
 
@@ -60,7 +64,7 @@ func newPool(prefills, decodes []*url.URL, log *slog.Logger, m *metrics) *pool {
 	p := &pool{log: log, metrics: m, misfits: map[pair]string{}, wasted: map[pair]wasted{}}
 	for r, urls := range [roles][]*url.URL{prefill: prefills, decode: decodes} {
 		for _, u := range urls {
-			p.known[p.add(role(r), u)].fixed = true
+			p.claim(role(r), u, byFlag)
 		}
 	}
 	return p
@@ -95,11 +99,12 @@ func (p *pool) pickFor(d target, tried map[int]bool) (t target, why string, ok b
 // pickIf chooses an instance that may be had and whose breaker admits it. The caller holds mu.
 func (p *pool) pickIf(r role, tried map[int]bool, may func(i int) bool) (target, bool) {
 	now := time.Now()
-	i, ok := p.table.pickIf(r, func(i int) bool { return !tried[i] && p.known[i].breaker.admits(now) && may(i) })
+	i, ok := p.table.pickIf(r, func(i int) bool { return !tried[i] && p.known[i].admits(now) && may(i) })
 	if !ok {
 		return target{}, false
 	}
 	tried[i] = true
+	p.known[i].users++
 	p.known[i].breaker.picked()
 	return target{index: i, role: r, url: p.urls[i], life: p.lives[i].ctx}, true
 }
@@ -145,10 +150,27 @@ func (p *pool) released(t target) {
 	p.known[t.index].breaker.released()
 }
 
+// report takes what a health check found out, unless the instance has left meanwhile.
+func (p *pool) report(ctx context.Context, i int, got checked) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if ctx.Err() != nil { // the place may be another's
+		return
+	}
+	if got.result == healthy {
+		p.sawLocked(i, got.says)
+	}
+	p.probedLocked(i, got.result, got.why)
+}
+
 // probed takes the result of a health check; why says what is wrong.
 func (p *pool) probed(i int, result probe, why string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.probedLocked(i, result, why)
+}
+
+func (p *pool) probedLocked(i int, result probe, why string) {
 	if p.table.instances[i].left {
 		return
 	}
@@ -190,7 +212,7 @@ type InstanceHealth struct {
 type poolHealth struct {
 	instances    []InstanceHealth
 	available    [roles]int // how many of each role take requests
-	everPrefill  bool       // there is a prefill instance, or was one
+	everPrefill  bool
 	incompatible []Misfit
 	recomputing  []Misfit
 	paired       bool // some available prefill instance fits an available decode instance
@@ -200,9 +222,9 @@ func (p *pool) health() (h poolHealth) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := time.Now()
-	available := func(i int) bool { return p.table.available(i) && p.known[i].breaker.admits(now) }
+	available := func(i int) bool { return p.table.available(i) && p.known[i].admits(now) }
+	h.everPrefill = p.everPrefill
 	for i, in := range p.table.instances {
-		h.everPrefill = h.everPrefill || in.role == prefill
 		if available(i) {
 			h.available[in.role]++
 		}
@@ -212,6 +234,9 @@ func (p *pool) health() (h poolHealth) {
 		one := InstanceHealth{URL: p.urls[i].String(), Role: in.role.String(), State: in.state.String(), Error: cmp.Or(p.known[i].unwell, p.known[i].refusal)}
 		if p.known[i].breaker.open() {
 			one.Breaker = "open"
+		}
+		if p.known[i].drains != 0 && in.state <= suspect {
+			one.State = draining.String()
 		}
 		h.instances = append(h.instances, one)
 	}

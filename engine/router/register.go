@@ -26,7 +26,6 @@ type Registration struct {
 
 const (
 	maxRegistration = 4 << 10
-	maxInstances    = 1024
 	macHeader       = "X-Kvport-Mac"
 )
 
@@ -40,11 +39,14 @@ type registration struct {
 
 // registered is what the router knows about one instance, apart from its place in the table.
 type registered struct {
-	kv    string    // where it takes blocks; "" if it never registered
-	at    int64     // of the last registration
-	seen  time.Time // when that came
-	fixed bool      // it is there by the command line: it is never forgotten
-	fit   *fit      // what its /health says; nil: nothing yet, or nothing at all
+	kv   string    // where it takes blocks; "" if it never registered
+	at   int64     // of the last registration
+	seen time.Time // when that came
+
+	sources source // who names it; none: it has left
+	drains  source // which of them say that it gets no new requests
+	users   int    // requests that have picked it and have not ended
+	fit     *fit   // what its /health says; nil: nothing yet, or nothing at all
 
 	unwell  string       // what is wrong by its last probe; empty: nothing
 	refusal string       // of the last request, if it was turned away
@@ -106,42 +108,30 @@ func (p *pool) register(part role, g *registration) error {
 	switch {
 	case i >= 0 && g.At <= p.known[i].at:
 		return fmt.Errorf("a registration of %s that is older than the last one", g.HTTP)
-	case i < 0 && len(p.urls) >= maxInstances:
-		return fmt.Errorf("%d instances are registered already", maxInstances)
-	case i < 0:
-		i = p.add(part, &url.URL{Scheme: "http", Host: g.HTTP})
-		p.log.Info("instance registered", "instance", g.HTTP, "role", part.String(), "kv", g.KV)
+	case i < 0 && p.taken() >= maxInstances:
+		return fmt.Errorf("%w: there are %d already", ErrTooMany, maxInstances)
 	}
+	u := &url.URL{Scheme: "http", Host: g.HTTP}
+	if i >= 0 {
+		u = p.urls[i]
+	}
+	i = p.claim(part, u, byRegistration)
 	k := &p.known[i]
 	if k.kv == "" {
 		p.metrics.known.Inc()
 	}
 	k.kv, k.at, k.seen = g.KV, g.At, time.Now()
-	if p.table.instances[i].left {
-		p.table.instances[i].left, p.table.instances[i].state = false, up
-		p.log.Info("instance registered again", "instance", g.HTTP, "role", part.String())
-	}
-	p.watchLocked(i)
 	return nil
 }
 
 // index is the place of an instance; -1 if there is none. The caller holds mu.
 func (p *pool) index(part role, host string) int {
 	for i, u := range p.urls {
-		if u.Host == host && p.table.instances[i].role == part {
+		if u != nil && u.Host == host && p.table.instances[i].role == part {
 			return i
 		}
 	}
 	return -1
-}
-
-// add gives a new instance a place, which it keeps. The caller holds mu.
-func (p *pool) add(part role, u *url.URL) int {
-	p.table.instances = append(p.table.instances, instance{role: part})
-	p.urls, p.lives, p.known = append(p.urls, u), append(p.lives, newLife()), append(p.known, registered{})
-	p.metrics.up.WithLabelValues(u.String(), part.String()).Set(1)
-	p.compare(len(p.urls) - 1)
-	return len(p.urls) - 1
 }
 
 // expire forgets instances that have not registered for a while.
@@ -149,25 +139,23 @@ func (p *pool) expire(ttl time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for i := range p.known {
-		k, in := &p.known[i], &p.table.instances[i]
-		if k.kv == "" || time.Since(k.seen) < ttl {
-			continue
+		if k := &p.known[i]; k.sources&byRegistration != 0 && time.Since(k.seen) >= ttl {
+			p.disclaim(i, byRegistration)
 		}
-		k.kv = ""
-		k.at = min(k.at, time.Now().UnixNano()) // an engine whose clock was ahead may come back when it is right
-		p.metrics.known.Dec()
-		if k.fixed {
-			continue
-		}
-		in.left, in.state = true, down
-		if k.stop != nil {
-			k.stop()
-			k.stop = nil
-		}
-		p.metrics.setUp(p.urls[i].String(), in.role, false)
-		p.log.Info("instance has not registered any more and is forgotten", "instance", p.urls[i].String(), "role", in.role.String())
 	}
 }
+
+// forgetKV forgets where an instance takes blocks. The caller holds mu.
+func (p *pool) forgetKV(k *registered) {
+	if k.kv != "" {
+		k.kv = ""
+		p.metrics.known.Dec()
+	}
+	k.at = min(k.at, time.Now().UnixNano()) // an engine whose clock was ahead may come back when it is right
+}
+
+// admits reports whether the instance may get requests, as its sources and its breaker say. The caller holds mu.
+func (k *registered) admits(now time.Time) bool { return k.drains == 0 && k.breaker.admits(now) }
 
 // watching is what pool needs to probe instances that come later.
 type watching struct {
@@ -185,17 +173,13 @@ func (p *pool) watchLocked(i int) {
 	p.known[i].stop = stop
 	u, c := p.urls[i], p.watching.checker
 	p.watching.tasks.Go(func() {
-		c.watch(ctx, u, func(got checked) {
-			if got.result == healthy {
-				p.saw(i, got.says)
-			}
-			p.probed(i, got.result, got.why)
-		})
+		c.watch(ctx, u, func(got checked) { p.report(ctx, i, got) })
 	})
 }
 
-// run probes all instances, those that come later too, until ctx ends.
-func (p *pool) run(ctx context.Context, c checker, ttl time.Duration) {
+// run probes all instances, those that come later too, until ctx ends. forget drops what others remember of instances
+// that are gone.
+func (p *pool) run(ctx context.Context, c checker, ttl time.Duration, forget func(places map[int]bool)) {
 	var tasks sync.WaitGroup
 	p.mu.Lock()
 	p.watching = &watching{ctx, c, &tasks}
@@ -209,6 +193,7 @@ func (p *pool) run(ctx context.Context, c checker, ttl time.Duration) {
 		select {
 		case <-tick.C:
 			p.expire(ttl)
+			p.recycle(forget)
 		case <-ctx.Done():
 		}
 	}

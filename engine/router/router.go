@@ -153,7 +153,7 @@ func parseURLs(flag string, list []string) ([]*url.URL, error) {
 		if err != nil {
 			return nil, fmt.Errorf("--%s: %w", flag, err)
 		}
-		place := u.Scheme + "://" + strings.ToLower(u.Host) + strings.TrimRight(u.Path, "/")
+		place := placeOf(u)
 		if seen[place] {
 			return nil, fmt.Errorf("--%s: %q appears twice", flag, s)
 		}
@@ -226,7 +226,7 @@ func (r *Router) Run(ctx context.Context) {
 	r.pool.run(ctx, checker{
 		client: r.client, interval: r.config.HealthInterval, timeout: r.config.HealthTimeout,
 		key: r.config.UpstreamKey, remedy: r.config.keyRemedy(),
-	}, r.config.Register.TTL)
+	}, r.config.Register.TTL, r.forgetPlaces)
 }
 
 // Ready says why no request should be sent here; "" if one may.
@@ -259,6 +259,7 @@ func (r *Router) generate(w http.ResponseWriter, req *http.Request) {
 	}
 	w.Header().Set("X-Request-Id", c.id)
 	result := r.admit(c, req)
+	r.pool.leave(c.picked)
 	c.awaitClient(0) // not for the next request on this connection
 	r.metrics.requests.WithLabelValues(string(result)).Inc()
 	r.config.Log.Debug("request", "id", c.id, "label", req.Header.Get("X-Request-Id"), "path", c.path,
@@ -348,6 +349,7 @@ func (r *Router) models(w http.ResponseWriter, req *http.Request) {
 	c.method = http.MethodGet
 	w.Header().Set("X-Request-Id", c.id)
 	c.run(req.Context())
+	r.pool.leave(c.picked)
 	c.awaitClient(0) // not for the next request on this connection
 }
 
