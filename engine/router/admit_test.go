@@ -48,6 +48,14 @@ func ask(ctx context.Context, url, authorization string) <-chan *http.Response {
 	return answers
 }
 
+// seconds is what an answer says about when to come back.
+func seconds(t *testing.T, resp *http.Response) int {
+	t.Helper()
+	n, err := strconv.Atoi(resp.Header.Get("Retry-After"))
+	require.NoError(t, err)
+	return n
+}
+
 func (f *front) waiting() int {
 	f.router.gate.mu.Lock()
 	defer f.router.gate.mu.Unlock()
@@ -105,9 +113,7 @@ func TestQueueTimeout(t *testing.T) {
 	resp, text := post(t, f.URL+"/v1/completions", doc)
 	require.Equal(t, 429, resp.StatusCode)
 	require.Contains(t, text, "has waited for 50ms")
-	seconds, err := strconv.Atoi(resp.Header.Get("Retry-After"))
-	require.NoError(t, err)
-	require.Positive(t, seconds)
+	require.Positive(t, seconds(t, resp))
 	close(goOn)
 	require.Equal(t, 200, (<-first).StatusCode)
 }
@@ -156,9 +162,7 @@ func TestLimitsOfKeys(t *testing.T) {
 	require.Eventually(t, func() bool { return f.outcomes(t, plain) == 3 }, waitLimit, waitTick)
 	resp := get("rich")
 	require.Equal(t, 429, resp.StatusCode)
-	seconds, err := strconv.Atoi(resp.Header.Get("Retry-After"))
-	require.NoError(t, err)
-	require.InDelta(t, 240, seconds, 5, "4,000 tokens too many, at 1,000 a minute")
+	require.InDelta(t, 240, seconds(t, resp), 5, "4,000 tokens too many, at 1,000 a minute")
 	f.router.SetLimits(Limits{})
 	require.Equal(t, 200, get("a").StatusCode, "limits can change")
 }

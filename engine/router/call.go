@@ -8,9 +8,11 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"mime"
 	"net"
 	"net/http"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -33,6 +35,7 @@ type call struct {
 	severed bool         // the client gets nothing any more, not even the end of the answer
 	fault   fault        // the worst of what happened on decode instances that gave no answer
 	cost    consumption  // of the answer
+	costly  bool         // an instance may have worked on the last attempt that failed
 	picked  []int        // instances whose places the request keeps until it ends
 }
 
@@ -65,11 +68,13 @@ func (c *call) run(ctx context.Context) outcome {
 		c.marks = c.router.turns.marks(c.body.prompt())
 	}
 	for attempt := range c.router.config.Attempts {
-		d, ok := c.router.pool.pickDecode(c.failed)
+		if attempt > 0 && !c.mayRetry(ctx, attempt-1) {
+			break
+		}
+		d, ok := c.nextDecode(ctx)
 		if !ok {
 			break
 		}
-		c.picked = append(c.picked, d.index)
 		if attempt > 0 {
 			c.router.metrics.retries.WithLabelValues(decode.String()).Inc()
 		}
@@ -108,6 +113,9 @@ func (c *call) giveUp(ctx context.Context, last *answer) outcome {
 		refuse(c.w, http.StatusBadGateway, "upstream_error", "the decode instances that were tried failed before they answered")
 		return upstreamError
 	case noFault:
+	}
+	if rest := c.router.pool.rest(decode); rest > 0 {
+		c.w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(rest.Seconds()))))
 	}
 	refuse(c.w, http.StatusServiceUnavailable, "no_decode_instance", "no decode instance is available, try again later")
 	return unavailable
@@ -149,6 +157,10 @@ func (c *call) prefill(ctx context.Context, d target) (params json.RawMessage) {
 	}
 	body := request.encode()
 	for first := true; ctx.Err() == nil; first = false {
+		if !first && !c.mayRetry(ctx, 0) {
+			c.without = noPrefill
+			return nil
+		}
 		p, why, ok := c.router.pool.pickFor(d, c.failed)
 		if !ok {
 			if c.without != noTicket { // which is what those that were asked gave
@@ -173,7 +185,7 @@ func (c *call) prefill(ctx context.Context, d target) (params json.RawMessage) {
 		case got.status == http.StatusOK:
 			return c.ticket(ctx, p, got)
 		case retryable(got.status):
-			c.refused(p, got.status)
+			c.refused(p, got.status, got.header)
 		default:
 			c.without = noTicket
 			if !c.turnedAway(p, got) {
@@ -239,7 +251,7 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 	defer resp.Body.Close()
 	if retryable(resp.StatusCode) {
 		refusal, err := whole(resp, maxHeld)
-		c.refused(d, resp.StatusCode)
+		c.refused(d, resp.StatusCode, resp.Header)
 		if err != nil || redirects(resp.StatusCode) { // where to is nobody's business
 			refusal = nil
 		}
@@ -312,7 +324,12 @@ func (c *call) blame(ctx context.Context, t target, err error) {
 }
 
 // refused takes note that an instance answered with a status that is no answer.
-func (c *call) refused(t target, status int) {
+func (c *call) refused(t target, status int, h http.Header) {
+	if limit := retryAfter(status, h, time.Now()); limit > 0 {
+		c.router.pool.rests(t, limit)
+		delete(c.failed, t.index) // it may be asked again then
+	}
+	c.costly = true
 	err := fmt.Errorf("status %d", status)
 	if redirects(status) {
 		err = fmt.Errorf("status %d: redirects are not followed", status)
@@ -324,7 +341,7 @@ func (c *call) fail(t target, err error, overload bool) {
 	switch {
 	case t.role == prefill:
 	case errors.Is(err, errSlow):
-		c.fault = slow
+		c.fault, c.costly = slow, true
 	case !unsent(err):
 		c.fault = max(c.fault, broke)
 	}

@@ -35,6 +35,7 @@ type metrics struct {
 	queued       prometheus.Gauge
 	queueSeconds prometheus.Histogram
 	refusals     *prometheus.CounterVec
+	exhausted    prometheus.Counter
 
 	registrations *prometheus.CounterVec
 	introduced    prometheus.Counter
@@ -55,6 +56,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		queued:        s.Gauge("kvport_router_queue_requests", "Requests that wait until they may run."),
 		queueSeconds:  s.Histogram("kvport_router_queue_seconds", "How long requests waited until they could run or were refused.", prometheus.ExponentialBuckets(0.001, 2, 18)),
 		refusals:      s.Counters("kvport_router_refusals_total", "Requests that were not admitted: the queue was full, they waited too long, or their client's rate is used up.", "reason"),
+		exhausted:     s.Counter("kvport_router_retries_exhausted_total", "Attempts that failed and were not made again, since the budget of retries was used up."),
 		registrations: s.Counters("kvport_router_registrations_total", "Registrations of instances by HTTP status.", "code"),
 		introduced:    s.Counter("kvport_router_introductions_total", "Requests whose id named both engines, signed."),
 		known:         s.Gauge("kvport_router_registered_instances", "Instances that have said where they take blocks."),

@@ -53,6 +53,7 @@ type registered struct {
 	warned  map[int]bool // statuses of refusals that the log has since the last change of state
 
 	breaker breaker
+	rested  time.Time          // when requests may come again, after the instance has asked to be left alone
 	stop    context.CancelFunc // of its probes; nil: it is not probed
 }
 
@@ -154,8 +155,10 @@ func (p *pool) forgetKV(k *registered) {
 	k.at = min(k.at, time.Now().UnixNano()) // an engine whose clock was ahead may come back when it is right
 }
 
-// admits reports whether the instance may get requests, as its sources and its breaker say. The caller holds mu.
-func (k *registered) admits(now time.Time) bool { return k.drains == 0 && k.breaker.admits(now) }
+// admits reports whether the instance may get requests, as its sources, itself and its breaker say. The caller holds mu.
+func (k *registered) admits(now time.Time) bool {
+	return k.drains == 0 && !now.Before(k.rested) && k.breaker.admits(now)
+}
 
 // watching is what pool needs to probe instances that come later.
 type watching struct {

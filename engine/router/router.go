@@ -39,6 +39,8 @@ type Config struct {
 	HealthTimeout  time.Duration // of one probe; 2 s
 	PrefillTimeout time.Duration // of one prefill attempt, after which another instance is tried; 2 min
 	Attempts       int           // decode attempts of one request at most; 3
+	Backoff        time.Duration // before the first retry of what an instance has answered or may have worked on; then doubled, to 1 s; 50 ms
+	RetryShare     float64       // such retries for each request that comes, besides 100 at once and 10 a second; 0.2
 
 	// How long a decode instance may keep silent. Before the first byte has gone to the client another instance
 	// is tried, after it the answer ends with an error.
@@ -91,6 +93,7 @@ type Router struct {
 	bodies   atomic.Int64 // bytes of the bodies of requests that run or wait
 	gate     *gate        // lets requests in whose body has come
 	limits   atomic.Pointer[Limits]
+	retries  retries
 	turns    *turns // nil: conversations are not remembered
 	draining atomic.Bool
 }
@@ -120,6 +123,7 @@ func New(c Config) (*Router, error) {
 		gate:   &gate{patience: c.QueueTimeout, metrics: m, queue: admission.NewQueue(admission.Config{Slots: c.MaxInFlight, Waiting: c.MaxQueue})},
 	}
 	r.SetLimits(c.Limits)
+	r.retries.budget.Share = c.RetryShare
 	if c.Turns > 0 && (len(prefills) > 0 || c.Register.Verify != nil) {
 		r.turns = newTurns(c.Turns)
 	}
@@ -196,6 +200,8 @@ func withDefaults(c Config) Config {
 	setDefault(&c.AnswerTimeout, 10*time.Minute)
 	setDefault(&c.Register.TTL, 15*time.Second)
 	setDefault(&c.Attempts, 3)
+	setDefault(&c.Backoff, 50*time.Millisecond)
+	setDefault(&c.RetryShare, 0.2)
 	setDefault(&c.MaxBody, 8<<20)
 	setDefault(&c.MaxInFlight, 1024)
 	setDefault(&c.QueueTimeout, 30*time.Second)
@@ -297,6 +303,7 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		return refused
 	}
 	defer leave()
+	r.retries.request()
 	r.metrics.inFlight.Inc()
 	defer r.metrics.inFlight.Dec()
 	c.header = r.upstreamHeader(req, c.id)
