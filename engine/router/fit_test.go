@@ -116,10 +116,12 @@ func TestMisfit(t *testing.T) {
 		{"stores with two names", engineFit("kv_producer"), engineFit("kv_consumer", func(f *fit) { f.Connector = "Y" }), ""},
 		{"ways that are not known", engineFit("kv_producer", gives("X")), engineFit("kv_consumer", func(f *fit) { f.Connector = multi }), ""},
 	} {
-		u, err := parseURLs("test", []string{at, "http://10.0.0.1:2"})
+		one, err := parseURL(at)
 		require.NoError(t, err)
-		require.Equal(t, tt.want, misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, u[0], u[1]), tt.name)
-		require.Equal(t, "prefill and decode are the same instance", misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, u[0], u[0]), tt.name)
+		two, err := parseURL("http://10.0.0.1:2")
+		require.NoError(t, err)
+		require.Equal(t, tt.want, misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, one, two), tt.name)
+		require.Equal(t, "prefill and decode are the same instance", misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, one, one), tt.name)
 	}
 }
 

@@ -36,6 +36,9 @@ type metrics struct {
 	queueSeconds prometheus.Histogram
 	refusals     *prometheus.CounterVec
 	exhausted    prometheus.Counter
+	lookups      *prometheus.CounterVec
+	fileReads    *prometheus.CounterVec
+	fileBad      prometheus.Gauge
 
 	registrations *prometheus.CounterVec
 	introduced    prometheus.Counter
@@ -57,6 +60,9 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		queueSeconds:  s.Histogram("kvport_router_queue_seconds", "How long requests waited until they could run or were refused.", prometheus.ExponentialBuckets(0.001, 2, 18)),
 		refusals:      s.Counters("kvport_router_refusals_total", "Requests that were not admitted: the queue was full, they waited too long, or their client's rate is used up.", "reason"),
 		exhausted:     s.Counter("kvport_router_retries_exhausted_total", "Attempts that failed and were not made again, since the budget of retries was used up."),
+		lookups:       s.Counters("kvport_router_dns_lookups_total", "Lookups of DNS names that stand for instances.", "result"),
+		fileReads:     s.Counters("kvport_router_config_reloads_total", "Contents of the config file that were new: used (ok) or not (bad).", "result"),
+		fileBad:       s.Gauge("kvport_router_config_bad", "1 if the config file cannot be used as it is now, and what it said before counts."),
 		registrations: s.Counters("kvport_router_registrations_total", "Registrations of instances by HTTP status.", "code"),
 		introduced:    s.Counter("kvport_router_introductions_total", "Requests whose id named both engines, signed."),
 		known:         s.Gauge("kvport_router_registered_instances", "Instances that have said where they take blocks."),

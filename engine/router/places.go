@@ -86,7 +86,7 @@ func (p *pool) claim(r role, u *url.URL, by source) int {
 		i = p.add(r, u)
 	}
 	k, in := &p.known[i], &p.table.instances[i]
-	if k.sources == 0 {
+	if k.sources == 0 && by != byFlag {
 		p.log.Info("instance joins", "instance", u.String(), "role", r.String())
 	}
 	k.sources |= by

@@ -16,7 +16,7 @@ import (
 func newTestPool(t require.TestingT) *pool {
 	m, err := newMetrics(prometheus.NewRegistry())
 	require.NoError(t, err)
-	return newPool(nil, nil, slog.New(slog.DiscardHandler), m)
+	return newPool(nil, slog.New(slog.DiscardHandler), m)
 }
 
 func at(t require.TestingT, text string) *url.URL {

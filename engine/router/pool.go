@@ -60,12 +60,10 @@ func newLife() life {
 	return life{ctx, end}
 }
 
-func newPool(prefills, decodes []*url.URL, log *slog.Logger, m *metrics) *pool {
+func newPool(list []spec, log *slog.Logger, m *metrics) *pool {
 	p := &pool{log: log, metrics: m, misfits: map[pair]string{}, wasted: map[pair]wasted{}}
-	for r, urls := range [roles][]*url.URL{prefill: prefills, decode: decodes} {
-		for _, u := range urls {
-			p.claim(role(r), u, byFlag)
-		}
+	for _, s := range list {
+		p.claim(s.role, s.url, byFlag)
 	}
 	return p
 }

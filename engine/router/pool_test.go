@@ -69,7 +69,7 @@ func TestLostInstance(t *testing.T) {
 	require.NoError(t, err)
 	u, err := url.Parse("http://x")
 	require.NoError(t, err)
-	p := newPool(nil, []*url.URL{u}, slog.New(slog.DiscardHandler), m)
+	p := newPool([]spec{{role: decode, url: u}}, slog.New(slog.DiscardHandler), m)
 	first, ok := p.pickDecode(map[int]bool{})
 	require.True(t, ok)
 	tied := tie(t.Context(), first.life)

@@ -21,6 +21,7 @@ import (
 	"os"
 	"path"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -32,8 +33,10 @@ import (
 
 // Config says what a Router routes to. Zero values of all but Decode mean the defaults named.
 type Config struct {
-	Prefill []string // base URLs; none: decode instances serve alone
-	Decode  []string // base URLs, at least one unless instances may register
+	Prefill []string // base URLs, or DNS names as in [Instance]; none: decode instances serve alone
+	Decode  []string // likewise, at least one unless instances may register or a file has them
+	File    File     // further instances, and limits
+	DNS     DNS
 
 	HealthInterval time.Duration // between probes of an instance; 1 s
 	HealthTimeout  time.Duration // of one probe; 2 s
@@ -94,21 +97,20 @@ type Router struct {
 	gate     *gate        // lets requests in whose body has come
 	limits   atomic.Pointer[Limits]
 	retries  retries
-	turns    *turns // nil: conversations are not remembered
+	lookups  *lookups
+	file     *watchedFile // nil: none
+	turns    *turns       // nil: conversations are not remembered
 	draining atomic.Bool
 }
 
 // New makes a Router. Errors name the URL that is wrong.
 func New(c Config) (*Router, error) {
-	prefills, err := parseURLs("prefill", c.Prefill)
+	given, err := parseFlags(c.Prefill, c.Decode)
 	if err != nil {
 		return nil, err
 	}
-	decodes, err := parseURLs("decode", c.Decode)
-	if err != nil {
-		return nil, err
-	}
-	if len(decodes) == 0 && c.Register.Verify == nil {
+	later := c.Register.Verify != nil || c.File.Path != "" // instances may come
+	if len(c.Decode) == 0 && !later {
 		return nil, errors.New("no decode instance given")
 	}
 	c = withDefaults(c)
@@ -117,16 +119,29 @@ func New(c Config) (*Router, error) {
 		return nil, err
 	}
 	r := &Router{
-		config: c, metrics: m, pool: newPool(prefills, decodes, c.Log, m),
+		config: c, metrics: m, pool: newPool(given.specs, c.Log, m),
 		client: &http.Client{Transport: c.Transport, CheckRedirect: noRedirect},
 		mux:    http.NewServeMux(),
 		gate:   &gate{patience: c.QueueTimeout, metrics: m, queue: admission.NewQueue(admission.Config{Slots: c.MaxInFlight, Waiting: c.MaxQueue})},
 	}
 	r.SetLimits(c.Limits)
 	r.retries.budget.Share = c.RetryShare
-	if c.Turns > 0 && (len(prefills) > 0 || c.Register.Verify != nil) {
+	r.lookups = newLookups(c.DNS, r.pool, m)
+	r.lookups.set(byFlag, given.names)
+	if c.Turns > 0 && (len(c.Prefill) > 0 || later) {
 		r.turns = newTurns(c.Turns)
 	}
+	if c.File.Path != "" {
+		if r.file, err = r.use(c.File); err != nil {
+			return nil, err
+		}
+	}
+	r.route()
+	return r, nil
+}
+
+// route makes the paths of the API.
+func (r *Router) route() {
 	handle := func(method, path string, h http.HandlerFunc) {
 		r.mux.HandleFunc(method+" "+path, h)
 		r.mux.HandleFunc(path, func(w http.ResponseWriter, req *http.Request) {
@@ -139,32 +154,28 @@ func New(c Config) (*Router, error) {
 	handle("GET", "/v1/models", r.models)
 	handle("GET", "/v1/models/{model...}", r.models)
 	handle("GET", "/health", r.health)
-	if c.Gatherer != nil {
-		handle("GET", "/metrics", promhttp.HandlerFor(c.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
+	if r.config.Gatherer != nil {
+		handle("GET", "/metrics", promhttp.HandlerFor(r.config.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
 	}
 	r.mux.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
 		refuse(w, http.StatusNotFound, "not_found", fmt.Sprintf("there is no %s", req.URL.Path))
 	})
-	return r, nil
 }
 
-// parseURLs reads the URLs of one flag.
-func parseURLs(flag string, list []string) ([]*url.URL, error) {
-	var urls []*url.URL
-	seen := map[string]bool{}
-	for _, s := range list {
-		u, err := parseURL(s)
+// parseFlags reads the instances of the flags.
+func parseFlags(prefills, decodes []string) (all named, err error) {
+	for r, list := range [roles][]string{prefill: prefills, decode: decodes} {
+		var of []Instance
+		for _, s := range list {
+			of = append(of, Instance{URL: s, Role: role(r).String()})
+		}
+		n, err := parseInstances(of)
 		if err != nil {
-			return nil, fmt.Errorf("--%s: %w", flag, err)
+			return named{}, fmt.Errorf("--%s: %w", role(r), err)
 		}
-		place := placeOf(u)
-		if seen[place] {
-			return nil, fmt.Errorf("--%s: %q appears twice", flag, s)
-		}
-		seen[place] = true
-		urls = append(urls, u)
+		all.specs, all.names = append(all.specs, n.specs...), append(all.names, n.names...)
 	}
-	return urls, nil
+	return all, nil
 }
 
 // parseURL reads a base URL. Where only the scheme is missing, the error has the whole URL.
@@ -227,8 +238,14 @@ func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastRe
 // ServeHTTP implements http.Handler.
 func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.mux.ServeHTTP(w, req) }
 
-// Run probes the instances until ctx ends. It returns when nothing that it started is left.
+// Run probes the instances, and finds new ones, until ctx ends. It returns when nothing that it started is left.
 func (r *Router) Run(ctx context.Context) {
+	var tasks sync.WaitGroup
+	defer tasks.Wait()
+	tasks.Go(func() { r.lookups.run(ctx) })
+	if r.file != nil {
+		tasks.Go(func() { r.watch(ctx, r.file) })
+	}
 	r.pool.run(ctx, checker{
 		client: r.client, interval: r.config.HealthInterval, timeout: r.config.HealthTimeout,
 		key: r.config.UpstreamKey, remedy: r.config.keyRemedy(),
