@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"net"
 	"net/http"
 	"strings"
@@ -20,8 +21,11 @@ import (
 	"github.com/kvport/kvport/internal/ticket"
 )
 
-// maxRouted is how many requests the router serves at once at most.
-const maxRouted = 1024
+// Defaults of kvport route.
+const (
+	maxRouted = 1024 // requests at once
+	maxQueued = 512  // further requests that wait
+)
 
 type routeFlags struct {
 	listenFlags
@@ -33,20 +37,31 @@ type routeFlags struct {
 	keyFile         string
 	upstreamKeyFile string
 
+	config                 string
+	maxInFlight, queueSize int
+	queueTimeout           time.Duration
+	each                   clientLimits
+	attempts               int
+	retryShare             float64
+	backoff                time.Duration
+	registerTTL            time.Duration
+	dnsServer              string
+	dnsInterval, dnsKeep   time.Duration
+
 	prefillTimeout, firstByteTimeout, answerTimeout, idleTimeout time.Duration
 }
 
 func newRoute() *cobra.Command {
 	f := &routeFlags{}
 	cmd := &cobra.Command{
-		Use:   "route --decode URL,... [--prefill URL,...]",
+		Use:   "route --decode URL,... [--prefill URL,...] [--config FILE]",
 		Short: "Spread requests over prefill and decode instances",
 		Args:  cobra.NoArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
 	flags := cmd.Flags()
-	flags.StringSliceVar(&f.prefill, "prefill", nil, "base URLs of prefill instances; without one, decode instances serve alone")
-	flags.StringSliceVar(&f.decode, "decode", nil, "base URLs of decode instances")
+	flags.StringSliceVar(&f.prefill, "prefill", nil, "base URLs of prefill instances, or dns://NAME:PORT, or dns+srv://_SERVICE._tcp.NAME; without one, decode instances serve alone")
+	flags.StringSliceVar(&f.decode, "decode", nil, "base URLs of decode instances, or names as of --prefill")
 	flags.StringVar(&f.mode, "mode", "pool", "pool: any prefill instance goes with any decode instance")
 	flags.StringVar(&f.policy, "policy", "round_robin", "how an instance is chosen: round_robin")
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
@@ -57,9 +72,29 @@ func newRoute() *cobra.Command {
 	flags.DurationVar(&f.firstByteTimeout, "first-byte-timeout", 2*time.Minute, "how long a decode instance may take to begin a stream before another one is tried")
 	flags.DurationVar(&f.answerTimeout, "answer-timeout", 10*time.Minute, "how long a decode instance may take for an answer that is not streamed before another one is tried")
 	flags.DurationVar(&f.idleTimeout, "idle-timeout", 2*time.Minute, "how long a decode instance may be silent in the middle of an answer before that ends with an error")
+	f.addFront(cmd)
 	f.add(cmd, 8080)
 	addLogLevel(cmd, &f.logLevel)
 	return cmd
+}
+
+// addFront adds the flags of what happens before an instance is chosen. docs/router.md has them in a table.
+func (f *routeFlags) addFront(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.IntVar(&f.maxInFlight, "max-in-flight", maxRouted, "requests that run at once at most, and at most three quarters of --max-connections")
+	flags.IntVar(&f.queueSize, "queue-size", maxQueued, "further requests that wait at most, as far as three quarters of --max-connections allow")
+	flags.DurationVar(&f.queueTimeout, "queue-timeout", 30*time.Second, "how long a request may wait before it gets a 429")
+	flags.IntVar(&f.each.InFlight, "key-max-in-flight", 0, "requests of one client that run at once, 0 for any number; further ones wait")
+	flags.IntVar(&f.each.Requests, "key-requests-per-minute", 0, "requests that one client may send in a minute, 0 for any number")
+	flags.IntVar(&f.each.Tokens, "key-tokens-per-minute", 0, "tokens of prompts and answers that one client may use in a minute, 0 for any number")
+	flags.IntVar(&f.attempts, "attempts", 3, "decode instances that one request is sent to at most, one after the other")
+	flags.Float64Var(&f.retryShare, "retry-budget", 0.2, "retries for each request, of those that an instance may have worked on; 100 at once and 10 a second are free")
+	flags.DurationVar(&f.backoff, "retry-backoff", 50*time.Millisecond, "pause before the first such retry, which doubles up to 1s")
+	flags.StringVar(&f.config, "config", "", "JSON file with instances and limits, read again whenever it changes; kvport schema --route prints its schema")
+	flags.StringVar(&f.dnsServer, "dns-server", "", "HOST:PORT of the server that knows the names (default that of the system)")
+	flags.DurationVar(&f.dnsInterval, "dns-interval", 5*time.Second, "time between two lookups of a name")
+	flags.DurationVar(&f.dnsKeep, "dns-keep", time.Minute, "how long the last answer for a name counts while lookups fail")
+	flags.DurationVar(&f.registerTTL, "register-ttl", 15*time.Second, "how long after its last registration an instance is forgotten")
 }
 
 func (f *routeFlags) run(cmd *cobra.Command) error {
@@ -77,12 +112,15 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+	inFlight := f.inFlight(f.maxInFlight)
 	var t *front // is made before anything is served
 	registry := newRegistry()
 	r, err := router.New(router.Config{
 		Register: registering,
 		Prefill:  f.prefill, Decode: f.decode, Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, MaxInFlight: f.inFlight(maxRouted),
+		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, File: f.file(), DNS: f.dns(),
+		MaxInFlight: inFlight, MaxQueue: min(f.queueSize, f.inFlight(math.MaxInt)-inFlight), QueueTimeout: f.queueTimeout,
+		Limits: router.Limits{Each: f.each.limits()}, Attempts: f.attempts, RetryShare: f.retryShare, Backoff: f.backoff,
 		Known:          func(authorization string) bool { return t.knows(authorization) },
 		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
 	})
@@ -120,8 +158,8 @@ func (f *routeFlags) check() error {
 		return fmt.Errorf("--policy is %q, want round_robin", f.policy)
 	case f.turns < 0:
 		return fmt.Errorf("--bidirectional is %d, want a number of conversations", f.turns)
-	case len(f.decode) == 0 && f.register == "":
-		return errors.New("--decode is required: the base URL of at least one decode instance, or --register")
+	case len(f.decode) == 0 && f.register == "" && f.config == "":
+		return errors.New("--decode is required: the base URL of at least one decode instance, or --config or --register")
 	case f.keyFile != "" && f.register == "":
 		return errors.New("--ticket-key-file is for --register")
 	}
@@ -133,12 +171,17 @@ func (f *routeFlags) check() error {
 		{"first-byte-timeout", f.firstByteTimeout},
 		{"answer-timeout", f.answerTimeout},
 		{"idle-timeout", f.idleTimeout},
+		{"queue-timeout", f.queueTimeout},
+		{"retry-backoff", f.backoff},
+		{"dns-interval", f.dnsInterval},
+		{"dns-keep", f.dnsKeep},
+		{"register-ttl", f.registerTTL},
 	} {
 		if limit.value <= 0 {
 			return fmt.Errorf("--%s is %v, want a positive time such as 30s", limit.flag, limit.value)
 		}
 	}
-	return nil
+	return f.checkFront()
 }
 
 // upstreamKey is the API key that instances get; empty: none.
@@ -172,6 +215,7 @@ func (f *routeFlags) registration() (router.Registration, error) {
 		return router.Registration{}, err
 	}
 	return router.Registration{
+		TTL:    f.registerTTL,
 		Verify: func(body, signature string) bool { return ticket.VerifyText(key, ticket.RegisterText, body, signature) },
 		Sign:   func(text string) string { return ticket.SignText(key, ticket.RequestIDText, text) },
 	}, nil

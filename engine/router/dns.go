@@ -1,7 +1,6 @@
 package router
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -280,34 +279,44 @@ type named struct {
 	names []dnsName
 }
 
+// add reads one instance. place is its role and its URL in one spelling.
+func (n *named) add(in Instance) (place string, err error) {
+	r, is := map[string]role{prefill.String(): prefill, decode.String(): decode}[in.Role]
+	if !is {
+		return "", fmt.Errorf("the role of %q is %q, want prefill or decode", in.URL, in.Role)
+	}
+	name, isDNS, err := parseDNS(in.URL)
+	switch {
+	case err != nil:
+		return "", err
+	case isDNS:
+		name.role, name.drain = r, in.Drain
+		n.names = append(n.names, name)
+		return in.Role + " " + name.text, nil
+	}
+	u, err := parseURL(in.URL)
+	if err != nil {
+		return "", err
+	}
+	n.specs = append(n.specs, spec{role: r, url: u, drain: in.Drain})
+	return in.Role + " " + placeOf(u), nil
+}
+
+// CheckInstance says what is wrong with an instance. Instances of one list that have the same place are the same.
+func CheckInstance(in Instance) (place string, err error) { return new(named).add(in) }
+
 // parseInstances reads the instances of one source. Errors name the one that is wrong.
 func parseInstances(list []Instance) (n named, err error) {
 	seen := map[string]bool{}
 	for _, in := range list {
-		r, is := map[string]role{prefill.String(): prefill, decode.String(): decode}[in.Role]
-		if !is {
-			return named{}, fmt.Errorf("the role of %q is %q, want prefill or decode", in.URL, in.Role)
-		}
-		name, isDNS, err := parseDNS(in.URL)
-		place := cmp.Or(name.text, in.URL)
-		switch {
-		case err != nil:
+		place, err := n.add(in)
+		if err != nil {
 			return named{}, err
-		case isDNS:
-			name.role, name.drain = r, in.Drain
-			n.names = append(n.names, name)
-		default:
-			u, err := parseURL(in.URL)
-			if err != nil {
-				return named{}, err
-			}
-			place = placeOf(u)
-			n.specs = append(n.specs, spec{role: r, url: u, drain: in.Drain})
 		}
-		if seen[in.Role+" "+place] {
+		if seen[place] {
 			return named{}, fmt.Errorf("%q appears twice", in.URL)
 		}
-		seen[in.Role+" "+place] = true
+		seen[place] = true
 	}
 	return n, nil
 }

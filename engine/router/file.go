@@ -3,6 +3,7 @@ package router
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"time"
 
 	"github.com/kvport/kvport/internal/meter"
@@ -38,7 +39,10 @@ func (r *Router) use(f File) (*watchedFile, error) {
 	if err == nil {
 		err = r.apply(w, text)
 	}
-	return w, err
+	if err != nil {
+		return nil, fmt.Errorf("--config %s: %w", f.Path, err)
+	}
+	return w, nil
 }
 
 // apply takes the settings of a text, all or none.
