@@ -125,7 +125,7 @@ func (p *pool) disclaim(i int, by source) {
 	k.sources &^= by
 	k.drains &^= by
 	if by == byRegistration {
-		p.forgetKV(k)
+		p.unregistered(i)
 	}
 	if k.sources != 0 {
 		return

@@ -43,6 +43,8 @@ type pool struct {
 	misfits map[pair]string // why not; only pairs that do not fit
 	wasted  map[pair]wasted // only pairs whose last hand-off was wasted
 
+	fresh freshness // of registrations
+
 	free        []int // places that a new instance can have
 	cooling     []int // places of instances that are gone, before they are free
 	everPrefill bool  // there is a prefill instance, or was one
@@ -61,7 +63,7 @@ func newLife() life {
 }
 
 func newPool(list []spec, log *slog.Logger, m *metrics) *pool {
-	p := &pool{log: log, metrics: m, misfits: map[pair]string{}, wasted: map[pair]wasted{}}
+	p := &pool{log: log, metrics: m, misfits: map[pair]string{}, wasted: map[pair]wasted{}, fresh: freshness{nonces: map[string]string{}, times: map[string]int64{}}}
 	for _, s := range list {
 		p.claim(s.role, s.url, byFlag)
 	}
