@@ -17,114 +17,18 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/net/dns/dnsmessage"
+
+	"github.com/kvport/kvport/verify/testkit"
 )
-
-// dnsServer is a small DNS server over UDP on loopback.
-type dnsServer struct {
-	conn net.PacketConn
-	done chan struct{}
-
-	mu      sync.Mutex
-	records map[string][]dnsmessage.ResourceBody // by name in lower case, with the dot at its end
-	silent  bool
-}
-
-func serveDNS(t *testing.T) *dnsServer {
-	t.Helper()
-	conn, err := net.ListenPacket("udp", "127.0.0.1:0")
-	require.NoError(t, err)
-	s := &dnsServer{conn: conn, done: make(chan struct{}), records: map[string][]dnsmessage.ResourceBody{}}
-	go s.run()
-	t.Cleanup(func() {
-		conn.Close()
-		<-s.done
-	})
-	return s
-}
-
-func (s *dnsServer) run() {
-	defer close(s.done)
-	buffer := make([]byte, 4096)
-	for {
-		n, from, err := s.conn.ReadFrom(buffer)
-		if err != nil {
-			return
-		}
-		if answer := s.answer(buffer[:n]); answer != nil {
-			_, _ = s.conn.WriteTo(answer, from)
-		}
-	}
-}
-
-func (s *dnsServer) answer(query []byte) []byte {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	var m dnsmessage.Message
-	if m.Unpack(query) != nil || len(m.Questions) != 1 || s.silent {
-		return nil
-	}
-	q := m.Questions[0]
-	m.Response, m.Additionals = true, nil
-	records, known := s.records[strings.ToLower(q.Name.String())]
-	if !known {
-		m.RCode = dnsmessage.RCodeNameError
-	}
-	for _, body := range records {
-		h := dnsmessage.ResourceHeader{Name: q.Name, Class: dnsmessage.ClassINET, TTL: 1}
-		switch body.(type) {
-		case *dnsmessage.AResource:
-			h.Type = dnsmessage.TypeA
-		case *dnsmessage.AAAAResource:
-			h.Type = dnsmessage.TypeAAAA
-		case *dnsmessage.SRVResource:
-			h.Type = dnsmessage.TypeSRV
-		}
-		if h.Type == q.Type {
-			m.Answers = append(m.Answers, dnsmessage.Resource{Header: h, Body: body})
-		}
-	}
-	answer, err := m.Pack()
-	if err != nil {
-		return nil
-	}
-	return answer
-}
-
-// set makes the records of a name; none: there is no such name.
-func (s *dnsServer) set(name string, records ...dnsmessage.ResourceBody) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if delete(s.records, name); len(records) > 0 {
-		s.records[name] = records
-	}
-}
-
-func (s *dnsServer) resolver() *net.Resolver {
-	return &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "udp", s.conn.LocalAddr().String())
-	}}
-}
-
-func addressRecord(text string) dnsmessage.ResourceBody {
-	a := netip.MustParseAddr(text)
-	if a.Is4() {
-		return &dnsmessage.AResource{A: a.As4()}
-	}
-	return &dnsmessage.AAAAResource{AAAA: a.As16()}
-}
-
-func serviceRecord(target string, port uint16) dnsmessage.ResourceBody {
-	return &dnsmessage.SRVResource{Target: dnsmessage.MustNewName(target), Port: port}
-}
 
 // Names are looked up at a real server: addresses of either kind, and SRV records with their ports.
 func TestDNSAnswers(t *testing.T) {
-	s := serveDNS(t)
-	s.set("both.test.", addressRecord("10.0.0.2"), addressRecord("10.0.0.1"), addressRecord("2001:db8::1"), addressRecord("0.0.0.0"), addressRecord("10.0.0.1"))
-	s.set("six.test.", addressRecord("2001:db8::1"))
-	s.set("_http._tcp.srv.test.", serviceRecord("Pod-1.srv.test.", 8001), serviceRecord("pod-0.srv.test.", 8000), serviceRecord("pod-2.srv.test.", 0))
-	s.set("none.test.", addressRecord("0.0.0.0"))
-	l := newLookups(DNS{Resolver: s.resolver()}, nil, nil)
+	s := testkit.ServeDNS(t)
+	s.Set("both.test.", testkit.AddressRecord("10.0.0.2"), testkit.AddressRecord("10.0.0.1"), testkit.AddressRecord("2001:db8::1"), testkit.AddressRecord("0.0.0.0"), testkit.AddressRecord("10.0.0.1"))
+	s.Set("six.test.", testkit.AddressRecord("2001:db8::1"))
+	s.Set("_http._tcp.srv.test.", testkit.ServiceRecord("Pod-1.srv.test.", 8001), testkit.ServiceRecord("pod-0.srv.test.", 8000), testkit.ServiceRecord("pod-2.srv.test.", 0))
+	s.Set("none.test.", testkit.AddressRecord("0.0.0.0"))
+	l := newLookups(DNS{Resolver: s.Resolver()}, nil, nil)
 	for text, want := range map[string]string{
 		"dns://both.test.:80":              "[http://10.0.0.1:80 http://10.0.0.2:80]",
 		"dns://six.test.:80":               "[http://[2001:db8::1]:80]",
@@ -145,9 +49,9 @@ func TestDNSAnswers(t *testing.T) {
 	}
 	var many []dnsmessage.ResourceBody
 	for i := range 20 {
-		many = append(many, addressRecord(fmt.Sprintf("10.0.1.%d", i)))
+		many = append(many, testkit.AddressRecord(fmt.Sprintf("10.0.1.%d", i)))
 	}
-	s.set("many.test.", many...)
+	s.Set("many.test.", many...)
 	urls, err := l.lookup(t.Context(), dnsName{host: "many.test.", port: 1})
 	require.NoError(t, err)
 	require.Len(t, urls, 20)
