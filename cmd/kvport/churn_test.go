@@ -140,7 +140,22 @@ func TestInstancesComeAndGoUnderLoad(t *testing.T) {
 	}
 	defer tasks.Wait()
 	defer stop()
-	for _, w := range []way{
+	for _, w := range ways(t, write, names, registrar) {
+		w.comeAndGo(t, r, l)
+		require.Empty(t, l.failed, "instances known by %s", w.name)
+		t.Logf("%s: %d requests served so far, none failed", w.name, l.served.Load())
+	}
+	stop()
+	tasks.Wait()
+	require.Empty(t, l.failed)
+	_, metrics := do(t, "GET", r.URL+"/metrics", "")
+	require.Equal(t, 1, strings.Count(metrics, "kvport_router_instance_up{"), "series of instances that are gone are dropped")
+	http.DefaultClient.CloseIdleConnections()
+}
+
+// ways are all ways there are.
+func ways(t *testing.T, write func(urls []string, drained string), names *testkit.DNSServer, registrar string) []way {
+	return []way{
 		{
 			name:  "file",
 			names: func(urls ...string) { write(urls, "") },
@@ -169,17 +184,7 @@ func TestInstancesComeAndGoUnderLoad(t *testing.T) {
 			},
 		},
 		{name: "registration", args: []string{"--port", "0", "--register", registrar}},
-	} {
-		w.comeAndGo(t, r, l)
-		require.Empty(t, l.failed, "instances known by %s", w.name)
-		t.Logf("%s: %d requests served so far, none failed", w.name, l.served.Load())
 	}
-	stop()
-	tasks.Wait()
-	require.Empty(t, l.failed)
-	_, metrics := do(t, "GET", r.URL+"/metrics", "")
-	require.Equal(t, 1, strings.Count(metrics, "kvport_router_instance_up{"), "series of instances that are gone are dropped")
-	http.DefaultClient.CloseIdleConnections()
 }
 
 // fixedPort is a port for a server that must know it beforehand, of an address that no other test uses.

@@ -149,7 +149,7 @@ func (r *registeredAPI) start() {
 	}
 }
 
-// Drain implements api. Routers hear of it first, so that they send no request which would be refused.
+// Drain implements api. Routers learn that first, so that they send no request which would be refused.
 func (r *registeredAPI) Drain() {
 	r.leave()
 	r.api.Drain()

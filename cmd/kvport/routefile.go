@@ -16,7 +16,7 @@ import (
 
 // routeFile is the config file of kvport route. The schema of the tags is checked, and printed by kvport schema --route.
 type routeFile struct {
-	Instances []routeInstance `json:"instances" jsonschema:"description=Instances besides those of the flags."`
+	Instances []routeInstance `json:"instances" jsonschema:"description=Instances in addition to those of the flags."`
 	Limits    *clientLimits   `json:"limits"    jsonschema:"description=What each client may use; instead of the flags --key-..., all of them."`
 	Keys      []keyLimits     `json:"keys"      jsonschema:"description=API keys that have limits of their own."`
 }

@@ -93,8 +93,8 @@ func (g *gate) leave(r *admission.Request, used int) {
 }
 
 // clientOf names the client of a request and what it may use. Without keys that the front has checked it is the address:
-// whatever else a request says of itself, a client that wants more than its share would vary. Networks give a client
-// whole IPv6 networks of 64 bits.
+// a client that tries to get more than its share would vary whatever else is in a request. One client may have a whole
+// IPv6 network of 64 bits.
 func (r *Router) clientOf(req *http.Request) (name string, l admission.Limits) {
 	limits := r.limits.Load()
 	if r.config.OwnKeys {

@@ -118,7 +118,7 @@ func TestQueueTimeout(t *testing.T) {
 	require.Equal(t, 200, (<-first).StatusCode)
 }
 
-// Requests that wait at a shutdown are told of it when the time is over.
+// Requests that wait at a shutdown learn about it when the time is over.
 func TestQueueAtShutdown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m, err := newMetrics(nil)

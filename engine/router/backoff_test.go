@@ -80,7 +80,7 @@ func TestRequestWaitsForBusyInstances(t *testing.T) {
 	require.InDelta(t, 60, seconds(t, resp), 5)
 }
 
-// Instances that fail under load do not get more requests than clients send, but for a share: the rest fails at once.
+// Instances that fail under load do not get more requests than clients send, except a share: the rest fails at once.
 // Connections that break are none of that.
 func TestRetryBudget(t *testing.T) {
 	failing := []*instanceServer{serveInstance(t, code(500)), serveInstance(t, code(500)), serveInstance(t, code(500))}

@@ -327,7 +327,9 @@ func (c *call) blame(ctx context.Context, t target, err error) {
 func (c *call) refused(t target, status int, h http.Header) {
 	if limit := retryAfter(status, h, time.Now()); limit > 0 {
 		c.router.pool.rests(t, limit)
-		delete(c.failed, t.index) // it may be asked again then
+		if t.role == decode { // it may be asked again then; attempts at prefill instances have no other limit
+			delete(c.failed, t.index)
+		}
 	}
 	c.costly = true
 	err := fmt.Errorf("status %d", status)

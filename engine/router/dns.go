@@ -16,7 +16,9 @@ import (
 
 // Resolver looks names up; *net.Resolver does.
 type Resolver interface {
+	// LookupNetIP finds the addresses of a name; network is ip for both families.
 	LookupNetIP(ctx context.Context, network, host string) ([]netip.Addr, error)
+	// LookupSRV finds the SRV records of a name. service and proto are empty: name has all.
 	LookupSRV(ctx context.Context, service, proto, name string) (cname string, records []*net.SRV, err error)
 }
 

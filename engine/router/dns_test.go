@@ -138,7 +138,7 @@ func TestDNSOverTime(t *testing.T) {
 			return list
 		}
 		later := func(d time.Duration) []string {
-			time.Sleep(d)
+			<-time.After(d) // of synctest
 			return has()
 		}
 		require.Equal(t, []string{"http://10.0.0.1:80", "http://10.0.0.2:80"}, has())

@@ -49,18 +49,19 @@ func (p *pool) set(by source, list []spec) error {
 	if added > 0 && p.taken()+added > maxInstances {
 		return fmt.Errorf("%w: %d, want at most %d", ErrTooMany, p.taken()+added, maxInstances)
 	}
-	named := map[int]bool{}
+	drains := map[int]bool{} // by place; a list may have one twice
 	for _, s := range list {
 		i := p.claim(s.role, s.url, by)
-		named[i] = true
-		p.known[i].drains &^= by
-		if s.drain {
-			p.known[i].drains |= by
-		}
+		drains[i] = drains[i] || s.drain
 	}
 	for i := range p.known {
-		if !named[i] {
+		drain, named := drains[i]
+		if !named {
 			p.disclaim(i, by)
+		}
+		p.known[i].drains &^= by
+		if drain {
+			p.known[i].drains |= by
 		}
 	}
 	return nil

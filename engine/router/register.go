@@ -107,7 +107,7 @@ func isHostPort(address string) bool {
 	return err == nil && host != "" && port != "" && port != "0" && !strings.ContainsAny(address, "/@?# _")
 }
 
-// register takes what an instance says of itself.
+// register takes the registration of an instance.
 func (p *pool) register(part role, m *register.Message) (nonce string, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

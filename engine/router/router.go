@@ -43,7 +43,7 @@ type Config struct {
 	PrefillTimeout time.Duration // of one prefill attempt, after which another instance is tried; 2 min
 	Attempts       int           // decode attempts of one request at most; 3
 	Backoff        time.Duration // before the first retry of what an instance has answered or may have worked on; then doubled, to 1 s; 50 ms
-	RetryShare     float64       // such retries for each request that comes, besides 100 at once and 10 a second; 0.2
+	RetryShare     float64       // such retries for each request that comes, in addition to 100 at once and 10 a second; 0.2
 
 	// How long a decode instance may keep silent. Before the first byte has gone to the client another instance
 	// is tried, after it the answer ends with an error.

@@ -26,7 +26,7 @@ const (
 	NonceHeader = "X-Kvport-Nonce" // the nonce for the next one, in each answer to one that is signed
 )
 
-// Message is what an engine says of itself. Type, HTTP and KV have the names of vLLM's proxies.
+// Message is one registration. Type, HTTP and KV have the names of vLLM's proxies.
 type Message struct {
 	Type string `json:"type"`                  // P or D
 	HTTP string `json:"http_address"`          // HOST:PORT where requests go
@@ -38,7 +38,7 @@ type Message struct {
 	At     int64  `json:"at,omitempty"`    // nanoseconds of the engine's clock, for routers that give no nonces
 }
 
-// Client registers one engine with one router. Its methods are for one goroutine at a time, but for Counts.
+// Client registers one engine with one router. Its methods are for one goroutine at a time, except Counts.
 type Client struct {
 	URL   string                   // of the router's registrar: http://HOST:PORT
 	Sign  func(body string) string // with the deployment's key

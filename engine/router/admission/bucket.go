@@ -21,7 +21,7 @@ func (b *bucket) refill(now time.Time, perMinute int) {
 	b.size, b.at, b.level = size, now, min(b.level, size)
 }
 
-// has reports whether so many may be taken. More than fit may be taken from a full bucket, or never.
+// has reports whether n may be taken. More than fit may be taken from a full bucket, or never.
 func (b *bucket) has(n int) bool { return b.size == 0 || b.level >= min(float64(n), b.size) }
 
 // take takes n; a negative number gives them back.
@@ -31,7 +31,7 @@ func (b *bucket) take(n int) {
 	}
 }
 
-// until is after how many seconds so many may be taken.
+// until is after how many seconds n may be taken.
 func (b *bucket) until(n int) float64 {
 	if b.size == 0 {
 		return 0

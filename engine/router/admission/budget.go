@@ -14,7 +14,7 @@ type Budget struct {
 	at    time.Time
 }
 
-// The few retries that are possible without requests: so many at once, and so many a second.
+// The few retries that are possible without requests, at once and in each second.
 const (
 	budgetSize      = 100
 	budgetPerSecond = 10

@@ -99,7 +99,7 @@ func (q *Queue) Running() int { return q.running }
 // Waiting is how many requests wait.
 func (q *Queue) Waiting() int { return q.waiting }
 
-// Arrive takes a request of a client that may cost so many tokens, as far as can be told. The request runs or waits; or
+// Arrive takes a request of a client. tokens is what it may cost, as far as can be told. The request runs or waits; or
 // the error is a *Refusal. In a full queue it takes the place of the newest request of the client that has most
 // waiting, if that one has at least two more than this client.
 func (q *Queue) Arrive(now time.Time, name string, limits Limits, tokens int) (*Request, error) {

@@ -324,7 +324,7 @@ func TestLimitsChange(t *testing.T) {
 	require.Nil(t, refusal)
 }
 
-// Requests of one client beyond its limit wait, and do not stand in the way of others.
+// Requests of one client beyond its limit wait, and do not delay others.
 func TestInFlightOfOneClient(t *testing.T) {
 	w := newWorld(t, Config{Slots: 3, Waiting: 9})
 	w.limits["a"] = Limits{InFlight: 1}
