@@ -64,7 +64,7 @@ func (l *traffic) run(ctx context.Context, streamed bool) {
 func (l *traffic) onlyWhole() (again func()) {
 	l.streams.Store(false)
 	l.busy.Lock() // waits for those that run
-	l.busy.Unlock()
+	defer l.busy.Unlock()
 	return func() { l.streams.Store(true) }
 }
 

@@ -65,7 +65,7 @@ func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api
 	in := &registeredAPI{api: a}
 	in.ctx, in.stop = context.WithCancel(context.Background())
 	for _, at := range f.routers {
-		address, err := f.reachable(l, at)
+		address, err := f.reachable(in.ctx, l, at)
 		if err != nil {
 			in.stop()
 			return nil, fmt.Errorf("--register %s: %w", at, err)
@@ -111,7 +111,7 @@ func parts(transfer *host.Config) []string {
 }
 
 // reachable is the address at which a router reaches the server.
-func (f *serveFlags) reachable(l *net.TCPListener, router string) (string, error) {
+func (f *serveFlags) reachable(ctx context.Context, l *net.TCPListener, router string) (string, error) {
 	if f.registerAddress != "" {
 		return f.registerAddress, nil
 	}
@@ -130,7 +130,7 @@ func (f *serveFlags) reachable(l *net.TCPListener, router string) (string, error
 	if port == "" {
 		port = "80"
 	}
-	conn, err := net.Dial("udp", net.JoinHostPort(u.Hostname(), port)) // sends nothing: it says by which address
+	conn, err := new(net.Dialer).DialContext(ctx, "udp", net.JoinHostPort(u.Hostname(), port)) // sends nothing: it says by which address
 	if err != nil {
 		return "", fmt.Errorf("no way to the router, give --register-address: %w", err)
 	}

@@ -139,7 +139,7 @@ func (f *routeFlags) checkFront() error {
 			return fmt.Errorf("--%s is %d, want at least %d", n.flag, n.value, n.least)
 		}
 	}
-	if !(f.retryShare > 0 && f.retryShare <= 1) {
+	if possible := f.retryShare > 0 && f.retryShare <= 1; !possible { // NaN is neither
 		return fmt.Errorf("--retry-budget is %v, want more than 0 and at most 1: retries for each request", f.retryShare)
 	}
 	if f.dnsServer == "" {

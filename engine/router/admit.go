@@ -42,7 +42,7 @@ type gate struct {
 	queue *admission.Queue
 }
 
-// enter waits until a request may run. The error is an *admission.Refusal, or the cause of the context's end. What
+// enter waits until a request may run. The error is an *admission.RefusedError, or the cause of the context's end. What
 // enters leaves.
 func (g *gate) enter(ctx context.Context, client string, l admission.Limits, tokens int) (*admission.Request, error) {
 	began := time.Now()
@@ -127,7 +127,7 @@ func (r *Router) queued(c *call, req *http.Request) (leave func(), o outcome) {
 	prompt, answer := c.body.estimate()
 	c.cost = consumption{prompt: prompt, off: limits.TokensPerMinute == 0}
 	entered, err := r.gate.enter(req.Context(), name, limits, prompt+answer)
-	refusal, refused := errors.AsType[*admission.Refusal](err)
+	refusal, refused := errors.AsType[*admission.RefusedError](err)
 	switch {
 	case refused:
 		r.metrics.refusals.WithLabelValues(string(refusal.Reason)).Inc()
@@ -141,7 +141,7 @@ func (r *Router) queued(c *call, req *http.Request) (leave func(), o outcome) {
 }
 
 // tellRefusal answers a request that is not admitted.
-func (r *Router) tellRefusal(w http.ResponseWriter, refusal *admission.Refusal, l *admission.Limits) {
+func (r *Router) tellRefusal(w http.ResponseWriter, refusal *admission.RefusedError, l *admission.Limits) {
 	code, message := "overloaded", ""
 	switch refusal.Reason {
 	case admission.QueueFull:

@@ -45,7 +45,7 @@ func retryAfter(status int, h http.Header, now time.Time) time.Duration {
 	}
 	said := strings.TrimSpace(h.Get("Retry-After"))
 	if seconds, err := strconv.ParseUint(said, 10, 31); err == nil {
-		return min(time.Duration(seconds)*time.Second, maxRest) //nolint:gosec // 31 bits
+		return min(time.Duration(seconds)*time.Second, maxRest)
 	}
 	at, err := http.ParseTime(said)
 	if err != nil {

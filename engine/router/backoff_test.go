@@ -50,7 +50,7 @@ func TestBusyInstanceIsLeftAlone(t *testing.T) {
 		f.router.pool.probed(0, healthy, "")
 	}
 	require.Len(t, full.requests(), 1)
-	require.Equal(t, "", routerHealth(t, f, "").Instances[0].Breaker)
+	require.Empty(t, routerHealth(t, f, "").Instances[0].Breaker)
 }
 
 // When all instances ask to be left alone, a request waits for the first of them instead of failing.

@@ -90,7 +90,7 @@ func TestRegistrationsAreGoodOnce(t *testing.T) {
 		require.Equal(t, http.StatusConflict, code)
 	}
 	require.Zero(t, instances())
-	require.Zero(t, len(other.pool.health().instances))
+	require.Empty(t, other.pool.health().instances)
 	require.NoError(t, c.Leave(t.Context(), as), "twice does no harm")
 	good, failed := c.Counts()
 	require.EqualValues(t, 6, good)

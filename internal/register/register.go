@@ -83,7 +83,7 @@ func (c *Client) Run(ctx context.Context, as []Message) {
 				c.Log.Warn("registration with the router has changed", "router", c.URL, "well", well, "error", err)
 			}
 		}
-		timer.Reset(time.Duration(float64(c.Every) * (0.9 + 0.2*rand.Float64()))) //nolint:gosec // spreads load
+		timer.Reset(time.Duration(float64(c.Every) * (0.9 + 0.2*rand.Float64())))
 	}
 }
 

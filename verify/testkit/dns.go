@@ -24,7 +24,7 @@ type DNSServer struct {
 // ServeDNS runs a server without records until the test ends.
 func ServeDNS(t testing.TB) *DNSServer {
 	t.Helper()
-	conn, err := net.ListenPacket("udp", "127.0.0.1:0")
+	conn, err := new(net.ListenConfig).ListenPacket(t.Context(), "udp", "127.0.0.1:0")
 	require.NoError(t, err)
 	s := &DNSServer{conn: conn, done: make(chan struct{}), records: map[string][]dnsmessage.ResourceBody{}}
 	go s.run()

@@ -60,5 +60,5 @@ func Backoff(retry int, first, most time.Duration) time.Duration {
 	if limit <= 0 {
 		return 0
 	}
-	return limit/2 + rand.N(limit/2+1) //nolint:gosec // spreads load, protects nothing
+	return limit/2 + rand.N(limit/2+1)
 }

@@ -32,19 +32,21 @@ const (
 	TokenRate    Reason = "tokens_per_minute"   // the client has used up its tokens
 )
 
-// Refusal is the error of a request that is not served.
-type Refusal struct {
+// RefusedError is the error of a request that is not served.
+type RefusedError struct {
 	Reason Reason
 	After  time.Duration // when it is worth trying again, as far as can be told
 }
 
 // Error names the reason and the time.
-func (r *Refusal) Error() string { return fmt.Sprintf("%s: try again after %v", r.Reason, r.After) }
+func (r *RefusedError) Error() string {
+	return fmt.Sprintf("%s: try again after %v", r.Reason, r.After)
+}
 
 // maxClients bounds how many clients are told apart. Those that come when there are as many share one name.
 const maxClients = 4096
 
-// longestAfter bounds Refusal.After, which is a guess where it is long; shortestAfter is what clients can express.
+// longestAfter bounds RefusedError.After, which is a guess where it is long; shortestAfter is what clients can express.
 const (
 	shortestAfter = time.Second
 	longestAfter  = 10 * time.Minute
@@ -79,7 +81,7 @@ type Request struct {
 	client  *client
 	tokens  int           // estimated, at least 1
 	decided chan struct{} // closed when it runs or is refused while it waits
-	refused *Refusal      // set before decided is closed
+	refused *RefusedError // set before decided is closed
 	started time.Time     // zero: it does not run
 	over    bool
 }
@@ -88,7 +90,7 @@ type Request struct {
 func (r *Request) Decided() <-chan struct{} { return r.decided }
 
 // Refused is why the request does not run, or nil. It is valid once Decided is closed.
-func (r *Request) Refused() *Refusal { return r.refused }
+func (r *Request) Refused() *RefusedError { return r.refused }
 
 // NewQueue makes an empty queue.
 func NewQueue(c Config) *Queue { return &Queue{config: c, clients: map[string]*client{}} }
@@ -100,7 +102,7 @@ func (q *Queue) Running() int { return q.running }
 func (q *Queue) Waiting() int { return q.waiting }
 
 // Arrive takes a request of a client. tokens is what it may cost, as far as can be told. The request runs or waits; or
-// the error is a *Refusal. In a full queue it takes the place of the newest request of the client that has most
+// the error is a *RefusedError. In a full queue it takes the place of the newest request of the client that has most
 // waiting, if that one has at least two more than this client.
 func (q *Queue) Arrive(now time.Time, name string, limits Limits, tokens int) (*Request, error) {
 	c := q.client(now, name)
@@ -111,14 +113,14 @@ func (q *Queue) Arrive(now time.Time, name string, limits Limits, tokens int) (*
 	c.tokens.refill(now, limits.TokensPerMinute)
 	switch {
 	case !c.requests.has(1):
-		return nil, &Refusal{RequestRate, within(c.requests.until(1))}
+		return nil, &RefusedError{RequestRate, within(c.requests.until(1))}
 	case !c.tokens.has(tokens):
-		return nil, &Refusal{TokenRate, within(c.tokens.until(tokens))}
+		return nil, &RefusedError{TokenRate, within(c.tokens.until(tokens))}
 	}
 	if q.waiting >= q.config.Waiting && !q.startsAtOnce(c) {
 		longest := q.longest()
 		if longest == nil || len(longest.queue) < len(c.queue)+2 {
-			return nil, &Refusal{QueueFull, q.after(c)}
+			return nil, &RefusedError{QueueFull, q.after(c)}
 		}
 		q.refuse(now, longest.queue[len(longest.queue)-1], QueueFull)
 	}
@@ -136,7 +138,7 @@ func (q *Queue) Arrive(now time.Time, name string, limits Limits, tokens int) (*
 
 // GiveUp refuses a request that has waited for as long as it may. It returns nil if the request runs already, or was
 // refused before.
-func (q *Queue) GiveUp(now time.Time, r *Request) *Refusal {
+func (q *Queue) GiveUp(now time.Time, r *Request) *RefusedError {
 	if !r.started.IsZero() || r.over {
 		return nil
 	}
@@ -217,7 +219,7 @@ func (q *Queue) longest() *client {
 // refuse takes a waiting request out and tells whoever waits for it.
 func (q *Queue) refuse(now time.Time, r *Request, why Reason) {
 	q.drop(now, r)
-	r.refused = &Refusal{why, q.after(r.client)}
+	r.refused = &RefusedError{why, q.after(r.client)}
 	close(r.decided)
 }
 

@@ -1,7 +1,6 @@
 package admission
 
 import (
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -35,13 +34,13 @@ func decided(r *Request) bool {
 	}
 }
 
-func (w *world) arrive(name string, tokens int) (*Request, *Refusal) {
+func (w *world) arrive(name string, tokens int) (*Request, *RefusedError) {
 	r, err := w.q.Arrive(w.now, name, w.limits[name], tokens)
 	if err == nil {
 		w.live = append(w.live, r)
 	}
 	w.check()
-	var refusal *Refusal
+	var refusal *RefusedError
 	if err != nil {
 		require.ErrorAs(w.t, err, &refusal)
 		require.GreaterOrEqual(w.t, refusal.After, shortestAfter)
@@ -244,12 +243,12 @@ func TestRetryAfterIsHonest(t *testing.T) {
 		w.arrive("a", 1)
 	}
 	_, refusal := w.arrive("a", 1)
-	require.Equal(t, Refusal{QueueFull, 22 * time.Second}, *refusal, "11 requests, half a request a second")
+	require.Equal(t, RefusedError{QueueFull, 22 * time.Second}, *refusal, "11 requests, half a request a second")
 	_, refusal = w.arrive("b", 1)
 	require.Nil(t, refusal)
 	b := w.live[len(w.live)-1]
 	refusal = w.q.GiveUp(w.now, b)
-	require.Equal(t, Refusal{QueueTimeout, 4 * time.Second}, *refusal, "one of a and its own")
+	require.Equal(t, RefusedError{QueueTimeout, 4 * time.Second}, *refusal, "one of a and its own")
 	require.Nil(t, w.q.GiveUp(w.now, b), "once")
 }
 
@@ -262,7 +261,7 @@ func TestRates(t *testing.T) {
 		require.Nil(t, refusal)
 	}
 	_, refusal := w.arrive("a", 1)
-	require.Equal(t, Refusal{RequestRate, 20 * time.Second}, *refusal)
+	require.Equal(t, RefusedError{RequestRate, 20 * time.Second}, *refusal)
 	w.now = w.now.Add(20 * time.Second)
 	_, refusal = w.arrive("a", 1)
 	require.Nil(t, refusal)
@@ -271,7 +270,7 @@ func TestRates(t *testing.T) {
 	r, refusal := w.arrive("b", 5000)
 	require.Nil(t, refusal, "more than fits is served when the bucket is full")
 	_, refusal = w.arrive("b", 10)
-	require.Equal(t, Refusal{TokenRate, (4400 + 10) * 100 * time.Millisecond}, *refusal)
+	require.Equal(t, RefusedError{TokenRate, (4400 + 10) * 100 * time.Millisecond}, *refusal)
 	w.end(r, 500)
 	_, refusal = w.arrive("b", 100)
 	require.Nil(t, refusal, "it cost less than estimated")
@@ -282,7 +281,7 @@ func TestRates(t *testing.T) {
 	r, _ = w.arrive("c", 10)
 	w.end(r, 1200)
 	_, refusal = w.arrive("c", 1)
-	require.Equal(t, Refusal{TokenRate, 60100 * time.Millisecond}, *refusal, "it cost more")
+	require.Equal(t, RefusedError{TokenRate, 60100 * time.Millisecond}, *refusal, "it cost more")
 }
 
 // A bucket never lets more through than what it held and what has come since, whatever the requests are.
@@ -351,9 +350,9 @@ func TestManyClients(t *testing.T) {
 }
 
 func TestRefusalIsAnError(t *testing.T) {
-	var err error = &Refusal{QueueFull, 3 * time.Second}
-	var r *Refusal
-	require.True(t, errors.As(fmt.Errorf("outer: %w", err), &r))
+	var err error = &RefusedError{QueueFull, 3 * time.Second}
+	var r *RefusedError
+	require.ErrorAs(t, fmt.Errorf("outer: %w", err), &r)
 	require.Equal(t, "queue_full: try again after 3s", err.Error())
 }
 
