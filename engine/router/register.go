@@ -133,6 +133,7 @@ func (p *pool) register(part role, m *register.Message) (nonce string, err error
 	k := &p.known[i]
 	if m.KV != "" && k.kv == "" {
 		p.metrics.known.Inc()
+		p.log.Info("instance takes blocks of others", "instance", m.HTTP, "role", part.String(), "kv", m.KV)
 	}
 	k.kv, k.engine, k.seen = cmp.Or(m.KV, k.kv), m.Engine, time.Now()
 	p.moved(i)
