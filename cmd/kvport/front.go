@@ -81,6 +81,9 @@ func newFront(l *net.TCPListener, f *listenFlags, keys *keyring) *front {
 // deadline that it returns, or ends them: errCutOff.
 func (t *front) serve(ctx context.Context, cmd *cobra.Command, a api) (deadline time.Time, err error) {
 	t.api.Store(&a)
+	if s, is := a.(interface{ start() }); is { // it has something to do once requests may come
+		s.start()
+	}
 	fmt.Fprintf(cmd.OutOrStdout(), "kvport: ready url=%s\n", t.url)
 	select {
 	case err := <-t.ended:

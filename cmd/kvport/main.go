@@ -300,13 +300,29 @@ func newBuildInfo() prometheus.Gauge {
 	return g
 }
 
+// printRouteSchema is kvport schema --route.
+func printRouteSchema(cmd *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return fmt.Errorf("--route: the config of kvport route has no connector %q", args[0])
+	}
+	schema, err := routeSchema()
+	if err == nil {
+		_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s\n", schema)
+	}
+	return fail(err)
+}
+
 func newSchema() *cobra.Command {
 	var folders []string
+	var route bool
 	cmd := &cobra.Command{
 		Use:   "schema [CONNECTOR]",
-		Short: "Print the JSON Schema of --kv-transfer-config, or of one connector's kv_connector_extra_config",
+		Short: "Print the JSON Schema of --kv-transfer-config, of one connector's kv_connector_extra_config, or of kvport route --config",
 		Args:  cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if route {
+				return printRouteSchema(cmd, args)
+			}
 			var plugins []*host.Manifest
 			for _, found := range host.List(cmd.Context(), pluginFolders(folders)) {
 				if found.Manifest != nil {
@@ -322,5 +338,6 @@ func newSchema() *cobra.Command {
 		},
 	}
 	addPluginPath(cmd.Flags(), &folders)
+	cmd.Flags().BoolVar(&route, "route", false, "print the schema of kvport route --config")
 	return cmd
 }

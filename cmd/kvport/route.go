@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"net"
 	"net/http"
 	"slices"
@@ -23,8 +24,11 @@ import (
 	"github.com/kvport/kvport/internal/ticket"
 )
 
-// maxRouted is how many requests the router serves at once at most.
-const maxRouted = 1024
+// Defaults of kvport route.
+const (
+	maxRouted = 1024 // requests at once
+	maxQueued = 512  // further requests that wait
+)
 
 // defaultTurns is how many answers are remembered for the turns that follow: as many as one decode instance offers.
 const defaultTurns = 4096
@@ -44,21 +48,32 @@ type routeFlags struct {
 	keyFile         string
 	upstreamKeyFile string
 
+	config                 string
+	maxInFlight, queueSize int
+	queueTimeout           time.Duration
+	each                   clientLimits
+	attempts               int
+	retryShare             float64
+	backoff                time.Duration
+	registerTTL            time.Duration
+	dnsServer              string
+	dnsInterval, dnsKeep   time.Duration
+
 	prefillTimeout, firstByteTimeout, answerTimeout, idleTimeout time.Duration
 }
 
 func newRoute() *cobra.Command {
 	f := &routeFlags{}
 	cmd := &cobra.Command{
-		Use:   "route --decode URL,... [--prefill URL,...]",
+		Use:   "route --decode URL,... [--prefill URL,...] [--config FILE]",
 		Short: "Spread requests over prefill and decode instances",
 		Args:  cobra.NoArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
 	flags := cmd.Flags()
-	flags.StringSliceVar(&f.prefill, "prefill", nil, "base URLs of prefill instances; without one, decode instances serve alone")
-	flags.StringSliceVar(&f.decode, "decode", nil, "base URLs of decode instances")
-	flags.StringVar(&f.mode, "mode", "pool", "pool: any prefill instance goes with any decode instance; replica: only with those of its own --replica")
+	flags.StringSliceVar(&f.prefill, "prefill", nil, "base URLs of prefill instances, or dns://NAME:PORT, or dns+srv://_SERVICE._tcp.NAME; without one, decode instances serve alone")
+	flags.StringSliceVar(&f.decode, "decode", nil, "base URLs of decode instances, or names as of --prefill")
+	flags.StringVar(&f.mode, "mode", "pool", "pool: any prefill instance goes with any decode instance; replica: only with those of its own --replica, or group in the --config file")
 	flags.StringArrayVar(&f.replicas, "replica", nil, "with --mode replica, once for each: NAME=prefill:URL,...;decode:URL,...")
 	flags.StringVar(&f.policy, "policy", policy.RoundRobin, "how instances are chosen: "+strings.Join(policy.Names(), ", "))
 	flags.StringVar(&f.weights, "policy-weights", "", "what the policy's scorers count, instead of its own weights, such as prefix=1,load=1,session=0")
@@ -73,9 +88,29 @@ func newRoute() *cobra.Command {
 	flags.DurationVar(&f.firstByteTimeout, "first-byte-timeout", 2*time.Minute, "how long a decode instance may take to begin a stream before another one is tried")
 	flags.DurationVar(&f.answerTimeout, "answer-timeout", 10*time.Minute, "how long a decode instance may take for an answer that is not streamed before another one is tried")
 	flags.DurationVar(&f.idleTimeout, "idle-timeout", 2*time.Minute, "how long a decode instance may be silent in the middle of an answer before that ends with an error")
+	f.addFront(cmd)
 	f.add(cmd, 8080)
 	addLogLevel(cmd, &f.logLevel)
 	return cmd
+}
+
+// addFront adds the flags of what happens before an instance is chosen. docs/router.md has them in a table.
+func (f *routeFlags) addFront(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.IntVar(&f.maxInFlight, "max-in-flight", maxRouted, "requests that run at once at most, and at most three quarters of --max-connections")
+	flags.IntVar(&f.queueSize, "queue-size", maxQueued, "further requests that wait at most, as far as three quarters of --max-connections allow")
+	flags.DurationVar(&f.queueTimeout, "queue-timeout", 30*time.Second, "how long a request may wait before it gets a 429")
+	flags.IntVar(&f.each.InFlight, "key-max-in-flight", 0, "requests of one client that run at once, 0 for any number; further ones wait")
+	flags.IntVar(&f.each.Requests, "key-requests-per-minute", 0, "requests that one client may send in a minute, 0 for any number")
+	flags.IntVar(&f.each.Tokens, "key-tokens-per-minute", 0, "tokens of prompts and answers that one client may use in a minute, 0 for any number")
+	flags.IntVar(&f.attempts, "attempts", 3, "decode instances that one request is sent to at most, one after the other")
+	flags.Float64Var(&f.retryShare, "retry-budget", 0.2, "retries for each request, of those that an instance may have worked on; 100 at once and 10 a second are free")
+	flags.DurationVar(&f.backoff, "retry-backoff", 50*time.Millisecond, "pause before the first such retry, which doubles up to 1s")
+	flags.StringVar(&f.config, "config", "", "JSON file with instances and limits, read again whenever it changes; kvport schema --route prints its schema")
+	flags.StringVar(&f.dnsServer, "dns-server", "", "HOST:PORT of the server that knows the names (default that of the system)")
+	flags.DurationVar(&f.dnsInterval, "dns-interval", 5*time.Second, "time between two lookups of a name")
+	flags.DurationVar(&f.dnsKeep, "dns-keep", time.Minute, "how long the last answer for a name counts while lookups fail")
+	flags.DurationVar(&f.registerTTL, "register-ttl", 15*time.Second, "how long after its last registration an instance is forgotten")
 }
 
 func (f *routeFlags) run(cmd *cobra.Command) error {
@@ -109,12 +144,16 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+	inFlight := f.inFlight(f.maxInFlight)
 	var t *front // is made before anything is served
 	registry := newRegistry()
 	r, err := router.New(router.Config{
 		Register: registering,
-		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey, Events: events, Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, TurnsWhereKnown: byDefault, TurnsFile: f.turnsFile, MaxInFlight: f.inFlight(maxRouted),
+		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey,
+		Events: events, Log: slog.Default(), Metrics: registry, Gatherer: registry, File: f.file(), DNS: f.dns(),
+		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, TurnsWhereKnown: byDefault, TurnsFile: f.turnsFile,
+		MaxInFlight: inFlight, MaxQueue: min(f.queueSize, f.inFlight(math.MaxInt)-inFlight), QueueTimeout: f.queueTimeout,
+		Limits: router.Limits{Each: f.each.limits()}, Attempts: f.attempts, RetryShare: f.retryShare, Backoff: f.backoff,
 		Known:          func(authorization string) bool { return t.knows(authorization) },
 		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
 	})
@@ -150,8 +189,8 @@ func (f *routeFlags) checkMode() error {
 		return errors.New("--replica is for --mode replica")
 	case f.mode == "replica" && len(f.prefill)+len(f.decode) > 0:
 		return errors.New("--prefill and --decode are for --mode pool; with --mode replica each --replica has its own")
-	case f.mode == "replica" && len(f.replicas) == 0:
-		return errors.New("--mode replica requires at least one --replica, such as a=prefill:http://HOST:PORT;decode:http://HOST:PORT")
+	case f.mode == "replica" && len(f.replicas) == 0 && f.config == "":
+		return errors.New("--mode replica requires at least one --replica, such as a=prefill:http://HOST:PORT;decode:http://HOST:PORT, or a --config file with groups")
 	}
 	return nil
 }
@@ -168,8 +207,8 @@ func (f *routeFlags) check() error {
 		return fmt.Errorf("--bidirectional is %d, want a number of answers", f.turns)
 	case f.turnsFile != "" && f.turns == 0:
 		return errors.New("--bidirectional-file is for --bidirectional, which is 0: nothing is remembered")
-	case len(f.decode) == 0 && len(f.replicas) == 0 && f.register == "":
-		return errors.New("--decode is required: the base URL of at least one decode instance, or --register")
+	case len(f.decode) == 0 && len(f.replicas) == 0 && f.register == "" && f.config == "":
+		return errors.New("--decode is required: the base URL of at least one decode instance, or --config or --register")
 	case f.keyFile != "" && f.register == "":
 		return errors.New("--ticket-key-file is for --register")
 	}
@@ -181,12 +220,17 @@ func (f *routeFlags) check() error {
 		{"first-byte-timeout", f.firstByteTimeout},
 		{"answer-timeout", f.answerTimeout},
 		{"idle-timeout", f.idleTimeout},
+		{"queue-timeout", f.queueTimeout},
+		{"retry-backoff", f.backoff},
+		{"dns-interval", f.dnsInterval},
+		{"dns-keep", f.dnsKeep},
+		{"register-ttl", f.registerTTL},
 	} {
 		if limit.value <= 0 {
 			return fmt.Errorf("--%s is %v, want a positive time such as 30s", limit.flag, limit.value)
 		}
 	}
-	return nil
+	return f.checkFront()
 }
 
 // parseEvents reads the values of --kv-events.
@@ -260,6 +304,7 @@ func (f *routeFlags) registration() (router.Registration, error) {
 		return router.Registration{}, err
 	}
 	return router.Registration{
+		TTL:    f.registerTTL,
 		Verify: func(body, signature string) bool { return ticket.VerifyText(key, ticket.RegisterText, body, signature) },
 		Sign:   func(text string) string { return ticket.SignText(key, ticket.RequestIDText, text) },
 	}, nil

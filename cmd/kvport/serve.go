@@ -46,6 +46,8 @@ type serveFlags struct {
 	eventsConfig      string
 	pluginPath        []string
 	logLevel          string
+	routers           []string
+	registerAddress   string
 }
 
 // Limits of flags that no model and no machine has a say in.
@@ -82,6 +84,8 @@ func newServe() *cobra.Command {
 	flags.IntVar(&f.cacheQueryRate, "cache-query-rate", 100, "cache queries a second that each API key may ask; without keys, all clients together; 0 answers none")
 	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it")
 	flags.StringVar(&f.eventsConfig, "kv-events-config", "", "where to publish which KV blocks there are, as JSON with vLLM's fields, or @FILE with it")
+	flags.StringSliceVar(&f.routers, "register", nil, "URLs of kvport route --register; the engine tells them where it is, signed with the ticket key, and that it ends")
+	flags.StringVar(&f.registerAddress, "register-address", "", "with --register: HOST:PORT at which routers reach this server (default --host and --port; the address towards the router if --host is no single one)")
 	addPluginPath(flags, &f.pluginPath)
 	f.add(cmd, 8000)
 	addLogLevel(cmd, &f.logLevel)
@@ -158,7 +162,16 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	info := e.Info()
 	slog.Info("serving", "model", c.ModelName, "blocks", info.NumBlocks, "block_size", info.BlockSize,
 		"max_model_len", info.MaxModelLen, "connector", info.Connector, "version", buildVersion())
-	deadline, err := t.serve(cmd.Context(), cmd, s)
+	var a api = s
+	if len(f.routers) > 0 {
+		in, err := f.registered(l, transfer, s)
+		if err != nil {
+			return errors.Join(err, e.Close(cmd.Context()))
+		}
+		defer in.close()
+		a = in
+	}
+	deadline, err := t.serve(cmd.Context(), cmd, a)
 	ctx, cancel := context.WithTimeout(context.Background(), max(closeTime, time.Until(deadline)))
 	defer cancel()
 	closed := e.Close(ctx)
@@ -223,6 +236,9 @@ func (f *serveFlags) check() error {
 		return fmt.Errorf("--block-size is %d, want at least 1", f.blockSize)
 	case f.maxModelLen == 1:
 		return errors.New("--max-model-len is 1, want at least 2: a prompt and an answer")
+	}
+	if err := f.checkRegister(); err != nil {
+		return err
 	}
 	for _, n := range []struct {
 		flag        string

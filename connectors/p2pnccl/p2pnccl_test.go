@@ -20,6 +20,7 @@ import (
 
 	"github.com/kvport/kvport/conformance"
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/register"
 	"github.com/kvport/kvport/internal/ticket"
 	native "github.com/kvport/kvport/native/ucx"
 	"github.com/kvport/kvport/pipe"
@@ -273,11 +274,11 @@ func FuzzRequestID(f *testing.F) {
 // An engine registers at once and then again and again, signed; a router that was away learns about it later.
 func TestRegister(t *testing.T) {
 	key := bytes.Repeat([]byte("k"), 32)
-	got := make(chan registration, 100)
+	got := make(chan register.Message, 100)
 	router := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
-		var what registration
-		if err != nil || !ticket.VerifyText(key, ticket.RegisterText, string(body), r.Header.Get(macHeader)) || json.Unmarshal(body, &what) != nil {
+		var what register.Message
+		if err != nil || !ticket.VerifyText(key, ticket.RegisterText, string(body), r.Header.Get(register.MacHeader)) || json.Unmarshal(body, &what) != nil {
 			w.WriteHeader(http.StatusForbidden)
 			return
 		}
@@ -304,11 +305,19 @@ func TestRegister(t *testing.T) {
 			require.Equal(t, "127.0.0.1:7", first.KV)
 			require.Greater(t, third.At, first.At)
 		} else {
-			require.Eventually(t, func() bool { return r.failed.Load() > 2 }, time.Minute, 5*time.Millisecond, "another key is refused")
-			require.Zero(t, r.done.Load())
+			require.Eventually(t, func() bool { _, failed := r.Counts(); return failed > 2 }, time.Minute, 5*time.Millisecond, "another key is refused")
+			good, _ := r.Counts()
+			require.Zero(t, good)
 		}
 		cancel()
 		<-done
+		if with == 'k' {
+			var last register.Message
+			for len(got) > 0 {
+				last = <-got
+			}
+			require.True(t, last.Leave, "the router learns that it ends")
+		}
 	}
 }
 

@@ -27,14 +27,14 @@ type blocks struct {
 
 	mu      sync.Mutex
 	ctx     context.Context //nolint:containedctx // of Run; nil: Run does not run
-	sources map[string]*source
+	sources map[string]*feed
 	refused map[string]bool // instances whose place was refused, once in the log
 	numbers [kvindex.Instances]bool
 	tasks   sync.WaitGroup
 }
 
-// source is an instance whose events are followed.
-type source struct {
+// feed is an instance whose events are followed.
+type feed struct {
 	of     *blocks
 	number int // in the index
 	place  kvevents.Place
@@ -47,7 +47,7 @@ type source struct {
 func newBlocks(c Config, client *http.Client, p *pool, m *metrics) (*blocks, error) {
 	b := &blocks{
 		log: c.Log, metrics: m, pool: p, index: kvindex.New(kvindex.Config{}), tokens: newPromptTokens(client, m),
-		places: map[string]kvevents.Place{}, sources: map[string]*source{}, refused: map[string]bool{},
+		places: map[string]kvevents.Place{}, sources: map[string]*feed{}, refused: map[string]bool{},
 	}
 	for text, place := range c.Events {
 		u, err := parseURL(text)
@@ -136,7 +136,7 @@ func (b *blocks) start(key string, place kvevents.Place) {
 		return // as many as instances can be registered
 	}
 	ctx, stop := context.WithCancel(b.ctx)
-	s := &source{of: b, number: number, place: place, stop: stop}
+	s := &feed{of: b, number: number, place: place, stop: stop}
 	b.sources[key], b.numbers[number] = s, true
 	b.log.Info("KV events of an instance are read", "instance", key, "endpoint", place.Endpoint, "replay_endpoint", place.ReplayEndpoint)
 	b.tasks.Go(func() {
@@ -167,17 +167,29 @@ func (b *blocks) leave(u *url.URL) {
 	}
 }
 
-// From implements kvevents.Sink.
-func (s *source) From(seq uint64) { s.setWhole(seq == 0) }
+// forget stops following an instance that is gone, and drops what else is remembered of it.
+func (b *blocks) forget(u *url.URL) {
+	if b == nil {
+		return
+	}
+	b.leave(u)
+	b.tokens.mended(placeOf(u))
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.refused, placeOf(u))
+}
 
-func (s *source) setWhole(whole bool) {
+// From implements kvevents.Sink.
+func (s *feed) From(seq uint64) { s.setWhole(seq == 0) }
+
+func (s *feed) setWhole(whole bool) {
 	s.mu.Lock()
 	s.whole = whole
 	s.mu.Unlock()
 }
 
 // Apply implements kvevents.Sink.
-func (s *source) Apply(events []kvevents.Event) {
+func (s *feed) Apply(events []kvevents.Event) {
 	r := s.of.index.Apply(s.number, events)
 	if r.Unplaced+r.Full > 0 {
 		s.setWhole(false)
@@ -191,7 +203,7 @@ func (s *source) Apply(events []kvevents.Event) {
 }
 
 // Lost implements kvevents.Sink.
-func (s *source) Lost() {
+func (s *feed) Lost() {
 	s.setWhole(false)
 	s.of.index.Forget(s.number)
 	s.of.metrics.indexed.Set(float64(s.of.index.Blocks()))
@@ -221,10 +233,10 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 	b.pool.mu.Lock()
 	defer b.pool.mu.Unlock()
 	for i, u := range b.pool.urls {
-		s := sources[placeOf(u)]
-		if s == nil {
+		if u == nil || sources[placeOf(u)] == nil {
 			continue
 		}
+		s := sources[placeOf(u)]
 		s.mu.Lock()
 		whole := s.whole
 		s.mu.Unlock()
@@ -236,11 +248,11 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 }
 
 // helper is an instance that can be asked for the tokens of a text: all that are followed have the same model.
-func (b *blocks) helper(sources map[string]*source) *url.URL {
+func (b *blocks) helper(sources map[string]*feed) *url.URL {
 	b.pool.mu.Lock()
 	defer b.pool.mu.Unlock()
 	for i, u := range b.pool.urls {
-		if sources[placeOf(u)] != nil && b.pool.table.available(i) && !b.tokens.ails(placeOf(u)) {
+		if u != nil && sources[placeOf(u)] != nil && b.pool.table.available(i) && !b.tokens.ails(placeOf(u)) {
 			return u
 		}
 	}

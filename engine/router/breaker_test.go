@@ -153,7 +153,7 @@ func TestBusyTrialIsNoVerdict(t *testing.T) {
 func TestHealthOfRegistered(t *testing.T) {
 	f := serveRouter(t, Config{Register: signer(time.Minute)})
 	for part, at := range map[string]string{"P": "127.0.0.1:7001", "D": "127.0.0.1:7002"} {
-		code, text := say(t, f.router, true, registration{part, at, "127.0.0.1:9", 1})
+		code, text := say(t, f.router, true, old(part, at, "127.0.0.1:9", 1))
 		require.Equal(t, http.StatusOK, code, text)
 	}
 	require.Equal(t, "ok", routerHealth(t, f, "").Status)
@@ -183,7 +183,7 @@ func TestHealthForStrangers(t *testing.T) {
 func TestRegisterAfterClockJump(t *testing.T) {
 	f := serveRouter(t, Config{Register: signer(time.Minute)})
 	register := func(at time.Time) int {
-		code, _ := say(t, f.router, true, registration{"D", "127.0.0.1:7002", "127.0.0.1:9", at.UnixNano()})
+		code, _ := say(t, f.router, true, old("D", "127.0.0.1:7002", "127.0.0.1:9", at.UnixNano()))
 		return code
 	}
 	require.Equal(t, http.StatusOK, register(time.Now().Add(time.Hour)))

@@ -8,9 +8,11 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"mime"
 	"net"
 	"net/http"
+	"strconv"
 	"strings"
 	"time"
 
@@ -33,12 +35,15 @@ type call struct {
 	explain bool            // the client asks why its instances are chosen, and may know
 	request *policy.Request // what the choice depends on
 	failed  map[int]bool    // instances of either role that this request does not try again
+	picked  []int           // instances whose places the request keeps until it ends
 	tokens  int             // of the prompt, if an instance has said so; 0: not known
 	marks   []uint64        // of its conversation; nil where none is remembered
 	from    int             // the place of the prefill instance that gave the ticket
 	without string          // why no ticket was had though there are prefill instances; empty: none was needed
 	severed bool            // the client gets nothing any more, not even the end of the answer
 	fault   fault           // the worst of what happened on decode instances that gave no answer
+	cost    consumption     // of the answer
+	costly  bool            // an instance may have worked on the last attempt that failed
 }
 
 // answer is a whole answer of an instance.
@@ -71,7 +76,10 @@ func (c *call) run(ctx context.Context) outcome {
 	}
 	c.request = c.prepare(ctx)
 	for attempt := range c.router.config.Attempts {
-		at, ok := c.choose(ctx, &params)
+		if attempt > 0 && !c.mayRetry(ctx, attempt-1) {
+			break
+		}
+		at, ok := c.nextChoice(ctx, &params)
 		if !ok {
 			break
 		}
@@ -113,6 +121,9 @@ func (c *call) giveUp(ctx context.Context, last *answer) outcome {
 		refuse(c.w, http.StatusBadGateway, "upstream_error", "the decode instances that were tried failed before they answered")
 		return upstreamError
 	case noFault:
+	}
+	if rest := c.router.pool.rest(decode); rest > 0 {
+		c.w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(rest.Seconds()))))
 	}
 	refuse(c.w, http.StatusServiceUnavailable, "no_decode_instance", "no decode instance is available, try again later")
 	return unavailable
@@ -167,11 +178,16 @@ func (c *call) prefill(ctx context.Context, at *route) (params json.RawMessage) 
 		if !another || ctx.Err() != nil {
 			return params
 		}
+		if !c.mayRetry(ctx, 0) {
+			c.goWithout(noPrefill)
+			return nil
+		}
 		next, why, ok := c.router.pool.chooseFor(at.decode, c.request, c.failed)
 		if !ok {
 			c.goWithout(why)
 			return nil
 		}
+		c.picked = append(c.picked, next.index)
 		p = next
 		c.router.metrics.retries.WithLabelValues(prefill.String()).Inc()
 	}
@@ -203,7 +219,7 @@ func (c *call) promptAt(ctx context.Context, p, d target, body []byte) (params j
 		c.router.pool.answered(p, got.body, true)
 		return c.ticket(ctx, p, got), false
 	case retryable(got.status):
-		c.refused(p, got.status)
+		c.refused(p, got.status, got.header)
 		return nil, true
 	}
 	c.without = noTicket
@@ -267,7 +283,7 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 	defer resp.Body.Close()
 	if retryable(resp.StatusCode) {
 		refusal, err := whole(resp, maxHeld)
-		c.refused(d, resp.StatusCode)
+		c.refused(d, resp.StatusCode, resp.Header)
 		if err != nil || redirects(resp.StatusCode) { // where to is nobody's business
 			refusal = nil
 		}
@@ -340,7 +356,14 @@ func (c *call) blame(ctx context.Context, t target, err error) {
 }
 
 // refused takes note that an instance answered with a status that is no answer.
-func (c *call) refused(t target, status int) {
+func (c *call) refused(t target, status int, h http.Header) {
+	if limit := retryAfter(status, h, time.Now()); limit > 0 {
+		c.router.pool.rests(t, limit)
+		if t.role == decode { // it may be asked again then; attempts at prefill instances have no other limit
+			delete(c.failed, t.index)
+		}
+	}
+	c.costly = true
 	err := fmt.Errorf("status %d", status)
 	if redirects(status) {
 		err = fmt.Errorf("status %d: redirects are not followed", status)
@@ -352,7 +375,7 @@ func (c *call) fail(t target, err error, overload bool) {
 	switch {
 	case t.role == prefill:
 	case errors.Is(err, errSlow):
-		c.fault = slow
+		c.fault, c.costly = slow, true
 	case !unsent(err):
 		c.fault = max(c.fault, broke)
 	}
@@ -526,7 +549,8 @@ func refuse(w http.ResponseWriter, status int, code, message string) {
 	if status < http.StatusInternalServerError {
 		kind = "invalid_request_error"
 	}
-	if status == http.StatusServiceUnavailable || status == http.StatusTooManyRequests {
+	busy := status == http.StatusServiceUnavailable || status == http.StatusTooManyRequests
+	if busy && w.Header().Get("Retry-After") == "" {
 		w.Header().Set("Retry-After", "1")
 	}
 	w.Header().Set("Content-Type", "application/json")

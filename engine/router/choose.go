@@ -4,11 +4,9 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
-	"net/url"
 	"strings"
 	"time"
 
@@ -19,30 +17,28 @@ import (
 // the same group.
 type Replica struct {
 	Name    string
-	Prefill []string // base URLs; none: its decode instances serve alone
-	Decode  []string // base URLs
+	Prefill []string // base URLs or DNS names; none: its decode instances serve alone
+	Decode  []string // likewise
 }
 
-// member is an instance of the config.
-type member struct {
-	role  role
-	group string
-	url   *url.URL
-}
-
-// members lists the instances of a config. Errors name the URL that is wrong.
-func (c *Config) members() (list []member, err error) {
-	seen := map[string]bool{}
+// instances lists those of a config. Errors name the flag and the URL that is wrong.
+func (c *Config) instances() (all named, err error) {
+	groups := map[string]string{} // by place
 	add := func(flag, group string, r role, urls []string) {
-		parsed, problem := parseURLs(flag, urls)
-		err = errors.Join(err, problem)
-		for _, u := range parsed {
-			key := r.String() + " " + placeOf(u)
-			if seen[key] {
-				err = errors.Join(err, fmt.Errorf("--%s: %q appears in two replicas", flag, u))
+		for _, text := range urls {
+			place, problem := all.add(Instance{URL: text, Role: r.String(), Group: group})
+			before, twice := groups[place]
+			switch {
+			case problem != nil:
+			case twice && before != group:
+				problem = fmt.Errorf("%q appears in two replicas", text)
+			case twice:
+				problem = fmt.Errorf("%q appears twice", text)
 			}
-			seen[key] = true
-			list = append(list, member{r, group, u})
+			if problem != nil && err == nil {
+				err = fmt.Errorf("--%s: %w", flag, problem)
+			}
+			groups[place] = group
 		}
 	}
 	add("prefill", "", prefill, c.Prefill)
@@ -50,18 +46,28 @@ func (c *Config) members() (list []member, err error) {
 	names := map[string]bool{}
 	for _, r := range c.Replicas {
 		switch {
-		case r.Name == "" || strings.ContainsFunc(r.Name, func(c rune) bool { return c <= ' ' || c > '~' || c == '"' }):
-			err = errors.Join(err, fmt.Errorf("--replica: %q is not a name, want visible ASCII without spaces or quotes", r.Name))
+		case err != nil:
+			return named{}, err
+		case !isGroup(r.Name):
+			return named{}, fmt.Errorf("--replica: %q is not a name, %s", r.Name, wantGroup)
 		case names[r.Name]:
-			err = errors.Join(err, fmt.Errorf("--replica: the name %q appears twice", r.Name))
+			return named{}, fmt.Errorf("--replica: the name %q appears twice", r.Name)
 		case len(r.Decode) == 0:
-			err = errors.Join(err, fmt.Errorf("--replica: %s has no decode instance", r.Name))
+			return named{}, fmt.Errorf("--replica: %s has no decode instance", r.Name)
 		}
 		names[r.Name] = true
 		add("replica", r.Name, prefill, r.Prefill)
 		add("replica", r.Name, decode, r.Decode)
 	}
-	return list, err
+	return all, err
+}
+
+// wantGroup says what the name of a group is.
+const wantGroup = "want visible ASCII without spaces or quotes"
+
+// isGroup reports whether a text can be the name of a group.
+func isGroup(name string) bool {
+	return name != "" && !strings.ContainsFunc(name, func(c rune) bool { return c <= ' ' || c > '~' || c == '"' })
 }
 
 // sessionKey says where a request has the key of its session.
@@ -203,11 +209,14 @@ func (c *call) choose(ctx context.Context, params *json.RawMessage) (at route, o
 		at, ok = pool.choose(c.request, c.failed, c.from)
 	}
 	if !ok {
+		if at, ok = pool.choose(c.request, c.failed, policy.None); !ok {
+			return route{}, false
+		}
 		*params, c.pair = nil, ""
-		at, ok = pool.choose(c.request, c.failed, policy.None)
 	}
-	if !ok {
-		return route{}, false
+	c.picked = append(c.picked, at.decode.index)
+	if at.prefill.leg != nil {
+		c.picked = append(c.picked, at.prefill.index)
 	}
 	if c.explain {
 		c.w.Header().Set(routeHeader, at.String(c.router.config.Policy))
@@ -273,7 +282,7 @@ func (p *pool) chooseFor(d target, r *policy.Request, tried map[int]bool) (t tar
 func (p *pool) filter(r *policy.Request, tried map[int]bool) {
 	now := time.Now()
 	r.Standing = func(i int) policy.Standing {
-		if tried[i] || !p.known[i].breaker.admits(now) {
+		if tried[i] || !p.known[i].admits(now) {
 			return policy.Out
 		}
 		return p.table.standing(i)
@@ -284,10 +293,11 @@ func (p *pool) filter(r *policy.Request, tried map[int]bool) {
 	}
 }
 
-// take makes the target of a leg. The caller holds mu.
+// take makes the target of a leg. Its place is kept until leave gives it back. The caller holds mu.
 func (p *pool) take(l *policy.Leg, tried map[int]bool) target {
 	i := l.Place
 	tried[i] = true
+	p.known[i].users++
 	p.known[i].breaker.picked()
 	return target{index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l}
 }

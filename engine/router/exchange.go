@@ -86,6 +86,7 @@ func (x *exchange) begin() {
 
 // pass gives the client a piece and reports whether it took it.
 func (x *exchange) pass(piece []byte) bool {
+	x.cost.write(piece)
 	x.awaitClient(x.router.config.WriteTimeout)
 	_, err := x.w.Write(piece)
 	if err == nil {
@@ -107,6 +108,7 @@ func (x *exchange) whole() attempt {
 		return x.rest(held)
 	}
 	x.router.pool.worked(x.d)
+	x.cost.write(held)
 	if x.resp.StatusCode == http.StatusOK && x.router.policy.UsesPrompts() {
 		x.router.pool.answered(x.d, held, false)
 	}

@@ -168,6 +168,10 @@ const maxTold = 32
 func (p *pool) saw(i int, f *fit) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.sawLocked(i, f)
+}
+
+func (p *pool) sawLocked(i int, f *fit) {
 	if old := p.known[i].fit; old == f || old != nil && f != nil && reflect.DeepEqual(old, f) {
 		return
 	}
@@ -183,11 +187,15 @@ func (p *pool) compare(i int) {
 		if p.table.instances[i].role == decode {
 			is = pair{j, i}
 		}
-		if a, b := &p.table.instances[is.prefill], &p.table.instances[is.decode]; a.role != prefill || b.role != decode || a.group != b.group {
+		a, b := &p.table.instances[is.prefill], &p.table.instances[is.decode]
+		if p.urls[j] == nil || a.role != prefill || b.role != decode {
 			continue
 		}
 		before := p.misfits[is]
-		now := misfit(&p.known[is.prefill], &p.known[is.decode], p.urls[is.prefill], p.urls[is.decode])
+		now := ""
+		if a.group == b.group { // else the policy never makes them a pair
+			now = misfit(&p.known[is.prefill], &p.known[is.decode], p.urls[is.prefill], p.urls[is.decode])
+		}
 		if now == before {
 			continue
 		}

@@ -3,6 +3,7 @@ package router
 import (
 	"encoding/json"
 	"net/http"
+	"net/url"
 	"strings"
 	"testing"
 	"time"
@@ -116,11 +117,17 @@ func TestMisfit(t *testing.T) {
 		{"stores with two names", engineFit("kv_producer"), engineFit("kv_consumer", func(f *fit) { f.Connector = "Y" }), ""},
 		{"ways that are not known", engineFit("kv_producer", gives("X")), engineFit("kv_consumer", func(f *fit) { f.Connector = multi }), ""},
 	} {
-		u, err := parseURLs("test", []string{at, "http://10.0.0.1:2"})
-		require.NoError(t, err)
-		require.Equal(t, tt.want, misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, u[0], u[1]), tt.name)
-		require.Equal(t, "prefill and decode are the same instance", misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, u[0], u[0]), tt.name)
+		one, two := base(t, at), base(t, "http://10.0.0.1:2")
+		require.Equal(t, tt.want, misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, one, two), tt.name)
+		require.Equal(t, "prefill and decode are the same instance", misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, one, one), tt.name)
 	}
+}
+
+func base(t *testing.T, text string) *url.URL {
+	t.Helper()
+	u, err := parseURL(text)
+	require.NoError(t, err)
+	return u
 }
 
 // A pair that does not fit is named once by the log and as long as it lasts by /health, and is never formed:

@@ -34,10 +34,17 @@ type metrics struct {
 	ttft     prometheus.Histogram
 	inFlight prometheus.Gauge
 
-	events   *prometheus.CounterVec
-	blocks   *prometheus.CounterVec
-	indexed  prometheus.Gauge
-	tokenize *prometheus.CounterVec
+	events       *prometheus.CounterVec
+	blocks       *prometheus.CounterVec
+	indexed      prometheus.Gauge
+	tokenize     *prometheus.CounterVec
+	queued       prometheus.Gauge
+	queueSeconds prometheus.Histogram
+	refusals     *prometheus.CounterVec
+	exhausted    prometheus.Counter
+	lookups      *prometheus.CounterVec
+	fileReads    *prometheus.CounterVec
+	fileBad      prometheus.Gauge
 
 	registrations *prometheus.CounterVec
 	introduced    prometheus.Counter
@@ -61,6 +68,13 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		blocks:        s.Counters("kvport_router_kv_blocks_total", "Blocks in the KV events of instances: stored, removed, and left out since their place is not known (unplaced) or the instance has too many (full).", "what"),
 		indexed:       s.Gauge("kvport_router_kv_index_blocks", "Blocks that the router knows of by KV events, each counted for each instance that has it."),
 		tokenize:      s.Counters("kvport_router_tokenize_total", "Prompts whose tokens were needed: those that had them (given), whose tokens were remembered, asked of an instance, or not to be had in time (failed).", "result"),
+		queued:        s.Gauge("kvport_router_queue_requests", "Requests that wait until they may run."),
+		queueSeconds:  s.Histogram("kvport_router_queue_seconds", "How long requests waited until they could run or were refused.", prometheus.ExponentialBuckets(0.001, 2, 18)),
+		refusals:      s.Counters("kvport_router_refusals_total", "Requests that were not admitted: the queue was full, they waited too long, or their client's rate is used up.", "reason"),
+		exhausted:     s.Counter("kvport_router_retries_exhausted_total", "Attempts that failed and were not made again, since the budget of retries was used up."),
+		lookups:       s.Counters("kvport_router_dns_lookups_total", "Lookups of DNS names that stand for instances.", "result"),
+		fileReads:     s.Counters("kvport_router_config_reloads_total", "Contents of the config file that were new: used (ok) or not (bad).", "result"),
+		fileBad:       s.Gauge("kvport_router_config_bad", "1 if the config file cannot be used as it is now, and what it said before counts."),
 		registrations: s.Counters("kvport_router_registrations_total", "Registrations of instances by HTTP status.", "code"),
 		introduced:    s.Counter("kvport_router_introductions_total", "Requests whose id named both engines, signed."),
 		known:         s.Gauge("kvport_router_registered_instances", "Instances that have said where they take blocks."),
@@ -74,4 +88,10 @@ func (m *metrics) setUp(instance string, r role, isUp bool) {
 
 func (m *metrics) setBroken(instance string, r role, open bool) {
 	meter.Mark(m.broken.WithLabelValues(instance, r.String()), open)
+}
+
+// forget drops the series of an instance that is gone.
+func (m *metrics) forget(instance string, r role) {
+	m.up.DeleteLabelValues(instance, r.String())
+	m.broken.DeleteLabelValues(instance, r.String())
 }

@@ -48,6 +48,12 @@ type pool struct {
 	misfits map[pair]string // why not; only pairs that do not fit
 	wasted  map[pair]wasted // only pairs whose last hand-off was wasted
 
+	fresh freshness // of registrations
+
+	free        []int // places that a new instance can have
+	cooling     []int // places of instances that are gone, before they are free
+	everPrefill bool  // there is a prefill instance, or was one
+
 	watching *watching // nil: Run does not run
 }
 
@@ -61,10 +67,13 @@ func newLife() life {
 	return life{ctx, end}
 }
 
-func newPool(members []member, chooser *policy.Policy, log *slog.Logger, m *metrics) *pool {
-	p := &pool{log: log, metrics: m, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{}}
-	for _, one := range members {
-		p.known[p.add(one)].fixed = true
+func newPool(list []spec, chooser *policy.Policy, log *slog.Logger, m *metrics) *pool {
+	p := &pool{
+		log: log, metrics: m, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{},
+		fresh: freshness{nonces: map[string]string{}, times: map[string]int64{}},
+	}
+	for _, s := range list {
+		p.claim(s, byFlag)
 	}
 	return p
 }
@@ -94,10 +103,13 @@ func (p *pool) bothWays(d int) bool {
 	return false
 }
 
-// name is an instance's URL.
+// name is an instance's URL; empty if it is gone.
 func (p *pool) name(i int) string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.urls[i] == nil {
+		return ""
+	}
 	return p.urls[i].String()
 }
 
@@ -105,7 +117,7 @@ func (p *pool) name(i int) string {
 func (p *pool) decodeAt(name string) (place int, known bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	place = slices.IndexFunc(p.urls, func(u *url.URL) bool { return u.String() == name })
+	place = slices.IndexFunc(p.urls, func(u *url.URL) bool { return u != nil && u.String() == name })
 	return place, place >= 0 && p.table.instances[place].role == decode
 }
 
@@ -143,10 +155,28 @@ func (p *pool) released(t target) {
 	p.known[t.index].breaker.released()
 }
 
+// report takes what a health check found out, unless the instance has left meanwhile.
+func (p *pool) report(ctx context.Context, i int, got checked) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if ctx.Err() != nil { // the place may be another's
+		return
+	}
+	if got.result == healthy {
+		p.sawLocked(i, got.says)
+		p.blocks.follow(p.urls[i], got.says)
+	}
+	p.probedLocked(i, got.result, got.why)
+}
+
 // probed takes the result of a health check; why says what is wrong.
 func (p *pool) probed(i int, result probe, why string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.probedLocked(i, result, why)
+}
+
+func (p *pool) probedLocked(i int, result probe, why string) {
 	if p.table.instances[i].left {
 		return
 	}
@@ -192,7 +222,7 @@ type InstanceHealth struct {
 type poolHealth struct {
 	instances    []InstanceHealth
 	available    [roles]int // how many of each role take requests
-	everPrefill  bool       // there is a prefill instance, or was one
+	everPrefill  bool
 	incompatible []Misfit
 	recomputing  []Misfit
 	paired       bool // some available prefill instance fits an available decode instance
@@ -202,9 +232,9 @@ func (p *pool) health() (h poolHealth) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := time.Now()
-	available := func(i int) bool { return p.table.available(i) && p.known[i].breaker.admits(now) }
+	available := func(i int) bool { return p.table.available(i) && p.known[i].admits(now) }
+	h.everPrefill = p.everPrefill
 	for i, in := range p.table.instances {
-		h.everPrefill = h.everPrefill || in.role == prefill
 		if available(i) {
 			h.available[in.role]++
 		}
@@ -214,6 +244,9 @@ func (p *pool) health() (h poolHealth) {
 		one := InstanceHealth{URL: p.urls[i].String(), Role: in.role.String(), Group: in.group, State: in.state.String(), Error: cmp.Or(p.known[i].unwell, p.known[i].refusal)}
 		if p.known[i].breaker.open() {
 			one.Breaker = "open"
+		}
+		if p.known[i].drains != 0 && in.state <= suspect {
+			one.State = draining.String()
 		}
 		h.instances = append(h.instances, one)
 	}

@@ -73,7 +73,7 @@ func TestLostInstance(t *testing.T) {
 	require.NoError(t, err)
 	chooser, err := policy.New(policy.Config{})
 	require.NoError(t, err)
-	p := newPool([]member{{role: decode, url: u}}, chooser, slog.New(slog.DiscardHandler), m)
+	p := newPool([]spec{{role: decode, url: u}}, chooser, slog.New(slog.DiscardHandler), m)
 	pick := func() (target, bool) {
 		at, ok := p.choose(&policy.Request{}, map[int]bool{}, policy.None)
 		return at.decode, ok

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
+	"maps"
 	"net/http"
 	"sync"
 	"time"
@@ -78,6 +79,13 @@ func (a *asker) note(q question, s heard) {
 		clear(a.known)
 	}
 	a.known[q] = s
+}
+
+// forget drops the answers of instances that are gone.
+func (a *asker) forget(places map[int]bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	maps.DeleteFunc(a.known, func(q question, _ heard) bool { return places[q.instance] })
 }
 
 // question names what a request asks an instance. The API key is part of it: nobody learns what others have.

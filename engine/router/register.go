@@ -1,8 +1,11 @@
 package router
 
 import (
+	"cmp"
 	"context"
+	"crypto/hmac"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -12,6 +15,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/kvport/kvport/internal/register"
 )
 
 // Registration lets instances come and go by themselves, and lets the router tell them of each other: each
@@ -24,33 +29,26 @@ type Registration struct {
 	TTL  time.Duration // after the last registration an instance is forgotten; 0: 15 s
 }
 
-const (
-	maxRegistration = 4 << 10
-	maxInstances    = 1024
-	macHeader       = "X-Kvport-Mac"
-)
-
-// registration is what an instance says. Type, HTTP and KV have the names of vLLM's proxies.
-type registration struct {
-	Type string `json:"type"`         // P or D
-	HTTP string `json:"http_address"` // HOST:PORT
-	KV   string `json:"zmq_address"`  // HOST:PORT
-	At   int64  `json:"at"`           // ascends: nanoseconds of the instance's clock
-}
+// maxRegistration bounds a registration, in bytes.
+const maxRegistration = 4 << 10
 
 // registered is what the router knows about one instance, apart from its place in the table.
 type registered struct {
-	kv    string    // where it takes blocks; "" if it never registered
-	at    int64     // of the last registration
-	seen  time.Time // when that came
-	fixed bool      // it is there by the command line: it is never forgotten
-	fit   *fit      // what its /health says; nil: nothing yet, or nothing at all
+	kv     string    // where it takes blocks; "" if it did not say
+	engine string    // its id; "" if it did not say
+	seen   time.Time // when it registered last
+
+	sources source // who names it; none: it has left
+	drains  source // which of them say that it gets no new requests
+	users   int    // requests that have picked it and have not ended
+	fit     *fit   // what its /health says; nil: nothing yet, or nothing at all
 
 	unwell  string       // what is wrong by its last probe; empty: nothing
 	refusal string       // of the last request, if it was turned away
 	warned  map[int]bool // statuses of refusals that the log has since the last change of state
 
 	breaker breaker
+	rested  time.Time          // when requests may come again, after the instance has asked to be left alone
 	stop    context.CancelFunc // of its probes; nil: it is not probed
 }
 
@@ -59,8 +57,11 @@ type registered struct {
 func (r *Router) Registrar() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST /register", func(w http.ResponseWriter, req *http.Request) {
-		status, err := r.register(req)
+		status, nonce, err := r.register(req)
 		r.metrics.registrations.WithLabelValues(strconv.Itoa(status)).Inc()
+		if nonce != "" {
+			w.Header().Set(register.NonceHeader, nonce)
+		}
 		if err != nil {
 			refuse(w, status, "registration_refused", err.Error())
 			return
@@ -70,80 +71,146 @@ func (r *Router) Registrar() http.Handler {
 	return mux
 }
 
-func (r *Router) register(req *http.Request) (status int, err error) {
+// register takes one registration. nonce is for the next one of the same instance.
+func (r *Router) register(req *http.Request) (status int, nonce string, err error) {
 	body, err := io.ReadAll(io.LimitReader(req.Body, maxRegistration))
 	if err != nil {
-		return http.StatusBadRequest, err
+		return http.StatusBadRequest, "", err
 	}
-	if r.config.Register.Verify == nil || !r.config.Register.Verify(string(body), req.Header.Get(macHeader)) {
-		return http.StatusForbidden, fmt.Errorf("the registration is not signed with this deployment's key")
+	if r.config.Register.Verify == nil || !r.config.Register.Verify(string(body), req.Header.Get(register.MacHeader)) {
+		return http.StatusForbidden, "", fmt.Errorf("the registration is not signed with this deployment's key")
 	}
-	var g registration
-	if err := json.Unmarshal(body, &g); err != nil {
-		return http.StatusBadRequest, err
+	var m register.Message
+	if err := json.Unmarshal(body, &m); err != nil {
+		return http.StatusBadRequest, "", err
 	}
 	in := map[string]role{"P": prefill, "D": decode}
-	part, known := in[g.Type]
+	part, known := in[m.Type]
 	if !known {
-		return http.StatusBadRequest, fmt.Errorf("type is %q, want P or D", g.Type)
+		return http.StatusBadRequest, "", fmt.Errorf("type is %q, want P or D", m.Type)
 	}
-	for name, address := range map[string]string{"http_address": g.HTTP, "zmq_address": g.KV} {
-		if host, port, err := net.SplitHostPort(address); err != nil || host == "" || port == "0" || strings.ContainsAny(address, "/@?# _") {
-			return http.StatusBadRequest, fmt.Errorf("%s is %q, want HOST:PORT", name, address)
-		}
+	if !isHostPort(m.HTTP) {
+		return http.StatusBadRequest, "", fmt.Errorf("http_address is %q, want HOST:PORT", m.HTTP)
 	}
-	if err := r.pool.register(part, &g); err != nil {
-		return http.StatusConflict, err
+	if m.KV != "" && !isHostPort(m.KV) {
+		return http.StatusBadRequest, "", fmt.Errorf("zmq_address is %q, want HOST:PORT", m.KV)
 	}
-	return http.StatusOK, nil
+	if nonce, err = r.pool.register(part, &m); err != nil {
+		return http.StatusConflict, nonce, err
+	}
+	return http.StatusOK, nonce, nil
 }
 
-// register finds or makes the instance of a registration.
-func (p *pool) register(part role, g *registration) error {
+// isHostPort reports whether a text is an address that can be part of a URL and of a request id.
+func isHostPort(address string) bool {
+	host, port, err := net.SplitHostPort(address)
+	return err == nil && host != "" && port != "" && port != "0" && !strings.ContainsAny(address, "/@?# _")
+}
+
+// register takes the registration of an instance.
+func (p *pool) register(part role, m *register.Message) (nonce string, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	i := p.index(part, g.HTTP)
+	nonce, err = p.fresh.check(freshKey(part, m.HTTP), m)
+	if err != nil {
+		return nonce, err
+	}
+	i := p.index(part, m.HTTP)
 	switch {
-	case i >= 0 && g.At <= p.known[i].at:
-		return fmt.Errorf("a registration of %s that is older than the last one", g.HTTP)
-	case i < 0 && len(p.urls) >= maxInstances:
-		return fmt.Errorf("%d instances are registered already", maxInstances)
-	case i < 0:
-		i = p.add(member{role: part, url: &url.URL{Scheme: "http", Host: g.HTTP}})
-		p.log.Info("instance registered", "instance", g.HTTP, "role", part.String(), "kv", g.KV)
+	case m.Leave && i >= 0:
+		p.disclaim(i, byRegistration)
+		return nonce, nil
+	case m.Leave:
+		return nonce, nil
+	case i < 0 && p.taken() >= maxInstances:
+		return nonce, fmt.Errorf("%w: there are %d already", ErrTooMany, maxInstances)
 	}
+	u := &url.URL{Scheme: "http", Host: m.HTTP}
+	if i >= 0 {
+		u = p.urls[i]
+	}
+	i = p.claim(spec{role: part, url: u}, byRegistration)
 	k := &p.known[i]
-	if k.kv == "" {
+	if m.KV != "" && k.kv == "" {
 		p.metrics.known.Inc()
+		p.log.Info("instance takes blocks of others", "instance", m.HTTP, "role", part.String(), "kv", m.KV)
 	}
-	k.kv, k.at, k.seen = g.KV, g.At, time.Now()
-	if p.table.instances[i].left {
-		p.table.instances[i].left, p.table.instances[i].state = false, up
-		p.log.Info("instance registered again", "instance", g.HTTP, "role", part.String())
+	k.kv, k.engine, k.seen = cmp.Or(m.KV, k.kv), m.Engine, time.Now()
+	p.moved(i)
+	return nonce, nil
+}
+
+// moved forgets other addresses at which the same engine is registered: it has moved. The caller holds mu.
+func (p *pool) moved(to int) {
+	engine := p.known[to].engine
+	if engine == "" {
+		return
 	}
-	p.watchLocked(i)
-	return nil
+	for i := range p.known {
+		if i != to && p.known[i].engine == engine && p.table.instances[i].role == p.table.instances[to].role {
+			p.disclaim(i, byRegistration)
+		}
+	}
+}
+
+// freshness tells a registration from a copy of an earlier one, without a clock: for each instance there is one nonce,
+// which the next registration must have. Registrations of earlier versions have none; their times must ascend.
+type freshness struct {
+	nonces map[string]string // by role and address
+	times  map[string]int64  // of those without nonces
+}
+
+// maxFresh bounds both maps. An instance whose nonce is dropped gets another one and says again what it said.
+const maxFresh = 4 * maxInstances
+
+// check says what is wrong with a registration, and gives the nonce for the next one.
+func (f *freshness) check(who string, m *register.Message) (nonce string, err error) {
+	if m.Nonce == "" {
+		last, known := f.times[who]
+		switch {
+		case known && m.At <= last:
+			return "", fmt.Errorf("a registration of %s that is older than the last one", m.HTTP)
+		case !known && len(f.times) >= maxFresh:
+			return "", fmt.Errorf("%w register without a nonce, as earlier versions of kvport do", ErrTooMany)
+		}
+		f.times[who] = m.At
+		return "", nil
+	}
+	want, known := f.nonces[who]
+	if known && hmac.Equal([]byte(want), []byte(m.Nonce)) {
+		f.nonces[who] = newID()
+		return f.nonces[who], nil
+	}
+	if !known {
+		for other := range f.nonces {
+			if len(f.nonces) < maxFresh {
+				break
+			}
+			delete(f.nonces, other)
+		}
+		f.nonces[who] = newID()
+	}
+	return f.nonces[who], errors.New("the registration has no valid nonce: it must have the one of this answer")
+}
+
+// freshKey is how freshness knows an instance.
+func freshKey(part role, host string) string { return part.String() + " " + host }
+
+// late lets an engine come back whose clock was ahead when it registered last, once that is over.
+func (f *freshness) late(who string, now time.Time) {
+	if at, known := f.times[who]; known {
+		f.times[who] = min(at, now.UnixNano())
+	}
 }
 
 // index is the place of an instance; -1 if there is none. The caller holds mu.
 func (p *pool) index(part role, host string) int {
 	for i, u := range p.urls {
-		if u.Host == host && p.table.instances[i].role == part {
+		if u != nil && u.Host == host && p.table.instances[i].role == part {
 			return i
 		}
 	}
 	return -1
-}
-
-// add gives a new instance a place, which it keeps. The caller holds mu.
-func (p *pool) add(one member) int {
-	u, part := one.url, one.role
-	p.policy.Add(len(p.urls), part.instance(placeOf(u), one.group))
-	p.table.instances = append(p.table.instances, instance{role: part, group: one.group})
-	p.urls, p.lives, p.known = append(p.urls, u), append(p.lives, newLife()), append(p.known, registered{})
-	p.metrics.up.WithLabelValues(u.String(), part.String()).Set(1)
-	p.compare(len(p.urls) - 1)
-	return len(p.urls) - 1
 }
 
 // expire forgets instances that have not registered for a while.
@@ -151,26 +218,25 @@ func (p *pool) expire(ttl time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for i := range p.known {
-		k, in := &p.known[i], &p.table.instances[i]
-		if k.kv == "" || time.Since(k.seen) < ttl {
-			continue
+		if k := &p.known[i]; k.sources&byRegistration != 0 && time.Since(k.seen) >= ttl {
+			p.disclaim(i, byRegistration)
 		}
-		k.kv = ""
-		k.at = min(k.at, time.Now().UnixNano()) // an engine whose clock was ahead may come back when it is right
-		p.metrics.known.Dec()
-		if k.fixed {
-			continue
-		}
-		in.left, in.state = true, down
-		p.blocks.leave(p.urls[i])
-		p.policy.Forget(i)
-		if k.stop != nil {
-			k.stop()
-			k.stop = nil
-		}
-		p.metrics.setUp(p.urls[i].String(), in.role, false)
-		p.log.Info("instance has not registered any more and is forgotten", "instance", p.urls[i].String(), "role", in.role.String())
 	}
+}
+
+// unregistered takes note that an instance is not registered any more. The caller holds mu.
+func (p *pool) unregistered(i int) {
+	k := &p.known[i]
+	if k.kv != "" {
+		p.metrics.known.Dec()
+	}
+	k.kv, k.engine = "", ""
+	p.fresh.late(freshKey(p.table.instances[i].role, p.urls[i].Host), time.Now())
+}
+
+// admits reports whether the instance may get requests, as its sources, itself and its breaker say. The caller holds mu.
+func (k *registered) admits(now time.Time) bool {
+	return k.drains == 0 && !now.Before(k.rested) && k.breaker.admits(now)
 }
 
 // watching is what pool needs to probe instances that come later.
@@ -189,18 +255,13 @@ func (p *pool) watchLocked(i int) {
 	p.known[i].stop = stop
 	u, c := p.urls[i], p.watching.checker
 	p.watching.tasks.Go(func() {
-		c.watch(ctx, u, func(got checked) {
-			if got.result == healthy {
-				p.saw(i, got.says)
-				p.blocks.follow(u, got.says)
-			}
-			p.probed(i, got.result, got.why)
-		})
+		c.watch(ctx, u, func(got checked) { p.report(ctx, i, got) })
 	})
 }
 
-// run probes all instances, those that come later too, until ctx ends.
-func (p *pool) run(ctx context.Context, c checker, ttl time.Duration) {
+// run probes all instances, those that come later too, until ctx ends. forget drops what others remember of instances
+// that are gone.
+func (p *pool) run(ctx context.Context, c checker, ttl time.Duration, forget func(places map[int]bool)) {
 	var tasks sync.WaitGroup
 	p.mu.Lock()
 	p.watching = &watching{ctx, c, &tasks}
@@ -214,6 +275,7 @@ func (p *pool) run(ctx context.Context, c checker, ttl time.Duration) {
 		select {
 		case <-tick.C:
 			p.expire(ttl)
+			p.recycle(forget)
 		case <-ctx.Done():
 		}
 	}

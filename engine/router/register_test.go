@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/internal/register"
 )
 
 // signer signs by a word in front.
@@ -23,13 +25,18 @@ func signer(ttl time.Duration) Registration {
 	}
 }
 
+// old is a registration as earlier versions make them.
+func old(part, at, kv string, when int64) register.Message {
+	return register.Message{Type: part, HTTP: at, KV: kv, At: when}
+}
+
 func say(t *testing.T, r *Router, mac bool, g any) (int, string) {
 	t.Helper()
 	body, err := json.Marshal(g)
 	require.NoError(t, err)
 	req := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/register", strings.NewReader(string(body)))
 	if mac {
-		req.Header.Set(macHeader, "key"+string(body))
+		req.Header.Set(register.MacHeader, "key"+string(body))
 	}
 	w := httptest.NewRecorder()
 	r.Registrar().ServeHTTP(w, req)
@@ -70,12 +77,12 @@ func TestRegister(t *testing.T) {
 	register := func() {
 		at++
 		for part, host := range map[string]string{"P": p, "D": d} {
-			code, text := say(t, r, true, registration{part, host, "10.0.0.1:" + map[string]string{"P": "1", "D": "2"}[part], at})
+			code, text := say(t, r, true, old(part, host, "10.0.0.1:"+map[string]string{"P": "1", "D": "2"}[part], at))
 			require.Equal(t, http.StatusOK, code, text)
 		}
 	}
 	register()
-	code, text := say(t, r, true, registration{"P", p, "10.9.9.9:1", at})
+	code, text := say(t, r, true, old("P", p, "10.9.9.9:1", at))
 	require.Equal(t, http.StatusConflict, code, "a replay: %s", text)
 	ask := func() (int, string) {
 		w := httptest.NewRecorder()
@@ -101,16 +108,16 @@ func TestRegister(t *testing.T) {
 func TestRegisterRefuses(t *testing.T) {
 	r, err := New(Config{Register: signer(time.Minute), Decode: []string{"http://127.0.0.1:7"}})
 	require.NoError(t, err)
-	good := registration{"D", "127.0.0.1:7", "127.0.0.1:9", 1}
+	good := old("D", "127.0.0.1:7", "127.0.0.1:9", 1)
 	code, _ := say(t, r, false, good)
 	require.Equal(t, http.StatusForbidden, code)
 	for _, bad := range []any{
-		registration{"X", good.HTTP, good.KV, 1},
-		registration{"D", "127.0.0.1", good.KV, 1},
-		registration{"D", good.HTTP, "evil/path:1", 1},
-		registration{"D", "user@host:1", good.KV, 1},
-		registration{"D", good.HTTP, "a___decode_addr_b:1", 1},
-		registration{"D", good.HTTP, ":1", 1},
+		old("X", good.HTTP, good.KV, 1),
+		old("D", "127.0.0.1", good.KV, 1),
+		old("D", good.HTTP, "evil/path:1", 1),
+		old("D", "user@host:1", good.KV, 1),
+		old("D", good.HTTP, "a___decode_addr_b:1", 1),
+		old("D", good.HTTP, ":1", 1),
 		[]int{1},
 	} {
 		code, _ := say(t, r, true, bad)
@@ -123,7 +130,7 @@ func TestRegisterRefuses(t *testing.T) {
 	list := r.pool.health().instances
 	require.Len(t, list, 1, "and is never forgotten")
 	for i := range maxInstances {
-		code, _ = say(t, r, true, registration{"P", fmt.Sprintf("127.0.0.1:%d", 1000+i), good.KV, 1})
+		code, _ = say(t, r, true, old("P", fmt.Sprintf("127.0.0.1:%d", 1000+i), good.KV, 1))
 	}
 	require.Equal(t, http.StatusConflict, code, "there is a limit")
 	none, err := New(Config{Decode: []string{"http://127.0.0.1:7"}})

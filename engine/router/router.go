@@ -21,7 +21,6 @@ import (
 	"net/url"
 	"os"
 	"path"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -31,14 +30,17 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/kvport/kvport/engine/kvevents"
+	"github.com/kvport/kvport/engine/router/admission"
 	"github.com/kvport/kvport/engine/router/policy"
 )
 
 // Config says what a Router routes to. Zero values of all but Decode mean the defaults named.
 type Config struct {
-	Prefill  []string  // base URLs; none: decode instances serve alone
-	Decode   []string  // base URLs, at least one unless instances may register or there are replicas
+	Prefill  []string  // base URLs, or DNS names as in [Instance]; none: decode instances serve alone
+	Decode   []string  // likewise, at least one unless instances may register, a file has them, or there are replicas
 	Replicas []Replica // groups of instances, each of which hands blocks over within itself
+	File     File      // further instances, and limits
+	DNS      DNS
 
 	Policy     string             // a name of policy.Names; round_robin
 	Weights    map[string]float64 // of the policy's scorers, instead of its own
@@ -52,6 +54,8 @@ type Config struct {
 	HealthTimeout  time.Duration // of one probe; 2 s
 	PrefillTimeout time.Duration // of one prefill attempt, after which another instance is tried; 2 min
 	Attempts       int           // decode attempts of one request at most; 3
+	Backoff        time.Duration // before the first retry of what an instance has answered or may have worked on; then doubled, to 1 s; 50 ms
+	RetryShare     float64       // such retries for each request that comes, in addition to 100 at once and 10 a second; 0.2
 
 	// How long a decode instance may keep silent. Before the first byte has gone to the client another instance
 	// is tried, after it the answer ends with an error.
@@ -61,6 +65,9 @@ type Config struct {
 
 	MaxBody      int64         // bytes of a request body at most; 8 MiB
 	MaxInFlight  int           // requests at once at most, from the end of their bodies on; 1024
+	MaxQueue     int           // further requests that wait until one of these has ended, at most; 0: none waits
+	QueueTimeout time.Duration // how long a request may wait; 30 s
+	Limits       Limits        // of each client; SetLimits changes them
 	BodyTimeout  time.Duration // to receive a whole body; 30 s
 	WriteTimeout time.Duration // for a client to take one piece of an answer; 30 s
 
@@ -108,21 +115,25 @@ type Router struct {
 	holders  []holder // instances' own word on what they hold
 	metrics  *metrics
 	mux      *http.ServeMux
-	bodies   atomic.Int64  // bytes of the bodies of running requests
-	slots    chan struct{} // one for each request in flight whose body has come
-	turns    *turns        // nil: conversations are not remembered
+	bodies   atomic.Int64 // bytes of the bodies of requests that run or wait
+	gate     *gate        // lets requests in whose body has come
+	limits   atomic.Pointer[Limits]
+	retries  retries
+	lookups  *lookups
+	file     *watchedFile // nil: none
+	turns    *turns       // nil: conversations are not remembered
 	asker    *asker
 	draining atomic.Bool
 }
 
 // New makes a Router. Errors name the URL that is wrong.
 func New(c Config) (*Router, error) {
-	members, err := c.members()
+	given, err := c.instances()
 	if err != nil {
 		return nil, err
 	}
-	prefills := slices.ContainsFunc(members, func(m member) bool { return m.role == prefill })
-	if !slices.ContainsFunc(members, func(m member) bool { return m.role == decode }) && c.Register.Verify == nil {
+	later := c.Register.Verify != nil || c.File.Path != "" // instances may come
+	if !given.has(decode) && !later {
 		return nil, errors.New("no decode instance given")
 	}
 	c = withDefaults(c)
@@ -139,9 +150,10 @@ func New(c Config) (*Router, error) {
 		return nil, err
 	}
 	r := &Router{
-		config: c, metrics: m, pool: newPool(members, chooser, c.Log, m), policy: chooser, session: session, seed: newSeed(),
+		config: c, metrics: m, pool: newPool(given.specs, chooser, c.Log, m), policy: chooser, session: session, seed: newSeed(),
 		client: &http.Client{Transport: c.Transport, CheckRedirect: noRedirect},
-		mux:    http.NewServeMux(), slots: make(chan struct{}, c.MaxInFlight), asker: newAsker(),
+		mux:    http.NewServeMux(), asker: newAsker(),
+		gate: &gate{patience: c.QueueTimeout, metrics: m, queue: admission.NewQueue(admission.Config{Slots: c.MaxInFlight, Waiting: c.MaxQueue})},
 	}
 	if chooser.UsesPrompts() {
 		if r.pool.blocks, err = newBlocks(c, r.client, r.pool, m); err != nil {
@@ -151,12 +163,27 @@ func New(c Config) (*Router, error) {
 	} else if len(c.Events) > 0 {
 		return nil, fmt.Errorf("--kv-events: policy %s does not ask what instances hold, want %s or %s", c.Policy, policy.PrefixAware, policy.PDAware)
 	}
-	if c.Turns > 0 && (prefills || c.Register.Verify != nil) {
+	r.SetLimits(c.Limits)
+	r.retries.budget.Share = c.RetryShare
+	r.lookups = newLookups(c.DNS, r.pool, m)
+	r.lookups.set(byFlag, given.names)
+	if c.Turns > 0 && (given.has(prefill) || later) {
 		r.turns = newTurns(c.Turns)
-		if err := r.restoreTurns(); err != nil {
+	}
+	if c.File.Path != "" {
+		if r.file, err = r.use(c.File); err != nil {
 			return nil, err
 		}
 	}
+	if err := r.restoreTurns(); err != nil {
+		return nil, err
+	}
+	r.route()
+	return r, nil
+}
+
+// route makes the paths of the API.
+func (r *Router) route() {
 	handle := func(method, path string, h http.HandlerFunc) {
 		r.mux.HandleFunc(method+" "+path, h)
 		r.mux.HandleFunc(path, func(w http.ResponseWriter, req *http.Request) {
@@ -169,37 +196,12 @@ func New(c Config) (*Router, error) {
 	handle("GET", "/v1/models", r.models)
 	handle("GET", "/v1/models/{model...}", r.models)
 	handle("GET", "/health", r.health)
-	if c.Gatherer != nil {
-		handle("GET", "/metrics", promhttp.HandlerFor(c.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
+	if r.config.Gatherer != nil {
+		handle("GET", "/metrics", promhttp.HandlerFor(r.config.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
 	}
 	r.mux.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
 		refuse(w, http.StatusNotFound, "not_found", fmt.Sprintf("there is no %s", req.URL.Path))
 	})
-	return r, nil
-}
-
-// parseURLs reads the URLs of one flag.
-func parseURLs(flag string, list []string) ([]*url.URL, error) {
-	var urls []*url.URL
-	seen := map[string]bool{}
-	for _, s := range list {
-		u, err := parseURL(s)
-		if err != nil {
-			return nil, fmt.Errorf("--%s: %w", flag, err)
-		}
-		place := placeOf(u)
-		if seen[place] {
-			return nil, fmt.Errorf("--%s: %q appears twice", flag, s)
-		}
-		seen[place] = true
-		urls = append(urls, u)
-	}
-	return urls, nil
-}
-
-// placeOf is one spelling of a base URL.
-func placeOf(u *url.URL) string {
-	return u.Scheme + "://" + strings.ToLower(u.Host) + strings.TrimRight(u.Path, "/")
 }
 
 // parseURL reads a base URL. Where only the scheme is missing, the error has the whole URL.
@@ -219,8 +221,8 @@ func isBase(u *url.URL) bool {
 	return (u.Scheme == "http" || u.Scheme == "https") && u.Host != "" && u.RawQuery == "" && u.User == nil
 }
 
-// maxBodies is how many bytes the bodies of all running requests may have: each is held, in a few copies, until its
-// request ends. 128 KiB each, where all slots are taken.
+// maxBodies is how many bytes the bodies of all running and waiting requests may have: each is held, in a few copies,
+// until its request ends. 128 KiB each, where all slots are taken.
 const maxBodies = 128 << 20
 
 // maxUpstreamHeader is how many bytes of headers an instance may answer with: each running request may hold as much.
@@ -237,8 +239,11 @@ func withDefaults(c Config) Config {
 	setDefault(&c.Attempts, 3)
 	setDefault(&c.Policy, policy.RoundRobin)
 	setDefault(&c.SessionKey, "header:X-Session-Id")
+	setDefault(&c.Backoff, 50*time.Millisecond)
+	setDefault(&c.RetryShare, 0.2)
 	setDefault(&c.MaxBody, 8<<20)
 	setDefault(&c.MaxInFlight, 1024)
+	setDefault(&c.QueueTimeout, 30*time.Second)
 	setDefault(&c.BodyTimeout, 30*time.Second)
 	setDefault(&c.WriteTimeout, 30*time.Second)
 	setDefault(&c.Log, slog.New(slog.DiscardHandler))
@@ -261,18 +266,22 @@ func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastRe
 // ServeHTTP implements http.Handler.
 func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.mux.ServeHTTP(w, req) }
 
-// Run probes the instances until ctx ends. It returns when nothing that it started is left.
+// Run probes the instances, and finds new ones, until ctx ends. It returns when nothing that it started is left.
 func (r *Router) Run(ctx context.Context) {
 	r.pool.blocks.begin(ctx)
+	var tasks sync.WaitGroup
+	defer tasks.Wait()
+	tasks.Go(func() { r.lookups.run(ctx) })
+	if r.file != nil {
+		tasks.Go(func() { r.watch(ctx, r.file) })
+	}
 	if r.turns != nil && r.config.TurnsFile != "" {
-		var saving sync.WaitGroup
-		saving.Go(func() { r.saveTurns(ctx) })
-		defer saving.Wait()
+		tasks.Go(func() { r.saveTurns(ctx) })
 	}
 	r.pool.run(ctx, checker{
 		client: r.client, interval: r.config.HealthInterval, timeout: r.config.HealthTimeout,
 		key: r.config.UpstreamKey, remedy: r.config.keyRemedy(),
-	}, r.config.Register.TTL)
+	}, r.config.Register.TTL, r.forgetPlaces)
 	r.pool.blocks.end()
 }
 
@@ -306,6 +315,7 @@ func (r *Router) generate(w http.ResponseWriter, req *http.Request) {
 	}
 	w.Header().Set("X-Request-Id", c.id)
 	result := r.admit(c, req)
+	r.pool.leave(c.picked)
 	c.awaitClient(0) // not for the next request on this connection
 	r.metrics.requests.WithLabelValues(string(result)).Inc()
 	r.config.Log.Debug("request", "id", c.id, "label", req.Header.Get("X-Request-Id"), "path", c.path,
@@ -328,20 +338,11 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusServiceUnavailable, "draining", "the router is shutting down")
 		return unavailable
 	}
-	select {
-	case r.slots <- struct{}{}:
-		defer func() { <-r.slots }()
-	default:
-		refuse(c.w, http.StatusTooManyRequests, "overloaded", fmt.Sprintf("%d requests are running already", cap(r.slots)))
-		return overloaded
-	}
 	defer r.bodies.Add(-int64(len(body)))
 	if r.bodies.Add(int64(len(body))) > maxBodies {
-		refuse(c.w, http.StatusTooManyRequests, "overloaded", fmt.Sprintf("the requests that are running have bodies of %d MiB already", maxBodies>>20))
+		refuse(c.w, http.StatusTooManyRequests, "overloaded", fmt.Sprintf("the requests that are running and waiting have bodies of %d MiB already", maxBodies>>20))
 		return overloaded
 	}
-	r.metrics.inFlight.Inc()
-	defer r.metrics.inFlight.Dec()
 	var err error
 	if c.body, err = parse(body); err != nil {
 		refuse(c.w, http.StatusBadRequest, "bad_request", err.Error())
@@ -353,6 +354,14 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 	}
 	c.size, c.session = len(body), r.session.of(req, c.body)
 	c.explain = req.Header.Get(routeHeader) != "" && (r.config.Known == nil || r.config.Known(req.Header.Get("Authorization")))
+	leave, refused := r.queued(c, req)
+	if leave == nil {
+		return refused
+	}
+	defer leave()
+	r.retries.request()
+	r.metrics.inFlight.Inc()
+	defer r.metrics.inFlight.Dec()
 	c.header = r.upstreamHeader(req, c.id)
 	c.header.Set("Content-Type", "application/json")
 	return c.run(req.Context())
@@ -404,6 +413,7 @@ func (r *Router) models(w http.ResponseWriter, req *http.Request) {
 	c.method = http.MethodGet
 	w.Header().Set("X-Request-Id", c.id)
 	c.run(req.Context())
+	r.pool.leave(c.picked)
 	c.awaitClient(0) // not for the next request on this connection
 }
 

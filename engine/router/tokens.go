@@ -203,6 +203,13 @@ func (t *promptTokens) fell(instance string) {
 	t.ill[instance] = time.Now().Add(ailing)
 }
 
+// mended forgets that an instance failed.
+func (t *promptTokens) mended(instance string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.ill, instance)
+}
+
 // ails reports whether an instance failed a moment ago.
 func (t *promptTokens) ails(instance string) bool {
 	t.mu.Lock()

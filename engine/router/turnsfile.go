@@ -71,7 +71,7 @@ func readTurns(path string) (*turnsFile, error) {
 
 // restoreTurns reads Config.TurnsFile, if there is one.
 func (r *Router) restoreTurns() error {
-	if r.config.TurnsFile == "" {
+	if r.turns == nil || r.config.TurnsFile == "" {
 		return nil
 	}
 	f, err := readTurns(r.config.TurnsFile)
@@ -96,7 +96,7 @@ func (t *turns) restore(f *turnsFile, place func(instance string) (int, bool)) {
 	}
 }
 
-// snapshot is what the file must have; nil if nothing has changed. name gives an instance's URL.
+// snapshot is what the file must have; nil if nothing has changed. name gives an instance's URL, empty if it is gone.
 func (t *turns) snapshot(name func(instance int) string) *turnsFile {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -107,7 +107,9 @@ func (t *turns) snapshot(name func(instance int) string) *turnsFile {
 	f := &turnsFile{Version: turnsVersion, Seed: t.seed, Turns: make([]savedTurn, 0, t.order.Len())}
 	for e := t.order.Front(); e != nil; e = e.Next() {
 		if s, ok := e.Value.(turn); ok {
-			f.Turns = append(f.Turns, savedTurn{s.mark, name(s.instance), s.params})
+			if at := name(s.instance); at != "" {
+				f.Turns = append(f.Turns, savedTurn{s.mark, at, s.params})
+			}
 		}
 	}
 	return f

@@ -119,6 +119,7 @@ func kvportImports() map[string][]string {
 		"internal/shm":        {},
 		"internal/machine":    {},
 		"internal/meter":      {},
+		"internal/register":   {},
 		"internal/fault":      {},
 		"internal/digest":     {"connector"},
 		"internal/eventlog":   {"connector"},
@@ -138,9 +139,9 @@ func kvportImports() map[string][]string {
 		"lookupbuffer":    {"connector", "pipe"},
 		"connectors/*":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
 
-		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/ticket"},     // record 106
-		"connectors/lmcache":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"}, // LMCache's file suggests names, too
-		"connectors/internal/*": {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                             // what several connectors share
+		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/register", "internal/ticket"}, // record 106
+		"connectors/lmcache":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"},                  // LMCache's file suggests names, too
+		"connectors/internal/*": {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                                              // what several connectors share
 
 		"connectors/internal/peerkey": {"connector", "pipe"},
 
@@ -175,21 +176,22 @@ func kvportImports() map[string][]string {
 func engineImports() map[string][]string {
 	host := []string{"connector", "host", "internal/fault", "internal/meter"}
 	return map[string][]string{
-		"engine":                slices.Concat(host, engineParts()),
-		"engine/*":              host,
-		"engine/gguf":           {},
-		"engine/kvcache":        {"connector"},
-		"engine/kvevents":       {"internal/meter", "internal/strictjson", "internal/zmtp"},
-		"engine/model":          {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
-		"engine/model/kernel":   {"engine/gguf"},
-		"engine/model/sim":      {"connector", "engine/model"},
-		"engine/router":         {"connector", "engine/kvevents", "engine/router/kvindex", "engine/router/policy", "internal/meter"},
-		"engine/router/kvindex": {"engine/kvevents"},
-		"engine/router/policy":  {"internal/strictjson"}, // pure: no clock, no lock, no I/O
-		"engine/sample":         {},
-		"engine/sched":          {"connector", "engine/kvcache"},
-		"engine/server":         slices.Concat(host, engineParts(), []string{"engine"}),
-		"engine/tokenizer":      {"engine/gguf"},
+		"engine":                  slices.Concat(host, engineParts()),
+		"engine/*":                host,
+		"engine/gguf":             {},
+		"engine/kvcache":          {"connector"},
+		"engine/kvevents":         {"internal/meter", "internal/strictjson", "internal/zmtp"},
+		"engine/model":            {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
+		"engine/model/kernel":     {"engine/gguf"},
+		"engine/model/sim":        {"connector", "engine/model"},
+		"engine/router":           {"connector", "engine/kvevents", "engine/router/...", "internal/meter", "internal/register"},
+		"engine/router/admission": {}, // pure
+		"engine/router/kvindex":   {"engine/kvevents"},
+		"engine/router/policy":    {"internal/strictjson"}, // pure: no clock, no lock, no I/O
+		"engine/sample":           {},
+		"engine/sched":            {"connector", "engine/kvcache"},
+		"engine/server":           slices.Concat(host, engineParts(), []string{"engine"}),
+		"engine/tokenizer":        {"engine/gguf"},
 	}
 }
 

@@ -1,0 +1,183 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/url"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/register"
+	"github.com/kvport/kvport/internal/ticket"
+)
+
+// leaveTime is how long an engine that ends waits for routers to take note of it.
+const leaveTime = time.Second
+
+// checkRegister refuses flags of registration that cannot work.
+func (f *serveFlags) checkRegister() error {
+	for _, at := range f.routers {
+		u, err := url.Parse(at)
+		if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.RawQuery != "" || u.User != nil {
+			return fmt.Errorf("--register: %q is no URL, want http://HOST:PORT of kvport route --register", at)
+		}
+	}
+	if f.registerAddress == "" {
+		return nil
+	}
+	if len(f.routers) == 0 {
+		return errors.New("--register-address is for --register")
+	}
+	if host, port, err := net.SplitHostPort(f.registerAddress); err != nil || host == "" || port == "" || port == "0" {
+		return fmt.Errorf("--register-address is %q, want HOST:PORT", f.registerAddress)
+	}
+	return nil
+}
+
+// registeredAPI is an API that is registered with routers from its start until it drains.
+type registeredAPI struct {
+	api
+	routers []*routerOfEngine
+	end     sync.Once
+	ctx     context.Context //nolint:containedctx // of the registrations
+	stop    context.CancelFunc
+	tasks   sync.WaitGroup
+}
+
+// routerOfEngine is a router and what the engine tells it.
+type routerOfEngine struct {
+	client *register.Client
+	says   []register.Message
+}
+
+// registered makes the API one that is registered.
+func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api) (*registeredAPI, error) {
+	key, err := routerKey(transfer)
+	if err != nil {
+		return nil, err
+	}
+	in := &registeredAPI{api: a}
+	in.ctx, in.stop = context.WithCancel(context.Background())
+	for _, at := range f.routers {
+		address, err := f.reachable(in.ctx, l, at)
+		if err != nil {
+			in.stop()
+			return nil, fmt.Errorf("--register %s: %w", at, err)
+		}
+		r := &routerOfEngine{client: &register.Client{
+			URL: at, Log: slog.Default(),
+			Sign: func(body string) string { return ticket.SignText(key, ticket.RegisterText, body) },
+		}}
+		for _, part := range parts(transfer) {
+			m := register.Message{Type: part, HTTP: address}
+			if transfer != nil {
+				m.Engine = transfer.EngineID
+			}
+			r.says = append(r.says, m)
+		}
+		in.routers = append(in.routers, r)
+	}
+	return in, nil
+}
+
+// routerKey is the key for registrations, derived from the deployment's.
+func routerKey(transfer *host.Config) (connector.Secret, error) {
+	key := ticket.SharedKey
+	if transfer != nil && transfer.Settings.TicketKeyFile != "" {
+		key = func() ([]byte, error) { return ticket.LoadKey(transfer.Settings.TicketKeyFile) }
+	}
+	deployment, err := key()
+	if err != nil {
+		return nil, fmt.Errorf("--register: %w", err)
+	}
+	return ticket.RouterKey(deployment)
+}
+
+// parts are the ones that an engine plays for a router. Without a connector it serves alone.
+func parts(transfer *host.Config) []string {
+	switch {
+	case transfer == nil || transfer.Role == connector.RoleConsumer:
+		return []string{"D"}
+	case transfer.Role == connector.RoleProducer:
+		return []string{"P"}
+	}
+	return []string{"P", "D"}
+}
+
+// reachable is the address at which a router reaches the server.
+func (f *serveFlags) reachable(ctx context.Context, l *net.TCPListener, router string) (string, error) {
+	if f.registerAddress != "" {
+		return f.registerAddress, nil
+	}
+	at, is := l.Addr().(*net.TCPAddr)
+	if !is {
+		return "", fmt.Errorf("the server listens at %s, give --register-address", l.Addr())
+	}
+	if !at.IP.IsUnspecified() {
+		return at.String(), nil
+	}
+	u, err := url.Parse(router)
+	if err != nil {
+		return "", err
+	}
+	port := u.Port()
+	if port == "" {
+		port = "80"
+	}
+	conn, err := new(net.Dialer).DialContext(ctx, "udp", net.JoinHostPort(u.Hostname(), port)) // sends nothing: it says by which address
+	if err != nil {
+		return "", fmt.Errorf("no way to the router, give --register-address: %w", err)
+	}
+	defer conn.Close()
+	own, _, err := net.SplitHostPort(conn.LocalAddr().String())
+	if err != nil {
+		return "", err
+	}
+	return net.JoinHostPort(own, strconv.Itoa(at.Port)), nil
+}
+
+// start begins to register: requests may come.
+func (r *registeredAPI) start() {
+	for _, one := range r.routers {
+		r.tasks.Go(func() { one.client.Run(r.ctx, one.says) })
+	}
+}
+
+// Drain implements api. Routers learn that first, so that they send no request which would be refused.
+func (r *registeredAPI) Drain() {
+	r.leave()
+	r.api.Drain()
+}
+
+// leave ends the registrations, once.
+func (r *registeredAPI) leave() {
+	r.stop()
+	r.tasks.Wait()
+	r.end.Do(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), leaveTime)
+		defer cancel()
+		var tasks sync.WaitGroup
+		for _, one := range r.routers {
+			tasks.Go(func() {
+				if err := one.client.Leave(ctx, one.says); err != nil {
+					slog.Warn("a router was not told that this engine ends, it will notice by itself", "router", one.client.URL, "err", err)
+				}
+			})
+		}
+		tasks.Wait()
+	})
+}
+
+// close ends what Drain has not ended.
+func (r *registeredAPI) close() {
+	r.leave()
+	for _, one := range r.routers {
+		one.client.Close()
+	}
+}

@@ -1,0 +1,158 @@
+package router
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"math"
+	"net"
+	"net/http"
+	"net/netip"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/engine/router/admission"
+)
+
+// Limits say what each client may use. A client is an API key where the front checks keys, else an address.
+type Limits struct {
+	Each admission.Limits            // of a client that has none of its own
+	Keys map[string]admission.Limits // by [KeyID]; their numbers stand alone, a zero is no limit
+}
+
+// KeyID names an API key without showing it: the SHA-256 of the key, 64 hexadecimal digits.
+func KeyID(key string) string {
+	hash := sha256.Sum256([]byte(key))
+	return hex.EncodeToString(hash[:])
+}
+
+// SetLimits replaces the limits of clients, from the next request on.
+func (r *Router) SetLimits(l Limits) { r.limits.Store(&l) }
+
+// gate is the queue with what it needs to be used from many goroutines.
+type gate struct {
+	patience time.Duration
+	metrics  *metrics
+
+	mu    sync.Mutex
+	queue *admission.Queue
+}
+
+// enter waits until a request may run. The error is an *admission.RefusedError, or the cause of the context's end. What
+// enters leaves.
+func (g *gate) enter(ctx context.Context, client string, l admission.Limits, tokens int) (*admission.Request, error) {
+	began := time.Now()
+	r, err := g.arrive(began, client, l, tokens)
+	if err != nil {
+		return nil, err
+	}
+	timer := time.NewTimer(g.patience)
+	defer timer.Stop()
+	select {
+	case <-r.Decided():
+	case <-ctx.Done():
+		g.leave(r, unknown)
+		return nil, context.Cause(ctx)
+	case <-timer.C:
+		g.giveUp(r)
+		<-r.Decided()
+	}
+	g.metrics.queueSeconds.Observe(time.Since(began).Seconds())
+	if refusal := r.Refused(); refusal != nil {
+		return nil, refusal
+	}
+	return r, nil
+}
+
+func (g *gate) arrive(now time.Time, client string, l admission.Limits, tokens int) (*admission.Request, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	r, err := g.queue.Arrive(now, client, l, tokens)
+	g.metrics.queued.Set(float64(g.queue.Waiting()))
+	return r, err
+}
+
+// giveUp refuses a request that has waited long enough, unless it runs by now.
+func (g *gate) giveUp(r *admission.Request) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.queue.GiveUp(time.Now(), r)
+	g.metrics.queued.Set(float64(g.queue.Waiting()))
+}
+
+// leave lets the next request in. used is how many tokens the request cost, or unknown.
+func (g *gate) leave(r *admission.Request, used int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.queue.End(time.Now(), r, used)
+	g.metrics.queued.Set(float64(g.queue.Waiting()))
+}
+
+// clientOf names the client of a request and what it may use. Without keys that the front has checked it is the address:
+// a client that tries to get more than its share would vary whatever else is in a request. One client may have a whole
+// IPv6 network of 64 bits.
+func (r *Router) clientOf(req *http.Request) (name string, l admission.Limits) {
+	limits := r.limits.Load()
+	if r.config.OwnKeys {
+		_, key, _ := strings.Cut(req.Header.Get("Authorization"), " ")
+		id := KeyID(strings.TrimSpace(key))
+		if own, is := limits.Keys[id]; is {
+			return id, own
+		}
+		return id, limits.Each
+	}
+	host, _, err := net.SplitHostPort(req.RemoteAddr)
+	if err != nil {
+		return "", limits.Each
+	}
+	ip, err := netip.ParseAddr(host)
+	if err != nil {
+		return "", limits.Each
+	}
+	ip = ip.Unmap().WithZone("")
+	if ip.Is6() {
+		network, _ := ip.Prefix(64) // IPv6 has more bits than that
+		return network.String(), limits.Each
+	}
+	return ip.String(), limits.Each
+}
+
+// queued lets a request wait for its turn; leave is nil if it was answered instead.
+func (r *Router) queued(c *call, req *http.Request) (leave func(), o outcome) {
+	name, limits := r.clientOf(req)
+	prompt, answer := c.body.estimate()
+	c.cost = consumption{prompt: prompt, off: limits.TokensPerMinute == 0}
+	entered, err := r.gate.enter(req.Context(), name, limits, prompt+answer)
+	refusal, refused := errors.AsType[*admission.RefusedError](err)
+	switch {
+	case refused:
+		r.metrics.refusals.WithLabelValues(string(refusal.Reason)).Inc()
+		c.awaitClient(r.config.WriteTimeout)
+		r.tellRefusal(c.w, refusal, &limits)
+		return nil, overloaded
+	case err != nil:
+		return nil, c.abandon(req.Context())
+	}
+	return func() { r.gate.leave(entered, c.cost.tokens()) }, ""
+}
+
+// tellRefusal answers a request that is not admitted.
+func (r *Router) tellRefusal(w http.ResponseWriter, refusal *admission.RefusedError, l *admission.Limits) {
+	code, message := "overloaded", ""
+	switch refusal.Reason {
+	case admission.QueueFull:
+		message = fmt.Sprintf("%d requests are running already, and %d wait", r.config.MaxInFlight, r.config.MaxQueue)
+	case admission.QueueTimeout:
+		message = fmt.Sprintf("the request has waited for %v, and other requests still run", r.config.QueueTimeout)
+	case admission.RequestRate:
+		code, message = "rate_limit_exceeded", fmt.Sprintf("this client may send %d requests a minute", l.RequestsPerMinute)
+	case admission.TokenRate:
+		code, message = "rate_limit_exceeded", fmt.Sprintf("this client may use %d tokens a minute", l.TokensPerMinute)
+	}
+	w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(refusal.After.Seconds()))))
+	refuse(w, http.StatusTooManyRequests, code, message)
+}

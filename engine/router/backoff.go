@@ -1,0 +1,123 @@
+package router
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvport/kvport/engine/router/admission"
+)
+
+// How long requests keep away from instances.
+const (
+	maxRest    = time.Minute // however long an instance that has too much to do asks for
+	maxBackoff = time.Second // before one retry
+)
+
+// retries is the budget of retries with its lock. It is for those that an instance has had work with, or may have: a
+// connection that breaks costs the other instances no more than the request itself.
+type retries struct {
+	mu     sync.Mutex
+	budget admission.Budget
+}
+
+// request takes note of a request that came.
+func (r *retries) request() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.budget.Request(time.Now())
+}
+
+// allow reports whether there is a retry left, and takes it.
+func (r *retries) allow() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.budget.Retry(time.Now())
+}
+
+// retryAfter is how long an instance that answers 429 or 503 asks to be left alone; 0 if it does not say.
+func retryAfter(status int, h http.Header, now time.Time) time.Duration {
+	if status != http.StatusTooManyRequests && status != http.StatusServiceUnavailable {
+		return 0
+	}
+	said := strings.TrimSpace(h.Get("Retry-After"))
+	if seconds, err := strconv.ParseUint(said, 10, 31); err == nil {
+		return min(time.Duration(seconds)*time.Second, maxRest)
+	}
+	at, err := http.ParseTime(said)
+	if err != nil {
+		return 0
+	}
+	return min(max(0, at.Sub(now)), maxRest)
+}
+
+// rests keeps new requests away from an instance for a while.
+func (p *pool) rests(t target, limit time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	k := &p.known[t.index]
+	if until := time.Now().Add(limit); until.After(k.rested) {
+		k.rested = until
+	}
+}
+
+// rest is how long it takes until the first instance of a role that rests may be asked again; 0: none rests that could be asked.
+func (p *pool) rest(r role) (shortest time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	now := time.Now()
+	for i, in := range p.table.instances {
+		k := &p.known[i]
+		if left := k.rested.Sub(now); in.role == r && in.state <= suspect && k.drains == 0 && left > 0 && (shortest == 0 || left < shortest) {
+			shortest = left
+		}
+	}
+	return shortest
+}
+
+// nextChoice picks the instances for an attempt. While all decode instances that could serve have asked to be left alone,
+// it waits for the first of them, but not longer than the queue would let the request wait.
+func (c *call) nextChoice(ctx context.Context, params *json.RawMessage) (at route, ok bool) {
+	for {
+		if at, ok = c.choose(ctx, params); ok {
+			return at, true
+		}
+		rest := c.router.pool.rest(decode)
+		if rest == 0 || time.Until(c.started.Add(c.router.config.QueueTimeout)) < rest {
+			return route{}, false
+		}
+		if !pause(ctx, rest+admission.Backoff(0, c.router.config.Backoff, maxBackoff)) {
+			return route{}, false
+		}
+	}
+}
+
+// mayRetry reports whether another attempt may follow one that failed. An attempt that an instance has answered, or may
+// have worked on, is retried after a pause and within the budget; the number of the retry begins with 0.
+func (c *call) mayRetry(ctx context.Context, retry int) bool {
+	if !c.costly {
+		return true
+	}
+	c.costly = false
+	if !c.router.retries.allow() {
+		c.router.metrics.exhausted.Inc()
+		return false
+	}
+	return pause(ctx, admission.Backoff(retry, c.router.config.Backoff, maxBackoff))
+}
+
+// pause waits, and reports whether the context has not ended.
+func pause(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}

@@ -1,0 +1,122 @@
+package router
+
+import (
+	"net/http"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+)
+
+func TestRetryAfter(t *testing.T) {
+	now := time.Date(2026, 11, 23, 1, 2, 3, 0, time.UTC)
+	for said, want := range map[string]time.Duration{
+		"": 0, "0": 0, "7": 7 * time.Second, " 7 ": 7 * time.Second, "-1": 0, "x": 0, "1.5": 0, "9999999999999": 0,
+		"4000":                          maxRest,
+		"Mon, 23 Nov 2026 01:02:13 GMT": 10 * time.Second,
+		"Mon, 23 Nov 2026 01:01:13 GMT": 0,
+		"Mon, 23 Nov 2037 01:01:13 GMT": maxRest,
+	} {
+		h := http.Header{"Retry-After": {said}}
+		require.Equal(t, want, retryAfter(429, h, now), said)
+		require.Equal(t, want, retryAfter(503, h, now), said)
+		require.Zero(t, retryAfter(500, h, now))
+	}
+}
+
+// busyFor refuses requests with Retry-After as long as it is set.
+func busyFor(seconds string, busy *atomic.Bool, then http.HandlerFunc) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		if busy.Load() {
+			w.Header().Set("Retry-After", seconds)
+			code(429)(w, r)
+			return
+		}
+		then(w, r)
+	}
+}
+
+// An instance that asks to be left alone gets no request for that long, while others serve.
+func TestBusyInstanceIsLeftAlone(t *testing.T) {
+	var busy atomic.Bool
+	busy.Store(true)
+	full, good := serveInstance(t, busyFor("50", &busy, tokens)), serveInstance(t, tokens)
+	f := serveRouter(t, Config{Decode: urls(full, good)})
+	for range 10 {
+		resp, _ := post(t, f.URL+"/v1/completions", doc)
+		require.Equal(t, 200, resp.StatusCode)
+		f.router.pool.probed(0, healthy, "")
+	}
+	require.Len(t, full.requests(), 1)
+	require.Empty(t, routerHealth(t, f, "").Instances[0].Breaker)
+}
+
+// When all instances ask to be left alone, a request waits for the first of them instead of failing.
+func TestRequestWaitsForBusyInstances(t *testing.T) {
+	var busy atomic.Bool
+	busy.Store(true)
+	d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
+		busyFor("1", &busy, tokens)(w, r)
+		busy.Store(false)
+	})
+	f := serveRouter(t, Config{Decode: urls(d), QueueTimeout: notSoon})
+	began := time.Now()
+	resp, _ := post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 200, resp.StatusCode)
+	require.GreaterOrEqual(t, time.Since(began), time.Second)
+	require.Len(t, d.requests(), 2)
+
+	busy.Store(true)
+	f = serveRouter(t, Config{Decode: urls(serveInstance(t, busyFor("60", &busy, tokens))), QueueTimeout: time.Second})
+	resp, text := post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 429, resp.StatusCode, "too long")
+	require.Equal(t, "60", resp.Header.Get("Retry-After"))
+	require.JSONEq(t, `{"error":{"code":"429"}}`, text)
+	resp, text = post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 503, resp.StatusCode, "nobody is asked")
+	require.Contains(t, text, "no_decode_instance")
+	require.InDelta(t, 60, seconds(t, resp), 5)
+}
+
+// Instances that fail under load do not get more requests than clients send, except a share: the rest fails at once.
+// Connections that break are none of that.
+func TestRetryBudget(t *testing.T) {
+	failing := []*instanceServer{serveInstance(t, code(500)), serveInstance(t, code(500)), serveInstance(t, code(500))}
+	f := serveRouter(t, Config{Decode: urls(failing...), Backoff: time.Nanosecond, RetryShare: 1e-9})
+	f.router.retries.mu.Lock()
+	f.router.retries.budget.Request(time.Now())
+	for f.router.retries.budget.Retry(time.Now().Add(-time.Hour)) {
+	}
+	f.router.retries.mu.Unlock()
+	began := time.Now()
+	for range 20 {
+		for i := range failing {
+			f.router.pool.probed(i, healthy, "")
+			f.router.pool.mu.Lock()
+			f.router.pool.known[i].breaker = breaker{}
+			f.router.pool.mu.Unlock()
+		}
+		resp, _ := post(t, f.URL+"/v1/completions", doc)
+		require.Equal(t, 500, resp.StatusCode)
+	}
+	asked := 0
+	for _, s := range failing {
+		asked += len(s.requests())
+	}
+	granted := 1 + int(10*time.Since(began).Seconds())
+	require.LessOrEqual(t, asked, 20+granted)
+	require.Positive(t, testutil.ToFloat64(f.router.metrics.exhausted))
+
+	broken, good := serveInstance(t, reset("")), serveInstance(t, tokens)
+	f = serveRouter(t, Config{Decode: urls(broken, good), RetryShare: 1e-9})
+	f.router.retries.mu.Lock()
+	for f.router.retries.budget.Retry(time.Now()) {
+	}
+	f.router.retries.mu.Unlock()
+	for range 3 {
+		resp, _ := post(t, f.URL+"/v1/completions", doc)
+		require.Equal(t, 200, resp.StatusCode)
+	}
+}

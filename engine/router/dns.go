@@ -1,0 +1,347 @@
+package router
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+// Resolver looks names up; *net.Resolver does.
+type Resolver interface {
+	// LookupNetIP finds the addresses of a name; network is ip for both families.
+	LookupNetIP(ctx context.Context, network, host string) ([]netip.Addr, error)
+	// LookupSRV finds the SRV records of a name. service and proto are empty: name has all.
+	LookupSRV(ctx context.Context, service, proto, name string) (cname string, records []*net.SRV, err error)
+}
+
+// DNS says how instances are found that are given as dns://NAME:PORT or dns+srv://NAME. Zero values mean the defaults
+// named.
+type DNS struct {
+	Resolver Resolver      // nil: that of the system
+	Interval time.Duration // between two lookups of a name, since answers come without their TTL; 5 s
+	Keep     time.Duration // how long the last answer counts while lookups fail; 1 min
+	Timeout  time.Duration // of one lookup; 5 s
+}
+
+// What DNS names begin with.
+const (
+	schemeDNS = "dns"
+	schemeSRV = "dns+srv"
+)
+
+// maxAnswers is how many instances one name may have.
+const maxAnswers = 256
+
+// dnsName is a name that stands for instances.
+type dnsName struct {
+	role  role
+	group string
+	drain bool
+	text  string // as it was given
+	srv   bool
+	host  string
+	port  uint16 // of addresses
+}
+
+// parseDNS reads a name; is says whether the text has the form of one.
+func parseDNS(text string) (n dnsName, is bool, err error) {
+	scheme, rest, found := strings.Cut(text, "://")
+	if !found || scheme != schemeDNS && scheme != schemeSRV {
+		return dnsName{}, false, nil
+	}
+	n.text = text
+	if scheme == schemeSRV {
+		n.srv, n.host = true, strings.TrimSuffix(rest, "/")
+		if !isName(n.host) || !strings.HasPrefix(n.host, "_") {
+			return n, true, fmt.Errorf("%q has no name of SRV records, want dns+srv://_SERVICE._tcp.NAME", text)
+		}
+		return n, true, nil
+	}
+	host, port, err := net.SplitHostPort(strings.TrimSuffix(rest, "/"))
+	number, noPort := strconv.ParseUint(port, 10, 16)
+	if err != nil || noPort != nil || number == 0 || !isName(host) {
+		return n, true, fmt.Errorf("%q has no name and port, want dns://NAME:PORT", text)
+	}
+	n.host, n.port = host, uint16(number)
+	return n, true, nil
+}
+
+// isName reports whether a text can be a DNS name, and no address.
+func isName(s string) bool {
+	if _, err := netip.ParseAddr(s); err == nil || s == "" || len(s) > 253 {
+		return false
+	}
+	return !strings.ContainsFunc(s, func(r rune) bool {
+		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && !strings.ContainsRune("-_.", r)
+	})
+}
+
+// lookups finds the instances of DNS names, again and again.
+type lookups struct {
+	config  DNS
+	pool    *pool
+	metrics *metrics
+
+	mu      sync.Mutex
+	names   map[source][]dnsName
+	answers map[string]*dnsAnswer
+	changed chan struct{} // holds one when names are others than at the last lookups
+}
+
+// dnsAnswer is the last good answer for a name.
+type dnsAnswer struct {
+	urls   []*url.URL
+	at     time.Time // when it came; zero: there was none
+	failed string    // why the last lookup failed; empty: it did not
+}
+
+func newLookups(c DNS, p *pool, m *metrics) *lookups {
+	if c.Resolver == nil {
+		c.Resolver = net.DefaultResolver
+	}
+	setDefault(&c.Interval, 5*time.Second)
+	setDefault(&c.Keep, time.Minute)
+	setDefault(&c.Timeout, 5*time.Second)
+	return &lookups{config: c, pool: p, metrics: m, names: map[source][]dnsName{}, answers: map[string]*dnsAnswer{}, changed: make(chan struct{}, 1)}
+}
+
+// set replaces the names that a source gives.
+func (l *lookups) set(by source, names []dnsName) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if slices.Equal(l.names[by], names) {
+		return
+	}
+	l.names[by] = names
+	select {
+	case l.changed <- struct{}{}:
+	default:
+	}
+}
+
+// run looks names up until ctx ends.
+func (l *lookups) run(ctx context.Context) {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-l.changed:
+		case <-timer.C:
+		}
+		l.refresh(ctx)
+		timer.Reset(l.config.Interval)
+	}
+}
+
+// refresh looks every name up once and tells the pool.
+func (l *lookups) refresh(ctx context.Context) {
+	l.mu.Lock()
+	names := slices.Concat(l.names[byFlag], l.names[byFile])
+	l.mu.Unlock()
+	texts := map[string]dnsName{}
+	for _, n := range names {
+		texts[n.text] = n
+	}
+	var tasks sync.WaitGroup
+	var mu sync.Mutex // of answers
+	for text, n := range texts {
+		tasks.Go(func() {
+			urls, err := l.lookup(ctx, n)
+			mu.Lock()
+			defer mu.Unlock()
+			if ctx.Err() == nil {
+				l.take(text, urls, err)
+			}
+		})
+	}
+	tasks.Wait()
+	if ctx.Err() != nil {
+		return
+	}
+	for text := range l.answers {
+		if _, named := texts[text]; !named {
+			delete(l.answers, text)
+		}
+	}
+	var list []spec
+	for _, n := range names {
+		for _, u := range l.answers[n.text].urls {
+			list = append(list, spec{role: n.role, group: n.group, url: u, drain: n.drain})
+		}
+	}
+	if err := l.pool.set(byDNS, list); err != nil {
+		l.pool.log.Error("the instances that DNS names are not used", "err", err)
+	}
+}
+
+// take notes the result of one lookup. An answer that fails leaves the last good one in place for a while: instances
+// are still probed, so those that are really gone get no requests.
+func (l *lookups) take(text string, urls []*url.URL, err error) {
+	a := l.answers[text]
+	if a == nil {
+		a = &dnsAnswer{}
+		l.answers[text] = a
+	}
+	if err == nil {
+		if a.failed != "" {
+			l.pool.log.Info("name is found again", "name", text, "instances", len(urls))
+		}
+		*a = dnsAnswer{urls: urls, at: time.Now()}
+		l.metrics.lookups.WithLabelValues("ok").Inc()
+		return
+	}
+	l.metrics.lookups.WithLabelValues("failed").Inc()
+	if a.failed == "" {
+		l.pool.log.Warn("name is not found, its last instances are kept for a while", "name", text, "instances", len(a.urls), "err", err)
+	}
+	a.failed = err.Error()
+	if len(a.urls) > 0 && time.Since(a.at) >= l.config.Keep {
+		l.pool.log.Warn("name has not been found for too long, its instances are forgotten", "name", text, "instances", len(a.urls), "err", err)
+		a.urls = nil
+	}
+}
+
+// lookup finds the base URLs of a name, in order.
+func (l *lookups) lookup(ctx context.Context, n dnsName) ([]*url.URL, error) {
+	ctx, cancel := context.WithTimeout(ctx, l.config.Timeout)
+	defer cancel()
+	var hosts []string
+	if n.srv {
+		_, records, err := l.config.Resolver.LookupSRV(ctx, "", "", n.host)
+		if err != nil {
+			return nil, err
+		}
+		for _, r := range records {
+			if host := strings.TrimSuffix(r.Target, "."); r.Port != 0 && isName(host) {
+				hosts = append(hosts, net.JoinHostPort(strings.ToLower(host), strconv.Itoa(int(r.Port))))
+			}
+		}
+	} else {
+		addresses, err := l.config.Resolver.LookupNetIP(ctx, "ip", n.host)
+		if err != nil {
+			return nil, err
+		}
+		for _, a := range oneFamily(addresses) {
+			hosts = append(hosts, netip.AddrPortFrom(a, n.port).String())
+		}
+	}
+	if len(hosts) == 0 {
+		return nil, errors.New("the answer has no instance")
+	}
+	slices.Sort(hosts)
+	hosts = slices.Compact(hosts)
+	if len(hosts) > maxAnswers {
+		return nil, fmt.Errorf("the answer has %d instances, want at most %d", len(hosts), maxAnswers)
+	}
+	urls := make([]*url.URL, len(hosts))
+	for i, host := range hosts {
+		urls[i] = &url.URL{Scheme: "http", Host: host}
+	}
+	return urls, nil
+}
+
+// oneFamily are the IPv4 addresses, or the IPv6 addresses if there are no others: an instance with both is one.
+func oneFamily(addresses []netip.Addr) []netip.Addr {
+	var v4, v6 []netip.Addr
+	for _, a := range addresses {
+		a = a.Unmap()
+		switch {
+		case a.IsUnspecified() || a.IsMulticast():
+		case a.Is4():
+			v4 = append(v4, a)
+		default:
+			v6 = append(v6, a)
+		}
+	}
+	if len(v4) > 0 {
+		return v4
+	}
+	return v6
+}
+
+// Instance is one that a config file names.
+type Instance struct {
+	URL   string // base URL, or dns://NAME:PORT, or dns+srv://_SERVICE._tcp.NAME
+	Role  string // prefill or decode
+	Group string // its replica: a prefill and a decode instance serve a request together only within one; empty: that of all without one
+	Drain bool   // it gets no new requests
+}
+
+// named are instances as they were given: URLs, and DNS names that stand for others.
+type named struct {
+	specs []spec
+	names []dnsName
+}
+
+// has reports whether there are instances of a role, or names that stand for some.
+func (n *named) has(r role) bool {
+	return slices.ContainsFunc(n.specs, func(s spec) bool { return s.role == r }) || slices.ContainsFunc(n.names, func(d dnsName) bool { return d.role == r })
+}
+
+// add reads one instance. place is its role and its URL in one spelling.
+func (n *named) add(in Instance) (place string, err error) {
+	r, is := map[string]role{prefill.String(): prefill, decode.String(): decode}[in.Role]
+	if !is {
+		return "", fmt.Errorf("the role of %q is %q, want prefill or decode", in.URL, in.Role)
+	}
+	if in.Group != "" && !isGroup(in.Group) {
+		return "", fmt.Errorf("the group of %q is %q, %s", in.URL, in.Group, wantGroup)
+	}
+	name, isDNS, err := parseDNS(in.URL)
+	switch {
+	case err != nil:
+		return "", err
+	case isDNS:
+		name.role, name.group, name.drain = r, in.Group, in.Drain
+		n.names = append(n.names, name)
+		return in.Role + " " + name.text, nil
+	}
+	u, err := parseURL(in.URL)
+	if err != nil {
+		return "", err
+	}
+	n.specs = append(n.specs, spec{role: r, group: in.Group, url: u, drain: in.Drain})
+	return in.Role + " " + placeOf(u), nil
+}
+
+// CheckInstance says what is wrong with an instance. Instances of one list that have the same place are the same.
+func CheckInstance(in Instance) (place string, err error) { return new(named).add(in) }
+
+// parseInstances reads the instances of one source. Errors name the one that is wrong.
+func parseInstances(list []Instance) (n named, err error) {
+	seen := map[string]bool{}
+	for _, in := range list {
+		place, err := n.add(in)
+		if err != nil {
+			return named{}, err
+		}
+		if seen[place] {
+			return named{}, fmt.Errorf("%q appears twice", in.URL)
+		}
+		seen[place] = true
+	}
+	return n, nil
+}
+
+// SetInstances makes the instances of the config file those of a list. An error names what is wrong; then nothing changes.
+func (r *Router) SetInstances(list []Instance) error {
+	n, err := parseInstances(list)
+	if err != nil {
+		return err
+	}
+	if err := r.pool.set(byFile, n.specs); err != nil {
+		return err
+	}
+	r.lookups.set(byFile, n.names)
+	return nil
+}

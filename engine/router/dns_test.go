@@ -1,0 +1,183 @@
+package router
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+	"golang.org/x/net/dns/dnsmessage"
+
+	"github.com/kvport/kvport/verify/testkit"
+)
+
+// Names are looked up at a real server: addresses of either kind, and SRV records with their ports.
+func TestDNSAnswers(t *testing.T) {
+	s := testkit.ServeDNS(t)
+	s.Set("both.test.", testkit.AddressRecord("10.0.0.2"), testkit.AddressRecord("10.0.0.1"), testkit.AddressRecord("2001:db8::1"), testkit.AddressRecord("0.0.0.0"), testkit.AddressRecord("10.0.0.1"))
+	s.Set("six.test.", testkit.AddressRecord("2001:db8::1"))
+	s.Set("_http._tcp.srv.test.", testkit.ServiceRecord("Pod-1.srv.test.", 8001), testkit.ServiceRecord("pod-0.srv.test.", 8000), testkit.ServiceRecord("pod-2.srv.test.", 0))
+	s.Set("none.test.", testkit.AddressRecord("0.0.0.0"))
+	l := newLookups(DNS{Resolver: s.Resolver()}, nil, nil)
+	for text, want := range map[string]string{
+		"dns://both.test.:80":              "[http://10.0.0.1:80 http://10.0.0.2:80]",
+		"dns://six.test.:80":               "[http://[2001:db8::1]:80]",
+		"dns+srv://_http._tcp.srv.test./":  "[http://pod-0.srv.test:8000 http://pod-1.srv.test:8001]",
+		"dns://none.test.:80":              "the answer has no instance",
+		"dns://unknown.test.:80":           "no such host",
+		"dns+srv://_http._tcp.other.test.": "no such host",
+	} {
+		n, is, err := parseDNS(text)
+		require.NoError(t, err)
+		require.True(t, is)
+		urls, err := l.lookup(t.Context(), n)
+		if err != nil {
+			require.ErrorContains(t, err, want, text)
+			continue
+		}
+		require.Equal(t, want, fmt.Sprint(urls))
+	}
+	var many []dnsmessage.ResourceBody
+	for i := range 20 {
+		many = append(many, testkit.AddressRecord(fmt.Sprintf("10.0.1.%d", i)))
+	}
+	s.Set("many.test.", many...)
+	urls, err := l.lookup(t.Context(), dnsName{host: "many.test.", port: 1})
+	require.NoError(t, err)
+	require.Len(t, urls, 20)
+}
+
+func TestParseDNS(t *testing.T) {
+	for _, text := range []string{"http://x", "dns", "x:80", "https://dns://x:80"} {
+		_, is, err := parseDNS(text)
+		require.NoError(t, err)
+		require.False(t, is, text)
+	}
+	for _, text := range []string{
+		"dns://", "dns://x", "dns://x:", "dns://x:0", "dns://x:99999", "dns://10.0.0.1:80", "dns://[::1]:80", "dns://a b:80", "dns://x:80/path", "dns://u@x:80",
+		"dns+srv://", "dns+srv://x", "dns+srv://_http._tcp.x:80", "dns+srv://_http._tcp.x/y",
+	} {
+		_, is, err := parseDNS(text)
+		require.True(t, is)
+		require.ErrorContains(t, err, "want dns", text)
+	}
+}
+
+func FuzzParseDNS(f *testing.F) {
+	f.Add("dns://x:80")
+	f.Add("dns+srv://_http._tcp.x")
+	f.Fuzz(func(t *testing.T, text string) {
+		n, is, err := parseDNS(text)
+		if is && err == nil {
+			require.True(t, isName(n.host))
+			require.Equal(t, !n.srv, n.port != 0)
+		}
+	})
+}
+
+// fakeResolver answers as the test says.
+type fakeResolver struct {
+	mu    sync.Mutex
+	names map[string][]string
+	fails error
+	asked int
+}
+
+func (r *fakeResolver) LookupNetIP(_ context.Context, _, host string) (list []netip.Addr, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.asked++
+	for _, a := range r.names[host] {
+		list = append(list, netip.MustParseAddr(a))
+	}
+	return list, r.fails
+}
+
+func (r *fakeResolver) LookupSRV(context.Context, string, string, string) (string, []*net.SRV, error) {
+	return "", nil, errors.New("no SRV here")
+}
+
+func (r *fakeResolver) set(fails error, host string, addresses ...string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.names[host], r.fails = addresses, fails
+}
+
+// Instances come and go with the answers; when lookups fail, the last answer stands for a while.
+func TestDNSOverTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		fake := &fakeResolver{names: map[string][]string{}}
+		fake.set(nil, "p", "10.0.0.1", "10.0.0.2")
+		p := newTestPool(t)
+		l := newLookups(DNS{Resolver: fake, Interval: time.Second, Keep: 10 * time.Second}, p, p.metrics)
+		name, _, err := parseDNS("dns://p:80")
+		require.NoError(t, err)
+		l.set(byFlag, []dnsName{name})
+		ctx, stop := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			l.run(ctx)
+		}()
+		has := func() (list []string) {
+			synctest.Wait()
+			for _, in := range p.health().instances {
+				list = append(list, in.URL)
+			}
+			slices.Sort(list)
+			return list
+		}
+		later := func(d time.Duration) []string {
+			<-time.After(d) // of synctest
+			return has()
+		}
+		require.Equal(t, []string{"http://10.0.0.1:80", "http://10.0.0.2:80"}, has())
+		fake.set(nil, "p", "10.0.0.2", "10.0.0.3")
+		require.Equal(t, []string{"http://10.0.0.2:80", "http://10.0.0.3:80"}, later(1001*time.Millisecond))
+		fake.set(errors.New("server misbehaving"), "p")
+		require.Len(t, later(9*time.Second), 2)
+		require.Empty(t, later(2*time.Second))
+		fake.set(nil, "p", "10.0.0.4")
+		require.Equal(t, []string{"http://10.0.0.4:80"}, later(time.Second))
+		require.Positive(t, testutil.ToFloat64(p.metrics.lookups.WithLabelValues("failed")))
+
+		asked := fake.asked
+		other, _, err := parseDNS("dns://q:81")
+		require.NoError(t, err)
+		other.drain = true
+		fake.set(nil, "q", "10.0.0.9")
+		fake.set(nil, "p", "10.0.0.4")
+		l.set(byFile, []dnsName{other})
+		require.Len(t, has(), 2, "a name that is new is looked up at once")
+		require.Equal(t, asked+2, fake.asked)
+		require.Equal(t, "draining", p.health().instances[1].State)
+		l.set(byFile, nil)
+		require.Len(t, has(), 1)
+		stop()
+		<-done
+	})
+}
+
+// Names in flags and in the file are found by a running router.
+func TestRouterFindsNames(t *testing.T) {
+	d := serveInstance(t, tokens)
+	_, port, err := net.SplitHostPort(strings.TrimPrefix(d.URL, "http://"))
+	require.NoError(t, err)
+	fake := &fakeResolver{names: map[string][]string{"decode": {"127.0.0.1"}}}
+	f := serveRouter(t, Config{Decode: []string{"dns://decode:" + port}, DNS: DNS{Resolver: fake}, Log: slog.New(slog.DiscardHandler)})
+	require.Equal(t, "no decode instance is available", f.router.Ready())
+	running(t, f.router)
+	require.Eventually(t, func() bool { return f.router.Ready() == "" }, waitLimit, waitTick)
+	resp, _ := post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 200, resp.StatusCode)
+}

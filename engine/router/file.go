@@ -1,0 +1,108 @@
+package router
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/kvport/kvport/internal/meter"
+)
+
+// File is a config file that is read again whenever it changes. The zero value is none.
+type File struct {
+	Path     string
+	Read     func(path string) ([]byte, error)
+	Decode   func(text []byte) (*Settings, error) // errors name line and field
+	Interval time.Duration                        // between two looks at the file; 1 s
+}
+
+// Settings is what a config file says. All of it replaces what the file said before.
+type Settings struct {
+	Instances []Instance
+	Limits    Limits
+}
+
+// watchedFile is a config file and what it had when it was last looked at.
+type watchedFile struct {
+	File
+	used []byte // the text that counts
+	seen []byte // the text at the last look
+	why  string // why that one is not used; empty: it is
+}
+
+// use reads the file for the first time. Its error is one of the file.
+func (r *Router) use(f File) (*watchedFile, error) {
+	setDefault(&f.Interval, time.Second)
+	w := &watchedFile{File: f}
+	text, err := f.Read(f.Path)
+	if err == nil {
+		err = r.apply(w, text)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("--config %s: %w", f.Path, err)
+	}
+	return w, nil
+}
+
+// apply takes the settings of a text, all or none.
+func (r *Router) apply(w *watchedFile, text []byte) error {
+	s, err := w.Decode(text)
+	if err != nil {
+		return err
+	}
+	if err := r.SetInstances(s.Instances); err != nil {
+		return err
+	}
+	r.SetLimits(s.Limits)
+	w.used, w.seen, w.why = text, text, ""
+	return nil
+}
+
+// watch looks at the file until ctx ends. It compares contents, so that neither an editor that replaces the file nor
+// a link that turns to another one escapes it.
+func (r *Router) watch(ctx context.Context, w *watchedFile) {
+	tick := time.NewTicker(w.Interval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			r.look(w)
+		}
+	}
+}
+
+// look reads the file and uses it if it has changed. A file that cannot be used changes nothing; it is reported once,
+// after it has been the same twice, since somebody may be in the middle of writing it.
+func (r *Router) look(w *watchedFile) {
+	text, err := w.Read(w.Path)
+	if err != nil {
+		text = []byte(err.Error())
+	}
+	again := bytes.Equal(text, w.seen)
+	w.seen = text
+	switch {
+	case err == nil && bytes.Equal(text, w.used):
+		if w.why != "" {
+			r.config.Log.Info("config file is as it was before", "file", w.Path)
+		}
+		w.why = ""
+		meter.Mark(r.metrics.fileBad, false)
+		return
+	case err == nil:
+		err = r.apply(w, text)
+	}
+	switch {
+	case err == nil:
+		r.metrics.fileReads.WithLabelValues("ok").Inc()
+		meter.Mark(r.metrics.fileBad, false)
+		r.config.Log.Info("config file has changed and is used", "file", w.Path)
+	case again && err.Error() != w.why:
+		w.why = err.Error()
+		r.metrics.fileReads.WithLabelValues("bad").Inc()
+		meter.Mark(r.metrics.fileBad, true)
+		r.config.Log.Error("config file cannot be used, everything stays as it was", "file", w.Path, "err", err)
+	}
+}

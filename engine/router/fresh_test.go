@@ -1,0 +1,148 @@
+package router
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/internal/register"
+)
+
+// registrar serves a router's registrar and notes what it gets.
+type registrar struct {
+	*httptest.Server
+	mu   sync.Mutex
+	got  []*http.Request
+	body []string
+}
+
+func serveRegistrar(t *testing.T, r *Router) *registrar {
+	t.Helper()
+	s := &registrar{}
+	s.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		body, _ := io.ReadAll(req.Body)
+		s.mu.Lock()
+		s.got, s.body = append(s.got, req), append(s.body, string(body))
+		s.mu.Unlock()
+		again := httptest.NewRequestWithContext(req.Context(), http.MethodPost, "/register", bytes.NewReader(body))
+		again.Header = req.Header.Clone()
+		r.Registrar().ServeHTTP(w, again)
+	}))
+	t.Cleanup(s.Close)
+	return s
+}
+
+func (s *registrar) client(t *testing.T) *register.Client {
+	t.Helper()
+	c := &register.Client{URL: s.URL, Sign: func(body string) string { return "key" + body }, Every: 10 * time.Second, Log: slog.New(slog.DiscardHandler)}
+	t.Cleanup(c.Close)
+	return c
+}
+
+// Engines of any connector register, with no address for blocks and no clock; a copy of what they said is worth nothing,
+// neither while they are there nor after they have left, nor to another router.
+func TestRegistrationsAreGoodOnce(t *testing.T) {
+	r, err := New(Config{Register: signer(time.Minute)})
+	require.NoError(t, err)
+	s := serveRegistrar(t, r)
+	c := s.client(t)
+	as := []register.Message{{Type: "P", HTTP: "10.0.0.1:80", Engine: "e"}, {Type: "D", HTTP: "10.0.0.1:80", Engine: "e"}}
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		c.Run(ctx, as)
+	}()
+	instances := func() int { return len(r.pool.health().instances) }
+	require.Eventually(t, func() bool { return instances() == 2 }, waitLimit, waitTick)
+	stop()
+	<-done
+	replay := func(to *Router) (codes []int) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for i, body := range s.body {
+			w := httptest.NewRecorder()
+			req := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/register", strings.NewReader(body))
+			req.Header = s.got[i].Header
+			to.Registrar().ServeHTTP(w, req)
+			codes = append(codes, w.Code)
+		}
+		return codes
+	}
+	for _, code := range replay(r) {
+		require.Equal(t, http.StatusConflict, code)
+	}
+	require.NoError(t, c.Leave(t.Context(), as))
+	require.Zero(t, instances())
+	other, err := New(Config{Register: signer(time.Minute)})
+	require.NoError(t, err)
+	for _, code := range append(replay(r), replay(other)...) {
+		require.Equal(t, http.StatusConflict, code)
+	}
+	require.Zero(t, instances())
+	require.Empty(t, other.pool.health().instances)
+	require.NoError(t, c.Leave(t.Context(), as), "twice does no harm")
+	good, failed := c.Counts()
+	require.EqualValues(t, 6, good)
+	require.Zero(t, failed)
+}
+
+// An engine that comes back at another address with its id takes its old place away at once; a restarted router and
+// an engine that starts again find each other without waiting.
+func TestEngineMoves(t *testing.T) {
+	r, err := New(Config{Register: signer(time.Minute)})
+	require.NoError(t, err)
+	s := serveRegistrar(t, r)
+	at := func(c *register.Client, port int, engine string) []string {
+		ctx, stop := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		before, _ := c.Counts()
+		go func() {
+			defer close(done)
+			c.Run(ctx, []register.Message{{Type: "D", HTTP: fmt.Sprintf("10.0.0.1:%d", port), Engine: engine}})
+		}()
+		require.Eventually(t, func() bool { good, _ := c.Counts(); return good > before }, waitLimit, waitTick)
+		stop()
+		<-done
+		var list []string
+		for _, in := range r.pool.health().instances {
+			list = append(list, in.URL)
+		}
+		return list
+	}
+	first := s.client(t)
+	require.Equal(t, []string{"http://10.0.0.1:1"}, at(first, 1, "e"))
+	require.Equal(t, []string{"http://10.0.0.1:1", "http://10.0.0.1:2"}, at(s.client(t), 2, "f"))
+	require.Equal(t, []string{"http://10.0.0.1:2", "http://10.0.0.1:3"}, at(s.client(t), 3, "e"))
+	require.Len(t, at(s.client(t), 3, "e"), 2, "started again at the same place")
+	r.pool.fresh = freshness{nonces: map[string]string{}, times: map[string]int64{}} // as of another life of the router
+	require.Len(t, at(first, 3, "e"), 2)
+}
+
+// Nonces of engines that never come back do not pile up, and those of others go on to work.
+func TestNoncesAreBounded(t *testing.T) {
+	f := &freshness{nonces: map[string]string{}, times: map[string]int64{}}
+	for i := range 3 * maxFresh {
+		_, err := f.check(fmt.Sprint(i), &register.Message{Nonce: "none"})
+		require.Error(t, err)
+		_, _ = f.check(fmt.Sprint(i), &register.Message{At: 1})
+	}
+	require.Len(t, f.nonces, maxFresh)
+	require.Len(t, f.times, maxFresh)
+	nonce, err := f.check("x", &register.Message{Nonce: "none"})
+	require.Error(t, err)
+	_, err = f.check("x", &register.Message{Nonce: nonce})
+	require.NoError(t, err)
+	_, err = f.check("x", &register.Message{Nonce: nonce})
+	require.Error(t, err)
+}

@@ -1,0 +1,243 @@
+package router
+
+import (
+	"errors"
+	"fmt"
+	"net/url"
+	"strings"
+)
+
+// source says how the router knows of an instance. An instance stays as long as one source names it.
+type source uint8
+
+const (
+	byFlag source = 1 << iota
+	byFile
+	byDNS
+	byRegistration
+)
+
+// spec is an instance as a source names it.
+type spec struct {
+	role  role
+	group string // its replica
+	url   *url.URL
+	drain bool // it gets no new requests
+}
+
+// ErrTooMany says that there are more instances than a router can have.
+var ErrTooMany = errors.New("too many instances")
+
+// maxInstances is how many instances a router has at once at most.
+const maxInstances = 1024
+
+// placeOf is a base URL in one spelling.
+func placeOf(u *url.URL) string {
+	return u.Scheme + "://" + strings.ToLower(u.Host) + strings.TrimRight(u.Path, "/")
+}
+
+// set makes the instances of a source those of a list: new ones get requests from now on, and those that no source
+// names any more get no new ones. If there would be too many, nothing changes.
+func (p *pool) set(by source, list []spec) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	added := 0
+	for _, s := range list {
+		if p.find(s.role, s.url) < 0 {
+			added++
+		}
+	}
+	if added > 0 && p.taken()+added > maxInstances {
+		return fmt.Errorf("%w: %d, want at most %d", ErrTooMany, p.taken()+added, maxInstances)
+	}
+	drains := map[int]bool{} // by place; a list may have one twice
+	for _, s := range list {
+		i := p.claim(s, by)
+		drains[i] = drains[i] || s.drain
+	}
+	for i := range p.known {
+		drain, named := drains[i]
+		if !named {
+			p.disclaim(i, by)
+		}
+		p.known[i].drains &^= by
+		if drain {
+			p.known[i].drains |= by
+		}
+	}
+	return nil
+}
+
+// taken is how many instances there are, with those that have left and still serve. The caller holds mu.
+func (p *pool) taken() int { return len(p.urls) - len(p.free) - len(p.cooling) }
+
+// find is the place of an instance; -1 if there is none. The caller holds mu.
+func (p *pool) find(r role, u *url.URL) int {
+	for i, at := range p.urls {
+		if at != nil && p.table.instances[i].role == r && placeOf(at) == placeOf(u) {
+			return i
+		}
+	}
+	return -1
+}
+
+// serves reports whether a URL is that of an instance that has not left: one that does both parts has two places. The
+// caller holds mu.
+func (p *pool) serves(u *url.URL) bool {
+	for r := range roles {
+		if i := p.find(r, u); i >= 0 && !p.table.instances[i].left {
+			return true
+		}
+	}
+	return false
+}
+
+// claim finds an instance or adds it, and notes a source that names it. The caller holds mu.
+func (p *pool) claim(s spec, by source) int {
+	i := p.find(s.role, s.url)
+	if i < 0 {
+		i = p.add(s)
+	}
+	k, in := &p.known[i], &p.table.instances[i]
+	if k.sources == 0 && by != byFlag {
+		p.log.Info("instance joins", "instance", s.url.String(), "role", s.role.String())
+	}
+	k.sources |= by
+	if in.group != s.group && by != byRegistration { // who registers says nothing of groups
+		in.group = s.group
+		p.policy.Add(i, s.role.instance(placeOf(s.url), s.group))
+		p.compare(i)
+	}
+	if in.left { // and comes back before its last request has ended
+		in.left, in.state, in.silence = false, up, 0
+		p.metrics.setUp(s.url.String(), s.role, true)
+	}
+	p.watchLocked(i)
+	return i
+}
+
+// add gives a new instance a place: one that nobody has any more, if there is one. The caller holds mu.
+func (p *pool) add(s spec) int {
+	i := len(p.urls)
+	if n := len(p.free); n > 0 {
+		i, p.free = p.free[n-1], p.free[:n-1]
+	} else {
+		p.table.instances = append(p.table.instances, instance{})
+		p.urls, p.lives, p.known = append(p.urls, nil), append(p.lives, life{}), append(p.known, registered{})
+	}
+	p.table.instances[i] = instance{role: s.role, group: s.group}
+	p.urls[i], p.lives[i], p.known[i] = s.url, newLife(), registered{}
+	p.policy.Add(i, s.role.instance(placeOf(s.url), s.group))
+	p.everPrefill = p.everPrefill || s.role == prefill
+	p.metrics.setUp(s.url.String(), s.role, true)
+	p.compare(i)
+	return i
+}
+
+// disclaim notes that a source does not name an instance any more. Without a source it gets no new requests; its place
+// is free when the last request that has picked it has ended. The caller holds mu.
+func (p *pool) disclaim(i int, by source) {
+	k := &p.known[i]
+	if k.sources&by == 0 {
+		return
+	}
+	k.sources &^= by
+	k.drains &^= by
+	if by == byRegistration {
+		p.unregistered(i)
+	}
+	if k.sources != 0 {
+		return
+	}
+	in := &p.table.instances[i]
+	in.left, in.state = true, down
+	if k.stop != nil {
+		k.stop()
+		k.stop = nil
+	}
+	p.metrics.setUp(p.urls[i].String(), in.role, false)
+	p.policy.Forget(i) // if it comes back, it may have been started again
+	if !p.serves(p.urls[i]) {
+		p.blocks.forget(p.urls[i])
+	}
+	p.log.Info("instance leaves", "instance", p.urls[i].String(), "role", in.role.String(), "requests", k.users)
+	p.vacate(i)
+}
+
+// vacate forgets an instance that has left and that no request has to do with. Its place cools down until
+// nothing else remembers it. The caller holds mu.
+func (p *pool) vacate(i int) {
+	in := &p.table.instances[i]
+	if !in.left || p.known[i].users > 0 || p.urls[i] == nil {
+		return
+	}
+	p.metrics.forget(p.urls[i].String(), in.role)
+	for is := range p.misfits {
+		if is.prefill == i || is.decode == i {
+			delete(p.misfits, is)
+		}
+	}
+	for is := range p.wasted {
+		if is.prefill == i || is.decode == i {
+			delete(p.wasted, is)
+		}
+	}
+	p.policy.Remove(i)
+	p.lives[i].end(nil)
+	p.urls[i], p.known[i] = nil, registered{}
+	p.cooling = append(p.cooling, i)
+}
+
+// leave takes note that a request has ended that picked these instances.
+func (p *pool) leave(picked []int) {
+	if len(picked) == 0 {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, i := range picked {
+		p.known[i].users--
+		p.vacate(i)
+	}
+}
+
+// recycle makes the places of instances that are forgotten free for others, after forget has dropped what else
+// there is about them.
+func (p *pool) recycle(forget func(places map[int]bool)) {
+	p.mu.Lock()
+	cold := p.cooling
+	p.cooling = nil
+	p.mu.Unlock()
+	if len(cold) == 0 {
+		return
+	}
+	places := map[int]bool{}
+	for _, i := range cold {
+		places[i] = true
+	}
+	forget(places)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.free = append(p.free, cold...)
+}
+
+// forget drops the turns that instances hold which are gone.
+func (t *turns) forget(places map[int]bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for at := t.order.Front(); at != nil; {
+		next := at.Next()
+		if last, is := at.Value.(turn); is && places[last.instance] {
+			t.drop(at)
+		}
+		at = next
+	}
+}
+
+// forgetPlaces drops what the router remembers of instances that are gone.
+func (r *Router) forgetPlaces(places map[int]bool) {
+	if r.turns != nil {
+		r.turns.forget(places)
+	}
+	r.asker.forget(places)
+}

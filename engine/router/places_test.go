@@ -1,0 +1,206 @@
+package router
+
+import (
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/kvport/kvport/engine/router/policy"
+)
+
+func newTestPool(t require.TestingT) *pool {
+	m, err := newMetrics(prometheus.NewRegistry())
+	require.NoError(t, err)
+	chooser, err := policy.New(policy.Config{})
+	require.NoError(t, err)
+	return newPool(nil, chooser, slog.New(slog.DiscardHandler), m)
+}
+
+// pickDecode takes a decode instance for a request that needs no other.
+func (p *pool) pickDecode(tried map[int]bool) (target, bool) {
+	at, ok := p.choose(&policy.Request{Alone: true}, tried, policy.None)
+	return at.decode, ok
+}
+
+func at(t require.TestingT, text string) *url.URL {
+	u, err := url.Parse(text)
+	require.NoError(t, err)
+	return u
+}
+
+// Instances that come and go for ever take no more places than there are at once, and leave no series behind.
+func TestPlacesAreUsedAgain(t *testing.T) {
+	p := newTestPool(t)
+	turns := newTurns(10)
+	for i := range 5000 {
+		list := []spec{{role: prefill, url: at(t, fmt.Sprintf("http://p%d", i))}, {role: decode, url: at(t, fmt.Sprintf("http://d%d", i))}}
+		require.NoError(t, p.set(byDNS, list))
+		d, ok := p.pickDecode(map[int]bool{})
+		require.True(t, ok)
+		require.Equal(t, list[1].url, d.url)
+		turns.keep([]uint64{7}, d.index, []byte("{}"))
+		from, _, ok := p.chooseFor(d, &policy.Request{}, map[int]bool{})
+		require.True(t, ok)
+		p.handedOver(pair{from.index, d.index}, true, "x")
+		p.saw(d.index, &fit{Role: "kv_producer"})
+		p.leave([]int{d.index, from.index})
+		if i%3 == 0 {
+			p.recycle(turns.forget)
+			require.LessOrEqual(t, len(turns.known), 1)
+		}
+	}
+	require.NoError(t, p.set(byDNS, nil))
+	p.recycle(turns.forget)
+	require.LessOrEqual(t, len(p.urls), 10)
+	require.Zero(t, p.taken())
+	require.Empty(t, p.misfits)
+	require.Empty(t, p.wasted)
+	require.Empty(t, turns.known)
+	require.Zero(t, testutil.CollectAndCount(p.metrics.up))
+	h := p.health()
+	require.Empty(t, h.instances)
+	require.True(t, h.everPrefill)
+}
+
+// The place of an instance that has left is nobody else's as long as a request has to do with it.
+func TestPlaceIsKeptForItsRequests(t *testing.T) {
+	p := newTestPool(t)
+	require.NoError(t, p.set(byFile, []spec{{role: decode, url: at(t, "http://a")}}))
+	d, ok := p.pickDecode(map[int]bool{})
+	require.True(t, ok)
+	require.NoError(t, p.set(byFile, nil))
+	p.recycle(func(map[int]bool) {})
+	require.NoError(t, p.set(byFile, []spec{{role: decode, url: at(t, "http://b")}}))
+	other, ok := p.pickDecode(map[int]bool{})
+	require.True(t, ok)
+	require.NotEqual(t, d.index, other.index)
+	p.failed(d, false)
+	require.Equal(t, "up", p.health().instances[0].State, "what a is blamed for is not b's")
+	require.NoError(t, d.life.Err(), "the request goes on")
+	require.NoError(t, p.set(byFile, []spec{{role: decode, url: at(t, "http://A/")}, {role: decode, url: at(t, "http://b")}}))
+	require.Equal(t, d.index, p.index(decode, "a"), "it comes back to its own place")
+	p.leave([]int{d.index, other.index})
+	require.Len(t, p.health().instances, 2)
+}
+
+// An instance that several sources name stays until the last one drops it; each may say that it is drained.
+func TestSourcesOfAnInstance(t *testing.T) {
+	p := newTestPool(t)
+	one := func(drain bool) []spec { return []spec{{role: decode, url: at(t, "http://a:1"), drain: drain}} }
+	picks := func() bool {
+		d, ok := p.pickDecode(map[int]bool{})
+		if ok {
+			p.leave([]int{d.index})
+		}
+		return ok
+	}
+	require.NoError(t, p.set(byFile, one(false)))
+	require.NoError(t, p.set(byDNS, one(false)))
+	require.NoError(t, p.set(byFile, nil))
+	require.True(t, picks())
+	require.NoError(t, p.set(byFile, one(true)))
+	require.False(t, picks())
+	require.Equal(t, "draining", p.health().instances[0].State)
+	require.Zero(t, p.health().available[decode])
+	p.probed(0, healthy, "")
+	require.False(t, picks(), "however well it is")
+	require.NoError(t, p.set(byFile, one(false)))
+	require.True(t, picks())
+	require.NoError(t, p.set(byFile, one(true)))
+	require.NoError(t, p.set(byFile, nil))
+	require.True(t, picks(), "what does not name it says nothing about it")
+	require.NoError(t, p.set(byDNS, nil))
+	require.False(t, picks())
+	require.Empty(t, p.health().instances)
+}
+
+// A list that is too long changes nothing.
+func TestTooManyInstances(t *testing.T) {
+	p := newTestPool(t)
+	var list []spec
+	for i := range maxInstances {
+		list = append(list, spec{role: decode, url: at(t, fmt.Sprintf("http://x:%d", i+1))})
+	}
+	require.NoError(t, p.set(byFile, list))
+	err := p.set(byDNS, []spec{{role: decode, url: at(t, "http://y")}})
+	require.ErrorIs(t, err, ErrTooMany)
+	require.Equal(t, maxInstances, p.taken())
+	require.NoError(t, p.set(byFile, list[1:]))
+	require.NoError(t, p.set(byDNS, []spec{{role: decode, url: at(t, "http://y")}}))
+}
+
+// Whatever sources say and requests do: exactly what some source names and does not drain can be picked, and what
+// requests have picked stays theirs.
+func TestPlacesProperty(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		p := newTestPool(t)
+		named := map[source]map[string]bool{byFile: {}, byDNS: {}}
+		var running []target
+		for range rapid.IntRange(1, 40).Draw(t, "steps") {
+			switch rapid.IntRange(0, 3).Draw(t, "what") {
+			case 0:
+				by := rapid.SampledFrom([]source{byFile, byDNS}).Draw(t, "source")
+				named[by] = map[string]bool{}
+				var list []spec
+				for _, name := range rapid.SliceOfDistinct(rapid.SampledFrom([]string{"a", "b", "c", "d"}), func(s string) string { return s }).Draw(t, "names") {
+					named[by]["http://"+name] = rapid.Bool().Draw(t, "drain")
+					list = append(list, spec{role: decode, url: at(t, "http://"+name), drain: named[by]["http://"+name]})
+				}
+				require.NoError(t, p.set(by, list))
+			case 1:
+				if len(running) > 0 {
+					p.leave([]int{running[0].index})
+					running = running[1:]
+				}
+			case 2:
+				p.recycle(func(map[int]bool) {})
+			}
+			for _, d := range running {
+				require.Equal(t, d.url, p.urls[d.index])
+			}
+			want := map[string]bool{}
+			for _, names := range named {
+				for name := range names {
+					want[name] = true
+				}
+			}
+			for _, names := range named {
+				for name, drains := range names {
+					if drains {
+						delete(want, name)
+					}
+				}
+			}
+			got, tried := map[string]bool{}, map[int]bool{}
+			for d, ok := p.pickDecode(tried); ok; d, ok = p.pickDecode(tried) {
+				got[d.url.String()] = true
+				running = append(running, d)
+			}
+			require.Equal(t, want, got)
+		}
+	})
+}
+
+// A router drops the places of requests that have ended, also of those that failed and of models.
+func TestRequestsLeaveTheirPlaces(t *testing.T) {
+	p, d := serveInstance(t, ticket("T")), serveInstance(t, tokens, code(500), reset(""))
+	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d)})
+	for range 4 {
+		post(t, f.URL+"/v1/completions", doc)
+	}
+	resp, err := http.Get(f.URL + "/v1/models")
+	require.NoError(t, err)
+	require.NoError(t, resp.Body.Close())
+	require.Eventually(t, func() bool {
+		f.router.pool.mu.Lock()
+		defer f.router.pool.mu.Unlock()
+		return f.router.pool.known[0].users == 0 && f.router.pool.known[1].users == 0
+	}, waitLimit, waitTick)
+}
