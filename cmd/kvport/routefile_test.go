@@ -26,7 +26,7 @@ func TestRouteFile(t *testing.T) {
 	s, err := decodeRoute([]byte(`{
   "instances": [
     {"url": "http://10.0.0.1:8000", "role": "prefill"},
-    {"url": "https://d.example/base", "role": "decode", "drain": true},
+    {"url": "https://d.example/base", "role": "decode", "group": "a", "drain": true},
     {"url": "dns+srv://_http._tcp.decode", "role": "decode"}
   ],
   "limits": {"max_in_flight": 4},
@@ -35,7 +35,7 @@ func TestRouteFile(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []router.Instance{
 		{URL: "http://10.0.0.1:8000", Role: "prefill"},
-		{URL: "https://d.example/base", Role: "decode", Drain: true},
+		{URL: "https://d.example/base", Role: "decode", Group: "a", Drain: true},
 		{URL: "dns+srv://_http._tcp.decode", Role: "decode"},
 	}, s.Instances)
 	require.Equal(t, router.Limits{Each: admission.Limits{InFlight: 4}, Keys: map[string]admission.Limits{hash: {TokensPerMinute: 100_000}}}, s.Limits)
@@ -65,6 +65,19 @@ func TestRouteFileNamesWhatIsWrong(t *testing.T) {
 		_, err := decodeRoute([]byte(text), admission.Limits{}, true)
 		require.ErrorContains(t, err, want, text)
 		require.NotContains(t, err.Error(), "\n")
+	}
+}
+
+// Without --mode replica a group would have no meaning.
+func TestRouteFileGroups(t *testing.T) {
+	text := `{"instances":[{"url":"http://x:1","role":"decode","group":"a"}]}`
+	_, err := decodeRoute([]byte(text), admission.Limits{}, false)
+	require.EqualError(t, err, "line 1, column 61: instances[0].group: groups are for --mode replica")
+	_, err = decodeRoute([]byte(text), admission.Limits{}, true)
+	require.NoError(t, err)
+	for group, want := range map[string]string{`"a b"`: "without spaces or quotes", `5`: "group"} {
+		_, err = decodeRoute([]byte(strings.Replace(text, `"a"`, group, 1)), admission.Limits{}, true)
+		require.ErrorContains(t, err, want)
 	}
 }
 
@@ -98,7 +111,7 @@ func TestRouteSchema(t *testing.T) {
 		require.NoError(t, json.Unmarshal([]byte(text), &v))
 		return schema.Validate(v)
 	}
-	require.NoError(t, check(`{"instances":[{"url":"http://x","role":"decode","drain":true}],"limits":{"max_in_flight":"4"},"keys":[{"name":"a","key_sha256":"ab","requests_per_minute":2}]}`))
+	require.NoError(t, check(`{"instances":[{"url":"http://x","role":"decode","group":"a","drain":true}],"limits":{"max_in_flight":"4"},"keys":[{"name":"a","key_sha256":"ab","requests_per_minute":2}]}`))
 	require.Error(t, check(`{"instances":[{"role":"decode"}]}`))
 	require.Error(t, check(`{"instances":[{"url":"http://x","role":"both"}]}`))
 	require.Equal(t, 2, run([]string{"schema", "--route", "X"}, io.Discard, &errs))

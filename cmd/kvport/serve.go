@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -145,33 +146,51 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 		defer cancel()
 		return unlessEnded(cmd.Context(), errors.Join(err, e.Close(ctx)))
 	}
-	c := server.Config{
+	s, err := server.New(f.server(server.Config{
 		Engine: e, Tokenizer: tok, ModelName: f.name(m), Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		MaxInFlight: f.inFlight(maxRequests), Known: t.knows, Events: place, KeyName: t.keyName, CacheQueryRate: f.cacheQueryRate,
+		Known: t.knows, Events: place, KeyName: t.keyName,
+	}, transfer))
+	if err != nil {
+		return fail(errors.Join(err, e.Close(cmd.Context())))
 	}
+	info := e.Info()
+	slog.Info("serving", "model", f.name(m), "blocks", info.NumBlocks, "block_size", info.BlockSize,
+		"max_model_len", info.MaxModelLen, "connector", info.Connector, "version", buildVersion())
+	a, leave, err := f.announced(l, transfer, s)
+	if err != nil {
+		return errors.Join(err, e.Close(cmd.Context()))
+	}
+	defer leave()
+	deadline, err := t.serve(cmd.Context(), cmd, a)
+	return f.end(e, deadline, err)
+}
+
+// server adds to the config of the HTTP server what the flags say.
+func (f *serveFlags) server(c server.Config, transfer *host.Config) server.Config {
+	c.MaxInFlight, c.CacheQueryRate = f.inFlight(maxRequests), f.cacheQueryRate
 	if c.CacheQueryRate == 0 {
 		c.CacheQueryRate = -1
 	}
 	if transfer != nil {
 		c.EngineID = transfer.EngineID
 	}
-	s, err := server.New(c)
+	return c
+}
+
+// announced is the API that tells the routers of --register where it is; the API itself without any. leave ends that.
+func (f *serveFlags) announced(l *net.TCPListener, transfer *host.Config, s api) (a api, leave func(), err error) {
+	if len(f.routers) == 0 {
+		return s, func() {}, nil
+	}
+	in, err := f.registered(l, transfer, s)
 	if err != nil {
-		return fail(errors.Join(err, e.Close(cmd.Context())))
+		return nil, nil, err
 	}
-	info := e.Info()
-	slog.Info("serving", "model", c.ModelName, "blocks", info.NumBlocks, "block_size", info.BlockSize,
-		"max_model_len", info.MaxModelLen, "connector", info.Connector, "version", buildVersion())
-	var a api = s
-	if len(f.routers) > 0 {
-		in, err := f.registered(l, transfer, s)
-		if err != nil {
-			return errors.Join(err, e.Close(cmd.Context()))
-		}
-		defer in.close()
-		a = in
-	}
-	deadline, err := t.serve(cmd.Context(), cmd, a)
+	return in, in.close, nil
+}
+
+// end closes the engine after the server, which has ended with err.
+func (f *serveFlags) end(e *engine.Engine, deadline time.Time, err error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), max(closeTime, time.Until(deadline)))
 	defer cancel()
 	closed := e.Close(ctx)

@@ -80,6 +80,24 @@ func TestRequestWaitsForBusyInstances(t *testing.T) {
 	require.InDelta(t, 60, seconds(t, resp), 5)
 }
 
+// A request that waits for instances keeps its ticket: the prompt is computed once.
+func TestTicketIsKeptForBusyInstances(t *testing.T) {
+	var busy atomic.Bool
+	busy.Store(true)
+	p := serveInstance(t, ticket("T"))
+	d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
+		busyFor("1", &busy, tokens)(w, r)
+		busy.Store(false)
+	})
+	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), QueueTimeout: notSoon})
+	resp, _ := post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 200, resp.StatusCode)
+	require.Len(t, p.requests(), 1)
+	require.Len(t, d.requests(), 2)
+	require.Equal(t, d.requests()[0].body["kv_transfer_params"], d.requests()[1].body["kv_transfer_params"])
+	idle(t, f.router)
+}
+
 // Instances that fail under load do not get more requests than clients send, except a share: the rest fails at once.
 // Connections that break are none of that.
 func TestRetryBudget(t *testing.T) {

@@ -13,12 +13,13 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/kvport/kvport/engine/router/policy"
+	"github.com/kvport/kvport/internal/register"
 )
 
 func newTestPool(t require.TestingT) *pool {
 	m, err := newMetrics(prometheus.NewRegistry())
 	require.NoError(t, err)
-	chooser, err := policy.New(policy.Config{})
+	chooser, err := policy.New(policy.Config{Policy: policy.PrefixAware})
 	require.NoError(t, err)
 	return newPool(nil, chooser, slog.New(slog.DiscardHandler), m)
 }
@@ -119,6 +120,41 @@ func TestSourcesOfAnInstance(t *testing.T) {
 	require.NoError(t, p.set(byDNS, nil))
 	require.False(t, picks())
 	require.Empty(t, p.health().instances)
+}
+
+// A source says to which group an instance belongs, and may change that; one that registers says nothing about it.
+func TestGroupOfAnInstance(t *testing.T) {
+	p := newTestPool(t)
+	in := func(group string) []spec {
+		return []spec{{role: prefill, group: "a", url: at(t, "http://p:1")}, {role: decode, group: group, url: at(t, "http://d:1")}}
+	}
+	paired := func() bool {
+		to, ok := p.choose(&policy.Request{}, map[int]bool{}, policy.None)
+		require.True(t, ok)
+		p.leave([]int{to.decode.index})
+		if to.prefill.leg == nil {
+			require.Equal(t, policy.Misfit, to.without)
+			return false
+		}
+		p.leave([]int{to.prefill.index})
+		return true
+	}
+	require.NoError(t, p.set(byFile, in("a")))
+	p.saw(0, engineFit("kv_producer"))
+	p.saw(1, engineFit("kv_producer"))
+	require.Len(t, p.health().incompatible, 1)
+	require.NoError(t, p.set(byFile, in("b")))
+	require.Empty(t, p.health().incompatible, "nobody makes them a pair")
+	require.False(t, p.health().paired)
+	require.False(t, paired())
+	p.saw(1, engineFit("kv_consumer"))
+	require.False(t, paired())
+	_, _ = p.register(decode, &register.Message{HTTP: "d:1", At: 1})
+	require.Equal(t, "b", p.health().instances[1].Group)
+	require.NoError(t, p.set(byFile, in("a")))
+	require.True(t, paired())
+	require.True(t, p.health().paired)
+	require.Len(t, p.urls, 2)
 }
 
 // A list that is too long changes nothing.

@@ -165,21 +165,27 @@ func New(c Config) (*Router, error) {
 	}
 	r.SetLimits(c.Limits)
 	r.retries.budget.Share = c.RetryShare
-	r.lookups = newLookups(c.DNS, r.pool, m)
-	r.lookups.set(byFlag, given.names)
 	if c.Turns > 0 && (given.has(prefill) || later) {
 		r.turns = newTurns(c.Turns)
 	}
-	if c.File.Path != "" {
-		if r.file, err = r.use(c.File); err != nil {
-			return nil, err
-		}
-	}
-	if err := r.restoreTurns(); err != nil {
+	if err := r.discover(given.names); err != nil {
 		return nil, err
 	}
 	r.route()
 	return r, nil
+}
+
+// discover takes the instances that are not given by their URLs, as far as they are known now, and then what an earlier
+// life remembers of turns.
+func (r *Router) discover(names []dnsName) (err error) {
+	r.lookups = newLookups(r.config.DNS, r.pool, r.metrics)
+	r.lookups.set(byFlag, names)
+	if r.config.File.Path != "" {
+		if r.file, err = r.use(r.config.File); err != nil {
+			return err
+		}
+	}
+	return r.restoreTurns()
 }
 
 // route makes the paths of the API.

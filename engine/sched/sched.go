@@ -257,12 +257,9 @@ func (s *Scheduler) maxHit(r *seq) int {
 }
 
 // localHit is the length of the longest prefix of the request, in tokens, of which the prefix cache
-// has all that every group needs to go on.
+// has all that every group needs to go on. Without prefix caching nothing is ever published there.
 func (s *Scheduler) localHit(r *seq) int {
 	hit, size := 0, s.cfg.BlockTokens
-	if !s.cfg.PrefixCaching {
-		return 0
-	}
 	var row [connector.MaxGroups]int // how many cached blocks follow each other, by group
 	for i := range min(s.maxHit(r)/size, len(r.Keys)) {
 		whole := true
