@@ -80,7 +80,7 @@ func (g *gate) arrive(now time.Time, client string, l admission.Limits, tokens i
 func (g *gate) giveUp(r *admission.Request) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.queue.GiveUp(time.Now(), r)
+	_ = g.queue.GiveUp(time.Now(), r) // the request says it too
 	g.metrics.queued.Set(float64(g.queue.Waiting()))
 }
 

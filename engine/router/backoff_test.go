@@ -47,7 +47,7 @@ func TestBusyInstanceIsLeftAlone(t *testing.T) {
 	for range 10 {
 		resp, _ := post(t, f.URL+"/v1/completions", doc)
 		require.Equal(t, 200, resp.StatusCode)
-		f.router.pool.probed(0, healthy, "")
+		f.router.pool.probed(0, healthy)
 	}
 	require.Len(t, full.requests(), 1)
 	require.Empty(t, routerHealth(t, f, "").Instances[0].Breaker)
@@ -111,7 +111,7 @@ func TestRetryBudget(t *testing.T) {
 	began := time.Now()
 	for range 20 {
 		for i := range failing {
-			f.router.pool.probed(i, healthy, "")
+			f.router.pool.probed(i, healthy)
 			f.router.pool.mu.Lock()
 			f.router.pool.known[i].breaker = breaker{}
 			f.router.pool.mu.Unlock()

@@ -98,8 +98,8 @@ func TestFailingInstanceIsLeftOut(t *testing.T) {
 			bad := list[0]
 			f := serveRouter(t, c)
 			for range 40 {
-				f.router.pool.probed(0, healthy, "")
-				f.router.pool.probed(1, healthy, "")
+				f.router.pool.probed(0, healthy)
+				f.router.pool.probed(1, healthy)
 				resp, _ := post(t, f.URL+"/v1/completions", doc)
 				require.Equal(t, 200, resp.StatusCode)
 			}
@@ -158,9 +158,9 @@ func TestHealthOfRegistered(t *testing.T) {
 	}
 	require.Equal(t, "ok", routerHealth(t, f, "").Status)
 	at := f.router.pool.index(prefill, "127.0.0.1:7001")
-	f.router.pool.probed(at, refused, "")
+	f.router.pool.probed(at, refused)
 	require.Equal(t, "degraded", routerHealth(t, f, "").Status)
-	f.router.pool.probed(at, healthy, "")
+	f.router.pool.probed(at, healthy)
 	require.Equal(t, "ok", routerHealth(t, f, "").Status)
 	f.router.pool.expire(0)
 	require.Equal(t, "unavailable", routerHealth(t, f, "").Status)

@@ -99,7 +99,7 @@ func TestReady(t *testing.T) {
 	r, err := New(Config{Decode: []string{refusing(t)}})
 	require.NoError(t, err)
 	require.Empty(t, r.Ready(), "not probed yet")
-	r.pool.probed(0, leaving, "")
+	r.pool.probed(0, leaving)
 	require.Equal(t, "no decode instance is available", r.Ready())
 	r.Drain()
 	require.Equal(t, "draining", r.Ready())

@@ -164,13 +164,7 @@ type pair struct{ prefill, decode int }
 // maxTold is how many pairs the log and /health name at once.
 const maxTold = 32
 
-// saw takes the fit that an instance's /health reports.
-func (p *pool) saw(i int, f *fit) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.sawLocked(i, f)
-}
-
+// sawLocked takes the fit that an instance's /health reports. The caller holds mu.
 func (p *pool) sawLocked(i int, f *fit) {
 	if old := p.known[i].fit; old == f || old != nil && f != nil && reflect.DeepEqual(old, f) {
 		return

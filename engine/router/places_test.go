@@ -110,7 +110,7 @@ func TestSourcesOfAnInstance(t *testing.T) {
 	require.False(t, picks())
 	require.Equal(t, "draining", p.health().instances[0].State)
 	require.Zero(t, p.health().available[decode])
-	p.probed(0, healthy, "")
+	p.probed(0, healthy)
 	require.False(t, picks(), "however well it is")
 	require.NoError(t, p.set(byFile, one(false)))
 	require.True(t, picks())

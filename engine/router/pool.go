@@ -169,13 +169,7 @@ func (p *pool) report(ctx context.Context, i int, got checked) {
 	p.probedLocked(i, got.result, got.why)
 }
 
-// probed takes the result of a health check; why says what is wrong.
-func (p *pool) probed(i int, result probe, why string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.probedLocked(i, result, why)
-}
-
+// probedLocked takes the result of a health check; why says what is wrong. The caller holds mu.
 func (p *pool) probedLocked(i int, result probe, why string) {
 	if p.table.instances[i].left {
 		return

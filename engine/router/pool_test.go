@@ -26,6 +26,20 @@ func status(code int) (*http.Response, error) {
 	return &http.Response{StatusCode: code, Body: io.NopCloser(strings.NewReader("{}"))}, nil
 }
 
+// probed takes the result of a health check.
+func (p *pool) probed(i int, result probe) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.probedLocked(i, result, "")
+}
+
+// saw takes what the /health of an instance says of what fits.
+func (p *pool) saw(i int, f *fit) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.sawLocked(i, f)
+}
+
 func TestWatch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		answers := []func(*http.Request) (*http.Response, error){
@@ -83,19 +97,19 @@ func TestLostInstance(t *testing.T) {
 	tied := tie(t.Context(), first.life)
 	defer tied.release()
 	ctx := tied.ctx
-	p.probed(0, leaving, "")
-	p.probed(0, refused, "")
+	p.probed(0, leaving)
+	p.probed(0, refused)
 	require.NoError(t, ctx.Err(), "a draining instance finishes what it has, also when it listens no longer")
-	p.probed(0, leaving, "")
-	p.probed(0, silent, "")
-	p.probed(0, silent, "")
+	p.probed(0, leaving)
+	p.probed(0, silent)
+	p.probed(0, silent)
 	require.NoError(t, ctx.Err())
-	p.probed(0, silent, "")
+	p.probed(0, silent)
 	<-ctx.Done()
 	require.ErrorIs(t, context.Cause(ctx), errLost)
 	_, ok = pick()
 	require.False(t, ok)
-	p.probed(0, healthy, "")
+	p.probed(0, healthy)
 	second, ok := pick()
 	require.True(t, ok)
 	require.NoError(t, second.life.Err())

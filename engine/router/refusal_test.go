@@ -50,8 +50,8 @@ func TestPrefillRefusesDecodeServes(t *testing.T) {
 				require.Contains(t, log.String(), want)
 			}
 			require.Contains(t, f.router.pool.health().instances[0].Error, "it refused a request with HTTP ")
-			f.router.pool.probed(0, refused, "")
-			f.router.pool.probed(0, healthy, "")
+			f.router.pool.probed(0, refused)
+			f.router.pool.probed(0, healthy)
 			require.Empty(t, f.router.pool.health().instances[0].Error)
 			post(t, f.URL+"/v1/completions", doc)
 			require.Equal(t, 2, strings.Count(log.String(), "prefill instance refuses a request"), log.String())

@@ -302,7 +302,7 @@ func TestLostWhileWaiting(t *testing.T) {
 	go func() {
 		<-begun
 		for range silences {
-			f.router.pool.probed(0, silent, "")
+			f.router.pool.probed(0, silent)
 		}
 	}()
 	resp, text := post(t, f.URL+"/v1/completions", doc)
@@ -414,18 +414,18 @@ func TestHealthModelsMetrics(t *testing.T) {
 	require.JSONEq(t, `{"id":"d"}`, text)
 	require.Equal(t, "/v1/models", d.requests()[0].path)
 
-	f.router.pool.probed(0, refused, "")
+	f.router.pool.probed(0, refused)
 	status, text = get("/health")
 	require.Equal(t, 200, status)
 	require.Contains(t, text, `"status":"degraded"`)
-	f.router.pool.probed(1, refused, "")
+	f.router.pool.probed(1, refused)
 	status, text = get("/health")
 	require.Equal(t, 503, status)
 	require.Contains(t, text, `"status":"unavailable"`)
 	_, text = get("/metrics")
 	require.Contains(t, text, fmt.Sprintf("kvport_router_instance_up{instance=%q,role=\"decode\"} 0", d.URL))
 
-	f.router.pool.probed(1, healthy, "")
+	f.router.pool.probed(1, healthy)
 	f.router.Drain()
 	status, _ = get("/health")
 	require.Equal(t, 503, status)
