@@ -72,7 +72,7 @@ func TestRouteFileNamesWhatIsWrong(t *testing.T) {
 func TestRouteFileGroups(t *testing.T) {
 	text := `{"instances":[{"url":"http://x:1","role":"decode","group":"a"}]}`
 	_, err := decodeRoute([]byte(text), admission.Limits{}, false)
-	require.EqualError(t, err, "line 1, column 61: instances[0].group: groups are for --mode replica")
+	require.EqualError(t, err, "line 1, column 59: instances[0].group: groups are for --mode replica")
 	_, err = decodeRoute([]byte(text), admission.Limits{}, true)
 	require.NoError(t, err)
 	for group, want := range map[string]string{`"a b"`: "without spaces or quotes", `5`: "group"} {
