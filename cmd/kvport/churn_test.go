@@ -105,7 +105,7 @@ type way struct {
 }
 
 // Instances come, are drained, leave, end and are killed, as the file, DNS or they themselves say, while requests go on: none
-// of them fails. A stream that a killed instance has begun cannot be made again, so while one is killed none runs.
+// of them fails. The router chooses by what instances hold and reads their KV events meanwhile. A stream that a killed instance has begun cannot be made again, so while one is killed none runs.
 func TestInstancesComeAndGoUnderLoad(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "route.json")
 	stable := start(t, "serve", "--model", "sim", "--port", "0")
@@ -128,7 +128,7 @@ func TestInstancesComeAndGoUnderLoad(t *testing.T) {
 	}
 	write(nil, "")
 	names := testkit.ServeDNS(t)
-	r := start(t, "route", "--port", "0", "--config", file, "--register", "127.0.0.1:0", "--dns-server", names.Address(), "--dns-interval", "100ms", "--dns-keep", "100ms")
+	r := start(t, "route", "--port", "0", "--policy", "prefix_aware", "--config", file, "--register", "127.0.0.1:0", "--dns-server", names.Address(), "--dns-interval", "100ms", "--dns-keep", "100ms")
 	registrar := registrarOf(t, r)
 
 	l := &traffic{url: r.URL}
@@ -201,7 +201,7 @@ func (w *way) comeAndGo(t *testing.T, r *cluster.Process, l *traffic) {
 		if args == nil {
 			args = []string{"--port", "0"}
 		}
-		in := startAny(t, append([]string{"serve", "--model", "sim"}, args...)...)
+		in := startAny(t, append([]string{"serve", "--model", "sim", "--kv-events-config", `{"enable_kv_cache_events":true}`}, args...)...)
 		w.say(in.URL)
 		require.Eventually(t, func() bool {
 			_, text := do(t, "GET", in.URL+"/metrics", "")
