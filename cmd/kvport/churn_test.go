@@ -105,7 +105,8 @@ type way struct {
 }
 
 // Instances come, are drained, leave, end and are killed, as the file, DNS or they themselves say, while requests go on: none
-// of them fails. The router chooses by what instances hold and reads their KV events meanwhile. A stream that a killed instance has begun cannot be made again, so while one is killed none runs.
+// of them fails. The router chooses by what instances hold and reads their KV events meanwhile. A stream that a killed
+// instance has begun cannot be made again, so while one is killed none runs.
 func TestInstancesComeAndGoUnderLoad(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "route.json")
 	stable := start(t, "serve", "--model", "sim", "--port", "0")

@@ -33,7 +33,7 @@ func (p *pool) probed(i int, result probe) {
 	p.probedLocked(i, result, "")
 }
 
-// saw takes what the /health of an instance says of what fits.
+// saw takes the fit that an instance's /health reports.
 func (p *pool) saw(i int, f *fit) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
