@@ -116,14 +116,14 @@ func (s *Scheduler) admit(budget int) {
 			continue
 		case s.mustAsk(r, s.localHit(r)):
 			continue
-		default:
-			if full = !s.place(r); full || r.state == loading {
-				full = full || s.slots() == 0
-				continue
-			}
+		case !s.place(r):
+			full = true
+			continue
+		case r.state == loading:
+			full = s.slots() == 0
+			continue
 		}
-		s.queue = remove(s.queue, r)
-		s.running = insert(s.running, r)
+		s.queue, s.running = remove(s.queue, r), insert(s.running, r)
 		r.state = running
 		budget -= s.plan(r, budget)
 		full = full || s.slots() == 0
