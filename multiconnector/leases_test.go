@@ -320,17 +320,13 @@ func (f *failing) someOver() []connector.HoldID {
 func (f *failing) round(over []connector.HoldID) {
 	f.Helper()
 	var got []connector.HoldID
-	for began := time.Now(); time.Since(began) < 500*time.Millisecond || time.Since(began) < time.Minute && !f.complete(got); over = nil {
+	for began := time.Now(); time.Since(began) < 500*time.Millisecond || time.Since(began) < time.Minute && len(f.missing(got)) > 0; over = nil {
 		got = append(got, f.renewals(over...)...)
 	}
 	require.Subset(f, f.open, got)
-	for i, k := range f.kids {
+	require.Empty(f, f.missing(got))
+	for _, k := range f.kids {
 		k.is(func() {
-			for id := range k.wanted {
-				if !k.fail && k.hang == nil {
-					require.Contains(f, got, id-k.base, "child %d of %d", i, len(f.kids))
-				}
-			}
 			for _, id := range k.over {
 				require.Contains(f, f.ended, id-k.base)
 			}
@@ -338,20 +334,18 @@ func (f *failing) round(over []connector.HoldID) {
 	}
 }
 
-// complete reports whether every child that answers has had its renewals passed on.
-func (f *failing) complete(got []connector.HoldID) bool {
-	for _, k := range f.kids {
-		missing := false
+// missing are the renewals of children that answer which are not among those passed on.
+func (f *failing) missing(got []connector.HoldID) (all []string) {
+	for i, k := range f.kids {
 		k.is(func() {
 			for id := range k.wanted {
-				missing = missing || !k.fail && k.hang == nil && !slices.Contains(got, id-k.base)
+				if !k.fail && k.hang == nil && !slices.Contains(got, id-k.base) {
+					all = append(all, fmt.Sprintf("hold %d of child %d of %d", id-k.base, i, len(f.kids)))
+				}
 			}
 		})
-		if missing {
-			return false
-		}
 	}
-	return true
+	return all
 }
 
 // TestMasked: what a composite does not pass on of a child it can say, for every power, where the child's role has
