@@ -65,7 +65,7 @@ func TestHangFailsTheCaseOnly(t *testing.T) {
 	}
 	end := make(chan struct{})
 	defer close(end)
-	r := run(t, 10*time.Millisecond, func(c T, _ Harness) {
+	r := run(t, time.Second, func(c T, _ Harness) {
 		<-end
 		c.Errorf("after the report")
 	})
@@ -76,7 +76,7 @@ func TestHangFailsTheCaseOnly(t *testing.T) {
 }
 
 func TestDeadlineEndsTheCase(t *testing.T) {
-	r := run(t, 10*time.Millisecond, func(c T, _ Harness) {
+	r := run(t, time.Second, func(c T, _ Harness) {
 		<-c.Context().Done()
 		c.Errorf("%v", c.Context().Err())
 	})

@@ -149,8 +149,6 @@ func (h *loopback) instance(m *engineMemory) (*Instance, error) {
 	return i, nil
 }
 
-const exitWait = time.Minute // for a plugin process to end when it is asked to; one that could run has less, see host.Process
-
 // Binary runs the plugin binary at path as a process of its own for each engine, as production
 // does. For @TMP@ see InProcess.
 func Binary(path string, config json.RawMessage) Maker {
@@ -214,9 +212,7 @@ func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.
 		Describe: p.Describe, Scheduler: p.OpenScheduler, Worker: p.OpenWorker, Memory: m.views,
 		PID: p.PID(), Process: p, Logged: lines.count.Load,
 		Close: func() error {
-			ctx, cancel := context.WithTimeout(context.Background(), exitWait)
-			defer cancel()
-			err := p.Close(ctx)
+			err := p.Close(context.Background())
 			if n := p.Violations(); n > 0 {
 				err = errors.Join(err, fmt.Errorf("%d answers broke the protocol", n))
 			}

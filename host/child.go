@@ -234,6 +234,8 @@ func (c *child) close(ctx context.Context, polite bool) error {
 	switch {
 	case l == nil:
 	case polite:
+		unhook := context.AfterFunc(ctx, func() { l.proc.KillFor(errClosing) })
+		defer unhook()
 		for _, side := range l.sides {
 			_ = side.Close()
 		}

@@ -69,7 +69,7 @@ func TestHiddenFenceCostsMemoryOnly(t *testing.T) {
 	require.Equal(t, 48, r.match(query("b", ks), nil).Tokens)
 	r.start("b", ks, 20)
 	r.becomes("waiting_for_fence")
-	require.Zero(t, r.metric("kvport_plugin_up"))
+	r.reaches("kvport_plugin_up", "TestConnector", equals(0))
 	e := r.next(Loaded)
 	require.True(t, e.Lost)
 	require.Equal(t, []connector.BlockID{20, 21, 22}, e.Blocks)

@@ -164,7 +164,9 @@ func TestProcessLife(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, syscall.Kill(p.PID(), syscall.SIGSTOP))
 	require.Eventually(t, func() bool { return state(p.PID()) == "T" }, time.Minute, time.Millisecond)
+	began := time.Now()
 	require.ErrorContains(t, p.Close(t.Context()), "it did not end when asked", "a stopped plugin cannot obey")
+	require.Less(t, time.Since(began), 2*plugin.ClosePatience)
 	leaks()
 }
 

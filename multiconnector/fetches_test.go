@@ -2,6 +2,7 @@ package multiconnector_test
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -73,6 +74,9 @@ func TestMatchFetchesBesideSlowChild(t *testing.T) {
 	slow, peer := newShelf(ks...), newShelf(ks...)
 	slow.hang = make(chan struct{})
 	defer close(slow.hang)
-	r := newRig(t, fetches(1), slow, peer)
+	r := newRig(t, func(cs []multiconnector.Child) {
+		fetches(1)(cs)
+		cs[0].Patience = 50 * time.Millisecond
+	}, slow, peer)
 	require.Equal(t, 2*blockTokens, r.match("r", ks).Tokens)
 }

@@ -301,10 +301,10 @@ class Server:
 def serve(rig, name, kv=None, args=(), env=None):
     """`vllm serve` in its normal form with several processes."""
     port = free_port()
-    vllm = pathlib.Path(sys.executable).parent / "vllm"
-    command = [str(vllm), "serve", str(rig.model), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-               "--max-model-len", "2048", "--max-num-seqs", "8", "--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS),
-               "--prefix-caching-hash-algo", "sha256", *args]
+    vllm = pathlib.Path(sys.executable).parent / "vllm"  # run by this Python: its first line names the folder of its installation
+    command = [sys.executable, str(vllm), "serve", str(rig.model), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port),
+               "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8", "--enforce-eager", "--block-size", "32",
+               "--num-gpu-blocks-override", str(BLOCKS), "--prefix-caching-hash-algo", "sha256", *args]
     if kv:
         command += ["--kv-transfer-config", json.dumps(kv)]
     return Server(rig, name, command, port, env={"VLLM_SERVER_DEV_MODE": "1", "VLLM_PORT": str(free_port()), **(env or {})})

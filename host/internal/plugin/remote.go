@@ -219,11 +219,7 @@ func ask[M, T any](ctx context.Context, s *session, req *kvportv1.SessionRequest
 }
 
 // Close implements connector.Scheduler.
-func (p *schedulerProxy) Close() error {
-	ctx, cancel := Patient(context.Background(), ClosePatience, p.waits)
-	defer cancel()
-	return p.close(ctx)
-}
+func (p *schedulerProxy) Close() error { return p.closeInTime() }
 
 // broken counts an answer that breaks the protocol and passes its error on.
 func (s *session) broken(req *kvportv1.SessionRequest, err error) error {
@@ -302,11 +298,7 @@ func feed(ctx context.Context, counter *shm.Counter, progress connector.Progress
 }
 
 // Close implements connector.Worker.
-func (p *workerProxy) Close() error {
-	ctx, cancel := Patient(context.Background(), ClosePatience, p.waits)
-	defer cancel()
-	return errors.Join(p.close(ctx), p.closeBoard())
-}
+func (p *workerProxy) Close() error { return errors.Join(p.closeInTime(), p.closeBoard()) }
 
 func (p *workerProxy) closeBoard() error {
 	if !p.own {

@@ -252,6 +252,13 @@ func (s *session) deliver(r *reply) {
 	answer <- r
 }
 
+// closeInTime closes the side; the plugin has ClosePatience in which it could run.
+func (s *session) closeInTime() error {
+	ctx, cancel := Patient(context.Background(), ClosePatience, s.waits)
+	defer cancel()
+	return s.close(ctx)
+}
+
 // close closes the side and the stream. No call may be running. It gives the plugin until ctx ends.
 func (s *session) close(ctx context.Context) (err error) {
 	s.closed.Do(func() {
