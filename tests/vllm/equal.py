@@ -214,7 +214,7 @@ class Index:
         have = self.blocks.setdefault(medium, set())
         if kind == "BlockStored":
             have.update(event["block_hashes"])
-            self.salts.setdefault(medium, set()).update(salt for keys in event["extra_keys"] or () for salt in keys or ())
+            self.salts.setdefault(medium, set()).update(salt for keys in event.get("extra_keys") or () for salt in keys or ())
         elif kind == "BlockRemoved":
             have.difference_update(event["block_hashes"])
         else:  # vLLM has emptied its own cache
