@@ -181,6 +181,11 @@ class Router:
         """One of its counts of events."""
         return int(self.server.counter("kvport_router_kv_events_total", f'what="{what}"'))
 
+    def tokenized(self):
+        """Of how many prompts it had the tokens."""
+        name = "kvport_router_tokenize_total"
+        return self.server.counter(name) - self.server.counter(name, 'result="failed"')
+
     def idle(self):
         """Wait until it has no request."""
         self.rig.until(lambda: not self.server.counter("kvport_router_requests_in_flight"), f"{self.server.name}: the end of requests")
@@ -212,9 +217,9 @@ class Router:
     def predict(self, part, ask, tokens=TOKENS):
         """A request whose instance and hit are known before, by events alone."""
         held = [one.feed.held(ask.prompt) for one in self.pair]
-        failures = self.server.counter("kvport_router_tokenize_total", 'result="failed"')
+        tokenized = self.tokenized()
         chosen = self.take(part, ask, *send(self.server, ask.path, ask.body, tokens, explain=True))
-        if self.server.counter("kvport_router_tokenize_total", 'result="failed"') == failures:  # else it was too busy to say a text's tokens
+        if self.tokenized() > tokenized:  # else an instance was too busy to say a text's tokens in time
             row = self.rows[-1] = self.rows[-1]._replace(known=True, most=held[chosen] == max(held))
             what = f"the instances hold {held} tokens, number {chosen} was chosen, {row}"
             self.rig.check(row.predicted == held[chosen], f"the router predicts something else: {what}")
