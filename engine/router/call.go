@@ -122,7 +122,7 @@ func (c *call) giveUp(ctx context.Context, last *answer) outcome {
 		return upstreamError
 	case noFault:
 	}
-	if rest := c.router.pool.rest(decode); rest > 0 {
+	if rest := c.router.pool.rest(decode, nil); rest > 0 {
 		c.w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(rest.Seconds()))))
 	}
 	refuse(c.w, http.StatusServiceUnavailable, "no_decode_instance", "no decode instance is available, try again later")

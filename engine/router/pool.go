@@ -226,7 +226,7 @@ func (p *pool) health() (h poolHealth) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := time.Now()
-	available := func(i int) bool { return p.table.available(i) && p.known[i].admits(now) }
+	available := func(i int) bool { return p.table.available(i) && p.known[i].serves(now) }
 	h.everPrefill = p.everPrefill
 	for i, in := range p.table.instances {
 		if available(i) {
