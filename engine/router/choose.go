@@ -59,6 +59,9 @@ func (c *Config) instances() (all named, err error) {
 		add("replica", r.Name, prefill, r.Prefill)
 		add("replica", r.Name, decode, r.Decode)
 	}
+	if n := len(all.specs); err == nil && n > maxInstances {
+		err = fmt.Errorf("%w: %d, want at most %d", ErrTooMany, n, maxInstances)
+	}
 	return all, err
 }
 

@@ -175,10 +175,10 @@ func (p *pool) probedLocked(i int, result probe, why string) {
 		return
 	}
 	p.known[i].unwell = why
-	before := p.table.instances[i].state
+	before, silence := p.table.instances[i].state, p.table.instances[i].silence
 	changed := p.table.probed(i, result)
 	in := p.table.instances[i]
-	if changed && result == refused { // what starts there again has nothing of what it held
+	if result == refused && (changed || silence > 0) { // what starts there again has nothing of what it held
 		p.policy.Forget(i)
 	}
 	if before == down && in.state == up { // somebody may have mended it: no need to wait for the trial
@@ -194,12 +194,19 @@ func (p *pool) probedLocked(i int, result probe, why string) {
 		return
 	}
 	p.known[i].warned, p.known[i].refusal = nil, ""
-	p.metrics.setUp(p.urls[i].String(), in.role, in.state == up)
+	p.showUp(i)
 	level, attrs := slog.LevelInfo, []any{"instance", p.urls[i].String(), "role", in.role.String(), "state", in.state.String()}
 	if in.state == down {
 		level, attrs = slog.LevelWarn, append(attrs, "err", why)
 	}
 	p.log.Log(context.Background(), level, "instance changed state", attrs...)
+}
+
+// showUp tells the metrics whether an instance takes requests. The caller holds mu.
+func (p *pool) showUp(i int) {
+	if p.urls[i] != nil {
+		p.metrics.setUp(p.urls[i].String(), p.table.instances[i].role, p.table.available(i) && p.known[i].drains == 0)
+	}
 }
 
 // InstanceHealth is what /health says about one instance.
