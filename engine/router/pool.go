@@ -11,7 +11,6 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"net/url"
-	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -78,25 +77,25 @@ func newPool(list []spec, chooser *policy.Policy, log *slog.Logger, m *metrics) 
 	return p
 }
 
-// usable reports whether an instance may be talked to.
-func (p *pool) usable(i int) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.table.instances[i].state <= suspect
+// goesBack reports whether a prefill instance may load what a decode instance holds, as far as is known: they may be a
+// pair, and both are kv_both. The caller holds mu.
+func (p *pool) goesBack(d, to int) bool {
+	from, at := &p.table.instances[d], &p.table.instances[to]
+	if from.state > suspect || at.role != prefill || at.left || from.group != at.group || p.misfits[pair{to, d}] != "" {
+		return false
+	}
+	a, b := p.known[d].fit, p.known[to].fit
+	return a == nil || b == nil || a.Role == "kv_both" && b.Role == "kv_both"
 }
 
-// bothWays reports whether answers of a decode instance can go back to a prefill instance by ticket: it and one of those
-// say that they are kv_both, and by which connector blocks come and go. What lies in a store is found there without one.
+// bothWays reports whether answers of a decode instance can go back to some prefill instance by ticket: both say which they
+// are, and by which connector blocks come and go. What lies in a store is found there without one.
 func (p *pool) bothWays(d int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	from := p.known[d].fit
-	if from == nil || from.Role != "kv_both" {
-		return false
-	}
-	for i, in := range p.table.instances {
-		to := p.known[i].fit
-		if in.role == prefill && !in.left && to != nil && to.Role == "kv_both" && from.givesTickets(to) {
+	for i := range p.known {
+		if to := p.known[i].fit; from != nil && to != nil && p.goesBack(d, i) && from.givesTickets(to) {
 			return true
 		}
 	}
@@ -117,8 +116,12 @@ func (p *pool) name(i int) string {
 func (p *pool) decodeAt(name string) (place int, known bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	place = slices.IndexFunc(p.urls, func(u *url.URL) bool { return u != nil && u.String() == name })
-	return place, place >= 0 && p.table.instances[place].role == decode
+	for i, u := range p.urls { // one that does both parts has two places
+		if u != nil && u.String() == name && p.table.instances[i].role == decode {
+			return i, true
+		}
+	}
+	return 0, false
 }
 
 // failed takes note that a request failed in a way that blames the instance. One that is only overloaded
