@@ -65,14 +65,15 @@ func (p *pool) rests(t target, limit time.Duration) {
 	}
 }
 
-// rest is how long it takes until the first instance of a role that rests may be asked again; 0: none rests that could be asked.
-func (p *pool) rest(r role) (shortest time.Duration) {
+// rest is how long it takes until the first instance of a role that rests may be asked again, of those that are not in
+// tried; 0: none rests that could be asked.
+func (p *pool) rest(r role, tried map[int]bool) (shortest time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := time.Now()
 	for i, in := range p.table.instances {
 		k := &p.known[i]
-		if left := k.rested.Sub(now); in.role == r && in.state <= suspect && k.drains == 0 && left > 0 && (shortest == 0 || left < shortest) {
+		if left := k.rested.Sub(now); in.role == r && !tried[i] && in.state <= suspect && k.drains == 0 && left > 0 && (shortest == 0 || left < shortest) {
 			shortest = left
 		}
 	}
@@ -86,7 +87,7 @@ func (c *call) nextChoice(ctx context.Context, params *json.RawMessage) (at rout
 		if at, ok = c.choose(ctx, params); ok {
 			return at, true
 		}
-		rest := c.router.pool.rest(decode)
+		rest := c.router.pool.rest(decode, c.failed)
 		if rest == 0 || time.Until(c.started.Add(c.router.config.QueueTimeout)) < rest {
 			return route{}, false
 		}

@@ -1,13 +1,17 @@
 package router
 
 import (
+	"encoding/json"
 	"net/http"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/engine/router/policy"
 )
 
 func TestRetryAfter(t *testing.T) {
@@ -137,4 +141,39 @@ func TestRetryBudget(t *testing.T) {
 		resp, _ := post(t, f.URL+"/v1/completions", doc)
 		require.Equal(t, 200, resp.StatusCode)
 	}
+}
+
+// A router stays ready while its instances ask to be left alone, since requests wait for them.
+func TestBusyInstancesAreAvailable(t *testing.T) {
+	var busy atomic.Bool
+	busy.Store(true)
+	p, d := serveInstance(t, busyFor("60", &busy, ticket("T"))), serveInstance(t, busyFor("60", &busy, tokens))
+	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), QueueTimeout: time.Second})
+	resp, _ := post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 429, resp.StatusCode)
+	require.Len(t, p.requests(), 1)
+	require.Len(t, d.requests(), 1)
+	require.Positive(t, f.router.pool.rest(prefill, nil))
+	require.Positive(t, f.router.pool.rest(decode, nil))
+	require.Empty(t, f.router.Ready())
+	require.Equal(t, "ok", routerHealth(t, f, "").Status)
+	f.router.pool.probed(1, refused)
+	require.NotEmpty(t, f.router.Ready())
+}
+
+// A request does not wait for an instance that it will not try again, and its client learns when others may.
+func TestNoWaitForFailedInstance(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, err := New(Config{Decode: []string{"http://a:1"}, QueueTimeout: notSoon})
+		require.NoError(t, err)
+		defer r.Close()
+		c := &call{router: r, started: time.Now(), failed: map[int]bool{}, request: &policy.Request{}}
+		d, ok := r.pool.pickDecode(c.failed)
+		require.True(t, ok)
+		r.pool.rests(d, maxRest)
+		_, ok = c.nextChoice(t.Context(), new(json.RawMessage))
+		require.False(t, ok)
+		require.Zero(t, time.Since(c.started))
+		require.Equal(t, maxRest, r.pool.rest(decode, nil))
+	})
 }

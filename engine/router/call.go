@@ -122,7 +122,7 @@ func (c *call) giveUp(ctx context.Context, last *answer) outcome {
 		return upstreamError
 	case noFault:
 	}
-	if rest := c.router.pool.rest(decode); rest > 0 {
+	if rest := c.router.pool.rest(decode, nil); rest > 0 {
 		c.w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(rest.Seconds()))))
 	}
 	refuse(c.w, http.StatusServiceUnavailable, "no_decode_instance", "no decode instance is available, try again later")
@@ -160,18 +160,20 @@ func (c *call) reply(a *answer) outcome {
 // prefill asks the prefill instance of a choice, and others if it fails. No params: decode must serve alone.
 func (c *call) prefill(ctx context.Context, at *route) (params json.RawMessage) {
 	defer func() {
-		if params == nil {
-			c.router.pool.unaided(at.decode)
+		if params != nil {
+			return
+		}
+		c.router.pool.unaided(at.decode)
+		if at.prefill.leg != nil && c.without != noTicket { // all that were asked have failed
+			at.prefill, at.without = target{}, c.without
+			c.tell(ctx, at)
 		}
 	}()
 	if at.prefill.leg == nil {
 		c.goWithout(at.without)
 		return nil
 	}
-	request := c.body.forPrefill()
-	if last := c.lastTurn(); last != nil {
-		request["kv_transfer_params"] = last
-	}
+	request := c.forPrefill(at.prefill)
 	body := request.encode()
 	for p := at.prefill; ; {
 		params, another := c.promptAt(ctx, p, at.decode, body)
@@ -190,6 +192,9 @@ func (c *call) prefill(ctx context.Context, at *route) (params json.RawMessage) 
 		c.picked = append(c.picked, next.index)
 		p = next
 		c.router.metrics.retries.WithLabelValues(prefill.String()).Inc()
+		at.prefill, at.why = next, why
+		c.tell(ctx, at)
+		body = c.forPrefill(next).encode()
 	}
 }
 

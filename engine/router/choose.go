@@ -59,6 +59,9 @@ func (c *Config) instances() (all named, err error) {
 		add("replica", r.Name, prefill, r.Prefill)
 		add("replica", r.Name, decode, r.Decode)
 	}
+	if n := len(all.specs); err == nil && n > maxInstances {
+		err = fmt.Errorf("%w: %d, want at most %d", ErrTooMany, n, maxInstances)
+	}
 	return all, err
 }
 
@@ -218,6 +221,12 @@ func (c *call) choose(ctx context.Context, params *json.RawMessage) (at route, o
 	if at.prefill.leg != nil {
 		c.picked = append(c.picked, at.prefill.index)
 	}
+	c.tell(ctx, &at)
+	return at, true
+}
+
+// tell gives the reasons of a choice to a client that asks for them, and to the log.
+func (c *call) tell(ctx context.Context, at *route) {
 	if c.explain {
 		c.w.Header().Set(routeHeader, at.String(c.router.config.Policy))
 	}
@@ -228,7 +237,6 @@ func (c *call) choose(ctx context.Context, params *json.RawMessage) (at route, o
 		}
 		c.router.config.Log.Debug("instances chosen", append(attrs, "without", at.without, "why", at.why)...)
 	}
-	return at, true
 }
 
 // String is the value of routeHeader.
@@ -266,7 +274,8 @@ func (p *pool) choose(r *policy.Request, tried map[int]bool, from int) (at route
 	return at, true
 }
 
-// chooseFor picks another prefill instance for a decode instance and adds it to tried. Without one, why is the reason.
+// chooseFor picks another prefill instance for a decode instance and adds it to tried. why has the reasons, or why there is
+// none.
 func (p *pool) chooseFor(d target, r *policy.Request, tried map[int]bool) (t target, why string, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -275,7 +284,7 @@ func (p *pool) chooseFor(d target, r *policy.Request, tried map[int]bool) (t tar
 	if c.Prefill == nil {
 		return target{}, c.Without, false
 	}
-	return p.take(c.Prefill, tried), "", true
+	return p.take(c.Prefill, tried), c.Why, true
 }
 
 // filter says which instances may be had now. The caller holds mu, also while the policy chooses.

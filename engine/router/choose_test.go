@@ -6,14 +6,17 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/engine/router/policy"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // complete sends a request with headers and returns its whole answer's header.
@@ -219,6 +222,40 @@ func TestRouteHeader(t *testing.T) {
 	for _, s := range append(p.requests(), d.requests()...) {
 		require.NotContains(t, s.header, "X-Kvport-Route")
 	}
+}
+
+// TestRouteHeaderAfterRetry: the reasons name the prefill instance that served in the end, or that none did.
+func TestRouteHeaderAfterRetry(t *testing.T) {
+	var failing atomic.Bool
+	failing.Store(true)
+	var ps []*instanceServer
+	for i := range 2 {
+		ps = append(ps, serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
+			if failing.CompareAndSwap(true, false) {
+				code(500)(w, r)
+				return
+			}
+			ticket(fmt.Sprint("of ", i))(w, r)
+		}))
+	}
+	d := serveInstance(t, tokens)
+	var log testkit.Log
+	f := serveRouter(t, Config{
+		Prefill: urls(ps...), Decode: urls(d), Policy: policy.PrefixAware,
+		Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug})),
+	})
+	got := complete(t, f, completion("hi"), "X-Kvport-Route", "1").Get("X-Kvport-Route")
+	served := 0
+	if strings.Contains(string(d.requests()[0].body["kv_transfer_params"]), "of 1") {
+		served = 1
+	}
+	require.Equal(t, []int{1, 1}, counts(ps))
+	require.Contains(t, got, fmt.Sprintf("prefill=%s; decode=%s; why=prefill load 1", ps[served].URL, d.URL))
+	require.Contains(t, log.String(), fmt.Sprintf(`msg="instances chosen" id=%s decode=%s prefill=%s`, d.requests()[0].header.Get("X-Request-Id"), d.URL, ps[served].URL))
+
+	f = serveRouter(t, Config{Prefill: urls(serveInstance(t, code(500)), serveInstance(t, code(500))), Decode: urls(d), Policy: policy.PrefixAware})
+	got = complete(t, f, completion("hi"), "X-Kvport-Route", "1").Get("X-Kvport-Route")
+	require.Contains(t, got, fmt.Sprintf("policy=prefix_aware; decode=%s; without=no_prefill; why=", d.URL))
 }
 
 // TestTicketFits: a ticket goes to no decode instance that does not fit the one that gave it, and in that case a

@@ -64,6 +64,7 @@ func (p *pool) set(by source, list []spec) error {
 		if drain {
 			p.known[i].drains |= by
 		}
+		p.showUp(i)
 	}
 	return nil
 }

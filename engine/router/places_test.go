@@ -95,6 +95,7 @@ func TestPlaceIsKeptForItsRequests(t *testing.T) {
 func TestSourcesOfAnInstance(t *testing.T) {
 	p := newTestPool(t)
 	one := func(drain bool) []spec { return []spec{{role: decode, url: at(t, "http://a:1"), drain: drain}} }
+	isUp := func() float64 { return testutil.ToFloat64(p.metrics.up.WithLabelValues("http://a:1", "decode")) }
 	picks := func() bool {
 		d, ok := p.pickDecode(map[int]bool{})
 		if ok {
@@ -110,10 +111,14 @@ func TestSourcesOfAnInstance(t *testing.T) {
 	require.False(t, picks())
 	require.Equal(t, "draining", p.health().instances[0].State)
 	require.Zero(t, p.health().available[decode])
+	require.Zero(t, isUp())
+	p.probed(0, starting)
 	p.probed(0, healthy)
 	require.False(t, picks(), "however well it is")
+	require.Zero(t, isUp())
 	require.NoError(t, p.set(byFile, one(false)))
 	require.True(t, picks())
+	require.Equal(t, 1.0, isUp())
 	require.NoError(t, p.set(byFile, one(true)))
 	require.NoError(t, p.set(byFile, nil))
 	require.True(t, picks(), "what does not name it says nothing about it")
@@ -170,6 +175,12 @@ func TestTooManyInstances(t *testing.T) {
 	require.Equal(t, maxInstances, p.taken())
 	require.NoError(t, p.set(byFile, list[1:]))
 	require.NoError(t, p.set(byDNS, []spec{{role: decode, url: at(t, "http://y")}}))
+	flags := Config{Prefill: []string{"http://p"}}
+	for _, s := range list {
+		flags.Decode = append(flags.Decode, s.url.String())
+	}
+	_, err = New(flags)
+	require.ErrorIs(t, err, ErrTooMany)
 }
 
 // Whatever sources say and requests do: exactly what some source names and does not drain can be picked, and what

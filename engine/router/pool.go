@@ -11,7 +11,6 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"net/url"
-	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -78,25 +77,25 @@ func newPool(list []spec, chooser *policy.Policy, log *slog.Logger, m *metrics) 
 	return p
 }
 
-// usable reports whether an instance may be talked to.
-func (p *pool) usable(i int) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.table.instances[i].state <= suspect
+// goesBack reports whether a prefill instance may load what a decode instance holds, as far as is known: they may be a
+// pair, and both are kv_both. The caller holds mu.
+func (p *pool) goesBack(d, to int) bool {
+	from, at := &p.table.instances[d], &p.table.instances[to]
+	if from.state > suspect || at.role != prefill || at.left || from.group != at.group || p.misfits[pair{to, d}] != "" {
+		return false
+	}
+	a, b := p.known[d].fit, p.known[to].fit
+	return a == nil || b == nil || a.Role == "kv_both" && b.Role == "kv_both"
 }
 
-// bothWays reports whether answers of a decode instance can go back to a prefill instance by ticket: it and one of those
-// say that they are kv_both, and by which connector blocks come and go. What lies in a store is found there without one.
+// bothWays reports whether answers of a decode instance can go back to some prefill instance by ticket: both say which they
+// are, and by which connector blocks come and go. What lies in a store is found there without one.
 func (p *pool) bothWays(d int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	from := p.known[d].fit
-	if from == nil || from.Role != "kv_both" {
-		return false
-	}
-	for i, in := range p.table.instances {
-		to := p.known[i].fit
-		if in.role == prefill && !in.left && to != nil && to.Role == "kv_both" && from.givesTickets(to) {
+	for i := range p.known {
+		if to := p.known[i].fit; from != nil && to != nil && p.goesBack(d, i) && from.givesTickets(to) {
 			return true
 		}
 	}
@@ -117,8 +116,12 @@ func (p *pool) name(i int) string {
 func (p *pool) decodeAt(name string) (place int, known bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	place = slices.IndexFunc(p.urls, func(u *url.URL) bool { return u != nil && u.String() == name })
-	return place, place >= 0 && p.table.instances[place].role == decode
+	for i, u := range p.urls { // one that does both parts has two places
+		if u != nil && u.String() == name && p.table.instances[i].role == decode {
+			return i, true
+		}
+	}
+	return 0, false
 }
 
 // failed takes note that a request failed in a way that blames the instance. One that is only overloaded
@@ -175,10 +178,10 @@ func (p *pool) probedLocked(i int, result probe, why string) {
 		return
 	}
 	p.known[i].unwell = why
-	before := p.table.instances[i].state
+	before, silence := p.table.instances[i].state, p.table.instances[i].silence
 	changed := p.table.probed(i, result)
 	in := p.table.instances[i]
-	if changed && result == refused { // what starts there again has nothing of what it held
+	if result == refused && (changed || silence > 0) { // what starts there again has nothing of what it held
 		p.policy.Forget(i)
 	}
 	if before == down && in.state == up { // somebody may have mended it: no need to wait for the trial
@@ -194,12 +197,19 @@ func (p *pool) probedLocked(i int, result probe, why string) {
 		return
 	}
 	p.known[i].warned, p.known[i].refusal = nil, ""
-	p.metrics.setUp(p.urls[i].String(), in.role, in.state == up)
+	p.showUp(i)
 	level, attrs := slog.LevelInfo, []any{"instance", p.urls[i].String(), "role", in.role.String(), "state", in.state.String()}
 	if in.state == down {
 		level, attrs = slog.LevelWarn, append(attrs, "err", why)
 	}
 	p.log.Log(context.Background(), level, "instance changed state", attrs...)
+}
+
+// showUp tells the metrics whether an instance takes requests. The caller holds mu.
+func (p *pool) showUp(i int) {
+	if p.urls[i] != nil {
+		p.metrics.setUp(p.urls[i].String(), p.table.instances[i].role, p.table.available(i) && p.known[i].drains == 0)
+	}
 }
 
 // InstanceHealth is what /health says about one instance.
@@ -226,7 +236,7 @@ func (p *pool) health() (h poolHealth) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := time.Now()
-	available := func(i int) bool { return p.table.available(i) && p.known[i].admits(now) }
+	available := func(i int) bool { return p.table.available(i) && p.known[i].serves(now) }
 	h.everPrefill = p.everPrefill
 	for i, in := range p.table.instances {
 		if available(i) {

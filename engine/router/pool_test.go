@@ -116,3 +116,33 @@ func TestLostInstance(t *testing.T) {
 	p.close()
 	require.Error(t, second.life.Err())
 }
+
+// An instance that hangs and refuses connections after that has lost what it held, as one that only refuses them.
+func TestRestartedInstanceIsForgotten(t *testing.T) {
+	for name, probes := range map[string][]probe{
+		"refuses": {refused}, "hangs first": {silent, silent, silent, refused}, "and again": {refused, silent, refused},
+	} {
+		p := newTestPool(t)
+		require.NoError(t, p.set(byFlag, []spec{{role: decode, url: at(t, "http://a")}}))
+		r := &policy.Request{Alone: true, Tokens: 1000, Prompt: policy.NewPrompt(1, nil, []byte(strings.Repeat("long ", 800)))}
+		held := func() int {
+			to, ok := p.choose(r, map[int]bool{}, policy.None)
+			require.True(t, ok)
+			p.answered(to.decode, nil, true)
+			p.done(to.decode)
+			p.leave([]int{to.decode.index})
+			return to.decode.leg.Held
+		}
+		require.Zero(t, held())
+		require.Positive(t, held())
+		p.probed(0, silent)
+		p.probed(0, healthy)
+		require.Positive(t, held(), "one silent probe says nothing")
+		for _, one := range probes {
+			p.probed(0, one)
+		}
+		p.probed(0, healthy)
+		require.Zero(t, held(), name)
+		p.close()
+	}
+}

@@ -65,6 +65,7 @@ func (t *turns) marks(scope, prompt []byte) []uint64 {
 }
 
 // find gives what is known of the last turn of which a prompt is the continuation, of those on instances that are usable.
+// What serves once is forgotten.
 func (t *turns) find(marks []uint64, usable func(instance int) bool) json.RawMessage {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -88,10 +89,10 @@ func (t *turns) find(marks []uint64, usable func(instance int) bool) json.RawMes
 }
 
 // keep remembers where the answer to a prompt is held. When there are too many, the one is forgotten that was not used
-// for longest.
-func (t *turns) keep(marks []uint64, instance int, params json.RawMessage) {
+// for longest. It reports whether the answer is remembered.
+func (t *turns) keep(marks []uint64, instance int, params json.RawMessage) bool {
 	if len(marks) == 0 || len(params) > maxTurnParams {
-		return
+		return false
 	}
 	mark := marks[len(marks)-1]
 	t.mu.Lock()
@@ -102,6 +103,7 @@ func (t *turns) keep(marks []uint64, instance int, params json.RawMessage) {
 	}
 	t.known[mark] = t.order.PushBack(turn{mark, instance, params})
 	t.changed = true
+	return true
 }
 
 // drop forgets a turn, if there is one. The caller holds mu.
@@ -195,12 +197,27 @@ func asksFor(params json.RawMessage, prefill, decode bool) json.RawMessage {
 	return p.encode()
 }
 
-// lastTurn is what the prefill instance is to know of the conversation's last turn; nil: nothing.
-func (c *call) lastTurn() json.RawMessage {
+// forPrefill is the request as a prefill instance gets it, with what it may load of the conversation's last turn. Each
+// attempt needs its own: what one may load another may not, and what serves once is used up.
+func (c *call) forPrefill(p target) fields {
+	request := c.body.forPrefill()
+	if last := c.lastTurn(p); last != nil {
+		request["kv_transfer_params"] = last
+	}
+	return request
+}
+
+// lastTurn is what a prefill instance is to know of the conversation's last turn; nil: nothing.
+func (c *call) lastTurn(p target) json.RawMessage {
 	if len(c.marks) == 0 {
 		return nil
 	}
-	params := c.router.turns.find(c.marks, c.router.pool.usable)
+	pool := c.router.pool
+	params := c.router.turns.find(c.marks, func(d int) bool {
+		pool.mu.Lock()
+		defer pool.mu.Unlock()
+		return pool.goesBack(d, p.index)
+	})
 	if params == nil {
 		return nil
 	}
@@ -226,8 +243,9 @@ func (c *call) keepTurn(d target, answer []byte) []byte {
 	if err != nil || params == nil {
 		return answer
 	}
-	c.router.turns.keep(c.marks, d.index, params)
-	c.router.metrics.turns.WithLabelValues("kept").Inc()
+	if c.router.turns.keep(c.marks, d.index, params) {
+		c.router.metrics.turns.WithLabelValues("kept").Inc()
+	}
 	return withoutParams(answer, params)
 }
 

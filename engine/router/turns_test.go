@@ -8,8 +8,10 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 )
 
@@ -328,5 +330,110 @@ func TestNoTurns(t *testing.T) {
 	}
 	for _, s := range d.requests() {
 		require.NotContains(t, string(s.body["kv_transfer_params"]), "do_remote_decode")
+	}
+}
+
+// TestTurnsStayInTheirGroup: a prefill instance is told of answers in its own group alone.
+func TestTurnsStayInTheirGroup(t *testing.T) {
+	ps := []*instanceServer{serveInstance(t, ticket("of P")), serveInstance(t, ticket("of P"))}
+	ds := []*instanceServer{serveInstance(t, held("of a", false)), serveInstance(t, held("of b", false))}
+	f := serveRouter(t, Config{Turns: 10, Replicas: []Replica{{"a", urls(ps[0]), urls(ds[0])}, {"b", urls(ps[1]), urls(ds[1])}}})
+	first, other := strings.Repeat("first ", 20), strings.Repeat("other ", 20)
+	for i, prompt := range []string{first, other, first, other, other, first} { // groups take turns
+		if i < 2 {
+			f.ask(t, chat(prompt))
+		} else {
+			f.ask(t, chat(prompt, "answer", "next"))
+		}
+	}
+	for i, group := range []string{"a", "b"} {
+		got := ps[i].requests()
+		require.Len(t, got, 3)
+		for n, told := range []bool{false, true, false} {
+			params := string(got[n].body["kv_transfer_params"])
+			require.Equal(t, told, strings.Contains(params, `"kvport_ticket":"of `+group+`"`), params)
+			require.Equal(t, told, strings.Contains(params, "kvport_ticket"), params)
+		}
+	}
+}
+
+// TestGoesBack: answers go back only to prefill instances that may be the decode instance's partner and load.
+func TestGoesBack(t *testing.T) {
+	p := newTestPool(t)
+	instances := func(group string) []spec {
+		return []spec{{role: prefill, group: "a", url: at(t, "http://p")}, {role: decode, group: group, url: at(t, "http://d")}}
+	}
+	goesBack := func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.goesBack(1, 0)
+	}
+	both := func(change ...func(*fit)) *fit {
+		return engineFit("kv_both", append([]func(*fit){gives("HolderConnector"), takes("HolderConnector", "HolderConnector")}, change...)...)
+	}
+	require.NoError(t, p.set(byFile, instances("a")))
+	require.True(t, goesBack(), "nothing else is known")
+	require.False(t, p.bothWays(1), "nothing is known")
+	p.saw(0, both(func(f *fit) { f.EngineID = "p" }))
+	p.saw(1, both())
+	require.True(t, goesBack())
+	require.True(t, p.bothWays(1))
+	for what, change := range map[string]func(){
+		"another group": func() { require.NoError(t, p.set(byFile, instances("b"))) },
+		"another model": func() { p.saw(1, both(func(f *fit) { f.Model = "other" })) },
+		"saves alone":   func() { p.saw(0, both(func(f *fit) { f.EngineID, f.Role = "p", "kv_producer" })) },
+		"gone":          func() { p.probed(1, refused) },
+	} {
+		change()
+		require.False(t, goesBack(), what)
+		require.False(t, p.bothWays(1), what)
+		require.NoError(t, p.set(byFile, instances("a")))
+		p.saw(0, both(func(f *fit) { f.EngineID = "p" }))
+		p.saw(1, both())
+		p.probed(1, healthy)
+		require.True(t, goesBack(), what)
+	}
+}
+
+// TestRetryOfTurn: when a prefill instance fails, the next one is told of the last answer as well, unless that serves once:
+// the first may have used it.
+func TestRetryOfTurn(t *testing.T) {
+	once := func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `{"kv_transfer_params":{"do_remote_decode":true,"remote_engine_id":"d","kvport_ticket_":"of D"}}`)
+	}
+	for want, d := range map[int]http.HandlerFunc{1: once, 2: held("of D", false)} {
+		var failing atomic.Bool
+		ps, pURLs := several(t, 2, func(w http.ResponseWriter, r *http.Request) {
+			if failing.CompareAndSwap(true, false) {
+				code(500)(w, r)
+				return
+			}
+			ticket("of P")(w, r)
+		})
+		f := serveRouter(t, Config{Prefill: pURLs, Decode: urls(serveInstance(t, d)), Turns: 10})
+		long := strings.Repeat("long ", 20)
+		f.ask(t, chat(long))
+		failing.Store(true)
+		f.ask(t, chat(long, "answer", "next"))
+		asked, told := 0, 0
+		for _, p := range ps {
+			for _, s := range p.requests() {
+				asked++
+				told += strings.Count(string(s.body["kv_transfer_params"]), `"of D"`)
+			}
+		}
+		require.Equal(t, 3, asked)
+		require.Equal(t, want, told)
+		require.Equal(t, float64(want), testutil.ToFloat64(f.router.metrics.turns.WithLabelValues("handed")))
+	}
+}
+
+// TestLongTicketIsNotKept: and not counted.
+func TestLongTicketIsNotKept(t *testing.T) {
+	for length, want := range map[int]float64{10: 1, maxTurnParams: 0} {
+		d := serveInstance(t, held(strings.Repeat("x", length), false))
+		f := serveRouter(t, Config{Prefill: urls(serveInstance(t, ticket("of P"))), Decode: urls(d), Turns: 10})
+		f.ask(t, chat(strings.Repeat("long ", 20)))
+		require.Equal(t, want, testutil.ToFloat64(f.router.metrics.turns.WithLabelValues("kept")))
 	}
 }

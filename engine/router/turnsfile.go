@@ -30,8 +30,10 @@ type savedTurn struct {
 
 const (
 	turnsVersion = 1
-	// maxTurnsFile bounds a file that is read, in bytes.
+	// maxTurnsFile bounds a file, in bytes.
 	maxTurnsFile = 128 << 20
+	// turnsFileHead is how much of it the file has beside its turns at most.
+	turnsFileHead = 128
 	// saveTurnsEvery is how much of what is remembered a router loses at most that is killed.
 	saveTurnsEvery = 5 * time.Second
 )
@@ -99,7 +101,8 @@ func (t *turns) restore(f *turnsFile, place func(instance string) (int, bool)) {
 	}
 }
 
-// snapshot is what the file must have; nil if nothing has changed. name gives an instance's URL, empty if it is gone.
+// snapshot is what the file must have; nil if nothing has changed. name gives an instance's URL, empty if it is gone. What
+// serves once is left out: the next life could not know whether this one has used it since.
 func (t *turns) snapshot(name func(instance int) string) *turnsFile {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -110,7 +113,7 @@ func (t *turns) snapshot(name func(instance int) string) *turnsFile {
 	f := &turnsFile{Version: turnsVersion, Seed: t.seed, Turns: make([]savedTurn, 0, t.order.Len())}
 	for e := t.order.Front(); e != nil; e = e.Next() {
 		if s, ok := e.Value.(turn); ok {
-			if at := name(s.instance); at != "" {
+			if at := name(s.instance); at != "" && !s.once() {
 				f.Turns = append(f.Turns, savedTurn{s.mark, at, s.params})
 			}
 		}
@@ -118,9 +121,31 @@ func (t *turns) snapshot(name func(instance int) string) *turnsFile {
 	return f
 }
 
+// unsaved lets the next snapshot be another, since this one could not be written.
+func (t *turns) unsaved() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.changed = true
+}
+
+// encode is the content of the file, with as many turns as fit into limit bytes, those that were used last.
+func (f *turnsFile) encode(limit int) ([]byte, error) {
+	first := len(f.Turns)
+	for limit -= turnsFileHead; first > 0; first-- {
+		one, err := json.Marshal(f.Turns[first-1])
+		if err != nil {
+			return nil, err
+		}
+		if limit -= len(one) + len(","); limit < 0 {
+			break
+		}
+	}
+	return json.Marshal(turnsFile{f.Version, f.Seed, f.Turns[first:]})
+}
+
 // write puts the file in place as a whole: whoever reads it sees all of it or its predecessor.
 func (f *turnsFile) write(path string) (err error) {
-	data, err := json.Marshal(f)
+	data, err := f.encode(maxTurnsFile)
 	if err != nil {
 		return err
 	}
@@ -155,6 +180,7 @@ func (r *Router) saveTurns(ctx context.Context) {
 			continue
 		}
 		if err := f.write(r.config.TurnsFile); err != nil {
+			r.turns.unsaved()
 			r.config.Log.Warn("what is known of conversations could not be written, and a restart forgets it", "err", err)
 		}
 	}

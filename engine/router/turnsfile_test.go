@@ -2,13 +2,19 @@ package router
 
 import (
 	"context"
+	"encoding/json"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // TestTurnsSurviveRestart: a router's next life tells prefill instances of the answers that the last one remembered, of
@@ -92,4 +98,77 @@ func TestTurnsFileRefused(t *testing.T) {
 	require.NoError(t, os.Remove(path))
 	require.NoError(t, os.Mkdir(path, 0o700))
 	require.ErrorContains(t, open(), "no regular file")
+}
+
+// TestTurnsOfBothPartsAreRestored: an instance that is given as prefill and as decode instance has its answers in the file
+// as the latter.
+func TestTurnsOfBothPartsAreRestored(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "turns")
+	require.NoError(t, os.WriteFile(path, []byte(`{"version":1,"seed":"1","turns":[{"mark":"7","instance":"http://a:1","params":{"kvport_ticket":"T"}}]}`), 0o600))
+	list := []string{"http://a:1", "http://b:1"}
+	r, err := New(Config{Prefill: list, Decode: list, Turns: 10, TurnsFile: path})
+	require.NoError(t, err)
+	defer r.Close()
+	params := r.turns.find([]uint64{7}, func(i int) bool { return r.pool.table.instances[i].role == decode && r.pool.name(i) == list[0] })
+	require.JSONEq(t, `{"kvport_ticket":"T"}`, string(params))
+}
+
+// TestTurnsFileFits: a file has as many turns as fit, those that were used last, and none that serves once.
+func TestTurnsFileFits(t *testing.T) {
+	turns := newTurns(100)
+	for i := range uint64(100) {
+		turns.keep([]uint64{i}, 0, fmt.Appendf(nil, `{"kvport_ticket":"%s"}`, strings.Repeat("<", int(i)))) // which is longer in the file
+	}
+	turns.keep([]uint64{50}, 0, json.RawMessage(`{"remote_block_ids":[1]}`))
+	whole := turns.snapshot(func(int) string { return "http://a" })
+	require.Len(t, whole.Turns, 99)
+	before := 0
+	for limit := 200; limit < 40000; limit += 100 {
+		data, err := whole.encode(limit)
+		require.NoError(t, err)
+		require.LessOrEqual(t, len(data), limit)
+		f := &turnsFile{}
+		require.NoError(t, json.Unmarshal(data, f))
+		require.Equal(t, whole.Seed, f.Seed)
+		n := len(f.Turns)
+		require.GreaterOrEqual(t, n, before)
+		if before = n; n == len(whole.Turns) {
+			continue
+		}
+		for i, s := range f.Turns {
+			require.Equal(t, whole.Turns[len(whole.Turns)-n+i].Mark, s.Mark)
+		}
+		next, err := json.Marshal(whole.Turns[len(whole.Turns)-n-1])
+		require.NoError(t, err)
+		require.Greater(t, len(data)+len(next)+turnsFileHead, limit, "one more would fit")
+	}
+	require.Equal(t, len(whole.Turns), before)
+}
+
+// TestTurnsAreWrittenLater: what could not be written is tried again, though nothing has changed meanwhile.
+func TestTurnsAreWrittenLater(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "gone", "turns")
+	synctest.Test(t, func(t *testing.T) {
+		p := newTestPool(t)
+		defer p.close()
+		require.NoError(t, p.set(byFlag, []spec{{role: decode, url: at(t, "http://a")}}))
+		var log testkit.Log
+		r := &Router{config: Config{TurnsFile: path, Log: logTo(&log)}, pool: p, turns: newTurns(1)}
+		r.turns.keep([]uint64{7}, 0, json.RawMessage(`{"kvport_ticket":"T"}`))
+		ctx, stop := context.WithCancel(t.Context())
+		over := make(chan struct{})
+		go func() {
+			r.saveTurns(ctx)
+			close(over)
+		}()
+		<-time.After(saveTurnsEvery + time.Second)
+		require.Contains(t, log.String(), "could not be written")
+		require.NoError(t, os.Mkdir(filepath.Dir(path), 0o700))
+		<-time.After(saveTurnsEvery)
+		f, err := readTurns(path, slog.New(slog.DiscardHandler))
+		require.NoError(t, err)
+		require.Len(t, f.Turns, 1)
+		stop()
+		<-over
+	})
 }
