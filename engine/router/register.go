@@ -237,7 +237,7 @@ func (p *pool) unregistered(i int) {
 // admits reports whether the instance may get requests now, as its sources, itself and its breaker say. The caller holds mu.
 func (k *registered) admits(now time.Time) bool { return k.serves(now) && !now.Before(k.rested) }
 
-// serves is admits without what the instance says itself: requests wait for one that wants to be left alone for a while.
+// serves is admits without what the instance says itself: requests wait for one that asks to be left alone for a while.
 func (k *registered) serves(now time.Time) bool { return k.drains == 0 && k.breaker.admits(now) }
 
 // watching is what pool needs to probe instances that come later.

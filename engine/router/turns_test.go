@@ -333,7 +333,7 @@ func TestNoTurns(t *testing.T) {
 	}
 }
 
-// TestTurnsStayInTheirGroup: a prefill instance is told of answers in its own group alone.
+// TestTurnsStayInTheirGroup: a prefill instance is told about answers in its own group alone.
 func TestTurnsStayInTheirGroup(t *testing.T) {
 	ps := []*instanceServer{serveInstance(t, ticket("of P")), serveInstance(t, ticket("of P"))}
 	ds := []*instanceServer{serveInstance(t, held("of a", false)), serveInstance(t, held("of b", false))}
@@ -395,7 +395,7 @@ func TestGoesBack(t *testing.T) {
 	}
 }
 
-// TestRetryOfTurn: when a prefill instance fails, the next one is told of the last answer as well, unless that serves once:
+// TestRetryOfTurn: when a prefill instance fails, the next one is told about the last answer as well, unless that serves once:
 // the first may have used it.
 func TestRetryOfTurn(t *testing.T) {
 	once := func(w http.ResponseWriter, _ *http.Request) {
