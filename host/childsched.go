@@ -37,12 +37,16 @@ func (s childScheduler) Plan(ctx context.Context, step *connector.Step) (*connec
 // Finish implements connector.Holder.
 func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	return childCall(ctx, s, s.set.Deadlines.Finish, func(ctx context.Context, l *life, side connector.Holder) ([]connector.Hold, error) {
+		s.mu.Lock()
+		s.holds.Ask(true)
+		s.mu.Unlock()
 		holds, err := side.Finish(ctx, ended)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		defer s.holds.Ask(false)
 		if err != nil {
 			return nil, err
 		}
-		s.mu.Lock()
-		defer s.mu.Unlock()
 		for i := range holds {
 			holds[i].Weak = holds[i].Weak || i < len(ended) && ended[i].Weak // rule TURN-01
 			holds[i].ID = s.holds.Add(time.Now(), l.n, &holds[i], s.set.Deadlines.HoldMax)

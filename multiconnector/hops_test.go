@@ -2,6 +2,7 @@ package multiconnector_test
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -56,7 +57,7 @@ func newTiers(t *testing.T, storeFirst bool, held, store *shelf) *tiers {
 // finish ends a request and gives its hold.
 func (x *tiers) finish(m *multiconnector.Multi, ks []connector.BlockKey, weak bool) connector.Hold {
 	x.t.Helper()
-	sides := make([]connector.Scheduler, 2)
+	sides := make([]connector.Scheduler, len(x.shelves))
 	for i, s := range x.shelves {
 		sides[i] = s
 		if s == x.held {
@@ -170,4 +171,88 @@ func TestTurnHold(t *testing.T) {
 	require.Equal(t, 1, strong.Consumers)
 	require.True(t, weak.Weak)
 	require.Equal(t, 3, weak.Consumers)
+}
+
+// TestTicketNamesEveryAnswer: what a store has answered is named, although it was asked again where the answer of another
+// child ended, and had nothing there.
+func TestTicketNamesEveryAnswer(t *testing.T) {
+	ks := keys(6)
+	store, cache, held := newShelf(ks[:3]...), newShelf(ks[:5]...), newShelf()
+	p := &tiers{newRig(t, func(cs []multiconnector.Child) {
+		cs[0].Name, cs[0].Info.Scope = "store", connector.ScopeShared
+		cs[1].Name, cs[1].Info.Scope = "cache", connector.ScopeEngine
+		cs[2].Name, cs[2].Info.Scope, cs[2].Info.Capabilities = "holder", connector.ScopeEngine, connector.CanHold
+	}, store, cache, held), held, store}
+	require.Equal(t, 5*blockTokens, p.match("r", ks).Tokens)
+	require.Equal(t, 6+1, store.asked, "blocks: it was asked again for the last one")
+	hold := p.finish(p.multi, ks, false)
+
+	d := newTiers(t, false, newShelf(ks...), store)
+	_, err := d.sched.Match(t.Context(), []connector.Query{{Request: "r", Tokens: 6*blockTokens + 1, Keys: ks, Ticket: hold.Ticket}})
+	require.NoError(t, err)
+	load := transfer("r", ks)
+	load.Ticket = hold.Ticket
+	require.NoError(t, d.worker.Load(t.Context(), load, d.kv))
+	require.Equal(t, []connector.BlockID{0, 1, 2}, loadedOf(d.store))
+	require.Equal(t, []connector.BlockID{3, 4, 5}, loadedOf(d.held))
+}
+
+// TestProducerIsReleased: where a store has all that an engine loads, which is not the last token of the prompt, the
+// producer is told that nothing will be fetched. What it alone has of a last block comes from it.
+func TestProducerIsReleased(t *testing.T) {
+	ks := keys(4)
+	p := newTiers(t, true, newShelf(), newShelf(ks...))
+	p.match("r", ks)
+	ticket := p.finish(p.multi, ks, false).Ticket
+	for _, storeFirst := range []bool{true, false} {
+		for more := 1; more < blockTokens; more++ { // tokens of the prompt beyond its full blocks
+			d := newTiers(t, storeFirst, newShelf(ks...), newShelf(ks...))
+			d.held.tail, d.held.blocks[connector.BlockKey{}] = true, 9
+			m, err := d.sched.Match(t.Context(), []connector.Query{{Request: "r", Tokens: 4*blockTokens + more, Keys: ks, Ticket: ticket}})
+			require.NoError(t, err)
+			load := transfer("r", ks)
+			load.Ticket = ticket
+			if more > 1 {
+				load.Tokens += more - 1
+				load.Blocks = append(load.Blocks, connector.Block{ID: 4})
+			}
+			require.NoError(t, d.worker.Load(t.Context(), load, d.kv))
+			require.Len(t, loadedOf(d.store), 4)
+			require.Len(t, d.held.loads, 1, "it is told about the request once")
+			require.Equal(t, "held", string(d.held.loads[0].Ticket))
+			if more > 1 {
+				require.Equal(t, 4*blockTokens+more, m[0].Tokens)
+				require.Equal(t, []connector.BlockID{4}, loadedOf(d.held))
+			} else {
+				require.Equal(t, 4*blockTokens, m[0].Tokens)
+				require.Empty(t, d.held.loads[0].Blocks)
+			}
+		}
+	}
+}
+
+// TestStoredIsBounded: what was found in a store last is named in tickets, however much was found before, and what was
+// found long ago is forgotten.
+func TestStoredIsBounded(t *testing.T) {
+	const most = 1 << 16 // keys that are remembered at least
+	store := newShelf()
+	p := newTiers(t, true, newShelf(), store)
+	find := func(from, n int) []connector.BlockKey {
+		ks := make([]connector.BlockKey, n)
+		for i := range ks {
+			binary.LittleEndian.PutUint32(ks[i][:], uint32(from+i))
+			store.blocks[ks[i]] = 1
+		}
+		require.Equal(t, n*blockTokens, p.match("r", ks).Tokens)
+		return ks
+	}
+	empty := len(p.finish(p.multi, keys(4), false).Ticket)
+	named := func(ks []connector.BlockKey) bool { return len(p.finish(p.multi, ks, false).Ticket) > empty }
+	first := find(1, 4)
+	for n := range 3 {
+		require.Equal(t, n < 2, named(first), "after %d more", n*most)
+		last := find(10+n*most, most)
+		require.True(t, named(last[:4]))
+		require.True(t, named(last[most-4:]))
+	}
 }

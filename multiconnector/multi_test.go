@@ -33,6 +33,7 @@ type shelf struct {
 	hang    chan struct{} // Match and Load wait for it to close
 	began   chan struct{} // closed when a Load waits
 	later   bool
+	tail    bool // it offers a prompt to its end, for a ticket
 	resets  bool
 }
 
@@ -66,6 +67,9 @@ func (s *shelf) Match(_ context.Context, qs []connector.Query) ([]connector.Matc
 			n++
 		}
 		out[i] = connector.Match{Tokens: max(0, n*blockTokens-q.Computed), Later: s.later}
+		if s.tail && len(q.Ticket) > 0 {
+			out[i].Tokens = q.Tokens - q.Computed
+		}
 	}
 	return out, nil
 }

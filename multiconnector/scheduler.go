@@ -117,7 +117,6 @@ func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connecto
 		}
 		if f.q.Request != "" {
 			s.routes.set(f.q.Request, f.segs, f.silent)
-			s.see(f)
 		}
 	}
 	return out, nil
@@ -164,6 +163,7 @@ func (s *scheduler) round(ctx context.Context, list []*search) (asked bool) {
 			m := answers[i][k]
 			f.known[i] = answer{from: f.end, end: f.end + m.Tokens, groups: m.Groups, async: m.Async}
 			f.later[i], f.silent[i] = m.Later, m.silent
+			s.see(f, i)
 		}
 	}
 	for _, f := range list {
@@ -206,13 +206,16 @@ func (s *scheduler) keysFor(child int, f *search) []connector.BlockKey {
 // worthAsking says that a child may have more of a prefix than is known.
 func (s *scheduler) worthAsking(f *search, child int) bool {
 	switch {
-	case !s.children[child].Role.Loads(), f.end >= f.q.Tokens, f.end%s.unit != 0:
+	case !s.children[child].Role.Loads(), f.whole(), f.end%s.unit != 0:
 		return false
 	case len(f.q.Keys) == 0 && f.tickets[child] == nil:
 		return false
 	}
 	return f.known[child].from < 0 || f.known[child].end < f.end && f.known[child].from < f.end
 }
+
+// whole reports whether the prefix is all that an engine loads: it computes the last token of a prompt itself.
+func (f *search) whole() bool { return f.end >= f.q.Tokens-1 }
 
 // extend lengthens the prefix by what is known.
 func (f *search) extend() {
@@ -224,8 +227,11 @@ func (f *search) extend() {
 }
 
 // best is the child that the prefix goes on with, and up to where: a shared store as far as the ticket names it, else
-// the first child that can.
+// the first child that can. A child is not chosen for what is never loaded: it would not hear that nobody comes for the rest.
 func (f *search) best() (child, end int) {
+	if f.whole() {
+		return 0, f.end
+	}
 	for i := range f.known {
 		if end = min(f.reach(i), f.named[i]); end > f.end {
 			return i, end
@@ -248,24 +254,22 @@ func (f *search) reach(child int) int {
 	return a.end
 }
 
-// see remembers what children of scope shared have: it is not sent to them again, and tickets name it.
-func (s *scheduler) see(f *search) {
+// see remembers what a child of scope shared has answered that it has: it is not sent there again, and tickets name it.
+func (s *scheduler) see(f *search, child int) {
+	a, c := &f.known[child], &s.children[child]
+	if f.q.Request == "" || a.end <= a.from || c.Info.Scope != connector.ScopeShared {
+		return
+	}
 	if len(s.groups) != 1 {
 		return // keys and blocks of several groups do not go one to one
 	}
-	for i, a := range f.known {
-		c := &s.children[i]
-		if a.from < 0 || a.end <= a.from || c.Info.Scope != connector.ScopeShared {
-			continue
-		}
-		first, last := a.from/s.unit, min(a.end/s.unit, len(f.q.Keys))
-		keys := f.q.Keys[min(first, last):last]
-		if c.Role.Saves() {
-			s.seen.add(i, keys)
-		}
-		if c.isSharedStore() {
-			s.stored.add(i, keys)
-		}
+	first, last := a.from/s.unit, min(a.end/s.unit, len(f.q.Keys))
+	keys := f.q.Keys[min(first, last):last]
+	if c.Role.Saves() {
+		s.seen.add(child, keys)
+	}
+	if c.isSharedStore() {
+		s.stored.add(child, keys)
 	}
 }
 
@@ -379,33 +383,40 @@ func (r route) first(end int) (child int, ok bool) {
 	return 0, false
 }
 
-// maxSeen bounds the keys that are remembered of what children have: beyond it all are forgotten.
+// maxSeen is how many keys at least are remembered of what children have, those that were added last, and half of how
+// many at most.
 const maxSeen = 1 << 16
 
 // seen is what children of scope shared were seen to have, or were sent.
 type seen struct {
-	mu   sync.Mutex
-	keys map[connector.BlockKey]uint32 // the children, as bits
+	mu        sync.Mutex
+	keys, old map[connector.BlockKey]uint32 // the children, as bits: what was added last, and before that
 }
 
 func (s *seen) add(child int, keys []connector.BlockKey) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.keys == nil || len(s.keys)+len(keys) > maxSeen {
-		s.keys = map[connector.BlockKey]uint32{}
-	}
 	for _, k := range keys {
-		s.keys[k] |= 1 << child
+		if s.keys == nil || len(s.keys) >= maxSeen {
+			s.keys, s.old = map[connector.BlockKey]uint32{}, s.keys
+		}
+		s.keys[k] |= s.old[k] | 1<<child
+		delete(s.old, k)
 	}
 }
+
+// of is the children that have a block, as bits. The caller holds mu.
+func (s *seen) of(k connector.BlockKey) uint32 { return s.keys[k] | s.old[k] }
 
 // lost forgets that a child has some blocks: it failed to load them.
 func (s *seen) lost(child int, blocks []connector.Block) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, b := range blocks {
-		if s.keys[b.Key] != 0 {
-			s.keys[b.Key] &^= 1 << child
+		for _, keys := range []map[connector.BlockKey]uint32{s.keys, s.old} {
+			if keys[b.Key] != 0 {
+				keys[b.Key] &^= 1 << child
+			}
 		}
 	}
 }
@@ -414,7 +425,7 @@ func (s *seen) lost(child int, blocks []connector.Block) {
 func (s *seen) prefix(child int, blocks []connector.Block) (n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for n < len(blocks) && s.keys[blocks[n].Key]&(1<<child) != 0 {
+	for n < len(blocks) && s.of(blocks[n].Key)&(1<<child) != 0 {
 		n++
 	}
 	return n
@@ -424,13 +435,14 @@ func (s *seen) prefix(child int, blocks []connector.Block) (n int) {
 func (s *seen) any(k connector.BlockKey) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.keys[k] != 0
+	return s.of(k) != 0
 }
 
 func (s *seen) clear() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	clear(s.keys)
+	clear(s.old)
 }
 
 // errSlow says that a child has not answered in time. Its answer is not waited for any more.

@@ -27,6 +27,7 @@ type holds struct {
 	mu   sync.Mutex
 	last connector.HoldID
 	open map[connector.HoldID]*hold
+	next time.Time          // none of them expires before it
 	over []connector.HoldID // consumed, to be reported
 	wake chan struct{}
 
@@ -63,6 +64,9 @@ func (h *holds) add(e connector.Ended) (connector.HoldID, []byte) {
 	now := h.now()
 	n.expires = now.Add(h.leaseOf(&e))
 	h.sweep(now)
+	if len(h.open) == 0 || n.expires.Before(h.next) {
+		h.next = n.expires
+	}
 	h.last++
 	h.open[h.last] = n
 	if e.Weak {
@@ -71,14 +75,20 @@ func (h *holds) add(e connector.Ended) (connector.HoldID, []byte) {
 	return h.last, n.secret[:]
 }
 
-// sweep ends what has expired. The caller holds mu.
+// sweep ends what has expired. Leases only become longer, so it has nothing to look at before next. The caller holds mu.
 func (h *holds) sweep(now time.Time) {
+	if now.Before(h.next) {
+		return
+	}
+	first := true
 	for id, n := range h.open {
 		if !now.Before(n.expires) {
 			h.end(id)
 			if n.loads == 0 {
 				h.tally.count("holds_expired_total", 1)
 			}
+		} else if first || n.expires.Before(h.next) {
+			h.next, first = n.expires, false
 		}
 	}
 }

@@ -63,6 +63,53 @@ func TestRenewalWantsTheHost(t *testing.T) {
 	})
 }
 
+// TestExpiry: every hold ends when its time is over, whatever other holds do, and only then.
+func TestExpiry(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := newHolds(1, 20*time.Second, newTally())
+		rng := rand.New(rand.NewPCG(4, 5))
+		ends, looked := map[connector.HoldID]time.Time{}, 0
+		for range 3000 {
+			<-time.After(time.Duration(rng.IntN(4000)) * time.Millisecond)
+			now := time.Now()
+			if now.Before(h.next) {
+				looked++
+			}
+			switch rng.IntN(8) {
+			case 0, 1, 2:
+				e := connector.Ended{Weak: rng.IntN(3) == 0}
+				id, secret := h.add(e)
+				ends[id] = now.Add(h.leaseOf(&e))
+				if !e.Weak && rng.IntN(2) == 0 {
+					require.NoError(t, h.renew(id, secret))
+				}
+			case 3:
+				ids, err := h.renewals(t.Context(), 0)
+				require.NoError(t, err)
+				h.settle(nil)
+				for _, id := range ids {
+					ends[id] = now.Add(h.lease)
+				}
+			default:
+				h.sweep(now)
+			}
+			for id, end := range ends {
+				if !now.Before(end) {
+					delete(ends, id)
+				}
+			}
+			_, err := h.find(0, nil)
+			require.ErrorIs(t, err, connector.ErrGone)
+			require.Len(t, h.open, len(ends))
+			for id := range ends {
+				require.Contains(t, h.open, id)
+			}
+		}
+		require.Positive(t, looked, "mostly there is nothing to look at")
+		require.Positive(t, h.tally.values[series{name: "holds_expired_total"}])
+	})
+}
+
 // agreeable is a host that agrees to every renewal.
 func agreeable(p *side) {
 	ctx, cancel := context.WithCancel(context.Background())

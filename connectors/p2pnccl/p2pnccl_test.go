@@ -312,11 +312,11 @@ func TestRegister(t *testing.T) {
 		cancel()
 		<-done
 		if with == 'k' {
-			var last register.Message
-			for len(got) > 0 {
-				last = <-got
+			left := false
+			for len(got) > 0 { // a registration that was cut off may come to the router after it
+				left = (<-got).Leave || left
 			}
-			require.True(t, last.Leave, "the router learns that it ends")
+			require.True(t, left, "the router learns that it ends")
 		}
 	}
 }

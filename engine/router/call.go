@@ -484,12 +484,8 @@ func (f fields) forDecode(params json.RawMessage) fields {
 
 // several reports whether the request has more than one prompt. kv_transfer_params describe one.
 func (f fields) several() bool {
-	var list []json.RawMessage
-	if !bytes.HasPrefix(f["prompt"], []byte("[")) || json.Unmarshal(f["prompt"], &list) != nil || len(list) < 2 {
-		return false
-	}
-	first := bytes.TrimSpace(list[0])
-	return len(first) > 0 && (first[0] == '"' || first[0] == '[')
+	list := elements(f["prompt"], 2)
+	return len(list) == 2 && isPrompt(list[0])
 }
 
 func (f fields) encode() []byte {

@@ -112,10 +112,12 @@ func (x *exchange) whole() attempt {
 	if x.resp.StatusCode == http.StatusOK && x.router.policy.UsesPrompts() {
 		x.router.pool.answered(x.d, held, false)
 	}
+	if x.resp.StatusCode == http.StatusOK {
+		held = x.keepTurn(x.d, held)
+	}
 	done := x.reply(&answer{status: x.resp.StatusCode, header: x.resp.Header, body: held})
 	if done == plain {
 		done = x.served
-		x.keepTurn(x.d, held)
 	}
 	return attempt{done: done}
 }
@@ -171,7 +173,7 @@ const lastEvent = "data: [DONE]\n\n"
 func (x *exchange) stream() attempt {
 	buffer := make([]byte, 32<<10)
 	var tail []byte // the end of what was passed on
-	events := scanner{found: func(event []byte) { x.keepTurn(x.d, event) }, off: len(x.marks) == 0}
+	events := filter{change: func(event []byte) []byte { return x.keepTurn(x.d, event) }, off: len(x.marks) == 0}
 	for {
 		n, err := x.read(buffer)
 		if n > 0 && !x.begun {
@@ -179,12 +181,11 @@ func (x *exchange) stream() attempt {
 			x.router.pool.answered(x.d, nil, true)
 		}
 		if n > 0 {
-			if !x.pass(buffer[:n]) {
+			if !x.pass(events.write(buffer[:n])) {
 				return attempt{done: aborted}
 			}
 			tail = append(tail, buffer[max(0, n-len(lastEvent)):n]...)
 			tail = tail[max(0, len(tail)-len(lastEvent)):]
-			events.write(buffer[:n])
 		}
 		switch {
 		case err == nil:
@@ -195,6 +196,9 @@ func (x *exchange) stream() attempt {
 			x.blame(x.tied.ctx, x.d, fmt.Errorf("stream ended before its first byte: %w", x.tied.why(err)))
 			return attempt{}
 		default:
+			if errors.Is(err, io.EOF) {
+				x.pass(events.line) // a client that left needs no answer
+			}
 			return x.over(err, x.cut)
 		}
 	}

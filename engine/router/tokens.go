@@ -91,13 +91,7 @@ func (f fields) question() (question fields, ids []int32) {
 	if _, chat := f["messages"]; chat {
 		names = append(names, "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "mm_processor_kwargs")
 	} else {
-		prompt := bytes.TrimSpace(f["prompt"])
-		var one []json.RawMessage
-		if json.Unmarshal(prompt, &one) == nil && len(one) == 1 { // a list of one prompt, or of one token
-			if first := bytes.TrimSpace(one[0]); len(first) > 0 && (first[0] == '"' || first[0] == '[') {
-				prompt = first
-			}
-		}
+		prompt := f.single()
 		switch {
 		case len(prompt) == 0:
 			return nil, nil

@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"slices"
+	"strconv"
 	"sync"
 
 	"github.com/zeebo/xxh3"
@@ -120,29 +121,52 @@ func (f fields) prompt() (scope, text []byte) {
 	for _, name := range []string{"model", "cache_salt", "tools"} {
 		scope = append(append(scope, f[name]...), 0)
 	}
-	var messages []json.RawMessage
-	if json.Unmarshal(f["messages"], &messages) == nil && len(messages) > 0 {
+	if messages := elements(f["messages"], maxMessages); len(messages) > 0 {
 		for _, m := range messages {
 			text = append(append(text, canonical(m)...), 0)
 		}
 		return scope, text
 	}
+	prompt := f.single()
 	var one string
-	if json.Unmarshal(f["prompt"], &one) == nil {
+	if json.Unmarshal(prompt, &one) == nil {
 		return scope, []byte(one)
 	}
-	var list []json.RawMessage
-	if json.Unmarshal(f["prompt"], &list) != nil {
-		return scope, nil
-	}
-	if len(list) == 1 {
-		_, text = fields{"prompt": list[0]}.prompt()
-		return scope, text
-	}
-	for _, token := range list {
-		text = append(append(text, token...), 0)
+	for _, id := range tokenIDs(prompt) {
+		text = append(strconv.AppendInt(text, int64(id), 10), 0)
 	}
 	return scope, text
+}
+
+// maxMessages bounds the messages that a conversation is known by.
+const maxMessages = 4096
+
+// single is the prompt without the list around it, if it is a list of one: text or token ids. What is in lists within
+// lists stays there, since nobody serves it.
+func (f fields) single() json.RawMessage {
+	if list := elements(f["prompt"], 2); len(list) == 1 && isPrompt(list[0]) {
+		return list[0]
+	}
+	return f["prompt"]
+}
+
+// isPrompt tells a prompt in a list of prompts from a token id.
+func isPrompt(element json.RawMessage) bool { return element[0] == '"' || element[0] == '[' }
+
+// elements are the first ones of a list, up to a number; nil if the value is not a list. A client may send millions.
+func elements(value json.RawMessage, most int) (list []json.RawMessage) {
+	if !bytes.HasPrefix(value, []byte("[")) {
+		return nil
+	}
+	d := json.NewDecoder(bytes.NewReader(value))
+	_, err := d.Token()
+	for err == nil && len(list) < most && d.More() {
+		var one json.RawMessage
+		if err = d.Decode(&one); err == nil {
+			list = append(list, one)
+		}
+	}
+	return list
 }
 
 // canonical is a message in one spelling: clients differ from turn to turn in spaces and order.
@@ -209,43 +233,74 @@ func (c *call) wishes(d target, params json.RawMessage) json.RawMessage {
 	return asksFor(params, true, true)
 }
 
-// keepTurn remembers what a decode instance said of its answer, if it said anything.
-func (c *call) keepTurn(d target, answer []byte) {
+// keepTurn remembers what a decode instance said of its answer, if it said anything, and gives the answer without it: it
+// is for instances, and the client has not asked for it.
+func (c *call) keepTurn(d target, answer []byte) []byte {
 	if len(c.marks) == 0 {
-		return
+		return answer
 	}
 	params, err := transferParams(answer)
-	if err == nil && params != nil && c.router.turns.keep(c.marks, d.index, params) {
+	if err != nil || params == nil {
+		return answer
+	}
+	if c.router.turns.keep(c.marks, d.index, params) {
 		c.router.metrics.turns.WithLabelValues("kept").Inc()
 	}
+	return withoutParams(answer, params)
 }
 
-// scanner finds the event of a stream that has kv_transfer_params.
-type scanner struct {
-	found func(event []byte)
-	off   bool
-	line  []byte
+// withoutParams is an answer that has null instead of its kv_transfer_params. It is the same byte for byte otherwise.
+func withoutParams(answer, params []byte) []byte {
+	for _, name := range []string{paramsName, paramsName + " "} {
+		answer = bytes.ReplaceAll(answer, slices.Concat([]byte(name), params), []byte(name+"null"))
+	}
+	return answer
+}
+
+// paramsName is what kv_transfer_params begin with. In a text its quotes would have backslashes.
+const paramsName = `"kv_transfer_params":`
+
+// filter changes the events of a stream that have kv_transfer_params.
+type filter struct {
+	change func(event []byte) []byte
+	off    bool
+	line   []byte // it has begun and is kept back
+	long   bool   // it is longer than maxEvent, and passed on as it comes
 }
 
 // maxEvent bounds an event that is looked into, in bytes.
 const maxEvent = 256 << 10
 
-func (s *scanner) write(b []byte) {
+// write takes the next piece of a stream and gives what may be passed on.
+func (s *filter) write(b []byte) (out []byte) {
 	if s.off {
-		return
+		return b
 	}
 	for len(b) > 0 {
-		part, rest, whole := bytes.Cut(b, []byte("\n"))
-		if len(s.line)+len(part) <= maxEvent {
-			s.line = append(s.line, part...)
-		}
-		b = rest
+		end := bytes.IndexByte(b, '\n') + 1
+		whole := end > 0
 		if !whole {
-			return
+			end = len(b)
 		}
-		if event, isData := bytes.CutPrefix(s.line, []byte("data: ")); isData && bytes.Contains(event, []byte(`"kv_transfer_params":{`)) {
-			s.found(event)
+		s.line, b = append(s.line, b[:end]...), b[end:]
+		switch {
+		case s.long || len(s.line) > maxEvent:
+			s.long = !whole
+		case whole:
+			s.line = s.changed()
+		default:
+			return out
 		}
-		s.line = s.line[:0]
+		out, s.line = append(out, s.line...), s.line[:0]
 	}
+	return out
+}
+
+// changed is the line as it is passed on.
+func (s *filter) changed() []byte {
+	event, isData := bytes.CutPrefix(s.line, []byte("data: "))
+	if !isData || !bytes.Contains(event, []byte(paramsName+"{")) {
+		return s.line
+	}
+	return append([]byte("data: "), s.change(event)...)
 }

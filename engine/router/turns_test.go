@@ -108,16 +108,100 @@ func TestTurnsAreBounded(t *testing.T) {
 	require.Len(t, r.known, len(order), "a short prompt is no conversation")
 }
 
-func TestScanner(t *testing.T) {
+func TestFilter(t *testing.T) {
 	body := "data: {\"a\":1}\n\ndata: {\"kv_transfer_params\":null}\n\n" +
 		"data: {\"choices\":[],\"kv_transfer_params\":{\"kvport_ticket\":\"x\"}}\n\ndata: [DONE]\n\n"
+	long := "data: " + strings.Repeat("x", 3*maxEvent) + "\n"
 	for size := 1; size < len(body); size++ {
-		var got []string
-		s := scanner{found: func(event []byte) { got = append(got, string(event)) }}
-		for at := 0; at < len(body); at += size {
-			s.write([]byte(body[at:min(len(body), at+size)]))
+		var got, out []byte
+		s := filter{change: func(event []byte) []byte {
+			got = append(got, event...)
+			return []byte("{}\n")
+		}}
+		pass := func(text string, size int) {
+			for at := 0; at < len(text); at += size {
+				out = append(out, s.write([]byte(text[at:min(len(text), at+size)]))...)
+				require.LessOrEqual(t, len(s.line), maxEvent)
+			}
 		}
-		require.Equal(t, []string{`{"choices":[],"kv_transfer_params":{"kvport_ticket":"x"}}`}, got)
+		pass(long, 32<<10+size)
+		pass(body, size)
+		require.Equal(t, `{"choices":[],"kv_transfer_params":{"kvport_ticket":"x"}}`+"\n", string(got))
+		require.Empty(t, s.line)
+		require.Equal(t, long+"data: {\"a\":1}\n\ndata: {\"kv_transfer_params\":null}\n\ndata: {}\n\ndata: [DONE]\n\n", string(out))
+	}
+	s := filter{}
+	require.Equal(t, "data: {}\n", string(s.write([]byte("data: {}\ndata: {\"kv_transfer_par"))), "what may be a ticket waits for its end")
+	s.off = true
+	require.Equal(t, "data: {", string(s.write([]byte("data: {"))))
+}
+
+// TestTicketsStayInside: a client gets everything that a decode instance answers, except the ticket, which is for prefill
+// instances; also where the end of a stream is cut off.
+func TestTicketsStayInside(t *testing.T) {
+	const text = `{"text":"\"kv_transfer_params\":{\"a\":1}", "kv_transfer_params":%s,"n":1.50}`
+	held, bare := fmt.Sprintf(text, `{"a":1}`), fmt.Sprintf(text, "null")
+	spaced := func(s string) string { return strings.Replace(s, `"kv_transfer_params":`, `"kv_transfer_params": `, 1) }
+	long := fmt.Sprintf(`{"prompt":%q}`, strings.Repeat("long ", 20))
+	for answer, want := range map[string]string{
+		held: bare, spaced(held): spaced(bare), bare: bare, "no JSON": "no JSON",
+		"data: " + held + "\n\ndata: [DONE]\n\n": "data: " + bare + "\n\ndata: [DONE]\n\n",
+		": " + held + "\n\ndata: 1":              ": " + held + "\n\ndata: 1",
+	} {
+		d := serveInstance(t, func(w http.ResponseWriter, _ *http.Request) {
+			if strings.Contains(answer, "data: ") {
+				w.Header().Set("Content-Type", "text/event-stream")
+			}
+			fmt.Fprint(w, answer)
+		})
+		for _, turns := range []int{0, 10} {
+			f := serveRouter(t, Config{Prefill: urls(serveInstance(t, ticket("of P"))), Decode: urls(d), Turns: turns})
+			_, got := post(t, f.URL+"/v1/completions", long)
+			if turns == 0 {
+				require.Equal(t, answer, got)
+			} else {
+				require.Equal(t, want, got)
+			}
+		}
+	}
+}
+
+// TestNestedPrompts: a prompt is known in a list of one, and neither lists within lists nor a multitude of messages cost
+// more than reading the body.
+func TestNestedPrompts(t *testing.T) {
+	words := `"` + strings.Repeat("words ", 20) + `"`
+	ids := "[" + strings.Repeat("17, ", 40) + "1]"
+	known := func(prompt string) int {
+		_, text := fields{"prompt": json.RawMessage(prompt)}.prompt()
+		return len(text)
+	}
+	require.Equal(t, 120, known(words))
+	require.Equal(t, 120, known("[ "+words+" ]"))
+	require.Equal(t, 40*3+2, known(ids))
+	require.Equal(t, 40*3+2, known("["+ids+"]"))
+	for _, none := range []string{"[[" + words + "]]", "[[" + ids + "]]", `["a","b"]`, "[]", "{}", "[-1]", "[1.5]"} {
+		require.Zero(t, known(none), none)
+	}
+	deep := func(inner string) json.RawMessage {
+		return json.RawMessage(strings.Repeat("[", 2000) + inner + strings.Repeat("]", 2000))
+	}
+	messages := json.RawMessage("[" + strings.Repeat("{},", 50*maxMessages) + "{}]")
+	numbers := json.RawMessage("[" + strings.Repeat("1,", 50*maxMessages) + "1]")
+	for name, f := range map[string]fields{
+		"text": {"prompt": deep(`"x"`)}, "numbers": {"prompt": deep("1")}, "two": {"prompt": deep(`"x"],["y"`)}, "flat": {"prompt": numbers},
+		"messages": {"messages": messages}, "no messages": {"messages": numbers}, "deep messages": {"messages": deep("{}")},
+	} {
+		allocations := testing.AllocsPerRun(1, func() {
+			f.prompt()
+			f.beginning()
+			f.question()
+			f.several()
+			f.estimate()
+		})
+		require.Less(t, allocations, 20.0*maxMessages, name)
+		if f["prompt"] != nil {
+			require.Less(t, allocations, 500.0, name)
+		}
 	}
 }
 

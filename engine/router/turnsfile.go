@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"syscall"
@@ -37,8 +38,9 @@ const (
 	saveTurnsEvery = 5 * time.Second
 )
 
-// readTurns reads a file. One that is not there is empty, but its folder must be. Errors name the file.
-func readTurns(path string) (*turnsFile, error) {
+// readTurns reads a file. One that is not there is empty, but its folder must be; and so is one without turns that this
+// release can read, such as a damaged one, which the next takes the place of. Errors name the file.
+func readTurns(path string, log *slog.Logger) (*turnsFile, error) {
 	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a FIFO must not block us
 	if errors.Is(err, fs.ErrNotExist) {
 		_, err = os.Stat(filepath.Dir(path))
@@ -66,7 +68,8 @@ func readTurns(path string) (*turnsFile, error) {
 		err = fmt.Errorf("version is %d, want %d", f.Version, turnsVersion)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("%s was not written by this release: %w; remove it", path, err)
+		log.Warn("what was known of conversations is forgotten: its file is damaged, or not of this release", "file", path, "err", err)
+		return &turnsFile{}, nil
 	}
 	return f, nil
 }
@@ -76,7 +79,7 @@ func (r *Router) restoreTurns() error {
 	if r.turns == nil || r.config.TurnsFile == "" {
 		return nil
 	}
-	f, err := readTurns(r.config.TurnsFile)
+	f, err := readTurns(r.config.TurnsFile, r.config.Log)
 	if err != nil {
 		return fmt.Errorf("--bidirectional-file: %w", err)
 	}
@@ -150,7 +153,9 @@ func (f *turnsFile) write(path string) (err error) {
 	if err != nil {
 		return err
 	}
-	_, err = file.Write(data)
+	if _, err = file.Write(data); err == nil {
+		err = file.Sync() // or a crash of the machine could leave an empty file under the name
+	}
 	if err = errors.Join(err, file.Close()); err == nil {
 		err = os.Rename(file.Name(), path)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -62,8 +63,13 @@ func TestTurnsSurviveRestart(t *testing.T) {
 func TestTurnsFileRefused(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "none", "turns")
+	var log strings.Builder
 	open := func() error {
-		r, err := New(Config{Prefill: []string{"http://a:1"}, Decode: []string{"http://a:2"}, Turns: 1, TurnsFile: path})
+		log.Reset()
+		r, err := New(Config{
+			Prefill: []string{"http://a:1"}, Decode: []string{"http://a:2"}, Turns: 1, TurnsFile: path,
+			Log: slog.New(slog.NewTextHandler(&log, nil)),
+		})
 		if err == nil {
 			r.Close()
 		}
@@ -72,19 +78,23 @@ func TestTurnsFileRefused(t *testing.T) {
 	require.ErrorIs(t, open(), os.ErrNotExist, "its folder is not there")
 	path = filepath.Join(dir, "turns")
 	require.NoError(t, open(), "there is none yet")
+	require.Empty(t, log.String())
 	for content, want := range map[string]string{
-		"{": "was not written by this release", `{"version":2}`: "version is 2, want 1", "": "remove it",
-		`{"version":1,"seed":"1","turns":[{"mark":"-1"}]}`: "remove it",
+		"{": "unexpected end of JSON input", `{"version":2}`: "version is 2, want 1", "": "unexpected end of JSON input", "\x00\x00": "invalid character",
+		`{"version":1,"seed":"1","turns":[{"mark":"-1"}]}`: "cannot unmarshal",
 	} {
 		require.NoError(t, os.WriteFile(path, []byte(content), 0o600))
-		err := open()
-		require.ErrorContains(t, err, want)
-		require.ErrorContains(t, err, "--bidirectional-file")
+		require.NoError(t, open(), "a file that means nothing is no reason not to start")
+		require.Contains(t, log.String(), "level=WARN")
+		require.Contains(t, log.String(), want)
+		require.Contains(t, log.String(), path)
 	}
 	require.NoError(t, os.WriteFile(path, []byte(`{"version":1,"seed":"18446744073709551615","turns":[{"mark":"7","instance":"http://a:2","params":{}}]}`), 0o600))
 	require.NoError(t, open())
+	require.Empty(t, log.String())
 	require.NoError(t, os.Chmod(path, 0o640))
 	require.ErrorContains(t, open(), "chmod 600")
+	require.ErrorContains(t, open(), "--bidirectional-file")
 	require.NoError(t, os.Remove(path))
 	require.NoError(t, os.Mkdir(path, 0o700))
 	require.ErrorContains(t, open(), "no regular file")
@@ -155,7 +165,7 @@ func TestTurnsAreWrittenLater(t *testing.T) {
 		require.Contains(t, log.String(), "could not be written")
 		require.NoError(t, os.Mkdir(filepath.Dir(path), 0o700))
 		<-time.After(saveTurnsEvery)
-		f, err := readTurns(path)
+		f, err := readTurns(path, slog.New(slog.DiscardHandler))
 		require.NoError(t, err)
 		require.Len(t, f.Turns, 1)
 		stop()

@@ -18,7 +18,14 @@ type HoldTable struct {
 
 	refused []plugHold       // named by the last Renewals, and none of ours
 	early   map[plugHold]int // reported before the answer that announces them came
+	asked   bool             // Finish runs: what is reported now may be announced by it
+
+	weak  int       // open ones
+	swept time.Time // when those were last dropped whose time is over
 }
+
+// restSweep is how long at least expired holds are not looked for: a busy engine has thousands of weak ones.
+const restSweep = time.Second
 
 // plugHold is a hold as the plugin names it.
 type plugHold struct {
@@ -38,16 +45,29 @@ func NewHoldTable() *HoldTable {
 	return &HoldTable{own: map[connector.HoldID]*openHold{}, ids: map[plugHold]connector.HoldID{}, early: map[plugHold]int{}}
 }
 
+// Ask notes that a Finish begins, or that all its holds were added: then what was reported and not announced was of a
+// hold that is forgotten.
+func (b *HoldTable) Ask(begins bool) {
+	if b.asked = begins; !begins {
+		clear(b.early)
+	}
+}
+
 // Add takes on a hold and gives its own number; 0 for none, and for one of a life that is lost: its answer came too
-// late.
+// late. Too many weak holds are forgotten.
 func (b *HoldTable) Add(now time.Time, life uint64, h *connector.Hold, longest time.Duration) connector.HoldID {
-	for id, o := range b.own {
-		if now.After(o.expires) {
-			b.drop(id, o)
-		}
+	if now.Sub(b.swept) >= restSweep {
+		b.swept = now
+		b.dropAll(func(o *openHold) bool { return now.After(o.expires) })
 	}
 	if h.ID == 0 || life <= b.lost {
 		return 0
+	}
+	if h.Weak {
+		if b.weak >= maxWeak {
+			b.dropAll(func(o *openHold) bool { return o.weak })
+		}
+		b.weak++
 	}
 	b.last++
 	o := &openHold{plugHold{life, h.ID}, max(h.Consumers, 1), h.Weak, now.Add(2 * longest)}
@@ -63,6 +83,17 @@ func (b *HoldTable) Add(now time.Time, life uint64, h *connector.Hold, longest t
 func (b *HoldTable) drop(id connector.HoldID, o *openHold) {
 	delete(b.own, id)
 	delete(b.ids, o.plugHold)
+	if o.weak {
+		b.weak--
+	}
+}
+
+func (b *HoldTable) dropAll(are func(*openHold) bool) {
+	for id, o := range b.own {
+		if are(o) {
+			b.drop(id, o)
+		}
+	}
 }
 
 // Consumed says that a consumer has fetched each of these holds of a life.
@@ -71,7 +102,7 @@ func (b *HoldTable) Consumed(life uint64, ids []connector.HoldID) {
 		own := b.ids[plugHold{life, id}]
 		o := b.own[own]
 		if o == nil {
-			if life > b.lost && len(b.early) < maxEarly {
+			if b.asked && life > b.lost && len(b.early) < maxEarly {
 				b.early[plugHold{life, id}]++
 			}
 			continue

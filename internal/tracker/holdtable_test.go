@@ -29,10 +29,13 @@ type holdWorld struct {
 	last  connector.HoldID // of the life
 	own   map[connector.HoldID]*promisedHold
 	early map[connector.HoldID]int // reported, not announced
+	asked bool                     // a Finish runs
 	met   map[string]int
 }
 
 func (w *holdWorld) add(life uint64) {
+	w.b.Ask(true)
+	w.asked = true
 	w.last++
 	p := &promisedHold{life: life, id: w.last, consumers: 1 + w.rng.IntN(3)}
 	own := w.b.Add(w.now, life, &connector.Hold{ID: p.id, Consumers: p.consumers}, time.Hour)
@@ -64,7 +67,7 @@ func (w *holdWorld) take() {
 func (w *holdWorld) consume() {
 	id := connector.HoldID(1 + w.rng.IntN(int(w.last)+2))
 	w.b.Consumed(w.life, []connector.HoldID{id})
-	if id > w.last {
+	if id > w.last && w.asked {
 		w.early[id]++
 	}
 	w.take()
@@ -105,6 +108,13 @@ func TestHoldTable(t *testing.T) {
 		}
 		for range 200 {
 			w.now = w.now.Add(time.Second)
+			if w.rng.IntN(8) == 0 {
+				w.asked = w.rng.IntN(2) == 0
+				w.b.Ask(w.asked)
+				if !w.asked {
+					clear(w.early)
+				}
+			}
 			switch n := w.rng.IntN(20); {
 			case n < 6:
 				w.add(w.life)
@@ -128,4 +138,43 @@ func TestHoldTable(t *testing.T) {
 		require.Positive(t, met[what], what)
 	}
 	t.Log(met)
+}
+
+// TestWeakHoldsAreBounded: weak holds that nobody comes for push each other out, and a report of one that is forgotten
+// leaves nothing behind that would keep an early report of another from being believed.
+func TestWeakHoldsAreBounded(t *testing.T) {
+	b, now := NewHoldTable(), time.Unix(0, 0)
+	add := func(id connector.HoldID, weak bool) connector.HoldID {
+		return b.Add(now, 1, &connector.Hold{ID: id, Consumers: 1, Weak: weak}, time.Hour)
+	}
+	strong := add(1, false)
+	last := connector.HoldID(1)
+	for range 3 * maxWeak {
+		b.Ask(true)
+		last++
+		require.NotZero(t, add(last, true))
+		b.Ask(false)
+		require.LessOrEqual(t, len(b.own), maxWeak+1)
+		require.Len(t, b.ids, len(b.own))
+	}
+	for id := range last {
+		b.Consumed(1, []connector.HoldID{id + 1})
+	}
+	require.Contains(t, b.Take(), strong, "it was never forgotten")
+	require.Empty(t, b.own)
+	require.Zero(t, b.weak)
+	b.Ask(true)
+	b.Consumed(1, []connector.HoldID{last + 1})
+	own := add(last+1, false)
+	require.Equal(t, []connector.HoldID{own}, b.Take())
+	require.Empty(t, b.early)
+
+	for range 5 {
+		last++
+		add(last+1, true)
+	}
+	now = now.Add(2*time.Hour + restSweep)
+	add(last+2, true)
+	require.Len(t, b.own, 1, "the time of the others is over")
+	require.Equal(t, 1, b.weak)
 }

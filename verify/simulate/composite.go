@@ -409,6 +409,8 @@ func (c *child) checkTicket(id connector.RequestID, ticket connector.Ticket) {
 // Finish implements connector.Holder.
 func (s childScheduler) Finish(_ context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 	j, life := &job{finish: &tracker.Finish{Ended: ended}}, s.n
+	s.holds.Ask(true)
+	defer s.holds.Ask(false)
 	if err := s.call(j); err != nil {
 		return nil, err
 	}
