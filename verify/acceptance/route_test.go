@@ -95,8 +95,8 @@ func (x *routed) engines(model, name string, n int, args ...string) (list []*clu
 // router starts one for prefill and decode instances.
 func (x *routed) router(policy string, prefills, decodes []string, args ...string) *cluster.Process {
 	x.Helper()
-	return x.Start("router", append([]string{"route", "--port", "0", "--policy", policy,
-		"--prefill", strings.Join(prefills, ","), "--decode", strings.Join(decodes, ",")}, args...)...)
+	flags := []string{"route", "--port", "0", "--policy", policy, "--prefill", strings.Join(prefills, ","), "--decode", strings.Join(decodes, ",")}
+	return x.Start("router", append(flags, args...)...)
 }
 
 // policies are those that kvport route lists when it is given none of them.
