@@ -13,8 +13,8 @@ BUILD     := $(GO) build -trimpath -buildvcs=false -ldflags '-X main.version=$(V
 GOLDEN    := proto/kvport/v1/v1.binpb
 PLUGINS   := $(patsubst plugins/%/,%,$(sort $(wildcard plugins/*/)))
 
-# So many packages' tests run at once. Many of them mostly wait, so that is one more than the cores that CI has.
-TEST_P    ?= 3
+# So many packages' tests run at once. Many of them mostly wait, so that is two more than the cores that CI has.
+TEST_P    ?= 4
 # After so long a package's tests end with the stacks of what hangs.
 TEST_LIMIT ?= 60m
 # Tests are green beside other work: a conformance case that a busy machine keeps from a verdict is skipped.

@@ -223,8 +223,8 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 		return nil
 	}
 	c.tokens = len(tokens)
-	prompt := kvindex.Prompt{Tokens: tokens}
-	_ = json.Unmarshal(c.body["cache_salt"], &prompt.Salt) // an instance will refuse what is not a text
+	prompt := kvindex.Prompt{Tokens: tokens[:len(tokens)-1]} // engines compute the last one whatever they have
+	_ = json.Unmarshal(c.body["cache_salt"], &prompt.Salt)   // an instance will refuse what is not a text
 	_ = json.Unmarshal(c.body["model"], &prompt.Model)
 	has := map[int]int{}
 	for _, h := range b.index.Prefix(&prompt) {

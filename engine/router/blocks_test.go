@@ -155,7 +155,7 @@ func TestEventsDecide(t *testing.T) {
 		`{"prompt": ["in the beginning there was nothing"]}`:           {{Place: 0, Tokens: 32}, {Place: 1, Tokens: 4}},
 		`{"prompt": [105, 110, 32, 116, 104]}`:                         {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 4}},
 		`{"prompt": [[105, 110, 32, 116, 104]]}`:                       {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 4}},
-		`{"messages": [{"content": "in the "}, {"content": "end t"}]}`: {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 12}},
+		`{"messages": [{"content": "in the "}, {"content": "end t"}]}`: {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 8}}, // its last block ends it
 		`{"prompt": "in the end", "cache_salt": "s"}`:                  {{Place: 0}, {Place: 1}},
 		`{"prompt": "something else"}`:                                 {{Place: 0}, {Place: 1}},
 		`{"prompt": []}`:                                               nil,
@@ -254,7 +254,7 @@ func TestTokensAreNotToBeHad(t *testing.T) {
 	}
 	s.answers(nil)
 	f.router.pool.blocks.tokens.limit = time.Minute
-	require.Equal(t, []policy.Held{{Place: 0, Tokens: 16}}, f.word(`{"prompt": "in the beginning"}`))
+	require.Equal(t, []policy.Held{{Place: 0, Tokens: 12}}, f.word(`{"prompt": "in the beginning"}`))
 }
 
 // Only a number of tokens is remembered, those of the texts that were used last.

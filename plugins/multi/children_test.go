@@ -25,7 +25,7 @@ import (
 )
 
 var (
-	flagMultiKills     = flag.Int("multikills", 0, "kills and stops of MultiConnector's children on sim; default 10, in soak 100")
+	flagMultiKills     = flag.Int("multikills", 0, "kills and stops of MultiConnector's children on sim; default 4, in soak 100")
 	flagMultiRealKills = flag.Int("multirealkills", 0, "the same on the real model; default 1, in soak 10")
 	flagOrders         = flag.Int("orders", 0, "orders of three children on the real model; default 1, in soak all 6")
 )
@@ -271,7 +271,7 @@ func testMultiPeer(r *rig.Rig, mover *fixture.Fixture, m string) {
 // of faults have met a transfer; tokens are right, no request is lost, and the other children are not harmed.
 func TestMultiKilled(t *testing.T) {
 	t.Run("sim", func(t *testing.T) {
-		testMultiKilled(rig.New(t), "sim", rig.Count(t, "multikills", *flagMultiKills, 6, 100), 600, 3000)
+		testMultiKilled(rig.New(t), "sim", rig.Count(t, "multikills", *flagMultiKills, 4, 100), 600, 3000)
 	})
 	t.Run("real model", func(t *testing.T) {
 		kills := rig.Count(t, "multirealkills", *flagMultiRealKills, 1, 10)

@@ -30,6 +30,7 @@ class _Block:
     parent: Any
     tokens: array[int]
     adapter: tuple[Any, Any]  # id and name
+    extra: Any  # what else it depends on, such as the cache_salt, as vLLM publishes it; None: nothing
     media: set[str] = field(default_factory=set)  # where it was published
 
 
@@ -67,7 +68,8 @@ class Events:
                 continue
             parent = self._api.external(hashes[i - 1]) if i else None
             tokens = array("q", request.all_token_ids[i * size : (i + 1) * size])
-            self._known[key] = _Block(self._api.external(hashes[i]), parent, tokens, names)
+            extra = self._api.extra(request, i * size, (i + 1) * size)
+            self._known[key] = _Block(self._api.external(hashes[i]), parent, tokens, names, extra)
         while len(self._known) > self._most:
             _, block = self._known.popitem(last=False)
             self._remove([block], block.media)
@@ -127,6 +129,7 @@ class Events:
                     lora_id=run[0].adapter[0],
                     medium=medium,
                     lora_name=run[0].adapter[1],
+                    extra_keys=[b.extra for b in run],
                 )
             )
 
@@ -162,11 +165,18 @@ class Events:
 class EventApi:
     """vLLM's event types."""
 
-    def __init__(self, stored: Callable[..., Any], removed: Callable[..., Any], external: Callable[[bytes], Any]) -> None:
-        """Take the makers of BlockStored and BlockRemoved, and the public form of a hash."""
+    def __init__(
+        self,
+        stored: Callable[..., Any],
+        removed: Callable[..., Any],
+        external: Callable[[bytes], Any],
+        extra: Callable[[Any, int, int], Any],
+    ) -> None:
+        """Take the makers of BlockStored and BlockRemoved, the public form of a hash, and what a request's tokens depend on."""
         self.stored = stored
         self.removed = removed
         self.external = external
+        self.extra = extra
 
 
 def event_api(vllm_config: Any) -> EventApi | None:
@@ -175,6 +185,14 @@ def event_api(vllm_config: Any) -> EventApi | None:
     if config is None or not getattr(config, "enable_kv_cache_events", False):
         return None
     from vllm.distributed.kv_events import BlockRemoved, BlockStored  # type: ignore[import-not-found,unused-ignore]
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash  # type: ignore[import-not-found,unused-ignore]
+    from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found,unused-ignore]
+        generate_block_hash_extra_keys,
+        maybe_convert_block_hash,
+        to_event_extra_keys,
+    )
 
-    return EventApi(BlockStored, BlockRemoved, maybe_convert_block_hash)
+    def extra(request: Any, first: int, end: int) -> Any:
+        keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
+        return to_event_extra_keys([keys])[0]
+
+    return EventApi(BlockStored, BlockRemoved, maybe_convert_block_hash, extra)

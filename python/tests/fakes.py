@@ -178,7 +178,12 @@ def install():
         KVConnectorPromMetrics=KVConnectorPromMetrics,
     )
     module("vllm.distributed.kv_events", BlockStored=BlockStored, BlockRemoved=BlockRemoved)
-    module("vllm.v1.core.kv_cache_utils", maybe_convert_block_hash=lambda h: h)
+    module(
+        "vllm.v1.core.kv_cache_utils",
+        maybe_convert_block_hash=lambda h: h,
+        generate_block_hash_extra_keys=lambda _request, _first, _end, image: (None, image),
+        to_event_extra_keys=list,
+    )
     module("prometheus_client", Counter=empty("Counter"), Gauge=empty("Gauge"), Histogram=empty("Histogram"))
 
 

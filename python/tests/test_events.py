@@ -10,11 +10,17 @@ from kvport_vllm.scheduler import SchedulerSide
 from kvport_vllm.tracking import Completion
 
 
+def salt_of(request, first, _end):
+    """What vLLM says that a block depends on: a salt only at the beginning."""
+    salt = getattr(request, "cache_salt", None)
+    return (salt,) if salt and first == 0 else None
+
+
 class Told:
     """An EventSource, as the agent passes it on, and vLLM's index of what it was told."""
 
     def __init__(self, most=100):
-        api = EventApi(lambda **e: ("stored", e), lambda **e: ("removed", e), lambda h: b"public " + h)
+        api = EventApi(lambda **e: ("stored", e), lambda **e: ("removed", e), lambda h: b"public " + h, salt_of)
         self.events, self.index = Events(4, api, most), {}
 
     def completion(self, first, end, tag=1, adapter=None, keys=None):
@@ -85,8 +91,18 @@ def test_events_of_a_connector_that_tells():
     assert t.index["elsewhere"] == set()
 
 
+def test_events_name_the_salt():
+    t = Told()
+    done = t.completion(0, 2)
+    done.tracked.request.cache_salt = "s"
+    t.events.offered(done)
+    t.events.saved(done, set())
+    ((_, one),) = t.take()
+    assert one["extra_keys"] == [("s",), None]  # as with vLLM's own event: without it, readers take the block for one of every client
+
+
 def test_what_was_lost_at_the_start_is_not_forgotten_later():
-    api = EventApi(lambda **e: e, lambda **e: e, lambda h: h)
+    api = EventApi(lambda **e: e, lambda **e: e, lambda h: h, salt_of)
     gap = [message("AgentBlocks")(gap=True)]
     link = SimpleNamespace(lost=2, state=State.UP, life=7, poll=lambda: [gap.pop()] if gap else [])
     side = SchedulerSide(link, 4, 1, None, Events(4, api))

@@ -191,7 +191,7 @@ class Index:
     def __init__(self, folder):
         import zmq
 
-        self.blocks, self.seen, endpoint = {}, {}, f"ipc://{folder}/events"
+        self.blocks, self.seen, self.salts, endpoint = {}, {}, {}, f"ipc://{folder}/events"
         self.socket = zmq.Context.instance().socket(zmq.SUB)
         self.socket.setsockopt(zmq.SUBSCRIBE, b"")
         self.socket.setsockopt(zmq.RCVHWM, 0)
@@ -214,6 +214,7 @@ class Index:
         have = self.blocks.setdefault(medium, set())
         if kind == "BlockStored":
             have.update(event["block_hashes"])
+            self.salts.setdefault(medium, set()).update(salt for keys in event.get("extra_keys") or () for salt in keys or ())
         elif kind == "BlockRemoved":
             have.difference_update(event["block_hashes"])
         else:  # vLLM has emptied its own cache
@@ -237,6 +238,8 @@ def served(rig):
     pages(rig, server, stored)
     index.until(rig, server, lambda blocks: len(blocks.get("STORAGE", ())) >= stored, f"{stored} blocks in KV events")
     rig.show("blocks in KV events, by vLLM and by the connector", [len(index.blocks.get(medium, ())) for medium in ("GPU", "STORAGE")])
+    server.run(rig.prompts.cut("salted", 100), 1, cache_salt="private")
+    index.until(rig, server, lambda _: index.salts["GPU"] == index.salts["STORAGE"] == {"private"}, "the cache_salt in KV events")
     emptied(rig, server, texts, index)
     server.stop()
 

@@ -267,7 +267,7 @@ class Server:
         """The sum of a counter of /metrics over the lines with all the labels."""
         total = 0.0
         for line in self.get("/metrics").splitlines():
-            if line.split("{")[0] == name and all(label in line for label in labels):
+            if line.replace("{", " ").split(" ")[0] == name and all(label in line for label in labels):
                 total += float(line.rsplit(" ", 1)[1])
         return total
 

@@ -18,6 +18,7 @@ import traceback
 
 import connectors
 import equal
+import events
 import faults
 import memory
 import pressure
@@ -30,6 +31,7 @@ LINES = {
     "pd": (equal.disaggregated, "prefill and decode in two engines: vLLM's own tokens"),
     "serve": (equal.served, "`vllm serve` in several processes: cold, warm, second turn give vLLM's own tokens"),
     "route": (equal.routed, "two `vllm serve` behind `kvport route` and behind vLLM's own kind of proxy: vLLM's own tokens"),
+    "events": (events.events, "two `vllm serve` behind `kvport route`, prefix_aware by KV events: vLLM's own tokens, hits where predicted"),
     "ttft": (timing.ttft, "an external hit of 1,350 tokens against vLLM's own prefix-cache hit and LMCache, in alternation"),
     "zerocopy": (memory.shared, "a third process maps the same memory as vLLM and the plugin and sees the blocks"),
     "steps": (timing.steps, "what the hooks add to a step without a transfer"),

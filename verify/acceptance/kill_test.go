@@ -18,7 +18,7 @@ import (
 // request is lost, nothing is left behind.
 func TestPluginKilled(t *testing.T) {
 	r := rig.New(t)
-	kills, stops := rig.Count(t, "kills", *rig.Kills, 2, 10), rig.Count(t, "stops", *rig.Stops, 1, 2)
+	kills, stops := rig.Count(t, "kills", *rig.Kills, 1, 10), rig.Count(t, "stops", *rig.Stops, 1, 2)
 	faults := slices.Concat(slices.Repeat([]syscall.Signal{syscall.SIGKILL}, kills), slices.Repeat([]syscall.Signal{syscall.SIGSTOP}, stops))
 	node := r.Serve("single", "")
 	p := r.Serve("prefill", r.Config("kv_producer", "", ""))
