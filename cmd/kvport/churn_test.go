@@ -9,6 +9,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -16,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/verify/cluster"
@@ -89,11 +91,20 @@ func (l *traffic) one(streamed bool) string {
 	return ""
 }
 
+// failures are what was wrong with answers so far.
+func (l *traffic) failures() []string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Clone(l.failed)
+}
+
 // wait waits until some more requests have been served.
 func (l *traffic) wait(t *testing.T, n int64) {
 	t.Helper()
 	want := l.served.Load() + n
-	require.Eventually(t, func() bool { return l.served.Load() >= want }, time.Minute, 5*time.Millisecond, "%v", &l.failed)
+	if !assert.Eventually(t, func() bool { return l.served.Load() >= want }, time.Minute, 5*time.Millisecond) {
+		require.FailNow(t, "too few requests are served", "%v", l.failures())
+	}
 }
 
 // way is one way by which a router finds instances.
@@ -143,12 +154,12 @@ func TestInstancesComeAndGoUnderLoad(t *testing.T) {
 	defer stop()
 	for _, w := range ways(t, write, names, registrar) {
 		w.comeAndGo(t, r, l)
-		require.Empty(t, l.failed, "instances known by %s", w.name)
+		require.Empty(t, l.failures(), "instances known by %s", w.name)
 		t.Logf("%s: %d requests served so far, none failed", w.name, l.served.Load())
 	}
 	stop()
 	tasks.Wait()
-	require.Empty(t, l.failed)
+	require.Empty(t, l.failures())
 	_, metrics := do(t, "GET", r.URL+"/metrics", "")
 	require.Equal(t, 1, strings.Count(metrics, "kvport_router_instance_up{"), "series of instances that are gone are dropped")
 	http.DefaultClient.CloseIdleConnections()
@@ -171,7 +182,8 @@ func ways(t *testing.T, write func(urls []string, drained string), names *testki
 					require.NoError(t, err)
 					port, err := strconv.ParseUint(u.Port(), 10, 16)
 					require.NoError(t, err)
-					names.Set("_http._tcp.kvport.test.", testkit.ServiceRecord("localhost.", uint16(port)))
+					names.Set("pod-0.kvport.test.", testkit.AddressRecord("127.0.0.1"))
+					names.Set("_http._tcp.kvport.test.", testkit.ServiceRecord("pod-0.kvport.test.", uint16(port)))
 				}
 			},
 		},

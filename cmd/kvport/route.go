@@ -30,6 +30,9 @@ const (
 	maxQueued = 512  // further requests that wait
 )
 
+// shortestTTL is how long an engine that registers is remembered at least.
+const shortestTTL = 5 * time.Second
+
 // defaultTurns is how many answers are remembered for the turns that follow: as many as one decode instance offers.
 const defaultTurns = 4096
 
@@ -110,7 +113,7 @@ func (f *routeFlags) addFront(cmd *cobra.Command) {
 	flags.StringVar(&f.dnsServer, "dns-server", "", "HOST:PORT of the server that knows the names (default that of the system)")
 	flags.DurationVar(&f.dnsInterval, "dns-interval", 5*time.Second, "time between two lookups of a name")
 	flags.DurationVar(&f.dnsKeep, "dns-keep", time.Minute, "how long the last answer for a name counts while lookups fail")
-	flags.DurationVar(&f.registerTTL, "register-ttl", 15*time.Second, "how long after its last registration an instance is forgotten")
+	flags.DurationVar(&f.registerTTL, "register-ttl", 15*time.Second, "how long after its last registration an instance is forgotten, at least 5s")
 }
 
 func (f *routeFlags) run(cmd *cobra.Command) error {
@@ -152,7 +155,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey,
 		Events: events, Log: slog.Default(), Metrics: registry, Gatherer: registry, File: f.file(), DNS: f.dns(),
 		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, TurnsWhereKnown: byDefault, TurnsFile: f.turnsFile,
-		MaxInFlight: inFlight, MaxQueue: min(f.queueSize, f.inFlight(math.MaxInt)-inFlight), QueueTimeout: f.queueTimeout,
+		MaxInFlight: inFlight, MaxQueue: f.queue(inFlight), QueueTimeout: f.queueTimeout,
 		Limits: router.Limits{Each: f.each.limits()}, Attempts: f.attempts, RetryShare: f.retryShare, Backoff: f.backoff,
 		Known:          func(authorization string) bool { return t.knows(authorization) },
 		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
@@ -178,6 +181,16 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	stop()
 	wg.Wait()
 	return fail(err)
+}
+
+// queue is how many requests may wait beside those that run: as many as connections are left.
+func (f *routeFlags) queue(inFlight int) int {
+	size := min(f.queueSize, f.inFlight(math.MaxInt)-inFlight)
+	if size < f.queueSize {
+		slog.Warn("fewer requests wait than --queue-size says, since there are too few connections: a higher limit of open files or --max-connections allows more",
+			"queue_size", size, "max_in_flight", inFlight, "connections", f.connections())
+	}
+	return size
 }
 
 // checkMode refuses flags that do not go with the mode.
@@ -224,11 +237,13 @@ func (f *routeFlags) check() error {
 		{"retry-backoff", f.backoff},
 		{"dns-interval", f.dnsInterval},
 		{"dns-keep", f.dnsKeep},
-		{"register-ttl", f.registerTTL},
 	} {
 		if limit.value <= 0 {
 			return fmt.Errorf("--%s is %v, want a positive time such as 30s", limit.flag, limit.value)
 		}
+	}
+	if f.registerTTL < shortestTTL {
+		return fmt.Errorf("--register-ttl is %v, want at least %v: engines register every 3s", f.registerTTL, shortestTTL)
 	}
 	return f.checkFront()
 }

@@ -74,3 +74,18 @@ func TestRouteWithoutPrefillsKey(t *testing.T) {
 	_, text := do(t, "GET", r.URL+"/health", "")
 	require.Contains(t, text, remedy)
 }
+
+// A time after which engines would be forgotten before they register again is refused.
+func TestRouteRefusesShortTTL(t *testing.T) {
+	for _, ttl := range []string{"1ns", "4s", "-1s"} {
+		var errs strings.Builder
+		require.Equal(t, 2, run([]string{"route", "--port", "0", "--register", "127.0.0.1:0", "--register-ttl", ttl}, io.Discard, &errs))
+		require.Contains(t, errs.String(), "--register-ttl is "+ttl+", want at least 5s: engines register every 3s")
+	}
+}
+
+// The log says that the queue is shorter than asked for.
+func TestRouteSaysThatTheQueueIsShorter(t *testing.T) {
+	r := start(t, "route", "--port", "0", "--decode", "http://127.0.0.1:1", "--max-connections", "64", "--max-in-flight", "40")
+	require.NoError(t, r.Logged(t.Context(), `"queue_size":8`))
+}

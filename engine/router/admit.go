@@ -40,6 +40,20 @@ type gate struct {
 
 	mu    sync.Mutex
 	queue *admission.Queue
+	room  admission.Room // for bodies
+}
+
+// hold takes room for a body of a client until drop. The error is an *admission.RefusedError.
+func (g *gate) hold(client string, size int) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.room.Take(client, size)
+}
+
+func (g *gate) drop(client string, size int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.room.Give(client, size)
 }
 
 // enter waits until a request may run. The error is an *admission.RefusedError, or the cause of the context's end. What
@@ -121,19 +135,15 @@ func (r *Router) clientOf(req *http.Request) (name string, l admission.Limits) {
 	return ip.String(), limits.Each
 }
 
-// queued lets a request wait for its turn; leave is nil if it was answered instead.
-func (r *Router) queued(c *call, req *http.Request) (leave func(), o outcome) {
-	name, limits := r.clientOf(req)
+// queued lets a request of a client wait for its turn; leave is nil if it was answered instead.
+func (r *Router) queued(c *call, req *http.Request, name string, limits *admission.Limits) (leave func(), o outcome) {
 	prompt, answer := c.body.estimate()
 	c.cost = consumption{prompt: prompt, off: limits.TokensPerMinute == 0}
-	entered, err := r.gate.enter(req.Context(), name, limits, prompt+answer)
+	entered, err := r.gate.enter(req.Context(), name, *limits, prompt+answer)
 	refusal, refused := errors.AsType[*admission.RefusedError](err)
 	switch {
 	case refused:
-		r.metrics.refusals.WithLabelValues(string(refusal.Reason)).Inc()
-		c.awaitClient(r.config.WriteTimeout)
-		r.tellRefusal(c.w, refusal, &limits)
-		return nil, overloaded
+		return nil, r.tellRefusal(c, refusal, limits)
 	case err != nil:
 		return nil, c.abandon(req.Context())
 	}
@@ -141,18 +151,23 @@ func (r *Router) queued(c *call, req *http.Request) (leave func(), o outcome) {
 }
 
 // tellRefusal answers a request that is not admitted.
-func (r *Router) tellRefusal(w http.ResponseWriter, refusal *admission.RefusedError, l *admission.Limits) {
+func (r *Router) tellRefusal(c *call, refusal *admission.RefusedError, l *admission.Limits) outcome {
+	r.metrics.refusals.WithLabelValues(string(refusal.Reason)).Inc()
+	c.awaitClient(r.config.WriteTimeout)
 	code, message := "overloaded", ""
 	switch refusal.Reason {
 	case admission.QueueFull:
 		message = fmt.Sprintf("%d requests are running already, and %d wait", r.config.MaxInFlight, r.config.MaxQueue)
 	case admission.QueueTimeout:
 		message = fmt.Sprintf("the request has waited for %v, and other requests still run", r.config.QueueTimeout)
+	case admission.Bodies:
+		message = fmt.Sprintf("the requests of this client that are running and waiting have as many bytes as they leave for others, of %d MiB", maxBodies>>20)
 	case admission.RequestRate:
 		code, message = "rate_limit_exceeded", fmt.Sprintf("this client may send %d requests a minute", l.RequestsPerMinute)
 	case admission.TokenRate:
 		code, message = "rate_limit_exceeded", fmt.Sprintf("this client may use %d tokens a minute", l.TokensPerMinute)
 	}
-	w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(refusal.After.Seconds()))))
-	refuse(w, http.StatusTooManyRequests, code, message)
+	c.w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(refusal.After.Seconds()))))
+	refuse(c.w, http.StatusTooManyRequests, code, message)
+	return overloaded
 }

@@ -167,6 +167,19 @@ func TestLimitsOfKeys(t *testing.T) {
 	require.Equal(t, 200, get("a").StatusCode, "limits can change")
 }
 
+// A request that no instance has answered costs its client no tokens, so after an outage clients need not wait.
+func TestUnansweredRequestsCostNothing(t *testing.T) {
+	d := serveInstance(t, func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `{"id":"d","usage":{"total_tokens":1000}}`)
+	}, reset(""), code(500), code(503))
+	f := serveRouter(t, Config{Decode: urls(d), Attempts: 1, Limits: Limits{Each: admission.Limits{TokensPerMinute: 1000}}})
+	for _, want := range []int{502, 500, 503, 200, 429} {
+		resp, text := post(t, f.URL+"/v1/completions", `{"prompt":"x","max_tokens":900}`)
+		require.Equal(t, want, resp.StatusCode, text)
+		f.router.pool.probed(0, healthy)
+	}
+}
+
 func TestClientOf(t *testing.T) {
 	each := admission.Limits{InFlight: 3}
 	own, err := New(Config{Decode: []string{"http://x"}, OwnKeys: true, Limits: Limits{Each: each, Keys: map[string]admission.Limits{KeyID("k"): {}}}})
@@ -219,8 +232,10 @@ func TestEstimate(t *testing.T) {
 // What an answer cost is in its usage, else about in its events, wherever the pieces are cut.
 func TestConsumption(t *testing.T) {
 	for text, want := range map[string]int{
-		"":                              unknown,
-		`{"usage":{"total_tokens":12}}`: 12,
+		"":                                     unknown,
+		`{"usage":{"total_tokens":12}}`:        12,
+		`{"usage":{"total_tokens":16777216}}`:  maxTokens,
+		`{"usage":{"total_tokens":999999999}}`: unknown, // nobody is believed
 		"data: {\"a\":1}\n\ndata: {\"a\":2}\n\ndata: [DONE]\n\n":                                    103,
 		"data: {\"a\":1}\n\ndata: {\"usage\":{\"total_tokens\" : 44 }}\n\ndata: [DONE]\n\n":         44,
 		`{"text":"\"total_tokens\":99999"}` + strings.Repeat(" ", 2*maxLast) + `{"total_tokens":3}`: 3,
@@ -249,7 +264,7 @@ func FuzzConsumption(f *testing.F) {
 		u.write(a)
 		u.write(b)
 		require.LessOrEqual(t, len(u.last), maxLast)
-		require.LessOrEqual(t, u.tokens(), 999_999_999)
+		require.LessOrEqual(t, u.tokens(), maxTokens)
 		require.GreaterOrEqual(t, u.tokens(), unknown)
 	})
 }

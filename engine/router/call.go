@@ -107,6 +107,7 @@ func (c *call) run(ctx context.Context) outcome {
 
 // giveUp answers when no instance did: with the last refusal if there was one.
 func (c *call) giveUp(ctx context.Context, last *answer) outcome {
+	c.cost.unserved = ctx.Err() == nil
 	switch {
 	case ctx.Err() != nil:
 		return c.abandon(ctx)
@@ -305,11 +306,14 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 
 // firstByte is how long a decode instance may take for the first byte of its answer.
 func (c *call) firstByte() time.Duration {
-	if string(c.body["stream"]) == "true" {
+	if c.streams() {
 		return c.router.config.FirstByteTimeout
 	}
 	return c.router.config.AnswerTimeout
 }
+
+// streams reports whether the client asks for a stream.
+func (c *call) streams() bool { return string(c.body["stream"]) == "true" }
 
 // served says how a request is counted if all goes well, and counts what became of its ticket.
 func (c *call) served(d target, resp *http.Response, ticket bool) outcome {

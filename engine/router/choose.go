@@ -122,6 +122,7 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 	if !r.policy.UsesPrompts() || q.Alone {
 		return q
 	}
+	q.Whole = !c.streams()
 	q.Tokens = c.body.tokenIDs()
 	scope, beginning := c.body.beginning()
 	q.Prompt = policy.NewPrompt(r.seed, scope, beginning)

@@ -28,7 +28,7 @@ type DNS struct {
 	Resolver Resolver      // nil: that of the system
 	Interval time.Duration // between two lookups of a name, since answers come without their TTL; 5 s
 	Keep     time.Duration // how long the last answer counts while lookups fail; 1 min
-	Timeout  time.Duration // of one lookup; 5 s
+	Timeout  time.Duration // of one lookup, with those of the targets of SRV records; 5 s
 }
 
 // What DNS names begin with.
@@ -92,8 +92,20 @@ type lookups struct {
 
 	mu      sync.Mutex
 	names   map[source][]dnsName
-	answers map[string]*dnsAnswer
 	changed chan struct{} // holds one when names are others than at the last lookups
+	results chan lookedUp
+
+	// Only run uses these.
+	answers map[string]*dnsAnswer
+	running map[string]bool // names whose lookup has not ended
+	problem string          // why the pool did not take the instances; empty: it did
+}
+
+// lookedUp is the result of one lookup.
+type lookedUp struct {
+	text string
+	urls []*url.URL
+	err  error
 }
 
 // dnsAnswer is the last good answer for a name.
@@ -110,7 +122,10 @@ func newLookups(c DNS, p *pool, m *metrics) *lookups {
 	setDefault(&c.Interval, 5*time.Second)
 	setDefault(&c.Keep, time.Minute)
 	setDefault(&c.Timeout, 5*time.Second)
-	return &lookups{config: c, pool: p, metrics: m, names: map[source][]dnsName{}, answers: map[string]*dnsAnswer{}, changed: make(chan struct{}, 1)}
+	return &lookups{
+		config: c, pool: p, metrics: m, names: map[source][]dnsName{}, changed: make(chan struct{}, 1),
+		results: make(chan lookedUp), answers: map[string]*dnsAnswer{}, running: map[string]bool{},
+	}
 }
 
 // set replaces the names that a source gives.
@@ -127,61 +142,81 @@ func (l *lookups) set(by source, names []dnsName) {
 	}
 }
 
-// run looks names up until ctx ends.
+// run looks names up until ctx ends. A name whose lookup takes long delays no other.
 func (l *lookups) run(ctx context.Context) {
+	var tasks sync.WaitGroup
+	defer tasks.Wait()
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
+		case got := <-l.results:
+			delete(l.running, got.text)
+			l.take(got.text, got.urls, got.err)
+			l.tell()
+			continue
 		case <-l.changed:
 		case <-timer.C:
 		}
-		l.refresh(ctx)
+		l.begin(ctx, &tasks)
+		l.tell() // names that are not given any more
 		timer.Reset(l.config.Interval)
 	}
 }
 
-// refresh looks every name up once and tells the pool.
-func (l *lookups) refresh(ctx context.Context) {
+// given are the names of all sources.
+func (l *lookups) given() []dnsName {
 	l.mu.Lock()
-	names := slices.Concat(l.names[byFlag], l.names[byFile])
-	l.mu.Unlock()
-	texts := map[string]dnsName{}
-	for _, n := range names {
-		texts[n.text] = n
-	}
-	var tasks sync.WaitGroup
-	var mu sync.Mutex // of answers
-	for text, n := range texts {
+	defer l.mu.Unlock()
+	return slices.Concat(l.names[byFlag], l.names[byFile])
+}
+
+// begin starts to look up every name whose last lookup has ended, and forgets the answers of others.
+func (l *lookups) begin(ctx context.Context, tasks *sync.WaitGroup) {
+	given := map[string]bool{}
+	for _, n := range l.given() {
+		given[n.text] = true
+		if l.running[n.text] {
+			continue
+		}
+		l.running[n.text] = true
 		tasks.Go(func() {
 			urls, err := l.lookup(ctx, n)
-			mu.Lock()
-			defer mu.Unlock()
-			if ctx.Err() == nil {
-				l.take(text, urls, err)
+			select {
+			case l.results <- lookedUp{n.text, urls, err}:
+			case <-ctx.Done():
 			}
 		})
 	}
-	tasks.Wait()
-	if ctx.Err() != nil {
-		return
-	}
 	for text := range l.answers {
-		if _, named := texts[text]; !named {
+		if !given[text] {
 			delete(l.answers, text)
 		}
 	}
+}
+
+// tell gives the pool the instances of all names.
+func (l *lookups) tell() {
 	var list []spec
-	for _, n := range names {
-		for _, u := range l.answers[n.text].urls {
+	for _, n := range l.given() {
+		a := l.answers[n.text]
+		if a == nil {
+			continue // it has not been looked up yet
+		}
+		for _, u := range a.urls {
 			list = append(list, spec{role: n.role, group: n.group, url: u, drain: n.drain})
 		}
 	}
+	problem := ""
 	if err := l.pool.set(byDNS, list); err != nil {
-		l.pool.log.Error("the instances that DNS names are not used", "err", err)
+		problem = err.Error()
 	}
+	if problem != "" && problem != l.problem {
+		l.pool.log.Error("the instances that DNS names are not used", "err", problem)
+	}
+	l.problem = problem
 }
 
 // take notes the result of one lookup. An answer that fails leaves the last good one in place for a while: instances
@@ -215,25 +250,9 @@ func (l *lookups) take(text string, urls []*url.URL, err error) {
 func (l *lookups) lookup(ctx context.Context, n dnsName) ([]*url.URL, error) {
 	ctx, cancel := context.WithTimeout(ctx, l.config.Timeout)
 	defer cancel()
-	var hosts []string
-	if n.srv {
-		_, records, err := l.config.Resolver.LookupSRV(ctx, "", "", n.host)
-		if err != nil {
-			return nil, err
-		}
-		for _, r := range records {
-			if host := strings.TrimSuffix(r.Target, "."); r.Port != 0 && isName(host) {
-				hosts = append(hosts, net.JoinHostPort(strings.ToLower(host), strconv.Itoa(int(r.Port))))
-			}
-		}
-	} else {
-		addresses, err := l.config.Resolver.LookupNetIP(ctx, "ip", n.host)
-		if err != nil {
-			return nil, err
-		}
-		for _, a := range oneFamily(addresses) {
-			hosts = append(hosts, netip.AddrPortFrom(a, n.port).String())
-		}
+	hosts, err := l.hosts(ctx, n)
+	if err != nil {
+		return nil, err
 	}
 	if len(hosts) == 0 {
 		return nil, errors.New("the answer has no instance")

@@ -27,12 +27,16 @@ func TestDNSAnswers(t *testing.T) {
 	s.Set("both.test.", testkit.AddressRecord("10.0.0.2"), testkit.AddressRecord("10.0.0.1"), testkit.AddressRecord("2001:db8::1"), testkit.AddressRecord("0.0.0.0"), testkit.AddressRecord("10.0.0.1"))
 	s.Set("six.test.", testkit.AddressRecord("2001:db8::1"))
 	s.Set("_http._tcp.srv.test.", testkit.ServiceRecord("Pod-1.srv.test.", 8001), testkit.ServiceRecord("pod-0.srv.test.", 8000), testkit.ServiceRecord("pod-2.srv.test.", 0))
+	s.Set("pod-0.srv.test.", testkit.AddressRecord("10.0.2.1"), testkit.AddressRecord("2001:db8::1"))
+	s.Set("pod-1.srv.test.", testkit.AddressRecord("10.0.2.2"))
+	s.Set("_http._tcp.gone.test.", testkit.ServiceRecord("pod-0.srv.test.", 1), testkit.ServiceRecord("pod-9.srv.test.", 2), testkit.ServiceRecord(".", 3))
 	s.Set("none.test.", testkit.AddressRecord("0.0.0.0"))
 	l := newLookups(DNS{Resolver: s.Resolver()}, nil, nil)
 	for text, want := range map[string]string{
 		"dns://both.test.:80":              "[http://10.0.0.1:80 http://10.0.0.2:80]",
 		"dns://six.test.:80":               "[http://[2001:db8::1]:80]",
-		"dns+srv://_http._tcp.srv.test./":  "[http://pod-0.srv.test:8000 http://pod-1.srv.test:8001]",
+		"dns+srv://_http._tcp.srv.test./":  "[http://10.0.2.1:8000 http://10.0.2.2:8001]",
+		"dns+srv://_http._tcp.gone.test.":  "[http://10.0.2.1:1]",
 		"dns://none.test.:80":              "the answer has no instance",
 		"dns://unknown.test.:80":           "no such host",
 		"dns+srv://_http._tcp.other.test.": "no such host",
@@ -163,6 +167,45 @@ func TestDNSOverTime(t *testing.T) {
 		require.Equal(t, "draining", p.health().instances[1].State)
 		l.set(byFile, nil)
 		require.Len(t, has(), 1)
+		stop()
+		<-done
+	})
+}
+
+// hangingResolver answers nothing about one name.
+type hangingResolver struct {
+	fakeResolver
+	silent string
+}
+
+func (r *hangingResolver) LookupNetIP(ctx context.Context, network, host string) ([]netip.Addr, error) {
+	if host == r.silent {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}
+	return r.fakeResolver.LookupNetIP(ctx, network, host)
+}
+
+// A name about which no server says anything delays no other.
+func TestSlowNameDelaysNoOther(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		fake := &hangingResolver{fakeResolver: fakeResolver{names: map[string][]string{}}, silent: "slow"}
+		fake.set(nil, "p", "10.0.0.1")
+		p := newTestPool(t)
+		l := newLookups(DNS{Resolver: fake, Interval: time.Second, Timeout: time.Minute}, p, p.metrics)
+		l.set(byFlag, []dnsName{{role: decode, text: "slow", host: "slow", port: 80}, {role: decode, text: "p", host: "p", port: 80}})
+		ctx, stop := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			l.run(ctx)
+		}()
+		synctest.Wait()
+		require.Equal(t, "http://10.0.0.1:80", p.health().instances[0].URL)
+		fake.set(nil, "p", "10.0.0.2")
+		<-time.After(1001 * time.Millisecond) // of synctest
+		synctest.Wait()
+		require.Equal(t, "http://10.0.0.2:80", p.health().instances[0].URL)
 		stop()
 		<-done
 	})

@@ -6,12 +6,14 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/engine/router/admission"
 	"github.com/kvport/kvport/verify/testkit"
 )
 
@@ -136,7 +138,7 @@ func TestLongHeaders(t *testing.T) {
 	require.Empty(t, resp.Header.Get("X-Long-0"))
 }
 
-// Bodies of running requests have a limit together: each is held until its request ends.
+// Bodies of running requests have a limit together, since each is held until its request ends, and one client cannot fill it.
 func TestBodiesTogether(t *testing.T) {
 	held := make(chan struct{})
 	letGo := sync.OnceFunc(func() { close(held) })
@@ -147,25 +149,51 @@ func TestBodiesTogether(t *testing.T) {
 		<-held
 		tokens(w, r)
 	})
-	f := serveRouter(t, Config{Decode: urls(d), FirstByteTimeout: notSoon, BodyTimeout: notSoon, WriteTimeout: notSoon})
+	f := serveRouter(t, Config{Decode: urls(d), OwnKeys: true, FirstByteTimeout: notSoon, BodyTimeout: notSoon, WriteTimeout: notSoon})
 	t.Cleanup(letGo) // before router and instance close, which wait for their requests
 	large := `{"stream":true,"prompt":"` + strings.Repeat("a", 7<<20) + `"}`
+	var refused atomic.Int64
 	var tasks sync.WaitGroup
-	for range maxBodies / len(large) {
+	send := func(key string) {
 		tasks.Go(func() {
 			defer func() { came <- struct{}{} }()
-			resp, _ := post(t, f.URL+"/v1/completions", large)
-			if resp.StatusCode != http.StatusOK {
+			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, f.URL+"/v1/completions", strings.NewReader(large))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			req.Header.Set("Authorization", "Bearer "+key)
+			resp, err := http.DefaultClient.Do(req)
+			switch {
+			case err != nil:
+				t.Error(err)
+				return
+			case resp.StatusCode == http.StatusTooManyRequests:
+				refused.Add(1)
+			case resp.StatusCode != http.StatusOK:
 				t.Errorf("status %d", resp.StatusCode)
 			}
+			resp.Body.Close()
 		})
 		<-came
 	}
-	resp, text := post(t, f.URL+"/v1/completions", large)
-	require.Equal(t, 429, resp.StatusCode, text)
+	most := maxBodies / 2 / len(large)
+	for range most + 1 { // half is the most that leaves as much
+		send("hog")
+	}
+	require.EqualValues(t, 1, refused.Load())
+	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.refusals.WithLabelValues(string(admission.Bodies))))
+	for range most / 2 {
+		send("other")
+	}
+	require.EqualValues(t, 1, refused.Load(), "another client has room")
 	letGo()
 	tasks.Wait()
-	require.Eventually(t, func() bool { return f.router.bodies.Load() == 0 }, waitLimit, waitTick)
+	require.Eventually(t, func() bool {
+		f.router.gate.mu.Lock()
+		defer f.router.gate.mu.Unlock()
+		return f.router.gate.room.Take("any", maxBodies/2) == nil
+	}, waitLimit, waitTick, "nothing is held any more")
 }
 
 // An instance's redirect never reaches a client: another instance is asked, and without one the answer is an

@@ -70,7 +70,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		tokenize:      s.Counters("kvport_router_tokenize_total", "Prompts whose tokens were needed: those that had them (given), whose tokens were remembered, asked of an instance, or not to be had in time (failed).", "result"),
 		queued:        s.Gauge("kvport_router_queue_requests", "Requests that wait until they may run."),
 		queueSeconds:  s.Histogram("kvport_router_queue_seconds", "How long requests waited until they could run or were refused.", prometheus.ExponentialBuckets(0.001, 2, 18)),
-		refusals:      s.Counters("kvport_router_refusals_total", "Requests that were not admitted: the queue was full, they waited too long, or their client's rate is used up.", "reason"),
+		refusals:      s.Counters("kvport_router_refusals_total", "Requests that were not admitted: the queue was full, they waited too long, or their client's rate or its room for bodies is used up.", "reason"),
 		exhausted:     s.Counter("kvport_router_retries_exhausted_total", "Attempts that failed and were not made again, since the budget of retries was used up."),
 		lookups:       s.Counters("kvport_router_dns_lookups_total", "Lookups of DNS names that stand for instances.", "result"),
 		fileReads:     s.Counters("kvport_router_config_reloads_total", "Contents of the config file that were new: used (ok) or not (bad).", "result"),

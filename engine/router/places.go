@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/url"
 	"strings"
+	"time"
 )
 
 // source says how the router knows of an instance. An instance stays as long as one source names it.
@@ -31,6 +32,12 @@ var ErrTooMany = errors.New("too many instances")
 // maxInstances is how many instances a router has at once at most.
 const maxInstances = 1024
 
+// identity is what tells an instance from others.
+type identity struct {
+	role role
+	at   string // its base URL in one spelling
+}
+
 // placeOf is a base URL in one spelling.
 func placeOf(u *url.URL) string {
 	return u.Scheme + "://" + strings.ToLower(u.Host) + strings.TrimRight(u.Path, "/")
@@ -41,14 +48,8 @@ func placeOf(u *url.URL) string {
 func (p *pool) set(by source, list []spec) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	added := 0
-	for _, s := range list {
-		if p.find(s.role, s.url) < 0 {
-			added++
-		}
-	}
-	if added > 0 && p.taken()+added > maxInstances {
-		return fmt.Errorf("%w: %d, want at most %d", ErrTooMany, p.taken()+added, maxInstances)
+	if n := p.after(by, list); n > maxInstances {
+		return fmt.Errorf("%w: %d, want at most %d", ErrTooMany, n, maxInstances)
 	}
 	drains := map[int]bool{} // by place; a list may have one twice
 	for _, s := range list {
@@ -69,15 +70,34 @@ func (p *pool) set(by source, list []spec) error {
 	return nil
 }
 
-// taken is how many instances there are, with those that have left and still serve. The caller holds mu.
-func (p *pool) taken() int { return len(p.urls) - len(p.free) - len(p.cooling) }
+// taken is how many instances there are, without those that have left and still serve. The caller holds mu.
+func (p *pool) taken() (n int) {
+	for i := range p.known {
+		if p.known[i].sources != 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// after is how many instances there are once those of a source are those of a list. The caller holds mu.
+func (p *pool) after(by source, list []spec) int {
+	named := map[identity]bool{}
+	for at, i := range p.places {
+		if p.known[i].sources&^by != 0 {
+			named[at] = true
+		}
+	}
+	for _, s := range list {
+		named[identity{s.role, placeOf(s.url)}] = true
+	}
+	return len(named)
+}
 
 // find is the place of an instance; -1 if there is none. The caller holds mu.
 func (p *pool) find(r role, u *url.URL) int {
-	for i, at := range p.urls {
-		if at != nil && p.table.instances[i].role == r && placeOf(at) == placeOf(u) {
-			return i
-		}
+	if i, known := p.places[identity{r, placeOf(u)}]; known {
+		return i
 	}
 	return -1
 }
@@ -112,6 +132,7 @@ func (p *pool) claim(s spec, by source) int {
 	if in.left { // and comes back before its last request has ended
 		in.left, in.state, in.silence = false, up, 0
 		p.metrics.setUp(s.url.String(), s.role, true)
+		p.cameBack(i)
 	}
 	p.watchLocked(i)
 	return i
@@ -128,11 +149,22 @@ func (p *pool) add(s spec) int {
 	}
 	p.table.instances[i] = instance{role: s.role, group: s.group}
 	p.urls[i], p.lives[i], p.known[i] = s.url, newLife(), registered{}
+	p.places[identity{s.role, placeOf(s.url)}] = i
 	p.policy.Add(i, s.role.instance(placeOf(s.url), s.group))
 	p.everPrefill = p.everPrefill || s.role == prefill
 	p.metrics.setUp(s.url.String(), s.role, true)
 	p.compare(i)
 	return i
+}
+
+// cameBack forgets what was wrong with an instance before it left. The caller holds mu.
+func (p *pool) cameBack(i int) {
+	k := &p.known[i]
+	k.breaker, k.rested, k.unwell, k.refusal, k.warned = breaker{}, time.Time{}, "", "", nil
+	p.metrics.setBroken(p.urls[i].String(), p.table.instances[i].role, false)
+	if p.lives[i].ctx.Err() != nil {
+		p.lives[i] = newLife()
+	}
 }
 
 // disclaim notes that a source does not name an instance any more. Without a source it gets no new requests; its place
@@ -185,6 +217,7 @@ func (p *pool) vacate(i int) {
 	}
 	p.policy.Remove(i)
 	p.lives[i].end(nil)
+	delete(p.places, identity{in.role, placeOf(p.urls[i])})
 	p.urls[i], p.known[i] = nil, registered{}
 	p.cooling = append(p.cooling, i)
 }

@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"net/url"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -181,6 +182,55 @@ func TestTooManyInstances(t *testing.T) {
 	}
 	_, err = New(flags)
 	require.ErrorIs(t, err, ErrTooMany)
+}
+
+// A list may have all other instances, however many there are, and whatever those still serve that leave.
+func TestAllInstancesAreReplaced(t *testing.T) {
+	p := newTestPool(t)
+	list := func(host string) (list []spec) {
+		for i := range maxInstances {
+			list = append(list, spec{role: decode, url: at(t, fmt.Sprintf("http://%s:%d", host, i+1))})
+		}
+		return list
+	}
+	require.NoError(t, p.set(byDNS, list("a")))
+	tried := map[int]bool{}
+	for range 10 {
+		_, ok := p.pickDecode(tried)
+		require.True(t, ok)
+	}
+	require.NoError(t, p.set(byDNS, list("b")))
+	require.Equal(t, maxInstances, p.taken())
+	require.ErrorIs(t, p.set(byFile, list("a")), ErrTooMany, "they would be others'")
+	require.NoError(t, p.set(byFile, list("b")))
+	require.Len(t, p.health().instances, maxInstances)
+	require.Len(t, p.places, maxInstances+10)
+}
+
+// An instance that comes back while requests of before still run starts from nothing: it may be another process.
+func TestInstanceComesBack(t *testing.T) {
+	p := newTestPool(t)
+	one := []spec{{role: decode, url: at(t, "http://a")}}
+	require.NoError(t, p.set(byFile, one))
+	d, ok := p.pickDecode(map[int]bool{})
+	require.True(t, ok)
+	for range breakAfter {
+		p.failed(d, false)
+	}
+	p.rests(d, time.Minute)
+	for range silences {
+		p.probed(d.index, silent)
+	}
+	require.Error(t, d.life.Err())
+	require.Equal(t, 1.0, testutil.ToFloat64(p.metrics.broken.WithLabelValues("http://a", "decode")))
+	require.NoError(t, p.set(byFile, nil))
+	require.NoError(t, p.set(byFile, one))
+	again, ok := p.pickDecode(map[int]bool{})
+	require.True(t, ok)
+	require.Equal(t, d.index, again.index)
+	require.NoError(t, again.life.Err())
+	require.Zero(t, testutil.ToFloat64(p.metrics.broken.WithLabelValues("http://a", "decode")))
+	require.Zero(t, p.known[d.index].rested)
 }
 
 // Whatever sources say and requests do: exactly what some source names and does not drain can be picked, and what

@@ -49,6 +49,7 @@ type pool struct {
 
 	fresh freshness // of registrations
 
+	places      map[identity]int
 	free        []int // places that a new instance can have
 	cooling     []int // places of instances that are gone, before they are free
 	everPrefill bool  // there is a prefill instance, or was one
@@ -71,6 +72,7 @@ func newPool(list []spec, chooser *policy.Policy, log *slog.Logger, m *metrics) 
 		log: log, metrics: m, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{},
 		fresh: freshness{nonces: map[string]string{}, times: map[string]int64{}},
 	}
+	p.places = map[identity]int{}
 	for _, s := range list {
 		p.claim(s, byFlag)
 	}

@@ -122,7 +122,7 @@ func (p *pool) register(part role, m *register.Message) (nonce string, err error
 		return nonce, nil
 	case m.Leave:
 		return nonce, nil
-	case i < 0 && p.taken() >= maxInstances:
+	case (i < 0 || p.known[i].sources == 0) && p.taken() >= maxInstances:
 		return nonce, fmt.Errorf("%w: there are %d already", ErrTooMany, maxInstances)
 	}
 	u := &url.URL{Scheme: "http", Host: m.HTTP}
@@ -260,6 +260,9 @@ func (p *pool) watchLocked(i int) {
 	})
 }
 
+// sweep is the time between two looks for instances that have not registered for too long and for places that are free.
+const sweep = time.Second
+
 // run probes all instances, those that come later too, until ctx ends. forget drops what others remember of instances
 // that are gone.
 func (p *pool) run(ctx context.Context, c checker, ttl time.Duration, forget func(places map[int]bool)) {
@@ -270,7 +273,7 @@ func (p *pool) run(ctx context.Context, c checker, ttl time.Duration, forget fun
 		p.watchLocked(i)
 	}
 	p.mu.Unlock()
-	tick := time.NewTicker(ttl / 4)
+	tick := time.NewTicker(sweep)
 	defer tick.Stop()
 	for ctx.Err() == nil {
 		select {

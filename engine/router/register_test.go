@@ -105,6 +105,22 @@ func TestRegister(t *testing.T) {
 	require.Len(t, list, 2, "each has one place")
 }
 
+// Places become free whatever the time is after which registrations are forgotten, and however short that is.
+func TestPlacesBecomeFree(t *testing.T) {
+	for _, ttl := range []time.Duration{1, notSoon} {
+		r, err := New(Config{Decode: []string{refusing(t)}, Register: signer(ttl)})
+		require.NoError(t, err)
+		running(t, r)
+		require.NoError(t, r.SetInstances([]Instance{{URL: refusing(t), Role: "decode"}}))
+		require.NoError(t, r.SetInstances(nil))
+		require.Eventually(t, func() bool {
+			r.pool.mu.Lock()
+			defer r.pool.mu.Unlock()
+			return len(r.pool.free) == 1
+		}, waitLimit, waitTick)
+	}
+}
+
 func TestRegisterRefuses(t *testing.T) {
 	r, err := New(Config{Register: signer(time.Minute), Decode: []string{"http://127.0.0.1:7"}})
 	require.NoError(t, err)

@@ -115,8 +115,7 @@ type Router struct {
 	holders  []holder // instances' own word on what they hold
 	metrics  *metrics
 	mux      *http.ServeMux
-	bodies   atomic.Int64 // bytes of the bodies of requests that run or wait
-	gate     *gate        // lets requests in whose body has come
+	gate     *gate // lets requests in whose body has come
 	limits   atomic.Pointer[Limits]
 	retries  retries
 	lookups  *lookups
@@ -165,6 +164,7 @@ func New(c Config) (*Router, error) {
 	}
 	r.SetLimits(c.Limits)
 	r.retries.budget.Share = c.RetryShare
+	r.gate.room.Bytes = max(maxBodies, 2*int(c.MaxBody))
 	if c.Turns > 0 && (given.has(prefill) || later) {
 		r.turns = newTurns(c.Turns)
 	}
@@ -228,7 +228,7 @@ func isBase(u *url.URL) bool {
 }
 
 // maxBodies is how many bytes the bodies of all running and waiting requests may have: each is held, in a few copies,
-// until its request ends. 128 KiB each, where all slots are taken.
+// until its request ends. 128 KiB each, where all slots are taken. One client gets no more of it than it leaves for others.
 const maxBodies = 128 << 20
 
 // maxUpstreamHeader is how many bytes of headers an instance may answer with: each running request may hold as much.
@@ -344,12 +344,12 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusServiceUnavailable, "draining", "the router is shutting down")
 		return unavailable
 	}
-	defer r.bodies.Add(-int64(len(body)))
-	if r.bodies.Add(int64(len(body))) > maxBodies {
-		refuse(c.w, http.StatusTooManyRequests, "overloaded", fmt.Sprintf("the requests that are running and waiting have bodies of %d MiB already", maxBodies>>20))
-		return overloaded
+	client, limits := r.clientOf(req)
+	err := r.gate.hold(client, len(body))
+	if refusal, refused := errors.AsType[*admission.RefusedError](err); refused {
+		return r.tellRefusal(c, refusal, &limits)
 	}
-	var err error
+	defer r.gate.drop(client, len(body))
 	if c.body, err = parse(body); err != nil {
 		refuse(c.w, http.StatusBadRequest, "bad_request", err.Error())
 		return clientError
@@ -360,9 +360,9 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 	}
 	c.size, c.session = len(body), r.session.of(req, c.body)
 	c.explain = req.Header.Get(routeHeader) != "" && (r.config.Known == nil || r.config.Known(req.Header.Get("Authorization")))
-	leave, refused := r.queued(c, req)
+	leave, answered := r.queued(c, req, client, &limits)
 	if leave == nil {
-		return refused
+		return answered
 	}
 	defer leave()
 	r.retries.request()

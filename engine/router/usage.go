@@ -50,10 +50,11 @@ const unknown = -1
 
 // consumption finds out what a request cost, from its answer on its way to the client.
 type consumption struct {
-	prompt int // estimated tokens of the prompt
-	off    bool
-	events int    // of a stream; each is about a token
-	last   []byte // the end of the answer, where its usage is
+	prompt   int // estimated tokens of the prompt
+	off      bool
+	unserved bool   // no instance gave an answer
+	events   int    // of a stream; each is about a token
+	last     []byte // the end of the answer, where its usage is
 }
 
 // maxLast is more than an answer's usage and what follows it have, in bytes.
@@ -72,11 +73,16 @@ func (u *consumption) write(piece []byte) {
 // totalTokens is in the usage of an answer. Within a text of the answer its quotes would have backslashes.
 var totalTokens = regexp.MustCompile(`"total_tokens"\s*:\s*(\d{1,9})\b`)
 
-// tokens is what the request cost: as its usage says, else as its events do; unknown if neither does.
+// tokens is what the request cost: as its usage says, if that can be believed, else as its events do; unknown if
+// neither does. Nobody pays for what nobody answered.
 func (u *consumption) tokens() int {
+	if u.unserved {
+		return 0
+	}
 	if found := totalTokens.FindSubmatch(u.last); !u.off && found != nil {
-		n, _ := strconv.Atoi(string(found[1])) // digits
-		return n
+		if n, _ := strconv.Atoi(string(found[1])); n <= maxTokens { // digits
+			return n
+		}
 	}
 	if u.events == 0 {
 		return unknown

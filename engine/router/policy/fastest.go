@@ -16,6 +16,7 @@ type fastest struct {
 	order   []int
 
 	explored [2]int // how many measurements there were when the last choice of each kind was made only to learn
+	vain     [2]int // how many such choices in a row have taught nothing
 }
 
 // option is one way to serve a request.
@@ -45,11 +46,14 @@ const (
 	// nearly is the factor, and a millisecond more, within which the load decides.
 	nearly = 1.1
 	// curious is after how many answers without a measurement of the other kind of choice, with a prefill instance or
-	// without, one is made, so that its rates stay known. At first atFirst is enough. The choice must not be expected to
-	// take longer than tolerable times the best.
+	// without, one is made, so that its rates stay known. At first atFirst is enough. Each such choice in a row that teaches
+	// nothing doubles that, up to patient times. The choice must not be expected to take longer than tolerable times the
+	// best; as long as nothing is expected, a decode instance has at most trial tokens to compute by itself.
 	curious   = 64
 	atFirst   = 4
+	patient   = 10
 	tolerable = 3
+	trial     = 4096
 )
 
 // pick implements rule.
@@ -63,7 +67,9 @@ func (f *fastest) pick(p *Policy, r *Request, c field) picked {
 		}
 	}
 	best := f.options[f.best(c, func(option) bool { return true })]
-	best = f.explore(p, c, best)
+	if !r.Whole {
+		best = f.explore(p, r, c, best)
+	}
 	got := picked{decode: &c.decodes[best.decode]}
 	if best.prefill != None {
 		got.prefill = &c.prefills[best.prefill]
@@ -153,7 +159,7 @@ func (f *fastest) best(c field, may func(option) bool) int {
 
 // explore gives the best option of the other kind, with a prefill instance or without, if that was not measured for a
 // while and is not far too slow.
-func (f *fastest) explore(p *Policy, c field, best option) option {
+func (f *fastest) explore(p *Policy, r *Request, c field, best option) option {
 	kind, last := 0, &p.learnt.all[Decode]
 	if best.prefill == None {
 		kind, last = 1, &p.learnt.loads
@@ -162,14 +168,21 @@ func (f *fastest) explore(p *Policy, c field, best option) option {
 	if !last.known() {
 		pause = atFirst
 	}
-	if c.from != None || p.learnt.count-max(last.at, f.explored[kind]) < pause {
+	if last.at > f.explored[kind] {
+		f.vain[kind] = 0
+	}
+	if c.from != None || p.learnt.count-max(last.at, f.explored[kind]) < pause<<min(f.vain[kind], patient) {
 		return best
 	}
-	i := f.best(c, func(o option) bool { return (o.prefill == None) != (best.prefill == None) })
+	i := f.best(c, func(o option) bool {
+		other := (o.prefill == None) != (best.prefill == None)
+		return other && (!math.IsInf(o.seconds, 1) || r.Tokens-c.decodes[o.decode].Held <= trial)
+	})
 	if i < 0 || !math.IsInf(f.options[i].seconds, 1) && f.options[i].seconds > tolerable*best.seconds {
 		return best
 	}
 	f.explored[kind] = p.learnt.count
+	f.vain[kind]++
 	return f.options[i]
 }
 

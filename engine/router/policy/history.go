@@ -9,6 +9,7 @@ type history struct {
 	most       int // pieces of one generation
 	words      int // of 64 places each
 	young, old generation
+	used       []bool  // by place: it may hold something
 	at         []int32 // scratch: rows of the last prompt in young, or -1
 	rest       []uint64
 }
@@ -32,6 +33,9 @@ func (g *generation) row(i int32, words int) []uint64 {
 
 // fit makes room for a place.
 func (h *history) fit(place int) {
+	for len(h.used) <= place {
+		h.used = append(h.used, false)
+	}
 	words := place/64 + 1
 	if words <= h.words {
 		return
@@ -48,9 +52,10 @@ func (h *history) fit(place int) {
 
 // forget removes what is known about a place.
 func (h *history) forget(place int) {
-	if place/64 >= h.words {
+	if place >= len(h.used) || !h.used[place] {
 		return
 	}
+	h.used[place] = false
 	for _, g := range []*generation{&h.young, &h.old} {
 		for i := place / 64; i < len(g.bits); i += h.words {
 			g.bits[i] &^= 1 << (place % 64)
@@ -111,6 +116,9 @@ func (h *history) add(pieces []uint64, places []int) {
 	if len(h.young.rows)+len(pieces) > h.most && len(h.young.rows) > 0 {
 		h.old, h.young = h.young, newGeneration()
 		h.at = h.at[:0] // those were rows of the generation that is old now
+	}
+	for _, place := range places {
+		h.used[place] = true
 	}
 	for n, piece := range pieces {
 		var row []uint64

@@ -72,3 +72,39 @@ func TestPDAware(t *testing.T) {
 		})
 	}
 }
+
+// TestPDAwareWithoutStreams: from answers that are not streamed pd_aware learns nothing about decode instances, so all but
+// very short prompts go to prefill instances, and it is within 5 % of the best that always do. One stream in ten is enough to
+// learn.
+func TestPDAwareWithoutStreams(t *testing.T) {
+	for _, streams := range []int{0, 10} {
+		for seed := range uint64(2) {
+			trace := mixed(seed, 120, 0.08)
+			rng := rand.New(rand.NewPCG(seed, 3))
+			for i := range trace {
+				trace[i].whole = rng.IntN(100) >= streams
+			}
+			run := func(name string, alone bool) *world {
+				w := newWorld(policy.Config{Policy: name}, cluster(2, 4, 20_000))
+				w.alone = alone
+				w.run(slices.Clone(trace))
+				require.Equal(t, len(trace), w.answered)
+				return w
+			}
+			always, never := math.Inf(1), math.Inf(1)
+			for _, name := range []string{policy.RoundRobin, policy.LeastLoaded, policy.PrefixAware} {
+				always, never = min(always, run(name, false).ttft), min(never, run(name, true).ttft)
+			}
+			own, n := run(policy.PDAware, false), float64(len(trace))
+			t.Logf("%d %% streams, seed %d: pd_aware %.0f ms, %d of %d prompts over 32 tokens without prefill; best of always %.0f ms, of never %.0f ms",
+				streams, seed, 1e3*own.ttft/n, own.aside, len(trace), 1e3*always/n, 1e3*never/n)
+			if streams == 0 {
+				require.Zero(t, own.aside)
+				require.LessOrEqual(t, own.ttft, 1.05*always)
+				continue
+			}
+			require.Positive(t, own.aside)
+			require.LessOrEqual(t, own.ttft, min(always, never))
+		}
+	}
+}

@@ -46,6 +46,7 @@ type Request struct {
 	Session string // key of the session that the request belongs to; empty: none
 	Held    []Held // what instances hold by their own word; the history decides for the others
 	Alone   bool   // a prefill instance cannot help, as with a list of prompts
+	Whole   bool   // the answer is not streamed, so its first byte comes with the last and tells nothing about the prompt
 	Explain bool   // the choice has reasons in words
 
 	// Standing is the filter: it is asked once for each place at most.

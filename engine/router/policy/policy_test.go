@@ -461,6 +461,59 @@ func (lastScorer) Score(_ *Request, candidates []Candidate, scores []float64) {
 
 func (lastScorer) Why(_ *Request, c *Candidate) string { return fmt.Sprint("it is number ", c.Place) }
 
+// While nothing is known about computing on decode instances, streams try it out, but never with a prompt of over 4,096
+// tokens, and less and less often if that teaches nothing.
+func TestTrialsThatTeachNothing(t *testing.T) {
+	trials := func(tokens int, teaches bool) (n int) {
+		p := made(t, Config{Policy: PDAware}, 1, 1)
+		now := time.Unix(0, 0)
+		for range 2000 {
+			now = now.Add(time.Second)
+			c, ok := p.Choose(&Request{Tokens: tokens, Standing: all})
+			require.True(t, ok)
+			if c.Prefill != nil {
+				p.Sent(c.Prefill, now)
+				p.Answered(c.Prefill, now.Add(100*time.Millisecond), Usage{Prompt: tokens})
+			} else {
+				n++
+				p.Sent(c.Decode, now)
+				if teaches { // that it takes twice as long
+					p.Answered(c.Decode, now.Add(200*time.Millisecond), Usage{Prompt: tokens})
+				}
+			}
+			end(p, c)
+		}
+		return n
+	}
+	require.Zero(t, trials(4097, true))
+	require.Equal(t, 8, trials(4096, false), "after 4 answers, 8, 16 ...")
+	require.InDelta(t, 2000/64, trials(4096, true), 3)
+}
+
+// What was forgotten of an instance does not come back, and to forget it again costs nothing.
+func TestForgetOnce(t *testing.T) {
+	h := newHistory(64)
+	h.fit(70)
+	held := func(place int) (n int) {
+		h.look([]uint64{1, 2}, func(at, pieces int) {
+			if at == place {
+				n = pieces
+			}
+		})
+		return n
+	}
+	held(70)
+	h.add([]uint64{1, 2}, []int{3, 70})
+	require.Equal(t, []int{2, 2}, []int{held(3), held(70)})
+	h.forget(70)
+	require.Equal(t, []bool{true, false}, []bool{h.used[3], h.used[70]})
+	h.forget(70)
+	h.forget(99)
+	require.Equal(t, []int{2, 0}, []int{held(3), held(70)})
+	h.add([]uint64{1, 2}, []int{70})
+	require.Equal(t, 2, held(70))
+}
+
 // BenchmarkChoose is the decisions of one core at 64 instances, for prompts of 8k tokens (32 KiB of text): the text is
 // cut into pieces, a pair is chosen, and both legs run and end. Of the prompts three in four begin as one before.
 func BenchmarkChoose(b *testing.B) {

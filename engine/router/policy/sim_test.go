@@ -87,6 +87,7 @@ type job struct {
 	tokens  int
 	out     int // tokens of its answer
 	session string
+	whole   bool // the answer is not streamed
 }
 
 // event is something that happens at a time.
@@ -124,6 +125,7 @@ type world struct {
 	ttft           float64
 	answered       int
 	skipped        int
+	aside          int // prompts of over 32 tokens to compute that skipped the prefill instances
 }
 
 func newWorld(c policy.Config, machines []*machine) *world {
@@ -155,7 +157,7 @@ func (w *world) run(jobs []job) {
 }
 
 func (w *world) arrive(now float64, j job) {
-	r := &policy.Request{Prompt: j.prompt, Session: j.session, Alone: w.alone, Standing: func(int) policy.Standing { return policy.Up }}
+	r := &policy.Request{Prompt: j.prompt, Session: j.session, Alone: w.alone, Whole: j.whole, Standing: func(int) policy.Standing { return policy.Up }}
 	if w.told {
 		for place, m := range w.machines {
 			r.Held = append(r.Held, policy.Held{Place: place, Tokens: m.cache.held(j.blocks)})
@@ -164,6 +166,9 @@ func (w *world) arrive(now float64, j job) {
 	c, _ := w.policy.Choose(r)
 	if c.Prefill == nil {
 		w.skipped++
+		if c.Decode.Compute > 32 {
+			w.aside++
+		}
 		w.decode(now, now, c.Decode, j, false)
 		return
 	}
@@ -207,7 +212,11 @@ func (w *world) decode(now, arrived float64, l *policy.Leg, j job, ticket bool) 
 
 // first is the first token of an answer.
 func (w *world) first(now, arrived float64, l *policy.Leg, j job) {
-	w.policy.Answered(l, stamp(now), policy.Usage{}) // a stream says nothing about that
+	at := stamp(now)
+	if j.whole { // when its first token is there cannot be seen
+		at = time.Time{}
+	}
+	w.policy.Answered(l, at, policy.Usage{}) // a stream says nothing about that
 	w.ttft += now - arrived
 	w.answered++
 	w.at(now+float64(j.out)*0.02, func(float64) {
@@ -217,7 +226,7 @@ func (w *world) first(now, arrived float64, l *policy.Leg, j job) {
 }
 
 func newJob(at float64, text []byte, out int, session string) job {
-	return job{at, policy.NewPrompt(7, nil, text), chain(text), len(text) / tokenBytes, out, session}
+	return job{at, policy.NewPrompt(7, nil, text), chain(text), len(text) / tokenBytes, out, session, false}
 }
 
 // text is random text, whose bytes tell it apart from all other.
