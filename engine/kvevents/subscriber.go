@@ -268,8 +268,8 @@ func (f *follower) apply(payload []byte) {
 	}
 	f.begun, f.knows = true, true
 	f.next++
-	f.s.Sink.Apply(batch.Events)
 	f.s.Count(CountedEvents, len(batch.Events))
+	f.s.Sink.Apply(batch.Events)
 }
 
 // lost says that events are missing, if there is anything that this makes doubtful.
