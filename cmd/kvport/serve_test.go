@@ -197,7 +197,7 @@ func TestCacheQueryOfKeys(t *testing.T) {
 	require.Equal(t, 403, code, "what alpha has asked is not told to beta")
 	require.Contains(t, body, "cache_salt: a cache query needs one, since several API keys share the cache")
 	one := filepath.Join(t.TempDir(), "one")
-	require.NoError(t, os.WriteFile(one, []byte("alpha\nalpha\n"), 0o600))
+	require.NoError(t, os.WriteFile(one, []byte(strings.Repeat("alpha\n", 2)), 0o600))
 	for _, args := range [][]string{{"--api-key-file", one}, {"--api-key-file", file, "--cache-query-unsalted"}} {
 		p = start(t, append([]string{"serve", "--model", "sim", "--port", "0"}, args...)...)
 		code, body = ask("alpha", "", `{"cache_query":true}`)
