@@ -16,10 +16,11 @@ type EventSink interface {
 	Publish(events []kvevents.Event)
 }
 
-// The limits of what is remembered for the connector's reports.
+// The limits of events, and of what is remembered for the connector's reports.
 const (
 	maxReports  = 64      // that the loop has not taken yet
 	maxReported = 1 << 16 // blocks; their tokens are remembered until then
+	maxRun      = 1 << 14 // blocks of one event, fewer than any reader refuses
 )
 
 // news gathers events for a sink: blocks of the prefix cache that come and go, and what the connector reports of its
@@ -111,7 +112,7 @@ func (n *news) last(kind kvevents.Kind, medium string, group int) *kvevents.Even
 	if len(n.events) == 0 {
 		return nil
 	}
-	if ev := &n.events[len(n.events)-1]; ev.Kind == kind && ev.Medium == medium && ev.Group == group {
+	if ev := &n.events[len(n.events)-1]; ev.Kind == kind && ev.Medium == medium && ev.Group == group && len(ev.Hashes) < maxRun {
 		return ev
 	}
 	return nil

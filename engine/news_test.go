@@ -187,3 +187,13 @@ func TestReports(t *testing.T) {
 	n.published(0, 0, r, tokens)
 	require.Equal(t, []kvevents.Event{{Kind: kvevents.Stored, Medium: kvevents.GPU, Hashes: []kvevents.Hash{hash(0)}, BlockSize: 2, LoRAID: -1}}, n.events)
 }
+
+// An event has no more blocks than readers take.
+func TestNewsRun(t *testing.T) {
+	n := &news{}
+	for i := range maxRun + 1 {
+		n.removed(kvevents.GPU, 0, connector.BlockKey{byte(i), byte(i >> 8)})
+	}
+	require.Len(t, n.events, 2)
+	require.Len(t, n.events[0].Hashes, maxRun)
+}

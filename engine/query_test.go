@@ -92,6 +92,11 @@ func TestCacheQuery(t *testing.T) {
 func TestCacheQueryNeedsNoPlace(t *testing.T) {
 	cfg := simConfig(t)
 	cfg.MaxSeqs, cfg.MaxBatchedTokens = 1, 1
+	g := &gate{Model: cfg.Model, open: make(chan struct{}, 100)}
+	for range cap(g.open) { // fewer steps than the running request needs
+		g.open <- struct{}{}
+	}
+	cfg.Model = g
 	r := start(t, cfg)
 	ctx, cancel := context.WithCancel(t.Context())
 	running, err := r.Submit(ctx, Request{ID: "long", Prompt: []int32{1}, MaxTokens: 1000, IgnoreEOS: true})
@@ -102,6 +107,7 @@ func TestCacheQueryNeedsNoPlace(t *testing.T) {
 	r.asks(t, prompted("q", 1, 100))
 	require.Equal(t, 2, r.Health().Running+r.Health().Waiting)
 	cancel()
+	close(g.open)
 	require.Equal(t, connector.ReasonAbort, collect(running).last.Reason)
 	require.Equal(t, connector.ReasonAbort, collect(waiting).last.Reason)
 	requireIdle(t, r)

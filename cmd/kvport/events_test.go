@@ -46,6 +46,7 @@ func TestEventsFlags(t *testing.T) {
 		`{"enable_kv_cache_events": true, "endpoint": "udp://a:1"}`:             "want ipc://PATH or tcp://HOST:PORT",
 		`{"enable_kv_cache_events": true, "endpoint": "ipc:///nowhere/at/all"}`: "endpoint: ",
 		"@nowhere": "nowhere",
+		"":         "--kv-events-config: ",
 	} {
 		var errs strings.Builder
 		code := run([]string{"serve", "--model", "sim", "--port", "0", "--num-blocks", "64", "--kv-events-config", arg}, io.Discard, &errs)

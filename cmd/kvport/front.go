@@ -256,6 +256,12 @@ func (t *front) keyName(authorization string) string {
 	return ""
 }
 
+// severalKeys reports whether there is more than one API key.
+func (t *front) severalKeys() bool {
+	keys := t.keys.Load()
+	return keys != nil && len(keys.hashes) > 1
+}
+
 // reload reads the API keys again at each SIGHUP, until ctx ends. A file that is not good leaves the keys
 // as they were. Without a file of keys nothing happens.
 func (t *front) reload(ctx context.Context, file string) {

@@ -132,8 +132,9 @@ func readKeys(path string) (*keyring, error) {
 	}
 	k := &keyring{}
 	for line := range bytes.Lines(data) {
-		if key := bytes.TrimSpace(line); len(key) > 0 {
-			k.hashes = append(k.hashes, sha256.Sum256(key))
+		key := bytes.TrimSpace(line)
+		if hash := sha256.Sum256(key); len(key) > 0 && !slices.Contains(k.hashes, hash) {
+			k.hashes = append(k.hashes, hash)
 		}
 	}
 	if len(k.hashes) == 0 {

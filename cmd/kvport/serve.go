@@ -43,6 +43,7 @@ type serveFlags struct {
 	weightCache       bool
 	tensorParallel    int
 	cacheQueryRate    int
+	cacheQueryAll     bool
 	transferConfig    string
 	eventsConfig      string
 	pluginPath        []string
@@ -83,6 +84,7 @@ func newServe() *cobra.Command {
 	flags.BoolVar(&f.prefixCaching, "enable-prefix-caching", true, "reuse the KV of prompts that start alike")
 	flags.IntVar(&f.tensorParallel, "tensor-parallel-size", 1, "ranks, each with its share of the KV heads, a cache and a connector session of its own")
 	flags.IntVar(&f.cacheQueryRate, "cache-query-rate", 100, "cache queries a second that each API key may ask; without keys, all clients together; 0 answers none")
+	flags.BoolVar(&f.cacheQueryAll, "cache-query-unsalted", false, "answer cache queries without a cache_salt though there are several API keys: each of them learns which prompts the others' requests have left in the cache")
 	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it")
 	flags.StringVar(&f.eventsConfig, "kv-events-config", "", "where to publish which KV blocks there are, as JSON with vLLM's fields, or @FILE with it")
 	flags.StringSliceVar(&f.routers, "register", nil, "URLs of kvport route --register; the engine tells them where it is, signed with the ticket key, and that it ends")
@@ -112,7 +114,7 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	events, err := f.events()
+	events, err := f.events(cmd.Flags().Changed("kv-events-config"))
 	if err != nil {
 		return err
 	}
@@ -148,7 +150,7 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	}
 	s, err := server.New(f.server(server.Config{
 		Engine: e, Tokenizer: tok, ModelName: f.name(m), Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		Known: t.knows, Events: place, KeyName: t.keyName,
+		Known: t.knows, Events: place, KeyName: t.keyName, SharedKeys: func() bool { return !f.cacheQueryAll && t.severalKeys() },
 	}, transfer))
 	if err != nil {
 		return fail(errors.Join(err, e.Close(cmd.Context())))
@@ -301,9 +303,9 @@ func (f *serveFlags) transfer(given bool) (*host.Config, error) {
 	return c, nil
 }
 
-// events reads --kv-events-config; nil: nothing is published.
-func (f *serveFlags) events() (*kvevents.Config, error) {
-	if f.eventsConfig == "" {
+// events reads --kv-events-config; nil: nothing is published. Given as an empty string it is an error.
+func (f *serveFlags) events(given bool) (*kvevents.Config, error) {
+	if !given {
 		return nil, nil
 	}
 	data := []byte(f.eventsConfig)

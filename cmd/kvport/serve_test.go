@@ -193,6 +193,16 @@ func TestCacheQueryOfKeys(t *testing.T) {
 	}
 	code, _ = ask("gamma", "s", `{"cache_query":true}`)
 	require.Equal(t, 401, code)
+	code, body = ask("beta", "", `{"cache_query":true}`)
+	require.Equal(t, 403, code, "what alpha has asked is not told to beta")
+	require.Contains(t, body, "cache_salt: a cache query needs one, since several API keys share the cache")
+	one := filepath.Join(t.TempDir(), "one")
+	require.NoError(t, os.WriteFile(one, []byte(strings.Repeat("alpha\n", 2)), 0o600))
+	for _, args := range [][]string{{"--api-key-file", one}, {"--api-key-file", file, "--cache-query-unsalted"}} {
+		p = start(t, append([]string{"serve", "--model", "sim", "--port", "0"}, args...)...)
+		code, body = ask("alpha", "", `{"cache_query":true}`)
+		require.Equal(t, 200, code, body)
+	}
 
 	off := start(t, "serve", "--model", "sim", "--port", "0", "--cache-query-rate", "0")
 	code, body = do(t, "POST", off.URL+"/v1/completions", `{"prompt":"x","kv_transfer_params":{"cache_query":true}}`)

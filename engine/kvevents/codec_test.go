@@ -165,6 +165,22 @@ func TestManyValues(t *testing.T) {
 	require.ErrorContains(t, err, "over 262144 hashes")
 }
 
+// What a client chooses, such as its cache_salt, costs its own blocks their place, not the whole batch.
+func TestLongExtraKeys(t *testing.T) {
+	long, many := Text(strings.Repeat("s", maxValue+1)), make([]string, maxExtra+1)
+	for i := range many {
+		many[i] = Text("image")
+	}
+	for name, values := range map[string][]string{"long": {Text("tuned"), long, Text("x")}, "many": many} {
+		b, err := (&Batch{Events: []Event{with(func(ev *Event) { ev.Extra = [][]string{values, {Text("x")}} }), stored()}}).Append(nil)
+		require.NoError(t, err)
+		got, err := Decode(b)
+		require.NoError(t, err, name)
+		require.Equal(t, [][]string{{""}, {Text("x")}}, got.Events[0].Extra, name)
+		require.Equal(t, stored(), got.Events[1], name)
+	}
+}
+
 // Whatever a publisher sends is refused, or is a batch that can be sent on and read again.
 func FuzzDecode(f *testing.F) {
 	for _, payload := range golden(f) {

@@ -23,7 +23,7 @@ const (
 	maxBlockSize = 1 << 16
 	maxGroups    = 1 << 16
 	maxText      = 1 << 10 // bytes
-	maxExtra     = 64      // values of a block
+	maxExtra     = 64      // values of a block that are kept
 	maxValue     = 1 << 12 // bytes of such a value
 	maxFields    = 64      // of an event
 	maxDepth     = 16      // of what is not known
@@ -327,24 +327,35 @@ func (d *decoder) extra() [][]string {
 			list = append(list, nil)
 			continue
 		}
-		values := []string{}
-		for range d.costly("the extra keys of a block", maxExtra) {
-			values = append(values, d.raw())
-		}
-		list = append(list, values)
+		list = append(list, d.extraOf())
 	}
 	return list
 }
 
-// raw takes a value as it stands.
+// extraOf reads the extra keys of a block. Clients choose some of them, such as cache_salt: what is too long or too many
+// costs the block its place and not the batch.
+func (d *decoder) extraOf() []string {
+	n := d.costly("the extra keys of a block", maxHashes)
+	whole := n <= maxExtra
+	values := make([]string, 0, min(n, maxExtra))
+	for i := 0; i < n && d.err == nil; i++ {
+		value := d.raw()
+		if whole = whole && value != ""; whole {
+			values = append(values, value)
+		}
+	}
+	if !whole {
+		return []string{""}
+	}
+	return values
+}
+
+// raw takes a value as it stands; one that is too long becomes empty.
 func (d *decoder) raw() string {
 	start := len(d.payload) - d.r.Len()
 	d.skip(maxDepth)
 	end := len(d.payload) - d.r.Len()
-	if d.err == nil && end-start > maxValue {
-		d.fail("an extra key has %d bytes, want at most %d", end-start, maxValue)
-	}
-	if d.err != nil {
+	if d.err != nil || end-start > maxValue {
 		return ""
 	}
 	return string(d.payload[start:end])

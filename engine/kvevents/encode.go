@@ -154,6 +154,10 @@ func (e encoder) extra(list [][]string) {
 		}
 		e.array(len(values))
 		for _, v := range values {
+			if v == "" { // it is not known
+				e.null()
+				continue
+			}
 			_, _ = e.e.Writer().Write([]byte(v))
 		}
 	}

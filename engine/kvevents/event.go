@@ -82,7 +82,8 @@ type Event struct {
 	LoRAName  string  // empty: none
 	// Extra has for each block what it depends on apart from tokens: the adapter's name, images, the prompt's
 	// cache_salt. Each value is as it goes over the wire. Nil: nothing for any block; else it has one entry for
-	// each block, nil where there is nothing.
+	// each block, nil where there is nothing. An empty value stands for values that were too long or too many to be
+	// read: nobody can say which prompts have that block.
 	Extra [][]string
 }
 

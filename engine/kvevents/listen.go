@@ -7,14 +7,20 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/kvport/kvport/internal/zmtp"
 )
 
-// folder begins the names of the folders in which sockets without a configured path are.
-const folder = "kvport-events-"
+// folder begins the names of the folders in which sockets without a configured path are, and these are the sockets.
+const (
+	folder     = "kvport-events-"
+	eventsFile = "events"
+	replayFile = "replay"
+)
 
 // maxPath is the length of a socket's path at most, as Linux has it.
 const maxPath = 107
@@ -23,21 +29,41 @@ const maxPath = 107
 func privateFolder() (string, error) {
 	old, _ := filepath.Glob(filepath.Join(os.TempDir(), folder+"*")) // the pattern is right
 	for _, dir := range old {
-		info, err := os.Stat(dir)
-		if err == nil && time.Since(info.ModTime()) > time.Minute && !answers(filepath.Join(dir, "events")) {
-			_ = os.RemoveAll(dir) // another user's folder stays
-		}
+		removeDead(dir)
 	}
 	return os.MkdirTemp("", folder)
 }
 
-// answers reports whether somebody listens at a socket.
-func answers(path string) bool {
+// removeDead removes a folder that privateFolder made, if its engine has died: it is older than a minute and has nothing
+// but the sockets of an engine, at which nobody listens.
+func removeDead(dir string) {
+	info, err := os.Lstat(dir)
+	if err != nil || info.Mode() != os.ModeDir|0o700 || time.Since(info.ModTime()) <= time.Minute {
+		return
+	}
+	if stat, ok := info.Sys().(*syscall.Stat_t); !ok || int(stat.Uid) != os.Getuid() {
+		return
+	}
+	list, err := os.ReadDir(dir)
+	ours := func(f os.DirEntry) bool {
+		return f.Type() == os.ModeSocket && (f.Name() == eventsFile || f.Name() == replayFile) && isDead(filepath.Join(dir, f.Name()))
+	}
+	if err != nil || slices.ContainsFunc(list, func(f os.DirEntry) bool { return !ours(f) }) {
+		return
+	}
+	for _, f := range list {
+		_ = os.Remove(filepath.Join(dir, f.Name()))
+	}
+	_ = os.Remove(dir) // unless there is something new in it
+}
+
+// isDead reports whether nobody listens at a socket any more. One that is busy is not dead.
+func isDead(path string) bool {
 	conn, err := (&net.Dialer{Timeout: time.Second}).DialContext(context.Background(), "unix", path)
 	if err == nil {
 		_ = conn.Close()
 	}
-	return err == nil
+	return errors.Is(err, syscall.ECONNREFUSED)
 }
 
 // listen listens at an endpoint. A socket in the file system is this user's alone, and takes the place of one at which
@@ -52,7 +78,7 @@ func listen(e zmtp.Endpoint) (net.Listener, error) {
 		return nil, err
 	case info.Mode()&os.ModeSocket == 0:
 		return nil, fmt.Errorf("%s is there and is not a socket: remove it or choose another path", e.Address)
-	case answers(e.Address):
+	case !isDead(e.Address):
 		return nil, fmt.Errorf("somebody listens at %s already: choose another path", e.Address)
 	}
 	// It gets its name when its mode is right, so that nobody can connect before.

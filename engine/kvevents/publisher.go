@@ -1,6 +1,7 @@
 package kvevents
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -26,10 +27,12 @@ const (
 	maxWaiting     = 64 << 20  // bytes that wait for one reader
 	maxBuffered    = 256 << 20 // bytes that are kept to be replayed
 	maxRequest     = 4 << 10   // bytes of what a reader sends
-	batchTokens    = 1 << 18   // of a batch; more are divided
+	batchTokens    = 1 << 18   // of a batch; more are divided. A hash counts as hashTokens
+	hashTokens     = 8
 	handshakeTime  = 5 * time.Second
-	writeTime      = time.Minute // for a reader to take one message
-	endOfReplay    = 1<<64 - 1   // the sequence number behind the last message of a replay
+	writeTime      = time.Minute     // for a reader to take one message
+	sendReplay     = 2 * time.Minute // for a reader to take a whole replay
+	endOfReplay    = 1<<64 - 1       // the sequence number behind the last message of a replay
 	sequenceLength = 8
 )
 
@@ -58,7 +61,7 @@ type Publisher struct {
 	buffer  []*message // the oldest first
 	bytes   int        // of buffer
 	readers map[*reader]bool
-	conns   map[net.Conn]bool
+	conns   map[net.Listener]map[net.Conn]bool
 }
 
 // numbered is a batch before it is encoded.
@@ -83,7 +86,7 @@ func NewPublisher(c Config, log *slog.Logger, metrics prometheus.Registerer) (*P
 		published: s.Counter("kvport_kv_events_total", "KV events that were published."),
 		lost:      s.Counter("kvport_kv_events_lost_total", "KV events that were not published since too many waited."),
 		dropped:   s.Counters("kvport_kv_events_dropped_total", "Batches of KV events that a reader did not get, by why: it was slow, or too many were connected.", "why"),
-		readers:   map[*reader]bool{}, conns: map[net.Conn]bool{},
+		readers:   map[*reader]bool{}, conns: map[net.Listener]map[net.Conn]bool{},
 	}
 	p.place = Place{Endpoint: c.Endpoint, Topic: c.Topic}
 	if c.ReplayEndpoint != nil {
@@ -105,8 +108,8 @@ func (p *Publisher) open() (err error) {
 		if p.folder, err = privateFolder(); err != nil {
 			return err
 		}
-		p.place.Endpoint = "ipc://" + filepath.Join(p.folder, "events")
-		p.place.ReplayEndpoint = "ipc://" + filepath.Join(p.folder, "replay")
+		p.place.Endpoint = "ipc://" + filepath.Join(p.folder, eventsFile)
+		p.place.ReplayEndpoint = "ipc://" + filepath.Join(p.folder, replayFile)
 	}
 	for _, at := range []struct {
 		field    string
@@ -116,21 +119,35 @@ func (p *Publisher) open() (err error) {
 		if *at.endpoint == "" {
 			continue
 		}
-		e, err := zmtp.ParseEndpoint(*at.endpoint)
-		if err != nil {
+		if err := p.listen(at.field, at.endpoint, at.serve); err != nil {
 			return fmt.Errorf("%s: %w", at.field, err)
 		}
-		l, err := listen(e)
-		if err != nil {
-			return fmt.Errorf("%s: %w", at.field, err)
-		}
-		p.listeners = append(p.listeners, l)
-		if tcp, is := l.Addr().(*net.TCPAddr); is {
-			*at.endpoint = portOf(*at.endpoint, tcp.Port)
-			p.log.Warn("KV events are published over TCP without encryption: whoever reaches the port reads the token ids of all prompts", at.field, *at.endpoint)
-		}
-		p.tasks.Go(func() { p.accept(l, at.serve) })
 	}
+	return nil
+}
+
+// listen begins to listen at an endpoint, and makes it the one that readers elsewhere need.
+func (p *Publisher) listen(field string, endpoint *string, serve func(net.Conn)) error {
+	e, err := zmtp.ParseEndpoint(*endpoint)
+	if err == nil && e.Network == "unix" { // readers have working directories of their own
+		e.Address, err = filepath.Abs(e.Address)
+		*endpoint = e.String()
+	}
+	if err != nil {
+		return err
+	}
+	l, err := listen(e)
+	if err != nil {
+		return err
+	}
+	p.mu.Lock()
+	p.listeners, p.conns[l] = append(p.listeners, l), map[net.Conn]bool{}
+	p.mu.Unlock()
+	if tcp, is := l.Addr().(*net.TCPAddr); is {
+		*endpoint = portOf(*endpoint, tcp.Port)
+		p.log.Warn("KV events are published over TCP without encryption: whoever reaches the port reads the token ids of all prompts", field, *endpoint)
+	}
+	p.tasks.Go(func() { p.accept(l, serve) })
 	return nil
 }
 
@@ -153,8 +170,8 @@ func (p *Publisher) Publish(events []Event) {
 	defer p.mu.Unlock()
 	for len(events) > 0 && !p.closed {
 		n, tokens := 0, 0
-		for n < len(events) && n < maxEvents && (n == 0 || tokens+len(events[n].Tokens)+len(events[n].Hashes) <= batchTokens) {
-			tokens += len(events[n].Tokens) + len(events[n].Hashes)
+		for n < len(events) && n < maxEvents && (n == 0 || tokens+events[n].cost() <= batchTokens) {
+			tokens += events[n].cost()
 			n++
 		}
 		seq := p.next
@@ -168,6 +185,9 @@ func (p *Publisher) Publish(events []Event) {
 	}
 	wake(p.wake)
 }
+
+// cost is how long an event is on the wire, in tokens.
+func (ev *Event) cost() int { return len(ev.Tokens) + hashTokens*len(ev.Hashes) }
 
 func wake(c chan struct{}) {
 	select {
@@ -231,31 +251,31 @@ func (p *Publisher) accept(l net.Listener, serve func(net.Conn)) {
 			<-time.After(time.Second)
 			continue
 		}
-		if !p.enter(conn) {
+		if !p.enter(l, conn) {
 			p.dropped.WithLabelValues("connections").Inc()
 			_ = conn.Close()
 			continue
 		}
 		p.tasks.Go(func() {
 			serve(conn)
-			p.leave(conn)
+			p.leave(l, conn)
 		})
 	}
 }
 
-func (p *Publisher) enter(conn net.Conn) bool {
+func (p *Publisher) enter(l net.Listener, conn net.Conn) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.closed || len(p.conns) == 2*maxReaders {
+	if p.closed || len(p.conns[l]) == maxReaders {
 		return false
 	}
-	p.conns[conn] = true
+	p.conns[l][conn] = true
 	return true
 }
 
-func (p *Publisher) leave(conn net.Conn) {
+func (p *Publisher) leave(l net.Listener, conn net.Conn) {
 	p.mu.Lock()
-	delete(p.conns, conn)
+	delete(p.conns[l], conn)
 	p.mu.Unlock()
 	_ = conn.Close()
 }
@@ -278,8 +298,8 @@ type reader struct {
 
 	mu     sync.Mutex
 	topics []string
-	queue  []*message
-	bytes  int // of queue
+	queue  []*message // the first may be on its way
+	bytes  int        // of queue
 	closed bool
 }
 
@@ -346,7 +366,7 @@ func (r *reader) offer(m *message, most int) bool {
 	if len(r.topics) == 0 || r.closed {
 		return true
 	}
-	if len(r.queue) >= most || r.bytes > maxWaiting {
+	if len(r.queue) >= most || len(r.queue) > 0 && r.bytes+len(m.payload) > maxWaiting {
 		return false
 	}
 	r.queue, r.bytes = append(r.queue, m), r.bytes+len(m.payload)
@@ -357,23 +377,40 @@ func (r *reader) offer(m *message, most int) bool {
 // write sends what waits until the reader is closed or does not take it.
 func (r *reader) write(conn net.Conn, z *zmtp.Conn, p *Publisher) {
 	for {
-		r.mu.Lock()
-		waiting, closed := r.queue, r.closed
-		r.queue, r.bytes = nil, 0
-		r.mu.Unlock()
-		for _, m := range waiting {
-			_ = conn.SetWriteDeadline(time.Now().Add(p.slow)) // the write fails if this does
-			if z.Send(p.topic, m.number, m.payload) != nil {
-				return
-			}
+		m, closed := r.first()
+		switch {
+		case closed:
+			return
+		case m == nil:
+			_ = conn.SetWriteDeadline(time.Time{}) // heartbeats may be answered much later
+			<-r.wake
+			continue
 		}
-		if closed {
+		_ = conn.SetWriteDeadline(time.Now().Add(p.slow)) // the write fails if this does
+		if z.Send(p.topic, m.number, m.payload) != nil {
 			return
 		}
-		if len(waiting) == 0 {
-			<-r.wake
-		}
+		r.sent()
 	}
+}
+
+// first is the message to be written next; nil: none waits.
+func (r *reader) first() (m *message, closed bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.queue) > 0 {
+		m = r.queue[0]
+	}
+	return m, r.closed
+}
+
+// sent takes the first message out.
+func (r *reader) sent() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.bytes -= len(r.queue[0].payload)
+	r.queue[0] = nil
+	r.queue = r.queue[1:]
 }
 
 // replay serves a reader that asks for what it has missed.
@@ -395,22 +432,33 @@ func (p *Publisher) replay(conn net.Conn) {
 	p.log.Debug("a replay of KV events is over", "err", err)
 }
 
-// sendFrom sends what is kept from a number on, and the mark behind it.
-func (p *Publisher) sendFrom(conn net.Conn, z *zmtp.Conn, first uint64) error {
+// sendFrom sends what is kept from a number on, up to what is the newest now, and the mark behind it. A reader that is slow
+// keeps nothing in memory for longer.
+func (p *Publisher) sendFrom(conn net.Conn, z *zmtp.Conn, next uint64) error {
+	_ = conn.SetWriteDeadline(time.Now().Add(sendReplay)) // a write fails if this does
 	p.mu.Lock()
-	kept := slices.Clone(p.buffer)
+	end := p.next
 	p.mu.Unlock()
-	for _, m := range kept {
-		if m.seq < first {
-			continue
-		}
-		_ = conn.SetWriteDeadline(time.Now().Add(p.slow)) // the write fails if this does
+	for m := p.kept(next); m != nil && m.seq < end; m = p.kept(m.seq + 1) {
 		if err := z.Send(nil, p.topic, m.number, m.payload); err != nil {
 			return err
 		}
 	}
-	_ = conn.SetWriteDeadline(time.Now().Add(p.slow))
-	return z.Send(nil, nil, binary.BigEndian.AppendUint64(nil, endOfReplay), nil)
+	if err := z.Send(nil, nil, binary.BigEndian.AppendUint64(nil, endOfReplay), nil); err != nil {
+		return err
+	}
+	return conn.SetWriteDeadline(time.Time{}) // heartbeats may be answered much later
+}
+
+// kept is the oldest message that is kept and has at least that number; nil: there is none.
+func (p *Publisher) kept(number uint64) *message {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	at, _ := slices.BinarySearchFunc(p.buffer, number, func(m *message, n uint64) int { return cmp.Compare(m.seq, n) })
+	if at == len(p.buffer) {
+		return nil
+	}
+	return p.buffer[at]
 }
 
 // Close ends the publisher: connections are cut, and nothing of it is left.
@@ -426,8 +474,10 @@ func (p *Publisher) Close() error {
 		}
 	}
 	p.mu.Lock()
-	for conn := range p.conns {
-		_ = conn.Close()
+	for _, conns := range p.conns {
+		for conn := range conns {
+			_ = conn.Close()
+		}
 	}
 	p.mu.Unlock()
 	p.tasks.Wait()

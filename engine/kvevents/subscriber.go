@@ -41,7 +41,8 @@ const (
 )
 
 // Subscription follows one publisher, of vLLM or of kvport. A publisher that starts again, breaks or lies costs what
-// is known of it and nothing else: its memory is bounded, and it is asked again after ever longer pauses.
+// is known of it and nothing else: its memory is bounded, and it is asked again after ever longer pauses. One goroutine
+// calls Run.
 type Subscription struct {
 	Place Place // where to connect to
 	Sink  Sink
@@ -50,12 +51,15 @@ type Subscription struct {
 	Dial  func(ctx context.Context, network, address string) (net.Conn, error) // nil: net.Dialer
 
 	pause func(ctx context.Context, d time.Duration) // of tests
+	now   func() time.Time                           // of tests
+	told  map[string]bool                            // what the log has as a warning since all was well
 }
 
 // The pauses of a subscription.
 const (
 	firstPause   = 100 * time.Millisecond // before it connects again, doubled
 	longestPause = 10 * time.Second
+	settled      = 10 * time.Second // without a fault, after which the first pause is short again
 	replayPause  = time.Second      // between two replays
 	silence      = 10 * time.Second // of a publisher in a replay
 	replayTime   = 2 * time.Minute  // of a whole replay
@@ -75,28 +79,54 @@ func (s *Subscription) Run(ctx context.Context) error {
 		}
 		replays = &e
 	}
-	if s.pause == nil {
-		s.pause = pause
-	}
-	told, wait := "", firstPause
+	s.begin()
+	wait := firstPause
 	for {
 		f := &follower{s: s, replays: replays}
 		err := s.follow(ctx, events, f)
 		if f.begun {
 			s.Sink.Lost()
 			s.Count(CountedLost, 1)
-			told, wait = "", firstPause
 		}
 		if ctx.Err() != nil {
 			return nil //nolint:nilerr // the connection broke because ctx has ended
 		}
-		if text := err.Error(); text != told {
-			told = text
-			s.Log.Warn("KV events of an instance cannot be read, it is tried again", "endpoint", s.Place.Endpoint, "err", err)
+		if !f.well.IsZero() && s.now().Sub(f.well) >= settled {
+			clear(s.told)
+			wait = firstPause
 		}
+		s.tell("KV events of an instance cannot be read, it is tried again", s.Place.Endpoint, err)
 		s.pause(ctx, wait)
 		wait = min(2*wait, longestPause)
 	}
+}
+
+// begin sets what Run needs.
+func (s *Subscription) begin() {
+	if s.pause == nil {
+		s.pause = pause
+	}
+	if s.now == nil {
+		s.now = time.Now
+	}
+	s.told = map[string]bool{}
+}
+
+// maxTold is how many warnings the log has until all is well again.
+const maxTold = 16
+
+// tell writes to the log what is wrong, as a warning once until all is well again.
+func (s *Subscription) tell(message, endpoint string, err error) {
+	cause := err.Error()
+	if op, is := errors.AsType[*net.OpError](err); is { // without the port, which is another one each time
+		cause = op.Op + op.Err.Error()
+	}
+	level := slog.LevelDebug
+	if key := message + cause; !s.told[key] && len(s.told) < maxTold {
+		s.told[key] = true
+		level = slog.LevelWarn
+	}
+	s.Log.Log(context.Background(), level, message, "endpoint", endpoint, "err", err)
 }
 
 // pause waits, unless ctx ends first.
@@ -145,6 +175,7 @@ func (s *Subscription) follow(ctx context.Context, e zmtp.Endpoint, f *follower)
 	if err := z.Send([]byte("\x01" + s.Place.Topic)); err != nil {
 		return err
 	}
+	f.well = s.now()
 	if f.replays != nil {
 		if err := f.replay(ctx); err != nil {
 			return err
@@ -183,6 +214,7 @@ type follower struct {
 	next    uint64         // the number of the next batch to apply
 	seen    uint64         // one more than the last live number
 	asked   time.Time      // when a replay was asked for last
+	well    time.Time      // since when nothing was wrong; zero: there was no connection
 }
 
 // live takes a batch that was just published.
@@ -205,7 +237,8 @@ func (f *follower) live(ctx context.Context, seq uint64, payload []byte) error {
 	if seq < f.next {
 		return nil // a replay had it
 	}
-	return f.apply(payload)
+	f.apply(payload)
+	return nil
 }
 
 // fill asks for what is missing, if it can.
@@ -213,26 +246,30 @@ func (f *follower) fill(ctx context.Context) error {
 	if f.replays == nil {
 		return nil
 	}
-	if rest := replayPause - time.Since(f.asked); rest > 0 { // one whose numbers jump is not asked all the time
+	if rest := replayPause - f.s.now().Sub(f.asked); rest > 0 { // one whose numbers jump is not asked all the time
 		f.s.pause(ctx, rest)
 	}
 	return f.replay(ctx)
 }
 
-// apply takes the next batch.
-func (f *follower) apply(payload []byte) error {
+// apply takes the next batch. One that cannot be read is missing from then on: asking for it again would not help.
+func (f *follower) apply(payload []byte) {
 	batch, err := Decode(payload)
 	if err != nil {
-		return err
+		f.s.Count(CountedInvalid, 1)
+		f.s.tell("a batch of KV events cannot be read, what was known of the instance is forgotten", f.s.Place.Endpoint, err)
+		f.well = f.s.now()
+		f.lost()
+		f.next++
+		return
 	}
 	if !f.knows {
 		f.s.Sink.From(f.next)
 	}
 	f.begun, f.knows = true, true
 	f.next++
-	f.s.Sink.Apply(batch.Events)
 	f.s.Count(CountedEvents, len(batch.Events))
-	return nil
+	f.s.Sink.Apply(batch.Events)
 }
 
 // lost says that events are missing, if there is anything that this makes doubtful.
@@ -247,13 +284,13 @@ func (f *follower) lost() {
 // replay asks for the next batch and all behind it, and applies them. That a replay is not to be had is not an
 // error: what is missing stays missing.
 func (f *follower) replay(ctx context.Context) error {
-	f.asked = time.Now()
+	f.asked = f.s.now()
 	f.s.Count(CountedReplays, 1)
 	ctx, cancel := context.WithTimeout(ctx, replayTime)
 	defer cancel()
 	z, conn, release, err := f.s.dial(ctx, *f.replays, zmtp.Dealer, zmtp.Router)
 	if err != nil {
-		f.s.Log.Warn("KV events that were missed cannot be had", "replay_endpoint", f.s.Place.ReplayEndpoint, "err", err)
+		f.s.tell("KV events that were missed cannot be had", f.s.Place.ReplayEndpoint, err)
 		return nil
 	}
 	defer release()
@@ -267,7 +304,7 @@ func (f *follower) replay(ctx context.Context) error {
 			return err
 		}
 		if err != nil {
-			f.s.Log.Warn("a replay of KV events broke off", "replay_endpoint", f.s.Place.ReplayEndpoint, "err", err)
+			f.s.tell("a replay of KV events broke off", f.s.Place.ReplayEndpoint, err)
 			return nil
 		}
 		if len(frames) > 0 && len(frames[0]) == 0 {
@@ -288,9 +325,7 @@ func (f *follower) replay(ctx context.Context) error {
 			f.lost()
 			f.next = seq
 		}
-		if err := f.apply(payload); err != nil {
-			return err
-		}
+		f.apply(payload)
 		f.s.Count(CountedReplayed, 1)
 	}
 }

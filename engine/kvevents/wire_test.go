@@ -162,12 +162,7 @@ func TestPublishAndFollow(t *testing.T) {
 // Only the engine's user can open the sockets, and nothing of them stays behind.
 func TestSockets(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
-	died := filepath.Join(os.TempDir(), folder+"died")
-	require.NoError(t, os.Mkdir(died, 0o700))
-	old := time.Now().Add(-time.Hour)
-	require.NoError(t, os.Chtimes(died, old, old))
 	p := publisher(t, "")
-	require.NoDirExists(t, died, "of an engine that was killed")
 	for _, endpoint := range []string{p.Place().Endpoint, p.Place().ReplayEndpoint} {
 		path := strings.TrimPrefix(endpoint, "ipc://")
 		info, err := os.Stat(path)
@@ -212,6 +207,68 @@ func TestSockets(t *testing.T) {
 	refused("too long for a socket")
 	c.Endpoint = "ipc:///none/s"
 	refused("endpoint: ")
+}
+
+// Folders of engines that were killed are removed, and nothing else: neither a folder of an engine that lives, nor one with
+// anything in it that is not such an engine's.
+func TestDeadFolders(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	socket := func(dir, name string) net.Listener {
+		l, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, name), Net: "unix"})
+		require.NoError(t, err)
+		l.SetUnlinkOnClose(false)
+		return l
+	}
+	died := func(dir string) {
+		for _, name := range []string{"events", "replay"} {
+			require.NoError(t, socket(dir, name).Close())
+		}
+	}
+	kept := map[string]bool{}
+	for name, fill := range map[string]func(dir string){
+		"-died":  died,
+		"-empty": func(string) {},
+		"file":   func(dir string) { died(dir); require.NoError(t, os.WriteFile(filepath.Join(dir, "notes"), nil, 0o600)) },
+		"events": func(dir string) { require.NoError(t, os.WriteFile(filepath.Join(dir, "events"), nil, 0o600)) },
+		"folder": func(dir string) { require.NoError(t, os.Mkdir(filepath.Join(dir, "replay"), 0o700)) },
+		"mode":   func(dir string) { died(dir); require.NoError(t, os.Chmod(dir, 0o750)) },
+		"replay": func(dir string) {
+			l := socket(dir, "replay") // somebody listens, whatever became of the other one
+			t.Cleanup(func() { _ = l.Close() })
+		},
+	} {
+		dir := filepath.Join(os.TempDir(), folder+name)
+		require.NoError(t, os.Mkdir(dir, 0o700))
+		fill(dir)
+		old := time.Now().Add(-time.Hour)
+		require.NoError(t, os.Chtimes(dir, old, old))
+		kept[dir] = name[0] != '-'
+	}
+	young := filepath.Join(os.TempDir(), folder+"young")
+	require.NoError(t, os.Mkdir(young, 0o700))
+	died(young)
+	kept[young] = true
+	link := filepath.Join(os.TempDir(), folder+"link")
+	elsewhere := t.TempDir()
+	require.NoError(t, os.Symlink(elsewhere, link))
+	kept[elsewhere] = true
+	publisher(t, "")
+	for dir, want := range kept {
+		if want {
+			require.DirExists(t, dir)
+		} else {
+			require.NoDirExists(t, dir)
+		}
+	}
+}
+
+// A socket is advertised by a path that readers elsewhere can use.
+func TestRelativePath(t *testing.T) {
+	t.Chdir(t.TempDir())
+	dir, err := os.Getwd()
+	require.NoError(t, err)
+	p := publisher(t, `, "endpoint": "ipc://e", "replay_endpoint": "ipc://./r"`)
+	require.Equal(t, Place{Endpoint: "ipc://" + dir + "/e", ReplayEndpoint: "ipc://" + dir + "/r"}, p.Place())
 }
 
 // TCP is warned of, and the port that was taken is told.
@@ -282,6 +339,7 @@ func TestFollower(t *testing.T) {
 	} {
 		r := newRecorder()
 		s := &Subscription{Place: p.Place(), Sink: r, Log: slog.New(slog.DiscardHandler), Count: r.counted, pause: func(context.Context, time.Duration) {}}
+		s.begin()
 		f := &follower{s: s}
 		if c.replays {
 			f.replays = &kept
@@ -293,6 +351,34 @@ func TestFollower(t *testing.T) {
 		require.Equal(t, c.gaps, r.counts(CountedGaps), name)
 		require.Equal(t, c.from, r.from, name)
 	}
+}
+
+// A batch that cannot be read is missing, and what comes behind it is read, live or in a replay: the publisher would send the
+// same again.
+func TestBadBatch(t *testing.T) {
+	p := publisher(t, "")
+	for i := range 4 {
+		p.Publish([]Event{event(i)})
+	}
+	require.Eventually(t, func() bool { return testutil.ToFloat64(p.published) == 4 }, patience, time.Millisecond)
+	bad := &message{1, binary.BigEndian.AppendUint64(nil, 1), []byte("x")}
+	p.mu.Lock()
+	p.buffer[1] = bad
+	p.mu.Unlock()
+	r := follow(t, p.Place())
+	r.has(t, "0 lost 2 3")
+	subscribed(t, p, 1)
+	p.mu.Lock()
+	for reader := range p.readers {
+		require.True(t, reader.offer(&message{4, binary.BigEndian.AppendUint64(nil, 4), []byte("y")}, 10))
+	}
+	p.next++
+	p.mu.Unlock()
+	p.Publish([]Event{event(5)})
+	r.has(t, "0 lost 2 3 lost 5")
+	require.Equal(t, 2, r.counts(CountedInvalid))
+	require.Equal(t, 1, r.counts(CountedReplays), "over one connection")
+	require.Equal(t, []uint64{0, 2, 5}, r.from)
 }
 
 // A reader that takes nothing keeps neither the engine nor other readers waiting. It sees a gap.
@@ -349,6 +435,109 @@ func TestFullQueue(t *testing.T) {
 	p.config.MaxQueueSize = 10
 	p.Publish([]Event{event(1), event(2), big, event(3)})
 	require.Len(t, p.queue, 3, "a step with very many tokens is divided")
+}
+
+// What is being written to a reader counts as long as it has not taken it.
+func TestReaderQueue(t *testing.T) {
+	r := &reader{wake: make(chan struct{}, 1), topics: []string{""}}
+	m := &message{payload: make([]byte, maxWaiting/4)}
+	require.True(t, r.offer(m, 2))
+	require.True(t, r.offer(m, 2))
+	first, closed := r.first()
+	require.Equal(t, m, first)
+	require.False(t, closed)
+	require.False(t, r.offer(m, 2), "it is on its way")
+	r.sent()
+	require.True(t, r.offer(m, 5))
+	require.True(t, r.offer(m, 5))
+	require.True(t, r.offer(m, 5))
+	require.False(t, r.offer(m, 5), "too many bytes")
+	for range 4 {
+		r.sent()
+	}
+	require.Zero(t, r.bytes)
+	require.True(t, r.offer(&message{payload: make([]byte, maxWaiting+1)}, 5), "a message alone")
+}
+
+// watched is a connection that remembers its deadline.
+type watched struct {
+	net.Conn
+	mu    sync.Mutex
+	until time.Time
+}
+
+func (w *watched) SetWriteDeadline(until time.Time) error {
+	w.mu.Lock()
+	w.until = until
+	w.mu.Unlock()
+	return w.Conn.SetWriteDeadline(until)
+}
+
+// When nothing is left to be written, no deadline is left that would end the answer to a heartbeat.
+func TestHeartbeats(t *testing.T) {
+	for name, replays := range map[string]bool{"events": false, "replay": true} {
+		p := publisher(t, "")
+		p.Publish([]Event{event(1)})
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		require.NoError(t, err)
+		client, err := net.Dial("tcp", l.Addr().String())
+		require.NoError(t, err)
+		server, err := l.Accept()
+		require.NoError(t, err)
+		require.NoError(t, l.Close())
+		w := &watched{Conn: server}
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			if replays {
+				p.replay(w)
+			} else {
+				p.read(w)
+			}
+			_ = server.Close()
+		}()
+		kind, peer, ask := zmtp.Sub, zmtp.Pub, [][]byte{{1}}
+		if replays {
+			kind, peer, ask = zmtp.Dealer, zmtp.Router, [][]byte{nil, {0}}
+		}
+		z, err := zmtp.Open(client, maxMessage, kind, peer)
+		require.NoError(t, err, name)
+		require.NoError(t, z.Send(ask...))
+		if !replays {
+			subscribed(t, p, 1)
+			p.Publish([]Event{event(2)})
+		}
+		_, err = z.Receive()
+		require.NoError(t, err, name)
+		require.Eventually(t, func() bool {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			return w.until.IsZero()
+		}, patience, time.Millisecond, name)
+		require.NoError(t, client.Close())
+		<-done
+	}
+}
+
+// Each endpoint has its own connections.
+func TestConnectionsOfEndpoints(t *testing.T) {
+	p := publisher(t, "")
+	conn := func() net.Conn {
+		a, b := net.Pipe()
+		t.Cleanup(func() { _, _ = a.Close(), b.Close() })
+		return a
+	}
+	for range maxReaders {
+		require.True(t, p.enter(p.listeners[1], conn()))
+	}
+	require.False(t, p.enter(p.listeners[1], conn()))
+	require.True(t, p.enter(p.listeners[0], conn()))
+	p.Publish([]Event{event(1)})
+	place := p.Place()
+	r := follow(t, Place{Endpoint: place.Endpoint})
+	subscribed(t, p, 1)
+	p.Publish([]Event{event(2)})
+	r.await(t, func() bool { return strings.HasSuffix(r.text(), "2") })
 }
 
 // Whatever connects to a publisher and does not behave is cut off, and others are served.
@@ -410,7 +599,6 @@ func TestHostilePublishers(t *testing.T) {
 	require.NoError(t, err)
 	number := func(n uint64) []byte { return binary.BigEndian.AppendUint64(nil, n) }
 	for name, frames := range map[string][][]byte{
-		"no batch":    {nil, number(1), []byte("x")},
 		"no number":   {nil, {1}, good},
 		"two frames":  {number(1), good},
 		"many frames": {nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil},
@@ -440,6 +628,70 @@ func TestHostilePublishers(t *testing.T) {
 		require.NoError(t, l.Close(), name)
 		<-served
 	}
+}
+
+// A publisher that breaks again and again is asked after ever longer pauses, and the log has one line about it, though it
+// sends something good each time. When all was well for a while, it starts again from the shortest pause.
+func TestPauses(t *testing.T) {
+	good, err := (&Batch{Events: []Event{event(1)}}).Append(nil)
+	require.NoError(t, err)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	var serving sync.WaitGroup
+	serving.Go(func() {
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			if z, err := zmtp.Open(conn, maxRequest, zmtp.Pub, zmtp.Sub); err == nil {
+				_, _ = z.Receive()
+				_ = z.Send(nil, binary.BigEndian.AppendUint64(nil, 0), good)
+				_ = z.Send([]byte("no number"), good)
+				_, _ = z.Receive() // until the subscriber leaves
+			}
+			_ = conn.Close()
+		}
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	r, now, step := newRecorder(), time.Now(), time.Duration(0)
+	var log bytes.Buffer
+	var pauses []time.Duration
+	s := &Subscription{
+		Place: Place{Endpoint: "tcp://" + l.Addr().String()}, Sink: r, Log: slog.New(slog.NewTextHandler(&log, nil)), Count: r.counted,
+		now: func() time.Time { now = now.Add(step); return now },
+	}
+	s.pause = func(_ context.Context, d time.Duration) {
+		pauses = append(pauses, d)
+		switch len(pauses) {
+		case 9:
+			require.Equal(t, 1, strings.Count(log.String(), "level=WARN"), log.String())
+			step = settled
+		case 10:
+			require.Equal(t, 2, strings.Count(log.String(), "level=WARN"), log.String())
+			cancel()
+		}
+	}
+	require.NoError(t, s.Run(ctx))
+	require.NoError(t, l.Close())
+	serving.Wait()
+	const ms = time.Millisecond
+	require.Equal(t, []time.Duration{100 * ms, 200 * ms, 400 * ms, 800 * ms, 1600 * ms, 3200 * ms, 6400 * ms, longestPause, longestPause, 100 * ms}, pauses)
+}
+
+// The log has each warning once, also if the port of the connection is in its text, and not more than some.
+func TestTell(t *testing.T) {
+	var log bytes.Buffer
+	s := &Subscription{Log: slog.New(slog.NewTextHandler(&log, nil))}
+	s.begin()
+	for port := range 3 {
+		s.tell("broken", "e", &net.OpError{Op: "read", Net: "tcp", Source: &net.TCPAddr{Port: port}, Err: os.ErrDeadlineExceeded})
+	}
+	require.Equal(t, 1, strings.Count(log.String(), "level=WARN"))
+	for n := range 100 {
+		s.tell("broken", "e", fmt.Errorf("%w: %d", ErrFormat, n))
+	}
+	require.Equal(t, maxTold, strings.Count(log.String(), "level=WARN"))
 }
 
 func TestConfig(t *testing.T) {

@@ -24,12 +24,14 @@ type blocks struct {
 	pool    *pool
 	tokens  *promptTokens
 	places  map[string]kvevents.Place // of the config, by placeOf
+	resolve func(p *kvevents.Place, host string) (kvevents.Place, error)
 
 	mu      sync.Mutex
 	ctx     context.Context //nolint:containedctx // of Run; nil: Run does not run
 	sources map[string]*feed
 	refused map[string]bool // instances whose place was refused, once in the log
 	numbers [kvindex.Instances]bool
+	turn    int // of helpers
 	tasks   sync.WaitGroup
 }
 
@@ -47,7 +49,7 @@ type feed struct {
 func newBlocks(c Config, client *http.Client, p *pool, m *metrics) (*blocks, error) {
 	b := &blocks{
 		log: c.Log, metrics: m, pool: p, index: kvindex.New(kvindex.Config{}), tokens: newPromptTokens(client, m),
-		places: map[string]kvevents.Place{}, sources: map[string]*feed{}, refused: map[string]bool{},
+		places: map[string]kvevents.Place{}, resolve: (*kvevents.Place).Of, sources: map[string]*feed{}, refused: map[string]bool{},
 	}
 	for text, place := range c.Events {
 		u, err := parseURL(text)
@@ -83,32 +85,43 @@ func (b *blocks) end() {
 	b.tasks.Wait()
 }
 
-// follow follows the events of an instance that is well, as it says or as the config does.
-func (b *blocks) follow(u *url.URL, says *fit) {
+// where says where the events of an instance that is well are, as it says or as the config does; nil: it has none that the
+// router reads. It may look at files that the instance names, so no lock is held.
+func (b *blocks) where(u *url.URL, says *fit) *kvevents.Place {
+	if b == nil {
+		return nil
+	}
+	key := placeOf(u)
+	if place, configured := b.places[key]; configured {
+		return &place
+	}
+	if says == nil || says.Events == nil {
+		return nil
+	}
+	place, err := b.resolve(says.Events, u.Hostname())
+	if err != nil {
+		b.refuse(key, err)
+		return nil
+	}
+	return &place
+}
+
+// follow follows the events of an instance; with no place it stops that.
+func (b *blocks) follow(u *url.URL, place *kvevents.Place) {
 	if b == nil {
 		return
 	}
 	key := placeOf(u)
-	place, configured := b.places[key]
-	if !configured {
-		if says == nil || says.Events == nil {
-			b.leave(u)
-			return
-		}
-		var err error
-		if place, err = says.Events.Of(u.Hostname()); err != nil {
-			b.refuse(key, err)
-			return
-		}
-	}
 	b.mu.Lock()
 	s := b.sources[key]
 	b.mu.Unlock()
-	if s != nil && s.place == place {
+	if s != nil && place != nil && s.place == *place {
 		return
 	}
 	b.leave(u)
-	b.start(key, place)
+	if place != nil {
+		b.start(key, *place)
+	}
 }
 
 // refuse notes a place to which the router does not go. The log has it once for each instance.
@@ -247,14 +260,22 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 	return list
 }
 
-// helper is an instance that can be asked for the tokens of a text: all that are followed have the same model.
+// helper is an instance that can be asked for the tokens of a text, one after the other: all that are followed have the same
+// model.
 func (b *blocks) helper(sources map[string]*feed) *url.URL {
+	var list []*url.URL
 	b.pool.mu.Lock()
-	defer b.pool.mu.Unlock()
 	for i, u := range b.pool.urls {
 		if u != nil && sources[placeOf(u)] != nil && b.pool.table.available(i) && !b.tokens.ails(placeOf(u)) {
-			return u
+			list = append(list, u)
 		}
 	}
-	return nil
+	b.pool.mu.Unlock()
+	if len(list) == 0 {
+		return nil
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.turn++
+	return list[b.turn%len(list)]
 }

@@ -214,55 +214,156 @@ func TestEventsElsewhere(t *testing.T) {
 	u, err := url.Parse(s.URL)
 	require.NoError(t, err)
 	for range 2 {
-		b.follow(u, parseFit([]byte(says)))
+		require.Nil(t, b.where(u, parseFit([]byte(says))))
 	}
 	require.Equal(t, 1, strings.Count(log.String(), "a port of another host than the instance's"), log.String())
-	require.Empty(t, b.sources)
 	b.end()
 }
 
-// Without tokens the history decides, and an instance that does not tell them is left alone for a while.
+// An instance whose events have moved to where the router does not go is not followed any more.
+func TestEventsMoveElsewhere(t *testing.T) {
+	s := serveSource(t, true)
+	f := serveRouter(t, Config{Policy: policy.PrefixAware, Decode: []string{s.URL}})
+	b, u, place := f.router.pool.blocks, f.router.pool.urls[0], s.events.Place()
+	b.begin(t.Context())
+	b.follow(u, b.where(u, &fit{Events: &place}))
+	s.has("in the beginning")
+	f.knows(t, 4)
+	b.follow(u, b.where(u, &fit{Events: &kvevents.Place{Endpoint: "tcp://10.1.2.3:5557"}}))
+	f.knows(t, 0)
+	b.end()
+}
+
+// While the router looks at a file that an instance names, nobody waits for it.
+func TestEventsAtSlowPath(t *testing.T) {
+	s := serveSource(t, true)
+	c := Config{Policy: policy.PrefixAware, Decode: []string{s.URL}, HealthInterval: time.Millisecond}
+	f := serveRouter(t, c)
+	asked, answer := make(chan struct{}), make(chan struct{})
+	f.router.pool.blocks.resolve = func(p *kvevents.Place, _ string) (kvevents.Place, error) {
+		asked <- struct{}{}
+		<-answer
+		return *p, nil
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	running.Go(func() { f.router.Run(ctx) })
+	<-asked
+	require.Equal(t, s.URL, f.router.pool.name(0))
+	cancel()
+	close(answer)
+	running.Wait()
+}
+
+// Without tokens the history decides, and an instance that fails is left alone for a while.
 func TestTokensAreNotToBeHad(t *testing.T) {
 	s := serveSource(t, true)
 	f := following(t, Config{}, s)
 	s.has("in the beginning")
 	f.knows(t, 4)
-	failed := func() float64 { return testutil.ToFloat64(f.router.metrics.tokenize.WithLabelValues("failed")) }
-	s.answers(code(http.StatusBadRequest))
-	require.Nil(t, f.word(`{"prompt": "1"}`))
-	require.EqualValues(t, 1, failed())
+	tokens, now := f.router.pool.blocks.tokens, time.Now()
+	tokens.now = func() time.Time { return now }
 	for n, h := range []http.HandlerFunc{
-		code(http.StatusNotFound),
+		code(http.StatusInternalServerError),
+		reset(""),
 		func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "{") },
 		func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"tokens": [-1]}`) },
-		func(w http.ResponseWriter, _ *http.Request) {
-			_, _ = w.Write(bytes.Repeat([]byte(" "), maxTokenAnswer+2))
-		},
-		func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() },
 	} {
-		if n == 4 { // the one that keeps silent
-			f.router.pool.blocks.tokens.limit = time.Millisecond
-		}
 		s.answers(h)
 		require.Nil(t, f.word(`{"prompt": "in the beginning"}`))
-		require.EqualValues(t, 2+n, failed())
-		require.True(t, f.router.pool.blocks.tokens.ails(placeOf(f.router.pool.urls[0])))
+		require.EqualValues(t, n+1, testutil.ToFloat64(f.router.metrics.tokenize.WithLabelValues("failed")))
+		require.True(t, tokens.ails(placeOf(f.router.pool.urls[0])), n)
 		asked := s.questions()
-		require.Nil(t, f.word(`{"prompt": "in the beginning"}`))
+		require.Nil(t, f.word(`{"prompt": "something else"}`))
 		require.Equal(t, asked, s.questions())
-		f.router.pool.blocks.tokens.ill = map[string]time.Time{placeOf(f.router.pool.urls[0]): time.Now()} // the while is over
+		now = now.Add(ailing)
 	}
 	s.answers(nil)
-	f.router.pool.blocks.tokens.limit = time.Minute
 	require.Equal(t, []policy.Held{{Place: 0, Tokens: 12}}, f.word(`{"prompt": "in the beginning"}`))
+}
+
+// What may be the fault of a prompt or of its client keeps nobody else from being answered, and the same is not asked again
+// for a while.
+func TestTokensOfAPromptAreNotToBeHad(t *testing.T) {
+	s := serveSource(t, true)
+	f := following(t, Config{}, s)
+	s.has("in the beginning")
+	f.knows(t, 4)
+	tokens, now := f.router.pool.blocks.tokens, time.Now()
+	tokens.now = func() time.Time { return now }
+	for name, h := range map[string]http.HandlerFunc{
+		"wrong":    code(http.StatusBadRequest),
+		"no key":   code(http.StatusUnauthorized),
+		"no model": code(http.StatusNotFound),
+		"too many": code(http.StatusTooManyRequests),
+		"empty":    func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"tokens": []}`) },
+		"long": func(w http.ResponseWriter, _ *http.Request) {
+			_, _ = w.Write(bytes.Repeat([]byte(" "), maxTokenAnswer+2))
+		},
+	} {
+		s.answers(h)
+		body := fmt.Sprintf(`{"prompt": %q}`, name)
+		require.Nil(t, f.word(body), name)
+		s.answers(nil)
+		asked := s.questions()
+		require.Nil(t, f.word(body), name)
+		require.Equal(t, asked, s.questions(), name)
+		require.NotNil(t, f.word(fmt.Sprintf(`{"prompt": "after %s"}`, name)), name)
+		now = now.Add(ailing)
+		require.NotNil(t, f.word(body), name)
+	}
+}
+
+// mute is a transport over which no answer comes.
+type mute struct{ asked int }
+
+func (s *mute) RoundTrip(r *http.Request) (*http.Response, error) {
+	s.asked++
+	<-r.Context().Done()
+	return nil, r.Context().Err()
+}
+
+// A prompt that takes too long is not asked about again for a while, and others are.
+func TestTokensTakeTooLong(t *testing.T) {
+	f := serveRouter(t, Config{Decode: []string{"http://127.0.0.1:1"}})
+	s := &mute{}
+	tokens, now := newPromptTokens(&http.Client{Transport: s}, f.router.metrics), time.Now()
+	tokens.limit, tokens.now = time.Millisecond, func() time.Time { return now }
+	ask := func(prompt string) {
+		body, err := parse([]byte(`{"prompt": "` + prompt + `"}`))
+		require.NoError(t, err)
+		require.Nil(t, tokens.of(t.Context(), &call{router: f.router, body: body, header: http.Header{}}, f.router.pool.urls[0]))
+	}
+	for n, prompt := range []string{"a", "a", "b", "b"} {
+		ask(prompt)
+		require.Equal(t, 1+n/2, s.asked)
+	}
+	require.Empty(t, tokens.ill)
+	now = now.Add(ailing)
+	ask("a")
+	require.Equal(t, 3, s.asked)
+}
+
+// The instances are asked for tokens in turn.
+func TestTokensInTurn(t *testing.T) {
+	a, b := serveSource(t, true), serveSource(t, true)
+	f := following(t, Config{}, a, b)
+	a.has("in the beginning")
+	b.has("in the end")
+	f.knows(t, 4+2)
+	for n := range 6 {
+		f.word(fmt.Sprintf(`{"prompt": "%d"}`, n))
+	}
+	require.Equal(t, 3, a.questions())
+	require.Equal(t, 3, b.questions())
 }
 
 // Only a number of tokens is remembered, those of the texts that were used last.
 func TestRememberedTokens(t *testing.T) {
 	k := newPromptTokens(nil, nil)
 	for n := range uint64(4) {
-		k.remember(n, make([]int32, maxRemembered/3))
-		k.remember(n, make([]int32, maxRemembered/3))
+		k.remember(n, make([]int32, maxRemembered/3-textCost))
+		k.remember(n, make([]int32, maxRemembered/3-textCost))
 		require.NotNil(t, k.recall(0))
 	}
 	require.Nil(t, k.recall(1))
@@ -271,4 +372,12 @@ func TestRememberedTokens(t *testing.T) {
 	require.Nil(t, k.recall(9))
 	require.Equal(t, maxRemembered/3*3, k.size)
 	require.Len(t, k.known, k.order.Len())
+	for n := range uint64(2 * maxRemembered / textCost) { // short texts take memory, too
+		k.remember(n, []int32{1})
+	}
+	require.Len(t, k.known, maxRemembered/(textCost+1))
+	for n := range uint64(2 * maxUnanswered) {
+		k.rest(n)
+	}
+	require.LessOrEqual(t, len(k.unanswered), maxUnanswered)
 }

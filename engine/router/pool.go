@@ -15,6 +15,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/router/policy"
 )
 
@@ -169,7 +170,7 @@ func (p *pool) report(ctx context.Context, i int, got checked) {
 	}
 	if got.result == healthy {
 		p.sawLocked(i, got.says)
-		p.blocks.follow(p.urls[i], got.says)
+		p.blocks.follow(p.urls[i], got.events)
 	}
 	p.probedLocked(i, got.result, got.why)
 }
@@ -299,8 +300,9 @@ type checker struct {
 // checked is what a probe finds out.
 type checked struct {
 	result probe
-	says   *fit   // of what fits, with a healthy one; nil if nothing
-	why    string // what is wrong; empty: nothing
+	says   *fit            // of what fits, with a healthy one; nil if nothing
+	events *kvevents.Place // where it publishes its blocks, if the router reads that
+	why    string          // what is wrong; empty: nothing
 }
 
 // watch reports a probe of url/health at once and then about every interval until ctx ends. Intervals

@@ -256,7 +256,10 @@ func (p *pool) watchLocked(i int) {
 	p.known[i].stop = stop
 	u, c := p.urls[i], p.watching.checker
 	p.watching.tasks.Go(func() {
-		c.watch(ctx, u, func(got checked) { p.report(ctx, i, got) })
+		c.watch(ctx, u, func(got checked) {
+			got.events = p.blocks.where(u, got.says)
+			p.report(ctx, i, got)
+		})
 	})
 }
 

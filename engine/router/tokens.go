@@ -19,8 +19,10 @@ import (
 // The limits of asking instances for tokens.
 const (
 	tokenizeTime   = 250 * time.Millisecond // for an answer, which a request waits for
-	ailing         = 5 * time.Second        // after a failure, in which an instance is not asked
+	ailing         = 5 * time.Second        // after a failure, in which an instance, or about a text nobody, is asked
 	maxRemembered  = 4 << 20                // tokens of all texts that are remembered
+	textCost       = 32                     // tokens that a text counts as in addition, for its place
+	maxUnanswered  = 1 << 14                // texts that nobody is asked about for a while
 	maxTokenAnswer = 16 << 20               // bytes
 )
 
@@ -28,14 +30,16 @@ const (
 type promptTokens struct {
 	client  *http.Client
 	metrics *metrics
-	limit   time.Duration // for an answer
+	limit   time.Duration    // for an answer
+	now     func() time.Time // of tests
 	seed    maphash.Seed
 
-	mu    sync.Mutex
-	known map[uint64]*list.Element
-	order list.List // of text, what was used last at the end
-	size  int       // tokens of all texts
-	ill   map[string]time.Time
+	mu         sync.Mutex
+	known      map[uint64]*list.Element
+	order      list.List // of text, what was used last at the end
+	size       int       // tokens of all texts, and textCost for each
+	ill        map[string]time.Time
+	unanswered map[uint64]time.Time // texts about which nobody is asked until then
 }
 
 // text is what is remembered of one.
@@ -45,7 +49,10 @@ type text struct {
 }
 
 func newPromptTokens(client *http.Client, m *metrics) *promptTokens {
-	return &promptTokens{client: client, metrics: m, limit: tokenizeTime, seed: maphash.MakeSeed(), known: map[uint64]*list.Element{}, ill: map[string]time.Time{}}
+	return &promptTokens{
+		client: client, metrics: m, limit: tokenizeTime, now: time.Now, seed: maphash.MakeSeed(),
+		known: map[uint64]*list.Element{}, ill: map[string]time.Time{}, unanswered: map[uint64]time.Time{},
+	}
 }
 
 // of is the prompt of a request in tokens; nil if they cannot be had. instance is who may be asked; nil: nobody.
@@ -64,13 +71,16 @@ func (t *promptTokens) of(ctx context.Context, c *call, instance *url.URL) []int
 		t.metrics.tokenize.WithLabelValues("remembered").Inc()
 		return ids
 	}
-	if instance == nil {
+	asked := maphash.Bytes(t.seed, append(body, c.header.Get("Authorization")...)) // another key may get another answer
+	if instance == nil || t.rests(asked) {
 		return nil
 	}
 	ids, err := t.ask(ctx, c, instance, body)
 	if err != nil {
 		if ctx.Err() == nil {
-			if !errors.Is(err, errWrongPrompt) {
+			if errors.Is(err, errNotSaid) {
+				t.rest(asked)
+			} else {
 				t.fell(placeOf(instance))
 			}
 			c.router.config.Log.Debug("an instance does not say the tokens of a prompt", "id", c.id, "instance", instance.String(), "err", err)
@@ -122,13 +132,22 @@ func tokenIDs(data []byte) []int32 {
 	return ids
 }
 
-// errWrongPrompt says that a prompt has no tokens, which is not the fault of the instance that was asked.
-var errWrongPrompt = errors.New("the prompt is refused")
+// errNotSaid says that an instance did not say the tokens of a prompt for a reason that may lie with the prompt or its
+// client: it refused, or it needed too long.
+var errNotSaid = errors.New("the prompt's tokens are not said")
 
 // ask asks an instance.
 func (t *promptTokens) ask(ctx context.Context, c *call, instance *url.URL, body []byte) ([]int32, error) {
-	ctx, cancel := context.WithTimeout(ctx, t.limit)
+	short, cancel := context.WithTimeout(ctx, t.limit)
 	defer cancel()
+	ids, err := t.send(short, c, instance, body)
+	if err != nil && errors.Is(short.Err(), context.DeadlineExceeded) {
+		return nil, fmt.Errorf("%w within %v: %w", errNotSaid, t.limit, err)
+	}
+	return ids, err
+}
+
+func (t *promptTokens) send(ctx context.Context, c *call, instance *url.URL, body []byte) ([]int32, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, instance.JoinPath("tokenize").String(), bytes.NewReader(body))
 	if err != nil {
 		return nil, err
@@ -143,17 +162,23 @@ func (t *promptTokens) ask(ctx context.Context, c *call, instance *url.URL, body
 	if err != nil {
 		return nil, err
 	}
-	if plainlyWrong(resp.StatusCode) {
-		return nil, fmt.Errorf("%w: HTTP %d", errWrongPrompt, resp.StatusCode)
+	if resp.StatusCode >= 400 && resp.StatusCode < 500 {
+		return nil, fmt.Errorf("%w: HTTP %d", errNotSaid, resp.StatusCode)
 	}
-	if resp.StatusCode != http.StatusOK || len(data) > maxTokenAnswer {
-		return nil, fmt.Errorf("HTTP %d with %d bytes", resp.StatusCode, len(data))
+	if resp.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("HTTP %d", resp.StatusCode)
+	}
+	if len(data) > maxTokenAnswer {
+		return nil, fmt.Errorf("%w: the answer has over %d bytes", errNotSaid, maxTokenAnswer)
 	}
 	var answer struct {
 		Tokens json.RawMessage `json:"tokens"`
 	}
 	if err := json.Unmarshal(data, &answer); err != nil {
 		return nil, err
+	}
+	if bytes.Equal(bytes.TrimSpace(answer.Tokens), []byte("[]")) {
+		return nil, fmt.Errorf("%w: it has none", errNotSaid)
 	}
 	ids := tokenIDs(answer.Tokens)
 	if ids == nil {
@@ -182,19 +207,41 @@ func (t *promptTokens) remember(hash uint64, ids []int32) {
 		return
 	}
 	t.known[hash] = t.order.PushBack(text{hash, ids})
-	t.size += len(ids)
+	t.size += len(ids) + textCost
 	for t.size > maxRemembered {
 		oldest := t.order.Remove(t.order.Front()).(text) //nolint:forcetypeassert // nothing else is in the list
 		delete(t.known, oldest.hash)
-		t.size -= len(oldest.tokens)
+		t.size -= len(oldest.tokens) + textCost
 	}
 }
 
-// fell notes that an instance did not answer in time, or wrongly.
+// rest notes that nobody is asked about a text for a while.
+func (t *promptTokens) rest(asked uint64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.unanswered) >= maxUnanswered {
+		clear(t.unanswered)
+	}
+	t.unanswered[asked] = t.now().Add(ailing)
+}
+
+// rests reports whether nobody is asked about a text just now.
+func (t *promptTokens) rests(asked uint64) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	until, ok := t.unanswered[asked]
+	if ok && !t.now().Before(until) {
+		delete(t.unanswered, asked)
+		return false
+	}
+	return ok
+}
+
+// fell notes that an instance could not be reached or failed.
 func (t *promptTokens) fell(instance string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.ill[instance] = time.Now().Add(ailing)
+	t.ill[instance] = t.now().Add(ailing)
 }
 
 // mended forgets that an instance failed.
@@ -209,7 +256,7 @@ func (t *promptTokens) ails(instance string) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	until, ill := t.ill[instance]
-	if ill && !time.Now().Before(until) {
+	if ill && !t.now().Before(until) {
 		delete(t.ill, instance)
 		return false
 	}

@@ -26,6 +26,7 @@ const (
 	maxStopBytes = 1024
 	maxMessages  = 4096
 	maxTicket    = 64 << 10 // bytes, decoded
+	maxSalt      = 1 << 10  // bytes; it is published with each prompt's first block
 	maxTokens    = 1 << 24  // above what any model can hold, and safe to add up
 )
 
@@ -200,7 +201,9 @@ func (o *object) params() (p params) {
 		p.usage = options.Usage
 	}
 	take(o, "return_token_ids", "a boolean", &p.tokenIDs)
-	take(o, "cache_salt", "a string", &p.salt)
+	if take(o, "cache_salt", "a string", &p.salt) && len(p.salt) > maxSalt {
+		o.fail(wrongValue("cache_salt", "has %d bytes, want at most %d", len(p.salt), maxSalt))
+	}
 	o.transfer(&p)
 	o.onlyNumber("n", 1)
 	for _, name := range []string{"min_tokens", "presence_penalty", "frequency_penalty", "min_p"} {

@@ -88,6 +88,11 @@ func (s *Server) admitQuery(x *exchange) error {
 		return nil
 	case s.config.CacheQueryRate < 0:
 		return unsupported("kv_transfer_params.cache_query", "is turned off on this server")
+	case x.params.salt == "" && s.config.SharedKeys != nil && s.config.SharedKeys():
+		return &Error{
+			http.StatusForbidden, "invalid_request_error", "cache_salt", "cache_query_salt",
+			"cache_salt: a cache query needs one, since several API keys share the cache of prompts without (--cache-query-unsalted allows it)",
+		}
 	case !s.queries.allow(x.key):
 		return &Error{
 			http.StatusTooManyRequests, "rate_limit_error", "kv_transfer_params.cache_query", tooManyQueries,

@@ -120,6 +120,27 @@ func TestCacheQueryRefused(t *testing.T) {
 	require.Equal(t, 1.0, testutil.ToFloat64(off.server.metrics.queries.WithLabelValues("failed")))
 }
 
+// Where several API keys share the cache of prompts without a salt, none of them learns by a query what others have asked.
+func TestCacheQueryOfSharedKeys(t *testing.T) {
+	e := &script{outputs: []engine.Output{queried(nil, "")}}
+	several := true
+	f := serve(t, e, func(c *Config) { c.SharedKeys = func() bool { return several } })
+	for _, salt := range []string{"null", `""`} {
+		resp, body := f.post(t, "/v1/completions", `{"prompt":"x","cache_salt":`+salt+`,"kv_transfer_params":{"cache_query":true}}`)
+		require.Equal(t, 403, resp.StatusCode)
+		require.Contains(t, body, "cache_salt: a cache query needs one")
+		require.NotContains(t, body, "\n\n")
+	}
+	require.Empty(t, e.requests())
+	resp, body := f.post(t, "/v1/completions", `{"prompt":"x","cache_salt":"s","kv_transfer_params":{"cache_query":true}}`)
+	require.Equal(t, 200, resp.StatusCode, body)
+	resp, body = f.post(t, "/v1/completions", `{"prompt":"x"}`)
+	require.Equal(t, 200, resp.StatusCode, body)
+	several = false
+	resp, body = f.post(t, "/v1/completions", `{"prompt":"x","kv_transfer_params":{"cache_query":true}}`)
+	require.Equal(t, 200, resp.StatusCode, body)
+}
+
 // TestCacheQueryNamesNobody: a label that names two engines, by which blocks would be sent, has no effect.
 func TestCacheQueryNamesNobody(t *testing.T) {
 	e := &script{outputs: []engine.Output{queried(nil, "")}}

@@ -61,6 +61,9 @@ type Config struct {
 
 	// CacheQueryRate is how many cache queries a second each API key may ask; 100. Below 0: none are answered.
 	CacheQueryRate int
+	// SharedKeys reports whether several API keys share the cache of prompts without a cache_salt: then cache queries need
+	// one, so that no key learns of another's prompts. Nil: they do not.
+	SharedKeys func() bool
 	// KeyName tells the API keys of Authorization headers apart, without revealing them. Headers that have none of the
 	// front's keys must all have the same name. Nil: all are the same.
 	KeyName func(authorization string) string
@@ -225,12 +228,10 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 	if s.draining.Load() { // by now
 		return errDraining()
 	}
-	select {
-	case s.slots <- struct{}{}:
-		defer func() { <-s.slots }()
-	default:
-		return fmt.Errorf("%w: %d are running already", engine.ErrOverloaded, cap(s.slots))
+	if err := s.takeSlot(); err != nil {
+		return err
 	}
+	defer func() { <-s.slots }()
 	s.metrics.inFlight.Inc()
 	defer s.metrics.inFlight.Dec()
 	if err := s.decode(x, body); err != nil {
@@ -257,6 +258,16 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 		return a.cut()
 	}
 	return err
+}
+
+// takeSlot takes one of the slots of requests whose body has come.
+func (s *Server) takeSlot() error {
+	select {
+	case s.slots <- struct{}{}:
+		return nil
+	default:
+		return fmt.Errorf("%w: %d are running already", engine.ErrOverloaded, cap(s.slots))
+	}
 }
 
 // readBody reads a body within its limits of size and time.

@@ -61,6 +61,10 @@ func (s *Server) tokenizeBody(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
+	if err := s.takeSlot(); err != nil {
+		return err
+	}
+	defer func() { <-s.slots }()
 	q, err := s.decodeTokenize(body)
 	if err != nil {
 		return err

@@ -47,6 +47,21 @@ func TestTokenize(t *testing.T) {
 	require.Equal(t, http.StatusMethodNotAllowed, resp.StatusCode)
 }
 
+// It takes one of the places of requests, as a generation does.
+func TestTokenizeTakesASlot(t *testing.T) {
+	f := serve(t, &script{}, func(c *Config) { c.MaxInFlight = 1 })
+	f.server.slots <- struct{}{}
+	resp, body := f.post(t, "/tokenize", `{"prompt":"hi"}`)
+	require.Equal(t, 429, resp.StatusCode)
+	require.Contains(t, body, `"code":"overloaded"`)
+	<-f.server.slots
+	for range 2 {
+		resp, body = f.post(t, "/tokenize", `{"prompt":"hi"}`)
+		require.Equal(t, 200, resp.StatusCode, body)
+	}
+	require.Empty(t, f.server.slots)
+}
+
 // Routers learn from /health where the events are; whoever has no key does not.
 func TestHealthNamesEvents(t *testing.T) {
 	place := kvevents.Place{Endpoint: "ipc:///run/events", ReplayEndpoint: "ipc:///run/replay"}

@@ -11,6 +11,7 @@ import (
 	"encoding/binary"
 	"hash/maphash"
 	"math/bits"
+	"slices"
 	"sync"
 
 	"github.com/kvport/kvport/engine/kvevents"
@@ -22,7 +23,7 @@ const Instances = 1 << 10
 // The limits of what one instance can make the index remember.
 const (
 	maxSizes    = 8       // of blocks
-	maxAdapters = 1 << 10 // names of LoRA adapters, for all instances together
+	maxAdapters = 1 << 10 // names of LoRA adapters
 	groups      = 8       // KV cache groups; blocks of others are left out
 )
 
@@ -41,20 +42,21 @@ type Index struct {
 	mu        sync.RWMutex
 	planes    [Instances / 64]*plane
 	instances [Instances]*instance
-	adapters  map[string]bool // LoRA adapters that events have named
 	blocks    int
 }
 
 // plane has what 64 instances have: by the hash of a prefix, a bit for each instance that has its last block.
 type plane struct {
-	own, other table[uint64]  // in the engine's own cache, and in what the instance can load from
-	sizes      map[int]uint64 // of blocks: the instances that have such
+	own, other table[uint64]     // in the engine's own cache, and in what the instance can load from
+	sizes      map[int]uint64    // of blocks: the instances that have such
+	adapters   map[uint64]uint64 // LoRA adapters by the hashes of their names: the instances that have named them
 }
 
 // instance is what is known of one instance's blocks, by the engine's own hash.
 type instance struct {
-	blocks table[held]
-	sizes  map[int]bool
+	blocks   table[held]
+	sizes    map[int]bool
+	adapters map[uint64]bool
 }
 
 // held is a block that an instance has. It has no padding.
@@ -71,7 +73,7 @@ const ownBits = 1<<groups - 1
 
 // New makes an index of nothing.
 func New(c Config) *Index {
-	x := &Index{max: c.MaxBlocks, seed: maphash.MakeSeed(), adapters: map[string]bool{}}
+	x := &Index{max: c.MaxBlocks, seed: maphash.MakeSeed()}
 	if x.max <= 0 {
 		x.max = 4 << 20
 	}
@@ -89,7 +91,7 @@ func New(c Config) *Index {
 type Result struct {
 	Stored   int // that the index knows now, or knew before
 	Removed  int // that an instance no longer has
-	Unplaced int // left out: their tokens or those before them are not known, or they are of a group beyond the eighth
+	Unplaced int // left out: what they depend on is not known, or the instance has too many groups, sizes or adapters
 	Full     int // left out: the instance has too many
 }
 
@@ -135,7 +137,7 @@ func (x *Index) store(number int, ev *kvevents.Event, r *Result) {
 	defer x.mu.Unlock()
 	in, p := x.enter(number)
 	prefix, ok := x.parent(in, ev)
-	if !ok || !in.addSize(p, number, ev.BlockSize) {
+	if !ok || !in.addSize(p, number, ev.BlockSize) || !in.addAdapter(p, number, x.adapter(ev.LoRAName)) {
 		r.Unplaced += len(ev.Hashes)
 		return
 	}
@@ -143,6 +145,10 @@ func (x *Index) store(number int, ev *kvevents.Event, r *Result) {
 		var extra []string
 		if ev.Extra != nil {
 			extra = withoutAdapter(ev.Extra[i], ev.LoRAName)
+		}
+		if slices.Contains(extra, "") { // not told, and nothing behind it can be placed either
+			r.Unplaced += len(ev.Hashes) - i
+			return
 		}
 		prefix = x.extend(x.depend(prefix, extra), ev.Tokens[i*ev.BlockSize:(i+1)*ev.BlockSize])
 		key := x.key(h)
@@ -171,11 +177,11 @@ func (x *Index) store(number int, ev *kvevents.Event, r *Result) {
 func (x *Index) enter(number int) (*instance, *plane) {
 	p, in := x.planes[number/64], x.instances[number]
 	if p == nil {
-		p = &plane{sizes: map[int]uint64{}}
+		p = &plane{sizes: map[int]uint64{}, adapters: map[uint64]uint64{}}
 		x.planes[number/64] = p
 	}
 	if in == nil {
-		in = &instance{sizes: map[int]bool{}}
+		in = &instance{sizes: map[int]bool{}, adapters: map[uint64]bool{}}
 		x.instances[number] = in
 	}
 	return in, p
@@ -194,14 +200,29 @@ func (in *instance) addSize(p *plane, number, size int) bool {
 	return true
 }
 
+// adapter is the hash of an adapter's name; 0: none.
+func (x *Index) adapter(name string) uint64 {
+	if name == "" {
+		return 0
+	}
+	return nonzero(maphash.String(x.seed, name))
+}
+
+// addAdapter notes that an instance has blocks of an adapter. It reports whether that is not one adapter too many.
+func (in *instance) addAdapter(p *plane, number int, adapter uint64) bool {
+	if adapter == 0 || in.adapters[adapter] {
+		return true
+	}
+	if len(in.adapters) == maxAdapters {
+		return false
+	}
+	in.adapters[adapter] = true
+	p.adapters[adapter] |= 1 << (number % 64)
+	return true
+}
+
 // parent is the hash of what comes before an event's blocks; ok is false if that is not known. The caller holds mu.
 func (x *Index) parent(in *instance, ev *kvevents.Event) (prefix uint64, ok bool) {
-	if ev.LoRAName != "" && !x.adapters[ev.LoRAName] {
-		if len(x.adapters) == maxAdapters {
-			return 0, false
-		}
-		x.adapters[ev.LoRAName] = true
-	}
 	if ev.Parent.IsZero() {
 		return x.root(ev.LoRAName), true
 	}
@@ -287,16 +308,22 @@ func (x *Index) Forget(number int) (blocks int) {
 		in.blocks.size -= part.size
 		*part = shard[held]{}
 		if s == shards-1 {
-			for size := range in.sizes {
-				if p.sizes[size] &^= 1 << (number % 64); p.sizes[size] == 0 {
-					delete(p.sizes, size)
-				}
-			}
+			leave(p.sizes, in.sizes, number)
+			leave(p.adapters, in.adapters, number)
 			x.instances[number] = nil
 		}
 		x.mu.Unlock()
 	}
 	return blocks
+}
+
+// leave takes an instance out of those that have something.
+func leave[K comparable](all map[K]uint64, its map[K]bool, number int) {
+	for k := range its {
+		if all[k] &^= 1 << (number % 64); all[k] == 0 {
+			delete(all, k)
+		}
+	}
 }
 
 // Blocks is how many blocks the index knows, each counted for each instance that has it.
@@ -328,12 +355,21 @@ func (x *Index) Prefix(prompt *Prompt) []Held {
 	if step == 0 || len(prompt.Tokens) < step {
 		return nil
 	}
-	marks := x.marks(prompt, step)
+	base, adapter := x.marks(prompt, "", step), x.adapter(prompt.Model)
+	var adapted []uint64 // where the model is an adapter, as far as instances say
 	var list []Held
 	for n, p := range x.planes {
-		if p != nil && len(p.sizes) > 0 {
-			list = p.prefix(list, n*64, marks, step)
+		if p == nil || len(p.sizes) == 0 {
+			continue
 		}
+		named := uint64(0)
+		if adapter != 0 {
+			named = p.adapters[adapter]
+		}
+		if named != 0 && adapted == nil {
+			adapted = x.marks(prompt, prompt.Model, step)
+		}
+		list = p.prefix(list, n*64, [2][]uint64{base, adapted}, named, step)
 	}
 	return list
 }
@@ -353,12 +389,8 @@ func (x *Index) step() (step int) {
 	return step
 }
 
-// marks are the hashes of a prompt's beginnings, each a step longer.
-func (x *Index) marks(prompt *Prompt, step int) []uint64 {
-	adapter := ""
-	if x.adapters[prompt.Model] {
-		adapter = prompt.Model
-	}
+// marks are the hashes of a prompt's beginnings, each a step longer, under an adapter if there is one.
+func (x *Index) marks(prompt *Prompt, adapter string, step int) []uint64 {
 	prefix := x.root(adapter)
 	if prompt.Salt != "" {
 		prefix = x.depend(prefix, []string{kvevents.Text(prompt.Salt)})
@@ -371,30 +403,41 @@ func (x *Index) marks(prompt *Prompt, step int) []uint64 {
 	return marks
 }
 
-// prefix adds those of the plane's instances that have the beginning of a prompt. first is the number of the first.
-func (p *plane) prefix(list []Held, first int, marks []uint64, step int) []Held {
-	var own, whole [64]int // tokens, by instance
-	some := uint64(0)      // instances that have any
+// prefix adds those of the plane's instances that have the beginning of a prompt. first is the number of the first. Those
+// that have named the prompt's model as an adapter are asked by the second marks, the others by the first.
+func (p *plane) prefix(list []Held, first int, marks [2][]uint64, named uint64, step int) []Held {
+	var f found
 	for size, members := range p.sizes {
-		every := size / step
-		inOwn, inAny, tokens := members, members, 0
-		for at := every - 1; at < len(marks) && inAny != 0; at += every {
-			has, more := p.lookup(marks[at])
-			note(&own, inOwn&^has, tokens)
-			note(&whole, inAny&^(has|more), tokens)
-			inOwn &= has
-			inAny &= has | more
-			some |= inAny
-			tokens += size
-		}
-		note(&own, inOwn, tokens)
-		note(&whole, inAny, tokens)
+		p.walk(&f, size, size/step, members&^named, marks[0])
+		p.walk(&f, size, size/step, members&named, marks[1])
 	}
-	for ; some != 0; some &= some - 1 {
+	for some := f.some; some != 0; some &= some - 1 {
 		i := bits.TrailingZeros64(some)
-		list = append(list, Held{first + i, own[i], whole[i]})
+		list = append(list, Held{first + i, f.own[i], f.whole[i]})
 	}
 	return list
+}
+
+// found is what was found of a prompt in a plane, in tokens by instance.
+type found struct {
+	own, whole [64]int
+	some       uint64 // instances that have any
+}
+
+// walk finds how far the blocks of one size reach, each of which is every marks long.
+func (p *plane) walk(f *found, size, every int, members uint64, marks []uint64) {
+	inOwn, inAny, tokens := members, members, 0
+	for at := every - 1; at < len(marks) && inAny != 0; at += every {
+		has, more := p.lookup(marks[at])
+		note(&f.own, inOwn&^has, tokens)
+		note(&f.whole, inAny&^(has|more), tokens)
+		inOwn &= has
+		inAny &= has | more
+		f.some |= inAny
+		tokens += size
+	}
+	note(&f.own, inOwn, tokens)
+	note(&f.whole, inAny, tokens)
 }
 
 // note writes down how much some instances have, unless more was found with blocks of another size.

@@ -134,10 +134,50 @@ func TestDependencies(t *testing.T) {
 	apply(x, 4, of("image", "", "\x92\xa1i\x00"))
 	for n, p := range []Prompt{{}, {Salt: "s"}, {Model: "tuned"}, {Model: "tuned", Salt: "s"}} {
 		p.Tokens = count(8)
-		require.Equal(t, []Held{{n, 8, 8}}, x.Prefix(&p), p)
+		want := []Held{{n, 8, 8}}
+		if n >= 2 { // to those that have not named the adapter it is a name of the base model
+			want = []Held{{n - 2, 8, 8}, {n, 8, 8}}
+		}
+		require.Equal(t, want, x.Prefix(&p), p)
 	}
 	require.Equal(t, []Held{{0, 8, 8}}, x.Prefix(&Prompt{Tokens: count(8), Model: "base"}), "a name that no adapter has")
 	require.Empty(t, x.Prefix(&Prompt{Tokens: count(8), Salt: "other"}))
+}
+
+// What an instance says about adapters concerns itself alone.
+func TestAdaptersOfInstances(t *testing.T) {
+	x := New(Config{})
+	ask := func() []Held { return x.Prefix(&Prompt{Tokens: count(8), Model: "base"}) }
+	apply(x, 1, chain("a", 4, count(8)))
+	odd := chain("a", 4, count(4))
+	odd.LoRAName = "base"
+	apply(x, 0, odd)
+	apply(x, 70, odd)
+	require.Equal(t, []Held{{0, 4, 4}, {1, 8, 8}, {70, 4, 4}}, ask())
+	for i := range maxAdapters + 1 {
+		odd.LoRAName = fmt.Sprint(i)
+		require.Equal(t, i >= maxAdapters-1, apply(x, 0, odd).Unplaced == 1)
+	}
+	odd.LoRAName = "another"
+	require.Zero(t, apply(x, 2, odd).Unplaced)
+	x.Forget(0)
+	require.Zero(t, apply(x, 0, odd).Unplaced, "with an instance its adapters are forgotten")
+	require.Equal(t, []Held{{1, 8, 8}, {70, 4, 4}}, ask())
+	x.Forget(0)
+	apply(x, 0, chain("a", 4, count(8)))
+	require.Equal(t, []Held{{0, 8, 8}, {1, 8, 8}, {70, 4, 4}}, ask())
+}
+
+// A block whose extra keys were too long to be read has no place, and neither has what is behind it.
+func TestUntoldExtraKeys(t *testing.T) {
+	x := New(Config{})
+	ev := chain("a", 4, count(16))
+	ev.Extra = [][]string{nil, {""}, nil, nil}
+	require.Equal(t, Result{Stored: 1, Unplaced: 3}, apply(x, 0, ev))
+	next := chain("b", 4, count(4))
+	next.Parent = hashed("a16")
+	require.Equal(t, Result{Unplaced: 1}, apply(x, 0, next))
+	require.Equal(t, []Held{{0, 4, 4}}, x.Prefix(&Prompt{Tokens: count(16)}))
 }
 
 // What cannot be placed is left out, whatever a hostile publisher says.
@@ -338,7 +378,7 @@ func TestAgainstModel(t *testing.T) {
 		}
 		require.Zero(t, x.Blocks())
 		if p := x.planes[0]; p != nil {
-			require.Zero(t, p.own.size+p.other.size+len(p.sizes), "nothing is left behind")
+			require.Zero(t, p.own.size+p.other.size+len(p.sizes)+len(p.adapters), "nothing is left behind")
 		}
 	})
 }
