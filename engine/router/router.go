@@ -118,7 +118,7 @@ type Router struct {
 	bodies   atomic.Int64 // bytes of the bodies of requests that run or wait
 	gate     *gate        // lets requests in whose body has come
 	limits   atomic.Pointer[Limits]
-	retries  retries
+	retries  allowance
 	lookups  *lookups
 	file     *watchedFile // nil: none
 	turns    *turns       // nil: conversations are not remembered
