@@ -73,7 +73,7 @@ func newRoute() *cobra.Command {
 	flags := cmd.Flags()
 	flags.StringSliceVar(&f.prefill, "prefill", nil, "base URLs of prefill instances, or dns://NAME:PORT, or dns+srv://_SERVICE._tcp.NAME; without one, decode instances serve alone")
 	flags.StringSliceVar(&f.decode, "decode", nil, "base URLs of decode instances, or names as of --prefill")
-	flags.StringVar(&f.mode, "mode", "pool", "pool: any prefill instance goes with any decode instance; replica: only with those of its own --replica, or group in the --config file")
+	flags.StringVar(&f.mode, "mode", "pool", "pool: any prefill instance goes with any decode instance; replica: only with those of its own --replica, or group in the --config file or of --register")
 	flags.StringArrayVar(&f.replicas, "replica", nil, "with --mode replica, once for each: NAME=prefill:URL,...;decode:URL,...")
 	flags.StringVar(&f.policy, "policy", policy.RoundRobin, "how instances are chosen: "+strings.Join(policy.Names(), ", "))
 	flags.StringVar(&f.weights, "policy-weights", "", "what the policy's scorers count, instead of its own weights, such as prefix=1,load=1,session=0")
@@ -189,8 +189,8 @@ func (f *routeFlags) checkMode() error {
 		return errors.New("--replica is for --mode replica")
 	case f.mode == "replica" && len(f.prefill)+len(f.decode) > 0:
 		return errors.New("--prefill and --decode are for --mode pool; with --mode replica each --replica has its own")
-	case f.mode == "replica" && len(f.replicas) == 0 && f.config == "":
-		return errors.New("--mode replica requires at least one --replica, such as a=prefill:http://HOST:PORT;decode:http://HOST:PORT, or a --config file with groups")
+	case f.mode == "replica" && len(f.replicas) == 0 && f.config == "" && f.register == "":
+		return errors.New("--mode replica requires at least one --replica, such as a=prefill:http://HOST:PORT;decode:http://HOST:PORT, or a --config file with groups, or --register")
 	}
 	return nil
 }
@@ -305,6 +305,7 @@ func (f *routeFlags) registration() (router.Registration, error) {
 	}
 	return router.Registration{
 		TTL:    f.registerTTL,
+		Groups: f.mode == "replica",
 		Verify: func(body, signature string) bool { return ticket.VerifyText(key, ticket.RegisterText, body, signature) },
 		Sign:   func(text string) string { return ticket.SignText(key, ticket.RequestIDText, text) },
 	}, nil

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/engine/router/policy"
+	"github.com/kvport/kvport/internal/register"
 )
 
 // Replica is a group of instances. A prompt that a prefill instance of a group computes goes to a decode instance of
@@ -48,8 +49,8 @@ func (c *Config) instances() (all named, err error) {
 		switch {
 		case err != nil:
 			return named{}, err
-		case !isGroup(r.Name):
-			return named{}, fmt.Errorf("--replica: %q is not a name, %s", r.Name, wantGroup)
+		case !register.IsGroup(r.Name):
+			return named{}, fmt.Errorf("--replica: %q is not a name, %s", r.Name, register.WantGroup)
 		case names[r.Name]:
 			return named{}, fmt.Errorf("--replica: the name %q appears twice", r.Name)
 		case len(r.Decode) == 0:
@@ -60,14 +61,6 @@ func (c *Config) instances() (all named, err error) {
 		add("replica", r.Name, decode, r.Decode)
 	}
 	return all, err
-}
-
-// wantGroup says what the name of a group is.
-const wantGroup = "want visible ASCII without spaces or quotes"
-
-// isGroup reports whether a text can be the name of a group.
-func isGroup(name string) bool {
-	return name != "" && !strings.ContainsFunc(name, func(c rune) bool { return c <= ' ' || c > '~' || c == '"' })
 }
 
 // sessionKey says where a request has the key of its session.

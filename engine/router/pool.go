@@ -70,10 +70,10 @@ func newLife() life {
 func newPool(list []spec, chooser *policy.Policy, log *slog.Logger, m *metrics) *pool {
 	p := &pool{
 		log: log, metrics: m, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{},
-		fresh: freshness{nonces: map[string]string{}, times: map[string]int64{}},
+		fresh: newFreshness(time.Now()),
 	}
 	for _, s := range list {
-		p.claim(s, byFlag)
+		p.regroup(p.claim(s, byFlag), byFlag, []string{s.group})
 	}
 	return p
 }
