@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -39,6 +40,7 @@ type routeFlags struct {
 	mode, policy    string
 	weights         string
 	sessionKey      string
+	queryTimeout    time.Duration
 	replicas        []string
 	events          []string
 	turns           int
@@ -79,6 +81,7 @@ func newRoute() *cobra.Command {
 	flags.StringVar(&f.weights, "policy-weights", "", "what the policy's scorers count, instead of its own weights, such as prefix=1,load=1,session=0")
 	flags.StringArrayVar(&f.events, "kv-events", nil, "once for each instance whose /health does not tell it, such as one of vLLM: URL=ENDPOINT or URL=ENDPOINT,REPLAY_ENDPOINT, where it publishes KV events")
 	flags.StringVar(&f.sessionKey, "session-key", "header:X-Session-Id", "where a request has the key of its session: header:NAME, cookie:NAME or field:NAME of the body, such as field:user")
+	flags.DurationVar(&f.queryTimeout, "cache-query-timeout", 200*time.Millisecond, "how long a request may wait for instances to say what they have of its prompt, if the policy asks for that and nothing is known; 0: they are not asked")
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
 	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the key that the engines share; default: that of one user on one host")
 	flags.IntVar(&f.turns, "bidirectional", 0, fmt.Sprintf("number of answers to remember: prefill instances load from the decode instance that gave an earlier answer of a conversation, all instances are kv_both; 0: none; without the flag %d, of instances that say that they can do so", defaultTurns))
@@ -106,7 +109,7 @@ func (f *routeFlags) addFront(cmd *cobra.Command) {
 	flags.IntVar(&f.attempts, "attempts", 3, "decode instances that one request is sent to at most, one after the other")
 	flags.Float64Var(&f.retryShare, "retry-budget", 0.2, "retries for each request, of those that an instance may have worked on; 100 at once and 10 a second are free")
 	flags.DurationVar(&f.backoff, "retry-backoff", 50*time.Millisecond, "pause before the first such retry, which doubles up to 1s")
-	flags.StringVar(&f.config, "config", "", "JSON file with instances and limits, read again whenever it changes; kvport schema --route prints its schema")
+	flags.StringVar(&f.config, "config", "", "JSON file with instances, limits and the policy, read again whenever it changes; kvport schema --route prints its schema")
 	flags.StringVar(&f.dnsServer, "dns-server", "", "HOST:PORT of the server that knows the names (default that of the system)")
 	flags.DurationVar(&f.dnsInterval, "dns-interval", 5*time.Second, "time between two lookups of a name")
 	flags.DurationVar(&f.dnsKeep, "dns-keep", time.Minute, "how long the last answer for a name counts while lookups fail")
@@ -150,7 +153,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	r, err := router.New(router.Config{
 		Register: registering,
 		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey,
-		Events: events, Log: slog.Default(), Metrics: registry, Gatherer: registry, File: f.file(), DNS: f.dns(),
+		Events: events, QueryTimeout: cmp.Or(f.queryTimeout, -1), Log: slog.Default(), Metrics: registry, Gatherer: registry, File: f.file(), DNS: f.dns(),
 		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, TurnsWhereKnown: byDefault, TurnsFile: f.turnsFile,
 		MaxInFlight: inFlight, MaxQueue: min(f.queueSize, f.inFlight(math.MaxInt)-inFlight), QueueTimeout: f.queueTimeout,
 		Limits: router.Limits{Each: f.each.limits()}, Attempts: f.attempts, RetryShare: f.retryShare, Backoff: f.backoff,
@@ -203,6 +206,8 @@ func (f *routeFlags) check() error {
 	switch {
 	case !slices.Contains(policy.Names(), f.policy):
 		return fmt.Errorf("--policy is %q, want %s", f.policy, strings.Join(policy.Names(), ", "))
+	case f.queryTimeout < 0:
+		return fmt.Errorf("--cache-query-timeout is %v, want a time such as 200ms, or 0", f.queryTimeout)
 	case f.turns < 0:
 		return fmt.Errorf("--bidirectional is %d, want a number of answers", f.turns)
 	case f.turnsFile != "" && f.turns == 0:

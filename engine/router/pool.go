@@ -37,12 +37,13 @@ type pool struct {
 	log     *slog.Logger
 	metrics *metrics
 
-	mu     sync.Mutex
-	table  table
-	policy *policy.Policy
-	lives  []life
-	urls   []*url.URL
-	known  []registered
+	mu       sync.Mutex
+	table    table
+	policy   *policy.Policy
+	chosenBy policy.Config // what the policy was made of
+	lives    []life
+	urls     []*url.URL
+	known    []registered
 
 	blocks  *blocks         // nil: nobody is asked which blocks it has
 	misfits map[pair]string // why not; only pairs that do not fit
@@ -164,7 +165,11 @@ func (p *pool) report(ctx context.Context, i int, got checked) {
 	}
 	if got.result == healthy {
 		p.sawLocked(i, got.says)
-		p.blocks.follow(p.urls[i], got.says)
+		if p.policy.UsesPrompts() {
+			p.blocks.follow(p.urls[i], got.says)
+		} else {
+			p.blocks.leave(p.urls[i])
+		}
 	}
 	p.probedLocked(i, got.result, got.why)
 }
