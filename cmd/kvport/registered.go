@@ -28,14 +28,17 @@ func (f *serveFlags) checkRegister() error {
 			return fmt.Errorf("--register: %q is no URL, want http://HOST:PORT of kvport route --register", at)
 		}
 	}
-	if f.registerGroup != "" {
-		if len(f.routers) == 0 {
-			return errors.New("--register-group is for --register")
-		}
-		if !register.IsGroup(f.registerGroup) {
-			return fmt.Errorf("--register-group is %q, %s", f.registerGroup, register.WantGroup)
-		}
+	switch {
+	case f.registerGroup != "" && len(f.routers) == 0:
+		return errors.New("--register-group is for --register")
+	case f.registerGroup != "" && !register.IsGroup(f.registerGroup):
+		return fmt.Errorf("--register-group is %q, %s", f.registerGroup, register.WantGroup)
 	}
+	return f.checkRegisterAddress()
+}
+
+// checkRegisterAddress refuses an address at which nobody could find the engine.
+func (f *serveFlags) checkRegisterAddress() error {
 	if f.registerAddress == "" {
 		return nil
 	}

@@ -142,6 +142,12 @@ func TestConfigFileChooses(t *testing.T) {
 	require.Contains(t, route(), "load 2: 1 running")
 	close(let)
 	require.Equal(t, 200, (<-first).StatusCode)
+	require.Eventually(t, func() bool {
+		f.router.pool.mu.Lock()
+		defer f.router.pool.mu.Unlock()
+		runs, _ := f.router.pool.policy.Busy(0)
+		return runs == 0
+	}, waitLimit, waitTick)
 	idle(t, f.router)
 }
 

@@ -380,7 +380,7 @@ func TestUse(t *testing.T) {
 	}
 }
 
-// TestTold: what an instance says of a prompt counts for the prompts that follow.
+// TestTold: what an instance says about a prompt counts for the prompts that follow.
 func TestTold(t *testing.T) {
 	p := made(t, Config{Policy: PrefixAware}, 0, 2)
 	prompt := NewPrompt(1, nil, make([]byte, 10*PieceBytes))
