@@ -128,7 +128,10 @@ func TestConfigFileChooses(t *testing.T) {
 	require.Contains(t, route(), "session 10: session")
 	good := s
 	for _, bad := range []Settings{
-		{Policy: "x"}, {Policy: policy.RoundRobin, Weights: map[string]float64{"load": 1}}, {Weights: map[string]float64{"lod": 1}}, {SessionKey: "x"},
+		{Policy: "x"},
+		{Policy: policy.RoundRobin, Weights: map[string]float64{"load": 1}},
+		{Weights: map[string]float64{"lod": 1}},
+		{SessionKey: "x"},
 		{Policy: policy.PDAware, Instances: []Instance{{URL: "x", Role: "decode"}}},
 	} {
 		s = bad
