@@ -28,6 +28,17 @@ func (f *serveFlags) checkRegister() error {
 			return fmt.Errorf("--register: %q is no URL, want http://HOST:PORT of kvport route --register", at)
 		}
 	}
+	switch {
+	case f.registerGroup != "" && len(f.routers) == 0:
+		return errors.New("--register-group is for --register")
+	case f.registerGroup != "" && !register.IsGroup(f.registerGroup):
+		return fmt.Errorf("--register-group is %q, %s", f.registerGroup, register.WantGroup)
+	}
+	return f.checkRegisterAddress()
+}
+
+// checkRegisterAddress refuses an address at which nobody could find the engine.
+func (f *serveFlags) checkRegisterAddress() error {
 	if f.registerAddress == "" {
 		return nil
 	}
@@ -75,7 +86,7 @@ func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api
 			Sign: func(body string) string { return ticket.SignText(key, ticket.RegisterText, body) },
 		}}
 		for _, part := range parts(transfer) {
-			m := register.Message{Type: part, HTTP: address}
+			m := register.Message{Type: part, HTTP: address, Group: f.registerGroup}
 			if transfer != nil {
 				m.Engine = transfer.EngineID
 			}

@@ -66,8 +66,26 @@ func TestServeRegisters(t *testing.T) {
 	require.Contains(t, health(), `"status":"unavailable"`)
 }
 
+// With --mode replica engines say to which group they belong.
+func TestServeRegistersItsGroup(t *testing.T) {
+	r := start(t, "route", "--port", "0", "--mode", "replica", "--register", "127.0.0.1:0")
+	at := registrarOf(t, r)
+	for _, group := range []string{"a", "b"} {
+		startAny(t, "serve", "--model", "sim", "--port", "0", "--register", at, "--register-group", group)
+	}
+	require.Eventually(t, func() bool {
+		_, text := do(t, "GET", r.URL+"/health", "")
+		return strings.Contains(text, `"group":"a"`) && strings.Contains(text, `"group":"b"`)
+	}, 30*time.Second, 20*time.Millisecond)
+	pool := start(t, "route", "--port", "0", "--register", "127.0.0.1:0")
+	engine := startAny(t, "serve", "--model", "sim", "--port", "0", "--register", registrarOf(t, pool), "--register-group", "a")
+	require.NoError(t, engine.Logged(t.Context(), "group is for a router with --mode replica"))
+}
+
 func TestServeRegisterFlags(t *testing.T) {
 	for args, want := range map[string]string{
+		"--register-group a": "--register-group is for --register",
+		"--register http://127.0.0.1:1 --register-group \"":           `--register-group is "\"", want visible ASCII`,
 		"--register 127.0.0.1:1":                                      `--register: "127.0.0.1:1" is no URL, want http://HOST:PORT`,
 		"--register http://x?y":                                       `is no URL`,
 		"--register-address 127.0.0.1:1":                              "--register-address is for --register",

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -42,6 +43,7 @@ type routeFlags struct {
 	mode, policy    string
 	weights         string
 	sessionKey      string
+	queryTimeout    time.Duration
 	replicas        []string
 	events          []string
 	turns           int
@@ -76,12 +78,13 @@ func newRoute() *cobra.Command {
 	flags := cmd.Flags()
 	flags.StringSliceVar(&f.prefill, "prefill", nil, "base URLs of prefill instances, or dns://NAME:PORT, or dns+srv://_SERVICE._tcp.NAME; without one, decode instances serve alone")
 	flags.StringSliceVar(&f.decode, "decode", nil, "base URLs of decode instances, or names as of --prefill")
-	flags.StringVar(&f.mode, "mode", "pool", "pool: any prefill instance goes with any decode instance; replica: only with those of its own --replica, or group in the --config file")
+	flags.StringVar(&f.mode, "mode", "pool", "pool: any prefill instance goes with any decode instance; replica: only with those of its own --replica, or group in the --config file or of --register")
 	flags.StringArrayVar(&f.replicas, "replica", nil, "with --mode replica, once for each: NAME=prefill:URL,...;decode:URL,...")
 	flags.StringVar(&f.policy, "policy", policy.RoundRobin, "how instances are chosen: "+strings.Join(policy.Names(), ", "))
 	flags.StringVar(&f.weights, "policy-weights", "", "what the policy's scorers count, instead of its own weights, such as prefix=1,load=1,session=0")
 	flags.StringArrayVar(&f.events, "kv-events", nil, "once for each instance whose /health does not tell it, such as one of vLLM: URL=ENDPOINT or URL=ENDPOINT,REPLAY_ENDPOINT, where it publishes KV events")
 	flags.StringVar(&f.sessionKey, "session-key", "header:X-Session-Id", "where a request has the key of its session: header:NAME, cookie:NAME or field:NAME of the body, such as field:user")
+	flags.DurationVar(&f.queryTimeout, "cache-query-timeout", 200*time.Millisecond, "how long a request may wait for instances to say what they have of its prompt, if the policy asks for that and nothing is known; 0: they are not asked")
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
 	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the key that the engines share; default: that of one user on one host")
 	flags.IntVar(&f.turns, "bidirectional", 0, fmt.Sprintf("number of answers to remember: prefill instances load from the decode instance that gave an earlier answer of a conversation, all instances are kv_both; 0: none; without the flag %d, of instances that say that they can do so", defaultTurns))
@@ -109,7 +112,7 @@ func (f *routeFlags) addFront(cmd *cobra.Command) {
 	flags.IntVar(&f.attempts, "attempts", 3, "decode instances that one request is sent to at most, one after the other")
 	flags.Float64Var(&f.retryShare, "retry-budget", 0.2, "retries for each request, of those that an instance may have worked on; 100 at once and 10 a second are free")
 	flags.DurationVar(&f.backoff, "retry-backoff", 50*time.Millisecond, "pause before the first such retry, which doubles up to 1s")
-	flags.StringVar(&f.config, "config", "", "JSON file with instances and limits, read again whenever it changes; kvport schema --route prints its schema")
+	flags.StringVar(&f.config, "config", "", "JSON file with instances, limits and the policy, read again whenever it changes; kvport schema --route prints its schema")
 	flags.StringVar(&f.dnsServer, "dns-server", "", "HOST:PORT of the server that knows the names (default that of the system)")
 	flags.DurationVar(&f.dnsInterval, "dns-interval", 5*time.Second, "time between two lookups of a name")
 	flags.DurationVar(&f.dnsKeep, "dns-keep", time.Minute, "how long the last answer for a name counts while lookups fail")
@@ -153,7 +156,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	r, err := router.New(router.Config{
 		Register: registering,
 		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey,
-		Events: events, Log: slog.Default(), Metrics: registry, Gatherer: registry, File: f.file(), DNS: f.dns(),
+		Events: events, QueryTimeout: cmp.Or(f.queryTimeout, -1), Log: slog.Default(), Metrics: registry, Gatherer: registry, File: f.file(), DNS: f.dns(),
 		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, TurnsWhereKnown: byDefault, TurnsFile: f.turnsFile,
 		MaxInFlight: inFlight, MaxQueue: f.queue(inFlight), QueueTimeout: f.queueTimeout,
 		Limits: router.Limits{Each: f.each.limits()}, Attempts: f.attempts, RetryShare: f.retryShare, Backoff: f.backoff,
@@ -202,8 +205,8 @@ func (f *routeFlags) checkMode() error {
 		return errors.New("--replica is for --mode replica")
 	case f.mode == "replica" && len(f.prefill)+len(f.decode) > 0:
 		return errors.New("--prefill and --decode are for --mode pool; with --mode replica each --replica has its own")
-	case f.mode == "replica" && len(f.replicas) == 0 && f.config == "":
-		return errors.New("--mode replica requires at least one --replica, such as a=prefill:http://HOST:PORT;decode:http://HOST:PORT, or a --config file with groups")
+	case f.mode == "replica" && len(f.replicas) == 0 && f.config == "" && f.register == "":
+		return errors.New("--mode replica requires at least one --replica, such as a=prefill:http://HOST:PORT;decode:http://HOST:PORT, or a --config file with groups, or --register")
 	}
 	return nil
 }
@@ -216,6 +219,8 @@ func (f *routeFlags) check() error {
 	switch {
 	case !slices.Contains(policy.Names(), f.policy):
 		return fmt.Errorf("--policy is %q, want %s", f.policy, strings.Join(policy.Names(), ", "))
+	case f.queryTimeout < 0:
+		return fmt.Errorf("--cache-query-timeout is %v, want a time such as 200ms, or 0", f.queryTimeout)
 	case f.turns < 0:
 		return fmt.Errorf("--bidirectional is %d, want a number of answers", f.turns)
 	case f.turnsFile != "" && f.turns == 0:
@@ -320,6 +325,7 @@ func (f *routeFlags) registration() (router.Registration, error) {
 	}
 	return router.Registration{
 		TTL:    f.registerTTL,
+		Groups: f.mode == "replica",
 		Verify: func(body, signature string) bool { return ticket.VerifyText(key, ticket.RegisterText, body, signature) },
 		Sign:   func(text string) string { return ticket.SignText(key, ticket.RequestIDText, text) },
 	}, nil

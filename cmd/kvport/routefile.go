@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvport/kvport/engine/router"
 	"github.com/kvport/kvport/engine/router/admission"
+	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/strictjson"
 )
@@ -19,6 +20,10 @@ type routeFile struct {
 	Instances []routeInstance `json:"instances" jsonschema:"description=Instances in addition to those of the flags."`
 	Limits    *clientLimits   `json:"limits"    jsonschema:"description=What each client may use; instead of the flags --key-..., all of them."`
 	Keys      []keyLimits     `json:"keys"      jsonschema:"description=API keys that have limits of their own."`
+
+	Policy     *strictjson.Value `json:"policy"         jsonschema:"type=string,description=How instances are chosen; instead of the flags --policy and --policy-weights."`
+	Weights    *strictjson.Value `json:"policy_weights" jsonschema:"type=object,description=How much each scorer of the policy counts; instead of --policy-weights."`
+	SessionKey *strictjson.Value `json:"session_key"    jsonschema:"type=string,description=Where a request has the key of its session; instead of --session-key."`
 }
 
 type routeInstance struct {
@@ -66,6 +71,9 @@ func decodeRoute(text []byte, each admission.Limits, groups bool) (*router.Setti
 	if s.Instances, err = f.instances(groups); err != nil {
 		return nil, err
 	}
+	if err := f.choosing(s); err != nil {
+		return nil, err
+	}
 	for i := range f.Keys {
 		id, err := f.Keys[i].id()
 		if err != nil {
@@ -98,6 +106,32 @@ func (f *routeFile) instances(groups bool) (list []router.Instance, err error) {
 		list = append(list, in)
 	}
 	return list, nil
+}
+
+// choosing adds how instances are chosen, as far as the file says so.
+func (f *routeFile) choosing(s *router.Settings) error {
+	if f.Policy != nil {
+		s.Policy = textOf(f.Policy)
+		if _, err := policy.New(policy.Config{Policy: s.Policy}); err != nil {
+			return f.Policy.Errorf("%w", err)
+		}
+	}
+	if f.Weights != nil {
+		if json.Unmarshal(f.Weights.Raw(), &s.Weights) != nil {
+			return f.Weights.Errorf(`must have a number for each scorer, such as {"prefix": 1, "load": 1}`)
+		}
+		// With the policy of the flags the router tries them.
+		if _, err := policy.New(policy.Config{Policy: s.Policy, Weights: s.Weights}); err != nil && s.Policy != "" {
+			return f.Weights.Errorf("%w", err)
+		}
+	}
+	if f.SessionKey != nil {
+		s.SessionKey = textOf(f.SessionKey)
+		if err := router.CheckSessionKey(s.SessionKey); err != nil {
+			return f.SessionKey.Errorf("%w", err)
+		}
+	}
+	return nil
 }
 
 // id is the key's in router.Limits.

@@ -17,6 +17,7 @@ import (
 
 	"github.com/kvport/kvport/engine/router"
 	"github.com/kvport/kvport/engine/router/admission"
+	"github.com/kvport/kvport/engine/router/policy"
 )
 
 // A config file says which instances there are and what clients may use.
@@ -41,6 +42,18 @@ func TestRouteFile(t *testing.T) {
 	s, err = decodeRoute([]byte(`{}`), admission.Limits{RequestsPerMinute: 9}, true)
 	require.NoError(t, err)
 	require.Equal(t, admission.Limits{RequestsPerMinute: 9}, s.Limits.Each, "the flags'")
+	require.Empty(t, s.Policy)
+	require.Nil(t, s.Weights)
+	require.Empty(t, s.SessionKey)
+	s, err = decodeRoute([]byte(`{"policy": "prefix_aware", "policy_weights": {"prefix": 2.5, "session": 0}, "session_key": "field:user"}`), admission.Limits{}, true)
+	require.NoError(t, err)
+	require.Equal(t, policy.PrefixAware, s.Policy)
+	require.Equal(t, map[string]float64{"prefix": 2.5, "session": 0}, s.Weights)
+	require.Equal(t, "field:user", s.SessionKey)
+	s, err = decodeRoute([]byte(`{"policy_weights": {"load": 2}}`), admission.Limits{}, true)
+	require.NoError(t, err)
+	require.Empty(t, s.Policy)
+	require.Equal(t, map[string]float64{"load": 2}, s.Weights)
 }
 
 // Whatever is wrong with a config file is said in one line, with its place.
@@ -57,6 +70,13 @@ func TestRouteFileNamesWhatIsWrong(t *testing.T) {
 		"{\"instances\":[{\"url\":\"http://x:1\",\"role\":\"decode\"},\n{\"url\":\"http://X:1/\",\"role\":\"decode\"}]}": `line 2, column 8: instances[1].url: "http://X:1/" appears twice as decode`,
 		`{"instances":[{"url":"http://x:1","role":"decode","drian":true}]}`:                                              `did you mean "drain"`,
 		`{"limits":{"tokens_per_minute":-1}}`:                                                                            `must be at least 0`,
+		`{"policy":"prefix_awre"}`:                                                                                       `line 1, column 11: policy: unknown policy "prefix_awre", did you mean "prefix_aware"?`,
+		`{"policy":5}`:                                                                                                   `policy`,
+		`{"policy":"round_robin","policy_weights":{"load":1}}`:                                                           `policy_weights: policy round_robin has no weights`,
+		`{"policy":"session","policy_weights":{"lod":1}}`:                                                                `policy_weights: unknown scorer "lod", did you mean "load"?`,
+		`{"policy_weights":{"load":"much"}}`:                                                                             `policy_weights: must have a number for each scorer, such as {"prefix": 1, "load": 1}`,
+		`{"policy_weights":["load"]}`:                                                                                    `policy_weights`,
+		`{"session_key":"user"}`:                                                                                         `session_key: is "user", want header:NAME, cookie:NAME or field:NAME`,
 		key(`{"key_sha256":"abc"}`):                                                                                      `is no SHA-256`,
 		key(`{"name":"x"}`):                                                                                              `is missing`,
 		key(`{"key_sha256":"` + router.KeyID("k") + `"},{"key_sha256":"` + router.KeyID("k") + `"}`):                     `appears twice`,
@@ -81,6 +101,7 @@ func TestRouteFileGroups(t *testing.T) {
 }
 
 func FuzzRouteFile(f *testing.F) {
+	f.Add([]byte(`{"policy":"session","policy_weights":{"load":2},"session_key":"cookie:x"}`))
 	f.Add([]byte(`{"instances":[{"url":"dns://x:1","role":"decode","drain":true}],"limits":{"max_in_flight":1},"keys":[{"key_sha256":"00"}]}`))
 	f.Fuzz(func(t *testing.T, text []byte) {
 		s, err := decodeRoute(text, admission.Limits{}, true)
@@ -110,6 +131,8 @@ func TestRouteSchema(t *testing.T) {
 		require.NoError(t, json.Unmarshal([]byte(text), &v))
 		return schema.Validate(v)
 	}
+	require.NoError(t, check(`{"policy":"session","policy_weights":{"load":2},"session_key":"cookie:x"}`))
+	require.Error(t, check(`{"policy_weights":"load=2"}`))
 	require.NoError(t, check(`{"instances":[{"url":"http://x","role":"decode","group":"a","drain":true}],"limits":{"max_in_flight":"4"},"keys":[{"name":"a","key_sha256":"ab","requests_per_minute":2}]}`))
 	require.Error(t, check(`{"instances":[{"role":"decode"}]}`))
 	require.Error(t, check(`{"instances":[{"url":"http://x","role":"both"}]}`))
@@ -153,6 +176,7 @@ func TestRouteFrontFlags(t *testing.T) {
 		"--key-tokens-per-minute -2": "--key-tokens-per-minute is -2",
 		"--retry-budget 1.5":         "--retry-budget is 1.5",
 		"--retry-budget NaN":         "--retry-budget is NaN",
+		"--cache-query-timeout -1s":  "--cache-query-timeout is -1s, want a time such as 200ms, or 0",
 		"--dns-server 10.0.0.1":      `--dns-server is "10.0.0.1", want HOST:PORT`,
 		"--decode dns://x":           `--decode: "dns://x" has no name and port, want dns://NAME:PORT`,
 		"--config " + missing:        "no such file",

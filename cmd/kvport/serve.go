@@ -50,6 +50,7 @@ type serveFlags struct {
 	logLevel          string
 	routers           []string
 	registerAddress   string
+	registerGroup     string
 }
 
 // Limits of flags that no model and no machine has a say in.
@@ -89,6 +90,7 @@ func newServe() *cobra.Command {
 	flags.StringVar(&f.eventsConfig, "kv-events-config", "", "where to publish which KV blocks there are, as JSON with vLLM's fields, or @FILE with it")
 	flags.StringSliceVar(&f.routers, "register", nil, "URLs of kvport route --register; the engine tells them where it is, signed with the ticket key, and that it ends")
 	flags.StringVar(&f.registerAddress, "register-address", "", "with --register: HOST:PORT at which routers reach this server (default --host and --port; the address towards the router if --host is no single one)")
+	flags.StringVar(&f.registerGroup, "register-group", "", "with --register: the replica to which the engine belongs; for routers with --mode replica, which make pairs only within one")
 	addPluginPath(flags, &f.pluginPath)
 	f.add(cmd, 8000)
 	addLogLevel(cmd, &f.logLevel)

@@ -24,6 +24,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/register"
 	native "github.com/kvport/kvport/native/ucx"
 	"github.com/kvport/kvport/pipe"
 	"github.com/kvport/kvport/pipe/nccl"
@@ -54,6 +55,7 @@ type Config struct {
 	SocketDir  string   `json:"socket_dir,omitempty"         jsonschema:"description=shm: folder of the sockets; empty: one of its own for each"`
 	TimeoutMS  int      `json:"peer_timeout_ms,omitempty"    jsonschema:"default=3000,minimum=100,maximum=60000,description=how long a peer may neither receive nor answer before it is cut"`
 	RegisterMS int      `json:"register_ms,omitempty"        jsonschema:"default=3000,minimum=50,maximum=60000,description=time between two registrations"`
+	Group      string   `json:"register_group,omitempty"     jsonschema:"description=the replica to which the engine belongs; for routers with --mode replica, which make pairs only within one"`
 	Digest     bool     `json:"digest,omitempty"             jsonschema:"default=true,description=digest over every frame, in addition to the host's digest over every block"`
 }
 
@@ -86,6 +88,10 @@ func (c *Config) Validate() error {
 		return bad("proxy_port", "it goes together with proxy_ip")
 	case len(c.registrars()) > 0 && c.HTTPPort == 0:
 		return bad("http_port", "it is needed to register: the router must know where the engine's HTTP server is")
+	case c.Group != "" && len(c.registrars()) == 0:
+		return bad("register_group", "it is said to the routers that proxy_ip and routers name, and there are none")
+	case c.Group != "" && !register.IsGroup(c.Group):
+		return bad("register_group", "it is %q, %s", c.Group, register.WantGroup)
 	case c.KeyFile == "" && !c.local():
 		return bad("key_file", "others can reach kv_ip %s, so it needs a shared key", c.IP)
 	}

@@ -158,10 +158,13 @@ func (r *registered) close() error {
 const leaveTime = time.Second
 
 // registrar registers one engine with one router until its context ends.
-type registrar struct{ register.Client }
+type registrar struct {
+	register.Client
+	group string // the engine's replica; empty: none
+}
 
 func newRegistrar(c *Config, router string, key []byte, log *slog.Logger) *registrar {
-	return &registrar{register.Client{
+	return &registrar{group: c.Group, Client: register.Client{
 		URL: "http://" + router, Every: cmp.Or(time.Duration(c.RegisterMS)*time.Millisecond, 3*time.Second), Log: log,
 		Sign: func(body string) string { return ticket.SignText(key, ticket.RegisterText, body) },
 	}}
@@ -184,7 +187,7 @@ func (r *registrar) run(ctx context.Context, types []string, httpAddress, kvAddr
 	defer r.Close()
 	var as []register.Message
 	for _, t := range types {
-		as = append(as, register.Message{Type: t, HTTP: httpAddress, KV: kvAddress})
+		as = append(as, register.Message{Type: t, HTTP: httpAddress, KV: kvAddress, Group: r.group})
 	}
 	r.Run(ctx, as)
 	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), leaveTime)

@@ -288,7 +288,7 @@ func TestRegister(t *testing.T) {
 	host, port, err := net.SplitHostPort(strings.TrimPrefix(router.URL, "http://"))
 	require.NoError(t, err)
 	for _, with := range []byte("kx") {
-		raw := fmt.Sprintf(`{"proxy_ip":%q,"proxy_port":%q,"http_port":8000,"register_ms":50}`, host, port)
+		raw := fmt.Sprintf(`{"proxy_ip":%q,"proxy_port":%q,"http_port":8000,"register_ms":50,"register_group":"g"}`, host, port)
 		c, err := sdk.DecodeConfig[Config](json.RawMessage(raw))
 		require.NoError(t, err)
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
@@ -303,6 +303,7 @@ func TestRegister(t *testing.T) {
 			require.Equal(t, []string{"P", "D", "P"}, []string{first.Type, second.Type, third.Type})
 			require.Equal(t, "127.0.0.1:8000", first.HTTP)
 			require.Equal(t, "127.0.0.1:7", first.KV)
+			require.Equal(t, "g", first.Group)
 			require.Greater(t, third.At, first.At)
 		} else {
 			require.Eventually(t, func() bool { _, failed := r.Counts(); return failed > 2 }, time.Minute, 5*time.Millisecond, "another key is refused")
@@ -326,6 +327,7 @@ func TestConfig(t *testing.T) {
 		"send_type": `{"send_type":"PUSH"}`, "kv_port": `{"kv_port":70000}`, "key_file": `{"kv_ip":"0.0.0.0"}`, "kv_buffer_size": `{"kv_buffer_size":-1}`,
 		"http_port": `{"proxy_port":1,"proxy_ip":"127.0.0.1"}`, "routers": `{"routers":["nowhere"],"http_port":1}`, "proxy_ip": `{"proxy_ip":"127.0.0.1"}`, "transports": `{"transports":["pigeon"]}`,
 		"mem_pool_size_gb": `{"mem_pool_size_gb":"much"}`, "peer_timeout_ms": `{"peer_timeout_ms":1}`, "ucx_tcp": `{"ucx_tcp":"yes"}`,
+		"register_group": `{"register_group":"a"}`,
 	} {
 		_, err := sdk.DecodeConfig[Config](json.RawMessage(config))
 		require.ErrorIs(t, err, connector.ErrIncompatible, config)

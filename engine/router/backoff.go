@@ -18,22 +18,22 @@ const (
 	maxBackoff = time.Second // before one retry
 )
 
-// retries is the budget of retries with its lock. It is for those that an instance has had work with, or may have: a
+// allowance is a budget with its lock. That of retries is for those that an instance has had work with, or may have: a
 // connection that breaks costs the other instances no more than the request itself.
-type retries struct {
+type allowance struct {
 	mu     sync.Mutex
 	budget admission.Budget
 }
 
 // request takes note of a request that came.
-func (r *retries) request() {
+func (r *allowance) request() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.budget.Request(time.Now())
 }
 
-// allow reports whether there is a retry left, and takes it.
-func (r *retries) allow() bool {
+// allow reports whether there is something left, and takes one.
+func (r *allowance) allow() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.budget.Retry(time.Now())

@@ -177,3 +177,41 @@ func TestRetryBudget(t *testing.T) {
 		require.Equal(t, 200, resp.StatusCode)
 	}
 }
+
+// spend uses a budget up, and what time will add to it for an hour.
+func (a *allowance) spend() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for a.budget.Retry(time.Now().Add(time.Hour)) {
+	}
+}
+
+// Prefill instances that keep silent are retried as decode instances are: after pauses that grow, and within the budget.
+// What is not retried costs neither.
+func TestSilentPrefillIsRetriedWithinLimits(t *testing.T) {
+	silent := func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }
+	ps, pURLs := several(t, 3, silent)
+	d := serveInstance(t, tokens)
+	f := serveRouter(t, Config{Prefill: pURLs, Decode: urls(d), PrefillTimeout: time.Millisecond, Backoff: 200 * time.Millisecond})
+	began := time.Now()
+	resp, _ := post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 200, resp.StatusCode)
+	require.GreaterOrEqual(t, time.Since(began), 300*time.Millisecond, "half of 200 ms and of 400 ms at least")
+	require.Equal(t, 2.0, testutil.ToFloat64(f.router.metrics.retries.WithLabelValues("prefill")))
+	idle(t, f.router)
+
+	f = serveRouter(t, Config{Prefill: pURLs, Decode: urls(d), PrefillTimeout: time.Millisecond, Backoff: notSoon, RetryShare: 1e-9})
+	f.router.retries.spend()
+	resp, _ = post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 200, resp.StatusCode)
+	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.exhausted))
+	require.Zero(t, testutil.ToFloat64(f.router.metrics.retries.WithLabelValues("prefill")))
+	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.handoffs.WithLabelValues("none", noPrefill)))
+	idle(t, f.router)
+
+	f = serveRouter(t, Config{Prefill: urls(ps[0]), Decode: []string{serveInstance(t, reset("")).URL, d.URL}, PrefillTimeout: time.Millisecond, Backoff: notSoon, RetryShare: 1e-9})
+	f.router.retries.spend()
+	resp, _ = post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 200, resp.StatusCode, "neither the prefill instance nor the connection that broke has another turn to wait for")
+	require.Zero(t, testutil.ToFloat64(f.router.metrics.exhausted))
+}

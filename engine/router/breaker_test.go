@@ -153,7 +153,7 @@ func TestBusyTrialIsNoVerdict(t *testing.T) {
 func TestHealthOfRegistered(t *testing.T) {
 	f := serveRouter(t, Config{Register: signer(time.Minute)})
 	for part, at := range map[string]string{"P": "127.0.0.1:7001", "D": "127.0.0.1:7002"} {
-		code, text := say(t, f.router, true, old(part, at, "127.0.0.1:9", 1))
+		code, text := say(t, f.router, true, old(part, at, "127.0.0.1:9", time.Now().UnixNano()))
 		require.Equal(t, http.StatusOK, code, text)
 	}
 	require.Equal(t, "ok", routerHealth(t, f, "").Status)
@@ -186,7 +186,8 @@ func TestRegisterAfterClockJump(t *testing.T) {
 		code, _ := say(t, f.router, true, old("D", "127.0.0.1:7002", "127.0.0.1:9", at.UnixNano()))
 		return code
 	}
-	require.Equal(t, http.StatusOK, register(time.Now().Add(time.Hour)))
+	require.Equal(t, http.StatusConflict, register(time.Now().Add(time.Hour)), "too far ahead")
+	require.Equal(t, http.StatusOK, register(time.Now().Add(clockError-time.Minute)))
 	require.Equal(t, http.StatusConflict, register(time.Now()))
 	f.router.pool.expire(0)
 	require.Equal(t, http.StatusOK, register(time.Now()))

@@ -176,14 +176,11 @@ func (c *call) prefill(ctx context.Context, at *route) (params json.RawMessage) 
 	}
 	request := c.forPrefill(at.prefill)
 	body := request.encode()
-	for p := at.prefill; ; {
+	p := at.prefill
+	for retry := 0; ; retry++ {
 		params, another := c.promptAt(ctx, p, at.decode, body)
 		if !another || ctx.Err() != nil {
 			return params
-		}
-		if !c.mayRetry(ctx, 0) {
-			c.goWithout(noPrefill)
-			return nil
 		}
 		next, why, ok := c.router.pool.chooseFor(at.decode, c.request, c.failed)
 		if !ok {
@@ -191,6 +188,13 @@ func (c *call) prefill(ctx context.Context, at *route) (params json.RawMessage) 
 			return nil
 		}
 		c.picked = append(c.picked, next.index)
+		if !c.mayRetry(ctx, retry) {
+			c.router.pool.released(next)
+			c.router.pool.done(next)
+			delete(c.failed, next.index)
+			c.goWithout(noPrefill)
+			return nil
+		}
 		p = next
 		c.router.metrics.retries.WithLabelValues(prefill.String()).Inc()
 		at.prefill, at.why = next, why
@@ -276,6 +280,7 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 	}
 	defer c.router.pool.released(d)
 	defer c.router.pool.done(d)
+	c.costly = false // whatever prefill instances did
 	c.router.pool.sent(d)
 	t := tie(ctx, d.life)
 	defer t.release()
@@ -381,10 +386,12 @@ func (c *call) refused(t target, status int, h http.Header) {
 }
 
 func (c *call) fail(t target, err error, overload bool) {
+	silent := errors.Is(err, errSlow)
+	c.costly = c.costly || silent
 	switch {
-	case t.role == prefill:
-	case errors.Is(err, errSlow):
-		c.fault, c.costly = slow, true
+	case t.role == prefill: // decode serves alone
+	case silent:
+		c.fault = slow
 	case !unsent(err):
 		c.fault = max(c.fault, broke)
 	}

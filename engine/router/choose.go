@@ -6,11 +6,13 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/http"
 	"strings"
 	"time"
 
 	"github.com/kvport/kvport/engine/router/policy"
+	"github.com/kvport/kvport/internal/register"
 )
 
 // Replica is a group of instances. A prompt that a prefill instance of a group computes goes to a decode instance of
@@ -48,8 +50,8 @@ func (c *Config) instances() (all named, err error) {
 		switch {
 		case err != nil:
 			return named{}, err
-		case !isGroup(r.Name):
-			return named{}, fmt.Errorf("--replica: %q is not a name, %s", r.Name, wantGroup)
+		case !register.IsGroup(r.Name):
+			return named{}, fmt.Errorf("--replica: %q is not a name, %s", r.Name, register.WantGroup)
 		case names[r.Name]:
 			return named{}, fmt.Errorf("--replica: the name %q appears twice", r.Name)
 		case len(r.Decode) == 0:
@@ -65,22 +67,20 @@ func (c *Config) instances() (all named, err error) {
 	return all, err
 }
 
-// wantGroup says what the name of a group is.
-const wantGroup = "want visible ASCII without spaces or quotes"
-
-// isGroup reports whether a text can be the name of a group.
-func isGroup(name string) bool {
-	return name != "" && !strings.ContainsFunc(name, func(c rune) bool { return c <= ' ' || c > '~' || c == '"' })
-}
-
 // sessionKey says where a request has the key of its session.
 type sessionKey struct{ kind, name string }
+
+// CheckSessionKey says what is wrong with the place of a session's key, after the name of the setting that has it.
+func CheckSessionKey(s string) error {
+	_, err := parseSessionKey(s)
+	return err
+}
 
 // parseSessionKey reads header:NAME, cookie:NAME or field:NAME.
 func parseSessionKey(s string) (sessionKey, error) {
 	kind, name, _ := strings.Cut(s, ":")
 	if kind != "header" && kind != "cookie" && kind != "field" || name == "" || strings.ContainsAny(name, " \t\r\n\"") {
-		return sessionKey{}, fmt.Errorf("--session-key is %q, want header:NAME, cookie:NAME or field:NAME, such as header:X-Session-Id", s)
+		return sessionKey{}, fmt.Errorf("is %q, want header:NAME, cookie:NAME or field:NAME, such as header:X-Session-Id", s)
 	}
 	return sessionKey{kind, name}, nil
 }
@@ -105,8 +105,7 @@ func (k sessionKey) of(req *http.Request, body fields) string {
 // routeHeader asks for the reasons of a choice, in a request, and has them, in its answer.
 const routeHeader = "X-Kvport-Route"
 
-// holder says what instances hold of a request's prompt by their own word, such as their KV events or what they answer
-// to a query. For instances that it does not list, the history decides. It keeps to a short limit of its own.
+// holder says what instances hold of a request's prompt by their own word, such as their KV events. For instances that it does not list, the history decides. It keeps to a short limit of its own.
 type holder interface {
 	held(ctx context.Context, c *call) []policy.Held
 }
@@ -119,7 +118,7 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 		return q
 	}
 	q.Tokens = c.size / 4 // about
-	if !r.policy.UsesPrompts() || q.Alone {
+	if q.Alone || !r.pool.usesPrompts() {
 		return q
 	}
 	q.Whole = !c.streams()
@@ -131,6 +130,9 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 	}
 	if c.tokens > 0 {
 		q.Tokens = c.tokens
+	}
+	if len(beginning) >= worthAsking {
+		c.askAround(ctx, q)
 	}
 	return q
 }
@@ -202,7 +204,7 @@ func (f fields) tokenIDs() int {
 type route struct {
 	prefill, decode target // without a prefill instance its leg is nil
 	without         string // why there is none; empty: none is needed
-	why             string
+	policy, why     string
 }
 
 // choose picks the instances of the next attempt. With a ticket only a decode instance is needed, unless none fits the
@@ -229,7 +231,7 @@ func (c *call) choose(ctx context.Context, params *json.RawMessage) (at route, o
 // tell gives the reasons of a choice to a client that asks for them, and to the log.
 func (c *call) tell(ctx context.Context, at *route) {
 	if c.explain {
-		c.w.Header().Set(routeHeader, at.String(c.router.config.Policy))
+		c.w.Header().Set(routeHeader, at.String())
 	}
 	if c.router.config.Log.Enabled(ctx, slog.LevelDebug) {
 		attrs := []any{"id", c.id, "decode", at.decode.url.String()}
@@ -241,8 +243,8 @@ func (c *call) tell(ctx context.Context, at *route) {
 }
 
 // String is the value of routeHeader.
-func (at *route) String(name string) string {
-	parts := []string{"policy=" + name}
+func (at *route) String() string {
+	parts := []string{"policy=" + at.policy}
 	if at.prefill.leg != nil {
 		parts = append(parts, "prefill="+at.prefill.url.String())
 	}
@@ -268,7 +270,7 @@ func (p *pool) choose(r *policy.Request, tried map[int]bool, from int) (at route
 	if !ok {
 		return route{}, false
 	}
-	at = route{decode: p.take(c.Decode, tried), without: c.Without, why: c.Why}
+	at = route{decode: p.take(c.Decode, tried), without: c.Without, policy: p.policy.Name(), why: c.Why}
 	if c.Prefill != nil {
 		at.prefill = p.take(c.Prefill, tried)
 	}
@@ -317,6 +319,28 @@ func (p *pool) sent(t target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.policy.Sent(t.leg, time.Now())
+}
+
+// usesPrompts reports whether choices depend on the text of prompts.
+func (p *pool) usesPrompts() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.policy.UsesPrompts()
+}
+
+// use lets instances be chosen as another config says.
+func (p *pool) use(c policy.Config) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if c.Policy == p.chosenBy.Policy && maps.Equal(c.Weights, p.chosenBy.Weights) {
+		return nil
+	}
+	if err := p.policy.Use(c); err != nil {
+		return err
+	}
+	p.chosenBy = c
+	p.log.Info("instances are chosen by another policy from now on", "policy", c.Policy, "weights", c.Weights)
+	return nil
 }
 
 // unaided takes note that the decode instance gets no ticket.

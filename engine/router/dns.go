@@ -12,6 +12,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/kvport/kvport/internal/register"
 )
 
 // Resolver looks names up; *net.Resolver does.
@@ -313,8 +315,8 @@ func (n *named) add(in Instance) (place string, err error) {
 	if !is {
 		return "", fmt.Errorf("the role of %q is %q, want prefill or decode", in.URL, in.Role)
 	}
-	if in.Group != "" && !isGroup(in.Group) {
-		return "", fmt.Errorf("the group of %q is %q, %s", in.URL, in.Group, wantGroup)
+	if in.Group != "" && !register.IsGroup(in.Group) {
+		return "", fmt.Errorf("the group of %q is %q, %s", in.URL, in.Group, register.WantGroup)
 	}
 	name, isDNS, err := parseDNS(in.URL)
 	switch {

@@ -109,7 +109,7 @@ func (x *exchange) whole() attempt {
 	}
 	x.router.pool.worked(x.d)
 	x.cost.write(held)
-	if x.resp.StatusCode == http.StatusOK && x.router.policy.UsesPrompts() {
+	if x.resp.StatusCode == http.StatusOK && x.router.pool.usesPrompts() {
 		x.router.pool.answered(x.d, held, false)
 	}
 	if x.resp.StatusCode == http.StatusOK {
@@ -128,6 +128,9 @@ func (x *exchange) rest(held []byte) attempt {
 		x.w.Header().Set("Content-Length", strconv.FormatInt(n, 10))
 	}
 	x.begin()
+	if x.resp.StatusCode == http.StatusOK {
+		x.router.pool.answered(x.d, nil, false)
+	}
 	buffer := make([]byte, 32<<10)
 	for piece := held; ; {
 		if !x.pass(piece) {

@@ -2,10 +2,12 @@ package router
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"fmt"
 	"time"
 
+	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/internal/meter"
 )
 
@@ -21,6 +23,10 @@ type File struct {
 type Settings struct {
 	Instances []Instance
 	Limits    Limits
+
+	Policy     string             // empty: that of the Config
+	Weights    map[string]float64 // of the policy's scorers; nil: its own, or those of the Config with its policy
+	SessionKey string             // empty: that of the Config
 }
 
 // watchedFile is a config file and what it had when it was last looked at.
@@ -51,12 +57,42 @@ func (r *Router) apply(w *watchedFile, text []byte) error {
 	if err != nil {
 		return err
 	}
+	by, key, err := r.choosing(s)
+	if err != nil {
+		return err
+	}
 	if err := r.SetInstances(s.Instances); err != nil {
 		return err
 	}
+	if err := r.pool.use(by); err != nil { // choosing has tried it
+		return err
+	}
+	r.session.Store(&key)
 	r.SetLimits(s.Limits)
 	w.used, w.seen, w.why = text, text, ""
 	return nil
+}
+
+// choosing is how instances are chosen by a file's settings, or by the config where these say nothing.
+func (r *Router) choosing(s *Settings) (by policy.Config, key sessionKey, err error) {
+	by = policy.Config{Policy: s.Policy, Weights: s.Weights}
+	if by.Policy == "" {
+		by.Policy = r.config.Policy
+		if by.Weights == nil {
+			by.Weights = r.config.Weights
+		}
+	}
+	made, err := policy.New(by)
+	if err != nil {
+		return by, key, fmt.Errorf("policy_weights: %w", err)
+	}
+	if len(r.config.Events) > 0 && !made.UsesPrompts() {
+		return by, key, fmt.Errorf("--kv-events: policy %s does not ask what instances hold, want %s or %s", by.Policy, policy.PrefixAware, policy.PDAware)
+	}
+	if key, err = parseSessionKey(cmp.Or(s.SessionKey, r.config.SessionKey)); err != nil {
+		err = fmt.Errorf("session_key %w", err)
+	}
+	return by, key, err
 }
 
 // watch looks at the file until ctx ends. It compares contents, so that neither an editor that replaces the file nor

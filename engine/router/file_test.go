@@ -4,15 +4,20 @@ import (
 	"encoding/json"
 	"errors"
 	"io/fs"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/router/admission"
+	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/verify/testkit"
 )
 
@@ -84,6 +89,97 @@ func TestConfigFile(t *testing.T) {
 	require.NoError(t, os.Symlink(two, link+"2"))
 	require.NoError(t, os.Rename(link+"2", link))
 	require.Equal(t, []string{"http://c:1 up"}, look(1))
+}
+
+// A file may say how instances are chosen; what it does not say the flags do. What is wrong changes nothing, and requests
+// that run go on.
+func TestConfigFileChooses(t *testing.T) {
+	var s Settings
+	file := File{Path: "x", Read: func(string) ([]byte, error) { return json.Marshal(s) }, Decode: func(text []byte) (*Settings, error) {
+		var read Settings
+		return &read, json.Unmarshal(text, &read)
+	}}
+	let := make(chan struct{})
+	d := serveInstance(t, tokens, func(w http.ResponseWriter, r *http.Request) {
+		<-let
+		tokens(w, r)
+	})
+	var log testkit.Log
+	s.Instances = []Instance{{URL: d.URL, Role: "decode"}}
+	f := serveRouter(t, Config{File: file, Policy: policy.LeastLoaded, Weights: map[string]float64{"load": 2}, Log: logTo(&log)})
+	route := func() string {
+		f.router.look(f.router.file)
+		return complete(t, f, completion(strings.Repeat("long ", 200)), "X-Session-Id", "a", "X-Other", "b", routeHeader, "1").Get(routeHeader)
+	}
+	first := ask(t.Context(), f.URL, "")
+	require.Eventually(t, func() bool { return len(d.requests()) == 1 }, waitLimit, waitTick)
+	require.Contains(t, route(), "policy=least_loaded")
+	require.Contains(t, route(), "load 2: 1 running")
+	s.Policy = policy.PrefixAware
+	require.Contains(t, route(), "prefix 1: holds 0 of")
+	require.Contains(t, route(), "load 1: 1 running", "the flag's weights are of the flag's policy")
+	s.Weights = map[string]float64{"prefix": 7}
+	require.Contains(t, route(), "prefix 7: holds 223 of 250 tokens")
+	s.Policy, s.Weights = policy.Session, nil
+	require.Contains(t, route(), "session 10: session")
+	s.SessionKey = "header:X-None"
+	require.Contains(t, route(), "session 10: no session")
+	s.SessionKey = "header:X-Other"
+	require.Contains(t, route(), "session 10: session")
+	good := s
+	for _, bad := range []Settings{
+		{Policy: "x"},
+		{Policy: policy.RoundRobin, Weights: map[string]float64{"load": 1}},
+		{Weights: map[string]float64{"lod": 1}},
+		{SessionKey: "x"},
+		{Policy: policy.PDAware, Instances: []Instance{{URL: "x", Role: "decode"}}},
+	} {
+		s = bad
+		require.Contains(t, route(), "session 10: session")
+		require.Contains(t, route(), "policy=session")
+	}
+	require.Equal(t, 5, strings.Count(log.String(), "level=ERROR"), log.String())
+	s = good
+	s.Policy, s.SessionKey = "", ""
+	require.Contains(t, route(), "policy=least_loaded", "what the file does not say any more the flags do")
+	require.Contains(t, route(), "load 2: 1 running")
+	close(let)
+	require.Equal(t, 200, (<-first).StatusCode)
+	require.Eventually(t, func() bool {
+		f.router.pool.mu.Lock()
+		defer f.router.pool.mu.Unlock()
+		runs, _ := f.router.pool.policy.Busy(0)
+		return runs == 0
+	}, waitLimit, waitTick)
+	idle(t, f.router)
+}
+
+// A policy that looks at prompts follows the events of instances from then on, and one that must is not taken away.
+func TestConfigFileAndEvents(t *testing.T) {
+	in := serveSource(t, true)
+	var now atomic.Pointer[Settings]
+	now.Store(&Settings{})
+	file := File{Path: "x", Read: func(string) ([]byte, error) { return json.Marshal(now.Load()) }, Decode: func(text []byte) (*Settings, error) {
+		var s Settings
+		return &s, json.Unmarshal(text, &s)
+	}, Interval: time.Millisecond}
+	f := serveRouter(t, Config{Decode: []string{in.URL}, File: file, HealthInterval: time.Millisecond})
+	running(t, f.router)
+	in.has("in the beginning")
+	now.Store(&Settings{Policy: policy.PrefixAware})
+	f.knows(t, 4)
+	now.Store(&Settings{})
+	f.knows(t, 0)
+	now.Store(&Settings{Policy: policy.PDAware})
+	f.knows(t, 4)
+
+	now.Store(&Settings{})
+	c := Config{Decode: []string{in.URL}, File: file, Events: map[string]kvevents.Place{in.URL: in.events.Place()}}
+	_, err := New(c)
+	require.ErrorContains(t, err, "--kv-events: policy round_robin does not ask what instances hold")
+	now.Store(&Settings{Policy: policy.PrefixAware})
+	_, err = New(c)
+	require.NoError(t, err)
 }
 
 // A file that is bad at the start is an error.

@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -125,24 +127,94 @@ func TestEngineMoves(t *testing.T) {
 	require.Equal(t, []string{"http://10.0.0.1:1", "http://10.0.0.1:2"}, at(s.client(t), 2, "f"))
 	require.Equal(t, []string{"http://10.0.0.1:2", "http://10.0.0.1:3"}, at(s.client(t), 3, "e"))
 	require.Len(t, at(s.client(t), 3, "e"), 2, "started again at the same place")
-	r.pool.fresh = freshness{nonces: map[string]string{}, times: map[string]int64{}} // as of another life of the router
+	r.pool.fresh = newFreshness(time.Now()) // as of another life of the router
 	require.Len(t, at(first, 3, "e"), 2)
 }
 
 // Nonces of engines that never come back do not pile up, and those of others go on to work.
 func TestNoncesAreBounded(t *testing.T) {
-	f := &freshness{nonces: map[string]string{}, times: map[string]int64{}}
+	now := time.Now()
+	f := newFreshness(now)
 	for i := range 3 * maxFresh {
-		_, err := f.check(fmt.Sprint(i), &register.Message{Nonce: "none"})
+		_, err := f.check(fmt.Sprint(i), &register.Message{Nonce: "none"}, now)
 		require.Error(t, err)
-		_, _ = f.check(fmt.Sprint(i), &register.Message{At: 1})
+		_, _ = f.check(fmt.Sprint(i), &register.Message{At: now.UnixNano()}, now)
 	}
 	require.Len(t, f.nonces, maxFresh)
 	require.Len(t, f.times, maxFresh)
-	nonce, err := f.check("x", &register.Message{Nonce: "none"})
+	nonce, err := f.check("x", &register.Message{Nonce: "none"}, now)
 	require.Error(t, err)
-	_, err = f.check("x", &register.Message{Nonce: nonce})
+	_, err = f.check("x", &register.Message{Nonce: nonce}, now)
 	require.NoError(t, err)
-	_, err = f.check("x", &register.Message{Nonce: nonce})
+	_, err = f.check("x", &register.Message{Nonce: nonce}, now)
 	require.Error(t, err)
+}
+
+// Registrations of earlier versions, without a nonce, are good for one life of the router, and not for long.
+func TestOldRegistrationsEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		life := func() *Router {
+			r, err := New(Config{Register: signer(time.Minute)})
+			require.NoError(t, err)
+			return r
+		}
+		first := life()
+		<-time.After(time.Second)
+		copied := old("D", "10.0.0.1:80", "10.0.0.1:81", time.Now().UnixNano())
+		code, text := say(t, first, true, copied)
+		require.Equal(t, http.StatusOK, code, text)
+		<-time.After(time.Second)
+		second := life()
+		code, text = say(t, second, true, copied)
+		require.Equal(t, http.StatusConflict, code)
+		require.Contains(t, text, "is before the start of the router or over 5m0s off")
+		require.Empty(t, second.pool.health().instances)
+		<-time.After(2 * clockError)
+		for off, want := range map[time.Duration]int{
+			-clockError - 1: http.StatusConflict, clockError + 1: http.StatusConflict, math.MaxInt64 - time.Duration(time.Now().UnixNano()): http.StatusConflict,
+			-clockError: http.StatusOK, clockError: http.StatusOK,
+		} {
+			code, text = say(t, life(), true, old("D", "10.0.0.1:80", "", time.Now().UnixNano()))
+			require.Equal(t, http.StatusOK, code, text)
+			code, text = say(t, second, true, old("D", fmt.Sprintf("10.0.0.1:%d", 100+want), "10.0.0.1:81", time.Now().Add(off).UnixNano()))
+			require.Equal(t, want, code, "%v: %s", off, text)
+			second.pool.expire(0)
+			second.pool.fresh.times = map[string]int64{}
+		}
+	})
+}
+
+// An engine may say to which replica it belongs where replicas count.
+func TestRegisteredGroup(t *testing.T) {
+	by := signer(time.Minute)
+	by.Groups = true
+	r, err := New(Config{Register: by})
+	require.NoError(t, err)
+	s := serveRegistrar(t, r)
+	c := s.client(t)
+	c.Every = time.Millisecond
+	paired := func(group string) bool {
+		ctx, stop := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		before, _ := c.Counts()
+		go func() {
+			defer close(done)
+			c.Run(ctx, []register.Message{{Type: "P", HTTP: "10.0.0.1:80", Group: "a"}, {Type: "D", HTTP: "10.0.0.2:80", Group: group}})
+		}()
+		require.Eventually(t, func() bool { good, _ := c.Counts(); return good >= before+2 }, waitLimit, waitTick)
+		stop()
+		<-done
+		h := r.pool.health()
+		require.Len(t, h.instances, 2)
+		return h.paired
+	}
+	require.True(t, paired("a"))
+	require.False(t, paired("b"))
+	require.True(t, paired("a"), "it may change")
+	require.False(t, paired(""))
+	for bad, text := range map[string]string{"a b": "without spaces or quotes", `\"`: "without spaces or quotes"} {
+		code, answer := say(t, r, true, register.Message{Type: "D", HTTP: "10.0.0.2:80", Group: bad, Nonce: "none"})
+		require.Equal(t, http.StatusBadRequest, code)
+		require.Contains(t, answer, text)
+	}
 }

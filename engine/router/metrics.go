@@ -60,7 +60,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		retries:       s.Counters("kvport_router_retries_total", "Attempts that failed before the first byte and were made again elsewhere, or given up.", "role"),
 		turns:         s.Counters("kvport_router_turns_total", "Answers that decode instances hold for the next turn (kept), and those that a prefill instance learned about (handed).", "what"),
 		prefix:        s.Counters("kvport_router_prefix_tokens_total", "Tokens of prompts that instances computed and said so: of the whole prompts, and of these those that the router expected to be there already (expected) and those that were (cached).", "kind"),
-		queries:       s.Counters("kvport_router_cache_queries_total", "Cache queries for requests of which nothing was known: answered, remembered (a moment ago), unanswered, limited (too many run), unsupported (by the instance, or for several prompts).", "result"),
+		queries:       s.Counters("kvport_router_cache_queries_total", "Cache queries for requests of whose prompt too little was known: answered, remembered (a moment ago), unanswered, limited (too many run, or were made lately).", "result"),
 		up:            s.Gauges("kvport_router_instance_up", "1 if the instance answers health checks and takes requests.", "instance", "role"),
 		ttft:          s.Histogram("kvport_router_ttft_seconds", "From a request's arrival to the first byte of its answer.", prometheus.ExponentialBuckets(0.001, 2, 18)),
 		inFlight:      s.Gauge("kvport_router_requests_in_flight", "Requests being served."),

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
+	"slices"
 	"strings"
 	"time"
 )
@@ -43,6 +44,12 @@ func placeOf(u *url.URL) string {
 	return u.Scheme + "://" + strings.ToLower(u.Host) + strings.TrimRight(u.Path, "/")
 }
 
+// word is a group in which a source says an instance is.
+type word struct {
+	by    source
+	group string
+}
+
 // set makes the instances of a source those of a list: new ones get requests from now on, and those that no source
 // names any more get no new ones. If there would be too many, nothing changes.
 func (p *pool) set(by source, list []spec) error {
@@ -51,14 +58,17 @@ func (p *pool) set(by source, list []spec) error {
 	if n := p.after(by, list); n > maxInstances {
 		return fmt.Errorf("%w: %d, want at most %d", ErrTooMany, n, maxInstances)
 	}
-	drains := map[int]bool{} // by place; a list may have one twice
+	drains, groups := map[int]bool{}, map[int][]string{} // by place; a list may have one twice
 	for _, s := range list {
 		i := p.claim(s, by)
 		drains[i] = drains[i] || s.drain
+		groups[i] = append(groups[i], s.group)
 	}
 	for i := range p.known {
 		drain, named := drains[i]
-		if !named {
+		if named {
+			p.regroup(i, by, groups[i])
+		} else {
 			p.disclaim(i, by)
 		}
 		p.known[i].drains &^= by
@@ -113,7 +123,7 @@ func (p *pool) serves(u *url.URL) bool {
 	return false
 }
 
-// claim finds an instance or adds it, and notes a source that names it. The caller holds mu.
+// claim finds an instance or adds it, and notes a source that names it; regroup must follow. The caller holds mu.
 func (p *pool) claim(s spec, by source) int {
 	i := p.find(s.role, s.url)
 	if i < 0 {
@@ -124,11 +134,6 @@ func (p *pool) claim(s spec, by source) int {
 		p.log.Info("instance joins", "instance", s.url.String(), "role", s.role.String())
 	}
 	k.sources |= by
-	if in.group != s.group && by != byRegistration { // who registers says nothing of groups
-		in.group = s.group
-		p.policy.Add(i, s.role.instance(placeOf(s.url), s.group))
-		p.compare(i)
-	}
 	if in.left { // and comes back before its last request has ended
 		in.left, in.state, in.silence = false, up, 0
 		p.metrics.setUp(s.url.String(), s.role, true)
@@ -136,6 +141,38 @@ func (p *pool) claim(s spec, by source) int {
 	}
 	p.watchLocked(i)
 	return i
+}
+
+// regroup takes the groups in which a source says an instance is. Of all that sources say the first counts, for as long as
+// it is said, so that none resets what is known of the instance again and again. The caller holds mu.
+func (p *pool) regroup(i int, by source, said []string) {
+	k, in := &p.known[i], &p.table.instances[i]
+	k.words = slices.DeleteFunc(k.words, func(w word) bool { return w.by == by && !slices.Contains(said, w.group) })
+	for _, group := range said {
+		if w := (word{by, group}); group != "" && !slices.Contains(k.words, w) {
+			k.words = append(k.words, w)
+		}
+	}
+	first, others := "", []string(nil)
+	for n, w := range k.words {
+		switch {
+		case n == 0:
+			first = w.group
+		case w.group != first && !slices.Contains(others, w.group):
+			others = append(others, w.group)
+		}
+	}
+	if in.group != first {
+		in.group = first
+		p.policy.Add(i, in.role.instance(placeOf(p.urls[i]), first))
+		p.compare(i)
+	}
+	ignored := strings.Join(others, " ")
+	if ignored != "" && ignored != k.ignored {
+		p.log.Warn("instance is named with several groups, the first counts", "instance", p.urls[i].String(), "role", in.role.String(),
+			"group", first, "ignored", ignored)
+	}
+	k.ignored = ignored
 }
 
 // add gives a new instance a place: one that nobody has any more, if there is one. The caller holds mu.
@@ -180,8 +217,10 @@ func (p *pool) disclaim(i int, by source) {
 		p.unregistered(i)
 	}
 	if k.sources != 0 {
+		p.regroup(i, by, nil)
 		return
 	}
+	k.words = nil
 	in := &p.table.instances[i]
 	in.left, in.state = true, down
 	if k.stop != nil {

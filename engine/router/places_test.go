@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/url"
+	"strings"
 	"testing"
 	"time"
 
@@ -15,6 +16,7 @@ import (
 
 	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/internal/register"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 func newTestPool(t require.TestingT) *pool {
@@ -155,12 +157,51 @@ func TestGroupOfAnInstance(t *testing.T) {
 	require.False(t, paired())
 	p.saw(1, engineFit("kv_consumer"))
 	require.False(t, paired())
-	_, _ = p.register(decode, &register.Message{HTTP: "d:1", At: 1})
+	_, err := p.register(decode, &register.Message{HTTP: "d:1", At: time.Now().UnixNano()})
+	require.NoError(t, err)
 	require.Equal(t, "b", p.health().instances[1].Group)
 	require.NoError(t, p.set(byFile, in("a")))
 	require.True(t, paired())
 	require.True(t, p.health().paired)
 	require.Len(t, p.urls, 2)
+}
+
+// Of several groups that sources say the first counts for as long as it is said, whatever the order in which they are said
+// again, so that nothing is forgotten of the instance. The log has that once.
+func TestSeveralGroupsOfAnInstance(t *testing.T) {
+	p := newTestPool(t)
+	var log testkit.Log
+	p.log = logTo(&log)
+	in := func(groups ...string) (list []spec) {
+		for _, group := range groups {
+			list = append(list, spec{role: decode, group: group, url: at(t, "http://d:1")})
+		}
+		return list
+	}
+	group := func() string { return p.health().instances[0].Group }
+	require.NoError(t, p.set(byDNS, in("", "a", "b")))
+	d, ok := p.pickDecode(map[int]bool{})
+	require.True(t, ok)
+	for range 3 {
+		require.NoError(t, p.set(byDNS, in("b", "", "a")))
+		require.NoError(t, p.set(byFile, in("c")))
+		require.Equal(t, "a", group())
+		running, _ := p.policy.Busy(d.index)
+		require.Equal(t, 1, running, "what is known of the instance stays")
+	}
+	require.Equal(t, 2, strings.Count(log.String(), "instance is named with several groups, the first counts"), log.String())
+	require.Contains(t, log.String(), `group=a ignored="b c"`)
+	require.NoError(t, p.set(byDNS, in("b")))
+	require.Equal(t, "b", group(), "nobody says a any more")
+	require.NoError(t, p.set(byDNS, nil))
+	require.Equal(t, "c", group())
+	require.NoError(t, p.set(byFile, in("d")))
+	require.Equal(t, "d", group(), "a source may change its mind")
+	require.NoError(t, p.set(byFile, nil))
+	require.NoError(t, p.set(byDNS, in("e")))
+	require.Equal(t, "e", group(), "it comes back before its last request has ended")
+	p.done(d)
+	p.leave([]int{d.index})
 }
 
 // A list that is too long changes nothing.

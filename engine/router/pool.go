@@ -37,12 +37,13 @@ type pool struct {
 	log     *slog.Logger
 	metrics *metrics
 
-	mu     sync.Mutex
-	table  table
-	policy *policy.Policy
-	lives  []life
-	urls   []*url.URL
-	known  []registered
+	mu       sync.Mutex
+	table    table
+	policy   *policy.Policy
+	chosenBy policy.Config // what the policy was made of
+	lives    []life
+	urls     []*url.URL
+	known    []registered
 
 	blocks  *blocks         // nil: nobody is asked which blocks it has
 	misfits map[pair]string // why not; only pairs that do not fit
@@ -71,11 +72,11 @@ func newLife() life {
 func newPool(list []spec, chooser *policy.Policy, log *slog.Logger, m *metrics) *pool {
 	p := &pool{
 		log: log, metrics: m, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{},
-		fresh: freshness{nonces: map[string]string{}, times: map[string]int64{}},
+		fresh: newFreshness(time.Now()),
 	}
 	p.places = map[identity]int{}
 	for _, s := range list {
-		p.claim(s, byFlag)
+		p.regroup(p.claim(s, byFlag), byFlag, []string{s.group})
 	}
 	return p
 }
@@ -170,7 +171,11 @@ func (p *pool) report(ctx context.Context, i int, got checked) {
 	}
 	if got.result == healthy {
 		p.sawLocked(i, got.says)
-		p.blocks.follow(p.urls[i], got.events)
+		if p.policy.UsesPrompts() {
+			p.blocks.follow(p.urls[i], got.events)
+		} else {
+			p.blocks.leave(p.urls[i])
+		}
 	}
 	p.probedLocked(i, got.result, got.why)
 }

@@ -7,9 +7,13 @@ import (
 	"fmt"
 	"hash/maphash"
 	"maps"
+	"math/rand/v2"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
+
+	"github.com/kvport/kvport/engine/router/policy"
 )
 
 // Cached is what an instance says about a prompt: how many tokens a request would get there without computing them, and
@@ -22,25 +26,32 @@ type Cached struct {
 	Unknown bool // one of its connectors did not say in time: there may be more
 }
 
-// CacheQuery asks an instance of the pool, by its place, what it has of one request's prompt. ok is false where that is
-// not known: the instance does not answer cache queries, it did not answer in time, or too many queries run.
-type CacheQuery func(ctx context.Context, instance int) (c Cached, ok bool)
+// tokens are those that a request would not compute.
+func (c *Cached) tokens() int { return c.Engine + c.Node + c.Shared }
 
 // Limits of cache queries.
 const (
 	mostQueries     = 64                     // at once, to all instances together
-	queryPatience   = 200 * time.Millisecond // for one of them, which delays the request that it is for
+	mostAsked       = 16                     // instances for one request
+	queryPatience   = 200 * time.Millisecond // for all queries of a request, which they delay
+	queryShare      = 2                      // queries for each request, in addition to the few of admission.Budget
 	queryFresh      = 2 * time.Second        // how long an answer is good for other requests that begin alike
+	queryPause      = 5 * time.Second        // in which an instance that did not answer is not asked
 	mostAnswers     = 1 << 13                // that are remembered
 	maxQueryAnswer  = 64 << 10               // bytes
+	maxTemplate     = 4096                   // tokens that a prompt may have more than its request has bytes
 	cacheQueryWords = `{"cache_query":true,"block_ids":false}`
+
+	worthAsking = 512 // bytes: a shorter prompt is computed as soon as asked about
+	enoughKnown = 0.5 // the part of a prompt that an instance is known to hold, so that nobody is asked
 )
 
 // asker bounds the cache queries of a router and remembers their answers for a moment.
 type asker struct {
-	patience time.Duration
+	patience time.Duration // negative: nobody is asked
 	seed     maphash.Seed
 	slots    chan struct{} // one for each query that runs
+	budget   allowance
 
 	mu    sync.Mutex
 	known map[question]heard
@@ -59,8 +70,10 @@ type heard struct {
 	at     time.Time
 }
 
-func newAsker() *asker {
-	return &asker{patience: queryPatience, seed: maphash.MakeSeed(), slots: make(chan struct{}, mostQueries), known: map[question]heard{}}
+func newAsker(patience time.Duration) *asker {
+	a := &asker{patience: patience, seed: maphash.MakeSeed(), slots: make(chan struct{}, mostQueries), known: map[question]heard{}}
+	a.budget.budget.Share = queryShare
+	return a
 }
 
 // recall gives an answer that is not too old.
@@ -88,8 +101,14 @@ func (a *asker) forget(places map[int]bool) {
 	maps.DeleteFunc(a.known, func(q question, _ heard) bool { return places[q.instance] })
 }
 
-// question names what a request asks an instance. The API key is part of it: nobody learns what others have.
-func (a *asker) question(c *call, instance int) question {
+// inquiry is what a request asks.
+type inquiry struct {
+	prompt uint64 // the hash of all that an answer depends on
+	body   []byte
+}
+
+// inquiry makes what a request asks. The API key is part of the hash: nobody learns what others have.
+func (a *asker) inquiry(c *call) *inquiry {
 	var h maphash.Hash
 	h.SetSeed(a.seed)
 	scope, prompt := c.body.prompt()
@@ -97,31 +116,58 @@ func (a *asker) question(c *call, instance int) question {
 		maphash.WriteComparable(&h, len(part))
 		_, _ = h.Write(part) // never fails
 	}
-	return question{instance, h.Sum64()}
+	body := c.body.forPrefill()
+	body["kv_transfer_params"] = json.RawMessage(cacheQueryWords)
+	return &inquiry{h.Sum64(), body.encode()}
 }
 
-// cacheQuery is how the request's prompt is asked about.
-func (c *call) cacheQuery() CacheQuery {
-	return func(ctx context.Context, instance int) (Cached, bool) {
-		cached, result := c.askCache(ctx, instance)
-		c.router.metrics.queries.WithLabelValues(result).Inc()
-		return cached, result == "answered" || result == "remembered"
+// asked is an instance that may be asked, with all of its places: one that does both parts has two.
+type asked struct {
+	target
+	places []int
+}
+
+// askAround asks instances what they have of the request's prompt if none is known to have half of it: after the router
+// has started again, for a branch that it has not seen, and where others have sent the prompt. The request waits for the
+// answers, but not for long. What they say counts for this request, and the history learns it for those that follow.
+func (c *call) askAround(ctx context.Context, q *policy.Request) {
+	a := c.router.asker
+	if a.patience < 0 {
+		return
 	}
+	a.budget.request()
+	list := c.router.pool.toAsk(q)
+	if len(list) == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, a.patience)
+	defer cancel()
+	what, answers := a.inquiry(c), make([]*Cached, len(list))
+	var tasks sync.WaitGroup
+	for n, in := range list {
+		tasks.Go(func() {
+			cached, result := c.askCache(ctx, in, what)
+			c.router.metrics.queries.WithLabelValues(result).Inc()
+			if result == "answered" || result == "remembered" {
+				answers[n] = &cached
+			}
+		})
+	}
+	tasks.Wait()
+	c.router.pool.told(q, list, answers)
 }
 
 // askCache asks an instance, unless its answer is remembered; result says how that went, as a label.
-func (c *call) askCache(ctx context.Context, instance int) (cached Cached, result string) {
-	a := c.router.asker
-	t, answers := c.router.pool.answersQueries(instance)
-	if !answers || c.body.several() {
-		return Cached{}, "unsupported"
-	}
-	q := a.question(c, instance)
+func (c *call) askCache(ctx context.Context, t *asked, what *inquiry) (cached Cached, result string) {
+	a, q := c.router.asker, question{t.index, what.prompt}
 	if s, found := a.recall(q, time.Now()); found {
 		if !s.ok {
 			return Cached{}, "unanswered"
 		}
 		return s.cached, "remembered"
+	}
+	if !a.budget.allow() {
+		return Cached{}, "limited"
 	}
 	select {
 	case a.slots <- struct{}{}:
@@ -129,27 +175,24 @@ func (c *call) askCache(ctx context.Context, instance int) (cached Cached, resul
 	default:
 		return Cached{}, "limited"
 	}
-	ctx, cancel := context.WithTimeout(ctx, a.patience)
-	defer cancel()
-	cached, err := c.sendQuery(ctx, t)
-	switch {
-	case errors.Is(ctx.Err(), context.Canceled):
+	cached, err := c.sendQuery(ctx, t.target, what)
+	if errors.Is(ctx.Err(), context.Canceled) {
 		return Cached{}, "unanswered" // the client left: nothing is known of the instance
-	case err != nil:
-		c.router.config.Log.Debug("cache query failed", "id", c.id, "instance", t.url.String(), "err", err)
-		result = "unanswered"
-	default:
-		result = "answered"
 	}
 	a.note(q, heard{cached, err == nil, time.Now()})
-	return cached, result
+	if err == nil {
+		return cached, "answered"
+	}
+	c.router.config.Log.Debug("cache query failed", "id", c.id, "instance", t.url.String(), "err", err)
+	if !errors.Is(err, errWrongPrompt) { // for which the instance is not to blame
+		c.router.pool.mute(t, queryPause)
+	}
+	return Cached{}, "unanswered"
 }
 
 // sendQuery makes one cache query.
-func (c *call) sendQuery(ctx context.Context, t target) (Cached, error) {
-	body := c.body.forPrefill()
-	body["kv_transfer_params"] = json.RawMessage(cacheQueryWords)
-	resp, err := c.send(ctx, t, body.encode())
+func (c *call) sendQuery(ctx context.Context, t target, what *inquiry) (Cached, error) {
+	resp, err := c.send(ctx, t, what.body)
 	if err != nil {
 		return Cached{}, err
 	}
@@ -158,10 +201,16 @@ func (c *call) sendQuery(ctx context.Context, t target) (Cached, error) {
 	switch {
 	case err != nil:
 		return Cached{}, err
+	case plainlyWrong(got.status):
+		return Cached{}, fmt.Errorf("%w: HTTP %d", errWrongPrompt, got.status)
 	case got.status != http.StatusOK:
 		return Cached{}, fmt.Errorf("status %d", got.status)
 	}
-	return parseCached(got.body)
+	cached, err := parseCached(got.body)
+	if err == nil && cached.Prompt > c.size+maxTemplate {
+		return Cached{}, fmt.Errorf("%w that makes sense: %+v", errNoCached, cached)
+	}
+	return cached, err
 }
 
 // errNoCached says that an instance did not answer what it has.
@@ -205,13 +254,66 @@ func parseCached(body []byte) (Cached, error) {
 	return c, nil
 }
 
-// answersQueries gives an instance that may be asked what it has. Those of other makers would generate.
-func (p *pool) answersQueries(i int) (t target, answers bool) {
+// toAsk lists instances that may be asked what they have of a prompt, unless enough is known of it: those that say that
+// they answer, since those of other makers would generate, and whose events say nothing.
+func (p *pool) toAsk(r *policy.Request) (list []*asked) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	f := p.known[i].fit
-	t = target{index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx}
-	return t, f != nil && f.answers && p.table.available(i)
+	p.filter(r, nil)
+	byURL := map[string]*asked{}
+	now := time.Now()
+	for i, u := range p.urls {
+		k := &p.known[i]
+		if u == nil || k.fit == nil || !k.fit.answers || now.Before(k.muted) || r.Standing(i) == policy.Out ||
+			slices.ContainsFunc(r.Held, func(h policy.Held) bool { return h.Place == i }) {
+			continue
+		}
+		in := byURL[placeOf(u)]
+		if in == nil {
+			in = &asked{target: target{index: i, role: p.table.instances[i].role, url: u, life: p.lives[i].ctx}}
+			byURL[placeOf(u)] = in
+			list = append(list, in)
+		}
+		in.places = append(in.places, i)
+	}
+	if len(list) == 0 || p.policy.Known(r) >= enoughKnown {
+		return nil
+	}
+	if len(list) > mostAsked {
+		rand.Shuffle(len(list), func(i, j int) { list[i], list[j] = list[j], list[i] })
+		list = list[:mostAsked]
+	}
+	return list
+}
+
+// told takes note of what instances answered; nil: nothing.
+func (p *pool) told(r *policy.Request, list []*asked, answers []*Cached) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for n, cached := range answers {
+		if cached == nil {
+			continue
+		}
+		if len(r.Held) == 0 { // else the tokens are known
+			r.Tokens = cached.Prompt
+		}
+		for _, i := range list[n].places {
+			if u := p.urls[i]; u == nil || placeOf(u) != placeOf(list[n].url) { // it has left
+				continue
+			}
+			r.Held = append(r.Held, policy.Held{Place: i, Tokens: cached.tokens()})
+			p.policy.Told(&r.Prompt, i, cached.tokens(), cached.Prompt)
+		}
+	}
+}
+
+// mute keeps cache queries away from an instance for a while.
+func (p *pool) mute(in *asked, pause time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, i := range in.places {
+		p.known[i].muted = time.Now().Add(pause)
+	}
 }
 
 // asksForCache reports whether a client's request is a cache query. It would be answered with tokens here.

@@ -4,9 +4,11 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -15,6 +17,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -41,6 +44,16 @@ func asking(t *testing.T, r *Router, body, key string) *call {
 	return c
 }
 
+// askFirst asks the first instance, as askAround does, for as long as the asker's patience lasts.
+func (c *call) askFirst(ctx context.Context) (Cached, bool) {
+	a, p := c.router.asker, c.router.pool
+	ctx, cancel := context.WithTimeout(ctx, a.patience)
+	defer cancel()
+	cached, result := c.askCache(ctx, &asked{target: target{url: p.urls[0], life: p.lives[0].ctx}, places: []int{0}}, a.inquiry(c))
+	c.router.metrics.queries.WithLabelValues(result).Inc()
+	return cached, result == "answered" || result == "remembered"
+}
+
 const question9 = `{"prompt":"what is cached?","max_tokens":9,"stream":true,"cache_salt":"s","return_token_ids":true,"kv_transfer_params":null}`
 
 func TestCacheQuery(t *testing.T) {
@@ -48,7 +61,7 @@ func TestCacheQuery(t *testing.T) {
 	f := serveRouter(t, Config{Decode: urls(d)})
 	f.router.asker.patience = time.Minute
 	ask := func(body, key string) Cached {
-		got, ok := asking(t, f.router, body, key).cacheQuery()(t.Context(), 0)
+		got, ok := asking(t, f.router, body, key).askFirst(t.Context())
 		require.True(t, ok)
 		return got
 	}
@@ -90,7 +103,7 @@ func TestCacheQueryUnanswered(t *testing.T) {
 			f := serveRouter(t, Config{Decode: urls(d)})
 			f.router.asker.patience = time.Minute
 			for range 2 {
-				got, ok := asking(t, f.router, question9, "k").cacheQuery()(t.Context(), 0)
+				got, ok := asking(t, f.router, question9, "k").askFirst(t.Context())
 				require.False(t, ok)
 				require.Zero(t, got)
 			}
@@ -109,7 +122,7 @@ func TestCacheQueryIsBounded(t *testing.T) {
 	})
 	f := serveRouter(t, Config{Decode: urls(d)})
 	f.router.asker.patience = time.Millisecond
-	_, ok := asking(t, f.router, question9, "k").cacheQuery()(t.Context(), 0)
+	_, ok := asking(t, f.router, question9, "k").askFirst(t.Context())
 	require.False(t, ok)
 	if len(d.requests()) > 0 { // it may have been given up before it was sent
 		<-ended
@@ -117,7 +130,7 @@ func TestCacheQueryIsBounded(t *testing.T) {
 	for range mostQueries {
 		f.router.asker.slots <- struct{}{}
 	}
-	_, ok = asking(t, f.router, strings.Replace(question9, "what", "WHAT", 1), "k").cacheQuery()(t.Context(), 0)
+	_, ok = asking(t, f.router, strings.Replace(question9, "what", "WHAT", 1), "k").askFirst(t.Context())
 	require.False(t, ok)
 	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.queries.WithLabelValues("limited")))
 	// A client that leaves says nothing about the instance.
@@ -127,35 +140,199 @@ func TestCacheQueryIsBounded(t *testing.T) {
 	left, cancel := context.WithCancel(t.Context())
 	cancel()
 	c := asking(t, f.router, strings.Replace(question9, "what", "WHO", 1), "k")
-	_, ok = c.cacheQuery()(left, 0)
+	_, ok = c.askFirst(left)
 	require.False(t, ok)
-	_, found := f.router.asker.recall(f.router.asker.question(c, 0), time.Now())
+	_, found := f.router.asker.recall(question{0, f.router.asker.inquiry(c).prompt}, time.Now())
 	require.False(t, found)
 }
 
-// Instances that do not say that they answer are never asked: they would generate.
-func TestCacheQueryNeedsAnInstanceThatAnswers(t *testing.T) {
-	d := serveInstance(t, has(1, 0, 0, 0))
-	f := serveRouter(t, Config{Decode: urls(d)})
-	for name, says := range map[string]*fit{"nothing": nil, "does not": {Role: "kv_both"}} {
-		c := asking(t, f.router, question9, "k")
-		f.router.pool.saw(0, says)
-		_, ok := c.cacheQuery()(t.Context(), 0)
-		require.False(t, ok, name)
+// answering is an instance that says that it answers cache queries, does so as the test says, and serves requests.
+func answering(t *testing.T, query http.HandlerFunc) *instanceServer {
+	return serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		switch {
+		case r.URL.Path == "/health":
+			fmt.Fprint(w, `{"kv":{"role":"kv_both","carries":true,"gives":["x"],"takes":["x"],"engine_id":"`+r.Host+`"},"cache_query":true}`)
+		case strings.Contains(string(body), `"cache_query":true`):
+			query(w, r)
+		default:
+			tokens(w, r)
+		}
+	})
+}
+
+// queries is how many cache queries each instance got.
+func queries(list ...*instanceServer) (n []int) {
+	for _, s := range list {
+		asked := 0
+		for _, r := range s.requests() {
+			if strings.Contains(string(r.body["kv_transfer_params"]), "cache_query") {
+				asked++
+			}
+		}
+		n = append(n, asked)
 	}
-	c := asking(t, f.router, `{"prompt":["a","b"]}`, "k")
-	_, ok := c.cacheQuery()(t.Context(), 0)
-	require.False(t, ok, "several prompts")
-	require.Empty(t, d.requests())
-	require.Equal(t, 3.0, testutil.ToFloat64(f.router.metrics.queries.WithLabelValues("unsupported")))
-	require.True(t, parseFit([]byte(`{"kv":{"role":"none"},"cache_query":true}`)).answers)
-	require.False(t, parseFit([]byte(`{"kv":{"role":"none"}}`)).answers)
+	return n
+}
+
+// asker is a router that knows that its instances answer cache queries.
+func serveAsker(t *testing.T, c Config, list ...*instanceServer) *front {
+	t.Helper()
+	c.Decode = urls(list...)
+	if c.QueryTimeout == 0 {
+		c.QueryTimeout = time.Minute
+	}
+	f := serveRouter(t, c)
+	for i, s := range list {
+		f.router.pool.saw(i, &fit{Role: "kv_both", EngineID: s.URL, answers: true})
+	}
+	return f
+}
+
+// When the router knows nothing of a prompt, as after it has started again, it asks, and goes where the prompt is. From
+// then on it knows; what differs from all that it knows is asked about again.
+func TestAsksWhenNothingIsKnown(t *testing.T) {
+	for _, c := range []Config{{Policy: policy.PrefixAware}, {Policy: policy.Session, Weights: map[string]float64{"prefix": 1}}} {
+		a, b := answering(t, has(1000, 0, 0, 0)), answering(t, has(1000, 400, 200, 300))
+		f := serveAsker(t, c, a, b)
+		text := strings.Repeat("a conversation that began before the router did; ", 80)
+		got := complete(t, f, completion(text), routeHeader, "1").Get(routeHeader)
+		require.Contains(t, got, "decode="+b.URL)
+		require.Contains(t, got, "holds 900 of 1000 tokens")
+		require.Equal(t, []int{1, 1}, queries(a, b))
+		require.Equal(t, 2.0, testutil.ToFloat64(f.router.metrics.queries.WithLabelValues("answered")))
+
+		for turn := range 3 {
+			got = complete(t, f, completion(text+strings.Repeat("next ", turn)), routeHeader, "1").Get(routeHeader)
+			require.Contains(t, got, "decode="+b.URL)
+		}
+		require.Equal(t, []int{1, 1}, queries(a, b), "the history knows")
+
+		branch := text[:1000] + strings.Repeat("another branch of it ", 150)
+		require.Contains(t, complete(t, f, completion(branch), routeHeader, "1").Get(routeHeader), "decode="+b.URL)
+		require.Equal(t, []int{2, 2}, queries(a, b), "a branch of which less than half is known")
+		require.NotContains(t, complete(t, f, completion("short"), routeHeader, "1").Get(routeHeader), "holds 9")
+		require.Equal(t, []int{2, 2}, queries(a, b), "what is computed as soon as asked about")
+		idle(t, f.router)
+	}
+}
+
+// What an instance says it holds counts for the prompts that follow, also if others served them.
+func TestAnswersAreLearnt(t *testing.T) {
+	a := answering(t, has(1000, 1000, 0, 0))
+	f := serveAsker(t, Config{Policy: policy.PrefixAware}, a)
+	text := strings.Repeat("of a conversation ", 80)
+	f.router.pool.mu.Lock()
+	f.router.pool.known[0].rested = time.Now().Add(time.Hour) // so that nothing is sent there
+	f.router.pool.mu.Unlock()
+	resp, _ := post(t, f.URL+"/v1/completions", completion(text))
+	require.Equal(t, 503, resp.StatusCode)
+	require.Equal(t, []int{0}, queries(a), "nobody is asked who cannot be chosen")
+	f.router.pool.mu.Lock()
+	f.router.pool.known[0].rested = time.Time{}
+	f.router.pool.mu.Unlock()
+	c := asking(t, f.router, completion(text), "")
+	c.size = len(text)
+	require.Equal(t, []policy.Held{{Place: 0, Tokens: 1000}}, c.prepare(t.Context()).Held)
+	require.Equal(t, []int{1}, queries(a))
+	c = asking(t, f.router, completion(text+"and more"), "")
+	require.Empty(t, c.prepare(t.Context()).Held)
+	require.Equal(t, []int{1}, queries(a), "the history has it")
+}
+
+// Only those are asked of whom nothing is known otherwise and who answer: neither engines of other makers, which would
+// generate, nor those whose events are read, nor by a policy that does not care, nor about several prompts.
+func TestAsksNobodyInVain(t *testing.T) {
+	long := strings.Repeat("long ", 200)
+	for name, tt := range map[string]struct {
+		c       Config
+		body    string
+		prepare func(f *front)
+	}{
+		"no answers":      {Config{Policy: policy.PrefixAware}, completion(long), func(f *front) { f.router.pool.saw(0, &fit{Role: "kv_both"}) }},
+		"vLLM":            {Config{Policy: policy.PrefixAware}, completion(long), func(f *front) { f.router.pool.saw(0, nil) }},
+		"events":          {Config{Policy: policy.PrefixAware}, completion(long), func(f *front) { f.router.holders = []holder{told{{Place: 0}}} }},
+		"policy":          {Config{Policy: policy.LeastLoaded}, completion(long), func(*front) {}},
+		"turned off":      {Config{Policy: policy.PrefixAware, QueryTimeout: -1}, completion(long), func(*front) {}},
+		"several prompts": {Config{Policy: policy.PrefixAware}, fmt.Sprintf(`{"prompt":[%q,%q],"stream":true}`, long, long), func(*front) {}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a := answering(t, has(1000, 900, 0, 0))
+			f := serveAsker(t, tt.c, a)
+			tt.prepare(f)
+			complete(t, f, tt.body)
+			require.Equal(t, []int{0}, queries(a))
+			require.Len(t, a.requests(), 1)
+		})
+	}
+}
+
+// A request waits for all answers together no longer than its limit, and an instance that gave none is left alone for a
+// while. It serves all the same.
+func TestAskingIsBounded(t *testing.T) {
+	asked := make(chan struct{}, 1)
+	silent := func(_ http.ResponseWriter, r *http.Request) {
+		asked <- struct{}{}
+		<-r.Context().Done()
+	}
+	a := answering(t, silent)
+	f := serveAsker(t, Config{Policy: policy.PrefixAware, QueryTimeout: 300 * time.Millisecond}, a)
+	text := func(i int) string { return completion(fmt.Sprint(i) + strings.Repeat(" long", 200)) }
+	complete(t, f, text(1))
+	<-asked
+	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.queries.WithLabelValues("unanswered")))
+	f.router.asker.patience = notSoon
+	complete(t, f, text(2)) // and does not wait
+	require.Equal(t, []int{1}, queries(a))
+	f.router.pool.mu.Lock()
+	require.InDelta(t, queryPause.Seconds(), time.Until(f.router.pool.known[0].muted).Seconds(), queryPause.Seconds())
+	f.router.pool.known[0].muted = time.Time{} // the while is over
+	f.router.pool.mu.Unlock()
+
+	f.router.asker.budget.budget.Share = 1e-9
+	f.router.asker.budget.spend()
+	complete(t, f, text(3))
+	require.Equal(t, []int{1}, queries(a), "there are few queries without requests")
+	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.queries.WithLabelValues("limited")))
+}
+
+// A prompt that instances refuse is nothing to be held against them.
+func TestAskingAboutAWrongPrompt(t *testing.T) {
+	a := answering(t, code(http.StatusBadRequest))
+	f := serveAsker(t, Config{Policy: policy.PrefixAware}, a)
+	for i := range 2 {
+		complete(t, f, completion(fmt.Sprint(i)+strings.Repeat(" long", 200)))
+	}
+	require.Equal(t, []int{2}, queries(a))
+}
+
+// Of many instances a request asks some, each once, though it does both parts.
+func TestAsksSome(t *testing.T) {
+	f := serveRouter(t, Config{Policy: policy.PrefixAware, Register: signer(time.Minute)})
+	p := f.router.pool
+	var list []spec
+	for i := range 3 * mostAsked {
+		for _, r := range []role{prefill, decode} {
+			list = append(list, spec{role: r, url: at(t, fmt.Sprintf("http://10.0.0.1:%d", 1+i))})
+		}
+	}
+	require.NoError(t, p.set(byFile, list))
+	for i := range p.urls {
+		p.saw(i, &fit{Role: "kv_both", EngineID: fmt.Sprint(i / 2), answers: true})
+	}
+	seen := map[string]bool{}
+	for _, in := range p.toAsk(&policy.Request{Tokens: 9}) {
+		require.False(t, seen[in.url.String()])
+		seen[in.url.String()] = true
+		require.Len(t, in.places, 2)
+	}
+	require.Len(t, seen, mostAsked)
 }
 
 // Answers are remembered for a moment, and not too many.
 func TestCacheQueryMemory(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		a := newAsker()
+		a := newAsker(0)
 		a.note(question{1, 7}, heard{ok: true, at: time.Now()})
 		<-time.After(queryFresh - 1)
 		_, found := a.recall(question{1, 7}, time.Now())
@@ -184,46 +361,63 @@ func TestCacheQueryOfClient(t *testing.T) {
 	require.Equal(t, 200, resp.StatusCode)
 }
 
-// TestCacheQueryOfServer asks a real kvport serve: what it says is what a request then gets.
+// answering waits until a router knows that its instances answer cache queries.
+func (f *front) answering(t *testing.T) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		f.router.pool.mu.Lock()
+		defer f.router.pool.mu.Unlock()
+		return !slices.ContainsFunc(f.router.pool.known, func(k registered) bool { return k.fit == nil || !k.fit.answers })
+	}, time.Minute, 10*time.Millisecond)
+}
+
+// TestCacheQueryOfServer asks a real kvport serve: what it says is what a request then gets, and a router that has just
+// started sends requests where their prompts are.
 func TestCacheQueryOfServer(t *testing.T) {
 	binary := filepath.Join(t.TempDir(), "kvport")
 	out, err := exec.CommandContext(t.Context(), "go", "build", "-o", binary, "../../cmd/kvport").CombinedOutput()
 	require.NoError(t, err, string(out))
-	p, err := cluster.Start(t.Context(), nil, "serve", binary, "serve", "--model", "sim", "--port", "0")
-	require.NoError(t, err)
-	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-		defer cancel()
-		require.NoError(t, p.Stop(ctx))
-	})
+	serve := func() *cluster.Process {
+		p, err := cluster.Start(t.Context(), nil, "serve", binary, "serve", "--model", "sim", "--port", "0")
+		require.NoError(t, err)
+		t.Cleanup(func() {
+			ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+			defer cancel()
+			require.NoError(t, p.Stop(ctx))
+		})
+		return p
+	}
+	p, q := serve(), serve()
 	f := serveRouter(t, Config{Decode: []string{p.URL}})
-	f.router.asker.patience = time.Minute
-	probing, stop := context.WithCancel(t.Context())
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		f.router.Run(probing)
-	}()
-	defer func() {
-		stop()
-		<-done
-	}()
-	require.Eventually(t, func() bool {
-		_, answers := f.router.pool.answersQueries(0)
-		return answers
-	}, time.Minute, 10*time.Millisecond)
+	running(t, f.router)
+	f.answering(t)
+	routed := func(text string) string {
+		f := serveRouter(t, Config{Decode: []string{p.URL, q.URL}, Policy: policy.PrefixAware, QueryTimeout: time.Minute})
+		stop := running(t, f.router)
+		defer stop()
+		f.answering(t)
+		return complete(t, f, fmt.Sprintf(`{"prompt":%q,"max_tokens":2}`, text), routeHeader, "1").Get(routeHeader)
+	}
+	for i, at := range []*cluster.Process{p, q, p, q} {
+		text := fmt.Sprint(i) + strings.Repeat(" of a long text", 60)
+		resp, answer := post(t, at.URL+"/v1/completions", fmt.Sprintf(`{"prompt":%q,"max_tokens":2}`, text))
+		require.Equal(t, 200, resp.StatusCode, answer)
+		got := routed(text)
+		require.Contains(t, got, "decode="+at.URL)
+		require.NotContains(t, got, "holds 0 of")
+	}
 
 	for path, body := range map[string]string{
 		"/v1/completions":      fmt.Sprintf(`{"prompt":%q,"max_tokens":2,"ignore_eos":true}`, strings.Repeat("the quick brown fox ", 10)),
 		"/v1/chat/completions": fmt.Sprintf(`{"messages":[{"role":"user","content":%q}],"max_tokens":2,"ignore_eos":true}`, strings.Repeat("a lazy dog ", 10)),
 	} {
 		ask := func() Cached {
-			f.router.asker = newAsker() // which remembers nothing
-			f.router.asker.patience = time.Minute
+			f.router.asker = newAsker(time.Minute) // which remembers nothing
 			c := &call{router: f.router, path: path, header: http.Header{"Content-Type": {"application/json"}}}
 			c.body, err = parse([]byte(body))
 			require.NoError(t, err)
-			got, ok := c.cacheQuery()(t.Context(), 0)
+			c.size = len(body)
+			got, ok := c.askFirst(t.Context())
 			require.True(t, ok)
 			return got
 		}

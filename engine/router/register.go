@@ -27,6 +27,9 @@ type Registration struct {
 	// Sign signs the text that names both ends of a request, 32 characters of 0-9 and a-f.
 	Sign func(text string) string
 	TTL  time.Duration // after the last registration an instance is forgotten; 0: 15 s
+	// Groups lets a registration say to which group its instance belongs. Without it one that does is refused, since a
+	// group that nobody minds would be taken for one that counts.
+	Groups bool
 }
 
 // maxRegistration bounds a registration, in bytes.
@@ -40,6 +43,8 @@ type registered struct {
 
 	sources source // who names it; none: it has left
 	drains  source // which of them say that it gets no new requests
+	words   []word // the groups that they say, in the order in which they said them
+	ignored string // groups that do not count, as the log has said
 	users   int    // requests that have picked it and have not ended
 	fit     *fit   // what its /health says; nil: nothing yet, or nothing at all
 
@@ -49,6 +54,7 @@ type registered struct {
 
 	breaker breaker
 	rested  time.Time          // when requests may come again, after the instance has asked to be left alone
+	muted   time.Time          // when cache queries may come again, after it has answered none
 	stop    context.CancelFunc // of its probes; nil: it is not probed
 }
 
@@ -95,6 +101,12 @@ func (r *Router) register(req *http.Request) (status int, nonce string, err erro
 	if m.KV != "" && !isHostPort(m.KV) {
 		return http.StatusBadRequest, "", fmt.Errorf("zmq_address is %q, want HOST:PORT", m.KV)
 	}
+	if m.Group != "" && !r.config.Register.Groups {
+		return http.StatusBadRequest, "", errors.New("group is for a router with --mode replica")
+	}
+	if m.Group != "" && !register.IsGroup(m.Group) {
+		return http.StatusBadRequest, "", fmt.Errorf("group is %q, %s", m.Group, register.WantGroup)
+	}
 	if nonce, err = r.pool.register(part, &m); err != nil {
 		return http.StatusConflict, nonce, err
 	}
@@ -111,7 +123,7 @@ func isHostPort(address string) bool {
 func (p *pool) register(part role, m *register.Message) (nonce string, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	nonce, err = p.fresh.check(freshKey(part, m.HTTP), m)
+	nonce, err = p.fresh.check(freshKey(part, m.HTTP), m, time.Now())
 	if err != nil {
 		return nonce, err
 	}
@@ -129,7 +141,8 @@ func (p *pool) register(part role, m *register.Message) (nonce string, err error
 	if i >= 0 {
 		u = p.urls[i]
 	}
-	i = p.claim(spec{role: part, url: u}, byRegistration)
+	i = p.claim(spec{role: part, group: m.Group, url: u}, byRegistration)
+	p.regroup(i, byRegistration, []string{m.Group})
 	k := &p.known[i]
 	if m.KV != "" && k.kv == "" {
 		p.metrics.known.Inc()
@@ -154,20 +167,33 @@ func (p *pool) moved(to int) {
 }
 
 // freshness tells a registration from a copy of an earlier one, without a clock: for each instance there is one nonce,
-// which the next registration must have. Registrations of earlier versions have none; their times must ascend.
+// which the next registration must have. Registrations of earlier versions have none; their times must ascend, be those of
+// this life of the router, and be about right.
 type freshness struct {
+	began  time.Time
 	nonces map[string]string // by role and address
 	times  map[string]int64  // of those without nonces
 }
+
+func newFreshness(began time.Time) freshness {
+	return freshness{began: began, nonces: map[string]string{}, times: map[string]int64{}}
+}
+
+// clockError is how far the clock of an engine that registers without a nonce may be off.
+const clockError = 5 * time.Minute
 
 // maxFresh bounds both maps. An instance whose nonce is dropped gets another one and says again what it said.
 const maxFresh = 4 * maxInstances
 
 // check says what is wrong with a registration, and gives the nonce for the next one.
-func (f *freshness) check(who string, m *register.Message) (nonce string, err error) {
+func (f *freshness) check(who string, m *register.Message, now time.Time) (nonce string, err error) {
 	if m.Nonce == "" {
 		last, known := f.times[who]
+		at := time.Unix(0, m.At)
 		switch {
+		case at.Before(f.began) || now.Sub(at).Abs() > clockError:
+			return "", fmt.Errorf("a registration of %s without a nonce whose time %s is before the start of the router or over %v off",
+				m.HTTP, at.UTC().Format(time.RFC3339), clockError)
 		case known && m.At <= last:
 			return "", fmt.Errorf("a registration of %s that is older than the last one", m.HTTP)
 		case !known && len(f.times) >= maxFresh:

@@ -73,7 +73,7 @@ func TestRegister(t *testing.T) {
 	}()
 	var ids sync.Map
 	p, d := registeredInstance(t, "P", &ids), registeredInstance(t, "D", &ids)
-	at := int64(0)
+	at := time.Now().UnixNano()
 	register := func() {
 		at++
 		for part, host := range map[string]string{"P": p, "D": d} {
@@ -124,16 +124,18 @@ func TestPlacesBecomeFree(t *testing.T) {
 func TestRegisterRefuses(t *testing.T) {
 	r, err := New(Config{Register: signer(time.Minute), Decode: []string{"http://127.0.0.1:7"}})
 	require.NoError(t, err)
-	good := old("D", "127.0.0.1:7", "127.0.0.1:9", 1)
+	now := time.Now().UnixNano()
+	good := old("D", "127.0.0.1:7", "127.0.0.1:9", now)
 	code, _ := say(t, r, false, good)
 	require.Equal(t, http.StatusForbidden, code)
 	for _, bad := range []any{
-		old("X", good.HTTP, good.KV, 1),
-		old("D", "127.0.0.1", good.KV, 1),
-		old("D", good.HTTP, "evil/path:1", 1),
-		old("D", "user@host:1", good.KV, 1),
-		old("D", good.HTTP, "a___decode_addr_b:1", 1),
-		old("D", good.HTTP, ":1", 1),
+		old("X", good.HTTP, good.KV, now),
+		old("D", "127.0.0.1", good.KV, now),
+		old("D", good.HTTP, "evil/path:1", now),
+		old("D", "user@host:1", good.KV, now),
+		old("D", good.HTTP, "a___decode_addr_b:1", now),
+		old("D", good.HTTP, ":1", now),
+		register.Message{Type: "D", HTTP: good.HTTP, Group: "a", Nonce: "none"},
 		[]int{1},
 	} {
 		code, _ := say(t, r, true, bad)
@@ -146,7 +148,7 @@ func TestRegisterRefuses(t *testing.T) {
 	list := r.pool.health().instances
 	require.Len(t, list, 1, "and is never forgotten")
 	for i := range maxInstances {
-		code, _ = say(t, r, true, old("P", fmt.Sprintf("127.0.0.1:%d", 1000+i), good.KV, 1))
+		code, _ = say(t, r, true, old("P", fmt.Sprintf("127.0.0.1:%d", 1000+i), good.KV, now))
 	}
 	require.Equal(t, http.StatusConflict, code, "there is a limit")
 	none, err := New(Config{Decode: []string{"http://127.0.0.1:7"}})

@@ -50,6 +50,10 @@ type Config struct {
 	// such as vLLM's.
 	Events map[string]kvevents.Place
 
+	// QueryTimeout is how long a request may wait for what instances answer to cache queries about its prompt, which they get
+	// if nothing is known of it; 200 ms. Negative: they get none.
+	QueryTimeout time.Duration
+
 	HealthInterval time.Duration // between probes of an instance; 1 s
 	HealthTimeout  time.Duration // of one probe; 2 s
 	PrefillTimeout time.Duration // of one prefill attempt, after which another instance is tried; 2 min
@@ -109,15 +113,14 @@ type Router struct {
 	config   Config
 	client   *http.Client
 	pool     *pool
-	policy   *policy.Policy // under the pool's lock, apart from what never changes
-	session  sessionKey
+	session  atomic.Pointer[sessionKey]
 	seed     uint64   // of the hashes of prompts
 	holders  []holder // instances' own word on what they hold
 	metrics  *metrics
 	mux      *http.ServeMux
 	gate     *gate // lets requests in whose body has come
 	limits   atomic.Pointer[Limits]
-	retries  retries
+	retries  allowance
 	lookups  *lookups
 	file     *watchedFile // nil: none
 	turns    *turns       // nil: conversations are not remembered
@@ -142,26 +145,24 @@ func New(c Config) (*Router, error) {
 	}
 	session, err := parseSessionKey(c.SessionKey)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("--session-key %w", err)
 	}
 	m, err := newMetrics(c.Metrics)
 	if err != nil {
 		return nil, err
 	}
 	r := &Router{
-		config: c, metrics: m, pool: newPool(given.specs, chooser, c.Log, m), policy: chooser, session: session, seed: newSeed(),
+		config: c, metrics: m, pool: newPool(given.specs, chooser, c.Log, m), seed: newSeed(),
 		client: &http.Client{Transport: c.Transport, CheckRedirect: noRedirect},
-		mux:    http.NewServeMux(), asker: newAsker(),
+		mux:    http.NewServeMux(), asker: newAsker(c.QueryTimeout),
 		gate: &gate{patience: c.QueueTimeout, metrics: m, queue: admission.NewQueue(admission.Config{Slots: c.MaxInFlight, Waiting: c.MaxQueue})},
 	}
-	if chooser.UsesPrompts() {
-		if r.pool.blocks, err = newBlocks(c, r.client, r.pool, m); err != nil {
-			return nil, err
-		}
-		r.holders = append(r.holders, r.pool.blocks)
-	} else if len(c.Events) > 0 {
-		return nil, fmt.Errorf("--kv-events: policy %s does not ask what instances hold, want %s or %s", c.Policy, policy.PrefixAware, policy.PDAware)
+	r.pool.chosenBy = policy.Config{Policy: c.Policy, Weights: c.Weights}
+	r.session.Store(&session)
+	if r.pool.blocks, err = newBlocks(c, r.client, r.pool, m); err != nil {
+		return nil, err
 	}
+	r.holders = append(r.holders, r.pool.blocks)
 	r.SetLimits(c.Limits)
 	r.retries.budget.Share = c.RetryShare
 	r.gate.room.Bytes = max(maxBodies, 2*int(c.MaxBody))
@@ -184,6 +185,8 @@ func (r *Router) discover(names []dnsName) (err error) {
 		if r.file, err = r.use(r.config.File); err != nil {
 			return err
 		}
+	} else if _, _, err := r.choosing(&Settings{}); err != nil {
+		return err
 	}
 	return r.restoreTurns()
 }
@@ -245,6 +248,7 @@ func withDefaults(c Config) Config {
 	setDefault(&c.Attempts, 3)
 	setDefault(&c.Policy, policy.RoundRobin)
 	setDefault(&c.SessionKey, "header:X-Session-Id")
+	setDefault(&c.QueryTimeout, queryPatience)
 	setDefault(&c.Backoff, 50*time.Millisecond)
 	setDefault(&c.RetryShare, 0.2)
 	setDefault(&c.MaxBody, 8<<20)
@@ -358,7 +362,7 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusBadRequest, "unsupported_value", "kv_transfer_params.cache_query: the router answers none, ask an instance")
 		return clientError
 	}
-	c.size, c.session = len(body), r.session.of(req, c.body)
+	c.size, c.session = len(body), r.session.Load().of(req, c.body)
 	c.explain = req.Header.Get(routeHeader) != "" && (r.config.Known == nil || r.config.Known(req.Header.Get("Authorization")))
 	leave, answered := r.queued(c, req, client, &limits)
 	if leave == nil {

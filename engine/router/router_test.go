@@ -2,6 +2,7 @@ package router
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -42,6 +43,7 @@ func serveInstance(t *testing.T, usual http.HandlerFunc, first ...http.HandlerFu
 	s := &instanceServer{next: first}
 	s.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		data, _ := io.ReadAll(r.Body)
+		r.Body = io.NopCloser(bytes.NewReader(data))
 		body := fields{}
 		_ = json.Unmarshal(data, &body)
 		s.mu.Lock()

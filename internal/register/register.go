@@ -33,9 +33,18 @@ type Message struct {
 	KV   string `json:"zmq_address,omitempty"` // HOST:PORT where blocks go; empty: the connector needs none
 	// Engine is the id of the engine: one that is registered elsewhere with it has moved. Empty: not known.
 	Engine string `json:"engine_id,omitempty"`
+	Group  string `json:"group,omitempty"` // the replica of the engine; empty: none, or what the router knows
 	Leave  bool   `json:"leave,omitempty"` // the engine takes no more requests
 	Nonce  string `json:"nonce,omitempty"` // of the router's last answer; what the first registration has instead is refused
 	At     int64  `json:"at,omitempty"`    // nanoseconds of the engine's clock, for routers that give no nonces
+}
+
+// WantGroup says what the name of a group is.
+const WantGroup = "want visible ASCII without spaces or quotes"
+
+// IsGroup reports whether a text can be the name of a group.
+func IsGroup(name string) bool {
+	return name != "" && !strings.ContainsFunc(name, func(c rune) bool { return c <= ' ' || c > '~' || c == '"' })
 }
 
 // Client registers one engine with one router. Its methods are for one goroutine at a time, except Counts.

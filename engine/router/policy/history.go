@@ -133,6 +133,23 @@ func (h *history) add(pieces []uint64, places []int) {
 	}
 }
 
+// note notes that a place holds all pieces of a prompt.
+func (h *history) note(pieces []uint64, place int) {
+	h.look(pieces, func(int, int) {})
+	h.add(pieces, []int{place})
+}
+
+// drop notes that a place does not hold these pieces.
+func (h *history) drop(pieces []uint64, place int) {
+	for _, piece := range pieces {
+		for _, g := range []*generation{&h.young, &h.old} {
+			if i, ok := g.rows[piece]; ok {
+				g.row(i, h.words)[place/64] &^= 1 << (place % 64)
+			}
+		}
+	}
+}
+
 // promote finds the bits of a piece in the young generation, or makes them there from those of the old one.
 func (h *history) promote(piece uint64) []uint64 {
 	young, row := h.find(piece)

@@ -89,6 +89,10 @@ type Leg struct {
 	born    int  // which of the instances that were at the place one after the other
 	waiting bool // it has not been answered
 	running bool
+
+	pieces []uint64 // of the prompt, from the beginning
+	before int      // how many of these the history knew at the place before
+	drops  int      // of the instance, before
 }
 
 // Config says which Policy to make.
@@ -101,6 +105,7 @@ type Config struct {
 
 // Policy chooses instances for requests. It is not safe for concurrent use.
 type Policy struct {
+	name      string
 	rule      rule
 	instances []instance // by place
 	next      [roles]int // place where the next round begins
@@ -117,7 +122,9 @@ type instance struct {
 	running int     // requests
 	queued  float64 // tokens to compute for requests that have not been answered
 	lately  float64 // tokens to compute for its last requests
-	held    int     // tokens of the request that is being looked at; only valid within one choice
+	drops   int     // how often the history took pieces back, of requests that were not answered
+
+	held, pieces int // tokens and pieces of the request that is being looked at; only valid within one choice
 }
 
 // rule is how a policy chooses among the candidates that the filter leaves.
@@ -141,19 +148,33 @@ type picked struct {
 
 // New makes a policy without instances. Errors name the policy or weight that is wrong.
 func New(c Config) (*Policy, error) {
-	r, prefixes, err := newRule(&c)
-	if err != nil {
+	p := &Policy{learnt: newRates()}
+	if err := p.Use(c); err != nil {
 		return nil, err
-	}
-	p := &Policy{rule: r, learnt: newRates()}
-	if prefixes {
-		if c.History <= 0 {
-			c.History = 1 << 19
-		}
-		p.history = newHistory(c.History)
 	}
 	return p, nil
 }
+
+// Use lets further choices be made as another config says. What is known of instances and their requests stays. Errors
+// are those of New; then nothing changes.
+func (p *Policy) Use(c Config) error {
+	r, prefixes, err := newRule(&c)
+	if err != nil {
+		return err
+	}
+	p.rule, p.name = r, cmp.Or(c.Policy, RoundRobin)
+	switch {
+	case !prefixes:
+		p.history = nil
+	case p.history == nil:
+		p.history = newHistory(cmp.Or(max(0, c.History), 1<<19))
+		p.history.fit(max(0, len(p.instances)-1))
+	}
+	return nil
+}
+
+// Name is the name of the policy.
+func (p *Policy) Name() string { return p.name }
 
 // UsesPrompts reports whether choices depend on the text of prompts, so that Request.Prompt is worth making.
 func (p *Policy) UsesPrompts() bool { return p.history != nil }
@@ -291,14 +312,14 @@ func (p *Policy) without(some bool) string {
 // look finds out what instances hold of a prompt.
 func (p *Policy) look(r *Request) {
 	for i := range p.instances {
-		p.instances[i].held = 0
+		p.instances[i].held, p.instances[i].pieces = 0, 0
 	}
 	if r.Tokens <= 0 {
 		r.Tokens = max(1, int(float64(r.Prompt.bytes)*p.learnt.perByte()))
 	}
 	if p.history != nil {
 		p.history.look(r.Prompt.pieces, func(place, pieces int) {
-			p.instances[place].held = int(r.Prompt.share(pieces) * float64(r.Tokens))
+			p.instances[place].held, p.instances[place].pieces = int(r.Prompt.share(pieces)*float64(r.Tokens)), pieces
 		})
 	}
 	for _, h := range r.Held {
@@ -308,7 +329,28 @@ func (p *Policy) look(r *Request) {
 	}
 }
 
-// remember notes that instances will hold the prompt for which look was called.
+// Known is how much of a request's prompt, from 0 to 1, one of the instances that may be chosen is known to hold at most.
+func (p *Policy) Known(r *Request) (most float64) {
+	p.look(r)
+	for i := range p.instances {
+		if in := &p.instances[i]; in.born > 0 && in.held > 0 && r.Standing(i) < Out {
+			most = max(most, float64(in.held)/float64(r.Tokens))
+		}
+	}
+	return most
+}
+
+// Told notes that an instance holds the first of a prompt's tokens by its own word; of is how many the prompt has.
+func (p *Policy) Told(prompt *Prompt, place, tokens, of int) {
+	if p.history == nil || tokens <= 0 || tokens > of {
+		return
+	}
+	pieces := int(float64(tokens) / float64(of) * float64(prompt.bytes) / PieceBytes)
+	p.history.note(prompt.pieces[:min(pieces, len(prompt.pieces))], place)
+}
+
+// remember notes that instances will hold the prompt for which look was called: others with this prompt should follow
+// before the first is answered. Done takes it back if the instance does not answer.
 func (p *Policy) remember(r *Request, places ...int) {
 	if p.history != nil {
 		p.history.add(r.Prompt.pieces, places)
@@ -364,7 +406,7 @@ func (p *Policy) start(r *Request, c *Candidate, peer, compute int) *Leg {
 	in := &p.instances[c.Place]
 	l := &Leg{
 		Place: c.Place, Compute: max(0, compute), role: c.Role, peer: peer, prompt: r.Tokens, bytes: r.Prompt.bytes,
-		Held: c.Held, born: in.born, waiting: true, running: true,
+		Held: c.Held, born: in.born, waiting: true, running: true, pieces: r.Prompt.pieces, before: in.pieces, drops: in.drops,
 	}
 	in.running++
 	in.queued += float64(l.Compute)
@@ -438,6 +480,9 @@ func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
 		return
 	}
 	p.unqueue(l)
+	if in := p.at(l); in != nil && in.drops != l.drops && p.history != nil { // another's failure may have taken its pieces back
+		p.history.note(l.pieces, l.Place)
+	}
 	if u.Prompt > 0 && (l.bytes == 0 || u.Prompt <= l.bytes+maxTemplate) {
 		p.learnt.length(u.Prompt, l.bytes)
 		if l.peer == None {
@@ -449,10 +494,14 @@ func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
 	}
 }
 
-// Done ends a leg. Further calls do nothing.
+// Done ends a leg. What an instance was to compute and did not answer, it does not hold. Further calls do nothing.
 func (p *Policy) Done(l *Leg) {
 	if l == nil || !l.running {
 		return
+	}
+	if in := p.at(l); in != nil && l.waiting && p.history != nil && l.before < len(l.pieces) {
+		p.history.drop(l.pieces[l.before:], l.Place)
+		in.drops++
 	}
 	p.unqueue(l)
 	l.running = false

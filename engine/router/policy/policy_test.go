@@ -34,6 +34,16 @@ func end(p *Policy, c Choice) {
 	p.Done(c.Decode)
 }
 
+// answered ends the legs of a choice after both instances have answered.
+func answered(p *Policy, c Choice) {
+	for _, l := range []*Leg{c.Prefill, c.Decode} {
+		if l != nil {
+			p.Answered(l, time.Time{}, Usage{})
+		}
+	}
+	end(p, c)
+}
+
 func TestRoundRobinGoesRound(t *testing.T) {
 	p := made(t, Config{}, 2, 3)
 	var got [][2]int
@@ -271,7 +281,7 @@ func TestPrefixAware(t *testing.T) {
 		r.Standing, r.Explain = all, true
 		c, ok := p.Choose(&r)
 		require.True(t, ok)
-		end(p, c)
+		answered(p, c)
 		return c
 	}
 	var first []Choice
@@ -291,6 +301,103 @@ func TestPrefixAware(t *testing.T) {
 	require.Equal(t, told, c.Prefill.Place)
 	p.Forget(told)
 	require.NotContains(t, choose(Request{Prompt: NewPrompt(1, nil, texts[0]), Held: []Held{{first[0].Prefill.Place, 0}}}).Why, "prefill prefix 1: holds 1")
+}
+
+// TestHistoryCountsAnswers: others follow to an instance that computes their prompt, but what it did not answer it does not
+// hold. What it held before stays, and so does what it has answered beside.
+func TestHistoryCountsAnswers(t *testing.T) {
+	for _, role := range []Role{Prefill, Decode} {
+		p := made(t, Config{Policy: PrefixAware}, 1, 1)
+		text := make([]byte, 10*PieceBytes)
+		choose := func(pieces int) Choice {
+			c, ok := p.Choose(&Request{Prompt: NewPrompt(1, nil, text[:pieces*PieceBytes]), Tokens: pieces, Standing: all})
+			require.True(t, ok)
+			return c
+		}
+		leg := func(c Choice) *Leg {
+			if role == Prefill {
+				return c.Prefill
+			}
+			return c.Decode
+		}
+		holds := func() int {
+			c := choose(10)
+			end(p, c)
+			return leg(c).Held
+		}
+		require.Zero(t, holds())
+		require.Zero(t, holds(), "it was chosen and did not answer")
+		answered(p, choose(4))
+		require.Equal(t, 4, holds())
+		require.Equal(t, 4, holds(), "it fails a longer one")
+
+		first, second := choose(10), choose(10)
+		require.Equal(t, 10, leg(second).Held, "the first one computes it")
+		end(p, first)
+		require.Equal(t, 4, holds())
+		answered(p, second)
+		require.Equal(t, 10, holds(), "the second one has computed it")
+
+		gone := choose(10)
+		p.Add(0, Instance{Role: Prefill})
+		p.Add(1, Instance{Role: Decode})
+		answered(p, choose(4))
+		end(p, gone)
+		require.Equal(t, 4, holds(), "what is there now has failed nothing")
+	}
+}
+
+// TestUse: another policy goes on with the instances and the requests that there are, and back again.
+func TestUse(t *testing.T) {
+	p := made(t, Config{}, 2, 70)
+	long := Request{Tokens: 5000, Prompt: NewPrompt(1, nil, make([]byte, 20_000)), Standing: all}
+	running, _ := p.Choose(&long)
+	p.Sent(running.Decode, time.Unix(0, 0))
+	require.False(t, p.UsesPrompts())
+	for _, name := range Names() {
+		require.NoError(t, p.Use(Config{Policy: name}))
+		require.Equal(t, name, p.Name())
+		n, waiting := p.Busy(running.Prefill.Place)
+		require.Equal(t, 1, n, name)
+		require.Positive(t, waiting, name)
+		for range 80 {
+			c, ok := p.Choose(&long)
+			require.True(t, ok)
+			answered(p, c)
+		}
+	}
+	require.ErrorContains(t, p.Use(Config{Policy: "x"}), "unknown policy")
+	require.Equal(t, PDAware, p.Name())
+	require.NoError(t, p.Use(Config{Policy: PrefixAware, Weights: map[string]float64{"load": 0}}))
+	require.Positive(t, p.Known(&long), "the history of pd_aware goes on")
+	require.NoError(t, p.Use(Config{}))
+	require.Zero(t, p.Known(&long))
+	end(p, running)
+	for place := range p.instances {
+		n, waiting := p.Busy(place)
+		require.Zero(t, n)
+		require.InDelta(t, 0, waiting, 1e-6)
+	}
+}
+
+// TestTold: what an instance says about a prompt counts for the prompts that follow.
+func TestTold(t *testing.T) {
+	p := made(t, Config{Policy: PrefixAware}, 0, 2)
+	prompt := NewPrompt(1, nil, make([]byte, 10*PieceBytes))
+	r := &Request{Prompt: prompt, Tokens: 300, Standing: all}
+	for _, wrong := range [][2]int{{0, 300}, {-1, 300}, {301, 300}, {1, 0}} {
+		p.Told(&prompt, 1, wrong[0], wrong[1])
+		require.Zero(t, p.Known(r))
+	}
+	p.Told(&prompt, 1, 165, 300)
+	require.InDelta(t, 0.5, p.Known(r), 0.01) // 5 whole pieces
+	c, _ := p.Choose(r)
+	require.Equal(t, 1, c.Decode.Place)
+	require.Equal(t, 150, c.Decode.Held)
+	p.Told(&prompt, 1, 300, 300)
+	require.Equal(t, 1.0, p.Known(r))
+	r.Standing = func(place int) Standing { return Standing(2 * place) }
+	require.Zero(t, p.Known(r), "of those that may be chosen")
 }
 
 // TestSkips: without anything learnt a short prompt and one that the decode instance holds need no prefill instance;
