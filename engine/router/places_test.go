@@ -342,3 +342,21 @@ func TestRequestsLeaveTheirPlaces(t *testing.T) {
 		return f.router.pool.known[0].users == 0 && f.router.pool.known[1].users == 0
 	}, waitLimit, waitTick)
 }
+
+// For engine/router/places_test.go once r14-weak and r14-fixb are merged (r14 without r14-weak fails it):
+
+// What the config file says of an instance of --replica leaves it in its replica.
+func TestFileLeavesReplicas(t *testing.T) {
+	m, err := newMetrics(prometheus.NewRegistry())
+	require.NoError(t, err)
+	chooser, err := policy.New(policy.Config{})
+	require.NoError(t, err)
+	p := newPool([]spec{{role: decode, group: "rack1", url: at(t, "http://d:1")}}, chooser, slog.New(slog.DiscardHandler), m)
+	group := func() string { return p.health().instances[0].Group }
+	for _, said := range []string{"", "b"} {
+		require.NoError(t, p.set(byFile, []spec{{role: decode, group: said, url: at(t, "http://d:1"), drain: true}}))
+		require.Equal(t, "rack1", group())
+		require.NoError(t, p.set(byFile, nil))
+		require.Equal(t, "rack1", group())
+	}
+}

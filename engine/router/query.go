@@ -190,6 +190,9 @@ func (c *call) askCache(ctx context.Context, t *asked, what *inquiry) (cached Ca
 	return Cached{}, "unanswered"
 }
 
+// errWrongPrompt says that an instance refuses a prompt, for which it is not to blame.
+var errWrongPrompt = errors.New("the prompt is refused")
+
 // sendQuery makes one cache query.
 func (c *call) sendQuery(ctx context.Context, t target, what *inquiry) (Cached, error) {
 	resp, err := c.send(ctx, t, what.body)

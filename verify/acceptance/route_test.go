@@ -19,9 +19,9 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
-// routed is requests through a router that says which instances it has chosen. Each answer is compared with that of an
+// choosing is requests through a router that says which instances it has chosen. Each answer is compared with that of an
 // engine that is alone.
-type routed struct {
+type choosing struct {
 	*rig.Rig
 	single *cluster.Process
 	header http.Header // of the next requests
@@ -35,14 +35,14 @@ type served struct {
 	without         string // why
 }
 
-func newRouted(t *testing.T, model string) *routed {
+func newChoosing(t *testing.T, model string) *choosing {
 	t.Helper()
 	r := rig.New(t)
-	return &routed{Rig: r, single: r.ServeModel(model, "single", ""), header: http.Header{}}
+	return &choosing{Rig: r, single: r.ServeModel(model, "single", ""), header: http.Header{}}
 }
 
 // RoundTrip implements http.RoundTripper: it asks for the route, and notes it.
-func (x *routed) RoundTrip(req *http.Request) (*http.Response, error) {
+func (x *choosing) RoundTrip(req *http.Request) (*http.Response, error) {
 	req = req.Clone(req.Context())
 	req.Header.Set("X-Kvport-Route", "1")
 	for name := range x.header {
@@ -56,7 +56,7 @@ func (x *routed) RoundTrip(req *http.Request) (*http.Response, error) {
 }
 
 // ask sends one request.
-func (x *routed) ask(router *cluster.Process, tokens []int32, answer int) served {
+func (x *choosing) ask(router *cluster.Process, tokens []int32, answer int) served {
 	x.Helper()
 	request := cluster.Request{Tokens: tokens, MaxTokens: answer, IgnoreEOS: true}
 	client := cluster.Client{HTTP: http.Client{Transport: x}}
@@ -76,13 +76,13 @@ func part(route, name string) string {
 }
 
 // from is how many prompt tokens an engine got from a source.
-func (x *routed) from(e *cluster.Process, source string) int {
+func (x *choosing) from(e *cluster.Process, source string) int {
 	x.Helper()
 	return int(x.Metrics(e).Sum("kvport_prompt_tokens_total", fmt.Sprintf("source=%q", source)))
 }
 
 // engines starts n engines that are kv_both, with the first connector that brings blocks from engine to engine.
-func (x *routed) engines(model, name string, n int, args ...string) (list []*cluster.Process, urls []string) {
+func (x *choosing) engines(model, name string, n int, args ...string) (list []*cluster.Process, urls []string) {
 	x.Helper()
 	config := turnsConfig(rig.Movers(x.T)[0])
 	for i := range n {
@@ -93,14 +93,14 @@ func (x *routed) engines(model, name string, n int, args ...string) (list []*clu
 }
 
 // router starts one for prefill and decode instances.
-func (x *routed) router(policy string, prefills, decodes []string, args ...string) *cluster.Process {
+func (x *choosing) router(policy string, prefills, decodes []string, args ...string) *cluster.Process {
 	x.Helper()
 	flags := []string{"route", "--port", "0", "--policy", policy, "--prefill", strings.Join(prefills, ","), "--decode", strings.Join(decodes, ",")}
 	return x.Start("router", append(flags, args...)...)
 }
 
 // policies are those that kvport route lists when it is given none of them.
-func (x *routed) policies() []string {
+func (x *choosing) policies() []string {
 	x.Helper()
 	_, err := cluster.Start(x.Context(), nil, "router", rig.Binary(x.T), "route", "--policy", "none", "--decode", "http://127.0.0.1:1")
 	require.Error(x, err)
@@ -121,7 +121,7 @@ func words(rng *rand.Rand, n int) []int32 {
 // TestRouteReplicas: with --mode replica the prefill and the decode instance of a request are in one group, under every
 // policy, and a group that comes by the config file takes requests too.
 func TestRouteReplicas(t *testing.T) {
-	x := newRouted(t, "sim")
+	x := newChoosing(t, "sim")
 	rng := rand.New(rand.NewPCG(*rig.Seed, 1))
 	ps, prefills := x.engines("sim", "prefill", 2)
 	ds, decodes := x.engines("sim", "decode", 2)
@@ -177,7 +177,7 @@ func TestRouteReplicas(t *testing.T) {
 // as an answer is generated on one decode instance, to the other one.
 func TestRouteBalances(t *testing.T) {
 	const model = "sim:layers=16,bytes=1024" // which takes seconds for a long answer
-	x := newRouted(t, model)
+	x := newChoosing(t, model)
 	rng := rand.New(rand.NewPCG(*rig.Seed, 2))
 	ps, prefills := x.engines(model, "prefill", 2, "--num-blocks", "512")
 	ds, decodes := x.engines(model, "decode", 2, "--num-blocks", "512")
@@ -213,7 +213,7 @@ func TestRoutePrefixes(t *testing.T) {
 	const shared, own, prompts = 1600, 6, 4
 	computed := map[string][]int{}
 	for _, policy := range []string{"round_robin", "prefix_aware"} {
-		x := newRouted(t, "sim")
+		x := newChoosing(t, "sim")
 		ps, prefills := x.engines("sim", "prefill", 2)
 		_, decodes := x.engines("sim", "decode", 1)
 		router := x.router(policy, prefills, decodes, "--bidirectional", "0") // nothing comes back from the decode instance
@@ -241,7 +241,7 @@ func TestRouteSticks(t *testing.T) {
 	const users, turns, says, answer = 6, 3, 400, 64
 	for _, policy := range []string{"session", "prefix_aware"} {
 		t.Run(policy, func(t *testing.T) {
-			x := newRouted(t, "sim")
+			x := newChoosing(t, "sim")
 			ps, prefills := x.engines("sim", "prefill", 2)
 			ds, decodes := x.engines("sim", "decode", 2)
 			router := x.router(policy, prefills, decodes, "--bidirectional", "100")
@@ -290,7 +290,7 @@ func TestRouteSticks(t *testing.T) {
 // the decode instance has, needs no prefill instance, and a long one gets one.
 func TestRoutePairs(t *testing.T) {
 	const tokens = 1600
-	x := newRouted(t, "sim")
+	x := newChoosing(t, "sim")
 	rng := rand.New(rand.NewPCG(*rig.Seed, 5))
 	ps, fits := x.engines("sim", "prefill", 1)
 	_, other := x.engines("sim", "prefill with other blocks", 1, "--block-size", "32")
