@@ -230,6 +230,14 @@ func (f *routeFlags) check() error {
 	case f.keyFile != "" && f.register == "":
 		return errors.New("--ticket-key-file is for --register")
 	}
+	if err := f.checkTimes(); err != nil {
+		return err
+	}
+	return f.checkFront()
+}
+
+// checkTimes refuses times that cannot work.
+func (f *routeFlags) checkTimes() error {
 	for _, limit := range []struct {
 		flag  string
 		value time.Duration
@@ -250,7 +258,7 @@ func (f *routeFlags) check() error {
 	if f.registerTTL < shortestTTL {
 		return fmt.Errorf("--register-ttl is %v, want at least %v: engines register every 3s", f.registerTTL, shortestTTL)
 	}
-	return f.checkFront()
+	return nil
 }
 
 // parseEvents reads the values of --kv-events.

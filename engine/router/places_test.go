@@ -343,9 +343,7 @@ func TestRequestsLeaveTheirPlaces(t *testing.T) {
 	}, waitLimit, waitTick)
 }
 
-// For engine/router/places_test.go once r14-weak and r14-fixb are merged (r14 without r14-weak fails it):
-
-// What the config file says of an instance of --replica leaves it in its replica.
+// An instance of --replica stays in its replica, whatever the config file says about it.
 func TestFileLeavesReplicas(t *testing.T) {
 	m, err := newMetrics(prometheus.NewRegistry())
 	require.NoError(t, err)
