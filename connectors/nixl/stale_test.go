@@ -60,6 +60,7 @@ func (s *staleScene) handle(kind string, prefix byte, n int) []byte {
 		holds.mu.Lock()
 		n := holds.open[hold.ID]
 		n.expires = time.Now().Add(-time.Duration(s.rng.Int64N(1e9)))
+		holds.next = n.expires
 		holds.board.set(n.slot, n.sum, n.expires) // as the board shows it once it is over
 		holds.mu.Unlock()
 		s.p.fill(s.rng, theirs)
