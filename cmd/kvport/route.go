@@ -65,6 +65,7 @@ type routeFlags struct {
 	dnsInterval, dnsKeep   time.Duration
 
 	prefillTimeout, firstByteTimeout, answerTimeout, idleTimeout time.Duration
+	healthInterval, healthTimeout                                time.Duration
 }
 
 func newRoute() *cobra.Command {
@@ -94,6 +95,8 @@ func newRoute() *cobra.Command {
 	flags.DurationVar(&f.firstByteTimeout, "first-byte-timeout", 2*time.Minute, "how long a decode instance may take to begin a stream before another one is tried")
 	flags.DurationVar(&f.answerTimeout, "answer-timeout", 10*time.Minute, "how long a decode instance may take for an answer that is not streamed before another one is tried")
 	flags.DurationVar(&f.idleTimeout, "idle-timeout", 2*time.Minute, "how long a decode instance may be silent in the middle of an answer before that ends with an error")
+	flags.DurationVar(&f.healthInterval, "health-interval", time.Second, "how long after a health check of an instance the next one is made")
+	flags.DurationVar(&f.healthTimeout, "health-timeout", 2*time.Second, "how long an instance may take to answer a health check before it counts as down")
 	f.addFront(cmd)
 	f.add(cmd, 8080)
 	addLogLevel(cmd, &f.logLevel)
@@ -162,6 +165,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 		Limits: router.Limits{Each: f.each.limits()}, Attempts: f.attempts, RetryShare: f.retryShare, Backoff: f.backoff,
 		Known:          func(authorization string) bool { return t.knows(authorization) },
 		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
+		HealthInterval: f.healthInterval, HealthTimeout: f.healthTimeout,
 	})
 	if err != nil {
 		return err
@@ -246,6 +250,8 @@ func (f *routeFlags) checkTimes() error {
 		{"first-byte-timeout", f.firstByteTimeout},
 		{"answer-timeout", f.answerTimeout},
 		{"idle-timeout", f.idleTimeout},
+		{"health-interval", f.healthInterval},
+		{"health-timeout", f.healthTimeout},
 		{"queue-timeout", f.queueTimeout},
 		{"retry-backoff", f.backoff},
 		{"dns-interval", f.dnsInterval},

@@ -46,7 +46,7 @@ type turns struct {
 
 // turnsConfig is the config of both engines.
 func turnsConfig(f *fixture.Fixture) string {
-	return fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kv_connector_extra_config":%s,"kvport":{"recompute_threshold":32}}`, f.Connector, f.Setups[0].Config)
+	return fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kv_connector_extra_config":%s,"kvport":{"recompute_threshold":32,"deadlines":{"handshake":"30s"}}}`, f.Connector, f.Setups[0].Config)
 }
 
 func newTurns(r *rig.Rig, model string, f *fixture.Fixture, conversations int, decode ...string) *turns {
