@@ -96,7 +96,7 @@ func newRoute() *cobra.Command {
 	flags.DurationVar(&f.answerTimeout, "answer-timeout", 10*time.Minute, "how long a decode instance may take for an answer that is not streamed before another one is tried")
 	flags.DurationVar(&f.idleTimeout, "idle-timeout", 2*time.Minute, "how long a decode instance may be silent in the middle of an answer before that ends with an error")
 	flags.DurationVar(&f.healthInterval, "health-interval", time.Second, "how long after a health check of an instance the next one is made")
-	flags.DurationVar(&f.healthTimeout, "health-timeout", 2*time.Second, "how long an instance may take to answer a health check before it counts as down")
+	flags.DurationVar(&f.healthTimeout, "health-timeout", 2*time.Second, "how long an instance may take to answer a health check; after three without an answer it is down")
 	f.addFront(cmd)
 	f.add(cmd, 8080)
 	addLogLevel(cmd, &f.logLevel)
