@@ -2,6 +2,7 @@ package acceptance
 
 import (
 	"fmt"
+	"io"
 	"maps"
 	"math/rand/v2"
 	"net/http"
@@ -188,23 +189,42 @@ func TestRouteBalances(t *testing.T) {
 		require.NotEqual(t, long.prefill, x.ask(router, words(rng, 100), 2).prefill)
 	}
 
-	body := `{"prompt":"an answer that takes long","max_tokens":6000,"ignore_eos":true,"stream":true}`
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, router.URL+"/v1/completions", strings.NewReader(body))
-	require.NoError(t, err)
-	req.Header.Set("Content-Type", "application/json")
-	resp, err := x.RoundTrip(req)
-	require.NoError(t, err)
-	defer resp.Body.Close()
-	busy := part(x.route, "decode")
-	require.Contains(t, decodes, busy)
-	for range 4 {
-		require.NotEqual(t, busy, x.ask(router, words(rng, 100), 2).decode)
+	for try := 0; !x.avoidsBusy(router, decodes, rng); try++ {
+		require.Less(t, try, 4, "five long answers in a row were over too soon")
 	}
-	require.Equal(t, 1, int(x.Metrics(router).Sum("kvport_router_requests_in_flight")), "the long answer was over too soon")
-	require.NoError(t, resp.Body.Close())
 	for _, e := range slices.Concat(ps, ds) {
 		x.Idle(e)
 	}
+}
+
+// avoidsBusy requires that prompts go to other decode instances than the one that generates a long answer. It reports
+// whether that answer lasted long enough to tell.
+func (x *choosing) avoidsBusy(router *cluster.Process, decodes []string, rng *rand.Rand) bool {
+	x.Helper()
+	body := `{"prompt":"an answer that takes long","max_tokens":6000,"ignore_eos":true,"stream":true}`
+	req, err := http.NewRequestWithContext(x.Context(), http.MethodPost, router.URL+"/v1/completions", strings.NewReader(body))
+	require.NoError(x, err)
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := x.RoundTrip(req)
+	require.NoError(x, err)
+	read := make(chan struct{})
+	go func() {
+		defer close(read)
+		_, _ = io.Copy(io.Discard, resp.Body) // until it is closed below
+	}()
+	busy := part(x.route, "decode")
+	require.Contains(x, decodes, busy)
+	var chosen []string
+	for range 4 {
+		chosen = append(chosen, x.ask(router, words(rng, 100), 2).decode)
+	}
+	lasts := x.Metrics(router).Sum("kvport_router_requests_in_flight") > 0
+	require.NoError(x, resp.Body.Close())
+	<-read
+	if lasts {
+		require.NotContains(x, chosen, busy)
+	}
+	return lasts
 }
 
 // TestRoutePrefixes: four prompts with one long beginning. With prefix_aware one of two prefill instances computes it,
