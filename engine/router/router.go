@@ -231,7 +231,8 @@ func isBase(u *url.URL) bool {
 }
 
 // maxBodies is how many bytes the bodies of all running and waiting requests may have: each is held, in a few copies,
-// until its request ends. 128 KiB each, where all slots are taken. One client gets no more of it than it leaves for others.
+// until its request ends. 128 KiB each, where all slots are taken. One client gets seven eighths of what
+// others leave.
 const maxBodies = 128 << 20
 
 // maxUpstreamHeader is how many bytes of headers an instance may answer with: each running request may hold as much.
