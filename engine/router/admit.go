@@ -161,7 +161,7 @@ func (r *Router) tellRefusal(c *call, refusal *admission.RefusedError, l *admiss
 	case admission.QueueTimeout:
 		message = fmt.Sprintf("the request has waited for %v, and other requests still run", r.config.QueueTimeout)
 	case admission.Bodies:
-		message = fmt.Sprintf("the requests of this client that are running and waiting have as many bytes as they leave for others, of %d MiB", maxBodies>>20)
+		message = fmt.Sprintf("the requests of this client that are running and waiting may have seven eighths of what others leave of %d MiB", r.gate.room.Bytes>>20)
 	case admission.RequestRate:
 		code, message = "rate_limit_exceeded", fmt.Sprintf("this client may send %d requests a minute", l.RequestsPerMinute)
 	case admission.TokenRate:

@@ -19,7 +19,8 @@ const (
 )
 
 // allowance is a budget with its lock. That of retries is for those that an instance has had work with, or may have: a
-// connection that breaks costs the other instances no more than the request itself.
+// connection that breaks costs the other instances no more than the request itself. Each role has one: busy prefill
+// instances, without which a request can be served, take no retry from decode instances.
 type allowance struct {
 	mu     sync.Mutex
 	budget admission.Budget
@@ -98,13 +99,13 @@ func (c *call) nextChoice(ctx context.Context, params *json.RawMessage) (at rout
 }
 
 // mayRetry reports whether another attempt may follow one that failed. An attempt that an instance has answered, or may
-// have worked on, is retried after a pause and within the budget; the number of the retry begins with 0.
-func (c *call) mayRetry(ctx context.Context, retry int) bool {
+// have worked on, is retried after a pause and within the budget of its role; the number of the retry begins with 0.
+func (c *call) mayRetry(ctx context.Context, at role, retry int) bool {
 	if !c.costly {
 		return true
 	}
 	c.costly = false
-	if !c.router.retries.allow() {
+	if !c.router.retries[at].allow() {
 		c.router.metrics.exhausted.Inc()
 		return false
 	}

@@ -142,11 +142,12 @@ func TestTicketIsKeptForBusyInstances(t *testing.T) {
 func TestRetryBudget(t *testing.T) {
 	failing := []*instanceServer{serveInstance(t, code(500)), serveInstance(t, code(500)), serveInstance(t, code(500))}
 	f := serveRouter(t, Config{Decode: urls(failing...), Backoff: time.Nanosecond, RetryShare: 1e-9})
-	f.router.retries.mu.Lock()
-	f.router.retries.budget.Request(time.Now())
-	for f.router.retries.budget.Retry(time.Now().Add(-time.Hour)) {
+	retries := &f.router.retries[decode]
+	retries.mu.Lock()
+	retries.budget.Request(time.Now())
+	for retries.budget.Retry(time.Now().Add(-time.Hour)) {
 	}
-	f.router.retries.mu.Unlock()
+	retries.mu.Unlock()
 	began := time.Now()
 	for range 20 {
 		for i := range failing {
@@ -168,10 +169,11 @@ func TestRetryBudget(t *testing.T) {
 
 	broken, good := serveInstance(t, reset("")), serveInstance(t, tokens)
 	f = serveRouter(t, Config{Decode: urls(broken, good), RetryShare: 1e-9})
-	f.router.retries.mu.Lock()
-	for f.router.retries.budget.Retry(time.Now()) {
+	retries = &f.router.retries[decode]
+	retries.mu.Lock()
+	for retries.budget.Retry(time.Now()) {
 	}
-	f.router.retries.mu.Unlock()
+	retries.mu.Unlock()
 	for range 3 {
 		resp, _ := post(t, f.URL+"/v1/completions", doc)
 		require.Equal(t, 200, resp.StatusCode)
@@ -201,7 +203,7 @@ func TestSilentPrefillIsRetriedWithinLimits(t *testing.T) {
 	idle(t, f.router)
 
 	f = serveRouter(t, Config{Prefill: pURLs, Decode: urls(d), PrefillTimeout: time.Millisecond, Backoff: notSoon, RetryShare: 1e-9})
-	f.router.retries.spend()
+	f.router.retries[prefill].spend()
 	resp, _ = post(t, f.URL+"/v1/completions", doc)
 	require.Equal(t, 200, resp.StatusCode)
 	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.exhausted))
@@ -210,8 +212,34 @@ func TestSilentPrefillIsRetriedWithinLimits(t *testing.T) {
 	idle(t, f.router)
 
 	f = serveRouter(t, Config{Prefill: urls(ps[0]), Decode: []string{serveInstance(t, reset("")).URL, d.URL}, PrefillTimeout: time.Millisecond, Backoff: notSoon, RetryShare: 1e-9})
-	f.router.retries.spend()
+	f.router.retries[prefill].spend()
 	resp, _ = post(t, f.URL+"/v1/completions", doc)
 	require.Equal(t, 200, resp.StatusCode, "neither the prefill instance nor the connection that broke has another turn to wait for")
 	require.Zero(t, testutil.ToFloat64(f.router.metrics.exhausted))
+}
+
+// Prefill instances that are busy use up no retry that a decode instance needs.
+func TestBusyPrefillLeavesRetries(t *testing.T) {
+	_, busy := several(t, 3, code(429))
+	var failed atomic.Bool
+	_, once := several(t, 2, func(w http.ResponseWriter, r *http.Request) {
+		if failed.CompareAndSwap(false, true) {
+			code(500)(w, r)
+			return
+		}
+		tokens(w, r)
+	})
+	f := serveRouter(t, Config{Prefill: busy, Decode: once, Backoff: time.Nanosecond, RetryShare: 1e-9})
+	left := &f.router.retries[decode]
+	left.spend()
+	left.mu.Lock()
+	left.budget.Share = 1
+	left.budget.Request(time.Now()) // one retry
+	left.budget.Share = 1e-9
+	left.mu.Unlock()
+	resp, _ := post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 200, resp.StatusCode)
+	require.Equal(t, 2.0, testutil.ToFloat64(f.router.metrics.retries.WithLabelValues("prefill")))
+	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.retries.WithLabelValues("decode")))
+	require.False(t, left.allow())
 }

@@ -76,7 +76,7 @@ func (c *call) run(ctx context.Context) outcome {
 	}
 	c.request = c.prepare(ctx)
 	for attempt := range c.router.config.Attempts {
-		if attempt > 0 && !c.mayRetry(ctx, attempt-1) {
+		if attempt > 0 && !c.mayRetry(ctx, decode, attempt-1) {
 			break
 		}
 		at, ok := c.nextChoice(ctx, &params)
@@ -188,7 +188,7 @@ func (c *call) prefill(ctx context.Context, at *route) (params json.RawMessage) 
 			return nil
 		}
 		c.picked = append(c.picked, next.index)
-		if !c.mayRetry(ctx, retry) {
+		if !c.mayRetry(ctx, prefill, retry) {
 			c.router.pool.released(next)
 			c.router.pool.done(next)
 			delete(c.failed, next.index)

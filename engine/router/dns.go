@@ -98,6 +98,7 @@ type lookups struct {
 	results chan lookedUp
 
 	// Only run uses these.
+	counted []dnsName // names whose instances the pool has
 	answers map[string]*dnsAnswer
 	running map[string]bool // names whose lookup has not ended
 	problem string          // why the pool did not take the instances; empty: it did
@@ -164,6 +165,7 @@ func (l *lookups) run(ctx context.Context) {
 		}
 		l.begin(ctx, &tasks)
 		l.tell() // names that are not given any more
+		l.forget()
 		timer.Reset(l.config.Interval)
 	}
 }
@@ -175,11 +177,9 @@ func (l *lookups) given() []dnsName {
 	return slices.Concat(l.names[byFlag], l.names[byFile])
 }
 
-// begin starts to look up every name whose last lookup has ended, and forgets the answers of others.
+// begin starts to look up every name whose last lookup has ended.
 func (l *lookups) begin(ctx context.Context, tasks *sync.WaitGroup) {
-	given := map[string]bool{}
 	for _, n := range l.given() {
-		given[n.text] = true
 		if l.running[n.text] {
 			continue
 		}
@@ -192,17 +192,37 @@ func (l *lookups) begin(ctx context.Context, tasks *sync.WaitGroup) {
 			}
 		})
 	}
+}
+
+// forget drops the answers for names that do not count any more.
+func (l *lookups) forget() {
 	for text := range l.answers {
-		if !given[text] {
+		if !slices.ContainsFunc(l.counted, func(n dnsName) bool { return n.text == text }) {
 			delete(l.answers, text)
 		}
 	}
 }
 
-// tell gives the pool the instances of all names.
+// count makes the given names those that count. Until each has been looked up once, those that counted before do so too:
+// where one name takes the place of another, there is no time without instances.
+func (l *lookups) count() {
+	names := l.given()
+	if slices.ContainsFunc(names, func(n dnsName) bool { return l.answers[n.text] == nil }) {
+		for _, before := range l.counted {
+			same := func(n dnsName) bool { return n.role == before.role && n.text == before.text }
+			if l.answers[before.text] != nil && !slices.ContainsFunc(names, same) {
+				names = append(names, before)
+			}
+		}
+	}
+	l.counted = names
+}
+
+// tell gives the pool the instances of all names that count.
 func (l *lookups) tell() {
+	l.count()
 	var list []spec
-	for _, n := range l.given() {
+	for _, n := range l.counted {
 		a := l.answers[n.text]
 		if a == nil {
 			continue // it has not been looked up yet

@@ -172,16 +172,20 @@ func TestDNSOverTime(t *testing.T) {
 	})
 }
 
-// hangingResolver answers nothing about one name.
+// hangingResolver answers nothing about one name until it speaks.
 type hangingResolver struct {
 	fakeResolver
 	silent string
+	speaks chan struct{} // closed then; nil: never
 }
 
 func (r *hangingResolver) LookupNetIP(ctx context.Context, network, host string) ([]netip.Addr, error) {
 	if host == r.silent {
-		<-ctx.Done()
-		return nil, ctx.Err()
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-r.speaks:
+		}
 	}
 	return r.fakeResolver.LookupNetIP(ctx, network, host)
 }
@@ -206,6 +210,80 @@ func TestSlowNameDelaysNoOther(t *testing.T) {
 		<-time.After(1001 * time.Millisecond) // of synctest
 		synctest.Wait()
 		require.Equal(t, "http://10.0.0.2:80", p.health().instances[0].URL)
+		stop()
+		<-done
+	})
+}
+
+// A name that takes the place of another empties the pool at no time: what the router knows of instances that have both
+// stays. Names that count no more are forgotten.
+func TestRenamedName(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		fake := &hangingResolver{fakeResolver: fakeResolver{names: map[string][]string{}}, silent: "new", speaks: make(chan struct{})}
+		fake.set(nil, "old", "10.0.0.1", "10.0.0.2")
+		fake.set(nil, "new", "10.0.0.2", "10.0.0.3")
+		p := newTestPool(t)
+		var log testkit.Log
+		p.log = logTo(&log)
+		l := newLookups(DNS{Resolver: fake, Timeout: time.Minute}, p, p.metrics)
+		given := func(names ...string) (list []string) {
+			var all []dnsName
+			for _, name := range names {
+				all = append(all, dnsName{role: decode, text: name, host: name, port: 80})
+			}
+			l.set(byFile, all)
+			synctest.Wait()
+			for _, in := range p.health().instances {
+				list = append(list, strings.TrimPrefix(in.URL, "http://"))
+			}
+			slices.Sort(list)
+			return list
+		}
+		ctx, stop := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			l.run(ctx)
+		}()
+		old := []string{"10.0.0.1:80", "10.0.0.2:80"}
+		require.Equal(t, old, given("old"))
+		require.Equal(t, old, given("new"))
+		require.Equal(t, old, given("new", "none"))
+		<-time.After(30 * time.Second) // of synctest
+		require.Equal(t, old, given("new"), "which is still looked up")
+		require.NotContains(t, log.String(), "instance leaves")
+		close(fake.speaks)
+		require.Equal(t, []string{"10.0.0.2:80", "10.0.0.3:80"}, given("new"))
+		require.Equal(t, 1, strings.Count(log.String(), "instance leaves"), "10.0.0.1")
+		require.Empty(t, given("none"), "it has been looked up, and failed")
+		<-time.After(10 * time.Second) // of synctest
+		synctest.Wait()
+		require.Len(t, l.answers, 1)
+		stop()
+		<-done
+	})
+}
+
+// Of several names that say different groups of an instance the first of the list counts, whichever is found first.
+func TestFirstNameSaysGroup(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		fake := &hangingResolver{fakeResolver: fakeResolver{names: map[string][]string{}}, silent: "a", speaks: make(chan struct{})}
+		fake.set(nil, "a", "10.0.0.1")
+		fake.set(nil, "b", "10.0.0.1")
+		p := newTestPool(t)
+		l := newLookups(DNS{Resolver: fake, Timeout: time.Minute}, p, p.metrics)
+		l.set(byFlag, []dnsName{{role: decode, group: "a", text: "a", host: "a", port: 80}, {role: decode, group: "b", text: "b", host: "b", port: 80}})
+		ctx, stop := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			l.run(ctx)
+		}()
+		synctest.Wait()
+		require.Equal(t, "b", p.health().instances[0].Group)
+		close(fake.speaks)
+		synctest.Wait()
+		require.Equal(t, "a", p.health().instances[0].Group)
 		stop()
 		<-done
 	})

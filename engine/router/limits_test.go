@@ -177,13 +177,13 @@ func TestBodiesTogether(t *testing.T) {
 		})
 		<-came
 	}
-	most := maxBodies / 2 / len(large)
-	for range most + 1 { // half is the most that leaves as much
+	most := maxBodies / 8 * 7 / len(large)
+	for range most + 1 {
 		send("hog")
 	}
 	require.EqualValues(t, 1, refused.Load())
 	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.refusals.WithLabelValues(string(admission.Bodies))))
-	for range most / 2 {
+	for range 2 {
 		send("other")
 	}
 	require.EqualValues(t, 1, refused.Load(), "another client has room")
@@ -192,8 +192,20 @@ func TestBodiesTogether(t *testing.T) {
 	require.Eventually(t, func() bool {
 		f.router.gate.mu.Lock()
 		defer f.router.gate.mu.Unlock()
-		return f.router.gate.room.Take("any", maxBodies/2) == nil
+		return f.router.gate.room.Take("any", maxBodies/8*7) == nil
 	}, waitLimit, waitTick, "nothing is held any more")
+}
+
+// A refusal names the bytes that clients share, which grow with the largest body.
+func TestBodiesRefusal(t *testing.T) {
+	f := serveRouter(t, Config{Decode: urls(serveInstance(t, tokens)), MaxBody: 100 << 20})
+	require.NoError(t, f.router.gate.hold("127.0.0.1", 175<<20))
+	resp, text := post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 429, resp.StatusCode)
+	require.Contains(t, text, "seven eighths of what others leave of 200 MiB")
+	f.router.gate.drop("127.0.0.1", 175<<20)
+	resp, _ = post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, 200, resp.StatusCode)
 }
 
 // An instance's redirect never reaches a client: another instance is asked, and without one the answer is an

@@ -143,16 +143,23 @@ func (p *pool) claim(s spec, by source) int {
 	return i
 }
 
-// regroup takes the groups in which a source says an instance is. Of all that sources say the first counts, for as long as
-// it is said, so that none resets what is known of the instance again and again. The caller holds mu.
+// regroup takes the groups in which a source says an instance is, in the order of its list. The first counts of what the
+// source says that spoke first, for as long as it says one, so that none resets what is known of the instance again and
+// again. The caller holds mu.
 func (p *pool) regroup(i int, by source, said []string) {
 	k, in := &p.known[i], &p.table.instances[i]
-	k.words = slices.DeleteFunc(k.words, func(w word) bool { return w.by == by && !slices.Contains(said, w.group) })
+	var words []word
 	for _, group := range said {
-		if w := (word{by, group}); group != "" && !slices.Contains(k.words, w) {
-			k.words = append(k.words, w)
+		if w := (word{by, group}); group != "" && !slices.Contains(words, w) {
+			words = append(words, w)
 		}
 	}
+	its := func(w word) bool { return w.by == by }
+	turn := slices.IndexFunc(k.words, its)
+	if turn < 0 {
+		turn = len(k.words)
+	}
+	k.words = slices.Insert(slices.DeleteFunc(k.words, its), turn, words...)
 	first, others := "", []string(nil)
 	for n, w := range k.words {
 		switch {

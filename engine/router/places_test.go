@@ -166,8 +166,8 @@ func TestGroupOfAnInstance(t *testing.T) {
 	require.Len(t, p.urls, 2)
 }
 
-// Of several groups that sources say the first counts for as long as it is said, whatever the order in which they are said
-// again, so that nothing is forgotten of the instance. The log has that once.
+// Of several groups that sources say the first one of the first source counts for as long as the source says one, however
+// often others are said, so that nothing is forgotten of the instance. The log has that once.
 func TestSeveralGroupsOfAnInstance(t *testing.T) {
 	p := newTestPool(t)
 	var log testkit.Log
@@ -183,7 +183,7 @@ func TestSeveralGroupsOfAnInstance(t *testing.T) {
 	d, ok := p.pickDecode(map[int]bool{})
 	require.True(t, ok)
 	for range 3 {
-		require.NoError(t, p.set(byDNS, in("b", "", "a")))
+		require.NoError(t, p.set(byDNS, in("a", "", "b")))
 		require.NoError(t, p.set(byFile, in("c")))
 		require.Equal(t, "a", group())
 		running, _ := p.policy.Busy(d.index)

@@ -43,7 +43,7 @@ type registered struct {
 
 	sources source // who names it; none: it has left
 	drains  source // which of them say that it gets no new requests
-	words   []word // the groups that they say, in the order in which they said them
+	words   []word // the groups that they say: by sources, as they spoke first, and then in the order of each one's list
 	ignored string // groups that do not count, as the log has said
 	users   int    // requests that have picked it and have not ended
 	fit     *fit   // what its /health says; nil: nothing yet, or nothing at all

@@ -59,7 +59,7 @@ type Config struct {
 	PrefillTimeout time.Duration // of one prefill attempt, after which another instance is tried; 2 min
 	Attempts       int           // decode attempts of one request at most; 3
 	Backoff        time.Duration // before the first retry of what an instance has answered or may have worked on; then doubled, to 1 s; 50 ms
-	RetryShare     float64       // such retries for each request that comes, in addition to 100 at once and 10 a second; 0.2
+	RetryShare     float64       // such retries of each role for each request that comes, in addition to 100 at once and 10 a second; 0.2
 
 	// How long a decode instance may keep silent. Before the first byte has gone to the client another instance
 	// is tried, after it the answer ends with an error.
@@ -120,7 +120,7 @@ type Router struct {
 	mux      *http.ServeMux
 	gate     *gate // lets requests in whose body has come
 	limits   atomic.Pointer[Limits]
-	retries  allowance
+	retries  [roles]allowance // one does not use up what the other has
 	lookups  *lookups
 	file     *watchedFile // nil: none
 	turns    *turns       // nil: conversations are not remembered
@@ -164,7 +164,9 @@ func New(c Config) (*Router, error) {
 	}
 	r.holders = append(r.holders, r.pool.blocks)
 	r.SetLimits(c.Limits)
-	r.retries.budget.Share = c.RetryShare
+	for i := range r.retries {
+		r.retries[i].budget.Share = c.RetryShare
+	}
 	r.gate.room.Bytes = max(maxBodies, 2*int(c.MaxBody))
 	if c.Turns > 0 && (given.has(prefill) || later) {
 		r.turns = newTurns(c.Turns)
@@ -231,7 +233,8 @@ func isBase(u *url.URL) bool {
 }
 
 // maxBodies is how many bytes the bodies of all running and waiting requests may have: each is held, in a few copies,
-// until its request ends. 128 KiB each, where all slots are taken. One client gets no more of it than it leaves for others.
+// until its request ends. 128 KiB each, where all slots are taken. One client gets seven eighths of what
+// others leave.
 const maxBodies = 128 << 20
 
 // maxUpstreamHeader is how many bytes of headers an instance may answer with: each running request may hold as much.
@@ -369,7 +372,9 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		return answered
 	}
 	defer leave()
-	r.retries.request()
+	for i := range r.retries {
+		r.retries[i].request()
+	}
 	r.metrics.inFlight.Inc()
 	defer r.metrics.inFlight.Dec()
 	c.header = r.upstreamHeader(req, c.id)

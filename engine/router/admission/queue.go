@@ -30,7 +30,7 @@ const (
 	QueueTimeout Reason = "queue_timeout"       // the request has waited as long as it may
 	RequestRate  Reason = "requests_per_minute" // the client has used up its requests
 	TokenRate    Reason = "tokens_per_minute"   // the client has used up its tokens
-	Bodies       Reason = "bodies"              // the client holds as much as it leaves for others
+	Bodies       Reason = "bodies"              // the client would hold more than seven eighths of what others leave
 )
 
 // RefusedError is the error of a request that is not served.

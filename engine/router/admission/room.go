@@ -1,6 +1,6 @@
 package admission
 
-// Room shares bytes that requests hold while they wait and run. A client may hold as many as it leaves for others, so
+// Room shares bytes that requests hold while they wait and run. A client may hold seven eighths of what others leave, so
 // that neither it nor a few others can take all. It is not safe for concurrent use.
 type Room struct {
 	Bytes int // of all clients together
@@ -11,7 +11,8 @@ type Room struct {
 
 // Take gives a client n bytes, or fails with a *RefusedError.
 func (r *Room) Take(name string, n int) error {
-	if r.names[name]+n > r.Bytes-r.held-n {
+	mine := r.names[name]
+	if left := r.Bytes - (r.held - mine); mine+n > left-left/8 {
 		return &RefusedError{Bodies, shortestAfter}
 	}
 	if r.names == nil {
