@@ -160,6 +160,7 @@ func (c *call) reply(a *answer) outcome {
 
 // prefill asks the prefill instance of a choice, and others if it fails. No params: decode must serve alone.
 func (c *call) prefill(ctx context.Context, at *route) (params json.RawMessage) {
+	c.without = "" // whatever an attempt before this one went without
 	defer func() {
 		if params != nil {
 			return

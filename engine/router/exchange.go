@@ -200,7 +200,7 @@ func (x *exchange) stream() attempt {
 			return attempt{}
 		default:
 			if errors.Is(err, io.EOF) {
-				x.pass(events.line) // a client that left needs no answer
+				x.pass(events.changed()) // a client that left needs no answer
 			}
 			return x.over(err, x.cut)
 		}

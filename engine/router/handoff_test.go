@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -69,6 +70,31 @@ func TestMissingTicketsAreCounted(t *testing.T) {
 		}
 		require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.handoffs.WithLabelValues("none", reason)))
 	}
+}
+
+// What an attempt went without says nothing about the next one.
+func TestEachAttemptHasItsReason(t *testing.T) {
+	var prompted, served atomic.Int32
+	p := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
+		if prompted.Add(1) > 1 {
+			code(500)(w, r)
+			return
+		}
+		fmt.Fprint(w, `{"kv_transfer_params":null}`)
+	})
+	_, ds := several(t, 2, func(w http.ResponseWriter, r *http.Request) {
+		if served.Add(1) == 1 {
+			code(500)(w, r)
+			return
+		}
+		tokens(w, r)
+	})
+	f := serveRouter(t, Config{Prefill: urls(p), Decode: ds})
+	got := complete(t, f, doc, routeHeader, "1").Get(routeHeader)
+	require.Len(t, p.requests(), 2)
+	require.NotContains(t, got, "prefill=")
+	require.Contains(t, got, "without="+noPrefill)
+	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.handoffs.WithLabelValues("none", noPrefill)))
 }
 
 // The log names a pair whose hand-offs are all wasted once, and /health names it as long as that lasts.

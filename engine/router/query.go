@@ -36,7 +36,8 @@ const (
 	queryPatience   = 200 * time.Millisecond // for all queries of a request, which they delay
 	queryShare      = 2                      // queries for each request, in addition to the few of admission.Budget
 	queryFresh      = 2 * time.Second        // how long an answer is good for other requests that begin alike
-	queryPause      = 5 * time.Second        // in which an instance that did not answer is not asked
+	queryPause      = 5 * time.Second        // in which an instance that failed is not asked
+	mostSilent      = 8                      // queries in a row that an instance may leave without an answer before it counts as failed
 	mostAnswers     = 1 << 13                // that are remembered
 	maxQueryAnswer  = 64 << 10               // bytes
 	maxTemplate     = 4096                   // tokens that a prompt may have more than its request has bytes
@@ -48,7 +49,8 @@ const (
 
 // asker bounds the cache queries of a router and remembers their answers for a moment.
 type asker struct {
-	patience time.Duration // negative: nobody is asked
+	patience time.Duration    // negative: nobody is asked
+	now      func() time.Time // of tests
 	seed     maphash.Seed
 	slots    chan struct{} // one for each query that runs
 	budget   allowance
@@ -71,7 +73,7 @@ type heard struct {
 }
 
 func newAsker(patience time.Duration) *asker {
-	a := &asker{patience: patience, seed: maphash.MakeSeed(), slots: make(chan struct{}, mostQueries), known: map[question]heard{}}
+	a := &asker{patience: patience, now: time.Now, seed: maphash.MakeSeed(), slots: make(chan struct{}, mostQueries), known: map[question]heard{}}
 	a.budget.budget.Share = queryShare
 	return a
 }
@@ -136,7 +138,7 @@ func (c *call) askAround(ctx context.Context, q *policy.Request) {
 		return
 	}
 	a.budget.request()
-	list := c.router.pool.toAsk(q)
+	list := c.router.pool.toAsk(q, a.now())
 	if len(list) == 0 {
 		return
 	}
@@ -160,7 +162,7 @@ func (c *call) askAround(ctx context.Context, q *policy.Request) {
 // askCache asks an instance, unless its answer is remembered; result says how that went, as a label.
 func (c *call) askCache(ctx context.Context, t *asked, what *inquiry) (cached Cached, result string) {
 	a, q := c.router.asker, question{t.index, what.prompt}
-	if s, found := a.recall(q, time.Now()); found {
+	if s, found := a.recall(q, a.now()); found {
 		if !s.ok {
 			return Cached{}, "unanswered"
 		}
@@ -179,19 +181,23 @@ func (c *call) askCache(ctx context.Context, t *asked, what *inquiry) (cached Ca
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return Cached{}, "unanswered" // the client left: nothing is known of the instance
 	}
-	a.note(q, heard{cached, err == nil, time.Now()})
+	if err != nil && ctx.Err() != nil {
+		err = fmt.Errorf("%w: %w", errTooSlow, err)
+	}
+	a.note(q, heard{cached, err == nil, a.now()})
+	c.router.pool.queried(t, err, a.now())
 	if err == nil {
 		return cached, "answered"
 	}
 	c.router.config.Log.Debug("cache query failed", "id", c.id, "instance", t.url.String(), "err", err)
-	if !errors.Is(err, errWrongPrompt) { // for which the instance is not to blame
-		c.router.pool.mute(t, queryPause)
-	}
 	return Cached{}, "unanswered"
 }
 
-// errWrongPrompt says that an instance refuses a prompt, for which it is not to blame.
-var errWrongPrompt = errors.New("the prompt is refused")
+// Why a query has no answer though the instance may answer others.
+var (
+	errRefused = errors.New("the query is refused") // for its prompt, model, key or salt
+	errTooSlow = errors.New("no answer in time")    // for which the prompt may be too long
+)
 
 // sendQuery makes one cache query.
 func (c *call) sendQuery(ctx context.Context, t target, what *inquiry) (Cached, error) {
@@ -202,10 +208,10 @@ func (c *call) sendQuery(ctx context.Context, t target, what *inquiry) (Cached, 
 	defer resp.Body.Close()
 	got, err := whole(resp, maxQueryAnswer)
 	switch {
+	case resp.StatusCode >= 400 && resp.StatusCode < 500 && resp.StatusCode != http.StatusTooManyRequests:
+		return Cached{}, fmt.Errorf("%w: HTTP %d", errRefused, resp.StatusCode)
 	case err != nil:
 		return Cached{}, err
-	case plainlyWrong(got.status):
-		return Cached{}, fmt.Errorf("%w: HTTP %d", errWrongPrompt, got.status)
 	case got.status != http.StatusOK:
 		return Cached{}, fmt.Errorf("status %d", got.status)
 	}
@@ -259,12 +265,11 @@ func parseCached(body []byte) (Cached, error) {
 
 // toAsk lists instances that may be asked what they have of a prompt, unless enough is known of it: those that say that
 // they answer, since those of other makers would generate, and whose events say nothing.
-func (p *pool) toAsk(r *policy.Request) (list []*asked) {
+func (p *pool) toAsk(r *policy.Request, now time.Time) (list []*asked) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.filter(r, nil)
 	byURL := map[string]*asked{}
-	now := time.Now()
 	for i, u := range p.urls {
 		k := &p.known[i]
 		if u == nil || k.fit == nil || !k.fit.answers || now.Before(k.muted) || r.Standing(i) == policy.Out ||
@@ -310,12 +315,21 @@ func (p *pool) told(r *policy.Request, list []*asked, answers []*Cached) {
 	}
 }
 
-// mute keeps cache queries away from an instance for a while.
-func (p *pool) mute(in *asked, pause time.Duration) {
+// queried takes note of how a query went. An instance that failed is not asked for a while; one client's queries must not
+// keep those of others away.
+func (p *pool) queried(in *asked, err error, now time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, i := range in.places {
-		p.known[i].muted = time.Now().Add(pause)
+		k := &p.known[i]
+		if !errors.Is(err, errTooSlow) {
+			k.silent = 0
+		} else if k.silent++; k.silent < mostSilent {
+			continue
+		}
+		if err != nil && !errors.Is(err, errRefused) {
+			k.muted = now.Add(queryPause)
+		}
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -267,43 +268,72 @@ func TestAsksNobodyInVain(t *testing.T) {
 	}
 }
 
-// A request waits for all answers together no longer than its limit, and an instance that gave none is left alone for a
-// while. It serves all the same.
+// A request waits for all answers together no longer than its limit, and an instance that is often silent is left alone for
+// a while. It serves all the same.
 func TestAskingIsBounded(t *testing.T) {
-	asked := make(chan struct{}, 1)
-	silent := func(_ http.ResponseWriter, r *http.Request) {
-		asked <- struct{}{}
+	var speaks atomic.Bool
+	a := answering(t, func(w http.ResponseWriter, r *http.Request) {
+		if speaks.Load() {
+			has(1000, 0, 0, 0)(w, r)
+			return
+		}
 		<-r.Context().Done()
+	})
+	f := serveAsker(t, Config{Policy: policy.PrefixAware, QueryTimeout: time.Millisecond}, a)
+	now := time.Now()
+	f.router.asker.now = func() time.Time { return now }
+	prompts := 0
+	ask := func() {
+		prompts++
+		complete(t, f, completion(fmt.Sprint(prompts)+strings.Repeat(" long", 200)))
 	}
-	a := answering(t, silent)
-	f := serveAsker(t, Config{Policy: policy.PrefixAware, QueryTimeout: 300 * time.Millisecond}, a)
-	text := func(i int) string { return completion(fmt.Sprint(i) + strings.Repeat(" long", 200)) }
-	complete(t, f, text(1))
-	<-asked
-	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.queries.WithLabelValues("unanswered")))
-	f.router.asker.patience = notSoon
-	complete(t, f, text(2)) // and does not wait
-	require.Equal(t, []int{1}, queries(a))
-	f.router.pool.mu.Lock()
-	require.InDelta(t, queryPause.Seconds(), time.Until(f.router.pool.known[0].muted).Seconds(), queryPause.Seconds())
-	f.router.pool.known[0].muted = time.Time{} // the while is over
-	f.router.pool.mu.Unlock()
+	result := func(name string) float64 {
+		return testutil.ToFloat64(f.router.metrics.queries.WithLabelValues(name))
+	}
+	speak := func() {
+		f.router.asker.patience = notSoon
+		speaks.Store(true)
+		ask()
+		f.router.asker.patience = time.Millisecond
+		speaks.Store(false)
+	}
+	for range mostSilent - 1 {
+		ask()
+	}
+	speak()
+	require.Equal(t, 1.0, result("answered"), "long prompts of one client keep nobody from asking")
+	for range mostSilent {
+		ask()
+	}
+	require.Equal(t, 2.0*mostSilent-1, result("unanswered"))
+	now = now.Add(queryPause - 1)
+	speak() // nobody asks
+	require.Equal(t, 1.0, result("answered"))
+	now = now.Add(1)
+	speak()
+	require.Equal(t, 2.0, result("answered"), "the while is over")
 
+	f.router.asker.patience = notSoon
 	f.router.asker.budget.budget.Share = 1e-9
 	f.router.asker.budget.spend()
-	complete(t, f, text(3))
-	require.Equal(t, []int{1}, queries(a), "there are few queries without requests")
-	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.queries.WithLabelValues("limited")))
+	ask()
+	require.Equal(t, 1.0, result("limited"), "there are few queries without requests")
+	require.Equal(t, 2.0, result("answered"))
 }
 
-// A prompt that instances refuse is nothing to be held against them.
+// A query that an instance refuses for its prompt, model, key or salt is nothing to be held against it. One that it fails is.
 func TestAskingAboutAWrongPrompt(t *testing.T) {
-	a := answering(t, code(http.StatusBadRequest))
-	f := serveAsker(t, Config{Policy: policy.PrefixAware}, a)
-	for i := range 2 {
-		complete(t, f, completion(fmt.Sprint(i)+strings.Repeat(" long", 200)))
+	for status, want := range map[int]int{400: 2, 401: 2, 403: 2, 404: 2, 413: 2, 422: 2, 429: 1, 500: 1, 503: 1} {
+		a := answering(t, func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(status)
+			fmt.Fprint(w, strings.Repeat("what was wrong ", maxQueryAnswer/10))
+		})
+		f := serveAsker(t, Config{Policy: policy.PrefixAware}, a)
+		for i := range 2 {
+			complete(t, f, completion(fmt.Sprint(i)+strings.Repeat(" long", 200)))
+		}
+		require.Equal(t, []int{want}, queries(a), status)
 	}
-	require.Equal(t, []int{2}, queries(a))
 }
 
 // Of many instances a request asks some, each once, though it does both parts.
@@ -321,7 +351,7 @@ func TestAsksSome(t *testing.T) {
 		p.saw(i, &fit{Role: "kv_both", EngineID: fmt.Sprint(i / 2), answers: true})
 	}
 	seen := map[string]bool{}
-	for _, in := range p.toAsk(&policy.Request{Tokens: 9}) {
+	for _, in := range p.toAsk(&policy.Request{Tokens: 9}, time.Now()) {
 		require.False(t, seen[in.url.String()])
 		seen[in.url.String()] = true
 		require.Len(t, in.places, 2)

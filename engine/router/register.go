@@ -54,7 +54,8 @@ type registered struct {
 
 	breaker breaker
 	rested  time.Time          // when requests may come again, after the instance has asked to be left alone
-	muted   time.Time          // when cache queries may come again, after it has answered none
+	muted   time.Time          // when cache queries may come again, after it has failed one
+	silent  int                // cache queries in a row that it did not answer in time
 	stop    context.CancelFunc // of its probes; nil: it is not probed
 }
 

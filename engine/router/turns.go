@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 
 	"github.com/zeebo/xxh3"
@@ -246,19 +247,31 @@ func (c *call) keepTurn(d target, answer []byte) []byte {
 	if c.router.turns.keep(c.marks, d.index, params) {
 		c.router.metrics.turns.WithLabelValues("kept").Inc()
 	}
-	return withoutParams(answer, params)
+	return withoutParams(answer)
 }
 
-// withoutParams is an answer that has null instead of its kv_transfer_params. It is the same byte for byte otherwise.
-func withoutParams(answer, params []byte) []byte {
-	for _, name := range []string{paramsName, paramsName + " "} {
-		answer = bytes.ReplaceAll(answer, slices.Concat([]byte(name), params), []byte(name+"null"))
+// withoutParams is an answer, a JSON object, that has null instead of its kv_transfer_params. It is the same byte for byte
+// otherwise.
+func withoutParams(answer []byte) (out []byte) {
+	d := json.NewDecoder(bytes.NewReader(answer))
+	_, err := d.Token() // the brace
+	copied := 0
+	for err == nil && d.More() {
+		var name json.Token
+		var value json.RawMessage
+		if name, err = d.Token(); err == nil {
+			err = d.Decode(&value)
+		}
+		if text, _ := name.(string); err == nil && strings.EqualFold(text, paramsName) { // as transferParams compares it
+			end := int(d.InputOffset())
+			out = append(append(out, answer[copied:end-len(value)]...), "null"...)
+			copied = end
+		}
 	}
-	return answer
+	return append(out, answer[copied:]...)
 }
 
-// paramsName is what kv_transfer_params begin with. In a text its quotes would have backslashes.
-const paramsName = `"kv_transfer_params":`
+const paramsName = "kv_transfer_params"
 
 // filter changes the events of a stream that have kv_transfer_params.
 type filter struct {
@@ -298,9 +311,9 @@ func (s *filter) write(b []byte) (out []byte) {
 
 // changed is the line as it is passed on.
 func (s *filter) changed() []byte {
-	event, isData := bytes.CutPrefix(s.line, []byte("data: "))
-	if !isData || !bytes.Contains(event, []byte(paramsName+"{")) {
+	event, isData := bytes.CutPrefix(s.line, []byte("data:"))
+	if !isData || !bytes.Contains(event, []byte(`"`+paramsName+`"`)) { // in a text its quotes would have backslashes
 		return s.line
 	}
-	return append([]byte("data: "), s.change(event)...)
+	return append([]byte("data:"), s.change(event)...)
 }

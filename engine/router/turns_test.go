@@ -110,13 +110,14 @@ func TestTurnsAreBounded(t *testing.T) {
 
 func TestFilter(t *testing.T) {
 	body := "data: {\"a\":1}\n\ndata: {\"kv_transfer_params\":null}\n\n" +
-		"data: {\"choices\":[],\"kv_transfer_params\":{\"kvport_ticket\":\"x\"}}\n\ndata: [DONE]\n\n"
+		"data: {\"text\":\"\\\"kv_transfer_params\\\"\"}\n\n" +
+		"data:{\"choices\":[],\"kv_transfer_params\" : {\"kvport_ticket\":\"x\"}}\n\ndata: [DONE]\n\n"
 	long := "data: " + strings.Repeat("x", 3*maxEvent) + "\n"
 	for size := 1; size < len(body); size++ {
 		var got, out []byte
 		s := filter{change: func(event []byte) []byte {
 			got = append(got, event...)
-			return []byte("{}\n")
+			return []byte(" {}\n")
 		}}
 		pass := func(text string, size int) {
 			for at := 0; at < len(text); at += size {
@@ -126,9 +127,9 @@ func TestFilter(t *testing.T) {
 		}
 		pass(long, 32<<10+size)
 		pass(body, size)
-		require.Equal(t, `{"choices":[],"kv_transfer_params":{"kvport_ticket":"x"}}`+"\n", string(got))
+		require.Equal(t, " {\"kv_transfer_params\":null}\n"+`{"choices":[],"kv_transfer_params" : {"kvport_ticket":"x"}}`+"\n", string(got))
 		require.Empty(t, s.line)
-		require.Equal(t, long+"data: {\"a\":1}\n\ndata: {\"kv_transfer_params\":null}\n\ndata: {}\n\ndata: [DONE]\n\n", string(out))
+		require.Equal(t, long+"data: {\"a\":1}\n\ndata: {}\n\ndata: {\"text\":\"\\\"kv_transfer_params\\\"\"}\n\ndata: {}\n\ndata: [DONE]\n\n", string(out))
 	}
 	s := filter{}
 	require.Equal(t, "data: {}\n", string(s.write([]byte("data: {}\ndata: {\"kv_transfer_par"))), "what may be a ticket waits for its end")
@@ -141,15 +142,19 @@ func TestFilter(t *testing.T) {
 func TestTicketsStayInside(t *testing.T) {
 	const text = `{"text":"\"kv_transfer_params\":{\"a\":1}", "kv_transfer_params":%s,"n":1.50}`
 	held, bare := fmt.Sprintf(text, `{"a":1}`), fmt.Sprintf(text, "null")
-	spaced := func(s string) string { return strings.Replace(s, `"kv_transfer_params":`, `"kv_transfer_params": `, 1) }
+	spaced := func(s string) string {
+		return strings.Replace(s, `"kv_transfer_params":`, "\"kv_transfer_params\"\t:  ", 1)
+	}
+	lines := func(s string) string { return strings.ReplaceAll(s, ",", ",\n") }
+	stream := func(s string) string { return "data: {\"n\":1}\n\ndata:" + s + "\n\ndata: [DONE]\n\n" }
 	long := fmt.Sprintf(`{"prompt":%q}`, strings.Repeat("long ", 20))
 	for answer, want := range map[string]string{
-		held: bare, spaced(held): spaced(bare), bare: bare, "no JSON": "no JSON",
-		"data: " + held + "\n\ndata: [DONE]\n\n": "data: " + bare + "\n\ndata: [DONE]\n\n",
-		": " + held + "\n\ndata: 1":              ": " + held + "\n\ndata: 1",
+		held: bare, spaced(held): spaced(bare), lines(spaced(held)): lines(spaced(bare)), bare: bare, "no JSON": "no JSON",
+		stream(held): stream(bare), stream(" " + spaced(held)): stream(" " + spaced(bare)),
+		": " + held + "\n\ndata: 1": ": " + held + "\n\ndata: 1", "data: " + held: "data: " + bare,
 	} {
 		d := serveInstance(t, func(w http.ResponseWriter, _ *http.Request) {
-			if strings.Contains(answer, "data: ") {
+			if strings.Contains(answer, "data:") {
 				w.Header().Set("Content-Type", "text/event-stream")
 			}
 			fmt.Fprint(w, answer)
@@ -161,6 +166,8 @@ func TestTicketsStayInside(t *testing.T) {
 				require.Equal(t, answer, got)
 			} else {
 				require.Equal(t, want, got)
+				tickets := strings.Count(answer, `{"a":1}`) - strings.Count(want, `{"a":1}`)
+				require.Equal(t, float64(tickets), testutil.ToFloat64(f.router.metrics.turns.WithLabelValues("kept")))
 			}
 		}
 	}

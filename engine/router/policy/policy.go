@@ -6,6 +6,7 @@ package policy
 
 import (
 	"cmp"
+	"slices"
 	"time"
 )
 
@@ -91,7 +92,7 @@ type Leg struct {
 	running bool
 
 	pieces []uint64 // of the prompt, from the beginning
-	before int      // how many of these the history knew at the place before
+	before int      // how many of these were known to be at the place before, or have been answered beside
 	drops  int      // of the instance, before
 }
 
@@ -122,6 +123,7 @@ type instance struct {
 	running int     // requests
 	queued  float64 // tokens to compute for requests that have not been answered
 	lately  float64 // tokens to compute for its last requests
+	waiting []*Leg  // that have not been answered
 	drops   int     // how often the history took pieces back, of requests that were not answered
 
 	held, pieces int // tokens and pieces of the request that is being looked at; only valid within one choice
@@ -345,8 +347,19 @@ func (p *Policy) Told(prompt *Prompt, place, tokens, of int) {
 	if p.history == nil || tokens <= 0 || tokens > of {
 		return
 	}
-	pieces := int(float64(tokens) / float64(of) * float64(prompt.bytes) / PieceBytes)
-	p.history.note(prompt.pieces[:min(pieces, len(prompt.pieces))], place)
+	n := int(float64(tokens) / float64(of) * float64(prompt.bytes) / PieceBytes)
+	pieces := prompt.pieces[:min(n, len(prompt.pieces))]
+	p.history.note(pieces, place)
+	p.instances[place].confirm(pieces)
+}
+
+// confirm notes that the instance holds these pieces for certain: legs that also wait for them do not take them back.
+func (in *instance) confirm(pieces []uint64) {
+	for _, l := range in.waiting {
+		for l.before < min(len(l.pieces), len(pieces)) && l.pieces[l.before] == pieces[l.before] {
+			l.before++
+		}
+	}
 }
 
 // remember notes that instances will hold the prompt for which look was called: others with this prompt should follow
@@ -409,6 +422,7 @@ func (p *Policy) start(r *Request, c *Candidate, peer, compute int) *Leg {
 		Held: c.Held, born: in.born, waiting: true, running: true, pieces: r.Prompt.pieces, before: in.pieces, drops: in.drops,
 	}
 	in.running++
+	in.waiting = append(in.waiting, l)
 	in.queued += float64(l.Compute)
 	p.next[c.Role] = c.Place + 1
 	p.worked(c.Role, in, l.Compute)
@@ -480,8 +494,11 @@ func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
 		return
 	}
 	p.unqueue(l)
-	if in := p.at(l); in != nil && in.drops != l.drops && p.history != nil { // another's failure may have taken its pieces back
-		p.history.note(l.pieces, l.Place)
+	if in := p.at(l); in != nil && p.history != nil {
+		in.confirm(l.pieces)
+		if in.drops != l.drops { // another's failure may have taken its pieces back
+			p.history.note(l.pieces, l.Place)
+		}
 	}
 	if u.Prompt > 0 && (l.bytes == 0 || u.Prompt <= l.bytes+maxTemplate) {
 		p.learnt.length(u.Prompt, l.bytes)
@@ -494,7 +511,8 @@ func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
 	}
 }
 
-// Done ends a leg. What an instance was to compute and did not answer, it does not hold. Further calls do nothing.
+// Done ends a leg. What an instance was to compute and did not answer, it does not hold, unless it has answered another
+// leg with it. Further calls do nothing.
 func (p *Policy) Done(l *Leg) {
 	if l == nil || !l.running {
 		return
@@ -510,11 +528,12 @@ func (p *Policy) Done(l *Leg) {
 	}
 }
 
-// unqueue takes the tokens of a leg out of those that wait.
+// unqueue takes a leg and its tokens out of those that wait.
 func (p *Policy) unqueue(l *Leg) {
 	in := p.at(l)
 	if l.waiting && in != nil {
 		in.queued = max(0, in.queued-float64(l.Compute))
+		in.waiting = slices.DeleteFunc(in.waiting, func(other *Leg) bool { return other == l })
 	}
 	l.waiting = false
 }

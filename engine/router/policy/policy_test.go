@@ -338,6 +338,22 @@ func TestHistoryCountsAnswers(t *testing.T) {
 		answered(p, second)
 		require.Equal(t, 10, holds(), "the second one has computed it")
 
+		text[0]++
+		for _, confirm := range []func(){
+			func() { answered(p, choose(6)) },
+			func() {
+				prompt := NewPrompt(1, nil, text)
+				p.Told(&prompt, leg(second).Place, 6, 10)
+			},
+		} {
+			text[1]++
+			first, second = choose(10), choose(10)
+			confirm()
+			end(p, first)
+			end(p, second)
+			require.Equal(t, 6, holds(), "what was answered beside, nobody takes back")
+		}
+
 		gone := choose(10)
 		p.Add(0, Instance{Role: Prefill})
 		p.Add(1, Instance{Role: Decode})
