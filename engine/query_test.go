@@ -92,10 +92,7 @@ func TestCacheQuery(t *testing.T) {
 func TestCacheQueryNeedsNoPlace(t *testing.T) {
 	cfg := simConfig(t)
 	cfg.MaxSeqs, cfg.MaxBatchedTokens = 1, 1
-	g := &gate{Model: cfg.Model, open: make(chan struct{}, 100)}
-	for range cap(g.open) { // fewer steps than the running request needs
-		g.open <- struct{}{}
-	}
+	g := &gate{Model: cfg.Model, open: make(chan struct{})}
 	cfg.Model = g
 	r := start(t, cfg)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -103,8 +100,23 @@ func TestCacheQueryNeedsNoPlace(t *testing.T) {
 	require.NoError(t, err)
 	waiting, err := r.Submit(ctx, Request{ID: "waiting", Prompt: []int32{1}, MaxTokens: 1000, IgnoreEOS: true})
 	require.NoError(t, err)
-	<-running
-	r.asks(t, prompted("q", 1, 100))
+	g.open <- struct{}{}
+	query := prompted("query", 1, 100)
+	query.Query, query.MaxTokens = true, 0
+	answer, err := r.Submit(t.Context(), query)
+	require.NoError(t, err)
+	var last Output
+	for over := false; !over; { // the model takes a step whenever it may
+		select {
+		case g.open <- struct{}{}:
+		case got, more := <-answer:
+			if over = !more; more {
+				last = got
+			}
+		}
+	}
+	require.NoError(t, last.Err)
+	require.NotNil(t, last.Cached)
 	require.Equal(t, 2, r.Health().Running+r.Health().Waiting)
 	cancel()
 	close(g.open)
