@@ -102,7 +102,12 @@ func TestEvents(t *testing.T) {
 		for _, got := range e.ask(t, reqs, 8) {
 			require.NoError(t, got.last.Err)
 		}
-		require.Positive(t, r.kinds[kvevents.Removed])
+		published := func(k kvevents.Kind) int {
+			n := make(chan int)
+			e.do(func(*loop) { n <- r.kinds[k] })
+			return <-n
+		}
+		require.Positive(t, published(kvevents.Removed))
 		same := requests(1)[0]
 		same.ID = "again"
 		known := make(chan bool)
@@ -115,7 +120,7 @@ func TestEvents(t *testing.T) {
 		require.True(t, <-known)
 		require.NoError(t, e.Reset(t.Context()))
 		e.ask(t, []Request{{ID: "last", Prompt: same.Prompt, MaxTokens: 1, Params: same.Params}}, 1)
-		require.Equal(t, 1, r.kinds[kvevents.Cleared])
+		require.Equal(t, 1, published(kvevents.Cleared))
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"math"
 	"net/http"
 	"net/http/httptest"
@@ -196,16 +197,21 @@ func TestRegisteredGroup(t *testing.T) {
 	paired := func(group string) bool {
 		ctx, stop := context.WithCancel(t.Context())
 		done := make(chan struct{})
-		before, _ := c.Counts()
 		go func() {
 			defer close(done)
 			c.Run(ctx, []register.Message{{Type: "P", HTTP: "10.0.0.1:80", Group: "a"}, {Type: "D", HTTP: "10.0.0.2:80", Group: group}})
 		}()
-		require.Eventually(t, func() bool { good, _ := c.Counts(); return good >= before+2 }, waitLimit, waitTick)
+		groups := func() map[string]string {
+			by := map[string]string{}
+			for _, in := range r.pool.health().instances {
+				by[in.Role] = in.Group
+			}
+			return by
+		}
+		require.Eventually(t, func() bool { return maps.Equal(groups(), map[string]string{"prefill": "a", "decode": group}) }, waitLimit, waitTick)
 		stop()
 		<-done
 		h := r.pool.health()
-		require.Len(t, h.instances, 2)
 		return h.paired
 	}
 	require.True(t, paired("a"))
