@@ -164,6 +164,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 		MaxInFlight: inFlight, MaxQueue: f.queue(inFlight), QueueTimeout: f.queueTimeout,
 		Limits: router.Limits{Each: f.each.limits()}, Attempts: f.attempts, RetryShare: f.retryShare, Backoff: f.backoff,
 		Known:          func(authorization string) bool { return t.knows(authorization) },
+		SharedKeys:     func() bool { return t.severalKeys() },
 		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
 		HealthInterval: f.healthInterval, HealthTimeout: f.healthTimeout,
 	})

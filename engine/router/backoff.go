@@ -82,10 +82,13 @@ func (p *pool) rest(r role, tried map[int]bool) (shortest time.Duration) {
 }
 
 // nextChoice picks the instances for an attempt. While all decode instances that could serve have asked to be left alone,
-// it waits for the first of them, but not longer than the queue would let the request wait.
-func (c *call) nextChoice(ctx context.Context, params *json.RawMessage) (at route, ok bool) {
+// it waits for the first of them, but not longer than the queue would let the request wait. All but the first are retries.
+func (c *call) nextChoice(ctx context.Context, params *json.RawMessage, first bool) (at route, ok bool) {
 	for {
 		if at, ok = c.choose(ctx, params); ok {
+			if !first {
+				c.router.metrics.retries.WithLabelValues(decode.String()).Inc()
+			}
 			return at, true
 		}
 		rest := c.router.pool.rest(decode, c.failed)

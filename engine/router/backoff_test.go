@@ -112,7 +112,7 @@ func TestNoWaitForFailedInstance(t *testing.T) {
 		d, ok := r.pool.pickDecode(c.failed)
 		require.True(t, ok)
 		r.pool.rests(d, maxRest)
-		_, ok = c.nextChoice(t.Context(), new(json.RawMessage))
+		_, ok = c.nextChoice(t.Context(), new(json.RawMessage), true)
 		require.False(t, ok)
 		require.Zero(t, time.Since(c.started))
 		require.Equal(t, maxRest, r.pool.rest(decode, nil))

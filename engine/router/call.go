@@ -14,6 +14,7 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/kvport/kvport/engine/router/policy"
@@ -75,16 +76,14 @@ func (c *call) run(ctx context.Context) outcome {
 		c.marks = c.router.turns.marks(c.body.prompt())
 	}
 	c.request = c.prepare(ctx)
-	for attempt := range c.router.config.Attempts {
-		if attempt > 0 && !c.mayRetry(ctx, decode, attempt-1) {
+	first := true
+	for attempts := 0; attempts < c.router.config.Attempts; first = false {
+		if !first && !c.mayRetry(ctx, decode, max(0, attempts-1)) {
 			break
 		}
-		at, ok := c.nextChoice(ctx, &params)
+		at, ok := c.nextChoice(ctx, &params, first)
 		if !ok {
 			break
-		}
-		if attempt > 0 {
-			c.router.metrics.retries.WithLabelValues(decode.String()).Inc()
 		}
 		if wanted && params == nil {
 			params = c.prefill(ctx, &at)
@@ -97,6 +96,9 @@ func (c *call) run(ctx context.Context) outcome {
 			return c.abandon(ctx)
 		case result.refusal != nil:
 			last = result.refusal
+		}
+		if !result.unreached {
+			attempts++
 		}
 		if used {
 			params, c.pair = nil, ""
@@ -269,8 +271,9 @@ func (c *call) ask(ctx context.Context, p target, body []byte) (*answer, error) 
 
 // attempt is the result of one try at a decode instance: done, or a reason to try the next.
 type attempt struct {
-	done    outcome // not empty: the client has its answer
-	refusal *answer // what the instance said, if it said anything
+	done      outcome // not empty: the client has its answer
+	refusal   *answer // what the instance said, if it said anything
+	unreached bool    // it refused the connection, which costs no time, and is not asked again: this attempt does not count
 }
 
 // decode tries one decode instance. used reports whether it may have used up the ticket.
@@ -290,7 +293,7 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 	resp, err := c.send(ctx, d, body)
 	if err != nil {
 		c.blame(ctx, d, t.why(err))
-		return attempt{}, !unsent(err)
+		return attempt{unreached: unsent(err) && errors.Is(err, syscall.ECONNREFUSED)}, !unsent(err)
 	}
 	defer resp.Body.Close()
 	if retryable(resp.StatusCode) {

@@ -231,7 +231,7 @@ func (c *call) choose(ctx context.Context, params *json.RawMessage) (at route, o
 // tell gives the reasons of a choice to a client that asks for them, and to the log.
 func (c *call) tell(ctx context.Context, at *route) {
 	if c.explain {
-		c.w.Header().Set(routeHeader, at.String())
+		c.w.Header().Set(routeHeader, at.text(c.router.config.SharedKeys == nil || !c.router.config.SharedKeys()))
 	}
 	if c.router.config.Log.Enabled(ctx, slog.LevelDebug) {
 		attrs := []any{"id", c.id, "decode", at.decode.url.String()}
@@ -242,8 +242,8 @@ func (c *call) tell(ctx context.Context, at *route) {
 	}
 }
 
-// String is the value of routeHeader.
-func (at *route) String() string {
+// text is the value of routeHeader, with the reasons or without them.
+func (at *route) text(reasons bool) string {
 	parts := []string{"policy=" + at.policy}
 	if at.prefill.leg != nil {
 		parts = append(parts, "prefill="+at.prefill.url.String())
@@ -252,7 +252,10 @@ func (at *route) String() string {
 	if at.without != "" {
 		parts = append(parts, "without="+at.without)
 	}
-	return strings.Join(append(parts, "why="+strings.ReplaceAll(at.why, ";", ",")), "; ")
+	if reasons {
+		parts = append(parts, "why="+strings.ReplaceAll(at.why, ";", ","))
+	}
+	return strings.Join(parts, "; ")
 }
 
 // choose picks the instances for an attempt and adds them to tried. from is the place of the prefill instance that has

@@ -208,9 +208,11 @@ func TestRouteHeader(t *testing.T) {
 		w.Header().Set("X-Kvport-Route", "of an instance")
 		tokens(w, r)
 	})
+	several := false
 	f := serveRouter(t, Config{
 		Prefill: []string{p.URL}, Decode: []string{d.URL}, Policy: policy.PrefixAware,
-		Known: func(authorization string) bool { return authorization == "Bearer k" },
+		Known:      func(authorization string) bool { return authorization == "Bearer k" },
+		SharedKeys: func() bool { return several },
 	})
 	long := completion(strings.Repeat("long ", 100))
 	require.Empty(t, complete(t, f, long).Values("X-Kvport-Route"))
@@ -219,6 +221,9 @@ func TestRouteHeader(t *testing.T) {
 	require.Len(t, got, 1)
 	require.Equal(t, fmt.Sprintf("policy=prefix_aware; prefill=%s; decode=%s; why=prefill load 1: 0 running, 0 tokens waiting, 153 lately, prefix 1: holds 95 of 125 tokens, "+
 		"decode load 1: 0 running, 0 tokens waiting, 0 lately, prefix 1: holds 95 of 125 tokens", p.URL, d.URL), got[0])
+	several = true // what others have asked is nobody's business
+	require.Equal(t, fmt.Sprintf("policy=prefix_aware; prefill=%s; decode=%s", p.URL, d.URL),
+		complete(t, f, long, "X-Kvport-Route", "1", "Authorization", "Bearer k").Get("X-Kvport-Route"))
 	for _, s := range append(p.requests(), d.requests()...) {
 		require.NotContains(t, s.header, "X-Kvport-Route")
 	}

@@ -171,6 +171,24 @@ func (x *exchange) sever() {
 // lastEvent ends every complete stream.
 const lastEvent = "data: [DONE]\n\n"
 
+// errUnfinished says that a stream ended without lastEvent.
+var errUnfinished = errors.New("the stream ended without [DONE]")
+
+// maxTail is how many bytes of a stream's end are looked at: an error event that is longer is not known as one.
+const maxTail = 4 << 10
+
+// ending says how a stream ended, by the last bytes of it: whether with [DONE], and whether with an error event of the
+// instance's own.
+func ending(tail []byte) (finished, failed bool) {
+	tail = bytes.TrimSpace(tail)
+	if i := bytes.LastIndexByte(tail, '\n'); i >= 0 {
+		tail = tail[i+1:]
+	}
+	data, is := bytes.CutPrefix(tail, []byte("data:"))
+	data = bytes.TrimSpace(data)
+	return is && string(data) == "[DONE]", is && bytes.HasPrefix(data, []byte(`{"error"`))
+}
+
 // stream passes events on as they come. The first bytes decide: before them the request can still
 // go elsewhere, after them a broken stream can only be ended with an error event.
 func (x *exchange) stream() attempt {
@@ -187,12 +205,12 @@ func (x *exchange) stream() attempt {
 			if !x.pass(events.write(buffer[:n])) {
 				return attempt{done: aborted}
 			}
-			tail = append(tail, buffer[max(0, n-len(lastEvent)):n]...)
-			tail = tail[max(0, len(tail)-len(lastEvent)):]
+			tail = append(tail, buffer[max(0, n-maxTail):n]...)
+			tail = tail[max(0, len(tail)-maxTail):]
 		}
 		switch {
 		case err == nil:
-		case bytes.Equal(tail, []byte(lastEvent)): // clients leave here, and may be faster than the instance's EOF
+		case bytes.HasSuffix(tail, []byte(lastEvent)): // clients leave here, and may be faster than the instance's EOF
 			x.router.pool.worked(x.d)
 			return attempt{done: x.served}
 		case !x.begun:
@@ -202,9 +220,23 @@ func (x *exchange) stream() attempt {
 			if errors.Is(err, io.EOF) {
 				x.pass(events.changed()) // a client that left needs no answer
 			}
-			return x.over(err, x.cut)
+			return x.ended(err, tail)
 		}
 	}
+}
+
+// ended is the end of a stream without lastEvent as it should be. One that breaks off or ends early is broken; if the
+// instance said so itself, by an error event, the client gets no second one.
+func (x *exchange) ended(err error, tail []byte) attempt {
+	finished, failed := ending(tail)
+	breakOff := x.cut
+	if errors.Is(err, io.EOF) && x.resp.StatusCode == http.StatusOK && !finished {
+		err = errUnfinished
+		if failed {
+			breakOff = func() {}
+		}
+	}
+	return x.over(err, breakOff)
 }
 
 // shutDown is what clients are told whose answers take longer than the router has.

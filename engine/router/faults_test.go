@@ -131,3 +131,41 @@ func TestDecodeFaults(t *testing.T) {
 		require.Equal(t, 1.0, f.outcomes(t, broken))
 	})
 }
+
+// TestUnfinishedStreams: a stream that ends without [DONE] is broken, though its connection ends well. The client gets an
+// error event, unless the instance has given one.
+func TestUnfinishedStreams(t *testing.T) {
+	const failed = "data: {\"error\": {\"message\": \"overheated\"}}"
+	for end, want := range map[string]struct {
+		errors int
+		broken float64
+	}{
+		"": {1, 1}, "data: {\"n\":2}\n\n": {1, 1}, "data: {\"n\":": {1, 1}, failed + "\n\n": {1, 1}, failed: {1, 1},
+		"data: [DONE]\n\n": {}, "data:[DONE]\r\n\r\n": {}, "data: [DONE]": {},
+	} {
+		d := serveInstance(t, func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Type", "text/event-stream")
+			fmt.Fprint(w, "data: {\"n\":1}\n\n"+end)
+		})
+		f := serveRouter(t, Config{Decode: urls(d)})
+		_, text := post(t, f.URL+"/v1/completions", doc)
+		require.True(t, strings.HasPrefix(text, "data: {\"n\":1}\n\n"+end), "%q", text)
+		require.Equal(t, want.errors, strings.Count(text, "{\"error\""), "%q", text)
+		require.InDelta(t, want.broken, testutil.ToFloat64(f.router.metrics.requests.WithLabelValues("broken")), 0, "%q", end)
+	}
+}
+
+// TestManyRefuse: instances that refuse the connection do not count as attempts: the one that is up serves.
+func TestManyRefuse(t *testing.T) {
+	d := serveInstance(t, tokens)
+	dead := []string{"http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3", "http://127.0.0.1:4", "http://127.0.0.1:5"}
+	f := serveRouter(t, Config{Decode: append(dead, d.URL), Attempts: 1})
+	resp, text := post(t, f.URL+"/v1/completions", doc)
+	require.Equal(t, http.StatusOK, resp.StatusCode, text)
+	require.Len(t, d.requests(), 1)
+	require.InDelta(t, len(dead), testutil.ToFloat64(f.router.metrics.retries.WithLabelValues("decode")), 0)
+
+	none := serveRouter(t, Config{Decode: dead})
+	resp, text = post(t, none.URL+"/v1/completions", doc)
+	require.Equal(t, http.StatusServiceUnavailable, resp.StatusCode, text)
+}

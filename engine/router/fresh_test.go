@@ -67,7 +67,8 @@ func TestRegistrationsAreGoodOnce(t *testing.T) {
 		c.Run(ctx, as)
 	}()
 	instances := func() int { return len(r.pool.health().instances) }
-	require.Eventually(t, func() bool { return instances() == 2 }, waitLimit, waitTick)
+	require.Eventually(t, func() bool { good, _ := c.Counts(); return good == 2 }, waitLimit, waitTick) // the client has both answers
+	require.Equal(t, 2, instances())
 	stop()
 	<-done
 	replay := func(to *Router) (codes []int) {

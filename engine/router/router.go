@@ -94,6 +94,10 @@ type Config struct {
 	// the router is, and nothing about its instances. Nil: there are no keys.
 	Known func(authorization string) bool
 
+	// SharedKeys reports whether several API keys, and so perhaps several tenants, use the router. X-Kvport-Route then names
+	// the instances and not the reasons, which say what prompts of others have left there. nil: they do not.
+	SharedKeys func() bool
+
 	Transport http.RoundTripper     // nil: a transport for many connections to few hosts
 	Log       *slog.Logger          // nil: none
 	Metrics   prometheus.Registerer // nil: not registered

@@ -234,7 +234,7 @@ func TestStreamIsNotBuffered(t *testing.T) {
 		fmt.Fprint(w, "data: 1\n\n")
 		_ = http.NewResponseController(w).Flush()
 		<-goOn
-		fmt.Fprint(w, "data: 2\n\n")
+		fmt.Fprint(w, "data: 2\n\ndata: [DONE]\n\n")
 	})
 	f := serveRouter(t, Config{Decode: urls(d)})
 	resp, err := http.Post(f.URL+"/v1/completions", "", strings.NewReader(doc))
@@ -247,7 +247,7 @@ func TestStreamIsNotBuffered(t *testing.T) {
 	close(goOn)
 	rest, err := io.ReadAll(lines)
 	require.NoError(t, err)
-	require.Equal(t, "\ndata: 2\n\n", string(rest))
+	require.Equal(t, "\ndata: 2\n\ndata: [DONE]\n\n", string(rest))
 }
 
 // A client that leaves ends its request at the instance that works on it, prefill or decode.

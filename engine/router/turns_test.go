@@ -151,7 +151,8 @@ func TestTicketsStayInside(t *testing.T) {
 	for answer, want := range map[string]string{
 		held: bare, spaced(held): spaced(bare), lines(spaced(held)): lines(spaced(bare)), bare: bare, "no JSON": "no JSON",
 		stream(held): stream(bare), stream(" " + spaced(held)): stream(" " + spaced(bare)),
-		": " + held + "\n\ndata: 1": ": " + held + "\n\ndata: 1", "data: " + held: "data: " + bare,
+		": " + held + "\n\ndata: 1\n\ndata: [DONE]\n\n": ": " + held + "\n\ndata: 1\n\ndata: [DONE]\n\n",
+		"data: {\"error\": 1, " + held[1:]:              "data: {\"error\": 1, " + bare[1:], // the last event has no end
 	} {
 		d := serveInstance(t, func(w http.ResponseWriter, _ *http.Request) {
 			if strings.Contains(answer, "data:") {
