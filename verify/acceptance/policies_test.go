@@ -209,7 +209,7 @@ func newRouted(r *rig.Rig, f *fixture.Fixture) *routed {
 // route starts a router with a policy, or with --mode replica.
 func (x *routed) route(policy string) {
 	x.Helper()
-	args := []string{"route", "--port", "0", "--health-timeout", "10s"} // a busy machine does not make an engine seem down
+	args := []string{"route", "--port", "0", "--health-timeout", "3s"} // a busy machine does not make an engine seem down
 	if policy == "replica" {
 		args = append(args, "--mode", "replica", "--policy", "prefix_aware")
 		for i := range x.p {
