@@ -78,7 +78,7 @@ func (c *call) run(ctx context.Context) outcome {
 	c.request = c.prepare(ctx)
 	first := true
 	for attempts := 0; attempts < c.router.config.Attempts; first = false {
-		if !first && !c.mayRetry(ctx, decode, max(0, attempts-1)) {
+		if !first && !c.mayRetry(ctx, decode, attempts-1) {
 			break
 		}
 		at, ok := c.nextChoice(ctx, &params, first)

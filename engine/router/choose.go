@@ -105,7 +105,8 @@ func (k sessionKey) of(req *http.Request, body fields) string {
 // routeHeader asks for the reasons of a choice, in a request, and has them, in its answer.
 const routeHeader = "X-Kvport-Route"
 
-// holder says what instances hold of a request's prompt by their own word, such as their KV events. For instances that it does not list, the history decides. It keeps to a short limit of its own.
+// holder says what instances hold of a request's prompt by their own word, such as their KV events. For instances that it
+// does not list, the history decides. It keeps to a short limit of its own.
 type holder interface {
 	held(ctx context.Context, c *call) []policy.Held
 }

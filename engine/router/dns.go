@@ -281,14 +281,22 @@ func (l *lookups) lookup(ctx context.Context, n dnsName) ([]*url.URL, error) {
 	}
 	slices.Sort(hosts)
 	hosts = slices.Compact(hosts)
-	if len(hosts) > maxAnswers {
-		return nil, fmt.Errorf("the answer has %d instances, want at most %d", len(hosts), maxAnswers)
+	if err := notTooMany(len(hosts)); err != nil {
+		return nil, err
 	}
 	urls := make([]*url.URL, len(hosts))
 	for i, host := range hosts {
 		urls[i] = &url.URL{Scheme: "http", Host: host}
 	}
 	return urls, nil
+}
+
+// notTooMany refuses an answer with more than maxAnswers instances.
+func notTooMany(instances int) error {
+	if instances > maxAnswers {
+		return fmt.Errorf("the answer has %d instances, want at most %d", instances, maxAnswers)
+	}
+	return nil
 }
 
 // oneFamily are the IPv4 addresses, or the IPv6 addresses if there are no others: an instance with both is one.

@@ -127,12 +127,7 @@ func TestDNSOverTime(t *testing.T) {
 		name, _, err := parseDNS("dns://p:80")
 		require.NoError(t, err)
 		l.set(byFlag, []dnsName{name})
-		ctx, stop := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		go func() {
-			defer close(done)
-			l.run(ctx)
-		}()
+		stop := look(t, l)
 		has := func() (list []string) {
 			synctest.Wait()
 			for _, in := range p.health().instances {
@@ -168,7 +163,6 @@ func TestDNSOverTime(t *testing.T) {
 		l.set(byFile, nil)
 		require.Len(t, has(), 1)
 		stop()
-		<-done
 	})
 }
 
@@ -190,6 +184,20 @@ func (r *hangingResolver) LookupNetIP(ctx context.Context, network, host string)
 	return r.fakeResolver.LookupNetIP(ctx, network, host)
 }
 
+// look lets names be looked up, until stop has returned.
+func look(t *testing.T, l *lookups) (stop func()) {
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		l.run(ctx)
+	}()
+	return func() {
+		cancel()
+		<-done
+	}
+}
+
 // A name about which no server says anything delays no other.
 func TestSlowNameDelaysNoOther(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -198,12 +206,7 @@ func TestSlowNameDelaysNoOther(t *testing.T) {
 		p := newTestPool(t)
 		l := newLookups(DNS{Resolver: fake, Interval: time.Second, Timeout: time.Minute}, p, p.metrics)
 		l.set(byFlag, []dnsName{{role: decode, text: "slow", host: "slow", port: 80}, {role: decode, text: "p", host: "p", port: 80}})
-		ctx, stop := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		go func() {
-			defer close(done)
-			l.run(ctx)
-		}()
+		stop := look(t, l)
 		synctest.Wait()
 		require.Equal(t, "http://10.0.0.1:80", p.health().instances[0].URL)
 		fake.set(nil, "p", "10.0.0.2")
@@ -211,7 +214,6 @@ func TestSlowNameDelaysNoOther(t *testing.T) {
 		synctest.Wait()
 		require.Equal(t, "http://10.0.0.2:80", p.health().instances[0].URL)
 		stop()
-		<-done
 	})
 }
 
@@ -239,12 +241,7 @@ func TestRenamedName(t *testing.T) {
 			slices.Sort(list)
 			return list
 		}
-		ctx, stop := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		go func() {
-			defer close(done)
-			l.run(ctx)
-		}()
+		stop := look(t, l)
 		old := []string{"10.0.0.1:80", "10.0.0.2:80"}
 		require.Equal(t, old, given("old"))
 		require.Equal(t, old, given("new"))
@@ -260,7 +257,6 @@ func TestRenamedName(t *testing.T) {
 		synctest.Wait()
 		require.Len(t, l.answers, 1)
 		stop()
-		<-done
 	})
 }
 
@@ -273,19 +269,13 @@ func TestFirstNameSaysGroup(t *testing.T) {
 		p := newTestPool(t)
 		l := newLookups(DNS{Resolver: fake, Timeout: time.Minute}, p, p.metrics)
 		l.set(byFlag, []dnsName{{role: decode, group: "a", text: "a", host: "a", port: 80}, {role: decode, group: "b", text: "b", host: "b", port: 80}})
-		ctx, stop := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		go func() {
-			defer close(done)
-			l.run(ctx)
-		}()
+		stop := look(t, l)
 		synctest.Wait()
 		require.Equal(t, "b", p.health().instances[0].Group)
 		close(fake.speaks)
 		synctest.Wait()
 		require.Equal(t, "a", p.health().instances[0].Group)
 		stop()
-		<-done
 	})
 }
 

@@ -40,7 +40,6 @@ const (
 	mostSilent      = 8                      // queries in a row that an instance may leave without an answer before it counts as failed
 	mostAnswers     = 1 << 13                // that are remembered
 	maxQueryAnswer  = 64 << 10               // bytes
-	maxTemplate     = 4096                   // tokens that a prompt may have more than its request has bytes
 	cacheQueryWords = `{"cache_query":true,"block_ids":false}`
 
 	worthAsking = 512 // bytes: a shorter prompt is computed as soon as asked about
@@ -216,7 +215,7 @@ func (c *call) sendQuery(ctx context.Context, t target, what *inquiry) (Cached, 
 		return Cached{}, fmt.Errorf("status %d", got.status)
 	}
 	cached, err := parseCached(got.body)
-	if err == nil && cached.Prompt > c.size+maxTemplate {
+	if err == nil && cached.Prompt > c.size+policy.MaxTemplate {
 		return Cached{}, fmt.Errorf("%w that makes sense: %+v", errNoCached, cached)
 	}
 	return cached, err

@@ -3,7 +3,6 @@ package router
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net"
 	"net/netip"
 	"slices"
@@ -25,8 +24,8 @@ func (l *lookups) hosts(ctx context.Context, n dnsName) (hosts []string, err err
 		return nil, err
 	}
 	records = slices.DeleteFunc(records, func(r *net.SRV) bool { return r.Port == 0 || !isName(strings.TrimSuffix(r.Target, ".")) })
-	if len(records) > maxAnswers {
-		return nil, fmt.Errorf("the answer has %d instances, want at most %d", len(records), maxAnswers)
+	if err := notTooMany(len(records)); err != nil {
+		return nil, err
 	}
 	// The targets are known to the server that knows the name, and maybe to no other.
 	found := make([][]string, len(records))

@@ -36,10 +36,23 @@ type promptTokens struct {
 
 	mu         sync.Mutex
 	known      map[uint64]*list.Element
-	order      list.List // of text, what was used last at the end
-	size       int       // tokens of all texts, and textCost for each
-	ill        map[string]time.Time
-	unanswered map[uint64]time.Time // texts about which nobody is asked until then
+	order      list.List      // of text, what was used last at the end
+	size       int            // tokens of all texts, and textCost for each
+	ill        pauses[string] // of instances that failed
+	unanswered pauses[uint64] // of texts, about which nobody is asked
+}
+
+// pauses are when those that are left alone for a while may be asked again.
+type pauses[K comparable] map[K]time.Time
+
+// last reports whether a pause is not over yet, and forgets one that is.
+func (p pauses[K]) last(of K, now time.Time) bool {
+	until, paused := p[of]
+	if paused && !now.Before(until) {
+		delete(p, of)
+		return false
+	}
+	return paused
 }
 
 // text is what is remembered of one.
@@ -51,7 +64,7 @@ type text struct {
 func newPromptTokens(client *http.Client, m *metrics) *promptTokens {
 	return &promptTokens{
 		client: client, metrics: m, limit: tokenizeTime, now: time.Now, seed: maphash.MakeSeed(),
-		known: map[uint64]*list.Element{}, ill: map[string]time.Time{}, unanswered: map[uint64]time.Time{},
+		known: map[uint64]*list.Element{}, ill: pauses[string]{}, unanswered: pauses[uint64]{},
 	}
 }
 
@@ -229,12 +242,7 @@ func (t *promptTokens) rest(asked uint64) {
 func (t *promptTokens) rests(asked uint64) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	until, ok := t.unanswered[asked]
-	if ok && !t.now().Before(until) {
-		delete(t.unanswered, asked)
-		return false
-	}
-	return ok
+	return t.unanswered.last(asked, t.now())
 }
 
 // fell notes that an instance could not be reached or failed.
@@ -255,10 +263,5 @@ func (t *promptTokens) mended(instance string) {
 func (t *promptTokens) ails(instance string) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	until, ill := t.ill[instance]
-	if ill && !t.now().Before(until) {
-		delete(t.ill, instance)
-		return false
-	}
-	return ill
+	return t.ill.last(instance, t.now())
 }

@@ -43,9 +43,6 @@ func (r Role) String() string {
 // newRule makes the rule of a policy and reports whether it looks at prompts.
 func newRule(c *Config) (r rule, prompts bool, err error) {
 	name := c.Policy
-	if name == "" {
-		name = RoundRobin
-	}
 	if !slices.Contains(Names(), name) {
 		return nil, false, unknown("policy", name, Names())
 	}

@@ -160,11 +160,12 @@ func New(c Config) (*Policy, error) {
 // Use lets further choices be made as another config says. What is known of instances and their requests stays. Errors
 // are those of New; then nothing changes.
 func (p *Policy) Use(c Config) error {
+	c.Policy = cmp.Or(c.Policy, RoundRobin)
 	r, prefixes, err := newRule(&c)
 	if err != nil {
 		return err
 	}
-	p.rule, p.name = r, cmp.Or(c.Policy, RoundRobin)
+	p.rule, p.name = r, c.Policy
 	switch {
 	case !prefixes:
 		p.history = nil
@@ -484,8 +485,8 @@ type Usage struct {
 	Cached int // of these, those that were not computed
 }
 
-// maxTemplate is how many tokens a prompt may have more than its text has bytes, for an instance to be believed.
-const maxTemplate = 4096
+// MaxTemplate is how many tokens a prompt may have more than its text has bytes, for an instance to be believed.
+const MaxTemplate = 4096
 
 // Answered notes that the first byte of an answer came from a decode instance, or the whole answer of a prefill
 // instance. Nothing is learnt from the time if now is zero.
@@ -500,7 +501,7 @@ func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
 			p.history.note(l.pieces, l.Place)
 		}
 	}
-	if u.Prompt > 0 && (l.bytes == 0 || u.Prompt <= l.bytes+maxTemplate) {
+	if u.Prompt > 0 && (l.bytes == 0 || u.Prompt <= l.bytes+MaxTemplate) {
 		p.learnt.length(u.Prompt, l.bytes)
 		if l.peer == None {
 			l.Compute = max(0, u.Prompt-u.Cached)
