@@ -18,16 +18,16 @@ import (
 	"github.com/kvport/kvport/engine/model"
 	"github.com/kvport/kvport/engine/model/sim"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/machine"
 	"github.com/kvport/kvport/verify/fixture"
 	"github.com/kvport/kvport/verify/testkit"
 )
 
 // freeAddress is where nobody listens.
 func freeAddress(t testing.TB) string {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	port, err := machine.FreePort(t.Context())
 	require.NoError(t, err)
-	defer l.Close()
-	return l.Addr().String()
+	return net.JoinHostPort("127.0.0.1", port)
 }
 
 // piped is the config of an engine whose connector saves layer by layer.

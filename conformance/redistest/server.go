@@ -7,15 +7,17 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
 	"github.com/redis/go-redis/v9"
+
+	"github.com/kvport/kvport/internal/machine"
 )
 
 // ProgramVariable is the environment variable that names the server's binary.
@@ -24,8 +26,7 @@ const ProgramVariable = "KVPORT_REDIS_SERVER"
 const (
 	startTimeout = time.Minute
 	probeEvery   = 5 * time.Millisecond
-	clientWait   = time.Minute        // for an answer: a busy machine must not make a client send a command again
-	highestPort  = 1<<16 - 1 - 10_000 // a node of a cluster takes the port that is 10,000 above, too
+	clientWait   = time.Minute // for an answer: a busy machine must not make a client send a command again
 )
 
 // ErrNoServer says that this machine has no server to run.
@@ -89,8 +90,9 @@ func StartProgram(program string, args ...string) (*Server, error) {
 	}
 	s := &Server{program: program, args: args, dir: dir}
 	for attempt := 0; ; attempt++ {
-		s.Address, err = freeAddress()
-		if err == nil {
+		var port string
+		if port, err = machine.FreePort(context.Background()); err == nil {
+			s.Address = net.JoinHostPort("127.0.0.1", port)
 			err = s.Restart()
 		}
 		if err == nil {
@@ -98,21 +100,6 @@ func StartProgram(program string, args ...string) (*Server, error) {
 		}
 		if attempt == 2 { // another process may have taken the port
 			return nil, errors.Join(err, os.RemoveAll(dir))
-		}
-	}
-}
-
-func freeAddress() (string, error) {
-	for {
-		l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
-		if err != nil {
-			return "", err
-		}
-		if err := l.Close(); err != nil {
-			return "", err
-		}
-		if port := netip.MustParseAddrPort(l.Addr().String()).Port(); port <= highestPort {
-			return l.Addr().String(), nil
 		}
 	}
 }
@@ -141,12 +128,15 @@ func (s *Server) Restart() error {
 	return s.ready()
 }
 
-// ready waits until the server takes connections.
+// ready waits until the server answers, and not another process that has taken its port.
 func (s *Server) ready() error {
 	for end := time.Now().Add(startTimeout); ; {
 		c, err := (&net.Dialer{Timeout: time.Second}).DialContext(context.Background(), "tcp", s.Address)
 		if err == nil {
-			return c.Close()
+			if err = errors.Join(c.Close(), s.itself()); err != nil {
+				s.Kill()
+			}
+			return err
 		}
 		select {
 		case <-s.done:
@@ -159,6 +149,18 @@ func (s *Server) ready() error {
 			return fmt.Errorf("%s does not listen: %w", filepath.Base(s.program), err)
 		}
 	}
+}
+
+// itself reports an error unless the process that answers at the address is ours.
+func (s *Server) itself() error {
+	info, err := s.info(context.Background())
+	if pid := field(info, "process_id"); err == nil && pid != strconv.Itoa(s.PID()) {
+		err = fmt.Errorf("the process that answers says that it is %q, ours is %d", pid, s.PID())
+	}
+	if err != nil {
+		return fmt.Errorf("another process listens at %s: %w", s.Address, err)
+	}
+	return nil
 }
 
 // PID is the number of its process.
@@ -215,13 +217,19 @@ func (s *Server) Close() error {
 
 // Version is the server's name and version, such as valkey-9.1.2.
 func (s *Server) Version(ctx context.Context) (string, error) {
-	c := s.Client()
-	info, err := c.Info(ctx, "server").Result()
+	info, err := s.info(ctx)
 	version := "redis-" + field(info, "redis_version")
 	if v := field(info, "valkey_version"); v != "" {
 		version = "valkey-" + v
 	}
-	return version, errors.Join(err, c.Close())
+	return version, err
+}
+
+// info is what the server says about itself.
+func (s *Server) info(ctx context.Context) (string, error) {
+	c := s.Client()
+	info, err := c.Info(ctx, "server").Result()
+	return info, errors.Join(err, c.Close())
 }
 
 // field is the value of a field of an INFO answer.

@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/peerkey"
+	"github.com/kvport/kvport/internal/machine"
 )
 
 // TestLoad: what a consumer loads is what the producer has, whatever slots both use.
@@ -77,9 +79,8 @@ func testRefused(t *testing.T, mode string) {
 	require.NoError(t, err)
 	p.fetched(once.Hold)
 	_, good := ticketOf()
-	nobody, err := net.Listen("tcp", "127.0.0.1:0")
+	nobody, err := machine.FreePort(t.Context())
 	require.NoError(t, err)
-	require.NoError(t, nobody.Close())
 	for what, c := range map[string]struct {
 		on     *side
 		ticket []byte
@@ -91,7 +92,7 @@ func testRefused(t *testing.T, mode string) {
 		"used":        {d, used, connector.ErrGone, "consumed"},
 		"unknown":     {d, changed(func(t *ticket) { t.Hold += 1000 }), connector.ErrGone, "never was"},
 		"secret":      {d, changed(func(t *ticket) { t.Secret[0]++ }), connector.ErrGone, "another secret"},
-		"no producer": {d, changed(func(t *ticket) { t.Address = nobody.Addr().String() }), connector.ErrGone, "refused"},
+		"no producer": {d, changed(func(t *ticket) { t.Address = net.JoinHostPort("127.0.0.1", nobody) }), connector.ErrGone, "refused"},
 		"elsewhere":   {d, changed(func(t *ticket) { t.Address = "192.0.2.1:1" }), connector.ErrGone, "key_file"},
 		"no address":  {d, changed(func(t *ticket) { t.Address = "x" }), connector.ErrGone, "not a ticket"},
 		"version":     {d, changed(func(t *ticket) { t.Version++ }), connector.ErrGone, "not a ticket"},
@@ -206,10 +207,10 @@ func testKeyFile(t *testing.T, mode string) {
 func TestNextLife(t *testing.T) { eachMode(t, testNextLife) }
 
 func testNextLife(t *testing.T, mode string) {
-	free, err := net.Listen("tcp", "127.0.0.1:0")
+	free, err := machine.FreePort(t.Context())
 	require.NoError(t, err)
-	port := free.Addr().(*net.TCPAddr).Port
-	require.NoError(t, free.Close())
+	port, err := strconv.Atoi(free)
+	require.NoError(t, err)
 	rng := rand.New(rand.NewPCG(10, 11))
 	d := open(t, connector.RoleConsumer, Config{Mode: mode}, nil)
 	var former []byte

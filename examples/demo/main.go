@@ -19,6 +19,7 @@ import (
 	"slices"
 	"syscall"
 
+	"github.com/kvport/kvport/internal/machine"
 	"github.com/kvport/kvport/plugins"
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
@@ -124,7 +125,7 @@ func (d *demo) serve(ctx context.Context, name, role string) (*cluster.Process, 
 		values := fixture.Values{"TMP": d.dir, "NAME": "demo", "ROLE": role}
 		if d.registers() {
 			var err error
-			if port, err = freePort(ctx); err != nil {
+			if port, err = machine.FreePort(ctx); err != nil {
 				return nil, err
 			}
 			values["ROUTERS"], values["HTTP_PORT"] = d.routersOf(name), json.Number(port)

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"net"
 	"time"
+
+	"github.com/kvport/kvport/internal/machine"
 )
 
 // registers reports whether the connector's engines register with routers, which then tell them of each other.
@@ -19,7 +21,7 @@ func (d *demo) chooseRegistrars(ctx context.Context) error {
 		if !d.registers() {
 			break
 		}
-		port, err := freePort(ctx)
+		port, err := machine.FreePort(ctx)
 		if err != nil {
 			return err
 		}
@@ -34,19 +36,6 @@ func (d *demo) routersOf(name string) []string {
 		return d.registrars[:routers-1]
 	}
 	return d.registrars
-}
-
-// freePort is a port for a process that must know it beforehand.
-func freePort(ctx context.Context) (string, error) {
-	l, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
-	if err != nil {
-		return "", err
-	}
-	_, port, err := net.SplitHostPort(l.Addr().String())
-	if err != nil {
-		return "", err
-	}
-	return port, l.Close()
 }
 
 // awaitRegistrations waits until every router has heard of all its engines.

@@ -114,7 +114,7 @@ func kvportImports() map[string][]string {
 		"verify/fixture":      {},
 		"verify/testkit":      {"connector", "verify/fixture"}, // what tests of several packages share
 		"verify/names":        {},                              // reads the source, and builds a program of its own
-		"verify/acceptance":   {"connector", "conformance/redistest", "conformance/relay", "verify/cluster", "verify/fixture", "verify/testkit"},
+		"verify/acceptance":   {"connector", "conformance/redistest", "conformance/relay", "internal/machine", "verify/cluster", "verify/fixture", "verify/testkit"},
 		"verify/faultsuite":   {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
 		"internal/shm":        {},
 		"internal/machine":    {},
@@ -165,7 +165,7 @@ func kvportImports() map[string][]string {
 		"cmd/kvport":       {"...", "!connectors/...", "!plugins/...", "!examples/..."},
 		"docs":             {"verify/fixture"}, // its tests
 		"examples":         {"connector", "pipe", "lookupbuffer", "sdk"},
-		"examples/demo":    {"plugins", "verify/cluster", "verify/fixture"},
+		"examples/demo":    {"internal/machine", "plugins", "verify/cluster", "verify/fixture"},
 		"examples/minimal": {"connector", "sdk"},
 	}
 	maps.Copy(rows, engineImports())

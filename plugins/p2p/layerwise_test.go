@@ -16,10 +16,7 @@ import (
 // them. Tokens are those of a single node, also when the plugin of either end is killed amid layers.
 func TestLayerWise(t *testing.T) {
 	r := rig.New(t)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	address := l.Addr().String()
-	require.NoError(t, l.Close())
+	address := net.JoinHostPort("127.0.0.1", rig.FreePort(t))
 	config := func(role, extra string) string {
 		return fmt.Sprintf(`{"kv_connector":"PipeConnector","kv_role":%q,"kv_connector_extra_config":{%s}%s}`, role, extra, rig.Patient)
 	}

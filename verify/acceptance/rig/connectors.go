@@ -2,7 +2,6 @@ package rig
 
 import (
 	"fmt"
-	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -12,6 +11,7 @@ import (
 
 	"github.com/kvport/kvport/conformance/redistest"
 	"github.com/kvport/kvport/conformance/relay"
+	"github.com/kvport/kvport/internal/machine"
 	"github.com/kvport/kvport/verify/cluster"
 	"github.com/kvport/kvport/verify/fixture"
 	"github.com/kvport/kvport/verify/testkit"
@@ -76,11 +76,8 @@ func Need(t *testing.T, folder string) {
 // FreePort is a port that nobody listens at, for those who must know theirs beforehand.
 func FreePort(t *testing.T) string {
 	t.Helper()
-	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	port, err := machine.FreePort(t.Context())
 	require.NoError(t, err)
-	_, port, err := net.SplitHostPort(l.Addr().String())
-	require.NoError(t, err)
-	require.NoError(t, l.Close())
 	return port
 }
 
