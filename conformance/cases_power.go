@@ -225,9 +225,9 @@ func holdWaits(r *rig) {
 func (e *engine) waits(name string, poll func(ctx context.Context) int) {
 	e.Helper()
 	const wait = 100 * time.Millisecond
+	start := time.Now() // before ctx begins: a busy machine may run us again when it is over
 	ctx, cancel := context.WithTimeout(e.Context(), wait)
 	defer cancel()
-	start := time.Now()
 	done := make(chan int, 1)
 	go func() { done <- poll(ctx) }()
 	select {

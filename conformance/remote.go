@@ -155,8 +155,14 @@ func Binary(path string, config json.RawMessage) Maker {
 	if abs, err := filepath.Abs(path); err == nil {
 		path = abs // a bare name means a file here, not one on PATH
 	}
-	manifest := sync.OnceValues(func() (*host.Manifest, error) {
-		return host.ReadManifest(context.Background(), path)
+	// All cases need it, so a busy machine gives it more than one chance.
+	manifest := sync.OnceValues(func() (m *host.Manifest, err error) {
+		for range 1 + repeats {
+			if m, err = host.ReadManifest(context.Background(), path); !errors.Is(err, context.DeadlineExceeded) {
+				break
+			}
+		}
+		return m, err
 	})
 	return func() (Harness, error) {
 		b, err := newBase(config)

@@ -35,7 +35,11 @@ type bufferStore struct{ buffer lookupbuffer.Buffer }
 
 // Lookup implements connector.Store.
 func (s *bufferStore) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
-	return s.buffer.Lookup(ctx, runs)
+	found, err := s.buffer.Lookup(ctx, runs)
+	if err == nil && len(found) != len(runs) {
+		err = fmt.Errorf("buffer answered %d of %d runs: %w", len(found), len(runs), connector.ErrIncompatible)
+	}
+	return found, err
 }
 
 // Put implements connector.Store.
@@ -49,10 +53,7 @@ func (s *bufferStore) Get(ctx context.Context, items []connector.Item) error {
 	for i := range items {
 		runs[i] = []connector.StoreKey{items[i].Key}
 	}
-	found, err := s.buffer.Lookup(ctx, runs)
-	if err == nil && len(found) != len(runs) {
-		err = fmt.Errorf("buffer answered %d of %d runs: %w", len(found), len(runs), connector.ErrIncompatible)
-	}
+	found, err := s.Lookup(ctx, runs)
 	if err != nil {
 		return err
 	}
@@ -77,35 +78,64 @@ func (s *bufferStore) Get(ctx context.Context, items []connector.Item) error {
 
 // take selects items that were there a moment ago. If another load was faster, the items are gone.
 func (s *bufferStore) take(ctx context.Context, items []connector.Item, places []int, failed *connector.ItemError) error {
-	if len(items) == 0 {
-		return nil
-	}
-	waiting, cancel := context.WithTimeout(ctx, selectPatience)
-	defer cancel()
-	err := s.buffer.DropSelect(waiting, items)
-	if err == nil {
-		return nil
-	}
-	cause := err
-	if ctx.Err() == nil && waiting.Err() != nil && isDone(err) {
-		cause = fmt.Errorf("block was taken by another load: %w", connector.ErrGone)
-	}
-	some, is := errors.AsType[*connector.ItemError](err)
-	if !is {
-		return cause
-	}
-	for _, i := range some.Items {
-		if i < 0 || i >= len(places) {
-			return fmt.Errorf("buffer reported item %d of %d: %w", i, len(places), err)
+	for len(items) > 0 {
+		waiting, cancel := context.WithTimeout(ctx, selectPatience)
+		err := s.buffer.DropSelect(waiting, items)
+		late := ctx.Err() == nil && waiting.Err() != nil && isDone(err)
+		cancel()
+		if err == nil {
+			return nil
 		}
-		failed.Items = append(failed.Items, places[i])
+		some, is := errors.AsType[*connector.ItemError](err)
+		if !is && late {
+			return errTaken()
+		}
+		if !is {
+			return err
+		}
+		for _, i := range some.Items {
+			if i < 0 || i >= len(places) {
+				return fmt.Errorf("buffer reported item %d of %d: %w", i, len(places), err)
+			}
+		}
+		var lost []int
+		if items, places, lost, err = s.left(ctx, some.Items, items, places, late); err != nil {
+			return err
+		}
+		if len(lost) > 0 {
+			failed.Items, failed.Err = append(failed.Items, lost...), some.Err
+			if late {
+				failed.Err = errTaken()
+			}
+		}
 	}
-	if cause == err { //nolint:errorlint // the very same error: wrap it without its list of items
-		cause = some.Err
-	}
-	failed.Err = cause
 	return nil
 }
+
+// left divides the items that were not filled into those to select again and the places of those that are lost. An item that
+// is still there after selectPatience was not taken: the buffer is slow, or the machine is busy.
+func (s *bufferStore) left(ctx context.Context, missed []int, items []connector.Item, places []int, late bool) (again []connector.Item, at, lost []int, err error) {
+	found := make([]int, len(missed))
+	if late {
+		runs := make([][]connector.StoreKey, len(missed))
+		for n, i := range missed {
+			runs[n] = []connector.StoreKey{items[i].Key}
+		}
+		if found, err = s.Lookup(ctx, runs); err != nil {
+			return nil, nil, nil, err
+		}
+	}
+	for n, i := range missed {
+		if found[n] == 0 {
+			lost = append(lost, places[i])
+			continue
+		}
+		again, at = append(again, items[i]), append(at, places[i])
+	}
+	return again, at, lost, nil
+}
+
+func errTaken() error { return fmt.Errorf("block was taken by another load: %w", connector.ErrGone) }
 
 // Close implements connector.Store.
 func (s *bufferStore) Close() error { return s.buffer.Close() }

@@ -257,6 +257,16 @@ func ReadManifest(ctx context.Context, path string) (*wire.Manifest, error) {
 	return f.Manifest, f.Err
 }
 
+// noManifestError says that a plugin took too long. It is context.DeadlineExceeded.
+type noManifestError struct {
+	path  string
+	limit time.Duration
+}
+
+func (e *noManifestError) Error() string { return fmt.Sprintf("%s --manifest gave no answer within %s", e.path, e.limit) }
+
+func (e *noManifestError) Unwrap() error { return context.DeadlineExceeded }
+
 // Manifest runs the program with --manifest and reads what it prints, like ReadManifest. It gives the
 // plugin limit, which a busy machine stretches.
 func (p *Program) Manifest(ctx context.Context, limit time.Duration) (*wire.Manifest, error) {
@@ -287,7 +297,7 @@ func (p *Program) Manifest(ctx context.Context, limit time.Duration) (*wire.Mani
 		return nil, fmt.Errorf("%s --manifest %w, it was killed", p.Path, errFlood)
 	}
 	if RanOut(ctx) {
-		return nil, fmt.Errorf("%s --manifest gave no answer within %s", p.Path, limit)
+		return nil, &noManifestError{p.Path, limit}
 	}
 	if ctx.Err() != nil {
 		return nil, fmt.Errorf("%s --manifest: %w", p.Path, ctx.Err())
