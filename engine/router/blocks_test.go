@@ -100,7 +100,7 @@ func (s *eventful) questions() int {
 
 // has publishes that the instance has a text, in blocks of 4 tokens.
 func (s *eventful) has(text string) {
-	ev := kvevents.Event{Kind: kvevents.Stored, BlockSize: 4, Medium: kvevents.GPU, LoRAID: -1}
+	ev := kvevents.Event{Kind: kvevents.Stored, BlockSize: 4, Medium: kvevents.GPU}
 	for i := 0; i+4 <= len(text); i += 4 {
 		ev.Hashes = append(ev.Hashes, kvevents.BytesHash([]byte(text[:i+4])))
 		for _, c := range []byte(text[i : i+4]) {

@@ -500,13 +500,13 @@ func FuzzApply(f *testing.F) {
 	require.NoError(f, err)
 	f.Add(payload)
 	f.Fuzz(func(t *testing.T, payload []byte) {
-		batch, err := kvevents.Decode(payload)
+		events, err := kvevents.Decode(payload)
 		if err != nil {
 			return
 		}
 		x := New(Config{MaxBlocks: 1000})
-		x.Apply(65, batch.Events)
-		x.Apply(66, batch.Events)
+		x.Apply(65, events)
+		x.Apply(66, events)
 		x.Prefix(&Prompt{Tokens: count(100)})
 		x.Forget(65)
 		x.Forget(66)
