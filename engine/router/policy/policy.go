@@ -60,7 +60,7 @@ type Request struct {
 type Held struct {
 	Place int
 	Hit   Hit
-	Sure  bool // it has looked into stores, too: what others say of a store that instances share does not count for it
+	Sure  bool // it has looked into stores, too: what others say about a store that instances share does not count for it
 }
 
 // Why a choice has no prefill instance.

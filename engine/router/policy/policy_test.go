@@ -86,12 +86,7 @@ func TestChoiceProperty(t *testing.T) {
 				Fits:     func(prefill, decode int) bool { return !apart[prefill*n+decode] },
 			}
 			c, ok := p.Choose(r)
-			best := Out
-			for i, in := range instances {
-				if in.Role == Decode {
-					best = min(best, standings[i])
-				}
-			}
+			best := bestDecode(instances, standings)
 			require.Equal(t, best < Out, ok)
 			if !ok {
 				continue
@@ -130,6 +125,17 @@ func TestChoiceProperty(t *testing.T) {
 			require.InDelta(t, 0, p.instances[i].queued, 1e-6)
 		}
 	})
+}
+
+// bestDecode is the best standing of a decode instance.
+func bestDecode(instances []Instance, standings []Standing) Standing {
+	best := Out
+	for i, in := range instances {
+		if in.Role == Decode {
+			best = min(best, standings[i])
+		}
+	}
+	return best
 }
 
 // After a prefill instance failed another one that fits is chosen, and after a decode instance failed another one that
