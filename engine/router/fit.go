@@ -92,17 +92,17 @@ const sharedStore = "a shared store"
 
 // shares reports whether an instance saves what it has computed to a store that instances share, and whether it loads
 // from there. One that does not say how blocks come to it is supposed to.
-func (f *fit) shares() (saves, loads bool) {
-	if f == nil {
+func (p *fit) shares() (saves, loads bool) {
+	if p == nil {
 		return false, true
 	}
-	return slices.Contains(f.Gives, sharedStore), f.Role != "none" && (f.Takes == nil || slices.Contains(f.Takes, sharedStore))
+	return slices.Contains(p.Gives, sharedStore), p.Role != "none" && (p.Takes == nil || slices.Contains(p.Takes, sharedStore))
 }
 
 // hit is what an instance holds by its events. What they name beside memory is a store that instances share, unless the
 // instance says that its connector has none.
-func (f *fit) hit(h kvindex.Held) policy.Hit {
-	if f != nil && f.Scope != "" && f.Scope != "shared" {
+func (p *fit) hit(h kvindex.Held) policy.Hit {
+	if p != nil && p.Scope != "" && p.Scope != "shared" {
 		return policy.Hit{Engine: h.Own, Node: max(h.Node, h.Shared)}
 	}
 	return policy.Hit{Engine: h.Own, Node: h.Node, Shared: h.Shared}

@@ -158,7 +158,7 @@ func (r *rates) fetch(role Role, place int, h Hit) (seconds float64) {
 		if tokens == 0 {
 			continue
 		}
-		base, slope := 0.0, 0.0
+		var base, slope float64
 		if all := &r.fetches[kind]; all.known() {
 			base, slope = r.estimate(r.stores[store{place, kind}], all)
 		} else {
