@@ -97,7 +97,7 @@ func (n *news) stored(medium string, group int, key connector.BlockKey, b *repor
 	}
 	ev := kvevents.Event{
 		Kind: kvevents.Stored, Medium: medium, Group: group, Hashes: []kvevents.Hash{hash}, Tokens: slices.Clone(b.tokens),
-		BlockSize: n.blockSize, LoRAID: -1,
+		BlockSize: n.blockSize,
 	}
 	if !b.first {
 		ev.Parent = kvevents.BytesHash(b.parent[:])

@@ -144,7 +144,7 @@ func TestReports(t *testing.T) {
 	hash := func(i int) kvevents.Hash { return kvevents.BytesHash(r.Keys[i][:]) }
 	salted := [][]string{{kvevents.Text("s")}, nil, nil}
 	require.Equal(t, gathered{{
-		Kind: kvevents.Stored, Medium: kvevents.GPU, Hashes: []kvevents.Hash{hash(0), hash(1), hash(2)}, Tokens: tokens, BlockSize: 2, LoRAID: -1, Extra: salted,
+		Kind: kvevents.Stored, Medium: kvevents.GPU, Hashes: []kvevents.Hash{hash(0), hash(1), hash(2)}, Tokens: tokens, BlockSize: 2, Extra: salted,
 	}}, told)
 	report := func(gap bool, events ...connector.BlockEvent) gathered {
 		told = nil
@@ -159,7 +159,7 @@ func TestReports(t *testing.T) {
 		return kvevents.Event{Kind: kvevents.Removed, Medium: medium, Group: -1, Hashes: hashes}
 	}
 	require.Equal(t, gathered{{
-		Kind: kvevents.Stored, Medium: kvevents.CPU, Group: -1, Parent: hash(0), Hashes: []kvevents.Hash{hash(1), hash(2)}, Tokens: tokens[2:], BlockSize: 2, LoRAID: -1,
+		Kind: kvevents.Stored, Medium: kvevents.CPU, Group: -1, Parent: hash(0), Hashes: []kvevents.Hash{hash(1), hash(2)}, Tokens: tokens[2:], BlockSize: 2,
 	}}, report(false, stored("memory", r.Keys[1], r.Keys[2], connector.BlockKey{9})))
 	require.Empty(t, report(false, stored("memory", r.Keys[1])), "it is known")
 	require.Equal(t, kvevents.Storage, report(false, stored("disk", r.Keys[0]))[0].Medium)
@@ -190,7 +190,7 @@ func TestReports(t *testing.T) {
 	// Where tenants have a secret nothing says what is in a block.
 	n = &news{sink: &told, pool: kvcache.New(4), blockSize: 2, groups: 1, secret: true}
 	n.published(0, 0, r, tokens)
-	require.Equal(t, []kvevents.Event{{Kind: kvevents.Stored, Medium: kvevents.GPU, Hashes: []kvevents.Hash{hash(0)}, BlockSize: 2, LoRAID: -1}}, n.events)
+	require.Equal(t, []kvevents.Event{{Kind: kvevents.Stored, Medium: kvevents.GPU, Hashes: []kvevents.Hash{hash(0)}, BlockSize: 2}}, n.events)
 }
 
 // An event has no more blocks than readers take.

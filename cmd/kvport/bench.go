@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -25,16 +26,16 @@ type benchFlags struct {
 func newBench() *cobra.Command {
 	f := &benchFlags{}
 	cmd := &cobra.Command{
-		Use:   "bench engine|transfer|store|layerwise",
-		Short: "Measure the engine, block transfer, stores or layer-wise saves beside what limits them",
+		Use:   "bench engine|transfer|store|layerwise|route",
+		Short: "Measure the engine, block transfer, stores or layer-wise saves beside what limits them, or ways to route beside one another",
 		Args:  cobra.ExactArgs(1), ValidArgs: benchKinds(),
 		RunE: func(cmd *cobra.Command, args []string) error { return f.run(cmd, args[0]) },
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&f.format, "format", "text", "text or json (a line a row)")
-	flags.StringVar(&f.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF file or tiny-random; engine only")
+	flags.StringVar(&f.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF file or tiny-random; engine, layerwise and route only")
 	flags.StringVar(&f.connector, "connector", "", "name of the connector that saves layer by layer; layerwise only (default: the one over pipes)")
-	flags.IntVar(&f.threads, "threads", 0, "threads that compute (default one for each CPU)")
+	flags.IntVar(&f.threads, "threads", 0, "threads that compute (default one for each CPU; route: for each engine, half of that)")
 	flags.StringVar(&f.dir, "dir", "", "folder for stored blocks (default the system's for temporary files)")
 	flags.StringVar(&f.python, "peer-python", "", "Python with xllamacpp or safetensors, to measure these beside kvport (default: not measured)")
 	flags.BoolVar(&f.peers, "peers", false, "measure other people's stores beside ours; store only")
@@ -47,7 +48,7 @@ func newBench() *cobra.Command {
 }
 
 // benchKinds are what can be measured.
-func benchKinds() []string { return []string{"engine", "transfer", "store", "layerwise"} }
+func benchKinds() []string { return []string{"engine", "transfer", "store", "layerwise", "route"} }
 
 func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 	emit, isFormat := map[string]bench.Emit{"text": bench.Text(cmd.OutOrStdout()), "json": bench.JSON(cmd.OutOrStdout())}[f.format]
@@ -59,7 +60,7 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 	case f.threads < 0:
 		return fmt.Errorf("--threads is %d, want a positive number", f.threads)
 	}
-	if (what == "engine" || what == "layerwise") && f.model != "tiny-random" {
+	if what != "transfer" && what != "store" && f.model != "tiny-random" {
 		if _, err := os.Stat(f.model); err != nil {
 			return fmt.Errorf("--model: %w", err)
 		}
@@ -68,35 +69,44 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 	if err != nil {
 		return fail(err)
 	}
-	if what == "layerwise" {
-		return fail(bench.LayerWise(cmd.Context(), bench.EngineOptions{
-			Model: f.model, PluginPath: pluginFolders(f.folders), Connector: f.connector, Threads: f.threads, Quick: f.quick, Emit: emit,
-		}))
+	options := bench.EngineOptions{
+		Model: f.model, PluginPath: pluginFolders(f.folders), Dir: f.dir, Connector: f.connector, Threads: f.threads, Quick: f.quick, Emit: emit,
 	}
-	if what == "store" {
+	switch what {
+	case "layerwise":
+		return fail(bench.LayerWise(cmd.Context(), options))
+	case "route":
+		return fail(bench.Route(cmd.Context(), bench.RouteOptions{EngineOptions: options, Self: self}))
+	case "store":
 		return fail(bench.Store(cmd.Context(), bench.StoreOptions{
-			Self: self, PluginPath: pluginFolders(f.folders), Dir: f.dir, Server: f.server,
+			Self: self, PluginPath: options.PluginPath, Dir: f.dir, Server: f.server,
 			Only: f.only, Peers: f.peers, PeersDir: f.peersDir, Quick: f.quick, Emit: emit,
 		}))
 	}
-	var peer *bench.Peer
-	if f.python != "" {
-		model, err := filepath.Abs(f.model)
-		if err != nil {
-			return fail(err)
-		}
-		if peer, err = bench.StartPeer(cmd.Context(), f.python, model, f.threads); err != nil {
-			return fmt.Errorf("--peer-python: %w", err)
-		}
+	if options.Peer, err = f.peer(cmd.Context()); err != nil {
+		return err
 	}
-	defer func() { err = errors.Join(err, fail(peer.Close())) }()
+	defer func() { err = errors.Join(err, fail(options.Peer.Close())) }()
 	if what == "engine" {
-		return fail(bench.Engine(cmd.Context(), bench.EngineOptions{
-			Model: f.model, PluginPath: pluginFolders(f.folders), Dir: f.dir,
-			Threads: f.threads, Peer: peer, Quick: f.quick, Emit: emit,
-		}))
+		return fail(bench.Engine(cmd.Context(), options))
 	}
 	return fail(bench.Transfer(cmd.Context(), bench.TransferOptions{
-		Self: self, PluginPath: pluginFolders(f.folders), Dir: f.dir, Only: f.only, Peer: peer, Quick: f.quick, Emit: emit,
+		Self: self, PluginPath: options.PluginPath, Dir: f.dir, Only: f.only, Peer: options.Peer, Quick: f.quick, Emit: emit,
 	}))
+}
+
+// peer starts the Python that peers need; nil if there is none.
+func (f *benchFlags) peer(ctx context.Context) (*bench.Peer, error) {
+	if f.python == "" {
+		return nil, nil
+	}
+	model, err := filepath.Abs(f.model)
+	if err != nil {
+		return nil, fail(err)
+	}
+	p, err := bench.StartPeer(ctx, f.python, model, f.threads)
+	if err != nil {
+		return nil, fmt.Errorf("--peer-python: %w", err)
+	}
+	return p, nil
 }

@@ -29,27 +29,24 @@ const (
 	maxDepth     = 16      // of what is not known
 )
 
-// Decode reads the batch of a payload. It keeps nothing of the payload. Fields and events that it does not know are
-// passed over, since later versions may have more of them. Errors wrap ErrFormat.
-func Decode(payload []byte) (*Batch, error) {
+// Decode reads the events of a batch. It keeps nothing of the payload. What no reader needs is passed over, and so are
+// fields and events that it does not know, since later versions may have more of them. Errors wrap ErrFormat.
+func Decode(payload []byte) ([]Event, error) {
 	r := bytes.NewReader(payload)
 	d := &decoder{payload: payload, r: r, d: msgpack.NewDecoder(r)}
-	batch := &Batch{Rank: -1}
+	var list []Event
 	n := d.array("the batch", 1<<10)
 	if d.err == nil && n < 2 {
 		d.fail("the batch has %d values, want time and events", n)
 	}
-	batch.Time = d.float("time")
+	d.skip(maxDepth) // its time
 	events := d.array("the list of events", maxEvents)
 	for i := 0; i < events && d.err == nil; i++ {
 		if ev, known := d.event(); known && d.err == nil {
-			batch.Events = append(batch.Events, ev)
+			list = append(list, ev)
 		}
 	}
-	if n > 2 && d.err == nil && !d.null() {
-		batch.Rank = int(d.int("data_parallel_rank", 0, math.MaxInt32))
-	}
-	for i := 3; i < n && d.err == nil; i++ {
+	for i := 2; i < n && d.err == nil; i++ {
 		d.skip(maxDepth)
 	}
 	if d.err == nil && r.Len() > 0 {
@@ -58,7 +55,7 @@ func Decode(payload []byte) (*Batch, error) {
 	if d.err != nil {
 		return nil, d.err
 	}
-	return batch, nil
+	return list, nil
 }
 
 // decoder reads values. The first error sticks, and what is read afterwards is zero.
@@ -157,18 +154,6 @@ func isInt(c byte) bool {
 	return msgpcode.IsFixedNum(c) || c >= msgpcode.Uint8 && c <= msgpcode.Int64
 }
 
-func (d *decoder) float(what string) float64 {
-	if c := d.code(); d.err == nil && c != msgpcode.Double && c != msgpcode.Float && !isInt(c) {
-		d.fail("%s is not a number", what)
-	}
-	if d.err != nil {
-		return 0
-	}
-	f, err := d.d.DecodeFloat64()
-	d.check(what, err)
-	return f
-}
-
 // text reads a short text; null gives an empty one.
 func (d *decoder) text(what string) string {
 	if d.null() {
@@ -251,7 +236,7 @@ func (d *decoder) event() (ev Event, known bool) {
 	if d.err == nil && (n < 1 || n > maxFields) {
 		d.fail("an event has %d fields, want 1 to %d", n, maxFields)
 	}
-	ev.Group, ev.LoRAID = -1, -1
+	ev.Group = -1
 	for i := 0; i < n && d.err == nil; i++ {
 		d.field(&ev, d.text("the name of a field"))
 	}
@@ -278,10 +263,6 @@ func (d *decoder) field(ev *Event, name string) {
 		ev.Tokens = d.tokens()
 	case "block_size":
 		ev.BlockSize = int(d.int(name, 0, maxBlockSize))
-	case "lora_id":
-		if !d.null() {
-			ev.LoRAID = d.int(name, 0, math.MaxInt64)
-		}
 	case "lora_name":
 		ev.LoRAName = d.text(name)
 	case "extra_keys":

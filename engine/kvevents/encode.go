@@ -19,11 +19,7 @@ func (batch *Batch) Append(b []byte) ([]byte, error) {
 			return nil, fmt.Errorf("event %d: %w", i, err)
 		}
 	}
-	if batch.Rank < 0 {
-		e.null()
-	} else {
-		e.int(int64(batch.Rank))
-	}
+	e.int(0) // the data parallel rank
 	return out.Bytes(), nil
 }
 
@@ -129,11 +125,7 @@ func (e encoder) stored(ev *Event, grouped int) {
 	e.text("block_size")
 	e.int(int64(ev.BlockSize))
 	e.text("lora_id")
-	if ev.LoRAID < 0 {
-		e.null()
-	} else {
-		e.int(ev.LoRAID)
-	}
+	e.null()
 	e.text("medium")
 	e.textOrNull(ev.Medium)
 	e.text("lora_name")

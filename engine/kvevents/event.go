@@ -78,8 +78,7 @@ type Event struct {
 	Parent    Hash    // of the first block; none: it is the first of its prompt
 	Tokens    []int32 // of all blocks; none: the engine does not tell
 	BlockSize int     // tokens of a block
-	LoRAID    int64   // of the adapter; -1: none
-	LoRAName  string  // empty: none
+	LoRAName  string  // of the adapter; empty: none
 	// Extra has for each block what it depends on apart from tokens: the adapter's name, images, the prompt's
 	// cache_salt. Each value is as it goes over the wire. Nil: nothing for any block; else it has one entry for
 	// each block, nil where there is nothing. An empty value stands for values that were too long or too many to be
@@ -91,5 +90,4 @@ type Event struct {
 type Batch struct {
 	Time   float64 // seconds since 1970
 	Events []Event
-	Rank   int // data parallel rank; -1: not said
 }

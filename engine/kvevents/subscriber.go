@@ -254,7 +254,7 @@ func (f *follower) fill(ctx context.Context) error {
 
 // apply takes the next batch. One that cannot be read is missing from then on: asking for it again would not help.
 func (f *follower) apply(payload []byte) {
-	batch, err := Decode(payload)
+	events, err := Decode(payload)
 	if err != nil {
 		f.s.Count(CountedInvalid, 1)
 		f.s.tell("a batch of KV events cannot be read, what was known of the instance is forgotten", f.s.Place.Endpoint, err)
@@ -268,8 +268,8 @@ func (f *follower) apply(payload []byte) {
 	}
 	f.begun, f.knows = true, true
 	f.next++
-	f.s.Count(CountedEvents, len(batch.Events))
-	f.s.Sink.Apply(batch.Events)
+	f.s.Count(CountedEvents, len(events))
+	f.s.Sink.Apply(events)
 }
 
 // lost says that events are missing, if there is anything that this makes doubtful.

@@ -112,7 +112,7 @@ func follow(t *testing.T, place Place) *recorder {
 
 // event is one whose first token is n.
 func event(n int) Event {
-	return Event{Kind: Stored, Hashes: []Hash{NumberHash(uint64(n))}, Tokens: []int32{int32(n)}, BlockSize: 1, Medium: GPU, LoRAID: -1}
+	return Event{Kind: Stored, Hashes: []Hash{NumberHash(uint64(n))}, Tokens: []int32{int32(n)}, BlockSize: 1, Medium: GPU}
 }
 
 // publisher makes one that publishes in sockets of its own; text changes the config.
@@ -400,7 +400,7 @@ func TestSlowReader(t *testing.T) {
 	const batches = 20
 	want := []string{}
 	for i := range batches { // more than sockets hold
-		ev := Event{Kind: Stored, BlockSize: 50_000, Hashes: []Hash{NumberHash(1)}, Tokens: make([]int32, 50_000), LoRAID: -1}
+		ev := Event{Kind: Stored, BlockSize: 50_000, Hashes: []Hash{NumberHash(1)}, Tokens: make([]int32, 50_000)}
 		for k := range ev.Tokens {
 			ev.Tokens[k] = 1 << 20
 		}

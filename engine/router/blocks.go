@@ -239,9 +239,9 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 	prompt := kvindex.Prompt{Tokens: tokens[:len(tokens)-1]} // engines compute the last one whatever they have
 	_ = json.Unmarshal(c.body["cache_salt"], &prompt.Salt)   // an instance will refuse what is not a text
 	_ = json.Unmarshal(c.body["model"], &prompt.Model)
-	has := map[int]int{}
+	has := map[int]kvindex.Held{}
 	for _, h := range b.index.Prefix(&prompt) {
-		has[h.Instance] = h.Any
+		has[h.Instance] = h
 	}
 	b.pool.mu.Lock()
 	defer b.pool.mu.Unlock()
@@ -253,8 +253,8 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 		s.mu.Lock()
 		whole := s.whole
 		s.mu.Unlock()
-		if n := has[s.number]; n > 0 || whole {
-			list = append(list, policy.Held{Place: i, Tokens: n})
+		if h, some := has[s.number]; some || whole {
+			list = append(list, policy.Held{Place: i, Hit: b.pool.known[i].fit.hit(h)})
 		}
 	}
 	return list

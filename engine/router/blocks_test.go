@@ -27,7 +27,8 @@ import (
 type eventful struct {
 	*httptest.Server
 	events *kvevents.Publisher
-	tells  bool // in /health
+	tells  bool   // in /health
+	scope  string // of its connector; empty: it has none
 
 	mu       sync.Mutex
 	tokenize http.HandlerFunc // nil: as it should
@@ -45,7 +46,11 @@ func serveSource(t *testing.T, tells bool) *eventful {
 	mux.HandleFunc("/health", func(w http.ResponseWriter, _ *http.Request) {
 		answer := map[string]any{"status": "ok"}
 		if s.tells {
-			answer["kv"] = map[string]any{"role": "none", "events": p.Place()}
+			kv := map[string]any{"role": "none", "events": p.Place()}
+			if s.scope != "" {
+				kv["role"], kv["scope"], kv["takes"] = "kv_both", s.scope, []string{"a shared store"}
+			}
+			answer["kv"] = kv
 		}
 		_ = json.NewEncoder(w).Encode(answer)
 	})
@@ -99,8 +104,11 @@ func (s *eventful) questions() int {
 }
 
 // has publishes that the instance has a text, in blocks of 4 tokens.
-func (s *eventful) has(text string) {
-	ev := kvevents.Event{Kind: kvevents.Stored, BlockSize: 4, Medium: kvevents.GPU, LoRAID: -1}
+func (s *eventful) has(text string) { s.hasIn(kvevents.GPU, text) }
+
+// hasIn publishes that it has a text in a medium.
+func (s *eventful) hasIn(medium, text string) {
+	ev := kvevents.Event{Kind: kvevents.Stored, BlockSize: 4, Medium: medium}
 	for i := 0; i+4 <= len(text); i += 4 {
 		ev.Hashes = append(ev.Hashes, kvevents.BytesHash([]byte(text[:i+4])))
 		for _, c := range []byte(text[i : i+4]) {
@@ -143,6 +151,11 @@ func (f *front) word(body string) []policy.Held {
 	return f.router.pool.blocks.held(context.Background(), c)
 }
 
+// owns is an instance that has tokens in its own cache, by its events.
+func owns(place, tokens int) policy.Held {
+	return policy.Held{Place: place, Hit: policy.Hit{Engine: tokens, Node: tokens}}
+}
+
 // Requests go where their prompt is by the instances' events, whatever form the prompt has.
 func TestEventsDecide(t *testing.T) {
 	a, b := serveSource(t, true), serveSource(t, true)
@@ -151,11 +164,11 @@ func TestEventsDecide(t *testing.T) {
 	b.has("in the end there is nothing left, or so it seems")
 	f.knows(t, 8+12)
 	for body, want := range map[string][]policy.Held{
-		`{"prompt": "in the end there is more"}`:                       {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 20}},
-		`{"prompt": ["in the beginning there was nothing"]}`:           {{Place: 0, Tokens: 32}, {Place: 1, Tokens: 4}},
-		`{"prompt": [105, 110, 32, 116, 104]}`:                         {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 4}},
-		`{"prompt": [[105, 110, 32, 116, 104]]}`:                       {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 4}},
-		`{"messages": [{"content": "in the "}, {"content": "end t"}]}`: {{Place: 0, Tokens: 4}, {Place: 1, Tokens: 8}}, // its last block ends it
+		`{"prompt": "in the end there is more"}`:                       {owns(0, 4), owns(1, 20)},
+		`{"prompt": ["in the beginning there was nothing"]}`:           {owns(0, 32), owns(1, 4)},
+		`{"prompt": [105, 110, 32, 116, 104]}`:                         {owns(0, 4), owns(1, 4)},
+		`{"prompt": [[105, 110, 32, 116, 104]]}`:                       {owns(0, 4), owns(1, 4)},
+		`{"messages": [{"content": "in the "}, {"content": "end t"}]}`: {owns(0, 4), owns(1, 8)}, // its last block ends it
 		`{"prompt": "in the end", "cache_salt": "s"}`:                  {{Place: 0}, {Place: 1}},
 		`{"prompt": "something else"}`:                                 {{Place: 0}, {Place: 1}},
 		`{"prompt": []}`:                                               nil,
@@ -177,10 +190,35 @@ func TestEventsDecide(t *testing.T) {
 
 	b.events.Publish([]kvevents.Event{{Kind: kvevents.Cleared}})
 	f.knows(t, 8)
-	require.Equal(t, []policy.Held{{Place: 0, Tokens: 4}, {Place: 1}}, f.word(`{"prompt": "in the end there is more"}`))
+	require.Equal(t, []policy.Held{owns(0, 4), {Place: 1}}, f.word(`{"prompt": "in the end there is more"}`))
 	require.NoError(t, a.events.Close())
 	f.knows(t, 0)
 	require.Equal(t, []policy.Held{{Place: 1}}, f.word(`{"prompt": "in the end there is more"}`), "of the other one nothing is known")
+}
+
+// The medium of an event says in which scope a block is. What an instance has in a store that instances share counts for
+// all that load from there.
+func TestEventsSayScopes(t *testing.T) {
+	a, b := serveSource(t, true), serveSource(t, true)
+	a.scope, b.scope = "shared", "shared"
+	f := following(t, Config{}, a, b)
+	const text = "in the beginning there was nothing"
+	a.has(text[:8])
+	a.hasIn(kvevents.CPU, text[:12])
+	a.hasIn(kvevents.Storage, text[:24])
+	f.knows(t, 6)
+	body := `{"prompt": "` + text + `"}`
+	require.Equal(t, []policy.Held{{Place: 0, Hit: policy.Hit{Engine: 8, Node: 12, Shared: 24}}}, f.word(body), "the other one has said nothing")
+	got := complete(t, f, body, routeHeader, "1").Get(routeHeader)
+	require.Contains(t, got, "decode="+a.URL)
+	require.Contains(t, got, "holds 24 of 34 tokens (engine 8, node 4, shared 12)")
+
+	f.router.pool.mu.Lock()
+	f.router.pool.known[0].rested = time.Now().Add(time.Hour) // so that nothing is sent there
+	f.router.pool.mu.Unlock()
+	got = complete(t, f, body, routeHeader, "1").Get(routeHeader)
+	require.Contains(t, got, "decode="+b.URL)
+	require.Contains(t, got, "holds 24 of 34 tokens (engine 0, node 0, shared 24)")
 }
 
 // The operator says where the events of instances are that do not tell it.
@@ -279,7 +317,7 @@ func TestTokensAreNotToBeHad(t *testing.T) {
 		now = now.Add(ailing)
 	}
 	s.answers(nil)
-	require.Equal(t, []policy.Held{{Place: 0, Tokens: 12}}, f.word(`{"prompt": "in the beginning"}`))
+	require.Equal(t, []policy.Held{owns(0, 12)}, f.word(`{"prompt": "in the beginning"}`))
 }
 
 // What may be the fault of a prompt or of its client keeps nobody else from being answered, and the same is not asked again

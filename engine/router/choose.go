@@ -365,7 +365,7 @@ func (p *pool) answered(t target, body []byte, timely bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if u.Prompt > 0 && t.leg.Computes() {
-		for kind, n := range map[string]int{"prompt": u.Prompt, "expected": t.leg.Held, "cached": u.Cached} {
+		for kind, n := range map[string]int{"prompt": u.Prompt, "expected": t.leg.Hit.Tokens(), "cached": u.Cached} {
 			p.metrics.prefix.WithLabelValues(kind).Add(float64(n))
 		}
 	}

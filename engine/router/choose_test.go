@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
@@ -306,7 +307,7 @@ func TestOwnWord(t *testing.T) {
 	ps, pURLs := several(t, 3, says)
 	_, dURLs := several(t, 1, tokens)
 	f := serveRouter(t, Config{Prefill: pURLs, Decode: dURLs, Policy: policy.PrefixAware})
-	f.router.holders = []holder{told{{Place: 0, Tokens: 0}, {Place: 1, Tokens: 0}}, told{{Place: 2, Tokens: 60}}}
+	f.router.holders = []holder{told{{Place: 0}, {Place: 1}}, told{{Place: 2, Hit: policy.Hit{Engine: 60}}}}
 	ids := "[" + strings.Repeat("7,", 99) + "7]"
 	for range 3 {
 		complete(t, f, `{"prompt":`+ids+`}`)
@@ -315,6 +316,37 @@ func TestOwnWord(t *testing.T) {
 	for kind, want := range map[string]float64{"prompt": 300, "expected": 180, "cached": 192} {
 		require.Equal(t, want, testutil.ToFloat64(f.router.metrics.prefix.WithLabelValues(kind)), kind)
 	}
+}
+
+// TestSharedStore: what an instance that saves to a shared store has answered counts for those that load from there, by what
+// their /health says, and by what it said before an instance came into another group.
+func TestSharedStore(t *testing.T) {
+	ds, dURLs := several(t, 3, tokens)
+	f := serveRouter(t, Config{Decode: dURLs, Policy: policy.PrefixAware})
+	p := f.router.pool
+	for i, ways := range [][]string{{sharedStore}, {sharedStore}, {"X"}} {
+		p.saw(i, engineFit("kv_both", gives(ways...), takes("X", ways...)))
+	}
+	ask := func(only int) string {
+		p.mu.Lock()
+		for i := range ds {
+			p.known[i].rested = time.Time{}
+			if i != only {
+				p.known[i].rested = time.Now().Add(time.Hour) // nothing is sent there
+			}
+		}
+		p.mu.Unlock()
+		got := complete(t, f, completion(strings.Repeat("long ", 100)), routeHeader, "1").Get(routeHeader)
+		require.Contains(t, got, "decode="+dURLs[only])
+		return got
+	}
+	p.mu.Lock()
+	p.regroup(2, byFile, []string{"another"})
+	p.mu.Unlock()
+	require.Contains(t, ask(0), "holds 0 of 125 tokens")
+	require.Contains(t, ask(1), "holds 95 of 125 tokens (engine 0, node 0, shared 95)")
+	require.Contains(t, ask(2), "holds 0 of 125 tokens")
+	idle(t, f.router)
 }
 
 // TestBeginning: the next turn begins with the last one, whatever the spaces, and other conversations do not.

@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/kvport/kvport/engine/kvevents"
+	"github.com/kvport/kvport/engine/router/kvindex"
 	"github.com/kvport/kvport/engine/router/policy"
 )
 
@@ -86,10 +87,31 @@ func misfit(p, d *registered, atP, atD *url.URL) string {
 	return "incompatible: " + strings.Join(reasons, "; ")
 }
 
+// sharedStore is a way by which blocks go from instance to instance.
+const sharedStore = "a shared store"
+
+// shares reports whether an instance saves what it has computed to a store that instances share, and whether it loads
+// from there. One that does not say how blocks come to it is supposed to.
+func (p *fit) shares() (saves, loads bool) {
+	if p == nil {
+		return false, true
+	}
+	return slices.Contains(p.Gives, sharedStore), p.Role != "none" && (p.Takes == nil || slices.Contains(p.Takes, sharedStore))
+}
+
+// hit is what an instance holds by its events. What they name beside memory is a store that instances share, unless the
+// instance says that its connector has none.
+func (p *fit) hit(h kvindex.Held) policy.Hit {
+	if p != nil && p.Scope != "" && p.Scope != "shared" {
+		return policy.Hit{Engine: h.Own, Node: max(h.Node, h.Shared)}
+	}
+	return policy.Hit{Engine: h.Own, Node: h.Node, Shared: h.Shared}
+}
+
 // givesTickets reports whether blocks go to another instance by ticket, and not only through a store.
 func (p *fit) givesTickets(to *fit) bool {
 	return slices.ContainsFunc(p.Gives, func(way string) bool {
-		return way != "a shared store" && !strings.HasPrefix(way, "the node's ") && slices.Contains(to.Takes, way)
+		return way != sharedStore && !strings.HasPrefix(way, "the node's ") && slices.Contains(to.Takes, way)
 	})
 }
 
@@ -170,7 +192,14 @@ func (p *pool) sawLocked(i int, f *fit) {
 		return
 	}
 	p.known[i].fit = f
+	p.shares(i)
 	p.compare(i)
+}
+
+// shares tells the policy what an instance does with a store that instances share. The caller holds mu.
+func (p *pool) shares(i int) {
+	saves, loads := p.known[i].fit.shares()
+	p.policy.Shares(i, saves, loads)
 }
 
 // compare finds out again which others an instance fits, and tells what has changed. The caller holds mu.

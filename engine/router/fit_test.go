@@ -11,6 +11,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/engine/router/kvindex"
+	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/verify/testkit"
 )
 
@@ -50,6 +52,33 @@ func TestParseFit(t *testing.T) {
 	require.NoError(t, err)
 	got := parseFit(data)
 	require.Equal(t, engineFit("kv_both", func(f *fit) { f.ShapeText = strings.Repeat("é", maxWords/2) }), got)
+}
+
+// Which instances save to a store that instances share, and which load from there, follows from how blocks leave them and
+// come to them. What their events name beside memory lies there only if they have such a store.
+func TestSharedStores(t *testing.T) {
+	for _, tt := range []struct {
+		f            *fit
+		saves, loads bool
+	}{
+		{nil, false, true},
+		{engineFit("none"), false, false},
+		{engineFit("kv_both"), false, true}, // a plugin that has others does not say
+		{engineFit("kv_both", gives("X"), takes("X", "X")), false, false},
+		{engineFit("kv_producer", gives(sharedStore, "the node's X"), takes("X")), true, false},
+		{engineFit("kv_both", gives(sharedStore), takes("X", sharedStore)), true, true},
+	} {
+		saves, loads := tt.f.shares()
+		require.Equal(t, []bool{tt.saves, tt.loads}, []bool{saves, loads}, "%+v", tt.f)
+	}
+	in := kvindex.Held{Own: 16, Node: 32, Shared: 48}
+	require.Equal(t, policy.Hit{Engine: 16, Node: 32, Shared: 48}, (*fit)(nil).hit(in))
+	require.Equal(t, policy.Hit{Engine: 16, Node: 32, Shared: 48}, engineFit("kv_both").hit(in))
+	for _, scope := range []string{"node", "engine"} {
+		f := engineFit("kv_both", func(f *fit) { f.Scope = scope })
+		require.Equal(t, policy.Hit{Engine: 16, Node: 48}, f.hit(in))
+		require.Equal(t, policy.Hit{Engine: 16, Node: 32}, f.hit(kvindex.Held{Own: 16, Node: 32, Shared: 16}))
+	}
 }
 
 // What does not fit is said in words, and only that.

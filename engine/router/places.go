@@ -172,6 +172,7 @@ func (p *pool) regroup(i int, by source, said []string) {
 	if in.group != first {
 		in.group = first
 		p.policy.Add(i, in.role.instance(placeOf(p.urls[i]), first))
+		p.shares(i)
 		p.compare(i)
 	}
 	ignored := strings.Join(others, " ")

@@ -131,7 +131,7 @@ func TestRestartedInstanceIsForgotten(t *testing.T) {
 			p.answered(to.decode, nil, true)
 			p.done(to.decode)
 			p.leave([]int{to.decode.index})
-			return to.decode.leg.Held
+			return to.decode.leg.Hit.Tokens()
 		}
 		require.Zero(t, held())
 		require.Positive(t, held())

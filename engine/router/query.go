@@ -26,8 +26,14 @@ type Cached struct {
 	Unknown bool // one of its connectors did not say in time: there may be more
 }
 
-// tokens are those that a request would not compute.
-func (c *Cached) tokens() int { return c.Engine + c.Node + c.Shared }
+// hit is the same for the policy.
+func (c *Cached) hit() policy.Hit {
+	h := policy.Hit{Engine: c.Engine, Node: c.Engine + c.Node}
+	if c.Shared > 0 {
+		h.Shared = h.Node + c.Shared
+	}
+	return h
+}
 
 // Limits of cache queries.
 const (
@@ -308,8 +314,8 @@ func (p *pool) told(r *policy.Request, list []*asked, answers []*Cached) {
 			if u := p.urls[i]; u == nil || placeOf(u) != placeOf(list[n].url) { // it has left
 				continue
 			}
-			r.Held = append(r.Held, policy.Held{Place: i, Tokens: cached.tokens()})
-			p.policy.Told(&r.Prompt, i, cached.tokens(), cached.Prompt)
+			r.Held = append(r.Held, policy.Held{Place: i, Hit: cached.hit(), Sure: !cached.Unknown})
+			p.policy.Told(&r.Prompt, i, cached.hit(), cached.Prompt)
 		}
 	}
 }

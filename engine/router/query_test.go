@@ -199,7 +199,7 @@ func TestAsksWhenNothingIsKnown(t *testing.T) {
 		text := strings.Repeat("a conversation that began before the router did; ", 80)
 		got := complete(t, f, completion(text), routeHeader, "1").Get(routeHeader)
 		require.Contains(t, got, "decode="+b.URL)
-		require.Contains(t, got, "holds 900 of 1000 tokens")
+		require.Contains(t, got, "holds 900 of 1000 tokens (engine 400, node 200, shared 300)")
 		require.Equal(t, []int{1, 1}, queries(a, b))
 		require.Equal(t, 2.0, testutil.ToFloat64(f.router.metrics.queries.WithLabelValues("answered")))
 
@@ -234,7 +234,7 @@ func TestAnswersAreLearnt(t *testing.T) {
 	f.router.pool.mu.Unlock()
 	c := asking(t, f.router, completion(text), "")
 	c.size = len(text)
-	require.Equal(t, []policy.Held{{Place: 0, Tokens: 1000}}, c.prepare(t.Context()).Held)
+	require.Equal(t, []policy.Held{owns(0, 1000)}, c.prepare(t.Context()).Held)
 	require.Equal(t, []int{1}, queries(a))
 	c = asking(t, f.router, completion(text+"and more"), "")
 	require.Empty(t, c.prepare(t.Context()).Held)

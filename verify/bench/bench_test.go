@@ -207,6 +207,65 @@ func TestLayerWise(t *testing.T) {
 		"layer-wise save, bytes confirmed before the last layer's compute ends", "prompt of 128 tokens, computed beside its save")
 }
 
+// TestRoute: behind each router all requests are answered, and the rows say how the ways to route compare.
+func TestRoute(t *testing.T) {
+	binary := filepath.Join(t.TempDir(), "kvport")
+	out, err := exec.CommandContext(t.Context(), "go", "build", "-o", binary, "../../cmd/kvport").CombinedOutput()
+	require.NoError(t, err, string(out))
+	emit, rows := collect()
+	options := RouteOptions{EngineOptions: EngineOptions{Model: tiny, PluginPath: []string{pluginFolder}, Quick: true, Emit: emit}, Self: binary}
+	require.NoError(t, Route(t.Context(), options))
+	var names []string
+	for _, way := range []string{"always prefill", "never prefill"} {
+		name := "first token, pd_aware : " + way
+		names = append(names, name, name+", 96 % from", name+", 96 % to")
+	}
+	requireRows(t, *rows, append(names, "requests that pd_aware keeps from prefill")...)
+	for i := 0; i < 6; i += 3 {
+		ratio, low, high := *(*rows)[i].Ratio, *(*rows)[i+1].Value, *(*rows)[i+2].Value
+		require.True(t, 0 < low && low <= ratio && ratio <= high, "%v to %v, %v", low, high, ratio)
+	}
+	options.Self = filepath.Join(t.TempDir(), "none")
+	require.ErrorContains(t, Route(t.Context(), options), "no such file")
+}
+
+// The ways of a round get prompts of the same lengths, of which no two begin alike but those that go on from one before.
+func TestRoutePrompts(t *testing.T) {
+	begin := map[string]bool{}
+	repeats := 0
+	for round := range uint64(3) {
+		first := routePrompts(round, 0, false)
+		for way := range uint64(3) {
+			for i, p := range routePrompts(round, way, false) {
+				require.Len(t, p, len(first[i]))
+				if text := fmt.Sprint(p[:16]); begin[text] {
+					repeats++
+				} else {
+					begin[text] = true
+				}
+			}
+		}
+	}
+	require.Equal(t, 3*3*3, repeats)
+}
+
+// The interval of the median of 12 ratios leaves out two at each end: by the binomial distribution it holds what the
+// median of all rounds would be in 96 % of the cases.
+func TestRouteInterval(t *testing.T) {
+	var ratios []float64
+	for i := range routeRounds {
+		ratios = append(ratios, float64(routeRounds-i))
+	}
+	low, median, high := routeInterval(ratios)
+	require.Equal(t, []float64{3, 6.5, 10}, []float64{low, median, high})
+	outside, ways := 0.0, 1.0 // of a coin that is thrown 12 times: how often it shows heads at most twice
+	for heads := range routeLeft + 1 {
+		outside += ways / math.Exp2(routeRounds)
+		ways = ways * float64(routeRounds-heads) / float64(heads+1)
+	}
+	require.InDelta(t, 0.96, 1-2*outside, 0.002)
+}
+
 func TestTransferWithoutPlugin(t *testing.T) {
 	emit, _ := collect()
 	err := Transfer(t.Context(), TransferOptions{Self: filepath.Join(t.TempDir(), "none"), Quick: true, Emit: emit})

@@ -12,6 +12,7 @@ import (
 	"hash/maphash"
 	"math/bits"
 	"slices"
+	"strings"
 	"sync"
 
 	"github.com/kvport/kvport/engine/kvevents"
@@ -47,9 +48,9 @@ type Index struct {
 
 // plane has what 64 instances have: by the hash of a prefix, a bit for each instance that has its last block.
 type plane struct {
-	own, other table[uint64]     // in the engine's own cache, and in what the instance can load from
-	sizes      map[int]uint64    // of blocks: the instances that have such
-	adapters   map[uint64]uint64 // LoRA adapters by the hashes of their names: the instances that have named them
+	media    [media]table[uint64]
+	sizes    map[int]uint64    // of blocks: the instances that have such
+	adapters map[uint64]uint64 // LoRA adapters by the hashes of their names: the instances that have named them
 }
 
 // instance is what is known of one instance's blocks, by the engine's own hash.
@@ -68,8 +69,16 @@ type held struct {
 func (h *held) hash() uint64     { return uint64(h.prefix[0])<<32 | uint64(h.prefix[1]) }
 func (h *held) setHash(n uint64) { h.prefix = [2]uint32{uint32(n >> 32), uint32(n)} }
 
-// ownBits are the bits of held.where that stand for the engine's own cache.
-const ownBits = 1<<groups - 1
+// Where blocks are: in the engine's own cache, in memory beside it, or anywhere else.
+const (
+	own = iota
+	node
+	shared
+	media // how many there are
+)
+
+// in reports whether the block is in a medium, in any group.
+func (h *held) in(medium int) bool { return h.where>>(medium*groups)&(1<<groups-1) != 0 }
 
 // New makes an index of nothing.
 func New(c Config) *Index {
@@ -114,21 +123,21 @@ func (x *Index) Apply(number int, events []kvevents.Event) (r Result) {
 	return r
 }
 
-// place is the bit of a medium and a group; ok is false for a group that is not indexed.
-func place(medium string, group int) (bit uint32, ok bool) {
+// place is the medium of an event, and the bit of it and a group; ok is false for a group that is not indexed.
+func place(name string, group int) (medium int, bit uint32, ok bool) {
 	group = max(group, 0) // not said: there is only one
-	kind := 2
-	switch medium {
-	case kvevents.GPU, "":
-		kind = 0
-	case kvevents.CPU:
-		kind = 1
+	medium = shared
+	switch {
+	case name == kvevents.GPU || name == "":
+		medium = own
+	case strings.EqualFold(name, kvevents.CPU):
+		medium = node
 	}
-	return 1 << (kind*groups + group), group < groups
+	return medium, 1 << (medium*groups + group), group < groups
 }
 
 func (x *Index) store(number int, ev *kvevents.Event, r *Result) {
-	bit, ok := place(ev.Medium, ev.Group)
+	medium, bit, ok := place(ev.Medium, ev.Group)
 	if !ok || len(ev.Hashes) == 0 || ev.BlockSize == 0 || len(ev.Tokens) != len(ev.Hashes)*ev.BlockSize {
 		r.Unplaced += len(ev.Hashes)
 		return
@@ -163,12 +172,12 @@ func (x *Index) store(number int, ev *kvevents.Event, r *Result) {
 			x.blocks++
 		}
 		if b.hash() != prefix { // the engine uses the hash for something else now
-			p.clear(b.hash(), number, true, true)
+			p.clear(b.hash(), number)
 			b.setHash(prefix)
 			b.where = 0
 		}
 		b.where |= bit
-		p.set(prefix, number, bit)
+		*p.media[medium].put(prefix) |= 1 << (number % 64)
 		r.Stored++
 	}
 }
@@ -234,7 +243,7 @@ func (x *Index) parent(in *instance, ev *kvevents.Event) (prefix uint64, ok bool
 }
 
 func (x *Index) remove(number int, ev *kvevents.Event, r *Result) {
-	bit, ok := place(ev.Medium, ev.Group)
+	medium, bit, ok := place(ev.Medium, ev.Group)
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	in, p := x.instances[number], x.planes[number/64]
@@ -248,7 +257,9 @@ func (x *Index) remove(number int, ev *kvevents.Event, r *Result) {
 			continue
 		}
 		b.where &^= bit
-		p.clear(b.hash(), number, b.where&ownBits == 0, b.where&^ownBits == 0)
+		if !b.in(medium) {
+			clearBit(&p.media[medium], b.hash(), number)
+		}
 		if b.where == 0 {
 			in.blocks.remove(key)
 			x.blocks--
@@ -257,21 +268,10 @@ func (x *Index) remove(number int, ev *kvevents.Event, r *Result) {
 	}
 }
 
-func (p *plane) set(prefix uint64, number int, bit uint32) {
-	t := &p.other
-	if bit&ownBits != 0 {
-		t = &p.own
-	}
-	*t.put(prefix) |= 1 << (number % 64)
-}
-
-// clear notes that an instance does not have a block any more, in its own cache or elsewhere.
-func (p *plane) clear(prefix uint64, number int, own, other bool) {
-	if own {
-		clearBit(&p.own, prefix, number)
-	}
-	if other {
-		clearBit(&p.other, prefix, number)
+// clear notes that an instance does not have a block any more, wherever it was.
+func (p *plane) clear(prefix uint64, number int) {
+	for i := range p.media {
+		clearBit(&p.media[i], prefix, number)
 	}
 }
 
@@ -300,7 +300,7 @@ func (x *Index) Forget(number int) (blocks int) {
 		part := &in.blocks.shards[s]
 		for i, key := range part.keys {
 			if key != 0 {
-				p.clear(part.values[i].hash(), number, true, true)
+				p.clear(part.values[i].hash(), number)
 			}
 		}
 		blocks += part.size
@@ -340,11 +340,12 @@ type Prompt struct {
 	Model  string // the model it names, which may be a LoRA adapter
 }
 
-// Held is how much of a prompt's beginning an instance has, in tokens.
+// Held is how many tokens at the beginning of a prompt an instance has.
 type Held struct {
 	Instance int
 	Own      int // in the engine's own cache
-	Any      int // there, or where the instance can load from; at least Own
+	Node     int // there and in memory beside it
+	Shared   int // in other media, such as a store that instances share, with those above if that leads to more
 }
 
 // Prefix finds the instances that have the beginning of a prompt, in the order of their numbers.
@@ -413,31 +414,40 @@ func (p *plane) prefix(list []Held, first int, marks [2][]uint64, named uint64, 
 	}
 	for some := f.some; some != 0; some &= some - 1 {
 		i := bits.TrailingZeros64(some)
-		list = append(list, Held{first + i, f.own[i], f.whole[i]})
+		h := Held{first + i, f.own[i], f.node[i], f.alone[i]}
+		if f.all[i] > h.Node {
+			h.Shared = f.all[i]
+		}
+		list = append(list, h)
 	}
 	return list
 }
 
 // found is what was found of a prompt in a plane, in tokens by instance.
 type found struct {
-	own, whole [64]int
-	some       uint64 // instances that have any
+	own, node, all [64]int // in the engine's own cache, there and in memory beside it, anywhere
+	alone          [64]int // in other media alone
+	some           uint64  // instances that have any
 }
 
 // walk finds how far the blocks of one size reach, each of which is every marks long.
 func (p *plane) walk(f *found, size, every int, members uint64, marks []uint64) {
-	inOwn, inAny, tokens := members, members, 0
-	for at := every - 1; at < len(marks) && inAny != 0; at += every {
-		has, more := p.lookup(marks[at])
-		note(&f.own, inOwn&^has, tokens)
-		note(&f.whole, inAny&^(has|more), tokens)
-		inOwn &= has
-		inAny &= has | more
-		f.some |= inAny
+	lists := [...]*[64]int{&f.own, &f.node, &f.all, &f.alone}
+	in := [...]uint64{members, members, members, members}
+	tokens := 0
+	for at := every - 1; at < len(marks) && in[2] != 0; at += every { // all has what any of the others has
+		has := p.lookup(marks[at])
+		near := has[own] | has[node]
+		for i, now := range [...]uint64{has[own], near, near | has[shared], has[shared]} {
+			note(lists[i], in[i]&^now, tokens)
+			in[i] &= now
+		}
+		f.some |= in[2]
 		tokens += size
 	}
-	note(&f.own, inOwn, tokens)
-	note(&f.whole, inAny, tokens)
+	for i := range in {
+		note(lists[i], in[i], tokens)
+	}
 }
 
 // note writes down how much some instances have, unless more was found with blocks of another size.
@@ -448,12 +458,12 @@ func note(list *[64]int, members uint64, tokens int) {
 	}
 }
 
-func (p *plane) lookup(prefix uint64) (own, other uint64) {
-	if v := p.own.get(prefix); v != nil {
-		own = *v
+// lookup is the instances that have a block, by where.
+func (p *plane) lookup(prefix uint64) (has [media]uint64) {
+	for i := range p.media {
+		if v := p.media[i].get(prefix); v != nil {
+			has[i] = *v
+		}
 	}
-	if v := p.other.get(prefix); v != nil {
-		other = *v
-	}
-	return own, other
+	return has
 }

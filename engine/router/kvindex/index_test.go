@@ -55,21 +55,21 @@ func TestPrefix(t *testing.T) {
 	require.Equal(t, 5, x.Blocks())
 	ask := func(n int) []Held { return x.Prefix(&Prompt{Tokens: count(n)}) }
 	require.Empty(t, ask(3))
-	require.Equal(t, []Held{{3, 4, 4}}, ask(7))
-	require.Equal(t, []Held{{3, 16, 16}, {70, 8, 8}}, ask(100), "engines with blocks of other sizes agree")
+	require.Equal(t, []Held{{3, 4, 4, 0}}, ask(7))
+	require.Equal(t, []Held{{3, 16, 16, 0}, {70, 8, 8, 0}}, ask(100), "engines with blocks of other sizes agree")
 	require.Empty(t, x.Prefix(&Prompt{Tokens: count(100)[1:]}))
 
 	// A block in the middle goes, and what is behind it is of no use.
 	require.Equal(t, Result{Removed: 1}, apply(x, 3, removed(kvevents.GPU, hashed("a8"))))
-	require.Equal(t, []Held{{3, 4, 4}, {70, 8, 8}}, ask(100))
+	require.Equal(t, []Held{{3, 4, 4, 0}, {70, 8, 8, 0}}, ask(100))
 	require.Equal(t, Result{}, apply(x, 3, removed(kvevents.GPU, hashed("a8"), hashed("z"))))
 	again := chain("a", 4, count(16))
 	again.Hashes, again.Tokens, again.Parent = again.Hashes[1:2], again.Tokens[4:8], hashed("a4")
 	require.Equal(t, Result{Stored: 1}, apply(x, 3, again))
-	require.Equal(t, []Held{{3, 16, 16}, {70, 8, 8}}, ask(100))
+	require.Equal(t, []Held{{3, 16, 16, 0}, {70, 8, 8, 0}}, ask(100))
 
 	require.Equal(t, Result{Removed: 4}, apply(x, 3, kvevents.Event{Kind: kvevents.Cleared}))
-	require.Equal(t, []Held{{70, 8, 8}}, ask(100))
+	require.Equal(t, []Held{{70, 8, 8, 0}}, ask(100))
 	require.Equal(t, 1, x.Forget(70))
 	require.Zero(t, x.Forget(70))
 	require.Zero(t, x.Blocks())
@@ -78,21 +78,26 @@ func TestPrefix(t *testing.T) {
 	require.Zero(t, x.Forget(-1))
 }
 
-// What is in memory or on disk beside the engine counts apart from the engine's own cache.
+// What is in the engine's own cache, in memory beside it and elsewhere counts apart. What is elsewhere counts by itself,
+// unless more can be had together with what is nearer.
 func TestMedia(t *testing.T) {
 	x := New(Config{})
-	ask := func() []Held { return x.Prefix(&Prompt{Tokens: count(16)}) }
+	ask := func() []Held { return x.Prefix(&Prompt{Tokens: count(24)}) }
 	gpu := chain("a", 4, count(8))
 	cpu, disk := chain("a", 4, count(16)), chain("a", 4, count(4))
 	cpu.Medium, disk.Medium = kvevents.CPU, kvevents.Storage
 	apply(x, 0, gpu, cpu, disk)
-	require.Equal(t, []Held{{0, 8, 16}}, ask())
+	require.Equal(t, []Held{{0, 8, 16, 4}}, ask())
 	require.Equal(t, 4, x.Blocks(), "a block counts once")
+	behind := chain("a", 4, count(24))
+	behind.Hashes, behind.Tokens, behind.Medium, behind.Parent = behind.Hashes[4:], behind.Tokens[16:], "tape", behind.Hashes[3]
+	apply(x, 0, behind)
+	require.Equal(t, []Held{{0, 8, 16, 24}}, ask())
 	apply(x, 0, removed(kvevents.GPU, gpu.Hashes...))
-	require.Equal(t, []Held{{0, 0, 16}}, ask())
-	apply(x, 0, removed(kvevents.CPU, cpu.Hashes...))
-	require.Equal(t, []Held{{0, 0, 4}}, ask(), "the disk still has a block")
-	apply(x, 0, removed("tape", disk.Hashes...))
+	require.Equal(t, []Held{{0, 0, 16, 24}}, ask())
+	apply(x, 0, removed("cpu", cpu.Hashes...))
+	require.Equal(t, []Held{{0, 0, 0, 4}}, ask(), "the disk still has a block")
+	apply(x, 0, removed("tape", disk.Hashes...), removed(kvevents.Storage, behind.Hashes...))
 	require.Empty(t, ask(), "media without a name of vLLM's are one")
 	require.Zero(t, x.Blocks())
 }
@@ -106,7 +111,7 @@ func TestGroups(t *testing.T) {
 	gone := removed(kvevents.GPU, window.Hashes[:3]...)
 	gone.Group = 1
 	apply(x, 0, gone)
-	require.Equal(t, []Held{{0, 16, 16}}, x.Prefix(&Prompt{Tokens: count(16)}))
+	require.Equal(t, []Held{{0, 16, 16, 0}}, x.Prefix(&Prompt{Tokens: count(16)}))
 	gone.Group = groups
 	window.Group = groups
 	require.Equal(t, Result{Unplaced: 4}, apply(x, 0, window, gone))
@@ -134,13 +139,13 @@ func TestDependencies(t *testing.T) {
 	apply(x, 4, of("image", "", "\x92\xa1i\x00"))
 	for n, p := range []Prompt{{}, {Salt: "s"}, {Model: "tuned"}, {Model: "tuned", Salt: "s"}} {
 		p.Tokens = count(8)
-		want := []Held{{n, 8, 8}}
+		want := []Held{{n, 8, 8, 0}}
 		if n >= 2 { // to those that have not named the adapter it is a name of the base model
-			want = []Held{{n - 2, 8, 8}, {n, 8, 8}}
+			want = []Held{{n - 2, 8, 8, 0}, {n, 8, 8, 0}}
 		}
 		require.Equal(t, want, x.Prefix(&p), p)
 	}
-	require.Equal(t, []Held{{0, 8, 8}}, x.Prefix(&Prompt{Tokens: count(8), Model: "base"}), "a name that no adapter has")
+	require.Equal(t, []Held{{0, 8, 8, 0}}, x.Prefix(&Prompt{Tokens: count(8), Model: "base"}), "a name that no adapter has")
 	require.Empty(t, x.Prefix(&Prompt{Tokens: count(8), Salt: "other"}))
 }
 
@@ -153,7 +158,7 @@ func TestAdaptersOfInstances(t *testing.T) {
 	odd.LoRAName = "base"
 	apply(x, 0, odd)
 	apply(x, 70, odd)
-	require.Equal(t, []Held{{0, 4, 4}, {1, 8, 8}, {70, 4, 4}}, ask())
+	require.Equal(t, []Held{{0, 4, 4, 0}, {1, 8, 8, 0}, {70, 4, 4, 0}}, ask())
 	for i := range maxAdapters + 1 {
 		odd.LoRAName = fmt.Sprint(i)
 		require.Equal(t, i >= maxAdapters-1, apply(x, 0, odd).Unplaced == 1)
@@ -162,10 +167,10 @@ func TestAdaptersOfInstances(t *testing.T) {
 	require.Zero(t, apply(x, 2, odd).Unplaced)
 	x.Forget(0)
 	require.Zero(t, apply(x, 0, odd).Unplaced, "with an instance its adapters are forgotten")
-	require.Equal(t, []Held{{1, 8, 8}, {70, 4, 4}}, ask())
+	require.Equal(t, []Held{{1, 8, 8, 0}, {70, 4, 4, 0}}, ask())
 	x.Forget(0)
 	apply(x, 0, chain("a", 4, count(8)))
-	require.Equal(t, []Held{{0, 8, 8}, {1, 8, 8}, {70, 4, 4}}, ask())
+	require.Equal(t, []Held{{0, 8, 8, 0}, {1, 8, 8, 0}, {70, 4, 4, 0}}, ask())
 }
 
 // A block whose extra keys were too long to be read has no place, and neither has what is behind it.
@@ -177,7 +182,7 @@ func TestUntoldExtraKeys(t *testing.T) {
 	next := chain("b", 4, count(4))
 	next.Parent = hashed("a16")
 	require.Equal(t, Result{Unplaced: 1}, apply(x, 0, next))
-	require.Equal(t, []Held{{0, 4, 4}}, x.Prefix(&Prompt{Tokens: count(16)}))
+	require.Equal(t, []Held{{0, 4, 4, 0}}, x.Prefix(&Prompt{Tokens: count(16)}))
 }
 
 // What cannot be placed is left out, whatever a hostile publisher says.
@@ -215,14 +220,13 @@ func TestLeftOut(t *testing.T) {
 	other := chain("a", 4, []int32{9, 9, 9, 9})
 	apply(x, 0, other)
 	require.Empty(t, x.Prefix(&Prompt{Tokens: count(8)}))
-	require.Equal(t, []Held{{0, 4, 4}}, x.Prefix(&Prompt{Tokens: []int32{9, 9, 9, 9}}))
+	require.Equal(t, []Held{{0, 4, 4, 0}}, x.Prefix(&Prompt{Tokens: []int32{9, 9, 9, 9}}))
 }
 
 // model is the index written again, with nothing but maps.
 type model struct {
 	blocks map[[2]string]*modelBlock // by instance and the engine's hash
-	own    map[[2]string]bool        // instance and prefix
-	other  map[[2]string]bool
+	where  [media]map[[2]string]bool // instance and prefix, by medium
 	sizes  map[string]map[int]bool
 }
 
@@ -232,13 +236,13 @@ type modelBlock struct {
 }
 
 func newModel() *model {
-	return &model{map[[2]string]*modelBlock{}, map[[2]string]bool{}, map[[2]string]bool{}, map[string]map[int]bool{}}
+	return &model{map[[2]string]*modelBlock{}, [media]map[[2]string]bool{{}, {}, {}}, map[string]map[int]bool{}}
 }
 
 func (m *model) apply(in string, ev *kvevents.Event) {
 	switch ev.Kind {
 	case kvevents.Cleared:
-		for _, list := range []map[[2]string]bool{m.own, m.other} {
+		for _, list := range m.where {
 			maps.DeleteFunc(list, func(k [2]string, _ bool) bool { return k[0] == in })
 		}
 		maps.DeleteFunc(m.blocks, func(k [2]string, _ *modelBlock) bool { return k[0] == in })
@@ -251,8 +255,12 @@ func (m *model) apply(in string, ev *kvevents.Event) {
 			if b == nil {
 				continue
 			}
-			delete(b.where, [2]string{ev.Medium, fmt.Sprint(ev.Group)})
-			m.see(in, b)
+			where := [2]string{ev.Medium, fmt.Sprint(ev.Group)}
+			if !b.where[where] {
+				continue
+			}
+			delete(b.where, where)
+			m.see(in, b, mediumOf(ev.Medium))
 			if len(b.where) == 0 {
 				delete(m.blocks, [2]string{in, h.String()})
 			}
@@ -260,19 +268,18 @@ func (m *model) apply(in string, ev *kvevents.Event) {
 	}
 }
 
-// see notes where a block is now.
-func (m *model) see(in string, b *modelBlock) {
-	own, other := false, false
+// see notes whether a block is still in a medium.
+func (m *model) see(in string, b *modelBlock, medium int) {
 	for w := range b.where {
-		own = own || w[0] == kvevents.GPU
-		other = other || w[0] != kvevents.GPU
+		if mediumOf(w[0]) == medium {
+			return
+		}
 	}
-	if !own {
-		delete(m.own, [2]string{in, b.prefix})
-	}
-	if !other {
-		delete(m.other, [2]string{in, b.prefix})
-	}
+	delete(m.where[medium], [2]string{in, b.prefix})
+}
+
+func mediumOf(name string) int {
+	return map[string]int{kvevents.GPU: own, kvevents.CPU: node, kvevents.Storage: shared}[name]
 }
 
 func (m *model) store(in string, ev *kvevents.Event) {
@@ -293,8 +300,9 @@ func (m *model) store(in string, ev *kvevents.Event) {
 		prefix = string(slices.DeleteFunc([]byte(prefix), func(c byte) bool { return c == '[' || c == ']' })) + " "
 		b := m.blocks[[2]string{in, h.String()}]
 		if b != nil && b.prefix != prefix {
-			delete(m.own, [2]string{in, b.prefix})
-			delete(m.other, [2]string{in, b.prefix})
+			for i := range m.where {
+				delete(m.where[i], [2]string{in, b.prefix})
+			}
 			b = nil
 		}
 		if b == nil {
@@ -302,37 +310,38 @@ func (m *model) store(in string, ev *kvevents.Event) {
 			m.blocks[[2]string{in, h.String()}] = b
 		}
 		b.where[[2]string{ev.Medium, fmt.Sprint(ev.Group)}] = true
-		if ev.Medium == kvevents.GPU {
-			m.own[[2]string{in, prefix}] = true
-		} else {
-			m.other[[2]string{in, prefix}] = true
-		}
+		m.where[mediumOf(ev.Medium)][[2]string{in, prefix}] = true
 	}
 }
 
 func (m *model) prefix(numbers int, tokens []int32) (list []Held) {
 	for n := range numbers {
-		h := Held{Instance: n}
 		in := fmt.Sprint(n)
+		var best [4]int // in the engine's own cache, there and in memory, anywhere, in other media alone
 		for size := range m.sizes[in] {
-			text, own, whole := "", true, true
+			text, is := "", [4]bool{true, true, true, true}
 			for i := size; i <= len(tokens); i += size {
 				for _, t := range tokens[i-size : i] {
 					text += fmt.Sprint(t, " ")
 				}
-				own = own && m.own[[2]string{in, text}]
-				whole = whole && (m.own[[2]string{in, text}] || m.other[[2]string{in, text}])
-				if own {
-					h.Own = max(h.Own, i)
+				var has [media]bool
+				for medium := range has {
+					has[medium] = m.where[medium][[2]string{in, text}]
 				}
-				if whole {
-					h.Any = max(h.Any, i)
+				for k, now := range [4]bool{has[own], has[own] || has[node], has[own] || has[node] || has[shared], has[shared]} {
+					if is[k] = is[k] && now; is[k] {
+						best[k] = max(best[k], i)
+					}
 				}
 			}
 		}
-		if h.Any > 0 {
-			list = append(list, h)
+		if best[2] == 0 {
+			continue
 		}
+		if best[2] > best[1] {
+			best[3] = best[2]
+		}
+		list = append(list, Held{n, best[0], best[1], best[3]})
 	}
 	return list
 }
@@ -378,7 +387,7 @@ func TestAgainstModel(t *testing.T) {
 		}
 		require.Zero(t, x.Blocks())
 		if p := x.planes[0]; p != nil {
-			require.Zero(t, p.own.size+p.other.size+len(p.sizes)+len(p.adapters), "nothing is left behind")
+			require.Zero(t, p.media[own].size+p.media[node].size+p.media[shared].size+len(p.sizes)+len(p.adapters), "nothing is left behind")
 		}
 	})
 }
@@ -479,7 +488,7 @@ func TestConcurrently(t *testing.T) {
 				default:
 				}
 				for _, h := range x.Prefix(&Prompt{Tokens: count(400)}) {
-					if h.Instance > 3 || h.Any > 400 || h.Own > h.Any {
+					if h.Instance > 3 || h.Node > 400 || h.Own > h.Node {
 						t.Error(h)
 						return
 					}
@@ -500,19 +509,19 @@ func FuzzApply(f *testing.F) {
 	require.NoError(f, err)
 	f.Add(payload)
 	f.Fuzz(func(t *testing.T, payload []byte) {
-		batch, err := kvevents.Decode(payload)
+		events, err := kvevents.Decode(payload)
 		if err != nil {
 			return
 		}
 		x := New(Config{MaxBlocks: 1000})
-		x.Apply(65, batch.Events)
-		x.Apply(66, batch.Events)
+		x.Apply(65, events)
+		x.Apply(66, events)
 		x.Prefix(&Prompt{Tokens: count(100)})
 		x.Forget(65)
 		x.Forget(66)
 		require.Zero(t, x.Blocks())
 		if p := x.planes[1]; p != nil {
-			require.Zero(t, p.own.size+p.other.size+len(p.sizes))
+			require.Zero(t, p.media[own].size+p.media[node].size+p.media[shared].size+len(p.sizes))
 		}
 	})
 }

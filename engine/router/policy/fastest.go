@@ -31,7 +31,7 @@ func (o *option) rank() float64 { return o.seconds + o.spread }
 
 // cost is what is expected of one candidate.
 type cost struct {
-	compute float64 // seconds to compute what it lacks of the prompt, after what waits
+	compute float64 // seconds to load what lies in stores and to compute what it lacks of the prompt, after what waits
 	wait    float64 // of these, for what waits
 	spread  float64 // seconds that it is put back by for what it had to compute lately, so that caches are used alike
 }
@@ -91,7 +91,10 @@ func (f *fastest) expect(p *Policy, r *Request, c field) {
 		for i := range list {
 			base, slope := p.learnt.compute(Role(role), list[i].Place)
 			wait := slope * list[i].Waiting
-			f.costs[role] = append(f.costs[role], cost{base + wait + slope*float64(max(1, r.Tokens-list[i].Held)), wait, slope * (list[i].Lately - least) / 10})
+			rest := slope * float64(max(1, r.Tokens-list[i].Hit.Tokens()))
+			f.costs[role] = append(f.costs[role], cost{
+				compute: base + wait + rest + p.learnt.fetch(Role(role), list[i].Place, list[i].Hit), wait: wait, spread: slope * (list[i].Lately - least) / 10,
+			})
 		}
 	}
 	f.order = f.order[:0]
@@ -106,14 +109,14 @@ func (f *fastest) expect(p *Policy, r *Request, c field) {
 // add lists the ways to serve a request with one decode instance.
 func (f *fastest) add(p *Policy, r *Request, c field, i int) {
 	d := &c.decodes[i]
-	rest := max(0, r.Tokens-d.Held)
+	lacks := float64(max(0, r.Tokens-d.Hit.Engine)) // what a ticket is for
 	if c.from != None {
 		base, slope := p.learnt.load(c.from, d.Place)
-		f.options = append(f.options, option{None, i, base + slope*float64(rest) + f.costs[Decode][i].wait, 0})
+		f.options = append(f.options, option{None, i, base + slope*lacks + f.costs[Decode][i].wait, 0})
 		return
 	}
 	alone := option{None, i, f.costs[Decode][i].compute, f.costs[Decode][i].spread}
-	if !p.learnt.all[Decode].known() && rest > short {
+	if !p.learnt.all[Decode].known() && r.Tokens-d.Hit.Tokens() > short {
 		alone.seconds = math.Inf(1)
 	}
 	f.options = append(f.options, alone)
@@ -126,7 +129,7 @@ func (f *fastest) add(p *Policy, r *Request, c field, i int) {
 			break // a suspect is only for where no other can be had
 		}
 		base, slope := p.learnt.load(c.prefills[j].Place, d.Place)
-		f.options = append(f.options, option{j, i, f.costs[Prefill][j].compute + base + slope*float64(rest) + f.costs[Decode][i].wait, f.costs[Prefill][j].spread})
+		f.options = append(f.options, option{j, i, f.costs[Prefill][j].compute + base + slope*lacks + f.costs[Decode][i].wait, f.costs[Prefill][j].spread})
 		if left--; left == 0 {
 			break
 		}
@@ -176,7 +179,7 @@ func (f *fastest) explore(p *Policy, r *Request, c field, best option) option {
 	}
 	i := f.best(c, func(o option) bool {
 		other := (o.prefill == None) != (best.prefill == None)
-		return other && (!math.IsInf(o.seconds, 1) || r.Tokens-c.decodes[o.decode].Held <= trial)
+		return other && (!math.IsInf(o.seconds, 1) || r.Tokens-c.decodes[o.decode].Hit.Tokens() <= trial)
 	})
 	if i < 0 || !math.IsInf(f.options[i].seconds, 1) && f.options[i].seconds > tolerable*best.seconds {
 		return best
@@ -188,10 +191,10 @@ func (f *fastest) explore(p *Policy, r *Request, c field, best option) option {
 
 // why says what was expected.
 func (f *fastest) why(r *Request, got *picked, of option, from int) string {
-	text := fmt.Sprintf("%.0f ms expected, decode holds %d of %d tokens, %d running", 1e3*of.seconds, got.decode.Held, r.Tokens, got.decode.Running)
+	text := fmt.Sprintf("%.0f ms expected, decode holds %s, %d running", 1e3*of.seconds, got.decode.Hit.of(r.Tokens), got.decode.Running)
 	switch {
 	case got.prefill != nil:
-		text += fmt.Sprintf("; prefill holds %d, %.0f tokens waiting", got.prefill.Held, got.prefill.Waiting)
+		text += fmt.Sprintf("; prefill holds %s, %.0f tokens waiting", got.prefill.Hit.of(r.Tokens), got.prefill.Waiting)
 	case from != None:
 		text += "; the prompt is computed already"
 	case got.without != "":

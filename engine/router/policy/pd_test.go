@@ -11,8 +11,8 @@ import (
 	"github.com/kvport/kvport/engine/router/policy"
 )
 
-// mixed is a trace of short and long prompts and of conversations.
-func mixed(seed uint64, seconds, gap float64) []job {
+// mixedTrace is one of short and long prompts and of conversations.
+func mixedTrace(seed uint64, seconds, gap float64) []job {
 	jobs := conversations(seed, int(seconds/gap/16), 6, gap*2, 5)
 	rng := rand.New(rand.NewPCG(seed, 2))
 	for at := 0.0; at < seconds; at += rng.ExpFloat64() * gap * 2 {
@@ -45,7 +45,7 @@ func TestPDAware(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			for seed := range uint64(2) {
-				trace := mixed(seed, 120, tt.gap)
+				trace := mixedTrace(seed, 120, tt.gap)
 				mean := func(name string, alone bool) (seconds, skipped float64) {
 					machines := cluster(tt.prefills, tt.decodes, 20_000)
 					for i, m := range machines {
@@ -79,7 +79,7 @@ func TestPDAware(t *testing.T) {
 func TestPDAwareWithoutStreams(t *testing.T) {
 	for _, streams := range []int{0, 10} {
 		for seed := range uint64(2) {
-			trace := mixed(seed, 120, 0.08)
+			trace := mixedTrace(seed, 120, 0.08)
 			rng := rand.New(rand.NewPCG(seed, 3))
 			for i := range trace {
 				trace[i].whole = rng.IntN(100) >= streams

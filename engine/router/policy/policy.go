@@ -56,8 +56,12 @@ type Request struct {
 	Fits func(prefill, decode int) bool
 }
 
-// Held is how many tokens at the beginning of a request's prompt an instance holds.
-type Held struct{ Place, Tokens int }
+// Held is what an instance holds of a request's prompt by its own word.
+type Held struct {
+	Place int
+	Hit   Hit
+	Sure  bool // it has looked into stores, too: what others say about a store that instances share does not count for it
+}
 
 // Why a choice has no prefill instance.
 const (
@@ -78,8 +82,8 @@ type Choice struct {
 type Leg struct {
 	Place   int
 	Compute int // tokens of the prompt that the instance is expected to compute
-	Load    int // and those that it is expected to load from the prefill instance
-	Held    int // and those that it was expected to hold
+	Load    int // and those that it is expected to load with the prefill instance's ticket
+	Hit     Hit // and those that it was expected to hold
 
 	role    Role
 	peer    int // place of the prefill instance whose ticket a decode instance gets, or None
@@ -110,7 +114,8 @@ type Policy struct {
 	rule      rule
 	instances []instance // by place
 	next      [roles]int // place where the next round begins
-	history   *history   // nil: the policy does not ask what instances hold
+	history   *history   // of instances; nil: the policy does not ask what they hold
+	shared    *history   // of the store that instances share, at place 0; nil with history
 	learnt    rates
 	births    int
 	scratch   [roles][]Candidate
@@ -126,7 +131,11 @@ type instance struct {
 	waiting []*Leg  // that have not been answered
 	drops   int     // how often the history took pieces back, of requests that were not answered
 
-	held, pieces int // tokens and pieces of the request that is being looked at; only valid within one choice
+	saves, loads bool // to the store that instances share, and from it
+
+	hit    Hit // of the request that is being looked at; only valid within one choice, as the next two
+	pieces int // that the history knows
+	sure   bool
 }
 
 // rule is how a policy chooses among the candidates that the filter leaves.
@@ -168,10 +177,12 @@ func (p *Policy) Use(c Config) error {
 	p.rule, p.name = r, c.Policy
 	switch {
 	case !prefixes:
-		p.history = nil
+		p.history, p.shared = nil, nil
 	case p.history == nil:
 		p.history = newHistory(cmp.Or(max(0, c.History), 1<<19))
 		p.history.fit(max(0, len(p.instances)-1))
+		p.shared = newHistory(cmp.Or(max(0, c.History), 1<<19))
+		p.shared.fit(0)
 	}
 	return nil
 }
@@ -189,7 +200,7 @@ func (p *Policy) Add(place int, in Instance) {
 	}
 	p.Remove(place)
 	p.births++
-	p.instances[place] = instance{Instance: in, born: p.births}
+	p.instances[place] = instance{Instance: in, born: p.births, loads: true}
 	if p.history != nil {
 		p.history.fit(place)
 	}
@@ -203,6 +214,12 @@ func (p *Policy) Remove(place int) {
 	p.Forget(place)
 	p.learnt.remove(place)
 	p.instances[place] = instance{}
+}
+
+// Shares says whether an instance saves what it has computed to a store that instances share, and whether it loads from
+// there. It is supposed to load until this is said.
+func (p *Policy) Shares(place int, saves, loads bool) {
+	p.instances[place].saves, p.instances[place].loads = saves, loads
 }
 
 // Forget drops what an instance held, because it was started again.
@@ -245,7 +262,7 @@ func (p *Policy) ChooseDecode(r *Request, prefill int) (Choice, bool) {
 func (p *Policy) ChoosePrefill(r *Request, chosen *Leg) Choice {
 	p.look(r)
 	decode := chosen.Place
-	p.instances[decode].held = chosen.Held // what the history says counts on this very request
+	p.instances[decode].hit = chosen.Hit // what the history says counts on this very request
 	prefills := p.candidates(Prefill, r)
 	fit := prefills[:0]
 	for _, one := range prefills {
@@ -259,7 +276,7 @@ func (p *Policy) ChoosePrefill(r *Request, chosen *Leg) Choice {
 	got := p.rule.pick(p, r, field{fit, []Candidate{p.candidate(decode, Up)}, None})
 	choice := Choice{Why: explain(r, got), Without: got.without}
 	if got.prefill != nil {
-		choice.Prefill = p.start(r, got.prefill, None, r.Tokens-got.prefill.Held)
+		choice.Prefill = p.start(r, got.prefill, None, r.Tokens-got.prefill.Hit.Tokens())
 		p.remember(r, got.prefill.Place)
 	}
 	return choice
@@ -276,7 +293,7 @@ func (p *Policy) choose(r *Request, prefills, decodes []Candidate, from int) (Ch
 		choice.Without = cmp.Or(got.without, p.without(len(prefills) > 0))
 	}
 	if got.prefill != nil {
-		choice.Prefill = p.start(r, got.prefill, None, r.Tokens-got.prefill.Held)
+		choice.Prefill = p.start(r, got.prefill, None, r.Tokens-got.prefill.Hit.Tokens())
 		p.remember(r, got.decode.Place, got.prefill.Place)
 		from = got.prefill.Place
 	} else {
@@ -284,9 +301,9 @@ func (p *Policy) choose(r *Request, prefills, decodes []Candidate, from int) (Ch
 	}
 	if from != None {
 		choice.Decode = p.start(r, got.decode, from, 0)
-		choice.Decode.Load = max(0, r.Tokens-got.decode.Held)
+		choice.Decode.Load = max(0, r.Tokens-got.decode.Hit.Engine)
 	} else {
-		choice.Decode = p.start(r, got.decode, None, r.Tokens-got.decode.Held)
+		choice.Decode = p.start(r, got.decode, None, r.Tokens-got.decode.Hit.Tokens())
 	}
 	return choice, true
 }
@@ -315,19 +332,29 @@ func (p *Policy) without(some bool) string {
 // look finds out what instances hold of a prompt.
 func (p *Policy) look(r *Request) {
 	for i := range p.instances {
-		p.instances[i].held, p.instances[i].pieces = 0, 0
+		p.instances[i].hit, p.instances[i].pieces, p.instances[i].sure = Hit{}, 0, false
 	}
 	if r.Tokens <= 0 {
 		r.Tokens = max(1, int(float64(r.Prompt.bytes)*p.learnt.perByte()))
 	}
+	shared := 0
 	if p.history != nil {
+		tokens := func(pieces int) int { return int(r.Prompt.share(pieces) * float64(r.Tokens)) }
 		p.history.look(r.Prompt.pieces, func(place, pieces int) {
-			p.instances[place].held, p.instances[place].pieces = int(r.Prompt.share(pieces)*float64(r.Tokens)), pieces
+			p.instances[place].hit.Engine, p.instances[place].pieces = tokens(pieces), pieces
 		})
+		p.shared.look(r.Prompt.pieces, func(_, pieces int) { shared = tokens(pieces) })
 	}
 	for _, h := range r.Held {
 		if h.Place >= 0 && h.Place < len(p.instances) {
-			p.instances[h.Place].held = min(max(0, h.Tokens), r.Tokens)
+			in := &p.instances[h.Place]
+			in.hit, in.sure = h.Hit.within(r.Tokens), h.Sure
+			shared = max(shared, in.hit.Shared)
+		}
+	}
+	for i := range p.instances {
+		if in := &p.instances[i]; in.loads && !in.sure {
+			in.hit.Shared = max(in.hit.Shared, shared)
 		}
 	}
 }
@@ -336,22 +363,30 @@ func (p *Policy) look(r *Request) {
 func (p *Policy) Known(r *Request) (most float64) {
 	p.look(r)
 	for i := range p.instances {
-		if in := &p.instances[i]; in.born > 0 && in.held > 0 && r.Standing(i) < Out {
-			most = max(most, float64(in.held)/float64(r.Tokens))
+		if in := &p.instances[i]; in.born > 0 && in.hit.Tokens() > 0 && r.Standing(i) < Out {
+			most = max(most, float64(in.hit.Tokens())/float64(r.Tokens))
 		}
 	}
 	return most
 }
 
-// Told notes that an instance holds the first of a prompt's tokens by its own word; of is how many the prompt has.
-func (p *Policy) Told(prompt *Prompt, place, tokens, of int) {
-	if p.history == nil || tokens <= 0 || tokens > of {
+// Told notes what an instance, or a store that it shares, holds of a prompt by its own word; of is how many tokens the
+// prompt has.
+func (p *Policy) Told(prompt *Prompt, place int, h Hit, of int) {
+	if p.history == nil || h.Tokens() > of {
 		return
 	}
-	n := int(float64(tokens) / float64(of) * float64(prompt.bytes) / PieceBytes)
-	pieces := prompt.pieces[:min(n, len(prompt.pieces))]
-	p.history.note(pieces, place)
-	p.instances[place].confirm(pieces)
+	pieces := func(tokens int) []uint64 {
+		n := int(float64(tokens) / float64(of) * float64(prompt.bytes) / PieceBytes)
+		return prompt.pieces[:min(n, len(prompt.pieces))]
+	}
+	if h.Engine > 0 {
+		p.history.note(pieces(h.Engine), place)
+		p.instances[place].confirm(pieces(h.Engine))
+	}
+	if h.Shared > 0 {
+		p.shared.note(pieces(h.Shared), 0)
+	}
 }
 
 // confirm notes that the instance holds these pieces for certain: legs that also wait for them do not take them back.
@@ -389,7 +424,10 @@ func (p *Policy) candidates(role Role, r *Request) []Candidate {
 
 func (p *Policy) candidate(place int, s Standing) Candidate {
 	in := &p.instances[place]
-	return Candidate{Instance: in.Instance, Place: place, Standing: s, Running: in.running, Waiting: in.queued, Lately: in.lately, Held: in.held}
+	return Candidate{
+		Instance: in.Instance, Place: place, Standing: s, Running: in.running, Waiting: in.queued, Lately: in.lately,
+		Hit: in.hit, Saved: p.learnt.saved(in.Role, place, in.hit),
+	}
 }
 
 // best keeps the candidates of the best standing.
@@ -420,7 +458,7 @@ func (p *Policy) start(r *Request, c *Candidate, peer, compute int) *Leg {
 	in := &p.instances[c.Place]
 	l := &Leg{
 		Place: c.Place, Compute: max(0, compute), role: c.Role, peer: peer, prompt: r.Tokens, bytes: r.Prompt.bytes,
-		Held: c.Held, born: in.born, waiting: true, running: true, pieces: r.Prompt.pieces, before: in.pieces, drops: in.drops,
+		Hit: c.Hit, born: in.born, waiting: true, running: true, pieces: r.Prompt.pieces, before: in.pieces, drops: in.drops,
 	}
 	in.running++
 	in.waiting = append(in.waiting, l)
@@ -466,7 +504,7 @@ func (p *Policy) Unaided(l *Leg) {
 	if l.peer == None || !l.waiting {
 		return
 	}
-	l.peer, l.Load, l.Compute = None, 0, max(1, l.prompt-l.Held)
+	l.peer, l.Load, l.Compute = None, 0, max(1, l.prompt-l.Hit.Tokens())
 	if in := p.at(l); in != nil {
 		in.queued += float64(l.Compute)
 	}
@@ -499,6 +537,9 @@ func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
 		in.confirm(l.pieces)
 		if in.drops != l.drops { // another's failure may have taken its pieces back
 			p.history.note(l.pieces, l.Place)
+		}
+		if in.saves {
+			p.shared.note(l.pieces, 0)
 		}
 	}
 	if u.Prompt > 0 && (l.bytes == 0 || u.Prompt <= l.bytes+MaxTemplate) {

@@ -28,6 +28,9 @@ func made(t testing.TB, c Config, prefills, decodes int) *Policy {
 	return p
 }
 
+// owns says that an instance has tokens in its own cache.
+func owns(place, tokens int) Held { return Held{Place: place, Hit: Hit{Engine: tokens}} }
+
 // end ends the legs of a choice.
 func end(p *Policy, c Choice) {
 	p.Done(c.Prefill)
@@ -66,6 +69,7 @@ func TestChoiceProperty(t *testing.T) {
 		for i := range instances {
 			instances[i] = Instance{Role(rapid.IntRange(0, 1).Draw(t, "role")), fmt.Sprint(i), fmt.Sprint(rapid.IntRange(0, 1).Draw(t, "group"))}
 			p.Add(i, instances[i])
+			p.Shares(i, rapid.Bool().Draw(t, "saves"), rapid.Bool().Draw(t, "loads"))
 		}
 		var running []*Leg
 		now := time.Unix(0, 0)
@@ -76,18 +80,13 @@ func TestChoiceProperty(t *testing.T) {
 				Prompt:   NewPrompt(1, nil, make([]byte, rapid.IntRange(0, 2000).Draw(t, "bytes"))),
 				Session:  rapid.SampledFrom([]string{"", "a", "b"}).Draw(t, "session"),
 				Alone:    rapid.Bool().Draw(t, "alone"),
-				Held:     []Held{{rapid.IntRange(-1, 9).Draw(t, "place"), rapid.IntRange(-5, 5000).Draw(t, "tokens")}},
+				Held:     []Held{{rapid.IntRange(-1, 9).Draw(t, "place"), someHit(t, -5, 5000), rapid.Bool().Draw(t, "sure")}},
 				Explain:  true,
 				Standing: func(place int) Standing { return standings[place] },
 				Fits:     func(prefill, decode int) bool { return !apart[prefill*n+decode] },
 			}
 			c, ok := p.Choose(r)
-			best := Out
-			for i, in := range instances {
-				if in.Role == Decode {
-					best = min(best, standings[i])
-				}
-			}
+			best := bestDecode(instances, standings)
 			require.Equal(t, best < Out, ok)
 			if !ok {
 				continue
@@ -128,6 +127,17 @@ func TestChoiceProperty(t *testing.T) {
 	})
 }
 
+// bestDecode is the best standing of a decode instance.
+func bestDecode(instances []Instance, standings []Standing) Standing {
+	best := Out
+	for i, in := range instances {
+		if in.Role == Decode {
+			best = min(best, standings[i])
+		}
+	}
+	return best
+}
+
 // After a prefill instance failed another one that fits is chosen, and after a decode instance failed another one that
 // fits the prefill instance that has the prompt.
 func TestChooseAgain(t *testing.T) {
@@ -156,7 +166,7 @@ func TestChooseAgain(t *testing.T) {
 			require.True(t, ok)
 			require.NotEqual(t, 3, other.Decode.Place)
 			require.Empty(t, other.Without)
-			require.Equal(t, 1000, other.Decode.Load+other.Decode.Held)
+			require.Equal(t, 1000, other.Decode.Load+other.Decode.Hit.Engine)
 			out[4], out[5] = true, true
 			_, ok = p.ChooseDecode(r, 2)
 			require.False(t, ok, "the one that is left does not fit")
@@ -297,10 +307,10 @@ func TestPrefixAware(t *testing.T) {
 		require.Contains(t, other.Why, "holds 0 of 2000 tokens")
 	}
 	told := (first[0].Prefill.Place + 1) % 3
-	c := choose(Request{Prompt: NewPrompt(1, nil, texts[0]), Held: []Held{{first[0].Prefill.Place, 0}, {told, 2000}, {77, 2000}, {-1, 9}}})
+	c := choose(Request{Prompt: NewPrompt(1, nil, texts[0]), Held: []Held{owns(first[0].Prefill.Place, 0), owns(told, 2000), owns(77, 2000), owns(-1, 9)}})
 	require.Equal(t, told, c.Prefill.Place)
 	p.Forget(told)
-	require.NotContains(t, choose(Request{Prompt: NewPrompt(1, nil, texts[0]), Held: []Held{{first[0].Prefill.Place, 0}}}).Why, "prefill prefix 1: holds 1")
+	require.NotContains(t, choose(Request{Prompt: NewPrompt(1, nil, texts[0]), Held: []Held{owns(first[0].Prefill.Place, 0)}}).Why, "prefill prefix 1: holds 1")
 }
 
 // TestHistoryCountsAnswers: others follow to an instance that computes their prompt, but what it did not answer it does not
@@ -323,7 +333,7 @@ func TestHistoryCountsAnswers(t *testing.T) {
 		holds := func() int {
 			c := choose(10)
 			end(p, c)
-			return leg(c).Held
+			return leg(c).Hit.Engine
 		}
 		require.Zero(t, holds())
 		require.Zero(t, holds(), "it was chosen and did not answer")
@@ -332,7 +342,7 @@ func TestHistoryCountsAnswers(t *testing.T) {
 		require.Equal(t, 4, holds(), "it fails a longer one")
 
 		first, second := choose(10), choose(10)
-		require.Equal(t, 10, leg(second).Held, "the first one computes it")
+		require.Equal(t, 10, leg(second).Hit.Engine, "the first one computes it")
 		end(p, first)
 		require.Equal(t, 4, holds())
 		answered(p, second)
@@ -343,7 +353,7 @@ func TestHistoryCountsAnswers(t *testing.T) {
 			func() { answered(p, choose(6)) },
 			func() {
 				prompt := NewPrompt(1, nil, text)
-				p.Told(&prompt, leg(second).Place, 6, 10)
+				p.Told(&prompt, leg(second).Place, Hit{Engine: 6}, 10)
 			},
 		} {
 			text[1]++
@@ -402,15 +412,15 @@ func TestTold(t *testing.T) {
 	prompt := NewPrompt(1, nil, make([]byte, 10*PieceBytes))
 	r := &Request{Prompt: prompt, Tokens: 300, Standing: all}
 	for _, wrong := range [][2]int{{0, 300}, {-1, 300}, {301, 300}, {1, 0}} {
-		p.Told(&prompt, 1, wrong[0], wrong[1])
+		p.Told(&prompt, 1, Hit{Engine: wrong[0]}, wrong[1])
 		require.Zero(t, p.Known(r))
 	}
-	p.Told(&prompt, 1, 165, 300)
+	p.Told(&prompt, 1, Hit{Engine: 165}, 300)
 	require.InDelta(t, 0.5, p.Known(r), 0.01) // 5 whole pieces
 	c, _ := p.Choose(r)
 	require.Equal(t, 1, c.Decode.Place)
-	require.Equal(t, 150, c.Decode.Held)
-	p.Told(&prompt, 1, 300, 300)
+	require.Equal(t, Hit{Engine: 150}, c.Decode.Hit)
+	p.Told(&prompt, 1, Hit{Engine: 300}, 300)
 	require.Equal(t, 1.0, p.Known(r))
 	r.Standing = func(place int) Standing { return Standing(2 * place) }
 	require.Zero(t, p.Known(r), "of those that may be chosen")
@@ -427,7 +437,7 @@ func TestSkips(t *testing.T) {
 	c, _ = p.Choose(&Request{Tokens: 3000, Standing: all})
 	require.NotNil(t, c.Prefill)
 	end(p, c)
-	c, _ = p.Choose(&Request{Tokens: 3000, Held: []Held{{1, 2990}}, Standing: all})
+	c, _ = p.Choose(&Request{Tokens: 3000, Held: []Held{owns(1, 2990)}, Standing: all})
 	require.Nil(t, c.Prefill)
 	end(p, c)
 	// From here on decode computes a token in 1 ms, prefill in 0.1 ms, and a load takes 50 ms and 0.01 ms a token.
@@ -457,7 +467,7 @@ func TestSkips(t *testing.T) {
 		tokens, held int
 		alone        bool
 	}{{40, 0, true}, {100, 0, false}, {1000, 0, false}, {1000, 960, true}, {1000, 800, false}} {
-		c, _ := p.Choose(&Request{Tokens: tt.tokens, Held: []Held{{1, tt.held}}, Standing: all})
+		c, _ := p.Choose(&Request{Tokens: tt.tokens, Held: []Held{owns(1, tt.held)}, Standing: all})
 		require.Equal(t, tt.alone, c.Prefill == nil, "%+v", tt)
 		end(p, c)
 	}
@@ -667,7 +677,7 @@ func BenchmarkChoose(b *testing.B) {
 				now = now.Add(time.Millisecond)
 				if c.Prefill != nil {
 					p.Sent(c.Prefill, now)
-					p.Answered(c.Prefill, now.Add(30*time.Millisecond), Usage{Prompt: 8192, Cached: c.Prefill.Held})
+					p.Answered(c.Prefill, now.Add(30*time.Millisecond), Usage{Prompt: 8192, Cached: c.Prefill.Hit.Tokens()})
 				}
 				p.Sent(c.Decode, now)
 				p.Answered(c.Decode, now.Add(40*time.Millisecond), Usage{})

@@ -45,10 +45,12 @@ func (l *line) fit() (base, slope float64) {
 // rates is what was learnt from answers: about instances, about pairs, and about all of a kind together, which
 // counts where one instance or pair was measured seldom.
 type rates struct {
-	instances map[int]*line  // seconds until the first byte, by tokens that waited and were computed
-	pairs     map[pair]*line // seconds until the first byte at a decode instance, by tokens that it loaded
+	instances map[int]*line   // seconds until the first byte, by tokens that waited and were computed
+	pairs     map[pair]*line  // seconds until the first byte at a decode instance, by tokens that it loaded by ticket
+	stores    map[store]*line // seconds that are not for computing, by tokens that an instance loaded from there
 	all       [roles]line
 	loads     line
+	fetches   [2]line // from stores of a node, and from one that instances share
 
 	tokens, bytes float64 // of prompts
 	count         int     // measurements
@@ -57,9 +59,15 @@ type rates struct {
 // pair are the places of a prefill and a decode instance.
 type pair struct{ prefill, decode int }
 
+// store is a store of its node (0), or one that instances share (1), as the instance at a place loads from it.
+type store struct{ place, kind int }
+
 func newRates() rates {
-	return rates{instances: map[int]*line{}, pairs: map[pair]*line{}}
+	return rates{instances: map[int]*line{}, pairs: map[pair]*line{}, stores: map[store]*line{}}
 }
+
+// unmeasured is what it costs to load a token from a store, beside computing it, as long as nobody has measured that.
+const unmeasured = 0.5
 
 // How much the measurements of all instances of a kind together count beside those of one of them: as many
 // measurements as together says, and more the longer the one was not measured. Half of what was measured at one
@@ -88,7 +96,11 @@ func (r *rates) length(tokens, bytes int) {
 func (r *rates) answered(l *Leg, seconds float64) {
 	r.count++
 	if l.peer == None {
+		if r.fetched(l, seconds) {
+			return
+		}
 		tokens := l.ahead + float64(l.Compute)
+		seconds = max(0, seconds-r.fetch(l.role, l.Place, l.Hit))
 		one(r.instances, l.Place).add(r.count, tokens, seconds)
 		r.all[l.role].add(r.count, tokens, seconds)
 		return
@@ -99,7 +111,27 @@ func (r *rates) answered(l *Leg, seconds float64) {
 	r.loads.add(r.count, float64(l.Load), seconds)
 }
 
-// one is the line of an instance or a pair.
+// fetched takes the time of a leg as that of loading from a store, if more was to be loaded from there than computed, and
+// reports whether it was. What counts is what was expected, so that a store that does not have it is a slow one.
+func (r *rates) fetched(l *Leg, seconds float64) bool {
+	tokens := l.ahead + float64(max(0, l.prompt-l.Hit.Tokens()))
+	node, shared := l.Hit.stored()
+	if float64(node+shared) <= tokens || !r.all[l.role].known() {
+		return false
+	}
+	from := store{l.Place, 0}
+	if shared > node {
+		from.kind = 1
+	}
+	base, slope := r.compute(l.role, l.Place)
+	seconds = max(0, seconds-base-slope*tokens)
+	one(r.stores, from).add(r.count, float64(node+shared), seconds)
+	r.fetches[from.kind].add(r.count, float64(node+shared), seconds)
+	r.all[l.role].at = r.count // this way to serve a request was measured, too
+	return true
+}
+
+// one is the line of an instance, a pair or a store.
 func one[K comparable](lines map[K]*line, key K) *line {
 	l := lines[key]
 	if l == nil {
@@ -119,6 +151,39 @@ func (r *rates) load(prefill, decode int) (base, slope float64) {
 	return r.estimate(r.pairs[pair{prefill, decode}], &r.loads)
 }
 
+// fetch is the seconds that an instance takes to load what a hit has in stores.
+func (r *rates) fetch(role Role, place int, h Hit) (seconds float64) {
+	node, shared := h.stored()
+	for kind, tokens := range [2]int{node, shared} {
+		if tokens == 0 {
+			continue
+		}
+		var base, slope float64
+		if all := &r.fetches[kind]; all.known() {
+			base, slope = r.estimate(r.stores[store{place, kind}], all)
+		} else {
+			_, slope = r.compute(role, place)
+			slope *= unmeasured
+		}
+		seconds += base + slope*float64(tokens)
+	}
+	return seconds
+}
+
+// saved is how many tokens of a hit an instance need not compute, less those that it could compute while it loads.
+func (r *rates) saved(role Role, place int, h Hit) float64 {
+	node, shared := h.stored()
+	stored := float64(node + shared)
+	if stored == 0 {
+		return float64(h.Engine)
+	}
+	lost := unmeasured * stored
+	if _, slope := r.compute(role, place); slope > 0 {
+		lost = r.fetch(role, place, h) / slope
+	}
+	return float64(h.Engine) + max(0, stored-lost)
+}
+
 // estimate is between what was measured at one and at all.
 func (r *rates) estimate(one, all *line) (base, slope float64) {
 	if one == nil {
@@ -132,6 +197,8 @@ func (r *rates) estimate(one, all *line) (base, slope float64) {
 // remove forgets an instance and its pairs.
 func (r *rates) remove(place int) {
 	delete(r.instances, place)
+	delete(r.stores, store{place, 0})
+	delete(r.stores, store{place, 1})
 	for is := range r.pairs {
 		if is.prefill == place || is.decode == place {
 			delete(r.pairs, is)

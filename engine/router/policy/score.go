@@ -18,7 +18,8 @@ type Candidate struct {
 	Running  int     // requests that it has
 	Waiting  float64 // tokens of prompts that it has been given to compute, for requests that are not answered yet
 	Lately   float64 // tokens of prompts that it had to compute for its last requests, about 64
-	Held     int     // tokens at the beginning of the request's prompt that it is believed to hold
+	Hit      Hit     // what it is believed to hold of the request's prompt
+	Saved    float64 // tokens of the hit, less those that it could compute in the time in which it loads what lies in stores
 }
 
 // Load is the work that an instance has, in tokens of prompts. An answer that is being generated counts as 1,024.
@@ -70,7 +71,7 @@ func (loadScorer) Why(_ *Request, c *Candidate) string {
 	return fmt.Sprintf("%d running, %.0f tokens waiting, %.0f lately", c.Running, c.Waiting, c.Lately)
 }
 
-// prefixScorer prefers instances that hold much of the prompt, unless they have too much to do.
+// prefixScorer prefers instances that hold much of the prompt, near at hand, unless they have too much to do.
 type prefixScorer struct{}
 
 func (prefixScorer) Score(r *Request, candidates []Candidate, scores []float64) {
@@ -78,13 +79,13 @@ func (prefixScorer) Score(r *Request, candidates []Candidate, scores []float64) 
 	for i := range candidates {
 		scores[i] = 0
 		if c := &candidates[i]; c.Load() <= most {
-			scores[i] = float64(c.Held) / scale(r)
+			scores[i] = c.Saved / scale(r)
 		}
 	}
 }
 
 func (prefixScorer) Why(r *Request, c *Candidate) string {
-	return fmt.Sprintf("holds %d of %d tokens", c.Held, r.Tokens)
+	return "holds " + c.Hit.of(r.Tokens)
 }
 
 // sessionScorer prefers one instance for each session: the first by a hash of both, among those that do not have too

@@ -68,7 +68,8 @@ type machine struct {
 	cache   *cache
 	rate    float64 // seconds for each token of a prompt
 	base    float64
-	link    float64 // seconds for each token that it loads
+	link    float64 // seconds for each token that it loads from another
+	fetch   float64 // and for each that it loads from the store
 	free    float64 // when it has computed all that it has been given
 	running int
 }
@@ -115,8 +116,10 @@ func (e *events) Pop() any {
 type world struct {
 	policy   *policy.Policy
 	machines []*machine
-	told     bool // the policy is told what each engine holds
-	alone    bool // never a prefill instance
+	told     bool   // the policy is told what each engine holds
+	store    *cache // that all engines share; nil: none
+	mixed    bool   // what lies in the store is told as if it were in the engine's own cache
+	alone    bool   // never a prefill instance
 
 	events events
 	n      int
@@ -160,7 +163,12 @@ func (w *world) arrive(now float64, j job) {
 	r := &policy.Request{Prompt: j.prompt, Session: j.session, Alone: w.alone, Whole: j.whole, Standing: func(int) policy.Standing { return policy.Up }}
 	if w.told {
 		for place, m := range w.machines {
-			r.Held = append(r.Held, policy.Held{Place: place, Tokens: m.cache.held(j.blocks)})
+			own, all := w.held(m, j)
+			h := policy.Held{Place: place, Hit: policy.Hit{Engine: own, Shared: all}, Sure: true}
+			if w.mixed {
+				h.Hit = policy.Hit{Engine: all}
+			}
+			r.Held = append(r.Held, h)
 		}
 	}
 	c, _ := w.policy.Choose(r)
@@ -173,8 +181,7 @@ func (w *world) arrive(now float64, j job) {
 		return
 	}
 	w.policy.Sent(c.Prefill, stamp(now))
-	usage, done := w.compute(now, c.Prefill, j)
-	w.at(done, func(now float64) {
+	w.compute(now, c.Prefill, j, func(now float64, usage policy.Usage) {
 		w.policy.Answered(c.Prefill, stamp(now), usage)
 		w.policy.Done(c.Prefill)
 		w.machines[c.Prefill.Place].running--
@@ -182,24 +189,45 @@ func (w *world) arrive(now float64, j job) {
 	})
 }
 
-// compute queues a prompt at a machine.
-func (w *world) compute(now float64, l *policy.Leg, j job) (policy.Usage, float64) {
+// held is how many tokens of a prompt a machine has, and how many there and in the store.
+func (w *world) held(m *machine, j job) (own, all int) {
+	own = m.cache.held(j.blocks)
+	if w.store == nil {
+		return own, own
+	}
+	return own, max(own, w.store.held(j.blocks))
+}
+
+// compute queues a prompt at a machine, after it has loaded what the store has, which keeps nobody else from computing.
+func (w *world) compute(now float64, l *policy.Leg, j job, done func(now float64, u policy.Usage)) {
 	m := w.machines[l.Place]
-	u := policy.Usage{Prompt: j.tokens, Cached: m.cache.held(j.blocks)}
+	own, all := w.held(m, j)
+	u := policy.Usage{Prompt: j.tokens, Cached: all}
 	w.prompt += u.Prompt
 	w.cached += u.Cached
-	done := m.compute(now, u.Prompt-u.Cached)
-	m.cache.use(j.blocks)
-	m.running++
-	return u, done
+	start := func(now float64) {
+		first := m.compute(now, u.Prompt-u.Cached)
+		m.running++
+		m.cache.use(j.blocks)
+		w.at(first, func(now float64) {
+			if w.store != nil {
+				w.store.use(j.blocks)
+			}
+			done(now, u)
+		})
+	}
+	if all == own {
+		start(now)
+		return
+	}
+	w.at(now+m.fetch*float64(all-own), start)
 }
 
 func (w *world) decode(now, arrived float64, l *policy.Leg, j job, ticket bool) {
 	m := w.machines[l.Place]
 	w.policy.Sent(l, stamp(now))
 	if !ticket {
-		_, first := w.compute(now, l, j)
-		w.at(first, func(now float64) { w.first(now, arrived, l, j) })
+		w.compute(now, l, j, func(now float64, _ policy.Usage) { w.first(now, arrived, l, j) })
 		return
 	}
 	lacks := j.tokens - m.cache.held(j.blocks)
