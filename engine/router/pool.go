@@ -361,22 +361,27 @@ func (c *checker) probe(ctx context.Context, u *url.URL) checked {
 	case http.StatusOK:
 		return checked{result: healthy, says: parseFit(body)}
 	case http.StatusServiceUnavailable:
-		return checked{result: unready(body)}
+		return unready(body, resp.Header)
 	case http.StatusUnauthorized, http.StatusForbidden:
 		return checked{result: silent, why: fmt.Sprintf("HTTP %d at /health: %s", resp.StatusCode, c.remedy)}
 	}
 	return checked{result: silent, why: fmt.Sprintf("HTTP %d at /health", resp.StatusCode)}
 }
 
-// unready says what a 503 with such a body means: an engine that is still loading says so.
-func unready(body []byte) probe {
+// unready says what a 503 means: an instance that is still loading says so, and one that drains says so or when to come
+// back. One that says neither is broken: vLLM answers so when its engine has died.
+func unready(body []byte, header http.Header) checked {
 	var h struct {
 		Status string `json:"status"`
 	}
-	if json.Unmarshal(body, &h) == nil && h.Status == "loading" {
-		return starting
+	_ = json.Unmarshal(body, &h) // what is no JSON has no status
+	switch {
+	case h.Status == "loading":
+		return checked{result: starting}
+	case h.Status == "draining" || header.Get("Retry-After") != "":
+		return checked{result: leaving}
 	}
-	return leaving
+	return checked{result: failing, why: "HTTP 503 at /health, without a word of draining"}
 }
 
 // When an instance is left out, and how long.
@@ -475,8 +480,9 @@ type probe uint8
 
 const (
 	healthy  probe = iota
-	leaving        // 503: the instance drains
+	leaving        // 503 that says so: the instance drains
 	starting       // 503 that says so: its model is still loading
+	failing        // 503 that says nothing: the engine behind the server has died
 	refused        // nobody listens
 	silent         // no answer in time, a broken one, or another status
 )
@@ -518,7 +524,7 @@ func (t *table) probed(i int, p probe) (changed bool) {
 		in.state = draining
 	case starting:
 		in.state = loading
-	case refused:
+	case failing, refused:
 		in.state = down
 	case silent:
 		if in.silence++; in.silence >= silences {
