@@ -55,6 +55,7 @@ type routeFlags struct {
 
 	config                 string
 	maxInFlight, queueSize int
+	instanceInFlight       int
 	queueTimeout           time.Duration
 	each                   clientLimits
 	attempts               int
@@ -107,6 +108,7 @@ func newRoute() *cobra.Command {
 func (f *routeFlags) addFront(cmd *cobra.Command) {
 	flags := cmd.Flags()
 	flags.IntVar(&f.maxInFlight, "max-in-flight", maxRouted, "requests that run at once at most, and at most three quarters of --max-connections")
+	flags.IntVar(&f.instanceInFlight, "instance-max-in-flight", 0, "requests that run at once on one instance, for those that say no lower number in /health; 0: what each says, and any number on those that say none")
 	flags.IntVar(&f.queueSize, "queue-size", maxQueued, "further requests that wait at most, as far as three quarters of --max-connections allow")
 	flags.DurationVar(&f.queueTimeout, "queue-timeout", 30*time.Second, "how long a request may wait before it gets a 429")
 	flags.IntVar(&f.each.InFlight, "key-max-in-flight", 0, "requests of one client that run at once, 0 for any number; further ones wait")
@@ -161,7 +163,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey,
 		Events: events, QueryTimeout: cmp.Or(f.queryTimeout, -1), Log: slog.Default(), Metrics: registry, Gatherer: registry, File: f.file(), DNS: f.dns(),
 		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, TurnsWhereKnown: byDefault, TurnsFile: f.turnsFile,
-		MaxInFlight: inFlight, MaxQueue: f.queue(inFlight), QueueTimeout: f.queueTimeout,
+		MaxInFlight: inFlight, InstanceInFlight: f.instanceInFlight, MaxQueue: f.queue(inFlight), QueueTimeout: f.queueTimeout,
 		Limits: router.Limits{Each: f.each.limits()}, Attempts: f.attempts, RetryShare: f.retryShare, Backoff: f.backoff,
 		Known:          func(authorization string) bool { return t.knows(authorization) },
 		SharedKeys:     func() bool { return t.severalKeys() },

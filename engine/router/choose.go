@@ -116,6 +116,7 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 	r := c.router
 	q := &policy.Request{Session: c.session, Alone: c.method != "" || c.body.several(), Explain: c.explain || r.config.Log.Enabled(ctx, slog.LevelDebug)}
 	if c.method != "" {
+		q.NoWork = true
 		return q
 	}
 	q.Tokens = c.size / 4 // about
@@ -298,7 +299,7 @@ func (p *pool) chooseFor(d target, r *policy.Request, tried map[int]bool) (t tar
 func (p *pool) filter(r *policy.Request, tried map[int]bool) {
 	now := time.Now()
 	r.Standing = func(i int) policy.Standing {
-		if tried[i] || !p.known[i].admits(now) {
+		if tried[i] || !p.known[i].admits(now) || !r.NoWork && p.isFull(i) {
 			return policy.Out
 		}
 		return p.table.standing(i)
@@ -314,6 +315,7 @@ func (p *pool) take(l *policy.Leg, tried map[int]bool) target {
 	i := l.Place
 	tried[i] = true
 	p.known[i].users++
+	p.known[i].load.running++
 	p.known[i].breaker.picked()
 	return target{index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l}
 }
@@ -377,6 +379,7 @@ func (p *pool) done(t target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.policy.Done(t.leg)
+	p.ended(t.index)
 }
 
 // usage is what an answer says about its prompt.

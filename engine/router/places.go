@@ -192,7 +192,13 @@ func (p *pool) add(s spec) int {
 		p.urls, p.lives, p.known = append(p.urls, nil), append(p.lives, life{}), append(p.known, registered{})
 	}
 	p.table.instances[i] = instance{role: s.role, group: s.group}
-	p.urls[i], p.lives[i], p.known[i] = s.url, newLife(), registered{}
+	load := &inFlight{}
+	for r := range roles {
+		if other := p.find(r, s.url); other >= 0 {
+			load = p.known[other].load
+		}
+	}
+	p.urls[i], p.lives[i], p.known[i] = s.url, newLife(), registered{load: load}
 	p.places[identity{s.role, placeOf(s.url)}] = i
 	p.policy.Add(i, s.role.instance(placeOf(s.url), s.group))
 	p.everPrefill = p.everPrefill || s.role == prefill
@@ -204,7 +210,7 @@ func (p *pool) add(s spec) int {
 // cameBack forgets what was wrong with an instance before it left. The caller holds mu.
 func (p *pool) cameBack(i int) {
 	k := &p.known[i]
-	k.breaker, k.rested, k.unwell, k.refusal, k.warned = breaker{}, time.Time{}, "", "", nil
+	k.breaker, k.rested, k.others, k.unwell, k.refusal, k.warned = breaker{}, time.Time{}, 0, "", "", nil
 	p.metrics.setBroken(p.urls[i].String(), p.table.instances[i].role, false)
 	if p.lives[i].ctx.Err() != nil {
 		p.lives[i] = newLife()

@@ -258,7 +258,7 @@ func TestInstanceComesBack(t *testing.T) {
 	for range breakAfter {
 		p.failed(d, false)
 	}
-	p.rests(d, time.Minute)
+	p.rests(d, time.Minute, false)
 	for range silences {
 		p.probed(d.index, silent)
 	}

@@ -49,6 +49,7 @@ type Request struct {
 	Alone   bool   // a prefill instance cannot help, as with a list of prompts
 	Whole   bool   // the answer is not streamed, so its first byte comes with the last and tells nothing about the prompt
 	Explain bool   // the choice has reasons in words
+	NoWork  bool   // nothing is computed for it, so it may go where as many requests run as may
 
 	// Standing is the filter: it is asked once for each place at most.
 	Standing func(place int) Standing
