@@ -72,7 +72,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		queueSeconds:  s.Histogram("kvport_router_queue_seconds", "How long requests waited until they could run or were refused.", prometheus.ExponentialBuckets(0.001, 2, 18)),
 		refusals:      s.Counters("kvport_router_refusals_total", "Requests that were not admitted: the queue was full, they waited too long, or their client's rate or its room for bodies is used up.", "reason"),
 		exhausted:     s.Counter("kvport_router_retries_exhausted_total", "Attempts that failed and were not made again, since the budget of retries was used up."),
-		lookups:       s.Counters("kvport_router_dns_lookups_total", "Lookups of DNS names that stand for instances.", "result"),
+		lookups:       s.Counters("kvport_router_dns_lookups_total", "Lookups of DNS names that stand for instances: ok, failed, and those of names with more instances than are used (cut).", "result"),
 		fileReads:     s.Counters("kvport_router_config_reloads_total", "Contents of the config file that were new: used (ok) or not (bad).", "result"),
 		fileBad:       s.Gauge("kvport_router_config_bad", "1 if the config file cannot be used as it is now, and what it said before counts."),
 		registrations: s.Counters("kvport_router_registrations_total", "Registrations of instances by HTTP status.", "code"),
