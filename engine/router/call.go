@@ -34,6 +34,7 @@ type call struct {
 	started time.Time
 	size    int             // of its body, in bytes
 	session string          // key of its session; empty: none
+	client  string          // whose it is
 	explain bool            // the client asks why its instances are chosen, and may know
 	request *policy.Request // what the choice depends on
 	failed  map[int]bool    // instances of either role that this request does not try again

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/zeebo/xxh3"
+
 	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/internal/register"
 )
@@ -127,6 +129,7 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 	q.Tokens = c.body.tokenIDs()
 	scope, beginning := c.body.beginning()
 	q.Prompt = policy.NewPrompt(r.seed, scope, beginning)
+	q.Prompt.Client = xxh3.HashStringSeed(c.client, r.seed)
 	for _, h := range r.holders {
 		q.Held = append(q.Held, h.held(ctx, c)...)
 	}

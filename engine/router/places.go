@@ -323,12 +323,10 @@ func (p *pool) recycle(forget func(places map[int]bool)) {
 func (t *turns) forget(places map[int]bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for at := t.order.Front(); at != nil; {
-		next := at.Next()
-		if last, is := at.Value.(turn); is && places[last.instance] {
-			t.drop(at)
+	for mark, slot := range t.marked.All() {
+		if places[t.held[slot].instance] {
+			t.drop(mark, slot)
 		}
-		at = next
 	}
 }
 

@@ -363,6 +363,7 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		return unavailable
 	}
 	client, limits := r.clientOf(req)
+	c.client = client
 	err := r.gate.hold(client, len(body))
 	if refusal, refused := errors.AsType[*admission.RefusedError](err); refused {
 		return r.tellRefusal(c, refusal, &limits)

@@ -92,6 +92,7 @@ type Leg struct {
 	waiting bool // it has not been answered
 	running bool
 
+	client uint64
 	pieces []uint64 // of the prompt, from the beginning
 	before int      // how many of these were known to be at the place before, or have been answered beside
 	drops  int      // of the instance, before
@@ -351,7 +352,7 @@ func (p *Policy) Told(prompt *Prompt, place, tokens, of int) {
 	}
 	n := int(float64(tokens) / float64(of) * float64(prompt.bytes) / PieceBytes)
 	pieces := prompt.pieces[:min(n, len(prompt.pieces))]
-	p.history.note(pieces, place)
+	p.history.add(pieces, prompt.Client, place)
 	p.instances[place].confirm(pieces)
 }
 
@@ -364,11 +365,11 @@ func (in *instance) confirm(pieces []uint64) {
 	}
 }
 
-// remember notes that instances will hold the prompt for which look was called: others with this prompt should follow
+// remember notes that instances will hold the prompt: others with this prompt should follow
 // before the first is answered. Done takes it back if the instance does not answer.
 func (p *Policy) remember(r *Request, places ...int) {
 	if p.history != nil {
-		p.history.add(r.Prompt.pieces, places)
+		p.history.add(r.Prompt.pieces, r.Prompt.Client, places...)
 	}
 }
 
@@ -421,7 +422,7 @@ func (p *Policy) start(r *Request, c *Candidate, peer, compute int) *Leg {
 	in := &p.instances[c.Place]
 	l := &Leg{
 		Place: c.Place, Compute: max(0, compute), role: c.Role, peer: peer, prompt: r.Tokens, bytes: r.Prompt.bytes,
-		Held: c.Held, born: in.born, waiting: true, running: true, pieces: r.Prompt.pieces, before: in.pieces, drops: in.drops,
+		Held: c.Held, born: in.born, waiting: true, running: true, client: r.Prompt.Client, pieces: r.Prompt.pieces, before: in.pieces, drops: in.drops,
 	}
 	in.running++
 	in.waiting = append(in.waiting, l)
@@ -499,7 +500,7 @@ func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
 	if in := p.at(l); in != nil && p.history != nil {
 		in.confirm(l.pieces)
 		if in.drops != l.drops { // another's failure may have taken its pieces back
-			p.history.note(l.pieces, l.Place)
+			p.history.add(l.pieces, l.client, l.Place)
 		}
 	}
 	if u.Prompt > 0 && (l.bytes == 0 || u.Prompt <= l.bytes+MaxTemplate) {
