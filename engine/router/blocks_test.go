@@ -183,6 +183,20 @@ func TestEventsDecide(t *testing.T) {
 	require.Equal(t, []policy.Held{{Place: 1}}, f.word(`{"prompt": "in the end there is more"}`), "of the other one nothing is known")
 }
 
+// When the index is full, the instance that has most makes room for one that has less. Of it nothing is known any more.
+func TestFullIndex(t *testing.T) {
+	a, b := serveSource(t, true), serveSource(t, true)
+	f := following(t, Config{IndexBlocks: 10}, a, b)
+	a.has("in the beginning there was nothing")
+	b.has("in t")
+	f.knows(t, 9)
+	require.Equal(t, []policy.Held{{Place: 0, Tokens: 4}, {Place: 1, Tokens: 4}}, f.word(`{"prompt": "in the end"}`))
+	b.has("in the end there is")
+	f.knows(t, 4)
+	require.Equal(t, []policy.Held{{Place: 1, Tokens: 8}}, f.word(`{"prompt": "in the end"}`))
+	require.Equal(t, 8.0, testutil.ToFloat64(f.router.metrics.blocks.WithLabelValues("evicted")))
+}
+
 // The operator says where the events of instances are that do not tell it.
 func TestEventsByConfig(t *testing.T) {
 	s := serveSource(t, false)

@@ -65,7 +65,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		ttft:          s.Histogram("kvport_router_ttft_seconds", "From a request's arrival to the first byte of its answer.", prometheus.ExponentialBuckets(0.001, 2, 18)),
 		inFlight:      s.Gauge("kvport_router_requests_in_flight", "Requests being served."),
 		events:        s.Counters("kvport_router_kv_events_total", "What came of the KV events of instances: events applied, gaps in their numbers, replays asked for, batches replayed, times when what was known of an instance was lost, and invalid messages.", "what"),
-		blocks:        s.Counters("kvport_router_kv_blocks_total", "Blocks in the KV events of instances: stored, removed, and left out since their place is not known (unplaced) or the instance has too many (full).", "what"),
+		blocks:        s.Counters("kvport_router_kv_blocks_total", "Blocks in the KV events of instances: stored, removed, and left out since their place is not known (unplaced) or there are too many (full); and those of an instance that were forgotten so that others have room (evicted).", "what"),
 		indexed:       s.Gauge("kvport_router_kv_index_blocks", "Blocks that the router knows of by KV events, each counted for each instance that has it."),
 		tokenize:      s.Counters("kvport_router_tokenize_total", "Prompts whose tokens were needed: those that had them (given), whose tokens were remembered, asked of an instance, or not to be had in time (failed).", "result"),
 		queued:        s.Gauge("kvport_router_queue_requests", "Requests that wait until they may run."),

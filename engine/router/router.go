@@ -49,6 +49,8 @@ type Config struct {
 	// Events says where instances publish which blocks they have, by base URL: those that do not tell it in /health,
 	// such as vLLM's.
 	Events map[string]kvevents.Place
+	// IndexBlocks is how many blocks are known by these events, of all instances together, at about 50 bytes each; 16 Mi.
+	IndexBlocks int
 
 	// QueryTimeout is how long a request may wait for what instances answer to cache queries about its prompt, which they get
 	// if nothing is known of it; 200 ms. Negative: they get none.
