@@ -44,6 +44,7 @@ type routeFlags struct {
 	weights         string
 	sessionKey      string
 	queryTimeout    time.Duration
+	indexBlocks     int
 	replicas        []string
 	events          []string
 	turns           int
@@ -55,6 +56,7 @@ type routeFlags struct {
 
 	config                 string
 	maxInFlight, queueSize int
+	instanceInFlight       int
 	queueTimeout           time.Duration
 	each                   clientLimits
 	attempts               int
@@ -86,6 +88,7 @@ func newRoute() *cobra.Command {
 	flags.StringArrayVar(&f.events, "kv-events", nil, "once for each instance whose /health does not tell it, such as one of vLLM: URL=ENDPOINT or URL=ENDPOINT,REPLAY_ENDPOINT, where it publishes KV events")
 	flags.StringVar(&f.sessionKey, "session-key", "header:X-Session-Id", "where a request has the key of its session: header:NAME, cookie:NAME or field:NAME of the body, such as field:user")
 	flags.DurationVar(&f.queryTimeout, "cache-query-timeout", 200*time.Millisecond, "how long a request may wait for instances to say what they have of its prompt, if the policy asks for that and nothing is known; 0: they are not asked")
+	flags.IntVar(&f.indexBlocks, "kv-index-blocks", 16<<20, "blocks that are known by KV events, of all instances together; each takes about 50 bytes")
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
 	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the key that the engines share; default: that of one user on one host")
 	flags.IntVar(&f.turns, "bidirectional", 0, fmt.Sprintf("number of answers to remember: prefill instances load from the decode instance that gave an earlier answer of a conversation, all instances are kv_both; 0: none; without the flag %d, of instances that say that they can do so", defaultTurns))
@@ -107,6 +110,7 @@ func newRoute() *cobra.Command {
 func (f *routeFlags) addFront(cmd *cobra.Command) {
 	flags := cmd.Flags()
 	flags.IntVar(&f.maxInFlight, "max-in-flight", maxRouted, "requests that run at once at most, and at most three quarters of --max-connections")
+	flags.IntVar(&f.instanceInFlight, "instance-max-in-flight", 0, "requests that run at once on one instance, for those that say no lower number in /health; 0: what each says, and any number on those that say none")
 	flags.IntVar(&f.queueSize, "queue-size", maxQueued, "further requests that wait at most, as far as three quarters of --max-connections allow")
 	flags.DurationVar(&f.queueTimeout, "queue-timeout", 30*time.Second, "how long a request may wait before it gets a 429")
 	flags.IntVar(&f.each.InFlight, "key-max-in-flight", 0, "requests of one client that run at once, 0 for any number; further ones wait")
@@ -118,7 +122,7 @@ func (f *routeFlags) addFront(cmd *cobra.Command) {
 	flags.StringVar(&f.config, "config", "", "JSON file with instances, limits and the policy, read again whenever it changes; kvport schema --route prints its schema")
 	flags.StringVar(&f.dnsServer, "dns-server", "", "HOST:PORT of the server that knows the names (default that of the system)")
 	flags.DurationVar(&f.dnsInterval, "dns-interval", 5*time.Second, "time between two lookups of a name")
-	flags.DurationVar(&f.dnsKeep, "dns-keep", time.Minute, "how long the last answer for a name counts while lookups fail")
+	flags.DurationVar(&f.dnsKeep, "dns-keep", time.Minute, "how long the instances of a name stay that is not there any more, and those that are down while no DNS server answers")
 	flags.DurationVar(&f.registerTTL, "register-ttl", 15*time.Second, "how long after its last registration an instance is forgotten, at least 5s")
 }
 
@@ -159,9 +163,9 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	r, err := router.New(router.Config{
 		Register: registering,
 		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey,
-		Events: events, QueryTimeout: cmp.Or(f.queryTimeout, -1), Log: slog.Default(), Metrics: registry, Gatherer: registry, File: f.file(), DNS: f.dns(),
+		Events: events, IndexBlocks: f.indexBlocks, QueryTimeout: cmp.Or(f.queryTimeout, -1), Log: slog.Default(), Metrics: registry, Gatherer: registry, File: f.file(), DNS: f.dns(),
 		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, TurnsWhereKnown: byDefault, TurnsFile: f.turnsFile,
-		MaxInFlight: inFlight, MaxQueue: f.queue(inFlight), QueueTimeout: f.queueTimeout,
+		MaxInFlight: inFlight, InstanceInFlight: f.instanceInFlight, MaxQueue: f.queue(inFlight), QueueTimeout: f.queueTimeout,
 		Limits: router.Limits{Each: f.each.limits()}, Attempts: f.attempts, RetryShare: f.retryShare, Backoff: f.backoff,
 		Known:          func(authorization string) bool { return t.knows(authorization) },
 		SharedKeys:     func() bool { return t.severalKeys() },

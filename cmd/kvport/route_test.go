@@ -1,7 +1,9 @@
 package main
 
 import (
+	"fmt"
 	"io"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -88,4 +90,33 @@ func TestRouteRefusesShortTTL(t *testing.T) {
 func TestRouteSaysThatTheQueueIsShorter(t *testing.T) {
 	r := start(t, "route", "--port", "0", "--decode", "http://127.0.0.1:1", "--max-connections", "64", "--max-in-flight", "40")
 	require.NoError(t, r.Logged(t.Context(), `"queue_size":8`))
+}
+
+// An engine tells its router how many requests it serves at once, and gets no more: the rest wait at the router.
+func TestRouterKeepsToTheLimitOfAnEngine(t *testing.T) {
+	engine := start(t, "serve", "--model", "sim", "--port", "0", "--max-connections", "16")
+	router := start(t, "route", "--decode", engine.URL, "--port", "0", "--health-interval", "20ms", "--queue-timeout", "10m")
+	require.Eventually(t, func() bool {
+		_, health := do(t, "GET", router.URL+"/health", "")
+		return strings.Contains(health, `"max_in_flight":12`)
+	}, time.Minute, 10*time.Millisecond)
+	const clients = 200
+	codes := make(chan int, clients)
+	for range clients {
+		go func() {
+			resp, err := http.Post(router.URL+"/v1/completions", "application/json", strings.NewReader(`{"prompt":"hi","max_tokens":16}`))
+			if err != nil {
+				codes <- 0
+				return
+			}
+			resp.Body.Close()
+			codes <- resp.StatusCode
+		}()
+	}
+	for range clients {
+		require.Equal(t, http.StatusOK, <-codes)
+	}
+	_, metrics := do(t, "GET", engine.URL+"/metrics", "")
+	require.Contains(t, metrics, fmt.Sprintf("kvport_http_requests_total{code=\"200\",path=\"/v1/completions\"} %d", clients))
+	require.NotContains(t, metrics, `code="429"`)
 }

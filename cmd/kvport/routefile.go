@@ -178,7 +178,9 @@ func (f *routeFlags) checkFront() error {
 		value, least int
 	}{
 		{"max-in-flight", f.maxInFlight, 1},
+		{"instance-max-in-flight", f.instanceInFlight, 0},
 		{"queue-size", f.queueSize, 0},
+		{"kv-index-blocks", f.indexBlocks, 1},
 		{"attempts", f.attempts, 1},
 		{"key-max-in-flight", f.each.InFlight, 0},
 		{"key-requests-per-minute", f.each.Requests, 0},

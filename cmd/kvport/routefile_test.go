@@ -170,17 +170,18 @@ func TestRouteFrontFlags(t *testing.T) {
 	bad := filepath.Join(t.TempDir(), "bad.json")
 	require.NoError(t, os.WriteFile(bad, []byte(`{"instances":[{"url":"x","role":"decode"}]}`), 0o600))
 	for args, want := range map[string]string{
-		"--max-in-flight 0":          "--max-in-flight is 0, want at least 1",
-		"--queue-size -1":            "--queue-size is -1, want at least 0",
-		"--queue-timeout 0s":         "--queue-timeout is 0s, want a positive time",
-		"--key-tokens-per-minute -2": "--key-tokens-per-minute is -2",
-		"--retry-budget 1.5":         "--retry-budget is 1.5",
-		"--retry-budget NaN":         "--retry-budget is NaN",
-		"--cache-query-timeout -1s":  "--cache-query-timeout is -1s, want a time such as 200ms, or 0",
-		"--dns-server 10.0.0.1":      `--dns-server is "10.0.0.1", want HOST:PORT`,
-		"--decode dns://x":           `--decode: "dns://x" has no name and port, want dns://NAME:PORT`,
-		"--config " + missing:        "no such file",
-		"--config " + bad:            bad + `: line 1, column 22: instances[0].url: "x" is no URL, want http://x`,
+		"--max-in-flight 0":           "--max-in-flight is 0, want at least 1",
+		"--instance-max-in-flight -1": "--instance-max-in-flight is -1, want at least 0",
+		"--queue-size -1":             "--queue-size is -1, want at least 0",
+		"--queue-timeout 0s":          "--queue-timeout is 0s, want a positive time",
+		"--key-tokens-per-minute -2":  "--key-tokens-per-minute is -2",
+		"--retry-budget 1.5":          "--retry-budget is 1.5",
+		"--retry-budget NaN":          "--retry-budget is NaN",
+		"--cache-query-timeout -1s":   "--cache-query-timeout is -1s, want a time such as 200ms, or 0",
+		"--dns-server 10.0.0.1":       `--dns-server is "10.0.0.1", want HOST:PORT`,
+		"--decode dns://x":            `--decode: "dns://x" has no name and port, want dns://NAME:PORT`,
+		"--config " + missing:         "no such file",
+		"--config " + bad:             bad + `: line 1, column 22: instances[0].url: "x" is no URL, want http://x`,
 	} {
 		all := append([]string{"route", "--port", "0"}, strings.Fields(args)...)
 		if !strings.Contains(args, "--decode") && !strings.Contains(args, "--config") {

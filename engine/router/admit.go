@@ -37,8 +37,9 @@ func (r *Router) SetLimits(l Limits) { r.limits.Store(&l) }
 type gate struct {
 	patience time.Duration
 	metrics  *metrics
+	slots    func() int // how many requests may run at this moment
 
-	mu    sync.Mutex
+	mu    sync.Mutex // comes before that of the pool, which slots takes
 	queue *admission.Queue
 	room  admission.Room // for bodies
 }
@@ -85,6 +86,7 @@ func (g *gate) enter(ctx context.Context, client string, l admission.Limits, tok
 func (g *gate) arrive(now time.Time, client string, l admission.Limits, tokens int) (*admission.Request, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	g.queue.SetSlots(now, g.slots())
 	r, err := g.queue.Arrive(now, client, l, tokens)
 	g.metrics.queued.Set(float64(g.queue.Waiting()))
 	return r, err
@@ -102,8 +104,25 @@ func (g *gate) giveUp(r *admission.Request) {
 func (g *gate) leave(r *admission.Request, used int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.queue.End(time.Now(), r, used)
+	now := time.Now()
+	g.queue.SetSlots(now, g.slots())
+	g.queue.End(now, r, used)
 	g.metrics.queued.Set(float64(g.queue.Waiting()))
+}
+
+// resize lets as many requests run as may by now.
+func (g *gate) resize() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.queue.SetSlots(time.Now(), g.slots())
+	g.metrics.queued.Set(float64(g.queue.Waiting()))
+}
+
+// counts is how many requests run and how many wait.
+func (g *gate) counts() (running, waiting int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.queue.Running(), g.queue.Waiting()
 }
 
 // clientOf names the client of a request and what it may use. Without keys that the front has checked it is the address:
@@ -157,7 +176,8 @@ func (r *Router) tellRefusal(c *call, refusal *admission.RefusedError, l *admiss
 	code, message := "overloaded", ""
 	switch refusal.Reason {
 	case admission.QueueFull:
-		message = fmt.Sprintf("%d requests are running already, and %d wait", r.config.MaxInFlight, r.config.MaxQueue)
+		running, waiting := r.gate.counts()
+		message = fmt.Sprintf("%d requests are running already, and %d wait", running, waiting)
 	case admission.QueueTimeout:
 		message = fmt.Sprintf("the request has waited for %v, and other requests still run", r.config.QueueTimeout)
 	case admission.Bodies:

@@ -123,7 +123,7 @@ func TestQueueAtShutdown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m, err := newMetrics(nil)
 		require.NoError(t, err)
-		g := &gate{patience: time.Hour, metrics: m, queue: admission.NewQueue(admission.Config{Slots: 1, Waiting: 1})}
+		g := &gate{patience: time.Hour, metrics: m, slots: func() int { return 1 }, queue: admission.NewQueue(admission.Config{Slots: 1, Waiting: 1})}
 		first, err := g.enter(t.Context(), "a", admission.Limits{}, 1)
 		require.NoError(t, err)
 		ctx, cut := context.WithCancelCause(t.Context())

@@ -14,7 +14,8 @@ import (
 
 // How long requests keep away from instances.
 const (
-	maxRest    = time.Minute // however long an instance that has too much to do asks for
+	maxRest    = time.Minute // however long an instance that does not serve asks for
+	maxBusy    = time.Second // likewise, one that has too much to do: it says so of one request, or of one client
 	maxBackoff = time.Second // before one retry
 )
 
@@ -56,12 +57,20 @@ func retryAfter(status int, h http.Header, now time.Time) time.Duration {
 	return min(max(0, at.Sub(now)), maxRest)
 }
 
-// rests keeps new requests away from an instance for a while.
-func (p *pool) rests(t target, limit time.Duration) {
+// rests keeps new requests away from an instance for a while. One that is only busy with others, and so refused the request
+// with a 429, gets the next as soon as one of these has ended.
+func (p *pool) rests(t target, limit time.Duration, busy bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	k := &p.known[t.index]
-	if until := time.Now().Add(limit); until.After(k.rested) {
+	k, now, others := &p.known[t.index], time.Now(), 0
+	if busy {
+		limit, others = min(limit, maxBusy), k.load.running-1 // the request itself still counts
+	}
+	if now.Before(k.rested) {
+		others = min(others, k.others)
+	}
+	k.others = others
+	if until := now.Add(limit); until.After(k.rested) {
 		k.rested = until
 	}
 }
@@ -81,21 +90,27 @@ func (p *pool) rest(r role, tried map[int]bool) (shortest time.Duration) {
 	return shortest
 }
 
-// nextChoice picks the instances for an attempt. While all decode instances that could serve have asked to be left alone,
-// it waits for the first of them, but not longer than the queue would let the request wait. All but the first are retries.
+// nextChoice picks the instances for an attempt. While all decode instances that could serve are full, or have asked to be
+// left alone, it waits for the first of them, but not longer than the queue would let the request wait. All but the first
+// are retries.
 func (c *call) nextChoice(ctx context.Context, params *json.RawMessage, first bool) (at route, ok bool) {
+	pool := c.router.pool
 	for {
+		freed := pool.next() // before the choice, so that it misses none
 		if at, ok = c.choose(ctx, params); ok {
 			if !first {
 				c.router.metrics.retries.WithLabelValues(decode.String()).Inc()
 			}
 			return at, true
 		}
-		rest := c.router.pool.rest(decode, c.failed)
-		if rest == 0 || time.Until(c.started.Add(c.router.config.QueueTimeout)) < rest {
+		rest, left := pool.rest(decode, c.failed), time.Until(c.started.Add(c.router.config.QueueTimeout))
+		switch {
+		case rest > 0 && rest <= left:
+			left = rest + admission.Backoff(0, c.router.config.Backoff, maxBackoff)
+		case left <= 0 || !pool.full(decode, c.failed):
 			return route{}, false
 		}
-		if !pause(ctx, rest+admission.Backoff(0, c.router.config.Backoff, maxBackoff)) {
+		if !pauseUntil(ctx, left, freed) {
 			return route{}, false
 		}
 	}
@@ -116,11 +131,16 @@ func (c *call) mayRetry(ctx context.Context, at role, retry int) bool {
 }
 
 // pause waits, and reports whether the context has not ended.
-func pause(ctx context.Context, d time.Duration) bool {
+func pause(ctx context.Context, d time.Duration) bool { return pauseUntil(ctx, d, nil) }
+
+// pauseUntil is a pause that something may end.
+func pauseUntil(ctx context.Context, d time.Duration, end <-chan struct{}) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
 	case <-timer.C:
+		return true
+	case <-end:
 		return true
 	case <-ctx.Done():
 		return false

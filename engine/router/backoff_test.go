@@ -30,12 +30,12 @@ func TestRetryAfter(t *testing.T) {
 	}
 }
 
-// busyFor refuses requests with Retry-After as long as it is set.
-func busyFor(seconds string, busy *atomic.Bool, then http.HandlerFunc) http.HandlerFunc {
+// busyFor refuses requests with a status and Retry-After as long as it is set.
+func busyFor(status int, seconds string, busy *atomic.Bool, then http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		if busy.Load() {
 			w.Header().Set("Retry-After", seconds)
-			code(429)(w, r)
+			code(status)(w, r)
 			return
 		}
 		then(w, r)
@@ -46,7 +46,7 @@ func busyFor(seconds string, busy *atomic.Bool, then http.HandlerFunc) http.Hand
 func TestBusyInstanceIsLeftAlone(t *testing.T) {
 	var busy atomic.Bool
 	busy.Store(true)
-	full, good := serveInstance(t, busyFor("50", &busy, tokens)), serveInstance(t, tokens)
+	full, good := serveInstance(t, busyFor(503, "50", &busy, tokens)), serveInstance(t, tokens)
 	f := serveRouter(t, Config{Decode: urls(full, good)})
 	for range 10 {
 		resp, _ := post(t, f.URL+"/v1/completions", doc)
@@ -62,7 +62,7 @@ func TestRequestWaitsForBusyInstances(t *testing.T) {
 	var busy atomic.Bool
 	busy.Store(true)
 	d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
-		busyFor("1", &busy, tokens)(w, r)
+		busyFor(429, "1", &busy, tokens)(w, r)
 		busy.Store(false)
 	})
 	f := serveRouter(t, Config{Decode: urls(d), QueueTimeout: notSoon})
@@ -73,11 +73,11 @@ func TestRequestWaitsForBusyInstances(t *testing.T) {
 	require.Len(t, d.requests(), 2)
 
 	busy.Store(true)
-	f = serveRouter(t, Config{Decode: urls(serveInstance(t, busyFor("60", &busy, tokens))), QueueTimeout: time.Second})
+	f = serveRouter(t, Config{Decode: urls(serveInstance(t, busyFor(503, "60", &busy, tokens))), QueueTimeout: time.Second})
 	resp, text := post(t, f.URL+"/v1/completions", doc)
-	require.Equal(t, 429, resp.StatusCode, "too long")
+	require.Equal(t, 503, resp.StatusCode, "too long")
 	require.Equal(t, "60", resp.Header.Get("Retry-After"))
-	require.JSONEq(t, `{"error":{"code":"429"}}`, text)
+	require.JSONEq(t, `{"error":{"code":"503"}}`, text)
 	resp, text = post(t, f.URL+"/v1/completions", doc)
 	require.Equal(t, 503, resp.StatusCode, "nobody is asked")
 	require.Contains(t, text, "no_decode_instance")
@@ -88,10 +88,10 @@ func TestRequestWaitsForBusyInstances(t *testing.T) {
 func TestBusyInstancesAreAvailable(t *testing.T) {
 	var busy atomic.Bool
 	busy.Store(true)
-	p, d := serveInstance(t, busyFor("60", &busy, ticket("T"))), serveInstance(t, busyFor("60", &busy, tokens))
+	p, d := serveInstance(t, busyFor(503, "60", &busy, ticket("T"))), serveInstance(t, busyFor(503, "60", &busy, tokens))
 	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), QueueTimeout: time.Second})
 	resp, _ := post(t, f.URL+"/v1/completions", doc)
-	require.Equal(t, 429, resp.StatusCode)
+	require.Equal(t, 503, resp.StatusCode)
 	require.Len(t, p.requests(), 1)
 	require.Len(t, d.requests(), 1)
 	require.Positive(t, f.router.pool.rest(prefill, nil))
@@ -111,7 +111,7 @@ func TestNoWaitForFailedInstance(t *testing.T) {
 		c := &call{router: r, started: time.Now(), failed: map[int]bool{}, request: &policy.Request{}}
 		d, ok := r.pool.pickDecode(c.failed)
 		require.True(t, ok)
-		r.pool.rests(d, maxRest)
+		r.pool.rests(d, maxRest, false)
 		_, ok = c.nextChoice(t.Context(), new(json.RawMessage), true)
 		require.False(t, ok)
 		require.Zero(t, time.Since(c.started))
@@ -125,7 +125,7 @@ func TestTicketIsKeptForBusyInstances(t *testing.T) {
 	busy.Store(true)
 	p := serveInstance(t, ticket("T"))
 	d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
-		busyFor("1", &busy, tokens)(w, r)
+		busyFor(429, "1", &busy, tokens)(w, r)
 		busy.Store(false)
 	})
 	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), QueueTimeout: notSoon})

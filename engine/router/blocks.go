@@ -48,7 +48,7 @@ type feed struct {
 
 func newBlocks(c Config, client *http.Client, p *pool, m *metrics) (*blocks, error) {
 	b := &blocks{
-		log: c.Log, metrics: m, pool: p, index: kvindex.New(kvindex.Config{}), tokens: newPromptTokens(client, m),
+		log: c.Log, metrics: m, pool: p, index: kvindex.New(kvindex.Config{Total: c.IndexBlocks}), tokens: newPromptTokens(client, m),
 		places: map[string]kvevents.Place{}, resolve: (*kvevents.Place).Of, sources: map[string]*feed{}, refused: map[string]bool{},
 	}
 	for text, place := range c.Events {
@@ -207,12 +207,27 @@ func (s *feed) Apply(events []kvevents.Event) {
 	if r.Unplaced+r.Full > 0 {
 		s.setWhole(false)
 	}
-	for what, n := range map[string]int{"stored": r.Stored, "removed": r.Removed, "unplaced": r.Unplaced, "full": r.Full} {
+	for _, number := range r.Forgotten {
+		s.of.forgotten(number)
+	}
+	for what, n := range map[string]int{"stored": r.Stored, "removed": r.Removed, "unplaced": r.Unplaced, "full": r.Full, "evicted": r.Evicted} {
 		if n > 0 {
 			s.of.metrics.blocks.WithLabelValues(what).Add(float64(n))
 		}
 	}
 	s.of.metrics.indexed.Set(float64(s.of.index.Blocks()))
+}
+
+// forgotten notes that the index has nothing of an instance any more, since others needed the room.
+func (b *blocks) forgotten(number int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for key, s := range b.sources {
+		if s.number == number {
+			s.setWhole(false)
+			b.log.Warn("KV events of an instance are forgotten, since the index is full and others have less: a greater --kv-index-blocks holds more", "instance", key)
+		}
+	}
 }
 
 // Lost implements kvevents.Sink.

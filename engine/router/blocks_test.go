@@ -221,6 +221,20 @@ func TestEventsSayScopes(t *testing.T) {
 	require.Contains(t, got, "holds 24 of 34 tokens (engine 0, node 0, shared 24)")
 }
 
+// When the index is full, the instance that has most makes room for one that has less. Of it nothing is known any more.
+func TestFullIndex(t *testing.T) {
+	a, b := serveSource(t, true), serveSource(t, true)
+	f := following(t, Config{IndexBlocks: 10}, a, b)
+	a.has("in the beginning there was nothing")
+	b.has("in t")
+	f.knows(t, 9)
+	require.Equal(t, []policy.Held{{Place: 0, Hit: policy.Hit{Engine: 4, Node: 4}}, {Place: 1, Hit: policy.Hit{Engine: 4, Node: 4}}}, f.word(`{"prompt": "in the end"}`))
+	b.has("in the end there is")
+	f.knows(t, 4)
+	require.Equal(t, []policy.Held{{Place: 1, Hit: policy.Hit{Engine: 8, Node: 8}}}, f.word(`{"prompt": "in the end"}`))
+	require.Equal(t, 8.0, testutil.ToFloat64(f.router.metrics.blocks.WithLabelValues("evicted")))
+}
+
 // The operator says where the events of instances are that do not tell it.
 func TestEventsByConfig(t *testing.T) {
 	s := serveSource(t, false)

@@ -17,6 +17,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvport/kvport/engine/router/admission"
 	"github.com/kvport/kvport/engine/router/policy"
 )
 
@@ -33,6 +34,7 @@ type call struct {
 	started time.Time
 	size    int             // of its body, in bytes
 	session string          // key of its session; empty: none
+	client  string          // whose it is
 	explain bool            // the client asks why its instances are chosen, and may know
 	request *policy.Request // what the choice depends on
 	failed  map[int]bool    // instances of either role that this request does not try again
@@ -124,6 +126,9 @@ func (c *call) giveUp(ctx context.Context, last *answer) outcome {
 		refuse(c.w, http.StatusBadGateway, "upstream_error", "the decode instances that were tried failed before they answered")
 		return upstreamError
 	case noFault:
+	}
+	if c.router.pool.full(decode, c.failed) {
+		return c.router.tellRefusal(c, &admission.RefusedError{Reason: admission.QueueTimeout, After: time.Second}, nil)
 	}
 	if rest := c.router.pool.rest(decode, nil); rest > 0 {
 		c.w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(rest.Seconds()))))
@@ -376,7 +381,7 @@ func (c *call) blame(ctx context.Context, t target, err error) {
 // refused takes note that an instance answered with a status that is no answer.
 func (c *call) refused(t target, status int, h http.Header) {
 	if limit := retryAfter(status, h, time.Now()); limit > 0 {
-		c.router.pool.rests(t, limit)
+		c.router.pool.rests(t, limit, status == http.StatusTooManyRequests)
 		if t.role == decode { // it may be asked again then; attempts at prefill instances have no other limit
 			delete(c.failed, t.index)
 		}

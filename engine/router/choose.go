@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/zeebo/xxh3"
+
 	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/internal/register"
 )
@@ -116,6 +118,7 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 	r := c.router
 	q := &policy.Request{Session: c.session, Alone: c.method != "" || c.body.several(), Explain: c.explain || r.config.Log.Enabled(ctx, slog.LevelDebug)}
 	if c.method != "" {
+		q.NoWork = true
 		return q
 	}
 	q.Tokens = c.size / 4 // about
@@ -126,6 +129,7 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 	q.Tokens = c.body.tokenIDs()
 	scope, beginning := c.body.beginning()
 	q.Prompt = policy.NewPrompt(r.seed, scope, beginning)
+	q.Prompt.Client = xxh3.HashStringSeed(c.client, r.seed)
 	for _, h := range r.holders {
 		q.Held = append(q.Held, h.held(ctx, c)...)
 	}
@@ -298,7 +302,7 @@ func (p *pool) chooseFor(d target, r *policy.Request, tried map[int]bool) (t tar
 func (p *pool) filter(r *policy.Request, tried map[int]bool) {
 	now := time.Now()
 	r.Standing = func(i int) policy.Standing {
-		if tried[i] || !p.known[i].admits(now) {
+		if tried[i] || !p.known[i].admits(now) || !r.NoWork && p.isFull(i) {
 			return policy.Out
 		}
 		return p.table.standing(i)
@@ -314,6 +318,7 @@ func (p *pool) take(l *policy.Leg, tried map[int]bool) target {
 	i := l.Place
 	tried[i] = true
 	p.known[i].users++
+	p.known[i].load.running++
 	p.known[i].breaker.picked()
 	return target{index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l}
 }
@@ -377,6 +382,7 @@ func (p *pool) done(t target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.policy.Done(t.leg)
+	p.ended(t.index)
 }
 
 // usage is what an answer says about its prompt.

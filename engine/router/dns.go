@@ -29,7 +29,7 @@ type Resolver interface {
 type DNS struct {
 	Resolver Resolver      // nil: that of the system
 	Interval time.Duration // between two lookups of a name, since answers come without their TTL; 5 s
-	Keep     time.Duration // how long the last answer counts while lookups fail; 1 min
+	Keep     time.Duration // how long the last answer counts while there is no such name, or with no server for it also instances that are down; 1 min
 	Timeout  time.Duration // of one lookup, with those of the targets of SRV records; 5 s
 }
 
@@ -39,7 +39,7 @@ const (
 	schemeSRV = "dns+srv"
 )
 
-// maxAnswers is how many instances one name may have.
+// maxAnswers is how many instances of one name are used.
 const maxAnswers = 256
 
 // dnsName is a name that stands for instances.
@@ -108,14 +108,17 @@ type lookups struct {
 type lookedUp struct {
 	text string
 	urls []*url.URL
+	more int // instances that are left out since there are too many
 	err  error
 }
 
 // dnsAnswer is the last good answer for a name.
 type dnsAnswer struct {
-	urls   []*url.URL
-	at     time.Time // when it came; zero: there was none
-	failed string    // why the last lookup failed; empty: it did not
+	urls    []*url.URL
+	more    int       // instances that are left out
+	at      time.Time // when it came; zero: there was none
+	missing time.Time // since when there is no such name; zero: there is, or no server says
+	failed  bool      // the last lookup
 }
 
 func newLookups(c DNS, p *pool, m *metrics) *lookups {
@@ -157,7 +160,7 @@ func (l *lookups) run(ctx context.Context) {
 			return
 		case got := <-l.results:
 			delete(l.running, got.text)
-			l.take(got.text, got.urls, got.err)
+			l.take(&got)
 			l.tell()
 			continue
 		case <-l.changed:
@@ -185,9 +188,9 @@ func (l *lookups) begin(ctx context.Context, tasks *sync.WaitGroup) {
 		}
 		l.running[n.text] = true
 		tasks.Go(func() {
-			urls, err := l.lookup(ctx, n)
+			got := l.lookup(ctx, n)
 			select {
-			case l.results <- lookedUp{n.text, urls, err}:
+			case l.results <- got:
 			case <-ctx.Done():
 			}
 		})
@@ -241,62 +244,87 @@ func (l *lookups) tell() {
 	l.problem = problem
 }
 
-// take notes the result of one lookup. An answer that fails leaves the last good one in place for a while: instances
-// are still probed, so those that are really gone get no requests.
-func (l *lookups) take(text string, urls []*url.URL, err error) {
-	a := l.answers[text]
+// take notes the result of one lookup. One that fails leaves the last good answer in place, since the instances are still
+// probed, and a DNS server that is gone must not take away those that serve.
+func (l *lookups) take(got *lookedUp) {
+	a := l.answers[got.text]
 	if a == nil {
 		a = &dnsAnswer{}
-		l.answers[text] = a
+		l.answers[got.text] = a
 	}
-	if err == nil {
-		if a.failed != "" {
-			l.pool.log.Info("name is found again", "name", text, "instances", len(urls))
-		}
-		*a = dnsAnswer{urls: urls, at: time.Now()}
-		l.metrics.lookups.WithLabelValues("ok").Inc()
+	if got.err != nil {
+		l.metrics.lookups.WithLabelValues("failed").Inc()
+		l.takeFailure(a, got)
 		return
 	}
-	l.metrics.lookups.WithLabelValues("failed").Inc()
-	if a.failed == "" {
-		l.pool.log.Warn("name is not found, its last instances are kept for a while", "name", text, "instances", len(a.urls), "err", err)
+	if a.failed {
+		l.pool.log.Info("name is found again", "name", got.text, "instances", len(got.urls))
 	}
-	a.failed = err.Error()
-	if len(a.urls) > 0 && time.Since(a.at) >= l.config.Keep {
-		l.pool.log.Warn("name has not been found for too long, its instances are forgotten", "name", text, "instances", len(a.urls), "err", err)
-		a.urls = nil
+	result := "ok"
+	if got.more > 0 {
+		result = "cut"
+		if a.more == 0 {
+			l.pool.log.Warn("name has too many instances, the first in the order of their addresses are used", "name", got.text,
+				"instances", len(got.urls), "left_out", got.more)
+		}
 	}
+	l.metrics.lookups.WithLabelValues(result).Inc()
+	*a = dnsAnswer{urls: got.urls, more: got.more, at: time.Now()}
+}
+
+// takeFailure drops the last good answer if the name has been missing for long enough, and those of its instances that are
+// down if no server has known the name for that long.
+func (l *lookups) takeFailure(a *dnsAnswer, got *lookedUp) {
+	if !a.failed {
+		a.failed = true
+		l.pool.log.Warn("name is not found, its last instances are kept for a while, and as long as they answer if no server knows about the name",
+			"name", got.text, "instances", len(a.urls), "err", got.err)
+	}
+	now, kept := time.Now(), a.urls
+	switch {
+	case !isMissing(got.err):
+		a.missing = time.Time{}
+		if now.Sub(a.at) >= l.config.Keep {
+			kept = slices.DeleteFunc(slices.Clone(a.urls), func(u *url.URL) bool { return !l.pool.answers(u) })
+		}
+	case a.missing.IsZero():
+		a.missing = now
+	case now.Sub(a.missing) >= l.config.Keep:
+		kept = nil
+	}
+	if n := len(a.urls) - len(kept); n > 0 {
+		l.pool.log.Warn("name has not been found for too long, instances of it are forgotten", "name", got.text, "instances", n, "err", got.err)
+	}
+	a.urls = kept
+}
+
+// errNoInstance says that a name has no instance.
+var errNoInstance = errors.New("the answer has no instance")
+
+// isMissing reports whether a server has said that a name has no instances, as opposed to saying nothing.
+func isMissing(err error) bool {
+	missing, is := errors.AsType[*net.DNSError](err)
+	return is && missing.IsNotFound || errors.Is(err, errNoInstance)
 }
 
 // lookup finds the base URLs of a name, in order.
-func (l *lookups) lookup(ctx context.Context, n dnsName) ([]*url.URL, error) {
+func (l *lookups) lookup(ctx context.Context, n dnsName) lookedUp {
 	ctx, cancel := context.WithTimeout(ctx, l.config.Timeout)
 	defer cancel()
-	hosts, err := l.hosts(ctx, n)
-	if err != nil {
-		return nil, err
+	hosts, more, err := l.hosts(ctx, n)
+	if err == nil && len(hosts) == 0 {
+		err = errNoInstance
 	}
-	if len(hosts) == 0 {
-		return nil, errors.New("the answer has no instance")
+	if err != nil {
+		return lookedUp{text: n.text, err: err}
 	}
 	slices.Sort(hosts)
 	hosts = slices.Compact(hosts)
-	if err := notTooMany(len(hosts)); err != nil {
-		return nil, err
+	got := lookedUp{text: n.text, more: more + max(0, len(hosts)-maxAnswers)}
+	for _, host := range hosts[:min(len(hosts), maxAnswers)] {
+		got.urls = append(got.urls, &url.URL{Scheme: "http", Host: host})
 	}
-	urls := make([]*url.URL, len(hosts))
-	for i, host := range hosts {
-		urls[i] = &url.URL{Scheme: "http", Host: host}
-	}
-	return urls, nil
-}
-
-// notTooMany refuses an answer with more than maxAnswers instances.
-func notTooMany(instances int) error {
-	if instances > maxAnswers {
-		return fmt.Errorf("the answer has %d instances, want at most %d", instances, maxAnswers)
-	}
-	return nil
+	return got
 }
 
 // oneFamily are the IPv4 addresses, or the IPv6 addresses if there are no others: an instance with both is one.

@@ -44,21 +44,81 @@ func TestDNSAnswers(t *testing.T) {
 		n, is, err := parseDNS(text)
 		require.NoError(t, err)
 		require.True(t, is)
-		urls, err := l.lookup(t.Context(), n)
-		if err != nil {
-			require.ErrorContains(t, err, want, text)
+		got := l.lookup(t.Context(), n)
+		if got.err != nil {
+			require.ErrorContains(t, got.err, want, text)
+			require.True(t, isMissing(got.err), text)
 			continue
 		}
-		require.Equal(t, want, fmt.Sprint(urls))
+		require.Equal(t, want, fmt.Sprint(got.urls))
 	}
 	var many []dnsmessage.ResourceBody
 	for i := range 20 {
 		many = append(many, testkit.AddressRecord(fmt.Sprintf("10.0.1.%d", i)))
 	}
 	s.Set("many.test.", many...)
-	urls, err := l.lookup(t.Context(), dnsName{host: "many.test.", port: 1})
-	require.NoError(t, err)
-	require.Len(t, urls, 20)
+	got := l.lookup(t.Context(), dnsName{host: "many.test.", port: 1})
+	require.NoError(t, got.err)
+	require.Len(t, got.urls, 20)
+}
+
+// serviceResolver also has SRV records.
+type serviceResolver struct {
+	fakeResolver
+	records []*net.SRV
+}
+
+func (r *serviceResolver) LookupSRV(context.Context, string, string, string) (string, []*net.SRV, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return "", slices.Clone(r.records), nil
+}
+
+// Of a name with too many instances the first are used, whatever the order of the answer is, and the log says so once.
+func TestTooManyAnswers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		fake := &serviceResolver{fakeResolver: fakeResolver{names: map[string][]string{}}}
+		var many []string
+		for i := range 2 * maxAnswers {
+			many = append(many, fmt.Sprintf("10.0.%d.%d", i/100, i%100))
+			fake.names[fmt.Sprintf("pod-%03d", i)] = []string{fmt.Sprintf("10.1.%d.%d", i/100, i%100)}
+			fake.records = append(fake.records, &net.SRV{Target: fmt.Sprintf("pod-%03d", i), Port: 80})
+		}
+		p := newTestPool(t)
+		var log testkit.Log
+		p.log = logTo(&log)
+		l := newLookups(DNS{Resolver: fake, Interval: time.Second}, p, p.metrics)
+		l.set(byFlag, []dnsName{{role: decode, text: "a", host: "many", port: 80}, {role: decode, text: "s", host: "_http._tcp.many", srv: true}})
+		has := func() (list []string) {
+			synctest.Wait()
+			for _, in := range p.health().instances {
+				list = append(list, in.URL)
+			}
+			slices.Sort(list)
+			return list
+		}
+		fake.set(nil, "many", many...)
+		stop := look(t, l)
+		first := has()
+		require.Len(t, first, 2*maxAnswers)
+		require.Contains(t, first, "http://10.1.2.55:80", "pod-255")
+		require.NotContains(t, first, "http://10.1.2.56:80")
+		fake.mu.Lock()
+		slices.Reverse(many)
+		slices.Reverse(fake.records)
+		fake.mu.Unlock()
+		fake.set(nil, "many", many...)
+		<-time.After(2500 * time.Millisecond) // of synctest
+		require.Equal(t, first, has())
+		require.Equal(t, 6.0, testutil.ToFloat64(p.metrics.lookups.WithLabelValues("cut")))
+		require.Equal(t, 2, strings.Count(log.String(), "name has too many instances"))
+		require.Equal(t, 2, strings.Count(log.String(), "instances=256 left_out=256"))
+		fake.set(nil, "many", many[:maxAnswers]...)
+		<-time.After(time.Second) // of synctest
+		require.Len(t, has(), 2*maxAnswers)
+		require.Equal(t, 1.0, testutil.ToFloat64(p.metrics.lookups.WithLabelValues("ok")))
+		stop()
+	})
 }
 
 func TestParseDNS(t *testing.T) {
@@ -117,7 +177,8 @@ func (r *fakeResolver) set(fails error, host string, addresses ...string) {
 	r.names[host], r.fails = addresses, fails
 }
 
-// Instances come and go with the answers; when lookups fail, the last answer stands for a while.
+// Instances come and go with the answers. When no server answers, those that are known stay as long as they are not down;
+// when there is no such name, they stay for a while.
 func TestDNSOverTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		fake := &fakeResolver{names: map[string][]string{}}
@@ -144,8 +205,13 @@ func TestDNSOverTime(t *testing.T) {
 		fake.set(nil, "p", "10.0.0.2", "10.0.0.3")
 		require.Equal(t, []string{"http://10.0.0.2:80", "http://10.0.0.3:80"}, later(1001*time.Millisecond))
 		fake.set(errors.New("server misbehaving"), "p")
-		require.Len(t, later(9*time.Second), 2)
-		require.Empty(t, later(2*time.Second))
+		p.probed(p.places[identity{prefill, "http://10.0.0.2:80"}], refused)
+		require.Len(t, later(8*time.Second), 2, "it may only be restarted")
+		require.Equal(t, []string{"http://10.0.0.3:80"}, later(2*time.Second))
+		require.Len(t, later(time.Hour), 1, "it still serves")
+		fake.set(&net.DNSError{Err: "no such host", IsNotFound: true}, "p")
+		require.Len(t, later(9*time.Second), 1)
+		require.Empty(t, later(3*time.Second))
 		fake.set(nil, "p", "10.0.0.4")
 		require.Equal(t, []string{"http://10.0.0.4:80"}, later(time.Second))
 		require.Positive(t, testutil.ToFloat64(p.metrics.lookups.WithLabelValues("failed")))

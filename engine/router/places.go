@@ -123,6 +123,18 @@ func (p *pool) serves(u *url.URL) bool {
 	return false
 }
 
+// answers reports whether an instance answers its health checks, as far as is known, whatever it says.
+func (p *pool) answers(u *url.URL) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for r := range roles {
+		if i := p.find(r, u); i >= 0 && p.table.instances[i].state != down {
+			return true
+		}
+	}
+	return false
+}
+
 // claim finds an instance or adds it, and notes a source that names it; regroup must follow. The caller holds mu.
 func (p *pool) claim(s spec, by source) int {
 	i := p.find(s.role, s.url)
@@ -193,7 +205,13 @@ func (p *pool) add(s spec) int {
 		p.urls, p.lives, p.known = append(p.urls, nil), append(p.lives, life{}), append(p.known, registered{})
 	}
 	p.table.instances[i] = instance{role: s.role, group: s.group}
-	p.urls[i], p.lives[i], p.known[i] = s.url, newLife(), registered{}
+	load := &inFlight{}
+	for r := range roles {
+		if other := p.find(r, s.url); other >= 0 {
+			load = p.known[other].load
+		}
+	}
+	p.urls[i], p.lives[i], p.known[i] = s.url, newLife(), registered{load: load}
 	p.places[identity{s.role, placeOf(s.url)}] = i
 	p.policy.Add(i, s.role.instance(placeOf(s.url), s.group))
 	p.everPrefill = p.everPrefill || s.role == prefill
@@ -205,7 +223,7 @@ func (p *pool) add(s spec) int {
 // cameBack forgets what was wrong with an instance before it left. The caller holds mu.
 func (p *pool) cameBack(i int) {
 	k := &p.known[i]
-	k.breaker, k.rested, k.unwell, k.refusal, k.warned = breaker{}, time.Time{}, "", "", nil
+	k.breaker, k.rested, k.others, k.unwell, k.refusal, k.warned = breaker{}, time.Time{}, 0, "", "", nil
 	p.metrics.setBroken(p.urls[i].String(), p.table.instances[i].role, false)
 	if p.lives[i].ctx.Err() != nil {
 		p.lives[i] = newLife()
@@ -306,12 +324,10 @@ func (p *pool) recycle(forget func(places map[int]bool)) {
 func (t *turns) forget(places map[int]bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for at := t.order.Front(); at != nil; {
-		next := at.Next()
-		if last, is := at.Value.(turn); is && places[last.instance] {
-			t.drop(at)
+	for mark, slot := range t.marked.All() {
+		if places[t.held[slot].instance] {
+			t.drop(mark, slot)
 		}
-		at = next
 	}
 }
 

@@ -49,7 +49,7 @@ func TestPlacesAreUsedAgain(t *testing.T) {
 		d, ok := p.pickDecode(map[int]bool{})
 		require.True(t, ok)
 		require.Equal(t, list[1].url, d.url)
-		turns.keep([]uint64{7}, d.index, []byte("{}"))
+		turns.keep([]uint64{7}, 0, d.index, []byte("{}"))
 		from, _, ok := p.chooseFor(d, &policy.Request{}, map[int]bool{})
 		require.True(t, ok)
 		p.handedOver(pair{from.index, d.index}, true, "x")
@@ -57,7 +57,7 @@ func TestPlacesAreUsedAgain(t *testing.T) {
 		p.leave([]int{d.index, from.index})
 		if i%3 == 0 {
 			p.recycle(turns.forget)
-			require.LessOrEqual(t, len(turns.known), 1)
+			require.LessOrEqual(t, turns.marked.Len(), 1)
 		}
 	}
 	require.NoError(t, p.set(byDNS, nil))
@@ -66,7 +66,7 @@ func TestPlacesAreUsedAgain(t *testing.T) {
 	require.Zero(t, p.taken())
 	require.Empty(t, p.misfits)
 	require.Empty(t, p.wasted)
-	require.Empty(t, turns.known)
+	require.Zero(t, turns.marked.Len())
 	require.Zero(t, testutil.CollectAndCount(p.metrics.up))
 	h := p.health()
 	require.Empty(t, h.instances)
@@ -258,7 +258,7 @@ func TestInstanceComesBack(t *testing.T) {
 	for range breakAfter {
 		p.failed(d, false)
 	}
-	p.rests(d, time.Minute)
+	p.rests(d, time.Minute, false)
 	for range silences {
 		p.probed(d.index, silent)
 	}

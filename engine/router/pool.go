@@ -39,6 +39,8 @@ type pool struct {
 
 	mu       sync.Mutex
 	table    table
+	mostEach int           // requests on one instance at once, unless it says less; 0: any number
+	freed    chan struct{} // closed and replaced when a full instance has room again
 	policy   *policy.Policy
 	chosenBy policy.Config // what the policy was made of
 	lives    []life
@@ -57,6 +59,7 @@ type pool struct {
 	everPrefill bool  // there is a prefill instance, or was one
 
 	watching *watching // nil: Run does not run
+	reported func()    // called after each health check has been reported
 }
 
 type life struct {
@@ -72,7 +75,7 @@ func newLife() life {
 func newPool(list []spec, chooser *policy.Policy, log *slog.Logger, m *metrics) *pool {
 	p := &pool{
 		log: log, metrics: m, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{},
-		fresh: newFreshness(time.Now()),
+		fresh: newFreshness(time.Now()), freed: make(chan struct{}), reported: func() {},
 	}
 	p.places = map[identity]int{}
 	for _, s := range list {
@@ -170,6 +173,7 @@ func (p *pool) report(ctx context.Context, i int, got checked) {
 		return
 	}
 	if got.result == healthy {
+		p.saysLimit(i, got.limit)
 		p.sawLocked(i, got.says)
 		if p.policy.UsesPrompts() {
 			p.blocks.follow(p.urls[i], got.events)
@@ -224,10 +228,11 @@ func (p *pool) showUp(i int) {
 type InstanceHealth struct {
 	URL     string `json:"url"`
 	Role    string `json:"role"`
-	State   string `json:"state"`             // up, suspect, draining, loading, down
-	Group   string `json:"group,omitempty"`   // its replica
-	Breaker string `json:"breaker,omitempty"` // open: it is left out since it fails every request
-	Error   string `json:"error,omitempty"`   // what is wrong with it
+	State   string `json:"state"`                   // up, suspect, draining, loading, down
+	Group   string `json:"group,omitempty"`         // its replica
+	Limit   int    `json:"max_in_flight,omitempty"` // requests that may run there at once; 0: any number
+	Breaker string `json:"breaker,omitempty"`       // open: it is left out since it fails every request
+	Error   string `json:"error,omitempty"`         // what is wrong with it
 }
 
 // poolHealth is what the pool knows of its instances.
@@ -253,7 +258,7 @@ func (p *pool) health() (h poolHealth) {
 		if in.left {
 			continue
 		}
-		one := InstanceHealth{URL: p.urls[i].String(), Role: in.role.String(), Group: in.group, State: in.state.String(), Error: cmp.Or(p.known[i].unwell, p.known[i].refusal)}
+		one := InstanceHealth{URL: p.urls[i].String(), Role: in.role.String(), Group: in.group, State: in.state.String(), Limit: p.limit(i), Error: cmp.Or(p.known[i].unwell, p.known[i].refusal)}
 		if p.known[i].breaker.open() {
 			one.Breaker = "open"
 		}
@@ -306,6 +311,7 @@ type checker struct {
 type checked struct {
 	result probe
 	says   *fit            // of what fits, with a healthy one; nil if nothing
+	limit  int             // of requests at once, with a healthy one; 0: it does not say
 	events *kvevents.Place // where it publishes its blocks, if the router reads that
 	why    string          // what is wrong; empty: nothing
 }
@@ -359,24 +365,29 @@ func (c *checker) probe(ctx context.Context, u *url.URL) checked {
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, maxHealth)) // the status is what counts
 	switch resp.StatusCode {
 	case http.StatusOK:
-		return checked{result: healthy, says: parseFit(body)}
+		return checked{result: healthy, says: parseFit(body), limit: parseLimit(body)}
 	case http.StatusServiceUnavailable:
-		return checked{result: unready(body)}
+		return unready(body, resp.Header)
 	case http.StatusUnauthorized, http.StatusForbidden:
 		return checked{result: silent, why: fmt.Sprintf("HTTP %d at /health: %s", resp.StatusCode, c.remedy)}
 	}
 	return checked{result: silent, why: fmt.Sprintf("HTTP %d at /health", resp.StatusCode)}
 }
 
-// unready says what a 503 with such a body means: an engine that is still loading says so.
-func unready(body []byte) probe {
+// unready says what a 503 means: an instance that is still loading says so, and one that drains says so or when to come
+// back. One that says neither is broken: vLLM answers so when its engine has died.
+func unready(body []byte, header http.Header) checked {
 	var h struct {
 		Status string `json:"status"`
 	}
-	if json.Unmarshal(body, &h) == nil && h.Status == "loading" {
-		return starting
+	_ = json.Unmarshal(body, &h) // what is no JSON has no status
+	switch {
+	case h.Status == "loading":
+		return checked{result: starting}
+	case h.Status == "draining" || header.Get("Retry-After") != "":
+		return checked{result: leaving}
 	}
-	return leaving
+	return checked{result: failing, why: "HTTP 503 at /health, without a word of draining"}
 }
 
 // When an instance is left out, and how long.
@@ -475,8 +486,9 @@ type probe uint8
 
 const (
 	healthy  probe = iota
-	leaving        // 503: the instance drains
+	leaving        // 503 that says so: the instance drains
 	starting       // 503 that says so: its model is still loading
+	failing        // 503 that says nothing: the engine behind the server has died
 	refused        // nobody listens
 	silent         // no answer in time, a broken one, or another status
 )
@@ -518,7 +530,7 @@ func (t *table) probed(i int, p probe) (changed bool) {
 		in.state = draining
 	case starting:
 		in.state = loading
-	case refused:
+	case failing, refused:
 		in.state = down
 	case silent:
 		if in.silence++; in.silence >= silences {

@@ -69,7 +69,7 @@ func TestWatch(t *testing.T) {
 				cancel()
 			}
 		})
-		require.Equal(t, []probe{healthy, leaving, silent, refused, silent, silent}, got)
+		require.Equal(t, []probe{healthy, failing, silent, refused, silent, silent}, got)
 		require.Zero(t, at[0])
 		for i := 1; i < len(at); i++ {
 			gap := at[i] - at[i-1]

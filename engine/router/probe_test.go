@@ -14,23 +14,30 @@ import (
 	"github.com/kvport/kvport/verify/testkit"
 )
 
-// An instance that is down is a warning with the reason, which /health has too; one that loads says so.
+// An instance that is down is a warning with the reason, which /health has too; one that loads or drains says so.
 func TestReasonOfAState(t *testing.T) {
-	loads := func(w http.ResponseWriter, _ *http.Request) {
-		w.WriteHeader(http.StatusServiceUnavailable)
-		fmt.Fprint(w, `{"status":"loading"}`)
+	unready := func(body, retryAfter string) *instanceServer {
+		return serveInstance(t, func(w http.ResponseWriter, _ *http.Request) {
+			if retryAfter != "" {
+				w.Header().Set("Retry-After", retryAfter)
+			}
+			w.WriteHeader(http.StatusServiceUnavailable)
+			fmt.Fprint(w, body)
+		})
 	}
 	for name, tt := range map[string]struct {
 		url, state, err string
 		config          Config
 	}{
-		"refused":  {refusing(t), "down", "connection refused: nobody listens there", Config{}},
-		"hangs":    {serveInstance(t, silentAfter("")).URL, "down", "no answer at /health within 50ms", Config{HealthTimeout: soon}},
-		"404":      {serveInstance(t, code(404)).URL, "down", "HTTP 404 at /health", Config{}},
-		"401":      {serveInstance(t, code(401)).URL, "down", "HTTP 401 at /health: it needs --upstream-api-key-file", Config{OwnKeys: true}},
-		"no HTTP":  {serveInstance(t, reset("what?\r\n\r\n")).URL, "down", "malformed HTTP", Config{}},
-		"loading":  {serveInstance(t, loads).URL, "loading", "", Config{}},
-		"draining": {serveInstance(t, code(503)).URL, "draining", "", Config{}},
+		"refused":     {refusing(t), "down", "connection refused: nobody listens there", Config{}},
+		"hangs":       {serveInstance(t, silentAfter("")).URL, "down", "no answer at /health within 50ms", Config{HealthTimeout: soon}},
+		"404":         {serveInstance(t, code(404)).URL, "down", "HTTP 404 at /health", Config{}},
+		"401":         {serveInstance(t, code(401)).URL, "down", "HTTP 401 at /health: it needs --upstream-api-key-file", Config{OwnKeys: true}},
+		"no HTTP":     {serveInstance(t, reset("what?\r\n\r\n")).URL, "down", "malformed HTTP", Config{}},
+		"dead engine": {unready("", "").URL, "down", "HTTP 503 at /health, without a word of draining", Config{}}, // as vLLM says it
+		"loading":     {unready(`{"status":"loading"}`, "1").URL, "loading", "", Config{}},
+		"draining":    {unready(`{"status":"draining"}`, "").URL, "draining", "", Config{}},
+		"comes back":  {unready("", "5").URL, "draining", "", Config{}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var log testkit.Log

@@ -53,7 +53,9 @@ type registered struct {
 	warned  map[int]bool // statuses of refusals that the log has since the last change of state
 
 	breaker breaker
+	load    *inFlight
 	rested  time.Time          // when requests may come again, after the instance has asked to be left alone
+	others  int                // or as soon as fewer run there: how many did when it refused one with a 429; 0: whatever runs there
 	muted   time.Time          // when cache queries may come again, after it has failed one
 	silent  int                // cache queries in a row that it did not answer in time
 	stop    context.CancelFunc // of its probes; nil: it is not probed
@@ -262,7 +264,9 @@ func (p *pool) unregistered(i int) {
 }
 
 // admits reports whether the instance may get requests now, as its sources, itself and its breaker say. The caller holds mu.
-func (k *registered) admits(now time.Time) bool { return k.serves(now) && !now.Before(k.rested) }
+func (k *registered) admits(now time.Time) bool {
+	return k.serves(now) && (!now.Before(k.rested) || k.load.running < k.others)
+}
 
 // serves is admits without what the instance says itself: requests wait for one that asks to be left alone for a while.
 func (k *registered) serves(now time.Time) bool { return k.drains == 0 && k.breaker.admits(now) }
@@ -286,6 +290,7 @@ func (p *pool) watchLocked(i int) {
 		c.watch(ctx, u, func(got checked) {
 			got.events = p.blocks.where(u, got.says)
 			p.report(ctx, i, got)
+			p.reported()
 		})
 	})
 }

@@ -49,6 +49,8 @@ type Config struct {
 	// Events says where instances publish which blocks they have, by base URL: those that do not tell it in /health,
 	// such as vLLM's.
 	Events map[string]kvevents.Place
+	// IndexBlocks is how many blocks are known by these events, of all instances together, at about 50 bytes each; 16 Mi.
+	IndexBlocks int
 
 	// QueryTimeout is how long a request may wait for what instances answer to cache queries about its prompt, which they get
 	// if nothing is known of it; 200 ms. Negative: they get none.
@@ -72,6 +74,11 @@ type Config struct {
 	MaxQueue     int           // further requests that wait until one of these has ended, at most; 0: none waits
 	QueueTimeout time.Duration // how long a request may wait; 30 s
 	Limits       Limits        // of each client; SetLimits changes them
+
+	// InstanceInFlight is how many requests run on one instance at once at most. If it says in /health that fewer may, that
+	// counts. 0: what it says, if it does.
+	InstanceInFlight int
+
 	BodyTimeout  time.Duration // to receive a whole body; 30 s
 	WriteTimeout time.Duration // for a client to take one piece of an answer; 30 s
 
@@ -161,6 +168,8 @@ func New(c Config) (*Router, error) {
 		mux:    http.NewServeMux(), asker: newAsker(c.QueryTimeout),
 		gate: &gate{patience: c.QueueTimeout, metrics: m, queue: admission.NewQueue(admission.Config{Slots: c.MaxInFlight, Waiting: c.MaxQueue})},
 	}
+	r.pool.mostEach, r.pool.reported = c.InstanceInFlight, r.gate.resize
+	r.gate.slots = func() int { return r.pool.room(c.MaxInFlight) }
 	r.pool.chosenBy = policy.Config{Policy: c.Policy, Weights: c.Weights}
 	r.session.Store(&session)
 	if r.pool.blocks, err = newBlocks(c, r.client, r.pool, m); err != nil {
@@ -356,6 +365,7 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		return unavailable
 	}
 	client, limits := r.clientOf(req)
+	c.client = client
 	err := r.gate.hold(client, len(body))
 	if refusal, refused := errors.AsType[*admission.RefusedError](err); refused {
 		return r.tellRefusal(c, refusal, &limits)

@@ -44,6 +44,8 @@ func TestProbes(t *testing.T) {
 		{nil, up},
 		{[]probe{refused}, down},
 		{[]probe{leaving}, draining},
+		{[]probe{failing}, down},
+		{[]probe{failing, healthy}, up},
 		{[]probe{starting}, loading},
 		{[]probe{starting, healthy}, up},
 		{[]probe{silent, silent}, up},
@@ -91,7 +93,7 @@ func TestPickProperty(t *testing.T) {
 			case 0:
 				tb.failed(index.Draw(t, "failed"))
 			case 1:
-				tb.probed(index.Draw(t, "probed"), probe(rapid.IntRange(0, 4).Draw(t, "probe")))
+				tb.probed(index.Draw(t, "probed"), probe(rapid.IntRange(0, 5).Draw(t, "probe")))
 			}
 			r := role(rapid.IntRange(0, 1).Draw(t, "pick"))
 			tried := rapid.MapOf(index, rapid.Just(true)).Draw(t, "tried")

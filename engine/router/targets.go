@@ -1,8 +1,8 @@
 package router
 
 import (
+	"cmp"
 	"context"
-	"errors"
 	"net"
 	"net/netip"
 	"slices"
@@ -14,19 +14,23 @@ import (
 // targetsAtOnce is how many targets of SRV records are looked up at once.
 const targetsAtOnce = 16
 
-// hosts finds the addresses and ports of a name.
-func (l *lookups) hosts(ctx context.Context, n dnsName) (hosts []string, err error) {
+// hosts finds the addresses and ports of a name. Of SRV records the first are used in the order of their targets; more is
+// how many are left out.
+func (l *lookups) hosts(ctx context.Context, n dnsName) (hosts []string, more int, err error) {
 	if !n.srv {
-		return l.addresses(ctx, n.host, n.port)
+		hosts, err = l.addresses(ctx, n.host, n.port)
+		return hosts, 0, err
 	}
 	_, records, err := l.config.Resolver.LookupSRV(ctx, "", "", n.host)
 	if err != nil {
-		return nil, err
+		return nil, 0, err
 	}
 	records = slices.DeleteFunc(records, func(r *net.SRV) bool { return r.Port == 0 || !isName(strings.TrimSuffix(r.Target, ".")) })
-	if err := notTooMany(len(records)); err != nil {
-		return nil, err
-	}
+	slices.SortFunc(records, func(a, b *net.SRV) int {
+		return cmp.Or(cmp.Compare(strings.ToLower(a.Target), strings.ToLower(b.Target)), cmp.Compare(a.Port, b.Port))
+	})
+	more = max(0, len(records)-maxAnswers)
+	records = records[:len(records)-more]
 	// The targets are known to the server that knows the name, and maybe to no other.
 	found := make([][]string, len(records))
 	var tasks errgroup.Group
@@ -34,7 +38,7 @@ func (l *lookups) hosts(ctx context.Context, n dnsName) (hosts []string, err err
 	for i, r := range records {
 		tasks.Go(func() error {
 			list, err := l.addresses(ctx, r.Target, r.Port)
-			if missing, is := errors.AsType[*net.DNSError](err); is && missing.IsNotFound {
+			if isMissing(err) {
 				return nil // it has just left
 			}
 			found[i] = list
@@ -42,9 +46,9 @@ func (l *lookups) hosts(ctx context.Context, n dnsName) (hosts []string, err err
 		})
 	}
 	if err := tasks.Wait(); err != nil {
-		return nil, err
+		return nil, 0, err
 	}
-	return slices.Concat(found...), nil
+	return slices.Concat(found...), more, nil
 }
 
 // addresses finds the addresses of a host.

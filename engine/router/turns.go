@@ -2,7 +2,6 @@ package router
 
 import (
 	"bytes"
-	"container/list"
 	"crypto/rand"
 	"encoding/binary"
 	"encoding/json"
@@ -12,26 +11,28 @@ import (
 	"sync"
 
 	"github.com/zeebo/xxh3"
+
+	"github.com/kvport/kvport/engine/router/internal/fairlru"
 )
 
 // turns remembers for conversations which decode instance holds an answer: its ticket, for the prefill
 // instances that get the turns that follow. A conversation is known by the bytes that its prompt begins with. It may
 // be mistaken for another, and the ticket may be worth nothing: then the prefill instance computes.
 type turns struct {
-	most int
-
 	mu      sync.Mutex
-	seed    uint64 // of the marks; it changes only before the first is made
-	known   map[uint64]*list.Element
-	order   list.List // of turn, the one that was not used for longest first
-	changed bool      // since it was written to its file
+	seed    uint64 // of the marks and clients; it changes only before the first is made
+	marked  *fairlru.Table
+	held    []turn // by slot of marked
+	uses    uint64
+	changed bool // since it was written to its file
 }
 
 // turn is one of a conversation.
 type turn struct {
-	mark     uint64
-	instance int // of the pool
+	client   uint64 // modulo fairlru.Clients: what is written says no more about whose it is
+	instance int    // of the pool
 	params   json.RawMessage
+	used     uint64 // the greater, the later
 }
 
 // once reports whether the params serve one follow-up only: those of engines without a ticket of kvport's, which says
@@ -49,7 +50,12 @@ const step = 64
 func newTurns(most int) *turns {
 	var seed [8]byte
 	_, _ = rand.Read(seed[:]) // never fails, says its documentation
-	return &turns{seed: binary.LittleEndian.Uint64(seed[:]), most: most, known: map[uint64]*list.Element{}}
+	return &turns{seed: binary.LittleEndian.Uint64(seed[:]), marked: fairlru.New(most)}
+}
+
+// client is the number of a client.
+func (t *turns) client(name string) uint64 {
+	return xxh3.HashStringSeed(name, t.seed) % fairlru.Clients
 }
 
 // marks are the hashes of a prompt's beginnings, a step longer each.
@@ -71,49 +77,54 @@ func (t *turns) find(marks []uint64, usable func(instance int) bool) json.RawMes
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, mark := range slices.Backward(marks) {
-		place := t.known[mark]
-		if place == nil {
+		slot, known := t.marked.Find(mark)
+		if !known {
 			continue
 		}
-		last, _ := place.Value.(turn)
+		last := t.held[slot]
 		switch {
 		case !usable(last.instance):
 			continue
 		case last.once():
-			t.drop(place)
+			t.drop(mark, slot)
 		default:
-			t.order.MoveToBack(place)
+			t.use(mark, &last)
 		}
 		return last.params
 	}
 	return nil
 }
 
-// keep remembers where the answer to a prompt is held. When there are too many, the one is forgotten that was not used
-// for longest. It reports whether the answer is remembered.
-func (t *turns) keep(marks []uint64, instance int, params json.RawMessage) bool {
+// keep remembers where the answer to a prompt of a client is held. When there are too many, that one is forgotten which the
+// client that has most has not used for longest. It reports whether the answer is remembered.
+func (t *turns) keep(marks []uint64, client uint64, instance int, params json.RawMessage) bool {
 	if len(marks) == 0 || len(params) > maxTurnParams {
 		return false
 	}
 	mark := marks[len(marks)-1]
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.drop(t.known[mark])
-	if len(t.known) >= t.most {
-		t.drop(t.order.Front())
-	}
-	t.known[mark] = t.order.PushBack(turn{mark, instance, params})
+	t.use(mark, &turn{client: client, instance: instance, params: params})
 	t.changed = true
 	return true
 }
 
-// drop forgets a turn, if there is one. The caller holds mu.
-func (t *turns) drop(place *list.Element) {
-	if place != nil {
-		last, _ := t.order.Remove(place).(turn)
-		delete(t.known, last.mark)
-		t.changed = true
+// use makes a turn the one that was used last. The caller holds mu.
+func (t *turns) use(mark uint64, last *turn) {
+	slot, _ := t.marked.Use(mark, last.client)
+	if slot == len(t.held) {
+		t.held = append(t.held, turn{})
 	}
+	t.uses++
+	t.held[slot] = *last
+	t.held[slot].used = t.uses
+}
+
+// drop forgets a turn. The caller holds mu.
+func (t *turns) drop(mark uint64, slot int) {
+	t.marked.Remove(mark)
+	t.held[slot] = turn{}
+	t.changed = true
 }
 
 // prompt is what a request's conversation is known by: messages or prompt, without what closes them, so that
@@ -244,7 +255,7 @@ func (c *call) keepTurn(d target, answer []byte) []byte {
 	if err != nil || params == nil {
 		return answer
 	}
-	if c.router.turns.keep(c.marks, d.index, params) {
+	if t := c.router.turns; t.keep(c.marks, t.client(c.client), d.index, params) {
 		c.router.metrics.turns.WithLabelValues("kept").Inc()
 	}
 	return withoutParams(answer)

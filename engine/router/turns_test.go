@@ -41,7 +41,7 @@ func TestTurns(t *testing.T) {
 			r := newTurns(2)
 			marks := func(f fields) []uint64 { return r.marks(f.prompt()) }
 			require.Nil(t, r.find(marks(turns[1]), always))
-			r.keep(marks(turns[0]), 3, json.RawMessage("1"))
+			r.keep(marks(turns[0]), 0, 3, json.RawMessage("1"))
 			require.Nil(t, r.find(marks(chat("Hello, "+strings.ToUpper(long))), always), "another conversation")
 			other := turns[1]
 			other["model"] = json.RawMessage(`"other"`)
@@ -52,14 +52,14 @@ func TestTurns(t *testing.T) {
 			require.JSONEq(t, "1", string(r.find(marks(turns[1]), always)))
 			require.Nil(t, r.find(marks(turns[1]), always), "it is good for one use")
 			ticket := json.RawMessage(`{"kvport_ticket":"x"}`)
-			r.keep(marks(turns[0]), 3, ticket)
+			r.keep(marks(turns[0]), 0, 3, ticket)
 			for range 3 {
 				require.Equal(t, ticket, r.find(marks(turns[1]), always))
 			}
-			r.keep(marks(turns[1]), 4, json.RawMessage(`{"kvport_ticket":"`+strings.Repeat("x", maxTurnParams)+`"}`))
+			r.keep(marks(turns[1]), 0, 4, json.RawMessage(`{"kvport_ticket":"`+strings.Repeat("x", maxTurnParams)+`"}`))
 			require.Equal(t, ticket, r.find(marks(turns[1]), always), "what is too long is not kept")
-			r.keep(marks(turns[1]), 3, json.RawMessage(`{"kvport_ticket":"y"}`))
-			r.keep(marks(turns[0]), 4, ticket)
+			r.keep(marks(turns[1]), 0, 3, json.RawMessage(`{"kvport_ticket":"y"}`))
+			r.keep(marks(turns[0]), 0, 4, ticket)
 			require.Equal(t, ticket, r.find(marks(turns[1]), up), "an earlier turn, if the last one cannot be had")
 		})
 	}
@@ -87,7 +87,7 @@ func TestTurnsAreBounded(t *testing.T) {
 			if mark%2 == 0 {
 				params = json.RawMessage(`{"kvport_ticket":"x"}`)
 			}
-			r.keep([]uint64{mark}, 0, params)
+			r.keep([]uint64{mark}, 0, 0, params)
 			if i >= 0 {
 				order = slices.Delete(order, i, i+1)
 			}
@@ -96,16 +96,73 @@ func TestTurnsAreBounded(t *testing.T) {
 			}
 			order = append(order, mark)
 		}
-		require.Len(t, r.known, len(order))
-		at := 0
-		for x := r.order.Front(); x != nil; x = x.Next() {
-			require.Same(t, x, r.known[order[at]])
-			at++
+		require.Equal(t, len(order), r.marked.Len())
+		used := uint64(0)
+		for _, mark := range order {
+			slot, known := r.marked.Find(mark)
+			require.True(t, known)
+			require.Greater(t, r.held[slot].used, used)
+			used = r.held[slot].used
 		}
-		require.Equal(t, len(order), at)
 	}
-	r.keep(nil, 0, json.RawMessage("{}"))
-	require.Len(t, r.known, len(order), "a short prompt is no conversation")
+	r.keep(nil, 0, 0, json.RawMessage("{}"))
+	require.Equal(t, len(order), r.marked.Len(), "a short prompt is no conversation")
+}
+
+// TestTurnsOfOneClient: one client that has more conversations than are remembered does not push out those of another, also
+// after a restart.
+func TestTurnsOfOneClient(t *testing.T) {
+	ticket := func(i int) json.RawMessage { return fmt.Appendf(nil, `{"kvport_ticket":"%d"}`, i) }
+	r := newTurns(8)
+	r.seed = 1
+	few, many := r.client("few"), r.client("many")
+	require.NotEqual(t, few, many)
+	r.keep([]uint64{1}, few, 0, ticket(1))
+	for i := range 100 {
+		r.keep([]uint64{100 + uint64(i)}, many, 0, ticket(i))
+	}
+	require.Equal(t, ticket(1), r.find([]uint64{1}, always))
+	require.Equal(t, ticket(93), r.find([]uint64{193}, always), "seven of the other one's")
+	require.Nil(t, r.find([]uint64{192}, always))
+
+	next := newTurns(8)
+	data, err := r.snapshot(func(int) string { return "http://a" }).encode(maxTurnsFile)
+	require.NoError(t, err)
+	var f turnsFile
+	require.NoError(t, json.Unmarshal(data, &f))
+	next.restore(&f, func(string) (int, bool) { return 0, true })
+	require.Equal(t, few, next.client("few"))
+	for i := range 100 {
+		next.keep([]uint64{200 + uint64(i)}, many, 0, ticket(i))
+	}
+	require.Equal(t, ticket(1), next.find([]uint64{1}, always))
+}
+
+// TestClientsOfRequests: the history and the turns of two API keys are told apart.
+func TestClientsOfRequests(t *testing.T) {
+	p, d := serveInstance(t, ticket("of P")), serveInstance(t, held("of D", false))
+	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), Turns: 2, OwnKeys: true})
+	f.router.turns.seed = 1
+	require.NotEqual(t, f.router.turns.client(KeyID("a")), f.router.turns.client(KeyID("b")))
+	send := func(key string, body fields) {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, f.URL+"/v1/chat/completions", strings.NewReader(string(body.encode())))
+		require.NoError(t, err)
+		req.Header.Set("Authorization", "Bearer "+key)
+		resp, err := http.DefaultClient.Do(req)
+		require.NoError(t, err)
+		require.Equal(t, 200, resp.StatusCode)
+		_, err = io.Copy(io.Discard, resp.Body)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+	}
+	long := strings.Repeat("long ", 20)
+	send("a", chat(long))
+	for i := range 5 {
+		send("b", chat(fmt.Sprint(i, long)))
+	}
+	send("a", chat(long, "answer", "next"))
+	asked := p.requests()
+	require.Contains(t, string(asked[len(asked)-1].body["kv_transfer_params"]), `"kvport_ticket":"of D"`)
 }
 
 func TestFilter(t *testing.T) {

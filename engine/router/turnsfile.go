@@ -1,6 +1,7 @@
 package router
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -10,6 +11,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
 	"time"
 )
@@ -24,8 +26,10 @@ type turnsFile struct {
 
 type savedTurn struct {
 	Mark     uint64          `json:"mark,string"`
+	Client   uint64          `json:"client,omitempty"`
 	Instance string          `json:"instance"` // URL
 	Params   json.RawMessage `json:"params"`
+	used     uint64
 }
 
 const (
@@ -96,7 +100,7 @@ func (t *turns) restore(f *turnsFile, place func(instance string) (int, bool)) {
 	t.seed = f.Seed
 	for _, s := range f.Turns {
 		if i, known := place(s.Instance); known {
-			t.keep([]uint64{s.Mark}, i, s.Params)
+			t.keep([]uint64{s.Mark}, s.Client, i, s.Params)
 		}
 	}
 }
@@ -110,14 +114,14 @@ func (t *turns) snapshot(name func(instance int) string) *turnsFile {
 		return nil
 	}
 	t.changed = false
-	f := &turnsFile{Version: turnsVersion, Seed: t.seed, Turns: make([]savedTurn, 0, t.order.Len())}
-	for e := t.order.Front(); e != nil; e = e.Next() {
-		if s, ok := e.Value.(turn); ok {
-			if at := name(s.instance); at != "" && !s.once() {
-				f.Turns = append(f.Turns, savedTurn{s.mark, at, s.params})
-			}
+	f := &turnsFile{Version: turnsVersion, Seed: t.seed, Turns: make([]savedTurn, 0, t.marked.Len())}
+	for mark, slot := range t.marked.All() {
+		s := &t.held[slot]
+		if at := name(s.instance); at != "" && !s.once() {
+			f.Turns = append(f.Turns, savedTurn{mark, s.client, at, s.params, s.used})
 		}
 	}
+	slices.SortFunc(f.Turns, func(a, b savedTurn) int { return cmp.Compare(a.used, b.used) })
 	return f
 }
 

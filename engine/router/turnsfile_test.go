@@ -117,9 +117,9 @@ func TestTurnsOfBothPartsAreRestored(t *testing.T) {
 func TestTurnsFileFits(t *testing.T) {
 	turns := newTurns(100)
 	for i := range uint64(100) {
-		turns.keep([]uint64{i}, 0, fmt.Appendf(nil, `{"kvport_ticket":"%s"}`, strings.Repeat("<", int(i)))) // which is longer in the file
+		turns.keep([]uint64{i}, 0, 0, fmt.Appendf(nil, `{"kvport_ticket":"%s"}`, strings.Repeat("<", int(i)))) // which is longer in the file
 	}
-	turns.keep([]uint64{50}, 0, json.RawMessage(`{"remote_block_ids":[1]}`))
+	turns.keep([]uint64{50}, 0, 0, json.RawMessage(`{"remote_block_ids":[1]}`))
 	whole := turns.snapshot(func(int) string { return "http://a" })
 	require.Len(t, whole.Turns, 99)
 	before := 0
@@ -154,7 +154,7 @@ func TestTurnsAreWrittenLater(t *testing.T) {
 		require.NoError(t, p.set(byFlag, []spec{{role: decode, url: at(t, "http://a")}}))
 		var log testkit.Log
 		r := &Router{config: Config{TurnsFile: path, Log: logTo(&log)}, pool: p, turns: newTurns(1)}
-		r.turns.keep([]uint64{7}, 0, json.RawMessage(`{"kvport_ticket":"T"}`))
+		r.turns.keep([]uint64{7}, 0, 0, json.RawMessage(`{"kvport_ticket":"T"}`))
 		ctx, stop := context.WithCancel(t.Context())
 		over := make(chan struct{})
 		go func() {

@@ -437,6 +437,8 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 		engine.Health
 		KV         *kv  `json:"kv,omitempty"`
 		CacheQuery bool `json:"cache_query,omitempty"` // cache queries are answered
+
+		MaxInFlight int `json:"max_in_flight"` // requests beyond these get a 429
 	}
 	h := s.config.Engine.Health()
 	answer := struct {
@@ -444,7 +446,7 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 		*details        // nil: for strangers
 	}{Status: "ok"}
 	if s.config.Known == nil || s.config.Known(r.Header.Get("Authorization")) {
-		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0}
+		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, MaxInFlight: cap(s.slots)}
 		if s.info.Fit.Role != "" {
 			answer.KV = &kv{s.info.Fit, s.config.Events}
 		}

@@ -187,11 +187,14 @@ func engineImports() map[string][]string {
 		"engine/router":           {"connector", "engine/kvevents", "engine/router/...", "internal/meter", "internal/register"},
 		"engine/router/admission": {}, // pure
 		"engine/router/kvindex":   {"engine/kvevents"},
-		"engine/router/policy":    {"internal/strictjson"}, // pure: no clock, no lock, no I/O
-		"engine/sample":           {},
-		"engine/sched":            {"connector", "engine/kvcache"},
-		"engine/server":           slices.Concat(host, engineParts(), []string{"engine"}),
-		"engine/tokenizer":        {"engine/gguf"},
+		"engine/router/policy":    {"internal/strictjson", "engine/router/internal/fairlru"}, // pure: no clock, no lock, no I/O
+
+		"engine/router/internal/fairlru": {},
+
+		"engine/sample":    {},
+		"engine/sched":     {"connector", "engine/kvcache"},
+		"engine/server":    slices.Concat(host, engineParts(), []string{"engine"}),
+		"engine/tokenizer": {"engine/gguf"},
 	}
 }
 

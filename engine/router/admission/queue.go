@@ -96,6 +96,12 @@ func (r *Request) Refused() *RefusedError { return r.refused }
 // NewQueue makes an empty queue.
 func NewQueue(c Config) *Queue { return &Queue{config: c, clients: map[string]*client{}} }
 
+// SetSlots changes how many requests run at once. Those that run go on.
+func (q *Queue) SetSlots(now time.Time, slots int) {
+	q.config.Slots = slots
+	q.start(now)
+}
+
 // Running is how many requests run.
 func (q *Queue) Running() int { return q.running }
 

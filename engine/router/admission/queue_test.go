@@ -323,6 +323,26 @@ func TestLimitsChange(t *testing.T) {
 	require.Nil(t, refusal)
 }
 
+// When there are fewer slots than requests that run, these go on and no other starts; when there are more, others do at once.
+func TestSlotsChange(t *testing.T) {
+	q := NewQueue(Config{Slots: 1, Waiting: 9})
+	now := time.Unix(1000, 0)
+	var list []*Request
+	for range 4 {
+		r, err := q.Arrive(now, "a", Limits{}, 1)
+		require.NoError(t, err)
+		list = append(list, r)
+	}
+	for _, step := range []struct{ slots, running int }{{1, 1}, {3, 3}, {2, 3}} {
+		q.SetSlots(now, step.slots)
+		require.Equal(t, step.running, q.Running())
+	}
+	q.End(now, list[0], 0)
+	require.Equal(t, []int{2, 1}, []int{q.Running(), q.Waiting()})
+	q.End(now, list[1], 0)
+	require.Equal(t, []int{2, 0}, []int{q.Running(), q.Waiting()})
+}
+
 // Requests of one client beyond its limit wait, and do not delay others.
 func TestInFlightOfOneClient(t *testing.T) {
 	w := newWorld(t, Config{Slots: 3, Waiting: 9})

@@ -31,12 +31,14 @@ const (
 // Config bounds an index. Zero values mean the defaults named.
 type Config struct {
 	MaxBlocks int // of one instance; 4 Mi, which are about 200 MB. More are left out
+	Total     int // of all instances together, each block counted for each that has it; 16 Mi, which are about 800 MB
 	secret    *[2]uint64
 }
 
 // Index is safe for concurrent use. All events of one instance must come from one goroutine.
 type Index struct {
-	max    int
+	max    int // blocks of one instance
+	total  int // of all
 	secret [2]uint64
 	seed   maphash.Seed
 
@@ -56,6 +58,7 @@ type plane struct {
 // instance is what is known of one instance's blocks, by the engine's own hash.
 type instance struct {
 	blocks   table[held]
+	leaving  bool // it is being forgotten
 	sizes    map[int]bool
 	adapters map[uint64]bool
 }
@@ -82,9 +85,12 @@ func (h *held) in(medium int) bool { return h.where>>(medium*groups)&(1<<groups-
 
 // New makes an index of nothing.
 func New(c Config) *Index {
-	x := &Index{max: c.MaxBlocks, seed: maphash.MakeSeed()}
+	x := &Index{max: c.MaxBlocks, total: c.Total, seed: maphash.MakeSeed()}
 	if x.max <= 0 {
 		x.max = 4 << 20
+	}
+	if x.total <= 0 {
+		x.total = 16 << 20
 	}
 	if c.secret != nil {
 		x.secret = *c.secret
@@ -101,7 +107,10 @@ type Result struct {
 	Stored   int // that the index knows now, or knew before
 	Removed  int // that an instance no longer has
 	Unplaced int // left out: what they depend on is not known, or the instance has too many groups, sizes or adapters
-	Full     int // left out: the instance has too many
+	Full     int // left out: the instance has too many, or there are too many of all instances and it has its share
+
+	Evicted   int   // blocks of other instances that were forgotten to make room
+	Forgotten []int // the instances of which all was forgotten for that
 }
 
 // Apply takes events of an instance, in order.
@@ -113,7 +122,11 @@ func (x *Index) Apply(number int, events []kvevents.Event) (r Result) {
 		ev := &events[i]
 		switch ev.Kind {
 		case kvevents.Stored:
-			x.store(number, ev, &r)
+			got := x.store(number, ev)
+			if got.Full > 0 && x.makeRoom(number, got.Full, &r) {
+				got = x.store(number, ev)
+			}
+			r.Stored, r.Unplaced, r.Full = r.Stored+got.Stored, r.Unplaced+got.Unplaced, r.Full+got.Full
 		case kvevents.Removed:
 			x.remove(number, ev, &r)
 		case kvevents.Cleared:
@@ -136,19 +149,47 @@ func place(name string, group int) (medium int, bit uint32, ok bool) {
 	return medium, 1 << (medium*groups + group), group < groups
 }
 
-func (x *Index) store(number int, ev *kvevents.Event, r *Result) {
+// makeRoom forgets all of the instance that has most, if the index is full and this one has no more than its share of it
+// with the blocks that it lacks. A part of the other one's blocks is not worth keeping: a hit ends at the first that is gone.
+func (x *Index) makeRoom(number, more int, r *Result) bool {
+	x.mu.RLock()
+	own, sharing, most, victim := more, 1, 0, -1
+	for i, in := range x.instances {
+		switch {
+		case in == nil:
+		case i == number && in.leaving:
+			own = x.total + 1 // it is the one that makes room
+		case i == number:
+			own += in.blocks.size
+		case in.blocks.size > 0:
+			sharing++
+			if in.blocks.size > most && !in.leaving {
+				most, victim = in.blocks.size, i
+			}
+		}
+	}
+	share := x.total / sharing
+	lacking := x.blocks+more > x.total && own <= min(share, x.max) && most >= share
+	x.mu.RUnlock()
+	if !lacking || victim < 0 {
+		return false
+	}
+	r.Evicted += x.Forget(victim)
+	r.Forgotten = append(r.Forgotten, victim)
+	return true
+}
+
+func (x *Index) store(number int, ev *kvevents.Event) (r Result) {
 	medium, bit, ok := place(ev.Medium, ev.Group)
 	if !ok || len(ev.Hashes) == 0 || ev.BlockSize == 0 || len(ev.Tokens) != len(ev.Hashes)*ev.BlockSize {
-		r.Unplaced += len(ev.Hashes)
-		return
+		return Result{Unplaced: len(ev.Hashes)}
 	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	in, p := x.enter(number)
 	prefix, ok := x.parent(in, ev)
 	if !ok || !in.addSize(p, number, ev.BlockSize) || !in.addAdapter(p, number, x.adapter(ev.LoRAName)) {
-		r.Unplaced += len(ev.Hashes)
-		return
+		return Result{Unplaced: len(ev.Hashes)}
 	}
 	for i, h := range ev.Hashes {
 		var extra []string
@@ -157,15 +198,15 @@ func (x *Index) store(number int, ev *kvevents.Event, r *Result) {
 		}
 		if slices.Contains(extra, "") { // not told, and nothing behind it can be placed either
 			r.Unplaced += len(ev.Hashes) - i
-			return
+			return r
 		}
 		prefix = x.extend(x.depend(prefix, extra), ev.Tokens[i*ev.BlockSize:(i+1)*ev.BlockSize])
 		key := x.key(h)
 		b := in.blocks.get(key)
 		if b == nil {
-			if in.blocks.size >= x.max {
+			if x.isFull(in) {
 				r.Full += len(ev.Hashes) - i
-				return
+				return r
 			}
 			b = in.blocks.put(key)
 			b.setHash(prefix)
@@ -180,6 +221,12 @@ func (x *Index) store(number int, ev *kvevents.Event, r *Result) {
 		*p.media[medium].put(prefix) |= 1 << (number % 64)
 		r.Stored++
 	}
+	return r
+}
+
+// isFull reports whether no further block of an instance is taken. The caller holds mu.
+func (x *Index) isFull(in *instance) bool {
+	return in.leaving || in.blocks.size >= x.max || x.blocks >= x.total
 }
 
 // enter finds what is known of an instance, and makes it if there is nothing yet. The caller holds mu.
@@ -285,7 +332,7 @@ func clearBit(t *table[uint64], prefix uint64, number int) {
 	}
 }
 
-// Forget drops all that is known of an instance, and says how many blocks that were.
+// Forget drops all that is known of an instance, and says how many blocks that were. What is stored meanwhile is left out.
 func (x *Index) Forget(number int) (blocks int) {
 	if number < 0 || number >= Instances {
 		return 0
@@ -293,10 +340,11 @@ func (x *Index) Forget(number int) (blocks int) {
 	for s := range shards { // others take their turn in between
 		x.mu.Lock()
 		in, p := x.instances[number], x.planes[number/64]
-		if in == nil {
+		if in == nil || s == 0 && in.leaving { // somebody else forgets it
 			x.mu.Unlock()
 			return blocks
 		}
+		in.leaving = true
 		part := &in.blocks.shards[s]
 		for i, key := range part.keys {
 			if key != 0 {

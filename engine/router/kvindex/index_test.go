@@ -223,6 +223,30 @@ func TestLeftOut(t *testing.T) {
 	require.Equal(t, []Held{{0, 4, 4, 0}}, x.Prefix(&Prompt{Tokens: []int32{9, 9, 9, 9}}))
 }
 
+// All instances together have a limit. One that has less than its share of a full index gets the room of the one that has
+// most; one that has more gets none.
+func TestTotal(t *testing.T) {
+	x := New(Config{Total: 100})
+	has := func(blocks int) kvevents.Event { return chain("a", 4, count(4*blocks)) }
+	require.Equal(t, Result{Stored: 80}, apply(x, 0, has(80)))
+	require.Equal(t, Result{Stored: 30, Evicted: 80, Forgotten: []int{0}}, apply(x, 1, has(30)))
+	require.Equal(t, []Held{{1, 120, 120, 0}}, x.Prefix(&Prompt{Tokens: count(400)}))
+	require.Equal(t, Result{Stored: 70, Full: 10}, apply(x, 0, has(80)))
+	require.Equal(t, Result{Stored: 30}, apply(x, 1, has(30)), "what is known needs no room")
+	require.Equal(t, Result{Removed: 30}, apply(x, 1, removed(kvevents.GPU, has(30).Hashes...)))
+	require.Equal(t, Result{Stored: 40, Evicted: 70, Forgotten: []int{0}}, apply(x, 2, has(40)))
+	require.Equal(t, Result{Stored: 35}, apply(x, 0, has(35)))
+	require.Equal(t, Result{Stored: 25}, apply(x, 3, has(25)))
+	require.Equal(t, Result{Stored: 25, Full: 10}, apply(x, 3, has(35)), "35 of 100 is no share of three")
+	require.Equal(t, Result{Stored: 33, Evicted: 40, Forgotten: []int{2}}, apply(x, 3, has(33)))
+	require.Equal(t, 35+33, x.Blocks())
+
+	x = New(Config{MaxBlocks: 10, Total: 20})
+	apply(x, 0, has(10))
+	apply(x, 1, has(10))
+	require.Equal(t, Result{Stored: 10, Full: 1}, apply(x, 0, has(11)), "it has too many by itself")
+}
+
 // model is the index written again, with nothing but maps.
 type model struct {
 	blocks map[[2]string]*modelBlock // by instance and the engine's hash
@@ -465,9 +489,14 @@ func TestBytesOfABlock(t *testing.T) {
 	runtime.KeepAlive(x)
 }
 
-// Instances come and go while others are asked about.
+// Instances come and go while others are asked about, also where one needs the room of another.
 func TestConcurrently(t *testing.T) {
-	x := New(Config{})
+	for _, total := range []int{0, 150} {
+		comeAndGo(t, New(Config{Total: total}))
+	}
+}
+
+func comeAndGo(t *testing.T, x *Index) {
 	var writers, readers sync.WaitGroup
 	stop := make(chan struct{})
 	for n := range 4 {
@@ -500,6 +529,8 @@ func TestConcurrently(t *testing.T) {
 	close(stop)
 	readers.Wait()
 	require.Zero(t, x.Blocks())
+	p := x.planes[0]
+	require.Zero(t, p.media[own].size+p.media[node].size+p.media[shared].size+len(p.sizes)+len(p.adapters), "nothing is left behind")
 }
 
 // Whatever events say, the index keeps its account and forgets all of it.

@@ -49,6 +49,7 @@ type Request struct {
 	Alone   bool   // a prefill instance cannot help, as with a list of prompts
 	Whole   bool   // the answer is not streamed, so its first byte comes with the last and tells nothing about the prompt
 	Explain bool   // the choice has reasons in words
+	NoWork  bool   // nothing is computed for it, so it may go where as many requests run as may
 
 	// Standing is the filter: it is asked once for each place at most.
 	Standing func(place int) Standing
@@ -95,6 +96,7 @@ type Leg struct {
 	waiting bool // it has not been answered
 	running bool
 
+	client uint64
 	pieces []uint64 // of the prompt, from the beginning
 	before int      // how many of these were known to be at the place before, or have been answered beside
 	drops  int      // of the instance, before
@@ -381,11 +383,11 @@ func (p *Policy) Told(prompt *Prompt, place int, h Hit, of int) {
 		return prompt.pieces[:min(n, len(prompt.pieces))]
 	}
 	if h.Engine > 0 {
-		p.history.note(pieces(h.Engine), place)
+		p.history.add(pieces(h.Engine), prompt.Client, place)
 		p.instances[place].confirm(pieces(h.Engine))
 	}
 	if h.Shared > 0 {
-		p.shared.note(pieces(h.Shared), 0)
+		p.shared.add(pieces(h.Shared), prompt.Client, 0)
 	}
 }
 
@@ -398,11 +400,11 @@ func (in *instance) confirm(pieces []uint64) {
 	}
 }
 
-// remember notes that instances will hold the prompt for which look was called: others with this prompt should follow
+// remember notes that instances will hold the prompt: others with this prompt should follow
 // before the first is answered. Done takes it back if the instance does not answer.
 func (p *Policy) remember(r *Request, places ...int) {
 	if p.history != nil {
-		p.history.add(r.Prompt.pieces, places)
+		p.history.add(r.Prompt.pieces, r.Prompt.Client, places...)
 	}
 }
 
@@ -458,7 +460,7 @@ func (p *Policy) start(r *Request, c *Candidate, peer, compute int) *Leg {
 	in := &p.instances[c.Place]
 	l := &Leg{
 		Place: c.Place, Compute: max(0, compute), role: c.Role, peer: peer, prompt: r.Tokens, bytes: r.Prompt.bytes,
-		Hit: c.Hit, born: in.born, waiting: true, running: true, pieces: r.Prompt.pieces, before: in.pieces, drops: in.drops,
+		Hit: c.Hit, born: in.born, waiting: true, running: true, client: r.Prompt.Client, pieces: r.Prompt.pieces, before: in.pieces, drops: in.drops,
 	}
 	in.running++
 	in.waiting = append(in.waiting, l)
@@ -536,10 +538,10 @@ func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
 	if in := p.at(l); in != nil && p.history != nil {
 		in.confirm(l.pieces)
 		if in.drops != l.drops { // another's failure may have taken its pieces back
-			p.history.note(l.pieces, l.Place)
+			p.history.add(l.pieces, l.client, l.Place)
 		}
 		if in.saves {
-			p.shared.note(l.pieces, 0)
+			p.shared.add(l.pieces, l.client, 0)
 		}
 	}
 	if u.Prompt > 0 && (l.bytes == 0 || u.Prompt <= l.bytes+MaxTemplate) {

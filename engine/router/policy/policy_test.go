@@ -502,7 +502,8 @@ func TestLine(t *testing.T) {
 // The history says about each place what a plain model says, as long as it has not forgotten, and never more.
 func TestHistoryProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		h := newHistory(rapid.SampledFrom([]int{8, 1 << 20}).Draw(t, "pieces"))
+		most := rapid.SampledFrom([]int{8, 1 << 20}).Draw(t, "pieces")
+		h := newHistory(most)
 		model := map[int]map[uint64]bool{}
 		for range rapid.IntRange(1, 60).Draw(t, "steps") {
 			place := rapid.SampledFrom([]int{0, 1, 63, 64, 200}).Draw(t, "place")
@@ -525,22 +526,55 @@ func TestHistoryProperty(t *testing.T) {
 				for n < len(pieces) && has[pieces[n]] {
 					n++
 				}
-				if h.most == 4 {
+				if most == 8 {
 					require.LessOrEqual(t, got[place], n)
 				} else {
 					require.Equal(t, n, got[place])
 				}
 			}
-			h.add(pieces, []int{place})
+			h.add(pieces, rapid.Uint64Range(0, 2).Draw(t, "client"), place)
 			if model[place] == nil {
 				model[place] = map[uint64]bool{}
 			}
 			for _, piece := range pieces {
 				model[place][piece] = true
 			}
-			require.LessOrEqual(t, len(h.young.rows), max(h.most, len(pieces)))
+			require.LessOrEqual(t, h.pieces.Len(), most)
+			require.LessOrEqual(t, len(h.bits), most*h.words)
 		}
 	})
+}
+
+// One client that sends more than is remembered does not push out the prompts of the others, nor what they share with it.
+func TestHistoryIsShared(t *testing.T) {
+	p := made(t, Config{Policy: PrefixAware, History: 300}, 0, 1)
+	text := func(first byte, pieces int) []byte {
+		list := make([]byte, pieces*PieceBytes)
+		list[0] = first
+		return list
+	}
+	send := func(client uint64, text []byte) (held int) {
+		prompt := NewPrompt(1, nil, text)
+		prompt.Client = client
+		c, ok := p.Choose(&Request{Prompt: prompt, Tokens: len(text) / PieceBytes, Standing: all})
+		require.True(t, ok)
+		answered(p, c)
+		return c.Decode.Hit.Engine
+	}
+	require.Zero(t, send(1, text(1, 50)))
+	require.Equal(t, 50, send(2, text(1, 50)), "both have a system prompt")
+	for i := range 100 {
+		require.Zero(t, send(2, text(byte(2+i), 100)))
+	}
+	require.Equal(t, 50, send(1, text(1, 50)))
+	require.Equal(t, 100, send(2, text(101, 100)), "its last ones are known")
+	require.Zero(t, send(2, text(50, 100)))
+	for i := range 3 { // alone, it has nearly all of it
+		send(2, text(byte(150+i), 80))
+	}
+	for i := range 3 {
+		require.Equal(t, 80, send(2, text(byte(150+i), 80)))
+	}
 }
 
 func TestPromptIsBounded(t *testing.T) {
@@ -636,14 +670,14 @@ func TestForgetOnce(t *testing.T) {
 		return n
 	}
 	held(70)
-	h.add([]uint64{1, 2}, []int{3, 70})
+	h.add([]uint64{1, 2}, 0, 3, 70)
 	require.Equal(t, []int{2, 2}, []int{held(3), held(70)})
 	h.forget(70)
 	require.Equal(t, []bool{true, false}, []bool{h.used[3], h.used[70]})
 	h.forget(70)
 	h.forget(99)
 	require.Equal(t, []int{2, 0}, []int{held(3), held(70)})
-	h.add([]uint64{1, 2}, []int{70})
+	h.add([]uint64{1, 2}, 0, 70)
 	require.Equal(t, 2, held(70))
 }
 

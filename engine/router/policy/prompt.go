@@ -10,6 +10,8 @@ const maxPieces = 8192
 
 // Prompt is what a policy knows about the prompt of a request. The zero value is a prompt without text.
 type Prompt struct {
+	Client uint64 // whose prompt it is: when too much is remembered, the client that has most forgets first
+
 	pieces []uint64 // chained hashes: equal ones mean that the prompts are equal up to there
 	bytes  int
 }

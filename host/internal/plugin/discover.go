@@ -263,7 +263,9 @@ type noManifestError struct {
 	limit time.Duration
 }
 
-func (e *noManifestError) Error() string { return fmt.Sprintf("%s --manifest gave no answer within %s", e.path, e.limit) }
+func (e *noManifestError) Error() string {
+	return fmt.Sprintf("%s --manifest gave no answer within %s", e.path, e.limit)
+}
 
 func (e *noManifestError) Unwrap() error { return context.DeadlineExceeded }
 

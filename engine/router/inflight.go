@@ -1,0 +1,107 @@
+package router
+
+import (
+	"encoding/json"
+	"time"
+)
+
+// inFlight is how many requests run on one instance at once. An instance that does both parts has two places and one of
+// these.
+type inFlight struct {
+	running int
+	said    int // how many there may be, as its /health says; 0: it does not say
+}
+
+// parseLimit reads from a body of /health how many requests may run at once; 0: it does not say.
+func parseLimit(body []byte) int {
+	var h struct {
+		MaxInFlight int `json:"max_in_flight"`
+	}
+	if json.Unmarshal(body, &h) != nil {
+		return 0
+	}
+	return max(0, h.MaxInFlight)
+}
+
+// limit is how many requests may run on the instance at a place; 0: any number. The caller holds mu.
+func (p *pool) limit(i int) int {
+	said := p.known[i].load.said
+	if said == 0 || p.mostEach == 0 {
+		return max(said, p.mostEach)
+	}
+	return min(said, p.mostEach)
+}
+
+// isFull reports whether as many requests run on the instance at a place as may. The caller holds mu.
+func (p *pool) isFull(i int) bool {
+	limit := p.limit(i)
+	return limit > 0 && p.known[i].load.running >= limit
+}
+
+// full reports whether an instance of a role, of those that are not in tried, could serve if fewer requests ran there.
+func (p *pool) full(r role, tried map[int]bool) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	now := time.Now()
+	for i, in := range p.table.instances {
+		if in.role == r && !tried[i] && p.table.available(i) && p.known[i].serves(now) && p.isFull(i) {
+			return true
+		}
+	}
+	return false
+}
+
+// room is how many requests may run at once, so that each finds a decode instance that is not full, and most at most:
+// what these take together, and what still runs on those that take no new ones.
+func (p *pool) room(most int) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	now, sum, some := time.Now(), 0, false
+	for i, in := range p.table.instances {
+		if p.urls[i] == nil || in.role != decode {
+			continue
+		}
+		if !p.table.available(i) || !p.known[i].serves(now) {
+			sum += p.known[i].load.running
+			continue
+		}
+		limit := p.limit(i)
+		if limit == 0 || limit >= most {
+			return most
+		}
+		sum, some = sum+limit, true
+	}
+	if !some { // requests learn at once that there is none
+		return most
+	}
+	return min(sum, most)
+}
+
+// saysLimit takes how many requests an instance says may run there at once. The caller holds mu.
+func (p *pool) saysLimit(i, limit int) {
+	if l := p.known[i].load; l.said != limit {
+		l.said = limit
+		p.wake()
+	}
+}
+
+// ended takes note that a request no longer runs on an instance. The caller holds mu.
+func (p *pool) ended(i int) {
+	if p.isFull(i) {
+		defer p.wake()
+	}
+	p.known[i].load.running--
+}
+
+// wake lets requests look again that wait for an instance that is not full. The caller holds mu.
+func (p *pool) wake() {
+	close(p.freed)
+	p.freed = make(chan struct{})
+}
+
+// next is closed when an instance that was full has room again.
+func (p *pool) next() <-chan struct{} {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.freed
+}
