@@ -527,7 +527,12 @@ func (w *world) run(steps int) {
 		case 9:
 			w.tick()
 		case 10:
-			w.do("consumed", w.b.Consumed(w.gen, []connector.HoldID{connector.HoldID(w.rng.IntN(int(w.last) + 2))}))
+			ids := []connector.HoldID{connector.HoldID(w.rng.IntN(int(w.last) + 2))}
+			if w.rng.IntN(4) == 0 {
+				w.do("holds died", w.b.HoldsDied(w.gen, ids, false))
+			} else {
+				w.do("consumed", w.b.Consumed(w.gen, ids))
+			}
 		case 12:
 			if w.rng.IntN(4) == 0 {
 				w.reset()

@@ -195,11 +195,12 @@ func (f *composite) consume(fault Fault) {
 	if !can {
 		return
 	}
-	ids, _ := holder.Consumed(over())
-	for _, id := range ids {
+	ended, _ := multiconnector.WaitHoldsOver(over(), holder)
+	for _, id := range ended.Fetched {
 		f.h.proc.fetched[id]++
 	}
-	f.h.do(f.h.tracker.Consumed(f.h.n, ids))
+	f.h.do(f.h.tracker.Consumed(f.h.n, ended.Fetched))
+	f.h.do(f.h.tracker.HoldsDied(f.h.n, ended.Died, false))
 }
 
 // over is the context of a call that must not wait.
@@ -348,7 +349,7 @@ func (c *child) reap(p *proc) {
 	c.h.w.say("%s: child %d is reaped", c.h.e.name, c.kind)
 	c.giveUp(p)
 	p.moves, c.proc = nil, nil
-	c.holds.Lose(p.n)
+	c.holds.Lose(p.n, false)
 	if c.h.w.now.Sub(c.since) > c.breaker.Window {
 		c.breaker.Proved()
 	}
@@ -422,9 +423,15 @@ func (s childScheduler) Finish(_ context.Context, ended []connector.Ended) ([]co
 }
 
 // Consumed implements connector.Holder.
-func (s childScheduler) Consumed(context.Context) ([]connector.HoldID, error) {
+func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	o, err := s.HoldsOver(ctx)
+	return o.Consumed(), err
+}
+
+// HoldsOver implements multiconnector.HoldWatcher.
+func (s childScheduler) HoldsOver(context.Context) (multiconnector.HoldsOver, error) {
 	s.crew.wait(s.holds.Pending, time.Time{})
-	return s.holds.Take(), nil
+	return multiconnector.HoldsOver(s.holds.Take()), nil
 }
 
 // Renewals implements connector.Leaser.
