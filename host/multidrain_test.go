@@ -62,7 +62,7 @@ func TestMultiCloseWhileHanging(t *testing.T) {
 }
 
 // A stopped child that has nothing to do does not answer when it is asked to end: it is killed when the drain deadline
-// has passed, and that is no error.
+// has passed, which is not an error.
 func TestMultiCloseWithStoppedChild(t *testing.T) {
 	patient := map[string]any{"heartbeat": map[string]any{"limit": "1h"}}
 	r := multiRig(t, 1, map[string]any{"heartbeat": map[string]any{"limit": "1h"}, "deadlines": map[string]any{"drain": "200ms"}},

@@ -33,7 +33,7 @@ type HoldWatcher interface {
 	HoldsOver(ctx context.Context) (HoldsOver, error)
 }
 
-// Consumed is what a Holder says of them, which has no word for holds that nobody came for. Those that are lost are left out:
+// Consumed is what a Holder reports, which has no word for holds that nobody came for. Those that are lost are left out:
 // whoever hears that they are consumed uses their blocks again at once, and not when their TTL ends.
 func (o *HoldsOver) Consumed() []connector.HoldID { return slices.Concat(o.Fetched, o.Died) }
 

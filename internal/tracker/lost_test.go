@@ -99,7 +99,7 @@ func TestHoldsDied(t *testing.T) {
 				require.Equal(t, Event{Kind: Released, Request: e.Request, Step: e.Step, Blocks: e.Blocks, Lost: lost, Reason: ReleasedPluginDied}, e)
 				require.Len(t, e.Blocks, 2)
 				require.Equal(t, lost, b.Counters().Lost == 2)
-				require.Equal(t, []connector.HoldID{7}, b.Over(1), "its Leaser hears of it")
+				require.Equal(t, []connector.HoldID{7}, b.Over(1), "its Leaser is told")
 				require.True(t, b.Idle())
 				ends()
 				b.quiet()
