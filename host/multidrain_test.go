@@ -2,6 +2,7 @@ package host
 
 import (
 	"context"
+	"maps"
 	"syscall"
 	"testing"
 	"time"
@@ -17,9 +18,7 @@ func TestMultiCloseWhileHanging(t *testing.T) {
 	const never = "1h"
 	deadlines := func(more map[string]any) map[string]any {
 		own := map[string]any{"save": never, "transfer": never}
-		for k, v := range more {
-			own[k] = v
-		}
+		maps.Copy(own, more)
 		return map[string]any{"heartbeat": map[string]any{"limit": never}, "deadlines": own}
 	}
 	for _, fault := range []string{"hang_save", "hang_load"} {
