@@ -144,7 +144,7 @@ func (c *child) outlive(l *life) {
 		c.turn(nil)
 	}
 	c.lastErr = l.proc.Err()
-	c.holds.Lose(l.n)
+	c.holds.Lose(l.n, l.proc.Abandoned())
 	c.wakePoll()
 	if !c.closing.Load() {
 		c.log.Warn("child is gone", "child", c.label, "pid", l.proc.PID(), "error", c.lastErr)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/multiconnector"
 )
 
 // childScheduler is the scheduler side of a child, through all its lives.
@@ -56,11 +57,18 @@ func (s childScheduler) Finish(ctx context.Context, ended []connector.Ended) ([]
 	})
 }
 
-// Consumed implements connector.Holder. What a process kept that died is over.
+// Consumed implements connector.Holder.
 func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	over, err := s.HoldsOver(ctx)
+	return over.Consumed(), err
+}
+
+// HoldsOver implements multiconnector.HoldWatcher. What a process kept that died is over.
+func (s childScheduler) HoldsOver(ctx context.Context) (multiconnector.HoldsOver, error) {
 	for {
 		s.mu.Lock()
-		over, l, changed := s.holds.Take(), s.now, s.changed
+		pending, l, changed := s.holds.Pending(), s.now, s.changed
+		over := multiconnector.HoldsOver(s.holds.Take())
 		var side connector.Scheduler
 		if l != nil {
 			side = l.scheduler(s.side)
@@ -68,7 +76,7 @@ func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error
 		poll, cancel := context.WithCancel(ctx)
 		s.child.poll = cancel
 		s.mu.Unlock()
-		if len(over) > 0 || ctx.Err() != nil {
+		if pending || ctx.Err() != nil {
 			cancel()
 			return over, ctx.Err()
 		}
@@ -84,7 +92,7 @@ func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error
 		interrupted := poll.Err() != nil
 		cancel()
 		if err != nil && !interrupted {
-			return nil, err
+			return multiconnector.HoldsOver{}, err
 		}
 	}
 }

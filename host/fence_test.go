@@ -245,3 +245,28 @@ func TestHiddenFenceOfChild(t *testing.T) {
 	require.Equal(t, 3, h.BlocksLost)
 	r.works(7, 40)
 }
+
+// Nor do its holds: their blocks are lost, although its sibling keeps a part of each, and they do not count as consumed.
+func TestHiddenFenceCostsHoldsOfChild(t *testing.T) {
+	dir, _ := park(t)
+	settings := map[string]any{"deadlines": map[string]any{"fence": "300ms"}}
+	r := multiRigWith(t, rigOptions{settings: map[string]any{"trust": "in-place"}},
+		kid(map[string]any{"dir": dir, "fault": "hold_fence", "at": 1, "once": true}, settings, nil),
+		kid(map[string]any{"dir": t.TempDir(), "fault": "hold"}, nil, nil))
+	ks := keys(1, 3)
+	r.save("a", ks, 0)
+	fin := r.end("a", 48, true, blocksOf(ks, 0)...)
+	require.True(t, fin.Held)
+	r.start("b", ks, 20)
+	e := r.next(Released)
+	require.True(t, e.Lost)
+	require.Equal(t, []connector.BlockID{0, 1, 2}, e.Blocks)
+	require.Equal(t, fin.Step, e.Step)
+	if r.count(Loaded) == 0 {
+		r.next(Loaded)
+	}
+	require.Equal(t, map[string]float64{"plugin_died": 1}, r.released())
+	require.Equal(t, 6, r.Health().BlocksLost)
+	require.Zero(t, r.Health().Held)
+	r.works(7, 40)
+}

@@ -11,6 +11,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/tracker"
+	"github.com/kvport/kvport/multiconnector"
 )
 
 // generation is one life of the connector with all its sides open, at work for the tracker.
@@ -273,15 +274,17 @@ func (g *generation) killFor(k tracker.Kill) {
 	}
 }
 
-// watchHolds learns what consumers have fetched.
+// watchHolds learns what consumers have fetched, and of a MultiConnector which holds ended with a child's process.
 func (g *generation) watchHolds(life context.Context) {
 	holder, ok := connector.As[connector.Holder](g.sched)
 	for ok && life.Err() == nil {
-		ids, err := holder.Consumed(life)
+		over, err := multiconnector.WaitHoldsOver(life, holder)
 		switch {
 		case err == nil:
 			g.h.mu.Lock()
-			g.h.do(g.h.tracker.Consumed(g.n, ids))
+			g.h.do(g.h.tracker.Consumed(g.n, over.Fetched))
+			g.h.do(g.h.tracker.HoldsDied(g.n, over.Died, false))
+			g.h.do(g.h.tracker.HoldsDied(g.n, over.Lost, true))
 			g.h.mu.Unlock()
 		case errors.Is(err, plugin.ErrLost), errors.Is(err, plugin.ErrUnanswered):
 			return

@@ -293,6 +293,23 @@ func TestMultiPowers(t *testing.T) {
 		require.Eventually(t, func() bool { now := r.pids()[i]; return now != 0 && now != pid }, time.Minute, time.Millisecond)
 	}
 	require.Equal(t, connector.RequestID("waits"), r.next(Released).Request)
+	require.Equal(t, map[string]float64{"consumed": 1, "plugin_died": 1}, r.released())
+}
+
+// released are the holds that are over, by why.
+func (r *rig) released() map[string]float64 {
+	r.t.Helper()
+	families, err := r.metrics.Gather()
+	require.NoError(r.t, err)
+	by := map[string]float64{}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if f.GetName() == "kvport_holds_released_total" && m.GetCounter().GetValue() > 0 {
+				by[m.GetLabel()[0].GetValue()] = m.GetCounter().GetValue()
+			}
+		}
+	}
+	return by
 }
 
 // parse makes a transfer config of children given as JSON.

@@ -19,6 +19,36 @@ const maxEarly = 1 << 10
 // retryPoll is the pause after a long poll that failed.
 const retryPoll = 100 * time.Millisecond
 
+// HoldsOver are ends of holds.
+type HoldsOver struct {
+	Fetched []connector.HoldID // each once for every consumer that has come
+	Died    []connector.HoldID // each once: the process that kept it is gone
+	Lost    []connector.HoldID // as Died, and somebody may use the blocks for ever
+}
+
+// HoldWatcher is a Holder that knows how its holds end. The scheduler side of a composite is one, and those of its
+// children may be.
+type HoldWatcher interface {
+	// HoldsOver waits as Consumed does, and says more: only one of the two is called.
+	HoldsOver(ctx context.Context) (HoldsOver, error)
+}
+
+// Consumed is what a Holder reports, which has no word for holds that nobody came for. Those that are lost are left out:
+// whoever hears that they are consumed uses their blocks again at once, and not when their TTL ends.
+func (o *HoldsOver) Consumed() []connector.HoldID { return slices.Concat(o.Fetched, o.Died) }
+
+// empty says that there are none.
+func (o *HoldsOver) empty() bool { return len(o.Fetched)+len(o.Died)+len(o.Lost) == 0 }
+
+// WaitHoldsOver waits for ends of a Holder's holds. One that does not know how they end says that consumers have come.
+func WaitHoldsOver(ctx context.Context, h connector.Holder) (o HoldsOver, err error) {
+	if w, knows := h.(HoldWatcher); knows {
+		return w.HoldsOver(ctx)
+	}
+	o.Fetched, err = h.Consumed(ctx)
+	return o, err
+}
+
 // childHold names one child's hold.
 type childHold struct {
 	child int
@@ -32,6 +62,7 @@ type held struct {
 	ttl     time.Duration
 	expires time.Time // the host has released it by then
 	over    bool      // the host has released it before all was fetched
+	died    bool      // a child that kept a part is gone
 }
 
 // tellOver is how long after the end of a hold the host may still speak of it.
@@ -40,19 +71,26 @@ const tellOver = 10 * time.Second
 // renew notes that a hold's time begins again.
 func (h *held) renew(now time.Time) { h.expires = now.Add(2*h.ttl + tellOver) }
 
-// ledger counts holds.
+// ledger counts holds. It alone knows which children keep a part of a hold; which process of a child keeps which part, and
+// under which number, is the child's business (package host has tracker.HoldTable for that).
 type ledger struct {
 	mu    sync.Mutex
 	last  connector.HoldID
 	open  map[childHold]*held
-	early map[childHold]int // reported before they were announced
-	asked bool              // Finish runs: what is reported now may be announced by it
-	over  []connector.HoldID
+	early map[childHold]earlyEnd // reported before they were announced
+	asked bool                   // Finish runs: what is reported now may be announced by it
+	over  HoldsOver
 	wake  chan struct{}
 }
 
+// earlyEnd is what a child has reported of a hold before its answer that announces it was added.
+type earlyEnd struct {
+	consumers  int
+	died, lost bool
+}
+
 func newLedger() ledger {
-	return ledger{open: map[childHold]*held{}, early: map[childHold]int{}, wake: make(chan struct{}, 1)}
+	return ledger{open: map[childHold]*held{}, early: map[childHold]earlyEnd{}, wake: make(chan struct{}, 1)}
 }
 
 // Finish implements connector.Holder. Every child that holds is asked; the composite holds as long as
@@ -124,17 +162,18 @@ func (l *ledger) add(h *held, now time.Time) connector.HoldID {
 	}
 	l.last++
 	h.id = l.last
-	for c, consumers := range h.waiting {
-		h.waiting[c] = consumers - l.early[c]
-		delete(l.early, c)
-		if h.waiting[c] <= 0 {
-			delete(h.waiting, c)
-			if len(h.waiting) == 0 {
-				l.report(h)
-			}
-			continue
-		}
+	for c := range h.waiting {
 		l.open[c] = h
+	}
+	for c := range h.waiting {
+		e := l.early[c]
+		delete(l.early, c)
+		for range e.consumers {
+			l.fetched(c)
+		}
+		if e.died {
+			l.die(c, e.lost)
+		}
 	}
 	return h.id
 }
@@ -149,25 +188,81 @@ func (l *ledger) ask(begins bool) {
 	}
 }
 
-// consumed counts one consumer of a child's hold.
-func (l *ledger) consumed(c childHold) {
+// ended takes what one child says about the ends of its holds.
+func (l *ledger) ended(child int, o *HoldsOver) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	for _, id := range o.Fetched {
+		c := childHold{child, id}
+		if !l.fetched(c) {
+			l.note(c, earlyEnd{consumers: 1})
+		}
+	}
+	for _, id := range o.Died {
+		c := childHold{child, id}
+		if !l.die(c, false) {
+			l.note(c, earlyEnd{died: true})
+		}
+	}
+	for _, id := range o.Lost {
+		c := childHold{child, id}
+		if !l.die(c, true) {
+			l.note(c, earlyEnd{died: true, lost: true})
+		}
+	}
+}
+
+// note remembers the end of a hold that is not known and may be announced yet; otherwise it is one that nothing is kept for.
+func (l *ledger) note(c childHold, e earlyEnd) {
+	if !l.asked || len(l.early) >= maxEarly {
+		return
+	}
+	was := l.early[c]
+	l.early[c] = earlyEnd{was.consumers + e.consumers, was.died || e.died, was.lost || e.lost}
+}
+
+// fetched counts one consumer of a child's hold; false: that is not open. The caller holds mu.
+func (l *ledger) fetched(c childHold) bool {
 	h := l.open[c]
 	if h == nil {
-		if l.asked && len(l.early) < maxEarly { // else it is of a hold that nothing is kept for
-			l.early[c]++
-		}
-		return
+		return false
 	}
-	if h.waiting[c]--; h.waiting[c] > 0 {
-		return
+	if h.waiting[c]--; h.waiting[c] <= 0 {
+		l.close(c, h)
 	}
+	return true
+}
+
+// die ends a child's hold because the process that kept it is gone; false: it is not open. Once the blocks are lost nobody
+// waits for the other children: the host keeps the blocks for good. The caller holds mu.
+func (l *ledger) die(c childHold, lost bool) bool {
+	h := l.open[c]
+	if h == nil {
+		return false
+	}
+	if lost && !h.over {
+		h.over = true
+		l.over.Lost = append(l.over.Lost, h.id)
+		l.tell()
+	}
+	h.died = true
+	l.close(c, h)
+	return true
+}
+
+// close ends the part of a hold that a child kept. After the last part the hold is over.
+func (l *ledger) close(c childHold, h *held) {
 	delete(h.waiting, c)
 	delete(l.open, c)
-	if len(h.waiting) == 0 && !h.over {
-		l.report(h)
+	switch {
+	case len(h.waiting) > 0 || h.over:
+		return
+	case h.died:
+		l.over.Died = append(l.over.Died, h.id)
+	default:
+		l.over.Fetched = append(l.over.Fetched, h.id)
 	}
+	l.tell()
 }
 
 // renew gives the composite holds that a child renews its parts of, and what it named that is not an
@@ -205,42 +300,46 @@ func (l *ledger) end(ids []connector.HoldID) (parts []childHold) {
 	return parts
 }
 
-func (l *ledger) report(h *held) {
-	l.over = append(l.over, h.id)
+// tell says that holds are over.
+func (l *ledger) tell() {
 	select {
 	case l.wake <- struct{}{}:
 	default:
 	}
 }
 
-// Consumed implements connector.Holder. A composite hold is reported once, after the last of its
-// children's was fetched by all its consumers.
+// Consumed implements connector.Holder.
 func (s *scheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	o, err := s.HoldsOver(ctx)
+	return o.Consumed(), err
+}
+
+// HoldsOver implements HoldWatcher. A composite hold is reported once, when the last child's part of it is over; as lost
+// as soon as one part is.
+func (s *scheduler) HoldsOver(ctx context.Context) (HoldsOver, error) {
 	for {
 		s.ledger.mu.Lock()
 		over := s.ledger.over
-		s.ledger.over = nil
+		s.ledger.over = HoldsOver{}
 		s.ledger.mu.Unlock()
-		if len(over) > 0 {
+		if !over.empty() {
 			return over, nil
 		}
 		if err := s.run.Wait(ctx, s.ledger.wake, time.Time{}); err != nil {
-			return nil, err
+			return HoldsOver{}, err
 		}
 	}
 }
 
-// watchHolds learns what consumers fetched from one child.
+// watchHolds learns which holds of one child are over.
 func (s *scheduler) watchHolds(child int, holder connector.Holder) {
 	for s.life.Err() == nil {
-		ids, err := holder.Consumed(s.life)
+		over, err := WaitHoldsOver(s.life, holder)
 		if err != nil {
 			s.pause(s.life, retryPoll)
 			continue
 		}
-		for _, id := range ids {
-			s.ledger.consumed(childHold{child, id})
-		}
+		s.ledger.ended(child, &over)
 	}
 }
 

@@ -122,19 +122,27 @@ type keepers struct {
 
 func newKeepers(t *testing.T, kids ...*keeper) *keepers {
 	t.Helper()
-	var children []multiconnector.Child
-	var sides []connector.Scheduler
+	sides := make([]connector.Scheduler, len(kids))
 	for i, k := range kids {
+		sides[i] = k
+	}
+	return &keepers{t, kids, newComposite(t, sides...)}
+}
+
+// newComposite is the scheduler side of a composite of holders that renew.
+func newComposite(t *testing.T, sides ...connector.Scheduler) connector.Scheduler {
+	t.Helper()
+	var children []multiconnector.Child
+	for i := range sides {
 		children = append(children, multiconnector.Child{
 			Name: fmt.Sprint("Keeper", i), Role: connector.RoleBoth, Patience: 50 * time.Millisecond,
 			Info: connector.Info{Groups: true, Scope: connector.ScopeNode, Capabilities: connector.CanHold | connector.CanLease},
 		})
-		sides = append(sides, k)
 	}
 	m, err := multiconnector.New("Multi", children)
 	require.NoError(t, err)
 	require.NotZero(t, m.Info().Capabilities&connector.CanLease)
-	return &keepers{t, kids, m.Scheduler(sides, groups(), nil)}
+	return m.Scheduler(sides, groups(), nil)
 }
 
 func (r *keepers) finish(weak ...bool) connector.HoldID {

@@ -31,7 +31,7 @@ import (
 	"github.com/kvport/kvport/verify/testkit"
 )
 
-// bin holds kvport and the plugin of shared storage.
+// bin holds kvport, the plugin of shared storage and the one of package host's own tests.
 var bin string
 
 func TestMain(m *testing.M) { os.Exit(withBinaries(m)) }
@@ -46,7 +46,7 @@ func withBinaries(m *testing.M) int {
 	}
 	defer os.RemoveAll(dir)
 	bin = dir
-	for name, pkg := range map[string]string{"kvport-sharedstorage": "plugins/sharedstorage", "kvport": "cmd/kvport"} {
+	for name, pkg := range map[string]string{"kvport-sharedstorage": "plugins/sharedstorage", "kvport-test": "host/testdata/plugin", "kvport": "cmd/kvport"} {
 		if out, err := exec.Command("go", "build", "-o", filepath.Join(dir, name), "github.com/kvport/kvport/"+pkg).CombinedOutput(); err != nil {
 			panic(fmt.Sprintf("build %s: %v\n%s", pkg, err, out))
 		}
@@ -470,6 +470,7 @@ const (
 	landed        = kvportv1.AgentEventKind_AGENT_EVENT_KIND_LANDED
 	saved         = kvportv1.AgentEventKind_AGENT_EVENT_KIND_SAVED
 	finishedEvent = kvportv1.AgentEventKind_AGENT_EVENT_KIND_FINISHED
+	lost          = kvportv1.AgentEventKind_AGENT_EVENT_KIND_LOST
 )
 
 // save stores blocks that rank 0 has computed.

@@ -71,12 +71,12 @@ func (o *session) forward() {
 		if e.Kind == host.Loaded {
 			delete(o.arriving, e.Request)
 		}
-		// The engine keeps blocks until it is told otherwise, and these it must keep for good.
 		switch {
-		case e.Lost && e.Kind == host.Loaded:
+		case e.Lost && e.Kind == host.Loaded: // the engine keeps the blocks until it is told otherwise, and must keep them for good
 			o.s.log.Error("blocks of a request are lost, it waits until its client gives up", "request", e.Request, "blocks", len(e.Blocks), "error", e.Err)
 		case e.Lost:
 			o.s.log.Error("saved or held blocks of a request are lost", "request", e.Request, "blocks", len(e.Blocks), "error", e.Err)
+			fallthrough
 		default:
 			o.s.tellEvent(&e)
 		}
@@ -104,6 +104,9 @@ func eventToProto(e *host.Event) *kvportv1.AgentAnswer {
 	m := &kvportv1.AgentEvent{
 		Kind: kvportv1.AgentEventKind(e.Kind), Request: string(e.Request), Step: e.Step,
 		Blocks: numbers(e.Blocks), Failed: numbers(e.Failed), Held: e.Held, Error: wire.ErrorToProto(e.Err).GetMessage(),
+	}
+	if e.Lost {
+		m.Kind, m.Held = kvportv1.AgentEventKind_AGENT_EVENT_KIND_LOST, e.Kind == host.Released
 	}
 	return &kvportv1.AgentAnswer{Result: &kvportv1.AgentAnswer_Event{Event: m}}
 }

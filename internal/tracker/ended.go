@@ -47,6 +47,12 @@ type hold struct {
 // maxEarly bounds the reports about holds that are not announced yet.
 const maxEarly = 1 << 10
 
+// earlyEnd is what was reported of a hold before the answer that announces it.
+type earlyEnd struct {
+	consumers  int
+	died, lost bool
+}
+
 func (b *Tracker) addEnding(now time.Time, step uint64, ended *connector.Ended, tail connector.BlockKey) *ending {
 	r := b.request(ended.Request)
 	r.match.told = false // nobody waits for an answer any more
@@ -155,7 +161,7 @@ func (b *Tracker) answerFinish(now time.Time, id CallID, holds []connector.Hold)
 		}
 		b.finishEnding(now, e)
 	}
-	b.fetchedEarly()
+	b.endedEarly()
 }
 
 // finishEnding reports an ended request, once.
@@ -243,12 +249,18 @@ func (b *Tracker) keep(now time.Time, e *ending, h connector.Hold) {
 	b.wakes.at(kept.deadline)
 }
 
-// fetchedEarly counts the consumers that were reported before the answer that announces their hold.
-func (b *Tracker) fetchedEarly() {
+// endedEarly applies what was reported before the answer that announces a hold.
+func (b *Tracker) endedEarly() {
 	for _, id := range slices.Sorted(maps.Keys(b.early)) {
-		if h := b.holds[id]; h != nil {
-			b.consume(h, b.early[id])
-			delete(b.early, id)
+		h, e := b.holds[id], b.early[id]
+		if h == nil {
+			continue
+		}
+		delete(b.early, id)
+		if e.died {
+			b.died(h, e.lost)
+		} else {
+			b.consume(h, e.consumers)
 		}
 	}
 	if len(b.finishes) == 0 {
@@ -334,8 +346,10 @@ func (b *Tracker) Consumed(gen uint64, list []connector.HoldID) []Action {
 			delete(b.weak, id)
 		case h == nil && n > 0:
 			b.weak[id]--
-		case h == nil && len(b.finishes) > 0 && gen == b.gen && len(b.early) < maxEarly:
-			b.early[id]++
+		case b.mayBeAnnounced(gen, id):
+			e := b.early[id]
+			e.consumers++
+			b.early[id] = e
 		case h == nil || h.gen != gen:
 			b.counters.Unknown++
 		default:
@@ -343,6 +357,37 @@ func (b *Tracker) Consumed(gen uint64, list []connector.HoldID) []Action {
 		}
 	}
 	return b.take()
+}
+
+// mayBeAnnounced says whether a report is of a hold that a running Finish may announce, and has room.
+func (b *Tracker) mayBeAnnounced(gen uint64, id connector.HoldID) bool {
+	return b.holds[id] == nil && len(b.finishes) > 0 && gen == b.gen && len(b.early) < maxEarly
+}
+
+// HoldsDied says that these holds of generation gen are over because a part of the connector died that kept blocks for
+// them. Abandoned says that it left somebody behind who may use the blocks for ever: they are lost.
+func (b *Tracker) HoldsDied(gen uint64, list []connector.HoldID, abandoned bool) []Action {
+	for _, id := range list {
+		switch h := b.holds[id]; {
+		case b.mayBeAnnounced(gen, id):
+			e := b.early[id]
+			e.died, e.lost = true, e.lost || abandoned
+			b.early[id] = e
+		case h == nil || h.gen != gen:
+			b.counters.Unknown++
+		default:
+			b.died(h, abandoned)
+		}
+	}
+	return b.take()
+}
+
+// died ends a hold that nobody keeps any more. If its blocks are lost they stay pinned.
+func (b *Tracker) died(h *hold, lost bool) {
+	if h.lost = lost; lost {
+		b.forfeit(h.blocks)
+	}
+	b.release(h, ReleasedPluginDied)
 }
 
 func (b *Tracker) release(h *hold, reason string) {

@@ -8,12 +8,14 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// HoldTable gives the holds of all lives of a child numbers of its own, because every process counts from 1.
+// HoldTable gives the holds of all lives of a child numbers of its own, because every process counts from 1. It alone knows
+// which process keeps which hold; which children keep a part of a MultiConnector's hold is known to multiconnector's ledger
+// alone.
 type HoldTable struct {
 	last connector.HoldID
 	own  map[connector.HoldID]*openHold
 	ids  map[plugHold]connector.HoldID
-	over []connector.HoldID
+	over HoldsOver
 	lost uint64 // the newest life whose end is known; lives grow
 
 	refused []plugHold       // named by the last Renewals, and none of ours
@@ -38,6 +40,13 @@ type openHold struct {
 	consumers int
 	weak      bool // nothing is kept, so nobody waits for its end
 	expires   time.Time
+}
+
+// HoldsOver are ends of holds.
+type HoldsOver struct {
+	Fetched []connector.HoldID // each once for every consumer that has come
+	Died    []connector.HoldID // each once: the process that kept it is gone
+	Lost    []connector.HoldID // as Died, and somebody may use the blocks for ever
 }
 
 // NewHoldTable makes an empty one.
@@ -107,7 +116,7 @@ func (b *HoldTable) Consumed(life uint64, ids []connector.HoldID) {
 			}
 			continue
 		}
-		b.over = append(b.over, own)
+		b.over.Fetched = append(b.over.Fetched, own)
 		if o.consumers--; o.consumers == 0 {
 			b.drop(own, o)
 		}
@@ -144,18 +153,20 @@ func (b *HoldTable) Ended(life uint64, own []connector.HoldID) (ids []connector.
 	return ids
 }
 
-// Lose ends the holds of a life.
-func (b *HoldTable) Lose(life uint64) {
+// Lose ends the holds of a life. abandoned says that it left somebody behind who may use their blocks for ever.
+func (b *HoldTable) Lose(life uint64, abandoned bool) {
 	b.lost = max(b.lost, life)
+	over := &b.over.Died
+	if abandoned {
+		over = &b.over.Lost
+	}
 	for _, id := range slices.Sorted(maps.Keys(b.own)) {
 		o := b.own[id]
 		if o.life != life {
 			continue
 		}
-		for range o.consumers {
-			if !o.weak {
-				b.over = append(b.over, id)
-			}
+		if !o.weak {
+			*over = append(*over, id)
 		}
 		b.drop(id, o)
 	}
@@ -163,11 +174,11 @@ func (b *HoldTable) Lose(life uint64) {
 }
 
 // Pending says whether Take has something to give.
-func (b *HoldTable) Pending() bool { return len(b.over) > 0 }
+func (b *HoldTable) Pending() bool { return len(b.over.Fetched)+len(b.over.Died)+len(b.over.Lost) > 0 }
 
-// Take gives the holds that were fetched or lost since the last call, each once for every consumer.
-func (b *HoldTable) Take() []connector.HoldID {
+// Take gives what has ended since the last call.
+func (b *HoldTable) Take() HoldsOver {
 	over := b.over
-	b.over = nil
+	b.over = HoldsOver{}
 	return over
 }

@@ -15,7 +15,8 @@ type promisedHold struct {
 	life      uint64
 	id        connector.HoldID
 	consumers int
-	told      int // how often the table has reported it
+	told      int    // how often the table has reported a consumer
+	ended     string // otherwise than by its last consumer: died, lost
 }
 
 // holdWorld is children that fail one by one: their processes announce holds, report consumers before and after that,
@@ -55,11 +56,22 @@ func (w *holdWorld) add(life uint64) {
 
 // take notes what the table reports.
 func (w *holdWorld) take() {
-	for _, own := range w.b.Take() {
+	over := w.b.Take()
+	for _, own := range over.Fetched {
 		p := w.own[own]
 		p.told++
 		require.LessOrEqual(w.t, p.told, p.consumers)
+		require.Empty(w.t, p.ended)
 		w.met["told"]++
+	}
+	for ended, list := range map[string][]connector.HoldID{"died": over.Died, "lost": over.Lost} {
+		for _, own := range list {
+			p := w.own[own]
+			require.Less(w.t, p.told, p.consumers, "it was over before its process died")
+			require.Empty(w.t, p.ended)
+			p.ended = ended
+			w.met[ended]++
+		}
 	}
 	require.False(w.t, w.b.Pending())
 }
@@ -87,10 +99,21 @@ func (w *holdWorld) renew() {
 }
 
 func (w *holdWorld) die() {
-	w.b.Lose(w.life)
+	ended, abandoned := "died", w.rng.IntN(2) == 0
+	if abandoned {
+		ended = "lost"
+	}
+	w.b.Lose(w.life, abandoned)
 	w.take()
 	for own, p := range w.own {
-		require.Equal(w.t, p.consumers, p.told, "hold %d of a dead process is not over", own)
+		switch {
+		case p.told == p.consumers:
+			require.Empty(w.t, p.ended)
+		case p.life == w.life:
+			require.Equal(w.t, ended, p.ended, "hold %d of a dead process", own)
+		default:
+			require.NotEmpty(w.t, p.ended, "hold %d of a dead process is not over", own)
+		}
 	}
 	clear(w.early)
 	w.life, w.last = w.life+1, 0
@@ -134,7 +157,7 @@ func TestHoldTable(t *testing.T) {
 		}
 		w.die()
 	}
-	for _, what := range []string{"told", "early", "late", "renewed", "lives"} {
+	for _, what := range []string{"told", "died", "lost", "early", "late", "renewed", "lives"} {
 		require.Positive(t, met[what], what)
 	}
 	t.Log(met)
@@ -160,13 +183,13 @@ func TestWeakHoldsAreBounded(t *testing.T) {
 	for id := range last {
 		b.Consumed(1, []connector.HoldID{id + 1})
 	}
-	require.Contains(t, b.Take(), strong, "it was never forgotten")
+	require.Contains(t, b.Take().Fetched, strong, "it was never forgotten")
 	require.Empty(t, b.own)
 	require.Zero(t, b.weak)
 	b.Ask(true)
 	b.Consumed(1, []connector.HoldID{last + 1})
 	own := add(last+1, false)
-	require.Equal(t, []connector.HoldID{own}, b.Take())
+	require.Equal(t, HoldsOver{Fetched: []connector.HoldID{own}}, b.Take())
 	require.Empty(t, b.early)
 
 	for range 5 {

@@ -1,6 +1,7 @@
 package tracker
 
 import (
+	"fmt"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -72,4 +73,38 @@ func TestHoldIsLost(t *testing.T) {
 	require.Len(t, e.Blocks, 2)
 	require.Equal(t, 2, b.Counters().Lost)
 	require.True(t, b.Idle())
+}
+
+// Holds whose part of the connector died are over, and the engine hears whether their blocks are lost, also if that is
+// known before the answer that announces them.
+func TestHoldsDied(t *testing.T) {
+	for name, lost := range map[string]bool{"died": false, "lost": true} {
+		for _, early := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, early: %v", name, early), func(t *testing.T) {
+				b := newBench(t, func(c *Config) { c.Can = connector.CanHold | connector.CanLease })
+				b.end(40, true)
+				finish := one[Finish](b)
+				ends := func() { b.got(b.HoldsDied(1, []connector.HoldID{7}, lost)) }
+				if early {
+					ends()
+					b.quiet()
+				}
+				b.got(b.FinishAnswered(b.now, finish.ID, []connector.Hold{{ID: 7}}, nil))
+				if !early {
+					b.event()
+					ends()
+				}
+				tells := all[Tell](b)
+				e := tells[len(tells)-1].Event
+				require.Equal(t, Event{Kind: Released, Request: e.Request, Step: e.Step, Blocks: e.Blocks, Lost: lost, Reason: ReleasedPluginDied}, e)
+				require.Len(t, e.Blocks, 2)
+				require.Equal(t, lost, b.Counters().Lost == 2)
+				require.Equal(t, []connector.HoldID{7}, b.Over(1), "its Leaser is told")
+				require.True(t, b.Idle())
+				ends()
+				b.quiet()
+				require.Equal(t, 1, b.Counters().Unknown)
+			})
+		}
+	}
 }

@@ -94,11 +94,11 @@ type Tracker struct {
 	requests map[connector.RequestID]*request
 	endings  map[uint64]*ending
 	holds    map[connector.HoldID]*hold
-	over     []connector.HoldID       // holds that ended by themselves or were not renewed, for a Leaser
-	heard    int                      // the first of them that it is being told
-	early    map[connector.HoldID]int // consumers of holds that a running Finish may announce
-	weak     map[connector.HoldID]int // consumers that have not reported; they keep no blocks
-	killed   map[uint64]bool          // generations told to die and not reaped yet
+	over     []connector.HoldID            // holds that ended by themselves or were not renewed, for a Leaser
+	heard    int                           // the first of them that it is being told
+	early    map[connector.HoldID]earlyEnd // of holds that a running Finish may announce
+	weak     map[connector.HoldID]int      // consumers that have not reported; they keep no blocks
+	killed   map[uint64]bool               // generations told to die and not reaped yet
 	corrupt  corruptKeys
 	wakes    wakes
 	landing  *Landing // nil without landing memory
@@ -135,7 +135,7 @@ func New(cfg Config) *Tracker {
 		requests: map[connector.RequestID]*request{},
 		endings:  map[uint64]*ending{},
 		holds:    map[connector.HoldID]*hold{},
-		early:    map[connector.HoldID]int{},
+		early:    map[connector.HoldID]earlyEnd{},
 		weak:     map[connector.HoldID]int{},
 		killed:   map[uint64]bool{},
 		lost:     map[connector.BlockID]struct{}{},
@@ -191,7 +191,7 @@ func (b *Tracker) Reaped(now time.Time, gen uint64) []Action {
 	}
 	for _, h := range sorted(b.holds) {
 		if h.gen == gen {
-			b.release(h, ReleasedPluginDied)
+			b.died(h, false)
 		}
 	}
 	return b.take()
@@ -209,9 +209,7 @@ func (b *Tracker) Abandoned(now time.Time, gen uint64) []Action {
 	}
 	for _, h := range sorted(b.holds) {
 		if h.gen == gen {
-			h.lost = true
-			b.forfeit(h.blocks)
-			b.release(h, ReleasedPluginDied)
+			b.died(h, true)
 		}
 	}
 	return b.take()

@@ -509,6 +509,16 @@ func (w *world) tick() {
 	w.do("tick", w.b.Tick(w.now))
 }
 
+// endHold says that a consumer has come for a hold, or that who kept it is gone.
+func (w *world) endHold() {
+	ids := []connector.HoldID{connector.HoldID(w.rng.IntN(int(w.last) + 2))}
+	if w.rng.IntN(4) == 0 {
+		w.do("holds died", w.b.HoldsDied(w.gen, ids, false))
+		return
+	}
+	w.do("consumed", w.b.Consumed(w.gen, ids))
+}
+
 func (w *world) run(steps int) {
 	for range steps {
 		switch w.rng.IntN(13) {
@@ -527,7 +537,7 @@ func (w *world) run(steps int) {
 		case 9:
 			w.tick()
 		case 10:
-			w.do("consumed", w.b.Consumed(w.gen, []connector.HoldID{connector.HoldID(w.rng.IntN(int(w.last) + 2))}))
+			w.endHold()
 		case 12:
 			if w.rng.IntN(4) == 0 {
 				w.reset()

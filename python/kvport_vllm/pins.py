@@ -57,6 +57,10 @@ class Pins:
         if blocks:
             self._free(blocks)
 
+    def keep(self, key: Hashable) -> None:
+        """Hold for good what is held for a purpose: nobody waits for its end any more."""
+        self._held.pop(key, None)
+
     def _free(self, blocks: list[Any]) -> None:
         if blocks and self.pool is not None:
             # The last block of a prefix first, as vLLM frees: it is the first to be evicted.
@@ -87,6 +91,7 @@ class Delayed:
     def __init__(self) -> None:
         """Begin with none."""
         self._open: dict[str, int] = {}  # saves under way, by request
+        self._kept: set[str] = set()  # requests one of whose saves never ends
         self._waiting: set[str] = set()  # ended
         self._over: list[str] = []
 
@@ -113,12 +118,18 @@ class Delayed:
         """Keep an ended request's blocks if they are being read."""
         if request not in self._open:
             return False
-        self._waiting.add(request)
+        if request not in self._kept:
+            self._waiting.add(request)
         return True
 
+    def keep(self, request: str) -> None:
+        """Note that a save, or a hold, never ends: the request keeps its blocks for good."""
+        self._kept.add(request)
+        self._waiting.discard(request)
+
     def end_all(self) -> None:
-        """Note that nothing is read any more."""
-        self._open.clear()
+        """Note that nothing is read any more, except what never ends."""
+        self._open = {request: 1 for request in self._open if request in self._kept}
         self._over += sorted(self._waiting)
         self._waiting.clear()
 

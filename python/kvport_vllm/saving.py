@@ -173,17 +173,35 @@ class Saving:
 
     def saved(self, event: Any) -> None:
         """Take the end of a save: the blocks may go, and those that are stored are published."""
+        if (number := self._over(event)) is not None:
+            self._pins.drop(("save", number))
+            self._delayed.ended(event.request)
+
+    def _over(self, event: Any) -> int | None:
+        """Say which save an event is the end of, and publish what it stored."""
         mine = self._sent.get((event.step, event.request))
         if not mine:
-            return
+            return None
         blocks = set(event.blocks)
         number = next((n for n, done in mine.items() if blocks & set(done.ids[0])), next(iter(mine)))
         done = mine.pop(number)
         if not mine:
             del self._sent[event.step, event.request]
-        self._pins.drop(("save", number))
-        self._delayed.ended(event.request)
         self._events.saved(done, set(event.failed))
+        return number
+
+    def lost(self, event: Any) -> None:
+        """Keep blocks for good: a dead plugin left somebody behind who may go on using what it saved or held."""
+        key: tuple[str, Any] | None = None
+        if not event.held:
+            number = self._over(event)
+            key = None if number is None else ("save", number)
+        elif event.request in self._holds:
+            self._holds.discard(event.request)
+            key = ("hold", event.request)
+        if key is not None:
+            self._pins.keep(key)
+            self._delayed.keep(event.request)
 
     # -- held for a consumer
 

@@ -10,7 +10,7 @@ from .events import Events
 from .keys import Keys
 from .link import IDLE_WAIT, LATE, LISTEN_EVERY, Link, State
 from .lora import Adapters
-from .messages import ANSWERED, FINISHED, RELEASED, SAVED, message
+from .messages import ANSWERED, FINISHED, LOST, RELEASED, SAVED, message
 from .meta import UNSENT, Load, StepMetadata
 from .pace import Pace
 from .pins import Delayed, Pins
@@ -387,6 +387,8 @@ class SchedulerSide:
             self.saving.saved(event)
         elif (kind == FINISHED and not event.held) or kind == RELEASED:
             self.saving.let_go(event.request)
+        elif kind == LOST:
+            self.saving.lost(event)
         elif kind == ANSWERED and event.request in self.requests:
             self.requests[event.request].ask_again = 0.0
             self.requests[event.request].memo = None

@@ -12,13 +12,15 @@ import pytest
 
 from kvport_vllm import config, fingerprint, keys, layout, memory, stats, tracking
 from kvport_vllm.errors import ConfigError, UnsupportedError
+from kvport_vllm.events import Events
 from kvport_vllm.layout import Group, View
 from kvport_vllm.link import State
 from kvport_vllm.lora import Adapters, with_adapter
-from kvport_vllm.messages import LOADED, message
+from kvport_vllm.messages import LOADED, LOST, RELEASED, SAVED, message
 from kvport_vllm.meta import Load, StepMetadata
 from kvport_vllm.pace import Pace, steps_may_wait
 from kvport_vllm.pins import Delayed, Pins
+from kvport_vllm.scheduler import SchedulerSide
 from kvport_vllm.worker import WorkerSide
 
 B, L, H, N, C, ITEM = 5, 3, 2, 4, 8, 4  # blocks, layers, heads, tokens, content, bytes
@@ -221,6 +223,51 @@ def test_delayed():
     d.wait("x")
     d.end_all()
     assert d.take() == ["x"]
+
+
+def saves_and_holds(pool):
+    """A scheduler's side that saves block 3 of an ended request in step 5 and holds blocks 1 and 2, and what its agent says next."""
+    said = []
+    link = types.SimpleNamespace(poll=lambda: [said.pop(0)] if said else [], lost=0, state=State.UP, life=0)
+    side = SchedulerSide(link, 4, 1, None, Events(4, None))
+    if pool is not None:
+        side.pins.bind(pool)
+    side.saving.hold("r", [[1, 2]])
+    side.pins.add(("save", 1), [3])
+    side.delayed.began("r")
+    side.saving._unsent.append((1, tracking.Completion(tracking.Tracked(None, "r", None), 0, 1, [[3]])))
+    side.saving.sent(5, True)
+    assert side.delayed.wait("r") and side.busy()
+    return side, said
+
+
+@pytest.mark.parametrize("pool", [fakes.BlockPool(10), None])
+def test_lost_blocks_stay_for_good_and_nobody_waits_for_them(pool):
+    event = message("AgentEvent")
+    side, said = saves_and_holds(pool)
+    said.append(event(kind=LOST, request="r", step=5, blocks=[3], failed=[3]))
+    assert side.busy(), "the hold is not over"
+    said.append(event(kind=LOST, request="r", step=5, blocks=[1, 2], held=True))
+    assert not side.busy(), "vLLM would step for ever"
+    side.saving.forget()  # what happens when the agent ends
+    side.delayed.end_all()
+    assert side.delayed.take() == [], "the request would give its blocks back"
+    assert pool is None or pool.pinned == 3
+
+
+def test_a_lost_save_keeps_what_a_hold_lets_go():
+    event = message("AgentEvent")
+    pool = fakes.BlockPool(10)
+    side, said = saves_and_holds(pool)
+    said += [event(kind=LOST, request="r", step=5, blocks=[3], failed=[3]), event(kind=RELEASED, request="r", step=5)]
+    side.poll()
+    side.poll()
+    assert pool.pinned == 1 and side.delayed.take() == [] and not side.busy()
+    side, said = saves_and_holds(None)
+    said += [event(kind=SAVED, request="r", step=5, blocks=[3]), event(kind=RELEASED, request="r", step=5)]
+    side.poll()
+    side.poll()
+    assert side.delayed.take() == ["r"] and not side.busy()
 
 
 def test_pace():

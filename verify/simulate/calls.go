@@ -253,10 +253,10 @@ func (p *proc) beginMove(m *move, d *rng, f Fault) {
 		return
 	}
 	m.begun = true
-	if m.Kind == tracker.Save && m.of == nil && !p.h.w.is(AckBeforeSave) {
-		p.h.makeDigests(m)
-	}
-	if m.Kind == tracker.Save {
+	if m.Kind == tracker.Save && m.of == nil { // of a child's call the composite's is served so
+		if !p.h.w.is(AckBeforeSave) {
+			p.h.makeDigests(m)
+		}
 		p.h.copyOut(m)
 	}
 	if o := &p.h.w.opt; f == faultScribble || m.Kind == tracker.Save && m.Slots != nil && o.Rough > 0 && !p.h.w.quiet && d.n(3) == 1 {

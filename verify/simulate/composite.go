@@ -56,13 +56,16 @@ func newComposite(h *host) *composite {
 		if kind == 0 && o.Medium == ThroughHolds {
 			c.medium, can = ThroughHolds, connector.CanHold|connector.CanLease
 		}
+		if kind == 1 && o.Planner {
+			can |= connector.CanPlan
+		}
 		name := fmt.Sprint("backend ", kind)
 		if h.w.is(ChildTicketsMixed) {
 			name = fmt.Sprint("child ", place)
 		}
 		infos[place] = multiconnector.Child{
 			Name: name, Role: h.role, Later: 2 * time.Second,
-			Info: connector.Info{Groups: true, Capabilities: can, Scope: connector.ScopeShared},
+			Info: connector.Info{Groups: true, Capabilities: can, Scope: connector.ScopeShared, MatchFetches: kind == 1 && o.Fetches},
 		}
 		f.children = append(f.children, c)
 		schedulers[place] = childScheduler{c, can}
@@ -111,32 +114,37 @@ func (f *composite) begin(m *move) {
 	m.begun = true
 	if m.Kind == tracker.Save {
 		f.h.makeDigests(m)
+		f.h.copyOut(m)
 	}
+	if m.Slots != nil {
+		f.h.w.stats.ChildStaged++
+	}
+	t := m.Seen()
 	ctx, cancel := context.WithCancel(context.WithValue(context.Background(), moveKey{}, m))
 	m.stop = cancel
 	f.crew.Go(func() {
 		defer cancel()
 		var err error
 		if m.Kind == tracker.Load {
-			err = f.workers[m.Rank].Load(ctx, m.Transfer, nil)
+			err = f.workers[m.Rank].Load(ctx, t, nil)
 		} else {
-			err = f.save(ctx, m)
+			err = f.save(ctx, m, t)
 		}
-		m.answered, m.out = true, tracker.Outcome{Err: err}
+		m.answered, m.out = true, tracker.Outcome{Err: m.Back(err)}
 	})
 }
 
 // moveKey is under which a child's call finds the composite's.
 type moveKey struct{}
 
-func (f *composite) save(ctx context.Context, m *move) error {
+func (f *composite) save(ctx context.Context, m *move, t *connector.Transfer) error {
 	saver, ok := f.workers[m.Rank].(interface {
 		SaveTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, promised func()) error
 	})
 	if !ok {
 		return errBackend
 	}
-	return saver.SaveTelling(ctx, m.Transfer, nil, func() {
+	return saver.SaveTelling(ctx, t, nil, func() {
 		f.h.do(f.h.tracker.Stored(f.h.w.now, m.ID))
 	})
 }
@@ -152,6 +160,9 @@ func (f *composite) call(j *job) {
 			if list, j.err = f.sched.Match(ctx, []connector.Query{j.ask.Query}); j.err == nil {
 				j.match = list[0]
 			}
+		case j.plan != nil:
+			planner, _ := connector.As[connector.Planner](f.sched)
+			j.planned, j.err = planner.Plan(ctx, j.plan.Step)
 		case j.finish != nil:
 			holder, _ := connector.As[connector.Holder](f.sched)
 			j.given, j.err = holder.Finish(ctx, slices.Clone(j.finish.Ended))
@@ -195,11 +206,17 @@ func (f *composite) consume(fault Fault) {
 	if !can {
 		return
 	}
-	ids, _ := holder.Consumed(over())
-	for _, id := range ids {
+	ended, _ := multiconnector.WaitHoldsOver(over(), holder)
+	for _, id := range ended.Fetched {
 		f.h.proc.fetched[id]++
 	}
-	f.h.do(f.h.tracker.Consumed(f.h.n, ids))
+	f.h.w.stats.ChildHolds += len(ended.Died) + len(ended.Lost)
+	if f.h.w.is(ChildHoldConsumed) {
+		ended = multiconnector.HoldsOver{Fetched: slices.Concat(ended.Fetched, ended.Died, ended.Lost)}
+	}
+	f.h.do(f.h.tracker.Consumed(f.h.n, ended.Fetched))
+	f.h.do(f.h.tracker.HoldsDied(f.h.n, ended.Died, false))
+	f.h.do(f.h.tracker.HoldsDied(f.h.n, ended.Lost, !f.h.w.is(AbandonedIsReaped)))
 }
 
 // over is the context of a call that must not wait.
@@ -346,14 +363,31 @@ func (c *child) down(p *proc) {
 // reap is the moment from which nothing of a life can touch a block: now its loads and saves fail, too.
 func (c *child) reap(p *proc) {
 	c.h.w.say("%s: child %d is reaped", c.h.e.name, c.kind)
+	abandoned := c.h.mayLose(p.moves, c.h.holds) && c.h.rng.n(4) > 0
+	if abandoned {
+		c.abandon(p)
+	}
 	c.giveUp(p)
 	p.moves, c.proc = nil, nil
-	c.holds.Lose(p.n)
+	c.holds.Lose(p.n, abandoned)
 	if c.h.w.now.Sub(c.since) > c.breaker.Window {
 		c.breaker.Proved()
 	}
 	wait, _ := c.breaker.Died(c.h.w.now)
 	c.startAt = c.h.w.now.Add(wait + 5*time.Millisecond)
+}
+
+// abandon ends a life that has left somebody behind: the blocks of its calls are lost, and the composition goes on.
+func (c *child) abandon(p *proc) {
+	c.h.w.say("%s: somebody may write the blocks of child %d, life %d, for ever", c.h.e.name, c.kind, p.n)
+	for _, m := range p.moves {
+		if len(m.Transfer.Blocks) > 0 {
+			c.h.orphans = append(c.h.orphans, m)
+		}
+		if !c.h.w.is(AbandonedIsReaped) {
+			c.h.do(c.h.tracker.Lose(c.h.w.now, m.of.ID))
+		}
+	}
 }
 
 func (c *child) giveUp(p *proc) {
@@ -390,6 +424,9 @@ func (s childScheduler) Match(_ context.Context, qs []connector.Query) ([]connec
 	out := make([]connector.Match, len(qs))
 	for i := range qs {
 		s.checkTicket(qs[i].Request, qs[i].Ticket)
+		if s.kind == 1 && s.h.w.opt.Fetches {
+			s.h.w.stats.ChildFetches++
+		}
 		j := &job{ask: &tracker.Ask{Query: qs[i]}}
 		if err := s.call(j); err != nil {
 			return nil, err
@@ -422,9 +459,15 @@ func (s childScheduler) Finish(_ context.Context, ended []connector.Ended) ([]co
 }
 
 // Consumed implements connector.Holder.
-func (s childScheduler) Consumed(context.Context) ([]connector.HoldID, error) {
+func (s childScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) {
+	o, err := s.HoldsOver(ctx)
+	return o.Consumed(), err
+}
+
+// HoldsOver implements multiconnector.HoldWatcher.
+func (s childScheduler) HoldsOver(context.Context) (multiconnector.HoldsOver, error) {
 	s.crew.wait(s.holds.Pending, time.Time{})
-	return s.holds.Take(), nil
+	return multiconnector.HoldsOver(s.holds.Take()), nil
 }
 
 // Renewals implements connector.Leaser.
@@ -442,6 +485,14 @@ func (s childScheduler) Renewals(_ context.Context, ended []connector.HoldID) ([
 	list := p.renews
 	p.renews = nil
 	return s.holds.Renewed(p.n, list), nil
+}
+
+// Plan implements connector.Planner.
+func (s childScheduler) Plan(_ context.Context, step *connector.Step) (*connector.Plan, error) {
+	s.h.w.stats.ChildPlans++
+	j := &job{plan: &tracker.Plan{Step: step}}
+	err := s.call(j)
+	return j.planned, err
 }
 
 // Reset implements connector.Resetter.
@@ -487,6 +538,11 @@ func (w childWorker) move(ctx context.Context, kind tracker.Kind, t *connector.T
 	m := &move{
 		Move:  tracker.Move{Kind: kind, Rank: w.rank, Transfer: t, Deadline: w.h.w.now.Add(limit)},
 		grant: up.grant, of: up,
+	}
+	if up.Slots != nil { // its blocks are landing slots
+		for _, b := range t.Blocks {
+			m.Slots = append(m.Slots, b.ID)
+		}
 	}
 	p.moves = append(p.moves, m)
 	w.crew.wait(func() bool { return m.over || up.canceled && w.h.w.is(ChildFreedOnCancel) }, time.Time{})

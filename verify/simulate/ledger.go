@@ -54,8 +54,8 @@ func (w *World) issue(e *engine, t *tracker.Ticket, turn bool) []byte {
 	return signed
 }
 
-// tamper is what happens to a ticket between two engines.
-func (l *ledger) tamper(t []byte, d *rng, f Fault) []byte {
+// tamper is what happens to a ticket on its way to an engine.
+func (l *ledger) tamper(t []byte, to *engine, d *rng, f Fault) []byte {
 	if len(l.issued) == 0 {
 		return t
 	}
@@ -64,7 +64,7 @@ func (l *ledger) tamper(t []byte, d *rng, f Fault) []byte {
 	case faultLost:
 		return nil
 	case faultLater, faultBusy, faultStuck:
-		if old := l.stale(d); old != nil {
+		if old := l.stale(to, d); old != nil {
 			return old
 		}
 		return other
@@ -79,12 +79,9 @@ func (l *ledger) tamper(t []byte, d *rng, f Fault) []byte {
 	return t
 }
 
-// stale picks a ticket of a life that is over, of an engine that has issued tickets since.
-func (l *ledger) stale(d *rng) []byte {
-	newest := map[string]uint64{}
-	for _, i := range l.issued {
-		newest[i.engine] = i.epoch
-	}
+// stale picks a ticket of a life of which an engine must know that it is over, because it has accepted one of a later life.
+func (l *ledger) stale(at *engine, d *rng) []byte {
+	newest := l.newest[fmt.Sprint(at.life)]
 	var old []*issued
 	for _, i := range l.issued {
 		if i.epoch < newest[i.engine] {

@@ -33,7 +33,11 @@ func (h *host) mayLose(moves []*move, holds map[obligation]*lease) bool {
 
 // serveHolds is a plugin that renews holds and reports what was fetched, or dies with those that may be lost.
 func (h *host) serveHolds(p *proc, d *rng, f Fault) {
-	if len(h.holds) > 0 && h.mayLose(p.moves, h.holds) && d.n(2) == 0 {
+	switch mayDie := len(h.holds) > 0 && h.mayLose(p.moves, h.holds); {
+	case mayDie && p.comp != nil && d.n(8) == 0:
+		p.comp.crash(d)
+		return
+	case mayDie && p.comp == nil && d.n(2) == 0:
 		p.crash()
 		return
 	}

@@ -24,10 +24,14 @@ const (
 )
 
 // weights are how often each kind is drawn, and which need a rough world.
-func weights(rough int) [kinds]int {
+func weights(o *Options) [kinds]int {
+	rough, restarts := o.Rough, o.Rough
+	if o.Stale {
+		restarts += 12
+	}
 	return [kinds]int{
 		opTurn: 300, opWork: 220, opAnswer: 200, opTick: 90, opSubmit: 45, opRoute: 80, opAbort: 5 + 8*rough, opConsume: 15,
-		opGhost: 4 * rough, opCrash: 3 * rough, opStore: 8 * rough, opReset: 8, opRestart: rough,
+		opGhost: 4 * rough, opCrash: 3 * rough, opStore: 8 * rough, opReset: 8, opRestart: restarts,
 	}
 }
 
@@ -72,7 +76,7 @@ type Op struct {
 // script draws the steps of a seed.
 func script(o *Options, steps int) []Op {
 	r := rand.New(rand.NewPCG(o.Seed, 12))
-	w := weights(o.Rough)
+	w := weights(o)
 	total := 0
 	for _, n := range w {
 		total += n

@@ -37,10 +37,12 @@ type Options struct {
 	Layers    bool // what is saved is handed over before it is computed; not with Planner
 	Orphans   bool // what a dead plugin leaves behind may write its blocks for ever; not with Slots, whose memory is replaced
 	Queries   bool // engines are asked what they have of every prompt that they get; with Turns the answers have tickets
+	Stale     bool // prefill engines start again more often, and routers hand out tickets of their former lives
 	Tells     bool // saves say that they are stored before they are over, as those of a MultiConnector do
 
 	BlockTokens, Blocks, Groups, Ranks int
-	Children                           bool // the plugin is a MultiConnector: with ThroughHolds of a holder and a store, with ThroughStore of two stores. Not with Planner, Slots, Layers, Tells, Orphans and OtherTokens
+	Children                           bool // the plugin is a MultiConnector: with ThroughHolds of a holder and a store, with ThroughStore of two stores. Not with Layers, Tells and OtherTokens, nor with Slots and ThroughHolds, which no host takes
+	Fetches                            bool // the Match of one child fetches, so it is asked last
 	OtherTokens                        int  // of a block of every second engine; 0: all have BlockTokens. With ThroughHolds, not with Slots or Planner
 	Unverified                         bool // tickets of engines with blocks of the other size are accepted
 	MaxBatchedTokens, MaxSeqs          int
@@ -82,6 +84,7 @@ func draw(seed uint64) Options {
 	}
 	o.drawPowers(r)
 	o.Queries = r.IntN(3) == 0
+	o.Stale = o.Prefills > 0 && o.Rough > 0 && r.IntN(3) == 0
 	return o
 }
 
@@ -98,8 +101,8 @@ func (o *Options) drawPowers(r *rand.Rand) {
 
 // drawComposition chooses whether plugins are composites, and whether engines differ.
 func (o *Options) drawComposition(r *rand.Rand) {
-	if o.Medium != NoConnector && o.Slots == 0 && !o.Planner && !o.Turns && r.IntN(5) < 2 {
-		o.Children, o.Layers, o.Tells, o.Orphans = true, false, false, false
+	if staged := o.Slots > 0 && o.Medium == ThroughHolds; o.Medium != NoConnector && !staged && r.IntN(5) < 2 {
+		o.Children, o.Fetches, o.Layers, o.Tells = true, r.IntN(2) == 0, false, false
 	}
 	if o.Medium == ThroughHolds && o.Slots == 0 && !o.Planner && !o.Children && r.IntN(4) > 0 {
 		o.OtherTokens, o.Unverified = o.BlockTokens*(2+r.IntN(2)), r.IntN(4) > 0

@@ -152,11 +152,14 @@ func (r *routing) decode(c *client, d *rng, f Fault) {
 	c.attempts++
 	t := c.ticket
 	c.ticket = nil
+	if f == faultNone && r.w.opt.Stale && !r.w.quiet && d.n(4) == 0 {
+		f = faultLater
+	}
 	if f == faultNone && r.w.opt.Rough > 1 && !r.w.quiet && d.n(8) == 0 { // routers and clients are not to be trusted
 		f = []Fault{faultLater, faultTwice, faultWrong, faultLost}[d.n(4)]
 		r.w.stats.Faults++
 	}
-	if r.hand(c, r.w.engines[i], c.max, r.w.tickets.tamper(r.mistaken(t, d), d, f), d) {
+	if r.hand(c, r.w.engines[i], c.max, r.w.tickets.tamper(r.mistaken(t, d), r.w.engines[i], d, f), d) {
 		c.phase = decoding
 		return
 	}

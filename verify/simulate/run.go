@@ -110,6 +110,9 @@ func (w *World) apply(op Op) {
 	case opReset:
 		e.resetSoon(&d)
 	case opRestart:
+		if w.opt.Stale {
+			e = w.engines[d.n(w.opt.Prefills)]
+		}
 		if d.n(3) == 0 {
 			w.stats.EngineRestarts++
 			w.say("%s dies and starts again", e.name)

@@ -66,6 +66,9 @@ func (h *host) useTurn(m *move) {
 	}
 	if use.load == nil {
 		h.w.stats.TurnLoads++
+		if h.w.opt.Children {
+			h.w.stats.ChildTurns++
+		}
 	}
 	use.load, m.grant.turn = m.grant, true
 }

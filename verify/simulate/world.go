@@ -75,6 +75,8 @@ type Stats struct {
 	Lost, LostHolds                        int // transfers and holds whose blocks are never used again; the holds among them
 	Reshaped                               int // loads from an engine with blocks of another size, on each rank
 	ChildDeaths, ChildCalls, ChildFailed   int // of the children of MultiConnectors: deaths; calls; loads that another must do
+	ChildPlans, ChildFetches, ChildHolds   int // ... plans; questions to those whose Match fetches; holds that ended with one
+	ChildStaged, ChildTurns                int // of MultiConnectors: calls through landing memory; loads by an earlier turn
 	Layered, Stored, Staged                int // saves: handed over before they were computed; told stored before they were over; calls through landing memory
 }
 
@@ -103,6 +105,10 @@ func (s *Stats) Powers() []Power {
 		{"children (deaths, one by one)", s.ChildDeaths},
 		{"children (calls of a composite)", s.ChildCalls},
 		{"children (loads that fail, and others are asked)", s.ChildFailed},
+		{"children (plans)", s.ChildPlans},
+		{"children (questions to those whose Match fetches)", s.ChildFetches},
+		{"children (calls of a composite through landing memory)", s.ChildStaged},
+		{"children (loads of a composite by an earlier turn)", s.ChildTurns},
 		{"transfers and holds whose blocks are lost", s.Lost},
 	}
 }
@@ -169,6 +175,11 @@ func (s *Stats) fields() []field {
 		{"children died", &s.ChildDeaths},
 		{"calls of children", &s.ChildCalls},
 		{"loads that a child failed", &s.ChildFailed},
+		{"plans of children", &s.ChildPlans},
+		{"questions to children whose Match fetches", &s.ChildFetches},
+		{"holds that ended with a child", &s.ChildHolds},
+		{"staged calls of composites", &s.ChildStaged},
+		{"turn loads of composites", &s.ChildTurns},
 		{"transfers and holds lost", &s.Lost},
 		{"holds lost", &s.LostHolds},
 	}

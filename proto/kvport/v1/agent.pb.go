@@ -41,6 +41,9 @@ const (
 	AgentEventKind_AGENT_EVENT_KIND_ANSWERED    AgentEventKind = 5
 	// The bytes of a load are in the cache of every rank, and not checked yet: its loaded follows. May be left out.
 	AgentEventKind_AGENT_EVENT_KIND_LANDED AgentEventKind = 6
+	// A save is over, or a hold if held is set, and its blocks are never free again: a dead plugin left somebody behind who may
+	// use them for ever.
+	AgentEventKind_AGENT_EVENT_KIND_LOST AgentEventKind = 7
 )
 
 // Enum value maps for AgentEventKind.
@@ -53,6 +56,7 @@ var (
 		4: "AGENT_EVENT_KIND_RELEASED",
 		5: "AGENT_EVENT_KIND_ANSWERED",
 		6: "AGENT_EVENT_KIND_LANDED",
+		7: "AGENT_EVENT_KIND_LOST",
 	}
 	AgentEventKind_value = map[string]int32{
 		"AGENT_EVENT_KIND_UNSPECIFIED": 0,
@@ -62,6 +66,7 @@ var (
 		"AGENT_EVENT_KIND_RELEASED":    4,
 		"AGENT_EVENT_KIND_ANSWERED":    5,
 		"AGENT_EVENT_KIND_LANDED":      6,
+		"AGENT_EVENT_KIND_LOST":        7,
 	}
 )
 
@@ -786,7 +791,7 @@ type AgentEvent struct {
 	Step          uint64                 `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"`            // the id of the Step that began it
 	Blocks        []int32                `protobuf:"varint,4,rep,packed,name=blocks,proto3" json:"blocks,omitempty"` // no longer read or written for it
 	Failed        []int32                `protobuf:"varint,5,rep,packed,name=failed,proto3" json:"failed,omitempty"`
-	Held          bool                   `protobuf:"varint,6,opt,name=held,proto3" json:"held,omitempty"`  // finished: the blocks stay until released
+	Held          bool                   `protobuf:"varint,6,opt,name=held,proto3" json:"held,omitempty"`  // finished: the blocks stay until released; lost: of a hold
 	Error         string                 `protobuf:"bytes,7,opt,name=error,proto3" json:"error,omitempty"` // why some failed
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1268,7 +1273,7 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x03sum\x18\x03 \x01(\x01R\x03sum\"N\n" +
 	"\vAgentBlocks\x12\x10\n" +
 	"\x03gap\x18\x01 \x01(\bR\x03gap\x12-\n" +
-	"\x06events\x18\x02 \x03(\v2\x15.kvport.v1.BlockEventR\x06events*\xe5\x01\n" +
+	"\x06events\x18\x02 \x03(\v2\x15.kvport.v1.BlockEventR\x06events*\x80\x02\n" +
 	"\x0eAgentEventKind\x12 \n" +
 	"\x1cAGENT_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17AGENT_EVENT_KIND_LOADED\x10\x01\x12\x1a\n" +
@@ -1276,7 +1281,8 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x19AGENT_EVENT_KIND_FINISHED\x10\x03\x12\x1d\n" +
 	"\x19AGENT_EVENT_KIND_RELEASED\x10\x04\x12\x1d\n" +
 	"\x19AGENT_EVENT_KIND_ANSWERED\x10\x05\x12\x1b\n" +
-	"\x17AGENT_EVENT_KIND_LANDED\x10\x06B3Z1github.com/kvport/kvport/proto/kvport/v1;kvportv1b\x06proto3"
+	"\x17AGENT_EVENT_KIND_LANDED\x10\x06\x12\x19\n" +
+	"\x15AGENT_EVENT_KIND_LOST\x10\aB3Z1github.com/kvport/kvport/proto/kvport/v1;kvportv1b\x06proto3"
 
 var (
 	file_kvport_v1_agent_proto_rawDescOnce sync.Once
