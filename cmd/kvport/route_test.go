@@ -92,7 +92,7 @@ func TestRouteSaysThatTheQueueIsShorter(t *testing.T) {
 	require.NoError(t, r.Logged(t.Context(), `"queue_size":8`))
 }
 
-// An engine tells its router how many requests it serves at once, and gets no more: the rest wait at the router.
+// An engine tells its router how many requests it serves at once. More of them wait at the router.
 func TestRouterKeepsToTheLimitOfAnEngine(t *testing.T) {
 	engine := start(t, "serve", "--model", "sim", "--port", "0", "--max-connections", "16")
 	router := start(t, "route", "--decode", engine.URL, "--port", "0", "--health-interval", "20ms", "--queue-timeout", "10m")
