@@ -155,10 +155,13 @@ func Binary(path string, config json.RawMessage) Maker {
 	if abs, err := filepath.Abs(path); err == nil {
 		path = abs // a bare name means a file here, not one on PATH
 	}
-	// All cases need it, so a busy machine gives it more than one chance.
+	// All cases need it, so a plugin that a busy machine delays has more than one chance. Nobody waits for long for one
+	// that hangs on a machine that does nothing else.
+	const hangs = 8 * time.Second
 	manifest := sync.OnceValues(func() (m *host.Manifest, err error) {
 		for range 1 + repeats {
-			if m, err = host.ReadManifest(context.Background(), path); !errors.Is(err, context.DeadlineExceeded) {
+			began := time.Now()
+			if m, err = host.ReadManifest(context.Background(), path); !errors.Is(err, context.DeadlineExceeded) || time.Since(began) < hangs {
 				break
 			}
 		}

@@ -87,3 +87,27 @@ func TestHowHoldsEnd(t *testing.T) {
 		})
 	}
 }
+
+// When one part of a hold is lost, the child that keeps another learns that the host has released it.
+func TestLostHoldEndsForTheOthers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a := &mortal{newKeeper(100, time.Hour), make(chan multiconnector.HoldsOver), nil}
+		b := newKeeper(500, time.Hour)
+		r := newComposite(t, a, b)
+		defer func() { require.NoError(t, r.Close()) }()
+		holder, _ := connector.As[connector.Holder](r)
+		leaser, _ := connector.As[connector.Leaser](r)
+		holds, err := holder.Finish(t.Context(), []connector.Ended{{Request: "r", Tokens: 4, Remote: true}})
+		require.NoError(t, err)
+		a.ends <- multiconnector.HoldsOver{Lost: []connector.HoldID{101}}
+		got, err := multiconnector.WaitHoldsOver(t.Context(), holder)
+		require.NoError(t, err)
+		require.Equal(t, []connector.HoldID{holds[0].ID}, got.Lost)
+		for range 3 { // the host says it once
+			_, err = leaser.Renewals(t.Context(), got.Lost)
+			require.NoError(t, err)
+			got.Lost = nil
+		}
+		b.is(func() { require.Equal(t, []connector.HoldID{501}, b.over) })
+	})
+}

@@ -34,7 +34,7 @@ type HoldWatcher interface {
 }
 
 // Consumed is what a Holder reports, which has no word for holds that nobody came for. Those that are lost are left out:
-// whoever hears that they are consumed uses their blocks again at once, and not when their TTL ends.
+// whoever hears that they are consumed uses their blocks again at once.
 func (o *HoldsOver) Consumed() []connector.HoldID { return slices.Concat(o.Fetched, o.Died) }
 
 // empty says that there are none.
@@ -61,7 +61,8 @@ type held struct {
 	waiting map[childHold]int // consumers that have not fetched yet
 	ttl     time.Duration
 	expires time.Time // the host has released it by then
-	over    bool      // the host has released it before all was fetched
+	over    bool      // it was reported, or the host has released it before all was fetched
+	told    bool      // the host has released it, and its children learn about that
 	died    bool      // a child that kept a part is gone
 }
 
@@ -290,12 +291,12 @@ func (l *ledger) end(ids []connector.HoldID) (parts []childHold) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for c, h := range l.open {
-		if !h.over && slices.Contains(ids, h.id) {
+		if !h.told && slices.Contains(ids, h.id) {
 			parts = append(parts, c)
 		}
 	}
 	for _, c := range parts {
-		l.open[c].over = true
+		l.open[c].over, l.open[c].told = true, true
 	}
 	return parts
 }

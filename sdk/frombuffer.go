@@ -112,11 +112,11 @@ func (s *bufferStore) take(ctx context.Context, items []connector.Item, places [
 	return nil
 }
 
-// left divides the items that were not filled into those to select again and the places of those that are lost. An item that
-// is still there after selectPatience was not taken: the buffer is slow, or the machine is busy.
+// left divides the items that were not filled into those to select again and the places of those that are lost. If some were
+// filled within selectPatience, one that is still there was not taken: the buffer is slow, or the machine is busy.
 func (s *bufferStore) left(ctx context.Context, missed []int, items []connector.Item, places []int, late bool) (again []connector.Item, at, lost []int, err error) {
 	found := make([]int, len(missed))
-	if late {
+	if late && len(missed) < len(items) {
 		runs := make([][]connector.StoreKey, len(missed))
 		for n, i := range missed {
 			runs[n] = []connector.StoreKey{items[i].Key}

@@ -76,6 +76,17 @@ func TestSlowSelect(t *testing.T) {
 	}
 }
 
+// A block that a whole selectPatience does not bring is gone, whatever Lookup says.
+func TestSelectThatBringsNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		item := connector.Item{Key: connector.StoreKey{1}}
+		b := &slowBuffer{taken: map[connector.StoreKey]bool{item.Key: true}, done: map[connector.StoreKey]bool{}}
+		began := time.Now()
+		require.ErrorIs(t, (&bufferStore{b}).Get(t.Context(), []connector.Item{item}), connector.ErrGone)
+		require.Equal(t, selectPatience, time.Since(began))
+	})
+}
+
 // The caller's own deadline ends a load that takes long.
 func TestSlowSelectEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -153,12 +153,14 @@ func (s *Server) ready() error {
 
 // itself reports an error unless the process that answers at the address is ours.
 func (s *Server) itself() error {
-	info, err := s.info(context.Background())
-	if pid := field(info, "process_id"); err == nil && pid != strconv.Itoa(s.PID()) {
-		err = fmt.Errorf("the process that answers says that it is %q, ours is %d", pid, s.PID())
-	}
+	ctx, cancel := context.WithTimeout(context.Background(), clientWait)
+	defer cancel()
+	info, err := s.info(ctx)
 	if err != nil {
-		return fmt.Errorf("another process listens at %s: %w", s.Address, err)
+		return fmt.Errorf("ask the server at %s which process it is: %w", s.Address, err)
+	}
+	if pid := field(info, "process_id"); pid != strconv.Itoa(s.PID()) {
+		return fmt.Errorf("the server at %s is process %q, the one that was started is %d", s.Address, pid, s.PID())
 	}
 	return nil
 }

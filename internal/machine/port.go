@@ -14,13 +14,15 @@ import (
 // where on it hands ports out, that is Linux's default.
 const (
 	lowestPort     = 10_000
+	besides        = 10_000
 	firstHandedOut = 32_768
 )
 
 // FreePort is a port of loopback at which nobody listens, for a process that must know its own beforehand. It is below
-// those that the kernel gives to whoever connects or listens without naming one, so nobody gets it by chance meanwhile.
+// those that the kernel gives to whoever connects or listens without naming one, as far as they leave room, so nobody
+// gets it by chance meanwhile. So is the port that is 10,000 above, which a node of a Redis cluster takes as well.
 func FreePort(ctx context.Context) (string, error) {
-	end := handedOut("/proc/sys/net/ipv4/ip_local_port_range")
+	end := handedOut("/proc/sys/net/ipv4/ip_local_port_range") - besides
 	var err error
 	for range 100 {
 		port := strconv.Itoa(lowestPort + rand.IntN(end-lowestPort)) //nolint:gosec // no secret
@@ -37,7 +39,7 @@ func handedOut(file string) int {
 	text, _ := os.ReadFile(file) //nolint:gosec // the caller's
 	first, _, _ := strings.Cut(strings.TrimSpace(string(text)), "\t")
 	n, err := strconv.Atoi(first)
-	if err != nil || n <= lowestPort+1000 {
+	if err != nil || n <= lowestPort+besides+1000 {
 		return firstHandedOut
 	}
 	return n

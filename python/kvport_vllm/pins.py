@@ -91,7 +91,7 @@ class Delayed:
     def __init__(self) -> None:
         """Begin with none."""
         self._open: dict[str, int] = {}  # saves under way, by request
-        self._kept: set[str] = set()  # requests one of whose saves never ends
+        self._kept: set[str] = set()  # requests one of whose saves or holds never ends
         self._waiting: set[str] = set()  # ended
         self._over: list[str] = []
 
@@ -111,25 +111,27 @@ class Delayed:
             self._over.append(request)
 
     def busy(self, request: str) -> bool:
-        """Say whether a request's blocks are being read."""
+        """Say whether a request's blocks are being read, by somebody whose end is worth waiting for."""
         return request in self._open
 
     def wait(self, request: str) -> bool:
         """Keep an ended request's blocks if they are being read."""
+        if request in self._kept:
+            return True
         if request not in self._open:
             return False
-        if request not in self._kept:
-            self._waiting.add(request)
+        self._waiting.add(request)
         return True
 
     def keep(self, request: str) -> None:
         """Note that a save, or a hold, never ends: the request keeps its blocks for good."""
         self._kept.add(request)
         self._waiting.discard(request)
+        self.ended(request)  # nobody waits for it
 
     def end_all(self) -> None:
         """Note that nothing is read any more, except what never ends."""
-        self._open = {request: 1 for request in self._open if request in self._kept}
+        self._open.clear()
         self._over += sorted(self._waiting)
         self._waiting.clear()
 

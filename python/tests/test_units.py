@@ -270,6 +270,16 @@ def test_a_lost_save_keeps_what_a_hold_lets_go():
     assert side.delayed.take() == ["r"] and not side.busy()
 
 
+def test_a_preempted_request_is_not_waited_for_because_of_a_lost_save():
+    d = Delayed()
+    d.began("r")
+    d.began("r")
+    d.keep("r")
+    assert d.busy("r"), "its other save goes on"
+    d.ended("r")
+    assert not d.busy("r") and d.wait("r") and d.take() == []
+
+
 def test_pace():
     pace = Pace()
     assert not pace.quick(1), "nothing is known yet"

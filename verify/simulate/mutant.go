@@ -152,7 +152,7 @@ func Mutants() []MutantInfo {
 		{ChildGoneEarly, "child-gone-early", "the calls of a child that died return while something of it can still write", "rule MULTI-02"},
 		{ChildFreedOnCancel, "child-freed-on-cancel", "a cancelled call of a child returns at once, though the child still writes", "rule WORK-04"},
 		{ChildTicketsMixed, "child-tickets-mixed", "children are known by their place, so that another order at the other end mixes up their tickets", "rule MULTI-07"},
-		{ChildHoldConsumed, "child-hold-consumed", "a hold that ends with a child's process counts as consumed", "rule HOST-05"},
+		{ChildHoldConsumed, "child-hold-consumed", "a hold that ends with a child's process counts as consumed", "rule MULTI-07"},
 	}
 }
 
