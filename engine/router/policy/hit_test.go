@@ -185,3 +185,14 @@ func TestNearerProperty(t *testing.T) {
 		require.Equal(t, place, choose())
 	})
 }
+
+// What a load from a store takes is not taken for computing, also when nothing is known about computing yet.
+func TestLoadIsNoComputing(t *testing.T) {
+	r := newRates()
+	leg := &Leg{Place: 1, role: Decode, peer: None, prompt: 8000, Compute: 16, Hit: Hit{Shared: 7984}}
+	r.answered(leg, 1.5)
+	require.False(t, r.all[Decode].known())
+	leg.Hit, leg.Compute = Hit{}, 8000
+	r.answered(leg, 1.5)
+	require.True(t, r.all[Decode].known())
+}

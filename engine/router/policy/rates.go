@@ -112,12 +112,15 @@ func (r *rates) answered(l *Leg, seconds float64) {
 }
 
 // fetched takes the time of a leg as that of loading from a store, if more was to be loaded from there than computed, and
-// reports whether it was. What counts is what was expected, so that a store that does not have it is a slow one.
+// reports whether it was, so that it is not taken for that of computing. What counts is what was expected, so that a store that does not have it is a slow one.
 func (r *rates) fetched(l *Leg, seconds float64) bool {
 	tokens := l.ahead + float64(max(0, l.prompt-l.Hit.Tokens()))
 	node, shared := l.Hit.stored()
-	if float64(node+shared) <= tokens || !r.all[l.role].known() {
+	if float64(node+shared) <= tokens {
 		return false
+	}
+	if !r.all[l.role].known() {
+		return true // how much of it was computing nobody can tell, so nothing is learnt
 	}
 	from := store{l.Place, 0}
 	if shared > node {
