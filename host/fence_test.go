@@ -91,15 +91,7 @@ func TestHiddenFenceCostsHolds(t *testing.T) {
 	o := hiding(dir, "300ms")
 	o.extra["fault"] = "hold_fence"
 	r := newRig(t, o)
-	ks := keys(1, 3)
-	r.save("a", ks, 0)
-	fin := r.end("a", 48, true, blocksOf(ks, 0)...)
-	require.True(t, fin.Held)
-	r.start("b", ks, 20)
-	e := r.next(Released)
-	require.True(t, e.Lost)
-	require.Equal(t, []connector.BlockID{0, 1, 2}, e.Blocks)
-	require.Equal(t, fin.Step, e.Step)
+	r.losesHold()
 	r.becomes("degraded")
 	require.Equal(t, 6, r.Health().BlocksLost)
 	require.Zero(t, r.Health().Held)
@@ -246,6 +238,19 @@ func TestHiddenFenceOfChild(t *testing.T) {
 	r.works(7, 40)
 }
 
+// losesHold holds three blocks and begins a load, amid which the plugin dies and leaves somebody behind.
+func (r *rig) losesHold() {
+	ks := keys(1, 3)
+	r.save("a", ks, 0)
+	fin := r.end("a", 48, true, blocksOf(ks, 0)...)
+	require.True(r.t, fin.Held)
+	r.start("b", ks, 20)
+	e := r.next(Released)
+	require.True(r.t, e.Lost)
+	require.Equal(r.t, []connector.BlockID{0, 1, 2}, e.Blocks)
+	require.Equal(r.t, fin.Step, e.Step)
+}
+
 // Nor do its holds: their blocks are lost, although its sibling keeps a part of each, and they do not count as consumed.
 func TestHiddenFenceCostsHoldsOfChild(t *testing.T) {
 	dir, _ := park(t)
@@ -253,15 +258,7 @@ func TestHiddenFenceCostsHoldsOfChild(t *testing.T) {
 	r := multiRigWith(t, rigOptions{settings: map[string]any{"trust": "in-place"}},
 		kid(map[string]any{"dir": dir, "fault": "hold_fence", "at": 1, "once": true}, settings, nil),
 		kid(map[string]any{"dir": t.TempDir(), "fault": "hold"}, nil, nil))
-	ks := keys(1, 3)
-	r.save("a", ks, 0)
-	fin := r.end("a", 48, true, blocksOf(ks, 0)...)
-	require.True(t, fin.Held)
-	r.start("b", ks, 20)
-	e := r.next(Released)
-	require.True(t, e.Lost)
-	require.Equal(t, []connector.BlockID{0, 1, 2}, e.Blocks)
-	require.Equal(t, fin.Step, e.Step)
+	r.losesHold()
 	if r.count(Loaded) == 0 {
 		r.next(Loaded)
 	}

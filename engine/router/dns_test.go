@@ -89,14 +89,7 @@ func TestTooManyAnswers(t *testing.T) {
 		p.log = logTo(&log)
 		l := newLookups(DNS{Resolver: fake, Interval: time.Second}, p, p.metrics)
 		l.set(byFlag, []dnsName{{role: decode, text: "a", host: "many", port: 80}, {role: decode, text: "s", host: "_http._tcp.many", srv: true}})
-		has := func() (list []string) {
-			synctest.Wait()
-			for _, in := range p.health().instances {
-				list = append(list, in.URL)
-			}
-			slices.Sort(list)
-			return list
-		}
+		has := func() []string { return urlsOf(p) }
 		fake.set(nil, "many", many...)
 		stop := look(t, l)
 		first := has()
@@ -189,14 +182,7 @@ func TestDNSOverTime(t *testing.T) {
 		require.NoError(t, err)
 		l.set(byFlag, []dnsName{name})
 		stop := look(t, l)
-		has := func() (list []string) {
-			synctest.Wait()
-			for _, in := range p.health().instances {
-				list = append(list, in.URL)
-			}
-			slices.Sort(list)
-			return list
-		}
+		has := func() []string { return urlsOf(p) }
 		later := func(d time.Duration) []string {
 			<-time.After(d) // of synctest
 			return has()
@@ -248,6 +234,16 @@ func (r *hangingResolver) LookupNetIP(ctx context.Context, network, host string)
 		}
 	}
 	return r.fakeResolver.LookupNetIP(ctx, network, host)
+}
+
+// urlsOf are the URLs of a pool's instances in order, once all that runs has come to rest.
+func urlsOf(p *pool) (list []string) {
+	synctest.Wait()
+	for _, in := range p.health().instances {
+		list = append(list, in.URL)
+	}
+	slices.Sort(list)
+	return list
 }
 
 // look lets names be looked up, until stop has returned.

@@ -10,19 +10,18 @@ import (
 	"strings"
 )
 
-// Ports of 10,000 and above belong to no service that a machine usually has. Where the kernel does not say from
-// where on it hands ports out, that is Linux's default.
 const (
-	lowestPort     = 10_000
-	besides        = 10_000
-	firstHandedOut = 32_768
+	lowestPort       = 10_000 // below are those of services that a machine usually has
+	busOffset        = 10_000 // from the port of a Redis cluster's node to that of its bus
+	defaultEphemeral = 32_768 // the first ephemeral port of Linux, unless it is configured
 )
 
 // FreePort is a port of loopback at which nobody listens, for a process that must know its own beforehand. It is below
-// those that the kernel gives to whoever connects or listens without naming one, as far as they leave room, so nobody
-// gets it by chance meanwhile. So is the port that is 10,000 above, which a node of a Redis cluster takes as well.
+// the ephemeral ports, which the kernel gives to whoever connects or listens without naming one, so nobody gets it by
+// chance meanwhile. The same holds for the port that a node of a Redis cluster takes for its bus. Where ephemeral ports
+// begin so low that there is no room below them, it is one of them.
 func FreePort(ctx context.Context) (string, error) {
-	end := handedOut("/proc/sys/net/ipv4/ip_local_port_range") - besides
+	end := firstEphemeral(portRange) - busOffset
 	var err error
 	for range 100 {
 		port := strconv.Itoa(lowestPort + rand.IntN(end-lowestPort)) //nolint:gosec // no secret
@@ -34,13 +33,16 @@ func FreePort(ctx context.Context) (string, error) {
 	return "", fmt.Errorf("no free port from %d to %d: %w", lowestPort, end-1, err)
 }
 
-// handedOut is the first port that the kernel hands out, as a file says.
-func handedOut(file string) int {
+// portRange says which ports are ephemeral: the first and the last.
+const portRange = "/proc/sys/net/ipv4/ip_local_port_range"
+
+// firstEphemeral is the first ephemeral port, as a file says, or the default if that leaves no room below it.
+func firstEphemeral(file string) int {
 	text, _ := os.ReadFile(file) //nolint:gosec // the caller's
 	first, _, _ := strings.Cut(strings.TrimSpace(string(text)), "\t")
 	n, err := strconv.Atoi(first)
-	if err != nil || n <= lowestPort+besides+1000 {
-		return firstHandedOut
+	if err != nil || n <= lowestPort+busOffset+1000 {
+		return defaultEphemeral
 	}
 	return n
 }

@@ -12,7 +12,7 @@ import (
 
 // Nobody who connects, or listens without naming a port, is given one of these.
 func TestFreePort(t *testing.T) {
-	end := handedOut("/proc/sys/net/ipv4/ip_local_port_range") - besides
+	end := firstEphemeral(portRange) - busOffset
 	for range 100 {
 		text, err := FreePort(t.Context())
 		require.NoError(t, err)
@@ -26,11 +26,11 @@ func TestFreePort(t *testing.T) {
 	}
 }
 
-func TestPortsThatTheKernelHandsOut(t *testing.T) {
+func TestFirstEphemeralPort(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "range")
-	for text, want := range map[string]int{"30000\t60000\n": 30000, "20000\t60000\n": firstHandedOut, "1024\t65535\n": firstHandedOut, "": firstHandedOut, "x\ty": firstHandedOut} {
+	for text, want := range map[string]int{"30000\t60000\n": 30000, "20000\t60000\n": defaultEphemeral, "1024\t65535\n": defaultEphemeral, "": defaultEphemeral, "x\ty": defaultEphemeral} {
 		require.NoError(t, os.WriteFile(file, []byte(text), 0o600))
-		require.Equal(t, want, handedOut(file), text)
+		require.Equal(t, want, firstEphemeral(file), text)
 	}
-	require.Equal(t, firstHandedOut, handedOut(filepath.Join(t.TempDir(), "none")))
+	require.Equal(t, defaultEphemeral, firstEphemeral(filepath.Join(t.TempDir(), "none")))
 }
