@@ -55,7 +55,7 @@ type registered struct {
 	breaker breaker
 	load    *inFlight
 	rested  time.Time          // when requests may come again, after the instance has asked to be left alone
-	others  int                // or as soon as fewer run there: how many did when it refused one with a 429; 0: whatever runs there
+	others  int                // or as soon as fewer requests run there: how many ran when it refused one with a 429; 0: not before rested
 	muted   time.Time          // when cache queries may come again, after it has failed one
 	silent  int                // cache queries in a row that it did not answer in time
 	stop    context.CancelFunc // of its probes; nil: it is not probed

@@ -21,7 +21,7 @@ import (
 type turnsFile struct {
 	Version int         `json:"version"`
 	Seed    uint64      `json:"seed,string"`
-	Turns   []savedTurn `json:"turns"` // the one that was not used for longest first
+	Turns   []savedTurn `json:"turns"` // the least recently used first
 }
 
 type savedTurn struct {

@@ -7,8 +7,8 @@ import (
 	"github.com/kvport/kvport/engine/router/internal/fairlru"
 )
 
-// history remembers which instances have computed or loaded which pieces of prompts. It forgets the pieces that were not used
-// for longest, of the client that has most, and the end of a prompt before its beginning.
+// history remembers which instances have computed or loaded which pieces of prompts. It forgets the least
+// recently used pieces of the client that has most, and the end of a prompt before its beginning.
 type history struct {
 	pieces *fairlru.Table
 	words  int      // of 64 places each

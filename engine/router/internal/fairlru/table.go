@@ -1,4 +1,4 @@
-// Package fairlru is a table of keys that forgets those that were not used for longest, and shares its room fairly between
+// Package fairlru is a table of keys that forgets the least recently used, and shares its room fairly between
 // clients: when it is full, the client that has most loses a key. So one client alone may fill the table, and none pushes
 // out what is the fair share of another.
 package fairlru
