@@ -131,6 +131,7 @@ func pdCancel(r *rig) {
 	p := r.sender(1)
 	d := p.taker()
 	pr := p.hand(6, 0)
+	var cancelled []connector.Block
 	for range 30 {
 		if d.offer(pr, 0) < 6 {
 			p.sweep()
@@ -145,8 +146,10 @@ func pdCancel(r *rig) {
 		}})
 		d.pause(2 * time.Millisecond)
 		d.unwritten(mine)
+		cancelled = append(cancelled, mine...)
 	}
 	d.pause(aWhile)
+	d.unwritten(cancelled) // a plugin that waits for a processor writes later than 2 ms
 	d.take(p.hand(3, 0))
 }
 

@@ -140,7 +140,7 @@ func (r *Rig) Start(name string, args ...string) *cluster.Process {
 		if r.Failed() {
 			r.Logf("last output of %s:\n%s", name, p.Logs())
 		}
-		p.Kill()
+		require.NoError(r, p.KillAll())
 	})
 	return p
 }
