@@ -107,23 +107,35 @@ const survivor = "KVPORT_TEST_SURVIVOR"
 // A process that is killed while it sends leaves whole frames and then ErrGone; a process that is stopped
 // blocks nobody for longer than the context says.
 //
-// Now and then UCX itself aborts the process whose peer was killed while the two were still making their
-// connection: "ucp_request.inl: unexpected error". Nothing here can prevent that, which is one reason why
-// plugins are processes of their own. So the receiver is also a process of its own, and the test tries
-// again if UCX aborts it.
+// Now and then UCX itself aborts the process whose peer is killed: "ucp_request.inl: unexpected error"; over TCP one in five
+// on a busy machine, through shared memory none that was seen. Nothing here can prevent that, which is one
+// reason why plugins are processes of their own. So each receiver is also a process of its own, and the test tries again
+// if UCX aborts it.
 func TestProcess(t *testing.T) {
-	if os.Getenv(survivor) != "" {
-		testProcess(t)
+	if round := os.Getenv(survivor); round != "" {
+		testProcess(t, round)
 		return
 	}
 	network(t, &Network{}) // or skip
+	for _, transports := range []string{"", "tcp"} {
+		for round := range 4 {
+			t.Run(fmt.Sprintf("transports %s, round %d", transports, round), func(t *testing.T) {
+				survives(t, fmt.Sprintf("%d%s", round, transports))
+			})
+		}
+	}
+}
+
+// survives runs one round in a process of its own.
+func survives(t *testing.T, round string) {
+	t.Helper()
 	self, err := os.Executable()
 	require.NoError(t, err)
 	for try := 1; ; try++ {
 		receiver := exec.CommandContext(t.Context(), self, "-test.run=^TestProcess$", "-test.v", "-test.timeout=2m")
-		receiver.Env = append(os.Environ(), survivor+"=1")
+		receiver.Env = append(os.Environ(), survivor+"="+round)
 		said, err := receiver.CombinedOutput()
-		if err != nil && try < 4 && bytes.Contains(said, []byte("ucp_request.inl")) && bytes.Contains(said, []byte("unexpected error")) {
+		if err != nil && try < 8 && bytes.Contains(said, []byte("ucp_request.inl")) && bytes.Contains(said, []byte("unexpected error")) {
 			t.Logf("UCX ABORTED THE RECEIVER OF A PEER THAT WAS KILLED, try %d", try)
 			continue
 		}
@@ -132,18 +144,14 @@ func TestProcess(t *testing.T) {
 	}
 }
 
-func testProcess(t *testing.T) {
-	for _, transports := range []string{"", "tcp"} {
-		t.Run("transports "+transports, func(t *testing.T) {
-			n := network(t, &Network{Transports: transports, Patience: time.Second})
-			l, err := n.Listen(t.Context())
-			require.NoError(t, err)
-			defer func() { require.NoError(t, l.Close()) }()
-			for round := range uint64(4) {
-				process(t, l, transports, round)
-			}
-		})
-	}
+// testProcess is one round: its number and the transports.
+func testProcess(t *testing.T, round string) {
+	number, transports := uint64(round[0]-'0'), round[1:]
+	n := network(t, &Network{Transports: transports, Patience: time.Second})
+	l, err := n.Listen(t.Context())
+	require.NoError(t, err)
+	defer func() { require.NoError(t, l.Close()) }()
+	process(t, l, transports, number)
 }
 
 func process(t *testing.T, l pipe.Listener, transports string, round uint64) {
