@@ -269,7 +269,7 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 		whole := s.whole
 		s.mu.Unlock()
 		if h, some := has[s.number]; some || whole {
-			list = append(list, policy.Held{Place: i, Hit: b.pool.known[i].fit.hit(h)})
+			list = append(list, policy.Held{Place: i, Hit: policy.Hit{Engine: h.Own, Node: h.Node, Shared: h.Shared, Store: h.Store}})
 		}
 	}
 	return list

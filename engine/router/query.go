@@ -26,11 +26,12 @@ type Cached struct {
 	Unknown bool // one of its connectors did not say in time: there may be more
 }
 
-// hit is the same for the policy.
+// hit is the same for the policy. What the shared store has by itself is only known if nothing is nearer: each token is
+// named once, so the store may lack those that the instance has itself.
 func (c *Cached) hit() policy.Hit {
-	h := policy.Hit{Engine: c.Engine, Node: c.Engine + c.Node}
-	if c.Shared > 0 {
-		h.Shared = h.Node + c.Shared
+	h := policy.Hit{Engine: c.Engine, Node: c.Engine + c.Node, Shared: c.Engine + c.Node + c.Shared}
+	if h.Node == 0 {
+		h.Store = c.Shared
 	}
 	return h
 }

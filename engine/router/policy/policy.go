@@ -351,7 +351,7 @@ func (p *Policy) look(r *Request) {
 		if h.Place >= 0 && h.Place < len(p.instances) {
 			in := &p.instances[h.Place]
 			in.hit, in.sure = h.Hit.within(r.Tokens), h.Sure
-			shared = max(shared, in.hit.Shared)
+			shared = max(shared, in.hit.Store)
 		}
 	}
 	for i := range p.instances {
@@ -386,8 +386,8 @@ func (p *Policy) Told(prompt *Prompt, place int, h Hit, of int) {
 		p.history.add(pieces(h.Engine), prompt.Client, place)
 		p.instances[place].confirm(pieces(h.Engine))
 	}
-	if h.Shared > 0 {
-		p.shared.add(pieces(h.Shared), prompt.Client, 0)
+	if h.Store > 0 {
+		p.shared.add(pieces(h.Store), prompt.Client, 0)
 	}
 }
 
@@ -540,7 +540,7 @@ func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
 		if in.drops != l.drops { // another's failure may have taken its pieces back
 			p.history.add(l.pieces, l.client, l.Place)
 		}
-		if in.saves {
+		if in.saves && l.peer == None { // what it has loaded by ticket it does not save
 			p.shared.add(l.pieces, l.client, 0)
 		}
 	}
