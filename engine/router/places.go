@@ -123,18 +123,6 @@ func (p *pool) serves(u *url.URL) bool {
 	return false
 }
 
-// answers reports whether an instance answers its health checks, as far as is known, whatever it says.
-func (p *pool) answers(u *url.URL) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for r := range roles {
-		if i := p.find(r, u); i >= 0 && p.table.instances[i].state != down {
-			return true
-		}
-	}
-	return false
-}
-
 // claim finds an instance or adds it, and notes a source that names it; regroup must follow. The caller holds mu.
 func (p *pool) claim(s spec, by source) int {
 	i := p.find(s.role, s.url)
