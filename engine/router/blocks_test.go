@@ -344,7 +344,7 @@ func TestEventsAtSlowPath(t *testing.T) {
 	var running sync.WaitGroup
 	running.Go(func() { f.router.Run(ctx) })
 	<-asked
-	require.Equal(t, s.URL, f.router.pool.name(0))
+	require.Equal(t, s.URL, f.router.pool.urls[0].String())
 	cancel()
 	close(answer)
 	running.Wait()

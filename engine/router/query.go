@@ -103,10 +103,13 @@ func (a *asker) note(q question, s heard) {
 }
 
 // forget drops the answers of instances that are gone.
-func (a *asker) forget(places map[int]bool) {
+func (a *asker) forget(places gone) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	maps.DeleteFunc(a.known, func(q question, _ heard) bool { return places[q.instance] })
+	maps.DeleteFunc(a.known, func(q question, _ heard) bool {
+		_, left := places[q.instance]
+		return left
+	})
 }
 
 // inquiry is what a request asks.
