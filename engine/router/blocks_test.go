@@ -427,7 +427,7 @@ func TestTokensTakeTooLong(t *testing.T) {
 	ask := func(prompt string) {
 		body, err := parse([]byte(`{"prompt": "` + prompt + `"}`))
 		require.NoError(t, err)
-		require.Nil(t, tokens.of(t.Context(), &call{router: f.router, body: body, header: http.Header{}}, f.router.pool.urls[0]))
+		require.Nil(t, tokens.of(t.Context(), &call{router: f.router, body: body, header: http.Header{}}, target{url: f.router.pool.urls[0]}))
 	}
 	for n, prompt := range []string{"a", "a", "b", "b"} {
 		ask(prompt)

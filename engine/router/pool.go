@@ -29,6 +29,7 @@ type target struct {
 	url   *url.URL
 	life  context.Context //nolint:containedctx // ends when the instance is found hanging, for each attempt on it
 	leg   *policy.Leg     // what the policy counts
+	kind  kind
 }
 
 // pool is the table with what it needs to be used from many goroutines: a lock, and a context for

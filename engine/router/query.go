@@ -210,6 +210,7 @@ var (
 
 // sendQuery makes one cache query.
 func (c *call) sendQuery(ctx context.Context, t target, what *inquiry) (Cached, error) {
+	defer c.router.pool.asks(t.index, t.url, cacheQuery)()
 	resp, err := c.send(ctx, t, what.body)
 	if err != nil {
 		return Cached{}, err
@@ -281,7 +282,7 @@ func (p *pool) toAsk(r *policy.Request, now time.Time) (list []*asked) {
 	byURL := map[string]*asked{}
 	for i, u := range p.urls {
 		k := &p.known[i]
-		if u == nil || k.fit == nil || !k.fit.answers || now.Before(k.muted) || r.Standing(i) == policy.Out ||
+		if u == nil || k.fit == nil || !k.fit.answers || now.Before(k.muted) || r.Standing(i) >= policy.Out ||
 			slices.ContainsFunc(r.Held, func(h policy.Held) bool { return h.Place == i }) {
 			continue
 		}
