@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/url"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -126,8 +127,8 @@ func TestWhatCounts(t *testing.T) {
 		<-goOn
 		whole200(w, r)
 	})
-	t.Cleanup(func() { close(goOn) })
 	f := serveRouter(t, Config{Decode: urls(s), InstanceInFlight: 1, QueryTimeout: time.Minute})
+	t.Cleanup(func() { close(goOn) })
 	p := f.router.pool
 	p.blocks.tokens.limit = time.Minute
 	counted := func() (n int, policy int) {
@@ -183,13 +184,15 @@ func TestFullPrefill(t *testing.T) {
 	})
 	d := serveInstance(t, tokens)
 	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d)})
+	release := sync.OnceFunc(func() { close(goOn) })
+	t.Cleanup(release)
 	f.router.pool.known[0].load.said = 1
 	first := ask(t.Context(), f.URL, "")
 	<-entered
 	require.Contains(t, complete(t, f, completion("hi"), routeHeader, "1").Get(routeHeader), "without=full")
 	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.handoffs.WithLabelValues("none", "full")))
 	require.Zero(t, testutil.ToFloat64(f.router.metrics.handoffs.WithLabelValues("none", "no_prefill")))
-	close(goOn)
+	release()
 	require.Equal(t, 200, (<-first).StatusCode)
 }
 
