@@ -43,8 +43,14 @@ type reported struct {
 	first  bool // it has no parent
 	tokens []int32
 	salt   string
-	media  []string // where it is, by what was published
+	spots  []spot // where it is, by what was published
 }
+
+// spot is where blocks are, in vLLM's words.
+type spot struct{ medium, locality string }
+
+// cached is the engine's own cache.
+func cached() spot { return spot{medium: kvevents.GPU} }
 
 func newNews(e *Engine, pool *kvcache.Pool) *news {
 	n := &news{
@@ -60,7 +66,7 @@ func newNews(e *Engine, pool *kvcache.Pool) *news {
 // published notes a block that the prefix cache has from now on.
 func (n *news) published(group uint16, block int, r *sched.Request, tokens []int32) {
 	b := n.describe(block, r, tokens)
-	n.stored(kvevents.GPU, int(group), r.Keys[block], b)
+	n.stored(cached(), int(group), r.Keys[block], b)
 	if n.blocks == nil || n.blocks[r.Keys[block]] != nil {
 		return
 	}
@@ -85,9 +91,9 @@ func (n *news) describe(block int, r *sched.Request, tokens []int32) *reported {
 }
 
 // stored adds a block to the last event if it continues that, and else begins one.
-func (n *news) stored(medium string, group int, key connector.BlockKey, b *reported) {
+func (n *news) stored(at spot, group int, key connector.BlockKey, b *reported) {
 	hash := kvevents.BytesHash(key[:])
-	if last := n.last(kvevents.Stored, medium, group); last != nil && !b.first && last.Hashes[len(last.Hashes)-1] == kvevents.BytesHash(b.parent[:]) {
+	if last := n.last(kvevents.Stored, at, group); last != nil && !b.first && last.Hashes[len(last.Hashes)-1] == kvevents.BytesHash(b.parent[:]) {
 		last.Hashes = append(last.Hashes, hash)
 		last.Tokens = append(last.Tokens, b.tokens...)
 		if last.Extra != nil {
@@ -96,8 +102,8 @@ func (n *news) stored(medium string, group int, key connector.BlockKey, b *repor
 		return
 	}
 	ev := kvevents.Event{
-		Kind: kvevents.Stored, Medium: medium, Group: group, Hashes: []kvevents.Hash{hash}, Tokens: slices.Clone(b.tokens),
-		BlockSize: n.blockSize,
+		Kind: kvevents.Stored, Medium: at.medium, Locality: at.locality, Group: group, Hashes: []kvevents.Hash{hash},
+		Tokens: slices.Clone(b.tokens), BlockSize: n.blockSize,
 	}
 	if !b.first {
 		ev.Parent = kvevents.BytesHash(b.parent[:])
@@ -108,11 +114,12 @@ func (n *news) stored(medium string, group int, key connector.BlockKey, b *repor
 }
 
 // last is the last event, if it is of that kind and place.
-func (n *news) last(kind kvevents.Kind, medium string, group int) *kvevents.Event {
+func (n *news) last(kind kvevents.Kind, at spot, group int) *kvevents.Event {
 	if len(n.events) == 0 {
 		return nil
 	}
-	if ev := &n.events[len(n.events)-1]; ev.Kind == kind && ev.Medium == medium && ev.Group == group && len(ev.Hashes) < maxRun {
+	ev := &n.events[len(n.events)-1]
+	if ev.Kind == kind && (spot{ev.Medium, ev.Locality}) == at && ev.Group == group && len(ev.Hashes) < maxRun {
 		return ev
 	}
 	return nil
@@ -121,17 +128,17 @@ func (n *news) last(kind kvevents.Kind, medium string, group int) *kvevents.Even
 // gone notes a block that the prefix cache no longer has.
 func (n *news) gone(group uint16, key connector.BlockKey) {
 	if !n.cleared {
-		n.removed(kvevents.GPU, int(group), key)
+		n.removed(cached(), int(group), key)
 	}
 }
 
-func (n *news) removed(medium string, group int, key connector.BlockKey) {
+func (n *news) removed(at spot, group int, key connector.BlockKey) {
 	hash := kvevents.BytesHash(key[:])
-	if last := n.last(kvevents.Removed, medium, group); last != nil {
+	if last := n.last(kvevents.Removed, at, group); last != nil {
 		last.Hashes = append(last.Hashes, hash)
 		return
 	}
-	n.events = append(n.events, kvevents.Event{Kind: kvevents.Removed, Medium: medium, Group: group, Hashes: []kvevents.Hash{hash}})
+	n.events = append(n.events, kvevents.Event{Kind: kvevents.Removed, Medium: at.medium, Locality: at.locality, Group: group, Hashes: []kvevents.Hash{hash}})
 }
 
 // reused tells about the blocks again that a request found in the prefix cache, so that a reader that came late knows the
@@ -145,7 +152,7 @@ func (n *news) reused(r *sched.Request, tokens int) {
 			if _, ok := n.pool.Lookup(uint16(g), r.Keys[block]); !ok {
 				break // of a group with a window, or it is gone already
 			}
-			n.stored(kvevents.GPU, g, r.Keys[block], n.describe(block, r, r.Prompt))
+			n.stored(cached(), g, r.Keys[block], n.describe(block, r, r.Prompt))
 		}
 	}
 }
@@ -161,7 +168,7 @@ func (n *news) clear(forget func()) {
 	n.cleared = false
 	n.events = append(n.events, kvevents.Event{Kind: kvevents.Cleared})
 	for _, b := range n.blocks {
-		b.media = nil
+		b.spots = nil
 	}
 }
 
@@ -172,23 +179,31 @@ func (n *news) report(r host.BlockReport) {
 		n.takeAllBack()
 	}
 	for _, e := range r.Events {
-		medium := mediumOf(e.Medium)
+		at := spotOf(&e)
 		switch e.Kind {
 		case connector.BlocksStored:
 			for _, key := range e.Keys {
-				if b := n.blocks[key]; b != nil && !slices.Contains(b.media, medium) {
-					b.media = append(b.media, medium)
-					n.stored(medium, -1, key, b)
+				if b := n.blocks[key]; b != nil && !slices.Contains(b.spots, at) {
+					b.spots = append(b.spots, at)
+					n.stored(at, -1, key, b)
 				}
 			}
 		case connector.BlocksRemoved:
 			for _, key := range e.Keys {
-				n.takeBack(key, n.blocks[key], []string{medium})
+				n.takeBack(key, n.blocks[key], []spot{at})
 			}
 		case connector.BlocksCleared:
 			n.takeAllBack()
 		}
 	}
+}
+
+// spotOf is where the blocks of a connector's event are: remote if every engine sees them that reaches the same backend.
+func spotOf(e *connector.BlockEvent) spot {
+	if e.Scope == connector.ScopeShared {
+		return spot{mediumOf(e.Medium), kvevents.Remote}
+	}
+	return spot{mediumOf(e.Medium), kvevents.Local}
 }
 
 // mediumOf is what vLLM calls a place that a connector names, as python/kvport_vllm/events.py has it.
@@ -204,16 +219,16 @@ func mediumOf(name string) string {
 	return name
 }
 
-// takeBack says that a block is no longer in some media; nil: in none.
-func (n *news) takeBack(key connector.BlockKey, b *reported, media []string) {
+// takeBack says that a block is no longer in some spots; nil: in none.
+func (n *news) takeBack(key connector.BlockKey, b *reported, spots []spot) {
 	if b == nil {
 		return
 	}
-	b.media = slices.DeleteFunc(b.media, func(medium string) bool {
-		if media != nil && !slices.Contains(media, medium) {
+	b.spots = slices.DeleteFunc(b.spots, func(at spot) bool {
+		if spots != nil && !slices.Contains(spots, at) {
 			return false
 		}
-		n.removed(medium, -1, key)
+		n.removed(at, -1, key)
 		return true
 	})
 }

@@ -156,13 +156,19 @@ func TestReports(t *testing.T) {
 		return connector.BlockEvent{Kind: connector.BlocksStored, Keys: keys, Medium: medium}
 	}
 	removed := func(medium string, hashes ...kvevents.Hash) kvevents.Event {
-		return kvevents.Event{Kind: kvevents.Removed, Medium: medium, Group: -1, Hashes: hashes}
+		return kvevents.Event{Kind: kvevents.Removed, Medium: medium, Locality: kvevents.Local, Group: -1, Hashes: hashes}
 	}
 	require.Equal(t, gathered{{
-		Kind: kvevents.Stored, Medium: kvevents.CPU, Group: -1, Parent: hash(0), Hashes: []kvevents.Hash{hash(1), hash(2)}, Tokens: tokens[2:], BlockSize: 2,
+		Kind: kvevents.Stored, Medium: kvevents.CPU, Locality: kvevents.Local, Group: -1, Parent: hash(0), Hashes: []kvevents.Hash{hash(1), hash(2)}, Tokens: tokens[2:], BlockSize: 2,
 	}}, report(false, stored("memory", r.Keys[1], r.Keys[2], connector.BlockKey{9})))
 	require.Empty(t, report(false, stored("memory", r.Keys[1])), "it is known")
 	require.Equal(t, kvevents.Storage, report(false, stored("disk", r.Keys[0]))[0].Medium)
+	shared := stored("disk", r.Keys[0])
+	shared.Scope = connector.ScopeShared
+	both := report(false, shared)
+	require.Equal(t, []string{kvevents.Storage, kvevents.Remote}, []string{both[0].Medium, both[0].Locality}, "a disk of the node is another place")
+	shared.Kind = connector.BlocksRemoved
+	require.Equal(t, []string{kvevents.Storage, kvevents.Remote}, []string{report(false, shared)[0].Medium, told[0].Locality})
 	require.Equal(t, "kvport", report(false, stored("", r.Keys[0]))[0].Medium)
 	require.Equal(t, "tape", report(false, stored("tape", r.Keys[0]))[0].Medium)
 	require.Equal(t, gathered{removed(kvevents.CPU, hash(1))},
@@ -197,7 +203,7 @@ func TestReports(t *testing.T) {
 func TestNewsRun(t *testing.T) {
 	n := &news{}
 	for i := range maxRun + 1 {
-		n.removed(kvevents.GPU, 0, connector.BlockKey{byte(i), byte(i >> 8)})
+		n.removed(cached(), 0, connector.BlockKey{byte(i), byte(i >> 8)})
 	}
 	require.Len(t, n.events, 2)
 	require.Len(t, n.events[0].Hashes, maxRun)

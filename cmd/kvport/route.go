@@ -122,7 +122,7 @@ func (f *routeFlags) addFront(cmd *cobra.Command) {
 	flags.StringVar(&f.config, "config", "", "JSON file with instances, limits and the policy, read again whenever it changes; kvport schema --route prints its schema")
 	flags.StringVar(&f.dnsServer, "dns-server", "", "HOST:PORT of the server that knows the names (default that of the system)")
 	flags.DurationVar(&f.dnsInterval, "dns-interval", 5*time.Second, "time between two lookups of a name")
-	flags.DurationVar(&f.dnsKeep, "dns-keep", time.Minute, "how long the instances of a name stay that is not there any more, and those that are down while no DNS server answers")
+	flags.DurationVar(&f.dnsKeep, "dns-keep", time.Minute, "how long the instances of a name stay, from when it was last found, once a DNS server says that it has none")
 	flags.DurationVar(&f.registerTTL, "register-ttl", 15*time.Second, "how long after its last registration an instance is forgotten, at least 5s")
 }
 

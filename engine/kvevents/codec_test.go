@@ -61,7 +61,7 @@ func TestGolden(t *testing.T) {
 		"removed": {Time: 6, Events: []Event{
 			{Kind: Removed, Hashes: []Hash{hashOf(0)}, Medium: GPU, Group: 0},
 			{Kind: Removed, Hashes: []Hash{hashOf(1), hashOf(2)}, Group: -1},
-			{Kind: Removed, Hashes: []Hash{NumberHash(9)}, Medium: Storage, Group: 1},
+			{Kind: Removed, Hashes: []Hash{NumberHash(9)}, Medium: Storage, Locality: Remote, Group: 1},
 		}},
 		"cleared": {Time: 7, Events: []Event{{Kind: Cleared, Group: -1}}},
 		"no rank": {Time: 8, Events: []Event{{Kind: Cleared, Group: -1}}},
@@ -70,7 +70,7 @@ func TestGolden(t *testing.T) {
 			ev.Hashes = []Hash{NumberHash(1<<64 - 5), NumberHash(200)}
 		})}},
 		"offloaded": {Time: 5, Events: []Event{
-			with(func(ev *Event) { ev.Medium, ev.Group = CPU, 0 }),
+			with(func(ev *Event) { ev.Medium, ev.Locality, ev.Group = CPU, Local, 0 }),
 			with(func(ev *Event) {
 				ev.Hashes, ev.Tokens, ev.BlockSize, ev.Medium = []Hash{hashOf(2)}, []int32{}, 0, Storage
 			}),
@@ -93,6 +93,19 @@ func TestGolden(t *testing.T) {
 			require.Equal(t, payload, again, name)
 		}
 	}
+}
+
+// Whether blocks are beside the engine is read as it was written.
+func TestLocality(t *testing.T) {
+	want := []Event{
+		with(func(ev *Event) { ev.Medium, ev.Locality, ev.Group = Storage, Remote, 0 }),
+		{Kind: Removed, Hashes: []Hash{hashOf(0)}, Medium: Storage, Locality: Local, Group: -1},
+	}
+	payload, err := (&Batch{Time: 1, Events: want}).Append(nil)
+	require.NoError(t, err)
+	got, err := Decode(payload)
+	require.NoError(t, err)
+	require.Equal(t, want, got)
 }
 
 func TestHash(t *testing.T) {

@@ -253,6 +253,8 @@ func (d *decoder) field(ev *Event, name string) {
 		ev.Hashes = d.hashes()
 	case "medium":
 		ev.Medium = d.text(name)
+	case "locality":
+		ev.Locality = d.text(name)
 	case "group_idx":
 		if !d.null() {
 			ev.Group = int(d.int(name, 0, maxGroups))

@@ -69,25 +69,28 @@ func (e encoder) hashes(list []Hash) {
 
 // event writes one event as a map that begins with its type.
 func (e encoder) event(ev *Event) error {
-	grouped := 0
+	optional := 0
 	if ev.Group >= 0 {
-		grouped = 1
+		optional++
+	}
+	if ev.Locality != "" {
+		optional++
 	}
 	switch ev.Kind {
 	case Cleared:
 		e.head("AllBlocksCleared", 0)
 	case Removed:
-		e.head("BlockRemoved", 2+grouped)
+		e.head("BlockRemoved", 2+optional)
 		e.text("block_hashes")
 		e.hashes(ev.Hashes)
 		e.text("medium")
 		e.textOrNull(ev.Medium)
-		e.group(ev)
+		e.optional(ev)
 	case Stored:
 		if ev.Extra != nil && len(ev.Extra) != len(ev.Hashes) {
 			return fmt.Errorf("%d blocks have %d entries of extra keys", len(ev.Hashes), len(ev.Extra))
 		}
-		e.stored(ev, grouped)
+		e.stored(ev, optional)
 	default:
 		return fmt.Errorf("kind %d is unknown", ev.Kind)
 	}
@@ -100,19 +103,23 @@ func (e encoder) head(tag string, fields int) {
 	e.text(tag)
 }
 
-func (e encoder) group(ev *Event) {
+// optional writes the fields that only some events have.
+func (e encoder) optional(ev *Event) {
 	if ev.Group >= 0 {
 		e.text("group_idx")
 		e.int(int64(ev.Group))
 	}
+	if ev.Locality != "" {
+		e.text("locality")
+		e.text(ev.Locality)
+	}
 }
 
-func (e encoder) stored(ev *Event, grouped int) {
-	extra := 0
+func (e encoder) stored(ev *Event, optional int) {
 	if ev.Extra != nil {
-		extra = 1
+		optional++
 	}
-	e.head("BlockStored", 7+extra+grouped)
+	e.head("BlockStored", 7+optional)
 	e.text("block_hashes")
 	e.hashes(ev.Hashes)
 	e.text("parent_block_hash")
@@ -134,7 +141,7 @@ func (e encoder) stored(ev *Event, grouped int) {
 		e.text("extra_keys")
 		e.extra(ev.Extra)
 	}
-	e.group(ev)
+	e.optional(ev)
 }
 
 func (e encoder) extra(list [][]string) {

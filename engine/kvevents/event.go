@@ -28,6 +28,12 @@ const (
 	Storage = "STORAGE"
 )
 
+// The localities that vLLM names: whether blocks are beside the engine or in a store that others reach as well.
+const (
+	Local  = "LOCAL"
+	Remote = "REMOTE"
+)
+
 // Hash names a block as its engine does: by some bytes, or by a number of 64 bits. The zero value is none. Hashes can
 // be compared, and be keys of maps.
 type Hash struct {
@@ -71,8 +77,9 @@ type Event struct {
 	Kind   Kind
 	Hashes []Hash // not of Cleared
 
-	Medium string // of Stored and Removed: where the blocks are; empty: not said, the engine's own cache
-	Group  int    // of Stored and Removed: the KV cache group; -1: not said
+	Medium   string // of Stored and Removed: where the blocks are; empty: not said, the engine's own cache
+	Locality string // of Stored and Removed: Local or Remote; empty: not said
+	Group    int    // of Stored and Removed: the KV cache group; -1: not said
 
 	// The following are of Stored alone. Each block is the parent of the next.
 	Parent    Hash    // of the first block; none: it is the first of its prompt

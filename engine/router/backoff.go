@@ -64,7 +64,10 @@ func (p *pool) rests(t target, limit time.Duration, busy bool) {
 	defer p.mu.Unlock()
 	k, now, others := &p.known[t.index], time.Now(), 0
 	if busy {
-		limit, others = min(limit, maxBusy), k.load.running-1 // the request itself still counts
+		limit, others = min(limit, maxBusy), k.load.running
+		if t.kind.counts() {
+			others-- // the request itself still does
+		}
 	}
 	if now.Before(k.rested) {
 		others = min(others, k.others)

@@ -269,25 +269,25 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 		whole := s.whole
 		s.mu.Unlock()
 		if h, some := has[s.number]; some || whole {
-			list = append(list, policy.Held{Place: i, Hit: b.pool.known[i].fit.hit(h)})
+			list = append(list, policy.Held{Place: i, Hit: policy.Hit{Engine: h.Own, Node: h.Node, Shared: h.Shared, Store: h.Store}})
 		}
 	}
 	return list
 }
 
 // helper is an instance that can be asked for the tokens of a text, one after the other: all that are followed have the same
-// model.
-func (b *blocks) helper(sources map[string]*feed) *url.URL {
-	var list []*url.URL
+// model. One that is full would refuse. Without a URL there is none.
+func (b *blocks) helper(sources map[string]*feed) target {
+	var list []target
 	b.pool.mu.Lock()
 	for i, u := range b.pool.urls {
-		if u != nil && sources[placeOf(u)] != nil && b.pool.table.available(i) && !b.tokens.ails(placeOf(u)) {
-			list = append(list, u)
+		if u != nil && sources[placeOf(u)] != nil && b.pool.table.available(i) && !b.pool.isFull(i) && !b.tokens.ails(placeOf(u)) {
+			list = append(list, target{index: i, url: u})
 		}
 	}
 	b.pool.mu.Unlock()
 	if len(list) == 0 {
-		return nil
+		return target{}
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()

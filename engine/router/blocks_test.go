@@ -104,12 +104,20 @@ func (s *eventful) questions() int {
 }
 
 // has publishes that the instance has a text, in blocks of 4 tokens.
-func (s *eventful) has(text string) { s.hasIn(kvevents.GPU, text) }
+func (s *eventful) has(text string) { s.hasIn(kvevents.GPU, "", text) }
 
-// hasIn publishes that it has a text in a medium.
-func (s *eventful) hasIn(medium, text string) {
-	ev := kvevents.Event{Kind: kvevents.Stored, BlockSize: 4, Medium: medium}
-	for i := 0; i+4 <= len(text); i += 4 {
+// hasIn publishes that it has a text in a medium, in a locality if that is said.
+func (s *eventful) hasIn(medium, locality, text string) {
+	s.hasFrom(0, medium, locality, text)
+}
+
+// hasFrom publishes that it has a text from one of its bytes on.
+func (s *eventful) hasFrom(first int, medium, locality, text string) {
+	ev := kvevents.Event{Kind: kvevents.Stored, BlockSize: 4, Medium: medium, Locality: locality}
+	if first > 0 {
+		ev.Parent = kvevents.BytesHash([]byte(text[:first]))
+	}
+	for i := first; i+4 <= len(text); i += 4 {
 		ev.Hashes = append(ev.Hashes, kvevents.BytesHash([]byte(text[:i+4])))
 		for _, c := range []byte(text[i : i+4]) {
 			ev.Tokens = append(ev.Tokens, int32(c))
@@ -153,7 +161,7 @@ func (f *front) word(body string) []policy.Held {
 
 // owns is an instance that has tokens in its own cache, by its events.
 func owns(place, tokens int) policy.Held {
-	return policy.Held{Place: place, Hit: policy.Hit{Engine: tokens, Node: tokens}}
+	return policy.Held{Place: place, Hit: policy.Hit{Engine: tokens, Node: tokens, Shared: tokens}}
 }
 
 // Requests go where their prompt is by the instances' events, whatever form the prompt has.
@@ -196,19 +204,19 @@ func TestEventsDecide(t *testing.T) {
 	require.Equal(t, []policy.Held{{Place: 1}}, f.word(`{"prompt": "in the end there is more"}`), "of the other one nothing is known")
 }
 
-// The medium of an event says in which scope a block is. What an instance has in a store that instances share counts for
-// all that load from there.
+// The medium and the locality of an event say in which scope a block is. What lies in a remote store by itself, from the first
+// token on, counts for all that load from there.
 func TestEventsSayScopes(t *testing.T) {
 	a, b := serveSource(t, true), serveSource(t, true)
 	a.scope, b.scope = "shared", "shared"
 	f := following(t, Config{}, a, b)
 	const text = "in the beginning there was nothing"
 	a.has(text[:8])
-	a.hasIn(kvevents.CPU, text[:12])
-	a.hasIn(kvevents.Storage, text[:24])
+	a.hasIn(kvevents.CPU, "", text[:12])
+	a.hasIn(kvevents.Storage, kvevents.Remote, text[:24])
 	f.knows(t, 6)
 	body := `{"prompt": "` + text + `"}`
-	require.Equal(t, []policy.Held{{Place: 0, Hit: policy.Hit{Engine: 8, Node: 12, Shared: 24}}}, f.word(body), "the other one has said nothing")
+	require.Equal(t, []policy.Held{{Place: 0, Hit: policy.Hit{Engine: 8, Node: 12, Shared: 24, Store: 24}}}, f.word(body), "the other one has said nothing")
 	got := complete(t, f, body, routeHeader, "1").Get(routeHeader)
 	require.Contains(t, got, "decode="+a.URL)
 	require.Contains(t, got, "holds 24 of 34 tokens (engine 8, node 4, shared 12)")
@@ -221,6 +229,41 @@ func TestEventsSayScopes(t *testing.T) {
 	require.Contains(t, got, "holds 24 of 34 tokens (engine 0, node 0, shared 24)")
 }
 
+// What is on a disk beside an engine, which says nothing of itself as vLLM does, counts for no other instance; and of a remote
+// store only what begins with the first token does.
+func TestDiskOfOneNode(t *testing.T) {
+	const text = "in the beginning there was nothing"
+	for _, tt := range []struct {
+		locality string
+		remote   int // the first token that is in a remote store
+		want     policy.Hit
+		others   int
+	}{
+		{"", 34, policy.Hit{Node: 24, Shared: 24}, 0},
+		{kvevents.Local, 34, policy.Hit{Node: 24, Shared: 24}, 0},
+		{kvevents.Local, 0, policy.Hit{Node: 24, Shared: 32, Store: 32}, 32},
+		{kvevents.Local, 16, policy.Hit{Node: 24, Shared: 32}, 0},
+	} {
+		a, b := serveSource(t, false), serveSource(t, false)
+		f := following(t, Config{Events: map[string]kvevents.Place{a.URL: a.events.Place()}}, a, b)
+		a.hasIn(kvevents.Storage, tt.locality, text[:24])
+		known := 6
+		if tt.remote < len(text) {
+			a.hasFrom(tt.remote, kvevents.Storage, kvevents.Remote, text)
+			known = 8
+		}
+		f.knows(t, known)
+		body := `{"prompt": "` + text + `"}`
+		require.Equal(t, []policy.Held{{Place: 0, Hit: tt.want}}, f.word(body))
+		got := complete(t, f, body, routeHeader, "1").Get(routeHeader)
+		require.Contains(t, got, "decode="+a.URL)
+		f.router.pool.rests(target{index: 0}, maxRest, false)
+		got = complete(t, f, body, routeHeader, "1").Get(routeHeader)
+		require.Contains(t, got, "decode="+b.URL)
+		require.Contains(t, got, fmt.Sprintf("holds %d of 34 tokens", tt.others), "%+v", tt)
+	}
+}
+
 // When the index is full, the instance that has most makes room for one that has less. Of it nothing is known any more.
 func TestFullIndex(t *testing.T) {
 	a, b := serveSource(t, true), serveSource(t, true)
@@ -228,10 +271,10 @@ func TestFullIndex(t *testing.T) {
 	a.has("in the beginning there was nothing")
 	b.has("in t")
 	f.knows(t, 9)
-	require.Equal(t, []policy.Held{{Place: 0, Hit: policy.Hit{Engine: 4, Node: 4}}, {Place: 1, Hit: policy.Hit{Engine: 4, Node: 4}}}, f.word(`{"prompt": "in the end"}`))
+	require.Equal(t, []policy.Held{owns(0, 4), owns(1, 4)}, f.word(`{"prompt": "in the end"}`))
 	b.has("in the end there is")
 	f.knows(t, 4)
-	require.Equal(t, []policy.Held{{Place: 1, Hit: policy.Hit{Engine: 8, Node: 8}}}, f.word(`{"prompt": "in the end"}`))
+	require.Equal(t, []policy.Held{owns(1, 8)}, f.word(`{"prompt": "in the end"}`))
 	require.Equal(t, 8.0, testutil.ToFloat64(f.router.metrics.blocks.WithLabelValues("evicted")))
 }
 
@@ -301,7 +344,7 @@ func TestEventsAtSlowPath(t *testing.T) {
 	var running sync.WaitGroup
 	running.Go(func() { f.router.Run(ctx) })
 	<-asked
-	require.Equal(t, s.URL, f.router.pool.name(0))
+	require.Equal(t, s.URL, f.router.pool.urls[0].String())
 	cancel()
 	close(answer)
 	running.Wait()
@@ -384,7 +427,7 @@ func TestTokensTakeTooLong(t *testing.T) {
 	ask := func(prompt string) {
 		body, err := parse([]byte(`{"prompt": "` + prompt + `"}`))
 		require.NoError(t, err)
-		require.Nil(t, tokens.of(t.Context(), &call{router: f.router, body: body, header: http.Header{}}, f.router.pool.urls[0]))
+		require.Nil(t, tokens.of(t.Context(), &call{router: f.router, body: body, header: http.Header{}}, target{url: f.router.pool.urls[0]}))
 	}
 	for n, prompt := range []string{"a", "a", "b", "b"} {
 		ask(prompt)

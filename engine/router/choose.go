@@ -278,9 +278,9 @@ func (p *pool) choose(r *policy.Request, tried map[int]bool, from int) (at route
 	if !ok {
 		return route{}, false
 	}
-	at = route{decode: p.take(c.Decode, tried), without: c.Without, policy: p.policy.Name(), why: c.Why}
+	at = route{decode: p.take(c.Decode, tried, kindOf(r)), without: c.Without, policy: p.policy.Name(), why: c.Why}
 	if c.Prefill != nil {
-		at.prefill = p.take(c.Prefill, tried)
+		at.prefill = p.take(c.Prefill, tried, kindOf(r))
 	}
 	return at, true
 }
@@ -295,17 +295,21 @@ func (p *pool) chooseFor(d target, r *policy.Request, tried map[int]bool) (t tar
 	if c.Prefill == nil {
 		return target{}, c.Without, false
 	}
-	return p.take(c.Prefill, tried), c.Why, true
+	return p.take(c.Prefill, tried, kindOf(r)), c.Why, true
 }
 
 // filter says which instances may be had now. The caller holds mu, also while the policy chooses.
 func (p *pool) filter(r *policy.Request, tried map[int]bool) {
 	now := time.Now()
 	r.Standing = func(i int) policy.Standing {
-		if tried[i] || !p.known[i].admits(now) || !r.NoWork && p.isFull(i) {
+		standing := p.table.standing(i)
+		switch {
+		case tried[i] || !p.known[i].admits(now):
 			return policy.Out
+		case standing < policy.Out && kindOf(r).counts() && p.isFull(i):
+			return policy.Full
 		}
-		return p.table.standing(i)
+		return standing
 	}
 	r.Fits = nil
 	if len(p.misfits) > 0 {
@@ -314,13 +318,12 @@ func (p *pool) filter(r *policy.Request, tried map[int]bool) {
 }
 
 // take makes the target of a leg. Its place is kept until leave gives it back. The caller holds mu.
-func (p *pool) take(l *policy.Leg, tried map[int]bool) target {
+func (p *pool) take(l *policy.Leg, tried map[int]bool, what kind) target {
 	i := l.Place
 	tried[i] = true
-	p.known[i].users++
-	p.known[i].load.running++
+	p.begins(i, what)
 	p.known[i].breaker.picked()
-	return target{index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l}
+	return target{index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l, kind: what}
 }
 
 // sent takes note that a request goes to the instance.
@@ -382,7 +385,7 @@ func (p *pool) done(t target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.policy.Done(t.leg)
-	p.ended(t.index)
+	p.ended(t.index, t.kind)
 }
 
 // usage is what an answer says about its prompt.

@@ -29,7 +29,7 @@ type Resolver interface {
 type DNS struct {
 	Resolver Resolver      // nil: that of the system
 	Interval time.Duration // between two lookups of a name, since answers come without their TTL; 5 s
-	Keep     time.Duration // how long the last answer counts while there is no such name, or with no server for it also instances that are down; 1 min
+	Keep     time.Duration // how long instances stay, from when the name was last found, once a server says that it has none; 1 min
 	Timeout  time.Duration // of one lookup, with those of the targets of SRV records; 5 s
 }
 
@@ -117,7 +117,7 @@ type dnsAnswer struct {
 	urls    []*url.URL
 	more    int       // instances that are left out
 	at      time.Time // when it came; zero: there was none
-	missing time.Time // since when there is no such name; zero: there is, or no server says
+	missing bool      // a server has said since that there is no such name, or no instance of it
 	failed  bool      // the last lookup
 }
 
@@ -272,30 +272,19 @@ func (l *lookups) take(got *lookedUp) {
 	*a = dnsAnswer{urls: got.urls, more: got.more, at: time.Now()}
 }
 
-// takeFailure drops the last good answer if the name has been missing for long enough, and those of its instances that are
-// down if no server has known the name for that long.
+// takeFailure drops the last good answer if a server has said since that the name has no instance, and the answer is old
+// enough. What no server says anything about stays.
 func (l *lookups) takeFailure(a *dnsAnswer, got *lookedUp) {
 	if !a.failed {
 		a.failed = true
-		l.pool.log.Warn("name is not found, its last instances are kept for a while, and as long as they answer if no server knows about the name",
+		l.pool.log.Warn("name is not found, its last instances stay for a while, and as long as no server says that it has none",
 			"name", got.text, "instances", len(a.urls), "err", got.err)
 	}
-	now, kept := time.Now(), a.urls
-	switch {
-	case !isMissing(got.err):
-		a.missing = time.Time{}
-		if now.Sub(a.at) >= l.config.Keep {
-			kept = slices.DeleteFunc(slices.Clone(a.urls), func(u *url.URL) bool { return !l.pool.answers(u) })
-		}
-	case a.missing.IsZero():
-		a.missing = now
-	case now.Sub(a.missing) >= l.config.Keep:
-		kept = nil
+	a.missing = a.missing || isMissing(got.err)
+	if a.missing && len(a.urls) > 0 && time.Since(a.at) >= l.config.Keep {
+		l.pool.log.Warn("name has not been found for too long, its instances are forgotten", "name", got.text, "instances", len(a.urls), "err", got.err)
+		a.urls = nil
 	}
-	if n := len(a.urls) - len(kept); n > 0 {
-		l.pool.log.Warn("name has not been found for too long, instances of it are forgotten", "name", got.text, "instances", n, "err", got.err)
-	}
-	a.urls = kept
 }
 
 // errNoInstance says that a name has no instance.

@@ -12,7 +12,6 @@ import (
 	"strings"
 
 	"github.com/kvport/kvport/engine/kvevents"
-	"github.com/kvport/kvport/engine/router/kvindex"
 	"github.com/kvport/kvport/engine/router/policy"
 )
 
@@ -97,15 +96,6 @@ func (p *fit) shares() (saves, loads bool) {
 		return false, true
 	}
 	return slices.Contains(p.Gives, sharedStore), p.Role != "none" && (p.Takes == nil || slices.Contains(p.Takes, sharedStore))
-}
-
-// hit is what an instance holds by its events. What they name beside memory is a store that instances share, unless the
-// instance says that its connector has none.
-func (p *fit) hit(h kvindex.Held) policy.Hit {
-	if p != nil && p.Scope != "" && p.Scope != "shared" {
-		return policy.Hit{Engine: h.Own, Node: max(h.Node, h.Shared)}
-	}
-	return policy.Hit{Engine: h.Own, Node: h.Node, Shared: h.Shared}
 }
 
 // givesTickets reports whether blocks go to another instance by ticket, and not only through a store.

@@ -11,8 +11,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
-	"github.com/kvport/kvport/engine/router/kvindex"
-	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/verify/testkit"
 )
 
@@ -55,7 +53,7 @@ func TestParseFit(t *testing.T) {
 }
 
 // Which instances save to a store that instances share, and which load from there, follows from how blocks leave them and
-// come to them. What their events name beside memory lies there only if they have such a store.
+// come to them.
 func TestSharedStores(t *testing.T) {
 	for _, tt := range []struct {
 		f            *fit
@@ -70,14 +68,6 @@ func TestSharedStores(t *testing.T) {
 	} {
 		saves, loads := tt.f.shares()
 		require.Equal(t, []bool{tt.saves, tt.loads}, []bool{saves, loads}, "%+v", tt.f)
-	}
-	in := kvindex.Held{Own: 16, Node: 32, Shared: 48}
-	require.Equal(t, policy.Hit{Engine: 16, Node: 32, Shared: 48}, (*fit)(nil).hit(in))
-	require.Equal(t, policy.Hit{Engine: 16, Node: 32, Shared: 48}, engineFit("kv_both").hit(in))
-	for _, scope := range []string{"node", "engine"} {
-		f := engineFit("kv_both", func(f *fit) { f.Scope = scope })
-		require.Equal(t, policy.Hit{Engine: 16, Node: 48}, f.hit(in))
-		require.Equal(t, policy.Hit{Engine: 16, Node: 32}, f.hit(kvindex.Held{Own: 16, Node: 32, Shared: 16}))
 	}
 }
 

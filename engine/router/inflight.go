@@ -2,8 +2,35 @@ package router
 
 import (
 	"encoding/json"
+	"net/url"
 	"time"
+
+	"github.com/kvport/kvport/engine/router/policy"
 )
+
+// kind is what the router sends to an instance.
+type kind uint8
+
+const (
+	generation kind = iota // a request for tokens, of a prefill or a decode instance
+	cacheQuery
+	tokenizing // of a prompt whose blocks are looked up
+	listing    // of models
+)
+
+// counts reports whether it counts among the requests that run on the instance: if it is one of max_in_flight there, as kvport
+// serve counts them. The others, and health checks, are answered however many requests run.
+func (k kind) counts() bool {
+	return map[kind]bool{generation: true, cacheQuery: true, tokenizing: true, listing: false}[k]
+}
+
+// kindOf is what a choice is for.
+func kindOf(r *policy.Request) kind {
+	if r.NoWork {
+		return listing
+	}
+	return generation
+}
 
 // inFlight is how many requests run on one instance at once. An instance that does both parts has two places and one of
 // these.
@@ -85,8 +112,36 @@ func (p *pool) saysLimit(i, limit int) {
 	}
 }
 
-// ended takes note that a request no longer runs on an instance. The caller holds mu.
-func (p *pool) ended(i int) {
+// begins takes note that something is sent to an instance, whose place is kept until leave. The caller holds mu.
+func (p *pool) begins(i int, what kind) {
+	p.known[i].users++
+	if what.counts() {
+		p.known[i].load.running++
+	}
+}
+
+// asks takes note that something that no client has sent goes to an instance, until over is called. It does nothing if the
+// instance has left.
+func (p *pool) asks(i int, u *url.URL, what kind) (over func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.urls[i] != u {
+		return func() {}
+	}
+	p.begins(i, what)
+	return func() {
+		p.mu.Lock()
+		p.ended(i, what)
+		p.mu.Unlock()
+		p.leave([]int{i})
+	}
+}
+
+// ended takes note that what began no longer runs on an instance. The caller holds mu.
+func (p *pool) ended(i int, what kind) {
+	if !what.counts() {
+		return
+	}
 	if p.isFull(i) {
 		defer p.wake()
 	}

@@ -1,8 +1,11 @@
 package router
 
 import (
+	"context"
 	"fmt"
 	"net/http"
+	"net/url"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -114,6 +117,83 @@ func TestLimitOfEachInstance(t *testing.T) {
 	close(l.goOn)
 	require.Equal(t, 200, (<-first).StatusCode)
 	require.Equal(t, 200, (<-second).StatusCode)
+}
+
+// What the engine itself counts as running there counts, and nothing else does: see kind.
+func TestWhatCounts(t *testing.T) {
+	entered, goOn := make(chan string), make(chan struct{})
+	s := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
+		entered <- r.URL.Path
+		<-goOn
+		whole200(w, r)
+	})
+	f := serveRouter(t, Config{Decode: urls(s), InstanceInFlight: 1, QueryTimeout: time.Minute})
+	t.Cleanup(func() { close(goOn) })
+	p := f.router.pool
+	p.blocks.tokens.limit = time.Minute
+	counted := func() (n int, policy int) {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		policy, _ = p.policy.Busy(0)
+		return p.known[0].load.running, policy
+	}
+	query := asking(t, f.router, question9, "k")
+	helper := func() *url.URL { return p.blocks.helper(map[string]*feed{placeOf(p.urls[0]): {}}).url }
+	for _, tt := range []struct {
+		path            string
+		running, policy int
+		do              func()
+	}{
+		{"/v1/completions", 1, 1, func() { <-ask(context.Background(), f.URL, "") }},
+		{"/v1/models", 0, 0, func() {
+			if resp, err := http.Get(f.URL + "/v1/models"); err == nil {
+				_ = resp.Body.Close()
+			}
+		}},
+		{"/v1/completions", 1, 0, func() { query.askFirst(context.Background()) }},
+		{"/tokenize", 1, 0, func() {
+			c := &call{router: f.router, header: http.Header{}, body: fields{"prompt": []byte(`"a text"`)}}
+			p.blocks.tokens.of(context.Background(), c, target{url: p.urls[0]})
+		}},
+	} {
+		over := make(chan struct{})
+		go func() {
+			defer close(over)
+			tt.do()
+		}()
+		require.Equal(t, tt.path, <-entered)
+		running, policy := counted()
+		require.Equal(t, []int{tt.running, tt.policy}, []int{running, policy}, tt.path)
+		require.Equal(t, tt.running == 1, helper() == nil, "a full instance is not asked")
+		goOn <- struct{}{}
+		<-over
+		require.Eventually(t, func() bool {
+			running, policy := counted()
+			return running+policy == 0 && helper() != nil
+		}, waitLimit, waitTick)
+	}
+}
+
+// TestFullPrefill: a request that goes without a prefill instance since all are full is told and counted as that.
+func TestFullPrefill(t *testing.T) {
+	entered, goOn := make(chan struct{}), make(chan struct{})
+	p := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
+		close(entered)
+		<-goOn
+		ticket("T")(w, r)
+	})
+	d := serveInstance(t, tokens)
+	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d)})
+	release := sync.OnceFunc(func() { close(goOn) })
+	t.Cleanup(release)
+	f.router.pool.known[0].load.said = 1
+	first := ask(t.Context(), f.URL, "")
+	<-entered
+	require.Contains(t, complete(t, f, completion("hi"), routeHeader, "1").Get(routeHeader), "without=full")
+	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.handoffs.WithLabelValues("none", "full")))
+	require.Zero(t, testutil.ToFloat64(f.router.metrics.handoffs.WithLabelValues("none", "no_prefill")))
+	release()
+	require.Equal(t, 200, (<-first).StatusCode)
 }
 
 // A request that has failed elsewhere waits for an instance that is full.

@@ -3,6 +3,7 @@ package router
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net/url"
 	"slices"
 	"strings"
@@ -117,18 +118,6 @@ func (p *pool) find(r role, u *url.URL) int {
 func (p *pool) serves(u *url.URL) bool {
 	for r := range roles {
 		if i := p.find(r, u); i >= 0 && !p.table.instances[i].left {
-			return true
-		}
-	}
-	return false
-}
-
-// answers reports whether an instance answers its health checks, as far as is known, whatever it says.
-func (p *pool) answers(u *url.URL) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for r := range roles {
-		if i := p.find(r, u); i >= 0 && p.table.instances[i].state != down {
 			return true
 		}
 	}
@@ -282,9 +271,10 @@ func (p *pool) vacate(i int) {
 	}
 	p.policy.Remove(i)
 	p.lives[i].end(nil)
-	delete(p.places, identity{in.role, placeOf(p.urls[i])})
+	who := identity{in.role, placeOf(p.urls[i])}
+	delete(p.places, who)
 	p.urls[i], p.known[i] = nil, registered{}
-	p.cooling = append(p.cooling, i)
+	p.cooling[i] = who
 }
 
 // leave takes note that a request has ended that picked these instances.
@@ -300,39 +290,42 @@ func (p *pool) leave(picked []int) {
 	}
 }
 
+// gone are the places of instances that have left, and the instances themselves.
+type gone map[int]identity
+
 // recycle makes the places of instances that are forgotten free for others, after forget has dropped what else
 // there is about them.
-func (p *pool) recycle(forget func(places map[int]bool)) {
+func (p *pool) recycle(forget func(gone)) {
 	p.mu.Lock()
 	cold := p.cooling
-	p.cooling = nil
+	p.cooling = gone{}
 	p.mu.Unlock()
 	if len(cold) == 0 {
 		return
 	}
-	places := map[int]bool{}
-	for _, i := range cold {
-		places[i] = true
-	}
-	forget(places)
+	forget(cold)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.free = append(p.free, cold...)
+	p.free = append(p.free, slices.Sorted(maps.Keys(cold))...)
 }
 
 // forget drops the turns that instances hold which are gone.
-func (t *turns) forget(places map[int]bool) {
+func (t *turns) forget(places gone) {
+	left := map[string]bool{}
+	for _, who := range places {
+		left[who.at] = left[who.at] || who.role == decode
+	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for mark, slot := range t.marked.All() {
-		if places[t.held[slot].instance] {
+		if left[t.held[slot].instance] {
 			t.drop(mark, slot)
 		}
 	}
 }
 
 // forgetPlaces drops what the router remembers of instances that are gone.
-func (r *Router) forgetPlaces(places map[int]bool) {
+func (r *Router) forgetPlaces(places gone) {
 	if r.turns != nil {
 		r.turns.forget(places)
 	}

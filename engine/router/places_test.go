@@ -49,7 +49,7 @@ func TestPlacesAreUsedAgain(t *testing.T) {
 		d, ok := p.pickDecode(map[int]bool{})
 		require.True(t, ok)
 		require.Equal(t, list[1].url, d.url)
-		turns.keep([]uint64{7}, 0, d.index, []byte("{}"))
+		turns.keep([]uint64{7}, 0, placeOf(d.url), []byte("{}"))
 		from, _, ok := p.chooseFor(d, &policy.Request{}, map[int]bool{})
 		require.True(t, ok)
 		p.handedOver(pair{from.index, d.index}, true, "x")
@@ -80,7 +80,7 @@ func TestPlaceIsKeptForItsRequests(t *testing.T) {
 	d, ok := p.pickDecode(map[int]bool{})
 	require.True(t, ok)
 	require.NoError(t, p.set(byFile, nil))
-	p.recycle(func(map[int]bool) {})
+	p.recycle(func(gone) {})
 	require.NoError(t, p.set(byFile, []spec{{role: decode, url: at(t, "http://b")}}))
 	other, ok := p.pickDecode(map[int]bool{})
 	require.True(t, ok)
@@ -298,7 +298,7 @@ func TestPlacesProperty(t *testing.T) {
 					running = running[1:]
 				}
 			case 2:
-				p.recycle(func(map[int]bool) {})
+				p.recycle(func(gone) {})
 			}
 			for _, d := range running {
 				require.Equal(t, d.url, p.urls[d.index])

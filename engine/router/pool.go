@@ -29,6 +29,7 @@ type target struct {
 	url   *url.URL
 	life  context.Context //nolint:containedctx // ends when the instance is found hanging, for each attempt on it
 	leg   *policy.Leg     // what the policy counts
+	kind  kind
 }
 
 // pool is the table with what it needs to be used from many goroutines: a lock, and a context for
@@ -55,7 +56,7 @@ type pool struct {
 
 	places      map[identity]int
 	free        []int // places that a new instance can have
-	cooling     []int // places of instances that are gone, before they are free
+	cooling     gone  // places of instances that are gone, before they are free
 	everPrefill bool  // there is a prefill instance, or was one
 
 	watching *watching // nil: Run does not run
@@ -77,7 +78,7 @@ func newPool(list []spec, chooser *policy.Policy, log *slog.Logger, m *metrics) 
 		log: log, metrics: m, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{},
 		fresh: newFreshness(time.Now()), freed: make(chan struct{}), reported: func() {},
 	}
-	p.places = map[identity]int{}
+	p.places, p.cooling = map[identity]int{}, gone{}
 	for _, s := range list {
 		p.regroup(p.claim(s, byFlag), byFlag, []string{s.group})
 	}
@@ -107,28 +108,6 @@ func (p *pool) bothWays(d int) bool {
 		}
 	}
 	return false
-}
-
-// name is an instance's URL; empty if it is gone.
-func (p *pool) name(i int) string {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.urls[i] == nil {
-		return ""
-	}
-	return p.urls[i].String()
-}
-
-// decodeAt is the place of a decode instance by its URL.
-func (p *pool) decodeAt(name string) (place int, known bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for i, u := range p.urls { // one that does both parts has two places
-		if u != nil && u.String() == name && p.table.instances[i].role == decode {
-			return i, true
-		}
-	}
-	return 0, false
 }
 
 // failed takes note that a request failed in a way that blames the instance. One that is only overloaded

@@ -26,11 +26,12 @@ type Cached struct {
 	Unknown bool // one of its connectors did not say in time: there may be more
 }
 
-// hit is the same for the policy.
+// hit is the same for the policy. What the shared store has by itself is only known if nothing is nearer: each token is
+// named once, so the store may lack those that the instance has itself.
 func (c *Cached) hit() policy.Hit {
-	h := policy.Hit{Engine: c.Engine, Node: c.Engine + c.Node}
-	if c.Shared > 0 {
-		h.Shared = h.Node + c.Shared
+	h := policy.Hit{Engine: c.Engine, Node: c.Engine + c.Node, Shared: c.Engine + c.Node + c.Shared}
+	if h.Node == 0 {
+		h.Store = c.Shared
 	}
 	return h
 }
@@ -102,10 +103,13 @@ func (a *asker) note(q question, s heard) {
 }
 
 // forget drops the answers of instances that are gone.
-func (a *asker) forget(places map[int]bool) {
+func (a *asker) forget(places gone) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	maps.DeleteFunc(a.known, func(q question, _ heard) bool { return places[q.instance] })
+	maps.DeleteFunc(a.known, func(q question, _ heard) bool {
+		_, left := places[q.instance]
+		return left
+	})
 }
 
 // inquiry is what a request asks.
@@ -206,6 +210,7 @@ var (
 
 // sendQuery makes one cache query.
 func (c *call) sendQuery(ctx context.Context, t target, what *inquiry) (Cached, error) {
+	defer c.router.pool.asks(t.index, t.url, cacheQuery)()
 	resp, err := c.send(ctx, t, what.body)
 	if err != nil {
 		return Cached{}, err
@@ -277,7 +282,7 @@ func (p *pool) toAsk(r *policy.Request, now time.Time) (list []*asked) {
 	byURL := map[string]*asked{}
 	for i, u := range p.urls {
 		k := &p.known[i]
-		if u == nil || k.fit == nil || !k.fit.answers || now.Before(k.muted) || r.Standing(i) == policy.Out ||
+		if u == nil || k.fit == nil || !k.fit.answers || now.Before(k.muted) || r.Standing(i) >= policy.Out ||
 			slices.ContainsFunc(r.Held, func(h policy.Held) bool { return h.Place == i }) {
 			continue
 		}

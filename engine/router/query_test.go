@@ -83,6 +83,13 @@ func TestCacheQuery(t *testing.T) {
 	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.queries.WithLabelValues("remembered")))
 }
 
+// To other instances a cache query's answer says what the shared store has only if the asked one has nothing itself.
+func TestCacheQueryOfSharedStore(t *testing.T) {
+	require.Equal(t, policy.Hit{Engine: 16, Node: 48, Shared: 96}, (&Cached{Engine: 16, Node: 32, Shared: 48}).hit())
+	require.Equal(t, policy.Hit{Node: 32, Shared: 80}, (&Cached{Node: 32, Shared: 48}).hit())
+	require.Equal(t, policy.Hit{Shared: 48, Store: 48}, (&Cached{Shared: 48}).hit())
+}
+
 // What is no answer is none, and the instance is not asked again at once.
 func TestCacheQueryUnanswered(t *testing.T) {
 	for name, usual := range map[string]http.HandlerFunc{

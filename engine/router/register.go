@@ -300,7 +300,7 @@ const sweep = time.Second
 
 // run probes all instances, those that come later too, until ctx ends. forget drops what others remember of instances
 // that are gone.
-func (p *pool) run(ctx context.Context, c checker, ttl time.Duration, forget func(places map[int]bool)) {
+func (p *pool) run(ctx context.Context, c checker, ttl time.Duration, forget func(gone)) {
 	var tasks sync.WaitGroup
 	p.mu.Lock()
 	p.watching = &watching{ctx, c, &tasks}

@@ -92,7 +92,7 @@ type Config struct {
 	// prefill instance takes, which is kv_both too. Those of other makers say nothing.
 	TurnsWhereKnown bool
 	// TurnsFile keeps what is remembered of conversations for the router's next life. It is written every 5 s and when Run
-	// ends, with mode 0600 since tickets are secret. Answers of instances that registered are not restored. Empty: none.
+	// ends, with mode 0600 since tickets are secret. Empty: none.
 	TurnsFile string
 
 	OwnKeys     bool   // the front checked Authorization itself: it is not passed on
@@ -191,8 +191,8 @@ func New(c Config) (*Router, error) {
 	return r, nil
 }
 
-// discover takes the instances that are not given by their URLs, as far as they are known now, and then what an earlier
-// life remembers of turns.
+// discover takes the instances that are not given by their URLs, as far as they are known now, and what an earlier life
+// remembers of turns.
 func (r *Router) discover(names []dnsName) (err error) {
 	r.lookups = newLookups(r.config.DNS, r.pool, r.metrics)
 	r.lookups.set(byFlag, names)

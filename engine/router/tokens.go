@@ -68,8 +68,8 @@ func newPromptTokens(client *http.Client, m *metrics) *promptTokens {
 	}
 }
 
-// of is the prompt of a request in tokens; nil if they cannot be had. instance is who may be asked; nil: nobody.
-func (t *promptTokens) of(ctx context.Context, c *call, instance *url.URL) []int32 {
+// of is the prompt of a request in tokens; nil if they cannot be had. helper is who may be asked; without a URL nobody.
+func (t *promptTokens) of(ctx context.Context, c *call, helper target) []int32 {
 	question, ids := c.body.question()
 	if ids != nil {
 		t.metrics.tokenize.WithLabelValues("given").Inc()
@@ -85,18 +85,18 @@ func (t *promptTokens) of(ctx context.Context, c *call, instance *url.URL) []int
 		return ids
 	}
 	asked := maphash.Bytes(t.seed, append(body, c.header.Get("Authorization")...)) // another key may get another answer
-	if instance == nil || t.rests(asked) {
+	if helper.url == nil || t.rests(asked) {
 		return nil
 	}
-	ids, err := t.ask(ctx, c, instance, body)
+	ids, err := t.ask(ctx, c, helper, body)
 	if err != nil {
 		if ctx.Err() == nil {
 			if errors.Is(err, errNotSaid) {
 				t.rest(asked)
 			} else {
-				t.fell(placeOf(instance))
+				t.fell(placeOf(helper.url))
 			}
-			c.router.config.Log.Debug("an instance does not say the tokens of a prompt", "id", c.id, "instance", instance.String(), "err", err)
+			c.router.config.Log.Debug("an instance does not say the tokens of a prompt", "id", c.id, "instance", helper.url.String(), "err", err)
 		}
 		t.metrics.tokenize.WithLabelValues("failed").Inc()
 		return nil
@@ -150,10 +150,11 @@ func tokenIDs(data []byte) []int32 {
 var errNotSaid = errors.New("the prompt's tokens are not said")
 
 // ask asks an instance.
-func (t *promptTokens) ask(ctx context.Context, c *call, instance *url.URL, body []byte) ([]int32, error) {
+func (t *promptTokens) ask(ctx context.Context, c *call, helper target, body []byte) ([]int32, error) {
 	short, cancel := context.WithTimeout(ctx, t.limit)
 	defer cancel()
-	ids, err := t.send(short, c, instance, body)
+	defer c.router.pool.asks(helper.index, helper.url, tokenizing)()
+	ids, err := t.send(short, c, helper.url, body)
 	if err != nil && errors.Is(short.Err(), context.DeadlineExceeded) {
 		return nil, fmt.Errorf("%w within %v: %w", errNotSaid, t.limit, err)
 	}

@@ -30,7 +30,7 @@ type turns struct {
 // turn is one of a conversation.
 type turn struct {
 	client   uint64 // modulo fairlru.Clients: what is written says no more about whose it is
-	instance int    // of the pool
+	instance string // a decode instance, by its place in one spelling; it may not be there yet, after a restart
 	params   json.RawMessage
 	used     uint64 // the greater, the later
 }
@@ -73,7 +73,7 @@ func (t *turns) marks(scope, prompt []byte) []uint64 {
 
 // find gives what is known of the last turn of which a prompt is the continuation, of those on instances that are usable.
 // What serves once is forgotten.
-func (t *turns) find(marks []uint64, usable func(instance int) bool) json.RawMessage {
+func (t *turns) find(marks []uint64, usable func(instance string) bool) json.RawMessage {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, mark := range slices.Backward(marks) {
@@ -97,7 +97,7 @@ func (t *turns) find(marks []uint64, usable func(instance int) bool) json.RawMes
 
 // keep remembers where the answer to a prompt of a client is held. When there are too many, that one is forgotten which the
 // client that has most has not used for longest. It reports whether the answer is remembered.
-func (t *turns) keep(marks []uint64, client uint64, instance int, params json.RawMessage) bool {
+func (t *turns) keep(marks []uint64, client uint64, instance string, params json.RawMessage) bool {
 	if len(marks) == 0 || len(params) > maxTurnParams {
 		return false
 	}
@@ -225,10 +225,11 @@ func (c *call) lastTurn(p target) json.RawMessage {
 		return nil
 	}
 	pool := c.router.pool
-	params := c.router.turns.find(c.marks, func(d int) bool {
+	params := c.router.turns.find(c.marks, func(d string) bool {
 		pool.mu.Lock()
 		defer pool.mu.Unlock()
-		return pool.goesBack(d, p.index)
+		i, known := pool.places[identity{decode, d}]
+		return known && pool.goesBack(i, p.index)
 	})
 	if params == nil {
 		return nil
@@ -255,7 +256,7 @@ func (c *call) keepTurn(d target, answer []byte) []byte {
 	if err != nil || params == nil {
 		return answer
 	}
-	if t := c.router.turns; t.keep(c.marks, t.client(c.client), d.index, params) {
+	if t := c.router.turns; t.keep(c.marks, t.client(c.client), placeOf(d.url), params) {
 		c.router.metrics.turns.WithLabelValues("kept").Inc()
 	}
 	return withoutParams(answer)

@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func always(int) bool { return true }
+func always(string) bool { return true }
 
 func chat(messages ...string) fields {
 	var list []json.RawMessage
@@ -41,25 +41,25 @@ func TestTurns(t *testing.T) {
 			r := newTurns(2)
 			marks := func(f fields) []uint64 { return r.marks(f.prompt()) }
 			require.Nil(t, r.find(marks(turns[1]), always))
-			r.keep(marks(turns[0]), 0, 3, json.RawMessage("1"))
+			r.keep(marks(turns[0]), 0, "http://d3", json.RawMessage("1"))
 			require.Nil(t, r.find(marks(chat("Hello, "+strings.ToUpper(long))), always), "another conversation")
 			other := turns[1]
 			other["model"] = json.RawMessage(`"other"`)
 			require.Nil(t, r.find(marks(other), always), "another model")
 			delete(other, "model")
-			up := func(i int) bool { return i != 3 }
+			up := func(instance string) bool { return instance != "http://d3" }
 			require.Nil(t, r.find(marks(turns[1]), up), "its instance is down")
 			require.JSONEq(t, "1", string(r.find(marks(turns[1]), always)))
 			require.Nil(t, r.find(marks(turns[1]), always), "it is good for one use")
 			ticket := json.RawMessage(`{"kvport_ticket":"x"}`)
-			r.keep(marks(turns[0]), 0, 3, ticket)
+			r.keep(marks(turns[0]), 0, "http://d3", ticket)
 			for range 3 {
 				require.Equal(t, ticket, r.find(marks(turns[1]), always))
 			}
-			r.keep(marks(turns[1]), 0, 4, json.RawMessage(`{"kvport_ticket":"`+strings.Repeat("x", maxTurnParams)+`"}`))
+			r.keep(marks(turns[1]), 0, "http://d4", json.RawMessage(`{"kvport_ticket":"`+strings.Repeat("x", maxTurnParams)+`"}`))
 			require.Equal(t, ticket, r.find(marks(turns[1]), always), "what is too long is not kept")
-			r.keep(marks(turns[1]), 0, 3, json.RawMessage(`{"kvport_ticket":"y"}`))
-			r.keep(marks(turns[0]), 0, 4, ticket)
+			r.keep(marks(turns[1]), 0, "http://d3", json.RawMessage(`{"kvport_ticket":"y"}`))
+			r.keep(marks(turns[0]), 0, "http://d4", ticket)
 			require.Equal(t, ticket, r.find(marks(turns[1]), up), "an earlier turn, if the last one cannot be had")
 		})
 	}
@@ -87,7 +87,7 @@ func TestTurnsAreBounded(t *testing.T) {
 			if mark%2 == 0 {
 				params = json.RawMessage(`{"kvport_ticket":"x"}`)
 			}
-			r.keep([]uint64{mark}, 0, 0, params)
+			r.keep([]uint64{mark}, 0, "http://d0", params)
 			if i >= 0 {
 				order = slices.Delete(order, i, i+1)
 			}
@@ -105,7 +105,7 @@ func TestTurnsAreBounded(t *testing.T) {
 			used = r.held[slot].used
 		}
 	}
-	r.keep(nil, 0, 0, json.RawMessage("{}"))
+	r.keep(nil, 0, "http://d0", json.RawMessage("{}"))
 	require.Equal(t, len(order), r.marked.Len(), "a short prompt is no conversation")
 }
 
@@ -117,23 +117,23 @@ func TestTurnsOfOneClient(t *testing.T) {
 	r.seed = 1
 	few, many := r.client("few"), r.client("many")
 	require.NotEqual(t, few, many)
-	r.keep([]uint64{1}, few, 0, ticket(1))
+	r.keep([]uint64{1}, few, "http://d0", ticket(1))
 	for i := range 100 {
-		r.keep([]uint64{100 + uint64(i)}, many, 0, ticket(i))
+		r.keep([]uint64{100 + uint64(i)}, many, "http://d0", ticket(i))
 	}
 	require.Equal(t, ticket(1), r.find([]uint64{1}, always))
 	require.Equal(t, ticket(93), r.find([]uint64{193}, always), "seven of the other one's")
 	require.Nil(t, r.find([]uint64{192}, always))
 
 	next := newTurns(8)
-	data, err := r.snapshot(func(int) string { return "http://a" }).encode(maxTurnsFile)
+	data, err := r.snapshot().encode(maxTurnsFile)
 	require.NoError(t, err)
 	var f turnsFile
 	require.NoError(t, json.Unmarshal(data, &f))
-	next.restore(&f, func(string) (int, bool) { return 0, true })
+	next.restore(&f)
 	require.Equal(t, few, next.client("few"))
 	for i := range 100 {
-		next.keep([]uint64{200 + uint64(i)}, many, 0, ticket(i))
+		next.keep([]uint64{200 + uint64(i)}, many, "http://d0", ticket(i))
 	}
 	require.Equal(t, ticket(1), next.find([]uint64{1}, always))
 }

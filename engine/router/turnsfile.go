@@ -27,7 +27,7 @@ type turnsFile struct {
 type savedTurn struct {
 	Mark     uint64          `json:"mark,string"`
 	Client   uint64          `json:"client,omitempty"`
-	Instance string          `json:"instance"` // URL
+	Instance string          `json:"instance"` // its base URL
 	Params   json.RawMessage `json:"params"`
 	used     uint64
 }
@@ -87,27 +87,25 @@ func (r *Router) restoreTurns() error {
 	if err != nil {
 		return fmt.Errorf("--bidirectional-file: %w", err)
 	}
-	r.turns.restore(f, r.pool.decodeAt)
+	r.turns.restore(f)
 	return nil
 }
 
-// restore takes over what an earlier life has written. place gives an instance's place in the pool; answers on instances
-// that are not there any more are left out. It must be called before any mark is made.
-func (t *turns) restore(f *turnsFile, place func(instance string) (int, bool)) {
+// restore takes over what an earlier life has written. Answers on instances that are not there wait for them, until others
+// take their room. It must be called before any mark is made.
+func (t *turns) restore(f *turnsFile) {
 	if f.Version != turnsVersion {
 		return // there was no file
 	}
 	t.seed = f.Seed
 	for _, s := range f.Turns {
-		if i, known := place(s.Instance); known {
-			t.keep([]uint64{s.Mark}, s.Client, i, s.Params)
-		}
+		t.keep([]uint64{s.Mark}, s.Client, s.Instance, s.Params)
 	}
 }
 
-// snapshot is what the file must have; nil if nothing has changed. name gives an instance's URL, empty if it is gone. What
-// serves once is left out: the next life could not know whether this one has used it since.
-func (t *turns) snapshot(name func(instance int) string) *turnsFile {
+// snapshot is what the file must have; nil if nothing has changed. What serves once is left out: the next life could not know
+// whether this one has used it since.
+func (t *turns) snapshot() *turnsFile {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if !t.changed {
@@ -117,8 +115,8 @@ func (t *turns) snapshot(name func(instance int) string) *turnsFile {
 	f := &turnsFile{Version: turnsVersion, Seed: t.seed, Turns: make([]savedTurn, 0, t.marked.Len())}
 	for mark, slot := range t.marked.All() {
 		s := &t.held[slot]
-		if at := name(s.instance); at != "" && !s.once() {
-			f.Turns = append(f.Turns, savedTurn{mark, s.client, at, s.params, s.used})
+		if !s.once() {
+			f.Turns = append(f.Turns, savedTurn{mark, s.client, s.instance, s.params, s.used})
 		}
 	}
 	slices.SortFunc(f.Turns, func(a, b savedTurn) int { return cmp.Compare(a.used, b.used) })
@@ -179,7 +177,7 @@ func (r *Router) saveTurns(ctx context.Context) {
 		case <-ctx.Done():
 			over = true
 		}
-		f := r.turns.snapshot(r.pool.name)
+		f := r.turns.snapshot()
 		if f == nil {
 			continue
 		}

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -60,6 +61,56 @@ func TestTurnsSurviveRestart(t *testing.T) {
 	require.NotContains(t, told(), "kvport_ticket", "its instance is gone")
 }
 
+// TestTurnsWaitForInstances: also answers on instances survive a restart that the router's next life finds only later, by DNS or
+// because they register. Nothing of them is lost if that life ends before they come.
+func TestTurnsWaitForInstances(t *testing.T) {
+	p, d := serveInstance(t, ticket("of P")), serveInstance(t, held("of D", false))
+	host := strings.TrimPrefix(d.URL, "http://")
+	_, port, err := net.SplitHostPort(host)
+	require.NoError(t, err)
+	for name, come := range map[string]func(c *Config) (found func(r *Router)){
+		"DNS": func(c *Config) func(*Router) {
+			fake := &fakeResolver{names: map[string][]string{}}
+			c.Decode, c.DNS = []string{"dns://decode:" + port}, DNS{Resolver: fake, Interval: time.Millisecond}
+			return func(*Router) { fake.set(nil, "decode", "127.0.0.1") }
+		},
+		"registration": func(c *Config) func(*Router) {
+			c.Register = signer(time.Minute)
+			return func(r *Router) {
+				code, text := say(t, r, true, old("D", host, "", time.Now().UnixNano()))
+				require.Equal(t, 200, code, text)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "turns")
+			live := func(comes bool, body fields) {
+				c := Config{Prefill: []string{p.URL}, Turns: 10, TurnsFile: path}
+				found := come(&c)
+				f := serveRouter(t, c)
+				stop := running(t, f.router)
+				defer stop()
+				if !comes {
+					return
+				}
+				found(f.router)
+				require.Eventually(t, func() bool { return f.router.Ready() == "" }, waitLimit, waitTick)
+				f.ask(t, body)
+			}
+			long := strings.Repeat("long ", 20)
+			live(true, chat(long))
+			live(false, nil)
+			before := len(p.requests())
+			live(true, chat(long, "answer", "next"))
+			told := ""
+			for _, s := range p.requests()[before:] { // probes are among them
+				told += string(s.body["kv_transfer_params"])
+			}
+			require.Contains(t, told, `"kvport_ticket":"of D"`)
+		})
+	}
+}
+
 func TestTurnsFileRefused(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "none", "turns")
@@ -109,18 +160,19 @@ func TestTurnsOfBothPartsAreRestored(t *testing.T) {
 	r, err := New(Config{Prefill: list, Decode: list, Turns: 10, TurnsFile: path})
 	require.NoError(t, err)
 	defer r.Close()
-	params := r.turns.find([]uint64{7}, func(i int) bool { return r.pool.table.instances[i].role == decode && r.pool.name(i) == list[0] })
-	require.JSONEq(t, `{"kvport_ticket":"T"}`, string(params))
+	c := &call{router: r, marks: []uint64{7}}
+	params := c.lastTurn(target{index: r.pool.find(prefill, at(t, list[1]))})
+	require.Contains(t, string(params), `"kvport_ticket":"T"`)
 }
 
 // TestTurnsFileFits: a file has as many turns as fit, those that were used last, and none that serves once.
 func TestTurnsFileFits(t *testing.T) {
 	turns := newTurns(100)
 	for i := range uint64(100) {
-		turns.keep([]uint64{i}, 0, 0, fmt.Appendf(nil, `{"kvport_ticket":"%s"}`, strings.Repeat("<", int(i)))) // which is longer in the file
+		turns.keep([]uint64{i}, 0, "http://a", fmt.Appendf(nil, `{"kvport_ticket":"%s"}`, strings.Repeat("<", int(i)))) // which is longer in the file
 	}
-	turns.keep([]uint64{50}, 0, 0, json.RawMessage(`{"remote_block_ids":[1]}`))
-	whole := turns.snapshot(func(int) string { return "http://a" })
+	turns.keep([]uint64{50}, 0, "http://a", json.RawMessage(`{"remote_block_ids":[1]}`))
+	whole := turns.snapshot()
 	require.Len(t, whole.Turns, 99)
 	before := 0
 	for limit := 200; limit < 40000; limit += 100 {
@@ -154,7 +206,7 @@ func TestTurnsAreWrittenLater(t *testing.T) {
 		require.NoError(t, p.set(byFlag, []spec{{role: decode, url: at(t, "http://a")}}))
 		var log testkit.Log
 		r := &Router{config: Config{TurnsFile: path, Log: logTo(&log)}, pool: p, turns: newTurns(1)}
-		r.turns.keep([]uint64{7}, 0, 0, json.RawMessage(`{"kvport_ticket":"T"}`))
+		r.turns.keep([]uint64{7}, 0, "http://a", json.RawMessage(`{"kvport_ticket":"T"}`))
 		ctx, stop := context.WithCancel(t.Context())
 		over := make(chan struct{})
 		go func() {

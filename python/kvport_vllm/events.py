@@ -22,6 +22,8 @@ _MOST = 1 << 16
 # What vLLM calls the places that plugins name.
 _MEDIA = {"memory": "CPU", "disk": "STORAGE", "remote": "STORAGE"}
 _MEDIUM = "kvport"  # of a connector that does not say
+_SHARED = 3  # the scope of what every engine sees that reaches the same backend
+_Spot = tuple[str, str]  # where blocks are, as vLLM says it: medium and locality, which is empty if nobody knows it
 
 
 @dataclass(slots=True)
@@ -31,7 +33,7 @@ class _Block:
     tokens: array[int]
     adapter: tuple[Any, Any]  # id and name
     extra: Any  # what else it depends on, such as the cache_salt, as vLLM publishes it; None: nothing
-    media: set[str] = field(default_factory=set)  # where it was published
+    spots: set[_Spot] = field(default_factory=set)  # where it was published
 
 
 class Events:
@@ -72,7 +74,7 @@ class Events:
             self._known[key] = _Block(self._api.external(hashes[i]), parent, tokens, names, extra)
         while len(self._known) > self._most:
             _, block = self._known.popitem(last=False)
-            self._remove([block], block.media)
+            self._remove([block], block.spots)
 
     def saved(self, done: Completion, failed: set[int]) -> None:
         """Publish the blocks of a save that is over, of a connector that tells nothing itself."""
@@ -80,7 +82,7 @@ class Events:
             return
         hashes = done.tracked.request.block_hashes
         keys = [done.tracked.keys.one(hashes, i) for i, block in enumerate(done.ids[0], done.first) if block not in failed]
-        self._store(keys, _MEDIUM)
+        self._store(keys, (_MEDIUM, ""))
 
     # -- what the connector says
 
@@ -92,23 +94,23 @@ class Events:
             self._told = True
             self.lost()
         for event in blocks.events:
-            medium = _MEDIA.get(event.medium, event.medium or _MEDIUM)
+            spot = _MEDIA.get(event.medium, event.medium or _MEDIUM), "REMOTE" if event.scope == _SHARED else "LOCAL"
             keys = [bytes(event.keys[at : at + KEY]) for at in range(0, len(event.keys), KEY)]
             if event.kind == STORED:
-                self._store(keys, medium)
+                self._store(keys, spot)
             elif event.kind == REMOVED:
-                self._remove([b for k in keys if (b := self._known.get(k)) is not None], {medium})
+                self._remove([b for k in keys if (b := self._known.get(k)) is not None], {spot})
             elif event.kind == CLEARED:
                 self.lost()
 
     def lost(self) -> None:
         """Take everything back: the connector is empty, or nobody knows what it has."""
-        by_medium: dict[str, list[_Block]] = {}
+        by_spot: dict[_Spot, list[_Block]] = {}
         for block in self._known.values():
-            for medium in block.media:
-                by_medium.setdefault(medium, []).append(block)
-        for medium, blocks in by_medium.items():
-            self._remove(blocks, {medium})
+            for spot in block.spots:
+                by_spot.setdefault(spot, []).append(block)
+        for spot, blocks in by_spot.items():
+            self._remove(blocks, {spot})
 
     def agent_lost(self) -> None:
         """Take everything back, until the next agent's connector tells."""
@@ -117,8 +119,8 @@ class Events:
 
     # -- vLLM's events
 
-    def _store(self, keys: Sequence[bytes], medium: str) -> None:
-        for run in self._runs(keys, medium):
+    def _store(self, keys: Sequence[bytes], spot: _Spot) -> None:
+        for run in self._runs(keys, spot):
             assert self._api is not None
             self._list.append(
                 self._api.stored(
@@ -127,20 +129,21 @@ class Events:
                     token_ids=[t for b in run for t in b.tokens],
                     block_size=self._block_tokens,
                     lora_id=run[0].adapter[0],
-                    medium=medium,
+                    medium=spot[0],
                     lora_name=run[0].adapter[1],
                     extra_keys=[b.extra for b in run],
+                    locality=spot[1] or None,
                 )
             )
 
-    def _runs(self, keys: Sequence[bytes], medium: str) -> Iterator[list[_Block]]:
+    def _runs(self, keys: Sequence[bytes], spot: _Spot) -> Iterator[list[_Block]]:
         """Part blocks that are known and were not published yet into runs, each block the parent of the next."""
         run: list[_Block] = []
         for key in keys:
             block = self._known.get(key)
-            if block is None or medium in block.media:
+            if block is None or spot in block.spots:
                 continue
-            block.media.add(medium)
+            block.spots.add(spot)
             if run and (block.parent != run[-1].name or block.adapter != run[-1].adapter):
                 yield run
                 run = []
@@ -148,13 +151,13 @@ class Events:
         if run:
             yield run
 
-    def _remove(self, blocks: Sequence[_Block], media: set[str]) -> None:
-        for medium in sorted(media):
-            gone = [b for b in blocks if medium in b.media]
+    def _remove(self, blocks: Sequence[_Block], spots: set[_Spot]) -> None:
+        for spot in sorted(spots):
+            gone = [b for b in blocks if spot in b.spots]
             for b in gone:
-                b.media.discard(medium)
+                b.spots.discard(spot)
             if gone and self._api is not None:
-                self._list.append(self._api.removed(block_hashes=[b.name for b in gone], medium=medium))
+                self._list.append(self._api.removed(block_hashes=[b.name for b in gone], medium=spot[0], locality=spot[1] or None))
 
     def take(self) -> list[Any]:
         """Give the events since the last call."""

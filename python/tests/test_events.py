@@ -29,8 +29,8 @@ class Told:
 
     def report(self, *events, gap=False):
         blocks = message("AgentBlocks")(gap=gap)
-        for kind, keys, medium in events:
-            blocks.events.add(kind=kind, keys=b"".join(keys), medium=medium)
+        for kind, keys, medium, *scope in events:
+            blocks.events.add(kind=kind, keys=b"".join(keys), medium=medium, **({"scope": scope[0]} if scope else {}))
         self.events.report(blocks)
         return self.take()
 
@@ -89,6 +89,21 @@ def test_events_of_a_connector_that_tells():
     assert t.index == {"CPU": set(), "STORAGE": set()}
     t.report((STORED, names, "elsewhere"), (CLEARED, [], "elsewhere"))
     assert t.index["elsewhere"] == set()
+
+
+def test_events_say_the_locality():
+    t = Told()
+    done = t.completion(0, 2)
+    names = [done.tracked.keys.one(done.tracked.request.block_hashes, i) for i in range(2)]
+    t.events.offered(done)
+    got = t.report((STORED, names, "remote", 3), (STORED, names, "memory", 2), (REMOVED, names, "remote", 3))
+    assert [(k, e["medium"], e["locality"]) for k, e in got] == [
+        ("stored", "STORAGE", "REMOTE"), ("stored", "CPU", "LOCAL"), ("removed", "STORAGE", "REMOTE")]  # fmt: skip
+    t = Told()  # of a connector that tells nothing nobody knows it
+    t.events.offered(done)
+    t.events.saved(done, set())
+    ((_, one),) = t.take()
+    assert (one["medium"], one["locality"]) == ("kvport", None)
 
 
 def test_events_name_the_salt():

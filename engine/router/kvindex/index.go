@@ -72,11 +72,13 @@ type held struct {
 func (h *held) hash() uint64     { return uint64(h.prefix[0])<<32 | uint64(h.prefix[1]) }
 func (h *held) setHash(n uint64) { h.prefix = [2]uint32{uint32(n >> 32), uint32(n)} }
 
-// Where blocks are: in the engine's own cache, in memory beside it, or anywhere else.
+// Where blocks are: in the engine's own cache, in memory beside it, anywhere else of which nobody says that others reach it,
+// such as a disk of the node, or in a store that others reach as well.
 const (
 	own = iota
-	node
-	shared
+	memory
+	local
+	remote
 	media // how many there are
 )
 
@@ -137,14 +139,16 @@ func (x *Index) Apply(number int, events []kvevents.Event) (r Result) {
 }
 
 // place is the medium of an event, and the bit of it and a group; ok is false for a group that is not indexed.
-func place(name string, group int) (medium int, bit uint32, ok bool) {
-	group = max(group, 0) // not said: there is only one
-	medium = shared
+func place(ev *kvevents.Event) (medium int, bit uint32, ok bool) {
+	group := max(ev.Group, 0) // not said: there is only one
+	medium = local
 	switch {
-	case name == kvevents.GPU || name == "":
+	case ev.Medium == kvevents.GPU || ev.Medium == "":
 		medium = own
-	case strings.EqualFold(name, kvevents.CPU):
-		medium = node
+	case ev.Locality == kvevents.Remote:
+		medium = remote
+	case strings.EqualFold(ev.Medium, kvevents.CPU):
+		medium = memory
 	}
 	return medium, 1 << (medium*groups + group), group < groups
 }
@@ -180,7 +184,7 @@ func (x *Index) makeRoom(number, more int, r *Result) bool {
 }
 
 func (x *Index) store(number int, ev *kvevents.Event) (r Result) {
-	medium, bit, ok := place(ev.Medium, ev.Group)
+	medium, bit, ok := place(ev)
 	if !ok || len(ev.Hashes) == 0 || ev.BlockSize == 0 || len(ev.Tokens) != len(ev.Hashes)*ev.BlockSize {
 		return Result{Unplaced: len(ev.Hashes)}
 	}
@@ -290,7 +294,7 @@ func (x *Index) parent(in *instance, ev *kvevents.Event) (prefix uint64, ok bool
 }
 
 func (x *Index) remove(number int, ev *kvevents.Event, r *Result) {
-	medium, bit, ok := place(ev.Medium, ev.Group)
+	medium, bit, ok := place(ev)
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	in, p := x.instances[number], x.planes[number/64]
@@ -392,8 +396,9 @@ type Prompt struct {
 type Held struct {
 	Instance int
 	Own      int // in the engine's own cache
-	Node     int // there and in memory beside it
-	Shared   int // in other media, such as a store that instances share, with those above if that leads to more
+	Node     int // there and in what is beside it: whatever its events do not call remote
+	Shared   int // there and in what they call remote: a store that others reach as well
+	Store    int // in that store alone, which is what others can load
 }
 
 // Prefix finds the instances that have the beginning of a prompt, in the order of their numbers.
@@ -462,31 +467,27 @@ func (p *plane) prefix(list []Held, first int, marks [2][]uint64, named uint64, 
 	}
 	for some := f.some; some != 0; some &= some - 1 {
 		i := bits.TrailingZeros64(some)
-		h := Held{first + i, f.own[i], f.node[i], f.alone[i]}
-		if f.all[i] > h.Node {
-			h.Shared = f.all[i]
-		}
-		list = append(list, h)
+		list = append(list, Held{first + i, f.own[i], f.node[i], f.all[i], f.store[i]})
 	}
 	return list
 }
 
 // found is what was found of a prompt in a plane, in tokens by instance.
 type found struct {
-	own, node, all [64]int // in the engine's own cache, there and in memory beside it, anywhere
-	alone          [64]int // in other media alone
+	own, node, all [64]int // in the engine's own cache, there and beside it, anywhere
+	store          [64]int // in the store that others reach alone
 	some           uint64  // instances that have any
 }
 
 // walk finds how far the blocks of one size reach, each of which is every marks long.
 func (p *plane) walk(f *found, size, every int, members uint64, marks []uint64) {
-	lists := [...]*[64]int{&f.own, &f.node, &f.all, &f.alone}
+	lists := [...]*[64]int{&f.own, &f.node, &f.all, &f.store}
 	in := [...]uint64{members, members, members, members}
 	tokens := 0
 	for at := every - 1; at < len(marks) && in[2] != 0; at += every { // all has what any of the others has
 		has := p.lookup(marks[at])
-		near := has[own] | has[node]
-		for i, now := range [...]uint64{has[own], near, near | has[shared], has[shared]} {
+		near := has[own] | has[memory] | has[local]
+		for i, now := range [...]uint64{has[own], near, near | has[remote], has[remote]} {
 			note(lists[i], in[i]&^now, tokens)
 			in[i] &= now
 		}

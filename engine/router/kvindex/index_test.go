@@ -55,21 +55,21 @@ func TestPrefix(t *testing.T) {
 	require.Equal(t, 5, x.Blocks())
 	ask := func(n int) []Held { return x.Prefix(&Prompt{Tokens: count(n)}) }
 	require.Empty(t, ask(3))
-	require.Equal(t, []Held{{3, 4, 4, 0}}, ask(7))
-	require.Equal(t, []Held{{3, 16, 16, 0}, {70, 8, 8, 0}}, ask(100), "engines with blocks of other sizes agree")
+	require.Equal(t, []Held{{3, 4, 4, 4, 0}}, ask(7))
+	require.Equal(t, []Held{{3, 16, 16, 16, 0}, {70, 8, 8, 8, 0}}, ask(100), "engines with blocks of other sizes agree")
 	require.Empty(t, x.Prefix(&Prompt{Tokens: count(100)[1:]}))
 
 	// A block in the middle goes, and what is behind it is of no use.
 	require.Equal(t, Result{Removed: 1}, apply(x, 3, removed(kvevents.GPU, hashed("a8"))))
-	require.Equal(t, []Held{{3, 4, 4, 0}, {70, 8, 8, 0}}, ask(100))
+	require.Equal(t, []Held{{3, 4, 4, 4, 0}, {70, 8, 8, 8, 0}}, ask(100))
 	require.Equal(t, Result{}, apply(x, 3, removed(kvevents.GPU, hashed("a8"), hashed("z"))))
 	again := chain("a", 4, count(16))
 	again.Hashes, again.Tokens, again.Parent = again.Hashes[1:2], again.Tokens[4:8], hashed("a4")
 	require.Equal(t, Result{Stored: 1}, apply(x, 3, again))
-	require.Equal(t, []Held{{3, 16, 16, 0}, {70, 8, 8, 0}}, ask(100))
+	require.Equal(t, []Held{{3, 16, 16, 16, 0}, {70, 8, 8, 8, 0}}, ask(100))
 
 	require.Equal(t, Result{Removed: 4}, apply(x, 3, kvevents.Event{Kind: kvevents.Cleared}))
-	require.Equal(t, []Held{{70, 8, 8, 0}}, ask(100))
+	require.Equal(t, []Held{{70, 8, 8, 8, 0}}, ask(100))
 	require.Equal(t, 1, x.Forget(70))
 	require.Zero(t, x.Forget(70))
 	require.Zero(t, x.Blocks())
@@ -78,27 +78,36 @@ func TestPrefix(t *testing.T) {
 	require.Zero(t, x.Forget(-1))
 }
 
-// What is in the engine's own cache, in memory beside it and elsewhere counts apart. What is elsewhere counts by itself,
-// unless more can be had together with what is nearer.
+// What is in the engine's own cache, beside it and in a remote store counts apart. What is remote counts by itself, too, from
+// the first token on: others have nothing of what lies between its blocks. What nobody calls remote is beside the engine.
 func TestMedia(t *testing.T) {
 	x := New(Config{})
 	ask := func() []Held { return x.Prefix(&Prompt{Tokens: count(24)}) }
 	gpu := chain("a", 4, count(8))
-	cpu, disk := chain("a", 4, count(16)), chain("a", 4, count(4))
-	cpu.Medium, disk.Medium = kvevents.CPU, kvevents.Storage
-	apply(x, 0, gpu, cpu, disk)
-	require.Equal(t, []Held{{0, 8, 16, 4}}, ask())
+	cpu, disk, store := chain("a", 4, count(16)), chain("a", 4, count(20)), chain("a", 4, count(4))
+	cpu.Medium, disk.Medium, disk.Locality = kvevents.CPU, kvevents.Storage, kvevents.Local
+	store.Medium, store.Locality = kvevents.Storage, kvevents.Remote
+	apply(x, 0, gpu, cpu, store)
+	require.Equal(t, []Held{{0, 8, 16, 16, 4}}, ask())
 	require.Equal(t, 4, x.Blocks(), "a block counts once")
+	apply(x, 0, disk)
+	require.Equal(t, []Held{{0, 8, 20, 20, 4}}, ask())
 	behind := chain("a", 4, count(24))
-	behind.Hashes, behind.Tokens, behind.Medium, behind.Parent = behind.Hashes[4:], behind.Tokens[16:], "tape", behind.Hashes[3]
+	behind.Hashes, behind.Tokens, behind.Medium, behind.Locality, behind.Parent = behind.Hashes[5:], behind.Tokens[20:], "tape", kvevents.Remote, behind.Hashes[4]
 	apply(x, 0, behind)
-	require.Equal(t, []Held{{0, 8, 16, 24}}, ask())
+	require.Equal(t, []Held{{0, 8, 20, 24, 4}}, ask(), "of the store others have only its first block")
 	apply(x, 0, removed(kvevents.GPU, gpu.Hashes...))
-	require.Equal(t, []Held{{0, 0, 16, 24}}, ask())
+	require.Equal(t, []Held{{0, 0, 20, 24, 4}}, ask())
 	apply(x, 0, removed("cpu", cpu.Hashes...))
-	require.Equal(t, []Held{{0, 0, 0, 4}}, ask(), "the disk still has a block")
-	apply(x, 0, removed("tape", disk.Hashes...), removed(kvevents.Storage, behind.Hashes...))
-	require.Empty(t, ask(), "media without a name of vLLM's are one")
+	require.Equal(t, []Held{{0, 0, 20, 24, 4}}, ask(), "the disk has these blocks as well")
+	apply(x, 0, removed("flash", disk.Hashes...))
+	require.Equal(t, []Held{{0, 0, 0, 4, 4}}, ask(), "media without a name of vLLM's are one")
+	gone := removed("tape", append(store.Hashes, behind.Hashes...)...)
+	apply(x, 0, gone)
+	require.Equal(t, []Held{{0, 0, 0, 4, 4}}, ask(), "beside the engine they are not")
+	gone.Locality = kvevents.Remote
+	apply(x, 0, gone)
+	require.Empty(t, ask())
 	require.Zero(t, x.Blocks())
 }
 
@@ -111,7 +120,7 @@ func TestGroups(t *testing.T) {
 	gone := removed(kvevents.GPU, window.Hashes[:3]...)
 	gone.Group = 1
 	apply(x, 0, gone)
-	require.Equal(t, []Held{{0, 16, 16, 0}}, x.Prefix(&Prompt{Tokens: count(16)}))
+	require.Equal(t, []Held{{0, 16, 16, 16, 0}}, x.Prefix(&Prompt{Tokens: count(16)}))
 	gone.Group = groups
 	window.Group = groups
 	require.Equal(t, Result{Unplaced: 4}, apply(x, 0, window, gone))
@@ -139,13 +148,13 @@ func TestDependencies(t *testing.T) {
 	apply(x, 4, of("image", "", "\x92\xa1i\x00"))
 	for n, p := range []Prompt{{}, {Salt: "s"}, {Model: "tuned"}, {Model: "tuned", Salt: "s"}} {
 		p.Tokens = count(8)
-		want := []Held{{n, 8, 8, 0}}
+		want := []Held{{n, 8, 8, 8, 0}}
 		if n >= 2 { // to those that have not named the adapter it is a name of the base model
-			want = []Held{{n - 2, 8, 8, 0}, {n, 8, 8, 0}}
+			want = []Held{{n - 2, 8, 8, 8, 0}, {n, 8, 8, 8, 0}}
 		}
 		require.Equal(t, want, x.Prefix(&p), p)
 	}
-	require.Equal(t, []Held{{0, 8, 8, 0}}, x.Prefix(&Prompt{Tokens: count(8), Model: "base"}), "a name that no adapter has")
+	require.Equal(t, []Held{{0, 8, 8, 8, 0}}, x.Prefix(&Prompt{Tokens: count(8), Model: "base"}), "a name that no adapter has")
 	require.Empty(t, x.Prefix(&Prompt{Tokens: count(8), Salt: "other"}))
 }
 
@@ -158,7 +167,7 @@ func TestAdaptersOfInstances(t *testing.T) {
 	odd.LoRAName = "base"
 	apply(x, 0, odd)
 	apply(x, 70, odd)
-	require.Equal(t, []Held{{0, 4, 4, 0}, {1, 8, 8, 0}, {70, 4, 4, 0}}, ask())
+	require.Equal(t, []Held{{0, 4, 4, 4, 0}, {1, 8, 8, 8, 0}, {70, 4, 4, 4, 0}}, ask())
 	for i := range maxAdapters + 1 {
 		odd.LoRAName = fmt.Sprint(i)
 		require.Equal(t, i >= maxAdapters-1, apply(x, 0, odd).Unplaced == 1)
@@ -167,10 +176,10 @@ func TestAdaptersOfInstances(t *testing.T) {
 	require.Zero(t, apply(x, 2, odd).Unplaced)
 	x.Forget(0)
 	require.Zero(t, apply(x, 0, odd).Unplaced, "with an instance its adapters are forgotten")
-	require.Equal(t, []Held{{1, 8, 8, 0}, {70, 4, 4, 0}}, ask())
+	require.Equal(t, []Held{{1, 8, 8, 8, 0}, {70, 4, 4, 4, 0}}, ask())
 	x.Forget(0)
 	apply(x, 0, chain("a", 4, count(8)))
-	require.Equal(t, []Held{{0, 8, 8, 0}, {1, 8, 8, 0}, {70, 4, 4, 0}}, ask())
+	require.Equal(t, []Held{{0, 8, 8, 8, 0}, {1, 8, 8, 8, 0}, {70, 4, 4, 4, 0}}, ask())
 }
 
 // A block whose extra keys were too long to be read has no place, and neither has what is behind it.
@@ -182,7 +191,7 @@ func TestUntoldExtraKeys(t *testing.T) {
 	next := chain("b", 4, count(4))
 	next.Parent = hashed("a16")
 	require.Equal(t, Result{Unplaced: 1}, apply(x, 0, next))
-	require.Equal(t, []Held{{0, 4, 4, 0}}, x.Prefix(&Prompt{Tokens: count(16)}))
+	require.Equal(t, []Held{{0, 4, 4, 4, 0}}, x.Prefix(&Prompt{Tokens: count(16)}))
 }
 
 // What cannot be placed is left out, whatever a hostile publisher says.
@@ -220,7 +229,7 @@ func TestLeftOut(t *testing.T) {
 	other := chain("a", 4, []int32{9, 9, 9, 9})
 	apply(x, 0, other)
 	require.Empty(t, x.Prefix(&Prompt{Tokens: count(8)}))
-	require.Equal(t, []Held{{0, 4, 4, 0}}, x.Prefix(&Prompt{Tokens: []int32{9, 9, 9, 9}}))
+	require.Equal(t, []Held{{0, 4, 4, 4, 0}}, x.Prefix(&Prompt{Tokens: []int32{9, 9, 9, 9}}))
 }
 
 // All instances together have a limit. One that has less than its share of a full index gets the room of the one that has
@@ -230,7 +239,7 @@ func TestTotal(t *testing.T) {
 	has := func(blocks int) kvevents.Event { return chain("a", 4, count(4*blocks)) }
 	require.Equal(t, Result{Stored: 80}, apply(x, 0, has(80)))
 	require.Equal(t, Result{Stored: 30, Evicted: 80, Forgotten: []int{0}}, apply(x, 1, has(30)))
-	require.Equal(t, []Held{{1, 120, 120, 0}}, x.Prefix(&Prompt{Tokens: count(400)}))
+	require.Equal(t, []Held{{1, 120, 120, 120, 0}}, x.Prefix(&Prompt{Tokens: count(400)}))
 	require.Equal(t, Result{Stored: 70, Full: 10}, apply(x, 0, has(80)))
 	require.Equal(t, Result{Stored: 30}, apply(x, 1, has(30)), "what is known needs no room")
 	require.Equal(t, Result{Removed: 30}, apply(x, 1, removed(kvevents.GPU, has(30).Hashes...)))
@@ -260,7 +269,7 @@ type modelBlock struct {
 }
 
 func newModel() *model {
-	return &model{map[[2]string]*modelBlock{}, [media]map[[2]string]bool{{}, {}, {}}, map[string]map[int]bool{}}
+	return &model{map[[2]string]*modelBlock{}, [media]map[[2]string]bool{{}, {}, {}, {}}, map[string]map[int]bool{}}
 }
 
 func (m *model) apply(in string, ev *kvevents.Event) {
@@ -279,12 +288,12 @@ func (m *model) apply(in string, ev *kvevents.Event) {
 			if b == nil {
 				continue
 			}
-			where := [2]string{ev.Medium, fmt.Sprint(ev.Group)}
+			where := [2]string{ev.Medium + ev.Locality, fmt.Sprint(ev.Group)}
 			if !b.where[where] {
 				continue
 			}
 			delete(b.where, where)
-			m.see(in, b, mediumOf(ev.Medium))
+			m.see(in, b, mediumOf(where[0]))
 			if len(b.where) == 0 {
 				delete(m.blocks, [2]string{in, h.String()})
 			}
@@ -303,7 +312,7 @@ func (m *model) see(in string, b *modelBlock, medium int) {
 }
 
 func mediumOf(name string) int {
-	return map[string]int{kvevents.GPU: own, kvevents.CPU: node, kvevents.Storage: shared}[name]
+	return map[string]int{kvevents.GPU: own, kvevents.CPU: memory, kvevents.Storage: local, kvevents.Storage + kvevents.Remote: remote}[name]
 }
 
 func (m *model) store(in string, ev *kvevents.Event) {
@@ -333,15 +342,15 @@ func (m *model) store(in string, ev *kvevents.Event) {
 			b = &modelBlock{prefix, map[[2]string]bool{}}
 			m.blocks[[2]string{in, h.String()}] = b
 		}
-		b.where[[2]string{ev.Medium, fmt.Sprint(ev.Group)}] = true
-		m.where[mediumOf(ev.Medium)][[2]string{in, prefix}] = true
+		b.where[[2]string{ev.Medium + ev.Locality, fmt.Sprint(ev.Group)}] = true
+		m.where[mediumOf(ev.Medium+ev.Locality)][[2]string{in, prefix}] = true
 	}
 }
 
 func (m *model) prefix(numbers int, tokens []int32) (list []Held) {
 	for n := range numbers {
 		in := fmt.Sprint(n)
-		var best [4]int // in the engine's own cache, there and in memory, anywhere, in other media alone
+		var best [4]int // in the engine's own cache, there and beside it, anywhere, in a remote store alone
 		for size := range m.sizes[in] {
 			text, is := "", [4]bool{true, true, true, true}
 			for i := size; i <= len(tokens); i += size {
@@ -352,7 +361,8 @@ func (m *model) prefix(numbers int, tokens []int32) (list []Held) {
 				for medium := range has {
 					has[medium] = m.where[medium][[2]string{in, text}]
 				}
-				for k, now := range [4]bool{has[own], has[own] || has[node], has[own] || has[node] || has[shared], has[shared]} {
+				near := has[own] || has[memory] || has[local]
+				for k, now := range [4]bool{has[own], near, near || has[remote], has[remote]} {
 					if is[k] = is[k] && now; is[k] {
 						best[k] = max(best[k], i)
 					}
@@ -362,10 +372,7 @@ func (m *model) prefix(numbers int, tokens []int32) (list []Held) {
 		if best[2] == 0 {
 			continue
 		}
-		if best[2] > best[1] {
-			best[3] = best[2]
-		}
-		list = append(list, Held{n, best[0], best[1], best[3]})
+		list = append(list, Held{n, best[0], best[1], best[2], best[3]})
 	}
 	return list
 }
@@ -382,6 +389,9 @@ func TestAgainstModel(t *testing.T) {
 				Kind:   rapid.SampledFrom([]kvevents.Kind{kvevents.Stored, kvevents.Stored, kvevents.Stored, kvevents.Removed, kvevents.Removed, kvevents.Cleared}).Draw(t, "kind"),
 				Medium: rapid.SampledFrom([]string{kvevents.GPU, kvevents.GPU, kvevents.CPU, kvevents.Storage}).Draw(t, "medium"),
 				Group:  rapid.IntRange(0, 1).Draw(t, "group"),
+			}
+			if ev.Medium == kvevents.Storage && rapid.Bool().Draw(t, "remote") {
+				ev.Locality = kvevents.Remote
 			}
 			some := tokens.Draw(t, "tokens")
 			size := rapid.SampledFrom([]int{1, 2, 3}).Draw(t, "size")
@@ -411,7 +421,7 @@ func TestAgainstModel(t *testing.T) {
 		}
 		require.Zero(t, x.Blocks())
 		if p := x.planes[0]; p != nil {
-			require.Zero(t, p.media[own].size+p.media[node].size+p.media[shared].size+len(p.sizes)+len(p.adapters), "nothing is left behind")
+			require.Zero(t, p.media[own].size+p.media[memory].size+p.media[local].size+p.media[remote].size+len(p.sizes)+len(p.adapters), "nothing is left behind")
 		}
 	})
 }
@@ -530,7 +540,7 @@ func comeAndGo(t *testing.T, x *Index) {
 	readers.Wait()
 	require.Zero(t, x.Blocks())
 	p := x.planes[0]
-	require.Zero(t, p.media[own].size+p.media[node].size+p.media[shared].size+len(p.sizes)+len(p.adapters), "nothing is left behind")
+	require.Zero(t, p.media[own].size+p.media[memory].size+p.media[local].size+p.media[remote].size+len(p.sizes)+len(p.adapters), "nothing is left behind")
 }
 
 // Whatever events say, the index keeps its account and forgets all of it.
@@ -552,7 +562,7 @@ func FuzzApply(f *testing.F) {
 		x.Forget(66)
 		require.Zero(t, x.Blocks())
 		if p := x.planes[1]; p != nil {
-			require.Zero(t, p.media[own].size+p.media[node].size+p.media[shared].size+len(p.sizes))
+			require.Zero(t, p.media[own].size+p.media[memory].size+p.media[local].size+p.media[remote].size+len(p.sizes))
 		}
 	})
 }

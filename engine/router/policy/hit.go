@@ -7,7 +7,10 @@ import "fmt"
 type Hit struct {
 	Engine int // in the instance's own cache, where they cost nothing
 	Node   int // there and in a store of its node, from which it loads
-	Shared int // in a store that instances share, with what is nearer if that leads to more
+	Shared int // there and in the store that instances share
+	// Store is how many lie in the store that instances share by itself: from the first token of the prompt on, and without
+	// a gap that only the instance's own cache or its node fills. It is all that counts for other instances.
+	Store int
 }
 
 // Tokens is all of a hit.
@@ -22,7 +25,7 @@ func (h Hit) stored() (node, shared int) {
 // within bounds a hit to a prompt.
 func (h Hit) within(tokens int) Hit {
 	bound := func(n int) int { return min(max(0, n), tokens) }
-	return Hit{bound(h.Engine), bound(h.Node), bound(h.Shared)}
+	return Hit{bound(h.Engine), bound(h.Node), bound(h.Shared), bound(h.Store)}
 }
 
 // of says how much of a prompt a hit is, and where that lies unless all of it is in the instance's own cache.

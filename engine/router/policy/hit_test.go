@@ -12,7 +12,7 @@ import (
 // someHit is any hit, also one that makes no sense.
 func someHit(t *rapid.T, least, most int) Hit {
 	n := rapid.IntRange(least, most)
-	return Hit{n.Draw(t, "engine"), n.Draw(t, "node"), n.Draw(t, "shared")}
+	return Hit{n.Draw(t, "engine"), n.Draw(t, "node"), n.Draw(t, "shared"), n.Draw(t, "store")}
 }
 
 func TestHit(t *testing.T) {
@@ -32,7 +32,7 @@ func TestHit(t *testing.T) {
 		require.Equal(t, tt.says, tt.h.of(100))
 		require.Equal(t, tt.h.Tokens(), max(tt.h.Engine, 0)+node+shared)
 	}
-	require.Equal(t, Hit{Node: 100, Shared: 7}, Hit{Engine: -1, Node: 101, Shared: 7}.within(100))
+	require.Equal(t, Hit{Node: 100, Shared: 7, Store: 100}, Hit{Engine: -1, Node: 101, Shared: 7, Store: 101}.within(100))
 }
 
 // hits is what each instance is believed to hold of a prompt.
@@ -54,7 +54,9 @@ func TestSharedStoreCountsForAll(t *testing.T) {
 	}
 	p := made(t, Config{Policy: PDAware}, 0, 4)
 	p.Shares(2, true, false)
-	word := Held{Place: 0, Hit: Hit{Engine: 10, Node: 20, Shared: 60}}
+	require.Equal(t, []Hit{{Engine: 10, Node: 20, Shared: 60}, {}, {}, {}}, hits(p, ask(Held{Place: 0, Hit: Hit{Engine: 10, Node: 20, Shared: 60}})),
+		"others lack what only that instance and its node have")
+	word := Held{Place: 0, Hit: Hit{Engine: 10, Node: 20, Shared: 60, Store: 60}}
 	require.Equal(t, []Hit{word.Hit, {Shared: 60}, {}, {Shared: 60}}, hits(p, ask(word)))
 	sure := Held{Place: 3, Hit: Hit{Engine: 50, Node: 50}, Sure: true}
 	require.Equal(t, []Hit{word.Hit, {Shared: 60}, {}, sure.Hit}, hits(p, ask(word, sure)))
@@ -80,9 +82,30 @@ func TestSharedStoreCountsForAll(t *testing.T) {
 
 	p = made(t, Config{Policy: PDAware}, 0, 2)
 	p.Told(&prompt, 0, Hit{Engine: 20, Node: 40, Shared: 80}, 100)
+	require.Equal(t, []Hit{{Engine: 20}, {}}, hits(p, ask()), "what the store has of the beginning is not known")
+	p.Told(&prompt, 0, Hit{Engine: 20, Node: 40, Shared: 80, Store: 80}, 100)
 	require.Equal(t, []Hit{{Engine: 20, Shared: 80}, {Shared: 80}}, hits(p, ask()), "what the store of a node has is its instances' word")
 	require.NoError(t, p.Use(Config{}))
 	require.Equal(t, make([]Hit, 2), hits(p, ask()))
+}
+
+// What an instance has loaded by ticket it does not save: it is in the shared store only if the prefill instance saves it.
+func TestLoadedByTicketIsNotSaved(t *testing.T) {
+	for _, saves := range []bool{true, false} {
+		p := made(t, Config{Policy: PrefixAware}, 1, 2)
+		p.Shares(0, saves, true)
+		p.Shares(1, true, true)
+		ask := func() *Request {
+			return &Request{Prompt: NewPrompt(1, nil, make([]byte, 10*PieceBytes)), Tokens: 100, Standing: func(place int) Standing {
+				return map[bool]Standing{true: Out}[place == 2]
+			}}
+		}
+		c, ok := p.Choose(ask())
+		require.True(t, ok)
+		require.NotNil(t, c.Prefill)
+		answered(p, c)
+		require.Equal(t, Hit{Shared: map[bool]int{true: 100}[saves]}, hits(p, ask())[2])
+	}
 }
 
 // TestLoadOrRecompute: prefix_aware and pd_aware prefer a small hit in the own cache to a large one in a slow store, and a

@@ -30,11 +30,13 @@ type Instance struct {
 // Standing says whether an instance may be chosen now.
 type Standing uint8
 
-// The standings, the best first. A Suspect is chosen if no other instance of its role can be.
+// The standings, the best first. A Suspect is chosen if no other instance of its role can be. Out and Full are never: Full
+// says that only the number of requests that run there is the reason.
 const (
 	Up Standing = iota
 	Suspect
 	Out
+	Full
 )
 
 // None is the place of no instance.
@@ -49,9 +51,9 @@ type Request struct {
 	Alone   bool   // a prefill instance cannot help, as with a list of prompts
 	Whole   bool   // the answer is not streamed, so its first byte comes with the last and tells nothing about the prompt
 	Explain bool   // the choice has reasons in words
-	NoWork  bool   // nothing is computed for it, so it may go where as many requests run as may
+	NoWork  bool   // nothing is computed for it, so it counts nowhere
 
-	// Standing is the filter: it is asked once for each place at most.
+	// Standing is the filter. It says the same for as long as a choice is made.
 	Standing func(place int) Standing
 	// Fits reports whether a decode instance can load what a prefill instance has; nil: all fit.
 	Fits func(prefill, decode int) bool
@@ -67,6 +69,7 @@ type Held struct {
 // Why a choice has no prefill instance.
 const (
 	NoPrefill = "no_prefill"   // none is available
+	AllFull   = "full"         // those that could be had for the decode instance have as many requests as they may
 	Misfit    = "incompatible" // those that are available do not fit the decode instance
 	Skipped   = "skipped"      // the decode instance is expected to be as fast without
 )
@@ -273,7 +276,7 @@ func (p *Policy) ChoosePrefill(r *Request, chosen *Leg) Choice {
 		}
 	}
 	if len(fit) == 0 {
-		return Choice{Without: p.without(len(prefills) > 0)}
+		return Choice{Without: p.without(r, decode, len(prefills) > 0)}
 	}
 	got := p.rule.pick(p, r, field{fit, []Candidate{p.candidate(decode, Up)}, None})
 	choice := Choice{Why: explain(r, got), Without: got.without}
@@ -292,7 +295,7 @@ func (p *Policy) choose(r *Request, prefills, decodes []Candidate, from int) (Ch
 	got := p.rule.pick(p, r, field{prefills, decodes, from})
 	choice := Choice{Why: explain(r, got)}
 	if got.prefill == nil && from == None && !r.Alone {
-		choice.Without = cmp.Or(got.without, p.without(len(prefills) > 0))
+		choice.Without = cmp.Or(got.without, p.without(r, got.decode.Place, len(prefills) > 0))
 	}
 	if got.prefill != nil {
 		choice.Prefill = p.start(r, got.prefill, None, r.Tokens-got.prefill.Hit.Tokens())
@@ -318,17 +321,22 @@ func explain(r *Request, got picked) string {
 	return got.why()
 }
 
-// without says why none of the prefill instances can be had; some reports whether some only do not fit.
-func (p *Policy) without(some bool) string {
+// without says why none of the prefill instances can be had for a decode instance; some reports whether some can be, but do
+// not fit.
+func (p *Policy) without(r *Request, decode int, some bool) (why string) {
 	if some {
-		return Misfit
+		why = Misfit
 	}
 	for i := range p.instances {
-		if in := &p.instances[i]; in.born > 0 && in.Role == Prefill {
-			return NoPrefill
+		if in := &p.instances[i]; in.born == 0 || in.Role != Prefill {
+			continue
 		}
+		if r.Standing(i) == Full && p.pairs(r, i, decode) {
+			return AllFull
+		}
+		why = cmp.Or(why, NoPrefill)
 	}
-	return "" // the decode instances are meant to serve alone
+	return why // empty: the decode instances are meant to serve alone
 }
 
 // look finds out what instances hold of a prompt.
@@ -351,7 +359,7 @@ func (p *Policy) look(r *Request) {
 		if h.Place >= 0 && h.Place < len(p.instances) {
 			in := &p.instances[h.Place]
 			in.hit, in.sure = h.Hit.within(r.Tokens), h.Sure
-			shared = max(shared, in.hit.Shared)
+			shared = max(shared, in.hit.Store)
 		}
 	}
 	for i := range p.instances {
@@ -386,8 +394,8 @@ func (p *Policy) Told(prompt *Prompt, place int, h Hit, of int) {
 		p.history.add(pieces(h.Engine), prompt.Client, place)
 		p.instances[place].confirm(pieces(h.Engine))
 	}
-	if h.Shared > 0 {
-		p.shared.add(pieces(h.Shared), prompt.Client, 0)
+	if h.Store > 0 {
+		p.shared.add(pieces(h.Store), prompt.Client, 0)
 	}
 }
 
@@ -460,7 +468,10 @@ func (p *Policy) start(r *Request, c *Candidate, peer, compute int) *Leg {
 	in := &p.instances[c.Place]
 	l := &Leg{
 		Place: c.Place, Compute: max(0, compute), role: c.Role, peer: peer, prompt: r.Tokens, bytes: r.Prompt.bytes,
-		Hit: c.Hit, born: in.born, waiting: true, running: true, client: r.Prompt.Client, pieces: r.Prompt.pieces, before: in.pieces, drops: in.drops,
+		Hit: c.Hit, born: in.born, waiting: !r.NoWork, running: !r.NoWork, client: r.Prompt.Client, pieces: r.Prompt.pieces, before: in.pieces, drops: in.drops,
+	}
+	if r.NoWork {
+		return l
 	}
 	in.running++
 	in.waiting = append(in.waiting, l)
@@ -540,7 +551,7 @@ func (p *Policy) Answered(l *Leg, now time.Time, u Usage) {
 		if in.drops != l.drops { // another's failure may have taken its pieces back
 			p.history.add(l.pieces, l.client, l.Place)
 		}
-		if in.saves {
+		if in.saves && l.peer == None { // what it has loaded by ticket it does not save
 			p.shared.add(l.pieces, l.client, 0)
 		}
 	}

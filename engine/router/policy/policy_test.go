@@ -58,6 +58,42 @@ func TestRoundRobinGoesRound(t *testing.T) {
 	require.Equal(t, [][2]int{{0, 2}, {1, 3}, {0, 4}, {1, 2}}, got)
 }
 
+// Why a choice has no prefill instance: those that would fit are full, or none fits, or none is available.
+func TestFullPrefillInstances(t *testing.T) {
+	for _, tt := range []struct {
+		standings [2]Standing // of the prefill instances
+		fits      [2]bool
+		want      string
+	}{
+		{[2]Standing{Full, Out}, [2]bool{true, true}, AllFull},
+		{[2]Standing{Full, Up}, [2]bool{true, false}, AllFull},
+		{[2]Standing{Full, Up}, [2]bool{false, false}, Misfit},
+		{[2]Standing{Full, Out}, [2]bool{false, true}, NoPrefill},
+		{[2]Standing{Out, Out}, [2]bool{true, true}, NoPrefill},
+	} {
+		p := made(t, Config{}, 2, 1)
+		r := &Request{
+			Standing: func(place int) Standing { return append(tt.standings[:], Up)[place] },
+			Fits:     func(prefill, _ int) bool { return tt.fits[prefill] },
+		}
+		c, ok := p.Choose(r)
+		require.True(t, ok)
+		require.Nil(t, c.Prefill)
+		require.Equal(t, tt.want, c.Without, "%+v", tt)
+		require.Equal(t, tt.want, p.ChoosePrefill(r, c.Decode).Without, "%+v", tt)
+	}
+	p := made(t, Config{}, 0, 1)
+	c, ok := p.Choose(&Request{Standing: all})
+	require.True(t, ok)
+	require.Empty(t, c.Without)
+	require.Equal(t, 1, p.instances[0].running)
+	c, ok = p.Choose(&Request{Standing: all, NoWork: true})
+	require.True(t, ok)
+	require.Equal(t, 1, p.instances[0].running, "what computes nothing is no work")
+	end(p, c)
+	require.Equal(t, 1, p.instances[0].running)
+}
+
 // Whatever the policy and whatever happens: a choice keeps to the filter, to groups and to what fits; one is made if
 // and only if there is a decode instance; and when all legs are done nothing is counted any more.
 func TestChoiceProperty(t *testing.T) {
@@ -74,7 +110,7 @@ func TestChoiceProperty(t *testing.T) {
 		var running []*Leg
 		now := time.Unix(0, 0)
 		for range rapid.IntRange(1, 30).Draw(t, "requests") {
-			standings := rapid.SliceOfN(rapid.SampledFrom([]Standing{Up, Suspect, Out}), n, n).Draw(t, "standings")
+			standings := rapid.SliceOfN(rapid.SampledFrom([]Standing{Up, Suspect, Out, Full}), n, n).Draw(t, "standings")
 			apart := rapid.SliceOfN(rapid.Bool(), n*n, n*n).Draw(t, "misfits")
 			r := &Request{
 				Prompt:   NewPrompt(1, nil, make([]byte, rapid.IntRange(0, 2000).Draw(t, "bytes"))),
