@@ -318,9 +318,9 @@ func (p *pool) take(l *policy.Leg, tried map[int]bool) target {
 	i := l.Place
 	tried[i] = true
 	p.known[i].users++
-	p.known[i].load.running++
+	p.known[i].load.legs[p.table.instances[i].role]++
 	p.known[i].breaker.picked()
-	return target{index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l}
+	return target{index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l, picked: time.Now()}
 }
 
 // sent takes note that a request goes to the instance.
@@ -380,9 +380,12 @@ func (p *pool) answered(t target, body []byte, timely bool) {
 // done takes note that the instance has nothing to do with the request any more.
 func (p *pool) done(t target) {
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	p.policy.Done(t.leg)
 	p.ended(t.index)
+	p.mu.Unlock()
+	if t.role == prefill { // that of a decode instance is told when the request ends
+		p.changed()
+	}
 }
 
 // usage is what an answer says about its prompt.

@@ -2,6 +2,7 @@ package router
 
 import (
 	"fmt"
+	"math"
 	"net/http"
 	"sync/atomic"
 	"testing"
@@ -221,8 +222,11 @@ func TestRoom(t *testing.T) {
 	require.NoError(t, p.set(byFlag, []spec{
 		{role: decode, url: at(t, "http://a")}, {role: decode, url: at(t, "http://b")}, {role: prefill, url: at(t, "http://a")}, {role: prefill, url: at(t, "http://c")},
 	}))
-	require.Equal(t, 100, p.room(100), "none of them says anything")
+	require.Equal(t, 2*untilSaid, p.room(100), "none of them has been asked")
+	says(0, 0)
+	require.Equal(t, 100, p.room(100), "one says nothing")
 	says(0, 3)
+	says(1, math.MaxInt)
 	require.Equal(t, 100, p.room(100))
 	says(1, 5)
 	require.Equal(t, 8, p.room(100))
