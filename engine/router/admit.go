@@ -61,7 +61,9 @@ func (g *gate) drop(client string, size int) {
 // enters leaves.
 func (g *gate) enter(ctx context.Context, client string, l admission.Limits, tokens int) (*admission.Request, error) {
 	began := time.Now()
-	r, err := g.arrive(began, client, l, tokens)
+	var r *admission.Request
+	var err error
+	g.with(func(now time.Time) { r, err = g.queue.Arrive(now, client, l, tokens) })
 	if err != nil {
 		return nil, err
 	}
@@ -72,8 +74,8 @@ func (g *gate) enter(ctx context.Context, client string, l admission.Limits, tok
 	case <-ctx.Done():
 		g.leave(r, unknown)
 		return nil, context.Cause(ctx)
-	case <-timer.C:
-		g.giveUp(r)
+	case <-timer.C: // unless it runs by now
+		g.with(func(now time.Time) { _ = g.queue.GiveUp(now, r) }) // the request says it too
 		<-r.Decided()
 	}
 	g.metrics.queueSeconds.Observe(time.Since(began).Seconds())
@@ -83,40 +85,23 @@ func (g *gate) enter(ctx context.Context, client string, l admission.Limits, tok
 	return r, nil
 }
 
-func (g *gate) arrive(now time.Time, client string, l admission.Limits, tokens int) (*admission.Request, error) {
+// with does something with the queue, which lets as many requests run as may by now.
+func (g *gate) with(do func(now time.Time)) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	now := time.Now()
 	g.queue.SetSlots(now, g.slots())
-	r, err := g.queue.Arrive(now, client, l, tokens)
-	g.metrics.queued.Set(float64(g.queue.Waiting()))
-	return r, err
-}
-
-// giveUp refuses a request that has waited long enough, unless it runs by now.
-func (g *gate) giveUp(r *admission.Request) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	_ = g.queue.GiveUp(time.Now(), r) // the request says it too
+	do(now)
 	g.metrics.queued.Set(float64(g.queue.Waiting()))
 }
 
 // leave lets the next request in. used is how many tokens the request cost, or unknown.
 func (g *gate) leave(r *admission.Request, used int) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	now := time.Now()
-	g.queue.SetSlots(now, g.slots())
-	g.queue.End(now, r, used)
-	g.metrics.queued.Set(float64(g.queue.Waiting()))
+	g.with(func(now time.Time) { g.queue.End(now, r, used) })
 }
 
 // resize lets as many requests run as may by now.
-func (g *gate) resize() {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.queue.SetSlots(time.Now(), g.slots())
-	g.metrics.queued.Set(float64(g.queue.Waiting()))
-}
+func (g *gate) resize() { g.with(func(time.Time) {}) }
 
 // counts is how many requests run and how many wait.
 func (g *gate) counts() (running, waiting int) {

@@ -17,6 +17,9 @@ const (
 	maxRest    = time.Minute // however long an instance that does not serve asks for
 	maxBusy    = time.Second // likewise, one that has too much to do: it says so of one request, or of one client
 	maxBackoff = time.Second // before one retry
+
+	// How long an instance may go on counting a request that has ended here: until then a 429 says nothing else.
+	settle = 20 * time.Millisecond
 )
 
 // allowance is a budget with its lock. That of retries is for those that an instance has had work with, or may have: a
@@ -64,9 +67,12 @@ func (p *pool) rests(t target, limit time.Duration, busy bool) {
 	defer p.mu.Unlock()
 	k, now, others := &p.known[t.index], time.Now(), 0
 	if busy {
-		limit, others = min(limit, maxBusy), k.load.running
+		limit, others = min(limit, maxBusy), k.load.running()
 		if t.kind.counts() {
 			others-- // the request itself still does
+		}
+		if others < p.limit(t.index) && t.picked.Sub(k.load.ended) < settle {
+			limit = min(limit, settle)
 		}
 	}
 	if now.Before(k.rested) {
@@ -109,7 +115,7 @@ func (c *call) nextChoice(ctx context.Context, params *json.RawMessage, first bo
 		rest, left := pool.rest(decode, c.failed), time.Until(c.started.Add(c.router.config.QueueTimeout))
 		switch {
 		case rest > 0 && rest <= left:
-			left = rest + admission.Backoff(0, c.router.config.Backoff, maxBackoff)
+			left = rest + admission.Backoff(0, min(rest, c.router.config.Backoff), maxBackoff)
 		case left <= 0 || !pool.full(decode, c.failed):
 			return route{}, false
 		}
@@ -120,13 +126,17 @@ func (c *call) nextChoice(ctx context.Context, params *json.RawMessage, first bo
 }
 
 // mayRetry reports whether another attempt may follow one that failed. An attempt that an instance has answered, or may
-// have worked on, is retried after a pause and within the budget of its role; the number of the retry begins with 0.
+// have worked on, is retried after a pause and within the budget of its role; the number of the retry begins with 0. One at
+// an instance that is busy is retried as long as a request may wait.
 func (c *call) mayRetry(ctx context.Context, at role, retry int) bool {
-	if !c.costly {
+	costly, busy := c.costly, c.busy
+	c.costly, c.busy = false, false
+	switch {
+	case busy:
+		return time.Since(c.started) < c.router.config.QueueTimeout
+	case !costly:
 		return true
-	}
-	c.costly = false
-	if !c.router.retries[at].allow() {
+	case !c.router.retries[at].allow():
 		c.router.metrics.exhausted.Inc()
 		return false
 	}

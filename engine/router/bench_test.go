@@ -7,6 +7,7 @@ import (
 	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -27,8 +28,9 @@ func cpuSeconds(b *testing.B) float64 {
 
 // BenchmarkRouter is the router's time beside that of httputil.ReverseProxy, for the same request to the same instance
 // that answers at once: requests take turns, so that both see the same machine. Without a prefill instance both do
-// the same; with one the router makes two requests.
+// the same; with one the router makes two requests. At the end it prints the rows of the table in docs/router.md.
 func BenchmarkRouter(b *testing.B) {
+	var rows strings.Builder
 	for _, size := range []int{1 << 10, 32 << 10} {
 		body := fmt.Sprintf(`{"model":"m","max_tokens":8,"messages":[{"role":"user","content":%q}]}`, strings.Repeat("some words ", size/11))
 		for _, tt := range []struct {
@@ -75,7 +77,9 @@ func BenchmarkRouter(b *testing.B) {
 				b.ReportMetric(middle(1), "µs-router")
 				b.ReportMetric(middle(1)/middle(0), "ratio")
 				b.ReportMetric(cpu[1]/cpu[0], "cpu-ratio") // with client and instance, on a machine that is busy
+				fmt.Fprintf(&rows, "| `%s` | %s | %d KiB | %.0f µs | %.0f µs | %.2f |\n", tt.policy, map[bool]string{true: "yes", false: "no"}[tt.prefill], size>>10, middle(0), middle(1), middle(1)/middle(0))
 			})
 		}
 	}
+	fmt.Fprint(os.Stdout, rows.String())
 }

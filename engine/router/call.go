@@ -47,6 +47,7 @@ type call struct {
 	fault   fault           // the worst of what happened on decode instances that gave no answer
 	cost    consumption     // of the answer
 	costly  bool            // an instance may have worked on the last attempt that failed
+	busy    bool            // the last instance that was asked has said when to come back
 }
 
 // answer is a whole answer of an instance.
@@ -99,7 +100,7 @@ func (c *call) run(ctx context.Context) outcome {
 		case result.refusal != nil:
 			last = result.refusal
 		}
-		if !result.unreached {
+		if !result.free {
 			attempts++
 		}
 		if used {
@@ -276,9 +277,9 @@ func (c *call) ask(ctx context.Context, p target, body []byte) (*answer, error) 
 
 // attempt is the result of one try at a decode instance: done, or a reason to try the next.
 type attempt struct {
-	done      outcome // not empty: the client has its answer
-	refusal   *answer // what the instance said, if it said anything
-	unreached bool    // it refused the connection, which costs no time, and is not asked again: this attempt does not count
+	done    outcome // not empty: the client has its answer
+	refusal *answer // what the instance said, if it said anything
+	free    bool    // this attempt does not count: it refused the connection, which costs no time, and is not asked again; or it is busy
 }
 
 // decode tries one decode instance. used reports whether it may have used up the ticket.
@@ -289,7 +290,7 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 	}
 	defer c.router.pool.released(d)
 	defer c.router.pool.done(d)
-	c.costly = false // whatever prefill instances did
+	c.costly, c.busy = false, false // whatever prefill instances did
 	c.router.pool.sent(d)
 	t := tie(ctx, d.life)
 	defer t.release()
@@ -298,7 +299,7 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 	resp, err := c.send(ctx, d, body)
 	if err != nil {
 		c.blame(ctx, d, t.why(err))
-		return attempt{unreached: unsent(err) && errors.Is(err, syscall.ECONNREFUSED)}, !unsent(err)
+		return attempt{free: unsent(err) && errors.Is(err, syscall.ECONNREFUSED)}, !unsent(err)
 	}
 	defer resp.Body.Close()
 	if retryable(resp.StatusCode) {
@@ -309,7 +310,7 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 		}
 		// 429 and 503 are said before a request reaches the engine.
 		early := resp.StatusCode == http.StatusTooManyRequests || resp.StatusCode == http.StatusServiceUnavailable
-		return attempt{refusal: refusal}, !early
+		return attempt{refusal: refusal, free: c.busy}, !early
 	}
 	x := exchange{call: c, tied: t, d: d, resp: resp, served: c.served(d, resp, params != nil)}
 	if kind, _, _ := mime.ParseMediaType(resp.Header.Get("Content-Type")); kind == "text/event-stream" {
@@ -378,13 +379,18 @@ func (c *call) blame(ctx context.Context, t target, err error) {
 	c.fail(t, err, false)
 }
 
-// refused takes note that an instance answered with a status that is no answer.
+// refused takes note that an instance answered with a status that is no answer. One that says when to come back is busy: it
+// has done nothing, and has not failed.
 func (c *call) refused(t target, status int, h http.Header) {
 	if limit := retryAfter(status, h, time.Now()); limit > 0 {
 		c.router.pool.rests(t, limit, status == http.StatusTooManyRequests)
+		c.router.pool.released(t)
 		if t.role == decode { // it may be asked again then; attempts at prefill instances have no other limit
 			delete(c.failed, t.index)
 		}
+		c.router.config.Log.Debug("instance is busy", "id", c.id, "instance", t.url.String(), "role", t.role.String(), "status", status, "pause", limit.String())
+		c.busy = true
+		return
 	}
 	c.costly = true
 	err := fmt.Errorf("status %d", status)

@@ -323,7 +323,9 @@ func (p *pool) take(l *policy.Leg, tried map[int]bool, what kind) target {
 	tried[i] = true
 	p.begins(i, what)
 	p.known[i].breaker.picked()
-	return target{index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l, kind: what}
+	return target{
+		index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l, kind: what, picked: time.Now(),
+	}
 }
 
 // sent takes note that a request goes to the instance.
@@ -383,9 +385,12 @@ func (p *pool) answered(t target, body []byte, timely bool) {
 // done takes note that the instance has nothing to do with the request any more.
 func (p *pool) done(t target) {
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	p.policy.Done(t.leg)
 	p.ended(t.index, t.kind)
+	p.mu.Unlock()
+	if t.role == prefill { // that of a decode instance is told when the request ends
+		p.changed()
+	}
 }
 
 // usage is what an answer says about its prompt.

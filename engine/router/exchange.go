@@ -16,14 +16,17 @@ import (
 type tied struct {
 	ctx   context.Context //nolint:containedctx // of one request, and the reason for this type
 	end   context.CancelCauseFunc
-	stop  func() bool
+	leave func() bool // unties it from the client
+	stop  func() bool // and from the instance's life
 	timer *time.Timer
 }
 
-func tie(ctx, life context.Context) *tied {
-	ctx, end := context.WithCancelCause(ctx)
-	stop := context.AfterFunc(life, func() { end(context.Cause(life)) })
-	return &tied{ctx: ctx, end: end, stop: stop}
+func tie(client, life context.Context) *tied {
+	ctx, end := context.WithCancelCause(context.WithoutCancel(client))
+	with := func(other context.Context) func() bool {
+		return context.AfterFunc(other, func() { end(context.Cause(other)) })
+	}
+	return &tied{ctx: ctx, end: end, leave: with(client), stop: with(life)}
 }
 
 // await bounds the instance's silence from now on.
@@ -49,6 +52,7 @@ func (t *tied) why(err error) error {
 
 func (t *tied) release() {
 	t.rest()
+	t.leave()
 	t.stop()
 	t.end(nil)
 }
@@ -208,9 +212,12 @@ func (x *exchange) stream() attempt {
 			tail = append(tail, buffer[max(0, n-maxTail):n]...)
 			tail = tail[max(0, len(tail)-maxTail):]
 		}
+		whole := bytes.HasSuffix(tail, []byte(lastEvent))
 		switch {
+		case err == nil && whole: // clients leave here; the instance counts the request until it has ended the body
+			x.tied.leave()
 		case err == nil:
-		case bytes.HasSuffix(tail, []byte(lastEvent)): // clients leave here, and may be faster than the instance's EOF
+		case whole:
 			x.router.pool.worked(x.d)
 			return attempt{done: x.served}
 		case !x.begun:

@@ -35,9 +35,16 @@ func kindOf(r *policy.Request) kind {
 // inFlight is how many requests run on one instance at once. An instance that does both parts has two places and one of
 // these.
 type inFlight struct {
-	running int
-	said    int // how many there may be, as its /health says; 0: it does not say
+	legs  [roles]int
+	both  bool      // it does both parts
+	said  int       // how many there may be, as its /health says; 0: it does not say
+	ended time.Time // when the last of them ended
 }
+
+// untilSaid is how many requests an instance gets at once whose /health has not been read yet.
+const untilSaid = 16
+
+func (f *inFlight) running() int { return f.legs[prefill] + f.legs[decode] }
 
 // parseLimit reads from a body of /health how many requests may run at once; 0: it does not say.
 func parseLimit(body []byte) int {
@@ -59,10 +66,18 @@ func (p *pool) limit(i int) int {
 	return min(said, p.mostEach)
 }
 
-// isFull reports whether as many requests run on the instance at a place as may. The caller holds mu.
+// isFull reports whether as many requests run on the instance at a place as may. An instance that does both parts computes no
+// prompt for another in its last slot: a request has a slot on its decode instance meanwhile, so that it would take both
+// instances, and another request neither. The caller holds mu.
 func (p *pool) isFull(i int) bool {
-	limit := p.limit(i)
-	return limit > 0 && p.known[i].load.running >= limit
+	limit, load := p.limit(i), p.known[i].load
+	if limit == 0 {
+		return false
+	}
+	if load.both && p.table.instances[i].role == prefill {
+		limit--
+	}
+	return load.running() >= limit
 }
 
 // full reports whether an instance of a role, of those that are not in tried, could serve if fewer requests ran there.
@@ -89,14 +104,14 @@ func (p *pool) room(most int) int {
 			continue
 		}
 		if !p.table.available(i) || !p.known[i].serves(now) {
-			sum += p.known[i].load.running
+			sum += p.known[i].load.legs[decode]
 			continue
 		}
 		limit := p.limit(i)
-		if limit == 0 || limit >= most {
+		if limit == 0 {
 			return most
 		}
-		sum, some = sum+limit, true
+		sum, some = sum+min(max(0, limit-p.known[i].load.legs[prefill]), most), true
 	}
 	if !some { // requests learn at once that there is none
 		return most
@@ -116,7 +131,7 @@ func (p *pool) saysLimit(i, limit int) {
 func (p *pool) begins(i int, what kind) {
 	p.known[i].users++
 	if what.counts() {
-		p.known[i].load.running++
+		p.known[i].load.legs[p.table.instances[i].role]++
 	}
 }
 
@@ -142,19 +157,19 @@ func (p *pool) ended(i int, what kind) {
 	if !what.counts() {
 		return
 	}
-	if p.isFull(i) {
-		defer p.wake()
-	}
-	p.known[i].load.running--
+	load := p.known[i].load
+	load.legs[p.table.instances[i].role]--
+	load.ended = time.Now()
+	p.wake()
 }
 
-// wake lets requests look again that wait for an instance that is not full. The caller holds mu.
+// wake lets requests look again that wait for an instance. The caller holds mu.
 func (p *pool) wake() {
 	close(p.freed)
 	p.freed = make(chan struct{})
 }
 
-// next is closed when an instance that was full has room again.
+// next is closed when an instance may have room again.
 func (p *pool) next() <-chan struct{} {
 	p.mu.Lock()
 	defer p.mu.Unlock()

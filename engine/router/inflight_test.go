@@ -3,6 +3,7 @@ package router
 import (
 	"context"
 	"fmt"
+	"math"
 	"net/http"
 	"net/url"
 	"sync"
@@ -135,7 +136,7 @@ func TestWhatCounts(t *testing.T) {
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		policy, _ = p.policy.Busy(0)
-		return p.known[0].load.running, policy
+		return p.known[0].load.running(), policy
 	}
 	query := asking(t, f.router, question9, "k")
 	helper := func() *url.URL { return p.blocks.helper(map[string]*feed{placeOf(p.urls[0]): {}}).url }
@@ -301,8 +302,11 @@ func TestRoom(t *testing.T) {
 	require.NoError(t, p.set(byFlag, []spec{
 		{role: decode, url: at(t, "http://a")}, {role: decode, url: at(t, "http://b")}, {role: prefill, url: at(t, "http://a")}, {role: prefill, url: at(t, "http://c")},
 	}))
-	require.Equal(t, 100, p.room(100), "none of them says anything")
+	require.Equal(t, 2*untilSaid, p.room(100), "none of them has been asked")
+	says(0, 0)
+	require.Equal(t, 100, p.room(100), "one says nothing")
 	says(0, 3)
+	says(1, math.MaxInt)
 	require.Equal(t, 100, p.room(100))
 	says(1, 5)
 	require.Equal(t, 8, p.room(100))

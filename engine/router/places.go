@@ -54,6 +54,7 @@ type word struct {
 // set makes the instances of a source those of a list: new ones get requests from now on, and those that no source
 // names any more get no new ones. If there would be too many, nothing changes.
 func (p *pool) set(by source, list []spec) error {
+	defer p.changed()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if n := p.after(by, list); n > maxInstances {
@@ -78,6 +79,7 @@ func (p *pool) set(by source, list []spec) error {
 		}
 		p.showUp(i)
 	}
+	p.wake()
 	return nil
 }
 
@@ -194,10 +196,11 @@ func (p *pool) add(s spec) int {
 		p.urls, p.lives, p.known = append(p.urls, nil), append(p.lives, life{}), append(p.known, registered{})
 	}
 	p.table.instances[i] = instance{role: s.role, group: s.group}
-	load := &inFlight{}
+	load := &inFlight{said: untilSaid}
 	for r := range roles {
 		if other := p.find(r, s.url); other >= 0 {
 			load = p.known[other].load
+			load.both = true
 		}
 	}
 	p.urls[i], p.lives[i], p.known[i] = s.url, newLife(), registered{load: load}
@@ -273,6 +276,7 @@ func (p *pool) vacate(i int) {
 	p.lives[i].end(nil)
 	who := identity{in.role, placeOf(p.urls[i])}
 	delete(p.places, who)
+	p.known[i].load.both = false
 	p.urls[i], p.known[i] = nil, registered{}
 	p.cooling[i] = who
 }

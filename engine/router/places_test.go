@@ -292,8 +292,10 @@ func TestPlacesProperty(t *testing.T) {
 					list = append(list, spec{role: decode, url: at(t, "http://"+name), drain: named[by]["http://"+name]})
 				}
 				require.NoError(t, p.set(by, list))
+				p.unlimited()
 			case 1:
 				if len(running) > 0 {
+					p.done(running[0])
 					p.leave([]int{running[0].index})
 					running = running[1:]
 				}

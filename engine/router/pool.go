@@ -30,6 +30,8 @@ type target struct {
 	life  context.Context //nolint:containedctx // ends when the instance is found hanging, for each attempt on it
 	leg   *policy.Leg     // what the policy counts
 	kind  kind
+
+	picked time.Time
 }
 
 // pool is the table with what it needs to be used from many goroutines: a lock, and a context for
@@ -41,7 +43,7 @@ type pool struct {
 	mu       sync.Mutex
 	table    table
 	mostEach int           // requests on one instance at once, unless it says less; 0: any number
-	freed    chan struct{} // closed and replaced when a full instance has room again
+	freed    chan struct{} // closed and replaced when an instance may have room again
 	policy   *policy.Policy
 	chosenBy policy.Config // what the policy was made of
 	lives    []life
@@ -60,7 +62,7 @@ type pool struct {
 	everPrefill bool  // there is a prefill instance, or was one
 
 	watching *watching // nil: Run does not run
-	reported func()    // called after each health check has been reported
+	changed  func()    // called without mu when the instances may take another number of requests together
 }
 
 type life struct {
@@ -76,7 +78,7 @@ func newLife() life {
 func newPool(list []spec, chooser *policy.Policy, log *slog.Logger, m *metrics) *pool {
 	p := &pool{
 		log: log, metrics: m, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{},
-		fresh: newFreshness(time.Now()), freed: make(chan struct{}), reported: func() {},
+		fresh: newFreshness(time.Now()), freed: make(chan struct{}), changed: func() {},
 	}
 	p.places, p.cooling = map[identity]int{}, gone{}
 	for _, s := range list {
@@ -189,6 +191,7 @@ func (p *pool) probedLocked(i int, result probe, why string) {
 	}
 	p.known[i].warned, p.known[i].refusal = nil, ""
 	p.showUp(i)
+	p.wake()
 	level, attrs := slog.LevelInfo, []any{"instance", p.urls[i].String(), "role", in.role.String(), "state", in.state.String()}
 	if in.state == down {
 		level, attrs = slog.LevelWarn, append(attrs, "err", why)
@@ -205,13 +208,14 @@ func (p *pool) showUp(i int) {
 
 // InstanceHealth is what /health says about one instance.
 type InstanceHealth struct {
-	URL     string `json:"url"`
-	Role    string `json:"role"`
-	State   string `json:"state"`                   // up, suspect, draining, loading, down
-	Group   string `json:"group,omitempty"`         // its replica
-	Limit   int    `json:"max_in_flight,omitempty"` // requests that may run there at once; 0: any number
-	Breaker string `json:"breaker,omitempty"`       // open: it is left out since it fails every request
-	Error   string `json:"error,omitempty"`         // what is wrong with it
+	URL      string `json:"url"`
+	Role     string `json:"role"`
+	State    string `json:"state"`                   // up, suspect, draining, loading, down
+	Group    string `json:"group,omitempty"`         // its replica
+	InFlight int    `json:"in_flight"`               // requests that this router runs there, of both roles
+	Limit    int    `json:"max_in_flight,omitempty"` // requests that may run there at once; 0: any number
+	Breaker  string `json:"breaker,omitempty"`       // open: it is left out since it fails every request
+	Error    string `json:"error,omitempty"`         // what is wrong with it
 }
 
 // poolHealth is what the pool knows of its instances.
@@ -237,11 +241,15 @@ func (p *pool) health() (h poolHealth) {
 		if in.left {
 			continue
 		}
-		one := InstanceHealth{URL: p.urls[i].String(), Role: in.role.String(), Group: in.group, State: in.state.String(), Limit: p.limit(i), Error: cmp.Or(p.known[i].unwell, p.known[i].refusal)}
-		if p.known[i].breaker.open() {
+		k := &p.known[i]
+		one := InstanceHealth{
+			URL: p.urls[i].String(), Role: in.role.String(), Group: in.group, State: in.state.String(),
+			InFlight: k.load.running(), Limit: p.limit(i), Error: cmp.Or(k.unwell, k.refusal),
+		}
+		if k.breaker.open() {
 			one.Breaker = "open"
 		}
-		if p.known[i].drains != 0 && in.state <= suspect {
+		if k.drains != 0 && in.state <= suspect {
 			one.State = draining.String()
 		}
 		h.instances = append(h.instances, one)
@@ -366,7 +374,7 @@ func unready(body []byte, header http.Header) checked {
 	case h.Status == "draining" || header.Get("Retry-After") != "":
 		return checked{result: leaving}
 	}
-	return checked{result: failing, why: "HTTP 503 at /health, without a word of draining"}
+	return checked{result: failing, why: "HTTP 503 at /health, which says neither that it is loading nor that it is draining"}
 }
 
 // When an instance is left out, and how long.

@@ -34,7 +34,7 @@ func TestReasonOfAState(t *testing.T) {
 		"404":         {serveInstance(t, code(404)).URL, "down", "HTTP 404 at /health", Config{}},
 		"401":         {serveInstance(t, code(401)).URL, "down", "HTTP 401 at /health: it needs --upstream-api-key-file", Config{OwnKeys: true}},
 		"no HTTP":     {serveInstance(t, reset("what?\r\n\r\n")).URL, "down", "malformed HTTP", Config{}},
-		"dead engine": {unready("", "").URL, "down", "HTTP 503 at /health, without a word of draining", Config{}}, // as vLLM says it
+		"dead engine": {unready("", "").URL, "down", "HTTP 503 at /health, which says neither that it is loading nor that it is draining", Config{}}, // as vLLM says it
 		"loading":     {unready(`{"status":"loading"}`, "1").URL, "loading", "", Config{}},
 		"draining":    {unready(`{"status":"draining"}`, "").URL, "draining", "", Config{}},
 		"comes back":  {unready("", "5").URL, "draining", "", Config{}},

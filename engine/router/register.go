@@ -124,6 +124,7 @@ func isHostPort(address string) bool {
 
 // register takes the registration of an instance.
 func (p *pool) register(part role, m *register.Message) (nonce string, err error) {
+	defer p.changed()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	nonce, err = p.fresh.check(freshKey(part, m.HTTP), m, time.Now())
@@ -153,6 +154,7 @@ func (p *pool) register(part role, m *register.Message) (nonce string, err error
 	}
 	k.kv, k.engine, k.seen = cmp.Or(m.KV, k.kv), m.Engine, time.Now()
 	p.moved(i)
+	p.wake()
 	return nonce, nil
 }
 
@@ -265,7 +267,7 @@ func (p *pool) unregistered(i int) {
 
 // admits reports whether the instance may get requests now, as its sources, itself and its breaker say. The caller holds mu.
 func (k *registered) admits(now time.Time) bool {
-	return k.serves(now) && (!now.Before(k.rested) || k.load.running < k.others)
+	return k.serves(now) && (!now.Before(k.rested) || k.load.running() < k.others)
 }
 
 // serves is admits without what the instance says itself: requests wait for one that asks to be left alone for a while.
@@ -290,7 +292,7 @@ func (p *pool) watchLocked(i int) {
 		c.watch(ctx, u, func(got checked) {
 			got.events = p.blocks.where(u, got.says)
 			p.report(ctx, i, got)
-			p.reported()
+			p.changed()
 		})
 	})
 }

@@ -168,7 +168,7 @@ func New(c Config) (*Router, error) {
 		mux:    http.NewServeMux(), asker: newAsker(c.QueryTimeout),
 		gate: &gate{patience: c.QueueTimeout, metrics: m, queue: admission.NewQueue(admission.Config{Slots: c.MaxInFlight, Waiting: c.MaxQueue})},
 	}
-	r.pool.mostEach, r.pool.reported = c.InstanceInFlight, r.gate.resize
+	r.pool.mostEach, r.pool.changed = c.InstanceInFlight, r.gate.resize
 	r.gate.slots = func() int { return r.pool.room(c.MaxInFlight) }
 	r.pool.chosenBy = policy.Config{Policy: c.Policy, Weights: c.Weights}
 	r.session.Store(&session)

@@ -56,7 +56,7 @@ type Config struct {
 	WriteTimeout time.Duration // for a client to take one piece of an answer; 30 s
 
 	// Known reports whether an Authorization header has one of the front's keys. Others learn from /health how
-	// the engine is, and nothing else. Nil: there are no keys.
+	// the engine is and how many requests it serves at once, and nothing else. Nil: there are no keys.
 	Known func(authorization string) bool
 
 	// CacheQueryRate is how many cache queries a second each API key may ask; 100. Below 0: none are answered.
@@ -437,16 +437,16 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 		engine.Health
 		KV         *kv  `json:"kv,omitempty"`
 		CacheQuery bool `json:"cache_query,omitempty"` // cache queries are answered
-
-		MaxInFlight int `json:"max_in_flight"` // requests beyond these get a 429
+		InFlight   int  `json:"in_flight"`             // requests that run, of any kind that counts for max_in_flight
 	}
 	h := s.config.Engine.Health()
 	answer := struct {
-		Status   string `json:"status"` // ok, degraded (connector not ready), draining
-		*details        // nil: for strangers
-	}{Status: "ok"}
+		Status      string `json:"status"`        // ok, degraded (connector not ready), draining
+		MaxInFlight int    `json:"max_in_flight"` // requests beyond these get a 429: routers without a key must know it, too
+		*details           // nil: for strangers
+	}{Status: "ok", MaxInFlight: cap(s.slots)}
 	if s.config.Known == nil || s.config.Known(r.Header.Get("Authorization")) {
-		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, MaxInFlight: cap(s.slots)}
+		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, InFlight: len(s.slots)}
 		if s.info.Fit.Role != "" {
 			answer.KV = &kv{s.info.Fit, s.config.Events}
 		}

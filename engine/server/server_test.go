@@ -166,7 +166,7 @@ func TestHealthSaysWhatFits(t *testing.T) {
 	require.Equal(t, e.fit, got.KV)
 }
 
-// Where there are API keys, whoever has none learns the status and nothing else.
+// Where there are API keys, whoever has none learns the status, and how many requests may run, and nothing else.
 func TestHealthForStrangers(t *testing.T) {
 	e := &fitting{fit: host.Fit{Role: "kv_producer", EngineID: "P1", TicketKey: "k"}}
 	f := serve(t, e, func(c *Config) { c.Known = func(authorization string) bool { return authorization == "Bearer k" } })
@@ -185,7 +185,7 @@ func TestHealthForStrangers(t *testing.T) {
 			require.Contains(t, string(body), `"model":"tiny"`)
 			continue
 		}
-		require.JSONEq(t, `{"status":"ok"}`, string(body), header)
+		require.JSONEq(t, `{"status":"ok","max_in_flight":256}`, string(body), header)
 	}
 }
 
@@ -374,6 +374,13 @@ func TestInFlightCap(t *testing.T) {
 	require.Equal(t, 429, resp.StatusCode)
 	require.Equal(t, "1", resp.Header.Get("Retry-After"))
 	require.Contains(t, body, `"type":"rate_limit_error"`)
+	health, err := http.Get(f.URL + "/health")
+	require.NoError(t, err)
+	defer health.Body.Close()
+	text, err := io.ReadAll(health.Body)
+	require.NoError(t, err)
+	require.Contains(t, string(text), `"in_flight":1`)
+	require.Contains(t, string(text), `"max_in_flight":1`)
 	e.gate <- struct{}{}
 	<-done
 }
@@ -422,7 +429,7 @@ func TestHealth(t *testing.T) {
 	}
 	code, body := get("/health")
 	require.Equal(t, 200, code)
-	require.JSONEq(t, `{"status":"ok","model":"tiny","cache_query":true,"max_in_flight":256,"running":1,"waiting":2,"blocks":{"free":3,"used":0,"pinned":0,"held":0},
+	require.JSONEq(t, `{"status":"ok","model":"tiny","cache_query":true,"max_in_flight":256,"in_flight":0,"running":1,"waiting":2,"blocks":{"free":3,"used":0,"pinned":0,"held":0},
 		"connector":{"connector":"X","state":"ready","trust":"","pid":7,"restarts":0,"since_ns":0,"pending":0,"loading":0,"held":0}}`, body)
 	e.health.Host.State = "restarting"
 	code, body = get("/health")

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -718,7 +720,8 @@ func TestForgetOnce(t *testing.T) {
 }
 
 // BenchmarkChoose is the decisions of one core at 64 instances, for prompts of 8k tokens (32 KiB of text): the text is
-// cut into pieces, a pair is chosen, and both legs run and end. Of the prompts three in four begin as one before.
+// cut into pieces, a pair is chosen, and both legs run and end. Of the prompts three in four begin as one before. At the end
+// it prints the rows of the table in docs/router.md.
 func BenchmarkChoose(b *testing.B) {
 	rng := rand.New(rand.NewPCG(1, 1))
 	texts := make([][]byte, 256)
@@ -731,6 +734,7 @@ func BenchmarkChoose(b *testing.B) {
 			copy(texts[i], texts[i-i%4][:24<<10])
 		}
 	}
+	var rows strings.Builder
 	for _, name := range Names() {
 		b.Run(name, func(b *testing.B) {
 			p := made(b, Config{Policy: name}, 32, 32)
@@ -753,9 +757,12 @@ func BenchmarkChoose(b *testing.B) {
 				p.Answered(c.Decode, now.Add(40*time.Millisecond), Usage{})
 				end(p, c)
 			}
-			b.ReportMetric(float64(i)/(cpuSeconds(b)-before), "decisions/cpu-s")
+			rate := float64(i) / (cpuSeconds(b) - before)
+			b.ReportMetric(rate, "decisions/cpu-s")
+			fmt.Fprintf(&rows, "| `%s` | %.0f |\n", name, rate)
 		})
 	}
+	fmt.Fprint(os.Stdout, rows.String())
 }
 
 // cpuSeconds is what the process has used of its cores: other processes of the machine do not count.
