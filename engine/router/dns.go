@@ -165,6 +165,10 @@ func (l *lookups) run(ctx context.Context) {
 			continue
 		case <-l.changed:
 		case <-timer.C:
+			select {
+			case <-l.changed: // this look is for those names, too
+			default:
+			}
 		}
 		l.begin(ctx, &tasks)
 		l.tell() // names that are not given any more
