@@ -12,6 +12,7 @@ import (
 	"mime"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -514,10 +515,17 @@ func (f fields) several() bool {
 	return len(list) == 2 && isPrompt(list[0])
 }
 
+// encode is the request's body. Values are as they were read: encoding/json would read every byte of a prompt again.
 func (f fields) encode() []byte {
-	// Strings and raw messages that were decoded before cannot fail to encode.
-	data, _ := json.Marshal(f)
-	return data
+	data := []byte{'{'}
+	for i, name := range slices.Sorted(maps.Keys(f)) {
+		if i > 0 {
+			data = append(data, ',')
+		}
+		key, _ := json.Marshal(name) // a string cannot fail to encode
+		data = append(append(append(data, key...), ':'), f[name]...)
+	}
+	return append(data, '}')
 }
 
 // transferParams takes kv_transfer_params out of a prefill instance's answer; nil if it kept nothing.

@@ -486,8 +486,6 @@ func FuzzParse(f *testing.F) {
 		plain, err := parse(body.forDecode(nil).encode())
 		require.NoError(t, err)
 		require.NotContains(t, plain, "kv_transfer_params", "never the client's")
-		for name := range body.forDecode(nil) {
-			require.Contains(t, body, name)
-		}
+		require.Equal(t, body.forDecode(nil), plain, "every other value is as it was read")
 	})
 }
