@@ -27,10 +27,12 @@ VLLM_DIR  ?= .deps/vllm
 PART      ?= 1/1
 
 # What takes longest begins first, beside everything else.
-LONGEST   := ./verify/acceptance ./plugins/nixl ./plugins/multi ./plugins/p2p ./conformance/mutants
+LONGEST   := ./verify/acceptance ./plugins/nixl ./plugins/multi ./plugins/p2p ./conformance/mutants ./verify/simulate
 # What has no goroutines of ours that share memory, or only those that other packages' tests start too: tests that
 # run processes, read files, or play everything in one goroutine.
 UNRACED   := ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance/... ./internal/archtest ./verify/names/... ./verify/simulate ./plugins/...
+# What make test leaves out, since it takes long: debuggers' symbols in its binaries, and go vet, which make lint runs.
+LEAN      := -vet=off -ldflags='-s -w'
 # The packages whose tests need failpoints.
 FAULTED   := ./internal/fault ./verify/faultsuite
 
@@ -63,8 +65,8 @@ demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAM
 
 test: deps build ## every test, short counts (at most 20 minutes on 2 cores)
 	@$(MAKE) --no-print-directory pytest
-	$(GO) test -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) ./...
-	$(GO) test -tags kvport_fault -v -timeout 20m $(FAULTED)
+	$(GO) test $(LEAN) -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) ./...
+	$(GO) test $(LEAN) -tags kvport_fault -v -timeout 20m $(FAULTED)
 
 pytest: pylint ## the tests of python/, without vLLM; needs make deps build
 	cd python && $(PY)/python -m pytest
