@@ -20,9 +20,7 @@ const (
 
 // counts reports whether it counts among the requests that run on the instance: if it is one of max_in_flight there, as kvport
 // serve counts them. The others, and health checks, are answered however many requests run.
-func (k kind) counts() bool {
-	return map[kind]bool{generation: true, cacheQuery: true, tokenizing: true, listing: false}[k]
-}
+func (k kind) counts() bool { return k != listing }
 
 // kindOf is what a choice is for.
 func kindOf(r *policy.Request) kind {

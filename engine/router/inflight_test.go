@@ -122,14 +122,20 @@ func TestLimitOfEachInstance(t *testing.T) {
 
 // What the engine itself counts as running there counts, and nothing else does: see kind.
 func TestWhatCounts(t *testing.T) {
-	entered, goOn := make(chan string), make(chan struct{})
+	entered, goOn, failed := make(chan string), make(chan struct{}), make(chan struct{})
 	s := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
-		entered <- r.URL.Path
-		<-goOn
+		select {
+		case entered <- r.URL.Path:
+			<-goOn
+		case <-failed:
+		}
 		whole200(w, r)
 	})
 	f := serveRouter(t, Config{Decode: urls(s), InstanceInFlight: 1, QueryTimeout: time.Minute})
-	t.Cleanup(func() { close(goOn) })
+	t.Cleanup(func() { // before router and instance close, which wait for their requests
+		close(failed)
+		close(goOn)
+	})
 	p := f.router.pool
 	p.blocks.tokens.limit = time.Minute
 	counted := func() (n int, policy int) {
