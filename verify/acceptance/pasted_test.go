@@ -66,7 +66,7 @@ func TestPastedConfigs(t *testing.T) {
 				return
 			}
 			require.NoError(t, err)
-			t.Cleanup(func() { require.NoError(t, p.KillAll()) })
+			t.Cleanup(func() { rig.KillAll(t, p) })
 			var client cluster.Client
 			c, err := client.Complete(t.Context(), p.URL, cluster.Request{Prompt: strings.Repeat("as pasted ", 20), MaxTokens: 4, IgnoreEOS: true})
 			require.NoError(t, err)

@@ -120,18 +120,6 @@ func (p *Process) Kill() {
 	<-p.done
 }
 
-// KillAll is Kill, and waits until the plugins of the process are gone, too: until then they write to their folders.
-func (p *Process) KillAll() error {
-	plugins := Plugins(p.PID())
-	p.Kill()
-	for end := time.Now().Add(logTimeout); slices.ContainsFunc(plugins, Alive); <-time.After(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			return fmt.Errorf("%s is killed, and its plugins %v live on", p.Name, plugins)
-		}
-	}
-	return nil
-}
-
 // Stop asks the process to drain and waits until it is gone, or kills it when ctx ends. The error
 // says how it ended if not with exit code 0.
 func (p *Process) Stop(ctx context.Context) error {

@@ -12,6 +12,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -140,9 +141,18 @@ func (r *Rig) Start(name string, args ...string) *cluster.Process {
 		if r.Failed() {
 			r.Logf("last output of %s:\n%s", name, p.Logs())
 		}
-		require.NoError(r, p.KillAll())
+		KillAll(r.T, p)
 	})
 	return p
+}
+
+// KillAll kills an engine, and waits until its plugins are gone, too: until then they write to their folders.
+func KillAll(t *testing.T, p *cluster.Process) {
+	t.Helper()
+	plugins := cluster.Plugins(p.PID())
+	p.Kill()
+	gone := func() bool { return !slices.ContainsFunc(plugins, cluster.Alive) }
+	require.Eventually(t, gone, time.Minute, time.Millisecond, "plugins %v outlive %s", plugins, p.Name)
 }
 
 // Stop ends a process with SIGTERM.
