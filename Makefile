@@ -63,7 +63,7 @@ wheel-test: deps wheel ## install it into a fresh environment and use it
 demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAME and DEMO_ARGS='...' are passed on
 	@$(GO) run ./examples/demo $(if $(CONNECTOR),--connector $(CONNECTOR)) $(DEMO_ARGS)
 
-test: deps build ## every test, short counts (at most 20 minutes on 2 cores)
+test: deps build ## every test, short counts (16 to 23 minutes on 2 cores)
 	@$(MAKE) --no-print-directory pytest
 	$(GO) test $(LEAN) -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) ./...
 	$(GO) test $(LEAN) -tags kvport_fault -v -timeout 20m $(FAULTED)
