@@ -138,7 +138,7 @@ func TestHolds(t *testing.T) {
 // TestLeases: a hold that the connector renews stays, to the longest that any may; the connector learns
 // which holds are over.
 func TestLeases(t *testing.T) {
-	r := newRig(t, rigOptions{extra: map[string]any{"fault": "lease"}, settings: map[string]any{"deadlines": map[string]any{"hold": "4s", "hold_max": "7s"}}})
+	r := newRig(t, rigOptions{extra: map[string]any{"fault": "lease", "lease_ms": 4000}, settings: map[string]any{"deadlines": map[string]any{"hold": "4s", "hold_max": "7s"}}})
 	ks := keys(1, 2)
 	began := time.Now()
 	require.True(t, r.end("kept", 40, true, blocksOf(ks, 0)...).Held)

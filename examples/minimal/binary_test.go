@@ -18,12 +18,6 @@ func TestOverTheWire(t *testing.T) {
 	conformance.Run(t, conformance.Wire(plugin(), testConfig(t)))
 }
 
-func TestBinary(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "kvport-minimal")
-	build(t, ".", path)
-	conformance.Run(t, conformance.Binary(path, testConfig(t)))
-}
-
 // A connector lives in a module of its own, as a stranger's would: nothing it needs is internal.
 // Everything is resolved from this checkout and the module cache, so no network is needed.
 func TestModuleOfItsOwn(t *testing.T) {

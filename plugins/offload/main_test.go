@@ -2,7 +2,6 @@ package main
 
 import (
 	"encoding/json"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"testing"
@@ -18,12 +17,6 @@ func binaryPath(t *testing.T) string {
 	output, err := exec.Command("go", "build", "-buildvcs=false", "-ldflags", "-X main.version=1.2.3", "-o", path, ".").CombinedOutput()
 	require.NoError(t, err, "%s", output)
 	return path
-}
-
-func TestBinary(t *testing.T) {
-	config, err := os.ReadFile("conform.json")
-	require.NoError(t, err)
-	conformance.Run(t, conformance.Binary(binaryPath(t), config), conformance.Store, conformance.Lifecycle, conformance.MultiRank, conformance.Groups, conformance.Offload)
 }
 
 // A memory tier that is counted in blocks survives the plugin's death too.

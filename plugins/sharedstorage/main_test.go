@@ -2,14 +2,11 @@ package main
 
 import (
 	"encoding/json"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
-
-	"github.com/kvport/kvport/conformance"
 )
 
 func binaryPath(t *testing.T) string {
@@ -18,12 +15,6 @@ func binaryPath(t *testing.T) string {
 	output, err := exec.Command("go", "build", "-buildvcs=false", "-ldflags", "-X main.version=1.2.3", "-o", path, ".").CombinedOutput()
 	require.NoError(t, err, "%s", output)
 	return path
-}
-
-func TestBinary(t *testing.T) {
-	config, err := os.ReadFile("conform.json")
-	require.NoError(t, err)
-	conformance.Run(t, conformance.Binary(binaryPath(t), config))
 }
 
 func TestManifest(t *testing.T) {
