@@ -8,7 +8,9 @@ GO        ?= go
 PYTHON    ?= python3
 TOOL      := $(GO) tool -modfile=tools/go.mod
 VERSION   ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
-BUILD     := $(GO) build -trimpath -buildvcs=false -ldflags '-X main.version=$(VERSION)'
+BUILD     := $(GO) build -ldflags '-X main.version=$(VERSION)'
+# Everything is compiled alike, so that tests, and what they build, find in the cache what make build has compiled.
+export GOFLAGS := $(strip -trimpath -buildvcs=false $(GOFLAGS))
 # What protocol v1 was when it was last generated: messages may only grow from there.
 GOLDEN    := proto/kvport/v1/v1.binpb
 PLUGINS   := $(patsubst plugins/%/,%,$(sort $(wildcard plugins/*/)))
@@ -39,7 +41,7 @@ FAULTED   := ./internal/fault ./verify/faultsuite
 .DEFAULT_GOAL := help
 PY        := $(CURDIR)/.deps/venv/bin
 
-.PHONY: deps build wheel wheel-test demo test pytest pylint native-test native-abi native-abi-gpu native-asan soak soak-sample race fuzz conform bench lint vllm-test generate clean help
+.PHONY: deps build wheel wheel-test demo test test-faults pytest pylint native-test native-abi native-abi-gpu native-asan soak soak-sample race fuzz conform bench lint vllm-test generate clean help
 
 deps: ## fetch the demo model (93 MB), a Valkey server (2 MB), NIXL (69 MB) and Python packages (62 MB) of tests, all pinned by hash, and the Go modules
 	@$(PYTHON) scripts/deps.py
@@ -63,10 +65,11 @@ wheel-test: deps wheel ## install it into a fresh environment and use it
 demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAME and DEMO_ARGS='...' are passed on
 	@$(GO) run ./examples/demo $(if $(CONNECTOR),--connector $(CONNECTOR)) $(DEMO_ARGS)
 
-test: deps build ## every test, short counts (16 to 23 minutes on 2 cores)
-	@$(MAKE) --no-print-directory pytest
-	$(GO) test $(LEAN) -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) ./...
-	$(GO) test $(LEAN) -tags kvport_fault -v -timeout 20m $(FAULTED)
+test: deps build ## every test, short counts; what runs beside the Go tests is printed after them (16 to 23 minutes on 2 cores)
+	@scripts/test.sh $(GO) test $(LEAN) -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) ./...
+
+test-faults:
+	$(GO) test $(LEAN) -tags kvport_fault -v -timeout $(TEST_LIMIT) $(FAULTED)
 
 pytest: pylint ## the tests of python/, without vLLM; needs make deps build
 	cd python && $(PY)/python -m pytest

@@ -60,7 +60,7 @@ func statFaults() []fault {
 		}},
 		{"shows numbers when it has nothing else to do", "stat-soon", onSchedule(func(b *badScheduler) {
 			b.stats = func(ctx context.Context) ([]connector.Stat, error) {
-				time.Sleep(5 * time.Second) //nolint:forbidigo // to be slow is its fault
+				time.Sleep(12 * time.Second) //nolint:forbidigo // to be slow is its fault
 				return b.scheduler.Stats(ctx)
 			}
 		})},

@@ -22,8 +22,8 @@ import (
 
 var (
 	flagSeed  = flag.Uint64("seed", 1, "seed of the conversations in TestHitRatioIsThePolicys")
-	flagAsked = flag.Int("requests", 800, "requests of those conversations, more if that is too few for the working set")
-	flagTurns = flag.Int("turns", 0, "turns of TestManyTurns; 0: 14, or 40 with KVPORT_SOAK=1")
+	flagAsked = flag.Int("requests", 0, "requests of those conversations, more if that is too few for the working set; 0: 400, or 800 with KVPORT_SOAK=1")
+	flagTurns = flag.Int("turns", 0, "turns of TestManyTurns; 0: 9, or 40 with KVPORT_SOAK=1")
 )
 
 // binaries builds kvport and the plugin, and gives kvport's path.
@@ -133,7 +133,15 @@ func settled(t *testing.T, client *cluster.Client, p *cluster.Process) {
 func TestHitRatioIsThePolicys(t *testing.T) {
 	const device, memory = 64, 320
 	kvport := binaries(t)
-	turns, working := talk(*flagSeed, 48, 20*device, *flagAsked)
+	asked := *flagAsked
+	switch {
+	case asked > 0:
+	case os.Getenv("KVPORT_SOAK") != "":
+		asked = 800
+	default:
+		asked = 400
+	}
+	turns, working := talk(*flagSeed, 48, 20*device, asked)
 	for _, policy := range []string{tier.LRU, tier.ARC, tier.S3FIFO} {
 		p := serve(t, kvport, "sim", fmt.Sprintf(`{"num_cpu_blocks":%d,"eviction_policy":%q}`, memory, policy), "--num-blocks", fmt.Sprint(device), "--max-model-len", fmt.Sprint(device*16))
 		index, err := tier.NewIndex(memory, policy)
@@ -195,7 +203,7 @@ func TestManyTurns(t *testing.T) {
 	model, err := filepath.Abs("../../.deps/model/SmolLM2-135M-Instruct.Q4_1.gguf")
 	require.NoError(t, err)
 	require.FileExists(t, model, "run make deps first")
-	turns := 14
+	turns := 9
 	if os.Getenv("KVPORT_SOAK") != "" {
 		turns = 40
 	}

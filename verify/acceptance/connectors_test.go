@@ -108,7 +108,7 @@ func (s *connectorScene) apart() {
 
 func (s *connectorScene) engine(name, role string) *cluster.Process {
 	config := s.f.config(role, name, s.f.extra(s.T, s.b, role), `"deadlines":{"handshake":"30s"}`)
-	return s.Serve(name, config, "--enable-prefix-caching=false")
+	return s.Serve(name, config, "--enable-prefix-caching=false", "--num-blocks", "96") // the prompts of one direction are far shorter
 }
 
 func (s *connectorScene) same(url, what string) {

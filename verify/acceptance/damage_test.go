@@ -122,7 +122,7 @@ func damage(r *rig.Rig, rng *rand.Rand, path, otherPath string, kinds map[string
 // blocks are stored again.
 func TestDirectoryDeleted(t *testing.T) {
 	r := rig.New(t)
-	prompts := rig.Texts(t, *rig.Seed+5000, 6, 600, 900)
+	prompts := rig.Texts(t, *rig.Seed+5000, rig.Count(t, "prompts", *rig.Prompts, 3, 6), 600, 900)
 	want := rig.Single.Answers(r, prompts)
 	node := r.Serve("both", r.Config("kv_both", "", ""), "--enable-prefix-caching=false")
 	rig.Same(t, "before", want, r.All(node.URL, prompts, 2))
@@ -138,7 +138,7 @@ func TestDirectoryDeleted(t *testing.T) {
 // TestReadOnlyStore: an engine that may not write loads what is there and leaves the rest.
 func TestReadOnlyStore(t *testing.T) {
 	r := rig.New(t)
-	prompts := rig.Texts(t, *rig.Seed+6000, 6, 600, 900)
+	prompts := rig.Texts(t, *rig.Seed+6000, rig.Count(t, "prompts", *rig.Prompts, 4, 6), 600, 900)
 	want := rig.Single.Answers(r, prompts)
 	p := r.Serve("prefill", r.Config("kv_producer", "", ""))
 	r.All(p.URL, prompts[:3], 1)

@@ -17,7 +17,7 @@ import (
 // TestEqualTokens: the same prompts give the same tokens whatever the engine's options, wherever the
 // prompt was computed, and whatever happens to the plugin.
 func TestEqualTokens(t *testing.T) {
-	prompts := rig.Texts(t, *rig.Seed, rig.Count(t, "prompts", *rig.Prompts, 4, 16), 400, 2400)
+	prompts := rig.Texts(t, *rig.Seed, rig.Count(t, "prompts", *rig.Prompts, 3, 16), 400, 2400)
 	want := rig.Single.Answers(rig.NewLong(t), prompts)
 
 	t.Run("chunk 64, block 32", func(t *testing.T) {

@@ -166,7 +166,7 @@ func (p *plantedTree) run(name string, args ...string) string {
 		cmd.Path = filepath.Join(p.dir, name)
 	}
 	cmd.Dir = p.dir
-	cmd.Env = append(os.Environ(), "GOFLAGS=-trimpath -buildvcs=false -vet=off", "PLUGINS=planted", "EXAMPLES=")
+	cmd.Env = append(os.Environ(), "GOFLAGS=-trimpath -buildvcs=false -vet=off -ldflags=-w", "PLUGINS=planted", "EXAMPLES=")
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out
 	require.NoError(p, cmd.Run(), "%s %s:\n%s", name, strings.Join(args, " "), &out)

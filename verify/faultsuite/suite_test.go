@@ -238,7 +238,7 @@ func clean(t *testing.T, trust, kind string) map[string]int {
 func soak() bool { return os.Getenv("KVPORT_SOAK") != "" }
 
 // TestKillAtEveryPoint kills the process that reaches a failpoint for the k-th time, for every point:
-// k is 1, 2 and the last (in the engine 1 and the last), and in soak every hit of a clean run.
+// k is 1 and the last, and in soak every hit of a clean run.
 func TestKillAtEveryPoint(t *testing.T) {
 	levels := []string{"staged"}
 	if soak() {
@@ -252,7 +252,7 @@ func TestKillAtEveryPoint(t *testing.T) {
 			if trust == "staged" && name != "store.put.discard" {
 				require.Positive(t, n, "point %s is not hit in a clean run", name)
 			}
-			for _, k := range kills(name, n) {
+			for _, k := range kills(n) {
 				list = append(list, &trial{orders: fmt.Sprintf("%s:%d:kill", name, k), trust: trust})
 			}
 		}
@@ -263,7 +263,7 @@ func TestKillAtEveryPoint(t *testing.T) {
 }
 
 // kills are the hits at which a point is struck.
-func kills(name string, hits int) []int {
+func kills(hits int) []int {
 	if soak() {
 		out := make([]int, hits)
 		for i := range out {
@@ -271,16 +271,10 @@ func kills(name string, hits int) []int {
 		}
 		return out
 	}
-	out, some := []int{}, []int{1, 2, hits}
-	if strings.HasPrefix(name, "host.") {
-		some = []int{1, hits} // each is two runs
+	if hits < 2 {
+		return slices.Repeat([]int{1}, hits)
 	}
-	for _, k := range some {
-		if k > 0 && k <= hits && !slices.Contains(out, k) {
-			out = append(out, k)
-		}
-	}
-	return out
+	return []int{1, hits}
 }
 
 // TestErrorAtEveryPoint makes every point that can fail return an error at its first hit, and those
