@@ -29,10 +29,11 @@ func plugin(t *testing.T) string {
 	return path
 }
 
+// TestConformance runs the cases that every store has; make conform runs all that fixture.json names.
 func TestConformance(t *testing.T) {
 	config, err := os.ReadFile("conform.json")
 	require.NoError(t, err)
-	conformance.Run(t, conformance.Binary(plugin(t), config))
+	conformance.Run(t, conformance.Binary(plugin(t), config), conformance.Store)
 }
 
 // What the commands of the documentation say when the plugin is run by hand.

@@ -28,7 +28,8 @@ var (
 	flagMultiKills     = flag.Int("multikills", 0, "kills and stops of MultiConnector's children on sim; default 4, in soak 100")
 	flagMultiRealKills = flag.Int("multirealkills", 0, "the same on the real model; default 1, in soak 10")
 	flagOrders         = flag.Int("orders", 0, "orders of three children on the real model; default 1, in soak all 6")
-	flagSimOrders      = flag.Int("simorders", 0, "the same on sim; default 2, in soak all 6")
+	flagSimOrders      = flag.Int("simorders", 0, "the same on sim; default 1, in soak all 6")
+	flagMovers         = flag.Int("movers", 0, "P2P children that TestMultiPeer runs on the real model, too; default 1, in soak all")
 )
 
 // child is a child of a MultiConnector, and what a test expects of it.
@@ -124,7 +125,7 @@ type trio struct {
 // apart and on one engine that saves and loads; blocks come from the first child that has them.
 func TestMultiOrders(t *testing.T) {
 	orders := min(6, rig.Count(t, "orders", *flagOrders, 1, 6))
-	simOrders := min(6, rig.Count(t, "simorders", *flagSimOrders, 2, 6))
+	simOrders := min(6, rig.Count(t, "simorders", *flagSimOrders, 1, 6))
 	_, relay := rig.RemoteServer(t)
 	for i, three := range []trio{{name: "stores"}, {name: "peers"}, {name: "holder", full: true}} {
 		three.server = relay.Address()
@@ -235,8 +236,9 @@ func loadsOnlyFrom(r *rig.Rig, p *cluster.Process, listed []child) {
 // that offloads them: the first request of a prompt is fetched from the producer, and the producer
 // itself loads the second from its own memory.
 func TestMultiPeer(t *testing.T) {
-	for _, mover := range rig.Movers(t) {
-		for _, m := range []string{"sim", rig.Model(t)} {
+	onReal := rig.Count(t, "movers", *flagMovers, 1, len(rig.Movers(t))) // the others run on sim alone
+	for i, mover := range rig.Movers(t) {
+		for _, m := range []string{"sim", rig.Model(t)}[:min(2, 1+max(0, onReal-i))] {
 			t.Run(mover.Connector+"/"+filepath.Base(m), func(t *testing.T) { testMultiPeer(rig.New(t), mover, m) })
 		}
 	}

@@ -124,7 +124,7 @@ func (s *connectorScene) loaded(e *cluster.Process) int {
 // keyed digests, and on one engine that saves and loads. The tokens are those of a single node.
 func TestRemoteConnectors(t *testing.T) {
 	r := rig.New(t)
-	prompts := rig.Texts(t, *rig.Seed+8800, rig.Count(t, "prompts", *rig.Prompts, 2, 6), 300, 1200)
+	prompts := rig.Texts(t, *rig.Seed+8800, rig.Count(t, "prompts", *rig.Prompts, 1, 6), 300, 1200)
 	node := r.Serve("single", "")
 	want := r.All(node.URL, prompts, 1)
 	r.Stop(node)
