@@ -147,6 +147,7 @@ func (p *pool) asks(i int, u *url.URL, what kind) (over func()) {
 		p.ended(i, what)
 		p.mu.Unlock()
 		p.leave([]int{i})
+		p.changed() // on an instance that does both parts it may have had the place of a request that waits in the queue
 	}
 }
 
