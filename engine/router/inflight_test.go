@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/engine/router/admission"
+	"github.com/kvport/kvport/engine/router/policy"
 )
 
 // limited is an instance that says how many requests it serves at once, and refuses those beyond.
@@ -109,8 +110,7 @@ func TestLimitOfEachInstance(t *testing.T) {
 
 	l := serveLimited(t, 1)
 	f = routeLimited(t, Config{InstanceInFlight: 5, QueueTimeout: notSoon}, l)
-	first, second := ask(t.Context(), f.URL, ""), ask(t.Context(), f.URL, "")
-	f.awaitWaiting(t, 1)
+	first, second := f.oneRunsOneWaits(t, t.Context())
 	resp, err := http.Get(f.URL + "/v1/models")
 	require.NoError(t, err)
 	require.NoError(t, resp.Body.Close())
@@ -339,11 +339,11 @@ func TestRoom(t *testing.T) {
 	require.False(t, p.full(prefill, map[int]bool{2: true}), "the other one says nothing")
 	p.probed(1, leaving)
 	require.Equal(t, 3+5, p.room(100), "its requests go on")
-	freed := p.next()
+	w := p.line(&policy.Request{}, map[int]bool{})
 	for _, d := range picked {
 		p.done(d)
 	}
-	<-freed
+	<-w.woken
 	require.Equal(t, 3, p.room(100))
 	p.probed(0, refused)
 	require.Equal(t, 100, p.room(100))

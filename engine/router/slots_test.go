@@ -52,10 +52,7 @@ func TestEndBelowTheLimitWakes(t *testing.T) {
 func TestNewInstanceServesTheQueue(t *testing.T) {
 	full, goOn := waitsFor(t)
 	f := serveRouter(t, Config{Decode: urls(full), InstanceInFlight: 1, MaxQueue: 1, QueueTimeout: notSoon})
-	first := ask(t.Context(), f.URL, "")
-	require.Eventually(t, func() bool { return len(full.requests()) == 1 }, waitLimit, waitTick)
-	second := ask(t.Context(), f.URL, "")
-	f.awaitWaiting(t, 1)
+	first, second := f.oneRunsOneWaits(t, t.Context())
 	require.NoError(t, f.router.SetInstances([]Instance{{URL: serveInstance(t, tokens).URL, Role: "decode"}}))
 	require.Equal(t, 200, (<-second).StatusCode)
 	close(goOn)
@@ -281,22 +278,27 @@ func TestBusyForTooLong(t *testing.T) {
 
 // A 429 right after a request has ended says only that the instance has not counted that end yet.
 func TestComeBackAtOnce(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		r, err := New(Config{Decode: []string{"http://a:1"}, InstanceInFlight: 2, Transport: inTurn(saidStatus(200, ""), saidStatus(429, "1"))})
-		require.NoError(t, err)
-		defer r.Close()
-		got, _ := serveOnce(t, r)
-		require.Equal(t, 200, got)
-		got, took := serveOnce(t, r)
-		require.Equal(t, 200, got)
-		require.Less(t, took, 4*settle)
+	for _, most := range []int{0, 2} { // 0: the instance has no limit that is known
+		synctest.Test(t, func(t *testing.T) {
+			r, err := New(Config{Decode: []string{"http://a:1"}, InstanceInFlight: most, Transport: inTurn(saidStatus(200, ""), saidStatus(429, "1"))})
+			require.NoError(t, err)
+			defer r.Close()
+			if most == 0 {
+				r.pool.unlimited()
+			}
+			got, _ := serveOnce(t, r)
+			require.Equal(t, 200, got)
+			got, took := serveOnce(t, r)
+			require.Equal(t, 200, got)
+			require.Less(t, took, 4*settle)
 
-		<-time.After(time.Minute) // of synctest
-		r.client.Transport = inTurn(saidStatus(429, "1"))
-		got, took = serveOnce(t, r)
-		require.Equal(t, 200, got)
-		require.GreaterOrEqual(t, took, time.Second, "nothing has ended there for long")
-	})
+			<-time.After(time.Minute) // of synctest
+			r.client.Transport = inTurn(saidStatus(429, "1"))
+			got, took = serveOnce(t, r)
+			require.Equal(t, 200, got)
+			require.GreaterOrEqual(t, took, time.Second, "nothing has ended there for long")
+		})
+	}
 }
 
 // An instance counts a request until it has ended the body of its answer, which may be after the client has left with [DONE].
