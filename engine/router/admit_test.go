@@ -67,14 +67,21 @@ func (f *front) awaitWaiting(t *testing.T, n int) {
 	require.Eventually(t, func() bool { return f.waiting() == n }, waitLimit, waitTick)
 }
 
+// oneRunsOneWaits sends a request, which comes to run on the first instance, and then one of ctx, which comes to wait in the queue.
+func (f *front) oneRunsOneWaits(t *testing.T, ctx context.Context) (runs, waits <-chan *http.Response) {
+	t.Helper()
+	runs = ask(t.Context(), f.URL, "")
+	require.Eventually(t, func() bool { return f.router.pool.health().instances[0].InFlight == 1 }, waitLimit, waitTick)
+	waits = ask(ctx, f.URL, "")
+	f.awaitWaiting(t, 1)
+	return runs, waits
+}
+
 // A request waits for a slot in the queue, and is served when there is one.
 func TestQueuedRequestIsServed(t *testing.T) {
 	d, goOn := waitsFor(t)
 	f := serveRouter(t, Config{Decode: urls(d), MaxInFlight: 1, MaxQueue: 1, QueueTimeout: notSoon})
-	first := ask(t.Context(), f.URL, "")
-	require.Eventually(t, func() bool { return len(d.requests()) == 1 }, waitLimit, waitTick)
-	second := ask(t.Context(), f.URL, "")
-	f.awaitWaiting(t, 1)
+	first, second := f.oneRunsOneWaits(t, t.Context())
 	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.queued))
 	resp, text := post(t, f.URL+"/v1/completions", doc)
 	require.Equal(t, 429, resp.StatusCode)
@@ -90,11 +97,8 @@ func TestQueuedRequestIsServed(t *testing.T) {
 func TestClientLeavesTheQueue(t *testing.T) {
 	d, goOn := waitsFor(t)
 	f := serveRouter(t, Config{Decode: urls(d), MaxInFlight: 1, MaxQueue: 8, QueueTimeout: notSoon})
-	first := ask(t.Context(), f.URL, "")
-	require.Eventually(t, func() bool { return len(d.requests()) == 1 }, waitLimit, waitTick)
 	ctx, leave := context.WithCancel(t.Context())
-	gone := ask(ctx, f.URL, "")
-	f.awaitWaiting(t, 1)
+	first, gone := f.oneRunsOneWaits(t, ctx)
 	leave()
 	<-gone
 	f.awaitWaiting(t, 0)

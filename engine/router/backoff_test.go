@@ -94,8 +94,8 @@ func TestBusyInstancesAreAvailable(t *testing.T) {
 	require.Equal(t, 503, resp.StatusCode)
 	require.Len(t, p.requests(), 1)
 	require.Len(t, d.requests(), 1)
-	require.Positive(t, f.router.pool.rest(prefill, nil))
-	require.Positive(t, f.router.pool.rest(decode, nil))
+	require.Positive(t, f.router.pool.rest(prefill, 0, nil))
+	require.Positive(t, f.router.pool.rest(decode, 0, nil))
 	require.Empty(t, f.router.Ready())
 	require.Equal(t, "ok", routerHealth(t, f, "").Status)
 	f.router.pool.probed(1, refused)
@@ -115,7 +115,7 @@ func TestNoWaitForFailedInstance(t *testing.T) {
 		_, ok = c.nextChoice(t.Context(), new(json.RawMessage), true)
 		require.False(t, ok)
 		require.Zero(t, time.Since(c.started))
-		require.Equal(t, maxRest, r.pool.rest(decode, nil))
+		require.Equal(t, maxRest, r.pool.rest(decode, 0, nil))
 	})
 }
 

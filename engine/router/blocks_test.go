@@ -222,7 +222,7 @@ func TestEventsSayScopes(t *testing.T) {
 	require.Contains(t, got, "holds 24 of 34 tokens (engine 8, node 4, shared 12)")
 
 	f.router.pool.mu.Lock()
-	f.router.pool.known[0].rested = time.Now().Add(time.Hour) // so that nothing is sent there
+	f.router.pool.known[0].busy.all.until = time.Now().Add(time.Hour) // so that nothing is sent there
 	f.router.pool.mu.Unlock()
 	got = complete(t, f, body, routeHeader, "1").Get(routeHeader)
 	require.Contains(t, got, "decode="+b.URL)

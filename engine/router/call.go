@@ -48,6 +48,7 @@ type call struct {
 	fault   fault           // the worst of what happened on decode instances that gave no answer
 	cost    consumption     // of the answer
 	costly  bool            // an instance may have worked on the last attempt that failed
+	waited  bool            // for decode instances that were full or busy
 	busy    bool            // the last instance that was asked has said when to come back
 }
 
@@ -85,11 +86,13 @@ func (c *call) run(ctx context.Context) outcome {
 		if !first && !c.mayRetry(ctx, decode, attempts-1) {
 			break
 		}
+		// What kept nothing of the prompt would keep nothing now: that the decode instance was busy changes nothing about it.
+		c.request.Alone = !wanted || params == nil && c.busy && c.without == noTicket
 		at, ok := c.nextChoice(ctx, &params, first)
 		if !ok {
 			break
 		}
-		if wanted && params == nil {
+		if !c.request.Alone && params == nil {
 			params = c.prefill(ctx, &at)
 		}
 		result, used := c.decode(ctx, at.decode, params)
@@ -129,10 +132,14 @@ func (c *call) giveUp(ctx context.Context, last *answer) outcome {
 		return upstreamError
 	case noFault:
 	}
-	if c.router.pool.full(decode, c.failed) {
+	rest := c.router.pool.rest(decode, c.request.Client, nil)
+	switch {
+	case c.router.pool.full(decode, c.failed):
 		return c.router.tellRefusal(c, &admission.RefusedError{Reason: admission.QueueTimeout, After: time.Second}, nil)
+	case c.waited && rest > 0:
+		return c.router.tellRefusal(c, &admission.RefusedError{Reason: admission.QueueTimeout, After: rest}, nil)
 	}
-	if rest := c.router.pool.rest(decode, nil); rest > 0 {
+	if rest > 0 {
 		c.w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(rest.Seconds()))))
 	}
 	refuse(c.w, http.StatusServiceUnavailable, "no_decode_instance", "no decode instance is available, try again later")
@@ -224,7 +231,7 @@ func (c *call) goWithout(why string) {
 func (c *call) promptAt(ctx context.Context, p, d target, body []byte) (params json.RawMessage, another bool) {
 	defer c.router.pool.done(p)
 	c.meet(p, d)
-	c.router.pool.sent(p)
+	c.begin(p)
 	got, err := c.ask(ctx, p, body)
 	switch {
 	case errors.Is(err, errTooLong): // the request asks for it: another instance would say no less
@@ -272,6 +279,9 @@ func (c *call) ask(ctx context.Context, p target, body []byte) (*answer, error) 
 		return nil, t.why(err)
 	}
 	defer resp.Body.Close()
+	if !retryable(resp.StatusCode) {
+		c.router.pool.admitted(p)
+	}
 	got, err := whole(resp, maxPrefillAnswer)
 	return got, t.why(err)
 }
@@ -291,8 +301,7 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 	}
 	defer c.router.pool.released(d)
 	defer c.router.pool.done(d)
-	c.costly, c.busy = false, false // whatever prefill instances did
-	c.router.pool.sent(d)
+	c.begin(d)
 	t := tie(ctx, d.life)
 	defer t.release()
 	t.await(c.firstByte())
@@ -313,6 +322,7 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 		early := resp.StatusCode == http.StatusTooManyRequests || resp.StatusCode == http.StatusServiceUnavailable
 		return attempt{refusal: refusal, free: c.busy}, !early
 	}
+	c.router.pool.admitted(d)
 	x := exchange{call: c, tied: t, d: d, resp: resp, served: c.served(d, resp, params != nil)}
 	if kind, _, _ := mime.ParseMediaType(resp.Header.Get("Content-Type")); kind == "text/event-stream" {
 		return x.stream(), true
@@ -386,7 +396,7 @@ func (c *call) refused(t target, status int, h http.Header) {
 	if limit := retryAfter(status, h, time.Now()); limit > 0 {
 		c.router.pool.rests(t, limit, status == http.StatusTooManyRequests)
 		c.router.pool.released(t)
-		if t.role == decode { // it may be asked again then; attempts at prefill instances have no other limit
+		if t.role == decode && c.left() > 0 { // it may be asked again then; attempts at prefill instances have no other limit
 			delete(c.failed, t.index)
 		}
 		c.router.config.Log.Debug("instance is busy", "id", c.id, "instance", t.url.String(), "role", t.role.String(), "status", status, "pause", limit.String())

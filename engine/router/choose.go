@@ -117,6 +117,7 @@ type holder interface {
 func (c *call) prepare(ctx context.Context) *policy.Request {
 	r := c.router
 	q := &policy.Request{Session: c.session, Alone: c.method != "" || c.body.several(), Explain: c.explain || r.config.Log.Enabled(ctx, slog.LevelDebug)}
+	q.Client = xxh3.HashStringSeed(c.client+"\n"+c.header.Get("Authorization"), r.seed)
 	if c.method != "" {
 		q.NoWork = true
 		return q
@@ -225,6 +226,9 @@ func (c *call) choose(ctx context.Context, params *json.RawMessage) (at route, o
 		}
 		*params, c.pair = nil, ""
 	}
+	if c.request.Alone { // an attempt before this one may have found that there is no ticket
+		at.without = c.without
+	}
 	c.picked = append(c.picked, at.decode.index)
 	if at.prefill.leg != nil {
 		c.picked = append(c.picked, at.prefill.index)
@@ -278,9 +282,9 @@ func (p *pool) choose(r *policy.Request, tried map[int]bool, from int) (at route
 	if !ok {
 		return route{}, false
 	}
-	at = route{decode: p.take(c.Decode, tried, kindOf(r)), without: c.Without, policy: p.policy.Name(), why: c.Why}
+	at = route{decode: p.take(c.Decode, r, tried), without: c.Without, policy: p.policy.Name(), why: c.Why}
 	if c.Prefill != nil {
-		at.prefill = p.take(c.Prefill, tried, kindOf(r))
+		at.prefill = p.take(c.Prefill, r, tried)
 	}
 	return at, true
 }
@@ -295,7 +299,7 @@ func (p *pool) chooseFor(d target, r *policy.Request, tried map[int]bool) (t tar
 	if c.Prefill == nil {
 		return target{}, c.Without, false
 	}
-	return p.take(c.Prefill, tried, kindOf(r)), c.Why, true
+	return p.take(c.Prefill, r, tried), c.Why, true
 }
 
 // filter says which instances may be had now. The caller holds mu, also while the policy chooses.
@@ -304,7 +308,7 @@ func (p *pool) filter(r *policy.Request, tried map[int]bool) {
 	r.Standing = func(i int) policy.Standing {
 		standing := p.table.standing(i)
 		switch {
-		case tried[i] || !p.known[i].admits(now):
+		case tried[i] || !p.known[i].admits(now, r.Client):
 			return policy.Out
 		case standing < policy.Out && kindOf(r).counts() && p.isFull(i):
 			return policy.Full
@@ -318,13 +322,17 @@ func (p *pool) filter(r *policy.Request, tried map[int]bool) {
 }
 
 // take makes the target of a leg. Its place is kept until leave gives it back. The caller holds mu.
-func (p *pool) take(l *policy.Leg, tried map[int]bool, what kind) target {
-	i := l.Place
+func (p *pool) take(l *policy.Leg, r *policy.Request, tried map[int]bool) target {
+	i, now, k := l.Place, time.Now(), &p.known[l.Place]
 	tried[i] = true
-	p.begins(i, what)
-	p.known[i].breaker.picked()
+	if k.busy.picked(now, r.Client, k.load.running(), l) {
+		p.wakeAfter(maxBusy)
+	}
+	p.begins(i, kindOf(r))
+	k.breaker.picked()
 	return target{
-		index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l, kind: what, picked: time.Now(),
+		index: i, role: p.table.instances[i].role, url: p.urls[i], life: p.lives[i].ctx, leg: l, kind: kindOf(r), client: r.Client,
+		picked: now, stopped: new(bool),
 	}
 }
 
@@ -332,6 +340,7 @@ func (p *pool) take(l *policy.Leg, tried map[int]bool, what kind) target {
 func (p *pool) sent(t target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.known[t.index].busy.sent(t.client, t.leg)
 	p.policy.Sent(t.leg, time.Now())
 }
 
@@ -386,7 +395,12 @@ func (p *pool) answered(t target, body []byte, timely bool) {
 func (p *pool) done(t target) {
 	p.mu.Lock()
 	p.policy.Done(t.leg)
-	p.ended(t.index, t.kind)
+	k := &p.known[t.index]
+	k.busy.over(t.client, t.leg)
+	if p.stops(t) {
+		k.load.ended = time.Now()
+	}
+	p.wake()
 	p.mu.Unlock()
 	if t.role == prefill { // that of a decode instance is told when the request ends
 		p.changed()

@@ -330,9 +330,9 @@ func TestSharedStore(t *testing.T) {
 	ask := func(only int) string {
 		p.mu.Lock()
 		for i := range ds {
-			p.known[i].rested = time.Time{}
+			p.known[i].busy.all.until = time.Time{}
 			if i != only {
-				p.known[i].rested = time.Now().Add(time.Hour) // nothing is sent there
+				p.known[i].busy.all.until = time.Now().Add(time.Hour) // nothing is sent there
 			}
 		}
 		p.mu.Unlock()

@@ -65,18 +65,33 @@ type exchange struct {
 	resp   *http.Response
 	served outcome // if all goes well
 	begun  bool    // the client has seen something of it
+	ending bool    // the client has all of it
 }
 
-// read takes the next piece. From the second one on the instance has IdleTimeout for each.
+// maxEnding is how long an instance may take to end the body of a stream after lastEvent: until then it holds a slot.
+const maxEnding = time.Second
+
+// read takes the next piece. From the second one on the instance has IdleTimeout for each, and maxEnding for all that follow
+// lastEvent.
 func (x *exchange) read(buffer []byte) (int, error) {
-	if x.begun {
+	if x.begun && !x.ending {
 		x.tied.await(x.router.config.IdleTimeout)
 	}
 	n, err := x.resp.Body.Read(buffer)
-	if n > 0 || err != nil {
+	if !x.ending && (n > 0 || err != nil) {
 		x.tied.rest()
 	}
 	return n, err
+}
+
+// end begins the time that is left for the end of the body. Clients leave here; the instance counts the request until the
+// body has ended.
+func (x *exchange) end() {
+	if !x.ending {
+		x.ending = true
+		x.tied.leave()
+		x.tied.await(x.router.ending)
+	}
 }
 
 // begin passes the head on. From here on the request cannot go elsewhere.
@@ -212,10 +227,10 @@ func (x *exchange) stream() attempt {
 			tail = append(tail, buffer[max(0, n-maxTail):n]...)
 			tail = tail[max(0, len(tail)-maxTail):]
 		}
-		whole := bytes.HasSuffix(tail, []byte(lastEvent))
+		whole := x.ending || bytes.Contains(tail[max(0, len(tail)-n-len(lastEvent)):], []byte(lastEvent))
 		switch {
-		case err == nil && whole: // clients leave here; the instance counts the request until it has ended the body
-			x.tied.leave()
+		case err == nil && whole:
+			x.end()
 		case err == nil:
 		case whole:
 			x.router.pool.worked(x.d)

@@ -5,9 +5,11 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
@@ -134,3 +136,31 @@ func TestPairInVain(t *testing.T) {
 }
 
 func logTo(l *testkit.Log) *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }
+
+// A prefill instance that keeps nothing of a prompt computes it once, however often decode instances are busy.
+func TestNoTicketIsAskedOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		prefills, decodes := 0, 0
+		r, err := New(Config{Prefill: []string{"http://p:1"}, Decode: []string{"http://d:1"}, Transport: roundTrip(func(req *http.Request) (*http.Response, error) {
+			if req.URL.Host == "p:1" {
+				prefills++
+				return &http.Response{StatusCode: 200, Header: http.Header{}, Body: io.NopCloser(strings.NewReader(`{"id":"p","kv_transfer_params":null}`))}, nil
+			}
+			if decodes++; decodes <= 3 {
+				return saidStatus(429, "1"), nil
+			}
+			return saidStatus(200, ""), nil
+		})})
+		require.NoError(t, err)
+		defer r.Close()
+		w := httptest.NewRecorder()
+		req := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/completions", strings.NewReader(doc))
+		req.Header.Set(routeHeader, "1")
+		r.ServeHTTP(w, req)
+		require.Equal(t, 200, w.Code)
+		require.Equal(t, []int{1, 4}, []int{prefills, decodes})
+		require.Contains(t, w.Header().Get(routeHeader), "decode=http://d:1; without=no_ticket")
+		require.Equal(t, 1.0, testutil.ToFloat64(r.metrics.handoffs.WithLabelValues("none", noTicket)))
+		idle(t, r)
+	})
+}

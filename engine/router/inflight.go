@@ -145,31 +145,27 @@ func (p *pool) asks(i int, u *url.URL, what kind) (over func()) {
 	return func() {
 		p.mu.Lock()
 		p.ended(i, what)
+		p.known[i].load.ended = time.Now()
+		p.wake()
 		p.mu.Unlock()
 		p.leave([]int{i})
+		p.changed() // on an instance that does both parts it may have had the place of a request that waits in the queue
 	}
 }
 
-// ended takes note that what began no longer runs on an instance. The caller holds mu.
-func (p *pool) ended(i int, what kind) {
-	if !what.counts() {
-		return
+// stops takes note that a request no longer runs on the instance; it reports whether it did. The caller holds mu.
+func (p *pool) stops(t target) bool {
+	if t.stopped == nil || *t.stopped {
+		return false
 	}
-	load := p.known[i].load
-	load.legs[p.table.instances[i].role]--
-	load.ended = time.Now()
-	p.wake()
+	*t.stopped = true
+	return p.ended(t.index, t.kind)
 }
 
-// wake lets requests look again that wait for an instance. The caller holds mu.
-func (p *pool) wake() {
-	close(p.freed)
-	p.freed = make(chan struct{})
-}
-
-// next is closed when an instance may have room again.
-func (p *pool) next() <-chan struct{} {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.freed
+// ended takes note that what began no longer runs on an instance, and reports whether it counted. The caller holds mu.
+func (p *pool) ended(i int, what kind) bool {
+	if what.counts() {
+		p.known[i].load.legs[p.table.instances[i].role]--
+	}
+	return what.counts()
 }

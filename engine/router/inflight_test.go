@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/engine/router/admission"
+	"github.com/kvport/kvport/engine/router/policy"
 )
 
 // limited is an instance that says how many requests it serves at once, and refuses those beyond.
@@ -109,8 +110,7 @@ func TestLimitOfEachInstance(t *testing.T) {
 
 	l := serveLimited(t, 1)
 	f = routeLimited(t, Config{InstanceInFlight: 5, QueueTimeout: notSoon}, l)
-	first, second := ask(t.Context(), f.URL, ""), ask(t.Context(), f.URL, "")
-	f.awaitWaiting(t, 1)
+	first, second := f.oneRunsOneWaits(t, t.Context())
 	resp, err := http.Get(f.URL + "/v1/models")
 	require.NoError(t, err)
 	require.NoError(t, resp.Body.Close())
@@ -168,12 +168,21 @@ func TestWhatCounts(t *testing.T) {
 			defer close(over)
 			tt.do()
 		}()
-		require.Equal(t, tt.path, <-entered)
+		await := func(want string) { // a request at the instance, or "" for the end
+			t.Helper()
+			path := ""
+			select {
+			case path = <-entered:
+			case <-over:
+			}
+			require.Equal(t, want, path)
+		}
+		await(tt.path)
 		running, policy := counted()
 		require.Equal(t, []int{tt.running, tt.policy}, []int{running, policy}, tt.path)
 		require.Equal(t, tt.running == 1, helper() == nil, "a full instance is not asked")
 		goOn <- struct{}{}
-		<-over
+		await("")
 		require.Eventually(t, func() bool {
 			running, policy := counted()
 			return running+policy == 0 && helper() != nil
@@ -330,11 +339,11 @@ func TestRoom(t *testing.T) {
 	require.False(t, p.full(prefill, map[int]bool{2: true}), "the other one says nothing")
 	p.probed(1, leaving)
 	require.Equal(t, 3+5, p.room(100), "its requests go on")
-	freed := p.next()
+	w := p.line(&policy.Request{}, map[int]bool{})
 	for _, d := range picked {
 		p.done(d)
 	}
-	<-freed
+	<-w.woken
 	require.Equal(t, 3, p.room(100))
 	p.probed(0, refused)
 	require.Equal(t, 100, p.room(100))

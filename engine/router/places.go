@@ -7,7 +7,6 @@ import (
 	"net/url"
 	"slices"
 	"strings"
-	"time"
 )
 
 // source says how the router knows of an instance. An instance stays as long as one source names it.
@@ -215,7 +214,7 @@ func (p *pool) add(s spec) int {
 // cameBack forgets what was wrong with an instance before it left. The caller holds mu.
 func (p *pool) cameBack(i int) {
 	k := &p.known[i]
-	k.breaker, k.rested, k.others, k.unwell, k.refusal, k.warned = breaker{}, time.Time{}, 0, "", "", nil
+	k.breaker, k.busy, k.unwell, k.refusal, k.warned = breaker{}, busy{}, "", "", nil
 	p.metrics.setBroken(p.urls[i].String(), p.table.instances[i].role, false)
 	if p.lives[i].ctx.Err() != nil {
 		p.lives[i] = newLife()

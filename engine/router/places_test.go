@@ -271,7 +271,7 @@ func TestInstanceComesBack(t *testing.T) {
 	require.Equal(t, d.index, again.index)
 	require.NoError(t, again.life.Err())
 	require.Zero(t, testutil.ToFloat64(p.metrics.broken.WithLabelValues("http://a", "decode")))
-	require.Zero(t, p.known[d.index].rested)
+	require.Zero(t, p.known[d.index].busy)
 }
 
 // Whatever sources say and requests do: exactly what some source names and does not drain can be picked, and what

@@ -31,7 +31,9 @@ type target struct {
 	leg   *policy.Leg     // what the policy counts
 	kind  kind
 
-	picked time.Time
+	client  uint64 // as in policy.Request
+	picked  time.Time
+	stopped *bool // what was sent there no longer runs; nil: nothing was
 }
 
 // pool is the table with what it needs to be used from many goroutines: a lock, and a context for
@@ -42,8 +44,8 @@ type pool struct {
 
 	mu       sync.Mutex
 	table    table
-	mostEach int           // requests on one instance at once, unless it says less; 0: any number
-	freed    chan struct{} // closed and replaced when an instance may have room again
+	mostEach int       // requests on one instance at once, unless it says less; 0: any number
+	waiting  []*waiter // requests that wait for a decode instance, in the order in which they came
 	policy   *policy.Policy
 	chosenBy policy.Config // what the policy was made of
 	lives    []life
@@ -78,7 +80,7 @@ func newLife() life {
 func newPool(list []spec, chooser *policy.Policy, log *slog.Logger, m *metrics) *pool {
 	p := &pool{
 		log: log, metrics: m, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{},
-		fresh: newFreshness(time.Now()), freed: make(chan struct{}), changed: func() {},
+		fresh: newFreshness(time.Now()), changed: func() {},
 	}
 	p.places, p.cooling = map[identity]int{}, gone{}
 	for _, s := range list {

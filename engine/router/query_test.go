@@ -231,13 +231,13 @@ func TestAnswersAreLearnt(t *testing.T) {
 	f := serveAsker(t, Config{Policy: policy.PrefixAware}, a)
 	text := strings.Repeat("of a conversation ", 80)
 	f.router.pool.mu.Lock()
-	f.router.pool.known[0].rested = time.Now().Add(time.Hour) // so that nothing is sent there
+	f.router.pool.known[0].busy.all.until = time.Now().Add(time.Hour) // so that nothing is sent there
 	f.router.pool.mu.Unlock()
 	resp, _ := post(t, f.URL+"/v1/completions", completion(text))
 	require.Equal(t, 503, resp.StatusCode)
 	require.Equal(t, []int{0}, queries(a), "nobody is asked who cannot be chosen")
 	f.router.pool.mu.Lock()
-	f.router.pool.known[0].rested = time.Time{}
+	f.router.pool.known[0].busy.all.until = time.Time{}
 	f.router.pool.mu.Unlock()
 	c := asking(t, f.router, completion(text), "")
 	c.size = len(text)

@@ -54,8 +54,7 @@ type registered struct {
 
 	breaker breaker
 	load    *inFlight
-	rested  time.Time          // when requests may come again, after the instance has asked to be left alone
-	others  int                // or as soon as fewer requests run there: how many ran when it refused one with a 429; 0: not before rested
+	busy    busy
 	muted   time.Time          // when cache queries may come again, after it has failed one
 	silent  int                // cache queries in a row that it did not answer in time
 	stop    context.CancelFunc // of its probes; nil: it is not probed
@@ -265,9 +264,9 @@ func (p *pool) unregistered(i int) {
 	p.fresh.late(freshKey(p.table.instances[i].role, p.urls[i].Host), time.Now())
 }
 
-// admits reports whether the instance may get requests now, as its sources, itself and its breaker say. The caller holds mu.
-func (k *registered) admits(now time.Time) bool {
-	return k.serves(now) && (!now.Before(k.rested) || k.load.running() < k.others)
+// admits reports whether the instance may get requests of a client now, as its sources, itself and its breaker say. The caller holds mu.
+func (k *registered) admits(now time.Time, client uint64) bool {
+	return k.serves(now) && k.busy.admits(now, client, k.load.running())
 }
 
 // serves is admits without what the instance says itself: requests wait for one that asks to be left alone for a while.

@@ -136,6 +136,7 @@ type Router struct {
 	file     *watchedFile // nil: none
 	turns    *turns       // nil: conversations are not remembered
 	asker    *asker
+	ending   time.Duration // maxEnding, but in tests
 	draining atomic.Bool
 }
 
@@ -163,7 +164,7 @@ func New(c Config) (*Router, error) {
 		return nil, err
 	}
 	r := &Router{
-		config: c, metrics: m, pool: newPool(given.specs, chooser, c.Log, m), seed: newSeed(),
+		config: c, metrics: m, ending: maxEnding, pool: newPool(given.specs, chooser, c.Log, m), seed: newSeed(),
 		client: &http.Client{Transport: c.Transport, CheckRedirect: noRedirect},
 		mux:    http.NewServeMux(), asker: newAsker(c.QueryTimeout),
 		gate: &gate{patience: c.QueueTimeout, metrics: m, queue: admission.NewQueue(admission.Config{Slots: c.MaxInFlight, Waiting: c.MaxQueue})},

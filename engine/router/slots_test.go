@@ -16,6 +16,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/engine/router/admission"
 	"github.com/kvport/kvport/engine/router/policy"
 )
 
@@ -51,10 +52,7 @@ func TestEndBelowTheLimitWakes(t *testing.T) {
 func TestNewInstanceServesTheQueue(t *testing.T) {
 	full, goOn := waitsFor(t)
 	f := serveRouter(t, Config{Decode: urls(full), InstanceInFlight: 1, MaxQueue: 1, QueueTimeout: notSoon})
-	first := ask(t.Context(), f.URL, "")
-	require.Eventually(t, func() bool { return len(full.requests()) == 1 }, waitLimit, waitTick)
-	second := ask(t.Context(), f.URL, "")
-	f.awaitWaiting(t, 1)
+	first, second := f.oneRunsOneWaits(t, t.Context())
 	require.NoError(t, f.router.SetInstances([]Instance{{URL: serveInstance(t, tokens).URL, Role: "decode"}}))
 	require.Equal(t, 200, (<-second).StatusCode)
 	close(goOn)
@@ -143,6 +141,30 @@ func TestPrefillTakesRoom(t *testing.T) {
 	}
 	require.EqualValues(t, 1, a.prefills.Load()+b.prefills.Load())
 	f.awaitIdle(t)
+}
+
+// A cache query takes room from the queue, too, on an instance that does both parts: a request runs as soon as it has ended.
+func TestEndOfQueryServesTheQueue(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		both := []string{"http://a:1"}
+		r, err := New(Config{Prefill: both, Decode: both, InstanceInFlight: 1, MaxQueue: 1, QueueTimeout: notSoon})
+		require.NoError(t, err)
+		defer r.Close()
+		over := r.pool.asks(0, r.pool.urls[0], cacheQuery)
+		entered := make(chan time.Time)
+		go func() {
+			if _, err := r.gate.enter(t.Context(), "a", admission.Limits{}, 1); err != nil {
+				t.Error(err)
+			}
+			entered <- time.Now()
+		}()
+		synctest.Wait()
+		_, waiting := r.gate.counts()
+		require.Equal(t, 1, waiting)
+		began := time.Now()
+		over()
+		require.Zero(t, (<-entered).Sub(began))
+	})
 }
 
 // awaitIdle waits until no request runs, and sees that nothing counts any.
@@ -256,22 +278,27 @@ func TestBusyForTooLong(t *testing.T) {
 
 // A 429 right after a request has ended says only that the instance has not counted that end yet.
 func TestComeBackAtOnce(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		r, err := New(Config{Decode: []string{"http://a:1"}, InstanceInFlight: 2, Transport: inTurn(saidStatus(200, ""), saidStatus(429, "1"))})
-		require.NoError(t, err)
-		defer r.Close()
-		got, _ := serveOnce(t, r)
-		require.Equal(t, 200, got)
-		got, took := serveOnce(t, r)
-		require.Equal(t, 200, got)
-		require.Less(t, took, 4*settle)
+	for _, most := range []int{0, 2} { // 0: the instance has no limit that is known
+		synctest.Test(t, func(t *testing.T) {
+			r, err := New(Config{Decode: []string{"http://a:1"}, InstanceInFlight: most, Transport: inTurn(saidStatus(200, ""), saidStatus(429, "1"))})
+			require.NoError(t, err)
+			defer r.Close()
+			if most == 0 {
+				r.pool.unlimited()
+			}
+			got, _ := serveOnce(t, r)
+			require.Equal(t, 200, got)
+			got, took := serveOnce(t, r)
+			require.Equal(t, 200, got)
+			require.Less(t, took, 4*settle)
 
-		<-time.After(time.Minute) // of synctest
-		r.client.Transport = inTurn(saidStatus(429, "1"))
-		got, took = serveOnce(t, r)
-		require.Equal(t, 200, got)
-		require.GreaterOrEqual(t, took, time.Second, "nothing has ended there for long")
-	})
+			<-time.After(time.Minute) // of synctest
+			r.client.Transport = inTurn(saidStatus(429, "1"))
+			got, took = serveOnce(t, r)
+			require.Equal(t, 200, got)
+			require.GreaterOrEqual(t, took, time.Second, "nothing has ended there for long")
+		})
+	}
 }
 
 // An instance counts a request until it has ended the body of its answer, which may be after the client has left with [DONE].
@@ -283,6 +310,7 @@ func TestSlotIsHeldUntilTheEnd(t *testing.T) {
 		<-end
 	})
 	f := serveRouter(t, Config{Decode: urls(d), InstanceInFlight: 1, MaxQueue: 1, QueueTimeout: notSoon})
+	f.router.ending = notSoon
 	contexts := make(chan context.Context, 1)
 	before := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		contexts <- r.Context()
@@ -307,6 +335,51 @@ func TestSlotIsHeldUntilTheEnd(t *testing.T) {
 	require.Equal(t, 200, (<-next).StatusCode)
 	f.awaitIdle(t)
 	require.Equal(t, 2.0, f.outcomes(t, plain))
+}
+
+// An instance that does not end the body after [DONE] holds its slot for no longer than a moment, whatever it goes on to send, and
+// the answer is whole.
+func TestEndlessBodyFreesTheSlot(t *testing.T) {
+	for name, after := range map[string]string{"silent": "", "comments": ": still here\n\n"} {
+		t.Run(name, func(t *testing.T) {
+			left, stop := make(chan struct{}), make(chan struct{})
+			d := serveInstance(t, tokens, func(w http.ResponseWriter, r *http.Request) {
+				tokens(w, r)
+				for {
+					_, _ = io.WriteString(w, after)
+					_ = http.NewResponseController(w).Flush()
+					select {
+					case <-r.Context().Done():
+						close(left)
+						return
+					case <-stop:
+						return
+					case <-time.After(waitTick):
+					}
+				}
+			})
+			f := serveRouter(t, Config{Decode: urls(d), InstanceInFlight: 1, MaxQueue: 1, QueueTimeout: notSoon, IdleTimeout: notSoon})
+			t.Cleanup(func() { close(stop) }) // before router and instance close, which wait for their requests
+			f.router.ending = soon
+			ctx, cancel := context.WithTimeout(t.Context(), waitLimit)
+			defer cancel()
+			for range 2 {
+				req, err := http.NewRequestWithContext(ctx, http.MethodPost, f.URL+"/v1/completions", strings.NewReader(doc))
+				require.NoError(t, err)
+				resp, err := http.DefaultClient.Do(req)
+				require.NoError(t, err)
+				text, err := io.ReadAll(resp.Body)
+				require.NoError(t, err)
+				require.NoError(t, resp.Body.Close())
+				require.Contains(t, string(text), "[DONE]")
+			}
+			<-left // its connection is closed
+			f.awaitIdle(t)
+			require.Equal(t, 2.0, f.outcomes(t, plain))
+			require.Empty(t, routerHealth(t, f, "").Instances[0].Breaker)
+			require.Equal(t, "up", routerHealth(t, f, "").Instances[0].State)
+		})
+	}
 }
 
 // The router's /health says how many requests run on each instance.

@@ -52,6 +52,7 @@ type Request struct {
 	Whole   bool   // the answer is not streamed, so its first byte comes with the last and tells nothing about the prompt
 	Explain bool   // the choice has reasons in words
 	NoWork  bool   // nothing is computed for it, so it counts nowhere
+	Client  uint64 // whose it is, for Standing; no policy looks at it
 
 	// Standing is the filter. It says the same for as long as a choice is made.
 	Standing func(place int) Standing
