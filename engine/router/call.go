@@ -375,6 +375,9 @@ func (c *call) send(ctx context.Context, t target, body []byte) (*http.Response,
 		return nil, err
 	}
 	req.Header = c.header.Clone()
+	// An instance may close a connection that is idle just when a request is sent there. Without this, which is never sent,
+	// the transport would not try a POST once more on another connection.
+	req.Header["X-Idempotency-Key"] = nil
 	if c.pair != "" {
 		req.Header.Set("X-Request-Id", c.pair)
 	}

@@ -65,7 +65,7 @@ type exchange struct {
 	resp   *http.Response
 	served outcome // if all goes well
 	begun  bool    // the client has seen something of it
-	ending bool    // the client has all of it
+	ending bool    // this is all of it: only the end of the body may follow
 }
 
 // maxEnding is how long an instance may take to end the body of a stream after lastEvent: until then it holds a slot.
@@ -220,19 +220,17 @@ func (x *exchange) stream() attempt {
 			x.begin()
 			x.router.pool.answered(x.d, nil, true)
 		}
-		if n > 0 {
-			if !x.pass(events.write(buffer[:n])) {
-				return attempt{done: aborted}
-			}
-			tail = append(tail, buffer[max(0, n-maxTail):n]...)
-			tail = tail[max(0, len(tail)-maxTail):]
+		tail = append(tail, buffer[max(0, n-maxTail):n]...)
+		tail = tail[max(0, len(tail)-maxTail):]
+		if bytes.Contains(tail[max(0, len(tail)-n-len(lastEvent)):], []byte(lastEvent)) {
+			x.end() // before the client sees it, and leaves
 		}
-		whole := x.ending || bytes.Contains(tail[max(0, len(tail)-n-len(lastEvent)):], []byte(lastEvent))
+		if n > 0 && !x.pass(events.write(buffer[:n])) {
+			return attempt{done: aborted}
+		}
 		switch {
-		case err == nil && whole:
-			x.end()
 		case err == nil:
-		case whole:
+		case x.ending:
 			x.router.pool.worked(x.d)
 			return attempt{done: x.served}
 		case !x.begun:

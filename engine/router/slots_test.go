@@ -395,3 +395,16 @@ func TestHealthCountsRequests(t *testing.T) {
 	}
 	require.Eventually(t, func() bool { return routerHealth(t, f, "").Instances[0].InFlight == 0 }, waitLimit, waitTick)
 }
+
+// An instance closes a connection that was idle just when the next request is sent there: it gets the request on another one.
+func TestClosedConnection(t *testing.T) {
+	d := serveInstance(t, tokens, tokens, reset(""))
+	f := serveRouter(t, Config{Decode: urls(d)})
+	for range 2 {
+		resp := <-ask(t.Context(), f.URL, "")
+		require.NotNil(t, resp)
+		require.Equal(t, http.StatusOK, resp.StatusCode)
+		f.awaitIdle(t)
+	}
+	require.Len(t, d.requests(), 3)
+}
