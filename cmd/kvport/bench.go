@@ -26,8 +26,8 @@ type benchFlags struct {
 func newBench() *cobra.Command {
 	f := &benchFlags{}
 	cmd := &cobra.Command{
-		Use:   "bench engine|transfer|store|layerwise|route",
-		Short: "Measure the engine, block transfer, stores or layer-wise saves beside what limits them, or ways to route beside one another",
+		Use:   "bench engine|transfer|store|layerwise|route|digest",
+		Short: "Measure the engine, block transfer, stores, layer-wise saves or digests beside what limits them, or ways to route beside one another",
 		Args:  cobra.ExactArgs(1), ValidArgs: benchKinds(),
 		RunE: func(cmd *cobra.Command, args []string) error { return f.run(cmd, args[0]) },
 	}
@@ -48,7 +48,9 @@ func newBench() *cobra.Command {
 }
 
 // benchKinds are what can be measured.
-func benchKinds() []string { return []string{"engine", "transfer", "store", "layerwise", "route"} }
+func benchKinds() []string {
+	return []string{"engine", "transfer", "store", "layerwise", "route", "digest"}
+}
 
 func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 	emit, isFormat := map[string]bench.Emit{"text": bench.Text(cmd.OutOrStdout()), "json": bench.JSON(cmd.OutOrStdout())}[f.format]
@@ -60,7 +62,7 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 	case f.threads < 0:
 		return fmt.Errorf("--threads is %d, want a positive number", f.threads)
 	}
-	if what != "transfer" && what != "store" && f.model != "tiny-random" {
+	if !slices.Contains([]string{"transfer", "store", "digest"}, what) && f.model != "tiny-random" {
 		if _, err := os.Stat(f.model); err != nil {
 			return fmt.Errorf("--model: %w", err)
 		}
@@ -77,6 +79,8 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 		return fail(bench.LayerWise(cmd.Context(), options))
 	case "route":
 		return fail(bench.Route(cmd.Context(), bench.RouteOptions{EngineOptions: options, Self: self}))
+	case "digest":
+		return fail(bench.Digest(cmd.Context(), bench.DigestOptions{Quick: f.quick, Emit: emit}))
 	case "store":
 		return fail(bench.Store(cmd.Context(), bench.StoreOptions{
 			Self: self, PluginPath: options.PluginPath, Dir: f.dir, Server: f.server,

@@ -122,6 +122,7 @@ func kvportImports() map[string][]string {
 		"internal/register":   {},
 		"internal/fault":      {},
 		"internal/digest":     {"connector"},
+		"internal/mac":        {"connector"},
 		"internal/eventlog":   {"connector"},
 		"internal/ticket":     {"connector"},
 		"internal/tracker":    {"connector"},

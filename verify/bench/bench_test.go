@@ -7,11 +7,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/native/nixl"
 	"github.com/kvport/kvport/native/ucx"
 )
@@ -205,6 +207,51 @@ func TestLayerWise(t *testing.T) {
 	require.NoError(t, LayerWise(t.Context(), EngineOptions{Model: tiny, PluginPath: []string{pluginFolder}, Threads: 2, Quick: true, Emit: emit}))
 	requireRows(t, *rows, "layer 0 computed", "layer 0 confirmed", "last layer's compute ends",
 		"layer-wise save, bytes confirmed before the last layer's compute ends", "prompt of 128 tokens, computed beside its save")
+}
+
+// TestDigest: every digest and copy is measured, and lies between what its median is said to be.
+func TestDigest(t *testing.T) {
+	emit, rows := collect()
+	require.NoError(t, Digest(t.Context(), DigestOptions{Quick: true, Emit: emit}))
+	aegis := "AEGIS-128X2 (" + mac.Implementation() + ")"
+	requireRows(t, *rows, "digest 64 bytes, XXH3-128", "digest 24 KB, HMAC-SHA256", "digest 8 MB, copy", "digest 1 MB, "+aegis, "digest 1 MB, "+aegis+", 95 % from",
+		"copy 24 KB, hot, alone", "copy 1 MB, cold, "+aegis+" in 4 KB", "copy 8 MB, cold, XXH3-128 after all", "copy 8 MB, hot, "+aegis+" in 16 KB, 95 % to")
+	for i, r := range *rows {
+		require.Positive(t, *r.Value, r.Name)
+		if r.Unit == "ratio" {
+			continue
+		}
+		require.Positive(t, *r.Limit, r.Name)
+		if !strings.HasSuffix(r.Name, ", XXH3-128") && !strings.HasSuffix(r.Name, ", alone") {
+			require.LessOrEqual(t, *(*rows)[i+1].Value, *r.Ratio, r.Name)
+			require.GreaterOrEqual(t, *(*rows)[i+2].Value, *r.Ratio, r.Name)
+		}
+	}
+}
+
+// However many ratios there are, the interval holds the median of all that could have been in 95 % of the cases: by the binomial
+// distribution of how many of them lie below it.
+func TestMedianInterval(t *testing.T) {
+	for n := 10; n < 300; n++ {
+		ratios := make([]float64, n)
+		for i := range ratios {
+			ratios[i] = float64(n - i)
+		}
+		low, median, high := medianInterval(ratios)
+		require.Equal(t, float64(n+1)/2, median)
+		require.Equal(t, float64(n+1), low+high)
+		all, _ := math.Lgamma(float64(n + 1))
+		within := 0.0
+		for below := low; below < high; below++ {
+			a, _ := math.Lgamma(below + 1)
+			b, _ := math.Lgamma(float64(n) - below + 1)
+			within += math.Exp(all - a - b - float64(n)*math.Ln2)
+		}
+		require.Greater(t, within, 0.95, n)
+		require.Less(t, within, 0.999, n)
+	}
+	low, median, high := medianInterval([]float64{3, 1})
+	require.Equal(t, []float64{1, 2, 3}, []float64{low, median, high})
 }
 
 // TestRoute: behind each router all requests are answered, and the rows say how the ways to route compare.

@@ -14,11 +14,20 @@ type turns struct {
 	clock  func() time.Duration // nil: wall time
 }
 
-// took are the durations of one way, unsorted.
+// took are the durations of one way.
 type took []time.Duration
 
-// measure runs the ways; each is told the round. The first round does not count.
+// measure is rounds with each way's durations sorted.
 func (t turns) measure(ctx context.Context, ways ...func(round int) error) ([]took, error) {
+	all, err := t.rounds(ctx, ways...)
+	for _, a := range all {
+		slices.Sort(a)
+	}
+	return all, err
+}
+
+// rounds runs the ways, each of which is told the round, and returns the durations of each by round. The first round does not count.
+func (t turns) rounds(ctx context.Context, ways ...func(round int) error) ([]took, error) {
 	if t.few == 0 {
 		t.few = 15
 	}
@@ -45,9 +54,6 @@ func (t turns) measure(ctx context.Context, ways ...func(round int) error) ([]to
 				all[way] = append(all[way], t.clock()-start)
 			}
 		}
-	}
-	for _, a := range all {
-		slices.Sort(a)
 	}
 	return all, nil
 }
