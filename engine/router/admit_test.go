@@ -68,7 +68,7 @@ func (f *front) awaitWaiting(t *testing.T, n int) {
 }
 
 // oneRunsOneWaits sends a request, which comes to run on the first instance, and then one of ctx, which comes to wait in the queue.
-func (f *front) oneRunsOneWaits(t *testing.T, ctx context.Context) (runs, waits <-chan *http.Response) {
+func (f *front) oneRunsOneWaits(ctx context.Context, t *testing.T) (runs, waits <-chan *http.Response) {
 	t.Helper()
 	runs = ask(t.Context(), f.URL, "")
 	require.Eventually(t, func() bool { return f.router.pool.health().instances[0].InFlight == 1 }, waitLimit, waitTick)
@@ -81,7 +81,7 @@ func (f *front) oneRunsOneWaits(t *testing.T, ctx context.Context) (runs, waits 
 func TestQueuedRequestIsServed(t *testing.T) {
 	d, goOn := waitsFor(t)
 	f := serveRouter(t, Config{Decode: urls(d), MaxInFlight: 1, MaxQueue: 1, QueueTimeout: notSoon})
-	first, second := f.oneRunsOneWaits(t, t.Context())
+	first, second := f.oneRunsOneWaits(t.Context(), t)
 	require.Equal(t, 1.0, testutil.ToFloat64(f.router.metrics.queued))
 	resp, text := post(t, f.URL+"/v1/completions", doc)
 	require.Equal(t, 429, resp.StatusCode)
@@ -98,7 +98,7 @@ func TestClientLeavesTheQueue(t *testing.T) {
 	d, goOn := waitsFor(t)
 	f := serveRouter(t, Config{Decode: urls(d), MaxInFlight: 1, MaxQueue: 8, QueueTimeout: notSoon})
 	ctx, leave := context.WithCancel(t.Context())
-	first, gone := f.oneRunsOneWaits(t, ctx)
+	first, gone := f.oneRunsOneWaits(ctx, t)
 	leave()
 	<-gone
 	f.awaitWaiting(t, 0)

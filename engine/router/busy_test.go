@@ -83,7 +83,7 @@ func TestTrialWithoutAnswer(t *testing.T) {
 		_, ok = pick()
 		require.False(t, ok)
 		p.done(trial) // its connection broke
-		trial, ok = pick()
+		_, ok = pick()
 		require.True(t, ok)
 		<-time.After(maxBusy)
 		another, ok := pick() // the prompt of the first is still being computed elsewhere
@@ -208,8 +208,8 @@ func TestLateRefusal(t *testing.T) {
 // countedWaits counts how often somebody waits for the end of a context: nextChoice does so once after each choice that found
 // nothing.
 type countedWaits struct {
-	context.Context //nolint:containedctx // this is one
-	n               *atomic.Int64
+	context.Context
+	n *atomic.Int64
 }
 
 func (c countedWaits) Done() <-chan struct{} {

@@ -77,17 +77,14 @@ func (c *call) run(ctx context.Context) outcome {
 	var params json.RawMessage
 	var last *answer
 	wanted := c.method == "" && !c.body.several()
-	if wanted && c.router.turns != nil {
-		c.marks = c.router.turns.marks(c.body.prompt())
-	}
+	c.recall(wanted)
 	c.request = c.prepare(ctx)
 	first := true
 	for attempts := 0; attempts < c.router.config.Attempts; first = false {
 		if !first && !c.mayRetry(ctx, decode, attempts-1) {
 			break
 		}
-		// What kept nothing of the prompt would keep nothing now: that the decode instance was busy changes nothing about it.
-		c.request.Alone = !wanted || params == nil && c.busy && c.without == noTicket
+		c.request.Alone = !wanted || c.keptNothing(params)
 		at, ok := c.nextChoice(ctx, &params, first)
 		if !ok {
 			break
@@ -112,6 +109,19 @@ func (c *call) run(ctx context.Context) outcome {
 		}
 	}
 	return c.giveUp(ctx, last)
+}
+
+// recall finds what is remembered of the conversation, for a request that needs a ticket.
+func (c *call) recall(wanted bool) {
+	if wanted && c.router.turns != nil {
+		c.marks = c.router.turns.marks(c.body.prompt())
+	}
+}
+
+// keptNothing reports whether the last attempt failed only since the decode instance was busy, and had no ticket because a prefill
+// instance kept nothing of the prompt: it would keep nothing now either.
+func (c *call) keptNothing(params json.RawMessage) bool {
+	return params == nil && c.busy && c.without == noTicket
 }
 
 // giveUp answers when no instance did: with the last refusal if there was one.

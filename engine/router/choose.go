@@ -226,7 +226,7 @@ func (c *call) choose(ctx context.Context, params *json.RawMessage) (at route, o
 		}
 		*params, c.pair = nil, ""
 	}
-	if c.request.Alone { // an attempt before this one may have found that there is no ticket
+	if c.request.Alone { // an attempt before this one may have been given none
 		at.without = c.without
 	}
 	c.picked = append(c.picked, at.decode.index)

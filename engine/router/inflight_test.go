@@ -110,7 +110,7 @@ func TestLimitOfEachInstance(t *testing.T) {
 
 	l := serveLimited(t, 1)
 	f = routeLimited(t, Config{InstanceInFlight: 5, QueueTimeout: notSoon}, l)
-	first, second := f.oneRunsOneWaits(t, t.Context())
+	first, second := f.oneRunsOneWaits(t.Context(), t)
 	resp, err := http.Get(f.URL + "/v1/models")
 	require.NoError(t, err)
 	require.NoError(t, resp.Body.Close())

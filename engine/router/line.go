@@ -29,7 +29,7 @@ func (p *pool) line(r *policy.Request, tried map[int]bool) *waiter {
 	return w
 }
 
-// leaveLine takes a request out that has an instance or waits no more. If it has not looked since it was woken, others do.
+// leaveLine takes a request out that has an instance or no longer waits. If it has not looked since it was woken, others do.
 func (p *pool) leaveLine(w *waiter) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -52,7 +52,7 @@ func TestEndBelowTheLimitWakes(t *testing.T) {
 func TestNewInstanceServesTheQueue(t *testing.T) {
 	full, goOn := waitsFor(t)
 	f := serveRouter(t, Config{Decode: urls(full), InstanceInFlight: 1, MaxQueue: 1, QueueTimeout: notSoon})
-	first, second := f.oneRunsOneWaits(t, t.Context())
+	first, second := f.oneRunsOneWaits(t.Context(), t)
 	require.NoError(t, f.router.SetInstances([]Instance{{URL: serveInstance(t, tokens).URL, Role: "decode"}}))
 	require.Equal(t, 200, (<-second).StatusCode)
 	close(goOn)

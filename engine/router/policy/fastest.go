@@ -101,8 +101,14 @@ func (f *fastest) expect(p *Policy, r *Request, c field) {
 	for i := range c.prefills {
 		f.order = append(f.order, i)
 	}
-	slices.SortStableFunc(f.order, func(a, b int) int {
-		return cmp.Or(cmp.Compare(c.prefills[a].Standing, c.prefills[b].Standing), cmp.Compare(f.costs[Prefill][a].rank(), f.costs[Prefill][b].rank()))
+	slices.SortFunc(f.order, func(a, b int) int {
+		if x, y := c.prefills[a].Standing, c.prefills[b].Standing; x != y {
+			return cmp.Compare(x, y)
+		}
+		if x, y := f.costs[Prefill][a].rank(), f.costs[Prefill][b].rank(); x != y {
+			return cmp.Compare(x, y)
+		}
+		return a - b // the order of the round
 	})
 }
 

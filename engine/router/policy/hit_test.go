@@ -155,16 +155,16 @@ func TestLoadOrRecompute(t *testing.T) {
 
 // measured is rates of any measurements.
 func measured(t *rapid.T, places int) rates {
-	r := newRates()
+	r := rates{}
 	for range rapid.IntRange(0, 30).Draw(t, "measurements") {
 		place := rapid.IntRange(0, places-1).Draw(t, "place")
 		tokens, seconds := rapid.Float64Range(0, 5000).Draw(t, "tokens"), rapid.Float64Range(0, 5).Draw(t, "seconds")
 		r.count++
 		if kind := rapid.IntRange(-1, 1).Draw(t, "kind"); kind < 0 {
-			one(r.instances, place).add(r.count, tokens, seconds)
+			one(r.instances.of(place)).add(r.count, tokens, seconds)
 			r.all[Decode].add(r.count, tokens, seconds)
 		} else {
-			one(r.stores, store{place, kind}).add(r.count, tokens, seconds)
+			one(&r.stores.of(place)[kind]).add(r.count, tokens, seconds)
 			r.fetches[kind].add(r.count, tokens, seconds)
 		}
 	}
@@ -211,7 +211,7 @@ func TestNearerProperty(t *testing.T) {
 
 // What a load from a store takes is not taken for computing, also when nothing is known about computing yet.
 func TestLoadIsNoComputing(t *testing.T) {
-	r := newRates()
+	r := rates{}
 	leg := &Leg{Place: 1, role: Decode, peer: None, prompt: 8000, Compute: 16, Hit: Hit{Shared: 7984}}
 	r.answered(leg, 1.5)
 	require.False(t, r.all[Decode].known())

@@ -165,7 +165,7 @@ type picked struct {
 
 // New makes a policy without instances. Errors name the policy or weight that is wrong.
 func New(c Config) (*Policy, error) {
-	p := &Policy{learnt: newRates()}
+	p := &Policy{}
 	if err := p.Use(c); err != nil {
 		return nil, err
 	}
@@ -419,18 +419,23 @@ func (p *Policy) remember(r *Request, places ...int) {
 
 // candidates is the filter: the instances of a role that may be had, in the order of the round.
 func (p *Policy) candidates(role Role, r *Request) []Candidate {
-	list := p.scratch[role][:0]
-	for k := range p.instances {
-		place := (p.next[role] + k) % len(p.instances)
+	p.scratch[role] = p.scratch[role][:0]
+	first := min(p.next[role], len(p.instances))
+	p.admit(role, r, first, len(p.instances))
+	p.admit(role, r, 0, first)
+	return p.scratch[role]
+}
+
+// admit adds the candidates of a role from one place up to another.
+func (p *Policy) admit(role Role, r *Request, from, to int) {
+	for place := from; place < to; place++ {
 		if in := &p.instances[place]; in.born == 0 || in.Role != role {
 			continue
 		}
 		if s := r.Standing(place); s < Out {
-			list = append(list, p.candidate(place, s))
+			p.scratch[role] = append(p.scratch[role], p.candidate(place, s))
 		}
 	}
-	p.scratch[role] = list
-	return list
 }
 
 func (p *Policy) candidate(place int, s Standing) Candidate {
@@ -443,17 +448,14 @@ func (p *Policy) candidate(place int, s Standing) Candidate {
 
 // best keeps the candidates of the best standing.
 func (p *Policy) best(list []Candidate) []Candidate {
-	standing := Out
+	standing, worst := Out, Up
 	for i := range list {
-		standing = min(standing, list[i].Standing)
+		standing, worst = min(standing, list[i].Standing), max(worst, list[i].Standing)
 	}
-	kept := list[:0]
-	for _, c := range list {
-		if c.Standing == standing {
-			kept = append(kept, c)
-		}
+	if standing == worst { // as nearly always
+		return list
 	}
-	return kept
+	return slices.DeleteFunc(list, func(c Candidate) bool { return c.Standing > standing })
 }
 
 // pairs reports whether a prefill and a decode instance may be a pair.

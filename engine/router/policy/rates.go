@@ -45,9 +45,9 @@ func (l *line) fit() (base, slope float64) {
 // rates is what was learnt from answers: about instances, about pairs, and about all of a kind together, which
 // counts where one instance or pair was measured seldom.
 type rates struct {
-	instances map[int]*line   // seconds until the first byte, by tokens that waited and were computed
-	pairs     map[pair]*line  // seconds until the first byte at a decode instance, by tokens that it loaded by ticket
-	stores    map[store]*line // seconds that are not for computing, by tokens that an instance loaded from there
+	instances places[*line]         // seconds until the first byte, by tokens that waited and were computed
+	pairs     places[places[*line]] // by decode and then by prefill instance: seconds until the first byte there, by tokens loaded by ticket
+	stores    places[[2]*line]      // of its node, and of one that instances share: seconds that are not for computing, by tokens loaded from there
 	all       [roles]line
 	loads     line
 	fetches   [2]line // from stores of a node, and from one that instances share
@@ -56,14 +56,23 @@ type rates struct {
 	count         int     // measurements
 }
 
-// pair are the places of a prefill and a decode instance.
-type pair struct{ prefill, decode int }
+// places has something for each place. A choice asks for hundreds of pairs, which maps would take most of its time for.
+type places[T any] []T
 
-// store is a store of its node (0), or one that instances share (1), as the instance at a place loads from it.
-type store struct{ place, kind int }
+// at is what there is for a place.
+func (p places[T]) at(place int) (is T) {
+	if place < len(p) {
+		return p[place]
+	}
+	return is
+}
 
-func newRates() rates {
-	return rates{instances: map[int]*line{}, pairs: map[pair]*line{}, stores: map[store]*line{}}
+// of is where it is, after room was made for it.
+func (p *places[T]) of(place int) *T {
+	if missing := place + 1 - len(*p); missing > 0 {
+		*p = append(*p, make([]T, missing)...)
+	}
+	return &(*p)[place]
 }
 
 // unmeasured is what it costs to load a token from a store, beside computing it, as long as nobody has measured that.
@@ -101,13 +110,13 @@ func (r *rates) answered(l *Leg, seconds float64) {
 		}
 		tokens := l.ahead + float64(l.Compute)
 		seconds = max(0, seconds-r.fetch(l.role, l.Place, l.Hit))
-		one(r.instances, l.Place).add(r.count, tokens, seconds)
+		one(r.instances.of(l.Place)).add(r.count, tokens, seconds)
 		r.all[l.role].add(r.count, tokens, seconds)
 		return
 	}
 	_, slope := r.compute(Decode, l.Place)
 	seconds = max(0, seconds-slope*l.ahead) // what was computed before it is not part of the loading
-	one(r.pairs, pair{l.peer, l.Place}).add(r.count, float64(l.Load), seconds)
+	one(r.pairs.of(l.Place).of(l.peer)).add(r.count, float64(l.Load), seconds)
 	r.loads.add(r.count, float64(l.Load), seconds)
 }
 
@@ -122,36 +131,34 @@ func (r *rates) fetched(l *Leg, seconds float64) bool {
 	if !r.all[l.role].known() {
 		return true // how much of it was computing nobody can tell, so nothing is learnt
 	}
-	from := store{l.Place, 0}
+	kind := 0
 	if shared > node {
-		from.kind = 1
+		kind = 1
 	}
 	base, slope := r.compute(l.role, l.Place)
 	seconds = max(0, seconds-base-slope*tokens)
-	one(r.stores, from).add(r.count, float64(node+shared), seconds)
-	r.fetches[from.kind].add(r.count, float64(node+shared), seconds)
+	one(&r.stores.of(l.Place)[kind]).add(r.count, float64(node+shared), seconds)
+	r.fetches[kind].add(r.count, float64(node+shared), seconds)
 	r.all[l.role].at = r.count // this way to serve a request was measured, too
 	return true
 }
 
-// one is the line of an instance, a pair or a store.
-func one[K comparable](lines map[K]*line, key K) *line {
-	l := lines[key]
-	if l == nil {
-		l = &line{}
-		lines[key] = l
+// one is the line of an instance, a pair or a store, which is made for the first measurement.
+func one(l **line) *line {
+	if *l == nil {
+		*l = &line{}
 	}
-	return l
+	return *l
 }
 
 // compute is base and slope of the seconds that an instance takes to compute tokens.
 func (r *rates) compute(role Role, place int) (base, slope float64) {
-	return r.estimate(r.instances[place], &r.all[role])
+	return r.estimate(r.instances.at(place), &r.all[role])
 }
 
 // load is base and slope of the seconds that a decode instance takes to load tokens from a prefill instance.
 func (r *rates) load(prefill, decode int) (base, slope float64) {
-	return r.estimate(r.pairs[pair{prefill, decode}], &r.loads)
+	return r.estimate(r.pairs.at(decode).at(prefill), &r.loads)
 }
 
 // fetch is the seconds that an instance takes to load what a hit has in stores.
@@ -163,7 +170,7 @@ func (r *rates) fetch(role Role, place int, h Hit) (seconds float64) {
 		}
 		var base, slope float64
 		if all := &r.fetches[kind]; all.known() {
-			base, slope = r.estimate(r.stores[store{place, kind}], all)
+			base, slope = r.estimate(r.stores.at(place)[kind], all)
 		} else {
 			_, slope = r.compute(role, place)
 			slope *= unmeasured
@@ -199,12 +206,12 @@ func (r *rates) estimate(one, all *line) (base, slope float64) {
 
 // remove forgets an instance and its pairs.
 func (r *rates) remove(place int) {
-	delete(r.instances, place)
-	delete(r.stores, store{place, 0})
-	delete(r.stores, store{place, 1})
-	for is := range r.pairs {
-		if is.prefill == place || is.decode == place {
-			delete(r.pairs, is)
+	*r.instances.of(place) = nil
+	*r.pairs.of(place) = nil
+	for decode := range r.pairs {
+		if its := r.pairs[decode]; place < len(its) {
+			its[place] = nil
 		}
 	}
+	*r.stores.of(place) = [2]*line{}
 }
