@@ -92,7 +92,11 @@ type Event struct {
 	// Lost says that Blocks stay pinned for good, against what is said above: the plugin is dead, and somebody
 	// that it left behind may write them for ever. It is set for Loaded, Saved and Released only.
 	Lost bool
-	Err  error // why Failed is not empty, for logs and metrics
+	// Unverified says that nobody has verified what a load brought, that of Failed apart. What the request's blocks hold
+	// from the first loaded token on, and what is computed from it, is for that request alone: no other may find it
+	// (rule TAINT-02). The host takes none of it to be saved or held.
+	Unverified bool
+	Err        error // why Failed is not empty, for logs and metrics
 }
 
 // Health is what /health says about a host.

@@ -95,7 +95,7 @@ func (h *Host) tell(b *tracker.Event) {
 	}
 	switch b.Kind {
 	case tracker.Loaded:
-		e.Kind = Loaded
+		e.Kind, e.Unverified = Loaded, b.Unverified
 		h.metrics.moved("load", b)
 		if b.Damaged > 0 {
 			h.log.Warn("damaged blocks, they are computed again", "connector", h.info.Name, "request", b.Request, "blocks", b.Damaged)

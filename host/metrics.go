@@ -34,7 +34,7 @@ type metrics struct {
 	match      prometheus.Histogram
 	answer     prometheus.Histogram   // of the plugin, to Match
 	copied     *prometheus.CounterVec // connector, direction
-	unchecked  prometheus.Counter
+	unchecked  *prometheus.CounterVec
 	landing    prometheus.Gauge
 	info       prometheus.Gauge
 	lostBlocks prometheus.Gauge
@@ -75,9 +75,8 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		answer:     own.Histogram("kvport_plugin_match_seconds", "Time the connector took to answer Match, of one call with one or more queries, also where nobody waited any more.", prometheus.ExponentialBuckets(1e-5, 4, 11)),
 		match:      own.Histogram("kvport_match_seconds", "Time the engine's loop spent in Match.", prometheus.ExponentialBuckets(1e-6, 4, 8)),
 		info:       s.With(prometheus.Labels{"connector": name, "trust": string(trust)}).Gauge("kvport_connector_info", "1 for the trust level at which the connector runs."),
-		unchecked: s.With(prometheus.Labels{"connector": name, "reason": "reshaped"}).Counter("kvport_unverified_blocks_total",
-			"Loaded blocks whose bytes nothing was there to check by."),
-		children: newChildMetrics(s), vitals: newVitals(s),
+		unchecked:  s.Counters("kvport_unverified_blocks_total", "Loaded blocks whose bytes nothing was there to check by.", "connector", "reason"),
+		children:   newChildMetrics(s), vitals: newVitals(s),
 	}
 	m.info.Set(1)
 	if err := s.Register(registry); err != nil {
@@ -93,6 +92,9 @@ func (m *metrics) zeros() {
 		m.bytes.WithLabelValues(m.name, direction)
 		m.failed.WithLabelValues(m.name, direction)
 		m.seconds.WithLabelValues(m.name, direction)
+	}
+	for _, reason := range []string{"lossy", "reshaped"} {
+		m.unchecked.WithLabelValues(m.name, reason)
 	}
 	for _, reason := range []string{tracker.ReleasedConsumed, tracker.ReleasedExpired, tracker.ReleasedPluginDied, tracker.ReleasedShutdown} {
 		m.released.WithLabelValues(reason)

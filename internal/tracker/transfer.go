@@ -101,6 +101,7 @@ func (b *Tracker) Step(now time.Time, s *connector.Step, tails Tails) []Action {
 			ops = append(ops, o)
 		}
 	}
+	b.shed(s)
 	b.planOrStart(now, s, ops)
 	b.computing(now, s)
 	var ended []*ending
@@ -139,6 +140,9 @@ func (b *Tracker) addOp(now time.Time, kind Kind, step uint64, t connector.Trans
 		b.endOp(now, o)
 	case kind == Save && b.loadingAny(t.Blocks):
 		o.fail(t.Blocks, errLoading)
+		b.endOp(now, o)
+	case kind == Save && b.tainted(&t):
+		o.fail(t.Blocks, errTainted)
 		b.endOp(now, o)
 	default:
 		b.wakes.at(o.deadline)
@@ -385,6 +389,7 @@ func (b *Tracker) endOp(now time.Time, o *op) {
 		ev.Err = o.err
 	}
 	if o.kind == Load {
+		ev.Unverified = b.taint(o)
 		b.settleLoad(o)
 		b.emit(Tell{ev})
 		return
