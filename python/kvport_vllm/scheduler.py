@@ -37,6 +37,7 @@ class SchedulerSide:
     def __init__(self, link: Link, block_tokens: int, groups: int, adapters: Adapters, events: Events) -> None:
         """Take the connection, the tokens of a block and the number of KV cache groups."""
         self.may_wait = False  # steps for their loads
+        self.lossy = False  # nobody can verify what is loaded
         self.later_limit = 2.0 + _LATER_SLACK
         self.pace = Pace()
         self.link = link
@@ -250,6 +251,8 @@ class SchedulerSide:
                 self._step.preempted.append(request)
                 self.requests[request].memo = None
                 self._dirty = True
+                if self.lossy:  # what it computed belongs to the blocks that it loses, and must not count for those it gets
+                    self.saving.request_over(self.requests[request], self._step, False)
         if self.pins.pool is None:
             self._wait_for_saves(ids)
 

@@ -2,6 +2,7 @@ import base64
 import ctypes
 import functools
 import hashlib
+import json
 import mmap
 import os
 import random
@@ -10,7 +11,7 @@ import types
 import fakes
 import pytest
 
-from kvport_vllm import config, fingerprint, keys, layout, memory, stats, tracking
+from kvport_vllm import config, fingerprint, keys, layout, memory, setup, stats, tracking
 from kvport_vllm.errors import ConfigError, UnsupportedError
 from kvport_vllm.events import Events
 from kvport_vllm.layout import Group, View
@@ -145,6 +146,37 @@ def test_class_lookup_checks_the_config_early(kvport):
     with pytest.raises(ConfigError, match="kv_role: is bad"):
         like_vllm(outer())
     assert kvport_vllm.KvportConnector.__name__ == "KvportConnector"  # no config in sight: checked later
+
+
+@pytest.mark.parametrize("lossy", [True, False])
+def test_check_says_whether_a_connector_is_lossy(kvport, lossy):
+    kvport.write_text(f"#!/bin/sh\necho '{json.dumps({'connector': 'X', 'lossy': lossy})}'\n")
+    assert config.check(config.merge(outer(engine_id=f"lossy-{lossy}"))) is lossy
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_vllm_must_not_share_what_nobody_has_verified(role):
+    def parts(role, caching, lossy):
+        vllm = types.SimpleNamespace(cache_config=types.SimpleNamespace(**caching), parallel_config=types.SimpleNamespace())
+        return setup.Parts(vllm, fakes.KVCacheConfig(kv_cache_groups=[]), config.Config("", "e", role, ""), lossy)
+
+    for caching in ({"enable_prefix_caching": True}, {}):
+        with pytest.raises(UnsupportedError, match="--no-enable-prefix-caching"):
+            parts(role, caching, True)
+    for others in ((role, {"enable_prefix_caching": False}, True), ("kv_producer", {}, True), (role, {}, False)):
+        with pytest.raises(UnsupportedError, match="no KV cache groups"):  # further on
+            parts(*others)
+
+
+@pytest.mark.parametrize("lossy", [True, False])
+def test_preemption_and_what_was_computed_before_it(lossy):
+    side, _ = saves_and_holds(fakes.BlockPool(10))
+    tracked = tracking.Tracked(None, "p", None)
+    side.requests["p"], side.lossy = tracked, lossy
+    side.saving._running[1] = [tracking.Completion(tracked, 0, 1, [[4]])]
+    side.pins.add(("ack", 1, "p"), [4])
+    side._preempted({"p"})
+    assert (("ack", 1, "p") in side.pins) is not lossy, "a lossy load may have tainted it, and preemption ends the taint"
 
 
 def test_durations():
