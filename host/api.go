@@ -55,7 +55,7 @@ type Options struct {
 
 	// Landed, unless nil, is told when the bytes of an admitted transfer are in a rank's cache, before
 	// their digests are checked. Its Loaded follows, and only that says whether they are right. Not of
-	// loads with a fault, nor at trust level staged. It must not call the host.
+	// loads with a fault or without digests, nor at trust level staged. It must not call the host.
 	Landed func(request connector.RequestID, rank int)
 
 	// Workers, unless nil, opens the worker sides of a connector in this process, in the order of the ranks, and no
