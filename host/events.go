@@ -103,7 +103,9 @@ func (h *Host) tell(b *tracker.Event) {
 		h.complain("load", &h.badLoads, b)
 	case tracker.Saved:
 		e.Kind = Saved
-		h.metrics.moved("save", b)
+		if !b.Refused {
+			h.metrics.moved("save", b)
+		}
 		h.complain("save", &h.badSaves, b)
 	case tracker.Finished:
 		e.Kind = Finished

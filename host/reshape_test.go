@@ -115,6 +115,7 @@ func TestReshapeCounts(t *testing.T) {
 	saved := d.save("x", own, 8)
 	require.ErrorIs(t, saved.Err, connector.ErrDeclined)
 	require.Len(t, saved.Failed, 3)
+	require.InDelta(t, 1, d.metric("kvport_transfer_failed_blocks_total"), 0, "of the load alone: no save was tried")
 	require.Nil(t, d.end("x", 48, true, blocksOf(own, 8)...).Ticket)
 	require.False(t, d.load("y", ks, 20).Unverified, "of its own shape")
 	require.Empty(t, d.save("y", ks, 20).Failed)

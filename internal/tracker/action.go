@@ -148,6 +148,7 @@ type Event struct {
 	Tokens     int            // Loaded, Saved: of the transfer. 0 otherwise
 	Bytes      int64          // Loaded, Saved: of the blocks that did not fail, on all ranks
 	Unverified bool           // Loaded: nobody has verified what it brought
+	Refused    bool           // Saved: no call was made, because the blocks are tainted
 	Damaged    int            // Loaded: blocks that were not what was saved, counted on every rank
 	Lost       bool           // Loaded, Saved, Released: the blocks stay pinned for good
 	Held       bool           // Finished: the blocks stay pinned until Released

@@ -20,14 +20,29 @@ func (b *Tracker) verifies(o *op) bool { return !o.reshaped && !b.cfg.Lossy }
 // taint says whether a load brought what nobody has verified, and notes that. A canceled one is no longer its
 // request's: that has ended, or has lost its blocks.
 func (b *Tracker) taint(o *op) bool {
-	arrived := func(k connector.Block) bool { _, bad := o.failed[k.ID]; return !bad }
-	if o.kind != Load || b.verifies(o) || !slices.ContainsFunc(o.t.Blocks, arrived) {
+	if b.verifies(o) || len(o.t.Blocks) == 0 || o.failsFirst() {
 		return false
 	}
 	if r := o.req; !o.canceled && !r.beyond(o.t.From) {
 		r.tainted, r.clean = true, o.t.From
 	}
 	return true
+}
+
+// failsFirst says that a load has failed from the first block of a group on, so that the engine computes all of it. That
+// is less than leftNothing: of a group that needs only its last blocks an engine may go on with a part of those.
+func (o *op) failsFirst() bool {
+	var seen [connector.MaxGroups]bool
+	for _, k := range o.t.Blocks {
+		if int(k.Group) >= len(seen) {
+			continue
+		}
+		if _, bad := o.failed[k.ID]; bad && !seen[k.Group] {
+			return true
+		}
+		seen[k.Group] = true
+	}
+	return false
 }
 
 // shed leaves out of a step what is not saved, so that nobody plans it, and ends the taint of requests that have lost

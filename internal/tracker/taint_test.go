@@ -61,10 +61,13 @@ func TestTaintIsNotSaved(t *testing.T) {
 	require.True(t, b.saves(3, 1), "of another request with that id")
 }
 
-// TestTaintIsOfWhatArrived: a load that failed as a whole leaves nothing, one that failed in part leaves the rest.
+// TestTaintIsOfWhatArrived: a load that failed as a whole, or from its first block on, leaves nothing, and one that
+// failed further on leaves what comes before.
 func TestTaintIsOfWhatArrived(t *testing.T) {
 	b := newBench(t, func(c *Config) { c.Lossy = true })
 	require.False(t, b.loads(0, 2, 0, 1))
+	require.True(t, b.saves(0, 2))
+	require.False(t, b.loads(0, 2, 0), "the engine computes what follows the first block, too")
 	require.True(t, b.saves(0, 2))
 	require.True(t, b.loads(2, 2, 3))
 	require.False(t, b.saves(3, 1))
@@ -73,6 +76,23 @@ func TestTaintIsOfWhatArrived(t *testing.T) {
 	verified := newBench(t, nil)
 	require.False(t, verified.loads(0, 2))
 	require.True(t, verified.saves(2, 1))
+}
+
+// TestTaintOfGroups: so does a load of which one group failed from its first block on.
+func TestTaintOfGroups(t *testing.T) {
+	for failed, tainted := range map[connector.BlockID]bool{0: false, 1: true, 2: false, 3: true} {
+		b := newBench(t, func(c *Config) {
+			c.Lossy = true
+			c.Groups = append(c.Groups, connector.Group{BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 2})
+		})
+		both := connector.Transfer{Request: "r", Tokens: 32, Blocks: blocks(4)}
+		both.Blocks[2].Group, both.Blocks[3].Group = 1, 1
+		b.got(b.Step(b.now, &connector.Step{ID: 9, Arrived: []connector.Query{{Request: "r"}}, Admitted: []connector.Transfer{both}}, nil))
+		b.done(one[Move](b), Outcome{Err: &connector.BlockError{Blocks: []connector.BlockID{failed}, Err: connector.ErrGone}})
+		require.Equal(t, tainted, b.event().Unverified, "block %d", failed)
+		b.got(b.Step(b.now, &connector.Step{ID: 10, Computed: []connector.Transfer{both}}, nil))
+		require.Equal(t, tainted, len(all[Move](b)) == 0, "block %d", failed)
+	}
 }
 
 // TestTaintEndsWithItsBlocks: a request that has lost its blocks starts over with others.
@@ -84,6 +104,13 @@ func TestTaintEndsWithItsBlocks(t *testing.T) {
 	require.True(t, b.saves(0, 3))
 	b.ends(48)
 	require.Equal(t, 48, b.event().Ticket.Tokens)
+	again := newBench(t, func(c *Config) { c.Lossy = true })
+	require.True(t, again.loads(1, 1))
+	require.False(t, again.saves(2, 2))
+	again.got(again.Step(again.now, &connector.Step{ID: 10, Preempted: []connector.RequestID{"r"}}, nil))
+	require.True(t, again.saves(0, 2))
+	again.ends(64)
+	require.Equal(t, 64, again.event().Ticket.Tokens, "the rest was found in the prefix cache, since another request has saved it")
 }
 
 // TestTaintIsNotPlanned: a Planner does not learn of saves that it must not plan.
