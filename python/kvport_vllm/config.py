@@ -155,7 +155,10 @@ def _checked(binary: str, text: str) -> tuple[str, bool]:
     except subprocess.TimeoutExpired:
         return f"{binary} did not answer a check of the config within {_CHECK_TIMEOUT:.0f} s", False
     if done.returncode == 0:
-        return "", bool(json.loads(done.stdout)["lossy"])
+        try:
+            return "", bool(json.loads(done.stdout)["lossy"])
+        except (ValueError, KeyError, TypeError):
+            return f"{binary} does not say whether the connector may change bytes: is it of another version?", False
     return (done.stderr or done.stdout).strip() or f"{binary} refused the config with status {done.returncode}", False
 
 
