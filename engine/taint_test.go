@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -105,24 +106,35 @@ func TestUnverifiedSharesNothing(t *testing.T) {
 	cfg := simConfig(t)
 	cfg.BlockSize = 32
 	req := prompted("a", 1, 200)
-	req.MaxTokens = 60
+	req.MaxTokens = 20
 	want := collect(submit(t, start(t, cfg), req)).tokens
 	wrong := map[string]any{"fault": "reshape"}
 	p := start(t, tested(t, simConfig(t), storage(t), wrong, "{}"))
+	g := &gate{Model: cfg.Model, open: make(chan struct{})}
+	cfg.Model = g
 	d := start(t, tested(t, cfg, storage(t), wrong, `{"unverified": true}`))
 	first := prefill(t, p, []Request{req})[0]
-	out := submit(t, d, first)
-	<-out // it has loaded, and goes on
-	var others []Request
+	first.MaxTokens = 800
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	running, err := d.Submit(ctx, first)
+	require.NoError(t, err)
+	g.open <- struct{}{} // it has loaded, and the model computes what follows; then it waits again
+	var others []<-chan Output
 	for i := range 6 {
 		other := req
 		other.ID = connector.RequestID(fmt.Sprint("other", i))
-		others = append(others, other)
+		others = append(others, submit(t, d, other))
 	}
-	for _, got := range d.ask(t, others, 3) {
-		require.Equal(t, want, got.tokens)
+	close(g.open)
+	for _, other := range others {
+		require.Equal(t, want, collect(other).tokens)
 	}
-	require.NotEqual(t, want, collect(out).tokens)
+	cancel()
+	got := collect(running)
+	require.Equal(t, connector.ReasonAbort, got.last.Reason, "it was running all the time")
+	require.Greater(t, len(got.tokens), len(want))
+	require.NotEqual(t, want, got.tokens[:len(want)])
 }
 
 // TestLossyStaysWithItsRequest: what a connector loads that may change bytes is not the beginning of what is saved.

@@ -235,6 +235,7 @@ func (w *world) loaded(o *op) {
 			if at := first + i; at < t.From+t.Tokens {
 				w.tags[b.ID][i] = tagOf(c.tokens[:at+1])
 				w.brought(c, b.ID, i, unverified)
+				c.unclean[at] = unverified
 			}
 		}
 	}

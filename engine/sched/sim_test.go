@@ -26,7 +26,8 @@ func TestSimulation(t *testing.T) {
 	for _, what := range []string{
 		"abort in state 0", "abort in state 1", "abort in state 2", "abort in state 3", "abort in state 4",
 		"later", "hold", "query that holds", "query that finds more", "query that finds", "id used again", "failed load", "compute failed",
-		"computed from unverified KV", "tainted request that hands over its first tokens", "tainted request that hands over nothing", "reason 1", "reason 2", "reason 3", "reason 4",
+		"computed from unverified KV", "tainted request that hands over its first tokens", "tainted request that hands over nothing",
+		"clean request that loaded dirty blocks and computed them again", "reason 1", "reason 2", "reason 3", "reason 4",
 	} {
 		require.Positive(t, seen[what], "%s never happened", what)
 	}

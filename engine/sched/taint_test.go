@@ -2,6 +2,7 @@ package sched
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -50,6 +51,7 @@ func (w *world) pure(what string, id connector.RequestID, end int, blocks []conn
 func (w *world) leaves(st *connector.Step) error {
 	for _, id := range st.Preempted {
 		w.clients[id].dirty = false
+		clear(w.clients[id].unclean)
 	}
 	for _, t := range st.Computed {
 		if err := w.pure("save", t.Request, t.From+t.Tokens, t.Blocks); err != nil {
@@ -66,11 +68,30 @@ func (w *world) leaves(st *connector.Step) error {
 	return nil
 }
 
+// firstDirty is the first position of a client's tokens that a consumer must not get, or -1. What was loaded dirty and then
+// computed from clean slots is clean. A window leaves blocks behind that a consumer of the first tokens needs, so where there
+// is one, no position is before a dirty one.
+func (w *world) firstDirty(c *client) int {
+	first := -1
+	for at, dirty := range c.unclean {
+		if dirty && (first < 0 || at < first) {
+			first = at
+		}
+	}
+	if first > 0 && slices.Max(w.cfg.Trailing) > 0 {
+		return 0
+	}
+	return first
+}
+
 // noteEnd notes what a tainted request leaves.
 func (w *world) noteEnd(c *client, e *connector.Ended) {
-	c.offered = e.Remote
+	first := w.firstDirty(c)
+	c.hasClean = first != 0
 	switch {
-	case !c.dirty || !c.req.Remote:
+	case c.dirty && first < 0 && e.Remote:
+		w.seen["clean request that loaded dirty blocks and computed them again"]++
+	case first < 0 || !c.req.Remote:
 	case e.Remote:
 		w.seen["tainted request that hands over its first tokens"]++
 	default:

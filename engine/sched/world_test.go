@@ -41,9 +41,10 @@ type client struct {
 	ended    int
 	aborted  bool
 	ticketed bool
-	barred   bool // a load left nothing: there must be no other
-	dirty    bool // it has loaded what nobody has verified
-	offered  bool // it ended with something for a consumer
+	barred   bool         // a load left nothing: there must be no other
+	dirty    bool         // it has loaded what nobody has verified
+	unclean  map[int]bool // positions of its tokens whose slots are dirty in some group
+	hasClean bool         // it has ended, and had clean tokens for a consumer
 }
 
 // stored names what a connector can have: a block of a group.
@@ -96,7 +97,7 @@ func newWorld(seed uint64) *world {
 func (w *world) submit() error {
 	w.next++
 	room := w.pool.Size() / w.cfg.Groups * w.cfg.BlockTokens
-	c := &client{}
+	c := &client{unclean: map[int]bool{}}
 	n := 1 + w.rng.IntN(max(1, room*2/3))
 	for i := range n {
 		c.req.Prompt = append(c.req.Prompt, int32(i%7))
@@ -252,6 +253,7 @@ func (w *world) forward(c *Chunk) error {
 			if at >= c.Start {
 				*slot = want
 				w.dirty[table[at/w.cfg.BlockTokens]][at%w.cfg.BlockTokens] = dirty
+				w.clients[c.Request].unclean[at] = dirty
 			} else if *slot != want {
 				return fmt.Errorf("%s attends to a wrong block at position %d", c.Request, at)
 			}
@@ -324,7 +326,7 @@ func (w *world) mayEnd(c *client, o Output) bool {
 // last of its saves.
 func (w *world) ticketFits(c *client, o Output) bool {
 	normal := o.Reason == connector.ReasonLength || o.Reason == connector.ReasonStop
-	nothing := c.req.Query && o.Local == 0 || c.dirty && !c.offered
+	nothing := c.req.Query && o.Local == 0 || !c.hasClean
 	if !normal || !c.req.Remote || w.cfg.Role == 0 || nothing {
 		return o.Ticket == nil
 	}
