@@ -55,7 +55,7 @@ type Options struct {
 
 	// Landed, unless nil, is told when the bytes of an admitted transfer are in a rank's cache, before
 	// their digests are checked. Its Loaded follows, and only that says whether they are right. Not of
-	// loads with a fault, nor at trust level staged. It must not call the host.
+	// loads with a fault or without digests, nor at trust level staged. It must not call the host.
 	Landed func(request connector.RequestID, rank int)
 
 	// Workers, unless nil, opens the worker sides of a connector in this process, in the order of the ranks, and no
@@ -92,7 +92,11 @@ type Event struct {
 	// Lost says that Blocks stay pinned for good, against what is said above: the plugin is dead, and somebody
 	// that it left behind may write them for ever. It is set for Loaded, Saved and Released only.
 	Lost bool
-	Err  error // why Failed is not empty, for logs and metrics
+	// Unverified says that nobody has verified what a load brought, that of Failed apart. What the request's blocks hold
+	// from the first loaded token on, and what is computed from it, is for that request alone: no other may find it
+	// (rule TAINT-02). The host takes none of it to be saved or held.
+	Unverified bool
+	Err        error // why Failed is not empty, for logs and metrics
 }
 
 // Health is what /health says about a host.

@@ -95,7 +95,7 @@ func (h *Host) tell(b *tracker.Event) {
 	}
 	switch b.Kind {
 	case tracker.Loaded:
-		e.Kind = Loaded
+		e.Kind, e.Unverified = Loaded, b.Unverified
 		h.metrics.moved("load", b)
 		if b.Damaged > 0 {
 			h.log.Warn("damaged blocks, they are computed again", "connector", h.info.Name, "request", b.Request, "blocks", b.Damaged)
@@ -103,7 +103,9 @@ func (h *Host) tell(b *tracker.Event) {
 		h.complain("load", &h.badLoads, b)
 	case tracker.Saved:
 		e.Kind = Saved
-		h.metrics.moved("save", b)
+		if !b.Refused {
+			h.metrics.moved("save", b)
+		}
 		h.complain("save", &h.badSaves, b)
 	case tracker.Finished:
 		e.Kind = Finished

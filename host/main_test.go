@@ -91,6 +91,7 @@ type rigOptions struct {
 	path     string
 	events   chan BlockReport
 	change   func(*Engine) // nil: nothing
+	landed   func(connector.RequestID, int)
 }
 
 func (o rigOptions) config(t *testing.T) *Config {
@@ -141,7 +142,7 @@ func (o *rigOptions) build(t *testing.T) (*Config, Engine, Options) {
 	if o.change != nil {
 		o.change(&eng)
 	}
-	opts := Options{PluginPath: []string{pluginFolder}, Metrics: prometheus.NewRegistry(), BlockEvents: o.events}
+	opts := Options{PluginPath: []string{pluginFolder}, Metrics: prometheus.NewRegistry(), BlockEvents: o.events, Landed: o.landed}
 	if testing.Verbose() {
 		opts.Log = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	}

@@ -34,7 +34,7 @@ type metrics struct {
 	match      prometheus.Histogram
 	answer     prometheus.Histogram   // of the plugin, to Match
 	copied     *prometheus.CounterVec // connector, direction
-	unchecked  prometheus.Counter
+	unchecked  *prometheus.CounterVec
 	landing    prometheus.Gauge
 	info       prometheus.Gauge
 	lostBlocks prometheus.Gauge
@@ -56,7 +56,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		name: name, set: s,
 		bytes:      s.Counters("kvport_transfer_bytes_total", "KV bytes moved, of blocks that did not fail.", "connector", "direction"),
 		seconds:    s.Histograms("kvport_transfer_seconds", "Time from a step to the end of its transfer.", prometheus.ExponentialBuckets(1e-4, 4, 10), "connector", "direction"),
-		failed:     s.Counters("kvport_transfer_failed_blocks_total", "Blocks that could not be loaded or saved.", "connector", "direction"),
+		failed:     s.Counters("kvport_transfer_failed_blocks_total", "Blocks that could not be loaded or saved, without those that are not saved because nobody has verified what they depend on.", "connector", "direction"),
 		refused:    s.Counters("kvport_tickets_refused_total", "Tickets that were not accepted.", "reason"),
 		released:   s.Counters("kvport_holds_released_total", "Holds that are over.", "reason"),
 		turns:      s.Counters("kvport_turn_blocks_total", "Blocks of earlier turns that were fetched from where the answer was made: loaded, or lost to other requests meanwhile.", "connector", "result"),
@@ -75,8 +75,8 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		answer:     own.Histogram("kvport_plugin_match_seconds", "Time the connector took to answer Match, of one call with one or more queries, also where nobody waited any more.", prometheus.ExponentialBuckets(1e-5, 4, 11)),
 		match:      own.Histogram("kvport_match_seconds", "Time the engine's loop spent in Match.", prometheus.ExponentialBuckets(1e-6, 4, 8)),
 		info:       s.With(prometheus.Labels{"connector": name, "trust": string(trust)}).Gauge("kvport_connector_info", "1 for the trust level at which the connector runs."),
-		unchecked: s.With(prometheus.Labels{"connector": name, "reason": "reshaped"}).Counter("kvport_unverified_blocks_total",
-			"Loaded blocks whose bytes nothing was there to check by."),
+		unchecked: s.Counters("kvport_unverified_blocks_total",
+			"Loaded blocks whose bytes nothing was there to check by; reason: `reshaped` (from an engine of another shape) or `lossy` (the connector may change bytes). They stay with their request.", "connector", "reason"),
 		children: newChildMetrics(s), vitals: newVitals(s),
 	}
 	m.info.Set(1)
@@ -93,6 +93,9 @@ func (m *metrics) zeros() {
 		m.bytes.WithLabelValues(m.name, direction)
 		m.failed.WithLabelValues(m.name, direction)
 		m.seconds.WithLabelValues(m.name, direction)
+	}
+	for _, reason := range []string{"lossy", "reshaped"} {
+		m.unchecked.WithLabelValues(m.name, reason)
 	}
 	for _, reason := range []string{tracker.ReleasedConsumed, tracker.ReleasedExpired, tracker.ReleasedPluginDied, tracker.ReleasedShutdown} {
 		m.released.WithLabelValues(reason)

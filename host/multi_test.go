@@ -379,3 +379,20 @@ func TestMultiChildDoesNotStart(t *testing.T) {
 	require.ErrorContains(t, err, `"dri"`)
 	leaks()
 }
+
+// TestMultiTaint: what a child loaded that may change bytes is saved to no child.
+func TestMultiTaint(t *testing.T) {
+	d, ks := dirs(t, 2), keys(1, 3)
+	r := multiRig(t, 1, nil, kid(map[string]any{"dir": d[0]}, nil, nil),
+		kid(map[string]any{"dir": d[1], "lossy": true}, map[string]any{"allow_lossy": true}, nil))
+	r.save("a", ks[:2], 0)
+	require.Equal(t, []int{2, 2}, []int{files(t, d[0]), files(t, d[1])})
+	require.NoError(t, os.RemoveAll(d[0]))
+	require.NoError(t, os.Mkdir(d[0], 0o700))
+	require.Equal(t, 32, r.match(query("b", ks), nil).Tokens)
+	e := r.load("b", ks[:2], 8)
+	require.Empty(t, e.Failed)
+	require.True(t, e.Unverified)
+	require.ErrorIs(t, r.save("b", ks, 8).Err, connector.ErrDeclined)
+	require.Equal(t, []int{0, 2}, []int{files(t, d[0]), files(t, d[1])})
+}

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -98,12 +99,18 @@ func TestTicketCoveredLocally(t *testing.T) {
 	require.Equal(t, connector.Match{}, d.match(q, ticket))
 }
 
+// TestLossyIsNotVerified: nobody checks what a lossy connector loads, so nobody hears that a check is still to come.
 func TestLossyIsNotVerified(t *testing.T) {
-	r := newRig(t, rigOptions{extra: map[string]any{"lossy": true, "fault": "damage"}, settings: map[string]any{"allow_lossy": true}})
+	var landed atomic.Int32
+	r := newRig(t, rigOptions{
+		extra: map[string]any{"lossy": true, "fault": "damage"}, settings: map[string]any{"allow_lossy": true},
+		landed: func(connector.RequestID, int) { landed.Add(1) },
+	})
 	ks := keys(1, 1)
 	r.save("a", ks, 0)
 	require.NoError(t, r.load("b", ks, 4).Err)
 	require.False(t, r.same(blocksOf(ks, 4)))
+	require.Zero(t, landed.Load())
 }
 
 func TestHolds(t *testing.T) {

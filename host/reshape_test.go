@@ -92,20 +92,31 @@ func TestReshapeIsRefused(t *testing.T) {
 	require.Contains(t, allowed.String(), "no digest verifies their bytes (kvport.unverified)")
 }
 
-// TestReshapeCounts: what arrives reshaped is counted, is not taken for damaged, and has digests from then on.
+// TestReshapeCounts: what arrives reshaped is counted and is not taken for damaged. It gets no digests, so nobody takes it
+// for verified, and what follows it is neither saved nor promised.
 func TestReshapeCounts(t *testing.T) {
-	ks, own := keys(1, 2), keys(2, 2)
+	ks, own := keys(1, 2), keys(2, 3)
 	p := cuts(t, "p", connector.BlockKey{}, "base")
 	d := cuts(t, "d", ks[1], "base")
 	p.save("a", ks, 0)
 	ticket := p.end("a", 33, true, blocksOf(ks, 0)...).Ticket
-	require.Equal(t, 32, d.match(query("x", own), ticket).Tokens)
-	e := d.load("x", own, 8)
+	require.NotNil(t, ticket)
+	require.Equal(t, 32, d.match(query("x", own[:2]), ticket).Tokens)
+	e := d.load("x", own[:2], 8)
 	require.ErrorIs(t, e.Err, connector.ErrGone)
 	require.Equal(t, []connector.BlockID{9}, e.Failed)
+	require.True(t, e.Unverified)
 	require.InDelta(t, 1, d.metric("kvport_unverified_blocks_total"), 0)
 	require.Zero(t, d.metric("kvport_integrity_failures_total"))
 	rank := d.Host.ranks[0]
-	require.NoError(t, rank.hasher.Check(rank.kv, blocksOf(own, 8)[0]))
-	require.ErrorIs(t, rank.hasher.Check(rank.kv, blocksOf(own, 8)[1]), connector.ErrCorrupt, "it was never there")
+	for _, b := range blocksOf(own[:2], 8) {
+		require.ErrorIs(t, rank.hasher.Check(rank.kv, b), connector.ErrCorrupt)
+	}
+	saved := d.save("x", own, 8)
+	require.ErrorIs(t, saved.Err, connector.ErrDeclined)
+	require.Len(t, saved.Failed, 3)
+	require.InDelta(t, 1, d.metric("kvport_transfer_failed_blocks_total"), 0, "of the load alone: no save was tried")
+	require.Nil(t, d.end("x", 48, true, blocksOf(own, 8)...).Ticket)
+	require.False(t, d.load("y", ks, 20).Unverified, "of its own shape")
+	require.Empty(t, d.save("y", ks, 20).Failed)
 }

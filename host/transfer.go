@@ -113,11 +113,11 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if errors.Is(err, plugin.ErrLost) {
 		return tracker.Outcome{Err: err, Lost: true}
 	}
-	if err == nil && h.opts.Landed != nil && r.landing == nil {
+	if err == nil && a.Check != nil && h.opts.Landed != nil && r.landing == nil {
 		h.opts.Landed(t.Request, a.Rank)
 	}
-	if a.Reshaped {
-		h.unverified(r, t, err)
+	if a.Check == nil {
+		h.unverified(a, err)
 	}
 	corrupt := r.checkDigests(tracker.Arrived(a.Check, err))
 	fault.Crash("host.load.checked")

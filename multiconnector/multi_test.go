@@ -368,13 +368,14 @@ func TestFold(t *testing.T) {
 	child := func(name string, role connector.Role, info connector.Info) multiconnector.Child {
 		return multiconnector.Child{Name: name, Role: role, Info: info}
 	}
-	both, consumer := connector.RoleBoth, connector.RoleConsumer
+	both, producer, consumer := connector.RoleBoth, connector.RoleProducer, connector.RoleConsumer
 	plain := connector.Info{Groups: true, Scope: connector.ScopeEngine}
 	with := func(change func(*connector.Info)) connector.Info {
 		i := plain
 		change(&i)
 		return i
 	}
+	lossy := with(func(i *connector.Info) { i.Lossy = true })
 	for _, c := range []struct {
 		name     string
 		children []multiconnector.Child
@@ -394,10 +395,8 @@ func TestFold(t *testing.T) {
 			name: "groups need all", want: with(func(i *connector.Info) { i.Groups = false }),
 			children: []multiconnector.Child{child("a", both, plain), child("b", both, with(func(i *connector.Info) { i.Groups = false }))},
 		},
-		{
-			name: "one lossy makes all", want: with(func(i *connector.Info) { i.Lossy = true }),
-			children: []multiconnector.Child{child("a", both, plain), child("b", both, with(func(i *connector.Info) { i.Lossy = true }))},
-		},
+		{name: "one lossy makes all", want: lossy, children: []multiconnector.Child{child("a", both, plain), child("b", both, lossy)}},
+		{name: "a lossy one that only saves does not", want: plain, children: []multiconnector.Child{child("a", both, plain), child("b", producer, lossy)}},
 		{
 			name: "the widest scope of those that save", want: with(func(i *connector.Info) { i.Scope = connector.ScopeNode }),
 			children: []multiconnector.Child{

@@ -114,7 +114,7 @@ func (m *Multi) Info() connector.Info { return m.info }
 //	groups         all
 //	layouts        those that every child takes
 //	scope          the widest of the children that save, else the widest
-//	lossy          any
+//	lossy          any that loads
 //	match fetches  any that loads
 //	stats          all, with a label child: its place and name
 //
@@ -140,7 +140,7 @@ func Fold(name string, children []Child) (connector.Info, error) {
 		seen[c.Name] = true
 		info.Capabilities |= c.Info.Capabilities & Powers
 		info.Groups = info.Groups && c.Info.Groups
-		info.Lossy = info.Lossy || c.Info.Lossy
+		info.Lossy = info.Lossy || c.Info.Lossy && c.Role.Loads()
 		info.MatchFetches = info.MatchFetches || c.fetches()
 		if c.Role.Saves() || !saving {
 			info.Scope = max(info.Scope, c.Info.Scope)

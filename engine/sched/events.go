@@ -61,7 +61,7 @@ func (s *Scheduler) completed(r *seq) {
 
 // saves reports whether a request has something to save when the given number of its blocks is full.
 func (s *Scheduler) saves(r *seq, full int) bool {
-	return s.cfg.Role.Saves() && r.full < full && full <= len(r.Keys)
+	return s.cfg.Role.Saves() && r.full < full && full <= min(len(r.Keys), r.clean/s.cfg.BlockTokens)
 }
 
 // save hands the host the blocks of a request that become full.
@@ -70,16 +70,14 @@ func (s *Scheduler) save(r *seq, full int) connector.Transfer {
 	blocks := s.blocks(r, first, end, true)
 	s.hand('s', r, &handover{blocks: blocks})
 	r.saves++
-	return connector.Transfer{
-		Request: r.ID, From: first, Tokens: end - first, Blocks: blocks, Replace: first < r.replace, Tenant: r.Space.Tenant(),
-	}
+	return connector.Transfer{Request: r.ID, From: first, Tokens: end - first, Blocks: blocks, Replace: first < r.replace, Tenant: r.Space.Tenant()}
 }
 
 // publish makes a request's complete blocks findable, up to the given number.
 func (s *Scheduler) publish(r *seq, full int) {
 	if s.cfg.PrefixCaching {
 		for g, table := range r.table {
-			for i := r.full; i < min(full, len(r.Keys)); i++ {
+			for i := r.full; i < min(full, len(r.Keys), r.clean/s.cfg.BlockTokens); i++ {
 				if table[i] != none && s.pool.Publish(table[i], uint16(g), r.Keys[i]) && s.cfg.Published != nil {
 					s.cfg.Published(uint16(g), i, &r.Request, r.tokens)
 				}
@@ -90,9 +88,9 @@ func (s *Scheduler) publish(r *seq, full int) {
 }
 
 // Loaded says that a load is over: the blocks in failed hold nothing, all others are filled. corrupt
-// says that what failed was there but damaged. What the host reports twice, or was never given, is
-// ignored here and below.
-func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connector.BlockID, corrupt bool) {
+// says that what failed was there but damaged, unverified that nobody has verified the others. What the
+// host reports twice, or was never given, is ignored here and below.
+func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connector.BlockID, corrupt, unverified bool) {
 	h := s.taken(handle{'l', step, id})
 	if h == nil || h.seq.state != loading {
 		return // unknown, or aborted meanwhile
@@ -104,6 +102,11 @@ func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connect
 	}
 	s.stats.LoadedTokens += valid - h.from
 	s.slide(r, valid)
+	if unverified && valid > h.from {
+		if r.clean = h.from; slices.Max(s.cfg.Trailing) > 0 {
+			r.clean = 0 // a window leaves blocks behind that a consumer of the first tokens needs
+		}
+	}
 	if r.private {
 		r.full, r.private = valid/s.cfg.BlockTokens, false
 	}
@@ -242,12 +245,13 @@ func (s *Scheduler) end(r *seq, reason connector.Reason, err error, tokens ...in
 	r.last = r.output(tokens...)
 	r.last.Reason, r.last.Err = reason, err
 	r.state = withheld
-	remote := r.Remote && (reason == connector.ReasonStop || reason == connector.ReasonLength) && s.cfg.Role != 0
+	clean := min(r.computed, r.clean)
+	remote := r.Remote && (reason == connector.ReasonStop || reason == connector.ReasonLength) && s.cfg.Role != 0 && clean > 0
 	if s.cfg.Role != 0 {
-		blocks := s.blocks(r, 0, r.computed, true)
+		blocks := s.blocks(r, 0, clean, true)
 		s.hand('e', r, &handover{blocks: blocks})
-		r.tail = r.tailOf(r.computed, r.computed, s.cfg.BlockTokens)
-		s.step.Ended = append(s.step.Ended, connector.Ended{Request: r.ID, Reason: reason, Tokens: r.computed, Remote: remote, Weak: remote && r.Turn, Blocks: blocks})
+		r.tail = r.tailOf(clean, clean, s.cfg.BlockTokens)
+		s.step.Ended = append(s.step.Ended, connector.Ended{Request: r.ID, Reason: reason, Tokens: clean, Remote: remote, Weak: remote && r.Turn, Blocks: blocks})
 	}
 	s.release(r)
 	if !remote {

@@ -64,6 +64,9 @@ func (w *world) take(st *connector.Step) error {
 	if w.cfg.Role == 0 {
 		return fmt.Errorf("a step without a host")
 	}
+	if err := w.leaves(st); err != nil {
+		return err
+	}
 	for _, q := range st.Arrived {
 		w.clients[q.Request].arrived++
 	}
@@ -114,7 +117,7 @@ func (w *world) startLoad(step uint64, t connector.Transfer) error {
 	}
 	for _, b := range t.Blocks {
 		for i := range w.tags[b.ID] {
-			w.tags[b.ID][i] = garbage
+			w.tags[b.ID][i], w.dirty[b.ID][i] = garbage, false
 		}
 	}
 	w.ops = append(w.ops, &op{kind: 'l', step: step, request: t.Request, client: w.clients[t.Request], transfer: t})
@@ -186,7 +189,7 @@ func (w *world) report(i int) error {
 	}
 	if o.kind == 'l' {
 		w.loaded(o)
-		w.s.Loaded(o.step, o.request, nil, false) // a second report must change nothing
+		w.s.Loaded(o.step, o.request, nil, false, false) // a second report must change nothing
 		return nil
 	}
 	for range 1 + w.rng.IntN(2) {
@@ -220,6 +223,7 @@ func (w *world) report(i int) error {
 func (w *world) loaded(o *op) {
 	t, c := o.transfer, o.client
 	var failed []connector.BlockID
+	unverified := w.rng.IntN(4) == 0
 	for k, first := range w.places(t.From+t.Tokens, t.Blocks) {
 		b := t.Blocks[k]
 		absent := b.Key != connector.BlockKey{} && !w.store[stored{b.Group, b.Key}] && !c.ticketed
@@ -230,6 +234,8 @@ func (w *world) loaded(o *op) {
 		for i := range w.cfg.BlockTokens {
 			if at := first + i; at < t.From+t.Tokens {
 				w.tags[b.ID][i] = tagOf(c.tokens[:at+1])
+				w.brought(c, b.ID, i, unverified)
+				c.unclean[at] = unverified
 			}
 		}
 	}
@@ -237,5 +243,5 @@ func (w *world) loaded(o *op) {
 		w.seen["failed load"]++
 	}
 	c.barred = c.barred || len(failed) > 0 && slices.Contains(failed, t.Blocks[0].ID)
-	w.s.Loaded(o.step, o.request, failed, w.rng.IntN(2) == 0)
+	w.s.Loaded(o.step, o.request, failed, w.rng.IntN(2) == 0, unverified)
 }

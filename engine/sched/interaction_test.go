@@ -97,7 +97,7 @@ func (s *script) event(t *testing.T, d *datadriven.TestData, rid connector.Reque
 	id := string(rid)
 	switch d.Cmd {
 	case "loaded":
-		s.s.Loaded(s.steps["load "+id], rid, blockIDs(t, d, "failed"), d.HasArg("corrupt"))
+		s.s.Loaded(s.steps["load "+id], rid, blockIDs(t, d, "failed"), d.HasArg("corrupt"), d.HasArg("unverified"))
 	case "lost":
 		if d.HasArg("hold") {
 			s.s.LostHold(s.steps["end "+id], rid)

@@ -75,6 +75,7 @@ type seq struct {
 	replace int                // tokens before this one were found damaged in the store
 	tail    connector.BlockKey // see Scheduler.Tail
 	private bool               // the load under way began before Forget: what it brings is not published
+	clean   int                // tokens behind these are not saved, published or handed over: nobody has verified what they depend on (rule TAINT-02)
 
 	local, external int
 

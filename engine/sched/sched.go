@@ -95,10 +95,7 @@ type handover struct {
 func New(cfg Config, pool *kvcache.Pool) *Scheduler {
 	cfg.Groups = max(cfg.Groups, 1)
 	cfg.Trailing = append(slices.Clip(cfg.Trailing), make([]int, max(0, cfg.Groups-len(cfg.Trailing)))...)
-	return &Scheduler{
-		cfg: cfg, pool: pool, step: connector.Step{ID: 1},
-		live: map[connector.RequestID]*seq{}, handed: map[handle]*handover{},
-	}
+	return &Scheduler{cfg: cfg, pool: pool, step: connector.Step{ID: 1}, live: map[connector.RequestID]*seq{}, handed: map[handle]*handover{}}
 }
 
 // Add takes a request in. It refuses one whose id is in use, and one that the cache cannot hold even
@@ -209,10 +206,7 @@ func (s *Scheduler) Tickets(again bool) []Question {
 }
 
 func (s *Scheduler) question(r *seq, hit int) Question {
-	return Question{
-		Query:  connector.Query{Request: r.ID, Tokens: len(r.tokens), Keys: r.Keys, Computed: hit},
-		Ticket: r.Ticket,
-	}
+	return Question{Query: connector.Query{Request: r.ID, Tokens: len(r.tokens), Keys: r.Keys, Computed: hit}, Ticket: r.Ticket}
 }
 
 // Answer is the connector's answer to a question; computed is the question's Computed. A request

@@ -177,7 +177,7 @@ func (s *Scheduler) attach(r *seq, hit int) {
 			r.table[g] = append(r.table[g], id)
 		}
 	}
-	r.computed, r.full = hit, hit/s.cfg.BlockTokens
+	r.computed, r.full, r.clean = hit, hit/s.cfg.BlockTokens, len(r.Prompt)+r.MaxTokens // all
 }
 
 // offered is where the connector's offer ends, in tokens, and how much of it to load. Whole blocks stay

@@ -25,7 +25,9 @@ func TestSimulation(t *testing.T) {
 	t.Logf("%d seeds, %d steps, %d preemptions, %v", seeds, steps, preemptions, seen)
 	for _, what := range []string{
 		"abort in state 0", "abort in state 1", "abort in state 2", "abort in state 3", "abort in state 4",
-		"later", "hold", "query that holds", "query that finds more", "query that finds", "id used again", "failed load", "compute failed", "reason 1", "reason 2", "reason 3", "reason 4",
+		"later", "hold", "query that holds", "query that finds more", "query that finds", "id used again", "failed load", "compute failed",
+		"computed from unverified KV", "tainted request that hands over its first tokens", "tainted request that hands over nothing",
+		"clean request that loaded dirty blocks and computed them again", "reason 1", "reason 2", "reason 3", "reason 4",
 	} {
 		require.Positive(t, seen[what], "%s never happened", what)
 	}

@@ -22,6 +22,7 @@ type world struct {
 	pool    *kvcache.Pool
 	s       *Scheduler
 	tags    [][]uint64 // of each block, each slot
+	dirty   [][]bool   // likewise: nobody has verified what it holds, or what that is computed from
 	store   map[stored]bool
 	clients map[connector.RequestID]*client
 	past    []*client // whose id is in use again
@@ -40,7 +41,10 @@ type client struct {
 	ended    int
 	aborted  bool
 	ticketed bool
-	barred   bool // a load left nothing: there must be no other
+	barred   bool         // a load left nothing: there must be no other
+	dirty    bool         // it has loaded what nobody has verified
+	unclean  map[int]bool // positions of its tokens whose slots are dirty in some group
+	hasClean bool         // it has ended, and had clean tokens for a consumer
 }
 
 // stored names what a connector can have: a block of a group.
@@ -81,9 +85,9 @@ func newWorld(seed uint64) *world {
 		w.cfg.Trailing = append(w.cfg.Trailing, max(0, rng.IntN(5)-1)) // 0: all
 	}
 	w.pool = kvcache.New(w.cfg.Groups * (2 + rng.IntN(31)))
-	w.tags = make([][]uint64, w.pool.Size())
+	w.tags, w.dirty = make([][]uint64, w.pool.Size()), make([][]bool, w.pool.Size())
 	for i := range w.tags {
-		w.tags[i] = make([]uint64, w.cfg.BlockTokens)
+		w.tags[i], w.dirty[i] = make([]uint64, w.cfg.BlockTokens), make([]bool, w.cfg.BlockTokens)
 	}
 	w.s = New(w.cfg, w.pool)
 	return w
@@ -93,7 +97,7 @@ func newWorld(seed uint64) *world {
 func (w *world) submit() error {
 	w.next++
 	room := w.pool.Size() / w.cfg.Groups * w.cfg.BlockTokens
-	c := &client{}
+	c := &client{unclean: map[int]bool{}}
 	n := 1 + w.rng.IntN(max(1, room*2/3))
 	for i := range n {
 		c.req.Prompt = append(c.req.Prompt, int32(i%7))
@@ -238,12 +242,18 @@ func (w *world) forward(c *Chunk) error {
 	if len(c.Tokens) == 0 || !slices.Equal(c.Tokens, all[c.Start:end]) || c.Sample != (end == len(all)) {
 		return fmt.Errorf("%s: wrong chunk at %d", c.Request, c.Start)
 	}
+	dirty, err := w.reads(c)
+	if err != nil {
+		return err
+	}
 	for g, table := range c.Blocks {
 		for at := w.reach(g, c.Start) * w.cfg.BlockTokens; at < end; at++ {
 			slot := &w.tags[table[at/w.cfg.BlockTokens]][at%w.cfg.BlockTokens]
 			want := tagOf(all[:at+1])
 			if at >= c.Start {
 				*slot = want
+				w.dirty[table[at/w.cfg.BlockTokens]][at%w.cfg.BlockTokens] = dirty
+				w.clients[c.Request].unclean[at] = dirty
 			} else if *slot != want {
 				return fmt.Errorf("%s attends to a wrong block at position %d", c.Request, at)
 			}
@@ -316,7 +326,7 @@ func (w *world) mayEnd(c *client, o Output) bool {
 // last of its saves.
 func (w *world) ticketFits(c *client, o Output) bool {
 	normal := o.Reason == connector.ReasonLength || o.Reason == connector.ReasonStop
-	nothing := c.req.Query && o.Local == 0
+	nothing := c.req.Query && o.Local == 0 || !c.hasClean
 	if !normal || !c.req.Remote || w.cfg.Role == 0 || nothing {
 		return o.Ticket == nil
 	}

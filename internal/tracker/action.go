@@ -139,21 +139,23 @@ const (
 
 // Event is one report to the engine.
 type Event struct {
-	Kind    EventKind
-	Request connector.RequestID
-	Step    uint64
-	Blocks  []connector.BlockID // unpinned
-	Failed  []connector.BlockID
-	Err     error
-	Tokens  int            // Loaded, Saved: of the transfer. 0 otherwise
-	Bytes   int64          // Loaded, Saved: of the blocks that did not fail, on all ranks
-	Damaged int            // Loaded: blocks that were not what was saved, counted on every rank
-	Lost    bool           // Loaded, Saved, Released: the blocks stay pinned for good
-	Held    bool           // Finished: the blocks stay pinned until Released
-	Hold    connector.Hold // Finished: what the Holder answered
-	Ticket  *Ticket        // Finished: for the consumer, nil: there is nothing to promise
-	Reason  string         // Released: why
-	Took    time.Duration  // Loaded, Saved: since the step
+	Kind       EventKind
+	Request    connector.RequestID
+	Step       uint64
+	Blocks     []connector.BlockID // unpinned
+	Failed     []connector.BlockID
+	Err        error
+	Tokens     int            // Loaded, Saved: of the transfer. 0 otherwise
+	Bytes      int64          // Loaded, Saved: of the blocks that did not fail, on all ranks
+	Unverified bool           // Loaded: nobody has verified what it brought
+	Refused    bool           // Saved: no call was made, because the blocks are tainted
+	Damaged    int            // Loaded: blocks that were not what was saved, counted on every rank
+	Lost       bool           // Loaded, Saved, Released: the blocks stay pinned for good
+	Held       bool           // Finished: the blocks stay pinned until Released
+	Hold       connector.Hold // Finished: what the Holder answered
+	Ticket     *Ticket        // Finished: for the consumer, nil: there is nothing to promise
+	Reason     string         // Released: why
+	Took       time.Duration  // Loaded, Saved: since the step
 }
 
 // Outcome is how a call of the worker side ended.

@@ -60,6 +60,9 @@ func (b *Tracker) addEnding(now time.Time, step uint64, ended *connector.Ended, 
 	b.forgetMatch(r)
 	delete(b.requests, ended.Request) // the id may be used again from now on
 	e := &ending{id: b.id(), req: r, step: step, ended: *ended, tail: tail, deadline: now.Add(b.cfg.Finish)}
+	if b.isHolder() && r.beyond(ended.Tokens) {
+		e.ended.Remote, e.ended.Weak = false, false // nothing of it is held
+	}
 	r.ending = e
 	b.endings[e.id] = e
 	b.wakes.at(e.deadline)
@@ -287,6 +290,9 @@ func (b *Tracker) available(r *request, ended *connector.Ended, h connector.Hold
 	n := ended.Tokens
 	for from := range r.unsaved {
 		n = min(n, from)
+	}
+	if r.tainted {
+		n = min(n, r.clean)
 	}
 	return n - n%b.unit()
 }

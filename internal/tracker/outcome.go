@@ -104,6 +104,9 @@ func (b *Tracker) settleSave(o *op) {
 		}
 		from := o.t.From + position[k.Group]
 		position[k.Group] += b.cfg.Groups[k.Group].BlockTokens
+		if o.refused && from >= o.req.clean {
+			continue // no ticket promises it while the taint lasts, and then other blocks are there
+		}
 		_, bad := o.failed[k.ID]
 		if _, skipped := o.skipped[k.ID]; bad || skipped || len(o.calls) == 0 {
 			if o.req.unsaved == nil {

@@ -10,10 +10,9 @@ import (
 // producer, or of an ended request's own. Full blocks have a key, which is that address (rule KEY-09).
 type Tails = map[connector.RequestID]connector.BlockKey
 
-// check gives the blocks of a call that are to be verified when they have arrived. Blocks of another shape come
-// with digests of other blocks than ours, and lossy connectors with other bytes.
+// check gives the blocks of a call that are to be verified when they have arrived.
 func (b *Tracker) check(c *call) []connector.Block {
-	if c.op.kind != Load || c.op.reshaped || b.cfg.Lossy {
+	if c.op.kind != Load || !b.verifies(c.op) {
 		return nil
 	}
 	return addressed(c.part.Blocks, c.op.tail)

@@ -120,6 +120,8 @@ type request struct {
 	saves   int  // saves under way
 	unsaved map[int]struct{}
 	ending  *ending
+	tainted bool // it has loaded what nobody has verified
+	clean   int  // if so: its tokens before the first of that
 }
 
 // New makes an empty Tracker with no plugin up.

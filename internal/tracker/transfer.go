@@ -46,6 +46,7 @@ type op struct {
 	calls    []*call
 	planning bool               // its parts are not known yet
 	stored   bool               // see Stored
+	refused  bool               // its blocks are tainted
 	layered  bool               // its blocks were handed over before they were computed
 	layers   int                // of those blocks that are final
 	givenUp  bool               // no more will be
@@ -101,6 +102,7 @@ func (b *Tracker) Step(now time.Time, s *connector.Step, tails Tails) []Action {
 			ops = append(ops, o)
 		}
 	}
+	b.shed(s)
 	b.planOrStart(now, s, ops)
 	b.computing(now, s)
 	var ended []*ending
@@ -139,6 +141,10 @@ func (b *Tracker) addOp(now time.Time, kind Kind, step uint64, t connector.Trans
 		b.endOp(now, o)
 	case kind == Save && b.loadingAny(t.Blocks):
 		o.fail(t.Blocks, errLoading)
+		b.endOp(now, o)
+	case kind == Save && b.tainted(&t):
+		o.refused = true
+		o.fail(t.Blocks, errTainted)
 		b.endOp(now, o)
 	default:
 		b.wakes.at(o.deadline)
@@ -370,7 +376,7 @@ func (b *Tracker) endOp(now time.Time, o *op) {
 	delete(b.ops, o.id)
 	ev := Event{
 		Kind: Loaded, Request: o.t.Request, Step: o.step, Tokens: o.t.Tokens, Took: now.Sub(o.began),
-		Blocks: ids(o.t.Blocks), Lost: o.lost, Damaged: o.damaged,
+		Blocks: ids(o.t.Blocks), Lost: o.lost, Damaged: o.damaged, Refused: o.refused,
 	}
 	for _, k := range o.t.Blocks {
 		_, bad := o.failed[k.ID]
@@ -385,6 +391,7 @@ func (b *Tracker) endOp(now time.Time, o *op) {
 		ev.Err = o.err
 	}
 	if o.kind == Load {
+		ev.Unverified = b.taint(o)
 		b.settleLoad(o)
 		b.emit(Tell{ev})
 		return

@@ -148,21 +148,26 @@ def find_binary() -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _checked(binary: str, text: str) -> str:
+def _checked(binary: str, text: str) -> tuple[str, bool]:
     command = [binary, "agent", "--check", "--kv-transfer-config", text]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        return f"{binary} did not answer a check of the config within {_CHECK_TIMEOUT:.0f} s"
+        return f"{binary} did not answer a check of the config within {_CHECK_TIMEOUT:.0f} s", False
     if done.returncode == 0:
-        return ""
-    return (done.stderr or done.stdout).strip() or f"{binary} refused the config with status {done.returncode}"
+        try:
+            return "", bool(json.loads(done.stdout)["lossy"])
+        except (ValueError, KeyError, TypeError):
+            return f"{binary} does not say whether the connector may change bytes: is it of another version?", False
+    return (done.stderr or done.stdout).strip() or f"{binary} refused the config with status {done.returncode}", False
 
 
-def check(config: Config) -> None:
-    """Let kvport itself check the inner config, plugin's part included."""
-    if error := _checked(config.binary, config.text):
+def check(config: Config) -> bool:
+    """Let kvport itself check the inner config, plugin's part included; say whether the connector may change bytes."""
+    error, lossy = _checked(config.binary, config.text)
+    if error:
         raise ConfigError(f"kv_connector_extra_config: {error}")
+    return lossy
 
 
 def check_early(outer: Any) -> None:

@@ -31,8 +31,8 @@ class KvportConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self.faults = Faults()
         self.config = config_.merge(self._kv_transfer_config)
-        config_.check(self.config)
-        self.parts = setup.Parts(vllm_config, kv_cache_config, self.config)
+        lossy = config_.check(self.config)
+        self.parts = setup.Parts(vllm_config, kv_cache_config, self.config, lossy)
         self.scheduler: Any = None
         self.worker: Any = None
         if role == KVConnectorRole.SCHEDULER:

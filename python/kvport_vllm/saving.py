@@ -52,7 +52,7 @@ class Saving:
             if end <= computed // size:
                 continue
             tracked = requests.get(request)
-            if tracked is None or tracked.keys is None:
+            if tracked is None or tracked.keys is None or tracked.private:
                 continue
             first = max(tracked.have, 0 if tracked.remote else computed // size)
             if first < end and (done := self._completion(output, tracked, first, end)) is not None:

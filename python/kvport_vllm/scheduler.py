@@ -37,6 +37,7 @@ class SchedulerSide:
     def __init__(self, link: Link, block_tokens: int, groups: int, adapters: Adapters, events: Events) -> None:
         """Take the connection, the tokens of a block and the number of KV cache groups."""
         self.may_wait = False  # steps for their loads
+        self.lossy = False  # nobody can verify what is loaded
         self.later_limit = 2.0 + _LATER_SLACK
         self.pace = Pace()
         self.link = link
@@ -250,8 +251,15 @@ class SchedulerSide:
                 self._step.preempted.append(request)
                 self.requests[request].memo = None
                 self._dirty = True
+                if self.lossy:
+                    self._starts_over(self.requests[request])
         if self.pins.pool is None:
             self._wait_for_saves(ids)
+
+    def _starts_over(self, tracked: Tracked) -> None:
+        """End what a lossy load did to a request: it gets other blocks, which are computed and offered like any others."""
+        self.saving.request_over(tracked, self._step, False)  # what it computed belongs to the blocks that it loses
+        tracked.have, tracked.unverified, tracked.private = 0, False, False
 
     def _wait_for_saves(self, ids: Any) -> None:
         # Their blocks are given away in this very step, and nothing holds them.
@@ -276,6 +284,7 @@ class SchedulerSide:
                 load.step, load.life = step.id, self.link.life if sent else 0
                 if load.request in self.requests:
                     self.requests[load.request].load_began = time.monotonic()
+                    self.requests[load.request].unverified |= self.lossy and sent
         self.saving.sent(step.id, sent)
 
     def step_over(self, output: Any) -> None:
@@ -336,7 +345,7 @@ class SchedulerSide:
         self._dirty |= self.saving.request_over(tracked, self._step, normal)
         params = None
         told = self.link.life != 0 and tracked.told == self.link.life
-        if told and tracked.remote and normal:
+        if told and tracked.remote and normal and not tracked.private:
             params = self._finish_remote(tracked, tables, reason, computed)
         elif told:
             self._step.ended.add(request=tracked.id, reason=reason, tokens=computed)
@@ -413,6 +422,7 @@ class SchedulerSide:
         self._step, self._dirty = self._without_history(), bool(self._new_loads)
         for tracked in self.requests.values():
             tracked.memo, tracked.later_since, tracked.have, tracked.told = None, 0.0, 0, 0
+            tracked.private = tracked.unverified
 
     def _without_history(self) -> Any:
         step = self._step_type()

@@ -28,11 +28,13 @@ _START_WAIT = 30.0
 class Parts:
     """One connector's parts, and what both sides say of themselves when they attach."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, lossy: bool) -> None:
         """Check everything that can be refused before anything is started."""
         self._vllm = vllm_config
         self._cache = kv_cache_config
         self._config = config
+        self._lossy = lossy
+        self._check_sharing()
         parallel = vllm_config.parallel_config
         for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, field, 1) > 1:
@@ -54,6 +56,14 @@ class Parts:
         if size != self.block_tokens:
             raise UnsupportedError(f"block hashes of {size} tokens for blocks of {self.block_tokens}: kvport needs one for each block")
 
+    def _check_sharing(self) -> None:
+        """Refuse what would give other requests bytes that nobody has verified: vLLM's cache shares whatever it has."""
+        if self._lossy and self._config.loads and getattr(self._vllm.cache_config, "enable_prefix_caching", True):
+            raise UnsupportedError(
+                "the connector may load other bytes than were saved, and vLLM's prefix cache would share them with other requests: "
+                "use --no-enable-prefix-caching"
+            )
+
     @property
     def block_tokens(self) -> int:
         """Give the tokens of a block, the same in all groups."""
@@ -73,6 +83,7 @@ class Parts:
         events = Events(self.block_tokens, event_api(self._vllm))
         side = SchedulerSide(link, self.block_tokens, len(self.groups), Adapters(self._content), events)
         side.may_wait = self._config.load_in_step and steps_may_wait(self._vllm, self._cache, len(self.groups))
+        side.lossy = self._lossy
         side.allow_later(self._config.later_seconds)
         self._wait(link)
         side.begin()

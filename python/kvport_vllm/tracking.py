@@ -25,6 +25,8 @@ class Tracked:
     denied: bool = False  # a load left nothing valid: asking again would never end
     told: int = 0  # life of the agent that knows of it
     have: int = 0  # leading blocks that the connector has, or is being given
+    unverified: bool = False  # it was given a load that nobody can verify, which the agent knows
+    private: bool = False  # ... and which an agent knew that is gone: nothing of it may be saved or handed over
     asked_at: int = 0  # computed tokens of the last lookup
     at_once: bool = False  # the load that was offered is one that the step waits for
     load_began: float = 0.0

@@ -2,6 +2,7 @@ import base64
 import ctypes
 import functools
 import hashlib
+import json
 import mmap
 import os
 import random
@@ -10,7 +11,7 @@ import types
 import fakes
 import pytest
 
-from kvport_vllm import config, fingerprint, keys, layout, memory, stats, tracking
+from kvport_vllm import config, fingerprint, keys, layout, memory, setup, stats, tracking
 from kvport_vllm.errors import ConfigError, UnsupportedError
 from kvport_vllm.events import Events
 from kvport_vllm.layout import Group, View
@@ -145,6 +146,86 @@ def test_class_lookup_checks_the_config_early(kvport):
     with pytest.raises(ConfigError, match="kv_role: is bad"):
         like_vllm(outer())
     assert kvport_vllm.KvportConnector.__name__ == "KvportConnector"  # no config in sight: checked later
+
+
+@pytest.mark.parametrize("lossy", [True, False])
+def test_check_says_whether_a_connector_is_lossy(kvport, lossy):
+    kvport.write_text(f"#!/bin/sh\necho '{json.dumps({'connector': 'X', 'lossy': lossy})}'\n")
+    assert config.check(config.merge(outer(engine_id=f"lossy-{lossy}"))) is lossy
+
+
+@pytest.mark.parametrize("said", ["", "it is fine", "{}", "[]", "null", '"lossy"'])
+def test_check_by_another_version(kvport, said):
+    kvport.write_text(f"#!/bin/sh\necho '{said}'\n")
+    with pytest.raises(ConfigError, match=f"{kvport} does not say whether"):
+        config.check(config.merge(outer(engine_id="other-version")))
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_vllm_must_not_share_what_nobody_has_verified(role):
+    def parts(role, caching, lossy):
+        vllm = types.SimpleNamespace(cache_config=types.SimpleNamespace(**caching), parallel_config=types.SimpleNamespace())
+        return setup.Parts(vllm, fakes.KVCacheConfig(kv_cache_groups=[]), config.Config("", "e", role, ""), lossy)
+
+    for caching in ({"enable_prefix_caching": True}, {}):
+        with pytest.raises(UnsupportedError, match="--no-enable-prefix-caching"):
+            parts(role, caching, True)
+    for others in ((role, {"enable_prefix_caching": False}, True), ("kv_producer", {}, True), (role, {}, False)):
+        with pytest.raises(UnsupportedError, match="no KV cache groups"):  # further on
+            parts(*others)
+
+
+@pytest.mark.parametrize("lossy", [True, False])
+def test_preemption_and_what_was_computed_before_it(lossy):
+    side, _ = saves_and_holds(fakes.BlockPool(10))
+    tracked = tracking.Tracked(None, "p", None)
+    side.requests["p"], side.lossy = tracked, lossy
+    side.saving._running[1] = [tracking.Completion(tracked, 0, 1, [[4]])]
+    side.pins.add(("ack", 1, "p"), [4])
+    side._preempted({"p"})
+    assert (("ack", 1, "p") in side.pins) is not lossy, "a lossy load may have tainted it, and preemption ends the taint"
+
+
+def test_preemption_of_a_lossy_load_offers_its_blocks_again():
+    side, _ = saves_and_holds(fakes.BlockPool(10))
+    side.requests["p"], side.lossy = tracking.Tracked(None, "p", None, have=2), True
+    side._preempted({"p"})
+    assert side.requests["p"].have == 0
+
+
+@pytest.mark.parametrize("lossy", [True, False])
+def test_what_nobody_has_verified_outlives_the_agent_that_knows_of_it(lossy):
+    """A new agent would save what the request computes on a load of the old one, and hand it over."""
+    side, _ = saves_and_holds(fakes.BlockPool(10))
+    side.lossy = lossy
+    side.link.send, side.link.call = lambda **_: True, lambda *_, **__: None
+    side.link.life = side._life = 7
+    request = types.SimpleNamespace(request_id="p", num_tokens=13, num_computed_tokens=12, block_hashes=[bytes(32)] * 3)
+    tracked = side.requests["p"] = tracking.Tracked(request, "p", keys.Keys(), remote=True)
+
+    def offers():
+        output = fakes.SchedulerOutput(
+            num_scheduled_tokens={"p": 12},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=fakes.CachedRequestData(req_ids=["p"], num_computed_tokens=[0]),
+            kv_connector_block_state=fakes.BlockState({"p": [[4, 5, 6]]}),
+        )
+        meta = StepMetadata()
+        side.saving.completes(output, side.requests, meta)
+        return meta.ack > 0
+
+    side.allocated(request, [[4, 5]], 8)
+    side.flush()
+    assert offers(), "the agent that loaded them refuses them by itself"
+    side.link.lost, side.link.life = 1, 8
+    side.poll()
+    assert tracked.told == 8 and offers() is not lossy
+    side.finished(request, [[4, 5, 6]], 1, True)
+    assert [e.remote for e in side._step.ended] == ([False] if lossy else []), "the others are finished with a ticket"
+
+    side.requests["p"] = tracked
+    side._preempted({"p"})
+    assert offers() is lossy, "its blocks are others now"
 
 
 def test_durations():

@@ -538,6 +538,7 @@ func (h *host) moved(p *proc, m *move) {
 			if !m.grant.turn { // what was reused is gone, not damaged
 				h.w.stats.Damaged += len(m.out.Corrupt)
 			}
+			h.vouch(m)
 		}
 	}
 	if h.w.tracing() {

@@ -47,6 +47,9 @@ type stream struct {
 	prefix []uint64 // of tokens
 	gen    uint16   // of the engine's last successful reset when the request arrived
 	aborts bool
+
+	tainted bool                  // its blocks have what a load brought and nobody has verified
+	kept    [][]connector.BlockID // its table, for a mutant
 }
 
 func (e *engine) start() {
@@ -198,6 +201,7 @@ func (e *engine) forward(st *stream, c *sched.Chunk) uint64 {
 	bt := e.size
 	end := c.Start + len(c.Tokens)
 	e.w.stats.Tokens += len(c.Tokens)
+	tainted := e.reads(st, c)
 	for rank := range e.mem {
 		for g, table := range c.Blocks {
 			for at := e.w.opt.first(g, c.Start, bt) * bt; at < end; at++ {
@@ -205,7 +209,7 @@ func (e *engine) forward(st *stream, c *sched.Chunk) uint64 {
 				want := kvOf(st.prefix[at], g, rank)
 				switch {
 				case at >= c.Start:
-					*slot = tag{want, e.life, e.gen}
+					*slot = tag{want, e.life, e.gen, tainted}
 				case slot.kv != want:
 					e.w.fail('b', "%s: %s attends to block %d at position %d, rank %d, group %d: it holds the KV of another prefix, or none",
 						e.name, st.id, table[at/bt], at, rank, g)

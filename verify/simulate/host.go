@@ -52,6 +52,7 @@ type grant struct {
 	blocks []connector.Block
 	open   bool
 
+	end      int  // the token before which its blocks end
 	weak     bool // the end of a request whose consumer is only hoped for
 	turn     bool // a load by the ticket of an earlier turn
 	reshaped bool // a load from an engine with blocks of another size
@@ -206,21 +207,23 @@ func (h *host) step(s *connector.Step) {
 		h.w.say("%s step %d: %s", h.e.name, s.ID, describeStep(s))
 	}
 	h.w.stats.Preemptions += len(s.Preempted)
+	h.taints(s)
 	for i := range s.Admitted {
 		h.w.stats.Loads++
-		h.owe(tracker.Loaded, s.ID, s.Admitted[i].Request, s.Admitted[i].Blocks)
+		h.oweTransfer(tracker.Loaded, s.ID, &s.Admitted[i])
 	}
 	for i := range s.Computed {
 		h.w.stats.Saves++
-		h.owe(tracker.Saved, s.ID, s.Computed[i].Request, s.Computed[i].Blocks)
+		h.oweTransfer(tracker.Saved, s.ID, &s.Computed[i])
 	}
 	for i := range s.Computing {
 		h.w.stats.Saves++
 		h.w.stats.Layered++
-		h.owe(tracker.Saved, s.ID, s.Computing[i].Request, s.Computing[i].Blocks)
+		h.oweTransfer(tracker.Saved, s.ID, &s.Computing[i])
 	}
 	for i := range s.Ended {
-		h.owe(tracker.Finished, s.ID, s.Ended[i].Request, s.Ended[i].Blocks).weak = s.Ended[i].Weak
+		g := h.owe(tracker.Finished, s.ID, s.Ended[i].Request, s.Ended[i].Blocks)
+		g.weak, g.end = s.Ended[i].Weak, s.Ended[i].Tokens
 		s.Ended[i].Weak = s.Ended[i].Weak && !h.w.is(TurnKept)
 	}
 	tails := tracker.Tails{}
@@ -241,6 +244,10 @@ func (h *host) step(s *connector.Step) {
 			h.queue = append(h.queue, report{Event: tracker.Event{Kind: tracker.Loaded, Request: admitted[i].Request, Step: s.ID}})
 		}
 	}
+}
+
+func (h *host) oweTransfer(kind tracker.EventKind, step uint64, t *connector.Transfer) {
+	h.owe(kind, step, t.Request, t.Blocks).end = t.From + t.Tokens
 }
 
 func (h *host) owe(kind tracker.EventKind, step uint64, id connector.RequestID, blocks []connector.Block) *grant {
@@ -313,7 +320,7 @@ func (h *host) emit(ev *tracker.Event) {
 		}
 		delete(h.due, key)
 		h.checkWeak(r.grant, ev)
-		h.checkReshaped(r.grant, ev)
+		h.checkTaint(r.grant, ev)
 		if r.grant.early && len(ev.Failed) == 0 {
 			h.w.fail('d', "%s: a save of %s counts as stored, and was answered before its blocks were computed", h.e.name, ev.Request)
 		}
@@ -402,7 +409,8 @@ func (h *host) give(r *report) {
 		if h.w.is(FailedUntold) {
 			failed = nil
 		}
-		s.Loaded(r.Step, r.Request, failed, isCorrupt(r.Err))
+		s.Loaded(r.Step, r.Request, failed, isCorrupt(r.Err), h.unverified(r))
+		h.forgetTaint(r)
 		if h.w.is(RetryForever) && len(r.Failed) > 0 {
 			h.resubmit(r.Request)
 		}

@@ -11,6 +11,8 @@ type tag struct {
 	kv   uint64 // of which prefix, group and rank this is the KV; 0: nothing
 	life uint16 // of the engine that computed it
 	gen  uint16 // that engine's generation then: resets begun
+
+	tainted bool // a load brought it that nobody could verify, or it was computed from that
 }
 
 // cell is one block of one rank, with the digest that a host has made or a connector has brought.

@@ -70,12 +70,16 @@ const (
 	ReshapeUncompared
 	ReshapeOffByOne
 	ReshapePart
-	ReshapeUndigested
 	EarlyIsStored
 	ChildGoneEarly
 	ChildFreedOnCancel
 	ChildTicketsMixed
 	ChildHoldConsumed
+	TaintSigned
+	TaintUntold
+	TaintPart
+	TaintForgotten
+	TaintHeld
 	mutants
 )
 
@@ -89,7 +93,7 @@ type MutantInfo struct {
 
 // Mutants lists them all.
 func Mutants() []MutantInfo {
-	return []MutantInfo{
+	return append([]MutantInfo{
 		{FreeOnAbort, "free-on-abort", "a cancelled load is over at once, though the plugin still writes", "sglang#24527, vllm#32255, dynamo#826"},
 		{FreeAtDeadline, "free-at-deadline", "pins are dropped when a deadline passes, not when the call is over", "vllm#55470"},
 		{NoFence, "no-fence", "a dead plugin's blocks are reused before the process is reaped", "vllm#56104"},
@@ -147,13 +151,12 @@ func Mutants() []MutantInfo {
 		{ReshapeUncompared, "reshape-uncompared", "a ticket of an engine with other blocks is taken for any prompt", "rule RESHAPE-01"},
 		{ReshapeOffByOne, "reshape-off-by-one", "reshaped blocks are filled from one block of the producer too early", "rule RESHAPE-03"},
 		{ReshapePart, "reshape-part", "a block of which the producer lacks a token counts as reshaped", "rule RESHAPE-05"},
-		{ReshapeUndigested, "reshape-undigested", "reshaped blocks keep the digests of what was there before", "rule RESHAPE-07"},
 		{EarlyIsStored, "early-is-stored", "a save counts as stored when the plugin answers before its blocks are computed", "rule LAYER-02"},
 		{ChildGoneEarly, "child-gone-early", "the calls of a child that died return while something of it can still write", "rule MULTI-02"},
 		{ChildFreedOnCancel, "child-freed-on-cancel", "a cancelled call of a child returns at once, though the child still writes", "rule WORK-04"},
 		{ChildTicketsMixed, "child-tickets-mixed", "children are known by their place, so that another order at the other end mixes up their tickets", "rule MULTI-07"},
 		{ChildHoldConsumed, "child-hold-consumed", "a hold that ends with a child's process counts as consumed", "rule MULTI-07"},
-	}
+	}, taintMutants()...)
 }
 
 func (w *World) is(m Mutant) bool { return w.opt.Mutant == m }

@@ -42,7 +42,7 @@ type World struct {
 //	h  a run is a function of its seed
 //	i  when faults stop, everything ends in bounded time
 //	t  no forged, stale or replayed ticket is accepted, and one of an earlier turn serves one load that is worth it
-//	v  what a reshaped load brought carries the digests of what it holds
+//	v  what a load brought and nobody has verified, and what is computed from it, stays with its request, and has no digest
 //	p  nothing panics
 type Violation struct {
 	Rule byte
@@ -74,6 +74,7 @@ type Stats struct {
 	Early                                  int // saves that were answered before their blocks were computed
 	Lost, LostHolds                        int // transfers and holds whose blocks are never used again; the holds among them
 	Reshaped                               int // loads from an engine with blocks of another size, on each rank
+	Unverified, Tainted, TaintedEnds       int // loads that nobody has verified; chunks computed from those; ends of requests with them
 	ChildDeaths, ChildCalls, ChildFailed   int // of the children of MultiConnectors: deaths; calls; loads that another must do
 	ChildPlans, ChildFetches, ChildHolds   int // ... plans; questions to those whose Match fetches; holds that ended with one
 	ChildStaged, ChildTurns                int // of MultiConnectors: calls through landing memory; loads by an earlier turn
@@ -102,6 +103,9 @@ func (s *Stats) Powers() []Power {
 		{"resets that fail or keep something", s.ResetsKept + s.ResetsFailed},
 		{"plans", s.Plans},
 		{"reshapes (loads from engines with other blocks)", s.Reshaped},
+		{"loads that nobody has verified", s.Unverified},
+		{"chunks computed from what nobody has verified", s.Tainted},
+		{"requests that end with what nobody has verified", s.TaintedEnds},
 		{"children (deaths, one by one)", s.ChildDeaths},
 		{"children (calls of a composite)", s.ChildCalls},
 		{"children (loads that fail, and others are asked)", s.ChildFailed},
@@ -171,6 +175,9 @@ func (s *Stats) fields() []field {
 		{"saves stored before they were over", &s.Stored},
 		{"staged calls", &s.Staged},
 		{"reshaped loads", &s.Reshaped},
+		{"loads that nobody verified", &s.Unverified},
+		{"chunks computed from them", &s.Tainted},
+		{"requests that end with them", &s.TaintedEnds},
 		{"saves answered too early", &s.Early},
 		{"children died", &s.ChildDeaths},
 		{"calls of children", &s.ChildCalls},

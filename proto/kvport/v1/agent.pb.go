@@ -785,14 +785,16 @@ func (*AgentDetached) Descriptor() ([]byte, []int) {
 
 // AgentEvent is the end of something that a Step began.
 type AgentEvent struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Kind          AgentEventKind         `protobuf:"varint,1,opt,name=kind,proto3,enum=kvport.v1.AgentEventKind" json:"kind,omitempty"`
-	Request       string                 `protobuf:"bytes,2,opt,name=request,proto3" json:"request,omitempty"`
-	Step          uint64                 `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"`            // the id of the Step that began it
-	Blocks        []int32                `protobuf:"varint,4,rep,packed,name=blocks,proto3" json:"blocks,omitempty"` // no longer read or written for it
-	Failed        []int32                `protobuf:"varint,5,rep,packed,name=failed,proto3" json:"failed,omitempty"`
-	Held          bool                   `protobuf:"varint,6,opt,name=held,proto3" json:"held,omitempty"`  // finished: the blocks stay until released; lost: of a hold
-	Error         string                 `protobuf:"bytes,7,opt,name=error,proto3" json:"error,omitempty"` // why some failed
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Kind    AgentEventKind         `protobuf:"varint,1,opt,name=kind,proto3,enum=kvport.v1.AgentEventKind" json:"kind,omitempty"`
+	Request string                 `protobuf:"bytes,2,opt,name=request,proto3" json:"request,omitempty"`
+	Step    uint64                 `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"`            // the id of the Step that began it
+	Blocks  []int32                `protobuf:"varint,4,rep,packed,name=blocks,proto3" json:"blocks,omitempty"` // no longer read or written for it
+	Failed  []int32                `protobuf:"varint,5,rep,packed,name=failed,proto3" json:"failed,omitempty"`
+	Held    bool                   `protobuf:"varint,6,opt,name=held,proto3" json:"held,omitempty"`  // finished: the blocks stay until released; lost: of a hold
+	Error   string                 `protobuf:"bytes,7,opt,name=error,proto3" json:"error,omitempty"` // why some failed
+	// loaded: nobody has verified what the others hold. It, and what is computed from it, is for that request alone.
+	Unverified    bool `protobuf:"varint,8,opt,name=unverified,proto3" json:"unverified,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -874,6 +876,13 @@ func (x *AgentEvent) GetError() string {
 		return x.Error
 	}
 	return ""
+}
+
+func (x *AgentEvent) GetUnverified() bool {
+	if x != nil {
+		return x.Unverified
+	}
+	return false
 }
 
 // AgentPlugin announces a plugin process. Its pidfd travels beside the frame: whoever outlives the
@@ -1242,7 +1251,7 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\rAgentFinished\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\fR\x06ticket\"\r\n" +
 	"\vAgentDetach\"\x0f\n" +
-	"\rAgentDetached\"\xc3\x01\n" +
+	"\rAgentDetached\"\xe3\x01\n" +
 	"\n" +
 	"AgentEvent\x12-\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x19.kvport.v1.AgentEventKindR\x04kind\x12\x18\n" +
@@ -1251,7 +1260,10 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x06blocks\x18\x04 \x03(\x05R\x06blocks\x12\x16\n" +
 	"\x06failed\x18\x05 \x03(\x05R\x06failed\x12\x12\n" +
 	"\x04held\x18\x06 \x01(\bR\x04held\x12\x14\n" +
-	"\x05error\x18\a \x01(\tR\x05error\"3\n" +
+	"\x05error\x18\a \x01(\tR\x05error\x12\x1e\n" +
+	"\n" +
+	"unverified\x18\b \x01(\bR\n" +
+	"unverified\"3\n" +
 	"\vAgentPlugin\x12\x10\n" +
 	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"m\n" +

@@ -1,0 +1,175 @@
+package engine
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host"
+)
+
+// tested is the config of an engine with the host's test connector, whose blocks are files in a directory. It
+// misbehaves as fields say.
+func tested(t testing.TB, cfg Config, dir string, fields map[string]any, settings string) Config {
+	key := filepath.Join(dir, "..", "ticket.key")
+	require.NoError(t, os.WriteFile(key, []byte("0123456789abcdef0123456789abcdef"), 0o600))
+	all := map[string]any{"dir": dir}
+	maps.Copy(all, fields)
+	extra, err := json.Marshal(all)
+	require.NoError(t, err)
+	c, err := host.ParseConfig(fmt.Sprintf(`{"kv_connector": "TestConnector", "kv_role": "kv_both", "kv_connector_extra_config": %s, "kvport": %s}`, extra, settings))
+	require.NoError(t, err)
+	c.Settings.TicketKeyFile = key
+	cfg.Connector, cfg.PluginPath = c, []string{plugins}
+	return cfg
+}
+
+// stored are the names of the files that a directory has.
+func stored(t testing.TB, dir string) (names []string) {
+	files, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	for _, f := range files {
+		names = append(names, f.Name())
+	}
+	return names
+}
+
+// goesOn is a request whose prompt is another one's with its answer.
+func goesOn(id connector.RequestID, req Request, answer []int32) Request {
+	req.ID, req.Ticket, req.Remote, req.Turn = id, nil, false, false
+	req.Prompt = slices.Concat(req.Prompt, answer)
+	return req
+}
+
+// TestUnverifiedStaysWithItsRequest: a connector reads wrong bytes from an engine of another shape, where no digest
+// would tell. One request has wrong tokens, as its operator accepts. Nothing that it loaded or computed is saved, found
+// by other requests, named in events, or held for its next turn.
+func TestUnverifiedStaysWithItsRequest(t *testing.T) {
+	cfg := simConfig(t)
+	cfg.BlockSize = 32
+	plain := start(t, cfg)
+	req := prompted("a", 1, 200)
+	req.MaxTokens = 80
+	want := collect(submit(t, plain, req)).tokens
+	wrong := map[string]any{"fault": "reshape"}
+	p := start(t, tested(t, simConfig(t), storage(t), wrong, "{}"))
+	dir, told := storage(t), &gathered{}
+	cfg.Events = told
+	d := start(t, tested(t, cfg, dir, wrong, `{"unverified": true}`))
+	published := func() int {
+		n := make(chan int)
+		d.do(func(*loop) { n <- len(*told) })
+		return <-n
+	}
+	first := prefill(t, p, []Request{req})[0]
+	first.Remote, first.Turn = true, true
+	got := collect(submit(t, d, first))
+	requireIdle(t, d)
+	require.Positive(t, got.last.Usage.External)
+	require.Positive(t, d.metric(t, "kvport_unverified_blocks_total", "reshaped"))
+	require.NotEqual(t, want, got.tokens, "the wrong bytes were used")
+	require.Empty(t, stored(t, dir), "nothing of it is saved")
+	require.Nil(t, got.last.Ticket, "nothing of it is handed over")
+	require.Zero(t, published(), "nothing of it is in the prefix cache")
+	query := req
+	query.ID, query.Hold = "b", true
+	require.Equal(t, "the prefix cache has nothing of the prompt", d.asks(t, query).Cached.NotHeld)
+
+	again := req
+	again.ID = "c"
+	second := collect(submit(t, d, again))
+	require.Equal(t, want, second.tokens)
+	require.Zero(t, second.last.Usage.Local)
+	requireIdle(t, d)
+	require.NotEmpty(t, stored(t, dir), "what is computed from the prompt itself is saved")
+	require.Positive(t, published())
+
+	next := goesOn("d", req, got.tokens)
+	right := collect(submit(t, plain, next)).tokens
+	require.Equal(t, right, collect(submit(t, d, next)).tokens)
+	cfg.Events = nil
+	next.ID = "e"
+	require.Equal(t, right, collect(submit(t, start(t, tested(t, cfg, dir, nil, "{}")), next)).tokens, "another engine loads what was saved")
+}
+
+// TestUnverifiedSharesNothing: requests that run at the same time as one with wrong bytes, and have its prompt, are
+// not touched by them.
+func TestUnverifiedSharesNothing(t *testing.T) {
+	cfg := simConfig(t)
+	cfg.BlockSize = 32
+	req := prompted("a", 1, 200)
+	req.MaxTokens = 20
+	want := collect(submit(t, start(t, cfg), req)).tokens
+	wrong := map[string]any{"fault": "reshape"}
+	p := start(t, tested(t, simConfig(t), storage(t), wrong, "{}"))
+	g := &gate{Model: cfg.Model, open: make(chan struct{})}
+	cfg.Model = g
+	d := start(t, tested(t, cfg, storage(t), wrong, `{"unverified": true}`))
+	first := prefill(t, p, []Request{req})[0]
+	first.MaxTokens = 800
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	running, err := d.Submit(ctx, first)
+	require.NoError(t, err)
+	g.open <- struct{}{} // it has loaded, and the model computes what follows; then it waits again
+	var others []<-chan Output
+	for i := range 6 {
+		other := req
+		other.ID = connector.RequestID(fmt.Sprint("other", i))
+		others = append(others, submit(t, d, other))
+	}
+	close(g.open)
+	for _, other := range others {
+		require.Equal(t, want, collect(other).tokens)
+	}
+	cancel()
+	got := collect(running)
+	require.Equal(t, connector.ReasonAbort, got.last.Reason, "it was running all the time")
+	require.Greater(t, len(got.tokens), len(want))
+	require.NotEqual(t, want, got.tokens[:len(want)])
+}
+
+// TestLossyStaysWithItsRequest: what a connector loads that may change bytes is not the beginning of what is saved.
+// What is computed without a load is saved as ever.
+func TestLossyStaysWithItsRequest(t *testing.T) {
+	cfg, dir := simConfig(t), storage(t)
+	req := prompted("a", 1, 100)
+	req.MaxTokens = 60
+	plain := start(t, cfg)
+	want := collect(submit(t, plain, req)).tokens
+	short := req
+	short.ID, short.MaxTokens = "s", 1
+	e := start(t, tested(t, cfg, dir, nil, "{}"))
+	collect(submit(t, e, short))
+	requireIdle(t, e)
+	before := stored(t, dir)
+	require.Len(t, before, 6)
+
+	lossy := start(t, tested(t, cfg, dir, map[string]any{"lossy": true, "fault": "damage"}, `{"allow_lossy": true}`))
+	got := collect(submit(t, lossy, req))
+	requireIdle(t, lossy)
+	require.Equal(t, 96, got.last.Usage.External)
+	require.NotEqual(t, want, got.tokens, "the wrong bytes were used")
+	require.Equal(t, before, stored(t, dir))
+	require.Equal(t, 6, lossy.metric(t, "kvport_unverified_blocks_total", "lossy"))
+	again := req
+	again.ID = "b"
+	require.Zero(t, collect(submit(t, lossy, again)).last.Usage.Local)
+	next := goesOn("c", req, got.tokens)
+	require.Equal(t, collect(submit(t, plain, next)).tokens, collect(submit(t, e, next)).tokens, "another engine loads what was saved")
+
+	requireIdle(t, e)
+	before = stored(t, dir)
+	fresh := prompted("d", 101, 100)
+	collect(submit(t, lossy, fresh))
+	requireIdle(t, lossy)
+	require.Len(t, stored(t, dir), len(before)+6, "what is computed is saved")
+}
