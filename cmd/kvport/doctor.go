@@ -27,8 +27,8 @@ import (
 	"github.com/kvport/kvport/engine/model/kernel"
 	"github.com/kvport/kvport/engine/tokenizer"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/machine"
-	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/native/cuda"
 	"github.com/kvport/kvport/native/nccl"
 	"github.com/kvport/kvport/native/nixl"
@@ -140,12 +140,17 @@ func checkSocket() check {
 // made when it is not there.
 func checkKey(config *host.Config) check {
 	const name = "ticket key"
+	path, whose, mend := "", "this user's engines share", "remove what is in its place, or set kvport.ticket_key_file in --kv-transfer-config"
 	if config != nil && config.Settings.TicketKeyFile != "" {
-		_, err := ticket.LoadKey(config.Settings.TicketKeyFile)
-		return result(name, config.Settings.TicketKeyFile+" is readable by its owner only", err, "make a key: head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE")
+		path, whose, mend = config.Settings.TicketKeyFile, "kvport.ticket_key_file names", "see the message; kvport keys init --file FILE makes a file with a key"
 	}
-	_, err := ticket.SharedKey()
-	return result(name, "this user's engines share one in a private folder", err, "remove what is in its place, or set kvport.ticket_key_file in --kv-transfer-config")
+	keys, err := keyring.OpenAt(path, nil)
+	if err != nil {
+		return result(name, "", err, mend)
+	}
+	ids := keys.Ring().IDs()
+	return result(name, fmt.Sprintf("%s %s, which only its owner can read: %s signs, %d read (%s)",
+		whose, keys.Path(), ids[0], len(ids), strings.Join(ids, " ")), nil, mend)
 }
 
 func (f *doctorFlags) checkPort(ctx context.Context) check {

@@ -8,6 +8,8 @@ import (
 	"os"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/keyring"
+	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/pipe"
 )
 
@@ -34,11 +36,32 @@ func TLS(path string, link connector.Secret) (*tls.Config, error) {
 		key, err = os.ReadFile(path)
 	}
 	var keyed *tls.Config
-	if err == nil {
+	switch {
+	case err != nil:
+	case keyring.IsRing(key):
+		keyed, err = ofRing(key)
+	default:
 		keyed, err = pipe.KeyTLS(bytes.TrimSpace(key))
 	}
 	if err != nil {
 		return nil, fmt.Errorf("key_file: %w", err)
 	}
 	return keyed, nil
+}
+
+// ofRing is mutual TLS of a ring of keys: peers may have any of them.
+func ofRing(data []byte) (*tls.Config, error) {
+	ring, err := keyring.Parse(data)
+	if err != nil {
+		return nil, err
+	}
+	keys := make([][]byte, len(ring.Keys))
+	for i := range ring.Keys {
+		link, err := ticket.LinkRoot(ring.Keys[i].Secret)
+		if err != nil {
+			return nil, err
+		}
+		keys[i] = link
+	}
+	return pipe.KeyTLS(keys[0], keys[1:]...)
 }
