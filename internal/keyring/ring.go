@@ -121,9 +121,9 @@ func Parse(data []byte) (*Ring, error) {
 	if strings.TrimRight(first, " \t\r") == Head {
 		return parse(rest)
 	}
-	if i := bytes.Index(data, []byte(mark)); i >= 0 {
+	if before, _, damaged := bytes.Cut(data, []byte(mark)); damaged {
 		return nil, refuse("line %d: %q must be the first line, alone and in this form, or this version cannot read the ring",
-			1+bytes.Count(data[:i], []byte("\n")), Head)
+			1+bytes.Count(before, []byte("\n")), Head)
 	}
 	if bare, err := parse(string(data)); err == nil && len(bare.Keys) > 0 {
 		return nil, refuse("line 1: these are the keys of a ring, whose first line must be %q", Head)
