@@ -123,13 +123,14 @@ func (f *File) Watch(ctx context.Context, log *slog.Logger, stale func(bool)) {
 	}
 }
 
-// look reads the file if it is another one than before.
+// look reads the file if it is another one than before, or could not be read then: what was in the way may have passed and
+// left the file as it is.
 func (f *File) look(log *slog.Logger) {
 	now := stamp{}
 	if info, err := os.Stat(f.path); err == nil {
 		now = stampOf(info)
 	}
-	if now == f.last {
+	if now == f.last && !f.Stale() {
 		return
 	}
 	ring, info, err := load(f.path)
@@ -146,7 +147,28 @@ func (f *File) look(log *slog.Logger) {
 }
 
 // Create makes the file of a ring. It never overwrites one: then the error wraps fs.ErrExist.
-func Create(path string, ring *Ring) error { return place(path, ring.Format(), os.Link) }
+func Create(path string, ring *Ring) error {
+	data := ring.Format()
+	return place(path, data, func(from, to string) error { return linkOrWrite(from, to, data, os.Link) })
+}
+
+// linkOrWrite gives a file another name or, where the file system knows no links, writes its data once more. Neither
+// overwrites a file.
+func linkOrWrite(from, to string, data []byte, link func(from, to string) error) error {
+	err := link(from, to)
+	if err == nil || errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	file, err := os.OpenFile(to, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = file.Write(data)
+	if err = errors.Join(err, file.Sync(), file.Close()); err != nil {
+		err = errors.Join(err, os.Remove(to))
+	}
+	return err
+}
 
 // Change replaces a file by what edit makes of it, in one step and for the same owner. Two changes at once follow each other.
 func Change(path string, edit func(*Ring) (*Ring, error)) (_ *Ring, err error) {
@@ -168,7 +190,11 @@ func Change(path string, edit func(*Ring) (*Ring, error)) (_ *Ring, err error) {
 	if ring, err = edit(ring); err != nil {
 		return nil, fmt.Errorf("key file %s: %w", path, err)
 	}
-	return ring, place(path, ring.Format(), func(from, to string) error {
+	data := ring.Format()
+	if _, err := Parse(data); err != nil { // nobody could read it: it has become too large
+		return nil, fmt.Errorf("key file %s: after this change %w", path, err)
+	}
+	return ring, place(path, data, func(from, to string) error {
 		if sys, ok := info.Sys().(*syscall.Stat_t); ok && int(sys.Uid) != os.Geteuid() {
 			if err := os.Chown(from, int(sys.Uid), int(sys.Gid)); err != nil {
 				return fmt.Errorf("its owner is another user: %w", err)

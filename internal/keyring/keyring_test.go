@@ -195,6 +195,11 @@ func TestWatch(t *testing.T) {
 		pass()
 		require.False(t, f.Stale())
 		require.Equal(t, []bool{true, false}, told)
+
+		// A read that fails for a moment, for want of descriptors for example, leaves the file as it was.
+		f.stale.Store(true)
+		pass()
+		require.False(t, f.Stale())
 		require.Len(t, first.Keys, 1, "a ring never changes")
 		for _, k := range next.Keys {
 			require.NotContains(t, out.String(), hex.EncodeToString(k.Secret)[:8])
@@ -203,6 +208,32 @@ func TestWatch(t *testing.T) {
 		watching.Wait()
 	})
 	Fixed(New(then)).Watch(t.Context(), slog.New(slog.DiscardHandler), nil)
+}
+
+// A change that would make a file larger than anybody reads is refused, and the file stays.
+func TestChangeKeepsFileReadable(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "ring")
+	full := Head + "\n#" + strings.Repeat("c", maxFile-len(Head)-len(line(one))-3) + "\n" + line(one)
+	require.NoError(t, os.WriteFile(path, []byte(full), 0o600))
+	_, err := Change(path, func(r *Ring) (*Ring, error) { return r.Rotate(then) })
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, "after this change it is larger than 32768 bytes")
+	data, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.Equal(t, full, string(data))
+}
+
+// A file system without hard links has files of keys as well, and none is overwritten.
+func TestLinkOrWrite(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "ring")
+	noLinks := func(string, string) error { return syscall.EPERM }
+	require.NoError(t, linkOrWrite("", path, New(then).Format(), noLinks))
+	first, err := Load(path)
+	require.NoError(t, err)
+	require.ErrorIs(t, linkOrWrite("", path, New(then).Format(), noLinks), fs.ErrExist)
+	second, err := Load(path)
+	require.NoError(t, err)
+	require.Equal(t, first, second)
 }
 
 func errorsOf(errs ...error) error {

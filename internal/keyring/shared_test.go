@@ -2,11 +2,13 @@ package keyring
 
 import (
 	"bytes"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -95,6 +97,83 @@ func TestSharedFromEarlierVersion(t *testing.T) {
 	data, err = os.ReadFile(f.Path())
 	require.NoError(t, err)
 	require.NotEqual(t, text, string(data))
+}
+
+// An engine without a state folder starts at the same time as one that has it: whichever comes first, both have one key.
+func TestSharedAtOnce(t *testing.T) {
+	for _, ring := range []bool{false, true} {
+		state, runtime := places(t)
+		links := 0
+		path, err := shared(slog.New(slog.DiscardHandler), func(from, to string) error {
+			if links++; links == 1 && ring {
+				require.NoError(t, Create(runtime, New(then)))
+			} else if links == 1 {
+				require.NoError(t, create(runtime, nil, os.Link))
+			}
+			return os.Link(from, to)
+		})
+		require.NoError(t, err)
+		require.Equal(t, state, path)
+		theirs, err := Load(runtime)
+		require.NoError(t, err)
+		ours, err := Load(state)
+		require.NoError(t, err)
+		require.Equal(t, theirs, ours)
+	}
+}
+
+// A folder in which no key can be made is as good as none.
+func TestSharedWhereOneFolderIsFull(t *testing.T) {
+	for _, name := range []string{"state", "runtime"} {
+		state, runtime := places(t)
+		full, other := state, runtime
+		if name == "runtime" {
+			full, other = runtime, state
+		}
+		var out bytes.Buffer
+		path, err := shared(slog.New(slog.NewTextHandler(&out, nil)), func(from, to string) error {
+			if to == full {
+				return syscall.EDQUOT
+			}
+			return os.Link(from, to)
+		})
+		require.NoError(t, err, name)
+		require.Equal(t, other, path)
+		_, err = Load(path)
+		require.NoError(t, err)
+		at, err := SharedPath()
+		require.NoError(t, err)
+		require.Equal(t, other, at, "commands mean the same file")
+		require.Equal(t, name == "state", strings.Contains(out.String(), "only in the runtime folder"))
+	}
+}
+
+// Looking makes nothing, and a new key is not made beside one that engines use.
+func TestCreateShared(t *testing.T) {
+	state, runtime := places(t)
+	at, err := SharedPath()
+	require.NoError(t, err)
+	require.Equal(t, state, at)
+	require.NoDirExists(t, filepath.Dir(state))
+	require.NoDirExists(t, filepath.Dir(runtime))
+
+	require.NoError(t, os.Mkdir(filepath.Dir(runtime), 0o700))
+	require.NoError(t, create(runtime, nil, os.Link))
+	at, err = CreateShared(New(then))
+	require.ErrorIs(t, err, fs.ErrExist)
+	require.Equal(t, runtime, at)
+	require.NoFileExists(t, state)
+
+	require.NoError(t, os.Remove(runtime))
+	ring := New(then)
+	at, err = CreateShared(ring)
+	require.NoError(t, err)
+	require.Equal(t, state, at)
+	f, err := OpenAt("", nil)
+	require.NoError(t, err)
+	require.Equal(t, ring.IDs(), f.Ring().IDs())
+	_, err = CreateShared(New(then))
+	require.ErrorIs(t, err, fs.ErrExist)
 }
 
 // Without a state folder the key is in the runtime folder, as it was, and the log says so once.
