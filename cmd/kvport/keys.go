@@ -45,12 +45,8 @@ func (f *keysFlags) newInit() *cobra.Command {
 			if err := checkFormat(f.format); err != nil {
 				return err
 			}
-			path, err := f.path()
-			if err != nil {
-				return fail(err)
-			}
 			ring := keyring.New(time.Now())
-			err = keyring.Create(path, ring)
+			path, err := f.create(ring)
 			if errors.Is(err, fs.ErrExist) {
 				return fail(fmt.Errorf("%s is there already; kvport keys rotate replaces its key", path))
 			}
@@ -88,14 +84,22 @@ func (f *keysFlags) newRotate() *cobra.Command {
 		Use:   "rotate",
 		Short: "Add a new key that all engines read; then --promote it; then --drop the old one",
 		Long: "Add a new key at the end of the ring: engines accept it within seconds, and none signs with it yet.\n" +
-			"When the file is on all machines, --promote ID makes it the one that signs. When that is on all machines, and no\n" +
-			"ticket and no plugin has the old key any more, --drop ID removes the old one. Copy the file under another name and rename it.",
+			"When the file is on all machines, --promote ID makes it the one that signs. When that is on all machines, every plugin\n" +
+			"has been started again and no ticket of the old key is left, --drop ID removes the old one. When that is on all machines,\n" +
+			"start every plugin again: a plugin keeps the keys of its start, and only then is the old key out of use.\n" +
+			"Copy the file under another name and rename it.",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := checkFormat(f.format); err != nil {
 				return err
 			}
-			if f.promote != "" && f.drop != "" {
+			flags := cmd.Flags()
+			if flags.Changed("promote") && flags.Changed("drop") {
 				return errors.New("--promote and --drop are two steps: between them the file goes to all machines")
+			}
+			for name, id := range map[string]string{"promote": f.promote, "drop": f.drop} {
+				if flags.Changed(name) && id == "" {
+					return fmt.Errorf("--%s is empty, want the id of a key, see kvport keys list", name)
+				}
 			}
 			path, err := f.path()
 			if err != nil {
@@ -122,6 +126,14 @@ func (f *keysFlags) step(ring *keyring.Ring) (*keyring.Ring, error) {
 		return ring.Drop(f.drop)
 	}
 	return ring.Rotate(time.Now())
+}
+
+// create makes the file that the command is about.
+func (f *keysFlags) create(ring *keyring.Ring) (path string, err error) {
+	if f.file != "" {
+		return f.file, keyring.Create(f.file, ring)
+	}
+	return keyring.CreateShared(ring)
 }
 
 // path is the file that the command is about.
