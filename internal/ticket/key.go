@@ -63,13 +63,14 @@ func VerifyText(key []byte, purpose, text, signature string) bool {
 }
 
 // SignForRouter signs a text with the router's key that comes from the first key of a ring. If by names keys, it is the
-// one of them that is last in the ring: who signs with a key that comes before it reads that one as well, while
-// who still signs with the last one may not have heard of the others.
+// oldest of them: whoever has registered with a newer one reads it as well, while who still signs with the oldest may have
+// been started before the others were made. Of keys of one age, or of none that is known, it is the last in the ring.
 func SignForRouter(ring *keyring.Ring, purpose, text string, by ...string) (string, error) {
-	key := ring.First()
+	key, found := ring.First(), false
 	for i := range ring.Keys {
-		if slices.Contains(by, ring.Keys[i].ID) {
-			key = ring.Keys[i]
+		k := ring.Keys[i]
+		if slices.Contains(by, k.ID) && (!found || !k.Added.After(key.Added)) {
+			key, found = k, true
 		}
 	}
 	derived, err := RouterKey(key.Secret)

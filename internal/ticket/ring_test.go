@@ -126,6 +126,12 @@ func TestSignForRouter(t *testing.T) {
 	require.Equal(t, sign(one), sign(both))
 	require.Equal(t, sign(one), sign(promoted, a.ID, b.ID), "one of them may not know the new key")
 	require.Equal(t, sign(one), sign(promoted, a.ID, a.ID))
+	require.Equal(t, sign(one), sign(both, a.ID, b.ID), "the router has not heard of the promotion yet")
+	back, err := promoted.Promote(a.ID)
+	require.NoError(t, err)
+	require.Equal(t, sign(one), sign(back, b.ID, a.ID), "the promotion is taken back")
+	undated := &keyring.Ring{Keys: []keyring.Key{{ID: b.ID, Secret: b.Secret}, {ID: a.ID, Secret: a.Secret}}}
+	require.Equal(t, sign(one), sign(undated, a.ID, b.ID), "without ages the last one")
 	require.NotEqual(t, sign(one), sign(promoted))
 	require.Equal(t, sign(promoted), sign(promoted, b.ID, b.ID))
 	require.Equal(t, sign(promoted), sign(promoted, "", "gone"))
