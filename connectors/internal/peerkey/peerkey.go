@@ -13,8 +13,11 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// maxFile bounds a key file, in bytes.
-const maxFile = 4 << 10
+// Limits of key files, in bytes.
+const (
+	maxKey  = 4 << 10  // of one key
+	maxRing = 32 << 10 // of a ring, with its comments
+)
 
 // TLS is mutual TLS of the key file at a path. Without a path it is nil, and peers prove the link key, which the host must
 // have given then. Errors name the field key_file.
@@ -28,8 +31,8 @@ func TLS(path string, link connector.Secret) (*tls.Config, error) {
 			"and every user of the machine reaches loopback: %w", connector.ErrIncompatible)
 	}
 	info, err := os.Stat(path)
-	if err == nil && (!info.Mode().IsRegular() || info.Size() > maxFile || info.Mode().Perm()&0o077 != 0) {
-		err = fmt.Errorf("%s must be a file of at most %d bytes that only its owner can read: %w", path, maxFile, connector.ErrIncompatible)
+	if err == nil && (!info.Mode().IsRegular() || info.Size() > maxRing || info.Mode().Perm()&0o077 != 0) {
+		err = fmt.Errorf("%s must be a file of at most %d bytes that only its owner can read: %w", path, maxRing, connector.ErrIncompatible)
 	}
 	var key []byte
 	if err == nil {
@@ -40,6 +43,8 @@ func TLS(path string, link connector.Secret) (*tls.Config, error) {
 	case err != nil:
 	case keyring.IsRing(key):
 		keyed, err = ofRing(key)
+	case len(key) > maxKey:
+		err = fmt.Errorf("%s is no ring and must have at most %d bytes: %w", path, maxKey, connector.ErrIncompatible)
 	default:
 		keyed, err = pipe.KeyTLS(bytes.TrimSpace(key))
 	}

@@ -39,4 +39,11 @@ func TestTLS(t *testing.T) {
 	require.NotEqual(t, want.ServerName, keyed.ServerName)
 	_, err = load(ring[len("# kvport key ring v1\n"):])
 	require.ErrorContains(t, err, "keys of a ring")
+
+	comments := strings.Repeat("# a comment\n", 1000)
+	_, err = load("# kvport key ring v1\n" + comments + id + one[16:])
+	require.NoError(t, err, "a ring may be as large here as elsewhere")
+	_, err = load(strings.Repeat("k", maxKey+1))
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, "at most 4096 bytes")
 }
