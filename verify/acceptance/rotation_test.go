@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/verify/acceptance/rig"
@@ -75,7 +76,7 @@ func (r *rotation) distribute(step string, ids []string) {
 		require.NoError(r, os.Rename(path+".new", path))
 		if i < 2 {
 			engine := []*cluster.Process{r.p, r.d}[i]
-			require.Eventually(r, func() bool { return strings.Join(r.known(engine), " ") == strings.Join(ids, " ") }, time.Minute, 50*time.Millisecond)
+			require.EventuallyWithT(r, func(c *assert.CollectT) { require.Equal(c, ids, r.known(c, engine)) }, time.Minute, 50*time.Millisecond)
 		} else {
 			require.NoError(r, r.router.Logged(r.Context(), `"reads":["`+strings.Join(ids, `","`)+`"]`))
 		}
@@ -84,27 +85,30 @@ func (r *rotation) distribute(step string, ids []string) {
 }
 
 // known are the keys that an engine has.
-func (r *rotation) known(p *cluster.Process) []string {
+func (r *rotation) known(t require.TestingT, p *cluster.Process) []string {
 	data, err := r.Client.Get(r.Context(), p.URL+"/health")
-	require.NoError(r, err)
+	require.NoError(t, err)
 	var h struct {
 		KV struct {
 			Keys []string `json:"ticket_keys"`
 		} `json:"kv"`
 	}
-	require.NoError(r, json.Unmarshal(data, &h))
+	require.NoError(t, json.Unmarshal(data, &h))
 	return h.KV.Keys
 }
 
-// handsOver has blocks handed over. A plugin that has just started may need a moment until its peers are connected again.
+// handsOver has the blocks of every request of a round handed over. A plugin that has just started may need a moment until
+// its peers are connected again, so rounds before that do not count.
 func (r *rotation) handsOver(step string) {
 	r.Helper()
-	external := func() float64 { return r.Metrics(r.d).Sum("kvport_prompt_tokens_total", `source="external"`) }
-	before := external()
-	require.Eventually(r, func() bool {
-		rig.Same(r.T, step, r.want, r.All(r.router.URL, r.texts, 2))
-		return external() > before
-	}, time.Minute, 50*time.Millisecond, step)
+	for until := time.Now().Add(time.Minute); ; {
+		got := r.All(r.router.URL, r.texts, 2)
+		rig.Same(r.T, step, r.want, got)
+		if !slices.ContainsFunc(got, func(c *cluster.Completion) bool { return c.Cached == 0 }) {
+			return
+		}
+		require.True(r, time.Now().Before(until), "%s: requests of each round get no blocks", step)
+	}
 }
 
 // restartPlugin ends the plugin of an engine, which starts it again.
@@ -114,7 +118,12 @@ func (r *rotation) restartPlugin(p *cluster.Process) {
 	process, err := os.FindProcess(old)
 	require.NoError(r, err)
 	require.NoError(r, process.Kill())
-	require.Eventually(r, func() bool { return r.Plugin(p) != old }, time.Minute, 5*time.Millisecond)
+	require.EventuallyWithT(r, func(c *assert.CollectT) {
+		h, err := r.Client.Health(r.Context(), p.URL)
+		require.NoError(c, err)
+		require.Equal(c, "ready", h.Connector.State)
+		require.NotEqual(c, old, h.Connector.PID)
+	}, time.Minute, 5*time.Millisecond)
 }
 
 func rotate(r *rotation, f *fixture.Fixture) {
@@ -161,10 +170,15 @@ func rotate(r *rotation, f *fixture.Fixture) {
 	r.restartPlugin(r.d)
 	r.handsOver("promote, both plugins restarted")
 	r.distribute("drop", r.keys("rotate", "--drop", old[0]))
+	for _, engine := range []*cluster.Process{r.p, r.d} { // only now is the old key out of use
+		r.restartPlugin(engine)
+		r.handsOver("drop, a plugin restarted")
+	}
 
 	require.Positive(r, stop())
 	for _, engine := range []*cluster.Process{r.p, r.d} {
 		require.Zero(r, r.Metrics(engine).Sum("kvport_tickets_refused_total"), "tickets refused")
+		require.Zero(r, r.Metrics(engine).Sum("kvport_connector_request_ids_total", `kind="forged"`), "request ids refused")
 		require.NotContains(r, engine.Logs(), "the peer's key is not ours")
 	}
 	require.NotContains(r, r.router.Logs(), "do not fit")
