@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/ticket"
 )
 
@@ -143,9 +144,9 @@ func (m *move) wait() error {
 func (w *hostedWorker) bring(request connector.RequestID, t *connector.Transfer) {
 	tokens := t.From + t.Tokens
 	e := ticket.Envelope{Engine: "producer", Tokens: tokens, Lease: time.Minute, Model: w.env.Model, Shape: w.env.Shape, Plugin: t.Ticket}
-	key, err := ticket.SharedKey()
+	keys, err := keyring.OpenAt("", nil)
 	if err == nil {
-		if signed, err := ticket.Seal(key, &e); err == nil {
+		if signed, err := ticket.Seal(keys.Ring(), &e); err == nil {
 			w.host.Match(connector.Query{Request: request, Tokens: tokens}, signed)
 		}
 	}

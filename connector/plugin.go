@@ -75,10 +75,29 @@ type Env struct {
 	// other users of the machine can reach (rule LINK-01). The host derives it from the key that signs
 	// tickets, which no plugin gets. It is nil if the host is too old to give one.
 	LinkKey Secret
+	// MoreLinkKeys are further link keys that peers may have while an operator replaces the deployment's key: at
+	// most 15, usually none. A plugin accepts peers with any of them and uses LinkKey where it has the choice
+	// (see pipe.Prove). A side has the keys with which it opened; later ones come with the plugin's next start.
+	MoreLinkKeys []Secret
 	// RouterKey is the key with which the deployment's routers sign. Connectors that hand blocks over by
 	// tickets (Info.Scope ScopeEngine and CanHold) get it; for all others it is nil.
 	RouterKey Secret
-	Log       *slog.Logger // never nil
+	// MoreRouterKeys are further keys with which routers may sign meanwhile.
+	MoreRouterKeys []Secret
+	Log            *slog.Logger // never nil
+}
+
+// LinkKeys are LinkKey and MoreLinkKeys together; none if there is no LinkKey.
+func (e *Env) LinkKeys() []Secret { return together(e.LinkKey, e.MoreLinkKeys) }
+
+// RouterKeys are RouterKey and MoreRouterKeys together; none if there is no RouterKey.
+func (e *Env) RouterKeys() []Secret { return together(e.RouterKey, e.MoreRouterKeys) }
+
+func together(first Secret, more []Secret) []Secret {
+	if first == nil {
+		return nil
+	}
+	return append([]Secret{first}, more...)
 }
 
 // Validate reports the first field with an invalid value. NewKV checks whether the layout fits the memory.

@@ -129,12 +129,18 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 	if err != nil {
 		return err
 	}
-	e.info.Connector, e.info.Fit = e.host.Info().Name, e.host.Fit()
+	e.info.Connector = e.host.Info().Name
 	return nil
 }
 
-// Info says what the engine serves. It never changes.
-func (e *Engine) Info() Info { return e.info }
+// Info says what the engine serves. Of all that it says, only the keys in Fit ever change.
+func (e *Engine) Info() Info {
+	info := e.info
+	if e.host != nil {
+		info.Fit = e.host.Fit()
+	}
+	return info
+}
 
 // Health says how the engine and its connector are.
 func (e *Engine) Health() Health {

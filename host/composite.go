@@ -40,7 +40,7 @@ type childStarter struct {
 	promised promised
 
 	violated func(what string) // may be nil
-	keys     keyring
+	keys     *pluginKeys
 }
 
 // composite is the children of one MultiConnector and what joins them. To the host it is a plugin that
@@ -74,7 +74,7 @@ func (h *Host) startComposite(ctx context.Context) (*generation, error) {
 		eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout,
 		paths: h.opts.PluginPath, metrics: h.metrics.children, vitals: h.metrics.vitals, hurry: h.hurry, started: h.opts.Started,
 		held: func(n int64) { h.metrics.arena.Add(float64(n)) }, violated: h.violation,
-		keys: h.keys,
+		keys: &pluginKeys{ring: h.keys},
 	}
 	if h.composite, err = n.open(ctx, h.cfg, "", "kv_connector_extra_config."); err != nil {
 		h.metrics.set.Unregister()

@@ -14,6 +14,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/config"
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/multiconnector"
@@ -162,8 +163,8 @@ func (c *Config) adopt(m *Manifest, log *slog.Logger) {
 
 // Settings are the host's own settings: the object "kvport" of the transfer config.
 type Settings struct {
-	// TicketKeyFile signs tickets; empty: one that this user's engines on this machine share.
-	TicketKeyFile string `json:"ticket_key_file" jsonschema:"description=The key that signs tickets; without it this user's engines on this machine share one."`
+	// TicketKeyFile has the keys that sign tickets; empty: one that this user's engines on this machine share.
+	TicketKeyFile string `json:"ticket_key_file" jsonschema:"description=The ring of keys of which the first signs tickets or a file with one key; without it this user's engines on this machine share one."`
 	// Peers are the ids of the engines whose tickets are accepted; empty: all that have the key.
 	Peers []string `json:"peers" jsonschema:"description=The ids of the engines whose tickets are accepted; without it all that have the key."`
 	Trust Trust    `json:"trust" jsonschema:"enum=in-place,enum=staged,description=in-place: the plugin maps the paged cache. staged: it maps landing memory."`
@@ -397,29 +398,58 @@ func (s *Settings) TenantSecret() ([]byte, error) {
 	return secret, nil
 }
 
-// keyring is what plugins' keys come from. The key that signs tickets stays with the host.
-type keyring struct {
-	links  connector.Secret // of which each connector is given its own; nil: none
-	router connector.Secret
+// keys opens the file of the keys that sign tickets. log may be nil. Errors wrap ErrConfig.
+func (s *Settings) keys(log *slog.Logger) (*keyring.File, error) {
+	keys, err := keyring.OpenAt(s.TicketKeyFile, log)
+	if err != nil {
+		return nil, fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
+	}
+	return keys, nil
 }
 
-func newKeyring(ticketKey []byte) (k keyring, err error) {
-	if k.links, err = ticket.LinkRoot(ticketKey); err != nil {
-		return k, err
-	}
-	k.router, err = ticket.RouterKey(ticketKey)
-	return k, err
+// pluginKeys is what plugins' keys come from. The keys that sign tickets stay with the host.
+type pluginKeys struct {
+	ring *keyring.File
+	// Without a ring: what a host gave this plugin, which has others below it.
+	links, routers []connector.Secret
 }
 
-// of is what a connector is given. It depends on its name and not on its place in a MultiConnector, so that
-// engines with other composites have the same. Whoever keeps no blocks for others has no business with routers.
-func (k keyring) of(name string, info *connector.Info) (link, router connector.Secret, err error) {
-	if k.links == nil {
-		return nil, nil, nil
+// roots are what keys for links are derived from, and the router's keys, in the order of the ring; none: nothing to give.
+func (k *pluginKeys) roots() (links, routers []connector.Secret, err error) {
+	if k.ring == nil {
+		return k.links, k.routers, nil
 	}
-	if info.Scope == connector.ScopeEngine && info.Capabilities&connector.CanHold != 0 {
-		router = k.router
+	for _, key := range k.ring.Ring().Keys {
+		link, err := ticket.LinkRoot(key.Secret)
+		if err != nil {
+			return nil, nil, err
+		}
+		router, err := ticket.RouterKey(key.Secret)
+		if err != nil {
+			return nil, nil, err
+		}
+		links, routers = append(links, link), append(routers, router)
 	}
-	link, err = ticket.LinkKey(k.links, name)
-	return link, router, err
+	return links, routers, nil
+}
+
+// give sets the keys of a connector's environment. They depend on its name and not on its place in a MultiConnector, so
+// that engines with other composites have the same. Whoever keeps no blocks for others has no business with routers.
+func (k *pluginKeys) give(env *connector.Env, name string, info *connector.Info) error {
+	env.LinkKey, env.MoreLinkKeys, env.RouterKey, env.MoreRouterKeys = nil, nil, nil, nil
+	roots, routers, err := k.roots()
+	if err != nil || len(roots) == 0 {
+		return err
+	}
+	links := make([]connector.Secret, len(roots))
+	for i, root := range roots {
+		if links[i], err = ticket.LinkKey(root, name); err != nil {
+			return err
+		}
+	}
+	env.LinkKey, env.MoreLinkKeys = links[0], links[1:]
+	if info.Scope == connector.ScopeEngine && info.Capabilities&connector.CanHold != 0 && len(routers) > 0 {
+		env.RouterKey, env.MoreRouterKeys = routers[0], routers[1:]
+	}
+	return nil
 }

@@ -15,6 +15,8 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/keyring"
+	"github.com/kvport/kvport/internal/meter"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -34,7 +36,7 @@ type Host struct {
 	lands     *connector.Layout // of landing memory; nil: the plugin maps the cache
 	tickets   *ticketSigner
 	tenant    string // names the tenant secret
-	keys      keyring
+	keys      *keyring.File
 	metrics   *metrics
 	vital     *vital // nil: the children of a MultiConnector have theirs
 	events    *eventQueue
@@ -118,6 +120,7 @@ func (h *Host) begin(first *generation) {
 	h.install(first)
 	h.work.Go(func() { h.supervise(life, first) })
 	h.work.Go(h.watchClock)
+	h.work.Go(func() { h.keys.Watch(life, h.log, func(stale bool) { meter.Mark(h.metrics.staleKeys, stale) }) })
 }
 
 // identify gives the engine a name, if it has none, and this life of it a number.
@@ -134,12 +137,11 @@ func (h *Host) identify() error {
 		h.eng.ID = hex.EncodeToString(b[:])
 	}
 	var err error
-	h.tickets, err = newTicketSigner(&h.cfg.Settings, h.eng, h.epoch)
-	if err != nil {
-		return fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
+	if h.keys, err = h.cfg.Settings.keys(h.log); err != nil {
+		return err
 	}
-	h.keys, err = newKeyring(h.tickets.key)
-	return err
+	h.tickets = newTicketSigner(&h.cfg.Settings, h.eng, h.epoch, h.keys)
+	return nil
 }
 
 // firstStart finds the plugin, starts it, asks what it would do and opens it.
@@ -199,7 +201,7 @@ func (h *Host) source(cfg *Config) *source {
 		cfg: cfg, eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout, started: h.opts.Started,
 		hurry: h.hurry, left: &plugin.AbandonedMemory{},
 		promised: &promised{},
-		keys:     h.keys,
+		keys:     &pluginKeys{ring: h.keys},
 	}
 }
 

@@ -19,8 +19,8 @@ func Inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	if _, err := cfg.Settings.TenantSecret(); err != nil {
 		return none, err
 	}
-	if _, err := newTicketSigner(&cfg.Settings, Engine{}, 0); err != nil {
-		return none, fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
+	if _, err := cfg.Settings.keys(nil); err != nil {
+		return none, err
 	}
 	return inspect(ctx, cfg, opts, &promised{})
 }

@@ -39,6 +39,7 @@ type metrics struct {
 	info       prometheus.Gauge
 	lostBlocks prometheus.Gauge
 	arena      prometheus.Gauge
+	staleKeys  prometheus.Gauge
 	children   *childMetrics
 	vitals     *vitals
 	events     prometheus.Counter // of blocks
@@ -72,6 +73,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		landing:    own.Gauge("kvport_landing_slots_used", "Slots of landing memory that transfers have."),
 		arena:      own.Gauge("kvport_arena_bytes", "Memory that the connector asked the host to keep for it."),
 		lostBlocks: own.Gauge("kvport_blocks_lost", "Blocks of the cache that are not used again, since somebody that a dead plugin left behind may write them."),
+		staleKeys:  own.Gauge("kvport_key_file_stale", "1 if the file of keys has changed and cannot be read: the keys that it had stay in use."),
 		answer:     own.Histogram("kvport_plugin_match_seconds", "Time the connector took to answer Match, of one call with one or more queries, also where nobody waited any more.", prometheus.ExponentialBuckets(1e-5, 4, 11)),
 		match:      own.Histogram("kvport_match_seconds", "Time the engine's loop spent in Match.", prometheus.ExponentialBuckets(1e-6, 4, 8)),
 		info:       s.With(prometheus.Labels{"connector": name, "trust": string(trust)}).Gauge("kvport_connector_info", "1 for the trust level at which the connector runs."),
@@ -100,7 +102,7 @@ func (m *metrics) zeros() {
 	for _, reason := range []string{tracker.ReleasedConsumed, tracker.ReleasedExpired, tracker.ReleasedPluginDied, tracker.ReleasedShutdown} {
 		m.released.WithLabelValues(reason)
 	}
-	for _, reason := range []string{"forged", "incompatible", "other", "peer", "prompt", "replayed", "stale"} {
+	for _, reason := range []string{"foreign_key", "forged", "incompatible", "other", "peer", "prompt", "replayed", "stale"} {
 		m.refused.WithLabelValues(reason)
 	}
 }

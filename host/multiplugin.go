@@ -157,7 +157,7 @@ func (m *multiPlugin) build(ctx context.Context, env *connector.Env, c *Config) 
 	n := &childStarter{
 		eng:   Engine{ID: env.Engine, Model: env.Model, Shape: env.Shape, Layout: env.Layout},
 		epoch: env.Epoch, log: env.Log, regions: m.regions[:env.World], layout: env.Layout, paths: pluginFolders(),
-		metrics: newChildMetrics(unshown), vitals: newVitals(unshown), keys: keyring{links: env.LinkKey, router: env.RouterKey},
+		metrics: newChildMetrics(unshown), vitals: newVitals(unshown), keys: &pluginKeys{links: env.LinkKeys(), routers: env.RouterKeys()},
 	}
 	f, err := n.open(ctx, c, "", "")
 	return &session{composite: f}, err

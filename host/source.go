@@ -34,7 +34,7 @@ type source struct {
 	hurry    <-chan struct{}         // closed when the host closes
 	left     *plugin.AbandonedMemory // by former lives
 	reland   func() error            // replaces landing memory that is this plugin's alone; nil: there is none
-	keys     keyring
+	keys     *pluginKeys
 
 	sides   sides
 	sched   int   // the host's own sides: see openAll
@@ -347,8 +347,8 @@ func (s *source) openSides(ctx context.Context, l *life) error {
 
 func (s *source) openSide(ctx context.Context, l *life, o opening) (io.Closer, error) {
 	o.env.Arena = s.arena.Bytes()
-	var err error
-	if o.env.LinkKey, o.env.RouterKey, err = s.keys.of(s.name, &s.info); err != nil {
+	err := s.keys.give(&o.env, s.name, &s.info)
+	if err != nil {
 		return nil, err
 	}
 	var side io.Closer

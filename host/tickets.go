@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/internal/tracker"
 )
@@ -42,22 +43,15 @@ func (h *Host) Ticket(e *connector.Ended) []byte {
 
 // ticketSigner signs and verifies tickets for one engine.
 type ticketSigner struct {
-	key   []byte
+	keys  *keyring.File
 	peers []string // whose tickets are accepted; empty: all that have the key
 	eng   Engine
 	epoch uint64
 	guard *ticket.Guard
 }
 
-func newTicketSigner(s *Settings, eng Engine, epoch uint64) (*ticketSigner, error) {
-	o := &ticketSigner{peers: s.Peers, eng: eng, epoch: epoch, guard: ticket.NewGuard(eng.Model, eng.Shape)}
-	var err error
-	if s.TicketKeyFile != "" {
-		o.key, err = ticket.LoadKey(s.TicketKeyFile)
-	} else {
-		o.key, err = ticket.SharedKey()
-	}
-	return o, err
+func newTicketSigner(s *Settings, eng Engine, epoch uint64, keys *keyring.File) *ticketSigner {
+	return &ticketSigner{keys: keys, peers: s.Peers, eng: eng, epoch: epoch, guard: ticket.NewGuard(eng.Model, eng.Shape)}
 }
 
 func (o *ticketSigner) seal(e *ticket.Envelope) ([]byte, error) {
@@ -66,7 +60,7 @@ func (o *ticketSigner) seal(e *ticket.Envelope) ([]byte, error) {
 	}
 	e.Engine, e.Epoch, e.Model, e.Shape = o.eng.ID, o.epoch, o.eng.Model, o.eng.Shape
 	e.ShapeText = strings.ToValidUTF8(o.eng.ShapeText[:min(len(o.eng.ShapeText), ticket.MaxShape)], "")
-	return ticket.Seal(o.key, e)
+	return ticket.Seal(o.keys.Ring(), e)
 }
 
 // verify opens the ticket that a request brought, or says why it is refused: in one word for
@@ -75,7 +69,7 @@ func (o *ticketSigner) verify(signed []byte, request connector.RequestID) (e *ti
 	if err = fault.Point("host.ticket.verify"); err != nil {
 		return nil, "other", err
 	}
-	e, err = ticket.Open(o.key, signed)
+	e, err = ticket.Open(o.keys.Ring(), signed)
 	if err == nil && len(o.peers) > 0 && !slices.Contains(o.peers, e.Engine) {
 		return e, "peer", fmt.Errorf("engine %q is not among kvport.peers", e.Engine)
 	}
@@ -94,6 +88,9 @@ func (o *ticketSigner) verify(signed []byte, request connector.RequestID) (e *ti
 
 // refusal says in one word why a ticket is refused, and at length.
 func refusal(err error) (reason string, because error) {
+	if _, is := errors.AsType[*ticket.ForeignKeyError](err); is {
+		return "foreign_key", fmt.Errorf("%w: it is not in the ring of kvport.ticket_key_file, or was dropped before this ticket was used", err)
+	}
 	switch {
 	case errors.Is(err, ticket.ErrForged):
 		return "forged", fmt.Errorf("%w: the keys of both engines must be equal, see kvport.ticket_key_file", err)
@@ -123,19 +120,22 @@ type Fit struct {
 	ShapeText string `json:"shape_text,omitempty"` // the same in words
 	Base      string `json:"base,omitempty"`       // fingerprint of the shape apart from block size and ranks; empty: blocks of other shapes are refused
 	TicketKey string `json:"ticket_key,omitempty"` // names the key that signs tickets, and does not reveal it
-	Tenant    string `json:"tenant,omitempty"`     // names the tenant secret likewise; none: there is none
+	// TicketKeys names all keys whose tickets are accepted, the one that signs first.
+	TicketKeys []string `json:"ticket_keys,omitempty"`
+	Tenant     string   `json:"tenant,omitempty"` // names the tenant secret likewise; none: there is none
 	// The ways by which blocks leave this engine, and by which they come to it. One hands blocks over to another if a
 	// way of its Gives is in the other's Takes. Nil: not known.
 	Gives []string `json:"gives"`
 	Takes []string `json:"takes"`
 }
 
-// Fit says what another engine must have in common with this one. It never changes.
+// Fit says what another engine must have in common with this one. Only its keys ever change.
 func (h *Host) Fit() Fit {
+	ring := h.keys.Ring()
 	f := Fit{
 		Role: h.cfg.Role.String(), EngineID: h.eng.ID, Connector: h.info.Name, Scope: h.info.Scope.String(), Carries: h.carries(),
 		Model: h.eng.Model.String(), BlockSize: h.eng.Layout.Groups[0].BlockTokens,
-		Shape: h.eng.Shape.String(), ShapeText: h.eng.ShapeText, TicketKey: ticket.KeyID(h.tickets.key), Tenant: h.tenant,
+		Shape: h.eng.Shape.String(), ShapeText: h.eng.ShapeText, TicketKey: ring.First().ID, TicketKeys: ring.IDs(), Tenant: h.tenant,
 		Gives: h.ways(connector.Role.Saves), Takes: h.ways(connector.Role.Loads),
 	}
 	if h.cuts && (h.cfg.Settings.Unverified || !h.cfg.Role.Loads()) {
@@ -198,6 +198,9 @@ func (h *Host) Brought(request connector.RequestID) (promised int, refused strin
 // mismatch says in one word what is wrong with a ticket, in terms of what an operator can change. e is nil if
 // the ticket could not be opened.
 func (h *Host) mismatch(e *ticket.Envelope, reason string, err error) string {
+	if foreign, is := errors.AsType[*ticket.ForeignKeyError](err); is {
+		return reason + "; key=" + foreign.ID
+	}
 	switch {
 	case errors.Is(err, ticket.ErrForged):
 		return "key"

@@ -13,7 +13,7 @@ import (
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/fault"
-	"github.com/kvport/kvport/internal/ticket"
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -47,7 +47,7 @@ func (h *Host) openRanks() error {
 		return err
 	}
 	if h.tenant = "none"; secret != nil {
-		h.tenant = ticket.KeyID(secret)
+		h.tenant = keyring.ID(secret)
 	}
 	hands := make(chan struct{}, runtime.GOMAXPROCS(0))
 	for i, r := range h.eng.Ranks {

@@ -3,6 +3,8 @@ package pipe
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
+	"errors"
 	"io"
 	"net"
 	"os"
@@ -20,10 +22,17 @@ import (
 // outcome is the result at each of the two ends of a connection.
 type outcome struct{ dialer, listener error }
 
-// meet makes two ends prove their keys to each other; by is where the dialer dials, "" for the listener
-// itself.
+// meet makes two ends with one key each prove them to each other; see meetAll.
 func meet(t *testing.T, dialer, listener []byte, about [2]string, by func(to string) string) outcome {
 	t.Helper()
+	return meetAll(t, [2][]connector.Secret{{dialer}, {listener}}, about, by)
+}
+
+// meetAll makes two ends prove their keys to each other; by is where the dialer dials, "" for the listener
+// itself.
+func meetAll(t *testing.T, keys [2][]connector.Secret, about [2]string, by func(to string) string) outcome {
+	t.Helper()
+	dialer, listener := keys[0], keys[1]
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	defer l.Close()
@@ -41,7 +50,7 @@ func meet(t *testing.T, dialer, listener []byte, about [2]string, by func(to str
 			done <- err
 			return
 		}
-		done <- Demand(conn, listener, []byte(about[1]))
+		done <- Demand(conn, listener[0], []byte(about[1]), listener[1:]...)
 	}()
 	to := l.Addr().String()
 	if by != nil {
@@ -52,7 +61,7 @@ func meet(t *testing.T, dialer, listener []byte, about [2]string, by func(to str
 	defer conn.Close()
 	_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
 	var o outcome
-	finish, err := Prove(conn, dialer, []byte(about[0]))
+	finish, err := Prove(conn, dialer[0], []byte(about[0]), dialer[1:]...)
 	require.NoError(t, err)
 	if o.dialer = finish(); o.dialer != nil {
 		_ = conn.Close()
@@ -74,6 +83,108 @@ func TestProof(t *testing.T) {
 		require.ErrorContains(t, o.dialer, "kvport.ticket_key_file", name)
 		require.Error(t, o.listener, name)
 	}
+}
+
+// While the key is replaced, plugins have one or both of two keys, as they were opened before or after each step. All that
+// have a key in common find it, by a proof and by TLS. Nobody else gets in.
+func TestProofWhileKeysAreReplaced(t *testing.T) {
+	a, b, c := connector.Secret(bytes.Repeat([]byte{1}, 32)), connector.Secret(bytes.Repeat([]byte{2}, 32)), connector.Secret(bytes.Repeat([]byte{3}, 32))
+	states := [][]connector.Secret{{a}, {a, b}, {b, a}, {b}}
+	for i, dialer := range states {
+		for j, listener := range states {
+			o := meetAll(t, [2][]connector.Secret{dialer, listener}, [2]string{"a", "a"}, nil)
+			secured := secure(t, dialer, listener)
+			if i+j == 3 && i*j == 0 { // only the old one, and only the new one
+				require.ErrorIs(t, o.dialer, connector.ErrIncompatible)
+				require.Error(t, o.listener)
+				require.Error(t, secured.listener)
+				continue
+			}
+			require.Equal(t, outcome{}, o, "opened in steps %d and %d", i, j)
+			require.Equal(t, outcome{}, secured, "opened in steps %d and %d", i, j)
+		}
+		for _, strange := range [][]connector.Secret{{c}, {c, c}} {
+			require.Error(t, meetAll(t, [2][]connector.Secret{strange, dialer}, [2]string{"a", "a"}, nil).listener)
+			require.ErrorIs(t, meetAll(t, [2][]connector.Secret{dialer, strange}, [2]string{"a", "a"}, nil).dialer, connector.ErrIncompatible)
+			require.Error(t, secure(t, strange, dialer).listener)
+			require.Error(t, secure(t, dialer, strange).dialer)
+		}
+	}
+}
+
+// A dialer of an earlier version says nothing of its key: it is served by the listener's first one.
+func TestProofOfEarlierDialers(t *testing.T) {
+	a, b := connector.Secret(bytes.Repeat([]byte{1}, 32)), connector.Secret(bytes.Repeat([]byte{2}, 32))
+	p := &proof{keys: []connector.Secret{b, a}}
+	require.Equal(t, b, p.hinted())
+	for _, key := range p.keys {
+		dialer := &proof{keys: []connector.Secret{key}}
+		dialer.nonce()
+		p.dialer = dialer.dialer
+		require.Equal(t, key, p.hinted())
+	}
+}
+
+// earlierTLS is what earlier versions made of a key: a certificate of another name, and no hints.
+func earlierTLS(t *testing.T, key []byte) *tls.Config {
+	config, err := KeyTLS(key)
+	require.NoError(t, err)
+	private, err := keyPair(key)
+	require.NoError(t, err)
+	cert, err := certify(private, peerName)
+	require.NoError(t, err)
+	config.Certificates, config.ClientCAs, config.ServerName, config.GetClientCertificate = []tls.Certificate{cert}, nil, "", nil
+	return config
+}
+
+// Peers of earlier versions have the first key, and TLS between the two works in both directions.
+func TestKeyTLSWithEarlierVersions(t *testing.T) {
+	a, b := bytes.Repeat([]byte{1}, 32), bytes.Repeat([]byte{2}, 32)
+	now, err := KeyTLS(a, b)
+	require.NoError(t, err)
+	require.Equal(t, outcome{}, shake(t, now, earlierTLS(t, a)))
+	require.Equal(t, outcome{}, shake(t, earlierTLS(t, a), now))
+	require.Error(t, shake(t, earlierTLS(t, b), now).dialer)
+}
+
+func secure(t *testing.T, dialer, listener []connector.Secret) outcome {
+	t.Helper()
+	var configs [2]*tls.Config
+	for i, keys := range [][]connector.Secret{dialer, listener} {
+		var more [][]byte
+		for _, k := range keys[1:] {
+			more = append(more, k)
+		}
+		config, err := KeyTLS(keys[0], more...)
+		require.NoError(t, err)
+		configs[i] = config
+	}
+	return shake(t, configs[0], configs[1])
+}
+
+// shake is one of TLS, and a byte from the listener, without which the dialer does not know whether it is accepted.
+func shake(t *testing.T, dialer, listener *tls.Config) (o outcome) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	a, err := net.Dial("tcp", l.Addr().String())
+	require.NoError(t, err)
+	defer a.Close()
+	b, err := l.Accept()
+	require.NoError(t, err)
+	deadline := time.Now().Add(20 * time.Second)
+	require.NoError(t, errors.Join(a.SetDeadline(deadline), b.SetDeadline(deadline)))
+	done := make(chan error, 1)
+	go func() {
+		conn := tls.Server(b, listener)
+		_, err := conn.Write([]byte{1})
+		done <- errors.Join(err, b.Close())
+	}()
+	_, o.dialer = tls.Client(a, dialer).Read(make([]byte, 1))
+	_ = a.Close()
+	o.listener = <-done
+	return o
 }
 
 // A dialer that does not check the listener's proof still has to prove the key itself.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net"
 	"os"
@@ -27,8 +28,8 @@ import (
 	"github.com/kvport/kvport/engine/model/kernel"
 	"github.com/kvport/kvport/engine/tokenizer"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/machine"
-	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/native/cuda"
 	"github.com/kvport/kvport/native/nccl"
 	"github.com/kvport/kvport/native/nixl"
@@ -136,16 +137,30 @@ func checkSocket() check {
 	return check{Check: name, Status: statusOK, Detail: "in " + root}
 }
 
-// checkKey reads the key that signs tickets, as serve would: the one that a user's engines share is
-// made when it is not there.
+// checkKey reads the key that signs tickets, as serve would. It does not make the one that a user's engines share.
 func checkKey(config *host.Config) check {
 	const name = "ticket key"
+	path, whose, mend := "", "this user's engines share", "remove what is in its place, or set kvport.ticket_key_file in --kv-transfer-config"
 	if config != nil && config.Settings.TicketKeyFile != "" {
-		_, err := ticket.LoadKey(config.Settings.TicketKeyFile)
-		return result(name, config.Settings.TicketKeyFile+" is readable by its owner only", err, "make a key: head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE")
+		path, whose, mend = config.Settings.TicketKeyFile, "kvport.ticket_key_file names", "see the message; kvport keys init --file FILE makes a file with a key"
 	}
-	_, err := ticket.SharedKey()
-	return result(name, "this user's engines share one in a private folder", err, "remove what is in its place, or set kvport.ticket_key_file in --kv-transfer-config")
+	shared := path == ""
+	var err error
+	if shared {
+		if path, err = keyring.SharedPath(); err != nil {
+			return result(name, "", err, mend)
+		}
+	}
+	ring, err := keyring.Load(path)
+	if shared && errors.Is(err, fs.ErrNotExist) {
+		return check{Check: name, Status: statusOK, Detail: "the first engine makes the one that this user's engines share: " + path}
+	}
+	if err != nil {
+		return result(name, "", err, mend)
+	}
+	ids := ring.IDs()
+	return result(name, fmt.Sprintf("%s %s, which only its owner can read: %s signs, %d read (%s)",
+		whose, path, ids[0], len(ids), strings.Join(ids, " ")), nil, mend)
 }
 
 func (f *doctorFlags) checkPort(ctx context.Context) check {

@@ -38,7 +38,7 @@ type front struct {
 	drain time.Duration
 	gate  *gate
 	srv   *http.Server
-	keys  atomic.Pointer[keyring] // nil: everybody may come in
+	keys  atomic.Pointer[apiKeys] // nil: everybody may come in
 	api   atomic.Pointer[api]     // nil: it loads
 	stop  context.CancelFunc
 	ended chan error // of Serve
@@ -50,7 +50,7 @@ type front struct {
 }
 
 // newFront answers at l from now on. close ends it, if serve was not called.
-func newFront(l *net.TCPListener, f *listenFlags, keys *keyring) *front {
+func newFront(l *net.TCPListener, f *listenFlags, keys *apiKeys) *front {
 	t := &front{
 		url: fmt.Sprintf("http://%s", l.Addr()), drain: f.drainTimeout, gate: newGate(l, f.connections()),
 		ended: make(chan error, 1), idle: make(chan struct{}),

@@ -60,14 +60,14 @@ func (f *listenFlags) add(cmd *cobra.Command, port int) {
 }
 
 // listener checks the flags and opens the port.
-func (f *listenFlags) listen() (*net.TCPListener, *keyring, error) {
+func (f *listenFlags) listen() (*net.TCPListener, *apiKeys, error) {
 	if f.port < 0 || f.port > 65535 {
 		return nil, nil, fmt.Errorf("--port is %d, want 0 to 65535", f.port)
 	}
 	if err := f.checkLimits(); err != nil {
 		return nil, nil, err
 	}
-	var keys *keyring
+	var keys *apiKeys
 	if f.apiKeyFile != "" {
 		var err error
 		if keys, err = readKeys(f.apiKeyFile); err != nil {
@@ -119,10 +119,10 @@ func (f *listenFlags) inFlight(most int) int {
 	return min(most, f.connections()*3/4)
 }
 
-// keyring knows the hashes of the API keys.
-type keyring struct{ hashes [][sha256.Size]byte }
+// apiKeys knows the hashes of the API keys.
+type apiKeys struct{ hashes [][sha256.Size]byte }
 
-func readKeys(path string) (*keyring, error) {
+func readKeys(path string) (*apiKeys, error) {
 	data, err := host.ReadFile(path, maxConfig)
 	if err != nil {
 		return nil, err
@@ -130,7 +130,7 @@ func readKeys(path string) (*keyring, error) {
 	if st, err := os.Stat(path); err == nil && st.Mode().Perm()&0o077 != 0 {
 		slog.Warn("API key file can be read by others", "file", path, "mode", st.Mode().Perm().String())
 	}
-	k := &keyring{}
+	k := &apiKeys{}
 	for line := range bytes.Lines(data) {
 		key := bytes.TrimSpace(line)
 		if hash := sha256.Sum256(key); len(key) > 0 && !slices.Contains(k.hashes, hash) {
@@ -144,7 +144,7 @@ func readKeys(path string) (*keyring, error) {
 }
 
 // allows compares with every key in constant time.
-func (k *keyring) allows(authorization string) bool {
+func (k *apiKeys) allows(authorization string) bool {
 	scheme, key, _ := strings.Cut(authorization, " ")
 	hash := sha256.Sum256([]byte(strings.TrimSpace(key)))
 	found := 0
@@ -155,7 +155,7 @@ func (k *keyring) allows(authorization string) bool {
 }
 
 // name tells the keys apart without revealing them; it is empty for a header that has none of them.
-func (k *keyring) name(authorization string) string {
+func (k *apiKeys) name(authorization string) string {
 	if !k.allows(authorization) {
 		return ""
 	}

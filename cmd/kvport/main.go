@@ -95,7 +95,7 @@ func newRoot(stdout, stderr io.Writer) *cobra.Command {
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return flagError(err) })
 	root.SetVersionTemplate("kvport {{.Version}}\n")
 	root.CompletionOptions.DisableDefaultCmd = true
-	root.AddCommand(newServe(), newAgent(), newRoute(), newConform(), newBench(), newPlugins(), newSchema(), newDoctor(), newProbe(), newSim(), newVersion())
+	root.AddCommand(newServe(), newAgent(), newRoute(), newConform(), newBench(), newPlugins(), newKeys(), newSchema(), newDoctor(), newProbe(), newSim(), newVersion())
 	return root
 }
 

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/register"
 	"github.com/kvport/kvport/internal/ticket"
 )
@@ -54,6 +55,8 @@ func (f *serveFlags) checkRegisterAddress() error {
 // registeredAPI is an API that is registered with routers from its start until it drains.
 type registeredAPI struct {
 	api
+	keys    *keyring.File
+	keyLog  *slog.Logger
 	routers []*routerOfEngine
 	end     sync.Once
 	ctx     context.Context //nolint:containedctx // of the registrations
@@ -69,11 +72,15 @@ type routerOfEngine struct {
 
 // registered makes the API one that is registered.
 func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api) (*registeredAPI, error) {
-	key, err := routerKey(transfer)
-	if err != nil {
-		return nil, err
+	path, log := "", slog.Default()
+	if transfer != nil {
+		path, log = transfer.Settings.TicketKeyFile, slog.New(slog.DiscardHandler) // the host logs what becomes of the file
 	}
-	in := &registeredAPI{api: a}
+	keys, err := keyring.OpenAt(path, log)
+	if err != nil {
+		return nil, fmt.Errorf("--register: %w", err)
+	}
+	in := &registeredAPI{api: a, keys: keys, keyLog: log}
 	in.ctx, in.stop = context.WithCancel(context.Background())
 	for _, at := range f.routers {
 		address, err := f.reachable(in.ctx, l, at)
@@ -83,7 +90,7 @@ func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api
 		}
 		r := &routerOfEngine{client: &register.Client{
 			URL: at, Log: slog.Default(),
-			Sign: func(body string) string { return ticket.SignText(key, ticket.RegisterText, body) },
+			Sign: func(body string) string { return signFor(keys, ticket.RegisterText, body) },
 		}}
 		for _, part := range parts(transfer) {
 			m := register.Message{Type: part, HTTP: address, Group: f.registerGroup}
@@ -97,17 +104,13 @@ func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api
 	return in, nil
 }
 
-// routerKey is the key for registrations, derived from the deployment's.
-func routerKey(transfer *host.Config) (connector.Secret, error) {
-	key := ticket.SharedKey
-	if transfer != nil && transfer.Settings.TicketKeyFile != "" {
-		key = func() ([]byte, error) { return ticket.LoadKey(transfer.Settings.TicketKeyFile) }
-	}
-	deployment, err := key()
+// signFor signs a text as the routers of a deployment do, by a key that all of keys names; empty if there is none.
+func signFor(keys *keyring.File, purpose, text string, by ...string) string {
+	signature, err := ticket.SignForRouter(keys.Ring(), purpose, text, by...)
 	if err != nil {
-		return nil, fmt.Errorf("--register: %w", err)
+		slog.Error("a text for routers cannot be signed", "purpose", purpose, "err", err)
 	}
-	return ticket.RouterKey(deployment)
+	return signature
 }
 
 // parts are the ones that an engine plays for a router. Without a connector it serves alone.
@@ -155,6 +158,7 @@ func (f *serveFlags) reachable(ctx context.Context, l *net.TCPListener, router s
 
 // start begins to register: requests may come.
 func (r *registeredAPI) start() {
+	r.tasks.Go(func() { r.keys.Watch(r.ctx, r.keyLog, nil) })
 	for _, one := range r.routers {
 		r.tasks.Go(func() { one.client.Run(r.ctx, one.says) })
 	}

@@ -22,6 +22,8 @@ import (
 	"github.com/kvport/kvport/engine/router"
 	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/internal/keyring"
+	"github.com/kvport/kvport/internal/meter"
 	"github.com/kvport/kvport/internal/ticket"
 )
 
@@ -90,7 +92,7 @@ func newRoute() *cobra.Command {
 	flags.DurationVar(&f.queryTimeout, "cache-query-timeout", 200*time.Millisecond, "how long a request may wait for instances to say what they have of its prompt, if the policy asks for that and nothing is known; 0: they are not asked")
 	flags.IntVar(&f.indexBlocks, "kv-index-blocks", 16<<20, "blocks that are known by KV events, of all instances together; each takes about 50 bytes")
 	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
-	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the key that the engines share; default: that of one user on one host")
+	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the file of keys that the engines share; default: that of one user on one host")
 	flags.IntVar(&f.turns, "bidirectional", 0, fmt.Sprintf("number of answers to remember: prefill instances load from the decode instance that gave an earlier answer of a conversation, all instances are kv_both; 0: none; without the flag %d, of instances that say that they can do so", defaultTurns))
 	flags.StringVar(&f.turnsFile, "bidirectional-file", "", "file that keeps what --bidirectional remembers over a restart of the router; it has tickets in it, and mode 0600")
 	flags.StringVar(&f.upstreamKeyFile, "upstream-api-key-file", "", "file with the API key of the instances, its first line; without it, and without --api-key-file, clients' own keys are passed on")
@@ -149,7 +151,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	registering, err := f.registration()
+	registering, ring, err := f.registration()
 	if err != nil {
 		return err
 	}
@@ -184,7 +186,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	defer t.close()
 	probing, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
-	if err := f.serveRegistrar(probing, &wg, r); err != nil {
+	if err := f.serveRegistrar(probing, &wg, r, ring, registry); err != nil {
 		stop()
 		return err
 	}
@@ -329,36 +331,27 @@ func (f *routeFlags) upstreamKey() (string, error) {
 	return key, nil
 }
 
-// registration is how the router deals with instances that register; none without --register.
-func (f *routeFlags) registration() (router.Registration, error) {
+// registration is how the router deals with instances that register, and by which keys; none without --register.
+func (f *routeFlags) registration() (router.Registration, *keyring.File, error) {
 	if f.register == "" {
-		return router.Registration{}, nil
+		return router.Registration{}, nil, nil
 	}
-	deployment, err := f.key()
+	keys, err := keyring.OpenAt(f.keyFile, slog.Default())
 	if err != nil {
-		return router.Registration{}, err
-	}
-	key, err := ticket.RouterKey(deployment)
-	if err != nil {
-		return router.Registration{}, err
+		return router.Registration{}, nil, err
 	}
 	return router.Registration{
 		TTL:    f.registerTTL,
 		Groups: f.mode == "replica",
-		Verify: func(body, signature string) bool { return ticket.VerifyText(key, ticket.RegisterText, body, signature) },
-		Sign:   func(text string) string { return ticket.SignText(key, ticket.RequestIDText, text) },
-	}, nil
+		Verify: func(body, signature string) string {
+			return ticket.VerifyForRouter(keys.Ring(), ticket.RegisterText, body, signature)
+		},
+		Sign: func(text string, by ...string) string { return signFor(keys, ticket.RequestIDText, text, by...) },
+	}, keys, nil
 }
 
-func (f *routeFlags) key() ([]byte, error) {
-	if f.keyFile == "" {
-		return ticket.SharedKey()
-	}
-	return ticket.LoadKey(f.keyFile)
-}
-
-// serveRegistrar takes registrations until ctx ends.
-func (f *routeFlags) serveRegistrar(ctx context.Context, wg *sync.WaitGroup, r *router.Router) error {
+// serveRegistrar takes registrations until ctx ends, by keys that it watches.
+func (f *routeFlags) serveRegistrar(ctx context.Context, wg *sync.WaitGroup, r *router.Router, keys *keyring.File, registry prometheus.Registerer) error {
 	if f.register == "" {
 		return nil
 	}
@@ -370,6 +363,11 @@ func (f *routeFlags) serveRegistrar(ctx context.Context, wg *sync.WaitGroup, r *
 	if err != nil {
 		return fmt.Errorf("--register: %w", err)
 	}
+	stale := prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "kvport_key_file_stale", Help: "1 if the file of keys has changed and cannot be read: the keys that it had stay in use.",
+	})
+	registry.MustRegister(stale)
+	wg.Go(func() { keys.Watch(ctx, slog.Default(), func(is bool) { meter.Mark(stale, is) }) })
 	gate := newGate(l, f.connections())
 	slog.Info("instances can register", "address", l.Addr().String())
 	server := &http.Server{Handler: r.Registrar(), ReadTimeout: 5 * time.Second, WriteTimeout: 5 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10}

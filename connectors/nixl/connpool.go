@@ -29,6 +29,8 @@ type connPool struct {
 	tls *tls.Config
 	key connector.Secret // proven to producers, and by them, where there is no TLS
 
+	more []connector.Secret // that producers may have as well
+
 	mu   sync.Mutex
 	idle map[string][]net.Conn
 }

@@ -94,7 +94,7 @@ func Open(ctx context.Context, env connector.Env, c Config) (*Node, error) {
 	if n.tls, err = peerkey.TLS(c.KeyFile, env.LinkKey); err != nil {
 		return nil, err
 	}
-	n.pool = connPool{tls: n.tls, key: env.LinkKey, idle: map[string][]net.Conn{}}
+	n.pool = connPool{tls: n.tls, key: env.LinkKey, more: env.MoreLinkKeys, idle: map[string][]net.Conn{}}
 	n.leave = n.heartbeats.begin(ctx, n)
 	if err := n.transports.set(c.NetDevices); err != nil {
 		return nil, err

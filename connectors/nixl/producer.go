@@ -347,7 +347,7 @@ func (n *Node) admit(ctx context.Context, raw net.Conn) (net.Conn, error) {
 	if v := head[len(greetMagic)]; v != greetVersion {
 		return nil, otherGreeting(v)
 	}
-	return conn, pipe.Demand(conn, n.env.LinkKey, head[:])
+	return conn, pipe.Demand(conn, n.env.LinkKey, head[:], n.env.MoreLinkKeys...)
 }
 
 func otherGreeting(theirs byte) error {
@@ -376,7 +376,7 @@ func (l *connPool) prove(conn net.Conn) error {
 	if t, isTCP := conn.RemoteAddr().(*net.TCPAddr); !isTCP || !t.IP.IsLoopback() {
 		return fmt.Errorf("it is on another host, which needs key_file: %w", connector.ErrIncompatible)
 	}
-	prove, err := pipe.Prove(conn, l.key, greeting())
+	prove, err := pipe.Prove(conn, l.key, greeting(), l.more...)
 	if err != nil {
 		return err
 	}

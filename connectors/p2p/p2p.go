@@ -28,7 +28,7 @@ type Config struct {
 
 // Open makes the peers of a config, for sdk.FromPipe.
 func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
-	network, err := c.open(env.LinkKey)
+	network, err := c.open(&env)
 	return pipe.Peers{Network: network, Addresses: c.Peers, Subscribe: c.Subscribe, Bytes: c.Bytes}, err
 }
 
@@ -54,19 +54,19 @@ func (c *Config) Validate() error {
 // defaultListen is what the default tag of Config.Listen says.
 const defaultListen = "127.0.0.1:0"
 
-func (c *Config) open(link connector.Secret) (pipe.Network, error) {
+func (c *Config) open(env *connector.Env) (pipe.Network, error) {
 	if c.Transport == "shm" {
 		return &shm.Network{Dir: c.SocketDir}, nil
 	}
-	return c.network(link)
+	return c.network(env)
 }
 
 // network makes the network of a config. Without a key file its peers prove the link key to each other.
 // Errors name the field.
-func (c *Config) network(link connector.Secret) (*tcp.Network, error) {
-	keyed, err := peerkey.TLS(c.KeyFile, link)
+func (c *Config) network(env *connector.Env) (*tcp.Network, error) {
+	keyed, err := peerkey.TLS(c.KeyFile, env.LinkKey)
 	if err != nil {
 		return nil, err
 	}
-	return &tcp.Network{Address: c.Listen, Advertise: c.Advertise, NoDigest: !c.Digest, Key: link, TLS: keyed}, nil
+	return &tcp.Network{Address: c.Listen, Advertise: c.Advertise, NoDigest: !c.Digest, Key: env.LinkKey, More: env.MoreLinkKeys, TLS: keyed}, nil
 }

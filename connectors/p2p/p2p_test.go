@@ -71,16 +71,16 @@ func TestPDWithKey(t *testing.T) {
 func TestKeyFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "key")
 	c := Config{KeyFile: path, Listen: "0.0.0.0:0"}
-	_, err := c.network(nil)
+	_, err := c.network(&connector.Env{})
 	require.ErrorIs(t, err, os.ErrNotExist)
 	require.NoError(t, os.WriteFile(path, []byte(strings.Repeat("k", 32)), 0o600))
-	n, err := c.network(nil)
+	n, err := c.network(&connector.Env{})
 	require.NoError(t, err)
 	l, err := n.Listen(t.Context())
 	require.NoError(t, err)
 	require.NoError(t, l.Close())
 	require.NoError(t, os.Chmod(path, 0o644))
-	_, err = c.network(nil)
+	_, err = c.network(&connector.Env{})
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 	require.ErrorContains(t, err, "key_file")
 }
@@ -89,9 +89,11 @@ func TestKeyFile(t *testing.T) {
 func TestLinkKey(t *testing.T) {
 	link := connector.Secret(strings.Repeat("l", 32))
 	c := Config{Listen: defaultListen}
-	n, err := c.network(link)
+	more := []connector.Secret{connector.Secret(strings.Repeat("m", 32))}
+	n, err := c.network(&connector.Env{LinkKey: link, MoreLinkKeys: more})
 	require.NoError(t, err)
 	require.Equal(t, link, n.Key)
+	require.Equal(t, more, n.More)
 	_, err = Open(t.Context(), connector.Env{}, c)
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 	require.ErrorContains(t, err, "key_file")

@@ -317,7 +317,7 @@ type addresses struct{ prefill, decode string }
 
 // readers reads request ids. It is safe for concurrent use.
 type reader struct {
-	key     []byte
+	keys    []connector.Secret // of routers
 	pattern *regexp.Regexp
 
 	mu    sync.Mutex
@@ -328,9 +328,9 @@ type reader struct {
 	asked []connector.RequestID
 }
 
-func newReader(key []byte) *reader {
+func newReader(keys ...connector.Secret) *reader {
 	return &reader{
-		key: key, pattern: regexp.MustCompile(idPattern + `(?:_([0-9a-f]{32}))?`),
+		keys: keys, pattern: regexp.MustCompile(idPattern + `(?:_([0-9a-f]{32}))?`),
 		found: map[string]int64{"signed": 0, "unsigned": 0, "forged": 0, "replayed": 0}, owner: map[string]connector.RequestID{}, known: map[connector.RequestID]addresses{},
 	}
 }
@@ -352,6 +352,13 @@ func (r *reader) read(id connector.RequestID) addresses {
 	return a
 }
 
+// verify reports whether a router of the deployment signed a text.
+func (r *reader) verify(text, signature string) bool {
+	return slices.ContainsFunc(r.keys, func(key connector.Secret) bool {
+		return ticket.VerifyText(key, ticket.RequestIDText, text, signature)
+	})
+}
+
 func (r *reader) check(id connector.RequestID) addresses {
 	m := r.pattern.FindStringSubmatch(string(id))
 	if m == nil {
@@ -366,7 +373,7 @@ func (r *reader) check(id connector.RequestID) addresses {
 	switch owner, seen := r.owner[uuid]; {
 	case signature == "":
 		r.found["unsigned"]++
-	case !ticket.VerifyText(r.key, ticket.RequestIDText, text, signature) || a.prefill == "" || a.decode == "":
+	case !r.verify(text, signature) || a.prefill == "" || a.decode == "":
 		r.found["forged"]++
 	case seen && owner != id:
 		r.found["replayed"]++

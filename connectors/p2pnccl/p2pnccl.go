@@ -3,6 +3,7 @@ package p2pnccl
 import (
 	"cmp"
 	"context"
+	"crypto/tls"
 	"errors"
 	"log/slog"
 	"net"
@@ -11,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/register"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/pipe"
@@ -42,11 +44,11 @@ func Stats() []connector.StatInfo {
 
 // Open makes the peers of a config, for sdk.FromPipe.
 func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
-	link, router, err := c.keys(&env)
+	links, routers, err := c.keys(&env)
 	if err != nil {
 		return pipe.Peers{}, err
 	}
-	keyed, err := pipe.KeyTLS(link)
+	keyed, err := keyTLS(links)
 	if err != nil {
 		return pipe.Peers{}, err
 	}
@@ -58,11 +60,11 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 	if err != nil {
 		return pipe.Peers{}, err
 	}
-	ids := newReader(router)
+	ids := newReader(routers...)
 	life := &registered{network: n}
 	var registrars []*registrar
 	for _, at := range c.registrars() {
-		r := newRegistrar(&c, at, router, log)
+		r := newRegistrar(&c, at, routers[0], log)
 		registrars = append(registrars, r)
 		life.begin = append(life.begin, func(ctx context.Context, address string) { r.run(ctx, types(env.Role), c.httpAddress(), address) })
 	}
@@ -88,28 +90,44 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 // connectorName is the connector's, as its plugin's manifest has it: the host derives the link key for it.
 const connectorName = "P2pNcclConnector"
 
-// keys are what engines show each other, and what routers sign with. The host derives both from the
-// deployment's key, as is done here with a key file.
-func (c *Config) keys(env *connector.Env) (link, router connector.Secret, err error) {
+// keys are what engines show each other, and what routers sign with, the first of each to be used by this engine. The
+// host derives both from the deployment's keys, as is done here with a key file.
+func (c *Config) keys(env *connector.Env) (links, routers []connector.Secret, err error) {
 	if c.KeyFile == "" {
 		if env.LinkKey == nil || env.RouterKey == nil {
 			return nil, nil, bad("key_file", "it is needed, since this engine's host gives its plugins no link key: it is older than this plugin")
 		}
-		return env.LinkKey, env.RouterKey, nil
+		return env.LinkKeys(), env.RouterKeys(), nil
 	}
-	key, err := ticket.LoadKey(c.KeyFile)
+	ring, err := keyring.Load(c.KeyFile)
 	if err != nil {
 		return nil, nil, err
 	}
-	root, err := ticket.LinkRoot(key)
-	if err != nil {
-		return nil, nil, err
+	for _, key := range ring.Keys {
+		root, err := ticket.LinkRoot(key.Secret)
+		if err != nil {
+			return nil, nil, err
+		}
+		link, err := ticket.LinkKey(root, connectorName)
+		if err != nil {
+			return nil, nil, err
+		}
+		router, err := ticket.RouterKey(key.Secret)
+		if err != nil {
+			return nil, nil, err
+		}
+		links, routers = append(links, link), append(routers, router)
 	}
-	if link, err = ticket.LinkKey(root, connectorName); err != nil {
-		return nil, nil, err
+	return links, routers, nil
+}
+
+// keyTLS is mutual TLS of several keys.
+func keyTLS(keys []connector.Secret) (*tls.Config, error) {
+	var more [][]byte
+	for _, k := range keys[1:] {
+		more = append(more, k)
 	}
-	router, err = ticket.RouterKey(key)
-	return link, router, err
+	return pipe.KeyTLS(keys[0], more...)
 }
 
 func (c *Config) httpAddress() string {

@@ -20,6 +20,7 @@ import (
 
 	"github.com/kvport/kvport/conformance"
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/register"
 	"github.com/kvport/kvport/internal/ticket"
 	native "github.com/kvport/kvport/native/ucx"
@@ -357,23 +358,24 @@ func TestConfig(t *testing.T) {
 func TestKeys(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "key")
 	require.NoError(t, os.WriteFile(path, []byte(strings.Repeat("k", 32)), 0o600))
-	link, router, err := (&Config{KeyFile: path}).keys(&connector.Env{})
+	links, routers, err := (&Config{KeyFile: path}).keys(&connector.Env{})
 	require.NoError(t, err)
-	key, err := ticket.LoadKey(path)
+	ring, err := keyring.Load(path)
 	require.NoError(t, err)
-	root, err := ticket.LinkRoot(key)
+	root, err := ticket.LinkRoot(ring.First().Secret)
 	require.NoError(t, err)
 	byHost, err := ticket.LinkKey(root, plugin().Name)
 	require.NoError(t, err)
-	require.Equal(t, byHost, link)
-	byRouter, err := ticket.RouterKey(key)
+	require.Equal(t, []connector.Secret{byHost}, links)
+	byRouter, err := ticket.RouterKey(ring.First().Secret)
 	require.NoError(t, err)
-	require.Equal(t, byRouter, router)
+	require.Equal(t, []connector.Secret{byRouter}, routers)
 
-	given, routers, err := new(Config).keys(&connector.Env{LinkKey: link, RouterKey: router})
+	given, routers, err := new(Config).keys(&connector.Env{LinkKey: byHost, MoreLinkKeys: links, RouterKey: byRouter})
 	require.NoError(t, err)
-	require.Equal(t, []connector.Secret{link, router}, []connector.Secret{given, routers})
-	_, _, err = new(Config).keys(&connector.Env{LinkKey: link})
+	require.Equal(t, []connector.Secret{byHost, byHost}, given)
+	require.Equal(t, []connector.Secret{byRouter}, routers)
+	_, _, err = new(Config).keys(&connector.Env{LinkKey: byHost})
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 	require.ErrorContains(t, err, "key_file")
 }

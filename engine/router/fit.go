@@ -31,6 +31,8 @@ type fit struct {
 	TicketKey string `json:"ticket_key"`
 	Tenant    string `json:"tenant"` // which tenant secret; empty: not known
 
+	TicketKeys []string `json:"ticket_keys"` // whose tickets it accepts; nil: those of TicketKey
+
 	Gives []string `json:"gives"` // the ways by which blocks leave the instance; nil: not known
 	Takes []string `json:"takes"` // and by which they come to it
 
@@ -50,7 +52,7 @@ func parseFit(body []byte) *fit {
 	f := h.KV
 	f.answers = h.CacheQuery
 	texts := []*string{&f.Role, &f.EngineID, &f.Connector, &f.Scope, &f.Model, &f.Shape, &f.ShapeText, &f.Base, &f.TicketKey, &f.Tenant}
-	for _, ways := range []*[]string{&f.Gives, &f.Takes} {
+	for _, ways := range []*[]string{&f.Gives, &f.Takes, &f.TicketKeys} {
 		*ways = (*ways)[:min(len(*ways), maxWays)]
 		for i := range *ways {
 			texts = append(texts, &(*ways)[i])
@@ -154,7 +156,7 @@ func (p *fit) misfitBlocks(d *fit) (reasons []string) {
 	if p.Model != d.Model {
 		reasons = append(reasons, fmt.Sprintf("model %s / %s: other weights", p.Model, d.Model))
 	}
-	if p.TicketKey != d.TicketKey {
+	if p.TicketKey != d.TicketKey && !slices.Contains(d.TicketKeys, p.TicketKey) {
 		reasons = append(reasons, "the ticket keys differ, see kvport.ticket_key_file")
 	}
 	if p.Tenant != d.Tenant && p.Tenant != "" && d.Tenant != "" {
@@ -258,7 +260,7 @@ const handoffHeader = "X-Kvport-Handoff"
 var (
 	handoffResults = []string{"loaded", "partial", "local", "refused", "none"}
 	handoffReasons = []string{
-		"", "key", "model", "block_size", "shape", "role", "replayed", "gone", "peer", "prompt", "unsupported", "unverified", "load_failed",
+		"", "key", "foreign_key", "model", "block_size", "shape", "role", "replayed", "gone", "peer", "prompt", "unsupported", "unverified", "load_failed",
 	}
 )
 
@@ -274,7 +276,8 @@ const (
 func (c *call) handedOver(d target, h http.Header) outcome {
 	said := h.Get(handoffHeader)
 	result, rest, _ := strings.Cut(said, ";")
-	_, reason, _ := strings.Cut(rest, "reason=")
+	_, detail, _ := strings.Cut(rest, "reason=")
+	reason, _, _ := strings.Cut(detail, ";") // behind it, the key that is foreign
 	result, reason = strings.TrimSpace(result), strings.TrimSpace(reason)
 	if !slices.Contains(handoffResults, result) {
 		result, reason = "unknown", ""

@@ -109,10 +109,6 @@ func TestMisfit(t *testing.T) {
 		},
 		{"model", engineFit("kv_producer"), engineFit("kv_consumer", func(f *fit) { f.Model = "n" }), "incompatible: model m / n: other weights"},
 		{
-			"key", engineFit("kv_producer"), engineFit("kv_consumer", func(f *fit) { f.TicketKey = "l" }),
-			"incompatible: the ticket keys differ, see kvport.ticket_key_file",
-		},
-		{
 			"other peers", engineFit("kv_producer", gives("X")), engineFit("kv_consumer", takes("Y", "Y")),
 			"incompatible: connector X / Y: prefill hands blocks over through X, and decode takes them through Y",
 		},
@@ -139,6 +135,30 @@ func TestMisfit(t *testing.T) {
 		one, two := base(t, at), base(t, "http://10.0.0.1:2")
 		require.Equal(t, tt.want, misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, one, two), tt.name)
 		require.Equal(t, "prefill and decode are the same instance", misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, one, one), tt.name)
+	}
+}
+
+// Engines fit while their key is replaced, as long as decode reads the key with which prefill signs.
+func TestMisfitOfKeys(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		p, d *fit
+		want string
+	}{
+		{
+			"key", engineFit("kv_producer"), engineFit("kv_consumer", func(f *fit) { f.TicketKey = "l" }),
+			"incompatible: the ticket keys differ, see kvport.ticket_key_file",
+		},
+		{
+			"a key that is replaced", engineFit("kv_producer", func(f *fit) { f.TicketKey, f.TicketKeys = "l", []string{"l", "k"} }),
+			engineFit("kv_consumer", func(f *fit) { f.TicketKeys = []string{"k", "l"} }), "",
+		},
+		{
+			"a key that is dropped at one end only", engineFit("kv_producer"),
+			engineFit("kv_consumer", func(f *fit) { f.TicketKey, f.TicketKeys = "l", []string{"l"} }), "incompatible: the ticket keys differ, see kvport.ticket_key_file",
+		},
+	} {
+		require.Equal(t, tt.want, misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, base(t, "http://10.0.0.1:1"), base(t, "http://10.0.0.1:2")), tt.name)
 	}
 }
 

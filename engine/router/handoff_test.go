@@ -36,6 +36,7 @@ func TestHandoffsAreCounted(t *testing.T) {
 		{"partial; reason=load_failed", "partial", "load_failed", disaggregated},
 		{"local", "local", "", local},
 		{"refused; reason=block_size", "refused", "block_size", recomputed},
+		{"refused; reason=foreign_key; key=89d9a6bb339bd7e2", "refused", "foreign_key", recomputed},
 		{"refused; reason=made up", "refused", "other", recomputed},
 		{"none; reason=gone", "none", "gone", recomputed},
 		{"", "unknown", "", disaggregated},

@@ -1,7 +1,6 @@
 package router
 
 import (
-	"cmp"
 	"context"
 	"crypto/hmac"
 	"encoding/json"
@@ -22,10 +21,11 @@ import (
 // Registration lets instances come and go by themselves, and lets the router tell them of each other: each
 // says where its HTTP server is and where it takes KV blocks. The zero value is none.
 type Registration struct {
-	// Verify reports whether a registration was made by somebody who has the deployment's key.
-	Verify func(body, signature string) bool
-	// Sign signs the text that names both ends of a request, 32 characters of 0-9 and a-f.
-	Sign func(text string) string
+	// Verify names the key of the deployment with which a registration was signed; empty: with none of them.
+	Verify func(body, signature string) (by string)
+	// Sign signs the text that names both ends of a request, 32 characters of 0-9 and a-f. by names the keys with
+	// which the two have registered: both must be able to verify the signature.
+	Sign func(text string, by ...string) string
 	TTL  time.Duration // after the last registration an instance is forgotten; 0: 15 s
 	// Groups lets a registration say to which group its instance belongs. Without it one that does is refused, since a
 	// group that nobody minds would be taken for one that counts.
@@ -38,6 +38,7 @@ const maxRegistration = 4 << 10
 // registered is what the router knows about one instance, apart from its place in the table.
 type registered struct {
 	kv     string    // where it takes blocks; "" if it did not say
+	by     string    // the key with which it said so
 	engine string    // its id; "" if it did not say
 	seen   time.Time // when it registered last
 
@@ -85,7 +86,11 @@ func (r *Router) register(req *http.Request) (status int, nonce string, err erro
 	if err != nil {
 		return http.StatusBadRequest, "", err
 	}
-	if r.config.Register.Verify == nil || !r.config.Register.Verify(string(body), req.Header.Get(register.MacHeader)) {
+	by := ""
+	if verify := r.config.Register.Verify; verify != nil {
+		by = verify(string(body), req.Header.Get(register.MacHeader))
+	}
+	if by == "" {
 		return http.StatusForbidden, "", fmt.Errorf("the registration is not signed with this deployment's key")
 	}
 	var m register.Message
@@ -109,7 +114,7 @@ func (r *Router) register(req *http.Request) (status int, nonce string, err erro
 	if m.Group != "" && !register.IsGroup(m.Group) {
 		return http.StatusBadRequest, "", fmt.Errorf("group is %q, %s", m.Group, register.WantGroup)
 	}
-	if nonce, err = r.pool.register(part, &m); err != nil {
+	if nonce, err = r.pool.register(part, &m, by); err != nil {
 		return http.StatusConflict, nonce, err
 	}
 	return http.StatusOK, nonce, nil
@@ -121,8 +126,8 @@ func isHostPort(address string) bool {
 	return err == nil && host != "" && port != "" && port != "0" && !strings.ContainsAny(address, "/@?# _")
 }
 
-// register takes the registration of an instance.
-func (p *pool) register(part role, m *register.Message) (nonce string, err error) {
+// register takes the registration of an instance, signed with the key that by names.
+func (p *pool) register(part role, m *register.Message, by string) (nonce string, err error) {
 	defer p.changed()
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -151,7 +156,10 @@ func (p *pool) register(part role, m *register.Message) (nonce string, err error
 		p.metrics.known.Inc()
 		p.log.Info("instance takes blocks of others", "instance", m.HTTP, "role", part.String(), "kv", m.KV)
 	}
-	k.kv, k.engine, k.seen = cmp.Or(m.KV, k.kv), m.Engine, time.Now()
+	k.engine, k.seen = m.Engine, time.Now()
+	if m.KV != "" {
+		k.kv, k.by = m.KV, by
+	}
 	p.moved(i)
 	p.wake()
 	return nonce, nil
@@ -331,11 +339,11 @@ func (p *pool) run(ctx context.Context, c checker, ttl time.Duration, forget fun
 	tasks.Wait()
 }
 
-// kvAddress is where an instance takes blocks; "" if it did not say.
-func (p *pool) kvAddress(i int) string {
+// kvAddress is where an instance takes blocks, "" if it did not say, and the key with which it registered.
+func (p *pool) kvAddress(i int) (kv, by string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.known[i].kv
+	return p.known[i].kv, p.known[i].by
 }
 
 // meet names both ends of a request in its id for the engines, signed, if both have said where they take
@@ -343,11 +351,12 @@ func (p *pool) kvAddress(i int) string {
 func (c *call) meet(p, d target) {
 	c.pair = ""
 	sign := c.router.config.Register.Sign
-	from, to := c.router.pool.kvAddress(p.index), c.router.pool.kvAddress(d.index)
+	from, byPrefill := c.router.pool.kvAddress(p.index)
+	to, byDecode := c.router.pool.kvAddress(d.index)
 	if sign == nil || from == "" || to == "" {
 		return
 	}
 	text := "___prefill_addr_" + from + "___decode_addr_" + to + "_" + newID()
-	c.pair = text + "_" + sign(text)
+	c.pair = text + "_" + sign(text, byPrefill, byDecode)
 	c.router.metrics.introduced.Inc()
 }

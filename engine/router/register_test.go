@@ -20,8 +20,14 @@ import (
 // signer signs by a word in front.
 func signer(ttl time.Duration) Registration {
 	return Registration{
-		Verify: func(body, signature string) bool { return signature == "key"+body }, TTL: ttl,
-		Sign: func(text string) string { return "signed-" + text[len(text)-3:] },
+		Verify: func(body, signature string) string {
+			by, is := strings.CutSuffix(signature, body)
+			if !is || !strings.HasPrefix(by, "key") {
+				return ""
+			}
+			return by
+		}, TTL: ttl,
+		Sign: func(text string, by ...string) string { return "signed-" + text[len(text)-3:] + strings.Join(by, "+") },
 	}
 }
 
@@ -97,7 +103,7 @@ func TestRegister(t *testing.T) {
 	idP, _ := ids.Load("P")
 	idD, _ := ids.Load("D")
 	require.Equal(t, idP, idD)
-	require.Regexp(t, `^___prefill_addr_10\.0\.0\.1:1___decode_addr_10\.0\.0\.1:2_([0-9a-f]{29})([0-9a-f]{3})_signed-[0-9a-f]{3}$`, idP)
+	require.Regexp(t, `^___prefill_addr_10\.0\.0\.1:1___decode_addr_10\.0\.0\.1:2_([0-9a-f]{29})([0-9a-f]{3})_signed-[0-9a-f]{3}key\+key$`, idP)
 	require.Eventually(t, func() bool { code, _ := ask(); return code == http.StatusServiceUnavailable }, time.Minute, 20*time.Millisecond, "forgotten")
 	register()
 	require.Eventually(t, func() bool { code, _ := ask(); return code == http.StatusOK }, time.Minute, 20*time.Millisecond, "and there again")
@@ -143,7 +149,8 @@ func TestRegisterRefuses(t *testing.T) {
 	}
 	code, _ = say(t, r, true, good)
 	require.Equal(t, http.StatusOK, code)
-	require.Equal(t, "127.0.0.1:9", r.pool.kvAddress(0), "one of the command line only says where it takes blocks")
+	kv, _ := r.pool.kvAddress(0)
+	require.Equal(t, "127.0.0.1:9", kv, "one of the command line only says where it takes blocks")
 	r.pool.expire(0)
 	list := r.pool.health().instances
 	require.Len(t, list, 1, "and is never forgotten")

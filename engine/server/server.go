@@ -447,8 +447,8 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 	}{Status: "ok", MaxInFlight: cap(s.slots)}
 	if s.config.Known == nil || s.config.Known(r.Header.Get("Authorization")) {
 		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, InFlight: len(s.slots)}
-		if s.info.Fit.Role != "" {
-			answer.KV = &kv{s.info.Fit, s.config.Events}
+		if fit := s.config.Engine.Info().Fit; fit.Role != "" { // its keys may have changed
+			answer.KV = &kv{fit, s.config.Events}
 		}
 	}
 	code := http.StatusOK

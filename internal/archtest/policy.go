@@ -59,7 +59,7 @@ type Budget struct {
 func Kvport() *Policy {
 	return &Policy{
 		Imports: kvportImports(),
-		Tests:   []string{"verify/acceptance/rig", "verify/cluster", "verify/fixture", "verify/testkit", "internal/machine", "internal/ticket", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
+		Tests:   []string{"verify/acceptance/rig", "verify/cluster", "verify/fixture", "verify/testkit", "internal/machine", "internal/keyring", "internal/ticket", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
 		Heavy: map[string][]string{
 			"github.com/hashicorp/go-plugin": {"sdk", "host/internal/plugin", "proto", "internal/wire"},
 			"google.golang.org/grpc":         {"sdk", "host", "host/internal/plugin", "proto", "internal/wire"}, // host: the connection that Connect is given
@@ -124,12 +124,13 @@ func kvportImports() map[string][]string {
 		"internal/digest":     {"connector"},
 		"internal/mac":        {"connector"},
 		"internal/eventlog":   {"connector"},
-		"internal/ticket":     {"connector"},
+		"internal/keyring":    {"connector"},
+		"internal/ticket":     {"connector", "internal/keyring"},
 		"internal/tracker":    {"connector"},
 		"internal/wire":       {"connector", "proto/..."},
 		"internal/strictjson": {},
 		"internal/zmtp":       {},
-		"verify/simulate":     {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/tracker", "internal/ticket", "multiconnector"},
+		"verify/simulate":     {"connector", "engine/kvcache", "engine/router", "engine/sched", "internal/tracker", "internal/keyring", "internal/ticket", "multiconnector"},
 
 		"pipe":            {"connector"},
 		"pipe/*":          {"connector", "pipe"},
@@ -140,11 +141,11 @@ func kvportImports() map[string][]string {
 		"lookupbuffer":    {"connector", "pipe"},
 		"connectors/*":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
 
-		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/register", "internal/ticket"}, // record 106
-		"connectors/lmcache":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"},                  // LMCache's file suggests names, too
-		"connectors/internal/*": {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                                              // what several connectors share
+		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/register", "internal/keyring", "internal/ticket"}, // record 106
+		"connectors/lmcache":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"},                                      // LMCache's file suggests names, too
+		"connectors/internal/*": {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                                                                  // what several connectors share
 
-		"connectors/internal/peerkey": {"connector", "pipe"},
+		"connectors/internal/peerkey": {"connector", "pipe", "internal/keyring", "internal/ticket"},
 
 		"multiconnector": {"connector", "internal/eventlog"},
 
@@ -154,7 +155,7 @@ func kvportImports() map[string][]string {
 		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
-		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest", "internal/machine", "internal/ticket"},
+		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest", "internal/machine", "internal/keyring", "internal/ticket"},
 
 		"sdk/internal/peer": {"connector", "pipe", "lookupbuffer", "internal/wire"},
 

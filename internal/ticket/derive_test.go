@@ -34,7 +34,7 @@ func TestDerivedKeys(t *testing.T) {
 	} {
 		require.Equal(t, want, hex.EncodeToString(k))
 	}
-	for _, short := range [][]byte{nil, key[:31]} {
+	for _, short := range [][]byte{nil, key[:15]} {
 		_, err := LinkRoot(short)
 		require.ErrorIs(t, err, connector.ErrIncompatible)
 		_, err = LinkKey(short, "OneConnector")

@@ -12,6 +12,7 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"math"
@@ -19,6 +20,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/keyring"
 )
 
 // Limits of a ticket in bytes.
@@ -26,8 +28,7 @@ const (
 	MaxEngine = 1 << 10
 	MaxPlugin = 64 << 10
 	MaxShape  = 1 << 10
-	MaxSize   = headSize + 4 + cutSize + MaxEngine + MaxPlugin + MaxShape + sha256.Size
-	minKey    = 32
+	MaxSize   = headSize + idSize + 4 + cutSize + MaxEngine + MaxPlugin + MaxShape + sha256.Size
 )
 
 // MaxConsumers bounds how often one ticket may be used.
@@ -41,6 +42,15 @@ var (
 	ErrStale      = errors.New("ticket is of an earlier life of its engine")
 )
 
+// ForeignKeyError says that a ticket names a key which is not in the ring, or no longer. Whoever wrote it may be
+// anybody.
+type ForeignKeyError struct{ ID string }
+
+// Error implements error.
+func (e *ForeignKeyError) Error() string {
+	return "ticket is signed with the foreign key " + e.ID
+}
+
 // The first byte of a ticket, on which depends what follows it. One with a text of its shape has that
 // text at the end, and its length behind the others. Behind that, one whose blocks can be cut has what is
 // needed for it.
@@ -48,7 +58,14 @@ const (
 	version       = 1
 	versionShaped = 2
 	versionCut    = 3
+
+	// named is added where the id of the key follows the first byte. A ring that may be shared with earlier versions,
+	// which know nothing of ids, signs without.
+	named = 0x80
 )
+
+// idSize is the length of the id of a key.
+const idSize = 8
 
 // cutSize is the length of a Cut.
 const cutSize = 32 + 4 + 32 + 32
@@ -81,10 +98,11 @@ type Cut struct {
 	Tail        connector.BlockKey // of all tokens, if the last block is partial; zero: not known
 }
 
-// Seal signs e. A zero e.Nonce is replaced by a random one. Errors name the field that is out of
-// range and wrap ErrIncompatible.
-func Seal(key []byte, e *Envelope) ([]byte, error) {
-	if err := checkKey(key); err != nil {
+// Seal signs e with the first key of a ring. A zero e.Nonce is replaced by a random one. Errors name the field
+// that is out of range and wrap ErrIncompatible.
+func Seal(ring *keyring.Ring, e *Envelope) ([]byte, error) {
+	key := ring.First()
+	if err := checkKey(key.Secret); err != nil {
 		return nil, err
 	}
 	if err := e.check(); err != nil {
@@ -95,9 +113,17 @@ func Seal(key []byte, e *Envelope) ([]byte, error) {
 			return nil, fmt.Errorf("ticket nonce: %w", err)
 		}
 	}
-	out := make([]byte, 0, headSize+4+cutSize+len(e.Engine)+len(e.Plugin)+len(e.ShapeText)+sha256.Size)
+	out := make([]byte, 0, headSize+idSize+4+cutSize+len(e.Engine)+len(e.Plugin)+len(e.ShapeText)+sha256.Size)
 	v := e.version()
-	out = append(out, v)
+	if ring.Old {
+		out = append(out, v)
+	} else {
+		id, err := hex.DecodeString(key.ID)
+		if err != nil {
+			return nil, fmt.Errorf("id of the ticket key: %w", err)
+		}
+		out = append(append(out, v|named), id...)
+	}
 	out = binary.BigEndian.AppendUint64(out, e.Epoch)
 	out = binary.BigEndian.AppendUint64(out, uint64(e.Hold))
 	out = binary.BigEndian.AppendUint32(out, uint32(e.Tokens))
@@ -114,7 +140,7 @@ func Seal(key []byte, e *Envelope) ([]byte, error) {
 		out = append(append(out, c.Last[:]...), c.Tail[:]...)
 	}
 	out = append(append(append(out, e.Engine...), e.Plugin...), e.ShapeText...)
-	return append(out, sign(key, out)...), nil
+	return append(out, sign(key.Secret, out)...), nil
 }
 
 func (e *Envelope) version() byte {
@@ -127,30 +153,36 @@ func (e *Envelope) version() byte {
 	return version
 }
 
-// Open verifies a ticket and reads it. The result shares no memory with data. Whatever is wrong with
-// data is ErrForged: a stranger learns nothing from the difference.
-func Open(key, data []byte) (*Envelope, error) {
-	if err := checkKey(key); err != nil {
-		return nil, err
-	}
+// Open verifies a ticket, which any key of the ring may have signed, and reads it. The result shares no memory with
+// data. A ticket that names a key which the ring lacks is a ForeignKeyError. Whatever else is wrong with data is
+// ErrForged: a stranger learns nothing from the difference.
+func Open(ring *keyring.Ring, data []byte) (*Envelope, error) {
 	if len(data) < headSize+sha256.Size || len(data) > MaxSize {
 		return nil, ErrForged
 	}
 	body, mac := data[:len(data)-sha256.Size], data[len(data)-sha256.Size:]
-	if !hmac.Equal(mac, sign(key, body)) || body[0] < version || body[0] > versionCut {
+	v, r := body[0]&^named, reader{body[1:]}
+	if v < version || v > versionCut {
 		return nil, ErrForged
 	}
-	r := reader{body[1:]}
+	if body[0]&named != 0 {
+		if err := r.keyID(ring); err != nil {
+			return nil, err
+		}
+	}
+	if !signed(ring, body, mac) {
+		return nil, ErrForged
+	}
 	e := &Envelope{Epoch: r.u64(), Hold: connector.HoldID(r.u64())}
 	tokens, consumers, lease := r.u32(), r.u32(), r.u64()
 	copy(e.Model[:], r.next(len(e.Model)))
 	copy(e.Shape[:], r.next(len(e.Shape)))
 	copy(e.Nonce[:], r.next(len(e.Nonce)))
 	engine, plugin, shape := r.u32(), r.u32(), uint32(0)
-	if body[0] >= versionShaped && len(r.rest) >= 4 {
+	if v >= versionShaped && len(r.rest) >= 4 {
 		shape = r.u32()
 	}
-	e.Cut = r.cut(body[0])
+	e.Cut = r.cut(v)
 	if uint64(engine)+uint64(plugin)+uint64(shape) != uint64(len(r.rest)) || tokens > math.MaxInt32 || lease > math.MaxInt64 {
 		return nil, ErrForged
 	}
@@ -191,10 +223,21 @@ func (e *Envelope) check() error {
 }
 
 func checkKey(key []byte) error {
-	if len(key) < minKey {
-		return fmt.Errorf("ticket key has %d bytes, want at least %d: %w", len(key), minKey, connector.ErrIncompatible)
+	if len(key) < keyring.MinKey {
+		return fmt.Errorf("ticket key has %d bytes, want at least %d: %w", len(key), keyring.MinKey, connector.ErrIncompatible)
 	}
 	return nil
+}
+
+// signed reports whether a key of the ring made a signature. It asks all of them, so that the time it takes says
+// nothing of which one did.
+func signed(ring *keyring.Ring, body, mac []byte) (is bool) {
+	for i := range ring.Keys {
+		if key := ring.Keys[i].Secret; len(key) >= keyring.MinKey && hmac.Equal(mac, sign(key, body)) {
+			is = true
+		}
+	}
+	return is
 }
 
 func sign(key, body []byte) []byte {
@@ -211,6 +254,17 @@ func (r *reader) next(n int) []byte {
 	b := r.rest[:n]
 	r.rest = r.rest[n:]
 	return b
+}
+
+// keyID reads the id of the key, which the ring must have.
+func (r *reader) keyID(ring *keyring.Ring) error {
+	if len(r.rest) < headSize-1+idSize {
+		return ErrForged
+	}
+	if id := hex.EncodeToString(r.next(idSize)); !ring.Has(id) {
+		return &ForeignKeyError{id}
+	}
+	return nil
 }
 
 // cut reads the Cut of a ticket; what is too short for one does not have the length that it says.

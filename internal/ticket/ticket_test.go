@@ -3,12 +3,10 @@ package ticket
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"math"
-	"os"
-	"path/filepath"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,10 +15,12 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/keyring"
 )
 
 var (
 	key   = bytes.Repeat([]byte{7}, 32)
+	ring  = keyring.Of(key)
 	model = connector.NewFingerprint("model")
 	shape = connector.NewFingerprint("shape")
 )
@@ -33,7 +33,7 @@ func envelope() *Envelope {
 }
 
 func seal(t require.TestingT, e *Envelope) []byte {
-	data, err := Seal(key, e)
+	data, err := Seal(ring, e)
 	require.NoError(t, err)
 	return data
 }
@@ -56,7 +56,7 @@ func TestRoundTrip(t *testing.T) {
 		if p := rapid.SliceOfN(rapid.Byte(), 0, 100).Draw(t, "plugin"); len(p) > 0 {
 			e.Plugin = p
 		}
-		got, err := Open(key, seal(t, e))
+		got, err := Open(ring, seal(t, e))
 		require.NoError(t, err)
 		require.Equal(t, e, got)
 	})
@@ -73,9 +73,10 @@ func TestLimits(t *testing.T) {
 	e := envelope()
 	e.Engine, e.Plugin, e.ShapeText = strings.Repeat("e", MaxEngine), make([]byte, MaxPlugin), strings.Repeat("s", MaxShape)
 	e.Cut = Cut{Base: connector.NewFingerprint("base"), BlockTokens: 1}
-	data := seal(t, e)
+	data, err := Seal(&keyring.Ring{Keys: ring.Keys}, e) // with the key's id
+	require.NoError(t, err)
 	require.Len(t, data, MaxSize)
-	_, err := Open(key, data)
+	_, err = Open(ring, data)
 	require.NoError(t, err)
 	for field, change := range map[string]func(*Envelope){
 		"engine": func(e *Envelope) { e.Engine += "e" }, "tokens": func(e *Envelope) { e.Tokens = -1 },
@@ -85,14 +86,14 @@ func TestLimits(t *testing.T) {
 	} {
 		changed := *e
 		change(&changed)
-		_, err := Seal(key, &changed)
+		_, err := Seal(ring, &changed)
 		require.ErrorIs(t, err, connector.ErrIncompatible, field)
 		require.ErrorContains(t, err, field)
 	}
-	_, err = Seal(key[:31], envelope())
+	_, err = Seal(keyring.Of(key[:15]), envelope())
 	require.ErrorIs(t, err, connector.ErrIncompatible)
-	_, err = Open(nil, data)
-	require.ErrorIs(t, err, connector.ErrIncompatible)
+	_, err = Open(keyring.Of(nil), seal(t, envelope()))
+	require.ErrorIs(t, err, ErrForged)
 }
 
 // No byte of a ticket can be changed, dropped or added, and no other key opens it.
@@ -101,18 +102,18 @@ func TestForged(t *testing.T) {
 	for i := range data {
 		bad := bytes.Clone(data)
 		bad[i] ^= 1
-		_, err := Open(key, bad)
+		_, err := Open(ring, bad)
 		require.ErrorIs(t, err, ErrForged, "byte %d changed", i)
-		_, err = Open(key, data[:i])
+		_, err = Open(ring, data[:i])
 		require.ErrorIs(t, err, ErrForged, "cut at %d", i)
 	}
 	for name, bad := range map[string][]byte{
 		"longer": append(bytes.Clone(data), 0), "nothing": nil, "huge": make([]byte, MaxSize+1),
 	} {
-		_, err := Open(key, bad)
+		_, err := Open(ring, bad)
 		require.ErrorIs(t, err, ErrForged, name)
 	}
-	_, err := Open(bytes.Repeat([]byte{8}, 32), data)
+	_, err := Open(keyring.Of(bytes.Repeat([]byte{8}, 32)), data)
 	require.ErrorIs(t, err, ErrForged, "other key")
 }
 
@@ -132,10 +133,10 @@ func TestSignedNonsense(t *testing.T) {
 		"engine":    func(b []byte) { binary.BigEndian.PutUint32(b[113:], math.MaxUint32) },
 		"plugin":    func(b []byte) { binary.BigEndian.PutUint32(b[117:], 3) },
 	} {
-		_, err := Open(key, resign(change))
+		_, err := Open(ring, resign(change))
 		require.ErrorIs(t, err, ErrForged, name)
 	}
-	_, err := Open(key, resign(func([]byte) {}))
+	_, err := Open(ring, resign(func([]byte) {}))
 	require.NoError(t, err)
 }
 
@@ -287,102 +288,42 @@ func TestGuardInParallel(t *testing.T) {
 	require.Equal(t, 3, allowed)
 }
 
-func TestLoadKey(t *testing.T) {
-	dir := t.TempDir()
-	write := func(name, content string, mode os.FileMode) string {
-		path := filepath.Join(dir, name)
-		require.NoError(t, os.WriteFile(path, []byte(content), mode))
-		require.NoError(t, os.Chmod(path, mode))
-		return path
-	}
-	secret := strings.Repeat("k", 32)
-	a, err := LoadKey(write("a", secret, 0o600))
-	require.NoError(t, err)
-	require.Len(t, a, 32)
-	b, err := LoadKey(write("b", " "+secret+"\n", 0o400))
-	require.NoError(t, err)
-	require.Equal(t, a, b)
-	c, err := LoadKey(write("c", secret+"x", 0o600))
-	require.NoError(t, err)
-	require.NotEqual(t, a, c)
-
-	fifo := filepath.Join(dir, "fifo")
-	require.NoError(t, syscall.Mkfifo(fifo, 0o600))
-	for want, path := range map[string]string{
-		"31 bytes": write("short", secret[1:], 0o600), "chmod 600": write("open", secret, 0o640),
-		"larger than": write("large", strings.Repeat("k", maxKeyFile+1), 0o600),
-		"no regular":  fifo,
-	} {
-		_, err := LoadKey(path)
-		require.ErrorIs(t, err, connector.ErrIncompatible, want)
-		require.ErrorContains(t, err, want)
-		require.ErrorContains(t, err, path)
-	}
-	_, err = LoadKey(filepath.Join(dir, "none"))
-	require.ErrorIs(t, err, os.ErrNotExist)
-}
-
-func TestSharedKey(t *testing.T) {
-	dir := t.TempDir()
-	t.Setenv("XDG_RUNTIME_DIR", dir)
-	keys := make([][]byte, 8)
-	var all sync.WaitGroup
-	for i := range keys {
-		all.Go(func() {
-			k, err := SharedKey()
-			if err != nil {
-				t.Error(err)
-			}
-			keys[i] = k
-		})
-	}
-	all.Wait()
-	for _, k := range keys {
-		require.Equal(t, keys[0], k, "whoever comes first makes the key of all")
-	}
-	entries, err := os.ReadDir(filepath.Join(dir, "kvport"))
-	require.NoError(t, err)
-	require.Len(t, entries, 1, "no temporary file is left")
-	info, err := os.Stat(filepath.Join(dir, "kvport", "ticket.key"))
-	require.NoError(t, err)
-	require.Equal(t, os.FileMode(0o600), info.Mode().Perm())
-
-	require.NoError(t, os.Chmod(filepath.Join(dir, "kvport"), 0o755))
-	_, err = SharedKey()
-	require.ErrorIs(t, err, connector.ErrIncompatible)
-	require.NoError(t, os.RemoveAll(filepath.Join(dir, "kvport")))
-	require.NoError(t, os.Symlink(t.TempDir(), filepath.Join(dir, "kvport")))
-	_, err = SharedKey()
-	require.ErrorIs(t, err, connector.ErrIncompatible, "a link that somebody else may have put there")
-
-	t.Setenv("XDG_RUNTIME_DIR", "")
-	t.Setenv("TMPDIR", t.TempDir())
-	k, err := SharedKey()
-	require.NoError(t, err)
-	require.NotEqual(t, keys[0], k)
-}
-
 func FuzzOpen(f *testing.F) {
+	byName := &keyring.Ring{Keys: ring.Keys}
 	f.Add(seal(f, envelope()), false)
 	f.Add(seal(f, &Envelope{Engine: "e"}), true)
+	data, err := Seal(byName, envelope())
+	require.NoError(f, err)
+	f.Add(data, false)
 	f.Fuzz(func(t *testing.T, data []byte, signed bool) {
 		if signed { // reach the parser behind the signature
 			data = append(bytes.Clone(data), sign(key, data)...)
 		}
-		e, err := Open(key, data)
+		e, err := Open(ring, data)
 		if err != nil {
-			require.ErrorIs(t, err, ErrForged)
+			if !isForeign(err) {
+				require.ErrorIs(t, err, ErrForged)
+			}
 			return
 		}
 		require.NoError(t, e.check())
 		require.LessOrEqual(t, len(e.Engine)+len(e.Plugin), len(data))
-		_, err = Open(bytes.Repeat([]byte{8}, 32), data)
-		require.ErrorIs(t, err, ErrForged, "another key")
+		_, err = Open(keyring.Of(bytes.Repeat([]byte{8}, 32)), data)
+		require.True(t, isForeign(err) || errors.Is(err, ErrForged), "another key")
 		if e.Nonce == ([16]byte{}) {
 			return // Seal would draw another
 		}
-		again, err := Seal(key, e)
+		by := ring
+		if data[0]&named != 0 {
+			by = byName
+		}
+		again, err := Seal(by, e)
 		require.NoError(t, err)
 		require.Equal(t, data, again, "there is one encoding")
 	})
+}
+
+func isForeign(err error) bool {
+	_, is := errors.AsType[*ForeignKeyError](err)
+	return is
 }

@@ -51,6 +51,8 @@ func TestOpenRefusesAndNamesField(t *testing.T) {
 		{"ring offset", func(m *kvportv1.Open) { m.Ring = &kvportv1.Ring{Offset: 1 << 63} }, "open.ring"},
 		{"link key", func(m *kvportv1.Open) { m.LinkKey = make([]byte, 31) }, "open.link_key has 31 bytes"},
 		{"router key", func(m *kvportv1.Open) { m.RouterKey = make([]byte, 33) }, "open.router_key has 33 bytes"},
+		{"more link keys", func(m *kvportv1.Open) { m.MoreLinkKeys = [][]byte{make([]byte, 31)} }, "open.more_link_keys has a key of 31 bytes"},
+		{"too many router keys", func(m *kvportv1.Open) { m.MoreRouterKeys = make([][]byte, 16) }, "open.more_router_keys has 16 keys, limit 15"},
 		{"no region", func(m *kvportv1.Open) { m.Regions = nil }, "segments[0]"},
 		{"config", func(m *kvportv1.Open) { m.Config = make([]byte, MaxConfig+1) }, "open.config"},
 		{"scheduler with regions", func(m *kvportv1.Open) { m.Side = kvportv1.Side_SIDE_SCHEDULER }, "scheduler"},

@@ -45,6 +45,7 @@ func OpenToProto(o *Open) *kvportv1.Open {
 		Rank: count(o.Env.Rank), World: count(o.Env.World), Model: o.Env.Model[:], Shape: o.Env.Shape[:],
 		Layout: LayoutToProto(&o.Env.Layout), Config: o.Config,
 		Regions: each(o.Regions, regionToProto), LinkKey: o.Env.LinkKey, RouterKey: o.Env.RouterKey,
+		MoreLinkKeys: secretsToProto(o.Env.MoreLinkKeys), MoreRouterKeys: secretsToProto(o.Env.MoreRouterKeys),
 	}
 	if o.Env.Base != (connector.Fingerprint{}) {
 		m.Base = o.Env.Base[:]
@@ -183,7 +184,36 @@ func secretsFromProto(m *kvportv1.Open, env *connector.Env) error {
 			return malformed("%s has %d bytes, want %d", k.name, len(k.from), linkKeySize)
 		}
 	}
-	return nil
+	var err error
+	if env.MoreLinkKeys, err = moreSecrets("open.more_link_keys", m.GetMoreLinkKeys()); err != nil {
+		return err
+	}
+	env.MoreRouterKeys, err = moreSecrets("open.more_router_keys", m.GetMoreRouterKeys())
+	return err
+}
+
+// maxMoreKeys bounds the further keys of each kind.
+const maxMoreKeys = 15
+
+func moreSecrets(name string, from [][]byte) ([]connector.Secret, error) {
+	if len(from) > maxMoreKeys {
+		return nil, malformed("%s has %d keys, limit %d", name, len(from), maxMoreKeys)
+	}
+	var out []connector.Secret
+	for _, k := range from {
+		if len(k) != linkKeySize {
+			return nil, malformed("%s has a key of %d bytes, want %d", name, len(k), linkKeySize)
+		}
+		out = append(out, k)
+	}
+	return out, nil
+}
+
+func secretsToProto(keys []connector.Secret) (out [][]byte) {
+	for _, k := range keys {
+		out = append(out, k)
+	}
+	return out
 }
 
 func regionFromProto(m *kvportv1.Region) (Region, error) {

@@ -199,6 +199,7 @@ func testOpen() *Open {
 			Engine: "e", Epoch: 7, Role: connector.RoleBoth, Rank: 1, World: 2,
 			Model: connector.NewFingerprint("m"), Shape: connector.NewFingerprint("s"), Base: connector.NewFingerprint("b"),
 			LinkKey: bytes.Repeat([]byte{1}, 32), RouterKey: bytes.Repeat([]byte{2}, 32),
+			MoreLinkKeys: []connector.Secret{bytes.Repeat([]byte{3}, 32)}, MoreRouterKeys: []connector.Secret{bytes.Repeat([]byte{4}, 32), bytes.Repeat([]byte{5}, 32)},
 			Layout: connector.Layout{
 				Name: "l", Blocks: 4,
 				Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}, {BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 2}},

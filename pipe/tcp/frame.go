@@ -334,4 +334,4 @@ func readAnswer(conn net.Conn) (verdict byte, delivered uint64, err error) {
 }
 
 // KeyTLS is [pipe.KeyTLS].
-func KeyTLS(key []byte) (*tls.Config, error) { return pipe.KeyTLS(key) }
+func KeyTLS(key []byte, more ...[]byte) (*tls.Config, error) { return pipe.KeyTLS(key, more...) }

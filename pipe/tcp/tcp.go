@@ -36,7 +36,9 @@ type Network struct {
 	TLS       *tls.Config // mutual TLS; nil means none, and then only loopback
 	// Key is the key that dialer and listener prove to each other that they have when there is no TLS; with
 	// TLS it is not used. Without Key and TLS, anybody who can reach the address can connect.
-	Key      connector.Secret
+	Key connector.Secret
+	// More are further keys that peers may have while an operator replaces the key.
+	More     []connector.Secret
 	Patience time.Duration // how long a broken connection may take to come back; 0 means 3 s
 	// NoDigest leaves the check of payloads to TCP's checksum, or TLS, and to the host's digests.
 	NoDigest bool
@@ -129,7 +131,7 @@ func (n *Network) introduce(conn net.Conn, h []byte) (verdict byte, delivered ui
 		}
 		return readAnswer(conn)
 	}
-	prove, err := pipe.Prove(conn, n.Key, h)
+	prove, err := pipe.Prove(conn, n.Key, h, n.More...)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -227,7 +229,7 @@ func (l *listener) greet(ctx context.Context, raw net.Conn, to *pipe.Acceptor) e
 		if _, err := conn.Write(encodeAnswer(verdictProve, 0)); err != nil {
 			return err
 		}
-		if err := pipe.Demand(conn, l.network.Key, b[:]); err != nil {
+		if err := pipe.Demand(conn, l.network.Key, b[:], l.network.More...); err != nil {
 			return err
 		}
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
@@ -22,7 +23,7 @@ type staleNixl struct {
 	*rig.Rig
 	p, d  *cluster.Process
 	rng   *rand.Rand
-	key   []byte
+	keys  *keyring.File
 	lease time.Duration
 	more  []string // prompts to reuse blocks with
 }
@@ -33,7 +34,7 @@ type handle map[string]json.RawMessage
 // open takes a ticket apart.
 func (s *staleNixl) open(data []byte) (*ticket.Envelope, handle) {
 	s.Helper()
-	e, err := ticket.Open(s.key, data)
+	e, err := ticket.Open(s.keys.Ring(), data)
 	require.NoError(s, err)
 	var h handle
 	require.NoError(s, json.Unmarshal(e.Plugin, &h))
@@ -47,7 +48,7 @@ func (s *staleNixl) seal(e *ticket.Envelope, h handle) []byte {
 	e.Nonce = [16]byte{}
 	e.Plugin, err = json.Marshal(h)
 	require.NoError(s, err)
-	out, err := ticket.Seal(s.key, e)
+	out, err := ticket.Seal(s.keys.Ring(), e)
 	require.NoError(s, err)
 	return out
 }
@@ -176,7 +177,7 @@ func nixlStaleHandles(t *testing.T, mode string) {
 	s := &staleNixl{Rig: rig.New(t), rng: rand.New(rand.NewPCG(*rig.Seed, 52234)), lease: 250 * time.Millisecond}
 	s.Tokens = 4
 	var err error
-	s.key, err = ticket.SharedKey()
+	s.keys, err = keyring.OpenAt("", nil)
 	require.NoError(t, err)
 	s.more = rig.Texts(t, *rig.Seed+600_000, 200, 60, 300)
 	prompts := rig.Texts(t, *rig.Seed+500_000, n, 60, 300)

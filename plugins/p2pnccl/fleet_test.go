@@ -15,6 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
@@ -247,9 +248,9 @@ func TestP2pNcclForged(t *testing.T) {
 			_ = conn.Close()
 		}
 	}()
-	deployment, err := ticket.SharedKey()
+	deployment, err := keyring.OpenAt("", nil)
 	require.NoError(t, err)
-	key, err := ticket.RouterKey(deployment)
+	key, err := ticket.RouterKey(deployment.Ring().First().Secret)
 	require.NoError(t, err)
 	n := 0
 	ask := func(id string) {

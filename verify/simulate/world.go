@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/keyring"
 )
 
 // World is one deployment at one moment of virtual time.
@@ -20,8 +21,8 @@ type World struct {
 	store   *store
 	second  *store // of the other child of a MultiConnector
 	router  *routing
-	key     []byte // signs tickets
-	tickets ledger // what was issued and accepted
+	key     *keyring.Ring // signs tickets
+	tickets ledger        // what was issued and accepted
 	lives   uint16
 	quiet   bool // no more faults: everything must come to its end
 
@@ -195,7 +196,7 @@ func (s *Stats) fields() []field {
 // newWorld builds a deployment in which every plugin is up.
 func newWorld(o Options) *World {
 	w := &World{
-		opt: o, now: time.Unix(0, 0), store: newStore(), second: newStore(), key: []byte("a key of at least thirty-two bytes"),
+		opt: o, now: time.Unix(0, 0), store: newStore(), second: newStore(), key: keyring.Of([]byte("a key of at least thirty-two bytes")),
 		tickets: newLedger(), digest: basis,
 	}
 	w.router = newRouting(w)

@@ -1479,26 +1479,29 @@ func (*SessionResponse_Events) isSessionResponse_Result() {}
 func (*SessionResponse_Renewals) isSessionResponse_Result() {}
 
 type Open struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Side          Side                   `protobuf:"varint,1,opt,name=side,proto3,enum=kvport.v1.Side" json:"side,omitempty"`
-	Engine        string                 `protobuf:"bytes,2,opt,name=engine,proto3" json:"engine,omitempty"`
-	Epoch         uint64                 `protobuf:"varint,3,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	Role          Role                   `protobuf:"varint,4,opt,name=role,proto3,enum=kvport.v1.Role" json:"role,omitempty"`
-	Rank          uint32                 `protobuf:"varint,5,opt,name=rank,proto3" json:"rank,omitempty"`
-	World         uint32                 `protobuf:"varint,6,opt,name=world,proto3" json:"world,omitempty"`
-	Model         []byte                 `protobuf:"bytes,7,opt,name=model,proto3" json:"model,omitempty"` // 32 bytes
-	Shape         []byte                 `protobuf:"bytes,8,opt,name=shape,proto3" json:"shape,omitempty"` // 32 bytes
-	Layout        *Layout                `protobuf:"bytes,9,opt,name=layout,proto3" json:"layout,omitempty"`
-	Regions       []*Region              `protobuf:"bytes,10,rep,name=regions,proto3" json:"regions,omitempty"`                      // worker side only
-	Config        []byte                 `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`                        // JSON
-	Arena         *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`                          // what Describe asked for; absent: none
-	Progress      *Region                `protobuf:"bytes,13,opt,name=progress,proto3" json:"progress,omitempty"`                    // worker side only: where SaveLayers finds its counters
-	Ring          *Ring                  `protobuf:"bytes,14,opt,name=ring,proto3" json:"ring,omitempty"`                            // memory through which small messages may go; absent: none
-	Base          []byte                 `protobuf:"bytes,15,opt,name=base,proto3" json:"base,omitempty"`                            // 32 bytes, as shape, but without block size and ranks; absent: blocks cannot be cut
-	LinkKey       []byte                 `protobuf:"bytes,16,opt,name=link_key,json=linkKey,proto3" json:"link_key,omitempty"`       // 32 bytes, for peers to know each other by; absent: an older host
-	RouterKey     []byte                 `protobuf:"bytes,17,opt,name=router_key,json=routerKey,proto3" json:"router_key,omitempty"` // 32 bytes, what the deployment's routers sign with; absent: not for this connector
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Side      Side                   `protobuf:"varint,1,opt,name=side,proto3,enum=kvport.v1.Side" json:"side,omitempty"`
+	Engine    string                 `protobuf:"bytes,2,opt,name=engine,proto3" json:"engine,omitempty"`
+	Epoch     uint64                 `protobuf:"varint,3,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	Role      Role                   `protobuf:"varint,4,opt,name=role,proto3,enum=kvport.v1.Role" json:"role,omitempty"`
+	Rank      uint32                 `protobuf:"varint,5,opt,name=rank,proto3" json:"rank,omitempty"`
+	World     uint32                 `protobuf:"varint,6,opt,name=world,proto3" json:"world,omitempty"`
+	Model     []byte                 `protobuf:"bytes,7,opt,name=model,proto3" json:"model,omitempty"` // 32 bytes
+	Shape     []byte                 `protobuf:"bytes,8,opt,name=shape,proto3" json:"shape,omitempty"` // 32 bytes
+	Layout    *Layout                `protobuf:"bytes,9,opt,name=layout,proto3" json:"layout,omitempty"`
+	Regions   []*Region              `protobuf:"bytes,10,rep,name=regions,proto3" json:"regions,omitempty"`                      // worker side only
+	Config    []byte                 `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`                        // JSON
+	Arena     *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`                          // what Describe asked for; absent: none
+	Progress  *Region                `protobuf:"bytes,13,opt,name=progress,proto3" json:"progress,omitempty"`                    // worker side only: where SaveLayers finds its counters
+	Ring      *Ring                  `protobuf:"bytes,14,opt,name=ring,proto3" json:"ring,omitempty"`                            // memory through which small messages may go; absent: none
+	Base      []byte                 `protobuf:"bytes,15,opt,name=base,proto3" json:"base,omitempty"`                            // 32 bytes, as shape, but without block size and ranks; absent: blocks cannot be cut
+	LinkKey   []byte                 `protobuf:"bytes,16,opt,name=link_key,json=linkKey,proto3" json:"link_key,omitempty"`       // 32 bytes, for peers to know each other by; absent: an older host
+	RouterKey []byte                 `protobuf:"bytes,17,opt,name=router_key,json=routerKey,proto3" json:"router_key,omitempty"` // 32 bytes, what the deployment's routers sign with; absent: not for this connector
+	// Further keys that peers and routers may have while the deployment's key is replaced: accepted, and never used first. At most 15 each.
+	MoreLinkKeys   [][]byte `protobuf:"bytes,18,rep,name=more_link_keys,json=moreLinkKeys,proto3" json:"more_link_keys,omitempty"`
+	MoreRouterKeys [][]byte `protobuf:"bytes,19,rep,name=more_router_keys,json=moreRouterKeys,proto3" json:"more_router_keys,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Open) Reset() {
@@ -1646,6 +1649,20 @@ func (x *Open) GetLinkKey() []byte {
 func (x *Open) GetRouterKey() []byte {
 	if x != nil {
 		return x.RouterKey
+	}
+	return nil
+}
+
+func (x *Open) GetMoreLinkKeys() [][]byte {
+	if x != nil {
+		return x.MoreLinkKeys
+	}
+	return nil
+}
+
+func (x *Open) GetMoreRouterKeys() [][]byte {
+	if x != nil {
+		return x.MoreRouterKeys
 	}
 	return nil
 }
@@ -3674,7 +3691,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05stats\x18\v \x01(\v2\x18.kvport.v1.StatsResponseH\x00R\x05stats\x123\n" +
 	"\x06events\x18\f \x01(\v2\x19.kvport.v1.EventsResponseH\x00R\x06events\x129\n" +
 	"\brenewals\x18\r \x01(\v2\x1b.kvport.v1.RenewalsResponseH\x00R\brenewalsB\b\n" +
-	"\x06result\"\x99\x04\n" +
+	"\x06result\"\xf3\x04\n" +
 	"\x04Open\x12#\n" +
 	"\x04side\x18\x01 \x01(\x0e2\x0f.kvport.v1.SideR\x04side\x12\x16\n" +
 	"\x06engine\x18\x02 \x01(\tR\x06engine\x12\x14\n" +
@@ -3694,7 +3711,9 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x04base\x18\x0f \x01(\fR\x04base\x12\x1e\n" +
 	"\blink_key\x18\x10 \x01(\fB\x03\x80\x01\x01R\alinkKey\x12\"\n" +
 	"\n" +
-	"router_key\x18\x11 \x01(\fB\x03\x80\x01\x01R\trouterKey\"B\n" +
+	"router_key\x18\x11 \x01(\fB\x03\x80\x01\x01R\trouterKey\x12)\n" +
+	"\x0emore_link_keys\x18\x12 \x03(\fB\x03\x80\x01\x01R\fmoreLinkKeys\x12-\n" +
+	"\x10more_router_keys\x18\x13 \x03(\fB\x03\x80\x01\x01R\x0emoreRouterKeys\"B\n" +
 	"\x04Ring\x12\x0e\n" +
 	"\x02fd\x18\x01 \x01(\rR\x02fd\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n" +

@@ -1,0 +1,213 @@
+package keyring
+
+import (
+	"bytes"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// places sets where the folders are, and gives the files in both.
+func places(t *testing.T) (state, runtime string) {
+	t.Helper()
+	a, b := t.TempDir(), t.TempDir()
+	t.Setenv("HOME", a)
+	t.Setenv("XDG_STATE_HOME", "")
+	t.Setenv("XDG_RUNTIME_DIR", b)
+	return filepath.Join(a, ".local", "state", "kvport", sharedName), filepath.Join(b, "kvport", sharedName)
+}
+
+func TestShared(t *testing.T) {
+	state, runtime := places(t)
+	ids := make([]string, 8)
+	var all sync.WaitGroup
+	for i := range ids {
+		all.Go(func() {
+			f, err := OpenAt("", nil)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			ids[i] = f.Ring().First().ID
+		})
+	}
+	all.Wait()
+	for _, id := range ids {
+		require.Equal(t, ids[0], id, "whoever comes first makes the key of all")
+	}
+	for _, path := range []string{state, runtime} {
+		r, err := Load(path)
+		require.NoError(t, err)
+		require.True(t, r.Old, "earlier versions read it")
+		require.Equal(t, ids[0], r.First().ID)
+		entries, err := os.ReadDir(filepath.Dir(path))
+		require.NoError(t, err)
+		require.Len(t, entries, 1, "no temporary file is left")
+		info, err := os.Stat(filepath.Dir(path))
+		require.NoError(t, err)
+		require.Equal(t, os.FileMode(0o700), info.Mode().Perm())
+	}
+
+	// The machine starts again: the runtime folder is empty.
+	require.NoError(t, os.RemoveAll(filepath.Dir(runtime)))
+	f, err := OpenAt("", nil)
+	require.NoError(t, err)
+	require.Equal(t, ids[0], f.Ring().First().ID)
+	require.Equal(t, state, f.Path())
+	at, err := SharedPath()
+	require.NoError(t, err)
+	require.Equal(t, state, at)
+
+	// An engine of an earlier version was there first after a start, and has another one.
+	require.NoError(t, os.WriteFile(runtime, []byte(strings.Repeat("x", 32)), 0o600))
+	var out bytes.Buffer
+	f, err = OpenAt("", slog.New(slog.NewTextHandler(&out, nil)))
+	require.NoError(t, err)
+	require.Equal(t, ids[0], f.Ring().First().ID)
+	require.Equal(t, 1, strings.Count(out.String(), "level=WARN"))
+}
+
+// The key of engines of an earlier version, which still run, stays the one that all share.
+func TestSharedFromEarlierVersion(t *testing.T) {
+	state, runtime := places(t)
+	require.NoError(t, os.MkdirAll(filepath.Dir(runtime), 0o700))
+	const text = "0123456789abcdef0123456789abcdef\n"
+	require.NoError(t, os.WriteFile(runtime, []byte(text), 0o600))
+	f, err := OpenAt("", nil)
+	require.NoError(t, err)
+	require.Equal(t, state, f.Path())
+	data, err := os.ReadFile(state)
+	require.NoError(t, err)
+	require.Equal(t, text, string(data))
+
+	// One that others can read is not taken over.
+	require.NoError(t, os.Remove(state))
+	require.NoError(t, os.Chmod(runtime, 0o644))
+	f, err = OpenAt("", nil)
+	require.NoError(t, err)
+	data, err = os.ReadFile(f.Path())
+	require.NoError(t, err)
+	require.NotEqual(t, text, string(data))
+}
+
+// An engine without a state folder starts at the same time as one that has it: whichever comes first, both have one key.
+func TestSharedAtOnce(t *testing.T) {
+	for _, ring := range []bool{false, true} {
+		state, runtime := places(t)
+		links := 0
+		path, err := shared(slog.New(slog.DiscardHandler), func(from, to string) error {
+			if links++; links == 1 && ring {
+				require.NoError(t, Create(runtime, New(then)))
+			} else if links == 1 {
+				require.NoError(t, create(runtime, nil, os.Link))
+			}
+			return os.Link(from, to)
+		})
+		require.NoError(t, err)
+		require.Equal(t, state, path)
+		theirs, err := Load(runtime)
+		require.NoError(t, err)
+		ours, err := Load(state)
+		require.NoError(t, err)
+		require.Equal(t, theirs, ours)
+	}
+}
+
+// A folder in which no key can be made is as good as none.
+func TestSharedWhereOneFolderIsFull(t *testing.T) {
+	for _, name := range []string{"state", "runtime"} {
+		state, runtime := places(t)
+		full, other := state, runtime
+		if name == "runtime" {
+			full, other = runtime, state
+		}
+		var out bytes.Buffer
+		path, err := shared(slog.New(slog.NewTextHandler(&out, nil)), func(from, to string) error {
+			if to == full {
+				return syscall.EDQUOT
+			}
+			return os.Link(from, to)
+		})
+		require.NoError(t, err, name)
+		require.Equal(t, other, path)
+		_, err = Load(path)
+		require.NoError(t, err)
+		at, err := SharedPath()
+		require.NoError(t, err)
+		require.Equal(t, other, at, "commands mean the same file")
+		require.Equal(t, name == "state", strings.Contains(out.String(), "only in the runtime folder"))
+	}
+}
+
+// Looking makes nothing, and a new key is not made beside one that engines use.
+func TestCreateShared(t *testing.T) {
+	state, runtime := places(t)
+	at, err := SharedPath()
+	require.NoError(t, err)
+	require.Equal(t, state, at)
+	require.NoDirExists(t, filepath.Dir(state))
+	require.NoDirExists(t, filepath.Dir(runtime))
+
+	require.NoError(t, os.Mkdir(filepath.Dir(runtime), 0o700))
+	require.NoError(t, create(runtime, nil, os.Link))
+	at, err = CreateShared(New(then))
+	require.ErrorIs(t, err, fs.ErrExist)
+	require.Equal(t, runtime, at)
+	require.NoFileExists(t, state)
+
+	require.NoError(t, os.Remove(runtime))
+	ring := New(then)
+	at, err = CreateShared(ring)
+	require.NoError(t, err)
+	require.Equal(t, state, at)
+	f, err := OpenAt("", nil)
+	require.NoError(t, err)
+	require.Equal(t, ring.IDs(), f.Ring().IDs())
+	_, err = CreateShared(New(then))
+	require.ErrorIs(t, err, fs.ErrExist)
+}
+
+// Without a state folder the key is in the runtime folder, as it was, and the log says so once.
+func TestSharedWithoutState(t *testing.T) {
+	_, runtime := places(t)
+	for name, set := range map[string]func(){
+		"no HOME": func() { t.Setenv("HOME", "") },
+		"a file":  func() { t.Setenv("XDG_STATE_HOME", filepath.Join(os.DevNull, "x")) },
+		"open to others": func() {
+			dir := t.TempDir()
+			t.Setenv("XDG_STATE_HOME", dir)
+			require.NoError(t, os.Mkdir(filepath.Join(dir, "kvport"), 0o755))
+		},
+	} {
+		set()
+		var out bytes.Buffer
+		f, err := OpenAt("", slog.New(slog.NewTextHandler(&out, nil)))
+		require.NoError(t, err, name)
+		require.Equal(t, runtime, f.Path(), name)
+		require.Equal(t, 1, strings.Count(out.String(), "\n"), name)
+		require.Contains(t, out.String(), "only in the runtime folder", name)
+	}
+	require.NoError(t, os.Chmod(filepath.Dir(runtime), 0o755))
+	_, err := OpenAt("", nil)
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.NoError(t, os.RemoveAll(filepath.Dir(runtime)))
+	require.NoError(t, os.Symlink(t.TempDir(), filepath.Dir(runtime)))
+	_, err = OpenAt("", nil)
+	require.ErrorIs(t, err, connector.ErrIncompatible, "a link that somebody else may have put there")
+	_, err = SharedPath()
+	require.Error(t, err)
+	t.Setenv("XDG_RUNTIME_DIR", "")
+	t.Setenv("TMPDIR", t.TempDir())
+	f, err := OpenAt("", nil)
+	require.NoError(t, err)
+	require.Contains(t, f.Path(), os.Getenv("TMPDIR"))
+}
