@@ -146,8 +146,7 @@ func kvportImports() map[string][]string {
 		"connectors/internal/*": {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                                                                  // what several connectors share
 
 		"connectors/internal/peerkey": {"connector", "pipe", "internal/keyring", "internal/ticket"},
-
-		"multiconnector": {"connector", "internal/eventlog"},
+		"multiconnector":              {"connector", "internal/eventlog"},
 
 		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/eventlog", "internal/strictjson", "internal/wire", "internal/shm", "internal/fault", "sdk/internal/..."},
 		"host":          {"connector", "multiconnector", "host/internal/...", "internal/...", "!internal/archtest"},
