@@ -399,7 +399,7 @@ func TestHealthCountsRequests(t *testing.T) {
 // An instance closes a connection that was idle just when the next request is sent there: it gets the request on another one.
 func TestClosedConnection(t *testing.T) {
 	d := serveInstance(t, tokens, tokens, reset(""))
-	f := serveRouter(t, Config{Decode: urls(d)})
+	f := serveRouter(t, Config{Decode: urls(d), Transport: &http.Transport{MaxConnsPerHost: 1}}) // so the second goes to the first one's
 	for range 2 {
 		resp := <-ask(t.Context(), f.URL, "")
 		require.NotNil(t, resp)
