@@ -178,9 +178,10 @@ func (p *pool) rests(t target, limit time.Duration, busy bool) {
 	}
 	k.busy.refused(now, now.Add(limit), t.client, running)
 	p.wakeAfter(limit)
+	p.wakeAfter(limit + settle) // for this client, if the instance is busy for all
 }
 
-// wakeAfter wakes the requests that wait for the end of a rest. The caller holds mu.
+// wakeAfter wakes the requests that wait for the end of a rest.
 func (p *pool) wakeAfter(limit time.Duration) {
 	time.AfterFunc(limit+admission.Backoff(0, min(limit, maxSpread), maxSpread), func() {
 		p.mu.Lock()

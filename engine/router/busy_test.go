@@ -180,6 +180,12 @@ func TestBusyForAll(t *testing.T) {
 		require.True(t, may(4))
 		<-time.After(settle)
 		require.True(t, may(2))
+
+		refuse(5) // right after an end, so that the rest is short
+		refuse(2)
+		w := p.line(&policy.Request{Client: 2}, map[int]bool{})
+		<-time.After(10 * settle)
+		require.Len(t, w.woken, 1, "it is woken when its own rest is over")
 	})
 }
 
