@@ -419,18 +419,12 @@ func (k *pluginKeys) roots() (links, routers []connector.Secret, err error) {
 	if k.ring == nil {
 		return k.links, k.routers, nil
 	}
-	for _, key := range k.ring.Ring().Keys {
-		link, err := ticket.LinkRoot(key.Secret)
-		if err != nil {
-			return nil, nil, err
-		}
-		router, err := ticket.RouterKey(key.Secret)
-		if err != nil {
-			return nil, nil, err
-		}
-		links, routers = append(links, link), append(routers, router)
+	ring := k.ring.Ring()
+	if links, err = ticket.OfRing(ring, ticket.LinkRoot); err != nil {
+		return nil, nil, err
 	}
-	return links, routers, nil
+	routers, err = ticket.OfRing(ring, ticket.RouterKey)
+	return links, routers, err
 }
 
 // give sets the keys of a connector's environment. They depend on its name and not on its place in a MultiConnector, so

@@ -3,7 +3,6 @@ package p2pnccl
 import (
 	"cmp"
 	"context"
-	"crypto/tls"
 	"errors"
 	"log/slog"
 	"net"
@@ -12,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/peerkey"
 	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/register"
 	"github.com/kvport/kvport/internal/ticket"
@@ -48,7 +48,7 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 	if err != nil {
 		return pipe.Peers{}, err
 	}
-	keyed, err := keyTLS(links)
+	keyed, err := peerkey.OfKeys(links)
 	if err != nil {
 		return pipe.Peers{}, err
 	}
@@ -103,31 +103,18 @@ func (c *Config) keys(env *connector.Env) (links, routers []connector.Secret, er
 	if err != nil {
 		return nil, nil, err
 	}
-	for _, key := range ring.Keys {
-		root, err := ticket.LinkRoot(key.Secret)
+	links, err = ticket.OfRing(ring, func(key []byte) (connector.Secret, error) {
+		root, err := ticket.LinkRoot(key)
 		if err != nil {
-			return nil, nil, err
+			return nil, err
 		}
-		link, err := ticket.LinkKey(root, connectorName)
-		if err != nil {
-			return nil, nil, err
-		}
-		router, err := ticket.RouterKey(key.Secret)
-		if err != nil {
-			return nil, nil, err
-		}
-		links, routers = append(links, link), append(routers, router)
+		return ticket.LinkKey(root, connectorName)
+	})
+	if err != nil {
+		return nil, nil, err
 	}
-	return links, routers, nil
-}
-
-// keyTLS is mutual TLS of several keys.
-func keyTLS(keys []connector.Secret) (*tls.Config, error) {
-	var more [][]byte
-	for _, k := range keys[1:] {
-		more = append(more, k)
-	}
-	return pipe.KeyTLS(keys[0], more...)
+	routers, err = ticket.OfRing(ring, ticket.RouterKey)
+	return links, routers, err
 }
 
 func (c *Config) httpAddress() string {

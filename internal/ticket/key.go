@@ -33,6 +33,18 @@ func LinkKey(root connector.Secret, name string) (connector.Secret, error) {
 // RouterKey derives the key for [SignText] and [VerifyText], which routers and connectors share.
 func RouterKey(key []byte) (connector.Secret, error) { return derive(key, routerPurpose) }
 
+// OfRing derives a key from each one of a ring, in the ring's order, such as [LinkRoot] or [RouterKey] does.
+func OfRing(ring *keyring.Ring, from func(key []byte) (connector.Secret, error)) ([]connector.Secret, error) {
+	keys := make([]connector.Secret, len(ring.Keys))
+	for i := range ring.Keys {
+		var err error
+		if keys[i], err = from(ring.Keys[i].Secret); err != nil {
+			return nil, err
+		}
+	}
+	return keys, nil
+}
+
 func derive(key []byte, purpose string) (connector.Secret, error) {
 	if err := checkKey(key); err != nil {
 		return nil, err

@@ -60,13 +60,18 @@ func ofRing(data []byte) (*tls.Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	keys := make([][]byte, len(ring.Keys))
-	for i := range ring.Keys {
-		link, err := ticket.LinkRoot(ring.Keys[i].Secret)
-		if err != nil {
-			return nil, err
-		}
-		keys[i] = link
+	links, err := ticket.OfRing(ring, ticket.LinkRoot)
+	if err != nil {
+		return nil, err
 	}
-	return pipe.KeyTLS(keys[0], keys[1:]...)
+	return OfKeys(links)
+}
+
+// OfKeys is mutual TLS of one or more keys, of which peers may have any.
+func OfKeys(keys []connector.Secret) (*tls.Config, error) {
+	var more [][]byte
+	for _, key := range keys[1:] {
+		more = append(more, key)
+	}
+	return pipe.KeyTLS(keys[0], more...)
 }
