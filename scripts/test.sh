@@ -12,8 +12,8 @@ trap 'rm -rf "$beside" ${memory:+"$memory"}' EXIT
 # room for those of sockets. What Go links, and the folders of testing's TempDir, which are in GOTMPDIR, are not.
 shm=/dev/shm
 if [ "$(df --output=avail -k "$shm" 2>/dev/null | tail -n 1)" -ge $((4 << 20)) ] 2>/dev/null && memory=$(mktemp -d "$shm/kvXXXX"); then
-	if printf '#!/bin/sh\n' >"$memory/runs" && chmod +x "$memory/runs" && "$memory/runs" 2>/dev/null; then
-		export GOTMPDIR=${GOTMPDIR:-$disk} TMPDIR=$memory
+	if printf '#!/bin/sh\nGOTMPDIR=%s exec "$@"\n' "$memory" >"$memory/runs" && chmod +x "$memory/runs" && "$memory/runs" true 2>/dev/null; then
+		export GOTMPDIR=${GOTMPDIR:-$disk} TMPDIR=$memory GOFLAGS="${GOFLAGS:-} -exec=$memory/runs"
 	fi
 fi
 (
