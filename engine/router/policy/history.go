@@ -15,6 +15,7 @@ type history struct {
 	bits   []uint64 // words for each slot of pieces: one bit for the place of each instance
 	used   []bool   // by place: it may hold something
 	rest   []uint64
+	found  []int // slots of the pieces that look has found last, which add is likely to need next
 }
 
 func newHistory(pieces int) *history { return &history{pieces: fairlru.New(pieces), words: 1} }
@@ -53,8 +54,13 @@ func (h *history) forget(place int) {
 // look calls held with the number of leading pieces of the prompt that each place has, if that is not 0.
 func (h *history) look(pieces []uint64, held func(place, pieces int)) {
 	h.rest = append(h.rest[:0], make([]uint64, h.words)...)
+	h.found = h.found[:0]
 	for n, piece := range pieces {
-		row := h.find(piece)
+		var row []uint64
+		if slot, known := h.pieces.Find(piece); known {
+			row = h.row(slot)
+			h.found = append(h.found, slot)
+		}
 		if n == 0 {
 			copy(h.rest, row)
 		}
@@ -97,8 +103,12 @@ func (h *history) add(pieces []uint64, client uint64, places ...int) {
 	for _, place := range places {
 		h.used[place] = true
 	}
-	for _, piece := range slices.Backward(pieces) {
-		slot, known := h.pieces.Use(piece, client)
+	for i, piece := range slices.Backward(pieces) {
+		at := -1
+		if i < len(h.found) {
+			at = h.found[i]
+		}
+		slot, known := h.pieces.UseAt(at, piece, client)
 		if slot*h.words == len(h.bits) {
 			h.bits = append(h.bits, make([]uint64, h.words)...)
 		}

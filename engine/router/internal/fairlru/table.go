@@ -25,7 +25,7 @@ type Table struct {
 type entry struct {
 	key          uint64
 	older, newer int32
-	client       int16
+	client       int16 // -1: no key is here
 }
 
 // list is the keys of one client; -1: none.
@@ -66,21 +66,36 @@ func (t *Table) All() iter.Seq2[uint64, int] {
 // Use finds the slot of a key or gives it one, which may have been another's, and makes the key the newest of its client.
 // A key counts to the client that used it first, and in a full table no longer to the one that has most if another uses it.
 func (t *Table) Use(key, client uint64) (slot int, known bool) {
-	c := int16(client % Clients)
-	at, known := t.slots[key]
-	if known {
-		own := t.entries[at].client
-		size := t.lists[own].size
-		if loses := len(t.slots) == t.most && size >= t.lists[t.largest].size; !loses || t.lists[c].size >= size {
-			c = own
-		}
-		t.unlink(at)
-	} else {
-		at = t.room(c)
-		t.slots[key], t.entries[at].key = at, key
+	if at, known := t.slots[key]; known {
+		t.renew(at, int16(client%Clients))
+		return int(at), true
 	}
+	c := int16(client % Clients)
+	at := t.room(c)
+	t.slots[key], t.entries[at].key = at, key
 	t.link(at, c)
-	return int(at), known
+	return int(at), false
+}
+
+// UseAt is Use for a key that Find has found in a slot, or found nowhere (a negative slot). It saves looking for a key that
+// is still there.
+func (t *Table) UseAt(slot int, key, client uint64) (at int, known bool) {
+	if slot >= 0 && slot < len(t.entries) && t.entries[slot].key == key && t.entries[slot].client >= 0 {
+		t.renew(int32(slot), int16(client%Clients))
+		return slot, true
+	}
+	return t.Use(key, client)
+}
+
+// renew makes the key of a slot the newest of its client.
+func (t *Table) renew(at int32, client int16) {
+	own := t.entries[at].client
+	size := t.lists[own].size
+	if loses := len(t.slots) == t.most && size >= t.lists[t.largest].size; !loses || t.lists[client].size >= size {
+		client = own
+	}
+	t.unlink(at)
+	t.link(at, client)
 }
 
 // Remove takes a key out, if it is there.
@@ -88,6 +103,7 @@ func (t *Table) Remove(key uint64) {
 	if at, known := t.slots[key]; known {
 		t.unlink(at)
 		delete(t.slots, key)
+		t.entries[at].client = -1
 		t.free = append(t.free, at)
 	}
 }

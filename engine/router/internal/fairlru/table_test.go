@@ -159,3 +159,30 @@ func check(t *rapid.T, x *Table, most int) {
 	}
 	require.Len(t, seen, x.Len())
 }
+
+// UseAt does what Use does, whatever has become of the slot in which the key was.
+func TestUseAt(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		x, y := New(8), New(8)
+		slots := map[uint64]int{}
+		for range rapid.IntRange(1, 60).Draw(t, "steps") {
+			key := rapid.Uint64Range(0, 20).Draw(t, "key")
+			if rapid.IntRange(0, 4).Draw(t, "remove") == 0 {
+				x.Remove(key)
+				y.Remove(key)
+				continue
+			}
+			client := rapid.Uint64Range(0, 3).Draw(t, "client")
+			at, seen := slots[key]
+			if !seen {
+				at = rapid.IntRange(-1, 9).Draw(t, "slot")
+			}
+			slot, known := x.UseAt(at, key, client)
+			again, as := y.Use(key, client)
+			require.Equal(t, again, slot)
+			require.Equal(t, as, known)
+			require.Equal(t, y.lists, x.lists)
+			slots[key] = slot
+		}
+	})
+}
