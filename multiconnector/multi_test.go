@@ -385,6 +385,13 @@ func TestFold(t *testing.T) {
 		{name: "nobody", err: "no children"},
 		{name: "one", children: []multiconnector.Child{child("a", both, plain)}, want: plain},
 		{
+			name:     "beyond this machine",
+			children: []multiconnector.Child{child("a", both, plain), child("b", both, with(func(i *connector.Info) { i.BeyondMachine = "url has the address x" }))},
+			want: with(func(i *connector.Info) {
+				i.BeyondMachine = "connectors[1].kv_connector_extra_config.url has the address x"
+			}),
+		},
+		{
 			name: "powers are those of any", want: with(func(i *connector.Info) { i.Capabilities = connector.CanHold | connector.CanReset }),
 			children: []multiconnector.Child{
 				child("a", both, with(func(i *connector.Info) { i.Capabilities = connector.CanHold })),
