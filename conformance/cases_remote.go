@@ -79,11 +79,16 @@ func (e *engine) strict(keys []connector.BlockKey) int {
 	return intact
 }
 
+// usual reports whether an error is one of those of blocks that cannot be had.
+func usual(err error) bool {
+	return errors.Is(err, connector.ErrGone) || errors.Is(err, connector.ErrCorrupt) || errors.Is(err, connector.ErrOutdated) || errors.Is(err, connector.ErrBusy)
+}
+
 // acceptable checks that a host can act on an error.
 func (e *engine) acceptable(what string, err error) {
 	e.Helper()
-	if !errors.Is(err, connector.ErrGone) && !errors.Is(err, connector.ErrCorrupt) && !errors.Is(err, connector.ErrBusy) {
-		e.Errorf("%s: error %q wraps none of ErrGone, ErrCorrupt and ErrBusy", what, err)
+	if !usual(err) {
+		e.Errorf("%s: error %q wraps none of ErrGone, ErrCorrupt, ErrOutdated and ErrBusy", what, err)
 	}
 }
 

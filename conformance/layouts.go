@@ -58,19 +58,20 @@ func twoGroups() connector.Layout {
 	l.Groups = append(l.Groups, connector.Group{BlockTokens: blockTokens, Policy: connector.PolicyTrailing, Trailing: 2})
 	l.Segments[len(segmentBytes)-1].Group = 1
 	digests := &l.Segments[len(segmentBytes)] // of the first group, which has one segment fewer now
-	digests.Bytes -= digest.Size
+	digests.Bytes = digest.SegmentSize(len(segmentBytes) - 1)
 	digests.BlockStride = digests.Bytes
 	return withDigest(l, 1)
 }
 
 // withDigest adds a group's digest segment behind everything, as a host does.
 func withDigest(l connector.Layout, group uint16) connector.Layout {
-	var n int64
+	segments := 0
 	for _, s := range l.Segments {
 		if s.Group == group && s.Layer != connector.DigestLayer {
-			n += digest.Size
+			segments++
 		}
 	}
+	n := digest.SegmentSize(segments)
 	l.Segments = append(l.Segments, connector.Segment{Layer: connector.DigestLayer, Group: group, Offset: (end(&l) + 63) &^ 63, BlockStride: n, Bytes: n})
 	return l
 }

@@ -116,7 +116,7 @@ func (d *pd) loadOnce(rank int, t *connector.Transfer, limit time.Duration) erro
 func (d *pd) names(err error, to []connector.Block, failed map[connector.BlockID]bool) {
 	d.Helper()
 	known := []error{
-		connector.ErrGone, connector.ErrBusy, connector.ErrCorrupt, connector.ErrIncompatible, context.Canceled, context.DeadlineExceeded,
+		connector.ErrGone, connector.ErrBusy, connector.ErrCorrupt, connector.ErrOutdated, connector.ErrIncompatible, context.Canceled, context.DeadlineExceeded,
 	}
 	if !slices.ContainsFunc(known, func(k error) bool { return errors.Is(err, k) }) && !d.inst.killed {
 		d.Errorf("error %q is none that a host can act on", err)

@@ -306,8 +306,9 @@ func (e *engine) fill(bs ...connector.Block) {
 // block has none.
 func (e *engine) seal(kv *connector.KV, b connector.Block) { _ = e.hasher().Make(kv, b) }
 
+// hasher has no key, so that hosts in other processes need none: see openStaged.
 func (e *engine) hasher() *digest.Hasher {
-	return digest.New(e.env.Model, e.env.Shape, connector.Shard{World: 1}, nil)
+	return digest.New(digest.XXH3(), e.env.Model, e.env.Shape, connector.Shard{World: 1})
 }
 
 // wipe overwrites blocks with one byte on every rank.

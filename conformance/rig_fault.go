@@ -207,8 +207,8 @@ func (e *engine) judged(keys []connector.BlockKey) (intact int) {
 	err := e.tryMove(transfer(to), false)
 	failed := map[connector.BlockID]bool{}
 	if err != nil {
-		if !errors.Is(err, connector.ErrGone) && !errors.Is(err, connector.ErrCorrupt) && !errors.Is(err, connector.ErrBusy) {
-			e.Errorf("error %q wraps none of ErrGone, ErrCorrupt and ErrBusy", err)
+		if !usual(err) {
+			e.Errorf("error %q wraps none of ErrGone, ErrCorrupt, ErrOutdated and ErrBusy", err)
 		}
 		var part *connector.BlockError
 		if !errors.As(err, &part) {

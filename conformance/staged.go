@@ -53,7 +53,7 @@ func (m *engineMemory) openStaged(ctx context.Context, connect func([]*host.Regi
 		return connect(m.regions).OpenWorker(ctx, env, config)
 	}
 	cfg, err := host.ParseConfig(fmt.Sprintf(
-		`{"kv_connector":"conformance","kv_role":"kv_both","kvport":{"trust":"staged","landing_bytes":%d}}`, landingBytes(&env.Layout)))
+		`{"kv_connector":"conformance","kv_role":"kv_both","kvport":{"trust":"staged","landing_bytes":%d,"digest":"xxh3"}}`, landingBytes(&env.Layout)))
 	if err != nil {
 		return nil, err
 	}

@@ -17,6 +17,10 @@ var (
 	ErrIncompatible = errors.New("incompatible")
 	// ErrCorrupt says that bytes are damaged and must be dropped and recomputed.
 	ErrCorrupt = errors.New("corrupt")
+	// ErrOutdated says that what is stored under the key is whole and not what this version stores: an earlier or later
+	// version of kvport has stored it, with another length for example. The block is recomputed, which is no
+	// failure, and saved again with Transfer.Replace.
+	ErrOutdated = errors.New("outdated")
 	// ErrDeclined says that a connector chose not to store a block, because of a quota or a threshold. It
 	// is not a failure, and an immediate retry does not help.
 	ErrDeclined = errors.New("declined")

@@ -211,6 +211,10 @@ type Info struct {
 	// loaded. A MultiConnector asks such a child last, and only for what follows the prefix that the others are
 	// known to have (rule MULTI-12).
 	MatchFetches bool
+	// BeyondMachine is what in the config says that other machines may see what the connector stores: the field and its
+	// value, such as an address that is not on loopback or a folder on a network file system. It is empty if nothing
+	// does. Engines on several machines must have the same key for digests, so the host then asks for a key file.
+	BeyondMachine string
 	// ArenaBytes is how much memory the connector asks for as Env.Arena; 0 means none. The host creates the
 	// arena once when the engine starts and refuses a size that the machine does not have. Its pages are
 	// allocated in the background, or when they are first touched.

@@ -655,8 +655,8 @@ func parseChild(v *strictjson.Value, parent *Config, at string, depth int) (*Con
 		return nil, v.Field("kv_role").Errorf("%s is more than the %s of its MultiConnector", c.Role, parent.Role)
 	case is.Trust != was.Trust || is.LandingBytes != was.LandingBytes:
 		return nil, v.Field("kvport").Errorf("trust and landing_bytes are the same for all children: set them at the MultiConnector")
-	case is.TicketKeyFile != was.TicketKeyFile || is.TenantSecretFile != was.TenantSecretFile || !slices.Equal(is.Peers, was.Peers):
-		return nil, v.Field("kvport").Errorf("ticket_key_file, tenant_secret_file and peers are the engine's: set them at the MultiConnector")
+	case is.TicketKeyFile != was.TicketKeyFile || is.TenantSecretFile != was.TenantSecretFile || is.Digest != was.Digest || !slices.Equal(is.Peers, was.Peers):
+		return nil, v.Field("kvport").Errorf("ticket_key_file, tenant_secret_file, digest and peers are the engine's: set them at the MultiConnector")
 	}
 	return c, nil
 }

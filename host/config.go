@@ -119,6 +119,9 @@ func (c *Config) decode(v *strictjson.Value, depth int) error {
 	if t.BufferDevice == "cuda" {
 		return v.Field("kv_buffer_device").Errorf(`is "cuda", but caches are in host memory here and transfers of a GPU's memory were never run; want "cpu": %w`, connector.ErrIncompatible)
 	}
+	if t.Settings.Digest == DigestXXH3 && t.Settings.TenantSecretFile != "" {
+		return v.Field("kvport").Errorf("digest is %q, which has no key, but tenant_secret_file adds a secret to the keys of digests: leave out one of them", DigestXXH3)
+	}
 	var err error
 	if c.Role, err = connector.ParseRole(t.Role); err != nil {
 		return v.Field("kv_role").Errorf("%w", err)
@@ -174,8 +177,10 @@ type Settings struct {
 	ArenaLimit int `json:"arena_limit" jsonschema:"minimum=1,description=The most bytes that a connector may have as memory that outlives it; without it what the machine has free." jsonschema_extras:"unit=bytes"`
 	// PluginSHA256 is the hash that the plugin binary must have, in hex; empty: any.
 	PluginSHA256 string `json:"plugin_sha256" jsonschema:"pattern=^[0-9a-fA-F]{64}$,description=The SHA-256 of the plugin binary in hex; without it any binary is run."`
-	// TenantSecretFile makes digests and keys keyed MACs.
-	TenantSecretFile string `json:"tenant_secret_file" jsonschema:"description=Makes keys and digests keyed ones."`
+	// Digest says how blocks are protected against damage and forgery.
+	Digest Digest `json:"digest" jsonschema:"enum=keyed,enum=xxh3,description=keyed: digests are made with the first key of ticket_key_file and checked with all of them. xxh3: they have no key, so whoever can write a store can forge them."`
+	// TenantSecretFile makes keys keyed hashes, and a part of the keys of digests.
+	TenantSecretFile string `json:"tenant_secret_file" jsonschema:"description=Adds a secret to keys and digests, so that whoever lacks it can neither find nor forge a tenant's blocks."`
 	// AllowLossy accepts a connector whose loaded bytes may differ from the saved ones.
 	AllowLossy bool `json:"allow_lossy" jsonschema:"description=Accepts a connector whose loaded bytes may differ from the saved ones."`
 	// Unverified accepts blocks of engines of other shapes, whose bytes no digest verifies.
@@ -198,6 +203,15 @@ type Trust string
 const (
 	TrustInPlace Trust = "in-place" // the plugin maps the paged cache
 	TrustStaged  Trust = "staged"   // it maps landing memory: the host copies saves out and verified loads in
+)
+
+// Digest is a kind of digests.
+type Digest string
+
+// The kinds.
+const (
+	DigestKeyed Digest = "keyed" // edition 2: a MAC, by the ring of the ticket key file
+	DigestXXH3  Digest = "xxh3"  // edition 1: against damage only
 )
 
 // Deadlines bound every call. None may be zero.
@@ -235,7 +249,7 @@ type Breaker struct {
 // DefaultSettings are the defaults of every setting: the one place that has them.
 func DefaultSettings() Settings {
 	return Settings{
-		Trust: TrustInPlace, LandingBytes: 64 << 20, Ring: true, RecomputeThreshold: 64,
+		Trust: TrustInPlace, Digest: DigestKeyed, LandingBytes: 64 << 20, Ring: true, RecomputeThreshold: 64,
 		Deadlines: Deadlines{
 			Handshake:      5 * time.Second,
 			Match:          200 * time.Microsecond,

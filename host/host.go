@@ -14,6 +14,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/meter"
@@ -37,6 +38,7 @@ type Host struct {
 	tickets   *ticketSigner
 	tenant    string // names the tenant secret
 	keys      *keyring.File
+	digests   digest.Keys
 	metrics   *metrics
 	vital     *vital // nil: the children of a MultiConnector have theirs
 	events    *eventQueue
@@ -62,6 +64,8 @@ type Host struct {
 	badLoads complaints
 	badSaves complaints
 	misses   complaints // about matches that stayed undecided
+
+	unreadable unreadableLog // blocks whose digests cannot be checked here
 
 	cuts      bool // our tickets are made for engines of other shapes; theirs are accepted if kvport.unverified is true
 	closing   atomic.Bool

@@ -26,7 +26,7 @@ func TestSaveMatchLoad(t *testing.T) {
 		e = r.load("b", ks, 10)
 		require.NoError(t, e.Err)
 		require.True(t, r.same(blocks))
-		require.InDelta(t, 2*4*1024*ranks+2*4*32*ranks, r.metric("kvport_transfer_bytes_total"), 0)
+		require.InDelta(t, 2*4*1024*ranks+2*4*48*ranks, r.metric("kvport_transfer_bytes_total"), 0)
 
 		require.Equal(t, connector.Match{}, r.match(query("c", keys(2, 4)), nil), "another prompt")
 		q := query("d", ks)

@@ -22,7 +22,11 @@ func Inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	if _, err := cfg.Settings.keys(nil); err != nil {
 		return none, err
 	}
-	return inspect(ctx, cfg, opts, &promised{})
+	info, err := inspect(ctx, cfg, opts, &promised{})
+	if err != nil {
+		return info, err
+	}
+	return info, cfg.Settings.CheckShared(&info)
 }
 
 func inspect(ctx context.Context, cfg *Config, opts Options, memory *promised) (connector.Info, error) {

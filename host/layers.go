@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -98,6 +99,7 @@ type sealedProgress struct {
 
 	mu     sync.Mutex
 	sealed int
+	maker  *digest.Maker // of all layers: see digest.Maker
 }
 
 // Wait implements connector.Progress.
@@ -127,6 +129,13 @@ func (p *sealedProgress) told() int {
 // seal makes ready the layers from one number to another.
 func (p *sealedProgress) seal(from, to int) error {
 	r, blocks := p.rank, p.move.Transfer.Blocks
+	if p.maker == nil {
+		maker, err := r.hasher.Maker()
+		if err != nil {
+			return err
+		}
+		p.maker = &maker
+	}
 	errs := make([]error, len(blocks))
 	r.share(len(blocks), func(i int) {
 		b := blocks[i]
@@ -134,7 +143,7 @@ func (p *sealedProgress) seal(from, to int) error {
 			return
 		}
 		segments := r.kv.Between(b.Group, from, to)
-		if err := r.hasher.MakeSegments(r.kv, b, segments); err != nil {
+		if err := p.maker.MakeSegments(r.kv, b, segments); err != nil {
 			errs[i] = fmt.Errorf("digest of block %d: %w", b.ID, err)
 			return
 		}

@@ -26,6 +26,8 @@ type metrics struct {
 	released   *prometheus.CounterVec // reason
 	turns      *prometheus.CounterVec // connector, result
 	integrity  prometheus.Counter
+	foreign    prometheus.Counter // blocks
+	outdated   prometheus.Counter // blocks
 	violations prometheus.Counter
 	late       prometheus.Counter // answers
 	retries    prometheus.Counter
@@ -81,6 +83,9 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 			"Loaded blocks whose bytes nothing was there to check by; reason: `reshaped` (from an engine of another shape) or `lossy` (the connector may change bytes). They stay with their request.", "connector", "reason"),
 		children: newChildMetrics(s), vitals: newVitals(s),
 	}
+	misses := s.Counters("kvport_digest_misses_total",
+		"Loaded blocks whose digests cannot be checked here, so that they count as misses; reason: `foreign_key` (made with a key that is not in the ring) or `edition` (stored by another version, or with another kvport.digest).", "connector", "reason")
+	m.foreign, m.outdated = misses.WithLabelValues(name, "foreign_key"), misses.WithLabelValues(name, "edition")
 	m.info.Set(1)
 	if err := s.Register(registry); err != nil {
 		return nil, errors.Join(errors.New("two hosts on one registry"), err)
@@ -134,6 +139,8 @@ func (m *metrics) observe(c tracker.Counters) (undecided int) {
 	m.retries.Add(float64(c.Retries - m.seen.Retries))
 	m.kills.Add(float64(c.Kills - m.seen.Kills))
 	m.integrity.Add(float64(c.Damaged - m.seen.Damaged))
+	m.foreign.Add(float64(c.Foreign - m.seen.Foreign))
+	m.outdated.Add(float64(c.Outdated - m.seen.Outdated))
 	m.turned(c.TurnLoaded-m.seen.TurnLoaded, c.TurnLost-m.seen.TurnLost)
 	m.seen = c
 	return undecided

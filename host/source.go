@@ -163,6 +163,11 @@ func (s *source) describe(ctx context.Context, r *plugin.Remote) error {
 	if err := accepts(s.cfg, &info); err != nil {
 		return err
 	}
+	if s.keys.ring != nil { // else a host above this one has the key, and looks
+		if err := s.cfg.Settings.CheckShared(&info); err != nil {
+			return err
+		}
+	}
 	s.info = info
 	return s.fitArena()
 }

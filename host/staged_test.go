@@ -19,7 +19,7 @@ import (
 const trustVariable = "KVPORT_TEST_TRUST"
 
 // landingBytes is the setting that gives a rig that many slots: two layers, digests and padding.
-func landingBytes(slots int) int { return slots*(2*512+32) + 3*landingAlign }
+func landingBytes(slots int) int { return slots*(2*512+48) + 3*landingAlign }
 
 // TestStaged runs the host's tests again with landing memory that is smaller than most transfers.
 func TestStaged(t *testing.T) {
@@ -106,7 +106,7 @@ func TestStagedQueues(t *testing.T) {
 		require.True(t, r.same(all))
 		require.Zero(t, r.Health().LandingUsed)
 		require.Equal(t, 2*slots, r.Health().LandingSlots)
-		require.InDelta(t, 4*16*2*(2*512+32), r.metric("kvport_landing_copied_bytes_total"), 0)
+		require.InDelta(t, 4*16*2*(2*512+48), r.metric("kvport_landing_copied_bytes_total"), 0)
 	}
 }
 
@@ -158,7 +158,7 @@ func TestStagedRefusals(t *testing.T) {
 		settings map[string]any
 		want     string
 	}{
-		"too small": {nil, map[string]any{"trust": "staged", "landing_bytes": 1000}, "landing_bytes: 1000 bytes of landing memory hold no block, one needs 1248"},
+		"too small": {nil, map[string]any{"trust": "staged", "landing_bytes": 1000}, "landing_bytes: 1000 bytes of landing memory hold no block, one needs 1264"},
 		"holds":     {map[string]any{"fault": "hold"}, staged(8), "kvport.trust"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -123,6 +123,7 @@ type Fit struct {
 	// TicketKeys names all keys whose tickets are accepted, the one that signs first.
 	TicketKeys []string `json:"ticket_keys,omitempty"`
 	Tenant     string   `json:"tenant,omitempty"` // names the tenant secret likewise; none: there is none
+	Digest     Digest   `json:"digest"`           // how digests are made
 	// The ways by which blocks leave this engine, and by which they come to it. One hands blocks over to another if a
 	// way of its Gives is in the other's Takes. Nil: not known.
 	Gives []string `json:"gives"`
@@ -135,7 +136,7 @@ func (h *Host) Fit() Fit {
 	f := Fit{
 		Role: h.cfg.Role.String(), EngineID: h.eng.ID, Connector: h.info.Name, Scope: h.info.Scope.String(), Carries: h.carries(),
 		Model: h.eng.Model.String(), BlockSize: h.eng.Layout.Groups[0].BlockTokens,
-		Shape: h.eng.Shape.String(), ShapeText: h.eng.ShapeText, TicketKey: ring.First().ID, TicketKeys: ring.IDs(), Tenant: h.tenant,
+		Shape: h.eng.Shape.String(), ShapeText: h.eng.ShapeText, TicketKey: ring.First().ID, TicketKeys: ring.IDs(), Tenant: h.tenant, Digest: h.cfg.Settings.Digest,
 		Gives: h.ways(connector.Role.Saves), Takes: h.ways(connector.Role.Loads),
 	}
 	if h.cuts && (h.cfg.Settings.Unverified || !h.cfg.Role.Loads()) {

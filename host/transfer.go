@@ -13,7 +13,6 @@ import (
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/fault"
-	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -42,12 +41,8 @@ func (h *Host) openRanks() error {
 			return fmt.Errorf("layout: group %d has no digest segment, see WithDigests: %w", g, connector.ErrIncompatible)
 		}
 	}
-	secret, err := h.cfg.Settings.TenantSecret()
-	if err != nil {
+	if err := h.openDigests(); err != nil {
 		return err
-	}
-	if h.tenant = "none"; secret != nil {
-		h.tenant = keyring.ID(secret)
 	}
 	hands := make(chan struct{}, runtime.GOMAXPROCS(0))
 	for i, r := range h.eng.Ranks {
@@ -57,7 +52,7 @@ func (h *Host) openRanks() error {
 		}
 		shard := connector.Shard{Rank: i, World: len(h.eng.Ranks)}
 		h.ranks = append(h.ranks, &rank{
-			kv: kv, hasher: digest.New(h.eng.Model, h.eng.Shape, shard, secret), hands: hands,
+			kv: kv, hasher: digest.New(h.digests, h.eng.Model, h.eng.Shape, shard), hands: hands,
 		})
 	}
 	return h.openLanding()
@@ -119,9 +114,10 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if a.Check == nil {
 		h.unverified(a, err)
 	}
-	corrupt := r.checkDigests(tracker.Arrived(a.Check, err))
+	found := r.checkDigests(tracker.Arrived(a.Check, err))
 	fault.Crash("host.load.checked")
-	return tracker.Outcome{Err: err, Corrupt: corrupt}
+	h.unread(&found, err)
+	return tracker.Outcome{Err: err, Corrupt: found.corrupt, Foreign: found.foreign, Outdated: found.outdated}
 }
 
 // save lets a worker read the blocks of a move: in the cache, or a copy of them. Their digests were
@@ -191,13 +187,17 @@ func (r *rank) size(blocks []connector.Block) float64 {
 }
 
 func (r *rank) makeDigests(blocks []connector.Block) error {
+	maker, err := r.hasher.Maker()
+	if err != nil {
+		return err
+	}
 	errs := make([]error, len(blocks))
 	r.share(len(blocks), func(i int) {
 		b := blocks[i]
 		if b.Key == (connector.BlockKey{}) {
 			return // partial: nothing can be stored under a key
 		}
-		if err := r.hasher.Make(r.kv, b); err != nil {
+		if err := maker.Make(r.kv, b); err != nil {
 			errs[i] = fmt.Errorf("digest of block %d: %w", b.ID, err)
 		}
 	})
@@ -227,17 +227,13 @@ func (r *rank) share(n int, f func(int)) {
 	others.Wait()
 }
 
-// checkDigests gives the blocks that are not what was saved.
-func (r *rank) checkDigests(blocks []connector.Block) []connector.BlockID {
-	bad := make([]bool, len(blocks))
-	r.share(len(blocks), func(i int) {
-		bad[i] = r.hasher.Check(r.kv, blocks[i]) != nil
-	})
-	var corrupt []connector.BlockID
+// checkDigests gives the blocks that cannot be used, by reason.
+func (r *rank) checkDigests(blocks []connector.Block) unreadable {
+	errs := make([]error, len(blocks))
+	r.share(len(blocks), func(i int) { errs[i] = r.hasher.Check(r.kv, blocks[i]) })
+	var found unreadable
 	for i, b := range blocks {
-		if bad[i] {
-			corrupt = append(corrupt, b.ID)
-		}
+		found.add(b.ID, errs[i])
 	}
-	return corrupt
+	return found
 }

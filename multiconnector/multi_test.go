@@ -364,6 +364,15 @@ func TestResetIsAllOfThem(t *testing.T) {
 	require.False(t, emptied)
 }
 
+// TestFoldBeyondMachine: a composite names the child whose blocks other machines see.
+func TestFoldBeyondMachine(t *testing.T) {
+	info, err := multiconnector.Fold("M", []multiconnector.Child{
+		{Name: "a", Role: connector.RoleBoth}, {Name: "b", Role: connector.RoleBoth, Info: connector.Info{BeyondMachine: "url has the address x"}},
+	})
+	require.NoError(t, err)
+	require.Equal(t, "connectors[1].kv_connector_extra_config.url has the address x", info.BeyondMachine)
+}
+
 func TestFold(t *testing.T) {
 	child := func(name string, role connector.Role, info connector.Info) multiconnector.Child {
 		return multiconnector.Child{Name: name, Role: role, Info: info}

@@ -142,6 +142,9 @@ func Fold(name string, children []Child) (connector.Info, error) {
 		info.Groups = info.Groups && c.Info.Groups
 		info.Lossy = info.Lossy || c.Info.Lossy && c.Role.Loads()
 		info.MatchFetches = info.MatchFetches || c.fetches()
+		if c.Info.BeyondMachine != "" && info.BeyondMachine == "" {
+			info.BeyondMachine = fmt.Sprintf("connectors[%d].kv_connector_extra_config.%s", i, c.Info.BeyondMachine)
+		}
 		if c.Role.Saves() || !saving {
 			info.Scope = max(info.Scope, c.Info.Scope)
 		}

@@ -52,6 +52,9 @@ type Definition struct {
 // with ArenaBlockTokens() int64 these are blocks of that many tokens, see connector.Info. A method
 // ArenaField() string names the field of the config that an operator must change if the machine has no room
 // for the arena.
+//
+// A config with a method BeyondMachine() string says by it why other machines may see the blocks, as in
+// connector.Info.
 func FromStore[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (connector.Store, error)) connector.Plugin {
 	d.Capabilities = d.powers()
 	stores := newStores(d, func(raw json.RawMessage, env *connector.Env) (int64, error) {
@@ -76,6 +79,9 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 				return info, err
 			}
 			askArena(&info, &config)
+			if c, ok := any(&config).(interface{ BeyondMachine() string }); ok {
+				info.BeyondMachine = c.BeyondMachine()
+			}
 			if scoped, ok := any(config).(interface{ Scope() connector.Scope }); ok {
 				info.Scope = scoped.Scope()
 			}

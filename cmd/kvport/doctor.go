@@ -24,11 +24,13 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/gguf"
 	"github.com/kvport/kvport/engine/model/kernel"
 	"github.com/kvport/kvport/engine/tokenizer"
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/keyring"
+	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/internal/machine"
 	"github.com/kvport/kvport/native/cuda"
 	"github.com/kvport/kvport/native/nccl"
@@ -213,7 +215,7 @@ func (f *doctorFlags) checkPlugins(ctx context.Context, config *host.Config) []c
 		checks = append(checks, check{"plugins", statusWarn, fmt.Sprintf("none in %v", folders), "make build puts some beside kvport; or set KVPORT_PLUGIN_PATH"})
 	}
 	if config != nil {
-		checks = append(checks, f.checkConfig(ctx, config))
+		checks = append(checks, f.checkConfig(ctx, config)...)
 	}
 	return checks
 }
@@ -239,7 +241,39 @@ func tryPlugin(ctx context.Context, b *host.Binary) (string, error) {
 }
 
 // checkConfig asks the wanted plugin about its config.
-func (f *doctorFlags) checkConfig(ctx context.Context, config *host.Config) check {
+func (f *doctorFlags) checkConfig(ctx context.Context, config *host.Config) []check {
+	v := &verification{config: config.Extra}
+	defer v.cleanup()
+	c := f.describe(ctx, config, v)
+	if c.Status != statusOK {
+		return []check{c}
+	}
+	return []check{c, checkDigests(&config.Settings, &v.info, mac.Implementation())}
+}
+
+// checkDigests says how digests are made, and whether other machines that see the blocks can have the key. Which keys a
+// store's blocks were made with is known only when they are loaded: see kvport_digest_misses_total.
+func checkDigests(s *host.Settings, info *connector.Info, by string) check {
+	const name = "digests"
+	store := "only this machine sees what is stored"
+	if info.BeyondMachine != "" {
+		store = "other machines may see what is stored (" + info.BeyondMachine + ")"
+	}
+	if s.Digest == host.DigestXXH3 {
+		return check{name, statusWarn, "xxh3: they find damage, and whoever can write a store can forge them; " + store,
+			"leave out kvport.digest, and give all machines that share a store the same kvport.ticket_key_file"}
+	}
+	if err := s.CheckShared(info); err != nil {
+		return result(name, "", err, "kvport keys init --file FILE makes a file of keys; name its copy on each machine in kvport.ticket_key_file")
+	}
+	if by == "portable" {
+		return check{name, statusWarn, "keyed, but slow: this CPU has no AES instructions that kvport uses; " + store, `set kvport.digest to "xxh3" if that costs too much: it finds damage, but not forgery`}
+	}
+	return check{Check: name, Status: statusOK, Detail: fmt.Sprintf("keyed (%s): the first of the ticket keys makes them; %s", by, store)}
+}
+
+// describe starts the wanted plugin in v and asks it about its config.
+func (f *doctorFlags) describe(ctx context.Context, config *host.Config, v *verification) check {
 	const name, mend = "kv-transfer-config", "plugins describe NAME lists the fields of its config"
 	b := &host.Binary{Path: config.ModulePath}
 	var err error
@@ -261,8 +295,7 @@ func (f *doctorFlags) checkConfig(ctx context.Context, config *host.Config) chec
 	for _, w := range config.Adopt(&b.Manifest) {
 		slog.Warn("kv-transfer-config: " + w)
 	}
-	v := &verification{binary: b, config: config.Extra}
-	defer v.cleanup()
+	v.binary, v.config = b, config.Extra
 	if _, err := v.handshake(ctx); err != nil {
 		return result(name, "", err, "plugins verify says more")
 	}

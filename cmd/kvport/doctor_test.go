@@ -8,6 +8,9 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host"
 )
 
 func TestDoctorPortTaken(t *testing.T) {
@@ -34,4 +37,29 @@ func TestSize(t *testing.T) {
 	require.Equal(t, "a b c", printable("a\nb\x1bc"))
 	require.Equal(t, "1,2", numbers([]int{1, 2}))
 	require.Empty(t, numbers(nil))
+}
+
+// The line about digests says who sees the blocks, and fails as serve does.
+func TestDoctorDigests(t *testing.T) {
+	t.Parallel()
+	shared := &connector.Info{Name: "X", BeyondMachine: "url has the address 10.0.0.1:6379"}
+	for _, c := range []struct {
+		settings host.Settings
+		info     *connector.Info
+		status   status
+		says     string
+	}{
+		{host.Settings{Digest: host.DigestKeyed}, &connector.Info{}, statusOK, "only this machine"},
+		{host.Settings{Digest: host.DigestKeyed}, shared, statusFail, "kvport.ticket_key_file is not set"},
+		{host.Settings{Digest: host.DigestKeyed, TicketKeyFile: "f"}, shared, statusOK, "10.0.0.1:6379"},
+		{host.Settings{Digest: host.DigestXXH3}, shared, statusWarn, "forge"},
+	} {
+		got := checkDigests(&c.settings, c.info, "vaes")
+		require.Equal(t, c.status, got.Status, c.says)
+		require.Contains(t, got.Detail, c.says)
+		require.Equal(t, c.status != statusOK, got.Mend != "")
+	}
+	slow := checkDigests(&host.Settings{Digest: host.DigestKeyed}, &connector.Info{}, "portable")
+	require.Equal(t, statusWarn, slow.Status)
+	require.Contains(t, slow.Detail, "no AES instructions")
 }

@@ -152,3 +152,19 @@ func TestRemoteConformance(t *testing.T) {
 	config := `{"` + prefix + `L1_CACHE_ENABLED": "0", "` + prefix + `L2_CACHE_BACKEND": "REDIS", "` + prefix + `REDIS_URL": "redis://@SERVER@"}`
 	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(config)), conformance.Store, conformance.Remote)
 }
+
+// TestBeyondMachine: a server on another machine is seen by others.
+func TestBeyondMachine(t *testing.T) {
+	clean(t)
+	describe := func() string {
+		info, err := plugin().Describe(t.Context(), json.RawMessage(`{}`))
+		require.NoError(t, err)
+		return info.BeyondMachine
+	}
+	require.Empty(t, describe())
+	t.Setenv(prefix+"L2_CACHE_BACKEND", "REDIS")
+	t.Setenv(prefix+"REDIS_URL", "redis://127.0.0.1:1")
+	require.Empty(t, describe())
+	t.Setenv(prefix+"REDIS_URL", "redis://10.0.0.1")
+	require.Equal(t, prefix+"REDIS_URL has the address 10.0.0.1:6379", describe())
+}

@@ -115,6 +115,15 @@ func (c Config) Scope() connector.Scope {
 	return Scope
 }
 
+// BeyondMachine implements what sdk.FromStore asks a config: what says that other machines see the blocks.
+func (c Config) BeyondMachine() string {
+	s, err := c.settings()
+	if err != nil || !s.l2 || s.remote.Beyond() == "" {
+		return ""
+	}
+	return redisURL + " has the address " + s.remote.Beyond()
+}
+
 // ArenaBytes is how much memory the host is asked for.
 func (c *Config) ArenaBytes() int64 {
 	s, err := c.settings()

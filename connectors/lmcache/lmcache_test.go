@@ -232,3 +232,18 @@ func TestRemoteConformance(t *testing.T) {
 	config := `{"lmcache.chunk_size": 4, "lmcache.local_cpu": false, "lmcache.remote_url": "redis://@SERVER@", "lmcache.blocking_timeout_secs": 3}`
 	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(config)), conformance.Store, conformance.Remote)
 }
+
+// TestBeyondMachine: a remote store on another machine is seen by others, wherever its address comes from.
+func TestBeyondMachine(t *testing.T) {
+	clean(t)
+	describe := func(config string) string {
+		info, err := plugin().Describe(t.Context(), json.RawMessage(config))
+		require.NoError(t, err)
+		return info.BeyondMachine
+	}
+	require.Empty(t, describe(`{}`))
+	require.Empty(t, describe(`{"lmcache.remote_url": "lm://127.0.0.1:1"}`))
+	require.Contains(t, describe(`{"lmcache.remote_url": "lm://cache.example:1"}`), "remote_url (LMCACHE_REMOTE_URL) has the address cache.example:1")
+	t.Setenv("LMCACHE_REMOTE_URL", "redis://10.0.0.1")
+	require.Contains(t, describe(`{}`), "10.0.0.1:6379")
+}

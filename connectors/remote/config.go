@@ -105,6 +105,18 @@ func (c Config) Scope() connector.Scope {
 	return Scope
 }
 
+// BeyondMachine implements what sdk.FromStore asks a config: what says that other machines see the blocks.
+func (c Config) BeyondMachine() string {
+	if c.URL == "" {
+		return ""
+	}
+	o, err := store.ParseURL(c.URL)
+	if err != nil || o.Beyond() == "" {
+		return ""
+	}
+	return "url has the address " + o.Beyond()
+}
+
 // Open opens the store of a config. env's log is used for what an operator should know. Errors name
 // the field and wrap connector.ErrIncompatible; none contains a password.
 func Open(ctx context.Context, env connector.Env, c Config) (connector.Store, error) {

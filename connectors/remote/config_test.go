@@ -139,3 +139,14 @@ func TestPasswords(t *testing.T) {
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 	require.ErrorContains(t, err, "password_file: ")
 }
+
+// TestBeyondMachine: only what is on loopback or a socket is seen by this machine alone.
+func TestBeyondMachine(t *testing.T) {
+	for url, want := range map[string]string{
+		"": "", "redis://127.0.0.1:6379": "", "redis://localhost": "", "redis://[::1]:1": "", "unix:///run/redis.sock": "",
+		"rediss://10.0.0.1": "url has the address 10.0.0.1:6379", "rediss://cache.example:1": "url has the address cache.example:1",
+		"rediss-cluster://127.0.0.1:1,10.0.0.1:2": "url has the address 10.0.0.1:2", "nonsense": "",
+	} {
+		require.Equal(t, want, remote.Config{URL: url}.BeyondMachine(), url)
+	}
+}

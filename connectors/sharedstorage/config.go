@@ -9,7 +9,10 @@ import (
 	"path/filepath"
 	"syscall"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/connectors/internal/storekit"
 )
 
 // Scope says that every engine which opens the same folder sees the same blocks.
@@ -76,6 +79,23 @@ func (c Config) settle(log *slog.Logger) (Config, error) {
 		return c, fmt.Errorf("shared_storage_path %s is a file, want a folder: %w", c.Path, connector.ErrIncompatible)
 	}
 	return c.withDefaults(), nil
+}
+
+// BeyondMachine implements what sdk.FromStore asks a config: what says that other machines see the blocks. Without a path
+// they are in this user's cache folder, which a network file system may have as well.
+func (c Config) BeyondMachine() string {
+	path := c.Path
+	if path == "" {
+		cache, err := os.UserCacheDir()
+		if err != nil {
+			return ""
+		}
+		path = filepath.Join(cache, "kvport", "blocks")
+	}
+	if kind := storekit.NetworkFolder(path, unix.Statfs); kind != "" {
+		return fmt.Sprintf("shared_storage_path %s is on %s", path, kind)
+	}
+	return ""
 }
 
 // ownFolder makes a folder that only this user can enter, and checks that nobody else made it.

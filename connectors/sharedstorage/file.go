@@ -108,7 +108,7 @@ func (h header) check(want header) error {
 func readItem(fd int, size int64, it connector.Item) error {
 	want := headerOf(it)
 	if size != headerSize+int64(want.bytes) {
-		return fmt.Errorf("block file: %d bytes, want %d: %w", size, headerSize+want.bytes, connector.ErrCorrupt)
+		return otherLength(fd, size, want)
 	}
 	if err := fault.Point("store.get.read"); err != nil {
 		return fmt.Errorf("read block file: %w", err)
@@ -126,6 +126,18 @@ func readItem(fd int, size int64, it connector.Item) error {
 		return err
 	}
 	return got.check(want)
+}
+
+// otherLength says why a file of another size is not the item's: it is whole, and another version has stored it, or it is damaged.
+func otherLength(fd int, size int64, want header) error {
+	err := connector.ErrCorrupt
+	var raw [headerSize]byte
+	if n, _ := unix.Pread(fd, raw[:], 0); n == len(raw) {
+		if got, bad := decode(raw[:]); bad == nil && got.key == want.key && size == headerSize+int64(got.bytes) {
+			err = connector.ErrOutdated
+		}
+	}
+	return fmt.Errorf("block file: %d bytes, want %d: %w", size, headerSize+want.bytes, err)
 }
 
 // writeItem writes the whole block file of an item.

@@ -295,6 +295,21 @@ func TestForeignFilesDoNoHarm(t *testing.T) {
 	})
 }
 
+// A whole file of another length has been written by another version: it stays until a save replaces it.
+func TestOutdatedFiles(t *testing.T) {
+	s := open(t, Config{Path: t.TempDir()})
+	put(t, s, item(1))
+	now := item(1)
+	now.Spans = append(now.Spans, make([]byte, 16))
+	require.ErrorIs(t, get(t, s, now), connector.ErrOutdated)
+	require.FileExists(t, s.pathOf(keyOf(1)))
+	require.Zero(t, s.Counts().Corrupt)
+	require.NoError(t, get(t, s, item(1)), "it is as it was")
+	now.Replace = true
+	require.NoError(t, s.Put(t.Context(), []connector.Item{now}))
+	require.NoError(t, s.Get(t.Context(), []connector.Item{now}))
+}
+
 func TestDamagedFilesAreFoundAndRemoved(t *testing.T) {
 	whole := headerSize + item(1).Size()
 	damage := map[string]func([]byte) []byte{

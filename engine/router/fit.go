@@ -30,6 +30,7 @@ type fit struct {
 	Base      string `json:"base"`
 	TicketKey string `json:"ticket_key"`
 	Tenant    string `json:"tenant"` // which tenant secret; empty: not known
+	Digest    string `json:"digest"` // how it makes digests; empty: as earlier versions did
 
 	TicketKeys []string `json:"ticket_keys"` // whose tickets it accepts; nil: those of TicketKey
 
@@ -51,7 +52,7 @@ func parseFit(body []byte) *fit {
 	}
 	f := h.KV
 	f.answers = h.CacheQuery
-	texts := []*string{&f.Role, &f.EngineID, &f.Connector, &f.Scope, &f.Model, &f.Shape, &f.ShapeText, &f.Base, &f.TicketKey, &f.Tenant}
+	texts := []*string{&f.Role, &f.EngineID, &f.Connector, &f.Scope, &f.Model, &f.Shape, &f.ShapeText, &f.Base, &f.TicketKey, &f.Tenant, &f.Digest}
 	for _, ways := range []*[]string{&f.Gives, &f.Takes, &f.TicketKeys} {
 		*ways = (*ways)[:min(len(*ways), maxWays)]
 		for i := range *ways {
@@ -151,6 +152,9 @@ const multiName = "MultiConnector"
 // said lists ways in words.
 func said(ways []string) string { return cmp.Or(strings.Join(ways, ", "), "nothing") }
 
+// earlier stands for the digests of instances that do not say which they make.
+const earlier = "of an earlier version"
+
 // misfitBlocks is what differs in what the blocks hold, how they are cut, and who may name them.
 func (p *fit) misfitBlocks(d *fit) (reasons []string) {
 	if p.Model != d.Model {
@@ -161,6 +165,9 @@ func (p *fit) misfitBlocks(d *fit) (reasons []string) {
 	}
 	if p.Tenant != d.Tenant && p.Tenant != "" && d.Tenant != "" {
 		reasons = append(reasons, "the tenant secrets differ, see kvport.tenant_secret_file")
+	}
+	if p.Digest != d.Digest {
+		reasons = append(reasons, fmt.Sprintf("kvport.digest %s / %s", cmp.Or(p.Digest, earlier), cmp.Or(d.Digest, earlier)))
 	}
 	switch {
 	case p.Shape == d.Shape, p.Base != "" && p.Base == d.Base:

@@ -157,6 +157,17 @@ func TestMisfitOfKeys(t *testing.T) {
 			"a key that is dropped at one end only", engineFit("kv_producer"),
 			engineFit("kv_consumer", func(f *fit) { f.TicketKey, f.TicketKeys = "l", []string{"l"} }), "incompatible: the ticket keys differ, see kvport.ticket_key_file",
 		},
+		{
+			"other digests", engineFit("kv_producer", func(f *fit) { f.Digest = "keyed" }), engineFit("kv_consumer", func(f *fit) { f.Digest = "xxh3" }),
+			"incompatible: kvport.digest keyed / xxh3",
+		},
+		{
+			"an earlier version", engineFit("kv_producer"), engineFit("kv_consumer", func(f *fit) { f.Digest = "keyed" }),
+			"incompatible: kvport.digest of an earlier version / keyed",
+		},
+		{
+			"equal digests", engineFit("kv_producer", func(f *fit) { f.Digest = "keyed" }), engineFit("kv_consumer", func(f *fit) { f.Digest = "keyed" }), "",
+		},
 	} {
 		require.Equal(t, tt.want, misfit(&registered{fit: tt.p}, &registered{fit: tt.d}, base(t, "http://10.0.0.1:1"), base(t, "http://10.0.0.1:2")), tt.name)
 	}

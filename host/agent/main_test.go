@@ -79,7 +79,7 @@ func regionSize(l *connector.Layout) int64 {
 	for _, s := range l.Segments {
 		end = max(end, s.Offset+int64(l.Blocks-1)*s.BlockStride+s.Bytes)
 	}
-	return end + int64(l.Blocks*len(l.Segments))*16 + 64
+	return end + int64(l.Blocks*(1+len(l.Segments)))*16 + 64
 }
 
 // config is a transfer config for shared storage in dir.

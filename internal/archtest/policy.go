@@ -121,7 +121,7 @@ func kvportImports() map[string][]string {
 		"internal/meter":      {},
 		"internal/register":   {},
 		"internal/fault":      {},
-		"internal/digest":     {"connector"},
+		"internal/digest":     {"connector", "internal/keyring", "internal/mac"},
 		"internal/mac":        {"connector"},
 		"internal/eventlog":   {"connector"},
 		"internal/keyring":    {"connector"},

@@ -162,6 +162,9 @@ type Event struct {
 type Outcome struct {
 	Err     error               // what the plugin said
 	Corrupt []connector.BlockID // loads: blocks whose digest was wrong
-	Layers  int                 // saves with Computing: how many layers the plugin was told to be final
-	Lost    bool                // the connection went away: the plugin may still touch the blocks
+	// Loads: blocks whose digests nobody here can check, because they were made with a key that the ring lacks, or in an
+	// edition that is not read. They are misses, and nobody's fault.
+	Foreign, Outdated []connector.BlockID
+	Layers            int  // saves with Computing: how many layers the plugin was told to be final
+	Lost              bool // the connection went away: the plugin may still touch the blocks
 }

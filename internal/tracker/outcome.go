@@ -25,8 +25,12 @@ func (b *Tracker) judge(c *call, out Outcome) {
 			}
 		}
 		o.fail(bad, out.Err)
-		if o.kind == Load && errors.Is(out.Err, connector.ErrCorrupt) {
+		switch {
+		case o.kind == Save:
+		case errors.Is(out.Err, connector.ErrCorrupt):
 			b.damaged(o, bad)
+		case errors.Is(out.Err, connector.ErrOutdated):
+			b.unread(bad, &b.counters.Outdated)
 		}
 	}
 	if len(out.Corrupt) > 0 {
@@ -34,12 +38,27 @@ func (b *Tracker) judge(c *call, out Outcome) {
 		o.fail(bad, connector.ErrCorrupt)
 		b.damaged(o, bad)
 	}
+	if len(out.Foreign) > 0 {
+		bad, _ := pick(c.part.Blocks, out.Foreign)
+		o.fail(bad, errForeignKey)
+		b.unread(bad, &b.counters.Foreign)
+	}
+	if len(out.Outdated) > 0 {
+		bad, _ := pick(c.part.Blocks, out.Outdated)
+		o.fail(bad, connector.ErrOutdated)
+		b.unread(bad, &b.counters.Outdated)
+	}
 }
 
 // damaged counts blocks that are not what was saved, and remembers their keys.
 func (b *Tracker) damaged(o *op, bad []connector.Block) {
 	o.damaged += len(bad)
-	b.counters.Damaged += len(bad)
+	b.unread(bad, &b.counters.Damaged)
+}
+
+// unread counts blocks that cannot be used, and remembers their keys: they are computed, and their next save replaces them.
+func (b *Tracker) unread(bad []connector.Block, count *int) {
+	*count += len(bad)
 	for _, k := range bad {
 		b.corrupt.add(k.Key)
 	}

@@ -139,7 +139,7 @@ func (b *Tracker) isHolder() bool { return b.cfg.Can&connector.CanHold != 0 }
 // reused is the outcome of a load from where nothing keeps the blocks: those that hold something else by now
 // are gone, not damaged (rule TURN-02).
 func (b *Tracker) reused(part *connector.Transfer, out Outcome) Outcome {
-	missing := out.Corrupt
+	missing := slices.Concat(out.Corrupt, out.Foreign, out.Outdated)
 	if out.Err != nil {
 		var some *connector.BlockError
 		if !errors.As(out.Err, &some) || len(some.Blocks) == 0 {

@@ -64,6 +64,8 @@ type Counters struct {
 	Undecided  int // matches that a plugin which was up left undecided until Later ended
 	Kills      int // generations killed for a passed deadline
 	Damaged    int // loaded blocks that were not what was saved, on every rank
+	Foreign    int // loaded blocks whose digests were made with a key that is not in the ring, on every rank
+	Outdated   int // loaded blocks that another version has stored, or whose digests are of another edition, on every rank
 	TurnLoaded int // blocks of earlier turns that were loaded, on every rank
 	TurnLost   int // ... that were lost to other requests meanwhile
 }

@@ -3,6 +3,7 @@ package tracker
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math"
 	"testing"
 	"time"
@@ -306,6 +307,36 @@ func TestCorruptKeysAreReplaced(t *testing.T) {
 	}
 	require.LessOrEqual(t, len(b.corrupt.keys), b.cfg.CorruptKeys)
 	require.LessOrEqual(t, len(b.corrupt.order), 2*b.cfg.CorruptKeys)
+}
+
+// Blocks whose digests nobody here can check are misses, and the next save replaces them.
+func TestUncheckedBlocksAreReplaced(t *testing.T) {
+	outdated := fmt.Errorf("of another length: %w", connector.ErrOutdated)
+	for _, c := range []struct {
+		out  Outcome
+		want Counters
+	}{
+		{Outcome{Foreign: []connector.BlockID{0, 1}}, Counters{Foreign: 2}},
+		{Outcome{Outdated: []connector.BlockID{0, 1}}, Counters{Outdated: 2}},
+		{Outcome{Foreign: []connector.BlockID{0}, Outdated: []connector.BlockID{1}}, Counters{Foreign: 1, Outdated: 1}},
+		{Outcome{Err: &connector.BlockError{Blocks: []connector.BlockID{0, 1}, Err: outdated}}, Counters{Outdated: 2}},
+	} {
+		b := newBench(t, nil)
+		b.start(Load, 2)
+		b.done(one[Move](b), c.out)
+		ev := b.event()
+		require.Len(t, ev.Failed, 2)
+		require.NotErrorIs(t, ev.Err, connector.ErrCorrupt)
+		require.Zero(t, ev.Damaged)
+		require.Equal(t, c.want, b.Counters())
+		for _, want := range []bool{true, false} {
+			b.start(Save, 2)
+			m := one[Move](b)
+			require.Equal(t, want, m.Transfer.Replace)
+			b.done(m, Outcome{})
+			b.event()
+		}
+	}
 }
 
 func TestDamagedBlocksAreNotOffered(t *testing.T) {

@@ -20,6 +20,7 @@ var (
 	errRole       = errors.New("the role does not load")
 	errLoading    = errors.New("a load still writes one of the blocks")
 	errReused     = fmt.Errorf("an earlier turn's blocks have been reused: %w", connector.ErrGone)
+	errForeignKey = fmt.Errorf("their digests were made with a key that is not in the ring: %w", connector.ErrGone)
 	errEarly      = fmt.Errorf("the connector answered before all layers were computed: %w", connector.ErrIncompatible)
 	errLanding    = errors.New("more blocks than landing memory holds: raise kvport.landing_bytes")
 )

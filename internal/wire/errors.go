@@ -41,6 +41,7 @@ func codes() []struct {
 		{kvportv1.ErrorCode_ERROR_CODE_PANIC, ErrPanic},
 		{kvportv1.ErrorCode_ERROR_CODE_INCOMPATIBLE, connector.ErrIncompatible},
 		{kvportv1.ErrorCode_ERROR_CODE_CORRUPT, connector.ErrCorrupt},
+		{kvportv1.ErrorCode_ERROR_CODE_OUTDATED, connector.ErrOutdated},
 		{kvportv1.ErrorCode_ERROR_CODE_GONE, connector.ErrGone},
 		{kvportv1.ErrorCode_ERROR_CODE_BUSY, connector.ErrBusy},
 		{kvportv1.ErrorCode_ERROR_CODE_DECLINED, connector.ErrDeclined},

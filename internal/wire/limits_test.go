@@ -128,7 +128,7 @@ func second[T any](_ T, err error) error { return err }
 // Rule ERR-01.
 func TestErrorsSurviveTheWire(t *testing.T) {
 	for _, sentinel := range []error{
-		connector.ErrBusy, connector.ErrGone, connector.ErrIncompatible, connector.ErrCorrupt, connector.ErrDeclined,
+		connector.ErrBusy, connector.ErrGone, connector.ErrIncompatible, connector.ErrCorrupt, connector.ErrOutdated, connector.ErrDeclined,
 		context.Canceled, context.DeadlineExceeded, ErrPanic,
 	} {
 		for _, sent := range []error{sentinel, fmt.Errorf("disk 3: %w", sentinel), errors.Join(errors.New("other"), sentinel)} {

@@ -309,7 +309,7 @@ func InfoToProto(info *connector.Info) *kvportv1.DescribeResponse {
 	return &kvportv1.DescribeResponse{
 		Name: info.Name, Capabilities: CapabilitiesToProto(info.Capabilities), Layouts: info.Layouts,
 		Groups: info.Groups, Scope: kvportv1.Scope(info.Scope), Lossy: info.Lossy, MatchFetches: info.MatchFetches,
-		ArenaBytes: arenaToProto(info.ArenaBytes), ArenaBlocks: arenaToProto(info.ArenaBlocks),
+		ArenaBytes: arenaToProto(info.ArenaBytes), ArenaBlocks: arenaToProto(info.ArenaBlocks), BeyondMachine: text(info.BeyondMachine),
 		ArenaField: info.ArenaField, ArenaBlockTokens: arenaToProto(info.ArenaBlockTokens), Stats: each(info.Stats, statInfoToProto),
 	}
 }
@@ -344,6 +344,9 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 	if err := short("describe: arena_field", m.GetArenaField(), MaxName); err != nil {
 		return connector.Info{}, err
 	}
+	if err := short("describe: beyond_machine", m.GetBeyondMachine(), MaxText); err != nil {
+		return connector.Info{}, err
+	}
 	stats, err := statsFromProto(m.GetStats())
 	if err != nil {
 		return connector.Info{}, err
@@ -353,7 +356,7 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 		Name: m.GetName(), Capabilities: CapabilitiesFromProto(m.GetCapabilities()), Layouts: layouts,
 		Groups: m.GetGroups(), Scope: connector.Scope(m.GetScope()), Lossy: m.GetLossy(), MatchFetches: m.GetMatchFetches(),
 		ArenaBytes: int64(m.GetArenaBytes()), ArenaBlocks: int64(m.GetArenaBlocks()), ArenaField: m.GetArenaField(),
-		ArenaBlockTokens: int64(m.GetArenaBlockTokens()), Stats: stats,
+		ArenaBlockTokens: int64(m.GetArenaBlockTokens()), Stats: stats, BeyondMachine: m.GetBeyondMachine(),
 	}, err
 }
 

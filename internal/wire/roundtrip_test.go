@@ -175,6 +175,7 @@ func TestAnswersRoundTrip(t *testing.T) {
 			Scope: connector.Scope(rapid.IntRange(1, 3).Draw(t, "scope")), Lossy: rapid.Bool().Draw(t, "lossy"), MatchFetches: rapid.Bool().Draw(t, "fetches"),
 			ArenaBytes: rapid.Int64Range(0, MaxArena).Draw(t, "arena"), ArenaBlocks: rapid.Int64Range(0, MaxArena).Draw(t, "arena blocks"),
 			ArenaField:       rapid.StringN(0, 20, 100).Draw(t, "arena field"),
+			BeyondMachine:    rapid.StringN(0, 20, 100).Draw(t, "beyond machine"),
 			ArenaBlockTokens: rapid.Int64Range(0, MaxArena).Draw(t, "arena block tokens"),
 		}
 		for i := range rapid.IntRange(0, connector.MaxStats).Draw(t, "stats") {

@@ -14,7 +14,7 @@ from typing import Any
 from .errors import UnsupportedError
 from .messages import POLICY_ALL, POLICY_TRAILING, message
 
-DIGEST_BYTES = 16  # of each segment of each block
+DIGEST_BYTES = 16  # of each segment of each block, and of the header before them
 ALIGN = 64
 MAX_SEGMENTS = 1 << 16
 
@@ -144,7 +144,7 @@ def segments_of(groups: Sequence[Group], views: dict[str, View], blocks: int, of
 def digest_room(size: int, segments: Sequence[Segment], blocks: int) -> int:
     """Give the size of a region whose first size bytes are the cache, with room for the host's digests."""
     for group in sorted({s.group for s in segments}):
-        each = sum(1 for s in segments if s.group == group) * DIGEST_BYTES
+        each = (1 + sum(1 for s in segments if s.group == group)) * DIGEST_BYTES
         size = -(-size // ALIGN) * ALIGN + blocks * each
     return size + ALIGN
 

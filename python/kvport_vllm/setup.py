@@ -114,7 +114,7 @@ class Parts:
         tensors = getattr(self._cache, "kv_cache_tensors", None) or []
         sizes = {t.size for t in tensors}
         # How many pieces a block has is known only later; 64 for each layer is more than any layout makes.
-        pieces = 64 * sum(len(g.layers) for g in self.groups)
+        pieces = sum(1 + 64 * len(g.layers) for g in self.groups)
         room = len(self.groups) * layout_.ALIGN + self._cache.num_blocks * pieces * layout_.DIGEST_BYTES
         self._context = Adoption(sizes, min(room, max(sizes, default=0) // 8 + (1 << 20)))
         return self._context

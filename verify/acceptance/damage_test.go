@@ -51,7 +51,7 @@ var damages = []struct {
 func TestDamagedBlocks(t *testing.T) {
 	r := rig.New(t)
 	all := rig.Count(t, "damages", *flagDamages, 14, 200)
-	prompts, want := unaligned(r, rig.Texts(t, *rig.Seed+4000, 8, 700, 900), 4)
+	prompts, want := r.Unaligned(rig.Texts(t, *rig.Seed+4000, 8, 700, 900), 4)
 	p := r.Serve("prefill", r.Config("kv_producer", "", ""))
 	for _, prompt := range prompts { // one token: the answer's blocks are not stored
 		_, err := r.Client.Complete(t.Context(), p.URL, cluster.Request{Prompt: prompt, MaxTokens: 1})
@@ -86,19 +86,6 @@ func TestDamagedBlocks(t *testing.T) {
 	t.Logf("%d damages of %d kinds, %v integrity failures counted, %d tokens compared, 0 differ: %v", all, len(kinds), seen, tokens, kinds)
 	rig.Same(t, "restored", want, r.All(d.URL, prompts, 4))
 	require.Equal(t, seen, counted(), "blocks that are whole again are not counted")
-}
-
-// unaligned picks n prompts that do not end with a full block: then every stored block of a prompt is
-// read by the next request for it.
-func unaligned(r *rig.Rig, prompts []string, n int) (picked []string, want []*cluster.Completion) {
-	r.Helper()
-	for i, c := range rig.Single.Answers(r, prompts) {
-		if c.Prompt%16 != 0 && len(picked) < n {
-			picked, want = append(picked, prompts[i]), append(want, c)
-		}
-	}
-	require.Len(r, picked, n)
-	return picked, want
 }
 
 func damage(r *rig.Rig, rng *rand.Rand, path, otherPath string, kinds map[string]int) (restore func()) {

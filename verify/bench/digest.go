@@ -2,6 +2,8 @@ package bench
 
 import (
 	"context"
+	"crypto/hmac"
+	"crypto/sha256"
 	"fmt"
 	"math"
 	"runtime"
@@ -13,6 +15,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/mac"
 )
 
@@ -26,7 +29,7 @@ type DigestOptions struct {
 const (
 	digestWork    = 4 << 20  // bytes that each way covers in its turn, at least
 	digestBuffer  = 64 << 20 // more than a core's share of the caches
-	digestContext = 128      // bytes, about as many as digests are bound to
+	digestContext = 96       // bytes, as many as digests are bound to
 )
 
 // digester computes a digest of data. The pieces of a message come one after the other.
@@ -38,20 +41,39 @@ type digester struct {
 	end   func()
 }
 
-// digesters are the digests of package digest, the unkeyed one first, and the keyed ones that could replace them.
-func digesters() []digester {
+// hashing makes and checks digests of an engine with one rank: of edition 2, or of edition 1.
+func hashing(model, shape connector.Fingerprint, keyed bool) *digest.Hasher {
+	keys := digest.XXH3()
+	if keyed {
+		keys = digest.Keyed(keyring.Fixed(keyring.Of(make([]byte, 32))), nil)
+	}
+	return digest.New(keys, model, shape, connector.Shard{World: 1})
+}
+
+// digesters are the digests of package digest, the unkeyed one first and the keyed one last, and what else could have been the keyed one.
+func digesters() ([]digester, error) {
 	var model, shape connector.Fingerprint
-	shard := connector.Shard{World: 1}
-	plain := digest.New(model, shape, shard, nil)
-	secret := digest.New(model, shape, shard, make([]byte, 32))
-	key := mac.Key{1}
-	hash := xxh3.New()
+	plain, err := hashing(model, shape, false).Maker()
+	if err != nil {
+		return nil, err
+	}
+	keyed, err := hashing(model, shape, true).Maker()
+	if err != nil {
+		return nil, err
+	}
+	key, block := mac.Key{1}, make([]byte, digestContext)
+	hash, code := xxh3.New(), hmac.New(sha256.New, key[:])
 	all := []digester{
 		{
-			name: "XXH3-128", sum: func(data []byte) { plain.Sum(data, digest.Binding{}) },
+			name: "XXH3-128", sum: func(data []byte) { plain.Sum(data, &digest.Binding{}) },
 			begin: hash.Reset, add: func(piece []byte) { _, _ = hash.Write(piece) }, end: func() { hash.Sum128() },
 		},
-		{name: "HMAC-SHA256", sum: func(data []byte) { secret.Sum(data, digest.Binding{}) }},
+		{name: "HMAC-SHA256", sum: func(data []byte) {
+			code.Reset()
+			code.Write(block)
+			code.Write(data)
+			code.Sum(nil)
+		}},
 	}
 	for _, m := range []struct {
 		name string
@@ -60,19 +82,20 @@ func digesters() []digester {
 		var h mac.Hash
 		var tag [mac.Size]byte
 		name := fmt.Sprintf("%s (%s)", m.name, mac.Implementation())
-		block := make([]byte, digestContext)
 		all = append(all, digester{
 			name: name, sum: func(data []byte) { m.Sum(&tag, block, data) },
 			begin: func() { m.Begin(&h, block) }, add: h.Add, end: func() { h.Sum(&tag) },
 		})
 	}
-	return all
+	all[len(all)-1].sum = func(data []byte) { keyed.Sum(data, &digest.Binding{}) }
+	return all, nil
 }
 
 // digesting is one measurement of digests.
 type digesting struct {
 	DigestOptions
-	from, to []byte // of digestBuffer bytes
+	digesters []digester
+	from, to  []byte // of digestBuffer bytes
 }
 
 // Digest measures, on one core and by its time, the digests of bytes that the cache holds beside XXH3-128, and a copy whose pieces are
@@ -80,7 +103,11 @@ type digesting struct {
 func Digest(ctx context.Context, o DigestOptions) error {
 	runtime.LockOSThread() // whose time is measured
 	defer runtime.UnlockOSThread()
-	d := &digesting{DigestOptions: o, from: make([]byte, digestBuffer), to: make([]byte, digestBuffer)}
+	list, err := digesters()
+	if err != nil {
+		return err
+	}
+	d := &digesting{DigestOptions: o, digesters: list, from: make([]byte, digestBuffer), to: make([]byte, digestBuffer)}
 	fill(d.from)
 	fill(d.to)
 	for _, size := range []int{64, 24 << 10, 1 << 20, 8 << 20} {
@@ -108,7 +135,7 @@ type digestWay struct {
 // bare compares digests of the same bytes, and a copy of them, with XXH3-128.
 func (d *digesting) bare(ctx context.Context, size int) error {
 	var ways []digestWay
-	for _, s := range digesters() {
+	for _, s := range d.digesters {
 		ways = append(ways, digestWay{name: s.name, run: func(from, _ []byte) { s.sum(from) }})
 	}
 	if size > digestContext { // less is all context
@@ -122,7 +149,7 @@ func (d *digesting) bare(ctx context.Context, size int) error {
 // Blocks of size bytes come one after the other out of the first span bytes of the buffers.
 func (d *digesting) fused(ctx context.Context, size, span int) error {
 	ways := []digestWay{{name: "alone", run: func(from, to []byte) { copy(to, from) }}}
-	for _, s := range digesters() {
+	for _, s := range d.digesters {
 		if s.begin == nil {
 			continue
 		}

@@ -128,7 +128,7 @@ func openLayers(ctx context.Context, o *EngineOptions, w *work) (_ *layers, err 
 		Model: connector.NewFingerprint("bench"), Shape: connector.NewFingerprint("layers"), Log: slog.New(slog.DiscardHandler),
 		LinkKey: linkKey(),
 	}
-	l.hasher = digest.New(env.Model, env.Shape, connector.Shard{World: 1}, nil)
+	l.hasher = hashing(env.Model, env.Shape, true)
 	scheduler, worker, err := l.open(ctx, binary.Path, w.region, env, producer)
 	if err != nil {
 		return nil, err
@@ -220,11 +220,12 @@ func pauseFor(ctx context.Context, d time.Duration) {
 // sealing is the Progress of a run, which makes the digests of each layer before it is announced.
 type sealing struct {
 	connector.LayerCount
-	l    *layers
 	w    *work
 	t    *connector.Transfer
 	mu   sync.Mutex
 	done int
+
+	maker digest.Maker
 }
 
 // Wait implements connector.Progress.
@@ -236,7 +237,7 @@ func (s *sealing) Wait(ctx context.Context, seen int) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, b := range s.t.Blocks {
-		if err := s.l.hasher.MakeSegments(s.w.kv, b, s.w.kv.Between(0, s.done, n)); err != nil {
+		if err := s.maker.MakeSegments(s.w.kv, b, s.w.kv.Between(0, s.done, n)); err != nil {
 			return 0, err
 		}
 	}
@@ -259,7 +260,11 @@ func (l *layers) run(ctx context.Context, w *work) (*layerRun, error) {
 	n := w.kv.Layout().Layers()
 	r := &layerRun{confirmed: make([]time.Duration, n), bytes: int64(len(table)) * w.kv.Layout().BlockBytes(0)}
 	perLayer := r.bytes / int64(n)
-	progress := &sealing{l: l, w: w, t: t}
+	maker, err := l.hasher.Maker()
+	if err != nil {
+		return nil, err
+	}
+	progress := &sealing{maker: maker, w: w, t: t}
 	began := time.Now()
 	saved, watched := make(chan error, 1), make(chan error, 1)
 	go func() { saved <- l.worker.SaveLayers(ctx, t, w.kv, progress) }()

@@ -96,7 +96,7 @@ func openLink(ctx context.Context, o linkOptions) (_ *link, err error) {
 		LinkKey: linkKey(),
 	}
 	if o.digests {
-		l.hasher = digest.New(env.Model, env.Shape, connector.Shard{World: 1}, nil)
+		l.hasher = hashing(env.Model, env.Shape, true)
 	}
 	raw, err := json.Marshal(o.config)
 	if err != nil {

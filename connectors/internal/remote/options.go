@@ -100,20 +100,27 @@ var ErrPlain = errors.New("plain text beyond this machine")
 // Private reports whether what is sent to the servers cannot be read on a network: they are on this
 // machine or TLS is on. Names other than localhost count as far away. The error wraps ErrPlain.
 func (o *Options) Private() error {
-	if o.TLS != nil || o.Network == "unix" {
+	address := o.Beyond()
+	if o.TLS != nil || address == "" {
 		return nil
+	}
+	return fmt.Errorf("%s: %w", address, ErrPlain)
+}
+
+// Beyond is the first address that is not this machine's alone; empty if there is none. Names other than localhost count
+// as far away, and so do addresses of this machine that others reach.
+func (o *Options) Beyond() string {
+	if o.Network == "unix" {
+		return ""
 	}
 	for _, address := range o.Addresses {
 		host, _, err := net.SplitHostPort(address)
-		if err != nil {
-			return fmt.Errorf("address %q: %w", address, err)
-		}
-		if ip, err := netip.ParseAddr(host); host == "localhost" || err == nil && ip.IsLoopback() {
+		if ip, bad := netip.ParseAddr(host); err == nil && (host == "localhost" || bad == nil && ip.IsLoopback()) {
 			continue
 		}
-		return fmt.Errorf("%s: %w", address, ErrPlain)
+		return address
 	}
-	return nil
+	return ""
 }
 
 const defaultPort = "6379"

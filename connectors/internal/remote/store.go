@@ -467,16 +467,19 @@ func appendHeader(b []byte, it connector.Item) []byte {
 	return append(b, it.Key[:]...)
 }
 
-// checkHeader says what is wrong with a value's header.
-func checkHeader(h []byte, it connector.Item) error {
+// checkHeader says what is wrong with a value's header. length is that of what follows it. A whole value of another
+// length has been stored by another version.
+func checkHeader(h []byte, it connector.Item, length int) error {
 	size := binary.LittleEndian.Uint64(h[len(magic):])
 	switch {
 	case string(h[:len(magic)]) != magic:
 		return fmt.Errorf("value of %s is none of ours: %w", short(it.Key), connector.ErrCorrupt)
 	case !bytes.Equal(h[len(magic)+8:headerSize], it.Key[:]):
 		return fmt.Errorf("value of %s belongs to another key: %w", short(it.Key), connector.ErrCorrupt)
-	case size != uint64(it.Size()):
-		return fmt.Errorf("value of %s has %d bytes, want %d: %w", short(it.Key), size, it.Size(), connector.ErrCorrupt)
+	case size != uint64(length):
+		return fmt.Errorf("value of %s has %d bytes, its header says %d: %w", short(it.Key), length, size, connector.ErrCorrupt)
+	case length != it.Size():
+		return fmt.Errorf("value of %s has %d bytes, want %d: %w", short(it.Key), length, it.Size(), connector.ErrOutdated)
 	}
 	return nil
 }
@@ -537,7 +540,8 @@ func (s *scatter) ReadFrom(r io.Reader) (n int64, err error) {
 
 // value reads the value if it is the item's. It gives an error only if reading failed.
 func (s *scatter) value(r io.Reader) error {
-	if want := headerSize + s.item.Size(); s.length != want {
+	want := headerSize + s.item.Size()
+	if s.length < headerSize {
 		s.err = fmt.Errorf("value of %s has %d bytes, want %d: %w", short(s.item.Key), s.length, want, connector.ErrCorrupt)
 		return nil
 	}
@@ -545,7 +549,7 @@ func (s *scatter) value(r io.Reader) error {
 	if _, err := io.ReadFull(r, header[:]); err != nil {
 		return err
 	}
-	if s.err = checkHeader(header[:], s.item); s.err != nil {
+	if s.err = checkHeader(header[:], s.item, s.length-headerSize); s.err != nil {
 		return nil //nolint:nilerr // what was wrong with the value is in s.err; reading worked
 	}
 	s.err = errNoReply

@@ -11,13 +11,13 @@ import (
 )
 
 // ItemError makes one error of those of the items of a call, nil if there is none. Corruption counts before any
-// other error: it is what must not be overlooked.
+// other error, since it must not be overlooked, and what another version has stored before the rest.
 func ItemError(errs []error) error {
 	failed := &connector.ItemError{}
 	for i, err := range errs {
 		if err != nil {
 			failed.Items = append(failed.Items, i)
-			if failed.Err == nil || errors.Is(err, connector.ErrCorrupt) && !errors.Is(failed.Err, connector.ErrCorrupt) {
+			if failed.Err == nil || weight(err) > weight(failed.Err) {
 				failed.Err = err
 			}
 		}
@@ -26,6 +26,17 @@ func ItemError(errs []error) error {
 		return nil
 	}
 	return failed
+}
+
+// weight says which of two errors counts.
+func weight(err error) int {
+	switch {
+	case errors.Is(err, connector.ErrCorrupt):
+		return 2
+	case errors.Is(err, connector.ErrOutdated):
+		return 1
+	}
+	return 0
 }
 
 // ErrorsOf spreads the error of a call over its n items.

@@ -31,6 +31,7 @@ type config struct {
 	SlowMS  int    `json:"slow_ms" jsonschema:"description=time that a load takes"`
 	MatchMS int    `json:"match_ms" jsonschema:"description=time that a match takes"`
 	LeaseMS int    `json:"lease_ms" jsonschema:"description=how long a hold lasts that is not renewed; 300 without it and for requests named forgotten"`
+	Beyond  string `json:"beyond" jsonschema:"description=why other machines see the blocks"`
 	Arena   int64  `json:"arena" jsonschema:"description=bytes of the arena that it asks for; its first bytes count what was opened"`
 }
 
@@ -78,7 +79,7 @@ func main() {
 			if _, err := os.Stat(filepath.Join(c.Dir, "replaced")); err == nil {
 				info.Groups = true // as another binary might say
 			}
-			info.ArenaBytes, info.ArenaField = c.Arena, "arena"
+			info.ArenaBytes, info.ArenaField, info.BeyondMachine = c.Arena, "arena", c.Beyond
 			if _, err := os.Stat(filepath.Join(c.Dir, "larger")); err == nil {
 				info.ArenaBytes++
 			}
@@ -446,6 +447,8 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 		}
 	case w.due("lie_load"):
 		return nil
+	case w.due("outdated"):
+		return fmt.Errorf("another version has stored it: %w", connector.ErrOutdated)
 	case w.due("foreign"):
 		return &connector.BlockError{Blocks: []connector.BlockID{t.Blocks[0].ID + 1000}, Err: connector.ErrGone}
 	}

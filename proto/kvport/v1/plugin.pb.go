@@ -365,6 +365,7 @@ const (
 	ErrorCode_ERROR_CODE_DEADLINE     ErrorCode = 6
 	ErrorCode_ERROR_CODE_PANIC        ErrorCode = 7 // the connector panicked; the sdk recovered
 	ErrorCode_ERROR_CODE_DECLINED     ErrorCode = 8 // not stored by choice: a quota, a threshold
+	ErrorCode_ERROR_CODE_OUTDATED     ErrorCode = 9 // whole, and stored by another version
 )
 
 // Enum value maps for ErrorCode.
@@ -379,6 +380,7 @@ var (
 		6: "ERROR_CODE_DEADLINE",
 		7: "ERROR_CODE_PANIC",
 		8: "ERROR_CODE_DECLINED",
+		9: "ERROR_CODE_OUTDATED",
 	}
 	ErrorCode_value = map[string]int32{
 		"ERROR_CODE_UNSPECIFIED":  0,
@@ -390,6 +392,7 @@ var (
 		"ERROR_CODE_DEADLINE":     6,
 		"ERROR_CODE_PANIC":        7,
 		"ERROR_CODE_DECLINED":     8,
+		"ERROR_CODE_OUTDATED":     9,
 	}
 )
 
@@ -640,6 +643,7 @@ type DescribeResponse struct {
 	ArenaField       string                 `protobuf:"bytes,11,opt,name=arena_field,json=arenaField,proto3" json:"arena_field,omitempty"`                      // the field of the config that says how large the arena is, for messages; empty: none does
 	ArenaBlockTokens uint64                 `protobuf:"varint,12,opt,name=arena_block_tokens,json=arenaBlockTokens,proto3" json:"arena_block_tokens,omitempty"` // tokens of each of arena_blocks; 0: as many as the engine's block has
 	MatchFetches     bool                   `protobuf:"varint,13,opt,name=match_fetches,json=matchFetches,proto3" json:"match_fetches,omitempty"`               // a match has what it asks for sent, whether or not it is loaded then
+	BeyondMachine    string                 `protobuf:"bytes,14,opt,name=beyond_machine,json=beyondMachine,proto3" json:"beyond_machine,omitempty"`             // what in the config says that other machines see the blocks, for messages; empty: nothing does
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -763,6 +767,13 @@ func (x *DescribeResponse) GetMatchFetches() bool {
 		return x.MatchFetches
 	}
 	return false
+}
+
+func (x *DescribeResponse) GetBeyondMachine() string {
+	if x != nil {
+		return x.BeyondMachine
+	}
+	return ""
 }
 
 // StatInfo declares one number that a connector shows.
@@ -3626,7 +3637,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
 	"\x06blocks\x18\x03 \x03(\x05R\x06blocks\")\n" +
 	"\x0fDescribeRequest\x12\x16\n" +
-	"\x06config\x18\x01 \x01(\fR\x06config\"\xdc\x03\n" +
+	"\x06config\x18\x01 \x01(\fR\x06config\"\x83\x04\n" +
 	"\x10DescribeResponse\x12&\n" +
 	"\x05error\x18\x01 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x129\n" +
@@ -3643,7 +3654,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\varena_field\x18\v \x01(\tR\n" +
 	"arenaField\x12,\n" +
 	"\x12arena_block_tokens\x18\f \x01(\x04R\x10arenaBlockTokens\x12#\n" +
-	"\rmatch_fetches\x18\r \x01(\bR\fmatchFetches\"s\n" +
+	"\rmatch_fetches\x18\r \x01(\bR\fmatchFetches\x12%\n" +
+	"\x0ebeyond_machine\x18\x0e \x01(\tR\rbeyondMachine\"s\n" +
 	"\bStatInfo\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04help\x18\x02 \x01(\tR\x04help\x12'\n" +
@@ -3871,7 +3883,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\vREASON_STOP\x10\x01\x12\x11\n" +
 	"\rREASON_LENGTH\x10\x02\x12\x10\n" +
 	"\fREASON_ABORT\x10\x03\x12\x10\n" +
-	"\fREASON_ERROR\x10\x04*\xe7\x01\n" +
+	"\fREASON_ERROR\x10\x04*\x80\x02\n" +
 	"\tErrorCode\x12\x1a\n" +
 	"\x16ERROR_CODE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fERROR_CODE_BUSY\x10\x01\x12\x13\n" +
@@ -3881,7 +3893,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x13ERROR_CODE_CANCELED\x10\x05\x12\x17\n" +
 	"\x13ERROR_CODE_DEADLINE\x10\x06\x12\x14\n" +
 	"\x10ERROR_CODE_PANIC\x10\a\x12\x17\n" +
-	"\x13ERROR_CODE_DECLINED\x10\b*Q\n" +
+	"\x13ERROR_CODE_DECLINED\x10\b\x12\x17\n" +
+	"\x13ERROR_CODE_OUTDATED\x10\t*Q\n" +
 	"\bStatKind\x12\x19\n" +
 	"\x15STAT_KIND_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAT_KIND_COUNTER\x10\x01\x12\x13\n" +

@@ -292,6 +292,19 @@ func (o *oracle) Answers(r *Rig, prompts []string) []*cluster.Completion {
 	return out
 }
 
+// Unaligned picks n prompts that do not end with a full block: then every stored block of a prompt is
+// read by the next request for it.
+func (r *Rig) Unaligned(prompts []string, n int) (picked []string, want []*cluster.Completion) {
+	r.Helper()
+	for i, c := range Single.Answers(r, prompts) {
+		if c.Prompt%16 != 0 && len(picked) < n {
+			picked, want = append(picked, prompts[i]), append(want, c)
+		}
+	}
+	require.Len(r, picked, n)
+	return picked, want
+}
+
 // External checks that all full blocks of the prompts came through the connector.
 func (r *Rig) External(d *cluster.Process, answers []*cluster.Completion) {
 	r.Helper()
