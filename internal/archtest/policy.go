@@ -142,10 +142,9 @@ func kvportImports() map[string][]string {
 		"lookupbuffer":    {"connector", "pipe"},
 		"connectors/*":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
 
-		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/register", "internal/keyring", "internal/ticket"}, // record 106
-		"connectors/lmcache":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"},                                      // LMCache's file suggests names, too
-		"connectors/internal/*": {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                                                                  // what several connectors share
-
+		"connectors/p2pnccl":          {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/register", "internal/keyring", "internal/ticket"}, // record 106
+		"connectors/lmcache":          {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"},                                      // LMCache's file suggests names, too
+		"connectors/internal/*":       {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                                                                  // what several connectors share
 		"connectors/internal/peerkey": {"connector", "pipe", "internal/keyring", "internal/ticket"},
 		"multiconnector":              {"connector", "internal/eventlog"},
 

@@ -48,7 +48,7 @@ const (
 
 func tries() []try {
 	var all []try
-	for _, some := range [][]try{fileTries(), processTries(), socketTries(), kernelTries(), lifeTries()} {
+	for _, some := range [][]try{fileTries(), processTries(), signalTries(), socketTries(), spaceTries(), kernelTries(), memoryTries(), lifeTries()} {
 		all = append(all, some...)
 	}
 	return all
@@ -185,6 +185,12 @@ func processTries() []try {
 			}
 			return err
 		}, ""},
+	}
+}
+
+// signalTries reach other processes without their memory.
+func signalTries() []try {
+	return []try{
 		{"signal the host", bySignals, func(t *target) error { return unix.Kill(t.Host, 0) }, ""},
 		{"signal another process by its descriptor", bySignals, func(t *target) error {
 			pidfd, err := unix.PidfdOpen(t.Victim, 0)
@@ -270,10 +276,8 @@ func socketTries() []try {
 	}
 }
 
-func kernelTries() []try {
-	call := func(number, a, b, c, d, e uintptr) func(*target) error {
-		return func(*target) error { _, _, errno := unix.Syscall6(number, a, b, c, d, e, 0); return orNil(errno) }
-	}
+// spaceTries are for other views of files and processes, and for privileges.
+func spaceTries() []try {
 	return []try{
 		{"mount a file system", bySeccomp, func(t *target) error {
 			err := unix.Mount("none", t.Own, "tmpfs", 0, "")
@@ -322,7 +326,15 @@ func kernelTries() []try {
 			}
 			return err
 		}, "capabilities"},
-		{"handle page faults", bySeccomp, call(unix.SYS_USERFAULTFD, unix.O_CLOEXEC|userModeOnly, 0, 0, 0, 0), "userfaultfd"},
+	}
+}
+
+func kernelTries() []try {
+	return []try{
+		{"handle page faults", bySeccomp, func(*target) error {
+			_, _, errno := unix.Syscall(unix.SYS_USERFAULTFD, unix.O_CLOEXEC|userModeOnly, 0, 0)
+			return orNil(errno)
+		}, "userfaultfd"},
 		{"use io_uring", bySeccomp, func(*target) error {
 			var params [120]byte
 			_, _, errno := unix.Syscall(unix.SYS_IO_URING_SETUP, 1, uintptr(unsafe.Pointer(&params)), 0)
@@ -339,6 +351,12 @@ func kernelTries() []try {
 			return err
 		}, "perf events"},
 		{"read the kernel's key rings", bySeccomp, func(*target) error { _, err := unix.KeyctlGetKeyringID(unix.KEY_SPEC_USER_KEYRING, true); return err }, "key rings"},
+	}
+}
+
+// memoryTries are for memory that is shared with others.
+func memoryTries() []try {
+	return []try{
 		{"take a hole into the arena", bySeccomp, func(t *target) error {
 			return unix.Fallocate(t.Arena, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, int64(os.Getpagesize()))
 		}, ""},

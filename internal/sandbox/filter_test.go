@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// verdict is what a filter says of a call, as the kernel's interpreter would.
+// verdict is what a filter does with a call, as the kernel's interpreter would.
 func verdict(t *testing.T, program []unix.SockFilter, arch, call uint32, args ...uint64) uint32 {
 	t.Helper()
 	var data [64]byte

@@ -24,8 +24,7 @@ const Self = "/proc/self/exe"
 // programArg is the place in the arguments of the program's path.
 const programArg = 1
 
-// Policy says what a program in the sandbox may do besides computing, and besides what every program needs: see
-// common and online. Paths are absolute; what does not exist when the program starts is left out. What is said of a
+// Policy says what a program in the sandbox may do in addition to what every program needs: see common and online. Paths are absolute; what does not exist when the program starts is left out. What is said of a
 // folder is said of everything below it.
 type Policy struct {
 	Read    []string `json:"read,omitempty"`  // may be read

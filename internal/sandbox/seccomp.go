@@ -69,7 +69,7 @@ func neverCalled() []uint32 {
 		// The kernel's inside.
 		unix.SYS_BPF, unix.SYS_PERF_EVENT_OPEN, unix.SYS_USERFAULTFD, unix.SYS_KEXEC_LOAD, unix.SYS_KEXEC_FILE_LOAD,
 		unix.SYS_INIT_MODULE, unix.SYS_FINIT_MODULE, unix.SYS_DELETE_MODULE, unix.SYS_SYSLOG, unix.SYS_ACCT, unix.SYS_QUOTACTL, unix.SYS_QUOTACTL_FD,
-		// Files that Landlock does not guard: it has no rules for their attributes, nor for who watches them.
+		// Files that Landlock does not guard: it has no rules for attributes, and none for watching a folder.
 		unix.SYS_FCHMODAT, unix.SYS_FCHMODAT2, unix.SYS_FCHOWNAT, unix.SYS_SETXATTR, unix.SYS_LSETXATTR, unix.SYS_SETXATTRAT,
 		unix.SYS_REMOVEXATTR, unix.SYS_LREMOVEXATTR, unix.SYS_REMOVEXATTRAT, unix.SYS_FILE_SETATTR, unix.SYS_INOTIFY_ADD_WATCH, unix.SYS_FANOTIFY_INIT,
 		// The host kills the plugin's process group, so no descendant may leave it.
