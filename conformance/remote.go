@@ -173,10 +173,28 @@ func Binary(path string, config json.RawMessage) Maker {
 	}
 }
 
+// Sandboxed runs the plugins that Binary makes in the sandbox that a host has for them at trust level staged. trampoline
+// is what host.Config.SandboxedBy takes. Their workers map the cache all the same.
+func Sandboxed(inner Maker, trampoline string) Maker {
+	return func() (Harness, error) {
+		h, err := inner()
+		if err != nil {
+			return nil, err
+		}
+		p, ok := h.(*process)
+		if !ok {
+			return nil, errors.Join(errors.New("only a plugin that is a process of its own can run in a sandbox"), h.Close())
+		}
+		p.trampoline = trampoline
+		return p, nil
+	}
+}
+
 type process struct {
 	base
-	path     string
-	manifest func() (*host.Manifest, error)
+	path       string
+	manifest   func() (*host.Manifest, error)
+	trampoline string // empty: no sandbox
 
 	mu      sync.Mutex
 	running []*startedProcess
@@ -209,7 +227,12 @@ func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, 
 
 func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.Manifest) (*Instance, error) {
 	lines := &lineCounter{}
+	box, err := h.sandbox(manifest)
+	if err != nil {
+		return nil, err
+	}
 	p, err := host.Launch(ctx, h.path, host.LaunchOptions{
+		Sandbox: box,
 		Regions: m.regions, Arena: m.arena, Environment: manifest.Environment, Log: slog.New(lines),
 		// The case's deadline says when a plugin hangs, so that a slow machine cannot.
 		Heartbeat: host.Heartbeat{Interval: time.Hour, Limit: time.Hour},
@@ -232,6 +255,17 @@ func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.
 	h.running = append(h.running, &startedProcess{p, i})
 	h.mu.Unlock()
 	return i, nil
+}
+
+// sandbox is the one in which the process runs; nil: none.
+func (h *process) sandbox(manifest *host.Manifest) (*host.Sandbox, error) {
+	if h.trampoline == "" {
+		return nil, nil
+	}
+	cfg := &host.Config{Connector: manifest.Name, Extra: h.config, Settings: host.DefaultSettings()}
+	cfg.Settings.Sandbox = host.SandboxOn
+	cfg.SandboxedBy(h.trampoline)
+	return host.NewSandbox(cfg, manifest)
 }
 
 // lastWords is how the processes ended that did so by themselves, and what they wrote last.

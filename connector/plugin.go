@@ -240,6 +240,7 @@ type Plugin struct {
 	Aliases      []string // further values
 	Version      string
 	Environment  []string        // names of the environment variables it needs; nothing else is passed
+	Needs        Needs           // what it needs beyond that where it runs in a sandbox
 	Capabilities Capability      // what it can do with at least one config; Describe answers for one config
 	Schema       json.RawMessage // JSON Schema of its kv_connector_extra_config
 	// Describe checks a config and reports what the connector would do with it. It has no side effects.
@@ -248,6 +249,19 @@ type Plugin struct {
 	// Scheduler and Worker open one side. Sides open in any order, and each may be opened alone.
 	Scheduler func(ctx context.Context, env Env, config json.RawMessage) (Scheduler, error)
 	Worker    func(ctx context.Context, env Env, config json.RawMessage) (Worker, error)
+}
+
+// Needs says what a connector needs of the machine where a host runs it in a sandbox, as hosts do at trust level staged
+// unless their config says otherwise. Without Needs it has its memory, its connection to the host, and the files of its
+// program and of shared libraries, for reading (rule SANDBOX-01).
+type Needs struct {
+	// Network: sockets, other than the one at which it listens for its host.
+	Network bool `json:"network,omitempty"`
+	// Reads and Writes name fields of the config, or variables of Environment, whose values are files or folders. So
+	// a connector gets only paths that the operator has written. The value may be a file:// URL. A folder to write
+	// is made, with mode 0700, before the plugin starts.
+	Reads  []string `json:"reads,omitempty"`
+	Writes []string `json:"writes,omitempty"`
 }
 
 // Secret is a key. It prints, logs and marshals as a placeholder, on its own and inside other values.

@@ -116,6 +116,11 @@ type Health struct {
 	Held    int           `json:"held"`    // holds open
 	Trust   Trust         `json:"trust"`
 
+	// Sandbox says whether the plugin runs in one: on, partial (SandboxLacks says what the kernel cannot refuse it),
+	// or off (SandboxLacks says why). Empty for a MultiConnector, whose children have it.
+	Sandbox      string   `json:"sandbox,omitempty"`
+	SandboxLacks []string `json:"sandbox_lacks,omitempty"`
+
 	// Slots of landing memory on all ranks, and those that transfers have; 0 where the plugin maps
 	// the cache.
 	LandingSlots int `json:"landing_slots,omitempty"`

@@ -205,6 +205,7 @@ func (c *child) health() Health {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	h := Health{Connector: c.label, State: "restarting", Restarts: max(c.lives-1, 0), StartFailures: c.failed, Since: time.Since(c.since), Trust: c.set.Trust}
+	h.Sandbox, h.SandboxLacks = c.src.box.state()
 	switch {
 	case c.now != nil:
 		h.State, h.PID = "ready", c.now.proc.PID()

@@ -47,6 +47,7 @@ type Config struct {
 	ModulePath    string          // a plugin binary to use instead of searching for one
 	Children      []*Config       // of a MultiConnector that the host composes, in order
 	Settings      Settings
+	trampoline    string        // see SandboxedBy
 	tag           string        // of a child: its name in tickets
 	at            string        // of a child: where it stands, with a dot behind it
 	beside        config.Beside // vLLM's own keys, for connectors that have a field for them: see Adopt
@@ -175,6 +176,14 @@ type Settings struct {
 	LandingBytes int `json:"landing_bytes" jsonschema:"minimum=1,description=Landing memory of each rank at trust level staged."`
 	// ArenaLimit is the most bytes that a connector may have as its arena; 0: what the machine has free.
 	ArenaLimit int `json:"arena_limit" jsonschema:"minimum=1,description=The most bytes that a connector may have as memory that outlives it; without it what the machine has free." jsonschema_extras:"unit=bytes"`
+	// Sandbox says whether the plugin runs in a sandbox.
+	Sandbox SandboxMode `json:"sandbox" jsonschema:"enum=auto,enum=on,enum=off,description=auto: the plugin runs in a sandbox at trust level staged if the machine has one. on: it does at every trust level or does not start. off: it does not."`
+	// SandboxAllow is what a plugin in a sandbox may do.
+	SandboxAllow SandboxAllow `json:"sandbox_allow" jsonschema:"description=What a plugin in a sandbox may do in addition to what its config names."`
+	// CrossMemory takes the plugin out of the sandbox: nothing in one can read another process's memory.
+	CrossMemory bool `json:"cross_memory" jsonschema:"description=The plugin reads and writes the memory of other plugins directly and therefore runs outside the sandbox."`
+	// Environment are the names of variables that the plugin may have; nil: those that its manifest names.
+	Environment []string `json:"environment" jsonschema:"description=Names of the environment variables that the plugin may have if its manifest names them; without it all those."`
 	// PluginSHA256 is the hash that the plugin binary must have, in hex; empty: any.
 	PluginSHA256 string `json:"plugin_sha256" jsonschema:"pattern=^[0-9a-fA-F]{64}$,description=The SHA-256 of the plugin binary in hex; without it any binary is run."`
 	// Digest says how blocks are protected against damage and forgery.
@@ -214,6 +223,25 @@ const (
 	DigestXXH3  Digest = "xxh3"  // edition 1: against damage only
 )
 
+// SandboxMode says whether a plugin runs in a sandbox.
+type SandboxMode string
+
+// The modes.
+const (
+	SandboxAuto SandboxMode = "auto" // at trust level staged, if the machine can; else a warning says why not
+	SandboxOn   SandboxMode = "on"   // at every trust level; where nothing of it is possible the plugin does not start
+	SandboxOff  SandboxMode = "off"
+)
+
+// SandboxAllow is what a plugin in a sandbox may do. What is said of a folder is said of all below it.
+type SandboxAllow struct {
+	Network   bool     `json:"network" jsonschema:"description=false: no network even if the plugin's manifest says that it needs one."`
+	Read      []string `json:"read" jsonschema:"description=Files and folders that it may read."`
+	Run       []string `json:"run" jsonschema:"description=Files and folders that it may read and start as programs."`
+	Write     []string `json:"write" jsonschema:"description=Files and folders that it may read and write."`
+	DataBytes int      `json:"data_bytes" jsonschema:"minimum=1,description=The most memory of its own that it may have (RLIMIT_DATA); without it there is no limit." jsonschema_extras:"unit=bytes"`
+}
+
 // Deadlines bound every call. None may be zero.
 type Deadlines struct {
 	Handshake      time.Duration `json:"handshake"` // from start to the first answer
@@ -250,6 +278,7 @@ type Breaker struct {
 func DefaultSettings() Settings {
 	return Settings{
 		Trust: TrustInPlace, Digest: DigestKeyed, LandingBytes: 64 << 20, Ring: true, RecomputeThreshold: 64,
+		Sandbox: SandboxAuto, SandboxAllow: SandboxAllow{Network: true},
 		Deadlines: Deadlines{
 			Handshake:      5 * time.Second,
 			Match:          200 * time.Microsecond,

@@ -182,6 +182,7 @@ func TestHiddenFenceAtStaged(t *testing.T) {
 	dir, _ := park(t)
 	o := hiding(dir, "300ms")
 	o.settings["trust"], o.settings["landing_bytes"] = "staged", landingBytes(12)
+	o.settings["sandbox"] = "off" // in it nobody can be given the fence: there is no connect
 	o.extra["arena"] = 4096
 	r := newRig(t, o)
 	ks := keys(1, 3)

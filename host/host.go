@@ -275,6 +275,9 @@ func (h *Host) Health() Health {
 		Trust: h.cfg.Settings.Trust, LandingSlots: h.slots() * len(h.ranks), LandingUsed: h.tracker.LandingUsed(),
 		ArenaBytes: h.arenaBytes(),
 	}
+	if h.src != nil {
+		s.Sandbox, s.SandboxLacks = h.src.box.state()
+	}
 	switch {
 	case h.gen != nil && h.gen.waiting():
 		s.State = "waiting_for_fence"

@@ -7,6 +7,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/internal/sandbox"
 	"github.com/kvport/kvport/multiconnector"
 )
 
@@ -34,14 +35,20 @@ func inspect(ctx context.Context, cfg *Config, opts Options, memory *promised) (
 	if len(cfg.Children) > 0 {
 		return inspectChildren(ctx, cfg, opts, memory)
 	}
-	prog, manifest, err := resolve(ctx, cfg, opts.PluginPath)
+	box, err := cfg.box(sandbox.Probe())
+	if err != nil {
+		return none, err
+	}
+	prog, manifest, err := resolve(ctx, cfg, opts.PluginPath, &box)
 	if err != nil {
 		return none, err
 	}
 	cfg.adopt(manifest, opts.Log)
+	env, _ := cfg.environment(manifest, &box)
 	d := &cfg.Settings.Deadlines
 	proc, err := launch(ctx, prog, LaunchOptions{
-		Log: opts.Log, Environment: manifest.Environment, Handshake: d.Handshake, Heartbeat: cfg.Settings.Heartbeat, NoRing: true,
+		Log: opts.Log, Environment: env, Handshake: d.Handshake, Heartbeat: cfg.Settings.Heartbeat, NoRing: true,
+		Sandbox: cfg.confine(&box, env, manifest.Needs),
 	})
 	if err != nil {
 		return none, errors.Join(err, prog.Close())

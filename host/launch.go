@@ -23,6 +23,7 @@ type LaunchOptions struct {
 	Handshake   time.Duration // 0: the default
 	Heartbeat   Heartbeat     // zero: the default
 	NoRing      bool          // all messages go over the stream
+	Sandbox     *Sandbox      // in which the process runs; nil: outside
 	Violated    func(what string)
 	Started     func(pid, pidfd int) error // see Options
 
@@ -69,7 +70,7 @@ func launch(ctx context.Context, prog *plugin.Program, opts LaunchOptions) (*plu
 	return plugin.Launch(ctx, prog, &plugin.Options{
 		Regions: lentRegions(opts.Regions), Arena: opts.Arena.lent(), Log: opts.Log, Environment: opts.Environment,
 		Handshake: opts.Handshake, Heartbeat: plugin.Heartbeat(opts.Heartbeat), NoRing: opts.NoRing,
-		Violated: opts.Violated, Started: opts.Started, Fence: opts.Fence, Hurry: opts.hurry, Abandon: opts.abandon,
+		Sandbox: opts.Sandbox.spec(), Violated: opts.Violated, Started: opts.Started, Fence: opts.Fence, Hurry: opts.hurry, Abandon: opts.abandon,
 	})
 }
 

@@ -28,6 +28,7 @@ import (
 var pluginFolder string
 
 func TestMain(m *testing.M) {
+	SandboxMain()
 	os.Exit(withPlugin(m))
 }
 
@@ -113,6 +114,7 @@ func (o rigOptions) config(t *testing.T) *Config {
 	require.NoError(t, err)
 	c, err := ParseConfig(string(arg))
 	require.NoError(t, err)
+	c.SandboxedBy(Self)
 	return c
 }
 

@@ -16,6 +16,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/meter"
+	"github.com/kvport/kvport/internal/sandbox"
 	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/multiconnector"
 )
@@ -41,8 +42,9 @@ const multiSchema = `{
 // MultiPlugin is the MultiConnector as a plugin: the same composite that a host makes itself, for
 // engines whose host knows none. It looks for its children on KVPORT_PLUGIN_PATH and beside its own
 // binary. Its host's fence covers them: they hold it too. It must be made at the start of the
-// process, for the regions that the process inherits.
+// process, for the regions that the process inherits, and since children are put into a sandbox by it.
 func MultiPlugin(version string) connector.Plugin {
+	sandbox.Main()
 	m := &multiPlugin{regions: inheritedRegions(), sessions: map[string]*session{}}
 	return connector.Plugin{
 		Name: MultiName, Version: version, Environment: []string{pluginPathKey, "HOME", "TMPDIR"},
@@ -90,6 +92,7 @@ func multiConfigOf(raw json.RawMessage) (*Config, error) {
 	if c.Children, err = parseChildren(v, c, 1); err != nil {
 		return nil, incompatible(err)
 	}
+	c.SandboxedBy(Self)
 	return c, nil
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/leaktest"
 	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/internal/sandbox"
 )
 
 func testPlugin() string { return filepath.Join(pluginFolder, "kvport-test") }
@@ -31,7 +32,7 @@ func TestFind(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, testPlugin(), b.Path)
 		require.Equal(t, "TestConnector", b.Manifest.Name)
-		require.Equal(t, []string{"KVPORT_TEST_SEEN"}, b.Manifest.Environment)
+		require.Equal(t, []string{"KVPORT_TEST_SEEN", "TOKEN_OF_ANOTHER"}, b.Manifest.Environment)
 	}
 	_, err := Find([]string{empty, pluginFolder}, "TestConector")
 	require.ErrorIs(t, err, ErrConfig)
@@ -198,7 +199,7 @@ func TestPinnedBinary(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, os.WriteFile(path+".new", []byte("#!/bin/sh\nexit 1\n"), 0o755))
 	require.NoError(t, os.Rename(path+".new", path)) // swapped after the check
-	m, err := p.Manifest(t.Context(), time.Minute)
+	m, err := p.Manifest(t.Context(), time.Minute, nil)
 	require.NoError(t, err)
 	require.Equal(t, "TestConnector", m.Name)
 	region, err := NewRegion(4096)
@@ -225,16 +226,27 @@ func TestPinnedBinary(t *testing.T) {
 	leaks()
 }
 
-// The plugin dies with its host, however the host dies.
+// The plugin dies with its host, however the host dies, in the sandbox too.
 func TestHostDeathKillsPlugin(t *testing.T) {
-	if os.Getenv("KVPORT_TEST_HOST") != "" {
-		p, err := Launch(context.Background(), os.Getenv("KVPORT_TEST_HOST"), LaunchOptions{})
+	if path, box, set := strings.Cut(os.Getenv("KVPORT_TEST_HOST"), " "); path != "" {
+		var opts LaunchOptions
+		if set {
+			opts.Sandbox = &Sandbox{sandbox.Spec{Trampoline: box}}
+		}
+		p, err := Launch(context.Background(), path, opts)
 		require.NoError(t, err)
 		_, _ = os.Stdout.WriteString("pid " + strconv.Itoa(p.PID()) + "\n")
 		select {}
 	}
+	for _, box := range []string{"", " " + Self} {
+		diesWithHost(t, box)
+	}
+}
+
+func diesWithHost(t *testing.T, box string) {
+	t.Helper()
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestHostDeathKillsPlugin$")
-	cmd.Env = append(os.Environ(), "KVPORT_TEST_HOST="+testPlugin())
+	cmd.Env = append(os.Environ(), "KVPORT_TEST_HOST="+testPlugin()+box)
 	out, err := cmd.StdoutPipe()
 	require.NoError(t, err)
 	require.NoError(t, cmd.Start())

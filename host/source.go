@@ -15,6 +15,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/sandbox"
 	"github.com/kvport/kvport/internal/wire"
 )
 
@@ -42,6 +43,8 @@ type source struct {
 	prog    *plugin.Program
 	arena   *Arena   // empty if the connector asks for none
 	env     []string // names of environment variables of the plugin
+	needs   connector.Needs
+	box     box
 	info    connector.Info
 	name    string // of the connector, as its manifest has it
 }
@@ -55,12 +58,19 @@ type life struct {
 
 // find looks for the program.
 func (s *source) find(ctx context.Context, paths []string) (*Manifest, error) {
-	prog, manifest, err := resolve(ctx, s.cfg, paths)
+	var err error
+	if s.box, err = s.cfg.box(sandbox.Probe()); err != nil {
+		return nil, err
+	}
+	prog, manifest, err := resolve(ctx, s.cfg, paths, &s.box)
 	if err != nil {
 		return nil, err
 	}
 	s.cfg.adopt(manifest, s.log)
-	s.prog, s.env, s.name = prog, manifest.Environment, manifest.Name
+	s.prog, s.name, s.needs = prog, manifest.Name, manifest.Needs
+	var withheld []string
+	s.env, withheld = s.cfg.environment(manifest, &s.box)
+	s.box.tell(s.log, manifest.Name, withheld)
 	if s.arena, err = NewArena(); err != nil {
 		return nil, errors.Join(err, prog.Close())
 	}
@@ -107,9 +117,11 @@ func (s *source) start(ctx context.Context, n uint64) (*life, error) {
 
 // launch starts a process without opening anything.
 func (s *source) launch(ctx context.Context) (*plugin.Process, error) {
+	box := s.cfg.confine(&s.box, s.env, s.needs)
+	box.makeFolders()
 	return launch(ctx, s.prog, LaunchOptions{
 		Regions: s.regions, Arena: s.arena, Started: s.started, Log: s.log, Environment: s.env, Handshake: s.cfg.Settings.Deadlines.Handshake,
-		Heartbeat: s.cfg.Settings.Heartbeat, Violated: s.violated, NoRing: !s.cfg.Settings.Ring, Fence: s.cfg.Settings.Deadlines.Fence, hurry: s.hurry, abandon: s.abandon,
+		Heartbeat: s.cfg.Settings.Heartbeat, Violated: s.violated, NoRing: !s.cfg.Settings.Ring, Sandbox: box, Fence: s.cfg.Settings.Deadlines.Fence, hurry: s.hurry, abandon: s.abandon,
 	})
 }
 
@@ -208,6 +220,7 @@ type Manifest struct {
 	ProtocolVersions []int           `json:"protocol_versions"`
 	Capabilities     []string        `json:"capabilities"`
 	Environment      []string        `json:"environment"` // names of the variables it reads
+	Needs            connector.Needs `json:"needs,omitzero"`
 	Scope            string          `json:"scope,omitempty"`
 	ArenaBytes       int64           `json:"arena_bytes,omitempty"` // memory that it asks the host for, with an empty config
 	Stats            []string        `json:"stats,omitempty"`       // names of its metrics, after kvport_connector_
@@ -236,10 +249,10 @@ func Find(paths []string, name string) (*Binary, error) {
 }
 
 // resolve finds the program that a config asks for. The caller closes it.
-func resolve(ctx context.Context, cfg *Config, paths []string) (*plugin.Program, *Manifest, error) {
+func resolve(ctx context.Context, cfg *Config, paths []string, b *box) (*plugin.Program, *Manifest, error) {
 	prog, m, err := plugin.Resolve(ctx, &plugin.Wanted{
 		Connector: cfg.Connector, Paths: paths, Module: cfg.ModulePath, SHA256: cfg.Settings.PluginSHA256, Composed: []string{MultiName},
-		Handshake: cfg.Settings.Deadlines.Handshake,
+		Handshake: cfg.Settings.Deadlines.Handshake, Sandbox: cfg.confine(b, nil, connector.Needs{}).spec(),
 	})
 	return prog, (*Manifest)(m), err
 }

@@ -46,7 +46,7 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 		return peer.Open(ctx, env, peers, d.LayerWise)
 	})
 	return connector.Plugin{
-		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
+		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Needs: d.Needs, Schema: SchemaOf[C](),
 		Capabilities: d.Capabilities,
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			_, err := DecodeConfig[C](raw)

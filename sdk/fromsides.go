@@ -20,7 +20,7 @@ func FromSides[C any, S connector.Scheduler, W connector.Worker](d Definition,
 ) connector.Plugin {
 	d.Capabilities = d.powers()
 	return connector.Plugin{
-		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
+		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Needs: d.Needs, Schema: SchemaOf[C](),
 		Capabilities: d.Capabilities,
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			_, err := DecodeConfig[C](raw)

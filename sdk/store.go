@@ -17,7 +17,8 @@ type Definition struct {
 	Name        string   // kv_connector value it answers to
 	Aliases     []string // further values
 	Version     string
-	Environment []string // environment variables that the process needs; nothing else is passed
+	Environment []string        // environment variables that the process needs; nothing else is passed
+	Needs       connector.Needs // what it needs of the machine where it runs in a sandbox
 	Scope       connector.Scope
 	Groups      bool // the Store accepts blocks of different sizes, so it can serve caches of several groups
 	Reset       bool // the Store is also a connector.Resetter; short for Capabilities with CanReset
@@ -70,7 +71,7 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 		return open(ctx, env, config)
 	})
 	return connector.Plugin{
-		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Schema: SchemaOf[C](),
+		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Needs: d.Needs, Schema: SchemaOf[C](),
 		Capabilities: d.Capabilities,
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			config, err := DecodeConfig[C](raw)

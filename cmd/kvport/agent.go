@@ -49,6 +49,7 @@ func (f *agentFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+	cfg.SandboxedBy(host.Self)
 	for _, w := range cfg.Warnings {
 		slog.Warn("kv-transfer-config: " + w)
 	}

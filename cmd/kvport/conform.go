@@ -27,6 +27,7 @@ type conformFlags struct {
 	list     bool
 	timeout  time.Duration
 	failFast bool
+	sandbox  bool
 }
 
 func newConform() *cobra.Command {
@@ -56,6 +57,7 @@ func newConform() *cobra.Command {
 	flags.StringVar(&f.format, "format", "text", "text, json (a line a case) or junit (at the end)")
 	flags.DurationVar(&f.timeout, "timeout", 0, "end the run after this time, such as 10m, with the results so far and exit code 1; 0: never")
 	flags.BoolVar(&f.failFast, "fail-fast", false, "end the run at the first case that failed")
+	flags.BoolVar(&f.sandbox, "sandbox", false, "run the plugin in the sandbox that it has at trust level staged")
 	flags.StringSliceVar(&f.only, "case", nil, "run these cases only; may be repeated")
 	flags.BoolVar(&f.list, "list", false, "list the cases, those of --profile if it is given, and run none")
 	flags.Uint64Var(&f.seed, "seed", 1, "of sizes, orders and bytes")
@@ -147,7 +149,11 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 		return err
 	}
 	options := conformance.Options{Seed: f.seed, Profiles: profiles, Only: f.only, FailFast: f.failFast}
-	return f.check(cmd, manifest.Name, conformance.Binary(binary, config), options)
+	plugin := conformance.Binary(binary, config)
+	if f.sandbox {
+		plugin = conformance.Sandboxed(plugin, host.Self)
+	}
+	return f.check(cmd, manifest.Name, plugin, options)
 }
 
 // errTimeout ends a run that took longer than --timeout.

@@ -580,6 +580,7 @@ func checkKernel(ctx context.Context) []check {
 		result("memfd seals", "memfd_create and F_ADD_SEALS work", err, newer),
 		result("vectored I/O", "preadv and pwritev work", tryVectors(), newer),
 		checkProc(),
+		checkSandbox(),
 		checkMemfdExec(),
 	}
 	fd, err := unix.PidfdOpen(os.Getpid(), 0)
@@ -623,6 +624,16 @@ func checkProc() check {
 		_, err = os.Stat("/proc/meminfo")
 	}
 	return result("/proc", "is mounted", err, "mount it: mount -t proc none /proc")
+}
+
+// checkSandbox: what a plugin at trust level staged is held back from.
+func checkSandbox() check {
+	const name, mend = "sandbox", "use Linux 6.12 or newer with lsm=landlock; in a container, let its seccomp profile pass landlock_create_ruleset and seccomp"
+	has, lacks := host.SandboxSupport()
+	if len(lacks) > 0 {
+		return check{name, statusWarn, has + ": " + strings.Join(lacks, "; "), mend}
+	}
+	return check{Check: name, Status: statusOK, Detail: has + ": plugins at trust level staged run in it"}
 }
 
 // checkMemfdExec: pinned plugins are run from sealed memory.

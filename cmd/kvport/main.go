@@ -42,6 +42,7 @@ const (
 )
 
 func main() {
+	host.SandboxMain()
 	surviveHangups()
 	bench.ServePlugin()
 	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))

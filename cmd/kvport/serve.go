@@ -294,6 +294,7 @@ func (f *serveFlags) transfer(given bool) (*host.Config, error) {
 	if err != nil {
 		return nil, err
 	}
+	c.SandboxedBy(host.Self)
 	for _, w := range c.Warnings {
 		slog.Warn("kv-transfer-config: " + w)
 	}

@@ -91,6 +91,9 @@ func Environment() []string {
 	}, without()...)
 }
 
+// Needs says that the plugin may talk to a server, for its manifest.
+func Needs() connector.Needs { return connector.Needs{Network: true} }
+
 // settings are what config and environment come to.
 type settings struct {
 	memory int64  // bytes of L1; 0: none

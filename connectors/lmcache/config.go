@@ -102,6 +102,12 @@ func Environment() []string {
 	return names
 }
 
+// Needs says that the plugin may talk to a server, and names what it reads and writes, for its manifest.
+func Needs() connector.Needs {
+	const disk = "local_disk"
+	return connector.Needs{Network: true, Reads: []string{fileVariable}, Writes: []string{"lmcache." + disk, variable(disk)}}
+}
+
 // maxFile bounds the configuration file, in bytes.
 const maxFile = 1 << 20
 

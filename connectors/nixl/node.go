@@ -41,6 +41,11 @@ func Environment() []string {
 	}
 }
 
+// Needs says that the plugin talks to others, and names the files that it reads, for its manifest.
+func Needs() connector.Needs {
+	return connector.Needs{Network: true, Reads: []string{"key_file", "nixl_lib_dir", nixl.EnvDir, "NIXL_CONFIG_FILE", "NIXL_PLUGIN_DIR"}}
+}
+
 // Node is one life of an engine in this process: both sides and all ranks share it.
 type Node struct {
 	config     Config

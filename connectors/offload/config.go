@@ -47,6 +47,9 @@ type Config struct {
 	SelfDescribing bool   `json:"self_describing_kv_events,omitempty" jsonschema:"description=Of vLLM; no effect."`
 }
 
+// Needs names the folder that the plugin writes, for its manifest.
+func Needs() connector.Needs { return connector.Needs{Writes: []string{"disk_path"}} }
+
 // Validate reports the first field that cannot work. Errors wrap connector.ErrIncompatible.
 func (c Config) Validate() error {
 	bad := func(field, format string, args ...any) error {

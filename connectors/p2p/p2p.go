@@ -13,6 +13,11 @@ import (
 	"github.com/kvport/kvport/pipe/tcp"
 )
 
+// Needs says that the plugin talks to others, and names what it reads and writes, for its manifest.
+func Needs() connector.Needs {
+	return connector.Needs{Network: true, Reads: []string{"key_file"}, Writes: []string{"socket_dir"}}
+}
+
 // Config is the kv_connector_extra_config.
 type Config struct {
 	Transport string   `json:"transport,omitempty"    jsonschema:"default=tcp,enum=tcp,enum=shm,description=tcp or shm; shm is for engines of one user on one machine"`

@@ -27,6 +27,13 @@ func Environment() []string {
 	}
 }
 
+// Needs says that the plugin talks to others, and names what it reads and writes, for its manifest.
+func Needs() connector.Needs {
+	return connector.Needs{
+		Network: true, Reads: []string{"key_file", "KVPORT_UCX_DIR", "KVPORT_NCCL_DIR", "KVPORT_CUDA_DIR", "LD_LIBRARY_PATH"}, Writes: []string{"socket_dir"},
+	}
+}
+
 // Stats lists the numbers that the connector shows in addition to sdk.PeerStats.
 func Stats() []connector.StatInfo {
 	counter := func(name, help string, labels ...string) connector.StatInfo {

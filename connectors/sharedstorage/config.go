@@ -58,6 +58,9 @@ func (c Config) withDefaults() Config {
 // Environment names the variables that say where this user's cache folder is, for the plugin's manifest.
 func Environment() []string { return []string{"HOME", "XDG_CACHE_HOME"} }
 
+// Needs names the folder that the plugin writes, for its manifest.
+func Needs() connector.Needs { return connector.Needs{Writes: []string{"shared_storage_path"}} }
+
 // settle makes the path absolute, and says where blocks are kept if the config leaves that open. A plugin
 // runs in the working folder of the engine that started it.
 func (c Config) settle(log *slog.Logger) (Config, error) {

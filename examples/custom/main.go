@@ -96,5 +96,5 @@ func open(_ context.Context, env connector.Env, s side) (*side, error) {
 }
 
 func main() {
-	sdk.Serve(sdk.FromSides(sdk.Definition{Name: "CustomExample", Version: "1", Scope: connector.ScopeShared}, open, open))
+	sdk.Serve(sdk.FromSides(sdk.Definition{Name: "CustomExample", Version: "1", Scope: connector.ScopeShared, Needs: connector.Needs{Writes: []string{"dir"}}}, open, open))
 }

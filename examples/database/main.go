@@ -82,5 +82,5 @@ func open(_ context.Context, _ connector.Env, c config) (lookupbuffer.Buffer, er
 }
 
 func main() {
-	sdk.Serve(sdk.FromBuffer(sdk.Definition{Name: "DatabaseExample", Version: "1", Scope: connector.ScopeShared}, open))
+	sdk.Serve(sdk.FromBuffer(sdk.Definition{Name: "DatabaseExample", Version: "1", Scope: connector.ScopeShared, Needs: connector.Needs{Writes: []string{"dir"}}}, open))
 }

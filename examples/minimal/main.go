@@ -96,5 +96,5 @@ func (s store) put(it connector.Item) error {
 }
 
 func main() {
-	sdk.Serve(sdk.FromStore(sdk.Definition{Name: "MinimalConnector", Version: "1", Scope: connector.ScopeShared}, open))
+	sdk.Serve(sdk.FromStore(sdk.Definition{Name: "MinimalConnector", Version: "1", Scope: connector.ScopeShared, Needs: connector.Needs{Writes: []string{"dir"}}}, open))
 }

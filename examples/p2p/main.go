@@ -96,5 +96,5 @@ func open(_ context.Context, _ connector.Env, c config) (pipe.Peers, error) {
 }
 
 func main() {
-	sdk.Serve(sdk.FromPipe(sdk.Definition{Name: "PeerExample", Version: "1", Groups: true}, open))
+	sdk.Serve(sdk.FromPipe(sdk.Definition{Name: "PeerExample", Version: "1", Groups: true, Needs: connector.Needs{Network: true, Writes: []string{"dir"}}}, open))
 }

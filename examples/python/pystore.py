@@ -534,6 +534,7 @@ def manifest() -> dict[str, Any]:
         "protocol_versions": [PROTOCOL],
         "capabilities": [],
         "environment": [],  # variables that we want to see; hosts pass no others
+        "needs": {"writes": ["dir"]},  # fields of our config with paths, for hosts with a sandbox
         "scope": "shared",
         "config_schema": Store.schema,
     }

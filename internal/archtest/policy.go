@@ -116,6 +116,7 @@ func kvportImports() map[string][]string {
 		"verify/names":        {},                              // reads the source, and builds a program of its own
 		"verify/acceptance":   {"connector", "conformance/redistest", "conformance/relay", "internal/machine", "verify/cluster", "verify/fixture", "verify/testkit"},
 		"verify/faultsuite":   {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
+		"internal/sandbox":    {},
 		"internal/shm":        {},
 		"internal/machine":    {},
 		"internal/meter":      {},
@@ -141,10 +142,9 @@ func kvportImports() map[string][]string {
 		"lookupbuffer":    {"connector", "pipe"},
 		"connectors/*":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
 
-		"connectors/p2pnccl":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/register", "internal/keyring", "internal/ticket"}, // record 106
-		"connectors/lmcache":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"},                                      // LMCache's file suggests names, too
-		"connectors/internal/*": {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                                                                  // what several connectors share
-
+		"connectors/p2pnccl":          {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/register", "internal/keyring", "internal/ticket"}, // record 106
+		"connectors/lmcache":          {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"},                                      // LMCache's file suggests names, too
+		"connectors/internal/*":       {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                                                                  // what several connectors share
 		"connectors/internal/peerkey": {"connector", "pipe", "internal/keyring", "internal/ticket"},
 		"multiconnector":              {"connector", "internal/eventlog"},
 
@@ -160,7 +160,7 @@ func kvportImports() map[string][]string {
 
 		"host/internal/config":   {"internal/strictjson"},
 		"host/internal/leaktest": {},
-		"host/internal/plugin":   {"connector", "host/internal/config", "proto/...", "internal/strictjson", "internal/wire", "internal/shm", "internal/fault", "internal/machine"},
+		"host/internal/plugin":   {"connector", "host/internal/config", "proto/...", "internal/strictjson", "internal/wire", "internal/sandbox", "internal/shm", "internal/fault", "internal/machine"},
 
 		"verify/bench":     {"...", "!connectors/...", "!plugins/...", "plugins", "!cmd/...", "!examples/..."},
 		"cmd/kvport":       {"...", "!connectors/...", "!plugins/...", "!examples/..."},

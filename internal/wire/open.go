@@ -371,6 +371,7 @@ type Manifest struct {
 	ProtocolVersions []int           `json:"protocol_versions"`
 	Capabilities     []string        `json:"capabilities"`
 	Environment      []string        `json:"environment"`
+	Needs            connector.Needs `json:"needs,omitzero"`
 	Scope            string          `json:"scope,omitempty"` // empty where it depends on the config
 	ArenaBytes       int64           `json:"arena_bytes,omitempty"`
 	Stats            []string        `json:"stats,omitempty"` // names of its metrics, after kvport_connector_
@@ -381,7 +382,7 @@ type Manifest struct {
 func NewManifest(p *connector.Plugin, info *connector.Info) *Manifest {
 	m := &Manifest{
 		Name: p.Name, Aliases: append([]string{}, p.Aliases...), Version: p.Version, ProtocolVersions: []int{ProtocolVersion},
-		Capabilities: p.Capabilities.Names(), Environment: append([]string{}, p.Environment...), ConfigSchema: p.Schema,
+		Capabilities: p.Capabilities.Names(), Environment: append([]string{}, p.Environment...), Needs: p.Needs, ConfigSchema: p.Schema,
 	}
 	if info != nil {
 		m.Capabilities, m.Scope = info.Capabilities.Names(), info.Scope.String()
@@ -406,8 +407,8 @@ func ParseManifest(data []byte) (*Manifest, error) {
 	if m.Name == "" || len(m.Name) > MaxName || strings.ContainsAny(m.Name, "\x00/\n") {
 		return nil, malformed("manifest: name %q", text(m.Name))
 	}
-	if len(m.Aliases) > MaxQueries || len(m.Environment) > MaxQueries {
-		return nil, malformed("manifest: too many aliases or environment variables")
+	if max(len(m.Aliases), len(m.Environment), len(m.Needs.Reads), len(m.Needs.Writes)) > MaxQueries {
+		return nil, malformed("manifest: too many aliases, environment variables or paths")
 	}
 	return &m, nil
 }

@@ -10,7 +10,7 @@ var version = "dev" // set by the linker
 
 func main() {
 	d := sdk.Definition{
-		Name: "AIBrixOffloadingConnectorV1Type1", Version: version, Environment: aibrix.Environment(), Scope: aibrix.Scope, Groups: true,
+		Name: "AIBrixOffloadingConnectorV1Type1", Version: version, Environment: aibrix.Environment(), Needs: aibrix.Needs(), Scope: aibrix.Scope, Groups: true,
 		Capabilities: aibrix.Capabilities, Stats: aibrix.StatInfos(),
 	}
 	sdk.Serve(sdk.FromStore(d, aibrix.Open))

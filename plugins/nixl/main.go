@@ -11,6 +11,6 @@ var version = "dev" // set by the linker
 func main() {
 	sdk.Serve(sdk.FromNode(sdk.Definition{
 		Name: "NixlConnector", Version: version, Groups: true, Scope: nixl.Scope,
-		Capabilities: nixl.Capabilities, Stats: nixl.StatInfos(), Environment: nixl.Environment(),
+		Capabilities: nixl.Capabilities, Stats: nixl.StatInfos(), Environment: nixl.Environment(), Needs: nixl.Needs(),
 	}, nixl.Open))
 }

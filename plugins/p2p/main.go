@@ -8,6 +8,6 @@ import (
 
 func main() {
 	sdk.Serve(sdk.FromPipe(sdk.Definition{
-		Name: "PipeConnector", Version: "1.0.0", Groups: true, LayerWise: true, Stats: append(sdk.PeerStats(), sdk.LayerStats()...),
+		Name: "PipeConnector", Version: "1.0.0", Groups: true, LayerWise: true, Needs: p2p.Needs(), Stats: append(sdk.PeerStats(), sdk.LayerStats()...),
 	}, p2p.Open))
 }

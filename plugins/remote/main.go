@@ -11,7 +11,7 @@ var version = "dev" // set by the linker
 func main() {
 	d := sdk.Definition{
 		Name: "RemoteStoreConnector", Aliases: []string{"RedisConnector", "ValkeyConnector"}, Version: version,
-		Environment: remote.Environment(), Scope: remote.Scope, Groups: true,
+		Environment: remote.Environment(), Needs: remote.Needs(), Scope: remote.Scope, Groups: true,
 		Capabilities: remote.Capabilities, Stats: remote.StatInfos(),
 	}
 	sdk.Serve(sdk.FromStore(d, remote.Open))

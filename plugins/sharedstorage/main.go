@@ -12,7 +12,7 @@ func main() {
 	// The alias is its name since vLLM 0.12.
 	d := sdk.Definition{
 		Name: "SharedStorageConnector", Aliases: []string{"ExampleConnector"}, Version: version, Scope: sharedstorage.Scope, Groups: true,
-		Environment: sharedstorage.Environment(), Capabilities: sharedstorage.Capabilities, Stats: sharedstorage.StatInfos(), Medium: sharedstorage.Medium,
+		Environment: sharedstorage.Environment(), Needs: sharedstorage.Needs(), Capabilities: sharedstorage.Capabilities, Stats: sharedstorage.StatInfos(), Medium: sharedstorage.Medium,
 	}
 	sdk.Serve(sdk.FromStore(d, sharedstorage.Open))
 }

@@ -28,6 +28,8 @@ type Connector struct {
 	Loading  int         `json:"loading"` // loads among them that a plugin works for
 	Held     int         `json:"held"`    // holds that are open
 	Children []Connector `json:"children"`
+	Sandbox  string      `json:"sandbox"`       // on, partial or off
+	Lacks    []string    `json:"sandbox_lacks"` // of it
 }
 
 // Leaves are the plugins of a MultiConnector, those of nested ones too, in order; of another

@@ -24,6 +24,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/host/internal/config"
+	"github.com/kvport/kvport/internal/sandbox"
 	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/internal/wire"
 )
@@ -44,6 +45,7 @@ type Wanted struct {
 	Composed  []string // connectors that need no plugin: a misspelt name may be meant to be theirs
 
 	Handshake time.Duration // that the config gives a plugin's start; a manifest may take as long
+	Sandbox   *sandbox.Spec // in which manifests are asked for; nil: outside
 }
 
 // wait is how long each plugin may take for its manifest.
@@ -145,7 +147,7 @@ func probe(ctx context.Context, paths []string, w *Wanted) ([]Found, *Binary) {
 	defer cancel() // kills who still runs
 	for i, path := range paths {
 		work.Go(func() {
-			found[i] = look(ctx, path, w.wait())
+			found[i] = look(ctx, path, w.wait(), w.Sandbox)
 			answers <- i
 		})
 	}
@@ -190,18 +192,18 @@ func List(ctx context.Context, paths []string) []Found {
 	found := make([]Found, len(files))
 	var work sync.WaitGroup
 	for i, path := range files {
-		work.Go(func() { found[i] = look(ctx, path, manifestWait) })
+		work.Go(func() { found[i] = look(ctx, path, manifestWait, nil) })
 	}
 	work.Wait()
 	return found
 }
 
-func look(ctx context.Context, path string, limit time.Duration) Found {
+func look(ctx context.Context, path string, limit time.Duration, box *sandbox.Spec) Found {
 	p, err := Executable(path)
 	if err != nil {
 		return Found{Path: path, Err: err}
 	}
-	m, err := p.Manifest(ctx, limit)
+	m, err := p.Manifest(ctx, limit, box)
 	return Found{Path: path, Manifest: m, Err: err}
 }
 
@@ -253,7 +255,7 @@ func checkExecutable(path string) error {
 // ReadManifest runs a plugin with --manifest and reads what it prints. It gives the plugin a few
 // seconds, more on a busy machine, no environment and nothing to read. Errors name the binary.
 func ReadManifest(ctx context.Context, path string) (*wire.Manifest, error) {
-	f := look(ctx, path, manifestWait)
+	f := look(ctx, path, manifestWait, nil)
 	return f.Manifest, f.Err
 }
 
@@ -270,8 +272,8 @@ func (e *noManifestError) Error() string {
 func (e *noManifestError) Unwrap() error { return context.DeadlineExceeded }
 
 // Manifest runs the program with --manifest and reads what it prints, like ReadManifest. It gives the
-// plugin limit, which a busy machine stretches.
-func (p *Program) Manifest(ctx context.Context, limit time.Duration) (*wire.Manifest, error) {
+// plugin limit, which a busy machine stretches. box may be nil.
+func (p *Program) Manifest(ctx context.Context, limit time.Duration, box *sandbox.Spec) (*wire.Manifest, error) {
 	var pid atomic.Int64
 	ctx, cancel := Patient(ctx, limit, waits(func() int { return int(pid.Load()) }))
 	defer cancel()
@@ -279,10 +281,15 @@ func (p *Program) Manifest(ctx context.Context, limit time.Duration) (*wire.Mani
 	defer stop(nil)
 	out, complaint := limitedBuffer{full: stop}, limitedBuffer{full: stop}
 	cmd := p.command(ctx, "--manifest")
-	cmd.Stdout, cmd.Stderr = &out, &complaint
+	inherit, err := p.confine(cmd, box, nil)
+	if err != nil {
+		return nil, err
+	}
+	defer closeAll(inherit)
+	cmd.Stdout, cmd.Stderr, cmd.ExtraFiles = &out, &complaint, inherit
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = time.Second
-	err := onOwnThread(func() error {
+	err = onOwnThread(func() error {
 		if err := cmd.Start(); err != nil {
 			return err
 		}
@@ -399,7 +406,7 @@ func Resolve(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error) {
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: %w", config.Err, err)
 	}
-	m, err := p.Manifest(ctx, w.wait())
+	m, err := p.Manifest(ctx, w.wait(), w.Sandbox)
 	if err == nil && !m.Answers(w.Connector) {
 		err = fmt.Errorf("%s answers to %q, not to kv_connector %s", path, append([]string{m.Name}, m.Aliases...), strictjson.Quote(w.Connector))
 	}
@@ -427,7 +434,7 @@ func findPinned(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error
 			wrong = append(wrong, filepath.Base(path))
 			continue
 		}
-		m, err := p.Manifest(ctx, w.wait())
+		m, err := p.Manifest(ctx, w.wait(), w.Sandbox)
 		if err == nil && m.Answers(w.Connector) {
 			return p, m, nil
 		}
@@ -521,6 +528,24 @@ func (p *Program) command(ctx context.Context, args ...string) *exec.Cmd {
 	cmd.Env = []string{}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	return cmd
+}
+
+// confine makes a command of the program one that runs it in a sandbox; nil: it stays as it is. inherit is what the
+// process gets, of which a pinned copy is the last then.
+func (p *Program) confine(cmd *exec.Cmd, box *sandbox.Spec, inherit []*os.File) ([]*os.File, error) {
+	if box == nil {
+		return inherit, nil
+	}
+	if err := box.Wrap(cmd); err != nil || p.copy == nil {
+		return inherit, err
+	}
+	own, err := dupAll([]*os.File{p.copy})
+	if err != nil {
+		return inherit, err
+	}
+	inherit = append(inherit, own...)
+	sandbox.Descriptor(cmd, FirstRegionFD+len(inherit)-1)
+	return inherit, nil
 }
 
 // Close lets go of a pinned copy.

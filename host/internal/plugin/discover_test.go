@@ -28,7 +28,7 @@ func TestManifestDeadline(t *testing.T) {
 	require.Equal(t, time.Minute, (&Wanted{Handshake: time.Minute}).wait())
 	path := filepath.Join(t.TempDir(), "kvport-mute")
 	require.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\nexec sleep 3600\n"), 0o755))
-	_, err := (&Program{Path: path}).Manifest(t.Context(), 200*time.Millisecond)
+	_, err := (&Program{Path: path}).Manifest(t.Context(), 200*time.Millisecond, nil)
 	require.EqualError(t, err, path+" --manifest gave no answer within 200ms")
 }
 

@@ -26,6 +26,7 @@ import (
 
 	"github.com/kvport/kvport/host/internal/config"
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/sandbox"
 	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/internal/wire"
@@ -59,6 +60,7 @@ type Options struct {
 	Handshake   time.Duration
 	Heartbeat   Heartbeat
 	NoRing      bool              // all messages go over the stream
+	Sandbox     *sandbox.Spec     // in which the process runs, and gets its socket's folder; nil: outside
 	Violated    func(what string) // may be nil
 
 	// Started, unless nil, gets the process before one of its sides is opened. pidfd is only lent for
@@ -152,6 +154,11 @@ func (p *Process) prepare(prog *Program, opts *Options) (err error) {
 			return err
 		}
 		inherit = append(inherit, ends...)
+	}
+	if inherit, err = prog.confine(cmd, opts.Sandbox.And(p.dir), inherit); err != nil {
+		closeAll(inherit)
+		own.close()
+		return err
 	}
 	if p.run, err = newRunner(cmd, inherit, own); err != nil {
 		return err

@@ -32,6 +32,8 @@ type config struct {
 	MatchMS int    `json:"match_ms" jsonschema:"description=time that a match takes"`
 	LeaseMS int    `json:"lease_ms" jsonschema:"description=how long a hold lasts that is not renewed; 300 without it and for requests named forgotten"`
 	Beyond  string `json:"beyond" jsonschema:"description=why other machines see the blocks"`
+	Secret  string `json:"secret" jsonschema:"description=a file that it should not read"`
+	Address string `json:"address" jsonschema:"description=where it should not connect"`
 	Arena   int64  `json:"arena" jsonschema:"description=bytes of the arena that it asks for; its first bytes count what was opened"`
 }
 
@@ -48,6 +50,7 @@ null
 type poorer struct{ connector.Scheduler }
 
 func main() {
+	version := "1"
 	switch filepath.Base(os.Args[0]) {
 	case "kvport-hang":
 		if len(os.Args) == 1 {
@@ -55,6 +58,10 @@ func main() {
 		}
 	case "kvport-hangmanifest":
 		select {}
+	case "kvport-spy":
+		if _, err := os.ReadFile(filepath.Join(filepath.Dir(os.Args[0]), "secret")); err == nil {
+			version = "stolen"
+		}
 	case "kvport-badlog":
 		fmt.Fprint(os.Stderr, badLog)
 	case "kvport-exits":
@@ -69,7 +76,7 @@ func main() {
 		}
 	}
 	sdk.Serve(connector.Plugin{
-		Name: "TestConnector", Aliases: []string{"TestAlias"}, Version: "1", Environment: []string{"KVPORT_TEST_SEEN"},
+		Name: "TestConnector", Aliases: []string{"TestAlias"}, Version: version, Environment: []string{"KVPORT_TEST_SEEN", "TOKEN_OF_ANOTHER"}, Needs: connector.Needs{Writes: []string{"dir"}},
 		Capabilities: connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers | connector.CanLease | connector.CanReshape,
 		Schema:       sdk.SchemaOf[config](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
@@ -147,6 +154,11 @@ func main() {
 			}
 			if err := count(&env, c.Arena, 1+env.Rank); err != nil {
 				return nil, err
+			}
+			if c.Fault == "escape" {
+				if err := escape(&c); err != nil {
+					return nil, err
+				}
 			}
 			w := &worker{&side{config: c, env: env}}
 			if strings.HasSuffix(c.Fault, "layers") {

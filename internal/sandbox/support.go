@@ -1,0 +1,141 @@
+package sandbox
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Support is what this kernel can refuse to a program. Every feature is tried by itself: kernels backport.
+type Support struct {
+	ABI     int   // version of Landlock; 0: there is none
+	Err     error // why there is no Landlock
+	Seccomp bool
+
+	files, ports, scopes uint64 // that Landlock knows
+}
+
+// What Landlock's first version knows. Later ones added the features below.
+const firstFiles = 1<<13 - 1
+
+// feature is one bit of Landlock.
+type feature struct {
+	bit  uint64
+	abi  int    // that has it
+	lack string // what a program can do where it is lacking; empty: nothing that seccomp does not refuse
+}
+
+func fileFeatures() []feature {
+	return []feature{
+		{firstFiles, 1, "read and write every file of this user"},
+		{unix.LANDLOCK_ACCESS_FS_REFER, 2, ""}, // without it no file can be moved to another folder
+		{unix.LANDLOCK_ACCESS_FS_TRUNCATE, 3, "truncate every file of this user"},
+		{unix.LANDLOCK_ACCESS_FS_IOCTL_DEV, 5, ""}, // no device but null, zero and random can be opened
+		{unix.LANDLOCK_ACCESS_FS_RESOLVE_UNIX, 9, ""},
+	}
+}
+
+func portFeatures() []feature {
+	return []feature{
+		{unix.LANDLOCK_ACCESS_NET_BIND_TCP, 4, ""}, {unix.LANDLOCK_ACCESS_NET_CONNECT_TCP, 4, ""},
+		{unix.LANDLOCK_ACCESS_NET_BIND_UDP, 10, ""}, {unix.LANDLOCK_ACCESS_NET_CONNECT_SEND_UDP, 10, ""},
+	}
+}
+
+func scopeFeatures() []feature {
+	return []feature{
+		{unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET, 6, ""}, // a program without a network connects to nothing
+		{unix.LANDLOCK_SCOPE_SIGNAL, 6, "send signals to every process of this user"},
+	}
+}
+
+// Probe asks the kernel. It changes nothing.
+func Probe() Support {
+	var s Support
+	abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
+	switch {
+	case errno == unix.ENOSYS:
+		s.Err = errors.New("this kernel has no Landlock, or something above it refuses the call: use Linux 5.13 or newer, and a container profile that lets it pass")
+	case errno == unix.EOPNOTSUPP:
+		s.Err = errors.New("Landlock is not enabled: add it to the kernel's parameter lsm=")
+	case errno != 0:
+		s.Err = fmt.Errorf("landlock_create_ruleset: %w", errno)
+	default:
+		s.ABI = int(abi)
+	}
+	if s.ABI > 0 {
+		s.files = known(fileFeatures(), func(a *unix.LandlockRulesetAttr, bit uint64) { a.Handled_access_fs = bit })
+		s.ports = known(portFeatures(), func(a *unix.LandlockRulesetAttr, bit uint64) { a.Handled_access_net = bit })
+		s.scopes = known(scopeFeatures(), func(a *unix.LandlockRulesetAttr, bit uint64) { a.Scoped = bit })
+	}
+	action := uint32(unix.SECCOMP_RET_ERRNO)
+	_, _, errno = unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_GET_ACTION_AVAIL, 0, uintptr(unsafe.Pointer(&action)))
+	s.Seccomp = errno == 0
+	return s
+}
+
+// known are the bits of features with which the kernel makes a ruleset.
+func known(features []feature, set func(*unix.LandlockRulesetAttr, uint64)) (bits uint64) {
+	for _, f := range features {
+		var attr unix.LandlockRulesetAttr
+		set(&attr, f.bit)
+		fd, err := newRuleset(&attr)
+		if err == nil {
+			bits |= f.bit
+			_ = unix.Close(fd)
+		}
+	}
+	return bits
+}
+
+func newRuleset(attr *unix.LandlockRulesetAttr) (int, error) {
+	fd, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, uintptr(unsafe.Pointer(attr)), unsafe.Sizeof(*attr), 0)
+	if errno != 0 {
+		return -1, fmt.Errorf("landlock_create_ruleset: %w", errno)
+	}
+	return int(fd), nil
+}
+
+// Any reports whether the kernel can refuse anything that a program of another user could not be refused anyway.
+func (s *Support) Any() bool { return s.ABI > 0 || s.Seccomp }
+
+// Lacks says, a line each, what this kernel cannot refuse to a program. It is empty where everything is in force.
+func (s *Support) Lacks() []string {
+	var lacks []string
+	for _, kind := range []struct {
+		features []feature
+		known    uint64
+	}{{fileFeatures(), s.files}, {scopeFeatures(), s.scopes}} {
+		for _, f := range kind.features {
+			if f.lack != "" && kind.known&f.bit == 0 {
+				lacks = append(lacks, fmt.Sprintf("%s (needs ABI %d): a plugin can %s", s.landlock(), f.abi, f.lack))
+			}
+		}
+	}
+	if !s.Seccomp {
+		lacks = append(lacks, "no seccomp: a plugin can use the network, trace other processes of this user and leave processes behind")
+	}
+	return lacks
+}
+
+// landlock names the version.
+func (s *Support) landlock() string {
+	if s.ABI == 0 {
+		return "no Landlock"
+	}
+	return fmt.Sprintf("Landlock ABI %d", s.ABI)
+}
+
+// String says in a line what is in force.
+func (s *Support) String() string {
+	parts := []string{s.landlock()}
+	if s.Seccomp {
+		parts = append(parts, "seccomp")
+	} else {
+		parts = append(parts, "no seccomp")
+	}
+	return strings.Join(parts, ", ")
+}
