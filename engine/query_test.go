@@ -188,9 +188,11 @@ func several(t testing.TB, dir, node, extra, settings string) Config {
 // TestCacheQueryOfSeveral: each part of a prompt is named with the scope of the child that has it.
 func TestCacheQueryOfSeveral(t *testing.T) {
 	dir, node := storage(t), t.TempDir()
-	prefill(t, start(t, shared(t, simConfig(t), connector.RoleProducer, dir, "")), []Request{prompted("a", 1, 50)})
+	p := shared(t, simConfig(t), connector.RoleProducer, dir, "")
+	prefill(t, start(t, p), []Request{prompted("a", 1, 50)})
 	key, err := host.ParseConfig(fmt.Sprintf(`{"kv_connector": "TestConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"dir": %q}}`, node))
 	require.NoError(t, err)
+	key.Settings.TicketKeyFile = p.Connector.Settings.TicketKeyFile // else the digests of one are misses for the other
 	cfg := simConfig(t)
 	cfg.Connector, cfg.PluginPath = key, []string{plugins}
 	w := start(t, cfg)

@@ -58,15 +58,21 @@ func TestDigestMisses(t *testing.T) {
 		want   []string
 	}{
 		{
-			"another key", "foreign_key", map[string]any{"ticket_key_file": theirs}, map[string]any{"ticket_key_file": ours},
+			"another key", "foreign_key",
+			map[string]any{"ticket_key_file": theirs},
+			map[string]any{"ticket_key_file": ours},
 			[]string{"stored with a key that is not in the ring", "blocks=3", "keys_seen=[" + theirID + "]", "ring=[" + ourID + "]", "file=" + ours, "kvport keys list"},
 		},
 		{
-			"downgraded", "edition", map[string]any{"digest": "xxh3"}, map[string]any{},
+			"downgraded", "edition",
+			map[string]any{"digest": "xxh3"},
+			map[string]any{},
 			[]string{"stored by another version or with another kvport.digest", "blocks=3", `seen="[edition 1]"`, "edition=2"},
 		},
 		{
-			"upgraded", "edition", map[string]any{}, map[string]any{"digest": "xxh3"},
+			"upgraded", "edition",
+			map[string]any{},
+			map[string]any{"digest": "xxh3"},
 			[]string{"stored by another version or with another kvport.digest", `seen="[edition 2]"`, "edition=1"},
 		},
 	} {
@@ -95,6 +101,7 @@ func TestDigestMisses(t *testing.T) {
 			}
 			require.Equal(t, 1, strings.Count(log.String(), "they count as misses"))
 			require.NotContains(t, log.String(), "damaged blocks")
+			require.NotContains(t, log.String(), "transfer failed")
 
 			loader.save("c", ks, 20)
 			require.Equal(t, 48, loader.match(query("e", ks), nil).Tokens)
@@ -120,6 +127,7 @@ func TestOutdatedBlocks(t *testing.T) {
 	require.Contains(t, log.String(), `seen="[another length]"`)
 	require.Contains(t, log.String(), "blocks=3", "also if the connector names none")
 	require.True(t, e.Replace)
+	require.NotContains(t, log.String(), "transfer failed")
 	require.Zero(t, r.metric("kvport_integrity_failures_total"))
 	r.save("b", ks, 10)
 	require.Empty(t, r.load("c", ks, 20).Failed)

@@ -257,6 +257,9 @@ func (h *Host) complain(direction string, c *complaints, b *tracker.Event) {
 	if len(b.Failed) == 0 || b.Err == nil || errors.Is(b.Err, context.Canceled) || errors.Is(b.Err, connector.ErrDeclined) {
 		return
 	}
+	if errors.Is(b.Err, tracker.ErrForeignKey) || errors.Is(b.Err, connector.ErrOutdated) {
+		return // unread has said so, with the remedy
+	}
 	now := time.Now()
 	if now.Before(c.next) {
 		c.dropped++

@@ -364,6 +364,15 @@ func TestResetIsAllOfThem(t *testing.T) {
 	require.False(t, emptied)
 }
 
+// TestFoldBeyondMachine: a composite names the child whose blocks other machines see.
+func TestFoldBeyondMachine(t *testing.T) {
+	info, err := multiconnector.Fold("M", []multiconnector.Child{
+		{Name: "a", Role: connector.RoleBoth}, {Name: "b", Role: connector.RoleBoth, Info: connector.Info{BeyondMachine: "url has the address x"}},
+	})
+	require.NoError(t, err)
+	require.Equal(t, "connectors[1].kv_connector_extra_config.url has the address x", info.BeyondMachine)
+}
+
 func TestFold(t *testing.T) {
 	child := func(name string, role connector.Role, info connector.Info) multiconnector.Child {
 		return multiconnector.Child{Name: name, Role: role, Info: info}
@@ -384,13 +393,6 @@ func TestFold(t *testing.T) {
 	}{
 		{name: "nobody", err: "no children"},
 		{name: "one", children: []multiconnector.Child{child("a", both, plain)}, want: plain},
-		{
-			name:     "beyond this machine",
-			children: []multiconnector.Child{child("a", both, plain), child("b", both, with(func(i *connector.Info) { i.BeyondMachine = "url has the address x" }))},
-			want: with(func(i *connector.Info) {
-				i.BeyondMachine = "connectors[1].kv_connector_extra_config.url has the address x"
-			}),
-		},
 		{
 			name: "powers are those of any", want: with(func(i *connector.Info) { i.Capabilities = connector.CanHold | connector.CanReset }),
 			children: []multiconnector.Child{

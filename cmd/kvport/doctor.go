@@ -263,8 +263,10 @@ func checkDigests(s *host.Settings, info *connector.Info, by string) check {
 		store += "; engines of other users and in containers that lack " + path + " have another key and cannot use it, unless kvport.ticket_key_file names one for all"
 	}
 	if s.Digest == host.DigestXXH3 {
-		return check{name, statusWarn, "xxh3: they find damage, and whoever can write a store can forge them; " + store,
-			"leave out kvport.digest, and give all machines that share a store the same kvport.ticket_key_file"}
+		return check{
+			name, statusWarn, "xxh3: they find damage, and whoever can write a store can forge them; " + store,
+			"leave out kvport.digest, and give all machines that share a store the same kvport.ticket_key_file",
+		}
 	}
 	if err := s.CheckShared(info); err != nil {
 		return result(name, "", err, "kvport keys init --file FILE makes a file of keys; name its copy on each machine in kvport.ticket_key_file")

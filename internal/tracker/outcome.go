@@ -40,7 +40,7 @@ func (b *Tracker) judge(c *call, out Outcome) {
 	}
 	if len(out.Foreign) > 0 {
 		bad, _ := pick(c.part.Blocks, out.Foreign)
-		o.fail(bad, errForeignKey)
+		o.fail(bad, ErrForeignKey)
 		b.unread(o, bad, &b.counters.Foreign)
 	}
 	if len(out.Outdated) > 0 {

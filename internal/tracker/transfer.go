@@ -20,10 +20,12 @@ var (
 	errRole       = errors.New("the role does not load")
 	errLoading    = errors.New("a load still writes one of the blocks")
 	errReused     = fmt.Errorf("an earlier turn's blocks have been reused: %w", connector.ErrGone)
-	errForeignKey = fmt.Errorf("their digests were made with a key that is not in the ring: %w", connector.ErrGone)
 	errEarly      = fmt.Errorf("the connector answered before all layers were computed: %w", connector.ErrIncompatible)
 	errLanding    = errors.New("more blocks than landing memory holds: raise kvport.landing_bytes")
 )
+
+// ErrForeignKey is why blocks failed whose digests were made with a key that is not in the ring. The host says more in its log.
+var ErrForeignKey = fmt.Errorf("their digests were made with a key that is not in the ring: %w", connector.ErrGone)
 
 type callState uint8
 
