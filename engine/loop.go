@@ -152,7 +152,7 @@ func (l *loop) event(ev host.Event, open bool) {
 	switch ev.Kind {
 	case host.Loaded:
 		l.noteLoaded(ev.Request, len(ev.Failed) > 0)
-		l.sched.Loaded(ev.Step, ev.Request, ev.Failed, errors.Is(ev.Err, connector.ErrCorrupt), ev.Unverified)
+		l.sched.Loaded(ev.Step, ev.Request, ev.Failed, ev.Replace, ev.Unverified)
 	case host.Saved:
 		l.sched.Saved(ev.Step, ev.Request)
 	case host.Stored:

@@ -96,7 +96,10 @@ type Event struct {
 	// from the first loaded token on, and what is computed from it, is for that request alone: no other may find it
 	// (rule TAINT-02). The host takes none of it to be saved or held.
 	Unverified bool
-	Err        error // why Failed is not empty, for logs and metrics
+	// Replace says that some of Failed is stored and cannot be used: it is damaged, or its digests cannot be checked. When it
+	// is computed, its save has to replace it.
+	Replace bool
+	Err     error // why Failed is not empty, for logs and metrics
 }
 
 // Health is what /health says about a host.

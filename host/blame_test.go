@@ -1,6 +1,7 @@
 package host
 
 import (
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -11,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/host/internal/leaktest"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // The error of a plugin that fails while it is asked or opened names its binary, the phase, how its
@@ -56,4 +58,15 @@ func TestReplacedPluginIsRefused(t *testing.T) {
 	require.NotEqual(t, "ready", r.Health().State)
 	require.NoError(t, os.Remove(mark))
 	require.Eventually(t, func() bool { return r.Health().State == "ready" }, time.Minute, time.Millisecond)
+}
+
+// A plugin whose store other machines see since it was started again goes on, and the log says that it was mounted late.
+func TestLateMountIsNamed(t *testing.T) {
+	var log testkit.Log
+	r := newRig(t, rigOptions{log: slog.New(slog.NewTextHandler(&log, nil)), settings: map[string]any{"breaker": map[string]any{"deaths": 1000}}})
+	require.NoError(t, os.WriteFile(filepath.Join(r.dir, "mounted"), nil, 0o600))
+	require.NoError(t, syscall.Kill(r.Health().PID, syscall.SIGKILL))
+	require.Eventually(t, func() bool { return r.Health().Restarts > 0 && r.Health().State == "ready" }, time.Minute, time.Millisecond)
+	require.Contains(t, log.String(), "who sees what is stored has changed")
+	require.Contains(t, log.String(), "network file system (NFS)")
 }

@@ -42,6 +42,17 @@ func (s *Settings) CheckShared(info *connector.Info) error {
 		ErrConfig, info.Name, info.BeyondMachine)
 }
 
+// warnFreshKey says that nothing can be loaded that a store has from before, because the key is a new one. Where the state folder
+// does not outlive a container, that is so after each start.
+func (h *Host) warnFreshKey() {
+	if !h.keys.Fresh() || h.info.Scope <= connector.ScopeEngine || h.cfg.Settings.Digest == DigestXXH3 {
+		return
+	}
+	h.log.Warn("the key of this user's engines was made just now, so blocks that the store has from before count as misses",
+		"connector", h.info.Name, "file", h.keys.Path(), "key", h.keys.Ring().First().ID,
+		"remedy", "if this comes back at each start, or engines of other users or containers share the store: kvport keys init --file FILE, and name it in kvport.ticket_key_file of all of them")
+}
+
 // unreadable are loaded blocks that cannot be used, by reason.
 type unreadable struct {
 	corrupt  []connector.BlockID
@@ -108,14 +119,14 @@ func (r *unreadableReason) due(now time.Time, blocks int, seen map[string]bool) 
 }
 
 // unread logs blocks of a load whose digests cannot be checked, with the remedy, but not more often than missedEvery: what is
-// true of one block is true of a whole store. err is what the plugin said.
-func (h *Host) unread(found *unreadable, err error) {
+// true of one block is true of a whole store. err is what the plugin said about a load of that many blocks.
+func (h *Host) unread(found *unreadable, blocks int, err error) {
 	outdated := len(found.outdated)
 	if errors.Is(err, connector.ErrOutdated) {
-		outdated++ // or more, if the plugin names no blocks
 		if some, is := errors.AsType[*connector.BlockError](err); is && len(some.Blocks) > 0 {
-			outdated += len(some.Blocks) - 1
+			blocks = len(some.Blocks)
 		}
+		outdated += blocks
 		note(&found.editions, "another length")
 	}
 	if outdated+len(found.foreign) == 0 {
@@ -128,13 +139,13 @@ func (h *Host) unread(found *unreadable, err error) {
 	if seen, dropped, yes := l.foreign.due(now, len(found.foreign), found.keys); yes {
 		h.log.Warn("blocks were stored with a key that is not in the ring, they count as misses",
 			"connector", h.info.Name, "blocks", len(found.foreign), "keys_seen", seen, "ring", h.keys.Ring().IDs(), "file", h.keyFile(),
-			"remedy", "compare kvport keys list on the machine that stored them, and give all engines that share the store the same kvport.ticket_key_file; if the key is lost, nothing needs to be done, because blocks are replaced as they are computed",
+			"remedy", "compare kvport keys list on the machine that stored them, and give all engines that share the store the same kvport.ticket_key_file; if the key is lost, nothing needs to be done, because engines that save replace blocks as they compute them; if no engine of yours has that key, find out who writes the store",
 			"not_logged", dropped)
 	}
 	if seen, dropped, yes := l.outdated.due(now, outdated, found.editions); yes {
 		h.log.Warn("blocks were stored by another version or with another kvport.digest, they count as misses",
 			"connector", h.info.Name, "blocks", outdated, "seen", seen, "edition", h.digests.Edition(),
-			"remedy", "give all engines that share the store the same version and the same kvport.digest; blocks of earlier versions are replaced as they are computed, or empty the store",
+			"remedy", "give all engines that share the store the same version and the same kvport.digest; engines that save replace blocks of earlier versions as they compute them; if no engine of yours has stored such blocks, find out who writes the store",
 			"not_logged", dropped)
 	}
 }

@@ -89,6 +89,7 @@ func TestDigestMisses(t *testing.T) {
 			e := loader.load("c", ks, 20)
 			require.Equal(t, []connector.BlockID{20, 21, 22}, e.Failed)
 			require.NotErrorIs(t, e.Err, connector.ErrCorrupt)
+			require.True(t, e.Replace)
 			require.InDelta(t, 3, loader.misses(c.reason), 0)
 			require.InDelta(t, 3, loader.metric("kvport_digest_misses_total"), 0, "of no other reason")
 			for _, name := range []string{"kvport_integrity_failures_total", "kvport_plugin_violations_total", "kvport_plugin_restarts_total", "kvport_plugin_breaker_open"} {
@@ -124,6 +125,8 @@ func TestOutdatedBlocks(t *testing.T) {
 	require.ErrorIs(t, e.Err, connector.ErrOutdated)
 	require.InDelta(t, 3, r.misses("edition"), 0)
 	require.Contains(t, log.String(), `seen="[another length]"`)
+	require.Contains(t, log.String(), "blocks=3", "also if the connector names none")
+	require.True(t, e.Replace)
 	require.NotContains(t, log.String(), "transfer failed")
 	require.Zero(t, r.metric("kvport_integrity_failures_total"))
 	r.save("b", ks, 10)
@@ -215,4 +218,24 @@ func TestDigestConfig(t *testing.T) {
 	_, err = ParseConfig(`{"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [
 		{"kv_connector": "X", "kv_role": "kv_both", "kvport": {"digest": "xxh3"}}]}}`)
 	require.ErrorContains(t, err, "digest and peers are the engine's")
+}
+
+// An engine that makes the key of this user's engines says once that it can load nothing that a store has from before.
+func TestFreshKeyIsNamed(t *testing.T) {
+	const text = "the key of this user's engines was made just now"
+	t.Setenv("XDG_STATE_HOME", t.TempDir())
+	t.Setenv("XDG_RUNTIME_DIR", t.TempDir())
+	for _, c := range []struct {
+		scope string
+		lines int
+	}{{"engine", 0}, {"node", 1}, {"node", 0}} {
+		var log testkit.Log
+		o := rigOptions{log: slog.New(slog.NewTextHandler(&log, nil)), extra: map[string]any{"scope": c.scope}}
+		if c.lines > 0 { // the first engine of another user
+			t.Setenv("XDG_STATE_HOME", t.TempDir())
+			t.Setenv("XDG_RUNTIME_DIR", t.TempDir())
+		}
+		newRig(t, o)
+		require.Equal(t, c.lines, strings.Count(log.String(), text))
+	}
 }

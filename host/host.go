@@ -118,6 +118,7 @@ func (h *Host) begin(first *generation) {
 	h.layerWise = h.findLayerWise(first)
 	h.openReshape()
 	h.warnScope()
+	h.warnFreshKey()
 	h.tracker = tracker.New(h.bookConfig())
 	var life context.Context
 	life, h.leave = context.WithCancel(context.Background())

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -204,6 +205,11 @@ func (s *source) describeAgain(ctx context.Context, r *plugin.Remote) error {
 		return err
 	}
 	was := &s.info
+	if now.BeyondMachine != was.BeyondMachine && s.keys.ring != nil {
+		s.log.Warn("who sees what is stored has changed since the engine started: a folder was mounted later, or is no longer mounted",
+			"connector", now.Name, "was", cmp.Or(was.BeyondMachine, "this machine only"), "now", cmp.Or(now.BeyondMachine, "this machine only"),
+			"remedy", "mount before the engine starts, and start the engine again, which then says whether it needs kvport.ticket_key_file")
+	}
 	if now.Name == was.Name && slices.Equal(now.Layouts, was.Layouts) && now.Groups == was.Groups &&
 		now.Lossy == was.Lossy && now.MatchFetches == was.MatchFetches && now.Scope == was.Scope && now.ArenaBytes == was.ArenaBytes && now.ArenaBlocks == was.ArenaBlocks && now.ArenaBlockTokens == was.ArenaBlockTokens &&
 		slices.EqualFunc(now.Stats, was.Stats, sameStat) {

@@ -116,7 +116,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	}
 	found := r.checkDigests(tracker.Arrived(a.Check, err))
 	fault.Crash("host.load.checked")
-	h.unread(&found, err)
+	h.unread(&found, len(t.Blocks), err)
 	return tracker.Outcome{Err: err, Corrupt: found.corrupt, Foreign: found.foreign, Outdated: found.outdated}
 }
 

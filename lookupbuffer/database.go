@@ -176,8 +176,8 @@ func (d *Database) get(ctx context.Context, it *connector.Item) (there bool, err
 	case errors.Is(err, connector.ErrGone):
 		return false, nil
 	case err == nil:
-		if n := it.Size(); n != len(value) { // somebody else has cut or damaged it
-			err = fmt.Errorf("block %v has %d bytes, there is room for %d: %w", it.Key, len(value), n, connector.ErrCorrupt)
+		if n := it.Size(); n != len(value) { // another version has stored it, or somebody has cut it: nothing in it says which
+			err = fmt.Errorf("block %v has %d bytes, there is room for %d: %w", it.Key, len(value), n, connector.ErrOutdated)
 		}
 	}
 	if err != nil {

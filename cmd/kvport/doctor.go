@@ -259,6 +259,9 @@ func checkDigests(s *host.Settings, info *connector.Info, by string) check {
 	if info.BeyondMachine != "" {
 		store = "other machines may see what is stored (" + info.BeyondMachine + ")"
 	}
+	if path, err := keyring.SharedPath(); err == nil && s.TicketKeyFile == "" && s.Digest != host.DigestXXH3 && info.Scope > connector.ScopeEngine {
+		store += "; engines of other users and in containers that lack " + path + " have another key and cannot use it, unless kvport.ticket_key_file names one for all"
+	}
 	if s.Digest == host.DigestXXH3 {
 		return check{
 			name, statusWarn, "xxh3: they find damage, and whoever can write a store can forge them; " + store,

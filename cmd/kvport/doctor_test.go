@@ -53,6 +53,7 @@ func TestDoctorDigests(t *testing.T) {
 		{host.Settings{Digest: host.DigestKeyed}, shared, statusFail, "kvport.ticket_key_file is not set"},
 		{host.Settings{Digest: host.DigestKeyed, TicketKeyFile: "f"}, shared, statusOK, "10.0.0.1:6379"},
 		{host.Settings{Digest: host.DigestXXH3}, shared, statusWarn, "forge"},
+		{host.Settings{Digest: host.DigestKeyed}, &connector.Info{Scope: connector.ScopeShared}, statusOK, "in containers that lack"},
 	} {
 		got := checkDigests(&c.settings, c.info, "vaes")
 		require.Equal(t, c.status, got.Status, c.says)

@@ -8,6 +8,7 @@
 package sharedstorage
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -190,6 +191,9 @@ func (s *Store) get(d *dir, it connector.Item) error {
 			s.removed([]connector.StoreKey{it.Key})
 		}
 	}
+	if errors.Is(err, connector.ErrOutdated) {
+		s.counts.Count(func(n *Counts) { n.Outdated++ })
+	}
 	if err == nil {
 		s.counts.Count(func(n *Counts) {
 			n.Loaded++
@@ -227,7 +231,7 @@ func (s *Store) put(d *dir, it connector.Item) error {
 		return err
 	}
 	size := headerSize + int64(it.Size())
-	if have, ok := d.size(it.Key); ok && have == size && !it.Replace {
+	if !it.Replace && stored(d, it, size) {
 		s.counts.Count(func(n *Counts) { n.Known++ })
 		return nil
 	}
@@ -252,6 +256,19 @@ func (s *Store) put(d *dir, it connector.Item) error {
 		s.unlock()
 	}
 	return err
+}
+
+// stored reports whether a block's file is on disk, as far as its size and the beginning of its digests say.
+func stored(d *dir, it connector.Item, size int64) bool {
+	fd, st, err := d.open(it.Key)
+	if err != nil {
+		return false
+	}
+	defer unix.Close(fd) //nolint:errcheck // it was only read
+	want, at := storekit.Mark(it)
+	have := make([]byte, len(want))
+	n, err := unix.Pread(fd, have, headerSize+int64(at))
+	return st.Size == size && err == nil && n == len(have) && bytes.Equal(have, want)
 }
 
 // writeFile writes the file under a temporary name and renames it. Whatever goes wrong, the
@@ -322,6 +339,7 @@ type Counts struct {
 	Known       uint64 `stat:"known_blocks_total" help:"Saves of blocks that were stored already."`
 	Evicted     uint64 `stat:"evicted_blocks_total" help:"Block files evicted by this engine to keep max_bytes."`
 	Corrupt     uint64 `stat:"corrupt_blocks_total" help:"Damaged block files found."`
+	Outdated    uint64 `stat:"outdated_blocks_total" help:"Whole block files of another length found: another version has stored them."`
 	Refused     uint64 `stat:"refused_saves_total" help:"Saves refused because the folder cannot be written."`
 	Reopened    uint64 `stat:"reopened_total" help:"Times that the folder had to be opened again."`
 

@@ -304,6 +304,7 @@ func TestOutdatedFiles(t *testing.T) {
 	require.ErrorIs(t, get(t, s, now), connector.ErrOutdated)
 	require.FileExists(t, s.pathOf(keyOf(1)))
 	require.Zero(t, s.Counts().Corrupt)
+	require.Equal(t, uint64(1), s.Counts().Outdated)
 	require.NoError(t, get(t, s, item(1)), "it is as it was")
 	now.Replace = true
 	require.NoError(t, s.Put(t.Context(), []connector.Item{now}))
@@ -385,4 +386,20 @@ func FuzzDecode(f *testing.F) {
 			require.ErrorIs(t, err, connector.ErrCorrupt)
 		}
 	})
+}
+
+// A block that is there and was made with another key or by another version is written again.
+func TestPutReplacesOtherKeys(t *testing.T) {
+	s := open(t, Config{Path: t.TempDir()})
+	marked := func(key byte, lengths ...int) connector.Item {
+		it := item(1, append(lengths, 48)...)
+		copy(it.Spans[len(lengths)], []byte{2, 0, 0, 0, 0, 0, 0, 0, key, 2, 3, 4, 5, 6, 7, 8})
+		return it
+	}
+	for _, it := range []connector.Item{marked(1, 300), marked(2, 300), marked(2, 300), marked(2, 300, 16)} {
+		put(t, s, it)
+		require.NoError(t, get(t, s, it))
+	}
+	require.Equal(t, uint64(3), s.Counts().Saved)
+	require.Equal(t, uint64(1), s.Counts().Known)
 }

@@ -87,10 +87,10 @@ func (s *Scheduler) publish(r *seq, full int) {
 	r.full = full
 }
 
-// Loaded says that a load is over: the blocks in failed hold nothing, all others are filled. corrupt
-// says that what failed was there but damaged, unverified that nobody has verified the others. What the
+// Loaded says that a load is over: the blocks in failed hold nothing, all others are filled. replace
+// says that what failed is stored and cannot be used, unverified that nobody has verified the others. What the
 // host reports twice, or was never given, is ignored here and below.
-func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connector.BlockID, corrupt, unverified bool) {
+func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connector.BlockID, replace, unverified bool) {
 	h := s.taken(handle{'l', step, id})
 	if h == nil || h.seq.state != loading {
 		return // unknown, or aborted meanwhile
@@ -116,7 +116,7 @@ func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connect
 	}
 	s.stats.FailedLoads++
 	r.barred = valid == h.from
-	if corrupt {
+	if replace {
 		r.replace = h.to
 	}
 	if s.cfg.FailLoads {

@@ -74,8 +74,12 @@ func (s store) get(it connector.Item) error {
 		return fmt.Errorf("%w: %w", connector.ErrGone, err)
 	}
 	defer f.Close()
-	if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
+	info, err := f.Stat()
+	switch {
+	case err != nil || !info.Mode().IsRegular():
 		return errors.Join(connector.ErrCorrupt, err)
+	case info.Size() != int64(it.Size()): // another version of kvport has stored it, or it was cut
+		return fmt.Errorf("%d bytes, want %d: %w", info.Size(), it.Size(), connector.ErrOutdated)
 	}
 	for _, span := range it.Spans {
 		if _, err := io.ReadFull(f, span); err != nil {

@@ -35,3 +35,13 @@ func TestStoreKeys(t *testing.T) {
 		return s
 	}})
 }
+
+// What another version of kvport has stored is no damage.
+func TestOutdated(t *testing.T) {
+	s, err := open(t.Context(), connector.Env{}, config{Dir: t.TempDir()})
+	require.NoError(t, err)
+	put := connector.Item{Spans: [][]byte{make([]byte, 32)}}
+	require.NoError(t, s.Put(t.Context(), []connector.Item{put}))
+	require.ErrorIs(t, s.Get(t.Context(), []connector.Item{{Spans: [][]byte{make([]byte, 48)}}}), connector.ErrOutdated)
+	require.NoError(t, s.Get(t.Context(), []connector.Item{put}))
+}

@@ -191,8 +191,10 @@ class Store:
             raise Failure("GONE", f"{key.hex()} is not stored: {err.strerror}") from None
         with file:
             size = os.fstat(file.fileno()).st_size
-            if size != sum(map(len, spans)) or any(file.readinto(s) != len(s) for s in spans):
-                raise Failure("CORRUPT", f"{key.hex()} has {size} bytes")
+            if size != sum(map(len, spans)):  # another version of kvport has stored it, or it was cut
+                raise Failure("OUTDATED", f"{key.hex()} has {size} bytes")
+            if any(file.readinto(s) != len(s) for s in spans):
+                raise Failure("CORRUPT", f"{key.hex()} ends too early")
 
     def put(self, key: bytes, spans: list[memoryview]) -> None:
         """Write a block under another name first, so that nobody sees half of it (rule WORK-08)."""

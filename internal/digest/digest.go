@@ -37,22 +37,19 @@ const headerSize = 16
 // align is the alignment of digest segments: a cache line.
 const align = 64
 
-// Binding is what a digest ties bytes to, in addition to the Hasher's own engine and shard. Either Key or
-// Hold says which block it is.
+// Binding is what a digest ties bytes to, in addition to the Hasher's own engine and shard.
 type Binding struct {
-	Key      connector.BlockKey
-	Hold     connector.HoldID // blocks without a key: the hold that keeps them ...
-	Position int              // ... and the block's place in it
-	Group    uint16
-	Segment  int // index among the group's segments, digests not counted
-	Layer    int
+	Key     connector.BlockKey // a part of a block has a key of its own while it is handed over
+	Group   uint16
+	Segment int // index among the group's segments, digests not counted
+	Layer   int
 }
 
 // header is how a block's part of a digest segment begins.
 type header [headerSize]byte
 
 // boundSize is the length of a header, a Binding and the data's length, encoded.
-const boundSize = headerSize + 32 + 8 + 8 + 8 + 8 + 8 + 8
+const boundSize = headerSize + 32 + 8 + 8 + 8 + 8
 
 // Hasher makes and checks the digests of one rank's cache. It is safe for concurrent use.
 type Hasher struct {
@@ -159,7 +156,7 @@ func (m *Maker) Sum(data []byte, b *Binding) (sum [Size]byte) {
 // bindings are written alike.
 func (m *Maker) bind(to []byte, b *Binding, size int) {
 	to = append(append(to, m.header[:]...), b.Key[:]...)
-	for _, n := range [...]uint64{uint64(b.Hold), uint64(b.Position), uint64(b.Group), uint64(b.Segment), uint64(b.Layer), uint64(size)} {
+	for _, n := range [...]uint64{uint64(b.Group), uint64(b.Segment), uint64(b.Layer), uint64(size)} {
 		to = binary.LittleEndian.AppendUint64(to, n)
 	}
 }

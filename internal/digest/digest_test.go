@@ -205,8 +205,7 @@ func TestDigestIsBound(t *testing.T) {
 		add(what, h, data, base)
 	}
 	for what, change := range map[string]func(*Binding){
-		"key": func(b *Binding) { b.Key[5] = 1 }, "hold": func(b *Binding) { b.Hold = 1 }, "position": func(b *Binding) { b.Position = 1 },
-		"group": func(b *Binding) { b.Group = 1 }, "segment": func(b *Binding) { b.Segment = 1 }, "layer": func(b *Binding) { b.Layer = -1 },
+		"key": func(b *Binding) { b.Key[5] = 1 }, "group": func(b *Binding) { b.Group = 1 }, "segment": func(b *Binding) { b.Segment = 1 }, "layer": func(b *Binding) { b.Layer = -1 },
 	} {
 		bind := base
 		change(&bind)

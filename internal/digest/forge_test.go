@@ -145,33 +145,6 @@ func TestAttacks(t *testing.T) {
 	}
 }
 
-// What is bound to a hold is not believed under another one, nor at another place in it, nor under a key.
-func TestReplayUnderAnotherHold(t *testing.T) {
-	m, err := hasher(by("a")).Maker()
-	require.NoError(t, err)
-	rng := rand.New(rand.NewPCG(2, 2))
-	data := make([]byte, 100)
-	for range tries {
-		for i := range data {
-			data[i] = byte(rng.Uint32())
-		}
-		was := Binding{Hold: connector.HoldID(rng.Uint64()), Position: rng.IntN(1 << 20), Layer: rng.IntN(100)}
-		sum := m.Sum(data, &was)
-		require.Equal(t, sum, m.Sum(data, &was))
-		for _, change := range []func(*Binding){
-			func(b *Binding) { b.Hold ^= 1 << rng.IntN(64) },
-			func(b *Binding) { b.Position++ },
-			func(b *Binding) { b.Key[rng.IntN(len(b.Key))]++ },
-			func(b *Binding) { b.Group++ },
-			func(b *Binding) { b.Layer++ },
-		} {
-			now := was
-			change(&now)
-			require.NotEqual(t, sum, m.Sum(data, &now))
-		}
-	}
-}
-
 // Whoever has another edition does not believe ours, in either direction.
 func TestEditionsAreApart(t *testing.T) {
 	all := map[int]*Hasher{editionXXH3: hasher(XXH3()), editionKeyed: hasher(by("a"))}

@@ -58,6 +58,7 @@ type File struct {
 	path  string
 	ring  atomic.Pointer[Ring]
 	stale atomic.Bool
+	fresh bool  // OpenAt has made it
 	last  stamp // of the file when it was last looked at; Watch's
 }
 
@@ -94,6 +95,9 @@ func Fixed(ring *Ring) *File {
 	f.ring.Store(ring)
 	return f
 }
+
+// Fresh reports whether there was no file before OpenAt: its key is a new one.
+func (f *File) Fresh() bool { return f.fresh }
 
 // Path is where the file is.
 func (f *File) Path() string { return f.path }

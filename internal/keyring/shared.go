@@ -28,11 +28,17 @@ func OpenAt(path string, log *slog.Logger) (*File, error) {
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
 	}
-	path, err := shared(log, os.Link)
+	before, err := SharedPath()
+	fresh := err != nil || !isThere(before)
+	if path, err = shared(log, os.Link); err != nil {
+		return nil, err
+	}
+	f, err := Open(path)
 	if err != nil {
 		return nil, err
 	}
-	return Open(path)
+	f.fresh = fresh
+	return f, nil
 }
 
 // SharedPath is where the file is that all engines of this user on this machine share, or will be. It makes nothing.

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 
@@ -29,6 +30,7 @@ func places(t *testing.T) (state, runtime string) {
 func TestShared(t *testing.T) {
 	state, runtime := places(t)
 	ids := make([]string, 8)
+	var fresh atomic.Int32
 	var all sync.WaitGroup
 	for i := range ids {
 		all.Go(func() {
@@ -38,9 +40,13 @@ func TestShared(t *testing.T) {
 				return
 			}
 			ids[i] = f.Ring().First().ID
+			if f.Fresh() {
+				fresh.Add(1)
+			}
 		})
 	}
 	all.Wait()
+	require.Positive(t, fresh.Load())
 	for _, id := range ids {
 		require.Equal(t, ids[0], id, "whoever comes first makes the key of all")
 	}
@@ -63,6 +69,7 @@ func TestShared(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, ids[0], f.Ring().First().ID)
 	require.Equal(t, state, f.Path())
+	require.False(t, f.Fresh())
 	at, err := SharedPath()
 	require.NoError(t, err)
 	require.Equal(t, state, at)

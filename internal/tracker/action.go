@@ -150,6 +150,7 @@ type Event struct {
 	Unverified bool           // Loaded: nobody has verified what it brought
 	Refused    bool           // Saved: no call was made, because the blocks are tainted
 	Damaged    int            // Loaded: blocks that were not what was saved, counted on every rank
+	Replace    bool           // Loaded: some of Failed is stored and cannot be used: it is damaged, or nobody here can check it
 	Lost       bool           // Loaded, Saved, Released: the blocks stay pinned for good
 	Held       bool           // Finished: the blocks stay pinned until Released
 	Hold       connector.Hold // Finished: what the Holder answered

@@ -30,7 +30,7 @@ func (b *Tracker) judge(c *call, out Outcome) {
 		case errors.Is(out.Err, connector.ErrCorrupt):
 			b.damaged(o, bad)
 		case errors.Is(out.Err, connector.ErrOutdated):
-			b.unread(bad, &b.counters.Outdated)
+			b.unread(o, bad, &b.counters.Outdated)
 		}
 	}
 	if len(out.Corrupt) > 0 {
@@ -41,24 +41,25 @@ func (b *Tracker) judge(c *call, out Outcome) {
 	if len(out.Foreign) > 0 {
 		bad, _ := pick(c.part.Blocks, out.Foreign)
 		o.fail(bad, ErrForeignKey)
-		b.unread(bad, &b.counters.Foreign)
+		b.unread(o, bad, &b.counters.Foreign)
 	}
 	if len(out.Outdated) > 0 {
 		bad, _ := pick(c.part.Blocks, out.Outdated)
 		o.fail(bad, connector.ErrOutdated)
-		b.unread(bad, &b.counters.Outdated)
+		b.unread(o, bad, &b.counters.Outdated)
 	}
 }
 
 // damaged counts blocks that are not what was saved, and remembers their keys.
 func (b *Tracker) damaged(o *op, bad []connector.Block) {
 	o.damaged += len(bad)
-	b.unread(bad, &b.counters.Damaged)
+	b.unread(o, bad, &b.counters.Damaged)
 }
 
 // unread counts blocks that cannot be used, and remembers their keys: they are computed, and their next save replaces them.
-func (b *Tracker) unread(bad []connector.Block, count *int) {
+func (b *Tracker) unread(o *op, bad []connector.Block, count *int) {
 	*count += len(bad)
+	o.replace = o.replace || len(bad) > 0
 	for _, k := range bad {
 		b.corrupt.add(k.Key)
 	}

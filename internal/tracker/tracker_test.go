@@ -328,6 +328,7 @@ func TestUncheckedBlocksAreReplaced(t *testing.T) {
 		require.Len(t, ev.Failed, 2)
 		require.NotErrorIs(t, ev.Err, connector.ErrCorrupt)
 		require.Zero(t, ev.Damaged)
+		require.True(t, ev.Replace)
 		require.Equal(t, c.want, b.Counters())
 		for _, want := range []bool{true, false} {
 			b.start(Save, 2)
@@ -525,4 +526,19 @@ func TestNotSavedWhileLoading(t *testing.T) {
 	b.done(load, Outcome{})
 	b.start(Save, 1)
 	require.Equal(t, Save, one[Move](b).Kind)
+}
+
+// Of a load that fails in several ways the error says that something was damaged, whichever came first.
+func TestDamageIsNamed(t *testing.T) {
+	b := newBench(t, nil)
+	b.start(Load, 2)
+	b.done(one[Move](b), Outcome{Err: &connector.BlockError{Blocks: []connector.BlockID{0}, Err: connector.ErrGone}, Corrupt: []connector.BlockID{1}})
+	ev := b.event()
+	require.ErrorIs(t, ev.Err, connector.ErrGone)
+	require.ErrorIs(t, ev.Err, connector.ErrCorrupt)
+	require.True(t, ev.Replace)
+
+	b.start(Load, 2)
+	b.done(one[Move](b), Outcome{Err: connector.ErrGone})
+	require.False(t, b.event().Replace, "there is nothing to replace")
 }

@@ -59,11 +59,12 @@ type op struct {
 	damaged  int                // loads: blocks that arrived and are not what was saved, by all calls
 	retried  bool               // it has lost one generation already
 	canceled bool
+	replace  bool // loads: some of what failed is stored and cannot be used
 	lost     bool // its blocks never come back
 	guilty   bool // it made its generation miss the deadline
 	failed   map[connector.BlockID]struct{}
 	skipped  map[connector.BlockID]struct{} // saves: the connector chose not to
-	err      error                          // the first
+	err      error                          // the first, and damage
 }
 
 // call is one part of a transfer on one rank.
@@ -265,8 +266,11 @@ func (o *op) fail(blocks []connector.Block, err error) {
 	for _, k := range blocks {
 		o.failed[k.ID] = struct{}{}
 	}
-	if o.err == nil {
+	switch {
+	case o.err == nil:
 		o.err = err
+	case errors.Is(err, connector.ErrCorrupt) && !errors.Is(o.err, connector.ErrCorrupt):
+		o.err = errors.Join(o.err, err)
 	}
 }
 
@@ -379,7 +383,7 @@ func (b *Tracker) endOp(now time.Time, o *op) {
 	delete(b.ops, o.id)
 	ev := Event{
 		Kind: Loaded, Request: o.t.Request, Step: o.step, Tokens: o.t.Tokens, Took: now.Sub(o.began),
-		Blocks: ids(o.t.Blocks), Lost: o.lost, Damaged: o.damaged, Refused: o.refused,
+		Blocks: ids(o.t.Blocks), Lost: o.lost, Damaged: o.damaged, Replace: o.replace, Refused: o.refused,
 	}
 	for _, k := range o.t.Blocks {
 		_, bad := o.failed[k.ID]

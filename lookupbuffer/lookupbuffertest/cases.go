@@ -234,7 +234,7 @@ func failedPlacement(t T, h Harness) {
 		err := r.end(r.waiting(r.Context(), to))
 		want := connector.ErrIncompatible
 		if h.Shared {
-			want = connector.ErrCorrupt
+			want = connector.ErrOutdated
 		}
 		r.failed(err, want, len(to)-1)
 	}

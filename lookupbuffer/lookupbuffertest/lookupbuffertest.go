@@ -42,8 +42,8 @@ type Harness struct {
 	Capacity int
 	// Keep says that blocks stay after they are selected.
 	Keep bool
-	// Shared says that others may change what is stored, as in a database: a block of another size is damaged then,
-	// and connector.ErrCorrupt instead of connector.ErrIncompatible.
+	// Shared says that others may change what is stored, as in a database: a block of another size is
+	// connector.ErrOutdated then instead of connector.ErrIncompatible.
 	Shared bool
 }
 

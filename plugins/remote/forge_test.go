@@ -22,11 +22,20 @@ const valueHead = 48
 func TestForgedValues(t *testing.T) {
 	r := rig.New(t)
 	r.Tokens = 4
+	prompts, want := r.Unaligned(rig.Texts(t, *rig.Seed+4300, 8, 700, 900), 4)
+	r.Forgeries(values(t), prompts, want)
+}
+
+// TestRefreshedValues: prefill and decode with a server between them go on after a key was lost, and after an upgrade: the
+// producer, which never loads, replaces what it has to compute.
+func TestRefreshedValues(t *testing.T) { rig.New(t).Refreshed(values(t)) }
+
+// values are a Medium of values in a server; the keys of each place have a prefix of their own.
+func values(t *testing.T) *rig.Medium {
 	srv, _ := rig.RemoteServer(t)
 	client := srv.Client()
-	defer func() { require.NoError(t, client.Close()) }()
-	prompts, want := r.Unaligned(rig.Texts(t, *rig.Seed+4300, 8, 700, 900), 4)
-	r.Forgeries(&rig.Medium{
+	t.Cleanup(func() { require.NoError(t, client.Close()) })
+	return &rig.Medium{
 		Head: valueHead,
 		Config: func(role, place, settings string) string {
 			extra, err := json.Marshal(map[string]string{"url": "redis://" + srv.Address, "key_prefix": place + ":"})
@@ -54,7 +63,7 @@ func TestForgedValues(t *testing.T) {
 			binary.LittleEndian.PutUint64(value[8:], uint64(len(value)-valueHead))
 			return value
 		},
-	}, prompts, want)
+	}
 }
 
 // TestServerBeyondThisMachine: an engine whose blocks are on a server that other machines reach does not start without a file of

@@ -212,3 +212,10 @@ func lineWith(p *cluster.Process, text string) string {
 	}
 	return ""
 }
+
+// TestRefreshedBlocks: prefill and decode with a folder between them go on after a key was lost, and after an upgrade: the
+// producer, which never loads, replaces what it has to compute.
+func TestRefreshedBlocks(t *testing.T) {
+	r := rig.New(t)
+	r.Refreshed(folders(r))
+}

@@ -1,12 +1,14 @@
 package remote
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"net"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -21,6 +23,7 @@ type LM struct {
 	served
 	conns chan *lmConn
 	n     int
+	sent  sent
 }
 
 // The protocol's numbers, from lmcache/v1/protocol.py and memory_management.py of LMCache 0.5.6.
@@ -264,12 +267,45 @@ func (c *lmConn) value(r *scatter) error {
 	return nil
 }
 
+// sentMost is how many blocks a sent remembers.
+const sentMost = 1 << 16
+
+// sent remembers how the digests of blocks begin that this process has sent. The protocol cannot ask for a part of a value, so
+// nobody knows with which key a block on the server was made, except whoever has sent it. A block that this process has not
+// sent is therefore sent, also if it is there.
+type sent struct {
+	mu    sync.Mutex
+	marks map[connector.StoreKey][storekit.MarkBytes]byte
+}
+
+// has reports whether a block was sent as it is. One without digests counts as sent, so that the server is asked.
+func (s *sent) has(it connector.Item) bool {
+	mark, _ := storekit.Mark(it)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	old, ok := s.marks[it.Key]
+	return mark == nil || ok && bytes.Equal(old[:], mark)
+}
+
+func (s *sent) add(it connector.Item) {
+	mark, _ := storekit.Mark(it)
+	if mark == nil {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.marks == nil || len(s.marks) >= sentMost {
+		s.marks = map[connector.StoreKey][storekit.MarkBytes]byte{}
+	}
+	s.marks[it.Key] = [storekit.MarkBytes]byte(mark)
+}
+
 // Put implements connector.Store. The server acknowledges no PUT, so each batch ends with questions whether
 // its blocks are there: it answers them after it has stored what came before.
 func (s *LM) Put(ctx context.Context, items []connector.Item) error {
 	var keys []connector.StoreKey
 	for _, it := range items {
-		if !it.Replace {
+		if !it.Replace && s.sent.has(it) {
 			keys = append(keys, it.Key)
 		}
 	}
@@ -324,6 +360,7 @@ func (s *LM) put(c *lmConn, part []connector.Item, known map[connector.StoreKey]
 			errs[i] = fmt.Errorf("%s: the server has not stored it: %w", short(part[i].Key), connector.ErrGone)
 			continue
 		}
+		s.sent.add(part[i])
 		s.counts.Count(func(n *Stats) { n.wrote(part[i].Size()) })
 	}
 	return nil

@@ -1,10 +1,12 @@
 package remote
 
 import (
+	"encoding/binary"
 	"encoding/hex"
 	"io"
 	"net"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -86,4 +88,94 @@ func TestLMSilentServer(t *testing.T) {
 	for c := range accepted {
 		require.NoError(t, c.Close())
 	}
+}
+
+// TestLMSendsOnce: a block that another process has sent is sent, since nobody can ask with which key it was made, and then no
+// more.
+func TestLMSendsOnce(t *testing.T) {
+	address := lmServer(t)
+	for range 2 {
+		s, err := OpenLM(Options{Addresses: []string{address}})
+		require.NoError(t, err)
+		for range 3 {
+			require.NoError(t, s.Put(t.Context(), []connector.Item{marked(1, 1)}))
+		}
+		require.Equal(t, uint64(1), s.Stats().Saved)
+		require.Equal(t, uint64(2), s.Stats().Known)
+		require.NoError(t, s.Close())
+	}
+}
+
+// TestSentIsBounded: what is remembered of blocks that were sent is bounded.
+func TestSentIsBounded(t *testing.T) {
+	var s sent
+	it := marked(1, 1)
+	for n := range sentMost + 10 {
+		it.Key = connector.StoreKey{byte(n), byte(n >> 8), byte(n >> 16)}
+		s.add(it)
+	}
+	require.Len(t, s.marks, 10)
+	require.True(t, s.has(it))
+	require.True(t, s.has(item(1, 100)), "no digests: the server is asked")
+}
+
+// lmServer is a server that speaks as much of the protocol as a store needs.
+func lmServer(t *testing.T) (address string) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	var wg sync.WaitGroup
+	values := &lmValues{data: map[string][]byte{}}
+	wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() {
+				defer c.Close()
+				for values.serve(c) == nil {
+				}
+			})
+		}
+	})
+	t.Cleanup(func() {
+		require.NoError(t, l.Close())
+		wg.Wait()
+	})
+	return l.Addr().String()
+}
+
+type lmValues struct {
+	mu   sync.Mutex
+	data map[string][]byte
+}
+
+// serve answers one request.
+func (v *lmValues) serve(c net.Conn) error {
+	var head [lmAskBytes]byte
+	if _, err := io.ReadFull(c, head[:]); err != nil {
+		return err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	command, length, key := binary.LittleEndian.Uint32(head[:]), binary.LittleEndian.Uint32(head[4:]), string(head[36:])
+	if command == lmPut {
+		value := make([]byte, length)
+		_, err := io.ReadFull(c, value)
+		v.data[key] = value
+		return err
+	}
+	value, ok := v.data[key]
+	answer := make([]byte, lmAnswerBytes)
+	binary.LittleEndian.PutUint32(answer, 400)
+	if ok {
+		binary.LittleEndian.PutUint32(answer, lmSuccess)
+	}
+	if command == lmGet {
+		binary.LittleEndian.PutUint32(answer[4:], uint32(len(value)))
+		answer = append(answer, value...)
+	}
+	_, err := c.Write(answer)
+	return err
 }

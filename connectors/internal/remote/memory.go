@@ -1,6 +1,7 @@
 package remote
 
 import (
+	"bytes"
 	"container/list"
 	"context"
 	"fmt"
@@ -81,7 +82,7 @@ func (m *Memory) put(it connector.Item) error {
 		m.order.MoveToFront(e)
 	}
 	m.mu.Unlock()
-	if e != nil && !it.Replace {
+	if e != nil && !it.Replace && sameValue(e, it) {
 		m.counts.Count(func(n *Stats) { n.Known++ })
 		return nil
 	}
@@ -104,6 +105,13 @@ func (m *Memory) put(it connector.Item) error {
 	m.byKey[it.Key] = m.order.PushFront(block)
 	m.bytes += size
 	return nil
+}
+
+// sameValue reports whether a value is that of a block, as far as its length and the beginning of its digests say.
+func sameValue(e *list.Element, it connector.Item) bool {
+	block, _ := e.Value.(*entry)
+	want, at := storekit.Mark(it)
+	return len(block.value) == headerSize+it.Size() && bytes.Equal(block.value[headerSize+at:][:len(want)], want)
 }
 
 func (m *Memory) remove(e *list.Element) {

@@ -104,6 +104,9 @@ func (o *Options) Private() error {
 	if o.TLS != nil || address == "" {
 		return nil
 	}
+	if _, _, err := net.SplitHostPort(address); err != nil {
+		return fmt.Errorf("%w: %w", ErrPlain, err)
+	}
 	return fmt.Errorf("%s: %w", address, ErrPlain)
 }
 

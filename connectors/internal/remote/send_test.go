@@ -70,7 +70,7 @@ func TestSavesAskOnce(t *testing.T) {
 		do()
 		info, err := c.Info(t.Context(), "commandstats").Result()
 		require.NoError(t, err)
-		calls, _, _ := strings.Cut(strings.TrimPrefix(infoField(info, "cmdstat_exists"), "calls="), ",")
+		calls, _, _ := strings.Cut(strings.TrimPrefix(infoField(info, "cmdstat_strlen"), "calls="), ",")
 		n, _ := strconv.Atoi(calls) // none: no such field
 		return n
 	}

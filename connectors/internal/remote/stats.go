@@ -14,6 +14,7 @@ type Stats struct {
 	Known       uint64 `stat:"known_blocks_total" help:"Saves of blocks that were there."`
 	Gone        uint64 `stat:"gone_blocks_total" help:"Blocks that were wanted and not there."`
 	Corrupt     uint64 `stat:"corrupt_blocks_total" help:"Values that were not the block."`
+	Outdated    uint64 `stat:"outdated_blocks_total" help:"Whole values of another length: another version has stored them."`
 	Refused     uint64 `stat:"refused_blocks_total" help:"Blocks that were not written: the server was away or full, or they were too large."`
 	BytesLoaded uint64 `stat:"loaded_bytes_total" help:"Bytes read."`
 	BytesSaved  uint64 `stat:"saved_bytes_total" help:"Bytes written."`
@@ -66,6 +67,8 @@ func (s *served) received(r *scatter) error {
 			n.read(r.item.Size())
 		case errors.Is(r.err, connector.ErrCorrupt):
 			n.Corrupt++
+		case errors.Is(r.err, connector.ErrOutdated):
+			n.Outdated++
 		default:
 			n.Gone++
 		}

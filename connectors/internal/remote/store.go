@@ -151,7 +151,7 @@ func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int,
 	if len(keys) == 0 {
 		return make([]int, len(runs)), nil
 	}
-	present, err := s.present(ctx, s.asker, keys)
+	present, err := s.present(ctx, keys)
 	if err != nil {
 		if ctx.Err() == nil && causeOf(err) == causeBusy {
 			return nil, s.o.explain(ctx, err)
@@ -178,12 +178,12 @@ func distinct(runs [][]connector.StoreKey) []connector.StoreKey {
 }
 
 // present asks which keys are there, many in one round trip.
-func (s *Store) present(ctx context.Context, lanes *lanes, keys []connector.StoreKey) (map[connector.StoreKey]bool, error) {
+func (s *Store) present(ctx context.Context, keys []connector.StoreKey) (map[connector.StoreKey]bool, error) {
 	present := make(map[connector.StoreKey]bool, len(keys))
 	for len(keys) > 0 {
 		part := keys[:min(batchKeys, len(keys))]
 		keys = keys[len(part):]
-		err := s.do(ctx, lanes, func(ctx context.Context, l *lane) error {
+		err := s.do(ctx, s.asker, func(ctx context.Context, l *lane) error {
 			pipe := l.client.Pipeline()
 			answers := make([]*redis.IntCmd, len(part))
 			for i, k := range part {
@@ -268,7 +268,7 @@ func (s *Store) result(ctx context.Context, r *scatter, all error) error {
 	return s.o.explain(ctx, all)
 }
 
-// Put implements connector.Store. Blocks that are there are not sent again.
+// Put implements connector.Store. Blocks that are there as they are now are not sent again.
 func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	if err := s.health.room(time.Now()); err != nil {
 		s.counts.Count(func(n *Stats) { n.Refused += uint64(len(items)) })
@@ -284,31 +284,56 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 // refresh finds the blocks that the server already has and starts their time to live again. It does not ask for
 // those that were missing just now.
 func (s *Store) refresh(ctx context.Context, items []connector.Item) (map[connector.StoreKey]bool, error) {
-	keys := make([]connector.StoreKey, 0, len(items))
+	var ask []connector.Item
 	now := time.Now()
 	for _, it := range items {
 		if !s.absent.take(it.Key, now) && !it.Replace {
-			keys = append(keys, it.Key)
+			ask = append(ask, it)
 		}
 	}
-	if s.o.TTL == 0 || len(keys) == 0 {
-		return s.present(ctx, s.movers, keys)
+	known := make(map[connector.StoreKey]bool, len(ask))
+	for part := range slices.Chunk(ask, batchKeys) {
+		err := s.do(ctx, s.movers, func(ctx context.Context, l *lane) error { return s.compare(ctx, l, part, known) })
+		if err != nil {
+			return nil, err
+		}
 	}
-	known := make(map[connector.StoreKey]bool, len(keys))
-	err := s.do(ctx, s.movers, func(ctx context.Context, l *lane) error {
-		pipe := l.client.Pipeline()
-		answers := make([]*redis.BoolCmd, len(keys))
-		for i, k := range keys {
-			answers[i] = pipe.PExpire(ctx, s.key(k), s.o.TTL)
-		}
-		_, err := pipe.Exec(ctx)
-		for i, k := range keys {
-			known[k] = answers[i].Val()
-		}
-		return err
-	})
-	return known, err
+	return known, nil
 }
+
+// compare notes which blocks the server has as they are, as far as the length and the beginning of the digests say. What has
+// another length or was made with another key counts as unknown, so that it is replaced.
+func (s *Store) compare(ctx context.Context, l *lane, part []connector.Item, known map[connector.StoreKey]bool) error {
+	pipe := l.client.Pipeline()
+	lengths, marks := make([]*redis.IntCmd, len(part)), make([]*redis.StringCmd, len(part))
+	for i, it := range part {
+		key := s.key(it.Key)
+		lengths[i] = pipe.StrLen(ctx, key)
+		if mark, at := storekit.Mark(it); mark != nil {
+			marks[i] = pipe.GetRange(ctx, key, int64(headerSize+at), int64(headerSize+at+len(mark)-1))
+		}
+		if s.o.TTL > 0 {
+			pipe.PExpire(ctx, key, s.o.TTL)
+		}
+	}
+	answers, err := pipe.Exec(ctx)
+	if err != nil && !otherType(err) {
+		return err
+	}
+	for _, a := range answers {
+		if err := a.Err(); err != nil && !otherType(err) {
+			return err
+		}
+	}
+	for i, it := range part {
+		mark, _ := storekit.Mark(it)
+		known[it.Key] = lengths[i].Val() == int64(headerSize+it.Size()) && (mark == nil || marks[i].Val() == string(mark))
+	}
+	return nil
+}
+
+// otherType says that a key has a value that is no string, so that it is not ours.
+func otherType(err error) bool { return strings.HasPrefix(err.Error(), "WRONGTYPE") }
 
 // put sends the blocks of one batch that the server does not have.
 func (s *Store) put(ctx context.Context, part []connector.Item, known map[connector.StoreKey]bool) []error {

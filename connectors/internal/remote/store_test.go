@@ -195,6 +195,8 @@ func TestDamagedValues(t *testing.T) {
 		require.Equal(t, []int{0}, failed.Items, name)
 		requireEqual(t, []connector.Item{blank(full[0]), full[1]}, got)
 	}
+	require.Equal(t, uint64(1), s.Stats().Outdated)
+	require.Zero(t, s.Stats().Gone)
 	require.NoError(t, client.Del(t.Context(), s.key(full[0].Key)).Err())
 	require.NoError(t, client.LPush(t.Context(), s.key(full[0].Key), "a list").Err())
 	require.ErrorIs(t, s.Get(t.Context(), []connector.Item{blank(full[0])}), connector.ErrGone, "another type")
@@ -483,4 +485,49 @@ func TestBatches(t *testing.T) {
 	require.Equal(t, []int{1, 2, 3}, batches(sized(batchBytes+1, batchBytes+1, 1)))
 	require.Equal(t, []int{2, 3}, batches(sized(batchBytes/2, batchBytes/2, 1)))
 	require.Equal(t, []int{4}, batches(sized(0, 1, 0, 1)))
+}
+
+// marked is an item whose digests were made with a key.
+func marked(n int, key byte) connector.Item {
+	it := item(n, 100, 48)
+	copy(it.Spans[1], []byte{2, 0, 0, 0, 0, 0, 0, 0, key, 2, 3, 4, 5, 6, 7, 8})
+	return it
+}
+
+// TestPutReplacesOtherKeys: a block that is there and was made with another key or by another version is written again, and one
+// that is there as it is now is not.
+func TestPutReplacesOtherKeys(t *testing.T) {
+	srv := server(t)
+	client := srv.Client()
+	defer func() { require.NoError(t, client.Close()) }()
+	lm, err := OpenLM(Options{Addresses: []string{lmServer(t)}})
+	require.NoError(t, err)
+	defer func() { require.NoError(t, lm.Close()) }()
+	redis := open(t, Options{Addresses: []string{srv.Address}, TTL: time.Hour})
+	for name, s := range map[string]interface {
+		connector.Store
+		Stats() Stats
+	}{"redis": redis, "memory": NewMemory(1 << 20), "lm": lm} {
+		put := func(it connector.Item) { require.NoError(t, s.Put(t.Context(), []connector.Item{it}), name) }
+		holds := func(it connector.Item) {
+			got := []connector.Item{blank(it)}
+			require.NoError(t, s.Get(t.Context(), got), name)
+			requireEqual(t, []connector.Item{it}, got)
+		}
+		put(marked(1, 1))
+		put(marked(1, 2))
+		holds(marked(1, 2))
+		put(marked(1, 2))
+		require.Equal(t, uint64(1), s.Stats().Known, name)
+		longer := marked(1, 2)
+		longer.Spans[0] = append(longer.Spans[0], 1)
+		if name != "lm" { // its protocol does not say how long a value is
+			put(longer)
+			holds(longer)
+		}
+	}
+	require.NoError(t, client.Del(t.Context(), redis.key(marked(1, 1).Key)).Err())
+	require.NoError(t, client.LPush(t.Context(), redis.key(marked(1, 1).Key), "a list").Err())
+	require.NoError(t, redis.Put(t.Context(), []connector.Item{marked(1, 1)}), "another type")
+	require.NoError(t, redis.Get(t.Context(), []connector.Item{blank(marked(1, 1))}))
 }

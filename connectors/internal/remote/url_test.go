@@ -24,6 +24,7 @@ func TestPrivate(t *testing.T) {
 		}
 		require.ErrorIs(t, o.Private(), ErrPlain, address)
 	}
+	require.ErrorContains(t, (&Options{Network: "tcp", Addresses: []string{"127.0.0.1"}}).Private(), "missing port")
 	require.NoError(t, (&Options{Network: "unix", Addresses: []string{"/x"}}).Private())
 }
 

@@ -299,7 +299,7 @@ func (d *Disk) put(it connector.Item) error {
 	switch {
 	case int64(size) > d.slotBytes:
 		return fmt.Errorf("block of %d bytes, slots have %d: %w", size, d.slotBytes, connector.ErrIncompatible)
-	case !it.Replace && d.has(it.Key):
+	case !it.Replace && d.same(it):
 		d.index.Touch(it.Key)
 		d.c.Count(func(n *Stats) { n.Known++ })
 		return nil
@@ -326,6 +326,29 @@ func (d *Disk) put(it connector.Item) error {
 	d.index.Commit(id, it.Key)
 	d.c.Count(func(n *Stats) { n.wrote(size) })
 	return nil
+}
+
+// same reports whether a block is there as it is, as far as its length and the beginning of its digests say.
+func (d *Disk) same(it connector.Item) bool {
+	if !d.has(it.Key) {
+		return false
+	}
+	id, ok := d.index.Acquire(it.Key, false)
+	if !ok {
+		return false
+	}
+	defer d.index.Release(id)
+	want, at := storekit.Mark(it)
+	if want == nil {
+		return true
+	}
+	var b [headerSize]byte
+	var h header
+	var have [storekit.MarkBytes]byte
+	if d.readFull(b[:], d.headerAt(id)) != nil || !h.decode(b[:]) || int(h.length) != it.Size() {
+		return false
+	}
+	return d.readFull(have[:], d.slotAt(id)+int64(at)) == nil && bytes.Equal(have[:], want)
 }
 
 // write fills a free slot: its header says that it holds the block when all of it was written.

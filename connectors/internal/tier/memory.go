@@ -168,6 +168,17 @@ func (m *memory) acquire(k connector.StoreKey, size int, use bool) (id uint32, e
 	}
 }
 
+// same reports whether a block is there as it is, as far as its size and the beginning of its digests say.
+func (m *memory) same(it connector.Item, size int) bool {
+	id, err := m.acquire(it.Key, size, false)
+	if err != nil {
+		return false
+	}
+	defer m.index.Release(id)
+	want, at := storekit.Mark(it)
+	return bytes.Equal(m.block(id, size)[at:][:len(want)], want)
+}
+
 // begin finds a slot for a block of size bytes. known: it is there already. A wait that is not nil ends
 // when somebody else has written it.
 func (m *memory) begin(it connector.Item, size int, expires int64) (f *fill, known bool, wait <-chan struct{}, err error) {
@@ -179,7 +190,7 @@ func (m *memory) begin(it connector.Item, size int, expires int64) (f *fill, kno
 		m.fillMu.Unlock()
 		return nil, false, other, nil
 	}
-	if !it.Replace && m.has(it.Key) {
+	if !it.Replace && m.same(it, size) {
 		m.fillMu.Unlock()
 		return nil, true, nil, nil
 	}

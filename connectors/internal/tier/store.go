@@ -439,8 +439,10 @@ type Options struct {
 	// of all slots are kept, the earliest is let go for the next; 0: a tenth.
 	PinAfter int
 	PinShare float64
-	// Lower is the tier below memory: a Disk, or a store elsewhere. What is written to it are blocks
-	// of one span. The Store closes it, and resets it if it is a connector.Resetter. nil: none.
+	// Digests are the bytes that the digests at the end of a block take, by the size of the block. They are a span of their
+	// own in what is written to Lower, which can so tell with which key they were made. What is not in it counts as having none.
+	Digests map[int]int
+	// Lower is the tier below memory: a Disk, or a store elsewhere. The Store closes it, and resets it if it is a connector.Resetter. nil: none.
 	Lower connector.Store
 	// AdmitAfter is how often a block is stored or loaded before it is written to Lower; 0: twice, 1:
 	// every block.
@@ -459,11 +461,17 @@ type Options struct {
 	Log *slog.Logger
 }
 
-// Fit sets SlotBytes and SameSize for the blocks of a layout.
+// Fit sets SlotBytes, SameSize and Digests for the blocks of a layout.
 func (o *Options) Fit(l *connector.Layout) {
 	sizes := make([]int64, len(l.Groups))
 	for g := range sizes {
 		sizes[g] = l.BlockBytes(uint16(g))
+	}
+	o.Digests = map[int]int{}
+	for _, s := range l.Segments {
+		if s.Layer == connector.DigestLayer && int(s.Group) < len(sizes) {
+			o.Digests[int(sizes[s.Group])] = int(s.Bytes)
+		}
 	}
 	o.SlotBytes = slices.Max(sizes)
 	o.SameSize = slices.Min(sizes) == o.SlotBytes

@@ -489,3 +489,44 @@ func TestDiskThatDoesNotFit(t *testing.T) {
 	require.ErrorContains(t, err, fmt.Sprintf("disk_bytes is 1073741824 bytes: the index of %d blocks of 4096 bytes takes %d bytes of memory, this machine has free %d: set it lower",
 		d.slots, d.slots*entryBytes, d.slots*entryBytes-1))
 }
+
+// TestPutReplacesOtherKeys: a block that is there and was made with another key is written again, in memory and below.
+func TestPutReplacesOtherKeys(t *testing.T) {
+	marked := func(key byte) connector.Item {
+		it := item(1, 0)
+		copy(it.Spans[2], []byte{2, 0, 0, 0, 0, 0, 0, 0, key, 2, 3, 4, 5, 6, 7, 8})
+		return it
+	}
+	path := t.TempDir()
+	for n := range byte(3) { // a new store of the same folder each time
+		d := disk(t, path, 8)
+		s := open(t, Options{MemoryBytes: 1 << 16, Lower: d, AdmitAfter: 1, Digests: map[int]int{blockBytes: len(marked(1).Spans[2])}})
+		for _, key := range []byte{2 * n, 2 * n, 2*n + 1} {
+			require.NoError(t, s.Put(t.Context(), []connector.Item{marked(key)}))
+			require.NoError(t, s.Flush(t.Context()))
+			for _, from := range []connector.Store{s, lowerOf(d)} {
+				it := empty(1)
+				require.NoError(t, from.Get(t.Context(), []connector.Item{it}))
+				require.Equal(t, got(marked(key)), got(it), "%T", from)
+			}
+		}
+		memory, _ := s.Stats()
+		require.Equal(t, uint64(1), memory.Known)
+		require.NoError(t, s.Close())
+	}
+}
+
+// lowerOf reads what the tier above has written.
+func lowerOf(d *Disk) connector.Store { return withoutHead{d} }
+
+type withoutHead struct{ *Disk }
+
+func (w withoutHead) Get(ctx context.Context, items []connector.Item) error {
+	for _, it := range items {
+		it.Spans = append([][]byte{make([]byte, LowerHeader)}, it.Spans...)
+		if err := w.Disk.Get(ctx, []connector.Item{it}); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -31,6 +31,7 @@ type config struct {
 	SlowMS  int    `json:"slow_ms" jsonschema:"description=time that a load takes"`
 	MatchMS int    `json:"match_ms" jsonschema:"description=time that a match takes"`
 	LeaseMS int    `json:"lease_ms" jsonschema:"description=how long a hold lasts that is not renewed; 300 without it and for requests named forgotten"`
+	Scope   string `json:"scope" jsonschema:"description=engine: no other engine sees the blocks"`
 	Beyond  string `json:"beyond" jsonschema:"description=why other machines see the blocks"`
 	Secret  string `json:"secret" jsonschema:"description=a file that it should not read"`
 	Address string `json:"address" jsonschema:"description=where it should not connect"`
@@ -86,7 +87,13 @@ func main() {
 			if _, err := os.Stat(filepath.Join(c.Dir, "replaced")); err == nil {
 				info.Groups = true // as another binary might say
 			}
+			if c.Scope == "engine" {
+				info.Scope = connector.ScopeEngine
+			}
 			info.ArenaBytes, info.ArenaField, info.BeyondMachine = c.Arena, "arena", c.Beyond
+			if _, err := os.Stat(filepath.Join(c.Dir, "mounted")); err == nil {
+				info.BeyondMachine = "dir is on a network file system (NFS)"
+			}
 			if _, err := os.Stat(filepath.Join(c.Dir, "larger")); err == nil {
 				info.ArenaBytes++
 			}

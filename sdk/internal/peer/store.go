@@ -75,7 +75,7 @@ func (s *Store) Get(ctx context.Context, items []connector.Item) error {
 			var found bool
 			found, err = s.memory.Read(it.Key, func(data []byte) error {
 				if len(data) != it.Size() {
-					return fmt.Errorf("block of %d bytes, there is room for %d: %w", len(data), it.Size(), connector.ErrCorrupt)
+					return fmt.Errorf("block of %d bytes, there is room for %d: %w", len(data), it.Size(), connector.ErrOutdated)
 				}
 				pipe.Copy(it.Spans, [][]byte{data})
 				return nil

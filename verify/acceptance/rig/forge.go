@@ -198,3 +198,50 @@ func (t *trial) forge(n, batch int, want map[string]float64) (restore func()) {
 		}
 	}
 }
+
+// Refreshed has a producer save blocks to a store that has them by a key that is lost, or of an earlier version. A producer never
+// loads them; its consumer does, and finds them good after that.
+func (r *Rig) Refreshed(m *Medium) {
+	r.Helper()
+	prompts := Texts(r.T, *Seed+4400, 4, 300, 500)
+	single := r.ServeModel("sim", "single", "")
+	want := r.All(single.URL, prompts, 4)
+	r.Stop(single)
+	saved := func(settings string) {
+		p := r.ServeModel("sim", "prefill", m.Config("kv_producer", "store", settings))
+		for _, prompt := range prompts {
+			_, err := r.Client.Complete(r.Context(), p.URL, cluster.Request{Prompt: prompt, MaxTokens: 1})
+			require.NoError(r, err)
+		}
+		r.Idle(p)
+		r.Stop(p)
+	}
+	ring, _ := r.Ring()
+	saved(fmt.Sprintf(`{"ticket_key_file":%q}`, ring))
+	for name, before := range map[string]func() string{
+		"foreign_key": func() string {
+			ring, _ = r.Ring()
+			return ring
+		},
+		"edition": func() string {
+			for _, key := range m.Keys("store") {
+				value := m.Get("store", key)
+				m.Set("store", key, m.Whole(value[:len(value)-digestHeader]))
+			}
+			return ring
+		},
+	} {
+		settings := fmt.Sprintf(`{"ticket_key_file":%q}`, before())
+		d := r.ServeModel("sim", "decode", m.Config("kv_consumer", "store", settings), "--enable-prefix-caching=false")
+		Same(r.T, name, want, r.All(d.URL, prompts, 2))
+		require.Zero(r, r.Metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`), name)
+		misses := r.Metrics(d).Sum("kvport_digest_misses_total", fmt.Sprintf("reason=%q", name))
+		require.Positive(r, misses, name)
+		saved(settings)
+		answers := r.All(d.URL, prompts, 2)
+		Same(r.T, name, want, answers)
+		r.External(d, answers)
+		require.Equal(r, misses, r.Metrics(d).Sum("kvport_digest_misses_total"), "%s: every block was replaced", name)
+		r.Stop(d)
+	}
+}
