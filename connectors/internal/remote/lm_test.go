@@ -90,8 +90,8 @@ func TestLMSilentServer(t *testing.T) {
 	}
 }
 
-// TestLMSendsOnce: a block that another process has sent is sent, since nobody can ask with which key it was made, and then no
-// more.
+// TestLMSendsOnce: a block that another process has sent is sent, since nobody can ask with which key it was made, and is not
+// sent again after that.
 func TestLMSendsOnce(t *testing.T) {
 	address := lmServer(t)
 	for range 2 {
