@@ -167,7 +167,7 @@ func (v *lmValues) serve(c net.Conn) error {
 		return err
 	}
 	value, ok := v.data[key]
-	answer := make([]byte, lmAnswerBytes)
+	answer := make([]byte, lmAnswerBytes, lmAnswerBytes+len(value))
 	binary.LittleEndian.PutUint32(answer, 400)
 	if ok {
 		binary.LittleEndian.PutUint32(answer, lmSuccess)
