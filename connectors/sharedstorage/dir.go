@@ -177,17 +177,14 @@ func (d *dir) open(k connector.StoreKey) (fd int, st *unix.Stat_t, err error) {
 	return fd, st, nil
 }
 
-// size is the length of the key's file, or false when there is none.
-func (d *dir) size(k connector.StoreKey) (int64, bool) {
+// has reports whether there is a file of the key.
+func (d *dir) has(k connector.StoreKey) bool {
 	f, err := d.folder(int(k[0]), false)
 	if err != nil {
-		return 0, false
+		return false
 	}
 	st, err := stat(f, fileName(k))
-	if err != nil || st.Mode&unix.S_IFMT != unix.S_IFREG {
-		return 0, false
-	}
-	return st.Size, true
+	return err == nil && st.Mode&unix.S_IFMT == unix.S_IFREG
 }
 
 // remove deletes the key's file; one that is not there is fine.

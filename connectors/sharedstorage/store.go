@@ -144,7 +144,7 @@ func (s *Store) present(k connector.StoreKey) bool {
 	ok := false
 	s.mu.RLock()
 	if s.dir != nil {
-		_, ok = s.dir.size(k)
+		ok = s.dir.has(k)
 	}
 	s.mu.RUnlock()
 	if !ok {
@@ -264,7 +264,7 @@ func stored(d *dir, it connector.Item, size int64) bool {
 	if err != nil {
 		return false
 	}
-	defer unix.Close(fd) //nolint:errcheck // it was only read
+	defer unix.Close(fd)
 	want, at := storekit.Mark(it)
 	have := make([]byte, len(want))
 	n, err := unix.Pread(fd, have, headerSize+int64(at))
@@ -412,7 +412,7 @@ func emptyShard(d *dir, n int) error {
 		for _, f := range files {
 			d.remove(f.key)
 		}
-		if _, still := d.size(files[0].key); still {
+		if d.has(files[0].key) {
 			return fmt.Errorf("%s cannot be removed", fileName(files[0].key))
 		}
 	}
