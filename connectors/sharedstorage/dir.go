@@ -177,7 +177,7 @@ func (d *dir) open(k connector.StoreKey) (fd int, st *unix.Stat_t, err error) {
 	return fd, st, nil
 }
 
-// has reports whether the key has a file.
+// has reports whether there is a file of the key.
 func (d *dir) has(k connector.StoreKey) bool {
 	f, err := d.folder(int(k[0]), false)
 	if err != nil {

@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"io"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -167,15 +168,16 @@ func (v *lmValues) serve(c net.Conn) error {
 		return err
 	}
 	value, ok := v.data[key]
-	answer := make([]byte, lmAnswerBytes, lmAnswerBytes+len(value))
-	binary.LittleEndian.PutUint32(answer, 400)
+	var answer [lmAnswerBytes]byte
+	binary.LittleEndian.PutUint32(answer[:], 400)
 	if ok {
-		binary.LittleEndian.PutUint32(answer, lmSuccess)
+		binary.LittleEndian.PutUint32(answer[:], lmSuccess)
 	}
 	if command == lmGet {
 		binary.LittleEndian.PutUint32(answer[4:], uint32(len(value)))
-		answer = append(answer, value...)
+	} else {
+		value = nil
 	}
-	_, err := c.Write(answer)
+	_, err := c.Write(slices.Concat(answer[:], value))
 	return err
 }
