@@ -257,11 +257,11 @@ func TestSandboxVariables(t *testing.T) {
 	require.Empty(t, p.Write)
 	require.Equal(t, []string{"HOME", "TMPDIR", "XDG_CACHE_HOME", "KVPORT_PLUGIN_PATH", "KVPORT_ANY", "LD_LIBRARY_PATH", "KVPORT_UCX_DIR", "LMCACHE_LOCAL_DISK"}, variables)
 
-	variables, p = policy("LMCacheConnectorV1", `{"trust":"staged"}`)
+	variables, p = policy("LMCacheOther", `{"trust":"staged"}`)
 	require.Contains(t, variables, "LMCACHE_RESP_PASSWORD")
 	require.NotContains(t, variables, "KVPORT_REMOTE_PASSWORD")
 	require.Equal(t, []string{"/of/LMCACHE_LOCAL_DISK", "/of/LMCACHE_RESP_PASSWORD"}, p.Write)
-	variables, _ = policy("ValkeyConnector", `{"trust":"staged"}`)
+	variables, _ = policy("RemoteOther", `{"trust":"staged"}`)
 	require.Contains(t, variables, "KVPORT_REMOTE_PASSWORD")
 
 	_, p = policy("X", `{"trust":"staged","environment":["HOME","KVPORT_PLUGIN_PATH","XDG_CACHE_HOME","LD_PRELOAD","KVPORT_ANY"]}`)

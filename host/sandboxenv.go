@@ -18,24 +18,15 @@ func secretWords() []string {
 	return []string{"PASSWORD", "PASSWD", "KEY", "TOKEN", "SECRET", "CREDENTIAL", "URL"}
 }
 
-// ownPrefix begins the names of the variables that belong to a connector which comes with kvport, so that the plugin gets them even
-// if they are credentials or name a file. The operator has written the connector's name into the config; what a manifest says does not count. Empty: none do.
-func ownPrefix(connector string) string {
-	switch connector {
-	case "RemoteStoreConnector", "RedisConnector", "ValkeyConnector":
-		return "KVPORT_REMOTE_"
-	case "LMCacheConnectorV1":
-		return "LMCACHE_"
-	case "AIBrixOffloadingConnectorV1Type1":
-		return "AIBRIX_KV_CACHE_OL_"
-	}
-	return ""
-}
-
-// owns reports whether a variable belongs to the config's connector.
+// owns reports whether a variable belongs to the config's connector, so that the plugin gets it even if it is a credential or names
+// a file: its first word, after KVPORT_, begins the connector's name, as REMOTE does that of a RemoteConnector. The operator has
+// written that name into the config; what a manifest says does not count.
 func (c *Config) owns(name string) bool {
-	prefix := ownPrefix(c.Connector)
-	return prefix != "" && strings.HasPrefix(name, prefix)
+	if !slices.ContainsFunc(usual(), func(prefix string) bool { return strings.HasPrefix(name, prefix) }) {
+		return false
+	}
+	word, _, more := strings.Cut(strings.TrimPrefix(name, "KVPORT_"), "_")
+	return more && word != "" && strings.HasPrefix(strings.ToUpper(c.Connector), word)
 }
 
 // harmless reports whether a plugin in a sandbox may have a variable that the operator does not list.
