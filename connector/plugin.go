@@ -257,9 +257,10 @@ type Plugin struct {
 type Needs struct {
 	// Network: sockets, other than the one at which it listens for its host.
 	Network bool `json:"network,omitempty"`
-	// Reads and Writes name fields of the config, or variables of Environment, whose values are files or folders. So
-	// a connector gets only paths that the operator has written. The value may be a file:// URL. A folder to write
-	// is made, with mode 0700, before the plugin starts.
+	// Reads names fields of the config, or variables of Environment, whose values are files or folders, Writes such whose values are folders,
+	// which are made, with mode 0700, before the plugin starts. So a connector gets only paths that the operator has written. The
+	// value may be a file:// URL, and that of a socket to connect to a unix:// URL; other URLs count as no path. A variable counts
+	// only if the operator lists it, or if the host knows that it names a path.
 	Reads  []string `json:"reads,omitempty"`
 	Writes []string `json:"writes,omitempty"`
 }

@@ -177,7 +177,7 @@ type Settings struct {
 	// ArenaLimit is the most bytes that a connector may have as its arena; 0: what the machine has free.
 	ArenaLimit int `json:"arena_limit" jsonschema:"minimum=1,description=The most bytes that a connector may have as memory that outlives it; without it what the machine has free." jsonschema_extras:"unit=bytes"`
 	// Sandbox says whether the plugin runs in a sandbox.
-	Sandbox SandboxMode `json:"sandbox" jsonschema:"enum=auto,enum=on,enum=off,description=auto: the plugin runs in a sandbox at trust level staged if the machine has one. on: it does at every trust level or does not start. off: it does not."`
+	Sandbox SandboxMode `json:"sandbox" jsonschema:"enum=auto,enum=on,enum=off,description=auto: the plugin runs in a sandbox at trust level staged if the machine has one. on: it does at every trust level or does not start if the kernel cannot keep files and memory from it. off: it does not."`
 	// SandboxAllow is what a plugin in a sandbox may do.
 	SandboxAllow SandboxAllow `json:"sandbox_allow" jsonschema:"description=What a plugin in a sandbox may do in addition to what its config names."`
 	// CrossMemory takes the plugin out of the sandbox: nothing in one can read another process's memory.
@@ -229,7 +229,7 @@ type SandboxMode string
 // The modes.
 const (
 	SandboxAuto SandboxMode = "auto" // at trust level staged, if the machine can; else a warning says why not
-	SandboxOn   SandboxMode = "on"   // at every trust level; where nothing of it is possible the plugin does not start
+	SandboxOn   SandboxMode = "on"   // at every trust level; where files and memory cannot be kept from the plugin it does not start
 	SandboxOff  SandboxMode = "off"
 )
 

@@ -19,7 +19,7 @@ type LaunchOptions struct {
 	Regions     []*Region // the paged cache of each rank
 	Arena       *Arena    // what sides may have as Env.Arena; nil: none
 	Log         *slog.Logger
-	Environment []string      // names of environment variables that are passed on, if set; nothing else is
+	Environment []string      // names of environment variables that are passed on, if set and if Sandbox permits them; nothing else is
 	Handshake   time.Duration // 0: the default
 	Heartbeat   Heartbeat     // zero: the default
 	NoRing      bool          // all messages go over the stream
@@ -68,7 +68,7 @@ func launch(ctx context.Context, prog *plugin.Program, opts LaunchOptions) (*plu
 		opts.Heartbeat = defaults.Heartbeat
 	}
 	return plugin.Launch(ctx, prog, &plugin.Options{
-		Regions: lentRegions(opts.Regions), Arena: opts.Arena.lent(), Log: opts.Log, Environment: opts.Environment,
+		Regions: lentRegions(opts.Regions), Arena: opts.Arena.lent(), Log: opts.Log, Environment: opts.Sandbox.permitted(opts.Environment),
 		Handshake: opts.Handshake, Heartbeat: plugin.Heartbeat(opts.Heartbeat), NoRing: opts.NoRing,
 		Sandbox: opts.Sandbox.spec(), Violated: opts.Violated, Started: opts.Started, Fence: opts.Fence, Hurry: opts.hurry, Abandon: opts.abandon,
 	})

@@ -231,7 +231,7 @@ func TestHostDeathKillsPlugin(t *testing.T) {
 	if path, box, set := strings.Cut(os.Getenv("KVPORT_TEST_HOST"), " "); path != "" {
 		var opts LaunchOptions
 		if set {
-			opts.Sandbox = &Sandbox{sandbox.Spec{Trampoline: box}}
+			opts.Sandbox = &Sandbox{of: sandbox.Spec{Trampoline: box}}
 		}
 		p, err := Launch(context.Background(), path, opts)
 		require.NoError(t, err)

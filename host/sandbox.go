@@ -31,7 +31,11 @@ func (c *Config) SandboxedBy(program string) {
 }
 
 // Sandbox is what a plugin process is confined to. It may be nil: then the process is not confined.
-type Sandbox struct{ of sandbox.Spec }
+type Sandbox struct {
+	of      sandbox.Spec
+	env     []string // names of the variables that the plugin may have
+	folders []string // that the plugin writes, and that are made before it starts
+}
 
 // NewSandbox is the sandbox in which a host runs a plugin with that manifest for that config. It is nil where the
 // plugin runs outside one. Errors wrap ErrConfig.
@@ -46,10 +50,11 @@ func NewSandbox(c *Config, m *Manifest) (*Sandbox, error) {
 	return s, nil
 }
 
-// SandboxSupport says what this machine's kernel can refuse to plugins, and, a line each, what it cannot.
+// SandboxSupport says what this machine's kernel can refuse to plugins, and, a line each, what it cannot refuse to those without a
+// network either.
 func SandboxSupport() (has string, lacks []string) {
 	s := sandbox.Probe()
-	return s.String(), s.Lacks()
+	return s.String(), s.Lacks(false)
 }
 
 func (s *Sandbox) spec() *sandbox.Spec {
@@ -59,23 +64,32 @@ func (s *Sandbox) spec() *sandbox.Spec {
 	return &s.of
 }
 
-// makeFolders makes the folders that the plugin writes: rules are for folders that exist. What cannot be made is the
-// plugin's to complain about.
+// permitted are those of some variables that the process may have.
+func (s *Sandbox) permitted(env []string) []string {
+	if s == nil {
+		return env
+	}
+	return slices.DeleteFunc(slices.Clone(env), func(name string) bool { return !slices.Contains(s.env, name) })
+}
+
+// makeFolders makes the folders that the plugin writes: rules are for folders that exist. Of what the operator permits only
+// what ends in a slash is known to be a folder. What cannot be made is the plugin's to complain about.
 func (s *Sandbox) makeFolders() {
 	if s == nil {
 		return
 	}
-	for _, path := range s.of.Policy.Write {
+	for _, path := range s.folders {
 		_ = os.MkdirAll(path, 0o700)
 	}
 }
 
 // box says whether a plugin runs in a sandbox.
 type box struct {
-	on    bool
-	why   string   // it is off
-	warn  bool     // about that
-	lacks []string // of one that is on: what the kernel cannot refuse
+	on     bool
+	why    string // it is off
+	warn   bool   // about that
+	kernel sandbox.Support
+	lacks  []string // of one that is on: what the kernel cannot refuse
 }
 
 // box decides whether the plugin of a config runs in a sandbox. Errors wrap ErrConfig.
@@ -96,16 +110,23 @@ func (c *Config) box(kernel sandbox.Support) (box, error) {
 		why = "a MultiConnector that is a plugin starts its children itself; without kv_connector_module_path the host starts them, each in a sandbox of its own"
 	case c.trampoline == "":
 		why = "this program does not say which program puts plugins into one"
-	case !kernel.Any():
-		why = strings.Join(kernel.Lacks(), "; ")
+	case !kernel.Any(), set.Sandbox == SandboxOn && !kernel.Confines():
+		why = strings.Join(kernel.Lacks(false), "; ")
 	}
 	if why == "" {
-		return box{on: true, lacks: kernel.Lacks()}, nil
+		return box{on: true, kernel: kernel, lacks: kernel.Lacks(false)}, nil
 	}
 	if set.Sandbox == SandboxOn {
-		return box{}, fmt.Errorf(`%w: kvport.sandbox: is "on", but there is none: %s`, ErrConfig, why)
+		return box{}, fmt.Errorf(`%w: kvport.sandbox: is "on", but there is none that keeps files and memory from a plugin: %s`, ErrConfig, why)
 	}
 	return box{why: why, warn: true}, nil
+}
+
+// settle says which needs the plugin has that runs in it: to a network the kernel may have less to say.
+func (b *box) settle(c *Config, needs *connector.Needs) {
+	if b.on {
+		b.lacks = b.kernel.Lacks(c.online(needs))
+	}
 }
 
 // state is what Health says.
@@ -135,32 +156,14 @@ func (b *box) tell(log *slog.Logger, name string, withheld []string) {
 	}
 }
 
-// usual begin the names of variables that a plugin in a sandbox may have although the operator lists none: those of kvport,
-// of the systems that connectors speak to, and of folders. A malicious manifest would name others.
-func usual() []string {
-	return []string{"KVPORT_", "LMCACHE_", "AIBRIX_", "VLLM_", "UCX_", "NIXL_", "NCCL_", "CUDA_"}
-}
-
-// environment gives the names of the variables that a plugin gets if they are set, and those that are set and that it
-// does not get although its manifest names them.
-func (c *Config) environment(m *Manifest, b *box) (names, withheld []string) {
-	list := c.Settings.Environment
-	for _, name := range m.Environment {
-		permitted := true
-		switch {
-		case list != nil:
-			permitted = slices.Contains(list, name)
-		case b.on:
-			permitted = slices.Contains([]string{"HOME", "TMPDIR", "XDG_CACHE_HOME", "LD_LIBRARY_PATH"}, name) ||
-				slices.ContainsFunc(usual(), func(prefix string) bool { return strings.HasPrefix(name, prefix) })
-		}
-		if _, set := os.LookupEnv(name); permitted {
-			names = append(names, name)
-		} else if set {
-			withheld = append(withheld, name)
-		}
+// search is the sandbox in which files of the plugin folders that may be any connector's are asked for their names: one of them may be a plugin that is
+// trusted less than the one which is looked for. It is nil where there is none.
+func (c *Config) search() *sandbox.Spec {
+	kernel := sandbox.Probe()
+	if c.trampoline == "" || !kernel.Any() {
+		return nil
 	}
-	return names, withheld
+	return &sandbox.Spec{Trampoline: c.trampoline, Policy: sandbox.Policy{Run: absolute(c.Settings.SandboxAllow.Run)}}
 }
 
 // confine is the sandbox of a plugin with those variables and needs; nil if it runs outside.
@@ -169,31 +172,53 @@ func (c *Config) confine(b *box, env []string, needs connector.Needs) *Sandbox {
 		return nil
 	}
 	allow := &c.Settings.SandboxAllow
-	return &Sandbox{sandbox.Spec{Trampoline: c.trampoline, Policy: sandbox.Policy{
-		Read:    slices.Concat(absolute(allow.Read), c.paths(needs.Reads, env)),
-		Run:     absolute(allow.Run),
-		Write:   slices.Concat(absolute(allow.Write), c.paths(needs.Writes, env)),
-		Network: allow.Network && needs.Network,
-		Data:    uint64(allow.DataBytes),
-	}}}
+	reads, readSockets := c.places(needs.Reads, env, false)
+	writes, writeSockets := c.places(needs.Writes, env, true)
+	return &Sandbox{
+		env:     env,
+		folders: slices.Concat(slices.DeleteFunc(slices.Clone(allow.Write), func(path string) bool { return !strings.HasSuffix(path, "/") }), writes),
+		of: sandbox.Spec{Trampoline: c.trampoline, Policy: sandbox.Policy{
+			Read:    slices.Concat(absolute(allow.Read), reads),
+			Run:     absolute(allow.Run),
+			Write:   slices.Concat(absolute(allow.Write), writes),
+			Connect: slices.Concat(readSockets, writeSockets),
+			Network: c.online(&needs),
+			Data:    uint64(allow.DataBytes),
+		}},
+	}
 }
 
-// paths are the values of some fields of the connector's config, and of variables that the plugin gets.
-func (c *Config) paths(names, env []string) (paths []string) {
+// online reports whether a plugin with those needs has a network in its sandbox.
+func (c *Config) online(needs *connector.Needs) bool {
+	return c.Settings.SandboxAllow.Network && needs.Network
+}
+
+// places are the paths, and the paths of sockets, in some fields of the connector's config and in variables that the plugin gets.
+// URLs of servers are none.
+func (c *Config) places(names, env []string, write bool) (paths, sockets []string) {
 	var fields map[string]json.RawMessage
 	_ = json.Unmarshal(c.Extra, &fields) // what is no object has no fields
 	for _, name := range names {
-		var value string
+		var values []string
 		if raw, given := fields[name]; given {
+			var value string
 			_ = json.Unmarshal(raw, &value) // what is no string is no path
-		} else if slices.Contains(env, name) {
-			value = os.Getenv(name)
+			values = []string{value}
+		} else if slices.Contains(env, name) && c.holdsPath(name, write) {
+			values = variable(name)
 		}
-		if value = strings.TrimPrefix(value, "file://"); value != "" {
-			paths = append(paths, value)
+		for _, value := range values {
+			switch scheme, rest, isURL := strings.Cut(value, "://"); {
+			case isURL && scheme == "unix" && rest != "":
+				sockets = append(sockets, rest)
+			case isURL && scheme == "file" && rest != "":
+				paths = append(paths, rest)
+			case !isURL && value != "":
+				paths = append(paths, value)
+			}
 		}
 	}
-	return absolute(paths)
+	return absolute(paths), absolute(sockets)
 }
 
 // absolute makes paths begin at the root: a plugin runs in the working folder of this process.

@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -20,7 +21,7 @@ import (
 // nothing but its own folder. There it also saves and loads.
 func TestSandboxedPlugin(t *testing.T) {
 	kernel := sandbox.Probe()
-	if lacks := kernel.Lacks(); len(lacks) > 0 {
+	if lacks := kernel.Lacks(false); len(lacks) > 0 {
 		t.Logf("not run: this kernel lacks a part of the sandbox: %q", lacks)
 		return
 	}
@@ -96,9 +97,31 @@ func TestSandboxedManifest(t *testing.T) {
 	}
 }
 
+// TestSandboxedSearch: who is only asked whether it is the wanted plugin is asked in a sandbox, at every trust level.
+func TestSandboxedSearch(t *testing.T) {
+	kernel := sandbox.Probe()
+	if !kernel.Confines() {
+		t.Log("not run: this kernel cannot refuse files")
+		return
+	}
+	path := alias(t, "kvport-marks")
+	folder := filepath.Dir(path)
+	cfg, err := ParseConfig(`{"kv_connector":"AnotherConnector","kv_role":"kv_both"}`)
+	require.NoError(t, err)
+	for _, program := range []string{Self, ""} {
+		cfg.SandboxedBy(program)
+		_, _, err := resolve(t.Context(), cfg, []string{folder}, &box{})
+		require.ErrorContains(t, err, "TestConnector", "it was asked")
+		_, err = os.Stat(filepath.Join(folder, "marked"))
+		require.Equal(t, program == "", err == nil, "%q: %v", program, err)
+	}
+}
+
 // TestSandboxModes: when there is a sandbox, and what is said where there is none.
 func TestSandboxModes(t *testing.T) {
 	all, none := sandbox.Probe(), sandbox.Support{}
+	files := all
+	files.Seccomp = false
 	for _, c := range []struct {
 		kvport, connector, program string
 		kernel                     sandbox.Support
@@ -117,6 +140,8 @@ func TestSandboxModes(t *testing.T) {
 		{kvport: `{"trust":"staged"}`, program: Self, kernel: none, warn: true, why: "no Landlock"},
 		{kvport: `{"trust":"staged","sandbox":"on"}`, program: Self, kernel: none, refused: true, why: "no seccomp"},
 		{kvport: `{"trust":"staged"}`, program: Self, kernel: sandbox.Support{Seccomp: true}, on: true},
+		{kvport: `{"sandbox":"on"}`, program: Self, kernel: sandbox.Support{Seccomp: true}, refused: true, why: "the engine's memory and cache"},
+		{kvport: `{"sandbox":"on"}`, program: Self, kernel: files, refused: true, why: "no seccomp"},
 		{kvport: `{"trust":"staged"}`, connector: MultiName, program: Self, kernel: all, warn: true, why: "starts its children itself"},
 		{kvport: `{"sandbox":"on"}`, connector: MultiName, program: Self, kernel: all, refused: true, why: "starts its children itself"},
 	} {
@@ -126,6 +151,10 @@ func TestSandboxModes(t *testing.T) {
 		cfg, err := ParseConfig(fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kv_connector_module_path":"x","kvport":%s}`, c.connector, c.kvport))
 		require.NoError(t, err)
 		cfg.SandboxedBy(c.program)
+		if strings.Contains(c.kvport, `"on"`) && c.on && !c.kernel.Confines() {
+			t.Logf("not run: this kernel has no sandbox for %s", c.kvport)
+			continue
+		}
 		b, err := cfg.box(c.kernel)
 		if c.refused {
 			require.ErrorIs(t, err, ErrConfig, c.kvport)
@@ -138,7 +167,7 @@ func TestSandboxModes(t *testing.T) {
 		require.Contains(t, b.why, c.why)
 		state, lacks := b.state()
 		require.Equal(t, map[bool]string{true: "on", false: "off"}[c.on], map[string]string{"on": "on", "partial": "on", "off": "off"}[state])
-		require.Equal(t, !c.on || len(c.kernel.Lacks()) > 0, len(lacks) > 0)
+		require.Equal(t, !c.on || len(c.kernel.Lacks(false)) > 0, len(lacks) > 0)
 	}
 }
 
@@ -148,8 +177,13 @@ func TestSandboxOfChildren(t *testing.T) {
 		{"kv_connector":"A","kv_role":"kv_both"},{"kv_connector":"B","kv_role":"kv_both","kvport":{"cross_memory":true}}]}}`)
 	require.NoError(t, err)
 	cfg.SandboxedBy(Self)
+	kernel := sandbox.Probe()
 	for i, want := range []bool{true, false} {
-		b, err := cfg.Children[i].box(sandbox.Probe())
+		if want && !kernel.Confines() {
+			t.Log("not run: this kernel has no sandbox")
+			continue
+		}
+		b, err := cfg.Children[i].box(kernel)
 		require.NoError(t, err)
 		require.Equal(t, want, b.on)
 	}
@@ -161,10 +195,10 @@ func TestSandboxPolicy(t *testing.T) {
 	t.Setenv("OTHERS_TOKEN", "x")
 	m := &Manifest{
 		Environment: []string{"KVPORT_FOLDER", "OTHERS_TOKEN", "HOME"},
-		Needs:       connector.Needs{Network: true, Reads: []string{"key", "OTHERS_TOKEN"}, Writes: []string{"dir", "absent", "number", "KVPORT_FOLDER", "url"}},
+		Needs:       connector.Needs{Network: true, Reads: []string{"key", "OTHERS_TOKEN", "socket"}, Writes: []string{"dir", "absent", "number", "KVPORT_FOLDER", "url", "server"}},
 	}
 	policy := func(kvport string) (names, withheld []string, p sandbox.Policy) {
-		cfg, err := ParseConfig(`{"kv_connector":"X","kv_role":"kv_both","kv_connector_extra_config":{"key":"/key","dir":"relative","number":7,"url":"file:///disk"},"kvport":` + kvport + `}`)
+		cfg, err := ParseConfig(`{"kv_connector":"X","kv_role":"kv_both","kv_connector_extra_config":{"key":"/key","dir":"relative","number":7,"url":"file:///disk","socket":"unix:///run/redis.sock","server":"redis://h:1"},"kvport":` + kvport + `}`)
 		require.NoError(t, err)
 		cfg.SandboxedBy(Self)
 		b, err := cfg.box(sandbox.Support{Seccomp: true})
@@ -179,8 +213,10 @@ func TestSandboxPolicy(t *testing.T) {
 	require.Equal(t, []string{"OTHERS_TOKEN"}, withheld)
 	require.Equal(t, sandbox.Policy{
 		Read: []string{"/more", "/key"}, Run: []string{"/program"}, Network: true, Data: 1 << 30,
-		Write: []string{filepath.Join(here, "relative"), "/variable", "/disk"},
+		Write: []string{filepath.Join(here, "relative"), "/disk"}, Connect: []string{"/run/redis.sock"},
 	}, p)
+	_, _, p = policy(`{"trust":"staged","environment":["KVPORT_FOLDER"]}`)
+	require.Equal(t, []string{filepath.Join(here, "relative"), "/variable", "/disk"}, p.Write)
 	names, withheld, p = policy(`{"trust":"staged","environment":[],"sandbox_allow":{"network":false,"write":["/w"]}}`)
 	require.Empty(t, names)
 	require.Equal(t, []string{"KVPORT_FOLDER", "OTHERS_TOKEN"}, withheld[:2])
@@ -192,4 +228,59 @@ func TestSandboxPolicy(t *testing.T) {
 	require.Equal(t, []string{"OTHERS_TOKEN"}, names, "the list holds without a sandbox, too")
 	names, _ = (&Config{}).environment(m, &box{})
 	require.Equal(t, m.Environment, names)
+}
+
+// TestSandboxVariables: a plugin gets no path by a variable that every program has, and no credentials of another connector.
+func TestSandboxVariables(t *testing.T) {
+	greedy := []string{
+		"HOME", "TMPDIR", "XDG_CACHE_HOME", "KVPORT_PLUGIN_PATH", "KVPORT_ANY", "LD_PRELOAD", "LD_LIBRARY_PATH", "KVPORT_UCX_DIR",
+		"LMCACHE_LOCAL_DISK", "KVPORT_REMOTE_PASSWORD", "LMCACHE_RESP_PASSWORD", "VLLM_API_KEY", "AIBRIX_KV_CACHE_OL_REDIS_URL",
+	}
+	for _, name := range greedy {
+		t.Setenv(name, "/of/"+name)
+	}
+	t.Setenv("LD_LIBRARY_PATH", "/one:/two")
+	policy := func(name, kvport string) (variables []string, p sandbox.Policy) {
+		cfg, err := ParseConfig(fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kvport":%s}`, name, kvport))
+		require.NoError(t, err)
+		cfg.SandboxedBy(Self)
+		m := &Manifest{Name: name, Environment: greedy, Needs: connector.Needs{Reads: greedy, Writes: greedy}}
+		b, err := cfg.box(sandbox.Support{Seccomp: true})
+		require.NoError(t, err)
+		variables, _ = cfg.environment(m, &b)
+		s := cfg.confine(&b, variables, m.Needs)
+		require.Equal(t, variables, s.permitted(m.Environment), "a process that is started with all of them has no more")
+		return variables, s.spec().Policy
+	}
+	variables, p := policy("X", `{"trust":"staged"}`)
+	require.Equal(t, []string{"/one", "/two", "/of/KVPORT_UCX_DIR"}, p.Read)
+	require.Empty(t, p.Write)
+	require.Equal(t, []string{"HOME", "TMPDIR", "XDG_CACHE_HOME", "KVPORT_PLUGIN_PATH", "KVPORT_ANY", "LD_LIBRARY_PATH", "KVPORT_UCX_DIR", "LMCACHE_LOCAL_DISK"}, variables)
+
+	variables, p = policy("LMCacheOther", `{"trust":"staged"}`)
+	require.Contains(t, variables, "LMCACHE_RESP_PASSWORD")
+	require.NotContains(t, variables, "KVPORT_REMOTE_PASSWORD")
+	require.Equal(t, []string{"/of/LMCACHE_LOCAL_DISK", "/of/LMCACHE_RESP_PASSWORD"}, p.Write)
+	variables, _ = policy("RemoteOther", `{"trust":"staged"}`)
+	require.Contains(t, variables, "KVPORT_REMOTE_PASSWORD")
+
+	_, p = policy("X", `{"trust":"staged","environment":["HOME","KVPORT_PLUGIN_PATH","XDG_CACHE_HOME","LD_PRELOAD","KVPORT_ANY"]}`)
+	require.Equal(t, []string{"/of/KVPORT_ANY"}, p.Read)
+	require.Equal(t, []string{"/of/KVPORT_ANY"}, p.Write)
+}
+
+// TestSandboxFolders: folders that the plugin writes are made, and nothing else is.
+func TestSandboxFolders(t *testing.T) {
+	t.Chdir(t.TempDir())
+	cfg, err := ParseConfig(`{"kv_connector":"X","kv_role":"kv_both","kv_connector_extra_config":{"url":"redis://h:1","dir":"own"},
+		"kvport":{"trust":"staged","sandbox_allow":{"write":["file","folder/"]}}}`)
+	require.NoError(t, err)
+	cfg.SandboxedBy(Self)
+	m := &Manifest{Needs: connector.Needs{Writes: []string{"url", "dir"}}}
+	b, err := cfg.box(sandbox.Support{Seccomp: true})
+	require.NoError(t, err)
+	cfg.confine(&b, nil, m.Needs).makeFolders()
+	made, err := filepath.Glob("*")
+	require.NoError(t, err)
+	require.Equal(t, []string{"folder", "own"}, made)
 }

@@ -71,6 +71,7 @@ func (s *source) find(ctx context.Context, paths []string) (*Manifest, error) {
 	s.prog, s.name, s.needs = prog, manifest.Name, manifest.Needs
 	var withheld []string
 	s.env, withheld = s.cfg.environment(manifest, &s.box)
+	s.box.settle(s.cfg, &s.needs)
 	s.box.tell(s.log, manifest.Name, withheld)
 	if s.arena, err = NewArena(); err != nil {
 		return nil, errors.Join(err, prog.Close())
@@ -258,7 +259,7 @@ func Find(paths []string, name string) (*Binary, error) {
 func resolve(ctx context.Context, cfg *Config, paths []string, b *box) (*plugin.Program, *Manifest, error) {
 	prog, m, err := plugin.Resolve(ctx, &plugin.Wanted{
 		Connector: cfg.Connector, Paths: paths, Module: cfg.ModulePath, SHA256: cfg.Settings.PluginSHA256, Composed: []string{MultiName},
-		Handshake: cfg.Settings.Deadlines.Handshake, Sandbox: cfg.confine(b, nil, connector.Needs{}).spec(),
+		Handshake: cfg.Settings.Deadlines.Handshake, Sandbox: cfg.confine(b, nil, connector.Needs{}).spec(), Search: cfg.search(),
 	})
 	return prog, (*Manifest)(m), err
 }

@@ -91,8 +91,10 @@ func Environment() []string {
 	}, without()...)
 }
 
-// Needs says that the plugin may talk to a server, for its manifest.
-func Needs() connector.Needs { return connector.Needs{Network: true} }
+// Needs says that the plugin may talk to a server, and names the URL, which may be that of a socket, for its manifest.
+func Needs() connector.Needs {
+	return connector.Needs{Network: true, Reads: []string{redisURL}}
+}
 
 // settings are what config and environment come to.
 type settings struct {

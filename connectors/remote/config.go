@@ -34,7 +34,7 @@ func Environment() []string { return []string{UsernameVariable, PasswordVariable
 
 // Needs says that the plugin talks to a server, and names the files that it reads, for its manifest.
 func Needs() connector.Needs {
-	return connector.Needs{Network: true, Reads: []string{"password_file", "tls_ca_file", "tls_cert_file", "tls_key_file"}}
+	return connector.Needs{Network: true, Reads: []string{"url", "password_file", "tls_ca_file", "tls_cert_file", "tls_key_file"}}
 }
 
 // maxFile bounds a file with a password or a certificate, in bytes.

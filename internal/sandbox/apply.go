@@ -7,6 +7,7 @@ import (
 	"os"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 
@@ -38,13 +39,17 @@ func become(policy, path string, args []string) error {
 	}
 	// All but the limits is an attribute of this thread. An exec ends the others and keeps this one.
 	runtime.LockOSThread()
+	if err := closeOthers(p.Inherited); err != nil {
+		return err
+	}
+	program := Program(path)
 	if number, inherited := strings.CutPrefix(path, descriptors); inherited {
 		if err := closeOnExec(number); err != nil {
 			return err
 		}
 	}
 	env := slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, PolicyKey+"=") })
-	if err := p.apply(); err != nil {
+	if err := p.apply(program); err != nil {
 		return err
 	}
 	return fmt.Errorf("%s: %w", path, syscall.Exec(path, args, env))
@@ -59,8 +64,24 @@ func closeOnExec(number string) error {
 	return nil
 }
 
-// apply restricts this thread.
-func (p *Policy) apply() error {
+// closeOthers keeps from the program what the engine has inherited from whoever started it. Kernels before 5.11 have no
+// close_range that does this.
+func closeOthers(inherited int) error {
+	const standard = 3
+	open, err := os.ReadDir(descriptors)
+	if err != nil {
+		return err
+	}
+	for _, f := range open {
+		if fd, err := strconv.Atoi(f.Name()); err == nil && fd >= standard+inherited {
+			unix.CloseOnExec(fd)
+		}
+	}
+	return nil
+}
+
+// apply restricts this thread, which becomes a program of those files.
+func (p *Policy) apply(program []string) error {
 	support := Probe()
 	err := errors.Join(
 		// 1 and not 0: for that the kernel starts no program that collects cores either.
@@ -71,7 +92,7 @@ func (p *Policy) apply() error {
 		dropCapabilities(),
 	)
 	if err == nil && support.ABI > 0 {
-		err = p.restrict(&support)
+		err = p.restrict(&support, program)
 	}
 	if err == nil && p.Data > 0 {
 		err = lower(unix.RLIMIT_DATA, p.Data)

@@ -30,6 +30,7 @@ type target struct {
 	Arena                   int     // descriptor of sealed memory
 	Program                 string
 	Loader                  string // of a shell
+	Left                    int    // descriptor of a secret file that the host inherited itself
 }
 
 // try is one thing that a malicious plugin would do. It returns nil if that worked.
@@ -91,6 +92,7 @@ func fileTries() []try {
 			return err
 		}, ""},
 		{"open a file by its handle", bySeccomp, func(t *target) error { _, _, err := unix.NameToHandleAt(unix.AT_FDCWD, t.Secret, 0); return err }, ""},
+		{"read a descriptor that the host inherited", "", func(t *target) error { _, err := unix.Pread(t.Left, make([]byte, 1), 0); return err }, ""},
 		{"run a shell", byFiles, func(*target) error { return exec.Command("/bin/sh", "-c", "true").Run() }, ""},
 		{"run a shell by the loader", byFiles, func(t *target) error {
 			if t.Loader == "" {
@@ -418,6 +420,7 @@ const (
 	userMode   = "user"    // prints the effective user
 	waitMode   = "wait"    // until standard input ends
 	leaveMode  = "descend" // starts a child that waits, and waits
+	loaderMode = "loader"  // puts itself under the rules of a program with a certain loader, and reads a file
 )
 
 // play is the test binary in one of its modes; false: it is to run the tests.
@@ -428,6 +431,11 @@ func play(args []string) (code int, played bool) {
 	switch args[1] {
 	case escapeMode:
 		return escape(args[2], args[3]), true
+	case loaderMode:
+		if err := readUnderLoader(args[2], args[3]); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return refusedCode, true
+		}
 	case userMode:
 		fmt.Fprintln(os.Stdout, os.Geteuid())
 	case waitMode:
@@ -445,6 +453,17 @@ func play(args []string) (code int, played bool) {
 		return 0, false
 	}
 	return 0, true
+}
+
+// readUnderLoader reads a file as a program with that loader.
+func readUnderLoader(loader, path string) error {
+	runtime.LockOSThread()
+	support := Probe()
+	if err := errors.Join(prctl("PR_SET_NO_NEW_PRIVS", unix.PR_SET_NO_NEW_PRIVS, 1), (&Policy{}).restrict(&support, []string{loader})); err != nil {
+		return err
+	}
+	_, err := os.ReadFile(path)
+	return err
 }
 
 // escape makes one try; its exit code is 0 if it worked.

@@ -27,11 +27,15 @@ const programArg = 1
 // Policy says what a program in the sandbox may do in addition to what every program needs: see common and online. Paths are absolute; what does not exist when the program starts is left out. What is said of a
 // folder is said of everything below it.
 type Policy struct {
-	Read    []string `json:"read,omitempty"`  // may be read
-	Run     []string `json:"run,omitempty"`   // may be read and started
-	Write   []string `json:"write,omitempty"` // may be read, written, made and removed, and not started
+	Read    []string `json:"read,omitempty"`    // may be read
+	Run     []string `json:"run,omitempty"`     // may be read and started
+	Write   []string `json:"write,omitempty"`   // may be read, written, made and removed, and not started
+	Connect []string `json:"connect,omitempty"` // sockets of others to which a program with a network may connect, as to those below Write
 	Network bool     `json:"network,omitempty"`
 	Data    uint64   `json:"data,omitempty"` // the most bytes of its own that it may have (RLIMIT_DATA); 0: no limit
+
+	// Inherited is how many descriptors the program gets behind the first three. Others are closed. It is for [Spec.Wrap] to set.
+	Inherited int `json:"inherited,omitempty"`
 }
 
 // Spec is a policy, and the program that applies it.
@@ -51,10 +55,10 @@ func (s *Spec) And(folder string) *Spec {
 }
 
 // Wrap makes a command that starts a program one that starts it in the sandbox, where it may also run what [Program]
-// lists. The environment of cmd must be set, and may grow.
-func (s *Spec) Wrap(cmd *exec.Cmd) error {
+// lists. The environment of cmd must be set, and may grow. inherited is how many ExtraFiles cmd is going to have.
+func (s *Spec) Wrap(cmd *exec.Cmd, inherited int) error {
 	own := s.Policy
-	own.Run = slices.Concat(own.Run, Program(cmd.Path))
+	own.Inherited = inherited
 	policy, err := json.Marshal(&own)
 	if err != nil {
 		return fmt.Errorf("policy of the sandbox: %w", err)

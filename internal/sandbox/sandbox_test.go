@@ -2,6 +2,8 @@ package sandbox
 
 import (
 	"bytes"
+	"debug/elf"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -54,6 +56,12 @@ func aim(t *testing.T) (*target, *os.File) {
 		require.NoError(t, os.WriteFile(a.Setuid, data, 0o755))
 		require.NoError(t, errors.Join(os.Chown(a.Setuid, 65534, 65534), os.Chmod(a.Setuid, os.ModeSetuid|0o755)))
 	}
+	secret, err := unix.Open(a.Secret, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	require.NoError(t, err)
+	const high = 100 // above those that a program is given
+	a.Left, err = unix.FcntlInt(uintptr(secret), unix.F_DUPFD, high)
+	require.NoError(t, errors.Join(err, unix.Close(secret)))
+	t.Cleanup(func() { require.NoError(t, unix.Close(a.Left)) })
 	memory := make([]byte, 8) // escapes to the heap, where it stays
 	a.Address = uintptr(unsafe.Pointer(&memory[0]))
 	t.Cleanup(func() { require.Len(t, memory, 8) })
@@ -118,7 +126,7 @@ func attempt(t *testing.T, spec *Spec, a *target, memory *os.File, name string) 
 	cmd := exec.Command(a.Program, escapeMode, name, string(text))
 	cmd.Env, cmd.ExtraFiles = []string{}, []*os.File{memory}
 	if spec != nil {
-		require.NoError(t, spec.Wrap(cmd))
+		require.NoError(t, spec.Wrap(cmd, len(cmd.ExtraFiles)))
 	}
 	out, err := cmd.CombinedOutput()
 	said = string(bytes.TrimSpace(out))
@@ -197,7 +205,7 @@ func TestDescendants(t *testing.T) {
 		cmd := exec.Command(self, args...)
 		cmd.Env, cmd.SysProcAttr = []string{}, &syscall.SysProcAttr{Setpgid: true}
 		if spec != nil {
-			require.NoError(t, spec.Wrap(cmd))
+			require.NoError(t, spec.Wrap(cmd, len(cmd.ExtraFiles)))
 		}
 		hold, err := cmd.StdinPipe()
 		require.NoError(t, err)
@@ -250,7 +258,7 @@ func TestDescriptor(t *testing.T) {
 	defer self.Close()
 	cmd := exec.Command(self.Name(), userMode)
 	cmd.Env, cmd.ExtraFiles = []string{"KEPT=1"}, []*os.File{self}
-	require.NoError(t, (&Spec{Trampoline: Self}).Wrap(cmd))
+	require.NoError(t, (&Spec{Trampoline: Self}).Wrap(cmd, len(cmd.ExtraFiles)))
 	Descriptor(cmd, 3)
 	out, err := cmd.Output()
 	require.NoError(t, err)
@@ -280,16 +288,90 @@ func TestLacks(t *testing.T) {
 		return bits
 	}
 	full := Support{ABI: 7, Seccomp: true, files: all(fileFeatures()), ports: all(portFeatures()), scopes: all(scopeFeatures())}
-	require.Empty(t, full.Lacks())
+	require.Empty(t, full.Lacks(false))
 	require.Equal(t, "Landlock ABI 7, seccomp", full.String())
 	old := full
 	old.ABI, old.scopes = 5, 0
-	require.Equal(t, []string{"Landlock ABI 5 (needs ABI 6): a plugin can send signals to every process of this user"}, old.Lacks())
+	require.Equal(t, []string{"Landlock ABI 5 (needs ABI 6): a plugin can send signals to every process of this user"}, old.Lacks(false))
+	require.True(t, full.Confines() && old.Confines(), "signals are not what a sandbox is for")
+	require.Equal(t, []string{"Landlock ABI 5 (needs ABI 6): a plugin with a network can connect to abstract sockets of other programs"}, old.Lacks(true)[:1])
+	old.files &^= unix.LANDLOCK_ACCESS_FS_RESOLVE_UNIX
+	require.Contains(t, old.Lacks(true)[0], "a plugin with a network can connect to sockets with a path")
 	none := Support{}
 	require.False(t, none.Any())
-	require.Len(t, none.Lacks(), 4)
-	require.Contains(t, none.Lacks()[0], "no Landlock")
+	require.False(t, none.Confines())
+	require.Len(t, none.Lacks(false), 4)
+	require.Contains(t, none.Lacks(false)[0], "no Landlock")
 	t.Logf("here: %+v", Probe())
+}
+
+// TestFirstLandlock: Landlock's first version would keep connectors from making complete files visible, and has no rules.
+func TestFirstLandlock(t *testing.T) {
+	first := Support{ABI: 1, Seccomp: true, files: usable(firstFiles)}
+	require.False(t, first.Confines())
+	require.Equal(t, "Landlock ABI 1 (needs ABI 2): a plugin can read and write every file of this user, and the engine's memory and cache in /proc", first.Lacks(false)[0])
+	require.NoError(t, (&Policy{}).restrict(&first, nil))
+	require.Equal(t, uint64(firstFiles|unix.LANDLOCK_ACCESS_FS_REFER), usable(firstFiles|unix.LANDLOCK_ACCESS_FS_REFER))
+}
+
+// TestSockets: a program with a network connects to sockets that its policy names, where the kernel guards them.
+func TestSockets(t *testing.T) {
+	support := Support{files: firstFiles | unix.LANDLOCK_ACCESS_FS_RESOLVE_UNIX}
+	p := Policy{Network: true, Connect: []string{"/run/redis.sock"}}
+	require.NotZero(t, p.handled(&support).Handled_access_fs&unix.LANDLOCK_ACCESS_FS_RESOLVE_UNIX)
+	require.Contains(t, p.grants(nil), grant{rights: unix.LANDLOCK_ACCESS_FS_RESOLVE_UNIX, paths: p.Connect})
+	for _, g := range p.grants(nil) {
+		require.True(t, g.rights&unix.LANDLOCK_ACCESS_FS_RESOLVE_UNIX == 0 || g.rights&unix.LANDLOCK_ACCESS_FS_WRITE_FILE != 0 || len(g.paths) == 1)
+	}
+}
+
+// forged is a file with some loaders in its header.
+func forged(t *testing.T, loaders ...string) string {
+	t.Helper()
+	header := elf.Header64{Phoff: 64, Phentsize: 56, Phnum: uint16(len(loaders))}
+	copy(header.Ident[:], elf.ELFMAG)
+	header.Ident[elf.EI_CLASS] = byte(elf.ELFCLASS64)
+	header.Ident[elf.EI_DATA] = byte(elf.ELFDATA2LSB)
+	header.Ident[elf.EI_VERSION], header.Version = byte(elf.EV_CURRENT), uint32(elf.EV_CURRENT)
+	var file, names bytes.Buffer
+	require.NoError(t, binary.Write(&file, binary.LittleEndian, &header))
+	for _, name := range loaders {
+		p := elf.Prog64{Type: uint32(elf.PT_INTERP), Off: uint64(64 + 56*len(loaders) + names.Len()), Filesz: uint64(len(name) + 1)}
+		require.NoError(t, binary.Write(&file, binary.LittleEndian, &p))
+		names.WriteString(name + "\x00")
+	}
+	path := filepath.Join(t.TempDir(), "forged")
+	require.NoError(t, os.WriteFile(path, append(file.Bytes(), names.Bytes()...), 0o700))
+	return path
+}
+
+// TestForgedLoader: a program's header gives it nothing that the kernel would not load.
+func TestForgedLoader(t *testing.T) {
+	honest := forged(t, "/lib/loader")
+	require.Equal(t, []string{honest, "/lib/loader"}, Program(honest))
+	long := forged(t, strings.Repeat("/", maxLine)+"lib/loader", "/")
+	require.Equal(t, []string{long}, Program(long), "the kernel takes the first")
+	endless := forged(t, "/lib/loader")
+	data, err := os.ReadFile(endless)
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(endless, data[:len(data)-1], 0o600))
+	require.Equal(t, []string{endless}, Program(endless))
+	pipe := filepath.Join(t.TempDir(), "pipe")
+	require.NoError(t, unix.Mkfifo(pipe, 0o600))
+	require.Equal(t, []string{pipe}, Program(pipe), "nobody waits for a writer")
+
+	support := Probe()
+	if !support.Confines() {
+		t.Log("not run: this kernel cannot refuse files")
+		return
+	}
+	secret := filepath.Join(t.TempDir(), "secret")
+	require.NoError(t, os.WriteFile(secret, nil, 0o600))
+	for _, loader := range []string{"/", filepath.Dir(secret), secret} {
+		out, err := exec.Command(Self, loaderMode, loader, secret).CombinedOutput()
+		require.Error(t, err, "%s is a loader", loader)
+		require.Contains(t, string(out), "permission denied")
+	}
 }
 
 // TestProgram: what starts a program is found in its file.
@@ -299,7 +381,7 @@ func TestProgram(t *testing.T) {
 	require.Equal(t, []string{script, "/bin/sh"}, Program(script)[:2])
 	cmd := exec.Command(script)
 	cmd.Env = []string{}
-	require.NoError(t, (&Spec{Trampoline: Self}).Wrap(cmd))
+	require.NoError(t, (&Spec{Trampoline: Self}).Wrap(cmd, len(cmd.ExtraFiles)))
 	out, err := cmd.CombinedOutput()
 	require.NoError(t, err, string(out))
 	require.Equal(t, []string{"/nonexistent"}, Program("/nonexistent"))

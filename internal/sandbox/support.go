@@ -26,30 +26,41 @@ type feature struct {
 	bit  uint64
 	abi  int    // that has it
 	lack string // what a program can do where it is lacking; empty: nothing that seccomp does not refuse
+
+	online string // what only a program with a network can do then
 }
 
 func fileFeatures() []feature {
 	return []feature{
-		{firstFiles, 1, "read and write every file of this user"},
-		{unix.LANDLOCK_ACCESS_FS_REFER, 2, ""}, // without it no file can be moved to another folder
-		{unix.LANDLOCK_ACCESS_FS_TRUNCATE, 3, "truncate every file of this user"},
-		{unix.LANDLOCK_ACCESS_FS_IOCTL_DEV, 5, ""}, // no device but null, zero and random can be opened
-		{unix.LANDLOCK_ACCESS_FS_RESOLVE_UNIX, 9, ""},
+		{bit: firstFiles, abi: 2, lack: "read and write every file of this user, and the engine's memory and cache in /proc"}, // see usable
+		{bit: unix.LANDLOCK_ACCESS_FS_REFER, abi: 2},
+		{bit: unix.LANDLOCK_ACCESS_FS_TRUNCATE, abi: 3, lack: "truncate every file of this user"},
+		{bit: unix.LANDLOCK_ACCESS_FS_IOCTL_DEV, abi: 5}, // no device but null, zero and random can be opened
+		{bit: unix.LANDLOCK_ACCESS_FS_RESOLVE_UNIX, abi: 9, online: "connect to sockets with a path, such as those of systemd, D-Bus, Docker and the agent, and leave the sandbox with their help"},
 	}
 }
 
 func portFeatures() []feature {
 	return []feature{
-		{unix.LANDLOCK_ACCESS_NET_BIND_TCP, 4, ""}, {unix.LANDLOCK_ACCESS_NET_CONNECT_TCP, 4, ""},
-		{unix.LANDLOCK_ACCESS_NET_BIND_UDP, 10, ""}, {unix.LANDLOCK_ACCESS_NET_CONNECT_SEND_UDP, 10, ""},
+		{bit: unix.LANDLOCK_ACCESS_NET_BIND_TCP, abi: 4}, {bit: unix.LANDLOCK_ACCESS_NET_CONNECT_TCP, abi: 4},
+		{bit: unix.LANDLOCK_ACCESS_NET_BIND_UDP, abi: 10}, {bit: unix.LANDLOCK_ACCESS_NET_CONNECT_SEND_UDP, abi: 10},
 	}
 }
 
 func scopeFeatures() []feature {
 	return []feature{
-		{unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET, 6, ""}, // a program without a network connects to nothing
-		{unix.LANDLOCK_SCOPE_SIGNAL, 6, "send signals to every process of this user"},
+		{bit: unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET, abi: 6, online: "connect to abstract sockets of other programs"},
+		{bit: unix.LANDLOCK_SCOPE_SIGNAL, abi: 6, lack: "send signals to every process of this user"},
 	}
+}
+
+// usable are the rights to files that can be handled. Landlock's first version refuses every move to another folder, by which
+// connectors make a complete file visible, so it has none.
+func usable(files uint64) uint64 {
+	if files&unix.LANDLOCK_ACCESS_FS_REFER == 0 {
+		return 0
+	}
+	return files
 }
 
 // Probe asks the kernel. It changes nothing.
@@ -67,7 +78,7 @@ func Probe() Support {
 		s.ABI = int(abi)
 	}
 	if s.ABI > 0 {
-		s.files = known(fileFeatures(), func(a *unix.LandlockRulesetAttr, bit uint64) { a.Handled_access_fs = bit })
+		s.files = usable(known(fileFeatures(), func(a *unix.LandlockRulesetAttr, bit uint64) { a.Handled_access_fs = bit }))
 		s.ports = known(portFeatures(), func(a *unix.LandlockRulesetAttr, bit uint64) { a.Handled_access_net = bit })
 		s.scopes = known(scopeFeatures(), func(a *unix.LandlockRulesetAttr, bit uint64) { a.Scoped = bit })
 	}
@@ -100,18 +111,27 @@ func newRuleset(attr *unix.LandlockRulesetAttr) (int, error) {
 }
 
 // Any reports whether the kernel can refuse anything that a program of another user could not be refused anyway.
-func (s *Support) Any() bool { return s.ABI > 0 || s.Seccomp }
+func (s *Support) Any() bool { return s.files != 0 || s.Seccomp }
 
-// Lacks says, a line each, what this kernel cannot refuse to a program. It is empty where everything is in force.
-func (s *Support) Lacks() []string {
+// Confines reports whether the kernel keeps from a program the files of this user, and the memory of other processes.
+func (s *Support) Confines() bool { return s.files&firstFiles == firstFiles && s.Seccomp }
+
+// Lacks says, a line each, what this kernel cannot refuse to a program, or to one with a network. It is empty where everything is in force.
+func (s *Support) Lacks(network bool) []string {
 	var lacks []string
 	for _, kind := range []struct {
 		features []feature
 		known    uint64
 	}{{fileFeatures(), s.files}, {scopeFeatures(), s.scopes}} {
 		for _, f := range kind.features {
-			if f.lack != "" && kind.known&f.bit == 0 {
+			if kind.known&f.bit != 0 {
+				continue
+			}
+			if f.lack != "" {
 				lacks = append(lacks, fmt.Sprintf("%s (needs ABI %d): a plugin can %s", s.landlock(), f.abi, f.lack))
+			}
+			if f.online != "" && network {
+				lacks = append(lacks, fmt.Sprintf("%s (needs ABI %d): a plugin with a network can %s", s.landlock(), f.abi, f.online))
 			}
 		}
 	}

@@ -45,7 +45,8 @@ type Wanted struct {
 	Composed  []string // connectors that need no plugin: a misspelt name may be meant to be theirs
 
 	Handshake time.Duration // that the config gives a plugin's start; a manifest may take as long
-	Sandbox   *sandbox.Spec // in which manifests are asked for; nil: outside
+	Sandbox   *sandbox.Spec // in which the manifest of the wanted plugin is asked for; nil: outside
+	Search    *sandbox.Spec // in which those of others are, on the way to it; nil: outside
 }
 
 // wait is how long each plugin may take for its manifest.
@@ -73,11 +74,11 @@ func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 			others = append(others, path)
 		}
 	}
-	first, b := probe(ctx, named, w)
+	first, b := probe(ctx, named, w, w.Sandbox)
 	if b != nil {
 		return b, nil
 	}
-	second, b := probe(ctx, others, w)
+	second, b := probe(ctx, others, w, w.Search)
 	if b != nil {
 		return b, nil
 	}
@@ -138,7 +139,7 @@ func stem(connector string) string {
 
 // probe asks all candidates at once. When one answers to the wanted name, those before it in order have
 // settleWait to do so too; the rest is not waited for. Without a winner it returns all answers.
-func probe(ctx context.Context, paths []string, w *Wanted) ([]Found, *Binary) {
+func probe(ctx context.Context, paths []string, w *Wanted, box *sandbox.Spec) ([]Found, *Binary) {
 	ctx, cancel := context.WithCancel(ctx)
 	found := make([]Found, len(paths))
 	answers := make(chan int, len(paths))
@@ -147,7 +148,7 @@ func probe(ctx context.Context, paths []string, w *Wanted) ([]Found, *Binary) {
 	defer cancel() // kills who still runs
 	for i, path := range paths {
 		work.Go(func() {
-			found[i] = look(ctx, path, w.wait(), w.Sandbox)
+			found[i] = look(ctx, path, w.wait(), box)
 			answers <- i
 		})
 	}
@@ -536,7 +537,11 @@ func (p *Program) confine(cmd *exec.Cmd, box *sandbox.Spec, inherit []*os.File) 
 	if box == nil {
 		return inherit, nil
 	}
-	if err := box.Wrap(cmd); err != nil || p.copy == nil {
+	number := len(inherit)
+	if p.copy != nil {
+		number++
+	}
+	if err := box.Wrap(cmd, number); err != nil || p.copy == nil {
 		return inherit, err
 	}
 	own, err := dupAll([]*os.File{p.copy})
