@@ -26,19 +26,22 @@ func (b *Tracker) judge(c *call, out Outcome) {
 		}
 		o.fail(bad, out.Err)
 		if o.kind == Load && errors.Is(out.Err, connector.ErrCorrupt) {
-			b.damaged(o, bad)
+			b.damaged(o, bad, out.Err)
 		}
 	}
 	if len(out.Corrupt) > 0 {
 		bad, _ := pick(c.part.Blocks, out.Corrupt)
 		o.fail(bad, connector.ErrCorrupt)
-		b.damaged(o, bad)
+		b.damaged(o, bad, out.Damage)
 	}
 }
 
 // damaged counts blocks that are not what was saved, and remembers their keys.
-func (b *Tracker) damaged(o *op, bad []connector.Block) {
+func (b *Tracker) damaged(o *op, bad []connector.Block, why error) {
 	o.damaged += len(bad)
+	if o.damage == nil {
+		o.damage = why
+	}
 	b.counters.Damaged += len(bad)
 	for _, k := range bad {
 		b.corrupt.add(k.Key)
