@@ -195,7 +195,7 @@ func (a *Arena) Renew() error {
 	return errors.Join(err, old.Close())
 }
 
-// reland gives every rank other landing memory. No transfer may be running.
+// reland gives every rank other landing memory, and other memory for source blocks. No transfer may be running.
 func (h *Host) reland() error {
 	for i, r := range h.ranks {
 		size := r.landing.region.Size()
@@ -209,7 +209,16 @@ func (h *Host) reland() error {
 			return err
 		}
 	}
-	return nil
+	if h.sources == nil {
+		return nil
+	}
+	next, err := newSources(h.sources.Size())
+	if err != nil {
+		return err
+	}
+	old := h.sources
+	h.sources, h.src.sources = next, next
+	return old.Close()
 }
 
 // lostSome says in the health of a plugin that is up that it is not as it was. The caller holds mu.

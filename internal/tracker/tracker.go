@@ -50,9 +50,10 @@ type Config struct {
 	Lossy     bool // the connector may change bytes, so nothing that it loads can be verified
 	Reshape   bool // tickets are made for engines of other shapes, too
 	Threshold int  // the fewest tokens of an earlier turn that are worth a load
-	// Address is the content address of a request's leading tokens in blocks of some size, or zero where it has
-	// fewer. Nil: tickets of other shapes are refused. It must not call the Tracker.
-	Address func(request connector.RequestID, blockTokens, tokens int) connector.BlockKey
+	Windows   int  // parts of the memory for source blocks; needed where tickets of other shapes are accepted
+	// Addresses are the content addresses of a request's leading tokens in blocks of some size, block by block, or
+	// none where it has fewer tokens. Nil: tickets of other shapes are refused. It must not call the Tracker.
+	Addresses func(request connector.RequestID, blockTokens, tokens int) []connector.BlockKey
 }
 
 // Counters are what the Tracker has seen, for metrics and tests.
@@ -104,7 +105,8 @@ type Tracker struct {
 	corrupt  corruptKeys
 	wakes    wakes
 	landing  *Landing // nil without landing memory
-	lines    []line   // calls that wait for slots
+	windows  *Landing // of memory for source blocks, as slots of a single rank
+	lines    []line   // calls that wait for slots; the last ones wait for windows
 	out      []Action
 	lost     map[connector.BlockID]struct{}
 	counters Counters
@@ -145,8 +147,9 @@ func New(cfg Config) *Tracker {
 		lost:     map[connector.BlockID]struct{}{},
 		corrupt:  corruptKeys{limit: cfg.CorruptKeys, keys: map[connector.BlockKey]struct{}{}},
 	}
+	b.windows, b.lines = NewLanding(1, cfg.Windows), make([]line, 2*cfg.Ranks+2)
 	if cfg.Slots > 0 {
-		b.landing, b.lines = NewLanding(cfg.Ranks, cfg.Slots), make([]line, 2*cfg.Ranks)
+		b.landing = NewLanding(cfg.Ranks, cfg.Slots)
 	}
 	return b
 }

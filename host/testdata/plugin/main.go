@@ -103,7 +103,7 @@ func main() {
 			if c.Fault == "plan" {
 				info.Capabilities |= connector.CanPlan
 			}
-			if c.Fault == "reshape" {
+			if strings.HasPrefix(c.Fault, "reshape") {
 				info.Capabilities |= connector.CanHold | connector.CanReshape
 			}
 			if c.Fault == "hold" || c.Fault == "hold_fence" {
@@ -140,6 +140,9 @@ func main() {
 			if strings.HasPrefix(c.Fault, "stat") {
 				return &counter{scheduler: scheduler{s}}, err
 			}
+			if strings.HasPrefix(c.Fault, "reshape") {
+				return &cutter{holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}}, err
+			}
 			switch c.Fault {
 			case "events":
 				return &eventScheduler{scheduler{s}}, err
@@ -147,8 +150,6 @@ func main() {
 				return &planner{scheduler{s}}, err
 			case "lease":
 				return newLeaser(s), err
-			case "reshape":
-				return &cutter{holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}}, err
 			case "hold", "hold_fence":
 				return &holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}, err
 			}
@@ -171,7 +172,7 @@ func main() {
 			if strings.HasSuffix(c.Fault, "layers") {
 				return &layered{w}, err
 			}
-			if c.Fault == "reshape" {
+			if strings.HasPrefix(c.Fault, "reshape") {
 				return &reshaper{w}, err
 			}
 			return w, err
