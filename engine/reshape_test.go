@@ -63,7 +63,7 @@ func TestWrongReaders(t *testing.T) {
 	reqs, want := cutRequests(t, 300, 500, 333)
 	p := start(t, cutConfig(t, cutting{16, 4}, "reshape"))
 	for _, fault := range []string{
-		"reshape_modulo", "reshape_two_ranks", "reshape_layer", "reshape_half", "reshape_offset", "reshape_short", "reshape_early",
+		"reshape_modulo", "reshape_two_ranks", "reshape_layer", "reshape_half", "reshape_offset", "reshape_short", "reshape_early", "reshape_elsewhere",
 	} {
 		t.Run(fault, func(t *testing.T) {
 			log := &testkit.Log{}
@@ -78,6 +78,10 @@ func TestWrongReaders(t *testing.T) {
 			require.Equal(t, want, tokensOf(d.ask(t, prefill(t, p, own), 4)))
 			requireIdle(t, d)
 			require.Zero(t, d.metric(t, "kvport_unverified_blocks_total", ""))
+			if fault == "reshape_elsewhere" {
+				require.Positive(t, d.metric(t, "kvport_plugin_violations_total", ""))
+				return
+			}
 			require.Positive(t, d.metric(t, "kvport_integrity_failures_total", ""))
 			require.Contains(t, log.String(), "of 4 of the producer has it (16 tokens): block")
 			require.Contains(t, log.String(), "digest differs")

@@ -195,7 +195,7 @@ func (h *Host) reshape(ctx context.Context, g *generation, a *tracker.Move) trac
 			from := connector.Source{Rank: rank, World: a.Source.World, Last: i == len(batches)-1 && rank == a.Source.World-1}
 			err := r.read(ctx, g.workers[rank%len(g.workers)], batch, from)
 			if err != nil {
-				return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost)}
+				return tracker.Outcome{Err: whole{err}, Lost: errors.Is(err, plugin.ErrLost)}
 			}
 			h.ranks[0].share(len(batch), func(i int) { r.take(batch[i], connector.BlockID(i), rank) })
 		}
@@ -206,6 +206,13 @@ func (h *Host) reshape(ctx context.Context, g *generation, a *tracker.Move) trac
 	}
 	return out
 }
+
+// whole is an error that fails a whole load. It hides which blocks a plugin's error names: those are slots of a window,
+// and the Tracker would take them for blocks of the cache.
+type whole struct{ err error }
+
+func (w whole) Error() string        { return w.err.Error() }
+func (w whole) Is(target error) bool { return errors.Is(w.err, target) }
 
 // read has a worker read a batch of blocks from one rank. Its error fails the whole load.
 func (r *reshaping) read(ctx context.Context, w connector.Worker, batch []tracker.Read, from connector.Source) error {
@@ -229,7 +236,8 @@ func (r *reshaping) read(ctx context.Context, w connector.Worker, batch []tracke
 	}
 	for _, id := range some.Blocks {
 		if id < 0 || int(id) >= len(batch) {
-			return err // the tracker finds that it names what was not asked for
+			r.h.violation(fmt.Sprintf("Reshape: an error names block %d of %d", id, len(batch)))
+			return fmt.Errorf("the connector's answer names block %d of %d: %w (%v)", id, len(batch), connector.ErrIncompatible, err)
 		}
 		r.fault(batch[id], cmp.Or(some.Err, connector.ErrGone))
 	}

@@ -304,3 +304,29 @@ func TestReshapeMulti(t *testing.T) {
 	require.NoError(t, load("x", 20).Err)
 	prompt{p, tr.Blocks}.sameAs(prompt{d, blocksOf(own, 20)}, 128)
 }
+
+// TestReshapeNamesSlots: the blocks that a plugin's error names are slots of the memory that it reads into. Whatever
+// numbers it gives, none of them reaches the cache's blocks, where one would fail and the others count as loaded.
+func TestReshapeNamesSlots(t *testing.T) {
+	_, ks, ticket := handed(t, 1, 4)
+	own := keys(2, 2)
+	for _, at := range []connector.BlockID{4, 3} { // one of our two blocks has the number that it gives
+		d := cutsWith(t, "d", ks, "base", rigOptions{change: wide(t, 2, 1), extra: map[string]any{"fault": "reshape_elsewhere"}})
+		q := connector.Query{Request: "x", Tokens: 66, Keys: own}
+		require.Equal(t, 64, d.match(q, ticket).Tokens)
+		tr := connector.Transfer{Request: "x", Tokens: 64, Blocks: blocksOf(own, at)}
+		d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{tr}})
+		e := d.next(Loaded)
+		require.Equal(t, e.Blocks, e.Failed, "nothing was cut")
+		require.ErrorIs(t, e.Err, connector.ErrIncompatible)
+		require.InDelta(t, 1, d.metric("kvport_plugin_violations_total"), 0)
+	}
+}
+
+// TestWholeErrors: an error that fails a whole load keeps its class and names no block.
+func TestWholeErrors(t *testing.T) {
+	err := error(whole{&connector.BlockError{Blocks: []connector.BlockID{1}, Err: connector.ErrGone}})
+	require.ErrorIs(t, err, connector.ErrGone)
+	_, is := errors.AsType[*connector.BlockError](err)
+	require.False(t, is)
+}

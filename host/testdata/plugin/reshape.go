@@ -84,6 +84,9 @@ func (r *reshaper) read(dir string, t *connector.Transfer, from connector.Source
 			data = data[r.copy(s, data):]
 		}
 	}
+	if r.Fault == "reshape_elsewhere" { // it numbers blocks in its own way
+		gone.Blocks = []connector.BlockID{connector.BlockID(len(t.Blocks))}
+	}
 	if len(gone.Blocks) > 0 {
 		return gone
 	}
