@@ -158,9 +158,8 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	case len(h.cfg.Children) > 0:
 		return h.startComposite(ctx)
 	}
-	if h.src = h.source(h.cfg); h.lands != nil {
-		h.src.reland = h.reland
-	}
+	h.src = h.source(h.cfg)
+	h.src.reland = h.reland
 	h.src.violated, h.src.held = h.violation, func(n int64) { h.metrics.arena.Add(float64(n)) }
 	manifest, err := h.src.find(ctx, h.opts.PluginPath)
 	if err != nil {

@@ -58,10 +58,14 @@ func (h *Host) openReshape() {
 }
 
 // sourceOf is the engine of another shape from which a ticket comes; nil: it is of ours. Errors wrap
-// connector.ErrIncompatible: its blocks cannot be cut to fit ours (rule RESHAPE-04).
+// connector.ErrIncompatible: its blocks cannot be cut to fit ours (rule RESHAPE-04), or there is no memory for them any
+// more. The caller holds mu.
 func (h *Host) sourceOf(e *ticket.Envelope) (*tracker.Source, error) {
 	if e.Shape == h.eng.Shape {
 		return nil, nil
+	}
+	if h.tracker.Windowless() {
+		return nil, fmt.Errorf("all memory for blocks of other shapes is lost until the engine is started again: %w", connector.ErrIncompatible)
 	}
 	s := &tracker.Source{Shape: e.Shape, World: e.Cut.Ranks, BlockTokens: e.Cut.BlockTokens}
 	c, err := h.cutterOf(s)

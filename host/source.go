@@ -36,7 +36,7 @@ type source struct {
 	violated func(what string)
 	hurry    <-chan struct{}         // closed when the host closes
 	left     *plugin.AbandonedMemory // by former lives
-	reland   func() error            // replaces landing memory that is this plugin's alone; nil: there is none
+	reland   func() error            // replaces landing memory and memory for source blocks that are this plugin's alone; nil: others have them, too
 	keys     *pluginKeys
 
 	sides   sides

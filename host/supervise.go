@@ -195,9 +195,13 @@ func (a *Arena) Renew() error {
 	return errors.Join(err, old.Close())
 }
 
-// reland gives every rank other landing memory, and other memory for source blocks. No transfer may be running.
+// reland gives every rank that has landing memory other memory, and does the same for source blocks. No transfer may be
+// running.
 func (h *Host) reland() error {
 	for i, r := range h.ranks {
+		if r.landing == nil {
+			continue
+		}
 		size := r.landing.region.Size()
 		next, err := newLanding(*h.lands, size)
 		if err != nil {

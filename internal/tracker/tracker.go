@@ -106,6 +106,7 @@ type Tracker struct {
 	wakes    wakes
 	landing  *Landing // nil without landing memory
 	windows  *Landing // of memory for source blocks, as slots of a single rank
+	spent    int      // windows that never come back
 	lines    []line   // calls that wait for slots; the last ones wait for windows
 	out      []Action
 	lost     map[connector.BlockID]struct{}
@@ -148,6 +149,7 @@ func New(cfg Config) *Tracker {
 		corrupt:  corruptKeys{limit: cfg.CorruptKeys, keys: map[connector.BlockKey]struct{}{}},
 	}
 	b.windows, b.lines = NewLanding(1, cfg.Windows), make([]line, 2*cfg.Ranks+2)
+	b.windows.reserve = 0 // only loads use windows
 	if cfg.Slots > 0 {
 		b.landing = NewLanding(cfg.Ranks, cfg.Slots)
 	}
@@ -205,13 +207,14 @@ func (b *Tracker) Reaped(now time.Time, gen uint64) []Action {
 }
 
 // Abandoned says that generation gen is gone, but that somebody may use the blocks for ever that it had. Those of
-// its transfers and holds are lost: they stay pinned, as their events say.
+// its transfers and holds are lost: they stay pinned, as their events say. Windows come back, because the next
+// generation has other memory for source blocks.
 func (b *Tracker) Abandoned(now time.Time, gen uint64) []Action {
 	b.out = append(b.out, b.Down(now, gen)...)
 	delete(b.killed, gen)
 	for _, o := range sorted(b.ops) {
 		if slices.ContainsFunc(o.calls, func(c *call) bool { return c.stuck(gen) }) {
-			b.lose(now, o)
+			b.lose(now, o, true)
 		}
 	}
 	for _, h := range sorted(b.holds) {
@@ -222,17 +225,27 @@ func (b *Tracker) Abandoned(now time.Time, gen uint64) []Action {
 	return b.take()
 }
 
-// Lose says the same of one call, of a part of the connector that is gone.
+// Lose says the same of one call, of a part of the connector that is gone. The other parts keep the memory for source
+// blocks, so its window is lost as well.
 func (b *Tracker) Lose(now time.Time, id CallID) []Action {
 	if c := b.calls[id]; c != nil {
-		b.lose(now, c.op)
+		b.lose(now, c.op, false)
+		b.failWindowless(now)
 	}
 	return b.take()
 }
 
-// lose ends a transfer without giving its blocks back, nor its slots of landing memory.
-func (b *Tracker) lose(now time.Time, o *op) {
+// lose ends a transfer without giving its blocks back, nor its slots of landing memory. renewed says that its window is
+// of memory that is replaced.
+func (b *Tracker) lose(now time.Time, o *op, renewed bool) {
 	for _, c := range o.calls {
+		switch {
+		case o.source == nil || c.slots == nil:
+		case renewed:
+			b.vacate(c)
+		default:
+			b.spent++
+		}
 		if c.state == running {
 			b.emit(CancelCall{ID: c.id})
 		}
@@ -243,6 +256,21 @@ func (b *Tracker) lose(now time.Time, o *op) {
 	b.forfeit(ids(o.t.Blocks))
 	o.fail(o.t.Blocks, errAbandoned)
 	b.endOp(now, o)
+}
+
+// Windowless says that no load from an engine of another shape can start any more.
+func (b *Tracker) Windowless() bool { return b.spent > 0 && b.spent >= b.cfg.Windows }
+
+// failWindowless fails the loads that wait for a window if none can come back.
+func (b *Tracker) failWindowless(now time.Time) {
+	if !b.Windowless() {
+		return
+	}
+	for _, o := range sorted(b.ops) {
+		if o.source != nil {
+			b.failReady(now, o, errWindows)
+		}
+	}
 }
 
 func (b *Tracker) forfeit(blocks []connector.BlockID) {

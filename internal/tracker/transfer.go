@@ -21,6 +21,7 @@ var (
 	errLoading    = errors.New("a load still writes one of the blocks")
 	errReused     = fmt.Errorf("an earlier turn's blocks have been reused: %w", connector.ErrGone)
 	errEarly      = fmt.Errorf("the connector answered before all layers were computed: %w", connector.ErrIncompatible)
+	errWindows    = fmt.Errorf("somebody that a plugin left behind may still write all memory for blocks of other shapes: %w", connector.ErrGone)
 	errLanding    = errors.New("more blocks than landing memory holds: raise kvport.landing_bytes")
 )
 
@@ -143,6 +144,9 @@ func (b *Tracker) addOp(now time.Time, kind Kind, step uint64, t connector.Trans
 		b.endOp(now, o)
 	case b.closed || b.state == broken:
 		o.fail(t.Blocks, connector.ErrGone)
+		b.endOp(now, o)
+	case o.source != nil && b.Windowless():
+		o.fail(t.Blocks, errWindows)
 		b.endOp(now, o)
 	case kind == Save && b.loadingAny(t.Blocks):
 		o.fail(t.Blocks, errLoading)

@@ -53,6 +53,7 @@ func (h *host) abandon(moves []*move) {
 		h.do(h.tracker.Reaped(h.w.now, h.n))
 		return
 	}
+	h.e.sources = [windows][]*cell{} // the next life has other memory
 	h.do(h.tracker.Abandoned(h.w.now, h.n))
 }
 
