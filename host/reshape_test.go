@@ -169,7 +169,7 @@ func TestReshapeLoads(t *testing.T) {
 		"more ranks":            {1, 4, 1, nil, "kv_both"},
 		"fewer ranks":           {8, 2, 2, nil, "kv_both"},
 		"in parts":              {4, 1, 2, map[string]any{"landing_bytes": 4 * 1300}, "kv_both"},
-		"staged":                {2, 1, 2, map[string]any{"trust": "staged", "landing_bytes": landingBytes(24)}, "kv_consumer"},
+		"staged":                {2, 1, 2, map[string]any{"trust": "staged", "sandbox": "off", "landing_bytes": landingBytes(24)}, "kv_consumer"},
 		"unverified is nothing": {1, 2, 2, map[string]any{"unverified": true}, "kv_both"},
 	} {
 		t.Run(name, func(t *testing.T) {
