@@ -36,6 +36,8 @@ type Host struct {
 	ranks     []*rank
 	lands     *connector.Layout // of landing memory; nil: the plugin maps the cache
 	sources   *Region           // where blocks of engines of other shapes are read to; nil: none come
+	window    int64             // the size of each of its parts
+	copies    *scratch          // where no plugin can write, for copies of what was read
 	tickets   *ticketSigner
 	tenant    string // names the tenant secret
 	keys      *keyring.File

@@ -29,7 +29,10 @@ func (h *Host) openSources() (err error) {
 	if h.eng.Base == (connector.Fingerprint{}) || h.eng.Addresses == nil || !h.cfg.Role.Loads() {
 		return nil
 	}
-	h.sources, err = newSources(int64(h.cfg.Settings.LandingBytes))
+	size := int64(h.cfg.Settings.LandingBytes)
+	h.window = size / sourceWindows / landingAlign * landingAlign
+	h.copies = newScratch(h.window)
+	h.sources, err = newSources(size)
 	return err
 }
 
@@ -72,12 +75,9 @@ func (h *Host) sourceOf(e *ticket.Envelope) (*tracker.Source, error) {
 	if err != nil {
 		return nil, err
 	}
-	_, err = c.fit(h.window())
+	_, err = c.fit(h.window)
 	return s, err
 }
-
-// window is the size of each part of the memory for source blocks.
-func (h *Host) window() int64 { return h.sources.Size() / sourceWindows / landingAlign * landingAlign }
 
 // cutter knows how blocks of an engine of another shape are cut to fit ours.
 type cutter struct {
@@ -143,7 +143,8 @@ type reshaping struct {
 	load    *tracker.Reshape
 	here    map[tracker.Read]tracker.Target // by group and place in our blocks
 	landed  *connector.KV                   // the load's window of the memory for source blocks
-	scratch chan *connector.KV              // room for one block each, where no plugin can write
+	one     connector.Layout                // of a copy of a block
+	size    int64                           // of that
 
 	mu     sync.Mutex
 	faults map[tracker.Read]error
@@ -154,35 +155,27 @@ func (h *Host) newReshaping(a *tracker.Move) (*reshaping, int, error) {
 	if err != nil {
 		return nil, 0, err
 	}
-	n, err := c.fit(h.window())
+	n, err := c.fit(h.window)
 	if err != nil {
 		return nil, 0, err
 	}
 	r := &reshaping{
 		h: h, move: a, cutter: *c, load: a.Reshape(h.eng.Layout.Groups), here: map[tracker.Read]tracker.Target{}, faults: map[tracker.Read]error{},
-		scratch: make(chan *connector.KV, cap(h.ranks[0].hands)),
 	}
+	r.one, r.size = packed(c.layout, 1, 0, 0)
 	for rank := range a.Source.World {
 		r.hashers = append(r.hashers, h.hasher(a.Source.Shape, connector.Shard{Rank: rank, World: a.Source.World}))
 	}
 	for _, t := range r.load.Targets() {
 		r.here[tracker.Read{Group: t.Group, Place: t.From / h.eng.Layout.Groups[t.Group].BlockTokens}] = t
 	}
-	at := int64(a.Window) * h.window()
-	if err = shm.Allocate(h.sources.file(), at, h.window()); err != nil { // or whoever touches it may die
+	at := int64(a.Window) * h.window
+	if err = shm.Allocate(h.sources.file(), at, h.window); err != nil { // or whoever touches it may die
 		return nil, 0, err
 	}
 	layout, _ := packed(c.layout, n, 1, at)
 	if r.landed, err = connector.NewKV(layout, [][]byte{nil, h.sources.Bytes()}); err != nil {
 		return nil, 0, err
-	}
-	for range cap(r.scratch) {
-		one, size := packed(c.layout, 1, 0, 0)
-		kv, err := connector.NewKV(one, [][]byte{make([]byte, size)})
-		if err != nil {
-			return nil, 0, err
-		}
-		r.scratch <- kv
 	}
 	return r, n, nil
 }
@@ -266,8 +259,13 @@ func (r *reshaping) take(b tracker.Read, slot connector.BlockID, rank int) {
 	if failed {
 		return
 	}
-	copied := <-r.scratch
-	defer func() { r.scratch <- copied }()
+	room := r.h.copies.take(r.size)
+	defer r.h.copies.give(room)
+	copied, err := connector.NewKV(r.one, [][]byte{room})
+	if err != nil {
+		r.fault(b, err)
+		return
+	}
 	for _, s := range copied.Segments(b.Group) {
 		copy(copied.View(s, 0), r.landed.View(s, slot))
 	}
