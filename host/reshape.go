@@ -148,6 +148,7 @@ type reshaping struct {
 
 	mu     sync.Mutex
 	faults map[tracker.Read]error
+	found  unreadable // which keys and editions there were
 }
 
 func (h *Host) newReshaping(a *tracker.Move) (*reshaping, int, error) {
@@ -192,12 +193,16 @@ func (h *Host) reshape(ctx context.Context, g *generation, a *tracker.Move) trac
 			from := connector.Source{Rank: rank, World: a.Source.World, Last: i == len(batches)-1 && rank == a.Source.World-1}
 			err := r.read(ctx, g.workers[rank%len(g.workers)], batch, from)
 			if err != nil {
-				return tracker.Outcome{Err: whole{err}, Lost: errors.Is(err, plugin.ErrLost)}
+				out := tracker.Outcome{Err: whole{err}, Lost: errors.Is(err, plugin.ErrLost)}
+				h.unread(&r.found, len(a.Transfer.Blocks), out.Err)
+				return out
 			}
 			h.ranks[0].share(len(batch), func(i int) { r.take(batch[i], connector.BlockID(i), rank) })
 		}
 	}
 	out := r.load.Outcome(func(b tracker.Read) error { return r.faults[b] })
+	r.found.foreign, r.found.outdated = out.Foreign, out.Outdated
+	h.unread(&r.found, 0, nil)
 	if err := r.seal(out); err != nil {
 		return tracker.Outcome{Err: err}
 	}
@@ -245,6 +250,9 @@ func (r *reshaping) read(ctx context.Context, w connector.Worker, batch []tracke
 func (r *reshaping) fault(b tracker.Read, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.found.see(err) {
+		err = fmt.Errorf("%w: %w", tracker.ErrForeignKey, err)
+	}
 	if r.faults[b] == nil || errors.Is(err, connector.ErrCorrupt) {
 		r.faults[b] = err
 	}
@@ -304,7 +312,7 @@ func (r *reshaping) cut(b tracker.Read, rank int, copied *connector.KV) {
 func (r *reshaping) seal(out tracker.Outcome) error {
 	blocks := tracker.Arrived(r.move.Transfer.Blocks, out.Err)
 	bad := map[connector.BlockID]bool{}
-	for _, id := range out.Corrupt {
+	for _, id := range slices.Concat(out.Corrupt, out.Foreign, out.Outdated) {
 		bad[id] = true
 	}
 	blocks = slices.DeleteFunc(slices.Clone(blocks), func(b connector.Block) bool { return bad[b.ID] })

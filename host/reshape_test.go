@@ -323,6 +323,38 @@ func TestReshapeNamesSlots(t *testing.T) {
 	}
 }
 
+// TestReshapeDigestMisses: blocks of a producer whose digests cannot be checked here are counted by reason, as those of a
+// store are, and logged with the remedy. They get no digests of ours.
+func TestReshapeDigestMisses(t *testing.T) {
+	p, ks, ticket := handed(t, 1, 8)
+	log := &testkit.Log{}
+	d := cutsWith(t, "d", ks, "base", rigOptions{change: wide(t, 2, 1), log: slog.New(slog.NewTextHandler(log, nil))})
+	header := func(block, at int, value byte) {
+		path := filepath.Join(p.dir, ks[block].String()+".0")
+		data, err := os.ReadFile(path)
+		require.NoError(t, err)
+		data[len(data)-int(p.eng.Layout.Segments[2].Bytes)+at] ^= value
+		require.NoError(t, os.WriteFile(path, data, 0o600))
+	}
+	header(1, 0, 0x40) // the edition
+	header(5, 8, 1)    // the key
+	own := keys(2, 4)
+	q := connector.Query{Request: "x", Tokens: 130, Keys: own}
+	require.Equal(t, 128, d.match(q, ticket).Tokens)
+	tr := connector.Transfer{Request: "x", Tokens: 128, Blocks: blocksOf(own, 20)}
+	d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{tr}})
+	e := d.next(Loaded)
+	require.ElementsMatch(t, []connector.BlockID{20, 22}, e.Failed)
+	require.InDelta(t, 1, d.misses("edition"), 0)
+	require.InDelta(t, 1, d.misses("foreign_key"), 0)
+	require.Zero(t, d.metric("kvport_integrity_failures_total"))
+	require.Contains(t, log.String(), `seen="[edition 66]"`)
+	require.Contains(t, log.String(), "stored with a key that is not in the ring")
+	for _, i := range []int{0, 2} {
+		require.Error(t, d.Host.ranks[0].hasher.Check(d.Host.ranks[0].kv, tr.Blocks[i]), "what failed gets no digests")
+	}
+}
+
 // TestWholeErrors: an error that fails a whole load keeps its class and names no block.
 func TestWholeErrors(t *testing.T) {
 	err := error(whole{&connector.BlockError{Blocks: []connector.BlockID{1}, Err: connector.ErrGone}})

@@ -115,6 +115,10 @@ func (r *Reshape) Outcome(fault func(Read) error) (out Outcome) {
 			if out.Damage == nil {
 				out.Damage = err
 			}
+		case errors.Is(err, ErrForeignKey):
+			out.Foreign = append(out.Foreign, t.ID)
+		case errors.Is(err, connector.ErrOutdated):
+			out.Outdated = append(out.Outdated, t.ID)
 		default:
 			gone.Blocks = append(gone.Blocks, t.ID)
 			if gone.Err == nil {

@@ -87,6 +87,25 @@ func TestReshapeOutcome(t *testing.T) {
 	}
 }
 
+// TestReshapeUnread: a source block whose digest nobody here can check fails ours for that reason, and not as one that is
+// gone: it is counted, and replaced when it is saved.
+func TestReshapeUnread(t *testing.T) {
+	b := reshapedBench(t, 1, nil)
+	b.admit(0)
+	m := one[Move](b)
+	load := m.Reshape([]connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}})
+	faults := map[Read]error{{Place: 1}: fmt.Errorf("key 7: %w", ErrForeignKey), {Place: 2}: fmt.Errorf("edition 1: %w", connector.ErrOutdated)}
+	out := load.Outcome(func(r Read) error { return faults[r] })
+	require.Equal(t, Outcome{Foreign: []connector.BlockID{0}, Outdated: []connector.BlockID{1}}, out)
+	b.done(m, out)
+	e := one[Tell](b).Event
+	require.Equal(t, []connector.BlockID{0, 1}, e.Failed)
+	require.True(t, e.Replace)
+	require.Equal(t, 1, b.Counters().Foreign)
+	require.Equal(t, 1, b.Counters().Outdated)
+	require.Zero(t, b.Counters().Damaged)
+}
+
 // reshapedBench is a bench with a ticket of another shape for each of n requests.
 func reshapedBench(t *testing.T, n int, change func(*Config)) *bench {
 	b := newBench(t, func(c *Config) {
