@@ -232,8 +232,8 @@ func (r *reshaping) read(ctx context.Context, w connector.Worker, batch []tracke
 		}
 	}
 	err := reshaper.Reshape(ctx, &t, from, r.landed)
-	var some *connector.BlockError
-	if !errors.As(err, &some) || len(some.Blocks) == 0 {
+	some, is := errors.AsType[*connector.BlockError](err)
+	if !is || len(some.Blocks) == 0 || errors.Is(err, connector.ErrBusy) { // the Tracker asks for all of a busy load again
 		return err
 	}
 	for _, id := range some.Blocks {

@@ -355,6 +355,20 @@ func TestReshapeDigestMisses(t *testing.T) {
 	}
 }
 
+// TestReshapeBusy: a load of which one block is busy is asked for again as a whole, before the producer hears that all of
+// it is read.
+func TestReshapeBusy(t *testing.T) {
+	p, ks, ticket := handed(t, 2, 4)
+	d := cutsWith(t, "d", ks, "base", rigOptions{change: wide(t, 2, 2), extra: map[string]any{"fault": "reshape_busy", "at": 1, "once": true}})
+	own := keys(2, 2)
+	q := connector.Query{Request: "x", Tokens: 66, Keys: own}
+	require.Equal(t, 64, d.match(q, ticket).Tokens)
+	tr := connector.Transfer{Request: "x", Tokens: 64, Blocks: blocksOf(own, 20)}
+	d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{tr}})
+	require.NoError(t, d.next(Loaded).Err)
+	prompt{p, blocksOf(ks, 0)}.sameAs(prompt{d, tr.Blocks}, 64)
+}
+
 // TestWholeErrors: an error that fails a whole load keeps its class and names no block.
 func TestWholeErrors(t *testing.T) {
 	err := error(whole{&connector.BlockError{Blocks: []connector.BlockID{1}, Err: connector.ErrGone}})

@@ -173,7 +173,7 @@ func main() {
 				return &layered{w}, err
 			}
 			if strings.HasPrefix(c.Fault, "reshape") {
-				return &reshaper{w}, err
+				return &reshaper{worker: w}, err
 			}
 			return w, err
 		},

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -39,8 +40,11 @@ func (c *cutter) Finish(ctx context.Context, ended []connector.Ended) ([]connect
 }
 
 // reshaper also loads from engines of other shapes: their blocks are files in the folder that the ticket names. Every
-// fault but "reshape" is a wrong reader.
-type reshaper struct{ *worker }
+// fault but "reshape" and "reshape_busy" is a wrong reader.
+type reshaper struct {
+	*worker
+	over atomic.Bool // the producer has heard that all is read
+}
 
 // Reshape implements connector.Reshaper.
 func (r *reshaper) Reshape(_ context.Context, t *connector.Transfer, from connector.Source, kv *connector.KV) error {
@@ -55,6 +59,13 @@ func (r *reshaper) Reshape(_ context.Context, t *connector.Transfer, from connec
 		}()
 		return nil
 	}
+	if r.due("reshape_busy") { // one block is to be asked for again
+		return &connector.BlockError{Blocks: []connector.BlockID{t.Blocks[0].ID}, Err: connector.ErrBusy}
+	}
+	if r.over.Load() {
+		return connector.ErrGone
+	}
+	r.over.Store(from.Last && r.Fault == "reshape_busy")
 	return r.read(dir, t, from, kv)
 }
 
