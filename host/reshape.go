@@ -278,7 +278,7 @@ func (r *reshaping) take(b tracker.Read, slot connector.BlockID, rank int) {
 		copy(copied.View(s, 0), r.landed.View(s, slot))
 	}
 	src := r.load.Source
-	if err := r.hashers[rank].Check(copied, connector.Block{Key: src.Keys[b.Place], Group: b.Group}); err != nil {
+	if err = r.hashers[rank].Check(copied, connector.Block{Key: src.Keys[b.Place], Group: b.Group}); err != nil {
 		r.fault(b, fmt.Errorf("block %d of the prompt, as rank %d of %d of the producer has it (%d tokens): %w", b.Place, rank, src.World, src.BlockTokens, err))
 		return
 	}

@@ -369,6 +369,29 @@ func TestReshapeBusy(t *testing.T) {
 	prompt{p, blocksOf(ks, 0)}.sameAs(prompt{d, tr.Blocks}, 64)
 }
 
+// TestReshapeHiddenFence: a plugin that left somebody behind costs its blocks of the cache, and the next one reads source
+// blocks into other memory, also in place.
+func TestReshapeHiddenFence(t *testing.T) {
+	p, ks, ticket := handed(t, 1, 4)
+	dir, _ := park(t)
+	o := hiding(dir, "300ms")
+	o.extra["fault"], o.change = "reshape_hide_fence", wide(t, 2, 1)
+	d := cutsWith(t, "d", ks, "base", o)
+	old, own := d.sources, keys(2, 2)
+	load := func(id connector.RequestID, first connector.BlockID) Event {
+		q := connector.Query{Request: id, Tokens: 66, Keys: own}
+		require.Equal(t, 64, d.match(q, ticket).Tokens)
+		d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{{Request: id, Tokens: 64, Blocks: blocksOf(own, first)}}})
+		return d.next(Loaded)
+	}
+	require.True(t, load("x", 20).Lost)
+	d.becomes("degraded")
+	require.NotSame(t, old, d.sources)
+	require.Same(t, d.sources, d.src.sources)
+	require.NoError(t, load("y", 30).Err)
+	prompt{p, blocksOf(ks, 0)}.sameAs(prompt{d, blocksOf(own, 30)}, 64)
+}
+
 // TestWholeErrors: an error that fails a whole load keeps its class and names no block.
 func TestWholeErrors(t *testing.T) {
 	err := error(whole{&connector.BlockError{Blocks: []connector.BlockID{1}, Err: connector.ErrGone}})

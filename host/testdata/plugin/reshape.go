@@ -40,7 +40,7 @@ func (c *cutter) Finish(ctx context.Context, ended []connector.Ended) ([]connect
 }
 
 // reshaper also loads from engines of other shapes: their blocks are files in the folder that the ticket names. Every
-// fault but "reshape" and "reshape_busy" is a wrong reader.
+// fault but "reshape", "reshape_busy" and "reshape_hide_fence" is a wrong reader.
 type reshaper struct {
 	*worker
 	over atomic.Bool // the producer has heard that all is read
@@ -58,6 +58,9 @@ func (r *reshaper) Reshape(_ context.Context, t *connector.Transfer, from connec
 			_ = r.read(dir, t, from, kv)
 		}()
 		return nil
+	}
+	if r.due("reshape_hide_fence") {
+		hideFence(r.Dir)
 	}
 	if r.due("reshape_busy") { // one block is to be asked for again
 		return &connector.BlockError{Blocks: []connector.BlockID{t.Blocks[0].ID}, Err: connector.ErrBusy}
