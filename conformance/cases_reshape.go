@@ -7,13 +7,14 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"math/rand/v2"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 )
 
-// A producer and a consumer whose caches are cut in two ways. The content of a token is a function of the
-// prompt, the segment, the plane, the token and the head, so that a byte that came from or went to another
-// place is a wrong byte.
+// A producer and a consumer whose caches are cut in two ways. The consumer reads whole blocks of the producer's ranks,
+// as they lie there, into memory that is laid out as the producer's; that of a host, which checks and cuts them.
 
 func reshapeCase(id, rule, text string, body func(*rig)) Case {
 	return Case{
@@ -25,13 +26,13 @@ func reshapeCase(id, rule, text string, body func(*rig)) Case {
 func reshapeCases() []Case {
 	return []Case{
 		reshapeCase("reshape-offer", "RESHAPE-02", "All tokens that are the same are offered, and none after them.", reshapeOffer),
-		reshapeCase("reshape-blocks", "RESHAPE-03", "Blocks of 4 tokens are loaded into blocks of 8 and 16, and the other way.", reshapeBlocks),
-		reshapeCase("reshape-ranks", "RESHAPE-03", "Heads go from one rank to two and four, from two to three, and the other way.", reshapeRanks),
+		reshapeCase("reshape-blocks", "RESHAPE-03", "Whole blocks of other sizes are read, digests included, up to 70 of them.", reshapeBlocks),
+		reshapeCase("reshape-ranks", "RESHAPE-03", "Each of one to eight ranks of a producer is read, by engines with more and with fewer.", reshapeRanks),
 		reshapeCase("reshape-both", "RESHAPE-03", "Block size and ranks differ at once.", reshapeBoth),
-		reshapeCase("reshape-part", "RESHAPE-03", "A consumer that has the first blocks loads the others, up to the middle of a block.", reshapePart),
-		reshapeCase("reshape-refused", "RESHAPE-04", "Block sizes and ranks that do not divide each other are refused, and nothing is written.", reshapeRefused),
-		reshapeCase("reshape-named", "RESHAPE-05", "Blocks that the hold has half of, or not at all, are named.", reshapeNamed),
-		reshapeCase("reshape-once", "RESHAPE-06", "A hold is reported once, after the last rank of its consumer.", reshapeOnce),
+		reshapeCase("reshape-part", "RESHAPE-03", "Blocks from the middle of a prompt are read, in calls of a few blocks.", reshapePart),
+		reshapeCase("reshape-refused", "RESHAPE-04", "Blocks of other sizes than the producer's are refused, and nothing is written.", reshapeRefused),
+		reshapeCase("reshape-named", "RESHAPE-05", "Blocks that the hold does not have, or that are others, are named.", reshapeNamed),
+		reshapeCase("reshape-once", "RESHAPE-06", "A hold is reported once, after the last call of its consumer.", reshapeOnce),
 		reshapeCase("reshape-consumed", "RESHAPE-06", "A hold that was fetched gives nothing more.", reshapeConsumed),
 	}
 }
@@ -44,8 +45,10 @@ type cut struct {
 }
 
 const (
-	cutHeads  = 12
-	cutBlocks = 64
+	cutHeads  = 24
+	cutBlocks = 96
+	// sourceBytes is memory for source blocks, which the blocks of any producer here fit into.
+	sourceBytes = 2 << 20
 )
 
 // cutSegments are planes and bytes of a head; no size divides another.
@@ -79,7 +82,7 @@ func (r *rig) cutEngine(c cut, role connector.Role) *cutEngine {
 		c.heads = cutHeads
 	}
 	layout := c.layout()
-	e := r.closed(setup{world: c.ranks, layout: &layout, shape: fmt.Sprint(c)})
+	e := r.closed(setup{world: c.ranks, layout: &layout, shape: fmt.Sprint(c), sources: true})
 	e.env.Role, e.env.Base = role, connector.NewFingerprint("conformance base", r.settings.salt)
 	return &cutEngine{e.attend(), c}
 }
@@ -98,7 +101,7 @@ func (e *cutEngine) hand(tokens int) cutPrompt {
 	p := cutPrompt{&prompt{request: connector.RequestID(fmt.Sprintf("request-%x", e.rand.Uint32())), keys: keys, tokens: tokens}, e.rand.Uint64()}
 	p.blocks = e.blocks(keys, n)
 	for rank, kv := range e.kv {
-		e.write(kv, p, cutSpan{rank: rank, to: tokens}, p.blocks)
+		e.write(kv, p, rank)
 	}
 	t := connector.Transfer{Request: p.request, Tokens: tokens, Blocks: p.blocks}
 	e.must(e.saveOnly(e.Context(), t), "save")
@@ -123,120 +126,120 @@ func (e *cutEngine) blocks(keys []connector.BlockKey, n int) []connector.Block {
 	return out
 }
 
-// cutSpan is tokens of one rank, and the place of the first block that they go to.
-type cutSpan struct{ rank, from, to, first int }
-
-// write writes a prompt's tokens into blocks.
-func (e *cutEngine) write(kv *connector.KV, p cutPrompt, at cutSpan, bs []connector.Block) {
-	heads := e.cut.heads / e.cut.ranks
-	for segment, s := range cutSegments {
-		size := int(s.head + e.cut.wider)
-		for token := at.from; token < at.to; token++ {
-			view := kv.View(segment, bs[token/e.cut.block-at.first].ID)
-			for plane := range s.planes {
-				row := view[((plane*e.cut.block + token%e.cut.block) * heads * size):][:heads*size]
-				for head := range heads {
-					writeHead(row[head*size:][:size], p.seed, segment, plane, token, at.rank*heads+head)
-				}
+// write fills a prompt's blocks on a rank: every byte is another in each of them.
+func (e *cutEngine) write(kv *connector.KV, p cutPrompt, rank int) {
+	for place, b := range p.blocks {
+		for _, s := range kv.Segments(0) {
+			h := fnv.New64a()
+			for _, n := range []uint64{p.seed, uint64(rank), uint64(place), uint64(s)} {
+				_, _ = h.Write(binary.LittleEndian.AppendUint64(nil, n))
+			}
+			rng := rand.New(rand.NewPCG(h.Sum64(), 0))
+			for i, view := 0, kv.View(s, b.ID); i < len(view); i++ {
+				view[i] = byte(rng.Uint32())
 			}
 		}
 	}
 }
 
-func writeHead(to []byte, seed uint64, place ...int) {
-	h := fnv.New64a()
-	_, _ = h.Write(binary.LittleEndian.AppendUint64(nil, seed))
-	for _, n := range place {
-		_, _ = h.Write(binary.LittleEndian.AppendUint64(nil, uint64(n)))
-	}
-	for i := range to {
-		_, _ = h.Write([]byte{byte(i)})
-		to[i] = byte(h.Sum64() >> 32)
-	}
-}
-
-// cutLoad is what a consumer loads.
+// cutLoad is what a consumer reads.
 type cutLoad struct {
-	from, to int   // tokens
-	ranks    []int // nil: all
-	rank     int   // the one that loads now
+	from, to int  // blocks of the producer
+	rank     int  // of the producer
+	last     bool // of the load
 }
 
-// load loads tokens of a prompt into blocks anywhere. Nothing else in the cache may change: only the tokens that
-// were asked for, of this rank's heads. Blocks that are named as failed may contain anything. It returns how many
-// blocks are named on all ranks, and the last error.
-func (e *cutEngine) load(p cutPrompt, l cutLoad) (named int, err error) {
+// sourceLayout is how the memory for source blocks holds some of a producer's.
+func (p *cutEngine) sourceLayout() connector.Layout {
+	l := p.cut.layout()
+	for i := range l.Segments {
+		l.Segments[i].Region = 1
+	}
+	return l
+}
+
+// load reads blocks of one rank of p into slots anywhere. Nothing else may change, neither there nor in a cache; blocks
+// that are named as failed may contain anything. It returns how many are named, and the error.
+func (e *cutEngine) load(p *cutEngine, pr cutPrompt, l cutLoad) (named int, err error) {
 	e.Helper()
-	first := l.from / e.cut.block
-	bs := e.blocks(nil, (l.to+e.cut.block-1)/e.cut.block-first)
-	defer e.give(bs...)
-	for i := range bs {
-		if (first+i+1)*e.cut.block <= l.to {
-			bs[i].Key = e.keys(1)[0] // of this engine: nothing like it is there
+	worker := l.rank % len(e.workers)
+	kv, err := connector.NewKV(p.sourceLayout(), [][]byte{e.inst.Memory[worker], e.sources})
+	e.must(err, "memory for source blocks")
+	for i := range e.sources {
+		e.sources[i] = guardByte
+	}
+	slots := e.rand.Perm(cutBlocks)
+	bs := make([]connector.Block, 0, l.to-l.from)
+	for place := l.from; place < l.to; place++ {
+		b := connector.Block{ID: connector.BlockID(slots[place])}
+		if place < len(pr.keys) {
+			b.Key = pr.keys[place]
+		}
+		bs = append(bs, b)
+	}
+	end := min(l.to*p.cut.block, max(pr.tokens, (l.to-1)*p.cut.block+1))
+	t := connector.Transfer{Request: pr.request, From: l.from * p.cut.block, Tokens: end - l.from*p.cut.block, Blocks: bs, Ticket: pr.hold.Ticket}
+	caches := e.memory()
+	err = e.reshape(worker, &t, connector.Source{Rank: l.rank, World: p.cut.ranks, Last: l.last}, kv)
+	failed := map[connector.BlockID]bool{}
+	if err != nil {
+		e.names(err, bs, failed)
+	}
+	want := bytes.Repeat([]byte{guardByte}, len(e.sources))
+	wanted, wrong := connector.NewKV(*kv.Layout(), [][]byte{nil, want})
+	e.must(wrong, "what is wanted")
+	for i, b := range bs {
+		for _, s := range kv.Segments(0) {
+			from := kv.View(s, b.ID) // it may be half there
+			if !failed[b.ID] && l.from+i < len(pr.blocks) {
+				from = p.kv[l.rank].View(s, pr.blocks[l.from+i].ID)
+			}
+			copy(wanted.View(s, b.ID), from)
 		}
 	}
-	if l.ranks == nil {
-		for rank := range e.workers {
-			l.ranks = append(l.ranks, rank)
+	if at := firstDifference(want, e.sources); at >= 0 {
+		e.Errorf("blocks %d to %d of rank %d of %d, of %d tokens: byte %d of the memory for them is wrong", l.from, l.to, l.rank, p.cut.ranks, p.cut.block, at)
+	}
+	for rank, before := range caches {
+		if at := firstDifference(before, e.inst.Memory[rank]); at >= 0 {
+			e.Errorf("byte %d of the cache of rank %d was written", at, rank)
 		}
 	}
-	t := connector.Transfer{Request: p.request, From: l.from, Tokens: l.to - l.from, Blocks: bs, Ticket: p.hold.Ticket}
-	for _, rank := range l.ranks {
-		want := bytes.Clone(e.inst.Memory[rank])
-		one := e.reshape(rank, &t)
-		failed := map[connector.BlockID]bool{}
-		if one != nil {
-			err = one
-			e.names(one, bs, failed)
-		}
-		named += len(failed)
-		l.rank = rank
-		e.compare(want, p, l, bs, failed)
-	}
-	return named, err
+	return len(failed), err
 }
 
 // reshape is one Reshape.
-func (e *cutEngine) reshape(rank int, t *connector.Transfer) error {
+func (e *cutEngine) reshape(rank int, t *connector.Transfer, from connector.Source, kv *connector.KV) error {
 	e.Helper()
 	worker, ok := connector.As[connector.Reshaper](e.workers[rank])
 	if !ok {
 		e.Errorf("Info claims reshape, the worker side does not have it")
 		e.FailNow()
 	}
-	return e.returns("Reshape", pdDeadline, func(ctx context.Context) error { return worker.Reshape(ctx, t, e.kv[rank]) })
+	return e.returns("Reshape", pdDeadline, func(ctx context.Context) error { return worker.Reshape(ctx, t, from, kv) })
 }
 
-// compare checks that a rank's memory is as before, except for the tokens of a load.
-func (e *cutEngine) compare(want []byte, p cutPrompt, l cutLoad, bs []connector.Block, failed map[connector.BlockID]bool) {
+// whole reads all blocks of all ranks of a prompt, in calls of at most some blocks, and says so with the last one if
+// last is set.
+func (e *cutEngine) whole(p *cutEngine, pr cutPrompt, most int, last bool) {
 	e.Helper()
-	kv, err := connector.NewKV(e.env.Layout, [][]byte{want})
-	e.must(err, "copy of the cache")
-	first := l.from / e.cut.block
-	for i, b := range bs {
-		if !failed[b.ID] {
-			e.write(kv, p, cutSpan{l.rank, max(l.from, (first+i)*e.cut.block), min(l.to, (first+i+1)*e.cut.block), first}, bs)
-			continue
+	for from := 0; from < len(pr.blocks); from += most {
+		to := min(from+most, len(pr.blocks))
+		for rank := range p.cut.ranks {
+			named, err := e.load(p, pr, cutLoad{from, to, rank, last && to == len(pr.blocks) && rank == p.cut.ranks-1})
+			e.must(err, "load of blocks %d to %d of rank %d", from, to, rank)
+			e.equal(0, named, "blocks that did not arrive")
 		}
-		for _, s := range kv.Segments(0) { // it may be half there
-			copy(kv.View(s, b.ID), e.kv[l.rank].View(s, b.ID))
-		}
-	}
-	if at := firstDifference(want, e.inst.Memory[l.rank]); at >= 0 {
-		e.Errorf("rank %d of %d, blocks of %d: byte %d of the cache is wrong after tokens %d to %d were loaded into blocks %v",
-			l.rank, e.cut.ranks, e.cut.block, at, l.from, l.to, idsOf(bs))
 	}
 }
 
 // all checks that a prompt is offered and arrives whole.
-func (e *cutEngine) all(p cutPrompt) {
+func (e *cutEngine) all(p *cutEngine, pr cutPrompt) {
 	e.Helper()
-	if n := e.offered(p, p.tokens, 0); n != p.tokens {
-		e.Errorf("%d tokens of %d are offered", n, p.tokens)
+	if n := e.offered(pr, pr.tokens, 0); n != pr.tokens {
+		e.Errorf("%d tokens of %d are offered", n, pr.tokens)
 	}
-	named, err := e.load(p, cutLoad{to: p.tokens})
-	e.must(err, "load of %d tokens", p.tokens)
-	e.equal(0, named, "blocks that did not arrive")
+	e.whole(p, pr, cutBlocks, true)
 }
 
 // offered is how many tokens are offered beyond those that are computed, where the first same tokens are equal.
@@ -256,7 +259,7 @@ func pairs(r *rig, tokens int, list ...[2]cut) {
 		p, d := r.cutEngine(pair[0], connector.RoleProducer), r.cutEngine(pair[1], connector.RoleConsumer)
 		for _, n := range []int{tokens, tokens - 3} {
 			pr := p.hand(n)
-			d.all(pr)
+			d.all(p, pr)
 			p.consumed(pr.prompt, 1)
 			p.sweep()
 		}
@@ -266,14 +269,13 @@ func pairs(r *rig, tokens int, list ...[2]cut) {
 }
 
 func reshapeBlocks(r *rig) {
-	pairs(r, 32, [2]cut{{block: 4, ranks: 1}, {block: 8, ranks: 1}}, [2]cut{{block: 4, ranks: 1}, {block: 16, ranks: 1}},
-		[2]cut{{block: 8, ranks: 1}, {block: 4, ranks: 1}}, [2]cut{{block: 16, ranks: 2}, {block: 4, ranks: 2}})
+	pairs(r, 32, [2]cut{{block: 4, ranks: 1}, {block: 8, ranks: 1}}, [2]cut{{block: 16, ranks: 2}, {block: 1, ranks: 2}})
+	pairs(r, 280, [2]cut{{block: 4, ranks: 1}, {block: 64, ranks: 1}})
 }
 
 func reshapeRanks(r *rig) {
-	pairs(r, 16, [2]cut{{block: 4, ranks: 1}, {block: 4, ranks: 2}}, [2]cut{{block: 4, ranks: 1}, {block: 4, ranks: 4}},
-		[2]cut{{block: 4, ranks: 2}, {block: 4, ranks: 3}}, [2]cut{{block: 4, ranks: 2}, {block: 4, ranks: 1}},
-		[2]cut{{block: 4, ranks: 4}, {block: 4, ranks: 2}}, [2]cut{{block: 4, ranks: 3}, {block: 4, ranks: 2}})
+	pairs(r, 16, [2]cut{{block: 4, ranks: 4}, {block: 4, ranks: 1}}, [2]cut{{block: 4, ranks: 1}, {block: 4, ranks: 8}},
+		[2]cut{{block: 4, ranks: 8}, {block: 4, ranks: 2}}, [2]cut{{block: 4, ranks: 3}, {block: 4, ranks: 2}})
 }
 
 func reshapeBoth(r *rig) {
@@ -282,21 +284,22 @@ func reshapeBoth(r *rig) {
 }
 
 func reshapePart(r *rig) {
-	p := r.cutEngine(cut{block: 8, ranks: 1}, connector.RoleProducer)
-	d := r.cutEngine(cut{block: 4, ranks: 2}, connector.RoleConsumer)
-	wide := r.cutEngine(cut{block: 16, ranks: 1}, connector.RoleConsumer)
-	for _, l := range []struct {
-		d *cutEngine
-		cutLoad
-	}{{d, cutLoad{from: 4, to: 30}}, {d, cutLoad{from: 12, to: 21}}, {d, cutLoad{from: 28, to: 30}}, {wide, cutLoad{from: 16, to: 30}}, {wide, cutLoad{from: 0, to: 17}}} {
+	p := r.cutEngine(cut{block: 4, ranks: 2}, connector.RoleProducer)
+	d := r.cutEngine(cut{block: 8, ranks: 1}, connector.RoleConsumer)
+	for _, l := range [][2]int{{1, 8}, {3, 4}, {7, 8}, {0, 5}} {
 		pr := p.hand(30)
-		r.equal(30-l.from, l.d.offered(pr, 30, l.from), "tokens offered beyond %d", l.from)
-		named, err := l.d.load(pr, l.cutLoad)
-		r.must(err, "load of tokens %d to %d", l.from, l.to)
-		r.equal(0, named, "blocks that did not arrive")
+		r.equal(30-8, d.offered(pr, 30, 8), "tokens offered beyond 8")
+		for rank := range p.cut.ranks {
+			named, err := d.load(p, pr, cutLoad{l[0], l[1], rank, rank == 1})
+			r.must(err, "load of blocks %d to %d", l[0], l[1])
+			r.equal(0, named, "blocks that did not arrive")
+		}
 		p.consumed(pr.prompt, 1)
 		p.sweep()
 	}
+	pr := p.hand(30)
+	d.whole(p, pr, 3, true)
+	p.consumed(pr.prompt, 1)
 }
 
 func reshapeOffer(r *rig) {
@@ -306,55 +309,55 @@ func reshapeOffer(r *rig) {
 	for _, c := range [][3]int{{30, 0, 30}, {30, 24, 6}, {28, 0, 28}, {8, 0, 8}, {8, 8, 0}, {8, 16, 0}} {
 		r.equal(c[2], d.offered(pr, c[0], c[1]), "tokens offered of which %d are the same, to one that has %d", c[0], c[1])
 	}
-	d.all(pr)
+	d.all(p, pr)
 }
 
 func reshapeRefused(r *rig) {
-	for why, pair := range map[string][2]cut{
-		"blocks of 6 tokens there, of 4 here":       {{block: 6, ranks: 1}, {block: 4, ranks: 1}},
-		"12 heads there, 8 here":                    {{block: 4, ranks: 1}, {block: 4, ranks: 1, heads: 8}},
-		"6 heads on 2 ranks there, 6 on 1 here":     {{block: 4, ranks: 2}, {block: 4, ranks: 1, heads: 6}},
-		"heads that are 2 bytes wider here":         {{block: 4, ranks: 1}, {block: 8, ranks: 1, wider: 2}},
-		"half as many heads of twice the size here": {{block: 4, ranks: 1, wider: 10}, {block: 4, ranks: 1, heads: 24}},
+	p := r.cutEngine(cut{block: 4, ranks: 2}, connector.RoleProducer)
+	d := r.cutEngine(cut{block: 8, ranks: 1}, connector.RoleConsumer)
+	pr := p.hand(24)
+	for why, c := range map[string]cut{
+		"blocks of 6 tokens":           {block: 6, ranks: 2, heads: cutHeads},
+		"the heads of one rank":        {block: 4, ranks: 1, heads: cutHeads},
+		"heads that are 2 bytes wider": {block: 4, ranks: 2, heads: cutHeads, wider: 2},
+		"half as many heads":           {block: 4, ranks: 2, heads: cutHeads / 2},
 	} {
-		p, d := r.cutEngine(pair[0], connector.RoleProducer), r.cutEngine(pair[1], connector.RoleConsumer)
-		pr := p.hand(24)
-		before := d.memory()
-		t := connector.Transfer{Request: pr.request, Tokens: 24, Blocks: d.blocks(nil, 24/d.cut.block), Ticket: pr.hold.Ticket}
-		for rank := range d.workers {
-			err := d.reshape(rank, &t)
-			if !errors.Is(err, connector.ErrIncompatible) {
-				r.Errorf("%s: error %v, want ErrIncompatible", why, err)
-			}
-			if at := firstDifference(before[rank], d.inst.Memory[rank]); at >= 0 {
-				r.Errorf("%s: byte %d of the cache was written", why, at)
-			}
+		l := c.layout()
+		for i := range l.Segments {
+			l.Segments[i].Region = 1
 		}
-		p.gone()
-		d.gone()
+		l.Blocks = 24 // in the memory that there is
+		kv, err := connector.NewKV(l, [][]byte{d.inst.Memory[0], d.sources})
+		r.must(err, "memory for source blocks")
+		before := bytes.Clone(d.sources)
+		t := connector.Transfer{Request: pr.request, Tokens: 24, Ticket: pr.hold.Ticket}
+		for i := range 24 / c.block {
+			t.Blocks = append(t.Blocks, connector.Block{ID: connector.BlockID(i), Key: pr.keys[i]})
+		}
+		if err := d.reshape(0, &t, connector.Source{World: c.ranks}, kv); !errors.Is(err, connector.ErrIncompatible) {
+			r.Errorf("%s: error %v, want ErrIncompatible", why, err)
+		}
+		if at := firstDifference(before, d.sources); at >= 0 {
+			r.Errorf("%s: byte %d of the memory for source blocks was written", why, at)
+		}
 	}
 }
 
 func reshapeNamed(r *rig) {
 	p := r.cutEngine(cut{block: 4, ranks: 1}, connector.RoleProducer)
-	for _, c := range []struct {
-		cut            cut
-		tokens, wanted int
-		named          int // at least
-	}{
-		{cut{block: 16, ranks: 1}, 24, 32, 1},
-		{cut{block: 16, ranks: 1}, 24, 48, 2},
-		{cut{block: 8, ranks: 1}, 22, 24, 1},
-		{cut{block: 8, ranks: 2}, 20, 24, 2},
-		{cut{block: 16, ranks: 1}, 15, 16, 1},
+	d := r.cutEngine(cut{block: 16, ranks: 1}, connector.RoleConsumer)
+	for _, c := range []struct{ tokens, from, to, other, named int }{
+		{24, 4, 8, -1, 2}, {24, 6, 8, -1, 2}, {22, 0, 7, -1, 1}, {24, 0, 6, 3, 1},
 	} {
-		d := r.cutEngine(c.cut, connector.RoleConsumer)
 		pr := p.hand(c.tokens)
-		named, err := d.load(pr, cutLoad{to: c.wanted})
-		if err == nil || named < c.named {
-			r.Errorf("%d tokens are held and %d loaded into blocks of %d: %d blocks are named, want %d", c.tokens, c.wanted, c.cut.block, named, c.named)
+		if c.other >= 0 {
+			pr.keys = slices.Clone(pr.keys)
+			pr.keys[c.other] = p.keys(1)[0]
 		}
-		d.gone()
+		named, err := d.load(p, pr, cutLoad{from: c.from, to: c.to})
+		if err == nil || named < c.named {
+			r.Errorf("%d tokens are held and blocks %d to %d wanted: %d blocks are named, want %d (%v)", c.tokens, c.from, c.to, named, c.named, err)
+		}
 		p.sweep()
 	}
 }
@@ -364,14 +367,10 @@ func reshapeOnce(r *rig) {
 		p := r.cutEngine(cut{block: 4, ranks: ranks[0]}, connector.RoleProducer)
 		d := r.cutEngine(cut{block: 8, ranks: ranks[1]}, connector.RoleConsumer)
 		pr := p.hand(24)
-		for rank := range d.workers {
-			if rank == len(d.workers)-1 {
-				p.silent(pr.prompt, 0)
-			}
-			p.sweep()
-			_, err := d.load(pr, cutLoad{to: 24, ranks: []int{rank}})
-			r.must(err, "load of rank %d", rank)
-		}
+		d.whole(p, pr, 2, false)
+		p.silent(pr.prompt, 0)
+		p.sweep()
+		d.whole(p, pr, 4, true)
 		p.consumed(pr.prompt, 1)
 		p.gone()
 		d.gone()
@@ -379,16 +378,16 @@ func reshapeOnce(r *rig) {
 }
 
 func reshapeConsumed(r *rig) {
-	p := r.cutEngine(cut{block: 4, ranks: 1}, connector.RoleProducer)
-	d := r.cutEngine(cut{block: 8, ranks: 2}, connector.RoleConsumer)
+	p := r.cutEngine(cut{block: 4, ranks: 2}, connector.RoleProducer)
+	d := r.cutEngine(cut{block: 8, ranks: 1}, connector.RoleConsumer)
 	pr := p.hand(24)
-	d.all(pr)
+	d.all(p, pr)
 	p.consumed(pr.prompt, 1)
 	p.sweep()
 	p.prefer(pr.blocks)
 	other := p.hand(24) // where it lay
-	if named, err := d.load(pr, cutLoad{to: 24}); err == nil || named < 6 {
+	if named, err := d.load(p, pr, cutLoad{to: 6}); err == nil || named < 6 {
 		r.Errorf("a hold that was fetched is served: %d blocks are named, error %v", named, err)
 	}
-	d.all(other)
+	d.all(p, other)
 }

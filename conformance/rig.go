@@ -125,6 +125,7 @@ type engine struct {
 	scheduler connector.Scheduler
 	workers   []connector.Worker // of each rank
 	steps     uint64
+	sources   []byte // memory for source blocks, if there is any
 }
 
 // setup says how an engine differs from the plain one.
@@ -134,6 +135,8 @@ type setup struct {
 	model  string
 	layout *connector.Layout
 	config json.RawMessage // for Describe; nil: the harness's
+
+	sources bool // the ranks can read blocks of engines of other shapes
 }
 
 // engine opens an engine in an instance of its own.
@@ -155,7 +158,13 @@ func (r *rig) closed(s setup) *engine {
 		layout.Name = r.info.Layouts[0]
 	}
 	world := max(1, s.world)
-	e := &engine{rig: r, inst: r.start(world, end(&layout))}
+	e := &engine{rig: r}
+	if s.sources { // of as many bytes as a cache has, or more
+		e.inst = r.start(world+1, max(end(&layout), sourceBytes))
+		e.sources, e.inst.Memory = e.inst.Memory[world], e.inst.Memory[:world]
+	} else {
+		e.inst = r.start(world, end(&layout))
+	}
 	if s.config == nil {
 		s.config = r.config
 	}

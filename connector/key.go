@@ -95,17 +95,20 @@ func (s *KeySpace) Keys(tokens []int32, blockTokens int) []BlockKey {
 	return keys
 }
 
-// Address is the content address of a prompt's leading tokens in an engine with blocks of that size: the
-// key of the last block, which may be partial. Engines with different block sizes compare addresses to find
-// out whether they have the same prompt (rule RESHAPE-01).
-func (s *KeySpace) Address(tokens []int32, blockTokens int) BlockKey {
-	parent := s.Root()
-	for len(tokens) > 0 {
-		n := min(blockTokens, len(tokens))
-		parent = s.Next(parent, tokens[:n])
-		tokens = tokens[n:]
+// Addresses are the content addresses of a prompt's blocks, in order, in an engine with blocks of that size:
+// the keys of its full blocks, and behind them that of the partial last block, if there is one. Engines with
+// different block sizes compare addresses to find out whether they have the same prompt (rule RESHAPE-01).
+func (s *KeySpace) Addresses(tokens []int32, blockTokens int) []BlockKey {
+	list := s.Keys(tokens, blockTokens)
+	rest := tokens[len(list)*blockTokens:]
+	if len(rest) == 0 {
+		return list
 	}
-	return parent
+	parent := s.Root()
+	if len(list) > 0 {
+		parent = list[len(list)-1]
+	}
+	return append(list, s.Next(parent, rest))
 }
 
 // Foreign is the key of a full block to which an engine that chains hashes itself gave hash. The argument

@@ -145,6 +145,15 @@ func NewKV(layout Layout, regions [][]byte) (*KV, error) {
 // Layout describes the memory. The caller must not change it.
 func (kv *KV) Layout() *Layout { return &kv.layout }
 
+// Region returns all bytes of one region, for a connector that must register memory before it moves bytes
+// there. It returns nil for an index out of range.
+func (kv *KV) Region(i int) []byte {
+	if i < 0 || i >= len(kv.regions) {
+		return nil
+	}
+	return kv.regions[i]
+}
+
 // View returns the bytes of one block in one segment, in place. Its capacity ends with the block, so an
 // append cannot reach the next one. View returns nil for an index out of range.
 func (kv *KV) View(segment int, block BlockID) []byte {

@@ -8,12 +8,23 @@ import (
 // A Reshaper loads from an engine whose blocks have another size or that has another number of ranks
 // (capability CanReshape, on the worker side). Both engines have the same Base.
 type Reshaper interface {
-	// Reshape is Load with the ticket of an engine with another Shape. In the blocks of t it fills the
-	// tokens that t covers, with the heads that this rank has, and writes nothing else of the cache (rule
-	// RESHAPE-03). The two engines match content by its position in the prompt, because their keys differ.
-	// A *BlockError names the blocks that lack a token. ErrIncompatible means that the caches cannot be cut
-	// to fit each other (RESHAPE-04). The host cannot check the bytes.
-	Reshape(ctx context.Context, t *Transfer, kv *KV) error
+	// Reshape is Load with the ticket of an engine with another Shape. It reads whole blocks of one rank of
+	// that engine, digests included, into landing memory of the host, which checks them and cuts them to fit
+	// its own: kv is that memory, with the layout of the other engine, and the tokens, keys and blocks of t are
+	// those of the other engine, too. Block.ID says where in kv a block goes; its key, and its place in the
+	// prompt, say which one it is. Reshape writes nothing else (rule RESHAPE-03). A *BlockError names the
+	// blocks that are not there (RESHAPE-05). ErrIncompatible means that the blocks of that rank are not as kv
+	// says, and then Reshape has written nothing (RESHAPE-04).
+	//
+	// A load takes several calls, one after the other, and any rank's worker may get them. They are for one
+	// Query, and so are counted as one by the other engine: see Source.Last.
+	Reshape(ctx context.Context, t *Transfer, from Source, kv *KV) error
+}
+
+// Source says whose blocks a Reshape reads.
+type Source struct {
+	Rank, World int  // of the engine that the ticket comes from
+	Last        bool // the load's last call: when it has read, the hold is consumed (rule RESHAPE-06)
 }
 
 // Cut describes how the blocks of one segment of one rank can be cut.

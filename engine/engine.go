@@ -121,8 +121,8 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 	e.host, err = host.Open(ctx, c, host.Engine{
 		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Base: e.cfg.base(layout),
 		ShapeText: e.info.Fit.ShapeText, Layout: layout, Ranks: e.regions,
-		Address: func(id connector.RequestID, blockTokens, tokens int) connector.BlockKey {
-			return e.loop.sched.Address(id, blockTokens, tokens)
+		Addresses: func(id connector.RequestID, blockTokens, tokens int) []connector.BlockKey {
+			return e.loop.sched.Addresses(id, blockTokens, tokens)
 		},
 		Tail: func(id connector.RequestID) connector.BlockKey { return e.loop.sched.Tail(id) },
 	}, host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics, BlockEvents: e.reports})

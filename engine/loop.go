@@ -360,7 +360,7 @@ const (
 	HandoffLoaded  = "loaded"  // all that the ticket promised and that was not here already
 	HandoffPartial = "partial" // some of it, the rest was computed; reason load_failed or gone
 	HandoffLocal   = "local"   // nothing was loaded since all of it was here already
-	HandoffRefused = "refused" // the ticket was not accepted; reason key, foreign_key, model, block_size, shape, role, replayed, gone, peer, prompt, unverified, unsupported, other
+	HandoffRefused = "refused" // the ticket was not accepted; reason key, foreign_key, model, block_size, shape, role, replayed, gone, peer, prompt, unsupported, other
 	HandoffNone    = "none"    // the ticket was accepted and nothing could be loaded; reason load_failed or gone
 )
 

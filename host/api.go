@@ -19,10 +19,11 @@ type Engine struct {
 	// connector.Env.
 	Base connector.Fingerprint
 
-	// Address is connector.KeySpace.Address of a request's leading tokens: it tells whether the ticket of an
-	// engine with other blocks is for the same prompt. It is asked in Match, of that request, by the same
-	// goroutine. It is zero where the request has fewer tokens. Nil: such tickets are refused.
-	Address func(request connector.RequestID, blockTokens, tokens int) connector.BlockKey
+	// Addresses are connector.KeySpace.Addresses of a request's leading tokens: they tell whether the ticket of an
+	// engine with other blocks is for the same prompt, and its digests are checked by them. They are asked for in Match,
+	// of that request, by the same goroutine. There are none where the request has fewer tokens. Nil: such tickets
+	// are refused.
+	Addresses func(request connector.RequestID, blockTokens, tokens int) []connector.BlockKey
 
 	// Tail is the content address of a request's partial last block: of an Admitted transfer, what the block
 	// holds at its producer, and of an Ended request, what it holds here. By it the host checks whether that

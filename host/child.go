@@ -316,6 +316,17 @@ func (w childWorker) Load(ctx context.Context, t *connector.Transfer, kv *connec
 	return w.move(ctx, limit, "load", t, func(ctx context.Context, side connector.Worker) error { return side.Load(ctx, t, kv) })
 }
 
+// Reshape implements connector.Reshaper. A child that cannot is not asked: it has offered nothing.
+func (w childWorker) Reshape(ctx context.Context, t *connector.Transfer, from connector.Source, kv *connector.KV) error {
+	return w.move(ctx, w.set.Deadlines.Transfer, "load", t, func(ctx context.Context, side connector.Worker) error {
+		reshaper, ok := connector.As[connector.Reshaper](side)
+		if !ok {
+			return fmt.Errorf("%s cannot %v: %w", w.label, connector.CanReshape, connector.ErrIncompatible)
+		}
+		return reshaper.Reshape(ctx, t, from, kv)
+	})
+}
+
 // Save implements connector.Worker.
 func (w childWorker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	return w.move(ctx, w.set.Deadlines.Save, "save", t, func(ctx context.Context, side connector.Worker) error { return side.Save(ctx, t, kv) })

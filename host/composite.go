@@ -30,6 +30,7 @@ type childStarter struct {
 	log     *slog.Logger
 	regions []*Region        // that the children map, by rank
 	layout  connector.Layout // of those
+	sources *Region          // where blocks of engines of other shapes are read to; nil: none come
 	paths   []string
 	metrics *childMetrics
 	vitals  *vitals
@@ -71,7 +72,7 @@ func (h *Host) startComposite(ctx context.Context) (*generation, error) {
 	}
 	regions, layout := h.mapped()
 	n := &childStarter{
-		eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout,
+		eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout, sources: h.sources,
 		paths: h.opts.PluginPath, metrics: h.metrics.children, vitals: h.metrics.vitals, hurry: h.hurry, started: h.opts.Started,
 		held: func(n int64) { h.metrics.arena.Add(float64(n)) }, violated: h.violation,
 		keys: &pluginKeys{ring: h.keys},
@@ -102,7 +103,7 @@ func (h *Host) openComposite(ctx context.Context) (*generation, error) {
 	regions, layout := h.mapped()
 	env := connector.Env{
 		Engine: h.eng.ID, Epoch: h.epoch, Role: h.cfg.Role, World: len(regions),
-		Model: h.eng.Model, Shape: h.eng.Shape, Layout: h.eng.Layout, Log: h.log,
+		Model: h.eng.Model, Shape: h.eng.Shape, Base: h.eng.Base, Layout: h.eng.Layout, Log: h.log,
 	}
 	late := func(err error) error {
 		if plugin.RanOut(ctx) {
@@ -197,7 +198,7 @@ func (n *childStarter) open(ctx context.Context, cfg *Config, label, path string
 // start starts one child.
 func (n *childStarter) start(ctx context.Context, cfg *Config, label string) (*child, error) {
 	src := &source{
-		cfg: cfg, eng: n.eng, epoch: n.epoch, log: n.log, regions: n.regions, layout: n.layout, started: n.started, held: n.held,
+		cfg: cfg, eng: n.eng, epoch: n.epoch, log: n.log, regions: n.regions, layout: n.layout, sources: n.sources, started: n.started, held: n.held,
 		hurry: n.hurry, left: &plugin.AbandonedMemory{},
 		promised: &n.promised,
 		keys:     n.keys,

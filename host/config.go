@@ -129,6 +129,9 @@ func (c *Config) decode(v *strictjson.Value, depth int) error {
 	}
 	t.Settings.PluginSHA256 = strings.ToLower(t.Settings.PluginSHA256)
 	c.Connector, c.EngineID, c.BufferDevice, c.FailurePolicy = t.Connector, t.EngineID, t.BufferDevice, t.FailurePolicy
+	if t.Settings.Unverified && !c.Settings.Unverified { // not inherited
+		c.Warnings = append(c.Warnings, "kvport.unverified: is not needed and has no effect: blocks of engines with another block size or other ranks are verified; for a connector that may change bytes set kvport.allow_lossy")
+	}
 	c.ModulePath, c.Settings, c.Extra, c.beside = t.ModulePath, t.Settings, json.RawMessage("{}"), config.BesideOf(v)
 	for _, name := range v.Names() {
 		if config.Foreign(name) || name == "enable_permute_local_kv" {
@@ -172,8 +175,9 @@ type Settings struct {
 	// Peers are the ids of the engines whose tickets are accepted; empty: all that have the key.
 	Peers []string `json:"peers" jsonschema:"description=The ids of the engines whose tickets are accepted; without it all that have the key."`
 	Trust Trust    `json:"trust" jsonschema:"enum=in-place,enum=staged,description=in-place: the plugin maps the paged cache. staged: it maps landing memory."`
-	// LandingBytes is the landing memory of each rank at trust level staged.
-	LandingBytes int `json:"landing_bytes" jsonschema:"minimum=1,description=Landing memory of each rank at trust level staged."`
+	// LandingBytes is the landing memory of each rank at trust level staged, and at any level as much for the blocks that
+	// come from engines of other shapes.
+	LandingBytes int `json:"landing_bytes" jsonschema:"minimum=1,description=Landing memory of each rank at trust level staged; at any level as much for blocks of engines with another block size or other ranks."`
 	// ArenaLimit is the most bytes that a connector may have as its arena; 0: what the machine has free.
 	ArenaLimit int `json:"arena_limit" jsonschema:"minimum=1,description=The most bytes that a connector may have as memory that outlives it; without it what the machine has free." jsonschema_extras:"unit=bytes"`
 	// Sandbox says whether the plugin runs in a sandbox.
@@ -192,8 +196,8 @@ type Settings struct {
 	TenantSecretFile string `json:"tenant_secret_file" jsonschema:"description=Adds a secret to keys and digests, so that whoever lacks it can neither find nor forge a tenant's blocks."`
 	// AllowLossy accepts a connector whose loaded bytes may differ from the saved ones.
 	AllowLossy bool `json:"allow_lossy" jsonschema:"description=Accepts a connector whose loaded bytes may differ from the saved ones."`
-	// Unverified accepts blocks of engines of other shapes, whose bytes no digest verifies.
-	Unverified bool `json:"unverified" jsonschema:"description=Accepts blocks of engines with another block size or other ranks, whose bytes no digest verifies."`
+	// Unverified has no effect: blocks of engines of other shapes are verified.
+	Unverified bool `json:"unverified" jsonschema:"description=Of earlier releases; it has no effect: blocks of engines with another block size or other ranks are verified."`
 	// Ring: small messages go through shared memory, if the plugin can; false: all over the stream.
 	Ring bool `json:"ring" jsonschema:"description=Small messages go through shared memory, if the plugin can; false: all over the stream."`
 	// AllowWeakHashes is the agent's: it accepts an engine whose block hashes could collide or differ between processes.

@@ -29,7 +29,7 @@ func TestParseConfig(t *testing.T) {
 	require.Equal(t, connector.RoleBoth, c.Role)
 	require.Equal(t, PolicyFail, c.FailurePolicy)
 	require.JSONEq(t, `{"shared_storage_path": "/tmp/x", "Any": [1, null]}`, string(c.Extra))
-	require.Len(t, c.Warnings, 1)
+	require.Len(t, c.Warnings, 2)
 	require.Len(t, c.beside, 3)
 	want := DefaultSettings()
 	want.TicketKeyFile, want.Peers, want.TenantSecretFile, want.AllowLossy, want.Unverified = "k", []string{"a", "b"}, "s", true, true

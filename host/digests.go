@@ -64,20 +64,29 @@ type unreadable struct {
 
 // add notes what the check of a block said.
 func (u *unreadable) add(id connector.BlockID, err error) {
-	if err == nil {
-		return
-	}
-	if key, is := errors.AsType[*digest.ForeignKeyError](err); is {
+	switch {
+	case err == nil:
+	case u.see(err):
 		u.foreign = append(u.foreign, id)
+	case errors.Is(err, connector.ErrOutdated):
+		u.outdated = append(u.outdated, id)
+	default:
+		u.corrupt = append(u.corrupt, id)
+	}
+}
+
+// see notes which key or edition an error speaks of, and says whether it is about a key that is not in the ring.
+func (u *unreadable) see(err error) (foreign bool) {
+	if key, is := errors.AsType[*digest.ForeignKeyError](err); is {
 		note(&u.keys, key.ID)
-		return
+		return true
 	}
 	if other, is := errors.AsType[*digest.EditionError](err); is {
-		u.outdated = append(u.outdated, id)
 		note(&u.editions, fmt.Sprintf("edition %d", other.Edition))
-		return
+	} else if errors.Is(err, connector.ErrOutdated) {
+		note(&u.editions, "another length")
 	}
-	u.corrupt = append(u.corrupt, id)
+	return false
 }
 
 // maxSeen bounds what is noted of headers, which anybody may have written.

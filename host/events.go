@@ -98,7 +98,7 @@ func (h *Host) tell(b *tracker.Event) {
 		e.Kind, e.Unverified = Loaded, b.Unverified
 		h.metrics.moved("load", b)
 		if b.Damaged > 0 {
-			h.log.Warn("damaged blocks, they are computed again", "connector", h.info.Name, "request", b.Request, "blocks", b.Damaged)
+			h.log.Warn("damaged blocks, they are computed again", "connector", h.info.Name, "request", b.Request, "blocks", b.Damaged, "first", b.Damage)
 		}
 		h.complain("load", &h.badLoads, b)
 	case tracker.Saved:

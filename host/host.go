@@ -35,6 +35,9 @@ type Host struct {
 	caps      connector.Capability // of the scheduler side
 	ranks     []*rank
 	lands     *connector.Layout // of landing memory; nil: the plugin maps the cache
+	sources   *Region           // where blocks of engines of other shapes are read to; nil: none come
+	window    int64             // the size of each of its parts
+	copies    *scratch          // where no plugin can write, for copies of what was read
 	tickets   *ticketSigner
 	tenant    string // names the tenant secret
 	keys      *keyring.File
@@ -67,7 +70,7 @@ type Host struct {
 
 	unreadable unreadableLog // blocks whose digests cannot be checked here
 
-	cuts      bool // our tickets are made for engines of other shapes; theirs are accepted if kvport.unverified is true
+	cuts      bool // our tickets are made for engines of other shapes, and theirs are accepted
 	closing   atomic.Bool
 	hurry     chan struct{}      // closed when closing
 	leave     context.CancelFunc // ends the context that starts run under
@@ -157,9 +160,8 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	case len(h.cfg.Children) > 0:
 		return h.startComposite(ctx)
 	}
-	if h.src = h.source(h.cfg); h.lands != nil {
-		h.src.reland = h.reland
-	}
+	h.src = h.source(h.cfg)
+	h.src.reland = h.reland
 	h.src.violated, h.src.held = h.violation, func(n int64) { h.metrics.arena.Add(float64(n)) }
 	manifest, err := h.src.find(ctx, h.opts.PluginPath)
 	if err != nil {
@@ -203,7 +205,7 @@ func (h *Host) showStats() error {
 func (h *Host) source(cfg *Config) *source {
 	regions, layout := h.mapped()
 	return &source{
-		cfg: cfg, eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout, started: h.opts.Started,
+		cfg: cfg, eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout, sources: h.sources, started: h.opts.Started,
 		hurry: h.hurry, left: &plugin.AbandonedMemory{},
 		promised: &promised{},
 		keys:     &pluginKeys{ring: h.keys},
@@ -217,7 +219,7 @@ func (h *Host) bookConfig() tracker.Config {
 		Later: d.Later, Fresh: matchFresh, Transfer: d.Transfer, TransferPerGiB: d.TransferPerGiB,
 		Save: d.Save, Plan: d.Plan, Finish: d.Finish, Grace: d.Grace, Hold: d.Hold, HoldMax: d.HoldMax,
 		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
-		Slots: h.slots(), Layers: h.layers, Threshold: h.cfg.Settings.RecomputeThreshold, Address: h.eng.Address, Reshape: h.cuts, Lossy: h.info.Lossy,
+		Slots: h.slots(), Layers: h.layers, Threshold: h.cfg.Settings.RecomputeThreshold, Addresses: h.eng.Addresses, Windows: sourceWindows, Reshape: h.cuts, Lossy: h.info.Lossy,
 		Quarantine: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
 	}
 	h.composite.stretch(&c)

@@ -93,7 +93,7 @@ func inspectChildren(ctx context.Context, cfg *Config, opts Options, memory *pro
 // accepts checks what a connector says about itself against the settings.
 func accepts(cfg *Config, info *connector.Info) error {
 	switch {
-	case cfg.Settings.Trust == TrustStaged && info.Capabilities&connector.CanHold != 0:
+	case cfg.Settings.Trust == TrustStaged && info.Capabilities&connector.CanHold != 0 && cfg.Role.Saves():
 		return fmt.Errorf("%w: kvport.trust: %s keeps finished blocks in the cache for its peers, at level %q it cannot read them; use %q",
 			ErrConfig, info.Name, TrustStaged, TrustInPlace)
 	case info.Lossy && !cfg.Settings.AllowLossy:

@@ -21,26 +21,38 @@ const landingAlign = 64
 // size in bytes that the region needs. Errors wrap connector.ErrIncompatible and say how much is
 // needed.
 func landingLayout(l connector.Layout, size int64) (connector.Layout, int64, error) {
+	n, one := slotsIn(&l, size)
+	if n = min(n, l.Blocks); n < 1 {
+		return l, 0, fmt.Errorf("%d bytes of landing memory hold no block, one needs %d: %w", size, one, connector.ErrIncompatible)
+	}
+	l, size = packed(l, n, 0, 0)
+	return l, size, nil
+}
+
+// slotsIn is how many blocks of a layout fit into size bytes, and what a single one needs.
+func slotsIn(l *connector.Layout, size int64) (n int, one int64) {
 	var slot, padding int64
 	for _, s := range l.Segments {
 		slot += s.Bytes
 		padding += landingAlign
 	}
-	n := int64(0)
 	if slot > 0 {
-		n = min((size-padding)/slot, int64(l.Blocks))
+		n = int(max(0, min((size-padding)/slot, connector.MaxBlocks)))
 	}
-	if n < 1 {
-		return l, 0, fmt.Errorf("%d bytes of landing memory hold no block, one needs %d: %w", size, slot+padding, connector.ErrIncompatible)
-	}
-	l.Blocks, l.Segments = int(n), slices.Clone(l.Segments)
-	at := int64(0)
+	return n, slot + padding
+}
+
+// packed is a layout with n blocks and its segments one behind the other, from an offset of a region on. It needs size
+// bytes there.
+func packed(l connector.Layout, n int, region uint16, offset int64) (_ connector.Layout, size int64) {
+	l.Blocks, l.Segments = n, slices.Clone(l.Segments)
+	at := offset
 	for i := range l.Segments {
 		s := &l.Segments[i]
-		s.Region, s.Offset, s.BlockStride = 0, at, s.Bytes
-		at += (n*s.Bytes + landingAlign - 1) / landingAlign * landingAlign
+		s.Region, s.Offset, s.BlockStride = region, at, s.Bytes
+		at += (int64(n)*s.Bytes + landingAlign - 1) / landingAlign * landingAlign
 	}
-	return l, at, nil
+	return l, at - offset
 }
 
 // landing is the landing memory of one rank.
@@ -51,12 +63,12 @@ type landing struct {
 
 // openLanding gives every rank landing memory, if the plugin may not map the cache.
 func (h *Host) openLanding() error {
-	if h.cfg.Settings.Trust != TrustStaged {
-		return nil
+	if err := h.openSources(); err != nil || h.cfg.Settings.Trust != TrustStaged {
+		return err
 	}
 	layout, size, err := landingLayout(h.eng.Layout, int64(h.cfg.Settings.LandingBytes))
 	if err != nil {
-		return fmt.Errorf("%w: kvport.landing_bytes: %w", ErrConfig, err)
+		return errors.Join(fmt.Errorf("%w: kvport.landing_bytes: %w", ErrConfig, err), h.closeLanding())
 	}
 	h.lands = &layout
 	for _, r := range h.ranks {
@@ -83,6 +95,9 @@ func newLanding(layout connector.Layout, size int64) (*landing, error) {
 // closeLanding unmaps landing memory. No plugin may be at work.
 func (h *Host) closeLanding() error {
 	var errs []error
+	if h.sources != nil {
+		errs = append(errs, h.sources.Close())
+	}
 	for _, r := range h.ranks {
 		if r.landing != nil {
 			errs = append(errs, r.landing.region.Close())

@@ -16,7 +16,7 @@ import (
 
 // LaunchOptions say what a plugin process gets. The zero value is usable.
 type LaunchOptions struct {
-	Regions     []*Region // the paged cache of each rank
+	Regions     []*Region // the paged cache of each rank, and behind them what Reshape reads into, if there is that
 	Arena       *Arena    // what sides may have as Env.Arena; nil: none
 	Log         *slog.Logger
 	Environment []string      // names of environment variables that are passed on, if set and if Sandbox permits them; nothing else is

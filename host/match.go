@@ -66,8 +66,8 @@ func (h *Host) Match(q connector.Query, signed []byte) connector.Match {
 // bring opens the ticket that came with a request's first question. The caller holds mu.
 func (h *Host) bring(q *connector.Query, signed []byte) {
 	e, reason, err := h.tickets.verify(signed, q.Request)
-	if err == nil && !h.tracker.Accept(q, h.opened(e)) {
-		reason, err = "prompt", fmt.Errorf("ticket of engine %q is for another prompt", e.Engine)
+	if err == nil {
+		reason, err = h.take(q, e)
 	}
 	if err != nil {
 		h.metrics.refused.WithLabelValues(reason).Inc()
@@ -76,12 +76,19 @@ func (h *Host) bring(q *connector.Query, signed []byte) {
 	}
 }
 
-// opened is what a ticket says to the tracker.
-func (h *Host) opened(e *ticket.Envelope) *tracker.Ticket {
-	return &tracker.Ticket{
-		Tokens: e.Tokens, Lease: e.Lease, Plugin: e.Plugin, Reshaped: e.Shape != h.eng.Shape,
+// take tells the tracker what a ticket says that was opened, or says why it is refused. The caller holds mu.
+func (h *Host) take(q *connector.Query, e *ticket.Envelope) (reason string, err error) {
+	t := &tracker.Ticket{
+		Tokens: e.Tokens, Lease: e.Lease, Plugin: e.Plugin,
 		Cut: tracker.Cut{BlockTokens: e.Cut.BlockTokens, Last: e.Cut.Last, Tail: e.Cut.Tail},
 	}
+	if t.Source, err = h.sourceOf(e); err != nil {
+		return "incompatible", fmt.Errorf("ticket of engine %q: %w", e.Engine, err)
+	}
+	if !h.tracker.Accept(q, t) {
+		return "prompt", fmt.Errorf("ticket of engine %q is for another prompt", e.Engine)
+	}
+	return "", nil
 }
 
 // probe answers a query that belongs to no request and leaves no trace.

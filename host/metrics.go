@@ -63,7 +63,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		refused:    s.Counters("kvport_tickets_refused_total", "Tickets that were not accepted.", "reason"),
 		released:   s.Counters("kvport_holds_released_total", "Holds that are over.", "reason"),
 		turns:      s.Counters("kvport_turn_blocks_total", "Blocks of earlier turns that were fetched from where the answer was made: loaded, or lost to other requests meanwhile.", "connector", "result"),
-		copied:     s.Counters("kvport_landing_copied_bytes_total", "KV bytes copied between cache and landing memory (trust level staged).", "connector", "direction"),
+		copied:     s.Counters("kvport_landing_copied_bytes_total", "KV bytes copied between cache and landing memory (trust level staged), and those of blocks that were cut out of blocks of another size or other ranks.", "connector", "direction"),
 		integrity:  own.Counter("kvport_integrity_failures_total", "Loaded blocks that were not what was saved."),
 		violations: own.Counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
 		late:       own.Counter("kvport_plugin_late_answers_total", "Answers and reports of the plugin that nobody waited for any more: no fault of the plugin's."),
@@ -80,7 +80,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		match:      own.Histogram("kvport_match_seconds", "Time the engine's loop spent in Match.", prometheus.ExponentialBuckets(1e-6, 4, 8)),
 		info:       s.With(prometheus.Labels{"connector": name, "trust": string(trust)}).Gauge("kvport_connector_info", "1 for the trust level at which the connector runs."),
 		unchecked: s.Counters("kvport_unverified_blocks_total",
-			"Loaded blocks whose bytes nothing was there to check by; reason: `reshaped` (from an engine of another shape) or `lossy` (the connector may change bytes). They stay with their request.", "connector", "reason"),
+			"Loaded blocks whose bytes nothing was there to check by; reason: `lossy` (the connector may change bytes). They stay with their request.", "connector", "reason"),
 		children: newChildMetrics(s), vitals: newVitals(s),
 	}
 	misses := s.Counters("kvport_digest_misses_total",
@@ -101,9 +101,7 @@ func (m *metrics) zeros() {
 		m.failed.WithLabelValues(m.name, direction)
 		m.seconds.WithLabelValues(m.name, direction)
 	}
-	for _, reason := range []string{"lossy", "reshaped"} {
-		m.unchecked.WithLabelValues(m.name, reason)
-	}
+	m.unchecked.WithLabelValues(m.name, "lossy")
 	for _, reason := range []string{tracker.ReleasedConsumed, tracker.ReleasedExpired, tracker.ReleasedPluginDied, tracker.ReleasedShutdown} {
 		m.released.WithLabelValues(reason)
 	}

@@ -48,7 +48,7 @@ func MultiPlugin(version string) connector.Plugin {
 	m := &multiPlugin{regions: inheritedRegions(), sessions: map[string]*session{}}
 	return connector.Plugin{
 		Name: MultiName, Version: version, Environment: []string{pluginPathKey, "HOME", "TMPDIR"},
-		Capabilities: multiconnector.Powers, Schema: json.RawMessage(multiSchema),
+		Capabilities: multiconnector.Powers &^ connector.CanReshape, Schema: json.RawMessage(multiSchema),
 		Describe: m.describe,
 		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			return openMulti(ctx, m, env, raw, (*composite).openScheduler)
@@ -119,6 +119,7 @@ func (m *multiPlugin) describe(ctx context.Context, raw json.RawMessage) (connec
 		return inspectChildren(ctx, c, Options{PluginPath: pluginFolders()}, &promised{})
 	})
 	info, ok := answer.(connector.Info)
+	info.Capabilities &^= connector.CanReshape // its children do not map what this host would have it read into
 	if err != nil || !ok {
 		return connector.Info{}, incompatible(err)
 	}

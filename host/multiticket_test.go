@@ -231,6 +231,6 @@ func TestMultiSaysWhatItMasks(t *testing.T) {
 		kid(map[string]any{"dir": t.TempDir(), "fault": "layers"}, nil, nil), kid(map[string]any{"dir": t.TempDir()}, nil, nil),
 		kid(map[string]any{"dir": t.TempDir(), "fault": "reshape"}, nil, map[string]any{"kv_role": "kv_producer"}))
 	lines := regexp.MustCompile(`level=INFO msg="a MultiConnector does not pass on .*`).FindAllString(log.String(), -1)
-	require.Len(t, lines, 1, "a producer loads no ticket")
+	require.Len(t, lines, 1, "what is passed on is not named")
 	require.Contains(t, lines[0], `child=0/TestConnector not_passed_on="layers: blocks are saved when the step is computed"`)
 }

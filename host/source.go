@@ -29,13 +29,14 @@ type source struct {
 	log      *slog.Logger
 	regions  []*Region        // that the plugin maps, by rank
 	layout   connector.Layout // of those
+	sources  *Region          // where blocks of engines of other shapes are read to, for all ranks; nil: none come
 	started  func(pid, pidfd int) error
 	held     func(bytes int64) // told how large the arena is; may be nil
 	promised *promised         // shared with the other plugins of the host
 	violated func(what string)
 	hurry    <-chan struct{}         // closed when the host closes
 	left     *plugin.AbandonedMemory // by former lives
-	reland   func() error            // replaces landing memory that is this plugin's alone; nil: there is none
+	reland   func() error            // replaces landing memory and memory for source blocks that are this plugin's alone; nil: others have them, too
 	keys     *pluginKeys
 
 	sides   sides
@@ -117,12 +118,20 @@ func (s *source) start(ctx context.Context, n uint64) (*life, error) {
 	return l, nil
 }
 
+// mapped is what the plugin maps.
+func (s *source) mapped() []*Region {
+	if s.sources == nil {
+		return s.regions
+	}
+	return append(slices.Clip(s.regions), s.sources)
+}
+
 // launch starts a process without opening anything.
 func (s *source) launch(ctx context.Context) (*plugin.Process, error) {
 	box := s.cfg.confine(&s.box, s.env, s.needs)
 	box.makeFolders()
 	return launch(ctx, s.prog, LaunchOptions{
-		Regions: s.regions, Arena: s.arena, Started: s.started, Log: s.log, Environment: s.env, Handshake: s.cfg.Settings.Deadlines.Handshake,
+		Regions: s.mapped(), Arena: s.arena, Started: s.started, Log: s.log, Environment: s.env, Handshake: s.cfg.Settings.Deadlines.Handshake,
 		Heartbeat: s.cfg.Settings.Heartbeat, Violated: s.violated, NoRing: !s.cfg.Settings.Ring, Sandbox: box, Fence: s.cfg.Settings.Deadlines.Fence, hurry: s.hurry, abandon: s.abandon,
 	})
 }

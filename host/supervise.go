@@ -195,9 +195,13 @@ func (a *Arena) Renew() error {
 	return errors.Join(err, old.Close())
 }
 
-// reland gives every rank other landing memory. No transfer may be running.
+// reland gives every rank that has landing memory other memory, and does the same for source blocks. No transfer may be
+// running.
 func (h *Host) reland() error {
 	for i, r := range h.ranks {
+		if r.landing == nil {
+			continue
+		}
 		size := r.landing.region.Size()
 		next, err := newLanding(*h.lands, size)
 		if err != nil {
@@ -209,7 +213,16 @@ func (h *Host) reland() error {
 			return err
 		}
 	}
-	return nil
+	if h.sources == nil {
+		return nil
+	}
+	next, err := newSources(h.sources.Size())
+	if err != nil {
+		return err
+	}
+	old := h.sources
+	h.sources, h.src.sources = next, next
+	return old.Close()
 }
 
 // lostSome says in the health of a plugin that is up that it is not as it was. The caller holds mu.

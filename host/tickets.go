@@ -20,7 +20,7 @@ func (h *Host) seal(request connector.RequestID, t *tracker.Ticket) []byte {
 	}
 	e := &ticket.Envelope{Hold: t.Hold, Tokens: t.Tokens, Lease: t.Lease, Consumers: t.Consumers, Plugin: t.Plugin}
 	if t.Cut.BlockTokens > 0 {
-		e.Cut = ticket.Cut{Base: h.eng.Base, BlockTokens: t.Cut.BlockTokens, Last: t.Cut.Last, Tail: t.Cut.Tail}
+		e.Cut = ticket.Cut{Base: h.eng.Base, BlockTokens: t.Cut.BlockTokens, Ranks: len(h.ranks), Last: t.Cut.Last, Tail: t.Cut.Tail}
 	}
 	signed, err := h.tickets.seal(e)
 	if err != nil {
@@ -98,8 +98,6 @@ func refusal(err error) (reason string, because error) {
 		return "replayed", err
 	case errors.Is(err, ticket.ErrStale):
 		return "stale", err
-	case errors.Is(err, ticket.ErrUnverified):
-		return "unverified", fmt.Errorf("%w: set kvport.unverified to true to accept that", err)
 	case errors.Is(err, connector.ErrIncompatible):
 		return "incompatible", err
 	}
@@ -139,7 +137,7 @@ func (h *Host) Fit() Fit {
 		Shape: h.eng.Shape.String(), ShapeText: h.eng.ShapeText, TicketKey: ring.First().ID, TicketKeys: ring.IDs(), Tenant: h.tenant, Digest: h.cfg.Settings.Digest,
 		Gives: h.ways(connector.Role.Saves), Takes: h.ways(connector.Role.Loads),
 	}
-	if h.cuts && (h.cfg.Settings.Unverified || !h.cfg.Role.Loads()) {
+	if h.cuts {
 		f.Base = h.eng.Base.String()
 	}
 	return f
@@ -207,8 +205,6 @@ func (h *Host) mismatch(e *ticket.Envelope, reason string, err error) string {
 		return "key"
 	case errors.Is(err, ticket.ErrStale):
 		return "gone" // the blocks ended with the producer's earlier life
-	case errors.Is(err, ticket.ErrUnverified):
-		return "unverified" // all else fits
 	case e == nil || !errors.Is(err, connector.ErrIncompatible):
 		return reason
 	case e.Model != h.eng.Model:

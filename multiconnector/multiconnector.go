@@ -47,6 +47,12 @@ func (c *Child) isSharedStore() bool { return c.Info.Scope == connector.ScopeSha
 // fetches reports whether blocks are sent to the child as soon as it is asked about them.
 func (c *Child) fetches() bool { return c.Info.MatchFetches && c.Role.Loads() }
 
+// reshapes reports whether the child can load from engines of other shapes.
+func (c *Child) reshapes() bool {
+	const powers = connector.CanHold | connector.CanReshape
+	return c.Info.Capabilities&powers == powers && c.Role.Loads()
+}
+
 // mayHave reports whether the child can be asked for a block: only one that keeps finished blocks can
 // have a partial one, which has no key.
 func (c *Child) mayHave(b *connector.Block) bool {
@@ -54,7 +60,7 @@ func (c *Child) mayHave(b *connector.Block) bool {
 }
 
 // Powers are the optional interfaces that a composite passes on.
-const Powers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLease
+const Powers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLease | connector.CanReshape
 
 // Masked lists the powers of the child that a composite does not pass on, each with what that costs.
 // Powers that a child's role has no use for are left out.
@@ -66,7 +72,6 @@ func (c *Child) Masked() []string {
 		cost  string
 	}{
 		{connector.CanLayers, c.Role.Saves(), "blocks are saved when the step is computed"},
-		{connector.CanReshape, c.Role.Loads(), "tickets of engines with other block sizes or ranks are refused, the prompt is computed"},
 	} {
 		if c.Info.Capabilities&m.power != 0 && m.used {
 			out = append(out, fmt.Sprintf("%v: %s", m.power, m.cost))

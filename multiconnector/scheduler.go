@@ -208,6 +208,8 @@ func (s *scheduler) worthAsking(f *search, child int) bool {
 	switch {
 	case !s.children[child].Role.Loads(), f.whole(), f.end%s.unit != 0:
 		return false
+	case f.q.Reshaped > 0 && (!s.children[child].reshapes() || f.tickets[child] == nil || len(f.segs) > 0):
+		return false // one child brings all of it: what is cut comes from one engine
 	case len(f.q.Keys) == 0 && f.tickets[child] == nil:
 		return false
 	}
@@ -219,7 +221,7 @@ func (f *search) whole() bool { return f.end >= f.q.Tokens-1 }
 
 // extend lengthens the prefix by what is known.
 func (f *search) extend() {
-	for child, end := f.best(); end > f.end; child, end = f.best() {
+	for child, end := f.best(); end > f.end && (f.q.Reshaped == 0 || len(f.segs) == 0); child, end = f.best() {
 		a := &f.known[child]
 		f.segs = append(f.segs, segment{child, end})
 		f.end, f.groups, f.async = end, a.groups, f.async || a.async

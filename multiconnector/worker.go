@@ -72,6 +72,23 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	return blockError(t, failed, errors.Join(l.errs...))
 }
 
+// Reshape implements connector.Reshaper: the child that the request is routed to reads. No other is asked when it fails,
+// for a ticket of another shape is one child's alone.
+func (w *worker) Reshape(ctx context.Context, t *connector.Transfer, from connector.Source, kv *connector.KV) error {
+	to := w.routes.get(t.Request)
+	if len(to) != 1 {
+		return fmt.Errorf("no child has offered blocks of another shape: %w", connector.ErrGone)
+	}
+	i := to[0].child
+	reshaper, ok := connector.As[connector.Reshaper](w.sides[i])
+	if !ok {
+		return w.children[i].named(fmt.Errorf("cannot %v: %w", connector.CanReshape, connector.ErrIncompatible))
+	}
+	part := *t
+	part.Ticket = w.ticketOf(i, t.Ticket)
+	return w.children[i].named(reshaper.Reshape(ctx, &part, from, kv))
+}
+
 // release tells the children that keep blocks for this ticket and were not chosen that nothing will
 // be fetched from them: by a Load without blocks, so that their producers need not wait for their
 // leases to end. Without a route nobody knows who was chosen.

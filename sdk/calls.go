@@ -18,6 +18,7 @@ type side struct {
 	scheduler connector.Scheduler
 	worker    connector.Worker
 	kv        *connector.KV
+	memory    [][]byte       // kv's regions, and behind them what Reshape reads into, if the host has that
 	board     *shm.BoardView // nil if the host has none
 	log       *slog.Logger
 	close     func() error // closes the half, then frees its memory
@@ -60,12 +61,13 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 			return err
 		}
 		move, m = save, request.SaveLayers.GetTransfer()
-	case *kvportv1.SessionRequest_Reshape:
-		reshaper, err := power[connector.Reshaper](w.worker, connector.CanReshape)
+	case *kvportv1.SessionRequest_ReshapeBlocks:
+		r, read, err := w.reshape(request.ReshapeBlocks)
 		if err != nil {
 			return err
 		}
-		move, m = reshaper.Reshape, request.Reshape
+		answer.Result = &kvportv1.SessionResponse_Moved{Moved: &kvportv1.Moved{}}
+		return read(ctx, &r.Transfer)
 	default:
 		return fmt.Errorf("%s is not for a worker side: %w", wire.CallName(c.request), connector.ErrIncompatible)
 	}
@@ -76,13 +78,40 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 	if err != nil {
 		return err
 	}
-	for _, b := range t.Blocks {
-		if int(b.ID) >= w.kv.Layout().Blocks || int(b.Group) >= len(w.kv.Layout().Groups) {
-			return fmt.Errorf("block %d of group %d is not in the cache: %w", b.ID, b.Group, connector.ErrIncompatible)
-		}
+	if err := within(&t, w.kv); err != nil {
+		return err
 	}
 	answer.Result = &kvportv1.SessionResponse_Moved{Moved: &kvportv1.Moved{}}
 	return move(ctx, &t, w.kv)
+}
+
+// within makes sure that a transfer's blocks are in the memory that it is about.
+func within(t *connector.Transfer, kv *connector.KV) error {
+	for _, b := range t.Blocks {
+		if int(b.ID) >= kv.Layout().Blocks || int(b.Group) >= len(kv.Layout().Groups) {
+			return fmt.Errorf("block %d of group %d is not in the cache: %w", b.ID, b.Group, connector.ErrIncompatible)
+		}
+	}
+	return nil
+}
+
+// reshape prepares for a load of whole blocks of an engine with another shape.
+func (w *side) reshape(m *kvportv1.Reshape) (r *wire.Reshape, read func(context.Context, *connector.Transfer) error, err error) {
+	reshaper, err := power[connector.Reshaper](w.worker, connector.CanReshape)
+	if err == nil {
+		r, err = wire.ReshapeFromProto(m)
+	}
+	if err == nil {
+		err = fault.Point("sdk.move")
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	kv, err := connector.NewKV(r.Layout, w.memory)
+	if err == nil {
+		err = within(&r.Transfer, kv)
+	}
+	return r, func(ctx context.Context, t *connector.Transfer) error { return reshaper.Reshape(ctx, t, r.Source, kv) }, err
 }
 
 func callScheduler(ctx context.Context, c *call, scheduler connector.Scheduler, answer *kvportv1.SessionResponse) error {
@@ -285,7 +314,7 @@ func (s *session) openWorker(ctx context.Context, o *wire.Open) (_ *side, err er
 	if s.server.plugin.Worker == nil {
 		return nil, fmt.Errorf("connector %s has no worker side: %w", s.server.plugin.Name, connector.ErrIncompatible)
 	}
-	views, unmap, err := s.server.regions.acquire(o.Regions, shm.Map)
+	views, unmap, err := s.server.regions.worker(o)
 	if err != nil {
 		return nil, err
 	}
@@ -312,7 +341,7 @@ func (s *session) openWorker(ctx context.Context, o *wire.Open) (_ *side, err er
 		return nil, err
 	}
 	opened = true
-	return &side{worker: worker, kv: kv, board: board, close: func() (err error) {
+	return &side{worker: worker, kv: kv, memory: views, board: board, close: func() (err error) {
 		defer func() { err = errors.Join(err, free()) }() // even if Close panics
 		return worker.Close()
 	}}, nil

@@ -60,6 +60,23 @@ func (r *regions) board(want wire.Region) (_ *shm.BoardView, free func() error, 
 	}, nil
 }
 
+// worker maps the regions of a worker side. Those that its layout does not name are for Reshape, and may never be used.
+func (r *regions) worker(o *wire.Open) (views [][]byte, unmap func() error, err error) {
+	named := 0
+	for _, s := range o.Env.Layout.Segments {
+		named = max(named, int(s.Region)+1)
+	}
+	views, unmap, err = r.acquire(o.Regions[:named], shm.Map)
+	if err != nil || named == len(o.Regions) {
+		return views, unmap, err
+	}
+	more, unmapMore, err := r.acquire(o.Regions[named:], shm.MapOnDemand)
+	if err != nil {
+		return nil, nil, errors.Join(err, unmap())
+	}
+	return append(views, more...), func() error { return errors.Join(unmapMore(), unmap()) }, nil
+}
+
 type mapper func(fd int, size int64) (*shm.Region, error)
 
 // acquire maps all regions of a session, in order. free unmaps those that nobody else uses.

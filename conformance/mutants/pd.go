@@ -211,19 +211,27 @@ func (n *pdNode) find(q *pdQuestion) *pdHold {
 	return nil
 }
 
+// whole notes that a rank has read what it wanted, and says whether a load is over with that. The caller holds mu.
+func (n *pdNode) whole(h *pdHold, q *pdQuestion) bool {
+	if q.Reshaped && !n.countsCalls {
+		return q.Last
+	}
+	call := q.Rank
+	if q.Reshaped {
+		call = len(h.fetched)
+	}
+	h.fetched[call] = true
+	return len(h.fetched) >= n.world || n.firstRankEnds
+}
+
 // done notes that a rank has read what it wanted. The caller holds mu.
 func (n *pdNode) done(h *pdHold, q *pdQuestion) {
-	readers := n.world
-	if q.World > 0 && !n.ownRanks {
-		readers = q.World
-	}
-	h.fetched[q.Rank] = true
-	if len(h.fetched) < readers && !n.firstRankEnds {
+	if !n.whole(h, q) {
 		return
 	}
 	switch {
 	case n.keepsConsumed:
-		if len(h.fetched) > n.world { // reported before
+		if h.fetched[-1] { // reported before
 			return
 		}
 		h.fetched[-1] = true
@@ -260,7 +268,7 @@ type pdTicket struct {
 	Secret  []byte            `json:"secret"`
 	World   int               `json:"world"`
 	Size    int               `json:"size"` // tokens of a block
-	Parts   []pdPart          `json:"parts"`
+	Parts   []int64           `json:"parts"`
 }
 
 // pdScheduler is the scheduler side.

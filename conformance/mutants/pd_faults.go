@@ -17,8 +17,8 @@ type pdFaults struct {
 	reportsBoth, guesses, byOrder                              bool
 	mixes, slotNames, noWeak                                   bool
 	// Of both, with engines of other shapes.
-	firstHeads, sameNumbers, unchecked, wholeBlocks bool
-	oneRank, offersAll, ownRanks                    bool
+	sameNumbers, sixBits, noDigests, unchecked, fromStart bool
+	twoRanks, ownNumber, offersAll, countsCalls           bool
 	// Of the consumer.
 	tailless, askedIsTaken, doneAnyway, overrun, sameSlots, ignoresFrom bool
 	noKeys, hidesMissing, lateWrite, sharedScratch, eofIsEnd, oneRead   bool

@@ -1,176 +1,125 @@
 package mutants
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 )
 
-// pdPart is a segment, as far as another shape must know it.
-type pdPart struct {
-	Planes int   `json:"planes"`
-	Heads  int   `json:"heads"`
-	Bytes  int64 `json:"bytes"`
-}
-
-func partsOf(l *connector.Layout) []pdPart {
-	var out []pdPart
+// partsOf are the sizes of a block's parts.
+func partsOf(l *connector.Layout) (sizes []int64) {
 	for _, s := range l.Segments {
 		if s.Group == 0 {
-			out = append(out, pdPart{s.Planes, s.Heads, s.Bytes})
+			sizes = append(sizes, s.Bytes)
 		}
 	}
-	return out
+	return sizes
 }
 
 func reshapeMutants() []Mutant {
 	return []Mutant{
 		pdMutant("a consumer that offers what comes behind the common tokens", "reshape-offer", pdFaults{offersAll: true}),
-		pdMutant("a consumer that takes the numbers of small blocks for those of large ones", "reshape-blocks", pdFaults{sameNumbers: true}),
-		pdMutant("ranks that all read the first heads", "reshape-ranks", pdFaults{firstHeads: true}),
-		pdMutant("a consumer that asks one rank of its producer", "reshape-both", pdFaults{oneRank: true}),
-		pdMutant("a consumer that fills whole blocks", "reshape-part", pdFaults{wholeBlocks: true}),
-		pdMutant("a consumer that divides with a remainder", "reshape-refused", pdFaults{unchecked: true}),
-		pdMutant("a consumer that takes half a block for a block", "reshape-named", pdFaults{hidesMissing: true}),
-		pdMutant("a producer that waits for as many ranks as it has itself", "reshape-once", pdFaults{ownRanks: true}),
+		pdMutant("a consumer that takes the numbers of slots for those of blocks", "reshape-blocks", pdFaults{sameNumbers: true}),
+		pdMutant("a consumer whose numbers of blocks have six bits", "reshape-blocks", pdFaults{sixBits: true}),
+		pdMutant("a consumer that leaves out the last part of a block", "reshape-blocks", pdFaults{noDigests: true}),
+		pdMutant("a consumer that reads at most two ranks of its producer", "reshape-ranks", pdFaults{twoRanks: true}),
+		pdMutant("ranks that read the producer's rank of their own number", "reshape-both", pdFaults{ownNumber: true}),
+		pdMutant("a consumer that reads from the first block on", "reshape-part", pdFaults{fromStart: true}),
+		pdMutant("a consumer that reads blocks of other sizes", "reshape-refused", pdFaults{unchecked: true}),
+		pdMutant("a consumer that says nothing of what it lacks", "reshape-named", pdFaults{hidesMissing: true}),
+		pdMutant("a producer that counts calls", "reshape-once", pdFaults{countsCalls: true}),
 		pdMutant("a producer that serves a fetched hold in another shape", "reshape-consumed", pdFaults{keepsConsumed: true}),
 	}
 }
 
-// pdReshape is one Reshape.
-type pdReshape struct {
-	*pdWorker
-	from   pdTicket
-	kv     *connector.KV
-	conn   *pdConn
-	cuts   []connector.Cut // of our segments that can be cut
-	failed map[connector.BlockID]bool
-}
-
 // Reshape implements connector.Reshaper.
-func (w *pdWorker) Reshape(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
-	r := &pdReshape{pdWorker: w, kv: kv, failed: map[connector.BlockID]bool{}}
-	if err := json.Unmarshal(t.Ticket, &r.from); err != nil {
+func (w *pdWorker) Reshape(ctx context.Context, t *connector.Transfer, source connector.Source, kv *connector.KV) error {
+	var from pdTicket
+	if err := json.Unmarshal(t.Ticket, &from); err != nil {
 		return errPDGone("ticket", err)
 	}
-	if err := r.fit(); err != nil {
+	n, size := w.node, kv.Layout().Groups[0].BlockTokens
+	if fits := from.World == source.World && from.Size == size && slices.Equal(from.Parts, partsOf(kv.Layout())); !fits && !n.unchecked {
+		return fmt.Errorf("blocks of %d tokens on %d ranks with parts of %v: %w", from.Size, from.World, from.Parts, connector.ErrIncompatible)
+	}
+	c, err := n.dial(ctx, &from)
+	if err != nil {
 		return err
 	}
-	var err error
-	if r.conn, err = w.node.dial(ctx, &r.from); err != nil {
+	defer c.close()
+	if err := w.readBlocks(ctx, c, &pdRead{t, source.Rank, kv, from.Parts}); !pdNames(err) {
 		return err
+	} else if _, gone := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Done: true, Reshaped: true, Last: source.Last}); gone != nil || !n.hidesMissing {
+		return cmp.Or(gone, err)
 	}
-	defer r.conn.close()
-	size, end := w.node.size, t.From+t.Tokens
-	first := (end+size-1)/size - len(t.Blocks)
+	return nil
+}
+
+// pdNames says whether a call is over: an error names blocks, if there is one.
+func pdNames(err error) bool { return err == nil || errors.As(err, new(*connector.BlockError)) }
+
+// pdRead is what is read from one rank.
+type pdRead struct {
+	t     *connector.Transfer
+	rank  int
+	kv    *connector.KV
+	parts []int64
+}
+
+// readBlocks reads whole blocks. Its error names those that are not there.
+func (w *pdWorker) readBlocks(ctx context.Context, c *pdConn, r *pdRead) error {
+	n, t, size := w.node, r.t, r.kv.Layout().Groups[0].BlockTokens
+	failed := &connector.BlockError{Err: fmt.Errorf("the producer does not hold them: %w", connector.ErrGone)}
+	first := (t.From+t.Tokens+size-1)/size - len(t.Blocks)
+	if n.fromStart {
+		first = 0
+	}
 	for i, b := range t.Blocks {
-		lo, hi := max(t.From, (first+i)*size), min(end, (first+i+1)*size)
-		if w.node.wholeBlocks {
-			lo, hi = (first+i)*size, min((first+i+1)*size, r.from.Tokens)
-		}
-		if hi > r.from.Tokens {
-			r.failed[b.ID] = true
-			continue
-		}
-		if err := r.block(ctx, b, lo, hi); err != nil {
-			return err
-		}
-	}
-	if _, err := r.conn.ask(ctx, pdQuestion{Rank: w.env.Rank, World: w.env.World, Done: true}); err != nil {
-		return err
-	}
-	return r.missing(t)
-}
-
-// missing names the blocks that did not arrive; nil without any.
-func (r *pdReshape) missing(t *connector.Transfer) error {
-	if len(r.failed) == 0 || r.node.hidesMissing {
-		return nil
-	}
-	some := &connector.BlockError{Err: fmt.Errorf("the producer does not hold all of their tokens: %w", connector.ErrGone)}
-	for _, b := range t.Blocks {
-		if r.failed[b.ID] {
-			some.Blocks = append(some.Blocks, b.ID)
-		}
-	}
-	return some
-}
-
-// fit makes sure that both caches are the same, cut in two ways.
-func (r *pdReshape) fit() error {
-	l := r.kv.Layout()
-	if len(r.from.Parts) != len(l.Segments) || r.from.World < 1 || r.from.Size < 1 {
-		return fmt.Errorf("%d segments on %d ranks: %w", len(r.from.Parts), r.from.World, connector.ErrIncompatible)
-	}
-	for i, s := range l.Segments {
-		if s.Planes == 0 {
-			continue
-		}
-		c, err := l.CutOf(i, r.env.Rank, r.env.World)
+		a, err := c.ask(ctx, pdQuestion{Rank: n.rankToRead(r.rank, w.env.Rank), Place: n.placeToRead(first+i, b)})
 		if err != nil {
 			return err
 		}
-		if r.node.firstHeads {
-			c.Rank = 0
-		}
-		other := r.theirs(i, 0)
-		if err := c.Fits(&other); err != nil && !r.node.unchecked {
-			return err
-		}
-		r.cuts = append(r.cuts, c)
-	}
-	return nil
-}
-
-// theirs is how a producer's rank cuts a segment.
-func (r *pdReshape) theirs(segment, rank int) connector.Cut {
-	p := r.from.Parts[segment]
-	return connector.Cut{BlockTokens: r.from.Size, Bytes: p.Bytes, Planes: p.Planes, Heads: p.Heads, Rank: rank, World: r.from.World}
-}
-
-// block fetches tokens of one of our blocks from all ranks.
-func (r *pdReshape) block(ctx context.Context, b connector.Block, lo, hi int) error {
-	ranks := r.from.World
-	if r.node.oneRank {
-		ranks = 1
-	}
-	for rank := range ranks {
-		for place := lo / r.from.Size; place*r.from.Size < hi; place++ {
-			number := place
-			if r.node.sameNumbers {
-				number = lo / r.node.size
-			}
-			a, err := r.conn.ask(ctx, pdQuestion{Rank: rank, Place: number})
-			if err != nil {
-				return err
-			}
-			if a.Gone {
-				r.failed[b.ID] = true
-				continue
-			}
-			r.pieces(a.Data, b, rank, [2]int{max(lo, place*r.from.Size), min(hi, (place+1)*r.from.Size)})
-		}
-	}
-	return nil
-}
-
-// pieces copies tokens out of a block of a producer's rank.
-func (r *pdReshape) pieces(data []byte, b connector.Block, rank int, tokens [2]int) {
-	n, base := 0, int64(0)
-	for segment, part := range r.from.Parts {
-		from := base
-		base += part.Bytes
-		if part.Planes == 0 {
+		if a.Gone || !n.isFor(a, b) && !n.readsOthers() {
+			failed.Blocks = append(failed.Blocks, b.ID)
 			continue
 		}
-		other := r.theirs(segment, rank)
-		r.cuts[n].Pieces(&other, tokens[0], tokens[1], func(p connector.Piece) {
-			if end := from + p.From + p.Len; end <= int64(len(data)) { // a fault may want more
-				copy(r.kv.View(segment, b.ID)[p.At:], data[from+p.From:end])
-			}
-		})
-		n++
+		if n.noDigests {
+			a.Data = a.Data[:int64(len(a.Data))-r.parts[len(r.parts)-1]]
+		}
+		w.put(r.kv, b, a.Data)
 	}
+	if len(failed.Blocks) > 0 {
+		return failed
+	}
+	return nil
+}
+
+// readsOthers is a fault that does not notice that it reads other blocks.
+func (f *pdFaults) readsOthers() bool { return f.fromStart || f.sixBits || f.sameNumbers }
+
+// rankToRead is the producer's rank that a call is about, and for a fault another.
+func (f *pdFaults) rankToRead(asked, own int) int {
+	switch {
+	case f.twoRanks:
+		return min(asked, 1)
+	case f.ownNumber:
+		return own
+	}
+	return asked
+}
+
+// placeToRead is the place of the block that is wanted, and for a fault another.
+func (f *pdFaults) placeToRead(place int, b connector.Block) int {
+	switch {
+	case f.sameNumbers:
+		return int(b.ID)
+	case f.sixBits:
+		return place % 64
+	}
+	return place
 }

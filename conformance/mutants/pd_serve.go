@@ -18,17 +18,18 @@ import (
 // pdQuestion asks for one block of a hold, or says that a rank has all that it needs. Place counts a
 // group's blocks from the prompt's first.
 type pdQuestion struct {
-	Engine string            `json:"engine"`
-	Epoch  uint64            `json:"epoch"`
-	Hold   connector.HoldID  `json:"hold"`
-	Slot   connector.BlockID `json:"slot"`
-	Rank   int               `json:"rank"`
-	Nonce  uint64            `json:"nonce"`
-	Group  uint16            `json:"group"`
-	Place  int               `json:"place"`
-	Done   bool              `json:"done"`
-	World  int               `json:"world,omitempty"` // with Done, of another shape: ranks that will say so
-	Push   *pdPush           `json:"push,omitempty"`
+	Engine   string            `json:"engine"`
+	Epoch    uint64            `json:"epoch"`
+	Hold     connector.HoldID  `json:"hold"`
+	Slot     connector.BlockID `json:"slot"`
+	Rank     int               `json:"rank"`
+	Nonce    uint64            `json:"nonce"`
+	Group    uint16            `json:"group"`
+	Place    int               `json:"place"`
+	Done     bool              `json:"done"`
+	Reshaped bool              `json:"reshaped,omitempty"` // with Done, of another shape
+	Last     bool              `json:"last,omitempty"`     // then: all is read
+	Push     *pdPush           `json:"push,omitempty"`
 }
 
 // pdAnswer is a block; Gone: the hold does not have it. With a Window it is a write, and with Keys the end of them.

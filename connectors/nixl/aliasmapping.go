@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -63,7 +64,15 @@ func (r *rank) aliasMapping() (*aliasMapping, error) {
 func (r *rank) newAliasMapping() (*aliasMapping, error) {
 	w := &aliasMapping{rank: r, gone: map[uint64]struct{}{}}
 	var regions []nixl.Region
-	for _, a := range r.cache().areas {
+	var areas []nixl.Region
+	if c := r.cache(); c != nil {
+		areas = slices.Clone(c.areas)
+	}
+	sources := r.sources.Load()
+	if sources != nil {
+		areas = append(areas, *sources)
+	}
+	for _, a := range areas {
 		first, end := pageOf(a.Addr), pageOf(a.Addr+a.Len+pageSize()-1)
 		// An old size of 0 makes another mapping of shared memory.
 		to, _, errno := unix.Syscall6(unix.SYS_MREMAP, uintptr(first), 0, uintptr(end-first), unix.MREMAP_MAYMOVE, 0, 0)
@@ -71,7 +80,9 @@ func (r *rank) newAliasMapping() (*aliasMapping, error) {
 			w.unmap()
 			return nil, fmt.Errorf("%w: %w", errNoAlias, os.NewSyscallError("mremap", errno))
 		}
-		_, _, _ = unix.Syscall(unix.SYS_MADVISE, to, uintptr(end-first), unix.MADV_POPULATE_WRITE) // or page by page later
+		if sources == nil || a != *sources { // of which most is never used
+			_, _, _ = unix.Syscall(unix.SYS_MADVISE, to, uintptr(end-first), unix.MADV_POPULATE_WRITE) // or page by page later
+		}
 		w.areas = append(w.areas, aliasArea{of: a, to: uint64(to)})
 		regions = append(regions, w.at(a))
 	}

@@ -206,7 +206,7 @@ func (h *holds) done(q *question, now time.Time) error {
 	}
 	h.told[name] = now
 	h.tally.count("served_bytes_total", float64(q.Bytes))
-	if n.fetched[q.Rank]++; len(n.fetched) < q.readers(h.world) {
+	if !n.whole(q, h.world) {
 		return nil
 	}
 	if n.loads++; n.loads == 1 {
@@ -220,6 +220,16 @@ func (h *holds) done(q *question, now time.Time) error {
 	h.over = append(h.over, q.Hold)
 	signal(h.wake)
 	return nil
+}
+
+// whole says whether a load is whole now that a rank has read its part: each rank of ours, or, in another shape, the
+// last one.
+func (n *hold) whole(q *question, world int) bool {
+	if q.Reshape {
+		return q.Last
+	}
+	n.fetched[q.Rank]++
+	return len(n.fetched) >= world
 }
 
 // consumers is how many loads a hold serves.

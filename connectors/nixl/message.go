@@ -31,7 +31,8 @@ type question struct {
 	Shape   []byte           `json:"shape"`
 	Base    []byte           `json:"base,omitempty"` // who has one may have another shape
 	Reshape bool             `json:"reshape,omitempty"`
-	Of      int              `json:"of,omitempty"` // with Reshape: the producer's rank
+	Of      int              `json:"of,omitempty"`   // with Reshape: the producer's rank
+	Last    bool             `json:"last,omitempty"` // with Reshape and Done: the last read of the load
 	Rank    int              `json:"rank"`
 	World   int              `json:"world"`
 	Hold    connector.HoldID `json:"hold"`
@@ -81,8 +82,6 @@ type answer struct {
 	Now      uint64             `json:"now,omitempty"`
 	Board    uint64             `json:"board,omitempty"` // its address, and its slots
 	Slots    int                `json:"slots,omitempty"`
-	World    int                `json:"world,omitempty"`   // of Reshape: the producer's ranks
-	Sizes    []int              `json:"sizes,omitempty"`   // of Reshape: tokens of a block, by group
 	Tokens   int                `json:"tokens,omitempty"`  // that the blocks end with
 	Over     []connector.HoldID `json:"over,omitempty"`    // of Beats: those that are not there any more
 	Blocks   []heldBlock        `json:"-"`                 // they are its tail
@@ -99,8 +98,6 @@ type segment struct {
 	Addr   uint64 `json:"addr"` // of block 0
 	Stride uint64 `json:"stride"`
 	Bytes  uint64 `json:"bytes"`
-	Planes int    `json:"planes,omitempty"` // with Heads, how a block can be cut
-	Heads  int    `json:"heads,omitempty"`
 }
 
 // heldBlock is a block of the hold.

@@ -153,7 +153,6 @@ func (n *Node) reply(q *question) (*answer, error) {
 	}
 	r.wake()
 	a := r.cache().answer()
-	n.describe(q, a)
 	n.introduce(a)
 	a.Tokens = e.Tokens
 	for _, b := range e.Blocks {

@@ -25,7 +25,8 @@ type rank struct {
 	stopped chan struct{}
 
 	known     atomic.Pointer[cache]
-	mu        sync.Mutex // held while the cache is registered
+	sources   atomic.Pointer[nixl.Region] // registered for what Reshape reads; nil: nothing yet
+	mu        sync.Mutex                  // held while memory is registered
 	peers     *peers
 	producers producerCache  // producers
 	notices   sync.WaitGroup // what is said without waiting for an answer
@@ -121,7 +122,7 @@ func (r *rank) register(kv *connector.KV) error {
 	bounds := map[uint16][2]uint64{} // by region
 	for i, s := range l.Segments {
 		first := nixl.Bytes(kv.View(i, 0))
-		c.segments[i] = segment{Group: s.Group, Addr: first.Addr, Stride: uint64(s.BlockStride), Bytes: uint64(s.Bytes), Planes: s.Planes, Heads: s.Heads}
+		c.segments[i] = segment{Group: s.Group, Addr: first.Addr, Stride: uint64(s.BlockStride), Bytes: uint64(s.Bytes)}
 		end := first.Addr + uint64(l.Blocks-1)*uint64(s.BlockStride) + uint64(s.Bytes)
 		b, there := bounds[s.Region]
 		if !there {
@@ -141,7 +142,22 @@ func (r *rank) register(kv *connector.KV) error {
 		return err
 	}
 	r.known.Store(c)
+	r.remap()
 	return nil
+}
+
+// remap has loads use a mapping of all memory that is registered by now.
+func (r *rank) remap() {
+	r.view.Lock()
+	w := r.now
+	if w != nil {
+		w.users++
+		w.retire()
+	}
+	r.view.Unlock()
+	if w != nil {
+		w.leave()
+	}
 }
 
 // answer is what a peer needs to read the cache.

@@ -52,7 +52,7 @@ func (s *scheduler) Finish(_ context.Context, ended []connector.Ended) ([]connec
 			continue
 		}
 		id, secret := s.node.holds.add(e)
-		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens, LeaseMS: int64(s.node.config.LeaseMS), World: s.env.World, Turn: e.Weak}
+		t := ticket{Version: ticketVersion, Address: s.node.address(), Hold: id, Secret: secret, Tokens: e.Tokens, LeaseMS: int64(s.node.config.LeaseMS), Turn: e.Weak}
 		s.name(&t, &e)
 		data, err := t.encode()
 		if err != nil {

@@ -21,8 +21,7 @@ type ticket struct {
 	Hold    connector.HoldID `json:"hold"`
 	Secret  []byte           `json:"secret"` // without it the producer gives nothing
 	Tokens  int              `json:"tokens"`
-	LeaseMS int64            `json:"lease_ms"` // without a sign of life
-	World   int              `json:"world,omitempty"`
+	LeaseMS int64            `json:"lease_ms"`        // without a sign of life
 	Turn    bool             `json:"turn,omitempty"`  // of an earlier turn: the prompt may go on otherwise
 	Last    []byte           `json:"last,omitempty"`  // key of the last full block: it stands for all before it
 	Lasts   [][]byte         `json:"lasts,omitempty"` // the same of the groups behind the first
@@ -41,7 +40,7 @@ const (
 func parseTicket(data connector.Ticket) (ticket, error) {
 	var t ticket
 	err := json.Unmarshal(data, &t)
-	if err == nil && (t.Version != ticketVersion || t.Hold == 0 || len(t.Secret) != secretSize || len(t.Last) > len(connector.BlockKey{}) || t.Tokens <= 0 || t.Tokens > maxTokens || t.LeaseMS <= 0 || t.LeaseMS > maxLeaseMS || t.World < 0 || t.World > maxWorld) {
+	if err == nil && (t.Version != ticketVersion || t.Hold == 0 || len(t.Secret) != secretSize || len(t.Last) > len(connector.BlockKey{}) || t.Tokens <= 0 || t.Tokens > maxTokens || t.LeaseMS <= 0 || t.LeaseMS > maxLeaseMS) {
 		err = fmt.Errorf("version %d for hold %d of %d tokens", t.Version, t.Hold, t.Tokens)
 	}
 	if err == nil {

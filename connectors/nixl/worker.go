@@ -69,10 +69,7 @@ func (w *worker) fetch(ctx context.Context, at *pendingQuestion, t *connector.Tr
 	if moved.err != nil {
 		return moved.err
 	}
-	if len(plan.missing) > 0 {
-		return &connector.BlockError{Blocks: plan.missing, Err: fmt.Errorf("the producer does not hold them: %w", connector.ErrGone)}
-	}
-	return nil
+	return plan.lacking()
 }
 
 // asked is a load whose producer has said where the blocks are, now or earlier.
@@ -171,6 +168,14 @@ func (w *worker) Close() error { return errors.Join(w.rank.close(), w.leave()) }
 type reads struct {
 	local, remote []nixl.Region
 	missing       []connector.BlockID
+}
+
+// lacking names the blocks that the producer does not hold; nil without any.
+func (p *reads) lacking() error {
+	if len(p.missing) == 0 {
+		return nil
+	}
+	return &connector.BlockError{Blocks: p.missing, Err: fmt.Errorf("the producer does not hold them: %w", connector.ErrGone)}
 }
 
 // plan finds the producer's block for each of a transfer's, by its place in the prompt. One whose key is

@@ -267,7 +267,7 @@ const handoffHeader = "X-Kvport-Handoff"
 var (
 	handoffResults = []string{"loaded", "partial", "local", "refused", "none"}
 	handoffReasons = []string{
-		"", "key", "foreign_key", "model", "block_size", "shape", "role", "replayed", "gone", "peer", "prompt", "unsupported", "unverified", "load_failed",
+		"", "key", "foreign_key", "model", "block_size", "shape", "role", "replayed", "gone", "peer", "prompt", "unsupported", "load_failed",
 	}
 )
 

@@ -128,14 +128,14 @@ func (s *Scheduler) Tail(id connector.RequestID) connector.BlockKey {
 	return connector.BlockKey{}
 }
 
-// Address is the content address of a request's leading tokens in blocks of another size; zero if the
-// request is not there, has fewer tokens, or its blocks have no keys.
-func (s *Scheduler) Address(id connector.RequestID, blockTokens, tokens int) connector.BlockKey {
+// Addresses are the content addresses of a request's leading tokens in blocks of another size, block by block; none if
+// the request is not there, has fewer tokens, or its blocks have no keys.
+func (s *Scheduler) Addresses(id connector.RequestID, blockTokens, tokens int) []connector.BlockKey {
 	r := s.live[id]
 	if r == nil || r.Space == nil || tokens <= 0 || tokens > len(r.tokens) {
-		return connector.BlockKey{}
+		return nil
 	}
-	return r.Space.Address(r.tokens[:tokens], blockTokens)
+	return r.Space.Addresses(r.tokens[:tokens], blockTokens)
 }
 
 // output is the request's news: some tokens, with totals.

@@ -228,6 +228,21 @@ func Fit(file *os.File, size int64) (*Region, error) {
 	return MapOnDemand(fd, size)
 }
 
+// CreateOnDemand is Create for memory of which perhaps nothing will be used: its pages are allocated by Allocate, or when
+// they are first touched.
+func CreateOnDemand(name string, size int64) (*Region, error) {
+	file, err := Reserve(name)
+	if err != nil {
+		return nil, err
+	}
+	r, err := Fit(file, size)
+	if err != nil {
+		return nil, errors.Join(err, file.Close())
+	}
+	r.file = file
+	return r, nil
+}
+
 // Allocate gives size bytes of a memfd from an offset on their pages, as far as they have none. What is
 // written there stays.
 func Allocate(file *os.File, from, size int64) error {

@@ -31,15 +31,17 @@ const (
 	MaxSize   = headSize + idSize + 4 + cutSize + MaxEngine + MaxPlugin + MaxShape + sha256.Size
 )
 
+// MaxRanks bounds the ranks of a producer.
+const MaxRanks = 1 << 12
+
 // MaxConsumers bounds how often one ticket may be used.
 const MaxConsumers = 1 << 20
 
 // Why a ticket is refused. A wrong fingerprint is connector.ErrIncompatible.
 var (
-	ErrForged     = errors.New("ticket is damaged or not signed with our key")
-	ErrReplayed   = errors.New("ticket was used more often than it allows")
-	ErrUnverified = errors.New("its blocks would be cut to fit ours, and no digest would verify their bytes")
-	ErrStale      = errors.New("ticket is of an earlier life of its engine")
+	ErrForged   = errors.New("ticket is damaged or not signed with our key")
+	ErrReplayed = errors.New("ticket was used more often than it allows")
+	ErrStale    = errors.New("ticket is of an earlier life of its engine")
 )
 
 // ForeignKeyError says that a ticket names a key which is not in the ring, or no longer. Whoever wrote it may be
@@ -53,11 +55,12 @@ func (e *ForeignKeyError) Error() string {
 
 // The first byte of a ticket, on which depends what follows it. One with a text of its shape has that
 // text at the end, and its length behind the others. Behind that, one whose blocks can be cut has what is
-// needed for it.
+// needed for it: versionRanks the number of ranks too, which digests are bound to. Nobody writes versionCut any more.
 const (
 	version       = 1
 	versionShaped = 2
 	versionCut    = 3
+	versionRanks  = 4
 
 	// named is added where the id of the key follows the first byte. A ring that may be shared with earlier versions,
 	// which know nothing of ids, signs without.
@@ -68,7 +71,7 @@ const (
 const idSize = 8
 
 // cutSize is the length of a Cut.
-const cutSize = 32 + 4 + 32 + 32
+const cutSize = 32 + 4 + 32 + 32 + 4
 
 // headSize is the length of the fixed part: version, epoch, hold, tokens, consumers, lease, both
 // fingerprints, nonce, lengths of engine and plugin bytes.
@@ -94,6 +97,7 @@ type Envelope struct {
 type Cut struct {
 	Base        connector.Fingerprint // what the shape is made of, except block size and ranks; never zero
 	BlockTokens int
+	Ranks       int                // of the producer; 0: a ticket of an earlier release
 	Last        connector.BlockKey // of the last full block; zero without one
 	Tail        connector.BlockKey // of all tokens, if the last block is partial; zero: not known
 }
@@ -135,9 +139,10 @@ func Seal(ring *keyring.Ring, e *Envelope) ([]byte, error) {
 	if v >= versionShaped {
 		out = binary.BigEndian.AppendUint32(out, uint32(len(e.ShapeText)))
 	}
-	if c := &e.Cut; v >= versionCut {
+	if c := &e.Cut; v >= versionRanks {
 		out = binary.BigEndian.AppendUint32(append(out, c.Base[:]...), uint32(c.BlockTokens))
 		out = append(append(out, c.Last[:]...), c.Tail[:]...)
+		out = binary.BigEndian.AppendUint32(out, uint32(c.Ranks))
 	}
 	out = append(append(append(out, e.Engine...), e.Plugin...), e.ShapeText...)
 	return append(out, sign(key.Secret, out)...), nil
@@ -146,7 +151,7 @@ func Seal(ring *keyring.Ring, e *Envelope) ([]byte, error) {
 func (e *Envelope) version() byte {
 	switch {
 	case e.Cut != Cut{}:
-		return versionCut
+		return versionRanks
 	case e.ShapeText != "":
 		return versionShaped
 	}
@@ -162,7 +167,7 @@ func Open(ring *keyring.Ring, data []byte) (*Envelope, error) {
 	}
 	body, mac := data[:len(data)-sha256.Size], data[len(data)-sha256.Size:]
 	v, r := body[0]&^named, reader{body[1:]}
-	if v < version || v > versionCut {
+	if v < version || v > versionRanks {
 		return nil, ErrForged
 	}
 	if body[0]&named != 0 {
@@ -214,12 +219,16 @@ func (e *Envelope) check() error {
 		field = "plugin"
 	case len(e.ShapeText) > MaxShape:
 		field = "shape text"
-	case e.Cut != Cut{} && (e.Cut.Base == connector.Fingerprint{} || e.Cut.BlockTokens <= 0 || e.Cut.BlockTokens > math.MaxInt32):
+	case e.Cut != Cut{} && !e.Cut.valid():
 		field = "cut"
 	default:
 		return nil
 	}
 	return fmt.Errorf("ticket: %s is out of range: %w", field, connector.ErrIncompatible)
+}
+
+func (c *Cut) valid() bool {
+	return c.Base != (connector.Fingerprint{}) && c.BlockTokens > 0 && c.BlockTokens <= math.MaxInt32 && c.Ranks >= 0 && c.Ranks <= MaxRanks
 }
 
 func checkKey(key []byte) error {
@@ -269,13 +278,20 @@ func (r *reader) keyID(ring *keyring.Ring) error {
 
 // cut reads the Cut of a ticket; what is too short for one does not have the length that it says.
 func (r *reader) cut(version byte) (c Cut) {
-	if version != versionCut || len(r.rest) < cutSize {
+	size := cutSize
+	if version == versionCut {
+		size -= 4
+	}
+	if version < versionCut || len(r.rest) < size {
 		return c
 	}
 	copy(c.Base[:], r.next(len(c.Base)))
 	c.BlockTokens = int(r.u32())
 	copy(c.Last[:], r.next(len(c.Last)))
 	copy(c.Tail[:], r.next(len(c.Tail)))
+	if version >= versionRanks {
+		c.Ranks = int(r.u32())
+	}
 	return c
 }
 
@@ -296,7 +312,6 @@ const (
 type Guard struct {
 	model, shape connector.Fingerprint
 	base         connector.Fingerprint // zero: only tickets of the same shape
-	unverified   bool                  // tickets of other shapes with that base are accepted
 
 	mu      sync.Mutex
 	byNonce map[[16]byte]*seen
@@ -318,11 +333,9 @@ func NewGuard(model, shape connector.Fingerprint) *Guard {
 	return &Guard{model: model, shape: shape, byNonce: map[[16]byte]*seen{}, epochs: map[string]uint64{}}
 }
 
-// Reshape makes the guard accept tickets of other shapes with that base, too, if blocks that nothing verifies
-// are accepted, and else refuse them for that (rule RESHAPE-01). It must be called before the first Check.
-func (g *Guard) Reshape(base connector.Fingerprint, unverified bool) {
-	g.base, g.unverified = base, unverified
-}
+// Reshape makes the guard accept tickets of other shapes with that base, too (rule RESHAPE-01). It must be called
+// before the first Check.
+func (g *Guard) Reshape(base connector.Fingerprint) { g.base = base }
 
 // fits reports why the blocks of a ticket are of no use here.
 func (g *Guard) fits(e *Envelope) error {
@@ -334,11 +347,10 @@ func (g *Guard) fits(e *Envelope) error {
 	switch {
 	case e.Shape == g.shape:
 		return nil
+	case g.base != none && e.Cut.Base == g.base && e.Lease > 0 && e.Cut.Ranks > 0:
+		return nil
 	case g.base != none && e.Cut.Base == g.base && e.Lease > 0:
-		if g.unverified {
-			return nil
-		}
-		return fmt.Errorf("ticket of engine %q: shape %v, ours is %v: %w: %w", e.Engine, e.Shape, g.shape, ErrUnverified, connector.ErrIncompatible)
+		why = "it does not say how many ranks made its digests, as those of earlier releases"
 	case g.base == none && e.Cut.Base == none:
 		why = "neither it nor we can cut blocks"
 	case g.base == none:
@@ -352,8 +364,8 @@ func (g *Guard) fits(e *Envelope) error {
 }
 
 // Check counts one use of a ticket by a request of ours. The same request may check it again at no
-// cost, since it is matched many times; requests need unique ids. A refusal wraps ErrIncompatible (and
-// ErrUnverified, if that is all), ErrStale or ErrReplayed and uses nothing up.
+// cost, since it is matched many times; requests need unique ids. A refusal wraps ErrIncompatible, ErrStale or
+// ErrReplayed and uses nothing up.
 func (g *Guard) Check(e *Envelope, request connector.RequestID) error {
 	if err := g.fits(e); err != nil {
 		return err

@@ -2,9 +2,11 @@ package ticket
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"math"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -48,7 +50,7 @@ func TestRoundTrip(t *testing.T) {
 		copy(e.Model[:], rapid.SliceOf(rapid.Byte()).Draw(t, "model"))
 		copy(e.Nonce[:], rapid.SliceOf(rapid.Byte()).Draw(t, "nonce"))
 		if rapid.Bool().Draw(t, "cut") {
-			e.Cut = Cut{Base: connector.NewFingerprint("base"), BlockTokens: rapid.IntRange(1, math.MaxInt32).Draw(t, "size")}
+			e.Cut = Cut{Base: connector.NewFingerprint("base"), BlockTokens: rapid.IntRange(1, math.MaxInt32).Draw(t, "size"), Ranks: rapid.IntRange(0, MaxRanks).Draw(t, "ranks")}
 			copy(e.Cut.Last[:], rapid.SliceOf(rapid.Byte()).Draw(t, "last"))
 			copy(e.Cut.Tail[:], rapid.SliceOf(rapid.Byte()).Draw(t, "tail"))
 			e.ShapeText = rapid.StringN(0, -1, MaxShape).Draw(t, "shape text")
@@ -170,7 +172,7 @@ func TestGuardRefusesOthers(t *testing.T) {
 func TestGuardReshapes(t *testing.T) {
 	base := connector.NewFingerprint("base")
 	e := envelope()
-	e.Cut = Cut{Base: base, BlockTokens: 16}
+	e.Cut = Cut{Base: base, BlockTokens: 16, Ranks: 2}
 	for name, c := range map[string]struct {
 		base   connector.Fingerprint
 		change func(*Envelope)
@@ -182,10 +184,11 @@ func TestGuardReshapes(t *testing.T) {
 		"neither can": {connector.Fingerprint{}, func(e *Envelope) { e.Cut = Cut{} }, "neither"},
 		"other base":  {connector.NewFingerprint("other"), nil, "more than"},
 		"a weak hold": {base, func(e *Envelope) { e.Lease = 0 }, "more than"},
+		"no ranks":    {base, func(e *Envelope) { e.Cut.Ranks = 0 }, "how many ranks"},
 		"other model": {base, func(e *Envelope) { e.Model[0]++ }, "model"},
 	} {
 		g := NewGuard(e.Model, connector.NewFingerprint("another shape"))
-		g.Reshape(c.base, true)
+		g.Reshape(c.base)
 		changed := *e
 		if c.change != nil {
 			c.change(&changed)
@@ -200,21 +203,19 @@ func TestGuardReshapes(t *testing.T) {
 	}
 }
 
-// What no digest verifies is refused unless that is accepted, and only that is called so.
-func TestGuardRefusesUnverified(t *testing.T) {
-	base := connector.NewFingerprint("base")
+// A ticket of an earlier release whose blocks can be cut is read, and says nothing of ranks.
+func TestTicketWithoutRanks(t *testing.T) {
 	e := envelope()
-	e.Cut = Cut{Base: base, BlockTokens: 16}
-	g := NewGuard(e.Model, connector.NewFingerprint("another shape"))
-	g.Reshape(base, false)
-	err := g.Check(e, "r")
-	require.ErrorIs(t, err, ErrUnverified)
-	require.ErrorIs(t, err, connector.ErrIncompatible)
-	e.Lease = 0
-	require.NotErrorIs(t, g.Check(e, "r"), ErrUnverified)
-	same := NewGuard(e.Model, e.Shape)
-	same.Reshape(base, false)
-	require.NoError(t, same.Check(e, "r"))
+	e.Cut = Cut{Base: connector.NewFingerprint("base"), BlockTokens: 16, Last: connector.BlockKey{1}, Tail: connector.BlockKey{2}, Ranks: 3}
+	sealed, err := Seal(ring, e)
+	require.NoError(t, err)
+	body := sealed[:len(sealed)-sha256.Size]
+	at := len(body) - len(e.Engine) - len(e.Plugin) - len(e.ShapeText)
+	old := slices.Concat([]byte{body[0] - 1}, body[1:at-4], body[at:])
+	got, err := Open(ring, append(old, sign(ring.First().Secret, old)...))
+	require.NoError(t, err)
+	e.Cut.Ranks = 0
+	require.Equal(t, e, got)
 }
 
 func TestGuardRefusesFormerLives(t *testing.T) {

@@ -56,9 +56,11 @@ type (
 		// it holds. Nil: nothing is there to verify them by.
 		Check    []connector.Block
 		Deadline time.Time
-		// Reshaped says that the ticket of the load comes from an engine of another shape, so that the host calls
-		// Reshaper.Reshape.
-		Reshaped bool
+		// Source is the engine of another shape from which the ticket of the load comes; nil: it is of ours. Such a
+		// load is one Move for all ranks: what is read is cut for all of them. Check says no more than that
+		// there is something to verify it by.
+		Source *Source
+		Window int // with Source: the part of the memory for source blocks that is the call's alone
 		// Computing says that the save's blocks are being computed, or were. Layers of them are final so far, and
 		// GivenUp says that no more will be; Advance tells the rest.
 		Computing bool
@@ -151,6 +153,7 @@ type Event struct {
 	Refused    bool           // Saved: no call was made, because the blocks are tainted
 	Damaged    int            // Loaded: blocks that were not what was saved, counted on every rank
 	Replace    bool           // Loaded: some of Failed is stored and cannot be used: it is damaged, or nobody here can check it
+	Damage     error          // Loaded: what was found out about the first of them; nil: nothing more
 	Lost       bool           // Loaded, Saved, Released: the blocks stay pinned for good
 	Held       bool           // Finished: the blocks stay pinned until Released
 	Hold       connector.Hold // Finished: what the Holder answered
@@ -163,6 +166,7 @@ type Event struct {
 type Outcome struct {
 	Err     error               // what the plugin said
 	Corrupt []connector.BlockID // loads: blocks whose digest was wrong
+	Damage  error               // which digest was wrong, if there is more to say than in Corrupt
 	// Loads: blocks whose digests nobody here can check, because they were made with a key that the ring lacks, or in an
 	// edition that is not read. They are misses, and nobody's fault.
 	Foreign, Outdated []connector.BlockID

@@ -117,13 +117,27 @@ func (b *Tracker) queue(o *op) {
 	for _, c := range o.calls {
 		if c.state == ready && !c.waiting {
 			c.waiting = true
-			l := b.line(c.rank, o.kind)
+			l := b.line(c)
 			l.waiting = append(l.waiting, c)
 		}
 	}
 }
 
-func (b *Tracker) line(rank int, kind Kind) *line { return &b.lines[2*rank+int(kind)-1] }
+func (b *Tracker) line(c *call) *line {
+	rank := c.rank
+	if c.op.source != nil {
+		rank = b.cfg.Ranks
+	}
+	return &b.lines[2*rank+int(c.op.kind)-1]
+}
+
+// room takes slots for a call, or a window, and gives nil if they are not free now.
+func (b *Tracker) room(c *call) []connector.BlockID {
+	if c.op.source != nil {
+		return b.windows.Take(0, Load, 1)
+	}
+	return b.landing.Take(c.rank, c.op.kind, len(c.part.Blocks))
+}
 
 // startQueued starts the calls that are first in line and have slots. None overtakes another of its
 // rank and kind, so each has its turn: a call has at most as many blocks as there are slots, and
@@ -137,7 +151,7 @@ func (b *Tracker) startQueued() {
 				if b.state != up {
 					break
 				}
-				if c.slots = b.landing.Take(c.rank, c.op.kind, len(c.part.Blocks)); c.slots == nil {
+				if c.slots = b.room(c); c.slots == nil {
 					break
 				}
 				b.start(c)
@@ -151,20 +165,26 @@ func (b *Tracker) startQueued() {
 
 // vacate gives back the slots of a call that nothing touches any more.
 func (b *Tracker) vacate(c *call) {
-	if c.slots != nil {
+	switch {
+	case c.slots == nil:
+		return
+	case c.op.source != nil:
+		b.windows.Give(0, Load, c.slots)
+	default:
 		b.landing.Give(c.rank, c.op.kind, c.slots)
-		c.slots = nil
 	}
+	c.slots = nil
 }
 
 // divide cuts the parts of an op so that each fits into landing memory. A part with bytes of the
-// connector's own stays whole, because only the connector knows which bytes belong to which block; one that does
-// not fit fails.
+// connector's own stays whole, because only the connector knows which bytes belong to which block; so does what a
+// producer holds, because the hold is over when a load has fetched it. One that does not fit fails.
 func (b *Tracker) divide(o *op, parts []*connector.Transfer) []*connector.Transfer {
 	var out []*connector.Transfer
+	held := o.kind == Load && len(o.t.Ticket) > 0 && b.isHolder()
 	for _, p := range parts {
 		switch {
-		case len(p.Extra) == 0:
+		case len(p.Extra) == 0 && !held:
 			out = append(out, Divide(p, b.cfg.Groups, b.landing.Piece())...)
 		case len(p.Blocks) <= b.landing.Most():
 			out = append(out, p)

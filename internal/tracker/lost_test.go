@@ -108,3 +108,56 @@ func TestHoldsDied(t *testing.T) {
 		}
 	}
 }
+
+// TestAbandonedWindows: the next life of a plugin has other memory for source blocks, so the windows of an abandoned one
+// come back with it, and no sooner.
+func TestAbandonedWindows(t *testing.T) {
+	b := reshapedBench(t, 4, nil)
+	b.admit(0)
+	b.admit(1)
+	moves := all[Move](b)
+	require.Len(t, moves, 1)
+	b.admit(2)
+	b.admit(3)
+	b.quiet()
+	b.got(b.Abandoned(b.now, 1))
+	require.Len(t, all[Tell](b), 2)
+	require.Empty(t, all[Move](b))
+	b.got(b.Up(b.now, 2))
+	require.Len(t, all[Move](b), 2)
+}
+
+// TestLostWindows: what a part of the connector leaves behind may write its window for ever, and the other parts keep that
+// memory. When no window is left, loads that wait for one fail at once, and so do those that come later.
+func TestLostWindows(t *testing.T) {
+	b := reshapedBench(t, 5, nil)
+	var moves []Move
+	for i := range 4 {
+		b.admit(i)
+		moves = append(moves, all[Move](b)...)
+	}
+	require.Len(t, moves, 2)
+	b.got(b.Lose(b.now, moves[0].ID))
+	require.True(t, one[Tell](b).Event.Lost)
+	require.Empty(t, all[Move](b))
+	require.False(t, b.Windowless())
+	b.got(b.Lose(b.now, moves[1].ID))
+	require.True(t, b.Windowless())
+	require.Len(t, all[Tell](b), 3)
+	b.admit(4)
+	e := one[Tell](b).Event
+	require.ErrorIs(t, e.Err, errWindows)
+	require.False(t, e.Lost)
+	require.True(t, b.Idle())
+}
+
+// TestAllWindows: loads use every window.
+func TestAllWindows(t *testing.T) {
+	b := reshapedBench(t, 5, func(c *Config) { c.Windows = 4 })
+	n := 0
+	for i := range 5 {
+		b.admit(i)
+		n += len(all[Move](b))
+	}
+	require.Equal(t, 4, n)
+}

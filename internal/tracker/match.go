@@ -37,7 +37,10 @@ func (b *Tracker) Query(now time.Time, q connector.Query) (wait bool, actions []
 	if len(r.keys) != len(q.Keys) {
 		r.keys = slices.Clone(q.Keys)
 	}
-	q.Keys, q.Ticket, q.Reshaped = r.keys, r.plugin, min(r.reshaped, q.Tokens)
+	q.Keys, q.Ticket, q.Reshaped = r.keys, r.plugin, 0
+	if r.source != nil {
+		q.Reshaped = min(r.source.Tokens, q.Tokens)
+	}
 	m := &r.match
 	m.query = q
 	switch {

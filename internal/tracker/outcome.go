@@ -28,7 +28,7 @@ func (b *Tracker) judge(c *call, out Outcome) {
 		switch {
 		case o.kind == Save:
 		case errors.Is(out.Err, connector.ErrCorrupt):
-			b.damaged(o, bad)
+			b.damaged(o, bad, out.Err)
 		case errors.Is(out.Err, connector.ErrOutdated):
 			b.unread(o, bad, &b.counters.Outdated)
 		}
@@ -36,7 +36,7 @@ func (b *Tracker) judge(c *call, out Outcome) {
 	if len(out.Corrupt) > 0 {
 		bad, _ := pick(c.part.Blocks, out.Corrupt)
 		o.fail(bad, connector.ErrCorrupt)
-		b.damaged(o, bad)
+		b.damaged(o, bad, out.Damage)
 	}
 	if len(out.Foreign) > 0 {
 		bad, _ := pick(c.part.Blocks, out.Foreign)
@@ -51,8 +51,11 @@ func (b *Tracker) judge(c *call, out Outcome) {
 }
 
 // damaged counts blocks that are not what was saved, and remembers their keys.
-func (b *Tracker) damaged(o *op, bad []connector.Block) {
+func (b *Tracker) damaged(o *op, bad []connector.Block, why error) {
 	o.damaged += len(bad)
+	if o.damage == nil {
+		o.damage = why
+	}
 	b.unread(o, bad, &b.counters.Damaged)
 }
 

@@ -19,6 +19,7 @@ func (b *Tracker) planOrStart(now time.Time, s *connector.Step, ops []*op) {
 		for _, o := range ops {
 			b.split(o, []*connector.Transfer{&o.t})
 			b.startReady(o)
+			b.endIfOver(now, o)
 		}
 		return
 	}

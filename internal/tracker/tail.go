@@ -12,7 +12,7 @@ type Tails = map[connector.RequestID]connector.BlockKey
 
 // check gives the blocks of a call that are to be verified when they have arrived.
 func (b *Tracker) check(c *call) []connector.Block {
-	if c.op.kind != Load || !b.verifies(c.op) {
+	if c.op.kind != Load || !b.verifies() {
 		return nil
 	}
 	return addressed(c.part.Blocks, c.op.tail)

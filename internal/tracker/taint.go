@@ -13,14 +13,13 @@ import (
 
 var errTainted = fmt.Errorf("they depend on bytes that nobody has verified: %w", connector.ErrDeclined)
 
-// verifies says whether digests tell that a load brought what was saved. Blocks of another shape come with digests of
-// other blocks than ours, and lossy connectors with other bytes.
-func (b *Tracker) verifies(o *op) bool { return !o.reshaped && !b.cfg.Lossy }
+// verifies says whether digests tell that loads bring what was saved. Lossy connectors bring other bytes.
+func (b *Tracker) verifies() bool { return !b.cfg.Lossy }
 
 // taint says whether a load brought what nobody has verified, and notes that. A canceled one is no longer its
 // request's: that has ended, or has lost its blocks.
 func (b *Tracker) taint(o *op) bool {
-	if b.verifies(o) || len(o.t.Blocks) == 0 || o.failsFirst() {
+	if b.verifies() || len(o.t.Blocks) == 0 || o.failsFirst() {
 		return false
 	}
 	if r := o.req; !o.canceled && !r.beyond(o.t.From) {

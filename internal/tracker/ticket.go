@@ -18,9 +18,9 @@ type Ticket struct {
 	Consumers int              // how often it may be used
 	Plugin    []byte           // for the consumer's connector
 	Cut       Cut              // for engines of another shape; zero: they cannot use it
-	// Reshaped says that a ticket which a request brought is of an engine of another shape: its blocks are cut
-	// to fit ours, and the prompt is compared by Cut.
-	Reshaped bool
+	// Source says that a ticket which a request brought is of an engine of another shape, and of which: its blocks
+	// are cut to fit ours, and the prompt is compared by Cut. Nil: it is of our shape.
+	Source *Source
 }
 
 // String says what is promised, and for how long.
@@ -40,7 +40,7 @@ type brought struct {
 	plugin   connector.Ticket // not nil: the ticket is used
 	promised int              // tokens that it speaks of
 	need     int              // of them those that a store must have
-	reshaped int              // not 0: the ticket is of another shape, and this many tokens are the same there
+	source   *Source          // not nil: the ticket is of another shape
 	turn     bool             // it is of an earlier turn: nothing keeps its blocks, and it serves one load
 	refused  string           // why it is not used, in one word
 }
@@ -56,8 +56,8 @@ func (b *Tracker) WantsTicket(id connector.RequestID) bool {
 // another shape and for another prompt (rule RESHAPE-01).
 func (b *Tracker) Accept(q *connector.Query, t *Ticket) bool {
 	in := brought{promised: t.Tokens, plugin: slices.Clone(t.Plugin)}
-	if t.Reshaped {
-		if in.reshaped = b.agreed(q, t); in.reshaped == 0 {
+	if t.Source != nil {
+		if in.source = b.agreed(q, t); in.source == nil {
 			return false
 		}
 	}
@@ -90,23 +90,28 @@ func (b *Tracker) Brought(id connector.RequestID) (promised int, refused string)
 	return 0, ""
 }
 
-// agreed is how many leading tokens of a request are those of a ticket of another shape.
-func (b *Tracker) agreed(q *connector.Query, t *Ticket) int {
+// agreed says for which leading tokens of a request a ticket of another shape is; nil: for none.
+func (b *Tracker) agreed(q *connector.Query, t *Ticket) *Source {
 	c := &t.Cut
-	if b.cfg.Address == nil || c.BlockTokens <= 0 {
-		return 0
+	if b.cfg.Addresses == nil || c.BlockTokens <= 0 || t.Source.World <= 0 {
+		return nil
 	}
-	same := func(tokens int, want connector.BlockKey) bool {
-		return want != (connector.BlockKey{}) && tokens <= q.Tokens && b.cfg.Address(q.Request, c.BlockTokens, tokens) == want
+	same := func(tokens int, want connector.BlockKey) *Source {
+		if want == (connector.BlockKey{}) || tokens <= 0 || tokens > q.Tokens {
+			return nil
+		}
+		keys := b.cfg.Addresses(q.Request, c.BlockTokens, tokens)
+		if len(keys) == 0 || keys[len(keys)-1] != want {
+			return nil
+		}
+		s := *t.Source
+		s.BlockTokens, s.Tokens, s.Keys = c.BlockTokens, tokens, keys
+		return &s
 	}
-	full := t.Tokens - t.Tokens%c.BlockTokens
-	switch {
-	case same(t.Tokens, c.Tail):
-		return t.Tokens
-	case full > 0 && same(full, c.Last):
-		return full
+	if s := same(t.Tokens, c.Tail); s != nil {
+		return s
 	}
-	return 0
+	return same(t.Tokens-t.Tokens%c.BlockTokens, c.Last)
 }
 
 // ticket is what a consumer of an ended request is promised, nil if nothing is. tail is the address of its

@@ -50,9 +50,10 @@ type Config struct {
 	Lossy     bool // the connector may change bytes, so nothing that it loads can be verified
 	Reshape   bool // tickets are made for engines of other shapes, too
 	Threshold int  // the fewest tokens of an earlier turn that are worth a load
-	// Address is the content address of a request's leading tokens in blocks of some size, or zero where it has
-	// fewer. Nil: tickets of other shapes are refused. It must not call the Tracker.
-	Address func(request connector.RequestID, blockTokens, tokens int) connector.BlockKey
+	Windows   int  // parts of the memory for source blocks; needed where tickets of other shapes are accepted
+	// Addresses are the content addresses of a request's leading tokens in blocks of some size, block by block, or
+	// none where it has fewer tokens. Nil: tickets of other shapes are refused. It must not call the Tracker.
+	Addresses func(request connector.RequestID, blockTokens, tokens int) []connector.BlockKey
 }
 
 // Counters are what the Tracker has seen, for metrics and tests.
@@ -104,7 +105,9 @@ type Tracker struct {
 	corrupt  corruptKeys
 	wakes    wakes
 	landing  *Landing // nil without landing memory
-	lines    []line   // calls that wait for slots
+	windows  *Landing // of memory for source blocks, as slots of a single rank
+	spent    int      // windows that never come back
+	lines    []line   // calls that wait for slots; the last ones wait for windows
 	out      []Action
 	lost     map[connector.BlockID]struct{}
 	counters Counters
@@ -145,8 +148,10 @@ func New(cfg Config) *Tracker {
 		lost:     map[connector.BlockID]struct{}{},
 		corrupt:  corruptKeys{limit: cfg.CorruptKeys, keys: map[connector.BlockKey]struct{}{}},
 	}
+	b.windows, b.lines = NewLanding(1, cfg.Windows), make([]line, 2*cfg.Ranks+2)
+	b.windows.reserve = 0 // only loads use windows
 	if cfg.Slots > 0 {
-		b.landing, b.lines = NewLanding(cfg.Ranks, cfg.Slots), make([]line, 2*cfg.Ranks)
+		b.landing = NewLanding(cfg.Ranks, cfg.Slots)
 	}
 	return b
 }
@@ -202,13 +207,14 @@ func (b *Tracker) Reaped(now time.Time, gen uint64) []Action {
 }
 
 // Abandoned says that generation gen is gone, but that somebody may use the blocks for ever that it had. Those of
-// its transfers and holds are lost: they stay pinned, as their events say.
+// its transfers and holds are lost: they stay pinned, as their events say. Windows come back, because the next
+// generation has other memory for source blocks.
 func (b *Tracker) Abandoned(now time.Time, gen uint64) []Action {
 	b.out = append(b.out, b.Down(now, gen)...)
 	delete(b.killed, gen)
 	for _, o := range sorted(b.ops) {
 		if slices.ContainsFunc(o.calls, func(c *call) bool { return c.stuck(gen) }) {
-			b.lose(now, o)
+			b.lose(now, o, true)
 		}
 	}
 	for _, h := range sorted(b.holds) {
@@ -219,17 +225,27 @@ func (b *Tracker) Abandoned(now time.Time, gen uint64) []Action {
 	return b.take()
 }
 
-// Lose says the same of one call, of a part of the connector that is gone.
+// Lose says the same of one call, of a part of the connector that is gone. The other parts keep the memory for source
+// blocks, so its window is lost as well.
 func (b *Tracker) Lose(now time.Time, id CallID) []Action {
 	if c := b.calls[id]; c != nil {
-		b.lose(now, c.op)
+		b.lose(now, c.op, false)
+		b.failWindowless(now)
 	}
 	return b.take()
 }
 
-// lose ends a transfer without giving its blocks back, nor its slots of landing memory.
-func (b *Tracker) lose(now time.Time, o *op) {
+// lose ends a transfer without giving its blocks back, nor its slots of landing memory. renewed says that its window is
+// of memory that is replaced.
+func (b *Tracker) lose(now time.Time, o *op, renewed bool) {
 	for _, c := range o.calls {
+		switch {
+		case o.source == nil || c.slots == nil:
+		case renewed:
+			b.vacate(c)
+		default:
+			b.spent++
+		}
 		if c.state == running {
 			b.emit(CancelCall{ID: c.id})
 		}
@@ -240,6 +256,21 @@ func (b *Tracker) lose(now time.Time, o *op) {
 	b.forfeit(ids(o.t.Blocks))
 	o.fail(o.t.Blocks, errAbandoned)
 	b.endOp(now, o)
+}
+
+// Windowless says that no load from an engine of another shape can start any more.
+func (b *Tracker) Windowless() bool { return b.spent > 0 && b.spent >= b.cfg.Windows }
+
+// failWindowless fails the loads that wait for a window if none can come back.
+func (b *Tracker) failWindowless(now time.Time) {
+	if !b.Windowless() {
+		return
+	}
+	for _, o := range sorted(b.ops) {
+		if o.source != nil {
+			b.failReady(now, o, errWindows)
+		}
+	}
 }
 
 func (b *Tracker) forfeit(blocks []connector.BlockID) {

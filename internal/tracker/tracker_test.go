@@ -303,7 +303,7 @@ func TestCorruptKeysAreReplaced(t *testing.T) {
 		}
 	}
 	for i := range 100 { // the memory is bounded
-		b.damaged(&op{}, []connector.Block{{Key: connector.BlockKey{1, byte(i)}}})
+		b.damaged(&op{}, []connector.Block{{Key: connector.BlockKey{1, byte(i)}}}, nil)
 	}
 	require.LessOrEqual(t, len(b.corrupt.keys), b.cfg.CorruptKeys)
 	require.LessOrEqual(t, len(b.corrupt.order), 2*b.cfg.CorruptKeys)
@@ -344,7 +344,7 @@ func TestDamagedBlocksAreNotOffered(t *testing.T) {
 	b := newBench(t, nil)
 	keys := []connector.BlockKey{{1}, {2}, {3}}
 	require.Equal(t, math.MaxInt, b.undamaged(keys))
-	b.damaged(&op{}, []connector.Block{{Key: keys[2]}})
+	b.damaged(&op{}, []connector.Block{{Key: keys[2]}}, nil)
 	require.Equal(t, 32, b.undamaged(keys))
 	b.corrupt.remove(keys[2])
 	require.Equal(t, math.MaxInt, b.undamaged(keys), "it was saved again")

@@ -79,8 +79,11 @@ func (s *script) begin(t *testing.T, d *datadriven.TestData) {
 	}
 	d.MaybeScanArgs(t, "threshold", &cfg.Threshold)
 	cfg.Lossy = d.HasArg("lossy")
-	cfg.Address = func(id connector.RequestID, blockTokens, tokens int) connector.BlockKey {
-		return s.addresses[fmt.Sprint(id, blockTokens, tokens)]
+	cfg.Windows = 4
+	cfg.Addresses = func(id connector.RequestID, blockTokens, tokens int) []connector.BlockKey {
+		list := make([]connector.BlockKey, (tokens+blockTokens-1)/blockTokens)
+		list[len(list)-1] = s.addresses[fmt.Sprint(id, blockTokens, tokens)]
+		return list
 	}
 	s.b = New(cfg)
 	s.b.Up(s.now, 1)
@@ -209,8 +212,11 @@ func (s *script) ticket(t *testing.T, d *datadriven.TestData, id connector.Reque
 	d.MaybeScanArgs(t, "last", &last)
 	d.MaybeScanArgs(t, "tail", &tail)
 	in := &Ticket{
-		Tokens: n["tokens"], Lease: time.Minute, Reshaped: n["size"] > 0,
+		Tokens: n["tokens"], Lease: time.Minute,
 		Cut: Cut{BlockTokens: n["size"], Last: named(last), Tail: named(tail)},
+	}
+	if n["size"] > 0 {
+		in.Source = &Source{World: 1}
 	}
 	if d.HasArg("turn") {
 		in.Lease = 0
@@ -292,7 +298,7 @@ func (s *script) do(actions []Action) {
 		case Move:
 			s.moves = append(s.moves, a)
 			fmt.Fprintf(&s.out, "%ss blocks of %s", a.Kind, a.Transfer.Request)
-			if a.Reshaped {
+			if a.Source != nil {
 				fmt.Fprint(&s.out, ", reshaped")
 			}
 			fmt.Fprintln(&s.out)

@@ -21,6 +21,7 @@ var (
 	errLoading    = errors.New("a load still writes one of the blocks")
 	errReused     = fmt.Errorf("an earlier turn's blocks have been reused: %w", connector.ErrGone)
 	errEarly      = fmt.Errorf("the connector answered before all layers were computed: %w", connector.ErrIncompatible)
+	errWindows    = fmt.Errorf("somebody that a plugin left behind may still write all memory for blocks of other shapes: %w", connector.ErrGone)
 	errLanding    = errors.New("more blocks than landing memory holds: raise kvport.landing_bytes")
 )
 
@@ -55,8 +56,9 @@ type op struct {
 	givenUp  bool               // no more will be
 	computed bool               // its step is over
 	tail     connector.BlockKey // loads: of the partial last block, at its producer
-	reshaped bool               // the ticket comes from an engine of another shape
+	source   *Source            // the engine of another shape from which the ticket comes; nil: it is of ours
 	damaged  int                // loads: blocks that arrived and are not what was saved, by all calls
+	damage   error              // what was said of the first of them
 	retried  bool               // it has lost one generation already
 	canceled bool
 	replace  bool // loads: some of what failed is stored and cannot be used
@@ -127,7 +129,7 @@ func (b *Tracker) addOp(now time.Time, kind Kind, step uint64, t connector.Trans
 		o.req.saves++
 		o.deadline = now.Add(b.cfg.Save)
 	} else {
-		o.t.Ticket, o.reshaped = o.req.plugin, o.req.reshaped > 0
+		o.t.Ticket, o.source = o.req.plugin, o.req.source
 		gib := float64(b.bytes(t.Blocks)) / (1 << 30)
 		o.deadline = now.Add(b.cfg.Transfer + time.Duration(gib*float64(b.cfg.TransferPerGiB)))
 	}
@@ -142,6 +144,9 @@ func (b *Tracker) addOp(now time.Time, kind Kind, step uint64, t connector.Trans
 		b.endOp(now, o)
 	case b.closed || b.state == broken:
 		o.fail(t.Blocks, connector.ErrGone)
+		b.endOp(now, o)
+	case o.source != nil && b.Windowless():
+		o.fail(t.Blocks, errWindows)
 		b.endOp(now, o)
 	case kind == Save && b.loadingAny(t.Blocks):
 		o.fail(t.Blocks, errLoading)
@@ -181,8 +186,14 @@ func (b *Tracker) loadingAny(blocks []connector.Block) bool {
 	return false
 }
 
-// split makes the calls of an op: every part on every rank.
+// split makes the calls of an op: every part on every rank. One from an engine of another shape is a single call.
 func (b *Tracker) split(o *op, parts []*connector.Transfer) {
+	if o.source != nil {
+		for _, p := range parts {
+			o.calls = append(o.calls, &call{op: o, part: p})
+		}
+		return
+	}
 	if b.landing != nil {
 		parts = b.divide(o, parts)
 	}
@@ -194,7 +205,7 @@ func (b *Tracker) split(o *op, parts []*connector.Transfer) {
 }
 
 func (b *Tracker) startReady(o *op) {
-	if b.landing != nil {
+	if b.landing != nil || o.source != nil {
 		b.queue(o)
 		b.startQueued()
 		return
@@ -225,10 +236,14 @@ func (b *Tracker) start(c *call) {
 			r.saved = true
 		}
 	}
-	b.emit(Move{
+	m := Move{
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
-		Check: b.check(c), Reshaped: c.op.reshaped, Computing: c.op.layered, Layers: c.op.layers, GivenUp: c.op.givenUp,
-	})
+		Check: b.check(c), Source: c.op.source, Computing: c.op.layered, Layers: c.op.layers, GivenUp: c.op.givenUp,
+	}
+	if c.op.source != nil {
+		m.Window, m.Slots = int(c.slots[0]), nil
+	}
+	b.emit(m)
 }
 
 // Moved says that a call of the worker side has returned.
@@ -383,7 +398,7 @@ func (b *Tracker) endOp(now time.Time, o *op) {
 	delete(b.ops, o.id)
 	ev := Event{
 		Kind: Loaded, Request: o.t.Request, Step: o.step, Tokens: o.t.Tokens, Took: now.Sub(o.began),
-		Blocks: ids(o.t.Blocks), Lost: o.lost, Damaged: o.damaged, Replace: o.replace, Refused: o.refused,
+		Blocks: ids(o.t.Blocks), Lost: o.lost, Damaged: o.damaged, Damage: o.damage, Replace: o.replace, Refused: o.refused,
 	}
 	for _, k := range o.t.Blocks {
 		_, bad := o.failed[k.ID]

@@ -116,6 +116,35 @@ func TransferFromProto(m *kvportv1.Transfer) (connector.Transfer, error) {
 	return t, err
 }
 
+// Reshape is a load of whole blocks of an engine with another shape.
+type Reshape struct {
+	Transfer connector.Transfer
+	Source   connector.Source
+	Layout   connector.Layout
+}
+
+// ReshapeToProto converts a Reshape.
+func ReshapeToProto(r *Reshape) *kvportv1.Reshape {
+	return &kvportv1.Reshape{
+		Transfer: TransferToProto(&r.Transfer), Rank: count(r.Source.Rank), World: count(r.Source.World), Last: r.Source.Last,
+		Layout: LayoutToProto(&r.Layout),
+	}
+}
+
+// ReshapeFromProto converts a Reshape. That the layout lies within the session's regions is for NewKV to check.
+func ReshapeFromProto(m *kvportv1.Reshape) (*Reshape, error) {
+	if m.GetWorld() == 0 || m.GetWorld() > MaxWorld || m.GetRank() >= m.GetWorld() {
+		return nil, malformed("reshape: rank %d of %d, limit %d", m.GetRank(), m.GetWorld(), MaxWorld)
+	}
+	layout, err := LayoutFromProto(m.GetLayout())
+	if err != nil {
+		return nil, err
+	}
+	r := &Reshape{Source: connector.Source{Rank: int(m.GetRank()), World: int(m.GetWorld()), Last: m.GetLast()}, Layout: *layout}
+	r.Transfer, err = TransferFromProto(m.GetTransfer())
+	return r, err
+}
+
 // EndedToProto converts the argument of Finish.
 func EndedToProto(ended []connector.Ended) *kvportv1.FinishRequest {
 	return &kvportv1.FinishRequest{Ended: each(ended, EndToProto)}

@@ -70,6 +70,7 @@ func TestOpenRefusesAndNamesField(t *testing.T) {
 func TestCallsRefuseAndNameField(t *testing.T) {
 	keys := make([]byte, 32)
 	transfer := func(m *kvportv1.Transfer) error { _, err := TransferFromProto(m); return err }
+	reshape := func(m *kvportv1.Reshape) error { _, err := ReshapeFromProto(m); return err }
 	query := func(m *kvportv1.Query) error {
 		_, err := QueriesFromProto(&kvportv1.MatchRequest{Queries: []*kvportv1.Query{{}, m}})
 		return err
@@ -81,6 +82,9 @@ func TestCallsRefuseAndNameField(t *testing.T) {
 		"match.queries[1]: ticket":    query(&kvportv1.Query{Ticket: make([]byte, MaxTicket+1)}),
 		"match.queries[1]: tokens":    query(&kvportv1.Query{Tokens: MaxTokens + 1}),
 		"match.queries[1]: computed":  query(&kvportv1.Query{Tokens: 1, Computed: 2}),
+		"reshape: rank 2 of 2":        reshape(&kvportv1.Reshape{Rank: 2, World: 2}),
+		"reshape: rank 0 of 0":        reshape(&kvportv1.Reshape{}),
+		"layout.blocks is 0":          reshape(&kvportv1.Reshape{World: 1}),
 		"reshaped 2 of 1":             query(&kvportv1.Query{Tokens: 1, Reshaped: 2}),
 		"blocks: 32 bytes of keys":    transfer(&kvportv1.Transfer{Blocks: &kvportv1.Blocks{Keys: keys}}),
 		"blocks: 0 bytes of keys":     transfer(&kvportv1.Transfer{Blocks: &kvportv1.Blocks{Ids: []int32{1}}}),

@@ -101,6 +101,16 @@ func TestCallsRoundTrip(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, transfer, gotTransfer)
 
+		layout := connector.Layout{Name: "l", Blocks: 3, Groups: []connector.Group{{BlockTokens: 4, Policy: connector.PolicyAll}}, Segments: []connector.Segment{{Region: 1, BlockStride: 8, Bytes: 8, Planes: 1, Heads: 2}}}
+		world := rapid.IntRange(1, MaxWorld).Draw(t, "world")
+		reshape := &Reshape{
+			Transfer: transfer, Layout: layout,
+			Source: connector.Source{Rank: rapid.IntRange(0, world-1).Draw(t, "rank"), World: world, Last: rapid.Bool().Draw(t, "last")},
+		}
+		gotReshape, err := ReshapeFromProto(over(t, ReshapeToProto(reshape)))
+		require.NoError(t, err)
+		require.Equal(t, reshape, gotReshape)
+
 		layers := &SaveLayers{Transfer: &transfer, Slot: rapid.IntRange(0, MaxCounters-1).Draw(t, "slot"), Call: rapid.Uint32Min(1).Draw(t, "call")}
 		gotLayers, err := SaveLayersFromProto(over(t, SaveLayersToProto(layers)))
 		require.NoError(t, err)

@@ -236,15 +236,27 @@ func (p *proc) doMove(m *move, n int, d *rng, f Fault) {
 		return
 	}
 	blocks := m.Transfer.Blocks
-	for ; n > 0 && m.done < len(blocks); n-- {
+	for ; n > 0 && m.done < len(m.reads); n-- {
+		p.read(m, &m.reads[m.done], d, f)
+		m.done++
+	}
+	for ; n > 0 && m.Source == nil && m.done < len(blocks); n-- {
 		if !p.touch(m, blocks[m.done], m.done, d, f) {
 			return
 		}
 		m.done++
 	}
-	if m.done == len(blocks) {
+	if m.done == m.items() {
 		p.finishMove(m, n, d)
 	}
+}
+
+// items is how many things a call moves.
+func (m *move) items() int {
+	if m.Source != nil {
+		return len(m.reads)
+	}
+	return len(m.Transfer.Blocks)
 }
 
 // beginMove is what happens before a plugin sees the blocks of a call.
@@ -314,6 +326,9 @@ func (m *move) end(err error, p *proc) {
 		if p.h.w.is(CheckThenCopy) && m.Kind == tracker.Load {
 			m.bad = p.h.checkDigests(m, p.h.seen)
 		}
+		if err == nil {
+			p.h.cutFirst(m)
+		}
 	}
 }
 
@@ -333,8 +348,8 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
 		p.save(m, b, c, d, f)
 		return true
 	}
-	if m.Reshaped {
-		p.reshape(m, b, i, c, f)
+	if h.w.opt.Lossy {
+		p.bring(m, b, i, c, f)
 		return true
 	}
 	if f == faultNothing {
@@ -527,10 +542,13 @@ func (h *host) moved(p *proc, m *move) {
 	h.remember(m.ID)
 	h.noteEarly(m)
 	if m.Kind == tracker.Load {
-		h.reshaped(m)
+		h.unsigned(m)
 		m.grant.claimed = m.grant.claimed || isCorrupt(m.out.Err)
 		h.copyIn(m)
-		if !h.overlooks(m) {
+		switch {
+		case m.Source != nil:
+			h.reshaped(m)
+		case !h.overlooks(m):
 			m.out.Corrupt = h.checkDigests(m, h.cached)
 			if h.w.is(CheckThenCopy) && m.Slots != nil {
 				m.out.Corrupt = m.bad

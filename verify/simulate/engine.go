@@ -25,9 +25,10 @@ type engine struct {
 
 	pool    *kvcache.Pool
 	sched   *sched.Scheduler
-	mem     [][]cell // by rank and block
-	landing [][]cell // by rank and slot, at trust level staged
-	host    *host    // nil without a connector
+	mem     [][]cell         // by rank and block
+	landing [][]cell         // by rank and slot, at trust level staged
+	sources [windows][]*cell // memory for source blocks
+	host    *host            // nil without a connector
 	streams map[connector.RequestID]*stream
 	askAt   time.Time // when requests told Later are asked about again at the latest; zero: not waiting
 	old     []connector.RequestID
@@ -65,6 +66,7 @@ func (e *engine) start() {
 	}, e.pool)
 	e.mem = newMemory(o.Ranks, o.Blocks, e.size)
 	e.landing = newMemory(o.Ranks, o.Slots, e.size)
+	e.sources = [windows][]*cell{}
 	e.streams = map[connector.RequestID]*stream{}
 	if e.role != 0 {
 		e.host = newHost(e)

@@ -36,6 +36,8 @@ type host struct {
 	late    []*move                      // of generations that are gone; only a mutant looks at them
 	orphans []*move                      // calls with which somebody goes on for ever
 	slots   [][]*move                    // by rank and landing slot: the call that it was given to last
+	windows [windows]*move               // of memory for source blocks: the same
+	groups  []connector.Group
 }
 
 // obligation names something that must be answered exactly once.
@@ -52,12 +54,12 @@ type grant struct {
 	blocks []connector.Block
 	open   bool
 
-	end      int  // the token before which its blocks end
-	weak     bool // the end of a request whose consumer is only hoped for
-	turn     bool // a load by the ticket of an earlier turn
-	reshaped bool // a load from an engine with blocks of another size
-	claimed  bool // the plugin says itself that what it loaded is damaged
-	early    bool // the plugin has said that it stored what was not computed
+	end     int  // the token before which its blocks end
+	weak    bool // the end of a request whose consumer is only hoped for
+	turn    bool // a load by the ticket of an earlier turn
+	dirty   bool // a load that nobody has verified
+	claimed bool // the plugin says itself that what it loaded is damaged
+	early   bool // the plugin has said that it stored what was not computed
 }
 
 // report is an event on its way to the engine.
@@ -80,7 +82,8 @@ func newHost(e *engine) *host {
 		h.slots[r] = make([]*move, o.Slots)
 	}
 	h.openReshape()
-	h.tracker = tracker.New(h.trackerConfig())
+	c := h.trackerConfig()
+	h.groups, h.tracker = c.Groups, tracker.New(c)
 	h.up()
 	return h
 }
@@ -148,6 +151,7 @@ func (h *host) start(a *tracker.Move) {
 	}
 	h.shareSlots(m)
 	h.occupy(m)
+	h.beginReshape(m)
 	h.useTurn(m)
 	h.proc.moves = append(h.proc.moves, m)
 	if h.proc.comp != nil {
@@ -503,7 +507,7 @@ func (h *host) checkMatch(q *connector.Query, m connector.Match) {
 // bring opens the ticket that came with a request's first question.
 func (h *host) bring(q *connector.Query, signed []byte) {
 	e, err := h.verify(signed, q.Request)
-	if err == nil && h.tracker.Accept(q, h.opened(q, e)) {
+	if err == nil && h.tracker.Accept(q, h.opened(e)) {
 		if h.w.tickets.accepted(h.w, h.e, q.Request, signed) {
 			h.turns[q.Request] = &turnUse{}
 		}

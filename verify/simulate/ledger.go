@@ -102,8 +102,8 @@ func (l *ledger) accepted(w *World, e *engine, id connector.RequestID, signed []
 		w.fail('t', "%s accepts a ticket for %s that nobody issued", e.name, id)
 		return false
 	}
-	if i.size != e.size && (!w.opt.Unverified || i.turn) {
-		w.fail('t', "%s accepts a ticket for %s of blocks of %d tokens, which nothing would verify", e.name, id, i.size)
+	if i.size != e.size && i.turn {
+		w.fail('t', "%s accepts a ticket for %s of blocks of %d tokens, which nothing keeps", e.name, id, i.size)
 	}
 	life := fmt.Sprint(e.life)
 	if l.newest[life] == nil {

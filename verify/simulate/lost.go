@@ -53,6 +53,7 @@ func (h *host) abandon(moves []*move) {
 		h.do(h.tracker.Reaped(h.w.now, h.n))
 		return
 	}
+	h.e.sources = [windows][]*cell{} // the next life has other memory
 	h.do(h.tracker.Abandoned(h.w.now, h.n))
 }
 
@@ -111,6 +112,11 @@ func (h *host) haunt(d *rng) {
 		if !m.grant.open {
 			h.w.fail('c', "%s: somebody whom a dead plugin left behind writes block %d, which is in use again", h.e.name, m.Transfer.Blocks[i].ID)
 			return
+		}
+		if m.Source != nil { // it has none of the cache
+			c := m.reads[d.n(len(m.reads))].at
+			c.tags[d.n(len(c.tags))].kv ^= 1 << d.n(64)
+			continue
 		}
 		c := h.seen(m, i)
 		c.orphan()

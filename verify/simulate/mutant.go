@@ -66,10 +66,9 @@ const (
 	AbandonedIsReaped
 	LostIsFree
 	LostHoldUntold
-	ReshapeUnasked
-	ReshapeUncompared
 	ReshapeOffByOne
 	ReshapePart
+	CutBeforeCheck
 	EarlyIsStored
 	ChildGoneEarly
 	ChildFreedOnCancel
@@ -147,10 +146,9 @@ func Mutants() []MutantInfo {
 		{AbandonedIsReaped, "abandoned-is-reaped", "a dead plugin's blocks are used again although somebody may write them for ever", "rule HOST-05"},
 		{LostIsFree, "lost-is-free", "the engine takes blocks that are lost for free", "rule HOST-05"},
 		{LostHoldUntold, "lost-hold-untold", "the engine is not told that the blocks of a hold are lost, and lets requests wait for them", "rule HOST-05"},
-		{ReshapeUnasked, "reshape-unasked", "tickets of engines with other blocks are taken, though nobody accepted unverified blocks", "rule RESHAPE-01"},
-		{ReshapeUncompared, "reshape-uncompared", "a ticket of an engine with other blocks is taken for any prompt", "rule RESHAPE-01"},
-		{ReshapeOffByOne, "reshape-off-by-one", "reshaped blocks are filled from one block of the producer too early", "rule RESHAPE-03"},
-		{ReshapePart, "reshape-part", "a block of which the producer lacks a token counts as reshaped", "rule RESHAPE-05"},
+		{ReshapeOffByOne, "reshape-off-by-one", "source blocks are cut into ours one token too far", "rule RESHAPE-07"},
+		{ReshapePart, "reshape-part", "a source block that did not come counts as cut", "rule RESHAPE-05"},
+		{CutBeforeCheck, "cut-before-check", "source blocks are cut into ours before they are checked, and the plugin writes in between", "rule RESHAPE-07"},
 		{EarlyIsStored, "early-is-stored", "a save counts as stored when the plugin answers before its blocks are computed", "rule LAYER-02"},
 		{ChildGoneEarly, "child-gone-early", "the calls of a child that died return while something of it can still write", "rule MULTI-02"},
 		{ChildFreedOnCancel, "child-freed-on-cancel", "a cancelled call of a child returns at once, though the child still writes", "rule WORK-04"},

@@ -43,8 +43,8 @@ type Options struct {
 	BlockTokens, Blocks, Groups, Ranks int
 	Children                           bool // the plugin is a MultiConnector: with ThroughHolds of a holder and a store, with ThroughStore of two stores. Not with Layers, Tells and OtherTokens, nor with Slots and ThroughHolds, which no host takes
 	Fetches                            bool // the Match of one child fetches, so it is asked last
-	OtherTokens                        int  // of a block of every second engine; 0: all have BlockTokens. With ThroughHolds, not with Slots or Planner
-	Unverified                         bool // tickets of engines with blocks of the other size are accepted
+	OtherTokens                        int  // of a block of every second engine; 0: all have BlockTokens. With ThroughHolds, not with Slots, Planner or Lossy
+	Lossy                              bool // nothing that is loaded can be verified. With ThroughHolds, not with Slots, Planner, Children or OtherTokens
 	MaxBatchedTokens, MaxSeqs          int
 	Window                             int // blocks that groups after the first need to go on; 0: all
 	PrefixCaching, FailLoads           bool
@@ -73,6 +73,9 @@ func draw(seed uint64) Options {
 	o.Window = max(0, r.IntN(6)-2)
 	if r.IntN(3) == 0 {
 		o.Slots = 1 + r.IntN(12)
+		if o.Medium == ThroughHolds { // whose loads are not divided: more than fit in are computed
+			o.Slots *= 4
+		}
 	}
 	o.Blocks = o.Groups * (3 + r.IntN(22))
 	o.Prefills, o.Decodes = r.IntN(3), 1+r.IntN(2)
@@ -104,8 +107,15 @@ func (o *Options) drawComposition(r *rand.Rand) {
 	if staged := o.Slots > 0 && o.Medium == ThroughHolds; o.Medium != NoConnector && !staged && r.IntN(5) < 2 {
 		o.Children, o.Fetches, o.Layers, o.Tells = true, r.IntN(2) == 0, false, false
 	}
-	if o.Medium == ThroughHolds && o.Slots == 0 && !o.Planner && !o.Children && r.IntN(4) > 0 {
-		o.OtherTokens, o.Unverified = o.BlockTokens*(2+r.IntN(2)), r.IntN(4) > 0
+	if o.Medium != ThroughHolds || o.Slots > 0 || o.Planner || o.Children {
+		return
+	}
+	switch r.IntN(8) {
+	case 0:
+	case 1, 2, 3:
+		o.Lossy = true
+	default:
+		o.OtherTokens = o.BlockTokens * (2 + r.IntN(2))
 		if r.IntN(2) == 0 {
 			o.BlockTokens, o.OtherTokens = o.OtherTokens, o.BlockTokens
 		}
@@ -116,7 +126,7 @@ func (o *Options) drawComposition(r *rand.Rand) {
 func (h *host) trackerConfig() tracker.Config {
 	o := &h.w.opt
 	c := tracker.Config{
-		Ranks: o.Ranks, Role: h.role, Can: h.can, Slots: o.Slots, Layers: layers, Reshape: o.OtherTokens > 0, Address: h.e.sched.Address,
+		Ranks: o.Ranks, Role: h.role, Can: h.can, Slots: o.Slots, Layers: layers, Reshape: o.OtherTokens > 0, Windows: windows, Addresses: h.e.sched.Addresses, Lossy: o.Lossy,
 		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
 		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
 		Hold: 30 * time.Second, HoldMax: holdMax,

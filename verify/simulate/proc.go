@@ -82,6 +82,8 @@ type move struct {
 	of       *move               // a child's: the composite's call that it is part of
 	over     bool                // a child's: the composition has the answer
 	stop     func()              // a composite's: cancels it
+	load     *tracker.Reshape    // from an engine with blocks of another size
+	reads    []sourceBlock       // what that needs
 }
 
 // kept is a hold as the plugin remembers it. It does not learn that the host released it.

@@ -8,13 +8,13 @@ import (
 	"github.com/kvport/kvport/internal/tracker"
 )
 
-// A reshaped load is unverified. Every slot remembers whether it was filled by one, or computed by a model that read
+// What a lossy connector loads is unverified. Every slot remembers whether it was filled by one, or computed by a model that read
 // such a slot: that is what must stay with its request. Nothing here asks the scheduler or the tracker what they
 // think of a request.
 
 // reads says whether a chunk attends to tainted slots, which only the request that loaded them may.
 func (e *engine) reads(st *stream, c *sched.Chunk) (tainted bool) {
-	if e.w.opt.OtherTokens == 0 {
+	if !e.w.opt.Lossy {
 		return false
 	}
 	for rank := range e.mem {
@@ -41,7 +41,7 @@ func (e *engine) reads(st *stream, c *sched.Chunk) (tainted bool) {
 
 // stays verifies that none of some blocks, which hold a request's tokens up to end, is tainted.
 func (h *host) stays(what string, id connector.RequestID, blocks []connector.Block, end int) {
-	if h.w.opt.OtherTokens == 0 {
+	if !h.w.opt.Lossy {
 		return
 	}
 	for _, b := range blocks {
@@ -73,10 +73,27 @@ func (h *host) checkTaint(g *grant, ev *tracker.Event) {
 	}
 }
 
-// checkUnsigned verifies that the blocks of a reshaped load have no digests of what they hold: whoever gets them
+// unsigned is the host's part when an unverified load has returned. A wrong host makes digests of what nobody has verified.
+func (h *host) unsigned(m *move) {
+	arrived := tracker.Arrived(m.Transfer.Blocks, m.out.Err)
+	if !h.w.opt.Lossy || m.out.Err != nil && len(arrived) == 0 {
+		return
+	}
+	m.grant.dirty = true
+	if !h.w.is(TaintSigned) {
+		return
+	}
+	for _, b := range arrived {
+		if c := &h.e.mem[m.Rank][b.ID]; b.Key != (connector.BlockKey{}) {
+			c.sum = h.sum(c, b, m.Rank)
+		}
+	}
+}
+
+// checkUnsigned verifies that the blocks of an unverified load have no digests of what they hold: whoever gets them
 // next would take them for verified.
 func (h *host) checkUnsigned(g *grant, ev *tracker.Event) {
-	if !g.reshaped || ev.Lost {
+	if !g.dirty || ev.Lost {
 		return
 	}
 	for _, b := range g.blocks {
@@ -85,7 +102,7 @@ func (h *host) checkUnsigned(g *grant, ev *tracker.Event) {
 		}
 		for rank := range h.e.mem {
 			if c := &h.e.mem[rank][b.ID]; c.sum == h.sum(c, b, rank) {
-				h.w.fail('v', "%s: block %d on rank %d was reshaped for %s, and has a digest that says it is right", h.e.name, b.ID, rank, ev.Request)
+				h.w.fail('v', "%s: block %d on rank %d was loaded for %s unverified, and has a digest that says it is right", h.e.name, b.ID, rank, ev.Request)
 				return
 			}
 		}
@@ -94,7 +111,7 @@ func (h *host) checkUnsigned(g *grant, ev *tracker.Event) {
 
 // unverified is whether the engine is told that nobody has verified a load, and notes which request has it.
 func (h *host) unverified(r *report) bool {
-	if r.grant == nil || !r.grant.reshaped || len(r.Failed) == len(r.grant.blocks) {
+	if r.grant == nil || !r.grant.dirty || len(r.Failed) == len(r.grant.blocks) {
 		return r.Unverified
 	}
 	h.w.stats.Unverified++

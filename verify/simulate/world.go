@@ -74,7 +74,7 @@ type Stats struct {
 	Plans                                  int // calls of a Planner
 	Early                                  int // saves that were answered before their blocks were computed
 	Lost, LostHolds                        int // transfers and holds whose blocks are never used again; the holds among them
-	Reshaped                               int // loads from an engine with blocks of another size, on each rank
+	Reshaped                               int // loads from an engine with blocks of another size
 	Unverified, Tainted, TaintedEnds       int // loads that nobody has verified; chunks computed from those; ends of requests with them
 	ChildDeaths, ChildCalls, ChildFailed   int // of the children of MultiConnectors: deaths; calls; loads that another must do
 	ChildPlans, ChildFetches, ChildHolds   int // ... plans; questions to those whose Match fetches; holds that ended with one

@@ -41,7 +41,7 @@ type Remote struct {
 
 // Connect makes a Remote of any connection, such as one in memory. The plugin must run in this
 // process or have inherited the regions under the same descriptor numbers. regions[r] is the cache
-// of rank r.
+// of rank r; one that follows those of the ranks is for what Reshape reads.
 func Connect(conn grpc.ClientConnInterface, regions []Region) *Remote {
 	r := &Remote{client: kvportv1.NewPluginClient(conn)}
 	for _, m := range regions {
@@ -138,9 +138,13 @@ func (r *Remote) OpenWorker(ctx context.Context, env connector.Env, config json.
 		}
 		fd = int(p.board.Region().File().Fd())
 	}
+	regions := []wire.Region{r.regions[env.Rank]}
+	if env.World > 0 && env.World < len(r.regions) {
+		regions = append(regions, r.regions[env.World])
+	}
 	open := &wire.Open{
 		Side: kvportv1.Side_SIDE_WORKER, Env: env, Config: config,
-		Regions: r.regions[env.Rank : env.Rank+1], Arena: arena, Progress: wire.Region{FD: fd, Size: shm.BoardBytes},
+		Regions: regions, Arena: arena, Progress: wire.Region{FD: fd, Size: shm.BoardBytes},
 	}
 	if p.session, err = r.openSession(ctx, open); err != nil {
 		return nil, errors.Join(fmt.Errorf("worker side of rank %d: %w", env.Rank, err), p.closeBoard())
@@ -242,9 +246,11 @@ func (p *workerProxy) Load(ctx context.Context, t *connector.Transfer, _ *connec
 	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Load{Load: wire.TransferToProto(t)}})
 }
 
-// Reshape implements connector.Reshaper.
-func (p *workerProxy) Reshape(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
-	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Reshape{Reshape: wire.TransferToProto(t)}})
+// Reshape implements connector.Reshaper. Of kv only the layout is used: its regions are those that the side was opened
+// with.
+func (p *workerProxy) Reshape(ctx context.Context, t *connector.Transfer, from connector.Source, kv *connector.KV) error {
+	m := wire.ReshapeToProto(&wire.Reshape{Transfer: *t, Source: from, Layout: *kv.Layout()})
+	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_ReshapeBlocks{ReshapeBlocks: m}})
 }
 
 // Save implements connector.Worker.

@@ -105,7 +105,7 @@ func main() {
 			if c.Fault == "plan" {
 				info.Capabilities |= connector.CanPlan
 			}
-			if c.Fault == "reshape" {
+			if strings.HasPrefix(c.Fault, "reshape") {
 				info.Capabilities |= connector.CanHold | connector.CanReshape
 			}
 			if c.Fault == "hold" || c.Fault == "hold_fence" {
@@ -142,6 +142,9 @@ func main() {
 			if strings.HasPrefix(c.Fault, "stat") {
 				return &counter{scheduler: scheduler{s}}, err
 			}
+			if strings.HasPrefix(c.Fault, "reshape") {
+				return &cutter{holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}}, err
+			}
 			switch c.Fault {
 			case "events":
 				return &eventScheduler{scheduler{s}}, err
@@ -149,8 +152,6 @@ func main() {
 				return &planner{scheduler{s}}, err
 			case "lease":
 				return newLeaser(s), err
-			case "reshape":
-				return &cutter{holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}}, err
 			case "hold", "hold_fence":
 				return &holder{scheduler: scheduler{s}, consumed: make(chan connector.HoldID, 64)}, err
 			}
@@ -173,8 +174,8 @@ func main() {
 			if strings.HasSuffix(c.Fault, "layers") {
 				return &layered{w}, err
 			}
-			if c.Fault == "reshape" {
-				return &reshaper{w}, err
+			if strings.HasPrefix(c.Fault, "reshape") {
+				return &reshaper{worker: w}, err
 			}
 			return w, err
 		},

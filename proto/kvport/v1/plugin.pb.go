@@ -962,6 +962,7 @@ type SessionRequest struct {
 	//	*SessionRequest_SaveLayers
 	//	*SessionRequest_Renewals
 	//	*SessionRequest_Reshape
+	//	*SessionRequest_ReshapeBlocks
 	Call          isSessionRequest_Call `protobuf_oneof:"call"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1144,10 +1145,20 @@ func (x *SessionRequest) GetRenewals() *RenewalsRequest {
 	return nil
 }
 
+// Deprecated: Marked as deprecated in kvport/v1/plugin.proto.
 func (x *SessionRequest) GetReshape() *Transfer {
 	if x != nil {
 		if x, ok := x.Call.(*SessionRequest_Reshape); ok {
 			return x.Reshape
+		}
+	}
+	return nil
+}
+
+func (x *SessionRequest) GetReshapeBlocks() *Reshape {
+	if x != nil {
+		if x, ok := x.Call.(*SessionRequest_ReshapeBlocks); ok {
+			return x.ReshapeBlocks
 		}
 	}
 	return nil
@@ -1214,7 +1225,12 @@ type SessionRequest_Renewals struct {
 }
 
 type SessionRequest_Reshape struct {
-	Reshape *Transfer `protobuf:"bytes,17,opt,name=reshape,proto3,oneof"` // a load of what an engine with another shape holds
+	// Deprecated: Marked as deprecated in kvport/v1/plugin.proto.
+	Reshape *Transfer `protobuf:"bytes,17,opt,name=reshape,proto3,oneof"` // no host sends it any more: the plugin cut the blocks itself, and nobody could check them
+}
+
+type SessionRequest_ReshapeBlocks struct {
+	ReshapeBlocks *Reshape `protobuf:"bytes,18,opt,name=reshape_blocks,json=reshapeBlocks,proto3,oneof"`
 }
 
 func (*SessionRequest_Open) isSessionRequest_Call() {}
@@ -1246,6 +1262,8 @@ func (*SessionRequest_SaveLayers) isSessionRequest_Call() {}
 func (*SessionRequest_Renewals) isSessionRequest_Call() {}
 
 func (*SessionRequest_Reshape) isSessionRequest_Call() {}
+
+func (*SessionRequest_ReshapeBlocks) isSessionRequest_Call() {}
 
 type SessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1436,7 +1454,7 @@ type SessionResponse_Plan struct {
 }
 
 type SessionResponse_Moved struct {
-	Moved *Moved `protobuf:"bytes,6,opt,name=moved,proto3,oneof"` // load, save, save_layers and reshape
+	Moved *Moved `protobuf:"bytes,6,opt,name=moved,proto3,oneof"` // load, save, save_layers and reshape_blocks
 }
 
 type SessionResponse_Finish struct {
@@ -1500,7 +1518,7 @@ type Open struct {
 	Model     []byte                 `protobuf:"bytes,7,opt,name=model,proto3" json:"model,omitempty"` // 32 bytes
 	Shape     []byte                 `protobuf:"bytes,8,opt,name=shape,proto3" json:"shape,omitempty"` // 32 bytes
 	Layout    *Layout                `protobuf:"bytes,9,opt,name=layout,proto3" json:"layout,omitempty"`
-	Regions   []*Region              `protobuf:"bytes,10,rep,name=regions,proto3" json:"regions,omitempty"`                      // worker side only
+	Regions   []*Region              `protobuf:"bytes,10,rep,name=regions,proto3" json:"regions,omitempty"`                      // worker side only; behind those of the layout one for Reshape, if blocks of other shapes may come
 	Config    []byte                 `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`                        // JSON
 	Arena     *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`                          // what Describe asked for; absent: none
 	Progress  *Region                `protobuf:"bytes,13,opt,name=progress,proto3" json:"progress,omitempty"`                    // worker side only: where SaveLayers finds its counters
@@ -2542,6 +2560,84 @@ func (x *SaveLayers) GetCall() uint32 {
 	return 0
 }
 
+// Reshape is a load of whole blocks from one rank of an engine with another shape: the tokens and blocks of
+// the transfer are that engine's, and so is the layout, which says where in the session's regions they go.
+type Reshape struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Transfer      *Transfer              `protobuf:"bytes,1,opt,name=transfer,proto3" json:"transfer,omitempty"`
+	Rank          uint32                 `protobuf:"varint,2,opt,name=rank,proto3" json:"rank,omitempty"`   // of that engine
+	World         uint32                 `protobuf:"varint,3,opt,name=world,proto3" json:"world,omitempty"` // its ranks
+	Last          bool                   `protobuf:"varint,4,opt,name=last,proto3" json:"last,omitempty"`   // no further call for this load: the hold is consumed
+	Layout        *Layout                `protobuf:"bytes,5,opt,name=layout,proto3" json:"layout,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Reshape) Reset() {
+	*x = Reshape{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Reshape) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Reshape) ProtoMessage() {}
+
+func (x *Reshape) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Reshape.ProtoReflect.Descriptor instead.
+func (*Reshape) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *Reshape) GetTransfer() *Transfer {
+	if x != nil {
+		return x.Transfer
+	}
+	return nil
+}
+
+func (x *Reshape) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *Reshape) GetWorld() uint32 {
+	if x != nil {
+		return x.World
+	}
+	return 0
+}
+
+func (x *Reshape) GetLast() bool {
+	if x != nil {
+		return x.Last
+	}
+	return false
+}
+
+func (x *Reshape) GetLayout() *Layout {
+	if x != nil {
+		return x.Layout
+	}
+	return nil
+}
+
 type Ended struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
@@ -2556,7 +2652,7 @@ type Ended struct {
 
 func (x *Ended) Reset() {
 	*x = Ended{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2568,7 +2664,7 @@ func (x *Ended) String() string {
 func (*Ended) ProtoMessage() {}
 
 func (x *Ended) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2581,7 +2677,7 @@ func (x *Ended) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ended.ProtoReflect.Descriptor instead.
 func (*Ended) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Ended) GetRequest() string {
@@ -2640,7 +2736,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2652,7 +2748,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2665,7 +2761,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Step) GetId() uint64 {
@@ -2720,7 +2816,7 @@ type Plan struct {
 
 func (x *Plan) Reset() {
 	*x = Plan{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2732,7 +2828,7 @@ func (x *Plan) String() string {
 func (*Plan) ProtoMessage() {}
 
 func (x *Plan) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2745,7 +2841,7 @@ func (x *Plan) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Plan.ProtoReflect.Descriptor instead.
 func (*Plan) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Plan) GetLoads() []*Transfer {
@@ -2770,7 +2866,7 @@ type Moved struct {
 
 func (x *Moved) Reset() {
 	*x = Moved{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2782,7 +2878,7 @@ func (x *Moved) String() string {
 func (*Moved) ProtoMessage() {}
 
 func (x *Moved) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2795,7 +2891,7 @@ func (x *Moved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Moved.ProtoReflect.Descriptor instead.
 func (*Moved) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
 }
 
 type FinishRequest struct {
@@ -2807,7 +2903,7 @@ type FinishRequest struct {
 
 func (x *FinishRequest) Reset() {
 	*x = FinishRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2819,7 +2915,7 @@ func (x *FinishRequest) String() string {
 func (*FinishRequest) ProtoMessage() {}
 
 func (x *FinishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2832,7 +2928,7 @@ func (x *FinishRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishRequest.ProtoReflect.Descriptor instead.
 func (*FinishRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *FinishRequest) GetEnded() []*Ended {
@@ -2855,7 +2951,7 @@ type Hold struct {
 
 func (x *Hold) Reset() {
 	*x = Hold{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2867,7 +2963,7 @@ func (x *Hold) String() string {
 func (*Hold) ProtoMessage() {}
 
 func (x *Hold) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2880,7 +2976,7 @@ func (x *Hold) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hold.ProtoReflect.Descriptor instead.
 func (*Hold) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Hold) GetId() uint64 {
@@ -2927,7 +3023,7 @@ type FinishResponse struct {
 
 func (x *FinishResponse) Reset() {
 	*x = FinishResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2939,7 +3035,7 @@ func (x *FinishResponse) String() string {
 func (*FinishResponse) ProtoMessage() {}
 
 func (x *FinishResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2952,7 +3048,7 @@ func (x *FinishResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishResponse.ProtoReflect.Descriptor instead.
 func (*FinishResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *FinishResponse) GetHolds() []*Hold {
@@ -2970,7 +3066,7 @@ type ConsumedRequest struct {
 
 func (x *ConsumedRequest) Reset() {
 	*x = ConsumedRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2982,7 +3078,7 @@ func (x *ConsumedRequest) String() string {
 func (*ConsumedRequest) ProtoMessage() {}
 
 func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2995,7 +3091,7 @@ func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedRequest.ProtoReflect.Descriptor instead.
 func (*ConsumedRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
 }
 
 type ConsumedResponse struct {
@@ -3007,7 +3103,7 @@ type ConsumedResponse struct {
 
 func (x *ConsumedResponse) Reset() {
 	*x = ConsumedResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3019,7 +3115,7 @@ func (x *ConsumedResponse) String() string {
 func (*ConsumedResponse) ProtoMessage() {}
 
 func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3032,7 +3128,7 @@ func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedResponse.ProtoReflect.Descriptor instead.
 func (*ConsumedResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ConsumedResponse) GetHolds() []uint64 {
@@ -3052,7 +3148,7 @@ type RenewalsRequest struct {
 
 func (x *RenewalsRequest) Reset() {
 	*x = RenewalsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3064,7 +3160,7 @@ func (x *RenewalsRequest) String() string {
 func (*RenewalsRequest) ProtoMessage() {}
 
 func (x *RenewalsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3077,7 +3173,7 @@ func (x *RenewalsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewalsRequest.ProtoReflect.Descriptor instead.
 func (*RenewalsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *RenewalsRequest) GetEnded() []uint64 {
@@ -3096,7 +3192,7 @@ type RenewalsResponse struct {
 
 func (x *RenewalsResponse) Reset() {
 	*x = RenewalsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3108,7 +3204,7 @@ func (x *RenewalsResponse) String() string {
 func (*RenewalsResponse) ProtoMessage() {}
 
 func (x *RenewalsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3121,7 +3217,7 @@ func (x *RenewalsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewalsResponse.ProtoReflect.Descriptor instead.
 func (*RenewalsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *RenewalsResponse) GetHolds() []uint64 {
@@ -3139,7 +3235,7 @@ type ResetRequest struct {
 
 func (x *ResetRequest) Reset() {
 	*x = ResetRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3151,7 +3247,7 @@ func (x *ResetRequest) String() string {
 func (*ResetRequest) ProtoMessage() {}
 
 func (x *ResetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3164,7 +3260,7 @@ func (x *ResetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRequest.ProtoReflect.Descriptor instead.
 func (*ResetRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
 }
 
 type ResetResponse struct {
@@ -3176,7 +3272,7 @@ type ResetResponse struct {
 
 func (x *ResetResponse) Reset() {
 	*x = ResetResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3188,7 +3284,7 @@ func (x *ResetResponse) String() string {
 func (*ResetResponse) ProtoMessage() {}
 
 func (x *ResetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3201,7 +3297,7 @@ func (x *ResetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetResponse.ProtoReflect.Descriptor instead.
 func (*ResetResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ResetResponse) GetEmptied() bool {
@@ -3219,7 +3315,7 @@ type StatsRequest struct {
 
 func (x *StatsRequest) Reset() {
 	*x = StatsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3231,7 +3327,7 @@ func (x *StatsRequest) String() string {
 func (*StatsRequest) ProtoMessage() {}
 
 func (x *StatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3244,7 +3340,7 @@ func (x *StatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
 func (*StatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
 }
 
 // Stat is the present value of one number.
@@ -3259,7 +3355,7 @@ type Stat struct {
 
 func (x *Stat) Reset() {
 	*x = Stat{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3271,7 +3367,7 @@ func (x *Stat) String() string {
 func (*Stat) ProtoMessage() {}
 
 func (x *Stat) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3284,7 +3380,7 @@ func (x *Stat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Stat.ProtoReflect.Descriptor instead.
 func (*Stat) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Stat) GetName() string {
@@ -3317,7 +3413,7 @@ type StatsResponse struct {
 
 func (x *StatsResponse) Reset() {
 	*x = StatsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3329,7 +3425,7 @@ func (x *StatsResponse) String() string {
 func (*StatsResponse) ProtoMessage() {}
 
 func (x *StatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3342,7 +3438,7 @@ func (x *StatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
 func (*StatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *StatsResponse) GetStats() []*Stat {
@@ -3360,7 +3456,7 @@ type EventsRequest struct {
 
 func (x *EventsRequest) Reset() {
 	*x = EventsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3372,7 +3468,7 @@ func (x *EventsRequest) String() string {
 func (*EventsRequest) ProtoMessage() {}
 
 func (x *EventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3385,7 +3481,7 @@ func (x *EventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsRequest.ProtoReflect.Descriptor instead.
 func (*EventsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
 }
 
 // BlockEvent says that blocks can be matched now, or no longer.
@@ -3402,7 +3498,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3414,7 +3510,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3427,7 +3523,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *BlockEvent) GetSeq() uint64 {
@@ -3474,7 +3570,7 @@ type EventsResponse struct {
 
 func (x *EventsResponse) Reset() {
 	*x = EventsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3486,7 +3582,7 @@ func (x *EventsResponse) String() string {
 func (*EventsResponse) ProtoMessage() {}
 
 func (x *EventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3499,7 +3595,7 @@ func (x *EventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsResponse.ProtoReflect.Descriptor instead.
 func (*EventsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *EventsResponse) GetEvents() []*BlockEvent {
@@ -3519,7 +3615,7 @@ type Cancel struct {
 
 func (x *Cancel) Reset() {
 	*x = Cancel{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3531,7 +3627,7 @@ func (x *Cancel) String() string {
 func (*Cancel) ProtoMessage() {}
 
 func (x *Cancel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3544,7 +3640,7 @@ func (x *Cancel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cancel.ProtoReflect.Descriptor instead.
 func (*Cancel) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{41}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *Cancel) GetCall() uint64 {
@@ -3563,7 +3659,7 @@ type Close struct {
 
 func (x *Close) Reset() {
 	*x = Close{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3575,7 +3671,7 @@ func (x *Close) String() string {
 func (*Close) ProtoMessage() {}
 
 func (x *Close) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3588,7 +3684,7 @@ func (x *Close) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Close.ProtoReflect.Descriptor instead.
 func (*Close) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{42}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{43}
 }
 
 type Closed struct {
@@ -3599,7 +3695,7 @@ type Closed struct {
 
 func (x *Closed) Reset() {
 	*x = Closed{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3611,7 +3707,7 @@ func (x *Closed) String() string {
 func (*Closed) ProtoMessage() {}
 
 func (x *Closed) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3624,7 +3720,7 @@ func (x *Closed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Closed.ProtoReflect.Descriptor instead.
 func (*Closed) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{43}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{44}
 }
 
 var File_kvport_v1_plugin_proto protoreflect.FileDescriptor
@@ -3665,7 +3761,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\"G\n" +
 	"\x11HeartbeatResponse\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x16\n" +
-	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\x9c\x06\n" +
+	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\xdd\x06\n" +
 	"\x0eSessionRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x1d\n" +
 	"\n" +
@@ -3685,8 +3781,9 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06events\x18\x0e \x01(\v2\x18.kvport.v1.EventsRequestH\x00R\x06events\x128\n" +
 	"\vsave_layers\x18\x0f \x01(\v2\x15.kvport.v1.SaveLayersH\x00R\n" +
 	"saveLayers\x128\n" +
-	"\brenewals\x18\x10 \x01(\v2\x1a.kvport.v1.RenewalsRequestH\x00R\brenewals\x12/\n" +
-	"\areshape\x18\x11 \x01(\v2\x13.kvport.v1.TransferH\x00R\areshapeB\x06\n" +
+	"\brenewals\x18\x10 \x01(\v2\x1a.kvport.v1.RenewalsRequestH\x00R\brenewals\x123\n" +
+	"\areshape\x18\x11 \x01(\v2\x13.kvport.v1.TransferB\x02\x18\x01H\x00R\areshape\x12;\n" +
+	"\x0ereshape_blocks\x18\x12 \x01(\v2\x12.kvport.v1.ReshapeH\x00R\rreshapeBlocksB\x06\n" +
 	"\x04call\"\xf4\x04\n" +
 	"\x0fSessionResponse\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12&\n" +
@@ -3787,7 +3884,13 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"SaveLayers\x12/\n" +
 	"\btransfer\x18\x01 \x01(\v2\x13.kvport.v1.TransferR\btransfer\x12\x12\n" +
 	"\x04slot\x18\x02 \x01(\rR\x04slot\x12\x12\n" +
-	"\x04call\x18\x03 \x01(\rR\x04call\"\xbb\x01\n" +
+	"\x04call\x18\x03 \x01(\rR\x04call\"\xa3\x01\n" +
+	"\aReshape\x12/\n" +
+	"\btransfer\x18\x01 \x01(\v2\x13.kvport.v1.TransferR\btransfer\x12\x12\n" +
+	"\x04rank\x18\x02 \x01(\rR\x04rank\x12\x14\n" +
+	"\x05world\x18\x03 \x01(\rR\x05world\x12\x12\n" +
+	"\x04last\x18\x04 \x01(\bR\x04last\x12)\n" +
+	"\x06layout\x18\x05 \x01(\v2\x11.kvport.v1.LayoutR\x06layout\"\xbb\x01\n" +
 	"\x05Ended\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12)\n" +
 	"\x06reason\x18\x02 \x01(\x0e2\x11.kvport.v1.ReasonR\x06reason\x12\x16\n" +
@@ -3922,7 +4025,7 @@ func file_kvport_v1_plugin_proto_rawDescGZIP() []byte {
 }
 
 var file_kvport_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
-var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 44)
+var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
 var file_kvport_v1_plugin_proto_goTypes = []any{
 	(Capability)(0),           // 0: kvport.v1.Capability
 	(Side)(0),                 // 1: kvport.v1.Side
@@ -3955,28 +4058,29 @@ var file_kvport_v1_plugin_proto_goTypes = []any{
 	(*MatchResponse)(nil),     // 28: kvport.v1.MatchResponse
 	(*Transfer)(nil),          // 29: kvport.v1.Transfer
 	(*SaveLayers)(nil),        // 30: kvport.v1.SaveLayers
-	(*Ended)(nil),             // 31: kvport.v1.Ended
-	(*Step)(nil),              // 32: kvport.v1.Step
-	(*Plan)(nil),              // 33: kvport.v1.Plan
-	(*Moved)(nil),             // 34: kvport.v1.Moved
-	(*FinishRequest)(nil),     // 35: kvport.v1.FinishRequest
-	(*Hold)(nil),              // 36: kvport.v1.Hold
-	(*FinishResponse)(nil),    // 37: kvport.v1.FinishResponse
-	(*ConsumedRequest)(nil),   // 38: kvport.v1.ConsumedRequest
-	(*ConsumedResponse)(nil),  // 39: kvport.v1.ConsumedResponse
-	(*RenewalsRequest)(nil),   // 40: kvport.v1.RenewalsRequest
-	(*RenewalsResponse)(nil),  // 41: kvport.v1.RenewalsResponse
-	(*ResetRequest)(nil),      // 42: kvport.v1.ResetRequest
-	(*ResetResponse)(nil),     // 43: kvport.v1.ResetResponse
-	(*StatsRequest)(nil),      // 44: kvport.v1.StatsRequest
-	(*Stat)(nil),              // 45: kvport.v1.Stat
-	(*StatsResponse)(nil),     // 46: kvport.v1.StatsResponse
-	(*EventsRequest)(nil),     // 47: kvport.v1.EventsRequest
-	(*BlockEvent)(nil),        // 48: kvport.v1.BlockEvent
-	(*EventsResponse)(nil),    // 49: kvport.v1.EventsResponse
-	(*Cancel)(nil),            // 50: kvport.v1.Cancel
-	(*Close)(nil),             // 51: kvport.v1.Close
-	(*Closed)(nil),            // 52: kvport.v1.Closed
+	(*Reshape)(nil),           // 31: kvport.v1.Reshape
+	(*Ended)(nil),             // 32: kvport.v1.Ended
+	(*Step)(nil),              // 33: kvport.v1.Step
+	(*Plan)(nil),              // 34: kvport.v1.Plan
+	(*Moved)(nil),             // 35: kvport.v1.Moved
+	(*FinishRequest)(nil),     // 36: kvport.v1.FinishRequest
+	(*Hold)(nil),              // 37: kvport.v1.Hold
+	(*FinishResponse)(nil),    // 38: kvport.v1.FinishResponse
+	(*ConsumedRequest)(nil),   // 39: kvport.v1.ConsumedRequest
+	(*ConsumedResponse)(nil),  // 40: kvport.v1.ConsumedResponse
+	(*RenewalsRequest)(nil),   // 41: kvport.v1.RenewalsRequest
+	(*RenewalsResponse)(nil),  // 42: kvport.v1.RenewalsResponse
+	(*ResetRequest)(nil),      // 43: kvport.v1.ResetRequest
+	(*ResetResponse)(nil),     // 44: kvport.v1.ResetResponse
+	(*StatsRequest)(nil),      // 45: kvport.v1.StatsRequest
+	(*Stat)(nil),              // 46: kvport.v1.Stat
+	(*StatsResponse)(nil),     // 47: kvport.v1.StatsResponse
+	(*EventsRequest)(nil),     // 48: kvport.v1.EventsRequest
+	(*BlockEvent)(nil),        // 49: kvport.v1.BlockEvent
+	(*EventsResponse)(nil),    // 50: kvport.v1.EventsResponse
+	(*Cancel)(nil),            // 51: kvport.v1.Cancel
+	(*Close)(nil),             // 52: kvport.v1.Close
+	(*Closed)(nil),            // 53: kvport.v1.Closed
 }
 var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	6,  // 0: kvport.v1.Error.code:type_name -> kvport.v1.ErrorCode
@@ -3987,71 +4091,74 @@ var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	7,  // 5: kvport.v1.StatInfo.kind:type_name -> kvport.v1.StatKind
 	17, // 6: kvport.v1.SessionRequest.open:type_name -> kvport.v1.Open
 	26, // 7: kvport.v1.SessionRequest.match:type_name -> kvport.v1.MatchRequest
-	32, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
+	33, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
 	29, // 9: kvport.v1.SessionRequest.load:type_name -> kvport.v1.Transfer
 	29, // 10: kvport.v1.SessionRequest.save:type_name -> kvport.v1.Transfer
-	35, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
-	38, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
-	42, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
-	50, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
-	51, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
-	44, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
-	47, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
+	36, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
+	39, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
+	43, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
+	51, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
+	52, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
+	45, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
+	48, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
 	30, // 18: kvport.v1.SessionRequest.save_layers:type_name -> kvport.v1.SaveLayers
-	40, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
+	41, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
 	29, // 20: kvport.v1.SessionRequest.reshape:type_name -> kvport.v1.Transfer
-	9,  // 21: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
-	23, // 22: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
-	28, // 23: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
-	33, // 24: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
-	34, // 25: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
-	37, // 26: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
-	39, // 27: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
-	43, // 28: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
-	52, // 29: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
-	46, // 30: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
-	49, // 31: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
-	41, // 32: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
-	1,  // 33: kvport.v1.Open.side:type_name -> kvport.v1.Side
-	2,  // 34: kvport.v1.Open.role:type_name -> kvport.v1.Role
-	22, // 35: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
-	19, // 36: kvport.v1.Open.regions:type_name -> kvport.v1.Region
-	19, // 37: kvport.v1.Open.arena:type_name -> kvport.v1.Region
-	19, // 38: kvport.v1.Open.progress:type_name -> kvport.v1.Region
-	18, // 39: kvport.v1.Open.ring:type_name -> kvport.v1.Ring
-	4,  // 40: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
-	20, // 41: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
-	21, // 42: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
-	0,  // 43: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
-	25, // 44: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
-	27, // 45: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
-	24, // 46: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
-	29, // 47: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
-	5,  // 48: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
-	24, // 49: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
-	25, // 50: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
-	29, // 51: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
-	29, // 52: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
-	31, // 53: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
-	29, // 54: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
-	29, // 55: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
-	31, // 56: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
-	36, // 57: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
-	45, // 58: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
-	8,  // 59: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
-	3,  // 60: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
-	48, // 61: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
-	10, // 62: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
-	13, // 63: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
-	15, // 64: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
-	11, // 65: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
-	14, // 66: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
-	16, // 67: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
-	65, // [65:68] is the sub-list for method output_type
-	62, // [62:65] is the sub-list for method input_type
-	62, // [62:62] is the sub-list for extension type_name
-	62, // [62:62] is the sub-list for extension extendee
-	0,  // [0:62] is the sub-list for field type_name
+	31, // 21: kvport.v1.SessionRequest.reshape_blocks:type_name -> kvport.v1.Reshape
+	9,  // 22: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
+	23, // 23: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
+	28, // 24: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
+	34, // 25: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
+	35, // 26: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
+	38, // 27: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
+	40, // 28: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
+	44, // 29: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
+	53, // 30: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
+	47, // 31: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
+	50, // 32: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
+	42, // 33: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
+	1,  // 34: kvport.v1.Open.side:type_name -> kvport.v1.Side
+	2,  // 35: kvport.v1.Open.role:type_name -> kvport.v1.Role
+	22, // 36: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
+	19, // 37: kvport.v1.Open.regions:type_name -> kvport.v1.Region
+	19, // 38: kvport.v1.Open.arena:type_name -> kvport.v1.Region
+	19, // 39: kvport.v1.Open.progress:type_name -> kvport.v1.Region
+	18, // 40: kvport.v1.Open.ring:type_name -> kvport.v1.Ring
+	4,  // 41: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
+	20, // 42: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
+	21, // 43: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
+	0,  // 44: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
+	25, // 45: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
+	27, // 46: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
+	24, // 47: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
+	29, // 48: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
+	29, // 49: kvport.v1.Reshape.transfer:type_name -> kvport.v1.Transfer
+	22, // 50: kvport.v1.Reshape.layout:type_name -> kvport.v1.Layout
+	5,  // 51: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
+	24, // 52: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
+	25, // 53: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
+	29, // 54: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
+	29, // 55: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
+	32, // 56: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
+	29, // 57: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
+	29, // 58: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
+	32, // 59: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
+	37, // 60: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
+	46, // 61: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
+	8,  // 62: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
+	3,  // 63: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
+	49, // 64: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
+	10, // 65: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
+	13, // 66: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
+	15, // 67: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
+	11, // 68: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
+	14, // 69: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
+	16, // 70: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
+	68, // [68:71] is the sub-list for method output_type
+	65, // [65:68] is the sub-list for method input_type
+	65, // [65:65] is the sub-list for extension type_name
+	65, // [65:65] is the sub-list for extension extendee
+	0,  // [0:65] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_plugin_proto_init() }
@@ -4075,6 +4182,7 @@ func file_kvport_v1_plugin_proto_init() {
 		(*SessionRequest_SaveLayers)(nil),
 		(*SessionRequest_Renewals)(nil),
 		(*SessionRequest_Reshape)(nil),
+		(*SessionRequest_ReshapeBlocks)(nil),
 	}
 	file_kvport_v1_plugin_proto_msgTypes[7].OneofWrappers = []any{
 		(*SessionResponse_Opened)(nil),
@@ -4095,7 +4203,7 @@ func file_kvport_v1_plugin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvport_v1_plugin_proto_rawDesc), len(file_kvport_v1_plugin_proto_rawDesc)),
 			NumEnums:      9,
-			NumMessages:   44,
+			NumMessages:   45,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1,0 +1,90 @@
+package engine
+
+import (
+	"fmt"
+	"log/slog"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/model/sim"
+	"github.com/kvport/kvport/verify/testkit"
+)
+
+// cutting is how an engine cuts its cache: tokens of a block, and ranks.
+type cutting struct{ block, ranks int }
+
+// cutConfig is an engine with 24 heads that are cut so, and a plugin whose reader is as a fault says; without one it has no
+// plugin.
+func cutConfig(t testing.TB, c cutting, fault string) Config {
+	m, err := sim.New(sim.Options{Layers: 3, Heads: 24, Ranks: c.ranks, Seed: 1, MaxTokens: 1024})
+	require.NoError(t, err)
+	cfg := simConfig(t)
+	cfg.Model, cfg.BlockSize, cfg.NumBlocks = m, c.block, 4*1024/c.block
+	if fault == "" {
+		return cfg
+	}
+	return tested(t, cfg, storage(t), map[string]any{"fault": fault}, "{}")
+}
+
+// cutRequests are prompts with their lengths, and what a single node answers.
+func cutRequests(t *testing.T, lengths ...int) (reqs []Request, want [][]int32) {
+	for i, n := range lengths {
+		req := prompted(connector.RequestID(fmt.Sprint("r", i)), int32(i+1), n)
+		req.MaxTokens = 20
+		reqs = append(reqs, req)
+	}
+	return reqs, tokensOf(start(t, cutConfig(t, cutting{16, 1}, "")).ask(t, reqs, 4))
+}
+
+// TestReshape: engines with other block sizes and ranks load from each other, every block verified. What was loaded is
+// in the prefix cache, as what is computed.
+func TestReshape(t *testing.T) {
+	reqs, want := cutRequests(t, 300, 333, 990)
+	for _, pair := range [][2]cutting{{{16, 1}, {32, 1}}, {{8, 2}, {128, 3}}, {{128, 8}, {8, 4}}} {
+		t.Run(fmt.Sprint(pair), func(t *testing.T) {
+			p, d := start(t, cutConfig(t, pair[0], "reshape")), start(t, cutConfig(t, pair[1], "reshape"))
+			require.Equal(t, want, tokensOf(d.ask(t, prefill(t, p, reqs), 4)))
+			requireIdle(t, d)
+			require.Zero(t, d.metric(t, "kvport_unverified_blocks_total", ""))
+			require.Zero(t, d.metric(t, "kvport_integrity_failures_total", ""))
+			wide := max(pair[0].block, pair[1].block)
+			require.GreaterOrEqual(t, d.metric(t, "kvport_prompt_tokens_total", "external"), 300/wide*wide+333/wide*wide+990/wide*wide)
+			again := prompted("again", 1, 300)
+			require.GreaterOrEqual(t, collect(submit(t, d, again)).last.Usage.Local, 299/pair[1].block*pair[1].block)
+		})
+	}
+}
+
+// TestWrongReaders: readers that are wrong in ways that were seen elsewhere cost time and no token, and the host says
+// which block of the producer was not what it had made digests of.
+func TestWrongReaders(t *testing.T) {
+	reqs, want := cutRequests(t, 300, 500, 333)
+	p := start(t, cutConfig(t, cutting{16, 4}, "reshape"))
+	for _, fault := range []string{
+		"reshape_modulo", "reshape_two_ranks", "reshape_layer", "reshape_half", "reshape_offset", "reshape_short", "reshape_early", "reshape_elsewhere",
+	} {
+		t.Run(fault, func(t *testing.T) {
+			log := &testkit.Log{}
+			cfg := cutConfig(t, cutting{64, 1}, fault)
+			cfg.Log = slog.New(slog.NewTextHandler(log, nil))
+			d := start(t, cfg)
+			own := make([]Request, len(reqs))
+			for i, req := range reqs {
+				req.ID = connector.RequestID(fault) + req.ID
+				own[i] = req
+			}
+			require.Equal(t, want, tokensOf(d.ask(t, prefill(t, p, own), 4)))
+			requireIdle(t, d)
+			require.Zero(t, d.metric(t, "kvport_unverified_blocks_total", ""))
+			if fault == "reshape_elsewhere" {
+				require.Positive(t, d.metric(t, "kvport_plugin_violations_total", ""))
+				return
+			}
+			require.Positive(t, d.metric(t, "kvport_integrity_failures_total", ""))
+			require.Contains(t, log.String(), "of 4 of the producer has it (16 tokens): block")
+			require.Contains(t, log.String(), "digest differs")
+		})
+	}
+}
