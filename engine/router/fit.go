@@ -155,6 +155,12 @@ func said(ways []string) string { return cmp.Or(strings.Join(ways, ", "), "nothi
 // earlier stands for the digests of instances that do not say which they make.
 const earlier = "of an earlier version"
 
+// divides reports whether blocks of one of the two consist of whole blocks of the other; others cannot be cut.
+func (p *fit) divides(d *fit) bool {
+	small, large := min(p.BlockSize, d.BlockSize), max(p.BlockSize, d.BlockSize)
+	return small <= 0 || large%small == 0
+}
+
 // misfitBlocks is what differs in what the blocks hold, how they are cut, and who may name them.
 func (p *fit) misfitBlocks(d *fit) (reasons []string) {
 	if p.Model != d.Model {
@@ -170,7 +176,7 @@ func (p *fit) misfitBlocks(d *fit) (reasons []string) {
 		reasons = append(reasons, fmt.Sprintf("kvport.digest %s / %s", cmp.Or(p.Digest, earlier), cmp.Or(d.Digest, earlier)))
 	}
 	switch {
-	case p.Shape == d.Shape, p.Base != "" && p.Base == d.Base:
+	case p.Shape == d.Shape, p.Base != "" && p.Base == d.Base && p.divides(d):
 	case p.BlockSize != d.BlockSize:
 		reasons = append(reasons, fmt.Sprintf("block_size %d / %d", p.BlockSize, d.BlockSize))
 	default:

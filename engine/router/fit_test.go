@@ -82,6 +82,8 @@ func TestMisfit(t *testing.T) {
 		{"both well", engineFit("kv_producer"), engineFit("kv_consumer"), ""},
 		{"kv_both", engineFit("kv_both", func(f *fit) { f.EngineID = "a" }), engineFit("kv_both"), ""},
 		{"an engine that says nothing", nil, engineFit("kv_consumer"), ""},
+		{"block sizes that divide", engineFit("kv_producer", func(f *fit) { f.Base = "b" }), engineFit("kv_consumer", func(f *fit) { f.BlockSize, f.Shape, f.Base = 32, "s32", "b" }), ""},
+		{"block sizes that do not", engineFit("kv_producer", func(f *fit) { f.Base = "b" }), engineFit("kv_consumer", func(f *fit) { f.BlockSize, f.Shape, f.Base = 24, "s24", "b" }), "incompatible: block_size 16 / 24"},
 		{"block size", engineFit("kv_producer"), engineFit("kv_consumer", func(f *fit) { f.BlockSize, f.Shape = 32, "s32" }), "incompatible: block_size 16 / 32"},
 		{
 			"shape", engineFit("kv_producer"), engineFit("kv_consumer", func(f *fit) { f.Shape, f.ShapeText = "other", "block_size 16, 3 layers" }),

@@ -313,7 +313,7 @@ func TestRoutePairs(t *testing.T) {
 	x := newChoosing(t, "sim")
 	rng := rand.New(rand.NewPCG(*rig.Seed, 5))
 	ps, fits := x.engines("sim", "prefill", 1)
-	_, other := x.engines("sim", "prefill with other blocks", 1, "--block-size", "32")
+	_, other := x.engines("sim", "prefill with other blocks", 1, "--block-size", "24")
 	ds, decodes := x.engines("sim", "decode", 1, "--kv-events-config", `{"enable_kv_cache_events": true}`)
 	for _, policy := range x.policies() {
 		router := x.router(policy, slices.Concat(other, fits), decodes)
