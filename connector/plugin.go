@@ -254,8 +254,9 @@ type Needs struct {
 	// Network: sockets, other than the one at which it listens for its host.
 	Network bool `json:"network,omitempty"`
 	// Reads and Writes name fields of the config, or variables of Environment, whose values are files or folders. So
-	// a connector gets only paths that the operator has written. The value may be a file:// URL. A folder to write
-	// is made, with mode 0700, before the plugin starts.
+	// a connector gets only paths that the operator has written. The value may be a file:// URL. A variable to write
+	// counts only where the operator's config lists it, and HOME and TMPDIR never count. A folder to write is made,
+	// with mode 0700, before the plugin starts.
 	Reads  []string `json:"reads,omitempty"`
 	Writes []string `json:"writes,omitempty"`
 }

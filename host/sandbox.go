@@ -135,11 +135,14 @@ func (b *box) tell(log *slog.Logger, name string, withheld []string) {
 	}
 }
 
-// usual begin the names of variables that a plugin in a sandbox may have although the operator lists none: those of kvport,
-// of the systems that connectors speak to, and of folders. A malicious manifest would name others.
+// usual begin the names of variables that a plugin in a sandbox may have although the operator lists none: those of kvport
+// and of the systems that connectors speak to. A malicious manifest would name others.
 func usual() []string {
-	return []string{"KVPORT_", "LMCACHE_", "AIBRIX_", "VLLM_", "UCX_", "NIXL_", "NCCL_", "CUDA_"}
+	return []string{"KVPORT_", "LMCACHE_", "AIBRIX_", "VLLM_AIBRIX_", "VLLM_NIXL_", "UCX_", "NIXL_", "NCCL_", "CUDA_"}
 }
+
+// folders are variables that a plugin may have, too. Much that is not the plugin's lies below most of them.
+func folders() []string { return []string{"HOME", "TMPDIR", "XDG_CACHE_HOME", "LD_LIBRARY_PATH"} }
 
 // environment gives the names of the variables that a plugin gets if they are set, and those that are set and that it
 // does not get although its manifest names them.
@@ -151,7 +154,7 @@ func (c *Config) environment(m *Manifest, b *box) (names, withheld []string) {
 		case list != nil:
 			permitted = slices.Contains(list, name)
 		case b.on:
-			permitted = slices.Contains([]string{"HOME", "TMPDIR", "XDG_CACHE_HOME", "LD_LIBRARY_PATH"}, name) ||
+			permitted = slices.Contains(folders(), name) ||
 				slices.ContainsFunc(usual(), func(prefix string) bool { return strings.HasPrefix(name, prefix) })
 		}
 		if _, set := os.LookupEnv(name); permitted {
@@ -163,30 +166,34 @@ func (c *Config) environment(m *Manifest, b *box) (names, withheld []string) {
 	return names, withheld
 }
 
-// confine is the sandbox of a plugin with those variables and needs; nil if it runs outside.
+// confine is the sandbox of a plugin with those variables and needs; nil if it runs outside. The author of the needs may
+// mean harm. A variable is the path of something to read if it is not a folder of everything, and of something to write
+// only if the operator has listed it: the operator set the others for other programs.
 func (c *Config) confine(b *box, env []string, needs connector.Needs) *Sandbox {
 	if !b.on {
 		return nil
 	}
 	allow := &c.Settings.SandboxAllow
+	readable := func(name string) bool { return slices.Contains(env, name) && !slices.Contains(folders(), name) }
+	writable := func(name string) bool { return readable(name) && slices.Contains(c.Settings.Environment, name) }
 	return &Sandbox{sandbox.Spec{Trampoline: c.trampoline, Policy: sandbox.Policy{
-		Read:    slices.Concat(absolute(allow.Read), c.paths(needs.Reads, env)),
+		Read:    slices.Concat(absolute(allow.Read), c.paths(needs.Reads, readable)),
 		Run:     absolute(allow.Run),
-		Write:   slices.Concat(absolute(allow.Write), c.paths(needs.Writes, env)),
+		Write:   slices.Concat(absolute(allow.Write), c.paths(needs.Writes, writable)),
 		Network: allow.Network && needs.Network,
 		Data:    uint64(allow.DataBytes),
 	}}}
 }
 
-// paths are the values of some fields of the connector's config, and of variables that the plugin gets.
-func (c *Config) paths(names, env []string) (paths []string) {
+// paths are the values of some fields of the connector's config, and of those variables among them that are permitted.
+func (c *Config) paths(names []string, permitted func(variable string) bool) (paths []string) {
 	var fields map[string]json.RawMessage
 	_ = json.Unmarshal(c.Extra, &fields) // what is no object has no fields
 	for _, name := range names {
 		var value string
 		if raw, given := fields[name]; given {
 			_ = json.Unmarshal(raw, &value) // what is no string is no path
-		} else if slices.Contains(env, name) {
+		} else if permitted(name) {
 			value = os.Getenv(name)
 		}
 		if value = strings.TrimPrefix(value, "file://"); value != "" {

@@ -159,9 +159,12 @@ func TestSandboxOfChildren(t *testing.T) {
 func TestSandboxPolicy(t *testing.T) {
 	t.Setenv("KVPORT_FOLDER", "/variable")
 	t.Setenv("OTHERS_TOKEN", "x")
+	t.Setenv("HOME", "/home")
 	m := &Manifest{
 		Environment: []string{"KVPORT_FOLDER", "OTHERS_TOKEN", "HOME"},
-		Needs:       connector.Needs{Network: true, Reads: []string{"key", "OTHERS_TOKEN"}, Writes: []string{"dir", "absent", "number", "KVPORT_FOLDER", "url"}},
+		Needs: connector.Needs{
+			Network: true, Reads: []string{"key", "OTHERS_TOKEN", "KVPORT_FOLDER", "HOME"}, Writes: []string{"dir", "absent", "number", "KVPORT_FOLDER", "url", "HOME"},
+		},
 	}
 	policy := func(kvport string) (names, withheld []string, p sandbox.Policy) {
 		cfg, err := ParseConfig(`{"kv_connector":"X","kv_role":"kv_both","kv_connector_extra_config":{"key":"/key","dir":"relative","number":7,"url":"file:///disk"},"kvport":` + kvport + `}`)
@@ -178,9 +181,12 @@ func TestSandboxPolicy(t *testing.T) {
 	require.Equal(t, []string{"KVPORT_FOLDER", "HOME"}, names)
 	require.Equal(t, []string{"OTHERS_TOKEN"}, withheld)
 	require.Equal(t, sandbox.Policy{
-		Read: []string{"/more", "/key"}, Run: []string{"/program"}, Network: true, Data: 1 << 30,
-		Write: []string{filepath.Join(here, "relative"), "/variable", "/disk"},
+		Read: []string{"/more", "/key", "/variable"}, Run: []string{"/program"}, Network: true, Data: 1 << 30,
+		Write: []string{filepath.Join(here, "relative"), "/disk"},
 	}, p)
+	_, _, p = policy(`{"trust":"staged","environment":["KVPORT_FOLDER","HOME"]}`)
+	require.Equal(t, []string{filepath.Join(here, "relative"), "/variable", "/disk"}, p.Write, "the operator has listed one; nobody gets all of HOME")
+	require.Equal(t, []string{"/key", "/variable"}, p.Read)
 	names, withheld, p = policy(`{"trust":"staged","environment":[],"sandbox_allow":{"network":false,"write":["/w"]}}`)
 	require.Empty(t, names)
 	require.Equal(t, []string{"KVPORT_FOLDER", "OTHERS_TOKEN"}, withheld[:2])

@@ -30,7 +30,7 @@ func Environment() []string {
 // Needs says that the plugin talks to others, and names what it reads and writes, for its manifest.
 func Needs() connector.Needs {
 	return connector.Needs{
-		Network: true, Reads: []string{"key_file", "KVPORT_UCX_DIR", "KVPORT_NCCL_DIR", "KVPORT_CUDA_DIR", "LD_LIBRARY_PATH"}, Writes: []string{"socket_dir"},
+		Network: true, Reads: []string{"key_file", "KVPORT_UCX_DIR", "KVPORT_NCCL_DIR", "KVPORT_CUDA_DIR"}, Writes: []string{"socket_dir"},
 	}
 }
 
