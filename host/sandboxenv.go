@@ -10,7 +10,7 @@ import (
 // usual begin the names of variables that a plugin in a sandbox may have although the operator lists none: those of kvport
 // and of the systems that connectors speak to. A malicious manifest would name others.
 func usual() []string {
-	return []string{"KVPORT_", "LMCACHE_", "AIBRIX_", "VLLM_", "UCX_", "NIXL_", "NCCL_", "CUDA_"}
+	return []string{"KVPORT_", "LMCACHE_", "AIBRIX_", "VLLM_AIBRIX_", "VLLM_NIXL_", "UCX_", "NIXL_", "NCCL_", "CUDA_"}
 }
 
 // secretWords are in the names of variables with credentials. An address may have some in it.

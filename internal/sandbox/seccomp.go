@@ -142,8 +142,12 @@ func filter(rules []rule) []unix.SockFilter {
 	}
 	const equal, atLeast = unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, unix.BPF_JMP | unix.BPF_JGE | unix.BPF_K
 	program := []unix.SockFilter{
-		load(offsetArch), {Code: equal, Jt: 1, K: auditArch}, ret(unix.SECCOMP_RET_KILL_PROCESS),
-		load(offsetCall), {Code: atLeast, Jf: 1, K: otherNumbers}, ret(unix.SECCOMP_RET_KILL_PROCESS),
+		load(offsetArch),
+		{Code: equal, Jt: 1, K: auditArch},
+		ret(unix.SECCOMP_RET_KILL_PROCESS),
+		load(offsetCall),
+		{Code: atLeast, Jf: 1, K: otherNumbers},
+		ret(unix.SECCOMP_RET_KILL_PROCESS),
 	}
 	for _, r := range rules {
 		var body []unix.SockFilter

@@ -11,9 +11,9 @@ import (
 
 // Support is what this kernel can refuse to a program. Every feature is tried by itself: kernels backport.
 type Support struct {
-	ABI     int   // version of Landlock; 0: there is none
-	Err     error // why there is no Landlock
+	ABI     int // version of Landlock; 0: there is none
 	Seccomp bool
+	why     error // there is no Landlock
 
 	files, ports, scopes uint64 // that Landlock knows
 }
@@ -42,8 +42,10 @@ func fileFeatures() []feature {
 
 func portFeatures() []feature {
 	return []feature{
-		{bit: unix.LANDLOCK_ACCESS_NET_BIND_TCP, abi: 4}, {bit: unix.LANDLOCK_ACCESS_NET_CONNECT_TCP, abi: 4},
-		{bit: unix.LANDLOCK_ACCESS_NET_BIND_UDP, abi: 10}, {bit: unix.LANDLOCK_ACCESS_NET_CONNECT_SEND_UDP, abi: 10},
+		{bit: unix.LANDLOCK_ACCESS_NET_BIND_TCP, abi: 4},
+		{bit: unix.LANDLOCK_ACCESS_NET_CONNECT_TCP, abi: 4},
+		{bit: unix.LANDLOCK_ACCESS_NET_BIND_UDP, abi: 10},
+		{bit: unix.LANDLOCK_ACCESS_NET_CONNECT_SEND_UDP, abi: 10},
 	}
 }
 
@@ -69,11 +71,11 @@ func Probe() Support {
 	abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
 	switch {
 	case errno == unix.ENOSYS:
-		s.Err = errors.New("this kernel has no Landlock, or something above it refuses the call: use Linux 5.13 or newer, and a container profile that lets it pass")
+		s.why = errors.New("this kernel is too old, or something above it refuses the call: use Linux 5.13 or newer, and a container profile that lets it pass")
 	case errno == unix.EOPNOTSUPP:
-		s.Err = errors.New("Landlock is not enabled: add it to the kernel's parameter lsm=")
+		s.why = errors.New("it is not enabled: add landlock to the kernel's parameter lsm=")
 	case errno != 0:
-		s.Err = fmt.Errorf("landlock_create_ruleset: %w", errno)
+		s.why = fmt.Errorf("landlock_create_ruleset: %w", errno)
 	default:
 		s.ABI = int(abi)
 	}
@@ -119,6 +121,9 @@ func (s *Support) Confines() bool { return s.files&firstFiles == firstFiles && s
 // Lacks says, a line each, what this kernel cannot refuse to a program, or to one with a network. It is empty where everything is in force.
 func (s *Support) Lacks(network bool) []string {
 	var lacks []string
+	if s.why != nil {
+		lacks = append(lacks, fmt.Sprintf("no Landlock: %v", s.why))
+	}
 	for _, kind := range []struct {
 		features []feature
 		known    uint64
