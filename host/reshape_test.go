@@ -301,7 +301,7 @@ func TestReshapeMulti(t *testing.T) {
 		d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{{Request: q.Request, Tokens: 128, Blocks: blocksOf(own, first)}}})
 		return d.next(Loaded)
 	}
-	require.NoError(t, load("x", ticket, 20).Err)
+	require.NoError(t, load("x", 20).Err)
 	prompt{p, tr.Blocks}.sameAs(prompt{d, blocksOf(own, 20)}, 128)
 }
 
@@ -384,7 +384,7 @@ func TestReshapeHiddenFence(t *testing.T) {
 		d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{{Request: id, Tokens: 64, Blocks: blocksOf(own, first)}}})
 		return d.next(Loaded)
 	}
-	require.True(t, load("x", 20).Lost)
+	require.True(t, load("x", ticket, 20).Lost)
 	d.becomes("degraded")
 	require.NotSame(t, old, d.sources)
 	require.Same(t, d.sources, d.src.sources)
