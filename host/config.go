@@ -108,12 +108,8 @@ type transferConfig struct {
 // strict is how transfer configs are read.
 func strict() strictjson.Options { return strictjson.Options{Seconds: true, Foreign: config.Foreign} }
 
-// decode fills c, whose settings have their defaults. depth counts the MultiConnectors around it.
-func (c *Config) decode(v *strictjson.Value, depth int) error {
-	t := transferConfig{FailurePolicy: PolicyRecompute, Settings: c.Settings}
-	if err := strict().Decode(v, &t); err != nil {
-		return err
-	}
+// refuse says what cannot be so, although it can be read.
+func (t *transferConfig) refuse(v *strictjson.Value) error {
 	if t.ModulePath == shimModule || strings.HasPrefix(t.ModulePath, shimModule+".") {
 		return v.Field("kv_connector_module_path").Errorf("%s is kvport's module for vLLM, so this is the outer object of vLLM's config: give the inner object, its kv_connector_extra_config", strictjson.Quote(t.ModulePath))
 	}
@@ -122,6 +118,18 @@ func (c *Config) decode(v *strictjson.Value, depth int) error {
 	}
 	if t.Settings.Digest == DigestXXH3 && t.Settings.TenantSecretFile != "" {
 		return v.Field("kvport").Errorf("digest is %q, which has no key, but tenant_secret_file adds a secret to the keys of digests: leave out one of them", DigestXXH3)
+	}
+	return nil
+}
+
+// decode fills c, whose settings have their defaults. depth counts the MultiConnectors around it.
+func (c *Config) decode(v *strictjson.Value, depth int) error {
+	t := transferConfig{FailurePolicy: PolicyRecompute, Settings: c.Settings}
+	if err := strict().Decode(v, &t); err != nil {
+		return err
+	}
+	if err := t.refuse(v); err != nil {
+		return err
 	}
 	var err error
 	if c.Role, err = connector.ParseRole(t.Role); err != nil {

@@ -378,17 +378,17 @@ func TestReshapeHiddenFence(t *testing.T) {
 	o.extra["fault"], o.change = "reshape_hide_fence", wide(t, 2, 1)
 	d := cutsWith(t, "d", ks, "base", o)
 	old, own := d.sources, keys(2, 2)
-	load := func(id connector.RequestID, first connector.BlockID) Event {
+	load := func(id connector.RequestID, ticket []byte, first connector.BlockID) Event {
 		q := connector.Query{Request: id, Tokens: 66, Keys: own}
 		require.Equal(t, 64, d.match(q, ticket).Tokens)
 		d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{{Request: id, Tokens: 64, Blocks: blocksOf(own, first)}}})
 		return d.next(Loaded)
 	}
-	require.True(t, load("x", 20).Lost)
+	require.True(t, load("x", ticket, 20).Lost)
 	d.becomes("degraded")
 	require.NotSame(t, old, d.sources)
 	require.Same(t, d.sources, d.src.sources)
-	require.NoError(t, load("y", 30).Err)
+	require.NoError(t, load("y", p.end("b", 64, true, blocksOf(ks, 0)...).Ticket, 30).Err)
 	prompt{p, blocksOf(ks, 0)}.sameAs(prompt{d, blocksOf(own, 30)}, 64)
 }
 

@@ -66,15 +66,15 @@ func (r *regions) worker(o *wire.Open) (views [][]byte, unmap func() error, err 
 	for _, s := range o.Env.Layout.Segments {
 		named = max(named, int(s.Region)+1)
 	}
-	views, unmap, err = r.acquire(o.Regions[:named], shm.Map)
+	views, unmapNamed, err := r.acquire(o.Regions[:named], shm.Map)
 	if err != nil || named == len(o.Regions) {
-		return views, unmap, err
+		return views, unmapNamed, err
 	}
 	more, unmapMore, err := r.acquire(o.Regions[named:], shm.MapOnDemand)
 	if err != nil {
-		return nil, nil, errors.Join(err, unmap())
+		return nil, nil, errors.Join(err, unmapNamed())
 	}
-	return append(views, more...), func() error { return errors.Join(unmapMore(), unmap()) }, nil
+	return append(views, more...), func() error { return errors.Join(unmapMore(), unmapNamed()) }, nil
 }
 
 type mapper func(fd int, size int64) (*shm.Region, error)
