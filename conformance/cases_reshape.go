@@ -150,8 +150,8 @@ type cutLoad struct {
 }
 
 // sourceLayout is how the memory for source blocks holds some of a producer's.
-func (p *cutEngine) sourceLayout() connector.Layout {
-	l := p.cut.layout()
+func (e *cutEngine) sourceLayout() connector.Layout {
+	l := e.cut.layout()
 	for i := range l.Segments {
 		l.Segments[i].Region = 1
 	}

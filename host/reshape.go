@@ -239,7 +239,7 @@ func (r *reshaping) read(ctx context.Context, w connector.Worker, batch []tracke
 	for _, id := range some.Blocks {
 		if id < 0 || int(id) >= len(batch) {
 			r.h.violation(fmt.Sprintf("Reshape: an error names block %d of %d", id, len(batch)))
-			return fmt.Errorf("the connector's answer names block %d of %d: %w (%v)", id, len(batch), connector.ErrIncompatible, err)
+			return fmt.Errorf("the connector's answer names block %d of %d: %w (%v)", id, len(batch), connector.ErrIncompatible, err) //nolint:errorlint // nobody is to find block ids in it: they are not ours
 		}
 		r.fault(batch[id], cmp.Or(some.Err, connector.ErrGone))
 	}

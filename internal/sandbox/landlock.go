@@ -29,8 +29,12 @@ type grant struct {
 // grants are everything that a policy permits of files.
 func (p *Policy) grants(program []string) []grant {
 	list := []grant{
-		{rights: reading, paths: common()}, {rights: writing, paths: devices()}, {rights: running, paths: program, programs: true},
-		{rights: reading, paths: p.Read}, {rights: running, paths: p.Run}, {rights: writing, paths: p.Write},
+		{rights: reading, paths: common()},
+		{rights: writing, paths: devices()},
+		{rights: running, paths: program, programs: true},
+		{rights: reading, paths: p.Read},
+		{rights: running, paths: p.Run},
+		{rights: writing, paths: p.Write},
 	}
 	if p.Network {
 		list = append(list, grant{rights: reading, paths: online()}, grant{rights: connecting, paths: p.Connect})

@@ -84,7 +84,7 @@ func (r *Reshape) Reads() (list []Read) {
 	return list
 }
 
-// Batches are the Reads in groups of at most most that follow one another in one group.
+// Batches are the Reads in groups, of which none has more than most, that follow one another in one group.
 func (r *Reshape) Batches(most int) (list [][]Read) {
 	for rest := r.Reads(); len(rest) > 0; {
 		n := 1

@@ -139,26 +139,33 @@ func (b *Tracker) addOp(now time.Time, kind Kind, step uint64, t connector.Trans
 		b.endOp(now, o)
 	case kind == Save && !b.cfg.Role.Saves():
 		b.endOp(now, o) // nothing failed: this role has nothing to store
-	case kind == Load && !b.cfg.Role.Loads():
-		o.fail(t.Blocks, errRole)
-		b.endOp(now, o)
-	case b.closed || b.state == broken:
-		o.fail(t.Blocks, connector.ErrGone)
-		b.endOp(now, o)
-	case o.source != nil && b.Windowless():
-		o.fail(t.Blocks, errWindows)
-		b.endOp(now, o)
-	case kind == Save && b.loadingAny(t.Blocks):
-		o.fail(t.Blocks, errLoading)
-		b.endOp(now, o)
-	case kind == Save && b.tainted(&t):
-		o.refused = true
-		o.fail(t.Blocks, errTainted)
-		b.endOp(now, o)
 	default:
+		if err := b.refusal(o); err != nil {
+			o.refused = errors.Is(err, errTainted)
+			o.fail(t.Blocks, err)
+			b.endOp(now, o)
+			return nil
+		}
 		b.wakes.at(o.deadline)
 		b.wakes.at(o.deadline.Add(b.cfg.Grace))
 		return o
+	}
+	return nil
+}
+
+// refusal is why no call is made for a transfer; nil: calls are made.
+func (b *Tracker) refusal(o *op) error {
+	switch {
+	case o.kind == Load && !b.cfg.Role.Loads():
+		return errRole
+	case b.closed || b.state == broken:
+		return connector.ErrGone
+	case o.source != nil && b.Windowless():
+		return errWindows
+	case o.kind == Save && b.loadingAny(o.t.Blocks):
+		return errLoading
+	case o.kind == Save && b.tainted(&o.t):
+		return errTainted
 	}
 	return nil
 }

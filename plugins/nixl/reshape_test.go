@@ -92,8 +92,16 @@ func (c *crossing) cross(config func(role string) string, pairs ...[2]cutting) {
 // modelPairs are shapes of engines with the real model, which has three KV heads.
 func modelPairs() (pairs [][2]cutting) {
 	for _, p := range [][2]cutting{
-		{{16, 1}, {32, 3}}, {{16, 1}, {32, 1}}, {{16, 1}, {64, 1}}, {{16, 1}, {128, 1}}, {{16, 1}, {256, 1}},
-		{{16, 1}, {16, 3}}, {{16, 3}, {64, 1}}, {{16, 3}, {128, 3}}, {{16, 3}, {256, 1}}, {{8, 1}, {128, 3}},
+		{{16, 1}, {32, 3}},
+		{{16, 1}, {32, 1}},
+		{{16, 1}, {64, 1}},
+		{{16, 1}, {128, 1}},
+		{{16, 1}, {256, 1}},
+		{{16, 1}, {16, 3}},
+		{{16, 3}, {64, 1}},
+		{{16, 3}, {128, 3}},
+		{{16, 3}, {256, 1}},
+		{{8, 1}, {128, 3}},
 	} {
 		pairs = append(pairs, p, [2]cutting{p[1], p[0]})
 	}

@@ -187,7 +187,7 @@ func (w *World) after() {
 }
 
 // rounds is how long a world may take to come to rest.
-const rounds = 4000
+const rounds = 12000
 
 // settle stops all faults and lets everything come to its end.
 func (w *World) settle() {
