@@ -17,11 +17,13 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/sdk"
 	"github.com/kvport/kvport/verify/bench"
 )
 
 func TestMain(m *testing.M) {
+	host.SandboxMain() // the commands are this program, which becomes their plugins
 	testscript.Main(m, map[string]func(){"kvport": main, "kvport-demo": demoPlugin, "kvport-slow": slowPlugin, "kvport-sick": sickPlugin, "kvport-bench-memory": bench.ServePlugin, "kvport-bench-bare": bench.ServePlugin})
 }
 

@@ -29,12 +29,13 @@ func reshapeConfig(role string) string {
 	return nixlConfig(role, "auto", 30*time.Second, rig.Unhurried)
 }
 
-// stagedConfig is that of a consumer whose plugin maps no cache.
+// stagedConfig is that of a consumer whose plugin maps no cache. It runs without a sandbox, in which it could not find the libraries
+// of make deps: no config and no NIXL_LIB_DIR names them here.
 func stagedConfig(role string) string {
 	if role == "kv_producer" {
 		return reshapeConfig(role)
 	}
-	return strings.Replace(reshapeConfig(role), `"kvport":{`, `"kvport":{"trust":"staged",`, 1)
+	return strings.Replace(reshapeConfig(role), `"kvport":{`, `"kvport":{"trust":"staged","sandbox":"off",`, 1)
 }
 
 // multiConfig is that of a MultiConnector.

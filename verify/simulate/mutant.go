@@ -78,7 +78,6 @@ const (
 	TaintUntold
 	TaintPart
 	TaintForgotten
-	TaintHeld
 	mutants
 )
 
