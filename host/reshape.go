@@ -11,7 +11,6 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/digest"
-	"github.com/kvport/kvport/internal/fault"
 	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/internal/tracker"
@@ -38,11 +37,7 @@ func (h *Host) openSources() (err error) {
 
 // newSources makes memory for source blocks. Its pages are allocated when a load needs them.
 func newSources(size int64) (*Region, error) {
-	err := fault.Point("host.region")
-	var mem *shm.Region
-	if err == nil {
-		mem, err = shm.CreateOnDemand("kvport-sources", size)
-	}
+	mem, err := shm.CreateOnDemand("kvport-sources", size)
 	if err != nil {
 		return nil, fmt.Errorf("memory of %d bytes for blocks of engines of other shapes: %w", size, err)
 	}

@@ -101,9 +101,6 @@ func (w *side) reshape(m *kvportv1.Reshape) (r *wire.Reshape, read func(context.
 	if err == nil {
 		r, err = wire.ReshapeFromProto(m)
 	}
-	if err == nil {
-		err = fault.Point("sdk.move")
-	}
 	if err != nil {
 		return nil, nil, err
 	}
