@@ -510,20 +510,21 @@ type partial struct {
 	got  int
 }
 
-// run dials again and again.
+// run dials again and again. It warns of the first failure, and again when it hears that the producer refuses it, which
+// the operator has to mend.
 func (s *subscription) run() {
-	for pause, warned := redialAfter, false; ; pause = min(2*pause, pushPatience) {
+	for pause, warned, refused := redialAfter, false, false; ; pause = min(2*pause, pushPatience) {
 		began := time.Now()
 		err := wire.Guard(s.store.log, "subscribe", s.once)
 		if s.store.ctx.Err() != nil {
 			return
 		}
 		if time.Since(began) > time.Second {
-			pause, warned = redialAfter, false
+			pause, warned, refused = redialAfter, false, false
 		}
-		if !warned {
+		if refuses := errors.Is(err, connector.ErrIncompatible); !warned || refuses && !refused {
 			s.store.log.Warn("a producer's layers do not arrive, its blocks are fetched instead", "address", s.address, "error", err)
-			warned = true
+			warned, refused = true, refuses
 		}
 		if !s.store.pause(pause) {
 			return
