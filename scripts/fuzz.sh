@@ -29,7 +29,9 @@ log=$work/log
 
 # Compiles the tests of a folder once for all of its targets. What a target finds interesting is kept where go test -fuzz keeps it.
 compile() { # FOLDER
-	"$go" test -c -vet=off -fuzz . -o "$work/tests" "$1" && corpus=$("$go" env GOCACHE)/fuzz/$("$go" list "$1")
+	[ "$1" = "$compiled" ] && return
+	compiled=
+	"$go" test -c -vet=off -fuzz . -o "$work/tests" "$1" && corpus=$("$go" env GOCACHE)/fuzz/$("$go" list "$1") && compiled=$1
 }
 
 # Runs one target. Go's fuzzing sometimes takes its own end of time for an error: "context deadline
@@ -55,9 +57,7 @@ passed=0 failed=0 compiled=
 for target in "${targets[@]}"; do
 	read -r folder name <<<"$target"
 	echo "fuzz: $folder $name ${each}s"
-	[ "$folder" = "$compiled" ] || compile "$folder"
-	compiled=$folder
-	if run "$folder" "$name"; then
+	if compile "$folder" && run "$folder" "$name"; then
 		passed=$((passed + 1))
 	else
 		failed=$((failed + 1))
