@@ -111,6 +111,16 @@ func TestReshapeTicket(t *testing.T) {
 	require.InDelta(t, 2, d.metric("kvport_tickets_refused_total"), 0)
 }
 
+// loadCut has an engine ask for the first tokens of a prompt with a ticket of another shape, and load them into its blocks from first on.
+func (r *rig) loadCut(id connector.RequestID, ticket []byte, own []connector.BlockKey, tokens int, first connector.BlockID) connector.Transfer {
+	r.t.Helper()
+	q := connector.Query{Request: id, Tokens: tokens + 2, Keys: own}
+	require.Equal(r.t, tokens, r.match(q, ticket).Tokens)
+	tr := connector.Transfer{Request: id, Tokens: tokens, Blocks: blocksOf(own, first)}
+	r.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{tr}})
+	return tr
+}
+
 // handed is a prompt of some full blocks of 16 tokens that a producer with some ranks holds.
 func handed(t *testing.T, ranks, blocks int) (p *rig, ks []connector.BlockKey, ticket []byte) {
 	t.Helper()
@@ -176,10 +186,7 @@ func TestReshapeLoads(t *testing.T) {
 			p, ks, ticket := handed(t, c.theirs, 8)
 			d := cutsWith(t, "d", ks, "base", rigOptions{ranks: c.ours, role: c.role, settings: c.settings, change: wide(t, c.width, c.theirs)})
 			own := keys(2, 8/c.width)
-			q := connector.Query{Request: "x", Tokens: 130, Keys: own}
-			require.Equal(t, 128, d.match(q, ticket).Tokens)
-			tr := connector.Transfer{Request: "x", Tokens: 128, Blocks: blocksOf(own, 20)}
-			d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{tr}})
+			tr := d.loadCut("x", ticket, own, 128, 20)
 			e := d.next(Loaded)
 			require.NoError(t, e.Err)
 			require.Empty(t, e.Failed)
@@ -212,10 +219,7 @@ func TestReshapeDamage(t *testing.T) {
 	require.NoError(t, os.WriteFile(path, data, 0o600))
 	require.NoError(t, os.Remove(filepath.Join(p.dir, ks[7].String()+".0")))
 	own := keys(2, 4)
-	q := connector.Query{Request: "x", Tokens: 130, Keys: own}
-	require.Equal(t, 128, d.match(q, ticket).Tokens)
-	tr := connector.Transfer{Request: "x", Tokens: 128, Blocks: blocksOf(own, 20)}
-	d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{tr}})
+	tr := d.loadCut("x", ticket, own, 128, 20)
 	e := d.next(Loaded)
 	require.ElementsMatch(t, []connector.BlockID{22, 23}, e.Failed)
 	prompt{p, blocksOf(ks, 0)}.sameAs(prompt{d, tr.Blocks}, 64)
@@ -295,13 +299,8 @@ func TestReshapeMulti(t *testing.T) {
 	require.NotNil(t, ticket)
 	d := multiRigWith(t, rigOptions{engine: "d", shape: "d", change: change(4)}, kids(t.TempDir())...)
 	own := keys(2, 2)
-	load := func(id string, first connector.BlockID) Event {
-		q := connector.Query{Request: connector.RequestID(id), Tokens: 130, Keys: own}
-		require.Equal(t, 128, d.match(q, ticket).Tokens)
-		d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{{Request: q.Request, Tokens: 128, Blocks: blocksOf(own, first)}}})
-		return d.next(Loaded)
-	}
-	require.NoError(t, load("x", 20).Err)
+	d.loadCut("x", ticket, own, 128, 20)
+	require.NoError(t, d.next(Loaded).Err)
 	prompt{p, tr.Blocks}.sameAs(prompt{d, blocksOf(own, 20)}, 128)
 }
 
@@ -312,10 +311,7 @@ func TestReshapeNamesSlots(t *testing.T) {
 	own := keys(2, 2)
 	for _, at := range []connector.BlockID{4, 3} { // one of our two blocks has the number that it gives
 		d := cutsWith(t, "d", ks, "base", rigOptions{change: wide(t, 2, 1), extra: map[string]any{"fault": "reshape_elsewhere"}})
-		q := connector.Query{Request: "x", Tokens: 66, Keys: own}
-		require.Equal(t, 64, d.match(q, ticket).Tokens)
-		tr := connector.Transfer{Request: "x", Tokens: 64, Blocks: blocksOf(own, at)}
-		d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{tr}})
+		d.loadCut("x", ticket, own, 64, at)
 		e := d.next(Loaded)
 		require.Equal(t, e.Blocks, e.Failed, "nothing was cut")
 		require.ErrorIs(t, e.Err, connector.ErrIncompatible)
@@ -339,10 +335,7 @@ func TestReshapeDigestMisses(t *testing.T) {
 	header(1, 0, 0x40) // the edition
 	header(5, 8, 1)    // the key
 	own := keys(2, 4)
-	q := connector.Query{Request: "x", Tokens: 130, Keys: own}
-	require.Equal(t, 128, d.match(q, ticket).Tokens)
-	tr := connector.Transfer{Request: "x", Tokens: 128, Blocks: blocksOf(own, 20)}
-	d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{tr}})
+	tr := d.loadCut("x", ticket, own, 128, 20)
 	e := d.next(Loaded)
 	require.ElementsMatch(t, []connector.BlockID{20, 22}, e.Failed)
 	require.InDelta(t, 1, d.misses("edition"), 0)
@@ -361,10 +354,7 @@ func TestReshapeBusy(t *testing.T) {
 	p, ks, ticket := handed(t, 2, 4)
 	d := cutsWith(t, "d", ks, "base", rigOptions{change: wide(t, 2, 2), extra: map[string]any{"fault": "reshape_busy", "at": 1, "once": true}})
 	own := keys(2, 2)
-	q := connector.Query{Request: "x", Tokens: 66, Keys: own}
-	require.Equal(t, 64, d.match(q, ticket).Tokens)
-	tr := connector.Transfer{Request: "x", Tokens: 64, Blocks: blocksOf(own, 20)}
-	d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{tr}})
+	tr := d.loadCut("x", ticket, own, 64, 20)
 	require.NoError(t, d.next(Loaded).Err)
 	prompt{p, blocksOf(ks, 0)}.sameAs(prompt{d, tr.Blocks}, 64)
 }
@@ -378,17 +368,13 @@ func TestReshapeHiddenFence(t *testing.T) {
 	o.extra["fault"], o.change = "reshape_hide_fence", wide(t, 2, 1)
 	d := cutsWith(t, "d", ks, "base", o)
 	old, own := d.sources, keys(2, 2)
-	load := func(id connector.RequestID, ticket []byte, first connector.BlockID) Event {
-		q := connector.Query{Request: id, Tokens: 66, Keys: own}
-		require.Equal(t, 64, d.match(q, ticket).Tokens)
-		d.send(&connector.Step{Arrived: []connector.Query{q}, Admitted: []connector.Transfer{{Request: id, Tokens: 64, Blocks: blocksOf(own, first)}}})
-		return d.next(Loaded)
-	}
-	require.True(t, load("x", ticket, 20).Lost)
+	d.loadCut("x", ticket, own, 64, 20)
+	require.True(t, d.next(Loaded).Lost)
 	d.becomes("degraded")
 	require.NotSame(t, old, d.sources)
 	require.Same(t, d.sources, d.src.sources)
-	require.NoError(t, load("y", p.end("b", 64, true, blocksOf(ks, 0)...).Ticket, 30).Err)
+	d.loadCut("y", p.end("b", 64, true, blocksOf(ks, 0)...).Ticket, own, 64, 30)
+	require.NoError(t, d.next(Loaded).Err)
 	prompt{p, blocksOf(ks, 0)}.sameAs(prompt{d, blocksOf(own, 30)}, 64)
 }
 
