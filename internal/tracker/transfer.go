@@ -134,23 +134,19 @@ func (b *Tracker) addOp(now time.Time, kind Kind, step uint64, t connector.Trans
 		o.deadline = now.Add(b.cfg.Transfer + time.Duration(gib*float64(b.cfg.TransferPerGiB)))
 	}
 	b.ops[o.id] = o
-	switch {
-	case len(t.Blocks) == 0:
+	if len(t.Blocks) == 0 || kind == Save && !b.cfg.Role.Saves() { // nothing failed: such a role has nothing to store
 		b.endOp(now, o)
-	case kind == Save && !b.cfg.Role.Saves():
-		b.endOp(now, o) // nothing failed: this role has nothing to store
-	default:
-		if err := b.refusal(o); err != nil {
-			o.refused = errors.Is(err, errTainted)
-			o.fail(t.Blocks, err)
-			b.endOp(now, o)
-			return nil
-		}
-		b.wakes.at(o.deadline)
-		b.wakes.at(o.deadline.Add(b.cfg.Grace))
-		return o
+		return nil
 	}
-	return nil
+	if err := b.refusal(o); err != nil {
+		o.refused = errors.Is(err, errTainted)
+		o.fail(t.Blocks, err)
+		b.endOp(now, o)
+		return nil
+	}
+	b.wakes.at(o.deadline)
+	b.wakes.at(o.deadline.Add(b.cfg.Grace))
+	return o
 }
 
 // refusal is why no call is made for a transfer; nil: calls are made.

@@ -248,13 +248,9 @@ func (d *Disk) lost(k connector.StoreKey, err error) {
 }
 
 func (d *Disk) read(id uint32, it connector.Item) error {
-	var b [headerSize]byte
-	var h header
-	if err := d.readFull(b[:], d.headerAt(id)); err != nil {
+	h, err := d.header(id, it.Key)
+	if err != nil {
 		return err
-	}
-	if stateOf(b[:]) != stateReady || !h.decode(b[:]) || h.key != it.Key {
-		return fmt.Errorf("slot %d has a damaged header: %w", id, connector.ErrCorrupt)
 	}
 	if int(h.length) != it.Size() {
 		return fmt.Errorf("block of %d bytes, stored are %d: %w", it.Size(), h.length, connector.ErrIncompatible)
@@ -272,6 +268,18 @@ func (d *Disk) read(id uint32, it connector.Item) error {
 		return fmt.Errorf("slot %d holds other bytes than were written: %w", id, connector.ErrCorrupt)
 	}
 	return nil
+}
+
+// header reads the header of a slot that holds a block.
+func (d *Disk) header(id uint32, k connector.StoreKey) (h header, err error) {
+	var b [headerSize]byte
+	if err := d.readFull(b[:], d.headerAt(id)); err != nil {
+		return h, err
+	}
+	if stateOf(b[:]) != stateReady || !h.decode(b[:]) || h.key != k {
+		return h, fmt.Errorf("slot %d has a damaged header: %w", id, connector.ErrCorrupt)
+	}
+	return h, nil
 }
 
 // readFull reads all of b. A file that ends before is damaged; any other failure means that the block
@@ -342,12 +350,11 @@ func (d *Disk) same(it connector.Item) bool {
 	if want == nil {
 		return true
 	}
-	var b [headerSize]byte
-	var h header
-	var have [storekit.MarkBytes]byte
-	if d.readFull(b[:], d.headerAt(id)) != nil || !h.decode(b[:]) || int(h.length) != it.Size() {
+	h, err := d.header(id, it.Key)
+	if err != nil || int(h.length) != it.Size() {
 		return false
 	}
+	var have [storekit.MarkBytes]byte
 	return d.readFull(have[:], d.slotAt(id)+int64(at)) == nil && bytes.Equal(have[:], want)
 }
 
