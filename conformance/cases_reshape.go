@@ -165,9 +165,8 @@ func (e *cutEngine) load(p *cutEngine, pr cutPrompt, l cutLoad) (named int, err 
 	worker := l.rank % len(e.workers)
 	kv, err := connector.NewKV(p.sourceLayout(), [][]byte{e.inst.Memory[worker], e.sources})
 	e.must(err, "memory for source blocks")
-	for i := range e.sources {
-		e.sources[i] = guardByte
-	}
+	want := bytes.Repeat([]byte{guardByte}, len(e.sources))
+	copy(e.sources, want)
 	slots := e.rand.Perm(cutBlocks)
 	bs := make([]connector.Block, 0, l.to-l.from)
 	for place := l.from; place < l.to; place++ {
@@ -185,7 +184,6 @@ func (e *cutEngine) load(p *cutEngine, pr cutPrompt, l cutLoad) (named int, err 
 	if err != nil {
 		e.names(err, bs, failed)
 	}
-	want := bytes.Repeat([]byte{guardByte}, len(e.sources))
 	wanted, wrong := connector.NewKV(*kv.Layout(), [][]byte{nil, want})
 	e.must(wrong, "what is wanted")
 	for i, b := range bs {
@@ -226,8 +224,12 @@ func (e *cutEngine) whole(p *cutEngine, pr cutPrompt, most int, last bool) {
 	for from := 0; from < len(pr.blocks); from += most {
 		to := min(from+most, len(pr.blocks))
 		for rank := range p.cut.ranks {
+			e.inLease(pr.prompt)
 			named, err := e.load(p, pr, cutLoad{from, to, rank, last && to == len(pr.blocks) && rank == p.cut.ranks-1})
-			e.must(err, "load of blocks %d to %d of rank %d", from, to, rank)
+			if err != nil {
+				e.missed(pr.prompt, err, "load of blocks %d to %d of rank %d: %v", from, to, rank, err)
+				e.FailNow()
+			}
 			e.equal(0, named, "blocks that did not arrive")
 		}
 	}
@@ -290,6 +292,7 @@ func reshapePart(r *rig) {
 		pr := p.hand(30)
 		r.equal(30-8, d.offered(pr, 30, 8), "tokens offered beyond 8")
 		for rank := range p.cut.ranks {
+			r.inLease(pr.prompt)
 			named, err := d.load(p, pr, cutLoad{l[0], l[1], rank, rank == 1})
 			r.must(err, "load of blocks %d to %d", l[0], l[1])
 			r.equal(0, named, "blocks that did not arrive")
