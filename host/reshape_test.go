@@ -272,37 +272,74 @@ func TestUnverifiedIsNotNeeded(t *testing.T) {
 	}
 }
 
+// multiCut opens an engine whose blocks have 16*n tokens, and whose connector is a MultiConnector of a store in one folder
+// and a child in another that can reshape. prompt are the addresses of its only prompt in blocks of 16.
+func multiCut(t *testing.T, shape, base string, n int, prompt []connector.BlockKey, store, dir string) *rig {
+	t.Helper()
+	change := func(e *Engine) {
+		wide(t, n, 1)(e)
+		e.Base, e.Addresses = connector.NewFingerprint(base), func(_ connector.RequestID, blockTokens, tokens int) []connector.BlockKey {
+			if blockTokens != 16 || tokens > 16*len(prompt) {
+				return nil
+			}
+			return prompt[:(tokens+15)/16]
+		}
+	}
+	return multiRigWith(t, rigOptions{engine: shape, shape: shape, change: change},
+		kid(map[string]any{"dir": store}, nil, nil), kid(map[string]any{"dir": dir, "fault": "reshape"}, nil, nil))
+}
+
+// multiHanded is a prompt of eight blocks that the child in a folder holds for a consumer.
+func multiHanded(t *testing.T, dir string) (p prompt, ks []connector.BlockKey, ticket []byte) {
+	t.Helper()
+	ks = keys(1, 8)
+	r := multiCut(t, "p", "base", 1, ks, t.TempDir(), dir)
+	tr := transfer("a", ks, 0)
+	r.fill(tr.Blocks)
+	r.send(&connector.Step{Arrived: []connector.Query{query("a", ks)}, Computed: []connector.Transfer{tr}})
+	require.Empty(t, r.next(Saved).Failed)
+	ticket = r.end("a", 128, true, tr.Blocks...).Ticket
+	require.NotNil(t, ticket)
+	return prompt{r, tr.Blocks}, ks, ticket
+}
+
 // TestReshapeMulti: a child of a MultiConnector that can reshape brings all of a ticket of another shape; others are not
 // asked.
 func TestReshapeMulti(t *testing.T) {
-	ks := keys(1, 8)
-	kids := func(dir string) []map[string]any {
-		return []map[string]any{kid(map[string]any{"dir": t.TempDir()}, nil, nil), kid(map[string]any{"dir": dir, "fault": "reshape"}, nil, nil)}
-	}
-	change := func(n int) func(*Engine) {
-		return func(e *Engine) {
-			wide(t, n, 1)(e)
-			e.Base, e.Addresses = connector.NewFingerprint("base"), func(_ connector.RequestID, blockTokens, tokens int) []connector.BlockKey {
-				if blockTokens != 16 || tokens > 128 {
-					return nil
-				}
-				return ks[:(tokens+15)/16]
-			}
-		}
-	}
-	dir := t.TempDir()
-	p := multiRigWith(t, rigOptions{engine: "p", shape: "p", change: change(1)}, kids(dir)...)
-	tr := transfer("a", ks, 0)
-	p.fill(tr.Blocks)
-	p.send(&connector.Step{Arrived: []connector.Query{query("a", ks)}, Computed: []connector.Transfer{tr}})
-	require.Empty(t, p.next(Saved).Failed)
-	ticket := p.end("a", 128, true, tr.Blocks...).Ticket
-	require.NotNil(t, ticket)
-	d := multiRigWith(t, rigOptions{engine: "d", shape: "d", change: change(4)}, kids(t.TempDir())...)
+	p, ks, ticket := multiHanded(t, t.TempDir())
+	d := multiCut(t, "d", "base", 4, ks, t.TempDir(), t.TempDir())
 	own := keys(2, 2)
 	d.loadCut("x", ticket, own, 128, 20)
 	require.NoError(t, d.next(Loaded).Err)
-	prompt{p, tr.Blocks}.sameAs(prompt{d, blocksOf(own, 20)}, 128)
+	p.sameAs(prompt{d, blocksOf(own, 20)}, 128)
+}
+
+// TestReshapeHidesNoStore: a ticket of another shape that is of no use, because the producer has nothing any more or because
+// the ticket is refused, is forgotten, and the children are asked without it: a store has the prompt under the keys of
+// this engine.
+func TestReshapeHidesNoStore(t *testing.T) {
+	for base, asked := range map[string]bool{"base": true, "another base": false} {
+		t.Run(base, func(t *testing.T) {
+			dir, store, own := t.TempDir(), t.TempDir(), keys(2, 2)
+			_, ks, ticket := multiHanded(t, dir)
+			d := multiCut(t, "d", base, 4, ks, store, t.TempDir())
+			saved := connector.Transfer{Request: "s", Tokens: 128, Blocks: blocksOf(own, 0)}
+			d.fill(saved.Blocks)
+			d.send(&connector.Step{Arrived: []connector.Query{{Request: "s", Tokens: 128, Keys: own}}, Computed: []connector.Transfer{saved}})
+			require.Empty(t, d.next(Saved).Failed)
+			require.NoError(t, os.RemoveAll(dir))
+			if asked {
+				d.loadCut("x", ticket, own, 128, 20)
+				require.Len(t, d.next(Loaded).Failed, 2)
+			}
+			q := connector.Query{Request: "x", Tokens: 130, Keys: own}
+			require.Equal(t, 128, d.match(q, ticket).Tokens)
+			loaded := connector.Transfer{Request: "x", Tokens: 128, Blocks: blocksOf(own, 20)}
+			d.send(&connector.Step{Admitted: []connector.Transfer{loaded}})
+			require.Empty(t, d.next(Loaded).Failed)
+			prompt{d, saved.Blocks}.sameAs(prompt{d, loaded.Blocks}, 128)
+		})
+	}
 }
 
 // TestReshapeHashers: the keys of an engine of another shape are derived once, and not of more engines than there may be.

@@ -216,6 +216,11 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 		}
 		m.end, m.groups = end, answer.Groups
 	}
+	if err == nil && !answer.Later && b.nothing(r) && r.unfit() {
+		m.query.Ticket, m.query.Reshaped = nil, 0
+		b.askAgain(now, r)
+		return b.take()
+	}
 	if answer.Later || m.end < min(r.need, b.limit(&m.query)) {
 		m.wait = min(max(2*m.wait, b.cfg.BackoffMin), b.cfg.BackoffMax)
 		m.retryAt = now.Add(m.wait)
@@ -225,6 +230,13 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 	}
 	b.settleMatch(now, r)
 	return b.take()
+}
+
+// nothing says that the connector has nothing for a ticket of another shape with which it was asked, but is not asked without it
+// yet.
+func (b *Tracker) nothing(r *request) bool {
+	m := &r.match
+	return m.asked.Reshaped > 0 && m.end <= m.asked.Computed && len(r.keys) > 0
 }
 
 // sound checks an answer against its query.

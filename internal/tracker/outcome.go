@@ -89,13 +89,13 @@ func pick(blocks []connector.Block, ids []connector.BlockID) (found []connector.
 }
 
 // settleLoad denies further offers to a request whose load left nothing valid: the engine would
-// ask, get the same offer and fail for ever.
+// ask, get the same offer and fail for ever. Without its ticket of another shape it gets another offer.
 func (b *Tracker) settleLoad(o *op) {
 	b.forgetMatch(o.req)
 	if len(o.t.Blocks) == 0 || o.canceled {
 		return
 	}
-	if b.leftNothing(o) {
+	if b.leftNothing(o) && (o.source == nil || !o.req.unfit()) {
 		o.req.denied = true
 	}
 }

@@ -73,12 +73,20 @@ func (b *Tracker) Accept(q *connector.Query, t *Ticket) bool {
 	return true
 }
 
-// Refuse notes that a ticket is not used, and why in one word. Without one there is nothing to find where the
-// connector holds blocks; a store may have them all the same.
+// Refuse notes that a ticket is not used, and why in one word. The connector is asked without it: a store may have the
+// blocks all the same, and a composite may have a store among its children.
 func (b *Tracker) Refuse(id connector.RequestID, why string) {
-	r := b.request(id)
-	r.brought = brought{refused: why}
-	r.denied = r.denied || b.isHolder()
+	b.request(id).brought = brought{refused: why}
+}
+
+// unfit says that a request's ticket of another shape is of no use, and is forgotten for that. What comes with such a ticket
+// comes from its producer alone; without it a store may have the blocks under the keys of ours.
+func (r *request) unfit() bool {
+	if r.source == nil {
+		return false
+	}
+	r.plugin, r.source = nil, nil
+	return true
 }
 
 // Brought says what became of the ticket of a live request: how many tokens it promises, or why it is refused.
