@@ -2,6 +2,7 @@ package tracker
 
 import (
 	"errors"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -139,6 +140,19 @@ func (b *Tracker) settleSave(o *op) {
 			continue
 		}
 		delete(o.req.unsaved, from)
-		b.corrupt.remove(k.Key)
+		if b.corrupt.has(k.Key) && o.replaces(k) {
+			b.corrupt.remove(k.Key)
+		}
 	}
+}
+
+// replaces says that a save has replaced what was stored of a block. One that had begun before the block was found to be
+// useless may have left it alone, since its key was there.
+func (o *op) replaces(k connector.Block) bool {
+	for _, c := range o.calls {
+		if !c.part.Replace && slices.Contains(c.part.Blocks, k) {
+			return false
+		}
+	}
+	return true
 }

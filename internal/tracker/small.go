@@ -72,6 +72,11 @@ func (c *corruptKeys) add(k connector.BlockKey) {
 	c.order = append(c.order, k)
 }
 
+func (c *corruptKeys) has(k connector.BlockKey) bool {
+	_, has := c.keys[k]
+	return has
+}
+
 func (c *corruptKeys) remove(k connector.BlockKey) { delete(c.keys, k) }
 
 // first is the index of the first damaged key, -1 if there is none.

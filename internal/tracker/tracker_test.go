@@ -289,6 +289,23 @@ func TestEmptyLoadIsNotOfferedAgain(t *testing.T) {
 	}
 }
 
+// TestSaveUnderWayReplacesNothing: a save that had begun before a block was found to be useless may have left it alone, so the next
+// one replaces it.
+func TestSaveUnderWayReplacesNothing(t *testing.T) {
+	b := newBench(t, nil)
+	b.start(Save, 2)
+	begun := one[Move](b)
+	b.start(Load, 2)
+	b.done(one[Move](b), Outcome{Foreign: []connector.BlockID{1}})
+	b.done(begun, Outcome{})
+	for _, want := range []bool{true, false} {
+		b.start(Save, 2)
+		m := one[Move](b)
+		require.Equal(t, want, m.Transfer.Replace)
+		b.done(m, Outcome{})
+	}
+}
+
 func TestCorruptKeysAreReplaced(t *testing.T) {
 	b := newBench(t, func(c *Config) { c.Ranks = 2 })
 	b.start(Load, 2)
