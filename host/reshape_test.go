@@ -272,28 +272,34 @@ func TestUnverifiedIsNotNeeded(t *testing.T) {
 	}
 }
 
-// multiCut opens an engine whose blocks have 16*n tokens, and whose connector is a MultiConnector of a store in one folder
-// and a child in another that can reshape. prompt are the addresses of its only prompt in blocks of 16.
-func multiCut(t *testing.T, shape, base string, n int, prompt []connector.BlockKey, store, dir string) *rig {
+// multiCut is an engine whose connector is a MultiConnector of a store in one folder and a child in another that can reshape.
+type multiCut struct {
+	shape, base string
+	wide        int                  // its blocks have 16 times as many tokens
+	prompt      []connector.BlockKey // the addresses of its only prompt in blocks of 16
+	store, dir  string
+}
+
+func (m multiCut) open(t *testing.T) *rig {
 	t.Helper()
 	change := func(e *Engine) {
-		wide(t, n, 1)(e)
-		e.Base, e.Addresses = connector.NewFingerprint(base), func(_ connector.RequestID, blockTokens, tokens int) []connector.BlockKey {
-			if blockTokens != 16 || tokens > 16*len(prompt) {
+		wide(t, m.wide, 1)(e)
+		e.Base, e.Addresses = connector.NewFingerprint(m.base), func(_ connector.RequestID, blockTokens, tokens int) []connector.BlockKey {
+			if blockTokens != 16 || tokens > 16*len(m.prompt) {
 				return nil
 			}
-			return prompt[:(tokens+15)/16]
+			return m.prompt[:(tokens+15)/16]
 		}
 	}
-	return multiRigWith(t, rigOptions{engine: shape, shape: shape, change: change},
-		kid(map[string]any{"dir": store}, nil, nil), kid(map[string]any{"dir": dir, "fault": "reshape"}, nil, nil))
+	return multiRigWith(t, rigOptions{engine: m.shape, shape: m.shape, change: change},
+		kid(map[string]any{"dir": m.store}, nil, nil), kid(map[string]any{"dir": m.dir, "fault": "reshape"}, nil, nil))
 }
 
 // multiHanded is a prompt of eight blocks that the child in a folder holds for a consumer.
 func multiHanded(t *testing.T, dir string) (p prompt, ks []connector.BlockKey, ticket []byte) {
 	t.Helper()
 	ks = keys(1, 8)
-	r := multiCut(t, "p", "base", 1, ks, t.TempDir(), dir)
+	r := multiCut{"p", "base", 1, ks, t.TempDir(), dir}.open(t)
 	tr := transfer("a", ks, 0)
 	r.fill(tr.Blocks)
 	r.send(&connector.Step{Arrived: []connector.Query{query("a", ks)}, Computed: []connector.Transfer{tr}})
@@ -307,7 +313,7 @@ func multiHanded(t *testing.T, dir string) (p prompt, ks []connector.BlockKey, t
 // asked.
 func TestReshapeMulti(t *testing.T) {
 	p, ks, ticket := multiHanded(t, t.TempDir())
-	d := multiCut(t, "d", "base", 4, ks, t.TempDir(), t.TempDir())
+	d := multiCut{"d", "base", 4, ks, t.TempDir(), t.TempDir()}.open(t)
 	own := keys(2, 2)
 	d.loadCut("x", ticket, own, 128, 20)
 	require.NoError(t, d.next(Loaded).Err)
@@ -322,7 +328,7 @@ func TestReshapeHidesNoStore(t *testing.T) {
 		t.Run(base, func(t *testing.T) {
 			dir, store, own := t.TempDir(), t.TempDir(), keys(2, 2)
 			_, ks, ticket := multiHanded(t, dir)
-			d := multiCut(t, "d", base, 4, ks, store, t.TempDir())
+			d := multiCut{"d", base, 4, ks, store, t.TempDir()}.open(t)
 			saved := connector.Transfer{Request: "s", Tokens: 128, Blocks: blocksOf(own, 0)}
 			d.fill(saved.Blocks)
 			d.send(&connector.Step{Arrived: []connector.Query{{Request: "s", Tokens: 128, Keys: own}}, Computed: []connector.Transfer{saved}})

@@ -210,13 +210,7 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 		answer = connector.Match{Later: over || errors.Is(err, connector.ErrBusy)}
 	}
 	m.unsure = err != nil
-	if end := m.asked.Computed + answer.Tokens; err == nil && (!answer.Later || end > m.end) {
-		if end > m.end {
-			m.wait = 0 // what is awaited is on its way: look again soon
-		}
-		m.end, m.groups = end, answer.Groups
-	}
-	if err == nil && !answer.Later && b.nothing(r) && r.unfit() {
+	if err == nil && m.hear(answer) && r.unfit() {
 		m.query.Ticket, m.query.Reshaped = nil, 0
 		b.askAgain(now, r)
 		return b.take()
@@ -232,11 +226,15 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 	return b.take()
 }
 
-// nothing says that the connector has nothing for a ticket of another shape with which it was asked, but is not asked without it
-// yet.
-func (b *Tracker) nothing(r *request) bool {
-	m := &r.match
-	return m.asked.Reshaped > 0 && m.end <= m.asked.Computed && len(r.keys) > 0
+// hear notes an answer, and says that the connector has nothing for the ticket of another shape with which it was asked.
+func (m *match) hear(answer connector.Match) (nothing bool) {
+	if end := m.asked.Computed + answer.Tokens; !answer.Later || end > m.end {
+		if end > m.end {
+			m.wait = 0 // what is awaited is on its way: look again soon
+		}
+		m.end, m.groups = end, answer.Groups
+	}
+	return !answer.Later && m.asked.Reshaped > 0 && m.end <= m.asked.Computed && len(m.asked.Keys) > 0
 }
 
 // sound checks an answer against its query.
