@@ -324,7 +324,7 @@ func (m *move) end(err error, p *proc) {
 	if !p.dying {
 		m.answered, m.out = true, tracker.Outcome{Err: m.Back(err), Layers: m.Layers}
 		if p.h.w.is(CheckThenCopy) && m.Kind == tracker.Load {
-			m.bad = p.h.checkDigests(m, p.h.seen)
+			m.bad, _ = p.h.checkDigests(m, p.h.seen)
 		}
 		if err == nil {
 			p.h.cutFirst(m)
@@ -373,7 +373,7 @@ func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
 	case faultHalf:
 		c.orphan()
 		copy(c.tags, from.tags[:len(from.tags)/2])
-		c.sum = from.sum
+		c.sum, c.foreign = from.sum, from.foreign
 	case faultWrong:
 		c.set(from)
 		c.tags[d.n(len(c.tags))].kv ^= 1 << d.n(64)
@@ -549,7 +549,7 @@ func (h *host) moved(p *proc, m *move) {
 		case m.Source != nil:
 			h.reshaped(m)
 		case !h.overlooks(m):
-			m.out.Corrupt = h.checkDigests(m, h.cached)
+			m.out.Corrupt, m.out.Foreign = h.checkDigests(m, h.cached)
 			if h.w.is(CheckThenCopy) && m.Slots != nil {
 				m.out.Corrupt = m.bad
 			}
@@ -559,6 +559,7 @@ func (h *host) moved(p *proc, m *move) {
 			h.vouch(m)
 		}
 	}
+	h.noteForeign(m)
 	if h.w.tracing() {
 		h.w.say("%s: %s of %s on rank %d returns: %s", h.e.name, m.Kind, m.Transfer.Request, m.Rank, describeOutcome(&m.out))
 	}

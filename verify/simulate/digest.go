@@ -12,7 +12,7 @@ func (h *host) makeDigests(m *move) {
 	for _, b := range m.Transfer.Blocks {
 		if b.Key != (connector.BlockKey{}) {
 			c := &h.e.mem[m.Rank][b.ID]
-			c.sum = h.sum(c, b, m.Rank)
+			c.sign(h.sum(c, b, m.Rank))
 		}
 	}
 }
@@ -22,7 +22,7 @@ func (h *host) makeTails(partial []connector.Block) {
 	for _, b := range partial {
 		for rank := range h.e.mem {
 			c := &h.e.mem[rank][b.ID]
-			c.sum = h.sum(c, b, rank)
+			c.sign(h.sum(c, b, rank))
 		}
 	}
 }
@@ -41,20 +41,25 @@ func (h *host) sum(c *cell, b connector.Block, rank int) uint64 {
 // cached is the memory of block i of a move in the engine's cache.
 func (h *host) cached(m *move, i int) *cell { return &h.e.mem[m.Rank][m.Transfer.Blocks[i].ID] }
 
-// checkDigests gives the blocks that should have arrived and are not what was saved.
-func (h *host) checkDigests(m *move, at func(m *move, i int) *cell) []connector.BlockID {
+// checkDigests gives the blocks that should have arrived and are not what was saved, and those by a key that is not in the
+// ring, of which nobody knows that.
+func (h *host) checkDigests(m *move, at func(m *move, i int) *cell) (bad, foreign []connector.BlockID) {
 	if h.w.is(TurnUnchecked) && m.grant.turn {
-		return nil
+		return nil, nil
 	}
-	var bad []connector.BlockID
 	for _, b := range tracker.Arrived(m.Check, m.out.Err) {
 		i := slices.IndexFunc(m.Check, func(k connector.Block) bool { return k.ID == b.ID })
 		if h.w.is(PartialUnchecked) && m.Transfer.Blocks[i].Key == (connector.BlockKey{}) {
 			continue
 		}
-		if c := at(m, i); b.Key == (connector.BlockKey{}) || c.sum != h.sum(c, b, m.Rank) {
+		switch c := at(m, i); {
+		case b.Key != (connector.BlockKey{}) && c.foreign && !h.w.is(ForeignDamaged):
+			if !h.w.is(ForeignBelieved) {
+				foreign = append(foreign, b.ID)
+			}
+		case b.Key == (connector.BlockKey{}) || c.foreign || c.sum != h.sum(c, b, m.Rank):
 			bad = append(bad, b.ID)
 		}
 	}
-	return bad
+	return bad, foreign
 }

@@ -49,7 +49,8 @@ type stream struct {
 	gen    uint16   // of the engine's last successful reset when the request arrived
 	aborts bool
 
-	tainted bool // its blocks have what a load brought and nobody has verified
+	tainted bool                  // its blocks have what a load brought and nobody has verified
+	kept    [][]connector.BlockID // its table, for a mutant
 }
 
 func (e *engine) start() {

@@ -38,6 +38,8 @@ type host struct {
 	slots   [][]*move                    // by rank and landing slot: the call that it was given to last
 	windows [windows]*move               // of memory for source blocks: the same
 	groups  []connector.Group
+	unread  map[connector.BlockKey]int // blocks that the next save replaces, by when they were found
+	found   int                        // blocks of loads so far
 }
 
 // obligation names something that must be answered exactly once.
@@ -54,12 +56,14 @@ type grant struct {
 	blocks []connector.Block
 	open   bool
 
-	end     int  // the token before which its blocks end
-	weak    bool // the end of a request whose consumer is only hoped for
-	turn    bool // a load by the ticket of an earlier turn
-	dirty   bool // a load that nobody has verified
-	claimed bool // the plugin says itself that what it loaded is damaged
-	early   bool // the plugin has said that it stored what was not computed
+	end     int                 // the token before which its blocks end
+	weak    bool                // the end of a request whose consumer is only hoped for
+	turn    bool                // a load by the ticket of an earlier turn
+	dirty   bool                // a load that nobody has verified
+	claimed bool                // the plugin says itself that what it loaded is damaged
+	early   bool                // the plugin has said that it stored what was not computed
+	damaged bool                // a load has brought something that is not what was saved, or the plugin says so
+	foreign []connector.BlockID // that a load has brought, by a key that is not in the ring
 }
 
 // report is an event on its way to the engine.
@@ -72,7 +76,7 @@ type report struct {
 func newHost(e *engine) *host {
 	o := &e.w.opt
 	h := &host{
-		w: e.w, e: e, role: e.role, can: o.capabilities(), later: map[connector.RequestID]bool{},
+		w: e.w, e: e, role: e.role, can: o.capabilities(), later: map[connector.RequestID]bool{}, unread: map[connector.BlockKey]int{},
 		guard: ticket.NewGuard(connector.Fingerprint{}, e.shape()), due: map[obligation]*grant{}, turns: map[connector.RequestID]*turnUse{}, holds: map[obligation]*lease{},
 		rng:     rng(o.Seed<<8 ^ uint64(e.life)),
 		breaker: newBreaker(),
@@ -153,6 +157,7 @@ func (h *host) start(a *tracker.Move) {
 	h.occupy(m)
 	h.beginReshape(m)
 	h.useTurn(m)
+	h.replaces(m)
 	h.proc.moves = append(h.proc.moves, m)
 	if h.proc.comp != nil {
 		h.proc.comp.begin(m)
@@ -325,6 +330,7 @@ func (h *host) emit(ev *tracker.Event) {
 		delete(h.due, key)
 		h.checkWeak(r.grant, ev)
 		h.checkTaint(r.grant, ev)
+		h.checkForeign(r.grant, ev)
 		if r.grant.early && len(ev.Failed) == 0 {
 			h.w.fail('d', "%s: a save of %s counts as stored, and was answered before its blocks were computed", h.e.name, ev.Request)
 		}

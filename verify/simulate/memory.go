@@ -19,7 +19,12 @@ type tag struct {
 type cell struct {
 	tags []tag
 	sum  uint64
+
+	foreign bool // its digest was made with a key outside the ring, as its header says
 }
+
+// sign gives a block a digest of this host.
+func (c *cell) sign(sum uint64) { c.sum, c.foreign = sum, false }
 
 const (
 	basis = 14695981039346656037
@@ -170,6 +175,16 @@ func (s *store) other(i int, d *rng) int {
 	return d.n(len(s.order))
 }
 
+// overwrite is somebody who writes blocks and has another key. Some are right, and some are forged.
+func (s *store) overwrite(d *rng) {
+	for range 1 + len(s.order)/2 {
+		c := s.cells[s.order[d.n(len(s.order))]]
+		if c.foreign = true; d.n(2) == 0 {
+			c.tags[d.n(len(c.tags))].kv ^= 1 << d.n(64)
+		}
+	}
+}
+
 // misfortune is something that happens to stored blocks.
 func (s *store) misfortune(d *rng) string {
 	if len(s.order) == 0 {
@@ -177,7 +192,7 @@ func (s *store) misfortune(d *rng) string {
 	}
 	i := d.n(len(s.order))
 	c := s.cells[s.order[i]]
-	switch d.n(6) {
+	switch d.n(9) {
 	case 0:
 		s.lose(i)
 		return "loses a block"
@@ -196,6 +211,9 @@ func (s *store) misfortune(d *rng) string {
 	case 4:
 		clear(c.tags)
 		return "zeroes a block"
+	case 5, 6:
+		s.overwrite(d)
+		return "has blocks by another key"
 	}
 	c.tags[d.n(len(c.tags))].kv ^= 1 << d.n(64)
 	return "flips a bit"

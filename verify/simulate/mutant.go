@@ -2,6 +2,7 @@ package simulate
 
 import (
 	"errors"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -78,6 +79,10 @@ const (
 	TaintUntold
 	TaintPart
 	TaintForgotten
+	TaintHeld
+	ForeignBelieved
+	ForeignDamaged
+	ForeignKept
 	mutants
 )
 
@@ -153,7 +158,7 @@ func Mutants() []MutantInfo {
 		{ChildFreedOnCancel, "child-freed-on-cancel", "a cancelled call of a child returns at once, though the child still writes", "rule WORK-04"},
 		{ChildTicketsMixed, "child-tickets-mixed", "children are known by their place, so that another order at the other end mixes up their tickets", "rule MULTI-07"},
 		{ChildHoldConsumed, "child-hold-consumed", "a hold that ends with a child's process counts as consumed", "rule MULTI-07"},
-	}, taintMutants()...)
+	}, slices.Concat(taintMutants(), foreignMutants())...)
 }
 
 func (w *World) is(m Mutant) bool { return w.opt.Mutant == m }

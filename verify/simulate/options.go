@@ -44,6 +44,7 @@ type Options struct {
 	Children                           bool // the plugin is a MultiConnector: with ThroughHolds of a holder and a store, with ThroughStore of two stores. Not with Layers, Tells and OtherTokens, nor with Slots and ThroughHolds, which no host takes
 	Fetches                            bool // the Match of one child fetches, so it is asked last
 	OtherTokens                        int  // of a block of every second engine; 0: all have BlockTokens. With ThroughHolds, not with Slots, Planner or Lossy
+	Relays                             bool // some prompts go through two prefill engines, the second of which loads what the first holds. With Lossy
 	Lossy                              bool // nothing that is loaded can be verified. With ThroughHolds, not with Slots, Planner, Children or OtherTokens
 	MaxBatchedTokens, MaxSeqs          int
 	Window                             int // blocks that groups after the first need to go on; 0: all
@@ -114,6 +115,9 @@ func (o *Options) drawComposition(r *rand.Rand) {
 	case 0:
 	case 1, 2, 3:
 		o.Lossy = true
+		if o.Relays = r.IntN(2) == 0; o.Relays {
+			o.Prefills, o.AllBoth = 2, true
+		}
 	default:
 		o.OtherTokens = o.BlockTokens * (2 + r.IntN(2))
 		if r.IntN(2) == 0 {

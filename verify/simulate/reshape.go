@@ -251,7 +251,7 @@ func (h *host) reshaped(m *move) {
 		}
 		for rank := range h.e.mem {
 			c := &h.e.mem[rank][t.ID]
-			c.sum = h.sum(c, t.Block, rank)
+			c.sign(h.sum(c, t.Block, rank))
 		}
 	}
 }

@@ -39,6 +39,7 @@ type client struct {
 	got      []int32
 	left     bool
 	broken   bool
+	relayed  bool // from one prefill engine to another
 }
 
 // routing is the router as package router has it: its choice of instances is the real one, the
@@ -212,6 +213,9 @@ func (r *routing) news(st *stream, e *engine, o *sched.Output) {
 			r.wants = append(r.wants, c)
 			return
 		}
+		if r.relay(c, o.Ticket) {
+			return
+		}
 		delete(c.tried, e.index)
 		c.ticket, c.phase = o.Ticket, toDecode
 		r.wants = append(r.wants, c)
@@ -234,6 +238,17 @@ func (r *routing) news(st *stream, e *engine, o *sched.Output) {
 		r.w.stats.Answered++
 		r.finish(c)
 	}
+}
+
+// relay sends a prompt on to another prefill engine, which loads what the first one holds.
+func (r *routing) relay(c *client, ticket []byte) bool {
+	if !r.w.opt.Relays || ticket == nil || c.relayed || c.n%2 == 0 {
+		return false
+	}
+	r.w.stats.Relayed++
+	c.relayed, c.turn, c.phase = true, ticket, toPrefill
+	r.wants = append(r.wants, c)
+	return true
 }
 
 // lost tells that a client's connection to an engine broke: the engine died.

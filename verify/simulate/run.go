@@ -171,7 +171,7 @@ func (h *host) mistake(p *proc) {
 				h.late = append(h.late[:i], h.late[i+1:]...)
 				m.out = old.out
 				m.reported = true
-				m.out.Corrupt = h.checkDigests(m, h.cached)
+				m.out.Corrupt, m.out.Foreign = h.checkDigests(m, h.cached)
 				h.do(h.tracker.Moved(h.w.now, m.ID, m.out))
 				return
 			}

@@ -31,6 +31,11 @@ func (e *engine) reads(st *stream, c *sched.Chunk) (tainted bool) {
 		e.w.fail('v', "%s: %s attends to what another request loaded, and nobody has verified", e.name, st.id)
 	}
 	e.w.stats.Tainted++
+	if st.kept = nil; e.w.is(TaintHeld) {
+		for _, table := range c.Blocks {
+			st.kept = append(st.kept, slices.Clone(table))
+		}
+	}
 	return true
 }
 
@@ -143,13 +148,32 @@ func (h *host) taints(s *connector.Step) {
 			continue
 		}
 		h.w.stats.TaintedEnds++
+		if h.w.is(TaintHeld) && st.kept != nil && st.req.Remote {
+			h.holdAll(s, &s.Ended[i], st)
+		}
+	}
+}
+
+// holdAll is an engine that lets a request's taint go unheeded when it ends.
+func (h *host) holdAll(s *connector.Step, e *connector.Ended, st *stream) {
+	s.Preempted = append(s.Preempted, e.Request)
+	e.Tokens, e.Remote, e.Weak, e.Blocks = len(st.tokens)-1, true, st.req.Turn, nil
+	for g, table := range st.kept {
+		for i, id := range table {
+			if b := (connector.Block{ID: id, Group: uint16(g)}); id >= 0 && i*h.e.size < e.Tokens {
+				if keys := st.req.Space.Keys(st.tokens[:e.Tokens], h.e.size); i < len(keys) {
+					b.Key = keys[i]
+				}
+				e.Blocks = append(e.Blocks, b)
+			}
+		}
 	}
 }
 
 // vouch notes that the blocks of a load are what a digest says: they are not tainted, wherever they come from.
 func (h *host) vouch(m *move) {
 	for _, b := range tracker.Arrived(m.Check, m.out.Err) {
-		if c := &h.e.mem[m.Rank][b.ID]; !slices.Contains(m.out.Corrupt, b.ID) {
+		if c := &h.e.mem[m.Rank][b.ID]; !slices.Contains(m.out.Corrupt, b.ID) && !slices.Contains(m.out.Foreign, b.ID) {
 			for i := range c.tags {
 				c.tags[i].tainted = false
 			}
@@ -164,5 +188,6 @@ func taintMutants() []MutantInfo {
 		{TaintUntold, "taint-untold", "the engine is not told that nobody has verified a load, and its prefix cache shares it", "rule TAINT-02"},
 		{TaintPart, "taint-part", "a load that failed in part, or behind tokens that were there, counts as verified", "rule TAINT-02"},
 		{TaintForgotten, "taint-forgotten", "that nobody has verified a load is forgotten when it is over, and what follows is saved and held", "rule TAINT-01"},
+		{TaintHeld, "taint-held", "a request that ends is held with all that it has, whatever that was computed from", "rule TAINT-01"},
 	}
 }

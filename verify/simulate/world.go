@@ -44,6 +44,7 @@ type World struct {
 //	i  when faults stop, everything ends in bounded time
 //	t  no forged, stale or replayed ticket is accepted, and one of an earlier turn serves one load that is worth it
 //	v  what a load brought and nobody has verified, and what is computed from it, stays with its request, and has no digest
+//	k  a block by a key outside the ring is a miss, nobody is blamed for it, and its next save replaces it
 //	p  nothing panics
 type Violation struct {
 	Rule byte
@@ -73,6 +74,7 @@ type Stats struct {
 	Turns, TurnLoads, TurnLoaded, TurnLost int // tickets for the next turn; loads by them; blocks
 	Plans                                  int // calls of a Planner
 	Early                                  int // saves that were answered before their blocks were computed
+	Foreign, Relayed                       int // blocks by a key outside the ring; prefill requests with a ticket of another prefill engine
 	Lost, LostHolds                        int // transfers and holds whose blocks are never used again; the holds among them
 	Reshaped                               int // loads from an engine with blocks of another size
 	Unverified, Tainted, TaintedEnds       int // loads that nobody has verified; chunks computed from those; ends of requests with them
@@ -115,6 +117,7 @@ func (s *Stats) Powers() []Power {
 		{"children (calls of a composite through landing memory)", s.ChildStaged},
 		{"children (loads of a composite by an earlier turn)", s.ChildTurns},
 		{"transfers and holds whose blocks are lost", s.Lost},
+		{"stores with blocks by a key outside the ring", s.Foreign},
 	}
 }
 
@@ -188,6 +191,8 @@ func (s *Stats) fields() []field {
 		{"holds that ended with a child", &s.ChildHolds},
 		{"staged calls of composites", &s.ChildStaged},
 		{"turn loads of composites", &s.ChildTurns},
+		{"blocks by a key outside the ring", &s.Foreign},
+		{"prefill requests with another's ticket", &s.Relayed},
 		{"transfers and holds lost", &s.Lost},
 		{"holds lost", &s.LostHolds},
 	}
