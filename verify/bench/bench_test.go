@@ -193,7 +193,9 @@ func TestEngine(t *testing.T) {
 		Model: tiny, PluginPath: []string{pluginFolder}, Dir: t.TempDir(), Threads: 2, Quick: true, Emit: emit,
 	}))
 	requireRows(t, *rows, "decode batch 1, 2 threads", "decode batch 8, 2 threads", "first token of a hit, 64 tokens",
-		"digests of a hit, share of first token", "digests of a hit, XXH3-128, share of first token", "added to a step without transfers")
+		"digests of a hit, share of first token", "digests of a hit, XXH3-128, share of first token", "added to a step without transfers",
+		"first token of a hit, 64 tokens, keyed : XXH3-128", "first token of a hit, 64 tokens, keyed : XXH3-128, 95 % to", "step with saves, keyed : XXH3-128",
+		"step with saves, keyed : XXH3-128, 95 % from")
 	text := new(bytes.Buffer)
 	for _, r := range *rows {
 		require.NoError(t, Text(text)(r))

@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -54,17 +55,24 @@ func (r *runner) generate(ctx context.Context, prompt []int32, tokens int) (firs
 	return first, time.Since(begin) - first, external, nil
 }
 
-// newRunner starts an engine; role is empty for one without a connector.
-func (b *bench) newRunner(ctx context.Context, m model.Model, role, dir string) (*runner, error) {
+// stored is the connector of an engine: the typical store.
+type stored struct {
+	role   string // empty: there is none
+	dir    string
+	digest host.Digest // empty: the default
+}
+
+// newRunner starts an engine.
+func (b *bench) newRunner(ctx context.Context, m model.Model, with stored) (*runner, error) {
 	config := engine.Config{
 		Model: m, Tokenizer: tokenizer.Bytes(), NumBlocks: 256, PluginPath: b.PluginPath, Log: slog.New(slog.DiscardHandler),
 	}
-	if role != "" {
+	if with.role != "" {
 		store, err := typicalStore()
 		if err != nil {
 			return nil, err
 		}
-		extra, err := store.config(dir)
+		extra, err := store.config(with.dir)
 		if err != nil {
 			return nil, err
 		}
@@ -72,13 +80,14 @@ func (b *bench) newRunner(ctx context.Context, m model.Model, role, dir string) 
 			Connector string          `json:"kv_connector"`
 			Role      string          `json:"kv_role"`
 			Extra     json.RawMessage `json:"kv_connector_extra_config"`
-		}{store.name, role, extra})
+		}{store.name, with.role, extra})
 		if err != nil {
 			return nil, err
 		}
 		if config.Connector, err = host.ParseConfig(string(arg)); err != nil {
 			return nil, err
 		}
+		config.Connector.Settings.Digest = cmp.Or(with.digest, config.Connector.Settings.Digest)
 	}
 	e, err := engine.New(ctx, config)
 	if err != nil {
@@ -100,13 +109,13 @@ func (b *bench) hit(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, m.Close()) }()
-	r, err := b.newRunner(ctx, m, "kv_both", dir)
+	r, err := b.newRunner(ctx, m, stored{role: "kv_both", dir: dir})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, r.Close(context.WithoutCancel(ctx))) }()
 	prompt := tokensOf(b.prompt+1, 3, m.Spec().Vocab)
-	alone, err := b.newRunner(ctx, m, "", "")
+	alone, err := b.newRunner(ctx, m, stored{})
 	if err != nil {
 		return err
 	}
@@ -221,7 +230,7 @@ func (b *bench) step(ctx context.Context) (err error) {
 			return err
 		}
 		var r *runner
-		if r, err = b.newRunner(ctx, m, role, dir); err != nil {
+		if r, err = b.newRunner(ctx, m, stored{role: role, dir: dir}); err != nil {
 			return err
 		}
 		defer func() { err = errors.Join(err, r.Close(context.WithoutCancel(ctx))) }()
