@@ -240,7 +240,7 @@ type prefetchSave struct {
 // reasons are those for which a producer's layers do not come, in a row. Each is logged once.
 type reasons map[string]bool
 
-// add notes one, and says whether it is to be logged.
+// add notes one, and says whether it belongs in the log.
 func (r reasons) add(err error) bool {
 	text := err.Error()
 	if op, is := errors.AsType[*net.OpError](err); is {

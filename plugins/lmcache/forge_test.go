@@ -70,7 +70,7 @@ func newPlace(t *testing.T, victim bool) *place {
 	p := &place{}
 	var err error
 	if victim {
-		p.address = lmcache(t)
+		p.address = realServer(t)
 	}
 	p.seen, err = lmtest.Start(t.Context(), p.address)
 	require.NoError(t, err)
@@ -83,8 +83,8 @@ func newPlace(t *testing.T, victim bool) *place {
 	return p
 }
 
-// lmcache starts LMCache's own server, and is empty where this machine has none.
-func lmcache(t *testing.T) (address string) {
+// realServer starts LMCache's own server, and is empty where this machine has none.
+func realServer(t *testing.T) (address string) {
 	t.Helper()
 	server, err := lmtest.StartReal(t.Context(), testkit.Root(t))
 	if errors.Is(err, lmtest.ErrNoLMCache) {
