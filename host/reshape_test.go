@@ -9,7 +9,9 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -346,6 +348,18 @@ func TestReshapeHidesNoStore(t *testing.T) {
 			prompt{d, saved.Blocks}.sameAs(prompt{d, loaded.Blocks}, 128)
 		})
 	}
+}
+
+// TestReshapeOutlivesSilence: a ticket of another shape is used as soon as the child that can use it answers again.
+func TestReshapeOutlivesSilence(t *testing.T) {
+	_, ks, ticket := multiHanded(t, t.TempDir())
+	d := multiCut{"d", "base", 4, ks, t.TempDir(), t.TempDir()}.open(t)
+	q := connector.Query{Request: "x", Tokens: 130, Keys: keys(2, 2)}
+	pid := d.pids()[1]
+	stop(t, pid)
+	require.Zero(t, d.match(q, ticket).Tokens)
+	require.NoError(t, syscall.Kill(pid, syscall.SIGCONT))
+	require.Eventually(t, func() bool { return d.Match(q, ticket).Tokens == 128 }, time.Minute, 10*time.Millisecond)
 }
 
 // TestReshapeHashers: the keys of an engine of another shape are derived once, and not of more engines than there may be.

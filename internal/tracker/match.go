@@ -19,6 +19,7 @@ type match struct {
 	known   bool
 	end     int    // tokens from 0 that can be had, if known; the best so far, if open
 	groups  uint32 // as the connector said
+	bare    bool   // end and groups are the answer to a question without the ticket, see askBare
 	at      time.Time
 	renewed time.Time // when ask was sent, if an answer is known
 	told    bool      // the engine was told Later
@@ -66,7 +67,7 @@ func (b *Tracker) renew(now time.Time, r *request) bool {
 		return false
 	}
 	m.renewed = now
-	b.ask(r)
+	b.ask(r, m.query)
 	return true
 }
 
@@ -144,17 +145,22 @@ func (b *Tracker) Match(now time.Time, id connector.RequestID) connector.Match {
 		b.beginLater(now, m)
 		return connector.Match{Later: true}
 	}
-	end := min(m.end, b.limit(&m.query))
-	if !b.held(&m.query) {
+	q := m.query
+	if m.bare {
+		q = bare(q)
+	}
+	end := min(m.end, b.limit(&q))
+	if !b.held(&q) {
 		if b.cfg.Quarantine {
-			end = min(end, b.undamaged(m.query.Keys))
+			end = min(end, b.undamaged(q.Keys))
 		}
 		end -= end % b.unit()
 	}
-	tokens := end - m.query.Computed
+	tokens := end - q.Computed
 	if !m.known || tokens <= 0 || r.turn && tokens < b.cfg.Threshold {
 		return connector.Match{}
 	}
+	r.bare = m.bare
 	return connector.Match{Tokens: tokens, Groups: m.groups, Async: true}
 }
 
@@ -175,14 +181,34 @@ func (b *Tracker) askAgain(now time.Time, r *request) {
 	if b.state != up {
 		return
 	}
-	m.retryAt = time.Time{}
-	b.ask(r)
+	b.ask(r, m.query)
 }
 
-// ask sends the last query of a request.
-func (b *Tracker) ask(r *request) {
+// askBare asks without a ticket of another shape, by which there is nothing at the moment: what comes with it comes from
+// its producer alone, and a store may have the blocks under the keys of ours. The next question is by the ticket
+// again, since a composite also says that there is nothing while the child that could use the ticket is silent.
+func (b *Tracker) askBare(now time.Time, r *request) {
 	m := &r.match
-	m.ask, m.asked = CallID(b.id()), m.query
+	if m.open || !m.bare { // else the old answer, which is without the ticket too, may be given meanwhile
+		if !m.open {
+			m.until = time.Time{}
+		}
+		m.open, m.known, m.end, m.groups = true, false, 0, 0
+		b.beginLater(now, m)
+	}
+	b.ask(r, bare(m.query))
+}
+
+// bare is a question without its ticket.
+func bare(q connector.Query) connector.Query {
+	q.Ticket, q.Reshaped = nil, 0
+	return q
+}
+
+// ask sends a question of a request.
+func (b *Tracker) ask(r *request, q connector.Query) {
+	m := &r.match
+	m.ask, m.asked, m.retryAt = CallID(b.id()), q, time.Time{}
 	b.asks[m.ask] = r
 	b.emit(Ask{ID: m.ask, Gen: b.gen, Query: m.asked})
 }
@@ -199,22 +225,22 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 	m := &r.match
 	m.ask = 0
 	over := m.open && !now.Before(m.until)
-	if !m.open { // the old answer ends here
-		m.open, m.known, m.end, m.groups = true, false, 0, 0
-	}
 	if err == nil && !b.sound(&m.asked, answer) {
 		b.counters.Violations++
 		err = errViolation
+	}
+	if err == nil && m.nothing(answer) {
+		b.askBare(now, r)
+		return b.take()
+	}
+	if !m.open { // the old answer ends here
+		m.open, m.known, m.end, m.groups = true, false, 0, 0
 	}
 	if err != nil { // when Later has ended it does not matter which: the match is undecided, as Tick would say
 		answer = connector.Match{Later: over || errors.Is(err, connector.ErrBusy)}
 	}
 	m.unsure = err != nil
-	if err == nil && m.hear(answer) && r.unfit() {
-		m.query.Ticket, m.query.Reshaped = nil, 0
-		b.askAgain(now, r)
-		return b.take()
-	}
+	m.hear(answer)
 	if answer.Later || m.end < min(r.need, b.limit(&m.query)) {
 		m.wait = min(max(2*m.wait, b.cfg.BackoffMin), b.cfg.BackoffMax)
 		m.retryAt = now.Add(m.wait)
@@ -226,15 +252,21 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 	return b.take()
 }
 
-// hear notes an answer, and says that the connector has nothing for the ticket of another shape with which it was asked.
-func (m *match) hear(answer connector.Match) (nothing bool) {
-	if end := m.asked.Computed + answer.Tokens; !answer.Later || end > m.end {
-		if end > m.end {
-			m.wait = 0 // what is awaited is on its way: look again soon
-		}
-		m.end, m.groups = end, answer.Groups
+// nothing says that there is nothing by the ticket of another shape with which the connector was asked.
+func (m *match) nothing(answer connector.Match) bool {
+	return !answer.Later && answer.Tokens == 0 && m.asked.Reshaped > 0 && len(m.asked.Keys) > 0
+}
+
+// hear notes an answer.
+func (m *match) hear(answer connector.Match) {
+	end := m.asked.Computed + answer.Tokens
+	if answer.Later && end <= m.end {
+		return
 	}
-	return !answer.Later && m.asked.Reshaped > 0 && m.end <= m.asked.Computed && len(m.asked.Keys) > 0
+	if end > m.end {
+		m.wait = 0 // what is awaited is on its way: look again soon
+	}
+	m.end, m.groups, m.bare = end, answer.Groups, m.asked.Ticket == nil
 }
 
 // sound checks an answer against its query.

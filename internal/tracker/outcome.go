@@ -90,14 +90,19 @@ func pick(blocks []connector.Block, ids []connector.BlockID) (found []connector.
 }
 
 // settleLoad denies further offers to a request whose load left nothing valid: the engine would
-// ask, get the same offer and fail for ever. Without its ticket of another shape it gets another offer.
+// ask, get the same offer and fail for ever. If the load was by a ticket of another shape, only the ticket is forgotten:
+// without it the request gets another offer.
 func (b *Tracker) settleLoad(o *op) {
 	b.forgetMatch(o.req)
 	if len(o.t.Blocks) == 0 || o.canceled {
 		return
 	}
-	if b.leftNothing(o) && (o.source == nil || !o.req.unfit()) {
+	switch {
+	case !b.leftNothing(o):
+	case o.source == nil:
 		o.req.denied = true
+	default:
+		o.req.brought = brought{refused: "gone"}
 	}
 }
 

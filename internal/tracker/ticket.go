@@ -79,18 +79,8 @@ func (b *Tracker) Refuse(id connector.RequestID, why string) {
 	b.request(id).brought = brought{refused: why}
 }
 
-// unfit says that a request's ticket of another shape is of no use, and is forgotten for that. What comes with such a ticket
-// comes from its producer alone; without it a store may have the blocks under the keys of ours.
-func (r *request) unfit() bool {
-	if r.source == nil {
-		return false
-	}
-	r.plugin, r.source = nil, nil
-	return true
-}
-
-// Brought says what became of the ticket of a live request: how many tokens it promises, or why it is refused.
-// Both are zero without a ticket.
+// Brought says what became of the ticket of a live request: how many tokens it promises, or why it is refused, or forgotten
+// because a load by it brought nothing. Both are zero without a ticket.
 func (b *Tracker) Brought(id connector.RequestID) (promised int, refused string) {
 	if r := b.requests[id]; r != nil {
 		return r.promised, r.refused

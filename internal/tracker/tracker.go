@@ -121,7 +121,8 @@ type request struct {
 	brought                      // the ticket that its loads carry
 	queried bool
 	arrived bool
-	denied  bool // nothing is offered to it: a load left nothing valid, or its ticket is refused or used up
+	bare    bool // the engine's last offer is without the ticket: so is its load
+	denied  bool // nothing is offered to it: a load left nothing valid, or its ticket is used up
 	saves   int  // saves under way
 	unsaved map[int]struct{}
 	ending  *ending

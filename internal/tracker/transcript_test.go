@@ -22,7 +22,7 @@ import (
 //	ticket ID tokens=N [turn] [size=N] [last=NAME] [tail=NAME]   a genuine ticket; size: of an engine of another shape
 //	ticket ID refused=WORD               one that could not be opened, or is not for us
 //	ask ID tokens=N [computed=N]         the engine's question
-//	matched tokens=N [later] [busy]      the plugin answers the last question
+//	matched tokens=N [later] [busy]      the plugin answers the last question; matched_unseen: the engine does not look
 //	load ID blocks=N, preempt ID, end ID [tokens=N] [remote] [weak] [tail=NAME]
 //	moved [corrupt=(N,...)] [gone=(N,...)] [error=gone|busy|corrupt]   the plugin's answer to its oldest call
 //	held [id=N] [ttl=DURATION] [consumers=N] [weak]        the Holder's answer to its oldest Finish
@@ -131,14 +131,16 @@ func (s *script) answer(t *testing.T, d *datadriven.TestData, id connector.Reque
 	s.step++
 	st, tails := &connector.Step{ID: s.step}, Tails{}
 	switch d.Cmd {
-	case "matched":
+	case "matched", "matched_unseen":
 		var err error
 		if d.HasArg("busy") {
 			err = connector.ErrBusy
 		}
 		a := s.asks[len(s.asks)-1]
 		s.do(s.b.Matched(s.now, a.ID, connector.Match{Tokens: n["tokens"], Later: d.HasArg("later")}, err))
-		s.offer(a.Query.Request)
+		if d.Cmd == "matched" {
+			s.offer(a.Query.Request)
+		}
 		return
 	case "moved":
 		m := s.moves[0]

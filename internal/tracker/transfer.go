@@ -129,7 +129,9 @@ func (b *Tracker) addOp(now time.Time, kind Kind, step uint64, t connector.Trans
 		o.req.saves++
 		o.deadline = now.Add(b.cfg.Save)
 	} else {
-		o.t.Ticket, o.source = o.req.plugin, o.req.source
+		if !o.req.bare {
+			o.t.Ticket, o.source = o.req.plugin, o.req.source
+		}
 		gib := float64(b.bytes(t.Blocks)) / (1 << 30)
 		o.deadline = now.Add(b.cfg.Transfer + time.Duration(gib*float64(b.cfg.TransferPerGiB)))
 	}
