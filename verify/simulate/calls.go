@@ -177,6 +177,7 @@ func (p *proc) answerJob(f Fault) {
 	for range 1 + twice(f) {
 		switch {
 		case j.ask != nil:
+			h.offers.answered(j)
 			h.do(h.tracker.Matched(h.w.now, j.id, j.match, j.err))
 		case j.plan != nil:
 			h.do(h.tracker.Planned(h.w.now, j.id, j.planned, j.err))

@@ -37,6 +37,7 @@ type host struct {
 	orphans []*move                      // calls with which somebody goes on for ever
 	slots   [][]*move                    // by rank and landing slot: the call that it was given to last
 	windows [windows]*move               // of memory for source blocks: the same
+	offers  offers
 	groups  []connector.Group
 	unread  map[connector.BlockKey]int // blocks that the next save replaces, by when they were found
 	found   int                        // blocks of loads so far
@@ -76,7 +77,7 @@ type report struct {
 func newHost(e *engine) *host {
 	o := &e.w.opt
 	h := &host{
-		w: e.w, e: e, role: e.role, can: o.capabilities(), later: map[connector.RequestID]bool{}, unread: map[connector.BlockKey]int{},
+		w: e.w, e: e, role: e.role, can: o.capabilities(), later: map[connector.RequestID]bool{}, unread: map[connector.BlockKey]int{}, offers: newOffers(),
 		guard: ticket.NewGuard(connector.Fingerprint{}, e.shape()), due: map[obligation]*grant{}, turns: map[connector.RequestID]*turnUse{}, holds: map[obligation]*lease{},
 		rng:     rng(o.Seed<<8 ^ uint64(e.life)),
 		breaker: newBreaker(),
@@ -156,6 +157,7 @@ func (h *host) start(a *tracker.Move) {
 	h.shareSlots(m)
 	h.occupy(m)
 	h.beginReshape(m)
+	h.checkTicketUse(m)
 	h.useTurn(m)
 	h.replaces(m)
 	h.proc.moves = append(h.proc.moves, m)
@@ -246,6 +248,7 @@ func (h *host) step(s *connector.Step) {
 	h.do(h.tracker.Step(h.w.now, s, tails))
 	for i := range ended {
 		delete(h.later, ended[i].Request)
+		h.offers.forget(ended[i].Request)
 		delete(h.turns, ended[i].Request)
 	}
 	if h.w.is(PublishEarly) {
@@ -502,8 +505,8 @@ func (h *host) checkMatch(q *connector.Query, m connector.Match) {
 	if m.Later || m.Tokens == 0 {
 		return
 	}
-	promised, _ := h.tracker.Brought(q.Request)
-	held := promised > 0 && h.can&connector.CanHold != 0 // what a Holder keeps may end anywhere
+	byTicket := h.offers.offered(q.Request)
+	held := byTicket && h.can&connector.CanHold != 0 // what a Holder keeps may end anywhere
 	whole := m.Tokens+q.Computed < q.Tokens && m.Tokens%h.e.size == 0
 	if m.Tokens < 0 || m.Tokens+q.Computed > q.Tokens || !held && !whole {
 		h.w.fail('c', "%s: match of %d tokens beyond %d for a prompt of %d", h.e.name, m.Tokens, q.Computed, q.Tokens)
