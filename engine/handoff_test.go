@@ -127,6 +127,19 @@ func TestFit(t *testing.T) {
 	require.NotContains(t, string(data), "0123456789abcdef")
 }
 
+// TestHandoffOfForgottenTicket: what a store has of a prompt whose ticket brought nothing is not what the ticket promised.
+func TestHandoffOfForgottenTicket(t *testing.T) {
+	pool := kvcache.New(8)
+	cfg := Config{BlockSize: 16, Connector: &host.Config{Role: connector.RoleConsumer}}
+	l := &loop{e: &Engine{host: &host.Host{}, cfg: cfg}, pool: pool}
+	for want, b := range map[Handoff]brought{
+		{Result: HandoffLoaded}:      {any: true, promised: 32},
+		{HandoffNone, "load_failed"}: {any: true, promised: 32, failed: true, forgot: true},
+	} {
+		require.Equal(t, want, l.handoff(&stream{prompt: 40, brought: b}, sched.Output{External: 32}))
+	}
+}
+
 // A load whose blocks are lost has failed; a lost save says nothing of the ticket.
 func TestHandoffOfLostLoad(t *testing.T) {
 	for kind, failed := range map[host.EventKind]bool{host.Loaded: true, host.Saved: false} {

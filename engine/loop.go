@@ -361,7 +361,7 @@ const (
 	HandoffPartial = "partial" // some of it, the rest was computed; reason load_failed or gone
 	HandoffLocal   = "local"   // nothing was loaded since all of it was here already
 	HandoffRefused = "refused" // the ticket was not accepted; reason key, foreign_key, model, block_size, shape, role, replayed, gone, peer, prompt, unsupported, other
-	HandoffNone    = "none"    // the ticket was accepted and nothing could be loaded; reason load_failed or gone
+	HandoffNone    = "none"    // the ticket was accepted and nothing could be loaded by it; reason load_failed or gone
 )
 
 // brought is what is known of a request's ticket.
@@ -370,6 +370,7 @@ type brought struct {
 	promised int    // tokens that it speaks of; 0 until the host has looked at it
 	refused  string // why the host does not use it
 	failed   bool   // a load failed, or a part of one
+	forgot   bool   // the host has forgotten it since, because a load by it brought nothing
 }
 
 // noteTicket remembers what the host made of a request's ticket.
@@ -383,6 +384,10 @@ func (l *loop) noteTicket(id connector.RequestID) {
 func (l *loop) noteLoaded(id connector.RequestID, failed bool) {
 	if st := l.streams[id]; st != nil && failed {
 		st.brought.failed = true
+		if st.brought.promised > 0 {
+			_, refused := l.e.host.Brought(id)
+			st.brought.forgot = refused != ""
+		}
 	}
 }
 
@@ -405,6 +410,8 @@ func (l *loop) handoff(st *stream, o sched.Output) Handoff {
 		return Handoff{HandoffRefused, "role"}
 	case b.refused != "":
 		return Handoff{HandoffRefused, b.refused}
+	case b.forgot: // what was loaded is somebody else's
+		return Handoff{HandoffNone, lost}
 	case o.External > 0 && here:
 		return Handoff{Result: HandoffLoaded}
 	case o.External > 0:

@@ -187,7 +187,7 @@ func (h *Host) warnScope() {
 }
 
 // Brought says what the host made of the ticket that a live request brought: how many tokens it promises,
-// or in one word why it was refused. Both are zero before the first Match of the request and without a ticket.
+// or in one word why it was refused, or "gone" if a load by it brought nothing and it is forgotten. Both are zero before the first Match of the request and without a ticket.
 func (h *Host) Brought(request connector.RequestID) (promised int, refused string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
