@@ -128,7 +128,7 @@ func (c *cutter) fit(size int64) (int, error) {
 	return n, nil
 }
 
-// maxShapes bounds the engines of other shapes whose hashers are kept. Beyond it all are made again.
+// maxShapes bounds the engines of other shapes whose hashers are kept. Beyond it one makes room.
 const maxShapes = 16
 
 // sourceHashers are those of engines of other shapes, by engine. Each derives its keys from the ring once.
@@ -149,8 +149,14 @@ func (h *Host) hashersOf(src *tracker.Source) []*digest.Hasher {
 	defer c.mu.Unlock()
 	name := sourceShape{src.Shape, src.World}
 	if c.of[name] == nil {
-		if c.of == nil || len(c.of) >= maxShapes {
+		if c.of == nil {
 			c.of = map[sourceShape][]*digest.Hasher{}
+		}
+		for old := range c.of {
+			if len(c.of) < maxShapes {
+				break
+			}
+			delete(c.of, old)
 		}
 		for rank := range src.World {
 			c.of[name] = append(c.of[name], h.hasher(src.Shape, connector.Shard{Rank: rank, World: src.World}))

@@ -377,6 +377,7 @@ func TestReshapeHashers(t *testing.T) {
 		h.hashersOf(&more)
 		require.LessOrEqual(t, len(h.others.of), maxShapes)
 	}
+	require.Len(t, h.others.of, maxShapes, "a new one takes the place of one other")
 }
 
 // TestReshapeNamesSlots: the blocks that a plugin's error names are slots of the memory that it reads into. Whatever
