@@ -37,6 +37,7 @@ type Server struct {
 	mu     sync.Mutex
 	values map[string][]byte // by key; nil where another server has it
 	conns  map[net.Conn]struct{}
+	closed bool
 }
 
 // Start starts a server on loopback. behind is the address of one that has the values, or empty. Close ends it.
@@ -65,6 +66,9 @@ func Start(ctx context.Context, behind string) (*Server, error) {
 func (s *Server) note(c net.Conn) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.closed { // it was accepted just before
+		_ = c.Close()
+	}
 	s.conns[c] = struct{}{}
 }
 
@@ -79,6 +83,7 @@ func (s *Server) drop(c net.Conn) {
 func (s *Server) Close() error {
 	err := s.listen.Close()
 	s.mu.Lock()
+	s.closed = true
 	for c := range s.conns {
 		_ = c.Close()
 	}
