@@ -46,11 +46,13 @@ func testForged(t *testing.T, forger, transport string) {
 	prompts, want := r.Unaligned(rig.Texts(t, *rig.Seed+4600, 8, 700, 900), 4)
 	record := filepath.Join(t.TempDir(), "record")
 	ring, _ := r.Ring()
+	program, err := os.Executable()
+	require.NoError(t, err)
 	config := func(role string, forges bool) string {
 		own, module := fmt.Sprintf(`{"transport":%q}`, transport), ""
 		if forges {
 			own = fmt.Sprintf(`{"of":%s,%q:true,"seed":%d,"record":%q}`, own, forger, *rig.Seed, record)
-			module = fmt.Sprintf(`"kv_connector_module_path":%q,`, os.Args[0])
+			module = fmt.Sprintf(`"kv_connector_module_path":%q,`, program)
 		}
 		return fmt.Sprintf(`{"kv_connector":"PipeConnector","kv_role":%q,%s"kv_connector_extra_config":%s,"kvport":{"ticket_key_file":%q,"deadlines":{"later":"60s","transfer":"60s"}}}`,
 			role, module, own, ring)
