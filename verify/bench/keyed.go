@@ -72,8 +72,8 @@ func saving(ctx context.Context, r *runner, m model.Model, round int) (time.Dura
 	return rest / savingSteps, err
 }
 
-// pair has two engines take turns, and emits the time of the first beside that of the second, and between what the ratio of all rounds
-// is said to be.
+// pair has two engines take turns, and emits the time of the first beside that of the second, the ratio of the second's to the first's, and
+// between what the ratio of all rounds is said to be.
 func (b *bench) pair(ctx context.Context, name string, bytes int64, runners []*runner, run func(r *runner, round int) (time.Duration, error)) error {
 	times := make([]took, len(runners))
 	var ways []func(int) error
