@@ -17,6 +17,7 @@ type match struct {
 	ask     CallID          // on its way; 0: none
 	open    bool            // an answer is wanted and not known yet
 	known   bool
+	from    int    // if there is nothing: the tokens that the engine had, of which that says nothing
 	end     int    // tokens from 0 that can be had, if known; the best so far, if open
 	groups  uint32 // as the connector said
 	bare    bool   // end and groups are the answer to a question without the ticket, see askBare
@@ -45,7 +46,10 @@ func (b *Tracker) Query(now time.Time, q connector.Query) (wait bool, actions []
 	m := &r.match
 	m.query = q
 	switch {
-	case b.hopeless(r), m.open, m.known && (m.spent || now.Sub(m.at) < b.cfg.Fresh):
+	case b.hopeless(r), m.open, m.known && m.spent:
+		return false, b.take()
+	case q.Computed < m.from: // the engine has less by now
+	case m.known && now.Sub(m.at) < b.cfg.Fresh:
 		return false, b.take()
 	case m.known && b.renew(now, r):
 		return false, b.take()
@@ -157,7 +161,7 @@ func (b *Tracker) Match(now time.Time, id connector.RequestID) connector.Match {
 		end -= end % b.unit()
 	}
 	tokens := end - q.Computed
-	if !m.known || tokens <= 0 || r.turn && tokens < b.cfg.Threshold {
+	if !m.known || q.Computed < m.from || tokens <= 0 || r.turn && tokens < b.cfg.Threshold {
 		return connector.Match{}
 	}
 	r.bare = m.bare
@@ -224,6 +228,10 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 	delete(b.asks, id)
 	m := &r.match
 	m.ask = 0
+	if err == nil && m.outdated(answer) {
+		b.askAgain(now, r)
+		return b.take()
+	}
 	over := m.open && !now.Before(m.until)
 	if err == nil && !b.sound(&m.asked, answer) {
 		b.counters.Violations++
@@ -252,6 +260,11 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 	return b.take()
 }
 
+// outdated says that there is nothing behind what the engine had when it asked, and that it has less by now.
+func (m *match) outdated(answer connector.Match) bool {
+	return m.open && answer.Tokens == 0 && m.query.Computed < m.asked.Computed
+}
+
 // nothing says that there is nothing by the ticket of another shape with which the connector was asked.
 func (m *match) nothing(answer connector.Match) bool {
 	return !answer.Later && answer.Tokens == 0 && m.asked.Reshaped > 0 && len(m.asked.Keys) > 0
@@ -266,7 +279,10 @@ func (m *match) hear(answer connector.Match) {
 	if end > m.end {
 		m.wait = 0 // what is awaited is on its way: look again soon
 	}
-	m.end, m.groups, m.bare = end, answer.Groups, m.asked.Ticket == nil
+	m.from, m.end, m.groups, m.bare = 0, end, answer.Groups, m.asked.Ticket == nil
+	if answer.Tokens == 0 {
+		m.from = end
+	}
 }
 
 // sound checks an answer against its query.

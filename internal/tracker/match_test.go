@@ -85,6 +85,30 @@ func TestOldAnswerIsGivenOnceMore(t *testing.T) {
 	require.NotEqual(t, ask.ID, one[Ask](b).ID)
 }
 
+// That there is nothing says nothing of the tokens that the engine had when it asked: if some of them have left its cache, the
+// connector is asked for them before anything is offered.
+func TestNothingIsSaidOfTheRest(t *testing.T) {
+	had := prompt(4)
+	had.Computed = 32
+	b := newBench(t, nil)
+	b.ask(had, 0)
+	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{}, nil))
+	require.Equal(t, connector.Match{}, b.Match(b.now, "r"))
+	b.ask(prompt(4), 0)
+	require.True(t, b.Match(b.now, "r").Later)
+	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{Tokens: 64}, nil))
+	require.Equal(t, Answered, b.event().Kind)
+	require.Equal(t, 64, b.Match(b.now, "r").Tokens)
+
+	b = newBench(t, nil) // the same while the question is on its way
+	b.ask(had, 0)
+	ask := one[Ask](b)
+	b.ask(prompt(4), 0)
+	b.got(b.Matched(b.now, ask.ID, connector.Match{}, nil))
+	require.True(t, b.Match(b.now, "r").Later)
+	require.Zero(t, one[Ask](b).Query.Computed)
+}
+
 // What Match says is the connector's word only where it answered in time and without an error, or need not be asked.
 func TestSure(t *testing.T) {
 	for name, c := range map[string]struct {
