@@ -29,8 +29,8 @@ type Tokenizer interface {
 	Stops() []int32
 	// Chat renders messages with the model's chat template, ending with the opening of the assistant's turn.
 	Chat(messages []Message) (*Chat, error)
-	// EncodeChat gives the ids of a chat that this tokenizer has rendered. Control tokens come from the template alone:
-	// what a message says is text, even if it spells one.
+	// EncodeChat gives the ids of a chat that this tokenizer has rendered. A control token that messages spell is
+	// text. One that begins in the template's own text and ends in a message is still taken for one.
 	EncodeChat(chat *Chat) ([]int32, error)
 }
 

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"testing"
@@ -12,9 +11,6 @@ import (
 	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/testkit"
 )
-
-// valueHead is the length of the head of a value.
-const valueHead = 48
 
 // TestForgedChunks: values in LMCache's cache server that somebody without the key has made, moved or downgraded are never used,
 // and are counted by reason. Without LMCache the server is another one that speaks its protocol.
@@ -35,7 +31,7 @@ func chunks(t *testing.T) *rig.Medium {
 		return servers[name]
 	}
 	return &rig.Medium{
-		Head: valueHead,
+		Head: rig.ValueHead,
 		Config: func(role, place, settings string) string {
 			url := at(place).seen.Address
 			if role == "kv_consumer" {
@@ -50,11 +46,8 @@ func chunks(t *testing.T) *rig.Medium {
 			require.NoError(t, err)
 			return value
 		},
-		Set: func(place, key string, value []byte) { require.NoError(t, at(place).client.Put(key, value)) },
-		Whole: func(value []byte) []byte {
-			binary.LittleEndian.PutUint64(value[8:], uint64(len(value)-valueHead))
-			return value
-		},
+		Set:   func(place, key string, value []byte) { require.NoError(t, at(place).client.Put(key, value)) },
+		Whole: rig.WholeValue,
 	}
 }
 

@@ -2,6 +2,7 @@ package rig
 
 import (
 	"bytes"
+	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
 	"flag"
@@ -27,6 +28,15 @@ type Medium struct {
 	Head   int // bytes of a value before the block
 	// Whole makes a whole value out of one of another length, of the same key: it mends the head.
 	Whole func(value []byte) []byte
+}
+
+// ValueHead is the length of the head that connectors of remote stores write before a block.
+const ValueHead = 48
+
+// WholeValue is a Medium's Whole for these values: it writes the block's length into the head.
+func WholeValue(value []byte) []byte {
+	binary.LittleEndian.PutUint64(value[8:], uint64(len(value)-ValueHead))
+	return value
 }
 
 // digestHeader is the length of what precedes a block's digests.
@@ -161,7 +171,13 @@ func (r *Rig) Forgeries(m *Medium, prompts []string, want []*cluster.Completion)
 	r.Logf("%d forged blocks of %d kinds, counted %v, %d tokens compared, 0 differ: %v", all, len(t.kinds), seen, tokens, t.kinds)
 	Same(r.T, "restored", want, r.All(d.URL, prompts, 4))
 	require.Equal(r, seen, r.Unread(d))
-	metrics := r.Metrics(d)
+	r.NobodyBlamed(d)
+}
+
+// NobodyBlamed requires that an engine's plugin was neither taken for wrong nor started again.
+func (r *Rig) NobodyBlamed(p *cluster.Process) {
+	r.Helper()
+	metrics := r.Metrics(p)
 	for _, name := range []string{"kvport_plugin_violations_total", "kvport_plugin_restarts_total", "kvport_plugin_breaker_open"} {
 		require.Zero(r, metrics.Sum(name), name)
 	}
