@@ -135,7 +135,8 @@ func TestHolds(t *testing.T) {
 	require.Equal(t, 1, r.Health().Held)
 	require.Equal(t, []connector.BlockID{4, 5}, r.next(Released).Blocks)
 	require.GreaterOrEqual(t, time.Since(began), 250*time.Millisecond)
-	require.Equal(t, connector.Match{}, r.Match(query("x", ks), []byte("forged")), "nothing to find without a ticket")
+	require.Zero(t, r.match(query("x", keys(2, 2)), []byte("forged")).Tokens, "nothing to find without a ticket")
+	require.Equal(t, 32, r.match(query("y", ks), []byte("forged")).Tokens, "what it has stored needs none")
 
 	require.True(t, r.end("killed", 40, true, blocksOf(ks, 8)...).Held)
 	r.gen.proc.KillFor(context.Canceled)
